@@ -1,0 +1,65 @@
+"""One file a model family. `shape_of` reads a Hugging Face config, `params_of` declares every parameter."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+from grpo_mcore.families import llama, qwen2, qwen3
+from grpo_mcore.families.dense import dense_flops, dense_params
+from grpo_mcore.families.spec import (
+    Box,
+    FamilyError,
+    HfTensor,
+    ModelShape,
+    Param,
+    Piece,
+    Split,
+    Stage,
+    check_tensor_parallel,
+    local_shape,
+    pieces,
+)
+
+FAMILIES = {"qwen2": qwen2, "qwen3": qwen3, "llama": llama}
+
+
+def shape_of(config: dict[str, Any]) -> ModelShape:
+    """The shape that a Hugging Face config describes. Raises FamilyError for a model type without a family."""
+    family = FAMILIES.get(config.get("model_type", ""))
+    if family is None:
+        raise FamilyError(f"model_type {config.get('model_type')!r} has no family here; there are {sorted(FAMILIES)}")
+    return family.shape(config)
+
+
+def read_hf_config(folder: str | Path) -> dict[str, Any]:
+    """`config.json` of a local Hugging Face folder. Raises FamilyError that says what is missing."""
+    path = Path(folder) / "config.json"
+    if not path.is_file():
+        raise FamilyError(
+            f"policy.model_name: {folder} holds no config.json; give a Hugging Face folder, or a name of the hub"
+        )
+    return json.loads(path.read_text())
+
+
+def params_of(shape: ModelShape) -> tuple[Param, ...]:
+    """Every parameter of the model, in the order of the forward pass."""
+    return dense_params(shape)
+
+
+def forward_flops(shape: ModelShape, lengths: list[int]) -> float:
+    """FLOPs of one forward pass over sequences of these lengths."""
+    return dense_flops(shape, sum(lengths), sum(length * length for length in lengths))
+
+
+def parameter_count(shape: ModelShape) -> int:
+    """Number of parameters, tied embeddings counted once."""
+    return sum(tensor.numel for param in params_of(shape) if not param.copy for tensor in param.hf)
+
+
+__all__ = [
+    "FAMILIES", "Box", "FamilyError", "HfTensor", "ModelShape", "Param", "Piece", "Split", "Stage",
+    "check_tensor_parallel", "forward_flops", "local_shape", "parameter_count", "params_of", "pieces",
+    "read_hf_config", "shape_of",
+]  # fmt: skip

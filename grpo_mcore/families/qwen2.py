@@ -1,0 +1,13 @@
+"""Qwen2 and Qwen2.5: dense decoder with biases on q, k and v."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from grpo_mcore.families.dense import dense_shape
+from grpo_mcore.families.spec import ModelShape
+
+
+def shape(config: dict[str, Any]) -> ModelShape:
+    """ModelShape from `config.json`."""
+    return dense_shape(config, family="qwen2", qkv_bias=True, qk_norm=False, tied_default=False)

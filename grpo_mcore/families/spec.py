@@ -1,0 +1,170 @@
+"""What a model family declares: its shape, and for every parameter where each slice of the Hugging Face tensor lies
+in Megatron-Core. The one declaration serves building, loading, exporting and refit."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from enum import Enum
+
+Box = tuple[tuple[int, int], ...]  # (start, stop) of every dimension
+
+
+class FamilyError(ValueError):
+    """A Hugging Face config that no family here can build, or a layout that the model does not allow."""
+
+
+@dataclass(frozen=True)
+class ModelShape:
+    """The sizes of a decoder, as plain values. Sizes are of the whole model, not of one rank."""
+
+    family: str
+    hidden_size: int
+    num_layers: int
+    num_heads: int
+    num_kv_heads: int
+    head_dim: int
+    ffn_hidden_size: int
+    vocab_size: int
+    max_positions: int
+    norm_eps: float
+    rope_theta: float
+    rope_scaling_factor: float | None  # Llama 3 frequency scaling; None is plain RoPE
+    tied_embeddings: bool
+    qkv_bias: bool
+    qk_norm: bool
+
+    def padded_vocab_size(self, tensor_parallel: int) -> int:
+        """Vocabulary rows as Megatron-Core holds them: the next multiple of the tensor-parallel size."""
+        return math.ceil(self.vocab_size / tensor_parallel) * tensor_parallel
+
+
+class Split(Enum):
+    """How Megatron-Core lays one parameter out over the tensor-parallel ranks."""
+
+    REPLICATED = "replicated"  # whole on every rank
+    ROWS = "rows"  # ColumnParallelLinear: output rows of the weight
+    COLUMNS = "columns"  # RowParallelLinear: input columns of the weight
+    VOCAB = "vocab"  # rows, the last rank padded with zeros
+    QKV = "qkv"  # q, k, v interleaved by key-value group: [q of group | k | v] per group
+    GATE_UP = "gate_up"  # [gate rows of this rank | up rows of this rank]
+
+
+class Stage(Enum):
+    """Which pipeline stage holds a parameter."""
+
+    FIRST = "first"
+    LAYER = "layer"
+    LAST = "last"
+
+
+@dataclass(frozen=True)
+class HfTensor:
+    """A tensor of the Hugging Face checkpoint: its name and whole shape."""
+
+    name: str
+    shape: tuple[int, ...]
+
+    @property
+    def numel(self) -> int:
+        return math.prod(self.shape)
+
+
+@dataclass(frozen=True)
+class Param:
+    """One Megatron-Core parameter and the Hugging Face tensors that it is made of.
+
+    `megatron` has `{layer}` where the stage-local layer index goes. `copy` marks a second home of a tensor that
+    another parameter owns (the output layer of tied embeddings on the last stage): loaded, never exported.
+    """
+
+    megatron: str
+    hf: tuple[HfTensor, ...]
+    split: Split
+    stage: Stage
+    layer: int | None = None
+    copy: bool = False
+
+
+@dataclass(frozen=True)
+class Piece:
+    """`local[local_box] == hf[hf_box]`: one contiguous slice, on one tensor-parallel rank."""
+
+    hf: str
+    hf_box: Box
+    local_box: Box
+
+
+def local_shape(param: Param, shape: ModelShape, tp_size: int) -> tuple[int, ...]:
+    """Shape of the parameter on one tensor-parallel rank."""
+    first = param.hf[0].shape
+    match param.split:
+        case Split.REPLICATED:
+            return first
+        case Split.COLUMNS:
+            return (first[0], first[1] // tp_size)
+        case Split.VOCAB:
+            return (shape.padded_vocab_size(tp_size) // tp_size, *first[1:])
+        case _:
+            return (sum(tensor.shape[0] for tensor in param.hf) // tp_size, *first[1:])
+
+
+def pieces(param: Param, shape: ModelShape, tp_rank: int, tp_size: int) -> list[Piece]:
+    """The slices of the Hugging Face tensors that this tensor-parallel rank holds, and where it holds them."""
+    tail = tuple((0, size) for size in param.hf[0].shape[1:])
+
+    def rows(tensor: HfTensor, start: int, count: int, local_start: int) -> Piece:
+        return Piece(tensor.name, ((start, start + count), *tail), ((local_start, local_start + count), *tail))
+
+    match param.split:
+        case Split.REPLICATED:
+            return [rows(param.hf[0], 0, param.hf[0].shape[0], 0)]
+        case Split.ROWS:
+            count = param.hf[0].shape[0] // tp_size
+            return [rows(param.hf[0], tp_rank * count, count, 0)]
+        case Split.COLUMNS:
+            out, width = param.hf[0].shape[0], param.hf[0].shape[1] // tp_size
+            columns = (tp_rank * width, (tp_rank + 1) * width)
+            return [Piece(param.hf[0].name, ((0, out), columns), ((0, out), (0, width)))]
+        case Split.VOCAB:
+            per_rank = shape.padded_vocab_size(tp_size) // tp_size
+            count = min(per_rank, max(0, shape.vocab_size - tp_rank * per_rank))
+            return [rows(param.hf[0], tp_rank * per_rank, count, 0)] if count else []
+        case Split.GATE_UP:
+            gate, up = param.hf
+            count = gate.shape[0] // tp_size
+            return [rows(gate, tp_rank * count, count, 0), rows(up, tp_rank * count, count, count)]
+        case Split.QKV:
+            return _qkv_pieces(param, shape, tp_rank, tp_size, rows)
+
+
+def _qkv_pieces(param, shape, tp_rank, tp_size, rows) -> list[Piece]:
+    q, k, v = param.hf
+    width, query_rows = shape.head_dim, shape.num_heads // shape.num_kv_heads * shape.head_dim
+    groups = shape.num_kv_heads // tp_size
+    found = []
+    for local_group in range(groups):
+        group, at = tp_rank * groups + local_group, local_group * (query_rows + 2 * width)
+        found += [
+            rows(q, group * query_rows, query_rows, at),
+            rows(k, group * width, width, at + query_rows),
+            rows(v, group * width, width, at + query_rows + width),
+        ]
+    return found
+
+
+def check_tensor_parallel(shape: ModelShape, tp_size: int) -> None:
+    """Raises FamilyError when `tp_size` divides not the heads, the key-value heads or the feed-forward size."""
+    sizes = {
+        "num_attention_heads": shape.num_heads,
+        "num_key_value_heads": shape.num_kv_heads,
+        "intermediate_size": shape.ffn_hidden_size,
+    }
+    wrong = {name: size for name, size in sizes.items() if size % tp_size}
+    if wrong:
+        allowed = [n for n in range(1, shape.num_kv_heads + 1) if all(size % n == 0 for size in sizes.values())]
+        found = ", ".join(f"{name} {size}" for name, size in wrong.items())
+        raise FamilyError(
+            f"policy.megatron_cfg.tensor_model_parallel_size {tp_size} does not divide {found} of this "
+            f"{shape.family} model; it can be one of {allowed}"
+        )
