@@ -1,0 +1,77 @@
+"""A policy's checkpoint: weights, optimizer and schedule by Megatron-Core's distributed checkpointing, RNG by rank."""
+
+from __future__ import annotations
+
+import warnings
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+import torch
+
+
+class CheckpointError(ValueError):
+    """A checkpoint that does not belong to this policy, or is not whole."""
+
+
+def save_checkpoint(policy: Any, folder: Path) -> None:
+    """Writes this rank's part into `folder`; collective. The caller makes it appear whole (DESIGN law 4)."""
+    from megatron.core import dist_checkpointing
+
+    if torch.distributed.get_rank() == 0:
+        folder.mkdir(parents=True, exist_ok=True)
+    torch.distributed.barrier()
+    dist_checkpointing.save(_state(policy, loading=False), str(folder))
+    torch.save(policy.rng_state(), folder / _rng_file())
+    torch.distributed.barrier()
+
+
+def load_checkpoint(policy: Any, folder: Path) -> None:
+    """Reads what save_checkpoint wrote. Raises CheckpointError when the model differs or a file is missing."""
+    from megatron.core import dist_checkpointing
+
+    if not (folder / "metadata.json").is_file():
+        raise CheckpointError(f"{folder} is no policy checkpoint: metadata.json is missing")
+    state = dist_checkpointing.load(_state(policy, loading=True), str(folder))
+    if state["shape"] != asdict(policy.shape):
+        raise CheckpointError(f"{folder} holds another model: {state['shape']}, not {asdict(policy.shape)}")
+    policy.model.module.load_state_dict(state["model"], strict=False)
+    _load_optimizer(policy.optimizer, state["optimizer"])
+    policy.scheduler.load_state_dict(state["scheduler"])
+    rng = folder / _rng_file()
+    if rng.is_file():
+        policy.set_rng_state(torch.load(rng, weights_only=False))
+    else:  # another number of ranks: nothing in training draws from these generators
+        warnings.warn(f"{rng} is missing; this rank keeps the RNG state of its start", stacklevel=2)
+
+
+def _load_optimizer(optimizer: Any, state: dict[str, Any]) -> None:
+    """Loads in two parts because of torch's Adam, which Megatron-Core uses where TransformerEngine is missing.
+
+    Megatron-Core 0.16 gives all parameters one shared `step` tensor, which Adam would then count up once for each of
+    them, and trips over `step` when it copies the moments. So `step` is taken out, and put back one by one.
+    """
+    moments = state.pop("param_state")
+    optimizer.load_state_dict(state)
+    (distributed,) = optimizer.chained_optimizers
+    by_param = distributed.optimizer.state.values()
+    steps = [values.pop("step", None) for values in by_param]
+    distributed.load_parameter_state_from_fully_reshardable(moments)
+    for values, step in zip(by_param, steps, strict=True):
+        if step is not None:
+            values["step"] = step.clone()
+
+
+def _state(policy: Any, *, loading: bool) -> dict[str, Any]:
+    model = policy.model.module.sharded_state_dict()
+    metadata = {"distrib_optim_sharding_type": "fully_reshardable"}  # loads on another layout too
+    return {
+        "model": model,
+        "optimizer": policy.optimizer.sharded_state_dict(model, is_loading=loading, metadata=metadata),
+        "scheduler": policy.scheduler.state_dict(),
+        "shape": asdict(policy.shape),
+    }
+
+
+def _rng_file() -> str:
+    return f"rng-{torch.distributed.get_rank():05d}-of-{torch.distributed.get_world_size():05d}.pt"

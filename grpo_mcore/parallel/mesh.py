@@ -1,0 +1,105 @@
+"""Ranks and process groups of one policy: who holds which shard, and the groups in which they talk."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from datetime import timedelta
+
+import torch
+
+from grpo_mcore.parallel import cpu_platform
+
+
+@dataclass(frozen=True)
+class Layout:
+    """Sizes of the parallel dimensions. Ranks run tensor first, then data, then pipeline."""
+
+    tensor: int
+    pipeline: int
+    data: int
+    sequence_parallel: bool = False
+
+    @property
+    def world_size(self) -> int:
+        return self.tensor * self.pipeline * self.data
+
+    def coordinates(self, rank: int) -> Coordinates:
+        """Where a rank sits. Pure: the driver uses it without a process group."""
+        return Coordinates(
+            tensor=rank % self.tensor,
+            data=rank // self.tensor % self.data,
+            pipeline=rank // (self.tensor * self.data),
+        )
+
+    def describe(self) -> str:
+        sequence = " + sequence parallel" if self.sequence_parallel else ""
+        return f"TP {self.tensor} x PP {self.pipeline} x DP {self.data}{sequence}"
+
+
+@dataclass(frozen=True)
+class Coordinates:
+    tensor: int
+    data: int
+    pipeline: int
+
+
+@dataclass(frozen=True)
+class Address:
+    """Where the ranks of one group meet."""
+
+    rank: int
+    world_size: int
+    local_rank: int
+    host: str
+    port: int
+
+
+def join_mesh(layout: Layout, address: Address, seed: int, timeout_s: float) -> torch.device:
+    """Joins torch.distributed and builds Megatron-Core's groups. Returns this rank's device.
+
+    Raises RuntimeError when the other ranks do not come within `timeout_s`, and ValueError when the sizes disagree.
+    """
+    if layout.world_size != address.world_size:
+        raise ValueError(f"{layout.describe()} needs {layout.world_size} ranks, there are {address.world_size}")
+    cpu_platform.install()
+    from megatron.core import parallel_state, tensor_parallel
+
+    on_gpu = torch.cuda.is_available()
+    device = torch.device("cuda", address.local_rank) if on_gpu else torch.device("cpu")
+    if on_gpu:
+        torch.cuda.set_device(device)
+    try:
+        torch.distributed.init_process_group(
+            "nccl" if on_gpu else "gloo",
+            init_method=f"tcp://{address.host}:{address.port}",
+            rank=address.rank,
+            world_size=address.world_size,
+            timeout=timedelta(seconds=timeout_s),
+        )
+    except torch.distributed.DistError as error:
+        raise RuntimeError(
+            f"policy rank {address.rank} waited {timeout_s:.0f} s at {address.host}:{address.port} for the other "
+            f"{address.world_size - 1} ranks: {error}"
+        ) from error
+    parallel_state.initialize_model_parallel(
+        tensor_model_parallel_size=layout.tensor,
+        pipeline_model_parallel_size=layout.pipeline,
+        create_gloo_process_groups=False,
+    )
+    tensor_parallel.model_parallel_cuda_manual_seed(seed)
+    here = Coordinates(
+        tensor=parallel_state.get_tensor_model_parallel_rank(),
+        data=parallel_state.get_data_parallel_rank(),
+        pipeline=parallel_state.get_pipeline_model_parallel_rank(),
+    )
+    assert here == layout.coordinates(address.rank), f"Megatron-Core orders ranks otherwise: {here}"
+    return device
+
+
+def leave_mesh() -> None:
+    """Ends the process groups of this process, so that another mesh can be joined."""
+    from megatron.core import parallel_state
+
+    parallel_state.destroy_model_parallel()
+    if torch.distributed.is_initialized():
+        torch.distributed.destroy_process_group()

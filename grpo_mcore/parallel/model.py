@@ -1,0 +1,182 @@
+"""The policy's network: Megatron-Core's GPT with our norm and attention, ending in token log-probs."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from megatron.core import parallel_state, tensor_parallel
+from megatron.core.fusions.fused_bias_dropout import get_bias_dropout_add
+from megatron.core.models.gpt import GPTModel
+from megatron.core.tensor_parallel import ColumnParallelLinear, RowParallelLinear
+from megatron.core.transformer import ModuleSpec, TransformerConfig, TransformerLayer
+from megatron.core.transformer.attention import SelfAttention, SelfAttentionSubmodules
+from megatron.core.transformer.enums import AttnMaskType
+from megatron.core.transformer.identity_op import IdentityOp
+from megatron.core.transformer.mlp import MLP, MLPSubmodules
+from megatron.core.transformer.transformer_block import TransformerBlockSubmodules, get_num_layers_to_build
+from megatron.core.transformer.transformer_layer import TransformerLayerSubmodules
+from torch import Tensor
+
+from grpo_mcore.batching.packed_batch import PackedBatch
+from grpo_mcore.families import ModelShape
+from grpo_mcore.parallel.attention import PackedAttention, describe_row
+from grpo_mcore.parallel.logprobs import token_logprobs
+from grpo_mcore.parallel.mesh import Layout
+
+
+class RMSNorm(torch.nn.Module):
+    """RMS norm that also works on sequence-parallel slices: its gradient is then summed over the TP group."""
+
+    def __init__(self, config: TransformerConfig, hidden_size: int, eps: float = 1e-5, **_: Any) -> None:
+        super().__init__()
+        self.eps = eps
+        self.weight = torch.nn.Parameter(torch.ones(hidden_size, dtype=config.params_dtype))
+        self.weight.sequence_parallel = config.sequence_parallel  # read by finalize_model_grads
+
+    def forward(self, x: Tensor) -> Tensor:
+        return torch.nn.functional.rms_norm(x, self.weight.shape, self.weight, self.eps)
+
+
+class PolicyModel(GPTModel):
+    """GPTModel whose last stage gives token log-probs from hidden states, in chunks, instead of logits."""
+
+    logprob_temperature: float = 1.0
+    logprob_chunk: int = 1024
+    unpadded_vocab_size: int
+
+    def score(self, batch: PackedBatch) -> Tensor:
+        """Last stage: log-prob of every next token, float32 [1, T]; other stages: hidden states for the next one.
+
+        Position t holds the log-prob of token t + 1; positions whose next token is not trained on hold 0.
+        """
+        return self(
+            input_ids=batch.tokens,
+            position_ids=batch.positions[None],
+            attention_mask=None,
+            labels=batch.targets(),
+            loss_mask=batch.next_token_counts(),
+            packed_seq_params=describe_row(batch.cu_seqlens),
+        )
+
+    def _postprocess(self, hidden_states: Tensor, labels: Tensor, loss_mask: Tensor, **_: Any) -> Tensor:
+        if not self.post_process:
+            return hidden_states
+        if self.config.sequence_parallel:
+            hidden = tensor_parallel.gather_from_sequence_parallel_region(hidden_states)
+        else:
+            hidden = tensor_parallel.copy_to_tensor_model_parallel_region(hidden_states)
+        weight = (
+            self.shared_embedding_or_output_weight()
+            if self.share_embeddings_and_output_weights
+            else self.output_layer.weight
+        )
+        wanted = loss_mask[0].nonzero().squeeze(1)  # prompts and padding need no log-prob
+        logprobs = token_logprobs(
+            hidden[:, 0].index_select(0, wanted),
+            weight,
+            labels[0].index_select(0, wanted),
+            group=parallel_state.get_tensor_model_parallel_group(),
+            vocab_start=parallel_state.get_tensor_model_parallel_rank() * weight.size(0),
+            vocab_size=self.unpadded_vocab_size,
+            temperature=self.logprob_temperature,
+            chunk=self.logprob_chunk,
+        )
+        return torch.zeros(labels.size(1), device=hidden.device).index_copy(0, wanted, logprobs)[None]
+
+
+def build_model(shape: ModelShape, layout: Layout, *, dtype: torch.dtype, recompute: bool, stages: dict[str, int | None]) -> PolicyModel:
+    """This rank's part of the network, with uninitialised weights.
+
+    `stages` holds num_layers_in_first_pipeline_stage and num_layers_in_last_pipeline_stage (None: even split).
+    """
+    config = TransformerConfig(
+        num_layers=shape.num_layers,
+        hidden_size=shape.hidden_size,
+        num_attention_heads=shape.num_heads,
+        num_query_groups=shape.num_kv_heads,
+        kv_channels=shape.head_dim,
+        ffn_hidden_size=shape.ffn_hidden_size,
+        normalization="RMSNorm",
+        layernorm_epsilon=shape.norm_eps,
+        qk_layernorm=shape.qk_norm,
+        add_bias_linear=False,
+        add_qkv_bias=shape.qkv_bias,
+        gated_linear_unit=True,
+        activation_func=torch.nn.functional.silu,
+        hidden_dropout=0.0,
+        attention_dropout=0.0,
+        tensor_model_parallel_size=layout.tensor,
+        pipeline_model_parallel_size=layout.pipeline,
+        num_layers_in_first_pipeline_stage=stages.get("num_layers_in_first_pipeline_stage"),
+        num_layers_in_last_pipeline_stage=stages.get("num_layers_in_last_pipeline_stage"),
+        sequence_parallel=layout.sequence_parallel,
+        params_dtype=dtype,
+        pipeline_dtype=dtype,
+        bf16=dtype == torch.bfloat16,
+        attention_softmax_in_fp32=True,
+        bias_activation_fusion=False,
+        bias_dropout_fusion=False,
+        masked_softmax_fusion=False,
+        gradient_accumulation_fusion=False,
+        apply_rope_fusion=False,
+        perform_initialization=False,
+        use_cpu_initialization=not torch.cuda.is_available(),
+        calculate_per_token_loss=True,  # the loss arrives normalised by global counts: Megatron-Core must not divide
+        variable_seq_lengths=True,  # bins differ in length, and stay so under pipeline parallelism
+        moe_token_dispatcher_type="alltoall",  # unused; the default refuses variable lengths
+        deallocate_pipeline_outputs=layout.pipeline > 1,
+        recompute_granularity="full" if recompute else None,
+        recompute_method="uniform" if recompute else None,
+        recompute_num_layers=1 if recompute else None,
+    )
+    model = PolicyModel(
+        config=config,
+        transformer_layer_spec=_block_spec(shape, config),
+        vocab_size=shape.padded_vocab_size(layout.tensor),
+        max_sequence_length=shape.max_positions,
+        pre_process=parallel_state.is_pipeline_first_stage(),
+        post_process=parallel_state.is_pipeline_last_stage(),
+        parallel_output=True,
+        share_embeddings_and_output_weights=shape.tied_embeddings,
+        position_embedding_type="rope",
+        rotary_base=shape.rope_theta,
+        rope_scaling=shape.rope_scaling_factor is not None,
+        rope_scaling_factor=shape.rope_scaling_factor or 1.0,
+    )
+    model.unpadded_vocab_size = shape.vocab_size
+    return model
+
+
+def _block_spec(shape: ModelShape, config: TransformerConfig) -> TransformerBlockSubmodules:
+    """The same submodule names with and without TransformerEngine, so that one declaration maps the weights."""
+    if torch.cuda.is_available() and _has_transformer_engine():
+        from megatron.core.extensions import transformer_engine as te
+
+        norm, column, row, core = te.TENorm, te.TEColumnParallelLinear, te.TERowParallelLinear, te.TEDotProductAttention
+    else:
+        norm, column, row, core = RMSNorm, ColumnParallelLinear, RowParallelLinear, PackedAttention
+    head_norm = norm if shape.qk_norm else IdentityOp
+    attention = SelfAttentionSubmodules(
+        linear_qkv=column, core_attention=core, linear_proj=row, q_layernorm=head_norm, k_layernorm=head_norm
+    )
+    layer = ModuleSpec(
+        module=TransformerLayer,
+        submodules=TransformerLayerSubmodules(
+            input_layernorm=norm,
+            self_attention=ModuleSpec(
+                module=SelfAttention, params={"attn_mask_type": AttnMaskType.padding_causal}, submodules=attention
+            ),
+            self_attn_bda=get_bias_dropout_add,
+            pre_mlp_layernorm=norm,
+            mlp=ModuleSpec(module=MLP, submodules=MLPSubmodules(linear_fc1=column, linear_fc2=row)),
+            mlp_bda=get_bias_dropout_add,
+        ),
+    )
+    return TransformerBlockSubmodules(layer_specs=[layer] * get_num_layers_to_build(config), layer_norm=norm)
+
+
+def _has_transformer_engine() -> bool:
+    from importlib.util import find_spec
+
+    return find_spec("transformer_engine") is not None

@@ -1,0 +1,73 @@
+"""Megatron-Core's optimizer and learning-rate schedule, from the recipe's values."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig
+from megatron.core.optimizer import MegatronOptimizer, OptimizerConfig, get_megatron_optimizer
+from megatron.core.optimizer_param_scheduler import OptimizerParamScheduler
+from torch.nn import Module
+
+
+def wrap_model(model: Module, ddp: Any) -> DistributedDataParallel:
+    """Gives the model contiguous gradient buffers that are reduced over data-parallel ranks.
+
+    `ddp`: policy.megatron_cfg.distributed_data_parallel_config, of which the keys below count.
+    """
+    return DistributedDataParallel(
+        model.config,
+        DistributedDataParallelConfig(
+            grad_reduce_in_fp32=ddp.grad_reduce_in_fp32,
+            overlap_grad_reduce=ddp.overlap_grad_reduce and torch.cuda.is_available(),
+            overlap_param_gather=ddp.overlap_param_gather and torch.cuda.is_available(),
+            use_distributed_optimizer=True,
+            average_in_collective=False,  # the loss is normalised by global counts already
+            check_for_nan_in_grad=False,  # train_step looks at the gradient norm and names the samples
+        ),
+        model,
+    )
+
+
+def build_optimizer(model: DistributedDataParallel, config: Any, *, bf16: bool, clip_grad: float) -> MegatronOptimizer:
+    """The distributed optimizer over `model`. `config`: policy.megatron_cfg.optimizer."""
+    return get_megatron_optimizer(
+        OptimizerConfig(
+            optimizer=config.optimizer,
+            lr=config.lr,
+            min_lr=config.min_lr,
+            weight_decay=config.weight_decay,
+            adam_beta1=config.adam_beta1,
+            adam_beta2=config.adam_beta2,
+            adam_eps=config.adam_eps,
+            sgd_momentum=config.sgd_momentum,
+            bf16=bf16,
+            params_dtype=torch.bfloat16 if bf16 else torch.float32,
+            use_distributed_optimizer=True,
+            clip_grad=clip_grad,
+            overlap_param_gather=model.ddp_config.overlap_param_gather,
+        ),
+        [model],
+        use_gloo_process_groups=False,
+    )
+
+
+def build_scheduler(optimizer: MegatronOptimizer, config: Any, scheduler: Any) -> OptimizerParamScheduler:
+    """Learning rate and weight decay by step of the RL loop (or of SFT). `scheduler`: policy.megatron_cfg.scheduler."""
+    weight_decay = config.weight_decay
+    return OptimizerParamScheduler(
+        optimizer,
+        init_lr=scheduler.lr_warmup_init,
+        max_lr=config.lr,
+        min_lr=config.min_lr,
+        lr_warmup_steps=scheduler.lr_warmup_iters,
+        lr_decay_steps=max(scheduler.lr_decay_iters, scheduler.lr_warmup_iters + 1),
+        lr_decay_style=scheduler.lr_decay_style,
+        start_wd=weight_decay if scheduler.start_weight_decay is None else scheduler.start_weight_decay,
+        end_wd=weight_decay if scheduler.end_weight_decay is None else scheduler.end_weight_decay,
+        wd_incr_steps=scheduler.lr_decay_iters,
+        wd_incr_style=scheduler.weight_decay_incr_style,
+        use_checkpoint_opt_param_scheduler=False,
+        override_opt_param_scheduler=True,
+    )

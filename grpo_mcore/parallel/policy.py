@@ -1,0 +1,243 @@
+"""One rank of the policy: the same object in process, under torchrun and as a Ray actor."""
+
+from __future__ import annotations
+
+import contextlib
+import random
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from grpo_mcore.batching.packed_batch import PackedBatch
+from grpo_mcore.families import check_tensor_parallel, read_hf_config, shape_of
+from grpo_mcore.parallel.mesh import Address, Layout, join_mesh, leave_mesh
+from grpo_mcore.objective import combine_metrics, nonfinite_samples
+
+LossFn = Callable[..., tuple[Tensor, Mapping[str, Tensor]]]
+
+
+@dataclass(frozen=True)
+class TrainReport:
+    """What one train_step did. `metrics` are this data-parallel rank's share; only the last stage has any."""
+
+    metrics: dict[str, float]
+    grad_norm: float
+    learning_rate: float
+
+
+class Policy:
+    """A Megatron-Core model with its optimizer, on this rank of a mesh.
+
+    Every method is collective: all ranks of the mesh call it, with the micro-batches of their data-parallel rank
+    (all ranks with the same number of them).
+    """
+
+    def __init__(self, config: Any, address: Address, *, seed: int, timeout_s: float, reference: bool) -> None:
+        """`config` is the recipe's policy section; model_name a local Hugging Face folder.
+
+        `reference`: keep a copy of the first weights for `reference_logprobs`.
+        Raises FamilyError, WeightsError, ValueError (layout), RuntimeError (rendezvous).
+        """
+        self.config, self.seed = config, seed
+        self.layout = layout_of(config, address.world_size)
+        self.shape = shape_of(read_hf_config(config.model_name))
+        check_tensor_parallel(self.shape, self.layout.tensor)
+        self.device = join_mesh(self.layout, address, seed, timeout_s)
+        self.here = self.layout.coordinates(address.rank)
+        self.is_last_stage = self.here.pipeline == self.layout.pipeline - 1
+        # Megatron-Core may be imported only after the platform layer is in.
+        from megatron.core.distributed import finalize_model_grads
+        from megatron.core.pipeline_parallel import get_forward_backward_func
+
+        from grpo_mcore.parallel.model import build_model
+        from grpo_mcore.parallel.optimizer import build_optimizer, build_scheduler, wrap_model
+        from grpo_mcore.parallel.weights import ShardedWeights
+
+        megatron = config.megatron_cfg
+        self.dtype = {"bfloat16": torch.bfloat16, "float32": torch.float32}[config.precision]
+        network = build_model(
+            self.shape,
+            self.layout,
+            dtype=self.dtype,
+            recompute=megatron.activation_checkpointing,
+            stages={
+                key: getattr(megatron, key)
+                for key in ("num_layers_in_first_pipeline_stage", "num_layers_in_last_pipeline_stage")
+            },
+        ).to(self.device)
+        network.logprob_temperature = config.generation.temperature
+        network.logprob_chunk = config.logprob_chunk_size
+        self.weights = ShardedWeights(network, self.shape, self.layout, self.here)
+        self.weights.load_hf(config.model_name)
+        self._reference = [p.detach().to("cpu", copy=True) for p in network.parameters()] if reference else None
+        self.model = wrap_model(network, megatron.distributed_data_parallel_config)
+        self.optimizer = build_optimizer(
+            self.model, megatron.optimizer, bf16=self.dtype == torch.bfloat16, clip_grad=config.max_grad_norm or 0.0
+        )
+        self.scheduler = build_scheduler(self.optimizer, megatron.optimizer, megatron.scheduler)
+        network.config.grad_scale_func = self.optimizer.scale_loss
+        network.config.no_sync_func = self.model.no_sync
+        # The loss is normalised by global counts, so no division by token counts here.
+        network.config.finalize_model_grads_func = lambda model, num_tokens=None, **kw: finalize_model_grads(
+            model, None, **kw
+        )
+        self._forward_backward = get_forward_backward_func()
+
+    def logprobs(self, batches: Sequence[PackedBatch]) -> list[Tensor] | None:
+        """Log-prob of every trained token under the weights of now: one float32 [1, T] a micro-batch, on this device.
+
+        Element t belongs to token t; tokens that are not trained on have 0. None on all but the last stage.
+        """
+        self.model.eval()
+        with torch.no_grad():
+            outputs = self._run(batches, lambda batch, scored: (scored.sum(), {"logprobs": scored}), forward_only=True)
+        self.model.train()
+        return [output["logprobs"] for output in outputs] if self.is_last_stage else None
+
+    def reference_logprobs(self, batches: Sequence[PackedBatch]) -> list[Tensor] | None:
+        """The same under the weights that the policy started from."""
+        with self._reference_weights():
+            return self.logprobs(batches)
+
+    def train_step(
+        self,
+        batches: Sequence[PackedBatch],
+        loss_fn: LossFn,
+        *,
+        global_valid_seqs: int,
+        global_valid_toks: int,
+    ) -> TrainReport:
+        """One optimizer step over `batches`, whose `columns` hold what `loss_fn` reads.
+
+        Raises FloatingPointError, before any weight changes, when loss or gradient is not finite.
+        """
+        self.model.zero_grad_buffer()
+        self.optimizer.zero_grad()
+
+        def loss(batch: PackedBatch, logprobs: Tensor) -> tuple[Tensor, Mapping[str, Tensor]]:
+            return loss_fn(
+                logprobs, batch.loss_inputs(), global_valid_seqs=global_valid_seqs, global_valid_toks=global_valid_toks
+            )
+
+        outputs = self._run(batches, loss, forward_only=False)
+        metrics = combine_metrics(outputs)
+        learning_rate = self.optimizer.param_groups[0]["lr"]
+        self._refuse_non_finite(metrics)
+        stepped, grad_norm, _ = self.optimizer.step()
+        return TrainReport(metrics, float(grad_norm or 0.0), learning_rate)
+
+    def advance_schedule(self) -> None:
+        """Moves the learning rate on by one step of the loop, however many optimizer steps it had."""
+        self.scheduler.step(increment=1)
+
+    def _run(self, batches: Sequence[PackedBatch], compute: Callable[..., Any], *, forward_only: bool) -> list[Any]:
+        """Megatron-Core's schedule (1F1B with stages) over the micro-batches; results of the last stage, in order."""
+
+        def forward_step(iterator: Iterator[PackedBatch], model: Any) -> tuple[Tensor, Callable[..., Any]]:
+            batch = next(iterator).to(self.device)
+            output = _unwrap(model).score(batch)
+
+            def finish(next_token_logprobs: Tensor, non_loss_data: bool = False) -> Any:
+                value, result = compute(batch, batch.to_token_aligned(next_token_logprobs))
+                return value, torch.zeros((), dtype=torch.int, device=self.device), result
+
+            return output, finish
+
+        return self._forward_backward(
+            forward_step_func=forward_step,
+            data_iterator=iter(batches),
+            model=[self.model],
+            num_microbatches=len(batches),
+            seq_length=max(batch.tokens.size(1) for batch in batches),
+            micro_batch_size=1,
+            forward_only=forward_only,
+        )
+
+    def _refuse_non_finite(self, metrics: Mapping[str, float]) -> None:
+        """All ranks leave together: a NaN on one of them is an error on every one."""
+        found = torch.tensor(float(self.optimizer_grads_finite() and np.isfinite(metrics.get("loss", 0.0))))
+        found = found.to(self.device)
+        torch.distributed.all_reduce(found, op=torch.distributed.ReduceOp.MIN)
+        if not found.item():
+            raise FloatingPointError(f"loss {metrics.get('loss', 'of another rank')} or its gradient is not finite")
+
+    def optimizer_grads_finite(self) -> bool:
+        """Whether every gradient on this rank is finite."""
+        return all(bool(torch.isfinite(buffer.grad_data).all()) for buffer in self.model.buffers)
+
+    @contextlib.contextmanager
+    def _reference_weights(self) -> Iterator[None]:
+        if self._reference is None:
+            raise RuntimeError("this policy was built without a reference (reference=False)")
+        params = list(self.model.parameters())
+        current = [p.detach().clone() for p in params]
+        _copy_into(params, self._reference)
+        try:
+            yield
+        finally:
+            _copy_into(params, current)
+
+    def export_hf(self, folder: str | Path) -> None:
+        """Writes the weights as a Hugging Face folder that transformers and vLLM load."""
+        self.weights.export_hf(folder, self.config.model_name)
+
+    def save(self, folder: str | Path) -> None:
+        """Weights, optimizer, schedule and RNG into `folder`, by Megatron-Core's distributed checkpointing."""
+        from grpo_mcore.parallel.checkpoint import save_checkpoint
+
+        save_checkpoint(self, Path(folder))
+
+    def load(self, folder: str | Path) -> None:
+        """What `save` wrote. Raises CheckpointError when it does not fit."""
+        from grpo_mcore.parallel.checkpoint import load_checkpoint
+
+        load_checkpoint(self, Path(folder))
+
+    def offload(self) -> None:
+        """Frees the accelerator for a colocated engine: gradients are dropped, weights and optimizer go to the host."""
+        if self.device.type == "cuda":
+            self.model.offload_grad_buffers()
+            self.optimizer.offload_to_cpu()
+
+    def onload(self) -> None:
+        """Undoes `offload`."""
+        if self.device.type == "cuda":
+            self.model.restore_grad_buffers()
+            self.optimizer.restore_from_cpu()
+
+    def rng_state(self) -> dict[str, Any]:
+        return {"python": random.getstate(), "numpy": np.random.get_state(), "torch": torch.get_rng_state()}
+
+    def set_rng_state(self, state: dict[str, Any]) -> None:
+        random.setstate(state["python"])
+        np.random.set_state(state["numpy"])
+        torch.set_rng_state(state["torch"])
+
+    def shutdown(self) -> None:
+        leave_mesh()
+
+
+def layout_of(config: Any, world_size: int) -> Layout:
+    """The layout that policy.megatron_cfg asks for on this many ranks. Raises ValueError when they do not divide."""
+    megatron = config.megatron_cfg
+    tensor, pipeline = megatron.tensor_model_parallel_size, megatron.pipeline_model_parallel_size
+    if world_size % (tensor * pipeline):
+        raise ValueError(
+            f"{world_size} policy ranks cannot be TP {tensor} x PP {pipeline} x DP: {tensor * pipeline} must divide them"
+        )
+    return Layout(tensor, pipeline, world_size // (tensor * pipeline), megatron.sequence_parallel)
+
+
+def _unwrap(model: Any) -> Any:
+    return model.module if hasattr(model, "module") else model
+
+
+@torch.no_grad()
+def _copy_into(params: Sequence[Tensor], values: Sequence[Tensor]) -> None:
+    for param, value in zip(params, values, strict=True):
+        param.copy_(value)

@@ -1,0 +1,171 @@
+"""Weights in and out of one policy rank, slice by slice, by the family's declaration of its parameters.
+
+No rank ever holds the whole model: loading reads only this rank's slices of the safetensors files, exporting writes
+them in place into files that all ranks share.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+from collections.abc import Iterator
+from pathlib import Path
+
+import torch
+from safetensors import safe_open
+from torch import Tensor
+
+from grpo_mcore.families import Box, HfTensor, ModelShape, Param, Stage, params_of, pieces
+from grpo_mcore.parallel.mesh import Coordinates, Layout
+
+SAFETENSORS_NAMES = {torch.float32: "F32", torch.bfloat16: "BF16", torch.float16: "F16"}
+
+
+class WeightsError(ValueError):
+    """A checkpoint that does not hold what the model needs."""
+
+
+class ShardedWeights:
+    """This rank's parameters, each with the Hugging Face slices that it holds."""
+
+    def __init__(self, model: torch.nn.Module, shape: ModelShape, layout: Layout, here: Coordinates) -> None:
+        self.shape, self.layout, self.here = shape, layout, here
+        named = dict(model.named_parameters())
+        self.local: list[tuple[Param, Tensor]] = []
+        for param in params_of(shape):
+            name = self._local_name(param, model)
+            if name in named:
+                self.local.append((param, named.pop(name)))
+        assert not named, f"parameters that the {shape.family} family does not declare: {sorted(named)}"
+
+    def _local_name(self, param: Param, model: torch.nn.Module) -> str | None:
+        if param.stage is not Stage.LAYER:
+            return param.megatron
+        layers = model.decoder.layers
+        first = layers[0].layer_number - 1
+        at = param.layer - first
+        return param.megatron.format(layer=at) if 0 <= at < len(layers) else None
+
+    def slices(self, *, owned_only: bool) -> Iterator[tuple[str, Box, Tensor]]:
+        """(Hugging Face name, box in it, the local tensor view that is this slice).
+
+        `owned_only`: every slice from exactly one rank of the whole mesh, for export and refit: data-parallel rank 0,
+        tensor-parallel rank 0 for replicated tensors, no second homes of tied embeddings.
+        """
+        for param, tensor in self.local:
+            replicated = param.split.value == "replicated"
+            if owned_only and (self.here.data or param.copy or (replicated and self.here.tensor)):
+                continue
+            for piece in pieces(param, self.shape, self.here.tensor, self.layout.tensor):
+                yield piece.hf, piece.hf_box, tensor.detach()[_index(piece.local_box)]
+
+    @torch.no_grad()
+    def load_hf(self, folder: str | Path) -> None:
+        """Reads this rank's slices of the safetensors files in `folder`. Raises WeightsError on what is missing."""
+        reader = _SafetensorsFolder(Path(folder))
+        for _, tensor in self.local:
+            tensor.zero_()  # vocabulary padding stays zero
+        for name, box, view in self.slices(owned_only=False):
+            view.copy_(reader.read(name, box))
+
+    def export_hf(self, folder: str | Path, source: str | Path, *, shard_bytes: int = 4 << 30) -> None:
+        """Writes a folder that transformers and vLLM load; collective over all ranks, on a file system they share.
+
+        `source` is the folder that the model came from: its config, tokenizer and generation settings are copied.
+        """
+        folder, rank = Path(folder), torch.distributed.get_rank()
+        dtype = self.local[0][1].dtype
+        files = plan_files(hf_tensors(self.shape), dtype.itemsize, shard_bytes)
+        if rank == 0:
+            folder.mkdir(parents=True, exist_ok=True)
+            for path in Path(source).iterdir():
+                if path.is_file() and not path.name.endswith((".safetensors", ".bin", ".index.json")):
+                    shutil.copy(path, folder / path.name)
+            for name, tensors in files.items():
+                _create_file(folder / name, tensors, dtype)
+            if len(files) > 1:
+                where = {tensor.name: name for name, tensors in files.items() for tensor in tensors}
+                (folder / "model.safetensors.index.json").write_text(json.dumps({"metadata": {}, "weight_map": where}))
+        torch.distributed.barrier()
+        targets = {}
+        for name, tensors in files.items():
+            targets |= _map_file(folder / name, tensors, dtype)
+        for hf_name, box, view in self.slices(owned_only=True):
+            targets[hf_name][_index(box)].copy_(view)
+        del targets
+        torch.distributed.barrier()
+
+
+def hf_tensors(shape: ModelShape) -> list[HfTensor]:
+    """Every tensor of the Hugging Face checkpoint once, in the order of the forward pass."""
+    return [tensor for param in params_of(shape) if not param.copy for tensor in param.hf]
+
+
+def plan_files(tensors: list[HfTensor], itemsize: int, shard_bytes: int) -> dict[str, list[HfTensor]]:
+    """Tensors by safetensors file, in order, no file over `shard_bytes` unless one tensor is."""
+    groups: list[list[HfTensor]] = [[]]
+    size = 0
+    for tensor in tensors:
+        if size and size + tensor.numel * itemsize > shard_bytes:
+            groups.append([])
+            size = 0
+        groups[-1].append(tensor)
+        size += tensor.numel * itemsize
+    if len(groups) == 1:
+        return {"model.safetensors": groups[0]}
+    return {f"model-{i + 1:05d}-of-{len(groups):05d}.safetensors": group for i, group in enumerate(groups)}
+
+
+class _SafetensorsFolder:
+    """Reads boxes of tensors, whichever file of the folder they are in."""
+
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
+        paths = sorted(folder.glob("*.safetensors"))
+        if not paths:
+            raise WeightsError(f"policy.model_name: {folder} holds no .safetensors file")
+        self.files = [safe_open(path, framework="pt") for path in paths]
+        self.where = {name: file for file in self.files for name in file.keys()}  # noqa: SIM118
+
+    def read(self, name: str, box: Box) -> Tensor:
+        if name not in self.where:
+            raise WeightsError(f"{self.folder} lacks the tensor {name}; it has {len(self.where)} others")
+        tensor = self.where[name].get_slice(name)
+        shape = tensor.get_shape()
+        if len(shape) != len(box) or any(stop > size for (_, stop), size in zip(box, shape, strict=True)):
+            raise WeightsError(f"{self.folder}: {name} has shape {shape}, which config.json does not say")
+        return tensor[_index(box)]
+
+
+def _header(tensors: list[HfTensor], dtype: torch.dtype) -> tuple[bytes, dict[str, tuple[int, int]]]:
+    """The safetensors header, padded to 8 bytes, and the byte range of each tensor after it."""
+    ranges, at = {}, 0
+    for tensor in tensors:
+        ranges[tensor.name] = (at, at + tensor.numel * dtype.itemsize)
+        at = ranges[tensor.name][1]
+    entries = {
+        t.name: {"dtype": SAFETENSORS_NAMES[dtype], "shape": t.shape, "data_offsets": ranges[t.name]} for t in tensors
+    }
+    text = json.dumps({"__metadata__": {"format": "pt"}, **entries}).encode()
+    text += b" " * (-len(text) % 8)
+    return len(text).to_bytes(8, "little") + text, ranges
+
+
+def _create_file(path: Path, tensors: list[HfTensor], dtype: torch.dtype) -> None:
+    header, ranges = _header(tensors, dtype)
+    with open(path, "wb") as file:
+        file.write(header)
+        os.ftruncate(file.fileno(), len(header) + max(stop for _, stop in ranges.values()))
+
+
+def _map_file(path: Path, tensors: list[HfTensor], dtype: torch.dtype) -> dict[str, Tensor]:
+    header, ranges = _header(tensors, dtype)
+    flat = torch.from_file(str(path), shared=True, size=path.stat().st_size, dtype=torch.uint8)[len(header) :]
+    return {t.name: flat[slice(*ranges[t.name])].view(dtype).view(t.shape) for t in tensors}
+
+
+def _index(box: Box) -> tuple[slice, ...]:
+    return tuple(slice(start, stop) for start, stop in box)
+
+

@@ -1,0 +1,15 @@
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import pytest
+
+from tests.distributed.ranks import RankPool
+
+
+@pytest.fixture(scope="session")
+def ranks() -> Iterator[RankPool]:
+    """Four processes with torch and Megatron-Core loaded, shared by all distributed tests."""
+    pool = RankPool(4)
+    yield pool
+    pool.close()

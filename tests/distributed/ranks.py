@@ -1,0 +1,84 @@
+"""A pool of processes that stay up for the whole test session: each imports torch and Megatron-Core once, then joins
+one mesh after another."""
+
+from __future__ import annotations
+
+import importlib
+import os
+import socket
+import traceback
+from multiprocessing import get_context
+from multiprocessing.connection import Connection
+from typing import Any
+
+from grpo_mcore.parallel.mesh import Address
+
+
+class RankFailed(AssertionError):
+    """A rank raised; its traceback is the message."""
+
+
+class RankPool:
+    """`run(world_size, "module:function", *args)` calls function(address, *args) on every rank and gives the results.
+
+    Module-level functions only; arguments and results are pickled.
+    """
+
+    def __init__(self, size: int) -> None:
+        context = get_context("spawn")
+        self._ranks: list[tuple[Any, Connection]] = []
+        for rank in range(size):
+            here, there = context.Pipe()
+            process = context.Process(target=_serve, args=(there, rank), daemon=True)
+            process.start()
+            self._ranks.append((process, here))
+
+    def run(self, world_size: int, target: str, *args: Any, timeout_s: float = 120.0) -> list[Any]:
+        port = free_port()
+        for rank, (_, pipe) in enumerate(self._ranks[:world_size]):
+            pipe.send((target, Address(rank, world_size, rank, "127.0.0.1", port), args))
+        results, errors = [], []
+        for rank, (process, pipe) in enumerate(self._ranks[:world_size]):
+            if not pipe.poll(timeout_s):
+                errors.append(f"rank {rank} of {target} gave nothing in {timeout_s} s (alive: {process.is_alive()})")
+                continue
+            ok, value = pipe.recv()
+            results.append(value) if ok else errors.append(f"rank {rank} of {target}:\n{value}")
+        if errors:
+            raise RankFailed("\n".join(errors))
+        return results
+
+    def close(self) -> None:
+        for process, pipe in self._ranks:
+            pipe.close()
+            process.join(5)
+            if process.is_alive():
+                process.terminate()
+
+
+def free_port() -> int:
+    with socket.socket() as sock:
+        sock.bind(("127.0.0.1", 0))
+        return sock.getsockname()[1]
+
+
+def _serve(pipe: Connection, rank: int) -> None:
+    os.environ["OMP_NUM_THREADS"] = "1"
+    import torch
+
+    torch.set_num_threads(1)
+    while True:
+        try:
+            target, address, args = pipe.recv()
+        except (EOFError, OSError):
+            return
+        module, function = target.split(":")
+        try:
+            pipe.send((True, getattr(importlib.import_module(module), function)(address, *args)))
+        except BaseException:
+            pipe.send((False, traceback.format_exc()))
+        finally:
+            if torch.distributed.is_initialized():
+                from grpo_mcore.parallel.mesh import leave_mesh
+
+                leave_mesh()
