@@ -50,8 +50,8 @@ class Address:
     rank: int
     world_size: int
     local_rank: int
-    host: str
-    port: int
+    master_addr: str
+    master_port: int
 
 
 def join_mesh(layout: Layout, address: Address, seed: int, timeout_s: float) -> torch.device:
@@ -71,14 +71,14 @@ def join_mesh(layout: Layout, address: Address, seed: int, timeout_s: float) -> 
     try:
         torch.distributed.init_process_group(
             "nccl" if on_gpu else "gloo",
-            init_method=f"tcp://{address.host}:{address.port}",
+            init_method=f"tcp://{address.master_addr}:{address.master_port}",
             rank=address.rank,
             world_size=address.world_size,
             timeout=timedelta(seconds=timeout_s),
         )
     except torch.distributed.DistError as error:
         raise RuntimeError(
-            f"policy rank {address.rank} waited {timeout_s:.0f} s at {address.host}:{address.port} for the other "
+            f"policy rank {address.rank} waited {timeout_s:.0f} s at {address.master_addr}:{address.master_port} for the other "
             f"{address.world_size - 1} ranks: {error}"
         ) from error
     parallel_state.initialize_model_parallel(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import math
 import random
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -88,6 +89,11 @@ class Policy:
         )
         self._forward_backward = get_forward_backward_func()
 
+    @property
+    def row_multiple(self) -> int:
+        """Packed rows must be a multiple of this many tokens."""
+        return self.layout.tensor if self.layout.sequence_parallel else 1
+
     def logprobs(self, batches: Sequence[PackedBatch]) -> list[Tensor] | None:
         """Log-prob of every trained token under the weights of now: one float32 [1, T] a micro-batch, on this device.
 
@@ -118,18 +124,23 @@ class Policy:
         """
         self.model.zero_grad_buffer()
         self.optimizer.zero_grad()
-
-        def loss(batch: PackedBatch, logprobs: Tensor) -> tuple[Tensor, Mapping[str, Tensor]]:
-            return loss_fn(
-                logprobs, batch.loss_inputs(), global_valid_seqs=global_valid_seqs, global_valid_toks=global_valid_toks
-            )
-
+        loss = _loss_of(loss_fn, global_valid_seqs, global_valid_toks)
         outputs = self._run(batches, loss, forward_only=False)
-        metrics = combine_metrics(outputs)
+        metrics = combine_metrics(outputs) if outputs else {}
+        self._refuse_non_finite(batches, metrics)
         learning_rate = self.optimizer.param_groups[0]["lr"]
-        self._refuse_non_finite(metrics)
-        stepped, grad_norm, _ = self.optimizer.step()
-        return TrainReport(metrics, float(grad_norm or 0.0), learning_rate)
+        _, grad_norm, _ = self.optimizer.step()
+        return TrainReport(metrics, float(grad_norm), learning_rate)
+
+    def eval_step(
+        self, batches: Sequence[PackedBatch], loss_fn: LossFn, *, global_valid_seqs: int, global_valid_toks: int
+    ) -> TrainReport:
+        """The loss of `batches` under the weights of now; nothing is trained."""
+        self.model.eval()
+        with torch.no_grad():
+            outputs = self._run(batches, _loss_of(loss_fn, global_valid_seqs, global_valid_toks), forward_only=True)
+        self.model.train()
+        return TrainReport(combine_metrics(outputs) if outputs else {}, 0.0, 0.0)
 
     def advance_schedule(self) -> None:
         """Moves the learning rate on by one step of the loop, however many optimizer steps it had."""
@@ -158,17 +169,31 @@ class Policy:
             forward_only=forward_only,
         )
 
-    def _refuse_non_finite(self, metrics: Mapping[str, float]) -> None:
-        """All ranks leave together: a NaN on one of them is an error on every one."""
-        found = torch.tensor(float(self.optimizer_grads_finite() and np.isfinite(metrics.get("loss", 0.0))))
-        found = found.to(self.device)
-        torch.distributed.all_reduce(found, op=torch.distributed.ReduceOp.MIN)
-        if not found.item():
-            raise FloatingPointError(f"loss {metrics.get('loss', 'of another rank')} or its gradient is not finite")
+    def _refuse_non_finite(self, batches: Sequence[PackedBatch], metrics: Mapping[str, float]) -> None:
+        """All ranks leave together: what is not finite on one of them is an error on every one."""
+        finite = math.isfinite(metrics.get("loss", 0.0))
+        finite = finite and all(bool(torch.isfinite(buffer.grad_data).all()) for buffer in self.model.buffers)
+        worst = torch.tensor(float(finite), device=self.device)
+        torch.distributed.all_reduce(worst, op=torch.distributed.ReduceOp.MIN)
+        if worst.item():
+            return
+        suspects: list[list[str] | None] = [None] * self.layout.world_size
+        torch.distributed.all_gather_object(suspects, self._non_finite_samples(batches))
+        names = sorted({name for names in suspects for name in names or ()})
+        where = f"samples {', '.join(names[:8])}" if names else "no single sample: the sum of their gradients"
+        raise FloatingPointError(
+            f"loss or gradient is not finite; the cause: {where}. No weight was changed in this optimizer step; "
+            "look at these samples, lower the learning rate, or resume from the last checkpoint"
+        )
 
-    def optimizer_grads_finite(self) -> bool:
-        """Whether every gradient on this rank is finite."""
-        return all(bool(torch.isfinite(buffer.grad_data).all()) for buffer in self.model.buffers)
+    def _non_finite_samples(self, batches: Sequence[PackedBatch]) -> list[str]:
+        """The samples of this rank whose inputs or log-probs are not finite (last stage)."""
+        names = []
+        for batch, logprobs in zip(batches, self.logprobs(batches) or (), strict=False):
+            for column in (logprobs, *batch.columns.values()):
+                bad = nonfinite_samples(column.to("cpu"), batch.loss_inputs()).tolist()
+                names += [batch.names[i] for i in range(batch.num_segments) if bad[i]]
+        return names
 
     @contextlib.contextmanager
     def _reference_weights(self) -> Iterator[None]:
@@ -231,6 +256,13 @@ def layout_of(config: Any, world_size: int) -> Layout:
             f"{world_size} policy ranks cannot be TP {tensor} x PP {pipeline} x DP: {tensor * pipeline} must divide them"
         )
     return Layout(tensor, pipeline, world_size // (tensor * pipeline), megatron.sequence_parallel)
+
+
+def _loss_of(loss_fn: LossFn, seqs: int, toks: int) -> Callable[..., tuple[Tensor, Mapping[str, Tensor]]]:
+    def loss(batch: PackedBatch, logprobs: Tensor) -> tuple[Tensor, Mapping[str, Tensor]]:
+        return loss_fn(logprobs, batch.loss_inputs(), global_valid_seqs=seqs, global_valid_toks=toks)
+
+    return loss
 
 
 def _unwrap(model: Any) -> Any:

@@ -60,6 +60,10 @@ class ShardedWeights:
             for piece in pieces(param, self.shape, self.here.tensor, self.layout.tensor):
                 yield piece.hf, piece.hf_box, tensor.detach()[_index(piece.local_box)]
 
+    def pieces(self) -> Iterator[tuple[str, Box, Tensor]]:
+        """What this rank contributes to a refit."""
+        return self.slices(owned_only=True)
+
     @torch.no_grad()
     def load_hf(self, folder: str | Path) -> None:
         """Reads this rank's slices of the safetensors files in `folder`. Raises WeightsError on what is missing."""
@@ -91,7 +95,7 @@ class ShardedWeights:
         targets = {}
         for name, tensors in files.items():
             targets |= _map_file(folder / name, tensors, dtype)
-        for hf_name, box, view in self.slices(owned_only=True):
+        for hf_name, box, view in self.pieces():
             targets[hf_name][_index(box)].copy_(view)
         del targets
         torch.distributed.barrier()

@@ -77,7 +77,6 @@ def policy_config(model: Path | str, case: LayoutCase, **overrides: Any) -> Poli
 def micro_batches(policy: Policy) -> list[PackedBatch]:
     tokens, weights = sequences(), advantages()
     mine = [bin for i, bin in enumerate(BINS) if i % policy.layout.data == policy.here.data]
-    multiple = policy.layout.tensor if policy.layout.sequence_parallel else 1
     return [
         pack_rows(
             [tokens[i] for i in bin],
@@ -89,7 +88,7 @@ def micro_batches(policy: Policy) -> list[PackedBatch]:
                 }
                 for i in bin
             ],
-            multiple,
+            policy.row_multiple,
             names=[str(i) for i in bin],
         )
         for bin in mine
