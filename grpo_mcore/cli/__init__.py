@@ -1,0 +1,1 @@
+"""The `grpo-mcore` command: one small file a verb."""

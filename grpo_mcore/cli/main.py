@@ -1,0 +1,98 @@
+"""The `grpo-mcore` command. Each verb is a file of this folder with `run(args) -> int`, imported only when it
+is asked for; it may have `add_arguments(parser)` for options of its own."""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from collections.abc import Sequence
+from importlib import import_module
+
+import grpo_mcore
+from grpo_mcore.recipe import RecipeError
+from grpo_mcore.recipe.merge import is_override
+
+# Verb: (what it does, does it take a recipe).
+VERBS = {
+    "train": ("train a model with GRPO", True),
+    "sft": ("fine-tune a model on examples", True),
+    "config": ("print a recipe, resolved, with the source of every value", True),
+    "demo": ("make a small model and train it with GRPO on this machine", False),
+}
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run a verb. Exit code: the verb's own, or 2 where the command line or the recipe is wrong."""
+    words = list(sys.argv[1:] if argv is None else argv)
+    verb = words[0] if words and words[0] in VERBS else None
+    module = import_module(f"grpo_mcore.cli.{verb}") if verb else None
+    parser, verb_parser = _parsers(verb)
+    if module is not None and hasattr(module, "add_arguments"):
+        module.add_arguments(verb_parser)
+    args, rest = parser.parse_known_args(words)  # overrides may stand between options
+    if unknown := [word for word in rest if word.startswith("-")]:
+        verb_parser.error(f"unknown option: {' '.join(unknown)}")
+    args.words += rest
+    assert module is not None and verb is not None
+    _sort_words(args, verb_parser, takes_recipe=VERBS[verb][1])
+    try:
+        return int(module.run(args))
+    except RecipeError as error:
+        print(f"grpo-mcore {verb}: {error}", file=sys.stderr)
+        return 2
+
+
+def _parsers(verb: str | None) -> tuple[argparse.ArgumentParser, argparse.ArgumentParser]:
+    """The parser of the command, and that of the verb."""
+    parser = argparse.ArgumentParser(prog="grpo-mcore", description=grpo_mcore.__doc__)
+    parser.add_argument("--version", action="version", version=f"grpo-mcore {grpo_mcore.__version__}")
+    verbs = parser.add_subparsers(dest="verb", metavar="VERB", required=True)
+    chosen = parser
+    for name, (purpose, takes_recipe) in VERBS.items():
+        usage = f"grpo-mcore {name} {'RECIPE ' if takes_recipe else ''}[options] [key=value ...]"
+        sub = verbs.add_parser(name, help=purpose, description=f"{purpose}.", usage=usage)
+        overrides = "a value that replaces the recipe's; +key=value adds a key, ~key removes one"
+        metavar = "RECIPE | key=value" if takes_recipe else "key=value"
+        sub.add_argument("words", nargs="*", metavar=metavar, help=overrides)
+        if takes_recipe:
+            recipe_help = "the recipe: a YAML file, or the name of one in recipes/"
+            sub.add_argument("--config", metavar="RECIPE", help=recipe_help)
+        if name == "train":
+            sub.add_argument(
+                "--resume",
+                nargs="?",
+                const=True,
+                default=None,
+                metavar="PATH",
+                help="go on from a checkpoint: PATH, or the newest in checkpointing.checkpoint_dir",
+            )
+        if name == verb:
+            chosen = sub
+    return parser, chosen
+
+
+def _sort_words(args: argparse.Namespace, parser: argparse.ArgumentParser, takes_recipe: bool) -> None:
+    """`args.recipe`, `args.overrides` and, for train, `args.resume` (None, True or a path) from the words."""
+    words = list(args.words)
+    resume = getattr(args, "resume", None)
+    if isinstance(resume, str) and (is_override(resume) or resume.endswith((".yaml", ".yml"))):
+        words.insert(0, resume)  # the word after `--resume` is not always its path
+        args.resume = True
+    args.overrides = [word for word in words if is_override(word)]
+    others = [word for word in words if not is_override(word)]
+    del args.words
+    if not takes_recipe:
+        if others:
+            parser.error(f"not an override (key=value): {others[0]}")
+        return
+    given = [*([args.config] if args.config else []), *others]
+    del args.config
+    if not given:
+        parser.error("a recipe is required: a YAML file or a name in recipes/")
+    if len(given) > 1:
+        parser.error(f"one recipe at a time, got {' and '.join(given)}; an override is written key=value")
+    args.recipe = given[0]
+
+
+if __name__ == "__main__":
+    sys.exit(main())

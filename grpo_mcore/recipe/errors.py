@@ -1,0 +1,71 @@
+"""What is wrong with a recipe: one `Problem` a finding, all of them in one `RecipeError`."""
+
+from __future__ import annotations
+
+import difflib
+from collections.abc import Iterable
+from dataclasses import dataclass
+from typing import Any
+
+DEFAULT = "default"
+COMMAND_LINE = "command line"
+
+
+@dataclass(frozen=True)
+class Problem:
+    """One finding. `source`: where the value was written ("recipes/x.yaml:12", "command line", "default")."""
+
+    source: str
+    key: str
+    message: str
+
+    def __str__(self) -> str:
+        return ": ".join(part for part in (self.source, self.key, self.message) if part)
+
+
+@dataclass(frozen=True)
+class Finding:
+    """Something wrong with the values of `keys` (full keys, the one to change first), not yet tied to a
+    place."""
+
+    keys: tuple[str, ...]
+    message: str
+
+
+class RecipeError(ValueError):
+    """A recipe that cannot be used. `str()` has a line for each problem; `problems` has them one by one."""
+
+    def __init__(self, problems: Iterable[Problem], recipe: str = "the recipe") -> None:
+        self.problems = tuple(dict.fromkeys(problems))
+        self.recipe = recipe
+        super().__init__(str(self))
+
+    def __str__(self) -> str:
+        count = f"{len(self.problems)} problem{'s' if len(self.problems) > 1 else ''}"
+        return "\n".join([f"{count} in {self.recipe}", *(f"  {problem}" for problem in self.problems)])
+
+    def __reduce__(
+        self,
+    ) -> tuple[Any, ...]:  # an exception with arguments of its own must say how to be pickled
+        return RecipeError, (self.problems, self.recipe)
+
+
+def in_yaml(value: Any, limit: int = 60) -> str:
+    """A value as it would stand in a recipe, cut to `limit` characters, for messages."""
+    if value is None:
+        return "null"
+    if isinstance(value, bool):
+        return "true" if value else "false"
+    if isinstance(value, dict):
+        text = "{" + ", ".join(f"{key}: {in_yaml(item)}" for key, item in value.items()) + "}"
+    elif isinstance(value, list):
+        text = "[" + ", ".join(in_yaml(item) for item in value) + "]"
+    else:
+        text = repr(value)
+    return text if len(text) <= limit else text[: limit - 3] + "..."
+
+
+def nearest(word: str, known: Iterable[str]) -> str | None:
+    """The known word most like `word`, if any is alike."""
+    matches = difflib.get_close_matches(word, list(known), n=1, cutoff=0.6)
+    return matches[0] if matches else None

@@ -1,0 +1,64 @@
+"""Keys that are in the schema ahead of their feature. Any value but the neutral one is refused; whoever adds
+the feature deletes its line."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import TYPE_CHECKING, Any
+
+from grpo_mcore.recipe.derived import value_at
+from grpo_mcore.recipe.errors import Finding, in_yaml
+
+if TYPE_CHECKING:
+    from grpo_mcore.recipe.master import MasterConfig
+
+NOT_YET: dict[str, tuple[Any, str]] = {
+    "policy.hf_config_overrides": ({}, "overriding the model's Hugging Face config"),
+    "policy.offload_optimizer_for_logprob": (False, "offloading the optimizer for the log-prob passes"),
+    "policy.dynamic_batching.enabled": (False, "dynamic batching"),
+    "policy.router_replay.enabled": (False, "router replay"),
+    "policy.megatron_cfg.context_parallel_size": (1, "context parallelism"),
+    "policy.megatron_cfg.expert_model_parallel_size": (1, "expert parallelism"),
+    "policy.megatron_cfg.expert_tensor_parallel_size": (1, "expert parallelism"),
+    "policy.megatron_cfg.recompute_granularity": ("full", "selective recomputation"),
+    "policy.megatron_cfg.recompute_modules": (None, "selective recomputation"),
+    "policy.megatron_cfg.model_overrides": ({}, "overriding the family's Megatron-Core settings"),
+    "policy.megatron_cfg.optimizer.use_distributed_optimizer": (True, "an optimizer that is not distributed"),
+    "policy.megatron_cfg.optimizer.optimizer_cpu_offload": (False, "the optimizer on the host"),
+    "policy.megatron_cfg.optimizer.optimizer_offload_fraction": (0.0, "the optimizer on the host"),
+    "policy.generation.top_p": (1.0, "training on samples of a cut-off distribution"),
+    "policy.generation.top_k": (None, "training on samples of a cut-off distribution"),
+    "policy.generation.colocated.enabled": (True, "a pool of accelerators for the engines alone"),
+    "policy.generation.vllm_cfg.pipeline_parallel_size": (1, "pipeline parallelism in the engine"),
+    "policy.generation.vllm_cfg.expert_parallel_size": (1, "expert parallelism in the engine"),
+    "policy.generation.vllm_cfg.kv_cache_dtype": ("auto", "another number format of the KV cache"),
+    "policy.generation.vllm_cfg.expose_http_server": (False, "the engines' HTTP endpoint"),
+    "policy.generation.vllm_cfg.enable_return_routed_experts": (False, "router replay"),
+    "grpo.max_rollout_turns": (1, "multi-turn rollouts"),
+    "grpo.stop_at_validation_metric": (None, "ending a run by a validation metric"),
+    "grpo.stop_at_validation_threshold": (None, "ending a run by a validation metric"),
+    "grpo.use_dynamic_sampling": (False, "dynamic sampling"),
+    "grpo.batch_multiplier": (1.0, "dynamic sampling"),
+    "grpo.seq_logprob_error_threshold": (None, "masking of samples by log-prob mismatch"),
+    "grpo.reward_shaping.enabled": (False, "reward shaping"),
+    "grpo.adv_estimator.name": ("grpo", "another advantage estimator"),
+    "grpo.async_grpo.enabled": (False, "asynchronous GRPO"),
+    "loss_fn.use_kl_in_reward": (False, "the KL divergence in the reward"),
+    "loss_fn.positive_example_nll_weight": (0.0, "the likelihood of positive samples"),
+    "data.use_multiple_dataloader": (False, "one data loader a dataset"),
+    "data.custom_dataloader": (None, "a data loader of one's own"),
+    "checkpointing.checkpoint_must_save_by": (None, "saving by a wall-clock limit"),
+    "checkpointing.ft_save_period": (None, "crash-recovery checkpoints"),
+    "checkpointing.ft_keep_latest_k": (None, "crash-recovery checkpoints"),
+    "cluster.segment_size": (None, "placement by NVLink domain"),
+}
+
+
+def find(config: MasterConfig) -> Iterator[Finding]:
+    """A finding for each key that asks for a feature that is not there."""
+    for key, (neutral, feature) in NOT_YET.items():
+        value = value_at(config, key)
+        if value != neutral:
+            yield Finding(
+                (key,), f"not supported yet ({feature}); got {in_yaml(value)}, leave it at {in_yaml(neutral)}"
+            )

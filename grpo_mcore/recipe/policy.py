@@ -1,0 +1,109 @@
+"""`policy`: the model that is trained, its batch sizes and how its batches are packed."""
+
+from __future__ import annotations
+
+from typing import Annotated, Any, Literal
+
+from pydantic import Field
+
+from grpo_mcore.recipe.generation import GenerationConfig
+from grpo_mcore.recipe.megatron import MegatronConfig
+from grpo_mcore.recipe.section import NonNegativeFloat, OffWhenNull, Positive, PositiveFloat, Section
+
+PackingAlgorithm = Literal[
+    "concatenative",
+    "first_fit_decreasing",
+    "first_fit_shuffle",
+    "modified_first_fit_decreasing",
+    "balanced",
+]
+
+
+class TokenizerConfig(Section):
+    """`policy.tokenizer`."""
+
+    name: str | None = None
+    """Hugging Face name or folder of the tokenizer. null: policy.model_name. Read by data/, generation/."""
+    chat_template: str | None = None
+    """Jinja text, or a file that holds it, in place of the tokenizer's own chat template. Read by data/."""
+    chat_template_kwargs: dict[str, Any] | None = None
+    """Extra arguments of the chat template, such as {enable_thinking: true}. Read by data/."""
+
+
+class SequencePackingConfig(Section):
+    """`policy.sequence_packing`: several sequences in one bin of tokens, instead of padding."""
+
+    enabled: bool = True
+    """Pack sequences into bins. false: padded micro-batches. Read by batching/, parallel/."""
+    train_mb_tokens: Positive | None = None
+    """Capacity of a training bin, in tokens. null: max_total_sequence_length x train_micro_batch_size.
+    Read by batching/."""
+    logprob_mb_tokens: Positive | None = None
+    """Capacity of a bin of the log-prob passes, in tokens. null: max_total_sequence_length x
+    logprob_batch_size. Read by batching/."""
+    algorithm: PackingAlgorithm = "modified_first_fit_decreasing"
+    """How sequences are put into bins. Read by batching/."""
+
+
+class DynamicBatchingConfig(Section):
+    """`policy.dynamic_batching`: micro-batches of equal token count without packing."""
+
+    enabled: bool = False
+    """Sort by length and fill micro-batches up to a token budget. Not supported yet."""
+    train_mb_tokens: Positive | None = None
+    """Token budget of a training micro-batch. Inert while enabled is false."""
+    logprob_mb_tokens: Positive | None = None
+    """Token budget of a log-prob micro-batch. Inert while enabled is false."""
+    sequence_length_round: Positive = 64
+    """Padded lengths are multiples of this many tokens. Inert while enabled is false."""
+
+
+class RouterReplayConfig(Section):
+    """`policy.router_replay`: training uses the experts that the engine chose."""
+
+    enabled: bool = False
+    """Record the engine's expert choices and replay them in training. Not supported yet."""
+
+
+class PolicyConfig(Section):
+    """`policy`: the model that is trained."""
+
+    model_name: str
+    """Hugging Face name or folder of the model. Read by families/, parallel/, generation/."""
+    tokenizer: TokenizerConfig = Field(default_factory=TokenizerConfig)
+    """The tokenizer and its chat template."""
+    hf_config_overrides: dict[str, Any] = Field(default_factory=dict)
+    """Values that replace those of the model's Hugging Face config. Not supported yet."""
+    train_global_batch_size: Positive = 512
+    """Samples of one optimizer step, over all data-parallel ranks. Read by algorithms/, batching/."""
+    train_micro_batch_size: Positive = 4
+    """Samples of one micro-batch; with packing it only sets the default bin capacity. Read by batching/."""
+    logprob_batch_size: Positive | None = None
+    """Samples of one forward of the log-prob passes. null: train_micro_batch_size. Read by batching/."""
+    max_total_sequence_length: Positive = 512
+    """Longest prompt plus answer, in tokens. Read by data/, generation/, batching/."""
+    precision: Literal["bfloat16", "float32"] = "bfloat16"
+    """Number format of weights and activations. Read by parallel/ and, by default, generation/."""
+    logprob_chunk_size: Positive | None = 1024
+    """Tokens whose logits exist at one time when log-probs are computed. null: 1024. Read by parallel/."""
+    offload_optimizer_for_logprob: bool = False
+    """Move the optimizer state to the host during the log-prob passes. Not supported yet."""
+    refit_buffer_size_gb: PositiveFloat = 0.5
+    """Size of the refit buffer in GiB. Read by refit/."""
+    make_sequence_length_divisible_by: Positive | None = None
+    """Sequence lengths are padded to multiples of this many tokens. null: derived from the layout.
+    Read by parallel/."""
+    max_grad_norm: NonNegativeFloat | None = 1.0
+    """Gradients are scaled down to this global L2 norm. null or 0: no clipping. Read by parallel/."""
+    sequence_packing: SequencePackingConfig = Field(default_factory=SequencePackingConfig)
+    """Packing of sequences into bins."""
+    dynamic_batching: Annotated[DynamicBatchingConfig, OffWhenNull] = Field(
+        default_factory=DynamicBatchingConfig
+    )
+    """Token-budget micro-batches without packing. Not supported yet."""
+    router_replay: Annotated[RouterReplayConfig, OffWhenNull] = Field(default_factory=RouterReplayConfig)
+    """Replay of the engine's expert choices. Not supported yet."""
+    megatron_cfg: MegatronConfig = Field(default_factory=MegatronConfig)
+    """The Megatron-Core policy: layout, optimizer, learning rate."""
+    generation: GenerationConfig = Field(default_factory=GenerationConfig)
+    """How the engines generate."""

@@ -1,0 +1,73 @@
+"""The resolved recipe as YAML, with the source of every value beside it."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import yaml
+
+from grpo_mcore.recipe.checks import runs_grpo
+from grpo_mcore.recipe.derived import DERIVED
+from grpo_mcore.recipe.errors import DEFAULT
+from grpo_mcore.recipe.load import Recipe, shown
+from grpo_mcore.recipe.yaml_tree import FLOAT, joined
+
+_WIDEST = 72
+
+
+class _Dumper(yaml.SafeDumper):
+    """Quotes text that our reader, which follows YAML 1.2, would take for a number; keeps all on one line."""
+
+
+def _text(dumper: yaml.SafeDumper, text: str) -> yaml.ScalarNode:
+    return dumper.represent_scalar("tag:yaml.org,2002:str", text, style=None if text.isprintable() else '"')
+
+
+_Dumper.add_representer(str, _text)
+_Dumper.add_implicit_resolver("tag:yaml.org,2002:float", FLOAT, None)
+
+
+def resolved_yaml(recipe: Recipe) -> str:
+    """YAML that loads to the same configuration. A comment after each value says where it was written. The
+    sections of an algorithm that the recipe does not run are left out."""
+    unused = set() if "sft" in recipe.config.model_fields_set else {"sft"}
+    unused |= set() if runs_grpo(recipe.config) else {"grpo", "loss_fn"}
+    lines = list(_lines(recipe.config.model_dump(exclude=unused), "", 0, recipe.provenance))
+    column = max((len(text) for text, source in lines if source and len(text) <= _WIDEST), default=0) + 2
+    head = f"# {shown(recipe.path)}" + "".join(f" {override}" for override in recipe.overrides)
+    body = (f"{text.ljust(column)}# {source}" if source else text for text, source in lines)
+    return "\n".join([" ".join(head.splitlines()), *body]) + "\n"
+
+
+def _lines(
+    value: dict[str, Any], path: str, depth: int, provenance: dict[str, str]
+) -> Iterator[tuple[str, str]]:
+    indent = "  " * depth
+    for name, item in value.items():
+        key = joined(path, str(name))
+        if isinstance(item, dict) and item:
+            yield f"{indent}{_scalar(name)}:", ""
+            yield from _lines(item, key, depth + 1, provenance)
+        elif isinstance(item, list) and item and isinstance(item[0], dict):
+            yield f"{indent}{_scalar(name)}:", ""
+            for position, entry in enumerate(item):
+                inner = list(_lines(entry, joined(key, str(position)), depth + 2, provenance))
+                (first, source), rest = inner[0], inner[1:]
+                yield f"{indent}  - {first.lstrip()}", source
+                yield from rest
+        else:
+            yield f"{indent}{_scalar(name)}: {_scalar(item)}", _origin(key, provenance)
+
+
+def _origin(key: str, provenance: dict[str, str]) -> str:
+    source = provenance.get(key, DEFAULT)
+    return (
+        f"{DEFAULT} = {DERIVED[key]}" if source == DEFAULT and isinstance(DERIVED.get(key), str) else source
+    )
+
+
+def _scalar(value: Any) -> str:
+    """A scalar or a list of them on one line. The line is YAML 1.2 and 1.1 alike."""
+    text = yaml.dump(value, Dumper=_Dumper, default_flow_style=True, width=10**9, allow_unicode=True).rstrip()
+    return text.removesuffix("\n...").rstrip()

@@ -1,0 +1,286 @@
+"""What must hold between keys, with the messages as they are printed."""
+
+from __future__ import annotations
+
+import pytest
+
+from grpo_mcore.recipe.not_yet import NOT_YET
+from grpo_mcore.recipe.schema import known_keys
+from tests.unit.recipe.conftest import MINIMAL
+
+
+def batch(gbs: int = 512, prompts: int = 32, generations: int = 16, gpus: int = 1, **megatron: int) -> str:
+    layout = ", ".join(f"{name}: {size}" for name, size in megatron.items())
+    return (
+        f"policy:\n  model_name: m\n  train_global_batch_size: {gbs}\n  megatron_cfg: {{{layout}}}\n"
+        f"data: {{train: {{data_path: x}}}}\n"
+        f"grpo:\n  num_prompts_per_step: {prompts}\n  num_generations_per_prompt: {generations}\n"
+        f"cluster:\n  gpus_per_node: {gpus}\n"
+    )
+
+
+@pytest.mark.parametrize(
+    ("text", "line"),
+    [
+        (
+            batch(gbs=384),
+            "r.yaml:3: policy.train_global_batch_size: 32 prompts x 16 generations = 512 samples do not "
+            "divide into "
+            "optimizer steps of 384 samples; nearest train_global_batch_size that does: 256 or 512; "
+            "nearest num_prompts_per_step: 24 or 48",
+        ),
+        (
+            batch(gbs=1024),
+            "r.yaml:3: policy.train_global_batch_size: 32 prompts x 16 generations = 512 samples do not "
+            "divide into "
+            "optimizer steps of 1024 samples; nearest train_global_batch_size that does: 512; "
+            "nearest num_prompts_per_step: 64",
+        ),
+        (
+            batch(gbs=100, prompts=30, generations=10, gpus=4),
+            "",
+        ),
+        (
+            batch(gbs=100, prompts=30, generations=10, gpus=8),
+            "r.yaml:3: policy.train_global_batch_size: 30 prompts x 10 generations = 300 samples = 3 x "
+            "100 do not "
+            "divide over DP 8 = 8 ranks / 1 a copy; nearest num_prompts_per_step: 28 or 32",
+        ),
+        (
+            batch(gbs=4, prompts=32, generations=16, gpus=16, tensor_model_parallel_size=2),
+            "r.yaml:3: policy.train_global_batch_size: 32 prompts x 16 generations = 512 samples = 128 x "
+            "4 do not "
+            "divide over DP 8 = 16 ranks / 2 a copy; nearest train_global_batch_size that does: 8",
+        ),
+    ],
+)
+def test_batches(load, problems, text: str, line: str) -> None:
+    if line:
+        assert problems(text) == [line]
+    else:
+        load(text)
+
+
+def test_micro_batches_matter_only_without_packing(load, problems) -> None:
+    load(batch(), "policy.train_micro_batch_size=3")
+    assert problems(batch(), "policy.train_micro_batch_size=3", "policy.sequence_packing.enabled=false") == [
+        "command line: policy.train_micro_batch_size: the 512 samples of a data-parallel rank do not "
+        "divide into "
+        "micro-batches of 3; nearest that does: 2 or 4"
+    ]
+
+
+def test_sft_has_no_rollout_batch(load, problems) -> None:
+    sft = "policy: {model_name: m, train_global_batch_size: 48}\ndata: {train: {data_path: x}}\nsft: {}\n"
+    load(sft)
+    assert problems(sft, "cluster.gpus_per_node=5") == [
+        "r.yaml:1: policy.train_global_batch_size: 48 samples do not divide over DP 5 = 5 ranks / 1 a copy; "
+        "nearest train_global_batch_size that does: 45 or 50"
+    ]
+    assert len(problems(sft + "grpo: {seed: 1}\n")) == 1, "a recipe with both sections is checked for both"
+
+
+@pytest.mark.parametrize(
+    ("override", "lines"),
+    [
+        (
+            ["policy.megatron_cfg.tensor_model_parallel_size=2"],
+            [
+                "policy.megatron_cfg.tensor_model_parallel_size: one copy of the policy takes "
+                "TP 2 x PP 1 x CP 1 = 2 ranks, but the cluster has num_nodes 1 x gpus_per_node 1 = 1"
+            ],
+        ),
+        (
+            ["policy.megatron_cfg.pipeline_model_parallel_size=2", "cluster.gpus_per_node=3"],
+            [
+                "policy.megatron_cfg.pipeline_model_parallel_size: the cluster has num_nodes 1 x "
+                "gpus_per_node 3 = 3 ranks, which is not a multiple of TP 1 x PP 2 x CP 1 = 2 ranks"
+            ],
+        ),
+        (
+            ["policy.megatron_cfg.sequence_parallel=true"],
+            [
+                "policy.megatron_cfg.sequence_parallel: sequence parallelism needs "
+                "tensor_model_parallel_size above 1"
+            ],
+        ),
+        (
+            ["policy.megatron_cfg.num_layers_in_first_pipeline_stage=3"],
+            [
+                "policy.megatron_cfg.num_layers_in_first_pipeline_stage: an uneven split needs "
+                "pipeline_model_parallel_size above 1"
+            ],
+        ),
+        (
+            ["cluster.backend=local", "cluster.gpus_per_node=2"],
+            [
+                "cluster.backend: the local backend runs one rank in this process, but the cluster has "
+                "num_nodes 1 x gpus_per_node 2 = 2"
+            ],
+        ),
+        (
+            ["policy.generation.max_new_tokens=600"],
+            [
+                "policy.generation.max_new_tokens: 600 tokens are more than "
+                "policy.max_total_sequence_length = 512"
+            ],
+        ),
+        (
+            ["policy.sequence_packing.train_mb_tokens=511"],
+            [
+                "policy.sequence_packing.train_mb_tokens: a bin of 511 tokens cannot hold a sequence of "
+                "policy.max_total_sequence_length = 512"
+            ],
+        ),
+        (["loss_fn.sequence_level_importance_ratios=true"], ["needs token_level_loss: false"]),
+        (["loss_fn.use_cispo=true", "loss_fn.ratio_clip_c=3"], ["does not go with ratio_clip_c: 3.0"]),
+        (
+            ["loss_fn.use_cispo=true", "loss_fn.token_level_loss=false"],
+            ["does not go with token_level_loss: false"],
+        ),
+        (
+            ["loss_fn.use_cispo=true", "loss_fn.force_on_policy_ratio=true"],
+            ["does not go with force_on_policy"],
+        ),
+        (
+            [
+                "loss_fn.use_cispo=true",
+                "loss_fn.sequence_level_importance_ratios=true",
+                "loss_fn.token_level_loss=false",
+            ],
+            ["does not go with sequence_level", "does not go with token_level_loss"],
+        ),
+        (
+            [
+                "loss_fn.truncated_importance_sampling_type=tis",
+                "loss_fn.truncated_importance_sampling_ratio=2",
+            ],
+            ["tis needs use_importance_sampling_correction: true"],
+        ),
+        (
+            [
+                "loss_fn.truncated_importance_sampling_type=icepop",
+                "loss_fn.use_importance_sampling_correction=true",
+            ],
+            ["icepop needs an upper bound", "icepop needs a lower bound"],
+        ),
+        (
+            [
+                "loss_fn.truncated_importance_sampling_type=seq-mask-tis",
+                "loss_fn.use_importance_sampling_correction=true",
+                "loss_fn.truncated_importance_sampling_ratio=1.002",
+                "loss_fn.truncated_importance_sampling_ratio_min=0.999",
+                "loss_fn.sequence_level_importance_ratios=true",
+                "loss_fn.token_level_loss=false",
+            ],
+            ["seq-mask-tis does not go with sequence_level_importance_ratios"],
+        ),
+        (
+            [
+                "loss_fn.truncated_importance_sampling_type=tis",
+                "loss_fn.use_importance_sampling_correction=true",
+                "loss_fn.truncated_importance_sampling_ratio=1",
+                "loss_fn.truncated_importance_sampling_ratio_min=2",
+            ],
+            ["the lower bound 2 is above the upper bound 1"],
+        ),
+        (
+            ["loss_fn.truncated_importance_sampling_ratio=2"],
+            ["has no effect without truncated_importance_sam"],
+        ),
+        (["loss_fn.truncated_importance_sampling_ratio=0"], ["must be above 0, got 0"]),
+        (["loss_fn.ratio_clip_c=1"], ["must be above 1, got 1"]),
+        (
+            ["loss_fn.force_on_policy_ratio=true", "policy.train_global_batch_size=256"],
+            [
+                "loss_fn.force_on_policy_ratio: needs one optimizer step a step: train_global_batch_size "
+                "512, got 256"
+            ],
+        ),
+        (["grpo.num_generations_per_prompt=1", "policy.train_global_batch_size=32"], ["a group of 1"]),
+        (
+            ["grpo.advantage_clip_low=2", "grpo.advantage_clip_high=1"],
+            ["the lower bound 2 is above the upper"],
+        ),
+        (["grpo.reward_scaling={enabled: true, source_min: 1}"], ["the source interval [1, 1] is empty"]),
+        (
+            ["grpo.skip_reference_policy_logprobs_calculation=true"],
+            ["the KL penalty needs reference log-probs"],
+        ),
+        (["policy.megatron_cfg.optimizer.min_lr=1"], ["optimizer.min_lr: 1 is above lr = 5e-06"]),
+        (
+            ["policy.megatron_cfg.scheduler.lr_warmup_init=1"],
+            ["scheduler.lr_warmup_init: 1 is above policy."],
+        ),
+        (
+            ["policy.megatron_cfg.scheduler.lr_warmup_iters=1000"],
+            ["1000 steps of warm-up must be fewer than"],
+        ),
+        (["policy.megatron_cfg.optimizer.clip_grad=2"], ["2.0 contradicts policy.max_grad_norm = 1.0"]),
+        (["policy.megatron_cfg.optimizer.bf16=false"], ["false contradicts policy.precision = bfloat16"]),
+        (["policy.megatron_cfg.pipeline_dtype=float32"], ["float32 contradicts policy.precision = bfloat16"]),
+    ],
+)
+def test_combinations(problems, override: list[str], lines: list[str]) -> None:
+    found = problems(MINIMAL, *override)
+    assert len(found) == len(lines)
+    for got, expected in zip(found, lines, strict=True):
+        assert expected in got and got.startswith("command line: ")
+
+
+@pytest.mark.parametrize(
+    "override",
+    [
+        ["loss_fn.use_cispo=true"],
+        ["loss_fn.disable_ppo_ratio=true"],
+        ["loss_fn.force_on_policy_ratio=true"],
+        ["loss_fn.sequence_level_importance_ratios=true", "loss_fn.token_level_loss=false"],
+        ["loss_fn.reference_policy_kl_type=k1", "loss_fn.use_on_policy_kl_approximation=true"],
+        ["loss_fn.reference_policy_kl_penalty=0", "grpo.skip_reference_policy_logprobs_calculation=true"],
+        [
+            "loss_fn.truncated_importance_sampling_type=tis",
+            "loss_fn.use_importance_sampling_correction=true",
+            "loss_fn.truncated_importance_sampling_ratio=2",
+        ],
+        ["policy.max_grad_norm=null"],
+        ["policy.precision=float32"],
+        [
+            "grpo.reward_scaling.enabled=true",
+            "grpo.overlong_filtering=true",
+            "grpo.use_leave_one_out_baseline=false",
+        ],
+        ["policy.sequence_packing.algorithm=balanced"],
+    ],
+)
+def test_allowed_combinations(load, override: list[str]) -> None:
+    load(MINIMAL, *override)
+
+
+ASKING = {  # a value of each key that asks for the feature
+    "policy.hf_config_overrides": "{a: 1}",
+    "policy.megatron_cfg.recompute_granularity": "selective",
+    "policy.megatron_cfg.recompute_modules": "[mlp]",
+    "policy.megatron_cfg.model_overrides": "{a: 1}",
+    "policy.megatron_cfg.optimizer.optimizer_offload_fraction": "0.5",
+    "policy.generation.top_p": "0.9",
+    "policy.generation.top_k": "20",
+    "policy.generation.vllm_cfg.kv_cache_dtype": "fp8",
+    "grpo.stop_at_validation_metric": "accuracy",
+    "grpo.stop_at_validation_threshold": "0.5",
+    "grpo.batch_multiplier": "1.5",
+    "grpo.seq_logprob_error_threshold": "2",
+    "grpo.adv_estimator.name": "gdpo",
+    "loss_fn.positive_example_nll_weight": "0.1",
+    "data.custom_dataloader": "a.b",
+    "checkpointing.checkpoint_must_save_by": "00:03:50:00",
+}
+
+
+@pytest.mark.parametrize("key", NOT_YET)
+def test_what_is_not_supported_yet_says_so(problems, key: str) -> None:
+    neutral, feature = NOT_YET[key]
+    value = ASKING.get(key) or {"True": "false", "False": "true", "1": "2", "None": "3"}[str(neutral)]
+    found = [line for line in problems(MINIMAL, f"{key}={value}") if "not supported yet" in line]
+    assert len(found) == 1
+    assert found[0].startswith(f"command line: {key}: not supported yet ({feature}); got ")
+    assert key in known_keys()

@@ -1,0 +1,93 @@
+from __future__ import annotations
+
+import pytest
+
+from grpo_mcore.recipe.merge import is_override
+from tests.unit.recipe.conftest import MINIMAL
+
+
+def test_values_are_yaml(load) -> None:
+    config = load(
+        MINIMAL,
+        "policy.megatron_cfg.optimizer.lr=1e-6",
+        "policy.generation.stop_strings=['</a>', \"b=c\"]",
+        "policy.generation.vllm_kwargs={max_num_seqs: 8}",
+        "loss_fn.ratio_clip_c=null",
+        "grpo.val_at_end=true",
+        "checkpointing.checkpoint_dir=results/a b",
+    ).config
+    assert config.policy.megatron_cfg.optimizer.lr == 1e-6
+    assert config.policy.generation.stop_strings == ["</a>", "b=c"]
+    assert config.policy.generation.vllm_kwargs == {"max_num_seqs": 8}
+    assert config.loss_fn.ratio_clip_c is None
+    assert config.grpo.val_at_end is True
+    assert config.checkpointing.checkpoint_dir == "results/a b"
+
+
+def test_mappings_are_merged_and_free_keys_may_be_new(load) -> None:
+    text = MINIMAL + "env: {math: {num_workers: 8}}\n"
+    env = load(text, "env.math.stop_strings=[x]", "+env.code={num_workers: 2}", "data.train.env_name=math")
+    assert env.config.env == {"math": {"num_workers": 8, "stop_strings": ["x"]}, "code": {"num_workers": 2}}
+
+
+def test_plus_adds_and_tilde_removes(load) -> None:
+    text = MINIMAL + "grpo: {seed: 1, val_period: 5}\n"
+    assert load(text, "+grpo.max_num_steps=3").config.grpo.max_num_steps == 3
+    assert load(text, "++grpo.seed=3").config.grpo.seed == 3
+    removed = load(text, "~grpo.val_period", "~grpo.seed=1")
+    assert removed.config.grpo.val_period == 10 and removed.provenance["grpo.seed"] == "default"
+
+
+def test_positions_name_datasets_of_a_list(load) -> None:
+    text = "policy: {model_name: m}\ndata: {train: [{data_path: a}, {data_path: b}]}\n"
+    config = load(text, "data.train.1.data_path=c", "data.train.0.input_key=q").config
+    assert [entry.data_path for entry in config.data.train] == ["a", "c"]
+    assert config.data.train[0].input_key == "q"
+    assert [entry.data_path for entry in load(text, "~data.train.0").config.data.train] == ["b"]
+
+
+def test_later_overrides_win_and_may_interpolate(load) -> None:
+    config = load(MINIMAL, "grpo.seed=1", "grpo.seed=2", "sft.seed=${grpo.seed}").config
+    assert config.sft.seed == 2
+
+
+def test_errors_are_collected(problems) -> None:
+    assert problems(
+        MINIMAL + "grpo: {seed: 1}\n",
+        "+grpo.seed=2",
+        "~grpo.val_period",
+        "~grpo.seed=5",
+        "grpo.sed=3",
+        "grpo.max_num_steps=many",
+        "grpo.val_period=[1",
+    ) == [
+        "command line: grpo.seed: + adds a key, but r.yaml:6 sets this one already, to 1; "
+        "write grpo.seed=... or ++grpo.seed=...",
+        "command line: grpo.val_period: ~ removes a key, but no file sets this one",
+        "command line: grpo.seed: ~ removes it only if it is 5, but it is 1",
+        "command line: grpo.val_period: not valid YAML: while parsing a flow sequence, expected ',' or ']', "
+        "but got '<stream end>'",
+        "command line: grpo.max_num_steps: expected a whole number, got 'many'",
+        "command line: grpo.sed: unknown key; nearest known key: grpo.seed",
+    ]
+
+
+def test_a_list_needs_a_position(problems) -> None:
+    text = "policy: {model_name: m}\ndata: {train: [{data_path: a}, {data_path: b}]}\n"
+    assert problems(text, "data.train.data_path=c", "data.train.7.data_path=c") == [
+        f"command line: data.train.{rest}: data.train is a list of 2, set at r.yaml:2: "
+        "name one by its position, such as data.train.0.data_path"
+        for rest in ("data_path", "7.data_path")
+    ]
+
+
+@pytest.mark.parametrize("word", ["a.b=c", "a=", "+a.b=c", "++a.b=c", "~a.b", "~a.b=c", "data.train.0.x=a=b"])
+def test_words_that_are_overrides(word: str) -> None:
+    assert is_override(word)
+
+
+@pytest.mark.parametrize(
+    "word", ["a.yaml", "recipes/a=b.yaml", "grpo_math_1B", "+a.b", "=c", "--a=b", "./x=y"]
+)
+def test_words_that_are_not(word: str) -> None:
+    assert not is_override(word)

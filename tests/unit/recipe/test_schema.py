@@ -1,0 +1,94 @@
+from __future__ import annotations
+
+import ast
+import importlib
+import inspect
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+import grpo_mcore.recipe
+from grpo_mcore.recipe.schema import known_keys, suggestion
+from grpo_mcore.recipe.section import Section
+
+ROOM = Path(grpo_mcore.recipe.__file__).parent
+
+
+def test_the_room_imports_fast_and_without_torch() -> None:
+    code = (
+        "import sys, time; start = time.process_time(); import grpo_mcore.recipe; "
+        "print(time.process_time() - start); "
+        "print([name for name in ('torch', 'numpy', 'ray', 'vllm', 'megatron', 'transformers', 'omegaconf') "
+        "if name in sys.modules])"
+    )
+    runs = []
+    for _ in range(2):  # the first may have to compile; processor time, because the machine may be busy
+        result = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+        seconds, heavy = result.stdout.splitlines()
+        assert heavy == "[]"
+        runs.append(float(seconds))
+    assert min(runs) < 0.5
+
+
+def test_the_room_imports_nothing_above_it() -> None:
+    allowed = {"grpo_mcore", "grpo_mcore.recipe", "pydantic", "yaml"} | sys.stdlib_module_names
+    for file in ROOM.glob("*.py"):
+        for node in ast.walk(ast.parse(file.read_text())):
+            names = [alias.name for alias in node.names] if isinstance(node, ast.Import) else []
+            names += [node.module or ""] if isinstance(node, ast.ImportFrom) else []
+            for name in names:
+                assert name.startswith("grpo_mcore.recipe") or name.split(".")[0] in allowed, (
+                    file.name,
+                    name,
+                )
+                assert (
+                    name in allowed
+                    or not name.startswith("grpo_mcore.")
+                    or name.startswith("grpo_mcore.recipe")
+                )
+
+
+def sections() -> list[type[Section]]:
+    found = []
+    for file in sorted(ROOM.glob("*.py")):
+        module = (
+            importlib.import_module(f"grpo_mcore.recipe.{file.stem}") if file.stem != "__init__" else None
+        )
+        for _, member in inspect.getmembers(module, inspect.isclass):
+            if issubclass(member, Section) and member is not Section and member.__module__ == module.__name__:
+                found.append(member)
+    return found
+
+
+@pytest.mark.parametrize("section", sections(), ids=lambda section: section.__name__)
+def test_every_field_has_a_docstring(section: type[Section]) -> None:
+    (tree,) = ast.parse(inspect.getsource(section)).body
+    assert isinstance(tree, ast.ClassDef) and ast.get_docstring(tree)
+    documented = set()
+    for field, after in zip(tree.body, tree.body[1:], strict=False):
+        if isinstance(field, ast.AnnAssign) and isinstance(after, ast.Expr):
+            if isinstance(after.value, ast.Constant) and isinstance(after.value.value, str):
+                documented.add(field.target.id)
+    assert set(section.model_fields) <= documented
+
+
+def test_there_are_sections() -> None:
+    assert len(sections()) >= 25 and len(known_keys()) > 180
+
+
+@pytest.mark.parametrize(
+    ("wrong", "right"),
+    [
+        ("policy.train_micro_batchsize", "policy.train_micro_batch_size"),
+        ("polcy", "policy"),
+        ("policy.lr", "policy.megatron_cfg.optimizer.lr"),
+        ("grpo.train_global_batch_size", "policy.train_global_batch_size"),
+        ("policy.generation.gpu_memory_utilisation", "policy.generation.vllm_cfg.gpu_memory_utilization"),
+        ("data.train.0.datapath", "data.train.0.data_path"),
+        ("grpo.qqqqqqqq", None),
+    ],
+)
+def test_the_nearest_known_key(wrong: str, right: str | None) -> None:
+    assert suggestion(wrong) == right

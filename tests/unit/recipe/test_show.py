@@ -1,0 +1,64 @@
+from __future__ import annotations
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from grpo_mcore.recipe import load_recipe, resolved_yaml
+from grpo_mcore.recipe.show import _scalar
+from grpo_mcore.recipe.yaml_tree import parse_text
+from tests.unit.recipe.conftest import MINIMAL
+
+GRPO = MINIMAL + (
+    "env: {math: {num_workers: 2, stop_strings: ['a: b', '#c']}}\n"
+    "checkpointing: {checkpoint_dir: '1e5', metric_name: null}\nloss_fn: {ratio_clip_c: 3}\n"
+)
+SFT = "policy: {model_name: m, train_global_batch_size: 48}\ndata: {train: {data_path: x}}\nsft: {seed: 3}\n"
+
+
+@pytest.mark.parametrize("text", [GRPO, SFT])
+def test_what_is_printed_loads_to_the_same_configuration(load, write, text: str) -> None:
+    first = load(text, "policy.megatron_cfg.optimizer.lr=1e-6")
+    again = load_recipe(write(resolved_yaml(first), "again.yaml"))
+    assert again.config == first.config
+
+
+def test_every_value_has_its_source(load) -> None:
+    lines = resolved_yaml(load(GRPO, "grpo.seed=3")).splitlines()
+    assert lines[0] == "# r.yaml grpo.seed=3"
+    found = {tuple(part.strip() for part in line.split(" # ", 1)) for line in lines if " # " in line}
+    assert ("model_name: models/tiny", "r.yaml:2") in found
+    assert ("seed: 3", "command line") in found
+    assert ("num_prompts_per_step: 32", "default") in found
+    assert ("- dataset_name: ResponseDataset", "default") in found
+    assert ("name: models/tiny", "default = ${policy.model_name}") in found
+    assert ("ratio_clip_c: 3.0", "r.yaml:8") in found
+    values = [line for line in lines[1:] if not line.rstrip().endswith(":")]
+    assert all(" # " in line for line in values)
+
+
+def test_sections_of_the_other_algorithm_are_left_out(load) -> None:
+    def sections(text: str) -> set[str]:
+        return {
+            line[:-1]
+            for line in resolved_yaml(load(text)).splitlines()
+            if line.endswith(":") and line[0] != " "
+        }
+
+    assert "sft" not in sections(GRPO) and "grpo" in sections(GRPO)
+    assert "sft" in sections(SFT) and not sections(SFT) & {"grpo", "loss_fn"}
+
+
+VALUES = st.recursive(
+    st.none() | st.booleans() | st.integers() | st.floats(allow_nan=False, allow_infinity=False) | st.text(),
+    lambda inner: st.lists(inner, max_size=3) | st.dictionaries(st.text(), inner, max_size=3),
+    max_leaves=4,
+)
+
+
+@settings(max_examples=200, deadline=None)
+@given(VALUES)
+def test_any_value_is_read_back_as_it_was(value: object) -> None:
+    text = _scalar(value)
+    assert "\n" not in text
+    assert parse_text(f"k: {text}  # here", "", "").plain() == {"k": value}

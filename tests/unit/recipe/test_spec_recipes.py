@@ -1,0 +1,138 @@
+"""The recipes of the documents that the project was created from load as they stand there."""
+
+from __future__ import annotations
+
+import pytest
+
+GYM_GRPO = """\
+defaults:
+  - grpo_math_1B  # Or grpo_math_8B, grpo_math_1B_megatron, etc.
+data:
+  dataset_name: ResponseDataset
+  train_data_path: "grpo_data/train.jsonl"
+  val_data_path: "grpo_data/val.jsonl"
+  input_key: "input"       # Matches transformed format
+  output_key: "output"     # Matches transformed format
+  max_input_seq_length: 1024
+  shuffle: true
+env:
+  math:
+    num_workers: 8
+    math_verify_impl: "hf_math_verify"  # Or your custom verification
+policy:
+  model_name: "Qwen/Qwen2.5-1.5B"  # Or your preferred model
+  max_total_sequence_length: 1024
+  train_global_batch_size: 512
+  train_micro_batch_size: 4
+grpo:
+  num_prompts_per_step: 32
+  num_generations_per_prompt: 16
+  val_period: 10
+checkpointing:
+  enabled: true
+  checkpoint_dir: "results/gym_grpo"
+  save_period: 10
+logger:
+  wandb_enabled: true
+  wandb:
+    project: "nemo-gym-grpo"
+    name: "gym-data-run-1"
+"""
+
+GRPO_TEMPLATE = """\
+defaults:
+  - grpo_math_1B
+data:
+  dataset_name: ResponseDataset
+  train_data_path: "grpo_train.jsonl"
+  input_key: "input"
+  output_key: "output"
+policy:
+  model_name: "Qwen/Qwen2.5-1.5B"
+  max_total_sequence_length: 1024
+checkpointing:
+  checkpoint_dir: "results/gym_grpo"
+logger:
+  wandb_enabled: true
+"""
+
+SFT_TEMPLATE = """\
+defaults:
+  - sft
+data:
+  dataset_name: openai_format  # or ResponseDataset for simple
+  train_data_path: "sft_train.jsonl"
+  use_preserving_dataset: true
+policy:
+  model_name: "Qwen/Qwen2.5-1.5B"
+checkpointing:
+  checkpoint_dir: "results/gym_sft"
+"""
+
+NESTED = """\
+defaults: grpo_math_1B
+data:
+  train:
+    data_path: /path/to/local/train_dataset.jsonl
+    input_key: question
+    subset: null
+    split: train
+    split_validation_size: 0.05
+    seed: 42
+  validation:
+    data_path: /path/to/local/val_dataset.jsonl
+  default:
+    dataset_name: ResponseDataset
+    input_key: input
+    output_key: output
+    prompt_file: null
+    system_prompt_file: null
+    processor: "math_hf_data_processor"
+    env_name: "math"
+"""
+
+
+def test_grpo_on_gym_data(load) -> None:
+    config = load(GYM_GRPO).config
+    (train,), (validation,) = config.data.train, config.data.validation
+    assert (train.dataset_name, train.data_path) == ("ResponseDataset", "grpo_data/train.jsonl")
+    assert (validation.data_path, validation.env_name) == ("grpo_data/val.jsonl", "math")
+    assert train.processor == "math_hf_data_processor" and train.split_validation_size == 0
+    assert config.policy.sequence_packing.train_mb_tokens == 4096, "interpolations follow the child"
+    assert config.policy.generation.max_new_tokens == 1024
+    assert config.logger.wandb.name == "gym-data-run-1"
+
+
+@pytest.mark.parametrize("base", ["grpo_math_1B", "grpo_math_1B_megatron"])
+def test_grpo_template(load, base: str) -> None:
+    config = load(
+        GRPO_TEMPLATE.replace("grpo_math_1B", base), "cluster.gpus_per_node=8", "cluster.num_nodes=2"
+    ).config
+    assert config.data.validation == [] and config.policy.max_total_sequence_length == 1024
+
+
+def test_sft_template(load) -> None:
+    config = load(SFT_TEMPLATE).config
+    (train,) = config.data.train
+    assert (train.dataset_name, train.data_path, train.chat_key) == (
+        "openai_format",
+        "sft_train.jsonl",
+        "messages",
+    )
+    assert train.use_preserving_dataset is True and train.processor == "sft_processor"
+    assert config.data.validation == [] and config.sft.max_num_steps == 60
+    assert config.policy.train_global_batch_size == 32
+
+
+def test_dpo_template_says_that_it_is_not_there_yet(problems) -> None:
+    text = "defaults: [sft]\ndata:\n  dataset_name: BinaryPreferenceDataset\n  train_data_path: d.jsonl\n"
+    assert problems(text + "  prompt_key: prompt\n  chosen_key: chosen\n") == [
+        f"r.yaml:{line}: data.{name}_key: a key of NeMo RL; DPO is not supported yet"
+        for line, name in ((5, "prompt"), (6, "chosen"))
+    ]
+
+
+def test_nested_example(load) -> None:
+    (train,), (validation,) = (data := load(NESTED).config.data).train, data.validation
+    assert (train.dataset_name, train.input_key, train.split) == ("ResponseDataset", "question", "train")
+    assert (validation.input_key, validation.output_key, validation.env_name) == ("input", "output", "math")
