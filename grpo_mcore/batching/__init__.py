@@ -1,0 +1,17 @@
+"""Batching: planning on lengths, and rows of packed samples. Importing this room does not import torch."""
+
+from __future__ import annotations
+
+from grpo_mcore.batching.packing import PACKING_ALGORITHMS, PackingError, pack
+from grpo_mcore.batching.plan import BatchPlan, CostModel, StepPlan, forward_plan, plan_step
+
+__all__ = [
+    "PACKING_ALGORITHMS",
+    "BatchPlan",
+    "CostModel",
+    "PackingError",
+    "StepPlan",
+    "forward_plan",
+    "pack",
+    "plan_step",
+]

@@ -1,0 +1,175 @@
+"""One bin as tensors: its samples side by side in one row, with what is needed to tell them apart again."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from grpo_mcore.batching.packing import round_up
+
+
+@dataclass(frozen=True)
+class PackedBatch:
+    """n samples in a row of T tokens. Padding at its end is a sequence of its own: segment n, all masks 0."""
+
+    tokens: Tensor
+    """int64 [1, T]."""
+    positions: Tensor
+    """int64 [T]: position in the sample, from 0."""
+    cu_seqlens: Tensor
+    """int32 [n + 1], or [n + 2] with padding: where sequences begin, and T."""
+    segments: Tensor
+    """int64 [T]: the sample (0 .. n - 1) of each token; n for padding."""
+    columns: dict[str, Tensor]
+    """Per-token values, each [1, T], 0 in the padding."""
+    lengths: tuple[int, ...]
+    """Tokens of each sample, on the host."""
+    names: tuple[str, ...] = ()
+    """What to call each sample in a message; may be empty."""
+
+    @property
+    def num_segments(self) -> int:
+        """n: samples in the row."""
+        return len(self.lengths)
+
+    @property
+    def max_seqlen(self) -> int:
+        """The longest sequence of the row, padding included; kernels for variable lengths ask for it."""
+        return max(*self.lengths, self.padding, 0)
+
+    @property
+    def padding(self) -> int:
+        """Tokens of padding at the end of the row."""
+        return self.tokens.shape[1] - sum(self.lengths)
+
+    def targets(self) -> Tensor:
+        """int64 [1, T]: the token that position t predicts: t + 1 of the same sequence, 0 at its end."""
+        return torch.where(self._has_next(), self.tokens.roll(-1, dims=1), 0)
+
+    def next_token_counts(self) -> Tensor:
+        """bool [1, T]: positions whose next token is trained on (columns token_mask and sample_mask)."""
+        counts = self.columns["token_mask"] * self.columns["sample_mask"] > 0
+        return self._has_next() & counts.roll(-1, dims=1)
+
+    def to_token_aligned(self, next_token_logprobs: Tensor) -> Tensor:
+        """[1, T]: for token t what position t - 1 says about it, 0 for the first token of each sequence.
+
+        next_token_logprobs [1, T] belong to `targets()`. Keeps dtype and gradient.
+        """
+        self._check(next_token_logprobs, "next_token_logprobs")
+        return torch.where(self._has_next(), next_token_logprobs, 0.0).roll(1, dims=1)
+
+    def split(self, per_token: Tensor) -> list[Tensor]:
+        """A per-token row [1, T] as one tensor a sample, [its tokens], without the padding."""
+        self._check(per_token, "per_token")
+        row = per_token[0, : sum(self.lengths)]
+        return list(torch.split(row, list(self.lengths)))
+
+    def loss_inputs(self) -> dict[str, Any]:
+        """The mapping that the loss functions of the objective take: columns, segments, num_segments."""
+        return {**self.columns, "segments": self.segments, "num_segments": self.num_segments}
+
+    def empty_like(self, multiple: int) -> PackedBatch:
+        """A row of `multiple` padding tokens with the same columns, to run where a rank's bin is empty."""
+        values = {name: column.new_zeros(0) for name, column in self.columns.items()}
+        return _assemble(self.tokens.new_zeros(0), values, (), multiple)
+
+    def to(self, device: torch.device | str, *, non_blocking: bool = False) -> PackedBatch:
+        """The same row on a device."""
+
+        def move(tensor: Tensor) -> Tensor:
+            return tensor.to(device, non_blocking=non_blocking)
+
+        return replace(
+            self,
+            tokens=move(self.tokens),
+            positions=move(self.positions),
+            cu_seqlens=move(self.cu_seqlens),
+            segments=move(self.segments),
+            columns={name: move(column) for name, column in self.columns.items()},
+        )
+
+    def _has_next(self) -> Tensor:
+        last = torch.zeros(1, dtype=torch.bool, device=self.segments.device)
+        return torch.cat([self.segments[1:] == self.segments[:-1], last])[None]
+
+    def _check(self, row: Tensor, name: str) -> None:
+        if row.shape != self.tokens.shape:
+            raise ValueError(f"{name} has shape {tuple(row.shape)}, the row {tuple(self.tokens.shape)}")
+
+
+def pack_rows(
+    token_ids: Sequence[Tensor],
+    columns: Sequence[Mapping[str, Tensor]],
+    multiple: int = 1,
+    *,
+    names: Sequence[str] = (),
+) -> PackedBatch:
+    """Put samples side by side and pad the row to a multiple of `multiple`.
+
+    token_ids: int64 [length] of each sample. columns: for each sample the same keys, each value [length], or
+    a scalar tensor, such as sample_mask, which every token of the sample gets.
+    names: what to call the samples in messages; as many as there are samples, or none.
+    Raises ValueError, naming the sample and the column, where keys or shapes do not fit, and if there is no
+    sample: a row without one is made by `empty_like`.
+    """
+    count = len(token_ids)
+    if not count or len(columns) != count or len(names) not in (0, count):
+        raise ValueError(
+            f"{count} samples, {len(columns)} sets of columns and {len(names)} names; want as many of each, "
+            "and at least one sample"
+        )
+    keys = list(columns[0])
+    expanded: dict[str, list[Tensor]] = {key: [] for key in keys}
+    for sample, (ids, values) in enumerate(zip(token_ids, columns, strict=True)):
+        if ids.ndim != 1 or ids.numel() == 0:
+            raise ValueError(
+                f"sample {sample}: token ids have shape {tuple(ids.shape)}; want 1-d and not empty"
+            )
+        if set(values) != set(keys):
+            odd = ", ".join(sorted(set(values) ^ set(keys)))
+            raise ValueError(f"sample {sample}: its columns differ from those of sample 0 in: {odd}")
+        for key in keys:
+            value = values[key].expand(ids.shape) if values[key].ndim == 0 else values[key]
+            if value.shape != ids.shape:
+                raise ValueError(
+                    f"sample {sample}: {key} has shape {tuple(value.shape)} for {ids.numel()} tokens"
+                )
+            expanded[key].append(value)
+    lengths = tuple(ids.shape[0] for ids in token_ids)
+    joined = {key: torch.cat(values) for key, values in expanded.items()}
+    return _assemble(torch.cat(list(token_ids)).to(torch.int64), joined, lengths, multiple, tuple(names))
+
+
+def _assemble(
+    ids: Tensor,
+    columns: Mapping[str, Tensor],
+    lengths: tuple[int, ...],
+    multiple: int,
+    names: tuple[str, ...] = (),
+) -> PackedBatch:
+    used = sum(lengths)
+    total = max(round_up(used, multiple), multiple)
+    sequences = lengths if total == used else (*lengths, total - used)
+    device = ids.device
+    sizes = torch.tensor(sequences, dtype=torch.int64)
+    starts = torch.cat([sizes.new_zeros(1), sizes.cumsum(0)])
+    segments = torch.repeat_interleave(torch.arange(len(sequences)), sizes)
+    positions = torch.arange(total) - starts[segments]
+
+    def padded(row: Tensor) -> Tensor:
+        return torch.cat([row, row.new_zeros(total - used)])[None]
+
+    return PackedBatch(
+        tokens=padded(ids),
+        positions=positions.to(device),
+        cu_seqlens=starts.to(torch.int32).to(device),
+        segments=segments.to(device),
+        columns={name: padded(column) for name, column in columns.items()},
+        lengths=lengths,
+        names=names,
+    )

@@ -1,0 +1,133 @@
+"""Advantages relative to the group: one value a sample, computed in float64.
+
+Groups are told apart by an id, not by equal prompts. A failed sample is left out of its group.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Hashable, Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+EQUAL_REWARDS_TOLERANCE = 1e-6
+"""Rewards of a group that differ by less than this share of the largest are equal: float32 rounding, not
+signal.
+"""
+
+
+@dataclass(frozen=True)
+class GroupStats:
+    """Rewards by group; N samples, K groups. Failed samples (not valid) take no part."""
+
+    index: Tensor
+    """int64 [N]: the group of each sample, 0 .. K - 1, in the order of the sorted ids."""
+    valid: Tensor
+    """bool [N]."""
+    deviation: Tensor
+    """float64 [N]: reward - mean of the group; exactly 0 for failed samples and in groups with equal rewards.
+    """
+    size: Tensor
+    """int64 [K]: valid samples."""
+    mean: Tensor
+    """float64 [K]; 0 for a group without a valid sample."""
+    std: Tensor
+    """float64 [K]: of the whole group, with n - 1; exactly 0 where all rewards are equal or n < 2."""
+
+    @property
+    def informative(self) -> Tensor:
+        """bool [K]: groups whose rewards differ, the ones that give a gradient."""
+        return self.std > 0
+
+    @property
+    def failed(self) -> Tensor:
+        """int64 []: samples left out."""
+        return (~self.valid).sum()
+
+
+@dataclass(frozen=True)
+class Advantages:
+    """Advantages of N samples and what they were computed from."""
+
+    advantages: Tensor
+    """float64 [N]; 0 for failed samples."""
+    baseline: Tensor
+    """float64 [N]: what was subtracted from the reward."""
+    groups: GroupStats
+
+
+def group_index(keys: Sequence[Hashable]) -> Tensor:
+    """int64 [N]: group ids for any keys, such as prompt uids, numbered by first appearance."""
+    numbers: dict[Hashable, int] = {}
+    return torch.tensor([numbers.setdefault(key, len(numbers)) for key in keys], dtype=torch.int64)
+
+
+def group_stats(rewards: Tensor, group_ids: Tensor, valid: Tensor | None = None) -> GroupStats:
+    """Two-pass statistics of each group.
+
+    rewards [N] (any float; failed samples may hold NaN), group_ids int [N], valid bool [N] (None: all).
+    Raises ValueError if shapes differ or a valid reward is not finite.
+    """
+    if (
+        rewards.ndim != 1
+        or group_ids.shape != rewards.shape
+        or (valid is not None and valid.shape != rewards.shape)
+    ):
+        shapes = [tuple(t.shape) for t in (rewards, group_ids, valid) if t is not None]
+        raise ValueError(f"rewards, group_ids and valid must be 1-d and of one length, not {shapes}")
+    valid = torch.ones_like(rewards, dtype=torch.bool) if valid is None else valid.to(torch.bool)
+    bad = (valid & ~torch.isfinite(rewards)).nonzero().reshape(-1).tolist()
+    if bad:
+        raise ValueError(f"rewards of samples {bad[:8]} are not finite; mark failed samples as not valid")
+    values = torch.where(valid, rewards.to(torch.float64), 0.0)
+    index = torch.unique(group_ids, return_inverse=True)[1]
+    count = int(index.max()) + 1 if index.numel() else 0
+
+    def total(x: Tensor) -> Tensor:
+        return x.new_zeros(count).index_add(0, index, x)
+
+    def extreme(fill: float, reduce: str) -> Tensor:
+        start = values.new_full((count,), fill)
+        return start.scatter_reduce(0, index, torch.where(valid, values, fill), reduce=reduce)
+
+    size = total(valid.to(torch.int64))
+    mean = total(values) / size.clamp(min=1)
+    low, high = extreme(torch.inf, "amin"), extreme(-torch.inf, "amax")
+    equal = (size < 2) | (high - low <= EQUAL_REWARDS_TOLERANCE * torch.maximum(low.abs(), high.abs()))
+    deviation = torch.where(valid & ~equal[index], values - mean[index], 0.0)
+    std = (total(deviation.square()) / (size - 1).clamp(min=1)).sqrt()
+    return GroupStats(index, valid, deviation, size, mean, std)
+
+
+def grpo_advantages(
+    rewards: Tensor,
+    group_ids: Tensor,
+    valid: Tensor | None = None,
+    *,
+    normalize: bool = True,
+    leave_one_out: bool = True,
+    eps: float = 1e-6,
+) -> Advantages:
+    """A = r - baseline, divided by (std + eps) of the whole group when `normalize`.
+
+    The baseline is the group's mean, or the mean of its other samples (leave_one_out): then
+    A = (r - mean) * n / (n - 1). A group with equal rewards, or with one sample, gives exactly 0.
+    Arguments as for `group_stats`.
+    """
+    groups = group_stats(rewards, group_ids, valid)
+    size = groups.size[groups.index].to(torch.float64)
+    difference = groups.deviation
+    if leave_one_out:
+        difference = difference * size / (size - 1).clamp(min=1)
+    baseline = torch.where(groups.valid, rewards.to(torch.float64) - difference, 0.0)
+    std = groups.std[groups.index]
+    advantages = torch.where(std > 0, difference / (std + eps), difference) if normalize else difference
+    return Advantages(advantages, baseline, groups)
+
+
+def clip_advantages(advantages: Tensor, low: float | None = None, high: float | None = None) -> Tensor:
+    """Advantages bounded to [low, high]; None leaves a side open. Raises ValueError if low > high."""
+    if low is not None and high is not None and low > high:
+        raise ValueError(f"advantage_clip_low={low} is above advantage_clip_high={high}")
+    return advantages if low is None and high is None else advantages.clamp(low, high)

@@ -1,0 +1,173 @@
+"""The clipped policy-gradient loss of GRPO and its relatives, for padded and for packed rows alike."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from grpo_mcore.objective.config import ClippedPGLossConfig
+from grpo_mcore.objective.importance import ImportanceWeights, importance_weights, log_ratio
+from grpo_mcore.objective.kl import kl_penalty
+from grpo_mcore.objective.metrics import mismatch_metrics, ratio_metrics, weight_metrics
+from grpo_mcore.objective.reduce import Count, MaskedTokens
+
+
+@dataclass(frozen=True)
+class PolicyTerm:
+    """The policy term of each token and what it was made of, float64 [N]."""
+
+    loss: Tensor
+    ratio: Tensor
+    clipped_ratio: Tensor
+
+
+class ClippedPGLossFn:
+    """loss = mean(w * policy term) + beta * mean(KL) + mu * mean(NLL of positive samples).
+
+    `prev_equals_curr` says that the previous policy is the current one (the first and only optimizer step of
+    a step), so that a batch needs no prev_logprobs.
+    """
+
+    def __init__(self, cfg: Any, *, prev_equals_curr: bool = False) -> None:
+        self.cfg = ClippedPGLossConfig.from_any(cfg)
+        self.prev_equals_curr = prev_equals_curr
+
+    def __call__(
+        self,
+        curr_logprobs: Tensor,
+        batch: Mapping[str, Any],
+        global_valid_seqs: Count,
+        global_valid_toks: Count,
+    ) -> tuple[Tensor, dict[str, Tensor]]:
+        """The part of one micro-batch in the loss of the global batch, and its metrics.
+
+        curr_logprobs: [B, S], or [1, T] with `segments` int64 [T] and `num_segments` (int) in the batch;
+        element t belongs to token t, and the first token of a sequence is never trained. batch: advantages,
+        token_mask (as curr_logprobs), sample_mask ([B], or as curr_logprobs), and as the config asks:
+        prev_logprobs, generation_logprobs, reference_policy_logprobs (as curr_logprobs), rewards ([B], or as
+        curr_logprobs). generation_logprobs also give the mismatch metrics where they are present.
+        global_valid_seqs, global_valid_toks: counts over all micro-batches and data-parallel ranks, numbers
+        or tensors, see `valid_counts`.
+
+        Returns scalars in float64, on the device and without a copy to the host. Losses add up over
+        micro-batches and ranks; so do metrics, but for the ones that METRIC_REDUCTIONS declares as min or
+        max. Raises ValueError where an entry is missing or has the wrong shape.
+        """
+        cfg = self.cfg
+        tokens = MaskedTokens.from_batch(curr_logprobs.shape, batch, global_valid_seqs, global_valid_toks)
+        by_sequence = not cfg.token_level_loss
+        curr = tokens.column(curr_logprobs, "curr_logprobs")
+        prev = self._prev(curr, batch, tokens)
+        generation = self._generation(batch, tokens)
+        advantages = _column(batch, "advantages", tokens, "the policy term")
+
+        term = policy_term(curr, prev, advantages, tokens, cfg)
+        weights = None if generation is None else importance_weights(prev, generation, tokens, cfg)
+        policy_loss = tokens.mean(self._weighted(term.loss, weights), by_sequence=by_sequence)
+        loss = policy_loss
+        metrics = {"policy_loss": policy_loss.detach()}
+
+        if cfg.reference_policy_kl_penalty > 0 and not cfg.use_kl_in_reward:
+            reference = _column(
+                batch, "reference_policy_logprobs", tokens, "loss_fn.reference_policy_kl_penalty > 0"
+            )
+            penalty = kl_penalty(
+                curr,
+                reference,
+                kind=cfg.reference_policy_kl_type,
+                generation=generation if cfg.use_on_policy_kl_approximation else None,
+                input_clamp=cfg.kl_input_clamp_value,
+                output_clamp=cfg.kl_output_clamp_value,
+            )
+            kl = tokens.mean(penalty, by_sequence=by_sequence)
+            loss = loss + cfg.reference_policy_kl_penalty * kl
+            metrics["kl_penalty"] = kl.detach()
+
+        if cfg.positive_example_nll_weight > 0:
+            nll = positive_nll(
+                curr, _needed(batch, "rewards", "loss_fn.positive_example_nll_weight > 0"), tokens
+            )
+            loss = loss + cfg.positive_example_nll_weight * nll
+            metrics["positive_nll_loss"] = nll.detach()
+
+        with torch.no_grad():
+            metrics["loss"] = loss.detach()
+            metrics["num_valid_samples"] = (tokens.sample_weight > 0).sum().to(torch.float64)
+            metrics |= ratio_metrics(
+                term.ratio.detach(), term.clipped_ratio.detach(), advantages, tokens, cfg
+            )
+            if generation is not None and weights is not None:
+                metrics |= weight_metrics(weights, tokens)
+                metrics |= mismatch_metrics(
+                    curr.detach(), prev, generation, tokens, cfg.reference_policy_kl_type
+                )
+        return loss, metrics
+
+    def _prev(self, curr: Tensor, batch: Mapping[str, Any], tokens: MaskedTokens) -> Tensor:
+        if batch.get("prev_logprobs") is None and (self.cfg.force_on_policy_ratio or self.prev_equals_curr):
+            return curr.detach()
+        return _column(
+            batch, "prev_logprobs", tokens, "the policy ratio (without loss_fn.force_on_policy_ratio)"
+        )
+
+    def _generation(self, batch: Mapping[str, Any], tokens: MaskedTokens) -> Tensor | None:
+        for name in ("use_importance_sampling_correction", "use_on_policy_kl_approximation"):
+            if getattr(self.cfg, name):
+                return _column(batch, "generation_logprobs", tokens, f"loss_fn.{name}")
+        if batch.get("generation_logprobs") is None:
+            return None
+        return _column(batch, "generation_logprobs", tokens, "the mismatch metrics")
+
+    def _weighted(self, term: Tensor, weights: ImportanceWeights | None) -> Tensor:
+        if not self.cfg.use_importance_sampling_correction or weights is None:
+            return term
+        return term * weights.weight
+
+
+def policy_term(
+    curr: Tensor, prev: Tensor, advantages: Tensor, tokens: MaskedTokens, cfg: ClippedPGLossConfig
+) -> PolicyTerm:
+    """The policy term of each token, [N]; r = exp(curr - prev) and c(r) = clamp(r, 1 - min, 1 + max).
+
+    default: max(-A r, -A c(r)); with ratio_clip_c, where A < 0, at most -A ratio_clip_c (arXiv 1912.09729).
+    sequence_level_importance_ratios: r is the geometric mean of the sequence (GSPO, arXiv 2507.18071).
+    force_on_policy_ratio: prev = stopgrad(curr). disable_ppo_ratio: -A curr (REINFORCE).
+    use_cispo: -A stopgrad(c(r)) curr (arXiv 2506.13585).
+    """
+    denominator = curr.detach() if cfg.force_on_policy_ratio else prev
+    ratio = torch.exp(log_ratio(curr, denominator, tokens, by_sequence=cfg.sequence_level_importance_ratios))
+    if cfg.disable_ppo_ratio:
+        return PolicyTerm(-advantages * curr, ratio, ratio)
+    clipped = ratio.clamp(1 - cfg.ratio_clip_min, 1 + cfg.ratio_clip_max)
+    if cfg.use_cispo:
+        return PolicyTerm(-advantages * clipped.detach() * curr, ratio, clipped)
+    loss = torch.maximum(-advantages * ratio, -advantages * clipped)
+    if cfg.ratio_clip_c is not None:
+        loss = torch.where(advantages < 0, torch.minimum(loss, -advantages * cfg.ratio_clip_c), loss)
+    return PolicyTerm(loss, ratio, clipped)
+
+
+def positive_nll(curr: Tensor, rewards: Tensor, tokens: MaskedTokens) -> Tensor:
+    """Sum of -curr over the tokens of samples with a positive reward / global_valid_toks (arXiv 2504.05118).
+
+    The paper divides by the tokens of the positive samples; over all tokens a rare one does not weigh more.
+    """
+    positive = tokens.expand((tokens.per_sequence(rewards, "rewards") > 0).to(torch.float64))
+    return tokens.mean(-curr * positive)
+
+
+def _needed(batch: Mapping[str, Any], name: str, needed_by: str) -> Tensor:
+    value = batch.get(name)
+    if value is None:
+        raise ValueError(
+            f"{needed_by} needs {name!r}, which the batch lacks; it has: {', '.join(sorted(batch))}"
+        )
+    return value
+
+
+def _column(batch: Mapping[str, Any], name: str, tokens: MaskedTokens, needed_by: str) -> Tensor:
+    return tokens.column(_needed(batch, name, needed_by).detach(), name)

@@ -1,0 +1,178 @@
+"""Masked sums and means by token and by sequence, normalised by global counts.
+
+Padded rows [B, S] and packed rows [1, T] take one path: both are seen as N flat tokens with a segment each.
+Everything is float64, so that the split into micro-batches, ranks and bins does not show in the result.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Any, TypeAlias
+
+import torch
+from torch import Tensor
+
+Count: TypeAlias = int | float | Tensor
+
+
+@dataclass(frozen=True)
+class MaskedTokens:
+    """The tokens of one micro-batch, flat, with their weights. The last slot takes padding."""
+
+    shape: torch.Size
+    segment: Tensor
+    """int64 [N]: the sequence of each token; `num_segments` for padding of a packed row."""
+    num_segments: int
+    token_weight: Tensor
+    """float64 [N]: token_mask, and 0 for the first token of each sequence."""
+    sample_weight: Tensor
+    """float64 [num_segments + 1]: sample_mask, and 0 in the padding slot."""
+    valid: Tensor
+    """bool [N]: tokens that count."""
+    global_seqs: float | Tensor
+    global_toks: float | Tensor
+
+    @classmethod
+    def from_batch(
+        cls, shape: torch.Size, batch: Mapping[str, Any], global_valid_seqs: Count, global_valid_toks: Count
+    ) -> MaskedTokens:
+        """Read token_mask, sample_mask and, for packed rows, segments and num_segments.
+
+        sample_mask is one value a sequence, or one a token (of which the sequence's first is read).
+        Masks are 0 or 1, or weights. Raises ValueError where an entry is missing or has the wrong shape.
+        """
+        mask = _entry(batch, "token_mask")
+        if mask.shape != shape or len(shape) != 2:
+            raise ValueError(
+                f"token_mask has shape {tuple(mask.shape)}, the log-probs {tuple(shape)}; want one 2-d shape"
+            )
+        segment, num_segments = _segments(shape, batch, mask.device)
+        first = _is_first(segment)
+        token_weight = torch.where(first, 0.0, mask.detach().to(torch.float64).reshape(-1))
+        sample_weight = _per_sequence(
+            _entry(batch, "sample_mask"), "sample_mask", shape, segment, num_segments, first
+        )
+        return cls(
+            shape=shape,
+            segment=segment,
+            num_segments=num_segments,
+            token_weight=token_weight,
+            sample_weight=sample_weight,
+            valid=(token_weight * sample_weight[segment]) > 0,
+            global_seqs=_divisor(global_valid_seqs),
+            global_toks=_divisor(global_valid_toks),
+        )
+
+    def column(self, values: Tensor, name: str) -> Tensor:
+        """A per-token tensor as float64 [N]; 0 where the token does not count, even if NaN stands there."""
+        if values.shape != self.shape:
+            raise ValueError(f"{name} has shape {tuple(values.shape)}, the log-probs {tuple(self.shape)}")
+        return torch.where(self.valid, values.to(torch.float64).reshape(-1), 0.0)
+
+    def per_sequence(self, values: Tensor, name: str) -> Tensor:
+        """One value a sequence (given so, or for each token) as float64 [num_segments + 1]."""
+        first = _is_first(self.segment)
+        return _per_sequence(values, name, self.shape, self.segment, self.num_segments, first)
+
+    def sum_by_sequence(self, values: Tensor) -> Tensor:
+        """Sum of the sequence's counting tokens: [N] -> [num_segments + 1]."""
+        sums = values.new_zeros(self.num_segments + 1)
+        return sums.index_add(0, self.segment, values * self.token_weight)
+
+    @cached_property
+    def tokens_by_sequence(self) -> Tensor:
+        """Number of counting tokens of each sequence, [num_segments + 1]."""
+        return self.sum_by_sequence(torch.ones_like(self.token_weight))
+
+    def mean_by_sequence(self, values: Tensor) -> Tensor:
+        """Mean over the sequence's counting tokens, 0 where it has none: [N] -> [num_segments + 1]."""
+        count = self.tokens_by_sequence
+        return self.sum_by_sequence(values) / torch.where(count > 0, count, 1.0)
+
+    def expand(self, by_sequence: Tensor) -> Tensor:
+        """Give each token the value of its sequence: [num_segments + 1] -> [N]."""
+        return by_sequence.index_select(0, self.segment)
+
+    def mean(self, values: Tensor, *, by_sequence: bool = False) -> Tensor:
+        """This batch's part of the global mean, a scalar.
+
+        by_sequence=False: sum over tokens / global_valid_toks.
+        by_sequence=True: the mean of each sequence, summed / global_valid_seqs.
+        """
+        if by_sequence:
+            return self.mean_over_sequences(self.mean_by_sequence(values))
+        return (values * self.token_weight * self.expand(self.sample_weight)).sum() / self.global_toks
+
+    def mean_over_sequences(self, by_sequence: Tensor) -> Tensor:
+        """This batch's part of the global mean of one value a sequence, a scalar."""
+        return (by_sequence * self.sample_weight).sum() / self.global_seqs
+
+    def minimum(self, values: Tensor) -> Tensor:
+        """The least value of a counting token; +inf without one."""
+        return torch.where(self.valid, values, torch.inf).amin()
+
+    def maximum(self, values: Tensor) -> Tensor:
+        """The greatest value of a counting token; -inf without one."""
+        return torch.where(self.valid, values, -torch.inf).amax()
+
+
+def valid_counts(batch: Mapping[str, Any]) -> tuple[Tensor, Tensor]:
+    """(sequences, tokens) of a batch that count, float64 scalars, exact up to 2**53.
+
+    Summed over micro-batches and data-parallel ranks these are the loss's global_valid_seqs and
+    global_valid_toks. The first token of a sequence never counts.
+    """
+    tokens = MaskedTokens.from_batch(_entry(batch, "token_mask").shape, batch, 1, 1)
+    return tokens.sample_weight.sum(), (tokens.token_weight * tokens.expand(tokens.sample_weight)).sum()
+
+
+def _entry(batch: Mapping[str, Any], name: str) -> Tensor:
+    if name not in batch or batch[name] is None:
+        raise ValueError(f"the batch has no {name!r}; it has: {', '.join(sorted(batch))}")
+    return batch[name]
+
+
+def _segments(shape: torch.Size, batch: Mapping[str, Any], device: torch.device) -> tuple[Tensor, int]:
+    rows, length = shape
+    if batch.get("segments") is None:
+        return torch.arange(rows, device=device)[:, None].expand(rows, length).reshape(-1), rows
+    segment = batch["segments"].reshape(-1)
+    if segment.numel() != rows * length:
+        raise ValueError(f"segments has {segment.numel()} entries for {rows * length} tokens")
+    num_segments = batch.get("num_segments")
+    if not isinstance(num_segments, int):
+        # A tensor here would cost a copy from the device in every micro-batch.
+        raise ValueError(
+            f"a batch with segments needs num_segments as an int, not {type(num_segments).__name__}"
+        )
+    return segment.to(torch.int64), num_segments
+
+
+def _is_first(segment: Tensor) -> Tensor:
+    start = torch.ones(1, dtype=torch.bool, device=segment.device)
+    return torch.cat([start, segment[1:] != segment[:-1]])
+
+
+def _per_sequence(
+    values: Tensor, name: str, shape: torch.Size, segment: Tensor, num_segments: int, first: Tensor
+) -> Tensor:
+    values = values.detach().to(torch.float64)
+    if values.shape == shape:
+        sums = values.new_zeros(num_segments + 1)
+        values = sums.index_add(0, segment, torch.where(first, values.reshape(-1), 0.0))[:num_segments]
+    elif values.shape != (num_segments,):
+        raise ValueError(
+            f"{name} has shape {tuple(values.shape)}; want one value a sequence ({num_segments},) "
+            f"or one a token {tuple(shape)}"
+        )
+    return torch.cat([values, values.new_zeros(1)])
+
+
+def _divisor(count: Count) -> float | Tensor:
+    """The count as a divisor. A batch without anything valid has the sum 0, and is divided by 1."""
+    if isinstance(count, Tensor):
+        count = count.detach().to(torch.float64).reshape(())
+        return torch.where(count > 0, count, 1.0)
+    return float(count) if count > 0 else 1.0

@@ -1,0 +1,142 @@
+"""Group-relative advantages against statistics.fmean and statistics.stdev, one group at a time."""
+
+from __future__ import annotations
+
+import math
+import statistics
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from grpo_mcore.objective import clip_advantages, group_index, group_stats, grpo_advantages
+
+
+def expected_advantage(
+    rewards: list[float], ids: list[int], valid: list[bool], i: int, normalize: bool, leave_one_out: bool
+) -> float:
+    group = [j for j in range(len(rewards)) if ids[j] == ids[i] and valid[j]]
+    values = [rewards[j] for j in group]
+    if not valid[i] or len(group) < 2 or len(set(values)) == 1:
+        return 0.0
+    others = [rewards[j] for j in group if j != i] if leave_one_out else values
+    advantage = rewards[i] - statistics.fmean(others)
+    return advantage / (statistics.stdev(values) + 1e-6) if normalize else advantage
+
+
+@settings(deadline=None, max_examples=80)
+@given(
+    rows=st.lists(
+        st.tuples(st.integers(0, 3), st.integers(-4, 4).map(lambda x: x / 4), st.booleans()),
+        min_size=1,
+        max_size=16,
+    ),
+    normalize=st.booleans(),
+    leave_one_out=st.booleans(),
+)
+def test_advantages_are_the_formula(rows, normalize: bool, leave_one_out: bool) -> None:
+    ids, rewards, valid = (list(column) for column in zip(*rows, strict=True))
+    given_rewards = torch.tensor([r if ok else math.nan for r, ok in zip(rewards, valid, strict=True)])
+    result = grpo_advantages(
+        given_rewards,
+        torch.tensor(ids),
+        torch.tensor(valid),
+        normalize=normalize,
+        leave_one_out=leave_one_out,
+    )
+    for i in range(len(rows)):
+        expected = expected_advantage(rewards, ids, valid, i, normalize, leave_one_out)
+        assert float(result.advantages[i]) == pytest.approx(expected, rel=1e-12, abs=1e-12)
+    assert int(result.groups.failed) == valid.count(False)
+
+
+def test_group_stats_by_id() -> None:
+    stats = group_stats(torch.tensor([1.0, 5.0, 3.0, 5.0, 9.0]), torch.tensor([40, 7, 40, 7, 7]))
+    assert stats.index.tolist() == [1, 0, 1, 0, 0]  # ids in order
+    assert stats.size.tolist() == [3, 2]
+    torch.testing.assert_close(stats.mean, torch.tensor([19 / 3, 2.0], dtype=torch.float64))
+    torch.testing.assert_close(
+        stats.std, torch.tensor([[5, 5, 9], [1, 3, 2]]).double().std(1) * torch.tensor([1, 2**0.5])
+    )
+    assert stats.informative.tolist() == [True, True]
+
+
+@pytest.mark.parametrize("value", [0.0, 0.1, 0.35, 0.95, -1e6, 1e-30])
+@pytest.mark.parametrize("leave_one_out", [False, True])
+def test_equal_rewards_give_exactly_nothing(value: float, leave_one_out: bool) -> None:
+    for rewards in (torch.full((7,), value), torch.full((7,), value, dtype=torch.float64)):
+        result = grpo_advantages(rewards, torch.zeros(7, dtype=torch.int64), leave_one_out=leave_one_out)
+        assert not result.advantages.any()
+        assert not result.groups.std.any() and not result.groups.informative.any()
+        assert (result.baseline == rewards.double()).all()
+
+
+def test_one_winner_is_normalised_like_its_siblings() -> None:
+    rewards = torch.tensor([1.0] + [0.0] * 7)
+    result = grpo_advantages(rewards, torch.zeros(8, dtype=torch.int64), leave_one_out=True)
+    std = statistics.stdev(rewards.tolist())
+    assert float(result.advantages[0]) == pytest.approx(1 / std, rel=1e-5)
+    assert float(result.advantages[1]) == pytest.approx(-1 / 7 / std, rel=1e-5)
+    assert float(result.advantages.sum()) == pytest.approx(0, abs=1e-12)
+
+
+def test_float32_cancellation_does_not_blow_up() -> None:
+    # E[x^2] - E[x]^2 in float32 gives a tiny std for seven equal rewards, hence advantages of thousands.
+    rewards = torch.tensor([0.0] + [0.95] * 7)
+    for leave_one_out in (False, True):
+        result = grpo_advantages(rewards, torch.zeros(8, dtype=torch.int64), leave_one_out=leave_one_out)
+        assert float(result.advantages.abs().max()) < 3.5
+
+
+def test_rewards_that_differ_by_rounding_only_are_equal() -> None:
+    rewards = torch.tensor([0.35, 0.35, 0.1 + 0.25, 0.3 + 0.05], dtype=torch.float32)
+    rewards[1] = torch.nextafter(rewards[1], torch.tensor(1.0))
+    assert len(set(rewards.tolist())) > 1
+    result = grpo_advantages(rewards, torch.zeros(4, dtype=torch.int64))
+    assert not result.advantages.any()
+    small_but_real = grpo_advantages(torch.tensor([0.350, 0.351]), torch.zeros(2, dtype=torch.int64))
+    assert float(small_but_real.advantages.abs().min()) > 1
+
+
+def test_group_of_one_and_failed_groups() -> None:
+    rewards = torch.tensor([3.0, math.nan, 1.0, math.nan])
+    valid = torch.tensor([True, False, True, False])
+    result = grpo_advantages(rewards, torch.tensor([0, 1, 2, 2]), valid)
+    assert result.advantages.tolist() == [0.0] * 4
+    assert result.groups.size.tolist() == [1, 0, 1]
+    assert not result.groups.informative.any()
+
+
+def test_a_failed_sample_does_not_move_its_group() -> None:
+    kept = grpo_advantages(torch.tensor([1.0, 0.0, 1.0]), torch.zeros(3, dtype=torch.int64))
+    with_failed = grpo_advantages(
+        torch.tensor([1.0, 0.0, -100.0, 1.0]),
+        torch.zeros(4, dtype=torch.int64),
+        torch.tensor([True, True, False, True]),
+    )
+    assert with_failed.advantages[[0, 1, 3]].tolist() == kept.advantages.tolist()
+    assert float(with_failed.advantages[2]) == 0.0
+
+
+def test_bad_rewards_are_named() -> None:
+    ids = torch.zeros(3, dtype=torch.int64)
+    with pytest.raises(ValueError, match=r"\[1\]"):
+        grpo_advantages(torch.tensor([1.0, math.inf, 0.0]), ids)
+    with pytest.raises(ValueError, match="one length"):
+        grpo_advantages(torch.tensor([1.0]), ids)
+
+
+def test_group_index_and_clipping() -> None:
+    assert group_index(["b", "a", "b", ("a", 1)]).tolist() == [0, 1, 0, 2]
+    advantages = torch.tensor([-3.0, 0.5, 3.0])
+    assert clip_advantages(advantages, -1.0, None).tolist() == [-1.0, 0.5, 3.0]
+    assert clip_advantages(advantages, None, 2.0).tolist() == [-3.0, 0.5, 2.0]
+    assert clip_advantages(advantages) is advantages
+    with pytest.raises(ValueError, match="advantage_clip_low"):
+        clip_advantages(advantages, 1.0, -1.0)
+
+
+def test_no_samples() -> None:
+    result = grpo_advantages(torch.zeros(0), torch.zeros(0, dtype=torch.int64))
+    assert result.advantages.shape == (0,) and result.groups.size.shape == (0,)
