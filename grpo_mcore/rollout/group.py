@@ -1,0 +1,21 @@
+"""The G generations of one prompt, as the driver holds them."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+from grpo_mcore.rollout.trajectory import Score, TrajectoryRef
+
+
+@dataclass(frozen=True)
+class Group:
+    """A prompt (its DatumSpec) with its finished samples and their scores, in order of the generation index."""
+
+    prompt: Any
+    samples: tuple[TrajectoryRef, ...]
+    scores: tuple[Score, ...]
+
+    @property
+    def uid(self) -> str:
+        return self.prompt["uid"]

@@ -1,0 +1,11 @@
+"""Seeds of all random draws of a run (DESIGN law 5)."""
+
+from __future__ import annotations
+
+from hashlib import blake2b
+
+
+def sample_seed(seed: int, step: int, uid: str, generation_index: int) -> int:
+    """The seed of one sample: the same for the same (grpo.seed, step, prompt uid, generation index), in 0 .. 2^63 - 1."""
+    text = f"{seed}/{step}/{uid}/{generation_index}".encode()
+    return int.from_bytes(blake2b(text, digest_size=8).digest(), "little") >> 1

@@ -1,0 +1,216 @@
+"""What is asked of an engine, what it gives back, and what an environment says about it.
+
+Tokens stay tokens: a turn carries the ids that were prompted or sampled; nothing decoded is tokenised again.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Any, Literal
+
+import torch
+from torch import Tensor
+
+FinishReason = Literal["stop", "length", "abort"]
+FINISH_REASONS: tuple[str, ...] = ("stop", "length", "abort")
+
+
+@dataclass(frozen=True, eq=False)
+class Turn:
+    """One message of a conversation, as tokens.
+
+    `token_ids`: int64 [n]. `logprobs`: float32 [n] of the sampled tokens, None where they were not generated.
+    `loss_mask`: True where the policy generated the tokens. `text`: for people and environments, not for
+    training. Two turns are equal when all five agree, tensors bit by bit.
+    """
+
+    role: str
+    token_ids: Tensor
+    logprobs: Tensor | None = None
+    loss_mask: bool = False
+    text: str = ""
+
+    def __post_init__(self) -> None:
+        if self.token_ids.dtype != torch.int64 or self.token_ids.dim() != 1:
+            raise ValueError(
+                f"Turn({self.role!r}).token_ids must be int64 [n], "
+                f"got {self.token_ids.dtype} {list(self.token_ids.shape)}"
+            )
+        if self.logprobs is not None and (
+            self.logprobs.dtype != torch.float32 or self.logprobs.shape != self.token_ids.shape
+        ):
+            raise ValueError(
+                f"Turn({self.role!r}).logprobs must be float32 {list(self.token_ids.shape)} like the tokens, "
+                f"got {self.logprobs.dtype} {list(self.logprobs.shape)}"
+            )
+
+    def __len__(self) -> int:
+        return self.token_ids.numel()
+
+    def __eq__(self, other: object) -> bool:
+        if not isinstance(other, Turn):
+            return NotImplemented
+        if (self.role, self.loss_mask, self.text) != (other.role, other.loss_mask, other.text):
+            return False
+        if not torch.equal(self.token_ids, other.token_ids):
+            return False
+        if self.logprobs is None or other.logprobs is None:
+            return self.logprobs is other.logprobs
+        return torch.equal(self.logprobs, other.logprobs)
+
+    def __hash__(self) -> int:
+        return hash((self.role, self.loss_mask, self.text, len(self)))
+
+
+@dataclass(frozen=True)
+class Trajectory:
+    """A sample with all its turns, prompt included.
+
+    `weight_versions`: spans (weight version, first token, last token + 1), in order, counted over all tokens.
+    `truncated`: the length limit ended it before the policy did.
+    """
+
+    uid: str
+    generation_index: int
+    turns: tuple[Turn, ...]
+    weight_versions: tuple[tuple[int, int, int], ...]
+    finish_reason: FinishReason
+    truncated: bool
+
+    def __post_init__(self) -> None:
+        if self.finish_reason not in FINISH_REASONS:
+            raise ValueError(f"{self.name}: finish_reason {self.finish_reason!r} not in {FINISH_REASONS}")
+        end = 0
+        for version, first, last in self.weight_versions:
+            if not end <= first <= last <= self.length:
+                raise ValueError(
+                    f"{self.name}: weight version span {(version, first, last)} is out of order or beyond "
+                    f"the {self.length} tokens"
+                )
+            end = last
+
+    @property
+    def name(self) -> str:
+        """For messages: `uid#generation_index`."""
+        return f"{self.uid}#{self.generation_index}"
+
+    @property
+    def length(self) -> int:
+        """Tokens of all turns."""
+        return sum(len(turn) for turn in self.turns)
+
+    @property
+    def prompt_length(self) -> int:
+        """Tokens before the first generated turn (all of them where nothing was generated)."""
+        count = 0
+        for turn in self.turns:
+            if turn.loss_mask:
+                break
+            count += len(turn)
+        return count
+
+    @property
+    def generated_length(self) -> int:
+        """Tokens that the policy generated, over all turns."""
+        return sum(len(turn) for turn in self.turns if turn.loss_mask)
+
+    @property
+    def weight_version(self) -> int:
+        """The oldest weight version that generated any of its tokens."""
+        if not self.weight_versions:
+            raise ValueError(f"{self.name} has no weight version: no engine generated it")
+        return min(version for version, _, _ in self.weight_versions)
+
+    @property
+    def generated_text(self) -> str:
+        """The text of the generated turns, in order."""
+        return "".join(turn.text for turn in self.turns if turn.loss_mask)
+
+    def token_ids(self) -> Tensor:
+        """int64 [length]."""
+        parts = [turn.token_ids for turn in self.turns]
+        return torch.cat(parts) if parts else torch.empty(0, dtype=torch.int64)
+
+    def logprobs(self) -> Tensor:
+        """float32 [length]: of the generated tokens; 0 where a token was not generated."""
+        parts = [
+            turn.logprobs if turn.logprobs is not None else torch.zeros(len(turn), dtype=torch.float32)
+            for turn in self.turns
+        ]
+        return torch.cat(parts) if parts else torch.empty(0, dtype=torch.float32)
+
+    def loss_mask(self) -> Tensor:
+        """bool [length]: True where the policy generated the token."""
+        parts = [torch.full((len(turn),), turn.loss_mask, dtype=torch.bool) for turn in self.turns]
+        return torch.cat(parts) if parts else torch.empty(0, dtype=torch.bool)
+
+
+@dataclass(frozen=True)
+class TrajectoryRef:
+    """What the driver holds of a trajectory: plain numbers, and `ref`, its place in the object store."""
+
+    uid: str
+    generation_index: int
+    length: int
+    prompt_length: int
+    generated_length: int
+    weight_version: int
+    truncated: bool
+    finish_reason: FinishReason
+    ref: Any
+
+    @classmethod
+    def of(cls, trajectory: Trajectory, ref: Any) -> TrajectoryRef:
+        return cls(
+            uid=trajectory.uid,
+            generation_index=trajectory.generation_index,
+            length=trajectory.length,
+            prompt_length=trajectory.prompt_length,
+            generated_length=trajectory.generated_length,
+            weight_version=trajectory.weight_version,
+            truncated=trajectory.truncated,
+            finish_reason=trajectory.finish_reason,
+            ref=ref,
+        )
+
+
+@dataclass(frozen=True)
+class GenerationRequest:
+    """One sample to generate: the turns so far, and the seed of its random draws."""
+
+    uid: str
+    generation_index: int
+    prompt: tuple[Turn, ...]
+    seed: int
+    stop_strings: tuple[str, ...] = ()
+
+    def token_ids(self) -> Tensor:
+        """int64 [prompt length]: all turns joined."""
+        return torch.cat([turn.token_ids for turn in self.prompt])
+
+
+@dataclass(frozen=True)
+class Sampling:
+    """How tokens are drawn. `max_new_tokens` is per turn; `top_k` None: no limit."""
+
+    max_new_tokens: int
+    temperature: float = 1.0
+    top_p: float = 1.0
+    top_k: int | None = None
+    stop_token_ids: tuple[int, ...] = ()
+    stop_strings: tuple[str, ...] = ()
+
+
+@dataclass(frozen=True)
+class Score:
+    """An environment's verdict on one trajectory.
+
+    `reward` None: the environment failed; the sample is excluded and counted, never scored 0. `answer`: what
+    was taken for the answer, None where there was none. `reason`: why, in words. `seconds`: what it took.
+    """
+
+    reward: float | None
+    answer: str | None
+    reason: str
+    seconds: float
+    rewards_by_name: dict[str, float] = field(default_factory=dict)

@@ -1,0 +1,109 @@
+"""The declaration of parameters: every element of every tensor on exactly one rank, or on all of them."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from grpo_mcore.families import (
+    FamilyError,
+    ModelShape,
+    Split,
+    check_tensor_parallel,
+    local_shape,
+    parameter_count,
+    params_of,
+    pieces,
+    shape_of,
+)
+
+QWEN3 = {
+    "model_type": "qwen3", "hidden_size": 512, "num_hidden_layers": 8, "num_attention_heads": 8,
+    "num_key_value_heads": 4, "head_dim": 64, "intermediate_size": 1536, "vocab_size": 4096,
+    "tie_word_embeddings": True, "rope_parameters": {"rope_theta": 1e6, "rope_type": "default"},
+}  # fmt: skip
+
+
+@st.composite
+def shapes(draw: st.DrawFn) -> tuple[ModelShape, int]:
+    tp = draw(st.sampled_from([1, 2, 4]))
+    kv_heads = tp * draw(st.integers(1, 2))
+    config = QWEN3 | {
+        "model_type": draw(st.sampled_from(["qwen2", "qwen3", "llama"])),
+        "hidden_size": draw(st.integers(1, 6)), "num_hidden_layers": 1, "num_key_value_heads": kv_heads,
+        "num_attention_heads": kv_heads * draw(st.integers(1, 3)), "head_dim": draw(st.integers(1, 4)),
+        "intermediate_size": tp * draw(st.integers(1, 5)), "vocab_size": draw(st.integers(tp, 20)),
+        "tie_word_embeddings": draw(st.booleans()),
+    }  # fmt: skip
+    return shape_of(config), tp
+
+
+@given(shapes())
+@settings(max_examples=150, deadline=None)
+def test_the_pieces_of_all_ranks_rebuild_every_tensor(case: tuple[ModelShape, int]) -> None:
+    shape, tp = case
+    for param in params_of(shape):
+        whole = {t.name: torch.arange(t.numel, dtype=torch.float64).view(t.shape) + 1 for t in param.hf}
+        rebuilt = {name: torch.zeros_like(tensor) for name, tensor in whole.items()}
+        written = {name: torch.zeros_like(tensor) for name, tensor in whole.items()}
+        for rank in range(tp):
+            local = torch.zeros(local_shape(param, shape, tp), dtype=torch.float64)
+            for piece in pieces(param, shape, rank, tp):
+                source = whole[piece.hf][tuple(slice(*span) for span in piece.hf_box)]
+                target = local[tuple(slice(*span) for span in piece.local_box)]
+                assert target.shape == source.shape and (target == 0).all(), "two pieces in one place"
+                target.copy_(source)
+            for piece in pieces(param, shape, rank, tp):
+                place = tuple(slice(*span) for span in piece.hf_box)
+                rebuilt[piece.hf][place] = local[tuple(slice(*span) for span in piece.local_box)]
+                written[piece.hf][place] += 1
+            if param.split is not Split.VOCAB:
+                assert (local > 0).all(), f"{param.megatron} has a hole on rank {rank}"
+        copies = tp if param.split is Split.REPLICATED else 1
+        for name, tensor in whole.items():
+            assert torch.equal(rebuilt[name], tensor)
+            assert (written[name] == copies).all()
+
+
+@pytest.mark.parametrize("family", ["qwen2", "qwen3", "llama"])
+@pytest.mark.parametrize("tied", [True, False])
+def test_names_and_shapes_are_those_of_transformers(family: str, tied: bool) -> None:
+    import transformers
+
+    name = {"qwen2": "Qwen2", "qwen3": "Qwen3", "llama": "Llama"}[family]
+    config = getattr(transformers, f"{name}Config")(
+        vocab_size=50, hidden_size=32, intermediate_size=48, num_hidden_layers=2, num_attention_heads=4,
+        num_key_value_heads=2, tie_word_embeddings=tied,
+    )  # fmt: skip
+    with torch.device("meta"):
+        model = getattr(transformers, f"{name}ForCausalLM")(config)
+    expected = {n: tuple(p.shape) for n, p in model.named_parameters()}
+    shape = shape_of(config.to_dict())
+    assert {t.name: t.shape for p in params_of(shape) if not p.copy for t in p.hf} == expected
+    assert parameter_count(shape) == sum(p.numel() for p in model.parameters())
+
+
+def test_the_27m_model_has_its_parameters() -> None:
+    assert parameter_count(shape_of(QWEN3)) == 27_272_704
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"model_type": "bert"}, "model_type 'bert' has no family here"),
+        ({"hidden_act": "gelu"}, "only silu"),
+        ({"use_sliding_window": True}, "full attention only"),
+        ({"rope_parameters": {"rope_type": "yarn", "factor": 4.0}}, "RoPE scaling"),
+        ({"attention_bias": True}, "attention_bias"),
+    ],
+)
+def test_what_is_not_modelled_is_refused(change: dict, message: str) -> None:
+    with pytest.raises(FamilyError, match=message):
+        shape_of(QWEN3 | change)
+
+
+def test_tensor_parallel_must_divide_the_heads() -> None:
+    with pytest.raises(FamilyError, match=r"size 3 does not divide num_attention_heads 8.*can be one of \[1, 2, 4\]"):
+        check_tensor_parallel(shape_of(QWEN3), 3)

@@ -1,0 +1,111 @@
+"""Turns, trajectories and what the driver keeps of them."""
+
+from __future__ import annotations
+
+import pickle
+
+import pytest
+import torch
+
+from grpo_mcore.rollout.trajectory import GenerationRequest, Trajectory, TrajectoryRef, Turn
+
+
+def ids(*values: int) -> torch.Tensor:
+    return torch.tensor(values, dtype=torch.int64)
+
+
+def logprobs(*values: float) -> torch.Tensor:
+    return torch.tensor(values, dtype=torch.float32)
+
+
+def two_turns(**changes) -> Trajectory:
+    """Prompt of 3, answer of 2, observation of 1, answer of 2."""
+    fields = {
+        "uid": "t:1",
+        "generation_index": 3,
+        "turns": (
+            Turn("user", ids(1, 2, 3), text="what?"),
+            Turn("assistant", ids(4, 5), logprobs(-0.5, -0.25), loss_mask=True, text="a"),
+            Turn("environment", ids(6), text="no"),
+            Turn("assistant", ids(7, 8), logprobs(-1.0, -2.0), loss_mask=True, text="b"),
+        ),
+        "weight_versions": ((4, 3, 5), (5, 6, 8)),
+        "finish_reason": "stop",
+        "truncated": False,
+    }
+    return Trajectory(**{**fields, **changes})
+
+
+def test_lengths_and_columns_follow_the_turns():
+    trajectory = two_turns()
+    assert (trajectory.length, trajectory.prompt_length, trajectory.generated_length) == (8, 3, 4)
+    assert trajectory.token_ids().tolist() == [1, 2, 3, 4, 5, 6, 7, 8]
+    assert trajectory.logprobs().tolist() == [0, 0, 0, -0.5, -0.25, 0, -1.0, -2.0]
+    assert trajectory.loss_mask().tolist() == [False] * 3 + [True] * 2 + [False] + [True] * 2
+    assert trajectory.generated_text == "ab"
+    assert trajectory.weight_version == 4
+
+
+def test_a_prompt_of_several_turns_counts_up_to_the_first_generated_one():
+    turns = (
+        Turn("system", ids(1)),
+        Turn("user", ids(2, 3)),
+        Turn("assistant", ids(4), logprobs(0.0), loss_mask=True),
+    )
+    trajectory = two_turns(turns=turns, weight_versions=((0, 3, 4),))
+    assert trajectory.prompt_length == 3
+    assert two_turns(turns=turns[:2], weight_versions=()).prompt_length == 3
+
+
+def test_equality_is_of_contents_and_survives_pickling():
+    trajectory = two_turns()
+    assert pickle.loads(pickle.dumps(trajectory)) == trajectory == two_turns()
+    changed = (*trajectory.turns[:3], Turn("assistant", ids(7, 9), logprobs(-1.0, -2.0), True, "b"))
+    assert two_turns(turns=changed) != trajectory
+    without = (*trajectory.turns[:3], Turn("assistant", ids(7, 8), None, True, "b"))
+    assert two_turns(turns=without) != trajectory
+    assert hash(Turn("user", ids(1))) == hash(Turn("user", ids(1)))
+
+
+def test_a_reference_holds_the_numbers_of_its_trajectory():
+    ref = TrajectoryRef.of(two_turns(finish_reason="length", truncated=True), ref="somewhere")
+    assert ref == TrajectoryRef("t:1", 3, 8, 3, 4, 4, True, "length", "somewhere")
+
+
+def test_a_request_joins_its_turns():
+    request = GenerationRequest("t:1", 0, (Turn("system", ids(1)), Turn("user", ids(2, 3))), seed=7)
+    assert request.token_ids().tolist() == [1, 2, 3]
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"finish_reason": "done"}, r"t:1#3: finish_reason 'done'"),
+        ({"weight_versions": ((1, 3, 9),)}, r"span \(1, 3, 9\) .* beyond the 8 tokens"),
+        ({"weight_versions": ((1, 3, 6), (2, 5, 8))}, r"span \(2, 5, 8\) is out of order"),
+        ({"weight_versions": ((1, 6, 5),)}, r"span \(1, 6, 5\) is out of order"),
+    ],
+)
+def test_a_trajectory_that_contradicts_itself_is_refused(changes, message):
+    with pytest.raises(ValueError, match=message):
+        two_turns(**changes)
+
+
+@pytest.mark.parametrize(
+    ("token_ids", "values"),
+    [
+        (torch.tensor([1.0]), None),
+        (torch.tensor([1], dtype=torch.int32), None),
+        (ids(1)[None], None),
+        (ids(1, 2), logprobs(0.0)),
+        (ids(1), torch.tensor([0.0], dtype=torch.float64)),
+    ],
+)
+def test_a_turn_with_other_types_or_shapes_is_refused(token_ids, values):
+    with pytest.raises(ValueError, match=r"Turn\('user'\)\.(token_ids|logprobs) must be"):
+        Turn("user", token_ids, values)
+
+
+def test_a_trajectory_that_no_engine_generated_has_no_weight_version():
+    with pytest.raises(ValueError, match="t:1#3 has no weight version"):
+        _ = two_turns(weight_versions=()).weight_version
