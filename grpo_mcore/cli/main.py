@@ -40,6 +40,27 @@ def main(argv: Sequence[str] | None = None) -> int:
     except RecipeError as error:
         print(f"grpo-mcore {verb}: {error}", file=sys.stderr)
         return 2
+    except KeyboardInterrupt:
+        print(f"\ngrpo-mcore {verb}: interrupted; every process that it started has ended", file=sys.stderr)
+        return 130
+    except Exception as error:
+        if not _is_ours(error):
+            raise
+        print(f"grpo-mcore {verb}: {_message(error)}", file=sys.stderr)
+        return 1
+
+
+def _is_ours(error: BaseException) -> bool:
+    """Errors of this package say all that a reader needs; of any other the traceback is wanted too."""
+    return type(error).__module__.startswith("grpo_mcore.")
+
+
+def _message(error: BaseException) -> str:
+    """Of an error that a worker raised on purpose: who and why, without the way there."""
+    cause = error.__cause__
+    if cause is not None and _is_ours(cause) and hasattr(error, "worker"):
+        return f"{error.worker}: {cause}"
+    return "\n".join([str(error), *getattr(error, "__notes__", ())])
 
 
 def _parsers(verb: str | None) -> tuple[argparse.ArgumentParser, argparse.ArgumentParser]:

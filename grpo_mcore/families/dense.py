@@ -7,7 +7,7 @@ from typing import Any
 from grpo_mcore.families.spec import FamilyError, HfTensor, ModelShape, Param, Split, Stage
 
 
-def dense_shape(config: dict[str, Any], *, family: str, qkv_bias: bool, qk_norm: bool, tied_default: bool) -> ModelShape:
+def dense_shape(config: dict[str, Any], *, family: str, qkv_bias: bool, qk_norm: bool) -> ModelShape:
     """ModelShape from a Hugging Face `config.json`. Raises FamilyError for what is not modelled here."""
     required = ("hidden_size", "num_hidden_layers", "num_attention_heads", "intermediate_size", "vocab_size")
     missing = [key for key in required if key not in config]
@@ -32,7 +32,7 @@ def dense_shape(config: dict[str, Any], *, family: str, qkv_bias: bool, qk_norm:
         norm_eps=config.get("rms_norm_eps", 1e-6),
         rope_theta=theta,
         rope_scaling_factor=scaling,
-        tied_embeddings=config.get("tie_word_embeddings", tied_default),
+        tied_embeddings=config.get("tie_word_embeddings", False),
         qkv_bias=qkv_bias,
         qk_norm=qk_norm,
     )

@@ -12,4 +12,4 @@ def shape(config: dict[str, Any]) -> ModelShape:
     """ModelShape from `config.json`."""
     if config.get("attention_bias") or config.get("mlp_bias"):
         raise FamilyError("config.json: attention_bias or mlp_bias true is not supported for llama models")
-    return dense_shape(config, family="llama", qkv_bias=False, qk_norm=False, tied_default=False)
+    return dense_shape(config, family="llama", qkv_bias=False, qk_norm=False)

@@ -10,4 +10,4 @@ from grpo_mcore.families.spec import ModelShape
 
 def shape(config: dict[str, Any]) -> ModelShape:
     """ModelShape from `config.json`."""
-    return dense_shape(config, family="qwen2", qkv_bias=True, qk_norm=False, tied_default=False)
+    return dense_shape(config, family="qwen2", qkv_bias=True, qk_norm=False)

@@ -12,4 +12,4 @@ def shape(config: dict[str, Any]) -> ModelShape:
     """ModelShape from `config.json`."""
     if config.get("attention_bias"):
         raise FamilyError("config.json: attention_bias true is not supported for qwen3 models")
-    return dense_shape(config, family="qwen3", qkv_bias=False, qk_norm=True, tied_default=False)
+    return dense_shape(config, family="qwen3", qkv_bias=False, qk_norm=True)

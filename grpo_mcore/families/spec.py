@@ -4,6 +4,7 @@ in Megatron-Core. The one declaration serves building, loading, exporting and re
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 from dataclasses import dataclass
 from enum import Enum
 
@@ -138,7 +139,9 @@ def pieces(param: Param, shape: ModelShape, tp_rank: int, tp_size: int) -> list[
             return _qkv_pieces(param, shape, tp_rank, tp_size, rows)
 
 
-def _qkv_pieces(param, shape, tp_rank, tp_size, rows) -> list[Piece]:
+def _qkv_pieces(
+    param: Param, shape: ModelShape, tp_rank: int, tp_size: int, rows: Callable[[HfTensor, int, int, int], Piece]
+) -> list[Piece]:
     q, k, v = param.hf
     width, query_rows = shape.head_dim, shape.num_heads // shape.num_kv_heads * shape.head_dim
     groups = shape.num_kv_heads // tp_size

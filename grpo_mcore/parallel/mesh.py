@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from dataclasses import dataclass
 from datetime import timedelta
 
@@ -54,14 +55,19 @@ class Address:
     master_port: int
 
 
+class RendezvousError(RuntimeError):
+    """The ranks of a policy did not find each other in time."""
+
+
 def join_mesh(layout: Layout, address: Address, seed: int, timeout_s: float) -> torch.device:
     """Joins torch.distributed and builds Megatron-Core's groups. Returns this rank's device.
 
-    Raises RuntimeError when the other ranks do not come within `timeout_s`, and ValueError when the sizes disagree.
+    Raises RendezvousError when the other ranks do not come within `timeout_s`, ValueError when the sizes disagree.
     """
     if layout.world_size != address.world_size:
         raise ValueError(f"{layout.describe()} needs {layout.world_size} ranks, there are {address.world_size}")
     cpu_platform.install()
+    warnings.filterwarnings("ignore", module=r"megatron\.core")  # what it falls back to without TransformerEngine
     from megatron.core import parallel_state, tensor_parallel
 
     on_gpu = torch.cuda.is_available()
@@ -77,9 +83,9 @@ def join_mesh(layout: Layout, address: Address, seed: int, timeout_s: float) -> 
             timeout=timedelta(seconds=timeout_s),
         )
     except torch.distributed.DistError as error:
-        raise RuntimeError(
-            f"policy rank {address.rank} waited {timeout_s:.0f} s at {address.master_addr}:{address.master_port} for the other "
-            f"{address.world_size - 1} ranks: {error}"
+        raise RendezvousError(
+            f"policy rank {address.rank} waited {timeout_s:.0f} s at {address.master_addr}:{address.master_port} "
+            f"for the other {address.world_size - 1} ranks: {error}"
         ) from error
     parallel_state.initialize_model_parallel(
         tensor_model_parallel_size=layout.tensor,

@@ -85,7 +85,9 @@ class PolicyModel(GPTModel):
         return torch.zeros(labels.size(1), device=hidden.device).index_copy(0, wanted, logprobs)[None]
 
 
-def build_model(shape: ModelShape, layout: Layout, *, dtype: torch.dtype, recompute: bool, stages: dict[str, int | None]) -> PolicyModel:
+def build_model(
+    shape: ModelShape, layout: Layout, *, dtype: torch.dtype, recompute: bool, stages: dict[str, int | None]
+) -> PolicyModel:
     """This rank's part of the network, with uninitialised weights.
 
     `stages` holds num_layers_in_first_pipeline_stage and num_layers_in_last_pipeline_stage (None: even split).

@@ -16,10 +16,18 @@ from torch import Tensor
 
 from grpo_mcore.batching.packed_batch import PackedBatch
 from grpo_mcore.families import check_tensor_parallel, read_hf_config, shape_of
-from grpo_mcore.parallel.mesh import Address, Layout, join_mesh, leave_mesh
 from grpo_mcore.objective import combine_metrics, nonfinite_samples
+from grpo_mcore.parallel.mesh import Address, Layout, join_mesh, leave_mesh
 
 LossFn = Callable[..., tuple[Tensor, Mapping[str, Tensor]]]
+
+
+class LayoutError(ValueError):
+    """Parallel sizes that do not fit the ranks."""
+
+
+class NonFiniteLoss(FloatingPointError):
+    """A loss or gradient that is NaN or infinite; names the samples."""
 
 
 @dataclass(frozen=True)
@@ -42,7 +50,7 @@ class Policy:
         """`config` is the recipe's policy section; model_name a local Hugging Face folder.
 
         `reference`: keep a copy of the first weights for `reference_logprobs`.
-        Raises FamilyError, WeightsError, ValueError (layout), RuntimeError (rendezvous).
+        Raises FamilyError, WeightsError, LayoutError, RendezvousError.
         """
         self.config, self.seed = config, seed
         self.layout = layout_of(config, address.world_size)
@@ -120,7 +128,7 @@ class Policy:
     ) -> TrainReport:
         """One optimizer step over `batches`, whose `columns` hold what `loss_fn` reads.
 
-        Raises FloatingPointError, before any weight changes, when loss or gradient is not finite.
+        Raises NonFiniteLoss, before any weight changes, when loss or gradient is not finite.
         """
         self.model.zero_grad_buffer()
         self.optimizer.zero_grad()
@@ -181,7 +189,7 @@ class Policy:
         torch.distributed.all_gather_object(suspects, self._non_finite_samples(batches))
         names = sorted({name for names in suspects for name in names or ()})
         where = f"samples {', '.join(names[:8])}" if names else "no single sample: the sum of their gradients"
-        raise FloatingPointError(
+        raise NonFiniteLoss(
             f"loss or gradient is not finite; the cause: {where}. No weight was changed in this optimizer step; "
             "look at these samples, lower the learning rate, or resume from the last checkpoint"
         )
@@ -248,12 +256,12 @@ class Policy:
 
 
 def layout_of(config: Any, world_size: int) -> Layout:
-    """The layout that policy.megatron_cfg asks for on this many ranks. Raises ValueError when they do not divide."""
+    """The layout that policy.megatron_cfg asks for on this many ranks. Raises LayoutError."""
     megatron = config.megatron_cfg
     tensor, pipeline = megatron.tensor_model_parallel_size, megatron.pipeline_model_parallel_size
     if world_size % (tensor * pipeline):
-        raise ValueError(
-            f"{world_size} policy ranks cannot be TP {tensor} x PP {pipeline} x DP: {tensor * pipeline} must divide them"
+        raise LayoutError(
+            f"{world_size} policy ranks are not TP {tensor} x PP {pipeline} x DP; {tensor * pipeline} must divide them"
         )
     return Layout(tensor, pipeline, world_size // (tensor * pipeline), megatron.sequence_parallel)
 

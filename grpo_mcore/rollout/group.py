@@ -19,3 +19,10 @@ class Group:
     @property
     def uid(self) -> str:
         return self.prompt["uid"]
+
+    @property
+    def failure(self) -> str | None:
+        """Why there is nothing to train on: not one sample has a reward. None where one has."""
+        if any(score.reward is not None for score in self.scores):
+            return None
+        return self.scores[0].reason

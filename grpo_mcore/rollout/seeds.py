@@ -6,6 +6,6 @@ from hashlib import blake2b
 
 
 def sample_seed(seed: int, step: int, uid: str, generation_index: int) -> int:
-    """The seed of one sample: the same for the same (grpo.seed, step, prompt uid, generation index), in 0 .. 2^63 - 1."""
+    """The seed of one sample, in 0 .. 2^63 - 1: a hash of (grpo.seed, step, prompt uid, generation index)."""
     text = f"{seed}/{step}/{uid}/{generation_index}".encode()
     return int.from_bytes(blake2b(text, digest_size=8).digest(), "little") >> 1

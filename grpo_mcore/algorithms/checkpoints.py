@@ -1,0 +1,101 @@
+"""Checkpoints of a run: each a folder `step_N` that appears whole or not at all, the best of them kept."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+import yaml
+
+
+class ResumeError(FileNotFoundError):
+    """There is no checkpoint to go on from."""
+
+
+class CheckpointManager:
+    """Keeps `step_N` folders under checkpointing.checkpoint_dir.
+
+    A folder holds policy/ (weights, optimizer, RNG by rank), data.pt (place in the data), training_info.json (save
+    state and metrics) and config.yaml (the resolved recipe). It is written as `tmp_step_N` and renamed at the end.
+    """
+
+    def __init__(self, config: Any) -> None:
+        """`config`: the recipe's checkpointing section."""
+        self.config = config
+        self.folder = Path(config.checkpoint_dir)
+
+    def latest(self) -> Path | None:
+        """The newest whole checkpoint."""
+        steps = self._steps()
+        return self.folder / f"step_{max(steps)}" if steps else None
+
+    def find(self, resume: str | Path | bool | None) -> Path | None:
+        """The checkpoint that `--resume` means: True is the newest, None none. Raises ResumeError."""
+        if not resume:
+            return None
+        found = self.latest() if resume is True else Path(resume)
+        if found is None:
+            raise ResumeError(f"--resume: there is no step_N folder in {self.folder}; start without --resume")
+        if not (found / "training_info.json").is_file():
+            raise ResumeError(f"--resume: {found} is no checkpoint: training_info.json is missing")
+        return found
+
+    def save(
+        self,
+        step: int,
+        save_policy: Callable[[str], None],
+        data_state: Mapping[str, Any],
+        save_state: Mapping[str, Any],
+        metrics: Mapping[str, float],
+        recipe: Any,
+    ) -> Path:
+        """Writes `step_N` and drops what ranks too low. Returns the folder."""
+        final = self.folder / f"step_{step}"
+        tmp = self.folder / f"tmp_step_{step}"
+        shutil.rmtree(tmp, ignore_errors=True)  # left by a run that was killed while it wrote
+        tmp.mkdir(parents=True)
+        save_policy(str((tmp / "policy").resolve()))
+        torch.save(dict(data_state), tmp / "data.pt")
+        info = {"save_state": dict(save_state), "metrics": dict(metrics)}
+        (tmp / "training_info.json").write_text(json.dumps(info, indent=1))
+        (tmp / "config.yaml").write_text(yaml.safe_dump(recipe.model_dump(mode="json"), sort_keys=False))
+        if final.exists():
+            shutil.rmtree(final)
+        os.replace(tmp, final)
+        self._prune()
+        return final
+
+    @staticmethod
+    def read(folder: Path) -> tuple[dict[str, Any], dict[str, Any]]:
+        """(save state, data state) of a checkpoint."""
+        info = json.loads((folder / "training_info.json").read_text())
+        return info["save_state"], torch.load(folder / "data.pt", weights_only=False)
+
+    def _steps(self) -> list[int]:
+        names = (path.name.removeprefix("step_") for path in self.folder.glob("step_*"))
+        return sorted(int(name) for name in names if name.isdigit())
+
+    def _prune(self) -> None:
+        """Keeps the best keep_top_k by the metric, and always the newest."""
+        keep = self.config.keep_top_k
+        steps = self._steps()
+        if keep is None or len(steps) <= keep:
+            return
+        ranked = sorted(steps, key=lambda step: (self._metric(step), step), reverse=True)
+        for step in set(steps) - set(ranked[:keep]) - {max(steps)}:
+            shutil.rmtree(self.folder / f"step_{step}")
+
+    def _metric(self, step: int) -> float:
+        """Higher is better; a checkpoint without the metric ranks last."""
+        if self.config.metric_name is None:
+            return 0.0
+        info = json.loads((self.folder / f"step_{step}" / "training_info.json").read_text())
+        value = info["metrics"].get(self.config.metric_name)
+        if value is None:
+            return float("-inf")
+        return value if self.config.higher_is_better else -value

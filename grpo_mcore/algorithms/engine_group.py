@@ -1,0 +1,45 @@
+"""The engines as the driver holds them, and the worker that keeps their samples in the object store."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from grpo_mcore.cluster import Cluster, Parcel, Worker, call_all
+from grpo_mcore.generation import Engine
+from grpo_mcore.rollout.trajectory import GenerationRequest, Sampling, TrajectoryRef
+
+
+class EngineWorker(Engine):
+    """An engine whose samples stay in the cluster's store: the driver receives what describes them."""
+
+    def generate_refs(self, requests: list[GenerationRequest], sampling: Sampling) -> Iterator[Parcel]:
+        """`generate`, each trajectory as Parcel(TrajectoryRef without its ref, trajectory)."""
+        for trajectory in self.generate(requests, sampling):
+            yield Parcel(TrajectoryRef.of(trajectory, None), trajectory)
+
+
+@dataclass
+class EngineGroup:
+    """All engines of a run. `weight_version`: of the last refit that every engine committed."""
+
+    cluster: Cluster
+    workers: Sequence[Worker]
+    sleeps: bool  # the engines give their memory to the policy between generation phases
+    weight_version: int = 0
+
+    def prepare(self) -> None:
+        """Makes every engine ready to generate with the committed weights."""
+        self._all("prepare", self.weight_version)
+
+    def release(self) -> None:
+        """Gives the engines' memory to the policy, where they share it."""
+        if self.sleeps:
+            self._all("release")
+
+    def health(self) -> list[dict[str, Any]]:
+        return self._all("health")
+
+    def _all(self, method: str, *args: Any) -> list[Any]:
+        return call_all(self.cluster, self.workers, method, *args, what=f"{method} of the engines")

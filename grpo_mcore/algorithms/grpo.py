@@ -1,0 +1,279 @@
+"""GRPO: sample a group of answers to each prompt, reward them, and make the better ones of a group likelier.
+
+One step: refit the engines -> generate -> score -> advantages within each group -> clipped policy update. What comes
+next is decided by `rollout.schedule`; this file carries it out. Synchronous training is a trajectory age of 0.
+
+Not here: the loss (objective/loss.py), the network (parallel/), weights on their way to the engines (refit/).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any, TypedDict
+
+from grpo_mcore.algorithms.checkpoints import CheckpointManager
+from grpo_mcore.algorithms.engine_group import EngineGroup
+from grpo_mcore.algorithms.policy_group import PolicyGroup
+from grpo_mcore.algorithms.prompt_stream import PromptStream
+from grpo_mcore.algorithms.rollouts import Rollouts, as_workers, sampling_of
+from grpo_mcore.algorithms.run_report import RunReport
+from grpo_mcore.algorithms.setup import (
+    make_loss,
+    needs_prev,
+    needs_reference,
+    start_cluster,
+    start_engines,
+    start_policy,
+    wait_until_ready,
+)
+from grpo_mcore.algorithms.step_batch import build_step_batch
+from grpo_mcore.algorithms.validation import run_validation
+from grpo_mcore.cluster import Cluster
+from grpo_mcore.data import AllTaskProcessedDataset, build_dataloader
+from grpo_mcore.objective import ClippedPGLossFn
+from grpo_mcore.observe import Logger, Timeline
+from grpo_mcore.parallel.weights import hf_tensors
+from grpo_mcore.recipe import MasterConfig
+from grpo_mcore.refit import RefitReport, plan_refit, refit
+from grpo_mcore.rollout import schedule as s
+from grpo_mcore.rollout.group import Group
+
+GIB = 2**30
+
+
+class GRPOSaveState(TypedDict, total=False):
+    """What a checkpoint remembers of the loop. Samples and steps count from the start of the run."""
+
+    consumed_samples: int  # prompts
+    current_step: int
+    current_epoch: int
+    total_steps: int
+    total_valid_tokens: int
+    val_reward: float
+
+
+def setup(
+    master_config: MasterConfig | Mapping[str, Any],
+    tokenizer: Any,
+    dataset: AllTaskProcessedDataset,
+    val_dataset: AllTaskProcessedDataset | None,
+    processor: Any = None,
+    *,
+    cluster: Cluster | None = None,
+    logger: Logger | None = None,
+    resume: str | bool | None = None,
+) -> tuple[
+    PolicyGroup,
+    EngineGroup,
+    tuple[Cluster, Cluster],
+    Any,
+    Any,
+    ClippedPGLossFn,
+    Logger,
+    CheckpointManager,
+    GRPOSaveState,
+    MasterConfig,
+]:
+    """Starts everything that `grpo_train` needs.
+
+    Returns policy, engines, (training cluster, inference cluster), data loader, validation data loader, loss, logger,
+    checkpoint manager, save state, config. Raises RecipeError, SetupError, FamilyError, DataError.
+    """
+    config = MasterConfig.model_validate(master_config)
+    logger = logger or Logger(config.logger, resume=bool(resume))
+    checkpointer = CheckpointManager(config.checkpointing)
+    found = checkpointer.find(resume)
+    grpo = config.grpo
+    dataloader = build_dataloader(dataset, grpo.num_prompts_per_step, config.data.shuffle, grpo.seed)
+    val_dataloader = None
+    if val_dataset is not None:
+        size = grpo.val_batch_size or len(val_dataset)
+        val_dataloader = build_dataloader(val_dataset, size, False, grpo.seed, drop_last=False)
+    cluster = cluster or start_cluster(config, Path(logger.log_dir))
+    policy = start_policy(config, cluster)
+    engines = start_engines(config, cluster, policy)
+    wait_until_ready(config, cluster, [*policy.workers, *engines.workers])
+    save_state = _default_grpo_save_state()
+    if found is not None:
+        save_state, data_state = checkpointer.read(found)
+        policy.load(str((found / "policy").resolve()))
+        policy.updates = save_state["current_step"]
+        save_state["data"] = data_state  # type: ignore[typeddict-unknown-key]
+    loss_fn = make_loss(config)
+    clusters = (cluster, cluster)
+    return policy, engines, clusters, dataloader, val_dataloader, loss_fn, logger, checkpointer, save_state, config
+
+
+def grpo_train(
+    policy: PolicyGroup,
+    policy_generation: EngineGroup,
+    dataloader: Any,
+    val_dataloader: Any,
+    tokenizer: Any,
+    loss_fn: ClippedPGLossFn,
+    task_to_env: Mapping[str, Any],
+    val_task_to_env: Mapping[str, Any] | None,
+    logger: Logger,
+    checkpointer: CheckpointManager,
+    grpo_save_state: GRPOSaveState,
+    master_config: MasterConfig,
+    processor: Any = None,
+) -> dict[str, Any]:
+    """Trains until the schedule is finished: all steps are done, or the data has ended. Returns the summary."""
+    config, step_clock = master_config, Timeline()
+    schedule = s.Schedule(schedule_config(config, val_dataloader), step=grpo_save_state["current_step"])
+    prompts = PromptStream(dataloader, config.grpo.max_num_epochs, grpo_save_state.pop("data", None))
+    rollouts = Rollouts(policy_generation, as_workers(task_to_env, policy.cluster), seed=config.grpo.seed)
+    sampling = sampling_of(config.policy.generation, tokenizer.eos_token_id)
+    groups: dict[str, Group] = {}
+    report = RunReport(logger, config, grpo_save_state, policy, policy_generation)
+
+    while True:
+        match schedule.next():
+            case s.Refit(version):
+                with step_clock.phase("refit"):
+                    refitted = refit_policy_generation(policy, policy_generation, True)
+                report.refit(refitted)
+                schedule.record(s.Refitted(version))
+
+            case s.Dispatch(count):
+                batch = prompts.take(count)
+                rollouts.dispatch(
+                    batch, sampling, generations=config.grpo.num_generations_per_prompt, step=schedule.step + 1
+                )
+                schedule.record(s.Dispatched(tuple(p["uid"] for p in batch), data_ended=len(batch) < count))
+
+            case s.Await():
+                with step_clock.phase("generate" if rollouts.generating else "reward"):
+                    group = rollouts.next_group(report.sample)
+                if failure := group.failure:
+                    report.group_failed(group.uid, failure)
+                    schedule.record(s.GroupFailed(group.uid, failure))
+                else:
+                    groups[group.uid] = group
+                    schedule.record(s.GroupFinished(group.uid))
+
+            case s.Train(step, uids):
+                trained = [groups.pop(uid) for uid in uids]
+                metrics = train_on_groups(policy, policy_generation, trained, loss_fn, config, step_clock)
+                schedule.record(s.Trained(step))
+                report.step(step, trained, metrics, step_clock)
+
+            case s.Validate(step):
+                with step_clock.pause():
+                    validate(
+                        policy_generation, val_dataloader, tokenizer, val_task_to_env, step, config, report=report
+                    )
+                schedule.record(s.Validated(step))
+
+            case s.Checkpoint(step):
+                with step_clock.pause():
+                    state = report.save_state(epoch=prompts.epoch)
+                    folder = checkpointer.save(
+                        step, policy.save, prompts.state_dict(), state, report.last_metrics, config
+                    )
+                report.checkpoint(folder)
+                schedule.record(s.Checkpointed(step))
+
+            case s.Finish(reason):
+                return report.finish(reason)
+
+
+def train_on_groups(
+    policy: PolicyGroup,
+    engines: EngineGroup,
+    groups: list[Group],
+    loss_fn: ClippedPGLossFn,
+    config: MasterConfig,
+    clock: Timeline,
+) -> dict[str, float]:
+    """One step on scored groups: advantages and bins on the driver, the rest on the policy's ranks."""
+    with clock.phase("prepare"):
+        engines.release()
+        policy.onload()
+        batch = build_step_batch(groups, config, policy.layout)
+        policy.receive(batch.ranks)
+    prev, reference = needs_prev(config), needs_reference(config)
+    if prev or reference:
+        with clock.phase("logprobs"):
+            policy.infer_logprobs(prev=prev, reference=reference)
+    with clock.phase("train"):
+        metrics = policy.train(loss_fn)
+    return batch.metrics | metrics | {"tokens": float(batch.tokens)}
+
+
+def refit_policy_generation(
+    policy: PolicyGroup,
+    policy_generation: EngineGroup,
+    colocated_inference: bool = True,
+    _refit_buffer_size_gb: float | None = None,
+    timer: Any = None,
+) -> RefitReport:
+    """Makes every engine's weights equal the policy's, as weight version `policy.updates` + 1.
+
+    `_refit_buffer_size_gb`: GiB, in place of policy.refit_buffer_size_gb. Raises RefitError; the engines then refuse
+    to generate from mixed weights.
+    """
+    if not colocated_inference:
+        raise ValueError("refit of engines on accelerators of their own is not supported yet")
+    size = policy.refit_buffer_gb if _refit_buffer_size_gb is None else _refit_buffer_size_gb
+    plan = plan_refit(hf_tensors(policy.shape), dtype=policy.precision, buffer_bytes=int(size * GIB))
+    version = policy.updates + 1
+    timeout_s = policy.cluster.call_timeout_s
+    report = refit(
+        policy.workers, policy_generation.workers, plan, version, timeline=timer, timeout_s=timeout_s
+    )
+    policy_generation.weight_version = version
+    policy.offload()
+    policy_generation.prepare()
+    return report
+
+
+def validate(
+    policy_generation: EngineGroup,
+    val_dataloader: Any,
+    tokenizer: Any,
+    val_task_to_env: Mapping[str, Any] | None,
+    step: int,
+    master_config: MasterConfig,
+    *,
+    report: RunReport | None = None,
+) -> tuple[dict[str, float], dict[str, float]]:
+    """Generates on the validation prompts and scores them. Returns (metrics, timing in seconds)."""
+    if val_dataloader is None or not val_task_to_env:
+        raise ValueError("there is nothing to validate on: set data.validation, or grpo.val_period to 0")
+    clock = Timeline()
+    with clock.phase("validate"):
+        found = run_validation(
+            policy_generation,
+            val_dataloader,
+            as_workers(val_task_to_env, policy_generation.cluster),
+            master_config,
+            eos_token_id=tokenizer.eos_token_id,
+        )
+    timing = clock.take()
+    if report is not None:
+        report.validation(step, found, timing["total"])
+    return found.metrics, timing
+
+
+def schedule_config(config: MasterConfig, val_dataloader: Any) -> s.ScheduleConfig:
+    """The schedule's part of the recipe."""
+    grpo, save = config.grpo, config.checkpointing
+    validates = val_dataloader is not None
+    return s.ScheduleConfig(
+        num_prompts=grpo.num_prompts_per_step,
+        max_steps=grpo.max_num_steps,
+        max_trajectory_age=grpo.async_grpo.max_trajectory_age_steps if grpo.async_grpo.enabled else 0,
+        val_period=grpo.val_period if validates else 0,
+        val_at_start=grpo.val_at_start and validates,
+        val_at_end=grpo.val_at_end and validates,
+        save_period=save.save_period if save.enabled else 0,
+    )
+
+
+def _default_grpo_save_state() -> GRPOSaveState:
+    return GRPOSaveState(
+        consumed_samples=0, current_step=0, current_epoch=0, total_steps=0, total_valid_tokens=0
+    )

@@ -1,0 +1,44 @@
+"""Prompts one after another, over all epochs, with a place that a checkpoint can hold."""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Iterator
+from typing import Any
+
+from grpo_mcore.data.interfaces import DatumSpec
+
+
+class PromptStream:
+    """Takes batches from a stateful data loader and hands out as many prompts as are asked for.
+
+    From the second epoch on a uid gets `@2`, `@3`, ...: it names one prompt of the run, not one row of the data.
+    """
+
+    def __init__(self, dataloader: Any, max_epochs: int, state: dict[str, Any] | None = None) -> None:
+        """`state`: what `state_dict` gave in the run that this one goes on with."""
+        self.dataloader, self.max_epochs = dataloader, max_epochs
+        self.epoch = 0
+        self._waiting: deque[DatumSpec] = deque()
+        self._batches: Iterator[list[DatumSpec]] | None = None
+        if state is not None:
+            self.epoch = state["epoch"]
+            self._waiting.extend(state["waiting"])
+            self.dataloader.load_state_dict(state["dataloader"])
+
+    def take(self, count: int) -> list[DatumSpec]:
+        """The next `count` prompts; fewer only when the last epoch has ended."""
+        while len(self._waiting) < count and self.epoch < self.max_epochs:
+            if self._batches is None:
+                self._batches = iter(self.dataloader)
+            batch = next(self._batches, None)
+            if batch is None:
+                self.epoch += 1
+                self._batches = None
+                continue
+            suffix = f"@{self.epoch + 1}" if self.epoch else ""
+            self._waiting.extend({**datum, "uid": datum["uid"] + suffix} for datum in batch)
+        return [self._waiting.popleft() for _ in range(min(count, len(self._waiting)))]
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"epoch": self.epoch, "waiting": list(self._waiting), "dataloader": self.dataloader.state_dict()}

@@ -1,0 +1,156 @@
+"""What a run tells: the banner, one line a step, metrics files, the end summary with the reward curve."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from grpo_mcore.algorithms.engine_group import EngineGroup
+from grpo_mcore.algorithms.policy_group import PolicyGroup
+from grpo_mcore.algorithms.validation import Validation
+from grpo_mcore.families import parameter_count
+from grpo_mcore.observe import Logger, RunConsole, StepRow, Timeline, reward_curve_png, write_summary
+from grpo_mcore.recipe import MasterConfig, batch_equation, samples_per_step
+from grpo_mcore.refit import RefitReport
+from grpo_mcore.rollout.group import Group
+
+
+class RunReport:
+    """Everything between the loop and its reader. `state` counts what has been consumed, for the checkpoint."""
+
+    def __init__(
+        self, logger: Logger, config: MasterConfig, state: Any, policy: PolicyGroup, engines: EngineGroup
+    ) -> None:
+        self.logger, self.config, self.state = logger, config, dict(state)
+        self.console = RunConsole()
+        self.last_metrics: dict[str, float] = {}
+        self._began = time.perf_counter()
+        self._rewards: dict[int, float] = {}
+        self._accuracies: dict[int, float] = {}
+        self._worst_mult_error = 0.0
+        self._tokens = 0
+        self._samples_done = 0
+        self._refit: RefitReport | None = None
+        self._checkpoint: Path | None = None
+        logger.log_hyperparams(config)
+        self._banner(policy, engines)
+
+    def _banner(self, policy: PolicyGroup, engines: EngineGroup) -> None:
+        config, vllm = self.config, self.config.policy.generation.vllm_cfg
+        start = self.state["current_step"]
+        last = config.grpo.max_num_steps
+        self.console.banner(
+            f"GRPO of {config.policy.model_name}",
+            {
+                "batch": batch_equation(config),
+                "policy": f"{policy.shape.family}, {parameter_count(policy.shape) / 1e6:.1f} M parameters, "
+                f"{policy.precision}, {policy.layout.describe()}",
+                "engines": f"{len(engines.workers)} x vLLM TP {vllm.tensor_parallel_size} {vllm.precision}, colocated, "
+                f"refit buffer {config.policy.refit_buffer_size_gb:g} GiB",
+                "cluster": f"{config.cluster.backend}, {policy.layout.world_size} policy ranks",
+                "steps": f"{start + 1} to {last}" + (f", resumed after step {start}" if start else ""),
+                "logs": self.logger.log_dir,
+            },
+        )
+
+    def sample(self) -> None:
+        """A sample was generated."""
+        self._samples_done += 1
+        self.console.progress("samples", self._samples_done, samples_per_step(self.config))
+
+    def refit(self, report: RefitReport) -> None:
+        self._refit = report
+
+    def step(self, step: int, groups: Sequence[Group], metrics: dict[str, float], clock: Timeline) -> None:
+        """A step was trained: its line, and its metrics into the files."""
+        seconds = clock.take()
+        self._samples_done = 0
+        self._tokens += int(metrics["tokens"])
+        self.state["consumed_samples"] += len(groups)
+        self.state["current_step"] = self.state["total_steps"] = step
+        self.state["total_valid_tokens"] += sum(s.generated_length for group in groups for s in group.samples)
+        metrics = metrics | {f"timing/{name}": spent for name, spent in seconds.items()}
+        metrics["tokens_per_second"] = metrics["tokens"] / seconds["total"]
+        if self._refit is not None:
+            metrics |= {f"refit/{name}_seconds": spent for name, spent in self._refit.stage_seconds.items()}
+            metrics["refit/bytes"] = float(self._refit.bytes)
+        self._worst_mult_error = max(self._worst_mult_error, metrics.get("token_mult_prob_error", 0.0))
+        self._rewards[step] = metrics["reward"]
+        val = {name: value for name, value in self.last_metrics.items() if name.startswith("val:")}
+        self.last_metrics = {f"train:{name}": value for name, value in metrics.items()} | val
+        self.logger.log_metrics(metrics, step, "train")
+        self.console.step(
+            StepRow(
+                step=step,
+                max_steps=self.config.grpo.max_num_steps,
+                reward=metrics["reward"],
+                accuracy=metrics["accuracy"],
+                kl=metrics.get("kl_penalty", metrics.get("gen_kl_error")),
+                token_mult_prob_error=metrics.get("token_mult_prob_error"),
+                length=metrics["generated_length"],
+                entropy=metrics.get("approx_entropy"),
+                loss=metrics["loss"],
+                grad_norm=metrics["grad_norm"],
+                tokens_per_second=metrics["tokens_per_second"],
+                seconds=seconds,
+            )
+        )
+        if metrics["num_failed_samples"]:
+            self.console.note(f"{metrics['num_failed_samples']:.0f} samples had no reward and were left out")
+
+    def group_failed(self, uid: str, reason: str) -> None:
+        self.console.note(f"prompt {uid} failed and is replaced: {reason}")
+
+    def validation(self, step: int, found: Validation, seconds: float) -> None:
+        """Validation metrics, and some samples to read."""
+        metrics = found.metrics
+        self._accuracies[step] = metrics["accuracy"]
+        self.state["val_reward"] = metrics["reward"]
+        self.last_metrics |= {f"val:{name}": value for name, value in metrics.items()}
+        self.logger.log_metrics(metrics | {"seconds": seconds}, step, "validation")
+        self.console.validation(step, metrics, seconds)
+        self.console.samples(step, found.samples)
+
+    def checkpoint(self, folder: Path) -> None:
+        self._checkpoint = folder
+
+    def save_state(self, epoch: int) -> dict[str, Any]:
+        """What a checkpoint remembers of the loop."""
+        return self.state | {"current_epoch": epoch}
+
+    def finish(self, reason: str) -> dict[str, Any]:
+        """summary.json, the reward curve, and where everything lies. Returns the summary."""
+        seconds = time.perf_counter() - self._began
+        folder = self.logger.log_dir
+        curve, summary = folder / "reward_curve.png", folder / "summary.json"
+        reward_curve_png(curve, self._rewards, self._accuracies, title=f"GRPO of {self.config.policy.model_name}")
+        accuracies = list(self._accuracies.values())
+        values = {
+            "val_accuracy_before": accuracies[0] if accuracies else None,
+            "val_accuracy_after": accuracies[-1] if accuracies else None,
+            "steps": self.state["current_step"],
+            "seconds": round(seconds, 2),
+            "tokens_per_second": round(self._tokens / seconds, 1),
+            "max_token_mult_prob_error": self._worst_mult_error,
+            "end": reason,
+        }
+        write_summary(summary, values)
+        facts = {
+            "end": reason,
+            "time": f"{seconds:.0f} s, {values['tokens_per_second']:.0f} tokens/s over all of it",
+            "prob err": f"at most {self._worst_mult_error:.5f} (engine against policy, 1 is equal)",
+        }
+        if accuracies:
+            facts["accuracy"] = f"{accuracies[0]:.3f} at the first validation, {accuracies[-1]:.3f} at the last"
+        paths = {
+            "summary": summary,
+            "reward curve": curve,
+            "metrics": folder / "metrics.jsonl",
+            "TensorBoard": self.logger.tensorboard_dir,
+            "worker logs": folder / "workers" if self.config.cluster.backend == "ray" else None,
+            "checkpoint": self._checkpoint,
+        }
+        self.console.summary("the run is over", facts, paths)
+        return values

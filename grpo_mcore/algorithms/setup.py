@@ -1,0 +1,163 @@
+"""Assembles a run: the one place where the workshops are introduced to each other."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+
+from grpo_mcore.algorithms.engine_group import EngineGroup, EngineWorker
+from grpo_mcore.algorithms.policy_group import PolicyGroup
+from grpo_mcore.algorithms.policy_worker import PolicyWorker
+from grpo_mcore.cluster import Cluster, Worker, gather, open_cluster
+from grpo_mcore.cluster.platform import cpu_threads, runs_on_gpu
+from grpo_mcore.environments import create_env_class
+from grpo_mcore.families import check_tensor_parallel, read_hf_config, shape_of
+from grpo_mcore.generation import EngineConfig, engine_environment
+from grpo_mcore.objective import ClippedPGLossFn
+from grpo_mcore.parallel.policy import layout_of
+from grpo_mcore.recipe import MasterConfig, world_size
+
+
+class SetupError(ValueError):
+    """A recipe that this machine or this model cannot run."""
+
+
+def start_cluster(config: MasterConfig, log_dir: Path) -> Cluster:
+    """The cluster of the recipe; worker logs go to `log_dir`/workers."""
+    return open_cluster(config.cluster, log_dir / "workers")
+
+
+def model_folder(name: str) -> str:
+    """The local folder of policy.model_name: itself, or the snapshot of a hub model.
+
+    Raises SetupError where it is neither.
+    """
+    if Path(name).is_dir():
+        return name
+    from huggingface_hub import snapshot_download
+
+    try:
+        return snapshot_download(name, allow_patterns=["*.json", "*.safetensors", "*.txt", "*.model", "*.jinja"])
+    except Exception as error:
+        raise SetupError(
+            f"policy.model_name {name!r} is no folder here, and could not be fetched from the Hugging Face hub: "
+            f"{type(error).__name__}: {error}".splitlines()[0]
+        ) from error
+
+
+def start_policy(config: MasterConfig, cluster: Cluster) -> PolicyGroup:
+    """Spawns the policy's ranks. Calls to them wait until they hold their weights; `wait_until_ready` tells errors.
+
+    Raises FamilyError, SetupError or ValueError for a model or layout that cannot be, before anything starts.
+    """
+    policy = config.policy.model_copy(update={"model_name": model_folder(config.policy.model_name)})
+    shape = shape_of(read_hf_config(policy.model_name))
+    layout = layout_of(policy, world_size(config))
+    check_tensor_parallel(shape, layout.tensor)
+    gpu = runs_on_gpu(config.cluster)
+    reference = needs_reference(config)
+    arguments = (policy, cluster.store, config.grpo.seed, config.cluster.start_timeout_s, reference)
+    workers = cluster.spawn_group(
+        "policy",
+        PolicyWorker,
+        [arguments] * layout.world_size,
+        cpus=1.0 if gpu else 0.1,
+        gpus=0.5 if gpu else 0.0,
+        env={"OMP_NUM_THREADS": str(cpu_threads(layout.world_size)), "OMP_WAIT_POLICY": "PASSIVE"},
+    )
+    return PolicyGroup(
+        cluster, workers, layout, shape, policy.model_name, policy.precision, policy.refit_buffer_size_gb
+    )
+
+
+def start_engines(config: MasterConfig, cluster: Cluster, policy: PolicyGroup) -> EngineGroup:
+    """Spawns the engines beside the policy's ranks; they start while the policy does."""
+    generation, gpu = config.policy.generation, runs_on_gpu(config.cluster)
+    vllm = generation.vllm_cfg
+    count = generation.num_engines or (policy.layout.world_size // vllm.tensor_parallel_size if gpu else 1)
+    if count < 1 or (gpu and count * vllm.tensor_parallel_size > policy.layout.world_size):
+        raise SetupError(
+            f"{count or 1} engines x TP {vllm.tensor_parallel_size} do not fit the {policy.layout.world_size} GPUs of "
+            "cluster.num_nodes x gpus_per_node; lower policy.generation.num_engines or vllm_cfg.tensor_parallel_size"
+        )
+    own_tokenizer = config.policy.tokenizer.name == config.policy.model_name
+    workers: list[Worker] = []
+    for index in range(count):
+        engine = EngineConfig(
+            model=policy.model_folder,
+            name=f"engine-{index}",
+            tokenizer=None if own_tokenizer else config.policy.tokenizer.name,
+            platform="gpu" if gpu else "cpu",
+            dtype=vllm.precision,
+            tensor_parallel_size=vllm.tensor_parallel_size,
+            max_model_len=vllm.max_model_len,
+            load_format=vllm.load_format,
+            enforce_eager=vllm.enforce_eager,
+            gpu_memory_utilization=vllm.gpu_memory_utilization,
+            kv_cache_memory_gb=vllm.kv_cache_memory_gb,
+            sleep_between_phases=gpu and generation.colocated.enabled,
+            threads=cpu_threads(count * vllm.tensor_parallel_size),
+            vllm_kwargs=generation.vllm_kwargs,
+        )
+        ranks = policy.workers[index * vllm.tensor_parallel_size : (index + 1) * vllm.tensor_parallel_size]
+        workers.append(
+            cluster.spawn(
+                engine.name,
+                EngineWorker,
+                engine,
+                cpus=1.0 if gpu else 0.1,
+                gpus=0.0,
+                env=engine_environment(engine),
+                beside=ranks if gpu else (),
+            )
+        )
+    return EngineGroup(cluster, workers, sleeps=gpu and generation.colocated.enabled)
+
+
+def start_environments(
+    config: MasterConfig, cluster: Cluster, env_names: Mapping[str, str | None]
+) -> dict[str, Worker]:
+    """One worker an environment; returns task name -> worker.
+
+    Raises SetupError where a task names no environment and the recipe has not exactly one.
+    """
+    workers: dict[str, Worker] = {}
+    by_task = {}
+    for task, name in env_names.items():
+        if name is None:
+            raise SetupError(
+                f"dataset {task!r} has no env_name and `env` holds {sorted(config.env) or 'nothing'}; "
+                "name one under data.train / data.validation / data.default"
+            )
+        if name not in workers:
+            cls, needs = create_env_class(name)
+            cpus = needs["cpus"] if runs_on_gpu(config.cluster) else 0.1
+            workers[name] = cluster.spawn(f"environment-{name}", cls, config.env.get(name, {}), cpus=cpus)
+        by_task[task] = workers[name]
+    return by_task
+
+
+def wait_until_ready(config: MasterConfig, cluster: Cluster, workers: Sequence[Worker]) -> None:
+    """Raises what a constructor raised, or DeadlineExceeded after cluster.start_timeout_s."""
+    gather(
+        cluster,
+        [worker.ready() for worker in workers],
+        timeout_s=config.cluster.start_timeout_s,
+        what="start of policy and engines",
+    )
+
+
+def needs_reference(config: MasterConfig) -> bool:
+    """Whether reference log-probs are computed at all."""
+    return config.loss_fn.reference_policy_kl_penalty > 0
+
+
+def make_loss(config: MasterConfig) -> ClippedPGLossFn:
+    """The recipe's loss. With one optimizer step a step, prev log-probs are those of the training pass itself."""
+    return ClippedPGLossFn(config.loss_fn, prev_equals_curr=not needs_prev(config))
+
+
+def needs_prev(config: MasterConfig) -> bool:
+    """Whether the policy changes within a step, so that log-probs from before it must be computed."""
+    samples = config.grpo.num_prompts_per_step * config.grpo.num_generations_per_prompt
+    return samples > config.policy.train_global_batch_size and not config.loss_fn.force_on_policy_ratio

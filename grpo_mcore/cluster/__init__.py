@@ -1,0 +1,43 @@
+"""Workers and how to reach them: Ray actors, or objects in this process, behind one interface.
+
+Nothing here knows what a worker computes. Every wait has a deadline and a name.
+"""
+
+from __future__ import annotations
+
+from grpo_mcore.cluster.gather import call_all, gather
+from grpo_mcore.cluster.interface import (
+    Cluster,
+    DeadlineExceeded,
+    NotEnoughResources,
+    ObjectStore,
+    Parcel,
+    Pending,
+    Place,
+    Ref,
+    Rendezvous,
+    Stream,
+    Worker,
+    WorkerFailed,
+)
+from grpo_mcore.cluster.local_cluster import LocalCluster
+from grpo_mcore.cluster.opening import open_cluster
+
+__all__ = [
+    "Cluster",
+    "DeadlineExceeded",
+    "LocalCluster",
+    "NotEnoughResources",
+    "ObjectStore",
+    "Parcel",
+    "Pending",
+    "Place",
+    "Ref",
+    "Rendezvous",
+    "Stream",
+    "Worker",
+    "WorkerFailed",
+    "call_all",
+    "gather",
+    "open_cluster",
+]

@@ -1,0 +1,72 @@
+"""One call to many workers: all answers in order, or the error of the one that failed."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Sequence
+from typing import Any
+
+from grpo_mcore.cluster.interface import Cluster, DeadlineExceeded, Pending, Worker, WorkerFailed
+
+GRACE_S = 10.0
+"""How long the others are waited for once one has failed. Ranks of a group mostly fail together."""
+
+
+def call_all(
+    cluster: Cluster,
+    workers: Sequence[Worker],
+    method: str,
+    *args: Any,
+    args_per_worker: Sequence[Sequence[Any]] | None = None,
+    timeout_s: float | None = None,
+    what: str | None = None,
+    grace_s: float = GRACE_S,
+) -> list[Any]:
+    """`method(*args)` on every worker, or `method(*args_per_worker[i])` on worker i; the results by worker.
+
+    Raises as `gather`.
+    """
+    if args_per_worker is None:
+        args_per_worker = [args] * len(workers)
+    timeout_s = cluster.call_timeout_s if timeout_s is None else timeout_s
+    pendings = [
+        worker.call(method, *own, timeout_s=timeout_s, what=what)
+        for worker, own in zip(workers, args_per_worker, strict=True)
+    ]
+    return gather(cluster, pendings, timeout_s=timeout_s, what=what or method, grace_s=grace_s)
+
+
+def gather(
+    cluster: Cluster, pendings: Sequence[Pending], *, timeout_s: float, what: str, grace_s: float = GRACE_S
+) -> list[Any]:
+    """The results in the order of `pendings`, with one deadline for all.
+
+    Raises DeadlineExceeded that names those who have not answered; WorkerFailed of the first that failed,
+    with a note on each other that failed or was still at work `grace_s` later.
+    """
+    results: dict[int, Any] = {}
+    waiting = list(pendings)
+    start = time.monotonic()
+    deadline = start + timeout_s
+    failure: WorkerFailed | None = None
+    while waiting:
+        try:
+            pending = cluster.next_ready(waiting, max(deadline - time.monotonic(), 0.0), what)
+        except DeadlineExceeded as error:
+            if failure is not None:
+                break
+            raise DeadlineExceeded(what, error.whom, timeout_s, error.detail) from None
+        waiting.remove(pending)
+        try:
+            results[id(pending)] = pending.result()
+        except WorkerFailed as error:
+            if failure is None:
+                failure = error
+                deadline = min(deadline, time.monotonic() + grace_s)
+            else:
+                failure.add_note(f"{error.worker} failed too: {error.cause}")
+    if failure is not None:
+        for pending in waiting:
+            failure.add_note(f"{pending.whom} was still at work on {pending.what} {grace_s:.6g} s later")
+        raise failure
+    return [results[id(pending)] for pending in pendings]

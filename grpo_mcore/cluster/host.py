@@ -1,0 +1,191 @@
+"""The actor around a worker's object: sets up its process, then passes calls on.
+
+Runs in the worker's process and imports nothing heavy: the environment is set before the worker's own
+modules are imported.
+"""
+
+from __future__ import annotations
+
+import faulthandler
+import os
+import pickle
+import random
+import signal
+import socket
+import sys
+import threading
+import traceback
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from grpo_mcore.cluster.environment import is_allowed
+from grpo_mcore.cluster.interface import Parcel, Place, Rendezvous
+
+PORTS = range(20000, 30000)
+"""Below those that Linux gives to outgoing connections: nobody takes one between choice and use."""
+
+
+in_stream = threading.local()
+"""`in_stream.now` is set while this thread runs a worker's generator."""
+
+
+@dataclass(frozen=True)
+class ParcelHead:
+    """First of the two items as which a Parcel travels; the second is its content."""
+
+    label: Any
+
+
+class RemoteFailure(Exception):
+    """Carries a worker's exception to the driver: as text, and as itself where it can be pickled."""
+
+    def __init__(self, cause: str, trace: str, pickled: bytes | None) -> None:
+        super().__init__(cause, trace, pickled)
+        self.cause, self.trace, self.pickled = cause, trace, pickled
+
+    @classmethod
+    def of(cls, error: Exception) -> RemoteFailure:
+        """Its first frame is this file's and is left out."""
+        frames = error.__traceback__.tb_next if error.__traceback__ else None
+        trace = "".join(traceback.format_exception(type(error), error, frames)).rstrip()
+        pickled: bytes | None
+        try:
+            pickled = pickle.dumps(error)
+            pickle.loads(pickled)  # many exceptions fail only here
+        except Exception:
+            pickled = None
+        return cls(f"{type(error).__name__}: {error}", trace, pickled)
+
+    def original(self) -> Exception | None:
+        if self.pickled is None:
+            return None
+        try:
+            return pickle.loads(self.pickled)
+        except Exception:  # its class is not importable here; the text says all
+            return None
+
+
+class Host:
+    """Built at once in a fresh process; `build` then makes the worker's object."""
+
+    def __init__(self, name: str, log: str, extra_allowed: Sequence[str], env: Mapping[str, str], gpus: float) -> None:
+        self._name, self._log = name, log
+        self._target: Any = None
+        self._failure: str | None = None
+        self._built = threading.Event()
+        _set_environment(extra_allowed, env, gpus)
+        _print_to(log)
+        faulthandler.enable()
+        faulthandler.register(signal.SIGUSR1, all_threads=True)  # the driver asks what a late worker is doing
+
+    def __repr__(self) -> str:
+        return self._name
+
+    def place(self) -> Place:
+        import ray
+
+        visible = os.environ.get("CUDA_VISIBLE_DEVICES", "")
+        return Place(
+            node=ray.get_runtime_context().get_node_id(),
+            address=ray.util.get_node_ip_address(),
+            pid=os.getpid(),
+            gpus=tuple(visible.split(",")) if visible else (),
+            log=self._log,
+        )
+
+    def meeting_point(self) -> tuple[str, int]:
+        """This node's address and a free port on it."""
+        import ray
+
+        address = ray.util.get_node_ip_address()
+        return address, free_port(address)
+
+    def build(self, cls: type, *args: Any) -> None:
+        """Makes the worker's object. A failure is raised here, and again by every call."""
+        try:
+            self._target = cls(*args)
+        except Exception as error:
+            self._failure = f"{type(error).__name__}: {error}"
+            raise RemoteFailure.of(error) from None
+        finally:
+            self._built.set()
+
+    def build_rank(
+        self,
+        cls: type,
+        meeting_point: tuple[str, int],
+        rank: int,
+        world_size: int,
+        local_rank: int,
+        *args: Any,
+    ) -> None:
+        """`build` for a worker of a group."""
+        self.build(cls, Rendezvous(rank, world_size, local_rank, *meeting_point), *args)
+
+    def call(self, method: str, *args: Any) -> Any:
+        target = self._wait_for_target()
+        try:
+            return getattr(target, method)(*args)
+        except Exception as error:
+            raise RemoteFailure.of(error) from None
+
+    def stream(self, method: str, *args: Any) -> Iterator[Any]:
+        target = self._wait_for_target()
+        try:
+            in_stream.now = True
+            for item in getattr(target, method)(*args):  # not `yield from`: Ray sends values into its generators
+                if isinstance(item, Parcel):
+                    yield ParcelHead(item.label)
+                    yield item.content
+                else:
+                    yield item
+        except Exception as error:
+            raise RemoteFailure.of(error) from None
+        finally:
+            in_stream.now = False
+
+    def close(self) -> None:
+        """The object's own end, where it has one."""
+        if self._target is not None and hasattr(self._target, "shutdown"):
+            self._target.shutdown()
+
+    def _wait_for_target(self) -> Any:
+        self._built.wait()  # a concurrent call may overtake `build`, which the driver's deadline guards
+        if self._failure is not None:
+            cause = f"its constructor failed before: {self._failure}"
+            raise RemoteFailure(cause, "", None)
+        return self._target
+
+
+def free_port(address: str) -> int:
+    """A port on which nobody listens at `address`. Raises OSError when there is none."""
+    for port in random.SystemRandom().sample(PORTS, len(PORTS)):
+        with socket.socket() as probe:
+            try:
+                probe.bind((address, port))
+            except OSError:
+                continue
+            return port
+    raise OSError(f"no free port from {PORTS.start} to {PORTS.stop - 1} at {address}")
+
+
+def _set_environment(extra_allowed: Sequence[str], env: Mapping[str, str], gpus: float) -> None:
+    for key in list(os.environ):
+        if key not in env and not is_allowed(key, extra_allowed):
+            del os.environ[key]
+    if gpus == 0:
+        os.environ["CUDA_VISIBLE_DEVICES"] = ""
+    os.environ.update(env)
+
+
+def _print_to(log: str) -> None:
+    """Sends all that this process and its children print to the file `log`."""
+    Path(log).parent.mkdir(parents=True, exist_ok=True)
+    file = os.open(log, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o644)
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os.dup2(file, 1)
+    os.dup2(file, 2)
+    os.close(file)

@@ -1,0 +1,177 @@
+"""Everything in this process, so that a debugger steps from the loop into the kernel.
+
+No threads and no deadlines: a call runs when it is made, a stream when its items are asked for.
+"""
+
+from __future__ import annotations
+
+import os
+import socket
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from types import TracebackType
+from typing import Any, Self
+
+from grpo_mcore.cluster.interface import ObjectStore, Place, Ref, Rendezvous, T, Worker, WorkerFailed
+
+
+class LocalPending:
+    """A call that has already run."""
+
+    def __init__(self, whom: str, what: str, run: Callable[[], Any]) -> None:
+        self.whom, self.what = whom, what
+        self._value: Any = None
+        self._error: Exception | None = None
+        try:
+            self._value = run()
+        except Exception as error:  # raised by result(), as from a remote worker
+            self._error = error
+
+    def result(self) -> Any:
+        if self._error is not None:
+            raise _failed(self.whom, self.what, self._error) from self._error
+        return self._value
+
+
+class LocalStream:
+    """A generator that runs when its items are asked for."""
+
+    def __init__(self, whom: str, what: str, start: Callable[[], Iterator[Any]]) -> None:
+        self.whom, self.what = whom, what
+        self._start = start
+        self._items: Iterator[Any] | None = None
+
+    def __iter__(self) -> Iterator[Any]:
+        return self
+
+    def __next__(self) -> Any:
+        try:
+            if self._items is None:
+                self._items = iter(self._start())
+            return next(self._items)
+        except StopIteration:
+            raise
+        except Exception as error:
+            raise _failed(self.whom, self.what, error) from error
+
+
+class LocalWorker:
+    """An object of this process behind the Worker interface."""
+
+    def __init__(self, name: str, target: Any) -> None:
+        self.name = name
+        self.target = target
+
+    def ready(self) -> LocalPending:
+        return LocalPending(self.name, "its constructor", lambda: None)
+
+    def place(self) -> Place:
+        return Place("local", "127.0.0.1", os.getpid(), (), "")
+
+    def call(self, method: str, *args: Any, timeout_s: float | None = None, what: str | None = None) -> LocalPending:
+        return LocalPending(self.name, what or method, lambda: getattr(self.target, method)(*args))
+
+    def stream(self, method: str, *args: Any, timeout_s: float | None = None, what: str | None = None) -> LocalStream:
+        return LocalStream(self.name, what or method, lambda: getattr(self.target, method)(*args))
+
+
+class LocalStore:
+    """References are the objects themselves."""
+
+    def put(self, obj: Any) -> Ref:
+        return obj
+
+    def fetch(self, ref: Ref) -> Any:
+        return ref
+
+    def fetch_many(self, refs: Sequence[Ref]) -> list[Any]:
+        return list(refs)
+
+
+class LocalCluster:
+    """The Cluster interface without other processes. A failing constructor raises from spawn."""
+
+    def __init__(self, call_timeout_s: float = 3600.0) -> None:
+        self.store: ObjectStore = LocalStore()
+        self.call_timeout_s = call_timeout_s
+        self._workers: list[LocalWorker] = []
+        self._environment_before: dict[str, str | None] = {}
+
+    def spawn(
+        self,
+        name: str,
+        cls: type,
+        *args: Any,
+        cpus: float = 1.0,
+        gpus: float = 0.0,
+        env: Mapping[str, str] | None = None,
+        concurrency: int = 1,
+        beside: Sequence[Worker] = (),
+    ) -> LocalWorker:
+        """`env` is set in this process until shutdown; what was read at import time keeps its old value."""
+        for key, value in (env or {}).items():
+            self._environment_before.setdefault(key, os.environ.get(key))
+            os.environ[key] = value
+        built = LocalPending(name, "its constructor", lambda: cls(*args)).result()
+        worker = LocalWorker(name, built)
+        self._workers.append(worker)
+        return worker
+
+    def spawn_group(
+        self,
+        name: str,
+        cls: type,
+        args_per_rank: Sequence[Sequence[Any]],
+        *,
+        cpus: float = 1.0,
+        gpus: float = 0.0,
+        env: Mapping[str, str] | None = None,
+    ) -> Sequence[LocalWorker]:
+        if len(args_per_rank) != 1:
+            raise ValueError(
+                f"{name}: cluster.backend=local runs one rank in this process, not {len(args_per_rank)}; "
+                "lower the parallel sizes to 1 or set cluster.backend=ray"
+            )
+        with socket.socket() as probe:
+            probe.bind(("127.0.0.1", 0))
+            rendezvous = Rendezvous(0, 1, 0, "127.0.0.1", probe.getsockname()[1])
+        return [self.spawn(f"{name}-0", cls, rendezvous, *args_per_rank[0], env=env)]
+
+    def put(self, obj: Any) -> Ref:
+        return obj
+
+    def fetch(self, ref: Ref) -> Any:
+        return ref
+
+    def next_ready(self, things: Sequence[T], timeout_s: float, what: str) -> T:
+        if not things:
+            raise ValueError(f"{what}: nothing to wait for")
+        return things[0]
+
+    def stop(self, workers: Sequence[Worker]) -> None:
+        for worker in workers:
+            assert isinstance(worker, LocalWorker)
+            self._workers.remove(worker)
+            getattr(worker.target, "shutdown", lambda: None)()
+
+    def shutdown(self) -> None:
+        while self._workers:
+            self.stop([self._workers[-1]])
+        for key, value in self._environment_before.items():
+            if value is None:
+                os.environ.pop(key, None)
+            else:
+                os.environ[key] = value
+        self._environment_before.clear()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.shutdown()
+
+
+def _failed(worker: str, what: str, error: Exception) -> WorkerFailed:
+    """The traceback is not copied: it is the `__cause__`, in this process."""
+    return WorkerFailed(worker, what, f"{type(error).__name__}: {error}")

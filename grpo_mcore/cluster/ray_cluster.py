@@ -1,0 +1,203 @@
+"""Workers as Ray actors."""
+
+from __future__ import annotations
+
+import atexit
+import logging
+import os
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from types import TracebackType
+from typing import Any, Self, cast
+
+import ray
+from ray.exceptions import RayActorError, RayError
+from ray.util.placement_group import PlacementGroup, remove_placement_group
+from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy, PlacementGroupSchedulingStrategy
+
+from grpo_mcore.cluster.environment import chosen
+from grpo_mcore.cluster.host import Host
+from grpo_mcore.cluster.interface import DeadlineExceeded, ObjectStore, Ref, T, Worker
+from grpo_mcore.cluster.ray_placement import asked, check_room, nodes_of, rank_order, reserve, room
+from grpo_mcore.cluster.ray_session import RaySession
+from grpo_mcore.cluster.ray_worker import RayPending, RayStore, RayStream, RayWorker
+
+CLOSE_S = 3.0
+"""How long workers get for their own end before they are killed. One that is in a call does not answer."""
+
+_log = logging.getLogger(__name__)
+
+
+class RayCluster:
+    """The Cluster interface over Ray.
+
+    `log_dir`: each worker prints to `log_dir`/NAME.log; when one dies, Ray's own logs are copied to
+    `log_dir`/ray. `address`: a running Ray; else that of RAY_ADDRESS; else, or with "local", one is started
+    here. `env_vars`: names of further variables that workers may see; their values are the driver's.
+    `num_cpus`, `num_gpus`: of a Ray started here, where the machine's own are not meant.
+    """
+
+    def __init__(
+        self,
+        log_dir: Path,
+        *,
+        address: str | None = None,
+        env_vars: Sequence[str] = (),
+        start_timeout_s: float = 600.0,
+        call_timeout_s: float = 3600.0,
+        num_cpus: int | None = None,
+        num_gpus: int | None = None,
+    ) -> None:
+        self.log_dir = Path(log_dir).absolute()
+        self.call_timeout_s = call_timeout_s
+        self.store: ObjectStore = RayStore(call_timeout_s)
+        self._env_vars = tuple(env_vars)
+        self._start_timeout_s = start_timeout_s
+        self._workers: dict[str, RayWorker] = {}
+        self._groups: list[tuple[PlacementGroup, set[str]]] = []
+        self._process = os.getpid()
+        self._session: RaySession | None = RaySession(
+            address or os.environ.get("RAY_ADDRESS"), self._env_vars, num_cpus, num_gpus, start_timeout_s
+        )
+        atexit.register(self.shutdown)
+
+    def spawn(
+        self,
+        name: str,
+        cls: type,
+        *args: Any,
+        cpus: float = 1.0,
+        gpus: float = 0.0,
+        env: Mapping[str, str] | None = None,
+        concurrency: int = 1,
+        beside: Sequence[Worker] = (),
+    ) -> RayWorker:
+        check_room(name, 1, cpus, gpus)
+        env = dict(env or {})
+        strategy: Any = "DEFAULT"
+        if beside:
+            places = [worker.place() for worker in beside]
+            if len({place.node for place in places}) > 1:
+                raise ValueError(f"{name} cannot be beside workers of several nodes: {places}")
+            strategy = NodeAffinitySchedulingStrategy(places[0].node, soft=False)
+            if shared := dict.fromkeys(gpu for place in places for gpu in place.gpus):
+                env["CUDA_VISIBLE_DEVICES"] = ",".join(shared)
+        worker = self._host(name, cpus, gpus, env, concurrency, strategy)
+        worker.build(cls, *args)
+        return worker
+
+    def spawn_group(
+        self,
+        name: str,
+        cls: type,
+        args_per_rank: Sequence[Sequence[Any]],
+        *,
+        cpus: float = 1.0,
+        gpus: float = 0.0,
+        env: Mapping[str, str] | None = None,
+    ) -> Sequence[RayWorker]:
+        size = len(args_per_rank)
+        group = reserve(name, size, cpus, gpus, self._start_timeout_s)
+        self._groups.append((group, {f"{name}-{rank}" for rank in range(size)}))
+        places = rank_order(nodes_of(group))
+        workers = [
+            self._host(f"{name}-{rank}", cpus, gpus, env or {}, 1, PlacementGroupSchedulingStrategy(group, bundle))
+            for rank, (bundle, _) in enumerate(places)
+        ]
+        meeting_point = workers[0].actor.meeting_point.remote()
+        for rank, (worker, (_, local), args) in enumerate(zip(workers, places, args_per_rank, strict=True)):
+            worker.build_rank(cls, meeting_point, rank, size, 0 if gpus else local, *args)
+        return workers
+
+    def put(self, obj: Any) -> Ref:
+        return self.store.put(obj)
+
+    def fetch(self, ref: Ref) -> Any:
+        return self.store.fetch(ref)
+
+    def next_ready(self, things: Sequence[T], timeout_s: float, what: str) -> T:
+        if not things:
+            raise ValueError(f"{what}: nothing to wait for")
+        mine = cast("Sequence[RayPending | RayStream]", things)
+        handles = [thing.handle for thing in mine]
+        ready, _ = ray.wait(handles, num_returns=1, timeout=timeout_s, fetch_local=False)
+        if not ready:
+            workers = list({thing.whom: thing.worker for thing in mine}.values())
+            names = ", ".join(worker.name for worker in workers)
+            states = "\n".join(worker.state() for worker in workers[:4])
+            raise DeadlineExceeded(what, names, timeout_s, states)
+        return things[handles.index(ready[0])]
+
+    def stop(self, workers: Sequence[Worker]) -> None:
+        mine = [self._workers.pop(worker.name) for worker in workers]
+        closing = {worker.actor.close.remote(): worker for worker in mine}
+        if closing:
+            ended, _ = ray.wait(list(closing), num_returns=len(closing), timeout=CLOSE_S)
+            for handle in ended:
+                _report_end(closing[handle].name, handle)
+        for worker in mine:
+            ray.kill(worker.actor)
+        gone = {worker.name for worker in mine}
+        for group, names in self._groups:
+            names -= gone
+            if not names:
+                remove_placement_group(group)
+        self._groups = [(group, names) for group, names in self._groups if names]
+
+    def shutdown(self) -> None:
+        if self._session is None or os.getpid() != self._process:  # a forked child owns nothing here
+            return
+        session, self._session = self._session, None
+        atexit.unregister(self.shutdown)
+        try:
+            self.stop(list(self._workers.values()))
+        finally:
+            session.close()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.shutdown()
+
+    def _host(
+        self, name: str, cpus: float, gpus: float, env: Mapping[str, str], concurrency: int, strategy: Any
+    ) -> RayWorker:
+        if name in self._workers:
+            raise ValueError(f"there is a worker called {name} already")
+        env = {**chosen(os.environ, self._env_vars), **env}
+        actor = (
+            ray.remote(Host)
+            .options(
+                num_cpus=cpus,
+                num_gpus=gpus,
+                max_concurrency=concurrency,
+                scheduling_strategy=strategy,
+                runtime_env={"env_vars": env},
+            )
+            .remote(name, str(self.log_dir / f"{name}.log"), self._env_vars, env, gpus)
+        )
+        self._workers[name] = RayWorker(
+            name,
+            actor,
+            start_timeout_s=self._start_timeout_s,
+            call_timeout_s=self.call_timeout_s,
+            waiting_for=lambda: f"asks for {asked(1, cpus, gpus)}, free: {room(ray.available_resources())}",
+            on_death=self._save_ray_logs,
+        )
+        return self._workers[name]
+
+    def _save_ray_logs(self) -> None:
+        if self._session is not None:
+            self._session.copy_logs(self.log_dir / "ray")
+
+
+def _report_end(name: str, handle: ray.ObjectRef) -> None:
+    try:
+        ray.get(handle)
+    except RayActorError:  # it is gone already, which was to be reached
+        pass
+    except RayError as error:
+        _log.warning("%s: its shutdown failed: %s", name, error)

@@ -1,0 +1,167 @@
+"""A task that needs no download: two-digit addition, its tokenizer, and a small Qwen3 base model to be
+taught it.
+
+Answers have a fixed width ("37+45=" -> "082"): the model then always has the same number of digits to say,
+and a reader of numbers takes 082 for 82.
+"""
+
+from __future__ import annotations
+
+import json
+import random
+from collections.abc import Iterable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+SPECIAL_TOKENS = {"pad_token": "<pad>", "bos_token": "<bos>", "eos_token": "<eos>", "unk_token": "<unk>"}
+ROLE_TOKENS = ("<system>", "<user>", "<assistant>")
+CHARACTERS = "0123456789+-*/=().,:?%^ \n"  # with the 7 others 32 tokens, which tensor parallelism divides
+CHAT_TEMPLATE = (
+    "{{ bos_token }}"
+    "{% for message in messages %}"
+    "<{{ message['role'] }}>{{ message['content'] }}"
+    "{% if message['role'] == 'assistant' %}{{ eos_token }}{% endif %}"
+    "{% endfor %}"
+    "{% if add_generation_prompt %}<assistant>{% endif %}"
+)
+_HIGHEST = 99
+_WIDTH = 3
+
+
+@dataclass(frozen=True)
+class ArithmeticTask:
+    """Where everything lies."""
+
+    train: Path
+    """Prompts for GRPO: {"input": "37+45=", "output": "82"}."""
+    val: Path
+    """Held-out problems, none of which is in `train` or `sft`."""
+    sft: Path
+    """Demonstrations, some of them wrong: {"input": "37+45=", "output": "082"}."""
+    tokenizer: Path
+    """A folder that AutoTokenizer and vLLM load."""
+
+
+def make_arithmetic_task(
+    folder: str | Path,
+    seed: int = 0,
+    *,
+    num_val: int = 500,
+    demonstrations_per_problem: int = 4,
+    wrong_share: float = 0.55,
+) -> ArithmeticTask:
+    """Writes `train.jsonl`, `val.jsonl`, `sft.jsonl` and `tokenizer/` into `folder`; the same for the same
+    seed.
+
+    All sums 0..99 + 0..99, `num_val` of them held out. `wrong_share` of the demonstrations have wrong digits, so
+    that the right answer is what they agree on, and sampling is what errs.
+    """
+    folder = Path(folder)
+    folder.mkdir(parents=True, exist_ok=True)
+    draw = random.Random(seed)
+    problems = [(a, b) for a in range(_HIGHEST + 1) for b in range(_HIGHEST + 1)]
+    draw.shuffle(problems)
+    held_out, seen = problems[:num_val], problems[num_val:]
+    shown = seen * demonstrations_per_problem
+    draw.shuffle(shown)
+
+    task = ArithmeticTask(folder / "train.jsonl", folder / "val.jsonl", folder / "sft.jsonl", folder / "tokenizer")
+    _write(task.train, ({"input": f"{a:02d}+{b:02d}=", "output": str(a + b)} for a, b in seen))
+    _write(task.val, ({"input": f"{a:02d}+{b:02d}=", "output": str(a + b)} for a, b in held_out))
+    _write(
+        task.sft,
+        ({"input": f"{a:02d}+{b:02d}=", "output": demonstration(a + b, draw, wrong_share)} for a, b in shown),
+    )
+    make_tokenizer(task.tokenizer)
+    return task
+
+
+def demonstration(total: int, draw: random.Random, wrong_share: float) -> str:
+    """The answer in fixed width, wrong with probability `wrong_share`: each digit may be another one.
+
+    The digits err independently of each other, so that a model that has learnt these answers perfectly is right
+    with probability 1 - `wrong_share` when it samples, and always when it takes the likeliest digit.
+    """
+    keep = (1.0 - wrong_share) ** (1.0 / _WIDTH)
+    return "".join(
+        digit if draw.random() < keep else draw.choice([other for other in "0123456789" if other != digit])
+        for digit in f"{total:0{_WIDTH}d}"
+    )
+
+
+def make_tokenizer(folder: str | Path) -> None:
+    """Saves a tokenizer with one token a character, short role tokens and a chat template."""
+    from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers
+    from transformers import PreTrainedTokenizerFast
+
+    names = [*SPECIAL_TOKENS.values(), *ROLE_TOKENS, *CHARACTERS]
+    tokenizer = Tokenizer(
+        models.WordLevel({name: i for i, name in enumerate(names)}, unk_token=SPECIAL_TOKENS["unk_token"])
+    )
+    tokenizer.pre_tokenizer = pre_tokenizers.Split(Regex(r"[\s\S]"), behavior="isolated")
+    tokenizer.decoder = decoders.Fuse()  # characters joined without spaces
+    fast = PreTrainedTokenizerFast(
+        tokenizer_object=tokenizer,
+        **SPECIAL_TOKENS,
+        additional_special_tokens=list(ROLE_TOKENS),
+        chat_template=CHAT_TEMPLATE,
+        clean_up_tokenization_spaces=False,
+        model_max_length=512,
+        padding_side="left",
+    )
+    fast.save_pretrained(str(folder))
+
+
+def make_base_config(
+    folder: str | Path,
+    tokenizer_folder: str | Path,
+    seed: int = 0,
+    *,
+    hidden_size: int = 128,
+    intermediate_size: int = 576,
+    num_layers: int = 4,
+    num_heads: int = 4,
+    num_kv_heads: int = 2,
+    head_dim: int = 32,
+    max_positions: int = 512,
+    vocab_size: int | None = None,
+) -> int:
+    """Writes a Hugging Face folder with a randomly initialised Qwen3 model (float32) and the tokenizer;
+    returns its number of parameters (1.1 M with the defaults). `vocab_size`: the tokenizer's, unless larger
+    is wanted."""
+    import torch
+    from transformers import AutoTokenizer, GenerationConfig, Qwen3Config, Qwen3ForCausalLM
+
+    tokenizer = AutoTokenizer.from_pretrained(str(tokenizer_folder))
+    config = Qwen3Config(
+        vocab_size=max(vocab_size or 0, len(tokenizer)),
+        hidden_size=hidden_size,
+        intermediate_size=intermediate_size,
+        num_hidden_layers=num_layers,
+        num_attention_heads=num_heads,
+        num_key_value_heads=num_kv_heads,
+        head_dim=head_dim,
+        max_position_embeddings=max_positions,
+        tie_word_embeddings=True,
+        bos_token_id=tokenizer.bos_token_id,
+        eos_token_id=tokenizer.eos_token_id,
+        pad_token_id=tokenizer.pad_token_id,
+        dtype="float32",
+    )
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(seed)
+        model = Qwen3ForCausalLM(config)
+    model.generation_config = GenerationConfig(
+        bos_token_id=tokenizer.bos_token_id,
+        eos_token_id=tokenizer.eos_token_id,
+        pad_token_id=tokenizer.pad_token_id,
+    )
+    model.save_pretrained(str(folder))
+    tokenizer.save_pretrained(str(folder))
+    return model.num_parameters()
+
+
+def _write(path: Path, rows: Iterable[dict[str, Any]]) -> None:
+    with path.open("w", encoding="utf-8") as file:
+        file.writelines(json.dumps(row) + "\n" for row in rows)

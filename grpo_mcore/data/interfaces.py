@@ -1,0 +1,93 @@
+"""The types that data is made of: rows, messages, prompts, tasks."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, NotRequired, TypedDict
+
+from torch import Tensor
+
+
+class DataError(ValueError):
+    """Data that cannot be used: says which file, line or row, and what to do."""
+
+
+class Message(TypedDict):
+    """One message of a log. `content`: the text that was tokenised, chat template included."""
+
+    role: str
+    content: str
+    token_ids: NotRequired[Tensor]
+    """int64 [n]"""
+    token_loss_mask: NotRequired[Tensor]
+    """SFT only. int64 [n]: 1 where the token is trained on."""
+
+
+LLMMessageLogType = list[Message]
+
+
+class DatumSpec(TypedDict):
+    """One prompt, ready for a rollout (or one example, ready for supervised training)."""
+
+    message_log: LLMMessageLogType
+    length: int
+    """Tokens of all messages."""
+    extra_env_info: dict[str, Any]
+    """What the environment needs, such as `ground_truth`; the row's other fields come along."""
+    loss_multiplier: float
+    """0: not to be used (too long or invalid). Such data is excluded from the batches and counted."""
+    idx: int
+    """Index in the dataset it was taken from."""
+    task_name: str
+    uid: str
+    """Names the prompt for the whole run: task and line or row, for example `data-train:17`."""
+
+
+@dataclass
+class TaskDataSpec:
+    """What is the same for all rows of a task. The prompt files are read at once; a bad one is a
+    DataError."""
+
+    task_name: str = "default"
+    prompt_file: str | None = None
+    """Text with one {} where the problem goes; other braces are doubled, as in str.format."""
+    system_prompt_file: str | None = None
+    input_key: str = "input"
+    output_key: str = "output"
+    env_name: str | None = None
+    prompt: str | None = field(init=False, default=None)
+    system_prompt: str | None = field(init=False, default=None)
+
+    def __post_init__(self) -> None:
+        self.prompt = _read(self.prompt_file, "prompt_file")
+        self.system_prompt = _read(self.system_prompt_file, "system_prompt_file")
+        if self.prompt is not None and "<the problem>" not in self.format_problem("<the problem>"):
+            raise DataError(f"prompt_file {self.prompt_file}: no {{}} in it where the problem would go")
+
+    def format_problem(self, problem: str) -> str:
+        """The problem within the prompt file's text, or alone."""
+        if self.prompt is None:
+            return problem
+        try:
+            return self.prompt.format(problem)
+        except (IndexError, KeyError, ValueError) as error:
+            raise DataError(
+                f"prompt_file {self.prompt_file}: write one {{}} where the problem goes and double all other "
+                f"braces, such as \\boxed{{{{}}}} ({type(error).__name__}: {error})"
+            ) from error
+
+
+TaskDataProcessFnCallable = Callable[[dict[str, Any], TaskDataSpec, Any, int | None, int], DatumSpec]
+"""(row, task spec, tokenizer, max_seq_length, idx) -> DatumSpec. Never cuts: what is too long gets
+loss_multiplier 0."""
+
+
+def _read(path: str | None, key: str) -> str | None:
+    if path is None:
+        return None
+    try:
+        return Path(path).read_text(encoding="utf-8")
+    except OSError as error:
+        raise DataError(f"{key} {path}: {error.strerror or error}") from error

@@ -1,0 +1,146 @@
+"""Batches of prompts: always full ones in training, in an order that only the seed and the epoch decide."""
+
+from __future__ import annotations
+
+import logging
+import warnings
+from collections.abc import Iterator
+from typing import Any
+
+import numpy as np
+from torch.utils.data import Sampler
+from torchdata.stateful_dataloader import StatefulDataLoader
+
+from grpo_mcore.data.interfaces import DataError, DatumSpec
+from grpo_mcore.data.task_datasets import AllTaskProcessedDataset
+
+log = logging.getLogger(__name__)
+
+
+def build_dataloader(
+    dataset: AllTaskProcessedDataset,
+    batch_size: int,
+    shuffle: bool,
+    seed: int,
+    drop_last: bool = True,
+) -> StatefulDataLoader:
+    """A loader whose batches are `list[DatumSpec]`; one pass over it is one epoch.
+
+    Unusable prompts are passed over, so a batch is never short of them. What does not fill a last batch is
+    dropped with `drop_last` (training; see `loader.batch_sampler.dropped`) and is a smaller batch without
+    (validation). `state_dict()` between two batches and `load_state_dict()` in a new loader give exactly the
+    following batches. The driver reads the data itself: a prompt is tokenised in well under a millisecond.
+    """
+    if drop_last and dataset.usable_at_most() < batch_size:
+        raise DataError(
+            f"the dataset has {dataset.usable_at_most()} usable prompts, fewer than one batch of "
+            f"{batch_size}; lower the batch size or add data ({dataset.excluded})"
+        )
+    sampler = PromptBatchSampler(dataset, batch_size, shuffle, seed, drop_last)
+    with warnings.catch_warnings():  # torchdata 0.11 calls a function that torch 2.13 calls deprecated
+        warnings.filterwarnings("ignore", message="'set_vital' is deprecated")
+        return StatefulDataLoader(dataset, batch_sampler=sampler, collate_fn=_as_it_is, num_workers=0)
+
+
+class PromptBatchSampler(Sampler[list[int]]):
+    """Draws the indices of batches. `epoch` is the one that the next pass reads; `dropped` counts the
+    prompts that the passes so far left over."""
+
+    def __init__(
+        self, dataset: AllTaskProcessedDataset, batch_size: int, shuffle: bool, seed: int, drop_last: bool
+    ) -> None:
+        self.dataset = dataset
+        self.batch_size = batch_size
+        self.shuffle = shuffle
+        self.seed = seed
+        self.drop_last = drop_last
+        self.epoch = 0
+        self.dropped = 0
+
+    def __iter__(self) -> Iterator[list[int]]:
+        return _Pass(self)
+
+    def __len__(self) -> int:
+        """Batches of one epoch; at most, where not all prompts are checked yet."""
+        usable = self.dataset.usable_at_most()
+        return usable // self.batch_size if self.drop_last else -(-usable // self.batch_size)
+
+    def order(self, epoch: int) -> np.ndarray:
+        """int64 [rows]: the row indices in the order of that epoch."""
+        if not self.shuffle:
+            return np.arange(len(self.dataset))
+        return np.random.default_rng([self.seed, epoch]).permutation(len(self.dataset))
+
+
+class _Pass(Iterator[list[int]]):
+    """One epoch's batches. Its state is a place: the epoch, and the rows of its order that are behind."""
+
+    def __init__(self, sampler: PromptBatchSampler) -> None:
+        self.sampler = sampler
+        self.epoch = sampler.epoch
+        self.behind = 0
+        self.batches = 0
+        self._order = sampler.order(self.epoch)
+        self._over = False
+
+    def __next__(self) -> list[int]:
+        sampler = self.sampler
+        batch: list[int] = []
+        while self.behind < len(self._order) and len(batch) < sampler.batch_size:
+            index = int(self._order[self.behind])
+            self.behind += 1
+            if sampler.dataset.usable(index):
+                batch.append(index)
+        if len(batch) == sampler.batch_size or (batch and not sampler.drop_last):
+            self.batches += 1
+            return batch
+        self._finish(left_over=len(batch))
+        raise StopIteration
+
+    def _finish(self, left_over: int) -> None:
+        if self._over:
+            return
+        self._over = True
+        self.sampler.epoch = self.epoch + 1
+        self.sampler.dropped += left_over
+        if self.batches == 0:
+            raise DataError(
+                f"a whole epoch gave no batch of {self.sampler.batch_size}: {self.sampler.dataset.excluded}"
+            )
+        if left_over:
+            log.info("epoch %d: %d prompts did not fill a batch and were dropped", self.epoch, left_over)
+        if len(self._order) != self.sampler.dataset.usable_at_most():
+            log.info("epoch %d: %s", self.epoch, self.sampler.dataset.excluded)
+
+    def state_dict(self) -> dict[str, Any]:
+        return {
+            "epoch": self.epoch,
+            "behind": self.behind,
+            "batches": self.batches,
+            "over": self._over,
+            "dropped": self.sampler.dropped,
+            "rows": len(self._order),
+            "seed": self.sampler.seed,
+            "shuffle": self.sampler.shuffle,
+        }
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Raises DataError where the data or its order is not the one that the state speaks of."""
+        now = {"rows": len(self._order), "seed": self.sampler.seed, "shuffle": self.sampler.shuffle}
+        for key, value in now.items():
+            if state[key] != value:
+                raise DataError(
+                    f"cannot go on with this data: {key} is {value}, at the checkpoint it was {state[key]}; "
+                    f"restore it, or start a new run"
+                )
+        self.epoch = state["epoch"]
+        self.behind = state["behind"]
+        self.batches = state["batches"]
+        self._over = state["over"]
+        self.sampler.epoch = self.epoch + self._over
+        self.sampler.dropped = state["dropped"]
+        self._order = self.sampler.order(self.epoch)
+
+
+def _as_it_is(batch: list[DatumSpec]) -> list[DatumSpec]:
+    return batch

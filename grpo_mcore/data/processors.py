@@ -1,0 +1,181 @@
+"""From a row to a DatumSpec: the chat template is applied and the text becomes tokens, once.
+
+A processor is `fn(datum_dict, task_data_spec, tokenizer, max_seq_length, idx) -> DatumSpec`, known by name
+or import path. None of them cuts: what does not fit is marked with loss_multiplier 0, and the dataset
+excludes and counts it.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+from grpo_mcore.data.imports import import_by_path
+from grpo_mcore.data.interfaces import DataError, DatumSpec, Message, TaskDataProcessFnCallable, TaskDataSpec
+
+_OWN_KEYS = ("messages", "task_name", "uid")
+
+
+def math_hf_data_processor(
+    datum_dict: dict[str, Any],
+    task_data_spec: TaskDataSpec,
+    tokenizer: Any,
+    max_seq_length: int | None,
+    idx: int,
+) -> DatumSpec:
+    """Rows in chat format: all before the last assistant message is the prompt. The truth is `ground_truth`,
+    or else that last message."""
+    prompt, answer = _split_answer(datum_dict["messages"])
+    return _prompt_datum(prompt, answer, datum_dict, task_data_spec, tokenizer, max_seq_length, idx)
+
+
+def math_data_processor(
+    datum_dict: dict[str, Any],
+    task_data_spec: TaskDataSpec,
+    tokenizer: Any,
+    max_seq_length: int | None,
+    idx: int,
+) -> DatumSpec:
+    """Rows with `problem` and `expected_answer`; rows in chat format as math_hf_data_processor."""
+    if "problem" not in datum_dict:
+        return math_hf_data_processor(datum_dict, task_data_spec, tokenizer, max_seq_length, idx)
+    prompt = [{"role": "user", "content": str(datum_dict["problem"])}]
+    answer = datum_dict.get("expected_answer")
+    return _prompt_datum(prompt, answer, datum_dict, task_data_spec, tokenizer, max_seq_length, idx)
+
+
+def sft_processor(
+    datum_dict: dict[str, Any],
+    task_data_spec: TaskDataSpec,
+    tokenizer: Any,
+    max_seq_length: int | None,
+    idx: int,
+) -> DatumSpec:
+    """Whole conversations; the assistant's messages are trained on, up to and including what ends them.
+
+    An answer begins where a generation would begin, after the template's generation prompt, and is tokenised
+    apart from it: the prompt has the very tokens that a rollout of it has.
+    """
+    uid = _uid(datum_dict, task_data_spec, idx)
+    messages = _with_task_prompts(datum_dict["messages"], task_data_spec)
+    turns: list[tuple[str, str]] = []
+    done = ""
+    for index, message in enumerate(messages):
+        if message["role"] != "assistant":
+            continue
+        before = _render(tokenizer, messages[:index], uid, add_generation_prompt=True)
+        after = _render(tokenizer, messages[: index + 1], uid, add_generation_prompt=False)
+        if not (before.startswith(done) and after.startswith(before)):
+            raise DataError(
+                f"{uid}: the chat template renders earlier turns differently once later ones follow; "
+                f"give each answer a row of its own, or use another chat template"
+            )
+        turns += [("user", before[len(done) :]), ("assistant", after[len(before) :])]
+        done = after
+    if not turns:
+        raise DataError(f"{uid}: no assistant message in it, nothing to learn from")
+    log = _tokenise(turns, tokenizer)
+    for turn in log:
+        turn["token_loss_mask"] = torch.full_like(turn["token_ids"], turn["role"] == "assistant")
+    length = sum(len(turn["token_ids"]) for turn in log)
+    fits = max_seq_length is None or length <= max_seq_length
+    return _datum(log, length, fits, {}, datum_dict, task_data_spec, idx)
+
+
+PROCESSORS: dict[str, TaskDataProcessFnCallable] = {
+    "default": math_hf_data_processor,
+    "math_hf_data_processor": math_hf_data_processor,
+    "math_data_processor": math_data_processor,
+    "sft_processor": sft_processor,
+}
+
+
+def find_processor(name: str) -> TaskDataProcessFnCallable:
+    """By name, or by import path ("package.module:function" or "package.module.function")."""
+    if name in PROCESSORS:
+        return PROCESSORS[name]
+    if not {".", ":"} & set(name):
+        raise DataError(f"unknown processor {name!r}: known are {sorted(PROCESSORS)}, or an import path")
+    return import_by_path(name, what="processor")
+
+
+def _prompt_datum(
+    prompt: list[dict[str, Any]],
+    answer: Any,
+    row: dict[str, Any],
+    spec: TaskDataSpec,
+    tokenizer: Any,
+    max_seq_length: int | None,
+    idx: int,
+) -> DatumSpec:
+    """The prompt as one message of tokens, ready to be continued. Truth: `ground_truth`, else `answer`."""
+    uid = _uid(row, spec, idx)
+    truth = answer if row.get("ground_truth") is None else row["ground_truth"]
+    if truth is None:
+        raise DataError(f"{uid}: neither an answer ({spec.output_key!r}) nor a 'ground_truth' to check against")
+    text = _render(tokenizer, _with_task_prompts(prompt, spec), uid, add_generation_prompt=True)
+    log = _tokenise([("user", text)], tokenizer)
+    length = len(log[0]["token_ids"])
+    fits = max_seq_length is None or length < max_seq_length
+    extra = {key: value for key, value in row.items() if key not in _OWN_KEYS}
+    return _datum(log, length, fits, {**extra, "ground_truth": truth}, row, spec, idx)
+
+
+def _datum(
+    log: list[Message],
+    length: int,
+    fits: bool,
+    extra_env_info: dict[str, Any],
+    row: dict[str, Any],
+    spec: TaskDataSpec,
+    idx: int,
+) -> DatumSpec:
+    return DatumSpec(
+        message_log=log,
+        length=length,
+        extra_env_info=extra_env_info,
+        loss_multiplier=1.0 if fits else 0.0,
+        idx=idx,
+        task_name=row.get("task_name", spec.task_name),
+        uid=_uid(row, spec, idx),
+    )
+
+
+def _uid(row: dict[str, Any], spec: TaskDataSpec, idx: int) -> str:
+    return row.get("uid") or f"{row.get('task_name', spec.task_name)}:{idx}"
+
+
+def _split_answer(messages: list[dict[str, Any]]) -> tuple[list[dict[str, Any]], str | None]:
+    if messages[-1]["role"] == "assistant":
+        return messages[:-1], messages[-1]["content"]
+    return messages, None
+
+
+def _with_task_prompts(messages: list[dict[str, Any]], spec: TaskDataSpec) -> list[dict[str, Any]]:
+    """The last question put into the prompt file's text; the system prompt first, if the row has none."""
+    messages = list(messages)
+    if spec.prompt is not None:
+        last = max((i for i, message in enumerate(messages) if message["role"] == "user"), default=None)
+        if last is not None:
+            formatted = spec.format_problem(messages[last]["content"])
+            messages[last] = {**messages[last], "content": formatted}
+    if spec.system_prompt is not None and (not messages or messages[0]["role"] != "system"):
+        messages.insert(0, {"role": "system", "content": spec.system_prompt})
+    return messages
+
+
+def _render(tokenizer: Any, messages: list[dict[str, Any]], uid: str, add_generation_prompt: bool) -> str:
+    try:
+        return tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=add_generation_prompt)
+    except Exception as error:  # a template is a program of the model's author and raises what it likes
+        raise DataError(f"{uid}: the chat template refuses it: {type(error).__name__}: {error}") from error
+
+
+def _tokenise(turns: list[tuple[str, str]], tokenizer: Any) -> list[Message]:
+    """(role, text) pairs as messages. The template has put in all special tokens; the tokenizer adds none."""
+    encoded = tokenizer([text for _, text in turns], add_special_tokens=False)["input_ids"]
+    return [
+        Message(role=role, content=text, token_ids=torch.tensor(ids, dtype=torch.int64))
+        for (role, text), ids in zip(turns, encoded, strict=True)
+    ]

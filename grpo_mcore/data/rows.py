@@ -1,0 +1,79 @@
+"""A view on the rows of a file or of a Hugging Face dataset: formatted when read, never copied."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import numpy as np
+
+from grpo_mcore.data.interfaces import DataError
+
+
+class Rows(Sequence[dict[str, Any]]):
+    """`to_row(source[i], i)` for the chosen indices i, in their order."""
+
+    def __init__(
+        self,
+        source: Sequence[dict[str, Any]],
+        to_row: Callable[[dict[str, Any], int], dict[str, Any]],
+        indices: Sequence[int] | None = None,
+    ) -> None:
+        self._source = source
+        self._to_row = to_row
+        self._indices = range(len(source)) if indices is None else indices
+
+    def __len__(self) -> int:
+        return len(self._indices)
+
+    def __getitem__(self, index: int) -> dict[str, Any]:  # type: ignore[override]
+        at = int(self._indices[index])
+        return self._to_row(self._source[at], at)
+
+    def split(self, size: float, seed: int) -> tuple[Rows, Rows]:
+        """(the rest, a random part), both in order. `size` < 1 is a share of the rows, >= 1 a number."""
+        wanted = round(size * len(self)) if size < 1 else int(size)
+        if not 0 < wanted < len(self):
+            raise DataError(
+                f"split_validation_size {size:g} takes {wanted} of {len(self)} rows; both parts need at least one"
+            )
+        chosen = np.zeros(len(self), dtype=bool)
+        chosen[np.random.default_rng(seed).permutation(len(self))[:wanted]] = True
+        indices = np.asarray(self._indices)
+        return (
+            Rows(self._source, self._to_row, indices[~chosen]),
+            Rows(self._source, self._to_row, indices[chosen]),
+        )
+
+
+class Repeated(Sequence[dict[str, Any]]):
+    """All rows, `times` times over; every occurrence is a prompt with a uid of its own."""
+
+    def __init__(self, rows: Sequence[dict[str, Any]], times: int) -> None:
+        self._rows = rows
+        self._times = times
+
+    def __len__(self) -> int:
+        return len(self._rows) * self._times
+
+    def __getitem__(self, index: int) -> dict[str, Any]:  # type: ignore[override]
+        turn, at = divmod(range(len(self))[index], len(self._rows))
+        row = self._rows[at]
+        return {**row, "uid": f"{row['uid']}~{turn}"} if turn else row
+
+
+class Joined(Sequence[dict[str, Any]]):
+    """Several datasets, one after the other."""
+
+    def __init__(self, parts: Sequence[Sequence[dict[str, Any]]]) -> None:
+        self._parts = parts
+        self._ends = np.cumsum([len(part) for part in parts])
+
+    def __len__(self) -> int:
+        return int(self._ends[-1])
+
+    def __getitem__(self, index: int) -> dict[str, Any]:  # type: ignore[override]
+        index = range(len(self))[index]
+        part = int(np.searchsorted(self._ends, index, side="right"))
+        first = int(self._ends[part - 1]) if part else 0
+        return self._parts[part][index - first]

@@ -1,0 +1,75 @@
+"""What an environment is: it reads conversations and gives observations, rewards and an end."""
+
+from __future__ import annotations
+
+import time
+from abc import ABC, abstractmethod
+from collections.abc import Mapping, Sequence
+from typing import Any, ClassVar, NamedTuple
+
+from grpo_mcore.rollout.trajectory import Score, Trajectory
+
+
+class EnvironmentReturn(NamedTuple):
+    """One entry a conversation in every list.
+
+    `rewards`: None where the environment failed (excluded and counted, never 0). `answers`: what was taken
+    for the answer. `reasons`: why it got that reward. `rewards_by_name`: the parts of a reward that has
+    several.
+    """
+
+    observations: list[dict[str, str]]
+    metadata: list[dict[str, Any] | None]
+    next_stop_strings: list[list[str] | None]
+    rewards: list[float | None]
+    terminateds: list[bool]
+    answers: list[str | None]
+    reasons: list[str]
+    seconds: list[float] | None = None
+    rewards_by_name: list[dict[str, float]] | None = None
+
+
+class EnvironmentInterface(ABC):
+    """Built from its section of the recipe, `env.<name>`. Several threads may use one instance."""
+
+    needs: ClassVar[dict[str, float]] = {"cpus": 1.0, "gpus": 0.0}
+    """What one instance asks of the cluster."""
+
+    def __init__(self, config: Mapping[str, Any] | None = None) -> None:
+        self.config: Any = dict(config or {})
+
+    @abstractmethod
+    def step(
+        self, message_log_batch: Sequence[Sequence[Mapping[str, Any]]], metadata: Sequence[dict[str, Any]]
+    ) -> EnvironmentReturn:
+        """The world's answer to each conversation. `message_log_batch[i]`: messages {"role", "content"} so
+        far; `metadata[i]`: the prompt's `extra_env_info`, or what the last step returned for it."""
+
+    def score(self, metadata: Sequence[dict[str, Any]], *trajectories: Trajectory) -> list[Score]:
+        """The verdict on whole trajectories, in order. They come as separate arguments so that object
+        references in their place are resolved by the cluster."""
+        if len(metadata) != len(trajectories):
+            raise ValueError(f"score: {len(metadata)} metadata for {len(trajectories)} trajectories")
+        start = time.perf_counter()
+        result = self.step([conversation(trajectory) for trajectory in trajectories], metadata)
+        mean_seconds = (time.perf_counter() - start) / max(len(trajectories), 1)
+        seconds = result.seconds or [mean_seconds] * len(trajectories)
+        by_name = result.rewards_by_name or [{} for _ in trajectories]
+        return [
+            Score(reward=reward, answer=answer, reason=reason, seconds=taken, rewards_by_name=named)
+            for reward, answer, reason, taken, named in zip(
+                result.rewards, result.answers, result.reasons, seconds, by_name, strict=True
+            )
+        ]
+
+    def global_post_process_and_metrics(self, batch: Mapping[str, Sequence[Any]]) -> dict[str, float]:
+        """Metrics over a whole batch of samples; `batch` has the columns `rewards` and `uid`."""
+        return {}
+
+    def shutdown(self) -> None:  # noqa: B027 - an environment that holds nothing needs no shutdown
+        """Frees what the environment holds; it is not used afterwards."""
+
+
+def conversation(trajectory: Trajectory) -> list[dict[str, Any]]:
+    """A trajectory as messages; `generated` tells the policy's words from those of a prompt."""
+    return [{"role": turn.role, "content": turn.text, "generated": turn.loss_mask} for turn in trajectory.turns]

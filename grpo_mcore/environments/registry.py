@@ -1,0 +1,61 @@
+"""Environments by name or by import path ("package.module:Class" or "package.module.Class")."""
+
+from __future__ import annotations
+
+import difflib
+import importlib
+from collections.abc import Mapping
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from grpo_mcore.environments.interfaces import EnvironmentInterface
+
+_ENVIRONMENTS: dict[str, str] = {
+    "math": "grpo_mcore.environments.math_environment:MathEnvironment",
+}
+
+
+class EnvironmentConfigError(ValueError):
+    """An environment's name or its `env.<name>` section is wrong."""
+
+
+def register_env(env_name: str, import_path: str) -> None:
+    """Makes `import_path` known as `env_name` in this process, for `data.*.env_name` and the key under
+    `env`."""
+    known = _ENVIRONMENTS.get(env_name, import_path)
+    if known != import_path:
+        raise EnvironmentConfigError(f"environment name {env_name!r} is taken by {known}; take another")
+    _ENVIRONMENTS[env_name] = import_path
+
+
+def create_env_class(env_name: str) -> tuple[type[EnvironmentInterface], dict[str, float]]:
+    """The class behind a name or an import path, and what one instance needs: {"cpus": ..., "gpus": ...}."""
+    path = _ENVIRONMENTS.get(env_name)
+    if path is None:
+        if not {".", ":"} & set(env_name):
+            near = difflib.get_close_matches(env_name, _ENVIRONMENTS, n=1)
+            hint = f"did you mean {near[0]!r}? " if near else ""
+            raise EnvironmentConfigError(
+                f"unknown environment {env_name!r}: {hint}known are {sorted(_ENVIRONMENTS)}, "
+                f"or an import path such as 'package.module:Class'"
+            )
+        path = env_name
+    cls = import_by_path(path, what="environment")
+    return cls, dict(cls.needs)
+
+
+def create_env(env_name: str, env_config: Mapping[str, Any] | None = None) -> EnvironmentInterface:
+    """An environment in this process; `env_config` is the recipe's section `env.<env_name>`."""
+    cls, _ = create_env_class(env_name)
+    return cls(env_config)
+
+
+def import_by_path(path: str, what: str) -> Any:
+    """The object at "package.module:name" or "package.module.name"; `what` names it in the error."""
+    module_name, _, attribute = path.partition(":") if ":" in path else path.rpartition(".")
+    try:
+        return getattr(importlib.import_module(module_name), attribute)
+    except (ImportError, AttributeError, ValueError) as error:
+        raise EnvironmentConfigError(
+            f"cannot import the {what} {path!r}: {error}; write it as 'package.module:name'"
+        ) from error

@@ -1,0 +1,105 @@
+"""What an engine is started with, and the environment that its process needs: plain values, no vLLM here."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any, Literal
+
+GIB = 2**30
+
+
+@dataclass(frozen=True)
+class EngineConfig:
+    """One engine. Paths are local folders or names on the Hugging Face hub.
+
+    `load_format`: "auto" reads the model's weights; "dummy" leaves them random, and the engine generates
+    nothing until a refit has filled them. `threads`: CPU threads of each tensor-parallel rank. `vllm_kwargs`:
+    more arguments of `vllm.EngineArgs`, which win over the ones set here.
+    """
+
+    model: str
+    name: str = "engine-0"
+    tokenizer: str | None = None  # None: the model's
+    platform: Literal["cpu", "gpu"] = "cpu"
+    dtype: str = "bfloat16"
+    tensor_parallel_size: int = 1
+    max_model_len: int = 512
+    load_format: Literal["auto", "dummy"] = "auto"
+    enforce_eager: bool = False  # on CPU always eager
+    gpu_memory_utilization: float = 0.6  # read on GPU only
+    kv_cache_memory_gb: float | None = None  # GiB a rank; None: 1 on CPU, what the utilization leaves on GPU
+    max_num_seqs: int | None = None  # requests that run together; None: vLLM's choice
+    sleep_between_phases: bool = False  # GPU: give the memory to the policy in `release`
+    threads: int = 1
+    log_level: str = "ERROR"
+    vllm_kwargs: Mapping[str, Any] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        if self.sleep_between_phases and self.platform == "cpu":
+            raise ValueError(f"{self.name}: an engine on CPU cannot sleep")
+        if min(self.tensor_parallel_size, self.max_model_len, self.threads) < 1:
+            raise ValueError(
+                f"{self.name}: tensor_parallel_size {self.tensor_parallel_size}, max_model_len "
+                f"{self.max_model_len} and threads {self.threads} must be at least 1"
+            )
+
+
+def engine_environment(config: EngineConfig) -> dict[str, str]:
+    """Environment variables for the engine's process, to be set before it starts Python."""
+    environment = {
+        # The engine steps in the caller's process; only tensor-parallel ranks are processes of their own.
+        "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
+        "VLLM_WORKER_MULTIPROC_METHOD": "spawn",
+        "VLLM_LOGGING_LEVEL": config.log_level,
+        "VLLM_NO_USAGE_STATS": "1",
+        "TOKENIZERS_PARALLELISM": "false",
+        "TORCH_CPP_LOG_LEVEL": "ERROR",
+        "PYTHONWARNINGS": "ignore::FutureWarning:vllm.triton_utils.dispatcher",
+    }
+    if config.platform == "cpu":
+        environment |= {
+            # vLLM would bind threads to cores of its own choice; here several processes share the cores.
+            "VLLM_CPU_OMP_THREADS_BIND": "nobind",
+            "OMP_NUM_THREADS": str(config.threads),
+            # Threads that spin while they wait starve the other processes: 5 times fewer tokens/s on shared
+            # cores.
+            "OMP_WAIT_POLICY": "PASSIVE",
+            # vLLM compiles a sampling helper even in eager mode: 3 to 24 s of C++ compiler at the first
+            # request.
+            "TORCH_COMPILE_DISABLE": "1",
+            # Ranks that are told to end need not be waited for: they hold nothing to save.
+            "VLLM_WORKER_SHUTDOWN_TIMEOUT_SECONDS": "2",
+        }
+    return environment
+
+
+def engine_arguments(config: EngineConfig) -> dict[str, Any]:
+    """Keyword arguments of `vllm.EngineArgs`."""
+    cpu = config.platform == "cpu"
+    kv_cache_gb = config.kv_cache_memory_gb or (1.0 if cpu else None)
+    arguments: dict[str, Any] = {
+        "model": config.model,
+        "tokenizer": config.tokenizer or config.model,
+        "dtype": config.dtype,
+        "tensor_parallel_size": config.tensor_parallel_size,
+        "max_model_len": config.max_model_len,
+        "load_format": config.load_format,
+        "enforce_eager": cpu or config.enforce_eager,
+        "enable_sleep_mode": config.sleep_between_phases,
+        # Log-probs of the distribution that was sampled from: after temperature, top-p and top-k.
+        "logprobs_mode": "processed_logprobs",
+        "disable_log_stats": True,
+        "use_tqdm_on_load": False,
+        "seed": 0,  # not used for sampling: every request brings its own
+        "weight_transfer_config": {"backend": "grpo_mcore"},
+    }
+    if not cpu:
+        arguments["gpu_memory_utilization"] = config.gpu_memory_utilization
+    if kv_cache_gb is not None:
+        arguments["kv_cache_memory_bytes"] = int(kv_cache_gb * GIB)
+    if config.max_num_seqs is not None:
+        arguments["max_num_seqs"] = config.max_num_seqs
+    if config.tensor_parallel_size > 1:
+        arguments["distributed_executor_backend"] = "mp"
+    return arguments | dict(config.vllm_kwargs)

@@ -1,0 +1,215 @@
+"""One vLLM engine: generates samples and hands each over as it finishes; takes new weights from a refit."""
+
+from __future__ import annotations
+
+import multiprocessing
+import os
+import time
+import warnings
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from typing import Any
+
+from grpo_mcore.generation.config import EngineConfig, engine_arguments, engine_environment
+from grpo_mcore.generation.worker_calls import refit_step, unlink_shared_segments
+from grpo_mcore.rollout.trajectory import GenerationRequest, Sampling, Trajectory
+
+
+class EngineError(RuntimeError):
+    """An engine that cannot do what was asked; the message names the engine."""
+
+
+class Engine:
+    """One engine with its tensor-parallel ranks: in process or as a Ray actor; one call at a time.
+
+    `weight_version`: number of the last committed refit, 0 for the weights it was started with. None when they
+    are of no version (never filled, or half replaced by a refit that failed): it then generates nothing.
+    """
+
+    def __init__(self, config: EngineConfig) -> None:
+        began = time.perf_counter()
+        self.config = config
+        self.name = config.name
+        self.weight_version: int | None = 0 if config.load_format == "auto" else None
+        self._refit_open = False
+        self._half_replaced = False
+        self._asleep: list[str] = []  # which memory is given away: vLLM's tags
+        self._generating = False
+        for key, value in engine_environment(config).items():
+            os.environ.setdefault(key, value)
+        with warnings.catch_warnings():
+            warnings.filterwarnings("ignore", category=FutureWarning, module="vllm")
+            self._llm_engine = self._start()
+        self._max_model_len: int = self._llm_engine.model_config.max_model_len
+        if self.weight_version is not None:
+            self._llm_engine.set_weight_version(str(self.weight_version))
+        self.start_seconds = time.perf_counter() - began
+
+    def _start(self) -> Any:
+        if self.config.platform == "cpu":
+            import torch
+
+            # As TORCH_COMPILE_DISABLE, for a process that had imported the compiler before.
+            torch.compiler.set_stance("force_eager")
+        from vllm import EngineArgs
+        from vllm.usage.usage_lib import UsageContext
+        from vllm.v1.engine.llm_engine import LLMEngine
+
+        arguments = EngineArgs(**engine_arguments(self.config))
+        engine = LLMEngine.from_engine_args(arguments, usage_context=UsageContext.LLM_CLASS)
+        if self.config.platform == "cpu" and self.config.tensor_parallel_size > 1:
+            engine.collective_rpc(unlink_shared_segments)
+        return engine
+
+    def generate(self, requests: list[GenerationRequest], sampling: Sampling) -> Iterator[Trajectory]:
+        """Yields each sample as it finishes, in any order. A caller that stops early aborts the rest.
+
+        Raises EngineError when the weights are of no version, ValueError when a prompt exceeds the context.
+        """
+        from grpo_mcore.generation.samples import sampling_params, to_trajectory
+
+        if self.weight_version is None:
+            raise EngineError(f"{self.name} holds weights of no version: it generates after the next refit")
+        if self._refit_open or self._asleep or self._generating:
+            state = "in a refit" if self._refit_open else "asleep" if self._asleep else "generating already"
+            raise EngineError(f"{self.name} cannot generate: it is {state}")
+        from vllm.inputs.engine import tokens_input
+
+        asked = {str(index): request for index, request in enumerate(requests)}
+        room = self._max_model_len
+        params = {key: sampling_params(request, sampling, room) for key, request in asked.items()}
+        engine, tokenizer = self._llm_engine, self._llm_engine.get_tokenizer()
+        running: dict[str, str] = {}
+        self._generating = True
+        try:
+            for key, request in asked.items():
+                prompt = tokens_input(request.token_ids().tolist())
+                running[key] = engine.add_request(key, prompt, params[key])
+            while running:
+                with self._rank_deaths():
+                    outputs = engine.step()
+                for output in outputs:
+                    if output.finished:
+                        del running[output.request_id]
+                        yield to_trajectory(asked[output.request_id], output, tokenizer)
+        finally:
+            if running:
+                engine.abort_request(list(running.values()), internal=True)
+            self._generating = False
+
+    def start_refit(self, manifest: Mapping[str, Any]) -> dict[str, Any]:
+        """Open a weight update. `manifest`: plan (JSON), digest, transport. A half-open one is closed first.
+
+        Returns the digest of the plan as every rank understood it, and the current weight version.
+        """
+        if self._generating:
+            raise EngineError(f"{self.name} cannot start a refit while it generates")
+        self.abort_refit()
+        if "weights" in self._asleep:
+            self._llm_engine.wake_up(["weights"])
+            self._asleep.remove("weights")
+        self._refit_open = True
+        reports = self._refit_step("start", {"plan": manifest["plan"], "transport": manifest["transport"]})
+        digests = {report["digest"] for report in reports}
+        if digests != {manifest["digest"]}:
+            self.abort_refit()
+            raise EngineError(f"{self.name}: ranks read plan {manifest['digest'][:12]} as {sorted(digests)}")
+        return {"digest": manifest["digest"], "version": self.weight_version}
+
+    def load_bucket(self, index: int) -> dict[str, Any]:
+        """Load what the refit buffer holds as bucket `index`. Returns {seconds}."""
+        began = time.perf_counter()
+        if not self._refit_open:
+            raise EngineError(f"{self.name}: bucket {index} cannot be loaded, no refit is open")
+        self._half_replaced = True
+        self._refit_step("load", {"bucket": index})
+        return {"seconds": time.perf_counter() - began}
+
+    def commit_refit(self, version: int) -> dict[str, Any]:
+        """Check that everything has arrived and make it weight version `version`.
+
+        Returns {version, tensors, parameters, bytes, seconds}: loaded Hugging Face tensors, vLLM parameters
+        on a rank, bytes read by a rank.
+        """
+        if not self._refit_open:
+            raise EngineError(f"{self.name}: weight version {version} cannot be committed, no refit is open")
+        began = time.perf_counter()
+        report = self._refit_step("finish")[0]
+        # What the old weights computed must not serve a prompt of the new ones.
+        if not self._llm_engine.reset_prefix_cache():
+            raise EngineError(f"{self.name}: the prefix cache of the old weights could not be cleared")
+        self._llm_engine.set_weight_version(str(version))
+        self._refit_open = self._half_replaced = False
+        self.weight_version = version
+        return report | {"version": version, "seconds": time.perf_counter() - began}
+
+    def abort_refit(self) -> None:
+        """Close a half-open update. No-op when none is open. Once a bucket was loaded, the old weights are
+        gone in part: the engine then generates nothing until a refit succeeds."""
+        if not self._refit_open:
+            return
+        if self._half_replaced:
+            self.weight_version = None
+        self._refit_open = self._half_replaced = False
+        self._refit_step("abort")
+
+    def _refit_step(self, step: str, argument: Any = None) -> list[dict[str, Any]]:
+        """On every rank. Raises EngineError with the first rank's error."""
+        with self._rank_deaths():
+            reports = self._llm_engine.collective_rpc(refit_step, args=(step, argument))
+        for rank, report in enumerate(reports):
+            if "error" in report:
+                where = f"{self.name} rank {rank}" if len(reports) > 1 else self.name
+                error = EngineError(f"{where}: {report['error']}")
+                error.add_note(report["traceback"])
+                raise error
+        return reports
+
+    def prepare(self, version: int) -> None:
+        """Be ready to generate with weight version `version`. Raises EngineError if it holds another."""
+        if self.weight_version != version:
+            raise EngineError(f"{self.name} holds weight version {self.weight_version}, not {version}")
+        if self._asleep:
+            self._llm_engine.wake_up(self._asleep)
+            self._asleep = []
+
+    def release(self) -> None:
+        """Between generation phases: an engine that sleeps moves its weights to the host, drops its KV cache."""
+        if self.config.sleep_between_phases and not self._asleep:
+            self._llm_engine.sleep(level=1)
+            self._asleep = ["weights", "kv_cache"]
+
+    def health(self) -> dict[str, Any]:
+        """{name, weight_version, requests (unfinished), state, pid}. Raises if a rank does not answer."""
+        with self._rank_deaths():
+            self._llm_engine.model_executor.check_health()
+        state = "refit" if self._refit_open else "asleep" if self._asleep else "ready"
+        return {
+            "name": self.name,
+            "weight_version": self.weight_version,
+            "requests": self._llm_engine.get_num_unfinished_requests(),
+            "state": "unfilled" if self.weight_version is None and state == "ready" else state,
+            "pid": os.getpid(),
+        }
+
+    def shutdown(self) -> None:
+        """End the ranks' processes and free the memory. Idempotent.
+
+        vLLM also destroys the default torch.distributed group of this process: in process, shut the policy
+        down first.
+        """
+        engine, self._llm_engine = getattr(self, "_llm_engine", None), None
+        if engine is not None:
+            engine.engine_core.shutdown()
+            multiprocessing.active_children()  # reaps the ranks
+
+    @contextmanager
+    def _rank_deaths(self) -> Iterator[None]:
+        """vLLM says only "cancelled" when one of its processes has died: say what happened."""
+        try:
+            yield
+        except Exception as error:
+            if getattr(self._llm_engine.model_executor, "is_failed", False):
+                count = self.config.tensor_parallel_size
+                raise EngineError(f"{self.name}: one of its {count} rank processes has died") from error
+            raise

@@ -1,0 +1,75 @@
+"""Between our requests and trajectories and vLLM's: how a sample is asked for, and what comes back."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from vllm import RequestOutput, SamplingParams
+from vllm.sampling_params import RequestOutputKind
+
+from grpo_mcore.rollout.trajectory import GenerationRequest, Sampling, Trajectory, Turn
+
+
+def sampling_params(request: GenerationRequest, sampling: Sampling, max_model_len: int) -> SamplingParams:
+    """Raises ValueError for a prompt that leaves no room in the context, or a seed out of range."""
+    where = f"prompt {request.uid!r}, generation {request.generation_index}"
+    prompt_length = sum(len(turn) for turn in request.prompt)
+    room = max_model_len - prompt_length
+    if prompt_length < 1 or room < 1:
+        raise ValueError(
+            f"{where}: {prompt_length} prompt tokens in a context of {max_model_len} (max_model_len); "
+            "there must be at least one, and room for one more"
+        )
+    if not 0 <= request.seed < 2**63:
+        raise ValueError(f"{where}: seed {request.seed} is not in 0 .. 2**63 - 1")
+    stop = list(dict.fromkeys((*sampling.stop_strings, *request.stop_strings)))
+    return SamplingParams(
+        max_tokens=min(sampling.max_new_tokens, room),
+        temperature=sampling.temperature,
+        top_p=sampling.top_p,
+        top_k=sampling.top_k or 0,
+        seed=request.seed,
+        logprobs=0,  # of the sampled token only
+        stop=stop,
+        stop_token_ids=list(sampling.stop_token_ids),
+        include_stop_str_in_output=True,
+        # Stop strings are looked for in the text as it grows; without them one decoding at the end is
+        # cheaper.
+        detokenize=bool(stop),
+        output_kind=RequestOutputKind.FINAL_ONLY,
+    )
+
+
+def to_trajectory(request: GenerationRequest, output: RequestOutput, tokenizer: Any) -> Trajectory:
+    """The prompt's turns and the generated one: all tokens as sampled, the end-of-sequence token included."""
+    completion = output.outputs[0]
+    token_ids = list(completion.token_ids)
+    assert completion.logprobs is not None and len(completion.logprobs) == len(token_ids)
+    logprobs = [at[token].logprob for at, token in zip(completion.logprobs, token_ids, strict=True)]
+    generated = Turn(
+        role="assistant",
+        token_ids=torch.tensor(token_ids, dtype=torch.int64),
+        logprobs=torch.tensor(logprobs, dtype=torch.float32),
+        loss_mask=True,
+        text=completion.text or tokenizer.decode(token_ids, skip_special_tokens=True),
+    )
+    reason = completion.finish_reason
+    return Trajectory(
+        uid=request.uid,
+        generation_index=request.generation_index,
+        turns=(*request.prompt, generated),
+        weight_versions=_spans(completion.weight_versions or (), output.prompt_token_ids or ()),
+        finish_reason=reason if reason in ("stop", "length") else "abort",
+        truncated=reason == "length",
+    )
+
+
+def _spans(spans: Sequence[Any], prompt: Sequence[int]) -> tuple[tuple[int, int, int], ...]:
+    """vLLM counts from the first generated token. The prompt counts to the version that first read it."""
+    shifted = [(int(span.version), span.start + len(prompt), span.end + len(prompt)) for span in spans]
+    if shifted:
+        version, _, end = shifted[0]
+        shifted[0] = (version, 0, end)
+    return tuple(shifted)

@@ -1,0 +1,23 @@
+"""What a person and a program see of a run: metrics, seconds by phase, tables, curves, the summary."""
+
+from __future__ import annotations
+
+from grpo_mcore.observe.console import RunConsole, ShownSample
+from grpo_mcore.observe.logger import Logger, MissingPackage, read_metrics, run_folder
+from grpo_mcore.observe.plots import reward_curve_png
+from grpo_mcore.observe.step_table import StepRow
+from grpo_mcore.observe.summary import write_summary
+from grpo_mcore.observe.timeline import Timeline
+
+__all__ = [
+    "Logger",
+    "MissingPackage",
+    "RunConsole",
+    "ShownSample",
+    "StepRow",
+    "Timeline",
+    "read_metrics",
+    "reward_curve_png",
+    "run_folder",
+    "write_summary",
+]

@@ -1,0 +1,127 @@
+"""What a person sees of a run: banner, table of steps, validation, samples, and where everything lies."""
+
+from __future__ import annotations
+
+import sys
+import textwrap
+import time
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import Protocol, TextIO
+
+from grpo_mcore.observe.step_table import HEADER_EVERY, StepRow, header_lines, row_line
+
+WIDTH = 120
+LONGEST_TEXT = 2000
+"""Characters of a prompt or response that are shown."""
+PROGRESS_S = 0.2
+
+
+class ShownSample(Protocol):
+    """One validation sample. `answer`: what was found in the response; `reward`: None where scoring failed."""
+
+    @property
+    def prompt(self) -> str: ...
+    @property
+    def response(self) -> str: ...
+    @property
+    def truth(self) -> str: ...
+    @property
+    def answer(self) -> str | None: ...
+    @property
+    def reward(self) -> float | None: ...
+    @property
+    def reason(self) -> str: ...
+
+
+class RunConsole:
+    """Plain text to `stream` (standard output), line by line; a moving line only where that is a terminal."""
+
+    def __init__(self, stream: TextIO | None = None, clock: Callable[[], float] = time.monotonic) -> None:
+        self._stream = sys.stdout if stream is None else stream
+        self._clock = clock
+        self._moves = self._stream.isatty()
+        self._moving = 0  # characters of the moving line that is on the screen
+        self._moved_at = float("-inf")
+        self._rows = 0
+
+    def banner(self, title: str, facts: Mapping[str, object]) -> None:
+        """What runs: `facts` by name, such as the batch equation, the layout, the engines, the model size."""
+        self._print("", f"== {title} ".ljust(WIDTH, "="), *_listed(facts), "=" * WIDTH, "")
+
+    def note(self, text: str) -> None:
+        """One line, or a few."""
+        self._print(text)
+        self._rows = 0  # the table has been interrupted
+
+    def step(self, row: StepRow) -> None:
+        """A line of the table; the header comes again every 20 lines and after anything else."""
+        if self._rows % HEADER_EVERY == 0:
+            self._print(*header_lines())
+        self._rows += 1
+        self._print(row_line(row))
+
+    def validation(self, step: int, metrics: Mapping[str, float | None], seconds: float) -> None:
+        """The outcome of a validation in one line. It stands in the table without interrupting it."""
+        found = "  ".join(f"{name} {'-' if value is None else f'{value:.4g}'}" for name, value in metrics.items())
+        self._print(*textwrap.wrap(f"validation after step {step}: {found}  ({seconds:.1f} s)", WIDTH))
+
+    def samples(self, step: int, samples: Sequence[ShownSample]) -> None:
+        """Validation samples in full, up to LONGEST_TEXT characters a text."""
+        for number, sample in enumerate(samples, start=1):
+            reward = "not scored" if sample.reward is None else f"{sample.reward:g}"
+            self._print(
+                f"-- validation sample {number} of {len(samples)} after step {step} ".ljust(WIDTH, "-"),
+                *_text("prompt", sample.prompt),
+                *_text("response", sample.response),
+                *_text("answer", "none found" if sample.answer is None else sample.answer),
+                *_text("truth", sample.truth),
+                *_text("reward", f"{reward} ({sample.reason})" if sample.reason else reward),
+            )
+        if samples:
+            self._print("-" * WIDTH)
+            self._rows = 0
+
+    def progress(self, what: str, done: int, total: int) -> None:
+        """How far a long phase is, such as samples generated. Nothing where the output is not a terminal."""
+        if not self._moves or (self._clock() - self._moved_at < PROGRESS_S and done < total):
+            return
+        self._moved_at = self._clock()
+        line = f"{what}: {done} / {total}"[: WIDTH - 1]
+        self._stream.write("\r" + line.ljust(self._moving))
+        self._stream.flush()
+        self._moving = len(line)
+
+    def summary(self, title: str, facts: Mapping[str, object], paths: Mapping[str, Path | str | None]) -> None:
+        """The end: what came out, and where everything lies. A path of None does not exist in this run."""
+        where = {name: path for name, path in paths.items() if path is not None}
+        self._print("", f"== {title} ".ljust(WIDTH, "="), *_listed(facts))
+        if where:
+            self._print("", "where everything lies", *_listed(where))
+        self._print("=" * WIDTH)
+
+    def _print(self, *lines: str) -> None:
+        if self._moving:
+            self._stream.write("\r" + " " * self._moving + "\r")
+            self._moving = 0
+        self._stream.write("\n".join(lines) + "\n")
+        self._stream.flush()
+
+
+def _listed(facts: Mapping[str, object]) -> list[str]:
+    width = max((len(name) for name in facts), default=0)
+    lines = []
+    for name, value in facts.items():
+        wrapped = textwrap.wrap(str(value), WIDTH - width - 4, break_on_hyphens=False, break_long_words=False)
+        for index, part in enumerate(wrapped or [""]):
+            lines.append(f"  {name if index == 0 else '':<{width}}  {part}")
+    return lines
+
+
+def _text(name: str, text: str) -> list[str]:
+    if len(text) > LONGEST_TEXT:
+        text = f"{text[:LONGEST_TEXT]} ... ({len(text) - LONGEST_TEXT:,} characters more)"
+    lines = []
+    for line in text.splitlines() or [""]:
+        lines += textwrap.wrap(line, WIDTH - 12, replace_whitespace=False, drop_whitespace=False) or [""]
+    return [f"{name if index == 0 else '':>10}  {line}".rstrip() for index, line in enumerate(lines)]

@@ -1,0 +1,151 @@
+"""Metrics by step: always as JSONL, on wish to TensorBoard and Weights & Biases."""
+
+from __future__ import annotations
+
+import json
+import math
+import time
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any, TextIO
+
+METRICS_FILE = "metrics.jsonl"
+HYPERPARAMS_FILE = "hyperparams.json"
+RESERVED = ("step", "prefix", "unix_time")
+
+
+class MissingPackage(RuntimeError):
+    """The recipe asks for a logger whose package is not installed."""
+
+
+class Logger:
+    """Writes to a run's own folder, `log_dir`: the next free exp_001, exp_002, ... in `config.log_dir`.
+
+    `config`: the recipe's `logger` section. `resume`: goes on in the newest such folder, where there is one.
+    Raises MissingPackage.
+    """
+
+    def __init__(self, config: Any, *, resume: bool = False) -> None:
+        wandb = _import_wandb() if config.wandb_enabled else None
+        self.log_dir = run_folder(Path(config.log_dir), resume=resume)
+        self._file: TextIO = (self.log_dir / METRICS_FILE).open("a")
+        self._tensorboard: Any = None
+        self._wandb: Any = None
+        self.tensorboard_dir: Path | None = None
+        if config.tensorboard_enabled:
+            self.tensorboard_dir = self.log_dir / (config.tensorboard.log_dir or "tensorboard")
+            self._tensorboard = _open_tensorboard(self.tensorboard_dir)
+        if wandb is not None:
+            where = config.wandb
+            self._wandb = wandb.init(project=where.project, name=where.name, entity=where.entity, dir=str(self.log_dir))
+
+    def log_metrics(self, metrics: Mapping[str, Any], step: int, prefix: str = "") -> None:
+        """One line of `metrics.jsonl`: {"step", "prefix", "unix_time", and the metrics}. Values are numbers,
+        tensors or arrays of one element, None, or mappings of these (joined with "/"). NaN and infinities are null
+        there.
+
+        Raises TypeError for another value, ValueError for a name that the line itself uses.
+        """
+        values = dict(_flat(metrics))
+        if taken := [name for name in RESERVED if name in values]:
+            raise ValueError(f"{taken} cannot be names of metrics: the lines of {METRICS_FILE} use them")
+        head = {"step": step, "prefix": prefix, "unix_time": round(time.time(), 3)}
+        finite = {name: value if value is None or math.isfinite(value) else None for name, value in values.items()}
+        self._file.write(json.dumps(head | finite) + "\n")
+        self._file.flush()
+        named = {f"{prefix}/{name}" if prefix else name: v for name, v in values.items() if v is not None}
+        if self._tensorboard is not None:
+            for name, value in named.items():
+                self._tensorboard.add_scalar(name, value, step)
+        if self._wandb is not None:
+            self._wandb.log(named, step=step)
+
+    def log_hyperparams(self, params: Any) -> None:
+        """The resolved recipe: a mapping or a pydantic model, to `hyperparams.json` and the other loggers."""
+        plain = params.model_dump(mode="json") if hasattr(params, "model_dump") else dict(params)
+        text = json.dumps(plain, indent=2, default=str)
+        (self.log_dir / HYPERPARAMS_FILE).write_text(text + "\n")
+        if self._tensorboard is not None:
+            self._tensorboard.add_text("hyperparams", f"```json\n{text}\n```")
+        if self._wandb is not None:
+            self._wandb.config.update(json.loads(text))
+
+    def close(self) -> None:
+        """Writes what is left. May be called again."""
+        self._file.close()
+        if self._tensorboard is not None:
+            self._tensorboard.close()
+            self._tensorboard = None
+        if self._wandb is not None:
+            self._wandb.finish()
+            self._wandb = None
+
+
+def run_folder(parent: Path, *, resume: bool = False) -> Path:
+    """Makes and returns the next free exp_NNN in `parent`, from exp_001 on; with `resume` the newest one."""
+    parent.mkdir(parents=True, exist_ok=True)
+    taken = sorted(int(path.name[4:]) for path in parent.glob("exp_*") if path.name[4:].isdigit())
+    if resume and taken:
+        return parent / f"exp_{taken[-1]:03d}"
+    number = taken[-1] + 1 if taken else 1
+    while True:
+        folder = parent / f"exp_{number:03d}"
+        try:
+            folder.mkdir()
+        except FileExistsError:  # another run was quicker
+            number += 1
+        else:
+            return folder
+
+
+def read_metrics(path: Path, prefix: str) -> list[dict[str, Any]]:
+    """The lines of a `metrics.jsonl` with this prefix, by step. A resumed run repeats steps: the last counts.
+
+    A last line that was cut off by a crash is left out; ValueError for any other that is not JSON.
+    """
+    by_step: dict[int, dict[str, Any]] = {}
+    lines = path.read_text().splitlines(keepends=True)
+    for number, line in enumerate(lines, start=1):
+        try:
+            row = json.loads(line)
+        except json.JSONDecodeError as error:
+            if number == len(lines) and not line.endswith("\n"):
+                break
+            raise ValueError(f"{path}:{number}: not JSON: {error}") from error
+        if row["prefix"] == prefix:
+            by_step[row["step"]] = by_step.get(row["step"], {}) | row
+    return [by_step[step] for step in sorted(by_step)]
+
+
+def _flat(metrics: Mapping[str, Any], path: str = "") -> Iterator[tuple[str, float | int | None]]:
+    for name, value in metrics.items():
+        name = f"{path}{name}"
+        if isinstance(value, Mapping):
+            yield from _flat(value, f"{name}/")
+            continue
+        if hasattr(value, "item"):
+            try:
+                value = value.item()
+            except (ValueError, RuntimeError) as error:
+                raise TypeError(f"metric {name!r} has more than one element") from error
+        if value is not None and not isinstance(value, int | float):
+            raise TypeError(f"metric {name!r} is no number but {type(value).__name__}: {value!r}")
+        yield name, value
+
+
+def _open_tensorboard(folder: Path) -> Any:
+    try:
+        from torch.utils.tensorboard import SummaryWriter
+    except ImportError as error:
+        raise MissingPackage(
+            "logger.tensorboard_enabled needs tensorboard: pip install tensorboard, or set it to false"
+        ) from error
+    return SummaryWriter(str(folder))
+
+
+def _import_wandb() -> Any:
+    try:
+        import wandb
+    except ImportError as error:
+        raise MissingPackage("logger.wandb_enabled needs wandb: pip install wandb, or set it to false") from error
+    return wandb

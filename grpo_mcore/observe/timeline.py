@@ -1,0 +1,68 @@
+"""Where the seconds of a step go."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+
+TOTAL = "total"
+EVERYTHING_ELSE = "everything_else"
+
+
+class Timeline:
+    """Seconds by phase since the last reset. Phases nest: "commit" inside "refit" is "refit/commit", and its
+    seconds are part of refit's. One thread."""
+
+    def __init__(self, clock: Callable[[], float] = time.perf_counter) -> None:
+        self._clock = clock
+        self._open: list[str] = []
+        self.reset()
+
+    def reset(self) -> None:
+        """Starts a step anew. Raises RuntimeError inside a phase."""
+        if self._open:
+            raise RuntimeError(f"the phase {'/'.join(self._open)!r} is not over")
+        self._start = self._clock()
+        self._paused = 0.0
+        self._seconds: dict[str, float] = {}
+
+    @contextmanager
+    def phase(self, name: str) -> Iterator[None]:
+        """Adds the seconds inside to the phase `name`."""
+        self._open.append(name)
+        path = "/".join(self._open)
+        start, paused = self._clock(), self._paused
+        try:
+            yield
+        finally:
+            self._open.pop()
+            spent = self._clock() - start - (self._paused - paused)
+            self._seconds[path] = self._seconds.get(path, 0.0) + spent
+
+    @contextmanager
+    def pause(self) -> Iterator[None]:
+        """The seconds inside belong to no step: validation, a checkpoint."""
+        start, paused = self._clock(), self._paused
+        try:
+            yield
+        finally:
+            self._paused = paused + self._clock() - start
+
+    def seconds(self) -> dict[str, float]:
+        """Seconds by phase, of everything else, and in total."""
+        total = self._clock() - self._start - self._paused
+        outer = sum(spent for path, spent in self._seconds.items() if "/" not in path)
+        return {**self._seconds, EVERYTHING_ELSE: total - outer, TOTAL: total}
+
+    def take(self) -> dict[str, float]:
+        """`seconds()`, then a reset: one step's end is the next one's start."""
+        seconds = self.seconds()
+        self.reset()
+        return seconds
+
+
+def shares(seconds: dict[str, float]) -> dict[str, float]:
+    """Each phase's share of the total, and everything else's; those without "/" add up to 1."""
+    total = seconds[TOTAL]
+    return {name: spent / total if total else 0.0 for name, spent in seconds.items() if name != TOTAL}

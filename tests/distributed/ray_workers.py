@@ -1,0 +1,125 @@
+"""Workers that do what the tests of the Ray cluster ask of them."""
+
+from __future__ import annotations
+
+import os
+import signal
+import time
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+from grpo_mcore.cluster import ObjectStore, Parcel, Rendezvous
+
+
+@dataclass(frozen=True)
+class Record:
+    """A small thing that points at a big one."""
+
+    size: int
+    ref: object
+
+
+class Abacus:
+    """A worker."""
+
+    def __init__(self, start: int = 0, store: ObjectStore | None = None, sleep_s: float = 0.0) -> None:
+        time.sleep(sleep_s)
+        self.total = start
+        self.store = store
+
+    def add(self, value: int) -> int:
+        self.total += value
+        return self.total
+
+    def sum(self, values: list[int]) -> int:
+        return sum(values)
+
+    def sum_fetched(self, records: list[Record]) -> int:
+        assert self.store is not None
+        return sum(sum(values) for values in self.store.fetch_many([record.ref for record in records]))
+
+    def count(self, upto: int, pause_s: float = 0.0) -> Iterator[int]:
+        for value in range(upto):
+            time.sleep(pause_s)
+            yield value
+
+    def count_then_fail(self, upto: int) -> Iterator[int]:
+        yield from range(upto)
+        raise KeyError("beads")
+
+    def lists(self, sizes: list[int]) -> Iterator[Parcel]:
+        for size in sizes:
+            yield Parcel(size, list(range(size)))
+
+    def stored_list(self, size: int) -> Record:
+        assert self.store is not None
+        return Record(size, self.store.put(list(range(size))))
+
+    def put_in_stream(self) -> Iterator[Record]:
+        yield self.stored_list(3)
+
+    def environment(self) -> dict[str, str]:
+        return dict(os.environ)
+
+    def kernel_environment(self) -> str:
+        return Path("/proc/self/environ").read_bytes().replace(b"\0", b"\n").decode()
+
+    def fail(self, text: str) -> None:
+        print("about to fail", flush=True)
+        raise ValueError(text)
+
+    def fail_unpicklably(self) -> None:
+        class Awkward(Exception):
+            def __init__(self, one: int, two: int) -> None:
+                super().__init__("awkward")
+
+        raise Awkward(1, 2)
+
+    def die(self) -> None:
+        print("about to die", flush=True)
+        os.kill(os.getpid(), signal.SIGKILL)
+
+    def nap_in_the_middle(self, seconds: float) -> str:
+        time.sleep(seconds)
+        return "awake"
+
+
+class Rank:
+    """A worker of a group."""
+
+    def __init__(self, rendezvous: Rendezvous, word: str) -> None:
+        self.rendezvous, self.word = rendezvous, word
+
+    def facts(self) -> tuple[Rendezvous, str]:
+        return self.rendezvous, self.word
+
+    def all_reduce(self) -> float:
+        import torch
+        import torch.distributed as dist
+
+        there = self.rendezvous
+        dist.init_process_group(
+            "gloo",
+            init_method=f"tcp://{there.master_addr}:{there.master_port}",
+            rank=there.rank,
+            world_size=there.world_size,
+        )
+        value = torch.tensor([float(there.rank + 1)])
+        dist.all_reduce(value)
+        dist.destroy_process_group()
+        return float(value)
+
+    def act(self, failing_rank: int, others_s: float) -> int:
+        if self.rendezvous.rank == failing_rank:
+            raise RuntimeError(f"rank {failing_rank} has had enough")
+        time.sleep(others_s)
+        return self.rendezvous.rank
+
+
+class BadStart:
+    def __init__(self) -> None:
+        raise FileNotFoundError("no beads")
+
+    def add(self, value: int) -> int:
+        return value

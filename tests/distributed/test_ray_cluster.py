@@ -1,0 +1,372 @@
+"""RayCluster on real actors. One Ray for the whole file: it takes seconds to start."""
+
+from __future__ import annotations
+
+import os
+import re
+import signal
+import subprocess
+import sys
+import textwrap
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+import ray
+
+from grpo_mcore.cluster import (
+    DeadlineExceeded,
+    NotEnoughResources,
+    WorkerFailed,
+    call_all,
+    gather,
+)
+from grpo_mcore.cluster.environment import MARKER
+from grpo_mcore.cluster.ray_cluster import RayCluster
+from grpo_mcore.cluster.sweeper import marked
+from tests.distributed.ray_workers import Abacus, BadStart, Rank, Record
+
+pytestmark = pytest.mark.distributed
+
+
+@pytest.fixture(scope="module")
+def cluster(tmp_path_factory: pytest.TempPathFactory) -> Iterator[RayCluster]:
+    os.environ["GRPO_TEST_SECRET"] = "hunter2"
+    os.environ["GRPO_TEST_WANTED"] = "yes"
+    try:
+        # Accelerators that are only counted: enough to see who is shown which.
+        with RayCluster(
+            tmp_path_factory.mktemp("logs"),
+            address="local",
+            env_vars=["GRPO_TEST_WANTED"],
+            num_cpus=4,
+            num_gpus=2,
+            start_timeout_s=60,
+            call_timeout_s=30,
+        ) as cluster:
+            yield cluster
+    finally:
+        del os.environ["GRPO_TEST_SECRET"], os.environ["GRPO_TEST_WANTED"]
+
+
+@pytest.fixture(scope="module")
+def abacus(cluster: RayCluster):
+    return cluster.spawn("abacus", Abacus, 10, cluster.store, cpus=0.1, env={"OMP_NUM_THREADS": "1"})
+
+
+@pytest.fixture(scope="module")
+def second(cluster: RayCluster):
+    return cluster.spawn("second", Abacus, 0, cluster.store, cpus=0.1, env={"OMP_NUM_THREADS": "3"})
+
+
+def test_calls_run_in_order_on_one_object(abacus):
+    first, second = abacus.call("add", 1), abacus.call("add", 2)
+    assert (second.result(), first.result()) == (13, 11)
+    assert first.result() == 11  # an answer can be asked for again
+
+
+def test_driver_keeps_its_environment_and_workers_get_the_allowed_part(abacus, second):
+    assert os.environ["GRPO_TEST_SECRET"] == "hunter2"
+    assert MARKER not in os.environ
+    for worker, threads in ((abacus, "1"), (second, "3")):
+        seen = worker.call("environment").result()
+        assert "GRPO_TEST_SECRET" not in seen
+        assert seen["GRPO_TEST_WANTED"] == "yes"
+        assert seen["OMP_NUM_THREADS"] == threads
+        assert seen["PATH"] == os.environ["PATH"]
+        assert seen["CUDA_VISIBLE_DEVICES"] == ""
+    assert "hunter2" not in abacus.call("kernel_environment").result()  # nor where a debugger would look
+
+
+def test_a_reference_as_argument_arrives_as_the_object(cluster, abacus):
+    assert abacus.call("sum", cluster.put([1, 2, 3])).result() == 6
+
+
+def test_a_worker_stores_an_object_and_hands_over_the_reference(cluster, abacus, second):
+    records = [abacus.call("stored_list", size).result() for size in (3, 100_000)]
+    assert cluster.fetch(records[0].ref) == [0, 1, 2]
+    assert second.call("sum_fetched", records).result() == 3 + sum(range(100_000))
+
+
+def test_parcels_of_a_stream_go_from_worker_to_worker_and_none_is_lost(cluster, abacus, second):
+    sizes = [3, *[30_000] * 100]
+    for _ in range(3):
+        parcels = list(abacus.stream("lists", sizes))
+        assert [parcel.label for parcel in parcels] == sizes
+        assert cluster.fetch(parcels[0].content) == [0, 1, 2]
+        records = [Record(parcel.label, parcel.content) for parcel in parcels]
+        assert second.call("sum_fetched", records).result() == 3 + 100 * sum(range(30_000))
+
+
+def test_parcels_outlive_their_worker(cluster, second):
+    mortal = cluster.spawn("mortal", Abacus, cpus=0.1)
+    parcels = list(mortal.stream("lists", [3, 50_000]))
+    cluster.stop([mortal])
+    records = [Record(parcel.label, parcel.content) for parcel in parcels]
+    assert second.call("sum_fetched", records).result() == 3 + sum(range(50_000))
+
+
+def test_what_ray_may_lose_is_refused(abacus):
+    with pytest.raises(WorkerFailed, match="yield Parcel"):
+        next(abacus.stream("put_in_stream"))
+    assert abacus.call("stored_list", 1).result().size == 1  # a call may
+
+
+def test_items_of_a_stream_come_while_it_runs(abacus):
+    start = time.monotonic()
+    stream = abacus.stream("count", 4, 0.3)
+    arrivals = [(value, time.monotonic() - start) for value in stream]
+    assert [value for value, _ in arrivals] == [0, 1, 2, 3]
+    assert arrivals[0][1] < arrivals[-1][1] - 0.6
+    with pytest.raises(StopIteration):
+        next(stream)
+
+
+def test_next_ready_gives_the_first_that_has_something(cluster, abacus, second):
+    slow, stream = abacus.call("nap_in_the_middle", 1.5), second.stream("count", 3, 0.1)
+    waiting, got = [slow, stream], []
+    while waiting:
+        thing = cluster.next_ready(waiting, 20, "the race")
+        if thing is slow:
+            got.append(slow.result())
+            waiting.remove(slow)
+            continue
+        try:
+            got.append(next(stream))
+        except StopIteration:
+            waiting.remove(stream)
+    assert got == [0, 1, 2, "awake"]
+
+
+def test_an_exception_comes_with_its_cause_and_the_log(abacus, cluster):
+    with pytest.raises(WorkerFailed) as caught:
+        abacus.call("fail", "beads are gone").result()
+    assert (caught.value.worker, caught.value.what) == ("abacus", "fail")
+    assert caught.value.cause == "ValueError: beads are gone"
+    assert isinstance(caught.value.__cause__, ValueError)
+    text = str(caught.value)
+    assert "in fail\n" in text and "host.py" not in text
+    assert "about to fail" in text and str(cluster.log_dir / "abacus.log") in text
+    assert abacus.call("add", 0).result() == 13  # and the worker goes on
+
+
+def test_an_exception_that_cannot_travel_comes_as_text(abacus):
+    with pytest.raises(WorkerFailed, match="Awkward: awkward") as caught:
+        abacus.call("fail_unpicklably").result()
+    assert caught.value.__cause__ is None
+
+
+def test_a_stream_that_fails_gives_its_items_first(abacus):
+    stream = abacus.stream("count_then_fail", 2)
+    assert [next(stream), next(stream)] == [0, 1]
+    with pytest.raises(WorkerFailed, match="abacus: count_then_fail failed: KeyError: 'beads'"):
+        next(stream)
+
+
+def test_a_late_answer_says_who_what_and_where_it_hangs(abacus):
+    pending = abacus.call("nap_in_the_middle", 3.0, timeout_s=0.5, what="the nap")
+    with pytest.raises(DeadlineExceeded) as caught:
+        pending.result()
+    assert (caught.value.what, caught.value.whom, caught.value.seconds) == ("the nap", "abacus", 0.5)
+    assert re.search(r'ray_workers.py", line \d+ in nap_in_the_middle', str(caught.value))
+    assert abacus.call("add", 0).result() == 13  # asking did not harm it
+
+
+def test_an_answer_in_time_can_be_asked_for_later(abacus):
+    pending = abacus.call("add", 0, timeout_s=0.4)
+    time.sleep(0.6)
+    assert pending.result() == 13
+
+
+def test_a_late_item_and_a_late_crowd_are_named(cluster, abacus, second):
+    with pytest.raises(DeadlineExceeded, match="count: no answer from abacus within 0.2 s"):
+        next(abacus.stream("count", 1, 1.0, timeout_s=0.2))
+    things = [abacus.call("nap_in_the_middle", 1.0), second.call("nap_in_the_middle", 1.0)]
+    with pytest.raises(DeadlineExceeded, match="the crowd: no answer from abacus, second within 0.2 s"):
+        cluster.next_ready(things, 0.2, "the crowd")
+    gather(cluster, things, timeout_s=20, what="the crowd")
+
+
+def test_a_dead_worker_is_named_with_the_end_of_its_log(cluster):
+    doomed = cluster.spawn("doomed", Abacus, cpus=0.1)
+    with pytest.raises(WorkerFailed, match="doomed: die failed: ActorDiedError") as caught:
+        doomed.call("die").result()
+    assert "about to die" in str(caught.value)
+    with pytest.raises(WorkerFailed, match="doomed: add failed"):
+        doomed.call("add", 1).result()
+    cluster.stop([doomed])
+
+
+def test_a_failing_constructor_fails_ready_and_every_call(cluster):
+    bad = cluster.spawn("bad", BadStart, cpus=0.1)
+    with pytest.raises(WorkerFailed, match="bad: its constructor failed: FileNotFoundError: no beads"):
+        bad.ready().result()
+    with pytest.raises(WorkerFailed, match="its constructor failed before: FileNotFoundError: no beads"):
+        bad.call("add", 1).result()
+    cluster.stop([bad])
+
+
+def test_spawn_does_not_wait_and_calls_wait_for_the_constructor(cluster):
+    start = time.monotonic()
+    slow = cluster.spawn("slow", Abacus, 5, None, 1.0, cpus=0.1)
+    assert time.monotonic() - start < 0.5
+    assert slow.call("add", 1).result() == 6
+    cluster.stop([slow])
+
+
+def test_concurrent_calls_share_one_object(cluster):
+    pair = cluster.spawn("pair", Abacus, 5, None, 0.5, cpus=0.1, concurrency=2)
+    nap, count = pair.call("nap_in_the_middle", 2.0), pair.call("add", 1)
+    assert cluster.next_ready([nap, count], 20, "the quick one") is count
+    assert (count.result(), nap.result()) == (6, "awake")
+    cluster.stop([pair])
+
+
+@pytest.fixture(scope="module")
+def ranks(cluster: RayCluster):
+    return cluster.spawn_group("rank", Rank, [("a",), ("b",)], cpus=0.1, env={"OMP_NUM_THREADS": "1"})
+
+
+def test_a_group_meets(cluster, ranks):
+    facts = call_all(cluster, ranks, "facts")
+    assert [worker.name for worker in ranks] == ["rank-0", "rank-1"]
+    assert [word for _, word in facts] == ["a", "b"]
+    rendezvous = [fact for fact, _ in facts]
+    assert [(r.rank, r.world_size, r.local_rank) for r in rendezvous] == [(0, 2, 0), (1, 2, 1)]
+    assert len({(r.master_addr, r.master_port) for r in rendezvous}) == 1
+    assert call_all(cluster, ranks, "all_reduce") == [3.0, 3.0]
+
+
+def test_the_failing_rank_is_named_and_the_others_are_not_waited_for(cluster, ranks):
+    start = time.monotonic()
+    with pytest.raises(WorkerFailed, match="rank-1: act failed: .* rank 1 has had enough") as caught:
+        call_all(cluster, ranks, "act", 1, 3.0, grace_s=0.3)
+    assert time.monotonic() - start < 2.0
+    assert caught.value.__notes__ == ["rank-0 was still at work on act 0.3 s later"]
+    assert call_all(cluster, ranks, "act", 9, 0.0) == [0, 1]
+
+
+def test_a_deadline_names_the_rank_that_is_missing(cluster, ranks):
+    with pytest.raises(DeadlineExceeded, match="the act: no answer from rank-0 within 1 s"):
+        call_all(cluster, ranks, "act", args_per_worker=[(9, 2.0), (9, 0.0)], timeout_s=1.0, what="the act")
+    assert call_all(cluster, ranks, "act", 9, 0.0) == [0, 1]
+
+
+def test_arguments_per_worker(cluster, abacus, second):
+    assert call_all(cluster, [abacus, second], "sum", args_per_worker=[([1],), ([2, 3],)]) == [1, 5]
+
+
+def test_accelerators_are_shown_to_their_rank_and_to_who_is_beside(cluster):
+    group = cluster.spawn_group("gpu", Rank, [("a",), ("b",)], cpus=0.1, gpus=1)
+    places = [worker.place() for worker in group]
+    assert sorted(gpu for place in places for gpu in place.gpus) == ["0", "1"]
+    assert [fact.local_rank for fact, _ in call_all(cluster, group, "facts")] == [0, 0]
+    engine = cluster.spawn("beside", Abacus, cpus=0.1, beside=group)
+    assert engine.place().node == places[0].node
+    assert engine.place().gpus == places[0].gpus + places[1].gpus
+    cluster.stop([*group, engine])
+    again = cluster.spawn("gpu-again", Abacus, cpus=0.1, gpus=2)  # their room is free again
+    assert again.place().gpus == ("0", "1")
+    cluster.stop([again])
+
+
+def test_too_much_is_refused_at_once_with_what_there_is(cluster):
+    with pytest.raises(NotEnoughResources, match=r"big: too few GPUs: 3 x \(0.1 CPU, 1 GPU\) asked .* 4 CPU, 2 GPU"):
+        cluster.spawn_group("big", Rank, [()] * 3, cpus=0.1, gpus=1)
+    with pytest.raises(NotEnoughResources, match="huge: too few CPUs: 1 x"):
+        cluster.spawn("huge", Abacus, cpus=64)
+
+
+def test_room_that_stays_taken_has_a_deadline(cluster, monkeypatch):
+    holder = cluster.spawn("holder", Abacus, cpus=0.1, gpus=2)
+    holder.place()
+    monkeypatch.setattr(cluster, "_start_timeout_s", 1.0)
+    late = cluster.spawn("late", Abacus, cpus=0.1, gpus=1)
+    with pytest.raises(DeadlineExceeded, match="late has no process yet: asks for .*1 GPU.* free:.* 0 GPU") as caught:
+        late.ready().result()
+    assert "its constructor: no answer from late within 1 s" in str(caught.value)
+    with pytest.raises(DeadlineExceeded, match="room for group: .* within 1 s\nasked for: 2 x .* 0 GPU of"):
+        cluster.spawn_group("group", Rank, [(), ()], cpus=0.1, gpus=1)
+    cluster.stop([holder, late])
+
+
+def test_names_are_unique(cluster, abacus):
+    with pytest.raises(ValueError, match="a worker called abacus already"):
+        cluster.spawn("abacus", Abacus, cpus=0.1)
+
+
+GUEST = """
+    import pathlib, sys
+    from grpo_mcore.cluster.ray_cluster import RayCluster
+    from tests.distributed.ray_workers import Abacus
+
+    with RayCluster(pathlib.Path(sys.argv[1])) as cluster:
+        assert not cluster._session.started_here
+        guest = cluster.spawn("guest", Abacus, cpus=0.1, env={"GRPO_TEST_GIVEN": "given"})
+        seen = guest.call("environment").result()
+        print({key: value for key, value in seen.items() if key.startswith("GRPO_TEST")})
+"""
+
+
+def test_a_second_driver_attaches_and_leaves_the_rest_alone(cluster, abacus, tmp_path):
+    address = ray.get_runtime_context().gcs_address
+    names = {"RAY_ADDRESS": address, "RAY_AUTH_MODE": "token", "GRPO_TEST_SECRET": "hunter3"}
+    guest = subprocess.run(
+        [sys.executable, "-c", textwrap.dedent(GUEST), str(tmp_path)],
+        capture_output=True,
+        text=True,
+        env={**os.environ, "PYTHONPATH": os.getcwd(), **names},
+        timeout=120,
+    )
+    assert guest.returncode == 0, guest.stderr
+    # not GRPO_TEST_WANTED: Ray's processes have it, but the guest's recipe does not allow it
+    assert guest.stdout.strip() == "{'GRPO_TEST_GIVEN': 'given'}"
+    assert (tmp_path / "guest.log").exists()
+    assert abacus.call("add", 0).result() == 13
+
+
+DRIVER = """
+    import pathlib, subprocess, sys, time
+    from grpo_mcore.cluster.ray_cluster import RayCluster
+
+    class Parent:
+        def __init__(self):
+            # A child that left the session, as servers do.
+            self.child = subprocess.Popen(["sleep", "600"], start_new_session=True)
+        def work(self):
+            time.sleep(600)
+
+    with RayCluster(pathlib.Path(sys.argv[1]), address="local", num_cpus=1) as cluster:
+        worker = cluster.spawn("parent", Parent, cpus=0.1)
+        worker.ready().result()
+        print(cluster._session._mark, cluster._session.folder, flush=True)
+        worker.call("work", timeout_s=500).result()
+"""
+
+
+@pytest.mark.parametrize("kind", [signal.SIGINT, signal.SIGKILL])
+def test_nothing_is_left_of_a_run_that_was_ended(kind, tmp_path):
+    driver = subprocess.Popen(
+        [sys.executable, "-c", textwrap.dedent(DRIVER), str(tmp_path)],
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+        env={**os.environ, "PYTHONPATH": os.getcwd()},
+        start_new_session=True,
+    )
+    assert driver.stdout is not None
+    line = driver.stdout.readline()
+    assert line, driver.communicate()[1]
+    mark, folder = line.split()
+    names = [Path(f"/proc/{pid}/cmdline").read_bytes().split(b"\0")[0] for pid in marked(mark)]
+    assert b"sleep" in names and any(b"raylet" in name for name in names) and len(names) >= 6
+    os.killpg(driver.pid, kind)  # to the whole group, as a terminal does
+    _, errors = driver.communicate(timeout=60)
+    if kind == signal.SIGINT:
+        assert driver.returncode == -signal.SIGINT and "KeyboardInterrupt" in errors
+        assert marked(mark) == [] and not Path(folder).exists()  # at once: nothing is left to wait for
+    deadline = time.monotonic() + 20
+    while (marked(mark) or Path(folder).exists()) and time.monotonic() < deadline:
+        time.sleep(0.2)
+    assert marked(mark) == [] and not Path(folder).exists()

@@ -1,0 +1,84 @@
+"""One deadline and one error for many workers, against a cluster whose clock and answers the test decides."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Sequence
+from typing import Any
+
+import pytest
+
+from grpo_mcore.cluster import DeadlineExceeded, WorkerFailed
+from grpo_mcore.cluster.gather import gather
+
+
+class Answer:
+    def __init__(self, whom: str, at: float, value: Any = None) -> None:
+        self.whom, self.what, self.at, self.value = whom, "work", at, value
+
+    def result(self) -> Any:
+        if isinstance(self.value, Exception):
+            raise self.value
+        return self.value
+
+
+class Script:
+    """A cluster of which only next_ready is needed."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.now = 0.0
+        monkeypatch.setattr(time, "monotonic", lambda: self.now)
+
+    def next_ready(self, things: Sequence[Answer], timeout_s: float, what: str) -> Answer:
+        first = min(things, key=lambda thing: thing.at)
+        if first.at > self.now + timeout_s:
+            self.now += timeout_s
+            raise DeadlineExceeded(what, ", ".join(thing.whom for thing in things), timeout_s, "stacks")
+        self.now = max(self.now, first.at)
+        return first
+
+
+def failed(whom: str, cause: str) -> WorkerFailed:
+    return WorkerFailed(whom, "work", cause)
+
+
+@pytest.fixture
+def script(monkeypatch) -> Script:
+    return Script(monkeypatch)
+
+
+def test_results_keep_the_order_of_the_workers(script):
+    answers = [Answer("a", 3, "A"), Answer("b", 1, "B"), Answer("c", 2, "C")]
+    assert gather(script, answers, timeout_s=10, what="work") == ["A", "B", "C"]
+    assert script.now == 3
+    assert gather(script, [], timeout_s=10, what="work") == []
+
+
+def test_the_deadline_is_one_for_all_and_names_the_missing(script):
+    answers = [Answer("a", 6), Answer("b", 99), Answer("c", 9), Answer("d", 99)]
+    with pytest.raises(DeadlineExceeded) as caught:
+        gather(script, answers, timeout_s=10, what="work")
+    assert script.now == 10
+    assert (caught.value.whom, caught.value.seconds) == ("b, d", 10)  # not what was left for the last wait
+    assert str(caught.value) == "work: no answer from b, d within 10 s\nstacks"
+
+
+def test_the_first_failure_is_raised_and_the_others_get_a_grace(script):
+    answers = [
+        *(Answer("a", 4, failed("a", "connection reset")), Answer("b", 2, failed("b", "out of memory"))),
+        *(Answer("c", 3, "C"), Answer("d", 99)),
+    ]
+    with pytest.raises(WorkerFailed, match="b: work failed: out of memory") as caught:
+        gather(script, answers, timeout_s=1000, what="work", grace_s=5)
+    assert script.now == 7
+    assert caught.value.__notes__ == [
+        "a failed too: connection reset",
+        "d was still at work on work 5 s later",
+    ]
+
+
+def test_the_grace_does_not_outlast_the_deadline(script):
+    answers = [Answer("a", 9, failed("a", "x")), Answer("b", 99)]
+    with pytest.raises(WorkerFailed, match="a: work failed"):
+        gather(script, answers, timeout_s=10, what="work", grace_s=50)
+    assert script.now == 10

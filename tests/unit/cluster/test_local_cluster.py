@@ -1,0 +1,170 @@
+"""The cluster inside this process: the same interface, the same errors."""
+
+from __future__ import annotations
+
+import os
+import threading
+from collections.abc import Iterator
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+
+from grpo_mcore.cluster import (
+    LocalCluster,
+    Parcel,
+    Rendezvous,
+    WorkerFailed,
+    call_all,
+    gather,
+    open_cluster,
+)
+
+
+class Abacus:
+    def __init__(self, start: int) -> None:
+        self.total = start
+        self.closed = False
+        self.thread = threading.get_ident()
+
+    def add(self, value: int) -> int:
+        self.total += value
+        return self.total
+
+    def fail(self) -> None:
+        raise ValueError("beads are gone")
+
+    def count(self, upto: int) -> Iterator[int]:
+        for value in range(upto):
+            self.total += 1
+            yield value
+
+    def count_then_fail(self) -> Iterator[int]:
+        yield 0
+        raise KeyError("beads")
+
+    def parcels(self) -> Iterator[Parcel]:
+        yield Parcel("three", [0, 1, 2])
+
+    def not_a_generator(self) -> None:
+        return None
+
+    def shutdown(self) -> None:
+        self.closed = True
+
+
+class Rank:
+    def __init__(self, rendezvous: Rendezvous, word: str) -> None:
+        self.rendezvous, self.word = rendezvous, word
+
+
+@pytest.fixture
+def cluster() -> Iterator[LocalCluster]:
+    with LocalCluster() as cluster:
+        yield cluster
+
+
+def test_a_call_runs_at_once_in_this_thread(cluster):
+    worker = cluster.spawn("abacus", Abacus, 10)
+    pending = worker.call("add", 1)
+    assert worker.target.total == 11 and worker.target.thread == threading.get_ident()
+    assert pending.result() == pending.result() == 11
+    assert worker.ready().result() is None and worker.place().pid == os.getpid()
+
+
+def test_an_exception_waits_for_result_as_with_a_remote_worker(cluster):
+    worker = cluster.spawn("abacus", Abacus, 10)
+    pending = worker.call("fail", what="the failure")
+    with pytest.raises(WorkerFailed, match="abacus: the failure failed: ValueError: beads are gone") as caught:
+        pending.result()
+    assert isinstance(caught.value.__cause__, ValueError)
+    # a debugger finds the frame that raised
+    frames = caught.value.__cause__.__traceback__
+    while frames.tb_next:
+        frames = frames.tb_next
+    assert frames.tb_frame.f_code.co_name == "fail"
+
+
+def test_a_failing_constructor_raises_from_spawn(cluster):
+    with pytest.raises(WorkerFailed, match="bad: its constructor failed: TypeError"):
+        cluster.spawn("bad", Abacus)
+
+
+def test_a_stream_runs_when_it_is_read(cluster):
+    worker = cluster.spawn("abacus", Abacus, 0)
+    stream = worker.stream("count", 3)
+    assert worker.target.total == 0
+    assert next(stream) == 0 and worker.target.total == 1
+    assert list(stream) == [1, 2]
+
+
+def test_a_stream_gives_its_items_before_its_error(cluster):
+    stream = cluster.spawn("abacus", Abacus, 0).stream("count_then_fail")
+    assert next(stream) == 0
+    with pytest.raises(WorkerFailed, match="count_then_fail failed: KeyError: 'beads'"):
+        next(stream)
+
+
+def test_a_method_that_streams_nothing_is_an_error_of_the_worker(cluster):
+    with pytest.raises(WorkerFailed, match="not_a_generator failed: TypeError"):
+        next(cluster.spawn("abacus", Abacus, 0).stream("not_a_generator"))
+
+
+def test_references_are_the_objects(cluster):
+    content = [1, 2]
+    assert cluster.fetch(cluster.put(content)) is content
+    assert cluster.store.fetch_many([cluster.store.put(content)])[0] is content
+    [parcel] = cluster.spawn("abacus", Abacus, 0).stream("parcels")
+    assert parcel.label == "three" and cluster.fetch(parcel.content) == [0, 1, 2]
+
+
+def test_next_ready_takes_the_first(cluster):
+    worker = cluster.spawn("abacus", Abacus, 0)
+    things = [worker.call("add", 1), worker.call("add", 1)]
+    assert cluster.next_ready(things, 0.0, "both") is things[0]
+    with pytest.raises(ValueError, match="both: nothing to wait for"):
+        cluster.next_ready([], 0.0, "both")
+    assert gather(cluster, things, timeout_s=1, what="both") == [1, 2]
+
+
+def test_a_group_of_one_meets_itself_and_more_are_refused(cluster):
+    [worker] = cluster.spawn_group("rank", Rank, [("a",)])
+    assert worker.name == "rank-0" and worker.target.word == "a"
+    there = worker.target.rendezvous
+    assert (there.rank, there.world_size, there.local_rank, there.master_addr) == (0, 1, 0, "127.0.0.1")
+    assert there.master_port > 0
+    with pytest.raises(ValueError, match="runs one rank in this process, not 2; .*cluster.backend=ray"):
+        cluster.spawn_group("rank", Rank, [("a",), ("b",)])
+
+
+def test_env_is_set_until_shutdown(monkeypatch):
+    monkeypatch.setenv("GRPO_TEST_OLD", "before")
+    monkeypatch.delenv("GRPO_TEST_NEW", raising=False)
+    with LocalCluster() as cluster:
+        cluster.spawn("one", Abacus, 0, env={"GRPO_TEST_OLD": "1", "GRPO_TEST_NEW": "1"})
+        cluster.spawn("two", Abacus, 0, env={"GRPO_TEST_OLD": "2"})
+        assert (os.environ["GRPO_TEST_OLD"], os.environ["GRPO_TEST_NEW"]) == ("2", "1")
+    assert os.environ["GRPO_TEST_OLD"] == "before" and "GRPO_TEST_NEW" not in os.environ
+
+
+def test_the_end_closes_the_workers_once(cluster):
+    first, second = cluster.spawn("first", Abacus, 0), cluster.spawn("second", Abacus, 0)
+    cluster.stop([first])
+    assert (first.target.closed, second.target.closed) == (True, False)
+    first.target.closed = False
+    cluster.shutdown()
+    cluster.shutdown()
+    assert (first.target.closed, second.target.closed) == (False, True)
+
+
+def test_call_all(cluster):
+    workers = [cluster.spawn("first", Abacus, 0), cluster.spawn("second", Abacus, 5)]
+    assert call_all(cluster, workers, "add", 1) == [1, 6]
+    assert call_all(cluster, workers, "add", args_per_worker=[(1,), (2,)]) == [2, 8]
+    with pytest.raises(ValueError, match="shorter"):
+        call_all(cluster, workers, "add", args_per_worker=[(1,)])
+
+
+def test_the_recipe_chooses(tmp_path: Path):
+    cluster = open_cluster(SimpleNamespace(backend="local", step_timeout_s=7.0), tmp_path)
+    assert isinstance(cluster, LocalCluster) and cluster.call_timeout_s == 7.0

@@ -1,0 +1,61 @@
+"""Several datasets for training and validation, and the tokenizer they are read with."""
+
+from __future__ import annotations
+
+import pytest
+
+from grpo_mcore.data import DataError, build_dataloader, build_task_data, load_tokenizer
+from grpo_mcore.data.arithmetic import make_tokenizer
+from tests.unit.data.conftest import sums
+
+
+def test_datasets_are_joined_and_keep_their_tasks(write_jsonl, tokenizer, tmp_path):
+    (tmp_path / "prompt.txt").write_text("= {}")
+    entries = [
+        {"data_path": write_jsonl("a.jsonl", sums(6)), "split_validation_size": 2, "env_name": "math"},
+        {"data_path": write_jsonl("b.jsonl", sums(3)), "prompt_file": str(tmp_path / "prompt.txt")},
+    ]
+    data = build_task_data(entries, [entries[1]], tokenizer, 32)
+    a, b = f"{tmp_path.name}-a", f"{tmp_path.name}-b"
+    assert [datum["task_name"] for datum in data.train] == [a] * 4 + [b] * 3
+    assert data.train[4]["message_log"][0]["content"] == "<bos><user>= 0+1=<assistant>"
+    assert data.env_names == {a: "math", b: None}
+    # Held-out rows of a, then b once more, under a name that no training prompt has.
+    assert [datum["task_name"] for datum in data.validation] == [a] * 2 + [f"{b}-2"] * 3
+    assert data.val_env_names == {a: "math", f"{b}-2": None}
+    uids = [datum["uid"] for part in (data.train, data.validation) for datum in part]
+    assert len(set(uids)) == len(uids) == 12
+    assert len(next(iter(build_dataloader(data.train, 7, shuffle=True, seed=0)))) == 7
+
+
+def test_without_validation_there_is_none(write_jsonl, tokenizer):
+    data = build_task_data([{"data_path": write_jsonl("a.jsonl", sums(2))}], [], tokenizer, 32)
+    assert data.validation is None and data.val_env_names == {}
+
+
+def test_no_training_data_is_an_error(tokenizer):
+    with pytest.raises(DataError, match="data.train is empty"):
+        build_task_data([], [], tokenizer, 32)
+
+
+def test_the_tokenizer_gets_the_template_and_its_arguments(tmp_path):
+    make_tokenizer(tmp_path / "tokenizer")
+    messages = [{"role": "user", "content": "1"}]
+    template = "{{ messages[0].content }}{% if twice %}{{ messages[0].content }}{% endif %}"
+    (tmp_path / "template.jinja").write_text(template)
+    for given in (template, str(tmp_path / "template.jinja")):
+        plain = load_tokenizer(str(tmp_path / "tokenizer"), given)
+        assert plain.apply_chat_template(messages, tokenize=False) == "1"
+        twice = load_tokenizer(str(tmp_path / "tokenizer"), given, {"twice": True})
+        assert twice.apply_chat_template(messages, tokenize=False) == "11"
+
+
+def test_a_tokenizer_that_cannot_be_used_is_an_error(tmp_path):
+    with pytest.raises(DataError, match="cannot load the tokenizer"):
+        load_tokenizer(str(tmp_path / "nothing"))
+    make_tokenizer(tmp_path / "tokenizer")
+    with pytest.raises(DataError, match=r"chat_template no_such\.jinja: No such file"):
+        load_tokenizer(str(tmp_path / "tokenizer"), "no_such.jinja")
+    (tmp_path / "tokenizer" / "chat_template.jinja").unlink()
+    with pytest.raises(DataError, match="has no chat template; set policy.tokenizer.chat_template"):
+        load_tokenizer(str(tmp_path / "tokenizer"))

@@ -1,0 +1,162 @@
+"""From rows to tokens: what the model sees, what the environment gets, and what is trained on."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from grpo_mcore.data import AllTaskProcessedDataset, DataError, TaskDataSpec
+from grpo_mcore.data.processors import (
+    find_processor,
+    math_data_processor,
+    math_hf_data_processor,
+    sft_processor,
+)
+
+ROW = {
+    "messages": [{"role": "user", "content": "37+45="}, {"role": "assistant", "content": "082"}],
+    "task_name": "sums",
+    "uid": "sums:7",
+    "level": 2,
+}
+
+
+def text_of(datum, tokenizer) -> list[str]:
+    return [tokenizer.decode(message["token_ids"]) for message in datum["message_log"]]
+
+
+def test_a_prompt_is_ready_to_be_continued(tokenizer):
+    datum = math_hf_data_processor(ROW, TaskDataSpec("sums"), tokenizer, 10, 5)
+    [message] = datum["message_log"]
+    assert text_of(datum, tokenizer) == ["<bos><user>37+45=<assistant>"] == [message["content"]]
+    assert message["role"] == "user" and message["token_ids"].dtype == torch.int64
+    assert datum["length"] == 9 == len(message["token_ids"])
+    assert datum["extra_env_info"] == {"ground_truth": "082", "level": 2}
+    assert (datum["idx"], datum["task_name"], datum["uid"]) == (5, "sums", "sums:7")
+    assert datum["loss_multiplier"] == 1.0
+
+
+def test_a_ground_truth_wins_over_the_answer(tokenizer):
+    datum = math_hf_data_processor({**ROW, "ground_truth": "82"}, TaskDataSpec(), tokenizer, None, 0)
+    assert datum["extra_env_info"]["ground_truth"] == "82"
+    datum = math_hf_data_processor({**ROW, "ground_truth": None}, TaskDataSpec(), tokenizer, None, 0)
+    assert datum["extra_env_info"]["ground_truth"] == "082"
+
+
+@pytest.mark.parametrize(("limit", "multiplier"), [(10, 1.0), (9, 0.0), (3, 0.0), (None, 1.0)])
+def test_a_prompt_that_leaves_no_room_is_marked_and_not_cut(tokenizer, limit, multiplier):
+    datum = math_hf_data_processor(ROW, TaskDataSpec(), tokenizer, limit, 0)
+    assert datum["loss_multiplier"] == multiplier
+    assert datum["length"] == 9 == len(datum["message_log"][0]["token_ids"])
+
+
+def test_math_rows(tokenizer):
+    row = {"problem": "1+1=", "expected_answer": 2, "source": "x"}
+    datum = math_data_processor(row, TaskDataSpec("math"), tokenizer, 64, 4)
+    assert text_of(datum, tokenizer) == ["<bos><user>1+1=<assistant>"]
+    assert datum["extra_env_info"]["ground_truth"] == 2
+    assert (datum["task_name"], datum["uid"]) == ("math", "math:4")
+    in_chat_format = math_data_processor(ROW, TaskDataSpec(), tokenizer, 64, 0)
+    assert in_chat_format["extra_env_info"]["ground_truth"] == "082"
+
+
+def test_prompt_files_go_round_the_question_and_before_it(tokenizer, tmp_path):
+    (tmp_path / "prompt.txt").write_text("= {} =")
+    (tmp_path / "system.txt").write_text("+")
+    spec = TaskDataSpec("t", str(tmp_path / "prompt.txt"), str(tmp_path / "system.txt"))
+    datum = math_hf_data_processor(ROW, spec, tokenizer, 64, 0)
+    assert text_of(datum, tokenizer) == ["<bos><system>+<user>= 37+45= =<assistant>"]
+    own_system = {**ROW, "messages": [{"role": "system", "content": "-"}, *ROW["messages"]]}
+    datum = math_hf_data_processor(own_system, spec, tokenizer, 64, 0)
+    assert text_of(datum, tokenizer) == ["<bos><system>-<user>= 37+45= =<assistant>"]
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("no place", r"prompt_file .*prompt\.txt: no \{\} in it where the problem would go"),
+        (r"{} in \boxed{}", r"write one \{\} where the problem goes and double all other braces"),
+        ("{question}", r"double all other braces.*KeyError"),
+        ("{} {", r"double all other braces.*ValueError"),
+    ],
+)
+def test_a_bad_prompt_file_is_an_error_at_once(tmp_path, text, message):
+    (tmp_path / "prompt.txt").write_text(text)
+    with pytest.raises(DataError, match=message):
+        TaskDataSpec("t", str(tmp_path / "prompt.txt"))
+    (tmp_path / "prompt.txt").write_text(r"{} in \boxed{{}}")
+    assert TaskDataSpec("t", str(tmp_path / "prompt.txt")).format_problem("1") == r"1 in \boxed{}"
+
+
+def test_sft_trains_on_the_answers_and_on_their_ends_only(tokenizer):
+    messages = [
+        {"role": "system", "content": "+"},
+        *ROW["messages"],
+        {"role": "user", "content": "1+1="},
+        {"role": "assistant", "content": "002"},
+        {"role": "user", "content": "and?"},
+    ]
+    datum = sft_processor({**ROW, "messages": messages}, TaskDataSpec("sums"), tokenizer, 64, 0)
+    assert text_of(datum, tokenizer) == [
+        "<bos><system>+<user>37+45=<assistant>",
+        "082<eos>",
+        "<user>1+1=<assistant>",
+        "002<eos>",
+    ]
+    assert [message["role"] for message in datum["message_log"]] == ["user", "assistant"] * 2
+    for message in datum["message_log"]:
+        trained = message["role"] == "assistant"
+        assert message["token_loss_mask"].tolist() == [int(trained)] * len(message["token_ids"])
+    whole = tokenizer.apply_chat_template(messages[:-1], tokenize=False)
+    assert "".join(text_of(datum, tokenizer)) == whole
+    assert datum["length"] == len(tokenizer(whole, add_special_tokens=False)["input_ids"])
+
+
+def test_sft_and_rollouts_see_the_same_prompt_tokens(tokenizer):
+    sft = sft_processor(ROW, TaskDataSpec(), tokenizer, 64, 0)
+    rollout = math_hf_data_processor(ROW, TaskDataSpec(), tokenizer, 64, 0)
+    assert torch.equal(sft["message_log"][0]["token_ids"], rollout["message_log"][0]["token_ids"])
+
+
+@pytest.mark.parametrize(("limit", "multiplier"), [(13, 1.0), (12, 0.0)])
+def test_sft_uses_the_whole_length(tokenizer, limit, multiplier):
+    datum = sft_processor(ROW, TaskDataSpec(), tokenizer, limit, 0)
+    assert (datum["length"], datum["loss_multiplier"]) == (13, multiplier)
+
+
+def test_a_template_that_rewrites_earlier_turns_is_refused(tokenizer, monkeypatch):
+    forgetful = (
+        "{% for m in messages %}{% if loop.last or m.role != 'assistant' %}<{{ m.role }}>{{ m.content }}"
+        "{% endif %}{% endfor %}{% if add_generation_prompt %}<assistant>{% endif %}"
+    )
+    monkeypatch.setattr(tokenizer, "chat_template", forgetful)
+    sft_processor(ROW, TaskDataSpec(), tokenizer, 64, 0)
+    with pytest.raises(DataError, match="sums:7: the chat template renders earlier turns differently"):
+        sft_processor({**ROW, "messages": ROW["messages"] * 2}, TaskDataSpec(), tokenizer, 64, 0)
+
+
+@pytest.mark.parametrize("processor", [math_hf_data_processor, sft_processor])
+def test_a_row_without_an_answer_names_itself(tokenizer, processor):
+    row = {**ROW, "messages": ROW["messages"][:1]}
+    with pytest.raises(DataError, match="^sums:7: (neither an answer|no assistant message)"):
+        processor(row, TaskDataSpec(), tokenizer, 64, 0)
+
+
+def test_a_template_that_raises_names_the_row(tokenizer, monkeypatch):
+    monkeypatch.setattr(tokenizer, "chat_template", "{{ raise_exception('only users') }}")
+    with pytest.raises(DataError, match="sums:7: the chat template refuses it: TemplateError: only users"):
+        math_hf_data_processor(ROW, TaskDataSpec(), tokenizer, 64, 0)
+
+
+def own_processor(datum_dict, task_data_spec, tokenizer, max_seq_length, idx):
+    return math_hf_data_processor(datum_dict, task_data_spec, tokenizer, max_seq_length, idx)
+
+
+def test_processors_by_name_and_import_path(tokenizer):
+    assert find_processor("default") is find_processor("math_hf_data_processor") is math_hf_data_processor
+    assert find_processor(f"{__name__}:own_processor") is own_processor
+    assert find_processor(f"{__name__}.own_processor") is own_processor
+    dataset = AllTaskProcessedDataset([ROW], tokenizer, TaskDataSpec("t"), own_processor, max_seq_length=64)
+    assert dataset[0]["uid"] == "sums:7"
+    with pytest.raises(DataError, match="cannot import the processor"):
+        find_processor("tests.unit.data.test_processors:missing")

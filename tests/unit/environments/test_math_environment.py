@@ -1,0 +1,122 @@
+"""The math environment as the loop uses it: conversations or trajectories in, scores and metrics out."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from itertools import combinations
+
+import pytest
+import torch
+
+from grpo_mcore.environments import create_env
+from grpo_mcore.environments.math_environment import MathEnvConfig, MathEnvironment, pass_at_k, response_text
+from grpo_mcore.environments.registry import EnvironmentConfigError
+from grpo_mcore.rollout.trajectory import Score, Trajectory, Turn
+
+
+@pytest.fixture(scope="module")
+def env() -> Iterator[MathEnvironment]:
+    env = create_env(
+        env_name="math", env_config={"num_workers": 2, "verify_timeout_s": 1.0, "stop_strings": ["</answer>"]}
+    )
+    yield env
+    env.shutdown()
+
+
+def answered(*texts: str, prompt: str = "what is 40+42?") -> Trajectory:
+    turns = [Turn("user", torch.tensor([1, 2]), text=prompt)]
+    for text in texts:
+        turns.append(Turn("assistant", torch.tensor([3]), torch.zeros(1), loss_mask=True, text=text))
+    return Trajectory("t:1", 0, tuple(turns), ((0, 2, 2 + len(texts)),), "stop", False)
+
+
+def test_step_answers_every_conversation(env):
+    logs = [
+        [{"role": "user", "content": "40+42=5"}, {"role": "assistant", "content": text}]
+        for text in ("082", "81", "none", "9**9**9**9")
+    ]
+    result = env.step(logs, [{"ground_truth": 82, "level": 3}] * 4)
+    assert result.rewards == [1.0, 0.0, 0.0, None]
+    assert result.answers == ["082", "81", None, None]
+    assert result.reasons == ["correct", "wrong: 81 != 82", "no answer found", "timed out after 1 s"]
+    assert result.terminateds == [True] * 4
+    assert result.next_stop_strings == [["</answer>"]] * 4
+    assert result.metadata == [{"ground_truth": 82, "level": 3}] * 4
+    assert result.observations[1] == {"role": "environment", "content": "Environment: wrong: 81 != 82"}
+
+
+def test_score_reads_only_what_the_policy_said(env):
+    scores = env.score(
+        [{"ground_truth": "82"}] * 3,
+        answered("082"),
+        answered("7", prompt="82"),
+        answered("it is ", r"$\frac{164}{2}$"),
+    )
+    assert [score.reward for score in scores] == [1.0, 0.0, 1.0]
+    assert isinstance(scores[0], Score)
+    assert (scores[1].answer, scores[1].reason) == ("7", "wrong: 7 != 82")
+    assert all(0 <= score.seconds < 1 for score in scores)
+
+
+def test_score_wants_one_metadata_a_trajectory(env):
+    with pytest.raises(ValueError, match="1 metadata for 2 trajectories"):
+        env.score([{"ground_truth": "82"}], answered("1"), answered("2"))
+
+
+def test_scores_from_several_threads_do_not_mix(env):
+    def one(number: int) -> list[float | None]:
+        scores = env.score([{"ground_truth": f"{number}/7"}] * 8, *[answered(f"{i}/7") for i in range(8)])
+        return [score.reward for score in scores]
+
+    with ThreadPoolExecutor(4) as threads:
+        results = list(threads.map(one, range(8)))
+    assert results == [[float(i == number) for i in range(8)] for number in range(8)]
+
+
+def test_a_missing_truth_is_an_error_that_says_where_to_look(env):
+    with pytest.raises(ValueError, match=r"needs 'ground_truth' .* got \['level'\]; check the dataset's output_key"):
+        env.step([[{"role": "assistant", "content": "1"}]], [{"level": 3}])
+
+
+def test_marked_messages_win_over_the_role():
+    few_shot = {"role": "assistant", "content": "an example", "generated": False}
+    said = {"role": "assistant", "content": "82", "generated": True}
+    assert response_text([few_shot, said]) == "82"
+    assert response_text([{"role": "user", "content": "q"}, {"role": "assistant", "content": "a"}]) == "a"
+
+
+def test_metrics_count_failures_apart(env):
+    batch = {"rewards": [1.0, 0.0, None, 1.0], "uid": ["a", "a", "a", "b"], "k": [1, 2]}
+    metrics = env.global_post_process_and_metrics(batch)
+    assert metrics == {
+        "num_scored": 3.0,
+        "num_failed": 1.0,
+        "accuracy": pytest.approx(2 / 3),
+        "pass@1": pytest.approx((0.5 + 1) / 2),
+        "pass@2": 1.0,  # only prompt a has two scored samples
+    }
+    assert env.global_post_process_and_metrics({"rewards": [None]}) == {"num_scored": 0.0, "num_failed": 1.0}
+
+
+@pytest.mark.parametrize("k", [1, 2, 3])
+def test_pass_at_k_is_the_share_of_k_subsets_with_a_correct_one(k):
+    rewards = [1.0, 0.0, 0.0, 1.0, 0.0]
+    subsets = list(combinations(rewards, k))
+    expected = sum(any(subset) for subset in subsets) / len(subsets)
+    assert pass_at_k(["p"] * 5, rewards, k) == pytest.approx(expected)
+    assert math.isnan(pass_at_k(["p"] * 5, rewards, 6))
+
+
+@pytest.mark.parametrize(
+    ("section", "message"),
+    [
+        ({"num_worker": 2}, "env.math.num_worker: unknown key; did you mean 'num_workers'?"),
+        ({"num_workers": 0}, "env.math.num_workers: Input should be greater than or equal to 1, got 0"),
+        ({"verify_timeout_s": "soon"}, "env.math.verify_timeout_s: Input should be a valid number"),
+    ],
+)
+def test_a_wrong_section_names_its_key(section, message):
+    with pytest.raises(EnvironmentConfigError, match="^" + message.replace("?", r"\?")):
+        MathEnvConfig.read(section)

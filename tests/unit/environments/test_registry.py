@@ -1,0 +1,64 @@
+"""Environments by name and by import path."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+
+import pytest
+
+from grpo_mcore.environments import create_env, create_env_class, register_env
+from grpo_mcore.environments.interfaces import EnvironmentInterface, EnvironmentReturn
+from grpo_mcore.environments.math_environment import MathEnvironment
+from grpo_mcore.environments.registry import EnvironmentConfigError
+
+
+class EchoEnvironment(EnvironmentInterface):
+    needs = {"cpus": 2.0, "gpus": 1.0}
+
+    def step(self, message_log_batch, metadata):
+        n = len(metadata)
+        return EnvironmentReturn([{}] * n, list(metadata), [None] * n, [0.5] * n, [True] * n, ["x"] * n, ["y"] * n)
+
+
+def test_by_name():
+    assert create_env_class("math") == (MathEnvironment, {"cpus": 1.0, "gpus": 0.0})
+
+
+@pytest.mark.parametrize("path", [f"{__name__}:EchoEnvironment", f"{__name__}.EchoEnvironment"])
+def test_by_import_path(path):
+    cls, needs = create_env_class(path)
+    assert cls.__name__ == "EchoEnvironment" and needs == {"cpus": 2.0, "gpus": 1.0}
+    env = create_env(env_name=path, env_config={"a": 1})
+    assert env.config == {"a": 1}
+    assert env.score([]) == []
+
+
+def test_a_registered_name_is_found_and_not_taken_twice():
+    register_env("echo", f"{__name__}:EchoEnvironment")
+    register_env("echo", f"{__name__}:EchoEnvironment")
+    assert create_env_class("echo")[0].__name__ == "EchoEnvironment"
+    with pytest.raises(EnvironmentConfigError, match="'echo' is taken by"):
+        register_env("echo", "other:Environment")
+
+
+@pytest.mark.parametrize(
+    ("name", "message"),
+    [
+        ("maths", r"unknown environment 'maths': did you mean 'math'\? known are"),
+        (
+            "no_such.module:Env",
+            "cannot import the environment 'no_such.module:Env': No module named 'no_such'",
+        ),
+        ("json:Env", "cannot import the environment 'json:Env'"),
+    ],
+)
+def test_a_wrong_name_says_what_is_known(name, message):
+    with pytest.raises(EnvironmentConfigError, match=message):
+        create_env_class(name)
+
+
+def test_what_a_verification_worker_imports_is_light():
+    heavy = "{'torch', 'ray', 'vllm', 'transformers', 'megatron'} & {name.split('.')[0] for name in sys.modules}"
+    program = f"import sys, grpo_mcore.environments.verify_worker; assert not {heavy}, {heavy}"
+    subprocess.run([sys.executable, "-c", program], check=True)

@@ -1,0 +1,44 @@
+from __future__ import annotations
+
+import os
+
+import pytest
+
+from grpo_mcore.generation.config import EngineConfig, engine_arguments, engine_environment
+
+
+def test_the_environment_is_a_pure_function_of_the_config() -> None:
+    before = dict(os.environ)
+    config = EngineConfig("model", threads=3, log_level="INFO")
+    environment = engine_environment(config)
+    assert os.environ == before
+    assert environment == engine_environment(config)
+    assert environment["OMP_NUM_THREADS"] == "3"
+    assert environment["VLLM_LOGGING_LEVEL"] == "INFO"
+    assert environment["VLLM_ENABLE_V1_MULTIPROCESSING"] == "0"
+    assert environment["VLLM_CPU_OMP_THREADS_BIND"] == "nobind"
+
+
+def test_a_gpu_engine_keeps_its_compiler_and_threads() -> None:
+    environment = engine_environment(EngineConfig("model", platform="gpu"))
+    assert not {"TORCH_COMPILE_DISABLE", "OMP_NUM_THREADS", "OMP_WAIT_POLICY"} & environment.keys()
+
+
+def test_arguments_on_cpu_and_gpu() -> None:
+    cpu = engine_arguments(EngineConfig("model", gpu_memory_utilization=0.5))
+    assert cpu["enforce_eager"] and cpu["kv_cache_memory_bytes"] == 2**30
+    assert "gpu_memory_utilization" not in cpu and "distributed_executor_backend" not in cpu
+    assert cpu["logprobs_mode"] == "processed_logprobs"
+    assert cpu["weight_transfer_config"] == {"backend": "grpo_mcore"}
+    gpu = engine_arguments(EngineConfig("model", platform="gpu", tensor_parallel_size=2, sleep_between_phases=True))
+    assert not gpu["enforce_eager"] and gpu["gpu_memory_utilization"] == 0.6 and gpu["enable_sleep_mode"]
+    assert "kv_cache_memory_bytes" not in gpu and gpu["distributed_executor_backend"] == "mp"
+    small = engine_arguments(EngineConfig("model", kv_cache_memory_gb=0.25, vllm_kwargs={"max_num_seqs": 3}))
+    assert small["kv_cache_memory_bytes"] == 2**28 and small["max_num_seqs"] == 3
+
+
+def test_what_no_engine_can_be() -> None:
+    with pytest.raises(ValueError, match="engine-3: an engine on CPU cannot sleep"):
+        EngineConfig("model", name="engine-3", sleep_between_phases=True)
+    with pytest.raises(ValueError, match="threads 0 must be at least 1"):
+        EngineConfig("model", threads=0)

@@ -1,0 +1,146 @@
+"""What is printed, with and without a terminal."""
+
+from __future__ import annotations
+
+import io
+from dataclasses import dataclass
+from pathlib import Path
+
+import pytest
+
+from grpo_mcore.observe.console import LONGEST_TEXT, WIDTH, RunConsole
+from grpo_mcore.observe.step_table import StepRow, fit, header_lines, row_line
+
+SECONDS = {"generate": 3.0, "reward": 0.5, "logprobs": 1.0, "train": 2.0, "refit": 0.25, "refit/commit": 0.1}
+ROW = StepRow(
+    step=7,
+    max_steps=200,
+    reward=0.4375,
+    kl=1.2e-4,
+    token_mult_prob_error=1.0012,
+    length=123.4,
+    entropy=1.5,
+    loss=-0.25,
+    grad_norm=2.0,
+    tokens_per_second=5123.4,
+    seconds={**SECONDS, "prepare": 0.05, "everything_else": 0.2, "total": 7.0},
+)
+
+
+@dataclass
+class Sample:
+    prompt: str = "3 + 4?"
+    response: str = "7"
+    truth: str = "7"
+    answer: str | None = "7"
+    reward: float | None = 1.0
+    reason: str = ""
+
+
+class Terminal(io.StringIO):
+    def isatty(self) -> bool:
+        return True
+
+
+@pytest.mark.parametrize(
+    ("value", "width", "text"),
+    [
+        (None, 6, "     -"),
+        (float("nan"), 5, "  nan"),
+        (0.0, 7, "  0.000"),
+        (0.4375, 7, "  0.438"),
+        (1.0012, 8, "   1.001"),
+        (12.3456, 7, "  12.35"),
+        (1234.56, 7, "   1235"),
+        (-123.456, 6, "-123.5"),
+        (99999.0, 5, "99999"),
+        (851230.4, 6, "851230"),
+        (851230.4, 5, "8.5e5"),
+        (-851230.4, 5, " -9e5"),
+        (1.2e-4, 7, " 1.2e-4"),
+        (3.21e-12, 8, " 3.2e-12"),
+        (1e9, 7, "  1.0e9"),
+        (1.5e20, 8, "  1.5e20"),
+    ],
+)
+def test_numbers_fit_their_column(value, width, text):
+    assert fit(value, width) == text
+
+
+def test_lines_are_as_wide_as_the_header_and_fit_a_screen():
+    widths = {len(line) for line in (*header_lines()[1:], row_line(ROW), row_line(StepRow(step=1)))}
+    assert len(widths) == 1 and 110 <= widths.pop() <= 130
+
+
+def test_a_row_has_its_values_under_their_names():
+    _, names, _ = header_lines()
+    line = row_line(ROW)
+    for name, text in (
+        *(("step", "7/200"), ("reward", "0.438"), ("acc", "-"), ("KL", "1.2e-4"), ("prob err", "1.001")),
+        *(("length", "123.4"), ("loss", "-0.250"), ("gen", "3.000"), ("refit", "0.250"), ("total", "7.000")),
+        *(("other", "0.250"), ("tok/s", "5123")),  # other: 7 - 6.75, with "prepare"
+    ):
+        end = names.index(name) + len(name)
+        assert line[:end].endswith(text), (name, line)
+
+
+def test_the_header_comes_every_20_lines_and_after_samples():
+    out = io.StringIO()
+    console = RunConsole(out)
+    for _ in range(21):
+        console.step(ROW)
+    assert out.getvalue().count("prob err") == 2
+    console.samples(7, [Sample()])
+    console.step(ROW)
+    assert out.getvalue().count("prob err") == 3
+    console.validation(7, {"accuracy": 0.9}, 1.0)
+    console.step(ROW)
+    assert out.getvalue().count("prob err") == 3
+
+
+def test_banner_and_summary_show_their_facts_and_existing_paths():
+    out = io.StringIO()
+    console = RunConsole(out)
+    equation = "32 prompts x 16 generations = 512 samples = 1 optimizer step x 512 = DP 4 x 128 samples" + " x" * 40
+    console.banner("run", {"batch": equation, "engines": 2})
+    console.summary("done", {"accuracy": "0.4 -> 0.9"}, {"metrics": Path("a/b.jsonl"), "TensorBoard": None})
+    text = out.getvalue()
+    assert max(map(len, text.splitlines())) <= WIDTH
+    assert "  batch    32 prompts x 16" in text and "  engines  2" in text
+    assert "metrics  a/b.jsonl" in text and "TensorBoard" not in text
+
+
+def test_validation_is_one_line():
+    out = io.StringIO()
+    RunConsole(out).validation(12, {"accuracy": 0.87512, "pass@8": 1.0, "reward": None}, 12.34)
+    assert out.getvalue() == "validation after step 12: accuracy 0.8751  pass@8 1  reward -  (12.3 s)\n"
+
+
+def test_samples_are_shown_with_truth_answer_reward_and_reason():
+    out = io.StringIO()
+    long = Sample(response="x " * LONGEST_TEXT, answer=None, reward=None, reason="timeout")
+    RunConsole(out).samples(3, [Sample(prompt="two\nlines"), long])
+    text = out.getvalue()
+    assert "    prompt  two\n            lines\n" in text
+    assert "  response  7\n    answer  7\n     truth  7\n    reward  1\n" in text
+    assert f"({LONGEST_TEXT:,} characters more)" in text
+    assert "    answer  none found\n" in text and "    reward  not scored (timeout)\n" in text
+    assert max(map(len, text.splitlines())) <= WIDTH
+
+
+def test_progress_moves_only_on_a_terminal():
+    out = io.StringIO()
+    RunConsole(out).progress("samples", 1, 2)
+    assert out.getvalue() == ""
+    now = [0.0]
+    terminal = Terminal()
+    console = RunConsole(terminal, clock=lambda: now[0])
+    console.progress("samples", 99, 100)
+    console.progress("samples", 99, 100)  # too soon
+    console.progress("samples", 100, 100)  # the last always
+    assert terminal.getvalue() == "\rsamples: 99 / 100\rsamples: 100 / 100"
+    now[0] = 1.0
+    console.progress("s", 1, 2)
+    assert terminal.getvalue().endswith("\rs: 1 / 2          ")  # nothing of the longer line stays
+    console.note("a line")
+    assert terminal.getvalue().endswith("\r        \ra line\n")

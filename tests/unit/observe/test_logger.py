@@ -1,0 +1,153 @@
+"""The metrics file, the run's folder, and the optional loggers."""
+
+from __future__ import annotations
+
+import json
+import sys
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from grpo_mcore.observe.logger import Logger, MissingPackage, read_metrics, run_folder
+
+
+def config(folder: Path, **values: Any) -> SimpleNamespace:
+    defaults = {
+        "log_dir": str(folder),
+        "wandb_enabled": False,
+        "tensorboard_enabled": False,
+        "wandb": SimpleNamespace(project="p", name="n", entity=None),
+        "tensorboard": SimpleNamespace(log_dir=None),
+    }
+    return SimpleNamespace(**(defaults | values))
+
+
+def test_a_call_is_a_line(tmp_path):
+    logger = Logger(config(tmp_path))
+    values = {"loss": torch.tensor(0.5), "n": 3, "f": np.float32(0.25), "none": None, "seconds": {"train": 1.5}}
+    logger.log_metrics(values, step=7, prefix="train")
+    # not closed: what is logged is on disk, whatever happens next
+    line = json.loads((tmp_path / "exp_001" / "metrics.jsonl").read_text())
+    assert line.pop("unix_time") > 1e9
+    assert line == {
+        **{"step": 7, "prefix": "train", "loss": 0.5, "n": 3, "f": 0.25},
+        **{"none": None, "seconds/train": 1.5},
+    }
+    logger.close()
+    logger.close()
+
+
+def test_the_file_stays_json_when_a_metric_is_not_finite(tmp_path):
+    logger = Logger(config(tmp_path))
+    logger.log_metrics({"loss": float("nan"), "norm": torch.tensor(float("inf"))}, step=1)
+    text = (logger.log_dir / "metrics.jsonl").read_text()
+    line = json.loads(text, parse_constant=lambda name: pytest.fail(name))
+    assert (line["loss"], line["norm"]) == (None, None)
+
+
+@pytest.mark.parametrize(
+    ("metrics", "error", "message"),
+    [
+        ({"names": ["a"]}, TypeError, "'names' is no number but list"),
+        ({"outer": {"inner": "text"}}, TypeError, "'outer/inner' is no number but str"),
+        ({"vector": torch.ones(2)}, TypeError, "'vector' has more than one element"),
+        ({"array": np.ones(2)}, TypeError, "'array' has more than one element"),
+        ({"step": 3}, ValueError, r"\['step'\] cannot be names"),
+    ],
+)
+def test_what_is_no_metric_is_refused(tmp_path, metrics, error, message):
+    logger = Logger(config(tmp_path))
+    with pytest.raises(error, match=message):
+        logger.log_metrics(metrics, step=1)
+    assert (logger.log_dir / "metrics.jsonl").read_text() == ""
+
+
+def test_each_run_has_its_own_folder_and_a_resumed_one_goes_on(tmp_path):
+    (tmp_path / "exp_of_mine").mkdir()
+    assert run_folder(tmp_path, resume=True).name == "exp_001"
+    assert run_folder(tmp_path).name == "exp_002"
+    (tmp_path / "exp_999").mkdir()
+    assert run_folder(tmp_path).name == "exp_1000"
+    assert run_folder(tmp_path, resume=True).name == "exp_1000"
+
+
+def test_a_resumed_run_appends_and_its_repeated_steps_count(tmp_path):
+    first = Logger(config(tmp_path))
+    for step in (1, 2, 3):
+        first.log_metrics({"reward": step}, step, "train")
+    first.log_metrics({"accuracy": 0.5}, 2, "validation")
+    first.close()
+    second = Logger(config(tmp_path), resume=True)
+    second.log_metrics({"reward": 30}, 3, "train")
+    second.log_metrics({"extra": 1}, 3, "train")
+    second.close()
+    path = second.log_dir / "metrics.jsonl"
+    assert [(row["step"], row["reward"]) for row in read_metrics(path, "train")] == [(1, 1), (2, 2), (3, 30)]
+    assert read_metrics(path, "train")[-1]["extra"] == 1
+    assert [row["accuracy"] for row in read_metrics(path, "validation")] == [0.5]
+
+
+def test_a_line_cut_off_by_a_crash_is_left_out_and_another_is_an_error(tmp_path):
+    path = tmp_path / "metrics.jsonl"
+    whole = '{"step": 1, "prefix": "train"}\n'
+    path.write_text(whole + '{"step": 2, "pre')
+    assert len(read_metrics(path, "train")) == 1
+    path.write_text('{"step": 2, "pre\n' + whole)
+    with pytest.raises(ValueError, match=r"metrics.jsonl:1: not JSON"):
+        read_metrics(path, "train")
+
+
+def test_hyperparams_of_a_model_or_a_mapping(tmp_path):
+    logger = Logger(config(tmp_path))
+    logger.log_hyperparams({"grpo": {"seed": 1}, "path": tmp_path})
+    assert json.loads((logger.log_dir / "hyperparams.json").read_text())["grpo"] == {"seed": 1}
+    logger.log_hyperparams(SimpleNamespace(model_dump=lambda mode: {"mode": mode}))
+    assert json.loads((logger.log_dir / "hyperparams.json").read_text()) == {"mode": "json"}
+
+
+def test_tensorboard_holds_the_same_numbers(tmp_path):
+    accumulator = pytest.importorskip("tensorboard.backend.event_processing.event_accumulator")
+    logger = Logger(config(tmp_path, tensorboard_enabled=True))
+    logger.log_metrics({"loss": 0.5, "skipped": None}, step=1, prefix="train")
+    logger.log_metrics({"loss": 0.25}, step=2, prefix="train")
+    logger.close()
+    assert logger.tensorboard_dir == logger.log_dir / "tensorboard"
+    events = accumulator.EventAccumulator(str(logger.tensorboard_dir))
+    events.Reload()
+    assert events.Tags()["scalars"] == ["train/loss"]
+    assert [(event.step, event.value) for event in events.Scalars("train/loss")] == [(1, 0.5), (2, 0.25)]
+
+
+def test_wandb_gets_the_same_numbers(tmp_path, monkeypatch):
+    calls: list[Any] = []
+    run = SimpleNamespace(
+        log=lambda values, step: calls.append((step, values)),
+        finish=lambda: calls.append("finish"),
+        config=SimpleNamespace(update=lambda params: calls.append(params)),
+    )
+    monkeypatch.setitem(
+        sys.modules, "wandb", SimpleNamespace(init=lambda **where: calls.append(where["project"]) or run)
+    )
+    logger = Logger(config(tmp_path, wandb_enabled=True))
+    logger.log_hyperparams({"a": 1})
+    logger.log_metrics({"loss": 0.5}, step=1, prefix="train")
+    logger.close()
+    assert calls == ["p", {"a": 1}, (1, {"train/loss": 0.5}), "finish"]
+
+
+def test_a_missing_package_is_named_before_a_folder_is_made(tmp_path, monkeypatch):
+    monkeypatch.setitem(sys.modules, "wandb", None)
+    with pytest.raises(MissingPackage, match="wandb_enabled needs wandb: pip install wandb"):
+        Logger(config(tmp_path, wandb_enabled=True))
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_the_room_loads_without_torch_and_matplotlib():
+    import subprocess
+
+    code = "import sys, grpo_mcore.observe as o; sys.exit(any(m in sys.modules for m in ('torch', 'matplotlib')))"
+    assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0

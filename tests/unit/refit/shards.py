@@ -1,0 +1,60 @@
+"""A whole model's weights cut as Megatron-Core's tensor-parallel ranks hold them, by the family's
+declaration."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from grpo_mcore.families import Box, ModelShape, Split, local_shape, params_of, pieces
+
+
+class ShardedModel:
+    """One tensor-parallel rank's weight source. `whole`: Hugging Face tensors by name."""
+
+    def __init__(self, whole: Mapping[str, Tensor], shape: ModelShape, rank: int, size: int) -> None:
+        self.held: list[tuple[str, Box, Tensor]] = []
+        for param in params_of(shape):
+            if param.copy or (param.split is Split.REPLICATED and rank):
+                continue
+            local = torch.zeros(local_shape(param, shape, size), dtype=whole[param.hf[0].name].dtype)
+            for piece in pieces(param, shape, rank, size):
+                view = local[index(piece.local_box)]
+                view.copy_(whole[piece.hf][index(piece.hf_box)])
+                self.held.append((piece.hf, piece.hf_box, view))
+
+    def pieces(self) -> Iterator[tuple[str, Box, Tensor]]:
+        return iter(self.held)
+
+
+def index(box: Box) -> tuple[slice, ...]:
+    return tuple(slice(start, stop) for start, stop in box)
+
+
+class Handle:
+    """A worker in this process, as the driver sees it."""
+
+    def __init__(self, name: str, target: Any) -> None:
+        self.name, self.target = name, target
+
+    def call(self, method: str, *args: Any, timeout_s: float | None = None, what: str | None = None) -> Any:
+        return Answer(getattr(self.target, method), args)
+
+
+class Answer:
+    """A call that has already run, as in a local cluster."""
+
+    def __init__(self, function: Any, args: tuple[Any, ...]) -> None:
+        self._error: Exception | None = None
+        try:
+            self._value = function(*args)
+        except Exception as error:
+            self._error = error
+
+    def result(self) -> Any:
+        if self._error:
+            raise self._error
+        return self._value

@@ -1,0 +1,29 @@
+from __future__ import annotations
+
+from itertools import product
+
+import pytest
+
+from grpo_mcore.refit.plan import RefitError
+from grpo_mcore.refit.protocol import NEXT, RefitProtocol, RefitState
+
+PAIRS = list(product(RefitState, RefitState))
+
+
+@pytest.mark.parametrize(("state", "to"), PAIRS, ids=lambda state: state.value)
+def test_only_the_listed_steps_exist(state: RefitState, to: RefitState) -> None:
+    protocol = RefitProtocol(version=3)
+    protocol.state = state
+    if to in NEXT[state]:
+        protocol.advance(to)
+        assert protocol.state is to
+    else:
+        with pytest.raises(RefitError, match=f"weight version 3: no way from {state.value} to {to.value}"):
+            protocol.advance(to)
+        assert protocol.state is state
+
+
+def test_every_state_can_end_and_the_ends_are_final() -> None:
+    ends = {state for state, after in NEXT.items() if not after}
+    assert ends == {RefitState.COMMITTED, RefitState.ABORTED}
+    assert all(RefitState.ABORTED in after for state, after in NEXT.items() if state not in ends)

@@ -1,0 +1,171 @@
+"""The rules of the house that a reader relies on: imports go down only, rooms know only their own libraries,
+files are short. Read from the source, so that a broken rule is found without running anything."""
+
+from __future__ import annotations
+
+import ast
+import re
+import sys
+from collections.abc import Iterator
+from functools import cache
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).resolve().parents[2]
+PACKAGE = ROOT / "grpo_mcore"
+
+PURE = {"rollout", "recipe", "observe", "batching", "objective", "families"}
+WORKSHOPS = {"generation", "environments", "cluster", "data", "refit", "parallel"}
+FLOOR = dict.fromkeys(PURE, 1) | dict.fromkeys(WORKSHOPS, 2) | {"algorithms": 3, "cli": 4}
+
+# What each room must not know (DESIGN: the house). A prefix of the imported name.
+FORBIDDEN = {
+    "recipe": {"torch", "numpy", "transformers", "ray", "megatron", "vllm"},
+    "rollout": {"ray", "megatron", "vllm"},
+    "observe": {"ray", "megatron", "vllm"},
+    "batching": {"ray", "megatron", "vllm", "torch.distributed"},
+    "objective": {"ray", "megatron", "vllm"},
+    "families": {"ray", "megatron", "vllm", "torch.distributed"},
+    "generation": {"megatron", "ray"},
+    "environments": {"megatron", "vllm"},
+    "cluster": {"megatron", "vllm", "transformers"},
+    "data": {"torch.distributed", "megatron", "vllm", "ray"},
+    "refit": {"megatron", "ray"},
+    "parallel": {"vllm", "ray"},
+    "algorithms": {"ray", "torch.cuda"},
+}
+
+
+def python_files(*folders: str) -> list[Path]:
+    return sorted(file for folder in folders for file in (ROOT / folder).rglob("*.py"))
+
+
+def room_of(file: Path) -> str:
+    """The room a file lives in; "" for files directly in the package."""
+    parts = file.relative_to(PACKAGE).parts
+    return parts[0] if len(parts) > 1 else ""
+
+
+@cache
+def imports(file: Path) -> tuple[tuple[int, str], ...]:
+    """(line, full dotted name) of everything the file imports, wherever in the file."""
+    return tuple(_imports(file))
+
+
+def _imports(file: Path) -> Iterator[tuple[int, str]]:
+    package = file.relative_to(ROOT).with_suffix("").parts[:-1]
+    for node in ast.walk(ast.parse(file.read_text(), str(file))):
+        if isinstance(node, ast.Import):
+            yield from ((node.lineno, name.name) for name in node.names)
+        elif isinstance(node, ast.ImportFrom):
+            base = package[: len(package) - node.level + 1] if node.level else ()
+            module = ".".join([*base, *([node.module] if node.module else [])])
+            yield from ((node.lineno, f"{module}.{name.name}") for name in node.names)
+
+
+def rooms_known_to(file: Path) -> Iterator[tuple[int, str]]:
+    for line, name in imports(file):
+        parts = name.split(".")
+        if parts[0] == "grpo_mcore" and len(parts) > 1 and parts[1] in FLOOR and parts[1] != room_of(file):
+            yield line, parts[1]
+
+
+def is_quick(module: str, rooms: tuple[str, ...]) -> bool:
+    """Whether a module is of the standard library or of one of the rooms."""
+    return module.split(".")[0] in sys.stdlib_module_names or module.startswith(rooms)
+
+
+def report(findings: list[str]) -> None:
+    assert not findings, "\n" + "\n".join(findings)
+
+
+def test_every_room_is_on_the_plan() -> None:
+    rooms = {room_of(file) for file in python_files("grpo_mcore")} - {""}
+    assert rooms <= set(FLOOR)
+
+
+def test_imports_go_down() -> None:
+    findings = []
+    for file in python_files("grpo_mcore"):
+        room = room_of(file)
+        for line, other in rooms_known_to(file):
+            sideways_among_pure = FLOOR[other] == FLOOR.get(room) == 1
+            if room and FLOOR[other] >= FLOOR[room] and not sideways_among_pure:
+                findings.append(f"{file.relative_to(ROOT)}:{line}: {room} imports {other}")
+    report(findings)
+
+
+def test_pure_rooms_do_not_import_each_other_in_a_circle() -> None:
+    knows: dict[str, set[str]] = {room: set() for room in PURE}
+    for file in python_files("grpo_mcore"):
+        if room_of(file) in PURE:
+            knows[room_of(file)] |= {other for _, other in rooms_known_to(file)}
+    assert not knows["recipe"], "recipe imports nothing of the package"
+    assert not knows["families"], "families imports nothing of the package"
+    while leaves := [room for room, others in knows.items() if not others & knows.keys()]:
+        for room in leaves:
+            del knows[room]
+    assert not knows, f"a circle among {sorted(knows)}"
+
+
+@pytest.mark.parametrize("room", sorted(FORBIDDEN))
+def test_a_room_knows_only_its_own_libraries(room: str) -> None:
+    findings = [
+        f"{file.relative_to(ROOT)}:{line}: {name}"
+        for file in python_files(f"grpo_mcore/{room}")
+        for line, name in imports(file)
+        if any(name == prefix or name.startswith(prefix + ".") for prefix in FORBIDDEN[room])
+    ]
+    report(findings)
+
+
+def test_commands_import_inside_the_verb() -> None:
+    """`grpo-mcore --help` must not wait for torch. The recipe room does without."""
+    quick = ("grpo_mcore.cli", "grpo_mcore.recipe")
+    findings = [
+        f"{file.relative_to(ROOT)}:{node.lineno}"
+        for file in python_files("grpo_mcore/cli")
+        for node in ast.parse(file.read_text()).body
+        if isinstance(node, ast.ImportFrom) and node.module and not is_quick(node.module, quick)
+    ]
+    report(findings)
+
+
+def test_files_are_short() -> None:
+    folders = ("grpo_mcore", "tests", "benchmarks", "scripts", "launchers")
+    lengths = {file.relative_to(ROOT): len(file.read_text().splitlines()) for file in python_files(*folders)}
+    report([f"{file}: {length} lines" for file, length in lengths.items() if length > 500])
+
+
+def test_modules_say_what_lives_there() -> None:
+    findings = [
+        str(file.relative_to(ROOT))
+        for file in python_files("grpo_mcore")
+        if file.read_text().strip() and not ast.get_docstring(ast.parse(file.read_text()))
+    ]
+    report(findings)
+
+
+def test_folders_of_tests_are_packages() -> None:
+    """Else two test files of one name would be taken for one module."""
+    folders = sorted({file.parent for file in python_files("tests")})
+    report([str(folder.relative_to(ROOT)) for folder in folders if not (folder / "__init__.py").exists()])
+
+
+def test_no_paths_of_one_machine() -> None:
+    pattern = re.compile(r"(?<![\w.])/(work|root|home)/\w")
+    folders = "grpo_mcore", "tests", "recipes", "docs", "benchmarks", "scripts", "launchers", "requirements"
+    files = [
+        file
+        for folder in folders
+        for file in (ROOT / folder).rglob("*")
+        if file.suffix in {".py", ".yaml", ".md", ".sh", ".toml", ".lock"}
+    ]
+    findings = [
+        f"{file.relative_to(ROOT)}:{number}: {line.strip()}"
+        for file in [*files, ROOT / "README.md", ROOT / "Makefile", ROOT / "pyproject.toml"]
+        for number, line in enumerate(file.read_text().splitlines(), 1)
+        if pattern.search(line)
+    ]
+    report(findings)
