@@ -1,0 +1,124 @@
+"""Tiny engines and policies for the tests of generation and refit."""
+
+from __future__ import annotations
+
+import itertools
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from grpo_mcore.families import params_of, read_hf_config, shape_of
+from grpo_mcore.generation import Engine, EngineConfig, EngineError
+from grpo_mcore.refit import RefitPlan, RefitReport, RefitSender, plan_refit, refit
+from grpo_mcore.rollout.trajectory import GenerationRequest, Sampling, Trajectory, Turn
+from tests.distributed.tiny_models import SIZES, make_tiny_model
+from tests.unit.refit.shards import Handle, ShardedModel
+
+VOCABULARY, EOS = SIZES["vocab_size"], 1
+CONTEXT = 160
+_NUMBER = itertools.count()
+
+
+def make_model(folder: Path, **overrides: Any) -> Path:
+    from tokenizers import Tokenizer, models, pre_tokenizers
+    from transformers import PreTrainedTokenizerFast
+
+    make_tiny_model("qwen3", folder, num_hidden_layers=2, eos_token_id=EOS, bos_token_id=None, **overrides)
+    words = {"<pad>": 0, "<eos>": EOS} | {f"w{number}": number for number in range(2, VOCABULARY)}
+    tokenizer = Tokenizer(models.WordLevel(words, unk_token="<pad>"))
+    tokenizer.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
+    PreTrainedTokenizerFast(tokenizer_object=tokenizer, eos_token="<eos>", pad_token="<pad>").save_pretrained(folder)
+    return folder
+
+
+def config(folder: Path, **options: Any) -> EngineConfig:
+    return EngineConfig(str(folder), dtype="float32", max_model_len=CONTEXT, kv_cache_memory_gb=0.1, **options)
+
+
+def load_reference(folder: Path) -> torch.nn.Module:
+    from transformers import AutoModelForCausalLM
+
+    return AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).eval()
+
+
+def request(number: int, length: int = 0, **options: Any) -> GenerationRequest:
+    generator = torch.Generator().manual_seed(number)
+    tokens = torch.randint(2, VOCABULARY, (length or 3 + number % 9,), generator=generator)
+    options = {"seed": 1000 + number} | options
+    return GenerationRequest(f"prompt-{number}", 0, (Turn("user", tokens),), **options)
+
+
+def generate(engine: Engine, requests: list[GenerationRequest], **options: Any) -> dict[str, Trajectory]:
+    sampling = Sampling(**({"max_new_tokens": 24} | options))
+    return {trajectory.uid: trajectory for trajectory in engine.generate(requests, sampling)}
+
+
+@torch.no_grad()
+def reference_logprobs(
+    reference: torch.nn.Module, trajectory: Trajectory, temperature: float = 1.0, top_p: float = 1.0
+) -> Tensor:
+    """float32 [generated]: of the generated tokens, from the distribution that is sampled from."""
+    tokens = trajectory.token_ids()
+    logits = reference(tokens[None]).logits[0, trajectory.prompt_length - 1 : -1].float() / temperature
+    if top_p < 1:
+        ordered, order = logits.sort(descending=True)
+        before = ordered.softmax(-1).cumsum(-1) - ordered.softmax(-1)  # probability of all likelier tokens
+        cut = torch.zeros_like(logits, dtype=torch.bool).scatter(-1, order, before >= top_p)
+        logits = logits.masked_fill(cut, -torch.inf)
+    return logits.log_softmax(-1).gather(-1, tokens[trajectory.prompt_length :, None])[:, 0]
+
+
+def worst_difference(reference: torch.nn.Module, trajectories: dict[str, Trajectory], **how: float) -> float:
+    return max(
+        (reference_logprobs(reference, trajectory, **how) - trajectory.turns[-1].logprobs).abs().max().item()
+        for trajectory in trajectories.values()
+    )
+
+
+class Policy:
+    """Weights to refit from, as `size` tensor-parallel ranks in this process hold them."""
+
+    def __init__(self, folder: Path, size: int = 2) -> None:
+        self.reference = load_reference(folder)
+        self.run_id = f"functional.{next(_NUMBER)}"
+        self.shape = shape_of(read_hf_config(folder))
+        self.tensors = [tensor for param in params_of(self.shape) if not param.copy for tensor in param.hf]
+        self.handles = [
+            Handle(f"policy-{rank}", RefitSender(self.source(rank, size), run_id=self.run_id)) for rank in range(size)
+        ]
+
+    def source(self, rank: int, size: int) -> Any:
+        class Source:
+            def pieces(_) -> Any:
+                weights = dict(self.reference.named_parameters())
+                return ShardedModel(weights, self.shape, rank, size).pieces()
+
+        return Source()
+
+    @torch.no_grad()
+    def change(self, seed: int) -> None:
+        torch.manual_seed(seed)
+        for name, parameter in self.reference.named_parameters():
+            parameter.uniform_(0.5, 1.5) if "norm" in name else parameter.normal_(0, 0.08)
+
+    def plan(self, tensors: Any = None) -> RefitPlan:
+        """Buckets that part q, k and v, and gate and up: the largest tensor just fits one."""
+        return plan_refit(tensors or self.tensors, dtype="float32", buffer_bytes=2 * 34_304)
+
+    def refit(self, engine: Engine, version: int, plan: RefitPlan | None = None) -> RefitReport:
+        return refit(self.handles, [Handle(engine.name, engine)], plan or self.plan(), version)
+
+    def refit_wrongly(self, engine: Engine) -> None:
+        """A bucket out of order: every rank of the engine refuses it."""
+        opened = self.handles[0].target.open_refit(None, self.plan().to_json())
+        engine.start_refit({key: opened[key] for key in ("digest", "transport")} | {"plan": self.plan().to_json()})
+        with pytest.raises(EngineError, match="bucket 1 came, bucket 0 was expected"):
+            engine.load_bucket(1)
+        engine.abort_refit()
+
+    def close(self) -> None:
+        for handle in self.handles:
+            handle.target.close_refit()

@@ -1,0 +1,262 @@
+"""A real vLLM engine on a tiny random model in float32, against transformers: generation, and refits."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from grpo_mcore.generation import Engine, EngineError
+from grpo_mcore.refit import RefitError, RefitSender, plan_refit, refit
+from grpo_mcore.rollout.trajectory import Sampling
+from tests.functional.engine_cases import (
+    CONTEXT,
+    EOS,
+    Policy,
+    config,
+    generate,
+    load_reference,
+    make_model,
+    request,
+    worst_difference,
+)
+from tests.unit.refit.shards import Handle
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return make_model(tmp_path_factory.mktemp("untied"))
+
+
+@pytest.fixture(scope="module")
+def engine(folder: Path) -> Iterator[Engine]:
+    engine = Engine(config(folder))
+    yield engine
+    engine.shutdown()
+    engine.shutdown()
+
+
+@pytest.fixture(scope="module")
+def reference(folder: Path) -> torch.nn.Module:
+    return load_reference(folder)
+
+
+# Generation with the weights from the folder.
+
+
+def test_logprobs_are_those_of_transformers(engine: Engine, reference: torch.nn.Module) -> None:
+    requests = [request(number) for number in range(24)]
+    found = generate(engine, requests)
+    assert len(found) == 24
+    assert worst_difference(reference, found) < 1e-5
+    for asked in requests:
+        trajectory = found[asked.uid]
+        assert trajectory.turns[:-1] == asked.prompt and trajectory.turns[-1].loss_mask
+        assert trajectory.weight_versions == ((0, 0, trajectory.length),)
+
+
+@pytest.mark.parametrize("how", [{"temperature": 0.6}, {"temperature": 0.8, "top_p": 0.7}], ids=str)
+def test_logprobs_are_of_the_distribution_sampled_from(
+    engine: Engine, reference: torch.nn.Module, how: dict[str, float]
+) -> None:
+    found = generate(engine, [request(number) for number in range(12)], **how)
+    assert worst_difference(reference, found, **how) < 1e-5
+
+
+def test_greedy(engine: Engine, reference: torch.nn.Module) -> None:
+    (found,) = generate(engine, [request(1)], temperature=0.0).values()
+    tokens = found.token_ids()
+    with torch.no_grad():
+        best = reference(tokens[None]).logits[0].argmax(-1)
+    assert torch.equal(best[found.prompt_length - 1 : -1], tokens[found.prompt_length :])
+
+
+def test_the_end_of_sequence_token_is_part_of_the_sample(engine: Engine) -> None:
+    found = generate(engine, [request(number) for number in range(100)], max_new_tokens=40)
+    ended = [trajectory for trajectory in found.values() if trajectory.finish_reason == "stop"]
+    assert 5 < len(ended) < 95
+    for trajectory in found.values():
+        turn = trajectory.turns[-1]
+        assert turn.logprobs is not None and len(turn.logprobs) == len(turn.token_ids)
+        assert (turn.token_ids == EOS).sum() == (trajectory.finish_reason == "stop")
+        assert trajectory.truncated == (trajectory.finish_reason == "length")
+        assert "<eos>" not in turn.text
+        words = [f"w{token}" if token > EOS else "" for token in turn.token_ids.tolist()]
+        assert turn.text.split() == [word for word in words if word]
+        if trajectory.finish_reason == "stop":
+            assert turn.token_ids[-1] == EOS
+        else:
+            assert len(turn) == 40
+
+
+def test_stop_tokens_and_stop_strings_are_kept(engine: Engine) -> None:
+    found = generate(engine, [request(number) for number in range(20)], stop_token_ids=tuple(range(40)))
+    stopped = [t.turns[-1] for t in found.values() if t.finish_reason == "stop"]
+    assert stopped and all(turn.token_ids[-1] < 40 for turn in stopped)
+    assert all((turn.token_ids[:-1] >= 40).all() for turn in stopped)
+
+    requests = [request(number, stop_strings=("w9",)) for number in range(40)]
+    found = generate(engine, requests, stop_strings=("w11", "w12"))
+    stopped = [t.turns[-1] for t in found.values() if t.finish_reason == "stop"]
+    stopped = [turn for turn in stopped if turn.token_ids[-1] != EOS]
+    assert {turn.text[-3:] for turn in stopped} >= {"w11", "w12"}
+    assert any(turn.text.endswith("w9") for turn in stopped)
+    for turn in stopped:  # the token is whole, the text ends with the stop string: "w119" stops at "w11"
+        assert f"w{turn.token_ids[-1]}".startswith(turn.text.split()[-1])
+
+
+def test_the_context_limits_new_tokens(engine: Engine) -> None:
+    (found,) = generate(engine, [request(1, length=CONTEXT - 5)], max_new_tokens=50).values()
+    assert found.length <= CONTEXT
+    if found.finish_reason != "stop":
+        assert found.generated_length == 5 and found.truncated
+    with pytest.raises(ValueError, match=f"'prompt-1', generation 0: {CONTEXT} prompt tokens in"):
+        generate(engine, [request(0), request(1, length=CONTEXT)])
+    with pytest.raises(ValueError, match="seed -1"):
+        generate(engine, [request(0, seed=-1)])
+    assert engine.health()["requests"] == 0
+
+
+def test_samples_come_as_they_finish(engine: Engine) -> None:
+    short, long = request(1, length=CONTEXT - 1), request(3)
+    samples = engine.generate([long, short], Sampling(max_new_tokens=100))
+    assert next(samples).uid == short.uid
+    assert engine.health()["requests"] == 1
+    with pytest.raises(EngineError, match="generating already"):
+        next(engine.generate([short], Sampling(max_new_tokens=1)))
+    samples.close()  # the caller wants no more
+    assert engine.health()["requests"] == 0
+    assert len(generate(engine, [short, long])) == 2
+
+
+def test_seeds_decide_the_samples_and_nothing_else_does(engine: Engine) -> None:
+    requests = [request(number) for number in range(32)]
+    first = generate(engine, requests)
+    again = generate(engine, requests)
+    apart = generate(engine, requests[:5]) | generate(engine, requests[::-1][:27])
+    for uid, trajectory in first.items():
+        assert again[uid] == trajectory, "bit for bit"
+        assert torch.equal(apart[uid].token_ids(), trajectory.token_ids())
+        assert torch.allclose(apart[uid].logprobs(), trajectory.logprobs(), atol=1e-6)
+    other = generate(engine, [request(number, seed=7 + number) for number in range(32)])
+    assert sum(torch.equal(other[uid].token_ids(), first[uid].token_ids()) for uid in first) < 3
+
+
+# Refits of the same engine.
+
+
+@pytest.fixture(scope="module")
+def policy(folder: Path, engine: Engine) -> Iterator[Policy]:
+    policy = Policy(folder)
+    yield policy
+    policy.close()
+
+
+def test_after_a_refit_the_engine_has_the_policys_weights(engine: Engine, policy: Policy) -> None:
+    # Two prompts fill a whole block of the prefix cache (128 tokens on CPU).
+    requests = [request(number, length=140 if number < 2 else 0) for number in range(16)]
+    assert len(policy.plan().buckets) > 10
+    for version in (1, 2, 3):
+        before = generate(engine, requests)
+        policy.change(seed=version)
+        assert worst_difference(policy.reference, before) > 0.1
+        report = policy.refit(engine, version)
+        assert (report.version, report.tensors) == (version, len(policy.tensors))
+        engine.prepare(version)
+        after = generate(engine, requests)
+        assert worst_difference(policy.reference, after) < 1e-4
+        for trajectory in after.values():
+            assert trajectory.weight_versions == ((version, 0, trajectory.length),)
+    with pytest.raises(EngineError, match="holds weight version 3, not 2"):
+        engine.prepare(2)
+
+
+def test_a_refit_in_bfloat16_rounds_and_nothing_more(engine: Engine, policy: Policy) -> None:
+    plan = plan_refit(policy.tensors, dtype="bfloat16", buffer_bytes=1 << 20)
+    policy.change(seed=10)
+    policy.refit(engine, 10, plan)
+    with torch.no_grad():
+        for parameter in policy.reference.parameters():
+            parameter.copy_(parameter.bfloat16().float())
+    assert worst_difference(policy.reference, generate(engine, [request(1), request(2)])) < 1e-4
+
+
+@pytest.mark.parametrize("missing", ["model.layers.1.self_attn.k_proj.weight", "model.norm.weight"])
+def test_a_plan_that_leaves_a_parameter_unfilled_is_refused(engine: Engine, policy: Policy, missing: str) -> None:
+    class Partial:
+        def pieces(self) -> Any:
+            whole = policy.source(0, 1).pieces()
+            return ((name, box, values) for name, box, values in whole if name != missing)
+
+    plan = policy.plan([tensor for tensor in policy.tensors if tensor.name != missing])
+    sender = RefitSender(Partial())
+    part = "qkv_proj" if "k_proj" in missing else missing
+    with pytest.raises(RefitError, match=rf"commit_refit .* parameters of the engine unfilled: .*{part}"):
+        refit([Handle("policy-0", sender)], [Handle("engine-0", engine)], plan, 20)
+    sender.close_refit()
+    assert engine.weight_version is None
+    with pytest.raises(EngineError, match="weights of no version"):
+        generate(engine, [request(1)])
+    with pytest.raises(EngineError, match="holds weight version None, not 3"):
+        engine.prepare(3)
+    policy.refit(engine, 21)
+    assert worst_difference(policy.reference, generate(engine, [request(1)])) < 1e-4
+
+
+def test_a_tensor_the_model_does_not_have_is_named(engine: Engine, policy: Policy) -> None:
+    from grpo_mcore.families import HfTensor
+
+    class Extra:
+        def pieces(self) -> Any:
+            yield from policy.source(0, 1).pieces()
+            yield "model.layers.7.mlp.up_proj.weight", ((0, 4),), torch.zeros(4)
+
+    sender = RefitSender(Extra())
+    plan = policy.plan([*policy.tensors, HfTensor("model.layers.7.mlp.up_proj.weight", (4,))])
+    with pytest.raises(RefitError, match="loading 'model.layers.7.mlp.up_proj.weight' of bucket"):
+        refit([Handle("policy-0", sender)], [Handle("engine-0", engine)], plan, 30)
+    sender.close_refit()
+    policy.refit(engine, 31)
+    assert worst_difference(policy.reference, generate(engine, [request(1)])) < 1e-4
+
+
+def test_a_refit_that_fails_before_its_first_bucket_leaves_the_old_weights(engine: Engine, policy: Policy) -> None:
+    policy.refit(engine, 40)
+    before = generate(engine, [request(1), request(2)])
+
+    class Sick(RefitSender):
+        def fill_bucket(self, index: int) -> dict[str, Any]:
+            raise RuntimeError("out of luck")
+
+    sender = Sick(policy.source(0, 1))
+    with pytest.raises(RefitError, match="fill_bucket 0 .* failed on policy-0: out of luck"):
+        refit([Handle("policy-0", sender)], [Handle("engine-0", engine)], policy.plan(), 41)
+    sender.close_refit()
+    engine.prepare(40)
+    assert generate(engine, [request(1), request(2)]) == before
+
+
+def test_calls_out_of_order(engine: Engine, policy: Policy) -> None:
+    with pytest.raises(EngineError, match="bucket 0 cannot be loaded, no refit is open"):
+        engine.load_bucket(0)
+    with pytest.raises(EngineError, match="cannot be committed, no refit is open"):
+        engine.commit_refit(50)
+    opened = policy.handles[0].target.open_refit(None, policy.plan().to_json())
+    manifest = {"plan": policy.plan().to_json(), "digest": opened["digest"], "transport": opened["transport"]}
+    with pytest.raises(EngineError, match="read plan wrong as"):
+        engine.start_refit(manifest | {"digest": "wrong"})
+    engine.start_refit(manifest)
+    with pytest.raises(EngineError, match="in a refit"):
+        generate(engine, [request(1)])
+    with pytest.raises(EngineError, match="bucket 1 came, bucket 0 was expected"):
+        engine.load_bucket(1)
+    engine.start_refit(manifest)  # closes the half-open one
+    with pytest.raises(EngineError, match="only 0 of"):
+        engine.commit_refit(50)
+    engine.abort_refit()
+    engine.abort_refit()
+    policy.refit(engine, 51)
+    assert worst_difference(policy.reference, generate(engine, [request(1)])) < 1e-4

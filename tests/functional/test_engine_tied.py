@@ -1,0 +1,49 @@
+"""Engines that start without weights, on a model with tied embeddings."""
+
+from __future__ import annotations
+
+import multiprocessing
+from pathlib import Path
+
+import psutil
+import pytest
+
+from grpo_mcore.generation import Engine, EngineError
+from tests.functional.engine_cases import Policy, config, generate, make_model, request, worst_difference
+
+
+@pytest.mark.parametrize("tensor_parallel_size", [1, 2])
+def test_tied_embeddings_into_an_engine_that_was_never_filled(tmp_path: Path, tensor_parallel_size: int) -> None:
+    """With two ranks, each is a process of its own, which finds the backend by the package's entry point."""
+    make_model(tmp_path, tie_word_embeddings=True)
+    before = children()
+    engine = Engine(config(tmp_path, load_format="dummy", tensor_parallel_size=tensor_parallel_size))
+    policy = Policy(tmp_path)
+    try:
+        assert "lm_head.weight" not in policy.plan().slots
+        with pytest.raises(EngineError, match="weights of no version"):
+            generate(engine, [request(1)])
+        assert engine.health()["state"] == "unfilled"
+        for version in (1, 2):
+            # An error of every rank first: the next answers must be those to the next calls.
+            policy.refit_wrongly(engine)
+            policy.change(seed=version)
+            policy.refit(engine, version)
+            found = generate(engine, [request(number) for number in range(8)])
+            assert worst_difference(policy.reference, found) < 1e-4
+            assert {t.weight_version for t in found.values()} == {version}
+    finally:
+        policy.close()
+        engine.shutdown()
+    assert children() == before
+    assert not list(Path("/dev/shm").glob(f"*{policy.run_id}*"))
+
+
+def children() -> set[int]:
+    """Processes of this one, but for the resource tracker that Python's multiprocessing keeps."""
+    multiprocessing.active_children()
+    return {
+        child.pid
+        for child in psutil.Process().children(recursive=True)
+        if "resource_tracker" not in " ".join(child.cmdline())
+    }

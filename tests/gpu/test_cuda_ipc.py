@@ -1,0 +1,89 @@
+"""The refit buffer in GPU memory, between two processes on one GPU."""
+
+from __future__ import annotations
+
+import multiprocessing
+import time
+from typing import Any
+
+import torch
+
+from grpo_mcore.families import HfTensor
+from grpo_mcore.refit.buffer import attach_buffer, create_buffer, slot_view
+from grpo_mcore.refit.plan import plan_refit
+
+TENSOR_MIB, BUCKET_TENSORS, TENSORS = 128, 4, 64  # 8 GiB in all, through a buffer of 1 GiB
+ELEMENTS = TENSOR_MIB * 2**20 // 2
+
+
+def values(number: int) -> torch.Tensor:
+    """bfloat16 [ELEMENTS] on the GPU: every bit pattern, the same in every process."""
+    pattern = torch.arange(number, ELEMENTS + number, device="cuda", dtype=torch.int32)
+    return (pattern & 0xFFFF).to(torch.int16).view(torch.bfloat16)
+
+
+def owner(pipe: Any, plan: Any) -> None:
+    buffer = create_buffer(plan.buffer_bytes, torch.device("cuda", 0), "test")
+    pipe.send(buffer.description)
+    seconds = 0.0
+    for index, bucket in enumerate(plan.buckets):
+        for slot in bucket.slots:
+            source = values(int(slot.name))
+            torch.cuda.synchronize()
+            began = time.perf_counter()
+            slot_view(buffer, plan, index, slot).copy_(source)
+            buffer.synchronize()
+            seconds += time.perf_counter() - began
+        pipe.send(index)
+        assert pipe.recv() == index  # the reader is done with it
+    pipe.send(seconds)
+    pipe.recv()
+    buffer.close()
+
+
+def test_another_process_reads_every_bit() -> None:
+    tensors = [HfTensor(str(number), (ELEMENTS,)) for number in range(TENSORS)]
+    plan = plan_refit(tensors, dtype="bfloat16", buffer_bytes=2 * BUCKET_TENSORS * TENSOR_MIB * 2**20)
+    assert plan.tensor_bytes == 8 * 2**30 and len(plan.buckets) == TENSORS // BUCKET_TENSORS
+    context = multiprocessing.get_context("spawn")
+    pipe, other_end = context.Pipe()
+    process = context.Process(target=owner, args=(other_end, plan))
+    process.start()
+    other_end.close()
+    buffer = attach_buffer(pipe.recv())
+    target = torch.empty(ELEMENTS, dtype=torch.bfloat16, device="cuda")
+    seconds = 0.0
+    for index, bucket in enumerate(plan.buckets):
+        assert pipe.recv() == index
+        for slot in bucket.slots:
+            torch.cuda.synchronize()
+            began = time.perf_counter()
+            target.copy_(slot_view(buffer, plan, index, slot))
+            torch.cuda.synchronize()
+            seconds += time.perf_counter() - began
+            assert torch.equal(target.view(torch.int16), values(int(slot.name)).view(torch.int16)), slot.name
+        pipe.send(index)
+    written = pipe.recv()
+    buffer.close()
+    pipe.send("done")
+    process.join(30)
+    assert process.exitcode == 0
+    print(f"\nown memory to buffer {gb_per_s(written):.0f} GB/s, buffer to own memory {gb_per_s(seconds):.0f} GB/s, ")
+    print(f"the device itself {device_copy_gb_per_s():.0f} GB/s")
+
+
+def gb_per_s(seconds: float) -> float:
+    return 8 * 2**30 / seconds / 1e9
+
+
+def device_copy_gb_per_s() -> float:
+    source = torch.empty(TENSOR_MIB * 2**20, dtype=torch.uint8, device="cuda")
+    target = torch.empty_like(source)
+    seconds = 0.0
+    for _ in range(TENSORS):
+        torch.cuda.synchronize()
+        began = time.perf_counter()
+        target.copy_(source)
+        torch.cuda.synchronize()
+        seconds += time.perf_counter() - began
+    return gb_per_s(seconds)
