@@ -49,7 +49,8 @@ class RunReport:
                 f"{policy.precision}, {policy.layout.describe()}",
                 "engines": f"{len(engines.workers)} x vLLM TP {vllm.tensor_parallel_size} {vllm.precision}, colocated, "
                 f"refit buffer {config.policy.refit_buffer_size_gb:g} GiB",
-                "cluster": f"{config.cluster.backend}, {policy.layout.world_size} policy ranks",
+                "cluster": f"{config.cluster.backend}, {policy.layout.world_size} policy "
+                f"{'rank' if policy.layout.world_size == 1 else 'ranks'}",
                 "steps": f"{start + 1} to {last}" + (f", resumed after step {start}" if start else ""),
                 "logs": self.logger.log_dir,
             },

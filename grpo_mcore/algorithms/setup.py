@@ -11,9 +11,10 @@ from grpo_mcore.algorithms.policy_worker import PolicyWorker
 from grpo_mcore.cluster import Cluster, Worker, gather, open_cluster
 from grpo_mcore.cluster.platform import cpu_threads, runs_on_gpu
 from grpo_mcore.environments import create_env_class
-from grpo_mcore.families import check_tensor_parallel, read_hf_config, shape_of
+from grpo_mcore.families import ModelShape, check_tensor_parallel, read_hf_config, shape_of
 from grpo_mcore.generation import EngineConfig, engine_environment
 from grpo_mcore.objective import ClippedPGLossFn
+from grpo_mcore.parallel.mesh import Layout
 from grpo_mcore.parallel.policy import layout_of
 from grpo_mcore.recipe import MasterConfig, world_size
 
@@ -45,15 +46,25 @@ def model_folder(name: str) -> str:
         ) from error
 
 
+def check_model(config: MasterConfig) -> tuple[str, ModelShape, Layout]:
+    """The model's folder and shape, and the layout that it gets. Cheap: comes before anything is started.
+
+    Raises FamilyError, LayoutError or SetupError for a model or a layout that cannot be.
+    """
+    folder = model_folder(config.policy.model_name)
+    shape = shape_of(read_hf_config(folder))
+    layout = layout_of(config.policy, world_size(config))
+    check_tensor_parallel(shape, layout.tensor)
+    return folder, shape, layout
+
+
 def start_policy(config: MasterConfig, cluster: Cluster) -> PolicyGroup:
     """Spawns the policy's ranks. Calls to them wait until they hold their weights; `wait_until_ready` tells errors.
 
-    Raises FamilyError, SetupError or ValueError for a model or layout that cannot be, before anything starts.
+    Raises what `check_model` raises.
     """
-    policy = config.policy.model_copy(update={"model_name": model_folder(config.policy.model_name)})
-    shape = shape_of(read_hf_config(policy.model_name))
-    layout = layout_of(policy, world_size(config))
-    check_tensor_parallel(shape, layout.tensor)
+    folder, shape, layout = check_model(config)
+    policy = config.policy.model_copy(update={"model_name": folder})
     gpu = runs_on_gpu(config.cluster)
     reference = needs_reference(config)
     arguments = (policy, cluster.store, config.grpo.seed, config.cluster.start_timeout_s, reference)
@@ -62,7 +73,7 @@ def start_policy(config: MasterConfig, cluster: Cluster) -> PolicyGroup:
         PolicyWorker,
         [arguments] * layout.world_size,
         cpus=1.0 if gpu else 0.1,
-        gpus=0.5 if gpu else 0.0,
+        gpus=1.0 if gpu else 0.0,
         env={"OMP_NUM_THREADS": str(cpu_threads(layout.world_size)), "OMP_WAIT_POLICY": "PASSIVE"},
     )
     return PolicyGroup(

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import argparse
 import sys
+import warnings
 from collections.abc import Sequence
 from importlib import import_module
 
@@ -34,20 +35,28 @@ def main(argv: Sequence[str] | None = None) -> int:
         verb_parser.error(f"unknown option: {' '.join(unknown)}")
     args.words += rest
     assert module is not None and verb is not None
+    _silence()
     _sort_words(args, verb_parser, takes_recipe=VERBS[verb][1])
     try:
         return int(module.run(args))
     except RecipeError as error:
         print(f"grpo-mcore {verb}: {error}", file=sys.stderr)
         return 2
-    except KeyboardInterrupt:
-        print(f"\ngrpo-mcore {verb}: interrupted; every process that it started has ended", file=sys.stderr)
+    except KeyboardInterrupt as interrupt:
+        ended = f"\ngrpo-mcore {verb}: interrupted; every process that it started has ended"
+        print("\n".join([ended, *_notes(interrupt)]), file=sys.stderr)
         return 130
     except Exception as error:
         if not _is_ours(error):
             raise
         print(f"grpo-mcore {verb}: {_message(error)}", file=sys.stderr)
         return 1
+
+
+def _silence() -> None:
+    """Warnings of Megatron-Core that no user can act on: TransformerEngine is optional, the calls are its own."""
+    warnings.filterwarnings("ignore", message="Transformer Engine and Apex are not installed")
+    warnings.filterwarnings("ignore", message=r"`torch\.distributed\.\w+_tensor` is deprecated")
 
 
 def _is_ours(error: BaseException) -> bool:
@@ -58,9 +67,12 @@ def _is_ours(error: BaseException) -> bool:
 def _message(error: BaseException) -> str:
     """Of an error that a worker raised on purpose: who and why, without the way there."""
     cause = error.__cause__
-    if cause is not None and _is_ours(cause) and hasattr(error, "worker"):
-        return f"{error.worker}: {cause}"
-    return "\n".join([str(error), *getattr(error, "__notes__", ())])
+    text = f"{error.worker}: {cause}" if cause is not None and _is_ours(cause) and hasattr(error, "worker") else error
+    return "\n".join([str(text), *_notes(error)])
+
+
+def _notes(error: BaseException) -> list[str]:
+    return getattr(error, "__notes__", [])
 
 
 def _parsers(verb: str | None) -> tuple[argparse.ArgumentParser, argparse.ArgumentParser]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+from contextlib import closing
 
 from grpo_mcore.recipe import MasterConfig, load_recipe
 
@@ -14,12 +15,19 @@ def run(args: argparse.Namespace) -> int:
 
 
 def train(config: MasterConfig, resume: str | bool | None = None) -> dict[str, object]:
-    """One run from its recipe to its summary, which it returns. Ends everything that it started, also on errors."""
+    """One run from its recipe to its summary, which it returns. Ends everything that it started, also on errors.
+
+    What can be wrong with model, data and checkpoint shows before anything starts.
+    """
+    from grpo_mcore.algorithms.checkpoints import CheckpointManager
     from grpo_mcore.algorithms.grpo import grpo_train, setup
-    from grpo_mcore.algorithms.setup import start_cluster, start_environments
+    from grpo_mcore.algorithms.setup import check_model, start_cluster, start_environments
     from grpo_mcore.data import build_task_data, load_tokenizer
     from grpo_mcore.observe import Logger
 
+    check_model(config)
+    checkpoints = CheckpointManager(config.checkpointing)
+    checkpoints.find(resume)
     tokenizer_config = config.policy.tokenizer
     tokenizer = load_tokenizer(
         tokenizer_config.name, tokenizer_config.chat_template, tokenizer_config.chat_template_kwargs
@@ -27,15 +35,19 @@ def train(config: MasterConfig, resume: str | bool | None = None) -> dict[str, o
     data = build_task_data(
         config.data.train, config.data.validation, tokenizer, config.data.max_input_seq_length
     )
-    logger = Logger(config.logger, resume=bool(resume))
-    with start_cluster(config, logger.log_dir) as cluster:
-        policy, engines, _, dataloader, val_dataloader, loss_fn, _, checkpointer, save_state, _ = setup(
-            config, tokenizer, data.train, data.validation, cluster=cluster, logger=logger, resume=resume
-        )
-        environments = start_environments(config, cluster, data.env_names | data.val_env_names)
-        summary = grpo_train(
-            policy, engines, dataloader, val_dataloader, tokenizer, loss_fn, environments, environments,
-            logger, checkpointer, save_state, config,
-        )  # fmt: skip
-    logger.close()
-    return summary
+    with closing(Logger(config.logger, resume=bool(resume))) as logger:
+        print(f"starting policy and engines (logs: {logger.log_dir}) ...", flush=True)
+        try:
+            with start_cluster(config, logger.log_dir) as cluster:
+                policy, engines, _, dataloader, val_dataloader, loss_fn, _, checkpointer, save_state, _ = setup(
+                    config, tokenizer, data.train, data.validation, cluster=cluster, logger=logger, resume=resume
+                )
+                environments = start_environments(config, cluster, data.env_names | data.val_env_names)
+                return grpo_train(
+                    policy, engines, dataloader, val_dataloader, tokenizer, loss_fn, environments, environments,
+                    logger, checkpointer, save_state, config,
+                )  # fmt: skip
+        except BaseException as error:
+            if (newest := checkpoints.latest()) is not None:
+                error.add_note(f"the last checkpoint is {newest}; `--resume` goes on from there")
+            raise

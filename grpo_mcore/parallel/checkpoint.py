@@ -32,9 +32,11 @@ def load_checkpoint(policy: Any, folder: Path) -> None:
 
     if not (folder / "metadata.json").is_file():
         raise CheckpointError(f"{folder} is no policy checkpoint: metadata.json is missing")
+    saved, here = dist_checkpointing.load_common_state_dict(str(folder))["shape"], asdict(policy.shape)
+    if different := {key: (saved[key], here[key]) for key in here if saved.get(key) != here[key]}:
+        raise CheckpointError(f"{folder} holds another model; saved and present values: {different}")
+    _make_moments(policy.optimizer)
     state = dist_checkpointing.load(_state(policy, loading=True), str(folder))
-    if state["shape"] != asdict(policy.shape):
-        raise CheckpointError(f"{folder} holds another model: {state['shape']}, not {asdict(policy.shape)}")
     policy.model.module.load_state_dict(state["model"], strict=False)
     _load_optimizer(policy.optimizer, state["optimizer"])
     policy.scheduler.load_state_dict(state["scheduler"])
@@ -43,6 +45,19 @@ def load_checkpoint(policy: Any, folder: Path) -> None:
         policy.set_rng_state(torch.load(rng, weights_only=False))
     else:  # another number of ranks: nothing in training draws from these generators
         warnings.warn(f"{rng} is missing; this rank keeps the RNG state of its start", stacklevel=2)
+
+
+def _make_moments(optimizer: Any) -> None:
+    """Gives a fresh optimizer the state tensors that are loaded into: torch's Adam makes them at its first step."""
+    (distributed,) = optimizer.chained_optimizers
+    adam = distributed.optimizer
+    for param in (param for group in adam.param_groups for param in group["params"]):
+        if not adam.state[param]:
+            adam.state[param] = {
+                "step": torch.zeros((), dtype=torch.float32),
+                "exp_avg": torch.zeros_like(param),
+                "exp_avg_sq": torch.zeros_like(param),
+            }
 
 
 def _load_optimizer(optimizer: Any, state: dict[str, Any]) -> None:

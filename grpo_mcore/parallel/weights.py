@@ -16,7 +16,7 @@ import torch
 from safetensors import safe_open
 from torch import Tensor
 
-from grpo_mcore.families import Box, HfTensor, ModelShape, Param, Stage, params_of, pieces
+from grpo_mcore.families import Box, HfTensor, ModelShape, Param, Split, Stage, params_of, pieces
 from grpo_mcore.parallel.mesh import Coordinates, Layout
 
 SAFETENSORS_NAMES = {torch.float32: "F32", torch.bfloat16: "BF16", torch.float16: "F16"}
@@ -37,6 +37,9 @@ class ShardedWeights:
             name = self._local_name(param, model)
             if name in named:
                 self.local.append((param, named.pop(name)))
+                # Megatron-Core marks shards only when it initialises them. Without the mark the gradient norm takes
+                # them for copies and counts those of tensor-parallel rank 0 alone.
+                self.local[-1][1].tensor_model_parallel = param.split is not Split.REPLICATED
         assert not named, f"parameters that the {shape.family} family does not declare: {sorted(named)}"
 
     def _local_name(self, param: Param, model: torch.nn.Module) -> str | None:
@@ -54,7 +57,7 @@ class ShardedWeights:
         tensor-parallel rank 0 for replicated tensors, no second homes of tied embeddings.
         """
         for param, tensor in self.local:
-            replicated = param.split.value == "replicated"
+            replicated = param.split is Split.REPLICATED
             if owned_only and (self.here.data or param.copy or (replicated and self.here.tensor)):
                 continue
             for piece in pieces(param, self.shape, self.here.tensor, self.layout.tensor):

@@ -112,10 +112,10 @@ def logprobs_and_gradients(address: Address, model: str, case: LayoutCase) -> di
         found |= {int(name): part for name, part in zip(batch.names, batch.split(row), strict=True)}
     before = owned_slices(policy)
     loss_fn = ClippedPGLossFn(ClippedPGLossConfig(reference_policy_kl_penalty=0.0), prev_equals_curr=True)
-    policy.train_step(
+    report = policy.train_step(
         batches, loss_fn, global_valid_seqs=len(LENGTHS), global_valid_toks=sum(LENGTHS) - len(LENGTHS)
     )
     gradients = [
         (name, box, was - now) for (name, box, was), (_, _, now) in zip(before, owned_slices(policy), strict=True)
     ]
-    return {"logprobs": found, "gradients": gradients}
+    return {"logprobs": found, "gradients": gradients, "grad_norm": report.grad_norm}

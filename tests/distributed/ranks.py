@@ -29,7 +29,7 @@ class RankPool:
         self._ranks: list[tuple[Any, Connection]] = []
         for rank in range(size):
             here, there = context.Pipe()
-            process = context.Process(target=_serve, args=(there, rank), daemon=True)
+            process = context.Process(target=_serve, args=(there, rank))
             process.start()
             self._ranks.append((process, here))
 

@@ -56,3 +56,6 @@ def test_logprobs_and_gradients_equal_transformers(ranks: RankPool, model: tuple
         assert not moved[name].isnan().any(), f"no rank owns all of {name}"
         error = (moved[name] - expected).norm() / expected.norm()
         assert error < 1e-3, f"{name}: relative error {error:.2e}"
+    norm = torch.stack([gradient.norm() for gradient in gradients.values()]).norm().item()
+    for result in results:
+        assert result["grad_norm"] == pytest.approx(norm, rel=1e-4), "what clipping goes by"

@@ -1,0 +1,97 @@
+"""What the ranks compute in test_policy_state.py."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+from grpo_mcore.objective import ClippedPGLossConfig, ClippedPGLossFn
+from grpo_mcore.parallel.mesh import Address
+from grpo_mcore.parallel.policy import NonFiniteLoss, Policy
+from tests.distributed.policy_cases import (
+    LENGTHS,
+    LayoutCase,
+    micro_batches,
+    owned_slices,
+    policy_config,
+)
+
+ADAM = {"lr": 1e-2, "min_lr": 1e-3, "adam_eps": 1e-3, "weight_decay": 0.01}
+SCHEDULE = {"lr_decay_style": "cosine", "lr_decay_iters": 10, "lr_warmup_iters": 2, "lr_warmup_init": 1e-3}
+
+
+def adam_policy(address: Address, model: str, case: LayoutCase, *, reference: bool = False) -> Policy:
+    """With a learning rate that changes every step, so that a lost schedule shows."""
+    config = policy_config(model, case)
+    megatron = config.megatron_cfg
+    megatron.optimizer = megatron.optimizer.model_copy(update=ADAM)
+    megatron.scheduler = megatron.scheduler.model_copy(update=SCHEDULE)
+    return Policy(config, address, seed=1, timeout_s=60, reference=reference)
+
+
+def step(policy: Policy) -> float:
+    loss_fn = ClippedPGLossFn(ClippedPGLossConfig(reference_policy_kl_penalty=0.0), prev_equals_curr=True)
+    report = policy.train_step(
+        micro_batches(policy), loss_fn, global_valid_seqs=len(LENGTHS), global_valid_toks=sum(LENGTHS) - len(LENGTHS)
+    )
+    policy.advance_schedule()
+    return report.grad_norm
+
+
+def train_save_train(address: Address, model: str, case: LayoutCase, folder: str) -> list[float]:
+    policy = adam_policy(address, model, case)
+    for _ in range(3):
+        step(policy)
+    policy.save(folder)
+    return [step(policy) for _ in range(3)]
+
+
+def load_train(address: Address, model: str, case: LayoutCase, folder: str) -> list[float]:
+    policy = adam_policy(address, model, case)
+    policy.load(folder)
+    return [step(policy) for _ in range(3)]
+
+
+def export(address: Address, model: str, case: LayoutCase, folder: str) -> None:
+    policy = adam_policy(address, model, case)
+    policy.weights.export_hf(folder, model, shard_bytes=100_000)
+
+
+def reference_after_training(address: Address, model: str, case: LayoutCase) -> Any:
+    policy = adam_policy(address, model, case, reference=True)
+    batches = micro_batches(policy)
+    first = torch.cat(policy.logprobs(batches), 1)
+    step(policy)
+    reference = torch.cat(policy.reference_logprobs(batches), 1)
+    return first, reference, torch.cat(policy.logprobs(batches), 1)
+
+
+def bfloat16_logprobs(address: Address, model: str, case: LayoutCase) -> dict[int, torch.Tensor]:
+    policy = Policy(
+        policy_config(model, case, precision="bfloat16"), address, seed=1, timeout_s=60, reference=False
+    )
+    batches = micro_batches(policy)
+    return {
+        int(name): part
+        for batch, row in zip(batches, policy.logprobs(batches), strict=True)
+        for name, part in zip(batch.names, batch.split(row), strict=True)
+    }
+
+
+def train_on_a_broken_sample(address: Address, model: str, case: LayoutCase) -> tuple[str, bool]:
+    policy = adam_policy(address, model, case)
+    before = owned_slices(policy)
+    batches = micro_batches(policy)
+    for batch in batches:
+        for i, name in enumerate(batch.names):
+            if name == "4":
+                batch.columns["advantages"][0, batch.segments == i] = torch.nan
+    loss_fn = ClippedPGLossFn(ClippedPGLossConfig(reference_policy_kl_penalty=0.0), prev_equals_curr=True)
+    try:
+        policy.train_step(batches, loss_fn, global_valid_seqs=8, global_valid_toks=90)
+    except NonFiniteLoss as error:
+        after = owned_slices(policy)
+        same = all(torch.equal(a, b) for (*_, a), (*_, b) in zip(before, after, strict=True))
+        return str(error), same
+    return "it was trained on", False

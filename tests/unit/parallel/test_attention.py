@@ -1,0 +1,75 @@
+"""Packed attention against one masked softmax per sequence."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from grpo_mcore.parallel import cpu_platform
+
+cpu_platform.install()
+
+from grpo_mcore.parallel.attention import PackedAttention, bucket_by_length, describe_row  # noqa: E402
+
+
+class Config:
+    kv_channels = 8
+
+
+def row(lengths: list[int]) -> torch.Tensor:
+    return torch.tensor([0, *lengths]).cumsum(0).to(torch.int32)
+
+
+def inputs(tokens: int, heads: int = 4, groups: int = 2) -> list[torch.Tensor]:
+    generator = torch.Generator().manual_seed(1)
+    return [torch.randn(tokens, n, 8, generator=generator).requires_grad_() for n in (heads, groups, groups)]
+
+
+def attend(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, lengths: list[int]) -> torch.Tensor:
+    return PackedAttention(Config, 1, None, "self")(query, key, value, None, packed_seq_params=describe_row(row(lengths)))
+
+
+@pytest.mark.parametrize("lengths", [[1], [7], [3, 9, 1, 30, 30, 2], [5, 5, 5]])
+def test_equals_a_masked_softmax_per_sequence(lengths: list[int]) -> None:
+    query, key, value = inputs(sum(lengths))
+    found = attend(query, key, value, lengths)
+    found.square().sum().backward()
+    gradients = [t.grad.clone() for t in (query, key, value)]
+
+    exact = [t.detach().double().requires_grad_() for t in (query, key, value)]
+    parts, at = [], 0
+    for length in lengths:
+        q, k, v = (t[at : at + length] for t in exact)
+        k, v = k.repeat_interleave(2, 1), v.repeat_interleave(2, 1)
+        scores = torch.einsum("qhd,khd->hqk", q, k) * 8**-0.5
+        scores = scores.masked_fill(torch.ones(length, length).triu(1).bool(), -torch.inf)
+        parts.append(torch.einsum("hqk,khd->qhd", scores.softmax(-1), v).flatten(1))
+        at += length
+    expected = torch.cat(parts)
+    expected.square().sum().backward()
+    torch.testing.assert_close(found.double(), expected, atol=1e-5, rtol=0)
+    for gradient, other in zip(gradients, exact, strict=True):
+        torch.testing.assert_close(gradient.double(), other.grad, atol=1e-4, rtol=0)
+
+
+def test_a_sequence_knows_nothing_of_its_neighbours() -> None:
+    lengths = [6, 11, 4]
+    query, key, value = (t.detach() for t in inputs(sum(lengths)))
+    before = attend(query, key, value, lengths)
+    for tensor in (query, key, value):
+        tensor[6:17] += 3.0  # the middle sequence
+    after = attend(query, key, value, lengths)
+    assert torch.equal(before[:6], after[:6]) and torch.equal(before[17:], after[17:])
+    assert not torch.equal(before[6:17], after[6:17])
+
+
+@given(st.lists(st.integers(0, 300), min_size=1, max_size=40))
+@settings(max_examples=100, deadline=None)
+def test_buckets_hold_every_sequence_once_and_waste_little(lengths: list[int]) -> None:
+    buckets = bucket_by_length(lengths)
+    assert sorted(i for bucket in buckets for i in bucket) == [i for i, n in enumerate(lengths) if n]
+    for bucket in buckets:
+        sizes = [lengths[i] for i in bucket]
+        assert max(sizes) <= 1.25 * min(sizes) + 1

@@ -1,0 +1,60 @@
+"""Chunked token log-probs against float64 log-softmax over the whole vocabulary."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from grpo_mcore.parallel.logprobs import token_logprobs
+
+
+def case(dtype: torch.dtype) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    generator = torch.Generator().manual_seed(0)
+    hidden = torch.randn(23, 16, generator=generator, dtype=torch.float64).to(dtype)
+    weight = torch.randn(40, 16, generator=generator, dtype=torch.float64).to(dtype)
+    targets = torch.randint(0, 37, (23,), generator=generator)
+    return hidden.requires_grad_(), weight.requires_grad_(), targets
+
+
+@pytest.mark.parametrize("chunk", [1, 7, 23, 1000])
+@pytest.mark.parametrize("temperature", [1.0, 0.7])
+def test_values_and_gradients_equal_log_softmax(chunk: int, temperature: float) -> None:
+    hidden, weight, targets = case(torch.float32)
+    found = token_logprobs(
+        hidden, weight, targets, group=None, vocab_start=0, vocab_size=37, temperature=temperature, chunk=chunk
+    )
+    upstream = torch.linspace(-1, 2, 23)
+    (found * upstream).sum().backward()
+
+    exact_hidden = hidden.detach().double().requires_grad_()
+    exact_weight = weight.detach().double().requires_grad_()
+    logits = (exact_hidden @ exact_weight.t() / temperature)[:, :37]  # rows 37 to 39 are padding
+    expected = torch.log_softmax(logits, -1).gather(1, targets[:, None]).squeeze(1)
+    (expected * upstream).sum().backward()
+
+    torch.testing.assert_close(found, expected.float(), atol=2e-6, rtol=3e-7)
+    torch.testing.assert_close(hidden.grad, exact_hidden.grad.float(), atol=1e-5, rtol=0)
+    torch.testing.assert_close(weight.grad, exact_weight.grad.float(), atol=1e-5, rtol=0)
+    assert (weight.grad[37:] == 0).all()
+
+
+def test_bfloat16_keeps_its_dtype_and_float32_results() -> None:
+    hidden, weight, targets = case(torch.bfloat16)
+    found = token_logprobs(
+        hidden, weight, targets, group=None, vocab_start=0, vocab_size=40, temperature=1.0, chunk=8
+    )
+    found.sum().backward()
+    assert found.dtype == torch.float32
+    assert hidden.grad.dtype == weight.grad.dtype == torch.bfloat16
+    expected = torch.log_softmax(hidden.double() @ weight.double().t(), -1).gather(1, targets[:, None]).squeeze(1)
+    torch.testing.assert_close(found.double(), expected, atol=0.06, rtol=0)
+
+
+def test_no_token_is_wanted() -> None:
+    hidden, weight, _ = case(torch.float32)
+    none = torch.zeros(0, dtype=torch.int64)
+    found = token_logprobs(
+        hidden[:0], weight, none, group=None, vocab_start=0, vocab_size=40, temperature=1.0, chunk=8
+    )
+    found.sum().backward()
+    assert found.shape == (0,) and (weight.grad == 0).all()
