@@ -267,6 +267,7 @@ def schedule_config(config: MasterConfig, val_dataloader: Any) -> s.ScheduleConf
         max_steps=grpo.max_num_steps,
         max_trajectory_age=grpo.async_grpo.max_trajectory_age_steps if grpo.async_grpo.enabled else 0,
         val_period=grpo.val_period if validates else 0,
+        val_start_at=grpo.val_start_at,
         val_at_start=grpo.val_at_start and validates,
         val_at_end=grpo.val_at_end and validates,
         save_period=save.save_period if save.enabled else 0,

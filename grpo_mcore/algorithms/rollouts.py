@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
@@ -108,9 +109,17 @@ class Rollouts:
                 next(stream, None)
             self._streams.clear()
         samples = tuple(group.samples[i] for i in range(group.generations))
-        aborted = Score(reward=None, answer=None, reason="the engine aborted the sample", seconds=0.0)
-        scores = [aborted if s.finish_reason == "abort" else score for s, score in zip(samples, scores, strict=True)]
-        return Group(group.prompt, samples, tuple(scores))
+        checked = (_checked(sample, score) for sample, score in zip(samples, scores, strict=True))
+        return Group(group.prompt, samples, tuple(checked))
+
+
+def _checked(sample: TrajectoryRef, score: Score) -> Score:
+    """The score, without a reward where that of an aborted sample or one that is no number would be trained on."""
+    if sample.finish_reason == "abort":
+        return replace(score, reward=None, reason="the engine aborted the sample")
+    if score.reward is not None and not math.isfinite(score.reward):
+        return replace(score, reward=None, reason=f"the environment's reward is {score.reward}")
+    return score
 
 
 def sampling_of(generation: Any, eos_token_id: int, *, validation: bool = False) -> Sampling:

@@ -98,8 +98,8 @@ class RunReport:
                 seconds=seconds,
             )
         )
-        if metrics["num_failed_samples"]:
-            self.console.note(f"{metrics['num_failed_samples']:.0f} samples had no reward and were left out")
+        if failed := _failed(groups):
+            self.console.note(f"samples without a reward, left out: {len(failed)}; the first, {failed[0]}")
 
     def group_failed(self, uid: str, reason: str) -> None:
         self.console.note(f"prompt {uid} failed and is replaced: {reason}")
@@ -155,3 +155,13 @@ class RunReport:
         }
         self.console.summary("the run is over", facts, paths)
         return values
+
+
+def _failed(groups: Sequence[Group]) -> list[str]:
+    """The samples that have no reward, each with the reason."""
+    return [
+        f"{sample.uid}#{sample.generation_index}: {score.reason}"
+        for group in groups
+        for sample, score in zip(group.samples, group.scores, strict=True)
+        if score.reward is None
+    ]

@@ -85,13 +85,9 @@ class PolicyModel(GPTModel):
         return torch.zeros(labels.size(1), device=hidden.device).index_copy(0, wanted, logprobs)[None]
 
 
-def build_model(
-    shape: ModelShape, layout: Layout, *, dtype: torch.dtype, recompute: bool, stages: dict[str, int | None]
-) -> PolicyModel:
-    """This rank's part of the network, with uninitialised weights.
-
-    `stages` holds num_layers_in_first_pipeline_stage and num_layers_in_last_pipeline_stage (None: even split).
-    """
+def build_model(shape: ModelShape, layout: Layout, settings: Any, dtype: torch.dtype) -> PolicyModel:
+    """This rank's part of the network, with uninitialised weights. `settings`: policy.megatron_cfg."""
+    fused, recompute = _has_transformer_engine(), settings.activation_checkpointing
     config = TransformerConfig(
         num_layers=shape.num_layers,
         hidden_size=shape.hidden_size,
@@ -110,18 +106,18 @@ def build_model(
         attention_dropout=0.0,
         tensor_model_parallel_size=layout.tensor,
         pipeline_model_parallel_size=layout.pipeline,
-        num_layers_in_first_pipeline_stage=stages.get("num_layers_in_first_pipeline_stage"),
-        num_layers_in_last_pipeline_stage=stages.get("num_layers_in_last_pipeline_stage"),
+        num_layers_in_first_pipeline_stage=settings.num_layers_in_first_pipeline_stage,
+        num_layers_in_last_pipeline_stage=settings.num_layers_in_last_pipeline_stage,
         sequence_parallel=layout.sequence_parallel,
         params_dtype=dtype,
         pipeline_dtype=dtype,
         bf16=dtype == torch.bfloat16,
         attention_softmax_in_fp32=True,
-        bias_activation_fusion=False,
+        bias_activation_fusion=fused and settings.bias_activation_fusion,
         bias_dropout_fusion=False,
         masked_softmax_fusion=False,
-        gradient_accumulation_fusion=False,
-        apply_rope_fusion=False,
+        gradient_accumulation_fusion=fused and settings.gradient_accumulation_fusion,
+        apply_rope_fusion=fused and settings.apply_rope_fusion,
         perform_initialization=False,
         use_cpu_initialization=not torch.cuda.is_available(),
         calculate_per_token_loss=True,  # the loss arrives normalised by global counts: Megatron-Core must not divide
@@ -152,7 +148,7 @@ def build_model(
 
 def _block_spec(shape: ModelShape, config: TransformerConfig) -> TransformerBlockSubmodules:
     """The same submodule names with and without TransformerEngine, so that one declaration maps the weights."""
-    if torch.cuda.is_available() and _has_transformer_engine():
+    if _has_transformer_engine():
         from megatron.core.extensions import transformer_engine as te
 
         norm, column, row, core = te.TENorm, te.TEColumnParallelLinear, te.TERowParallelLinear, te.TEDotProductAttention
@@ -181,4 +177,4 @@ def _block_spec(shape: ModelShape, config: TransformerConfig) -> TransformerBloc
 def _has_transformer_engine() -> bool:
     from importlib.util import find_spec
 
-    return find_spec("transformer_engine") is not None
+    return torch.cuda.is_available() and find_spec("transformer_engine") is not None

@@ -21,7 +21,7 @@ def wrap_model(model: Module, ddp: Any) -> DistributedDataParallel:
         DistributedDataParallelConfig(
             grad_reduce_in_fp32=ddp.grad_reduce_in_fp32,
             overlap_grad_reduce=ddp.overlap_grad_reduce and torch.cuda.is_available(),
-            overlap_param_gather=ddp.overlap_param_gather and torch.cuda.is_available(),
+            overlap_param_gather=False,  # refit and export read the weights right after the step
             use_distributed_optimizer=True,
             average_in_collective=False,  # the loss is normalised by global counts already
             check_for_nan_in_grad=False,  # train_step looks at the gradient norm and names the samples
@@ -46,7 +46,6 @@ def build_optimizer(model: DistributedDataParallel, config: Any, *, bf16: bool, 
             params_dtype=torch.bfloat16 if bf16 else torch.float32,
             use_distributed_optimizer=True,
             clip_grad=clip_grad,
-            overlap_param_gather=model.ddp_config.overlap_param_gather,
         ),
         [model],
         use_gloo_process_groups=False,

@@ -69,16 +69,7 @@ class Policy:
 
         megatron = config.megatron_cfg
         self.dtype = {"bfloat16": torch.bfloat16, "float32": torch.float32}[config.precision]
-        network = build_model(
-            self.shape,
-            self.layout,
-            dtype=self.dtype,
-            recompute=megatron.activation_checkpointing,
-            stages={
-                key: getattr(megatron, key)
-                for key in ("num_layers_in_first_pipeline_stage", "num_layers_in_last_pipeline_stage")
-            },
-        ).to(self.device)
+        network = build_model(self.shape, self.layout, megatron, self.dtype).to(self.device)
         network.logprob_temperature = config.generation.temperature
         network.logprob_chunk = config.logprob_chunk_size
         self.weights = ShardedWeights(network, self.shape, self.layout, self.here)
@@ -232,9 +223,10 @@ class Policy:
         load_checkpoint(self, Path(folder))
 
     def offload(self) -> None:
-        """Frees the accelerator for a colocated engine: gradients are dropped, weights and optimizer go to the host."""
+        """Makes room on the accelerator for a colocated engine: gradients are dropped, the optimizer goes to the host."""
         if self.device.type == "cuda":
-            self.model.offload_grad_buffers()
+            empty_cache = self.config.megatron_cfg.empty_unused_memory_level > 0
+            self.model.offload_grad_buffers(empty_cache=empty_cache)
             self.optimizer.offload_to_cpu()
 
     def onload(self) -> None:

@@ -67,13 +67,13 @@ class DataConfig(Section):
     shuffle: bool = True
     """Read the training data in random order, drawn from the seed."""
     num_workers: NonNegative = 1
-    """Processes that prepare data. 0: the driver itself."""
+    """Kept for recipes from elsewhere, no effect: the driver tokenises a prompt in well under a millisecond."""
     add_bos: bool = True
-    """SFT: begin a sequence with the beginning-of-sequence token, where the tokenizer has one."""
+    """Kept for recipes from elsewhere, no effect: the chat template alone puts in special tokens."""
     add_eos: bool = True
-    """SFT: end an answer with the end-of-sequence token."""
+    """Kept for recipes from elsewhere, no effect: see add_bos."""
     add_generation_prompt: bool = False
-    """SFT: put the chat template's generation prompt before the answer."""
+    """Kept for recipes from elsewhere, no effect: SFT trains on what follows the generation prompt."""
     use_multiple_dataloader: bool = False
     """One data loader a dataset. Not supported yet."""
     num_prompts_per_dataloader: Positive | None = None

@@ -43,7 +43,7 @@ class OptimizerConfig(Section):
     use_distributed_optimizer: bool = True
     """Split the optimizer state over the data-parallel ranks. false: not supported yet."""
     use_precision_aware_optimizer: bool = False
-    """Optimizer state in lower precision where TransformerEngine offers it. No effect without it."""
+    """Optimizer state in lower precision. No effect yet."""
     clip_grad: NonNegativeFloat | None = None
     """The same as policy.max_grad_norm, and null takes its value; two different values are an error."""
     optimizer_cpu_offload: bool = False
@@ -81,7 +81,8 @@ class DistributedDataParallelConfig(Section):
     overlap_grad_reduce: bool = True
     """Reduce gradients while the backward pass still runs."""
     overlap_param_gather: bool = True
-    """Gather updated weights while the next forward pass already runs."""
+    """Gather updated weights while the next forward pass already runs. No effect yet: a refit reads the weights right
+    after the step, and must find them whole."""
 
 
 class MegatronConfig(Section):
@@ -115,15 +116,15 @@ class MegatronConfig(Section):
     recompute_modules: list[str] | None = None
     """Modules of the selective recomputation. Not supported yet."""
     empty_unused_memory_level: Literal[0, 1, 2] = 1
-    """Return cached device memory: 0 never, 1 after a step, 2 also after each micro-batch."""
+    """Return cached device memory when the engines take over: 0 never, otherwise always. No effect on CPU."""
     model_overrides: dict[str, Any] = Field(default_factory=dict)
     """Values that replace those of the family's Megatron-Core settings. Not supported yet."""
     apply_rope_fusion: bool = True
-    """Fused rotary embedding where the device has the kernel. Results do not depend on it."""
+    """Fused rotary embedding, with TransformerEngine on a GPU; elsewhere no effect."""
     bias_activation_fusion: bool = True
-    """Fused bias and activation where the device has the kernel. Results do not depend on it."""
+    """Fused bias and activation, with TransformerEngine on a GPU; elsewhere no effect."""
     gradient_accumulation_fusion: bool = False
-    """Fused weight-gradient accumulation where the device has the kernel. Results do not depend on it."""
+    """Fused weight-gradient accumulation, with TransformerEngine on a GPU; elsewhere no effect."""
     freeze_moe_router: bool = True
     """Do not train the expert router. No effect on a dense model."""
     moe_router_dtype: Literal["fp32", "fp64"] | None = "fp64"

@@ -47,6 +47,7 @@ NOT_YET: dict[str, tuple[Any, str]] = {
     "loss_fn.positive_example_nll_weight": (0.0, "the likelihood of positive samples"),
     "data.use_multiple_dataloader": (False, "one data loader a dataset"),
     "data.custom_dataloader": (None, "a data loader of one's own"),
+    "checkpointing.save_optimizer": (True, "checkpoints without the optimizer"),
     "checkpointing.checkpoint_must_save_by": (None, "saving by a wall-clock limit"),
     "checkpointing.ft_save_period": (None, "crash-recovery checkpoints"),
     "checkpointing.ft_keep_latest_k": (None, "crash-recovery checkpoints"),

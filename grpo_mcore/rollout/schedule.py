@@ -20,6 +20,7 @@ class ScheduleConfig:
     max_trajectory_age: int = 0
     max_failed_groups: int = 8
     val_period: int = 0
+    val_start_at: int = -1  # first step of the periodic validation
     val_at_start: bool = False
     val_at_end: bool = False
     save_period: int = 0
@@ -202,7 +203,7 @@ class Schedule:
         period = self.config.val_period
         return self.validated_step != self.step and (
             (self.step == 0 and self.config.val_at_start)
-            or (self.step > 0 and period > 0 and self.step % period == 0)
+            or (self.step > 0 and period > 0 and self.step % period == 0 and self.step >= self.config.val_start_at)
             or (bool(over) and self.config.val_at_end)
         )
 

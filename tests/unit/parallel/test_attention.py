@@ -28,7 +28,8 @@ def inputs(tokens: int, heads: int = 4, groups: int = 2) -> list[torch.Tensor]:
 
 
 def attend(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, lengths: list[int]) -> torch.Tensor:
-    return PackedAttention(Config, 1, None, "self")(query, key, value, None, packed_seq_params=describe_row(row(lengths)))
+    attention = PackedAttention(Config, 1, None, "self")
+    return attention(query, key, value, None, packed_seq_params=describe_row(row(lengths)))
 
 
 @pytest.mark.parametrize("lengths", [[1], [7], [3, 9, 1, 30, 30, 2], [5, 5, 5]])

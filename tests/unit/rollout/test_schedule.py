@@ -58,6 +58,11 @@ def test_validation_and_checkpoints_come_at_their_periods_with_fresh_engines() -
     ]  # fmt: skip
 
 
+def test_periodic_validation_starts_where_it_is_told_to() -> None:
+    config = s.ScheduleConfig(num_prompts=1, max_steps=4, val_period=1, val_start_at=3)
+    assert [c for c in run_in_order(config) if isinstance(c, s.Validate)] == [s.Validate(3), s.Validate(4)]
+
+
 def test_the_end_of_the_data_trains_what_is_left() -> None:
     commands = run_in_order(s.ScheduleConfig(num_prompts=2, max_steps=9), data=3)
     assert [c for c in commands if isinstance(c, s.Train)] == [s.Train(1, ("0", "1")), s.Train(2, ("2",))]
