@@ -32,6 +32,7 @@ class RunReport:
         self._worst_mult_error = 0.0
         self._tokens = 0
         self._samples_done = 0
+        self._told_of_equal_rewards = False
         self._refit: RefitReport | None = None
         self._checkpoint: Path | None = None
         logger.log_hyperparams(config)
@@ -51,7 +52,8 @@ class RunReport:
                 f"refit buffer {config.policy.refit_buffer_size_gb:g} GiB",
                 "cluster": f"{config.cluster.backend}, {policy.layout.world_size} policy "
                 f"{'rank' if policy.layout.world_size == 1 else 'ranks'}",
-                "steps": f"{start + 1} to {last}" + (f", resumed after step {start}" if start else ""),
+                "steps": (f"{start + 1} to {last}" if start < last else f"none is left: grpo.max_num_steps is {last}")
+                + (f", resumed after step {start}" if start else ""),
                 "logs": self.logger.log_dir,
             },
         )
@@ -98,6 +100,12 @@ class RunReport:
                 seconds=seconds,
             )
         )
+        if metrics["zero_advantage_rate"] == 1 and not self._told_of_equal_rewards:
+            self._told_of_equal_rewards = True
+            self.console.note(
+                f"step {step} taught nothing: within each group all rewards are equal. If that goes on, the task is\n"
+                "too hard or too easy for the model, or the environment does not find its answers (said only once)"
+            )
         if failed := _failed(groups):
             self.console.note(f"samples without a reward, left out: {len(failed)}; the first, {failed[0]}")
 
@@ -111,7 +119,8 @@ class RunReport:
         self.state["val_reward"] = metrics["reward"]
         self.last_metrics |= {f"val:{name}": value for name, value in metrics.items()}
         self.logger.log_metrics(metrics | {"seconds": seconds}, step, "validation")
-        self.console.validation(step, metrics, seconds)
+        shown = {name: value for name, value in metrics.items() if value or name != "num_failed_samples"}
+        self.console.validation(step, shown, seconds)
         self.console.samples(step, found.samples)
 
     def checkpoint(self, folder: Path) -> None:
@@ -122,11 +131,13 @@ class RunReport:
         return self.state | {"current_epoch": epoch}
 
     def finish(self, reason: str) -> dict[str, Any]:
-        """summary.json, the reward curve, and where everything lies. Returns the summary."""
+        """summary.json, the reward curve, and where everything lies. Returns the summary.
+
+        Where no step was left to do, the files of the run that did them stay as they are.
+        """
         seconds = time.perf_counter() - self._began
         folder = self.logger.log_dir
         curve, summary = folder / "reward_curve.png", folder / "summary.json"
-        reward_curve_png(curve, self._rewards, self._accuracies, title=f"GRPO of {self.config.policy.model_name}")
         accuracies = list(self._accuracies.values())
         values = {
             "val_accuracy_before": accuracies[0] if accuracies else None,
@@ -137,12 +148,14 @@ class RunReport:
             "max_token_mult_prob_error": self._worst_mult_error,
             "end": reason,
         }
-        write_summary(summary, values)
-        facts = {
-            "end": reason,
-            "time": f"{seconds:.0f} s, {values['tokens_per_second']:.0f} tokens/s over all of it",
-            "prob err": f"at most {self._worst_mult_error:.5f} (engine against policy, 1 is equal)",
-        }
+        if self._rewards:
+            title = f"GRPO of {self.config.policy.model_name}"
+            reward_curve_png(curve, self._rewards, self._accuracies, title=title)
+            write_summary(summary, values)
+        facts = {"end": reason, "time": f"{seconds:.0f} s"}
+        if self._rewards:
+            facts["time"] += f", {values['tokens_per_second']:.0f} tokens/s over all of it"
+            facts["prob err"] = f"at most {self._worst_mult_error:.5f} (engine against policy, 1 is equal)"
         if accuracies:
             facts["accuracy"] = f"{accuracies[0]:.3f} at the first validation, {accuracies[-1]:.3f} at the last"
         paths = {

@@ -148,13 +148,15 @@ def start_environments(
     return by_task
 
 
-def wait_until_ready(config: MasterConfig, cluster: Cluster, workers: Sequence[Worker]) -> None:
+def wait_until_ready(
+    config: MasterConfig, cluster: Cluster, workers: Sequence[Worker], what: str = "start of policy and engines"
+) -> None:
     """Raises what a constructor raised, or DeadlineExceeded after cluster.start_timeout_s."""
     gather(
         cluster,
         [worker.ready() for worker in workers],
         timeout_s=config.cluster.start_timeout_s,
-        what="start of policy and engines",
+        what=what,
     )
 
 

@@ -16,7 +16,7 @@ from grpo_mcore.algorithms.prompt_stream import PromptStream
 from grpo_mcore.algorithms.step_batch import rank_steps
 from grpo_mcore.data.interfaces import DatumSpec, Message
 from grpo_mcore.objective import NLLLossFn
-from grpo_mcore.observe import Logger, RunConsole, StepRow, Timeline
+from grpo_mcore.observe import Logger, RunConsole, Timeline
 from grpo_mcore.recipe import MasterConfig
 from grpo_mcore.rollout.trajectory import Trajectory, Turn
 
@@ -56,8 +56,9 @@ def sft_train(
         logger.log_metrics(metrics | {"timing": seconds}, step, "train")
         last = step == sft.max_num_steps
         if last or step % SHOW_EVERY == 0:
-            console.step(
-                StepRow(step, sft.max_num_steps, loss=metrics["loss"], grad_norm=metrics["grad_norm"], seconds=seconds)
+            console.note(
+                f"step {step:>5} of {sft.max_num_steps}  loss {metrics['loss']:.4f}  "
+                f"grad norm {metrics['grad_norm']:.2f}  lr {metrics['lr']:.2e}  {seconds['total']:.3f} s"
             )
         if val_dataloader is not None and _due(step, sft.val_period, last and sft.val_at_end):
             validate(step)

@@ -24,10 +24,10 @@ def run(args: argparse.Namespace) -> int:
     from grpo_mcore.observe import write_summary
 
     shutil.rmtree(FOLDER, ignore_errors=True)
-    task = make_arithmetic_task(FOLDER / "task", seed=sft.config.sft.seed)
+    task = make_arithmetic_task(FOLDER / "task", seed=sft.config.sft.seed, wrong_share=0.57)
     parameters = make_base_config(sft.config.policy.model_name, task.tokenizer, seed=sft.config.sft.seed)
     print(f"1/3  task and untrained Qwen3 with {parameters / 1e6:.1f} M parameters in {FOLDER}", flush=True)
-    print("2/3  supervised warm-up on demonstrations, half of them wrong (recipes/sft-arithmetic-cpu.yaml)", flush=True)
+    print("2/3  supervised warm-up, most demonstrations are wrong (recipes/sft-arithmetic-cpu.yaml)", flush=True)
     fine_tune(sft.config)
     print("3/3  GRPO (recipes/grpo-arithmetic-cpu.yaml)", flush=True)
     summary = train(grpo.config)

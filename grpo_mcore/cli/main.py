@@ -55,8 +55,12 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 def _silence() -> None:
     """Warnings of Megatron-Core that no user can act on: TransformerEngine is optional, the calls are its own."""
-    warnings.filterwarnings("ignore", message="Transformer Engine and Apex are not installed")
-    warnings.filterwarnings("ignore", message=r"`torch\.distributed\.\w+_tensor` is deprecated")
+    for message in (
+        "Transformer Engine and Apex are not installed",
+        r"`torch\.distributed\.\w+_tensor` is deprecated",
+        "Please use DTensor instead and we are deprecating ShardedTensor",
+    ):
+        warnings.filterwarnings("ignore", message=message)
 
 
 def _is_ours(error: BaseException) -> bool:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+from contextlib import closing
 from pathlib import Path
 
 from grpo_mcore.recipe import MasterConfig, load_recipe
@@ -39,7 +40,7 @@ def fine_tune(config: MasterConfig) -> Path:
     )
     logger, console = Logger(config.logger), RunConsole()
     target = Path(config.checkpointing.checkpoint_dir, "hf").resolve()
-    with start_cluster(config, logger.log_dir) as cluster:
+    with closing(logger), start_cluster(config, logger.log_dir) as cluster:
         policy = start_policy(config, cluster)
         wait_until_ready(config, cluster, policy.workers)
         console.banner(
@@ -48,6 +49,5 @@ def fine_tune(config: MasterConfig) -> Path:
         )
         sft_train(policy, train, validation, logger, CheckpointManager(config.checkpointing), config, console)
         policy.export_hf(str(target))
-    logger.close()
     console.summary("SFT is over", {"model": target}, {"metrics": logger.log_dir / "metrics.jsonl"})
     return target

@@ -21,7 +21,7 @@ def train(config: MasterConfig, resume: str | bool | None = None) -> dict[str, o
     """
     from grpo_mcore.algorithms.checkpoints import CheckpointManager
     from grpo_mcore.algorithms.grpo import grpo_train, setup
-    from grpo_mcore.algorithms.setup import check_model, start_cluster, start_environments
+    from grpo_mcore.algorithms.setup import check_model, start_cluster, start_environments, wait_until_ready
     from grpo_mcore.data import build_task_data, load_tokenizer
     from grpo_mcore.observe import Logger
 
@@ -39,10 +39,12 @@ def train(config: MasterConfig, resume: str | bool | None = None) -> dict[str, o
         print(f"starting policy and engines (logs: {logger.log_dir}) ...", flush=True)
         try:
             with start_cluster(config, logger.log_dir) as cluster:
+                environments = start_environments(config, cluster, data.env_names | data.val_env_names)
                 policy, engines, _, dataloader, val_dataloader, loss_fn, _, checkpointer, save_state, _ = setup(
                     config, tokenizer, data.train, data.validation, cluster=cluster, logger=logger, resume=resume
                 )
-                environments = start_environments(config, cluster, data.env_names | data.val_env_names)
+                distinct = {worker.name: worker for worker in environments.values()}  # tasks may share one
+                wait_until_ready(config, cluster, list(distinct.values()), "start of the environments")
                 return grpo_train(
                     policy, engines, dataloader, val_dataloader, tokenizer, loss_fn, environments, environments,
                     logger, checkpointer, save_state, config,

@@ -132,7 +132,9 @@ def make_base_config(
     is wanted."""
     import torch
     from transformers import AutoTokenizer, GenerationConfig, Qwen3Config, Qwen3ForCausalLM
+    from transformers.utils import logging
 
+    logging.disable_progress_bar()  # for a file of a few MB
     tokenizer = AutoTokenizer.from_pretrained(str(tokenizer_folder))
     config = Qwen3Config(
         vocab_size=max(vocab_size or 0, len(tokenizer)),

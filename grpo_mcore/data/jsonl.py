@@ -38,7 +38,7 @@ def read_jsonl(path: Path, check: Callable[[dict[str, Any], str], None]) -> tupl
 
 def _parse(line: str, where: str) -> dict[str, Any]:
     try:
-        row = json.loads(line)
+        row = json.loads(line.rstrip("\n"))
     except json.JSONDecodeError as error:
         raise DataError(f"{where}: not JSON ({error.msg}, column {error.colno}); one JSON object a line") from error
     if not isinstance(row, dict):

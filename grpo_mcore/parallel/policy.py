@@ -91,7 +91,8 @@ class Policy:
     @property
     def row_multiple(self) -> int:
         """Packed rows must be a multiple of this many tokens."""
-        return self.layout.tensor if self.layout.sequence_parallel else 1
+        needed = self.layout.tensor if self.layout.sequence_parallel else 1
+        return math.lcm(needed, self.config.make_sequence_length_divisible_by or 1)
 
     def logprobs(self, batches: Sequence[PackedBatch]) -> list[Tensor] | None:
         """Log-prob of every trained token under the weights of now: one float32 [1, T] a micro-batch, on this device.
@@ -179,10 +180,12 @@ class Policy:
         suspects: list[list[str] | None] = [None] * self.layout.world_size
         torch.distributed.all_gather_object(suspects, self._non_finite_samples(batches))
         names = sorted({name for names in suspects for name in names or ()})
-        where = f"samples {', '.join(names[:8])}" if names else "no single sample: the sum of their gradients"
+        if names:
+            cause = f"samples {', '.join(names[:8])}. Look at them, and at the engine's log-probs of them"
+        else:
+            cause = "no single sample, but the sum of their gradients. Lower the learning rate or max_grad_norm"
         raise NonFiniteLoss(
-            f"loss or gradient is not finite; the cause: {where}. No weight was changed in this optimizer step; "
-            "look at these samples, lower the learning rate, or resume from the last checkpoint"
+            f"loss or gradient is not finite; the cause: {cause}. This optimizer step changed no weight"
         )
 
     def _non_finite_samples(self, batches: Sequence[PackedBatch]) -> list[str]:
@@ -223,7 +226,7 @@ class Policy:
         load_checkpoint(self, Path(folder))
 
     def offload(self) -> None:
-        """Makes room on the accelerator for a colocated engine: gradients are dropped, the optimizer goes to the host."""
+        """Makes room for a colocated engine: gradients are dropped, the optimizer goes to the host."""
         if self.device.type == "cuda":
             empty_cache = self.config.megatron_cfg.empty_unused_memory_level > 0
             self.model.offload_grad_buffers(empty_cache=empty_cache)

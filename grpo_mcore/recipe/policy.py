@@ -39,8 +39,7 @@ class SequencePackingConfig(Section):
     """Capacity of a training bin, in tokens. null: max_total_sequence_length x train_micro_batch_size.
     Read by batching/."""
     logprob_mb_tokens: Positive | None = None
-    """Capacity of a bin of the log-prob passes, in tokens. null: max_total_sequence_length x
-    logprob_batch_size. Read by batching/."""
+    """Capacity of a bin of the log-prob passes, in tokens. No effect yet: they use the bins of training."""
     algorithm: PackingAlgorithm = "modified_first_fit_decreasing"
     """How sequences are put into bins. Read by batching/."""
 
@@ -79,7 +78,7 @@ class PolicyConfig(Section):
     train_micro_batch_size: Positive = 4
     """Samples of one micro-batch; with packing it only sets the default bin capacity. Read by batching/."""
     logprob_batch_size: Positive | None = None
-    """Samples of one forward of the log-prob passes. null: train_micro_batch_size. Read by batching/."""
+    """Samples of one forward of the log-prob passes. No effect yet: they use the bins of training."""
     max_total_sequence_length: Positive = 512
     """Longest prompt plus answer, in tokens. Read by data/, generation/, batching/."""
     precision: Literal["bfloat16", "float32"] = "bfloat16"
@@ -91,7 +90,7 @@ class PolicyConfig(Section):
     refit_buffer_size_gb: PositiveFloat = 0.5
     """Size of the refit buffer in GiB. Read by refit/."""
     make_sequence_length_divisible_by: Positive | None = None
-    """Sequence lengths are padded to multiples of this many tokens. null: derived from the layout.
+    """Packed rows are padded to multiples of this many tokens, and of what the layout needs. null: only that.
     Read by parallel/."""
     max_grad_norm: NonNegativeFloat | None = 1.0
     """Gradients are scaled down to this global L2 norm. null or 0: no clipping. Read by parallel/."""

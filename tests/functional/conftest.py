@@ -1,0 +1,24 @@
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from tests.functional.runs import Run, Task, make_task, run_here, sft_recipe
+
+
+@pytest.fixture(scope="session")
+def task(tmp_path_factory: pytest.TempPathFactory) -> Task:
+    return make_task(tmp_path_factory.mktemp("task"))
+
+
+@pytest.fixture(scope="session")
+def sft_run(task: Task, tmp_path_factory: pytest.TempPathFactory) -> Run:
+    return run_here("sft", tmp_path_factory.mktemp("sft"), sft_recipe(task))
+
+
+@pytest.fixture(scope="session")
+def model(sft_run: Run) -> Path:
+    """A model that answers 0 or 1, right about half of the time."""
+    assert sft_run.code == 0, sft_run.err
+    return sft_run.checkpoints / "hf"

@@ -1,0 +1,182 @@
+"""Whole runs on a tiny model and a task of its own: is the number even (1) or odd (0)?"""
+
+from __future__ import annotations
+
+import contextlib
+import io
+import json
+import os
+import random
+import subprocess
+import sys
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+from grpo_mcore.cli.main import main
+from grpo_mcore.data.arithmetic import make_base_config, make_tokenizer
+
+# What two equal runs may differ in.
+OF_TIME = ("unix_time", "timing/", "tokens_per_second", "seconds", "refit/")
+
+
+@dataclass(frozen=True)
+class Task:
+    """Files of the task, and a model with random weights that was never taught it."""
+
+    folder: Path
+
+    @property
+    def train(self) -> Path:
+        return self.folder / "train.jsonl"
+
+    @property
+    def val(self) -> Path:
+        return self.folder / "val.jsonl"
+
+    @property
+    def untrained(self) -> Path:
+        return self.folder / "untrained"
+
+
+def make_task(folder: Path) -> Task:
+    task = Task(folder)
+    draw = random.Random(0)
+    numbers = draw.sample(range(1000), 160)
+    for path, part in ((task.train, numbers[:128]), (task.val, numbers[128:])):
+        rows = [{"input": f"{number}%2=", "output": str(1 - number % 2)} for number in part]
+        path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    make_tokenizer(folder / "tokenizer")
+    sizes = {"hidden_size": 64, "intermediate_size": 96, "num_layers": 2, "num_heads": 2, "num_kv_heads": 2}
+    make_base_config(task.untrained, folder / "tokenizer", **sizes, head_dim=32, max_positions=64)
+    return task
+
+
+def sft_recipe(task: Task) -> dict[str, Any]:
+    """20 steps over all 128 demonstrations: the model learns to say 0 or 1, and not yet when."""
+    return {
+        "sft": {"max_num_steps": 20, "max_num_epochs": 20, "val_period": 0, "val_at_start": True, "val_at_end": True},
+        "policy": _policy(task.untrained, 64, 3.0e-3),
+        "data": {"train": {"data_path": str(task.train)}, "validation": {"data_path": str(task.val)}},
+        "cluster": {"backend": "local", "platform": "cpu"},
+    }
+
+
+def grpo_recipe(task: Task, model: Path) -> dict[str, Any]:
+    """4 prompts x 4 generations, in process, one optimizer step a step."""
+    return {
+        "grpo": {"num_prompts_per_step": 4, "num_generations_per_prompt": 4, "max_num_steps": 4, "max_num_epochs": 9}
+        | {"val_period": 0, "max_val_samples": 8, "val_batch_size": 4, "seed": 1},
+        "loss_fn": {"reference_policy_kl_penalty": 0.0},
+        "policy": _policy(model, 16, 1.0e-3)
+        | {"generation": {"max_new_tokens": 4, "vllm_cfg": {"kv_cache_memory_gb": 0.1}}, "refit_buffer_size_gb": 1e-4},
+        "data": {"train": {"data_path": str(task.train)}, "validation": {"data_path": str(task.val)}},
+        "env": {"math": {"num_workers": 1}},
+        "checkpointing": {"save_period": 100},
+        "logger": {"num_val_samples_to_print": 1},
+        "cluster": {"backend": "local", "platform": "cpu"},
+    }
+
+
+def _policy(model: Path, batch: int, lr: float) -> dict[str, Any]:
+    optimizer = {"lr": lr, "min_lr": lr, "weight_decay": 0.0}
+    scheduler = {"lr_decay_style": "constant", "lr_warmup_iters": 0, "lr_warmup_init": lr}
+    return {
+        "model_name": str(model),
+        "train_global_batch_size": batch,
+        "train_micro_batch_size": 4,
+        "max_total_sequence_length": 16,
+        "precision": "float32",
+        "megatron_cfg": {"optimizer": optimizer, "scheduler": scheduler},
+    }
+
+
+@dataclass(frozen=True)
+class Run:
+    """A finished run. `folder`: of its recipe, with `logs` and `checkpoints`."""
+
+    folder: Path
+    code: int
+    out: str
+    err: str
+
+    @property
+    def logs(self) -> Path:
+        return max((self.folder / "logs").glob("exp_*"))
+
+    @property
+    def checkpoints(self) -> Path:
+        return self.folder / "checkpoints"
+
+    def metrics(self, prefix: str = "train") -> list[dict[str, Any]]:
+        """The lines of metrics.jsonl in the order in which they were written."""
+        lines = map(json.loads, (self.logs / "metrics.jsonl").read_text().splitlines())
+        return [line for line in lines if line["prefix"] == prefix]
+
+    def outcome(self, prefix: str = "train") -> list[dict[str, Any]]:
+        """`metrics` without what depends on the clock."""
+        return [
+            {name: value for name, value in line.items() if not name.startswith(OF_TIME)}
+            for line in self.metrics(prefix)
+        ]
+
+
+def write_recipe(folder: Path, recipe: dict[str, Any], name: str = "recipe.yaml") -> Path:
+    """The recipe as a file; logs and checkpoints go beside it."""
+    folder.mkdir(parents=True, exist_ok=True)
+    recipe = recipe | {
+        "logger": recipe.get("logger", {}) | {"log_dir": str(folder / "logs")},
+        "checkpointing": recipe.get("checkpointing", {}) | {"checkpoint_dir": str(folder / "checkpoints")},
+    }
+    path = folder / name
+    path.write_text(yaml.safe_dump(recipe))
+    return path
+
+
+def run_here(verb: str, folder: Path, recipe: dict[str, Any], *words: str) -> Run:
+    """`grpo-mcore VERB recipe.yaml words` in this process: torch and vLLM are imported only once."""
+    path = write_recipe(folder, recipe)
+    out, err = io.StringIO(), io.StringIO()
+    with contextlib.redirect_stdout(out), contextlib.redirect_stderr(err):
+        code = main([verb, str(path), *words])
+    return Run(folder, code, out.getvalue(), err.getvalue())
+
+
+def start_command(verb: str, folder: Path, recipe: dict[str, Any], *words: str) -> subprocess.Popen[str]:
+    """The same as a program of its own; what it prints comes line by line."""
+    path = write_recipe(folder, recipe)
+    return subprocess.Popen(
+        [sys.executable, "-m", "grpo_mcore.cli.main", verb, str(path), *words],
+        stdin=subprocess.DEVNULL,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+        env={**os.environ, "PYTHONUNBUFFERED": "1"},
+        start_new_session=True,  # a terminal's Ctrl-C for the tests is not one for the run
+    )
+
+
+def run_command(verb: str, folder: Path, recipe: dict[str, Any], *words: str, timeout_s: float = 240) -> Run:
+    process = start_command(verb, folder, recipe, *words)
+    try:
+        out, err = process.communicate(timeout=timeout_s)
+    except BaseException:
+        process.kill()
+        raise
+    return Run(folder, process.returncode, out, err)
+
+
+def assert_one_message(run: Run, code: int, *texts: str) -> None:
+    """The run ended with this exit code, and said these things on standard error, without a traceback."""
+    assert run.code == code, run.err
+    assert "Traceback" not in run.err + run.out
+    message = run.err[run.err.index("grpo-mcore ") :]
+    for text in texts:
+        assert text in message, message
+
+
+def columns(lines: Sequence[dict[str, Any]], *names: str) -> list[tuple[Any, ...]]:
+    return [tuple(line[name] for name in names) for line in lines]

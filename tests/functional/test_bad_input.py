@@ -1,0 +1,69 @@
+"""Runs in which something breaks on the way: what can be left out is, else one message says why and the last
+checkpoint stays. What shows before anything starts is in tests/unit/cli/test_bad_input.py."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.functional.runs import Task, assert_one_message, grpo_recipe, run_here
+
+
+@pytest.fixture
+def recipe(task: Task, model: Path) -> dict[str, Any]:
+    recipe = grpo_recipe(task, model)
+    recipe["checkpointing"] = {"save_period": 1, "metric_name": None}
+    return recipe
+
+
+def test_samples_and_prompts_without_a_reward(tmp_path: Path, task: Task, recipe: dict[str, Any]) -> None:
+    """A sample is left out and counted; a prompt none of whose samples has a reward is replaced by the next one."""
+    path = tmp_path / "train.jsonl"
+    lines = task.train.read_text().splitlines(keepends=True)[:12]
+    path.write_text("".join(lines))
+    infinite, down = (json.loads(lines[row])["input"] for row in (5, 6))
+    recipe["data"] = {"train": {"data_path": str(path)}, "shuffle": False}
+    recipe["env"] = {"tests.functional.worlds:Faulty": {"infinite": infinite, "down": down}}
+    run = run_here("train", tmp_path, recipe, "grpo.max_num_steps=2")
+    assert run.code == 0, run.err
+    uid = f"{tmp_path.name}-train"
+    assert f"samples without a reward, left out: 1; the first, {uid}:6#0: the environment's reward is inf" in run.out
+    assert f"prompt {uid}:7 failed and is replaced: the server is down" in run.out
+    second = run.metrics()[1]
+    assert (second["num_samples"], second["num_failed_samples"], second["num_trained_samples"]) == (16, 1, 15)
+    assert second["reward"] <= 1
+
+
+def test_a_model_with_broken_weights(tmp_path: Path, model: Path, recipe: dict[str, Any]) -> None:
+    """One token's embedding is NaN: the samples that have it are named, and nothing is trained."""
+    import torch
+    from transformers import AutoModelForCausalLM, AutoTokenizer
+
+    tokenizer = AutoTokenizer.from_pretrained(model)
+    network = AutoModelForCausalLM.from_pretrained(model, dtype=torch.float32)
+    network.lm_head.weight = torch.nn.Parameter(network.lm_head.weight.detach().clone())
+    network.config.tie_word_embeddings = False
+    with torch.no_grad():
+        network.model.embed_tokens.weight[tokenizer.convert_tokens_to_ids("7")] = float("nan")
+    folder = tmp_path / "model"
+    network.save_pretrained(folder)
+    tokenizer.save_pretrained(folder)
+    recipe["policy"] |= {"model_name": str(folder)}
+    run = run_here("train", tmp_path, recipe)
+    print(run.out, run.err)
+    assert_one_message(run, 1, "loss or gradient is not finite; the cause: samples", "This optimizer step changed no weight")
+    assert not run.checkpoints.exists() and not run.metrics()
+
+
+def test_a_learning_rate_that_breaks_the_weights(tmp_path: Path, recipe: dict[str, Any]) -> None:
+    recipe["policy"]["megatron_cfg"]["optimizer"] |= {"lr": 1.0e30, "min_lr": 1.0e30}
+    recipe["policy"]["megatron_cfg"]["scheduler"]["lr_warmup_init"] = 1.0e30
+    run = run_here("train", tmp_path, recipe)
+    done = len(run.metrics())
+    assert 1 <= done < 4
+    newest = run.checkpoints / f"step_{done}"
+    assert_one_message(run, 1, "not finite", f"the last checkpoint is {newest}; `--resume` goes on from there")
+    assert sorted(path.name for path in run.checkpoints.iterdir())[-1] == newest.name

@@ -1,0 +1,261 @@
+"""Whole GRPO runs in process (cluster.backend: local): repeatable, resumable, with all terms of the loss."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from grpo_mcore.algorithms.engine_group import EngineWorker
+from grpo_mcore.algorithms.policy_worker import PolicyWorker
+from grpo_mcore.recipe import load_recipe
+from tests.functional.runs import (
+    Run,
+    Task,
+    assert_one_message,
+    grpo_recipe,
+    make_base_config,
+    run_command,
+    run_here,
+)
+
+
+@dataclass
+class Inside:
+    """What happened in a run of this process. `samples`: (weight version, prompt, generation) -> tokens, log-probs.
+    `optimizer_steps`: the metrics of each."""
+
+    samples: dict[tuple[int, str, int], tuple[list[int], list[float]]] = field(default_factory=dict)
+    optimizer_steps: list[dict[str, float]] = field(default_factory=list)
+
+
+@contextmanager
+def looking_inside() -> Iterator[Inside]:
+    inside, generate, train_step = Inside(), EngineWorker.generate, PolicyWorker.train_step
+
+    def recorded_generate(self: EngineWorker, *args: Any) -> Iterator[Any]:
+        for trajectory in generate(self, *args):
+            turn = trajectory.turns[-1]
+            key = (trajectory.weight_version, trajectory.uid, trajectory.generation_index)
+            inside.samples[key] = (turn.token_ids.tolist(), turn.logprobs.tolist())
+            yield trajectory
+
+    def recorded_train_step(self: PolicyWorker, *args: Any, **options: Any) -> Any:
+        report = train_step(self, *args, **options)
+        inside.optimizer_steps.append(report.metrics)
+        return report
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(EngineWorker, "generate", recorded_generate)
+        patch.setattr(PolicyWorker, "train_step", recorded_train_step)
+        yield inside
+
+
+@pytest.fixture(scope="module")
+def recipe(task: Task, model: Path) -> dict[str, Any]:
+    recipe = grpo_recipe(task, model)
+    recipe["checkpointing"] = {"save_period": 1, "keep_top_k": 2, "metric_name": None}
+    return recipe
+
+
+@pytest.fixture(scope="module")
+def whole(recipe: dict[str, Any], tmp_path_factory: pytest.TempPathFactory) -> tuple[Run, Inside]:
+    """4 steps at a stretch, in this process."""
+    with looking_inside() as inside:
+        run = run_here("train", tmp_path_factory.mktemp("whole"), recipe, "grpo.val_at_start=true")
+    assert run.code == 0, run.err
+    return run, inside
+
+
+@pytest.fixture(scope="module")
+def half(recipe: dict[str, Any], tmp_path_factory: pytest.TempPathFactory) -> Run:
+    """The first 2 of these steps, in a process of its own."""
+    words = ("grpo.max_num_steps=2", "logger.tensorboard_enabled=true", "grpo.val_at_end=true")
+    run = run_command("train", tmp_path_factory.mktemp("half"), recipe, *words)
+    assert run.code == 0, run.err
+    return run
+
+
+@pytest.fixture(scope="module")
+def resumed(recipe: dict[str, Any], half: Run) -> tuple[Run, Inside]:
+    """The other 2, from the checkpoint of `half`."""
+    with looking_inside() as inside:
+        run = run_here("train", half.folder, recipe, "--resume")
+    assert run.code == 0, run.err
+    return run, inside
+
+
+@pytest.fixture(scope="module")
+def penalised(recipe: dict[str, Any], tmp_path_factory: pytest.TempPathFactory) -> tuple[Run, Inside]:
+    """Another seed, 2 optimizer steps a step, and a KL penalty."""
+    words = ["grpo.seed=2", "grpo.max_num_steps=2", "policy.train_global_batch_size=8"]
+    words += ["loss_fn.reference_policy_kl_penalty=0.05", "checkpointing.enabled=false"]
+    with looking_inside() as inside:
+        run = run_here("train", tmp_path_factory.mktemp("penalised"), recipe, *words)
+    assert run.code == 0, run.err
+    return run, inside
+
+
+# The same seed, the same run.
+
+
+def test_one_seed_gives_the_same_run_in_another_process(whole: tuple[Run, Inside], half: Run) -> None:
+    run, _ = whole
+    first, again = run.outcome()[:2], half.outcome()[:2]
+    assert again == first
+    assert any(line["grad_norm"] > 0 for line in first)  # something was learnt
+    for line in run.metrics():
+        assert line["token_mult_prob_error"] <= 1.02
+        assert line["num_trained_samples"] == 16
+
+
+def test_another_seed_gives_another_run(whole: tuple[Run, Inside], penalised: tuple[Run, Inside]) -> None:
+    first = whole[0].metrics()[0], penalised[0].metrics()[0]
+    for name in ("loss", "approx_entropy", "grad_norm"):
+        assert first[0][name] != first[1][name]
+    assert {key[1] for key in whole[1].samples} != {key[1] for key in penalised[1].samples}
+
+
+def test_a_group_holds_different_samples(whole: tuple[Run, Inside]) -> None:
+    """Each generation has a seed of its own."""
+    _, inside = whole
+    by_prompt: dict[tuple[int, str], set[tuple[int, ...]]] = {}
+    for (version, uid, _), (tokens, _) in inside.samples.items():
+        by_prompt.setdefault((version, uid), set()).add(tuple(tokens))
+    assert max(map(len, by_prompt.values())) > 1
+
+
+# Checkpoints.
+
+
+def test_a_resumed_run_is_the_whole_run(
+    whole: tuple[Run, Inside], half: Run, resumed: tuple[Run, Inside]
+) -> None:
+    run, inside = resumed
+    assert run.logs == half.logs  # it goes on in the same files
+    assert [line["step"] for line in run.metrics()] == [1, 2, 3, 4]
+    assert run.outcome() == whole[0].outcome()
+    later = {key: sample for key, sample in whole[1].samples.items() if key[0] in (3, 4)}
+    assert inside.samples == later and len(later) == 32  # tokens and log-probs, bit for bit
+    assert "3 to 4, resumed after step 2" in run.out
+
+
+def test_checkpoints_are_whole_and_the_older_ones_go(resumed: tuple[Run, Inside]) -> None:
+    run, _ = resumed
+    assert sorted(path.name for path in run.checkpoints.iterdir()) == ["step_3", "step_4"]
+    newest = run.checkpoints / "step_4"
+    assert sorted(path.name for path in newest.iterdir()) == [
+        "config.yaml", "data.pt", "policy", "training_info.json",
+    ]  # fmt: skip
+    info = json.loads((newest / "training_info.json").read_text())
+    tokens = sum(16 * line["generated_length"] for line in run.metrics())
+    assert info["save_state"] | {"val_reward": None} == {
+        "consumed_samples": 16,
+        "current_step": 4,
+        "current_epoch": 0,
+        "total_steps": 4,
+        "total_valid_tokens": tokens,
+        "val_reward": None,
+    }
+    assert info["metrics"]["train:loss"] == run.metrics()[-1]["loss"]
+
+
+def test_the_recipe_in_a_checkpoint_is_the_recipe_of_the_run(resumed: tuple[Run, Inside]) -> None:
+    run, _ = resumed
+    saved = load_recipe(run.checkpoints / "step_4" / "config.yaml").config
+    assert saved == load_recipe(run.folder / "recipe.yaml").config
+
+
+def test_resume_without_a_checkpoint(tmp_path: Path, recipe: dict[str, Any]) -> None:
+    run = run_here("train", tmp_path, recipe, "--resume")
+    assert_one_message(run, 1, "there is no step_N folder in", "start without --resume")
+    assert not (tmp_path / "logs").exists()
+    (tmp_path / "step_7").mkdir()
+    run = run_here("train", tmp_path, recipe, "--resume", str(tmp_path / "step_7"))
+    assert_one_message(run, 1, "step_7 is no checkpoint: training_info.json is missing")
+
+
+def test_a_checkpoint_of_another_model(tmp_path: Path, recipe: dict[str, Any], task: Task, whole: Any) -> None:
+    other = tmp_path / "other"
+    sizes = {"hidden_size": 64, "intermediate_size": 128, "num_layers": 1, "num_heads": 2, "num_kv_heads": 2}
+    make_base_config(other, task.folder / "tokenizer", **sizes, head_dim=32)
+    checkpoint = whole[0].checkpoints / "step_4"
+    recipe = recipe | {"policy": recipe["policy"] | {"model_name": str(other)}}
+    run = run_here("train", tmp_path, recipe, "--resume", str(checkpoint))
+    assert_one_message(run, 1, f"{checkpoint / 'policy'} holds another model", "num_layers")
+
+
+# What is left behind, and what is printed.
+
+
+def test_files_and_summary(resumed: tuple[Run, Inside]) -> None:
+    run, _ = resumed
+    summary = json.loads((run.logs / "summary.json").read_text())
+    assert summary["steps"] == 4 and summary["seconds"] > 0 and summary["tokens_per_second"] > 0
+    assert 1 <= summary["max_token_mult_prob_error"] <= 1.02
+    assert list((run.logs / "tensorboard").glob("events.*"))
+    assert (run.logs / "reward_curve.png").read_bytes().startswith(b"\x89PNG")
+
+
+def test_resuming_a_finished_run_changes_nothing(recipe: dict[str, Any], resumed: tuple[Run, Inside]) -> None:
+    run, _ = resumed
+    names = ("summary.json", "reward_curve.png", "metrics.jsonl")
+    before = [(run.logs / name).read_bytes() for name in names]
+    again = run_here("train", run.folder, recipe, "--resume")
+    assert again.code == 0, again.err
+    assert "none is left: grpo.max_num_steps is 4, resumed after step 4" in again.out
+    assert again.logs == run.logs and [(run.logs / name).read_bytes() for name in names] == before
+
+
+def test_what_the_user_sees(half: Run) -> None:
+    for text in (
+        "4 prompts x 4 generations = 16 samples = 1 optimizer step x 16 = DP 1 x 16 samples",
+        "TP 1 x PP 1 x DP 1", "1 x vLLM TP 1 float32", "local, 1 policy rank\n",
+        " 1/2 ", " 2/2 ", "validation after step 2: accuracy", "-- validation sample 1 of 1 after step 2",
+        "all 2 steps are done", "where everything lies", str(half.checkpoints / "step_2"),
+        str(half.logs / "reward_curve.png"),
+    ):  # fmt: skip
+        assert text in half.out, text
+    assert "Warning: Transformer" not in half.err and "deprecated" not in half.err
+
+
+# All terms of the loss.
+
+
+def test_the_kl_penalty_is_zero_until_the_policy_moves(penalised: tuple[Run, Inside]) -> None:
+    run, inside = penalised
+    penalties = [metrics["kl_penalty"] for metrics in inside.optimizer_steps]
+    assert len(penalties) == 4
+    assert penalties[0] == 0.0 and min(penalties[1:]) > 0
+    for line, pair in zip(run.metrics(), (penalties[:2], penalties[2:]), strict=True):
+        assert line["kl_penalty"] == pytest.approx(sum(pair) / 2, rel=1e-6)
+        assert line["timing/logprobs"] > 0
+
+
+def test_the_ratio_is_one_until_the_policy_moves_within_the_step(penalised: tuple[Run, Inside]) -> None:
+    ratios = [
+        (metrics["probs_ratio_min"], metrics["probs_ratio_max"]) for metrics in penalised[1].optimizer_steps
+    ]
+    for first, second in (ratios[:2], ratios[2:]):
+        assert first == (1.0, 1.0)
+        assert second[0] < 1 < second[1]
+
+
+def test_a_step_that_teaches_nothing_says_so(tmp_path: Path, recipe: dict[str, Any], task: Task) -> None:
+    """An untrained model never solves the task: no reward, no gradient, and the user is told why, once."""
+    recipe = recipe | {"policy": recipe["policy"] | {"model_name": str(task.untrained)}}
+    path = tmp_path / "train.jsonl"
+    path.write_text('{"input": "1%2=", "output": "123456"}\n' * 4)
+    run = run_here("train", tmp_path, recipe | {"data": {"train": {"data_path": str(path)}}}, "grpo.max_num_steps=2")
+    assert run.code == 0, run.err
+    assert [line["grad_norm"] for line in run.metrics()] == [0.0, 0.0]
+    assert run.out.count("taught nothing") == 1 and "step 1 taught nothing" in run.out
+
+
+def test_log_probs_are_not_computed_where_nothing_needs_them(whole: tuple[Run, Inside]) -> None:
+    assert not any("timing/logprobs" in line for line in whole[0].metrics())

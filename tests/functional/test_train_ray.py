@@ -1,0 +1,125 @@
+"""Whole GRPO runs as a user starts them: the command, Ray, two tensor-parallel policy ranks, one engine."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import signal
+import time
+import uuid
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+
+from grpo_mcore.cluster.sweeper import marked
+from tests.functional.runs import Run, Task, assert_one_message, grpo_recipe, run_command, start_command
+
+VARIABLE = "GRPO_TEST_RUN"
+GONE_S = 20.0
+
+
+@pytest.fixture(scope="module")
+def recipe(task: Task, model: Path) -> dict[str, Any]:
+    recipe = grpo_recipe(task, model)
+    recipe["grpo"] |= {"max_num_steps": 3, "val_at_start": True, "val_at_end": True}
+    recipe["policy"]["megatron_cfg"] |= {"tensor_model_parallel_size": 2}
+    recipe["logger"] |= {"tensorboard_enabled": True}
+    # Every process of the run gets this variable, and is found by it.
+    recipe["cluster"] = {"platform": "cpu", "gpus_per_node": 2, "env_vars": [VARIABLE]}
+    return recipe
+
+
+@pytest.fixture
+def mark(monkeypatch: pytest.MonkeyPatch) -> str:
+    value = uuid.uuid4().hex
+    monkeypatch.setenv(VARIABLE, value)
+    return f"{VARIABLE}={value}"
+
+
+def others(mark: str) -> list[int]:
+    """The run's processes that still live."""
+    return [pid for pid in marked(mark) if "Z" not in Path(f"/proc/{pid}/stat").read_text().split(")")[-1].split()[0]]
+
+
+def shared_files(pids: list[int]) -> set[Path]:
+    """What these processes have mapped of /dev/shm and is still there."""
+    found = set()
+    for pid in pids:
+        try:
+            maps = Path(f"/proc/{pid}/maps").read_text()
+        except OSError:
+            continue
+        found |= {Path(name) for name in re.findall(r"(/dev/shm/\S+)$", maps, flags=re.M)}
+    return {path for path in found if path.exists()}
+
+
+def test_a_run_from_the_command_line(tmp_path: Path, recipe: dict[str, Any], mark: str) -> None:
+    run = run_command("train", tmp_path, recipe)
+    print(run.out, run.err)
+    assert run.code == 0, run.err
+    assert others(mark) == []
+    _check_files(run)
+    _check_output(run)
+
+
+def _check_files(run: Run) -> None:
+    summary = json.loads((run.logs / "summary.json").read_text())
+    assert summary["steps"] == 3
+    assert 0 <= summary["val_accuracy_before"] <= 1 and 0 <= summary["val_accuracy_after"] <= 1
+    assert summary["seconds"] > 0 and summary["tokens_per_second"] > 0
+    errors = [line["token_mult_prob_error"] for line in run.metrics()]
+    assert len(errors) == 3 and max(errors) <= 1.02
+    assert summary["max_token_mult_prob_error"] == max(errors)
+    assert [line["accuracy"] for line in run.metrics("validation")] == [
+        summary["val_accuracy_before"],
+        summary["val_accuracy_after"],
+    ]
+    assert list((run.logs / "tensorboard").glob("events.*"))
+    assert (run.logs / "reward_curve.png").read_bytes().startswith(b"\x89PNG")
+    workers = {path.name for path in (run.logs / "workers").glob("*.log")}
+    assert workers >= {"policy-0.log", "policy-1.log", "engine-0.log", "environment-math.log"}
+    (checkpoint,) = run.checkpoints.iterdir()
+    assert checkpoint.name == "step_3"
+    assert len(list((checkpoint / "policy").glob("rng-*.pt"))) == 2
+    assert yaml.safe_load((checkpoint / "config.yaml").read_text())["cluster"]["gpus_per_node"] == 2
+
+
+def _check_output(run: Run) -> None:
+    for text in ("TP 2 x PP 1 x DP 1", "ray, 2 policy ranks", " 3/3 ", "where everything lies"):
+        assert text in run.out
+    assert run.err == ""
+
+
+def test_ctrl_c(tmp_path: Path, recipe: dict[str, Any], mark: str) -> None:
+    """In the middle of a run, as a terminal sends it: to the command and all that share its terminal."""
+    process = start_command("train", tmp_path, recipe, "grpo.max_num_steps=100000", "checkpointing.save_period=2")
+    assert process.stdout is not None
+    seen: list[str] = []
+    try:
+        for line in process.stdout:
+            seen.append(line)
+            if line.lstrip().startswith("3/"):
+                break
+        assert process.poll() is None, "".join(seen) + process.communicate()[1]
+        running = others(mark)
+        assert len(running) > 5
+        files = shared_files(running)
+        assert files
+        os.killpg(process.pid, signal.SIGINT)
+        began = time.monotonic()
+        out, err = process.communicate(timeout=60)
+    finally:
+        if process.poll() is None:
+            process.kill()
+    print("".join(seen), out, "---", err)
+    assert time.monotonic() - began < GONE_S
+    run = Run(tmp_path, process.returncode, "".join(seen) + out, err)
+    newest = f"step_{max(int(path.name[5:]) for path in run.checkpoints.iterdir())}"
+    assert_one_message(run, 130, "interrupted; every process that it started has ended", f"{newest}; `--resume`")
+    assert err.count("\n") <= 3
+    assert others(mark) == []
+    assert not {path for path in files if path.exists()}
+    assert not list(run.checkpoints.glob("tmp_*"))

@@ -1,0 +1,30 @@
+"""Environments of the tests, named by import path."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from grpo_mcore.environments.interfaces import EnvironmentInterface, EnvironmentReturn
+
+
+class Faulty(EnvironmentInterface):
+    """Scores like the math environment, but for two questions: of `config["infinite"]` the first sample gets an
+    infinite reward, as where a reward divides by zero; of `config["down"]` no sample gets any."""
+
+    def step(
+        self, message_log_batch: Sequence[Sequence[Mapping[str, Any]]], metadata: Sequence[dict[str, Any]]
+    ) -> EnvironmentReturn:
+        question = message_log_batch[0][0]["content"]
+        said = [messages[-1]["content"] for messages in message_log_batch]
+        rewards: list[float | None] = [
+            float(text.strip() == meta["ground_truth"]) for text, meta in zip(said, metadata, strict=True)
+        ]
+        if self.config["infinite"] in question:
+            rewards[0] = float("inf")
+        if self.config["down"] in question:
+            rewards = [None] * len(said)
+        count, reason = len(said), "the server is down"
+        return EnvironmentReturn(
+            [{}] * count, list(metadata), [None] * count, rewards, [True] * count, list(said), [reason] * count
+        )

@@ -1,0 +1,149 @@
+"""What is wrong with recipe, model or data shows before anything starts: one message, no traceback."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+
+from grpo_mcore.algorithms import grpo, setup
+from grpo_mcore.cli.main import main
+from grpo_mcore.data.arithmetic import make_tokenizer
+
+CONFIG = {
+    "model_type": "qwen3",
+    "hidden_size": 64,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 6,
+    "num_key_value_heads": 2,
+    "head_dim": 32,
+    "intermediate_size": 96,
+    "vocab_size": 32,
+}
+Refuse = Callable[..., str]
+
+
+@pytest.fixture(scope="module")
+def tokenizer(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    make_tokenizer(folder := tmp_path_factory.mktemp("tokenizer"))
+    return folder
+
+
+@pytest.fixture
+def refuse(
+    tmp_path: Path, tokenizer: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> Refuse:
+    """Runs `grpo-mcore VERB r.yaml` with these overrides, and gives what it says after its name. The recipe is right:
+    its model has config.json but no weights."""
+
+    def never(*_: Any, **__: Any) -> None:
+        raise AssertionError("a cluster was started")
+
+    for module in (setup, grpo):
+        monkeypatch.setattr(module, "start_cluster", never)
+    monkeypatch.chdir(tmp_path)
+    Path("model").mkdir()
+    Path("model/config.json").write_text(json.dumps(CONFIG))
+    Path("data.jsonl").write_text('{"input": "1+1=", "output": "2"}\n' * 8)
+    recipe = {
+        "policy": {"model_name": "model", "tokenizer": {"name": str(tokenizer)}, "train_global_batch_size": 16},
+        "grpo": {"num_prompts_per_step": 4, "num_generations_per_prompt": 4},
+        "data": {"train_data_path": "data.jsonl", "dataset_name": "ResponseDataset"},
+        "env": {"math": {}},
+        "cluster": {"platform": "cpu", "gpus_per_node": 2},
+    }
+    Path("r.yaml").write_text(yaml.safe_dump(recipe))
+
+    def run(*words: str, code: int, verb: str = "train") -> str:
+        assert main([verb, "r.yaml", *words]) == code
+        out, err = capsys.readouterr()
+        assert err.startswith(f"grpo-mcore {verb}: ") and "Traceback" not in out + err
+        return err.removeprefix(f"grpo-mcore {verb}: ").rstrip("\n")
+
+    return run
+
+
+@pytest.mark.parametrize(
+    ("word", "message"),
+    [
+        ("grpo.sed=1", "grpo.sed: unknown key; nearest known key: grpo.seed"),
+        ("grpo.seed=one", "grpo.seed: expected a whole number, got 'one'"),
+        (
+            "policy.train_global_batch_size=6",
+            "policy.train_global_batch_size: 4 prompts x 4 generations = 16 samples do not divide into optimizer "
+            "steps of 6 samples; nearest train_global_batch_size that does: 4 or 8; nearest num_prompts_per_step: 3 "
+            "or 6",
+        ),
+        (
+            "policy.megatron_cfg.tensor_model_parallel_size=4",
+            "policy.megatron_cfg.tensor_model_parallel_size: one copy of the policy takes TP 4 x PP 1 x CP 1 = 4 "
+            "ranks, but the cluster has num_nodes 1 x gpus_per_node 2 = 2",
+        ),
+    ],
+)
+def test_wrong_recipe(refuse: Refuse, word: str, message: str) -> None:
+    assert refuse(word, code=2) == f"1 problem in r.yaml\n  command line: {message}"
+
+
+@pytest.mark.parametrize("verb", ["train", "sft"])
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        (None, "data file not found: data.jsonl"),
+        ("", "data.jsonl: the dataset is empty"),
+        ('{"input": "1", "output": "1"}\n\n{"input": 1 2}', "data.jsonl:3: not JSON (Expecting ',' delimiter"),
+        ('{"input": "1", "output": "1"}\n[1]\n', "data.jsonl:2: expected a JSON object, got list"),
+        ('{"input": "1", "output": "1"}\n{"question": "1"}\n', "data.jsonl:2: no 'input' in it; it has ['question']"),
+    ],
+)
+def test_wrong_data(refuse: Refuse, verb: str, text: str | None, message: str) -> None:
+    Path("data.jsonl").unlink() if text is None else Path("data.jsonl").write_text(text)
+    said = refuse(code=1, verb=verb)
+    assert said.startswith(message) and "\n" not in said
+
+
+@pytest.mark.parametrize("verb", ["train", "sft"])
+def test_model_without_config(refuse: Refuse, verb: str) -> None:
+    Path("model/config.json").unlink()
+    assert refuse(code=1, verb=verb) == (
+        "policy.model_name: model holds no config.json; give a Hugging Face folder, or a name of the hub"
+    )
+
+
+@pytest.mark.parametrize("name", ["nobody/no-such-model", "./no/such/folder"])
+def test_wrong_model_name(refuse: Refuse, name: str) -> None:
+    said = refuse(f"policy.model_name={name}", code=1)
+    assert said.startswith(f"policy.model_name {name!r} is no folder here, and could not be fetched from the")
+    assert "\n" not in said
+
+
+def test_tensor_parallel_size_that_does_not_divide_the_heads(refuse: Refuse) -> None:
+    words = ("policy.megatron_cfg.tensor_model_parallel_size=4", "cluster.gpus_per_node=4")
+    said = refuse(*words, code=1)
+    assert said.startswith("policy.megatron_cfg.tensor_model_parallel_size 4 does not divide num_attention_heads 6")
+    assert said.endswith("it can be one of [1, 2]")
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        (["~env.math", "+env.maths.num_workers=1"], "unknown environment 'maths': did you mean 'math'?"),
+        (["+env.math.workers=1"], "environment-math: env.math.workers: unknown key; did you mean 'num_workers'?"),
+    ],
+)
+def test_wrong_environment(refuse: Refuse, monkeypatch: pytest.MonkeyPatch, words: list[str], message: str) -> None:
+    """In process it shows before policy and engines are started."""
+    from grpo_mcore.cluster.local_cluster import LocalCluster
+
+    monkeypatch.setattr(setup, "start_cluster", lambda *_: LocalCluster())
+    assert refuse(*words, code=1).startswith(message)
+
+
+def test_resume_without_a_checkpoint(refuse: Refuse) -> None:
+    assert refuse("--resume", code=1) == (
+        "--resume: there is no step_N folder in results/grpo; start without --resume"
+    )
