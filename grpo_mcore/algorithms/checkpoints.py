@@ -34,6 +34,14 @@ class CheckpointManager:
         steps = self._steps()
         return self.folder / f"step_{max(steps)}" if steps else None
 
+    def refuse_to_mix(self) -> None:
+        """Raises ResumeError where a run that does not resume would write among the checkpoints of another."""
+        if self.config.enabled and (found := self.latest()):
+            raise ResumeError(
+                f"checkpointing.checkpoint_dir {self.folder} holds {found.name} of another run: go on from it with "
+                "--resume, or choose another folder"
+            )
+
     def find(self, resume: str | Path | bool | None) -> Path | None:
         """The checkpoint that `--resume` means: True is the newest, None none. Raises ResumeError."""
         if not resume:
@@ -65,9 +73,9 @@ class CheckpointManager:
         (tmp / "training_info.json").write_text(json.dumps(info, indent=1))
         (tmp / "config.yaml").write_text(yaml.safe_dump(recipe.model_dump(mode="json"), sort_keys=False))
         if final.exists():
-            shutil.rmtree(final)
+            self._drop(step)
         os.replace(tmp, final)
-        self._prune()
+        self._prune(just_saved=step)
         return final
 
     @staticmethod
@@ -77,18 +85,25 @@ class CheckpointManager:
         return info["save_state"], torch.load(folder / "data.pt", weights_only=False)
 
     def _steps(self) -> list[int]:
-        names = (path.name.removeprefix("step_") for path in self.folder.glob("step_*"))
-        return sorted(int(name) for name in names if name.isdigit())
+        whole = (path.parent.name.removeprefix("step_") for path in self.folder.glob("step_*/training_info.json"))
+        return sorted(int(name) for name in whole if name.isdigit())
 
-    def _prune(self) -> None:
-        """Keeps the best keep_top_k by the metric, and always the newest."""
+    def _drop(self, step: int) -> None:
+        """Under another name first: a folder that is only half deleted must not pass for a checkpoint."""
+        doomed = self.folder / f"tmp_old_step_{step}"
+        shutil.rmtree(doomed, ignore_errors=True)
+        os.replace(self.folder / f"step_{step}", doomed)
+        shutil.rmtree(doomed)
+
+    def _prune(self, just_saved: int) -> None:
+        """Keeps the best keep_top_k by the metric, and always the one just saved and the newest."""
         keep = self.config.keep_top_k
         steps = self._steps()
         if keep is None or len(steps) <= keep:
             return
         ranked = sorted(steps, key=lambda step: (self._metric(step), step), reverse=True)
-        for step in set(steps) - set(ranked[:keep]) - {max(steps)}:
-            shutil.rmtree(self.folder / f"step_{step}")
+        for step in set(steps) - set(ranked[:keep]) - {max(steps), just_saved}:
+            self._drop(step)
 
     def _metric(self, step: int) -> float:
         """Higher is better; a checkpoint without the metric ranks last."""

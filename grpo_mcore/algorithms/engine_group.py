@@ -38,8 +38,5 @@ class EngineGroup:
         if self.sleeps:
             self._all("release")
 
-    def health(self) -> list[dict[str, Any]]:
-        return self._all("health")
-
     def _all(self, method: str, *args: Any) -> list[Any]:
         return call_all(self.cluster, self.workers, method, *args, what=f"{method} of the engines")

@@ -31,15 +31,27 @@ from grpo_mcore.algorithms.step_batch import build_step_batch
 from grpo_mcore.algorithms.validation import run_validation
 from grpo_mcore.cluster import Cluster
 from grpo_mcore.data import AllTaskProcessedDataset, build_dataloader
-from grpo_mcore.objective import ClippedPGLossFn
+from grpo_mcore.objective import ClippedPGLossFn, scale_reward_values
 from grpo_mcore.observe import Logger, Timeline
 from grpo_mcore.parallel.weights import hf_tensors
-from grpo_mcore.recipe import MasterConfig
+from grpo_mcore.recipe import (
+    AsyncGRPOConfig,
+    GRPOConfig,
+    GRPOLoggerConfig,
+    MasterConfig,
+    RewardScalingConfig,
+)
 from grpo_mcore.refit import RefitReport, plan_refit, refit
 from grpo_mcore.rollout import schedule as s
 from grpo_mcore.rollout.group import Group
 
 GIB = 2**30
+
+__all__ = [
+    "AsyncGRPOConfig", "GRPOConfig", "GRPOLoggerConfig", "GRPOSaveState", "MasterConfig", "RewardScalingConfig",
+    "async_grpo_train", "dynamic_sampling", "grpo_train", "refit_policy_generation", "scale_rewards", "setup",
+    "validate",
+]  # fmt: skip
 
 
 class GRPOSaveState(TypedDict, total=False):
@@ -81,25 +93,32 @@ def setup(
     checkpoint manager, save state, config. Raises RecipeError, SetupError, FamilyError, DataError.
     """
     config = MasterConfig.model_validate(master_config)
-    logger = logger or Logger(config.logger, resume=bool(resume))
     checkpointer = CheckpointManager(config.checkpointing)
     found = checkpointer.find(resume)
+    if found is None:
+        checkpointer.refuse_to_mix()
+    logger = logger or Logger(config.logger, resume=bool(resume))
     grpo = config.grpo
     dataloader = build_dataloader(dataset, grpo.num_prompts_per_step, config.data.shuffle, grpo.seed)
     val_dataloader = None
     if val_dataset is not None:
         size = grpo.val_batch_size or len(val_dataset)
         val_dataloader = build_dataloader(val_dataset, size, False, grpo.seed, drop_last=False)
-    cluster = cluster or start_cluster(config, Path(logger.log_dir))
-    policy = start_policy(config, cluster)
-    engines = start_engines(config, cluster, policy)
-    wait_until_ready(config, cluster, [*policy.workers, *engines.workers])
-    save_state = _default_grpo_save_state()
-    if found is not None:
-        save_state, data_state = checkpointer.read(found)
-        policy.load(str((found / "policy").resolve()))
-        policy.updates = save_state["current_step"]
-        save_state["data"] = data_state  # type: ignore[typeddict-unknown-key]
+    own_cluster, cluster = cluster is None, cluster or start_cluster(config, Path(logger.log_dir))
+    try:
+        policy = start_policy(config, cluster)
+        engines = start_engines(config, cluster, policy)
+        wait_until_ready(config, cluster, [*policy.workers, *engines.workers])
+        save_state = _default_grpo_save_state()
+        if found is not None:
+            save_state, data_state = checkpointer.read(found)
+            policy.load(str((found / "policy").resolve()))
+            policy.updates = save_state["current_step"]
+            save_state["data"] = data_state  # type: ignore[typeddict-unknown-key]
+    except BaseException:
+        if own_cluster:  # the caller has no handle to end it by
+            cluster.shutdown()
+        raise
     loss_fn = make_loss(config)
     clusters = (cluster, cluster)
     return policy, engines, clusters, dataloader, val_dataloader, loss_fn, logger, checkpointer, save_state, config
@@ -193,6 +212,9 @@ def train_on_groups(
         engines.release()
         policy.onload()
         batch = build_step_batch(groups, config, policy.layout)
+        if not batch.ranks:  # all failed or filtered: the step counts, the weights stay
+            policy.updates += 1
+            return batch.metrics | {"tokens": 0.0}
         policy.receive(batch.ranks)
     prev, reference = needs_prev(config), needs_reference(config)
     if prev or reference:
@@ -272,6 +294,32 @@ def schedule_config(config: MasterConfig, val_dataloader: Any) -> s.ScheduleConf
         val_at_end=grpo.val_at_end and validates,
         save_period=save.save_period if save.enabled else 0,
     )
+
+
+def scale_rewards(repeated_batch: Any, reward_scaling_cfg: Any) -> Any:
+    """`repeated_batch["total_reward"]` clamped to the source interval and mapped to the target interval, in place.
+
+    `reward_scaling_cfg`: grpo.reward_scaling, or a mapping with its keys. Returns the batch.
+    """
+    scaling = RewardScalingConfig.model_validate(reward_scaling_cfg)
+    if scaling.enabled:
+        bounds = scaling.model_dump(exclude={"enabled"})
+        repeated_batch["total_reward"] = scale_reward_values(repeated_batch["total_reward"], **bounds)
+    return repeated_batch
+
+
+class NotSupportedYet(NotImplementedError):
+    """Part of the documented interface whose feature is still to come."""
+
+
+def dynamic_sampling(*_args: Any, **_kwargs: Any) -> Any:
+    """Keeps the groups whose rewards differ (DAPO). Raises NotSupportedYet."""
+    raise NotSupportedYet("dynamic sampling is not supported yet; leave grpo.use_dynamic_sampling false")
+
+
+def async_grpo_train(*_args: Any, **_kwargs: Any) -> None:
+    """Asynchronous training: this loop with a trajectory age above 0. Raises NotSupportedYet."""
+    raise NotSupportedYet("asynchronous GRPO is not supported yet; use grpo_train, the same loop with age 0")
 
 
 def _default_grpo_save_state() -> GRPOSaveState:

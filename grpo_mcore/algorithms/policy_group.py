@@ -56,7 +56,7 @@ class PolicyGroup:
         ]
         count = len(by_optimizer_step)
         metrics = {
-            name: value / count if METRIC_REDUCTIONS[name] == "sum" else value
+            name: value / count if METRIC_REDUCTIONS[name] == "sum" and not name.startswith("num_") else value
             for name, value in combine_metrics(by_optimizer_step).items()
         }
         return without_empty_extremes(metrics)

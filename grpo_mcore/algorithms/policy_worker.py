@@ -40,7 +40,7 @@ class PolicyWorker(Policy):
         self._store = store
         self._step: RankStep | None = None
         self._batches: list[list[PackedBatch]] = []  # by optimizer step
-        self._sender = RefitSender(self.weights)
+        self._sender = RefitSender(self.weights, through_host=self.layout.world_size > 1)
 
     def receive(self, step: RankStep) -> None:
         """Fetches the step's trajectories and packs them."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import time
 from collections.abc import Sequence
 from pathlib import Path
@@ -11,7 +12,7 @@ from grpo_mcore.algorithms.engine_group import EngineGroup
 from grpo_mcore.algorithms.policy_group import PolicyGroup
 from grpo_mcore.algorithms.validation import Validation
 from grpo_mcore.families import parameter_count
-from grpo_mcore.observe import Logger, RunConsole, StepRow, Timeline, reward_curve_png, write_summary
+from grpo_mcore.observe import Logger, RunConsole, StepRow, Timeline, read_metrics, reward_curve_png, write_summary
 from grpo_mcore.recipe import MasterConfig, batch_equation, samples_per_step
 from grpo_mcore.refit import RefitReport
 from grpo_mcore.rollout.group import Group
@@ -29,14 +30,29 @@ class RunReport:
         self._began = time.perf_counter()
         self._rewards: dict[int, float] = {}
         self._accuracies: dict[int, float] = {}
-        self._worst_mult_error = 0.0
+        self._mult_errors: dict[int, float] = {}
+        self._failed_prompts = 0
         self._tokens = 0
         self._samples_done = 0
         self._told_of_equal_rewards = False
         self._refit: RefitReport | None = None
         self._checkpoint: Path | None = None
         logger.log_hyperparams(config)
+        self._recall(self.state["current_step"])
         self._banner(policy, engines)
+
+    def _recall(self, last_step: int) -> None:
+        """The curve and the summary of a resumed run are those of the whole run."""
+        if not last_step:
+            return
+        for prefix, target, name in (
+            ("train", self._rewards, "reward"),
+            ("train", self._mult_errors, "token_mult_prob_error"),
+            ("validation", self._accuracies, "accuracy"),
+        ):
+            for row in read_metrics(self.logger.log_dir / "metrics.jsonl", prefix):
+                if row["step"] <= last_step and row.get(name) is not None:
+                    target[row["step"]] = row[name]
 
     def _banner(self, policy: PolicyGroup, engines: EngineGroup) -> None:
         config, vllm = self.config, self.config.policy.generation.vllm_cfg
@@ -79,10 +95,12 @@ class RunReport:
         if self._refit is not None:
             metrics |= {f"refit/{name}_seconds": spent for name, spent in self._refit.stage_seconds.items()}
             metrics["refit/bytes"] = float(self._refit.bytes)
-        self._worst_mult_error = max(self._worst_mult_error, metrics.get("token_mult_prob_error", 0.0))
+        metrics["num_failed_prompts"] = float(self._failed_prompts)
+        self._failed_prompts = 0
+        if "token_mult_prob_error" in metrics:
+            self._mult_errors[step] = metrics["token_mult_prob_error"]
         self._rewards[step] = metrics["reward"]
-        val = {name: value for name, value in self.last_metrics.items() if name.startswith("val:")}
-        self.last_metrics = {f"train:{name}": value for name, value in metrics.items()} | val
+        self.last_metrics = {f"train:{name}": value for name, value in metrics.items()}
         self.logger.log_metrics(metrics, step, "train")
         self.console.step(
             StepRow(
@@ -94,13 +112,16 @@ class RunReport:
                 token_mult_prob_error=metrics.get("token_mult_prob_error"),
                 length=metrics["generated_length"],
                 entropy=metrics.get("approx_entropy"),
-                loss=metrics["loss"],
-                grad_norm=metrics["grad_norm"],
+                loss=metrics.get("loss"),
+                grad_norm=metrics.get("grad_norm"),
                 tokens_per_second=metrics["tokens_per_second"],
                 seconds=seconds,
             )
         )
-        if metrics["zero_advantage_rate"] == 1 and not self._told_of_equal_rewards:
+        if "loss" not in metrics:
+            left = f"{metrics['num_trained_samples']:.0f} of {metrics['num_samples']:.0f}"
+            self.console.note(f"step {step} changed nothing: {left} samples were left, fewer than data-parallel ranks")
+        elif metrics["zero_advantage_rate"] == 1 and not self._told_of_equal_rewards:
             self._told_of_equal_rewards = True
             self.console.note(
                 f"step {step} taught nothing: within each group all rewards are equal. If that goes on, the task is\n"
@@ -110,14 +131,17 @@ class RunReport:
             self.console.note(f"samples without a reward, left out: {len(failed)}; the first, {failed[0]}")
 
     def group_failed(self, uid: str, reason: str) -> None:
+        self._failed_prompts += 1
+        self.state["consumed_samples"] += 1
         self.console.note(f"prompt {uid} failed and is replaced: {reason}")
 
     def validation(self, step: int, found: Validation, seconds: float) -> None:
         """Validation metrics, and some samples to read."""
         metrics = found.metrics
-        self._accuracies[step] = metrics["accuracy"]
-        self.state["val_reward"] = metrics["reward"]
-        self.last_metrics |= {f"val:{name}": value for name, value in metrics.items()}
+        if metrics["accuracy"] is not None:
+            self._accuracies[step] = metrics["accuracy"]
+            self.state["val_reward"] = metrics["reward"]
+        self.last_metrics |= {f"val:{name}": value for name, value in metrics.items() if value is not None}
         self.logger.log_metrics(metrics | {"seconds": seconds}, step, "validation")
         shown = {name: value for name, value in metrics.items() if value or name != "num_failed_samples"}
         self.console.validation(step, shown, seconds)
@@ -138,14 +162,15 @@ class RunReport:
         seconds = time.perf_counter() - self._began
         folder = self.logger.log_dir
         curve, summary = folder / "reward_curve.png", folder / "summary.json"
-        accuracies = list(self._accuracies.values())
+        accuracies = [self._accuracies[step] for step in sorted(self._accuracies)]
+        worst = max(self._mult_errors.values(), key=lambda error: (math.isnan(error), error), default=None)
         values = {
-            "val_accuracy_before": accuracies[0] if accuracies else None,
+            "val_accuracy_before": self._accuracies.get(0),
             "val_accuracy_after": accuracies[-1] if accuracies else None,
             "steps": self.state["current_step"],
             "seconds": round(seconds, 2),
             "tokens_per_second": round(self._tokens / seconds, 1),
-            "max_token_mult_prob_error": self._worst_mult_error,
+            "max_token_mult_prob_error": worst if worst is not None and math.isfinite(worst) else None,
             "end": reason,
         }
         if self._rewards:
@@ -155,7 +180,8 @@ class RunReport:
         facts = {"end": reason, "time": f"{seconds:.0f} s"}
         if self._rewards:
             facts["time"] += f", {values['tokens_per_second']:.0f} tokens/s over all of it"
-            facts["prob err"] = f"at most {self._worst_mult_error:.5f} (engine against policy, 1 is equal)"
+        if worst is not None:
+            facts["prob err"] = f"at most {worst:.5f} (engine against policy, 1 is equal)"
         if accuracies:
             facts["accuracy"] = f"{accuracies[0]:.3f} at the first validation, {accuracies[-1]:.3f} at the last"
         paths = {

@@ -66,8 +66,10 @@ def start_policy(config: MasterConfig, cluster: Cluster) -> PolicyGroup:
     folder, shape, layout = check_model(config)
     policy = config.policy.model_copy(update={"model_name": folder})
     gpu = runs_on_gpu(config.cluster)
+    if gpu and config.cluster.num_nodes > 1:
+        raise SetupError("cluster.num_nodes above 1 is not supported yet: a refit reaches the engines of one node")
     reference = needs_reference(config)
-    arguments = (policy, cluster.store, config.grpo.seed, config.cluster.start_timeout_s, reference)
+    arguments = (policy, cluster.store, config.grpo.seed, config.cluster.step_timeout_s, reference)
     workers = cluster.spawn_group(
         "policy",
         PolicyWorker,

@@ -18,7 +18,8 @@ from grpo_mcore.rollout.trajectory import TrajectoryRef
 
 @dataclass(frozen=True)
 class StepBatch:
-    """`ranks`: by data-parallel rank. `metrics`: of the rollouts and the plan."""
+    """`ranks`: by data-parallel rank; empty where too few samples are left for one each. `metrics`: of the rollouts and
+    the plan."""
 
     ranks: tuple[RankStep, ...]
     metrics: dict[str, float]
@@ -28,7 +29,8 @@ class StepBatch:
 def build_step_batch(groups: Sequence[Group], config: Any, layout: Layout) -> StepBatch:
     """`config`: the whole recipe. Samples without a reward, and filtered ones, take no part but are counted.
 
-    Raises PackingError where too few samples are left, or one is longer than a bin.
+    Fewer samples than the recipe's batches need make fewer optimizer steps. Raises PackingError where one is longer
+    than a bin.
     """
     samples = [sample for group in groups for sample in group.samples]
     scores = [score for group in groups for score in group.scores]
@@ -39,17 +41,19 @@ def build_step_batch(groups: Sequence[Group], config: Any, layout: Layout) -> St
     if config.grpo.overlong_filtering:
         kept = overlong_filter(kept, torch.tensor([sample.truncated for sample in samples]))
     used = [i for i in range(len(samples)) if kept[i] and samples[i].generated_length]
+    metrics = _rollout_metrics(samples, rewards, advantages, kept)
+    possible = min(optimizer_steps(config), len(used) // layout.data)
+    if not possible:
+        return StepBatch((), metrics, 0)
     plan, ranks = rank_steps(
         [TrainSample(samples[i].ref, advantages[i].item()) for i in used],
         [samples[i].length for i in used],
         [samples[i].generated_length for i in used],
         config,
         layout,
-        optimizer_steps=optimizer_steps(config),
+        optimizer_steps=possible,
     )
-    metrics = _rollout_metrics(samples, rewards, advantages, kept) | {
-        f"plan/{name}": value for name, value in plan.report().items()
-    }
+    metrics |= {f"plan/{name}": value for name, value in plan.report().items()}
     return StepBatch(ranks, metrics, sum(samples[i].length for i in used))
 
 
@@ -130,7 +134,7 @@ def _rollout_metrics(
         "generated_length": generated.mean().item(),
         "generated_length_max": generated.max().item(),
         "truncation_rate": sum(sample.truncated for sample in samples) / len(samples),
-        "advantage_max": used.max().item(),
-        "advantage_min": used.min().item(),
-        "zero_advantage_rate": (used == 0).double().mean().item(),
+        "advantage_max": used.max().item() if len(used) else 0.0,
+        "advantage_min": used.min().item() if len(used) else 0.0,
+        "zero_advantage_rate": (used == 0).double().mean().item() if len(used) else 1.0,
     }

@@ -28,9 +28,10 @@ class ShownSample:
 
 @dataclass(frozen=True)
 class Validation:
-    """`metrics`: accuracy (share of scored samples with reward 1), reward, lengths, and per task `TASK/accuracy`."""
+    """`metrics`: accuracy (share of scored samples with reward 1), reward, lengths, and per task `TASK/accuracy`; None
+    where no sample was scored."""
 
-    metrics: dict[str, float]
+    metrics: dict[str, float | None]
     samples: list[ShownSample]
 
 
@@ -63,7 +64,7 @@ def run_validation(
     return Validation(_metrics(groups), [_shown(engines, group) for group in shown])
 
 
-def _metrics(groups: list[Group]) -> dict[str, float]:
+def _metrics(groups: list[Group]) -> dict[str, float | None]:
     metrics = _scores(groups)
     by_task: dict[str, list[Group]] = defaultdict(list)
     for group in groups:
@@ -74,13 +75,13 @@ def _metrics(groups: list[Group]) -> dict[str, float]:
     return metrics
 
 
-def _scores(groups: list[Group]) -> dict[str, float]:
+def _scores(groups: list[Group]) -> dict[str, float | None]:
     rewards = [score.reward for group in groups for score in group.scores]
     scored = [reward for reward in rewards if reward is not None]
     samples = [sample for group in groups for sample in group.samples]
-    metrics = {
-        "accuracy": sum(reward == 1.0 for reward in scored) / max(1, len(scored)),
-        "reward": sum(scored) / max(1, len(scored)),
+    metrics: dict[str, float | None] = {
+        "accuracy": sum(reward == 1.0 for reward in scored) / len(scored) if scored else None,
+        "reward": sum(scored) / len(scored) if scored else None,
         "num_samples": float(len(samples)),
         "num_failed_samples": float(len(rewards) - len(scored)),
         "generated_length": sum(sample.generated_length for sample in samples) / len(samples),
@@ -88,8 +89,8 @@ def _scores(groups: list[Group]) -> dict[str, float]:
     }
     generations = len(groups[0].samples)
     if generations > 1:
-        solved = [any(score.reward == 1.0 for score in group.scores) for group in groups]
-        metrics[f"pass@{generations}"] = sum(solved) / len(solved)
+        solved = [any(score.reward == 1.0 for score in group.scores) for group in groups if group.failure is None]
+        metrics[f"pass@{generations}"] = sum(solved) / len(solved) if solved else None
     return metrics
 
 

@@ -24,7 +24,7 @@ def run(args: argparse.Namespace) -> int:
     from grpo_mcore.observe import write_summary
 
     shutil.rmtree(FOLDER, ignore_errors=True)
-    task = make_arithmetic_task(FOLDER / "task", seed=sft.config.sft.seed, wrong_share=0.57)
+    task = make_arithmetic_task(FOLDER / "task", seed=sft.config.sft.seed)
     parameters = make_base_config(sft.config.policy.model_name, task.tokenizer, seed=sft.config.sft.seed)
     print(f"1/3  task and untrained Qwen3 with {parameters / 1e6:.1f} M parameters in {FOLDER}", flush=True)
     print("2/3  supervised warm-up, most demonstrations are wrong (recipes/sft-arithmetic-cpu.yaml)", flush=True)
@@ -33,11 +33,11 @@ def run(args: argparse.Namespace) -> int:
     summary = train(grpo.config)
     summary |= {"seconds": round(time.perf_counter() - began, 2), "grpo_seconds": summary["seconds"]}
     write_summary(FOLDER / "summary.json", summary)
-    newest = max(Path(grpo.config.logger.log_dir).glob("exp_*/reward_curve.png"))
-    shutil.copy(newest, FOLDER / "reward_curve.png")
+    for curve in Path(grpo.config.logger.log_dir).glob("exp_*/reward_curve.png"):
+        shutil.copy(curve, FOLDER / "reward_curve.png")
     print(
-        f"\nheld-out problems solved, sampled at temperature 1: {summary['val_accuracy_before']:.3f} before, "
-        f"{summary['val_accuracy_after']:.3f} after {summary['steps']} steps; {summary['seconds']:.0f} s in all\n"
+        f"\nheld-out problems solved, sampled at temperature 1: {summary['val_accuracy_before']} before, "
+        f"{summary['val_accuracy_after']} after {summary['steps']} steps; {summary['seconds']:.0f} s in all\n"
         f"the whole demo: {FOLDER / 'summary.json'}, {FOLDER / 'reward_curve.png'}"
     )
     return 0

@@ -25,6 +25,7 @@ def fine_tune(config: MasterConfig) -> Path:
     from grpo_mcore.recipe import batch_equation
 
     check_model(config)
+    config.policy.generation.temperature = 1.0  # the log-probs of the data, not those of a sampler
     settings, tokenizer_config = config.sft, config.policy.tokenizer
     tokenizer = load_tokenizer(
         tokenizer_config.name, tokenizer_config.chat_template, tokenizer_config.chat_template_kwargs

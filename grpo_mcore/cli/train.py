@@ -27,14 +27,14 @@ def train(config: MasterConfig, resume: str | bool | None = None) -> dict[str, o
 
     check_model(config)
     checkpoints = CheckpointManager(config.checkpointing)
-    checkpoints.find(resume)
+    if checkpoints.find(resume) is None:
+        checkpoints.refuse_to_mix()
     tokenizer_config = config.policy.tokenizer
     tokenizer = load_tokenizer(
         tokenizer_config.name, tokenizer_config.chat_template, tokenizer_config.chat_template_kwargs
     )
-    data = build_task_data(
-        config.data.train, config.data.validation, tokenizer, config.data.max_input_seq_length
-    )
+    longest = min(config.data.max_input_seq_length, config.policy.generation.vllm_cfg.max_model_len)
+    data = build_task_data(config.data.train, config.data.validation, tokenizer, longest)
     with closing(Logger(config.logger, resume=bool(resume))) as logger:
         print(f"starting policy and engines (logs: {logger.log_dir}) ...", flush=True)
         try:

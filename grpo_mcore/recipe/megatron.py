@@ -76,8 +76,9 @@ class SchedulerConfig(Section):
 class DistributedDataParallelConfig(Section):
     """`policy.megatron_cfg.distributed_data_parallel_config`. Read by parallel/."""
 
-    grad_reduce_in_fp32: bool = False
-    """Sum gradients over data-parallel ranks in float32 instead of policy.precision."""
+    grad_reduce_in_fp32: bool = True
+    """Sum gradients over micro-batches and data-parallel ranks in float32. false: in policy.precision; in bfloat16 the
+    gradient then depends on how many micro-batches there are, by half a percent or so."""
     overlap_grad_reduce: bool = True
     """Reduce gradients while the backward pass still runs."""
     overlap_param_gather: bool = True

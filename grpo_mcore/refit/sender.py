@@ -29,8 +29,10 @@ class RefitSender:
     """Called by the driver in this order: `open_refit`, `fill_bucket` for each bucket; `close_refit` at the
     end of the run. The buffer stays mapped from the first refit to the last."""
 
-    def __init__(self, source: WeightSource, run_id: str | None = None) -> None:
+    def __init__(self, source: WeightSource, run_id: str | None = None, *, through_host: bool = False) -> None:
+        """`through_host`: the sides do not all see one accelerator, so the buffer lies in host memory."""
         self._source = source
+        self._through_host = through_host
         self._run_id = run_id or uuid.uuid4().hex[:12]
         self._plan: RefitPlan | None = None
         self._buffer: RefitBuffer | None = None
@@ -67,9 +69,12 @@ class RefitSender:
         if transport is not None:
             self._buffer = attach_buffer(transport)
         elif pieces:
-            self._buffer = create_buffer(self._plan.buffer_bytes, pieces[0][2].device, self._run_id)
+            self._buffer = create_buffer(self._plan.buffer_bytes, self._buffer_device(pieces), self._run_id)
         else:
             raise RefitError("the policy rank that should create the refit buffer holds no weights")
+
+    def _buffer_device(self, pieces: list[tuple[str, Box, Tensor]]) -> torch.device:
+        return torch.device("cpu") if self._through_host else pieces[0][2].device
 
     @staticmethod
     def _check(plan: RefitPlan, name: str, box: Box, values: Tensor) -> None:

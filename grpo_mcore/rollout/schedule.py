@@ -13,7 +13,10 @@ from dataclasses import dataclass, field
 
 @dataclass(frozen=True)
 class ScheduleConfig:
-    """`num_prompts` groups train in one step. Periods in steps, 0 is never. Ages in weight versions."""
+    """`num_prompts` groups train in one step. Periods in steps, 0 is never. Ages in weight versions.
+
+    `max_failed_groups`: prompts that may fail between two steps; one more ends the run.
+    """
 
     num_prompts: int
     max_steps: int
@@ -133,7 +136,7 @@ class Schedule:
     data_ended: bool = False
     in_flight: dict[str, int] = field(default_factory=dict)  # uid -> version that generates it, in dispatch order
     finished: set[str] = field(default_factory=set)  # the part of in_flight that is ready to train on
-    failed: dict[str, str] = field(default_factory=dict)  # uid -> reason
+    failed: dict[str, str] = field(default_factory=dict)  # uid -> reason, since the last step
     validated_step: int = -1
     saved_step: int = -1
 
@@ -181,12 +184,13 @@ class Schedule:
                 del self.in_flight[uid]
                 self.failed[uid] = reason
                 if len(self.failed) > self.config.max_failed_groups:
-                    raise ScheduleError(f"{len(self.failed)} prompts failed, the last one, {uid}: {reason}")
+                    raise ScheduleError(f"{len(self.failed)} prompts failed in one step, the last one, {uid}: {reason}")
             case Trained(step):
                 self._demand(step == self.step + 1, event)
                 for uid in self._ready():
                     del self.in_flight[uid]
                     self.finished.discard(uid)
+                self.failed.clear()
                 self.step = step
             case Checkpointed(step):
                 self._demand(step == self.step, event)
