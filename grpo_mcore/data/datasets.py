@@ -19,6 +19,17 @@ from grpo_mcore.data.rows import Repeated, Rows
 
 DEFAULT_PROCESSOR = "math_hf_data_processor"
 
+# Datasets that a recipe may call by name: where they lie on the Hugging Face hub, and their columns.
+NAMED: dict[str, dict[str, str]] = {
+    "OpenMathInstruct-2": {
+        "data_path": "nvidia/OpenMathInstruct-2",
+        "split": "train_1M",
+        "input_key": "problem",
+        "output_key": "expected_answer",
+    },
+}
+_UNSET = {"input_key": "input", "output_key": "output"}  # what an entry holds that does not say
+
 
 class ResponseData(Protocol):
     """What `load_response_dataset` returns, and what a dataset class by import path must offer."""
@@ -37,14 +48,25 @@ def load_response_dataset(entry: Any, default_processor: str = DEFAULT_PROCESSOR
     Raises DataError for a missing file, a bad line, an empty dataset, an unknown name.
     """
     name = _get(entry, "dataset_name") or "ResponseDataset"
+    if name in NAMED:
+        return ResponseDataset(named_entry(entry, name), default_processor)
     if name in ("ResponseDataset", "openai_format"):
         return ResponseDataset(entry, default_processor)
     if {".", ":"} & set(name):
         return import_by_path(name, what="dataset_name")(entry)
     raise DataError(
-        f"dataset_name {name!r} is not known: use ResponseDataset with data_path (a JSONL file or a Hugging "
+        f"dataset_name {name!r} is not known: use {', '.join(NAMED)}, ResponseDataset with data_path (a JSONL file or a Hugging "
         f"Face dataset, with input_key and output_key), openai_format, or a dataset class by import path"
     )
+
+
+def named_entry(entry: Any, name: str) -> dict[str, Any]:
+    """The entry with the path, split and columns of the dataset `name`, where it does not give its own."""
+    plain = dict(entry) if isinstance(entry, Mapping) else dict(vars(entry))
+    for key, value in NAMED[name].items():
+        if plain.get(key) in (None, _UNSET.get(key)):
+            plain[key] = value
+    return plain
 
 
 class ResponseDataset:

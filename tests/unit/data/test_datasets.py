@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from types import SimpleNamespace
 
 import datasets as hf_datasets
 import pytest
 
 from grpo_mcore.data import DataError, load_response_dataset
+from grpo_mcore.data.datasets import NAMED, named_entry
 from grpo_mcore.data.interfaces import TaskDataSpec
 from grpo_mcore.data.processors import math_data_processor, math_hf_data_processor, sft_processor
 from grpo_mcore.data.rows import Joined, Repeated
+from grpo_mcore.recipe import DatasetEntry, load_recipe
 from tests.unit.data.conftest import sums
 
 
@@ -216,3 +219,19 @@ class OwnDataset:
 def test_a_dataset_class_by_import_path():
     data = load_response_dataset({"dataset_name": f"{__name__}:OwnDataset", "data_path": "x"})
     assert data.dataset[0]["messages"][0]["content"] == "x"
+
+
+def test_a_named_dataset_brings_its_path_and_columns_unless_the_entry_says_otherwise() -> None:
+    plain = named_entry(DatasetEntry(dataset_name="OpenMathInstruct-2"), "OpenMathInstruct-2")
+    assert (plain["data_path"], plain["split"]) == ("nvidia/OpenMathInstruct-2", "train_1M")
+    assert (plain["input_key"], plain["output_key"]) == ("problem", "expected_answer")
+    entry = DatasetEntry(dataset_name="OpenMathInstruct-2", output_key="generated_solution", split="train_2M")
+    own = named_entry(entry, "OpenMathInstruct-2")
+    assert (own["split"], own["output_key"]) == ("train_2M", "generated_solution")
+
+
+def test_every_dataset_that_a_recipe_of_the_project_names_is_known() -> None:
+    for file in Path(__file__).resolve().parents[3].glob("recipes/*.yaml"):
+        config = load_recipe(str(file)).config
+        for entry in [*config.data.train, *config.data.validation]:
+            assert entry.dataset_name in {*NAMED, "ResponseDataset", "openai_format"}, file
