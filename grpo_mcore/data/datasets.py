@@ -55,8 +55,8 @@ def load_response_dataset(entry: Any, default_processor: str = DEFAULT_PROCESSOR
     if {".", ":"} & set(name):
         return import_by_path(name, what="dataset_name")(entry)
     raise DataError(
-        f"dataset_name {name!r} is not known: use {', '.join(NAMED)}, ResponseDataset with data_path (a JSONL file or a Hugging "
-        f"Face dataset, with input_key and output_key), openai_format, or a dataset class by import path"
+        f"dataset_name {name!r} is not known: use {', '.join(NAMED)}, ResponseDataset with data_path (a JSONL file or "
+        "a Hugging Face dataset, with input_key and output_key), openai_format, or a dataset class by import path"
     )
 
 
