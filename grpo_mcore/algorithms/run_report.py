@@ -28,6 +28,7 @@ class RunReport:
         self.console = RunConsole()
         self.last_metrics: dict[str, float] = {}
         self._began = time.perf_counter()
+        self._first_step = self.state["current_step"] + 1
         self._rewards: dict[int, float] = {}
         self._accuracies: dict[int, float] = {}
         self._mult_errors: dict[int, float] = {}
@@ -38,12 +39,12 @@ class RunReport:
         self._refit: RefitReport | None = None
         self._checkpoint: Path | None = None
         logger.log_hyperparams(config)
-        self._recall(self.state["current_step"])
+        self._recall()
         self._banner(policy, engines)
 
-    def _recall(self, last_step: int) -> None:
+    def _recall(self) -> None:
         """The curve and the summary of a resumed run are those of the whole run."""
-        if not last_step:
+        if self._first_step == 1:
             return
         for prefix, target, name in (
             ("train", self._rewards, "reward"),
@@ -51,7 +52,7 @@ class RunReport:
             ("validation", self._accuracies, "accuracy"),
         ):
             for row in read_metrics(self.logger.log_dir / "metrics.jsonl", prefix):
-                if row["step"] <= last_step and row.get(name) is not None:
+                if row["step"] < self._first_step and row.get(name) is not None:
                     target[row["step"]] = row[name]
 
     def _banner(self, policy: PolicyGroup, engines: EngineGroup) -> None:
@@ -173,12 +174,13 @@ class RunReport:
             "max_token_mult_prob_error": worst if worst is not None and math.isfinite(worst) else None,
             "end": reason,
         }
-        if self._rewards:
+        worked = self.state["current_step"] >= self._first_step
+        if worked:
             title = f"GRPO of {self.config.policy.model_name}"
             reward_curve_png(curve, self._rewards, self._accuracies, title=title)
             write_summary(summary, values)
         facts = {"end": reason, "time": f"{seconds:.0f} s"}
-        if self._rewards:
+        if worked:
             facts["time"] += f", {values['tokens_per_second']:.0f} tokens/s over all of it"
         if worst is not None:
             facts["prob err"] = f"at most {worst:.5f} (engine against policy, 1 is equal)"

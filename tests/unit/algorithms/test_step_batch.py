@@ -36,7 +36,7 @@ def test_every_scored_sample_is_dealt_once_with_its_advantage() -> None:
     assert set(dealt) == {"a#0", "a#1", "a#2", "a#3", "b#0", "b#1", "b#3"}
     assert dealt["a#0"] > 0 > dealt["a#1"] == dealt["a#2"]
     assert dealt["b#0"] == dealt["b#1"] > 0 > dealt["b#3"]
-    assert [sum(len(bin) for bin in bins) for bins in rank.batches] == [4, 3]
+    assert [sum(len(bin) for bin in bins) for bins in rank.batches] == [3, 4]
     assert batch.metrics["num_failed_samples"] == 1 and batch.metrics["num_trained_samples"] == 7
     assert sum(rank.valid_toks) == 6 + 7 + 8 + 9 + 6 + 7 + 9 and sum(rank.valid_seqs) == 7
 
