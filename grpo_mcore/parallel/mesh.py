@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import warnings
 from dataclasses import dataclass
 from datetime import timedelta
@@ -53,6 +54,15 @@ class Address:
     local_rank: int
     master_addr: str
     master_port: int
+
+    @classmethod
+    def from_environment(cls) -> Address:
+        """This process's place under torchrun. Raises RendezvousError where a variable is missing."""
+        names = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT")
+        if missing := [name for name in names if name not in os.environ]:
+            raise RendezvousError(f"not under torchrun: {', '.join(missing)} not set")
+        rank, world, local, host, port = (os.environ[name] for name in names)
+        return cls(int(rank), int(world), int(local), host, int(port))
 
 
 class RendezvousError(RuntimeError):

@@ -1,0 +1,40 @@
+"""The same policy class under torchrun as in the rank pool."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from grpo_mcore.parallel.mesh import Address, RendezvousError
+from tests.distributed.policy_cases import LayoutCase
+from tests.distributed.ranks import RankPool
+from tests.distributed.tiny_models import make_tiny_model
+
+ROOT = Path(__file__).resolve().parents[2]
+
+
+def test_two_ranks_under_torchrun_compute_what_the_pool_computes(ranks: RankPool, tmp_path: Path) -> None:
+    model = str(make_tiny_model("qwen3", tmp_path / "model", tie_word_embeddings=True))
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2"]
+    done = subprocess.run(
+        [*command, "-m", "tests.distributed.torchrun_script", model],
+        cwd=ROOT, capture_output=True, text=True, timeout=200,
+    )  # fmt: skip
+    assert done.returncode == 0, done.stderr[-3000:]
+    line = next(line for line in done.stdout.splitlines() if "RESULT" in line)
+    total, norm = map(float, line.split()[-2:])
+
+    pool = ranks.run(
+        2, "tests.distributed.policy_cases:logprobs_and_gradients", model, LayoutCase("TP2", tensor=2)
+    )[0]
+    assert total == pytest.approx(sum(part.sum().item() for part in pool["logprobs"].values()), abs=1e-4)
+    assert norm == pytest.approx(pool["grad_norm"], rel=1e-5)
+
+
+def test_outside_torchrun_it_says_what_is_missing(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("RANK", raising=False)
+    with pytest.raises(RendezvousError, match="not under torchrun: RANK"):
+        Address.from_environment()
