@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import os
 import warnings
 from dataclasses import dataclass
@@ -119,3 +120,4 @@ def leave_mesh() -> None:
     parallel_state.destroy_model_parallel()
     if torch.distributed.is_initialized():
         torch.distributed.destroy_process_group()
+    gc.collect()  # a policy is a cycle that keeps the groups alive, and with them dozens of polling threads

@@ -7,9 +7,9 @@ import pytest
 from tests.distributed.ranks import RankPool
 
 
-@pytest.fixture(scope="session")
+@pytest.fixture(scope="package")
 def ranks() -> Iterator[RankPool]:
-    """Four processes with torch and Megatron-Core loaded, shared by all distributed tests."""
+    """Four processes with torch and Megatron-Core loaded, shared by all tests of this folder and ended after them."""
     pool = RankPool(4)
     yield pool
     pool.close()
