@@ -31,6 +31,7 @@ DERIVED: dict[str, str | int] = {
     "policy.generation.vllm_cfg.max_model_len": "${policy.max_total_sequence_length}",
     "policy.generation.vllm_cfg.precision": "${policy.precision}",
     "data.max_input_seq_length": "${policy.max_total_sequence_length}",
+    "grpo.reward_shaping.max_response_length": "${policy.max_total_sequence_length}",
     "sft.val_global_batch_size": "${policy.train_global_batch_size}",
 }
 

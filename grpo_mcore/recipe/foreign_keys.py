@@ -182,17 +182,10 @@ FOREIGN: dict[str, Foreign] = {
     "grpo.malformed_thinking_advantage": _later("advantages of flagged spans"),
     "grpo.deduplicate_multimodal_data": Foreign(_VISION),
     "grpo.debug_payload_metrics": Foreign("not supported; remove the key"),
-    "grpo.adv_estimator.normalize_rewards": Foreign("use grpo.normalize_rewards", one_of()),
-    "grpo.adv_estimator.use_leave_one_out_baseline": Foreign("use grpo.use_leave_one_out_baseline", one_of()),
-    "grpo.adv_estimator.minus_baseline": Foreign("no effect with the grpo estimator", anything),
-    "grpo.adv_estimator.reward_weights": _later("weights of several rewards"),
     # sft
     "sft.val_micro_batch_size": Foreign("the batches of policy.sequence_packing are used", anything),
     # data
     "data.add_system_prompt": Foreign("use system_prompt_file or the chat template"),
-    "data.prompt_key": Foreign("DPO is not supported yet", one_of()),
-    "data.chosen_key": Foreign("DPO is not supported yet", one_of()),
-    "data.rejected_key": Foreign("DPO is not supported yet", one_of()),
     **{
         f"data.{place}.{name}": Foreign(_VISION)
         for place in ("train.*", "validation.*")

@@ -7,10 +7,10 @@ from typing import Any
 
 import yaml
 
-from grpo_mcore.recipe.checks import runs_grpo
 from grpo_mcore.recipe.derived import DERIVED
 from grpo_mcore.recipe.errors import DEFAULT
 from grpo_mcore.recipe.load import Recipe, shown
+from grpo_mcore.recipe.master import runs_grpo
 from grpo_mcore.recipe.yaml_tree import FLOAT, joined
 
 _WIDEST = 72
