@@ -13,7 +13,7 @@ from grpo_mcore.algorithms.policy_group import PolicyGroup
 from grpo_mcore.algorithms.validation import Validation
 from grpo_mcore.families import parameter_count
 from grpo_mcore.observe import Logger, RunConsole, StepRow, Timeline, read_metrics, reward_curve_png, write_summary
-from grpo_mcore.recipe import MasterConfig, batch_equation, samples_per_step
+from grpo_mcore.recipe import MasterConfig, batch_equation, prompts_per_generation_batch
 from grpo_mcore.refit import RefitReport
 from grpo_mcore.rollout.group import Group
 
@@ -34,6 +34,7 @@ class RunReport:
         self._mult_errors: dict[int, float] = {}
         self._failed_prompts = 0
         self._tokens = 0
+        self._samples_asked = 0
         self._samples_done = 0
         self._told_of_equal_rewards = False
         self._refit: RefitReport | None = None
@@ -59,10 +60,15 @@ class RunReport:
         config, vllm = self.config, self.config.policy.generation.vllm_cfg
         start = self.state["current_step"]
         last = config.grpo.max_num_steps
+        sampling = (
+            f"dynamic, in batches of {prompts_per_generation_batch(config)} prompts, at most "
+            f"{config.grpo.dynamic_sampling_max_gen_batches} a step"
+        )
         self.console.banner(
             f"GRPO of {config.policy.model_name}",
             {
                 "batch": batch_equation(config),
+                **({"sampling": sampling} if config.grpo.use_dynamic_sampling else {}),
                 "policy": f"{policy.shape.family}, {parameter_count(policy.shape) / 1e6:.1f} M parameters, "
                 f"{policy.precision}, {policy.layout.describe()}",
                 "engines": f"{len(engines.workers)} x vLLM TP {vllm.tensor_parallel_size} {vllm.precision}, colocated, "
@@ -75,10 +81,14 @@ class RunReport:
             },
         )
 
+    def dispatched(self, prompts: int) -> None:
+        """So many prompts are on their way to the engines."""
+        self._samples_asked += prompts * self.config.grpo.num_generations_per_prompt
+
     def sample(self) -> None:
         """A sample was generated."""
         self._samples_done += 1
-        self.console.progress("samples", self._samples_done, samples_per_step(self.config))
+        self.console.progress("samples", self._samples_done, self._samples_asked)
 
     def refit(self, report: RefitReport) -> None:
         self._refit = report
@@ -86,10 +96,11 @@ class RunReport:
     def step(self, step: int, groups: Sequence[Group], metrics: dict[str, float], clock: Timeline) -> None:
         """A step was trained: its line, and its metrics into the files."""
         seconds = clock.take()
-        self._samples_done = 0
+        self._samples_asked = self._samples_done = 0
         self._tokens += int(metrics["tokens"])
         self.state["consumed_samples"] += len(groups)
         self.state["current_step"] = self.state["total_steps"] = step
+        self.state.pop("val_metrics", None)
         self.state["total_valid_tokens"] += sum(s.generated_length for group in groups for s in group.samples)
         metrics = metrics | {f"timing/{name}": spent for name, spent in seconds.items()}
         metrics["tokens_per_second"] = metrics["tokens"] / seconds["total"]
@@ -136,9 +147,13 @@ class RunReport:
         self.state["consumed_samples"] += 1
         self.console.note(f"prompt {uid} failed and is replaced: {reason}")
 
+    def group_filtered(self) -> None:
+        """A prompt is consumed that taught nothing: dynamic sampling does not train on its group."""
+        self.state["consumed_samples"] += 1
+
     def validation(self, step: int, found: Validation, seconds: float) -> None:
         """Validation metrics, and some samples to read."""
-        metrics = found.metrics
+        metrics = self.state["val_metrics"] = found.metrics
         if metrics["accuracy"] is not None:
             self._accuracies[step] = metrics["accuracy"]
             self.state["val_reward"] = metrics["reward"]

@@ -118,6 +118,7 @@ def start_engines(config: MasterConfig, cluster: Cluster, policy: PolicyGroup) -
                 engine.name,
                 EngineWorker,
                 engine,
+                cluster.store,
                 cpus=1.0 if gpu else 0.1,
                 gpus=0.0,
                 env=engine_environment(engine),
@@ -167,12 +168,20 @@ def needs_reference(config: MasterConfig) -> bool:
     return config.loss_fn.reference_policy_kl_penalty > 0
 
 
+def needs_prev(config: MasterConfig) -> bool:
+    """Whether log-probs from before the step's first update are computed: the policy changes within the step, or what
+    it learns depends on them."""
+    grpo, loss = config.grpo, config.loss_fn
+    samples = grpo.num_prompts_per_step * grpo.num_generations_per_prompt
+    changes = samples > config.policy.train_global_batch_size and not loss.force_on_policy_ratio
+    return changes or loss.use_kl_in_reward or grpo.seq_logprob_error_threshold is not None
+
+
 def make_loss(config: MasterConfig) -> ClippedPGLossFn:
     """The recipe's loss. With one optimizer step a step, prev log-probs are those of the training pass itself."""
-    return ClippedPGLossFn(config.loss_fn, prev_equals_curr=not needs_prev(config))
-
-
-def needs_prev(config: MasterConfig) -> bool:
-    """Whether the policy changes within a step, so that log-probs from before it must be computed."""
-    samples = config.grpo.num_prompts_per_step * config.grpo.num_generations_per_prompt
-    return samples > config.policy.train_global_batch_size and not config.loss_fn.force_on_policy_ratio
+    ages = config.grpo.async_grpo
+    return ClippedPGLossFn(
+        config.loss_fn,
+        prev_equals_curr=not needs_prev(config),
+        max_age=ages.max_trajectory_age_steps if ages.enabled else None,
+    )

@@ -16,7 +16,7 @@ from torch import Tensor
 
 from grpo_mcore.batching.packed_batch import PackedBatch
 from grpo_mcore.families import check_tensor_parallel, read_hf_config, shape_of
-from grpo_mcore.objective import combine_metrics, nonfinite_samples
+from grpo_mcore.objective import CombinedMetrics, combine_metrics, nonfinite_samples
 from grpo_mcore.parallel.mesh import Address, Layout, join_mesh, leave_mesh
 
 LossFn = Callable[..., tuple[Tensor, Mapping[str, Tensor]]]
@@ -34,7 +34,7 @@ class NonFiniteLoss(FloatingPointError):
 class TrainReport:
     """What one train_step did. `metrics` are this data-parallel rank's share; only the last stage has any."""
 
-    metrics: dict[str, float]
+    metrics: CombinedMetrics
     grad_norm: float
     learning_rate: float
 
@@ -169,7 +169,7 @@ class Policy:
             forward_only=forward_only,
         )
 
-    def _refuse_non_finite(self, batches: Sequence[PackedBatch], metrics: Mapping[str, float]) -> None:
+    def _refuse_non_finite(self, batches: Sequence[PackedBatch], metrics: CombinedMetrics) -> None:
         """All ranks leave together: what is not finite on one of them is an error on every one."""
         finite = math.isfinite(metrics.get("loss", 0.0))
         finite = finite and all(bool(torch.isfinite(buffer.grad_data).all()) for buffer in self.model.buffers)
