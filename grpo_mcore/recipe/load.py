@@ -18,6 +18,8 @@ from grpo_mcore.recipe.validate import source_of, validated
 from grpo_mcore.recipe.yaml_tree import Node, joined, parse_file
 
 _SUFFIXES = ("", ".yaml", ".yml")
+# Base recipes of NeMo RL whose algorithm is not here.
+_NOT_YET = {"dpo": "DPO", "rm": "training a reward model"}
 # Values that name a file: where it does not exist from the working directory but does beside the recipe that
 # names it, that one is meant.
 _FILE_KEYS = {
@@ -151,6 +153,8 @@ def _find(
             file = folder / Path(name + suffix).expanduser()
             if file.is_file() and file.resolve() != other_than:
                 return file.resolve()
+    if (algorithm := _NOT_YET.get(Path(name).stem)) is not None:
+        raise RecipeError([Problem(*place, f"no recipe {in_yaml(name)}: {algorithm} is not supported yet")], recipe)
     known = sorted({file.stem for folder in folders[1:] if folder.is_dir() for file in folder.glob("*.yaml")})
     near = nearest(Path(name).stem, known)
     places = list(dict.fromkeys(shown(folder.resolve()) for folder in folders if folder.is_dir()))
