@@ -75,6 +75,7 @@ class GRPOSaveState(TypedDict, total=False):
     total_valid_tokens: int
     val_reward: float
     val_metrics: dict[str, float | None]  # of the validation after current_step, if there was one
+    log_run: str  # the run's folder in logger.log_dir, in which a resumed run goes on
 
 
 def setup(
@@ -109,7 +110,7 @@ def setup(
     found = checkpointer.find(resume)
     if found is None:
         checkpointer.refuse_to_mix()
-    logger = logger or Logger(config.logger, resume=bool(resume))
+    logger = logger or Logger(config.logger, run=checkpointer.log_run(found))
     grpo = config.grpo
     dataloader = build_train_dataloader(dataset, config.data, grpo.num_prompts_per_step, grpo.seed)
     val_dataloader = None

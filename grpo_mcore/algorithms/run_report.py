@@ -168,7 +168,7 @@ class RunReport:
 
     def save_state(self, epoch: int) -> dict[str, Any]:
         """What a checkpoint remembers of the loop."""
-        return self.state | {"current_epoch": epoch}
+        return self.state | {"current_epoch": epoch, "log_run": self.logger.log_dir.name}
 
     def finish(self, reason: str) -> dict[str, Any]:
         """summary.json, the reward curve, and where everything lies. Returns the summary.

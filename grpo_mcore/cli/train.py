@@ -27,7 +27,8 @@ def train(config: MasterConfig, resume: str | bool | None = None) -> dict[str, o
 
     check_model(config)
     checkpoints = CheckpointManager(config.checkpointing)
-    if checkpoints.find(resume) is None:
+    found = checkpoints.find(resume)
+    if found is None:
         checkpoints.refuse_to_mix()
     tokenizer_config = config.policy.tokenizer
     tokenizer = load_tokenizer(
@@ -39,7 +40,7 @@ def train(config: MasterConfig, resume: str | bool | None = None) -> dict[str, o
     )
     if config.grpo.max_rollout_turns > 1:
         TurnTemplate(tokenizer)
-    with closing(Logger(config.logger, resume=bool(resume))) as logger:
+    with closing(Logger(config.logger, run=checkpoints.log_run(found))) as logger:
         print(f"starting policy and engines (logs: {logger.log_dir}) ...", flush=True)
         try:
             with start_cluster(config, logger.log_dir) as cluster:
