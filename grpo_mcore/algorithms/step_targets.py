@@ -95,8 +95,9 @@ def _named_rewards(batch: StepBatch, config: Any) -> dict[str, Tensor]:
     for sample, score in zip(batch.samples, scores, strict=True):
         if score.reward is not None and sorted(score.rewards_by_name) != names:
             raise ValueError(
-                f"grpo.adv_estimator gdpo needs the same named rewards of every sample: {sample.uid}#"
-                f"{sample.generation_index} has {sorted(score.rewards_by_name) or 'none'}, the step has {names or 'none'}"
+                f"grpo.adv_estimator gdpo needs the same named rewards of every sample: the step has "
+                f"{names or 'none'}, {sample.uid}#{sample.generation_index} has "
+                f"{sorted(score.rewards_by_name) or 'none'}"
             )
     nan = float("nan")
     return {
