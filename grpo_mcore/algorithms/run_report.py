@@ -135,8 +135,8 @@ class RunReport:
         elif metrics["zero_advantage_rate"] == 1 and not self._told_of_equal_rewards:
             self._told_of_equal_rewards = True
             self.console.note(
-                f"step {step}: every advantage is 0, because the rewards that are compared are equal. If that goes on, the\n"
-                "task is too hard or too easy for the model, or the environment does not find its answers (said only once)"
+                f"step {step}: every advantage is 0, because the rewards compared are equal. If that goes on,\n"
+                "the task is too hard or too easy for the model, or the environment finds no answers (said only once)"
             )
         if failed := _failed(groups):
             self.console.note(f"samples without a reward, left out: {len(failed)}; the first, {failed[0]}")

@@ -127,9 +127,9 @@ def _mask_mismatched(batch: StepBatch, stats: Stats, threshold: float | None) ->
     above = counted & ~(error <= threshold)  # NaN is above
     if counted.any() and bool((above == counted).all()):
         raise TargetsError(
-            f"all {int(counted.sum())} samples of the step are above grpo.seq_logprob_error_threshold = {threshold:g}: "
-            "engine and policy do not compute the same model. Look at token_mult_prob_error of the steps before, at the "
-            "precision of both, and at the last refit"
+            f"all {int(counted.sum())} samples of the step are above grpo.seq_logprob_error_threshold = "
+            f"{threshold:g}: engine and policy do not compute the same model. Look at token_mult_prob_error of the "
+            "steps before, at the precision of both, and at the last refit"
         )
     checked = error[counted & error.isfinite()]
     metrics = {
