@@ -8,6 +8,7 @@ from typing import Any
 
 from grpo_mcore.cluster import Cluster, Parcel, Worker, call_all
 from grpo_mcore.generation import Engine
+from grpo_mcore.refit import EngineLayout
 from grpo_mcore.rollout.trajectory import GenerationRequest, Sampling, TrajectoryRef
 
 
@@ -26,6 +27,7 @@ class EngineGroup:
 
     cluster: Cluster
     workers: Sequence[Worker]
+    layout: EngineLayout  # of one engine, and how many there are
     sleeps: bool  # the engines give their memory to the policy between generation phases
     weight_version: int = 0
 

@@ -40,7 +40,7 @@ class PolicyWorker(Policy):
         self._store = store
         self._step: RankStep | None = None
         self._batches: list[list[PackedBatch]] = []  # by optimizer step
-        self._sender = RefitSender(self.weights, through_host=self.layout.world_size > 1)
+        self._sender = RefitSender(self.weights, address.rank, through_host=self.layout.world_size > 1)
 
     def receive(self, step: RankStep) -> None:
         """Fetches the step's trajectories and packs them."""
@@ -87,8 +87,8 @@ class PolicyWorker(Policy):
     def open_refit(self, transport: dict[str, Any] | None, plan: str) -> dict[str, Any]:
         return self._sender.open_refit(transport, plan)
 
-    def fill_bucket(self, index: int) -> dict[str, Any]:
-        return self._sender.fill_bucket(index)
+    def fill_bucket(self, index: int, *checked: Any) -> dict[str, Any]:
+        return self._sender.fill_bucket(index, *checked)
 
     def shutdown(self) -> None:
         self._sender.close_refit()
