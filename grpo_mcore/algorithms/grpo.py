@@ -25,7 +25,6 @@ from grpo_mcore.algorithms.setup import (
     start_cluster,
     start_engines,
     start_policy,
-    trainer_layout,
     wait_until_ready,
 )
 from grpo_mcore.algorithms.step_batch import build_step_batch
@@ -242,7 +241,7 @@ def refit_policy_generation(
     size = policy.refit_buffer_gb if _refit_buffer_size_gb is None else _refit_buffer_size_gb
     plan = plan_model_refit(
         policy.shape,
-        trainer_layout(policy.layout),
+        policy.refit_layout,
         policy_generation.layout,
         dtype=policy.precision,
         buffer_bytes=int(size * GIB),

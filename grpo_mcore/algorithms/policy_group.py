@@ -11,7 +11,7 @@ from grpo_mcore.cluster import Cluster, Worker, call_all
 from grpo_mcore.families import ModelShape
 from grpo_mcore.objective import METRIC_REDUCTIONS, combine_metrics, without_empty_extremes
 from grpo_mcore.parallel.mesh import Layout
-from grpo_mcore.refit import Verify
+from grpo_mcore.refit import TrainerLayout, Verify
 
 
 @dataclass
@@ -25,6 +25,7 @@ class PolicyGroup:
     model_folder: str
     precision: str
     refit_buffer_gb: float
+    refit_layout: TrainerLayout
     refit_verify: Verify = "sample"
     updates: int = 0
 

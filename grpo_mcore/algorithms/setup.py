@@ -16,7 +16,7 @@ from grpo_mcore.generation import EngineConfig, engine_environment
 from grpo_mcore.objective import ClippedPGLossFn
 from grpo_mcore.parallel.mesh import Layout
 from grpo_mcore.parallel.policy import layout_of
-from grpo_mcore.recipe import MasterConfig, world_size
+from grpo_mcore.recipe import MasterConfig, MegatronConfig, world_size
 from grpo_mcore.refit import EngineLayout, TrainerLayout
 
 
@@ -87,13 +87,20 @@ def start_policy(config: MasterConfig, cluster: Cluster) -> PolicyGroup:
         policy.model_name,
         policy.precision,
         policy.refit_buffer_size_gb,
+        trainer_layout(layout, policy.megatron_cfg),
         policy.refit_verify,
     )
 
 
-def trainer_layout(layout: Layout) -> TrainerLayout:
+def trainer_layout(layout: Layout, megatron: MegatronConfig) -> TrainerLayout:
     """The policy's layout in the words of the refit plan."""
-    return TrainerLayout(layout.tensor, layout.pipeline, layout.data)
+    return TrainerLayout(
+        layout.tensor,
+        layout.pipeline,
+        layout.data,
+        first_layers=megatron.num_layers_in_first_pipeline_stage or 0,
+        last_layers=megatron.num_layers_in_last_pipeline_stage or 0,
+    )
 
 
 def start_engines(config: MasterConfig, cluster: Cluster, policy: PolicyGroup) -> EngineGroup:

@@ -5,6 +5,7 @@ Both are read off the families' declaration; no process group and no model is ne
 
 from __future__ import annotations
 
+from bisect import bisect_right
 from dataclasses import dataclass
 
 from grpo_mcore.families import ModelShape, Param, Piece, Split, Stage, engine_pieces, pieces
@@ -31,7 +32,8 @@ class TrainerLayout:
     """Sizes of the policy's parallel dimensions. Ranks run tensor, context, data, then pipeline; experts lie across
     the tensor x context x data ranks of a stage: expert-tensor first, then expert, then their replicas.
 
-    `virtual`: model chunks on each pipeline rank; `expert_tensor` 0 means as `tensor`.
+    `virtual`: model chunks on each pipeline rank; `expert_tensor` 0 means as `tensor`. `first_layers`, `last_layers`:
+    layers of the first and last pipeline stage, where they have another number than the others.
     """
 
     tensor: int = 1
@@ -41,6 +43,8 @@ class TrainerLayout:
     expert: int = 1
     expert_tensor: int = 0
     virtual: int = 1
+    first_layers: int = 0
+    last_layers: int = 0
 
     def __post_init__(self) -> None:
         if self.stage_ranks % (self.expert * self.expert_split):
@@ -94,9 +98,9 @@ class TrainerLayout:
         layer = 0
         if param.stage is Stage.LAYER:
             assert param.layer is not None
-            if num_layers % chunks:
-                raise LayoutError(f"{num_layers} layers do not divide into PP {self.pipeline} x VPP {self.virtual}")
-            chunk, layer = divmod(param.layer, num_layers // chunks)
+            starts = self._first_layers(num_layers)
+            chunk = bisect_right(starts, param.layer) - 1
+            layer = param.layer - starts[chunk]
         else:
             chunk = 0 if param.stage is Stage.FIRST else chunks - 1
         expert = 0
@@ -105,6 +109,18 @@ class TrainerLayout:
             expert = index % (count // self.expert)
         name = param.megatron.format(layer=layer, expert=expert)
         return chunk % self.pipeline, f"{chunk // self.pipeline}:{name}" if self.virtual > 1 else name
+
+    def _first_layers(self, num_layers: int) -> list[int]:
+        """Of every model chunk, its first layer."""
+        counts = [0] * (self.pipeline * self.virtual)
+        counts[0], counts[-1] = self.first_layers or counts[0], self.last_layers or counts[-1]
+        open_chunks = [index for index, count in enumerate(counts) if not count]
+        each, rest = divmod(num_layers - sum(counts), len(open_chunks) or 1)
+        if rest or each < 1 and open_chunks:
+            raise LayoutError(f"{num_layers} layers do not divide into PP {self.pipeline} x VPP {self.virtual}")
+        for index in open_chunks:
+            counts[index] = each
+        return [sum(counts[:index]) for index in range(len(counts))]
 
     def describe(self) -> str:
         sizes = {"TP": self.tensor, "PP": self.pipeline, "VPP": self.virtual, "CP": self.context, "DP": self.data}

@@ -48,9 +48,9 @@ class Call:
 class RefitReport:
     """What a committed refit did. `bytes`: weights that moved, without gaps. `seconds`: of the whole refit.
     `pause_seconds`: in which the engines could not generate. `stage_seconds`: open, stage, commit on the driver's
-    clock; fill, load: the slowest rank's, summed over the buckets (they overlap). `checked`: copies whose checksums were
-    compared. `in_place`: engines that had no memory to stage in, so that all of their refit was a pause. `fallbacks`:
-    tensors that travelled whole, for vLLM's own loading."""
+    clock; fill, load: the slowest rank's, summed over the buckets (they overlap). `checked`: copies whose checksums
+    were compared. `in_place`: engines that had no memory to stage in, so that all of their refit was a pause.
+    `fallbacks`: tensors that travelled whole, for vLLM's own loading."""
 
     version: int
     bytes: int
