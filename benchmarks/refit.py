@@ -393,9 +393,10 @@ def show(result: dict[str, Any]) -> str:
         if name in result:
             one = result[name]
             stages = ", ".join(f"{stage} {spent:.3f}" for stage, spent in one["stages"].items())
+            share = one["bytes_moved"] / one["bytes_needed"]
             lines.append(
-                f"{name:8} {one['seconds']:.3f} s, pause {one['pause_seconds']:.3f} s, moved "
-                f"{one['bytes_moved'] / 1e9:.2f} GB ({one['bytes_moved'] / one['bytes_needed']:.3f} of what is needed), "
+                f"{name:7} {one['seconds']:.3f} s, pause {one['pause_seconds']:.3f} s, moved "
+                f"{one['bytes_moved'] / 1e9:.2f} GB ({share:.3f} of what is needed), "
                 f"buffer {one['peak_buffer_bytes'] / 1e9:.2f} GB; {stages}"
             )
     return "\n".join(lines)
