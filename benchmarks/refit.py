@@ -1,9 +1,11 @@
-"""A refit by plan beside the classic one, on real parts, colocated on CPU.
+"""A refit by plan beside the classic one, on real parts, on CPU.
 
-    python benchmarks/refit.py [--model FOLDER] [--train tp=2,pp=1] [--engine tp=2] [--rounds 3] [--json]
+    python benchmarks/refit.py [--model FOLDER] [--train tp=2,pp=1] [--engine tp=2]
+                               [--mode colocated|disaggregated] [--rounds 3] [--json]
 
 Policy ranks are processes with a Megatron-Core model in bfloat16, the engine is vLLM with its ranks. Ours: each policy
-rank copies its blocks into shared memory, each engine rank takes its slices beside the weights in use, then exchanges.
+rank copies its blocks into shared memory (disaggregated: sends them to the engine's node over Gloo), each engine rank
+takes its slices beside the weights in use, then all are exchanged at once.
 Classic: tensor-parallel all-gather to whole tensors, broadcast to every engine rank (both Gloo, in buckets), then
 `load_weights` within vLLM's layerwise reload; generation stands still throughout. Without --model: the shape of
 Qwen2.5-0.5B (0.49 B parameters) with random weights. Seconds are medians over the rounds, which alternate.
@@ -28,8 +30,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from grpo_mcore.algorithms.engine_group import EngineWorker
 from grpo_mcore.families import Split, parameter_count, params_of, pieces, read_hf_config, shape_of
-from grpo_mcore.generation import Engine, EngineConfig, engine_environment
+from grpo_mcore.generation import EngineConfig, engine_environment
 from grpo_mcore.refit import EngineLayout, RefitSender, TrainerLayout, plan_refit, refit
 
 GIB = 2**30
@@ -128,6 +131,12 @@ class PolicyRank:
 
     def open_refit(self, *args: Any) -> Any:
         return self.sender.open_refit(*args)
+
+    def host_link(self, *args: Any) -> Any:
+        return self.sender.host_link(*args)
+
+    def close_refit(self) -> None:
+        self.sender.close_refit()
 
     def fill_bucket(self, *args: Any) -> Any:
         return self.sender.fill_bucket(*args)
@@ -240,7 +249,7 @@ def worker_memory(worker: Any) -> int:
     return psutil.Process().memory_info().rss
 
 
-class BenchmarkEngine(Engine):
+class BenchmarkEngine(EngineWorker):
     def join(self, address: tuple[str, int], first: int, size: int) -> None:
         self._llm_engine.collective_rpc(worker_join, args=(address, first, size))
 
@@ -303,10 +312,11 @@ def measure(args: argparse.Namespace, folder: str) -> dict[str, Any]:
                 buffer_bytes=int(args.buffer_gb * GIB),
             )  # fmt: skip
             seconds.append(time.perf_counter() - began)
+        nodes = [[engine]] if args.mode == "disaggregated" else None
         ours, classic = [], []
         version = 1
         for _ in range(args.rounds + 1):
-            report = refit(policy, [engine], plan, version, verify=args.verify)
+            report = refit(policy, [engine], plan, version, verify=args.verify, nodes=nodes)
             ours.append(report)
             if not args.only_ours:
                 classic.append(run_classic(policy, engine, folder, plan.half_bytes, version + 1))
@@ -407,7 +417,7 @@ def main() -> None:
     parser.add_argument("--model", help="Hugging Face folder; only its config.json is read")
     parser.add_argument("--train", default="tp=2,pp=1", help="layout of the policy")
     parser.add_argument("--engine", default="tp=2", help="layout of the engine")
-    parser.add_argument("--mode", choices=["colocated"], default="colocated")
+    parser.add_argument("--mode", choices=["colocated", "disaggregated"], default="colocated")
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--buffer-gb", type=float, default=0.5)
     parser.add_argument("--verify", choices=["off", "sample", "full"], default="sample")

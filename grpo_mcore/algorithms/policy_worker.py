@@ -84,6 +84,12 @@ class PolicyWorker(Policy):
             for batches, seqs, toks in zip(self._batches, self._step.valid_seqs, self._step.valid_toks, strict=True)
         ]
 
+    def host_link(self, policy_ranks: int, nodes: int, timeout_s: float) -> dict[str, Any]:
+        return self._sender.host_link(policy_ranks, nodes, timeout_s)
+
+    def close_refit(self) -> None:
+        self._sender.close_refit()
+
     def open_refit(self, transport: dict[str, Any] | None, plan: str) -> dict[str, Any]:
         return self._sender.open_refit(transport, plan)
 

@@ -5,10 +5,13 @@ from __future__ import annotations
 import argparse
 from collections.abc import Sequence
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from grpo_mcore.recipe import MasterConfig, load_recipe, world_size
 from grpo_mcore.recipe.merge import is_override
-from grpo_mcore.refit.layout import EngineLayout, TrainerLayout
+
+if TYPE_CHECKING:
+    from grpo_mcore.refit.layout import EngineLayout, TrainerLayout
 
 
 def parse(words: Sequence[str]) -> argparse.Namespace:
@@ -55,6 +58,8 @@ def run(args: argparse.Namespace) -> int:
 
 
 def _trainer(config: MasterConfig) -> TrainerLayout:
+    from grpo_mcore.refit.layout import TrainerLayout
+
     megatron = config.policy.megatron_cfg
     model_parallel = (
         megatron.tensor_model_parallel_size * megatron.pipeline_model_parallel_size * megatron.context_parallel_size
@@ -71,6 +76,8 @@ def _trainer(config: MasterConfig) -> TrainerLayout:
 
 def _engine(config: MasterConfig) -> EngineLayout:
     """Of one node."""
+    from grpo_mcore.refit.layout import EngineLayout
+
     generation = config.policy.generation
     tensor = generation.vllm_cfg.tensor_parallel_size
     on_gpu = config.cluster.platform != "cpu"

@@ -133,6 +133,12 @@ class RefitPlan:
         return hashlib.sha256(self.to_json().encode()).hexdigest()
 
 
+def sender_of(plan: RefitPlan, block: Block, node: int) -> int:
+    """The policy rank that sends a block to the node with this index: each node gets it from another of its holders."""
+    ranks = plan.holders[block.holders]
+    return ranks[(ranks.index(block.source) + node) % len(ranks)]
+
+
 @lru_cache(maxsize=8)
 def plan_model_refit(
     shape: ModelShape, trainer: TrainerLayout, engine: EngineLayout, *, dtype: str, buffer_bytes: int

@@ -71,6 +71,7 @@ def refit(
     *,
     verify: Verify = "sample",
     recompute_kv: bool = False,
+    nodes: Sequence[Sequence[Worker]] | None = None,
     timeline: Timer | None = None,
     timeout_s: float = 600.0,
 ) -> RefitReport:
@@ -79,7 +80,9 @@ def refit(
     Raises RefitError; every engine that lives is then on its old weights and can generate, except one that had to
     replace layers in place.
     """
-    run = Refit(policy_workers, engines, plan, version, verify=verify, timeline=timeline, timeout_s=timeout_s)
+    run = Refit(
+        policy_workers, engines, plan, version, verify=verify, nodes=nodes, timeline=timeline, timeout_s=timeout_s
+    )
     run.stage()
     return run.commit(recompute_kv=recompute_kv)
 
@@ -98,18 +101,24 @@ class Refit:
         version: int,
         *,
         verify: Verify = "sample",
+        nodes: Sequence[Sequence[Worker]] | None = None,
         timeline: Timer | None = None,
         timeout_s: float = 600.0,
     ) -> None:
         """`policy_workers`: all policy ranks; the first creates the buffer. Each call waits at most `timeout_s`.
 
         `verify`: "sample" checks everything in an engine's first refit and a rotating sample of parameters later.
-        `timeline` times the stages refit/open, refit/stage and refit/commit.
+        `nodes`: the engines by node, where they share no memory with the policy: the first of each node then receives
+        for all of it. `timeline` times the stages refit/open, refit/stage and refit/commit.
         """
         if not policy_workers or not engines:
             raise RefitError(f"a refit needs policy ranks and engines, got {len(policy_workers)} and {len(engines)}")
         self._policy, self._engines, self._plan = policy_workers, engines, plan
         self._verify = verify
+        self._nodes = [list(node) for node in nodes or ()]
+        if self._nodes and [engine for node in self._nodes for engine in node] != list(engines):
+            raise RefitError("the engines by node are not the engines of the refit, in their order")
+        self._receivers = [node[0] for node in self._nodes]
         self._protocol = RefitProtocol(version)
         self._timeline, self._timeout_s = timeline, timeout_s
         self._seconds: dict[str, float] = defaultdict(float)
@@ -156,14 +165,27 @@ class Refit:
     def _open(self) -> None:
         """Every side takes the plan and maps the buffer; both digests are compared."""
         text, version = self._plan.to_json(), self._protocol.version
-        first = self._all(self._policy[:1], "open_refit", None, text)
-        transport = first[0]["transport"]
-        opening = self._start(self._policy[1:], "open_refit", transport, text)
-        manifest = {
-            "plan": text, "digest": self._plan.digest, "transport": transport,
-            "version": version, "verify": self._verify,
-        }  # fmt: skip
-        starting = self._start(self._engines, "start_refit", manifest)
+        manifest = {"plan": text, "digest": self._plan.digest, "version": version, "verify": self._verify}
+        if self._nodes:
+            sizes = (len(self._policy), len(self._nodes), self._timeout_s)
+            (link,) = self._all(self._policy[:1], "host_link", *sizes)
+            first: list[Any] = []
+            opening = self._start(self._policy, "open_refit", link, text)
+            receiving = [
+                call
+                for node, receiver in enumerate(self._receivers)
+                for call in self._start([receiver], "open_receiver", link, text, node)
+            ]
+            transports = [answer["transport"] for answer in self._wait(receiving)]
+        else:
+            first = self._all(self._policy[:1], "open_refit", None, text)
+            transports = [first[0]["transport"]]
+            opening = self._start(self._policy[1:], "open_refit", transports[0], text)
+        starting = [
+            call
+            for engines, transport in zip(self._nodes or [self._engines], transports, strict=True)
+            for call in self._start(engines, "start_refit", manifest | {"transport": transport})
+        ]
         opened, started = first + self._wait(opening), self._wait(starting)
         for worker, answer in zip([*self._policy, *self._engines], opened + started, strict=True):
             if answer["digest"] != self._plan.digest:
@@ -171,10 +193,10 @@ class Refit:
                     f"refit to weight version {version}: {worker.name} has the plan {answer['digest'][:12]}, "
                     f"the driver {self._plan.digest[:12]}"
                 )
-        if (sent := sum(answer["bytes"] for answer in opened)) != self._plan.block_bytes:
+        if (sent := sum(answer["bytes"] for answer in opened)) != self._plan.block_bytes * max(1, len(self._nodes)):
             raise RefitError(
                 f"refit to weight version {version}: the {len(self._policy)} policy ranks would send {sent:,} bytes, "
-                f"the plan has {self._plan.block_bytes:,}"
+                f"the plan has {self._plan.block_bytes:,} for each node"
             )
         self._in_place = tuple(
             worker.name for worker, answer in zip(self._engines, started, strict=True) if answer["in_place"]
@@ -188,20 +210,25 @@ class Refit:
 
     def _move(self) -> None:
         """Bucket i + 1 is filled in one half of the buffer while the engines take bucket i from the other."""
-        filling = self._start(self._policy, "fill_bucket", 0, *self._fill_arguments)
+        filling, receiving = self._fill(0)
         for index in range(len(self._plan.buckets)):
+            self._wait(receiving)
             filled = self._wait(filling)
             self._seconds["fill"] += max(answer["seconds"] for answer in filled)
             for answer in filled:
                 self._sent |= answer["sums"]
             loading = self._start(self._engines, "stage_bucket", index)
             if index + 1 < len(self._plan.buckets):
-                filling = self._start(self._policy, "fill_bucket", index + 1, *self._fill_arguments)
+                filling, receiving = self._fill(index + 1)
             loaded = self._wait(loading)
             self._seconds["load"] += max(answer["seconds"] for answer in loaded)
             for answer in loaded:
                 for rank, sums in answer["sums"].items():
                     self._found[rank] |= sums
+
+    def _fill(self, index: int) -> tuple[list[Call], list[Call]]:
+        filling = self._start(self._policy, "fill_bucket", index, *self._fill_arguments)
+        return filling, self._start(self._receivers, "receive_bucket", index)
 
     def _check(self) -> None:
         """The proof: what lies in the engines is what the policy ranks hold."""
@@ -239,15 +266,19 @@ class Refit:
         # First the calls still under way: nobody may fill or take a bucket any more when an engine closes its update.
         self._drain(error)
         self._timeout_s = min(self._timeout_s, ABORT_TIMEOUT_S)
-        for engine in self._engines:
+        leaving = [(engine, "abort_refit") for engine in self._engines]
+        if self._nodes:  # a link on which a message is missing is of no use to the next refit
+            leaving += [(worker, "close_refit") for worker in self._policy]
+            leaving += [(receiver, "close_receiver") for receiver in self._receivers]
+        for worker, method in leaving:
             try:
-                self._start([engine], "abort_refit")
+                self._start([worker], method)
             except Exception as failure:
-                error.add_note(f"abort_refit could not be sent to {engine.name}: {failure}")
+                error.add_note(f"{method} could not be sent to {worker.name}: {failure}")
         self._drain(error)
 
     def _start(self, workers: Sequence[Worker], method: str, *args: Any) -> list[Call]:
-        bucket = f" {args[0]}" if method in ("fill_bucket", "stage_bucket") else ""
+        bucket = f" {args[0]}" if method.endswith("_bucket") else ""
         what = f"{method}{bucket} of the refit to weight version {self._protocol.version}"
         calls = []
         for worker in workers:

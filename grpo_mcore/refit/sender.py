@@ -13,7 +13,8 @@ from torch import Tensor
 
 from grpo_mcore.families import Box
 from grpo_mcore.refit.buffer import RefitBuffer, attach_buffer, block_view, create_buffer
-from grpo_mcore.refit.plan import Block, RefitError, RefitPlan
+from grpo_mcore.refit.gloo_link import GlooLink, wire_view
+from grpo_mcore.refit.plan import Block, RefitError, RefitPlan, sender_of
 from grpo_mcore.refit.proof import Sums, Verify, checked_parameters, checksum
 
 
@@ -40,33 +41,50 @@ class RefitSender:
         self._run_id = run_id or uuid.uuid4().hex[:12]
         self._plan: RefitPlan | None = None
         self._buffer: RefitBuffer | None = None
+        self._link: GlooLink | None = None
         self._blocks: list[list[tuple[int, Block, Tensor]]] = []  # by bucket: number in it, block, the values
+        self._to: list[list[list[int]]] = []  # and to which nodes each goes, where there is a link
+
+    def host_link(self, policy_ranks: int, nodes: int, timeout_s: float) -> dict[str, Any]:
+        """The link's description, for every policy rank and one receiver on each node. Made once."""
+        if self._link is None:
+            self._link = GlooLink.host(policy_ranks + nodes, timeout_s)
+            self._link.description["nodes"] = nodes
+        return self._link.description
 
     def open_refit(self, transport: dict[str, Any] | None, plan: str) -> dict[str, Any]:
-        """Take the plan (JSON), map the buffer, look up the parameters.
+        """Take the plan (JSON), map the buffer or join the link, look up the parameters.
 
-        `transport`: the description of the buffer to attach, or None to create it here and describe it in the
-        answer: {digest, transport, bytes (that this rank sends)}. Raises RefitError for a parameter that this rank
-        does not hold as the plan says.
+        `transport`: the description of the buffer to attach or of the link, or None to create a buffer here and
+        describe it in the answer: {digest, transport, bytes (that this rank sends)}. Raises RefitError for a parameter
+        that this rank does not hold as the plan says.
         """
         new = _parsed(plan)
         if self._plan is not new:
-            self.close_refit()
+            self._close_buffer()
             self._plan = new
         parameters = self._source.parameters()
-        if self._buffer is None or (transport is not None and transport != self._buffer.description):
+        nodes = 1
+        if transport is not None and transport["kind"] == "gloo":
+            nodes = transport["nodes"]
+            if self._link is None or self._link.description != transport:
+                self._link = GlooLink(transport, self._rank)
+        elif self._buffer is None or (transport is not None and transport != self._buffer.description):
             self._map(transport, parameters)
-        assert self._buffer is not None
-        self._blocks = [
-            [
-                (number, block, self._values(parameters, block.param, block.box))
-                for number, block in enumerate(bucket.blocks)
-                if block.source == self._rank
-            ]
-            for bucket in new.buckets
-        ]
-        sent = sum(block.nbytes for blocks in self._blocks for _, block, _ in blocks)
-        return {"digest": new.digest, "transport": self._buffer.description, "bytes": sent}
+        self._blocks, sent = [], 0
+        self._to = []
+        for bucket in new.buckets:
+            self._blocks.append([])
+            self._to.append([])
+            for number, block in enumerate(bucket.blocks):
+                to = [node for node in range(nodes) if sender_of(new, block, node) == self._rank]
+                if to:
+                    values = self._values(parameters, block.param, block.box)
+                    self._blocks[-1].append((number, block, values))
+                    self._to[-1].append(to)
+                    sent += block.nbytes * len(to)
+        found = transport if self._buffer is None else self._buffer.description
+        return {"digest": new.digest, "transport": found, "bytes": sent}
 
     def _map(self, transport: dict[str, Any] | None, parameters: Mapping[str, Tensor]) -> None:
         assert self._plan is not None
@@ -94,23 +112,40 @@ class RefitSender:
 
         Returns {bytes, seconds, sums: of the checked copies, as the engines will hold them in `engine_dtype`}.
         """
-        if self._plan is None or self._buffer is None:
+        if self._plan is None or (self._buffer is None and self._link is None):
             raise RefitError(f"bucket {index} is to be filled, but no refit is open on policy rank {self._rank}")
         began, nbytes = time.perf_counter(), 0
         checked = checked_parameters(self._plan, verify, version)
         dtype = getattr(torch, engine_dtype or self._plan.dtype)
         sums: Sums = {}
         for number, block, values in self._blocks[index]:
-            try:
-                block_view(self._buffer, self._plan, index, block).copy_(values)
-            except Exception as error:
-                raise RefitError(
-                    f"policy rank {self._rank}: filling bucket {index} with {block.param!r} {block.box} failed: {error}"
-                ) from error
+            if self._buffer is not None:
+                try:
+                    block_view(self._buffer, self._plan, index, block).copy_(values)
+                except Exception as error:
+                    what = f"filling bucket {index} with {block.param!r} {block.box}"
+                    raise RefitError(f"policy rank {self._rank}: {what} failed: {error}") from error
             nbytes += block.nbytes
             sums |= self._sums((index, number), block, values, checked, dtype)
-        self._buffer.synchronize()
+        if self._buffer is not None:
+            self._buffer.synchronize()
+        else:
+            self._send(index)
         return {"bytes": nbytes, "seconds": time.perf_counter() - began, "sums": sums}
+
+    def _send(self, index: int) -> None:
+        """The blocks of one bucket to every node that gets them from here. Each node receives in the plan's order."""
+        assert self._link is not None and self._plan is not None
+        found, dtype = self._link.description, getattr(torch, self._plan.dtype)
+        first = found["members"] - found["nodes"]
+        messages = []
+        for (_, _, values), nodes in zip(self._blocks[index], self._to[index], strict=True):
+            wire = wire_view(values, dtype)
+            messages += [(wire, first + node) for node in nodes]
+        try:
+            self._link.send(messages)
+        except RuntimeError as error:
+            raise RefitError(f"policy rank {self._rank}: sending bucket {index} failed: {error}") from error
 
     def _sums(self, key: tuple[int, int], block: Block, values: Tensor, checked: set[str], dtype: torch.dtype) -> Sums:
         assert self._plan is not None
@@ -125,9 +160,15 @@ class RefitSender:
         return found
 
     def close_refit(self) -> None:
-        """Unmap the buffer; the rank that created it frees it. Idempotent."""
+        """Unmap the buffer, leave the link; the rank that created one frees it. Idempotent."""
         self._blocks = []
         self._plan = None
+        self._close_buffer()
+        if self._link is not None:
+            self._link.close()
+            self._link = None
+
+    def _close_buffer(self) -> None:
         if self._buffer is not None:
             self._buffer.close()
             self._buffer = None
