@@ -43,7 +43,6 @@ from grpo_mcore.data import (
 )
 from grpo_mcore.objective import ClippedPGLossFn, scale_reward_values
 from grpo_mcore.observe import Logger, Timeline
-from grpo_mcore.parallel.weights import hf_tensors
 from grpo_mcore.recipe import (
     AsyncGRPOConfig,
     GRPOConfig,
@@ -52,7 +51,7 @@ from grpo_mcore.recipe import (
     RewardScalingConfig,
     prompts_per_generation_batch,
 )
-from grpo_mcore.refit import RefitReport, plan_refit, refit
+from grpo_mcore.refit import RefitReport, plan_model_refit, refit
 from grpo_mcore.rollout import schedule as s
 from grpo_mcore.rollout.group import Group
 
@@ -260,17 +259,28 @@ def refit_policy_generation(
 ) -> RefitReport:
     """Makes every engine's weights equal the policy's, as weight version `policy.updates` + 1.
 
-    `_refit_buffer_size_gb`: GiB, in place of policy.refit_buffer_size_gb. Raises RefitError; the engines then refuse
-    to generate from mixed weights.
+    `_refit_buffer_size_gb`: GiB, in place of policy.refit_buffer_size_gb. Raises RefitError; the engines then have
+    their old weights, or refuse to generate from mixed ones.
     """
     if not colocated_inference:
         raise ValueError("refit of engines on accelerators of their own is not supported yet")
     size = policy.refit_buffer_gb if _refit_buffer_size_gb is None else _refit_buffer_size_gb
-    plan = plan_refit(hf_tensors(policy.shape), dtype=policy.precision, buffer_bytes=int(size * GIB))
+    plan = plan_model_refit(
+        policy.shape,
+        policy.refit_layout,
+        policy_generation.layout,
+        dtype=policy.precision,
+        buffer_bytes=int(size * GIB),
+    )
     version = policy.updates + 1
-    timeout_s = policy.cluster.call_timeout_s
     report = refit(
-        policy.workers, policy_generation.workers, plan, version, timeline=timer, timeout_s=timeout_s
+        policy.workers,
+        policy_generation.workers,
+        plan,
+        version,
+        verify=policy.refit_verify,
+        timeline=timer,
+        timeout_s=policy.cluster.call_timeout_s,
     )
     policy_generation.weight_version = version
     policy.offload()

@@ -107,6 +107,8 @@ class RunReport:
         if self._refit is not None:
             metrics |= {f"refit/{name}_seconds": spent for name, spent in self._refit.stage_seconds.items()}
             metrics["refit/bytes"] = float(self._refit.bytes)
+            metrics["refit/pause_seconds"] = self._refit.pause_seconds
+            metrics["refit/checked"] = float(self._refit.checked)
         metrics["num_failed_prompts"] = float(self._failed_prompts)
         self._failed_prompts = 0
         if "token_mult_prob_error" in metrics:

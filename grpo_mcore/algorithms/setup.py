@@ -16,7 +16,8 @@ from grpo_mcore.generation import EngineConfig, engine_environment
 from grpo_mcore.objective import ClippedPGLossFn
 from grpo_mcore.parallel.mesh import Layout
 from grpo_mcore.parallel.policy import layout_of
-from grpo_mcore.recipe import MasterConfig, world_size
+from grpo_mcore.recipe import MasterConfig, MegatronConfig, world_size
+from grpo_mcore.refit import EngineLayout, TrainerLayout
 
 
 class SetupError(ValueError):
@@ -79,7 +80,26 @@ def start_policy(config: MasterConfig, cluster: Cluster) -> PolicyGroup:
         env={"OMP_NUM_THREADS": str(cpu_threads(layout.world_size)), "OMP_WAIT_POLICY": "PASSIVE"},
     )
     return PolicyGroup(
-        cluster, workers, layout, shape, policy.model_name, policy.precision, policy.refit_buffer_size_gb
+        cluster,
+        workers,
+        layout,
+        shape,
+        policy.model_name,
+        policy.precision,
+        policy.refit_buffer_size_gb,
+        trainer_layout(layout, policy.megatron_cfg),
+        policy.refit_verify,
+    )
+
+
+def trainer_layout(layout: Layout, megatron: MegatronConfig) -> TrainerLayout:
+    """The policy's layout in the words of the refit plan."""
+    return TrainerLayout(
+        layout.tensor,
+        layout.pipeline,
+        layout.data,
+        first_layers=megatron.num_layers_in_first_pipeline_stage or 0,
+        last_layers=megatron.num_layers_in_last_pipeline_stage or 0,
     )
 
 
@@ -125,7 +145,8 @@ def start_engines(config: MasterConfig, cluster: Cluster, policy: PolicyGroup) -
                 beside=ranks if gpu else (),
             )
         )
-    return EngineGroup(cluster, workers, sleeps=gpu and generation.colocated.enabled)
+    layout = EngineLayout(vllm.tensor_parallel_size, replicas=count)
+    return EngineGroup(cluster, workers, layout, sleeps=gpu and generation.colocated.enabled)
 
 
 def start_environments(

@@ -1,5 +1,5 @@
 """The `grpo-mcore` command. Each verb is a file of this folder with `run(args) -> int`, imported only when it
-is asked for; it may have `add_arguments(parser)` for options of its own."""
+is asked for; it may have `add_arguments(parser)` for options of its own, or `parse(words)` for commands of its own."""
 
 from __future__ import annotations
 
@@ -18,6 +18,7 @@ VERBS = {
     "train": ("train a model with GRPO", True),
     "sft": ("fine-tune a model on examples", True),
     "config": ("print a recipe, resolved, with the source of every value", True),
+    "refit": ("show how a refit moves the weights of a recipe: refit plan RECIPE", False),
     "demo": ("make a small model and train it with GRPO on this machine", False),
 }
 
@@ -28,15 +29,18 @@ def main(argv: Sequence[str] | None = None) -> int:
     verb = words[0] if words and words[0] in VERBS else None
     module = import_module(f"grpo_mcore.cli.{verb}") if verb else None
     parser, verb_parser = _parsers(verb)
-    if module is not None and hasattr(module, "add_arguments"):
-        module.add_arguments(verb_parser)
-    args, rest = parser.parse_known_args(words)  # overrides may stand between options
-    if unknown := [word for word in rest if word.startswith("-")]:
-        verb_parser.error(f"unknown option: {' '.join(unknown)}")
-    args.words += rest
+    if module is not None and hasattr(module, "parse"):
+        args = module.parse(words[1:])
+    else:
+        if module is not None and hasattr(module, "add_arguments"):
+            module.add_arguments(verb_parser)
+        args, rest = parser.parse_known_args(words)  # overrides may stand between options
+        if unknown := [word for word in rest if word.startswith("-")]:
+            verb_parser.error(f"unknown option: {' '.join(unknown)}")
+        args.words += rest
+        _sort_words(args, verb_parser, takes_recipe=VERBS[str(verb)][1])
     assert module is not None and verb is not None
     _silence()
-    _sort_words(args, verb_parser, takes_recipe=VERBS[verb][1])
     try:
         return int(module.run(args))
     except RecipeError as error:

@@ -20,7 +20,7 @@ def test_tied_embeddings_into_an_engine_that_was_never_filled(tmp_path: Path, te
     engine = Engine(config(tmp_path, load_format="dummy", tensor_parallel_size=tensor_parallel_size))
     policy = Policy(tmp_path)
     try:
-        assert "lm_head.weight" not in policy.plan().slots
+        assert "lm_head.weight" not in policy.plan(engine).to_json()
         with pytest.raises(EngineError, match="weights of no version"):
             generate(engine, [request(1)])
         assert engine.health()["state"] == "unfilled"
