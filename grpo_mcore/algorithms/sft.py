@@ -13,8 +13,8 @@ import torch
 
 from grpo_mcore.algorithms.checkpoints import CheckpointManager
 from grpo_mcore.algorithms.policy_group import PolicyGroup
-from grpo_mcore.algorithms.rank_step import RankStep, Targets
 from grpo_mcore.algorithms.prompt_stream import PromptStream
+from grpo_mcore.algorithms.rank_step import RankStep, Targets
 from grpo_mcore.algorithms.step_batch import rank_steps
 from grpo_mcore.data.interfaces import DatumSpec, Message
 from grpo_mcore.objective import NLLLossFn

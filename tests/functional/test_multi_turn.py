@@ -18,6 +18,7 @@ from grpo_mcore.data import load_tokenizer
 from grpo_mcore.data.puzzle_model import make_puzzle_model
 from grpo_mcore.environments.interfaces import EnvironmentInterface, EnvironmentReturn
 from grpo_mcore.generation import EngineConfig
+from grpo_mcore.refit import EngineLayout
 from grpo_mcore.rollout.conversation import TurnLimits
 from grpo_mcore.rollout.group import Group
 from grpo_mcore.rollout.trajectory import GenerationRequest, Sampling, Trajectory, Turn
@@ -69,7 +70,8 @@ def cluster() -> Iterator[LocalCluster]:
 @pytest.fixture(scope="module")
 def engines(folder: Path, cluster: LocalCluster) -> EngineGroup:
     config = EngineConfig(str(folder), dtype="float32", max_model_len=CONTEXT, kv_cache_memory_gb=0.1)
-    return EngineGroup(cluster, [cluster.spawn("engine-0", EngineWorker, config, cluster.store)], sleeps=False)
+    engine = cluster.spawn("engine-0", EngineWorker, config, cluster.store)
+    return EngineGroup(cluster, [engine], EngineLayout(), sleeps=False)
 
 
 def play(engines: EngineGroup, tokenizer: Any, *, prompts: int, turns: int = TURNS) -> list[Group]:
