@@ -183,6 +183,7 @@ def grpo_train(
                 with step_clock.phase("generate" if rollouts.generating else "reward"):
                     group = rollouts.next_group(report.sample)
                 if failure := group.failure:
+                    groups.fail(group)
                     report.group_failed(group.uid, failure)
                     schedule.record(s.GroupFailed(group.uid, failure))
                 else:
@@ -243,8 +244,8 @@ def train_on_groups(
             stats = policy.infer_logprobs(len(batch.samples), prev=prev, reference=reference, kl_kind=kl_kind)
     with clock.phase("train"):
         targets, metrics = step_targets(batch, stats, config)
-        if not any(targets.valid_toks):  # all failed or filtered: the step counts, the weights stay
-            policy.updates += 1
+        if not any(targets.valid_toks):  # all failed or filtered
+            policy.skip()
             return metrics | {"tokens": 0.0}
         metrics |= batch.plan_metrics | policy.train(loss_fn, targets)
     return metrics | {"tokens": float(batch.tokens)}
@@ -325,6 +326,7 @@ def schedule_config(config: MasterConfig, val_dataloader: Any) -> s.ScheduleConf
         max_steps=grpo.max_num_steps,
         prompts_per_dispatch=prompts_per_generation_batch(config) if grpo.use_dynamic_sampling else None,
         max_gen_batches=grpo.dynamic_sampling_max_gen_batches,
+        max_failed_groups=max(8, prompts_per_generation_batch(config) // 4),
         max_trajectory_age=grpo.async_grpo.max_trajectory_age_steps if grpo.async_grpo.enabled else 0,
         val_period=grpo.val_period if validates else 0,
         val_start_at=grpo.val_start_at,
@@ -359,6 +361,4 @@ def async_grpo_train(*_args: Any, **_kwargs: Any) -> None:
 
 
 def _default_grpo_save_state() -> GRPOSaveState:
-    return GRPOSaveState(
-        consumed_samples=0, current_step=0, current_epoch=0, total_steps=0, total_valid_tokens=0
-    )
+    return GRPOSaveState(consumed_samples=0, current_step=0, current_epoch=0, total_steps=0, total_valid_tokens=0)

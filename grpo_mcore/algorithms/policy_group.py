@@ -57,6 +57,11 @@ class PolicyGroup:
             "lr": reports[0][-1].learning_rate,
         }
 
+    def skip(self) -> None:
+        """A step that trains nothing: it counts, and the weights stay."""
+        self._all("skip", what="leaving out a step")
+        self.updates += 1
+
     def evaluate(self, loss_fn: Any, targets: Targets) -> dict[str, float]:
         """The metrics of the step received under the weights of now; nothing is trained."""
         return self._combined(self._all("evaluate", loss_fn, targets, what="evaluation"))

@@ -92,6 +92,11 @@ class PolicyWorker(Policy):
         self._bins = []
         return reports
 
+    def skip(self) -> None:
+        """A step that trains nothing: only the learning rate moves on, and the step's data is dropped."""
+        self.advance_schedule()
+        self._bins = []
+
     def evaluate(self, loss_fn: LossFn, targets: Targets) -> list[TrainReport]:
         """The loss of the step received, without training."""
         return [

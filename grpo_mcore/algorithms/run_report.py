@@ -101,7 +101,7 @@ class RunReport:
         self.state["consumed_samples"] += len(groups)
         self.state["current_step"] = self.state["total_steps"] = step
         self.state.pop("val_metrics", None)
-        self.state["total_valid_tokens"] += sum(s.generated_length for group in groups for s in group.samples)
+        self.state["total_valid_tokens"] += int(metrics["num_valid_tokens"])
         metrics = metrics | {f"timing/{name}": spent for name, spent in seconds.items()}
         metrics["tokens_per_second"] = metrics["tokens"] / seconds["total"]
         if self._refit is not None:
@@ -122,7 +122,7 @@ class RunReport:
                 max_steps=self.config.grpo.max_num_steps,
                 reward=metrics["reward"],
                 accuracy=metrics["accuracy"],
-                kl=metrics.get("kl_penalty", metrics.get("gen_kl_error")),
+                kl=metrics.get("kl_penalty", metrics.get("kl_in_reward")),
                 token_mult_prob_error=metrics.get("token_mult_prob_error"),
                 length=metrics["generated_length"],
                 entropy=metrics.get("approx_entropy"),
@@ -133,13 +133,12 @@ class RunReport:
             )
         )
         if "loss" not in metrics:
-            left = f"{metrics['num_trained_samples']:.0f} of {metrics['num_samples']:.0f}"
-            self.console.note(f"step {step} changed nothing: {left} samples were left, fewer than data-parallel ranks")
+            self.console.note(f"step {step} changed nothing: {_left_out(metrics)}")
         elif metrics["zero_advantage_rate"] == 1 and not self._told_of_equal_rewards:
             self._told_of_equal_rewards = True
             self.console.note(
-                f"step {step} taught nothing: within each group all rewards are equal. If that goes on, the task is\n"
-                "too hard or too easy for the model, or the environment does not find its answers (said only once)"
+                f"step {step}: every advantage is 0, because the rewards compared are equal. If that goes on,\n"
+                "the task is too hard or too easy for the model, or the environment finds no answers (said only once)"
             )
         if failed := _failed(groups):
             self.console.note(f"samples without a reward, left out: {len(failed)}; the first, {failed[0]}")
@@ -213,6 +212,18 @@ class RunReport:
         }
         self.console.summary("the run is over", facts, paths)
         return values
+
+
+def _left_out(metrics: dict[str, float]) -> str:
+    """Why too few samples were left for one on each data-parallel rank."""
+    count, failed = metrics["num_samples"], metrics["num_failed_samples"]
+    masked = metrics.get("num_masked_by_seq_logprob_error", 0.0)
+    filtered = count - failed - masked - metrics["num_trained_samples"]
+    reasons = {"without a reward": failed, "truncated or empty": filtered, "above seq_logprob_error_threshold": masked}
+    named = ", ".join(f"{number:.0f} {reason}" for reason, number in reasons.items() if number)
+    return f"{metrics['num_trained_samples']:.0f} of {count:.0f} samples are in the loss" + (
+        f" ({named})" if named else ""
+    )
 
 
 def _failed(groups: Sequence[Group]) -> list[str]:

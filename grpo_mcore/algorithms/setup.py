@@ -16,7 +16,7 @@ from grpo_mcore.generation import EngineConfig, engine_environment
 from grpo_mcore.objective import ClippedPGLossFn
 from grpo_mcore.parallel.mesh import Layout
 from grpo_mcore.parallel.policy import layout_of
-from grpo_mcore.recipe import MasterConfig, MegatronConfig, world_size
+from grpo_mcore.recipe import MasterConfig, MegatronConfig, samples_per_step, world_size
 from grpo_mcore.refit import EngineLayout, TrainerLayout
 
 
@@ -193,8 +193,7 @@ def needs_prev(config: MasterConfig) -> bool:
     """Whether log-probs from before the step's first update are computed: the policy changes within the step, or what
     it learns depends on them."""
     grpo, loss = config.grpo, config.loss_fn
-    samples = grpo.num_prompts_per_step * grpo.num_generations_per_prompt
-    changes = samples > config.policy.train_global_batch_size and not loss.force_on_policy_ratio
+    changes = samples_per_step(config) > config.policy.train_global_batch_size
     return changes or loss.use_kl_in_reward or grpo.seq_logprob_error_threshold is not None
 
 
@@ -204,5 +203,5 @@ def make_loss(config: MasterConfig) -> ClippedPGLossFn:
     return ClippedPGLossFn(
         config.loss_fn,
         prev_equals_curr=not needs_prev(config),
-        max_age=ages.max_trajectory_age_steps if ages.enabled else None,
+        max_age=ages.max_trajectory_age_steps if ages.enabled else 0,
     )

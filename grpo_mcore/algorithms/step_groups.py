@@ -35,6 +35,11 @@ class StepGroups:
         self._groups[group.uid] = group
         return True
 
+    def fail(self, group: Group) -> None:
+        """Counts the samples of a group of which not one has a reward; its prompt is replaced."""
+        if self._filters:
+            self._rewards += [score.reward for score in group.scores]
+
     def take(self, command: Train) -> tuple[list[Group], list[DatumSpec], dict[str, float]]:
         """(groups to train on, prompts to hand back, metrics of dynamic sampling: none without it)."""
         trained = [self._groups.pop(uid) for uid in command.groups]

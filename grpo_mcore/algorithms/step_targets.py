@@ -12,6 +12,7 @@ from grpo_mcore.algorithms.rank_step import Targets, counts
 from grpo_mcore.algorithms.step_batch import StepBatch
 from grpo_mcore.objective import (
     RIGHT,
+    AdvantageEstimate,
     SampleKL,
     clip_advantages,
     estimate_advantages,
@@ -23,18 +24,23 @@ from grpo_mcore.objective import (
 Stats = Mapping[str, Tensor]
 
 
+class TargetsError(ValueError):
+    """Rewards or log-probs of which nothing can be learned; says what to look at."""
+
+
 def step_targets(batch: StepBatch, stats: Stats, config: Any) -> tuple[Targets, dict[str, float]]:
     """Targets and metrics of a step. `stats`: what the log-prob passes found, float64 [samples] each, see
     objective.sample_stats; empty where no pass was run. `config`: the whole recipe.
 
-    Raises ValueError where the estimator needs named rewards that the environments do not give.
+    Raises TargetsError where the estimator needs rewards that the environments do not give, and where engine and policy
+    do not agree on a single sample.
     """
     grpo, loss = config.grpo, config.loss_fn
     weights, metrics = _mask_mismatched(batch, stats, grpo.seq_logprob_error_threshold)
     rewards = learned_rewards(batch.rewards, batch, config)
     estimator = grpo.adv_estimator
     kl_in_reward = loss.use_kl_in_reward and bool(stats)
-    found = estimate_advantages(
+    found = _estimated(
         estimator.name,
         rewards,
         group_index([group.uid for group in batch.groups for _ in group.samples]),
@@ -60,6 +66,7 @@ def step_targets(batch: StepBatch, stats: Stats, config: Any) -> tuple[Targets, 
         rewards=batch.rewards.nan_to_num() if loss.positive_example_nll_weight > 0 else None,
     )
     metrics |= _rollout_metrics(batch, weights, clip_advantages(found.advantages, *clip))
+    metrics["num_valid_tokens"] = float(sum(toks))
     if grpo.reward_shaping.enabled or grpo.reward_scaling.enabled:
         metrics["shaped_reward"] = _mean(rewards[~rewards.isnan()])
     if kl_in_reward:
@@ -94,9 +101,10 @@ def _named_rewards(batch: StepBatch, config: Any) -> dict[str, Tensor]:
     names = sorted({name for score in scores for name in score.rewards_by_name})
     for sample, score in zip(batch.samples, scores, strict=True):
         if score.reward is not None and sorted(score.rewards_by_name) != names:
-            raise ValueError(
-                f"grpo.adv_estimator gdpo needs the same named rewards of every sample: {sample.uid}#"
-                f"{sample.generation_index} has {sorted(score.rewards_by_name) or 'none'}, the step has {names or 'none'}"
+            raise TargetsError(
+                f"grpo.adv_estimator gdpo needs the same named rewards of every sample: the step has "
+                f"{names or 'none'}, {sample.uid}#{sample.generation_index} has "
+                f"{sorted(score.rewards_by_name) or 'none'}"
             )
     nan = float("nan")
     return {
@@ -115,16 +123,31 @@ def _mask_mismatched(batch: StepBatch, stats: Stats, threshold: float | None) ->
     if threshold is None or not stats:
         return batch.weights, {}
     error = stats["mult_error"]
-    above = (batch.weights > 0) & ~(error <= threshold)  # NaN is above
-    checked = error[batch.weights > 0]
+    counted = batch.weights > 0
+    above = counted & ~(error <= threshold)  # NaN is above
+    if counted.any() and bool((above == counted).all()):
+        raise TargetsError(
+            f"all {int(counted.sum())} samples of the step are above grpo.seq_logprob_error_threshold = "
+            f"{threshold:g}: engine and policy do not compute the same model. Look at token_mult_prob_error of the "
+            "steps before, at the precision of both, and at the last refit"
+        )
+    checked = error[counted & error.isfinite()]
     metrics = {
         "seq_logprob_error": _mean(checked),
         "seq_logprob_error_p95": checked.quantile(0.95).item() if len(checked) else 0.0,
         "seq_logprob_error_max": checked.max().item() if len(checked) else 0.0,
-        "seq_logprob_error_above_threshold": above.sum().item() / max(1, len(checked)),
+        "seq_logprob_error_above_threshold": above.sum().item() / max(1.0, counted.sum().item()),
+        "num_nonfinite_seq_logprob_error": float((counted & ~error.isfinite()).sum()),
         "num_masked_by_seq_logprob_error": float(above.sum()),
     }
     return torch.where(above, 0.0, batch.weights), metrics
+
+
+def _estimated(name: Any, *args: Any, **kwargs: Any) -> AdvantageEstimate:
+    try:
+        return estimate_advantages(name, *args, **kwargs)
+    except ValueError as error:
+        raise TargetsError(f"grpo.adv_estimator {name}: {error}") from error
 
 
 def _kl(stats: Stats) -> SampleKL:

@@ -16,6 +16,9 @@ EQUAL_REWARDS_TOLERANCE = 1e-6
 signal.
 """
 
+ROUNDING_SCALE = 0.1
+"""Rewards smaller than this are compared as if they were as large: a 0 that came of 0.3 - 0.1 - 0.2 is off by 1e-8."""
+
 
 @dataclass(frozen=True)
 class GroupStats:
@@ -39,11 +42,6 @@ class GroupStats:
     def informative(self) -> Tensor:
         """bool [K]: groups whose rewards differ, the ones that give a gradient."""
         return self.std > 0
-
-    @property
-    def failed(self) -> Tensor:
-        """int64 []: samples left out."""
-        return (~self.valid).sum()
 
 
 @dataclass(frozen=True)
@@ -91,7 +89,8 @@ def group_stats(rewards: Tensor, group_ids: Tensor, valid: Tensor | None = None)
     size = total(valid.to(torch.int64))
     mean = total(values) / size.clamp(min=1)
     low, high = extreme(torch.inf, "amin"), extreme(-torch.inf, "amax")
-    equal = (size < 2) | (high - low <= EQUAL_REWARDS_TOLERANCE * torch.maximum(low.abs(), high.abs()))
+    largest = torch.maximum(low.abs(), high.abs()).clamp(min=ROUNDING_SCALE)
+    equal = (size < 2) | (high - low <= EQUAL_REWARDS_TOLERANCE * largest)
     deviation = torch.where(valid & ~equal[index], values - mean[index], 0.0)
     std = (total(deviation.square()) / (size - 1).clamp(min=1)).sqrt()
     return GroupStats(index, valid, deviation, size, mean, std)

@@ -17,11 +17,7 @@ def world_size(config: MasterConfig) -> int:
 def model_parallel_size(config: MasterConfig) -> int:
     """Ranks that hold one copy of the policy: TP x PP x CP."""
     megatron = config.policy.megatron_cfg
-    return (
-        megatron.tensor_model_parallel_size
-        * megatron.pipeline_model_parallel_size
-        * megatron.context_parallel_size
-    )
+    return megatron.tensor_model_parallel_size * megatron.pipeline_model_parallel_size * megatron.context_parallel_size
 
 
 def data_parallel_size(config: MasterConfig) -> int:

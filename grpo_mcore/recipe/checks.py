@@ -7,7 +7,7 @@ import math
 from collections.abc import Iterator
 
 from grpo_mcore.recipe import batch_sizes, data_checks, not_yet, objective_checks
-from grpo_mcore.recipe.errors import Finding, in_yaml
+from grpo_mcore.recipe.errors import Finding, in_yaml, nearest
 from grpo_mcore.recipe.master import MasterConfig, runs_grpo
 
 
@@ -22,6 +22,7 @@ def findings(config: MasterConfig) -> list[Finding]:
         objective_checks.check_weights,
         objective_checks.check_kl,
         objective_checks.check_rewards,
+        objective_checks.check_shaping_acts,
         objective_checks.check_advantages,
         check_dynamic_sampling,
         check_early_stop,
@@ -74,9 +75,7 @@ def check_batches(config: MasterConfig) -> Iterator[Finding]:
     gbs_key, cluster_keys = "policy.train_global_batch_size", ("cluster.gpus_per_node", "cluster.num_nodes")
     gbs, dp = policy.train_global_batch_size, max(batch_sizes.data_parallel_size(config), 1)
     samples = batch_sizes.samples_per_step(config) if runs_grpo(config) else gbs
-    product = (
-        f"{grpo.num_prompts_per_step} prompts x {grpo.num_generations_per_prompt} generations = {samples}"
-    )
+    product = f"{grpo.num_prompts_per_step} prompts x {grpo.num_generations_per_prompt} generations = {samples}"
     if samples % gbs:
         yield Finding(
             (gbs_key, "grpo.num_prompts_per_step", "grpo.num_generations_per_prompt"),
@@ -110,9 +109,7 @@ def _advice(config: MasterConfig, dp: int) -> str:
         return f"nearest train_global_batch_size that does: {_either(_multiples_around(gbs, dp))}"
     sizes = [size for size in _divisors(batch_sizes.samples_per_step(config)) if size % dp == 0]
     unit = gbs if gbs % dp == 0 else dp
-    prompts = _multiples_around(
-        grpo.num_prompts_per_step, unit // math.gcd(unit, grpo.num_generations_per_prompt)
-    )
+    prompts = _multiples_around(grpo.num_prompts_per_step, unit // math.gcd(unit, grpo.num_generations_per_prompt))
     parts = [f"nearest train_global_batch_size that does: {_either(_around(gbs, sizes))}"] if sizes else []
     if unit == gbs or not sizes:
         parts.append(f"nearest num_prompts_per_step: {_either(prompts)}")
@@ -148,6 +145,10 @@ def check_dynamic_sampling(config: MasterConfig) -> Iterator[Finding]:
         yield Finding(("grpo.batch_multiplier", use_key), "has no effect without use_dynamic_sampling: true")
 
 
+VALIDATION_METRICS = ("accuracy", "reward", "num_samples", "num_failed_samples", "generated_length", "truncation_rate")
+"""What every validation reports, over all its data and by task (`TASK/accuracy`); and pass@k with several samples."""
+
+
 def check_early_stop(config: MasterConfig) -> Iterator[Finding]:
     """A metric, its threshold, and validations to look at."""
     grpo, metric_key = config.grpo, "grpo.stop_at_validation_metric"
@@ -156,6 +157,13 @@ def check_early_stop(config: MasterConfig) -> Iterator[Finding]:
         if grpo.stop_at_validation_threshold is not None:
             yield Finding((threshold_key, metric_key), "needs stop_at_validation_metric (such as accuracy)")
         return
+    name = grpo.stop_at_validation_metric.removeprefix("val:").rpartition("/")[2]
+    several = grpo.val_num_generations_per_prompt > 1
+    if name not in VALIDATION_METRICS and not (several and name.startswith("pass@")):
+        near = nearest(name, VALIDATION_METRICS)
+        known = ", ".join((*VALIDATION_METRICS, *(["pass@k"] if several else [])))
+        hint = f"; nearest: {near}" if near else ""
+        yield Finding((metric_key,), f"{in_yaml(name)} is no validation metric; known: {known}{hint}")
     if grpo.stop_at_validation_threshold is None:
         yield Finding((metric_key, threshold_key), "needs stop_at_validation_threshold (such as 0.9)")
     if not grpo.val_period and not grpo.val_at_start:

@@ -75,11 +75,7 @@ def missing_value(key: str, null: bool) -> Any:
 
 
 def _evaluate(expression: str | int, config: MasterConfig) -> Any:
-    return (
-        resolve_text(expression, lambda key: value_at(config, key))
-        if isinstance(expression, str)
-        else expression
-    )
+    return resolve_text(expression, lambda key: value_at(config, key)) if isinstance(expression, str) else expression
 
 
 def _parent(config: MasterConfig, key: str) -> tuple[Any, str]:

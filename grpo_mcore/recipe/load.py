@@ -83,9 +83,7 @@ def leaves(value: Any, path: str = "") -> list[str]:
     if isinstance(value, dict) and value:
         return [key for name, item in value.items() for key in leaves(item, joined(path, str(name)))]
     if isinstance(value, list) and value and isinstance(value[0], dict):
-        return [
-            key for position, item in enumerate(value) for key in leaves(item, joined(path, str(position)))
-        ]
+        return [key for position, item in enumerate(value) for key in leaves(item, joined(path, str(position)))]
     return [path]
 
 
@@ -96,9 +94,7 @@ def _load(file: Path, files: list[Path], chain: tuple[Path, ...]) -> Node:
     if tree.value is None:
         tree = Node({}, tree.source, "")
     if not tree.is_mapping:
-        raise RecipeError(
-            [Problem(name, "", f"expected a mapping of keys, got {in_yaml(tree.plain())}")], name
-        )
+        raise RecipeError([Problem(name, "", f"expected a mapping of keys, got {in_yaml(tree.plain())}")], name)
     _find_files_beside(tree, file.parent)
     defaults = tree.value.pop("defaults", None)
     base: Node | None = None
@@ -135,9 +131,7 @@ def _entries(defaults: Node | None, name: str) -> list[Node]:
     if wrong:
         raise RecipeError(
             [
-                Problem(
-                    entry.source, "defaults", f"expected the name of a recipe, got {in_yaml(entry.plain())}"
-                )
+                Problem(entry.source, "defaults", f"expected the name of a recipe, got {in_yaml(entry.plain())}")
                 for entry in wrong
             ],
             name,
@@ -164,12 +158,7 @@ def _find(
 
 def _find_files_beside(node: Node, folder: Path) -> None:
     for name, child in node.children():
-        if (
-            name in _FILE_KEYS
-            and isinstance(child.value, str)
-            and "\n" not in child.value
-            and "{" not in child.value
-        ):
+        if name in _FILE_KEYS and isinstance(child.value, str) and "\n" not in child.value and "{" not in child.value:
             beside = folder / child.value
             if not os.path.exists(child.value) and os.path.exists(beside):
                 child.value = shown(beside)

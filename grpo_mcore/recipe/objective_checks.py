@@ -109,8 +109,21 @@ def check_kl(config: MasterConfig) -> Iterator[Finding]:
             ("grpo.skip_reference_policy_logprobs_calculation", "loss_fn.reference_policy_kl_penalty"),
             "the KL penalty needs reference log-probs: set loss_fn.reference_policy_kl_penalty to 0",
         )
+    if loss.use_on_policy_kl_approximation and loss.reference_policy_kl_penalty == 0:
+        yield Finding(
+            ("loss_fn.use_on_policy_kl_approximation", "loss_fn.reference_policy_kl_penalty"),
+            "weights the KL term of the loss, which reference_policy_kl_penalty: 0 switches off",
+        )
     if not loss.use_kl_in_reward:
         return
+    estimator = config.grpo.adv_estimator
+    normalizes = config.grpo.normalize_rewards if estimator.normalize_rewards is None else estimator.normalize_rewards
+    if estimator.name == "grpo" and normalizes:
+        yield Finding(
+            ("loss_fn.use_kl_in_reward", "grpo.normalize_rewards", "grpo.adv_estimator.normalize_rewards"),
+            "with normalize_rewards the differences in KL of a group with equal rewards would become advantages of 1, "
+            "whatever the penalty: set grpo.normalize_rewards to false, or take rloo or reinforce_plus_plus",
+        )
     if loss.reference_policy_kl_penalty == 0:
         yield Finding(
             ("loss_fn.use_kl_in_reward", "loss_fn.reference_policy_kl_penalty"),
@@ -136,6 +149,21 @@ def check_rewards(config: MasterConfig) -> Iterator[Finding]:
         yield Finding(
             tuple(f"grpo.reward_shaping.{key}" for key in ("overlong_buffer_length", "max_response_length", "enabled")),
             f"overlong_buffer_length = {buffer} tokens are more than max_response_length = {longest}",
+        )
+
+
+def check_shaping_acts(config: MasterConfig) -> Iterator[Finding]:
+    """A penalty on long answers that no answer can be long enough for."""
+    shaping, generation = config.grpo.reward_shaping, config.policy.generation
+    longest, turns = shaping.max_response_length, config.grpo.max_rollout_turns
+    if not shaping.enabled or shaping.stop_properly_penalty_coef is not None or longest is None:
+        return
+    possible, free = generation.max_new_tokens * turns, longest - shaping.overlong_buffer_length
+    if free >= possible:
+        yield Finding(
+            tuple(f"grpo.reward_shaping.{key}" for key in ("max_response_length", "overlong_buffer_length", "enabled")),
+            f"the penalty begins above {free} = {longest} - {shaping.overlong_buffer_length} generated tokens, but an "
+            f"answer has {possible} at most (policy.generation.max_new_tokens x grpo.max_rollout_turns)",
         )
 
 

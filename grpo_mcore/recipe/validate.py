@@ -111,9 +111,7 @@ def _message(error: Any, key: str, written: str) -> str:
     kind, value, context = error["type"], error["input"], error.get("ctx", {})
     if kind == "extra_forbidden":
         near = schema.suggestion(key)
-        if (
-            near and near.rpartition(".")[0] == key.rpartition(".")[0]
-        ):  # a sibling: named as its section is written
+        if near and near.rpartition(".")[0] == key.rpartition(".")[0]:  # a sibling: named as its section is written
             near = joined(written.rpartition(".")[0], near.rpartition(".")[2])
         return "unknown key" + (f"; nearest known key: {near}" if near else "")
     if kind == "missing":

@@ -162,6 +162,7 @@ def test_checkpoints_are_whole_and_the_older_ones_go(resumed: tuple[Run, Inside]
         "total_steps": 4,
         "total_valid_tokens": tokens,
         "val_reward": None,
+        "log_run": "exp_001",
     }
     assert info["metrics"]["train:loss"] == run.metrics()[-1]["loss"]
 
@@ -255,7 +256,19 @@ def test_a_step_that_teaches_nothing_says_so(tmp_path: Path, recipe: dict[str, A
     run = run_here("train", tmp_path, recipe | {"data": {"train": {"data_path": str(path)}}}, "grpo.max_num_steps=2")
     assert run.code == 0, run.err
     assert [line["grad_norm"] for line in run.metrics()] == [0.0, 0.0]
-    assert run.out.count("taught nothing") == 1 and "step 1 taught nothing" in run.out
+    assert run.out.count("every advantage is 0") == 1 and "step 1: every advantage is 0" in run.out
+
+
+def test_a_step_without_a_sample_in_the_loss_changes_nothing_and_can_be_saved(
+    tmp_path: Path, recipe: dict[str, Any]
+) -> None:
+    """An answer of one token is cut off before its end: the optimizer has made no step at the checkpoint."""
+    words = ["grpo.max_num_steps=1", "grpo.overlong_filtering=true", "policy.generation.max_new_tokens=1"]
+    words += ["policy.generation.temperature=0.05"]
+    run = run_here("train", tmp_path, recipe, *words)
+    assert run.code == 0, run.err
+    assert "step 1 changed nothing: 0 of 16 samples are in the loss (16 truncated or empty)" in run.out
+    assert (run.checkpoints / "step_1" / "training_info.json").is_file()
 
 
 def test_log_probs_are_not_computed_where_nothing_needs_them(whole: tuple[Run, Inside]) -> None:

@@ -45,7 +45,7 @@ def test_a_step_with_nothing_left_has_no_ranks(data_parallel: int) -> None:
 
 def test_filtered_samples_are_worked_on_where_their_kl_is_part_of_a_baseline() -> None:
     groups = [group("a", [1, 0, 0, 0], truncated=True), group("b", [1, 0, None, 0])]
-    recipe = config({"use_kl_in_reward": True}, overlong_filtering=True)
+    recipe = config({"use_kl_in_reward": True}, overlong_filtering=True, normalize_rewards=False)
     batch = build_step_batch(groups, recipe, Layout(1, 1, 1))
     assert sorted(batch.ranks[0].trajectories) == [0, 1, 2, 3, 4, 5, 7]
     assert batch.weights.tolist() == [0, 0, 0, 0, 1, 1, 0, 1]

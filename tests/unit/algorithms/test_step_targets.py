@@ -10,7 +10,7 @@ import torch
 
 from grpo_mcore.algorithms.rank_step import Targets
 from grpo_mcore.algorithms.step_batch import build_step_batch
-from grpo_mcore.algorithms.step_targets import step_targets
+from grpo_mcore.algorithms.step_targets import TargetsError, step_targets
 from grpo_mcore.parallel.mesh import Layout
 from grpo_mcore.recipe import MasterConfig
 from grpo_mcore.rollout.group import Group
@@ -95,6 +95,11 @@ def test_mismatched_samples_are_masked_but_stay_in_the_baseline() -> None:
     assert metrics["seq_logprob_error_above_threshold"] == pytest.approx(2 / 7)
 
 
+def test_where_engine_and_policy_agree_on_no_sample_nothing_is_trained_in_silence() -> None:
+    with pytest.raises(TargetsError, match="all 7 samples of the step are above .* do not compute the same model"):
+        targets(config(seq_logprob_error_threshold=2.0), stats={"mult_error": [3.0, math.nan, *[9.0] * 6]})
+
+
 def test_kl_in_the_reward_of_a_group_estimator() -> None:
     recipe = config({"use_kl_in_reward": True, "reference_policy_kl_penalty": 0.5}, adv_estimator={"name": "dr_grpo"})
     kl = [0.2, 0.4, 0.0, 0.6, 0, 0, 0, 0]
@@ -126,10 +131,10 @@ def test_gdpo_reads_the_named_rewards() -> None:
 
 
 def test_gdpo_without_named_rewards_says_whose_are_missing() -> None:
-    with pytest.raises(ValueError, match="named rewards"):
+    with pytest.raises(TargetsError, match="named rewards"):
         targets(config(adv_estimator={"name": "gdpo"}))
     parts: list[dict[str, float]] = [{"x": 1.0, "y": 0.0}, {"x": 1.0}, {"x": 0.0, "y": 1.0}, {"x": 0.0, "y": 0.0}]
-    with pytest.raises(ValueError, match="a#1 has \\['x'\\]"):
+    with pytest.raises(TargetsError, match="a#1 has \\['x'\\]"):
         targets(config(adv_estimator={"name": "gdpo"}), [group("a", [1, 0, 0, 1], parts=parts)])
 
 
@@ -145,7 +150,12 @@ def test_rewards_travel_where_the_loss_asks_for_them() -> None:
 
 
 def test_a_step_with_nothing_left_has_metrics_and_no_counts() -> None:
-    recipe = config({"use_kl_in_reward": True}, overlong_filtering=True, seq_logprob_error_threshold=2.0)
+    recipe = config(
+        {"use_kl_in_reward": True},
+        overlong_filtering=True,
+        seq_logprob_error_threshold=2.0,
+        normalize_rewards=False,
+    )
     nothing = [group("a", [1, 0, 0, 0], lengths=[0, 0, 0, 0])]
     found, metrics = targets(recipe, nothing)
     assert not any(found.valid_toks) and metrics["num_trained_samples"] == 0

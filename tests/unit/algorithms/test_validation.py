@@ -11,6 +11,7 @@ import pytest
 from grpo_mcore.algorithms.validation import run_validation, stop_reason, validation_metrics
 from grpo_mcore.data import DataError
 from grpo_mcore.recipe import RecipeError
+from grpo_mcore.recipe.checks import VALIDATION_METRICS
 from grpo_mcore.rollout.group import Group
 from tests.unit.algorithms.step_cases import config, group
 
@@ -99,3 +100,7 @@ def test_an_unknown_metric_lists_the_known_ones() -> None:
         "grpo.stop_at_validation_metric: there is no validation metric 'acuracy'; "
         "known: accuracy, reward, sums/pass@2, primes/accuracy"
     )
+
+
+def test_the_recipe_knows_the_metrics_by_which_a_run_may_end() -> None:
+    assert set(validation_metrics([of_task("a", "a:1", [1.0])])) == set(VALIDATION_METRICS)

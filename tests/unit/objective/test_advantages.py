@@ -48,7 +48,12 @@ def test_advantages_are_the_formula(rows, normalize: bool, leave_one_out: bool) 
     for i in range(len(rows)):
         expected = expected_advantage(rewards, ids, valid, i, normalize, leave_one_out)
         assert float(result.advantages[i]) == pytest.approx(expected, rel=1e-12, abs=1e-12)
-    assert int(result.groups.failed) == valid.count(False)
+
+
+@pytest.mark.parametrize("rewards", [[1.5e-8, 7e-9, 1.5e-8, 0.0], [0.35, 0.35 + 1e-8, 0.35, 0.35]])
+def test_rewards_that_differ_by_rounding_are_equal_around_zero_too(rewards: list[float]) -> None:
+    found = grpo_advantages(torch.tensor(rewards, dtype=torch.float64), torch.zeros(4, dtype=torch.int64), eps=0.0)
+    assert found.advantages.tolist() == [0.0] * 4
 
 
 def test_group_stats_by_id() -> None:

@@ -42,10 +42,5 @@ def test_a_generation_batch_is_rounded_up_as_a_reader_would(load, prompts: int, 
 
 
 def test_sft(load) -> None:
-    config = load(
-        MINIMAL + "sft: {seed: 1}\n", "cluster.num_nodes=2", "policy.train_global_batch_size=32"
-    ).config
-    assert (
-        batch_equation(config, "sft")
-        == "32 samples = DP 2 x 16 samples, packed into bins of at most 2,048 tokens"
-    )
+    config = load(MINIMAL + "sft: {seed: 1}\n", "cluster.num_nodes=2", "policy.train_global_batch_size=32").config
+    assert batch_equation(config, "sft") == "32 samples = DP 2 x 16 samples, packed into bins of at most 2,048 tokens"

@@ -97,12 +97,26 @@ def test_the_key_that_is_wrong_has_its_line(problems) -> None:
             ["loss_fn.sequence_length_normalizer=0"],
             "loss_fn.sequence_length_normalizer: must be above 0, got 0",
         ),
+        (["loss_fn.use_kl_in_reward=true"], "use_kl_in_reward: with normalize_rewards the differences in KL"),
         (
-            ["loss_fn.use_kl_in_reward=true", "loss_fn.reference_policy_kl_penalty=0"],
+            ["loss_fn.use_on_policy_kl_approximation=true", "loss_fn.reference_policy_kl_penalty=0"],
+            "use_on_policy_kl_approximation: weights the KL term of the loss, which reference_policy_kl_penalty: 0",
+        ),
+        (
+            ["grpo.reward_shaping.enabled=true", "grpo.reward_shaping.max_response_length=512"]
+            + ["policy.generation.max_new_tokens=64"],
+            "the penalty begins above 384 = 512 - 128 generated tokens, but an answer has 64 at most",
+        ),
+        (
+            ["grpo.normalize_rewards=false", "loss_fn.use_kl_in_reward=true", "loss_fn.reference_policy_kl_penalty=0"],
             "use_kl_in_reward: needs its weight",
         ),
         (
-            ["loss_fn.use_kl_in_reward=true", "loss_fn.use_on_policy_kl_approximation=true"],
+            [
+                "grpo.normalize_rewards=false",
+                "loss_fn.use_kl_in_reward=true",
+                "loss_fn.use_on_policy_kl_approximation=true",
+            ],
             "loss_fn.use_on_policy_kl_approximation: weights the KL term of the loss",
         ),
         (["grpo.adv_estimator.name=opd"], "grpo.adv_estimator.name: opd is not supported yet (on-policy distillation"),

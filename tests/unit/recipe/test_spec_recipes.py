@@ -120,9 +120,7 @@ def test_grpo_on_gym_data(load) -> None:
 
 @pytest.mark.parametrize("base", ["grpo_math_1B", "grpo_math_1B_megatron"])
 def test_grpo_template(load, base: str) -> None:
-    config = load(
-        GRPO_TEMPLATE.replace("grpo_math_1B", base), "cluster.gpus_per_node=8", "cluster.num_nodes=2"
-    ).config
+    config = load(GRPO_TEMPLATE.replace("grpo_math_1B", base), "cluster.gpus_per_node=8", "cluster.num_nodes=2").config
     assert config.data.validation == [] and config.policy.max_total_sequence_length == 1024
 
 
