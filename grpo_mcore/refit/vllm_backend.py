@@ -186,12 +186,16 @@ class RefitWeightEngine(WeightTransferEngine[RefitInit, RefitUpdate]):
     def _load_wholes(self) -> None:
         """What slices cannot express goes through vLLM's own loading, tensor by tensor."""
         assert self._weights is not None
+        tied = self._weights.tied()  # the reload gives each home a tensor of its own, so this is asked before
         initialize_layerwise_reload(self.model)
         try:
             with disable_mtp_completeness_check():
                 loaded = self.model.load_weights(self._weights.wholes.items())
         finally:
             finalize_layerwise_reload(self.model, self.model_config)
+        for name, others in tied.items():
+            for module in others if name in (loaded or ()) and self.device.type == "cpu" else ():
+                module.quant_method.process_weights_after_loading(module)  # the reload packs only what it loaded
         if missing := sorted(set(self._weights.unplanned) - set(loaded or ())):
             raise RefitError(f"the refit plan leaves parameters of the engine unfilled: {', '.join(missing)}")
 
