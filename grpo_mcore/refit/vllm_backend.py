@@ -202,6 +202,8 @@ class RefitWeightEngine(WeightTransferEngine[RefitInit, RefitUpdate]):
     def release(self) -> None:
         """The commit stands: the old weights are let go."""
         self._weights, self._committed = None, False
+        if self.device.type == "cuda":
+            torch.cuda.empty_cache()  # the memory of what was staged is wanted for the key-value cache
 
     def abort(self) -> None:
         """Close an open update, or take a commit back that was not released. No-op when nothing is open."""
