@@ -290,7 +290,9 @@ def measure(args: argparse.Namespace, folder: str) -> dict[str, Any]:
         folder, tensor_parallel_size=tp, load_format="dummy", max_model_len=128, kv_cache_memory_gb=0.1,
         vllm_kwargs={"skip_tokenizer_init": True},
     )  # fmt: skip
-    engine = Remote("engine-0", BenchmarkEngine, config, env=engine_environment(config) | {"OMP_NUM_THREADS": "1"})
+    engine = Remote(
+        "engine-0", BenchmarkEngine, config, None, env=engine_environment(config) | {"OMP_NUM_THREADS": "1"}
+    )
     everyone = [*policy, engine]
     try:
         for call in [worker.call("start") for worker in everyone]:

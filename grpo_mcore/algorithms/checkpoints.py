@@ -53,6 +53,13 @@ class CheckpointManager:
             raise ResumeError(f"--resume: {found} is no checkpoint: training_info.json is missing")
         return found
 
+    @staticmethod
+    def log_run(found: Path | None) -> str | None:
+        """The log folder (exp_NNN) of the run that saved this checkpoint."""
+        if found is None:
+            return None
+        return json.loads((found / "training_info.json").read_text())["save_state"].get("log_run")
+
     def save(
         self,
         step: int,

@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
-from grpo_mcore.cluster import Cluster, Parcel, Worker, call_all
+from grpo_mcore.cluster import Cluster, ObjectStore, Parcel, Worker, call_all
 from grpo_mcore.generation import Engine, EngineConfig
 from grpo_mcore.refit import EngineLayout, RefitReceiver
 from grpo_mcore.rollout.trajectory import GenerationRequest, Sampling, TrajectoryRef
@@ -16,8 +16,10 @@ class EngineWorker(Engine):
     """An engine whose samples stay in the cluster's store: the driver receives what describes them. In a refit over a
     wire one engine of a node receives for all of them."""
 
-    def __init__(self, config: EngineConfig) -> None:
+    def __init__(self, config: EngineConfig, store: ObjectStore) -> None:
+        """`store`: fetches the trajectories that requests continue."""
         super().__init__(config)
+        self._store = store
         self._receiver = RefitReceiver()
 
     def open_receiver(self, link: dict[str, Any], plan: str, node: int) -> dict[str, Any]:
@@ -35,8 +37,15 @@ class EngineWorker(Engine):
 
     def generate_refs(self, requests: list[GenerationRequest], sampling: Sampling) -> Iterator[Parcel]:
         """`generate`, each trajectory as Parcel(TrajectoryRef without its ref, trajectory)."""
-        for trajectory in self.generate(requests, sampling):
+        for trajectory in self.generate(resolved(requests, self._store), sampling):
             yield Parcel(TrajectoryRef.of(trajectory, None), trajectory)
+
+
+def resolved(requests: Sequence[GenerationRequest], store: ObjectStore) -> list[GenerationRequest]:
+    """The requests with the trajectories that they continue in place of references to these."""
+    later = [request for request in requests if request.continues is not None]
+    found = iter(store.fetch_many([request.continues for request in later]))
+    return [r if r.continues is None else replace(r, continues=next(found)) for r in requests]
 
 
 @dataclass
@@ -45,8 +54,8 @@ class EngineGroup:
 
     cluster: Cluster
     workers: Sequence[Worker]
-    layout: EngineLayout  # of one engine, and how many there are
     sleeps: bool  # the engines give their memory to the policy between generation phases
+    layout: EngineLayout = EngineLayout()  # of one engine, and how many there are
     weight_version: int = 0
 
     def prepare(self) -> None:

@@ -12,11 +12,14 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, TypedDict
 
+from torch import Tensor
+
 from grpo_mcore.algorithms.checkpoints import CheckpointManager
+from grpo_mcore.algorithms.dynamic_sampling import dynamic_sampling
 from grpo_mcore.algorithms.engine_group import EngineGroup
 from grpo_mcore.algorithms.policy_group import PolicyGroup
 from grpo_mcore.algorithms.prompt_stream import PromptStream
-from grpo_mcore.algorithms.rollouts import Rollouts, as_workers, sampling_of
+from grpo_mcore.algorithms.rollouts import Rollouts, as_workers, sampling_of, turn_limits
 from grpo_mcore.algorithms.run_report import RunReport
 from grpo_mcore.algorithms.setup import (
     make_loss,
@@ -28,9 +31,16 @@ from grpo_mcore.algorithms.setup import (
     wait_until_ready,
 )
 from grpo_mcore.algorithms.step_batch import build_step_batch
-from grpo_mcore.algorithms.validation import run_validation
+from grpo_mcore.algorithms.step_groups import StepGroups
+from grpo_mcore.algorithms.step_targets import step_targets
+from grpo_mcore.algorithms.validation import run_validation, stop_reason
 from grpo_mcore.cluster import Cluster, LocalCluster
-from grpo_mcore.data import AllTaskProcessedDataset, build_dataloader
+from grpo_mcore.data import (
+    AllTaskProcessedDataset,
+    MultipleDataloaderWrapper,
+    build_dataloader,
+    build_train_dataloader,
+)
 from grpo_mcore.objective import ClippedPGLossFn, scale_reward_values
 from grpo_mcore.observe import Logger, Timeline
 from grpo_mcore.recipe import (
@@ -39,6 +49,7 @@ from grpo_mcore.recipe import (
     GRPOLoggerConfig,
     MasterConfig,
     RewardScalingConfig,
+    prompts_per_generation_batch,
 )
 from grpo_mcore.refit import RefitReport, plan_model_refit, refit
 from grpo_mcore.rollout import schedule as s
@@ -62,12 +73,14 @@ class GRPOSaveState(TypedDict, total=False):
     total_steps: int
     total_valid_tokens: int
     val_reward: float
+    val_metrics: dict[str, float | None]  # of the validation after current_step, if there was one
+    log_run: str  # the run's folder in logger.log_dir, in which a resumed run goes on
 
 
 def setup(
     master_config: MasterConfig | Mapping[str, Any],
     tokenizer: Any,
-    dataset: AllTaskProcessedDataset,
+    dataset: AllTaskProcessedDataset | Mapping[str, AllTaskProcessedDataset],
     val_dataset: AllTaskProcessedDataset | None,
     processor: Any = None,
     *,
@@ -86,7 +99,7 @@ def setup(
     GRPOSaveState,
     MasterConfig,
 ]:
-    """Starts everything that `grpo_train` needs.
+    """Starts everything that `grpo_train` needs. `dataset`: several by task name for data.use_multiple_dataloader.
 
     Returns policy, engines, (training cluster, inference cluster), data loader, validation data loader, loss, logger,
     checkpoint manager, save state, config. Raises RecipeError, SetupError, FamilyError, DataError.
@@ -96,9 +109,9 @@ def setup(
     found = checkpointer.find(resume)
     if found is None:
         checkpointer.refuse_to_mix()
-    logger = logger or Logger(config.logger, resume=bool(resume))
+    logger = logger or Logger(config.logger, run=checkpointer.log_run(found))
     grpo = config.grpo
-    dataloader = build_dataloader(dataset, grpo.num_prompts_per_step, config.data.shuffle, grpo.seed)
+    dataloader = build_train_dataloader(dataset, config.data, grpo.num_prompts_per_step, grpo.seed)
     val_dataloader = None
     if val_dataset is not None:
         size = grpo.val_batch_size or len(val_dataset)
@@ -138,13 +151,16 @@ def grpo_train(
     master_config: MasterConfig,
     processor: Any = None,
 ) -> dict[str, Any]:
-    """Trains until the schedule is finished: all steps are done, or the data has ended. Returns the summary."""
+    """Trains until the schedule is finished: all steps are done, the data has ended, or a validation metric is reached.
+    Returns the summary."""
     config, step_clock = master_config, Timeline()
-    schedule = s.Schedule(schedule_config(config, val_dataloader), step=grpo_save_state["current_step"])
+    reached = stop_reason(grpo_save_state["val_metrics"], config.grpo) if "val_metrics" in grpo_save_state else None
+    schedule = s.Schedule(schedule_config(config, val_dataloader), step=grpo_save_state["current_step"], stop=reached)
     prompts = PromptStream(dataloader, config.grpo.max_num_epochs, grpo_save_state.pop("data", None))
-    rollouts = Rollouts(policy_generation, as_workers(task_to_env, policy.cluster), seed=config.grpo.seed)
+    environments = as_workers(task_to_env, policy.cluster)
+    rollouts = Rollouts(policy_generation, environments, tokenizer, turn_limits(config), seed=config.grpo.seed)
     sampling = sampling_of(config.policy.generation, tokenizer.eos_token_id)
-    groups: dict[str, Group] = {}
+    groups = StepGroups(config)
     report = RunReport(logger, config, grpo_save_state, policy, policy_generation)
 
     while True:
@@ -160,30 +176,37 @@ def grpo_train(
                 rollouts.dispatch(
                     batch, sampling, generations=config.grpo.num_generations_per_prompt, step=schedule.step + 1
                 )
+                report.dispatched(len(batch))
                 schedule.record(s.Dispatched(tuple(p["uid"] for p in batch), data_ended=len(batch) < count))
 
             case s.Await():
                 with step_clock.phase("generate" if rollouts.generating else "reward"):
                     group = rollouts.next_group(report.sample)
                 if failure := group.failure:
+                    groups.fail(group)
                     report.group_failed(group.uid, failure)
                     schedule.record(s.GroupFailed(group.uid, failure))
                 else:
-                    groups[group.uid] = group
-                    schedule.record(s.GroupFinished(group.uid))
+                    informative = groups.add(group)
+                    if not informative:
+                        report.group_filtered()
+                    schedule.record(s.GroupFinished(group.uid, informative))
 
-            case s.Train(step, uids):
-                trained = [groups.pop(uid) for uid in uids]
+            case s.Train(step) as command:
+                trained, surplus, sampled = groups.take(command)
+                prompts.put_back(surplus)
                 metrics = train_on_groups(policy, policy_generation, trained, loss_fn, config, step_clock)
                 schedule.record(s.Trained(step))
-                report.step(step, trained, metrics, step_clock)
+                report.step(step, trained, metrics | sampled, step_clock)
+                if isinstance(dataloader, MultipleDataloaderWrapper):
+                    dataloader.set_records({"step": step, **metrics, **sampled})
 
             case s.Validate(step):
                 with step_clock.pause():
-                    validate(
+                    found, _ = validate(
                         policy_generation, val_dataloader, tokenizer, val_task_to_env, step, config, report=report
                     )
-                schedule.record(s.Validated(step))
+                schedule.record(s.Validated(step, stop_reason(found, config.grpo)))
 
             case s.Checkpoint(step):
                 with step_clock.pause():
@@ -206,22 +229,26 @@ def train_on_groups(
     config: MasterConfig,
     clock: Timeline,
 ) -> dict[str, float]:
-    """One step on scored groups: advantages and bins on the driver, the rest on the policy's ranks."""
+    """One step on scored groups: bins and advantages on the driver, the rest on the policy's ranks."""
     with clock.phase("prepare"):
         engines.release()
         policy.onload()
         batch = build_step_batch(groups, config, policy.layout)
-        if not batch.ranks:  # all failed or filtered: the step counts, the weights stay
-            policy.updates += 1
-            return batch.metrics | {"tokens": 0.0}
-        policy.receive(batch.ranks)
+        if batch.ranks:
+            policy.receive(batch.ranks)
+    stats: dict[str, Tensor] = {}
     prev, reference = needs_prev(config), needs_reference(config)
-    if prev or reference:
+    if batch.ranks and (prev or reference):
         with clock.phase("logprobs"):
-            policy.infer_logprobs(prev=prev, reference=reference)
+            kl_kind = config.loss_fn.reference_policy_kl_type if config.loss_fn.use_kl_in_reward else None
+            stats = policy.infer_logprobs(len(batch.samples), prev=prev, reference=reference, kl_kind=kl_kind)
     with clock.phase("train"):
-        metrics = policy.train(loss_fn)
-    return batch.metrics | metrics | {"tokens": float(batch.tokens)}
+        targets, metrics = step_targets(batch, stats, config)
+        if not any(targets.valid_toks):  # all failed or filtered
+            policy.skip()
+            return metrics | {"tokens": 0.0}
+        metrics |= batch.plan_metrics | policy.train(loss_fn, targets)
+    return metrics | {"tokens": float(batch.tokens)}
 
 
 def refit_policy_generation(
@@ -273,7 +300,7 @@ def validate(
     master_config: MasterConfig,
     *,
     report: RunReport | None = None,
-) -> tuple[dict[str, float], dict[str, float]]:
+) -> tuple[dict[str, float | None], dict[str, float]]:
     """Generates on the validation prompts and scores them. Returns (metrics, timing in seconds)."""
     if val_dataloader is None or not val_task_to_env:
         raise ValueError("there is nothing to validate on: set data.validation, or grpo.val_period to 0")
@@ -284,7 +311,7 @@ def validate(
             val_dataloader,
             as_workers(val_task_to_env, policy_generation.cluster),
             master_config,
-            eos_token_id=tokenizer.eos_token_id,
+            tokenizer=tokenizer,
         )
     timing = clock.take()
     if report is not None:
@@ -299,6 +326,9 @@ def schedule_config(config: MasterConfig, val_dataloader: Any) -> s.ScheduleConf
     return s.ScheduleConfig(
         num_prompts=grpo.num_prompts_per_step,
         max_steps=grpo.max_num_steps,
+        prompts_per_dispatch=prompts_per_generation_batch(config) if grpo.use_dynamic_sampling else None,
+        max_gen_batches=grpo.dynamic_sampling_max_gen_batches,
+        max_failed_groups=max(8, prompts_per_generation_batch(config) // 4),
         max_trajectory_age=grpo.async_grpo.max_trajectory_age_steps if grpo.async_grpo.enabled else 0,
         val_period=grpo.val_period if validates else 0,
         val_start_at=grpo.val_start_at,
@@ -311,22 +341,20 @@ def schedule_config(config: MasterConfig, val_dataloader: Any) -> s.ScheduleConf
 def scale_rewards(repeated_batch: Any, reward_scaling_cfg: Any) -> Any:
     """`repeated_batch["total_reward"]` clamped to the source interval and mapped to the target interval, in place.
 
-    `reward_scaling_cfg`: grpo.reward_scaling, or a mapping with its keys. Returns the batch.
+    The rewards as they were stay in `repeated_batch["unscaled_reward"]`. `repeated_batch`: a BatchedDataDict or any
+    dict. `reward_scaling_cfg`: grpo.reward_scaling, or a mapping with its keys; not enabled, nothing changes. Returns
+    the batch.
     """
     scaling = RewardScalingConfig.model_validate(reward_scaling_cfg)
     if scaling.enabled:
         bounds = scaling.model_dump(exclude={"enabled"})
-        repeated_batch["total_reward"] = scale_reward_values(repeated_batch["total_reward"], **bounds)
+        rewards = repeated_batch["unscaled_reward"] = repeated_batch["total_reward"]
+        repeated_batch["total_reward"] = scale_reward_values(rewards, **bounds)
     return repeated_batch
 
 
 class NotSupportedYet(NotImplementedError):
     """Part of the documented interface whose feature is still to come."""
-
-
-def dynamic_sampling(*_args: Any, **_kwargs: Any) -> Any:
-    """Keeps the groups whose rewards differ (DAPO). Raises NotSupportedYet."""
-    raise NotSupportedYet("dynamic sampling is not supported yet; leave grpo.use_dynamic_sampling false")
 
 
 def async_grpo_train(*_args: Any, **_kwargs: Any) -> None:
@@ -335,6 +363,4 @@ def async_grpo_train(*_args: Any, **_kwargs: Any) -> None:
 
 
 def _default_grpo_save_state() -> GRPOSaveState:
-    return GRPOSaveState(
-        consumed_samples=0, current_step=0, current_epoch=0, total_steps=0, total_valid_tokens=0
-    )
+    return GRPOSaveState(consumed_samples=0, current_step=0, current_epoch=0, total_steps=0, total_valid_tokens=0)

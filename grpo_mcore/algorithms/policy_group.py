@@ -6,10 +6,13 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from grpo_mcore.algorithms.policy_worker import RankStep
+from torch import Tensor
+
+from grpo_mcore.algorithms.rank_step import RankStep, Targets
 from grpo_mcore.cluster import Cluster, Worker, call_all
 from grpo_mcore.families import ModelShape
-from grpo_mcore.objective import METRIC_REDUCTIONS, combine_metrics, without_empty_extremes
+from grpo_mcore.objective import combine_metrics, step_metrics
+from grpo_mcore.objective.config import KLType
 from grpo_mcore.parallel.mesh import Layout
 from grpo_mcore.refit import TrainerLayout, Verify
 
@@ -31,42 +34,43 @@ class PolicyGroup:
 
     def receive(self, steps: Sequence[RankStep]) -> None:
         """Gives every rank the share of its data-parallel rank (`steps`, by data-parallel rank)."""
-        shares = [(steps[self.layout.coordinates(rank).data],) for rank in range(self.layout.world_size)]
+        version = self.updates + 1
+        shares = [(steps[self.layout.coordinates(rank).data], version) for rank in range(self.layout.world_size)]
         call_all(self.cluster, self.workers, "receive", args_per_worker=shares, what="receiving the step's samples")
 
-    def infer_logprobs(self, *, prev: bool, reference: bool) -> None:
-        self._all("infer_logprobs", prev, reference, what="log-probs")
+    def infer_logprobs(self, samples: int, *, prev: bool, reference: bool, kl_kind: KLType | None) -> dict[str, Tensor]:
+        """Log-probs of the step received, kept by the ranks. Returns what objective.sample_stats says about each of the
+        step's `samples`: float64 [samples], 0 for those that no rank has."""
+        parts = self._all("infer_logprobs", prev, reference, kl_kind, what="log-probs")
+        stats: dict[str, Tensor] = {}
+        for index, found in filter(None, parts):
+            for name, values in found.items():
+                stats.setdefault(name, values.new_zeros(samples))[index] = values
+        return stats
 
-    def train(self, loss_fn: Any) -> dict[str, float]:
-        """Every optimizer step of the step received. Returns metrics over all ranks, averaged over optimizer steps
-        (extremes: the extreme)."""
-        reports = self._all("train", loss_fn, what="training")
+    def train(self, loss_fn: Any, targets: Targets) -> dict[str, float]:
+        """Every optimizer step of the step received. Returns metrics over all ranks and optimizer steps."""
+        reports = self._all("train", loss_fn, targets, what="training")
         self.updates += 1
         return self._combined(reports) | {
             "grad_norm": sum(report.grad_norm for report in reports[0]) / len(reports[0]),
             "lr": reports[0][-1].learning_rate,
         }
 
-    def evaluate(self, loss_fn: Any) -> dict[str, float]:
+    def skip(self) -> None:
+        """A step that trains nothing: it counts, and the weights stay."""
+        self._all("skip", what="leaving out a step")
+        self.updates += 1
+
+    def evaluate(self, loss_fn: Any, targets: Targets) -> dict[str, float]:
         """The metrics of the step received under the weights of now; nothing is trained."""
-        return self._combined(self._all("evaluate", loss_fn, what="evaluation"))
+        return self._combined(self._all("evaluate", loss_fn, targets, what="evaluation"))
 
     def _combined(self, reports: list[Any]) -> dict[str, float]:
         """Over data-parallel ranks, then over optimizer steps. One tensor-parallel rank of the last stage speaks."""
-        speaking = [ranks for rank, ranks in enumerate(reports) if self._speaks(rank)]
-        by_optimizer_step = [
-            combine_metrics([report.metrics for report in ranks]) for ranks in zip(*speaking, strict=True)
-        ]
-        count = len(by_optimizer_step)
-        metrics = {
-            name: value / count if METRIC_REDUCTIONS[name] == "sum" and not name.startswith("num_") else value
-            for name, value in combine_metrics(by_optimizer_step).items()
-        }
-        return without_empty_extremes(metrics)
-
-    def _speaks(self, rank: int) -> bool:
-        here = self.layout.coordinates(rank)
-        return here.tensor == 0 and here.pipeline == self.layout.pipeline - 1
+        speaking = [ranks for rank, ranks in enumerate(reports) if self.layout.speaks(rank)]
+        by_optimizer_step = zip(*speaking, strict=True)
+        return step_metrics([combine_metrics([report.metrics for report in ranks]) for ranks in by_optimizer_step])
 
     def offload(self) -> None:
         self._all("offload", what="moving the policy to the host")
@@ -86,4 +90,3 @@ class PolicyGroup:
 
     def _all(self, method: str, *args: Any, what: str) -> list[Any]:
         return call_all(self.cluster, self.workers, method, *args, what=what)
-

@@ -7,28 +7,23 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
+from torch import Tensor
 
+from grpo_mcore.algorithms.rank_step import RankStep, Targets
 from grpo_mcore.batching.packed_batch import PackedBatch, pack_rows
+from grpo_mcore.objective import kl_to_go, sample_stats, token_advantages
+from grpo_mcore.objective.config import KLType
 from grpo_mcore.parallel.policy import LossFn, Policy, TrainReport
 from grpo_mcore.refit.sender import RefitSender
 from grpo_mcore.rollout.trajectory import Trajectory
 
 
 @dataclass(frozen=True)
-class TrainSample:
-    """One sample as this step trains on it. `trajectory`: its place in the object store."""
+class Bin:
+    """A packed micro-batch, and which samples of the step it holds."""
 
-    trajectory: Any
-    advantage: float
-
-
-@dataclass(frozen=True)
-class RankStep:
-    """What one data-parallel rank computes in a step: bins of samples for every optimizer step."""
-
-    batches: tuple[tuple[tuple[TrainSample, ...], ...], ...]
-    valid_seqs: tuple[int, ...]  # over all ranks, one number an optimizer step
-    valid_toks: tuple[int, ...]
+    batch: PackedBatch
+    samples: Tensor  # int64 [samples of the bin]
 
 
 class PolicyWorker(Policy):
@@ -37,52 +32,91 @@ class PolicyWorker(Policy):
     def __init__(self, address: Any, config: Any, store: Any, seed: int, timeout_s: float, reference: bool) -> None:
         """`config`: the recipe's policy section. `store`: fetches trajectories by reference."""
         super().__init__(config, address, seed=seed, timeout_s=timeout_s, reference=reference)
+        self.speaks = self.layout.speaks(address.rank)
         self._store = store
-        self._step: RankStep | None = None
-        self._batches: list[list[PackedBatch]] = []  # by optimizer step
+        self._bins: list[list[Bin]] = []  # by optimizer step
+        self._kl_kind: KLType | None = None
         self._sender = RefitSender(self.weights, address.rank, through_host=self.layout.world_size > 1)
 
-    def receive(self, step: RankStep) -> None:
-        """Fetches the step's trajectories and packs them."""
-        self._step = step
-        flat = [sample for batch in step.batches for samples in batch for sample in samples]
-        trajectories = iter(self._store.fetch_many([sample.trajectory for sample in flat]))
+    def receive(self, step: RankStep, weight_version: int) -> None:
+        """Fetches the step's trajectories and packs them. `weight_version`: of the weights that will train on them."""
+        trajectories = dict(
+            zip(step.trajectories, self._store.fetch_many(list(step.trajectories.values())), strict=True)
+        )
         multiple = self.row_multiple
-        self._batches = []
+        self._bins = []
         for bins in step.batches:
-            rows = [_pack(bin, [next(trajectories) for _ in bin], multiple) for bin in bins if bin]
+            rows = [
+                Bin(_pack([trajectories[i] for i in bin], multiple, weight_version), torch.tensor(bin))
+                for bin in bins
+                if bin
+            ]
             # Every rank runs as many micro-batches; where a rank has too few samples, the last are padding.
-            self._batches.append(rows + [rows[0].empty_like(multiple)] * (len(bins) - len(rows)))
+            padding = Bin(rows[0].batch.empty_like(multiple), torch.empty(0, dtype=torch.int64))
+            self._bins.append(rows + [padding] * (len(bins) - len(rows)))
 
-    def infer_logprobs(self, prev: bool, reference: bool) -> None:
-        """Adds log-probs under the weights of now, and under the reference, to the micro-batches."""
-        flat = [batch for batches in self._batches for batch in batches]
+    def infer_logprobs(
+        self, prev: bool, reference: bool, kl_kind: KLType | None
+    ) -> tuple[Tensor, dict[str, Tensor]] | None:
+        """Adds log-probs under the weights of now, and under the reference, to the micro-batches.
+
+        `kl_kind`: estimator of the KL in the reward, None where there is none. Returns (sample indices [n], what
+        objective.sample_stats says about each of them, [n]), on one rank of those that hold the same samples.
+        """
+        self._kl_kind = kl_kind
+        bins = [bin for bins in self._bins for bin in bins]
+        batches = [bin.batch for bin in bins]
         for wanted, column, compute in (
             (prev, "prev_logprobs", self.logprobs),
             (reference, "reference_policy_logprobs", self.reference_logprobs),
         ):
-            values = compute(flat) if wanted else None
-            for batch, logprobs in zip(flat, values or (), strict=values is not None):
+            values = compute(batches) if wanted else None
+            for batch, logprobs in zip(batches, values or (), strict=values is not None):
                 batch.columns[column] = logprobs.to("cpu")
+        if not self.speaks:
+            return None
+        stats = [sample_stats(batch.loss_inputs(), kl_kind) for batch in batches]
+        return torch.cat([bin.samples for bin in bins]), {
+            name: torch.cat([found[name] for found in stats]) for name in stats[0]
+        }
 
-    def train(self, loss_fn: LossFn) -> list[TrainReport]:
-        """One optimizer step for every batch of the step received; then the step's data is dropped."""
-        assert self._step is not None, "receive() comes first"
+    def train(self, loss_fn: LossFn, targets: Targets) -> list[TrainReport]:
+        """One optimizer step for every batch of the step received, but for those in which no token counts; then the
+        step's data is dropped."""
         reports = [
-            self.train_step(batches, loss_fn, global_valid_seqs=seqs, global_valid_toks=toks)
-            for batches, seqs, toks in zip(self._batches, self._step.valid_seqs, self._step.valid_toks, strict=True)
+            self.train_step(self._aimed(bins, targets), loss_fn, global_valid_seqs=seqs, global_valid_toks=toks)
+            for bins, seqs, toks in zip(self._bins, targets.valid_seqs, targets.valid_toks, strict=True)
+            if toks
         ]
         self.advance_schedule()
-        self._step, self._batches = None, []
+        self._bins = []
         return reports
 
-    def evaluate(self, loss_fn: LossFn) -> list[TrainReport]:
+    def skip(self) -> None:
+        """A step that trains nothing: only the learning rate moves on, and the step's data is dropped."""
+        self.advance_schedule()
+        self._bins = []
+
+    def evaluate(self, loss_fn: LossFn, targets: Targets) -> list[TrainReport]:
         """The loss of the step received, without training."""
-        assert self._step is not None, "receive() comes first"
         return [
-            self.eval_step(batches, loss_fn, global_valid_seqs=seqs, global_valid_toks=toks)
-            for batches, seqs, toks in zip(self._batches, self._step.valid_seqs, self._step.valid_toks, strict=True)
+            self.eval_step(self._aimed(bins, targets), loss_fn, global_valid_seqs=seqs, global_valid_toks=toks)
+            for bins, seqs, toks in zip(self._bins, targets.valid_seqs, targets.valid_toks, strict=True)
         ]
+
+    def _aimed(self, bins: Sequence[Bin], targets: Targets) -> list[PackedBatch]:
+        """The micro-batches with the columns that `targets` gives each token."""
+        for bin in bins:
+            batch, columns = bin.batch, bin.batch.columns
+            columns["sample_mask"] = batch.per_token(targets.weights[bin.samples])
+            if targets.rewards is not None:
+                columns["rewards"] = batch.per_token(targets.rewards[bin.samples])
+            if targets.advantages is None or not self.is_last_stage:
+                continue
+            to_go = kl_to_go(batch.loss_inputs(), self._kl_kind) if targets.kl_weight and self._kl_kind else None
+            advantages = batch.per_token(targets.advantages[bin.samples])
+            columns["advantages"] = token_advantages(advantages, to_go, targets.kl_weight, *targets.clip)
+        return [bin.batch for bin in bins]
 
     def host_link(self, policy_ranks: int, nodes: int, timeout_s: float) -> dict[str, Any]:
         return self._sender.host_link(policy_ranks, nodes, timeout_s)
@@ -101,15 +135,15 @@ class PolicyWorker(Policy):
         super().shutdown()
 
 
-def _pack(samples: Sequence[TrainSample], trajectories: Sequence[Trajectory], multiple: int) -> PackedBatch:
+def _pack(trajectories: Sequence[Trajectory], multiple: int, weight_version: int) -> PackedBatch:
     columns = [
         {
             "token_mask": trajectory.loss_mask().float(),
             "sample_mask": torch.tensor(1.0),
             "generation_logprobs": trajectory.logprobs(),
-            "advantages": torch.tensor(sample.advantage),
+            "ages": weight_version - trajectory.token_versions(default=weight_version),
         }
-        for sample, trajectory in zip(samples, trajectories, strict=True)
+        for trajectory in trajectories
     ]
     names = [trajectory.name for trajectory in trajectories]
     return pack_rows([trajectory.token_ids() for trajectory in trajectories], columns, multiple, names=names)

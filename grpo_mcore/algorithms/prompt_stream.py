@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 from grpo_mcore.data.interfaces import DatumSpec
@@ -39,6 +39,10 @@ class PromptStream:
             suffix = f"@{self.epoch + 1}" if self.epoch else ""
             self._waiting.extend({**datum, "uid": datum["uid"] + suffix} for datum in batch)
         return [self._waiting.popleft() for _ in range(min(count, len(self._waiting)))]
+
+    def put_back(self, prompts: Sequence[DatumSpec]) -> None:
+        """Prompts that were taken and not used: they are the next ones, in this order, as they are."""
+        self._waiting.extendleft(reversed(prompts))
 
     def state_dict(self) -> dict[str, Any]:
         return {"epoch": self.epoch, "waiting": list(self._waiting), "dataloader": self.dataloader.state_dict()}

@@ -13,7 +13,7 @@ from grpo_mcore.algorithms.policy_group import PolicyGroup
 from grpo_mcore.algorithms.validation import Validation
 from grpo_mcore.families import parameter_count
 from grpo_mcore.observe import Logger, RunConsole, StepRow, Timeline, read_metrics, reward_curve_png, write_summary
-from grpo_mcore.recipe import MasterConfig, batch_equation, samples_per_step
+from grpo_mcore.recipe import MasterConfig, batch_equation, prompts_per_generation_batch
 from grpo_mcore.refit import RefitReport
 from grpo_mcore.rollout.group import Group
 
@@ -34,6 +34,7 @@ class RunReport:
         self._mult_errors: dict[int, float] = {}
         self._failed_prompts = 0
         self._tokens = 0
+        self._samples_asked = 0
         self._samples_done = 0
         self._told_of_equal_rewards = False
         self._refit: RefitReport | None = None
@@ -59,10 +60,15 @@ class RunReport:
         config, vllm = self.config, self.config.policy.generation.vllm_cfg
         start = self.state["current_step"]
         last = config.grpo.max_num_steps
+        sampling = (
+            f"dynamic, in batches of {prompts_per_generation_batch(config)} prompts, at most "
+            f"{config.grpo.dynamic_sampling_max_gen_batches} a step"
+        )
         self.console.banner(
             f"GRPO of {config.policy.model_name}",
             {
                 "batch": batch_equation(config),
+                **({"sampling": sampling} if config.grpo.use_dynamic_sampling else {}),
                 "policy": f"{policy.shape.family}, {parameter_count(policy.shape) / 1e6:.1f} M parameters, "
                 f"{policy.precision}, {policy.layout.describe()}",
                 "engines": f"{len(engines.workers)} x vLLM TP {vllm.tensor_parallel_size} {vllm.precision}, colocated, "
@@ -75,10 +81,14 @@ class RunReport:
             },
         )
 
+    def dispatched(self, prompts: int) -> None:
+        """So many prompts are on their way to the engines."""
+        self._samples_asked += prompts * self.config.grpo.num_generations_per_prompt
+
     def sample(self) -> None:
         """A sample was generated."""
         self._samples_done += 1
-        self.console.progress("samples", self._samples_done, samples_per_step(self.config))
+        self.console.progress("samples", self._samples_done, self._samples_asked)
 
     def refit(self, report: RefitReport) -> None:
         first, self._refit = self._refit is None, report
@@ -94,11 +104,12 @@ class RunReport:
     def step(self, step: int, groups: Sequence[Group], metrics: dict[str, float], clock: Timeline) -> None:
         """A step was trained: its line, and its metrics into the files."""
         seconds = clock.take()
-        self._samples_done = 0
+        self._samples_asked = self._samples_done = 0
         self._tokens += int(metrics["tokens"])
         self.state["consumed_samples"] += len(groups)
         self.state["current_step"] = self.state["total_steps"] = step
-        self.state["total_valid_tokens"] += sum(s.generated_length for group in groups for s in group.samples)
+        self.state.pop("val_metrics", None)
+        self.state["total_valid_tokens"] += int(metrics["num_valid_tokens"])
         metrics = metrics | {f"timing/{name}": spent for name, spent in seconds.items()}
         metrics["tokens_per_second"] = metrics["tokens"] / seconds["total"]
         if self._refit is not None:
@@ -119,7 +130,7 @@ class RunReport:
                 max_steps=self.config.grpo.max_num_steps,
                 reward=metrics["reward"],
                 accuracy=metrics["accuracy"],
-                kl=metrics.get("kl_penalty", metrics.get("gen_kl_error")),
+                kl=metrics.get("kl_penalty", metrics.get("kl_in_reward")),
                 token_mult_prob_error=metrics.get("token_mult_prob_error"),
                 length=metrics["generated_length"],
                 entropy=metrics.get("approx_entropy"),
@@ -130,13 +141,12 @@ class RunReport:
             )
         )
         if "loss" not in metrics:
-            left = f"{metrics['num_trained_samples']:.0f} of {metrics['num_samples']:.0f}"
-            self.console.note(f"step {step} changed nothing: {left} samples were left, fewer than data-parallel ranks")
+            self.console.note(f"step {step} changed nothing: {_left_out(metrics)}")
         elif metrics["zero_advantage_rate"] == 1 and not self._told_of_equal_rewards:
             self._told_of_equal_rewards = True
             self.console.note(
-                f"step {step} taught nothing: within each group all rewards are equal. If that goes on, the task is\n"
-                "too hard or too easy for the model, or the environment does not find its answers (said only once)"
+                f"step {step}: every advantage is 0, because the rewards that are compared are equal. If that goes on, the\n"
+                "task is too hard or too easy for the model, or the environment does not find its answers (said only once)"
             )
         if failed := _failed(groups):
             self.console.note(f"samples without a reward, left out: {len(failed)}; the first, {failed[0]}")
@@ -146,9 +156,13 @@ class RunReport:
         self.state["consumed_samples"] += 1
         self.console.note(f"prompt {uid} failed and is replaced: {reason}")
 
+    def group_filtered(self) -> None:
+        """A prompt is consumed that taught nothing: dynamic sampling does not train on its group."""
+        self.state["consumed_samples"] += 1
+
     def validation(self, step: int, found: Validation, seconds: float) -> None:
         """Validation metrics, and some samples to read."""
-        metrics = found.metrics
+        metrics = self.state["val_metrics"] = found.metrics
         if metrics["accuracy"] is not None:
             self._accuracies[step] = metrics["accuracy"]
             self.state["val_reward"] = metrics["reward"]
@@ -163,7 +177,7 @@ class RunReport:
 
     def save_state(self, epoch: int) -> dict[str, Any]:
         """What a checkpoint remembers of the loop."""
-        return self.state | {"current_epoch": epoch}
+        return self.state | {"current_epoch": epoch, "log_run": self.logger.log_dir.name}
 
     def finish(self, reason: str) -> dict[str, Any]:
         """summary.json, the reward curve, and where everything lies. Returns the summary.
@@ -206,6 +220,18 @@ class RunReport:
         }
         self.console.summary("the run is over", facts, paths)
         return values
+
+
+def _left_out(metrics: dict[str, float]) -> str:
+    """Why too few samples were left for one on each data-parallel rank."""
+    count, failed = metrics["num_samples"], metrics["num_failed_samples"]
+    masked = metrics.get("num_masked_by_seq_logprob_error", 0.0)
+    filtered = count - failed - masked - metrics["num_trained_samples"]
+    reasons = {"without a reward": failed, "truncated or empty": filtered, "above seq_logprob_error_threshold": masked}
+    named = ", ".join(f"{number:.0f} {reason}" for reason, number in reasons.items() if number)
+    return f"{metrics['num_trained_samples']:.0f} of {count:.0f} samples are in the loss" + (
+        f" ({named})" if named else ""
+    )
 
 
 def _failed(groups: Sequence[Group]) -> list[str]:

@@ -16,7 +16,7 @@ from grpo_mcore.generation import EngineConfig, engine_environment
 from grpo_mcore.objective import ClippedPGLossFn
 from grpo_mcore.parallel.mesh import Layout
 from grpo_mcore.parallel.policy import layout_of
-from grpo_mcore.recipe import MasterConfig, MegatronConfig, world_size
+from grpo_mcore.recipe import MasterConfig, MegatronConfig, samples_per_step, world_size
 from grpo_mcore.refit import EngineLayout, TrainerLayout
 
 
@@ -138,6 +138,7 @@ def start_engines(config: MasterConfig, cluster: Cluster, policy: PolicyGroup) -
                 engine.name,
                 EngineWorker,
                 engine,
+                cluster.store,
                 cpus=1.0 if gpu else 0.1,
                 gpus=0.0,
                 env=engine_environment(engine),
@@ -145,7 +146,7 @@ def start_engines(config: MasterConfig, cluster: Cluster, policy: PolicyGroup) -
             )
         )
     layout = EngineLayout(vllm.tensor_parallel_size, replicas=count)
-    return EngineGroup(cluster, workers, layout, sleeps=gpu and generation.colocated.enabled)
+    return EngineGroup(cluster, workers, gpu and generation.colocated.enabled, layout)
 
 
 def start_environments(
@@ -188,12 +189,19 @@ def needs_reference(config: MasterConfig) -> bool:
     return config.loss_fn.reference_policy_kl_penalty > 0
 
 
+def needs_prev(config: MasterConfig) -> bool:
+    """Whether log-probs from before the step's first update are computed: the policy changes within the step, or what
+    it learns depends on them."""
+    grpo, loss = config.grpo, config.loss_fn
+    changes = samples_per_step(config) > config.policy.train_global_batch_size
+    return changes or loss.use_kl_in_reward or grpo.seq_logprob_error_threshold is not None
+
+
 def make_loss(config: MasterConfig) -> ClippedPGLossFn:
     """The recipe's loss. With one optimizer step a step, prev log-probs are those of the training pass itself."""
-    return ClippedPGLossFn(config.loss_fn, prev_equals_curr=not needs_prev(config))
-
-
-def needs_prev(config: MasterConfig) -> bool:
-    """Whether the policy changes within a step, so that log-probs from before it must be computed."""
-    samples = config.grpo.num_prompts_per_step * config.grpo.num_generations_per_prompt
-    return samples > config.policy.train_global_batch_size and not config.loss_fn.force_on_policy_ratio
+    ages = config.grpo.async_grpo
+    return ClippedPGLossFn(
+        config.loss_fn,
+        prev_equals_curr=not needs_prev(config),
+        max_age=ages.max_trajectory_age_steps if ages.enabled else 0,
+    )

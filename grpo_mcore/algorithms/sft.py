@@ -9,10 +9,12 @@ from collections.abc import Iterator, Sequence
 from itertools import islice
 from typing import Any
 
+import torch
+
 from grpo_mcore.algorithms.checkpoints import CheckpointManager
 from grpo_mcore.algorithms.policy_group import PolicyGroup
-from grpo_mcore.algorithms.policy_worker import TrainSample
 from grpo_mcore.algorithms.prompt_stream import PromptStream
+from grpo_mcore.algorithms.rank_step import RankStep, Targets
 from grpo_mcore.algorithms.step_batch import rank_steps
 from grpo_mcore.data.interfaces import DatumSpec, Message
 from grpo_mcore.objective import NLLLossFn
@@ -69,8 +71,9 @@ def sft_train(
 
 def train_on_examples(policy: PolicyGroup, batch: Sequence[DatumSpec], config: MasterConfig) -> dict[str, float]:
     """One optimizer step on these examples."""
-    policy.receive(_rank_steps(policy, batch, config))
-    return policy.train(NLLLossFn())
+    ranks, targets = _rank_steps(policy, batch, config)
+    policy.receive(ranks)
+    return policy.train(NLLLossFn(), targets)
 
 
 def evaluate(policy: PolicyGroup, val_dataloader: Any, config: MasterConfig) -> dict[str, float]:
@@ -78,26 +81,28 @@ def evaluate(policy: PolicyGroup, val_dataloader: Any, config: MasterConfig) -> 
     batches: Iterator[Sequence[DatumSpec]] = islice(iter(val_dataloader), config.sft.val_batches)
     total, tokens = 0.0, 0
     for batch in batches:
-        steps = _rank_steps(policy, batch, config)
-        policy.receive(steps)
-        count = sum(steps[0].valid_toks)
-        total += policy.evaluate(NLLLossFn())["loss"] * count
+        ranks, targets = _rank_steps(policy, batch, config)
+        policy.receive(ranks)
+        count = sum(targets.valid_toks)
+        total += policy.evaluate(NLLLossFn(), targets)["loss"] * count
         tokens += count
     return {"val_loss": total / max(1, tokens), "num_tokens": float(tokens)}
 
 
-def _rank_steps(policy: PolicyGroup, batch: Sequence[DatumSpec], config: MasterConfig) -> Any:
+def _rank_steps(
+    policy: PolicyGroup, batch: Sequence[DatumSpec], config: MasterConfig
+) -> tuple[tuple[RankStep, ...], Targets]:
     trajectories = [as_trajectory(datum) for datum in batch]
-    samples = [TrainSample(policy.cluster.put(trajectory), advantage=0.0) for trajectory in trajectories]
-    plan, steps = rank_steps(
-        samples,
+    _, ranks = rank_steps(
+        {i: policy.cluster.put(trajectory) for i, trajectory in enumerate(trajectories)},
         [trajectory.length for trajectory in trajectories],
-        [trajectory.generated_length for trajectory in trajectories],
         config,
         policy.layout,
         optimizer_steps=1,
     )
-    return steps
+    trained = sum(trajectory.generated_length for trajectory in trajectories)
+    weights = torch.ones(len(trajectories), dtype=torch.float64)
+    return ranks, Targets(weights, valid_seqs=(len(trajectories),), valid_toks=(trained,))
 
 
 def as_trajectory(datum: DatumSpec) -> Trajectory:

@@ -8,8 +8,11 @@ from dataclasses import dataclass
 from typing import Any
 
 from grpo_mcore.algorithms.engine_group import EngineGroup
-from grpo_mcore.algorithms.rollouts import Rollouts, sampling_of
+from grpo_mcore.algorithms.rollouts import Rollouts, sampling_of, turn_limits
 from grpo_mcore.cluster import Worker
+from grpo_mcore.data import DataError
+from grpo_mcore.objective import RIGHT, pass_at_k, pass_numbers
+from grpo_mcore.recipe import Problem, RecipeError
 from grpo_mcore.rollout.group import Group
 
 
@@ -28,8 +31,9 @@ class ShownSample:
 
 @dataclass(frozen=True)
 class Validation:
-    """`metrics`: accuracy (share of scored samples with reward 1), reward, lengths, and per task `TASK/accuracy`; None
-    where no sample was scored."""
+    """`metrics`: accuracy (share of scored samples that are right), reward, lengths, with several samples a prompt
+    `pass@k`, and with several validation sets all of them for each as well: `TASK/accuracy`. None where too few
+    samples were scored."""
 
     metrics: dict[str, float | None]
     samples: list[ShownSample]
@@ -41,15 +45,16 @@ def run_validation(
     environments: Mapping[str, Worker],
     config: Any,
     *,
-    eos_token_id: int,
+    tokenizer: Any,
 ) -> Validation:
     """Up to grpo.max_val_samples prompts, val_num_generations_per_prompt samples each; the engines must be ready.
 
-    The seeds do not depend on the step: two validations of equal weights give equal samples.
+    The seeds do not depend on the step: two validations of equal weights give equal samples. Raises DataError where the
+    data loader gives nothing.
     """
     grpo = config.grpo
-    sampling = sampling_of(config.policy.generation, eos_token_id, validation=True)
-    rollouts = Rollouts(engines, environments, seed=grpo.seed + 1)
+    sampling = sampling_of(config.policy.generation, tokenizer.eos_token_id, validation=True)
+    rollouts = Rollouts(engines, environments, tokenizer, turn_limits(config), seed=grpo.seed + 1)
     groups: list[Group] = []
     left = grpo.max_val_samples
     for batch in dataloader:
@@ -61,10 +66,26 @@ def run_validation(
             if left <= 0:
                 break
     shown = sorted(groups, key=lambda group: group.uid)[: config.logger.num_val_samples_to_print]
-    return Validation(_metrics(groups), [_shown(engines, group) for group in shown])
+    if not groups:
+        raise DataError("there is no validation prompt: check data.validation, or set grpo.val_period to 0")
+    return Validation(validation_metrics(groups), [_shown(engines, group) for group in shown])
 
 
-def _metrics(groups: list[Group]) -> dict[str, float | None]:
+def stop_reason(metrics: Mapping[str, float | None], grpo: Any) -> str | None:
+    """Why the run is to end after a validation with these metrics: grpo.stop_at_validation_metric is at or above its
+    threshold. None where it is not. Raises RecipeError for a metric that there is not."""
+    if grpo.stop_at_validation_metric is None:
+        return None
+    name, threshold = grpo.stop_at_validation_metric.removeprefix("val:"), grpo.stop_at_validation_threshold
+    if name not in metrics:
+        message = f"there is no validation metric {name!r}; known: {', '.join(metrics)}"
+        raise RecipeError([Problem("", "grpo.stop_at_validation_metric", message)])
+    value = metrics[name]
+    return None if value is None or value < threshold else f"validation {name} {value:.4g} has reached {threshold:g}"
+
+
+def validation_metrics(groups: list[Group]) -> dict[str, float | None]:
+    """See Validation. `groups`: at least one."""
     metrics = _scores(groups)
     by_task: dict[str, list[Group]] = defaultdict(list)
     for group in groups:
@@ -80,7 +101,7 @@ def _scores(groups: list[Group]) -> dict[str, float | None]:
     scored = [reward for reward in rewards if reward is not None]
     samples = [sample for group in groups for sample in group.samples]
     metrics: dict[str, float | None] = {
-        "accuracy": sum(reward == 1.0 for reward in scored) / len(scored) if scored else None,
+        "accuracy": sum(reward >= RIGHT for reward in scored) / len(scored) if scored else None,
         "reward": sum(scored) / len(scored) if scored else None,
         "num_samples": float(len(samples)),
         "num_failed_samples": float(len(rewards) - len(scored)),
@@ -89,17 +110,18 @@ def _scores(groups: list[Group]) -> dict[str, float | None]:
     }
     generations = len(groups[0].samples)
     if generations > 1:
-        solved = [any(score.reward == 1.0 for score in group.scores) for group in groups if group.failure is None]
-        metrics[f"pass@{generations}"] = sum(solved) / len(solved) if solved else None
+        right = [[score.reward >= RIGHT for score in group.scores if score.reward is not None] for group in groups]
+        metrics |= {f"pass@{k}": pass_at_k(right, k) for k in pass_numbers(generations)}
     return metrics
 
 
 def _shown(engines: EngineGroup, group: Group) -> ShownSample:
     trajectory, score = engines.cluster.fetch(group.samples[0].ref), group.scores[0]
+    first = next((i for i, turn in enumerate(trajectory.turns) if turn.loss_mask), len(trajectory.turns))
     return ShownSample(
         uid=group.uid,
-        prompt="".join(turn.text for turn in trajectory.turns if not turn.loss_mask),
-        response=trajectory.generated_text,
+        prompt="".join(turn.text for turn in trajectory.turns[:first]),
+        response="".join(turn.text for turn in trajectory.turns[first:]),
         truth=str(group.prompt["extra_env_info"].get("ground_truth")),
         answer=score.answer,
         reward=score.reward,

@@ -69,6 +69,12 @@ class PackedBatch:
         row = per_token[0, : sum(self.lengths)]
         return list(torch.split(row, list(self.lengths)))
 
+    def per_token(self, values: Tensor) -> Tensor:
+        """One value a sample [n] as one a token, [1, T]; 0 in the padding."""
+        if values.shape != (self.num_segments,):
+            raise ValueError(f"{tuple(values.shape)} values for the {self.num_segments} samples of the row")
+        return torch.cat([values, values.new_zeros(1)])[self.segments][None]
+
     def loss_inputs(self) -> dict[str, Any]:
         """The mapping that the loss functions of the objective take: columns, segments, num_segments."""
         return {**self.columns, "segments": self.segments, "num_segments": self.num_segments}

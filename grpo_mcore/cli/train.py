@@ -22,20 +22,25 @@ def train(config: MasterConfig, resume: str | bool | None = None) -> dict[str, o
     from grpo_mcore.algorithms.checkpoints import CheckpointManager
     from grpo_mcore.algorithms.grpo import grpo_train, setup
     from grpo_mcore.algorithms.setup import check_model, start_cluster, start_environments, wait_until_ready
-    from grpo_mcore.data import build_task_data, load_tokenizer
+    from grpo_mcore.data import TurnTemplate, build_task_data, load_tokenizer
     from grpo_mcore.observe import Logger
 
     check_model(config)
     checkpoints = CheckpointManager(config.checkpointing)
-    if checkpoints.find(resume) is None:
+    found = checkpoints.find(resume)
+    if found is None:
         checkpoints.refuse_to_mix()
     tokenizer_config = config.policy.tokenizer
     tokenizer = load_tokenizer(
         tokenizer_config.name, tokenizer_config.chat_template, tokenizer_config.chat_template_kwargs
     )
     longest = min(config.data.max_input_seq_length, config.policy.generation.vllm_cfg.max_model_len)
-    data = build_task_data(config.data.train, config.data.validation, tokenizer, longest)
-    with closing(Logger(config.logger, resume=bool(resume))) as logger:
+    data = build_task_data(
+        config.data.train, config.data.validation, tokenizer, longest, separate=config.data.use_multiple_dataloader
+    )
+    if config.grpo.max_rollout_turns > 1:
+        TurnTemplate(tokenizer)
+    with closing(Logger(config.logger, run=checkpoints.log_run(found))) as logger:
         print(f"starting policy and engines (logs: {logger.log_dir}) ...", flush=True)
         try:
             with start_cluster(config, logger.log_dir) as cluster:

@@ -9,7 +9,8 @@ from __future__ import annotations
 
 import json
 import random
-from collections.abc import Iterable
+import re
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -90,16 +91,18 @@ def demonstration(total: int, draw: random.Random, wrong_share: float) -> str:
     )
 
 
-def make_tokenizer(folder: str | Path) -> None:
-    """Saves a tokenizer with one token a character, short role tokens and a chat template."""
+def make_tokenizer(folder: str | Path, characters: str = CHARACTERS, words: Sequence[str] = ()) -> None:
+    """Saves a tokenizer with one token a character and one for each of `words`, short role tokens and a chat
+    template."""
     from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers
     from transformers import PreTrainedTokenizerFast
 
-    names = [*SPECIAL_TOKENS.values(), *ROLE_TOKENS, *CHARACTERS]
+    names = [*SPECIAL_TOKENS.values(), *ROLE_TOKENS, *characters, *words]
+    pieces = "|".join([*map(re.escape, words), r"[\s\S]"])
     tokenizer = Tokenizer(
         models.WordLevel({name: i for i, name in enumerate(names)}, unk_token=SPECIAL_TOKENS["unk_token"])
     )
-    tokenizer.pre_tokenizer = pre_tokenizers.Split(Regex(r"[\s\S]"), behavior="isolated")
+    tokenizer.pre_tokenizer = pre_tokenizers.Split(Regex(pieces), behavior="isolated")
     tokenizer.decoder = decoders.Fuse()  # characters joined without spaces
     fast = PreTrainedTokenizerFast(
         tokenizer_object=tokenizer,

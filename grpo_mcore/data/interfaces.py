@@ -5,9 +5,10 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, NotRequired, TypedDict
+from typing import TYPE_CHECKING, Any, NotRequired, TypedDict
 
-from torch import Tensor
+if TYPE_CHECKING:
+    from torch import Tensor
 
 
 class DataError(ValueError):
@@ -43,6 +44,8 @@ class DatumSpec(TypedDict):
     task_name: str
     uid: str
     """Names the prompt for the whole run: task and line or row, for example `data-train:17`."""
+    stop_strings: NotRequired[list[str] | None]
+    """Strings that end a generation, besides the recipe's; an environment may change them for later turns."""
 
 
 @dataclass

@@ -1,46 +1,128 @@
-"""JSONL read line by line, so that an error names its line."""
+"""Rows of JSONL and JSON files. All are checked once; a JSONL row is parsed again when it is read, so that a file of
+any size costs 24 bytes a row."""
 
 from __future__ import annotations
 
+import gzip
 import json
-from collections.abc import Callable
+import os
+import shutil
+import tempfile
+import weakref
+from array import array
+from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import Any
+from typing import IO, Any
 
 from grpo_mcore.data.interfaces import DataError
 
+_BOM = b"\xef\xbb\xbf"
+SUFFIXES = (".jsonl", ".json", ".jsonl.gz", ".json.gz")
 
-def read_jsonl(path: Path, check: Callable[[dict[str, Any], str], None]) -> tuple[list[dict[str, Any]], list[int]]:
-    """The objects and their line numbers (from 1). Blank lines are passed over.
+Check = Callable[[dict[str, Any], str], None]
+"""(row, "file:line") -> None; raises DataError for a row that lacks what it must have."""
 
-    `check(row, where)` raises DataError for a row that lacks what it must have. Raises DataError for a
-    missing file, an empty one, and a line that is not a JSON object.
+
+def is_json(path: str) -> bool:
+    """Whether a path is named like a file that `read_json` reads."""
+    return path.endswith(SUFFIXES)
+
+
+def read_json(path: Path, check: Check) -> tuple[Sequence[dict[str, Any]], Sequence[int]]:
+    """The objects of a file, and for each its line (from 1), or its place where the file is one list of objects.
+
+    One object a line; blank lines are passed over. A `.json` file may hold one list instead. Raises DataError for a
+    missing file, an empty one, and for the first row that is no JSON object or that `check` refuses.
     """
     if not path.is_file():
         raise DataError(f"data file not found: {path}")
-    rows: list[dict[str, Any]] = []
-    lines: list[int] = []
-    with path.open(encoding="utf-8") as file:
-        try:
-            for number, line in enumerate(file, start=1):
-                if not line.strip():
-                    continue
-                row = _parse(line, f"{path}:{number}")
-                check(row, f"{path}:{number}")
-                rows.append(row)
-                lines.append(number)
-        except UnicodeDecodeError as error:
-            raise DataError(f"{path}:{len(rows) + 1} or later: not UTF-8 text ({error.reason})") from error
+    with _open(path) as file:
+        rows, numbers = _read_list(file, path, check) if _is_list(file) else _index(file, path, check)
     if not rows:
         raise DataError(f"{path}: the dataset is empty")
-    return rows, lines
+    return rows, numbers
 
 
-def _parse(line: str, where: str) -> dict[str, Any]:
+def _open(path: Path) -> IO[bytes]:
+    """The file's bytes, unpacked: rows are read from any place of it."""
+    if path.suffix != ".gz":
+        return path.open("rb")
+    unpacked = tempfile.TemporaryFile()
     try:
-        row = json.loads(line.rstrip("\n"))
+        with gzip.open(path) as packed:
+            shutil.copyfileobj(packed, unpacked)
+    except (OSError, EOFError) as error:
+        unpacked.close()
+        raise DataError(f"{path}: not a whole gzip file ({error})") from error
+    unpacked.seek(0)
+    return unpacked
+
+
+def _is_list(file: IO[bytes]) -> bool:
+    """Whether the file is one list of objects."""
+    head = file.read(4096).removeprefix(_BOM).lstrip()
+    file.seek(0)
+    return head.startswith(b"[") and head[1:].lstrip()[:1] in (b"{", b"]", b"")
+
+
+def _read_list(file: IO[bytes], path: Path, check: Check) -> tuple[list[dict[str, Any]], Sequence[int]]:
+    rows = parse(file.read().removeprefix(_BOM), str(path), kind=list)
+    for number, row in enumerate(rows):
+        where = f"{path}, object {number}"
+        if not isinstance(row, dict):
+            raise DataError(f"{where}: expected a JSON object, got {type(row).__name__}")
+        check(row, where)
+    return rows, range(len(rows))
+
+
+def _index(file: IO[bytes], path: Path, check: Check) -> tuple[JsonLines, array[int]]:
+    starts, lengths, numbers = array("Q"), array("Q"), array("Q")
+    start = 0
+    for number, line in enumerate(file, start=1):
+        text = line.removeprefix(_BOM) if number == 1 else line
+        if text.strip():
+            where = f"{path}:{number}"
+            check(parse(text, where), where)
+            starts.append(start + len(line) - len(text))
+            lengths.append(len(text))
+            numbers.append(number)
+        start += len(line)
+    return JsonLines(os.dup(file.fileno()), str(path), starts, lengths, numbers), numbers
+
+
+class JsonLines(Sequence[dict[str, Any]]):
+    """The objects of an open JSONL file, parsed when they are read."""
+
+    def __init__(
+        self, descriptor: int, path: str, starts: Sequence[int], lengths: Sequence[int], numbers: Sequence[int]
+    ) -> None:
+        """`descriptor`: of the file; closed with this object. `starts`, `lengths`: bytes of each row."""
+        self._descriptor, self._path = descriptor, path
+        self._starts, self._lengths, self._numbers = starts, lengths, numbers
+        weakref.finalize(self, os.close, descriptor)
+
+    def __len__(self) -> int:
+        return len(self._starts)
+
+    def __getitem__(self, index: int) -> dict[str, Any]:  # type: ignore[override]
+        text = os.pread(self._descriptor, self._lengths[index], self._starts[index])
+        return parse(text, f"{self._path}:{self._numbers[index]}")
+
+
+def parse(text: bytes, where: str, kind: type = dict) -> Any:
+    """The JSON object (or list) that UTF-8 text holds. Raises DataError."""
+    try:
+        value = json.loads(text.decode())
+        if b"\\ud" in text or b"\\uD" in text:  # half a surrogate pair is valid JSON, but no text
+            json.dumps(value, ensure_ascii=False).encode()
+    except UnicodeDecodeError as error:
+        raise DataError(f"{where}: not UTF-8 text ({error.reason}, byte {error.start})") from error
+    except UnicodeEncodeError as error:
+        raise DataError(f"{where}: half a surrogate pair in a text, such as \\ud800; it stands for nothing") from error
     except json.JSONDecodeError as error:
         raise DataError(f"{where}: not JSON ({error.msg}, column {error.colno}); one JSON object a line") from error
-    if not isinstance(row, dict):
-        raise DataError(f"{where}: expected a JSON object, got {type(row).__name__}; one JSON object a line")
-    return row
+    except (ValueError, RecursionError) as error:
+        raise DataError(f"{where}: not usable JSON ({error})") from error
+    if not isinstance(value, kind):
+        raise DataError(f"{where}: expected a JSON object, got {type(value).__name__}; one JSON object a line")
+    return value

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 import warnings
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import numpy as np
@@ -23,6 +23,7 @@ def build_dataloader(
     shuffle: bool,
     seed: int,
     drop_last: bool = True,
+    collate: Callable[[list[DatumSpec], int], Any] | None = None,
 ) -> StatefulDataLoader:
     """A loader whose batches are `list[DatumSpec]`; one pass over it is one epoch.
 
@@ -30,6 +31,8 @@ def build_dataloader(
     dropped with `drop_last` (training; see `loader.batch_sampler.dropped`) and is a smaller batch without
     (validation). `state_dict()` between two batches and `load_state_dict()` in a new loader give exactly the
     following batches. The driver reads the data itself: a prompt is tokenised in well under a millisecond.
+
+    `collate(batch, epoch)`: what to give in place of the list.
     """
     if drop_last and dataset.usable_at_most() < batch_size:
         raise DataError(
@@ -37,14 +40,29 @@ def build_dataloader(
             f"{batch_size}; lower the batch size or add data ({dataset.excluded})"
         )
     sampler = PromptBatchSampler(dataset, batch_size, shuffle, seed, drop_last)
+
+    def collated(batch: list[DatumSpec]) -> Any:
+        return batch if collate is None else collate(batch, sampler.epoch)
+
     with warnings.catch_warnings():  # torchdata 0.11 calls a function that torch 2.13 calls deprecated
         warnings.filterwarnings("ignore", message="'set_vital' is deprecated")
-        return StatefulDataLoader(dataset, batch_sampler=sampler, collate_fn=_as_it_is, num_workers=0)
+        return PromptLoader(dataset, batch_sampler=sampler, collate_fn=collated, num_workers=0)
+
+
+class PromptLoader(StatefulDataLoader):
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Raises DataError for a state of several loaders."""
+        if "loaders" in state_dict:
+            raise DataError(
+                "cannot go on with this data: the checkpoint is of a run with data.use_multiple_dataloader: true; "
+                "restore it, or start a new run"
+            )
+        super().load_state_dict(state_dict)
 
 
 class PromptBatchSampler(Sampler[list[int]]):
-    """Draws the indices of batches. `epoch` is the one that the next pass reads; `dropped` counts the
-    prompts that the passes so far left over."""
+    """Draws the indices of batches. `epoch` is that of the pass under way, or else the one that the next pass reads;
+    a pass that is given up before its end is an epoch too. `dropped` counts the prompts that did not fill a batch."""
 
     def __init__(
         self, dataset: AllTaskProcessedDataset, batch_size: int, shuffle: bool, seed: int, drop_last: bool
@@ -56,9 +74,13 @@ class PromptBatchSampler(Sampler[list[int]]):
         self.drop_last = drop_last
         self.epoch = 0
         self.dropped = 0
+        self._pass: _Pass | None = None
 
     def __iter__(self) -> Iterator[list[int]]:
-        return _Pass(self)
+        if self._pass is not None and self._pass.is_under_way:
+            self.epoch += 1
+        self._pass = _Pass(self)
+        return self._pass
 
     def __len__(self) -> int:
         """Batches of one epoch; at most, where not all prompts are checked yet."""
@@ -82,6 +104,10 @@ class _Pass(Iterator[list[int]]):
         self.batches = 0
         self._order = sampler.order(self.epoch)
         self._over = False
+
+    @property
+    def is_under_way(self) -> bool:
+        return self.batches > 0 and not self._over
 
     def __next__(self) -> list[int]:
         sampler = self.sampler
@@ -140,7 +166,3 @@ class _Pass(Iterator[list[int]]):
         self.sampler.epoch = self.epoch + self._over
         self.sampler.dropped = state["dropped"]
         self._order = self.sampler.order(self.epoch)
-
-
-def _as_it_is(batch: list[DatumSpec]) -> list[DatumSpec]:
-    return batch

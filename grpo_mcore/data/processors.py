@@ -9,10 +9,9 @@ from __future__ import annotations
 
 from typing import Any
 
-import torch
-
 from grpo_mcore.data.imports import import_by_path
 from grpo_mcore.data.interfaces import DataError, DatumSpec, Message, TaskDataProcessFnCallable, TaskDataSpec
+from grpo_mcore.rollout.sliding_puzzle import ACTION_END
 
 _OWN_KEYS = ("messages", "task_name", "uid")
 
@@ -45,6 +44,19 @@ def math_data_processor(
     return _prompt_datum(prompt, answer, datum_dict, task_data_spec, tokenizer, max_seq_length, idx)
 
 
+def sliding_puzzle_processor(
+    datum_dict: dict[str, Any],
+    task_data_spec: TaskDataSpec,
+    tokenizer: Any,
+    max_seq_length: int | None,
+    idx: int,
+) -> DatumSpec:
+    """Rows of the dataset SlidingPuzzle. A turn ends with the action in it."""
+    datum = math_hf_data_processor(datum_dict, task_data_spec, tokenizer, max_seq_length, idx)
+    datum["stop_strings"] = [ACTION_END]
+    return datum
+
+
 def sft_processor(
     datum_dict: dict[str, Any],
     task_data_spec: TaskDataSpec,
@@ -64,8 +76,8 @@ def sft_processor(
     for index, message in enumerate(messages):
         if message["role"] != "assistant":
             continue
-        before = _render(tokenizer, messages[:index], uid, add_generation_prompt=True)
-        after = _render(tokenizer, messages[: index + 1], uid, add_generation_prompt=False)
+        before = _render(tokenizer, messages[:index], uid, datum_dict, add_generation_prompt=True)
+        after = _render(tokenizer, messages[: index + 1], uid, datum_dict, add_generation_prompt=False)
         if not (before.startswith(done) and after.startswith(before)):
             raise DataError(
                 f"{uid}: the chat template renders earlier turns differently once later ones follow; "
@@ -75,6 +87,8 @@ def sft_processor(
         done = after
     if not turns:
         raise DataError(f"{uid}: no assistant message in it, nothing to learn from")
+    import torch  # not before a row is tokenised: fields are checked without it
+
     log = _tokenise(turns, tokenizer)
     for turn in log:
         turn["token_loss_mask"] = torch.full_like(turn["token_ids"], turn["role"] == "assistant")
@@ -87,6 +101,7 @@ PROCESSORS: dict[str, TaskDataProcessFnCallable] = {
     "default": math_hf_data_processor,
     "math_hf_data_processor": math_hf_data_processor,
     "math_data_processor": math_data_processor,
+    "sliding_puzzle_processor": sliding_puzzle_processor,
     "sft_processor": sft_processor,
 }
 
@@ -114,7 +129,7 @@ def _prompt_datum(
     truth = answer if row.get("ground_truth") is None else row["ground_truth"]
     if truth is None:
         raise DataError(f"{uid}: neither an answer ({spec.output_key!r}) nor a 'ground_truth' to check against")
-    text = _render(tokenizer, _with_task_prompts(prompt, spec), uid, add_generation_prompt=True)
+    text = _render(tokenizer, _with_task_prompts(prompt, spec), uid, row, add_generation_prompt=True)
     log = _tokenise([("user", text)], tokenizer)
     length = len(log[0]["token_ids"])
     fits = max_seq_length is None or length < max_seq_length
@@ -165,15 +180,23 @@ def _with_task_prompts(messages: list[dict[str, Any]], spec: TaskDataSpec) -> li
     return messages
 
 
-def _render(tokenizer: Any, messages: list[dict[str, Any]], uid: str, add_generation_prompt: bool) -> str:
+def _render(
+    tokenizer: Any, messages: list[dict[str, Any]], uid: str, row: dict[str, Any], *, add_generation_prompt: bool
+) -> str:
+    """The messages, and the row's `tools` where it has some, as the chat template writes them."""
+    tools = {"tools": row["tools"]} if row.get("tools") else {}
     try:
-        return tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=add_generation_prompt)
+        return tokenizer.apply_chat_template(
+            messages, tokenize=False, add_generation_prompt=add_generation_prompt, **tools
+        )
     except Exception as error:  # a template is a program of the model's author and raises what it likes
         raise DataError(f"{uid}: the chat template refuses it: {type(error).__name__}: {error}") from error
 
 
 def _tokenise(turns: list[tuple[str, str]], tokenizer: Any) -> list[Message]:
     """(role, text) pairs as messages. The template has put in all special tokens; the tokenizer adds none."""
+    import torch
+
     encoded = tokenizer([text for _, text in turns], add_special_tokens=False)["input_ids"]
     return [
         Message(role=role, content=text, token_ids=torch.tensor(ids, dtype=torch.int64))

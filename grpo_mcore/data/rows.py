@@ -1,4 +1,4 @@
-"""A view on the rows of a file or of a Hugging Face dataset: formatted when read, never copied."""
+"""Views on the rows of a file or of a Hugging Face dataset: formatted when read, never copied."""
 
 from __future__ import annotations
 
@@ -73,7 +73,27 @@ class Joined(Sequence[dict[str, Any]]):
         return int(self._ends[-1])
 
     def __getitem__(self, index: int) -> dict[str, Any]:  # type: ignore[override]
-        index = range(len(self))[index]
+        part, at = self.locate(range(len(self))[index])
+        return self._parts[part][at]
+
+    def locate(self, index: int) -> tuple[int, int]:
+        """(which dataset, which of its rows)."""
         part = int(np.searchsorted(self._ends, index, side="right"))
-        first = int(self._ends[part - 1]) if part else 0
-        return self._parts[part][index - first]
+        return part, index - (int(self._ends[part - 1]) if part else 0)
+
+
+class InTurn(Sequence[dict[str, Any]]):
+    """A row of each dataset in turn, until all have ended: the first n rows are shared out as evenly as can be."""
+
+    def __init__(self, parts: Sequence[Sequence[dict[str, Any]]]) -> None:
+        self._parts = parts
+        part = np.repeat(np.arange(len(parts)), [len(rows) for rows in parts])
+        at = np.concatenate([np.arange(len(rows)) for rows in parts])
+        order = np.lexsort((part, at))
+        self._part, self._at = part[order], at[order]
+
+    def __len__(self) -> int:
+        return len(self._part)
+
+    def __getitem__(self, index: int) -> dict[str, Any]:  # type: ignore[override]
+        return self._parts[int(self._part[index])][int(self._at[index])]

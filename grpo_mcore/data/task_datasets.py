@@ -7,6 +7,7 @@ training; beyond that, each is checked when a loader first comes to it.
 from __future__ import annotations
 
 import logging
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -27,18 +28,22 @@ log = logging.getLogger(__name__)
 
 @dataclass(frozen=True)
 class Excluded:
-    """What was left out so far: `count` of `checked` rows, of `total` in the dataset; the first few uids."""
+    """What was left out so far: `count` of `checked` rows, of `total` in the dataset; the first few uids; how many for
+    each reason."""
 
     count: int
     uids: tuple[str, ...]
     checked: int
     total: int
+    reasons: Mapping[str, int]
 
     def __str__(self) -> str:
         if not self.count:
             return f"none of {self.checked} prompts excluded"
         names = ", ".join(self.uids) + (", ..." if self.count > len(self.uids) else "")
-        return f"{self.count} of {self.checked} prompts excluded as too long or invalid: {names}"
+        why = ", ".join(f"{reason}: {count}" for reason, count in sorted(self.reasons.items()))
+        why = next(iter(self.reasons)) if len(self.reasons) == 1 else f"unusable ({why})"
+        return f"{self.count} of {self.checked} prompts excluded as {why}: {names}"
 
 
 class AllTaskProcessedDataset(Dataset[DatumSpec]):
@@ -65,6 +70,7 @@ class AllTaskProcessedDataset(Dataset[DatumSpec]):
         self.max_seq_length = max_seq_length
         self._state = bytearray(len(dataset))
         self._first_excluded: list[str] = []
+        self._reasons: Counter[str] = Counter()
         self._kept: dict[int, DatumSpec] = {}
         self._kept_tokens = 0
         if len(dataset) <= CHECK_AT_ONCE:
@@ -87,6 +93,8 @@ class AllTaskProcessedDataset(Dataset[DatumSpec]):
 
     def _process(self, idx: int) -> DatumSpec:
         row = self.dataset[idx]
+        if "unusable" in row:
+            return _nothing(row, idx)
         if callable(self.task_data_processors):
             spec, processor = self.default_task_data_spec, self.task_data_processors
         else:
@@ -100,6 +108,7 @@ class AllTaskProcessedDataset(Dataset[DatumSpec]):
             excluded = datum["loss_multiplier"] == 0
             self._state[idx] = _EXCLUDED if excluded else _USABLE
             if excluded:
+                self._reasons[datum["extra_env_info"].get("unusable", "too long or invalid")] += 1
                 self._note(datum)
         return self._state[idx] == _USABLE
 
@@ -114,6 +123,7 @@ class AllTaskProcessedDataset(Dataset[DatumSpec]):
             uids=tuple(self._first_excluded),
             checked=len(self) - self._state.count(_UNCHECKED),
             total=len(self),
+            reasons=dict(self._reasons),
         )
 
     def _of_task(self, row: dict[str, Any], idx: int) -> tuple[TaskDataSpec, TaskDataProcessFnCallable]:
@@ -135,8 +145,18 @@ class AllTaskProcessedDataset(Dataset[DatumSpec]):
         if len(self._first_excluded) < _UIDS_SHOWN:
             self._first_excluded.append(datum["uid"])
         if len(self) > CHECK_AT_ONCE and self._state.count(_EXCLUDED) == 1:
-            log.warning(
-                "prompt %s has %d tokens and is excluded; if more follow, they are counted per epoch",
-                datum["uid"],
-                datum["length"],
-            )
+            reason = datum["extra_env_info"].get("unusable", f"it has {datum['length']} tokens")
+            log.warning("prompt %s is excluded: %s; if more follow, they are counted per epoch", datum["uid"], reason)
+
+
+def _nothing(row: dict[str, Any], idx: int) -> DatumSpec:
+    """Stands for a row that its dataset calls unusable."""
+    return DatumSpec(
+        message_log=[],
+        length=0,
+        extra_env_info={"unusable": row["unusable"]},
+        loss_multiplier=0.0,
+        idx=idx,
+        task_name=row["task_name"],
+        uid=row["uid"],
+    )

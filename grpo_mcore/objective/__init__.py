@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from grpo_mcore.objective.advantages import (
-    Advantages,
+    AdvantageEstimate,
     GroupStats,
     clip_advantages,
     group_index,
@@ -11,28 +11,42 @@ from grpo_mcore.objective.advantages import (
     grpo_advantages,
 )
 from grpo_mcore.objective.checks import nonfinite_samples
+from grpo_mcore.objective.combine import METRIC_REDUCTIONS, CombinedMetrics, combine_metrics, step_metrics
 from grpo_mcore.objective.config import ClippedPGLossConfig
+from grpo_mcore.objective.estimators import estimate_advantages
+from grpo_mcore.objective.kl_in_reward import SampleKL, kl_to_go, token_advantages
 from grpo_mcore.objective.loss import ClippedPGLossFn
-from grpo_mcore.objective.metrics import METRIC_REDUCTIONS, combine_metrics, without_empty_extremes
+from grpo_mcore.objective.pass_at_k import RIGHT, pass_at_k, pass_numbers
 from grpo_mcore.objective.reduce import valid_counts
-from grpo_mcore.objective.rewards import overlong_filter, scale_reward_values
+from grpo_mcore.objective.rewards import overlong_filter, scale_reward_values, shape_rewards
+from grpo_mcore.objective.sample_stats import sample_stats
 from grpo_mcore.objective.sft_loss import NLLLossFn
 
 __all__ = [
     "METRIC_REDUCTIONS",
-    "Advantages",
+    "RIGHT",
+    "AdvantageEstimate",
     "ClippedPGLossConfig",
     "ClippedPGLossFn",
+    "CombinedMetrics",
     "GroupStats",
     "NLLLossFn",
+    "SampleKL",
     "clip_advantages",
     "combine_metrics",
+    "estimate_advantages",
     "group_index",
     "group_stats",
     "grpo_advantages",
+    "kl_to_go",
     "nonfinite_samples",
     "overlong_filter",
+    "pass_at_k",
+    "pass_numbers",
+    "sample_stats",
     "scale_reward_values",
+    "shape_rewards",
+    "step_metrics",
+    "token_advantages",
     "valid_counts",
-    "without_empty_extremes",
 ]

@@ -16,6 +16,9 @@ EQUAL_REWARDS_TOLERANCE = 1e-6
 signal.
 """
 
+ROUNDING_SCALE = 0.1
+"""Rewards smaller than this are compared as if they were as large: a 0 that came of 0.3 - 0.1 - 0.2 is off by 1e-8."""
+
 
 @dataclass(frozen=True)
 class GroupStats:
@@ -40,21 +43,17 @@ class GroupStats:
         """bool [K]: groups whose rewards differ, the ones that give a gradient."""
         return self.std > 0
 
-    @property
-    def failed(self) -> Tensor:
-        """int64 []: samples left out."""
-        return (~self.valid).sum()
-
 
 @dataclass(frozen=True)
-class Advantages:
-    """Advantages of N samples and what they were computed from."""
+class AdvantageEstimate:
+    """Advantages of N samples: token t of sample i trains with advantages[i] - kl_weight * kl_to_go[i, t]."""
 
     advantages: Tensor
     """float64 [N]; 0 for failed samples."""
-    baseline: Tensor
-    """float64 [N]: what was subtracted from the reward."""
     groups: GroupStats
+    """Of the rewards that the advantages were computed from."""
+    kl_weight: float = 0.0
+    """Above 0 only where the KL is taken from the advantage token by token."""
 
 
 def group_index(keys: Sequence[Hashable]) -> Tensor:
@@ -69,11 +68,7 @@ def group_stats(rewards: Tensor, group_ids: Tensor, valid: Tensor | None = None)
     rewards [N] (any float; failed samples may hold NaN), group_ids int [N], valid bool [N] (None: all).
     Raises ValueError if shapes differ or a valid reward is not finite.
     """
-    if (
-        rewards.ndim != 1
-        or group_ids.shape != rewards.shape
-        or (valid is not None and valid.shape != rewards.shape)
-    ):
+    if rewards.ndim != 1 or group_ids.shape != rewards.shape or (valid is not None and valid.shape != rewards.shape):
         shapes = [tuple(t.shape) for t in (rewards, group_ids, valid) if t is not None]
         raise ValueError(f"rewards, group_ids and valid must be 1-d and of one length, not {shapes}")
     valid = torch.ones_like(rewards, dtype=torch.bool) if valid is None else valid.to(torch.bool)
@@ -94,7 +89,8 @@ def group_stats(rewards: Tensor, group_ids: Tensor, valid: Tensor | None = None)
     size = total(valid.to(torch.int64))
     mean = total(values) / size.clamp(min=1)
     low, high = extreme(torch.inf, "amin"), extreme(-torch.inf, "amax")
-    equal = (size < 2) | (high - low <= EQUAL_REWARDS_TOLERANCE * torch.maximum(low.abs(), high.abs()))
+    largest = torch.maximum(low.abs(), high.abs()).clamp(min=ROUNDING_SCALE)
+    equal = (size < 2) | (high - low <= EQUAL_REWARDS_TOLERANCE * largest)
     deviation = torch.where(valid & ~equal[index], values - mean[index], 0.0)
     std = (total(deviation.square()) / (size - 1).clamp(min=1)).sqrt()
     return GroupStats(index, valid, deviation, size, mean, std)
@@ -108,22 +104,22 @@ def grpo_advantages(
     normalize: bool = True,
     leave_one_out: bool = True,
     eps: float = 1e-6,
-) -> Advantages:
+) -> AdvantageEstimate:
     """A = r - baseline, divided by (std + eps) of the whole group when `normalize`.
 
     The baseline is the group's mean, or the mean of its other samples (leave_one_out): then
     A = (r - mean) * n / (n - 1). A group with equal rewards, or with one sample, gives exactly 0.
-    Arguments as for `group_stats`.
+    Arguments as for `group_stats`. GRPO: arXiv 2402.03300, section 4.1.2.
     """
     groups = group_stats(rewards, group_ids, valid)
-    size = groups.size[groups.index].to(torch.float64)
-    difference = groups.deviation
+    advantages = groups.deviation
     if leave_one_out:
-        difference = difference * size / (size - 1).clamp(min=1)
-    baseline = torch.where(groups.valid, rewards.to(torch.float64) - difference, 0.0)
-    std = groups.std[groups.index]
-    advantages = torch.where(std > 0, difference / (std + eps), difference) if normalize else difference
-    return Advantages(advantages, baseline, groups)
+        size = groups.size[groups.index].to(torch.float64)
+        advantages = advantages * size / (size - 1).clamp(min=1)
+    if normalize:
+        std = groups.std[groups.index]
+        advantages = torch.where(std > 0, advantages / (std + eps), advantages)
+    return AdvantageEstimate(advantages, groups)
 
 
 def clip_advantages(advantages: Tensor, low: float | None = None, high: float | None = None) -> Tensor:

@@ -10,6 +10,8 @@ from torch import Tensor
 from grpo_mcore.objective.config import ClippedPGLossConfig
 from grpo_mcore.objective.reduce import MaskedTokens
 
+_LARGEST_LOG = 700.0  # exp of it is still a float64
+
 
 @dataclass(frozen=True)
 class ImportanceWeights:
@@ -39,28 +41,56 @@ def log_ratio(numerator: Tensor, denominator: Tensor, tokens: MaskedTokens, *, b
 
 
 def importance_weights(
-    prev: Tensor, generation: Tensor, tokens: MaskedTokens, cfg: ClippedPGLossConfig
+    prev: Tensor, generation: Tensor, tokens: MaskedTokens, cfg: ClippedPGLossConfig, ages: Tensor | None = None
 ) -> ImportanceWeights:
-    """w = exp(prev - generation), by token or (sequence_level_importance_ratios) by sequence; not finite
-    counts as 0.
+    """w = exp(prev - generation), by token or (sequence_level_importance_ratios) by sequence: the geometric mean
+    of the sequence's token weights, or with sequence_importance_weight=product their product.
 
     tis: w clamped to [low, high]. icepop: w where it lies inside, else 0. seq-mask-tis: token weights, 0 for
-    all tokens of a sequence whose geometric mean lies outside.
+    all tokens of a sequence whose geometric mean lies outside. A log-weight that is not finite gives 0.
+
+    ages: float64 [N], trajectory age of each token; read for truncated_importance_sampling_ratio_by_age.
     """
     by_sequence = cfg.sequence_level_importance_ratios
     prev, generation = prev.detach(), generation.detach()
-    raw = _weight(log_ratio(prev, generation, tokens, by_sequence=by_sequence))
+    if cfg.sequence_importance_weight == "product":
+        log_weight = tokens.expand(tokens.sum_by_sequence(prev - generation))
+    else:
+        log_weight = log_ratio(prev, generation, tokens, by_sequence=by_sequence)
+    raw = _weight(log_weight)
     kind = cfg.truncated_importance_sampling_type
     if kind is None:
         return ImportanceWeights(raw, raw, None, by_sequence, by_sequence)
-    high = cfg.truncated_importance_sampling_ratio
-    low = cfg.truncated_importance_sampling_ratio_min or 0.0
     masks_sequences = kind == "seq-mask-tis"
+    bounds_sequences = by_sequence or masks_sequences
+    high = upper_bound(tokens, cfg, ages, by_sequence=bounds_sequences)
+    low = cfg.truncated_importance_sampling_ratio_min or 0.0
     bounded = _weight(log_ratio(prev, generation, tokens, by_sequence=True)) if masks_sequences else raw
     outside = (bounded < low) | (bounded > high)
-    weight = raw.clamp(low, high) if kind == "tis" else torch.where(outside, 0.0, raw)
-    return ImportanceWeights(weight, raw, outside, by_sequence, by_sequence or masks_sequences)
+    weight = raw.clamp(min=low).clamp(max=high) if kind == "tis" else torch.where(outside, 0.0, raw)
+    return ImportanceWeights(weight, raw, outside, by_sequence, bounds_sequences)
+
+
+def upper_bound(
+    tokens: MaskedTokens, cfg: ClippedPGLossConfig, ages: Tensor | None, *, by_sequence: bool
+) -> float | Tensor:
+    """The bound that weights are held to: one number, or by age one a token, float64 [N].
+
+    Age a has the bound at entry min(a, last). by_sequence: the age is that of the sequence's oldest counting token.
+    """
+    by_age = cfg.truncated_importance_sampling_ratio_by_age
+    if by_age is None:
+        assert cfg.truncated_importance_sampling_ratio is not None  # the config sees to it
+        return cfg.truncated_importance_sampling_ratio
+    assert ages is not None  # the loss refuses a batch without them
+    if by_sequence:
+        ages = tokens.expand(tokens.maximum_by_sequence(ages))
+    # Not a table to look up: that would be a copy to the device in every micro-batch.
+    bound = torch.full_like(ages, by_age[0])
+    for age, value in enumerate(by_age[1:], start=1):
+        bound = torch.where(ages >= age, value, bound)
+    return bound
 
 
 def _weight(log_weight: Tensor) -> Tensor:
-    return torch.exp(log_weight).nan_to_num(nan=0.0, posinf=0.0, neginf=0.0)
+    return torch.where(torch.isfinite(log_weight), torch.exp(log_weight.clamp(max=_LARGEST_LOG)), 0.0)

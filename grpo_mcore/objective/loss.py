@@ -12,7 +12,7 @@ from torch import Tensor
 from grpo_mcore.objective.config import ClippedPGLossConfig
 from grpo_mcore.objective.importance import ImportanceWeights, importance_weights, log_ratio
 from grpo_mcore.objective.kl import kl_penalty
-from grpo_mcore.objective.metrics import mismatch_metrics, ratio_metrics, weight_metrics
+from grpo_mcore.objective.metrics import age_metrics, mismatch_by_token, mismatch_metrics, ratio_metrics
 from grpo_mcore.objective.reduce import Count, MaskedTokens
 
 
@@ -29,12 +29,16 @@ class ClippedPGLossFn:
     """loss = mean(w * policy term) + beta * mean(KL) + mu * mean(NLL of positive samples).
 
     `prev_equals_curr` says that the previous policy is the current one (the first and only optimizer step of
-    a step), so that a batch needs no prev_logprobs.
+    a step), so that a batch needs no prev_logprobs. `max_age`: report by trajectory age from 0 to this one, for
+    batches with `ages`.
     """
 
-    def __init__(self, cfg: Any, *, prev_equals_curr: bool = False) -> None:
+    def __init__(self, cfg: Any, *, prev_equals_curr: bool = False, max_age: int | None = None) -> None:
+        if max_age is not None and max_age < 0:
+            raise ValueError(f"max_age is {max_age}; the youngest trajectories have age 0")
         self.cfg = ClippedPGLossConfig.from_any(cfg)
         self.prev_equals_curr = prev_equals_curr
+        self.max_age = max_age
 
     def __call__(
         self,
@@ -49,32 +53,32 @@ class ClippedPGLossFn:
         element t belongs to token t, and the first token of a sequence is never trained. batch: advantages,
         token_mask (as curr_logprobs), sample_mask ([B], or as curr_logprobs), and as the config asks:
         prev_logprobs, generation_logprobs, reference_policy_logprobs (as curr_logprobs), rewards ([B], or as
-        curr_logprobs). generation_logprobs also give the mismatch metrics where they are present.
+        curr_logprobs), ages (int64, as curr_logprobs, or [T] like segments: trajectory age of each token).
+        generation_logprobs and ages also give metrics where they are present.
         global_valid_seqs, global_valid_toks: counts over all micro-batches and data-parallel ranks, numbers
         or tensors, see `valid_counts`.
 
-        Returns scalars in float64, on the device and without a copy to the host. Losses add up over
-        micro-batches and ranks; so do metrics, but for the ones that METRIC_REDUCTIONS declares as min or
-        max. Raises ValueError where an entry is missing or has the wrong shape.
+        Returns the loss, a scalar, and the metrics: scalars, but for sequence_mult_prob_error_p95, which is one
+        value a sequence. All float64, on the device and without a copy to the host. Losses add up over
+        micro-batches and ranks; metrics are for `combine_metrics` and `step_metrics`. Raises ValueError where an
+        entry is missing or has the wrong shape.
         """
         cfg = self.cfg
         tokens = MaskedTokens.from_batch(curr_logprobs.shape, batch, global_valid_seqs, global_valid_toks)
-        by_sequence = not cfg.token_level_loss
         curr = tokens.column(curr_logprobs, "curr_logprobs")
         prev = self._prev(curr, batch, tokens)
         generation = self._generation(batch, tokens)
+        ages = self._ages(batch, tokens)
         advantages = _column(batch, "advantages", tokens, "the policy term")
 
         term = policy_term(curr, prev, advantages, tokens, cfg)
-        weights = None if generation is None else importance_weights(prev, generation, tokens, cfg)
-        policy_loss = tokens.mean(self._weighted(term.loss, weights), by_sequence=by_sequence)
+        weights = None if generation is None else importance_weights(prev, generation, tokens, cfg, ages)
+        policy_loss = objective_mean(self._weighted(term.loss, weights), tokens, cfg)
         loss = policy_loss
         metrics = {"policy_loss": policy_loss.detach()}
 
         if cfg.reference_policy_kl_penalty > 0 and not cfg.use_kl_in_reward:
-            reference = _column(
-                batch, "reference_policy_logprobs", tokens, "loss_fn.reference_policy_kl_penalty > 0"
-            )
+            reference = _column(batch, "reference_policy_logprobs", tokens, "loss_fn.reference_policy_kl_penalty > 0")
             penalty = kl_penalty(
                 curr,
                 reference,
@@ -83,36 +87,32 @@ class ClippedPGLossFn:
                 input_clamp=cfg.kl_input_clamp_value,
                 output_clamp=cfg.kl_output_clamp_value,
             )
-            kl = tokens.mean(penalty, by_sequence=by_sequence)
+            kl = objective_mean(penalty, tokens, cfg)
             loss = loss + cfg.reference_policy_kl_penalty * kl
             metrics["kl_penalty"] = kl.detach()
 
         if cfg.positive_example_nll_weight > 0:
-            nll = positive_nll(
-                curr, _needed(batch, "rewards", "loss_fn.positive_example_nll_weight > 0"), tokens
-            )
+            nll = positive_nll(curr, _needed(batch, "rewards", "loss_fn.positive_example_nll_weight > 0"), tokens)
             loss = loss + cfg.positive_example_nll_weight * nll
             metrics["positive_nll_loss"] = nll.detach()
 
         with torch.no_grad():
             metrics["loss"] = loss.detach()
             metrics["num_valid_samples"] = (tokens.sample_weight > 0).sum().to(torch.float64)
-            metrics |= ratio_metrics(
-                term.ratio.detach(), term.clipped_ratio.detach(), advantages, tokens, cfg
-            )
+            metrics |= ratio_metrics(term.ratio.detach(), term.clipped_ratio.detach(), advantages, tokens, cfg)
+            by_token: dict[str, Tensor] = {}
             if generation is not None and weights is not None:
-                metrics |= weight_metrics(weights, tokens)
-                metrics |= mismatch_metrics(
-                    curr.detach(), prev, generation, tokens, cfg.reference_policy_kl_type
-                )
+                kind = cfg.reference_policy_kl_type
+                by_token = mismatch_by_token(prev, generation, weights, kind)
+                metrics |= mismatch_metrics(curr.detach(), prev, generation, weights, by_token, tokens, kind)
+            if ages is not None:
+                metrics |= age_metrics(ages, by_token, tokens, self.max_age)
         return loss, metrics
 
     def _prev(self, curr: Tensor, batch: Mapping[str, Any], tokens: MaskedTokens) -> Tensor:
         if batch.get("prev_logprobs") is None and (self.cfg.force_on_policy_ratio or self.prev_equals_curr):
             return curr.detach()
-        return _column(
-            batch, "prev_logprobs", tokens, "the policy ratio (without loss_fn.force_on_policy_ratio)"
-        )
+        return _column(batch, "prev_logprobs", tokens, "the policy ratio (without loss_fn.force_on_policy_ratio)")
 
     def _generation(self, batch: Mapping[str, Any], tokens: MaskedTokens) -> Tensor | None:
         for name in ("use_importance_sampling_correction", "use_on_policy_kl_approximation"):
@@ -122,10 +122,31 @@ class ClippedPGLossFn:
             return None
         return _column(batch, "generation_logprobs", tokens, "the mismatch metrics")
 
+    def _ages(self, batch: Mapping[str, Any], tokens: MaskedTokens) -> Tensor | None:
+        if self.cfg.truncated_importance_sampling_ratio_by_age is not None:
+            _needed(batch, "ages", "loss_fn.truncated_importance_sampling_ratio_by_age")
+        ages = batch.get("ages")
+        if ages is None:
+            return None
+        packed = tokens.shape[0] == 1 and ages.shape == tokens.shape[1:]
+        return tokens.column(ages[None] if packed else ages, "ages")
+
     def _weighted(self, term: Tensor, weights: ImportanceWeights | None) -> Tensor:
         if not self.cfg.use_importance_sampling_correction or weights is None:
             return term
         return term * weights.weight
+
+
+def objective_mean(values: Tensor, tokens: MaskedTokens, cfg: ClippedPGLossConfig) -> Tensor:
+    """This batch's part of the mean that the loss takes of its terms [N], a scalar.
+
+    token_level_loss: sum over all tokens / their number (DAPO, arXiv 2503.14476). Else the mean over sequences of
+    their means; with sequence_length_normalizer of their sums / this constant (Dr. GRPO, arXiv 2503.20783), which
+    does not favour short right answers and long wrong ones.
+    """
+    if cfg.sequence_length_normalizer is not None:
+        return tokens.sum(values) / (cfg.sequence_length_normalizer * tokens.global_seqs)
+    return tokens.mean(values, by_sequence=not cfg.token_level_loss)
 
 
 def policy_term(
@@ -163,9 +184,7 @@ def positive_nll(curr: Tensor, rewards: Tensor, tokens: MaskedTokens) -> Tensor:
 def _needed(batch: Mapping[str, Any], name: str, needed_by: str) -> Tensor:
     value = batch.get(name)
     if value is None:
-        raise ValueError(
-            f"{needed_by} needs {name!r}, which the batch lacks; it has: {', '.join(sorted(batch))}"
-        )
+        raise ValueError(f"{needed_by} needs {name!r}, which the batch lacks; it has: {', '.join(sorted(batch))}")
     return value
 
 

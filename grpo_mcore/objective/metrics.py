@@ -1,13 +1,11 @@
-"""What the loss reports: each metric is this batch's part, already divided by its own global count.
+"""What the loss reports of one micro-batch: each metric is its part, already divided by its own global count.
 
-So parts add up over micro-batches and data-parallel ranks; the exceptions are declared in METRIC_REDUCTIONS.
+So parts add up over micro-batches and data-parallel ranks; the exceptions are declared in combine.py.
 """
 
 from __future__ import annotations
 
-import math
-from collections.abc import Mapping, Sequence
-from typing import Literal
+from collections.abc import Mapping
 
 import torch
 from torch import Tensor
@@ -16,37 +14,6 @@ from grpo_mcore.objective.config import ClippedPGLossConfig, KLType
 from grpo_mcore.objective.importance import ImportanceWeights
 from grpo_mcore.objective.kl import js_divergence, kl_estimate
 from grpo_mcore.objective.reduce import MaskedTokens
-
-Reduction = Literal["sum", "min", "max"]
-
-METRIC_REDUCTIONS: dict[str, Reduction] = {
-    "loss": "sum",
-    "policy_loss": "sum",
-    "kl_penalty": "sum",
-    "positive_nll_loss": "sum",
-    "num_valid_samples": "sum",
-    "num_valid_tokens": "sum",
-    "probs_ratio": "sum",
-    "probs_ratio_min": "min",
-    "probs_ratio_max": "max",
-    "probs_ratio_clamped": "sum",
-    "probs_ratio_clamped_min": "min",
-    "probs_ratio_clamped_max": "max",
-    "clip_fraction_low": "sum",
-    "clip_fraction_high": "sum",
-    "clip_fraction_dual": "sum",
-    "sampling_importance_ratio": "sum",
-    "sampling_importance_ratio_before_truncation": "sum",
-    "is_oob_ratio": "sum",
-    "token_mult_prob_error": "sum",
-    "sequence_mult_prob_error": "sum",
-    "sequence_mult_prob_error_max": "max",
-    "gen_kl_error": "sum",
-    "policy_kl_error": "sum",
-    "js_divergence_error": "sum",
-    "approx_entropy": "sum",
-}
-"""How the parts of each metric are combined over micro-batches and ranks."""
 
 
 def ratio_metrics(
@@ -79,76 +46,75 @@ def ratio_metrics(
     return metrics
 
 
-def weight_metrics(weights: ImportanceWeights, tokens: MaskedTokens) -> dict[str, Tensor]:
-    """Mean importance-sampling weight before and after truncation, and the share outside its bounds.
+def mismatch_by_token(prev: Tensor, generation: Tensor, weights: ImportanceWeights, kind: KLType) -> dict[str, Tensor]:
+    """How far the engine's log-probs g of the sampled tokens are from the policy's p (prev), for each token, [N].
 
-    By tokens, or by sequences where the weight (or its bound) is one a sequence.
+    token_mult_prob_error: exp|g - p|. gen_kl_error: KL(gen || policy) with the configured estimator.
+    sampling_importance_ratio: the weight after truncation. is_oob_ratio: 1 where it was outside its bounds.
     """
-    metrics = {
-        "sampling_importance_ratio": tokens.mean(weights.weight, by_sequence=weights.by_sequence),
-        "sampling_importance_ratio_before_truncation": tokens.mean(
-            weights.raw, by_sequence=weights.by_sequence
-        ),
+    columns = {
+        "token_mult_prob_error": torch.exp((generation - prev).abs()),
+        "gen_kl_error": kl_estimate(generation, prev, kind),
+        "sampling_importance_ratio": weights.weight,
     }
     if weights.outside is not None:
-        outside = weights.outside.to(torch.float64)
-        metrics["is_oob_ratio"] = tokens.mean(outside, by_sequence=weights.outside_by_sequence)
-    return metrics
+        columns["is_oob_ratio"] = weights.outside.to(torch.float64)
+    return columns
 
 
 def mismatch_metrics(
-    curr: Tensor, prev: Tensor, generation: Tensor, tokens: MaskedTokens, kind: KLType
+    curr: Tensor,
+    prev: Tensor,
+    generation: Tensor,
+    weights: ImportanceWeights,
+    by_token: Mapping[str, Tensor],
+    tokens: MaskedTokens,
+    kind: KLType,
 ) -> dict[str, Tensor]:
-    """How far the engine's log-probs g of the sampled tokens are from the policy's p (prev). Means over
-    tokens.
+    """Means of the mismatch of engine and policy; `by_token` is that of `mismatch_by_token`.
 
-    token_mult_prob_error: exp|g - p|. gen_kl_error: KL(gen || policy) with the configured estimator.
-    policy_kl_error: roles swapped. js_divergence_error: Jensen-Shannon. approx_entropy: -exp(curr - g) *
-    curr. sequence_mult_prob_error: the mean of exp|g - p| of a sequence, as mean over sequences and as
-    maximum.
+    policy_kl_error: gen_kl_error with the roles swapped. js_divergence_error: Jensen-Shannon. approx_entropy:
+    -exp(curr - g) * curr. sequence_mult_prob_error: the mean of exp|g - p| of a sequence, as mean over sequences,
+    as maximum, and for the p95 as one value a sequence, float64 [num_segments]. Importance weights and their share
+    out of bounds are means over tokens, or over sequences where the weight (or its bound) is one a sequence.
     """
-    error = torch.exp((generation - prev).abs())
-    by_sequence = tokens.mean_by_sequence(error)
+    error = by_token["token_mult_prob_error"]
     counts = (tokens.sample_weight > 0) & (tokens.tokens_by_sequence > 0)
-    return {
+    by_sequence = torch.where(counts, tokens.mean_by_sequence(error), -torch.inf)
+    metrics = {
+        "sampling_importance_ratio": tokens.mean(weights.weight, by_sequence=weights.by_sequence),
+        "sampling_importance_ratio_before_truncation": tokens.mean(weights.raw, by_sequence=weights.by_sequence),
+    }
+    if weights.outside is not None:
+        outside = by_token["is_oob_ratio"]
+        metrics["is_oob_ratio"] = tokens.mean(outside, by_sequence=weights.outside_by_sequence)
+    return metrics | {
         "token_mult_prob_error": tokens.mean(error),
-        "sequence_mult_prob_error": tokens.mean_over_sequences(by_sequence),
-        "sequence_mult_prob_error_max": torch.where(counts, by_sequence, -torch.inf).amax(),
-        "gen_kl_error": tokens.mean(kl_estimate(generation, prev, kind)),
+        "sequence_mult_prob_error": tokens.mean(error, by_sequence=True),
+        "sequence_mult_prob_error_p95": by_sequence[: tokens.num_segments],
+        "sequence_mult_prob_error_max": by_sequence.amax(),
+        "gen_kl_error": tokens.mean(by_token["gen_kl_error"]),
         "policy_kl_error": tokens.mean(kl_estimate(prev, generation, kind)),
         "js_divergence_error": tokens.mean(js_divergence(prev, generation)),
         "approx_entropy": tokens.mean(-torch.exp(curr - generation) * curr),
     }
 
 
-def combine_metrics(parts: Sequence[Mapping[str, Tensor | float]]) -> dict[str, float]:
-    """The parts of micro-batches (tensors) or of ranks (floats) as one dict of floats.
+def age_metrics(
+    ages: Tensor, by_token: Mapping[str, Tensor], tokens: MaskedTokens, max_age: int | None
+) -> dict[str, Tensor]:
+    """Mean and greatest trajectory age of the tokens and, for the ages 0 .. max_age, how they differ.
 
-    Costs one copy from the device, however many parts and metrics there are. Empty parts are skipped. The
-    result is a part again. Without a valid token a minimum is +inf and a maximum -inf, which change nothing
-    when combined further. Raises ValueError if names differ or are not in METRIC_REDUCTIONS.
+    ages: float64 [N]. Older tokens count as max_age, so that the names do not depend on the data.
+    token_share/age_a: share of the tokens that have this age. Each column of `by_token`: its sum over these tokens /
+    global_valid_toks; divided by the share (`step_metrics`) it is their mean.
     """
-    parts = [part for part in parts if part]
-    if not parts:
-        return {}
-    names = list(parts[0])
-    for part in parts:
-        if set(part) != set(names):
-            raise ValueError(f"metrics of two parts differ in: {', '.join(sorted(set(part) ^ set(names)))}")
-    unknown = [name for name in names if name not in METRIC_REDUCTIONS]
-    if unknown:
-        raise ValueError(f"metric {unknown[0]!r} has no reduction; declare one in METRIC_REDUCTIONS")
-    values = [torch.as_tensor(part[name], dtype=torch.float64) for part in parts for name in names]
-    table = torch.stack(values).cpu().reshape(len(parts), len(names))
-    reduced = {"sum": table.sum(0).tolist(), "min": table.amin(0).tolist(), "max": table.amax(0).tolist()}
-    return {name: reduced[METRIC_REDUCTIONS[name]][i] for i, name in enumerate(names)}
-
-
-def without_empty_extremes(metrics: Mapping[str, float]) -> dict[str, float]:
-    """The metrics without minima and maxima over nothing, for logs, after the last combine_metrics."""
-    nothing = {"min": math.inf, "max": -math.inf}
-    return {
-        name: value
-        for name, value in metrics.items()
-        if value != nothing.get(METRIC_REDUCTIONS.get(name, "sum"))
-    }
+    metrics = {"trajectory_age_mean": tokens.mean(ages), "trajectory_age_max": tokens.maximum(ages)}
+    if max_age is None:
+        return metrics
+    columns = torch.stack([torch.ones_like(ages), *by_token.values()]) * tokens.weight
+    bucket = ages.clamp(0, max_age).to(torch.int64).expand_as(columns)
+    sums = columns.new_zeros(len(columns), max_age + 1).scatter_add(1, bucket, columns) / tokens.global_toks
+    for name, of_name in zip(("token_share", *by_token), sums, strict=True):
+        metrics |= {f"{name}/age_{age}": value for age, value in enumerate(of_name)}
+    return metrics

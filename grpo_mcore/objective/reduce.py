@@ -29,6 +29,8 @@ class MaskedTokens:
     """float64 [N]: token_mask, and 0 for the first token of each sequence."""
     sample_weight: Tensor
     """float64 [num_segments + 1]: sample_mask, and 0 in the padding slot."""
+    weight: Tensor
+    """float64 [N]: how much each token counts: token_weight times its sequence's sample_weight."""
     valid: Tensor
     """bool [N]: tokens that count."""
     global_seqs: float | Tensor
@@ -51,16 +53,16 @@ class MaskedTokens:
         segment, num_segments = _segments(shape, batch, mask.device)
         first = _is_first(segment)
         token_weight = torch.where(first, 0.0, mask.detach().to(torch.float64).reshape(-1))
-        sample_weight = _per_sequence(
-            _entry(batch, "sample_mask"), "sample_mask", shape, segment, num_segments, first
-        )
+        sample_weight = _per_sequence(_entry(batch, "sample_mask"), "sample_mask", shape, segment, num_segments, first)
+        weight = token_weight * sample_weight.index_select(0, segment)
         return cls(
             shape=shape,
             segment=segment,
             num_segments=num_segments,
             token_weight=token_weight,
             sample_weight=sample_weight,
-            valid=(token_weight * sample_weight[segment]) > 0,
+            weight=weight,
+            valid=weight > 0,
             global_seqs=_divisor(global_valid_seqs),
             global_toks=_divisor(global_valid_toks),
         )
@@ -78,13 +80,15 @@ class MaskedTokens:
 
     def sum_by_sequence(self, values: Tensor) -> Tensor:
         """Sum of the sequence's counting tokens: [N] -> [num_segments + 1]."""
-        sums = values.new_zeros(self.num_segments + 1)
-        return sums.index_add(0, self.segment, values * self.token_weight)
+        return self._add_up(values * self.token_weight)
 
     @cached_property
     def tokens_by_sequence(self) -> Tensor:
         """Number of counting tokens of each sequence, [num_segments + 1]."""
-        return self.sum_by_sequence(torch.ones_like(self.token_weight))
+        return self._add_up(self.token_weight)
+
+    def _add_up(self, values: Tensor) -> Tensor:
+        return values.new_zeros(self.num_segments + 1).index_add(0, self.segment, values)
 
     def mean_by_sequence(self, values: Tensor) -> Tensor:
         """Mean over the sequence's counting tokens, 0 where it has none: [N] -> [num_segments + 1]."""
@@ -95,6 +99,15 @@ class MaskedTokens:
         """Give each token the value of its sequence: [num_segments + 1] -> [N]."""
         return by_sequence.index_select(0, self.segment)
 
+    def maximum_by_sequence(self, values: Tensor) -> Tensor:
+        """The greatest value of the sequence's counting tokens, -inf without one: [N] -> [num_segments + 1]."""
+        least = values.new_full((self.num_segments + 1,), -torch.inf)
+        return least.scatter_reduce(0, self.segment, torch.where(self.valid, values, -torch.inf), "amax")
+
+    def sum(self, values: Tensor) -> Tensor:
+        """Sum over the tokens that count, a scalar."""
+        return torch.dot(values, self.weight)
+
     def mean(self, values: Tensor, *, by_sequence: bool = False) -> Tensor:
         """This batch's part of the global mean, a scalar.
 
@@ -102,12 +115,14 @@ class MaskedTokens:
         by_sequence=True: the mean of each sequence, summed / global_valid_seqs.
         """
         if by_sequence:
-            return self.mean_over_sequences(self.mean_by_sequence(values))
-        return (values * self.token_weight * self.expand(self.sample_weight)).sum() / self.global_toks
+            return torch.dot(values, self._sequence_mean_weight) / self.global_seqs
+        return self.sum(values) / self.global_toks
 
-    def mean_over_sequences(self, by_sequence: Tensor) -> Tensor:
-        """This batch's part of the global mean of one value a sequence, a scalar."""
-        return (by_sequence * self.sample_weight).sum() / self.global_seqs
+    @cached_property
+    def _sequence_mean_weight(self) -> Tensor:
+        """float64 [N]: what each token weighs in the sum of the means of the sequences."""
+        count = self.tokens_by_sequence
+        return self.weight / self.expand(torch.where(count > 0, count, 1.0))
 
     def minimum(self, values: Tensor) -> Tensor:
         """The least value of a counting token; +inf without one."""
@@ -125,7 +140,7 @@ def valid_counts(batch: Mapping[str, Any]) -> tuple[Tensor, Tensor]:
     global_valid_toks. The first token of a sequence never counts.
     """
     tokens = MaskedTokens.from_batch(_entry(batch, "token_mask").shape, batch, 1, 1)
-    return tokens.sample_weight.sum(), (tokens.token_weight * tokens.expand(tokens.sample_weight)).sum()
+    return tokens.sample_weight.sum(), tokens.weight.sum()
 
 
 def _entry(batch: Mapping[str, Any], name: str) -> Tensor:
@@ -144,9 +159,7 @@ def _segments(shape: torch.Size, batch: Mapping[str, Any], device: torch.device)
     num_segments = batch.get("num_segments")
     if not isinstance(num_segments, int):
         # A tensor here would cost a copy from the device in every micro-batch.
-        raise ValueError(
-            f"a batch with segments needs num_segments as an int, not {type(num_segments).__name__}"
-        )
+        raise ValueError(f"a batch with segments needs num_segments as an int, not {type(num_segments).__name__}")
     return segment.to(torch.int64), num_segments
 
 

@@ -21,13 +21,13 @@ class MissingPackage(RuntimeError):
 class Logger:
     """Writes to a run's own folder, `log_dir`: the next free exp_001, exp_002, ... in `config.log_dir`.
 
-    `config`: the recipe's `logger` section. `resume`: goes on in the newest such folder, where there is one.
+    `config`: the recipe's `logger` section. `run`: the folder of an earlier run (exp_NNN) to go on in, if it is there.
     Raises MissingPackage.
     """
 
-    def __init__(self, config: Any, *, resume: bool = False) -> None:
+    def __init__(self, config: Any, *, run: str | None = None) -> None:
         wandb = _import_wandb() if config.wandb_enabled else None
-        self.log_dir = run_folder(Path(config.log_dir), resume=resume)
+        self.log_dir = run_folder(Path(config.log_dir), run)
         self._file: TextIO = (self.log_dir / METRICS_FILE).open("a")
         self._tensorboard: Any = None
         self._wandb: Any = None
@@ -81,12 +81,12 @@ class Logger:
             self._wandb = None
 
 
-def run_folder(parent: Path, *, resume: bool = False) -> Path:
-    """Makes and returns the next free exp_NNN in `parent`, from exp_001 on; with `resume` the newest one."""
+def run_folder(parent: Path, run: str | None = None) -> Path:
+    """The folder `run` in `parent` where it exists; else makes the next free exp_NNN there, from exp_001 on."""
     parent.mkdir(parents=True, exist_ok=True)
     taken = sorted(int(path.name[4:]) for path in parent.glob("exp_*") if path.name[4:].isdigit())
-    if resume and taken:
-        return parent / f"exp_{taken[-1]:03d}"
+    if run is not None and (parent / run).is_dir():
+        return parent / run
     number = taken[-1] + 1 if taken else 1
     while True:
         folder = parent / f"exp_{number:03d}"

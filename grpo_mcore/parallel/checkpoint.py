@@ -21,6 +21,7 @@ def save_checkpoint(policy: Any, folder: Path) -> None:
     if torch.distributed.get_rank() == 0:
         folder.mkdir(parents=True, exist_ok=True)
     torch.distributed.barrier()
+    _make_moments(policy.optimizer)  # a step may have trained nothing yet
     dist_checkpointing.save(_state(policy, loading=False), str(folder))
     torch.save(policy.rng_state(), folder / _rng_file())
     torch.distributed.barrier()

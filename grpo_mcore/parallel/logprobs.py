@@ -61,7 +61,7 @@ class _TokenLogprobs(torch.autograd.Function):
             if ctx.rows:
                 target_logits = logits.gather(1, local[:, None]).squeeze(1) - largest
                 sums[1] = torch.where(mine, target_logits, 0.0)
-                sums[0] = (logits - largest[:, None]).exp_().sum(-1)
+                sums[0] = logits.sub_(largest[:, None]).exp_().sum(-1)
             _reduce(sums, ReduceOp.SUM, group)
             log_sum = sums[0].log()
             logprobs[part] = sums[1] - log_sum
@@ -81,11 +81,14 @@ class _TokenLogprobs(torch.autograd.Function):
             local, mine = _local_targets(targets[part], ctx.start, ctx.rows)
             # d logprob / d logits = (onehot - softmax) / temperature
             scale = (grad[part] / ctx.temperature)[:, None]
-            grad_logits = (logits - log_normalizers[part][:, None]).exp_().mul_(-scale)
+            grad_logits = logits.sub_(log_normalizers[part][:, None]).exp_().mul_(-scale)
             grad_logits.scatter_add_(1, local[:, None], torch.where(mine[:, None], scale, 0.0))
             grad_logits = grad_logits.to(weight.dtype)
             torch.mm(grad_logits, used, out=grad_hidden[part])
-            grad_weight[: ctx.rows] += grad_logits.t() @ hidden[part]
+            if weight.dtype == torch.float32:
+                grad_weight[: ctx.rows].addmm_(grad_logits.t(), hidden[part])
+            else:  # accumulated in float32
+                grad_weight[: ctx.rows] += grad_logits.t() @ hidden[part]
         return grad_hidden, grad_weight.to(weight.dtype), None, None, None, None, None, None
 
 

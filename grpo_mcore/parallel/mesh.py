@@ -34,6 +34,12 @@ class Layout:
             pipeline=rank // (self.tensor * self.data),
         )
 
+    def speaks(self, rank: int) -> bool:
+        """Whether the rank speaks for its data-parallel rank: of those with its samples, one has the log-probs and
+        tells them."""
+        here = self.coordinates(rank)
+        return here.tensor == 0 and here.pipeline == self.pipeline - 1
+
     def describe(self) -> str:
         sequence = " + sequence parallel" if self.sequence_parallel else ""
         return f"TP {self.tensor} x PP {self.pipeline} x DP {self.data}{sequence}"

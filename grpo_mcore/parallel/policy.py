@@ -16,7 +16,7 @@ from torch import Tensor
 
 from grpo_mcore.batching.packed_batch import PackedBatch
 from grpo_mcore.families import check_tensor_parallel, read_hf_config, shape_of
-from grpo_mcore.objective import combine_metrics, nonfinite_samples
+from grpo_mcore.objective import CombinedMetrics, combine_metrics, nonfinite_samples
 from grpo_mcore.parallel.mesh import Address, Layout, join_mesh, leave_mesh
 
 LossFn = Callable[..., tuple[Tensor, Mapping[str, Tensor]]]
@@ -34,7 +34,7 @@ class NonFiniteLoss(FloatingPointError):
 class TrainReport:
     """What one train_step did. `metrics` are this data-parallel rank's share; only the last stage has any."""
 
-    metrics: dict[str, float]
+    metrics: CombinedMetrics
     grad_norm: float
     learning_rate: float
 
@@ -169,9 +169,10 @@ class Policy:
             forward_only=forward_only,
         )
 
-    def _refuse_non_finite(self, batches: Sequence[PackedBatch], metrics: Mapping[str, float]) -> None:
+    def _refuse_non_finite(self, batches: Sequence[PackedBatch], metrics: CombinedMetrics) -> None:
         """All ranks leave together: what is not finite on one of them is an error on every one."""
-        finite = math.isfinite(metrics.get("loss", 0.0))
+        # The engine's log-probs need not be in the loss, but where they are no numbers nothing is to be trusted.
+        finite = math.isfinite(metrics.get("loss", 0.0)) and not math.isnan(metrics.get("token_mult_prob_error", 0.0))
         finite = finite and all(bool(torch.isfinite(buffer.grad_data).all()) for buffer in self.model.buffers)
         worst = torch.tensor(float(finite), device=self.device)
         torch.distributed.all_reduce(worst, op=torch.distributed.ReduceOp.MIN)
@@ -185,7 +186,7 @@ class Policy:
         else:
             cause = "no single sample, but the sum of their gradients. Lower the learning rate or max_grad_norm"
         raise NonFiniteLoss(
-            f"loss or gradient is not finite; the cause: {cause}. This optimizer step changed no weight"
+            f"loss, gradient or the engine's log-probs are not finite; the cause: {cause}. This optimizer step changed no weight"
         )
 
     def _non_finite_samples(self, batches: Sequence[PackedBatch]) -> list[str]:

@@ -5,6 +5,7 @@ from grpo_mcore.recipe.batch_sizes import (
     batch_equation,
     data_parallel_size,
     model_parallel_size,
+    prompts_per_generation_batch,
     samples_per_step,
     world_size,
 )
@@ -53,6 +54,7 @@ __all__ = [
     "find_recipe",
     "load_recipe",
     "model_parallel_size",
+    "prompts_per_generation_batch",
     "samples_per_step",
     "resolved_yaml",
     "world_size",

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+from fractions import Fraction
 from typing import Literal
 
 from grpo_mcore.recipe.master import MasterConfig
@@ -15,11 +17,7 @@ def world_size(config: MasterConfig) -> int:
 def model_parallel_size(config: MasterConfig) -> int:
     """Ranks that hold one copy of the policy: TP x PP x CP."""
     megatron = config.policy.megatron_cfg
-    return (
-        megatron.tensor_model_parallel_size
-        * megatron.pipeline_model_parallel_size
-        * megatron.context_parallel_size
-    )
+    return megatron.tensor_model_parallel_size * megatron.pipeline_model_parallel_size * megatron.context_parallel_size
 
 
 def data_parallel_size(config: MasterConfig) -> int:
@@ -30,6 +28,12 @@ def data_parallel_size(config: MasterConfig) -> int:
 def samples_per_step(config: MasterConfig) -> int:
     """Samples of one step."""
     return config.grpo.num_prompts_per_step * config.grpo.num_generations_per_prompt
+
+
+def prompts_per_generation_batch(config: MasterConfig) -> int:
+    """Prompts that dynamic sampling generates at a time: num_prompts_per_step x batch_multiplier, rounded up."""
+    multiplier = Fraction(str(config.grpo.batch_multiplier))  # as it is written: 10 x 1.1 is 11, not a little more
+    return math.ceil(config.grpo.num_prompts_per_step * multiplier)
 
 
 def batch_equation(config: MasterConfig, algorithm: Literal["grpo", "sft"] = "grpo") -> str:

@@ -6,10 +6,9 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator
 
-from grpo_mcore.recipe import batch_sizes, not_yet
-from grpo_mcore.recipe.data import FILE_DATASETS
+from grpo_mcore.recipe import batch_sizes, data_checks, not_yet, objective_checks
 from grpo_mcore.recipe.errors import Finding, in_yaml, nearest
-from grpo_mcore.recipe.master import MasterConfig
+from grpo_mcore.recipe.master import MasterConfig, runs_grpo
 
 
 def findings(config: MasterConfig) -> list[Finding]:
@@ -19,17 +18,19 @@ def findings(config: MasterConfig) -> list[Finding]:
         check_layout,
         check_batches,
         check_lengths,
-        check_loss,
-        check_grpo,
+        objective_checks.check_loss,
+        objective_checks.check_weights,
+        objective_checks.check_kl,
+        objective_checks.check_rewards,
+        objective_checks.check_shaping_acts,
+        objective_checks.check_advantages,
+        check_dynamic_sampling,
+        check_early_stop,
         check_optimizer,
-        check_data,
+        data_checks.check_data,
+        data_checks.check_loaders,
     )
     return [finding for check in checks for finding in check(config)]
-
-
-def runs_grpo(config: MasterConfig) -> bool:
-    """Does the recipe describe a GRPO run: not when it has a section `sft` and none `grpo`."""
-    return "grpo" in config.model_fields_set or "sft" not in config.model_fields_set
 
 
 def check_layout(config: MasterConfig) -> Iterator[Finding]:
@@ -74,9 +75,7 @@ def check_batches(config: MasterConfig) -> Iterator[Finding]:
     gbs_key, cluster_keys = "policy.train_global_batch_size", ("cluster.gpus_per_node", "cluster.num_nodes")
     gbs, dp = policy.train_global_batch_size, max(batch_sizes.data_parallel_size(config), 1)
     samples = batch_sizes.samples_per_step(config) if runs_grpo(config) else gbs
-    product = (
-        f"{grpo.num_prompts_per_step} prompts x {grpo.num_generations_per_prompt} generations = {samples}"
-    )
+    product = f"{grpo.num_prompts_per_step} prompts x {grpo.num_generations_per_prompt} generations = {samples}"
     if samples % gbs:
         yield Finding(
             (gbs_key, "grpo.num_prompts_per_step", "grpo.num_generations_per_prompt"),
@@ -110,9 +109,7 @@ def _advice(config: MasterConfig, dp: int) -> str:
         return f"nearest train_global_batch_size that does: {_either(_multiples_around(gbs, dp))}"
     sizes = [size for size in _divisors(batch_sizes.samples_per_step(config)) if size % dp == 0]
     unit = gbs if gbs % dp == 0 else dp
-    prompts = _multiples_around(
-        grpo.num_prompts_per_step, unit // math.gcd(unit, grpo.num_generations_per_prompt)
-    )
+    prompts = _multiples_around(grpo.num_prompts_per_step, unit // math.gcd(unit, grpo.num_generations_per_prompt))
     parts = [f"nearest train_global_batch_size that does: {_either(_around(gbs, sizes))}"] if sizes else []
     if unit == gbs or not sizes:
         parts.append(f"nearest num_prompts_per_step: {_either(prompts)}")
@@ -139,77 +136,40 @@ def check_lengths(config: MasterConfig) -> Iterator[Finding]:
             )
 
 
-def check_loss(config: MasterConfig) -> Iterator[Finding]:
-    """Terms of the loss that exclude or need each other."""
-    loss, at = config.loss_fn, "loss_fn."
-    if loss.sequence_level_importance_ratios and loss.token_level_loss:
-        yield Finding(
-            (at + "sequence_level_importance_ratios", at + "token_level_loss"),
-            "needs token_level_loss: false, because one ratio a sequence goes with a mean over sequences",
-        )
-    for name, clashes in (
-        ("disable_ppo_ratio", loss.disable_ppo_ratio),
-        ("force_on_policy_ratio", loss.force_on_policy_ratio),
-        ("sequence_level_importance_ratios", loss.sequence_level_importance_ratios),
-        ("ratio_clip_c", loss.ratio_clip_c is not None),
-        ("token_level_loss", not loss.token_level_loss),
-    ):
-        if loss.use_cispo and clashes:
-            yield Finding((at + "use_cispo", at + name), f"does not go with {name}: {in_yaml(loss[name])}")
-    kind, kind_key = loss.truncated_importance_sampling_type, at + "truncated_importance_sampling_type"
-    high, low = loss.truncated_importance_sampling_ratio, loss.truncated_importance_sampling_ratio_min
-    if kind is not None:
-        if not loss.use_importance_sampling_correction:
-            yield Finding(
-                (kind_key, at + "use_importance_sampling_correction"),
-                f"{kind} needs use_importance_sampling_correction: true",
-            )
-        if high is None:
-            yield Finding((kind_key,), f"{kind} needs an upper bound: truncated_importance_sampling_ratio")
-        if low is None and kind != "tis":
-            yield Finding((kind_key,), f"{kind} needs a lower bound: truncated_importance_sampling_ratio_min")
-        if kind == "seq-mask-tis" and loss.sequence_level_importance_ratios:
-            yield Finding(
-                (kind_key, at + "sequence_level_importance_ratios"),
-                "seq-mask-tis does not go with sequence_level_importance_ratios",
-            )
-    elif high is not None or low is not None:
-        name = "truncated_importance_sampling_ratio" + ("_min" if high is None else "")
-        yield Finding(
-            (at + name, kind_key), "has no effect without truncated_importance_sampling_type (such as tis)"
-        )
-    if high is not None and low is not None and low > high:
-        yield Finding(
-            (at + "truncated_importance_sampling_ratio_min", at + "truncated_importance_sampling_ratio"),
-            f"the lower bound {low:g} is above the upper bound {high:g}",
-        )
+def check_dynamic_sampling(config: MasterConfig) -> Iterator[Finding]:
+    """It compares the rewards of a group, and only it generates more than is trained on."""
+    grpo, use_key = config.grpo, "grpo.use_dynamic_sampling"
+    if grpo.use_dynamic_sampling and grpo.num_generations_per_prompt == 1:
+        yield Finding((use_key, "grpo.num_generations_per_prompt"), "the rewards of a group of 1 never differ")
+    if grpo.batch_multiplier != 1 and not grpo.use_dynamic_sampling:
+        yield Finding(("grpo.batch_multiplier", use_key), "has no effect without use_dynamic_sampling: true")
 
 
-def check_grpo(config: MasterConfig) -> Iterator[Finding]:
-    """The RL loop's keys among each other."""
-    grpo = config.grpo
-    if runs_grpo(config) and grpo.num_generations_per_prompt == 1:
-        yield Finding(
-            ("grpo.num_generations_per_prompt",),
-            "a group of 1 has nothing to be compared with: every advantage would be 0; take 2 or more",
-        )
-    low, high = grpo.advantage_clip_low, grpo.advantage_clip_high
-    if low is not None and high is not None and low > high:
-        yield Finding(
-            ("grpo.advantage_clip_low", "grpo.advantage_clip_high"),
-            f"the lower bound {low:g} is above the upper bound {high:g}",
-        )
-    scaling = grpo.reward_scaling
-    if scaling.enabled and scaling.source_min >= scaling.source_max:
-        yield Finding(
-            ("grpo.reward_scaling.source_min", "grpo.reward_scaling.source_max"),
-            f"the source interval [{scaling.source_min:g}, {scaling.source_max:g}] is empty",
-        )
-    if grpo.skip_reference_policy_logprobs_calculation and config.loss_fn.reference_policy_kl_penalty > 0:
-        yield Finding(
-            ("grpo.skip_reference_policy_logprobs_calculation", "loss_fn.reference_policy_kl_penalty"),
-            "the KL penalty needs reference log-probs: set loss_fn.reference_policy_kl_penalty to 0",
-        )
+VALIDATION_METRICS = ("accuracy", "reward", "num_samples", "num_failed_samples", "generated_length", "truncation_rate")
+"""What every validation reports, over all its data and by task (`TASK/accuracy`); and pass@k with several samples."""
+
+
+def check_early_stop(config: MasterConfig) -> Iterator[Finding]:
+    """A metric, its threshold, and validations to look at."""
+    grpo, metric_key = config.grpo, "grpo.stop_at_validation_metric"
+    threshold_key = "grpo.stop_at_validation_threshold"
+    if grpo.stop_at_validation_metric is None:
+        if grpo.stop_at_validation_threshold is not None:
+            yield Finding((threshold_key, metric_key), "needs stop_at_validation_metric (such as accuracy)")
+        return
+    name = grpo.stop_at_validation_metric.removeprefix("val:").rpartition("/")[2]
+    several = grpo.val_num_generations_per_prompt > 1
+    if name not in VALIDATION_METRICS and not (several and name.startswith("pass@")):
+        near = nearest(name, VALIDATION_METRICS)
+        known = ", ".join((*VALIDATION_METRICS, *(["pass@k"] if several else [])))
+        hint = f"; nearest: {near}" if near else ""
+        yield Finding((metric_key,), f"{in_yaml(name)} is no validation metric; known: {known}{hint}")
+    if grpo.stop_at_validation_threshold is None:
+        yield Finding((metric_key, threshold_key), "needs stop_at_validation_threshold (such as 0.9)")
+    if not grpo.val_period and not grpo.val_at_start:
+        yield Finding((metric_key, "grpo.val_period"), "there is no validation before the end: set val_period above 0")
+    if not config.data.validation and not any(entry.split_validation_size for entry in config.data.train):
+        yield Finding((metric_key, "data.validation"), "there is nothing to validate on: set data.validation")
 
 
 def check_optimizer(config: MasterConfig) -> Iterator[Finding]:
@@ -246,33 +206,6 @@ def check_optimizer(config: MasterConfig) -> Iterator[Finding]:
             ("policy.megatron_cfg.pipeline_dtype", "policy.precision"),
             f"{megatron.pipeline_dtype} contradicts policy.precision = {policy.precision}; set only that",
         )
-
-
-def check_data(config: MasterConfig) -> Iterator[Finding]:
-    """Datasets have what they need, and their environments exist."""
-    if not config.data.train:
-        yield Finding(
-            ("data.train",),
-            "no training dataset; give data.train, or data.dataset_name and data.train_data_path",
-        )
-    for part, entries in (("train", config.data.train), ("validation", config.data.validation)):
-        for position, entry in enumerate(entries):
-            at = f"data.{part}.{position}."
-            if entry.dataset_name in FILE_DATASETS and not entry.data_path:
-                yield Finding(
-                    (at + "data_path", at + "dataset_name"), f"{entry.dataset_name} needs a data_path"
-                )
-            if entry.env_name is None and runs_grpo(config) and len(config.env) > 1:
-                yield Finding(
-                    (at + "env_name", f"data.{part}"), f"which of env scores it: {', '.join(config.env)}?"
-                )
-            if entry.env_name is not None and entry.env_name not in config.env:
-                near = nearest(entry.env_name, config.env)
-                hint = f"; nearest: {near}" if near else ""
-                known = ", ".join(config.env) or "nothing"
-                yield Finding(
-                    (at + "env_name",), f"{in_yaml(entry.env_name)} is not in env, which has {known}{hint}"
-                )
 
 
 def _divisors(number: int) -> list[int]:

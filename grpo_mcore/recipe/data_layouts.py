@@ -59,9 +59,7 @@ def normalise(tree: Node, problems: list[Problem]) -> Node:
     flat, nested = set(data.value) & _NAMES_DATASETS, set(data.value) & {"train", "validation"}
     if flat and nested:
         first, second = data.value[min(flat)], data.value[min(nested)]
-        message = (
-            f"one layout at a time: {second.key} ({second.source}) is the nested one, this key the flat one"
-        )
+        message = f"one layout at a time: {second.key} ({second.source}) is the nested one, this key the flat one"
         problems.append(Problem(first.source, first.key, message))
     data = _nested(data)
     default = data.value.get("default")

@@ -31,6 +31,7 @@ DERIVED: dict[str, str | int] = {
     "policy.generation.vllm_cfg.max_model_len": "${policy.max_total_sequence_length}",
     "policy.generation.vllm_cfg.precision": "${policy.precision}",
     "data.max_input_seq_length": "${policy.max_total_sequence_length}",
+    "grpo.reward_shaping.max_response_length": "${policy.max_total_sequence_length}",
     "sft.val_global_batch_size": "${policy.train_global_batch_size}",
 }
 
@@ -74,11 +75,7 @@ def missing_value(key: str, null: bool) -> Any:
 
 
 def _evaluate(expression: str | int, config: MasterConfig) -> Any:
-    return (
-        resolve_text(expression, lambda key: value_at(config, key))
-        if isinstance(expression, str)
-        else expression
-    )
+    return resolve_text(expression, lambda key: value_at(config, key)) if isinstance(expression, str) else expression
 
 
 def _parent(config: MasterConfig, key: str) -> tuple[Any, str]:

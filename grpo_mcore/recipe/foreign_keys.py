@@ -28,9 +28,7 @@ def anything(_value: Any) -> bool:
 
 def one_of(*values: Any) -> Callable[[Any], bool]:
     """One of these values or null."""
-    return lambda value: (
-        value is None or any(value == known and type(value) is type(known) for known in values)
-    )
+    return lambda value: value is None or any(value == known and type(value) is type(known) for known in values)
 
 
 @dataclass(frozen=True)
@@ -54,9 +52,7 @@ _CLUSTER_ENV = "environment variables pass by an allow-list; name them in cluste
 
 FOREIGN: dict[str, Foreign] = {
     # policy
-    "policy.dtensor_cfg": Foreign(
-        _DTENSOR.format("tensor_model_parallel_size, activation_checkpointing, ...")
-    ),
+    "policy.dtensor_cfg": Foreign(_DTENSOR.format("tensor_model_parallel_size, activation_checkpointing, ...")),
     "policy.fsdp1_enabled": Foreign(_DTENSOR.format("distributed_data_parallel_config")),
     "policy.optimizer": Foreign("use policy.megatron_cfg.optimizer (lr, weight_decay, adam_beta1, ...)"),
     "policy.scheduler": Foreign("use policy.megatron_cfg.scheduler (lr_warmup_iters, lr_decay_style, ...)"),
@@ -65,9 +61,7 @@ FOREIGN: dict[str, Foreign] = {
         "the policy always makes room for the engines; remove the key", one_of(True)
     ),
     "policy.draft": _later("a draft model"),
-    "policy.pretrained_checkpoint": Foreign(
-        "weights are read from policy.model_name; export to Hugging Face first"
-    ),
+    "policy.pretrained_checkpoint": Foreign("weights are read from policy.model_name; export to Hugging Face first"),
     "policy.reward_model_cfg": _later("training a reward model"),
     "policy.is_vlm": Foreign(_VISION),
     "policy.quant_cfg": _later("quantisation"),
@@ -75,9 +69,7 @@ FOREIGN: dict[str, Foreign] = {
     "policy.tokenizer.video": Foreign(_VISION),
     "policy.tokenizer.use_processor": Foreign(_VISION),
     "policy.tokenizer.use_fastokens": Foreign("the Hugging Face tokenizer is used; remove the key"),
-    "policy.sequence_packing.microbatch_order": Foreign(
-        "bins are ordered by the plan; remove it", one_of("packer")
-    ),
+    "policy.sequence_packing.microbatch_order": Foreign("bins are ordered by the plan; remove it", one_of("packer")),
     "policy.sequence_packing.sequence_length_round": Foreign("no effect with packing", anything),
     "policy.sequence_packing.fuse_loss": Foreign("the loss of a bin is always one call", anything),
     # policy.megatron_cfg
@@ -87,12 +79,8 @@ FOREIGN: dict[str, Foreign] = {
     ),
     "policy.megatron_cfg.checkpoint": _later("tuning of how checkpoints are written"),
     "policy.megatron_cfg.defer_fp32_logits": Foreign("log-probs are always computed in chunks", anything),
-    "policy.megatron_cfg.use_fused_linear_logprobs": Foreign(
-        "log-probs are always computed in chunks", anything
-    ),
-    "policy.megatron_cfg.fused_linear_logprobs_chunk_size": Foreign(
-        "use policy.logprob_chunk_size", anything
-    ),
+    "policy.megatron_cfg.use_fused_linear_logprobs": Foreign("log-probs are always computed in chunks", anything),
+    "policy.megatron_cfg.fused_linear_logprobs_chunk_size": Foreign("use policy.logprob_chunk_size", anything),
     "policy.megatron_cfg.fine_grained_activation_offloading": _later("offloading of activations"),
     "policy.megatron_cfg.offload_modules": _later("offloading of activations"),
     "policy.megatron_cfg.cuda_graph_impl": Foreign("CUDA graphs are not used in training", one_of("none")),
@@ -106,17 +94,13 @@ FOREIGN: dict[str, Foreign] = {
     "policy.megatron_cfg.hybridep_use_mnnvl": Foreign("use moe_token_dispatcher_type"),
     "policy.megatron_cfg.moe_per_layer_logging": Foreign("not supported; remove the key"),
     "policy.megatron_cfg.mtp_num_layers": _later("multi-token prediction"),
-    "policy.megatron_cfg.mtp_loss_scaling_factor": Foreign(
-        "no effect without multi-token prediction", anything
-    ),
+    "policy.megatron_cfg.mtp_loss_scaling_factor": Foreign("no effect without multi-token prediction", anything),
     "policy.megatron_cfg.mtp_use_repeated_layer": _later("multi-token prediction"),
     "policy.megatron_cfg.mtp_detach_heads": _later("multi-token prediction"),
     "policy.megatron_cfg.attention_backend": Foreign("chosen by platform; remove the key", one_of("auto")),
     "policy.megatron_cfg.transformer_impl": Foreign("chosen by platform; remove the key"),
     "policy.megatron_cfg.use_gloo_process_groups": Foreign("chosen by platform; remove the key", anything),
-    "policy.megatron_cfg.clear_memory_caches_before_refit": Foreign(
-        "use empty_unused_memory_level", anything
-    ),
+    "policy.megatron_cfg.clear_memory_caches_before_refit": Foreign("use empty_unused_memory_level", anything),
     "policy.megatron_cfg.env_vars": Foreign(_CLUSTER_ENV),
     "policy.megatron_cfg.freeze_config": _later("freezing of parameters"),
     "policy.megatron_cfg.fp8_cfg": _later("FP8"),
@@ -137,9 +121,7 @@ FOREIGN: dict[str, Foreign] = {
     "policy.generation.refit_transport": Foreign("the transport follows from where policy and engines live"),
     "policy.generation.refit_cfg": Foreign("use policy.refit_buffer_size_gb"),
     "policy.generation.real_quant": _later("quantised generation"),
-    "policy.generation.real_quant_export_cpu_offload": Foreign(
-        "no effect without quantised generation", anything
-    ),
+    "policy.generation.real_quant_export_cpu_offload": Foreign("no effect without quantised generation", anything),
     "policy.generation.real_quant_ignore": Foreign("no effect without quantised generation", anything),
     "policy.generation.quant_cfg": _later("quantised generation"),
     "policy.generation.use_async_rollouts": Foreign("samples always stream as they finish", anything),
@@ -157,16 +139,12 @@ FOREIGN: dict[str, Foreign] = {
     "policy.generation.vllm_cfg.use_deep_gemm": _later("FP8 in the engine"),
     "policy.generation.vllm_cfg.num_first_layers_in_bf16": _later("FP8 in the engine"),
     "policy.generation.vllm_cfg.num_last_layers_in_bf16": _later("FP8 in the engine"),
-    "policy.generation.vllm_cfg.enable_vllm_metrics_logger": Foreign(
-        "engine metrics are in the step's metrics"
-    ),
+    "policy.generation.vllm_cfg.enable_vllm_metrics_logger": Foreign("engine metrics are in the step's metrics"),
     "policy.generation.vllm_cfg.vllm_metrics_logger_interval": Foreign("no effect", anything),
     "policy.generation.vllm_cfg.http_server_serving_chat_kwargs": _later("the engines' HTTP endpoint"),
     "policy.generation.vllm_cfg.tool_parser_plugin": _later("the engines' HTTP endpoint"),
     "policy.generation.vllm_cfg.reasoning_parser_plugin": _later("the engines' HTTP endpoint"),
-    "policy.generation.vllm_cfg.cap_max_tokens_to_context": Foreign(
-        "answers always end at max_model_len", anything
-    ),
+    "policy.generation.vllm_cfg.cap_max_tokens_to_context": Foreign("answers always end at max_model_len", anything),
     "policy.generation.vllm_cfg.reset_encoder_cache_after_weight_update": Foreign(_VISION),
     "policy.generation.vllm_cfg.http_refit_server_port": Foreign("the transport follows from the layout"),
     "policy.generation.vllm_cfg.http_refit_api_key_env_var": Foreign("the transport follows from the layout"),
@@ -175,24 +153,15 @@ FOREIGN: dict[str, Foreign] = {
     "policy.generation.vllm_cfg.env_vars": Foreign(_CLUSTER_ENV),
     "policy.generation.vllm_cfg.video": Foreign(_VISION),
     # grpo
-    "grpo.calculate_advantages_on_gpu": Foreign(
-        "advantages are computed in float64 on the driver; remove the key"
-    ),
+    "grpo.calculate_advantages_on_gpu": Foreign("advantages are computed in float64 on the driver; remove the key"),
     "grpo.invalid_tool_call_advantage": _later("advantages of flagged spans"),
     "grpo.malformed_thinking_advantage": _later("advantages of flagged spans"),
     "grpo.deduplicate_multimodal_data": Foreign(_VISION),
     "grpo.debug_payload_metrics": Foreign("not supported; remove the key"),
-    "grpo.adv_estimator.normalize_rewards": Foreign("use grpo.normalize_rewards", one_of()),
-    "grpo.adv_estimator.use_leave_one_out_baseline": Foreign("use grpo.use_leave_one_out_baseline", one_of()),
-    "grpo.adv_estimator.minus_baseline": Foreign("no effect with the grpo estimator", anything),
-    "grpo.adv_estimator.reward_weights": _later("weights of several rewards"),
     # sft
     "sft.val_micro_batch_size": Foreign("the batches of policy.sequence_packing are used", anything),
     # data
     "data.add_system_prompt": Foreign("use system_prompt_file or the chat template"),
-    "data.prompt_key": Foreign("DPO is not supported yet", one_of()),
-    "data.chosen_key": Foreign("DPO is not supported yet", one_of()),
-    "data.rejected_key": Foreign("DPO is not supported yet", one_of()),
     **{
         f"data.{place}.{name}": Foreign(_VISION)
         for place in ("train.*", "validation.*")
@@ -211,9 +180,7 @@ FOREIGN: dict[str, Foreign] = {
     "logger.gpu_monitoring": Foreign("no effect while monitor_gpus is false", anything),
     "logger.wandb.log_nemo_gym_full_result_tables": Foreign("not supported; remove the key"),
     # checkpointing
-    "checkpointing.model_save_format": Foreign(
-        "`export_hf` writes safetensors", one_of("safetensors", "torch_save")
-    ),
+    "checkpointing.model_save_format": Foreign("`export_hf` writes safetensors", one_of("safetensors", "torch_save")),
     "checkpointing.save_consolidated": Foreign("export the model to Hugging Face's format instead"),
     "checkpointing.model_cache_dir": Foreign("set HF_HOME"),
     "checkpointing.model_repo_id": Foreign("set policy.model_name"),
@@ -228,10 +195,7 @@ FOREIGN: dict[str, Foreign] = {
     "data_plane": Foreign("tensors travel through Ray's object store; remove the section"),
     "reward_penalties": _later("reward penalties"),
     "on_policy_distillation": Foreign(_ALGORITHM),
-    **{
-        name: Foreign(_ALGORITHM, one_of())
-        for name in ("dpo", "rm", "ppo", "distillation", "teacher", "value")
-    },
+    **{name: Foreign(_ALGORITHM, one_of()) for name in ("dpo", "rm", "ppo", "distillation", "teacher", "value")},
 }
 
 

@@ -2,18 +2,34 @@
 
 from __future__ import annotations
 
-from typing import Annotated, Literal
+import math
+from typing import Annotated, Any, Literal
 
-from pydantic import Field
+from pydantic import BeforeValidator, Field
 
 from grpo_mcore.recipe.section import (
     NonNegative,
     NonNegativeFloat,
     OffWhenNull,
     Positive,
-    PositiveFloat,
+    Probability,
     Section,
 )
+
+
+def _weights(value: Any) -> Any:
+    entries = list(value.values()) if isinstance(value, dict) else value
+    if entries is not None and not (
+        isinstance(entries, list)
+        and entries
+        and all(type(entry) in (int, float) and math.isfinite(entry) for entry in entries)
+    ):
+        raise ValueError("expected numbers by reward name, a list of numbers or null")
+    return value
+
+
+# Checked at once: the union below would answer with a message for each of its members.
+_WEIGHTS = BeforeValidator(_weights)
 
 
 class RewardScalingConfig(Section):
@@ -33,25 +49,36 @@ class RewardScalingConfig(Section):
 
 
 class RewardShapingConfig(Section):
-    """`grpo.reward_shaping`: penalties for answers that are too long. Not supported yet."""
+    """`grpo.reward_shaping`: penalties for answers that are too long, after scaling. Read by objective/."""
 
     enabled: bool = False
-    """Shape rewards. Not supported yet."""
+    """Shape rewards."""
     overlong_buffer_length: Positive = 128
-    """Tokens before max_response_length over which the penalty grows."""
+    """Generated tokens before max_response_length over which the penalty grows from 0 to its largest."""
     overlong_buffer_penalty: NonNegativeFloat = 1.0
-    """Largest penalty."""
+    """Largest penalty; it is taken from the reward. 0: none."""
     max_response_length: Positive | None = None
-    """Length, in tokens, at which the penalty is largest. null: policy.max_total_sequence_length."""
-    stop_properly_penalty_coef: NonNegativeFloat | None = None
-    """Factor on the reward of truncated samples. null: none."""
+    """Generated tokens at which the penalty is largest. null: policy.max_total_sequence_length."""
+    stop_properly_penalty_coef: Probability | None = None
+    """Factor on the reward of truncated samples; with it nothing is taken for length. null: no factor."""
 
 
 class AdvEstimatorConfig(Section):
-    """`grpo.adv_estimator`: how rewards become advantages."""
+    """`grpo.adv_estimator`: how rewards become advantages. Read by objective/."""
 
-    name: Literal["grpo", "gdpo", "reinforce_plus_plus", "opd"] = "grpo"
-    """The estimator. Only grpo is supported yet."""
+    name: Literal["grpo", "dr_grpo", "rloo", "reinforce_plus_plus", "gdpo", "opd"] = "grpo"
+    """The estimator. grpo: relative to the group. dr_grpo: reward minus group mean, no more. rloo: reward minus the
+    mean of the others. reinforce_plus_plus: standardised over all trained tokens of the step. gdpo: each named
+    reward by itself, then summed. opd: not supported yet."""
+    normalize_rewards: bool | None = None
+    """Divide by the standard deviation of the group; grpo and gdpo have the choice. null: grpo.normalize_rewards."""
+    use_leave_one_out_baseline: bool | None = None
+    """Baseline without the sample itself; grpo and gdpo have the choice. null: grpo.use_leave_one_out_baseline."""
+    minus_baseline: bool = True
+    """Subtract the group's mean before standardising; false takes the rewards as they are. Only
+    reinforce_plus_plus has the choice."""
+    reward_weights: Annotated[dict[str, float] | list[float] | None, _WEIGHTS] = None
+    """Weights of the named rewards, for gdpo: by name, or in the order of the sorted names. null: all 1."""
 
 
 class AsyncGRPOConfig(Section):
@@ -81,12 +108,13 @@ class GRPOConfig(Section):
     max_num_steps: Positive = 1_000_000
     """Largest number of steps."""
     max_rollout_turns: Positive = 1
-    """Largest number of turns of a trajectory. Above 1: not supported yet."""
+    """Largest number of generated turns of a trajectory. An environment may end it earlier."""
     normalize_rewards: bool = True
-    """Divide advantages by the standard deviation of their group. Read by objective/."""
-    use_leave_one_out_baseline: bool = True
-    """The baseline of a sample is the mean reward of the others of its group, not of all. Read by
+    """Divide advantages by the standard deviation of their group, where the estimator has the choice. Read by
     objective/."""
+    use_leave_one_out_baseline: bool = True
+    """The baseline of a sample is the mean reward of the others of its group, not of all, where the estimator has the
+    choice. Read by objective/."""
     advantage_clip_low: float | None = None
     """Lower bound of the advantages. null: none. Read by objective/."""
     advantage_clip_high: float | None = None
@@ -104,11 +132,12 @@ class GRPOConfig(Section):
     max_val_samples: Positive | None = 256
     """Prompts of one validation. null: the whole validation data."""
     val_num_generations_per_prompt: Positive = 1
-    """Samples of one prompt in validation. Above 1 the share of prompts with a right one is reported too."""
+    """Samples of one prompt in validation. Above 1, pass@k is reported too: k = 1, 2, 4, ... and this number."""
     stop_at_validation_metric: str | None = None
-    """Validation metric that ends the run once it reaches the threshold. Not supported yet."""
+    """Validation metric, as it is printed (such as accuracy, pass@4 or TASK/accuracy, with or without `val:`), that
+    ends the run once it is at or above the threshold. There is no such end for metrics that should get low."""
     stop_at_validation_threshold: float | None = None
-    """Threshold of stop_at_validation_metric. Not supported yet."""
+    """Value of stop_at_validation_metric that ends the run."""
     skip_reference_policy_logprobs_calculation: bool = False
     """Do not compute reference log-probs. Needs loss_fn.reference_policy_kl_penalty 0, which skips them
     anyway."""
@@ -117,17 +146,20 @@ class GRPOConfig(Section):
     overlong_filtering: bool = False
     """Truncated samples do not enter the loss. Read by objective/."""
     use_dynamic_sampling: bool = False
-    """Replace groups whose rewards are all equal by new ones. Not supported yet."""
+    """Train only on groups whose rewards differ, as given by the environment, and go on generating until there are
+    num_prompts_per_step of them. Prompts that are too many are generated anew later."""
     dynamic_sampling_max_gen_batches: Positive = 10
-    """Largest number of batches generated for one step. Inert while use_dynamic_sampling is false."""
-    batch_multiplier: PositiveFloat = 1.0
-    """Prompts generated over prompts trained on. Other than 1: not supported yet."""
-    seq_logprob_error_threshold: PositiveFloat | None = None
-    """Leave out samples whose log-probs differ this much between engine and policy. Not supported yet."""
+    """Largest number of batches generated for one step; if they are not enough, the run ends. Inert while
+    use_dynamic_sampling is false."""
+    batch_multiplier: Annotated[float, Field(ge=1)] = 1.0
+    """Prompts of one generation batch over num_prompts_per_step. Above 1 only with use_dynamic_sampling."""
+    seq_logprob_error_threshold: Annotated[float, Field(gt=1)] | None = None
+    """Leave out samples whose probabilities differ more than this between engine and policy: the mean over their
+    tokens of exp|difference of log-probs|, which is 1 where they agree. null: none is left out."""
     reward_scaling: Annotated[RewardScalingConfig, OffWhenNull] = Field(default_factory=RewardScalingConfig)
     """Linear scaling of rewards."""
     reward_shaping: Annotated[RewardShapingConfig, OffWhenNull] = Field(default_factory=RewardShapingConfig)
-    """Penalties for long answers. Not supported yet."""
+    """Penalties for long answers."""
     adv_estimator: Annotated[AdvEstimatorConfig, OffWhenNull] = Field(default_factory=AdvEstimatorConfig)
     """How rewards become advantages."""
     async_grpo: Annotated[AsyncGRPOConfig, OffWhenNull] = Field(default_factory=AsyncGRPOConfig)

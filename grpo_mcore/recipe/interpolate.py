@@ -107,9 +107,7 @@ def _value(body: str, lookup: Lookup) -> Any:
     function, colon, arguments = body.partition(":")
     if not colon:
         if not _KEY.fullmatch(body):
-            raise InterpolationError(
-                f"expected a full key such as ${{policy.model_name}}, got {in_yaml(body)}"
-            )
+            raise InterpolationError(f"expected a full key such as ${{policy.model_name}}, got {in_yaml(body)}")
         return lookup(body)
     if function not in ("mul", "div"):
         raise InterpolationError(f"there is no function {in_yaml(function)}; known: mul, div")

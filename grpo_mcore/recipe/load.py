@@ -18,6 +18,8 @@ from grpo_mcore.recipe.validate import source_of, validated
 from grpo_mcore.recipe.yaml_tree import Node, joined, parse_file
 
 _SUFFIXES = ("", ".yaml", ".yml")
+# Base recipes of NeMo RL whose algorithm is not here.
+_NOT_YET = {"dpo": "DPO", "rm": "training a reward model"}
 # Values that name a file: where it does not exist from the working directory but does beside the recipe that
 # names it, that one is meant.
 _FILE_KEYS = {
@@ -81,9 +83,7 @@ def leaves(value: Any, path: str = "") -> list[str]:
     if isinstance(value, dict) and value:
         return [key for name, item in value.items() for key in leaves(item, joined(path, str(name)))]
     if isinstance(value, list) and value and isinstance(value[0], dict):
-        return [
-            key for position, item in enumerate(value) for key in leaves(item, joined(path, str(position)))
-        ]
+        return [key for position, item in enumerate(value) for key in leaves(item, joined(path, str(position)))]
     return [path]
 
 
@@ -94,9 +94,7 @@ def _load(file: Path, files: list[Path], chain: tuple[Path, ...]) -> Node:
     if tree.value is None:
         tree = Node({}, tree.source, "")
     if not tree.is_mapping:
-        raise RecipeError(
-            [Problem(name, "", f"expected a mapping of keys, got {in_yaml(tree.plain())}")], name
-        )
+        raise RecipeError([Problem(name, "", f"expected a mapping of keys, got {in_yaml(tree.plain())}")], name)
     _find_files_beside(tree, file.parent)
     defaults = tree.value.pop("defaults", None)
     base: Node | None = None
@@ -133,9 +131,7 @@ def _entries(defaults: Node | None, name: str) -> list[Node]:
     if wrong:
         raise RecipeError(
             [
-                Problem(
-                    entry.source, "defaults", f"expected the name of a recipe, got {in_yaml(entry.plain())}"
-                )
+                Problem(entry.source, "defaults", f"expected the name of a recipe, got {in_yaml(entry.plain())}")
                 for entry in wrong
             ],
             name,
@@ -151,6 +147,8 @@ def _find(
             file = folder / Path(name + suffix).expanduser()
             if file.is_file() and file.resolve() != other_than:
                 return file.resolve()
+    if (algorithm := _NOT_YET.get(Path(name).stem)) is not None:
+        raise RecipeError([Problem(*place, f"no recipe {in_yaml(name)}: {algorithm} is not supported yet")], recipe)
     known = sorted({file.stem for folder in folders[1:] if folder.is_dir() for file in folder.glob("*.yaml")})
     near = nearest(Path(name).stem, known)
     places = list(dict.fromkeys(shown(folder.resolve()) for folder in folders if folder.is_dir()))
@@ -160,12 +158,7 @@ def _find(
 
 def _find_files_beside(node: Node, folder: Path) -> None:
     for name, child in node.children():
-        if (
-            name in _FILE_KEYS
-            and isinstance(child.value, str)
-            and "\n" not in child.value
-            and "{" not in child.value
-        ):
+        if name in _FILE_KEYS and isinstance(child.value, str) and "\n" not in child.value and "{" not in child.value:
             beside = folder / child.value
             if not os.path.exists(child.value) and os.path.exists(beside):
                 child.value = shown(beside)

@@ -6,7 +6,7 @@ from typing import Annotated, Literal
 
 from pydantic import Field
 
-from grpo_mcore.recipe.section import NonNegativeFloat, PositiveFloat, Section
+from grpo_mcore.recipe.section import NonNegativeFloat, Positive, PositiveFloat, Section
 
 
 class ClippedPGLossConfig(Section):
@@ -18,8 +18,15 @@ class ClippedPGLossConfig(Section):
     """Mean over all tokens of the optimizer step. false: mean over sequences of their token means."""
     sequence_level_importance_ratios: bool = False
     """GSPO: one ratio a sequence, the geometric mean over its tokens. Needs token_level_loss: false."""
-    ratio_clip_min: Annotated[float, Field(ge=0, lt=1)] = 0.2
-    """The ratio is clipped below at 1 - ratio_clip_min."""
+    sequence_importance_weight: Literal["geometric_mean", "product"] = "geometric_mean"
+    """The importance-sampling weight of a sequence under sequence_level_importance_ratios: the geometric mean of its
+    tokens' weights, or their plain product, which shrinks or grows with the length. product needs
+    use_importance_sampling_correction: true."""
+    sequence_length_normalizer: Positive | None = None
+    """Dr. GRPO: the sum over a sequence's tokens divided by this constant, such as max_new_tokens, then the mean over
+    sequences. null: divided by the sequence's own tokens. Needs token_level_loss: false."""
+    ratio_clip_min: Annotated[float, Field(ge=0, le=1)] = 0.2
+    """The ratio is clipped below at 1 - ratio_clip_min. 1: not clipped below."""
     ratio_clip_max: NonNegativeFloat = 0.2
     """The ratio is clipped above at 1 + ratio_clip_max."""
     ratio_clip_c: Annotated[float, Field(gt=1)] | None = None
@@ -33,7 +40,8 @@ class ClippedPGLossConfig(Section):
     kl_output_clamp_value: PositiveFloat | None = 10.0
     """The KL estimate of a token is kept within plus and minus this value. null: no bound."""
     use_kl_in_reward: bool = False
-    """The KL divergence lowers the advantage instead of entering the loss. Not supported yet."""
+    """The KL divergence, with weight reference_policy_kl_penalty, is taken from the reward instead of entering the
+    loss. Read by algorithms/."""
     use_on_policy_kl_approximation: bool = False
     """Weight the KL estimate of a token by its probability under the policy over that under the engine."""
     use_importance_sampling_correction: bool = False
@@ -44,6 +52,9 @@ class ClippedPGLossConfig(Section):
     drops the sequence by the geometric mean of its weights. null: nothing."""
     truncated_importance_sampling_ratio: PositiveFloat | None = None
     """Upper bound of the importance weight."""
+    truncated_importance_sampling_ratio_by_age: list[PositiveFloat] | None = None
+    """Upper bound by trajectory age, in place of truncated_importance_sampling_ratio: entry 0 for age 0 and so on, the
+    last one for all older. A sequence has the age of its oldest token."""
     truncated_importance_sampling_ratio_min: NonNegativeFloat | None = None
     """Lower bound of the importance weight. null: 0 with tis; icepop and seq-mask-tis need a value."""
     force_on_policy_ratio: bool = False
@@ -52,4 +63,4 @@ class ClippedPGLossConfig(Section):
     use_cispo: bool = False
     """CISPO: the clipped ratio is a constant weight of the log-prob."""
     positive_example_nll_weight: NonNegativeFloat = 0.0
-    """Weight of the negative log-likelihood of samples with a positive reward. Above 0: not supported yet."""
+    """Weight of the negative log-likelihood of samples with a positive reward. 0: no such term."""

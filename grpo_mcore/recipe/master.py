@@ -55,3 +55,8 @@ class MasterConfig(Section):
 
         fill_derived(self)
         return self
+
+
+def runs_grpo(config: MasterConfig) -> bool:
+    """Does the recipe describe a GRPO run: not when it has a section `sft` and none `grpo`."""
+    return "grpo" in config.model_fields_set or "sft" not in config.model_fields_set

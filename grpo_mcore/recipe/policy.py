@@ -99,9 +99,7 @@ class PolicyConfig(Section):
     """Gradients are scaled down to this global L2 norm. null or 0: no clipping. Read by parallel/."""
     sequence_packing: SequencePackingConfig = Field(default_factory=SequencePackingConfig)
     """Packing of sequences into bins."""
-    dynamic_batching: Annotated[DynamicBatchingConfig, OffWhenNull] = Field(
-        default_factory=DynamicBatchingConfig
-    )
+    dynamic_batching: Annotated[DynamicBatchingConfig, OffWhenNull] = Field(default_factory=DynamicBatchingConfig)
     """Token-budget micro-batches without packing. Not supported yet."""
     router_replay: Annotated[RouterReplayConfig, OffWhenNull] = Field(default_factory=RouterReplayConfig)
     """Replay of the engine's expert choices. Not supported yet."""

@@ -56,9 +56,7 @@ def nullable(key: str) -> bool:
     """May the key be null."""
     field = field_at(key)
     origin = get_origin(field.annotation) if field is not None else None
-    return (
-        field is not None and origin in (Union, types.UnionType) and type(None) in get_args(field.annotation)
-    )
+    return field is not None and origin in (Union, types.UnionType) and type(None) in get_args(field.annotation)
 
 
 def choices(key: str) -> tuple[Any, ...]:

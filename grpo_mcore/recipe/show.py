@@ -7,10 +7,10 @@ from typing import Any
 
 import yaml
 
-from grpo_mcore.recipe.checks import runs_grpo
 from grpo_mcore.recipe.derived import DERIVED
 from grpo_mcore.recipe.errors import DEFAULT
 from grpo_mcore.recipe.load import Recipe, shown
+from grpo_mcore.recipe.master import runs_grpo
 from grpo_mcore.recipe.yaml_tree import FLOAT, joined
 
 _WIDEST = 72
@@ -40,9 +40,7 @@ def resolved_yaml(recipe: Recipe) -> str:
     return "\n".join([" ".join(head.splitlines()), *body]) + "\n"
 
 
-def _lines(
-    value: dict[str, Any], path: str, depth: int, provenance: dict[str, str]
-) -> Iterator[tuple[str, str]]:
+def _lines(value: dict[str, Any], path: str, depth: int, provenance: dict[str, str]) -> Iterator[tuple[str, str]]:
     indent = "  " * depth
     for name, item in value.items():
         key = joined(path, str(name))
@@ -62,9 +60,7 @@ def _lines(
 
 def _origin(key: str, provenance: dict[str, str]) -> str:
     source = provenance.get(key, DEFAULT)
-    return (
-        f"{DEFAULT} = {DERIVED[key]}" if source == DEFAULT and isinstance(DERIVED.get(key), str) else source
-    )
+    return f"{DEFAULT} = {DERIVED[key]}" if source == DEFAULT and isinstance(DERIVED.get(key), str) else source
 
 
 def _scalar(value: Any) -> str:

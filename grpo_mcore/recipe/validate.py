@@ -111,9 +111,7 @@ def _message(error: Any, key: str, written: str) -> str:
     kind, value, context = error["type"], error["input"], error.get("ctx", {})
     if kind == "extra_forbidden":
         near = schema.suggestion(key)
-        if (
-            near and near.rpartition(".")[0] == key.rpartition(".")[0]
-        ):  # a sibling: named as its section is written
+        if near and near.rpartition(".")[0] == key.rpartition(".")[0]:  # a sibling: named as its section is written
             near = joined(written.rpartition(".")[0], near.rpartition(".")[2])
         return "unknown key" + (f"; nearest known key: {near}" if near else "")
     if kind == "missing":
@@ -132,7 +130,8 @@ def _message(error: Any, key: str, written: str) -> str:
         return f"must be {words} {context[name]:g}, got {in_yaml(value)}"
     if kind == "string_pattern_mismatch" and key == "checkpointing.metric_name":
         return f'expected "val:" or "train:" and a metric, such as "val:accuracy", got {in_yaml(value)}'
-    return f"{error['msg']}, got {in_yaml(value)}"
+    said = context["error"] if kind == "value_error" else error["msg"]  # by a validator of ours: without prefix
+    return f"{said}, got {in_yaml(value)}"
 
 
 def _placed(keys: tuple[str, ...], message: str, tree: Node, recipe: str) -> Problem:

@@ -22,9 +22,7 @@ class _Loader(yaml.SafeLoader):
     yaml_implicit_resolvers: dict[str, list[Any]] = {}
 
 
-FLOAT = re.compile(
-    r"^(?:[-+]?(\.[0-9]+|[0-9][0-9_]*(\.[0-9]*)?)([eE][-+]?[0-9]+)?|[-+]?\.(inf|Inf)|\.(nan|NaN))$"
-)
+FLOAT = re.compile(r"^(?:[-+]?(\.[0-9]+|[0-9][0-9_]*(\.[0-9]*)?)([eE][-+]?[0-9]+)?|[-+]?\.(inf|Inf)|\.(nan|NaN))$")
 for _name, _pattern in {
     "null": re.compile(r"^(?:~|null|Null|NULL|)$"),
     "bool": re.compile(r"^(?:true|True|TRUE|false|False|FALSE)$"),
@@ -154,9 +152,7 @@ def _convert(node: yaml.Node, line: int, key: str, source_of: Any, problems: lis
         return Node(None, source, key)
 
 
-def _convert_mapping(
-    node: yaml.MappingNode, source: str, key: str, source_of: Any, problems: list[Problem]
-) -> Node:
+def _convert_mapping(node: yaml.MappingNode, source: str, key: str, source_of: Any, problems: list[Problem]) -> Node:
     own: dict[str, Node] = {}
     inherited: dict[str, Node] = {}
     replaces = False

@@ -4,6 +4,9 @@ Synchronous training is `max_trajectory_age` 0: every group of a step is generat
 left. A greater age lets prompts of later steps be dispatched while earlier ones train; nothing else changes.
 
     Refit -> [Validate] -> Dispatch -> Await ... -> Train -> [Checkpoint] -> Refit -> ...
+
+With dynamic sampling (DAPO, arXiv 2503.14476, section 3.2) Dispatch and Await repeat, a generation batch at a time,
+until enough groups are informative: their rewards differ.
 """
 
 from __future__ import annotations
@@ -15,18 +18,26 @@ from dataclasses import dataclass, field
 class ScheduleConfig:
     """`num_prompts` groups train in one step. Periods in steps, 0 is never. Ages in weight versions.
 
-    `max_failed_groups`: prompts that may fail between two steps; one more ends the run.
+    `prompts_per_dispatch`: prompts of one generation batch of dynamic sampling; None without it. `max_gen_batches`: how
+    many such batches a step may take. `max_failed_groups`: prompts that may fail between two steps; one more ends the
+    run.
     """
 
     num_prompts: int
     max_steps: int
     max_trajectory_age: int = 0
+    prompts_per_dispatch: int | None = None
+    max_gen_batches: int = 10
     max_failed_groups: int = 8
     val_period: int = 0
     val_start_at: int = -1  # first step of the periodic validation
     val_at_start: bool = False
     val_at_end: bool = False
     save_period: int = 0
+
+    def __post_init__(self) -> None:
+        if self.prompts_per_dispatch is not None and self.max_trajectory_age:
+            raise ValueError("dynamic sampling goes with a trajectory age of 0 only")
 
 
 # Commands
@@ -58,10 +69,16 @@ class Await:
 
 @dataclass(frozen=True)
 class Train:
-    """Train one step on the groups of these uids, in this order."""
+    """Train one step on the groups of these uids, in this order.
+
+    Of dynamic sampling: the prompts of `surplus` groups go back to the data, to be generated anew; `filtered` counts
+    the groups of this step that were not informative.
+    """
 
     step: int
     groups: tuple[str, ...]
+    surplus: tuple[str, ...] = ()
+    filtered: int = 0
 
 
 @dataclass(frozen=True)
@@ -87,7 +104,10 @@ class Refitted:
 
 @dataclass(frozen=True)
 class Validated:
+    """`stop`: why the run is to end here."""
+
     step: int
+    stop: str | None = None
 
 
 @dataclass(frozen=True)
@@ -100,7 +120,10 @@ class Dispatched:
 
 @dataclass(frozen=True)
 class GroupFinished:
+    """`informative`: its rewards differ. Only dynamic sampling may get a group that is not, and consumes it."""
+
     uid: str
+    informative: bool = True
 
 
 @dataclass(frozen=True)
@@ -123,7 +146,7 @@ Event = Refitted | Validated | Dispatched | GroupFinished | GroupFailed | Traine
 
 
 class ScheduleError(RuntimeError):
-    """An event that cannot happen now, or more failures than the run allows."""
+    """An event that cannot happen now, or more failures or generation batches than the run allows."""
 
 
 @dataclass
@@ -136,9 +159,11 @@ class Schedule:
     data_ended: bool = False
     in_flight: dict[str, int] = field(default_factory=dict)  # uid -> version that generates it, in dispatch order
     finished: set[str] = field(default_factory=set)  # the part of in_flight that is ready to train on
+    filtered: set[str] = field(default_factory=set)  # finished, not informative, since the last step
     failed: dict[str, str] = field(default_factory=dict)  # uid -> reason, since the last step
     validated_step: int = -1
     saved_step: int = -1
+    stop: str | None = None  # why a validation ended the run
 
     def __post_init__(self) -> None:
         if self.step:  # a resumed run has validated and saved where it stopped
@@ -149,7 +174,10 @@ class Schedule:
         return self.step + 1
 
     def next(self) -> Command:
-        """The command that the state asks for. Calling it again without an event gives the same one."""
+        """The command that the state asks for. Calling it again without an event gives the same one.
+
+        Raises ScheduleError where dynamic sampling may generate no further batch.
+        """
         over = self._over()
         if self._validation_due(over):
             return self._refit_first(Validate(self.step))
@@ -160,8 +188,8 @@ class Schedule:
         wanted = self._prompts_wanted()
         if wanted:
             return self._refit_first(Dispatch(wanted))
-        ready = self._ready()
-        return Train(self.step + 1, ready) if ready else Await()
+        groups, surplus = self._ready()
+        return Train(self.step + 1, groups, surplus, len(self.filtered)) if groups else Await()
 
     def record(self, event: Event) -> None:
         """Takes note of what happened. Raises ScheduleError for an event that does not fit the state."""
@@ -169,16 +197,22 @@ class Schedule:
             case Refitted(version):
                 self._demand(version == self.policy_version, event)
                 self.engine_version = version
-            case Validated(step):
+            case Validated(step, stop):
                 self._demand(step == self.step, event)
-                self.validated_step = step
+                self.validated_step, self.stop = step, stop
             case Dispatched(uids, ended):
-                self._demand(not self.in_flight.keys() & set(uids) and len(set(uids)) == len(uids), event)
+                known = self.in_flight.keys() | self.filtered
+                self._demand(not known & set(uids) and len(set(uids)) == len(uids), event)
                 self.in_flight |= dict.fromkeys(uids, self.engine_version)
                 self.data_ended = self.data_ended or ended
-            case GroupFinished(uid):
+            case GroupFinished(uid, informative):
                 self._demand(uid in self.in_flight and uid not in self.finished, event)
-                self.finished.add(uid)
+                self._demand(informative or self.config.prompts_per_dispatch is not None, event)
+                if informative:
+                    self.finished.add(uid)
+                else:
+                    del self.in_flight[uid]
+                    self.filtered.add(uid)
             case GroupFailed(uid, reason):
                 self._demand(uid in self.in_flight and uid not in self.finished, event)
                 del self.in_flight[uid]
@@ -187,9 +221,12 @@ class Schedule:
                     raise ScheduleError(f"{len(self.failed)} prompts failed in one step, the last one, {uid}: {reason}")
             case Trained(step):
                 self._demand(step == self.step + 1, event)
-                for uid in self._ready():
+                groups, surplus = self._ready()
+                for uid in groups + surplus:
                     del self.in_flight[uid]
                     self.finished.discard(uid)
+                self.data_ended = self.data_ended and not surplus  # what goes back can be taken again
+                self.filtered.clear()
                 self.failed.clear()
                 self.step = step
             case Checkpointed(step):
@@ -197,6 +234,8 @@ class Schedule:
                 self.saved_step = step
 
     def _over(self) -> str | None:
+        if self.stop:
+            return self.stop
         if self.step >= self.config.max_steps:
             return f"all {self.config.max_steps} steps are done"
         if self.data_ended and not self.in_flight:
@@ -220,16 +259,45 @@ class Schedule:
     def _refit_first(self, command: Command) -> Command:
         return command if self.engine_version == self.policy_version else Refit(self.policy_version)
 
-    def _ready(self) -> tuple[str, ...]:
-        """The groups of the next step: the first ones dispatched, once all of them are finished."""
-        due = list(self.in_flight)[: self.config.num_prompts]
-        enough = len(due) == self.config.num_prompts or (self.data_ended and due)
-        return tuple(due) if enough and self.finished.issuperset(due) else ()
+    def _ready(self) -> tuple[tuple[str, ...], tuple[str, ...]]:
+        """(the groups of the next step, surplus groups), both empty until the step is complete.
+
+        The groups are the first ones dispatched, whichever finished first. Dynamic sampling waits for all that is in
+        flight, so that neither quick (short) groups are favoured nor anything depends on the order of finishing.
+        """
+        order, size = tuple(self.in_flight), self.config.num_prompts
+        groups, rest = order[:size], order[size:]
+        enough = len(groups) == size or (self.data_ended and groups)
+        if self.config.prompts_per_dispatch is None:
+            return (groups, ()) if enough and self.finished.issuperset(groups) else ((), ())
+        return (groups, rest) if enough and self._all_finished() else ((), ())
 
     def _prompts_wanted(self) -> int:
         """In dispatch order a group trains `position // num_prompts` steps from now: never older than the limit."""
+        if self.data_ended:
+            return 0
+        if self.config.prompts_per_dispatch is not None:
+            return self._prompts_of_generation_batch(self.config.prompts_per_dispatch)
         steps = min(1 + self.config.max_trajectory_age, self.config.max_steps - self.step)
-        return 0 if self.data_ended else max(0, steps * self.config.num_prompts - len(self.in_flight))
+        return max(0, steps * self.config.num_prompts - len(self.in_flight))
+
+    def _prompts_of_generation_batch(self, size: int) -> int:
+        """Replacements for what failed of the generation batch; another batch where a whole one was not enough."""
+        generated = len(self.in_flight) + len(self.filtered)
+        missing = -generated % size
+        if missing or not self._all_finished() or len(self.in_flight) >= self.config.num_prompts:
+            return missing
+        if generated >= size * self.config.max_gen_batches:
+            raise ScheduleError(
+                f"step {self.step + 1}: {self.config.max_gen_batches} generation batches gave too little to train on: "
+                f"{generated} prompts were generated, {len(self.in_flight)} of them informative (their rewards "
+                f"differ), {self.config.num_prompts} are needed; raise grpo.dynamic_sampling_max_gen_batches or "
+                "grpo.batch_multiplier, or train on easier or harder data"
+            )
+        return size
+
+    def _all_finished(self) -> bool:
+        return len(self.finished) == len(self.in_flight)
 
     def _demand(self, condition: bool, event: Event) -> None:
         if not condition:

@@ -105,7 +105,7 @@ class Run:
 
     @property
     def logs(self) -> Path:
-        return max((self.folder / "logs").glob("exp_*"))
+        return max(path.parent for path in (self.folder / "logs").glob("exp_*/metrics.jsonl"))
 
     @property
     def checkpoints(self) -> Path:

@@ -83,7 +83,8 @@ def half(recipe: dict[str, Any], tmp_path_factory: pytest.TempPathFactory) -> Ru
 
 @pytest.fixture(scope="module")
 def resumed(recipe: dict[str, Any], half: Run) -> tuple[Run, Inside]:
-    """The other 2, from the checkpoint of `half`."""
+    """The other 2, from the checkpoint of `half`. Another run has logged there in the meantime."""
+    (half.folder / "logs" / "exp_002").mkdir()
     with looking_inside() as inside:
         run = run_here("train", half.folder, recipe, "--resume")
     assert run.code == 0, run.err

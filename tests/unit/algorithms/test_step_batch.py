@@ -1,63 +1,63 @@
-"""From scored groups to the ranks' work: counts, failures, thin steps."""
+"""From scored groups to the ranks' work: who is dealt where, failures, thin steps."""
 
 from __future__ import annotations
 
 import pytest
+import torch
 
+from grpo_mcore.algorithms.rank_step import counts
 from grpo_mcore.algorithms.step_batch import build_step_batch
 from grpo_mcore.parallel.mesh import Layout
-from grpo_mcore.recipe import MasterConfig
-from grpo_mcore.rollout.group import Group
-from grpo_mcore.rollout.trajectory import Score, TrajectoryRef
+from tests.unit.algorithms.step_cases import config, group
 
 
-def config(**grpo: object) -> MasterConfig:
-    return MasterConfig.model_validate(
-        {
-            "policy": {"model_name": "m", "train_global_batch_size": 4, "max_total_sequence_length": 64},
-            "data": {"train": {"data_path": "x.jsonl"}},
-            "grpo": {"num_prompts_per_step": 2, "num_generations_per_prompt": 4} | grpo,
-        }
-    )
-
-
-def group(uid: str, rewards: list[float | None], truncated: bool = False) -> Group:
-    samples = tuple(
-        TrajectoryRef(uid, i, 10 + i, 4, 6 + i, 1, truncated, "length" if truncated else "stop", f"{uid}#{i}")
-        for i in range(len(rewards))
-    )
-    return Group({"uid": uid}, samples, tuple(Score(reward, None, "", 0.0) for reward in rewards))
-
-
-def test_every_scored_sample_is_dealt_once_with_its_advantage() -> None:
+def test_every_scored_sample_is_dealt_once() -> None:
     batch = build_step_batch([group("a", [1, 0, 0, 0]), group("b", [1, 1, None, 0])], config(), Layout(1, 1, 1))
     (rank,) = batch.ranks
-    dealt = {s.trajectory: s.advantage for bins in rank.batches for bin in bins for s in bin}
-    assert set(dealt) == {"a#0", "a#1", "a#2", "a#3", "b#0", "b#1", "b#3"}
-    assert dealt["a#0"] > 0 > dealt["a#1"] == dealt["a#2"]
-    assert dealt["b#0"] == dealt["b#1"] > 0 > dealt["b#3"]
+    dealt = [i for bins in rank.batches for bin in bins for i in bin]
+    assert sorted(dealt) == [0, 1, 2, 3, 4, 5, 7]
+    assert rank.trajectories == {i: batch.samples[i].ref for i in dealt}
     assert [sum(len(bin) for bin in bins) for bins in rank.batches] == [3, 4]
-    assert batch.metrics["num_failed_samples"] == 1 and batch.metrics["num_trained_samples"] == 7
-    assert sum(rank.valid_toks) == 6 + 7 + 8 + 9 + 6 + 7 + 9 and sum(rank.valid_seqs) == 7
+    assert [sorted(i for bin in bins for i in bin) for bins in rank.batches] == [list(b) for b in batch.batches]
+    assert batch.weights.tolist() == [1, 1, 1, 1, 1, 1, 0, 1]
+    assert batch.tokens == sum(4 + 6 + i for i in range(4)) + sum(4 + 6 + i for i in (0, 1, 3))
 
 
-def test_all_ranks_get_the_global_counts() -> None:
+def test_ranks_share_the_samples_in_as_many_bins() -> None:
     groups = [group("a", [1, 0, 0, 1]), group("b", [0, 1, 0, 0])]
-    batch = build_step_batch(groups, config(), Layout(1, 1, 2))
-    first, second = batch.ranks
-    assert first.valid_toks == second.valid_toks and first.valid_seqs == second.valid_seqs == (4, 4)
+    first, second = build_step_batch(groups, config(), Layout(1, 1, 2)).ranks
     assert [len(bins) for bins in first.batches] == [len(bins) for bins in second.batches]
+    assert not first.trajectories.keys() & second.trajectories.keys()
+    assert len(first.trajectories) == len(second.trajectories) == 4
+
+
+def test_a_sample_without_tokens_takes_no_part() -> None:
+    batch = build_step_batch([group("a", [1, 0, 0, 1], lengths=[3, 0, 2, 2])], config(), Layout(1, 1, 1))
+    assert batch.weights.tolist() == [1, 0, 1, 1] and 1 not in batch.ranks[0].trajectories
 
 
 @pytest.mark.parametrize("data_parallel", [1, 2])
-def test_a_step_with_nothing_left_says_so(data_parallel: int) -> None:
+def test_a_step_with_nothing_left_has_no_ranks(data_parallel: int) -> None:
     groups = [group("a", [1, 0, 0, 0], truncated=True), group("b", [1, 0, 1, 0], truncated=True)]
     batch = build_step_batch(groups, config(overlong_filtering=True), Layout(1, 1, data_parallel))
-    assert batch.ranks == () and batch.tokens == 0
-    assert batch.metrics["num_trained_samples"] == 0 and batch.metrics["truncation_rate"] == 1
+    assert batch.ranks == () and batch.tokens == 0 and batch.weights.sum() == 0
+
+
+def test_filtered_samples_are_worked_on_where_their_kl_is_part_of_a_baseline() -> None:
+    groups = [group("a", [1, 0, 0, 0], truncated=True), group("b", [1, 0, None, 0])]
+    recipe = config({"use_kl_in_reward": True}, overlong_filtering=True, normalize_rewards=False)
+    batch = build_step_batch(groups, recipe, Layout(1, 1, 1))
+    assert sorted(batch.ranks[0].trajectories) == [0, 1, 2, 3, 4, 5, 7]
+    assert batch.weights.tolist() == [0, 0, 0, 0, 1, 1, 0, 1]
 
 
 def test_few_samples_make_fewer_optimizer_steps() -> None:
     groups = [group("a", [1, None, None, None]), group("b", [None, None, 0, None])]
     batch = build_step_batch(groups, config(), Layout(1, 1, 2))
     assert [len(rank.batches) for rank in batch.ranks] == [1, 1]
+
+
+def test_counts_are_of_what_counts_and_exact() -> None:
+    big = 2**24 + 1
+    weights, tokens = torch.tensor([1.0, 0.0, 1.0, 1.0]), torch.tensor([big, 5, 1, 2**54 + 1])
+    assert counts(((0, 1), (2, 3)), weights, tokens) == ([1, 2], [big, 2**54 + 2])

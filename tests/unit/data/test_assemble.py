@@ -20,12 +20,26 @@ def test_datasets_are_joined_and_keep_their_tasks(write_jsonl, tokenizer, tmp_pa
     assert [datum["task_name"] for datum in data.train] == [a] * 4 + [b] * 3
     assert data.train[4]["message_log"][0]["content"] == "<bos><user>= 0+1=<assistant>"
     assert data.env_names == {a: "math", b: None}
-    # Held-out rows of a, then b once more, under a name that no training prompt has.
-    assert [datum["task_name"] for datum in data.validation] == [a] * 2 + [f"{b}-2"] * 3
+    # Held-out rows of a, in turn with b once more, under a name that no training prompt has.
+    assert [datum["task_name"] for datum in data.validation] == [a, f"{b}-2", a, f"{b}-2", f"{b}-2"]
     assert data.val_env_names == {a: "math", f"{b}-2": None}
     uids = [datum["uid"] for part in (data.train, data.validation) for datum in part]
     assert len(set(uids)) == len(uids) == 12
     assert len(next(iter(build_dataloader(data.train, 7, shuffle=True, seed=0)))) == 7
+
+
+def test_training_data_may_stay_apart(write_jsonl, tokenizer, tmp_path):
+    entries = [{"data_path": write_jsonl(f"{name}.jsonl", sums(count))} for name, count in (("a", 4), ("b", 2))]
+    data = build_task_data(entries, [], tokenizer, 32, separate=True)
+    assert {name: len(rows) for name, rows in data.train.items()} == {f"{tmp_path.name}-a": 4, f"{tmp_path.name}-b": 2}
+    assert [datum["uid"] for datum in data.train[f"{tmp_path.name}-b"]] == [f"{tmp_path.name}-b:{n}" for n in (1, 2)]
+    assert set(data.env_names) == set(data.train)
+
+
+def test_one_dataset_for_training_and_validation_keeps_its_split_in_its_name(write_jsonl, tokenizer):
+    entry = {"data_path": write_jsonl("a.jsonl", sums(4)), "task_name": "t"}
+    data = build_task_data([entry], [{**entry, "split": "test"}, {**entry, "split": "test"}], tokenizer, 32)
+    assert set(data.val_env_names) == {"t-test", "t-2"}
 
 
 def test_without_validation_there_is_none(write_jsonl, tokenizer):

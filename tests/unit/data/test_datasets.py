@@ -2,18 +2,20 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 from types import SimpleNamespace
 
 import datasets as hf_datasets
 import pytest
 
-from grpo_mcore.data import DataError, load_response_dataset
-from grpo_mcore.data.datasets import NAMED, named_entry
+from grpo_mcore.data import DataError, load_preference_dataset, load_response_dataset
+from grpo_mcore.data.datasets import DATASET_CLASSES, PREFERENCE_CLASSES
 from grpo_mcore.data.interfaces import TaskDataSpec
 from grpo_mcore.data.processors import math_data_processor, math_hf_data_processor, sft_processor
-from grpo_mcore.data.rows import Joined, Repeated
-from grpo_mcore.recipe import DatasetEntry, load_recipe
+from grpo_mcore.data.rows import InTurn, Joined, Repeated
+from grpo_mcore.recipe import load_recipe
+from grpo_mcore.recipe.data import DATASETS
 from tests.unit.data.conftest import sums
 
 
@@ -68,6 +70,13 @@ def test_questions_may_be_conversations_and_a_ground_truth_may_stand_for_the_ans
     assert data.dataset[0]["ground_truth"] == "2"
 
 
+def test_an_answer_of_parts_is_a_ground_truth(write_jsonl):
+    tests = ["assert add(1, 2) == 3", "assert add(0, 0) == 0"]
+    path = write_jsonl("code.jsonl", [{"input": "write add", "output": tests}])
+    [row] = load_response_dataset({"data_path": path}).dataset
+    assert row["messages"] == [{"role": "user", "content": "write add"}] and row["ground_truth"] == tests
+
+
 def test_openai_format(write_jsonl):
     messages = [{"role": "user", "content": "1+1="}, {"role": "assistant", "content": "2"}]
     path = write_jsonl("chat.jsonl", [{"chat": messages, "rules": "add"}, {"chat": messages}])
@@ -76,6 +85,66 @@ def test_openai_format(write_jsonl):
     assert rows[0]["messages"] == [{"role": "system", "content": "add"}, *messages]
     assert rows[1]["messages"] == [{"role": "system", "content": "sum"}, *messages]
     assert "chat" not in rows[0]
+
+
+ONE = [{"role": "user", "content": "1"}]
+CALL = {"id": "c1", "type": "function", "function": {"name": "add", "arguments": '{"a": 1, "b": null}'}}
+TOOLS = [{"type": "function", "function": {"name": "add", "parameters": {"properties": {"a": {"type": "integer"}}}}}]
+
+
+def test_openai_format_with_tools(write_jsonl):
+    messages = [
+        {"role": "user", "content": [{"type": "text", "text": "1+"}, {"type": "text", "text": "1="}]},
+        {"role": "assistant", "content": None, "tool_calls": [CALL]},
+        {"role": "tool", "content": "2", "tool_call_id": "c1"},
+        {"role": "assistant", "content": "2"},
+    ]
+    path = write_jsonl("chat.jsonl", [{"messages": messages, "tools": tools} for tools in (TOOLS, json.dumps(TOOLS))])
+    entry = {"dataset_name": "openai_format", "data_path": path, "use_preserving_dataset": True}
+    for row in load_response_dataset(entry).dataset:
+        assert row["tools"] == TOOLS
+        assert row["messages"][0] == {"role": "user", "content": "1+1="}
+        call = row["messages"][1]
+        assert (call["content"], call["tool_calls"][0]["function"]["arguments"]) == ("", {"a": 1, "b": None})
+        assert row["messages"][2:] == messages[2:]
+
+
+def test_tools_of_a_table_are_without_what_other_rows_have(tmp_path):
+    def tool(name, **properties):
+        return {"type": "function", "function": {"name": name, "parameters": {"properties": properties}}}
+
+    rows = [
+        {"messages": sums_chat, "tools": [tool(name, **{name: {"type": "integer"}})]}
+        for name in ("a", "b")
+        for sums_chat in [[{"role": "user", "content": "1"}, {"role": "assistant", "content": "2"}]]
+    ]
+    path = str(tmp_path / "chat.parquet")
+    hf_datasets.Dataset.from_list(rows).to_parquet(path)
+    entry = {"dataset_name": "openai_format", "data_path": path, "download_dir": str(tmp_path / "cache")}
+    assert [row["tools"] for row in load_response_dataset(entry).dataset] == [row["tools"] for row in rows]
+
+
+@pytest.mark.parametrize(
+    ("row", "message"),
+    [
+        ({"messages": "hello"}, "'messages' must be a list of messages, got str"),
+        ({"messages": []}, "'messages' has no message in it"),
+        ({"messages": ["hello"]}, "message 0 of 'messages' must have a role and a content, such as"),
+        ({"messages": [{"role": "user"}]}, "message 0 of 'messages' has no content"),
+        ({"messages": [{"role": "user", "content": 5}]}, "the content must be text or a list of parts, got int"),
+        (
+            {"messages": [{"role": "user", "content": [{"type": "image_url", "image_url": "x"}]}]},
+            "has a part that is no text; images, audio and video are not supported",
+        ),
+        ({"messages": ONE, "tools": "{"}, "'tools' is text that is not JSON"),
+        ({"messages": ONE, "tools": {"a": 1}}, "'tools' must be a list of tools, got dict"),
+        ({"message": ONE}, r"no 'messages' in it; .*; nearest: 'message'"),
+    ],
+)
+def test_what_is_no_conversation_names_its_line(write_jsonl, row, message):
+    path = write_jsonl("chat.jsonl", [row])
+    with pytest.raises(DataError, match=rf"chat\.jsonl:1: .*{message}"):
+        load_response_dataset({"dataset_name": "openai_format", "data_path": path})
 
 
 @pytest.mark.parametrize(("size", "held_out"), [(0.05, 2), (0.5, 20), (7, 7), (1, 1)])
@@ -114,6 +183,11 @@ def test_joined_goes_through_all_parts():
     assert [row["uid"] for row in Repeated([{"uid": "a"}], 2)] == ["a", "a~1"]
 
 
+def test_in_turn_shares_out_the_first_rows():
+    rows = InTurn([[{"n": 0}], [{"n": 1}, {"n": 2}, {"n": 3}], [{"n": 4}, {"n": 5}]])
+    assert [row["n"] for row in rows] == [0, 1, 4, 2, 5, 3] and len(rows) == 6
+
+
 @pytest.mark.parametrize("kind", ["folder", "saved", "parquet"])
 def test_tables_of_the_datasets_library(write_jsonl, tmp_path, kind):
     table = hf_datasets.Dataset.from_list(sums(3, level=1))
@@ -144,7 +218,7 @@ def test_a_table_with_holes_names_the_row(tmp_path):
     hf_datasets.Dataset.from_list(rows).save_to_disk(str(tmp_path / "saved"))
     data = load_response_dataset({"data_path": str(tmp_path / "saved"), "task_name": "t"})
     assert data.dataset[0]["messages"][1]["content"] == "2"
-    with pytest.raises(DataError, match="t, row 1: no 'input' in it"):
+    with pytest.raises(DataError, match="saved, row 1: 'input' is null"):
         data.dataset[1]
 
 
@@ -153,8 +227,18 @@ def test_a_split_that_is_not_there_names_those_that_are(tmp_path):
     tables.save_to_disk(str(tmp_path / "saved"))
     path = str(tmp_path / "saved")
     assert len(load_response_dataset({"data_path": path, "split": "test"}).dataset) == 2
-    with pytest.raises(DataError, match=r"no split 'dev'; set split to one of \['test', 'train'\]"):
-        load_response_dataset({"data_path": path, "split": "dev"})
+    part = load_response_dataset({"data_path": path, "split": "train[1:]+test[:1]"}).dataset
+    assert [row["messages"][0]["content"] for row in part] == ["1+1=", "0+1="]
+    with pytest.raises(DataError, match=r"no split 'tests'; set split to one of \['test', 'train'\]; nearest: test"):
+        load_response_dataset({"data_path": path, "split": "tests"})
+
+
+def test_a_file_is_its_own_split(tmp_path):
+    path = str(tmp_path / "rows.parquet")
+    hf_datasets.Dataset.from_list(sums(3)).to_parquet(path)
+    entry = {"data_path": path, "download_dir": str(tmp_path / "cache")}
+    assert len(load_response_dataset({**entry, "split": "test"}).dataset) == 3
+    assert len(load_response_dataset({**entry, "split": "train[:2]"}).dataset) == 2
 
 
 @pytest.mark.parametrize(
@@ -169,7 +253,7 @@ def test_a_split_that_is_not_there_names_those_that_are(tmp_path):
             r"a\.jsonl:2: no 'input' in it; it has \['output'\]",
         ),
         (['{"input": "1"}'], r"a\.jsonl:1: no 'output' in it; it has \['input'\]"),
-        (['{"input": null, "output": "2"}'], r"a\.jsonl:1: no 'input' in it"),
+        (['{"input": null, "output": "2"}'], r"a\.jsonl:1: 'input' is null"),
         (['{"input": 5, "output": "2"}'], r"a\.jsonl:1: 'input' must be text or a list of messages, got int"),
         (["[1, 2]"], r"a\.jsonl:1: expected a JSON object, got list; one JSON object a line"),
         ([], r"a\.jsonl: the dataset is empty"),
@@ -183,7 +267,7 @@ def test_a_bad_file_names_its_line(write_jsonl, lines, message):
 
 def test_text_that_is_not_utf8_is_an_error(tmp_path):
     (tmp_path / "a.jsonl").write_bytes(b'{"input": "\xff\xfe"}\n')
-    with pytest.raises(DataError, match=r"a\.jsonl:1 or later: not UTF-8 text"):
+    with pytest.raises(DataError, match=r"a\.jsonl:1: not UTF-8 text \(invalid start byte, byte 11\)"):
         load_response_dataset({"data_path": str(tmp_path / "a.jsonl")})
 
 
@@ -193,7 +277,10 @@ def test_text_that_is_not_utf8_is_an_error(tmp_path):
         ({"data_path": "no/such/train.jsonl"}, "data file not found: no/such/train.jsonl"),
         ({"data_path": "./no_such_folder"}, r"data not found: \./no_such_folder"),
         ({}, "data_path is missing"),
-        ({"dataset_name": "DeepScaler"}, "dataset_name 'DeepScaler' is not known: use OpenMathInstruct-2, "),
+        ({"dataset_name": "DeepScale"}, "dataset_name 'DeepScale' is not known; nearest: DeepScaler; known are "),
+        ({"dataset_name": "BinaryPreferenceDataset"}, "pairs of answers are for DPO; GRPO and SFT cannot use them"),
+        ({"input_key": "inputs"}, r"a\.jsonl:1: no 'inputs' in it; it has \['input', 'output'\]; nearest: 'input'"),
+        ({"split": "train[:2]"}, r"a\.jsonl: split 'train\[:2\]' is for tables; a JSON file is read whole"),
         ({"dataset_name": "no_such.module:Data"}, "cannot import the dataset_name 'no_such.module:Data'"),
         ({"processor": "math"}, r"unknown processor 'math': known are \['default', "),
         ({"split_validation_size": 0.01}, "split_validation_size 0.01 takes 0 of 4 rows"),
@@ -221,17 +308,28 @@ def test_a_dataset_class_by_import_path():
     assert data.dataset[0]["messages"][0]["content"] == "x"
 
 
-def test_a_named_dataset_brings_its_path_and_columns_unless_the_entry_says_otherwise() -> None:
-    plain = named_entry(DatasetEntry(dataset_name="OpenMathInstruct-2"), "OpenMathInstruct-2")
-    assert (plain["data_path"], plain["split"]) == ("nvidia/OpenMathInstruct-2", "train_1M")
-    assert (plain["input_key"], plain["output_key"]) == ("problem", "expected_answer")
-    entry = DatasetEntry(dataset_name="OpenMathInstruct-2", output_key="generated_solution", split="train_2M")
-    own = named_entry(entry, "OpenMathInstruct-2")
-    assert (own["split"], own["output_key"]) == ("train_2M", "generated_solution")
+@pytest.mark.parametrize("entry", [{"prompt_key": "p"}, {"prompt_key": "chat"}])
+def test_pairs_of_answers(write_jsonl, entry):
+    question = [{"role": "user", "content": "1+1="}]
+    row = {"p": "1+1=", "chat": question, "good": "2", "bad": [{"role": "assistant", "content": "3"}], "level": 1}
+    path = write_jsonl("pairs.jsonl", [row])
+    keys = {"data_path": path, "chosen_key": "good", "rejected_key": "bad", "task_name": "t"}
+    [found] = load_preference_dataset({**keys, **entry}).dataset
+    assert found["messages"] == question and (found["task_name"], found["uid"], found["level"]) == ("t", "t:1", 1)
+    assert found["chosen"] == [{"role": "assistant", "content": "2"}]
+    assert found["rejected"] == [{"role": "assistant", "content": "3"}]
+    with pytest.raises(DataError, match=r"pairs\.jsonl:1: no 'chosen' in it; it has"):
+        load_preference_dataset({"data_path": path, "prompt_key": "p"})
+    with pytest.raises(DataError, match="'GSM8K' has no pairs of answers; BinaryPreferenceDataset, HelpSteer3 have"):
+        load_preference_dataset({"dataset_name": "GSM8K"})
+
+
+def test_each_name_of_a_recipe_has_a_class() -> None:
+    assert {*DATASET_CLASSES, *PREFERENCE_CLASSES} == set(DATASETS)
 
 
 def test_every_dataset_that_a_recipe_of_the_project_names_is_known() -> None:
     for file in Path(__file__).resolve().parents[3].glob("recipes/*.yaml"):
         config = load_recipe(str(file)).config
         for entry in [*config.data.train, *config.data.validation]:
-            assert entry.dataset_name in {*NAMED, "ResponseDataset", "openai_format"}, file
+            assert entry.dataset_name in DATASET_CLASSES, file

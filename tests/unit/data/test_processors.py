@@ -160,3 +160,18 @@ def test_processors_by_name_and_import_path(tokenizer):
     assert dataset[0]["uid"] == "sums:7"
     with pytest.raises(DataError, match="cannot import the processor"):
         find_processor("tests.unit.data.test_processors:missing")
+
+
+@pytest.mark.parametrize("processor", [math_hf_data_processor, sft_processor])
+def test_the_chat_template_gets_the_tools_of_a_row(tokenizer, monkeypatch, processor):
+    monkeypatch.setattr(
+        tokenizer,
+        "chat_template",
+        "{% for t in tools or [] %}<system>{{ t.function.name }}{% endfor %}{% for m in messages %}<{{ m.role }}>"
+        "{{ m.content }}{% if m.role == 'assistant' %}<eos>{% endif %}{% endfor %}"
+        "{% if add_generation_prompt %}<assistant>{% endif %}",
+    )
+    row = {**ROW, "tools": [{"type": "function", "function": {"name": "+"}}]}
+    datum = processor(row, TaskDataSpec("sums"), tokenizer, 64, 0)
+    assert datum["message_log"][0]["content"] == "<system>+<user>37+45=<assistant>"
+    assert processor(ROW, TaskDataSpec(), tokenizer, 64, 0)["message_log"][0]["content"] == "<user>37+45=<assistant>"

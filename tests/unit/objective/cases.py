@@ -1,6 +1,12 @@
-"""Settings of the loss, by name: one for each term and for the combinations that matter."""
+"""Settings of the loss: one by name for each term and for the combinations that matter, and all that are allowed."""
 
 from __future__ import annotations
+
+from collections.abc import Iterator
+from itertools import product
+from typing import Any
+
+from grpo_mcore.objective import ClippedPGLossConfig
 
 IS = {"use_importance_sampling_correction": True}
 TIS = {**IS, "truncated_importance_sampling_type": "tis", "truncated_importance_sampling_ratio": 1.3}
@@ -16,16 +22,39 @@ SEQ_MASK = {
     "truncated_importance_sampling_ratio": 1.1,
     "truncated_importance_sampling_ratio_min": 0.85,
 }
+BY_AGE = {
+    **ICEPOP,
+    "truncated_importance_sampling_ratio": None,
+    "truncated_importance_sampling_ratio_by_age": [1.6, 1.3, 1.1],
+}
+DR_GRPO = {"token_level_loss": False, "sequence_length_normalizer": 9}
 GSPO = {"sequence_level_importance_ratios": True, "token_level_loss": False}
-CONFIGS = {
+CONFIGS: dict[str, dict[str, Any]] = {
     "grpo": {},
     "asymmetric": {"ratio_clip_min": 0.1, "ratio_clip_max": 0.4},
     "dual clip": {"ratio_clip_c": 1.4},
     "sequence level": {"token_level_loss": False},
+    "dr. grpo": DR_GRPO,
+    "dr. grpo, everything": {
+        **DR_GRPO,
+        **BY_AGE,
+        "ratio_clip_c": 1.3,
+        "use_on_policy_kl_approximation": True,
+        "reference_policy_kl_penalty": 0.5,
+        "positive_example_nll_weight": 0.3,
+    },
     "gspo": GSPO,
     "gspo, weights": {**GSPO, **IS},
     "gspo, tis": {**GSPO, **TIS, "truncated_importance_sampling_ratio": 1.05},
     "gspo, icepop": {**GSPO, **ICEPOP},
+    "gspo, product": {**GSPO, **IS, "sequence_importance_weight": "product"},
+    "gspo, product, tis by age": {
+        **GSPO,
+        **BY_AGE,
+        "truncated_importance_sampling_type": "tis",
+        "sequence_importance_weight": "product",
+    },
+    "gspo, icepop by age": {**GSPO, **BY_AGE},
     "cispo": {"use_cispo": True, "ratio_clip_max": 0.5},
     "reinforce": {"disable_ppo_ratio": True},
     "forced on policy": {"force_on_policy_ratio": True},
@@ -33,6 +62,9 @@ CONFIGS = {
     "weights": IS,
     "tis": TIS,
     "icepop": ICEPOP,
+    "tis by age": {**BY_AGE, "truncated_importance_sampling_type": "tis"},
+    "icepop by age": BY_AGE,
+    "seq-mask-tis by age": {**BY_AGE, "truncated_importance_sampling_type": "seq-mask-tis"},
     "seq-mask-tis": SEQ_MASK,
     "seq-mask-tis, sequence level": {**SEQ_MASK, "token_level_loss": False},
     "on-policy kl": {"use_on_policy_kl_approximation": True, "reference_policy_kl_penalty": 0.5},
@@ -52,3 +84,52 @@ CONFIGS = {
     "kl in reward": {"use_kl_in_reward": True},
     "positive nll": {"positive_example_nll_weight": 0.3},
 }
+
+BOOL = (False, True)
+REDUCTIONS: tuple[dict[str, Any], ...] = ({}, {"token_level_loss": False}, DR_GRPO)
+
+
+def policy_settings() -> Iterator[dict[str, Any]]:
+    """Every allowed combination of ratio, clip, reduction and importance weights."""
+    for reduction, sequence_ratio, disabled, cispo, forced, dual in product(REDUCTIONS, BOOL, BOOL, BOOL, BOOL, BOOL):
+        for corrected, kind, by_age, low, product_weight in product(
+            BOOL, (None, "tis", "icepop", "seq-mask-tis"), BOOL, BOOL, BOOL
+        ):
+            settings = reduction | {
+                "sequence_level_importance_ratios": sequence_ratio,
+                "disable_ppo_ratio": disabled,
+                "use_cispo": cispo,
+                "force_on_policy_ratio": forced,
+                "ratio_clip_c": 1.3 if dual else None,
+                "use_importance_sampling_correction": corrected,
+                "truncated_importance_sampling_type": kind,
+                "truncated_importance_sampling_ratio": 1.2 if kind and not by_age else None,
+                "truncated_importance_sampling_ratio_by_age": [1.4, 1.1] if by_age else None,
+                "truncated_importance_sampling_ratio_min": 0.8 if low else None,
+                "sequence_importance_weight": "product" if product_weight else "geometric_mean",
+            }
+            if is_allowed(settings):
+                yield settings
+
+
+def other_settings() -> Iterator[dict[str, Any]]:
+    """Every allowed combination of the KL and the negative log-likelihood of positive samples."""
+    for nll, approximation, kl in product(BOOL, BOOL, ("none", "in reward", "k1", "k2", "k3")):
+        for input_clamp, output_clamp in product((None, 0.3), (None, 0.1)) if kl.startswith("k") else ((None, None),):
+            yield {
+                "positive_example_nll_weight": 0.5 * nll,
+                "use_on_policy_kl_approximation": approximation,
+                "reference_policy_kl_penalty": 0.0 if kl == "none" else 0.7,
+                "use_kl_in_reward": kl == "in reward",
+                "reference_policy_kl_type": kl if kl.startswith("k") else "k3",
+                "kl_input_clamp_value": input_clamp,
+                "kl_output_clamp_value": output_clamp,
+            }
+
+
+def is_allowed(settings: dict[str, Any]) -> bool:
+    try:
+        ClippedPGLossConfig(**settings)
+    except ValueError:
+        return False
+    return True

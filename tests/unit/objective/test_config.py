@@ -8,7 +8,7 @@ import pytest
 
 from grpo_mcore.objective import ClippedPGLossConfig
 
-from .cases import GSPO, ICEPOP, IS, SEQ_MASK, TIS
+from .cases import BY_AGE, DR_GRPO, GSPO, ICEPOP, IS, SEQ_MASK, TIS
 
 
 @pytest.mark.parametrize(
@@ -30,6 +30,19 @@ from .cases import GSPO, ICEPOP, IS, SEQ_MASK, TIS
         ({**SEQ_MASK, "truncated_importance_sampling_ratio_min": None}, "ratio_min"),
         ({**IS, "truncated_importance_sampling_ratio": 2.0}, "type"),
         ({**SEQ_MASK, **GSPO}, "seq-mask-tis"),
+        ({**IS, "sequence_importance_weight": "product"}, "sequence_level_importance_ratios each token"),
+        ({**GSPO, "sequence_importance_weight": "product"}, "use_importance_sampling_correction, which is false"),
+        ({"sequence_importance_weight": "sum"}, "geometric_mean or product"),
+        ({**DR_GRPO, "token_level_loss": True}, "set token_level_loss=false"),
+        ({**DR_GRPO, **GSPO}, "whatever its length"),
+        ({**DR_GRPO, "sequence_length_normalizer": 0}, "must be positive"),
+        ({**BY_AGE, "truncated_importance_sampling_ratio": 2.0}, "give one of them"),
+        ({**BY_AGE, "truncated_importance_sampling_type": None}, "does nothing without"),
+        ({**BY_AGE, "truncated_importance_sampling_ratio_by_age": []}, "by_age is empty"),
+        ({**BY_AGE, "truncated_importance_sampling_ratio_by_age": [2.0, 0.5]}, "upper bound, which is 0.5"),
+        ({**BY_AGE, "truncated_importance_sampling_ratio_by_age": [2.0, float("nan")]}, "upper bound, which is nan"),
+        ({**BY_AGE, "use_importance_sampling_correction": False}, "use_importance_sampling_correction, which is false"),
+        ({**ICEPOP, "truncated_importance_sampling_ratio_min": -0.1}, "must not be negative"),
         ({"reference_policy_kl_type": "k4"}, "k1, k2 or k3"),
         ({"truncated_importance_sampling_type": "no"}, "tis, icepop"),
         ({"kl_input_clamp_value": 0.0}, "kl_input_clamp_value"),
@@ -49,3 +62,10 @@ def test_config_from_any_object_with_the_attributes() -> None:
     assert ClippedPGLossConfig.from_any(cfg) is cfg
     with pytest.raises(TypeError, match="SimpleNamespace"):
         ClippedPGLossConfig.from_any(SimpleNamespace(other=1))
+
+
+def test_bounds_by_age_may_be_any_sequence() -> None:
+    cfg = ClippedPGLossConfig(**BY_AGE)
+    assert cfg.truncated_importance_sampling_ratio_by_age == (1.6, 1.3, 1.1)
+    assert cfg == ClippedPGLossConfig(**{**BY_AGE, "truncated_importance_sampling_ratio_by_age": (1.6, 1.3, 1.1)})
+    assert hash(cfg)

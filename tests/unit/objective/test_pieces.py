@@ -1,4 +1,4 @@
-"""KL estimators, supervised loss, non-finite samples, reductions of metrics, rewards."""
+"""KL estimators, masked reductions, the supervised loss."""
 
 from __future__ import annotations
 
@@ -7,18 +7,11 @@ import math
 import pytest
 import torch
 
-from grpo_mcore.objective import (
-    METRIC_REDUCTIONS,
-    NLLLossFn,
-    combine_metrics,
-    nonfinite_samples,
-    overlong_filter,
-    scale_reward_values,
-    without_empty_extremes,
-)
+from grpo_mcore.objective import NLLLossFn, combine_metrics
 from grpo_mcore.objective.kl import js_divergence, kl_estimate, kl_penalty
+from grpo_mcore.objective.reduce import MaskedTokens
 
-from .reference import counts, draw, packed, padded
+from .samples import counts, draw, packed, padded
 
 
 def test_kl_estimates_average_to_the_kl() -> None:
@@ -67,6 +60,21 @@ def test_kl_penalty_ignores_a_factor_that_is_not_finite() -> None:
     assert curr.grad is not None and curr.grad.tolist() == [0.0, 2.0]
 
 
+def test_reductions_see_only_tokens_that_count() -> None:
+    batch = {
+        "token_mask": torch.tensor([[1.0, 1.0, 0.0, 1.0], [1.0, 0.0, 0.0, 0.0], [1.0, 1.0, 1.0, 1.0]]),
+        "sample_mask": torch.tensor([1.0, 1.0, 0.0]),
+    }
+    tokens = MaskedTokens.from_batch(torch.Size((3, 4)), batch, 2, 2)
+    values = torch.tensor([9, -2, 9, -1, 9, 9, 9, 9, 9, 9, 9, 9], dtype=torch.float64)
+    assert float(tokens.sum(values)) == -3
+    assert (float(tokens.minimum(values)), float(tokens.maximum(values))) == (-2, -1)
+    assert tokens.maximum_by_sequence(values)[:3].tolist() == [-1, -math.inf, -math.inf]
+    assert tokens.sum_by_sequence(values)[:2].tolist() == [-3, 0]
+    assert tokens.mean_by_sequence(values)[:2].tolist() == [-1.5, 0]
+    assert (float(tokens.mean(values)), float(tokens.mean(values, by_sequence=True))) == (-1.5, -0.75)
+
+
 @pytest.mark.parametrize("layout", [padded, packed])
 def test_supervised_loss_is_the_mean_over_all_tokens(layout) -> None:
     samples = draw(seed=8, count=12)
@@ -86,56 +94,3 @@ def test_supervised_loss_without_tokens_is_zero() -> None:
     loss, _ = NLLLossFn()(curr, batch, 0, 0)
     loss.backward()
     assert float(loss.detach()) == 0 and curr.grad is not None and not curr.grad.any()
-
-
-@pytest.mark.parametrize("layout", [padded, packed])
-def test_nonfinite_samples_are_named_only_where_they_count(layout) -> None:
-    samples = draw(seed=9, count=8)
-    for s in samples:
-        s.sample_mask = 1.0
-        s.columns["token_mask"].fill_(1)
-    bad = [i for i, s in enumerate(samples) if len(s.curr) > 2][:2]
-    samples[bad[0]].curr[1] = math.nan
-    samples[bad[1]].curr[2] = -math.inf
-    harmless = next(i for i, s in enumerate(samples) if i not in bad and len(s.curr) > 1)
-    samples[harmless].curr[0] = math.nan  # the first token is never trained
-    curr, batch = layout(samples)
-    assert nonfinite_samples(curr, batch).nonzero().reshape(-1).tolist() == bad
-    batch["sample_mask"][bad[0]] = 0
-    assert nonfinite_samples(curr, batch).nonzero().reshape(-1).tolist() == bad[1:]
-
-
-def test_combine_metrics_by_declared_reduction() -> None:
-    first = {"loss": 1.0, "probs_ratio_min": math.inf, "probs_ratio_max": -math.inf}
-    second = {"loss": 0.5, "probs_ratio_min": 0.9, "probs_ratio_max": 1.2}
-    assert combine_metrics([first, second]) == {"loss": 1.5, "probs_ratio_min": 0.9, "probs_ratio_max": 1.2}
-    assert combine_metrics([]) == {}
-    assert without_empty_extremes(first) == {"loss": 1.0}
-    assert without_empty_extremes(second) == second
-    with pytest.raises(ValueError, match="probs_ratio"):
-        combine_metrics([first, {"loss": 1.0}])
-    with pytest.raises(ValueError, match="METRIC_REDUCTIONS"):
-        combine_metrics([{"surprise": 1.0}])
-    nan = combine_metrics([second, {**second, "probs_ratio_min": math.nan}])
-    assert math.isnan(nan["probs_ratio_min"])
-
-
-def test_extremes_are_named_and_reduced_alike() -> None:
-    for name, reduction in METRIC_REDUCTIONS.items():
-        assert reduction == next((r for r in ("min", "max") if name.endswith(f"_{r}")), "sum")
-
-
-def test_scaled_rewards_are_clamped_and_hit_the_ends() -> None:
-    rewards = torch.tensor([-3.0, 0.0, 0.25, 1.0, 7.0, math.nan])
-    scaled = scale_reward_values(rewards, target_min=-1.0, target_max=0.1)
-    assert scaled.dtype == rewards.dtype
-    torch.testing.assert_close(scaled[:5], torch.tensor([-1.0, -1.0, -0.725, 0.1, 0.1]), rtol=0, atol=1e-7)
-    assert scaled[4] == torch.tensor(0.1) and scaled[5].isnan()
-    with pytest.raises(ValueError, match="source_max"):
-        scale_reward_values(rewards, source_min=1.0, source_max=1.0)
-
-
-def test_overlong_filter_masks_truncated_samples() -> None:
-    mask = torch.tensor([1.0, 1.0, 0.0])
-    assert overlong_filter(mask, torch.tensor([True, False, False])).tolist() == [0.0, 1.0, 0.0]
-    assert mask.tolist() == [1.0, 1.0, 0.0]

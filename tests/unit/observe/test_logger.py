@@ -68,11 +68,12 @@ def test_what_is_no_metric_is_refused(tmp_path, metrics, error, message):
 
 def test_each_run_has_its_own_folder_and_a_resumed_one_goes_on(tmp_path):
     (tmp_path / "exp_of_mine").mkdir()
-    assert run_folder(tmp_path, resume=True).name == "exp_001"
+    assert run_folder(tmp_path).name == "exp_001"
     assert run_folder(tmp_path).name == "exp_002"
+    assert run_folder(tmp_path, "exp_001").name == "exp_001"
+    assert run_folder(tmp_path, "exp_017").name == "exp_003"
     (tmp_path / "exp_999").mkdir()
     assert run_folder(tmp_path).name == "exp_1000"
-    assert run_folder(tmp_path, resume=True).name == "exp_1000"
 
 
 def test_a_resumed_run_appends_and_its_repeated_steps_count(tmp_path):
@@ -81,7 +82,7 @@ def test_a_resumed_run_appends_and_its_repeated_steps_count(tmp_path):
         first.log_metrics({"reward": step}, step, "train")
     first.log_metrics({"accuracy": 0.5}, 2, "validation")
     first.close()
-    second = Logger(config(tmp_path), resume=True)
+    second = Logger(config(tmp_path), run=first.log_dir.name)
     second.log_metrics({"reward": 30}, 3, "train")
     second.log_metrics({"extra": 1}, 3, "train")
     second.close()

@@ -2,7 +2,7 @@ from __future__ import annotations
 
 import pytest
 
-from grpo_mcore.recipe import batch_equation
+from grpo_mcore.recipe import batch_equation, prompts_per_generation_batch
 from tests.unit.recipe.conftest import MINIMAL
 
 
@@ -34,11 +34,13 @@ def test_grpo(load, overrides: list[str], equation: str) -> None:
     assert batch_equation(load(MINIMAL, *overrides).config) == equation
 
 
+@pytest.mark.parametrize(("prompts", "multiplier", "size"), [(32, 1, 32), (3, 1.5, 5), (10, 1.1, 11), (100, 1.15, 115)])
+def test_a_generation_batch_is_rounded_up_as_a_reader_would(load, prompts: int, multiplier: float, size: int) -> None:
+    words = [f"grpo.num_prompts_per_step={prompts}", f"policy.train_global_batch_size={prompts * 16}"]
+    config = load(MINIMAL, *words, "grpo.use_dynamic_sampling=true", f"grpo.batch_multiplier={multiplier}").config
+    assert prompts_per_generation_batch(config) == size
+
+
 def test_sft(load) -> None:
-    config = load(
-        MINIMAL + "sft: {seed: 1}\n", "cluster.num_nodes=2", "policy.train_global_batch_size=32"
-    ).config
-    assert (
-        batch_equation(config, "sft")
-        == "32 samples = DP 2 x 16 samples, packed into bins of at most 2,048 tokens"
-    )
+    config = load(MINIMAL + "sft: {seed: 1}\n", "cluster.num_nodes=2", "policy.train_global_batch_size=32").config
+    assert batch_equation(config, "sft") == "32 samples = DP 2 x 16 samples, packed into bins of at most 2,048 tokens"

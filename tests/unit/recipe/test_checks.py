@@ -99,10 +99,7 @@ def test_sft_has_no_rollout_batch(load, problems) -> None:
         ),
         (
             ["policy.megatron_cfg.sequence_parallel=true"],
-            [
-                "policy.megatron_cfg.sequence_parallel: sequence parallelism needs "
-                "tensor_model_parallel_size above 1"
-            ],
+            ["policy.megatron_cfg.sequence_parallel: sequence parallelism needs tensor_model_parallel_size above 1"],
         ),
         (
             ["policy.megatron_cfg.num_layers_in_first_pipeline_stage=3"],
@@ -120,10 +117,7 @@ def test_sft_has_no_rollout_batch(load, problems) -> None:
         ),
         (
             ["policy.generation.max_new_tokens=600"],
-            [
-                "policy.generation.max_new_tokens: 600 tokens are more than "
-                "policy.max_total_sequence_length = 512"
-            ],
+            ["policy.generation.max_new_tokens: 600 tokens are more than policy.max_total_sequence_length = 512"],
         ),
         (
             ["policy.sequence_packing.train_mb_tokens=511"],
@@ -192,10 +186,7 @@ def test_sft_has_no_rollout_batch(load, problems) -> None:
         (["loss_fn.ratio_clip_c=1"], ["must be above 1, got 1"]),
         (
             ["loss_fn.force_on_policy_ratio=true", "policy.train_global_batch_size=256"],
-            [
-                "loss_fn.force_on_policy_ratio: needs one optimizer step a step: train_global_batch_size "
-                "512, got 256"
-            ],
+            ["loss_fn.force_on_policy_ratio: needs one optimizer step a step: train_global_batch_size 512, got 256"],
         ),
         (["grpo.num_generations_per_prompt=1", "policy.train_global_batch_size=32"], ["a group of 1"]),
         (
@@ -206,6 +197,40 @@ def test_sft_has_no_rollout_batch(load, problems) -> None:
         (
             ["grpo.skip_reference_policy_logprobs_calculation=true"],
             ["the KL penalty needs reference log-probs"],
+        ),
+        (
+            ["grpo.batch_multiplier=1.5"],
+            ["grpo.batch_multiplier: has no effect without use_dynamic_sampling: true"],
+        ),
+        (["grpo.batch_multiplier=0.5", "grpo.use_dynamic_sampling=true"], ["must be at least 1, got 0.5"]),
+        (
+            [
+                "grpo.use_dynamic_sampling=true",
+                "grpo.num_generations_per_prompt=1",
+                "policy.train_global_batch_size=32",
+                "grpo.adv_estimator={name: reinforce_plus_plus, minus_baseline: false}",
+            ],
+            ["grpo.use_dynamic_sampling: the rewards of a group of 1 never differ"],
+        ),
+        (
+            ["grpo.stop_at_validation_metric=accuracy", "data.validation={data_path: val.jsonl}"],
+            ["grpo.stop_at_validation_metric: needs stop_at_validation_threshold (such as 0.9)"],
+        ),
+        (
+            ["grpo.stop_at_validation_threshold=0.9"],
+            ["grpo.stop_at_validation_threshold: needs stop_at_validation_metric (such as accuracy)"],
+        ),
+        (
+            [
+                "grpo.stop_at_validation_metric=accuracy",
+                "grpo.stop_at_validation_threshold=0.9",
+                "grpo.val_period=0",
+                "grpo.val_at_end=true",
+            ],
+            [
+                "there is no validation before the end: set val_period above 0",
+                "there is nothing to validate on: set data.validation",
+            ],
         ),
         (["policy.megatron_cfg.optimizer.min_lr=1"], ["optimizer.min_lr: 1 is above lr = 5e-06"]),
         (
@@ -250,6 +275,12 @@ def test_combinations(problems, override: list[str], lines: list[str]) -> None:
             "grpo.use_leave_one_out_baseline=false",
         ],
         ["policy.sequence_packing.algorithm=balanced"],
+        ["grpo.use_dynamic_sampling=true", "grpo.batch_multiplier=1.5"],
+        [
+            "grpo.stop_at_validation_metric=val:accuracy",
+            "grpo.stop_at_validation_threshold=0.9",
+            "data.train={data_path: train.jsonl, split_validation_size: 0.1}",
+        ],
     ],
 )
 def test_allowed_combinations(load, override: list[str]) -> None:
@@ -265,12 +296,6 @@ ASKING = {  # a value of each key that asks for the feature
     "policy.generation.top_p": "0.9",
     "policy.generation.top_k": "20",
     "policy.generation.vllm_cfg.kv_cache_dtype": "fp8",
-    "grpo.stop_at_validation_metric": "accuracy",
-    "grpo.stop_at_validation_threshold": "0.5",
-    "grpo.batch_multiplier": "1.5",
-    "grpo.seq_logprob_error_threshold": "2",
-    "grpo.adv_estimator.name": "gdpo",
-    "loss_fn.positive_example_nll_weight": "0.1",
     "data.custom_dataloader": "a.b",
     "checkpointing.checkpoint_must_save_by": "00:03:50:00",
 }

@@ -155,17 +155,13 @@ def test_two_layouts_in_one_file(problems) -> None:
 
 
 def test_an_entry_that_is_no_dataset(problems) -> None:
-    assert problems(
-        "policy: {model_name: m}\ndata:\n  train:\n    - train.jsonl\n    - {data_path: x}\n"
-    ) == [
+    assert problems("policy: {model_name: m}\ndata:\n  train:\n    - train.jsonl\n    - {data_path: x}\n") == [
         "r.yaml:4: data.train.0: expected a dataset (a mapping of keys) or a list of them, got 'train.jsonl'"
     ]
 
 
 def test_no_data(problems) -> None:
-    expected = (
-        "data.train: no training dataset; give data.train, or data.dataset_name and data.train_data_path"
-    )
+    expected = "data.train: no training dataset; give data.train, or data.dataset_name and data.train_data_path"
     assert problems("policy: {model_name: m}\ndata: {}\n") == [f"r.yaml: {expected}"]
     assert problems("policy: {model_name: m}\ndata:\n  train: []\n") == [f"r.yaml:3: {expected}"]
     assert problems("policy: {model_name: m}\n") == ["r.yaml: data: this key is required"]

@@ -152,8 +152,7 @@ def test_a_whole_file_loads(load) -> None:
         ),
         (
             "data.train.num_frames=8",
-            "data.train.num_frames: a key of NeMo RL; images, audio and video are not supported; remove "
-            "the key",
+            "data.train.num_frames: a key of NeMo RL; images, audio and video are not supported; remove the key",
         ),
         (
             "async_rl={sampler: {name: in_order}}",
@@ -162,8 +161,7 @@ def test_a_whole_file_loads(load) -> None:
         ("dpo={}", "dpo: a key of NeMo RL; this algorithm is not supported yet; remove the section"),
         (
             "logger.monitor_gpus=true",
-            "logger.monitor_gpus: a key of NeMo RL; seconds by phase are in the step's metrics; set it "
-            "to false",
+            "logger.monitor_gpus: a key of NeMo RL; seconds by phase are in the step's metrics; set it to false",
         ),
     ],
 )

@@ -58,30 +58,21 @@ def test_a_reference_keeps_its_own_source_and_follows_overrides(load) -> None:
 
 
 def test_a_reference_to_a_key_that_is_not_set_takes_its_default(load) -> None:
-    text = (
-        MINIMAL
-        + "sft: {max_num_steps: '${mul:grpo.val_period,2}', val_batches: '${policy.logprob_batch_size}'}\n"
-    )
+    text = MINIMAL + "sft: {max_num_steps: '${mul:grpo.val_period,2}', val_batches: '${policy.logprob_batch_size}'}\n"
     sft = load(text).config.sft
     assert (sft.max_num_steps, sft.val_batches) == (20, 4), "4: derived from train_micro_batch_size"
-    nulls = (
-        MINIMAL
-        + "loss_fn: {kl_input_clamp_value: null}\nsft: {val_batches: '${loss_fn.kl_input_clamp_value}'}\n"
-    )
+    nulls = MINIMAL + "loss_fn: {kl_input_clamp_value: null}\nsft: {val_batches: '${loss_fn.kl_input_clamp_value}'}\n"
     assert load(nulls).config.sft.val_batches is None, "null, not the default 20"
 
 
 def test_whole_sections_can_be_taken_over(load) -> None:
-    text = (
-        "policy: {model_name: m}\ndata: {train: {data_path: a, input_key: q}, validation: '${data.train}'}\n"
-    )
+    text = "policy: {model_name: m}\ndata: {train: {data_path: a, input_key: q}, validation: '${data.train}'}\n"
     assert load(text).config.data.validation[0].input_key == "q"
 
 
 def test_errors_have_their_place(problems) -> None:
     text = MINIMAL + (
-        "grpo:\n  seed: ${policy.model_nam}\n  val_period: ${grpo.max_num_steps}\n  max_num_steps: "
-        "${grpo.val_period}\n"
+        "grpo:\n  seed: ${policy.model_nam}\n  val_period: ${grpo.max_num_steps}\n  max_num_steps: ${grpo.val_period}\n"
     )
     lines = problems(text)
     assert "r.yaml:7: grpo.seed: '${policy.model_nam}': policy.model_nam has no value; " in lines[0]

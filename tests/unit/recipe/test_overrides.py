@@ -86,8 +86,6 @@ def test_words_that_are_overrides(word: str) -> None:
     assert is_override(word)
 
 
-@pytest.mark.parametrize(
-    "word", ["a.yaml", "recipes/a=b.yaml", "grpo_math_1B", "+a.b", "=c", "--a=b", "./x=y"]
-)
+@pytest.mark.parametrize("word", ["a.yaml", "recipes/a=b.yaml", "grpo_math_1B", "+a.b", "=c", "--a=b", "./x=y"])
 def test_words_that_are_not(word: str) -> None:
     assert not is_override(word)

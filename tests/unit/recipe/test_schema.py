@@ -43,19 +43,13 @@ def test_the_room_imports_nothing_above_it() -> None:
                     file.name,
                     name,
                 )
-                assert (
-                    name in allowed
-                    or not name.startswith("grpo_mcore.")
-                    or name.startswith("grpo_mcore.recipe")
-                )
+                assert name in allowed or not name.startswith("grpo_mcore.") or name.startswith("grpo_mcore.recipe")
 
 
 def sections() -> list[type[Section]]:
     found = []
     for file in sorted(ROOM.glob("*.py")):
-        module = (
-            importlib.import_module(f"grpo_mcore.recipe.{file.stem}") if file.stem != "__init__" else None
-        )
+        module = importlib.import_module(f"grpo_mcore.recipe.{file.stem}") if file.stem != "__init__" else None
         for _, member in inspect.getmembers(module, inspect.isclass):
             if issubclass(member, Section) and member is not Section and member.__module__ == module.__name__:
                 found.append(member)

@@ -39,11 +39,7 @@ def test_every_value_has_its_source(load) -> None:
 
 def test_sections_of_the_other_algorithm_are_left_out(load) -> None:
     def sections(text: str) -> set[str]:
-        return {
-            line[:-1]
-            for line in resolved_yaml(load(text)).splitlines()
-            if line.endswith(":") and line[0] != " "
-        }
+        return {line[:-1] for line in resolved_yaml(load(text)).splitlines() if line.endswith(":") and line[0] != " "}
 
     assert "sft" not in sections(GRPO) and "grpo" in sections(GRPO)
     assert "sft" in sections(SFT) and not sections(SFT) & {"grpo", "loss_fn"}

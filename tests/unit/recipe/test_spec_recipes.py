@@ -69,6 +69,21 @@ checkpointing:
   checkpoint_dir: "results/gym_sft"
 """
 
+DPO_TEMPLATE = """\
+defaults:
+  - dpo
+data:
+  dataset_name: BinaryPreferenceDataset
+  train_data_path: "dpo_train.jsonl"
+  prompt_key: "prompt"
+  chosen_key: "chosen"
+  rejected_key: "rejected"
+policy:
+  model_name: "Qwen/Qwen2.5-1.5B"
+checkpointing:
+  checkpoint_dir: "results/gym_dpo"
+"""
+
 NESTED = """\
 defaults: grpo_math_1B
 data:
@@ -105,9 +120,7 @@ def test_grpo_on_gym_data(load) -> None:
 
 @pytest.mark.parametrize("base", ["grpo_math_1B", "grpo_math_1B_megatron"])
 def test_grpo_template(load, base: str) -> None:
-    config = load(
-        GRPO_TEMPLATE.replace("grpo_math_1B", base), "cluster.gpus_per_node=8", "cluster.num_nodes=2"
-    ).config
+    config = load(GRPO_TEMPLATE.replace("grpo_math_1B", base), "cluster.gpus_per_node=8", "cluster.num_nodes=2").config
     assert config.data.validation == [] and config.policy.max_total_sequence_length == 1024
 
 
@@ -125,11 +138,13 @@ def test_sft_template(load) -> None:
 
 
 def test_dpo_template_says_that_it_is_not_there_yet(problems) -> None:
-    text = "defaults: [sft]\ndata:\n  dataset_name: BinaryPreferenceDataset\n  train_data_path: d.jsonl\n"
-    assert problems(text + "  prompt_key: prompt\n  chosen_key: chosen\n") == [
-        f"r.yaml:{line}: data.{name}_key: a key of NeMo RL; DPO is not supported yet"
-        for line, name in ((5, "prompt"), (6, "chosen"))
-    ]
+    assert problems(DPO_TEMPLATE) == ["r.yaml:2: defaults: no recipe 'dpo': DPO is not supported yet"]
+    refusal = (
+        "r.yaml:4: data.dataset_name: BinaryPreferenceDataset holds pairs of answers for DPO, which is not supported "
+        "yet; GRPO and SFT cannot use them"
+    )
+    for base in ("sft", "grpo_math_1B"):
+        assert problems(DPO_TEMPLATE.replace("- dpo", f"- {base}")) == [refusal]
 
 
 def test_nested_example(load) -> None:

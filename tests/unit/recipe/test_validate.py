@@ -34,8 +34,7 @@ def test_all_problems_of_a_recipe_are_told_at_once(problems) -> None:
         """
     ) == [
         "r.yaml:1: polcy: unknown key; nearest known key: policy",
-        "r.yaml:4: policy.train_global_batchsize: unknown key; "
-        "nearest known key: policy.train_global_batch_size",
+        "r.yaml:4: policy.train_global_batchsize: unknown key; nearest known key: policy.train_global_batch_size",
         "r.yaml:5: policy.tensor_model_parallel_size: unknown key; "
         "nearest known key: policy.megatron_cfg.tensor_model_parallel_size",
         "r.yaml:6: policy.precision: expected one of 'bfloat16', 'float32', got 'bf16'; nearest: 'bfloat16'",
@@ -75,8 +74,7 @@ def test_checks_between_keys_run_beside_other_errors_but_not_on_faulty_values(pr
     # 32 prompts x 16 generations would not divide by 500, but the real number of generations is not known.
     text = MINIMAL + "grpo:\n  num_generations_per_prompts: 50\n"
     assert problems(text, "policy.train_global_batch_size=500") == [
-        "r.yaml:7: grpo.num_generations_per_prompts: unknown key; "
-        "nearest known key: grpo.num_generations_per_prompt"
+        "r.yaml:7: grpo.num_generations_per_prompts: unknown key; nearest known key: grpo.num_generations_per_prompt"
     ]
 
 
@@ -86,14 +84,9 @@ def test_an_integer_is_a_number(load) -> None:
 
 
 def test_sections_that_are_off_by_default_may_be_null(load, problems) -> None:
-    text = (
-        MINIMAL
-        + "grpo: {async_grpo: null, reward_scaling: null, reward_shaping: null, adv_estimator: null}\n"
-    )
+    text = MINIMAL + "grpo: {async_grpo: null, reward_scaling: null, reward_shaping: null, adv_estimator: null}\n"
     assert load(text).config.grpo.async_grpo.enabled is False
-    assert problems(MINIMAL + "checkpointing:\n") == [
-        "r.yaml:6: checkpointing: expected a mapping of keys, got null"
-    ]
+    assert problems(MINIMAL + "checkpointing:\n") == ["r.yaml:6: checkpointing: expected a mapping of keys, got null"]
 
 
 def test_scripts_validate_dicts() -> None:

@@ -63,6 +63,24 @@ def test_periodic_validation_starts_where_it_is_told_to() -> None:
     assert [c for c in run_in_order(config) if isinstance(c, s.Validate)] == [s.Validate(3), s.Validate(4)]
 
 
+def test_a_validation_can_end_the_run() -> None:
+    """With a checkpoint if any is ever due, and without a second validation at the end."""
+    config = s.ScheduleConfig(num_prompts=1, max_steps=9, val_period=1, val_at_end=True, save_period=5)
+    schedule = s.Schedule(config, step=1)
+    schedule.validated_step = schedule.saved_step = 0
+    schedule.record(s.Refitted(2))
+    assert schedule.next() == s.Validate(1)
+    schedule.record(s.Validated(1, stop="accuracy 0.9 has reached 0.8"))
+    assert schedule.next() == s.Checkpoint(1)
+    schedule.record(s.Checkpointed(1))
+    assert schedule.next() == s.Finish("accuracy 0.9 has reached 0.8")
+
+
+def test_a_resumed_run_that_had_ended_by_validation_ends_again() -> None:
+    config = s.ScheduleConfig(num_prompts=1, max_steps=9, val_period=1, val_at_end=True, save_period=1)
+    assert s.Schedule(config, step=3, stop="reached").next() == s.Finish("reached")
+
+
 def test_the_end_of_the_data_trains_what_is_left() -> None:
     commands = run_in_order(s.ScheduleConfig(num_prompts=2, max_steps=9), data=3)
     assert [c for c in commands if isinstance(c, s.Train)] == [s.Train(1, ("0", "1")), s.Train(2, ("2",))]

@@ -1,0 +1,77 @@
+"""Rows of files of one's own as conversations: one function a layout."""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+from grpo_mcore.data.interfaces import DataError
+from grpo_mcore.data.mapped import OWN_KEYS, Row
+from grpo_mcore.data.messages import as_messages, assistant, conversation, without_nulls
+from grpo_mcore.data.source import missing
+
+
+def question_and_answer(row: Row, *, question: str, answer: str) -> Row:
+    """A question (text or a conversation) and its answer. The row's other fields come along; one of them may be a
+    `ground_truth`, which can stand for the answer. An answer that is a list or an object is the ground truth alone."""
+    messages = as_messages(_needed(row, question), question)
+    extra = _others(row, question, answer)
+    found = row.get(answer)
+    if isinstance(found, list | dict):
+        extra.setdefault("ground_truth", found)
+    elif found is not None:
+        messages.append(assistant(str(found)))
+    elif row.get("ground_truth") is None:  # GRPO never trains on answers
+        raise missing(row, answer)
+    return {**extra, "messages": messages}
+
+
+def openai_row(
+    row: Row, *, chat: str, tools: str, system_key: str | None, system_prompt: str | None, from_table: bool
+) -> Row:
+    """A whole conversation and the tools that it may call."""
+    value = _needed(row, chat)
+    if not isinstance(value, list):
+        raise DataError(f"{chat!r} must be a list of messages, got {type(value).__name__}")
+    messages = conversation(without_nulls(value) if from_table else value, chat)
+    system = (row.get(system_key) if system_key else None) or system_prompt
+    if system and messages[0]["role"] != "system":
+        messages.insert(0, {"role": "system", "content": system})
+    found = _tools(row.get(tools), tools)
+    return {
+        **_others(row, chat, tools),
+        "messages": messages,
+        **({"tools": without_nulls(found) if from_table else found} if found else {}),
+    }
+
+
+def preference_pair(row: Row, *, prompt: str, chosen: str, rejected: str) -> Row:
+    """A prompt with a better and a worse answer, each text or a list of messages."""
+    return {
+        **_others(row, prompt, chosen, rejected),
+        "messages": as_messages(_needed(row, prompt), prompt),
+        "chosen": as_messages(_needed(row, chosen), chosen, role="assistant"),
+        "rejected": as_messages(_needed(row, rejected), rejected, role="assistant"),
+    }
+
+
+def _needed(row: Row, key: str) -> Any:
+    if row.get(key) is None:
+        raise missing(row, key)
+    return row[key]
+
+
+def _others(row: Row, *used: str) -> Row:
+    return {key: value for key, value in row.items() if key not in (*used, *OWN_KEYS)}
+
+
+def _tools(value: Any, key: str) -> Any:
+    """A list of tools, also where a file holds it as JSON text."""
+    if isinstance(value, str) and value.strip():
+        try:
+            value = json.loads(value)
+        except ValueError as error:
+            raise DataError(f"{key!r} is text that is not JSON ({error})") from error
+    if value and not isinstance(value, list):
+        raise DataError(f"{key!r} must be a list of tools, got {type(value).__name__}")
+    return value

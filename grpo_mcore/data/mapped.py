@@ -1,0 +1,93 @@
+"""A dataset as the rows of a source, each made a conversation when it is read."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+from grpo_mcore.data.interfaces import DataError, TaskDataSpec
+from grpo_mcore.data.processors import find_processor
+from grpo_mcore.data.rows import Repeated, Rows
+from grpo_mcore.data.source import Source, missing
+
+OWN_KEYS = ("messages", "task_name", "uid")  # of a row in chat format
+
+Row = dict[str, Any]
+ToChat = Callable[[Row], Row]
+"""A row as it was published -> {"messages": conversation, and what the environment needs: "ground_truth", ...}, or
+`unusable(reason)`. Raises KeyError or DataError where it is not such a row."""
+
+
+def unusable(reason: str) -> Row:
+    """Stands for a row that the dataset itself says is of no use: it is excluded and counted."""
+    return {"messages": [], "unusable": reason}
+
+
+def setting(entry: Any, key: str, default: Any = None) -> Any:
+    """An entry's value by key or attribute; missing and None are `default`."""
+    value = entry.get(key) if isinstance(entry, Mapping) else getattr(entry, key, None)
+    return default if value is None else value
+
+
+class MappedDataset:
+    """What a recipe's entry names, loaded: `dataset` and `val_dataset` hold rows in chat format with `task_name` and
+    `uid`. See `datasets.ResponseData`."""
+
+    def __init__(self, entry: Any, source: Source, to_chat: ToChat, *, task_name: str, default_processor: str) -> None:
+        """`split_validation_size`, `seed`, `repeat`, the prompt files, `processor` and `env_name` are the entry's."""
+        self.task_name: str = setting(entry, "task_name") or task_name
+        self.env_name: str | None = setting(entry, "env_name")
+        self.task_spec = TaskDataSpec(
+            task_name=self.task_name,
+            prompt_file=setting(entry, "prompt_file"),
+            system_prompt_file=setting(entry, "system_prompt_file"),
+            input_key=setting(entry, "input_key", "input"),
+            output_key=setting(entry, "output_key", "output"),
+            env_name=self.env_name,
+        )
+        self.processor = find_processor(setting(entry, "processor") or default_processor)
+        self._source, self._to_chat = source, to_chat
+
+        rows = Rows(source.rows, self._to_row)
+        held_out: Rows | None = None
+        if size := setting(entry, "split_validation_size"):
+            rows, held_out = rows.split(size, setting(entry, "seed", 42))
+        repeat = setting(entry, "repeat", 1)
+        self.dataset: Sequence[Row] = Repeated(rows, repeat) if repeat > 1 else rows
+        self.val_dataset: Sequence[Row] | None = held_out
+
+    def _to_row(self, row: Row, index: int) -> Row:
+        place = self._source.place(index)
+        uid = f"{self.task_name}:{self._source.numbers[index]}"
+        return {**as_chat(self._to_chat, row, place), "task_name": self.task_name, "uid": uid}
+
+
+def as_chat(to_chat: ToChat, row: Row, place: str) -> Row:
+    """`to_chat(row)`; every error names the row's place."""
+    try:
+        return to_chat(row)
+    except KeyError as error:
+        raise DataError(f"{place}: {missing(row, error.args[0])}") from error
+    except DataError as error:
+        raise DataError(f"{place}: {error}") from error
+    except (TypeError, ValueError, IndexError) as error:
+        kinds = {key: type(value).__name__ for key, value in row.items()}
+        raise DataError(f"{place}: a field has another layout than expected ({error}); it has {kinds}") from error
+
+
+def checks(to_chat: ToChat) -> Callable[[Row, str], None]:
+    """A check for `open_source`: can this row be made a conversation?"""
+
+    def check(row: Row, place: str) -> None:
+        as_chat(to_chat, row, place)
+
+    return check
+
+
+def name_of(path: str) -> str:
+    """A task's name from where its data is: the last folder and the file, without endings."""
+    parts = [part for part in path.replace("\\", "/").split("/") if part not in ("", ".", "..")]
+    name = "-".join(parts[-2:])
+    for suffix in (".gz", ".jsonl", ".json", ".parquet"):
+        name = name.removesuffix(suffix)
+    return name

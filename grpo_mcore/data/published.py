@@ -1,0 +1,170 @@
+"""Published datasets by name: where they lie on the Hugging Face hub, and their rows as conversations.
+
+Each mapping is a pure function of one row in the published schema. Answers that can be checked are `ground_truth`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from typing import Any
+
+from grpo_mcore.data.conversation_trees import threads
+from grpo_mcore.data.interfaces import DataError
+from grpo_mcore.data.mapped import MappedDataset, Row, ToChat, checks, setting, unusable
+from grpo_mcore.data.messages import as_messages, assistant, conversation, user
+from grpo_mcore.data.source import Source, joined, open_source
+from grpo_mcore.recipe.data import UNSET_KEYS
+
+
+@dataclass(frozen=True)
+class Columns:
+    """The mapping of a flat table. `input_key` and `output_key` of a recipe choose other columns for question and
+    answer; the truth stays where it is."""
+
+    question: str = "problem"
+    answer: str = "answer"
+    truth: str = "answer"
+    none: frozenset[str] = frozenset({""})
+    """Texts that say that there is no answer."""
+    kept: tuple[str, ...] = ()
+    """Further columns, for the environment."""
+
+    def __call__(self, row: Row) -> Row:
+        question, answer, truth = row[self.question], self._text(row[self.answer]), self._text(row[self.truth])
+        if answer is None:
+            return unusable(f"without an answer ({self.answer} is {row[self.answer]!r})")
+        return {
+            "messages": [*as_messages(question, self.question), assistant(answer)],
+            **({} if truth is None else {"ground_truth": truth}),
+            **{column: row[column] for column in self.kept},
+        }
+
+    def _text(self, value: Any) -> str | None:
+        text = "" if value is None else str(value).strip()
+        return None if text in self.none else text
+
+
+def dapo(row: Row) -> Row:
+    """BytedTsinghua-SIA: {"prompt": [message], "reward_model": {"ground_truth", "style"}, "data_source", "ability"}."""
+    truth = str(row["reward_model"]["ground_truth"])
+    messages = [*conversation(row["prompt"], "prompt"), assistant(truth)]
+    return {"messages": messages, "ground_truth": truth, "data_source": row["data_source"]}
+
+
+def gsm8k(row: Row) -> Row:
+    """{"question", "answer"}: a worked solution, whose last line is "#### " and the number, with commas."""
+    messages = [user(row["question"]), assistant(row["answer"])]
+    _, mark, number = row["answer"].rpartition("####")
+    if not mark or not number.strip():
+        return unusable("without a number after '####'")
+    return {"messages": messages, "ground_truth": number.strip().replace(",", "")}
+
+
+def squad(row: Row) -> Row:
+    """{"context", "question", "answers": {"text": [...], "answer_start": [...]}}; the context is the system prompt."""
+    texts = list(row["answers"]["text"])
+    if not texts:
+        return unusable("without an answer")
+    messages = [{"role": "system", "content": row["context"]}, user(row["question"]), assistant(texts[0])]
+    return {"messages": messages, "answers": texts}
+
+
+def tulu3(row: Row) -> Row:
+    """{"id", "messages", "source"}."""
+    messages = conversation(row["messages"], "messages")
+    if messages[-1]["role"] != "assistant":
+        return unusable("without an answer (the last message is not the assistant's)")
+    return {"messages": messages, "source": row["source"]}
+
+
+def open_assistant(row: Row) -> Row:
+    """{"thread": messages {"role": prompter or assistant, "text", ...}}: see conversation_trees.py."""
+    roles = {"prompter": "user", "assistant": "assistant"}
+    messages = [{"role": roles[message["role"]], "content": message["text"]} for message in row["thread"]]
+    return {"messages": messages, "lang": row["thread"][0]["lang"]}
+
+
+def helpsteer3(row: Row) -> Row:
+    """The conversation with the preferred answer; the first one where neither is."""
+    context, better, _ = _two_answers(row)
+    messages = [*context, assistant(better)]
+    return {"messages": messages, "domain": row["domain"], "overall_preference": row["overall_preference"]}
+
+
+def helpsteer3_pair(row: Row) -> Row:
+    """The conversation, and both answers as messages."""
+    context, better, worse = _two_answers(row)
+    if row["overall_preference"] == 0:
+        return unusable("a pair of which neither answer is preferred")
+    return {"messages": context, "chosen": [assistant(better)], "rejected": [assistant(worse)]}
+
+
+def _two_answers(row: Row) -> tuple[list[Row], str, str]:
+    """nvidia/HelpSteer3: {"context", "response1", "response2", "overall_preference": -3 .. 3}; below 0 the first is
+    the better one."""
+    preference = row["overall_preference"]
+    if not isinstance(preference, int):
+        raise DataError(f"overall_preference must be a whole number, got {preference!r}")
+    answers = [row["response1"], row["response2"]]
+    better, worse = answers if preference <= 0 else reversed(answers)
+    return as_messages(row["context"], "context"), better, worse
+
+
+@dataclass(frozen=True)
+class Published:
+    """A dataset on the hub. `subsets`: all are read, one after the other. `view`: makes other rows of the table's."""
+
+    path: str
+    to_chat: ToChat
+    subsets: tuple[str | None, ...] = (None,)
+    split: str = "train"
+    view: Callable[[Source], Source] | None = None
+
+
+class PublishedDataset(MappedDataset):
+    """A dataset by name. `data_path` of the entry: a copy of one's own; `subset` and `split` choose other parts."""
+
+    def __init__(self, entry: Any, default_processor: str, *, name: str, published: Published) -> None:
+        to_chat = published.to_chat
+        if isinstance(to_chat, Columns):
+            keys = {"question": setting(entry, "input_key"), "answer": setting(entry, "output_key")}
+            to_chat = replace(
+                to_chat, **{key: value for key, value in keys.items() if value not in (None, *UNSET_KEYS)}
+            )
+        own, subset = setting(entry, "data_path"), setting(entry, "subset")
+        parts = [
+            open_source(
+                own or published.path,
+                checks(to_chat) if published.view is None else lambda _row, _place: None,
+                subset=part,
+                split=setting(entry, "split") or published.split,
+                download_dir=setting(entry, "download_dir"),
+            )
+            for part in ((subset,) if subset or own else published.subsets)
+        ]
+        source = joined(parts)
+        source = source if published.view is None else published.view(source)
+        super().__init__(entry, source, to_chat, task_name=name, default_processor=default_processor)
+
+
+_NUMINA = Columns(none=frozenset({"", "proof", "notfound"}), kept=("problem_type", "question_type", "source"))
+_OPEN_MATH = Columns(answer="expected_answer", truth="expected_answer", kept=("problem_source",))
+
+PUBLISHED: dict[str, Published] = {
+    "OpenMathInstruct-2": Published("nvidia/OpenMathInstruct-2", _OPEN_MATH, split="train_1M"),
+    "DeepScaler": Published("agentica-org/DeepScaleR-Preview-Dataset", Columns()),
+    "DAPOMath17K": Published("BytedTsinghua-SIA/DAPO-Math-17k", dapo),
+    "DAPOMathAIME2024": Published("BytedTsinghua-SIA/AIME-2024", dapo),
+    "AIME2024": Published("HuggingFaceH4/aime_2024", Columns()),
+    "AIME2025": Published(
+        "opencompass/AIME2025", Columns(question="question"), subsets=("AIME2025-I", "AIME2025-II"), split="test"
+    ),
+    "GSM8K": Published("openai/gsm8k", gsm8k, subsets=("main",)),
+    "NuminaMath": Published("AI-MO/NuminaMath-1.5", _NUMINA),
+    "Squad": Published("rajpurkar/squad", squad),
+    "OpenAssistant": Published("OpenAssistant/oasst1", open_assistant, view=threads),
+    "Tulu3SftMixture": Published("allenai/tulu-3-sft-mixture", tulu3),
+    "HelpSteer3": Published("nvidia/HelpSteer3", helpsteer3, subsets=("preference",)),
+}
+HELPSTEER3_PAIRS = replace(PUBLISHED["HelpSteer3"], to_chat=helpsteer3_pair)

@@ -1,0 +1,120 @@
+"""From the metrics of micro-batches to those of a step: over micro-batches, ranks and optimizer steps.
+
+Each part is a share of its global mean, already divided by the global count, so most parts add up.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from typing import Any, Literal, TypeAlias
+
+import torch
+from torch import Tensor
+
+Reduction = Literal["sum", "min", "max", "values"]
+CombinedMetrics: TypeAlias = dict[str, float | list[float]]
+
+METRIC_REDUCTIONS: dict[str, Reduction] = {
+    "loss": "sum",
+    "policy_loss": "sum",
+    "kl_penalty": "sum",
+    "positive_nll_loss": "sum",
+    "num_valid_samples": "sum",
+    "num_valid_tokens": "sum",
+    "probs_ratio": "sum",
+    "probs_ratio_min": "min",
+    "probs_ratio_max": "max",
+    "probs_ratio_clamped": "sum",
+    "probs_ratio_clamped_min": "min",
+    "probs_ratio_clamped_max": "max",
+    "clip_fraction_low": "sum",
+    "clip_fraction_high": "sum",
+    "clip_fraction_dual": "sum",
+    "sampling_importance_ratio": "sum",
+    "sampling_importance_ratio_before_truncation": "sum",
+    "is_oob_ratio": "sum",
+    "token_mult_prob_error": "sum",
+    "sequence_mult_prob_error": "sum",
+    "sequence_mult_prob_error_p95": "values",
+    "sequence_mult_prob_error_max": "max",
+    "gen_kl_error": "sum",
+    "policy_kl_error": "sum",
+    "js_divergence_error": "sum",
+    "approx_entropy": "sum",
+    "trajectory_age_mean": "sum",
+    "trajectory_age_max": "max",
+    "token_share": "sum",
+}
+"""How the parts of each metric are combined; `name/age_a` goes by `name`. A quantile needs all its values: a part
+holds one a sequence, -inf where there is none."""
+
+_EMPTY = {"min": math.inf, "max": -math.inf}
+
+
+def combine_metrics(parts: Sequence[Mapping[str, Any]]) -> CombinedMetrics:
+    """The parts of micro-batches (tensors) or of ranks (floats, lists of floats) as one.
+
+    Costs one copy from the device, however many parts and metrics there are. Empty parts are skipped. The
+    result is a part again. Without a valid token a minimum is +inf and a maximum -inf, which change nothing
+    when combined further. Raises ValueError if names differ or are not in METRIC_REDUCTIONS.
+    """
+    parts = [part for part in parts if part]
+    if not parts:
+        return {}
+    names = list(parts[0])
+    for part in parts:
+        if set(part) != set(names):
+            raise ValueError(f"metrics of two parts differ in: {', '.join(sorted(set(part) ^ set(names)))}")
+    scalars = [name for name in names if _reduction(name) != "values"]
+    lists = [name for name in names if _reduction(name) == "values"]
+    columns = [_column(part[name]) for part in parts for name in scalars]
+    values = [[_column(part[name]) for part in parts] for name in lists]
+    host = torch.cat([*columns, *(column for of_name in values for column in of_name)]).cpu()
+
+    table = host[: len(columns)].reshape(len(parts), len(scalars))
+    reduced = {"sum": table.sum(0).tolist(), "min": table.amin(0).tolist(), "max": table.amax(0).tolist()}
+    combined: CombinedMetrics = {name: reduced[_reduction(name)][i] for i, name in enumerate(scalars)}
+    rest = host[len(columns) :].split([sum(column.numel() for column in of_name) for of_name in values])
+    kept = {name: [v for v in found.tolist() if v != -math.inf] for name, found in zip(lists, rest, strict=True)}
+    return {name: kept[name] if name in kept else combined[name] for name in names}
+
+
+def step_metrics(by_optimizer_step: Sequence[Mapping[str, Any]]) -> dict[str, float]:
+    """What a step reports, from the combined metrics of each of its optimizer steps.
+
+    Means are averaged over the optimizer steps; num_* add up, and extremes are the extreme. The p95 is over the
+    sequences of all of them. A mean by age is that of the tokens of this age: the sum over the token share.
+    A minimum, maximum, quantile or mean over nothing is left out.
+    """
+    count = sum(1 for metrics in by_optimizer_step if metrics)
+    combined = combine_metrics(by_optimizer_step)
+    step: dict[str, float] = {}
+    for name, value in combined.items():
+        reduction = _reduction(name)
+        base, _, age = name.partition("/age_")
+        if isinstance(value, list):
+            if value:
+                step[name] = float(torch.tensor(value, dtype=torch.float64).quantile(0.95))
+        elif reduction != "sum":
+            if value != _EMPTY[reduction]:
+                step[name] = value
+        elif age and base != "token_share":
+            share = combined[f"token_share/age_{age}"]
+            assert isinstance(share, float)
+            if share > 0:
+                step[name] = value / share
+        else:
+            step[name] = value if name.startswith("num_") else value / count
+    return step
+
+
+def _reduction(name: str) -> Reduction:
+    base = name.partition("/age_")[0]
+    if base not in METRIC_REDUCTIONS:
+        raise ValueError(f"metric {name!r} has no reduction; declare one in METRIC_REDUCTIONS")
+    return METRIC_REDUCTIONS[base]
+
+
+def _column(value: Any) -> Tensor:
+    return torch.as_tensor(value, dtype=torch.float64).reshape(-1)

@@ -1,0 +1,176 @@
+"""The advantage estimators by name. All compute in float64, one value a sample; failed samples take no part."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from functools import partial
+from typing import Literal, TypeAlias, get_args
+
+import torch
+from torch import Tensor
+
+from grpo_mcore.objective.advantages import (
+    EQUAL_REWARDS_TOLERANCE,
+    AdvantageEstimate,
+    group_stats,
+    grpo_advantages,
+)
+from grpo_mcore.objective.kl_in_reward import SampleKL, rewards_minus_kl, token_moments
+
+AdvantageEstimator = Literal["grpo", "dr_grpo", "rloo", "reinforce_plus_plus", "gdpo"]
+RewardWeights: TypeAlias = Mapping[str, float] | Sequence[float]
+
+
+def estimate_advantages(
+    name: AdvantageEstimator,
+    rewards: Tensor,
+    group_ids: Tensor,
+    valid: Tensor | None = None,
+    *,
+    normalize: bool = True,
+    leave_one_out: bool = True,
+    minus_baseline: bool = True,
+    rewards_by_name: Mapping[str, Tensor] | None = None,
+    reward_weights: RewardWeights | None = None,
+    tokens: Tensor | None = None,
+    kl: SampleKL | None = None,
+    kl_penalty: float = 0.0,
+    eps: float = 1e-6,
+) -> AdvantageEstimate:
+    """Advantages of the samples of one step.
+
+    rewards [N], group_ids int [N], valid bool [N] (None: all), see `group_stats`. `kl` with a `kl_penalty` above 0
+    puts the KL in the reward. r is the reward, mean and std are of the group:
+
+    grpo (arXiv 2402.03300): `grpo_advantages` with `normalize` and `leave_one_out`.
+    dr_grpo (arXiv 2503.20783): r - mean. Never divided by a std, which weighs groups by their difficulty.
+    rloo (arXiv 2402.14740): r - mean of the others of the group. Never divided by a std.
+    With these three, r is the reward minus kl_penalty * KL of the whole sample, before the baseline.
+
+    reinforce_plus_plus: `reinforce_plus_plus_advantages`, with `minus_baseline`, `tokens` and, by token, `kl`.
+    gdpo: `gdpo_advantages`, with `rewards_by_name`, `reward_weights`, `normalize` and `leave_one_out`.
+
+    What an estimator does not name here has no effect on it. Raises ValueError where an input is missing or has the
+    wrong shape, and where a valid reward or its KL is not finite.
+    """
+    if name not in get_args(AdvantageEstimator):
+        raise ValueError(f"unknown estimator {name!r}; choose one of {', '.join(get_args(AdvantageEstimator))}")
+    if kl_penalty and kl is None:
+        raise ValueError(f"the KL in the reward has weight {kl_penalty}, but the KL of the samples is not given")
+    if name == "reinforce_plus_plus":
+        if tokens is None:
+            raise ValueError("reinforce_plus_plus standardises over tokens: give the trained tokens of each sample")
+        return reinforce_plus_plus_advantages(
+            rewards, group_ids, tokens, valid, minus_baseline=minus_baseline, kl=kl, kl_penalty=kl_penalty, eps=eps
+        )
+    if name == "gdpo":
+        if kl_penalty:
+            raise ValueError(
+                "gdpo normalises each named reward by itself, so there is no one reward to take the KL from: "
+                "keep the KL in the loss (use_kl_in_reward=false)"
+            )
+        total = gdpo_advantages(
+            rewards_by_name or {},
+            group_ids,
+            valid,
+            reward_weights,
+            normalize=normalize,
+            leave_one_out=leave_one_out,
+            eps=eps,
+        )
+        return AdvantageEstimate(total, group_stats(rewards, group_ids, valid))
+    if kl is not None and kl_penalty:
+        rewards = rewards_minus_kl(rewards, kl, kl_penalty, valid)
+    return grpo_advantages(
+        rewards,
+        group_ids,
+        valid,
+        normalize=normalize and name == "grpo",
+        leave_one_out=leave_one_out if name == "grpo" else name == "rloo",
+        eps=eps,
+    )
+
+
+def reinforce_plus_plus_advantages(
+    rewards: Tensor,
+    group_ids: Tensor,
+    tokens: Tensor,
+    valid: Tensor | None = None,
+    *,
+    minus_baseline: bool = True,
+    kl: SampleKL | None = None,
+    kl_penalty: float = 0.0,
+    eps: float = 1e-6,
+) -> AdvantageEstimate:
+    """REINFORCE++ (arXiv 2501.03262): one baseline and one scale for the whole step.
+
+    A_t = r - kl_penalty * (sum over i >= t of KL_i), where with `minus_baseline` r is the reward minus the mean of
+    its group (the variant for groups), and then (A_t - mean) / (std + eps) over all trained tokens of the step.
+    tokens [N]: trained tokens of each sample, 0 for one that is masked: it counts in its group's mean but not in the
+    standardisation. std: by token, of the whole (not n - 1). The KL part of A_t is left to the tokens: see
+    `AdvantageEstimate` and `token_advantages`. Where all A_t are equal the result is exactly 0.
+    """
+    if tokens.shape != rewards.shape:
+        raise ValueError(f"tokens has shape {tuple(tokens.shape)}, the rewards {tuple(rewards.shape)}")
+    groups = group_stats(rewards, group_ids, valid)
+    values = groups.deviation if minus_baseline else torch.where(groups.valid, rewards.to(torch.float64), 0.0)
+    counted = torch.where(groups.valid, tokens.to(torch.float64), 0.0)
+    mean, std = token_moments(values, counted, kl, kl_penalty)
+    scale = torch.where(std > 0, 1 / (std + eps), 0.0)
+    advantages = torch.where(groups.valid, (values - mean) * scale, 0.0)
+    return AdvantageEstimate(advantages, groups, kl_penalty * float(scale))
+
+
+def gdpo_advantages(
+    rewards_by_name: Mapping[str, Tensor],
+    group_ids: Tensor,
+    valid: Tensor | None = None,
+    weights: RewardWeights | None = None,
+    *,
+    normalize: bool = True,
+    leave_one_out: bool = True,
+    eps: float = 1e-6,
+) -> Tensor:
+    """GDPO (arXiv 2601.05242): float64 [N], 0 for failed samples.
+
+    A_k = (r_k - mean) / std of the group, for each named reward by itself (`grpo_advantages`); A = sum of w_k A_k;
+    then A / (std(A) + eps) over all valid samples of the step (std with n - 1). The mean over the step is 0 as it is in
+    every group, so it is not subtracted, and a group in which every named reward is equal stays exactly 0.
+    weights: by name, or in the order of the sorted names; None: 1 each. Raises ValueError with fewer than two names,
+    or where the weights do not fit them.
+    """
+    names = sorted(rewards_by_name)
+    if len(names) < 2:
+        raise ValueError(
+            f"gdpo needs at least two named rewards, not {len(names)} ({', '.join(names) or 'none'}); "
+            "with one reward use the estimator grpo"
+        )
+    weight_of = _weights_by_name(names, weights)
+    parts = []
+    # No eps in a group: where named rewards cancel each other, it would leave a rest for the step's std to blow up.
+    compared = partial(grpo_advantages, normalize=normalize, leave_one_out=leave_one_out, eps=0.0)
+    for name in names:
+        try:
+            found = compared(rewards_by_name[name], group_ids, valid)
+        except ValueError as error:
+            raise ValueError(f"named reward {name!r}: {error}") from error
+        parts.append(weight_of[name] * found.advantages)
+    total = torch.stack(parts).sum(0)
+    count = total.numel() if valid is None else int(valid.sum())
+    std = (total.square().sum() / max(count - 1, 1)).sqrt()
+    rounding = EQUAL_REWARDS_TOLERANCE * torch.stack(parts).abs().sum(0)
+    return torch.where((std > rounding).all(), total / (std + eps), 0.0)
+
+
+def _weights_by_name(names: Sequence[str], weights: RewardWeights | None) -> dict[str, float]:
+    if weights is None:
+        return dict.fromkeys(names, 1.0)
+    if isinstance(weights, Mapping):
+        if sorted(weights) != list(names):
+            raise ValueError(f"reward_weights names {sorted(weights)}, the rewards are {list(names)}")
+        return dict(weights)
+    if len(weights) != len(names):
+        raise ValueError(
+            f"reward_weights has {len(weights)} entries for the {len(names)} rewards {list(names)}, in that order"
+        )
+    return dict(zip(names, weights, strict=True))

@@ -1,0 +1,49 @@
+"""Recipes and scored groups for the tests of a step's parts."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from grpo_mcore.recipe import MasterConfig
+from grpo_mcore.rollout.group import Group
+from grpo_mcore.rollout.trajectory import Score, TrajectoryRef
+
+
+def config(loss_fn: dict[str, Any] | None = None, **grpo: Any) -> MasterConfig:
+    """2 prompts x 4 generations, 2 optimizer steps."""
+    return MasterConfig.model_validate(
+        {
+            "policy": {"model_name": "m", "train_global_batch_size": 4, "max_total_sequence_length": 64},
+            "data": {"train": {"data_path": "x.jsonl"}},
+            "grpo": {"num_prompts_per_step": 2, "num_generations_per_prompt": 4} | grpo,
+            "loss_fn": loss_fn or {},
+        }
+    )
+
+
+def group(
+    uid: str,
+    rewards: list[float | None],
+    truncated: bool = False,
+    parts: list[dict[str, float]] | None = None,
+    lengths: list[int] | None = None,
+) -> Group:
+    """Sample i has a prompt of 4 tokens and `lengths[i]` generated ones (6 + i where not given)."""
+    lengths = lengths or [6 + i for i in range(len(rewards))]
+    samples = tuple(
+        TrajectoryRef(
+            uid=uid,
+            generation_index=i,
+            length=4 + length,
+            prompt_length=4,
+            generated_length=length,
+            weight_version=1,
+            truncated=truncated,
+            finish_reason="length" if truncated else "stop",
+            ref=f"{uid}#{i}",
+        )
+        for i, length in enumerate(lengths)
+    )
+    named = parts or [{} for _ in rewards]
+    scores = tuple(Score(reward, None, "", 0.0, part) for reward, part in zip(rewards, named, strict=True))
+    return Group({"uid": uid}, samples, scores)

@@ -1,0 +1,259 @@
+"""Rollouts on engines and environments without models: who is asked what, when, and what comes back."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+import pytest
+
+from grpo_mcore.algorithms.rollouts import Rollouts, as_workers
+from grpo_mcore.cluster import WorkerFailed
+from grpo_mcore.data import DataError
+from grpo_mcore.rollout.conversation import TurnError, TurnLimits
+from grpo_mcore.rollout.group import Group
+from grpo_mcore.rollout.seeds import sample_seed
+from grpo_mcore.rollout.trajectory import Outcome, Sampling, Score, Trajectory
+from tests.unit.algorithms.fake_rollouts import (
+    END,
+    CharacterTokenizer,
+    FakeEnvironment,
+    Shuffling,
+    engine_group,
+    prompt,
+)
+
+SAMPLING = Sampling(max_new_tokens=8)
+
+
+def turns_of(trajectory: Trajectory) -> int:
+    return sum(turn.loss_mask for turn in trajectory.turns)
+
+
+def wanted(uid: str, index: int) -> int:
+    """How many turns the environment of these tests lets a sample have: 1 to 4."""
+    return 1 + (int(uid[1:]) + index) % 4
+
+
+def play(trajectory: Trajectory, metadata: dict[str, Any]) -> Outcome:
+    """1 point a turn. Its state is what it has seen, kept in the metadata and changed in place."""
+    turn = turns_of(trajectory)
+    metadata["seen"].append((trajectory.generation_index, turn))
+    over = turn >= wanted(trajectory.uid, trajectory.generation_index)
+    said = None if over else f"turn {turn}"
+    return Outcome(1.0, str(turn), "", 0.5, {"turns": 1.0}, terminated=over, observation=said, metadata=metadata)
+
+
+class World:
+    def __init__(self, decide: Any = play, *, engines: int = 1, seed: int = 0, **how: Any) -> None:
+        limits = TurnLimits(how.pop("max_turns", 9), how.pop("max_model_len", 1000))
+        self.cluster = Shuffling(seed)
+        self.environment = FakeEnvironment(decide)
+        self.engines = engine_group(self.cluster, engines, seed, **how)
+        workers = as_workers({"game": self.environment}, self.cluster)
+        self.rollouts = Rollouts(self.engines, workers, CharacterTokenizer(), limits, seed=5)
+        self.finished: list[str] = []
+
+    def run(self, numbers: range, generations: int = 3, step: int = 1, **prompt_fields: Any) -> dict[str, Group]:
+        prompts = [prompt(number, **prompt_fields) for number in numbers]
+        self.rollouts.dispatch(prompts, SAMPLING, generations=generations, step=step)
+        groups = [self.rollouts.next_group(lambda: self.finished.append("")) for _ in prompts]
+        assert not self.rollouts.generating
+        return {group.uid: group for group in groups}
+
+    def trajectory(self, group: Group, index: int) -> Trajectory:
+        return self.cluster.fetch(group.samples[index].ref)
+
+    def calls(self) -> list[Any]:
+        return [call for worker in self.engines.workers for call in worker.target.calls]
+
+
+@pytest.mark.parametrize("engines", [1, 2, 3])
+@pytest.mark.parametrize("seed", range(8))
+def test_every_sample_has_its_turns_whatever_finishes_first(engines: int, seed: int) -> None:
+    world = World(engines=engines, seed=seed)
+    groups = world.run(range(5))
+    assert sorted(groups) == [f"p{number}" for number in range(5)]
+    assert len(world.finished) == 15
+    for uid, group in groups.items():
+        for index, (sample, score) in enumerate(zip(group.samples, group.scores, strict=True)):
+            turns = wanted(uid, index)
+            trajectory = world.trajectory(group, index)
+            assert (trajectory.uid, trajectory.generation_index, turns_of(trajectory)) == (uid, index, turns)
+            assert (sample.turns, sample.length, sample.truncated) == (turns, trajectory.length, False)
+            assert score == Score(float(turns), str(turns), "", 0.5 * turns, {"turns": float(turns)}, terminated=True)
+            between = [turn for turn in trajectory.turns[1:] if not turn.loss_mask]
+            assert [turn.text for turn in between] == [f"$(u:turn {turn})(a:" for turn in range(1, turns)]
+            assert all(END not in turn.token_ids for turn in between)  # the policy said it
+            assert sample.environment_tokens == sum(map(len, between))
+
+
+@pytest.mark.parametrize("seed", range(4))
+def test_who_is_asked_when(seed: int) -> None:
+    """A verdict a group and turn, on the samples that are still there. An engine gets all its next turns at once, with
+    references to what came before, stop strings and seeds of the turn; a sample stays with its engine."""
+    world = World(engines=2, seed=seed)
+    world.run(range(5))
+    assert sorted(world.environment.calls) == sorted(
+        [(uid, index, turn) for index in range(3) if wanted(uid, index) >= turn]
+        for uid in (f"p{number}" for number in range(5))
+        for turn in range(1, 5)
+        if any(wanted(uid, index) >= turn for index in range(3))
+    )
+    for worker in world.engines.workers:
+        calls = [requests for requests, sampling in worker.target.calls if sampling == SAMPLING]
+        assert len(calls) == len(worker.target.calls) == 4  # one for each turn
+        first = {(request.uid, request.generation_index) for request in calls[0]}
+        for turn, requests in enumerate(calls):
+            expected = {key for key in first if wanted(*key) > turn}
+            assert {(request.uid, request.generation_index) for request in requests} == expected
+            for request in requests:
+                seed_of_turn = sample_seed(5, 1, request.uid, request.generation_index, turn)
+                assert request.seed == seed_of_turn and len(request.prompt) == 1
+                assert isinstance(request.continues, int) == (turn > 0)
+
+
+def test_the_same_samples_whatever_finishes_first() -> None:
+    found = []
+    for seed, engines in ((0, 1), (1, 1), (2, 2), (3, 4)):
+        world = World(engines=engines, seed=seed)
+        groups = world.run(range(4))
+        found.append({(uid, i): world.trajectory(group, i) for uid, group in groups.items() for i in range(3)})
+    assert all(trajectories == found[0] for trajectories in found[1:])
+
+
+def test_the_state_of_a_sample_is_its_own() -> None:
+    """Even where an environment changes the metadata that it is given."""
+    seen: dict[tuple[str, int], list[Any]] = {}
+
+    def decide(trajectory: Trajectory, metadata: dict[str, Any]) -> Outcome:
+        outcome = play(trajectory, metadata)
+        seen[trajectory.uid, trajectory.generation_index] = list(metadata["seen"])
+        return outcome
+
+    prompts = World(decide).run(range(4))
+    for (uid, index), entries in seen.items():
+        assert entries == [(index, turn) for turn in range(1, wanted(uid, index) + 1)]
+    assert all(group.prompt["extra_env_info"]["seen"] == [] for group in prompts.values())
+
+
+def test_one_turn_is_one_call_a_group() -> None:
+    """And needs no chat template that can hold more."""
+    world = World(max_turns=1, engines=2)
+    groups = world.run(range(4))
+    assert len(world.environment.calls) == 4 and all(len(call) == 3 for call in world.environment.calls)
+    assert [len(worker.target.calls) for worker in world.engines.workers] == [1, 1]
+    for uid, group in groups.items():
+        assert [sample.turns for sample in group.samples] == [1] * 3
+        assert [score.terminated for score in group.scores] == [wanted(uid, index) == 1 for index in range(3)]
+    Rollouts(world.engines, {}, None, TurnLimits(1, 10), seed=0)
+    tokenizer = CharacterTokenizer()
+    tokenizer.apply_chat_template = lambda *_args, **_how: "no conversation"  # type: ignore[method-assign]
+    with pytest.raises(DataError, match="shows an earlier answer 0 times"):
+        Rollouts(world.engines, {}, tokenizer, TurnLimits(2, 10), seed=0)
+
+
+def test_turns_end_at_their_limit() -> None:
+    world = World(max_turns=2)
+    groups = world.run(range(4))
+    for uid, group in groups.items():
+        assert [sample.turns for sample in group.samples] == [min(wanted(uid, index), 2) for index in range(3)]
+        assert [score.terminated for score in group.scores] == [wanted(uid, index) <= 2 for index in range(3)]
+        assert not any(sample.truncated for sample in group.samples)
+    assert len(world.finished) == 12
+
+
+def test_the_context_ends_a_sample_that_has_no_room_left() -> None:
+    """A prompt of 3 tokens, 4 a turn, 13 of the environment ("(u:turn 1)(a:"): the second answer ends at 24, and the
+    third would begin at 37."""
+    for room, turns in ((20, 1), (21, 2), (37, 2), (38, 3)):
+        world = World(lambda *what: play_on(*what), max_model_len=room, length=lambda _: 4)
+        (group,) = world.run(range(1), generations=2).values()
+        for sample, score in zip(group.samples, group.scores, strict=True):
+            assert (sample.turns, sample.truncated) == (turns, turns < 3)
+            assert sample.finish_reason == ("length" if turns < 3 else "stop")
+            assert (score.reward, score.terminated) == (turns, turns == 3)
+        assert len(world.finished) == 2
+
+
+def play_on(trajectory: Trajectory, metadata: dict[str, Any]) -> Outcome:
+    turn = turns_of(trajectory)
+    return Outcome(1.0, None, "", 0.0, terminated=turn == 3, observation=f"turn {turn}")
+
+
+def test_a_sample_that_fails_leaves_the_others() -> None:
+    """Aborted by the engine in its second turn, truncated in its first, failed by the environment in its third."""
+
+    def decide(trajectory: Trajectory, metadata: dict[str, Any]) -> Outcome:
+        turn = turns_of(trajectory)
+        failed = trajectory.generation_index == 2 and turn == 3
+        return Outcome(None if failed else 1.0, None, "went wrong", 0.0, terminated=turn == 4, observation="on")
+
+    ends = {("p0", 0, 2): "abort", ("p0", 1, 1): "length"}
+    world = World(decide, ends=ends)
+    (group,) = world.run(range(1), generations=4).values()
+    assert [sample.turns for sample in group.samples] == [2, 1, 3, 4]
+    assert [score.reward for score in group.scores] == [None, 1.0, None, 4.0]
+    assert [score.reason for score in group.scores[::2]] == ["the engine aborted the sample", "went wrong"]
+    assert [sample.truncated for sample in group.samples] == [False, True, False, False]
+    assert len(world.finished) == 4
+    assert [[key[1] for key in call] for call in world.environment.calls] == [[0, 1, 2, 3], [0, 2, 3], [2, 3], [3]]
+
+
+def test_stop_strings_change_by_turn() -> None:
+    def decide(trajectory: Trajectory, metadata: dict[str, Any]) -> Outcome:
+        turn = turns_of(trajectory)
+        stops = {1: None, 2: ("b", "c"), 3: ()}.get(turn)
+        return Outcome(0.0, None, "", 0.0, terminated=turn == 4, observation="on", stop_strings=stops)
+
+    world = World(decide)
+    world.run(range(1), stop_strings=["a"])
+    assert [requests[0].stop_strings for requests, _ in world.calls()] == [("a",), ("a",), ("b", "c"), ()]
+
+
+def test_the_end_marker_is_said_for_a_turn_that_did_not_end_with_it() -> None:
+    """A stop string ended it: no stop token."""
+
+    def decide(trajectory: Trajectory, metadata: dict[str, Any]) -> Outcome:
+        return Outcome(0.0, None, "", 0.0, terminated=turns_of(trajectory) == 2, observation="on")
+
+    world = World(decide)
+    engine = world.engines.workers[0].target
+    generate = engine._generate
+    engine._generate = lambda request: replace(generate(request), stop_token=None)
+    (group,) = world.run(range(1), generations=1).values()
+    between = world.trajectory(group, 0).turns[2]
+    assert between.token_ids[0] == END and between.text == "$(u:on)(a:"
+
+
+def test_prompts_of_a_later_step_while_turns_are_under_way() -> None:
+    """Their samples wait for their engine, and seeds are those of their own step."""
+    world = World(engines=2, seed=3)
+    world.rollouts.dispatch([prompt(n) for n in range(3)], SAMPLING, generations=3, step=1)
+    first = world.rollouts.next_group()
+    hotter = Sampling(max_new_tokens=8, temperature=2.0)
+    world.rollouts.dispatch([prompt(n) for n in range(3, 6)], hotter, generations=3, step=2)
+    groups = {group.uid: group for group in [first, *(world.rollouts.next_group() for _ in range(5))]}
+    assert len(groups) == 6 and not world.rollouts.generating
+    for requests, sampling in world.calls():
+        for request in requests:
+            step = 1 if request.uid in ("p0", "p1", "p2") else 2
+            assert sampling == (SAMPLING if step == 1 else hotter)
+            turns = 0 if request.continues is None else turns_of(world.cluster.fetch(request.continues))
+            assert request.seed == sample_seed(5, step, request.uid, request.generation_index, turns)
+
+
+def test_errors_name_the_sample_or_the_worker() -> None:
+    world = World(lambda trajectory, metadata: Outcome(0.0, None, "", 0.0, terminated=False))
+    with pytest.raises(TurnError, match="p0#0: after turn 1"):
+        world.run(range(1))
+
+    def broken(trajectory: Trajectory, metadata: dict[str, Any]) -> Outcome:
+        if turns_of(trajectory) == 2:
+            raise KeyError("state")
+        return Outcome(0.0, None, "", 0.0, terminated=False, observation="on")
+
+    with pytest.raises(WorkerFailed, match="game: the verdict on p0 failed: KeyError"):
+        World(broken).run(range(1))
+    with pytest.raises(ValueError, match="p0: no environment for task 'other'"):
+        World().run(range(1), task_name="other")

@@ -1,0 +1,339 @@
+"""Published datasets by name, on rows of their published schemas. They are served by a stand-in for the hub."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import datasets as hf
+import pytest
+
+from grpo_mcore.data import AllTaskProcessedDataset, DataError, load_preference_dataset, load_response_dataset
+from grpo_mcore.data.published import PUBLISHED
+from grpo_mcore.recipe import DatasetEntry
+from grpo_mcore.recipe.data import dataset_by_name
+
+OPEN_MATH = {
+    "problem": "What is 2+3?",
+    "generated_solution": "2+3 is \\boxed{5}.",
+    "expected_answer": "5",
+    "problem_source": "augmented_gsm8k",
+}
+DEEP_SCALER = [
+    {"problem": "Solve x+1=3.", "answer": "2", "solution": "Take 1 away: $\\boxed{2}$."},
+    {"problem": "Prove it.", "answer": "", "solution": ""},
+]
+DAPO = {
+    "data_source": "math_dapo",
+    "prompt": [{"content": "Solve it.\n\nIn triangle ABC ...\n\nAnswer:", "role": "user"}],
+    "ability": "MATH",
+    "reward_model": {"ground_truth": "34", "style": "rule-lighteval/MATH_v2"},
+    "extra_info": {"index": "9a9b6eb4-a1cb-49d1-8c1e-62eaf2f74079"},
+}
+AIME_2024 = {
+    "id": 60,
+    "problem": "Every morning Aya goes for a walk ...",
+    "solution": "nine kilometres ... 204",
+    "answer": "204",
+    "url": "https://example.org/AIME_I_Problem_1",
+    "year": "2024",
+}
+AIME_2025 = {"question": "Find the sum of all integer bases ...", "answer": "70"}
+GSM8K = {
+    "question": "Ann saved 1,000 dollars, then 200 more. How much is it?",
+    "answer": "She has 1000+200=<<1000+200=1200>>1200 dollars.\n#### 1,200",
+}
+NUMINA = [
+    {
+        "problem": "Find x.",
+        "solution": "x is 7.",
+        "answer": answer,
+        "problem_type": "Algebra",
+        "question_type": "math-word-problem",
+        "problem_is_valid": "Yes",
+        "solution_is_valid": "Yes",
+        "source": "olympiads",
+        "synthetic": False,
+    }
+    for answer in ("7", "proof", "notfound", None)
+]
+SQUAD = {
+    "id": "5733be284776f41900661182",
+    "title": "Notre_Dame",
+    "context": "The grotto is at Lourdes.",
+    "question": "Where is it?",
+    "answers": {"text": ["Lourdes", "at Lourdes"], "answer_start": [17, 14]},
+}
+TULU = [
+    {
+        "id": "oasst1_1",
+        "messages": [{"content": "hi", "role": "user"}, {"content": "hello", "role": "assistant"}],
+        "source": "ai2-adapt-dev/oasst1_converted",
+    },
+    {"id": "x_2", "messages": [{"content": "hi", "role": "user"}], "source": "x"},
+]
+HELPSTEER3 = [
+    {
+        "domain": "general",
+        "language": "english",
+        "context": [
+            {"role": "user", "content": "1+1?"},
+            {"role": "assistant", "content": "2"},
+            {"role": "user", "content": "sure?"},
+        ],
+        "response1": "first",
+        "response2": "second",
+        "overall_preference": preference,
+        "individual_preference": [{"score": preference, "reasoning": "r", "feedback1": "a", "feedback2": "b"}],
+    }
+    for preference in (-2, 0, 3)
+]
+# (message, its parent, role): a tree with an answer that was deleted and a question that nobody answered.
+TREE = [
+    ("q", None, "prompter", False),
+    ("a1", "q", "assistant", False),
+    ("a2", "q", "assistant", False),
+    ("gone", "q", "assistant", True),
+    ("q2", "a1", "prompter", False),
+    ("a3", "q2", "assistant", False),
+    ("q3", "a1", "prompter", False),
+]
+OASST = [
+    {
+        "message_id": name,
+        "parent_id": parent,
+        "user_id": "u",
+        "created_date": "2023-02-05",
+        "text": f"text of {name}",
+        "role": role,
+        "lang": "en",
+        "review_count": 3,
+        "review_result": True,
+        "deleted": deleted,
+        "rank": None,
+        "synthetic": False,
+        "model_name": None,
+        "detoxify": {"toxicity": 0.1},
+        "message_tree_id": "q",
+        "tree_state": "ready_for_export",
+        "emojis": {"name": ["+1"], "count": [1]},
+        "labels": {"name": ["spam"], "value": [0.0], "count": [3]},
+    }
+    for name, parent, role, deleted in TREE
+]
+
+# What the hub has: (path, subset) -> {split: rows}.
+HUB: dict[tuple[str, str | None], dict[str, list[dict[str, Any]]]] = {
+    ("nvidia/OpenMathInstruct-2", None): {
+        "train": [OPEN_MATH] * 3,
+        "train_1M": [OPEN_MATH],
+        "train_2M": [OPEN_MATH] * 2,
+    },
+    ("agentica-org/DeepScaleR-Preview-Dataset", None): {"train": DEEP_SCALER},
+    ("BytedTsinghua-SIA/DAPO-Math-17k", None): {"train": [DAPO]},
+    ("BytedTsinghua-SIA/AIME-2024", None): {"train": [{**DAPO, "data_source": "aime"}]},
+    ("HuggingFaceH4/aime_2024", None): {"train": [AIME_2024]},
+    ("opencompass/AIME2025", "AIME2025-I"): {"test": [AIME_2025]},
+    ("opencompass/AIME2025", "AIME2025-II"): {"test": [{**AIME_2025, "answer": "468"}, {**AIME_2025, "answer": "49"}]},
+    ("openai/gsm8k", "main"): {"train": [GSM8K] * 20, "test": [GSM8K]},
+    ("AI-MO/NuminaMath-1.5", None): {"train": NUMINA},
+    ("rajpurkar/squad", None): {"train": [SQUAD], "validation": [SQUAD]},
+    ("OpenAssistant/oasst1", None): {"train": OASST, "validation": OASST},
+    ("allenai/tulu-3-sft-mixture", None): {"train": TULU},
+    ("nvidia/HelpSteer3", "preference"): {"train": HELPSTEER3, "validation": HELPSTEER3},
+}
+
+
+@pytest.fixture(autouse=True)
+def hub(monkeypatch: pytest.MonkeyPatch) -> None:
+    def load_dataset(path: str, subset: str | None = None, **_: Any) -> hf.DatasetDict:
+        if (path, subset) not in HUB:
+            raise ValueError(f"BuilderConfig {subset!r} not found.")
+        return hf.DatasetDict({split: hf.Dataset.from_list(rows) for split, rows in HUB[path, subset].items()})
+
+    monkeypatch.setattr(hf, "load_dataset", load_dataset)
+
+
+def rows_of(name: str, **entry: Any) -> list[dict[str, Any]]:
+    data = load_response_dataset(DatasetEntry(dataset_name=name, **entry))
+    assert data.val_dataset is None
+    return list(data.dataset)
+
+
+def said(row: dict[str, Any]) -> list[tuple[str, str]]:
+    return [(message["role"], message["content"]) for message in row["messages"]]
+
+
+def test_the_stand_in_has_all_of_them() -> None:
+    assert {(found.path, subset) for found in PUBLISHED.values() for subset in found.subsets} == set(HUB)
+
+
+@pytest.mark.parametrize(
+    ("name", "question", "answer", "truth", "others"),
+    [
+        ("OpenMathInstruct-2", "What is 2+3?", "5", "5", {"problem_source": "augmented_gsm8k"}),
+        ("DeepScaler", "Solve x+1=3.", "2", "2", {}),
+        ("DAPOMath17K", DAPO["prompt"][0]["content"], "34", "34", {"data_source": "math_dapo"}),
+        ("DAPOMathAIME2024", DAPO["prompt"][0]["content"], "34", "34", {"data_source": "aime"}),
+        ("AIME2024", AIME_2024["problem"], "204", "204", {}),
+        ("AIME2025", AIME_2025["question"], "70", "70", {}),
+        ("GSM8K", GSM8K["question"], GSM8K["answer"], "1200", {}),
+        (
+            "NuminaMath",
+            "Find x.",
+            "7",
+            "7",
+            {"problem_type": "Algebra", "question_type": "math-word-problem", "source": "olympiads"},
+        ),
+    ],
+)
+def test_problems_with_an_answer_that_can_be_checked(name, question, answer, truth, others) -> None:
+    assert rows_of(name)[0] == {
+        "messages": [{"role": "user", "content": question}, {"role": "assistant", "content": answer}],
+        "ground_truth": truth,
+        **others,
+        "task_name": name,
+        "uid": f"{name}:0",
+    }
+
+
+def test_conversations() -> None:
+    [squad] = rows_of("Squad")
+    assert said(squad) == [("system", SQUAD["context"]), ("user", "Where is it?"), ("assistant", "Lourdes")]
+    assert squad["answers"] == ["Lourdes", "at Lourdes"]
+    assert said(rows_of("Tulu3SftMixture")[0]) == [("user", "hi"), ("assistant", "hello")]
+    better = [said(row)[-1] for row in rows_of("HelpSteer3")]
+    assert better == [("assistant", "first"), ("assistant", "first"), ("assistant", "second")]
+    assert [role for role, _ in said(rows_of("HelpSteer3")[0])] == ["user", "assistant", "user", "assistant"]
+
+
+def test_trees_become_the_ways_from_question_to_last_answer() -> None:
+    rows = rows_of("OpenAssistant")
+    assert [said(row) for row in rows] == [
+        [("user", "text of q"), ("assistant", "text of a1"), ("user", "text of q2"), ("assistant", "text of a3")],
+        [("user", "text of q"), ("assistant", "text of a2")],
+    ]
+    assert [row["uid"] for row in rows] == ["OpenAssistant:5", "OpenAssistant:2"]
+
+
+def test_pairs_of_helpsteer3() -> None:
+    rows = load_preference_dataset({"dataset_name": "HelpSteer3"}).dataset
+    assert [message["role"] for message in rows[0]["messages"]] == ["user", "assistant", "user"]
+    pairs = [(row["chosen"][0]["content"], row["rejected"][0]["content"]) for row in (rows[0], rows[2])]
+    assert pairs == [("first", "second"), ("second", "first")]
+    assert rows[1]["unusable"] == "a pair of which neither answer is preferred"
+
+
+def test_rows_of_no_use_are_excluded_and_counted(tokenizer) -> None:
+    for name, usable, reasons in (
+        ("DeepScaler", 1, {"without an answer (answer is '')": 1}),
+        (
+            "NuminaMath",
+            1,
+            {f"without an answer (answer is {answer!r})": 1 for answer in ("proof", "notfound", None)},
+        ),
+        ("Tulu3SftMixture", 1, {"without an answer (the last message is not the assistant's)": 1}),
+    ):
+        data = load_response_dataset({"dataset_name": name})
+        processors = {data.task_name: (data.task_spec, data.processor)}
+        dataset = AllTaskProcessedDataset(data.dataset, tokenizer, None, processors, max_seq_length=500)
+        assert [dataset.usable(index) for index in range(len(dataset))].count(True) == usable, name
+        assert dataset.excluded.reasons == reasons
+        assert dataset[len(dataset) - 1]["loss_multiplier"] == 0
+    assert str(dataset.excluded).startswith("1 of 2 prompts excluded as without an answer (")
+
+
+def test_an_entry_may_choose_columns_subset_and_split() -> None:
+    [row] = rows_of("OpenMathInstruct-2", output_key="generated_solution")
+    assert (said(row)[1][1], row["ground_truth"]) == (OPEN_MATH["generated_solution"], "5")
+    assert len(rows_of("OpenMathInstruct-2", split="train_2M")) == 2
+    assert len(rows_of("OpenMathInstruct-2", split="train[:1]+train_1M")) == 2
+    assert [row["ground_truth"] for row in rows_of("AIME2025")] == ["70", "468", "49"]
+    assert [row["uid"] for row in rows_of("AIME2025")] == ["AIME2025:0", "AIME2025:1", "AIME2025:2"]
+    assert [row["ground_truth"] for row in rows_of("AIME2025", subset="AIME2025-II")] == ["468", "49"]
+    # An answer to train on that is not the one to check: a proof is one.
+    solutions = rows_of("NuminaMath", output_key="solution")
+    assert [said(row)[1][1] for row in solutions] == ["x is 7."] * 4
+    assert [row.get("ground_truth") for row in solutions] == ["7", None, None, None]
+
+
+def test_split_repeat_and_task_name() -> None:
+    data = load_response_dataset({"dataset_name": "GSM8K", "split_validation_size": 0.25, "seed": 3, "repeat": 2})
+    assert (len(data.dataset), len(data.val_dataset), data.task_name) == (30, 5, "GSM8K")
+    assert {row["uid"].split("~")[0] for row in data.dataset}.isdisjoint(row["uid"] for row in data.val_dataset)
+    named = load_response_dataset({"dataset_name": "GSM8K", "task_name": "school", "split_validation_size": 7})
+    assert len(named.val_dataset) == 7 and named.val_dataset[0]["task_name"] == "school"
+
+
+@pytest.mark.parametrize("kind", ["jsonl", "parquet"])
+def test_a_copy_of_ones_own(tmp_path, write_jsonl, kind) -> None:
+    if kind == "jsonl":
+        path = write_jsonl("gsm8k.jsonl", [GSM8K])
+        expected = f"{path}:1: no 'question' in it; it has"
+    else:
+        path = str(tmp_path / "gsm8k.parquet")
+        hf.Dataset.from_list([GSM8K]).to_parquet(path)
+        HUB["parquet", None] = {"train": [GSM8K]}
+        expected = f"{path}, row 0: no 'question' in it; it has"
+    try:
+        assert rows_of("GSM8K", data_path=path)[0]["ground_truth"] == "1200"
+        if kind == "jsonl":
+            write_jsonl("gsm8k.jsonl", [AIME_2024])
+        else:
+            HUB["parquet", None] = {"train": [AIME_2024]}
+        with pytest.raises(DataError) as error:
+            rows_of("GSM8K", data_path=path)
+        assert str(error.value).startswith(expected)
+    finally:
+        HUB.pop(("parquet", None), None)
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"name": "DAPOMath17K", "reward_model": "34"}, r"row 0: a field has another layout than expected \(string"),
+        ({"name": "DAPOMath17K", "prompt": []}, "row 0: 'prompt' has no message in it"),
+        ({"name": "DAPOMath17K", "prompt": [{"role": "user"}]}, "row 0: message 0 of 'prompt' has no content"),
+    ],
+)
+def test_a_row_of_another_layout_names_itself(monkeypatch, change, message) -> None:
+    name = change.pop("name")
+    monkeypatch.setitem(HUB, (PUBLISHED[name].path, None), {"train": [{**DAPO, **change}]})
+    with pytest.raises(DataError, match=message):
+        rows_of(name)
+
+
+def test_what_the_hub_refuses() -> None:
+    with pytest.raises(DataError, match="cannot load the dataset 'openai/gsm8k', subset 'min': ValueError: Builder"):
+        rows_of("GSM8K", subset="min")
+    with pytest.raises(DataError, match=r"no split 'valid'; set split to one of \['train', 'validation'\]"):
+        rows_of("Squad", split="valid")
+
+
+@pytest.mark.parametrize(
+    ("written", "name"),
+    [
+        ("gsm8k", "GSM8K"),
+        ("open_assistant", "OpenAssistant"),
+        ("squad", "Squad"),
+        ("openmathinstruct2", "OpenMathInstruct-2"),
+        ("NuminaMath-1.5", "NuminaMath"),
+        ("tulu3_sft_mixture", "Tulu3SftMixture"),
+        ("Tulu3SftMixtureDataset", "Tulu3SftMixture"),
+        ("responsedataset", "ResponseDataset"),
+        ("AIME2026", None),
+        ("my.package.Dataset", None),
+    ],
+)
+def test_spellings(written: str, name: str | None) -> None:
+    assert dataset_by_name(written) == name
+
+
+def test_every_dataset_tokenises(tokenizer) -> None:
+    """With the processor of its algorithm, and no row is refused."""
+    for name in PUBLISHED:
+        load: Callable[..., Any] = load_response_dataset
+        data = load({"dataset_name": name, "processor": "sft_processor"})
+        processors = {data.task_name: (data.task_spec, data.processor)}
+        dataset = AllTaskProcessedDataset(data.dataset, tokenizer, None, processors, max_seq_length=4000)
+        assert dataset.usable(0) and dataset[0]["task_name"] == name

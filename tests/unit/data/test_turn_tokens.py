@@ -1,0 +1,192 @@
+"""The tokens between two generated turns, against chat templates' own rendering of whole conversations."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import pytest
+
+from grpo_mcore.data import DataError
+from grpo_mcore.data.arithmetic import CHAT_TEMPLATE
+from grpo_mcore.data.turn_tokens import TurnTemplate
+
+CHATML = """\
+{%- if messages[0].role != 'system' %}<|im_start|>system\nBe brief.<|im_end|>\n{% endif %}
+{%- for message in messages %}
+{%- if message.role == 'tool' %}{{ '<|im_start|>user\n<tool_response>\n' + message.content + '\n</tool_response>' }}
+{%- else %}{{ '<|im_start|>' + message.role + '\n' + message.content }}{% endif %}{{ '<|im_end|>\n' }}
+{%- endfor %}
+{%- if add_generation_prompt %}{{ '<|im_start|>assistant\n' }}{% endif %}"""
+
+LLAMA3 = """\
+{{- bos_token }}
+{%- for message in messages %}
+{%- set role = 'ipython' if message.role == 'tool' else message.role %}
+{{- '<|start_header_id|>' + role + '<|end_header_id|>\n\n' + message.content | trim + '<|eot_id|>' }}
+{%- endfor %}
+{%- if add_generation_prompt %}{{ '<|start_header_id|>assistant<|end_header_id|>\n\n' }}{% endif %}"""
+
+# Thoughts of earlier turns are left out; a generation begins with none.
+THINKING = """\
+{%- for message in messages %}
+{%- set content = message.content.split('</think>')[-1].lstrip('\n') if not loop.last else message.content %}
+{{- '<|im_start|>' + message.role + '\n' + content + '<|im_end|>\n' }}
+{%- endfor %}
+{%- if add_generation_prompt %}{{ '<|im_start|>assistant\n<think>\n\n</think>\n\n' }}{% endif %}"""
+
+# A space before the end marker, none for a generation, and roles that must take turns.
+INSTRUCT = """\
+{%- for message in messages %}
+{%- if (message.role == 'user') != (loop.index0 % 2 == 0) %}{{ raise_exception('take turns') }}{% endif %}
+{%- if message.role == 'user' %}{{ bos_token + '[INST] ' + message.content + ' [/INST]' }}
+{%- else %}{{ ' ' + message.content + ' ' + eos_token }}{% endif %}
+{%- endfor %}"""
+
+PLAIN = "{% for m in messages %}{{ m.role + ': ' + m.content + '\n' }}{% endfor %}{{ 'assistant: ' }}"
+
+
+@dataclass(frozen=True)
+class Case:
+    template: str
+    end: str  # the token that ends an answer
+    before_generation: str = ""  # in the prompt of a generation, but not in an answer that was given
+
+
+CASES = {
+    "ChatML": Case(CHATML, "<|im_end|>"),
+    "Llama 3": Case(LLAMA3, "<|eot_id|>"),
+    "thinking": Case(THINKING, "<|im_end|>", "<think>\n\n</think>\n\n"),
+    "instruct": Case(INSTRUCT, "</s>"),
+    "the demo's": Case(CHAT_TEMPLATE, "</s>"),
+}
+TEXTS = ["How much is 12+30?", "Forty-two, I say.", "Wrong! Again:\n1 2\n3 _", "<action>up</action>", "It moved."]
+
+
+@pytest.fixture(scope="module")
+def bpe() -> Any:
+    """Bytes in pairs, so that neighbours merge where nothing keeps them apart."""
+    from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
+
+    tokenizer = Tokenizer(models.BPE())
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    tokenizer.decoder = decoders.ByteLevel()
+    special = ["<s>", "</s>", "<|im_start|>", "<|im_end|>", "<|start_header_id|>", "<|end_header_id|>", "<|eot_id|>"]
+    trainer = trainers.BpeTrainer(
+        vocab_size=400,
+        special_tokens=[*special, "<user>", "<assistant>"],
+        initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
+        show_progress=False,
+    )
+    tokenizer.train_from_iterator([*TEXTS, CHATML, LLAMA3, THINKING], trainer)
+    return tokenizer
+
+
+def tokenizer_of(bpe: Any, template: str, eos: str = "</s>") -> Any:
+    from transformers import PreTrainedTokenizerFast
+
+    return PreTrainedTokenizerFast(tokenizer_object=bpe, bos_token="<s>", eos_token=eos, chat_template=template)
+
+
+def ids(tokenizer: Any, text: str) -> list[int]:
+    return tokenizer(text, add_special_tokens=False)["input_ids"]
+
+
+def messages(*texts: str) -> list[dict[str, str]]:
+    return [{"role": ("user", "assistant")[i % 2], "content": text} for i, text in enumerate(texts)]
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_a_conversation_of_turns_is_what_the_template_renders(bpe: Any, name: str) -> None:
+    case = CASES[name]
+    tokenizer = tokenizer_of(bpe, case.template, case.end)
+    template, end = TurnTemplate(tokenizer), tokenizer.eos_token_id
+    question, answer, said, second, said_again = TEXTS
+    prompt = tokenizer.apply_chat_template(messages(question), tokenize=False, add_generation_prompt=True)
+    space = " " if name == "instruct" else ""  # the template's own, before an answer and after it
+    generated = [ids(tokenizer, f"{space}{text}{space}") + [end] for text in (answer, second)]
+    turns = [template.turn(text, stop_token=end) for text in (said, said_again)]
+    tokens = ids(tokenizer, prompt)
+    for mine, theirs in zip(generated, turns, strict=True):
+        tokens += mine + theirs.token_ids.tolist()
+
+    whole = tokenizer.apply_chat_template(messages(*TEXTS), tokenize=False, add_generation_prompt=True)
+    shown, marker = tokenizer.decode(tokens, skip_special_tokens=False), case.before_generation
+    assert shown.replace(marker, "") == whole.replace(marker, "")
+    assert shown.count(marker) == (3 if marker else len(shown) + 1)  # once a generation, as it was generated with
+    if not marker:
+        assert tokens == ids(tokenizer, whole)
+
+
+@pytest.mark.parametrize("name", CASES)
+@pytest.mark.parametrize("role", ["user", "environment", "tool"])
+def test_each_piece_is_tokenised_apart(bpe: Any, name: str, role: str) -> None:
+    """And the end marker is put in where the policy did not say it, whatever else ended its turn."""
+    case = CASES[name]
+    tokenizer = tokenizer_of(bpe, case.template, case.end)
+    template, end = TurnTemplate(tokenizer), tokenizer.eos_token_id
+    whole = template.turn("It moved.", role)
+    other = ids(tokenizer, "!")[0]
+    assert template.turn("It moved.", role, stop_token=other) == whole
+    assert whole.token_ids.tolist() == ids(tokenizer, whole.text) and whole.text.count("It moved.") == 1
+    assert whole.text.lstrip().startswith(case.end) and not whole.loss_mask and whole.logprobs is None
+    rest = template.turn("It moved.", role, stop_token=end)
+    assert rest.text == whole.text
+    assert rest.token_ids.tolist() == ids(tokenizer, whole.text.partition(case.end)[2])
+
+
+def test_a_tool_has_words_of_its_own_where_the_template_has_them(bpe: Any) -> None:
+    found = {}
+    for name, case in CASES.items():
+        turn = TurnTemplate(tokenizer_of(bpe, case.template, case.end)).turn("2", "tool")
+        found[name] = (turn.role, turn.text)
+    assert found["ChatML"] == (
+        "tool",
+        "<|im_end|>\n<|im_start|>user\n<tool_response>\n2\n</tool_response><|im_end|>\n<|im_start|>assistant\n",
+    )
+    assert (
+        found["Llama 3"][0] == "tool"
+        and "<|start_header_id|>ipython<|end_header_id|>\n\n2<|eot_id|>" in found["Llama 3"][1]
+    )
+    for name in ("thinking", "instruct", "the demo's"):
+        assert found[name][0] == "user"
+    needs_a_call = CHATML.replace("role == 'tool'", "role == 'tool' and raise_exception('a call first')")
+    assert TurnTemplate(tokenizer_of(bpe, needs_a_call)).turn("2", "tool").role == "user"
+
+
+def test_the_text_of_a_message_is_not_looked_into(bpe: Any) -> None:
+    """A policy can make an environment say anything."""
+    tokenizer = tokenizer_of(bpe, CHATML, "<|im_end|>")
+    template = TurnTemplate(tokenizer)
+    for text in ("@@answer@@", "@@said@@ @@answer@@", "", "{{ 1 }}"):
+        assert template.turn(text).text == f"<|im_end|>\n<|im_start|>user\n{text}<|im_end|>\n<|im_start|>assistant\n"
+
+
+def test_a_template_without_special_tokens(bpe: Any) -> None:
+    """Its end of an answer is a line break. Only where that is the token that ended the turn is it not said again."""
+    tokenizer = tokenizer_of(bpe, PLAIN)
+    template = TurnTemplate(tokenizer)
+    line_break = ids(tokenizer, "\n")[0]
+    assert template.turn("2").text == "\nuser: 2\nassistant: "
+    assert template.turn("2", stop_token=tokenizer.eos_token_id).token_ids.tolist() == ids(
+        tokenizer, "\nuser: 2\nassistant: "
+    )
+    assert template.turn("2", stop_token=line_break).token_ids.tolist() == ids(tokenizer, "user: 2\nassistant: ")
+
+
+@pytest.mark.parametrize(
+    ("template", "message"),
+    [
+        ("{{ messages[-1].content }}", "shows an earlier answer 0 times instead of once"),
+        ("{{ messages[0].content + messages[1].content }}", "shows the message after it 0 times instead of once"),
+        ("{% for m in messages %}{{ m.content * 2 }}{% endfor %}", "shows an earlier answer 2 times"),
+        ("{% for m in messages[::-1] %}{{ m.content }}{% endfor %}", "shows an answer after the message that follows"),
+        (
+            "{% if messages | length > 2 %}{{ raise_exception('one question only') }}{% endif %}",
+            "refuses a conversation of several turns: TemplateError: one question only",
+        ),
+    ],
+)
+def test_a_template_that_cannot_hold_several_turns(bpe: Any, template: str, message: str) -> None:
+    with pytest.raises(DataError, match=f"grpo.max_rollout_turns above 1: the chat template {message}"):
+        TurnTemplate(tokenizer_of(bpe, template))
