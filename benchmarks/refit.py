@@ -259,14 +259,9 @@ class BenchmarkEngine(EngineWorker):
         self.weight_version = version
         return {name: max(seconds[name] for seconds in found) for name in found[0]}
 
-    def sample(self, seed: int) -> list[float]:
-        """Log-probs of a fixed prompt's greedy answer: tells whether two refits gave the same weights."""
-        from grpo_mcore.rollout.trajectory import GenerationRequest, Sampling, Turn
-
-        tokens = torch.arange(seed, seed + 32)
-        request = GenerationRequest("0", 0, (Turn("user", tokens),), seed=1)
-        (found,) = self.generate([request], Sampling(max_new_tokens=4, temperature=0.0))
-        return found.turns[-1].logprobs.tolist()
+    def memory(self) -> int:
+        """Resident bytes of all ranks."""
+        return sum(self._llm_engine.collective_rpc(worker_memory))
 
 
 def memcpy_bandwidth() -> float:
@@ -295,7 +290,9 @@ def measure(args: argparse.Namespace, folder: str) -> dict[str, Any]:
         folder, tensor_parallel_size=tp, load_format="dummy", max_model_len=128, kv_cache_memory_gb=0.1,
         vllm_kwargs={"skip_tokenizer_init": True},
     )  # fmt: skip
-    engine = Remote("engine-0", BenchmarkEngine, config, env=engine_environment(config) | {"OMP_NUM_THREADS": "1"})
+    engine = Remote(
+        "engine-0", BenchmarkEngine, config, None, env=engine_environment(config) | {"OMP_NUM_THREADS": "1"}
+    )
     everyone = [*policy, engine]
     try:
         for call in [worker.call("start") for worker in everyone]:
@@ -314,13 +311,14 @@ def measure(args: argparse.Namespace, folder: str) -> dict[str, Any]:
             seconds.append(time.perf_counter() - began)
         nodes = [[engine]] if args.mode == "disaggregated" else None
         ours, classic = [], []
-        version = 1
+        version, memory = 1, []
         for _ in range(args.rounds + 1):
             report = refit(policy, [engine], plan, version, verify=args.verify, nodes=nodes)
             ours.append(report)
             if not args.only_ours:
                 classic.append(run_classic(policy, engine, folder, plan.half_bytes, version + 1))
             version += 2
+            memory.append(engine.call("memory").result())
         ours, classic = ours[1:], classic[1:]  # the first touches all memory for the first time
     finally:
         for worker in everyone:
@@ -333,6 +331,7 @@ def measure(args: argparse.Namespace, folder: str) -> dict[str, Any]:
         "rounds": args.rounds,
         "verify": args.verify,
         "memcpy_bytes_per_second": memcpy_bandwidth(),
+        "engine_resident_bytes": {"after_first_round": memory[0], "after_last_round": memory[-1]},
         "ours": {
             "bytes_moved": plan.block_bytes,
             "bytes_needed": needed,

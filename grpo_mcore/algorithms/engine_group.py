@@ -54,8 +54,8 @@ class EngineGroup:
 
     cluster: Cluster
     workers: Sequence[Worker]
-    layout: EngineLayout  # of one engine, and how many there are
     sleeps: bool  # the engines give their memory to the policy between generation phases
+    layout: EngineLayout = EngineLayout()  # of one engine, and how many there are
     weight_version: int = 0
 
     def prepare(self) -> None:

@@ -34,7 +34,7 @@ from grpo_mcore.algorithms.step_batch import build_step_batch
 from grpo_mcore.algorithms.step_groups import StepGroups
 from grpo_mcore.algorithms.step_targets import step_targets
 from grpo_mcore.algorithms.validation import run_validation, stop_reason
-from grpo_mcore.cluster import Cluster
+from grpo_mcore.cluster import Cluster, LocalCluster
 from grpo_mcore.data import (
     AllTaskProcessedDataset,
     MultipleDataloaderWrapper,
@@ -260,11 +260,12 @@ def refit_policy_generation(
 ) -> RefitReport:
     """Makes every engine's weights equal the policy's, as weight version `policy.updates` + 1.
 
-    `_refit_buffer_size_gb`: GiB, in place of policy.refit_buffer_size_gb. Raises RefitError; the engines then have
-    their old weights, or refuse to generate from mixed ones.
+    `colocated_inference` False: over a wire, as if they shared no memory. `_refit_buffer_size_gb`: GiB, in place of
+    policy.refit_buffer_size_gb. Raises RefitError; the engines then have their old weights, or refuse to generate from
+    mixed ones.
     """
-    if not colocated_inference:
-        raise ValueError("refit of engines on accelerators of their own is not supported yet")
+    if not colocated_inference and isinstance(policy.cluster, LocalCluster):
+        raise ValueError("policy and engines of one process are colocated: over a wire each would wait for the other")
     size = policy.refit_buffer_gb if _refit_buffer_size_gb is None else _refit_buffer_size_gb
     plan = plan_model_refit(
         policy.shape,
@@ -280,6 +281,7 @@ def refit_policy_generation(
         plan,
         version,
         verify=policy.refit_verify,
+        nodes=None if colocated_inference else [policy_generation.workers],
         timeline=timer,
         timeout_s=policy.cluster.call_timeout_s,
     )

@@ -91,7 +91,15 @@ class RunReport:
         self.console.progress("samples", self._samples_done, self._samples_asked)
 
     def refit(self, report: RefitReport) -> None:
-        self._refit = report
+        first, self._refit = self._refit is None, report
+        if first and report.in_place:
+            self.console.note(
+                f"no memory for a second copy of the weights on {', '.join(report.in_place)}: a refit replaces them "
+                "layer by layer, and generation stands still for all of it"
+            )
+        if first and report.fallbacks:
+            names = ", ".join(report.fallbacks[:4])
+            self.console.note(f"{len(report.fallbacks)} tensors reach the engines whole, not in slices: {names}")
 
     def step(self, step: int, groups: Sequence[Group], metrics: dict[str, float], clock: Timeline) -> None:
         """A step was trained: its line, and its metrics into the files."""

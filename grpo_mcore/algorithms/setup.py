@@ -146,7 +146,7 @@ def start_engines(config: MasterConfig, cluster: Cluster, policy: PolicyGroup) -
             )
         )
     layout = EngineLayout(vllm.tensor_parallel_size, replicas=count)
-    return EngineGroup(cluster, workers, layout, sleeps=gpu and generation.colocated.enabled)
+    return EngineGroup(cluster, workers, gpu and generation.colocated.enabled, layout)
 
 
 def start_environments(

@@ -249,7 +249,7 @@ class Engine:
 
     def health(self) -> dict[str, Any]:
         """{name, weight_version, requests (unfinished), state, pid}. Raises if a rank does not answer."""
-        with self._rank_deaths():
+        with self._turns.call(), self._rank_deaths():
             self._llm_engine.model_executor.check_health()
         state = "refit" if self._refit_open else "asleep" if self._asleep else "ready"
         return {

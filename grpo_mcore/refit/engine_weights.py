@@ -92,8 +92,11 @@ class EngineWeights:
         if unknown := sorted(set(filled) - set(by_name)):
             raise RefitError(f"the engine has no parameters {', '.join(unknown)}, which the refit plan fills")
         planned = {id(by_name[name]) for name in filled}
+        first_names = {id(parameter): name for name, parameter in reversed(by_name.items())}  # one of a tied pair
         self.unplanned = [
-            name for name, found in by_name.items() if id(found) not in planned and _elements(homes, found)
+            name
+            for name, found in by_name.items()
+            if id(found) not in planned and first_names[id(found)] == name and _elements(homes, found)
         ]
         if self.unplanned and not plan.fallbacks:
             raise RefitError(f"the refit plan leaves parameters of the engine unfilled: {', '.join(self.unplanned)}")
@@ -152,6 +155,23 @@ class EngineWeights:
         for target in self._targets.values():
             if target.borrowed and target.tensor is not None:
                 target.tensor, target.borrowed = target.tensor.clone(), False
+
+    def tied(self) -> dict[str, list[nn.Module]]:
+        """Name of a parameter with several homes -> the modules beside the first that compute with a packed copy."""
+        found: dict[int, tuple[str, list[nn.Module]]] = {}
+        for path, module in self._model.named_modules():
+            for name, parameter in module.named_parameters(recurse=False):
+                if id(parameter) in found:
+                    found[id(parameter)][1].append(module)
+                else:
+                    found[id(parameter)] = (f"{path}.{name}", [])
+        return {
+            name: [
+                module for module in modules if isinstance(getattr(module, "quant_method", None), QuantizeMethodBase)
+            ]
+            for name, modules in found.values()
+            if modules
+        }
 
     def missing(self) -> list[str]:
         return [target.name for target in self._targets.values() if not target.complete]

@@ -80,5 +80,5 @@ def _address() -> str:
 
 
 def wire_view(values: Tensor, dtype: torch.dtype) -> Tensor:
-    """What travels of a slice: the values themselves where they are contiguous and of the wire's format."""
-    return values.to(dtype).contiguous().view(-1).view(torch.uint8)
+    """What travels of a slice: the values themselves where they are contiguous, in the wire's format, on the host."""
+    return values.to(dtype).contiguous().cpu().view(-1).view(torch.uint8)

@@ -81,8 +81,12 @@ class RefitPlan:
     @cached_property
     def fallbacks(self) -> tuple[str, ...]:
         """The Hugging Face tensors that travel whole, for vLLM's own loading to split."""
-        names = {read.param for block in self.blocks() for read in block.reads if read.param.startswith(WHOLE)}
-        return tuple(sorted(name.removeprefix(WHOLE) for name in names))
+        return tuple(name.removeprefix(WHOLE) for name in self.destinations if name.startswith(WHOLE))
+
+    @cached_property
+    def destinations(self) -> tuple[str, ...]:
+        """Everything that the plan fills, by name."""
+        return tuple(sorted({read.param for block in self.blocks() for read in block.reads}))
 
     def blocks(self) -> Iterator[Block]:
         for bucket in self.buckets:

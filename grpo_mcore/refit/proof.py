@@ -25,7 +25,7 @@ def checked_parameters(plan: RefitPlan, verify: Verify, version: int) -> set[str
     """The engine parameters whose copies are checked in the refit to `version`."""
     if verify == "off":
         return set()
-    names = sorted({read.param for block in plan.blocks() for read in block.reads})
+    names = plan.destinations
     return set(names if verify == "full" else names[version % SAMPLE_PERIOD :: SAMPLE_PERIOD])
 
 

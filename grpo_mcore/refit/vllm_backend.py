@@ -186,18 +186,24 @@ class RefitWeightEngine(WeightTransferEngine[RefitInit, RefitUpdate]):
     def _load_wholes(self) -> None:
         """What slices cannot express goes through vLLM's own loading, tensor by tensor."""
         assert self._weights is not None
+        tied = self._weights.tied()  # the reload gives each home a tensor of its own, so this is asked before
         initialize_layerwise_reload(self.model)
         try:
             with disable_mtp_completeness_check():
                 loaded = self.model.load_weights(self._weights.wholes.items())
         finally:
             finalize_layerwise_reload(self.model, self.model_config)
+        for name, others in tied.items():
+            for module in others if name in (loaded or ()) and self.device.type == "cpu" else ():
+                module.quant_method.process_weights_after_loading(module)  # the reload packs only what it loaded
         if missing := sorted(set(self._weights.unplanned) - set(loaded or ())):
             raise RefitError(f"the refit plan leaves parameters of the engine unfilled: {', '.join(missing)}")
 
     def release(self) -> None:
         """The commit stands: the old weights are let go."""
         self._weights, self._committed = None, False
+        if self.device.type == "cuda":
+            torch.cuda.empty_cache()  # the memory of what was staged is wanted for the key-value cache
 
     def abort(self) -> None:
         """Close an open update, or take a commit back that was not released. No-op when nothing is open."""

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import itertools
+import threading
+import time
 from pathlib import Path
 from typing import Any
 
@@ -12,7 +14,7 @@ from torch import Tensor
 
 from grpo_mcore.families import params_of, read_hf_config, shape_of
 from grpo_mcore.generation import Engine, EngineConfig, EngineError
-from grpo_mcore.refit import EngineLayout, RefitPlan, RefitReport, RefitSender, TrainerLayout, plan_refit, refit
+from grpo_mcore.refit import EngineLayout, Refit, RefitPlan, RefitReport, RefitSender, TrainerLayout, plan_refit, refit
 from grpo_mcore.rollout.trajectory import GenerationRequest, Sampling, Trajectory, Turn
 from tests.distributed.tiny_models import SIZES, make_tiny_model
 from tests.unit.refit.shards import Handle, ShardedModel
@@ -130,3 +132,46 @@ class Policy:
     def close(self) -> None:
         for handle in self.handles:
             handle.target.close_refit()
+
+
+def check_refit_in_flight(engine: Engine, policy: Policy, version: int) -> None:
+    """Staging runs beside generation; each sample says which token is of which version, and its log-probs agree."""
+    policy.change(seed=version)
+    with torch.no_grad():
+        old = {name: parameter.clone() for name, parameter in policy.reference.named_parameters()}
+    policy.refit(engine, version)
+    policy.change(seed=version + 1)
+    run = Refit(policy.handles, [Handle(engine.name, engine)], policy.plan(engine), version + 1)
+    samples: list[Any] = []
+    requests = [request(number) for number in range(8)]
+
+    def work() -> None:
+        samples.extend(engine.generate(requests, Sampling(max_new_tokens=120)))
+
+    thread = threading.Thread(target=work)
+    thread.start()
+    while not engine.health()["requests"]:
+        time.sleep(0.001)
+    time.sleep(0.2)
+    run.stage()
+    report = run.commit(recompute_kv=True)
+    thread.join(100)
+    assert len(samples) == 8 and engine.weight_version == version + 1 and report.pause_seconds < report.seconds
+    mixed = [sample for sample in samples if len(sample.weight_versions) == 2]
+    assert mixed, "no request was under way at the commit"
+    new = {name: parameter.detach().clone() for name, parameter in policy.reference.named_parameters()}
+    for sample in mixed:
+        (first, start, turn), (second, again, end) = sample.weight_versions
+        assert (first, start, second, again, end) == (version, 0, version + 1, turn, sample.length)
+    for sample in samples:
+        for of, start, end in sample.weight_versions:
+            with torch.no_grad():
+                for name, parameter in policy.reference.named_parameters():
+                    parameter.copy_(old[name] if of == version else new[name])
+            found = reference_logprobs(policy.reference, sample) - sample.turns[-1].logprobs
+            span = found[max(0, start - sample.prompt_length) : end - sample.prompt_length]
+            assert span.abs().max() < 1e-4, f"tokens {start}:{end} are not of version {of}"
+    with torch.no_grad():
+        for name, parameter in policy.reference.named_parameters():
+            parameter.copy_(new[name])
+    assert worst_difference(policy.reference, generate(engine, requests)) < 1e-4

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import threading
-import time
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
@@ -14,18 +12,18 @@ import torch
 
 from grpo_mcore.families import params_of
 from grpo_mcore.generation import Engine, EngineError
-from grpo_mcore.refit import Refit, RefitError, RefitSender, refit
+from grpo_mcore.refit import RefitError, RefitSender, refit
 from grpo_mcore.refit.buffer import block_view
 from grpo_mcore.rollout.trajectory import Sampling
 from tests.functional.engine_cases import (
     CONTEXT,
     EOS,
     Policy,
+    check_refit_in_flight,
     config,
     generate,
     load_reference,
     make_model,
-    reference_logprobs,
     request,
     worst_difference,
 )
@@ -209,46 +207,7 @@ def test_a_refit_in_bfloat16_rounds_and_nothing_more(engine: Engine, policy: Pol
 
 
 def test_weights_are_exchanged_while_requests_are_under_way(engine: Engine, policy: Policy) -> None:
-    """Staging runs beside generation; each sample says which token is of which version, and its log-probs agree."""
-    policy.change(seed=11)
-    with torch.no_grad():
-        old = {name: parameter.clone() for name, parameter in policy.reference.named_parameters()}
-    policy.refit(engine, 12)
-    policy.change(seed=12)
-    run = Refit(policy.handles, [Handle(engine.name, engine)], policy.plan(engine), 13)
-    samples: list[Any] = []
-    requests = [request(number) for number in range(8)]
-
-    def work() -> None:
-        samples.extend(engine.generate(requests, Sampling(max_new_tokens=120)))
-
-    thread = threading.Thread(target=work)
-    thread.start()
-    while not engine.health()["requests"]:
-        time.sleep(0.001)
-    time.sleep(0.2)
-    run.stage()
-    report = run.commit(recompute_kv=True)
-    thread.join(100)
-    assert len(samples) == 8 and engine.weight_version == 13 and report.pause_seconds < 1
-    mixed = [sample for sample in samples if len(sample.weight_versions) == 2]
-    assert mixed, "no request was under way at the commit"
-    new = {name: parameter.detach().clone() for name, parameter in policy.reference.named_parameters()}
-    for sample in mixed:
-        (first, start, turn), (second, again, end) = sample.weight_versions
-        assert (first, start, second, again, end) == (12, 0, 13, turn, sample.length)
-    for sample in samples:
-        for version, start, end in sample.weight_versions:
-            with torch.no_grad():
-                for name, parameter in policy.reference.named_parameters():
-                    parameter.copy_(old[name] if version == 12 else new[name])
-            found = reference_logprobs(policy.reference, sample) - sample.turns[-1].logprobs
-            span = found[max(0, start - sample.prompt_length) : end - sample.prompt_length]
-            assert span.abs().max() < 1e-4, f"tokens {start}:{end} are not of version {version}"
-    with torch.no_grad():
-        for name, parameter in policy.reference.named_parameters():
-            parameter.copy_(new[name])
-    assert worst_difference(policy.reference, generate(engine, requests)) < 1e-4
+    check_refit_in_flight(engine, policy, 12)
 
 
 @pytest.mark.parametrize("missing", ["model.layers.1.self_attn.qkv_proj.weight", "model.norm.weight"])
