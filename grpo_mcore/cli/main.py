@@ -17,6 +17,7 @@ from grpo_mcore.recipe.merge import is_override
 VERBS = {
     "train": ("train a model with GRPO", True),
     "sft": ("fine-tune a model on examples", True),
+    "plan": ("predict memory, time and refit of a recipe before anything is started", True),
     "config": ("print a recipe, resolved, with the source of every value", True),
     "demo": ("make a small model and train it with GRPO on this machine", False),
 }
