@@ -18,6 +18,7 @@ VERBS = {
     "train": ("train a model with GRPO", True),
     "sft": ("fine-tune a model on examples", True),
     "plan": ("predict memory, time and refit of a recipe before anything is started", True),
+    "doctor": ("find what is wrong with this machine, or with every node of a cluster", False),
     "config": ("print a recipe, resolved, with the source of every value", True),
     "demo": ("make a small model and train it with GRPO on this machine", False),
 }

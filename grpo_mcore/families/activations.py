@@ -39,7 +39,7 @@ def layer_bytes(shape: ModelShape, rank: Rank, tokens: int, *, padding: float = 
     query, key_value = heads * shape.head_dim, shape.num_kv_heads / rank.tensor * shape.head_dim
     ffn = shape.ffn_hidden_size / rank.tensor
     between = rank.share * (2 * _norm(shape.hidden_size, 1, rank) + 2 * b * shape.hidden_size)
-    head_norms = _norm(query + key_value, heads + shape.num_kv_heads / rank.tensor, rank) if shape.qk_norm else 0.0
+    head_norms = _head_norms(query, key_value, shape, rank) if shape.qk_norm else 0.0
     swiglu = (3 if rank.kernels == "transformer_engine" else 5) * b * ffn
     return tokens * (between + head_norms + _attention(query, key_value, heads, shape, rank, padding) + swiglu)
 
@@ -50,7 +50,18 @@ def _attention(query: float, key_value: float, heads: float, shape: ModelShape, 
     rotary = 0.0 if rank.kernels == "transformer_engine" else 4 * b * shape.head_dim
     if rank.kernels == "cpu":  # float32, keys and values repeated for every query head
         return padding * (4 * 4 * query + 4 * heads) + b * query + rotary
-    return b * (2 * query + 2 * key_value) + 4 * heads + rotary
+    # The value is a view that keeps the whole output of linear_qkv.
+    return b * (2 * query + key_value) + b * (query + 2 * key_value) + 4 * heads + rotary
+
+
+def _head_norms(query: float, key_value: float, shape: ModelShape, rank: Rank) -> float:
+    """Norms of query and key, one token. The key is a view that keeps the whole output of linear_qkv, the query a copy;
+    on CPU bfloat16 ones are taken to float32 instead. On a GPU attention keeps that output already."""
+    scales = 4 * (query + key_value) / shape.head_dim
+    if rank.kernels != "cpu":
+        return rank.element * query + scales
+    inputs = 4 * (query + key_value) if rank.element < 4 else 4 * query + 4 * (query + 2 * key_value)
+    return inputs + 4 * (query + key_value) + scales
 
 
 def _norm(width: float, rows: float, rank: Rank) -> float:
