@@ -52,7 +52,7 @@ def _memory(load: Workload, device: Device, stages: Sequence[StageMemory]) -> It
         largest = max(peak.parts, key=lambda part: peak.parts[part])
         state = "does not fit" if share > 1 else "is close to the limit"
         yield (
-            f"stage {stage.stage} {state}: {peak.name} needs {peak.total / 1e9:.1f} GB of {device.memory / 1e9:.0f} GB, "
+            f"stage {stage.stage} {state}: {peak.name} needs {peak.total / 1e9:.1f} of {device.memory / 1e9:.0f} GB, "
             f"most of it {largest} ({peak.parts[largest] / 1e9:.1f} GB); {_remedy(peak.name, largest, load)}"
         )
 

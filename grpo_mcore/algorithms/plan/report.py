@@ -15,10 +15,10 @@ def plan_text(plan: Plan) -> str:
     lines = [
         f"model       {plan.model}: {load.shape.family}, {parameter_count(load.shape) / 1e9:.3g} B parameters",
         f"batch       {plan.batch}",
-        f"layout      {load.layout.describe()} = {load.world} ranks, {load.nodes} x {load.gpus_per_node} {device.name}"
-        f" ({room})",
-        f"            {load.micro_batches} micro-batches a rank and optimizer step, if samples have {load.mean_length:,} "
-        f"tokens; pipeline bubble {plan.times.bubble:.0%}",
+        f"layout      {load.layout.describe()} = {load.world} ranks, {load.nodes} x {load.gpus_per_node} {device.name} "
+        f"({room})",
+        f"            {load.micro_batches} micro-batches a rank and optimizer step, if samples have "
+        f"{load.mean_length:,} tokens; pipeline bubble {plan.times.bubble:.0%}",
     ]
     if load.grpo:
         lines.append(
@@ -32,8 +32,8 @@ def plan_text(plan: Plan) -> str:
             "",
             f"refit       {_size(plan.refit.tensor_bytes)} in {plan.refit.buckets} buckets through a buffer of "
             f"{_size(plan.refit.buffer)}, over {plan.refit.link}",
-            f"            written by a policy rank: {_size(min(written))} to {_size(max(written))} (data-parallel rank 0)"
-            f"; read by an engine rank: {_size(plan.refit.read)}"
+            f"            written by a policy rank: {_size(min(written))} to {_size(max(written))} (data-parallel rank "
+            f"0); read by an engine rank: {_size(plan.refit.read)}"
             + (f"; to each other node: {_size(plan.refit.to_other_nodes)}" if plan.refit.to_other_nodes else ""),
         ]
     lines += ["", f"bottleneck  {plan.bottleneck}"]

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
-from functools import cached_property, lru_cache
+from functools import cache, cached_property, lru_cache
 from typing import Literal
 
 from grpo_mcore.algorithms.logprob_passes import needs_prev, needs_reference
@@ -79,7 +79,7 @@ class Workload:
         return _shard(self.shape, self.layers[stage], stage, self.layout.pipeline, self.layout.tensor, self.layout.data)
 
 
-@lru_cache(maxsize=None)
+@cache
 def _params(shape: ModelShape) -> tuple[Param, ...]:
     return params_of(shape)
 

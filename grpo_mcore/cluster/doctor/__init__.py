@@ -1,4 +1,5 @@
-"""What is wrong with a machine, found in under a minute: thin probes look, pure judges (`judge.py`) say ok or what to do."""
+"""What is wrong with a machine, found in under a minute: thin probes look, and pure judges (`judge.py`) say ok or what
+to do."""
 
 from __future__ import annotations
 

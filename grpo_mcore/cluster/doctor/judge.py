@@ -59,7 +59,9 @@ class FileTimes:
     error: str | None = None
 
 
-def versions(pins: Sequence[str], installed: Mapping[str, str], source: str = "pip install -e .[cpu|gpu]") -> list[Finding]:
+def versions(
+    pins: Sequence[str], installed: Mapping[str, str], source: str = "pip install -e .[cpu|gpu]"
+) -> list[Finding]:
     """`pins`: requirements such as "torch==2.13.*"; `installed`: versions by normalised name."""
     wrong = []
     for pin in pins:
@@ -113,8 +115,10 @@ def pair(backend: str, ranks: tuple[int, int], seconds: float | None, error: str
     """A sum over two processes. `seconds`: None where it did not come to an end."""
     who = f"{backend} {ranks[0]}-{ranks[1]}"
     if error is not None or seconds is None:
-        variables = "NCCL_SOCKET_IFNAME, NCCL_IB_HCA; NCCL_DEBUG=INFO tells more" if backend == "nccl" else (
-            "GLOO_SOCKET_IFNAME, and that the host's own name resolves"
+        variables = (
+            "NCCL_SOCKET_IFNAME, NCCL_IB_HCA; NCCL_DEBUG=INFO tells more"
+            if backend == "nccl"
+            else ("GLOO_SOCKET_IFNAME, and that the host's own name resolves")
         )
         return Finding("collectives", "fault", f"{who}: {error or 'no answer'}", f"look at {variables}")
     return Finding("collectives", "ok", f"{who}: {seconds:.1f} s with start")
@@ -183,6 +187,14 @@ def open_files(limit: int) -> Finding:
     return Finding("open files", "ok", f"limit {limit}")
 
 
+def load(average: float, cores: int) -> Finding:
+    """Processes that want to run, over the last minute, against the cores."""
+    saw = f"{average:.0f} processes for {cores} cores"
+    if average > 4 * cores:
+        return Finding("load", "note", saw, "others are busy here: starts may run into their time limits")
+    return Finding("load", "ok", saw)
+
+
 def cache(times: FileTimes) -> Finding:
     """The Hugging Face cache."""
     if times.error is not None:
@@ -204,7 +216,9 @@ def model(name: str | None, present: bool, offline: bool, token: bool) -> Findin
     return Finding("HF hub", "note", f"{name} is not here and will be fetched {credentials}", advice)
 
 
-def ray_cluster(address: str | None, error: str | None, nodes: int, gpus_found: float, want: tuple[int, int]) -> Finding:
+def ray_cluster(
+    address: str | None, error: str | None, nodes: int, gpus_found: float, want: tuple[int, int]
+) -> Finding:
     """`address`: of RAY_ADDRESS. `nodes`, `gpus_found`: of the cluster. `want`: nodes and GPUs of the recipe."""
     if address is None:
         if want[0] > 1:
