@@ -13,7 +13,9 @@ from grpo_mcore.batching.packed_batch import PackedBatch, pack_rows
 from grpo_mcore.objective import ClippedPGLossConfig, ClippedPGLossFn
 from grpo_mcore.parallel.mesh import Address
 from grpo_mcore.parallel.policy import Policy
+from grpo_mcore.parallel.weights import hf_tensors
 from grpo_mcore.recipe import PolicyConfig
+from grpo_mcore.refit import RefitSender, plan_refit
 
 LENGTHS = (48, 61, 70, 77)  # of each micro-batch
 TOKENS = sum(LENGTHS)
@@ -82,7 +84,8 @@ def rows(policy: Policy) -> list[PackedBatch]:
 
 
 def measured_bytes(address: Address, config: PolicyConfig) -> dict[str, int]:
-    """weights, gradients, optimizer, activations (peak), all after an optimizer step on this rank."""
+    """weights, gradients, optimizer, activations (peak), all after an optimizer step on this rank; on the first rank
+    the refit buffer too."""
     policy = Policy(config, address, seed=1, timeout_s=60, reference=False)
     loss_fn = ClippedPGLossFn(ClippedPGLossConfig(reference_policy_kl_penalty=0.0), prev_equals_curr=True)
     weights = list(policy.model.parameters())
@@ -94,12 +97,26 @@ def measured_bytes(address: Address, config: PolicyConfig) -> dict[str, int]:
             global_valid_toks=(TOKENS - len(LENGTHS)) * MICRO_BATCHES * policy.layout.data,
         )
     own = {storage_key(weight) for weight in weights}
-    return {
+    return refit_buffer(policy) | {
         "weights": storage_bytes(weights),
         "gradients": storage_bytes(buffer.grad_data for buffer in policy.model.buffers),
         "optimizer": storage_bytes(t for t in optimizer_tensors(policy) if storage_key(t) not in own),
         "activations": saved.peak,
     }
+
+
+def refit_buffer(policy: Policy) -> dict[str, int]:
+    """The buffer that the first rank creates."""
+    if policy.here.tensor or policy.here.data or policy.here.pipeline:
+        return {}
+    config = policy.config
+    size = int(config.refit_buffer_size_gb * 2**30)
+    plan = plan_refit(hf_tensors(policy.shape), dtype=config.precision, buffer_bytes=size)
+    sender = RefitSender(policy.weights, through_host=True)
+    sender.open_refit(None, plan.to_json())
+    nbytes = sender._buffer.flat.numel()
+    sender.close_refit()
+    return {"refit buffer": nbytes}
 
 
 def optimizer_tensors(policy: Policy) -> list[Tensor]:
