@@ -5,8 +5,12 @@ from __future__ import annotations
 import argparse
 import json
 from dataclasses import asdict
+from typing import TYPE_CHECKING
 
 from grpo_mcore.recipe import MasterConfig, load_recipe
+
+if TYPE_CHECKING:
+    from grpo_mcore.cluster.doctor import Needs
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -37,7 +41,7 @@ def run(args: argparse.Namespace) -> int:
     return int(faults > 0)
 
 
-def needs_of(config: MasterConfig | None, ports: tuple[int, ...] = ()):
+def needs_of(config: MasterConfig | None, ports: tuple[int, ...] = ()) -> Needs:
     """What a recipe asks of a node."""
     from grpo_mcore.cluster.doctor import Needs
 

@@ -13,27 +13,29 @@ _LLAMA3_ROPE = {
 }
 
 
-def _config(model_type: str, layers: int, hidden: int, ffn: int, heads: int, kv: int, vocab: int, **more: Any) -> Any:
-    return {
-        "model_type": model_type,
-        "num_hidden_layers": layers,
-        "hidden_size": hidden,
-        "intermediate_size": ffn,
-        "num_attention_heads": heads,
-        "num_key_value_heads": kv,
-        "vocab_size": vocab,
-    } | more
+_SIZES = (
+    "num_hidden_layers",
+    "hidden_size",
+    "intermediate_size",
+    "num_attention_heads",
+    "num_key_value_heads",
+    "vocab_size",
+)
 
 
-def _qwen2(*sizes: int, tied: bool = False) -> Any:
+def _config(model_type: str, *sizes: int, **more: Any) -> dict[str, Any]:
+    return {"model_type": model_type} | dict(zip(_SIZES, sizes, strict=True)) | more
+
+
+def _qwen2(*sizes: int, tied: bool = False) -> dict[str, Any]:
     return _config("qwen2", *sizes, tie_word_embeddings=tied, rope_theta=1e6)
 
 
-def _qwen3(*sizes: int, tied: bool = False) -> Any:
+def _qwen3(*sizes: int, tied: bool = False) -> dict[str, Any]:
     return _config("qwen3", *sizes, 151936, head_dim=128, tie_word_embeddings=tied, rope_theta=1e6)
 
 
-def _llama(*sizes: int, factor: float | None = 8.0, tied: bool = False) -> Any:
+def _llama(*sizes: int, factor: float | None = 8.0, tied: bool = False) -> dict[str, Any]:
     scaling = _LLAMA3_ROPE | {"factor": factor} if factor else None
     return _config("llama", *sizes, 128256, tie_word_embeddings=tied, rope_theta=5e5, rope_scaling=scaling)
 

@@ -209,6 +209,8 @@ def model(name: str | None, present: bool, offline: bool, token: bool) -> Findin
         return Finding("HF hub", "ok" if token else "note", f"{credentials}; gated models need them")
     if present:
         return Finding("HF hub", "ok", f"{name} is here")
+    if name.startswith((".", "/", "~")) or name.count("/") > 1:  # a name of the hub is OWNER/MODEL
+        return Finding("HF hub", "note", f"there is no folder {name}", "make it before the run")
     if offline:
         advice = "fetch it first (hf download), or unset HF_HUB_OFFLINE"
         return Finding("HF hub", "fault", f"{name} is not here, and HF_HUB_OFFLINE is set", advice)

@@ -18,6 +18,9 @@ from grpo_mcore.cluster.interface import DeadlineExceeded
 NODE_S = 55.0
 """Until a node's checks must have come back, start of the worker included."""
 
+CHECKS_S = 40.0
+"""Of that, for the checks themselves."""
+
 
 def examine_cluster(needs: Needs, address: str | None = None) -> dict[str, list[Finding]]:
     """Findings by node; those of the cluster as a whole under "cluster". Attaches to `address` or RAY_ADDRESS.
@@ -73,7 +76,7 @@ def _examine_all(ray: Any, needs: Needs, address: str, want: tuple[int, int]) ->
 def _look(needs: Needs, marks: dict[str, str]) -> tuple[list[Finding], dict[str, bool]]:
     """On a node: its own findings (Ray's ports and answers are the cluster's), and which marks it sees."""
     seen = {what: os.path.exists(path) for what, path in marks.items()}
-    return [finding for finding in examine(needs) if finding.check not in {"ports", "Ray"}], seen
+    return [finding for finding in examine(needs, deadline_s=CHECKS_S) if finding.check not in {"ports", "Ray"}], seen
 
 
 def _now() -> float:
