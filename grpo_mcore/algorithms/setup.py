@@ -6,6 +6,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 from grpo_mcore.algorithms.engine_group import EngineGroup, EngineWorker
+from grpo_mcore.algorithms.logprob_passes import needs_prev, needs_reference
 from grpo_mcore.algorithms.policy_group import PolicyGroup
 from grpo_mcore.algorithms.policy_worker import PolicyWorker
 from grpo_mcore.cluster import Cluster, Worker, gather, open_cluster
@@ -16,7 +17,7 @@ from grpo_mcore.generation import EngineConfig, engine_environment
 from grpo_mcore.objective import ClippedPGLossFn
 from grpo_mcore.parallel.mesh import Layout
 from grpo_mcore.parallel.policy import layout_of
-from grpo_mcore.recipe import MasterConfig, MegatronConfig, samples_per_step, world_size
+from grpo_mcore.recipe import MasterConfig, MegatronConfig, world_size
 from grpo_mcore.refit import EngineLayout, TrainerLayout
 
 
@@ -182,19 +183,6 @@ def wait_until_ready(
         timeout_s=config.cluster.start_timeout_s,
         what=what,
     )
-
-
-def needs_reference(config: MasterConfig) -> bool:
-    """Whether reference log-probs are computed at all."""
-    return config.loss_fn.reference_policy_kl_penalty > 0
-
-
-def needs_prev(config: MasterConfig) -> bool:
-    """Whether log-probs from before the step's first update are computed: the policy changes within the step, or what
-    it learns depends on them."""
-    grpo, loss = config.grpo, config.loss_fn
-    changes = samples_per_step(config) > config.policy.train_global_batch_size
-    return changes or loss.use_kl_in_reward or grpo.seq_logprob_error_threshold is not None
 
 
 def make_loss(config: MasterConfig) -> ClippedPGLossFn:

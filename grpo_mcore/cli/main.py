@@ -17,6 +17,8 @@ from grpo_mcore.recipe.merge import is_override
 VERBS = {
     "train": ("train a model with GRPO", True),
     "sft": ("fine-tune a model on examples", True),
+    "plan": ("predict memory, time and refit of a recipe before anything is started", True),
+    "doctor": ("find what is wrong with this machine, or with every node of a cluster", False),
     "config": ("print a recipe, resolved, with the source of every value", True),
     "refit": ("show how a refit moves the weights of a recipe: refit plan RECIPE", False),
     "demo": ("make a small model and train it with GRPO on this machine", False),
