@@ -63,9 +63,15 @@ CONFIGS: dict[str, dict[str, Any]] = {
     "Meta-Llama-3-8B": _llama(32, 4096, 14336, 32, 8, factor=None),
 }
 
-# What `grpo-mcore demo` makes (data/arithmetic.py), before it is there.
+# What `grpo-mcore demo` (data/arithmetic.py) and data/puzzle_model.py make, before it is there.
 _DEMO = _config("qwen3", 4, 128, 576, 4, 2, 30, head_dim=32, tie_word_embeddings=True)
-FOLDERS = {"results/demo/base/hf": _DEMO, "results/demo/untrained": _DEMO}
+_PUZZLE = _config("qwen3", 3, 64, 256, 2, 2, 64, head_dim=32, tie_word_embeddings=True)
+FOLDERS = {
+    "results/demo/base/hf": _DEMO,
+    "results/demo/untrained": _DEMO,
+    "results/puzzle/base/hf": _PUZZLE,
+    "results/puzzle/untrained": _PUZZLE,
+}
 
 _VARIANTS = ("-Instruct", "-Base", "-Math", "-Coder", "-Chat")
 

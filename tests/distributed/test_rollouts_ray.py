@@ -12,7 +12,6 @@ from grpo_mcore.algorithms.engine_group import EngineGroup
 from grpo_mcore.algorithms.rollouts import Rollouts
 from grpo_mcore.cluster import WorkerFailed
 from grpo_mcore.cluster.ray_cluster import RayCluster
-from grpo_mcore.refit import EngineLayout
 from grpo_mcore.rollout.conversation import TurnLimits
 from grpo_mcore.rollout.trajectory import GenerationRequest, Outcome, Sampling, Trajectory
 from tests.unit.algorithms.fake_rollouts import CharacterTokenizer, FakeEngine, FakeEnvironment, prompt
@@ -43,7 +42,7 @@ def test_turns_over_ray(tmp_path: Path) -> None:
         ]
         game = cluster.spawn("game", FakeEnvironment, decide, cpus=0.1)
         broken = cluster.spawn("broken", FakeEnvironment, fail, cpus=0.1)
-        engines = EngineGroup(cluster, workers, EngineLayout(replicas=len(workers)), sleeps=False)
+        engines = EngineGroup(cluster, workers, sleeps=False)
 
         def rollouts(environment: Any) -> Rollouts:
             limits = TurnLimits(4, 100_000)

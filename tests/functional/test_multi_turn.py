@@ -18,7 +18,6 @@ from grpo_mcore.data import load_tokenizer
 from grpo_mcore.data.puzzle_model import make_puzzle_model
 from grpo_mcore.environments.interfaces import EnvironmentInterface, EnvironmentReturn
 from grpo_mcore.generation import EngineConfig
-from grpo_mcore.refit import EngineLayout
 from grpo_mcore.rollout.conversation import TurnLimits
 from grpo_mcore.rollout.group import Group
 from grpo_mcore.rollout.trajectory import GenerationRequest, Sampling, Trajectory, Turn
@@ -71,7 +70,7 @@ def cluster() -> Iterator[LocalCluster]:
 def engines(folder: Path, cluster: LocalCluster) -> EngineGroup:
     config = EngineConfig(str(folder), dtype="float32", max_model_len=CONTEXT, kv_cache_memory_gb=0.1)
     engine = cluster.spawn("engine-0", EngineWorker, config, cluster.store)
-    return EngineGroup(cluster, [engine], EngineLayout(), sleeps=False)
+    return EngineGroup(cluster, [engine], sleeps=False)
 
 
 def play(engines: EngineGroup, tokenizer: Any, *, prompts: int, turns: int = TURNS) -> list[Group]:

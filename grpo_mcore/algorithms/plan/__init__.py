@@ -19,6 +19,7 @@ from grpo_mcore.families import ModelShape, parameter_count, read_hf_config, sha
 from grpo_mcore.families.activations import Kernels
 from grpo_mcore.families.known import CONFIGS, known_config
 from grpo_mcore.recipe import MasterConfig, batch_equation
+from grpo_mcore.refit.layout import LayoutError
 from grpo_mcore.refit.plan import RefitError
 
 
@@ -125,7 +126,7 @@ def make_plan(
     if load.grpo:
         try:
             traffic = refit_traffic(load)
-        except RefitError as error:
+        except (RefitError, LayoutError) as error:
             impossible.append(f"no refit: {error}")
     times = step_time(load, device, engine, traffic)
     found = [*impossible, *warnings(load, device, engine, stages, times, traffic)]

@@ -27,13 +27,13 @@ def plan_text(plan: Plan) -> str:
         )
     lines += ["", *_memory(plan), "", *_time(plan)]
     if plan.refit is not None:
-        written = [nbytes for stage in plan.refit.written for nbytes in stage]
+        written = plan.refit.written
         lines += [
             "",
             f"refit       {_size(plan.refit.tensor_bytes)} in {plan.refit.buckets} buckets through a buffer of "
             f"{_size(plan.refit.buffer)}, over {plan.refit.link}",
-            f"            written by a policy rank: {_size(min(written))} to {_size(max(written))} (data-parallel rank "
-            f"0); read by an engine rank: {_size(plan.refit.read)}"
+            f"            written by a policy rank: {_size(min(written))} to {_size(max(written))}; read by an engine "
+            f"rank: {_size(plan.refit.read)}"
             + (f"; to each other node: {_size(plan.refit.to_other_nodes)}" if plan.refit.to_other_nodes else ""),
         ]
     lines += ["", f"bottleneck  {plan.bottleneck}"]

@@ -12,7 +12,6 @@ import torch
 from grpo_mcore.algorithms.engine_group import EngineGroup, resolved
 from grpo_mcore.cluster import LocalCluster, Parcel
 from grpo_mcore.cluster.local_cluster import LocalStream, LocalWorker
-from grpo_mcore.refit import EngineLayout
 from grpo_mcore.rollout.trajectory import GenerationRequest, Outcome, Sampling, Trajectory, TrajectoryRef, Turn
 
 END = 7  # ends a turn
@@ -128,7 +127,7 @@ def engine_group(cluster: Shuffling, count: int, seed: int = 0, ends: Any = None
         FakeEngine(cluster.store, length, seed + 100 * index, ends or {}, cluster.store.put) for index in range(count)
     ]
     workers = [LocalWorker(f"engine-{index}", engine) for index, engine in enumerate(engines)]
-    return EngineGroup(cluster, workers, EngineLayout(replicas=len(workers)), sleeps=False)
+    return EngineGroup(cluster, workers, sleeps=False)
 
 
 def prompt(number: int, **changes: Any) -> dict[str, Any]:

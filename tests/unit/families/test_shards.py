@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+from pathlib import Path
+
 import pytest
 
-from grpo_mcore.families import FamilyError, parameter_count, params_of, shape_of
+from grpo_mcore.families import FamilyError, parameter_count, params_of, read_hf_config, shape_of
 from grpo_mcore.families.known import CONFIGS, FOLDERS, known_config
 from grpo_mcore.families.shards import shard_of, stage_layers, stage_params
 
@@ -36,11 +39,20 @@ def test_the_demo_has_the_shape_that_it_makes() -> None:
     from grpo_mcore.data.arithmetic import make_base_config
 
     made = {name: parameter.default for name, parameter in inspect.signature(make_base_config).parameters.items()}
-    for config in FOLDERS.values():
-        shape = shape_of(config)
+    for name in ("results/demo/base/hf", "results/demo/untrained"):
+        shape = shape_of(FOLDERS[name])
         assert (shape.hidden_size, shape.ffn_hidden_size) == (made["hidden_size"], made["intermediate_size"])
         assert (shape.num_layers, shape.num_heads) == (made["num_layers"], made["num_heads"])
         assert (shape.num_kv_heads, shape.head_dim) == (made["num_kv_heads"], made["head_dim"])
+
+
+def test_the_puzzle_model_has_the_shape_that_is_made(tmp_path: Path) -> None:
+    from grpo_mcore.data.puzzle_model import make_puzzle_model
+
+    make_puzzle_model(tmp_path)
+    assert shape_of(FOLDERS["results/puzzle/untrained"]) == replace(
+        shape_of(read_hf_config(tmp_path)), max_positions=shape_of(FOLDERS["results/puzzle/untrained"]).max_positions
+    )
 
 
 @pytest.mark.parametrize(
