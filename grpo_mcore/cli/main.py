@@ -4,9 +4,12 @@ is asked for; it may have `add_arguments(parser)` for options of its own."""
 from __future__ import annotations
 
 import argparse
+import signal
 import sys
+import threading
 import warnings
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from importlib import import_module
 
 import grpo_mcore
@@ -20,6 +23,10 @@ VERBS = {
     "config": ("print a recipe, resolved, with the source of every value", True),
     "demo": ("make a small model and train it with GRPO on this machine", False),
 }
+
+
+class Terminated(KeyboardInterrupt):
+    """SIGTERM: a batch system, or somebody with `kill`, ends the run. It ends as on Ctrl-C."""
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -38,19 +45,38 @@ def main(argv: Sequence[str] | None = None) -> int:
     _silence()
     _sort_words(args, verb_parser, takes_recipe=VERBS[verb][1])
     try:
-        return int(module.run(args))
+        with _sigterm_ends_orderly():
+            return int(module.run(args))
     except RecipeError as error:
         print(f"grpo-mcore {verb}: {error}", file=sys.stderr)
         return 2
     except KeyboardInterrupt as interrupt:
-        ended = f"\ngrpo-mcore {verb}: interrupted; every process that it started has ended"
+        how, code = ("terminated", 143) if isinstance(interrupt, Terminated) else ("interrupted", 130)
+        ended = f"\ngrpo-mcore {verb}: {how}; every process that it started has ended"
         print("\n".join([ended, *_notes(interrupt)]), file=sys.stderr)
-        return 130
+        return code
     except Exception as error:
         if not _is_ours(error):
             raise
         print(f"grpo-mcore {verb}: {_message(error)}", file=sys.stderr)
         return 1
+
+
+@contextmanager
+def _sigterm_ends_orderly() -> Iterator[None]:
+    if threading.current_thread() is not threading.main_thread():
+        yield
+        return
+
+    def end(_number: int, _frame: object) -> None:
+        signal.signal(signal.SIGTERM, signal.SIG_IGN)  # once is enough: what follows is the clean-up
+        raise Terminated
+
+    before = signal.signal(signal.SIGTERM, end)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGTERM, before)
 
 
 def _silence() -> None:
@@ -101,7 +127,8 @@ def _parsers(verb: str | None) -> tuple[argparse.ArgumentParser, argparse.Argume
                 const=True,
                 default=None,
                 metavar="PATH",
-                help="go on from a checkpoint: PATH, or the newest in checkpointing.checkpoint_dir",
+                help="go on from a checkpoint: PATH, or the newest in checkpointing.checkpoint_dir; "
+                "auto: the newest where there is one, else from the start",
             )
         if name == verb:
             chosen = sub
