@@ -3,21 +3,33 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
-from grpo_mcore.cluster import Cluster, Parcel, Worker, call_all
-from grpo_mcore.generation import Engine
+from grpo_mcore.cluster import Cluster, ObjectStore, Parcel, Worker, call_all
+from grpo_mcore.generation import Engine, EngineConfig
 from grpo_mcore.rollout.trajectory import GenerationRequest, Sampling, TrajectoryRef
 
 
 class EngineWorker(Engine):
     """An engine whose samples stay in the cluster's store: the driver receives what describes them."""
 
+    def __init__(self, config: EngineConfig, store: ObjectStore) -> None:
+        """`store`: fetches the trajectories that requests continue."""
+        super().__init__(config)
+        self._store = store
+
     def generate_refs(self, requests: list[GenerationRequest], sampling: Sampling) -> Iterator[Parcel]:
         """`generate`, each trajectory as Parcel(TrajectoryRef without its ref, trajectory)."""
-        for trajectory in self.generate(requests, sampling):
+        for trajectory in self.generate(resolved(requests, self._store), sampling):
             yield Parcel(TrajectoryRef.of(trajectory, None), trajectory)
+
+
+def resolved(requests: Sequence[GenerationRequest], store: ObjectStore) -> list[GenerationRequest]:
+    """The requests with the trajectories that they continue in place of references to these."""
+    later = [request for request in requests if request.continues is not None]
+    found = iter(store.fetch_many([request.continues for request in later]))
+    return [r if r.continues is None else replace(r, continues=next(found)) for r in requests]
 
 
 @dataclass

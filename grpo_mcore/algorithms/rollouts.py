@@ -2,42 +2,67 @@
 
 from __future__ import annotations
 
-import math
+import copy
+from collections import defaultdict
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from typing import Any
 
 from grpo_mcore.algorithms.engine_group import EngineGroup
 from grpo_mcore.cluster import Cluster, ObjectStore, Pending, Stream, Worker
 from grpo_mcore.cluster.local_cluster import LocalWorker
+from grpo_mcore.data import TurnTemplate
+from grpo_mcore.rollout.conversation import Conversation, TurnLimits
 from grpo_mcore.rollout.group import Group
 from grpo_mcore.rollout.seeds import sample_seed
-from grpo_mcore.rollout.trajectory import GenerationRequest, Sampling, Score, TrajectoryRef, Turn
+from grpo_mcore.rollout.trajectory import GenerationRequest, Outcome, Sampling, TrajectoryRef, Turn
 
 
 @dataclass
 class _Open:
-    """A prompt under way."""
+    """A prompt under way. `engine`: index of the one that has its samples. `missing`: samples that are still to finish
+    their turn."""
 
     prompt: Any
-    generations: int
-    samples: dict[int, TrajectoryRef] = field(default_factory=dict)
+    step: int
+    sampling: Sampling
+    engine: int
+    conversations: list[Conversation]
+    missing: int
+
+    def live(self) -> list[Conversation]:
+        return [conversation for conversation in self.conversations if not conversation.over]
 
 
 class Rollouts:
     """Several prompts in flight; groups come back in the order in which they finish.
 
     Waits for: samples of the engines' streams, and verdicts of the environments. Unblocked by whichever is first. A
-    group's verdict is asked for as soon as its last sample is there, while the engines go on with the others.
+    group's verdict on a turn is asked for as soon as its last sample is there, while the engines go on with the others.
+    Samples that have a next turn wait until their engine is idle and no verdict of its groups is outstanding; then all
+    of them are sent to it at once.
     """
 
-    def __init__(self, engines: EngineGroup, environments: Mapping[str, Worker], *, seed: int) -> None:
-        """`environments`: task name -> environment."""
-        self.engines, self.environments, self.seed = engines, environments, seed
+    def __init__(
+        self,
+        engines: EngineGroup,
+        environments: Mapping[str, Worker],
+        tokenizer: Any,
+        limits: TurnLimits,
+        *,
+        seed: int,
+    ) -> None:
+        """`environments`: task name -> environment.
+
+        Raises DataError where samples may have several turns and the tokenizer's chat template cannot hold them.
+        """
+        self.engines, self.environments, self.limits, self.seed = engines, environments, limits, seed
         self.cluster: Cluster = engines.cluster
+        self._template = TurnTemplate(tokenizer) if limits.max_turns > 1 else None
         self._open: dict[str, _Open] = {}
-        self._streams: list[Stream] = []
-        self._verdicts: dict[int, tuple[str, Pending]] = {}
+        self._streams: dict[int, tuple[int, Stream]] = {}  # id -> (engine, stream)
+        self._verdicts: dict[int, tuple[str, Pending]] = {}  # id -> (prompt uid, verdict)
+        self._queued: dict[tuple[int, Sampling], list[GenerationRequest]] = defaultdict(list)  # later turns
 
     @property
     def generating(self) -> bool:
@@ -46,80 +71,117 @@ class Rollouts:
 
     def dispatch(self, prompts: Sequence[Any], sampling: Sampling, *, generations: int, step: int) -> None:
         """Sends `generations` requests for each prompt (a DatumSpec) to the engines. Does not wait."""
-        workers = self.engines.workers
-        shares: list[list[GenerationRequest]] = [[] for _ in workers]
-        load = [0] * len(workers)
+        shares: list[list[GenerationRequest]] = [[] for _ in self.engines.workers]
+        load = [0] * len(shares)
         for prompt in prompts:
             if prompt["task_name"] not in self.environments:
                 raise ValueError(f"{prompt['uid']}: no environment for task {prompt['task_name']!r}")
-            self._open[prompt["uid"]] = _Open(prompt, generations)
             engine = load.index(min(load))  # a whole group to one engine: its prompt is prefilled once
             load[engine] += generations * (prompt["length"] + sampling.max_new_tokens)
-            shares[engine] += self._requests(prompt, generations, step)
-        for worker, requests in zip(workers, shares, strict=True):
+            shares[engine] += self._start(prompt, sampling, generations, step, engine)
+        for engine, requests in enumerate(shares):
             if requests:
-                what = f"samples of step {step}"
-                self._streams.append(worker.stream("generate_refs", requests, sampling, what=what))
+                self._send(engine, requests, sampling, f"samples of step {step}")
 
-    def _requests(self, prompt: Any, generations: int, step: int) -> list[GenerationRequest]:
+    def _start(
+        self, prompt: Any, sampling: Sampling, generations: int, step: int, engine: int
+    ) -> list[GenerationRequest]:
         turns = tuple(
             Turn(role=message["role"], token_ids=message["token_ids"], text=message["content"])
             for message in prompt["message_log"]
         )
+        uid, info = prompt["uid"], prompt["extra_env_info"]
         stop = tuple(prompt.get("stop_strings") or ())
-        uid = prompt["uid"]
+        # An environment of several turns may keep its state there, sample by sample.
+        own = copy.deepcopy if self.limits.max_turns > 1 else lambda shared: shared
+        conversations = [Conversation(own(info), stop) for _ in range(generations)]
+        self._open[uid] = _Open(prompt, step, sampling, engine, conversations, generations)
         return [
             GenerationRequest(uid, index, turns, sample_seed(self.seed, step, uid, index), stop)
             for index in range(generations)
         ]
 
+    def _send(self, engine: int, requests: list[GenerationRequest], sampling: Sampling, what: str) -> None:
+        stream = self.engines.workers[engine].stream("generate_refs", requests, sampling, what=what)
+        self._streams[id(stream)] = (engine, stream)
+
     def next_group(self, on_sample: Callable[[], None] = lambda: None) -> Group:
-        """Waits for the next group whose samples are all generated and scored. `on_sample`: called for each sample.
+        """Waits for the next group whose samples are all generated and scored. `on_sample`: called for each sample,
+        when its last turn is there.
 
         Raises WorkerFailed and DeadlineExceeded of engines and environments.
         """
         while True:
-            things: list[Any] = [pending for _, pending in self._verdicts.values()] + self._streams
+            self._send_queued()
+            things: list[Any] = [verdict for _, verdict in self._verdicts.values()]
+            things += [stream for _, stream in self._streams.values()]
             ready = self.cluster.next_ready(things, self.cluster.call_timeout_s, "samples and verdicts")
             if id(ready) in self._verdicts:
                 uid, pending = self._verdicts.pop(id(ready))
-                return self._close(uid, pending.result())
+                self._go_on(self._open[uid], pending.result(), on_sample)
+                if not self._open[uid].missing:
+                    return self._close(uid)
+                continue
             parcel = next(ready, None)
             if parcel is None:
-                self._streams.remove(ready)
+                del self._streams[id(ready)]
                 continue
-            on_sample()
-            self._take(replace(parcel.label, ref=parcel.content))
+            self._take(replace(parcel.label, ref=parcel.content), on_sample)
 
-    def _take(self, sample: TrajectoryRef) -> None:
+    def _take(self, sample: TrajectoryRef, on_sample: Callable[[], None]) -> None:
         group = self._open[sample.uid]
-        group.samples[sample.generation_index] = sample
-        if len(group.samples) < group.generations:
-            return
-        metadata = [group.prompt["extra_env_info"]] * group.generations
-        references = [group.samples[i].ref for i in range(group.generations)]
-        environment = self.environments[group.prompt["task_name"]]
-        pending = environment.call("score", metadata, *references, what=f"the verdict on {sample.uid}")
-        self._verdicts[id(pending)] = (sample.uid, pending)
+        group.conversations[sample.generation_index].sample = sample
+        if sample.turns == self.limits.max_turns:
+            on_sample()
+        group.missing -= 1
+        if not group.missing:
+            live = group.live()
+            metadata = [conversation.metadata for conversation in live]
+            references = [conversation.sample.ref for conversation in live if conversation.sample]
+            environment = self.environments[group.prompt["task_name"]]
+            verdict = environment.call("advance", metadata, *references, what=f"the verdict on {sample.uid}")
+            self._verdicts[id(verdict)] = (sample.uid, verdict)
 
-    def _close(self, uid: str, scores: Sequence[Score]) -> Group:
+    def _go_on(self, group: _Open, outcomes: Sequence[Outcome], on_sample: Callable[[], None]) -> None:
+        """Queues the next turn of those that have one."""
+        for conversation, outcome in zip(group.live(), outcomes, strict=True):
+            sample = conversation.sample
+            assert sample is not None
+            request = None
+            if conversation.judged(outcome, self.limits):
+                assert self._template is not None and outcome.observation is not None
+                said = self._template.turn(outcome.observation, outcome.role, sample.stop_token)
+                seed = sample_seed(self.seed, group.step, sample.uid, sample.generation_index, sample.turns)
+                request = conversation.next_request(said, seed, self.limits)
+            if request is not None:
+                self._queued[group.engine, group.sampling].append(request)
+                group.missing += 1
+            elif sample.turns < self.limits.max_turns:
+                on_sample()
+
+    def _send_queued(self) -> None:
+        if not self._queued:
+            return
+        busy = {engine for engine, _ in self._streams.values()}
+        busy |= {self._open[uid].engine for uid, _ in self._verdicts.values()}
+        for engine, sampling in [key for key in self._queued if key[0] not in busy]:
+            requests = self._queued.pop((engine, sampling))
+            self._send(engine, requests, sampling, f"later turns of {len(requests)} samples")
+
+    def _close(self, uid: str) -> Group:
         group = self._open.pop(uid)
         if not self._open:  # every sample is there: the streams have nothing left but their end
-            for stream in self._streams:
+            for _, stream in self._streams.values():
                 next(stream, None)
             self._streams.clear()
-        samples = tuple(group.samples[i] for i in range(group.generations))
-        checked = (_checked(sample, score) for sample, score in zip(samples, scores, strict=True))
-        return Group(group.prompt, samples, tuple(checked))
+        samples = tuple(conversation.sample for conversation in group.conversations)
+        scores = tuple(conversation.score for conversation in group.conversations)
+        return Group(group.prompt, samples, scores)
 
 
-def _checked(sample: TrajectoryRef, score: Score) -> Score:
-    """The score, without a reward where that of an aborted sample or one that is no number would be trained on."""
-    if sample.finish_reason == "abort":
-        return replace(score, reward=None, reason="the engine aborted the sample")
-    if score.reward is not None and not math.isfinite(score.reward):
-        return replace(score, reward=None, reason=f"the environment's reward is {score.reward}")
-    return score
+def turn_limits(config: Any) -> TurnLimits:
+    """Of a sample's turns, from the whole recipe."""
+    return TurnLimits(config.grpo.max_rollout_turns, config.policy.generation.vllm_cfg.max_model_len)
 
 
 def sampling_of(generation: Any, eos_token_id: int, *, validation: bool = False) -> Sampling:
@@ -141,8 +203,8 @@ class _InProcess:
     def __init__(self, environment: Any, store: ObjectStore) -> None:
         self.environment, self.store = environment, store
 
-    def score(self, metadata: Sequence[dict[str, Any]], *references: Any) -> list[Score]:
-        return self.environment.score(metadata, *self.store.fetch_many(references))
+    def advance(self, metadata: Sequence[dict[str, Any]], *references: Any) -> list[Outcome]:
+        return self.environment.advance(metadata, *self.store.fetch_many(references))
 
 
 def as_workers(environments: Mapping[str, Any], cluster: Cluster) -> dict[str, Worker]:

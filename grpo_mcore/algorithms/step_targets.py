@@ -152,6 +152,13 @@ def _rollout_metrics(batch: StepBatch, weights: Tensor, advantages: Tensor) -> d
         "zero_advantage_rate": _mean((used == 0).double()) if len(used) else 1.0,
     }
     scores = [score for group in batch.groups for score in group.scores if score.reward is not None]
+    if max(sample.turns for sample in samples) > 1:
+        metrics |= {
+            "turns_mean": sum(sample.turns for sample in samples) / len(samples),
+            "turns_max": float(max(sample.turns for sample in samples)),
+            "environment_tokens": sum(sample.environment_tokens for sample in samples) / len(samples),
+            "natural_termination_rate": sum(score.terminated for score in scores) / max(1, len(scores)),
+        }
     for name in sorted({name for score in scores for name in score.rewards_by_name}):
         values = [score.rewards_by_name[name] for score in scores if name in score.rewards_by_name]
         metrics[f"reward/{name}"] = sum(values) / len(values)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import argparse
 
 from grpo_mcore.recipe import batch_equation, load_recipe, resolved_yaml
-from grpo_mcore.recipe.checks import runs_grpo
+from grpo_mcore.recipe.master import runs_grpo
 
 
 def run(args: argparse.Namespace) -> int:

@@ -26,7 +26,7 @@ def train(config: MasterConfig, resume: str | bool | None = None) -> dict[str, o
     from grpo_mcore.algorithms.grpo import grpo_train, setup
     from grpo_mcore.algorithms.setup import check_model, start_cluster, start_environments, wait_until_ready
     from grpo_mcore.algorithms.stopping import on_signal
-    from grpo_mcore.data import build_task_data, load_tokenizer
+    from grpo_mcore.data import TurnTemplate, build_task_data, load_tokenizer
     from grpo_mcore.observe import Logger
 
     check_model(config)
@@ -40,7 +40,11 @@ def train(config: MasterConfig, resume: str | bool | None = None) -> dict[str, o
         tokenizer_config.name, tokenizer_config.chat_template, tokenizer_config.chat_template_kwargs
     )
     longest = min(config.data.max_input_seq_length, config.policy.generation.vllm_cfg.max_model_len)
-    data = build_task_data(config.data.train, config.data.validation, tokenizer, longest)
+    data = build_task_data(
+        config.data.train, config.data.validation, tokenizer, longest, separate=config.data.use_multiple_dataloader
+    )
+    if config.grpo.max_rollout_turns > 1:
+        TurnTemplate(tokenizer)
     with on_signal() as stop, closing(Logger(config.logger, resume=bool(resume))) as logger:
         print(f"starting policy and engines (logs: {logger.log_dir}) ...", flush=True)
         try:

@@ -19,6 +19,7 @@ if TYPE_CHECKING:
     )
     from grpo_mcore.data.task_datasets import AllTaskProcessedDataset, Excluded
     from grpo_mcore.data.tokenizer import load_tokenizer
+    from grpo_mcore.data.turn_tokens import TurnTemplate
 
 _HOME = {
     "AllTaskProcessedDataset": "task_datasets",
@@ -30,6 +31,7 @@ _HOME = {
     "ResponseDataset": "datasets",
     "TaskData": "assemble",
     "TaskDataSpec": "interfaces",
+    "TurnTemplate": "turn_tokens",
     "build_dataloader": "loader",
     "build_task_data": "assemble",
     "build_train_dataloader": "multiple_loaders",
@@ -49,6 +51,7 @@ __all__ = [
     "ResponseDataset",
     "TaskData",
     "TaskDataSpec",
+    "TurnTemplate",
     "build_dataloader",
     "build_task_data",
     "build_train_dataloader",

@@ -79,19 +79,10 @@ class FileDataset(MappedDataset):
         super().__init__(entry, source, to_chat, task_name=name_of(path), default_processor=default_processor)
 
 
-class ResponseDataset(FileDataset):
-    """Questions and answers under `input_key` and `output_key`."""
-
-    def __init__(self, entry: Any, default_processor: str = DEFAULT_PROCESSOR) -> None:
-        keys = {"question": setting(entry, "input_key", "input"), "answer": setting(entry, "output_key", "output")}
-        super().__init__(entry, partial(question_and_answer, **keys), default_processor)
-
-
-class OpenAIFormatDataset(FileDataset):
-    """Whole conversations under `chat_key`, with the tools that they may call under `tool_key`."""
-
-    def __init__(self, entry: Any, default_processor: str = DEFAULT_PROCESSOR) -> None:
-        to_chat = partial(
+def rows_of_file(entry: Any, name: str) -> ToChat:
+    """How a row of a file becomes a conversation; `name`: one of recipe.data.FILE_DATASETS."""
+    if name == "openai_format":
+        return partial(
             openai_row,
             chat=setting(entry, "chat_key", "messages"),
             tools=setting(entry, "tool_key", "tools"),
@@ -99,15 +90,32 @@ class OpenAIFormatDataset(FileDataset):
             system_prompt=setting(entry, "system_prompt"),
             from_table=not is_json(setting(entry, "data_path", "")),
         )
-        super().__init__(entry, to_chat, default_processor)
+    if name == "BinaryPreferenceDataset":
+        keys = {part: setting(entry, f"{part}_key", part) for part in ("prompt", "chosen", "rejected")}
+        return partial(preference_pair, **keys)
+    keys = {"question": setting(entry, "input_key", "input"), "answer": setting(entry, "output_key", "output")}
+    return partial(question_and_answer, **keys)
+
+
+class ResponseDataset(FileDataset):
+    """Questions and answers under `input_key` and `output_key`."""
+
+    def __init__(self, entry: Any, default_processor: str = DEFAULT_PROCESSOR) -> None:
+        super().__init__(entry, rows_of_file(entry, "ResponseDataset"), default_processor)
+
+
+class OpenAIFormatDataset(FileDataset):
+    """Whole conversations under `chat_key`, with the tools that they may call under `tool_key`."""
+
+    def __init__(self, entry: Any, default_processor: str = DEFAULT_PROCESSOR) -> None:
+        super().__init__(entry, rows_of_file(entry, "openai_format"), default_processor)
 
 
 class BinaryPreferenceDataset(FileDataset):
     """A prompt with a better and a worse answer, under `prompt_key`, `chosen_key` and `rejected_key`."""
 
     def __init__(self, entry: Any, default_processor: str = DEFAULT_PROCESSOR) -> None:
-        keys = {name: setting(entry, f"{name}_key", name) for name in ("prompt", "chosen", "rejected")}
-        super().__init__(entry, partial(preference_pair, **keys), default_processor)
+        super().__init__(entry, rows_of_file(entry, "BinaryPreferenceDataset"), default_processor)
 
 
 DATASET_CLASSES: dict[str, Callable[[Any, str], ResponseData]] = {

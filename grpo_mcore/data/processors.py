@@ -9,8 +9,6 @@ from __future__ import annotations
 
 from typing import Any
 
-import torch
-
 from grpo_mcore.data.imports import import_by_path
 from grpo_mcore.data.interfaces import DataError, DatumSpec, Message, TaskDataProcessFnCallable, TaskDataSpec
 from grpo_mcore.rollout.sliding_puzzle import ACTION_END
@@ -89,6 +87,8 @@ def sft_processor(
         done = after
     if not turns:
         raise DataError(f"{uid}: no assistant message in it, nothing to learn from")
+    import torch  # not before a row is tokenised: fields are checked without it
+
     log = _tokenise(turns, tokenizer)
     for turn in log:
         turn["token_loss_mask"] = torch.full_like(turn["token_ids"], turn["role"] == "assistant")
@@ -195,6 +195,8 @@ def _render(
 
 def _tokenise(turns: list[tuple[str, str]], tokenizer: Any) -> list[Message]:
     """(role, text) pairs as messages. The template has put in all special tokens; the tokenizer adds none."""
+    import torch
+
     encoded = tokenizer([text for _, text in turns], add_special_tokens=False)["input_ids"]
     return [
         Message(role=role, content=text, token_ids=torch.tensor(ids, dtype=torch.int64))

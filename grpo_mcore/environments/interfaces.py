@@ -7,15 +7,18 @@ from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
 from typing import Any, ClassVar, NamedTuple
 
-from grpo_mcore.rollout.trajectory import Score, Trajectory
+from grpo_mcore.rollout.trajectory import Outcome, Trajectory
 
 
 class EnvironmentReturn(NamedTuple):
     """One entry a conversation in every list.
 
-    `rewards`: None where the environment failed (excluded and counted, never 0). `answers`: what was taken
-    for the answer. `reasons`: why it got that reward. `rewards_by_name`: the parts of a reward that has
-    several.
+    `observations`: {"role", "content"}, what the world says next; the role `tool` is kept where the chat template
+    has it, any other becomes `user`. `metadata`: what the next step gets, None: the same again.
+    `next_stop_strings`: of the next turn, None: the same again. `terminateds`: the conversation is over.
+    `rewards`: of this turn alone, those of a conversation are added up; None where the environment failed
+    (excluded and counted, never 0). `answers`: what was taken for the answer. `reasons`: why it got that reward.
+    `rewards_by_name`: the parts of a reward that has several.
     """
 
     observations: list[dict[str, str]]
@@ -45,20 +48,40 @@ class EnvironmentInterface(ABC):
         """The world's answer to each conversation. `message_log_batch[i]`: messages {"role", "content"} so
         far; `metadata[i]`: the prompt's `extra_env_info`, or what the last step returned for it."""
 
-    def score(self, metadata: Sequence[dict[str, Any]], *trajectories: Trajectory) -> list[Score]:
-        """The verdict on whole trajectories, in order. They come as separate arguments so that object
-        references in their place are resolved by the cluster."""
+    def advance(self, metadata: Sequence[dict[str, Any]], *trajectories: Trajectory) -> list[Outcome]:
+        """`step` on these trajectories, in order: the verdicts on their last turns. They come as separate arguments
+        so that object references in their place are resolved by the cluster."""
         if len(metadata) != len(trajectories):
-            raise ValueError(f"score: {len(metadata)} metadata for {len(trajectories)} trajectories")
+            raise ValueError(f"advance: {len(metadata)} metadata for {len(trajectories)} trajectories")
         start = time.perf_counter()
         result = self.step([conversation(trajectory) for trajectory in trajectories], metadata)
         mean_seconds = (time.perf_counter() - start) / max(len(trajectories), 1)
         seconds = result.seconds or [mean_seconds] * len(trajectories)
         by_name = result.rewards_by_name or [{} for _ in trajectories]
         return [
-            Score(reward=reward, answer=answer, reason=reason, seconds=taken, rewards_by_name=named)
-            for reward, answer, reason, taken, named in zip(
-                result.rewards, result.answers, result.reasons, seconds, by_name, strict=True
+            Outcome(
+                reward=reward,
+                answer=answer,
+                reason=reason,
+                seconds=taken,
+                rewards_by_name=named,
+                terminated=bool(terminated),
+                observation=said.get("content"),
+                role=said.get("role", "user"),
+                stop_strings=None if stops is None else tuple(stops),
+                metadata=state,
+            )
+            for reward, answer, reason, taken, named, terminated, said, stops, state in zip(
+                result.rewards,
+                result.answers,
+                result.reasons,
+                seconds,
+                by_name,
+                result.terminateds,
+                result.observations,
+                result.next_stop_strings,
+                result.metadata,
+                strict=True,
             )
         ]
 

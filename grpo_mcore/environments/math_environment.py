@@ -1,29 +1,31 @@
 """Math with one checkable answer: reward 1 where the answer equals the ground truth, 0 where it is wrong or
 absent.
 
-A verification that times out or crashes gives no reward at all: the sample is excluded and counted.
+With `format_pattern` the reward has two parts, `correct` and `format`, which the estimator gdpo reads one by one.
+A verification that times out or crashes gives no reward at all, and no parts: the sample is excluded and counted.
 """
 
 from __future__ import annotations
 
-import difflib
-import math
+import re
 from collections import defaultdict
 from collections.abc import Mapping, Sequence
-from typing import Any
+from typing import Any, ClassVar
 
-from pydantic import BaseModel, ConfigDict, Field, ValidationError
+from pydantic import Field
 
+from grpo_mcore.environments.config import EnvConfig
 from grpo_mcore.environments.interfaces import EnvironmentInterface, EnvironmentReturn
 from grpo_mcore.environments.registry import EnvironmentConfigError
-from grpo_mcore.environments.verifiers import HF_MATH_VERIFY
+from grpo_mcore.environments.verifiers import HF_MATH_VERIFY, Verdict
 from grpo_mcore.environments.verify_pool import VerifyPool
+from grpo_mcore.objective import RIGHT, pass_at_k
 
 
-class MathEnvConfig(BaseModel):
+class MathEnvConfig(EnvConfig):
     """The recipe's section `env.math`."""
 
-    model_config = ConfigDict(extra="forbid")
+    section: ClassVar[str] = "env.math"
 
     num_workers: int = Field(8, ge=1)
     """Processes that verify at the same time."""
@@ -36,27 +38,31 @@ class MathEnvConfig(BaseModel):
     """GiB that one verification process may use."""
     stop_strings: list[str] | None = None
     """Strings that end a generation for this environment."""
+    format_pattern: str | None = None
+    """Regular expression (Python's) that the whole response must match for the part `format`, 0 or 1. null: no
+    parts. Write it so that it cannot backtrack without end: it has no time limit of its own."""
+    format_reward: float = Field(0.0, ge=0, lt=1)
+    """What a response in the right format adds to the reward, right or wrong: below 1, so that 1 is still reached
+    by right answers alone (where the verifier says 0 or 1). Needs format_pattern."""
 
     @classmethod
     def read(cls, section: Mapping[str, Any]) -> MathEnvConfig:
         """Raises EnvironmentConfigError that names the key and, for an unknown one, the nearest known."""
-        for key in section:
-            if key not in cls.model_fields:
-                near = difflib.get_close_matches(key, cls.model_fields, n=1)
-                hint = f"did you mean {near[0]!r}? " if near else ""
-                known = ", ".join(cls.model_fields)
-                raise EnvironmentConfigError(f"env.math.{key}: unknown key; {hint}known: {known}")
+        config = super().read(section)
+        if config.format_reward and config.format_pattern is None:
+            raise EnvironmentConfigError("env.math.format_reward has no effect without env.math.format_pattern")
         try:
-            return cls(**section)
-        except ValidationError as error:
-            first = error.errors()[0]
-            key = ".".join(str(part) for part in first["loc"])
-            raise EnvironmentConfigError(f"env.math.{key}: {first['msg']}, got {first['input']!r}") from error
+            re.compile(config.format_pattern or "")
+        except re.error as error:
+            raise EnvironmentConfigError(
+                f"env.math.format_pattern: {config.format_pattern!r} is no regular expression: {error}"
+            ) from error
+        return config
 
 
 class MathEnvironment(EnvironmentInterface):
     """Single-turn. Each conversation's metadata holds `ground_truth`; the answer is taken from all that the
-    policy said."""
+    policy said. With `format_pattern`, `rewards_by_name` is {"correct": 0 or 1, "format": 0 or 1}."""
 
     def __init__(self, config: Mapping[str, Any] | None = None) -> None:
         self.config = MathEnvConfig.read(config or {})
@@ -73,19 +79,33 @@ class MathEnvironment(EnvironmentInterface):
         responses = [response_text(messages) for messages in message_log_batch]
         truths = [_ground_truth(entry) for entry in metadata]
         verdicts = self._pool.verify(responses, truths)
+        parts = [self._parts(verdict, response) for verdict, response in zip(verdicts, responses, strict=True)]
         return EnvironmentReturn(
             observations=[{"role": "environment", "content": f"Environment: {v.reason}"} for v in verdicts],
             metadata=list(metadata),
             next_stop_strings=[self.config.stop_strings] * len(verdicts),
-            rewards=[verdict.reward for verdict in verdicts],
+            rewards=[self._reward(verdict, named) for verdict, named in zip(verdicts, parts, strict=True)],
             terminateds=[True] * len(verdicts),
             answers=[verdict.answer for verdict in verdicts],
             reasons=[verdict.reason for verdict in verdicts],
             seconds=[verdict.seconds for verdict in verdicts],
+            rewards_by_name=parts,
         )
 
+    def _parts(self, verdict: Verdict, response: str) -> dict[str, float]:
+        if self.config.format_pattern is None or verdict.reward is None:
+            return {}
+        matches = re.fullmatch(self.config.format_pattern, response) is not None
+        return {"correct": verdict.reward, "format": float(matches)}
+
+    def _reward(self, verdict: Verdict, parts: Mapping[str, float]) -> float | None:
+        if verdict.reward is None:
+            return None
+        return verdict.reward + self.config.format_reward * parts.get("format", 0.0)
+
     def global_post_process_and_metrics(self, batch: Mapping[str, Sequence[Any]]) -> dict[str, float]:
-        """`accuracy` and `pass@k` over the samples that have a reward, and how many have none (`num_failed`).
+        """`accuracy` and `pass@k` over the samples that have a reward, and how many have none (`num_failed`). A
+        reward of 1 or more is that of a right answer.
 
         `batch["rewards"]`: floats or None; `batch["uid"]` (only for pass@k): the prompt of each sample, and
         `batch["k"]`: the numbers k wanted.
@@ -96,9 +116,11 @@ class MathEnvironment(EnvironmentInterface):
             "num_failed": float(len(batch["rewards"]) - len(scored)),
         }
         if scored:
-            metrics["accuracy"] = sum(reward == 1.0 for reward in scored) / len(scored)
+            metrics["accuracy"] = sum(reward >= RIGHT for reward in scored) / len(scored)
         for k in batch.get("k", ()):
-            metrics[f"pass@{k}"] = pass_at_k(batch["uid"], batch["rewards"], k)
+            value = pass_at_k(_right_by_prompt(batch["uid"], batch["rewards"]), k)
+            if value is not None:
+                metrics[f"pass@{k}"] = value
         return metrics
 
     def shutdown(self) -> None:
@@ -112,21 +134,13 @@ def response_text(messages: Sequence[Mapping[str, Any]]) -> str:
     return "".join(message["content"] for message in said)
 
 
-def pass_at_k(uids: Sequence[str], rewards: Sequence[float | None], k: int) -> float:
-    """Mean over prompts of the unbiased estimate 1 - C(n - c, k) / C(n, k), n samples of which c are correct.
-
-    Prompts with fewer than k scored samples are left out; NaN where none is left.
-    """
+def _right_by_prompt(uids: Sequence[str], rewards: Sequence[float | None]) -> list[list[bool]]:
+    """For each prompt, of every sample that has a reward whether it is right."""
     by_prompt: dict[str, list[bool]] = defaultdict(list)
     for uid, reward in zip(uids, rewards, strict=True):
         if reward is not None:
-            by_prompt[uid].append(reward == 1.0)
-    estimates = [
-        1.0 - math.comb(len(results) - sum(results), k) / math.comb(len(results), k)
-        for results in by_prompt.values()
-        if len(results) >= k
-    ]
-    return sum(estimates) / len(estimates) if estimates else math.nan
+            by_prompt[uid].append(reward >= RIGHT)
+    return list(by_prompt.values())
 
 
 def _ground_truth(metadata: Mapping[str, Any]) -> str:

@@ -12,6 +12,7 @@ if TYPE_CHECKING:
 
 _ENVIRONMENTS: dict[str, str] = {
     "math": "grpo_mcore.environments.math_environment:MathEnvironment",
+    "sliding_puzzle": "grpo_mcore.environments.sliding_puzzle:SlidingPuzzleEnvironment",
 }
 
 

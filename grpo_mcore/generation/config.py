@@ -94,7 +94,10 @@ def engine_arguments(config: EngineConfig) -> dict[str, Any]:
         "seed": 0,  # not used for sampling: every request brings its own
         "weight_transfer_config": {"backend": "grpo_mcore"},
     }
-    if not cpu:
+    if cpu:
+        # After a part of a prompt vLLM winds the request's seeded generator back, which torch's on CPU cannot do.
+        arguments["enable_chunked_prefill"] = False
+    else:
         arguments["gpu_memory_utilization"] = config.gpu_memory_utilization
     if kv_cache_gb is not None:
         arguments["kv_cache_memory_bytes"] = int(kv_cache_gb * GIB)

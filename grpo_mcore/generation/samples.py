@@ -11,11 +11,13 @@ from vllm.sampling_params import RequestOutputKind
 
 from grpo_mcore.rollout.trajectory import GenerationRequest, Sampling, Trajectory, Turn
 
+_Span = tuple[int, int, int]  # weight version, first token, last token + 1
+
 
 def sampling_params(request: GenerationRequest, sampling: Sampling, max_model_len: int) -> SamplingParams:
     """Raises ValueError for a prompt that leaves no room in the context, or a seed out of range."""
     where = f"prompt {request.uid!r}, generation {request.generation_index}"
-    prompt_length = sum(len(turn) for turn in request.prompt)
+    prompt_length = sum(len(turn) for turn in request.turns)
     room = max_model_len - prompt_length
     if prompt_length < 1 or room < 1:
         raise ValueError(
@@ -43,7 +45,7 @@ def sampling_params(request: GenerationRequest, sampling: Sampling, max_model_le
 
 
 def to_trajectory(request: GenerationRequest, output: RequestOutput, tokenizer: Any) -> Trajectory:
-    """The prompt's turns and the generated one: all tokens as sampled, the end-of-sequence token included."""
+    """All turns before, and the generated one: all tokens as sampled, the end-of-sequence token included."""
     completion = output.outputs[0]
     token_ids = list(completion.token_ids)
     assert completion.logprobs is not None and len(completion.logprobs) == len(token_ids)
@@ -56,20 +58,28 @@ def to_trajectory(request: GenerationRequest, output: RequestOutput, tokenizer: 
         text=completion.text or tokenizer.decode(token_ids, skip_special_tokens=True),
     )
     reason = completion.finish_reason
+    by_token = reason == "stop" and not isinstance(completion.stop_reason, str)
+    before = request.continues.weight_versions if request.continues is not None else ()
     return Trajectory(
         uid=request.uid,
         generation_index=request.generation_index,
-        turns=(*request.prompt, generated),
-        weight_versions=_spans(completion.weight_versions or (), output.prompt_token_ids or ()),
+        turns=(*request.turns, generated),
+        weight_versions=_spans(before, completion.weight_versions or (), len(output.prompt_token_ids or ())),
         finish_reason=reason if reason in ("stop", "length") else "abort",
         truncated=reason == "length",
+        stop_token=token_ids[-1] if by_token else None,
     )
 
 
-def _spans(spans: Sequence[Any], prompt: Sequence[int]) -> tuple[tuple[int, int, int], ...]:
-    """vLLM counts from the first generated token. The prompt counts to the version that first read it."""
-    shifted = [(int(span.version), span.start + len(prompt), span.end + len(prompt)) for span in spans]
-    if shifted:
-        version, _, end = shifted[0]
-        shifted[0] = (version, 0, end)
-    return tuple(shifted)
+def _spans(before: Sequence[_Span], spans: Sequence[Any], prompt_length: int) -> tuple[_Span, ...]:
+    """`before`: of the turns that were there already. vLLM counts from the first generated token; what the prompt
+    has more than `before` counts to the version that first read it."""
+    joined = list(before)
+    start = joined[-1][2] if joined else 0
+    for span in spans:
+        version, end = int(span.version), span.end + prompt_length
+        if joined and joined[-1][0] == version:
+            start = joined.pop()[1]
+        joined.append((version, start, end))
+        start = end
+    return tuple(joined)

@@ -67,7 +67,8 @@ class Trajectory:
     """A sample with all its turns, prompt included.
 
     `weight_versions`: spans (weight version, first token, last token + 1), in order, counted over all tokens.
-    `truncated`: the length limit ended it before the policy did.
+    `truncated`: the length limit ended it before the policy did. `stop_token`: the token that ended the last
+    turn, as its last one; None where a stop string or a limit did.
     """
 
     uid: str
@@ -76,6 +77,7 @@ class Trajectory:
     weight_versions: tuple[tuple[int, int, int], ...]
     finish_reason: FinishReason
     truncated: bool
+    stop_token: int | None = None
 
     def __post_init__(self) -> None:
         if self.finish_reason not in FINISH_REASONS:
@@ -139,6 +141,14 @@ class Trajectory:
         ]
         return torch.cat(parts) if parts else torch.empty(0, dtype=torch.float32)
 
+    def token_versions(self, default: int) -> Tensor:
+        """int64 [length]: the weight version that generated (or, of a prompt, read) each token; `default` outside all
+        spans."""
+        versions = torch.full((self.length,), default, dtype=torch.int64)
+        for version, first, last in self.weight_versions:
+            versions[first:last] = version
+        return versions
+
     def loss_mask(self) -> Tensor:
         """bool [length]: True where the policy generated the token."""
         parts = [torch.full((len(turn),), turn.loss_mask, dtype=torch.bool) for turn in self.turns]
@@ -147,7 +157,10 @@ class Trajectory:
 
 @dataclass(frozen=True)
 class TrajectoryRef:
-    """What the driver holds of a trajectory: plain numbers, and `ref`, its place in the object store."""
+    """What the driver holds of a trajectory: plain numbers, and `ref`, its place in the object store.
+
+    `turns`: those that the policy generated. `truncated`: also where the context had no room for a next turn.
+    """
 
     uid: str
     generation_index: int
@@ -158,6 +171,13 @@ class TrajectoryRef:
     truncated: bool
     finish_reason: FinishReason
     ref: Any
+    turns: int = 1
+    stop_token: int | None = None
+
+    @property
+    def environment_tokens(self) -> int:
+        """Tokens between the generated turns: what the environment said, in the chat template's words."""
+        return self.length - self.prompt_length - self.generated_length
 
     @classmethod
     def of(cls, trajectory: Trajectory, ref: Any) -> TrajectoryRef:
@@ -171,22 +191,34 @@ class TrajectoryRef:
             truncated=trajectory.truncated,
             finish_reason=trajectory.finish_reason,
             ref=ref,
+            turns=sum(turn.loss_mask for turn in trajectory.turns),
+            stop_token=trajectory.stop_token,
         )
 
 
 @dataclass(frozen=True)
 class GenerationRequest:
-    """One sample to generate: the turns so far, and the seed of its random draws."""
+    """One turn of one sample to generate: what comes before it, and the seed of its random draws.
+
+    `continues`: the trajectory so far, in whose context `prompt` is what was said since; None for a first turn.
+    The driver sends a reference to it in the object store, which the engine's worker resolves.
+    """
 
     uid: str
     generation_index: int
     prompt: tuple[Turn, ...]
     seed: int
     stop_strings: tuple[str, ...] = ()
+    continues: Any = None
+
+    @property
+    def turns(self) -> tuple[Turn, ...]:
+        """All turns before the one to generate."""
+        return self.prompt if self.continues is None else (*self.continues.turns, *self.prompt)
 
     def token_ids(self) -> Tensor:
         """int64 [prompt length]: all turns joined."""
-        return torch.cat([turn.token_ids for turn in self.prompt])
+        return torch.cat([turn.token_ids for turn in self.turns])
 
 
 @dataclass(frozen=True)
@@ -207,6 +239,7 @@ class Score:
 
     `reward` None: the environment failed; the sample is excluded and counted, never scored 0. `answer`: what
     was taken for the answer, None where there was none. `reason`: why, in words. `seconds`: what it took.
+    `terminated`: the environment ended the conversation; False where a limit did.
     """
 
     reward: float | None
@@ -214,3 +247,18 @@ class Score:
     reason: str
     seconds: float
     rewards_by_name: dict[str, float] = field(default_factory=dict)
+    terminated: bool = True
+
+
+@dataclass(frozen=True)
+class Outcome(Score):
+    """An environment's verdict on one turn, and what it says next.
+
+    `observation`: its next message, None where it has nothing to say; `role`: whose words they are. `metadata`:
+    what the next call gets; None: the same again. `stop_strings`: of the next turn; None: the same again.
+    """
+
+    observation: str | None = None
+    role: str = "user"
+    stop_strings: tuple[str, ...] | None = None
+    metadata: dict[str, Any] | None = None

@@ -55,10 +55,11 @@ class Shuffling(LocalCluster):
 class FakeEngine:
     """Generates `length(request)` tokens drawn from the request's seed, the last of them END."""
 
-    store: Handles
+    store: Any
     length: Callable[[GenerationRequest], int]
     seed: int
     ends: dict[tuple[str, int, int], str] = field(default_factory=dict)  # (uid, generation, turn) -> finish reason
+    keep: Callable[[Trajectory], Any] = lambda trajectory: trajectory  # where the cluster does not, into its store
     calls: list[tuple[list[GenerationRequest], Sampling]] = field(default_factory=list)
     running: bool = False
 
@@ -69,7 +70,7 @@ class FakeEngine:
         finished = [self._generate(request) for request in resolved(requests, self.store)]
         random.Random(self.seed + len(self.calls)).shuffle(finished)
         for trajectory in finished:
-            yield Parcel(TrajectoryRef.of(trajectory, None), self.store.put(trajectory))
+            yield Parcel(TrajectoryRef.of(trajectory, None), self.keep(trajectory))
         self.running = False
 
     def _generate(self, request: GenerationRequest) -> Trajectory:
@@ -122,7 +123,9 @@ class CharacterTokenizer:
 
 def engine_group(cluster: Shuffling, count: int, seed: int = 0, ends: Any = None, length: Any = None) -> EngineGroup:
     length = length or (lambda request: 2 + request.seed % 3)
-    engines = [FakeEngine(cluster.store, length, seed + 100 * index, ends or {}) for index in range(count)]
+    engines = [
+        FakeEngine(cluster.store, length, seed + 100 * index, ends or {}, cluster.store.put) for index in range(count)
+    ]
     workers = [LocalWorker(f"engine-{index}", engine) for index, engine in enumerate(engines)]
     return EngineGroup(cluster, workers, sleeps=False)
 

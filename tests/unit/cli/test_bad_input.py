@@ -143,6 +143,14 @@ def test_wrong_environment(refuse: Refuse, monkeypatch: pytest.MonkeyPatch, word
     assert refuse(*words, code=1).startswith(message)
 
 
+def test_a_chat_template_that_cannot_hold_several_turns(refuse: Refuse) -> None:
+    template = "policy.tokenizer.chat_template='{% for m in messages[-1:] %}{{ m.content }}{% endfor %}'"
+    assert refuse(template, "grpo.max_rollout_turns=2", code=1) == (
+        "grpo.max_rollout_turns above 1: the chat template shows an earlier answer 0 times instead of once; set "
+        "another policy.tokenizer.chat_template"
+    )
+
+
 def test_resume_without_a_checkpoint(refuse: Refuse) -> None:
     assert refuse("--resume", code=1) == (
         "--resume: there is no step_N folder in results/grpo; start without --resume"

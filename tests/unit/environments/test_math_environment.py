@@ -2,16 +2,14 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
-from itertools import combinations
 
 import pytest
 import torch
 
 from grpo_mcore.environments import create_env
-from grpo_mcore.environments.math_environment import MathEnvConfig, MathEnvironment, pass_at_k, response_text
+from grpo_mcore.environments.math_environment import MathEnvConfig, MathEnvironment, response_text
 from grpo_mcore.environments.registry import EnvironmentConfigError
 from grpo_mcore.rollout.trajectory import Score, Trajectory, Turn
 
@@ -48,7 +46,7 @@ def test_step_answers_every_conversation(env):
 
 
 def test_score_reads_only_what_the_policy_said(env):
-    scores = env.score(
+    scores = env.advance(
         [{"ground_truth": "82"}] * 3,
         answered("082"),
         answered("7", prompt="82"),
@@ -62,12 +60,12 @@ def test_score_reads_only_what_the_policy_said(env):
 
 def test_score_wants_one_metadata_a_trajectory(env):
     with pytest.raises(ValueError, match="1 metadata for 2 trajectories"):
-        env.score([{"ground_truth": "82"}], answered("1"), answered("2"))
+        env.advance([{"ground_truth": "82"}], answered("1"), answered("2"))
 
 
 def test_scores_from_several_threads_do_not_mix(env):
     def one(number: int) -> list[float | None]:
-        scores = env.score([{"ground_truth": f"{number}/7"}] * 8, *[answered(f"{i}/7") for i in range(8)])
+        scores = env.advance([{"ground_truth": f"{number}/7"}] * 8, *[answered(f"{i}/7") for i in range(8)])
         return [score.reward for score in scores]
 
     with ThreadPoolExecutor(4) as threads:
@@ -88,25 +86,42 @@ def test_marked_messages_win_over_the_role():
 
 
 def test_metrics_count_failures_apart(env):
-    batch = {"rewards": [1.0, 0.0, None, 1.0], "uid": ["a", "a", "a", "b"], "k": [1, 2]}
+    batch = {"rewards": [1.0, 0.0, None, 1.0], "uid": ["a", "a", "a", "b"], "k": [1, 2, 3]}
     metrics = env.global_post_process_and_metrics(batch)
     assert metrics == {
         "num_scored": 3.0,
         "num_failed": 1.0,
         "accuracy": pytest.approx(2 / 3),
         "pass@1": pytest.approx((0.5 + 1) / 2),
-        "pass@2": 1.0,  # only prompt a has two scored samples
+        "pass@2": 1.0,  # only prompt a has two scored samples, and none has three
     }
     assert env.global_post_process_and_metrics({"rewards": [None]}) == {"num_scored": 0.0, "num_failed": 1.0}
 
 
-@pytest.mark.parametrize("k", [1, 2, 3])
-def test_pass_at_k_is_the_share_of_k_subsets_with_a_correct_one(k):
-    rewards = [1.0, 0.0, 0.0, 1.0, 0.0]
-    subsets = list(combinations(rewards, k))
-    expected = sum(any(subset) for subset in subsets) / len(subsets)
-    assert pass_at_k(["p"] * 5, rewards, k) == pytest.approx(expected)
-    assert math.isnan(pass_at_k(["p"] * 5, rewards, 6))
+def test_a_format_is_a_second_named_reward():
+    section = {"num_workers": 1, "verify_timeout_s": 1.0, "format_pattern": r"0\d+|none"}
+    logs = [[{"role": "assistant", "content": text}] for text in ("082", "82", "081", "x081", "none", "9**9**9**9")]
+    for weight, rewards in ((0.0, [1, 1, 0, 0, 0, None]), (0.25, [1.25, 1, 0.25, 0, 0.25, None])):
+        env = MathEnvironment(section | {"format_reward": weight})
+        result = env.step(logs, [{"ground_truth": 82}] * 6)
+        env.shutdown()
+        assert result.rewards == rewards
+        assert result.rewards_by_name == [
+            {"correct": 1.0, "format": 1.0},
+            {"correct": 1.0, "format": 0.0},
+            {"correct": 0.0, "format": 1.0},
+            {"correct": 0.0, "format": 0.0},  # the whole response must match
+            {"correct": 0.0, "format": 1.0},
+            {},  # no verdict, no parts
+        ]
+        batch = {"rewards": result.rewards, "uid": ["p"] * 6, "k": [1]}
+        metrics = env.global_post_process_and_metrics(batch)
+        assert metrics["accuracy"] == metrics["pass@1"] == pytest.approx(2 / 5)  # the format alone is not right
+
+
+def test_one_reward_has_no_parts(env):
+    (score,) = env.advance([{"ground_truth": "82"}], answered("82"))
+    assert score.rewards_by_name == {}
 
 
 @pytest.mark.parametrize(
@@ -115,6 +130,9 @@ def test_pass_at_k_is_the_share_of_k_subsets_with_a_correct_one(k):
         ({"num_worker": 2}, "env.math.num_worker: unknown key; did you mean 'num_workers'?"),
         ({"num_workers": 0}, "env.math.num_workers: Input should be greater than or equal to 1, got 0"),
         ({"verify_timeout_s": "soon"}, "env.math.verify_timeout_s: Input should be a valid number"),
+        ({"format_pattern": "(0"}, r"env.math.format_pattern: '\(0' is no regular expression: missing \)"),
+        ({"format_reward": 0.5}, "env.math.format_reward has no effect without env.math.format_pattern"),
+        ({"format_pattern": ".", "format_reward": 1}, "env.math.format_reward: Input should be less than 1, got 1"),
     ],
 )
 def test_a_wrong_section_names_its_key(section, message):

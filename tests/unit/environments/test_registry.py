@@ -31,7 +31,7 @@ def test_by_import_path(path):
     assert cls.__name__ == "EchoEnvironment" and needs == {"cpus": 2.0, "gpus": 1.0}
     env = create_env(env_name=path, env_config={"a": 1})
     assert env.config == {"a": 1}
-    assert env.score([]) == []
+    assert env.advance([]) == []
 
 
 def test_a_registered_name_is_found_and_not_taken_twice():

@@ -29,9 +29,11 @@ def test_arguments_on_cpu_and_gpu() -> None:
     assert cpu["enforce_eager"] and cpu["kv_cache_memory_bytes"] == 2**30
     assert "gpu_memory_utilization" not in cpu and "distributed_executor_backend" not in cpu
     assert cpu["logprobs_mode"] == "processed_logprobs"
+    assert cpu["enable_chunked_prefill"] is False
     assert cpu["weight_transfer_config"] == {"backend": "grpo_mcore"}
     gpu = engine_arguments(EngineConfig("model", platform="gpu", tensor_parallel_size=2, sleep_between_phases=True))
     assert not gpu["enforce_eager"] and gpu["gpu_memory_utilization"] == 0.6 and gpu["enable_sleep_mode"]
+    assert "enable_chunked_prefill" not in gpu
     assert "kv_cache_memory_bytes" not in gpu and gpu["distributed_executor_backend"] == "mp"
     small = engine_arguments(EngineConfig("model", kv_cache_memory_gb=0.25, vllm_kwargs={"max_num_seqs": 3}))
     assert small["kv_cache_memory_bytes"] == 2**28 and small["max_num_seqs"] == 3

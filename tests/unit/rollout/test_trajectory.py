@@ -69,7 +69,16 @@ def test_equality_is_of_contents_and_survives_pickling():
 
 def test_a_reference_holds_the_numbers_of_its_trajectory():
     ref = TrajectoryRef.of(two_turns(finish_reason="length", truncated=True), ref="somewhere")
-    assert ref == TrajectoryRef("t:1", 3, 8, 3, 4, 4, True, "length", "somewhere")
+    assert ref == TrajectoryRef("t:1", 3, 8, 3, 4, 4, True, "length", "somewhere", turns=2)
+    assert ref.environment_tokens == 1
+    assert TrajectoryRef.of(two_turns(stop_token=8), None).stop_token == 8
+
+
+def test_a_request_that_continues_a_trajectory_has_its_tokens_before_its_own():
+    said = Turn("user", ids(9), text="go on")
+    request = GenerationRequest("t:1", 3, (said,), seed=0, continues=two_turns())
+    assert request.turns == (*two_turns().turns, said)
+    assert request.token_ids().tolist() == [1, 2, 3, 4, 5, 6, 7, 8, 9]
 
 
 def test_a_request_joins_its_turns():

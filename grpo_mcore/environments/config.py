@@ -1,0 +1,36 @@
+"""The base of every environment's section of the recipe, `env.<name>`."""
+
+from __future__ import annotations
+
+import difflib
+from collections.abc import Mapping
+from typing import Any, ClassVar, Self
+
+from pydantic import BaseModel, ConfigDict, ValidationError
+
+from grpo_mcore.environments.registry import EnvironmentConfigError
+
+
+class EnvConfig(BaseModel):
+    """Known keys with typed values."""
+
+    model_config = ConfigDict(extra="forbid")
+
+    section: ClassVar[str]
+    """Its place in a recipe, such as `env.math`."""
+
+    @classmethod
+    def read(cls, section: Mapping[str, Any]) -> Self:
+        """Raises EnvironmentConfigError that names the key and, for an unknown one, the nearest known."""
+        for key in section:
+            if key not in cls.model_fields:
+                near = difflib.get_close_matches(key, cls.model_fields, n=1)
+                hint = f"did you mean {near[0]!r}? " if near else ""
+                known = ", ".join(cls.model_fields)
+                raise EnvironmentConfigError(f"{cls.section}.{key}: unknown key; {hint}known: {known}")
+        try:
+            return cls(**section)
+        except ValidationError as error:
+            first = error.errors()[0]
+            key = ".".join(str(part) for part in first["loc"])
+            raise EnvironmentConfigError(f"{cls.section}.{key}: {first['msg']}, got {first['input']!r}") from error

@@ -1,0 +1,94 @@
+"""One sample's way through its turns: what it has earned so far, whether it goes on, and with what. Pure."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass, replace
+from typing import Any
+
+from grpo_mcore.rollout.trajectory import GenerationRequest, Outcome, Score, TrajectoryRef, Turn
+
+
+class TurnError(ValueError):
+    """An environment's answer after which a sample can neither end nor go on."""
+
+
+@dataclass(frozen=True)
+class TurnLimits:
+    """`max_turns`: generated turns of a sample. `max_model_len`: tokens of the context, all turns together."""
+
+    max_turns: int
+    max_model_len: int
+
+
+@dataclass
+class Conversation:
+    """A sample under way. Its turn is generated, then judged, then either it is `over` or a next turn is asked for.
+
+    `metadata` and `stop_strings`: of the turn under way. `sample`: up to the last generated turn. `score`: over the
+    turns judged so far, rewards added up.
+    """
+
+    metadata: dict[str, Any]
+    stop_strings: tuple[str, ...]
+    sample: TrajectoryRef | None = None
+    score: Score | None = None
+    over: bool = False
+
+    def judged(self, outcome: Outcome, limits: TurnLimits) -> bool:
+        """Takes the verdict on the last turn; returns whether the sample goes on.
+
+        It does not where the environment ended it or failed, the engine aborted it or cut it at a length limit, or no
+        turn is left. Raises TurnError where it would, and the environment says nothing.
+        """
+        sample = self.sample
+        assert sample is not None and not self.over, "a turn is judged once, after it was generated"
+        verdict = _checked(sample, outcome)
+        self.score = _added(self.score, verdict)
+        self.over = verdict.terminated or verdict.reward is None or sample.truncated or sample.turns >= limits.max_turns
+        if self.over:
+            return False
+        if outcome.observation is None:
+            raise TurnError(
+                f"{sample.uid}#{sample.generation_index}: after turn {sample.turns} the environment neither ended the "
+                "conversation nor said anything; return terminated, or an observation with its content"
+            )
+        if outcome.metadata is not None:
+            self.metadata = outcome.metadata
+        if outcome.stop_strings is not None:
+            self.stop_strings = outcome.stop_strings
+        return True
+
+    def next_request(self, said: Turn, seed: int, limits: TurnLimits) -> GenerationRequest | None:
+        """The request for the next turn, after the environment's words `said`. None where the context has no room for
+        it: the sample is over then, and truncated."""
+        sample = self.sample
+        assert sample is not None and not self.over
+        if sample.length + len(said) >= limits.max_model_len:
+            self.over = True
+            self.sample = replace(sample, truncated=True, finish_reason="length")
+            return None
+        return GenerationRequest(
+            sample.uid, sample.generation_index, (said,), seed, self.stop_strings, continues=sample.ref
+        )
+
+
+def _checked(sample: TrajectoryRef, outcome: Outcome) -> Outcome:
+    """The verdict, without a reward where that of an aborted sample or one that is no number would be trained on."""
+    if sample.finish_reason == "abort":
+        return replace(outcome, reward=None, reason="the engine aborted the sample")
+    if outcome.reward is not None and not math.isfinite(outcome.reward):
+        return replace(outcome, reward=None, reason=f"the environment's reward is {outcome.reward}")
+    return outcome
+
+
+def _added(before: Score | None, verdict: Outcome) -> Score:
+    """The score with this turn's. A turn without a reward leaves none for the whole."""
+    reward, by_name, seconds = verdict.reward, dict(verdict.rewards_by_name), verdict.seconds
+    if before is not None:
+        seconds += before.seconds
+        for name, value in before.rewards_by_name.items():
+            by_name[name] = by_name.get(name, 0.0) + value
+        if reward is not None and before.reward is not None:
+            reward += before.reward
+    return Score(reward, verdict.answer, verdict.reason, seconds, by_name, verdict.terminated)

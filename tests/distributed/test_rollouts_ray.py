@@ -1,0 +1,68 @@
+"""Rollouts of several turns over Ray: trajectories stay in its store, and later requests refer to them."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import ray
+
+from grpo_mcore.algorithms.engine_group import EngineGroup
+from grpo_mcore.algorithms.rollouts import Rollouts
+from grpo_mcore.cluster import WorkerFailed
+from grpo_mcore.cluster.ray_cluster import RayCluster
+from grpo_mcore.rollout.conversation import TurnLimits
+from grpo_mcore.rollout.trajectory import GenerationRequest, Outcome, Sampling, Trajectory
+from tests.unit.algorithms.fake_rollouts import CharacterTokenizer, FakeEngine, FakeEnvironment, prompt
+
+pytestmark = pytest.mark.distributed
+
+
+def length(request: GenerationRequest) -> int:
+    """Many tokens: Ray keeps small objects elsewhere."""
+    return 20_000 if request.generation_index == 0 else 5
+
+
+def decide(trajectory: Trajectory, metadata: dict[str, Any]) -> Outcome:
+    """Sample i of prompt n has 1 + (i + n) % 3 turns; the state counts them."""
+    turn = metadata.get("turn", 0) + 1
+    over = turn == 1 + (trajectory.generation_index + metadata["number"]) % 3
+    return Outcome(1.0, None, "", 0.0, terminated=over, observation="on", metadata=metadata | {"turn": turn})
+
+
+def fail(trajectory: Trajectory, metadata: dict[str, Any]) -> Outcome:
+    raise RuntimeError("the world ended")
+
+
+def test_turns_over_ray(tmp_path: Path) -> None:
+    with RayCluster(tmp_path, address="local", num_cpus=4, start_timeout_s=150, call_timeout_s=60) as cluster:
+        workers = [
+            cluster.spawn(f"engine-{index}", FakeEngine, cluster.store, length, index, cpus=0.1) for index in range(2)
+        ]
+        game = cluster.spawn("game", FakeEnvironment, decide, cpus=0.1)
+        broken = cluster.spawn("broken", FakeEnvironment, fail, cpus=0.1)
+        engines = EngineGroup(cluster, workers, sleeps=False)
+
+        def rollouts(environment: Any) -> Rollouts:
+            limits = TurnLimits(4, 100_000)
+            return Rollouts(engines, {"game": environment}, CharacterTokenizer(), limits, seed=1)
+
+        play = rollouts(game)
+        play.dispatch([prompt(number) for number in range(5)], Sampling(20_000), generations=3, step=1)
+        groups = [play.next_group() for _ in range(5)]
+        assert not play.generating
+        for group in groups:
+            number = group.prompt["extra_env_info"]["number"]
+            for index, (sample, score) in enumerate(zip(group.samples, group.scores, strict=True)):
+                turns = 1 + (index + number) % 3
+                assert isinstance(sample.ref, ray.ObjectRef)
+                trajectory = cluster.fetch(sample.ref)
+                assert (sample.turns, score.reward, sample.length) == (turns, turns, trajectory.length)
+                generated = [turn for turn in trajectory.turns if turn.loss_mask]
+                assert [len(turn) for turn in generated] == [20_000 if index == 0 else 5] * turns
+
+        wrong = rollouts(broken)
+        wrong.dispatch([prompt(7)], Sampling(8), generations=2, step=1)
+        with pytest.raises(WorkerFailed, match="broken: the verdict on p7 failed: RuntimeError: the world ended"):
+            wrong.next_group()
