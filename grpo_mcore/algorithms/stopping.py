@@ -1,4 +1,4 @@
-"""A run that is asked to end: SIGUSR1 means finish this step, save, and leave."""
+"""A run that is asked to end. SIGUSR1: finish this step, save, and leave. SIGTERM: leave in order, as on Ctrl-C."""
 
 from __future__ import annotations
 
@@ -39,3 +39,16 @@ def on_signal() -> Iterator[StopRequest]:
         yield request
     finally:
         signal.signal(signal.SIGUSR1, before)
+
+
+@contextmanager
+def sigterm_interrupts() -> Iterator[None]:
+    """Inside, SIGTERM raises KeyboardInterrupt. Ray sets a handler of its own when it is imported: enter this after."""
+    if threading.current_thread() is not threading.main_thread():
+        yield
+        return
+    before = signal.signal(signal.SIGTERM, signal.default_int_handler)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGTERM, before)

@@ -4,12 +4,9 @@ is asked for; it may have `add_arguments(parser)` for options of its own."""
 from __future__ import annotations
 
 import argparse
-import signal
 import sys
-import threading
 import warnings
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
 from importlib import import_module
 
 import grpo_mcore
@@ -21,12 +18,9 @@ VERBS = {
     "train": ("train a model with GRPO", True),
     "sft": ("fine-tune a model on examples", True),
     "config": ("print a recipe, resolved, with the source of every value", True),
+    "launch": ("run a recipe on a cluster: launch slurm RECIPE, launch k8s RECIPE", True),
     "demo": ("make a small model and train it with GRPO on this machine", False),
 }
-
-
-class Terminated(KeyboardInterrupt):
-    """SIGTERM: a batch system, or somebody with `kill`, ends the run. It ends as on Ctrl-C."""
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -45,38 +39,19 @@ def main(argv: Sequence[str] | None = None) -> int:
     _silence()
     _sort_words(args, verb_parser, takes_recipe=VERBS[verb][1])
     try:
-        with _sigterm_ends_orderly():
-            return int(module.run(args))
+        return int(module.run(args))
     except RecipeError as error:
         print(f"grpo-mcore {verb}: {error}", file=sys.stderr)
         return 2
     except KeyboardInterrupt as interrupt:
-        how, code = ("terminated", 143) if isinstance(interrupt, Terminated) else ("interrupted", 130)
-        ended = f"\ngrpo-mcore {verb}: {how}; every process that it started has ended"
+        ended = f"\ngrpo-mcore {verb}: interrupted; every process that it started has ended"
         print("\n".join([ended, *_notes(interrupt)]), file=sys.stderr)
-        return code
+        return 130
     except Exception as error:
         if not _is_ours(error):
             raise
         print(f"grpo-mcore {verb}: {_message(error)}", file=sys.stderr)
         return 1
-
-
-@contextmanager
-def _sigterm_ends_orderly() -> Iterator[None]:
-    if threading.current_thread() is not threading.main_thread():
-        yield
-        return
-
-    def end(_number: int, _frame: object) -> None:
-        signal.signal(signal.SIGTERM, signal.SIG_IGN)  # once is enough: what follows is the clean-up
-        raise Terminated
-
-    before = signal.signal(signal.SIGTERM, end)
-    try:
-        yield
-    finally:
-        signal.signal(signal.SIGTERM, before)
 
 
 def _silence() -> None:
@@ -149,6 +124,12 @@ def _sort_words(args: argparse.Namespace, parser: argparse.ArgumentParser, takes
         if others:
             parser.error(f"not an override (key=value): {others[0]}")
         return
+    if targets := getattr(args, "targets", ()):
+        if not others or others[0] not in targets:
+            parser.error(f"where to: {' or '.join(targets)}; then the recipe")
+        args.target = others.pop(0)
+        if args.check:
+            return
     given = [*([args.config] if args.config else []), *others]
     del args.config
     if not given:

@@ -25,7 +25,7 @@ def train(config: MasterConfig, resume: str | bool | None = None) -> dict[str, o
     from grpo_mcore.algorithms.checkpoints import CheckpointManager
     from grpo_mcore.algorithms.grpo import grpo_train, setup
     from grpo_mcore.algorithms.setup import check_model, start_cluster, start_environments, wait_until_ready
-    from grpo_mcore.algorithms.stopping import on_signal
+    from grpo_mcore.algorithms.stopping import on_signal, sigterm_interrupts
     from grpo_mcore.data import TurnTemplate, build_task_data, load_tokenizer
     from grpo_mcore.observe import Logger
 
@@ -48,7 +48,7 @@ def train(config: MasterConfig, resume: str | bool | None = None) -> dict[str, o
     with on_signal() as stop, closing(Logger(config.logger, resume=bool(resume))) as logger:
         print(f"starting policy and engines (logs: {logger.log_dir}) ...", flush=True)
         try:
-            with start_cluster(config, logger.log_dir) as cluster:
+            with start_cluster(config, logger.log_dir) as cluster, sigterm_interrupts():
                 environments = start_environments(config, cluster, data.env_names | data.val_env_names)
                 policy, engines, _, dataloader, val_dataloader, loss_fn, _, checkpointer, save_state, _ = setup(
                     config, tokenizer, data.train, data.validation, cluster=cluster, logger=logger, resume=resume
