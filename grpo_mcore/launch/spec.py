@@ -100,14 +100,14 @@ def launch_spec(recipe: Recipe, target: Target) -> LaunchSpec:
 
 
 def pools(config: MasterConfig) -> tuple[Pool, ...]:
-    """One pool where policy and engines share accelerators; else `policy` and `engines`."""
+    """One pool where policy and engines share nodes; else `policy` and `engines`, out of cluster.num_nodes."""
     cluster, colocated = config.cluster, config.policy.generation.colocated
     gpus = 0 if cluster.platform == "cpu" else cluster.gpus_per_node
-    if colocated.enabled:
+    engines = colocated.resources.num_nodes
+    if colocated.enabled or not engines:
         return (Pool("workers", cluster.num_nodes, gpus),)
-    engines = colocated.resources.num_nodes or 1
-    per_node = colocated.resources.gpus_per_node or gpus
-    return (Pool("policy", cluster.num_nodes - engines, gpus), Pool("engines", engines, per_node))
+    engine_gpus = 0 if cluster.platform == "cpu" else colocated.resources.gpus_per_node or gpus
+    return (Pool("policy", cluster.num_nodes - engines, gpus), Pool("engines", engines, engine_gpus))
 
 
 def job_name(stem: str) -> str:
