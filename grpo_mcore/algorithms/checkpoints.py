@@ -12,7 +12,6 @@ from typing import Any
 import torch
 import yaml
 
-
 AUTO = "auto"
 
 

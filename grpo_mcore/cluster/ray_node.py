@@ -4,8 +4,8 @@
     python -m grpo_mcore.cluster.ray_node worker --address IP:PORT --cpus 64 --gpus 8
     python -m grpo_mcore.cluster.ray_node wait --address IP:PORT --nodes 2 --gpus 16 --within 600
 
-A node lives as long as its program: no process and no file of it is left, however it ends. Ray's own `ray stop` is of no
-use for that, since it ends every Ray of the machine.
+A node lives as long as its program: no process and no file of it is left, however it ends. Ray's own `ray stop` is of
+no use for that, since it ends every Ray of the machine.
 """
 
 from __future__ import annotations

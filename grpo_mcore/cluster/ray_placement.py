@@ -51,7 +51,8 @@ def reserve(name: str, count: int, cpus: float, gpus: float, timeout_s: float, n
 
 def rank_order(nodes: Sequence[str], count: int | None = None) -> list[tuple[int, int]]:
     """(bundle, place on its node) by rank, given the node of each bundle: nodes in order of appearance, the
-    bundles of a node in a row, so that neighbouring ranks share a node. `count`: workers, where a bundle holds several."""
+    bundles of a node in a row, so that neighbouring ranks share a node. `count`: workers, where a bundle holds
+    several."""
     share = (count or len(nodes)) // len(nodes)
     order = sorted(range(len(nodes)), key=lambda bundle: (nodes.index(nodes[bundle]), bundle))
     return [

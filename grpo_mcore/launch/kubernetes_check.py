@@ -49,7 +49,9 @@ def check(job: Object) -> list[str]:
     found += _repeated(job, schema, "")
     name = job.get("metadata", {}).get("name", "")
     if not found and (len(name) > LONGEST_NAME or not NAME.fullmatch(name)):
-        found.append(f"metadata.name: {name!r}: at most {LONGEST_NAME} lower-case letters, digits and -, a letter first")
+        found.append(
+            f"metadata.name: {name!r}: at most {LONGEST_NAME} lower-case letters, digits and -, a letter first"
+        )
     return found or [*_of_the_server(job), *_of_the_operator(job["spec"]), *_of_the_pods(job["spec"])]
 
 

@@ -147,13 +147,13 @@ def _image(config: MasterConfig) -> Iterator[Finding]:
     if not image:
         yield Finding(key, "Kubernetes needs an image: launch.container=REGISTRY/NAME:TAG (see the Dockerfile)")
     elif "@sha256:" not in image and (":" not in image.rpartition("/")[2] or image.endswith(":latest")):
-        yield Finding(
-            key, f"{image} may be another image after a restart; give a tag other than latest, or a digest"
-        )
+        yield Finding(key, f"{image} may be another image after a restart; give a tag other than latest, or a digest")
     elif any(char.isspace() for char in image) or image.endswith((".sqsh", ".sif")):
         yield Finding(key, f"{image!r} is not the name of an image in a registry")
     if config.launch.mounts:
-        yield Finding(("launch.mounts",), "folders of the nodes are for Slurm; on Kubernetes use launch.k8s.volume_claim")
+        yield Finding(
+            ("launch.mounts",), "folders of the nodes are for Slurm; on Kubernetes use launch.k8s.volume_claim"
+        )
 
 
 def _kubernetes(config: MasterConfig) -> Iterator[Finding]:

@@ -91,7 +91,12 @@ WRONG = {
         "policy.megatron_cfg.tensor_model_parallel_size",
         "the policy's tensor-parallel groups",
     ),
-    "checkpoints on one node": ("slurm", ["checkpointing.checkpoint_dir=/tmp/x"], "checkpointing.checkpoint_dir", "one"),
+    "checkpoints on one node": (
+        "slurm",
+        ["checkpointing.checkpoint_dir=/tmp/x"],
+        "checkpointing.checkpoint_dir",
+        "one",
+    ),
     "checkpoints in the container": (
         "slurm",
         ["launch.container=i:1", "checkpointing.checkpoint_dir=/runs/x", "launch.mounts=['/data:/data']"],

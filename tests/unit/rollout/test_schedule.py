@@ -203,7 +203,8 @@ def _until(schedule: s.Schedule, kind: type[s.Command]) -> s.Command:
                 first = schedule.step * 100 + len(schedule.in_flight)
                 schedule.record(s.Dispatched(tuple(str(first + i) for i in range(count))))
             case s.Await():
-                schedule.record(s.GroupFinished(next(uid for uid in schedule.in_flight if uid not in schedule.finished)))
+                waiting = [uid for uid in schedule.in_flight if uid not in schedule.finished]
+                schedule.record(s.GroupFinished(waiting[0]))
             case s.Train(step):
                 schedule.record(s.Trained(step))
             case s.Validate(step):
