@@ -1,6 +1,6 @@
 """launchers/slurm/grpo_2n8g.sh as it stands, on a real Slurm of two nodes: to the end, cancelled, out of time.
 
-Takes minutes, so it is asked for: pytest --slurm tests/functional/test_slurm.py
+Takes minutes, so it is asked for: pytest --slurm -o faulthandler_timeout=900 tests/functional/test_slurm.py
 """
 
 from __future__ import annotations
