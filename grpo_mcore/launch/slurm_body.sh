@@ -61,12 +61,13 @@ finish() { # HOW LONG THE RUN MAY STILL TAKE TO SAY WHAT HAPPENED
     rm -rf "$RAY_AUTH_TOKEN_PATH" "$folder"-*
 }
 on_usr1() {
-    say "Slurm: the time limit is near; the run finishes its step and saves"
-    if gone "$driver_pid"; then
+    if [[ -z $driver_pid ]]; then
+        say "Slurm: the time limit is near, and the run has not begun"
         finish
         exit 1
     fi
-    kill -USR1 "$driver_pid"
+    say "Slurm: the time limit is near; the run finishes its step and saves"
+    kill -USR1 "$driver_pid" 2>/dev/null
 }
 on_term() {
     say "Slurm: the job is cancelled or preempted; a requeued job goes on from its newest checkpoint"
