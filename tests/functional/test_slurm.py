@@ -105,7 +105,7 @@ def test_to_the_end_over_both_nodes(slurm: Slurm, task: Task, tmp_path: Path) ->
 def test_time_is_up_then_again_from_the_checkpoint_then_cancelled(slurm: Slurm, task: Task, tmp_path: Path) -> None:
     """SIGUSR1 to the batch shell is what --signal=B:USR1@N sends before the time limit."""
     job = Job(slurm, task, tmp_path, 100_000)
-    job.until(r" 2/100000")
+    job.until(r"(?m)^ *2/100000")
     slurm.run("scancel", "--batch", "--signal=USR1", job.number)
     job.until("the job is queued again", 90)
     assert "Slurm: the time limit is near" in job.out and "SIGUSR1 asked the run to stop" in job.out
@@ -115,7 +115,7 @@ def test_time_is_up_then_again_from_the_checkpoint_then_cancelled(slurm: Slurm, 
 
     wait_for(lambda: slurm.job(job.number)["JobState"] == "PENDING", 60, "the requeued job")
     slurm.run("scontrol", "update", f"jobid={job.number}", "starttime=now")  # Slurm would wait for two minutes
-    job.until(f" {saved + 2}/100000")
+    job.until(rf"(?m)^ *{saved + 2}/100000")
     steps = [line["step"] for line in job.run.metrics()]
     assert steps == list(range(1, len(steps) + 1)), "each step once, over the restart"
 
