@@ -70,8 +70,12 @@ on_usr1() {
     kill -USR1 "$driver_pid" 2>/dev/null
 }
 on_term() {
+    trap '' USR1 TERM
     say "Slurm: the job is cancelled or preempted; a requeued job goes on from its newest checkpoint"
-    finish 15
+    # Slurm itself ends the steps now; an srun may wait for its own longer than this script is given.
+    for _ in $(seq 25); do gone "$driver_pid" && gone "$workers_pid" && gone "$head_pid" && break; sleep 0.2; done
+    for pid in $driver_pid $workers_pid $head_pid; do kill -KILL "$pid" 2>/dev/null; done
+    rm -rf "$RAY_AUTH_TOKEN_PATH" "$folder"-*
     say "everything has ended"
     exit 143
 }
