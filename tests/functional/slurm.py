@@ -179,6 +179,7 @@ SelectType=select/cons_tres
 SelectTypeParameters=CR_Core
 GresTypes=gpu
 KillWait=20
+UnkillableStepTimeout=10
 OverTimeLimit=0
 SlurmdTimeout=60
 MinJobAge=300

@@ -120,7 +120,7 @@ def test_time_is_up_then_again_from_the_checkpoint_then_cancelled(slurm: Slurm, 
     assert steps == list(range(1, len(steps) + 1)), "each step once, over the restart"
 
     slurm.run("scancel", job.number)
-    slurm.wait(job.number, "CANCELLED", seconds=60)
+    slurm.wait(job.number, "CANCELLED", seconds=150)
     wait_for(lambda: "everything has ended" in job.out, 60, "the script's last words", lambda: job.out)
     job.nothing_is_left()
     assert job.steps_saved() == [saved]
