@@ -33,6 +33,7 @@ from grpo_mcore.algorithms.setup import (
 from grpo_mcore.algorithms.step_batch import build_step_batch
 from grpo_mcore.algorithms.step_groups import StepGroups
 from grpo_mcore.algorithms.step_targets import step_targets
+from grpo_mcore.algorithms.stopping import StopRequest
 from grpo_mcore.algorithms.validation import run_validation, stop_reason
 from grpo_mcore.cluster import Cluster, LocalCluster
 from grpo_mcore.data import (
@@ -150,9 +151,11 @@ def grpo_train(
     grpo_save_state: GRPOSaveState,
     master_config: MasterConfig,
     processor: Any = None,
+    *,
+    stop: StopRequest | None = None,
 ) -> dict[str, Any]:
-    """Trains until the schedule is finished: all steps are done, the data has ended, or a validation metric is reached.
-    Returns the summary."""
+    """Trains until the schedule is finished: all steps are done, the data has ended, a validation metric is reached, or
+    `stop` asks for it. Returns the summary."""
     config, step_clock = master_config, Timeline()
     reached = stop_reason(grpo_save_state["val_metrics"], config.grpo) if "val_metrics" in grpo_save_state else None
     schedule = s.Schedule(schedule_config(config, val_dataloader), step=grpo_save_state["current_step"], stop=reached)
@@ -164,6 +167,8 @@ def grpo_train(
     report = RunReport(logger, config, grpo_save_state, policy, policy_generation)
 
     while True:
+        if stop and stop.reason and not schedule.asked:
+            schedule.record(s.StopAsked(stop.reason))
         match schedule.next():
             case s.Refit(version):
                 with step_clock.phase("refit"):
@@ -218,7 +223,7 @@ def grpo_train(
                 schedule.record(s.Checkpointed(step))
 
             case s.Finish(reason):
-                return report.finish(reason)
+                return report.finish(reason) | {"stopped_early": reason == schedule.asked}
 
 
 def train_on_groups(

@@ -79,7 +79,13 @@ def start_policy(config: MasterConfig, cluster: Cluster) -> PolicyGroup:
         cpus=1.0 if gpu else 0.1,
         gpus=1.0 if gpu else 0.0,
         env={"OMP_NUM_THREADS": str(cpu_threads(layout.world_size)), "OMP_WAIT_POLICY": "PASSIVE"},
+        nodes=config.cluster.num_nodes,
     )
+    if config.cluster.num_nodes > 1 and len(machines := {worker.place().address for worker in workers}) > 1:
+        raise SetupError(
+            f"the policy's nodes are {len(machines)} machines ({', '.join(sorted(machines))}): a refit through shared "
+            "memory reaches the engines of one machine only; several nodes on CPU are for tests on one machine"
+        )
     return PolicyGroup(
         cluster,
         workers,
