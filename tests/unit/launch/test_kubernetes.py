@@ -18,7 +18,7 @@ from grpo_mcore.launch import launch_spec
 from grpo_mcore.launch.kubernetes import documents
 from grpo_mcore.launch.kubernetes_check import check
 from grpo_mcore.recipe import load_recipe
-from tests.unit.launch.kuberay import crd
+from tests.unit.launch.kuberay import FILE, crd
 from tests.unit.launch.test_golden import H100, ROOT, TWO_NODES
 
 Job = dict[str, Any]
@@ -142,8 +142,11 @@ def test_the_command(job: Job, tmp_path: Path, capsys: pytest.CaptureFixture[str
     good.write_text(yaml.safe_dump(job))
     bad.write_text(yaml.safe_dump(job).replace("SidecarMode", "Sidecar"))
     none.write_text("kind: Pod\n")
-    assert main(["launch", "k8s", "--check", str(good)]) == 0
-    assert main(["launch", "k8s", "--check", str(good), "--check", str(bad), "--check", str(none)]) == 1
+    crd()
+    schema = ["--crd", str(FILE)]
+    assert main(["launch", "k8s", "--check", str(good), *schema]) == 0
+    assert main(["launch", "k8s", "--check", str(good)]) == 2
+    assert main(["launch", "k8s", "--check", str(good), "--check", str(bad), "--check", str(none), *schema]) == 1
     out = capsys.readouterr().out
     assert "good.yaml: ok" in out and "'Sidecar' is none of" in out and "there is no RayJob" in out
     assert main(["launch", "slurm", TWO_NODES, "--output", str(tmp_path / "job.sh")]) == 0
