@@ -31,6 +31,10 @@ FOLDERS = ("unit", "distributed", "functional", "gpu")
 HERE = Path(__file__).parent
 
 
+def pytest_addoption(parser: pytest.Parser) -> None:
+    parser.addoption("--slurm", action="store_true", help="run the tests on a real Slurm too (minutes)")
+
+
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     """Marks each test with its folder's name, skips tests that lack a GPU, and runs the cheap ones first."""
     for item in items:
@@ -40,6 +44,10 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
         for item in items:
             if _folder(item) == "gpu":
                 item.add_marker(pytest.mark.skip(reason=no_gpu))
+    if not config.getoption("--slurm"):
+        for item in items:
+            if item.get_closest_marker("slurm"):
+                item.add_marker(pytest.mark.skip(reason="takes minutes: pytest --slurm"))
     items.sort(key=lambda item: FOLDERS.index(_folder(item)))
 
 

@@ -12,6 +12,8 @@ from typing import Any
 import torch
 import yaml
 
+AUTO = "auto"
+
 
 class ResumeError(FileNotFoundError):
     """There is no checkpoint to go on from."""
@@ -43,8 +45,11 @@ class CheckpointManager:
             )
 
     def find(self, resume: str | Path | bool | None) -> Path | None:
-        """The checkpoint that `--resume` means: True is the newest, None none. Raises ResumeError."""
+        """The checkpoint that `--resume` means: True is the newest, "auto" the newest where there is one, None none.
+        Raises ResumeError."""
         if not resume:
+            return None
+        if resume == AUTO and (resume := self.latest()) is None:
             return None
         found = self.latest() if resume is True else Path(resume)
         if found is None:

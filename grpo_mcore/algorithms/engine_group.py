@@ -8,16 +8,32 @@ from typing import Any
 
 from grpo_mcore.cluster import Cluster, ObjectStore, Parcel, Worker, call_all
 from grpo_mcore.generation import Engine, EngineConfig
+from grpo_mcore.refit import EngineLayout, RefitReceiver
 from grpo_mcore.rollout.trajectory import GenerationRequest, Sampling, TrajectoryRef
 
 
 class EngineWorker(Engine):
-    """An engine whose samples stay in the cluster's store: the driver receives what describes them."""
+    """An engine whose samples stay in the cluster's store: the driver receives what describes them. In a refit over a
+    wire one engine of a node receives for all of them."""
 
     def __init__(self, config: EngineConfig, store: ObjectStore) -> None:
         """`store`: fetches the trajectories that requests continue."""
         super().__init__(config)
         self._store = store
+        self._receiver = RefitReceiver()
+
+    def open_receiver(self, link: dict[str, Any], plan: str, node: int) -> dict[str, Any]:
+        return self._receiver.open_receiver(link, plan, node)
+
+    def receive_bucket(self, index: int) -> dict[str, Any]:
+        return self._receiver.receive_bucket(index)
+
+    def close_receiver(self) -> None:
+        self._receiver.close_receiver()
+
+    def shutdown(self) -> None:
+        self._receiver.close_receiver()
+        super().shutdown()
 
     def generate_refs(self, requests: list[GenerationRequest], sampling: Sampling) -> Iterator[Parcel]:
         """`generate`, each trajectory as Parcel(TrajectoryRef without its ref, trajectory)."""
@@ -39,6 +55,7 @@ class EngineGroup:
     cluster: Cluster
     workers: Sequence[Worker]
     sleeps: bool  # the engines give their memory to the policy between generation phases
+    layout: EngineLayout = EngineLayout()  # of one engine, and how many there are
     weight_version: int = 0
 
     def prepare(self) -> None:

@@ -33,8 +33,9 @@ from grpo_mcore.algorithms.setup import (
 from grpo_mcore.algorithms.step_batch import build_step_batch
 from grpo_mcore.algorithms.step_groups import StepGroups
 from grpo_mcore.algorithms.step_targets import step_targets
+from grpo_mcore.algorithms.stopping import StopRequest
 from grpo_mcore.algorithms.validation import run_validation, stop_reason
-from grpo_mcore.cluster import Cluster
+from grpo_mcore.cluster import Cluster, LocalCluster
 from grpo_mcore.data import (
     AllTaskProcessedDataset,
     MultipleDataloaderWrapper,
@@ -43,7 +44,6 @@ from grpo_mcore.data import (
 )
 from grpo_mcore.objective import ClippedPGLossFn, scale_reward_values
 from grpo_mcore.observe import Logger, Timeline
-from grpo_mcore.parallel.weights import hf_tensors
 from grpo_mcore.recipe import (
     AsyncGRPOConfig,
     GRPOConfig,
@@ -52,7 +52,7 @@ from grpo_mcore.recipe import (
     RewardScalingConfig,
     prompts_per_generation_batch,
 )
-from grpo_mcore.refit import RefitReport, plan_refit, refit
+from grpo_mcore.refit import RefitReport, plan_model_refit, refit
 from grpo_mcore.rollout import schedule as s
 from grpo_mcore.rollout.group import Group
 
@@ -151,9 +151,11 @@ def grpo_train(
     grpo_save_state: GRPOSaveState,
     master_config: MasterConfig,
     processor: Any = None,
+    *,
+    stop: StopRequest | None = None,
 ) -> dict[str, Any]:
-    """Trains until the schedule is finished: all steps are done, the data has ended, or a validation metric is reached.
-    Returns the summary."""
+    """Trains until the schedule is finished: all steps are done, the data has ended, a validation metric is reached, or
+    `stop` asks for it. Returns the summary."""
     config, step_clock = master_config, Timeline()
     reached = stop_reason(grpo_save_state["val_metrics"], config.grpo) if "val_metrics" in grpo_save_state else None
     schedule = s.Schedule(schedule_config(config, val_dataloader), step=grpo_save_state["current_step"], stop=reached)
@@ -165,6 +167,8 @@ def grpo_train(
     report = RunReport(logger, config, grpo_save_state, policy, policy_generation)
 
     while True:
+        if stop and stop.reason and not schedule.asked:
+            schedule.record(s.StopAsked(stop.reason))
         match schedule.next():
             case s.Refit(version):
                 with step_clock.phase("refit"):
@@ -219,7 +223,7 @@ def grpo_train(
                 schedule.record(s.Checkpointed(step))
 
             case s.Finish(reason):
-                return report.finish(reason)
+                return report.finish(reason) | {"stopped_early": reason == schedule.asked}
 
 
 def train_on_groups(
@@ -261,16 +265,31 @@ def refit_policy_generation(
 ) -> RefitReport:
     """Makes every engine's weights equal the policy's, as weight version `policy.updates` + 1.
 
-    `_refit_buffer_size_gb`: GiB, in place of policy.refit_buffer_size_gb. Raises RefitError; the engines then refuse
-    to generate from mixed weights.
+    `colocated_inference` False: over a wire, as if they shared no memory. `_refit_buffer_size_gb`: GiB, in place of
+    policy.refit_buffer_size_gb. Raises RefitError; the engines then have their old weights, or refuse to generate from
+    mixed ones.
     """
-    if not colocated_inference:
-        raise ValueError("refit of engines on accelerators of their own is not supported yet")
+    if not colocated_inference and isinstance(policy.cluster, LocalCluster):
+        raise ValueError("policy and engines of one process are colocated: over a wire each would wait for the other")
     size = policy.refit_buffer_gb if _refit_buffer_size_gb is None else _refit_buffer_size_gb
-    plan = plan_refit(hf_tensors(policy.shape), dtype=policy.precision, buffer_bytes=int(size * GIB))
+    plan = plan_model_refit(
+        policy.shape,
+        policy.refit_layout,
+        policy_generation.layout,
+        dtype=policy.precision,
+        buffer_bytes=int(size * GIB),
+    )
     version = policy.updates + 1
-    timeout_s = policy.cluster.call_timeout_s
-    report = refit(policy.workers, policy_generation.workers, plan, version, timeline=timer, timeout_s=timeout_s)
+    report = refit(
+        policy.workers,
+        policy_generation.workers,
+        plan,
+        version,
+        verify=policy.refit_verify,
+        nodes=None if colocated_inference else [policy_generation.workers],
+        timeline=timer,
+        timeout_s=policy.cluster.call_timeout_s,
+    )
     policy_generation.weight_version = version
     policy.offload()
     policy_generation.prepare()

@@ -14,6 +14,7 @@ from grpo_mcore.families import ModelShape
 from grpo_mcore.objective import combine_metrics, step_metrics
 from grpo_mcore.objective.config import KLType
 from grpo_mcore.parallel.mesh import Layout
+from grpo_mcore.refit import TrainerLayout, Verify
 
 
 @dataclass
@@ -27,6 +28,8 @@ class PolicyGroup:
     model_folder: str
     precision: str
     refit_buffer_gb: float
+    refit_layout: TrainerLayout
+    refit_verify: Verify = "sample"
     updates: int = 0
 
     def receive(self, steps: Sequence[RankStep]) -> None:

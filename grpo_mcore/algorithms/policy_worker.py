@@ -36,7 +36,7 @@ class PolicyWorker(Policy):
         self._store = store
         self._bins: list[list[Bin]] = []  # by optimizer step
         self._kl_kind: KLType | None = None
-        self._sender = RefitSender(self.weights, through_host=self.layout.world_size > 1)
+        self._sender = RefitSender(self.weights, address.rank, through_host=self.layout.world_size > 1)
 
     def receive(self, step: RankStep, weight_version: int) -> None:
         """Fetches the step's trajectories and packs them. `weight_version`: of the weights that will train on them."""
@@ -118,11 +118,17 @@ class PolicyWorker(Policy):
             columns["advantages"] = token_advantages(advantages, to_go, targets.kl_weight, *targets.clip)
         return [bin.batch for bin in bins]
 
+    def host_link(self, policy_ranks: int, nodes: int, timeout_s: float) -> dict[str, Any]:
+        return self._sender.host_link(policy_ranks, nodes, timeout_s)
+
+    def close_refit(self) -> None:
+        self._sender.close_refit()
+
     def open_refit(self, transport: dict[str, Any] | None, plan: str) -> dict[str, Any]:
         return self._sender.open_refit(transport, plan)
 
-    def fill_bucket(self, index: int) -> dict[str, Any]:
-        return self._sender.fill_bucket(index)
+    def fill_bucket(self, index: int, *checked: Any) -> dict[str, Any]:
+        return self._sender.fill_bucket(index, *checked)
 
     def shutdown(self) -> None:
         self._sender.close_refit()

@@ -91,7 +91,15 @@ class RunReport:
         self.console.progress("samples", self._samples_done, self._samples_asked)
 
     def refit(self, report: RefitReport) -> None:
-        self._refit = report
+        first, self._refit = self._refit is None, report
+        if first and report.in_place:
+            self.console.note(
+                f"no memory for a second copy of the weights on {', '.join(report.in_place)}: a refit replaces them "
+                "layer by layer, and generation stands still for all of it"
+            )
+        if first and report.fallbacks:
+            names = ", ".join(report.fallbacks[:4])
+            self.console.note(f"{len(report.fallbacks)} tensors reach the engines whole, not in slices: {names}")
 
     def step(self, step: int, groups: Sequence[Group], metrics: dict[str, float], clock: Timeline) -> None:
         """A step was trained: its line, and its metrics into the files."""
@@ -107,6 +115,8 @@ class RunReport:
         if self._refit is not None:
             metrics |= {f"refit/{name}_seconds": spent for name, spent in self._refit.stage_seconds.items()}
             metrics["refit/bytes"] = float(self._refit.bytes)
+            metrics["refit/pause_seconds"] = self._refit.pause_seconds
+            metrics["refit/checked"] = float(self._refit.checked)
         metrics["num_failed_prompts"] = float(self._failed_prompts)
         self._failed_prompts = 0
         if "token_mult_prob_error" in metrics:

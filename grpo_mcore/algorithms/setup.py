@@ -6,6 +6,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 from grpo_mcore.algorithms.engine_group import EngineGroup, EngineWorker
+from grpo_mcore.algorithms.logprob_passes import needs_prev, needs_reference
 from grpo_mcore.algorithms.policy_group import PolicyGroup
 from grpo_mcore.algorithms.policy_worker import PolicyWorker
 from grpo_mcore.cluster import Cluster, Worker, gather, open_cluster
@@ -16,7 +17,8 @@ from grpo_mcore.generation import EngineConfig, engine_environment
 from grpo_mcore.objective import ClippedPGLossFn
 from grpo_mcore.parallel.mesh import Layout
 from grpo_mcore.parallel.policy import layout_of
-from grpo_mcore.recipe import MasterConfig, samples_per_step, world_size
+from grpo_mcore.recipe import MasterConfig, MegatronConfig, world_size
+from grpo_mcore.refit import EngineLayout, TrainerLayout
 
 
 class SetupError(ValueError):
@@ -77,9 +79,34 @@ def start_policy(config: MasterConfig, cluster: Cluster) -> PolicyGroup:
         cpus=1.0 if gpu else 0.1,
         gpus=1.0 if gpu else 0.0,
         env={"OMP_NUM_THREADS": str(cpu_threads(layout.world_size)), "OMP_WAIT_POLICY": "PASSIVE"},
+        nodes=config.cluster.num_nodes,
     )
+    if config.cluster.num_nodes > 1 and len(machines := {worker.place().address for worker in workers}) > 1:
+        raise SetupError(
+            f"the policy's nodes are {len(machines)} machines ({', '.join(sorted(machines))}): a refit through shared "
+            "memory reaches the engines of one machine only; several nodes on CPU are for tests on one machine"
+        )
     return PolicyGroup(
-        cluster, workers, layout, shape, policy.model_name, policy.precision, policy.refit_buffer_size_gb
+        cluster,
+        workers,
+        layout,
+        shape,
+        policy.model_name,
+        policy.precision,
+        policy.refit_buffer_size_gb,
+        trainer_layout(layout, policy.megatron_cfg),
+        policy.refit_verify,
+    )
+
+
+def trainer_layout(layout: Layout, megatron: MegatronConfig) -> TrainerLayout:
+    """The policy's layout in the words of the refit plan."""
+    return TrainerLayout(
+        layout.tensor,
+        layout.pipeline,
+        layout.data,
+        first_layers=megatron.num_layers_in_first_pipeline_stage or 0,
+        last_layers=megatron.num_layers_in_last_pipeline_stage or 0,
     )
 
 
@@ -125,7 +152,8 @@ def start_engines(config: MasterConfig, cluster: Cluster, policy: PolicyGroup) -
                 beside=ranks if gpu else (),
             )
         )
-    return EngineGroup(cluster, workers, sleeps=gpu and generation.colocated.enabled)
+    layout = EngineLayout(vllm.tensor_parallel_size, replicas=count)
+    return EngineGroup(cluster, workers, gpu and generation.colocated.enabled, layout)
 
 
 def start_environments(
@@ -161,19 +189,6 @@ def wait_until_ready(
         timeout_s=config.cluster.start_timeout_s,
         what=what,
     )
-
-
-def needs_reference(config: MasterConfig) -> bool:
-    """Whether reference log-probs are computed at all."""
-    return config.loss_fn.reference_policy_kl_penalty > 0
-
-
-def needs_prev(config: MasterConfig) -> bool:
-    """Whether log-probs from before the step's first update are computed: the policy changes within the step, or what
-    it learns depends on them."""
-    grpo, loss = config.grpo, config.loss_fn
-    changes = samples_per_step(config) > config.policy.train_global_batch_size
-    return changes or loss.use_kl_in_reward or grpo.seq_logprob_error_threshold is not None
 
 
 def make_loss(config: MasterConfig) -> ClippedPGLossFn:

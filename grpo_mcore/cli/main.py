@@ -17,7 +17,11 @@ from grpo_mcore.recipe.merge import is_override
 VERBS = {
     "train": ("train a model with GRPO", True),
     "sft": ("fine-tune a model on examples", True),
+    "plan": ("predict memory, time and refit of a recipe before anything is started", True),
+    "doctor": ("find what is wrong with this machine, or with every node of a cluster", False),
     "config": ("print a recipe, resolved, with the source of every value", True),
+    "refit": ("show how a refit moves the weights of a recipe: refit plan RECIPE", False),
+    "launch": ("run a recipe on a cluster: launch slurm RECIPE, launch k8s RECIPE", True),
     "demo": ("make a small model and train it with GRPO on this machine", False),
     "data": ("make training data of NeMo Gym rollouts, check training data", False),
 }
@@ -105,7 +109,8 @@ def _parsers(verb: str | None) -> tuple[argparse.ArgumentParser, argparse.Argume
                 const=True,
                 default=None,
                 metavar="PATH",
-                help="go on from a checkpoint: PATH, or the newest in checkpointing.checkpoint_dir",
+                help="go on from a checkpoint: PATH, or the newest in checkpointing.checkpoint_dir; "
+                "auto: the newest where there is one, else from the start",
             )
         if name == verb:
             chosen = sub
@@ -126,6 +131,12 @@ def _sort_words(args: argparse.Namespace, parser: argparse.ArgumentParser, takes
         if others:
             parser.error(f"not an override (key=value): {others[0]}")
         return
+    if targets := getattr(args, "targets", ()):
+        if not others or others[0] not in targets:
+            parser.error(f"where to: {' or '.join(targets)}; then the recipe")
+        args.target = others.pop(0)
+        if args.check:
+            return
     given = [*([args.config] if args.config else []), *others]
     del args.config
     if not given:

@@ -177,10 +177,11 @@ class Cluster(Protocol):
         cpus: float = 1.0,
         gpus: float = 0.0,
         env: Mapping[str, str] | None = None,
+        nodes: int = 1,
     ) -> Sequence[Worker]:
         """Starts `name-0`, `name-1`, ... built by `cls(Rendezvous, *args_per_rank[rank])`, and returns them
-        by rank as soon as each has its place: on as few nodes as possible, the ranks of a node in a row.
-        `cpus` and `gpus` are for each rank."""
+        by rank as soon as each has its place: on as few nodes as possible, or as many on each of `nodes` nodes,
+        the ranks of a node in a row. `cpus` and `gpus` are for each rank."""
 
     def put(self, obj: Any) -> Ref: ...
 

@@ -125,6 +125,7 @@ class LocalCluster:
         cpus: float = 1.0,
         gpus: float = 0.0,
         env: Mapping[str, str] | None = None,
+        nodes: int = 1,
     ) -> Sequence[LocalWorker]:
         if len(args_per_rank) != 1:
             raise ValueError(

@@ -95,11 +95,12 @@ class RayCluster:
         cpus: float = 1.0,
         gpus: float = 0.0,
         env: Mapping[str, str] | None = None,
+        nodes: int = 1,
     ) -> Sequence[RayWorker]:
         size = len(args_per_rank)
-        group = reserve(name, size, cpus, gpus, self._start_timeout_s)
+        group = reserve(name, size, cpus, gpus, self._start_timeout_s, nodes)
         self._groups.append((group, {f"{name}-{rank}" for rank in range(size)}))
-        places = rank_order(nodes_of(group))
+        places = rank_order(nodes_of(group), size)
         workers = [
             self._host(f"{name}-{rank}", cpus, gpus, env or {}, 1, PlacementGroupSchedulingStrategy(group, bundle))
             for rank, (bundle, _) in enumerate(places)

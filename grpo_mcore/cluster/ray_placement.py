@@ -26,27 +26,38 @@ def check_room(name: str, count: int, cpus: float, gpus: float) -> None:
         )
 
 
-def reserve(name: str, count: int, cpus: float, gpus: float, timeout_s: float) -> PlacementGroup:
-    """A place for each of `count` workers on as few nodes as possible.
+def reserve(name: str, count: int, cpus: float, gpus: float, timeout_s: float, nodes: int = 1) -> PlacementGroup:
+    """A place for each of `count` workers: on as few nodes as possible, or as many on each of `nodes` nodes.
 
     Raises NotEnoughResources, or DeadlineExceeded when the room stays taken.
     """
     check_room(name, count, cpus, gpus)
-    bundle = {unit: amount for unit, amount in (("CPU", cpus), ("GPU", gpus)) if amount > 0}
-    group = placement_group([bundle] * count, strategy="PACK")
+    each, rest = divmod(count, nodes)
+    if rest:
+        raise ValueError(f"{name}: {count} workers cannot be spread evenly over {nodes} nodes")
+    if nodes > len(alive := [node for node in ray.nodes() if node["Alive"]]):
+        raise NotEnoughResources(f"{name}: {nodes} nodes asked for, the cluster has {len(alive)}; add nodes")
+    share = 1 if nodes == 1 else each
+    bundle = {unit: share * amount for unit, amount in (("CPU", cpus), ("GPU", gpus)) if amount > 0}
+    group = placement_group([bundle] * (count // share), strategy="PACK" if nodes == 1 else "STRICT_SPREAD")
     if not group.wait(timeout_s):
         free = room(ray.available_resources())
         remove_placement_group(group)
-        detail = f"asked for: {asked(count, cpus, gpus)}; free: {free} of {room(ray.cluster_resources())}"
+        over = f" on each of {nodes} nodes" if nodes > 1 else ""
+        detail = f"asked for: {asked(count, cpus, gpus)}{over}; free: {free} of {room(ray.cluster_resources())}"
         raise DeadlineExceeded(f"room for {name}", "Ray's scheduler", timeout_s, detail)
     return group
 
 
-def rank_order(nodes: Sequence[str]) -> list[tuple[int, int]]:
+def rank_order(nodes: Sequence[str], count: int | None = None) -> list[tuple[int, int]]:
     """(bundle, place on its node) by rank, given the node of each bundle: nodes in order of appearance, the
-    bundles of a node in a row, so that neighbouring ranks share a node."""
+    bundles of a node in a row, so that neighbouring ranks share a node. `count`: workers, where a bundle holds
+    several."""
+    share = (count or len(nodes)) // len(nodes)
     order = sorted(range(len(nodes)), key=lambda bundle: (nodes.index(nodes[bundle]), bundle))
-    return [(bundle, nodes[:bundle].count(nodes[bundle])) for bundle in order]
+    return [
+        (bundle, nodes[:bundle].count(nodes[bundle]) * share + place) for bundle in order for place in range(share)
+    ]
 
 
 def nodes_of(group: PlacementGroup) -> list[str]:

@@ -6,8 +6,6 @@ import logging
 import os
 import shutil
 import socket
-import subprocess
-import sys
 import tempfile
 import time
 import uuid
@@ -57,7 +55,7 @@ class RaySession:
         self.started_here = True
         self.folder = _short_folder()
         self._mark = f"{MARKER}={uuid.uuid4().hex}"
-        self._sweeper = _start_sweeper(self._mark, self.folder)
+        self._sweeper = sweeper.start_beside(self._mark, self.folder)
         try:
             with only_allowed(env_vars):
                 os.environ[MARKER] = self._mark.partition("=")[2]
@@ -128,14 +126,3 @@ def _attach(address: str) -> None:
 def _short_folder() -> Path:
     parent = tempfile.gettempdir()
     return Path(tempfile.mkdtemp(prefix="ray-", dir=parent if len(parent) <= LONGEST_TEMPORARY else "/tmp"))
-
-
-def _start_sweeper(mark: str, folder: Path) -> subprocess.Popen[bytes]:
-    return subprocess.Popen(
-        [sys.executable, "-I", "-S", sweeper.__file__, str(os.getpid()), mark, str(folder)],
-        stdin=subprocess.DEVNULL,
-        stdout=subprocess.DEVNULL,
-        stderr=subprocess.DEVNULL,
-        env={},
-        start_new_session=True,  # Ctrl-C is for the driver
-    )

@@ -10,6 +10,7 @@ from __future__ import annotations
 import os
 import shutil
 import signal
+import subprocess
 import sys
 import time
 from pathlib import Path
@@ -40,6 +41,18 @@ def sweep(entry: str, patience_s: float = 5.0) -> list[int]:
                 pass
         time.sleep(0.05)
     return pids
+
+
+def start_beside(mark: str, folder: Path) -> subprocess.Popen[bytes]:
+    """This file as a program that waits for the end of the caller, however it comes, and then sweeps."""
+    return subprocess.Popen(
+        [sys.executable, "-I", "-S", __file__, str(os.getpid()), mark, str(folder)],
+        stdin=subprocess.DEVNULL,
+        stdout=subprocess.DEVNULL,
+        stderr=subprocess.DEVNULL,
+        env={},
+        start_new_session=True,  # Ctrl-C is for the driver
+    )
 
 
 def main() -> None:

@@ -8,6 +8,7 @@ from typing import Any
 
 from grpo_mcore.families import llama, qwen2, qwen3
 from grpo_mcore.families.dense import dense_flops, dense_params
+from grpo_mcore.families.engine import check_engine_parallel, engine_pieces, engine_shape
 from grpo_mcore.families.spec import (
     Box,
     FamilyError,
@@ -60,6 +61,7 @@ def parameter_count(shape: ModelShape) -> int:
 
 __all__ = [
     "FAMILIES", "Box", "FamilyError", "HfTensor", "ModelShape", "Param", "Piece", "Split", "Stage",
-    "check_tensor_parallel", "forward_flops", "local_shape", "parameter_count", "params_of", "pieces",
+    "check_engine_parallel", "check_tensor_parallel", "engine_pieces", "engine_shape", "forward_flops", "local_shape",
+    "parameter_count", "params_of", "pieces",
     "read_hf_config", "shape_of",
 ]  # fmt: skip

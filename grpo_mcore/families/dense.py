@@ -56,14 +56,14 @@ def dense_params(shape: ModelShape) -> tuple[Param, ...]:
     """Every parameter of the model, in the order of the forward pass."""
     h, v = shape.hidden_size, shape.vocab_size
     embedding = HfTensor("model.embed_tokens.weight", (v, h))
-    found = [Param("embedding.word_embeddings.weight", (embedding,), Split.VOCAB, Stage.FIRST)]
+    found = [Param("embedding.word_embeddings.weight", (embedding,), Split.VOCAB, Stage.FIRST, engine=embedding.name)]
     for layer in range(shape.num_layers):
         found += _layer(shape, layer)
-    found.append(
-        Param("decoder.final_layernorm.weight", (HfTensor("model.norm.weight", (h,)),), Split.REPLICATED, Stage.LAST)
-    )
+    norm = HfTensor("model.norm.weight", (h,))
+    found.append(Param("decoder.final_layernorm.weight", (norm,), Split.REPLICATED, Stage.LAST, engine=norm.name))
     head = embedding if shape.tied_embeddings else HfTensor("lm_head.weight", (v, h))
-    found.append(Param("output_layer.weight", (head,), Split.VOCAB, Stage.LAST, copy=shape.tied_embeddings))
+    tied = shape.tied_embeddings
+    found.append(Param("output_layer.weight", (head,), Split.VOCAB, Stage.LAST, copy=tied, engine=head.name))
     return tuple(found)
 
 
@@ -74,8 +74,10 @@ def _layer(shape: ModelShape, layer: int) -> list[Param]:
     def hf(name: str, *size: int) -> HfTensor:
         return HfTensor(f"model.layers.{layer}.{name}", size)
 
-    def param(name: str, split: Split, *tensors: HfTensor) -> Param:
-        return Param("decoder.layers.{layer}." + name, tensors, split, Stage.LAYER, layer)
+    def param(name: str, split: Split, *tensors: HfTensor, fused: str | None = None) -> Param:
+        """`fused`: vLLM's parameter of several tensors; one tensor has its own name there too."""
+        engine = tensors[0].name if fused is None else f"model.layers.{layer}.{fused}"
+        return Param("decoder.layers.{layer}." + name, tensors, split, Stage.LAYER, layer, engine=engine)
 
     def qkv(kind: str, *tail: int) -> tuple[HfTensor, HfTensor, HfTensor]:
         return (
@@ -86,10 +88,11 @@ def _layer(shape: ModelShape, layer: int) -> list[Param]:
 
     found = [
         param("input_layernorm.weight", Split.REPLICATED, hf("input_layernorm.weight", h)),
-        param("self_attention.linear_qkv.weight", Split.QKV, *qkv("weight", h)),
+        param("self_attention.linear_qkv.weight", Split.QKV, *qkv("weight", h), fused="self_attn.qkv_proj.weight"),
     ]
     if shape.qkv_bias:
-        found.append(param("self_attention.linear_qkv.bias", Split.QKV, *qkv("bias")))
+        bias = "self_attention.linear_qkv.bias"
+        found.append(param(bias, Split.QKV, *qkv("bias"), fused="self_attn.qkv_proj.bias"))
     if shape.qk_norm:
         found += [
             param("self_attention.q_layernorm.weight", Split.REPLICATED, hf("self_attn.q_norm.weight", d)),
@@ -98,9 +101,12 @@ def _layer(shape: ModelShape, layer: int) -> list[Param]:
     return found + [
         param("self_attention.linear_proj.weight", Split.COLUMNS, hf("self_attn.o_proj.weight", h, query)),
         param("pre_mlp_layernorm.weight", Split.REPLICATED, hf("post_attention_layernorm.weight", h)),
-        param("mlp.linear_fc1.weight", Split.GATE_UP, hf("mlp.gate_proj.weight", f, h), hf("mlp.up_proj.weight", f, h)),
+        param(
+            "mlp.linear_fc1.weight", Split.GATE_UP, hf("mlp.gate_proj.weight", f, h), hf("mlp.up_proj.weight", f, h),
+            fused="mlp.gate_up_proj.weight",
+        ),
         param("mlp.linear_fc2.weight", Split.COLUMNS, hf("mlp.down_proj.weight", h, f)),
-    ]
+    ]  # fmt: skip
 
 
 def dense_flops(shape: ModelShape, tokens: int, sum_of_squared_lengths: int) -> float:

@@ -75,8 +75,11 @@ class HfTensor:
 class Param:
     """One Megatron-Core parameter and the Hugging Face tensors that it is made of.
 
-    `megatron` has `{layer}` where the stage-local layer index goes. `copy` marks a second home of a tensor that
-    another parameter owns (the output layer of tied embeddings on the last stage): loaded, never exported.
+    `megatron` has `{layer}` where the stage-local layer index goes, and `{expert}` where the rank-local expert index
+    goes. `copy` marks a second home of a tensor that another parameter owns (the output layer of tied embeddings on
+    the last stage): loaded, never exported. `expert`: (index, number of experts) of a weight that expert-parallel
+    ranks share out; it splits over the expert-tensor-parallel ranks. `engine`: vLLM's parameter that these tensors
+    fill, alone or fused (see `families.engine`); None where vLLM's own loading must place them.
     """
 
     megatron: str
@@ -85,6 +88,8 @@ class Param:
     stage: Stage
     layer: int | None = None
     copy: bool = False
+    expert: tuple[int, int] | None = None
+    engine: str | None = None
 
 
 @dataclass(frozen=True)

@@ -11,8 +11,12 @@ from contextlib import contextmanager
 from typing import Any
 
 from grpo_mcore.generation.config import EngineConfig, engine_arguments, engine_environment
+from grpo_mcore.generation.turns import Turns
 from grpo_mcore.generation.worker_calls import refit_step, unlink_shared_segments
 from grpo_mcore.rollout.trajectory import GenerationRequest, Sampling, Trajectory
+
+REFIT_TIMEOUT_S = 600.0
+POLL_S = 0.002
 
 
 class EngineError(RuntimeError):
@@ -20,7 +24,8 @@ class EngineError(RuntimeError):
 
 
 class Engine:
-    """One engine with its tensor-parallel ranks: in process or as a Ray actor; one call at a time.
+    """One engine with its tensor-parallel ranks: in process or as a Ray actor; one call at a time, but that a refit may
+    run in another thread while `generate` does.
 
     `weight_version`: number of the last committed refit, 0 for the weights it was started with. None when they
     are of no version (never filled, or half replaced by a refit that failed): it then generates nothing.
@@ -32,7 +37,12 @@ class Engine:
         self.name = config.name
         self.weight_version: int | None = 0 if config.load_format == "auto" else None
         self._refit_open = False
+        self._in_place = False  # the open refit replaces layer by layer
+        self._way_back = True  # a commit of the open refit can be taken back
         self._half_replaced = False
+        self._version_before: int | None = None  # of a commit that may still be taken back
+        self._unreleased = False
+        self._turns = Turns()
         self._asleep: list[str] = []  # which memory is given away: vLLM's tags
         self._generating = False
         for key, value in engine_environment(config).items():
@@ -70,8 +80,9 @@ class Engine:
 
         if self.weight_version is None:
             raise EngineError(f"{self.name} holds weights of no version: it generates after the next refit")
-        if self._refit_open or self._asleep or self._generating:
-            state = "in a refit" if self._refit_open else "asleep" if self._asleep else "generating already"
+        refitting = self._refit_open and self._in_place
+        if refitting or self._asleep or self._generating:
+            state = "in a refit" if refitting else "asleep" if self._asleep else "generating already"
             raise EngineError(f"{self.name} cannot generate: it is {state}")
         from vllm.inputs.engine import tokens_input
 
@@ -84,9 +95,10 @@ class Engine:
         try:
             for key, request in asked.items():
                 prompt = tokens_input(request.token_ids().tolist())
-                running[key] = engine.add_request(key, prompt, params[key])
+                with self._turns.call():
+                    running[key] = engine.add_request(key, prompt, params[key])
             while running:
-                with self._rank_deaths():
+                with self._turns.step(REFIT_TIMEOUT_S), self._rank_deaths():
                     outputs = engine.step()
                 for output in outputs:
                     if output.finished:
@@ -94,68 +106,123 @@ class Engine:
                         yield to_trajectory(asked[output.request_id], output, tokenizer)
         finally:
             if running:
-                engine.abort_request(list(running.values()), internal=True)
+                with self._turns.call():
+                    engine.abort_request(list(running.values()), internal=True)
             self._generating = False
 
     def start_refit(self, manifest: Mapping[str, Any]) -> dict[str, Any]:
-        """Open a weight update. `manifest`: plan (JSON), digest, transport. A half-open one is closed first.
+        """Open a weight update. `manifest`: plan (JSON), digest, transport, version, verify. What is open is closed
+        first.
 
-        Returns the digest of the plan as every rank understood it, and the current weight version.
+        Returns {digest of the plan as every rank understood it, version: the current one, dtype, in_place, verify:
+        "full" in the first refit that samples}. Raises EngineError where the engine generates and has no memory to
+        stage in.
         """
-        if self._generating:
-            raise EngineError(f"{self.name} cannot start a refit while it generates")
         self.abort_refit()
         if "weights" in self._asleep:
             self._llm_engine.wake_up(["weights"])
             self._asleep.remove("weights")
         self._refit_open = True
-        reports = self._refit_step("start", {"plan": manifest["plan"], "transport": manifest["transport"]})
-        digests = {report["digest"] for report in reports}
-        if digests != {manifest["digest"]}:
+        names = ("plan", "transport", "version", "verify", "in_place")
+        reports = self._refit_step("start", {name: manifest[name] for name in names if name in manifest})
+        if (digests := {report["digest"] for report in reports}) != {manifest["digest"]}:
             self.abort_refit()
             raise EngineError(f"{self.name}: ranks read plan {manifest['digest'][:12]} as {sorted(digests)}")
-        return {"digest": manifest["digest"], "version": self.weight_version}
+        self._in_place = any(report["in_place"] for report in reports)
+        self._way_back = not self._in_place and not reports[0]["fallbacks"]
+        if self._in_place and self._generating:
+            self.abort_refit()
+            raise EngineError(f"{self.name} generates, and has no memory for a second copy of its weights")
+        first = reports[0]
+        return {
+            "digest": manifest["digest"],
+            "version": self.weight_version,
+            "dtype": first["dtype"],
+            "in_place": self._in_place,
+            "verify": first["verify"],
+        }
 
-    def load_bucket(self, index: int) -> dict[str, Any]:
-        """Load what the refit buffer holds as bucket `index`. Returns {seconds}."""
+    def stage_bucket(self, index: int) -> dict[str, Any]:
+        """Take what the refit buffer holds as bucket `index`. Returns {seconds, sums: by rank, of the checked copies}.
+
+        While another thread generates, the ranks do this beside it.
+        """
         began = time.perf_counter()
         if not self._refit_open:
-            raise EngineError(f"{self.name}: bucket {index} cannot be loaded, no refit is open")
-        self._half_replaced = True
-        self._refit_step("load", {"bucket": index})
-        return {"seconds": time.perf_counter() - began}
+            raise EngineError(f"{self.name}: bucket {index} cannot be taken, no refit is open")
+        self._half_replaced = self._in_place
+        reports = self._refit_step("load", {"bucket": index, "background": self._generating})
+        deadline = began + REFIT_TIMEOUT_S
+        while any(report["busy"] for report in reports):
+            if time.perf_counter() > deadline:
+                raise EngineError(f"{self.name}: bucket {index} was not taken within {REFIT_TIMEOUT_S:g} s")
+            time.sleep(POLL_S)
+            reports = self._refit_step("wait")
+        sums = {f"{self.name} rank {rank}": report["sums"] for rank, report in enumerate(reports)}
+        return {"seconds": time.perf_counter() - began, "sums": sums}
 
-    def commit_refit(self, version: int) -> dict[str, Any]:
-        """Check that everything has arrived and make it weight version `version`.
+    def commit_refit(self, version: int, recompute_kv: bool = False) -> dict[str, Any]:
+        """Put what was staged to use as weight version `version`. Generation then stands still until `finish_refit`, or
+        until `abort_refit` brings the old weights back. Requests under way go on with the new weights.
 
-        Returns {version, tensors, parameters, bytes, seconds}: loaded Hugging Face tensors, vLLM parameters
-        on a rank, bytes read by a rank.
+        `recompute_kv`: what the old weights computed of them is computed again. Returns {version, parameters (on a
+        rank), fallbacks (tensors that vLLM's own loading placed), seconds}.
         """
         if not self._refit_open:
             raise EngineError(f"{self.name}: weight version {version} cannot be committed, no refit is open")
         began = time.perf_counter()
-        report = self._refit_step("finish")[0]
-        # What the old weights computed must not serve a prompt of the new ones.
-        if not self._llm_engine.reset_prefix_cache():
+        with self._turns.call():
+            self._turns.hold(True)
+            self._half_replaced = not self._way_back
+            report = self._refit_step("finish")[0]
+            self._refit_open, self._unreleased = False, True
+            self._version_before, self.weight_version = self.weight_version, None
+            self._forget_cache(recompute_kv)
+            self._llm_engine.set_weight_version(str(version))
+            self.weight_version = version
+        found = {name: report[name] for name in ("parameters", "fallbacks")}
+        return found | {"version": version, "seconds": time.perf_counter() - began}
+
+    def _forget_cache(self, recompute_kv: bool) -> None:
+        """What the old weights computed must not serve a prompt of the new ones."""
+        in_flight = self._llm_engine.get_num_unfinished_requests()
+        cleared = self._llm_engine.reset_prefix_cache(reset_running_requests=recompute_kv and in_flight > 0)
+        if not cleared and not in_flight:
             raise EngineError(f"{self.name}: the prefix cache of the old weights could not be cleared")
-        self._llm_engine.set_weight_version(str(version))
-        self._refit_open = self._half_replaced = False
-        self.weight_version = version
-        return report | {"version": version, "seconds": time.perf_counter() - began}
+
+    def finish_refit(self) -> None:
+        """Every engine has committed: let the old weights go, and generation on. No-op when nothing is open."""
+        if not self._unreleased:
+            return
+        self._unreleased = self._half_replaced = False
+        self._refit_step("release")
+        self._turns.hold(False)
 
     def abort_refit(self) -> None:
-        """Close a half-open update. No-op when none is open. Once a bucket was loaded, the old weights are
-        gone in part: the engine then generates nothing until a refit succeeds."""
-        if not self._refit_open:
+        """Close what is open, on the old weights. No-op when nothing is.
+
+        Where layers were replaced one by one, the old weights are gone: the engine then generates nothing until a
+        refit succeeds.
+        """
+        if not self._refit_open and not self._unreleased:
             return
+        if self._unreleased:
+            self.weight_version = self._version_before
         if self._half_replaced:
             self.weight_version = None
-        self._refit_open = self._half_replaced = False
-        self._refit_step("abort")
+        was_committed = self._unreleased
+        self._refit_open = self._half_replaced = self._unreleased = False
+        try:
+            self._refit_step("abort")
+            if was_committed:
+                self._forget_cache(recompute_kv=True)
+                self._llm_engine.set_weight_version(str(self.weight_version or 0))
+        finally:
+            self._turns.hold(False)
 
     def _refit_step(self, step: str, argument: Any = None) -> list[dict[str, Any]]:
         """On every rank. Raises EngineError with the first rank's error."""
-        with self._rank_deaths():
+        with self._turns.call(), self._rank_deaths():
             reports = self._llm_engine.collective_rpc(refit_step, args=(step, argument))
         for rank, report in enumerate(reports):
             if "error" in report:
@@ -169,6 +236,7 @@ class Engine:
         """Be ready to generate with weight version `version`. Raises EngineError if it holds another."""
         if self.weight_version != version:
             raise EngineError(f"{self.name} holds weight version {self.weight_version}, not {version}")
+        self.finish_refit()  # whoever asks for this version has committed it
         if self._asleep:
             self._llm_engine.wake_up(self._asleep)
             self._asleep = []
@@ -181,7 +249,7 @@ class Engine:
 
     def health(self) -> dict[str, Any]:
         """{name, weight_version, requests (unfinished), state, pid}. Raises if a rank does not answer."""
-        with self._rank_deaths():
+        with self._turns.call(), self._rank_deaths():
             self._llm_engine.model_executor.check_health()
         state = "refit" if self._refit_open else "asleep" if self._asleep else "ready"
         return {

@@ -22,8 +22,12 @@ def refit_step(worker: Any, step: str, argument: Any = None) -> dict[str, Any]:
                 worker.start_weight_update()
             case "load":
                 worker.update_weights(argument)
+            case "wait":
+                pass  # the report tells whether the bucket is still being taken
             case "finish":
                 worker.finish_weight_update()
+            case "release":
+                backend.release()
             case "abort":
                 in_session = backend.in_session
                 backend.abort()

@@ -186,7 +186,8 @@ class Policy:
         else:
             cause = "no single sample, but the sum of their gradients. Lower the learning rate or max_grad_norm"
         raise NonFiniteLoss(
-            f"loss, gradient or the engine's log-probs are not finite; the cause: {cause}. This optimizer step changed no weight"
+            f"loss, gradient or the engine's log-probs are not finite; the cause: {cause}. "
+            "This optimizer step changed no weight"
         )
 
     def _non_finite_samples(self, batches: Sequence[PackedBatch]) -> list[str]:

@@ -33,10 +33,12 @@ class ShardedWeights:
         self.shape, self.layout, self.here = shape, layout, here
         named = dict(model.named_parameters())
         self.local: list[tuple[Param, Tensor]] = []
+        self.names: list[str] = []  # of the parameters in `local`
         for param in params_of(shape):
             name = self._local_name(param, model)
             if name in named:
                 self.local.append((param, named.pop(name)))
+                self.names.append(name)
                 # Megatron-Core marks shards only when it initialises them. Without the mark the gradient norm takes
                 # them for copies and counts those of tensor-parallel rank 0 alone.
                 self.local[-1][1].tensor_model_parallel = param.split is not Split.REPLICATED
@@ -53,7 +55,7 @@ class ShardedWeights:
     def slices(self, *, owned_only: bool) -> Iterator[tuple[str, Box, Tensor]]:
         """(Hugging Face name, box in it, the local tensor view that is this slice).
 
-        `owned_only`: every slice from exactly one rank of the whole mesh, for export and refit: data-parallel rank 0,
+        `owned_only`: every slice from exactly one rank of the whole mesh, for export: data-parallel rank 0,
         tensor-parallel rank 0 for replicated tensors, no second homes of tied embeddings.
         """
         for param, tensor in self.local:
@@ -63,9 +65,9 @@ class ShardedWeights:
             for piece in pieces(param, self.shape, self.here.tensor, self.layout.tensor):
                 yield piece.hf, piece.hf_box, tensor.detach()[_index(piece.local_box)]
 
-    def pieces(self) -> Iterator[tuple[str, Box, Tensor]]:
-        """What this rank contributes to a refit."""
-        return self.slices(owned_only=True)
+    def parameters(self) -> dict[str, Tensor]:
+        """What this rank holds, by Megatron-Core's name: the source of a refit."""
+        return {name: tensor.detach() for name, (_, tensor) in zip(self.names, self.local, strict=True)}
 
     @torch.no_grad()
     def load_hf(self, folder: str | Path) -> None:
@@ -98,7 +100,7 @@ class ShardedWeights:
         targets = {}
         for name, tensors in files.items():
             targets |= _map_file(folder / name, tensors, dtype)
-        for hf_name, box, view in self.pieces():
+        for hf_name, box, view in self.slices(owned_only=True):
             targets[hf_name][_index(box)].copy_(view)
         del targets
         torch.distributed.barrier()
@@ -174,5 +176,3 @@ def _map_file(path: Path, tensors: list[HfTensor], dtype: torch.dtype) -> dict[s
 
 def _index(box: Box) -> tuple[slice, ...]:
     return tuple(slice(start, stop) for start, stop in box)
-
-

@@ -14,6 +14,7 @@ from grpo_mcore.recipe.data import DataConfig, DatasetEntry
 from grpo_mcore.recipe.errors import Problem, RecipeError
 from grpo_mcore.recipe.generation import GenerationConfig, VllmConfig
 from grpo_mcore.recipe.grpo import AsyncGRPOConfig, GRPOConfig, RewardScalingConfig, RewardShapingConfig
+from grpo_mcore.recipe.launch import KubernetesConfig, LaunchConfig, SlurmConfig
 from grpo_mcore.recipe.load import Recipe, find_recipe, load_recipe
 from grpo_mcore.recipe.loss import ClippedPGLossConfig
 from grpo_mcore.recipe.master import MasterConfig
@@ -34,6 +35,8 @@ __all__ = [
     "GRPOConfig",
     "GRPOLoggerConfig",
     "GenerationConfig",
+    "KubernetesConfig",
+    "LaunchConfig",
     "MasterConfig",
     "MegatronConfig",
     "OptimizerConfig",
@@ -46,6 +49,7 @@ __all__ = [
     "SFTConfig",
     "SchedulerConfig",
     "Section",
+    "SlurmConfig",
     "SequencePackingConfig",
     "TokenizerConfig",
     "VllmConfig",

@@ -9,6 +9,7 @@ from pydantic import Field, model_validator
 from grpo_mcore.recipe.cluster import ClusterConfig
 from grpo_mcore.recipe.data import DataConfig
 from grpo_mcore.recipe.grpo import GRPOConfig
+from grpo_mcore.recipe.launch import LaunchConfig
 from grpo_mcore.recipe.loss import ClippedPGLossConfig
 from grpo_mcore.recipe.outputs import CheckpointingConfig, GRPOLoggerConfig
 from grpo_mcore.recipe.policy import PolicyConfig
@@ -34,6 +35,8 @@ class MasterConfig(Section):
     """Environments by name, each with the keys of its class. Read by environments/."""
     cluster: ClusterConfig = Field(default_factory=ClusterConfig)
     """Machines and deadlines."""
+    launch: LaunchConfig = Field(default_factory=LaunchConfig)
+    """The job on a cluster that runs this."""
     logger: GRPOLoggerConfig = Field(default_factory=GRPOLoggerConfig)
     """Logs."""
     checkpointing: CheckpointingConfig = Field(default_factory=CheckpointingConfig)

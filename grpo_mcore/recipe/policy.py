@@ -89,6 +89,9 @@ class PolicyConfig(Section):
     """Move the optimizer state to the host during the log-prob passes. Not supported yet."""
     refit_buffer_size_gb: PositiveFloat = 0.5
     """Size of the refit buffer in GiB. Read by refit/."""
+    refit_verify: Literal["off", "sample", "full"] = "sample"
+    """Checksums of what a refit moved, compared before the engines take it: none; of everything in an engine's first
+    refit and of a rotating sixteenth of the parameters later; of everything. Read by refit/."""
     make_sequence_length_divisible_by: Positive | None = None
     """Packed rows are padded to multiples of this many tokens, and of what the layout needs. null: only that.
     Read by parallel/."""

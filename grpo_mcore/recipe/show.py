@@ -28,15 +28,15 @@ _Dumper.add_representer(str, _text)
 _Dumper.add_implicit_resolver("tag:yaml.org,2002:float", FLOAT, None)
 
 
-def resolved_yaml(recipe: Recipe) -> str:
-    """YAML that loads to the same configuration. A comment after each value says where it was written. The
-    sections of an algorithm that the recipe does not run are left out."""
-    unused = set() if "sft" in recipe.config.model_fields_set else {"sft"}
+def resolved_yaml(recipe: Recipe, *, sources: bool = True, without: frozenset[str] = frozenset()) -> str:
+    """YAML that loads to the same configuration. With `sources` a comment after each value says where it was written.
+    The sections of an algorithm that the recipe does not run are left out, and those of `without`."""
+    unused = set(without) | (set() if "sft" in recipe.config.model_fields_set else {"sft"})
     unused |= set() if runs_grpo(recipe.config) else {"grpo", "loss_fn"}
     lines = list(_lines(recipe.config.model_dump(exclude=unused), "", 0, recipe.provenance))
     column = max((len(text) for text, source in lines if source and len(text) <= _WIDEST), default=0) + 2
     head = f"# {shown(recipe.path)}" + "".join(f" {override}" for override in recipe.overrides)
-    body = (f"{text.ljust(column)}# {source}" if source else text for text, source in lines)
+    body = (f"{text.ljust(column)}# {source}" if source and sources else text for text, source in lines)
     return "\n".join([" ".join(head.splitlines()), *body]) + "\n"
 
 

@@ -1,8 +1,14 @@
-"""Making the engines' weights equal the policy's: plan -> buffer -> buckets -> commit. Knows nothing of GRPO
-or Megatron-Core, and of vLLM only in `vllm_backend`."""
+"""Making the engines' weights equal the policy's: layouts -> plan -> buffer -> stage -> proof -> commit. Knows nothing
+of GRPO or Megatron-Core, and of vLLM only in `vllm_backend` and `engine_weights`."""
 
-from grpo_mcore.refit.plan import RefitError, RefitPlan, plan_refit
-from grpo_mcore.refit.refit import RefitReport, refit
+from grpo_mcore.refit.layout import EngineLayout, LayoutError, TrainerLayout
+from grpo_mcore.refit.plan import RefitError, RefitPlan, plan_model_refit, plan_refit
+from grpo_mcore.refit.proof import Verify
+from grpo_mcore.refit.receiver import RefitReceiver
+from grpo_mcore.refit.refit import Refit, RefitReport, refit
 from grpo_mcore.refit.sender import RefitSender, WeightSource
 
-__all__ = ["RefitError", "RefitPlan", "RefitReport", "RefitSender", "WeightSource", "plan_refit", "refit"]
+__all__ = [
+    "EngineLayout", "LayoutError", "Refit", "RefitError", "RefitPlan", "RefitReceiver", "RefitReport", "RefitSender",
+    "TrainerLayout", "Verify", "WeightSource", "plan_model_refit", "plan_refit", "refit",
+]  # fmt: skip

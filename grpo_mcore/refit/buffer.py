@@ -1,14 +1,13 @@
-"""The refit buffer as both sides see it: bytes that several processes map, and a tensor view of each slot."""
+"""The refit buffer as both sides see it: bytes that several processes map, and a tensor view of each block."""
 
 from __future__ import annotations
 
-import math
 from typing import Any, Protocol
 
 import torch
 from torch import Tensor
 
-from grpo_mcore.refit.plan import RefitError, RefitPlan, Slot
+from grpo_mcore.refit.plan import Block, RefitError, RefitPlan
 
 
 class RefitBuffer(Protocol):
@@ -52,14 +51,13 @@ def attach_buffer(description: dict[str, Any]) -> RefitBuffer:
             raise RefitError(f"unknown refit transport {kind!r}")
 
 
-def slot_view(buffer: RefitBuffer, plan: RefitPlan, bucket: int, slot: Slot) -> Tensor:
-    """The whole Hugging Face tensor of `slot`, as a view of the buffer (dtype and shape of the slot)."""
-    start = plan.start(bucket) + slot.offset
-    if start + slot.nbytes > buffer.flat.numel():
+def block_view(buffer: RefitBuffer, plan: RefitPlan, bucket: int, block: Block) -> Tensor:
+    """The place of `block`, as a view of the buffer in the plan's dtype and the block's shape."""
+    start = plan.start(bucket) + block.offset
+    if start + block.nbytes > buffer.flat.numel():
         raise RefitError(
-            f"refit tensor {slot.name!r} of bucket {bucket} ends at byte {start + slot.nbytes:,} of a buffer "
+            f"the block of {block.param!r} in bucket {bucket} ends at byte {start + block.nbytes:,} of a refit buffer "
             f"of {buffer.flat.numel():,}"
         )
-    dtype = getattr(torch, slot.dtype)
-    assert slot.nbytes == math.prod(slot.shape) * dtype.itemsize
-    return buffer.flat[start : start + slot.nbytes].view(dtype).view(slot.shape)
+    shape = [stop - first for first, stop in block.box]
+    return buffer.flat[start : start + block.nbytes].view(getattr(torch, plan.dtype)).view(shape)

@@ -10,17 +10,23 @@ from grpo_mcore.refit.plan import RefitError
 class RefitState(Enum):
     IDLE = "idle"
     PLANNED = "planned"  # every side has opened the same plan on the same buffer
-    STAGING = "staging"  # buckets move
-    COMMITTING = "committing"  # every bucket is loaded, the engines take the new weight version
+    STAGING = "staging"  # buckets move; the engines may generate with the old weights
+    STAGED = "staged"  # the new weights lie, checked, beside the old ones
+    COMMITTING = "committing"  # the engines stand still and exchange old for new; each can still go back
     COMMITTED = "committed"
-    ABORTED = "aborted"
+    ABORTED = "aborted"  # every engine that lives is on the old weights
 
 
+_ORDER = (
+    RefitState.IDLE,
+    RefitState.PLANNED,
+    RefitState.STAGING,
+    RefitState.STAGED,
+    RefitState.COMMITTING,
+    RefitState.COMMITTED,
+)
 NEXT: dict[RefitState, frozenset[RefitState]] = {
-    RefitState.IDLE: frozenset({RefitState.PLANNED, RefitState.ABORTED}),
-    RefitState.PLANNED: frozenset({RefitState.STAGING, RefitState.ABORTED}),
-    RefitState.STAGING: frozenset({RefitState.COMMITTING, RefitState.ABORTED}),
-    RefitState.COMMITTING: frozenset({RefitState.COMMITTED, RefitState.ABORTED}),
+    **{state: frozenset({after, RefitState.ABORTED}) for state, after in zip(_ORDER, _ORDER[1:], strict=False)},
     RefitState.COMMITTED: frozenset(),
     RefitState.ABORTED: frozenset(),
 }

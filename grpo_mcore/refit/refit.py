@@ -1,7 +1,7 @@
-"""One refit, as the driver runs it: open the plan on every side, move the buckets, commit the new version.
+"""One refit, as the driver runs it: open the plan on every side, stage the buckets, commit the new version.
 
 The driver holds handles only: a handle has a `name` and `call(method, *args, timeout_s, what)`, whose answer
-is waited for with `.result()` (`cluster.Worker`). All sides leave a failed refit together.
+is waited for with `.result()` (`cluster.Worker`). All sides leave a failed refit together, on the old weights.
 """
 
 from __future__ import annotations
@@ -13,8 +13,8 @@ from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
 from typing import Any, Protocol
 
-from grpo_mcore.refit.coverage import check_coverage
 from grpo_mcore.refit.plan import RefitError, RefitPlan
+from grpo_mcore.refit.proof import Sums, Verify, first_difference
 from grpo_mcore.refit.protocol import RefitProtocol, RefitState
 
 
@@ -46,15 +46,20 @@ class Call:
 
 @dataclass(frozen=True)
 class RefitReport:
-    """What a committed refit did. `bytes`: weights that moved, without gaps. `seconds`: of the whole refit,
-    in which generation stands still. `stage_seconds`: open, stage, commit on the driver's clock; fill, load:
-    the slowest rank's, summed over the buckets (they overlap)."""
+    """What a committed refit did. `bytes`: weights that moved, without gaps. `seconds`: of the whole refit.
+    `pause_seconds`: in which the engines could not generate. `stage_seconds`: open, stage, commit on the driver's
+    clock; fill, load: the slowest rank's, summed over the buckets (they overlap). `checked`: copies whose checksums
+    were compared. `in_place`: engines that had no memory to stage in, so that all of their refit was a pause.
+    `fallbacks`: tensors that travelled whole, for vLLM's own loading."""
 
     version: int
     bytes: int
     seconds: float
+    pause_seconds: float
     buckets: int
-    tensors: int
+    checked: int
+    in_place: tuple[str, ...]
+    fallbacks: tuple[str, ...]
     stage_seconds: dict[str, float]
 
 
@@ -64,116 +69,216 @@ def refit(
     plan: RefitPlan,
     version: int,
     *,
+    verify: Verify = "sample",
+    recompute_kv: bool = False,
+    nodes: Sequence[Sequence[Worker]] | None = None,
     timeline: Timer | None = None,
     timeout_s: float = 600.0,
 ) -> RefitReport:
-    """Make every engine's weights equal the policy's, as weight version `version`.
+    """Make every engine's weights equal the policy's, as weight version `version`: a whole `Refit` in a row.
 
-    `policy_workers`: all policy ranks; the first creates the buffer. Each call waits at most `timeout_s`.
-    `timeline` times the stages refit/open, refit/stage and refit/commit.
-    Raises RefitError; the engines that had not committed then refuse to generate until a later refit succeeds,
-    unless no bucket had reached them.
+    Raises RefitError; every engine that lives is then on its old weights and can generate, except one that had to
+    replace layers in place.
     """
-    if not policy_workers or not engines:
-        raise RefitError(f"a refit needs policy ranks and engines, got {len(policy_workers)} and {len(engines)}")
-    run = _Refit(policy_workers, engines, plan, version, timeline, timeout_s)
-    try:
-        run.open()
-        run.stage()
-        run.commit()
-    except Exception as error:
-        run.abort(error)
-        raise
-    return run.report()
+    run = Refit(
+        policy_workers, engines, plan, version, verify=verify, nodes=nodes, timeline=timeline, timeout_s=timeout_s
+    )
+    run.stage()
+    return run.commit(recompute_kv=recompute_kv)
 
 
-class _Refit:
+class Refit:
+    """One refit in two steps: `stage` while the engines generate, `commit` in a short pause.
+
+    Either raises RefitError after all sides have left the refit.
+    """
+
     def __init__(
         self,
-        policy: Sequence[Worker],
+        policy_workers: Sequence[Worker],
         engines: Sequence[Worker],
         plan: RefitPlan,
         version: int,
-        timeline: Timer | None,
-        timeout_s: float,
+        *,
+        verify: Verify = "sample",
+        nodes: Sequence[Sequence[Worker]] | None = None,
+        timeline: Timer | None = None,
+        timeout_s: float = 600.0,
     ) -> None:
-        self._policy, self._engines, self._plan = policy, engines, plan
+        """`policy_workers`: all policy ranks; the first creates the buffer. Each call waits at most `timeout_s`.
+
+        `verify`: "sample" checks everything in an engine's first refit and a rotating sample of parameters later.
+        `nodes`: the engines by node, where they share no memory with the policy: the first of each node then receives
+        for all of it. `timeline` times the stages refit/open, refit/stage and refit/commit.
+        """
+        if not policy_workers or not engines:
+            raise RefitError(f"a refit needs policy ranks and engines, got {len(policy_workers)} and {len(engines)}")
+        self._policy, self._engines, self._plan = policy_workers, engines, plan
+        self._verify = verify
+        self._nodes = [list(node) for node in nodes or ()]
+        if self._nodes and [engine for node in self._nodes for engine in node] != list(engines):
+            raise RefitError("the engines by node are not the engines of the refit, in their order")
+        self._receivers = [node[0] for node in self._nodes]
         self._protocol = RefitProtocol(version)
         self._timeline, self._timeout_s = timeline, timeout_s
         self._seconds: dict[str, float] = defaultdict(float)
         self._outstanding: list[Call] = []
+        self._in_place: tuple[str, ...] = ()
+        self._fill_arguments: tuple[Any, ...] = ()
+        self._sent: Sums = {}
+        self._found: dict[str, Sums] = defaultdict(dict)
 
-    def open(self) -> None:
-        """Every side takes the plan and maps the buffer; both digests and the policy's pieces are checked."""
-        with self._stage("open"):
-            text = self._plan.to_json()
-            first = self._all(self._policy[:1], "open_refit", None, text)
-            transport = first[0]["transport"]
-            opened = first + self._all(self._policy[1:], "open_refit", transport, text)
-            manifest = {"plan": text, "digest": self._plan.digest, "transport": transport}
-            started = self._all(self._engines, "start_refit", manifest)
-            for worker, answer in zip([*self._policy, *self._engines], opened + started, strict=True):
-                if answer["digest"] != self._plan.digest:
-                    raise RefitError(
-                        f"refit to weight version {self._protocol.version}: {worker.name} has the plan "
-                        f"{answer['digest'][:12]}, the driver {self._plan.digest[:12]}"
-                    )
-            held = {worker.name: answer["held"] for worker, answer in zip(self._policy, opened, strict=True)}
-            check_coverage(self._plan, held)
-            self._protocol.advance(RefitState.PLANNED)
+    @property
+    def state(self) -> RefitState:
+        return self._protocol.state
 
     def stage(self) -> None:
-        """Bucket i + 1 is filled in one half of the buffer while the engines load bucket i from the other."""
-        self._protocol.advance(RefitState.STAGING)
-        with self._stage("stage"):
-            filling = self._start(self._policy, "fill_bucket", 0)
-            for index in range(len(self._plan.buckets)):
-                self._seconds["fill"] += max(answer["seconds"] for answer in self._wait(filling))
-                loading = self._start(self._engines, "load_bucket", index)
-                if index + 1 < len(self._plan.buckets):
-                    filling = self._start(self._policy, "fill_bucket", index + 1)
-                self._seconds["load"] += max(answer["seconds"] for answer in self._wait(loading))
+        """Opens the plan on every side and moves all buckets. The engines may generate meanwhile."""
+        with self._or_abort():
+            with self._stage("open"):
+                self._open()
+            self._protocol.advance(RefitState.STAGING)
+            with self._stage("stage"):
+                self._move()
+                self._check()
+            self._protocol.advance(RefitState.STAGED)
 
-    def commit(self) -> None:
-        """Every engine checks that all of the plan has arrived and takes the new weight version."""
-        version = self._protocol.version
-        self._protocol.advance(RefitState.COMMITTING)
-        with self._stage("commit"):
-            commits = self._start(self._engines, "commit_refit", version)
-            for call, answer in zip(commits, self._wait(commits), strict=True):
-                done, tensors = answer["version"], answer["tensors"]
-                if (done, tensors) != (version, len(self._plan.slots)):
-                    raise RefitError(
-                        f"{call.worker.name} committed weight version {done} with {tensors} tensors; "
-                        f"expected version {version} with {len(self._plan.slots)}"
-                    )
-        self._protocol.advance(RefitState.COMMITTED)
-
-    def abort(self, error: Exception) -> None:
-        """Close what is half open on every engine. What fails here is added to `error` as a note."""
-        self._protocol.advance(RefitState.ABORTED)
-        # First the calls still under way: nobody may fill or load any more when an engine closes its update.
-        self._drain(error)
-        self._timeout_s = min(self._timeout_s, ABORT_TIMEOUT_S)
-        for engine in self._engines:
-            try:
-                self._start([engine], "abort_refit")
-            except Exception as failure:
-                error.add_note(f"abort_refit could not be sent to {engine.name}: {failure}")
-        self._drain(error)
-
-    def report(self) -> RefitReport:
+    def commit(self, *, recompute_kv: bool = False) -> RefitReport:
+        """The pause: every engine takes the new weights, and only when all have do they go on."""
+        with self._or_abort():
+            self._protocol.advance(RefitState.COMMITTING)
+            with self._stage("commit"):
+                fallbacks = self._commit(recompute_kv)
+        pause = self._seconds["commit"] + (self._seconds["open"] + self._seconds["stage"] if self._in_place else 0.0)
         return RefitReport(
             version=self._protocol.version,
-            bytes=self._plan.tensor_bytes,
+            bytes=self._plan.block_bytes,
             seconds=sum(self._seconds[name] for name in ("open", "stage", "commit")),
+            pause_seconds=pause,
             buckets=len(self._plan.buckets),
-            tensors=len(self._plan.slots),
+            checked=sum(map(len, self._found.values())),
+            in_place=self._in_place,
+            fallbacks=fallbacks,
             stage_seconds=dict(self._seconds),
         )
 
+    def _open(self) -> None:
+        """Every side takes the plan and maps the buffer; both digests are compared."""
+        text, version = self._plan.to_json(), self._protocol.version
+        manifest = {"plan": text, "digest": self._plan.digest, "version": version, "verify": self._verify}
+        if self._nodes:
+            sizes = (len(self._policy), len(self._nodes), self._timeout_s)
+            (link,) = self._all(self._policy[:1], "host_link", *sizes)
+            first: list[Any] = []
+            opening = self._start(self._policy, "open_refit", link, text)
+            receiving = [
+                call
+                for node, receiver in enumerate(self._receivers)
+                for call in self._start([receiver], "open_receiver", link, text, node)
+            ]
+            transports = [answer["transport"] for answer in self._wait(receiving)]
+        else:
+            first = self._all(self._policy[:1], "open_refit", None, text)
+            transports = [first[0]["transport"]]
+            opening = self._start(self._policy[1:], "open_refit", transports[0], text)
+        starting = [
+            call
+            for engines, transport in zip(self._nodes or [self._engines], transports, strict=True)
+            for call in self._start(engines, "start_refit", manifest | {"transport": transport})
+        ]
+        opened, started = first + self._wait(opening), self._wait(starting)
+        for worker, answer in zip([*self._policy, *self._engines], opened + started, strict=True):
+            if answer["digest"] != self._plan.digest:
+                raise RefitError(
+                    f"refit to weight version {version}: {worker.name} has the plan {answer['digest'][:12]}, "
+                    f"the driver {self._plan.digest[:12]}"
+                )
+        if (sent := sum(answer["bytes"] for answer in opened)) != self._plan.block_bytes * max(1, len(self._nodes)):
+            raise RefitError(
+                f"refit to weight version {version}: the {len(self._policy)} policy ranks would send {sent:,} bytes, "
+                f"the plan has {self._plan.block_bytes:,} for each node"
+            )
+        self._in_place = tuple(
+            worker.name for worker, answer in zip(self._engines, started, strict=True) if answer["in_place"]
+        )
+        dtypes = {answer["dtype"] for answer in started}
+        if len(dtypes) > 1:
+            raise RefitError(f"the engines hold their weights in different formats: {sorted(dtypes)}")
+        strongest = max((answer["verify"] for answer in started), key=("off", "sample", "full").index)
+        self._fill_arguments = (strongest, version, dtypes.pop())
+        self._protocol.advance(RefitState.PLANNED)
+
+    def _move(self) -> None:
+        """Bucket i + 1 is filled in one half of the buffer while the engines take bucket i from the other."""
+        filling, receiving = self._fill(0)
+        for index in range(len(self._plan.buckets)):
+            self._wait(receiving)
+            filled = self._wait(filling)
+            self._seconds["fill"] += max(answer["seconds"] for answer in filled)
+            for answer in filled:
+                self._sent |= answer["sums"]
+            loading = self._start(self._engines, "stage_bucket", index)
+            if index + 1 < len(self._plan.buckets):
+                filling, receiving = self._fill(index + 1)
+            loaded = self._wait(loading)
+            self._seconds["load"] += max(answer["seconds"] for answer in loaded)
+            for answer in loaded:
+                for rank, sums in answer["sums"].items():
+                    self._found[rank] |= sums
+
+    def _fill(self, index: int) -> tuple[list[Call], list[Call]]:
+        filling = self._start(self._policy, "fill_bucket", index, *self._fill_arguments)
+        return filling, self._start(self._receivers, "receive_bucket", index)
+
+    def _check(self) -> None:
+        """The proof: what lies in the engines is what the policy ranks hold."""
+        if difference := first_difference(self._plan, self._sent, self._found):
+            raise RefitError(f"refit to weight version {self._protocol.version}: {difference}")
+
+    def _commit(self, recompute_kv: bool) -> tuple[str, ...]:
+        version = self._protocol.version
+        commits = self._start(self._engines, "commit_refit", version, recompute_kv)
+        fallbacks: tuple[str, ...] = ()
+        for call, answer in zip(commits, self._wait(commits), strict=True):
+            if answer["version"] != version:
+                raise RefitError(f"{call.worker.name} committed weight version {answer['version']}, not {version}")
+            if answer["fallbacks"]:
+                fallbacks = self._plan.fallbacks
+        # From here on nobody goes back: an engine that does not answer is on the new version, or lost.
+        self._protocol.advance(RefitState.COMMITTED)
+        self._all(self._engines, "finish_refit")
+        return fallbacks
+
+    @contextmanager
+    def _or_abort(self) -> Iterator[None]:
+        try:
+            yield
+        except Exception as error:
+            if self._protocol.state is RefitState.COMMITTED:
+                self._drain(error)
+            elif self._protocol.state is not RefitState.ABORTED:
+                self._abort(error)
+            raise
+
+    def _abort(self, error: Exception) -> None:
+        """Close what is open on every engine. What fails here is added to `error` as a note."""
+        self._protocol.advance(RefitState.ABORTED)
+        # First the calls still under way: nobody may fill or take a bucket any more when an engine closes its update.
+        self._drain(error)
+        self._timeout_s = min(self._timeout_s, ABORT_TIMEOUT_S)
+        leaving = [(engine, "abort_refit") for engine in self._engines]
+        if self._nodes:  # a link on which a message is missing is of no use to the next refit
+            leaving += [(worker, "close_refit") for worker in self._policy]
+            leaving += [(receiver, "close_receiver") for receiver in self._receivers]
+        for worker, method in leaving:
+            try:
+                self._start([worker], method)
+            except Exception as failure:
+                error.add_note(f"{method} could not be sent to {worker.name}: {failure}")
+        self._drain(error)
+
     def _start(self, workers: Sequence[Worker], method: str, *args: Any) -> list[Call]:
-        bucket = f" {args[0]}" if method in ("fill_bucket", "load_bucket") else ""
+        bucket = f" {args[0]}" if method.endswith("_bucket") else ""
         what = f"{method}{bucket} of the refit to weight version {self._protocol.version}"
         calls = []
         for worker in workers:

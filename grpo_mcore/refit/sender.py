@@ -1,109 +1,179 @@
-"""The policy rank's side of a refit: it copies its own shards to their place in the shared whole tensors."""
+"""The policy rank's side of a refit: it copies blocks of its own parameters to their places in the buffer."""
 
 from __future__ import annotations
 
 import time
 import uuid
-from collections.abc import Iterable
+from collections.abc import Mapping
+from functools import lru_cache
 from typing import Any, Protocol
 
 import torch
 from torch import Tensor
 
-from grpo_mcore.families.spec import Box
-from grpo_mcore.refit.buffer import RefitBuffer, attach_buffer, create_buffer, slot_view
-from grpo_mcore.refit.plan import RefitError, RefitPlan
+from grpo_mcore.families import Box
+from grpo_mcore.refit.buffer import RefitBuffer, attach_buffer, block_view, create_buffer
+from grpo_mcore.refit.gloo_link import GlooLink, wire_view
+from grpo_mcore.refit.plan import Block, RefitError, RefitPlan, sender_of
+from grpo_mcore.refit.proof import Sums, Verify, checked_parameters, checksum
 
 
 class WeightSource(Protocol):
-    """A policy rank's weights, as slices of Hugging Face tensors."""
+    """A policy rank's weights as its family declares them. They may be merged ones, base and adapter: the plan moves
+    what it is given."""
 
-    def pieces(self) -> Iterable[tuple[str, Box, Tensor]]:
-        """(Hugging Face name, box in the whole tensor, the local values: a view of the box's shape).
-
-        Only what this rank is to write: of data-parallel replicas, one.
-        """
+    def parameters(self) -> Mapping[str, Tensor]:
+        """Every parameter of this rank by its Megatron-Core name, with stage-local indices."""
 
 
 class RefitSender:
-    """Called by the driver in this order: `open_refit`, `fill_bucket` for each bucket; `close_refit` at the
-    end of the run. The buffer stays mapped from the first refit to the last."""
+    """Called by the driver in this order: `open_refit`, `fill_bucket` for each bucket; `close_refit` at the end of the
+    run. The buffer stays mapped from the first refit to the last."""
 
-    def __init__(self, source: WeightSource, run_id: str | None = None, *, through_host: bool = False) -> None:
-        """`through_host`: the sides do not all see one accelerator, so the buffer lies in host memory."""
+    def __init__(
+        self, source: WeightSource, rank: int, run_id: str | None = None, *, through_host: bool = False
+    ) -> None:
+        """`rank`: of the policy, as the plan counts. `through_host`: the sides do not all see one accelerator, so the
+        buffer lies in host memory."""
         self._source = source
+        self._rank = rank
         self._through_host = through_host
         self._run_id = run_id or uuid.uuid4().hex[:12]
         self._plan: RefitPlan | None = None
         self._buffer: RefitBuffer | None = None
-        self._by_bucket: list[list[tuple[str, Box, Tensor]]] = []
+        self._link: GlooLink | None = None
+        self._blocks: list[list[tuple[int, Block, Tensor]]] = []  # by bucket: number in it, block, the values
+        self._to: list[list[list[int]]] = []  # and to which nodes each goes, where there is a link
+
+    def host_link(self, policy_ranks: int, nodes: int, timeout_s: float) -> dict[str, Any]:
+        """The link's description, for every policy rank and one receiver on each node. Made once."""
+        if self._link is None:
+            self._link = GlooLink.host(policy_ranks + nodes, timeout_s)
+            self._link.description["nodes"] = nodes
+        return self._link.description
 
     def open_refit(self, transport: dict[str, Any] | None, plan: str) -> dict[str, Any]:
-        """Take the plan (JSON), map the buffer, look up the source's pieces.
+        """Take the plan (JSON), map the buffer or join the link, look up the parameters.
 
-        `transport`: the description of the buffer to attach, or None to create it here and describe it in the
-        answer: {digest, transport, held: [(tensor, box), ...]}.
+        `transport`: the description of the buffer to attach or of the link, or None to create a buffer here and
+        describe it in the answer: {digest, transport, bytes (that this rank sends)}. Raises RefitError for a parameter
+        that this rank does not hold as the plan says.
         """
-        new = RefitPlan.from_json(plan)
-        if self._plan is None or new.digest != self._plan.digest:
-            self.close_refit()
+        new = _parsed(plan)
+        if self._plan is not new:
+            self._close_buffer()
             self._plan = new
-        pieces = list(self._source.pieces())
-        if self._buffer is None or (transport is not None and transport != self._buffer.description):
-            self._map(transport, pieces)
-        assert self._buffer is not None
-        self._by_bucket = [[] for _ in new.buckets]
-        for name, box, values in pieces:
-            self._check(new, name, box, values)
-            self._by_bucket[new.slots[name][0]].append((name, box, values))
-        return {
-            "digest": new.digest,
-            "transport": self._buffer.description,
-            "held": [(name, box) for name, box, _ in pieces],
-        }
+        parameters = self._source.parameters()
+        nodes = 1
+        if transport is not None and transport["kind"] == "gloo":
+            nodes = transport["nodes"]
+            if self._link is None or self._link.description != transport:
+                self._link = GlooLink(transport, self._rank)
+        elif self._buffer is None or (transport is not None and transport != self._buffer.description):
+            self._map(transport, parameters)
+        self._blocks, sent = [], 0
+        self._to = []
+        for bucket in new.buckets:
+            self._blocks.append([])
+            self._to.append([])
+            for number, block in enumerate(bucket.blocks):
+                to = [node for node in range(nodes) if sender_of(new, block, node) == self._rank]
+                if to:
+                    values = self._values(parameters, block.param, block.box)
+                    self._blocks[-1].append((number, block, values))
+                    self._to[-1].append(to)
+                    sent += block.nbytes * len(to)
+        found = transport if self._buffer is None else self._buffer.description
+        return {"digest": new.digest, "transport": found, "bytes": sent}
 
-    def _map(self, transport: dict[str, Any] | None, pieces: list[tuple[str, Box, Tensor]]) -> None:
+    def _map(self, transport: dict[str, Any] | None, parameters: Mapping[str, Tensor]) -> None:
         assert self._plan is not None
         if self._buffer is not None:
             self._buffer.close()
         if transport is not None:
             self._buffer = attach_buffer(transport)
-        elif pieces:
-            self._buffer = create_buffer(self._plan.buffer_bytes, self._buffer_device(pieces), self._run_id)
         else:
-            raise RefitError("the policy rank that should create the refit buffer holds no weights")
+            device = torch.device("cpu") if self._through_host else next(iter(parameters.values())).device
+            self._buffer = create_buffer(self._plan.buffer_bytes, device, self._run_id)
 
-    def _buffer_device(self, pieces: list[tuple[str, Box, Tensor]]) -> torch.device:
-        return torch.device("cpu") if self._through_host else pieces[0][2].device
-
-    @staticmethod
-    def _check(plan: RefitPlan, name: str, box: Box, values: Tensor) -> None:
-        if name not in plan.slots:
-            raise RefitError(f"this policy rank holds {name!r}, which the refit plan does not have")
-        if tuple(values.shape) != tuple(stop - start for start, stop in box):
-            raise RefitError(f"this policy rank gives {name!r} {box} in the shape {tuple(values.shape)}")
+    def _values(self, parameters: Mapping[str, Tensor], name: str, box: Box) -> Tensor:
+        if name not in parameters:
+            raise RefitError(f"policy rank {self._rank} holds no {name!r}, which the refit plan takes from it")
+        values = parameters[name]
+        if len(box) != values.dim() or any(stop > size for (_, stop), size in zip(box, values.shape, strict=True)):
+            raise RefitError(f"policy rank {self._rank} holds {name!r} as {tuple(values.shape)}, the plan needs {box}")
+        return values.detach()[tuple(slice(*span) for span in box)]
 
     @torch.no_grad()
-    def fill_bucket(self, index: int) -> dict[str, Any]:
-        """Copy this rank's pieces of one bucket into the buffer. Returns {bytes, seconds}."""
-        if self._plan is None or self._buffer is None:
-            raise RefitError(f"bucket {index} is to be filled, but no refit is open on this policy rank")
+    def fill_bucket(
+        self, index: int, verify: Verify = "off", version: int = 0, engine_dtype: str | None = None
+    ) -> dict[str, Any]:
+        """Copy this rank's blocks of one bucket into the buffer.
+
+        Returns {bytes, seconds, sums: of the checked copies, as the engines will hold them in `engine_dtype`}.
+        """
+        if self._plan is None or (self._buffer is None and self._link is None):
+            raise RefitError(f"bucket {index} is to be filled, but no refit is open on policy rank {self._rank}")
         began, nbytes = time.perf_counter(), 0
-        for name, box, values in self._by_bucket[index]:
-            try:
-                whole = slot_view(self._buffer, self._plan, index, self._plan.slots[name][1])
-                place = whole[tuple(slice(start, stop) for start, stop in box)]
-                place.copy_(values)
-            except Exception as error:
-                raise RefitError(f"filling bucket {index} with {name!r} {box} failed: {error}") from error
-            nbytes += place.numel() * place.element_size()
-        self._buffer.synchronize()
-        return {"bytes": nbytes, "seconds": time.perf_counter() - began}
+        checked = checked_parameters(self._plan, verify, version)
+        dtype = getattr(torch, engine_dtype or self._plan.dtype)
+        sums: Sums = {}
+        for number, block, values in self._blocks[index]:
+            if self._buffer is not None:
+                try:
+                    block_view(self._buffer, self._plan, index, block).copy_(values)
+                except Exception as error:
+                    what = f"filling bucket {index} with {block.param!r} {block.box}"
+                    raise RefitError(f"policy rank {self._rank}: {what} failed: {error}") from error
+            nbytes += block.nbytes
+            sums |= self._sums((index, number), block, values, checked, dtype)
+        if self._buffer is not None:
+            self._buffer.synchronize()
+        else:
+            self._send(index)
+        return {"bytes": nbytes, "seconds": time.perf_counter() - began, "sums": sums}
+
+    def _send(self, index: int) -> None:
+        """The blocks of one bucket to every node that gets them from here. Each node receives in the plan's order."""
+        assert self._link is not None and self._plan is not None
+        found, dtype = self._link.description, getattr(torch, self._plan.dtype)
+        first = found["members"] - found["nodes"]
+        messages = []
+        for (_, _, values), nodes in zip(self._blocks[index], self._to[index], strict=True):
+            wire = wire_view(values, dtype)
+            messages += [(wire, first + node) for node in nodes]
+        try:
+            self._link.send(messages)
+        except RuntimeError as error:
+            raise RefitError(f"policy rank {self._rank}: sending bucket {index} failed: {error}") from error
+
+    def _sums(self, key: tuple[int, int], block: Block, values: Tensor, checked: set[str], dtype: torch.dtype) -> Sums:
+        assert self._plan is not None
+        moved = getattr(torch, self._plan.dtype)
+        by_box: dict[Box, int] = {}  # several engine ranks may read the same
+        found: Sums = {}
+        for copy, read in enumerate(block.reads):
+            if read.param in checked:
+                if read.at not in by_box:
+                    by_box[read.at] = checksum(values[tuple(slice(*span) for span in read.at)].to(moved), dtype)
+                found[(*key, copy)] = by_box[read.at]
+        return found
 
     def close_refit(self) -> None:
-        """Unmap the buffer; the rank that created it frees it. Idempotent."""
-        self._by_bucket = []
+        """Unmap the buffer, leave the link; the rank that created one frees it. Idempotent."""
+        self._blocks = []
         self._plan = None
+        self._close_buffer()
+        if self._link is not None:
+            self._link.close()
+            self._link = None
+
+    def _close_buffer(self) -> None:
         if self._buffer is not None:
             self._buffer.close()
             self._buffer = None
+
+
+@lru_cache(maxsize=2)
+def _parsed(text: str) -> RefitPlan:
+    return RefitPlan.from_json(text)

@@ -1,31 +1,32 @@
-"""vLLM's side of a refit: a weight-transfer engine that loads whole tensors out of the shared refit buffer.
+"""vLLM's side of a refit: a weight-transfer engine that takes slices out of the refit buffer.
 
 It lives in every vLLM worker process. vLLM finds it by the entry point `vllm.general_plugins`.
 """
 
 from __future__ import annotations
 
+import threading
 import time
-from collections.abc import Iterator
 from dataclasses import dataclass
-from functools import cache
+from functools import cache, lru_cache
 from typing import Any
 
-from torch import Tensor, nn
+import psutil
+import torch
+from vllm.distributed import get_tensor_model_parallel_rank
 from vllm.distributed.weight_transfer.base import (
     WeightTransferEngine,
     WeightTransferInitInfo,
     WeightTransferUpdateInfo,
 )
 from vllm.distributed.weight_transfer.factory import WeightTransferEngineFactory
-from vllm.model_executor.layers.quantization.base_config import QuantizeMethodBase
-from vllm.model_executor.layers.vocab_parallel_embedding import VocabParallelEmbedding
 from vllm.model_executor.model_loader.mtp_validation import disable_mtp_completeness_check
 from vllm.model_executor.model_loader.reload import finalize_layerwise_reload, initialize_layerwise_reload
-from vllm.model_executor.model_loader.reload.layerwise import get_layerwise_info
 
-from grpo_mcore.refit.buffer import RefitBuffer, attach_buffer, slot_view
+from grpo_mcore.refit.buffer import RefitBuffer, attach_buffer, block_view
+from grpo_mcore.refit.engine_weights import EngineWeights
 from grpo_mcore.refit.plan import RefitError, RefitPlan
+from grpo_mcore.refit.proof import Sums, checked_parameters
 
 BACKEND = "grpo_mcore"
 
@@ -36,23 +37,38 @@ def register() -> None:
     WeightTransferEngineFactory.register_engine(BACKEND, RefitWeightEngine)
 
 
+@lru_cache(maxsize=2)
+def _parsed(text: str) -> RefitPlan:
+    return RefitPlan.from_json(text)
+
+
 @dataclass
 class RefitInit(WeightTransferInitInfo):
-    """`plan`: JSON of the RefitPlan. `transport`: description of the buffer to attach."""
+    """`plan`: JSON of the RefitPlan. `transport`: description of the buffer to attach. `verify`, `version`: which
+    copies are checked. `in_place`: True and False; None: where there is no memory for a second copy of the weights."""
 
     plan: str
     transport: dict[str, Any]
+    verify: str = "off"
+    version: int = 0
+    in_place: bool | None = None
 
 
 @dataclass
 class RefitUpdate(WeightTransferUpdateInfo):
-    """`bucket`: index of the bucket that the buffer now holds."""
+    """`bucket`: index of the bucket that the buffer now holds. `background`: return at once; `report` tells when it
+    is done."""
 
     bucket: int
+    background: bool = False
 
 
 class RefitWeightEngine(WeightTransferEngine[RefitInit, RefitUpdate]):
-    """init (plan and buffer, kept) -> start -> one update a bucket, in order -> finish; `abort` anywhere."""
+    """init (plan and buffer, kept) -> start -> one update a bucket, in order -> finish, the commit -> release.
+
+    Until the finish the model is as it was, unless the update is in place. `abort` closes whatever is open: after a
+    finish it brings the old weights back.
+    """
 
     init_info_cls = RefitInit
     update_info_cls = RefitUpdate
@@ -61,150 +77,176 @@ class RefitWeightEngine(WeightTransferEngine[RefitInit, RefitUpdate]):
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
         self._plan: RefitPlan | None = None
+        self._init: RefitInit | None = None
         self._buffer: RefitBuffer | None = None
-        self._open = False  # vLLM's layers are being reloaded
+        self._weights: EngineWeights | None = None
+        self._committed = False  # and not yet released: the old weights are still here
         self.in_session = False  # vLLM's worker waits for a finish
         self._next_bucket = 0
-        self._loaded: set[str] = set()
-        self._shared_names: list[list[str]] = []
+        self._checked: set[str] = set()
+        self._work: threading.Thread | None = None
+        self._error: str | None = None
         self._seconds = 0.0
+        self.refits = 0
 
     def init_transfer_engine(self, init_info: RefitInit) -> None:
-        plan = RefitPlan.from_json(init_info.plan)
+        plan = _parsed(init_info.plan)
         if self._buffer is None or self._buffer.description != init_info.transport:
             self.shutdown()
             self._buffer = attach_buffer(init_info.transport)
-        self._plan = plan
+        self._plan, self._init = plan, init_info
 
     def start_weight_update(self) -> None:
-        if self._plan is None:
+        if self._plan is None or self._init is None:
             raise RefitError("a refit is to start, but no plan has been given to this engine rank")
-        self._next_bucket, self._loaded, self._seconds = 0, set(), 0.0
-        # The reload gives tied parameters a tensor each, so what is tied must be seen before it.
-        self._shared_names = _names_of_shared_parameters(self.model)
-        self._open = True
-        initialize_layerwise_reload(self.model)
+        self._next_bucket, self._seconds, self._error, self._committed = 0, 0.0, None, False
+        in_place = self._init.in_place
+        if in_place is None:
+            in_place = not self._has_room(self._plan)
+        rank = get_tensor_model_parallel_rank()
+        # An engine's first refit is checked throughout.
+        self._verify: Any = "full" if self._init.verify == "sample" and not self.refits else self._init.verify
+        self._checked = checked_parameters(self._plan, self._verify, self._init.version)
+        self._weights = EngineWeights(self.model, self._plan, rank, self.device, in_place=in_place)
+        self._rank = rank
         self.in_session = True
+
+    def _has_room(self, plan: RefitPlan) -> bool:
+        """Whether a second copy of the weights fits; on CPU every rank of the engine lies in the same memory."""
+        ranks = self.parallel_config.tensor_parallel_size
+        if self.device.type == "cpu":
+            return psutil.virtual_memory().available > 1.5 * plan.block_bytes
+        return torch.cuda.mem_get_info(self.device)[0] > 1.1 * plan.block_bytes / ranks
+
+    def update_weights(self, update_info: dict[str, Any]) -> None:
+        """As the base class, but that nothing is on an accelerator's stream: `receive_weights` waits itself."""
+        self.receive_weights(self.parse_update_info(update_info))
 
     def receive_weights(self, update_info: RefitUpdate) -> None:
-        began = time.perf_counter()
-        assert self._plan is not None and self._buffer is not None
-        self.in_session = False  # the worker ends it on an error
+        assert self._plan is not None
         if update_info.bucket != self._next_bucket:
+            self.in_session = False  # the worker ends it on an error
             raise RefitError(f"bucket {update_info.bucket} came, bucket {self._next_bucket} was expected")
-        current = "none"
-
-        def tensors() -> Iterator[tuple[str, Tensor]]:
-            nonlocal current
-            assert self._plan is not None and self._buffer is not None
-            for slot in self._plan.buckets[update_info.bucket].slots:
-                current = slot.name
-                yield slot.name, slot_view(self._buffer, self._plan, update_info.bucket, slot)
-
-        try:
-            with disable_mtp_completeness_check():  # a bucket is only a part of the model
-                self._loaded |= self.model.load_weights(tensors())
-        except Exception as error:
-            raise RefitError(f"loading {current!r} of bucket {update_info.bucket} failed: {error}") from error
-        self._copy_pending()
-        self._next_bucket += 1
+        if update_info.background:
+            self._work = threading.Thread(target=self._receive_quietly, args=(update_info.bucket,), daemon=True)
+            self._work.start()
+            return
+        self.in_session = False
+        self._receive(update_info.bucket)
         self.in_session = True
+
+    def _receive_quietly(self, bucket: int) -> None:
+        try:
+            self._receive(bucket)
+        except Exception as error:
+            self._error = f"{type(error).__name__}: {error}"
+
+    def _receive(self, index: int) -> None:
+        began = time.perf_counter()
+        assert self._plan is not None and self._buffer is not None and self._weights is not None
+        self._buffer.synchronize()
+        for number, block in enumerate(self._plan.buckets[index].blocks):
+            view = None
+            for copy, read in enumerate(block.reads):
+                if read.rank != self._rank:
+                    continue
+                if view is None:
+                    view = block_view(self._buffer, self._plan, index, block)
+                values = view[tuple(slice(*span) for span in read.at)]
+                try:
+                    self._weights.receive(
+                        (index, number, copy), read.param, read.box, values, read.param in self._checked
+                    )
+                except Exception as error:
+                    raise RefitError(f"putting a slice of bucket {index} into {read.param} failed: {error}") from error
+        self._weights.settle()
+        self._buffer.synchronize()
+        self._next_bucket += 1
         self._seconds += time.perf_counter() - began
 
     def finish_weight_update(self) -> None:
-        """Raises RefitError when a bucket, a parameter or a part of one has not arrived.
-
-        After `abort` it only ends the session.
-        """
-        if not self._open:
+        """The commit. Raises RefitError when something has not arrived. After `abort` it only ends the session."""
+        if self._weights is None:
             self.in_session = False
             return
         began = time.perf_counter()
         assert self._plan is not None
         if self._next_bucket != len(self._plan.buckets):
-            raise RefitError(f"only {self._next_bucket} of {len(self._plan.buckets)} buckets were loaded")
-        if missing := self._missing():
-            raise RefitError(f"the refit plan leaves parameters of the engine unfilled: {', '.join(missing)}")
-        finalize_layerwise_reload(self.model, self.model_config)
-        self._repack_tied()
-        self._open = self.in_session = False
+            raise RefitError(f"only {self._next_bucket} of {len(self._plan.buckets)} buckets have arrived")
+        if missing := self._weights.missing():
+            raise RefitError(f"parts of {', '.join(missing)} have not arrived")
+        if not self._weights.in_place:
+            self._weights.exchange()
+        if self._plan.fallbacks:
+            self._load_wholes()
+        self._committed, self.in_session = True, False
+        self.refits += 1
         self._seconds += time.perf_counter() - began
 
+    def _load_wholes(self) -> None:
+        """What slices cannot express goes through vLLM's own loading, tensor by tensor."""
+        assert self._weights is not None
+        tied = self._weights.tied()  # the reload gives each home a tensor of its own, so this is asked before
+        initialize_layerwise_reload(self.model)
+        try:
+            with disable_mtp_completeness_check():
+                loaded = self.model.load_weights(self._weights.wholes.items())
+        finally:
+            finalize_layerwise_reload(self.model, self.model_config)
+        for name, others in tied.items():
+            for module in others if name in (loaded or ()) and self.device.type == "cpu" else ():
+                module.quant_method.process_weights_after_loading(module)  # the reload packs only what it loaded
+        if missing := sorted(set(self._weights.unplanned) - set(loaded or ())):
+            raise RefitError(f"the refit plan leaves parameters of the engine unfilled: {', '.join(missing)}")
+
+    def release(self) -> None:
+        """The commit stands: the old weights are let go."""
+        self._weights, self._committed = None, False
+        if self.device.type == "cuda":
+            torch.cuda.empty_cache()  # the memory of what was staged is wanted for the key-value cache
+
     def abort(self) -> None:
-        """Close a half-open update. Layers whose weights have not all arrived keep their old ones; those
-        complete have the new ones, so after a bucket was loaded the model is of no version. No-op when
-        nothing is open."""
-        if not self._open:
-            return
-        for module in self.model.modules():
-            info = get_layerwise_info(module)
-            info.loaded_weights.clear()
-            info.load_numel = 0
-        finalize_layerwise_reload(self.model, self.model_config)
-        self._repack_tied()
-        self._open = False
+        """Close an open update, or take a commit back that was not released. No-op when nothing is open."""
+        if self._work is not None:
+            self._work.join()
+            self._work = None
+        if self._committed and self.can_go_back:
+            assert self._weights is not None
+            self._weights.exchange()
+        self._weights, self._committed = None, False
+
+    @property
+    def can_go_back(self) -> bool:
+        """Whether a commit can be taken back: not where layers were replaced one by one."""
+        return self._weights is not None and not self._weights.in_place and not self._weights.wholes
 
     def report(self) -> dict[str, Any]:
-        """What the current or last update has done. `tensors` are Hugging Face's, `parameters` vLLM's."""
+        """What the current or last update has done."""
         if self._plan is None:
             return {}
-        slots = [slot for bucket in self._plan.buckets[: self._next_bucket] for slot in bucket.slots]
-        return {
+        busy = self._work is not None and self._work.is_alive()
+        found: dict[str, Any] = {
             "digest": self._plan.digest,
-            "tensors": len(slots),
-            "bytes": sum(slot.nbytes for slot in slots),
-            "parameters": len(self._loaded),
+            "busy": busy,
+            "buckets": self._next_bucket,
             "seconds": self._seconds,
+            "dtype": str(self.model_config.dtype).removeprefix("torch."),
+            "refits": self.refits,
         }
+        if self._error:
+            found["error"], found["traceback"] = self._error, ""
+        if self._weights is not None:
+            found |= {
+                "in_place": self._weights.in_place,
+                "verify": self._verify,
+                "parameters": self._weights.parameters,
+                "fallbacks": len(self._plan.fallbacks),
+            }
+            if not busy:
+                found["sums"], self._weights.sums = self._weights.sums, Sums()
+        return found
 
     def shutdown(self) -> None:
         if self._buffer is not None:
             self._buffer.close()
             self._buffer = None
-
-    def _copy_pending(self) -> None:
-        """vLLM keeps the tensors of a layer until all of the layer has come (q until v, say). Those kept past
-        their bucket view a half of the buffer that is filled again soon: vLLM gets copies of them instead."""
-        assert self._buffer is not None
-        shared = self._buffer.flat.untyped_storage().data_ptr()
-        for module in self.model.modules():
-            for _, call in get_layerwise_info(module).loaded_weights:
-                for name, value in call.arguments.items():
-                    if isinstance(value, Tensor) and value.untyped_storage().data_ptr() == shared:
-                        call.arguments[name] = value.clone()
-
-    def _missing(self) -> list[str]:
-        """Parameters that nothing was loaded into, or only a part."""
-        tied = {name: names for names in self._shared_names for name in names}
-        missing = [
-            name
-            for name, _ in self.model.named_parameters()
-            if name not in self._loaded and self._loaded.isdisjoint(tied.get(name, ()))
-        ]
-        for name, module in self.model.named_modules():
-            info = get_layerwise_info(module)
-            # A vocabulary that vLLM pads never counts as complete: its last rows are in no checkpoint.
-            partly = info.can_load() and 0 < info.load_numel < (info.load_numel_total or 0)
-            if partly and not isinstance(module, VocabParallelEmbedding):
-                missing.append(f"{name} ({info.load_numel:,} of {info.load_numel_total:,} elements)")
-        return missing
-
-    def _repack_tied(self) -> None:
-        """A tied output layer shares its parameter with the embedding. But the CPU build computes with a packed
-        copy, made by `process_weights_after_loading`, and a reload runs that only on the layer it loaded."""
-        if self.device.type != "cpu":
-            return
-        for names in self._shared_names:
-            for name in names:
-                module = self.model.get_submodule(name.rpartition(".")[0])
-                method = getattr(module, "quant_method", None)
-                if name not in self._loaded and isinstance(method, QuantizeMethodBase):
-                    method.process_weights_after_loading(module)
-
-
-def _names_of_shared_parameters(model: nn.Module) -> list[list[str]]:
-    """The names under which each parameter that has several is known."""
-    names: dict[int, list[str]] = {}
-    for name, parameter in model.named_parameters(remove_duplicate=False):
-        names.setdefault(id(parameter), []).append(name)
-    return [group for group in names.values() if len(group) > 1]

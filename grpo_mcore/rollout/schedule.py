@@ -142,7 +142,15 @@ class Checkpointed:
     step: int
 
 
-Event = Refitted | Validated | Dispatched | GroupFinished | GroupFailed | Trained | Checkpointed
+@dataclass(frozen=True)
+class StopAsked:
+    """Somebody wants the run to end soon, such as a job whose time is nearly up: the step that has begun is finished
+    and saved, and nothing is validated any more."""
+
+    reason: str
+
+
+Event = Refitted | Validated | Dispatched | GroupFinished | GroupFailed | Trained | Checkpointed | StopAsked
 
 
 class ScheduleError(RuntimeError):
@@ -164,6 +172,8 @@ class Schedule:
     validated_step: int = -1
     saved_step: int = -1
     stop: str | None = None  # why a validation ended the run
+    asked: str | None = None  # why somebody asked the run to end
+    last_step: int | None = None  # where it then ends
 
     def __post_init__(self) -> None:
         if self.step:  # a resumed run has validated and saved where it stopped
@@ -232,6 +242,9 @@ class Schedule:
             case Checkpointed(step):
                 self._demand(step == self.step, event)
                 self.saved_step = step
+            case StopAsked(reason):
+                begun = bool(self.in_flight or self.filtered)
+                self.asked, self.last_step = self.asked or reason, self.step + begun
 
     def _over(self) -> str | None:
         if self.stop:
@@ -240,11 +253,13 @@ class Schedule:
             return f"all {self.config.max_steps} steps are done"
         if self.data_ended and not self.in_flight:
             return "the data has ended"
+        if self.last_step is not None and self.step >= self.last_step:
+            return self.asked
         return None
 
     def _validation_due(self, over: str | None) -> bool:
         period = self.config.val_period
-        return self.validated_step != self.step and (
+        return self.asked is None and self.validated_step != self.step and (
             (self.step == 0 and self.config.val_at_start)
             or (self.step > 0 and period > 0 and self.step % period == 0 and self.step >= self.config.val_start_at)
             or (bool(over) and self.config.val_at_end)
@@ -278,7 +293,8 @@ class Schedule:
             return 0
         if self.config.prompts_per_dispatch is not None:
             return self._prompts_of_generation_batch(self.config.prompts_per_dispatch)
-        steps = min(1 + self.config.max_trajectory_age, self.config.max_steps - self.step)
+        last = self.config.max_steps if self.last_step is None else min(self.last_step, self.config.max_steps)
+        steps = min(1 + self.config.max_trajectory_age, last - self.step)
         return max(0, steps * self.config.num_prompts - len(self.in_flight))
 
     def _prompts_of_generation_batch(self, size: int) -> int:

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import itertools
+import threading
+import time
 from pathlib import Path
 from typing import Any
 
@@ -12,7 +14,7 @@ from torch import Tensor
 
 from grpo_mcore.families import params_of, read_hf_config, shape_of
 from grpo_mcore.generation import Engine, EngineConfig, EngineError
-from grpo_mcore.refit import RefitPlan, RefitReport, RefitSender, plan_refit, refit
+from grpo_mcore.refit import EngineLayout, Refit, RefitPlan, RefitReport, RefitSender, TrainerLayout, plan_refit, refit
 from grpo_mcore.rollout.trajectory import GenerationRequest, Sampling, Trajectory, Turn
 from tests.distributed.tiny_models import SIZES, make_tiny_model
 from tests.unit.refit.shards import Handle, ShardedModel
@@ -85,16 +87,16 @@ class Policy:
         self.reference = load_reference(folder)
         self.run_id = f"functional.{next(_NUMBER)}"
         self.shape = shape_of(read_hf_config(folder))
-        self.tensors = [tensor for param in params_of(self.shape) if not param.copy for tensor in param.hf]
+        self.size = size
         self.handles = [
-            Handle(f"policy-{rank}", RefitSender(self.source(rank, size), run_id=self.run_id)) for rank in range(size)
+            Handle(f"policy-{rank}", RefitSender(self.source(rank), rank, run_id=self.run_id)) for rank in range(size)
         ]
 
-    def source(self, rank: int, size: int) -> Any:
+    def source(self, rank: int) -> Any:
         class Source:
-            def pieces(_) -> Any:
+            def parameters(_) -> Any:
                 weights = dict(self.reference.named_parameters())
-                return ShardedModel(weights, self.shape, rank, size).pieces()
+                return ShardedModel(weights, self.shape, rank, self.size).parameters()
 
         return Source()
 
@@ -104,21 +106,72 @@ class Policy:
         for name, parameter in self.reference.named_parameters():
             parameter.uniform_(0.5, 1.5) if "norm" in name else parameter.normal_(0, 0.08)
 
-    def plan(self, tensors: Any = None) -> RefitPlan:
-        """Buckets that part q, k and v, and gate and up: the largest tensor just fits one."""
-        return plan_refit(tensors or self.tensors, dtype="float32", buffer_bytes=2 * 34_304)
+    def plan(
+        self, engine: Engine, *, dtype: str = "float32", buffer_bytes: int = 2 * 34_304, **params: Any
+    ) -> RefitPlan:
+        """Small buckets: a layer's weight and bias, and rows of the embedding, come apart."""
+        layout = EngineLayout(engine.config.tensor_parallel_size)
+        params = params.get("params", params_of(self.shape))
+        return plan_refit(params, self.shape, TrainerLayout(self.size), layout, dtype=dtype, buffer_bytes=buffer_bytes)
 
-    def refit(self, engine: Engine, version: int, plan: RefitPlan | None = None) -> RefitReport:
-        return refit(self.handles, [Handle(engine.name, engine)], plan or self.plan(), version)
+    def refit(self, engine: Engine, version: int, plan: RefitPlan | None = None, **options: Any) -> RefitReport:
+        return refit(self.handles, [Handle(engine.name, engine)], plan or self.plan(engine), version, **options)
+
+    def manifest(self, engine: Engine) -> dict[str, Any]:
+        plan = self.plan(engine)
+        transport = self.handles[0].target.open_refit(None, plan.to_json())["transport"]
+        return {"plan": plan.to_json(), "digest": plan.digest, "transport": transport, "version": 1, "verify": "off"}
 
     def refit_wrongly(self, engine: Engine) -> None:
         """A bucket out of order: every rank of the engine refuses it."""
-        opened = self.handles[0].target.open_refit(None, self.plan().to_json())
-        engine.start_refit({key: opened[key] for key in ("digest", "transport")} | {"plan": self.plan().to_json()})
+        engine.start_refit(self.manifest(engine))
         with pytest.raises(EngineError, match="bucket 1 came, bucket 0 was expected"):
-            engine.load_bucket(1)
+            engine.stage_bucket(1)
         engine.abort_refit()
 
     def close(self) -> None:
         for handle in self.handles:
             handle.target.close_refit()
+
+
+def check_refit_in_flight(engine: Engine, policy: Policy, version: int) -> None:
+    """Staging runs beside generation; each sample says which token is of which version, and its log-probs agree."""
+    policy.change(seed=version)
+    with torch.no_grad():
+        old = {name: parameter.clone() for name, parameter in policy.reference.named_parameters()}
+    policy.refit(engine, version)
+    policy.change(seed=version + 1)
+    run = Refit(policy.handles, [Handle(engine.name, engine)], policy.plan(engine), version + 1)
+    samples: list[Any] = []
+    requests = [request(number) for number in range(8)]
+
+    def work() -> None:
+        samples.extend(engine.generate(requests, Sampling(max_new_tokens=120)))
+
+    thread = threading.Thread(target=work)
+    thread.start()
+    while not engine.health()["requests"]:
+        time.sleep(0.001)
+    time.sleep(0.2)
+    run.stage()
+    report = run.commit(recompute_kv=True)
+    thread.join(100)
+    assert len(samples) == 8 and engine.weight_version == version + 1 and report.pause_seconds < report.seconds
+    mixed = [sample for sample in samples if len(sample.weight_versions) == 2]
+    assert mixed, "no request was under way at the commit"
+    new = {name: parameter.detach().clone() for name, parameter in policy.reference.named_parameters()}
+    for sample in mixed:
+        (first, start, turn), (second, again, end) = sample.weight_versions
+        assert (first, start, second, again, end) == (version, 0, version + 1, turn, sample.length)
+    for sample in samples:
+        for of, start, end in sample.weight_versions:
+            with torch.no_grad():
+                for name, parameter in policy.reference.named_parameters():
+                    parameter.copy_(old[name] if of == version else new[name])
+            found = reference_logprobs(policy.reference, sample) - sample.turns[-1].logprobs
+            span = found[max(0, start - sample.prompt_length) : end - sample.prompt_length]
+            assert span.abs().max() < 1e-4, f"tokens {start}:{end} are not of version {of}"
+    with torch.no_grad():
+        for name, parameter in policy.reference.named_parameters():
+            parameter.copy_(new[name])
+    assert worst_difference(policy.reference, generate(engine, requests)) < 1e-4

@@ -3,19 +3,23 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 
+from grpo_mcore.families import params_of
 from grpo_mcore.generation import Engine, EngineError
-from grpo_mcore.refit import RefitError, RefitSender, plan_refit, refit
+from grpo_mcore.refit import RefitError, RefitSender, refit
+from grpo_mcore.refit.buffer import block_view
 from grpo_mcore.rollout.trajectory import Sampling
 from tests.functional.engine_cases import (
     CONTEXT,
     EOS,
     Policy,
+    check_refit_in_flight,
     config,
     generate,
     load_reference,
@@ -158,101 +162,167 @@ def policy(folder: Path, engine: Engine) -> Iterator[Policy]:
 def test_after_a_refit_the_engine_has_the_policys_weights(engine: Engine, policy: Policy) -> None:
     # Two prompts fill a whole block of the prefix cache (128 tokens on CPU).
     requests = [request(number, length=140 if number < 2 else 0) for number in range(16)]
-    assert len(policy.plan().buckets) > 10
+    plan = policy.plan(engine)
+    assert len(plan.buckets) > 10 and not plan.fallbacks
+    checked = []
     for version in (1, 2, 3):
         before = generate(engine, requests)
         policy.change(seed=version)
         assert worst_difference(policy.reference, before) > 0.1
         report = policy.refit(engine, version)
-        assert (report.version, report.tensors) == (version, len(policy.tensors))
+        assert (report.version, report.bytes, report.in_place) == (version, plan.block_bytes, ())
+        checked.append(report.checked)
         engine.prepare(version)
         after = generate(engine, requests)
         assert worst_difference(policy.reference, after) < 1e-4
         for trajectory in after.values():
             assert trajectory.weight_versions == ((version, 0, trajectory.length),)
+    assert checked[0] == sum(len(block.reads) for block in plan.blocks()), "the first refit is checked throughout"
+    assert 0 < checked[1] < checked[0] / 4
     with pytest.raises(EngineError, match="holds weight version 3, not 2"):
         engine.prepare(2)
 
 
+@pytest.mark.parametrize("buffer_bytes", [2 * 34_304, 1 << 22])
+def test_without_room_for_a_second_copy_layers_are_replaced_one_by_one(
+    engine: Engine, policy: Policy, monkeypatch: pytest.MonkeyPatch, buffer_bytes: int
+) -> None:
+    from grpo_mcore.refit.vllm_backend import RefitWeightEngine
+
+    monkeypatch.setattr(RefitWeightEngine, "_has_room", lambda *_: False)
+    policy.change(seed=buffer_bytes)
+    report = policy.refit(engine, 5, policy.plan(engine, buffer_bytes=buffer_bytes), verify="full")
+    assert report.in_place == (engine.name,) and report.pause_seconds == report.seconds
+    assert worst_difference(policy.reference, generate(engine, [request(1)])) < 1e-4
+
+
 def test_a_refit_in_bfloat16_rounds_and_nothing_more(engine: Engine, policy: Policy) -> None:
-    plan = plan_refit(policy.tensors, dtype="bfloat16", buffer_bytes=1 << 20)
+    plan = policy.plan(engine, dtype="bfloat16", buffer_bytes=1 << 20)
     policy.change(seed=10)
-    policy.refit(engine, 10, plan)
+    policy.refit(engine, 10, plan, verify="full")
     with torch.no_grad():
         for parameter in policy.reference.parameters():
             parameter.copy_(parameter.bfloat16().float())
     assert worst_difference(policy.reference, generate(engine, [request(1), request(2)])) < 1e-4
 
 
-@pytest.mark.parametrize("missing", ["model.layers.1.self_attn.k_proj.weight", "model.norm.weight"])
-def test_a_plan_that_leaves_a_parameter_unfilled_is_refused(engine: Engine, policy: Policy, missing: str) -> None:
-    class Partial:
-        def pieces(self) -> Any:
-            whole = policy.source(0, 1).pieces()
-            return ((name, box, values) for name, box, values in whole if name != missing)
+def test_weights_are_exchanged_while_requests_are_under_way(engine: Engine, policy: Policy) -> None:
+    check_refit_in_flight(engine, policy, 12)
 
-    plan = policy.plan([tensor for tensor in policy.tensors if tensor.name != missing])
-    sender = RefitSender(Partial())
-    part = "qkv_proj" if "k_proj" in missing else missing
-    with pytest.raises(RefitError, match=rf"commit_refit .* parameters of the engine unfilled: .*{part}"):
-        refit([Handle("policy-0", sender)], [Handle("engine-0", engine)], plan, 20)
-    sender.close_refit()
-    assert engine.weight_version is None
-    with pytest.raises(EngineError, match="weights of no version"):
-        generate(engine, [request(1)])
-    with pytest.raises(EngineError, match="holds weight version None, not 3"):
-        engine.prepare(3)
-    policy.refit(engine, 21)
-    assert worst_difference(policy.reference, generate(engine, [request(1)])) < 1e-4
+
+@pytest.mark.parametrize("missing", ["model.layers.1.self_attn.qkv_proj.weight", "model.norm.weight"])
+def test_a_plan_that_leaves_a_parameter_unfilled_is_refused(engine: Engine, policy: Policy, missing: str) -> None:
+    policy.refit(engine, 20)
+    before = generate(engine, [request(1)])
+    plan = policy.plan(engine, params=[param for param in params_of(policy.shape) if param.engine != missing])
+    with pytest.raises(RefitError, match=rf"start_refit .* leaves parameters of the engine unfilled: {missing}"):
+        policy.refit(engine, 21, plan)
+    assert engine.weight_version == 20 and generate(engine, [request(1)]) == before
 
 
 def test_a_tensor_the_model_does_not_have_is_named(engine: Engine, policy: Policy) -> None:
-    from grpo_mcore.families import HfTensor
-
-    class Extra:
-        def pieces(self) -> Any:
-            yield from policy.source(0, 1).pieces()
-            yield "model.layers.7.mlp.up_proj.weight", ((0, 4),), torch.zeros(4)
-
-    sender = RefitSender(Extra())
-    plan = policy.plan([*policy.tensors, HfTensor("model.layers.7.mlp.up_proj.weight", (4,))])
-    with pytest.raises(RefitError, match="loading 'model.layers.7.mlp.up_proj.weight' of bucket"):
-        refit([Handle("policy-0", sender)], [Handle("engine-0", engine)], plan, 30)
-    sender.close_refit()
+    *params, norm = [param for param in params_of(policy.shape) if not param.copy]
+    plan = policy.plan(engine, params=[*params, replace(norm, engine="model.layers.7.mlp.up_proj.weight")])
+    with pytest.raises(RefitError, match="has no parameters model.layers.7.mlp.up_proj.weight"):
+        policy.refit(engine, 30, plan)
     policy.refit(engine, 31)
     assert worst_difference(policy.reference, generate(engine, [request(1)])) < 1e-4
 
 
-def test_a_refit_that_fails_before_its_first_bucket_leaves_the_old_weights(engine: Engine, policy: Policy) -> None:
+def test_parameters_that_slices_cannot_express_go_through_vllms_own_loading(engine: Engine, policy: Policy) -> None:
+    params = [
+        replace(param, engine=None) if "qkv" in param.megatron or "final" in param.megatron else param
+        for param in params_of(policy.shape)
+    ]
+    plan = policy.plan(engine, params=params)
+    for version in (35, 36):
+        policy.change(seed=version)
+        report = policy.refit(engine, version, plan)
+        assert report.fallbacks == plan.fallbacks and len(plan.fallbacks) == 2 * 3 + 1
+        assert worst_difference(policy.reference, generate(engine, [request(1)])) < 1e-4
+    policy.change(seed=37)
+    policy.refit(engine, 37)
+    assert worst_difference(policy.reference, generate(engine, [request(1)])) < 1e-4
+
+
+class Forger(RefitSender):
+    """Puts one wrong value into the buffer."""
+
+    def fill_bucket(self, index: int, *checked: Any) -> dict[str, Any]:
+        answer = super().fill_bucket(index, *checked)
+        for _, block, _ in self._blocks[index]:
+            if block.param == "decoder.layers.1.mlp.linear_fc2.weight":
+                block_view(self._buffer, self._plan, index, block)[3, 5] += 1
+        return answer
+
+
+class Sick(RefitSender):
+    def fill_bucket(self, index: int, *checked: Any) -> dict[str, Any]:
+        if index == 3:
+            raise RuntimeError("out of luck")
+        return super().fill_bucket(index, *checked)
+
+
+@pytest.mark.parametrize(
+    ("sender", "message"),
+    [
+        (Forger, r"model.layers.1.mlp.down_proj.weight \[0:64, 0:48\] on engine-0 rank 0 is not what policy rank 0"),
+        (Sick, "fill_bucket 3 .* failed on policy-0: out of luck"),
+    ],
+)
+def test_a_refit_that_fails_leaves_the_old_weights(
+    engine: Engine, policy: Policy, sender: type[RefitSender], message: str
+) -> None:
     policy.refit(engine, 40)
     before = generate(engine, [request(1), request(2)])
-
-    class Sick(RefitSender):
-        def fill_bucket(self, index: int) -> dict[str, Any]:
-            raise RuntimeError("out of luck")
-
-    sender = Sick(policy.source(0, 1))
-    with pytest.raises(RefitError, match="fill_bucket 0 .* failed on policy-0: out of luck"):
-        refit([Handle("policy-0", sender)], [Handle("engine-0", engine)], policy.plan(), 41)
-    sender.close_refit()
+    policy.change(seed=41)
+    first = sender(policy.source(0), 0)
+    with pytest.raises(RefitError, match=message):
+        refit(
+            [Handle("policy-0", first), policy.handles[1]], [Handle("engine-0", engine)], policy.plan(engine), 41,
+            verify="full",
+        )  # fmt: skip
+    first.close_refit()
     engine.prepare(40)
     assert generate(engine, [request(1), request(2)]) == before
 
 
+def test_a_commit_is_taken_back_when_another_engine_fails(engine: Engine, policy: Policy) -> None:
+    class Other:
+        """An engine that dies in its commit."""
+
+        def __getattr__(self, name: str) -> Any:
+            return {"stage_bucket": lambda *_: {"seconds": 0.0, "sums": {}}}.get(name, lambda *_: None)
+
+        def start_refit(self, manifest: dict[str, Any]) -> dict[str, Any]:
+            return {"digest": manifest["digest"], "in_place": False, "dtype": "float32", "verify": "full"}
+
+        def commit_refit(self, *_: Any) -> None:
+            raise RuntimeError("gone")
+
+    policy.refit(engine, 45)
+    before = generate(engine, [request(1), request(2)])
+    policy.change(seed=46)
+    plan = policy.plan(engine)
+    with pytest.raises(RefitError, match="commit_refit of the refit to weight version 46 failed on engine-1: gone"):
+        refit(policy.handles, [Handle("engine-0", engine), Handle("engine-1", Other())], plan, 46)
+    engine.prepare(45)
+    assert generate(engine, [request(1), request(2)]) == before
+    policy.refit(engine, 46)
+    assert worst_difference(policy.reference, generate(engine, [request(1)])) < 1e-4
+
+
 def test_calls_out_of_order(engine: Engine, policy: Policy) -> None:
-    with pytest.raises(EngineError, match="bucket 0 cannot be loaded, no refit is open"):
-        engine.load_bucket(0)
+    with pytest.raises(EngineError, match="bucket 0 cannot be taken, no refit is open"):
+        engine.stage_bucket(0)
     with pytest.raises(EngineError, match="cannot be committed, no refit is open"):
         engine.commit_refit(50)
-    opened = policy.handles[0].target.open_refit(None, policy.plan().to_json())
-    manifest = {"plan": policy.plan().to_json(), "digest": opened["digest"], "transport": opened["transport"]}
+    manifest = policy.manifest(engine)
     with pytest.raises(EngineError, match="read plan wrong as"):
         engine.start_refit(manifest | {"digest": "wrong"})
     engine.start_refit(manifest)
-    with pytest.raises(EngineError, match="in a refit"):
-        generate(engine, [request(1)])
     with pytest.raises(EngineError, match="bucket 1 came, bucket 0 was expected"):
-        engine.load_bucket(1)
+        engine.stage_bucket(1)
     engine.start_refit(manifest)  # closes the half-open one
     with pytest.raises(EngineError, match="only 0 of"):
         engine.commit_refit(50)

@@ -3,13 +3,23 @@
 from __future__ import annotations
 
 import multiprocessing
+from dataclasses import replace
 from pathlib import Path
 
 import psutil
 import pytest
 
+from grpo_mcore.families import params_of
 from grpo_mcore.generation import Engine, EngineError
-from tests.functional.engine_cases import Policy, config, generate, make_model, request, worst_difference
+from tests.functional.engine_cases import (
+    Policy,
+    check_refit_in_flight,
+    config,
+    generate,
+    make_model,
+    request,
+    worst_difference,
+)
 
 
 @pytest.mark.parametrize("tensor_parallel_size", [1, 2])
@@ -20,7 +30,7 @@ def test_tied_embeddings_into_an_engine_that_was_never_filled(tmp_path: Path, te
     engine = Engine(config(tmp_path, load_format="dummy", tensor_parallel_size=tensor_parallel_size))
     policy = Policy(tmp_path)
     try:
-        assert "lm_head.weight" not in policy.plan().slots
+        assert "lm_head.weight" not in policy.plan(engine).to_json()
         with pytest.raises(EngineError, match="weights of no version"):
             generate(engine, [request(1)])
         assert engine.health()["state"] == "unfilled"
@@ -32,6 +42,13 @@ def test_tied_embeddings_into_an_engine_that_was_never_filled(tmp_path: Path, te
             found = generate(engine, [request(number) for number in range(8)])
             assert worst_difference(policy.reference, found) < 1e-4
             assert {t.weight_version for t in found.values()} == {version}
+        check_refit_in_flight(engine, policy, 10)
+        # The embedding through vLLM's own loading: the tied head computes with a packed copy of it.
+        params = [replace(p, engine=None) if "word_embeddings" in p.megatron else p for p in params_of(policy.shape)]
+        policy.change(seed=3)
+        report = policy.refit(engine, 20, policy.plan(engine, params=params))
+        assert report.fallbacks == ("model.embed_tokens.weight",)
+        assert worst_difference(policy.reference, generate(engine, [request(1)])) < 1e-4
     finally:
         policy.close()
         engine.shutdown()

@@ -69,7 +69,8 @@ def cluster() -> Iterator[LocalCluster]:
 @pytest.fixture(scope="module")
 def engines(folder: Path, cluster: LocalCluster) -> EngineGroup:
     config = EngineConfig(str(folder), dtype="float32", max_model_len=CONTEXT, kv_cache_memory_gb=0.1)
-    return EngineGroup(cluster, [cluster.spawn("engine-0", EngineWorker, config, cluster.store)], sleeps=False)
+    engine = cluster.spawn("engine-0", EngineWorker, config, cluster.store)
+    return EngineGroup(cluster, [engine], sleeps=False)
 
 
 def play(engines: EngineGroup, tokenizer: Any, *, prompts: int, turns: int = TURNS) -> list[Group]:

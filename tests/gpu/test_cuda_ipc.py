@@ -8,18 +8,20 @@ from typing import Any
 
 import torch
 
-from grpo_mcore.families import HfTensor
-from grpo_mcore.refit.buffer import attach_buffer, create_buffer, slot_view
+from grpo_mcore.families import HfTensor, Param, Split, Stage
+from grpo_mcore.refit.buffer import attach_buffer, block_view, create_buffer
+from grpo_mcore.refit.layout import EngineLayout, TrainerLayout
 from grpo_mcore.refit.plan import plan_refit
+from tests.unit.refit.whole_split import make_shape
 
 TENSOR_MIB, BUCKET_TENSORS, TENSORS = 128, 4, 64  # 8 GiB in all, through a buffer of 1 GiB
-ELEMENTS = TENSOR_MIB * 2**20 // 2
+ROWS, COLUMNS = 2**10, TENSOR_MIB * 2**20 // 2 // 2**10
 
 
 def values(number: int) -> torch.Tensor:
-    """bfloat16 [ELEMENTS] on the GPU: every bit pattern, the same in every process."""
-    pattern = torch.arange(number, ELEMENTS + number, device="cuda", dtype=torch.int32)
-    return (pattern & 0xFFFF).to(torch.int16).view(torch.bfloat16)
+    """bfloat16 [ROWS, COLUMNS] on the GPU: every bit pattern, the same in every process."""
+    pattern = torch.arange(number, ROWS * COLUMNS + number, device="cuda", dtype=torch.int32)
+    return (pattern & 0xFFFF).to(torch.int16).view(torch.bfloat16).view(ROWS, COLUMNS)
 
 
 def owner(pipe: Any, plan: Any) -> None:
@@ -27,11 +29,11 @@ def owner(pipe: Any, plan: Any) -> None:
     pipe.send(buffer.description)
     seconds = 0.0
     for index, bucket in enumerate(plan.buckets):
-        for slot in bucket.slots:
-            source = values(int(slot.name))
+        for block in bucket.blocks:
+            source = values(int(block.param))
             torch.cuda.synchronize()
             began = time.perf_counter()
-            slot_view(buffer, plan, index, slot).copy_(source)
+            block_view(buffer, plan, index, block).copy_(source)
             buffer.synchronize()
             seconds += time.perf_counter() - began
         pipe.send(index)
@@ -42,26 +44,35 @@ def owner(pipe: Any, plan: Any) -> None:
 
 
 def test_another_process_reads_every_bit() -> None:
-    tensors = [HfTensor(str(number), (ELEMENTS,)) for number in range(TENSORS)]
-    plan = plan_refit(tensors, dtype="bfloat16", buffer_bytes=2 * BUCKET_TENSORS * TENSOR_MIB * 2**20)
-    assert plan.tensor_bytes == 8 * 2**30 and len(plan.buckets) == TENSORS // BUCKET_TENSORS
+    params = [
+        Param(str(number), (HfTensor(str(number), (ROWS, COLUMNS)),), Split.ROWS, Stage.FIRST, engine=str(number))
+        for number in range(TENSORS)
+    ]
+    plan = plan_refit(
+        params, make_shape(), TrainerLayout(), EngineLayout(2), dtype="bfloat16",
+        buffer_bytes=2 * BUCKET_TENSORS * TENSOR_MIB * 2**20,
+    )  # fmt: skip
+    assert plan.block_bytes == 8 * 2**30 and len(plan.buckets) == TENSORS // BUCKET_TENSORS
     context = multiprocessing.get_context("spawn")
     pipe, other_end = context.Pipe()
     process = context.Process(target=owner, args=(other_end, plan))
     process.start()
     other_end.close()
     buffer = attach_buffer(pipe.recv())
-    target = torch.empty(ELEMENTS, dtype=torch.bfloat16, device="cuda")
     seconds = 0.0
     for index, bucket in enumerate(plan.buckets):
         assert pipe.recv() == index
-        for slot in bucket.slots:
-            torch.cuda.synchronize()
-            began = time.perf_counter()
-            target.copy_(slot_view(buffer, plan, index, slot))
-            torch.cuda.synchronize()
-            seconds += time.perf_counter() - began
-            assert torch.equal(target.view(torch.int16), values(int(slot.name)).view(torch.int16)), slot.name
+        for block in bucket.blocks:
+            expected = values(int(block.param)).view(torch.int16).chunk(2)
+            for read in block.reads:  # half of the rows for each of two engine ranks
+                target = torch.empty(ROWS // 2, COLUMNS, dtype=torch.bfloat16, device="cuda")
+                torch.cuda.synchronize()
+                began = time.perf_counter()
+                view = block_view(buffer, plan, index, block)[tuple(slice(*span) for span in read.at)]
+                target[tuple(slice(*span) for span in read.box)].copy_(view)
+                torch.cuda.synchronize()
+                seconds += time.perf_counter() - began
+                assert torch.equal(target.view(torch.int16), expected[read.rank]), block.param
         pipe.send(index)
     written = pipe.recv()
     buffer.close()

@@ -84,3 +84,9 @@ def test_resume_without_a_checkpoint_says_where_it_looked(tmp_path: Path) -> Non
     with pytest.raises(ResumeError, match=f"no step_N folder in {tmp_path}"):
         manager(tmp_path).find(True)
     assert manager(tmp_path).find(None) is None
+
+
+def test_resume_auto_goes_on_where_it_can(tmp_path: Path) -> None:
+    assert manager(tmp_path).find("auto") is None
+    saved = save(manager(tmp_path), 4)
+    assert manager(tmp_path).find("auto") == saved

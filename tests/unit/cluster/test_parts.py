@@ -103,6 +103,8 @@ def test_neighbouring_ranks_share_a_node():
 
     assert rank_order(["x", "x"]) == [(0, 0), (1, 1)]
     assert rank_order(["y", "x", "y", "x"]) == [(0, 0), (2, 1), (1, 0), (3, 1)]
+    # A bundle that is a node's share of the ranks holds several.
+    assert rank_order(["y", "x"], 4) == [(0, 0), (0, 1), (1, 0), (1, 1)]
 
 
 DUMP = """\

@@ -3,31 +3,30 @@ declaration."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from grpo_mcore.families import Box, ModelShape, Split, local_shape, params_of, pieces
+from grpo_mcore.families import Box, ModelShape, local_shape, params_of, pieces
 
 
 class ShardedModel:
-    """One tensor-parallel rank's weight source. `whole`: Hugging Face tensors by name."""
+    """One policy rank's weight source, tensor-parallel only. `whole`: Hugging Face tensors by name."""
 
     def __init__(self, whole: Mapping[str, Tensor], shape: ModelShape, rank: int, size: int) -> None:
-        self.held: list[tuple[str, Box, Tensor]] = []
+        self.held: dict[str, Tensor] = {}
         for param in params_of(shape):
-            if param.copy or (param.split is Split.REPLICATED and rank):
+            if param.copy:
                 continue
             local = torch.zeros(local_shape(param, shape, size), dtype=whole[param.hf[0].name].dtype)
             for piece in pieces(param, shape, rank, size):
-                view = local[index(piece.local_box)]
-                view.copy_(whole[piece.hf][index(piece.hf_box)])
-                self.held.append((piece.hf, piece.hf_box, view))
+                local[index(piece.local_box)].copy_(whole[piece.hf][index(piece.hf_box)])
+            self.held[param.megatron.format(layer=param.layer)] = local
 
-    def pieces(self) -> Iterator[tuple[str, Box, Tensor]]:
-        return iter(self.held)
+    def parameters(self) -> dict[str, Tensor]:
+        return self.held
 
 
 def index(box: Box) -> tuple[slice, ...]:

@@ -1,113 +1,207 @@
 from __future__ import annotations
 
-import math
-import re
 import subprocess
 import sys
-from dataclasses import dataclass
+import time
+from dataclasses import replace
 
+import numpy as np
 import pytest
-from hypothesis import given
-from hypothesis import strategies as st
 
-from grpo_mcore.refit.plan import GIB, RefitError, RefitPlan, plan_refit
-
-
-@dataclass(frozen=True)
-class Tensor:
-    name: str
-    shape: tuple[int, ...]
-
-
-def tensors(shapes: list[tuple[int, ...]]) -> list[Tensor]:
-    return [Tensor(f"t{number}", shape) for number, shape in enumerate(shapes)]
-
-
-shape = st.lists(st.integers(1, 40), min_size=0, max_size=3).map(tuple)
-shapes = st.lists(shape, min_size=1, max_size=40)
-
-
-@given(shapes, st.sampled_from(["float32", "bfloat16"]), st.integers(0, 100_000), st.sampled_from([1, 64, 512]))
-def test_every_tensor_once_in_order_aligned_and_apart(
-    sizes: list[tuple[int, ...]], dtype: str, extra: int, alignment: int
-) -> None:
-    given_ = tensors(sizes)
-    itemsize = {"float32": 4, "bfloat16": 2}[dtype]
-    largest = max(math.prod(size) for size in sizes) * itemsize
-    buffer = 2 * (math.ceil(largest / alignment) * alignment) + extra
-    plan = plan_refit(given_, dtype=dtype, buffer_bytes=buffer, alignment=alignment)
-
-    slots = [slot for bucket in plan.buckets for slot in bucket.slots]
-    assert [(slot.name, slot.shape) for slot in slots] == [(tensor.name, tensor.shape) for tensor in given_]
-    assert plan.buffer_bytes <= buffer
-    for bucket in plan.buckets:
-        assert bucket.slots and bucket.nbytes <= plan.half_bytes
-        end = 0
-        for slot in bucket.slots:
-            assert slot.offset >= end and slot.offset % alignment == 0
-            assert slot.nbytes == math.prod(slot.shape) * itemsize
-            end = slot.offset + slot.nbytes
-        assert end <= bucket.nbytes
-    assert plan.tensor_bytes == sum(slot.nbytes for slot in slots)
-
-
-def test_neighbouring_buckets_lie_in_different_halves() -> None:
-    plan = plan_refit(tensors([(100,)] * 6), dtype="float32", buffer_bytes=2 * 1024, alignment=512)
-    assert len(plan.buckets) == 3 and plan.half_bytes == 1024
-    assert [plan.start(number) for number in range(3)] == [0, 1024, 0]
-    assert plan.buffer_bytes == 2048
-
-
-def test_one_bucket_takes_one_half_of_its_own_size() -> None:
-    plan = plan_refit(tensors([(100,)]), dtype="float32", buffer_bytes=GIB)
-    assert plan.buffer_bytes == 512
-
-
-def test_json_gives_back_the_same_plan_and_digest() -> None:
-    plan = plan_refit(tensors([(3, 5), (), (7,)]), dtype="bfloat16", buffer_bytes=4096)
-    again = RefitPlan.from_json(plan.to_json())
-    assert again == plan and again.digest == plan.digest and again.to_json() == plan.to_json()
-
-
-@pytest.mark.parametrize(
-    "change",
-    [
-        {"sizes": [(3, 5), (7,), (2,)]},
-        {"sizes": [(5, 3), (7,)]},
-        {"dtype": "float32"},
-        {"buffer_bytes": 1024},
-        {"alignment": 64},
-    ],
-    ids=lambda change: next(iter(change)),
+from grpo_mcore.families import params_of, shape_of
+from grpo_mcore.refit.layout import EngineLayout, TrainerLayout
+from grpo_mcore.refit.plan import GIB, RefitError, RefitPlan, plan_model_refit, plan_refit
+from tests.unit.refit.whole_split import (
+    PADDING,
+    Case,
+    Weights,
+    in_the_engine,
+    make_shape,
+    on_the_policy,
+    random_case,
+    with_experts,
 )
-def test_the_digest_shows_every_difference(change: dict) -> None:
-    base = {"sizes": [(3, 5), (7,)], "dtype": "bfloat16", "buffer_bytes": 8192, "alignment": 512}
 
-    def digest(sizes: list[tuple[int, ...]], **how: object) -> str:
-        return plan_refit(tensors(sizes), **how).digest  # type: ignore[arg-type]
-
-    assert digest(**base) != digest(**(base | change))  # type: ignore[arg-type]
+QWEN = {
+    "model_type": "qwen2", "hidden_size": 896, "num_hidden_layers": 24, "num_attention_heads": 14,
+    "num_key_value_heads": 2, "intermediate_size": 4864, "vocab_size": 151936, "tie_word_embeddings": True,
+}  # fmt: skip
 
 
-def test_too_large_a_tensor_is_named_with_a_size_that_works() -> None:
-    wanted = [Tensor("model.norm.weight", (64,)), Tensor("model.embed_tokens.weight", (151_936, 2048))]
-    with pytest.raises(RefitError, match=r"'model.embed_tokens.weight' of 622,329,856 bytes") as caught:
-        plan_refit(wanted, dtype="bfloat16", buffer_bytes=GIB // 2)
-    found = re.search(r"refit_buffer_size_gb that holds it is ([\d.]+)", str(caught.value))
-    assert found
-    gib = float(found[1])
-    assert plan_refit(wanted, dtype="bfloat16", buffer_bytes=int(gib * GIB))
-    with pytest.raises(RefitError):
-        plan_refit(wanted, dtype="bfloat16", buffer_bytes=int((gib - 0.0002) * GIB))
+def plan_of(case: Case, buffer_bytes: int = GIB) -> RefitPlan:
+    return plan_refit(
+        case.params, case.shape, case.trainer, case.engine, dtype="int32", buffer_bytes=buffer_bytes, alignment=8
+    )
 
 
-def test_what_cannot_be_planned() -> None:
-    with pytest.raises(RefitError, match="'t' is given twice"):
-        plan_refit([Tensor("t", (1,)), Tensor("t", (1,))], dtype="float32", buffer_bytes=GIB)
-    with pytest.raises(RefitError, match="no tensors"):
-        plan_refit([], dtype="float32", buffer_bytes=GIB)
+def index(box: tuple[tuple[int, int], ...]) -> tuple[slice, ...]:
+    return tuple(slice(*span) for span in box)
+
+
+def carry_out(plan: RefitPlan, case: Case) -> list[Weights]:
+    """The plan on real arrays, through a real buffer: parameters of every engine rank, PADDING where nothing came."""
+    policy = {rank: on_the_policy(case, rank) for rank in {block.source for block in plan.blocks()}}
+    engine = [
+        {name: np.full_like(array, PADDING) for name, array in in_the_engine(case, rank).items()}
+        for rank in range(case.engine.ranks)
+    ]
+    buffer = np.zeros(plan.buffer_bytes // 4, dtype=np.int32)
+    for number, bucket in enumerate(plan.buckets):
+        views = []
+        buffer[:] = PADDING - 1
+        for block in bucket.blocks:
+            values = policy[block.source][block.param][index(block.box)]
+            start = (plan.start(number) + block.offset) // 4
+            view = buffer[start : start + values.size]
+            assert values.nbytes == block.nbytes and (view == PADDING - 1).all(), "blocks overlap"
+            assert block.offset + block.nbytes <= plan.half_bytes
+            view[:] = values.ravel()
+            views.append(view.reshape(values.shape))
+        for block, view in zip(bucket.blocks, views, strict=True):
+            for read in block.reads:
+                place = engine[read.rank][read.param][index(read.box)]
+                assert (place == PADDING).all(), "written twice"
+                place[...] = view[index(read.at)]
+    return engine
+
+
+@pytest.mark.parametrize("start", range(0, 2400, 200))
+def test_the_plan_gives_what_splitting_the_whole_tensors_gives(start: int) -> None:
+    for seed in range(start, start + 200):
+        case = random_case(seed)
+        small = 2 * max(64, 8 * 6 * max(tensor.shape[-1] for param in case.params for tensor in param.hf))
+        plan = plan_of(case, GIB if seed % 3 else small)
+        for rank, found in enumerate(carry_out(plan, case)):
+            for name, expected in in_the_engine(case, rank).items():
+                assert np.array_equal(found[name], expected), f"seed {seed}, rank {rank}, {name}"
+        # Every element moves once, whoever holds or reads copies of it.
+        assert plan.block_bytes == sum(array.nbytes for array in case.whole.values()), f"seed {seed}"
+
+
+def test_a_slice_that_several_ranks_hold_is_sent_by_the_least_loaded() -> None:
+    shape = shape_of(QWEN)
+    plan = plan_model_refit(shape, TrainerLayout(2, 1, 4), EngineLayout(2), dtype="bfloat16", buffer_bytes=GIB)
+    loads = [0] * 8
+    for block in plan.blocks():
+        assert block.source in plan.holders[block.holders]
+        loads[block.source] += block.nbytes
+    largest = shape.vocab_size * shape.hidden_size * 2 // 2  # one slice of the embedding
+    assert max(loads) - min(loads) <= largest and min(loads) > 0
+
+
+def test_pieces_are_as_few_as_possible() -> None:
+    shape = shape_of(QWEN)
+    plan = plan_model_refit(shape, TrainerLayout(2), EngineLayout(2), dtype="bfloat16", buffer_bytes=GIB)
+    for block in plan.blocks():
+        fused = {"linear_qkv": 3}  # q, k and v: one group on each rank, of whose parts vLLM makes three
+        most = 1 if "linear_qkv" not in block.param else fused["linear_qkv"]
+        for rank in (0, 1):
+            # q, k, v of one group lie in vLLM's order, so even they are one copy.
+            assert sum(read.rank == rank for read in block.reads) <= most
+    qkv = [block for block in plan.blocks() if "linear_qkv.weight" in block.param]
+    assert all(len(block.reads) == 1 for block in qkv)
+    # Two groups on one rank: q, q, k, k, v, v of [q k v | q k v]; the queries' and the keys' copies cannot touch.
+    one = plan_model_refit(shape, TrainerLayout(1), EngineLayout(1), dtype="bfloat16", buffer_bytes=GIB)
+    assert {len(block.reads) for block in one.blocks() if "linear_qkv" in block.param} == {6}
+    assert {len(block.reads) for block in one.blocks() if "linear_qkv" not in block.param} == {1}
+
+
+def test_a_parameter_shares_a_bucket_and_a_large_one_is_cut_by_rows() -> None:
+    shape = shape_of(QWEN)
+    plan = plan_model_refit(shape, TrainerLayout(2), EngineLayout(1), dtype="bfloat16", buffer_bytes=100 * 2**20)
+    assert plan.buffer_bytes <= 100 * 2**20
+    buckets: dict[str, set[int]] = {}
+    for number, bucket in enumerate(plan.buckets):
+        assert bucket.nbytes <= plan.half_bytes <= 50 * 2**20
+        for block in bucket.blocks:
+            buckets.setdefault(block.reads[0].param, set()).add(number)
+    assert len(buckets["model.embed_tokens.weight"]) > 1
+    assert all(len(found) == 1 for name, found in buckets.items() if name != "model.embed_tokens.weight")
+    order = [min(found) for found in buckets.values()]
+    assert order == sorted(order), "layer by layer"
+
+
+def test_a_plan_survives_json_and_its_digest_sees_every_change() -> None:
+    case = random_case(7)
+    plan = plan_of(case)
+    again = RefitPlan.from_json(plan.to_json())
+    assert again == plan and again.digest == plan.digest
+    others = [
+        plan_of(replace(case, engine=replace(case.engine, tensor=2 * case.engine.tensor, expert_parallel=False))),
+        plan_of(replace(case, trainer=replace(case.trainer, data=2 * case.trainer.data))),
+        plan_refit(case.params, case.shape, case.trainer, case.engine, dtype="int32", buffer_bytes=GIB, alignment=16),
+        plan_refit(case.params[:-1], case.shape, case.trainer, case.engine, dtype="int32", buffer_bytes=GIB),
+    ]
+    assert len({plan.digest, *(other.digest for other in others)}) == 5
+
+
+def test_parameters_that_the_engine_must_place_travel_whole() -> None:
+    shape = make_shape(num_layers=1)
+    params = [replace(param, engine=None) if "qkv" in param.megatron else param for param in params_of(shape)]
+    case = Case(shape, tuple(params), TrainerLayout(2), EngineLayout(2), 0)
+    plan = plan_of(case)
+    names = [f"model.layers.0.self_attn.{kind}_proj.weight" for kind in "kqv"]
+    assert plan.fallbacks == tuple(names)
+    for rank in (0, 1):
+        whole = {name: np.full_like(case.whole[name], PADDING) for name in names}
+        for block in plan.blocks():
+            for read in block.reads:
+                if read.rank == rank and read.param.startswith("hf:"):
+                    values = on_the_policy(case, block.source)[block.param][index(block.box)]
+                    whole[read.param[3:]][index(read.box)] = values[index(read.at)]
+        for name in names:
+            assert np.array_equal(whole[name], case.whole[name])
+
+
+def test_errors() -> None:
+    shape = make_shape(hidden_size=1000)
+    with pytest.raises(RefitError, match=r"one row of 'embedding.word_embeddings.weight' has 4,000 bytes and does"):
+        plan_refit(params_of(shape), shape, TrainerLayout(), EngineLayout(), dtype="float32", buffer_bytes=4000)
+    with pytest.raises(RefitError, match="no parameters"):
+        plan_refit([], shape, TrainerLayout(), EngineLayout(), dtype="float32", buffer_bytes=GIB)
     with pytest.raises(RefitError, match="'int7'"):
-        plan_refit([Tensor("t", (1,))], dtype="int7", buffer_bytes=GIB)
+        plan_refit(params_of(shape), shape, TrainerLayout(), EngineLayout(), dtype="int7", buffer_bytes=GIB)
+
+
+def test_the_size_that_the_message_names_is_enough() -> None:
+    shape = make_shape(hidden_size=1000)
+
+    def plan(gib: float) -> RefitPlan:
+        return plan_refit(
+            params_of(shape), shape, TrainerLayout(), EngineLayout(), dtype="float32", buffer_bytes=int(gib * GIB)
+        )
+
+    with pytest.raises(RefitError) as caught:
+        plan(1e-6)
+    named = float(str(caught.value).split("that holds it is ")[1].split(" ")[0])
+    assert plan(named).buckets
+
+
+def test_a_half_billion_model_is_planned_in_50_ms() -> None:
+    seconds = []
+    for engine in (1, 2):
+        began = time.perf_counter()
+        plan_refit(
+            params_of(shape_of(QWEN)), shape_of(QWEN), TrainerLayout(2), EngineLayout(engine), dtype="bfloat16",
+            buffer_bytes=GIB // 2,
+        )  # fmt: skip
+        seconds.append(time.perf_counter() - began)
+    assert min(seconds) < 0.05
+
+
+def test_1024_ranks_and_a_235b_model_are_planned_in_seconds() -> None:
+    shape = make_shape(
+        hidden_size=4096, num_layers=94, num_heads=64, num_kv_heads=4, head_dim=128, ffn_hidden_size=12288,
+        vocab_size=151936, qk_norm=True,
+    )  # fmt: skip
+    params = with_experts(shape, experts=128, ffn=1536)
+    assert 234e9 < sum(tensor.numel for param in params for tensor in param.hf) < 236e9
+    trainer = TrainerLayout(tensor=4, pipeline=2, data=64, expert=32, expert_tensor=1)
+    began = time.perf_counter()
+    plan = plan_refit(params, shape, trainer, EngineLayout(8, 1, True), dtype="bfloat16", buffer_bytes=4 * GIB)
+    seconds = time.perf_counter() - began
+    assert trainer.world_size == 512 and seconds < 10
+    assert plan.block_bytes == 2 * sum(tensor.numel for param in params for tensor in param.hf)
 
 
 def test_rooms_load_without_vllm_and_megatron() -> None:

@@ -191,3 +191,68 @@ def _outcomes(world: World, command: s.Command, config: s.ScheduleConfig) -> lis
                 after.trained.append(uid)
             after.schedule.record(s.Trained(step))
     return [after]
+
+
+def _until(schedule: s.Schedule, kind: type[s.Command]) -> s.Command:
+    """Carries out commands until one of this kind is next. Prompts are named by step and place."""
+    while not isinstance(command := schedule.next(), kind):
+        match command:
+            case s.Refit(version):
+                schedule.record(s.Refitted(version))
+            case s.Dispatch(count):
+                first = schedule.step * 100 + len(schedule.in_flight)
+                schedule.record(s.Dispatched(tuple(str(first + i) for i in range(count))))
+            case s.Await():
+                waiting = [uid for uid in schedule.in_flight if uid not in schedule.finished]
+                schedule.record(s.GroupFinished(waiting[0]))
+            case s.Train(step):
+                schedule.record(s.Trained(step))
+            case s.Validate(step):
+                schedule.record(s.Validated(step))
+            case s.Checkpoint(step):
+                schedule.record(s.Checkpointed(step))
+            case s.Finish():
+                return command
+    return command
+
+
+ASKED = s.ScheduleConfig(num_prompts=2, max_steps=9, val_period=1, val_at_end=True, save_period=5)
+
+
+def test_a_run_asked_to_stop_ends_its_step_saves_and_does_not_validate() -> None:
+    schedule = s.Schedule(ASKED)
+    _until(schedule, s.Await)
+    schedule.record(s.StopAsked("time is up"))
+    assert _until(schedule, s.Train) == s.Train(1, ("0", "1"))
+    schedule.record(s.Trained(1))
+    assert schedule.next() == s.Checkpoint(1)
+    schedule.record(s.Checkpointed(1))
+    assert schedule.next() == s.Finish("time is up")
+
+
+def test_a_failed_prompt_of_the_last_step_is_still_replaced() -> None:
+    schedule = s.Schedule(ASKED)
+    _until(schedule, s.Await)
+    schedule.record(s.StopAsked("time is up"))
+    for uid in ("0", "1"):
+        schedule.record(s.GroupFailed(uid, "down"))
+    assert schedule.next() == s.Dispatch(2)
+
+
+def test_between_steps_a_stop_begins_no_new_one() -> None:
+    schedule = s.Schedule(ASKED)
+    _until(schedule, s.Train)
+    schedule.record(s.Trained(1))
+    schedule.record(s.StopAsked("time is up"))
+    assert schedule.next() == s.Checkpoint(1)
+    first = s.Schedule(ASKED)
+    first.record(s.StopAsked("time is up"))
+    assert first.next() == s.Finish("time is up")
+
+
+def test_with_an_age_limit_nothing_is_dispatched_for_steps_that_will_not_be() -> None:
+    schedule = s.Schedule(s.ScheduleConfig(num_prompts=2, max_steps=9, max_trajectory_age=1))
+    _until(schedule, s.Train)
+    schedule.record(s.StopAsked("time is up"))
+    schedule.record(s.Trained(1))
+    assert schedule.next() == s.Finish("time is up")

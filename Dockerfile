@@ -1,0 +1,88 @@
+# Two images from one file:
+#   docker build --target gpu -t grpo-mcore:0.1.0 .         H100 and newer, CUDA 13 (driver R580 or newer)
+#   docker build --target cpu -t grpo-mcore:0.1.0-cpu .     the same code with CPU engines, for tests and plans
+# One environment for policy, engines and driver: vLLM's binary fixes torch, all else follows. No secret belongs in
+# here: tokens come at run time, from the shell (Slurm) or from secrets by reference (Kubernetes).
+# Every pin is that of pyproject.toml; tests/unit/test_dockerfile.py compares them.
+
+ARG BASE_IMAGE=nvcr.io/nvidia/cuda-dl-base:26.05-cuda13.2-devel-ubuntu24.04
+ARG CPU_BASE_IMAGE=python:3.11-slim-bookworm
+
+# ---- GPU -------------------------------------------------------------------------------------------------------------
+# A devel image: TransformerEngine is compiled against the installed torch, and FlashInfer compiles as it runs.
+FROM ${BASE_IMAGE} AS gpu
+# Ubuntu 24.04 has 3.12; pyproject.toml allows 3.11 to 3.13.
+RUN apt-get update \
+    && apt-get install -y --no-install-recommends python3.12 python3.12-dev python3.12-venv build-essential git \
+        libibverbs1 ibverbs-providers librdmacm1 \
+    && rm -rf /var/lib/apt/lists/*
+ENV VIRTUAL_ENV=/opt/venv PATH=/opt/venv/bin:$PATH PIP_NO_CACHE_DIR=1 PIP_DISABLE_PIP_VERSION_CHECK=1
+RUN python3.12 -m venv /opt/venv
+
+ARG TORCH_VERSION=2.13.0
+ARG VLLM_VERSION=0.32.0
+ARG RAY_VERSION=2.60.0
+ARG MEGATRON_CORE_VERSION=0.16.1
+ARG TRANSFORMERS_VERSION=5.19.0
+ARG MATH_VERIFY_VERSION=0.9.0
+# Large layers first: they change seldom.
+RUN pip install "torch==${TORCH_VERSION}" "vllm==${VLLM_VERSION}" "ray[default]==${RAY_VERSION}" \
+    "megatron-core==${MEGATRON_CORE_VERSION}" "transformers==${TRANSFORMERS_VERSION}" \
+    "math-verify==${MATH_VERIFY_VERSION}" "setuptools>=78.1.1,<81" "wheel" "ninja" "pybind11"
+
+# 90 is H100 and H200; "90;100" adds B200. An empty version leaves it out: the local layer spec then runs.
+ARG TRANSFORMER_ENGINE_VERSION=2.20.2
+ARG NVTE_CUDA_ARCHS=90
+ARG MAX_JOBS=8
+# cuDNN is that of torch: with the system's, TransformerEngine and torch would load two.
+ENV CUDNN_HOME=/opt/venv/lib/python3.12/site-packages/nvidia/cudnn \
+    LD_LIBRARY_PATH=/opt/venv/lib/python3.12/site-packages/nvidia/cudnn/lib:${LD_LIBRARY_PATH}
+RUN if [ -n "${TRANSFORMER_ENGINE_VERSION}" ]; then \
+        NVTE_FRAMEWORK=pytorch NVTE_CUDA_ARCHS="${NVTE_CUDA_ARCHS}" MAX_JOBS="${MAX_JOBS}" \
+        CPLUS_INCLUDE_PATH=/usr/local/cuda/include/cccl \
+        pip install --no-build-isolation "transformer-engine[pytorch,core_cu13]==${TRANSFORMER_ENGINE_VERSION}"; \
+    fi
+
+COPY pyproject.toml README.md LICENSE /opt/grpo-mcore/
+COPY grpo_mcore /opt/grpo-mcore/grpo_mcore
+COPY recipes /opt/grpo-mcore/recipes
+RUN pip install "/opt/grpo-mcore[gpu,wandb]" && pip check \
+    && python -c "import megatron.core, ray, torch, transformers, grpo_mcore.launch"
+
+ENV RAY_USAGE_STATS_ENABLED=0 RAY_ENABLE_UV_RUN_RUNTIME_ENV=0 RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO=1 \
+    VLLM_NO_USAGE_STATS=1 PYTHONUNBUFFERED=1
+LABEL org.opencontainers.image.title="grpo-mcore" \
+      org.opencontainers.image.description="GRPO with Megatron-Core policies, vLLM engines and Ray, for GPUs" \
+      org.opencontainers.image.licenses="Apache-2.0"
+# 1000 is what the Kubernetes manifests run as. Ubuntu's image has a user of that number already.
+RUN (userdel --remove ubuntu 2>/dev/null || true) && useradd --uid 1000 --create-home grpo
+USER 1000
+WORKDIR /home/grpo
+CMD ["grpo-mcore", "--help"]
+
+# ---- CPU -------------------------------------------------------------------------------------------------------------
+FROM ${CPU_BASE_IMAGE} AS cpu
+# vLLM compiles small kernels for the processor that it finds.
+RUN apt-get update \
+    && apt-get install -y --no-install-recommends build-essential \
+    && rm -rf /var/lib/apt/lists/*
+ENV VIRTUAL_ENV=/opt/venv PATH=/opt/venv/bin:$PATH PIP_NO_CACHE_DIR=1 PIP_DISABLE_PIP_VERSION_CHECK=1
+RUN python -m venv /opt/venv
+# The exact set that the tests run on, without resolution.
+ARG TORCH_CPU_INDEX=https://download.pytorch.org/whl/cpu
+COPY requirements/cpu.lock /opt/grpo-mcore/requirements/cpu.lock
+RUN pip install --no-deps --index-url "${TORCH_CPU_INDEX}" "$(grep '^torch==' /opt/grpo-mcore/requirements/cpu.lock)" \
+    && pip install --no-deps -r /opt/grpo-mcore/requirements/cpu.lock
+COPY pyproject.toml README.md LICENSE /opt/grpo-mcore/
+COPY grpo_mcore /opt/grpo-mcore/grpo_mcore
+COPY recipes /opt/grpo-mcore/recipes
+RUN pip install --no-deps --no-build-isolation /opt/grpo-mcore \
+    && python -c "import megatron.core, ray, torch, vllm, grpo_mcore.launch"
+ENV RAY_USAGE_STATS_ENABLED=0 RAY_ENABLE_UV_RUN_RUNTIME_ENV=0 VLLM_NO_USAGE_STATS=1 PYTHONUNBUFFERED=1
+LABEL org.opencontainers.image.title="grpo-mcore-cpu" \
+      org.opencontainers.image.description="GRPO with Megatron-Core policies, vLLM engines and Ray, on CPU" \
+      org.opencontainers.image.licenses="Apache-2.0"
+RUN useradd --uid 1000 --create-home grpo
+USER 1000
+WORKDIR /home/grpo
+CMD ["grpo-mcore", "--help"]

@@ -1,0 +1,67 @@
+"""The refit of a layout: its buckets, and the bytes that each rank writes and reads. The one place of `plan` that
+calls the refit's own planning."""
+
+from __future__ import annotations
+
+import math
+from collections import Counter
+from dataclasses import dataclass
+
+from grpo_mcore.algorithms.plan.devices import Device
+from grpo_mcore.algorithms.plan.workload import Workload
+from grpo_mcore.refit.layout import EngineLayout, TrainerLayout
+from grpo_mcore.refit.plan import plan_model_refit
+
+DTYPE = {2: "bfloat16", 4: "float32"}
+
+
+@dataclass(frozen=True)
+class RefitTraffic:
+    """`written`: bytes that each policy rank puts into the buffer; `read`: that an engine's busiest rank takes out.
+    `to_other_nodes`: over each node's network link."""
+
+    buckets: int
+    buffer: int
+    tensor_bytes: int
+    written: tuple[int, ...]
+    read: int
+    to_other_nodes: int
+    link: str
+
+    def seconds(self, load: Workload, device: Device) -> float:
+        """Floor: the slowest link."""
+        through_host = load.world > 1
+        bandwidth = device.host_bandwidth if through_host else device.memory_bandwidth
+        return max(max(self.written) / bandwidth, self.read / bandwidth, self.to_other_nodes / device.node_bandwidth)
+
+
+def refit_traffic(load: Workload) -> RefitTraffic:
+    """Raises RefitError where a row does not fit the buffer, LayoutError where the layouts do not fit the model."""
+    trainer = TrainerLayout(
+        load.layout.tensor,
+        load.layout.pipeline,
+        load.layout.data,
+        first_layers=load.first_layers or 0,
+        last_layers=load.last_layers or 0,
+    )
+    engine = EngineLayout(load.engine_tensor, replicas=max(1, load.engines // load.nodes))
+    plan = plan_model_refit(load.shape, trainer, engine, dtype=DTYPE[load.element], buffer_bytes=load.refit_buffer)
+    written: Counter[int] = Counter()
+    read: Counter[int] = Counter()
+    for block in plan.blocks():
+        written[block.source] += block.nbytes
+        for taken in block.reads:
+            read[taken.rank] += math.prod(stop - start for start, stop in taken.at) * plan.element_bytes()
+    other_nodes = plan.block_bytes if load.nodes > 1 else 0
+    link = (
+        "network between nodes" if other_nodes else "host memory (PCIe)" if load.world > 1 else "memory of the device"
+    )
+    return RefitTraffic(
+        len(plan.buckets),
+        plan.buffer_bytes,
+        plan.block_bytes,
+        tuple(written[rank] for rank in range(load.world)),
+        max(read.values()),
+        other_nodes,
+        link,
+    )

@@ -1,0 +1,107 @@
+"""Layouts of a recipe's model on so many nodes that fit, fastest first."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+
+from grpo_mcore.algorithms.plan.devices import Device
+from grpo_mcore.algorithms.plan.memory import CLOSE, fits, memory
+from grpo_mcore.algorithms.plan.timing import step_time
+from grpo_mcore.algorithms.plan.workload import Workload
+from grpo_mcore.families import FamilyError, check_tensor_parallel
+from grpo_mcore.parallel.mesh import Layout
+
+SHARES = (0.85, 0.7, 0.6, 0.5, 0.4)
+"""Of gpu_memory_utilization that are tried, the largest that fits wins: more KV cache, more samples at once."""
+
+
+@dataclass(frozen=True)
+class Candidate:
+    """A layout that fits, as overrides for the command line."""
+
+    overrides: tuple[str, ...]
+    layout: str
+    seconds: float
+    peak: int
+    reason: str
+
+
+def search(load: Workload, device: Device, nodes: int, best: int = 5) -> list[Candidate]:
+    """The `best` fastest layouts of the policy on `nodes` nodes, each with the engines that are fastest beside it.
+
+    Empty where none fits.
+    """
+    fastest: dict[Layout, Candidate] = {}
+    for option in _options(load, nodes):
+        found = _judged(option, device)
+        if found is not None and (option.layout not in fastest or found.seconds < fastest[option.layout].seconds):
+            fastest[option.layout] = found
+    return sorted(fastest.values(), key=lambda candidate: candidate.seconds)[:best]
+
+
+def _options(load: Workload, nodes: int) -> Iterator[Workload]:
+    world = nodes * load.gpus_per_node
+    for tensor in _powers(load.gpus_per_node):
+        if not _splits(load, tensor):
+            continue
+        for pipeline in (size for size in range(1, load.shape.num_layers + 1) if load.shape.num_layers % size == 0):
+            data = world // (tensor * pipeline)
+            if data * tensor * pipeline != world or load.batch % data:
+                continue
+            layout = replace(load.layout, tensor=tensor, pipeline=pipeline, data=data, sequence_parallel=tensor > 1)
+            for recompute in (False, True):
+                for engine_tensor in _powers(load.gpus_per_node):
+                    if load.grpo and not _splits(load, engine_tensor) or not load.grpo and engine_tensor > 1:
+                        continue
+                    yield replace(
+                        load, layout=layout, nodes=nodes, recompute=recompute, engine_tensor=engine_tensor,
+                        engines=max(1, world // engine_tensor), first_layers=None, last_layers=None,
+                    )  # fmt: skip
+
+
+def _powers(limit: int) -> Iterator[int]:
+    size = 1
+    while size <= limit:
+        yield size
+        size *= 2
+
+
+def _splits(load: Workload, tensor: int) -> bool:
+    try:
+        check_tensor_parallel(load.shape, tensor)
+    except FamilyError:
+        return False
+    return True
+
+
+def _judged(load: Workload, device: Device) -> Candidate | None:
+    shares = SHARES if load.grpo and load.kv_cache is None and device.memory is not None else (load.engine_share,)
+    for share in shares:
+        option = replace(load, engine_share=share)
+        engine, stages = memory(option, device)
+        if fits(stages, engine, option, device, margin=CLOSE):
+            break
+    else:
+        return None
+    times = step_time(option, device, engine, None)
+    layout, peak = option.layout, max(stage.peak.total for stage in stages)
+    where = max(stages, key=lambda stage: stage.peak.total).peak.name
+    room = "" if device.memory is None else f" of {device.memory / 1e9:.0f}"
+    reason = (
+        f"about {times.likely:.3g} s a step, most of it {times.slowest.name} ({times.slowest.bound}); peak "
+        f"{peak / 1e9:.1f}{room} GB in {where}; bubble {times.bubble:.0%}"
+    )
+    at = "policy.megatron_cfg."
+    overrides = (
+        f"{at}tensor_model_parallel_size={layout.tensor}",
+        f"{at}pipeline_model_parallel_size={layout.pipeline}",
+        f"{at}sequence_parallel={str(layout.sequence_parallel).lower()}",
+        f"{at}activation_checkpointing={str(option.recompute).lower()}",
+        f"policy.generation.vllm_cfg.tensor_parallel_size={option.engine_tensor}",
+        f"policy.generation.vllm_cfg.gpu_memory_utilization={option.engine_share:g}",
+        f"cluster.num_nodes={option.nodes}",
+    )
+    recompute = ", recomputed activations" if option.recompute else ""
+    name = f"{layout.describe()}{recompute}, {option.engines} engines x TP {option.engine_tensor}"
+    return Candidate(overrides, name, times.likely, peak, reason)

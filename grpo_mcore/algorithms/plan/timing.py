@@ -1,0 +1,133 @@
+"""FLOPs and seconds of each phase of a step: a floor from the data sheet, and what is likely."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+
+from grpo_mcore.algorithms.plan.devices import Device
+from grpo_mcore.algorithms.plan.memory import EngineMemory, gradient_bytes, weight_bytes
+from grpo_mcore.algorithms.plan.refit_traffic import RefitTraffic
+from grpo_mcore.algorithms.plan.workload import Workload
+from grpo_mcore.families import forward_flops, parameter_count
+
+COMPUTE_EFFICIENCY = 0.40
+"""Share of a device's peak FLOP/s that dense training reaches in practice."""
+MEMORY_EFFICIENCY = 0.60
+"""Share of the memory bandwidth that decoding reaches."""
+LINK_EFFICIENCY = 0.80
+MAX_SEQUENCES = 256
+"""Samples that an engine runs together at most."""
+
+
+@dataclass(frozen=True)
+class PhaseTime:
+    """A phase of a step. `flops`: of all ranks. `floor`, `likely`: seconds. `bound`: what the time goes into."""
+
+    name: str
+    flops: float
+    floor: float
+    likely: float
+    bound: str
+
+
+@dataclass(frozen=True)
+class StepTime:
+    phases: tuple[PhaseTime, ...]
+    bubble: float
+    """Share of a training rank's time that it waits for other stages."""
+
+    @property
+    def likely(self) -> float:
+        return sum(phase.likely for phase in self.phases)
+
+    @property
+    def slowest(self) -> PhaseTime:
+        return max(self.phases, key=lambda phase: phase.likely)
+
+
+def pipeline_bubble(stages: int, micro_batches: int) -> float:
+    """(p - 1) / (m + p - 1) of 1F1B (arXiv 2104.04473, section 2.2, as a share of the whole time)."""
+    return (stages - 1) / (micro_batches + stages - 1)
+
+
+def step_time(load: Workload, device: Device, engine: EngineMemory, traffic: RefitTraffic | None) -> StepTime:
+    """All phases of one step of the loop."""
+    lengths = [load.mean_length]
+    forward = forward_flops(load.shape, lengths) * load.samples
+    bubble = pipeline_bubble(load.layout.pipeline, load.micro_batches)
+    phases = []
+    if load.grpo:
+        if traffic is not None:
+            seconds = traffic.seconds(load, device)
+            phases.append(PhaseTime("refit", 0.0, seconds, seconds / LINK_EFFICIENCY, traffic.link))
+        phases.append(_generation(load, device, engine))
+        passes = int(load.prev) + int(load.reference)
+        if passes:
+            phases.append(_pass("log-probs", passes * forward, load, device, bubble, passes, gradients=False))
+    training = (4 if load.recompute else 3) * forward
+    phases.append(_pass("training", training, load, device, bubble, 4 if load.recompute else 3, gradients=True))
+    return StepTime(tuple(phases), bubble)
+
+
+def _pass(
+    name: str, flops: float, load: Workload, device: Device, bubble: float, sweeps: int, *, gradients: bool
+) -> PhaseTime:
+    """Forward (and backward) passes over the step's samples. `sweeps`: passes through the layers, for TP's traffic."""
+    compute = flops / load.world / device.flops
+    tensor = _tensor_parallel_seconds(load, device) * sweeps
+    data = _data_parallel_seconds(load, device) if gradients else 0.0
+    floor = max(compute, tensor + data)
+    likely = (compute / COMPUTE_EFFICIENCY + tensor / LINK_EFFICIENCY) / (1 - bubble) + data / LINK_EFFICIENCY
+    shares = {
+        "compute": compute / COMPUTE_EFFICIENCY,
+        "tensor-parallel traffic": tensor / LINK_EFFICIENCY,
+        "gradient and weight traffic": data / LINK_EFFICIENCY,
+        "pipeline bubble": likely * bubble,
+    }
+    return PhaseTime(name, flops, floor, likely, max(shares, key=lambda name: shares[name]))
+
+
+def _tensor_parallel_seconds(load: Workload, device: Device) -> float:
+    """Per sweep: each layer sums its activations twice over the TP ranks (with sequence parallelism a reduce-scatter
+    and an all-gather move as many bytes)."""
+    tp = load.layout.tensor
+    if tp == 1:
+        return 0.0
+    tokens = load.samples * load.mean_length / load.layout.data
+    layers = max(len(layers) for layers in load.layers)
+    nbytes = 2 * layers * tokens * load.shape.hidden_size * load.element * 2 * (tp - 1) / tp
+    return nbytes / (device.peer_bandwidth if tp <= load.gpus_per_node else device.node_bandwidth)
+
+
+def _data_parallel_seconds(load: Workload, device: Device) -> float:
+    """Per step: reduce-scatter of the gradients and all-gather of the weights, once an optimizer step."""
+    dp = load.layout.data
+    if dp == 1:
+        return 0.0
+    nbytes = max(gradient_bytes(load, stage) + weight_bytes(load, stage) for stage in range(load.layout.pipeline))
+    inside = load.layout.tensor * dp <= load.gpus_per_node
+    link = device.peer_bandwidth if inside else device.node_bandwidth
+    return load.optimizer_steps * nbytes * (dp - 1) / dp / link
+
+
+def _generation(load: Workload, device: Device, engine: EngineMemory) -> PhaseTime:
+    """Prefill, then one token a sample and pass: a pass reads the weights once and every sample's keys and values."""
+    flops = forward_flops(load.shape, [load.mean_length]) * load.samples
+    prompt = max(load.mean_length // 4, load.mean_length - load.max_new_tokens)  # a quarter, where nothing says more
+    new_tokens = load.mean_length - prompt
+    each = math.ceil(load.samples / load.engines)
+    together = max(1, min(each, MAX_SEQUENCES, engine.sequences(load.mean_length) or 1))
+    rounds = math.ceil(each / together)
+    context = prompt + new_tokens / 2
+    read = engine.weights + together * context * engine.kv_bytes_per_token
+    per_token = 2 * parameter_count(load.shape) / load.engine_tensor
+    memory_s, compute_s = read / device.memory_bandwidth, together * per_token / device.flops
+    prefill = each * prompt * per_token / device.flops
+    floor = rounds * new_tokens * max(memory_s, compute_s) + prefill
+    likely = (
+        rounds * new_tokens * max(memory_s / MEMORY_EFFICIENCY, compute_s / COMPUTE_EFFICIENCY)
+        + prefill / COMPUTE_EFFICIENCY
+    )
+    bound = "memory bandwidth of decoding" if memory_s > compute_s else "compute of decoding"
+    return PhaseTime("generation", flops, floor, likely, bound)

@@ -1,0 +1,60 @@
+"""`grpo-mcore doctor [--recipe RECIPE] [--cluster] [--json]`: what is wrong with this machine, or with every node."""
+
+from __future__ import annotations
+
+import argparse
+import json
+from dataclasses import asdict
+from typing import TYPE_CHECKING
+
+from grpo_mcore.recipe import MasterConfig, load_recipe
+
+if TYPE_CHECKING:
+    from grpo_mcore.cluster.doctor import Needs
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Options of this verb."""
+    parser.add_argument("--json", action="store_true", help="print JSON")
+    parser.add_argument("--recipe", help="check for this recipe: its folders, model, nodes and accelerators")
+    parser.add_argument("--cluster", action="store_true", help="check every node of the Ray cluster at RAY_ADDRESS")
+    parser.add_argument("--port", type=int, action="append", default=[], help="a port that must be free; repeatable")
+
+
+def run(args: argparse.Namespace) -> int:
+    """0 where all is well, 1 where there is a fault."""
+    config = load_recipe(args.recipe, args.overrides).config if args.recipe else None
+
+    from grpo_mcore.cluster.doctor import examine
+    from grpo_mcore.cluster.doctor.nodes import examine_cluster
+
+    needs = needs_of(config, tuple(args.port))
+    found = examine_cluster(needs) if args.cluster else {"": examine(needs)}
+    faults = sum(finding.state == "fault" for findings in found.values() for finding in findings)
+    if args.json:
+        nodes = {node: [asdict(finding) for finding in findings] for node, findings in found.items()}
+        print(json.dumps({"faults": faults, "nodes": nodes}, indent=2))
+        return int(faults > 0)
+    for node, findings in found.items():
+        print("\n".join([*([node] if node else []), *map(str, findings)]))
+    print(f"\n{faults} fault{'' if faults == 1 else 's'}" if faults else "\nall is well")
+    return int(faults > 0)
+
+
+def needs_of(config: MasterConfig | None, ports: tuple[int, ...] = ()) -> Needs:
+    """What a recipe asks of a node."""
+    from grpo_mcore.cluster.doctor import Needs
+
+    if config is None:
+        return Needs(ports=ports)
+    cluster, checkpoints = config.cluster, config.checkpointing
+    folders = {"checkpoints": checkpoints.checkpoint_dir if checkpoints.enabled else "", "logs": config.logger.log_dir}
+    return Needs(
+        gpu={"cpu": False, "gpu": True, "auto": None}[cluster.platform],
+        nodes=cluster.num_nodes,
+        gpus_per_node=cluster.gpus_per_node,
+        folders=folders,
+        model=config.policy.model_name,
+        shm_bytes=int(1e9 + 2**30 * config.policy.refit_buffer_size_gb),
+        ports=ports,
+    )

@@ -1,0 +1,42 @@
+"""`grpo-mcore plan RECIPE [options] [key=value ...]`: memory, time and refit of a recipe before anything starts."""
+
+from __future__ import annotations
+
+import argparse
+import json
+from dataclasses import asdict
+
+from grpo_mcore.recipe import load_recipe
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Options of this verb."""
+    parser.add_argument("--json", action="store_true", help="print JSON")
+    parser.add_argument("--device", metavar="NAME", help="A100-40GB, A100, H100, H200, B200 or cpu; H100 unless told")
+    parser.add_argument("--memory-gb", type=float, metavar="GB", help="memory of the device, where it differs")
+    parser.add_argument(
+        "--mean-length", type=int, metavar="TOKENS", help="expected prompt and answer; half the longest"
+    )
+    parser.add_argument("--config-json", metavar="PATH", help="the model's Hugging Face config.json")
+    parser.add_argument("--search", type=int, metavar="NODES", help="layouts that fit so many nodes, best first")
+
+
+def run(args: argparse.Namespace) -> int:
+    """0 where it fits, 1 where it does not (with --search: where nothing does)."""
+    config = load_recipe(args.recipe, args.overrides).config
+
+    from grpo_mcore.algorithms.plan import make_plan, plan_device, plan_shape, search
+    from grpo_mcore.algorithms.plan.report import plan_text, search_text
+
+    shape, device = plan_shape(config, args.config_json), plan_device(config, args.device, args.memory_gb)
+    plan = make_plan(config, shape, device, mean_length=args.mean_length)
+    if args.search is None:
+        print(json.dumps(plan.plain(), indent=2) if args.json else plan_text(plan))
+        return 0 if plan.fits else 1
+    found = search(plan.load, device, args.search)
+    print(
+        json.dumps([asdict(candidate) for candidate in found], indent=2)
+        if args.json
+        else search_text(found, args.search)
+    )
+    return 0 if found else 1

@@ -1,0 +1,95 @@
+"""`grpo-mcore refit plan RECIPE [key=value ...]`: which bytes a refit of this recipe moves, from whom to whom."""
+
+from __future__ import annotations
+
+import argparse
+from collections.abc import Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from grpo_mcore.recipe import MasterConfig, load_recipe, world_size
+from grpo_mcore.recipe.merge import is_override
+
+if TYPE_CHECKING:
+    from grpo_mcore.refit.layout import EngineLayout, TrainerLayout
+
+
+def parse(words: Sequence[str]) -> argparse.Namespace:
+    """The command line after `grpo-mcore refit`."""
+    parser = argparse.ArgumentParser(prog="grpo-mcore refit", description="How a refit moves the weights.")
+    commands = parser.add_subparsers(dest="command", metavar="COMMAND", required=True)
+    plan = commands.add_parser(
+        "plan",
+        help="print and draw the plan of a recipe; needs no GPU",
+        usage="grpo-mcore refit plan RECIPE [--picture FILE] [key=value ...]",
+    )
+    plan.add_argument("recipe", help="the recipe: a YAML file, or the name of one in recipes/")
+    plan.add_argument("--picture", type=Path, metavar="FILE", help="draw bytes by link into this PNG")
+    plan.add_argument("overrides", nargs="*", metavar="key=value", help="a value that replaces the recipe's")
+    args, rest = parser.parse_known_args(list(words))  # overrides may stand between options
+    args.overrides += rest
+    if wrong := [word for word in args.overrides if not is_override(word)]:
+        plan.error(f"not an override (key=value): {' '.join(wrong)}")
+    return args
+
+
+def run(args: argparse.Namespace) -> int:
+    """Print the plan, and draw it where that is asked for."""
+    from grpo_mcore.families import check_engine_parallel, check_tensor_parallel, shape_of
+    from grpo_mcore.refit.overview import Overview, draw
+
+    config = load_recipe(args.recipe, args.overrides).config
+    shape = shape_of(_model_config(config.policy.model_name))
+    overview = Overview.of(
+        shape,
+        _trainer(config),
+        _engine(config),
+        dtype=config.policy.precision,
+        buffer_gb=config.policy.refit_buffer_size_gb,
+        nodes=config.cluster.num_nodes,
+    )
+    check_tensor_parallel(shape, overview.trainer.tensor)
+    check_engine_parallel(shape, overview.engine.tensor)
+    print(overview.text())
+    if args.picture:
+        draw(args.picture, overview)
+        print(f"picture {args.picture}")
+    return 0
+
+
+def _trainer(config: MasterConfig) -> TrainerLayout:
+    from grpo_mcore.refit.layout import TrainerLayout
+
+    megatron = config.policy.megatron_cfg
+    model_parallel = (
+        megatron.tensor_model_parallel_size * megatron.pipeline_model_parallel_size * megatron.context_parallel_size
+    )
+    return TrainerLayout(
+        megatron.tensor_model_parallel_size,
+        megatron.pipeline_model_parallel_size,
+        max(1, world_size(config) // model_parallel),
+        megatron.context_parallel_size,
+        first_layers=megatron.num_layers_in_first_pipeline_stage or 0,
+        last_layers=megatron.num_layers_in_last_pipeline_stage or 0,
+    )
+
+
+def _engine(config: MasterConfig) -> EngineLayout:
+    """Of one node."""
+    from grpo_mcore.refit.layout import EngineLayout
+
+    generation = config.policy.generation
+    tensor = generation.vllm_cfg.tensor_parallel_size
+    on_gpu = config.cluster.platform != "cpu"
+    engines = generation.num_engines or (world_size(config) // tensor if on_gpu else 1)
+    return EngineLayout(tensor, replicas=max(1, engines // config.cluster.num_nodes))
+
+
+def _model_config(name: str) -> dict:
+    from grpo_mcore.families import read_hf_config
+
+    if Path(name).is_dir():
+        return read_hf_config(name)
+    from huggingface_hub import hf_hub_download
+
+    return read_hf_config(Path(hf_hub_download(name, "config.json")).parent)

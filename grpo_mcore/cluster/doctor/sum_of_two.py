@@ -1,0 +1,32 @@
+"""One of two processes that sum a tensor: `python -m ... BACKEND PORT SECONDS RANK DEVICE`. Exit code 0: the sum is
+right."""
+
+from __future__ import annotations
+
+import sys
+from datetime import timedelta
+
+
+def main(backend: str, port: str, seconds: str, rank: str, device: str) -> None:
+    import torch
+
+    place = torch.device("cuda", int(device)) if backend == "nccl" else torch.device("cpu")
+    if place.type == "cuda":
+        torch.cuda.set_device(place)
+    torch.distributed.init_process_group(
+        backend,
+        init_method=f"tcp://127.0.0.1:{port}",
+        rank=int(rank),
+        world_size=2,
+        timeout=timedelta(seconds=float(seconds)),
+    )
+    tensor = torch.full((1 << 20,), float(int(rank) + 1), device=place)
+    torch.distributed.all_reduce(tensor)
+    right = bool((tensor == 3.0).all())
+    torch.distributed.destroy_process_group()
+    if not right:
+        sys.exit("the sum over two processes is wrong")
+
+
+if __name__ == "__main__":
+    main(*sys.argv[1:])

@@ -1,0 +1,176 @@
+"""One node of a Ray cluster that a launcher puts together, and the wait until it is complete:
+
+    python -m grpo_mcore.cluster.ray_node head --address IP:PORT --cpus 64 --gpus 8
+    python -m grpo_mcore.cluster.ray_node worker --address IP:PORT --cpus 64 --gpus 8
+    python -m grpo_mcore.cluster.ray_node wait --address IP:PORT --nodes 2 --gpus 16 --within 600
+
+A node lives as long as its program: no process and no file of it is left, however it ends. Ray's own `ray stop` is of
+no use for that, since it ends every Ray of the machine.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import shutil
+import signal
+import socket
+import subprocess
+import sys
+import time
+import uuid
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from grpo_mcore.cluster import sweeper
+from grpo_mcore.cluster.environment import MARKER, only_allowed
+from grpo_mcore.cluster.interface import DeadlineExceeded, NotEnoughResources
+
+END_S = 8.0
+"""How long Ray gets to end its processes by itself."""
+
+
+def main(words: Sequence[str] | None = None) -> int:
+    """Exit code: 0 when it was asked to end, else Ray's own or 1."""
+    args = _parser().parse_args(words)
+    host, port = args.address.rsplit(":", 1)
+    try:
+        if args.role == "wait":
+            print(wait_for_nodes(args.address, args.nodes, args.gpus, args.within), flush=True)
+            return 0
+        if args.role == "worker":
+            knock(host, int(port), args.within)
+        else:
+            check_free(host, int(port))
+    except (DeadlineExceeded, NotEnoughResources, OSError) as error:
+        print(f"ray {args.role} on {socket.gethostname()}: {error}", file=sys.stderr, flush=True)
+        return 1
+    return run_node(start_command(args), Path(args.folder))
+
+
+def start_command(args: argparse.Namespace) -> list[str]:
+    """`ray start` that stays in the foreground. Workers listen on ports that the kernel chooses, so that nodes and jobs
+    on one machine do not meet."""
+    host, port = args.address.rsplit(":", 1)
+    where = ["--head", f"--node-ip-address={host}", f"--port={port}", "--include-dashboard=false"]
+    if args.role == "worker":
+        where = [f"--address={args.address}"]
+    options = {
+        "num-cpus": args.cpus,
+        "num-gpus": args.gpus,
+        "temp-dir": args.folder,
+        "min-worker-port": 0,
+        "max-worker-port": 0,
+        "dashboard-agent-listen-port": int(port) + 1 + args.index % 8,
+    }
+    if args.role == "head":
+        options["ray-client-server-port"] = int(port) + 9
+    if args.object_store_gb:
+        options["object-store-memory"] = int(args.object_store_gb * 2**30)
+    words = [f"--{name}={value}" for name, value in options.items()]
+    return [sys.executable, "-m", "ray.scripts.scripts", "start", "--block", "--disable-usage-stats", *where, *words]
+
+
+def run_node(command: Sequence[str], folder: Path) -> int:
+    """Runs `command` until it ends or a signal comes, then ends all that it has started and removes `folder`."""
+    mark = f"{MARKER}={uuid.uuid4().hex}"
+    asked: list[int] = []
+    with only_allowed():  # secrets stay with the driver
+        child = subprocess.Popen([*command], env={**os.environ, MARKER: mark.partition("=")[2]})
+    guard = sweeper.start_beside(mark, folder)
+    for number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGUSR2):  # the last one passes through srun
+        signal.signal(number, lambda got, _frame: (asked.append(got), child.terminate()))
+    try:
+        while (code := child.poll()) is None:
+            if asked:
+                _end(child)
+            time.sleep(0.2)
+    finally:
+        resisting = sweeper.sweep(mark)
+        guard.terminate()
+        guard.wait()
+        shutil.rmtree(folder, ignore_errors=True)
+    if resisting:
+        print(f"processes of Ray could not be ended: {resisting}", file=sys.stderr, flush=True)
+        return 1
+    return 0 if asked else code or 1
+
+
+def knock(host: str, port: int, seconds: float) -> None:
+    """Waits until somebody listens. Raises DeadlineExceeded."""
+    deadline = time.monotonic() + seconds
+    while True:
+        try:
+            socket.create_connection((host, port), 2.0).close()
+            return
+        except OSError as error:
+            if time.monotonic() > deadline:
+                raise DeadlineExceeded("Ray's head", f"{host}:{port}", seconds, str(error)) from error
+            time.sleep(0.3)
+
+
+def check_free(host: str, port: int) -> None:
+    """Raises OSError, with what to do, where a port that the head needs is taken."""
+    for wanted in (port, port + 9):
+        with socket.socket() as probe:
+            probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)  # an ended job's may linger
+            try:
+                probe.bind((host, wanted))
+            except OSError as error:
+                advice = "set RAY_PORT to the first of ten free ports below 32768"
+                raise OSError(f"port {wanted} of {host} cannot be used: {error.strerror}; {advice}") from error
+
+
+def wait_for_nodes(address: str, nodes: int, gpus: float, seconds: float) -> str:
+    """Waits until so many nodes with so many GPUs in all have joined; returns what there is.
+
+    Raises DeadlineExceeded with what is there and what is missing.
+    """
+    deadline = time.monotonic() + seconds
+    host, port = address.rsplit(":", 1)
+    knock(host, int(port), seconds)
+    import ray
+
+    ray.init(address=address, log_to_driver=False, logging_level="ERROR")
+    try:
+        while True:
+            alive = [node for node in ray.nodes() if node["Alive"]]
+            there = f"{len(alive)} of {nodes} nodes, {_total(alive, 'GPU'):g} of {gpus:g} GPUs"
+            if len(alive) >= nodes and _total(alive, "GPU") >= gpus:
+                return f"{there}, {_total(alive, 'CPU'):g} CPUs"
+            if time.monotonic() > deadline:
+                names = ", ".join(f"{n['NodeManagerAddress']} ({n['Resources'].get('GPU', 0):g} GPUs)" for n in alive)
+                raise DeadlineExceeded("all nodes of Ray", address, seconds, f"there are {there}: {names or 'none'}")
+            time.sleep(0.5)
+    finally:
+        ray.shutdown()
+
+
+def _total(nodes: Sequence[dict[str, Any]], unit: str) -> float:
+    return float(sum(node["Resources"].get(unit, 0.0) for node in nodes))
+
+
+def _end(child: subprocess.Popen[bytes]) -> None:
+    try:
+        child.wait(END_S)
+    except subprocess.TimeoutExpired:
+        child.kill()
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(prog="ray_node", description=__doc__.splitlines()[0] if __doc__ else None)
+    parser.add_argument("role", choices=("head", "worker", "wait"))
+    parser.add_argument("--address", required=True, help="IP:PORT of the head")
+    parser.add_argument("--cpus", type=int, default=os.cpu_count() or 1)
+    parser.add_argument("--gpus", type=int, default=0, help="of this node; with wait, of all")
+    parser.add_argument("--nodes", type=int, default=1, help="to wait for")
+    parser.add_argument("--index", type=int, default=0, help="of this node in the job")
+    parser.add_argument("--folder", default=f"/tmp/ray-{os.getpid()}", help="of Ray's own files; keep it short")
+    parser.add_argument("--object-store-gb", type=float, default=0.0, help="0: Ray's own choice")
+    parser.add_argument("--within", type=float, default=600.0, help="seconds until the others must be there")
+    return parser
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,80 @@
+"""Where each slice of a Hugging Face tensor lies in vLLM's parameters: the engine's half of the declaration.
+
+vLLM fuses what Megatron-Core fuses, in another order, and shares the vocabulary out in other portions.
+"""
+
+from __future__ import annotations
+
+import math
+
+from grpo_mcore.families.spec import FamilyError, HfTensor, ModelShape, Param, Piece, Split, local_shape, pieces
+
+VOCABULARY_MULTIPLE = 64
+"""vLLM pads the vocabulary to a multiple of this many rows before it shares it out."""
+
+
+def engine_shape(param: Param, shape: ModelShape, tp_size: int) -> tuple[int, ...]:
+    """Shape of vLLM's parameter on one tensor-parallel rank; of an expert's weight without the expert dimension."""
+    tail = param.hf[0].shape[1:]
+    match param.split:
+        case Split.VOCAB:
+            return (_vocabulary_rows(shape, tp_size), *tail)
+        case Split.QKV:
+            return (sum(count for _, _, count in _qkv_rows(param, shape, 0, tp_size)), *tail)
+        case _:
+            return local_shape(param, shape, tp_size)
+
+
+def engine_pieces(param: Param, shape: ModelShape, tp_rank: int, tp_size: int) -> list[Piece]:
+    """The slices of the Hugging Face tensors that vLLM's tensor-parallel rank reads, and where it puts them."""
+    tail = tuple((0, size) for size in param.hf[0].shape[1:])
+    match param.split:
+        case Split.VOCAB:
+            per_rank = _vocabulary_rows(shape, tp_size)
+            start = tp_rank * per_rank
+            count = min(per_rank, max(0, shape.vocab_size - start))
+            if not count:
+                return []
+            return [Piece(param.hf[0].name, ((start, start + count), *tail), ((0, count), *tail))]
+        case Split.QKV:
+            found, at = [], 0
+            for tensor, start, count in _qkv_rows(param, shape, tp_rank, tp_size):
+                found.append(Piece(tensor.name, ((start, start + count), *tail), ((at, at + count), *tail)))
+                at += count
+            return found
+        case _:
+            return pieces(param, shape, tp_rank, tp_size)
+
+
+def _vocabulary_rows(shape: ModelShape, tp_size: int) -> int:
+    """Rows of the vocabulary on one rank, padding included."""
+    return math.ceil(shape.vocab_size / VOCABULARY_MULTIPLE) * VOCABULARY_MULTIPLE // tp_size
+
+
+def _qkv_rows(param: Param, shape: ModelShape, tp_rank: int, tp_size: int) -> list[tuple[HfTensor, int, int]]:
+    """(tensor, first row, rows): all query heads of the rank, then its keys, then its values. With more ranks than
+    key-value heads, neighbouring ranks hold the same head."""
+    q, k, v = param.hf
+    queries = shape.num_heads // tp_size * shape.head_dim
+    copies = max(1, tp_size // shape.num_kv_heads)
+    key_values = max(1, shape.num_kv_heads // tp_size) * shape.head_dim
+    first = tp_rank // copies * key_values
+    return [(q, tp_rank * queries, queries), (k, first, key_values), (v, first, key_values)]
+
+
+def check_engine_parallel(shape: ModelShape, tp_size: int) -> None:
+    """Raises FamilyError when vLLM cannot share this model out over `tp_size` ranks."""
+    heads, kv_heads = shape.num_heads, shape.num_kv_heads
+    rows = _vocabulary_rows(shape, 1)
+    wrong = [f"num_attention_heads {heads}"] if heads % tp_size else []
+    if kv_heads % tp_size and tp_size % kv_heads:
+        wrong.append(f"num_key_value_heads {kv_heads}")
+    if shape.ffn_hidden_size % tp_size:
+        wrong.append(f"intermediate_size {shape.ffn_hidden_size}")
+    if rows % tp_size:
+        wrong.append(f"the padded vocabulary {rows}")
+    if wrong:
+        raise FamilyError(
+            f"policy.generation.vllm_cfg.tensor_parallel_size {tp_size} does not divide {', '.join(wrong)} of this "
+            f"{shape.family} model"
+        )

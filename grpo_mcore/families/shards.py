@@ -1,0 +1,104 @@
+"""The parameters of a rank, by tensor-parallel size and pipeline stage, and how Megatron-Core's buffers pad them."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from itertools import accumulate
+
+from grpo_mcore.families.spec import FamilyError, ModelShape, Param, Split, Stage, local_shape
+
+
+def stage_layers(layers: int, stages: int, first: int | None = None, last: int | None = None) -> tuple[range, ...]:
+    """The layers of each pipeline stage; `first` and `last`: their number of layers where the split is uneven.
+
+    Raises FamilyError where the layers do not divide.
+    """
+    fixed = {0: first, stages - 1: last}
+    given = {stage: count for stage, count in fixed.items() if count is not None and stages > 1}
+    others, rest = stages - len(given), layers - sum(given.values())
+    if rest < 0 or (rest % others if others else rest):
+        among = f"the other {others} stages" if given else f"{others} stages"
+        raise FamilyError(
+            f"policy.megatron_cfg.pipeline_model_parallel_size {stages}: {rest} of {layers} layers do not divide over "
+            f"{among}; set num_layers_in_first_pipeline_stage or num_layers_in_last_pipeline_stage"
+        )
+    counts = [given.get(stage, rest // others if others else 0) for stage in range(stages)]
+    ends = list(accumulate(counts))
+    return tuple(range(end - count, end) for end, count in zip(ends, counts, strict=True))
+
+
+def stage_params(params: Sequence[Param], layers: range, stage: int, stages: int) -> list[Param]:
+    """The parameters of one pipeline stage, in the order of the forward pass."""
+    here = {Stage.FIRST: stage == 0, Stage.LAST: stage == stages - 1}
+    return [
+        param
+        for param in params
+        if (
+            param.layer in layers
+            if param.stage is Stage.LAYER
+            else here[param.stage] and not (param.copy and stages == 1)
+        )
+    ]
+
+
+@dataclass(frozen=True)
+class Shard:
+    """The parameters of one rank as Megatron-Core's distributed optimizer lays them out.
+
+    `numel`: without padding. `buffer`: elements of the weight and gradient buffers, with padding. `owned`: elements
+    whose optimizer state this stage's data-parallel ranks keep, one number a rank.
+    """
+
+    numel: int
+    buffer: int
+    owned: tuple[int, ...]
+    tensors: int
+
+    @property
+    def most_owned(self) -> int:
+        return max(self.owned)
+
+
+def shard_of(params: Sequence[Param], shape: ModelShape, tensor: int, data: int, *, shared_apart: bool) -> Shard:
+    """The shard of a stage with these parameters. `shared_apart`: tied embeddings get a bucket of their own.
+
+    Megatron-Core goes through the parameters backwards, starts each at a multiple of 64 elements and ends a bucket at
+    a common multiple of 128 and the data-parallel size, of which every data-parallel rank owns an equal stretch.
+    """
+    bucket_multiple = math.lcm(data, 128)
+    spans: list[tuple[int, int]] = []
+    buckets: list[tuple[int, int]] = []
+    start = bucket_start = 0
+
+    def close(end: int) -> int:
+        nonlocal bucket_start
+        end = _up(end, bucket_multiple)
+        buckets.append((bucket_start, end))
+        bucket_start = end
+        return end
+
+    for param in reversed(params):
+        alone = shared_apart and param.split is Split.VOCAB
+        start = _up(start, 64)
+        if alone and start > bucket_start:
+            start = close(start)
+        end = start + math.prod(local_shape(param, shape, tensor))
+        spans.append((start, end))
+        start = close(end) if alone else end
+    if start > bucket_start:
+        close(start)
+    owned = [0] * data
+    for low, high in buckets:
+        share = (high - low) // data
+        for begin, end in spans:
+            if begin >= high or end <= low:
+                continue
+            for rank in range((begin - low) // share, min(data, (end - 1 - low) // share + 1)):
+                owned[rank] += min(end, low + (rank + 1) * share) - max(begin, low + rank * share)
+    return Shard(sum(end - begin for begin, end in spans), bucket_start, tuple(owned), len(spans))
+
+
+def _up(number: int, multiple: int) -> int:
+    return -(-number // multiple) * multiple

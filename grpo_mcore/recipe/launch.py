@@ -1,0 +1,88 @@
+"""`launch`: how a run gets onto a cluster's nodes. Everything about one site belongs on the command line or in a
+recipe of its own that inherits."""
+
+from __future__ import annotations
+
+from typing import Annotated, Literal
+
+from pydantic import Field
+
+from grpo_mcore.recipe.section import NonNegative, Positive, Section
+
+
+class SlurmConfig(Section):
+    """`launch.slurm`. Read by launch/."""
+
+    account: str | None = None
+    """Account that pays."""
+    partition: str | None = None
+    """Partition; null: the site's default."""
+    options: list[str] = Field(default_factory=list)
+    """Further options of sbatch, such as "--qos=high"."""
+
+
+class KubernetesConfig(Section):
+    """`launch.k8s`. Read by launch/."""
+
+    namespace: str | None = None
+    """Namespace; null: that of the one who applies the manifest."""
+    service_account: str | None = None
+    """Service account of the pods."""
+    image_pull_secrets: list[str] = Field(default_factory=list)
+    """Secrets that pull the image."""
+    secrets: dict[str, str] = Field(default_factory=dict)
+    """Environment variables of the driver from secrets: name -> "SECRET/KEY", such as HF_TOKEN: hf/token."""
+    volume_claim: str | None = None
+    """PersistentVolumeClaim (ReadWriteMany) that all pods mount: checkpoints, logs, data, model cache."""
+    volume_path: str = "/shared"
+    """Where it is mounted. It is also the working directory, from which relative paths count."""
+    scheduler: Literal["none", "kueue", "volcano", "yunikorn", "kai"] = "none"
+    """Who starts all pods of a job together or none."""
+    queue: str | None = None
+    """The scheduler's queue."""
+    priority_class: str | None = None
+    """PriorityClass of the pods."""
+    node_selector: dict[str, str] = Field(default_factory=dict)
+    """Labels of the nodes that accelerator pods run on."""
+    rdma_resource: str | None = None
+    """Extended resource of the RDMA device plugin, such as rdma/hca_shared_devices_a. null: no RDMA."""
+    rdma_count: Positive = 1
+    """How much of it each pod takes."""
+    host_network: bool = False
+    """Pods use the node's own network, as some RDMA set-ups need."""
+    shm_gb: Positive = 64
+    """Size of /dev/shm in GiB; counts as memory of the pod."""
+    gcs_redis_address: str | None = None
+    """HOST:PORT of a Redis that keeps Ray's state, so that the head pod may be restarted. null: none; a lost head
+    then costs a restart from the checkpoint."""
+    gcs_redis_secret: str | None = None
+    """Its password, as "SECRET/KEY"."""
+
+
+class LaunchConfig(Section):
+    """`launch`. Read by launch/."""
+
+    name: Annotated[str, Field(pattern=r"^[a-z]([-a-z0-9]*[a-z0-9])?$", max_length=40)] | None = None
+    """Name of the job. null: from the recipe's file name."""
+    container: str | None = None
+    """Image, with its tag or digest. Slurm: for pyxis; null runs on bare metal."""
+    mounts: list[str] = Field(default_factory=list)
+    """Folders of the nodes that a Slurm container sees: "FROM:TO" or "FROM:TO:ro"."""
+    time_limit: Annotated[str, Field(pattern=r"^(\d+-)?\d{1,3}:[0-5]\d:[0-5]\d$")] = "04:00:00"
+    """Wall clock of the job: "HH:MM:SS" or "D-HH:MM:SS"."""
+    save_before_end_s: Positive = 600
+    """Seconds before the time limit at which the run is asked to end its step and save; longer than the longest step
+    and a checkpoint together."""
+    max_restarts: NonNegative = 3
+    """Times a job that was preempted, lost a node or ran out of time goes on from its checkpoint."""
+    cpus_per_node: Positive = 64
+    """CPU cores of each node."""
+    memory_gb_per_node: Positive = 512
+    """Memory of each node in GiB, /dev/shm included."""
+    env: dict[str, str] = Field(default_factory=dict)
+    """Environment variables of the job. No secrets: see launch.k8s.secrets; on Slurm they come from the submitter's
+    environment by name."""
+    slurm: SlurmConfig = Field(default_factory=SlurmConfig)
+    """What only Slurm asks for."""
+    k8s: KubernetesConfig = Field(default_factory=KubernetesConfig)
+    """What only Kubernetes asks for."""

@@ -1,0 +1,339 @@
+"""The weights of one vLLM rank: slices are gathered beside the ones in use, and exchanged with them in one go.
+
+vLLM's CPU build computes with packed copies of its linear weights and drops the plain ones. So a layer is packed, on a
+shadow of it, as soon as its slices are complete, and the exchange only swaps what the layer refers to.
+"""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from vllm.model_executor.layers.linear import UnquantizedLinearMethod
+from vllm.model_executor.layers.quantization.base_config import QuantizeMethodBase
+from vllm.model_executor.layers.vocab_parallel_embedding import (
+    ParallelLMHead,
+    UnquantizedEmbeddingMethod,
+    VocabParallelEmbedding,
+)
+from vllm.model_executor.model_loader.reload.layerwise import get_layerwise_info
+from vllm.platforms import current_platform
+
+from grpo_mcore.families import Box
+from grpo_mcore.refit.layout import WHOLE
+from grpo_mcore.refit.plan import RefitError, RefitPlan
+from grpo_mcore.refit.proof import Sums, checksum
+
+_STRUCTURE = {"_parameters", "_buffers", "_modules", "quant_method"}
+_MISSING = object()
+
+
+@dataclass(eq=False)
+class Target:
+    """One parameter that slices arrive for, in the shape in which vLLM loads it. `homes`: the modules that use it,
+    with its name there; tied embeddings have two."""
+
+    name: str
+    shape: tuple[int, ...]
+    dtype: torch.dtype
+    expected: int  # elements; vLLM's padding of the vocabulary is not among them
+    homes: list[tuple[nn.Module, str]]
+    transient: bool  # vLLM keeps only a packed copy
+    tensor: Tensor | None = None
+    borrowed: bool = False  # `tensor` is a view of the buffer
+    arrived: int = 0
+    copies: list[tuple[tuple[int, int, int], Box]] = field(default_factory=list)
+
+    @property
+    def complete(self) -> bool:
+        return self.arrived == self.expected
+
+
+class EngineWeights:
+    """`receive` for every copy of a bucket, `settle` at its end; then `exchange` puts all of it to use, and a second
+    `exchange` takes it back. With `in_place` off memory for a second copy of the weights is needed; with it each layer
+    is exchanged as soon as it is complete, and there is no way back."""
+
+    def __init__(self, model: nn.Module, plan: RefitPlan, rank: int, device: torch.device, *, in_place: bool) -> None:
+        """Raises RefitError for parameters that the plan does not fill, or that slices cannot be put into."""
+        self._model, self._device, self.in_place = model, device, in_place
+        self.wholes: dict[str, Tensor] = {}  # tensors for vLLM's own loading
+        self._whole_shapes: dict[str, list[int]] = {}
+        self.unplanned: list[str] = []  # parameters that only vLLM's own loading can fill
+        self.sums: Sums = {}
+        self._exchanges: list[_Exchange] = []
+        self._has_head = any(type(module) is ParallelLMHead for module in model.modules())
+        self._targets = self._find_targets(plan, rank)
+        self._layers = self._find_layers()
+
+    @property
+    def parameters(self) -> int:
+        return len(self._targets)
+
+    def _find_targets(self, plan: RefitPlan, rank: int) -> dict[str, Target]:
+        filled: dict[str, int] = {}
+        for block in plan.blocks():
+            for read in block.reads:
+                if read.rank == rank and not read.param.startswith(WHOLE):
+                    filled[read.param] = filled.get(read.param, 0) + _volume(read.box)
+                elif read.rank == rank:
+                    name, ends = read.param.removeprefix(WHOLE), [stop for _, stop in read.box]
+                    self._whole_shapes[name] = list(map(max, ends, self._whole_shapes.get(name, ends)))
+        homes: dict[int, list[tuple[nn.Module, str]]] = {}
+        by_name: dict[str, nn.Parameter] = {}
+        for path, module in self._model.named_modules():
+            for name, parameter in module.named_parameters(recurse=False):
+                by_name[f"{path}.{name}" if path else name] = parameter
+                homes.setdefault(id(parameter), []).append((module, name))
+        if unknown := sorted(set(filled) - set(by_name)):
+            raise RefitError(f"the engine has no parameters {', '.join(unknown)}, which the refit plan fills")
+        planned = {id(by_name[name]) for name in filled}
+        first_names = {id(parameter): name for name, parameter in reversed(by_name.items())}  # one of a tied pair
+        self.unplanned = [
+            name
+            for name, found in by_name.items()
+            if id(found) not in planned and first_names[id(found)] == name and _elements(homes, found)
+        ]
+        if self.unplanned and not plan.fallbacks:
+            raise RefitError(f"the refit plan leaves parameters of the engine unfilled: {', '.join(self.unplanned)}")
+        targets = {}
+        for name, count in filled.items():
+            places = homes[id(by_name[name])]
+            target = _target(name, by_name[name], places)
+            target.transient = target.transient and self._device.type == "cpu" and not current_platform.is_zen_cpu()
+            if count != target.expected:
+                raise RefitError(
+                    f"the refit plan leaves parameters of the engine unfilled: {name} gets {count:,} of its "
+                    f"{target.expected:,} elements"
+                )
+            for module, _ in places:
+                _check_method(name, module, self._device)
+            targets[name] = target
+        return targets
+
+    def _find_layers(self) -> dict[str, list[Target]]:
+        """Target -> all targets of its module: they are put to use together (a bias is packed with its weight)."""
+        by_module: dict[int, list[Target]] = {}
+        for target in self._targets.values():
+            by_module.setdefault(id(target.homes[0][0]), []).append(target)
+        return {target.name: by_module[id(target.homes[0][0])] for target in self._targets.values()}
+
+    @torch.no_grad()
+    def receive(self, key: tuple[int, int, int], name: str, box: Box, values: Tensor, checked: bool) -> None:
+        """Takes the slice `box` of the parameter `name`, or of a whole tensor. `values`: a view of the buffer."""
+        if name.startswith(WHOLE):
+            self._receive_whole(name.removeprefix(WHOLE), box, values)
+            return
+        target = self._targets[name]
+        whole = all(span == (0, size) for span, size in zip(box, target.shape, strict=True))
+        if whole and target.transient and values.dtype == target.dtype and values.is_contiguous():
+            target.tensor, target.borrowed = values.view(target.shape), True
+        else:
+            if target.tensor is None:
+                padded = _volume_of(target.shape) != target.expected
+                make = torch.zeros if padded else torch.empty
+                target.tensor = make(target.shape, dtype=target.dtype, device=self._device)
+            target.tensor[_index(box)].copy_(values.view([stop - start for start, stop in box]))
+        target.arrived += _volume(box)
+        if checked:
+            target.copies.append((key, box))
+        layer = self._layers[name]
+        if all(other.complete for other in layer):
+            self._finish(layer)
+
+    def _receive_whole(self, name: str, box: Box, values: Tensor) -> None:
+        if name not in self.wholes:
+            self.wholes[name] = torch.empty(self._whole_shapes[name], dtype=values.dtype, device=self._device)
+        self.wholes[name][_index(box)] = values
+
+    def settle(self) -> None:
+        """The buffer will be written again: what still views it is copied."""
+        for target in self._targets.values():
+            if target.borrowed and target.tensor is not None:
+                target.tensor, target.borrowed = target.tensor.clone(), False
+
+    def tied(self) -> dict[str, list[nn.Module]]:
+        """Name of a parameter with several homes -> the modules beside the first that compute with a packed copy."""
+        found: dict[int, tuple[str, list[nn.Module]]] = {}
+        for path, module in self._model.named_modules():
+            for name, parameter in module.named_parameters(recurse=False):
+                if id(parameter) in found:
+                    found[id(parameter)][1].append(module)
+                else:
+                    found[id(parameter)] = (f"{path}.{name}", [])
+        return {
+            name: [
+                module for module in modules if isinstance(getattr(module, "quant_method", None), QuantizeMethodBase)
+            ]
+            for name, modules in found.values()
+            if modules
+        }
+
+    def missing(self) -> list[str]:
+        return [target.name for target in self._targets.values() if not target.complete]
+
+    def _finish(self, layer: Sequence[Target]) -> None:
+        """All slices of a module have come: check and prepare what it will refer to."""
+        for target in layer:
+            assert target.tensor is not None
+            for key, box in target.copies:
+                self.sums[key] = checksum(target.tensor[_index(box)], target.dtype)
+        prepared: dict[int, nn.Module] = {}
+        for target in layer:
+            for module, name in target.homes:
+                shadow = prepared.setdefault(id(module), _shadow(module))
+                shadow._parameters[name] = nn.Parameter(target.tensor, requires_grad=False)
+        modules = {id(module): module for target in layer for module, _ in target.homes}
+        found: dict[int, _Exchange] = {}
+        for module in modules.values():
+            shadow = prepared[id(module)]
+            for exchange in self._prepare(module, shadow):
+                found.setdefault(exchange.key, exchange)  # a tied parameter is exchanged once
+        for target in layer:
+            target.tensor, target.borrowed = None, False
+        for exchange in found.values():
+            if self.in_place:
+                exchange.run()
+            else:
+                self._exchanges.append(exchange)
+
+    def _prepare(self, module: nn.Module, shadow: nn.Module) -> Iterable[_Exchange]:
+        """What is to be exchanged for `module` to become `shadow`, once vLLM has processed that."""
+        method = getattr(module, "quant_method", None)
+        # vLLM looks embeddings up in the plain weight; a head of its own has the packed one.
+        lookup = type(module) is VocabParallelEmbedding and self._has_head
+        if isinstance(method, QuantizeMethodBase) and self._device.type == "cpu" and not lookup:
+            ours = copy.copy(method)
+            shadow.__dict__["quant_method"] = ours
+            ours.process_weights_after_loading(shadow)
+            for real, processed in ((module, shadow), (method, ours)):
+                for name, value in processed.__dict__.items():
+                    if name not in _STRUCTURE and real.__dict__.get(name, _MISSING) is not value:
+                        yield _Attribute(real.__dict__, name, value)
+        for name, parameter in shadow._parameters.items():
+            live = module._parameters[name]
+            if parameter is not None and live is not None and parameter is not live:
+                kind = _Swap if self._device.type == "cpu" else _Copy
+                yield kind(live, parameter.data)
+
+    def exchange(self) -> None:
+        """New for old, or old for new. After an error everything is as it was."""
+        done: list[_Exchange] = []
+        try:
+            for exchange in self._exchanges:
+                exchange.run()
+                done.append(exchange)
+        except BaseException:
+            for exchange in reversed(done):
+                exchange.run()
+            raise
+        if self._device.type == "cuda":
+            torch.cuda.synchronize(self._device)
+
+
+class _Exchange:
+    """Run once it brings the new value in, run again the old one."""
+
+    key: Any
+
+    def run(self) -> None:
+        raise NotImplementedError
+
+
+class _Attribute(_Exchange):
+    def __init__(self, owner: dict[str, Any], name: str, value: Any) -> None:
+        self.key = (id(owner), name)
+        self._owner, self._name, self._value = owner, name, value
+
+    def run(self) -> None:
+        old = self._owner.get(self._name, _MISSING)
+        if self._value is _MISSING:
+            del self._owner[self._name]
+        else:
+            self._owner[self._name] = self._value
+        self._value = old
+
+
+class _Swap(_Exchange):
+    """On CPU nothing holds on to the memory of a parameter."""
+
+    def __init__(self, live: nn.Parameter, value: Tensor) -> None:
+        self.key = id(live)
+        self._live, self._value = live, value
+
+    def run(self) -> None:
+        old = self._live.data
+        self._live.data = self._value
+        self._value = old
+
+
+class _Copy(_Swap):
+    """CUDA graphs read the memory that was there when they were captured: its contents are exchanged."""
+
+    def run(self) -> None:
+        old = self._live.data.clone()
+        self._live.data.copy_(self._value)
+        self._value.copy_(old)
+
+
+def _shadow(module: nn.Module) -> nn.Module:
+    """A module of the same class and settings whose parameters and attributes can be set without touching it."""
+    shadow = object.__new__(type(module))
+    shadow.__dict__.update(module.__dict__)
+    for name in ("_parameters", "_buffers", "_modules"):
+        shadow.__dict__[name] = dict(module.__dict__[name])
+    return shadow
+
+
+def _target(name: str, parameter: nn.Parameter, homes: list[tuple[nn.Module, str]]) -> Target:
+    module, attribute = homes[0]
+    recorded = get_layerwise_info(module).restore_metadata[0].get(attribute)
+    loaded = parameter if recorded is None else recorded
+    # The packed form of a bias may have another number format than vLLM loads it in.
+    dtype = getattr(module, "params_dtype", loaded.dtype) if loaded.is_floating_point() else loaded.dtype
+    transient = parameter.numel() == 0 and isinstance(getattr(module, "quant_method", None), UnquantizedLinearMethod)
+    return Target(name, tuple(loaded.shape), dtype, _loaded_elements(module, loaded), homes, transient)
+
+
+def _loaded_elements(module: nn.Module, loaded: Tensor) -> int:
+    if isinstance(module, VocabParallelEmbedding):
+        return module.num_org_embeddings_per_partition * _volume_of(loaded.shape[1:])
+    return loaded.numel()
+
+
+def _elements(homes: dict[int, list[tuple[nn.Module, str]]], parameter: nn.Parameter) -> int:
+    """Elements of a parameter that a checkpoint would fill."""
+    module, attribute = homes[id(parameter)][0]
+    recorded = get_layerwise_info(module).restore_metadata[0].get(attribute)
+    return _loaded_elements(module, parameter if recorded is None else recorded)
+
+
+def _check_method(name: str, module: nn.Module, device: torch.device) -> None:
+    method = getattr(module, "quant_method", None)
+    if not isinstance(method, QuantizeMethodBase):
+        return
+    plain = isinstance(method, (UnquantizedLinearMethod, UnquantizedEmbeddingMethod))
+    # Experts are put into another order on GPUs; packing on CPU leaves the tensors as they are loaded.
+    if not plain and (device.type != "cpu" or "Unquantized" not in type(method).__name__):
+        raise RefitError(
+            f"{name}: slices cannot be put into a layer of {type(method).__name__}; load the engines unquantized"
+        )
+
+
+def _volume(box: Box) -> int:
+    return _volume_of([stop - start for start, stop in box])
+
+
+def _volume_of(shape: Iterable[int]) -> int:
+    count = 1
+    for size in shape:
+        count *= size
+    return count
+
+
+def _index(box: Box) -> tuple[slice, ...]:
+    return tuple(slice(start, stop) for start, stop in box)

@@ -1,0 +1,189 @@
+"""Who holds which slice of a model: the ranks of the policy in Megatron-Core, the ranks of one engine in vLLM.
+
+Both are read off the families' declaration; no process group and no model is needed.
+"""
+
+from __future__ import annotations
+
+from bisect import bisect_right
+from dataclasses import dataclass
+
+from grpo_mcore.families import ModelShape, Param, Piece, Split, Stage, engine_pieces, pieces
+
+WHOLE = "hf:"
+"""Prefix of a destination that is not an engine parameter but a whole tensor for vLLM's own loading."""
+
+
+class LayoutError(ValueError):
+    """Parallel sizes that do not fit each other or the model."""
+
+
+@dataclass(frozen=True)
+class Part:
+    """One of the slices that a parameter is cut into on the policy. `ranks` all hold it, as their `name`."""
+
+    name: str
+    ranks: tuple[int, ...]
+    index: int  # tensor-parallel coordinate, or expert-tensor-parallel of an expert's weight
+
+
+@dataclass(frozen=True)
+class TrainerLayout:
+    """Sizes of the policy's parallel dimensions. Ranks run tensor, context, data, then pipeline; experts lie across
+    the tensor x context x data ranks of a stage: expert-tensor first, then expert, then their replicas.
+
+    `virtual`: model chunks on each pipeline rank; `expert_tensor` 0 means as `tensor`. `first_layers`, `last_layers`:
+    layers of the first and last pipeline stage, where they have another number than the others.
+    """
+
+    tensor: int = 1
+    pipeline: int = 1
+    data: int = 1
+    context: int = 1
+    expert: int = 1
+    expert_tensor: int = 0
+    virtual: int = 1
+    first_layers: int = 0
+    last_layers: int = 0
+
+    def __post_init__(self) -> None:
+        if self.stage_ranks % (self.expert * self.expert_split):
+            raise LayoutError(
+                f"EP {self.expert} x ETP {self.expert_split} does not divide the {self.stage_ranks} ranks of a stage"
+            )
+
+    @property
+    def expert_split(self) -> int:
+        return self.expert_tensor or self.tensor
+
+    @property
+    def stage_ranks(self) -> int:
+        return self.tensor * self.context * self.data
+
+    @property
+    def world_size(self) -> int:
+        return self.stage_ranks * self.pipeline
+
+    def split(self, param: Param) -> int:
+        """Into how many slices the parameter is cut."""
+        if param.split is Split.REPLICATED:
+            return 1
+        return self.expert_split if param.expert else self.tensor
+
+    def parts(self, param: Param, shape: ModelShape) -> list[Part]:
+        """Every slice of the parameter, with the ranks that hold it. Raises LayoutError where it cannot be cut."""
+        stage, name = self._home(param, shape.num_layers)
+        first, width = stage * self.stage_ranks, self.split(param)
+        if param.expert is None:
+            groups = [list(range(first + part, first + self.stage_ranks, width)) for part in range(width)]
+        else:
+            index, count = param.expert
+            if count % self.expert:
+                raise LayoutError(f"EP {self.expert} does not divide the {count} experts")
+            group = self.expert * self.expert_split  # ranks that together hold every expert once
+            at = first + index // (count // self.expert) * self.expert_split
+            groups = [
+                [
+                    replica + offset
+                    for replica in range(at, first + self.stage_ranks, group)
+                    for offset in range(part, self.expert_split, width)
+                ]
+                for part in range(width)
+            ]
+        return [Part(name, tuple(ranks), part) for part, ranks in enumerate(groups)]
+
+    def _home(self, param: Param, num_layers: int) -> tuple[int, str]:
+        """(pipeline stage, name of the parameter there)."""
+        chunks = self.pipeline * self.virtual
+        layer = 0
+        if param.stage is Stage.LAYER:
+            assert param.layer is not None
+            starts = self._first_layers(num_layers)
+            chunk = bisect_right(starts, param.layer) - 1
+            layer = param.layer - starts[chunk]
+        else:
+            chunk = 0 if param.stage is Stage.FIRST else chunks - 1
+        expert = 0
+        if param.expert:
+            index, count = param.expert
+            expert = index % (count // self.expert)
+        name = param.megatron.format(layer=layer, expert=expert)
+        return chunk % self.pipeline, f"{chunk // self.pipeline}:{name}" if self.virtual > 1 else name
+
+    def _first_layers(self, num_layers: int) -> list[int]:
+        """Of every model chunk, its first layer."""
+        counts = [0] * (self.pipeline * self.virtual)
+        counts[0], counts[-1] = self.first_layers or counts[0], self.last_layers or counts[-1]
+        open_chunks = [index for index, count in enumerate(counts) if not count]
+        each, rest = divmod(num_layers - sum(counts), len(open_chunks) or 1)
+        if rest or each < 1 and open_chunks:
+            raise LayoutError(f"{num_layers} layers do not divide into PP {self.pipeline} x VPP {self.virtual}")
+        for index in open_chunks:
+            counts[index] = each
+        return [sum(counts[:index]) for index in range(len(counts))]
+
+    def describe(self) -> str:
+        sizes = {"TP": self.tensor, "PP": self.pipeline, "VPP": self.virtual, "CP": self.context, "DP": self.data}
+        if self.expert > 1 or self.expert_tensor:
+            sizes |= {"EP": self.expert, "ETP": self.expert_split}
+        return " x ".join(f"{name} {size}" for name, size in sizes.items() if size > 1 or name in ("TP", "DP"))
+
+
+@dataclass(frozen=True)
+class EngineLayout:
+    """The ranks of one engine: tensor first, then data. With `expert_parallel` each rank has whole experts, else
+    a slice of every one. `replicas`: engines on a node; they read the same bytes."""
+
+    tensor: int = 1
+    data: int = 1
+    expert_parallel: bool = False
+    replicas: int = 1
+
+    @property
+    def ranks(self) -> int:
+        """Of one engine."""
+        return self.tensor * self.data
+
+    def split(self, param: Param) -> int:
+        """Into how many slices the parameter is cut."""
+        if param.split is Split.REPLICATED or param.engine is None:
+            return 1
+        if param.expert:
+            return 1 if self.expert_parallel else self.ranks
+        return self.tensor
+
+    def readers(self, param: Param) -> list[tuple[int, ...]]:
+        """The engine ranks that read each slice of the parameter, by slice."""
+        if param.expert and param.engine is not None:
+            index, count = param.expert
+            if self.expert_parallel:
+                if count % self.ranks:
+                    raise LayoutError(f"{count} experts do not divide over the {self.ranks} ranks of an engine")
+                return [(index // (count // self.ranks),)]
+            return [tuple(range(self.ranks))] if self.split(param) == 1 else [(rank,) for rank in range(self.ranks)]
+        width = self.split(param)
+        return [tuple(range(part, self.ranks, width)) for part in range(width)]
+
+    def places(self, param: Param, shape: ModelShape, part: int) -> list[tuple[str, Piece]]:
+        """(destination, slice) for a reader of slice `part`. A destination is an engine parameter, or `WHOLE` and a
+        tensor's name. An expert's slice of an engine parameter has one more dimension in front: the expert.
+        """
+        if param.engine is None:
+            boxes = {tensor.name: tuple((0, size) for size in tensor.shape) for tensor in param.hf}
+            return [(WHOLE + name, Piece(name, box, box)) for name, box in boxes.items()]
+        found = engine_pieces(param, shape, part, self.split(param))
+        if param.expert:
+            index, count = param.expert
+            local = index % (count // self.ranks) if self.expert_parallel else index
+            found = [Piece(p.hf, p.hf_box, ((local, local + 1), *p.local_box)) for p in found]
+        return [(param.engine, piece) for piece in found]
+
+    def describe(self) -> str:
+        sizes = {"TP": self.tensor, "DP": self.data}
+        text = " x ".join(f"{name} {size}" for name, size in sizes.items() if size > 1 or name == "TP")
+        return text + (" with expert parallelism" if self.expert_parallel else "")
+
+
+def trainer_pieces(layout: TrainerLayout, param: Param, shape: ModelShape, part: int) -> list[Piece]:
+    """The slices of the Hugging Face tensors in slice `part` of the policy's parameter."""
+    return pieces(param, shape, part, layout.split(param))

@@ -1,0 +1,159 @@
+"""What a refit will move, for people: bytes by link and by rank, the buffer, the floor, and a picture of it."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+
+from grpo_mcore.families import ModelShape, Param, params_of
+from grpo_mcore.refit.layout import EngineLayout, TrainerLayout
+from grpo_mcore.refit.plan import DTYPE_BYTES, GIB, RefitPlan, plan_refit
+
+LINKS = {"a 400 Gb/s network card": 50e9, "NVLink of an H100": 450e9}
+"""Bytes/s and direction, for the floor."""
+SHOWN = 16
+"""Ranks that are listed one by one."""
+
+
+@dataclass(frozen=True)
+class Overview:
+    """A plan with what it is of. Every node has the same engines, and the plan brings the weights to each node once."""
+
+    trainer: TrainerLayout
+    engine: EngineLayout
+    plan: RefitPlan
+    nodes: int
+    needed_bytes: int
+    plan_seconds: float
+
+    @classmethod
+    def of(
+        cls,
+        shape: ModelShape,
+        trainer: TrainerLayout,
+        engine: EngineLayout,
+        *,
+        dtype: str,
+        buffer_gb: float,
+        nodes: int = 1,
+        params: Sequence[Param] | None = None,
+    ) -> Overview:
+        """`params`: in place of the family's own. Raises RefitError, LayoutError."""
+        began = time.perf_counter()
+        params = params_of(shape) if params is None else params
+        plan = plan_refit(params, shape, trainer, engine, dtype=dtype, buffer_bytes=int(buffer_gb * GIB))
+        seconds = time.perf_counter() - began
+        tensors = {tensor.name: tensor.numel for param in params if not param.copy for tensor in param.hf}
+        return cls(trainer, engine, plan, nodes, sum(tensors.values()) * DTYPE_BYTES[dtype], seconds)
+
+    def links(self) -> np.ndarray:
+        """int64 [policy ranks, nodes, ranks of an engine]: bytes that a rank reads of what a policy rank wrote. A slice
+        that several policy ranks hold comes to each node from another of them."""
+        width = self.plan.element_bytes()
+        found = np.zeros((self.trainer.world_size, self.nodes, self.engine.ranks), dtype=np.int64)
+        together: dict[tuple[int, int], np.ndarray] = {}
+        for block in self.plan.blocks():
+            row = together.setdefault((block.holders, block.source), np.zeros(self.engine.ranks, dtype=np.int64))
+            for read in block.reads:
+                row[read.rank] += width * int(np.prod([stop - start for start, stop in read.at]))
+        for (holders, source), row in together.items():
+            ranks = self.plan.holders[holders]
+            first = ranks.index(source)
+            for node in range(self.nodes):
+                found[ranks[(first + node) % len(ranks)], node] += row
+        return found
+
+    def sent(self) -> np.ndarray:
+        """int64 [policy ranks]: bytes that each writes, over all nodes."""
+        found = np.zeros(self.trainer.world_size, dtype=np.int64)
+        for block in self.plan.blocks():
+            ranks = self.plan.holders[block.holders]
+            first = ranks.index(block.source)
+            for node in range(min(self.nodes, len(ranks))):  # then it begins anew
+                times = len(range(node, self.nodes, len(ranks)))
+                found[ranks[(first + node) % len(ranks)]] += times * block.nbytes
+        return found
+
+    def text(self) -> str:
+        """Several lines."""
+        plan, links, sent = self.plan, self.links(), self.sent()
+        moved = plan.block_bytes
+        read = links.sum(axis=0)  # [nodes, ranks]
+        engines = f"{self.nodes * self.engine.replicas} engine(s) of {self.engine.describe()}"
+        lines = [
+            f"policy   {self.trainer.describe()}, {self.trainer.world_size} ranks",
+            f"engines  {engines}, {self.engine.replicas} on each of {self.nodes} node(s)",
+            f"moves    {_size(moved)} to each node in {plan.dtype}: {moved / self.needed_bytes:.3f} of what is needed",
+            f"buffer   2 x {_size(plan.half_bytes)}, {len(plan.buckets)} buckets, "
+            f"{sum(1 for _ in plan.blocks()):,} blocks, "
+            f"{sum(len(block.reads) for block in plan.blocks()):,} copies into an engine",
+            f"whole    {len(plan.fallbacks)} tensors travel whole, for vLLM's own loading",
+            f"planned  in {self.plan_seconds:.3f} s, digest {plan.digest[:12]}",
+            f"sends    {_spread(sent)}",
+            f"reads    {_spread(read.ravel())}",
+        ]
+        busiest = max(int(sent.max()), int(read.max()))
+        floors = ", ".join(f"{busiest / speed:.3f} s over {name}" for name, speed in LINKS.items())
+        lines.append(f"floor    the busiest rank moves {_size(busiest)}: {floors}")
+        if links.shape[0] <= SHOWN and links[0].size <= SHOWN:
+            lines += ["", *_table(links)]
+        return "\n".join(lines)
+
+
+def draw(path: Path, overview: Overview) -> None:
+    """A PNG: who writes, and which engine rank reads how much of it. Needs no display."""
+    from matplotlib.backends.backend_agg import FigureCanvasAgg
+    from matplotlib.figure import Figure
+    from matplotlib.ticker import MaxNLocator
+
+    links = overview.links().reshape(overview.trainer.world_size, -1) / 1e6
+    figure = Figure(figsize=(9, 6), layout="constrained")
+    FigureCanvasAgg(figure)
+    axes, bars = figure.subplots(1, 2, sharey=True, width_ratios=[3, 1])
+    image = axes.imshow(np.ma.masked_equal(links, 0), aspect="auto", cmap="viridis", interpolation="nearest")
+    axes.set(xlabel="engine rank, node by node", ylabel="policy rank", title="MB read, by link")
+    for axis in (axes.xaxis, axes.yaxis):
+        axis.set_major_locator(MaxNLocator(integer=True))
+    for node in range(1, overview.nodes):
+        axes.axvline(node * overview.engine.ranks - 0.5, color="white", linewidth=0.5)
+    figure.colorbar(image, ax=axes, location="left", shrink=0.6)
+    bars.barh(range(overview.trainer.world_size), overview.sent() / 1e6, color="tab:blue")
+    bars.set(xlabel="MB written", title="by policy rank")
+    engines = overview.nodes * overview.engine.replicas
+    figure.suptitle(
+        f"{overview.trainer.describe()}  to  {engines} x {overview.engine.describe()}: "
+        f"{_size(overview.plan.block_bytes)} in {len(overview.plan.buckets)} buckets"
+    )
+    figure.savefig(path, dpi=120)
+
+
+def _table(links: np.ndarray) -> list[str]:
+    """Bytes by link, one line a policy rank."""
+    _, nodes, ranks = links.shape
+    names = [
+        f"node {node} rank {rank}" if nodes > 1 else f"rank {rank}" for node in range(nodes) for rank in range(ranks)
+    ]
+    width = max(10, *map(len, names))
+    lines = ["read by " + " " * 7 + "".join(f"{name:>{width + 2}}" for name in names)]
+    for source, row in enumerate(links.reshape(len(links), -1)):
+        cells = "".join(f"{_size(int(count)) if count else '-':>{width + 2}}" for count in row)
+        lines.append(f"policy rank {source:<3}{cells}")
+    return lines
+
+
+def _spread(values: np.ndarray) -> str:
+    if len(values) <= SHOWN:
+        return " ".join(f"[{rank}] {_size(int(count))}" for rank, count in enumerate(values))
+    low, middle, high = (int(value) for value in np.percentile(values, [0, 50, 100]))
+    return f"{len(values)} ranks: least {_size(low)}, median {_size(middle)}, most {_size(high)}"
+
+
+def _size(nbytes: int) -> str:
+    for unit, scale in (("GB", 1e9), ("MB", 1e6), ("kB", 1e3)):
+        if nbytes >= scale:
+            return f"{nbytes / scale:.1f} {unit}"
+    return f"{nbytes} B"

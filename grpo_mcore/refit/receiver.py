@@ -1,0 +1,62 @@
+"""A node's end of the wire: blocks from all policy ranks into a buffer that the engine ranks there have mapped."""
+
+from __future__ import annotations
+
+import time
+import uuid
+from typing import Any
+
+import torch
+
+from grpo_mcore.refit.buffer import RefitBuffer, block_view
+from grpo_mcore.refit.gloo_link import GlooLink
+from grpo_mcore.refit.plan import RefitError, RefitPlan, sender_of
+from grpo_mcore.refit.shared_memory import SharedMemoryBuffer
+
+
+class RefitReceiver:
+    """One for each node whose engines share no memory with the policy. `open_receiver`, then `receive_bucket` for each;
+    both keep what they made from the first refit to the last."""
+
+    def __init__(self) -> None:
+        self._plan: RefitPlan | None = None
+        self._buffer: RefitBuffer | None = None
+        self._link: GlooLink | None = None
+        self._node = 0
+
+    def open_receiver(self, link: dict[str, Any], plan: str, node: int) -> dict[str, Any]:
+        """`node`: index of this node among those with engines. Returns {digest, transport for the node's engines}."""
+        new = RefitPlan.from_json(plan)
+        if self._plan is None or self._plan.digest != new.digest:
+            self.close_receiver()
+            self._plan, self._buffer = new, SharedMemoryBuffer.create(new.buffer_bytes, uuid.uuid4().hex[:12])
+        if self._link is None or self._link.description != link:
+            policy_ranks = link["members"] - link["nodes"]
+            self._link = GlooLink(link, policy_ranks + node)
+        self._node = node
+        assert self._buffer is not None
+        return {"digest": new.digest, "transport": self._buffer.description}
+
+    def receive_bucket(self, index: int) -> dict[str, Any]:
+        """Every block of one bucket to its place. Returns {bytes, seconds}."""
+        if self._plan is None or self._buffer is None or self._link is None:
+            raise RefitError(f"bucket {index} is to be received, but no refit is open on node {self._node}")
+        began = time.perf_counter()
+        bucket = self._plan.buckets[index]
+        places = []
+        for block in bucket.blocks:
+            place = block_view(self._buffer, self._plan, index, block)
+            places.append((place.view(-1).view(torch.uint8), sender_of(self._plan, block, self._node)))
+        try:
+            self._link.receive(places)
+        except RuntimeError as error:
+            raise RefitError(f"node {self._node}: receiving bucket {index} failed: {error}") from error
+        return {"bytes": sum(block.nbytes for block in bucket.blocks), "seconds": time.perf_counter() - began}
+
+    def close_receiver(self) -> None:
+        """Idempotent."""
+        if self._link is not None:
+            self._link.close()
+        if self._buffer is not None:
+            self._buffer.close()
+        self._plan = self._buffer = self._link = None

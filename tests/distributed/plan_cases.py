@@ -1,0 +1,129 @@
+"""What a rank of a policy really allocates, for the tests of `plan`: tensors counted by their storage."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterable
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from grpo_mcore.batching.packed_batch import PackedBatch, pack_rows
+from grpo_mcore.objective import ClippedPGLossConfig, ClippedPGLossFn
+from grpo_mcore.parallel.mesh import Address
+from grpo_mcore.parallel.policy import Policy
+from grpo_mcore.parallel.weights import hf_tensors
+from grpo_mcore.recipe import PolicyConfig
+from grpo_mcore.refit import RefitSender, plan_refit
+
+LENGTHS = (48, 61, 70, 77)  # of each micro-batch
+TOKENS = sum(LENGTHS)
+MICRO_BATCHES = 4
+
+
+class SavedTensors:
+    """Bytes that autograd keeps for the backward pass, weights left out; each storage counts once."""
+
+    def __init__(self, weights: Iterable[Tensor]) -> None:
+        self._weights = {storage_key(tensor) for tensor in weights}
+        self._live: Counter[Any] = Counter()
+        self._bytes = self.peak = 0
+
+    def __enter__(self) -> SavedTensors:
+        self._hooks = torch.autograd.graph.saved_tensors_hooks(lambda tensor: _Kept(tensor.detach(), self), _Kept.get)
+        self._hooks.__enter__()
+        return self
+
+    def __exit__(self, *_: Any) -> None:
+        self._hooks.__exit__(None, None, None)
+
+    def add(self, tensor: Tensor, sign: int) -> None:
+        key = storage_key(tensor)
+        if key in self._weights:
+            return
+        before = self._live[key]
+        self._live[key] += sign
+        if min(before, self._live[key]) == 0:
+            self._bytes += sign * tensor.untyped_storage().nbytes()
+            self.peak = max(self.peak, self._bytes)
+
+
+class _Kept:
+    """Tells `SavedTensors` when autograd takes a tensor and when it lets go of it."""
+
+    def __init__(self, tensor: Tensor, books: SavedTensors) -> None:
+        self.tensor, self.books = tensor, books
+        books.add(tensor, 1)
+
+    def get(self) -> Tensor:
+        return self.tensor
+
+    def __del__(self) -> None:
+        self.books.add(self.tensor, -1)
+
+
+def storage_key(tensor: Tensor) -> int:
+    return tensor.untyped_storage().data_ptr()
+
+
+def storage_bytes(tensors: Iterable[Tensor]) -> int:
+    """Of distinct storages."""
+    return sum({storage_key(t): t.untyped_storage().nbytes() for t in tensors}.values())
+
+
+def rows(policy: Policy) -> list[PackedBatch]:
+    generator = torch.Generator().manual_seed(3)
+    tokens = [torch.randint(0, policy.shape.vocab_size, (length,), generator=generator) for length in LENGTHS]
+    columns = [
+        {"token_mask": torch.ones(n), "sample_mask": torch.tensor(1.0), "advantages": torch.tensor((-1.0) ** i)}
+        for i, n in enumerate(LENGTHS)
+    ]
+    names = [str(i) for i in range(len(LENGTHS))]
+    return [pack_rows(tokens, columns, policy.row_multiple, names=names) for _ in range(MICRO_BATCHES)]
+
+
+def measured_bytes(address: Address, config: PolicyConfig) -> dict[str, int]:
+    """weights, gradients, optimizer, activations (peak), all after an optimizer step on this rank; on the first rank
+    the refit buffer too."""
+    policy = Policy(config, address, seed=1, timeout_s=60, reference=False)
+    loss_fn = ClippedPGLossFn(ClippedPGLossConfig(reference_policy_kl_penalty=0.0), prev_equals_curr=True)
+    weights = list(policy.model.parameters())
+    with SavedTensors(weights) as saved:
+        policy.train_step(
+            rows(policy),
+            loss_fn,
+            global_valid_seqs=len(LENGTHS) * MICRO_BATCHES * policy.layout.data,
+            global_valid_toks=(TOKENS - len(LENGTHS)) * MICRO_BATCHES * policy.layout.data,
+        )
+    own = {storage_key(weight) for weight in weights}
+    return refit_buffer(policy) | {
+        "weights": storage_bytes(weights),
+        "gradients": storage_bytes(buffer.grad_data for buffer in policy.model.buffers),
+        "optimizer": storage_bytes(t for t in optimizer_tensors(policy) if storage_key(t) not in own),
+        "activations": saved.peak,
+    }
+
+
+def refit_buffer(policy: Policy) -> dict[str, int]:
+    """The buffer that the first rank creates."""
+    if policy.here.tensor or policy.here.data or policy.here.pipeline:
+        return {}
+    config = policy.config
+    size = int(config.refit_buffer_size_gb * 2**30)
+    plan = plan_refit(hf_tensors(policy.shape), dtype=config.precision, buffer_bytes=size)
+    sender = RefitSender(policy.weights, through_host=True)
+    sender.open_refit(None, plan.to_json())
+    nbytes = sender._buffer.flat.numel()
+    sender.close_refit()
+    return {"refit buffer": nbytes}
+
+
+def optimizer_tensors(policy: Policy) -> list[Tensor]:
+    """Moments, and the float32 copies of the weights where there are any."""
+    found = []
+    for part in getattr(policy.optimizer, "chained_optimizers", [policy.optimizer]):
+        inner = part.optimizer
+        found += [parameter for group in inner.param_groups for parameter in group["params"]]
+        found += [value for state in inner.state.values() for value in state.values() if torch.is_tensor(value)]
+    return found

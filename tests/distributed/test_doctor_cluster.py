@@ -1,0 +1,36 @@
+"""`doctor --cluster` on a real Ray: every node's own findings, and a clock that is off."""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+import ray
+
+from grpo_mcore.cluster.doctor import Needs, nodes
+
+
+@pytest.fixture
+def address() -> Iterator[str]:
+    ray.init(address="local", num_cpus=1, include_dashboard=False, log_to_driver=False, logging_level=logging.ERROR)
+    yield ray.get_runtime_context().gcs_address
+    ray.shutdown()
+
+
+def test_every_node_is_looked_at(address: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(nodes, "_now", lambda: time.time() + 60)
+    (tmp_path / "file").write_text("")
+    folders = {"checkpoints": str(tmp_path / "shared"), "logs": str(tmp_path / "file" / "logs")}
+    found = nodes.examine_cluster(Needs(gpu=False, nodes=2, folders=folders), address)
+    whole, node = found.pop("cluster"), next(iter(found.values()))
+    assert len(found) == 1
+    faults = {finding.check: finding.saw for finding in whole if finding.state == "fault"}
+    assert faults.keys() == {"Ray", "clock"}
+    assert "1 nodes" in faults["Ray"] and "+60.0 s off" in faults["clock"]
+    assert any(finding.check == "checkpoints" and "seen by 1" in finding.saw for finding in whole)
+    states = {finding.check: finding.state for finding in node}
+    assert states["logs"] == "fault" and states["checkpoints"] == states["versions"] == "ok"
+    assert list((tmp_path / "shared").iterdir()) == []

@@ -1,0 +1,58 @@
+"""Real Megatron-Core ranks -> plan -> what every engine rank has to hold, bit for bit, split from the checkpoint by
+hand."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from safetensors.numpy import load_file
+
+from grpo_mcore.families import params_of, read_hf_config, shape_of
+from grpo_mcore.refit.layout import EngineLayout, TrainerLayout
+from grpo_mcore.refit.plan import plan_refit
+from tests.distributed.policy_cases import LayoutCase
+from tests.distributed.ranks import RankPool
+from tests.distributed.tiny_models import make_tiny_model
+from tests.unit.refit.whole_split import PADDING, Case, in_the_engine
+
+PAIRS: list[tuple[str, LayoutCase, dict[str, Any], int]] = [
+    ("qwen2", LayoutCase("TP2", tensor=2), {}, 1),
+    ("qwen3", LayoutCase("TP2xPP2", tensor=2, pipeline=2), {}, 2),
+    ("llama", LayoutCase("PP2", pipeline=2), {}, 1),
+    ("qwen3", LayoutCase("DP2", data=2), {}, 2),
+    ("qwen2", LayoutCase("PP2-1+3", pipeline=2), {"num_layers_in_first_pipeline_stage": 1}, 4),
+]
+
+
+@pytest.mark.parametrize(
+    ("family", "case", "megatron", "engine"), PAIRS, ids=lambda value: getattr(value, "name", None)
+)
+def test_the_engines_get_what_the_checkpoint_holds(
+    ranks: RankPool, tmp_path: Path, family: str, case: LayoutCase, megatron: dict[str, Any], engine: int
+) -> None:
+    tied = family == "qwen3"
+    folder = make_tiny_model(family, tmp_path, tie_word_embeddings=tied)
+    shape = shape_of(read_hf_config(folder))
+    trainer = TrainerLayout(
+        case.tensor, case.pipeline, case.data,
+        first_layers=megatron.get("num_layers_in_first_pipeline_stage", 0),
+    )  # fmt: skip
+    whole = Case(shape, params_of(shape), trainer, EngineLayout(engine), 0)
+    whole.__dict__["whole"] = load_file(folder / "model.safetensors")
+    held = ranks.run(case.world_size, "tests.distributed.refit_cases:parameters", str(folder), case, megatron)
+    plan = plan_refit(params_of(shape), shape, trainer, EngineLayout(engine), dtype="float32", buffer_bytes=2 * 20_000)
+    expected = [in_the_engine(whole, rank) for rank in range(engine)]
+    found = [{name: np.full_like(values, PADDING) for name, values in rank.items()} for rank in expected]
+    for block in plan.blocks():
+        values = held[block.source][block.param][tuple(slice(*span) for span in block.box)]
+        for read in block.reads:
+            place = found[read.rank][read.param][tuple(slice(*span) for span in read.box)]
+            assert (place == PADDING).all()
+            place[...] = values[tuple(slice(*span) for span in read.at)]
+    for rank in range(engine):
+        for name, values in expected[rank].items():
+            assert np.array_equal(found[rank][name], values), f"{name} on engine rank {rank}"
+    assert plan.block_bytes == sum(values.nbytes for values in whole.whole.values())

@@ -1,0 +1,120 @@
+"""The engine's half of the families' declaration against vLLM itself: which element of which tensor do its own
+`load_weights` put where? Every element of a checkpoint is another number, so the answer can be read back."""
+
+from __future__ import annotations
+
+import multiprocessing
+import os
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from grpo_mcore.families import params_of, read_hf_config, shape_of
+from grpo_mcore.refit.layout import EngineLayout
+from tests.distributed.tiny_models import make_tiny_model
+
+PADDING = -1.0
+CASES: dict[str, tuple[str, dict[str, Any]]] = {
+    "qwen2": ("qwen2", {}),
+    "qwen2-tied-one-kv-head": ("qwen2", {"tie_word_embeddings": True, "num_key_value_heads": 1}),
+    "qwen3": ("qwen3", {}),
+    "qwen3-tied": ("qwen3", {"tie_word_embeddings": True}),
+    "llama": ("llama", {}),
+    "llama-vocabulary-150": ("llama", {"vocab_size": 150}),
+}
+
+
+def numbered(folder: str) -> dict[str, Tensor]:
+    """A checkpoint in which every element is another number; float32 holds them all exactly."""
+    found, at = {}, 0
+    for param in params_of(shape_of(read_hf_config(folder))):
+        for tensor in param.hf:
+            if tensor.name not in found:
+                found[tensor.name] = torch.arange(at, at + tensor.numel, dtype=torch.float32).view(tensor.shape)
+                at += tensor.numel
+    assert at < 2**24
+    return found
+
+
+def load_in_vllm(rank: int, size: int, port: int, folders: list[str], out: str) -> None:
+    """One rank: builds each model, loads it, and saves its parameters before anything is packed."""
+    os.environ |= {
+        "VLLM_LOGGING_LEVEL": "ERROR", "VLLM_CPU_OMP_THREADS_BIND": "nobind", "TORCH_COMPILE_DISABLE": "1",
+        "OMP_NUM_THREADS": "1", "VLLM_DIST_IDENT": f"layout-{port}",
+    }  # fmt: skip
+    from vllm import EngineArgs
+    from vllm.config import set_current_vllm_config
+    from vllm.distributed import init_distributed_environment, initialize_model_parallel
+    from vllm.model_executor.model_loader.utils import initialize_model
+
+    configs = [
+        EngineArgs(
+            folder, tokenizer=folder, skip_tokenizer_init=True, dtype="float32", max_model_len=64, enforce_eager=True,
+            tensor_parallel_size=size, distributed_executor_backend="mp" if size > 1 else "uni",
+        ).create_engine_config()
+        for folder in folders
+    ]  # fmt: skip
+    with set_current_vllm_config(configs[0]):
+        init_distributed_environment(size, rank, f"tcp://127.0.0.1:{port}", rank, backend="gloo")
+        initialize_model_parallel(size)
+    found = []
+    for folder, config in zip(folders, configs, strict=True):
+        with set_current_vllm_config(config), torch.no_grad():
+            torch.set_default_dtype(torch.float32)
+            model = initialize_model(config)
+            for parameter in model.parameters():
+                parameter.fill_(PADDING)
+            model.load_weights(iter(numbered(folder).items()))
+        found.append({name: parameter.detach().clone() for name, parameter in model.named_parameters()})
+    torch.save(found, f"{out}/{rank}.pt")
+
+
+@pytest.mark.parametrize("size", [1, 2])
+def test_the_declared_slices_are_those_that_vllm_loads(tmp_path: Path, size: int) -> None:
+    from tests.distributed.ranks import free_port
+
+    folders = []
+    for name, (family, overrides) in CASES.items():
+        folders.append(str(tmp_path / name))
+        make_tiny_model(family, Path(folders[-1]), num_hidden_layers=2, **overrides)
+    spawn = multiprocessing.get_context("spawn")
+    port = free_port()
+    ranks = [
+        spawn.Process(target=load_in_vllm, args=(rank, size, port, folders, str(tmp_path))) for rank in range(size)
+    ]
+    for process in ranks:
+        process.start()
+    for process in ranks:
+        process.join(250)
+    for segment in Path("/dev/shm").glob(f"layout-{port}-*"):
+        segment.unlink()
+    assert [process.exitcode for process in ranks] == [0] * size
+    for rank in range(size):
+        for folder, loaded in zip(folders, torch.load(tmp_path / f"{rank}.pt"), strict=True):
+            expected = declared(folder, rank, size, {name: tensor.shape for name, tensor in loaded.items()})
+            assert expected.keys() == loaded.keys(), folder
+            for name, values in loaded.items():
+                filled = values[: len(expected[name])]
+                assert torch.equal(filled, expected[name]), f"{Path(folder).name} {name} on rank {rank} of {size}"
+                # What vLLM adds to the vocabulary is zero, or was never written.
+                assert ((values[len(filled) :] == 0) | (values[len(filled) :] == PADDING)).all()
+
+
+def declared(folder: str, rank: int, size: int, shapes: dict[str, torch.Size]) -> dict[str, Tensor]:
+    """The engine's parameters by the declaration; rows of padding are cut off."""
+    shape, whole, layout = shape_of(read_hf_config(folder)), numbered(folder), EngineLayout(size)
+    found: dict[str, Tensor] = {}
+    for param in params_of(shape):
+        if param.copy:
+            continue
+        (part,) = [part for part, readers in enumerate(layout.readers(param)) if rank in readers]
+        for name, piece in layout.places(param, shape, part):
+            place = found.setdefault(name, torch.full(shapes[name], PADDING))
+            box = tuple(slice(*span) for span in piece.local_box)
+            assert (place[box] == PADDING).all()
+            place[box] = whole[piece.hf][tuple(slice(*span) for span in piece.hf_box)]
+    rows = {name: int((values != PADDING).reshape(len(values), -1).all(1).sum()) for name, values in found.items()}
+    return {name: values[: rows[name]] for name, values in found.items()}

@@ -1,0 +1,113 @@
+"""Processes that die in a refit: it ends inside its deadline, says who, and who lives has the old weights."""
+
+from __future__ import annotations
+
+import multiprocessing
+import os
+import signal
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import psutil
+import pytest
+
+from grpo_mcore.families import read_hf_config, shape_of
+from grpo_mcore.generation import Engine
+from grpo_mcore.refit import Refit, RefitError, RefitSender
+from tests.functional.engine_cases import Policy, config, generate, load_reference, make_model, request
+from tests.unit.refit.shards import Handle, ShardedModel
+
+DEADLINE_S = 60.0
+
+
+class PolicyProcess:
+    """A policy rank in a process of its own; it dies in `dies_in` ("fill_bucket 2", say)."""
+
+    def __init__(self, folder: Path, rank: int, dies_in: str | None) -> None:
+        self.name = f"policy-{rank}"
+        self._pipe, there = multiprocessing.get_context("spawn").Pipe()
+        self._process = multiprocessing.get_context("spawn").Process(
+            target=serve, args=(there, str(folder), rank, dies_in), daemon=True
+        )
+        self._process.start()
+        there.close()
+
+    def call(self, method: str, *args: Any, timeout_s: float, what: str) -> Any:
+        self._pipe.send((method, args))
+        return Answer(self._pipe, self.name, timeout_s)
+
+    def end(self) -> None:
+        self._process.kill()
+        self._process.join()
+
+
+class Answer:
+    def __init__(self, pipe: Any, name: str, timeout_s: float) -> None:
+        self._pipe, self._name, self._timeout_s = pipe, name, timeout_s
+
+    def result(self) -> Any:
+        if not self._pipe.poll(self._timeout_s):
+            raise TimeoutError(f"no answer from {self._name}")
+        try:
+            return self._pipe.recv()
+        except EOFError:
+            raise RuntimeError(f"the process of {self._name} has died") from None
+
+
+def serve(pipe: Any, folder: str, rank: int, dies_in: str | None) -> None:
+    weights = dict(load_reference(Path(folder)).named_parameters())
+    shape = shape_of(read_hf_config(folder))
+    sender = RefitSender(ShardedModel(weights, shape, rank, 2), rank, run_id=f"faults.{rank}")
+    while True:
+        method, args = pipe.recv()
+        if f"{method} {args[0]}" == dies_in:
+            os.kill(os.getpid(), signal.SIGKILL)
+        pipe.send(getattr(sender, method)(*args))
+
+
+@pytest.fixture
+def policy(tmp_path: Path) -> Iterator[Policy]:
+    make_model(tmp_path)
+    policy = Policy(tmp_path)
+    yield policy
+    policy.close()
+
+
+def test_a_policy_rank_or_an_engine_rank_is_killed(tmp_path: Path, policy: Policy) -> None:
+    before = {child.pid for child in psutil.Process().children()}
+    engine = Engine(config(tmp_path, tensor_parallel_size=2))
+    ranks = [child for child in psutil.Process().children() if child.pid not in before and is_rank(child)]
+    try:
+        assert len(ranks) == 2
+        old = generate(engine, [request(1), request(2)])
+        one = Handle("policy-0", policy.handles[0].target)
+        for dies_in in ("fill_bucket 0", "fill_bucket 3"):
+            other = PolicyProcess(tmp_path, 1, dies_in)
+            began = time.monotonic()
+            with pytest.raises(RefitError, match=f"{dies_in} .* failed on policy-1: the process of policy-1 has died"):
+                Refit([one, other], [Handle(engine.name, engine)], policy.plan(engine), 1, timeout_s=DEADLINE_S).stage()
+            assert time.monotonic() - began < DEADLINE_S
+            other.end()
+            assert engine.weight_version == 0 and generate(engine, [request(1), request(2)]) == old
+        policy.refit(engine, 1)
+
+        run = Refit(policy.handles, [Handle(engine.name, engine)], policy.plan(engine), 2, timeout_s=DEADLINE_S)
+        run.stage()
+        ranks[1].kill()
+        began = time.monotonic()
+        with pytest.raises(
+            RefitError, match="commit_refit .* failed on engine-0: engine-0: one of its 2 rank proc"
+        ) as caught:
+            run.commit()
+        assert time.monotonic() - began < DEADLINE_S
+        assert "abort_refit" in " ".join(caught.value.__notes__), "nobody is there to go back"
+        with pytest.raises(RefitError, match="start_refit .* failed on engine-0"):
+            policy.refit(engine, 3)
+    finally:
+        engine.shutdown()
+
+
+def is_rank(process: psutil.Process) -> bool:
+    return "resource_tracker" not in " ".join(process.cmdline())

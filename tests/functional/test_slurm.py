@@ -1,0 +1,156 @@
+"""launchers/slurm/grpo_2n8g.sh as it stands, on a real Slurm of two nodes: to the end, cancelled, out of time.
+
+Takes minutes, so it is asked for: pytest --slurm -o faulthandler_timeout=1600 tests/functional/test_slurm.py
+"""
+
+from __future__ import annotations
+
+import os
+import re
+import shutil
+import sys
+import tempfile
+import uuid
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from grpo_mcore.cluster.sweeper import marked
+from tests.functional.runs import Run, Task, grpo_recipe, write_recipe
+from tests.functional.slurm import Slurm, wait_for, why_not
+
+SCRIPT = Path(__file__).resolve().parents[2] / "launchers" / "slurm" / "grpo_2n8g.sh"
+START_S = 420.0  # most of it is the start of the engine, which shares the cores with all else
+
+pytestmark = [pytest.mark.slurm, pytest.mark.timeout(1500)]
+
+
+@pytest.fixture(scope="module")
+def slurm() -> Iterator[Slurm]:
+    if reason := why_not():
+        pytest.skip(reason)
+    folder = Path(tempfile.mkdtemp(prefix="slurm-", dir="/tmp"))
+    try:
+        with Slurm(folder) as running:
+            yield running
+    finally:
+        shutil.rmtree(folder, ignore_errors=True)
+
+
+class Job:
+    """One submitted run of a tiny model, tensor parallel over both nodes."""
+
+    def __init__(self, slurm: Slurm, task: Task, folder: Path, steps: int, *options: str, **variables: str) -> None:
+        self.slurm, self.folder, self.mark = slurm, folder, uuid.uuid4().hex
+        path = write_recipe(folder, _recipe(task, steps))
+        variables = {
+            "PATH": f"{Path(sys.executable).parent}:{os.environ['PATH']}",
+            "PYTHONPATH": str(SCRIPT.parents[2]),
+            "COMMAND": f"python -m grpo_mcore.cli.main train {path.name} --resume=auto",
+            "OBJECT_STORE_GB": "0.1",
+            "HF_HOME": self.mark,  # every process of the job has it, and is found by it; nothing is read there
+        } | variables
+        self.number = slurm.submit(SCRIPT, folder, *options, **variables)
+
+    @property
+    def out(self) -> str:
+        return "".join(file.read_text() for file in self.folder.glob(f"*-{self.number}.out"))
+
+    @property
+    def run(self) -> Run:
+        return Run(self.folder, 0, self.out, "")
+
+    def until(self, text: str, seconds: float = START_S) -> None:
+        def there() -> bool:
+            state = self.slurm.job(self.number)["JobState"]
+            assert state not in ("FAILED", "TIMEOUT", "NODE_FAIL"), f"{state}\n{self.out}{self.logs()}"
+            return re.search(text, self.out) is not None
+
+        wait_for(there, seconds, text, lambda: self.out + self.logs())
+
+    def logs(self) -> str:
+        return "".join(f"\n== {file}\n{file.read_text()[-1500:]}" for file in self.folder.glob("logs/slurm/*/*.log"))
+
+    def nothing_is_left(self) -> None:
+        wait_for(lambda: not marked(f"HF_HOME={self.mark}"), 30, "the end of every process")
+        assert not list(Path("/tmp").glob(f"grpo-{self.number}-*"))
+        assert not list(self.folder.glob("logs/slurm/*/token"))
+
+    def steps_saved(self) -> list[int]:
+        return sorted(int(folder.name[5:]) for folder in self.run.checkpoints.glob("step_*"))
+
+
+def _recipe(task: Task, steps: int) -> dict[str, Any]:
+    recipe = grpo_recipe(task, task.untrained)
+    recipe["grpo"] |= {"max_num_steps": steps, "max_num_epochs": 10**6}
+    recipe["policy"]["megatron_cfg"] |= {"tensor_model_parallel_size": 2}
+    recipe["checkpointing"] = {"save_period": 10**6 if steps > 99 else 2, "metric_name": None}
+    recipe["cluster"] = {"platform": "cpu", "num_nodes": 2, "gpus_per_node": 1}
+    return recipe
+
+
+def test_to_the_end_over_both_nodes(slurm: Slurm, task: Task, tmp_path: Path) -> None:
+    job = Job(slurm, task, tmp_path, 3)
+    end = slurm.wait(job.number, "COMPLETED", "FAILED", "CANCELLED", "TIMEOUT", seconds=START_S)
+    assert end["JobState"] == "COMPLETED", job.out + job.logs()
+    assert "2 of 2 nodes, 16 of 16 GPUs" in job.out and "TP 2 x PP 1 x DP 1" in job.out and "the run is over" in job.out
+    assert [line["step"] for line in job.run.metrics()] == [1, 2, 3]
+    assert max(line["token_mult_prob_error"] for line in job.run.metrics()) < 1.02
+    assert {file.stem for file in tmp_path.glob("logs/slurm/*/ray-*.log")} == {"ray-node1", "ray-node2"}
+    job.nothing_is_left()
+
+
+def test_time_is_up_then_again_from_the_checkpoint_then_cancelled(slurm: Slurm, task: Task, tmp_path: Path) -> None:
+    """SIGUSR1 to the batch shell is what --signal=B:USR1@N sends before the time limit."""
+    job = Job(slurm, task, tmp_path, 100_000)
+    job.until(r"(?m)^ *2/100000")
+    slurm.run("scancel", "--batch", "--signal=USR1", job.number)
+    job.until("the job is queued again", 90)
+    assert "Slurm: the time limit is near" in job.out and "SIGUSR1 asked the run to stop" in job.out
+    job.nothing_is_left()
+    (saved,) = job.steps_saved()
+    assert saved == job.run.metrics()[-1]["step"] >= 2  # the step that ran is the one that was saved
+
+    wait_for(lambda: slurm.job(job.number)["JobState"] == "PENDING", 60, "the requeued job")
+    slurm.run("scontrol", "update", f"jobid={job.number}", "starttime=now")  # Slurm would wait for two minutes
+    job.until(rf"(?m)^ *{saved + 2}/100000")
+    steps = [line["step"] for line in job.run.metrics()]
+    assert steps == list(range(1, len(steps) + 1)), "each step once, over the restart"
+
+    slurm.run("scancel", job.number)
+    slurm.wait(job.number, "CANCELLED", seconds=150)
+    wait_for(lambda: "everything has ended" in job.out, 60, "the script's last words", lambda: job.out)
+    job.nothing_is_left()
+    assert job.steps_saved() == [saved]
+
+
+def test_a_ray_node_that_dies_ends_the_job(slurm: Slurm, task: Task, tmp_path: Path) -> None:
+    job = Job(slurm, task, tmp_path, 100_000, SECRET_OF_THE_SUBMITTER=tmp_path.name)
+    job.until("Ray is ready")
+    assert not marked(f"SECRET_OF_THE_SUBMITTER={tmp_path.name}")  # a job gets what the script names, and no more
+    raylets = [pid for pid in marked(f"HF_HOME={job.mark}") if _is_raylet(pid, "-1")]
+    assert raylets
+    os.kill(raylets[0], 9)
+    slurm.wait(job.number, "FAILED", seconds=150)
+    assert "a Ray node ended before the run" in job.out
+    job.nothing_is_left()
+
+
+def test_two_jobs_on_one_node_do_not_meet(slurm: Slurm, task: Task, tmp_path: Path) -> None:
+    half = ("--gpus-per-node=4", "--cpus-per-task=32", "--mem=200G")
+    jobs = [Job(slurm, task, tmp_path / name, 2, *half) for name in ("a", "b")]
+    for job in jobs:
+        job.until("Ray is ready: 2 of 2 nodes, 8 of 8 GPUs", 2 * START_S)
+    ends = [slurm.wait(job.number, "COMPLETED", "FAILED", seconds=2 * START_S) for job in jobs]
+    assert [end["JobState"] for end in ends] == ["COMPLETED"] * 2, "".join(job.out + job.logs() for job in jobs)
+    starts = [end["StartTime"] for end in ends]
+    assert max(starts) < min(end["EndTime"] for end in ends), "they did not run at the same time"
+    for job in jobs:
+        job.nothing_is_left()
+
+
+def _is_raylet(pid: int, folder_end: str) -> bool:
+    words = Path(f"/proc/{pid}/cmdline").read_bytes().split(b"\0")
+    return words[0].endswith(b"/raylet") and any(f"{folder_end}/session".encode() in word for word in words)

@@ -1,0 +1,83 @@
+"""A launcher's Ray node: its ports and options, and that nothing of it is left."""
+
+from __future__ import annotations
+
+import os
+import signal
+import socket
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+from grpo_mcore.cluster import ray_node
+from grpo_mcore.cluster.environment import MARKER
+from grpo_mcore.cluster.interface import DeadlineExceeded
+
+
+def options(*words: str) -> list[str]:
+    return ray_node.start_command(ray_node._parser().parse_args(words))
+
+
+def test_nodes_of_one_machine_do_not_meet() -> None:
+    head = options("head", "--address=10.0.0.1:30120", "--gpus=8", "--cpus=64", "--folder=/tmp/a")
+    first = options("worker", "--address=10.0.0.1:30120", "--index=1", "--folder=/tmp/b", "--object-store-gb=0.5")
+    for words in (head, first):
+        assert {"--min-worker-port=0", "--max-worker-port=0", "--block"} <= set(words)
+    assert {"--head", "--port=30120", "--num-gpus=8", "--num-cpus=64", "--temp-dir=/tmp/a"} <= set(head)
+    assert "--address=10.0.0.1:30120" in first and "--object-store-memory=536870912" in first
+    fixed = [{word for word in words if "listen-port" in word} for words in (head, first)]
+    assert not fixed[0] & fixed[1]
+    ports = [int(word.rpartition("=")[2]) for word in head if "port=" in word and not word.endswith("=0")]
+    assert all(30120 <= port < 30130 for port in ports)
+
+
+def test_a_taken_port_is_named() -> None:
+    with socket.socket() as taken:
+        taken.bind(("127.0.0.1", 0))
+        taken.listen()
+        port = taken.getsockname()[1]
+        with pytest.raises(OSError, match=f"port {port} of 127.0.0.1 cannot be used: .*RAY_PORT"):
+            ray_node.check_free("127.0.0.1", port)
+
+
+def test_a_head_that_does_not_answer_is_named(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(DeadlineExceeded, match="Ray's head"):
+        ray_node.knock("127.0.0.1", 1, 0.2)
+    assert ray_node.main(["worker", "--address=127.0.0.1:1", "--within=0.1"]) == 1
+    assert "ray worker on" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGUSR2])
+def test_what_a_node_has_started_ends_with_it(tmp_path: Path, number: int) -> None:
+    """Also what left its family, as Ray's processes may."""
+    folder, seen = tmp_path / "ray", tmp_path / "seen"
+    folder.mkdir()
+    inner = f"(setsid sleep 300 & echo $! > {seen}; env > {tmp_path}/env); sleep 300"
+    code = (
+        f"import sys; from pathlib import Path; from grpo_mcore.cluster.ray_node import run_node; "
+        f"sys.exit(run_node(['bash', '-c', {inner!r}], Path({str(folder)!r})))"
+    )
+    node = subprocess.Popen([sys.executable, "-c", code], env={**os.environ, "MY_SECRET": "x"})
+    deadline = time.monotonic() + 60
+    while not (tmp_path / "env").exists() or not (tmp_path / "env").read_text().strip():
+        assert time.monotonic() < deadline and node.poll() is None
+        time.sleep(0.1)
+    time.sleep(0.2)
+    node.send_signal(number)
+    assert node.wait(60) == 0
+    command = Path(f"/proc/{int(seen.read_text())}/cmdline")
+    assert not command.exists() or not command.read_bytes()  # gone, or dead and not yet collected
+    assert not folder.exists()
+    environment = (tmp_path / "env").read_text()
+    assert MARKER in environment and "MY_SECRET" not in environment
+
+
+def test_a_node_that_ends_by_itself_is_a_failure(tmp_path: Path) -> None:
+    code = (
+        f"import sys; from pathlib import Path; from grpo_mcore.cluster.ray_node import run_node; "
+        f"sys.exit(run_node(['bash', '-c', 'exit 0'], Path({str(tmp_path / 'ray')!r})))"
+    )
+    assert subprocess.run([sys.executable, "-c", code], timeout=60).returncode == 1

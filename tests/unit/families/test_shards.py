@@ -1,0 +1,81 @@
+"""Shapes by name, and the parameters of a stage."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from grpo_mcore.families import FamilyError, parameter_count, params_of, read_hf_config, shape_of
+from grpo_mcore.families.known import CONFIGS, FOLDERS, known_config
+from grpo_mcore.families.shards import shard_of, stage_layers, stage_params
+
+# As the model cards and the index files of the checkpoints say.
+PUBLISHED = {
+    "Qwen/Qwen2.5-0.5B-Instruct": 494_032_768,
+    "Qwen/Qwen2.5-1.5B": 1_543_714_304,
+    "Qwen/Qwen2.5-Math-7B": 7_615_616_512,
+    "Qwen/Qwen3-8B": 8_190_735_360,
+    "Qwen/Qwen3-0.6B-Base": 596_049_920,
+    "meta-llama/Llama-3.1-8B-Instruct": 8_030_261_248,
+    "meta-llama/Meta-Llama-3.1-70B": 70_553_706_496,
+    "meta-llama/Llama-3.2-1B": 1_235_814_400,
+}
+
+
+@pytest.mark.parametrize(("name", "count"), PUBLISHED.items())
+def test_known_shapes_have_the_published_number_of_parameters(name: str, count: int) -> None:
+    assert parameter_count(shape_of(known_config(name))) == count
+
+
+def test_an_unknown_name_is_not_guessed() -> None:
+    assert known_config("Qwen/Qwen3-9B") is None
+
+
+def test_the_demo_has_the_shape_that_it_makes() -> None:
+    import inspect
+
+    from grpo_mcore.data.arithmetic import make_base_config
+
+    made = {name: parameter.default for name, parameter in inspect.signature(make_base_config).parameters.items()}
+    for name in ("results/demo/base/hf", "results/demo/untrained"):
+        shape = shape_of(FOLDERS[name])
+        assert (shape.hidden_size, shape.ffn_hidden_size) == (made["hidden_size"], made["intermediate_size"])
+        assert (shape.num_layers, shape.num_heads) == (made["num_layers"], made["num_heads"])
+        assert (shape.num_kv_heads, shape.head_dim) == (made["num_kv_heads"], made["head_dim"])
+
+
+def test_the_puzzle_model_has_the_shape_that_is_made(tmp_path: Path) -> None:
+    from grpo_mcore.data.puzzle_model import make_puzzle_model
+
+    make_puzzle_model(tmp_path)
+    assert shape_of(FOLDERS["results/puzzle/untrained"]) == replace(
+        shape_of(read_hf_config(tmp_path)), max_positions=shape_of(FOLDERS["results/puzzle/untrained"]).max_positions
+    )
+
+
+@pytest.mark.parametrize(
+    ("arguments", "counts"),
+    [((32, 4), [8, 8, 8, 8]), ((32, 4, 4), None), ((30, 4, 6), [6, 8, 8, 8]), ((30, 4, 6, 6), [6, 9, 9, 6])],
+)
+def test_layers_of_stages(arguments: tuple[int, ...], counts: list[int] | None) -> None:
+    if counts is None:
+        with pytest.raises(FamilyError, match="28 of 32 layers do not divide over the other 3 stages"):
+            stage_layers(*arguments)
+    else:
+        stages = stage_layers(*arguments)
+        assert [len(layers) for layers in stages] == counts
+        assert [layer for layers in stages for layer in layers] == list(range(arguments[0]))
+
+
+@pytest.mark.parametrize("name", ["Qwen3-8B", "Qwen2.5-1.5B"])
+@pytest.mark.parametrize("data", [1, 3, 64])
+def test_every_element_is_owned_once(name: str, data: int) -> None:
+    shape = shape_of(CONFIGS[name])
+    params, stages = params_of(shape), 4
+    for stage, layers in enumerate(stage_layers(shape.num_layers, stages)):
+        here = stage_params(params, layers, stage, stages)
+        shard = shard_of(here, shape, 2, data, shared_apart=shape.tied_embeddings)
+        assert sum(shard.owned) == shard.numel <= shard.buffer
+        assert shard.most_owned <= shard.buffer / data

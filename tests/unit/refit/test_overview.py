@@ -1,0 +1,59 @@
+from __future__ import annotations
+
+import json
+import time
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from grpo_mcore.cli.main import main
+from grpo_mcore.families import shape_of
+from grpo_mcore.refit.layout import EngineLayout, TrainerLayout
+from grpo_mcore.refit.overview import Overview, draw
+from tests.unit.refit.test_plan import QWEN
+from tests.unit.refit.whole_split import make_shape, with_experts
+
+
+def test_what_is_read_is_what_every_rank_needs(tmp_path: Path) -> None:
+    shape = shape_of(QWEN)
+    found = Overview.of(shape, TrainerLayout(2, 1, 2), EngineLayout(2), dtype="bfloat16", buffer_gb=0.5, nodes=3)
+    links, sent = found.links(), found.sent()
+    assert found.plan.block_bytes == found.needed_bytes and sent.sum() == 3 * found.needed_bytes
+    whole = Overview.of(shape, TrainerLayout(), EngineLayout(2), dtype="bfloat16", buffer_gb=0.5)
+    needs = whole.links().sum(axis=(0, 1))  # of each engine rank
+    assert np.array_equal(links.sum(axis=0), np.stack([needs] * 3))
+    # Another node takes a replicated slice from another policy rank.
+    assert links[0, 0].sum() and links[2, 1].sum() and sent.max() < 1.4 * sent.min()
+    text = found.text()
+    assert "4 ranks" in text and "1.000 of what is needed" in text and "3 engine(s) of TP 2" in text
+    draw(tmp_path / "plan.png", found)
+    assert (tmp_path / "plan.png").read_bytes().startswith(b"\x89PNG")
+
+
+def test_1024_ranks_and_235b_in_seconds() -> None:
+    shape = make_shape(
+        hidden_size=4096, num_layers=94, num_heads=64, num_kv_heads=4, head_dim=128, ffn_hidden_size=12288,
+        vocab_size=151936, qk_norm=True,
+    )  # fmt: skip
+    began = time.perf_counter()
+    found = Overview.of(
+        shape, TrainerLayout(4, 2, 64, expert=32, expert_tensor=1), EngineLayout(8, 1, True), dtype="bfloat16",
+        buffer_gb=4, nodes=64, params=with_experts(shape, experts=128, ffn=1536),
+    )  # fmt: skip
+    text = found.text()
+    assert time.perf_counter() - began < 20
+    assert "512 ranks" in text and "64 engine(s) of TP 8 with expert parallelism" in text
+    assert found.sent().sum() == 64 * found.needed_bytes
+
+
+def test_the_command(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (tmp_path / "config.json").write_text(json.dumps(QWEN))
+    words = ["refit", "plan", "grpo-arithmetic-cpu", f"policy.model_name={tmp_path}", "policy.refit_buffer_size_gb=0.5"]
+    assert main([*words, "--picture", str(tmp_path / "plan.png"), "policy.precision=bfloat16"]) == 0
+    printed = capsys.readouterr().out
+    assert "moves    988.1 MB" in printed and "policy rank 1" in printed and (tmp_path / "plan.png").exists()
+    assert main([*words, "policy.refit_buffer_size_gb=1.0e-6"]) == 1
+    assert "one row of" in capsys.readouterr().err
+    with pytest.raises(SystemExit):
+        main([*words, "--picture"])

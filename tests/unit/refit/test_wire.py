@@ -1,0 +1,132 @@
+"""Policy ranks and nodes that share no memory, as threads of this process with a real Gloo link between them."""
+
+from __future__ import annotations
+
+import threading
+from concurrent.futures import Future
+from typing import Any
+
+import pytest
+import torch
+
+from grpo_mcore.families import params_of
+from grpo_mcore.refit.buffer import attach_buffer, block_view
+from grpo_mcore.refit.layout import EngineLayout, TrainerLayout
+from grpo_mcore.refit.plan import RefitError, plan_refit, sender_of
+from grpo_mcore.refit.receiver import RefitReceiver
+from grpo_mcore.refit.refit import refit
+from grpo_mcore.refit.sender import RefitSender
+from tests.unit.refit.shards import index
+from tests.unit.refit.test_sender import SHAPE, Source
+
+
+class ThreadHandle:
+    """Calls run in order in a thread of their own."""
+
+    def __init__(self, name: str, target: Any) -> None:
+        self.name, self.target = name, target
+        self._last: threading.Thread | None = None
+
+    def call(self, method: str, *args: Any, timeout_s: float, what: str) -> Any:
+        answer: Future[Any] = Future()
+        before = self._last
+
+        def run() -> None:
+            if before is not None:
+                before.join()
+            try:
+                answer.set_result(getattr(self.target, method)(*args))
+            except Exception as error:
+                answer.set_exception(error)
+
+        self._last = threading.Thread(target=run, daemon=True)
+        self._last.start()
+        return answer
+
+
+class Node(RefitReceiver):
+    """One engine that keeps what it read."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.seen: dict[tuple[int, int], torch.Tensor] = {}
+        self.aborted = 0
+        self.version = 0
+
+    def start_refit(self, manifest: dict[str, Any]) -> dict[str, Any]:
+        self.mapped = attach_buffer(manifest["transport"])
+        return {"digest": manifest["digest"], "in_place": False, "dtype": "float32", "verify": "off"}
+
+    def stage_bucket(self, number: int) -> dict[str, Any]:
+        for at, block in enumerate(self._plan.buckets[number].blocks):
+            self.seen[number, at] = block_view(self.mapped, self._plan, number, block).clone()
+        return {"seconds": 0.0, "sums": {}}
+
+    def commit_refit(self, version: int, recompute_kv: bool) -> dict[str, Any]:
+        self.version = version
+        return {"version": version, "fallbacks": 0}
+
+    def finish_refit(self) -> None: ...
+
+    def abort_refit(self) -> None:
+        self.aborted += 1
+
+
+class Setting:
+    def __init__(self, nodes: int) -> None:
+        layout = TrainerLayout(2, 1, 2)
+        self.plan = plan_refit(params_of(SHAPE), SHAPE, layout, EngineLayout(2), dtype="float32", buffer_bytes=8192)
+        self.sources = [Source(rank % 2, 2) for rank in range(4)]
+        self.senders = [RefitSender(source, rank, run_id="test") for rank, source in enumerate(self.sources)]
+        self.nodes = [Node() for _ in range(nodes)]
+
+    def refit(self, version: int, timeout_s: float = 30.0) -> Any:
+        policy = [ThreadHandle(f"policy-{rank}", sender) for rank, sender in enumerate(self.senders)]
+        engines = [ThreadHandle(f"engine-{number}", node) for number, node in enumerate(self.nodes)]
+        by_node = [[engine] for engine in engines]
+        return refit(policy, engines, self.plan, version, nodes=by_node, timeout_s=timeout_s)
+
+    def check(self) -> None:
+        for node in self.nodes:
+            for (bucket, number), found in node.seen.items():
+                block = self.plan.buckets[bucket].blocks[number]
+                expected = self.sources[block.source].parameters()[block.param][index(block.box)]
+                assert torch.equal(found, expected), block.param
+
+    def close(self) -> None:
+        for sender in self.senders:
+            sender.close_refit()
+        for node in self.nodes:
+            node.close_receiver()
+
+
+@pytest.mark.parametrize("nodes", [1, 2])
+def test_every_node_gets_every_block(nodes: int) -> None:
+    setting = Setting(nodes)
+    for version in (1, 2):
+        assert setting.refit(version).version == version
+        setting.check()
+        assert all(len(node.seen) == len(list(setting.plan.blocks())) for node in setting.nodes)
+    senders = {sender_of(setting.plan, block, node) for block in setting.plan.blocks() for node in range(nodes)}
+    assert len(senders) == 4, "replicas share the work"
+    setting.close()
+
+
+def test_a_rank_that_fails_ends_it_for_all_and_the_next_refit_works() -> None:
+    setting = Setting(2)
+    setting.refit(1)
+    honest = setting.senders[3].fill_bucket
+
+    def fill_bucket(number: int, *checked: Any) -> Any:
+        if number == 1:
+            raise RuntimeError("out of luck")
+        return honest(number, *checked)
+
+    setting.senders[3].fill_bucket = fill_bucket  # type: ignore[method-assign]
+    with pytest.raises(RefitError, match=r"failed on (policy-3: out of luck|engine-\d: node \d: receiving bucket 1)"):
+        setting.refit(2, timeout_s=3.0)
+    assert [node.version for node in setting.nodes] == [1, 1] and all(node.aborted for node in setting.nodes)
+    setting.senders[3].fill_bucket = honest  # type: ignore[method-assign]
+    assert setting.refit(3).version == 3
+    setting.check()
+    setting.close()

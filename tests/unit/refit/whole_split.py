@@ -1,0 +1,193 @@
+"""Whole tensors split by hand, as Megatron-Core and vLLM do it, and models and layouts drawn at random: the independent
+side of the tests of layouts and plans. Nothing here reads the declaration's pieces."""
+
+from __future__ import annotations
+
+import random
+from dataclasses import dataclass
+from functools import cached_property
+from itertools import pairwise
+
+import numpy as np
+
+from grpo_mcore.families import HfTensor, ModelShape, Param, Split, Stage, params_of
+from grpo_mcore.refit.layout import EngineLayout, TrainerLayout
+
+Weights = dict[str, np.ndarray]
+PADDING = -1
+
+
+@dataclass(frozen=True)
+class Case:
+    shape: ModelShape
+    params: tuple[Param, ...]
+    trainer: TrainerLayout
+    engine: EngineLayout
+    experts: int
+
+    @cached_property
+    def whole(self) -> Weights:
+        """Every element of the model is another number."""
+        found, at = {}, 0
+        for param in self.params:
+            for tensor in param.hf:
+                if tensor.name not in found:
+                    found[tensor.name] = np.arange(at, at + tensor.numel, dtype=np.int32).reshape(tensor.shape)
+                    at += tensor.numel
+        return found
+
+
+def make_shape(**sizes: object) -> ModelShape:
+    plain = {
+        "family": "synthetic", "hidden_size": 4, "num_layers": 2, "num_heads": 4, "num_kv_heads": 2, "head_dim": 2,
+        "ffn_hidden_size": 8, "vocab_size": 11, "max_positions": 32, "norm_eps": 1e-6, "rope_theta": 1e4,
+        "rope_scaling_factor": None, "tied_embeddings": False, "qkv_bias": False, "qk_norm": False,
+    }  # fmt: skip
+    return ModelShape(**(plain | sizes))  # type: ignore[arg-type]
+
+
+def with_experts(shape: ModelShape, experts: int, ffn: int) -> tuple[Param, ...]:
+    """The dense model's parameters, with a router and experts in place of every MLP."""
+    found = []
+    for param in params_of(shape):
+        if ".mlp." not in param.megatron:
+            found.append(param)
+        if not param.megatron.endswith("pre_mlp_layernorm.weight"):
+            continue
+        layer, h = param.layer, shape.hidden_size
+        mlp, ours = f"model.layers.{layer}.mlp", "decoder.layers.{layer}.mlp"
+        router = HfTensor(f"{mlp}.gate.weight", (experts, h))
+        found.append(
+            Param(f"{ours}.router.weight", (router,), Split.REPLICATED, Stage.LAYER, layer, engine=router.name)
+        )
+        for expert in range(experts):
+            gate, up = (HfTensor(f"{mlp}.experts.{expert}.{name}_proj.weight", (ffn, h)) for name in ("gate", "up"))
+            down = HfTensor(f"{mlp}.experts.{expert}.down_proj.weight", (h, ffn))
+            local = ours + ".experts.local_experts.{expert}"
+            for name, tensors, split, engine in (
+                ("linear_fc1", (gate, up), Split.GATE_UP, "w13_weight"),
+                ("linear_fc2", (down,), Split.COLUMNS, "w2_weight"),
+            ):
+                found.append(
+                    Param(
+                        f"{local}.{name}.weight", tensors, split, Stage.LAYER, layer,
+                        expert=(expert, experts), engine=f"{mlp}.experts.{engine}",
+                    )
+                )  # fmt: skip
+    return tuple(found)
+
+
+def random_case(seed: int) -> Case:
+    pick = random.Random(seed)
+    tp, engine_tp = pick.choice([1, 2, 4]), pick.choice([1, 2, 4])
+    pipeline, virtual = pick.choice([1, 1, 2, 3]), pick.choice([1, 1, 1, 2])
+    context, data, engine_data = pick.choice([1, 1, 2]), pick.choice([1, 2, 4]), pick.choice([1, 1, 2])
+    experts = pick.choice([0, 0, 4, 8])
+    expert_tensor = pick.choice([1, tp]) if experts else 0
+    room = tp * context * data // (expert_tensor or 1)
+    expert = pick.choice([size for size in (1, 2, 4) if room % size == 0 and experts % size == 0]) if experts else 1
+    kv_heads = pick.choice([k for k in (1, 2, 4, 8) if k % tp == 0 and (k % engine_tp == 0 or engine_tp % k == 0)])
+    wide = np.lcm(tp, engine_tp)
+    heads = int(np.lcm.reduce([kv_heads, wide])) * pick.choice([1, 2])
+    shape = make_shape(
+        hidden_size=pick.randint(1, 5), num_layers=pipeline * virtual * pick.randint(1, 2), num_heads=heads,
+        num_kv_heads=kv_heads, head_dim=pick.randint(1, 3), ffn_hidden_size=int(wide) * pick.randint(1, 3),
+        vocab_size=pick.choice([tp, pick.randint(4, 70), pick.randint(60, 200)]),
+        tied_embeddings=pick.random() < 0.5, qkv_bias=pick.random() < 0.5, qk_norm=pick.random() < 0.5,
+    )  # fmt: skip
+    params = params_of(shape)
+    if experts:
+        params = with_experts(shape, experts, (expert_tensor or 1) * engine_tp * engine_data * pick.randint(1, 2))
+    trainer = TrainerLayout(tp, pipeline, data, context, expert, expert_tensor, virtual)
+    whole_experts = experts > 0 and experts % (engine_tp * engine_data) == 0 and pick.random() < 0.5
+    engine = EngineLayout(engine_tp, engine_data, whole_experts)
+    return Case(shape, params, trainer, engine, experts)
+
+
+def on_the_policy(case: Case, rank: int) -> Weights:
+    """The parameters of one policy rank, by name; the vocabulary's padding is zero."""
+    layout, shape = case.trainer, case.shape
+    stages = np.arange(layout.world_size).reshape(layout.pipeline, layout.data, layout.context, layout.tensor)
+    stage, _, _, tp = (int(found[0]) for found in np.nonzero(stages == rank))
+    etp_size = layout.expert_tensor or layout.tensor
+    inside = np.arange(layout.stage_ranks).reshape(-1, layout.expert, etp_size)
+    _, ep, etp = (int(found[0]) for found in np.nonzero(inside == rank % layout.stage_ranks))
+    chunks = np.array_split(np.arange(shape.num_layers), layout.pipeline * layout.virtual)
+    mine = {f"{v}:" if layout.virtual > 1 else "": v * layout.pipeline + stage for v in range(layout.virtual)}
+    found: Weights = {}
+    for prefix, chunk in mine.items():
+        for param in case.params:
+            here = {
+                Stage.FIRST: chunk == 0,
+                Stage.LAST: chunk == len(chunks) - 1,
+                Stage.LAYER: param.layer in chunks[chunk],
+            }[param.stage]
+            expert = 0
+            if here and param.expert:
+                experts = np.split(np.arange(case.experts), layout.expert)[ep].tolist()
+                here = param.expert[0] in experts
+                expert = experts.index(param.expert[0]) if here else 0
+            if not here:
+                continue
+            layer = chunks[chunk].tolist().index(param.layer) if param.layer is not None else 0
+            name = prefix + param.megatron.format(layer=layer, expert=expert)
+            index, size = (etp, etp_size) if param.expert else (tp, layout.tensor)
+            found[name] = _megatron(param, shape, [case.whole[t.name] for t in param.hf], index, size)
+    return found
+
+
+def _megatron(param: Param, shape: ModelShape, tensors: list[np.ndarray], rank: int, size: int) -> np.ndarray:
+    match param.split:
+        case Split.REPLICATED:
+            return tensors[0]
+        case Split.ROWS:
+            return np.split(tensors[0], size)[rank]
+        case Split.COLUMNS:
+            return np.split(tensors[0], size, axis=1)[rank]
+        case Split.GATE_UP:
+            return np.concatenate([np.split(tensor, size)[rank] for tensor in tensors])
+        case Split.VOCAB:
+            rows = -len(tensors[0]) % size
+            return np.split(np.pad(tensors[0], ((0, rows), (0, 0))), size)[rank]
+        case Split.QKV:
+            groups = [tensor.reshape(shape.num_kv_heads, -1, *tensor.shape[1:]) for tensor in tensors]
+            fused = np.concatenate(groups, axis=1)  # [group, q of the group | k | v, ...]
+            return np.concatenate(list(np.split(fused, size)[rank]))
+
+
+def in_the_engine(case: Case, rank: int) -> Weights:
+    """The parameters of one engine rank, by vLLM's name; rows of padding are PADDING."""
+    layout, shape, whole = case.engine, case.shape, case.whole
+    tp, size = rank % layout.tensor, layout.tensor
+    found: Weights = {}
+    experts: dict[str, list[np.ndarray]] = {}
+    for param in case.params:
+        if param.copy:
+            continue
+        tensors = [whole[tensor.name] for tensor in param.hf]
+        assert param.engine is not None
+        if param.expert is None:
+            found[param.engine] = _vllm(param, shape, tensors, tp, size)
+        elif layout.expert_parallel:
+            bounds = np.linspace(0, case.experts, layout.ranks + 1).astype(int).tolist()
+            start, stop = list(pairwise(bounds))[rank]
+            if start <= param.expert[0] < stop:
+                experts.setdefault(param.engine, []).append(_vllm(param, shape, tensors, 0, 1))
+        else:
+            experts.setdefault(param.engine, []).append(_vllm(param, shape, tensors, rank, layout.ranks))
+    return found | {name: np.stack(slices) for name, slices in experts.items()}
+
+
+def _vllm(param: Param, shape: ModelShape, tensors: list[np.ndarray], rank: int, size: int) -> np.ndarray:
+    match param.split:
+        case Split.VOCAB:
+            rows = -len(tensors[0]) % 64
+            return np.split(np.pad(tensors[0], ((0, rows), (0, 0)), constant_values=PADDING), size)[rank]
+        case Split.QKV:
+            q, *kv = (tensor.reshape(-1, shape.head_dim, *tensor.shape[1:]) for tensor in tensors)  # by head
+            if size > shape.num_kv_heads:
+                kv = [np.repeat(tensor, size // shape.num_kv_heads, axis=0) for tensor in kv]
+            heads = np.concatenate([np.split(tensor, size)[rank] for tensor in (q, *kv)])
+            return heads.reshape(-1, *tensors[0].shape[1:])
+        case _:
+            return _megatron(param, shape, tensors, rank, size)
