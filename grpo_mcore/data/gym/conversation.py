@@ -50,7 +50,11 @@ class _Chat:
             if handle is None:
                 raise Filtered(f"an item of type {kind!r}, which chat messages have no place for")
             handle(self, item)
-        return [message for message in self.messages if _says_something(message)]
+        return [
+            message
+            for message in self.messages
+            if message["content"] or message["role"] != "assistant" or "tool_calls" in message
+        ]
 
     def message(self, item: Item) -> None:
         role = _ROLES.get("assistant" if item.role is None else item.role)
@@ -103,7 +107,7 @@ class _Chat:
 
     def call_output(self, item: Item) -> None:
         self.turn = None
-        content = text_of(item.output) if isinstance(item.output, list) else _as_text(item.output, "")
+        content = chat_content(item.output) if isinstance(item.output, list) else _as_text(item.output, "")
         self.messages.append({"role": "tool", "tool_call_id": self.result_id(item.call_id), "content": content})
 
     def result_id(self, call_id: Any) -> Any:
@@ -126,8 +130,10 @@ _HANDLERS = {
 def chat_content(content: Any) -> str | list[Any]:
     """The text of all parts; where a part is no text, the list of parts, text parts in the chat API's form."""
     text = text_of(content)
-    if type(content) is list and not all([_is_text(part) for part in content]):
-        return [_chat_part(part) for part in content]
+    if type(content) is list:
+        for part in content:
+            if not _is_text(part):
+                return [_chat_part(part) for part in content]
     return text
 
 
@@ -144,10 +150,6 @@ def with_instructions(messages: list[Message], instructions: Any) -> list[Messag
     if not isinstance(instructions, str):
         raise BadRow(f"'instructions' must be text, got {kind_of(instructions)}")
     return [{"role": "system", "content": instructions}, *messages]
-
-
-def _says_something(message: Message) -> bool:
-    return message["role"] != "assistant" or bool(message["content"]) or "tool_calls" in message
 
 
 def _list(value: Any, what: str) -> list[Any]:

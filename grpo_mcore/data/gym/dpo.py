@@ -85,7 +85,9 @@ def gym_to_dpo(
         for group in index.groups():
             pairs, used, reasons = chooser(group)
             summary.kept += used
-            summary.filtered.update(reasons)
+            for why, count in reasons.items():
+                if count:
+                    summary.filtered[why] += count
             index.add_pairs(pairs)
         if not summary.kept and summary.rewards.total:
             summary.notes[NO_PAIR] = summary.rows

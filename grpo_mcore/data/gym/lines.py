@@ -57,7 +57,7 @@ class LineReader:
         try:
             while line := readline(most):
                 number += 1
-                if line[:2] in _UTF16_MARKS and number == 1:
+                if number == 1 and line[:2] in _UTF16_MARKS:
                     raise DataError(f"{self.path}: this is UTF-16 text; make it UTF-8 first (iconv -f UTF-16 -t UTF-8)")
                 if len(line) == most and line[-1:] != b"\n":
                     self._pass_over()

@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import random
-from collections import Counter
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from typing import NamedTuple
 
 from grpo_mcore.data.gym.disk_sort import Record
@@ -21,7 +20,7 @@ class Choice(NamedTuple):
 
     pairs: list[Pair]
     used: int
-    reasons: Counter[str]
+    reasons: dict[str, int]
 
 
 def _is_pair(chosen: Entry, rejected: Entry, min_gap: float) -> bool:
@@ -52,16 +51,15 @@ class SamePrompt:
             if place < first:
                 first = place
         if count == 1:
-            return Choice([], 0, Counter({"the only answer to its prompt": 1}))
+            return Choice([], 0, {"the only answer to its prompt": 1})
         if best is None or worst is None or other_best is None or other_worst is None:
-            return Choice([], 0, Counter({"all answers to its prompt are the same text": count}))
+            return Choice([], 0, {"all answers to its prompt are the same text": count})
         pair = Entry(*best), Entry(*other_worst)
         if worst[_TEXT] == best_text:
             pair = max(pair, (Entry(*other_best), Entry(*worst)), key=lambda two: two[0].reward - two[1].reward)
         if not _is_pair(*pair, self.min_gap):
-            return Choice([], 0, Counter({self.too_close: count}))
-        others = Counter({"neither best nor worst of its prompt": count - 2} if count > 2 else {})
-        return Choice([(first, *pair)], 2, others)
+            return Choice([], 0, {self.too_close: count})
+        return Choice([(first, *pair)], 2, {"neither best nor worst of its prompt": count - 2})
 
 
 class Stratified:
@@ -69,52 +67,47 @@ class Stratified:
 
     def __init__(self, min_gap: float, high: float, low: float, most: int, seed: int) -> None:
         self.min_gap, self.high, self.low, self.most, self.seed = min_gap, high, low, most, seed
+        self.between = "reward between the thresholds"
+        self.too_close = f"no answer to its prompt of another text and a reward that differs by {min_gap:g}"
 
     def __call__(self, answers: Iterable[Record]) -> Choice:
-        rng: random.Random | None = None
+        rng: random.Random | None = None  # made when it is needed, which is seldom
         high: list[Entry] = []
         low: list[Entry] = []
         highs = lows = between = 0
-        first = -1
+        first = seed = -1
         for answer in answers:
             _, lowness, place, _, _, _ = answer
-            if rng is None:
-                rng, first = random.Random(hash((self.seed, place))), place
-            if place < first:
+            if first < 0:
+                first, seed = place, hash((self.seed, place))
+            elif place < first:
                 first = place
             if -lowness >= self.high - ROUNDING:
-                highs += 1
-                _hold(high, answer, highs, rng)
+                stratum, seen = high, (highs := highs + 1)
             elif -lowness <= self.low + ROUNDING:
-                lows += 1
-                _hold(low, answer, lows, rng)
+                stratum, seen = low, (lows := lows + 1)
             else:
                 between += 1
-        pairs = self._draw(high, low, rng) if rng is not None else []
-        used = len({id(answer) for pair in pairs for answer in pair})
-        unused = highs + lows - used
+                continue
+            if seen <= _STRATUM:
+                stratum.append(Entry(*answer))
+            else:  # reservoir sampling: every answer so far is held with the same probability
+                rng = rng or random.Random(seed)
+                if (held := rng.randrange(seen)) < _STRATUM:
+                    stratum[held] = Entry(*answer)
         if not high or not low:
-            why = "no answer of the other stratum to its prompt"
-        elif not pairs:
-            why = f"no answer to its prompt of another text and a reward that differs by {self.min_gap:g}"
-        else:
-            why = "in no pair that was drawn"
-        reasons = Counter({why: unused, "reward between the thresholds": between})
-        return Choice([(first, *pair) for pair in pairs], used, +reasons)
+            return Choice([], 0, {self.between: between, "no answer of the other stratum to its prompt": highs + lows})
+        pairs = self._draw(high, low, seed)
+        used = len({id(answer) for pair in pairs for answer in pair})
+        why = "in no pair that was drawn" if pairs else self.too_close
+        return Choice([(first, *pair) for pair in pairs], used, {self.between: between, why: highs + lows - used})
 
-    def _draw(self, high: list[Entry], low: list[Entry], rng: random.Random) -> list[tuple[Entry, Entry]]:
-        everything = range(len(high) * len(low))
-        looked_at = everything if len(everything) <= _COMBINATIONS else rng.sample(everything, _COMBINATIONS)
-        pairs = ((high[number // len(low)], low[number % len(low)]) for number in looked_at)
+    def _draw(self, high: list[Entry], low: list[Entry], seed: int) -> list[tuple[Entry, Entry]]:
+        everything: Sequence[int] = range(len(high) * len(low))
+        if len(everything) > _COMBINATIONS:
+            everything = random.Random(seed).sample(everything, _COMBINATIONS)
+        pairs = [(high[number // len(low)], low[number % len(low)]) for number in everything]
         fit = [pair for pair in pairs if _is_pair(*pair, self.min_gap)]
         if len(fit) <= self.most:
             return fit
-        return [fit[number] for number in sorted(rng.sample(range(len(fit)), self.most))]
-
-
-def _hold(stratum: list[Entry], answer: Record, seen: int, rng: random.Random) -> None:
-    """Reservoir sampling: every answer so far is held with the same probability."""
-    if len(stratum) < _STRATUM:
-        stratum.append(Entry(*answer))
-    elif (place := rng.randrange(seen)) < _STRATUM:
-        stratum[place] = Entry(*answer)
+        return [fit[number] for number in sorted(random.Random(seed).sample(range(len(fit)), self.most))]

@@ -72,12 +72,12 @@ class Transformation:
         """Calls `handle` for every rollout. `summary.kept` counts those that it took."""
         summary = self.summary
         rewards: dict[float, int] = {}
+        kept = blank = number = 0
         progress = Progress(self._lines.size, self.source.name)
         for number, line in self._lines:
             if line is not None and (not line or line.isspace()):
-                summary.blank += 1
+                blank += 1
                 continue
-            summary.rows += 1
             try:
                 if line is None:
                     raise BadRow(f"longer than {self._lines.longest >> 20} MB")
@@ -85,7 +85,7 @@ class Transformation:
                 reward = reward_of(rollout)
                 try:
                     handle(rollout, reward)
-                    summary.kept += 1
+                    kept += 1
                 except Filtered as why:
                     summary.filtered[str(why)] += 1
                 if reward is not None:
@@ -93,11 +93,12 @@ class Transformation:
             except BadRow as why:
                 self._reject(number, str(why))
             if not number % _LOOK_EVERY:
-                progress.show(self._lines.position, summary.rows)
+                progress.show(self._lines.position, number - blank)
                 if len(rewards) > MOST_VALUES:
                     summary.rewards.add(rewards)
                     rewards.clear()
         summary.rewards.add(rewards)
+        summary.rows, summary.blank, summary.kept = number - blank, blank, kept
         progress.end()
 
     def write(self, line: bytes) -> None:
