@@ -23,6 +23,7 @@ from grpo_mcore.families import ModelShape
 from grpo_mcore.parallel.attention import PackedAttention, describe_row
 from grpo_mcore.parallel.logprobs import token_logprobs
 from grpo_mcore.parallel.mesh import Layout
+from grpo_mcore.parallel.norm import rms_norm
 
 
 class RMSNorm(torch.nn.Module):
@@ -35,7 +36,7 @@ class RMSNorm(torch.nn.Module):
         self.weight.sequence_parallel = config.sequence_parallel  # read by finalize_model_grads
 
     def forward(self, x: Tensor) -> Tensor:
-        return torch.nn.functional.rms_norm(x, self.weight.shape, self.weight, self.eps)
+        return rms_norm(x, self.weight, self.eps)
 
 
 class PolicyModel(GPTModel):
