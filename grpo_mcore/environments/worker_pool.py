@@ -322,10 +322,12 @@ class WorkerPool:
         slow = [worker for worker in self._workers if worker.state == "slow"]
         if len(slow) < self._max_slow:
             return True
-        overdue = {worker: self._own_s(worker, now) for worker in slow if now - worker.since >= self.timeout_s}
-        if not overdue:
+        late = [worker for worker in slow if now - worker.since >= self.timeout_s]
+        own = {worker: self._own_s(worker, now) for worker in late}
+        longest = max(late, key=own.__getitem__, default=None)
+        if longest is None or own[longest] < _VERY_SLOW * self.timeout_s:  # the machine is busy, and not they
             return False
-        self._time_out(max(overdue, key=overdue.__getitem__))
+        self._time_out(longest)
         return True
 
     def _own_s(self, worker: _Worker, now: float) -> float:

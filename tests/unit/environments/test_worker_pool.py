@@ -15,7 +15,7 @@ import psutil
 import pytest
 
 from grpo_mcore.environments.registry import EnvironmentConfigError
-from grpo_mcore.environments.worker_pool import WorkerPool
+from grpo_mcore.environments.worker_pool import WorkerPool, _Job, _Worker
 from grpo_mcore.environments.worker_process import (
     Forks,
     Launcher,
@@ -185,6 +185,9 @@ class Scripted(WorkerProcess):
     def _state(self) -> str:
         return self._is
 
+    def kill(self) -> None:
+        pass
+
     def exit_code(self) -> int:
         return 0
 
@@ -201,3 +204,17 @@ def test_what_a_job_waits_for_a_processor_is_not_its_own(
     state: str, ran_s: float, waited_s: float, own_s: float
 ) -> None:
     assert Scripted(state, ran_s, waited_s).own_s(10.0, Times(0.5, 1.0)) == own_s
+
+
+@pytest.mark.parametrize(("ran_s", "given_up"), [([0.1, 0.1], []), ([0.1, 3.0], [1]), ([3.0, 2.5], [0])])
+def test_whose_place_is_taken_where_all_slow_ones_are_late(ran_s: list[float], given_up: list[int]) -> None:
+    """The one that ran longest, and none that has only waited for a processor."""
+    pool = object.__new__(WorkerPool)
+    pool.timeout_s, pool._max_slow = 10.0, 2
+    workers = [_Worker(Scripted("R", ran, 0.0), since=0.0, state="slow", job=_Job(())) for ran in ran_s]
+    jobs = [worker.job for worker in workers]
+    pool._workers = workers
+    assert pool._room_for_slow(9.9) is False, "none is late"
+    assert pool._room_for_slow(15.0) is bool(given_up)
+    assert [number for number, job in enumerate(jobs) if job is not None and job.future.done()] == given_up
+    assert [worker.state for worker in workers].count("dying") == len(given_up)
