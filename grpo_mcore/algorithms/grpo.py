@@ -262,12 +262,15 @@ def refit_policy_generation(
     colocated_inference: bool = True,
     _refit_buffer_size_gb: float | None = None,
     timer: Any = None,
+    *,
+    recompute_kv: bool = False,
 ) -> RefitReport:
     """Makes every engine's weights equal the policy's, as weight version `policy.updates` + 1.
 
-    `colocated_inference` False: over a wire, as if they shared no memory. `_refit_buffer_size_gb`: GiB, in place of
-    policy.refit_buffer_size_gb. Raises RefitError; the engines then have their old weights, or refuse to generate from
-    mixed ones.
+    The engines may generate meanwhile: they stand still only for the commit, and requests under way go on with the new
+    weights. `colocated_inference` False: over a wire, as if they shared no memory. `_refit_buffer_size_gb`: GiB, in
+    place of policy.refit_buffer_size_gb. `recompute_kv`: what the old weights computed of requests under way is
+    computed again. Raises RefitError; the engines then have their old weights, or refuse to generate from mixed ones.
     """
     if not colocated_inference and isinstance(policy.cluster, LocalCluster):
         raise ValueError("policy and engines of one process are colocated: over a wire each would wait for the other")
@@ -286,6 +289,7 @@ def refit_policy_generation(
         plan,
         version,
         verify=policy.refit_verify,
+        recompute_kv=recompute_kv,
         nodes=None if colocated_inference else [policy_generation.workers],
         timeline=timer,
         timeout_s=policy.cluster.call_timeout_s,

@@ -20,6 +20,10 @@ from grpo_mcore.parallel.policy import layout_of
 from grpo_mcore.recipe import MasterConfig, MegatronConfig, world_size
 from grpo_mcore.refit import EngineLayout, TrainerLayout
 
+ENGINE_CALLS, ENGINE_STREAMS = 4, 64
+"""Threads of an engine's process. Calls: taking a bucket, receiving the next, health, and leaving a refit that hangs.
+Streams: one for each dispatch whose samples are under way."""
+
 
 class SetupError(ValueError):
     """A recipe that this machine or this model cannot run."""
@@ -149,6 +153,8 @@ def start_engines(config: MasterConfig, cluster: Cluster, policy: PolicyGroup) -
                 cpus=1.0 if gpu else 0.1,
                 gpus=0.0,
                 env=engine_environment(engine),
+                concurrency=ENGINE_CALLS,
+                streams=ENGINE_STREAMS,
                 beside=ranks if gpu else (),
             )
         )
