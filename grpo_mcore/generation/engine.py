@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 import multiprocessing
 import os
+import signal
 import time
 import warnings
 from collections.abc import Callable, Iterable, Iterator, Mapping
@@ -58,6 +59,8 @@ class Engine:
         self._max_model_len: int = self._llm_engine.model_config.max_model_len
         if self.weight_version is not None:
             self._llm_engine.set_weight_version(str(self.weight_version))
+        # Of tensor-parallel ranks; a single rank lives in this process.
+        self._ranks = [rank.proc for rank in getattr(self._llm_engine.model_executor, "workers", ())]
         self.start_seconds = time.perf_counter() - began
 
     def _start(self) -> Any:
@@ -298,6 +301,9 @@ class Engine:
             yield
         except Exception as error:
             if getattr(self._llm_engine.model_executor, "is_failed", False):
-                count = self.config.tensor_parallel_size
-                raise EngineError(f"{self.name}: one of its {count} rank processes has died") from error
+                # The first to go: vLLM then terminates the others.
+                gone = {rank: process.exitcode for rank, process in enumerate(self._ranks)}
+                dead = [rank for rank, code in gone.items() if code not in (None, -signal.SIGTERM)] or list(gone)
+                what = "; ".join(f"rank {rank} of {len(gone)} has died (exit code {gone[rank]})" for rank in dead)
+                raise EngineError(f"{self.name}: {what}") from error
             raise

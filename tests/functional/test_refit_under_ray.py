@@ -254,7 +254,9 @@ def test_an_engine_killed_while_it_stages(
     engine = engines.workers[0]
     change(policy, twin, 30)
     paced(policy, 0, {"fill_bucket 3": lambda: os.kill(engine.place().pid, 9)}, monkeypatch)
-    with pytest.raises(RefitError, match=r"stage_bucket [23] .*failed on engine-0: .*its process ended") as caught:
+    with pytest.raises(
+        RefitError, match=r"stage_bucket [23] \(.*\) of .* failed on engine-0: .*its process ended"
+    ) as caught:
         refit_policy_generation(policy, engines)
     assert "abort_refit" in " ".join(caught.value.__notes__), "nobody is there to go back"
     assert engines.weight_version == 21
