@@ -9,6 +9,7 @@ from grpo_mcore.algorithms.engine_group import EngineGroup, EngineWorker
 from grpo_mcore.algorithms.logprob_passes import needs_prev, needs_reference
 from grpo_mcore.algorithms.policy_group import PolicyGroup
 from grpo_mcore.algorithms.policy_worker import PolicyWorker
+from grpo_mcore.algorithms.refit_parity import LIMITS, ParityCheck
 from grpo_mcore.cluster import Cluster, Worker, gather, open_cluster
 from grpo_mcore.cluster.platform import cpu_threads, runs_on_gpu
 from grpo_mcore.environments import create_env_class
@@ -100,7 +101,16 @@ def start_policy(config: MasterConfig, cluster: Cluster) -> PolicyGroup:
         policy.refit_buffer_size_gb,
         trainer_layout(layout, policy.megatron_cfg),
         policy.refit_verify,
+        parity_check(config) if policy.refit_parity is not None else None,
     )
+
+
+def parity_check(config: MasterConfig) -> ParityCheck:
+    """How policy and engines are compared; the limit is policy.refit_parity, or that of the policy's precision."""
+    policy, generation = config.policy, config.policy.generation
+    limit = LIMITS[policy.precision] if policy.refit_parity is None else policy.refit_parity
+    length = min(policy.max_total_sequence_length, generation.vllm_cfg.max_model_len)
+    return ParityCheck(limit, generation.temperature, length)
 
 
 def trainer_layout(layout: Layout, megatron: MegatronConfig) -> TrainerLayout:
