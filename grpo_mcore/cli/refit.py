@@ -6,7 +6,7 @@ from __future__ import annotations
 import argparse
 from collections.abc import Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from grpo_mcore.recipe import MasterConfig, load_recipe, world_size
 from grpo_mcore.recipe.merge import is_override
@@ -110,11 +110,15 @@ def _engine(config: MasterConfig) -> EngineLayout:
     return EngineLayout(tensor, replicas=max(1, engines // config.cluster.num_nodes))
 
 
-def _model_config(name: str) -> dict:
+def _model_config(name: str) -> dict[str, Any]:
+    """From the model's folder, by its name, or from the Hugging Face hub."""
     from grpo_mcore.families import read_hf_config
+    from grpo_mcore.families.known import known_config
 
     if Path(name).is_dir():
         return read_hf_config(name)
+    if (known := known_config(name)) is not None:
+        return known
     from huggingface_hub import hf_hub_download
 
     return read_hf_config(Path(hf_hub_download(name, "config.json")).parent)
