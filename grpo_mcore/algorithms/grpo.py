@@ -19,6 +19,7 @@ from grpo_mcore.algorithms.dynamic_sampling import dynamic_sampling
 from grpo_mcore.algorithms.engine_group import EngineGroup
 from grpo_mcore.algorithms.policy_group import PolicyGroup
 from grpo_mcore.algorithms.prompt_stream import PromptStream
+from grpo_mcore.algorithms.refit_parity import measure_parity
 from grpo_mcore.algorithms.rollouts import Rollouts, as_workers, sampling_of, turn_limits
 from grpo_mcore.algorithms.run_report import RunReport
 from grpo_mcore.algorithms.setup import (
@@ -52,7 +53,7 @@ from grpo_mcore.recipe import (
     RewardScalingConfig,
     prompts_per_generation_batch,
 )
-from grpo_mcore.refit import RefitReport, plan_model_refit, refit
+from grpo_mcore.refit import RefitError, RefitReport, plan_model_refit, refit
 from grpo_mcore.rollout import schedule as s
 from grpo_mcore.rollout.group import Group
 
@@ -262,12 +263,16 @@ def refit_policy_generation(
     colocated_inference: bool = True,
     _refit_buffer_size_gb: float | None = None,
     timer: Any = None,
+    *,
+    recompute_kv: bool = False,
 ) -> RefitReport:
     """Makes every engine's weights equal the policy's, as weight version `policy.updates` + 1.
 
-    `colocated_inference` False: over a wire, as if they shared no memory. `_refit_buffer_size_gb`: GiB, in place of
-    policy.refit_buffer_size_gb. Raises RefitError; the engines then have their old weights, or refuse to generate from
-    mixed ones.
+    The engines may generate meanwhile: they stand still only for the commit, and requests under way go on with the new
+    weights. `colocated_inference` False: over a wire, as if they shared no memory. `_refit_buffer_size_gb`: GiB, in
+    place of policy.refit_buffer_size_gb. `recompute_kv`: what the old weights computed of requests under way is
+    computed again. Raises RefitError; the engines then have their old weights, or refuse to generate from mixed ones.
+    With policy.refit_parity it also raises where the log-probs of the committed weights differ.
     """
     if not colocated_inference and isinstance(policy.cluster, LocalCluster):
         raise ValueError("policy and engines of one process are colocated: over a wire each would wait for the other")
@@ -286,6 +291,7 @@ def refit_policy_generation(
         plan,
         version,
         verify=policy.refit_verify,
+        recompute_kv=recompute_kv,
         nodes=None if colocated_inference else [policy_generation.workers],
         timeline=timer,
         timeout_s=policy.cluster.call_timeout_s,
@@ -293,6 +299,10 @@ def refit_policy_generation(
     policy_generation.weight_version = version
     policy.offload()
     policy_generation.prepare()
+    if policy.refit_parity is not None:
+        parity = measure_parity(policy, policy_generation, policy.refit_parity)
+        if not parity.ok:
+            raise RefitError(f"policy.refit_parity: {parity.difference()}")
     return report
 
 

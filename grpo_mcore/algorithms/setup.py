@@ -11,6 +11,7 @@ from grpo_mcore.algorithms.judging import EnvironmentWorker
 from grpo_mcore.algorithms.logprob_passes import needs_prev, needs_reference
 from grpo_mcore.algorithms.policy_group import PolicyGroup
 from grpo_mcore.algorithms.policy_worker import PolicyWorker
+from grpo_mcore.algorithms.refit_parity import LIMITS, ParityCheck
 from grpo_mcore.cluster import Cluster, Worker, gather, open_cluster
 from grpo_mcore.cluster.platform import cpu_threads, runs_on_gpu
 from grpo_mcore.environments import create_env_class
@@ -24,6 +25,10 @@ from grpo_mcore.refit import EngineLayout, TrainerLayout
 
 VERDICT_TIMEOUT_S = 600.0
 """Of one call to an environment, on all samples of a group, where its section does not say verdict_timeout_s."""
+
+ENGINE_CALLS, ENGINE_STREAMS = 4, 64
+"""Threads of an engine's process. Calls: taking a bucket, receiving the next, health, and leaving a refit that hangs.
+Streams: one for each dispatch whose samples are under way."""
 
 
 class SetupError(ValueError):
@@ -101,7 +106,16 @@ def start_policy(config: MasterConfig, cluster: Cluster) -> PolicyGroup:
         policy.refit_buffer_size_gb,
         trainer_layout(layout, policy.megatron_cfg),
         policy.refit_verify,
+        parity_check(config) if policy.refit_parity is not None else None,
     )
+
+
+def parity_check(config: MasterConfig) -> ParityCheck:
+    """How policy and engines are compared; the limit is policy.refit_parity, or that of the policy's precision."""
+    policy, generation = config.policy, config.policy.generation
+    limit = LIMITS[policy.precision] if policy.refit_parity is None else policy.refit_parity
+    length = min(policy.max_total_sequence_length, generation.vllm_cfg.max_model_len)
+    return ParityCheck(limit, generation.temperature, length)
 
 
 def trainer_layout(layout: Layout, megatron: MegatronConfig) -> TrainerLayout:
@@ -154,6 +168,8 @@ def start_engines(config: MasterConfig, cluster: Cluster, policy: PolicyGroup) -
                 cpus=1.0 if gpu else 0.1,
                 gpus=0.0,
                 env=engine_environment(engine),
+                concurrency=ENGINE_CALLS,
+                streams=ENGINE_STREAMS,
                 beside=ranks if gpu else (),
             )
         )
