@@ -51,13 +51,15 @@ class World:
         self.environment = FakeEnvironment(decide)
         self.engines = engine_group(self.cluster, engines, seed, **how)
         workers = as_workers({"game": self.environment}, self.cluster)
-        self.rollouts = Rollouts(self.engines, workers, CharacterTokenizer(), limits, seed=5)
         self.finished: list[str] = []
+        self.rollouts = Rollouts(
+            self.engines, workers, CharacterTokenizer(), limits, seed=5, on_sample=lambda: self.finished.append("")
+        )
 
     def run(self, numbers: range, generations: int = 3, step: int = 1, **prompt_fields: Any) -> dict[str, Group]:
         prompts = [prompt(number, **prompt_fields) for number in numbers]
         self.rollouts.dispatch(prompts, SAMPLING, generations=generations, step=step)
-        groups = [self.rollouts.next_group(lambda: self.finished.append("")) for _ in prompts]
+        groups = [self.rollouts.next_group() for _ in prompts]
         assert not self.rollouts.generating
         return {group.uid: group for group in groups}
 
