@@ -225,6 +225,8 @@ def grpo_train(
 
                 case s.Train(step) as command:
                     trained, surplus, sampled = groups.take(command)
+                    if limits.max_trajectory_age:
+                        sampled["num_groups_ahead"] = float(len(schedule.in_flight) - len(trained))
                     metrics = train_on_groups(policy, policy_generation, trained, loss_fn, config, step_clock)
                     prompts.settle(command.groups)
                     prompts.put_back(surplus)

@@ -56,6 +56,7 @@ def test_every_prompt_trains_once_and_none_is_older_than_the_limit(whole: Run) -
     assert found.fates["trained on"] == PROMPTS and sum(found.fates.values()) == PROMPTS
     assert found.by_age == {0: 4, 1: PROMPTS - 4}  # of the first step, and of all later ones
     assert [line["trajectory_age_max"] for line in whole.metrics()] == [0, 1, 1, 1]
+    assert [line["num_groups_ahead"] for line in whole.metrics()] == [4, 4, 4, 0]
     for line in whole.metrics():
         assert line["num_trained_samples"] == 16 and line["grad_norm"] > 0
     first, second = whole.metrics()[:2]
