@@ -3,14 +3,18 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from grpo_mcore.algorithms import grpo
+from grpo_mcore.algorithms.engine_group import EngineWorker
 from grpo_mcore.cli.main import main
 from grpo_mcore.observe import Audit, audit, read_ledger
+from grpo_mcore.observe.ledger_audit import valid_entries
+from grpo_mcore.rollout.trajectory import Trajectory
 from tests.functional.runs import Run, Task, assert_one_message, grpo_recipe, run_here
 
 PROMPTS = 16
@@ -45,8 +49,6 @@ def audited(run: Run) -> Audit:
 
 def trained_uids(run: Run) -> list[list[str]]:
     """By step, of what still counts."""
-    from grpo_mcore.observe.ledger_audit import valid_entries
-
     entries = valid_entries(read_ledger(run.checkpoints / "ledger.jsonl"))
     return [entry["uids"] for entry in entries if entry["event"] == "trained"]
 
@@ -91,15 +93,32 @@ def test_a_crash_loses_and_doubles_nothing(
     assert [line["step"] for line in run.metrics()] == [1, 2, 3, 4]
 
 
-def test_samples_go_on_under_new_weights(recipe: dict[str, Any], tmp_path: Path) -> None:
+def test_samples_go_on_under_new_weights(
+    recipe: dict[str, Any], task: Task, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The answers of a model that was never taught the task have all lengths; the engine takes six at a time."""
+    seen: list[Trajectory] = []
+    generate = EngineWorker.generate
+
+    def recorded(self: EngineWorker, *args: Any) -> Iterator[Trajectory]:
+        for trajectory in generate(self, *args):
+            seen.append(trajectory)
+            yield trajectory
+
+    monkeypatch.setattr(EngineWorker, "generate", recorded)
     words = ["grpo.async_grpo.in_flight_weight_updates=true", "grpo.async_grpo.max_trajectory_age_steps=2"]
     words += ["grpo.async_grpo.group_order=freshest_first", "grpo.async_grpo.max_groups_in_flight=10"]
     words += ["grpo.async_grpo.recompute_kv_cache_after_weight_updates=true", "grpo.val_period=2"]
+    words += [f"policy.model_name={task.untrained}", "policy.max_total_sequence_length=40"]
+    words += ["policy.generation.max_new_tokens=30", "policy.generation.vllm_kwargs={max_num_seqs: 6}"]
     run = run_here("train", tmp_path, recipe, *words)
     assert run.code == 0, run.err
     found = audited(run)
     assert found.fates["trained on"] == PROMPTS == sum(found.fates.values()) and max(found.by_age) <= 2
     assert [line["step"] for line in run.metrics("validation")] == [2, 4]
+    spans = [[version for version, _, _ in trajectory.weight_versions] for trajectory in seen]
+    assert any(len(versions) > 1 for versions in spans)
+    assert all(versions == sorted(set(versions)) for versions in spans)
 
 
 def test_age_0_is_the_synchronous_run(recipe: dict[str, Any], tmp_path: Path) -> None:
