@@ -139,6 +139,8 @@ def start_engines(config: MasterConfig, cluster: Cluster, policy: PolicyGroup) -
             f"{count or 1} engines x TP {vllm.tensor_parallel_size} do not fit the {policy.layout.world_size} GPUs of "
             "cluster.num_nodes x gpus_per_node; lower policy.generation.num_engines or vllm_cfg.tensor_parallel_size"
         )
+    # An engine that generates while the policy trains cannot give its memory away.
+    sleeps = gpu and generation.colocated.enabled and not config.grpo.async_grpo.max_age
     own_tokenizer = config.policy.tokenizer.name == config.policy.model_name
     workers: list[Worker] = []
     for index in range(count):
@@ -154,7 +156,7 @@ def start_engines(config: MasterConfig, cluster: Cluster, policy: PolicyGroup) -
             enforce_eager=vllm.enforce_eager,
             gpu_memory_utilization=vllm.gpu_memory_utilization,
             kv_cache_memory_gb=vllm.kv_cache_memory_gb,
-            sleep_between_phases=gpu and generation.colocated.enabled,
+            sleep_between_phases=sleeps,
             threads=cpu_threads(count * vllm.tensor_parallel_size),
             vllm_kwargs=generation.vllm_kwargs,
         )
@@ -174,7 +176,7 @@ def start_engines(config: MasterConfig, cluster: Cluster, policy: PolicyGroup) -
             )
         )
     layout = EngineLayout(vllm.tensor_parallel_size, replicas=count)
-    return EngineGroup(cluster, workers, gpu and generation.colocated.enabled, layout)
+    return EngineGroup(cluster, workers, sleeps, layout)
 
 
 def start_environments(
@@ -235,9 +237,8 @@ def wait_until_ready(
 
 def make_loss(config: MasterConfig) -> ClippedPGLossFn:
     """The recipe's loss. With one optimizer step a step, prev log-probs are those of the training pass itself."""
-    ages = config.grpo.async_grpo
     return ClippedPGLossFn(
         config.loss_fn,
         prev_equals_curr=not needs_prev(config),
-        max_age=ages.max_trajectory_age_steps if ages.enabled else 0,
+        max_age=config.grpo.async_grpo.max_age,
     )
