@@ -37,7 +37,8 @@ def load_checkpoint(policy: Any, folder: Path) -> None:
         raise CheckpointError(f"{folder} holds another model; saved and present values: {different}")
     _make_moments(policy.optimizer)
     state = dist_checkpointing.load(_state(policy, loading=True), str(folder))
-    policy.model.module.load_state_dict(state["model"], strict=False)
+    for name, chunk in _chunks(policy):
+        chunk.module.load_state_dict(state[name], strict=False)
     _load_optimizer(policy.optimizer, state["optimizer"])
     policy.scheduler.load_state_dict(state["scheduler"])
     rng = folder / _rng_file()
@@ -47,42 +48,52 @@ def load_checkpoint(policy: Any, folder: Path) -> None:
         warnings.warn(f"{rng} is missing; this rank keeps the RNG state of its start", stacklevel=2)
 
 
+def _chunks(policy: Any) -> list[tuple[str, Any]]:
+    """The model chunks by the names under which Megatron-Core looks for them."""
+    chunks = policy.chunks
+    return [("model", chunks[0])] if len(chunks) == 1 else [(f"model{i}", chunk) for i, chunk in enumerate(chunks)]
+
+
 def _make_moments(optimizer: Any) -> None:
     """Gives a fresh optimizer the state tensors that are loaded into: torch's Adam makes them at its first step."""
-    (distributed,) = optimizer.chained_optimizers
-    adam = distributed.optimizer
-    for param in (param for group in adam.param_groups for param in group["params"]):
-        if not adam.state[param]:
-            adam.state[param] = {
-                "step": torch.zeros((), dtype=torch.float32),
-                "exp_avg": torch.zeros_like(param),
-                "exp_avg_sq": torch.zeros_like(param),
-            }
+    for distributed in optimizer.chained_optimizers:
+        adam = distributed.optimizer
+        for param in (param for group in adam.param_groups for param in group["params"]):
+            if not adam.state[param]:
+                adam.state[param] = {
+                    "step": torch.zeros((), dtype=torch.float32),
+                    "exp_avg": torch.zeros_like(param),
+                    "exp_avg_sq": torch.zeros_like(param),
+                }
 
 
-def _load_optimizer(optimizer: Any, state: dict[str, Any]) -> None:
+def _load_optimizer(optimizer: Any, state: dict[Any, Any]) -> None:
     """Loads in two parts because of torch's Adam, which Megatron-Core uses where TransformerEngine is missing.
 
     Megatron-Core 0.16 gives all parameters one shared `step` tensor, which Adam would then count up once for each of
     them, and trips over `step` when it copies the moments. So `step` is taken out, and put back one by one.
     """
-    moments = state.pop("param_state")
-    optimizer.load_state_dict(state)
-    (distributed,) = optimizer.chained_optimizers
-    by_param = distributed.optimizer.state.values()
-    steps = [values.pop("step", None) for values in by_param]
-    distributed.load_parameter_state_from_fully_reshardable(moments)
-    for values, step in zip(by_param, steps, strict=True):
-        if step is not None:
-            values["step"] = step.clone()
+    parts = optimizer.chained_optimizers  # with experts two: theirs is split over other ranks
+    states = [state] if len(parts) == 1 else [state[i] for i in range(len(parts))]
+    for distributed, part in zip(parts, states, strict=True):
+        moments = part.pop("param_state")
+        distributed.load_state_dict(part)
+        by_param = distributed.optimizer.state.values()
+        steps = [values.pop("step", None) for values in by_param]
+        distributed.load_parameter_state_from_fully_reshardable(moments)
+        for values, step in zip(by_param, steps, strict=True):
+            if step is not None:
+                values["step"] = step.clone()
 
 
 def _state(policy: Any, *, loading: bool) -> dict[str, Any]:
-    model = policy.model.module.sharded_state_dict()
-    metadata = {"distrib_optim_sharding_type": "fully_reshardable"}  # loads on another layout too
+    models = {name: chunk.module.sharded_state_dict() for name, chunk in _chunks(policy)}
+    # Loads on another layout too; one name for a parameter's moments, whichever part of the optimizer has them.
+    metadata = {"distrib_optim_sharding_type": "fully_reshardable", "chained_optim_avoid_prefix": True}
+    sharded = models["model"] if len(models) == 1 else models
     return {
-        "model": model,
-        "optimizer": policy.optimizer.sharded_state_dict(model, is_loading=loading, metadata=metadata),
+        **models,
+        "optimizer": policy.optimizer.sharded_state_dict(sharded, is_loading=loading, metadata=metadata),
         "scheduler": policy.scheduler.state_dict(),
         "shape": asdict(policy.shape),
     }

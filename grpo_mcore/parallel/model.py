@@ -21,6 +21,7 @@ from torch import Tensor
 from grpo_mcore.batching.packed_batch import PackedBatch
 from grpo_mcore.families import ModelShape
 from grpo_mcore.parallel.attention import PackedAttention, describe_row
+from grpo_mcore.parallel.context import join_shares, share_of_row, take_share
 from grpo_mcore.parallel.logprobs import token_logprobs
 from grpo_mcore.parallel.mesh import Layout
 
@@ -50,14 +51,24 @@ class PolicyModel(GPTModel):
 
         Position t holds the log-prob of token t + 1; positions whose next token is not trained on hold 0.
         """
-        return self(
-            input_ids=batch.tokens,
-            position_ids=batch.positions[None],
+        tokens, positions = batch.tokens, batch.positions[None]
+        targets, wanted = batch.targets(), batch.next_token_counts()
+        share, group = None, parallel_state.get_context_parallel_group()
+        if group.size() > 1:
+            multiple = self.config.tensor_model_parallel_size if self.config.sequence_parallel else 1
+            share = share_of_row(batch.cu_seqlens, group.rank(), group.size(), multiple)
+            tokens, positions, targets, wanted = (
+                take_share(row, share) for row in (tokens, positions, targets, wanted)
+            )
+        output = self(
+            input_ids=tokens,
+            position_ids=positions,
             attention_mask=None,
-            labels=batch.targets(),
-            loss_mask=batch.next_token_counts(),
-            packed_seq_params=describe_row(batch.cu_seqlens),
+            labels=targets,
+            loss_mask=wanted,
+            packed_seq_params=describe_row(batch.cu_seqlens, share, group),
         )
+        return join_shares(output, share, batch.tokens.size(1), group) if share and self.post_process else output
 
     def _postprocess(self, hidden_states: Tensor, labels: Tensor, loss_mask: Tensor, **_: Any) -> Tensor:
         if not self.post_process:
@@ -85,10 +96,20 @@ class PolicyModel(GPTModel):
         return torch.zeros(labels.size(1), device=hidden.device).index_copy(0, wanted, logprobs)[None]
 
 
-def build_model(shape: ModelShape, layout: Layout, settings: Any, dtype: torch.dtype) -> PolicyModel:
-    """This rank's part of the network, with uninitialised weights. `settings`: policy.megatron_cfg."""
+def build_model(shape: ModelShape, layout: Layout, settings: Any, dtype: torch.dtype) -> list[PolicyModel]:
+    """This rank's part of the network, with uninitialised weights: one model chunk, or `layout.virtual` of them.
+
+    `settings`: policy.megatron_cfg.
+    """
+    config = transformer_config(shape, layout, settings, dtype)
+    chunks = range(layout.virtual) if layout.virtual > 1 else (None,)
+    return [_build_chunk(shape, layout, config, chunk) for chunk in chunks]
+
+
+def transformer_config(shape: ModelShape, layout: Layout, settings: Any, dtype: torch.dtype) -> TransformerConfig:
+    """Megatron-Core's settings of the whole model, shared by all chunks of this rank."""
     fused, recompute = _has_transformer_engine(), settings.activation_checkpointing
-    config = TransformerConfig(
+    return TransformerConfig(
         num_layers=shape.num_layers,
         hidden_size=shape.hidden_size,
         num_attention_heads=shape.num_heads,
@@ -106,6 +127,8 @@ def build_model(shape: ModelShape, layout: Layout, settings: Any, dtype: torch.d
         attention_dropout=0.0,
         tensor_model_parallel_size=layout.tensor,
         pipeline_model_parallel_size=layout.pipeline,
+        virtual_pipeline_model_parallel_size=layout.virtual if layout.virtual > 1 else None,
+        context_parallel_size=layout.context,
         num_layers_in_first_pipeline_stage=settings.num_layers_in_first_pipeline_stage,
         num_layers_in_last_pipeline_stage=settings.num_layers_in_last_pipeline_stage,
         sequence_parallel=layout.sequence_parallel,
@@ -128,13 +151,17 @@ def build_model(shape: ModelShape, layout: Layout, settings: Any, dtype: torch.d
         recompute_method="uniform" if recompute else None,
         recompute_num_layers=1 if recompute else None,
     )
+
+
+def _build_chunk(shape: ModelShape, layout: Layout, config: TransformerConfig, chunk: int | None) -> PolicyModel:
     model = PolicyModel(
         config=config,
-        transformer_layer_spec=_block_spec(shape, config),
+        transformer_layer_spec=_block_spec(shape, config, chunk),
         vocab_size=shape.padded_vocab_size(layout.tensor),
         max_sequence_length=shape.max_positions,
-        pre_process=parallel_state.is_pipeline_first_stage(),
-        post_process=parallel_state.is_pipeline_last_stage(),
+        pre_process=parallel_state.is_pipeline_first_stage(ignore_virtual=False, vp_stage=chunk),
+        post_process=parallel_state.is_pipeline_last_stage(ignore_virtual=False, vp_stage=chunk),
+        vp_stage=chunk,
         parallel_output=True,
         share_embeddings_and_output_weights=shape.tied_embeddings,
         position_embedding_type="rope",
@@ -146,7 +173,7 @@ def build_model(shape: ModelShape, layout: Layout, settings: Any, dtype: torch.d
     return model
 
 
-def _block_spec(shape: ModelShape, config: TransformerConfig) -> TransformerBlockSubmodules:
+def _block_spec(shape: ModelShape, config: TransformerConfig, chunk: int | None) -> TransformerBlockSubmodules:
     """The same submodule names with and without TransformerEngine, so that one declaration maps the weights."""
     if _has_transformer_engine():
         from megatron.core.extensions import transformer_engine as te
@@ -171,7 +198,7 @@ def _block_spec(shape: ModelShape, config: TransformerConfig) -> TransformerBloc
             mlp_bda=get_bias_dropout_add,
         ),
     )
-    return TransformerBlockSubmodules(layer_specs=[layer] * get_num_layers_to_build(config), layer_norm=norm)
+    return TransformerBlockSubmodules(layer_specs=[layer] * get_num_layers_to_build(config, vp_stage=chunk), layer_norm=norm)
 
 
 def _has_transformer_engine() -> bool:

@@ -9,7 +9,7 @@ from __future__ import annotations
 import json
 import os
 import shutil
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 import torch
@@ -29,36 +29,43 @@ class WeightsError(ValueError):
 class ShardedWeights:
     """This rank's parameters, each with the Hugging Face slices that it holds."""
 
-    def __init__(self, model: torch.nn.Module, shape: ModelShape, layout: Layout, here: Coordinates) -> None:
+    def __init__(
+        self, chunks: Sequence[torch.nn.Module], shape: ModelShape, layout: Layout, here: Coordinates
+    ) -> None:
+        """`chunks`: this rank's model chunks, one unless the pipeline is interleaved."""
         self.shape, self.layout, self.here = shape, layout, here
-        named = dict(model.named_parameters())
         self.local: list[tuple[Param, Tensor]] = []
-        for param in params_of(shape):
-            name = self._local_name(param, model)
-            if name in named:
-                self.local.append((param, named.pop(name)))
-                # Megatron-Core marks shards only when it initialises them. Without the mark the gradient norm takes
-                # them for copies and counts those of tensor-parallel rank 0 alone.
-                self.local[-1][1].tensor_model_parallel = param.split is not Split.REPLICATED
-        assert not named, f"parameters that the {shape.family} family does not declare: {sorted(named)}"
+        for chunk in chunks:
+            named = dict(chunk.named_parameters())
+            for param in params_of(shape):
+                name = self._local_name(param, chunk)
+                if name in named:
+                    self.local.append((param, named.pop(name)))
+            assert not named, f"parameters that the {shape.family} family does not declare: {sorted(named)}"
+        for param, tensor in self.local:
+            # Megatron-Core marks shards only when it initialises them. Without the mark the gradient norm takes them
+            # for copies and counts those of tensor-parallel rank 0 alone.
+            tensor.tensor_model_parallel = param.split is not Split.REPLICATED
 
-    def _local_name(self, param: Param, model: torch.nn.Module) -> str | None:
+    def _local_name(self, param: Param, chunk: torch.nn.Module) -> str | None:
         if param.stage is not Stage.LAYER:
             return param.megatron
-        layers = model.decoder.layers
-        first = layers[0].layer_number - 1
-        at = param.layer - first
+        layers = chunk.decoder.layers
+        if not layers:
+            return None
+        at = param.layer - (layers[0].layer_number - 1)
         return param.megatron.format(layer=at) if 0 <= at < len(layers) else None
 
     def slices(self, *, owned_only: bool) -> Iterator[tuple[str, Box, Tensor]]:
         """(Hugging Face name, box in it, the local tensor view that is this slice).
 
-        `owned_only`: every slice from exactly one rank of the whole mesh, for export and refit: data-parallel rank 0,
-        tensor-parallel rank 0 for replicated tensors, no second homes of tied embeddings.
+        `owned_only`: every slice from exactly one rank of the whole mesh, for export and refit: data-parallel and
+        context-parallel rank 0, tensor-parallel rank 0 for replicated tensors, no second homes of tied embeddings.
         """
         for param, tensor in self.local:
             replicated = param.split is Split.REPLICATED
-            if owned_only and (self.here.data or param.copy or (replicated and self.here.tensor)):
+            elsewhere = self.here.data or self.here.context or (replicated and self.here.tensor)
+            if owned_only and (elsewhere or param.copy):
                 continue
             for piece in pieces(param, self.shape, self.here.tensor, self.layout.tensor):
                 yield piece.hf, piece.hf_box, tensor.detach()[_index(piece.local_box)]

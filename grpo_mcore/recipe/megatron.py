@@ -96,8 +96,11 @@ class MegatronConfig(Section):
     """Ranks that share each layer (TP)."""
     pipeline_model_parallel_size: Positive = 1
     """Stages that the layers are cut into (PP)."""
+    virtual_pipeline_model_parallel_size: Positive | None = None
+    """Model chunks that each stage holds (VPP): the interleaved schedule, with smaller bubbles and more messages. Needs
+    PP above 1. null: 1."""
     context_parallel_size: Positive = 1
-    """Ranks that share each sequence (CP). Above 1: not supported yet."""
+    """Ranks that share each sequence (CP): each computes two chunks of it, one from the front and one from the back."""
     expert_model_parallel_size: Positive = 1
     """Ranks that share the experts of a layer (EP). Above 1: not supported yet."""
     expert_tensor_parallel_size: Positive = 1
