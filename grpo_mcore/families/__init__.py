@@ -6,10 +6,12 @@ import json
 from pathlib import Path
 from typing import Any
 
-from grpo_mcore.families import llama, qwen2, qwen3
-from grpo_mcore.families.dense import dense_flops, dense_params
+from grpo_mcore.families import llama, mixtral, qwen2, qwen3, qwen3_moe
+from grpo_mcore.families.dense import dense_flops
+from grpo_mcore.families.fits import check_fit
 from grpo_mcore.families.spec import (
     Box,
+    ExpertShape,
     FamilyError,
     HfTensor,
     ModelShape,
@@ -22,7 +24,13 @@ from grpo_mcore.families.spec import (
     pieces,
 )
 
-FAMILIES = {"qwen2": qwen2, "qwen3": qwen3, "llama": llama}
+FAMILIES: dict[str, Any] = {
+    "qwen2": qwen2,
+    "qwen3": qwen3,
+    "llama": llama,
+    "qwen3_moe": qwen3_moe,
+    "mixtral": mixtral,
+}
 
 
 def shape_of(config: dict[str, Any]) -> ModelShape:
@@ -45,7 +53,7 @@ def read_hf_config(folder: str | Path) -> dict[str, Any]:
 
 def params_of(shape: ModelShape) -> tuple[Param, ...]:
     """Every parameter of the model, in the order of the forward pass."""
-    return dense_params(shape)
+    return FAMILIES[shape.family].params(shape)
 
 
 def forward_flops(shape: ModelShape, lengths: list[int]) -> float:
@@ -59,7 +67,7 @@ def parameter_count(shape: ModelShape) -> int:
 
 
 __all__ = [
-    "FAMILIES", "Box", "FamilyError", "HfTensor", "ModelShape", "Param", "Piece", "Split", "Stage",
-    "check_tensor_parallel", "forward_flops", "local_shape", "parameter_count", "params_of", "pieces",
+    "FAMILIES", "Box", "ExpertShape", "FamilyError", "HfTensor", "ModelShape", "Param", "Piece", "Split", "Stage",
+    "check_fit", "check_tensor_parallel", "forward_flops", "local_shape", "parameter_count", "params_of", "pieces",
     "read_hf_config", "shape_of",
 ]  # fmt: skip

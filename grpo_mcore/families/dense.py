@@ -1,13 +1,17 @@
-"""The parameters, FLOPs and config reading that the dense decoder families (Qwen2, Qwen3, Llama) share."""
+"""The parameters, FLOPs and config reading that the decoder families share; dense ones (Qwen2, Qwen3, Llama) are made
+of nothing else."""
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
-from grpo_mcore.families.spec import FamilyError, HfTensor, ModelShape, Param, Split, Stage
+from grpo_mcore.families.spec import ExpertShape, FamilyError, HfTensor, ModelShape, Param, Split, Stage
 
 
-def dense_shape(config: dict[str, Any], *, family: str, qkv_bias: bool, qk_norm: bool) -> ModelShape:
+def dense_shape(
+    config: dict[str, Any], *, family: str, qkv_bias: bool, qk_norm: bool, experts: ExpertShape | None = None
+) -> ModelShape:
     """ModelShape from a Hugging Face `config.json`. Raises FamilyError for what is not modelled here."""
     required = ("hidden_size", "num_hidden_layers", "num_attention_heads", "intermediate_size", "vocab_size")
     missing = [key for key in required if key not in config]
@@ -35,6 +39,7 @@ def dense_shape(config: dict[str, Any], *, family: str, qkv_bias: bool, qk_norm:
         tied_embeddings=config.get("tie_word_embeddings", False),
         qkv_bias=qkv_bias,
         qk_norm=qk_norm,
+        experts=experts,
     )
 
 
@@ -52,13 +57,37 @@ def _rope(config: dict[str, Any]) -> tuple[float, float | None]:
     raise FamilyError(f"config.json: RoPE scaling {rope} is not supported; plain RoPE or Llama 3's scaling is")
 
 
-def dense_params(shape: ModelShape) -> tuple[Param, ...]:
+class Layer:
+    """Declares the parameters of one layer."""
+
+    def __init__(self, shape: ModelShape, index: int) -> None:
+        self.shape, self.index = shape, index
+
+    def hf(self, name: str, *size: int, float32: bool = False) -> HfTensor:
+        return HfTensor(f"model.layers.{self.index}.{name}", size, float32)
+
+    def param(
+        self, name: str, split: Split, *tensors: HfTensor, expert: int | None = None, buffer: bool = False
+    ) -> Param:
+        megatron = "decoder.layers.{layer}." + name
+        return Param(megatron, tensors, split, Stage.LAYER, self.index, expert=expert, buffer=buffer)
+
+
+LayerPart = Callable[[Layer], list[Param]]
+
+
+def decoder_params(shape: ModelShape, attention: LayerPart, mlp: LayerPart) -> tuple[Param, ...]:
     """Every parameter of the model, in the order of the forward pass."""
     h, v = shape.hidden_size, shape.vocab_size
     embedding = HfTensor("model.embed_tokens.weight", (v, h))
     found = [Param("embedding.word_embeddings.weight", (embedding,), Split.VOCAB, Stage.FIRST)]
-    for layer in range(shape.num_layers):
-        found += _layer(shape, layer)
+    for index in range(shape.num_layers):
+        layer = Layer(shape, index)
+        found.append(layer.param("input_layernorm.weight", Split.REPLICATED, layer.hf("input_layernorm.weight", h)))
+        found += attention(layer)
+        norm = layer.hf("post_attention_layernorm.weight", h)
+        found.append(layer.param("pre_mlp_layernorm.weight", Split.REPLICATED, norm))
+        found += mlp(layer)
     found.append(
         Param("decoder.final_layernorm.weight", (HfTensor("model.norm.weight", (h,)),), Split.REPLICATED, Stage.LAST)
     )
@@ -67,46 +96,54 @@ def dense_params(shape: ModelShape) -> tuple[Param, ...]:
     return tuple(found)
 
 
-def _layer(shape: ModelShape, layer: int) -> list[Param]:
-    h, d, f = shape.hidden_size, shape.head_dim, shape.ffn_hidden_size
+def dense_params(shape: ModelShape) -> tuple[Param, ...]:
+    """Every parameter of a dense model, in the order of the forward pass."""
+    return decoder_params(shape, attention_params, mlp_params)
+
+
+def attention_params(layer: Layer) -> list[Param]:
+    """Grouped-query attention."""
+    shape = layer.shape
+    h, d = shape.hidden_size, shape.head_dim
     query, key_value = shape.num_heads * d, shape.num_kv_heads * d
-
-    def hf(name: str, *size: int) -> HfTensor:
-        return HfTensor(f"model.layers.{layer}.{name}", size)
-
-    def param(name: str, split: Split, *tensors: HfTensor) -> Param:
-        return Param("decoder.layers.{layer}." + name, tensors, split, Stage.LAYER, layer)
 
     def qkv(kind: str, *tail: int) -> tuple[HfTensor, HfTensor, HfTensor]:
         return (
-            hf(f"self_attn.q_proj.{kind}", query, *tail),
-            hf(f"self_attn.k_proj.{kind}", key_value, *tail),
-            hf(f"self_attn.v_proj.{kind}", key_value, *tail),
+            layer.hf(f"self_attn.q_proj.{kind}", query, *tail),
+            layer.hf(f"self_attn.k_proj.{kind}", key_value, *tail),
+            layer.hf(f"self_attn.v_proj.{kind}", key_value, *tail),
         )
 
-    found = [
-        param("input_layernorm.weight", Split.REPLICATED, hf("input_layernorm.weight", h)),
-        param("self_attention.linear_qkv.weight", Split.QKV, *qkv("weight", h)),
-    ]
+    found = [layer.param("self_attention.linear_qkv.weight", Split.QKV, *qkv("weight", h))]
     if shape.qkv_bias:
-        found.append(param("self_attention.linear_qkv.bias", Split.QKV, *qkv("bias")))
+        found.append(layer.param("self_attention.linear_qkv.bias", Split.QKV, *qkv("bias")))
     if shape.qk_norm:
-        found += [
-            param("self_attention.q_layernorm.weight", Split.REPLICATED, hf("self_attn.q_norm.weight", d)),
-            param("self_attention.k_layernorm.weight", Split.REPLICATED, hf("self_attn.k_norm.weight", d)),
-        ]
-    return found + [
-        param("self_attention.linear_proj.weight", Split.COLUMNS, hf("self_attn.o_proj.weight", h, query)),
-        param("pre_mlp_layernorm.weight", Split.REPLICATED, hf("post_attention_layernorm.weight", h)),
-        param("mlp.linear_fc1.weight", Split.GATE_UP, hf("mlp.gate_proj.weight", f, h), hf("mlp.up_proj.weight", f, h)),
-        param("mlp.linear_fc2.weight", Split.COLUMNS, hf("mlp.down_proj.weight", h, f)),
+        for part in ("q", "k"):
+            norm = layer.hf(f"self_attn.{part}_norm.weight", d)
+            found.append(layer.param(f"self_attention.{part}_layernorm.weight", Split.REPLICATED, norm))
+    output = layer.hf("self_attn.o_proj.weight", h, query)
+    return [*found, layer.param("self_attention.linear_proj.weight", Split.COLUMNS, output)]
+
+
+def mlp_params(layer: Layer, hf: str = "mlp", megatron: str = "mlp", size: int | None = None) -> list[Param]:
+    """One gated feed-forward network."""
+    h, f = layer.shape.hidden_size, size or layer.shape.ffn_hidden_size
+    gate, up = layer.hf(f"{hf}.gate_proj.weight", f, h), layer.hf(f"{hf}.up_proj.weight", f, h)
+    return [
+        layer.param(f"{megatron}.linear_fc1.weight", Split.GATE_UP, gate, up),
+        layer.param(f"{megatron}.linear_fc2.weight", Split.COLUMNS, layer.hf(f"{hf}.down_proj.weight", h, f)),
     ]
 
 
 def dense_flops(shape: ModelShape, tokens: int, sum_of_squared_lengths: int) -> float:
-    """Multiply-add FLOPs of one forward pass: 2 x weights x tokens, plus causal attention's 2 x 2 x L²/2 x width."""
+    """Multiply-add FLOPs of one forward pass: 2 x weights that a token passes x tokens, plus causal attention's
+    2 x 2 x L²/2 x width."""
     query, key_value = shape.num_heads * shape.head_dim, shape.num_kv_heads * shape.head_dim
     attention = shape.hidden_size * (2 * query + 2 * key_value)
-    layer = attention + 3 * shape.hidden_size * shape.ffn_hidden_size
-    matmuls = shape.num_layers * layer + shape.vocab_size * shape.hidden_size
-    return 2.0 * matmuls * tokens + 2.0 * shape.num_layers * query * sum_of_squared_lengths
+    expert_layers = sum(shape.is_expert_layer(layer) for layer in range(shape.num_layers))
+    weights = shape.num_layers * attention + shape.vocab_size * shape.hidden_size
+    weights += (shape.num_layers - expert_layers) * 3 * shape.hidden_size * shape.ffn_hidden_size
+    if shape.experts is not None:
+        width = shape.experts.active * shape.experts.ffn_hidden_size + shape.experts.shared_ffn_hidden_size
+        weights += expert_layers * shape.hidden_size * (3 * width + shape.experts.count)
+    return 2.0 * weights * tokens + 2.0 * shape.num_layers * query * sum_of_squared_lengths

@@ -16,6 +16,22 @@ class FamilyError(ValueError):
 
 
 @dataclass(frozen=True)
+class ExpertShape:
+    """The experts of a mixture-of-experts model, and how a token finds its own."""
+
+    count: int
+    active: int  # experts of one token
+    ffn_hidden_size: int
+    dense_layers: tuple[int, ...] = ()  # layers without experts
+    normalized: bool = True  # the weights of a token's experts sum to one
+    shared_ffn_hidden_size: int = 0  # of the expert that every token passes; 0: there is none
+    sigmoid: bool = False  # scores by sigmoid instead of softmax, with a correction bias that only chooses
+    groups: int = 1  # of experts, of which a token's may come from `active_groups`
+    active_groups: int = 1
+    scaling: float = 1.0  # of the experts' weights
+
+
+@dataclass(frozen=True)
 class ModelShape:
     """The sizes of a decoder, as plain values. Sizes are of the whole model, not of one rank."""
 
@@ -34,6 +50,11 @@ class ModelShape:
     tied_embeddings: bool
     qkv_bias: bool
     qk_norm: bool
+    experts: ExpertShape | None = None  # of the layers that have experts
+
+    def is_expert_layer(self, layer: int) -> bool:
+        """Whether the layer has experts instead of one feed-forward network."""
+        return self.experts is not None and layer not in self.experts.dense_layers
 
     def padded_vocab_size(self, tensor_parallel: int) -> int:
         """Vocabulary rows as Megatron-Core holds them: the next multiple of the tensor-parallel size."""
@@ -65,6 +86,7 @@ class HfTensor:
 
     name: str
     shape: tuple[int, ...]
+    float32: bool = False  # whatever the precision of the others
 
     @property
     def numel(self) -> int:
@@ -75,7 +97,8 @@ class HfTensor:
 class Param:
     """One Megatron-Core parameter and the Hugging Face tensors that it is made of.
 
-    `megatron` has `{layer}` where the stage-local layer index goes. `copy` marks a second home of a tensor that
+    `megatron` has `{layer}` where the stage-local layer index goes, and `{expert}` where the rank-local index of the
+    expert goes. What belongs to an `expert` is split over the expert-tensor-parallel ranks. `copy` marks a second home of a tensor that
     another parameter owns (the output layer of tied embeddings on the last stage): loaded, never exported.
     """
 
@@ -85,6 +108,8 @@ class Param:
     stage: Stage
     layer: int | None = None
     copy: bool = False
+    expert: int | None = None
+    buffer: bool = False  # not trained
 
 
 @dataclass(frozen=True)
@@ -158,11 +183,11 @@ def _qkv_pieces(
 
 def check_tensor_parallel(shape: ModelShape, tp_size: int) -> None:
     """Raises FamilyError when `tp_size` divides not the heads, the key-value heads or the feed-forward size."""
-    sizes = {
-        "num_attention_heads": shape.num_heads,
-        "num_key_value_heads": shape.num_kv_heads,
-        "intermediate_size": shape.ffn_hidden_size,
-    }
+    sizes = {"num_attention_heads": shape.num_heads, "num_key_value_heads": shape.num_kv_heads}
+    if not shape.experts or shape.experts.dense_layers:
+        sizes["intermediate_size"] = shape.ffn_hidden_size
+    if shape.experts and shape.experts.shared_ffn_hidden_size:
+        sizes["the shared expert's size"] = shape.experts.shared_ffn_hidden_size
     wrong = {name: size for name, size in sizes.items() if size % tp_size}
     if wrong:
         allowed = [n for n in range(1, shape.num_kv_heads + 1) if all(size % n == 0 for size in sizes.values())]

@@ -8,12 +8,20 @@ the order of chunks are those that Megatron-Core's rotary embedding and Transfor
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor
 from torch.distributed import ProcessGroup
+
+from grpo_mcore.batching.packing import round_up
+
+
+def padded_length(lengths: Sequence[int], size: int, multiple: int) -> int:
+    """Tokens of a row of these sequences, padded for `size` context-parallel ranks."""
+    return round_up(sum(round_up(length, 2 * size) for length in lengths), math.lcm(2 * size, size * multiple))
 
 
 @dataclass(frozen=True)
@@ -31,17 +39,20 @@ class ContextShare:
     row, and its length up to the end of the chunk."""
 
 
-def share_of_row(cu_seqlens: Tensor, rank: int, size: int, multiple: int = 1) -> ContextShare:
+def share_of_row(
+    cu_seqlens: Tensor, rank: int, size: int, multiple: int = 1, length: int = 0
+) -> ContextShare:
     """The part of context-parallel rank `rank` of `size`, of a multiple of `multiple` tokens.
 
-    cu_seqlens: int32 [n + 1] of the row. What is missing to the multiple is added to the last sequence.
+    cu_seqlens: int32 [n + 1] of the row. What is missing to the multiple, and to `length` tokens of the padded row, is
+    added to the last sequence.
     """
     device, starts = cu_seqlens.device, cu_seqlens.long().cpu()
     lengths = starts.diff()
     unit = 2 * size
     padded = -(-lengths // unit) * unit
-    total, whole = int(padded.sum()), math.lcm(unit, size * multiple)
-    padded[-1] += -total % whole
+    total = int(padded.sum())
+    padded[-1] += round_up(max(total, length), math.lcm(unit, size * multiple)) - total
     ends = torch.cat([padded.new_zeros(1), padded.cumsum(0)])
     chunk = padded // unit
     part = int(ends[-1]) // size  # tokens of a rank

@@ -117,6 +117,7 @@ def join_mesh(layout: Layout, address: Address, seed: int, timeout_s: float) -> 
     warnings.filterwarnings("ignore", module=r"megatron\.core")  # what it falls back to without TransformerEngine
     from megatron.core import parallel_state, tensor_parallel
 
+    cpu_platform.fill_in_transformer_engine()
     on_gpu = torch.cuda.is_available()
     device = torch.device("cuda", address.local_rank) if on_gpu else torch.device("cpu")
     if on_gpu:

@@ -14,8 +14,11 @@ from megatron.core.transformer.attention import SelfAttention, SelfAttentionSubm
 from megatron.core.transformer.enums import AttnMaskType
 from megatron.core.transformer.identity_op import IdentityOp
 from megatron.core.transformer.mlp import MLP, MLPSubmodules
+from megatron.core.transformer.moe.experts import SequentialMLP
+from megatron.core.transformer.moe.moe_layer import MoELayer, MoESubmodules
+from megatron.core.transformer.moe.shared_experts import SharedExpertMLP
 from megatron.core.transformer.transformer_block import TransformerBlockSubmodules, get_num_layers_to_build
-from megatron.core.transformer.transformer_layer import TransformerLayerSubmodules
+from megatron.core.transformer.transformer_layer import TransformerLayerSubmodules, get_transformer_layer_offset
 from torch import Tensor
 
 from grpo_mcore.batching.packed_batch import PackedBatch
@@ -46,17 +49,18 @@ class PolicyModel(GPTModel):
     logprob_chunk: int = 1024
     unpadded_vocab_size: int
 
-    def score(self, batch: PackedBatch) -> Tensor:
+    def score(self, batch: PackedBatch, length: int | None = None) -> Tensor:
         """Last stage: log-prob of every next token, float32 [1, T]; other stages: hidden states for the next one.
 
-        Position t holds the log-prob of token t + 1; positions whose next token is not trained on hold 0.
+        Position t holds the log-prob of token t + 1; positions whose next token is not trained on hold 0. `length`:
+        pad the row to so many tokens (a multiple of what the layout needs).
         """
         tokens, positions = batch.tokens, batch.positions[None]
         targets, wanted = batch.targets(), batch.next_token_counts()
         share, group = None, parallel_state.get_context_parallel_group()
-        if group.size() > 1:
+        if group.size() > 1 or length is not None:
             multiple = self.config.tensor_model_parallel_size if self.config.sequence_parallel else 1
-            share = share_of_row(batch.cu_seqlens, group.rank(), group.size(), multiple)
+            share = share_of_row(batch.cu_seqlens, group.rank(), group.size(), multiple, length or 0)
             tokens, positions, targets, wanted = (
                 take_share(row, share) for row in (tokens, positions, targets, wanted)
             )
@@ -103,12 +107,13 @@ def build_model(shape: ModelShape, layout: Layout, settings: Any, dtype: torch.d
     """
     config = transformer_config(shape, layout, settings, dtype)
     chunks = range(layout.virtual) if layout.virtual > 1 else (None,)
-    return [_build_chunk(shape, layout, config, chunk) for chunk in chunks]
+    return [_build_chunk(shape, layout, config, chunk, settings.freeze_moe_router) for chunk in chunks]
 
 
 def transformer_config(shape: ModelShape, layout: Layout, settings: Any, dtype: torch.dtype) -> TransformerConfig:
     """Megatron-Core's settings of the whole model, shared by all chunks of this rank."""
     fused, recompute = _has_transformer_engine(), settings.activation_checkpointing
+    by_all_gather = shape.experts is not None and settings.moe_token_dispatcher_type == "allgather"
     return TransformerConfig(
         num_layers=shape.num_layers,
         hidden_size=shape.hidden_size,
@@ -144,16 +149,55 @@ def transformer_config(shape: ModelShape, layout: Layout, settings: Any, dtype: 
         perform_initialization=False,
         use_cpu_initialization=not torch.cuda.is_available(),
         calculate_per_token_loss=True,  # the loss arrives normalised by global counts: Megatron-Core must not divide
-        variable_seq_lengths=True,  # bins differ in length, and stay so under pipeline parallelism
-        moe_token_dispatcher_type="alltoall",  # unused; the default refuses variable lengths
+        # Bins differ in length, and stay so under pipeline parallelism. The all-gather of tokens wants rows of one
+        # length: `Policy` pads them, and there are no stages.
+        variable_seq_lengths=not by_all_gather,
+        moe_token_dispatcher_type="allgather" if by_all_gather else "alltoall",
         deallocate_pipeline_outputs=layout.pipeline > 1,
+        # Interleaved stages of two ranks are each other's next and previous one: with one batch of messages for both
+        # directions they would take each other's activations for gradients.
+        batch_p2p_comm=layout.virtual == 1,
+        overlap_p2p_comm=layout.virtual > 1,
         recompute_granularity="full" if recompute else None,
         recompute_method="uniform" if recompute else None,
         recompute_num_layers=1 if recompute else None,
+        **_expert_settings(shape, layout, settings),
     )
 
 
-def _build_chunk(shape: ModelShape, layout: Layout, config: TransformerConfig, chunk: int | None) -> PolicyModel:
+def _expert_settings(shape: ModelShape, layout: Layout, settings: Any) -> dict[str, Any]:
+    """Megatron-Core's settings of the experts; no loss but the policy's own, no token dropped."""
+    experts = shape.experts
+    if experts is None:
+        return {}
+    return {
+        "num_moe_experts": experts.count,
+        "moe_router_topk": experts.active,
+        "moe_ffn_hidden_size": experts.ffn_hidden_size,
+        "moe_layer_freq": [int(shape.is_expert_layer(layer)) for layer in range(shape.num_layers)],
+        "moe_router_pre_softmax": not experts.normalized,  # else softmax over the chosen: the same as normalising them
+        "moe_router_score_function": "sigmoid" if experts.sigmoid else "softmax",
+        "moe_router_enable_expert_bias": experts.sigmoid,
+        "moe_router_bias_update_rate": 0.0,
+        "moe_router_num_groups": experts.groups if experts.groups > 1 else None,
+        "moe_router_group_topk": experts.active_groups if experts.groups > 1 else None,
+        "moe_router_topk_scaling_factor": experts.scaling if experts.scaling != 1.0 else None,
+        "moe_shared_expert_intermediate_size": experts.shared_ffn_hidden_size or None,
+        "moe_router_dtype": settings.moe_router_dtype,
+        "moe_router_load_balancing_type": "none",
+        "moe_aux_loss_coeff": 0.0,
+        "moe_z_loss_coeff": None,
+        "moe_permute_fusion": _has_transformer_engine() and settings.moe_permute_fusion,
+        "expert_model_parallel_size": layout.expert,
+        "expert_tensor_parallel_size": layout.expert_tensor,
+    }
+
+
+
+
+def _build_chunk(
+    shape: ModelShape, layout: Layout, config: TransformerConfig, chunk: int | None, freeze_router: bool
+) -> PolicyModel:
     model = PolicyModel(
         config=config,
         transformer_layer_spec=_block_spec(shape, config, chunk),
@@ -170,6 +214,9 @@ def _build_chunk(shape: ModelShape, layout: Layout, config: TransformerConfig, c
         rope_scaling_factor=shape.rope_scaling_factor or 1.0,
     )
     model.unpadded_vocab_size = shape.vocab_size
+    for name, parameter in model.named_parameters():
+        if freeze_router and name.endswith("mlp.router.weight"):
+            parameter.requires_grad_(False)
     return model
 
 
@@ -185,20 +232,33 @@ def _block_spec(shape: ModelShape, config: TransformerConfig, chunk: int | None)
     attention = SelfAttentionSubmodules(
         linear_qkv=column, core_attention=core, linear_proj=row, q_layernorm=head_norm, k_layernorm=head_norm
     )
-    layer = ModuleSpec(
-        module=TransformerLayer,
-        submodules=TransformerLayerSubmodules(
-            input_layernorm=norm,
-            self_attention=ModuleSpec(
-                module=SelfAttention, params={"attn_mask_type": AttnMaskType.padding_causal}, submodules=attention
-            ),
-            self_attn_bda=get_bias_dropout_add,
-            pre_mlp_layernorm=norm,
-            mlp=ModuleSpec(module=MLP, submodules=MLPSubmodules(linear_fc1=column, linear_fc2=row)),
-            mlp_bda=get_bias_dropout_add,
-        ),
+    mlp = MLPSubmodules(linear_fc1=column, linear_fc2=row)
+    experts = MoESubmodules(
+        experts=ModuleSpec(module=SequentialMLP, submodules=mlp),
+        shared_experts=ModuleSpec(module=SharedExpertMLP, submodules=mlp),
     )
-    return TransformerBlockSubmodules(layer_specs=[layer] * get_num_layers_to_build(config, vp_stage=chunk), layer_norm=norm)
+
+    def layer(index: int) -> ModuleSpec:
+        network = ModuleSpec(module=MLP, submodules=mlp)
+        if shape.is_expert_layer(index):
+            network = ModuleSpec(module=MoELayer, submodules=experts)
+        return ModuleSpec(
+            module=TransformerLayer,
+            submodules=TransformerLayerSubmodules(
+                input_layernorm=norm,
+                self_attention=ModuleSpec(
+                    module=SelfAttention, params={"attn_mask_type": AttnMaskType.padding_causal}, submodules=attention
+                ),
+                self_attn_bda=get_bias_dropout_add,
+                pre_mlp_layernorm=norm,
+                mlp=network,
+                mlp_bda=get_bias_dropout_add,
+            ),
+        )
+
+    first = get_transformer_layer_offset(config, vp_stage=chunk)
+    count = get_num_layers_to_build(config, vp_stage=chunk)
+    return TransformerBlockSubmodules(layer_specs=[layer(first + i) for i in range(count)], layer_norm=norm)
 
 
 def _has_transformer_engine() -> bool:

@@ -15,8 +15,9 @@ import torch
 from torch import Tensor
 
 from grpo_mcore.batching.packed_batch import PackedBatch
-from grpo_mcore.families import check_tensor_parallel, read_hf_config, shape_of
+from grpo_mcore.families import check_fit, read_hf_config, shape_of
 from grpo_mcore.objective import combine_metrics, nonfinite_samples
+from grpo_mcore.parallel.context import padded_length
 from grpo_mcore.parallel.mesh import Address, Layout, LayoutError, join_mesh, leave_mesh
 
 LossFn = Callable[..., tuple[Tensor, Mapping[str, Tensor]]]
@@ -51,7 +52,7 @@ class Policy:
         self.config, self.seed = config, seed
         self.layout = layout_of(config, address.world_size)
         self.shape = shape_of(read_hf_config(config.model_name))
-        check_tensor_parallel(self.shape, self.layout.tensor)
+        check_fit(self.shape, config.megatron_cfg)
         self.device = join_mesh(self.layout, address, seed, timeout_s)
         self.here = self.layout.coordinates(address.rank)
         self.is_last_stage = self.here.pipeline == self.layout.pipeline - 1
@@ -154,10 +155,12 @@ class Policy:
     def _run(self, batches: Sequence[PackedBatch], compute: Callable[..., Any], *, forward_only: bool) -> list[Any]:
         """Megatron-Core's schedule (1F1B with stages) over the micro-batches; results of the last stage, in order."""
         padded = self._fill_schedule(batches)
+        lengths = self._common_lengths(padded)
 
-        def forward_step(iterator: Iterator[PackedBatch], model: Any) -> tuple[Tensor, Callable[..., Any]]:
-            batch = next(iterator).to(self.device)
-            output = _unwrap(model).score(batch)
+        def forward_step(iterator: Iterator[Any], model: Any) -> tuple[Tensor, Callable[..., Any]]:
+            batch, length = next(iterator)
+            batch = batch.to(self.device)
+            output = _unwrap(model).score(batch, length)
 
             def finish(next_token_logprobs: Tensor, non_loss_data: bool = False) -> Any:
                 value, result = compute(batch, batch.to_token_aligned(next_token_logprobs))
@@ -165,7 +168,7 @@ class Policy:
 
             return output, finish
 
-        iterators = [iter(padded) for _ in self.chunks]
+        iterators = [zip(padded, lengths, strict=True) for _ in self.chunks]
         results = self._forward_backward(
             forward_step_func=forward_step,
             data_iterator=iterators if len(iterators) > 1 else iterators[0],
@@ -182,6 +185,18 @@ class Policy:
         up with rows of padding, which train nothing."""
         missing = -len(batches) % self.layout.pipeline if self.layout.virtual > 1 else 0
         return [*batches, *[batches[0].empty_like(self.row_multiple)] * missing]
+
+    def _common_lengths(self, batches: Sequence[PackedBatch]) -> Sequence[int | None]:
+        """The length that the rows of a micro-batch get on all ranks, where experts gather tokens of equal numbers."""
+        if self.shape.experts is None or self.config.megatron_cfg.moe_token_dispatcher_type != "allgather":
+            return [None] * len(batches)
+        multiple = self.layout.tensor if self.layout.sequence_parallel else 1
+        lengths = torch.tensor(
+            [padded_length(batch.cu_seqlens.diff().tolist(), self.layout.context, multiple) for batch in batches],
+            device=self.device,
+        )
+        torch.distributed.all_reduce(lengths, op=torch.distributed.ReduceOp.MAX)
+        return lengths.tolist()
 
     def _refuse_non_finite(self, batches: Sequence[PackedBatch], metrics: Mapping[str, float]) -> None:
         """All ranks leave together: what is not finite on one of them is an error on every one."""

@@ -36,25 +36,47 @@ class ShardedWeights:
         self.shape, self.layout, self.here = shape, layout, here
         self.local: list[tuple[Param, Tensor]] = []
         for chunk in chunks:
-            named = dict(chunk.named_parameters())
+            named, buffers = dict(chunk.named_parameters()), dict(chunk.named_buffers())
             for param in params_of(shape):
                 name = self._local_name(param, chunk)
-                if name in named:
-                    self.local.append((param, named.pop(name)))
+                tensor = (buffers if param.buffer else named).pop(name, None)
+                if tensor is not None:
+                    self.local.append((param, tensor))
             assert not named, f"parameters that the {shape.family} family does not declare: {sorted(named)}"
         for param, tensor in self.local:
             # Megatron-Core marks shards only when it initialises them. Without the mark the gradient norm takes them
             # for copies and counts those of tensor-parallel rank 0 alone.
             tensor.tensor_model_parallel = param.split is not Split.REPLICATED
+            if param.expert is not None:
+                # Reduced over the ranks that hold the same experts. Megatron-Core marks this only under expert
+                # parallelism, but ETP may differ from TP without it. No two ranks that the norm sums over share one.
+                tensor.allreduce, tensor.tensor_model_parallel = False, True
 
     def _local_name(self, param: Param, chunk: torch.nn.Module) -> str | None:
         if param.stage is not Stage.LAYER:
             return param.megatron
         layers = chunk.decoder.layers
-        if not layers:
-            return None
-        at = param.layer - (layers[0].layer_number - 1)
-        return param.megatron.format(layer=at) if 0 <= at < len(layers) else None
+        at = param.layer - (layers[0].layer_number - 1) if layers else -1
+        expert = None
+        if param.expert is not None:
+            on_rank = self.shape.experts.count // self.layout.expert
+            if param.expert // on_rank != self.here.expert:
+                return None
+            expert = param.expert % on_rank
+        return param.megatron.format(layer=at, expert=expert) if 0 <= at < len(layers) else None
+
+    def _split(self, param: Param) -> tuple[int, int]:
+        """(rank, size) of the dimension that the parameter is split over."""
+        if param.expert is not None:
+            return self.here.expert_tensor, self.layout.expert_tensor
+        return self.here.tensor, self.layout.tensor
+
+    def _owns(self, param: Param) -> bool:
+        if param.copy:
+            return False
+        if param.expert is not None:
+            return self.here.expert_copy == 0
+        return not (self.here.data or self.here.context or (param.split is Split.REPLICATED and self.here.tensor))
 
     def slices(self, *, owned_only: bool) -> Iterator[tuple[str, Box, Tensor]]:
         """(Hugging Face name, box in it, the local tensor view that is this slice).
@@ -63,11 +85,9 @@ class ShardedWeights:
         context-parallel rank 0, tensor-parallel rank 0 for replicated tensors, no second homes of tied embeddings.
         """
         for param, tensor in self.local:
-            replicated = param.split is Split.REPLICATED
-            elsewhere = self.here.data or self.here.context or (replicated and self.here.tensor)
-            if owned_only and (elsewhere or param.copy):
+            if owned_only and not self._owns(param):
                 continue
-            for piece in pieces(param, self.shape, self.here.tensor, self.layout.tensor):
+            for piece in pieces(param, self.shape, *self._split(param)):
                 yield piece.hf, piece.hf_box, tensor.detach()[_index(piece.local_box)]
 
     def pieces(self) -> Iterator[tuple[str, Box, Tensor]]:

@@ -17,8 +17,6 @@ NOT_YET: dict[str, tuple[Any, str]] = {
     "policy.offload_optimizer_for_logprob": (False, "offloading the optimizer for the log-prob passes"),
     "policy.dynamic_batching.enabled": (False, "dynamic batching"),
     "policy.router_replay.enabled": (False, "router replay"),
-    "policy.megatron_cfg.expert_model_parallel_size": (1, "expert parallelism"),
-    "policy.megatron_cfg.expert_tensor_parallel_size": (1, "expert parallelism"),
     "policy.megatron_cfg.recompute_granularity": ("full", "selective recomputation"),
     "policy.megatron_cfg.recompute_modules": (None, "selective recomputation"),
     "policy.megatron_cfg.model_overrides": ({}, "overriding the family's Megatron-Core settings"),

@@ -57,6 +57,23 @@ LAYOUTS = (
     LayoutCase("PP2-uneven", pipeline=2, first_stage=1),
 )
 
+MOE_LAYOUTS = (
+    LayoutCase("TP1"),
+    LayoutCase("TP2-SP", tensor=2, sequence_parallel=True),
+    LayoutCase("PP2", pipeline=2),
+    LayoutCase("VPP2", pipeline=2, virtual=2),
+    LayoutCase("CP2", context=2),
+    LayoutCase("EP2", data=2, expert=2),
+    LayoutCase("EP2-allgather", data=2, expert=2, dispatcher="allgather"),
+    LayoutCase("ETP2", tensor=2, sequence_parallel=True, expert_tensor=2),
+    LayoutCase("EP2xTP2-SP", tensor=2, data=2, sequence_parallel=True, expert=2),
+    LayoutCase("EP2xETP2-allgather", tensor=2, data=2, sequence_parallel=True, expert=2, expert_tensor=2,
+               dispatcher="allgather"),
+    LayoutCase("EP2xCP2xDP2", context=2, data=2, expert=2),
+    LayoutCase("EP2xPP2", pipeline=2, data=2, expert=2),
+    LayoutCase("TP2-SPxPP2-EP2", tensor=2, pipeline=2, sequence_parallel=True, expert=2),
+)  # fmt: skip
+
 
 def sequences(vocab_size: int = 131) -> list[torch.Tensor]:
     generator = torch.Generator().manual_seed(7)
