@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
+import functools
 import warnings
+from collections.abc import Iterator
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
@@ -91,12 +94,44 @@ def _state(policy: Any, *, loading: bool) -> dict[str, Any]:
     # Loads on another layout too; one name for a parameter's moments, whichever part of the optimizer has them.
     metadata = {"distrib_optim_sharding_type": "fully_reshardable", "chained_optim_avoid_prefix": True}
     sharded = models["model"] if len(models) == 1 else models
+    with _buckets_in_place(policy.optimizer):
+        optimizer = policy.optimizer.sharded_state_dict(sharded, is_loading=loading, metadata=metadata)
     return {
         **models,
-        "optimizer": policy.optimizer.sharded_state_dict(sharded, is_loading=loading, metadata=metadata),
+        "optimizer": optimizer,
         "scheduler": policy.scheduler.state_dict(),
         "shape": asdict(policy.shape),
     }
+
+
+@contextlib.contextmanager
+def _buckets_in_place(optimizer: Any) -> Iterator[None]:
+    """Puts right where Megatron-Core 0.16 looks for a parameter's state.
+
+    It gathers a buffer's buckets without the padding at their ends, but then cuts parameters out by their places in the
+    padded buffer. With more than one bucket, which tied embeddings on two stages make, it would save shifted values.
+    """
+    parts = optimizer.chained_optimizers
+    for part in parts:
+        part.get_parameter_state_dp_zero = functools.partial(_padded_state, part, part.get_parameter_state_dp_zero)
+    try:
+        yield
+    finally:
+        for part in parts:
+            del part.get_parameter_state_dp_zero  # the class's own is there again
+
+
+def _padded_state(part: Any, gather: Any, **kwargs: Any) -> Any:
+    state = gather(**kwargs)
+    for index, buffer in enumerate(part.buffers) if state is not None else ():
+        (tensors,) = state[index].values()
+        for key in ("param", "exp_avg", "exp_avg_sq"):
+            whole = tensors[key].new_zeros(buffer.numel)
+            sizes = [bucket.numel_unpadded for bucket in buffer.buckets]
+            for bucket, values in zip(buffer.buckets, tensors[key].split(sizes), strict=True):
+                whole[bucket.offset : bucket.offset + len(values)] = values
+            tensors[key] = whole
+    return state
 
 
 def _rng_file() -> str:
