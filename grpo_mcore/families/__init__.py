@@ -6,7 +6,7 @@ import json
 from pathlib import Path
 from typing import Any
 
-from grpo_mcore.families import llama, mixtral, qwen2, qwen3, qwen3_moe
+from grpo_mcore.families import deepseek_v3, llama, mixtral, qwen2, qwen3, qwen3_moe
 from grpo_mcore.families.dense import dense_flops
 from grpo_mcore.families.fits import check_fit
 from grpo_mcore.families.spec import (
@@ -30,6 +30,7 @@ FAMILIES: dict[str, Any] = {
     "llama": llama,
     "qwen3_moe": qwen3_moe,
     "mixtral": mixtral,
+    "deepseek_v3": deepseek_v3,
 }
 
 

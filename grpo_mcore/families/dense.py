@@ -6,11 +6,17 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
-from grpo_mcore.families.spec import ExpertShape, FamilyError, HfTensor, ModelShape, Param, Split, Stage
+from grpo_mcore.families.spec import ExpertShape, FamilyError, HfTensor, LatentShape, ModelShape, Param, Split, Stage
 
 
 def dense_shape(
-    config: dict[str, Any], *, family: str, qkv_bias: bool, qk_norm: bool, experts: ExpertShape | None = None
+    config: dict[str, Any],
+    *,
+    family: str,
+    qkv_bias: bool,
+    qk_norm: bool,
+    experts: ExpertShape | None = None,
+    latent: LatentShape | None = None,
 ) -> ModelShape:
     """ModelShape from a Hugging Face `config.json`. Raises FamilyError for what is not modelled here."""
     required = ("hidden_size", "num_hidden_layers", "num_attention_heads", "intermediate_size", "vocab_size")
@@ -22,14 +28,16 @@ def dense_shape(
     if config.get("use_sliding_window"):
         raise FamilyError("config.json: use_sliding_window true is not supported; full attention only")
     heads = config["num_attention_heads"]
-    theta, scaling = _rope(config)
+    # Latent attention has a scaling of its own, and one head size for queries and keys.
+    theta, scaling = _rope(config) if latent is None else (float(rope_settings(config)["rope_theta"]), None)
+    head_dim = config.get("head_dim") or config["hidden_size"] // heads
     return ModelShape(
         family=family,
         hidden_size=config["hidden_size"],
         num_layers=config["num_hidden_layers"],
         num_heads=heads,
         num_kv_heads=config.get("num_key_value_heads") or heads,
-        head_dim=config.get("head_dim") or config["hidden_size"] // heads,
+        head_dim=head_dim if latent is None else latent.plain_dim + latent.rotary_dim,
         ffn_hidden_size=config["intermediate_size"],
         vocab_size=config["vocab_size"],
         max_positions=config.get("max_position_embeddings", 32768),
@@ -40,14 +48,19 @@ def dense_shape(
         qkv_bias=qkv_bias,
         qk_norm=qk_norm,
         experts=experts,
+        latent=latent,
     )
 
 
-def _rope(config: dict[str, Any]) -> tuple[float, float | None]:
-    """(theta, Llama 3 scaling factor or None), from either way of writing it (`rope_parameters` since 5.0)."""
+def rope_settings(config: dict[str, Any]) -> dict[str, Any]:
+    """Rotary settings, from either way of writing them (`rope_parameters` since transformers 5.0)."""
     rope = {"rope_theta": config.get("rope_theta", 10000.0)}
-    rope |= config.get("rope_scaling") or {}
-    rope |= config.get("rope_parameters") or {}
+    return rope | (config.get("rope_scaling") or {}) | (config.get("rope_parameters") or {})
+
+
+def _rope(config: dict[str, Any]) -> tuple[float, float | None]:
+    """(theta, Llama 3 scaling factor or None)."""
+    rope = rope_settings(config)
     kind = rope.get("rope_type", rope.get("type", "default"))
     if kind == "default":
         return float(rope["rope_theta"]), None
@@ -138,12 +151,24 @@ def mlp_params(layer: Layer, hf: str = "mlp", megatron: str = "mlp", size: int |
 def dense_flops(shape: ModelShape, tokens: int, sum_of_squared_lengths: int) -> float:
     """Multiply-add FLOPs of one forward pass: 2 x weights that a token passes x tokens, plus causal attention's
     2 x 2 x L²/2 x width."""
-    query, key_value = shape.num_heads * shape.head_dim, shape.num_kv_heads * shape.head_dim
-    attention = shape.hidden_size * (2 * query + 2 * key_value)
+    attention, width_of_heads = _attention_weights(shape)
     expert_layers = sum(shape.is_expert_layer(layer) for layer in range(shape.num_layers))
     weights = shape.num_layers * attention + shape.vocab_size * shape.hidden_size
     weights += (shape.num_layers - expert_layers) * 3 * shape.hidden_size * shape.ffn_hidden_size
     if shape.experts is not None:
         width = shape.experts.active * shape.experts.ffn_hidden_size + shape.experts.shared_ffn_hidden_size
         weights += expert_layers * shape.hidden_size * (3 * width + shape.experts.count)
-    return 2.0 * weights * tokens + 2.0 * shape.num_layers * query * sum_of_squared_lengths
+    return 2.0 * weights * tokens + 2.0 * shape.num_layers * width_of_heads * sum_of_squared_lengths
+
+
+def _attention_weights(shape: ModelShape) -> tuple[int, float]:
+    """Weights of one layer's attention, and the mean width of all heads' queries and values."""
+    heads, h, latent = shape.num_heads, shape.hidden_size, shape.latent
+    if latent is None:
+        query, key_value = heads * shape.head_dim, shape.num_kv_heads * shape.head_dim
+        return h * (2 * query + 2 * key_value), query
+    query = heads * shape.head_dim
+    weights = h * query if latent.query_rank is None else latent.query_rank * (h + query)
+    weights += h * (latent.key_value_rank + latent.rotary_dim)
+    weights += latent.key_value_rank * heads * (latent.plain_dim + latent.value_dim) + heads * latent.value_dim * h
+    return weights, (query + heads * latent.value_dim) / 2

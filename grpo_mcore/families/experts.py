@@ -30,6 +30,9 @@ def expert_params(
         h, f = shape.hidden_size, experts.ffn_hidden_size
         router = layer.hf(f"{block}.gate.weight", experts.count, h)
         found = [layer.param("mlp.router.weight", Split.REPLICATED, router)]
+        if experts.sigmoid:
+            bias = layer.hf(f"{block}.gate.e_score_correction_bias", experts.count, float32=True)
+            found.append(layer.param("mlp.router.expert_bias", Split.REPLICATED, bias, buffer=True))
         for index in range(experts.count):
             hf, megatron = f"{block}.experts.{index}", "mlp.experts.local_experts.{expert}"
             gate_up = layer.hf(f"{hf}.{gate}.weight", f, h), layer.hf(f"{hf}.{up}.weight", f, h)
@@ -38,6 +41,9 @@ def expert_params(
                 layer.param(f"{megatron}.linear_fc1.weight", Split.GATE_UP, *gate_up, expert=index),
                 layer.param(f"{megatron}.linear_fc2.weight", Split.COLUMNS, out, expert=index),
             ]
+        if experts.shared_ffn_hidden_size:
+            size = experts.shared_ffn_hidden_size
+            found += mlp_params(layer, f"{block}.shared_experts", "mlp.shared_experts", size)
         return found
 
     return declare

@@ -32,6 +32,30 @@ class ExpertShape:
 
 
 @dataclass(frozen=True)
+class YarnShape:
+    """YaRN scaling of rotary frequencies (arXiv 2309.00071), by the names of the Hugging Face config."""
+
+    factor: float
+    original_positions: int
+    beta_fast: float
+    beta_slow: float
+    mscale: float
+    mscale_all_dim: float
+
+
+@dataclass(frozen=True)
+class LatentShape:
+    """Multi-head latent attention (arXiv 2405.04434, section 2.1): queries, keys and values come from low-rank latents."""
+
+    query_rank: int | None  # None: queries come from the hidden states
+    key_value_rank: int
+    plain_dim: int  # of a query or key head, without position
+    rotary_dim: int  # of a query head, and of the one key part that all heads share
+    value_dim: int
+    yarn: YarnShape | None
+
+
+@dataclass(frozen=True)
 class ModelShape:
     """The sizes of a decoder, as plain values. Sizes are of the whole model, not of one rank."""
 
@@ -51,6 +75,7 @@ class ModelShape:
     qkv_bias: bool
     qk_norm: bool
     experts: ExpertShape | None = None  # of the layers that have experts
+    latent: LatentShape | None = None  # None: grouped-query attention
 
     def is_expert_layer(self, layer: int) -> bool:
         """Whether the layer has experts instead of one feed-forward network."""

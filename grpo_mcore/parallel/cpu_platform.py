@@ -18,8 +18,13 @@ _installed = False
 
 
 def fill_in_transformer_engine() -> None:
-    """Megatron-Core's router looks up a name that it has only with TransformerEngine, on a GPU too."""
+    """Puts right what Megatron-Core takes for granted of TransformerEngine where it is missing, on a GPU too."""
     import megatron.core.transformer.moe.moe_utils as moe_utils
+    import megatron.core.transformer.multi_latent_attention as latent_attention
+
+    if not isinstance(latent_attention.TELinear, type):
+        latent_attention.HAVE_TE = False  # a stand-in of its wrapper makes it True
+    # The router looks up a name that it does not define.
 
     if not hasattr(moe_utils, "te_general_gemm"):
         moe_utils.te_general_gemm = None
@@ -80,7 +85,7 @@ def _on_cpu(factory: Any) -> Any:
         device = kwargs.get("device")
         if device is not None and torch.device(device).type == "cuda":
             kwargs["device"] = _CPU
-            kwargs.pop("pin_memory", None)
+        kwargs.pop("pin_memory", None)
         return factory(*args, **kwargs)
 
     return on_cpu

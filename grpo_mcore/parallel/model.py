@@ -17,7 +17,9 @@ from megatron.core.transformer.mlp import MLP, MLPSubmodules
 from megatron.core.transformer.moe.experts import SequentialMLP
 from megatron.core.transformer.moe.moe_layer import MoELayer, MoESubmodules
 from megatron.core.transformer.moe.shared_experts import SharedExpertMLP
+from megatron.core.transformer.multi_latent_attention import MLASelfAttention, MLASelfAttentionSubmodules
 from megatron.core.transformer.transformer_block import TransformerBlockSubmodules, get_num_layers_to_build
+from megatron.core.transformer.transformer_config import MLATransformerConfig
 from megatron.core.transformer.transformer_layer import TransformerLayerSubmodules, get_transformer_layer_offset
 from torch import Tensor
 
@@ -25,6 +27,7 @@ from grpo_mcore.batching.packed_batch import PackedBatch
 from grpo_mcore.families import ModelShape
 from grpo_mcore.parallel.attention import PackedAttention, describe_row
 from grpo_mcore.parallel.context import join_shares, share_of_row, take_share
+from grpo_mcore.parallel.latent_attention import LatentAttention
 from grpo_mcore.parallel.logprobs import token_logprobs
 from grpo_mcore.parallel.mesh import Layout
 
@@ -114,7 +117,7 @@ def transformer_config(shape: ModelShape, layout: Layout, settings: Any, dtype: 
     """Megatron-Core's settings of the whole model, shared by all chunks of this rank."""
     fused, recompute = _has_transformer_engine(), settings.activation_checkpointing
     by_all_gather = shape.experts is not None and settings.moe_token_dispatcher_type == "allgather"
-    return TransformerConfig(
+    return (MLATransformerConfig if shape.latent else TransformerConfig)(
         num_layers=shape.num_layers,
         hidden_size=shape.hidden_size,
         num_attention_heads=shape.num_heads,
@@ -145,7 +148,7 @@ def transformer_config(shape: ModelShape, layout: Layout, settings: Any, dtype: 
         bias_dropout_fusion=False,
         masked_softmax_fusion=False,
         gradient_accumulation_fusion=fused and settings.gradient_accumulation_fusion,
-        apply_rope_fusion=fused and settings.apply_rope_fusion,
+        apply_rope_fusion=fused and settings.apply_rope_fusion and shape.latent is None,
         perform_initialization=False,
         use_cpu_initialization=not torch.cuda.is_available(),
         calculate_per_token_loss=True,  # the loss arrives normalised by global counts: Megatron-Core must not divide
@@ -162,7 +165,34 @@ def transformer_config(shape: ModelShape, layout: Layout, settings: Any, dtype: 
         recompute_method="uniform" if recompute else None,
         recompute_num_layers=1 if recompute else None,
         **_expert_settings(shape, layout, settings),
+        **_latent_settings(shape),
     )
+
+
+def _latent_settings(shape: ModelShape) -> dict[str, Any]:
+    """Megatron-Core's settings of latent attention."""
+    latent = shape.latent
+    if latent is None:
+        return {}
+    found = {
+        "q_lora_rank": latent.query_rank,
+        "kv_lora_rank": latent.key_value_rank,
+        "qk_head_dim": latent.plain_dim,
+        "qk_pos_emb_head_dim": latent.rotary_dim,
+        "v_head_dim": latent.value_dim,
+        "rotary_base": shape.rope_theta,
+        "rope_type": "yarn" if latent.yarn else "rope",
+    }
+    if latent.yarn is not None:
+        found |= {
+            "rotary_scaling_factor": latent.yarn.factor,
+            "original_max_position_embeddings": latent.yarn.original_positions,
+            "beta_fast": latent.yarn.beta_fast,
+            "beta_slow": latent.yarn.beta_slow,
+            "mscale": latent.yarn.mscale,
+            "mscale_all_dim": latent.yarn.mscale_all_dim,
+        }
+    return found
 
 
 def _expert_settings(shape: ModelShape, layout: Layout, settings: Any) -> dict[str, Any]:
@@ -226,12 +256,29 @@ def _block_spec(shape: ModelShape, config: TransformerConfig, chunk: int | None)
         from megatron.core.extensions import transformer_engine as te
 
         norm, column, row, core = te.TENorm, te.TEColumnParallelLinear, te.TERowParallelLinear, te.TEDotProductAttention
+        down = te.TELinear
     else:
         norm, column, row, core = RMSNorm, ColumnParallelLinear, RowParallelLinear, PackedAttention
-    head_norm = norm if shape.qk_norm else IdentityOp
-    attention = SelfAttentionSubmodules(
-        linear_qkv=column, core_attention=core, linear_proj=row, q_layernorm=head_norm, k_layernorm=head_norm
-    )
+        down = ColumnParallelLinear
+    if shape.latent is None:
+        head_norm = norm if shape.qk_norm else IdentityOp
+        attention_class: type = SelfAttention
+        attention: Any = SelfAttentionSubmodules(
+            linear_qkv=column, core_attention=core, linear_proj=row, q_layernorm=head_norm, k_layernorm=head_norm
+        )
+    else:
+        attention_class = MLASelfAttention if _has_transformer_engine() else LatentAttention
+        attention = MLASelfAttentionSubmodules(
+            linear_q_proj=column,
+            linear_q_down_proj=down,
+            linear_q_up_proj=column,
+            linear_kv_down_proj=down,
+            linear_kv_up_proj=column,
+            core_attention=core,
+            linear_proj=row,
+            q_layernorm=norm,
+            kv_layernorm=norm,
+        )
     mlp = MLPSubmodules(linear_fc1=column, linear_fc2=row)
     experts = MoESubmodules(
         experts=ModuleSpec(module=SequentialMLP, submodules=mlp),
@@ -247,7 +294,7 @@ def _block_spec(shape: ModelShape, config: TransformerConfig, chunk: int | None)
             submodules=TransformerLayerSubmodules(
                 input_layernorm=norm,
                 self_attention=ModuleSpec(
-                    module=SelfAttention, params={"attn_mask_type": AttnMaskType.padding_causal}, submodules=attention
+                    module=attention_class, params={"attn_mask_type": AttnMaskType.padding_causal}, submodules=attention
                 ),
                 self_attn_bda=get_bias_dropout_add,
                 pre_mlp_layernorm=norm,

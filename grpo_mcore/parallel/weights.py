@@ -172,14 +172,23 @@ class _SafetensorsFolder:
         return tensor[_index(box)]
 
 
+def _dtype_of(tensor: HfTensor, dtype: torch.dtype) -> torch.dtype:
+    return torch.float32 if tensor.float32 else dtype
+
+
 def _header(tensors: list[HfTensor], dtype: torch.dtype) -> tuple[bytes, dict[str, tuple[int, int]]]:
     """The safetensors header, padded to 8 bytes, and the byte range of each tensor after it."""
     ranges, at = {}, 0
     for tensor in tensors:
-        ranges[tensor.name] = (at, at + tensor.numel * dtype.itemsize)
+        ranges[tensor.name] = (at, at + tensor.numel * _dtype_of(tensor, dtype).itemsize)
         at = ranges[tensor.name][1]
     entries = {
-        t.name: {"dtype": SAFETENSORS_NAMES[dtype], "shape": t.shape, "data_offsets": ranges[t.name]} for t in tensors
+        t.name: {
+            "dtype": SAFETENSORS_NAMES[_dtype_of(t, dtype)],
+            "shape": t.shape,
+            "data_offsets": ranges[t.name],
+        }
+        for t in tensors
     }
     text = json.dumps({"__metadata__": {"format": "pt"}, **entries}).encode()
     text += b" " * (-len(text) % 8)
@@ -196,7 +205,7 @@ def _create_file(path: Path, tensors: list[HfTensor], dtype: torch.dtype) -> Non
 def _map_file(path: Path, tensors: list[HfTensor], dtype: torch.dtype) -> dict[str, Tensor]:
     header, ranges = _header(tensors, dtype)
     flat = torch.from_file(str(path), shared=True, size=path.stat().st_size, dtype=torch.uint8)[len(header) :]
-    return {t.name: flat[slice(*ranges[t.name])].view(dtype).view(t.shape) for t in tensors}
+    return {t.name: flat[slice(*ranges[t.name])].view(_dtype_of(t, dtype)).view(t.shape) for t in tensors}
 
 
 def _index(box: Box) -> tuple[slice, ...]:

@@ -20,6 +20,7 @@ SIZES: dict[str, Any] = {
 
 CLASSES = {
     "qwen2": "Qwen2", "qwen3": "Qwen3", "llama": "Llama", "qwen3_moe": "Qwen3Moe", "mixtral": "Mixtral",
+    "deepseek_v3": "DeepseekV3",
 }  # fmt: skip
 FAMILY_SIZES: dict[str, dict[str, Any]] = {
     "qwen3": {"head_dim": 32},
@@ -30,6 +31,28 @@ FAMILY_SIZES: dict[str, dict[str, Any]] = {
         "moe_intermediate_size": 48,
         "norm_topk_prob": True,
         "mlp_only_layers": [0],
+    },
+    "deepseek_v3": {
+        "num_key_value_heads": 4,
+        "q_lora_rank": 24,
+        "kv_lora_rank": 16,
+        "qk_nope_head_dim": 16,
+        "qk_rope_head_dim": 8,
+        "v_head_dim": 12,
+        "n_routed_experts": 8,
+        "num_experts_per_tok": 4,
+        "n_group": 4,
+        "topk_group": 2,
+        "moe_intermediate_size": 32,
+        "first_k_dense_replace": 1,
+        "rope_parameters": {
+            "rope_type": "yarn",
+            "rope_theta": 10000.0,
+            "factor": 4.0,
+            "original_max_position_embeddings": 16,
+            "mscale": 1.0,
+            "mscale_all_dim": 0.5,
+        },
     },
     "mixtral": {"num_local_experts": 4, "num_experts_per_tok": 2, "sliding_window": None},
 }
@@ -50,6 +73,9 @@ def make_tiny_model(family: str, folder: Path, *, seed: int = 0, **overrides: An
                 parameter.normal_(0, 0.5)  # a router that is sure of its choice
             else:
                 parameter.normal_(0, 0.08)
+        for name, buffer in model.named_buffers():
+            if name.endswith("e_score_correction_bias"):
+                buffer.normal_(0, 0.1)
     model.save_pretrained(folder)
     return folder
 
