@@ -62,8 +62,7 @@ class PolicyGroup:
         return without_empty_extremes(metrics)
 
     def _speaks(self, rank: int) -> bool:
-        here = self.layout.coordinates(rank)
-        return here.tensor == 0 and here.pipeline == self.layout.pipeline - 1
+        return self.layout.speaks(rank)
 
     def offload(self) -> None:
         self._all("offload", what="moving the policy to the host")

@@ -11,7 +11,7 @@ from grpo_mcore.algorithms.policy_worker import PolicyWorker
 from grpo_mcore.cluster import Cluster, Worker, gather, open_cluster
 from grpo_mcore.cluster.platform import cpu_threads, runs_on_gpu
 from grpo_mcore.environments import create_env_class
-from grpo_mcore.families import ModelShape, check_tensor_parallel, read_hf_config, shape_of
+from grpo_mcore.families import ModelShape, check_fit, read_hf_config, shape_of
 from grpo_mcore.generation import EngineConfig, engine_environment
 from grpo_mcore.objective import ClippedPGLossFn
 from grpo_mcore.parallel.mesh import Layout
@@ -54,7 +54,7 @@ def check_model(config: MasterConfig) -> tuple[str, ModelShape, Layout]:
     folder = model_folder(config.policy.model_name)
     shape = shape_of(read_hf_config(folder))
     layout = layout_of(config.policy, world_size(config))
-    check_tensor_parallel(shape, layout.tensor)
+    check_fit(shape, config.policy.megatron_cfg)
     return folder, shape, layout
 
 

@@ -79,6 +79,16 @@ def _check_experts(shape: ModelShape, megatron: Any) -> None:
             f"{at}moe_token_dispatcher_type allgather wants rows of one length, which pipeline stages do not have; use "
             "alltoall"
         )
+    stages, first = megatron.pipeline_model_parallel_size, megatron.num_layers_in_first_pipeline_stage
+    if stages > 1 and first is None:
+        last = megatron.num_layers_in_last_pipeline_stage
+        first = (shape.num_layers - (last or 0)) // (stages - (last is not None))
+    chunks = megatron.virtual_pipeline_model_parallel_size or 1
+    if stages > 1 and chunks == 1 and not any(shape.is_expert_layer(layer) for layer in range(first)):
+        raise FamilyError(
+            f"{at}num_layers_in_first_pipeline_stage: the {first} layers of the first stage have no experts; it needs at "
+            "least one layer that has, because checkpoints keep the settings of the experts' optimizer there"
+        )
     for name, neutral in (
         ("moe_router_load_balancing_type", "none"),
         ("moe_router_bias_update_rate", 0.0),

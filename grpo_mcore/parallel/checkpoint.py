@@ -76,9 +76,8 @@ def _load_optimizer(optimizer: Any, state: dict[Any, Any]) -> None:
     Megatron-Core 0.16 gives all parameters one shared `step` tensor, which Adam would then count up once for each of
     them, and trips over `step` when it copies the moments. So `step` is taken out, and put back one by one.
     """
-    parts = optimizer.chained_optimizers  # with experts two: theirs is split over other ranks
-    states = [state] if len(parts) == 1 else [state[i] for i in range(len(parts))]
-    for distributed, part in zip(parts, states, strict=True):
+    for index, distributed in enumerate(optimizer.chained_optimizers):
+        part = state[index]
         moments = part.pop("param_state")
         distributed.load_state_dict(part)
         by_param = distributed.optimizer.state.values()
@@ -91,11 +90,12 @@ def _load_optimizer(optimizer: Any, state: dict[Any, Any]) -> None:
 
 def _state(policy: Any, *, loading: bool) -> dict[str, Any]:
     models = {name: chunk.module.sharded_state_dict() for name, chunk in _chunks(policy)}
-    # Loads on another layout too; one name for a parameter's moments, whichever part of the optimizer has them.
-    metadata = {"distrib_optim_sharding_type": "fully_reshardable", "chained_optim_avoid_prefix": True}
+    metadata = {"distrib_optim_sharding_type": "fully_reshardable"}  # loads on another layout too
     sharded = models["model"] if len(models) == 1 else models
+    # One part, or two with experts, whose state is split over other ranks. A stage may have no experts.
+    parts = enumerate(policy.optimizer.chained_optimizers)
     with _buckets_in_place(policy.optimizer):
-        optimizer = policy.optimizer.sharded_state_dict(sharded, is_loading=loading, metadata=metadata)
+        optimizer = {i: part.sharded_state_dict(sharded, is_loading=loading, metadata=metadata) for i, part in parts}
     return {
         **models,
         "optimizer": optimizer,

@@ -6,7 +6,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator
 
-from grpo_mcore.recipe import batch_sizes, not_yet
+from grpo_mcore.recipe import batch_sizes, layout_checks, not_yet
 from grpo_mcore.recipe.data import FILE_DATASETS
 from grpo_mcore.recipe.errors import Finding, in_yaml, nearest
 from grpo_mcore.recipe.master import MasterConfig
@@ -17,6 +17,8 @@ def findings(config: MasterConfig) -> list[Finding]:
     checks = (
         not_yet.find,
         check_layout,
+        layout_checks.check_stages,
+        layout_checks.check_experts,
         check_batches,
         check_lengths,
         check_loss,
@@ -43,6 +45,7 @@ def check_layout(config: MasterConfig) -> Iterator[Finding]:
     layout_keys = (
         at + "tensor_model_parallel_size",
         at + "pipeline_model_parallel_size",
+        at + "context_parallel_size",
         "cluster.gpus_per_node",
         "cluster.num_nodes",
     )

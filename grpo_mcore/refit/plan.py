@@ -110,7 +110,7 @@ class RefitPlan:
 def plan_refit(tensors: Sequence[NamedShape], *, dtype: str, buffer_bytes: int, alignment: int = 512) -> RefitPlan:
     """Pack `tensors` in their order into buckets of at most `buffer_bytes // 2`.
 
-    `dtype`: "bfloat16" or "float32", of the bytes that move. Each tensor starts at a multiple of `alignment`
+    `dtype`: "bfloat16" or "float32", of the bytes that move; a tensor that says it is `float32` moves as it is. Each tensor starts at a multiple of `alignment`
     bytes. Raises RefitError for a tensor larger than half the buffer, a name given twice, or no tensors.
     """
     if not tensors:
@@ -127,7 +127,8 @@ def plan_refit(tensors: Sequence[NamedShape], *, dtype: str, buffer_bytes: int, 
         if tensor.name in seen:
             raise RefitError(f"refit tensor {tensor.name!r} is given twice")
         seen.add(tensor.name)
-        nbytes = math.prod(tensor.shape) * DTYPE_BYTES[dtype]
+        moves_as = "float32" if getattr(tensor, "float32", False) else dtype
+        nbytes = math.prod(tensor.shape) * DTYPE_BYTES[moves_as]
         room = math.ceil(nbytes / alignment) * alignment
         if room > half:
             raise RefitError(
@@ -138,7 +139,7 @@ def plan_refit(tensors: Sequence[NamedShape], *, dtype: str, buffer_bytes: int, 
         if end + room > half:
             buckets.append(Bucket(tuple(open_slots), end))
             open_slots, end = [], 0
-        open_slots.append(Slot(tensor.name, dtype, tuple(tensor.shape), end, nbytes))
+        open_slots.append(Slot(tensor.name, moves_as, tuple(tensor.shape), end, nbytes))
         end += room
     buckets.append(Bucket(tuple(open_slots), end))
     return RefitPlan(tuple(buckets), max(bucket.nbytes for bucket in buckets))

@@ -16,6 +16,9 @@ DENSE = shape_of(
     }
 )  # fmt: skip
 EXPERTS = dataclasses.replace(DENSE, experts=ExpertShape(count=6, active=2, ffn_hidden_size=48))
+SECOND_HALF = dataclasses.replace(
+    DENSE, experts=ExpertShape(count=6, active=2, ffn_hidden_size=48, dense_layers=(0, 1, 2))
+)
 TP, PP, VPP = "tensor_model_parallel_size", "pipeline_model_parallel_size", "virtual_pipeline_model_parallel_size"
 EP, ETP = "expert_model_parallel_size", "expert_tensor_parallel_size"
 FIRST, LAST = "num_layers_in_first_pipeline_stage", "num_layers_in_last_pipeline_stage"
@@ -31,6 +34,7 @@ FIRST, LAST = "num_layers_in_first_pipeline_stage", "num_layers_in_last_pipeline
         (EXPERTS, {EP: 3, ETP: 2}),
         (EXPERTS, {TP: 4, "sequence_parallel": True}),
         (EXPERTS, {"moe_token_dispatcher_type": "allgather"}),
+        (SECOND_HALF, {PP: 2, FIRST: 4}),
     ],
 )
 def test_what_fits(shape: ModelShape, keys: dict) -> None:
@@ -51,6 +55,7 @@ def test_what_fits(shape: ModelShape, keys: dict) -> None:
         (DENSE, {ETP: 2}, "has no experts"),
         (EXPERTS, {EP: 4}, "4 does not divide the 6 experts"),
         (EXPERTS, {ETP: 32}, "does not divide the experts' intermediate size 48"),
+        (SECOND_HALF, {PP: 2}, "the 3 layers of the first stage have no experts"),
         (EXPERTS, {TP: 2}, "sequence_parallel must be true"),
         (EXPERTS, {PP: 2, "moe_token_dispatcher_type": "allgather"}, "use alltoall"),
         (EXPERTS, {"moe_router_load_balancing_type": "aux_loss"}, "not supported; set it to none"),
