@@ -82,4 +82,3 @@ class PolicyGroup:
 
     def _all(self, method: str, *args: Any, what: str) -> list[Any]:
         return call_all(self.cluster, self.workers, method, *args, what=what)
-

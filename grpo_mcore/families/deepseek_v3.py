@@ -17,7 +17,9 @@ def shape(config: dict[str, Any]) -> ModelShape:
     wanted = {"attention_bias": False, "rope_interleave": True, "norm_topk_prob": True, "rms_norm_eps": 1e-6}
     for key, value in wanted.items():
         if config.get(key, value) != value:
-            raise FamilyError(f"config.json: {key} {config[key]!r} is not supported for deepseek_v3 models; only {value}")
+            raise FamilyError(
+                f"config.json: {key} {config[key]!r} is not supported for deepseek_v3 models; only {value}"
+            )
     if config.get("quantization_config"):
         raise FamilyError(
             "config.json: quantization_config of a deepseek_v3 model; convert the checkpoint to bfloat16 first"
@@ -48,9 +50,7 @@ def shape(config: dict[str, Any]) -> ModelShape:
         value_dim=config["v_head_dim"],
         yarn=_yarn(config),
     )
-    return dense_shape(
-        config, family="deepseek_v3", qkv_bias=False, qk_norm=False, experts=experts, latent=latent
-    )
+    return dense_shape(config, family="deepseek_v3", qkv_bias=False, qk_norm=False, experts=experts, latent=latent)
 
 
 def _yarn(config: dict[str, Any]) -> YarnShape | None:

@@ -19,7 +19,7 @@ def expert_count(config: dict[str, Any]) -> int:
 def expert_params(
     *, block: str = "mlp", gate: str = "gate_proj", up: str = "up_proj", down: str = "down_proj"
 ) -> LayerPart:
-    """What declares a layer's experts, by the checkpoint's names for their parts; or its MLP where it has no experts."""
+    """What declares a layer's experts, by the checkpoint's names for their parts; its MLP where it has none."""
 
     def declare(layer: Layer) -> list[Param]:
         shape = layer.shape

@@ -86,8 +86,8 @@ def _check_experts(shape: ModelShape, megatron: Any) -> None:
     chunks = megatron.virtual_pipeline_model_parallel_size or 1
     if stages > 1 and chunks == 1 and not any(shape.is_expert_layer(layer) for layer in range(first)):
         raise FamilyError(
-            f"{at}num_layers_in_first_pipeline_stage: the {first} layers of the first stage have no experts; it needs at "
-            "least one layer that has, because checkpoints keep the settings of the experts' optimizer there"
+            f"{at}num_layers_in_first_pipeline_stage: the {first} layers of the first stage have no experts; it needs "
+            "at least one layer that has, because checkpoints keep the settings of the experts' optimizer there"
         )
     for name, neutral in (
         ("moe_router_load_balancing_type", "none"),

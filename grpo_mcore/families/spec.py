@@ -45,7 +45,7 @@ class YarnShape:
 
 @dataclass(frozen=True)
 class LatentShape:
-    """Multi-head latent attention (arXiv 2405.04434, section 2.1): queries, keys and values come from low-rank latents."""
+    """Multi-head latent attention (arXiv 2405.04434, section 2.1): queries, keys, values come from low-rank latents."""
 
     query_rank: int | None  # None: queries come from the hidden states
     key_value_rank: int
@@ -123,8 +123,9 @@ class Param:
     """One Megatron-Core parameter and the Hugging Face tensors that it is made of.
 
     `megatron` has `{layer}` where the stage-local layer index goes, and `{expert}` where the rank-local index of the
-    expert goes. What belongs to an `expert` is split over the expert-tensor-parallel ranks. `copy` marks a second home of a tensor that
-    another parameter owns (the output layer of tied embeddings on the last stage): loaded, never exported.
+    expert goes. What belongs to an `expert` is split over the expert-tensor-parallel ranks. `copy` marks a second home
+    of a tensor that another parameter owns (the output layer of tied embeddings on the last stage): loaded, never
+    exported.
     """
 
     megatron: str

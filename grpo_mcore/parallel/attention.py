@@ -94,7 +94,9 @@ def bucket_by_length(lengths: Sequence[int], growth: float = 1.25) -> list[list[
 def _fill_buckets(row: PackedRow, spans: list[Span], masked: bool) -> None:
     order = []
     for members in bucket_by_length([span.key_length for span in spans]):
-        query_start, query_length, key_start, key_length = torch.tensor([spans[i] for i in members]).unsqueeze(-1).unbind(1)
+        query_start, query_length, key_start, key_length = (
+            torch.tensor([spans[i] for i in members]).unsqueeze(-1).unbind(1)
+        )
         query, key = torch.arange(int(query_length.max())), torch.arange(int(key_length.max()))
         # Padded positions repeat the last token: causal attention never lets a real token see them.
         queries = query_start + torch.minimum(query, query_length - 1)

@@ -39,9 +39,7 @@ class ContextShare:
     row, and its length up to the end of the chunk."""
 
 
-def share_of_row(
-    cu_seqlens: Tensor, rank: int, size: int, multiple: int = 1, length: int = 0
-) -> ContextShare:
+def share_of_row(cu_seqlens: Tensor, rank: int, size: int, multiple: int = 1, length: int = 0) -> ContextShare:
     """The part of context-parallel rank `rank` of `size`, of a multiple of `multiple` tokens.
 
     cu_seqlens: int32 [n + 1] of the row. What is missing to the multiple, and to `length` tokens of the padded row, is

@@ -223,8 +223,6 @@ def _expert_settings(shape: ModelShape, layout: Layout, settings: Any) -> dict[s
     }
 
 
-
-
 def _build_chunk(
     shape: ModelShape, layout: Layout, config: TransformerConfig, chunk: int | None, freeze_router: bool
 ) -> PolicyModel:

@@ -30,7 +30,9 @@ def wrap_model(model: Module, ddp: Any) -> DistributedDataParallel:
     )
 
 
-def build_optimizer(chunks: list[DistributedDataParallel], config: Any, *, bf16: bool, clip_grad: float) -> MegatronOptimizer:
+def build_optimizer(
+    chunks: list[DistributedDataParallel], config: Any, *, bf16: bool, clip_grad: float
+) -> MegatronOptimizer:
     """The distributed optimizer over the model chunks. `config`: policy.megatron_cfg.optimizer."""
     return get_megatron_optimizer(
         OptimizerConfig(

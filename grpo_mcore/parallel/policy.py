@@ -290,7 +290,8 @@ def layout_of(config: Any, world_size: int) -> Layout:
     copy = tensor * pipeline * context
     if world_size % copy:
         raise LayoutError(
-            f"{world_size} policy ranks are not TP {tensor} x PP {pipeline} x CP {context} x DP; {copy} must divide them"
+            f"{world_size} policy ranks are not TP {tensor} x PP {pipeline} x CP {context} x DP; "
+            f"{copy} must divide them"
         )
     layout = Layout(
         tensor,
@@ -304,8 +305,8 @@ def layout_of(config: Any, world_size: int) -> Layout:
     )
     if layout.stage_size % (layout.expert * layout.expert_tensor):
         raise LayoutError(
-            f"the {layout.stage_size} ranks of a pipeline stage (TP {tensor} x CP {context} x DP {layout.data}) are not "
-            f"EP {layout.expert} x ETP {layout.expert_tensor} x copies of the experts; "
+            f"the {layout.stage_size} ranks of a pipeline stage (TP {tensor} x CP {context} x DP {layout.data}) are "
+            f"not EP {layout.expert} x ETP {layout.expert_tensor} x copies of the experts; "
             f"{layout.expert * layout.expert_tensor} must divide them"
         )
     return layout

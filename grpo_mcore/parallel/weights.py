@@ -29,9 +29,7 @@ class WeightsError(ValueError):
 class ShardedWeights:
     """This rank's parameters, each with the Hugging Face slices that it holds."""
 
-    def __init__(
-        self, chunks: Sequence[torch.nn.Module], shape: ModelShape, layout: Layout, here: Coordinates
-    ) -> None:
+    def __init__(self, chunks: Sequence[torch.nn.Module], shape: ModelShape, layout: Layout, here: Coordinates) -> None:
         """`chunks`: this rank's model chunks, one unless the pipeline is interleaved."""
         self.shape, self.layout, self.here = shape, layout, here
         self.local: list[tuple[Param, Tensor]] = []
@@ -210,5 +208,3 @@ def _map_file(path: Path, tensors: list[HfTensor], dtype: torch.dtype) -> dict[s
 
 def _index(box: Box) -> tuple[slice, ...]:
     return tuple(slice(start, stop) for start, stop in box)
-
-

@@ -102,8 +102,8 @@ class MegatronConfig(Section):
     context_parallel_size: Positive = 1
     """Ranks that share each sequence (CP): each computes two chunks of it, one from the front and one from the back."""
     expert_model_parallel_size: Positive = 1
-    """Ranks that share the experts of a layer (EP). They are the ranks of a pipeline stage, dealt out anew: EP x ETP must
-    divide TP x CP x DP."""
+    """Ranks that share the experts of a layer (EP). They are the ranks of a pipeline stage, dealt out anew: EP x ETP
+    must divide TP x CP x DP."""
     expert_tensor_parallel_size: Positive = 1
     """Ranks that share each expert (ETP)."""
     num_layers_in_first_pipeline_stage: Positive | None = None

@@ -110,8 +110,9 @@ class RefitPlan:
 def plan_refit(tensors: Sequence[NamedShape], *, dtype: str, buffer_bytes: int, alignment: int = 512) -> RefitPlan:
     """Pack `tensors` in their order into buckets of at most `buffer_bytes // 2`.
 
-    `dtype`: "bfloat16" or "float32", of the bytes that move; a tensor that says it is `float32` moves as it is. Each tensor starts at a multiple of `alignment`
-    bytes. Raises RefitError for a tensor larger than half the buffer, a name given twice, or no tensors.
+    `dtype`: "bfloat16" or "float32", of the bytes that move; a tensor that says it is `float32` moves as it is.
+    Each tensor starts at a multiple of `alignment` bytes. Raises RefitError for a tensor larger than half the buffer, a
+    name given twice, or no tensors.
     """
     if not tensors:
         raise RefitError("nothing to refit: the plan was asked for no tensors")

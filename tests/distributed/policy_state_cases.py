@@ -68,9 +68,7 @@ def reference_after_training(address: Address, model: str, case: LayoutCase) -> 
 
 
 def bfloat16_logprobs(address: Address, model: str, case: LayoutCase) -> dict[int, torch.Tensor]:
-    policy = Policy(
-        policy_config(model, case, precision="bfloat16"), address, seed=1, timeout_s=60, reference=False
-    )
+    policy = Policy(policy_config(model, case, precision="bfloat16"), address, seed=1, timeout_s=60, reference=False)
     batches = micro_batches(policy)
     return {
         int(name): part

@@ -20,14 +20,10 @@ def models(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
 
 @pytest.mark.parametrize("family", ["qwen3", "qwen3_moe"])
 @pytest.mark.parametrize("context", [1, 2])
-def test_another_sequence_changes_nothing(
-    ranks: RankPool, models: dict[str, Path], family: str, context: int
-) -> None:
+def test_another_sequence_changes_nothing(ranks: RankPool, models: dict[str, Path], family: str, context: int) -> None:
     case = LayoutCase(f"CP{context}", context=context)
     target = "tests.distributed.boundary_cases:score_and_differentiate"
-    before, after = (
-        ranks.run(case.world_size, target, str(models[family]), case, change) for change in (False, True)
-    )
+    before, after = (ranks.run(case.world_size, target, str(models[family]), case, change) for change in (False, True))
     # The products of an expert's weights go over the tokens routed to it, of every sequence: their number changes how
     # they are summed, in the last bit.
     tolerance = 0.0 if family == "qwen3" else 1e-6

@@ -76,9 +76,7 @@ def test_a_checkpoint_loads_on_another_layout(
 
 
 def test_a_frozen_router_stays(ranks: RankPool, models: dict[str, str]) -> None:
-    for routers_moved, others_moved in ranks.run(
-        2, f"{CASES}:train_with_a_frozen_router", models["qwen3_moe"], EP2
-    ):
+    for routers_moved, others_moved in ranks.run(2, f"{CASES}:train_with_a_frozen_router", models["qwen3_moe"], EP2):
         assert others_moved and not routers_moved
 
 
