@@ -6,14 +6,16 @@ import json
 from pathlib import Path
 from typing import Any
 
-from grpo_mcore.families import deepseek_v3, llama, mixtral, qwen2, qwen3, qwen3_moe
+from grpo_mcore.families import deepseek_v3, llama, mixtral, nemotron_h, qwen2, qwen3, qwen3_moe
 from grpo_mcore.families.dense import dense_flops
 from grpo_mcore.families.fits import check_fit
 from grpo_mcore.families.spec import (
+    Block,
     Box,
     ExpertShape,
     FamilyError,
     HfTensor,
+    MambaShape,
     ModelShape,
     Param,
     Piece,
@@ -31,6 +33,7 @@ FAMILIES: dict[str, Any] = {
     "qwen3_moe": qwen3_moe,
     "mixtral": mixtral,
     "deepseek_v3": deepseek_v3,
+    "nemotron_h": nemotron_h,
 }
 
 
@@ -59,7 +62,8 @@ def params_of(shape: ModelShape) -> tuple[Param, ...]:
 
 def forward_flops(shape: ModelShape, lengths: list[int]) -> float:
     """FLOPs of one forward pass over sequences of these lengths."""
-    return dense_flops(shape, sum(lengths), sum(length * length for length in lengths))
+    flops = getattr(FAMILIES[shape.family], "flops", dense_flops)
+    return flops(shape, sum(lengths), sum(length * length for length in lengths))
 
 
 def parameter_count(shape: ModelShape) -> int:
@@ -68,7 +72,7 @@ def parameter_count(shape: ModelShape) -> int:
 
 
 __all__ = [
-    "FAMILIES", "Box", "ExpertShape", "FamilyError", "HfTensor", "ModelShape", "Param", "Piece", "Split", "Stage",
-    "check_fit", "check_tensor_parallel", "forward_flops", "local_shape", "parameter_count", "params_of", "pieces",
-    "read_hf_config", "shape_of",
+    "FAMILIES", "Block", "Box", "ExpertShape", "FamilyError", "HfTensor", "MambaShape", "ModelShape", "Param", "Piece",
+    "Split", "Stage", "check_fit", "check_tensor_parallel", "forward_flops", "local_shape", "parameter_count",
+    "params_of", "pieces", "read_hf_config", "shape_of",
 ]  # fmt: skip

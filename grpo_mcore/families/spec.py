@@ -55,6 +55,38 @@ class LatentShape:
     yarn: YarnShape | None
 
 
+class Block(Enum):
+    """What a layer of a hybrid model is."""
+
+    MAMBA = "mamba"
+    ATTENTION = "attention"
+    MLP = "mlp"
+    EXPERTS = "experts"
+
+
+@dataclass(frozen=True)
+class MambaShape:
+    """A Mamba2 mixer (arXiv 2405.21060)."""
+
+    heads: int
+    head_dim: int
+    groups: int  # of heads that share B and C
+    state_size: int
+    kernel: int  # tokens that the convolution sees
+    chunk: int  # tokens that the scan computes at once
+    min_step: float  # lower bound of the time step
+
+    @property
+    def inner(self) -> int:
+        """Width of all heads."""
+        return self.heads * self.head_dim
+
+    @property
+    def convolved(self) -> int:
+        """Channels of the convolution: x, B and C."""
+        return self.inner + 2 * self.groups * self.state_size
+
+
 @dataclass(frozen=True)
 class ModelShape:
     """The sizes of a decoder, as plain values. Sizes are of the whole model, not of one rank."""
@@ -69,13 +101,15 @@ class ModelShape:
     vocab_size: int
     max_positions: int
     norm_eps: float
-    rope_theta: float
+    rope_theta: float | None  # None: attention without positions
     rope_scaling_factor: float | None  # Llama 3 frequency scaling; None is plain RoPE
     tied_embeddings: bool
     qkv_bias: bool
     qk_norm: bool
     experts: ExpertShape | None = None  # of the layers that have experts
     latent: LatentShape | None = None  # None: grouped-query attention
+    blocks: tuple[Block, ...] = ()  # of a hybrid model: what each layer is; its networks have squared ReLU and no gate
+    mamba: MambaShape | None = None  # of the layers that are a Mamba2 mixer
 
     def is_expert_layer(self, layer: int) -> bool:
         """Whether the layer has experts instead of one feed-forward network."""
@@ -209,6 +243,11 @@ def _qkv_pieces(
 
 def check_tensor_parallel(shape: ModelShape, tp_size: int) -> None:
     """Raises FamilyError when `tp_size` divides not the heads, the key-value heads or the feed-forward size."""
+    if shape.mamba is not None and tp_size > 1:
+        raise FamilyError(
+            f"policy.megatron_cfg.tensor_model_parallel_size {tp_size}: a {shape.family} model's Mamba2 mixers are not "
+            "split over tensor-parallel ranks; set it to 1"
+        )
     sizes = {"num_attention_heads": shape.num_heads, "num_key_value_heads": shape.num_kv_heads}
     if not shape.experts or shape.experts.dense_layers:
         sizes["intermediate_size"] = shape.ffn_hidden_size

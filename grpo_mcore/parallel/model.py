@@ -6,6 +6,7 @@ from typing import Any
 
 import torch
 from megatron.core import parallel_state, tensor_parallel
+from megatron.core.activations import squared_relu
 from megatron.core.fusions.fused_bias_dropout import get_bias_dropout_add
 from megatron.core.models.gpt import GPTModel
 from megatron.core.tensor_parallel import ColumnParallelLinear, RowParallelLinear
@@ -24,11 +25,12 @@ from megatron.core.transformer.transformer_layer import TransformerLayerSubmodul
 from torch import Tensor
 
 from grpo_mcore.batching.packed_batch import PackedBatch
-from grpo_mcore.families import ModelShape
+from grpo_mcore.families import Block, ModelShape
 from grpo_mcore.parallel.attention import PackedAttention, describe_row
 from grpo_mcore.parallel.context import join_shares, share_of_row, take_share
 from grpo_mcore.parallel.latent_attention import LatentAttention
 from grpo_mcore.parallel.logprobs import token_logprobs
+from grpo_mcore.parallel.mamba import MambaMixer
 from grpo_mcore.parallel.mesh import Layout
 
 
@@ -129,8 +131,9 @@ def transformer_config(shape: ModelShape, layout: Layout, settings: Any, dtype: 
         qk_layernorm=shape.qk_norm,
         add_bias_linear=False,
         add_qkv_bias=shape.qkv_bias,
-        gated_linear_unit=True,
-        activation_func=torch.nn.functional.silu,
+        gated_linear_unit=not shape.blocks,
+        activation_func=squared_relu if shape.blocks else torch.nn.functional.silu,
+        hetereogenous_dist_checkpoint=bool(shape.blocks),
         hidden_dropout=0.0,
         attention_dropout=0.0,
         tensor_model_parallel_size=layout.tensor,
@@ -236,8 +239,8 @@ def _build_chunk(
         vp_stage=chunk,
         parallel_output=True,
         share_embeddings_and_output_weights=shape.tied_embeddings,
-        position_embedding_type="rope",
-        rotary_base=shape.rope_theta,
+        position_embedding_type="none" if shape.rope_theta is None else "rope",
+        rotary_base=shape.rope_theta or 10000,
         rope_scaling=shape.rope_scaling_factor is not None,
         rope_scaling_factor=shape.rope_scaling_factor or 1.0,
     )
@@ -283,23 +286,23 @@ def _block_spec(shape: ModelShape, config: TransformerConfig, chunk: int | None)
         shared_experts=ModuleSpec(module=SharedExpertMLP, submodules=mlp),
     )
 
+    core_part = ModuleSpec(
+        module=attention_class, params={"attn_mask_type": AttnMaskType.padding_causal}, submodules=attention
+    )
+
     def layer(index: int) -> ModuleSpec:
         network = ModuleSpec(module=MLP, submodules=mlp)
         if shape.is_expert_layer(index):
             network = ModuleSpec(module=MoELayer, submodules=experts)
-        return ModuleSpec(
-            module=TransformerLayer,
-            submodules=TransformerLayerSubmodules(
-                input_layernorm=norm,
-                self_attention=ModuleSpec(
-                    module=attention_class, params={"attn_mask_type": AttnMaskType.padding_causal}, submodules=attention
-                ),
-                self_attn_bda=get_bias_dropout_add,
-                pre_mlp_layernorm=norm,
-                mlp=network,
-                mlp_bda=get_bias_dropout_add,
-            ),
-        )
+        mixer = core_part
+        block = shape.blocks[index] if shape.blocks else None
+        if block is Block.MAMBA:
+            mixer = ModuleSpec(module=MambaMixer, params={"mamba": shape.mamba})
+        first = {"input_layernorm": norm, "self_attention": mixer, "self_attn_bda": get_bias_dropout_add}
+        second = {"pre_mlp_layernorm": norm, "mlp": network, "mlp_bda": get_bias_dropout_add}
+        if block is not None:  # one part alone is the layer
+            first, second = (first, {}) if block in (Block.MAMBA, Block.ATTENTION) else ({}, second)
+        return ModuleSpec(module=TransformerLayer, submodules=TransformerLayerSubmodules(**first, **second))
 
     first = get_transformer_layer_offset(config, vp_stage=chunk)
     count = get_num_layers_to_build(config, vp_stage=chunk)

@@ -22,11 +22,17 @@ MOE: dict[str, dict[str, Any]] = {
     "mixtral": {"tie_word_embeddings": True},
     "deepseek_v3": {"tie_word_embeddings": False},
 }
-FAMILIES = DENSE | MOE
+HYBRID: dict[str, dict[str, Any]] = {"nemotron_h": {}, "nemotron_h_moe": {}}
+FAMILIES = DENSE | MOE | HYBRID
+LIKE_ANOTHER = ("qwen2", "llama", "mixtral", "nemotron_h")
+FEW = ("TP1", "TP2", "TP2-SP", "PP2", "CP2", "TP2xPP2", "PP2xCP2", "ETP2", "EP2xPP2")
 
 
 def layouts_of(family: str) -> tuple[LayoutCase, ...]:
-    return MOE_LAYOUTS if family in MOE else LAYOUTS
+    """All that the family allows; of families that differ from another one in little, one for each dimension."""
+    layouts = MOE_LAYOUTS if family in MOE or family == "nemotron_h_moe" else LAYOUTS
+    allowed = tuple(case for case in layouts if family not in HYBRID or case.tensor == 1)
+    return tuple(case for case in allowed if case.name in FEW) if family in LIKE_ANOTHER else allowed
 
 
 def reference(family: str, folder: Path) -> tuple[Path, dict[int, torch.Tensor], dict[str, torch.Tensor]]:

@@ -29,7 +29,7 @@ CP2_DP2_EP2 = LayoutCase("CP2xDP2-EP2", context=2, data=2, expert=2)
 def models(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
     return {
         family: str(make_tiny_model(family, tmp_path_factory.mktemp(family), tie_word_embeddings=True))
-        for family in ("qwen3", "qwen3_moe", "mixtral", "deepseek_v3")
+        for family in ("qwen3", "qwen3_moe", "mixtral", "deepseek_v3", "nemotron_h_moe")
     }
 
 
@@ -61,6 +61,7 @@ def test_a_loaded_checkpoint_goes_on_as_if_nothing_had_happened(
         ("qwen3_moe", EP2, ETP2),
         ("qwen3_moe", EP2_PP2, TP1),
         ("deepseek_v3", EP2_PP2, ETP2),
+        ("nemotron_h_moe", EP2_PP2, CP2),
     ],
     ids=lambda value: value if isinstance(value, str) else value.name,
 )
@@ -97,6 +98,7 @@ def test_a_checkpoint_of_another_model_is_refused(ranks: RankPool, model: str, t
         ("qwen3_moe", CP2_DP2_EP2),
         ("mixtral", EP2_ETP2),
         ("deepseek_v3", EP2_ETP2),
+        ("nemotron_h_moe", EP2_PP2),
     ],
     ids=lambda value: value if isinstance(value, str) else value.name,
 )

@@ -21,7 +21,18 @@ SIZES: dict[str, Any] = {
 CLASSES = {
     "qwen2": "Qwen2", "qwen3": "Qwen3", "llama": "Llama", "qwen3_moe": "Qwen3Moe", "mixtral": "Mixtral",
     "deepseek_v3": "DeepseekV3",
+    "nemotron_h": "NemotronH",
+    "nemotron_h_moe": "NemotronH",
 }  # fmt: skip
+NEMOTRON = {
+    "num_hidden_layers": None,
+    "head_dim": 16,
+    "ssm_state_size": 8,
+    "mamba_num_heads": 8,
+    "mamba_head_dim": 8,
+    "n_groups": 2,
+    "chunk_size": 8,
+}
 FAMILY_SIZES: dict[str, dict[str, Any]] = {
     "qwen3": {"head_dim": 32},
     "qwen3_moe": {
@@ -54,6 +65,16 @@ FAMILY_SIZES: dict[str, dict[str, Any]] = {
             "mscale_all_dim": 0.5,
         },
     },
+    "nemotron_h": NEMOTRON | {"layers_block_type": ["linear_attention", "mlp", "full_attention", "linear_attention"]},
+    "nemotron_h_moe": NEMOTRON
+    | {
+        "layers_block_type": ["linear_attention", "moe", "full_attention", "moe"],
+        "n_routed_experts": 4,
+        "num_experts_per_tok": 2,
+        "moe_intermediate_size": 32,
+        "moe_shared_expert_intermediate_size": 48,
+        "routed_scaling_factor": 1.5,
+    },
     "mixtral": {"num_local_experts": 4, "num_experts_per_tok": 2, "sliding_window": None},
 }
 
@@ -71,6 +92,8 @@ def make_tiny_model(family: str, folder: Path, *, seed: int = 0, **overrides: An
                 parameter.uniform_(0.5, 1.5)
             elif name.endswith("gate.weight"):
                 parameter.normal_(0, 0.5)  # a router that is sure of its choice
+            elif "conv1d" in name:
+                parameter.normal_(0, 0.4)
             else:
                 parameter.normal_(0, 0.08)
         for name, buffer in model.named_buffers():
@@ -85,6 +108,8 @@ def checkpoint_gradients(family: str, network: torch.nn.Module) -> dict[str, tor
     block, gate, up, down = "mlp", "gate_proj", "up_proj", "down_proj"
     if family == "mixtral":
         block, gate, up, down = "block_sparse_moe", "w1", "w3", "w2"
+    if family.startswith("nemotron_h"):
+        return _nemotron_gradients(network)
     found = {}
     for name, parameter in network.named_parameters():
         gradient = parameter.grad
@@ -101,4 +126,17 @@ def checkpoint_gradients(family: str, network: torch.nn.Module) -> dict[str, tor
             found[f"{layer}.{block}.{rest}"] = gradient
         else:
             found[name] = gradient
+    return found
+
+
+def _nemotron_gradients(network: torch.nn.Module) -> dict[str, torch.Tensor]:
+    found = {}
+    for name, parameter in network.named_parameters():
+        name = name.replace("model.", "backbone.", 1)
+        if ".experts." in name:
+            found |= {
+                name.replace("experts", f"experts.{i}") + ".weight": part for i, part in enumerate(parameter.grad)
+            }
+        else:
+            found[name] = parameter.grad
     return found
