@@ -77,7 +77,9 @@ def check_batches(config: MasterConfig) -> Iterator[Finding]:
     gbs_key, cluster_keys = "policy.train_global_batch_size", ("cluster.gpus_per_node", "cluster.num_nodes")
     gbs, dp = policy.train_global_batch_size, max(batch_sizes.data_parallel_size(config), 1)
     samples = batch_sizes.samples_per_step(config) if runs_grpo(config) else gbs
-    product = f"{grpo.num_prompts_per_step} prompts x {grpo.num_generations_per_prompt} generations = {samples}"
+    product = (
+        f"{grpo.num_prompts_per_step} prompts x {grpo.num_generations_per_prompt} generations = {samples}"
+    )
     if samples % gbs:
         yield Finding(
             (gbs_key, "grpo.num_prompts_per_step", "grpo.num_generations_per_prompt"),
@@ -111,7 +113,9 @@ def _advice(config: MasterConfig, dp: int) -> str:
         return f"nearest train_global_batch_size that does: {_either(_multiples_around(gbs, dp))}"
     sizes = [size for size in _divisors(batch_sizes.samples_per_step(config)) if size % dp == 0]
     unit = gbs if gbs % dp == 0 else dp
-    prompts = _multiples_around(grpo.num_prompts_per_step, unit // math.gcd(unit, grpo.num_generations_per_prompt))
+    prompts = _multiples_around(
+        grpo.num_prompts_per_step, unit // math.gcd(unit, grpo.num_generations_per_prompt)
+    )
     parts = [f"nearest train_global_batch_size that does: {_either(_around(gbs, sizes))}"] if sizes else []
     if unit == gbs or not sizes:
         parts.append(f"nearest num_prompts_per_step: {_either(prompts)}")
@@ -174,7 +178,9 @@ def check_loss(config: MasterConfig) -> Iterator[Finding]:
             )
     elif high is not None or low is not None:
         name = "truncated_importance_sampling_ratio" + ("_min" if high is None else "")
-        yield Finding((at + name, kind_key), "has no effect without truncated_importance_sampling_type (such as tis)")
+        yield Finding(
+            (at + name, kind_key), "has no effect without truncated_importance_sampling_type (such as tis)"
+        )
     if high is not None and low is not None and low > high:
         yield Finding(
             (at + "truncated_importance_sampling_ratio_min", at + "truncated_importance_sampling_ratio"),
@@ -256,14 +262,20 @@ def check_data(config: MasterConfig) -> Iterator[Finding]:
         for position, entry in enumerate(entries):
             at = f"data.{part}.{position}."
             if entry.dataset_name in FILE_DATASETS and not entry.data_path:
-                yield Finding((at + "data_path", at + "dataset_name"), f"{entry.dataset_name} needs a data_path")
+                yield Finding(
+                    (at + "data_path", at + "dataset_name"), f"{entry.dataset_name} needs a data_path"
+                )
             if entry.env_name is None and runs_grpo(config) and len(config.env) > 1:
-                yield Finding((at + "env_name", f"data.{part}"), f"which of env scores it: {', '.join(config.env)}?")
+                yield Finding(
+                    (at + "env_name", f"data.{part}"), f"which of env scores it: {', '.join(config.env)}?"
+                )
             if entry.env_name is not None and entry.env_name not in config.env:
                 near = nearest(entry.env_name, config.env)
                 hint = f"; nearest: {near}" if near else ""
                 known = ", ".join(config.env) or "nothing"
-                yield Finding((at + "env_name",), f"{in_yaml(entry.env_name)} is not in env, which has {known}{hint}")
+                yield Finding(
+                    (at + "env_name",), f"{in_yaml(entry.env_name)} is not in env, which has {known}{hint}"
+                )
 
 
 def _divisors(number: int) -> list[int]:

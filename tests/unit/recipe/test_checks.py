@@ -99,7 +99,10 @@ def test_sft_has_no_rollout_batch(load, problems) -> None:
         ),
         (
             ["policy.megatron_cfg.sequence_parallel=true"],
-            ["policy.megatron_cfg.sequence_parallel: sequence parallelism needs tensor_model_parallel_size above 1"],
+            [
+                "policy.megatron_cfg.sequence_parallel: sequence parallelism needs "
+                "tensor_model_parallel_size above 1"
+            ],
         ),
         (
             ["policy.megatron_cfg.num_layers_in_first_pipeline_stage=3"],
@@ -146,7 +149,10 @@ def test_sft_has_no_rollout_batch(load, problems) -> None:
         ),
         (
             ["policy.generation.max_new_tokens=600"],
-            ["policy.generation.max_new_tokens: 600 tokens are more than policy.max_total_sequence_length = 512"],
+            [
+                "policy.generation.max_new_tokens: 600 tokens are more than "
+                "policy.max_total_sequence_length = 512"
+            ],
         ),
         (
             ["policy.sequence_packing.train_mb_tokens=511"],
@@ -215,7 +221,10 @@ def test_sft_has_no_rollout_batch(load, problems) -> None:
         (["loss_fn.ratio_clip_c=1"], ["must be above 1, got 1"]),
         (
             ["loss_fn.force_on_policy_ratio=true", "policy.train_global_batch_size=256"],
-            ["loss_fn.force_on_policy_ratio: needs one optimizer step a step: train_global_batch_size 512, got 256"],
+            [
+                "loss_fn.force_on_policy_ratio: needs one optimizer step a step: train_global_batch_size "
+                "512, got 256"
+            ],
         ),
         (["grpo.num_generations_per_prompt=1", "policy.train_global_batch_size=32"], ["a group of 1"]),
         (
