@@ -31,7 +31,7 @@ def shape(config: dict[str, Any]) -> ModelShape:
     wanted = {
         "attention_bias": False, "mlp_bias": False, "use_bias": False, "mamba_proj_bias": False, "use_conv_bias": True,
         "mlp_hidden_act": "relu2", "mamba_hidden_act": "silu", "sliding_window": None, "moe_latent_size": None,
-        "residual_in_fp32": False, "norm_topk_prob": True,
+        "residual_in_fp32": False, "norm_topk_prob": True, "tie_word_embeddings": False,
     }  # fmt: skip
     for key, value in wanted.items():
         if config.get(key, value) != value:

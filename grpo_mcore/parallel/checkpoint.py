@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import json
 import warnings
 from collections.abc import Iterator
 from dataclasses import asdict
@@ -35,8 +36,10 @@ def load_checkpoint(policy: Any, folder: Path) -> None:
 
     if not (folder / "metadata.json").is_file():
         raise CheckpointError(f"{folder} is no policy checkpoint: metadata.json is missing")
-    saved, here = dist_checkpointing.load_common_state_dict(str(folder))["shape"], asdict(policy.shape)
-    if different := {key: (saved[key], here[key]) for key in here if saved.get(key) != here[key]}:
+    saved, here = dist_checkpointing.load_common_state_dict(str(folder))["shape"], _plain_shape(policy)
+    if different := {
+        key: (saved.get(key), here[key]) for key in here if (saved.get(key) or None) != (here[key] or None)
+    }:
         raise CheckpointError(f"{folder} holds another model; saved and present values: {different}")
     _make_moments(policy.optimizer)
     state = dist_checkpointing.load(_state(policy, loading=True), str(folder))
@@ -100,8 +103,13 @@ def _state(policy: Any, *, loading: bool) -> dict[str, Any]:
         **models,
         "optimizer": optimizer,
         "scheduler": policy.scheduler.state_dict(),
-        "shape": asdict(policy.shape),
+        "shape": _plain_shape(policy),
     }
+
+
+def _plain_shape(policy: Any) -> dict[str, Any]:
+    """The model's sizes as plain values: the checkpoint's settings are read without executing anything."""
+    return json.loads(json.dumps(asdict(policy.shape), default=lambda member: member.value))
 
 
 @contextlib.contextmanager
