@@ -12,12 +12,13 @@ from grpo_mcore.algorithms.policy_worker import PolicyWorker
 from grpo_mcore.cluster import Cluster, Worker, gather, open_cluster
 from grpo_mcore.cluster.platform import cpu_threads, runs_on_gpu
 from grpo_mcore.environments import create_env_class
-from grpo_mcore.families import ModelShape, check_tensor_parallel, read_hf_config, shape_of
+from grpo_mcore.families import ModelShape, check_fit, read_hf_config, shape_of
 from grpo_mcore.generation import EngineConfig, engine_environment
 from grpo_mcore.objective import ClippedPGLossFn
 from grpo_mcore.parallel.mesh import Layout
 from grpo_mcore.parallel.policy import layout_of
 from grpo_mcore.recipe import MasterConfig, MegatronConfig, world_size
+from grpo_mcore.recipe.master import runs_grpo
 from grpo_mcore.refit import EngineLayout, TrainerLayout
 
 
@@ -56,8 +57,26 @@ def check_model(config: MasterConfig) -> tuple[str, ModelShape, Layout]:
     folder = model_folder(config.policy.model_name)
     shape = shape_of(read_hf_config(folder))
     layout = layout_of(config.policy, world_size(config))
-    check_tensor_parallel(shape, layout.tensor)
+    check_fit(shape, config.policy.megatron_cfg)
+    if runs_grpo(config):
+        _check_refit(shape, layout, config.policy.megatron_cfg)
     return folder, shape, layout
+
+
+def _check_refit(shape: ModelShape, layout: Layout, megatron: MegatronConfig) -> None:
+    """Raises SetupError where no refit into an engine has been proven yet; SFT has none."""
+    if shape.experts or shape.latent or shape.mamba:
+        raise SetupError(
+            f"policy.model_name: GRPO with a {shape.family} model is not supported yet, because a refit of its weights "
+            "into an engine is not; SFT is"
+        )
+    first, last = megatron.num_layers_in_first_pipeline_stage, megatron.num_layers_in_last_pipeline_stage
+    if layout.virtual > 1 and (first or last):
+        raise SetupError(
+            "policy.megatron_cfg.virtual_pipeline_model_parallel_size above 1 with num_layers_in_first_pipeline_stage "
+            "or num_layers_in_last_pipeline_stage is not supported yet for GRPO, because a refit of such a layout is "
+            "not; leave one of them out"
+        )
 
 
 def start_policy(config: MasterConfig, cluster: Cluster) -> PolicyGroup:
@@ -105,6 +124,10 @@ def trainer_layout(layout: Layout, megatron: MegatronConfig) -> TrainerLayout:
         layout.tensor,
         layout.pipeline,
         layout.data,
+        layout.context,
+        layout.expert,
+        layout.expert_tensor,
+        layout.virtual,
         first_layers=megatron.num_layers_in_first_pipeline_stage or 0,
         last_layers=megatron.num_layers_in_last_pipeline_stage or 0,
     )

@@ -30,8 +30,10 @@ def wrap_model(model: Module, ddp: Any) -> DistributedDataParallel:
     )
 
 
-def build_optimizer(model: DistributedDataParallel, config: Any, *, bf16: bool, clip_grad: float) -> MegatronOptimizer:
-    """The distributed optimizer over `model`. `config`: policy.megatron_cfg.optimizer."""
+def build_optimizer(
+    chunks: list[DistributedDataParallel], config: Any, *, bf16: bool, clip_grad: float
+) -> MegatronOptimizer:
+    """The distributed optimizer over the model chunks. `config`: policy.megatron_cfg.optimizer."""
     return get_megatron_optimizer(
         OptimizerConfig(
             optimizer=config.optimizer,
@@ -47,7 +49,7 @@ def build_optimizer(model: DistributedDataParallel, config: Any, *, bf16: bool, 
             use_distributed_optimizer=True,
             clip_grad=clip_grad,
         ),
-        [model],
+        chunks,
         use_gloo_process_groups=False,
     )
 

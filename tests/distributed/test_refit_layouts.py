@@ -24,6 +24,8 @@ PAIRS: list[tuple[str, LayoutCase, dict[str, Any], int]] = [
     ("llama", LayoutCase("PP2", pipeline=2), {}, 1),
     ("qwen3", LayoutCase("DP2", data=2), {}, 2),
     ("qwen2", LayoutCase("PP2-1+3", pipeline=2), {"num_layers_in_first_pipeline_stage": 1}, 4),
+    ("qwen2", LayoutCase("CP2", context=2), {}, 1),
+    ("qwen3", LayoutCase("VPP2", pipeline=2, virtual=2), {}, 2),
 ]
 
 
@@ -37,7 +39,7 @@ def test_the_engines_get_what_the_checkpoint_holds(
     folder = make_tiny_model(family, tmp_path, tie_word_embeddings=tied)
     shape = shape_of(read_hf_config(folder))
     trainer = TrainerLayout(
-        case.tensor, case.pipeline, case.data,
+        case.tensor, case.pipeline, case.data, case.context, virtual=case.virtual or 1,
         first_layers=megatron.get("num_layers_in_first_pipeline_stage", 0),
     )  # fmt: skip
     whole = Case(shape, params_of(shape), trainer, EngineLayout(engine), 0)
