@@ -23,6 +23,7 @@ VERBS = {
     "refit": ("show how a refit moves the weights of a recipe: refit plan RECIPE", False),
     "launch": ("run a recipe on a cluster: launch slurm RECIPE, launch k8s RECIPE", True),
     "demo": ("make a small model and train it with GRPO on this machine", False),
+    "data": ("make training data of NeMo Gym rollouts, check training data", False),
 }
 
 

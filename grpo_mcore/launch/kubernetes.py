@@ -159,7 +159,8 @@ def _container(spec: LaunchSpec, pool: Pool, name: str) -> dict[str, Any]:
         if k8s.rdma_resource:
             amounts[k8s.rdma_resource] = str(k8s.rdma_count)
             capabilities["add"] = ["IPC_LOCK"]  # memory that the network card reads must stay in place
-    environment = [{"name": key, "value": value} for key, value in (ENVIRONMENT | dict(spec.environment)).items()]
+    variables = ENVIRONMENT | dict(spec.environment)
+    environment: list[dict[str, Any]] = [{"name": key, "value": value} for key, value in variables.items()]
     if k8s.volume_claim:
         environment.append({"name": "HF_HOME", "value": f"{k8s.volume_path}/huggingface"})
     environment += [{"name": name, "valueFrom": _secret(where)} for name, where in sorted(k8s.secrets.items())]

@@ -158,7 +158,8 @@ def check_shaping_acts(config: MasterConfig) -> Iterator[Finding]:
     longest, turns = shaping.max_response_length, config.grpo.max_rollout_turns
     if not shaping.enabled or shaping.stop_properly_penalty_coef is not None or longest is None:
         return
-    possible, free = generation.max_new_tokens * turns, longest - shaping.overlong_buffer_length
+    possible = (generation.max_new_tokens or config.policy.max_total_sequence_length) * turns
+    free = longest - shaping.overlong_buffer_length
     if free >= possible:
         yield Finding(
             tuple(f"grpo.reward_shaping.{key}" for key in ("max_response_length", "overlong_buffer_length", "enabled")),

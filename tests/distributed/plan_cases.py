@@ -9,13 +9,13 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from grpo_mcore.algorithms.setup import trainer_layout
 from grpo_mcore.batching.packed_batch import PackedBatch, pack_rows
 from grpo_mcore.objective import ClippedPGLossConfig, ClippedPGLossFn
 from grpo_mcore.parallel.mesh import Address
 from grpo_mcore.parallel.policy import Policy
-from grpo_mcore.parallel.weights import hf_tensors
 from grpo_mcore.recipe import PolicyConfig
-from grpo_mcore.refit import RefitSender, plan_refit
+from grpo_mcore.refit import EngineLayout, RefitSender, plan_model_refit
 
 LENGTHS = (48, 61, 70, 77)  # of each micro-batch
 TOKENS = sum(LENGTHS)
@@ -111,8 +111,9 @@ def refit_buffer(policy: Policy) -> dict[str, int]:
         return {}
     config = policy.config
     size = int(config.refit_buffer_size_gb * 2**30)
-    plan = plan_refit(hf_tensors(policy.shape), dtype=config.precision, buffer_bytes=size)
-    sender = RefitSender(policy.weights, through_host=True)
+    trainer = trainer_layout(policy.layout, config.megatron_cfg)
+    plan = plan_model_refit(policy.shape, trainer, EngineLayout(), dtype=config.precision, buffer_bytes=size)
+    sender = RefitSender(policy.weights, 0, through_host=True)
     sender.open_refit(None, plan.to_json())
     nbytes = sender._buffer.flat.numel()
     sender.close_refit()

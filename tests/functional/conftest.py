@@ -9,7 +9,10 @@ from tests.functional.runs import Run, Task, make_task, run_here, sft_recipe
 
 @pytest.fixture(scope="session")
 def task(tmp_path_factory: pytest.TempPathFactory) -> Task:
-    return make_task(tmp_path_factory.mktemp("task"))
+    """In a folder whose name is always the same: uids come of it, and from them the seeds of all samples."""
+    folder = tmp_path_factory.mktemp("shared") / "task0"
+    folder.mkdir()
+    return make_task(folder)
 
 
 @pytest.fixture(scope="session")

@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 import threading
 import time
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -134,6 +135,13 @@ class Policy:
             handle.target.close_refit()
 
 
+def wait_until(condition: Callable[[], Any], what: str, seconds: float = 60.0) -> None:
+    deadline = time.monotonic() + seconds
+    while not condition():
+        assert time.monotonic() < deadline, f"{what} did not come within {seconds:.0f} s"
+        time.sleep(0.001)
+
+
 def check_refit_in_flight(engine: Engine, policy: Policy, version: int) -> None:
     """Staging runs beside generation; each sample says which token is of which version, and its log-probs agree."""
     policy.change(seed=version)
@@ -143,20 +151,31 @@ def check_refit_in_flight(engine: Engine, policy: Policy, version: int) -> None:
     policy.change(seed=version + 1)
     run = Refit(policy.handles, [Handle(engine.name, engine)], policy.plan(engine), version + 1)
     samples: list[Any] = []
-    requests = [request(number) for number in range(8)]
+    # The last request has room for four tokens only: when its sample comes, the others are under way.
+    requests = [*(request(number) for number in range(8)), request(8, CONTEXT - 4)]
+    committed, under_way = threading.Event(), 0
 
     def work() -> None:
-        samples.extend(engine.generate(requests, Sampling(max_new_tokens=120)))
+        nonlocal under_way
+        while not committed.is_set():
+            for index, sample in enumerate(engine.generate(requests, Sampling(max_new_tokens=120))):
+                samples.append(sample)
+                under_way += index == 0
 
     thread = threading.Thread(target=work)
     thread.start()
-    while not engine.health()["requests"]:
-        time.sleep(0.001)
-    time.sleep(0.2)
-    run.stage()
-    report = run.commit(recompute_kv=True)
-    thread.join(100)
-    assert len(samples) == 8 and engine.weight_version == version + 1 and report.pause_seconds < report.seconds
+    try:
+        wait_until(lambda: under_way, "the first batch")
+        run.stage()
+        staged_in = under_way  # however long staging took, the commit falls into the first steps of a batch
+        wait_until(lambda: under_way > staged_in, "the batch after staging")
+        report = run.commit(recompute_kv=True)
+    finally:
+        committed.set()
+        thread.join(100)
+    assert (
+        len(samples) == 9 * under_way and engine.weight_version == version + 1 and report.pause_seconds < report.seconds
+    )
     mixed = [sample for sample in samples if len(sample.weight_versions) == 2]
     assert mixed, "no request was under way at the commit"
     new = {name: parameter.detach().clone() for name, parameter in policy.reference.named_parameters()}

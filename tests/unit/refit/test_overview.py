@@ -36,13 +36,13 @@ def test_1024_ranks_and_235b_in_seconds() -> None:
         hidden_size=4096, num_layers=94, num_heads=64, num_kv_heads=4, head_dim=128, ffn_hidden_size=12288,
         vocab_size=151936, qk_norm=True,
     )  # fmt: skip
-    began = time.perf_counter()
+    began = time.process_time()  # other processes on the machine do not count
     found = Overview.of(
         shape, TrainerLayout(4, 2, 64, expert=32, expert_tensor=1), EngineLayout(8, 1, True), dtype="bfloat16",
         buffer_gb=4, nodes=64, params=with_experts(shape, experts=128, ffn=1536),
     )  # fmt: skip
     text = found.text()
-    assert time.perf_counter() - began < 20
+    assert time.process_time() - began < 20
     assert "512 ranks" in text and "64 engine(s) of TP 8 with expert parallelism" in text
     assert found.sent().sum() == 64 * found.needed_bytes
 

@@ -180,12 +180,12 @@ def test_the_size_that_the_message_names_is_enough() -> None:
 def test_a_half_billion_model_is_planned_in_50_ms() -> None:
     seconds = []
     for engine in (1, 2):
-        began = time.perf_counter()
+        began = time.process_time()
         plan_refit(
             params_of(shape_of(QWEN)), shape_of(QWEN), TrainerLayout(2), EngineLayout(engine), dtype="bfloat16",
             buffer_bytes=GIB // 2,
         )  # fmt: skip
-        seconds.append(time.perf_counter() - began)
+        seconds.append(time.process_time() - began)
     assert min(seconds) < 0.05
 
 
@@ -197,9 +197,9 @@ def test_1024_ranks_and_a_235b_model_are_planned_in_seconds() -> None:
     params = with_experts(shape, experts=128, ffn=1536)
     assert 234e9 < sum(tensor.numel for param in params for tensor in param.hf) < 236e9
     trainer = TrainerLayout(tensor=4, pipeline=2, data=64, expert=32, expert_tensor=1)
-    began = time.perf_counter()
+    began = time.process_time()
     plan = plan_refit(params, shape, trainer, EngineLayout(8, 1, True), dtype="bfloat16", buffer_bytes=4 * GIB)
-    seconds = time.perf_counter() - began
+    seconds = time.process_time() - began
     assert trainer.world_size == 512 and seconds < 10
     assert plan.block_bytes == 2 * sum(tensor.numel for param in params for tensor in param.hf)
 

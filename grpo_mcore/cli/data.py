@@ -1,0 +1,205 @@
+"""`grpo-mcore data gym-to-grpo|gym-to-sft|gym-to-dpo|check ...`: data made of NeMo Gym rollouts, data checked."""
+
+from __future__ import annotations
+
+import argparse
+import math
+import os
+import sys
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+from grpo_mcore.recipe.merge import is_override
+
+
+def parse(words: Sequence[str]) -> argparse.Namespace:
+    """The command line after `grpo-mcore data`."""
+    parser = argparse.ArgumentParser(prog="grpo-mcore data", description="Make and check training data.")
+    commands = parser.add_subparsers(dest="command", metavar="COMMAND", required=True)
+    for name, (purpose, add_arguments, _) in COMMANDS.items():
+        add_arguments(commands.add_parser(name, help=purpose, description=f"{purpose}."))
+    args, rest = parser.parse_known_args(list(words))  # overrides may stand between options
+    wrong = [word for word in rest if not (hasattr(args, "overrides") and is_override(word))]
+    if wrong:
+        commands.choices[args.command].error(f"unknown: {' '.join(wrong)}")
+    if rest:
+        args.overrides += rest
+    return args
+
+
+def run(args: argparse.Namespace) -> int:
+    """Exit code 1 where nothing was written, or where the checked data cannot be used."""
+    return COMMANDS[args.command][2](args)
+
+
+def _transformation(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("--input", required=True, type=Path, metavar="FILE", help="rollouts, JSONL, may be gzip")
+    parser.add_argument("--output", required=True, type=Path, metavar="FILE", help="JSONL; appears whole or not at all")
+    parser.add_argument("--strict", action="store_true", help="stop at the first malformed line and write nothing")
+
+
+def _prompt_format(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument(
+        "--prompt_format",
+        choices=("text", "messages"),
+        default="text",
+        help="what stands for the prompt: the user's last text, or all of the input as chat messages (default: text)",
+    )
+
+
+def _grpo_arguments(parser: argparse.ArgumentParser) -> None:
+    _transformation(parser)
+    parser.add_argument(
+        "--reward_threshold",
+        type=_finite,
+        default=0.0,
+        help="least reward of a rollout that is kept (default: 0.0 = all rollouts, also those with a reward below 0)",
+    )
+    parser.add_argument("--no_ground_truth", action="store_true", help="leave the ground truth out of the output")
+    parser.add_argument(
+        "--ground_truth_key",
+        action="append",
+        default=[],
+        metavar="PATH",
+        help="where the ground truth stands, such as expected_answer or verifier_metadata.answer; looked at before the "
+        "usual places; may be given several times",
+    )
+    _prompt_format(parser)
+
+
+def _sft_arguments(parser: argparse.ArgumentParser) -> None:
+    _transformation(parser)
+    parser.add_argument(
+        "--reward_threshold", type=_finite, default=0.95, help="least reward of a rollout that is kept (default: 0.95)"
+    )
+    parser.add_argument(
+        "--format",
+        choices=("openai", "simple"),
+        default="openai",
+        help="whole conversations with tool calls, or the last question and the last answer as text (default: openai)",
+    )
+    parser.add_argument("--no_reasoning", action="store_true", help="leave the agent's thoughts out of the messages")
+
+
+def _dpo_arguments(parser: argparse.ArgumentParser) -> None:
+    _transformation(parser)
+    parser.add_argument(
+        "--min_gap", type=_finite, default=0.2, help="least difference of the rewards of a pair (default: 0.2)"
+    )
+    parser.add_argument(
+        "--strategy",
+        choices=("same_prompt", "stratified"),
+        default="same_prompt",
+        help="the best answer to a prompt with the worst one, or answers above the high threshold with answers to the "
+        "same prompt below the low one (default: same_prompt)",
+    )
+    parser.add_argument("--high_threshold", type=_finite, default=0.7, help="of stratified pairs (default: 0.7)")
+    parser.add_argument("--low_threshold", type=_finite, default=0.4, help="of stratified pairs (default: 0.4)")
+    parser.add_argument(
+        "--max_pairs_per_prompt", type=int, default=8, metavar="N", help="of stratified pairs (default: 8)"
+    )
+    parser.add_argument("--seed", type=int, default=0, help="of the choice among too many such pairs (default: 0)")
+    _prompt_format(parser)
+
+
+def _check_arguments(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("file", type=Path, metavar="FILE", help="training or validation data, JSONL, may be gzip")
+    parser.add_argument(
+        "--recipe",
+        metavar="RECIPE",
+        help="a YAML file, or the name of one in recipes/; without it only fields are checked",
+    )
+    parser.add_argument("overrides", nargs="*", metavar="key=value", help="values that replace the recipe's")
+    parser.add_argument("--samples", type=int, default=2, metavar="N", help="rows that are shown (default: 2)")
+
+
+def _gym_to_grpo(args: argparse.Namespace) -> int:
+    from grpo_mcore.data.gym import gym_to_grpo
+
+    return _report(
+        gym_to_grpo(
+            args.input,
+            args.output,
+            reward_threshold=args.reward_threshold,
+            ground_truth=not args.no_ground_truth,
+            ground_truth_keys=args.ground_truth_key,
+            prompt_format=args.prompt_format,
+            strict=args.strict,
+        )
+    )
+
+
+def _gym_to_sft(args: argparse.Namespace) -> int:
+    from grpo_mcore.data.gym import gym_to_sft
+
+    return _report(
+        gym_to_sft(
+            args.input,
+            args.output,
+            reward_threshold=args.reward_threshold,
+            format=args.format,
+            reasoning=not args.no_reasoning,
+            strict=args.strict,
+        )
+    )
+
+
+def _gym_to_dpo(args: argparse.Namespace) -> int:
+    from grpo_mcore.data.gym import gym_to_dpo
+
+    return _report(
+        gym_to_dpo(
+            args.input,
+            args.output,
+            min_gap=args.min_gap,
+            strategy=args.strategy,
+            high_threshold=args.high_threshold,
+            low_threshold=args.low_threshold,
+            max_pairs_per_prompt=args.max_pairs_per_prompt,
+            seed=args.seed,
+            prompt_format=args.prompt_format,
+            strict=args.strict,
+        )
+    )
+
+
+def _print(text: object) -> None:
+    try:
+        print(text, flush=True)
+    except BrokenPipeError:  # the reader, such as `head`, has seen enough
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+
+
+def _report(summary: Any) -> int:
+    _print(summary)
+    if summary.written:
+        return 0
+    print(f"grpo-mcore data: no row is left, so {summary.target} was not written", file=sys.stderr)
+    return 1
+
+
+def _check(args: argparse.Namespace) -> int:
+    from grpo_mcore.data.check import check_file
+    from grpo_mcore.recipe import load_recipe
+
+    recipe = load_recipe(args.recipe, args.overrides).config if args.recipe else None
+    report = check_file(args.file, recipe, samples=args.samples)
+    _print(report)
+    return 0 if report.usable else 1
+
+
+def _finite(text: str) -> float:
+    value = float(text)
+    if not math.isfinite(value):
+        raise argparse.ArgumentTypeError(f"a finite number is needed, got {text}")
+    return value
+
+
+Command = tuple[str, Callable[[argparse.ArgumentParser], None], Callable[[argparse.Namespace], int]]
+COMMANDS: dict[str, Command] = {
+    "gym-to-grpo": ("NeMo Gym rollouts to prompts for GRPO", _grpo_arguments, _gym_to_grpo),
+    "gym-to-sft": ("NeMo Gym rollouts to demonstrations for SFT", _sft_arguments, _gym_to_sft),
+    "gym-to-dpo": ("NeMo Gym rollouts to pairs of answers for DPO", _dpo_arguments, _gym_to_dpo),
+    "check": ("check a data file against a recipe", _check_arguments, _check),
+}

@@ -1,0 +1,8 @@
+"""NeMo Gym rollouts made training data: streamed, in constant memory, with every line accounted for."""
+
+from grpo_mcore.data.gym.dpo import gym_to_dpo
+from grpo_mcore.data.gym.grpo import gym_to_grpo
+from grpo_mcore.data.gym.sft import gym_to_sft
+from grpo_mcore.data.gym.summary import Summary
+
+__all__ = ["Summary", "gym_to_dpo", "gym_to_grpo", "gym_to_sft"]

@@ -1,0 +1,102 @@
+"""Rollouts to prompts for GRPO: {"input", "output", "ground_truth"}."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+from grpo_mcore.data.gym.conversation import chat_messages, chat_tools, with_instructions
+from grpo_mcore.data.gym.ground_truth import finder, places
+from grpo_mcore.data.gym.rollout import (
+    ROUNDING,
+    Filtered,
+    Item,
+    RolloutParser,
+    TextItem,
+    encode,
+    final_text,
+    input_items,
+    is_plain,
+    last_user_text,
+    output_items,
+)
+from grpo_mcore.data.gym.run import Transformation
+from grpo_mcore.data.gym.summary import Summary
+
+NO_TRUTH_AT_ALL = "no row has a ground truth to score answers by; --ground_truth_key names its field"
+NO_QUESTION = "no text of a user in the input"
+NO_ANSWER = "no text in the agent's last message"
+CONTEXT_LEFT_OUT = "the input has more than the user's last text (--prompt_format messages keeps all of it)"
+
+
+def gym_to_grpo(
+    source: Path,
+    target: Path,
+    *,
+    reward_threshold: float = 0.0,
+    ground_truth: bool = True,
+    ground_truth_keys: Sequence[str] = (),
+    prompt_format: str = "text",
+    strict: bool = False,
+) -> Summary:
+    """Keeps the rollouts with a reward of at least `reward_threshold`; 0 keeps all, also rewards below it. A rollout
+    without a reward counts as 0. `ground_truth_keys`: looked at before `ground_truth.USUAL_PLACES`. `prompt_format`:
+    see `prompt_of`. Nothing is written where no row is kept. Raises DataError."""
+    where = places(ground_truth_keys) if ground_truth else ()
+    find = finder(where)
+    parse = RolloutParser(((place.field, place.in_params) for place in where), output=TextItem)
+    too_low = f"reward below {reward_threshold:g}"
+    with Transformation(source, target, strict=strict) as run:
+        summary, write = run.summary, run.write
+        summary.without_ground_truth = 0 if ground_truth else None
+        prompt = prompt_of(prompt_format, "input")
+
+        def handle(rollout: Any, reward: float | None) -> None:
+            if reward_threshold != 0 and (reward or 0.0) < reward_threshold - ROUNDING:
+                raise Filtered(too_low)
+            answer = final_text(output_items(rollout))
+            found = find(rollout)
+            if not answer.strip() and found is None:
+                raise Filtered(NO_ANSWER + ", and no ground truth")
+            params = rollout.responses_create_params
+            row, whole = prompt(params, input_items(params))
+            row["output"] = answer
+            if found is not None:
+                row["ground_truth"] = found[0]
+            line = encode(row)
+            if found is not None:
+                summary.ground_truth_from[found[1]] += 1
+            elif ground_truth:
+                summary.without_ground_truth += 1
+            if not whole:
+                summary.notes[CONTEXT_LEFT_OUT] += 1
+            write(line)
+
+        run.each(parse, handle)
+        if ground_truth and 0 < summary.kept == summary.without_ground_truth:
+            summary.notes[NO_TRUTH_AT_ALL] = summary.kept
+    return summary
+
+
+def prompt_of(prompt_format: str, key: str) -> Callable[[Any, list[Item]], tuple[dict[str, Any], bool]]:
+    """A function (a rollout's parameters, its input) -> ({key: prompt}, whether that is all of the input). "text":
+    what the user said last. "messages": all of the input as chat messages, and its `tools`. It raises Filtered where
+    there is no question."""
+
+    def text(params: Any, asked: list[Item]) -> tuple[dict[str, Any], bool]:
+        question = last_user_text(asked)
+        if not question.strip():
+            raise Filtered(NO_QUESTION)
+        return {key: question}, is_plain(asked) and not params.instructions
+
+    def messages(params: Any, asked: list[Item]) -> tuple[dict[str, Any], bool]:
+        chat = with_instructions(chat_messages(asked), params.instructions)
+        if not any(message["role"] == "user" and message["content"] for message in chat):
+            raise Filtered(NO_QUESTION)
+        row: dict[str, Any] = {key: chat}
+        if tools := chat_tools(params.tools):
+            row["tools"] = tools
+        return row, True
+
+    return text if prompt_format == "text" else messages

@@ -1,0 +1,75 @@
+"""The lines of a file of any size, plain or gzip, each with its number; one at a time in memory."""
+
+from __future__ import annotations
+
+import gzip
+import io
+import zlib
+from collections.abc import Iterator
+from pathlib import Path
+from types import TracebackType
+from typing import Self
+
+from grpo_mcore.data.interfaces import DataError
+
+LONGEST_LINE = 256 << 20
+"""Bytes. A longer line is not held in memory; it is reported as unusable."""
+_BUFFER = 1 << 20
+_GZIP = b"\x1f\x8b"
+_UTF8_MARK = b"\xef\xbb\xbf"
+_UTF16_MARKS = (b"\xff\xfe", b"\xfe\xff")
+
+
+class LineReader:
+    """Iterates over (number from 1, line without the byte order mark, or None where it is longer than `longest`).
+
+    A line ends with \\n and nothing else: other separators occur within texts. Raises DataError for a file that is
+    missing, is UTF-16, or whose compressed data is damaged: there nobody can say how many lines are lost.
+    """
+
+    def __init__(self, path: Path, longest: int = LONGEST_LINE) -> None:
+        self.path = path
+        self.longest = longest
+        try:
+            self._stored = path.open("rb", buffering=_BUFFER)
+            self.size = path.stat().st_size
+        except OSError as error:
+            raise DataError(f"{path}: cannot be read: {error.strerror}") from error
+        self._text: io.BufferedIOBase = self._stored
+        if self._stored.peek(2)[:2] == _GZIP:
+            self._text = io.BufferedReader(gzip.GzipFile(fileobj=self._stored), _BUFFER)  # type: ignore[arg-type]
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, tb: TracebackType | None) -> None:
+        self._text.close()
+        self._stored.close()
+
+    @property
+    def position(self) -> int:
+        """Bytes read so far, of `size` on disk; both are 0 for a pipe."""
+        return self._stored.tell() if self._stored.seekable() else 0
+
+    def __iter__(self) -> Iterator[tuple[int, bytes | None]]:
+        readline, most = self._text.readline, self.longest + 1
+        number = 0
+        try:
+            while line := readline(most):
+                number += 1
+                if number == 1 and line[:2] in _UTF16_MARKS:
+                    raise DataError(f"{self.path}: this is UTF-16 text; make it UTF-8 first (iconv -f UTF-16 -t UTF-8)")
+                if len(line) == most and line[-1:] != b"\n":
+                    self._pass_over()
+                    yield number, None
+                else:
+                    yield number, line[3:] if line[:3] == _UTF8_MARK else line
+        except (EOFError, zlib.error, gzip.BadGzipFile) as error:
+            raise DataError(
+                f"{self.path}: the compressed data is cut off or damaged after line {number} ({error}); "
+                f"what can still be read: gzip -dc {self.path.name} > whole.jsonl"
+            ) from error
+
+    def _pass_over(self) -> None:
+        while (piece := self._text.readline(_BUFFER)) and piece[-1:] != b"\n":
+            pass

@@ -1,0 +1,84 @@
+"""Rollouts to demonstrations for SFT: {"messages", "tools"} or {"input", "output"}."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+from grpo_mcore.data.gym.conversation import asked_and_done, chat_tools, with_instructions
+from grpo_mcore.data.gym.grpo import NO_ANSWER, prompt_of
+from grpo_mcore.data.gym.rollout import (
+    ROUNDING,
+    Filtered,
+    Item,
+    RolloutParser,
+    TextItem,
+    encode,
+    final_text,
+    input_items,
+    is_plain,
+    output_items,
+)
+from grpo_mcore.data.gym.run import Transformation
+from grpo_mcore.data.gym.summary import Summary
+
+FEW = 100
+MASKED = "mask_sample: the environment itself says not to train on it"
+NO_TURN = "the agent neither said nor called anything"
+LEFT_OUT = "thoughts, calls or earlier turns are left out (--format openai keeps them)"
+
+
+def gym_to_sft(
+    source: Path,
+    target: Path,
+    *,
+    reward_threshold: float = 0.95,
+    format: str = "openai",
+    reasoning: bool = True,
+    strict: bool = False,
+) -> Summary:
+    """Keeps the rollouts with a reward of at least `reward_threshold`; one without a reward counts as 0.
+
+    "openai": whole conversations with calls, their results, thoughts (unless `reasoning` is False) and tools. "simple":
+    what the user said last and what the agent said last. Nothing is written where no row is kept. Raises DataError.
+    """
+    too_low = f"reward below {reward_threshold:g}"
+    with Transformation(source, target, strict=strict) as run:
+        summary, write = run.summary, run.write
+        prompt = prompt_of("text", "input")
+
+        def conversation(rollout: Any) -> dict[str, Any]:
+            params = rollout.responses_create_params
+            asked, done = asked_and_done(input_items(params), output_items(rollout), reasoning)
+            if not any(message["role"] == "assistant" for message in done):
+                raise Filtered(NO_TURN)
+            row: dict[str, Any] = {"messages": [*with_instructions(asked, params.instructions), *done]}
+            if tools := chat_tools(params.tools):
+                row["tools"] = tools
+            return row
+
+        def texts(rollout: Any) -> dict[str, Any]:
+            params, done = rollout.responses_create_params, output_items(rollout)
+            row, whole = prompt(params, input_items(params))
+            answer = final_text(done)
+            if not answer.strip():
+                raise Filtered(NO_ANSWER)
+            if not (whole and is_plain(done)):
+                summary.notes[LEFT_OUT] += 1
+            row["output"] = answer
+            return row
+
+        openai = format == "openai"
+        make = conversation if openai else texts
+
+        def handle(rollout: Any, reward: float | None) -> None:
+            if rollout.mask_sample is True:
+                raise Filtered(MASKED)
+            if (reward or 0.0) < reward_threshold - ROUNDING:
+                raise Filtered(too_low)
+            write(encode(make(rollout)))
+
+        run.each(RolloutParser(output=Item if openai else TextItem), handle)
+        if 0 < summary.kept < FEW:
+            summary.notes[f"fewer than {FEW} demonstrations; a lower --reward_threshold keeps more"] = summary.kept
+    return summary

@@ -1,0 +1,73 @@
+"""What became of every line."""
+
+from __future__ import annotations
+
+from collections import Counter
+from dataclasses import dataclass, field
+
+from grpo_mcore.data.gym.histogram import Histogram
+
+_SHOWN = 600  # characters of the first row
+
+
+@dataclass
+class Summary:
+    """Counts of one transformation. Every row in is one of: kept, filtered, malformed."""
+
+    source: str
+    target: str
+    what: str = "rows"
+    """What `written` counts."""
+    rows: int = 0
+    """Lines of the source that are not blank."""
+    blank: int = 0
+    kept: int = 0
+    """Rows that went into the output."""
+    written: int = 0
+    """Lines of the output: as many as were kept, or pairs."""
+    filtered: Counter[str] = field(default_factory=Counter)
+    """By reason."""
+    malformed: int = 0
+    rejected: str | None = None
+    """The file that lists the malformed lines."""
+    without_ground_truth: int | None = None
+    """Kept rows that have none; None where none is asked for."""
+    ground_truth_from: Counter[str] = field(default_factory=Counter)
+    notes: Counter[str] = field(default_factory=Counter)
+    """What a reader should know, with the number of rows that it concerns."""
+    rewards: Histogram = field(default_factory=Histogram)
+    """Of all readable rows that have one."""
+    example: bytes | None = None
+    """The first line of the output."""
+    seconds: float = 0.0
+
+    @property
+    def adds_up(self) -> bool:
+        return self.rows == self.kept + self.filtered.total() + self.malformed
+
+    def __str__(self) -> str:
+        lines = [f"{self.source} -> {self.target if self.written else 'nothing written'}"]
+        lines += _row("rows in", self.rows, f"{self.blank:,} blank lines passed over" if self.blank else "")
+        pairs = f"in {self.written:,} {self.what}" if self.what != "rows" else ""
+        lines += _row("kept", self.kept, pairs)
+        lines += _row("filtered", self.filtered.total(), "")
+        lines += [f"{count:>27,}  {reason}" for reason, count in self.filtered.most_common()]
+        lines += _row("malformed", self.malformed, f"listed in {self.rejected}" if self.rejected else "")
+        if self.without_ground_truth is not None:
+            lines += _row("without ground truth", self.without_ground_truth, "of those kept")
+        for name, count in self.ground_truth_from.most_common():
+            lines += _row("ground truth from", count, name)
+        if self.rewards.total:
+            low, high = f"{self.rewards.low:.4g}", f"{self.rewards.high:.4g}"
+            lines += _row("with a reward", self.rewards.total, f"{low} to {high}, mean {self.rewards.mean:.4g}")
+            lines += ["    " + line for line in self.rewards.lines()]
+        lines += [f"note, {count:,} rows: {text}" for text, count in self.notes.most_common()]
+        if self.example is not None:
+            text = self.example.decode(errors="ignore")
+            lines += ["first row: " + (text if len(text) <= _SHOWN else text[:_SHOWN] + " ...")]
+        lines += [f"{self.seconds:.1f} s, {self.rows / max(self.seconds, 1e-9):,.0f} rows/s"]
+        return "\n".join(lines)
+
+
+def _row(name: str, count: int, remark: str) -> list[str]:
+    return [f"{name:<20} {count:>12,}" + (f"  {remark}" if remark else "")]
