@@ -5,6 +5,7 @@ from __future__ import annotations
 import gc
 import os
 import warnings
+from collections.abc import Callable
 from dataclasses import dataclass
 from datetime import timedelta
 
@@ -158,10 +159,21 @@ def join_mesh(layout: Layout, address: Address, seed: int, timeout_s: float) -> 
     return device
 
 
+_at_leave: list[Callable[[], None]] = []
+
+
+def at_leave(release: Callable[[], None]) -> None:
+    """`release` is called when this process leaves its mesh."""
+    _at_leave.append(release)
+
+
 def leave_mesh() -> None:
     """Ends the process groups of this process, so that another mesh can be joined."""
     from megatron.core import parallel_state
 
+    for release in _at_leave:
+        release()
+    _at_leave.clear()
     parallel_state.destroy_model_parallel()
     if torch.distributed.is_initialized():
         torch.distributed.destroy_process_group()
