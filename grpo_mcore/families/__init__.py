@@ -39,11 +39,15 @@ FAMILIES: dict[str, Any] = {
 
 
 def shape_of(config: dict[str, Any]) -> ModelShape:
-    """The shape that a Hugging Face config describes. Raises FamilyError for a model type without a family."""
+    """The shape that a Hugging Face config describes. Raises FamilyError for a model type without a family, and for a
+    config that lacks a key."""
     family = FAMILIES.get(config.get("model_type", ""))
     if family is None:
         raise FamilyError(f"model_type {config.get('model_type')!r} has no family here; there are {sorted(FAMILIES)}")
-    return family.shape(config)
+    try:
+        return family.shape(config)
+    except KeyError as error:
+        raise FamilyError(f"config.json of a {config['model_type']} model lacks {error.args[0]}") from error
 
 
 def read_hf_config(folder: str | Path) -> dict[str, Any]:

@@ -38,7 +38,10 @@ def shape(config: dict[str, Any]) -> ModelShape:
             raise FamilyError(
                 f"config.json: {key} {config[key]!r} is not supported for nemotron_h models; only {value}"
             )
-    blocks = tuple(_BLOCKS[kind] for kind in config.get("layers_block_type") or config["hybrid_override_pattern"])
+    kinds = config.get("layers_block_type") or config["hybrid_override_pattern"]
+    if unknown := sorted(set(kinds) - set(_BLOCKS)):
+        raise FamilyError(f"config.json: layers of {', '.join(unknown)} are not supported for nemotron_h models")
+    blocks = tuple(_BLOCKS[kind] for kind in kinds)
     heads = config["num_attention_heads"]
     return ModelShape(
         family="nemotron_h",
@@ -53,7 +56,7 @@ def shape(config: dict[str, Any]) -> ModelShape:
         norm_eps=config.get("layer_norm_epsilon", 1e-5),
         rope_theta=None,
         rope_scaling_factor=None,
-        tied_embeddings=config.get("tie_word_embeddings", False),
+        tied_embeddings=False,
         qkv_bias=False,
         qk_norm=False,
         experts=_experts(config, blocks) if Block.EXPERTS in blocks else None,
@@ -92,11 +95,11 @@ def params(shape: ModelShape) -> tuple[Param, ...]:
     for layer, block in enumerate(shape.blocks):
         found += _layer(shape, layer, block)
     norm = HfTensor("backbone.norm_f.weight", (h,))
-    head = embedding if shape.tied_embeddings else HfTensor("lm_head.weight", (v, h))
+    head = HfTensor("lm_head.weight", (v, h))
     return (
         *found,
         Param("decoder.final_layernorm.weight", (norm,), Split.REPLICATED, Stage.LAST),
-        Param("output_layer.weight", (head,), Split.VOCAB, Stage.LAST, copy=shape.tied_embeddings),
+        Param("output_layer.weight", (head,), Split.VOCAB, Stage.LAST),
     )
 
 

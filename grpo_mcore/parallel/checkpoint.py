@@ -38,6 +38,7 @@ def load_checkpoint(policy: Any, folder: Path) -> None:
     if not (folder / "metadata.json").is_file():
         raise CheckpointError(f"{folder} is no policy checkpoint: metadata.json is missing")
     saved, here = dist_checkpointing.load_common_state_dict(str(folder))["shape"], _plain_shape(policy)
+    # What an older checkpoint does not name, its model did not have: that is equal to none of it.
     if different := {
         key: (saved.get(key), here[key]) for key in here if (saved.get(key) or None) != (here[key] or None)
     }:

@@ -24,8 +24,7 @@ def fill_in_transformer_engine() -> None:
 
     if not isinstance(latent_attention.TELinear, type):
         latent_attention.HAVE_TE = False  # a stand-in of its wrapper makes it True
-    # The router looks up a name that it does not define.
-
+    # The router looks up a name that is then not defined.
     if not hasattr(moe_utils, "te_general_gemm"):
         moe_utils.te_general_gemm = None
 

@@ -165,9 +165,8 @@ def plan_refit(
 
     `dtype`: "bfloat16" or "float32", of the bytes that move. Blocks start at multiples of `alignment` bytes; those of
     one parameter share a bucket where one holds them all, and a block larger than half the buffer is cut by rows.
-    Raises RefitError for a row larger than that, a slice that nobody holds or reads, a
-    float32 tensor that `dtype` would round, or no parameters; LayoutError for
-    a parameter that cannot be cut so.
+    Raises RefitError for a row larger than that, a slice that nobody holds or reads, a float32 tensor that `dtype`
+    would round, or no parameters; LayoutError for a parameter that cannot be cut so.
     """
     moved = [param for param in params if not param.copy]
     if not moved:
