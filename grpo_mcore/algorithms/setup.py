@@ -12,13 +12,12 @@ from grpo_mcore.algorithms.policy_worker import PolicyWorker
 from grpo_mcore.cluster import Cluster, Worker, gather, open_cluster
 from grpo_mcore.cluster.platform import cpu_threads, runs_on_gpu
 from grpo_mcore.environments import create_env_class
-from grpo_mcore.families import ModelShape, check_fit, read_hf_config, shape_of
+from grpo_mcore.families import ModelShape, check_engine_parallel, check_fit, read_hf_config, shape_of
 from grpo_mcore.generation import EngineConfig, engine_environment
 from grpo_mcore.objective import ClippedPGLossFn
 from grpo_mcore.parallel.mesh import Layout
 from grpo_mcore.parallel.policy import layout_of
 from grpo_mcore.recipe import MasterConfig, MegatronConfig, world_size
-from grpo_mcore.recipe.master import runs_grpo
 from grpo_mcore.refit import EngineLayout, TrainerLayout
 
 
@@ -58,24 +57,17 @@ def check_model(config: MasterConfig) -> tuple[str, ModelShape, Layout]:
     shape = shape_of(read_hf_config(folder))
     layout = layout_of(config.policy, world_size(config))
     check_fit(shape, config.policy.megatron_cfg)
-    if runs_grpo(config):
-        _check_refit(shape, layout, config.policy.megatron_cfg)
     return folder, shape, layout
 
 
-def _check_refit(shape: ModelShape, layout: Layout, megatron: MegatronConfig) -> None:
-    """Raises SetupError where no refit into an engine has been proven yet; SFT has none."""
-    if shape.experts or shape.latent or shape.mamba:
+def check_engines(config: MasterConfig, shape: ModelShape) -> None:
+    """Raises SetupError for a model whose refit into an engine has not been proven yet, FamilyError for one that vLLM
+    cannot share out over an engine's ranks. Cheap."""
+    check_engine_parallel(shape, config.policy.generation.vllm_cfg.tensor_parallel_size)
+    if shape.latent or shape.mamba:
         raise SetupError(
             f"policy.model_name: GRPO with a {shape.family} model is not supported yet, because a refit of its weights "
             "into an engine is not; SFT is"
-        )
-    first, last = megatron.num_layers_in_first_pipeline_stage, megatron.num_layers_in_last_pipeline_stage
-    if layout.virtual > 1 and (first or last):
-        raise SetupError(
-            "policy.megatron_cfg.virtual_pipeline_model_parallel_size above 1 with num_layers_in_first_pipeline_stage "
-            "or num_layers_in_last_pipeline_stage is not supported yet for GRPO, because a refit of such a layout is "
-            "not; leave one of them out"
         )
 
 
@@ -134,7 +126,11 @@ def trainer_layout(layout: Layout, megatron: MegatronConfig) -> TrainerLayout:
 
 
 def start_engines(config: MasterConfig, cluster: Cluster, policy: PolicyGroup) -> EngineGroup:
-    """Spawns the engines beside the policy's ranks; they start while the policy does."""
+    """Spawns the engines beside the policy's ranks; they start while the policy does.
+
+    Raises what `check_engines` raises.
+    """
+    check_engines(config, policy.shape)
     generation, gpu = config.policy.generation, runs_on_gpu(config.cluster)
     vllm = generation.vllm_cfg
     count = generation.num_engines or (policy.layout.world_size // vllm.tensor_parallel_size if gpu else 1)

@@ -19,10 +19,6 @@ def dense_shape(
     latent: LatentShape | None = None,
 ) -> ModelShape:
     """ModelShape from a Hugging Face `config.json`. Raises FamilyError for what is not modelled here."""
-    required = ("hidden_size", "num_hidden_layers", "num_attention_heads", "intermediate_size", "vocab_size")
-    missing = [key for key in required if key not in config]
-    if missing:
-        raise FamilyError(f"config.json of a {family} model lacks {', '.join(missing)}")
     if config.get("hidden_act", "silu") != "silu":
         raise FamilyError(f"config.json: hidden_act {config['hidden_act']!r} of a {family} model; only silu is built")
     if config.get("use_sliding_window"):
@@ -89,10 +85,10 @@ class Layer:
         expert: tuple[int, int] | None = None,
         buffer: bool = False,
     ) -> Param:
-        """`fused`: vLLM's parameter of several tensors; one tensor has its own name there too. `whole`: vLLM's own
-        loading places the tensors; so it does those of an expert and buffers."""
+        """`fused`: vLLM's parameter of several tensors, or experts; one tensor has its own name there too. `whole`:
+        vLLM's own loading places the tensors."""
         engine: str | None = tensors[0].name if fused is None else f"model.layers.{self.index}.{fused}"
-        if whole or buffer or expert is not None:
+        if whole:
             engine = None
         megatron = "decoder.layers.{layer}." + name
         return Param(megatron, tensors, split, Stage.LAYER, self.index, expert=expert, engine=engine, buffer=buffer)

@@ -29,19 +29,22 @@ def expert_params(
         assert experts is not None
         h, f = shape.hidden_size, experts.ffn_hidden_size
         router = layer.hf(f"{block}.gate.weight", experts.count, h)
-        found = [layer.param("mlp.router.weight", Split.REPLICATED, router, whole=True)]
+        found = [layer.param("mlp.router.weight", Split.REPLICATED, router)]
         if experts.sigmoid:
             bias = layer.hf(f"{block}.gate.e_score_correction_bias", experts.count, float32=True)
-            found.append(layer.param("mlp.router.expert_bias", Split.REPLICATED, bias, buffer=True))
+            found.append(layer.param("mlp.router.expert_bias", Split.REPLICATED, bias, whole=True, buffer=True))
+        fused = f"{block}.experts.routed_experts"  # vLLM's, of all experts
         for index in range(experts.count):
             expert = (index, experts.count)
             hf, megatron = f"{block}.experts.{index}", "mlp.experts.local_experts.{expert}"
             gate_up = layer.hf(f"{hf}.{gate}.weight", f, h), layer.hf(f"{hf}.{up}.weight", f, h)
             out = layer.hf(f"{hf}.{down}.weight", h, f)
-            found += [
-                layer.param(f"{megatron}.linear_fc1.weight", Split.GATE_UP, *gate_up, expert=expert),
-                layer.param(f"{megatron}.linear_fc2.weight", Split.COLUMNS, out, expert=expert),
-            ]
+            for part, split, tensors, theirs in (
+                ("linear_fc1", Split.GATE_UP, gate_up, "w13_weight"),
+                ("linear_fc2", Split.COLUMNS, (out,), "w2_weight"),
+            ):
+                name = f"{megatron}.{part}.weight"
+                found.append(layer.param(name, split, *tensors, fused=f"{fused}.{theirs}", expert=expert))
         if experts.shared_ffn_hidden_size:
             size = experts.shared_ffn_hidden_size
             found += mlp_params(layer, f"{block}.shared_experts", "mlp.shared_experts", size, whole=True)

@@ -28,3 +28,17 @@ class Faulty(EnvironmentInterface):
         return EnvironmentReturn(
             [{}] * count, list(metadata), [None] * count, rewards, [True] * count, list(said), [reason] * count
         )
+
+
+class Digits(EnvironmentInterface):
+    """The more of an answer are digits, the better: something that a random model can learn."""
+
+    def step(
+        self, message_log_batch: Sequence[Sequence[Mapping[str, Any]]], metadata: Sequence[dict[str, Any]]
+    ) -> EnvironmentReturn:
+        said = [messages[-1]["content"] for messages in message_log_batch]
+        rewards: list[float | None] = [float(sum(map(str.isdigit, text))) for text in said]
+        count, reason = len(said), "digits"
+        return EnvironmentReturn(
+            [{}] * count, list(metadata), [None] * count, rewards, [True] * count, list(said), [reason] * count
+        )
