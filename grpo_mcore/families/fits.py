@@ -5,6 +5,7 @@ from __future__ import annotations
 
 from typing import Any
 
+from grpo_mcore.families.shards import stage_layers
 from grpo_mcore.families.spec import FamilyError, ModelShape, check_tensor_parallel
 
 
@@ -26,16 +27,7 @@ def _check_stages(shape: ModelShape, megatron: Any) -> None:
             f"policy.megatron_cfg.virtual_pipeline_model_parallel_size {chunks} needs pipeline_model_parallel_size "
             "above 1"
         )
-    given = [layers for layers in (first, last) if layers is not None]
-    left, rest = shape.num_layers - sum(given), stages - len(given)
-    if left < 0 or (rest and (left % rest or left == 0)) or (not rest and left):
-        layers = f"{shape.num_layers} layers of this {shape.family} model"
-        uneven = f", with {first} in the first and {last} in the last," if given else ""
-        raise FamilyError(
-            f"policy.megatron_cfg.pipeline_model_parallel_size {stages}: the {layers}{uneven} do not split evenly; set "
-            "num_layers_in_first_pipeline_stage or num_layers_in_last_pipeline_stage so that the rest does"
-        )
-    sizes = {*given, *([left // rest] if rest else [])}
+    sizes = {len(layers) for layers in stage_layers(shape.num_layers, stages, first, last)}
     if any(size % chunks for size in sizes):
         raise FamilyError(
             f"policy.megatron_cfg.virtual_pipeline_model_parallel_size {chunks} does not divide the layers of every "
@@ -79,15 +71,17 @@ def _check_experts(shape: ModelShape, megatron: Any) -> None:
             f"{at}moe_token_dispatcher_type allgather wants rows of one length, which pipeline stages do not have; use "
             "alltoall"
         )
-    stages, first = megatron.pipeline_model_parallel_size, megatron.num_layers_in_first_pipeline_stage
-    if stages > 1 and first is None:
-        last = megatron.num_layers_in_last_pipeline_stage
-        first = (shape.num_layers - (last or 0)) // (stages - (last is not None))
-    chunks = megatron.virtual_pipeline_model_parallel_size or 1
-    if stages > 1 and chunks == 1 and not any(shape.is_expert_layer(layer) for layer in range(first)):
+    stages, chunks = megatron.pipeline_model_parallel_size, megatron.virtual_pipeline_model_parallel_size or 1
+    first = stage_layers(
+        shape.num_layers,
+        stages,
+        megatron.num_layers_in_first_pipeline_stage,
+        megatron.num_layers_in_last_pipeline_stage,
+    )[0]
+    if stages > 1 and chunks == 1 and not any(shape.is_expert_layer(layer) for layer in first):
         raise FamilyError(
-            f"{at}num_layers_in_first_pipeline_stage: the {first} layers of the first stage have no experts; it needs "
-            "at least one layer that has, because checkpoints keep the settings of the experts' optimizer there"
+            f"{at}num_layers_in_first_pipeline_stage: the {len(first)} layers of the first stage have no experts; it "
+            "needs at least one layer that has, because checkpoints keep the settings of the experts' optimizer there"
         )
     for name, neutral in (
         ("moe_router_load_balancing_type", "none"),
