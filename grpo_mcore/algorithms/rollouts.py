@@ -9,7 +9,8 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from grpo_mcore.algorithms.engine_group import EngineGroup
-from grpo_mcore.cluster import Cluster, ObjectStore, Pending, Stream, Worker
+from grpo_mcore.algorithms.judging import Judging
+from grpo_mcore.cluster import Cluster, DeadlineExceeded, ObjectStore, Stream, Worker
 from grpo_mcore.cluster.local_cluster import LocalWorker
 from grpo_mcore.data import TurnTemplate
 from grpo_mcore.rollout.conversation import Conversation, TurnLimits
@@ -61,7 +62,7 @@ class Rollouts:
         self._template = TurnTemplate(tokenizer) if limits.max_turns > 1 else None
         self._open: dict[str, _Open] = {}
         self._streams: dict[int, tuple[int, Stream]] = {}  # id -> (engine, stream)
-        self._verdicts: dict[int, tuple[str, Pending]] = {}  # id -> (prompt uid, verdict)
+        self._judging = Judging(environments, self.cluster)
         self._queued: dict[tuple[int, Sampling], list[GenerationRequest]] = defaultdict(list)  # later turns
 
     @property
@@ -113,20 +114,31 @@ class Rollouts:
         """
         while True:
             self._send_queued()
-            things: list[Any] = [verdict for _, verdict in self._verdicts.values()]
-            things += [stream for _, stream in self._streams.values()]
-            ready = self.cluster.next_ready(things, self.cluster.call_timeout_s, "samples and verdicts")
-            if id(ready) in self._verdicts:
-                uid, pending = self._verdicts.pop(id(ready))
-                self._go_on(self._open[uid], pending.result(), on_sample)
+            if (judged := self._judging.next()) is not None:
+                uid, outcomes = judged
+                self._go_on(self._open[uid], outcomes, on_sample)
                 if not self._open[uid].missing:
                     return self._close(uid)
+                continue
+            ready = self._wait()
+            if ready is None or self._judging.take(ready):
                 continue
             parcel = next(ready, None)
             if parcel is None:
                 del self._streams[id(ready)]
                 continue
             self._take(replace(parcel.label, ref=parcel.content), on_sample)
+
+    def _wait(self) -> Any:
+        """The first that has something; None: an environment is late."""
+        things: list[Any] = [*self._judging.pending(), *(stream for _, stream in self._streams.values())]
+        patience_s = self._judging.patience_s()
+        try:
+            return self.cluster.next_ready(things, min(patience_s, self.cluster.call_timeout_s), "samples and verdicts")
+        except DeadlineExceeded:
+            if patience_s < self.cluster.call_timeout_s:
+                return None
+            raise
 
     def _take(self, sample: TrajectoryRef, on_sample: Callable[[], None]) -> None:
         group = self._open[sample.uid]
@@ -138,9 +150,7 @@ class Rollouts:
             live = group.live()
             metadata = [conversation.metadata for conversation in live]
             references = [conversation.sample.ref for conversation in live if conversation.sample]
-            environment = self.environments[group.prompt["task_name"]]
-            verdict = environment.call("advance", metadata, *references, what=f"the verdict on {sample.uid}")
-            self._verdicts[id(verdict)] = (sample.uid, verdict)
+            self._judging.ask(sample.uid, group.prompt["task_name"], metadata, references)
 
     def _go_on(self, group: _Open, outcomes: Sequence[Outcome], on_sample: Callable[[], None]) -> None:
         """Queues the next turn of those that have one."""
@@ -163,7 +173,7 @@ class Rollouts:
         if not self._queued:
             return
         busy = {engine for engine, _ in self._streams.values()}
-        busy |= {self._open[uid].engine for uid, _ in self._verdicts.values()}
+        busy |= {self._open[uid].engine for uid in self._judging.uids()}
         for engine, sampling in [key for key in self._queued if key[0] not in busy]:
             requests = self._queued.pop((engine, sampling))
             self._send(engine, requests, sampling, f"later turns of {len(requests)} samples")

@@ -4,8 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from pathlib import Path
+from typing import Any
 
 from grpo_mcore.algorithms.engine_group import EngineGroup, EngineWorker
+from grpo_mcore.algorithms.judging import EnvironmentWorker
 from grpo_mcore.algorithms.logprob_passes import needs_prev, needs_reference
 from grpo_mcore.algorithms.policy_group import PolicyGroup
 from grpo_mcore.algorithms.policy_worker import PolicyWorker
@@ -19,6 +21,9 @@ from grpo_mcore.parallel.mesh import Layout
 from grpo_mcore.parallel.policy import layout_of
 from grpo_mcore.recipe import MasterConfig, MegatronConfig, world_size
 from grpo_mcore.refit import EngineLayout, TrainerLayout
+
+VERDICT_TIMEOUT_S = 600.0
+"""Of one call to an environment, on all samples of a group, where its section does not say verdict_timeout_s."""
 
 
 class SetupError(ValueError):
@@ -177,12 +182,14 @@ def start_engines(config: MasterConfig, cluster: Cluster, policy: PolicyGroup) -
 
 def start_environments(
     config: MasterConfig, cluster: Cluster, env_names: Mapping[str, str | None]
-) -> dict[str, Worker]:
+) -> dict[str, EnvironmentWorker]:
     """One worker an environment; returns task name -> worker.
 
-    Raises SetupError where a task names no environment and the recipe has not exactly one.
+    Two keys of a section are read here, not by its class: `environment`, the name or import path of the class where it
+    is not the section's name, and `verdict_timeout_s`, the deadline of one call. Raises SetupError where a task names
+    no environment and the recipe has not exactly one, or where these keys are wrong.
     """
-    workers: dict[str, Worker] = {}
+    workers: dict[str, EnvironmentWorker] = {}
     by_task = {}
     for task, name in env_names.items():
         if name is None:
@@ -191,11 +198,30 @@ def start_environments(
                 "name one under data.train / data.validation / data.default"
             )
         if name not in workers:
-            cls, needs = create_env_class(name)
-            cpus = needs["cpus"] if runs_on_gpu(config.cluster) else 0.1
-            workers[name] = cluster.spawn(f"environment-{name}", cls, config.env.get(name, {}), cpus=cpus)
+            workers[name] = _start_environment(name, dict(config.env.get(name, {})), config, cluster)
         by_task[task] = workers[name]
     return by_task
+
+
+def _start_environment(name: str, section: dict[str, Any], config: MasterConfig, cluster: Cluster) -> EnvironmentWorker:
+    timeout_s = section.pop("verdict_timeout_s", VERDICT_TIMEOUT_S)
+    if not isinstance(timeout_s, int | float) or isinstance(timeout_s, bool) or timeout_s <= 0:
+        raise SetupError(f"env.{name}.verdict_timeout_s must be a number of seconds above 0, got {timeout_s!r}")
+    cls, _ = create_env_class(str(section.pop("environment", name)))
+    needs, gpu = cls.resources(section), runs_on_gpu(config.cluster)
+
+    def start() -> Worker:
+        return cluster.spawn(
+            f"environment-{name}",
+            cls,
+            section,
+            cpus=needs["cpus"] if gpu else 0.1,
+            gpus=needs["gpus"] if gpu else 0.0,
+            concurrency=cls.concurrent_calls,
+        )
+
+    timeout_s = min(float(timeout_s), cluster.call_timeout_s)
+    return EnvironmentWorker(cluster, start, calls=cls.concurrent_calls, timeout_s=timeout_s)
 
 
 def wait_until_ready(

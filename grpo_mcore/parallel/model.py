@@ -30,6 +30,7 @@ from grpo_mcore.parallel.latent_attention import LatentAttention
 from grpo_mcore.parallel.logprobs import token_logprobs
 from grpo_mcore.parallel.mamba import MambaMixer
 from grpo_mcore.parallel.mesh import Layout
+from grpo_mcore.parallel.norm import rms_norm
 from grpo_mcore.parallel.settings import has_transformer_engine, transformer_config
 
 
@@ -43,7 +44,7 @@ class RMSNorm(torch.nn.Module):
         self.weight.sequence_parallel = config.sequence_parallel  # read by finalize_model_grads
 
     def forward(self, x: Tensor) -> Tensor:
-        return torch.nn.functional.rms_norm(x, self.weight.shape, self.weight, self.eps)
+        return rms_norm(x, self.weight, self.eps)
 
 
 class PolicyModel(GPTModel):

@@ -28,7 +28,7 @@ def test_the_engines_experts_follow_the_policys(
     megatron["freeze_moe_router"] = False
     megatron["optimizer"] |= {"lr": 1.0e-2, "min_lr": 1.0e-2}
     megatron["scheduler"] |= {"lr_warmup_init": 1.0e-2}
-    recipe["env"] = {"tests.functional.worlds:Digits": {}}
+    recipe["env"] = {"tests.functional.worlds:Talkative": {"each": 1.0}}
     run = run_here("train", tmp_path, recipe, "grpo.max_num_steps=3", "checkpointing.enabled=false")
     assert run.code == 0, run.err
     lines = run.metrics()

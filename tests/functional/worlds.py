@@ -30,15 +30,14 @@ class Faulty(EnvironmentInterface):
         )
 
 
-class Digits(EnvironmentInterface):
-    """The more of an answer are digits, the better: something that a random model can learn."""
+class Talkative(EnvironmentInterface):
+    """`config["each"]` for every character."""
 
     def step(
         self, message_log_batch: Sequence[Sequence[Mapping[str, Any]]], metadata: Sequence[dict[str, Any]]
     ) -> EnvironmentReturn:
-        said = [messages[-1]["content"] for messages in message_log_batch]
-        rewards: list[float | None] = [float(sum(map(str.isdigit, text))) for text in said]
-        count, reason = len(said), "digits"
+        rewards: list[float | None] = [self.config["each"] * len(log[-1]["content"]) for log in message_log_batch]
+        count = len(rewards)
         return EnvironmentReturn(
-            [{}] * count, list(metadata), [None] * count, rewards, [True] * count, list(said), [reason] * count
+            [{}] * count, list(metadata), [None] * count, rewards, [True] * count, [None] * count, ["talkative"] * count
         )
