@@ -15,7 +15,7 @@ from grpo_mcore.algorithms.refit_parity import LIMITS, ParityCheck
 from grpo_mcore.cluster import Cluster, Worker, gather, open_cluster
 from grpo_mcore.cluster.platform import cpu_threads, runs_on_gpu
 from grpo_mcore.environments import create_env_class
-from grpo_mcore.families import ModelShape, check_tensor_parallel, read_hf_config, shape_of
+from grpo_mcore.families import ModelShape, check_engine_parallel, check_fit, read_hf_config, shape_of
 from grpo_mcore.generation import EngineConfig, engine_environment
 from grpo_mcore.objective import ClippedPGLossFn
 from grpo_mcore.parallel.mesh import Layout
@@ -66,8 +66,19 @@ def check_model(config: MasterConfig) -> tuple[str, ModelShape, Layout]:
     folder = model_folder(config.policy.model_name)
     shape = shape_of(read_hf_config(folder))
     layout = layout_of(config.policy, world_size(config))
-    check_tensor_parallel(shape, layout.tensor)
+    check_fit(shape, config.policy.megatron_cfg)
     return folder, shape, layout
+
+
+def check_engines(config: MasterConfig, shape: ModelShape) -> None:
+    """Raises SetupError for a model whose refit into an engine has not been proven yet, FamilyError for one that vLLM
+    cannot share out over an engine's ranks. Cheap."""
+    check_engine_parallel(shape, config.policy.generation.vllm_cfg.tensor_parallel_size)
+    if shape.latent or shape.mamba:
+        raise SetupError(
+            f"policy.model_name: GRPO with a {shape.family} model is not supported yet, because a refit of its weights "
+            "into an engine is not; SFT is"
+        )
 
 
 def start_policy(config: MasterConfig, cluster: Cluster) -> PolicyGroup:
@@ -124,13 +135,21 @@ def trainer_layout(layout: Layout, megatron: MegatronConfig) -> TrainerLayout:
         layout.tensor,
         layout.pipeline,
         layout.data,
+        layout.context,
+        layout.expert,
+        layout.expert_tensor,
+        layout.virtual,
         first_layers=megatron.num_layers_in_first_pipeline_stage or 0,
         last_layers=megatron.num_layers_in_last_pipeline_stage or 0,
     )
 
 
 def start_engines(config: MasterConfig, cluster: Cluster, policy: PolicyGroup) -> EngineGroup:
-    """Spawns the engines beside the policy's ranks; they start while the policy does."""
+    """Spawns the engines beside the policy's ranks; they start while the policy does.
+
+    Raises what `check_engines` raises.
+    """
+    check_engines(config, policy.shape)
     generation, gpu = config.policy.generation, runs_on_gpu(config.cluster)
     vllm = generation.vllm_cfg
     count = generation.num_engines or (policy.layout.world_size // vllm.tensor_parallel_size if gpu else 1)
