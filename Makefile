@@ -18,7 +18,7 @@ test: setup lint ## lint, then every test
 	@$(BIN)/python -m pytest $(ARGS)
 
 test-fast: setup ## the unit tests: no process group, no engine, under a minute
-	@$(BIN)/python -m pytest tests/unit $(ARGS)
+	@$(BIN)/python -m pytest tests/unit -m "not slow" $(ARGS)
 
 lint: setup ## ruff everywhere, mypy on the pure rooms
 	@$(BIN)/ruff check .

@@ -5,6 +5,7 @@ from __future__ import annotations
 import random
 from typing import Any
 
+import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -19,6 +20,7 @@ SHARE = 11
 """Of the pairs (policy settings, other settings) every eleventh is tried. 1: all of them, in a minute or so."""
 
 
+@pytest.mark.slow
 def test_every_combination_of_terms_is_the_formula() -> None:
     policies, others = list(policy_settings()), list(other_settings())
     assert len(policies) > 250 and len(others) > 50

@@ -65,7 +65,9 @@ def carry_out(plan: RefitPlan, case: Case) -> list[Weights]:
     return engine
 
 
-@pytest.mark.parametrize("start", range(0, 2400, 200))
+@pytest.mark.parametrize(
+    "start", [0, *(pytest.param(start, marks=pytest.mark.slow) for start in range(200, 2400, 200))]
+)
 def test_the_plan_gives_what_splitting_the_whole_tensors_gives(start: int) -> None:
     for seed in range(start, start + 200):
         case = random_case(seed)
