@@ -1,7 +1,8 @@
 """GRPO: sample a group of answers to each prompt, reward them, and make the better ones of a group likelier.
 
 One step: refit the engines -> generate -> score -> advantages within each group -> clipped policy update. What comes
-next is decided by `rollout.schedule`; this file carries it out. Synchronous training is a trajectory age of 0.
+next is decided by `rollout.schedule`; this file carries it out. Synchronous training is a trajectory age of 0; above
+it the engines generate for later steps while the policy trains, in this same loop.
 
 Not here: the loss (objective/loss.py), the network (parallel/), weights on their way to the engines (refit/).
 """
@@ -9,6 +10,7 @@ Not here: the loss (objective/loss.py), the network (parallel/), weights on thei
 from __future__ import annotations
 
 from collections.abc import Mapping
+from contextlib import closing
 from pathlib import Path
 from typing import Any, TypedDict
 
@@ -44,7 +46,7 @@ from grpo_mcore.data import (
     build_train_dataloader,
 )
 from grpo_mcore.objective import ClippedPGLossFn, scale_reward_values
-from grpo_mcore.observe import Logger, Timeline
+from grpo_mcore.observe import LEDGER_FILE, Ledger, Logger, Timeline
 from grpo_mcore.recipe import (
     AsyncGRPOConfig,
     GRPOConfig,
@@ -158,73 +160,104 @@ def grpo_train(
     """Trains until the schedule is finished: all steps are done, the data has ended, a validation metric is reached, or
     `stop` asks for it. Returns the summary."""
     config, step_clock = master_config, Timeline()
+    limits = schedule_config(config, val_dataloader)
     reached = stop_reason(grpo_save_state["val_metrics"], config.grpo) if "val_metrics" in grpo_save_state else None
-    schedule = s.Schedule(schedule_config(config, val_dataloader), step=grpo_save_state["current_step"], stop=reached)
-    prompts = PromptStream(dataloader, config.grpo.max_num_epochs, grpo_save_state.pop("data", None))
+    schedule = s.Schedule(limits, step=grpo_save_state["current_step"], stop=reached)
+    data_state = grpo_save_state.pop("data", None)
+    prompts = PromptStream(dataloader, config.grpo.max_num_epochs, data_state)
     environments = as_workers(task_to_env, policy.cluster)
-    rollouts = Rollouts(policy_generation, environments, tokenizer, turn_limits(config), seed=config.grpo.seed)
+    rollouts = Rollouts(
+        policy_generation,
+        environments,
+        tokenizer,
+        turn_limits(config),
+        seed=config.grpo.seed,
+        on_sample=lambda: report.sample(),
+    )
     sampling = sampling_of(config.policy.generation, tokenizer.eos_token_id)
     groups = StepGroups(config)
     report = RunReport(logger, config, grpo_save_state, policy, policy_generation)
+    ledger = Ledger(
+        (checkpointer.folder if config.checkpointing.enabled else logger.log_dir) / LEDGER_FILE,
+        step=schedule.step,
+        kept=(data_state or {}).get("ledger", 0),
+        max_age=limits.max_trajectory_age,
+    )
 
-    while True:
-        if stop and stop.reason and not schedule.asked:
-            schedule.record(s.StopAsked(stop.reason))
-        match schedule.next():
-            case s.Refit(version):
-                with step_clock.phase("refit"):
-                    refitted = refit_policy_generation(policy, policy_generation, True)
-                report.refit(refitted)
-                schedule.record(s.Refitted(version))
+    with closing(ledger), policy.beside(rollouts):
+        while True:
+            if stop and stop.reason and not schedule.asked:
+                schedule.record(s.StopAsked(stop.reason))
+            match schedule.next():
+                case s.Refit(version):
+                    with step_clock.phase("refit"):
+                        refitted = refit_engines(policy, policy_generation, config)
+                    report.refit(refitted)
+                    schedule.record(s.Refitted(version))
 
-            case s.Dispatch(count):
-                batch = prompts.take(count)
-                rollouts.dispatch(
-                    batch, sampling, generations=config.grpo.num_generations_per_prompt, step=schedule.step + 1
-                )
-                report.dispatched(len(batch))
-                schedule.record(s.Dispatched(tuple(p["uid"] for p in batch), data_ended=len(batch) < count))
+                case s.Dispatch(count):
+                    batch = prompts.take(count)
+                    uids = tuple(prompt["uid"] for prompt in batch)
+                    rollouts.dispatch(
+                        batch, sampling, generations=config.grpo.num_generations_per_prompt, step=schedule.step + 1
+                    )
+                    report.dispatched(len(batch))
+                    ledger.write("dispatched", uids=uids, version=schedule.engine_version)
+                    schedule.record(s.Dispatched(uids, data_ended=len(batch) < count))
 
-            case s.Await():
-                with step_clock.phase("generate" if rollouts.generating else "reward"):
-                    group = rollouts.next_group(report.sample)
-                if failure := group.failure:
-                    groups.fail(group)
-                    report.group_failed(group.uid, failure)
-                    schedule.record(s.GroupFailed(group.uid, failure))
-                else:
+                case s.Await():
+                    with step_clock.phase("generate" if rollouts.generating else "reward"):
+                        group = rollouts.next_group()
+                    uid = group.uid
+                    if failure := group.failure:
+                        groups.fail(group)
+                        prompts.settle([uid])
+                        report.group_failed(uid, failure)
+                        ledger.failed(uid, failure)
+                        schedule.record(s.GroupFailed(uid, failure))
+                        continue
                     informative = groups.add(group)
+                    ledger.write("finished", uid=uid, version=group.weight_version, scored=group.scored)
                     if not informative:
+                        prompts.settle([uid])
                         report.group_filtered()
-                    schedule.record(s.GroupFinished(group.uid, informative))
+                        ledger.write("filtered", uid=uid, why="its rewards are equal")
+                    schedule.record(s.GroupFinished(uid, informative))
 
-            case s.Train(step) as command:
-                trained, surplus, sampled = groups.take(command)
-                prompts.put_back(surplus)
-                metrics = train_on_groups(policy, policy_generation, trained, loss_fn, config, step_clock)
-                schedule.record(s.Trained(step))
-                report.step(step, trained, metrics | sampled, step_clock)
-                if isinstance(dataloader, MultipleDataloaderWrapper):
-                    dataloader.set_records({"step": step, **metrics, **sampled})
+                case s.Train(step) as command:
+                    trained, surplus, sampled = groups.take(command)
+                    if limits.max_trajectory_age:
+                        sampled["num_groups_ahead"] = float(len(schedule.in_flight) - len(trained))
+                    metrics = train_on_groups(policy, policy_generation, trained, loss_fn, config, step_clock)
+                    prompts.settle(command.groups)
+                    prompts.put_back(surplus)
+                    ledger.write("trained", uids=command.groups, step=step, version=schedule.policy_version)
+                    if command.surplus:
+                        ledger.write("returned", uids=command.surplus)
+                    schedule.record(s.Trained(step))
+                    report.step(step, trained, metrics | sampled, step_clock)
+                    if isinstance(dataloader, MultipleDataloaderWrapper):
+                        dataloader.set_records({"step": step, **metrics, **sampled})
 
-            case s.Validate(step):
-                with step_clock.pause():
-                    found, _ = validate(
-                        policy_generation, val_dataloader, tokenizer, val_task_to_env, step, config, report=report
-                    )
-                schedule.record(s.Validated(step, stop_reason(found, config.grpo)))
+                case s.Validate(step):
+                    with step_clock.pause():
+                        found, _ = validate(
+                            policy_generation, val_dataloader, tokenizer, val_task_to_env, step, config, report=report
+                        )
+                    schedule.record(s.Validated(step, stop_reason(found, config.grpo)))
 
-            case s.Checkpoint(step):
-                with step_clock.pause():
-                    state = report.save_state(epoch=prompts.epoch)
-                    folder = checkpointer.save(
-                        step, policy.save, prompts.state_dict(), state, report.last_metrics, config
-                    )
-                report.checkpoint(folder)
-                schedule.record(s.Checkpointed(step))
+                case s.Checkpoint(step):
+                    with step_clock.pause():
+                        state = report.save_state(epoch=prompts.epoch)
+                        place = prompts.state_dict() | {"ledger": ledger.sync()}
+                        folder = checkpointer.save(step, policy.save, place, state, report.last_metrics, config)
+                    report.checkpoint(folder)
+                    ledger.write("saved", step=step)
+                    schedule.record(s.Checkpointed(step))
 
-            case s.Finish(reason):
-                return report.finish(reason) | {"stopped_early": reason == schedule.asked}
+                case s.Finish(reason):
+                    ledger.write("ended", why=reason, data_ended=schedule.data_ended and not schedule.in_flight)
+                    return report.finish(reason) | {"stopped_early": reason == schedule.asked}
 
 
 def train_on_groups(
@@ -255,6 +288,12 @@ def train_on_groups(
             return metrics | {"tokens": 0.0}
         metrics |= batch.plan_metrics | policy.train(loss_fn, targets)
     return metrics | {"tokens": float(batch.tokens)}
+
+
+def refit_engines(policy: PolicyGroup, engines: EngineGroup, config: MasterConfig) -> RefitReport:
+    """The loop's refit. Engines may be generating, where grpo.async_grpo.in_flight_weight_updates lets them."""
+    recompute_kv = config.grpo.async_grpo.recompute_kv_cache_after_weight_updates
+    return refit_policy_generation(policy, engines, True, recompute_kv=recompute_kv)
 
 
 def refit_policy_generation(
@@ -336,7 +375,7 @@ def validate(
 
 def schedule_config(config: MasterConfig, val_dataloader: Any) -> s.ScheduleConfig:
     """The schedule's part of the recipe."""
-    grpo, save = config.grpo, config.checkpointing
+    grpo, ahead, save = config.grpo, config.grpo.async_grpo, config.checkpointing
     validates = val_dataloader is not None
     return s.ScheduleConfig(
         num_prompts=grpo.num_prompts_per_step,
@@ -344,7 +383,10 @@ def schedule_config(config: MasterConfig, val_dataloader: Any) -> s.ScheduleConf
         prompts_per_dispatch=prompts_per_generation_batch(config) if grpo.use_dynamic_sampling else None,
         max_gen_batches=grpo.dynamic_sampling_max_gen_batches,
         max_failed_groups=max(8, prompts_per_generation_batch(config) // 4),
-        max_trajectory_age=grpo.async_grpo.max_trajectory_age_steps if grpo.async_grpo.enabled else 0,
+        max_trajectory_age=ahead.max_age,
+        group_order=ahead.group_order,
+        max_groups_in_flight=ahead.max_groups_in_flight if ahead.max_age else None,
+        refit_in_flight=ahead.in_flight_weight_updates,
         val_period=grpo.val_period if validates else 0,
         val_start_at=grpo.val_start_at,
         val_at_start=grpo.val_at_start and validates,
@@ -368,13 +410,37 @@ def scale_rewards(repeated_batch: Any, reward_scaling_cfg: Any) -> Any:
     return repeated_batch
 
 
-class NotSupportedYet(NotImplementedError):
-    """Part of the documented interface whose feature is still to come."""
+def async_grpo_train(
+    policy: PolicyGroup,
+    policy_generation: EngineGroup,
+    dataloader: Any,
+    val_dataloader: Any,
+    tokenizer: Any,
+    loss_fn: ClippedPGLossFn,
+    task_to_env: Mapping[str, Any],
+    val_task_to_env: Mapping[str, Any] | None,
+    logger: Logger,
+    checkpointer: CheckpointManager,
+    grpo_save_state: GRPOSaveState,
+    master_config: MasterConfig,
+    max_trajectory_age_steps: int = 1,
+) -> dict[str, Any]:
+    """`grpo_train` with grpo.async_grpo enabled at this age limit, whatever the recipe says: the same loop.
 
-
-def async_grpo_train(*_args: Any, **_kwargs: Any) -> None:
-    """Asynchronous training: this loop with a trajectory age above 0. Raises NotSupportedYet."""
-    raise NotSupportedYet("asynchronous GRPO is not supported yet; use grpo_train, the same loop with age 0")
+    Raises RecipeError where the recipe does not go with it, ValueError where `setup` has started engines that sleep
+    while the policy trains.
+    """
+    if policy_generation.sleeps and max_trajectory_age_steps:
+        raise ValueError(
+            "these engines sleep while the policy trains, so they cannot generate ahead: set grpo.async_grpo.enabled "
+            "before setup"
+        )
+    plain = master_config.model_dump()
+    plain["grpo"]["async_grpo"] |= {"enabled": True, "max_trajectory_age_steps": max_trajectory_age_steps}
+    return grpo_train(
+        policy, policy_generation, dataloader, val_dataloader, tokenizer, loss_fn, task_to_env, val_task_to_env,
+        logger, checkpointer, grpo_save_state, MasterConfig.model_validate(plain),
+    )  # fmt: skip
 
 
 def _default_grpo_save_state() -> GRPOSaveState:

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
@@ -10,7 +11,7 @@ from torch import Tensor
 
 from grpo_mcore.algorithms.rank_step import RankStep, Targets
 from grpo_mcore.algorithms.refit_parity import ParityCheck
-from grpo_mcore.cluster import Cluster, Worker, call_all
+from grpo_mcore.cluster import Cluster, Meanwhile, Worker, call_all
 from grpo_mcore.families import ModelShape
 from grpo_mcore.objective import combine_metrics, step_metrics
 from grpo_mcore.objective.config import KLType
@@ -20,7 +21,10 @@ from grpo_mcore.refit import TrainerLayout, Verify
 
 @dataclass
 class PolicyGroup:
-    """`updates` counts the steps trained since the run began: the weights' next version is `updates` + 1."""
+    """`updates` counts the steps trained since the run began: the weights' next version is `updates` + 1.
+
+    `meanwhile`: what the driver goes on with while it waits for the ranks.
+    """
 
     cluster: Cluster
     workers: Sequence[Worker]
@@ -33,12 +37,29 @@ class PolicyGroup:
     refit_verify: Verify = "sample"
     refit_parity: ParityCheck | None = None
     updates: int = 0
+    meanwhile: Meanwhile | None = None
+
+    @contextmanager
+    def beside(self, other: Meanwhile) -> Iterator[None]:
+        """Inside, `other` goes on while the driver waits for the ranks."""
+        self.meanwhile = other
+        try:
+            yield
+        finally:
+            self.meanwhile = None
 
     def receive(self, steps: Sequence[RankStep]) -> None:
         """Gives every rank the share of its data-parallel rank (`steps`, by data-parallel rank)."""
         version = self.updates + 1
         shares = [(steps[self.layout.coordinates(rank).data], version) for rank in range(self.layout.world_size)]
-        call_all(self.cluster, self.workers, "receive", args_per_worker=shares, what="receiving the step's samples")
+        call_all(
+            self.cluster,
+            self.workers,
+            "receive",
+            args_per_worker=shares,
+            what="receiving the step's samples",
+            meanwhile=self.meanwhile,
+        )
 
     def infer_logprobs(self, samples: int, *, prev: bool, reference: bool, kl_kind: KLType | None) -> dict[str, Tensor]:
         """Log-probs of the step received, kept by the ranks. Returns what objective.sample_stats says about each of the
@@ -91,4 +112,4 @@ class PolicyGroup:
         self._all("export_hf", folder, what=f"exporting the policy to {folder}")
 
     def _all(self, method: str, *args: Any, what: str) -> list[Any]:
-        return call_all(self.cluster, self.workers, method, *args, what=what)
+        return call_all(self.cluster, self.workers, method, *args, what=what, meanwhile=self.meanwhile)

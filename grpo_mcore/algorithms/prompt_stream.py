@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from typing import Any
 
 from grpo_mcore.data.interfaces import DatumSpec
@@ -11,6 +11,9 @@ from grpo_mcore.data.interfaces import DatumSpec
 
 class PromptStream:
     """Takes batches from a stateful data loader and hands out as many prompts as are asked for.
+
+    A prompt that was taken stays on the books until it is `settled`: it goes into a checkpoint as one that comes next.
+    So a resumed run loses none of those that were under way, and repeats none that has had its end.
 
     From the second epoch on a uid gets `@2`, `@3`, ...: it names one prompt of the run, not one row of the data.
     """
@@ -20,6 +23,7 @@ class PromptStream:
         self.dataloader, self.max_epochs = dataloader, max_epochs
         self.epoch = 0
         self._waiting: deque[DatumSpec] = deque()
+        self._taken: dict[str, DatumSpec] = {}
         self._batches: Iterator[list[DatumSpec]] | None = None
         if state is not None:
             self.epoch = state["epoch"]
@@ -38,11 +42,20 @@ class PromptStream:
                 continue
             suffix = f"@{self.epoch + 1}" if self.epoch else ""
             self._waiting.extend({**datum, "uid": datum["uid"] + suffix} for datum in batch)
-        return [self._waiting.popleft() for _ in range(min(count, len(self._waiting)))]
+        taken = [self._waiting.popleft() for _ in range(min(count, len(self._waiting)))]
+        self._taken |= {datum["uid"]: datum for datum in taken}
+        return taken
+
+    def settle(self, uids: Iterable[str]) -> None:
+        """These have had their end: trained on, filtered, or failed. Raises KeyError for one that is not under way."""
+        for uid in uids:
+            del self._taken[uid]
 
     def put_back(self, prompts: Sequence[DatumSpec]) -> None:
         """Prompts that were taken and not used: they are the next ones, in this order, as they are."""
+        self.settle(datum["uid"] for datum in prompts)
         self._waiting.extendleft(reversed(prompts))
 
     def state_dict(self) -> dict[str, Any]:
-        return {"epoch": self.epoch, "waiting": list(self._waiting), "dataloader": self.dataloader.state_dict()}
+        waiting = [*self._taken.values(), *self._waiting]
+        return {"epoch": self.epoch, "waiting": waiting, "dataloader": self.dataloader.state_dict()}

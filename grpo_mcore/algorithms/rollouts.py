@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import copy
-from collections import defaultdict
+from collections import defaultdict, deque
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
 from grpo_mcore.algorithms.engine_group import EngineGroup
-from grpo_mcore.cluster import Cluster, ObjectStore, Pending, Stream, Worker
+from grpo_mcore.algorithms.judging import Judging
+from grpo_mcore.cluster import Cluster, DeadlineExceeded, ObjectStore, Stream, Worker
 from grpo_mcore.cluster.local_cluster import LocalWorker
 from grpo_mcore.data import TurnTemplate
 from grpo_mcore.rollout.conversation import Conversation, TurnLimits
@@ -30,8 +31,23 @@ class _Open:
     conversations: list[Conversation]
     missing: int
 
+    @property
+    def load(self) -> int:
+        """The most tokens that its samples can have, as long as they have one turn."""
+        return len(self.conversations) * (self.prompt["length"] + self.sampling.max_new_tokens)
+
     def live(self) -> list[Conversation]:
         return [conversation for conversation in self.conversations if not conversation.over]
+
+
+@dataclass
+class _Running:
+    """What an engine generates. `missing`: samples that are still to come."""
+
+    engine: int
+    step: int
+    stream: Stream
+    missing: int
 
 
 class Rollouts:
@@ -39,8 +55,10 @@ class Rollouts:
 
     Waits for: samples of the engines' streams, and verdicts of the environments. Unblocked by whichever is first. A
     group's verdict on a turn is asked for as soon as its last sample is there, while the engines go on with the others.
-    Samples that have a next turn wait until their engine is idle and no verdict of its groups is outstanding; then all
-    of them are sent to it at once.
+    The samples that an engine has of one step take their turns together: a next turn waits until all of them are
+    generated and judged.
+
+    All of this goes on while the driver waits for something else, if that wait is given these rollouts as `Meanwhile`.
     """
 
     def __init__(
@@ -51,37 +69,43 @@ class Rollouts:
         limits: TurnLimits,
         *,
         seed: int,
+        on_sample: Callable[[], None] = lambda: None,
     ) -> None:
-        """`environments`: task name -> environment.
+        """`environments`: task name -> environment. `on_sample`: called for each sample, when its last turn is there.
 
         Raises DataError where samples may have several turns and the tokenizer's chat template cannot hold them.
         """
         self.engines, self.environments, self.limits, self.seed = engines, environments, limits, seed
         self.cluster: Cluster = engines.cluster
+        self._on_sample = on_sample
         self._template = TurnTemplate(tokenizer) if limits.max_turns > 1 else None
         self._open: dict[str, _Open] = {}
-        self._streams: dict[int, tuple[int, Stream]] = {}  # id -> (engine, stream)
-        self._verdicts: dict[int, tuple[str, Pending]] = {}  # id -> (prompt uid, verdict)
-        self._queued: dict[tuple[int, Sampling], list[GenerationRequest]] = defaultdict(list)  # later turns
+        self._running: dict[int, _Running] = {}  # by id of the stream
+        self._judging = Judging(environments, self.cluster)
+        # (engine, step, sampling) -> next turns that are still to be sent
+        self._queued: dict[tuple[int, int, Sampling], list[GenerationRequest]] = defaultdict(list)
+        self._finished: deque[Group] = deque()
 
     @property
     def generating(self) -> bool:
         """Whether an engine still generates; otherwise only verdicts are waited for."""
-        return bool(self._streams)
+        return bool(self._running)
 
     def dispatch(self, prompts: Sequence[Any], sampling: Sampling, *, generations: int, step: int) -> None:
         """Sends `generations` requests for each prompt (a DatumSpec) to the engines. Does not wait."""
         shares: list[list[GenerationRequest]] = [[] for _ in self.engines.workers]
         load = [0] * len(shares)
+        for group in self._open.values():
+            load[group.engine] += group.load
         for prompt in prompts:
             if prompt["task_name"] not in self.environments:
                 raise ValueError(f"{prompt['uid']}: no environment for task {prompt['task_name']!r}")
             engine = load.index(min(load))  # a whole group to one engine: its prompt is prefilled once
-            load[engine] += generations * (prompt["length"] + sampling.max_new_tokens)
             shares[engine] += self._start(prompt, sampling, generations, step, engine)
+            load[engine] += self._open[prompt["uid"]].load
         for engine, requests in enumerate(shares):
             if requests:
-                self._send(engine, requests, sampling, f"samples of step {step}")
+                self._send(engine, step, requests, sampling, f"samples of step {step}")
 
     def _start(
         self, prompt: Any, sampling: Sampling, generations: int, step: int, engine: int
@@ -101,48 +125,67 @@ class Rollouts:
             for index in range(generations)
         ]
 
-    def _send(self, engine: int, requests: list[GenerationRequest], sampling: Sampling, what: str) -> None:
-        stream = self.engines.workers[engine].stream("generate_refs", requests, sampling, what=what)
-        self._streams[id(stream)] = (engine, stream)
-
-    def next_group(self, on_sample: Callable[[], None] = lambda: None) -> Group:
-        """Waits for the next group whose samples are all generated and scored. `on_sample`: called for each sample,
-        when its last turn is there.
+    def next_group(self) -> Group:
+        """Waits for the next group whose samples are all generated and scored.
 
         Raises WorkerFailed and DeadlineExceeded of engines and environments.
         """
-        while True:
-            self._send_queued()
-            things: list[Any] = [verdict for _, verdict in self._verdicts.values()]
-            things += [stream for _, stream in self._streams.values()]
-            ready = self.cluster.next_ready(things, self.cluster.call_timeout_s, "samples and verdicts")
-            if id(ready) in self._verdicts:
-                uid, pending = self._verdicts.pop(id(ready))
-                self._go_on(self._open[uid], pending.result(), on_sample)
-                if not self._open[uid].missing:
-                    return self._close(uid)
-                continue
-            parcel = next(ready, None)
-            if parcel is None:
-                del self._streams[id(ready)]
-                continue
-            self._take(replace(parcel.label, ref=parcel.content), on_sample)
+        while not self._finished:
+            ready = self._wait()
+            if ready is None:
+                self._go_on_judged()
+            else:
+                self.take(ready)
+        return self._finished.popleft()
 
-    def _take(self, sample: TrajectoryRef, on_sample: Callable[[], None]) -> None:
+    def _wait(self) -> Any:
+        """The first of `awaited` that has something; None: an environment is late."""
+        patience_s, timeout_s = self._judging.patience_s(), self.cluster.call_timeout_s
+        try:
+            return self.cluster.next_ready(self.awaited(), min(patience_s, timeout_s), "samples and verdicts")
+        except DeadlineExceeded:
+            if patience_s < timeout_s:
+                return None
+            raise
+
+    def awaited(self) -> list[Any]:
+        """The verdicts and streams that are waited for."""
+        return [*self._judging.pending(), *(running.stream for running in self._running.values())]
+
+    def take(self, ready: Any) -> None:
+        """Goes on with one of `awaited` that has something. Raises what it raises."""
+        if not self._judging.take(ready):
+            running = self._running[id(ready)]
+            parcel = next(ready)
+            running.missing -= 1
+            if not running.missing:
+                del self._running[id(ready)]
+                next(ready, None)  # nothing is left but its end
+            self._take_sample(replace(parcel.label, ref=parcel.content))
+        self._go_on_judged()
+
+    def _go_on_judged(self) -> None:
+        """Closes the groups that are judged to the end, and sends the next turns of the others."""
+        while (judged := self._judging.next()) is not None:
+            uid, outcomes = judged
+            self._go_on(self._open[uid], outcomes)
+            if not self._open[uid].missing:
+                self._finished.append(self._close(uid))
+        self._send_queued()
+
+    def _take_sample(self, sample: TrajectoryRef) -> None:
         group = self._open[sample.uid]
         group.conversations[sample.generation_index].sample = sample
         if sample.turns == self.limits.max_turns:
-            on_sample()
+            self._on_sample()
         group.missing -= 1
         if not group.missing:
             live = group.live()
             metadata = [conversation.metadata for conversation in live]
             references = [conversation.sample.ref for conversation in live if conversation.sample]
-            environment = self.environments[group.prompt["task_name"]]
-            verdict = environment.call("advance", metadata, *references, what=f"the verdict on {sample.uid}")
-            self._verdicts[id(verdict)] = (sample.uid, verdict)
+            self._judging.ask(sample.uid, group.prompt["task_name"], metadata, references)
 
-    def _go_on(self, group: _Open, outcomes: Sequence[Outcome], on_sample: Callable[[], None]) -> None:
+    def _go_on(self, group: _Open, outcomes: Sequence[Outcome]) -> None:
         """Queues the next turn of those that have one."""
         for conversation, outcome in zip(group.live(), outcomes, strict=True):
             sample = conversation.sample
@@ -154,26 +197,26 @@ class Rollouts:
                 seed = sample_seed(self.seed, group.step, sample.uid, sample.generation_index, sample.turns)
                 request = conversation.next_request(said, seed, self.limits)
             if request is not None:
-                self._queued[group.engine, group.sampling].append(request)
+                self._queued[group.engine, group.step, group.sampling].append(request)
                 group.missing += 1
             elif sample.turns < self.limits.max_turns:
-                on_sample()
+                self._on_sample()
 
     def _send_queued(self) -> None:
         if not self._queued:
             return
-        busy = {engine for engine, _ in self._streams.values()}
-        busy |= {self._open[uid].engine for uid, _ in self._verdicts.values()}
-        for engine, sampling in [key for key in self._queued if key[0] not in busy]:
-            requests = self._queued.pop((engine, sampling))
-            self._send(engine, requests, sampling, f"later turns of {len(requests)} samples")
+        busy = {(running.engine, running.step) for running in self._running.values()}
+        busy |= {(group.engine, group.step) for group in map(self._open.__getitem__, self._judging.uids())}
+        for engine, step, sampling in [key for key in self._queued if key[:2] not in busy]:
+            requests = self._queued.pop((engine, step, sampling))
+            self._send(engine, step, requests, sampling, f"later turns of {len(requests)} samples")
+
+    def _send(self, engine: int, step: int, requests: list[GenerationRequest], sampling: Sampling, what: str) -> None:
+        stream = self.engines.workers[engine].stream("generate_refs", requests, sampling, what=what)
+        self._running[id(stream)] = _Running(engine, step, stream, len(requests))
 
     def _close(self, uid: str) -> Group:
         group = self._open.pop(uid)
-        if not self._open:  # every sample is there: the streams have nothing left but their end
-            for _, stream in self._streams.values():
-                next(stream, None)
-            self._streams.clear()
         samples = tuple(conversation.sample for conversation in group.conversations)
         scores = tuple(conversation.score for conversation in group.conversations)
         return Group(group.prompt, samples, scores)

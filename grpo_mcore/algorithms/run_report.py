@@ -69,6 +69,7 @@ class RunReport:
             {
                 "batch": batch_equation(config),
                 **({"sampling": sampling} if config.grpo.use_dynamic_sampling else {}),
+                **({"ahead": _ahead(config)} if config.grpo.async_grpo.max_age else {}),
                 "policy": f"{policy.shape.family}, {parameter_count(policy.shape) / 1e6:.1f} M parameters, "
                 f"{policy.precision}, {policy.layout.describe()}",
                 "engines": f"{len(engines.workers)} x vLLM TP {vllm.tensor_parallel_size} {vllm.precision}, colocated, "
@@ -104,7 +105,8 @@ class RunReport:
     def step(self, step: int, groups: Sequence[Group], metrics: dict[str, float], clock: Timeline) -> None:
         """A step was trained: its line, and its metrics into the files."""
         seconds = clock.take()
-        self._samples_asked = self._samples_done = 0
+        self._samples_asked -= self._samples_done  # what is left is of later steps
+        self._samples_done = 0
         self._tokens += int(metrics["tokens"])
         self.state["consumed_samples"] += len(groups)
         self.state["current_step"] = self.state["total_steps"] = step
@@ -220,6 +222,14 @@ class RunReport:
         }
         self.console.summary("the run is over", facts, paths)
         return values
+
+
+def _ahead(config: MasterConfig) -> str:
+    """How far generation may be ahead of training."""
+    ahead = config.grpo.async_grpo
+    versions = f"{ahead.max_age} weight version{'s' if ahead.max_age > 1 else ''}"
+    refit = "while engines generate" if ahead.in_flight_weight_updates else "once they are idle"
+    return f"trajectories at most {versions} old, groups {ahead.group_order.replace('_', ' ')}, refit {refit}"
 
 
 def _left_out(metrics: dict[str, float]) -> str:

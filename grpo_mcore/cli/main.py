@@ -23,6 +23,7 @@ VERBS = {
     "refit": ("show how a refit moves the weights of a recipe, or check one: refit plan, refit verify", False),
     "launch": ("run a recipe on a cluster: launch slurm RECIPE, launch k8s RECIPE", True),
     "demo": ("make a small model and train it with GRPO on this machine", False),
+    "ledger": ("audit a run: did every prompt have exactly one end", False),
     "data": ("make training data of NeMo Gym rollouts, check training data", False),
 }
 

@@ -94,6 +94,9 @@ def _trainer(config: MasterConfig) -> TrainerLayout:
         megatron.pipeline_model_parallel_size,
         max(1, world_size(config) // model_parallel),
         megatron.context_parallel_size,
+        megatron.expert_model_parallel_size,
+        megatron.expert_tensor_parallel_size,
+        megatron.virtual_pipeline_model_parallel_size or 1,
         first_layers=megatron.num_layers_in_first_pipeline_stage or 0,
         last_layers=megatron.num_layers_in_last_pipeline_stage or 0,
     )

@@ -5,7 +5,7 @@ Nothing here knows what a worker computes. Every wait has a deadline and a name.
 
 from __future__ import annotations
 
-from grpo_mcore.cluster.gather import call_all, gather
+from grpo_mcore.cluster.gather import Meanwhile, call_all, gather
 from grpo_mcore.cluster.interface import (
     Cluster,
     DeadlineExceeded,
@@ -18,6 +18,7 @@ from grpo_mcore.cluster.interface import (
     Rendezvous,
     Stream,
     Worker,
+    WorkerDied,
     WorkerFailed,
 )
 from grpo_mcore.cluster.local_cluster import LocalCluster
@@ -27,6 +28,7 @@ __all__ = [
     "Cluster",
     "DeadlineExceeded",
     "LocalCluster",
+    "Meanwhile",
     "NotEnoughResources",
     "ObjectStore",
     "Parcel",
@@ -36,6 +38,7 @@ __all__ = [
     "Rendezvous",
     "Stream",
     "Worker",
+    "WorkerDied",
     "WorkerFailed",
     "call_all",
     "gather",

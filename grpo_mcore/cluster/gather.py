@@ -4,12 +4,22 @@ from __future__ import annotations
 
 import time
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, Protocol
 
-from grpo_mcore.cluster.interface import Cluster, DeadlineExceeded, Pending, Worker, WorkerFailed
+from grpo_mcore.cluster.interface import Cluster, DeadlineExceeded, Pending, Stream, Worker, WorkerFailed
 
 GRACE_S = 10.0
 """How long the others are waited for once one has failed. Ranks of a group mostly fail together."""
+
+
+class Meanwhile(Protocol):
+    """Work of the driver that goes on while it waits for something else."""
+
+    def awaited(self) -> Sequence[Pending | Stream]:
+        """What it waits for now."""
+
+    def take(self, ready: Any) -> None:
+        """One of these has something: goes on with it."""
 
 
 def call_all(
@@ -21,6 +31,7 @@ def call_all(
     timeout_s: float | None = None,
     what: str | None = None,
     grace_s: float = GRACE_S,
+    meanwhile: Meanwhile | None = None,
 ) -> list[Any]:
     """`method(*args)` on every worker, or `method(*args_per_worker[i])` on worker i; the results by worker.
 
@@ -33,13 +44,20 @@ def call_all(
         worker.call(method, *own, timeout_s=timeout_s, what=what)
         for worker, own in zip(workers, args_per_worker, strict=True)
     ]
-    return gather(cluster, pendings, timeout_s=timeout_s, what=what or method, grace_s=grace_s)
+    return gather(cluster, pendings, timeout_s=timeout_s, what=what or method, grace_s=grace_s, meanwhile=meanwhile)
 
 
 def gather(
-    cluster: Cluster, pendings: Sequence[Pending], *, timeout_s: float, what: str, grace_s: float = GRACE_S
+    cluster: Cluster,
+    pendings: Sequence[Pending],
+    *,
+    timeout_s: float,
+    what: str,
+    grace_s: float = GRACE_S,
+    meanwhile: Meanwhile | None = None,
 ) -> list[Any]:
-    """The results in the order of `pendings`, with one deadline for all.
+    """The results in the order of `pendings`, with one deadline for all. What `meanwhile` waits for is handed to it as
+    it comes.
 
     Raises DeadlineExceeded that names those who have not answered; WorkerFailed of the first that failed,
     with a note on each other that failed or was still at work `grace_s` later.
@@ -50,12 +68,20 @@ def gather(
     deadline = start + timeout_s
     failure: WorkerFailed | None = None
     while waiting:
+        left = max(deadline - time.monotonic(), 0.0)
+        others = meanwhile.awaited() if meanwhile and left and failure is None else ()
         try:
-            pending = cluster.next_ready(waiting, max(deadline - time.monotonic(), 0.0), what)
+            ready: Any = cluster.next_ready([*waiting, *others], left, what)
         except DeadlineExceeded as error:
             if failure is not None:
                 break
-            raise DeadlineExceeded(what, error.whom, timeout_s, error.detail) from None
+            late = ", ".join(pending.whom for pending in waiting)
+            raise DeadlineExceeded(what, late, timeout_s, error.detail) from None
+        pending = next((pending for pending in waiting if pending is ready), None)
+        if pending is None:
+            assert meanwhile is not None
+            meanwhile.take(ready)
+            continue
         waiting.remove(pending)
         try:
             results[id(pending)] = pending.result()

@@ -39,6 +39,10 @@ class WorkerFailed(RuntimeError):
         return f"{text}\n{self.detail}" if self.detail else text
 
 
+class WorkerDied(WorkerFailed):
+    """The worker's process has ended; no call will reach it again."""
+
+
 class NotEnoughResources(RuntimeError):
     """More processors or accelerators were asked for than there are."""
 

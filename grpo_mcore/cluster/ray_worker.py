@@ -10,7 +10,7 @@ import ray
 from ray.exceptions import GetTimeoutError, RayActorError, RayError, RayTaskError
 
 from grpo_mcore.cluster.host import ParcelHead, RemoteFailure, in_stream
-from grpo_mcore.cluster.interface import DeadlineExceeded, Parcel, Place, Ref, WorkerFailed
+from grpo_mcore.cluster.interface import DeadlineExceeded, Parcel, Place, Ref, WorkerDied, WorkerFailed
 from grpo_mcore.cluster.reports import log_tail, stacks
 
 
@@ -134,12 +134,13 @@ class RayWorker:
     def fail(self, what: str, error: RayError) -> NoReturn:
         """Raises the WorkerFailed that `error` amounts to."""
         cause, detail, original = _explain(error)
-        if isinstance(error, RayActorError):
+        died = isinstance(error, RayActorError)
+        if died:
             self._on_death()
         place = self.known_place()
         if place is not None:
             detail += "\n" + log_tail(place.log)
-        raise WorkerFailed(self.name, what, cause, detail.strip()) from original
+        raise (WorkerDied if died else WorkerFailed)(self.name, what, cause, detail.strip()) from original
 
 
 class RayStore:

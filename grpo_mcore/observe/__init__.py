@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 from grpo_mcore.observe.console import RunConsole, ShownSample
+from grpo_mcore.observe.ledger import LEDGER_FILE, Ledger, LedgerError, read_ledger
+from grpo_mcore.observe.ledger_audit import Audit, audit
 from grpo_mcore.observe.logger import Logger, MissingPackage, read_metrics, run_folder
 from grpo_mcore.observe.plots import reward_curve_png
 from grpo_mcore.observe.step_table import StepRow
@@ -10,12 +12,18 @@ from grpo_mcore.observe.summary import write_summary
 from grpo_mcore.observe.timeline import Timeline
 
 __all__ = [
+    "LEDGER_FILE",
+    "Audit",
+    "Ledger",
+    "LedgerError",
     "Logger",
     "MissingPackage",
     "RunConsole",
     "ShownSample",
     "StepRow",
     "Timeline",
+    "audit",
+    "read_ledger",
     "read_metrics",
     "reward_curve_png",
     "run_folder",

@@ -6,7 +6,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator
 
-from grpo_mcore.recipe import batch_sizes, data_checks, not_yet, objective_checks
+from grpo_mcore.recipe import batch_sizes, data_checks, layout_checks, not_yet, objective_checks
 from grpo_mcore.recipe.errors import Finding, in_yaml, nearest
 from grpo_mcore.recipe.master import MasterConfig, runs_grpo
 
@@ -16,6 +16,8 @@ def findings(config: MasterConfig) -> list[Finding]:
     checks = (
         not_yet.find,
         check_layout,
+        layout_checks.check_stages,
+        layout_checks.check_experts,
         check_batches,
         check_lengths,
         objective_checks.check_loss,
@@ -25,6 +27,7 @@ def findings(config: MasterConfig) -> list[Finding]:
         objective_checks.check_shaping_acts,
         objective_checks.check_advantages,
         check_dynamic_sampling,
+        check_ages,
         check_early_stop,
         check_optimizer,
         data_checks.check_data,
@@ -44,6 +47,7 @@ def check_layout(config: MasterConfig) -> Iterator[Finding]:
     layout_keys = (
         at + "tensor_model_parallel_size",
         at + "pipeline_model_parallel_size",
+        at + "context_parallel_size",
         "cluster.gpus_per_node",
         "cluster.num_nodes",
     )
@@ -143,6 +147,35 @@ def check_dynamic_sampling(config: MasterConfig) -> Iterator[Finding]:
         yield Finding((use_key, "grpo.num_generations_per_prompt"), "the rewards of a group of 1 never differ")
     if grpo.batch_multiplier != 1 and not grpo.use_dynamic_sampling:
         yield Finding(("grpo.batch_multiplier", use_key), "has no effect without use_dynamic_sampling: true")
+
+
+def check_ages(config: MasterConfig) -> Iterator[Finding]:
+    """Generation ahead of training: what older trajectories need."""
+    ahead, prompts = config.grpo.async_grpo, config.grpo.num_prompts_per_step
+    at, enabled, age_key = "grpo.async_grpo.", "grpo.async_grpo.enabled", "grpo.async_grpo.max_trajectory_age_steps"
+    if not ahead.max_age:
+        return
+    if not config.loss_fn.use_importance_sampling_correction:
+        yield Finding(
+            (enabled, age_key, "loss_fn.use_importance_sampling_correction"),
+            f"trains on trajectories of age {ahead.max_age} (in weight versions), which needs "
+            "loss_fn.use_importance_sampling_correction: true",
+        )
+    if config.grpo.use_dynamic_sampling:
+        yield Finding(
+            (enabled, "grpo.use_dynamic_sampling"),
+            "does not go with grpo.use_dynamic_sampling: true yet; switch one of them off",
+        )
+    if ahead.max_groups_in_flight is not None and ahead.max_groups_in_flight < prompts:
+        yield Finding(
+            (at + "max_groups_in_flight", "grpo.num_prompts_per_step"),
+            f"{ahead.max_groups_in_flight} groups are less than the {prompts} of a step",
+        )
+    if ahead.recompute_kv_cache_after_weight_updates and not ahead.in_flight_weight_updates:
+        yield Finding(
+            (at + "recompute_kv_cache_after_weight_updates", at + "in_flight_weight_updates"),
+            "has no effect without in_flight_weight_updates: true: nothing is under way at a refit",
+        )
 
 
 VALIDATION_METRICS = ("accuracy", "reward", "num_samples", "num_failed_samples", "generated_length", "truncation_rate")

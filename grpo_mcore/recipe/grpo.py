@@ -82,18 +82,33 @@ class AdvEstimatorConfig(Section):
 
 
 class AsyncGRPOConfig(Section):
-    """`grpo.async_grpo`: generation runs ahead of training. Not supported yet."""
+    """`grpo.async_grpo`: engines generate for later steps while the policy trains. All of it is inert while enabled is
+    false."""
 
     enabled: bool = False
-    """Generate while training. Not supported yet."""
+    """Generate ahead of training. Needs loss_fn.use_importance_sampling_correction: true."""
     max_trajectory_age_steps: NonNegative = 1
-    """Oldest trajectory that is trained on, in weight versions. Inert while enabled is false."""
+    """Oldest trajectory that is trained on, in weight versions; so many steps ahead prompts are generated. 0: none, as
+    if enabled were false."""
+    max_groups_in_flight: Positive | None = None
+    """Most groups that are generated, or wait to be trained on, at one time. null: what the age allows,
+    num_prompts_per_step x (1 + max_trajectory_age_steps)."""
+    group_order: Literal["in_order", "oldest_first", "freshest_first"] = "in_order"
+    """Which groups a step takes. in_order: those dispatched first, and it waits for them. The others take what is
+    finished, by weight version, and wait only for groups that would get too old; so they prefer short answers."""
     max_generation_failures: NonNegative = 0
-    """Failed generations in a row that are tolerated. Inert while enabled is false."""
+    """Failed generation calls in a row that are tolerated: their groups are generated anew, as a whole. Above 0:
+    not supported yet."""
     in_flight_weight_updates: bool = False
-    """Refit without waiting for running generations. Inert while enabled is false."""
+    """Refit while engines generate: samples under way go on with the new weights. false: they are finished first."""
     recompute_kv_cache_after_weight_updates: bool = False
-    """Drop the engines' KV cache after a refit. Inert while enabled is false."""
+    """What the old weights computed of samples under way is computed again after a refit. Only with
+    in_flight_weight_updates."""
+
+    @property
+    def max_age(self) -> int:
+        """The age limit in force, in weight versions."""
+        return self.max_trajectory_age_steps if self.enabled else 0
 
 
 class GRPOConfig(Section):
@@ -163,4 +178,4 @@ class GRPOConfig(Section):
     adv_estimator: Annotated[AdvEstimatorConfig, OffWhenNull] = Field(default_factory=AdvEstimatorConfig)
     """How rewards become advantages."""
     async_grpo: Annotated[AsyncGRPOConfig, OffWhenNull] = Field(default_factory=AsyncGRPOConfig)
-    """Generation ahead of training. Not supported yet."""
+    """Generation ahead of training."""

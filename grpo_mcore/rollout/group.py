@@ -21,8 +21,18 @@ class Group:
         return self.prompt["uid"]
 
     @property
+    def weight_version(self) -> int:
+        """The oldest that generated any of its tokens."""
+        return min(sample.weight_version for sample in self.samples)
+
+    @property
+    def scored(self) -> int:
+        """Samples that have a reward."""
+        return sum(score.reward is not None for score in self.scores)
+
+    @property
     def failure(self) -> str | None:
         """Why there is nothing to train on: not one sample has a reward. None where one has."""
-        if any(score.reward is not None for score in self.scores):
+        if self.scored:
             return None
         return self.scores[0].reason

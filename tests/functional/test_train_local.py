@@ -148,7 +148,7 @@ def test_a_resumed_run_is_the_whole_run(
 
 def test_checkpoints_are_whole_and_the_older_ones_go(resumed: tuple[Run, Inside]) -> None:
     run, _ = resumed
-    assert sorted(path.name for path in run.checkpoints.iterdir()) == ["step_3", "step_4"]
+    assert sorted(path.name for path in run.checkpoints.iterdir()) == ["ledger.jsonl", "step_3", "step_4"]
     newest = run.checkpoints / "step_4"
     assert sorted(path.name for path in newest.iterdir()) == [
         "config.yaml", "data.pt", "policy", "training_info.json",

@@ -81,7 +81,7 @@ def _check_files(run: Run) -> None:
     assert (run.logs / "reward_curve.png").read_bytes().startswith(b"\x89PNG")
     workers = {path.name for path in (run.logs / "workers").glob("*.log")}
     assert workers >= {"policy-0.log", "policy-1.log", "engine-0.log", "environment-math.log"}
-    (checkpoint,) = run.checkpoints.iterdir()
+    (checkpoint,) = run.checkpoints.glob("step_*")
     assert checkpoint.name == "step_3"
     assert len(list((checkpoint / "policy").glob("rng-*.pt"))) == 2
     assert yaml.safe_load((checkpoint / "config.yaml").read_text())["cluster"]["gpus_per_node"] == 2
@@ -117,7 +117,7 @@ def test_ctrl_c(tmp_path: Path, recipe: dict[str, Any], mark: str) -> None:
     print("".join(seen), out, "---", err)
     assert time.monotonic() - began < GONE_S
     run = Run(tmp_path, process.returncode, "".join(seen) + out, err)
-    newest = f"step_{max(int(path.name[5:]) for path in run.checkpoints.iterdir())}"
+    newest = f"step_{max(int(path.name[5:]) for path in run.checkpoints.glob('step_*'))}"
     assert_one_message(run, 130, "interrupted; every process that it started has ended", f"{newest}; `--resume`")
     assert err.count("\n") <= 3
     assert others(mark) == []

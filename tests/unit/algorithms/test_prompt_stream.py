@@ -6,6 +6,8 @@ import pickle
 from collections.abc import Iterator
 from typing import Any
 
+import pytest
+
 from grpo_mcore.algorithms.prompt_stream import PromptStream
 
 
@@ -48,13 +50,27 @@ def test_what_is_put_back_comes_next_as_it_was() -> None:
     assert uids(stream.take(9)) == ""
     stream.put_back(taken)  # also after the end of the data
     assert uids(stream.take(9)) == "d a@2 b@2"
+    with pytest.raises(KeyError):
+        stream.settle(["elsewhere"])
 
 
 def test_the_state_holds_what_was_put_back() -> None:
     first = PromptStream(Loader(), max_epochs=2)
     taken = first.take(3)
+    first.settle("a")
     first.put_back(taken[1:])
     state = pickle.loads(pickle.dumps(first.state_dict()))
     second = PromptStream(Loader(), max_epochs=2, state=state)
     rest = [uids(stream.take(9)) for stream in (first, second)]
     assert rest == ["b c d a@2 b@2 c@2 d@2"] * 2
+
+
+def test_what_is_under_way_comes_next_in_a_resumed_run() -> None:
+    """In the order in which it was taken, before what was put back, and whatever was settled in between."""
+    first = PromptStream(Loader(), max_epochs=2)
+    under_way = first.take(5)
+    first.settle(["b", "d"])
+    first.put_back([under_way[4]])
+    second = PromptStream(Loader(), max_epochs=2, state=pickle.loads(pickle.dumps(first.state_dict())))
+    assert uids(second.take(99)) == "a c a@2 b@2 c@2 d@2"
+    assert uids(first.take(99)) == "a@2 b@2 c@2 d@2"  # the run itself goes on with those behind them

@@ -9,6 +9,7 @@ import pytest
 
 from grpo_mcore.algorithms.rollouts import Rollouts, as_workers
 from grpo_mcore.cluster import WorkerFailed
+from grpo_mcore.cluster.local_cluster import LocalStream
 from grpo_mcore.data import DataError
 from grpo_mcore.rollout.conversation import TurnError, TurnLimits
 from grpo_mcore.rollout.group import Group
@@ -51,13 +52,15 @@ class World:
         self.environment = FakeEnvironment(decide)
         self.engines = engine_group(self.cluster, engines, seed, **how)
         workers = as_workers({"game": self.environment}, self.cluster)
-        self.rollouts = Rollouts(self.engines, workers, CharacterTokenizer(), limits, seed=5)
         self.finished: list[str] = []
+        self.rollouts = Rollouts(
+            self.engines, workers, CharacterTokenizer(), limits, seed=5, on_sample=lambda: self.finished.append("")
+        )
 
     def run(self, numbers: range, generations: int = 3, step: int = 1, **prompt_fields: Any) -> dict[str, Group]:
         prompts = [prompt(number, **prompt_fields) for number in numbers]
         self.rollouts.dispatch(prompts, SAMPLING, generations=generations, step=step)
-        groups = [self.rollouts.next_group(lambda: self.finished.append("")) for _ in prompts]
+        groups = [self.rollouts.next_group() for _ in prompts]
         assert not self.rollouts.generating
         return {group.uid: group for group in groups}
 
@@ -257,3 +260,41 @@ def test_errors_name_the_sample_or_the_worker() -> None:
         World(broken).run(range(1))
     with pytest.raises(ValueError, match="p0: no environment for task 'other'"):
         World().run(range(1), task_name="other")
+
+
+def test_they_go_on_while_something_else_is_waited_for() -> None:
+    """All turns of all samples, without anyone asking for a group; the groups are there afterwards."""
+    world = World(engines=2, seed=1)
+    world.rollouts.dispatch([prompt(number) for number in range(4)], SAMPLING, generations=3, step=1)
+    while awaited := world.rollouts.awaited():
+        world.rollouts.take(world.cluster.next_ready(awaited, 1.0, "work"))
+    assert len(world.finished) == 12 and not world.rollouts.generating
+    calls = len(world.calls())
+    groups = [world.rollouts.next_group() for _ in range(4)]
+    assert sorted(group.uid for group in groups) == ["p0", "p1", "p2", "p3"] and len(world.calls()) == calls
+
+
+def test_new_prompts_go_to_the_engine_with_the_least_to_do() -> None:
+    world = World(engines=2)
+    world.rollouts.dispatch([prompt(0, length=900), prompt(1)], SAMPLING, generations=1, step=1)
+    world.rollouts.dispatch([prompt(2), prompt(3)], SAMPLING, generations=1, step=2)
+    for _ in range(4):
+        world.rollouts.next_group()
+    served = [
+        [request.uid for requests, _ in worker.target.calls for request in requests if request.continues is None]
+        for worker in world.engines.workers
+    ]
+    assert served == [["p0"], ["p1", "p2", "p3"]]
+
+
+def test_a_later_step_does_not_hold_up_the_turns_of_an_earlier_one() -> None:
+    """Samples that are still generated for step 2 do not keep those of step 1 from their next turn."""
+    world = World(seed=2)
+    world.rollouts.dispatch([prompt(1)], SAMPLING, generations=2, step=1)  # 2 and 3 turns
+    first = world.rollouts.awaited()[0]
+    world.rollouts.dispatch([prompt(2)], SAMPLING, generations=2, step=2)
+    for _ in range(2):
+        world.rollouts.take(first)
+    (verdict,) = [thing for thing in world.rollouts.awaited() if not isinstance(thing, LocalStream)]
+    world.rollouts.take(verdict)
+    assert len(world.rollouts.awaited()) == 2  # the second turn of step 1 is with the engine, beside step 2

@@ -82,3 +82,32 @@ def test_the_grace_does_not_outlast_the_deadline(script):
     with pytest.raises(WorkerFailed, match="a: work failed"):
         gather(script, answers, timeout_s=10, what="work", grace_s=50)
     assert script.now == 10
+
+
+class Others:
+    """Work with answers of its own; each brings the next one about."""
+
+    def __init__(self, *at: float) -> None:
+        self.left = [Answer(f"other at {time:g}", time) for time in at]
+        self.taken: list[Answer] = []
+
+    def awaited(self) -> list[Answer]:
+        return self.left[:1]
+
+    def take(self, ready: Answer) -> None:
+        self.left.remove(ready)
+        self.taken.append(ready)
+
+
+def test_other_work_goes_on_while_it_waits(script):
+    others = Others(1, 2, 2.5, 7)
+    answers = [Answer("a", 3, "A"), Answer("b", 5, "B")]
+    assert gather(script, answers, timeout_s=10, what="work", meanwhile=others) == ["A", "B"]
+    assert [other.at for other in others.taken] == [1, 2, 2.5] and script.now == 5
+
+
+def test_other_work_moves_no_deadline_and_takes_no_blame(script):
+    others = Others(*range(1, 50))
+    with pytest.raises(DeadlineExceeded) as caught:
+        gather(script, [Answer("a", 99)], timeout_s=10, what="work", meanwhile=others)
+    assert script.now == 10 and caught.value.whom == "a" and len(others.taken) < 11

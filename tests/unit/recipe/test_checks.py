@@ -109,6 +109,35 @@ def test_sft_has_no_rollout_batch(load, problems) -> None:
             ],
         ),
         (
+            ["policy.megatron_cfg.virtual_pipeline_model_parallel_size=2"],
+            [
+                "policy.megatron_cfg.virtual_pipeline_model_parallel_size: 2 model chunks a stage need "
+                "pipeline_model_parallel_size above 1"
+            ],
+        ),
+        (
+            ["policy.megatron_cfg.context_parallel_size=2"],
+            [
+                "policy.megatron_cfg.context_parallel_size: one copy of the policy takes TP 1 x PP 1 x CP 2 = "
+                "2 ranks, but the cluster has num_nodes 1 x gpus_per_node 1 = 1"
+            ],
+        ),
+        (
+            ["policy.megatron_cfg.expert_model_parallel_size=4", "cluster.gpus_per_node=2"],
+            [
+                "policy.megatron_cfg.expert_model_parallel_size: EP 4 x ETP 1 = 4 does not divide the 2 ranks "
+                "of a pipeline stage (2 ranks / PP 1)"
+            ],
+        ),
+        (
+            [
+                "policy.megatron_cfg.tensor_model_parallel_size=2",
+                "policy.megatron_cfg.expert_model_parallel_size=2",
+                "cluster.gpus_per_node=2",
+            ],
+            ["policy.megatron_cfg.tensor_model_parallel_size: experts under tensor parallelism need"],
+        ),
+        (
             ["cluster.backend=local", "cluster.gpus_per_node=2"],
             [
                 "cluster.backend: the local backend runs one rank in this process, but the cluster has "
@@ -304,8 +333,50 @@ ASKING = {  # a value of each key that asks for the feature
 @pytest.mark.parametrize("key", NOT_YET)
 def test_what_is_not_supported_yet_says_so(problems, key: str) -> None:
     neutral, feature = NOT_YET[key]
-    value = ASKING.get(key) or {"True": "false", "False": "true", "1": "2", "None": "3"}[str(neutral)]
+    value = ASKING.get(key) or {"True": "false", "False": "true", "0": "1", "1": "2", "None": "3"}[str(neutral)]
     found = [line for line in problems(MINIMAL, f"{key}={value}") if "not supported yet" in line]
     assert len(found) == 1
     assert found[0].startswith(f"command line: {key}: not supported yet ({feature}); got ")
     assert key in known_keys()
+
+
+AHEAD = "loss_fn: {use_importance_sampling_correction: true}\ngrpo:\n  num_prompts_per_step: 32\n  async_grpo: "
+
+
+@pytest.mark.parametrize(
+    ("text", "lines"),
+    [
+        (AHEAD + "{enabled: true}\n", []),
+        (AHEAD + "{enabled: true, max_groups_in_flight: 32, group_order: freshest_first}\n", []),
+        (AHEAD.replace("true", "false", 1) + "{enabled: true, max_trajectory_age_steps: 0}\n", []),
+        (
+            AHEAD.replace("true", "false", 1) + "{enabled: true, max_trajectory_age_steps: 2}\n",
+            ["grpo.async_grpo.enabled: trains on trajectories of age 2 (in weight versions), which needs "
+             "loss_fn.use_importance_sampling_correction: true"],
+        ),
+        (
+            AHEAD + "{enabled: true, max_groups_in_flight: 31}\n",
+            ["grpo.async_grpo.max_groups_in_flight: 31 groups are less than the 32 of a step"],
+        ),
+        (
+            AHEAD + "{enabled: true}\n  use_dynamic_sampling: true\n",
+            ["grpo.async_grpo.enabled: does not go with grpo.use_dynamic_sampling: true yet; switch one of them off"],
+        ),
+        (
+            AHEAD + "{enabled: true, recompute_kv_cache_after_weight_updates: true}\n",
+            ["grpo.async_grpo.recompute_kv_cache_after_weight_updates: has no effect without "
+             "in_flight_weight_updates: true: nothing is under way at a refit"],
+        ),
+    ],
+)  # fmt: skip
+def test_generation_ahead_of_training(load, problems, text: str, lines: list[str]) -> None:
+    if not lines:
+        assert load(MINIMAL + text).config.grpo.async_grpo.enabled
+        return
+    found = problems(MINIMAL + text)
+    assert [line.partition(": ")[2] for line in found] == lines
+
+
+def test_the_order_of_groups_is_one_of_three(problems) -> None:
+    (line,) = problems(MINIMAL + AHEAD + "{enabled: true, group_order: fresh_first}\n")
+    assert "expected one of 'in_order', 'oldest_first', 'freshest_first', got 'fresh_first'" in line

@@ -11,7 +11,7 @@ from grpo_mcore.recipe import load_recipe
 
 FOLDER = Path(__file__).resolve().parents[3] / "recipes" / "variants"
 VARIANTS = sorted(FOLDER.glob("*.yaml"))
-NAMES = ["cispo", "dapo", "dr-grpo", "gdpo", "grpo", "gspo", "reinforce-plus-plus", "rloo"]
+NAMES = ["async", "cispo", "dapo", "dr-grpo", "gdpo", "grpo", "gspo", "reinforce-plus-plus", "rloo"]
 OF_AN_ALGORITHM = ("grpo.", "loss_fn.", "policy.train_global_batch_size", "env.math.format_pattern")
 OF_PLACES = {"checkpointing.checkpoint_dir", "logger.log_dir"}
 

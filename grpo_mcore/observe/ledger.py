@@ -1,0 +1,86 @@
+"""Each prompt's fate, as a run writes it down while it goes: a file that only grows, a JSON object a line.
+
+`audit` (ledger_audit.py) reads it.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import time
+from pathlib import Path
+from typing import IO, Any
+
+LEDGER_FILE = "ledger.jsonl"
+
+
+class LedgerError(ValueError):
+    """A ledger that cannot be read: says where it stands."""
+
+
+class Ledger:
+    """The ledger of a run, open for writing. Every entry has its `event`:
+
+    started     step (trained so far), kept (entries before it that count: all others before it are void, because the
+                run went on from an earlier checkpoint), missing (of these, how many are not in this file), max_age
+    dispatched  uids, version (weights that begin them)
+    finished    uid, version (the oldest that generated any of its tokens), scored (samples that have a reward)
+    filtered    uid, why            failed  uid, why, times (so far)
+    trained     uids, step, version (weights that train)
+    returned    uids (they go back to the data, to be generated anew)
+    saved       step                ended   why, data_ended
+    """
+
+    def __init__(self, path: Path, *, step: int, kept: int, max_age: int) -> None:
+        """`kept`: what `sync` gave when the checkpoint that this run goes on from was saved, 0 for a new run."""
+        self.path = path
+        path.parent.mkdir(parents=True, exist_ok=True)
+        self.entries = _cut_torn_end(path) if path.exists() else 0
+        self._failures: dict[str, int] = {}
+        self._file: IO[str] = path.open("a")
+        missing = max(0, kept - self.entries)
+        self.write("started", step=step, kept=kept - missing, missing=missing, max_age=max_age, time=round(time.time()))
+
+    def write(self, event: str, **fields: Any) -> None:
+        """Appends an entry. It survives the end of this process."""
+        self._file.write(json.dumps({"event": event, **fields}) + "\n")
+        self._file.flush()
+        self.entries += 1
+
+    def failed(self, uid: str, why: str) -> None:
+        self._failures[uid] = self._failures.get(uid, 0) + 1
+        self.write("failed", uid=uid, why=why, times=self._failures[uid])
+
+    def sync(self) -> int:
+        """Brings all entries to the disk. Returns their number."""
+        os.fsync(self._file.fileno())
+        return self.entries
+
+    def close(self) -> None:
+        """May be called again."""
+        self._file.close()
+
+
+def _cut_torn_end(path: Path) -> int:
+    """Removes a last line that a kill cut off. Returns the number of whole lines."""
+    text = path.read_bytes()
+    whole = text.rfind(b"\n") + 1
+    if whole < len(text):
+        os.truncate(path, whole)
+    return text.count(b"\n")
+
+
+def read_ledger(path: Path) -> list[dict[str, Any]]:
+    """The entries, the void ones included; a last line that was cut off is left out. Raises LedgerError, OSError."""
+    entries = []
+    lines = path.read_text().splitlines(keepends=True)
+    for number, line in enumerate(lines, start=1):
+        if not line.endswith("\n"):
+            break
+        try:
+            entries.append(json.loads(line))
+        except json.JSONDecodeError as error:
+            raise LedgerError(f"{path}:{number}: not JSON: {error}") from error
+        if not isinstance(entries[-1], dict) or "event" not in entries[-1]:
+            raise LedgerError(f"{path}:{number}: no entry of a ledger: {line.strip()[:80]}")
+    return entries

@@ -1,0 +1,68 @@
+"""A run with look-ahead as a user starts it, under Ray: killed on its way, gone on with to the end of the data."""
+
+from __future__ import annotations
+
+import json
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from grpo_mcore.cluster.sweeper import marked
+from grpo_mcore.observe import audit, read_ledger
+from tests.functional.runs import Task, grpo_recipe, run_command, start_command
+
+PROMPTS = 24
+VARIABLE = "GRPO_TEST_RUN_AHEAD"
+GONE_S = 120.0
+
+
+@pytest.fixture(scope="module")
+def recipe(task: Task, model: Path) -> dict[str, Any]:
+    """6 steps of 4 prompts: one policy rank and one engine, all the data once."""
+    data = task.folder / "short-24.jsonl"
+    data.write_text("".join(task.train.read_text().splitlines(keepends=True)[:PROMPTS]))
+    recipe = grpo_recipe(task, model)
+    recipe["grpo"] |= {"max_num_steps": 99, "max_num_epochs": 1, "async_grpo": {"enabled": True}}
+    recipe["loss_fn"] |= {"use_importance_sampling_correction": True}
+    recipe["data"] = {"train": {"data_path": str(data)}}
+    recipe["checkpointing"] = {"save_period": 1, "metric_name": None}
+    recipe["cluster"] = {"platform": "cpu", "gpus_per_node": 1, "env_vars": [VARIABLE]}
+    return recipe
+
+
+def test_killed_and_resumed_it_trains_on_every_prompt_once(
+    tmp_path: Path, recipe: dict[str, Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv(VARIABLE, str(tmp_path))
+    process = start_command("train", tmp_path, recipe)
+    assert process.stdout is not None
+    try:
+        seen = []
+        for line in process.stdout:
+            seen.append(line)
+            if line.lstrip().startswith("3/"):
+                break
+        assert process.poll() is None, "".join(seen) + process.communicate()[1]
+    finally:
+        process.kill()
+        process.communicate()
+    began = time.monotonic()
+    while marked(f"{VARIABLE}={tmp_path}") and time.monotonic() - began < GONE_S:
+        time.sleep(0.2)
+    ledger = tmp_path / "checkpoints" / "ledger.jsonl"
+    killed = audit(read_ledger(ledger))
+    assert not killed.flaws and killed.steps >= 3
+
+    run = run_command("train", tmp_path, recipe, "--resume", "grpo.async_grpo.in_flight_weight_updates=true")
+    print(run.out, run.err)
+    assert run.code == 0, run.err
+    found = audit(read_ledger(ledger))
+    assert not found.flaws and found.starts == 2 and found.steps == 6
+    assert found.fates["trained on"] == PROMPTS == sum(found.fates.values())
+    assert max(found.by_age) == 1
+    rows = run.metrics()[-(6 - killed.steps) :]
+    assert rows[-1]["step"] == 6 and rows[-1]["num_groups_ahead"] == 0
+    assert all(row["grad_norm"] > 0 for row in rows)
+    assert json.loads((run.logs / "summary.json").read_text())["end"] == "the data has ended"
