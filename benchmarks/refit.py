@@ -6,9 +6,10 @@
 Policy ranks are processes with a Megatron-Core model in bfloat16, the engine is vLLM with its ranks. Ours: each policy
 rank copies its blocks into shared memory (disaggregated: sends them to the engine's node over Gloo), each engine rank
 takes its slices beside the weights in use, then all are exchanged at once.
-Classic: tensor-parallel all-gather to whole tensors, broadcast to every engine rank (both Gloo, in buckets), then
-`load_weights` within vLLM's layerwise reload; generation stands still throughout. Without --model: the shape of
-Qwen2.5-0.5B (0.49 B parameters) with random weights. Seconds are medians over the rounds, which alternate.
+Classic: tensor-parallel all-gather to whole tensors, broadcast to every engine rank (both Gloo, in buckets, one
+pipeline stage after the other), then `load_weights` within vLLM's layerwise reload; generation stands still throughout.
+Without --model: the shape of Qwen2.5-0.5B (0.49 B parameters) with random weights. Seconds are medians over the rounds,
+which alternate.
 """
 
 from __future__ import annotations
@@ -31,7 +32,7 @@ import torch
 from torch import Tensor
 
 from grpo_mcore.algorithms.engine_group import EngineWorker
-from grpo_mcore.families import Split, parameter_count, params_of, pieces, read_hf_config, shape_of
+from grpo_mcore.families import Split, Stage, parameter_count, params_of, pieces, read_hf_config, shape_of
 from grpo_mcore.generation import EngineConfig, engine_environment
 from grpo_mcore.refit import EngineLayout, RefitSender, TrainerLayout, plan_refit, refit
 
@@ -120,14 +121,15 @@ class PolicyRank:
         mesh = Layout(layout["tp"], layout["pp"], 1)
         self.device = join_mesh(mesh, Address(rank, mesh.world_size, 0, "127.0.0.1", port), 0, 120.0)
         self.here = mesh.coordinates(rank)
-        self.network = build_model(self.shape, mesh, MegatronConfig(), torch.bfloat16).to(torch.bfloat16)
+        networks = build_model(self.shape, mesh, MegatronConfig(), torch.bfloat16)
+        (self.network,) = (network.to(torch.bfloat16) for network in networks)
         generator = torch.Generator().manual_seed(rank)
         with torch.no_grad():
             for name, parameter in self.network.named_parameters():
                 parameter.fill_(1.0) if "norm" in name else parameter.normal_(0, 0.02, generator=generator)
-        self.weights = ShardedWeights(self.network, self.shape, mesh, self.here)
+        self.weights = ShardedWeights([self.network], self.shape, mesh, self.here)
         self.sender = RefitSender(self.weights, rank)
-        self.tp, self.group = layout["tp"], None
+        self.tp, self.pp, self.group = layout["tp"], layout["pp"], None
 
     def open_refit(self, *args: Any) -> Any:
         return self.sender.open_refit(*args)
@@ -146,18 +148,23 @@ class PolicyRank:
 
     @torch.no_grad()
     def send_classic(self, bucket_bytes: int) -> dict[str, Any]:
-        """Gathers whole tensors in the tensor-parallel group; its first rank broadcasts them, bucket by bucket."""
+        """Gathers whole tensors in the tensor-parallel group; its first rank broadcasts them, bucket by bucket. Every
+        pipeline stage does so with its own."""
         from megatron.core import parallel_state
 
         tensor_group = parallel_state.get_tensor_model_parallel_group()
+        local = {(param.megatron, param.layer): tensor.detach() for param, tensor in self.weights.local}
         seconds = {"gather": 0.0, "wire": 0.0}
         moved = 0
         flat = torch.empty(bucket_bytes // 2, dtype=torch.bfloat16)
-        for bucket in classic_buckets(self.shape, bucket_bytes):
+        if self.group is not None:
+            _broadcast(self.group, flat[:1])  # the engine is done with the stages before: not this one's time
+        for stage, bucket in classic_buckets(self.shape, bucket_bytes, self.pp):
+            if stage != self.here.pipeline:
+                continue
             began, at = time.perf_counter(), 0
             for param in bucket:
-                local = dict(zip(self.weights.names, (t for _, t in self.weights.local), strict=True))
-                mine = local[param.megatron.format(layer=param.layer)].detach()
+                mine = local[param.megatron, param.layer]
                 parts = [mine]
                 if self.tp > 1 and param.split is not Split.REPLICATED:
                     parts = [torch.empty_like(mine) for _ in range(self.tp)]
@@ -177,20 +184,22 @@ class PolicyRank:
         self.sender.close_refit()
 
 
-def classic_buckets(shape: Any, bucket_bytes: int) -> list[list[Any]]:
-    """The parameters in order, whole tensors of at most `bucket_bytes` together; the same on every side."""
-    found: list[list[Any]] = [[]]
-    room = bucket_bytes
+def classic_buckets(shape: Any, bucket_bytes: int, stages: int) -> list[tuple[int, list[Any]]]:
+    """(pipeline stage, its parameters), whole tensors of at most `bucket_bytes` together; the same on every side."""
+    found: list[tuple[int, list[Any]]] = []
+    room = 0
     for param in params_of(shape):
         if param.copy:
             continue
+        ends = {Stage.FIRST: 0, Stage.LAST: stages - 1}
+        stage = param.layer * stages // shape.num_layers if param.stage is Stage.LAYER else ends[param.stage]
         nbytes = 2 * sum(tensor.numel for tensor in param.hf)
-        if nbytes > room:
-            found.append([])
+        if nbytes > room or found[-1][0] != stage:
+            found.append((stage, []))
             room = bucket_bytes
-        found[-1].append(param)
+        found[-1][1].append(param)
         room -= nbytes
-    return [bucket for bucket in found if bucket]
+    return sorted(found, key=lambda bucket: bucket[0])
 
 
 def _to_whole(param: Any, shape: Any, parts: list[Tensor], flat: Tensor, at: int) -> int:
@@ -212,8 +221,8 @@ def _broadcast(group: Any, values: Tensor) -> None:
     group.broadcast([values], options).wait()
 
 
-def worker_join(worker: Any, address: tuple[str, int], first: int, size: int) -> None:
-    worker.benchmark_wire, worker.benchmark_store = join_wire(address, first + worker.rank, size)
+def worker_join(worker: Any, addresses: list[tuple[str, int]], first: int, size: int) -> None:
+    worker.benchmark_wires = [join_wire(address, first + worker.rank, size) for address in addresses]
 
 
 @torch.no_grad()
@@ -226,9 +235,14 @@ def worker_receive_classic(worker: Any, folder: str, bucket_bytes: int) -> dict[
     seconds = {"load": 0.0, "commit": 0.0}
     with set_current_vllm_config(worker.vllm_config):
         initialize_layerwise_reload(model)
-        for bucket in classic_buckets(shape, bucket_bytes):
+        begun = -1
+        for stage, bucket in classic_buckets(shape, bucket_bytes, len(worker.benchmark_wires)):
+            wire, _ = worker.benchmark_wires[stage]
+            if stage > begun:
+                _broadcast(wire, torch.empty(1, dtype=torch.bfloat16))
+                begun = stage
             flat = torch.empty(sum(t.numel for param in bucket for t in param.hf), dtype=torch.bfloat16)
-            _broadcast(worker.benchmark_wire, flat)
+            _broadcast(wire, flat)
             began, at, named = time.perf_counter(), 0, []
             for tensor in (tensor for param in bucket for tensor in param.hf):
                 named.append((tensor.name, flat[at : at + tensor.numel].view(tensor.shape)))
@@ -250,8 +264,8 @@ def worker_memory(worker: Any) -> int:
 
 
 class BenchmarkEngine(EngineWorker):
-    def join(self, address: tuple[str, int], first: int, size: int) -> None:
-        self._llm_engine.collective_rpc(worker_join, args=(address, first, size))
+    def join(self, addresses: list[tuple[str, int]], first: int, size: int) -> None:
+        self._llm_engine.collective_rpc(worker_join, args=(addresses, first, size))
 
     def receive_classic(self, folder: str, bucket_bytes: int, version: int) -> dict[str, float]:
         found = self._llm_engine.collective_rpc(worker_receive_classic, args=(folder, bucket_bytes))
@@ -277,14 +291,10 @@ def memcpy_bandwidth() -> float:
 
 def measure(args: argparse.Namespace, folder: str) -> dict[str, Any]:
     train, tp = {"tp": 1, "pp": 1} | sizes(args.train), sizes(args.engine).get("tp", 1)
-    if train["pp"] > 1 and not args.only_ours:
-        raise SystemExit(
-            "the classic path of this benchmark gathers over tensor-parallel ranks only: use pp=1, or --ours"
-        )
     shape, world = shape_of(read_hf_config(folder)), train["tp"] * train["pp"]
     needed = parameter_count(shape) * 2
     environment = {"OMP_NUM_THREADS": "1", "OMP_WAIT_POLICY": "PASSIVE"}
-    port, wire_port = free_port(), free_port()
+    port, addresses = free_port(), [("127.0.0.1", free_port()) for _ in range(train["pp"])]
     policy = [Remote(f"policy-{rank}", PolicyRank, folder, train, rank, port, env=environment) for rank in range(world)]
     config = EngineConfig(
         folder, tensor_parallel_size=tp, load_format="dummy", max_model_len=128, kv_cache_memory_gb=0.1,
@@ -297,10 +307,11 @@ def measure(args: argparse.Namespace, folder: str) -> dict[str, Any]:
     try:
         for call in [worker.call("start") for worker in everyone]:
             call.result()
-        address = ("127.0.0.1", wire_port)
-        joining = [policy[0].call("join", address, 0, 1 + tp), engine.call("join", address, 1, 1 + tp)]
-        for call in joining if not args.only_ours else []:
-            call.result()
+        if not args.only_ours:  # a group for each stage: its first rank, and the engine's ranks
+            firsts = policy[:: train["tp"]]
+            joining = [one.call("join", address, 0, 1 + tp) for one, address in zip(firsts, addresses, strict=True)]
+            for call in [*joining, engine.call("join", addresses, 1, 1 + tp)]:
+                call.result()
         seconds: list[float] = []
         for _ in range(5):
             began = time.perf_counter()
@@ -377,7 +388,12 @@ def run_classic(policy: list[Remote], engine: Remote, folder: str, bucket_bytes:
         "seconds": time.perf_counter() - began,
         "moved": sum(one["moved"] for one in sent),
         "buffer": sum(one["buffer"] for one in sent) + bucket_bytes,
-        "stages": sent[0]["seconds"] | loaded,
+        # The stages' gathers overlap, their broadcasts follow each other.
+        "stages": {
+            "gather": max(one["seconds"]["gather"] for one in sent),
+            "wire": sum(one["seconds"]["wire"] for one in sent),
+        }
+        | loaded,
     }
 
 
