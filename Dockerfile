@@ -14,7 +14,7 @@ FROM ${BASE_IMAGE} AS gpu
 # Ubuntu 24.04 has 3.12; pyproject.toml allows 3.11 to 3.13.
 RUN apt-get update \
     && apt-get install -y --no-install-recommends python3.12 python3.12-dev python3.12-venv build-essential git \
-        libibverbs1 ibverbs-providers librdmacm1 \
+        libibverbs1 ibverbs-providers librdmacm1 bubblewrap \
     && rm -rf /var/lib/apt/lists/*
 ENV VIRTUAL_ENV=/opt/venv PATH=/opt/venv/bin:$PATH PIP_NO_CACHE_DIR=1 PIP_DISABLE_PIP_VERSION_CHECK=1
 RUN python3.12 -m venv /opt/venv
@@ -62,9 +62,9 @@ CMD ["grpo-mcore", "--help"]
 
 # ---- CPU -------------------------------------------------------------------------------------------------------------
 FROM ${CPU_BASE_IMAGE} AS cpu
-# vLLM compiles small kernels for the processor that it finds.
+# vLLM compiles small kernels for the processor that it finds. bubblewrap is the sandbox of env.code.
 RUN apt-get update \
-    && apt-get install -y --no-install-recommends build-essential \
+    && apt-get install -y --no-install-recommends build-essential bubblewrap \
     && rm -rf /var/lib/apt/lists/*
 ENV VIRTUAL_ENV=/opt/venv PATH=/opt/venv/bin:$PATH PIP_NO_CACHE_DIR=1 PIP_DISABLE_PIP_VERSION_CHECK=1
 RUN python -m venv /opt/venv

@@ -88,6 +88,17 @@ print("ray", ray.__version__, Qwen3ForCausalLM.__name__)
 EOF
 }
 
+# The sandbox of env.code, which nothing else needs: without it that environment refuses, and its tests are skipped.
+install_bubblewrap() {
+    command -v bwrap >/dev/null && return
+    if [ "$(id -u)" = 0 ] && command -v apt-get >/dev/null; then
+        say "bubblewrap, the sandbox for programs that a model writes (apt-get)"
+        { timeout 300 apt-get update && timeout 300 apt-get install -y --no-install-recommends bubblewrap; } \
+            >>"$LOG" 2>&1 && return
+    fi
+    say "bubblewrap is not here and could not be installed: env.code will refuse to run programs, its tests are skipped"
+}
+
 if [ "$(cat "$READY" 2>/dev/null)" = "$(digest)" ] && .venv/bin/python -c '' 2>/dev/null; then
     exit 0
 fi
@@ -119,6 +130,7 @@ step "$(grep -c == "$LOCK") locked packages (0.8 GB to download)" "" install -r 
 step "no CUDA builds of torchvision, torchaudio, torchcodec" "" remove_cuda_builds
 step "grpo_mcore itself, editable" "" install --no-build-isolation -e .
 step "imports" "" check_imports
+install_bubblewrap
 
 digest >"$READY"
 rm -f "$UNFINISHED"

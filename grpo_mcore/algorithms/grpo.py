@@ -21,6 +21,7 @@ from grpo_mcore.algorithms.dynamic_sampling import dynamic_sampling
 from grpo_mcore.algorithms.engine_group import EngineGroup
 from grpo_mcore.algorithms.policy_group import PolicyGroup
 from grpo_mcore.algorithms.prompt_stream import PromptStream
+from grpo_mcore.algorithms.refit_parity import measure_parity
 from grpo_mcore.algorithms.rollouts import Rollouts, as_workers, sampling_of, turn_limits
 from grpo_mcore.algorithms.run_report import RunReport
 from grpo_mcore.algorithms.setup import (
@@ -54,7 +55,7 @@ from grpo_mcore.recipe import (
     RewardScalingConfig,
     prompts_per_generation_batch,
 )
-from grpo_mcore.refit import RefitReport, plan_model_refit, refit
+from grpo_mcore.refit import RefitError, RefitReport, plan_model_refit, refit
 from grpo_mcore.rollout import schedule as s
 from grpo_mcore.rollout.group import Group
 
@@ -312,6 +313,7 @@ def refit_policy_generation(
     weights. `colocated_inference` False: over a wire, as if they shared no memory. `_refit_buffer_size_gb`: GiB, in
     place of policy.refit_buffer_size_gb. `recompute_kv`: what the old weights computed of requests under way is
     computed again. Raises RefitError; the engines then have their old weights, or refuse to generate from mixed ones.
+    With policy.refit_parity it also raises where the log-probs of the committed weights differ.
     """
     if not colocated_inference and isinstance(policy.cluster, LocalCluster):
         raise ValueError("policy and engines of one process are colocated: over a wire each would wait for the other")
@@ -338,6 +340,10 @@ def refit_policy_generation(
     policy_generation.weight_version = version
     policy.offload()
     policy_generation.prepare()
+    if policy.refit_parity is not None:
+        parity = measure_parity(policy, policy_generation, policy.refit_parity)
+        if not parity.ok:
+            raise RefitError(f"policy.refit_parity: {parity.difference()}")
     return report
 
 

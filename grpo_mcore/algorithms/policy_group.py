@@ -10,6 +10,7 @@ from typing import Any
 from torch import Tensor
 
 from grpo_mcore.algorithms.rank_step import RankStep, Targets
+from grpo_mcore.algorithms.refit_parity import ParityCheck
 from grpo_mcore.cluster import Cluster, Meanwhile, Worker, call_all
 from grpo_mcore.families import ModelShape
 from grpo_mcore.objective import combine_metrics, step_metrics
@@ -34,6 +35,7 @@ class PolicyGroup:
     refit_buffer_gb: float
     refit_layout: TrainerLayout
     refit_verify: Verify = "sample"
+    refit_parity: ParityCheck | None = None
     updates: int = 0
     meanwhile: Meanwhile | None = None
 

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import copy
-from collections import defaultdict, deque
+from collections import Counter, defaultdict, deque
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
 from grpo_mcore.algorithms.engine_group import EngineGroup
-from grpo_mcore.cluster import Cluster, ObjectStore, Pending, Stream, Worker, WorkerFailed
+from grpo_mcore.algorithms.judging import Judging
+from grpo_mcore.cluster import Cluster, DeadlineExceeded, ObjectStore, Stream, Worker, WorkerFailed
 from grpo_mcore.cluster.local_cluster import LocalWorker
 from grpo_mcore.data import TurnTemplate
 from grpo_mcore.rollout.conversation import Conversation, TurnLimits
@@ -41,13 +42,13 @@ class _Open:
 
 @dataclass
 class _Running:
-    """What an engine generates. `missing`: samples that are still to come. `uids`: the prompts of all of them."""
+    """What an engine generates. `missing`: prompt uid -> samples that are still to come."""
 
     engine: int
     step: int
+    sampling: Sampling
     stream: Stream
-    missing: int
-    uids: tuple[str, ...]
+    missing: Counter[str]
 
 
 class Rollouts:
@@ -88,7 +89,7 @@ class Rollouts:
         self._template = TurnTemplate(tokenizer) if limits.max_turns > 1 else None
         self._open: dict[str, _Open] = {}
         self._running: dict[int, _Running] = {}  # by id of the stream
-        self._verdicts: dict[int, tuple[str, Pending]] = {}  # id -> (prompt uid, verdict)
+        self._judging = Judging(environments, self.cluster)
         # (engine, step, sampling) -> next turns that are still to be sent
         self._queued: dict[tuple[int, int, Sampling], list[GenerationRequest]] = defaultdict(list)
         self._finished: deque[Group] = deque()
@@ -138,37 +139,59 @@ class Rollouts:
         Raises WorkerFailed and DeadlineExceeded of engines and environments.
         """
         while not self._finished:
-            self.take(self.cluster.next_ready(self.awaited(), self.cluster.call_timeout_s, "samples and verdicts"))
+            ready = self._wait()
+            if ready is None:
+                self._go_on_judged()
+            else:
+                self.take(ready)
         return self._finished.popleft()
+
+    def _wait(self) -> Any:
+        """The first of `awaited` that has something; None: an environment is late."""
+        patience_s, timeout_s = self._judging.patience_s(), self.cluster.call_timeout_s
+        try:
+            return self.cluster.next_ready(self.awaited(), min(patience_s, timeout_s), "samples and verdicts")
+        except DeadlineExceeded:
+            if patience_s < timeout_s:
+                return None
+            raise
 
     def awaited(self) -> list[Any]:
         """The verdicts and streams that are waited for."""
-        return [verdict for _, verdict in self._verdicts.values()] + [run.stream for run in self._running.values()]
+        return [*self._judging.pending(), *(running.stream for running in self._running.values())]
 
     def take(self, ready: Any) -> None:
         """Goes on with one of `awaited` that has something. Raises what it raises."""
-        if id(ready) in self._verdicts:
-            uid, pending = self._verdicts.pop(id(ready))
-            self._go_on(self._open[uid], pending.result())
+        if not self._judging.take(ready):
+            self._take_next_of(self._running[id(ready)])
+        self._go_on_judged()
+
+    def _take_next_of(self, running: _Running) -> None:
+        """The next sample of an engine, or that its call has failed."""
+        stream = running.stream
+        try:
+            parcel = next(stream)
+        except WorkerFailed as error:
+            self._failures += 1
+            if self._failures > self._max_failures:
+                raise
+            del self._running[id(stream)]
+            self._generate_anew(running, f"{error.worker}: {error.cause}")
+            return
+        running.missing[parcel.label.uid] -= 1
+        if not running.missing.total():
+            self._failures = 0
+            del self._running[id(stream)]
+            next(stream, None)  # nothing is left but its end
+        self._take_sample(replace(parcel.label, ref=parcel.content))
+
+    def _go_on_judged(self) -> None:
+        """Closes the groups that are judged to the end, and sends the next turns of the others."""
+        while (judged := self._judging.next()) is not None:
+            uid, outcomes = judged
+            self._go_on(self._open[uid], outcomes)
             if not self._open[uid].missing:
                 self._finished.append(self._close(uid))
-        else:
-            running = self._running[id(ready)]
-            try:
-                parcel = next(ready)
-            except WorkerFailed as error:
-                self._failures += 1
-                if self._failures > self._max_failures:
-                    raise
-                del self._running[id(ready)]
-                self._generate_anew(running, f"{error.worker}: {error.cause}")
-                return
-            running.missing -= 1
-            if not running.missing:
-                self._failures = 0
-                del self._running[id(ready)]
-                next(ready, None)  # nothing is left but its end
-            self._take_sample(replace(parcel.label, ref=parcel.content))
         self._send_queued()
 
     def _generate_anew(self, failed: _Running, why: str) -> None:
@@ -176,15 +199,11 @@ class Rollouts:
         count = len(self.engines.workers)
         engine = failed.engine if count == 1 else (failed.engine + 1) % count
         requests: list[GenerationRequest] = []
-        for uid in failed.uids:
-            group = self._open.get(uid)
-            if group is None or not group.missing:
-                continue
+        for uid in +failed.missing:  # the samples of the others are there
+            group = self._open[uid]
             self._on_retry(uid, why)
-            requests += self._start(group.prompt, group.sampling, len(group.conversations), group.step, engine)
-            sampling = group.sampling
-        if requests:
-            self._send(engine, failed.step, requests, sampling, f"{len(requests)} samples anew")
+            requests += self._start(group.prompt, failed.sampling, len(group.conversations), group.step, engine)
+        self._send(engine, failed.step, requests, failed.sampling, f"{len(requests)} samples anew")
 
     def _take_sample(self, sample: TrajectoryRef) -> None:
         group = self._open[sample.uid]
@@ -196,9 +215,7 @@ class Rollouts:
             live = group.live()
             metadata = [conversation.metadata for conversation in live]
             references = [conversation.sample.ref for conversation in live if conversation.sample]
-            environment = self.environments[group.prompt["task_name"]]
-            verdict = environment.call("advance", metadata, *references, what=f"the verdict on {sample.uid}")
-            self._verdicts[id(verdict)] = (sample.uid, verdict)
+            self._judging.ask(sample.uid, group.prompt["task_name"], metadata, references)
 
     def _go_on(self, group: _Open, outcomes: Sequence[Outcome]) -> None:
         """Queues the next turn of those that have one."""
@@ -221,15 +238,15 @@ class Rollouts:
         if not self._queued:
             return
         busy = {(running.engine, running.step) for running in self._running.values()}
-        busy |= {(group.engine, group.step) for group in (self._open[uid] for uid, _ in self._verdicts.values())}
+        busy |= {(group.engine, group.step) for group in map(self._open.__getitem__, self._judging.uids())}
         for engine, step, sampling in [key for key in self._queued if key[:2] not in busy]:
             requests = self._queued.pop((engine, step, sampling))
             self._send(engine, step, requests, sampling, f"later turns of {len(requests)} samples")
 
     def _send(self, engine: int, step: int, requests: list[GenerationRequest], sampling: Sampling, what: str) -> None:
         stream = self.engines.workers[engine].stream("generate_refs", requests, sampling, what=what)
-        uids = tuple(dict.fromkeys(request.uid for request in requests))
-        self._running[id(stream)] = _Running(engine, step, stream, len(requests), uids)
+        missing = Counter(request.uid for request in requests)
+        self._running[id(stream)] = _Running(engine, step, sampling, stream, missing)
 
     def _close(self, uid: str) -> Group:
         group = self._open.pop(uid)

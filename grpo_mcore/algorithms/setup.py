@@ -4,21 +4,31 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from pathlib import Path
+from typing import Any
 
 from grpo_mcore.algorithms.engine_group import EngineGroup, EngineWorker
+from grpo_mcore.algorithms.judging import EnvironmentWorker
 from grpo_mcore.algorithms.logprob_passes import needs_prev, needs_reference
 from grpo_mcore.algorithms.policy_group import PolicyGroup
 from grpo_mcore.algorithms.policy_worker import PolicyWorker
+from grpo_mcore.algorithms.refit_parity import LIMITS, ParityCheck
 from grpo_mcore.cluster import Cluster, Worker, gather, open_cluster
 from grpo_mcore.cluster.platform import cpu_threads, runs_on_gpu
 from grpo_mcore.environments import create_env_class
-from grpo_mcore.families import ModelShape, check_tensor_parallel, read_hf_config, shape_of
+from grpo_mcore.families import ModelShape, check_engine_parallel, check_fit, read_hf_config, shape_of
 from grpo_mcore.generation import EngineConfig, engine_environment
 from grpo_mcore.objective import ClippedPGLossFn
 from grpo_mcore.parallel.mesh import Layout
 from grpo_mcore.parallel.policy import layout_of
 from grpo_mcore.recipe import MasterConfig, MegatronConfig, world_size
 from grpo_mcore.refit import EngineLayout, TrainerLayout
+
+VERDICT_TIMEOUT_S = 600.0
+"""Of one call to an environment, on all samples of a group, where its section does not say verdict_timeout_s."""
+
+ENGINE_CALLS, ENGINE_STREAMS = 4, 64
+"""Threads of an engine's process. Calls: taking a bucket, receiving the next, health, and leaving a refit that hangs.
+Streams: one for each dispatch whose samples are under way."""
 
 
 class SetupError(ValueError):
@@ -56,8 +66,19 @@ def check_model(config: MasterConfig) -> tuple[str, ModelShape, Layout]:
     folder = model_folder(config.policy.model_name)
     shape = shape_of(read_hf_config(folder))
     layout = layout_of(config.policy, world_size(config))
-    check_tensor_parallel(shape, layout.tensor)
+    check_fit(shape, config.policy.megatron_cfg)
     return folder, shape, layout
+
+
+def check_engines(config: MasterConfig, shape: ModelShape) -> None:
+    """Raises SetupError for a model whose refit into an engine has not been proven yet, FamilyError for one that vLLM
+    cannot share out over an engine's ranks. Cheap."""
+    check_engine_parallel(shape, config.policy.generation.vllm_cfg.tensor_parallel_size)
+    if shape.latent or shape.mamba:
+        raise SetupError(
+            f"policy.model_name: GRPO with a {shape.family} model is not supported yet, because a refit of its weights "
+            "into an engine is not; SFT is"
+        )
 
 
 def start_policy(config: MasterConfig, cluster: Cluster) -> PolicyGroup:
@@ -96,7 +117,16 @@ def start_policy(config: MasterConfig, cluster: Cluster) -> PolicyGroup:
         policy.refit_buffer_size_gb,
         trainer_layout(layout, policy.megatron_cfg),
         policy.refit_verify,
+        parity_check(config) if policy.refit_parity is not None else None,
     )
+
+
+def parity_check(config: MasterConfig) -> ParityCheck:
+    """How policy and engines are compared; the limit is policy.refit_parity, or that of the policy's precision."""
+    policy, generation = config.policy, config.policy.generation
+    limit = LIMITS[policy.precision] if policy.refit_parity is None else policy.refit_parity
+    length = min(policy.max_total_sequence_length, generation.vllm_cfg.max_model_len)
+    return ParityCheck(limit, generation.temperature, length)
 
 
 def trainer_layout(layout: Layout, megatron: MegatronConfig) -> TrainerLayout:
@@ -105,13 +135,21 @@ def trainer_layout(layout: Layout, megatron: MegatronConfig) -> TrainerLayout:
         layout.tensor,
         layout.pipeline,
         layout.data,
+        layout.context,
+        layout.expert,
+        layout.expert_tensor,
+        layout.virtual,
         first_layers=megatron.num_layers_in_first_pipeline_stage or 0,
         last_layers=megatron.num_layers_in_last_pipeline_stage or 0,
     )
 
 
 def start_engines(config: MasterConfig, cluster: Cluster, policy: PolicyGroup) -> EngineGroup:
-    """Spawns the engines beside the policy's ranks; they start while the policy does."""
+    """Spawns the engines beside the policy's ranks; they start while the policy does.
+
+    Raises what `check_engines` raises.
+    """
+    check_engines(config, policy.shape)
     generation, gpu = config.policy.generation, runs_on_gpu(config.cluster)
     vllm = generation.vllm_cfg
     count = generation.num_engines or (policy.layout.world_size // vllm.tensor_parallel_size if gpu else 1)
@@ -151,6 +189,8 @@ def start_engines(config: MasterConfig, cluster: Cluster, policy: PolicyGroup) -
                 cpus=1.0 if gpu else 0.1,
                 gpus=0.0,
                 env=engine_environment(engine),
+                concurrency=ENGINE_CALLS,
+                streams=ENGINE_STREAMS,
                 beside=ranks if gpu else (),
             )
         )
@@ -160,12 +200,14 @@ def start_engines(config: MasterConfig, cluster: Cluster, policy: PolicyGroup) -
 
 def start_environments(
     config: MasterConfig, cluster: Cluster, env_names: Mapping[str, str | None]
-) -> dict[str, Worker]:
+) -> dict[str, EnvironmentWorker]:
     """One worker an environment; returns task name -> worker.
 
-    Raises SetupError where a task names no environment and the recipe has not exactly one.
+    Two keys of a section are read here, not by its class: `environment`, the name or import path of the class where it
+    is not the section's name, and `verdict_timeout_s`, the deadline of one call. Raises SetupError where a task names
+    no environment and the recipe has not exactly one, or where these keys are wrong.
     """
-    workers: dict[str, Worker] = {}
+    workers: dict[str, EnvironmentWorker] = {}
     by_task = {}
     for task, name in env_names.items():
         if name is None:
@@ -174,11 +216,30 @@ def start_environments(
                 "name one under data.train / data.validation / data.default"
             )
         if name not in workers:
-            cls, needs = create_env_class(name)
-            cpus = needs["cpus"] if runs_on_gpu(config.cluster) else 0.1
-            workers[name] = cluster.spawn(f"environment-{name}", cls, config.env.get(name, {}), cpus=cpus)
+            workers[name] = _start_environment(name, dict(config.env.get(name, {})), config, cluster)
         by_task[task] = workers[name]
     return by_task
+
+
+def _start_environment(name: str, section: dict[str, Any], config: MasterConfig, cluster: Cluster) -> EnvironmentWorker:
+    timeout_s = section.pop("verdict_timeout_s", VERDICT_TIMEOUT_S)
+    if not isinstance(timeout_s, int | float) or isinstance(timeout_s, bool) or timeout_s <= 0:
+        raise SetupError(f"env.{name}.verdict_timeout_s must be a number of seconds above 0, got {timeout_s!r}")
+    cls, _ = create_env_class(str(section.pop("environment", name)))
+    needs, gpu = cls.resources(section), runs_on_gpu(config.cluster)
+
+    def start() -> Worker:
+        return cluster.spawn(
+            f"environment-{name}",
+            cls,
+            section,
+            cpus=needs["cpus"] if gpu else 0.1,
+            gpus=needs["gpus"] if gpu else 0.0,
+            concurrency=cls.concurrent_calls,
+        )
+
+    timeout_s = min(float(timeout_s), cluster.call_timeout_s)
+    return EnvironmentWorker(cluster, start, calls=cls.concurrent_calls, timeout_s=timeout_s)
 
 
 def wait_until_ready(

@@ -1,11 +1,12 @@
-"""`grpo-mcore refit plan RECIPE [key=value ...]`: which bytes a refit of this recipe moves, from whom to whom."""
+"""`grpo-mcore refit plan RECIPE`: which bytes a refit of this recipe moves, from whom to whom.
+`grpo-mcore refit verify RECIPE`: one refit with the real parts, then log-probs of the engines against the policy's."""
 
 from __future__ import annotations
 
 import argparse
 from collections.abc import Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from grpo_mcore.recipe import MasterConfig, load_recipe, world_size
 from grpo_mcore.recipe.merge import is_override
@@ -23,17 +24,41 @@ def parse(words: Sequence[str]) -> argparse.Namespace:
         help="print and draw the plan of a recipe; needs no GPU",
         usage="grpo-mcore refit plan RECIPE [--picture FILE] [key=value ...]",
     )
-    plan.add_argument("recipe", help="the recipe: a YAML file, or the name of one in recipes/")
     plan.add_argument("--picture", type=Path, metavar="FILE", help="draw bytes by link into this PNG")
-    plan.add_argument("overrides", nargs="*", metavar="key=value", help="a value that replaces the recipe's")
+    verify = commands.add_parser(
+        "verify",
+        help="start policy and engines, refit, and compare their log-probs; exit code 1 where they differ",
+        usage="grpo-mcore refit verify RECIPE [key=value ...]",
+    )
+    for command in (plan, verify):
+        command.add_argument("recipe", help="the recipe: a YAML file, or the name of one in recipes/")
+        command.add_argument("overrides", nargs="*", metavar="key=value", help="a value that replaces the recipe's")
     args, rest = parser.parse_known_args(list(words))  # overrides may stand between options
     args.overrides += rest
     if wrong := [word for word in args.overrides if not is_override(word)]:
-        plan.error(f"not an override (key=value): {' '.join(wrong)}")
+        {"plan": plan, "verify": verify}[args.command].error(f"not an override (key=value): {' '.join(wrong)}")
     return args
 
 
 def run(args: argparse.Namespace) -> int:
+    """Exit code: 1 where log-probs differ."""
+    return _plan(args) if args.command == "plan" else _verify(args)
+
+
+def _verify(args: argparse.Namespace) -> int:
+    from grpo_mcore.algorithms.refit_verify import verify_refit
+
+    report, parity = verify_refit(load_recipe(args.recipe, args.overrides).config)
+    print(
+        f"refit {report.bytes / 1e9:.3f} GB in {report.seconds:.3g} s, pause {report.pause_seconds:.3g} s; "
+        f"{report.checked} checksums agree"
+    )
+    print(parity.table())
+    print("engines and policy agree" if parity.ok else parity.difference())
+    return 0 if parity.ok else 1
+
+
+def _plan(args: argparse.Namespace) -> int:
     """Print the plan, and draw it where that is asked for."""
     from grpo_mcore.families import check_engine_parallel, check_tensor_parallel, shape_of
     from grpo_mcore.refit.overview import Overview, draw
@@ -69,6 +94,9 @@ def _trainer(config: MasterConfig) -> TrainerLayout:
         megatron.pipeline_model_parallel_size,
         max(1, world_size(config) // model_parallel),
         megatron.context_parallel_size,
+        megatron.expert_model_parallel_size,
+        megatron.expert_tensor_parallel_size,
+        megatron.virtual_pipeline_model_parallel_size or 1,
         first_layers=megatron.num_layers_in_first_pipeline_stage or 0,
         last_layers=megatron.num_layers_in_last_pipeline_stage or 0,
     )
@@ -85,11 +113,15 @@ def _engine(config: MasterConfig) -> EngineLayout:
     return EngineLayout(tensor, replicas=max(1, engines // config.cluster.num_nodes))
 
 
-def _model_config(name: str) -> dict:
+def _model_config(name: str) -> dict[str, Any]:
+    """From the model's folder, by its name, or from the Hugging Face hub."""
     from grpo_mcore.families import read_hf_config
+    from grpo_mcore.families.known import known_config
 
     if Path(name).is_dir():
         return read_hf_config(name)
+    if (known := known_config(name)) is not None:
+        return known
     from huggingface_hub import hf_hub_download
 
     return read_hf_config(Path(hf_hub_download(name, "config.json")).parent)

@@ -24,12 +24,19 @@ def train(config: MasterConfig, resume: str | bool | None = None) -> dict[str, o
     """
     from grpo_mcore.algorithms.checkpoints import CheckpointManager
     from grpo_mcore.algorithms.grpo import grpo_train, setup
-    from grpo_mcore.algorithms.setup import check_model, start_cluster, start_environments, wait_until_ready
+    from grpo_mcore.algorithms.setup import (
+        check_engines,
+        check_model,
+        start_cluster,
+        start_environments,
+        wait_until_ready,
+    )
     from grpo_mcore.algorithms.stopping import on_signal, sigterm_interrupts
     from grpo_mcore.data import TurnTemplate, build_task_data, load_tokenizer
     from grpo_mcore.observe import Logger
 
-    check_model(config)
+    _, shape, _ = check_model(config)
+    check_engines(config, shape)
     checkpoints = CheckpointManager(config.checkpointing)
     found = checkpoints.find(resume)
     if found is None:

@@ -18,6 +18,7 @@ from grpo_mcore.cluster.interface import (
     Rendezvous,
     Stream,
     Worker,
+    WorkerDied,
     WorkerFailed,
 )
 from grpo_mcore.cluster.local_cluster import LocalCluster
@@ -37,6 +38,7 @@ __all__ = [
     "Rendezvous",
     "Stream",
     "Worker",
+    "WorkerDied",
     "WorkerFailed",
     "call_all",
     "gather",

@@ -39,6 +39,10 @@ class WorkerFailed(RuntimeError):
         return f"{text}\n{self.detail}" if self.detail else text
 
 
+class WorkerDied(WorkerFailed):
+    """The worker's process has ended; no call will reach it again."""
+
+
 class NotEnoughResources(RuntimeError):
     """More processors or accelerators were asked for than there are."""
 
@@ -108,7 +112,8 @@ class Stream(Protocol):
 
 
 class Worker(Protocol):
-    """A handle on one object somewhere. Calls run in the order in which they were made, one at a time."""
+    """A handle on one object somewhere. Calls run in the order in which they were made, one at a time, unless it was
+    spawned with more `concurrency` or with `streams`."""
 
     name: str
 
@@ -159,13 +164,15 @@ class Cluster(Protocol):
         gpus: float = 0.0,
         env: Mapping[str, str] | None = None,
         concurrency: int = 1,
+        streams: int = 0,
         beside: Sequence[Worker] = (),
     ) -> Worker:
         """Starts a worker built by `cls(*args)` and returns at once: `ready()` waits for it.
 
         `env`: variables of its process, set before anything is imported there. `concurrency`: calls that may
-        run at a time, in threads. `beside`: on the node of these workers, seeing their accelerators.
-        Raises NotEnoughResources when the whole cluster is too small.
+        run at a time, in threads. `streams`: so many streams run beside the calls, in threads of their own, and more
+        wait for one of these to end; 0: streams count as calls. `beside`: on the node of these workers, seeing their
+        accelerators. Raises NotEnoughResources when the whole cluster is too small.
         """
 
     def spawn_group(

@@ -105,6 +105,7 @@ class LocalCluster:
         gpus: float = 0.0,
         env: Mapping[str, str] | None = None,
         concurrency: int = 1,
+        streams: int = 0,
         beside: Sequence[Worker] = (),
     ) -> LocalWorker:
         """`env` is set in this process until shutdown; what was read at import time keeps its old value."""

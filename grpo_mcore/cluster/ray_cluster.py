@@ -25,6 +25,9 @@ from grpo_mcore.cluster.ray_worker import RayPending, RayStore, RayStream, RayWo
 CLOSE_S = 3.0
 """How long workers get for their own end before they are killed. One that is in a call does not answer."""
 
+STREAMS = "streams"
+"""Name of an actor's threads for streams, in Ray's word a concurrency group."""
+
 _log = logging.getLogger(__name__)
 
 
@@ -70,6 +73,7 @@ class RayCluster:
         gpus: float = 0.0,
         env: Mapping[str, str] | None = None,
         concurrency: int = 1,
+        streams: int = 0,
         beside: Sequence[Worker] = (),
     ) -> RayWorker:
         check_room(name, 1, cpus, gpus)
@@ -82,7 +86,7 @@ class RayCluster:
             strategy = NodeAffinitySchedulingStrategy(places[0].node, soft=False)
             if shared := dict.fromkeys(gpu for place in places for gpu in place.gpus):
                 env["CUDA_VISIBLE_DEVICES"] = ",".join(shared)
-        worker = self._host(name, cpus, gpus, env, concurrency, strategy)
+        worker = self._host(name, cpus, gpus, env, strategy, concurrency, streams)
         worker.build(cls, *args)
         return worker
 
@@ -102,7 +106,7 @@ class RayCluster:
         self._groups.append((group, {f"{name}-{rank}" for rank in range(size)}))
         places = rank_order(nodes_of(group), size)
         workers = [
-            self._host(f"{name}-{rank}", cpus, gpus, env or {}, 1, PlacementGroupSchedulingStrategy(group, bundle))
+            self._host(f"{name}-{rank}", cpus, gpus, env or {}, PlacementGroupSchedulingStrategy(group, bundle))
             for rank, (bundle, _) in enumerate(places)
         ]
         meeting_point = workers[0].actor.meeting_point.remote()
@@ -164,22 +168,26 @@ class RayCluster:
         self.shutdown()
 
     def _host(
-        self, name: str, cpus: float, gpus: float, env: Mapping[str, str], concurrency: int, strategy: Any
+        self,
+        name: str,
+        cpus: float,
+        gpus: float,
+        env: Mapping[str, str],
+        strategy: Any,
+        concurrency: int = 1,
+        streams: int = 0,
     ) -> RayWorker:
         if name in self._workers:
             raise ValueError(f"there is a worker called {name} already")
         env = {**chosen(os.environ, self._env_vars), **env}
-        actor = (
-            ray.remote(Host)
-            .options(
-                num_cpus=cpus,
-                num_gpus=gpus,
-                max_concurrency=concurrency,
-                scheduling_strategy=strategy,
-                runtime_env={"env_vars": env},
-            )
-            .remote(name, str(self.log_dir / f"{name}.log"), self._env_vars, env, gpus)
-        )
+        make = ray.remote(concurrency_groups={STREAMS: streams})(Host) if streams else ray.remote(Host)
+        actor = make.options(
+            num_cpus=cpus,
+            num_gpus=gpus,
+            max_concurrency=concurrency,
+            scheduling_strategy=strategy,
+            runtime_env={"env_vars": env},
+        ).remote(name, str(self.log_dir / f"{name}.log"), self._env_vars, env, gpus)
         self._workers[name] = RayWorker(
             name,
             actor,
@@ -187,6 +195,7 @@ class RayCluster:
             call_timeout_s=self.call_timeout_s,
             waiting_for=lambda: f"asks for {asked(1, cpus, gpus)}, free: {room(ray.available_resources())}",
             on_death=self._save_ray_logs,
+            stream_options={"concurrency_group": STREAMS} if streams else {},
         )
         return self._workers[name]
 

@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, NoReturn
 
 import ray
 from ray.exceptions import GetTimeoutError, RayActorError, RayError, RayTaskError
 
 from grpo_mcore.cluster.host import ParcelHead, RemoteFailure, in_stream
-from grpo_mcore.cluster.interface import DeadlineExceeded, Parcel, Place, Ref, WorkerFailed
+from grpo_mcore.cluster.interface import DeadlineExceeded, Parcel, Place, Ref, WorkerDied, WorkerFailed
 from grpo_mcore.cluster.reports import log_tail, stacks
 
 
@@ -56,7 +56,7 @@ class RayStream:
 
 class RayWorker:
     """A handle on one `Host` actor. `waiting_for`: says why its process may not be up yet; `on_death`: called
-    when it turns out to be dead."""
+    when it turns out to be dead; `stream_options`: Ray's, of a call that streams."""
 
     def __init__(
         self,
@@ -67,12 +67,14 @@ class RayWorker:
         call_timeout_s: float,
         waiting_for: Callable[[], str],
         on_death: Callable[[], None],
+        stream_options: Mapping[str, Any],
     ) -> None:
         self.name = name
         self.actor = actor
         self._call_timeout_s = call_timeout_s
         self._waiting_for = waiting_for
         self._on_death = on_death
+        self._stream_options = stream_options
         self._place = RayPending(self, "start of its process", actor.place.remote(), start_timeout_s)
         self._start_timeout_s = start_timeout_s
         self._ready: RayPending | None = None
@@ -101,7 +103,7 @@ class RayWorker:
 
     def stream(self, method: str, *args: Any, timeout_s: float | None = None, what: str | None = None) -> RayStream:
         timeout_s = self._call_timeout_s if timeout_s is None else timeout_s
-        handle = self.actor.stream.options(num_returns="streaming").remote(method, *args)
+        handle = self.actor.stream.options(num_returns="streaming", **self._stream_options).remote(method, *args)
         return RayStream(self, what or method, handle, timeout_s)
 
     def known_place(self) -> Place | None:
@@ -132,12 +134,13 @@ class RayWorker:
     def fail(self, what: str, error: RayError) -> NoReturn:
         """Raises the WorkerFailed that `error` amounts to."""
         cause, detail, original = _explain(error)
-        if isinstance(error, RayActorError):
+        died = isinstance(error, RayActorError)
+        if died:
             self._on_death()
         place = self.known_place()
         if place is not None:
             detail += "\n" + log_tail(place.log)
-        raise WorkerFailed(self.name, what, cause, detail.strip()) from original
+        raise (WorkerDied if died else WorkerFailed)(self.name, what, cause, detail.strip()) from original
 
 
 class RayStore:

@@ -44,6 +44,19 @@ def math_data_processor(
     return _prompt_datum(prompt, answer, datum_dict, task_data_spec, tokenizer, max_seq_length, idx)
 
 
+def chat_data_processor(
+    datum_dict: dict[str, Any],
+    task_data_spec: TaskDataSpec,
+    tokenizer: Any,
+    max_seq_length: int | None,
+    idx: int,
+) -> DatumSpec:
+    """Rows in chat format for environments that need no truth, as reward models, rules and code. They get the prompt's
+    `messages`, and a truth where there is one."""
+    prompt, answer = _split_answer(datum_dict["messages"])
+    return _prompt_datum(prompt, answer, datum_dict, task_data_spec, tokenizer, max_seq_length, idx, chat=True)
+
+
 def sliding_puzzle_processor(
     datum_dict: dict[str, Any],
     task_data_spec: TaskDataSpec,
@@ -101,6 +114,7 @@ PROCESSORS: dict[str, TaskDataProcessFnCallable] = {
     "default": math_hf_data_processor,
     "math_hf_data_processor": math_hf_data_processor,
     "math_data_processor": math_data_processor,
+    "chat_data_processor": chat_data_processor,
     "sliding_puzzle_processor": sliding_puzzle_processor,
     "sft_processor": sft_processor,
 }
@@ -123,18 +137,24 @@ def _prompt_datum(
     tokenizer: Any,
     max_seq_length: int | None,
     idx: int,
+    *,
+    chat: bool = False,
 ) -> DatumSpec:
-    """The prompt as one message of tokens, ready to be continued. Truth: `ground_truth`, else `answer`."""
+    """The prompt as one message of tokens, ready to be continued. Truth: `ground_truth`, else `answer`. `chat`: it may
+    be missing, and the environment gets the prompt's `messages`."""
     uid = _uid(row, spec, idx)
     truth = answer if row.get("ground_truth") is None else row["ground_truth"]
-    if truth is None:
+    if truth is None and not chat:
         raise DataError(f"{uid}: neither an answer ({spec.output_key!r}) nor a 'ground_truth' to check against")
-    text = _render(tokenizer, _with_task_prompts(prompt, spec), uid, row, add_generation_prompt=True)
+    messages = _with_task_prompts(prompt, spec)
+    text = _render(tokenizer, messages, uid, row, add_generation_prompt=True)
     log = _tokenise([("user", text)], tokenizer)
     length = len(log[0]["token_ids"])
     fits = max_seq_length is None or length < max_seq_length
     extra = {key: value for key, value in row.items() if key not in _OWN_KEYS}
-    return _datum(log, length, fits, {**extra, "ground_truth": truth}, row, spec, idx)
+    extra |= {} if truth is None else {"ground_truth": truth}
+    extra |= {"messages": messages} if chat else {}
+    return _datum(log, length, fits, extra, row, spec, idx)
 
 
 def _datum(

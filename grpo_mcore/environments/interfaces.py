@@ -7,6 +7,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
 from typing import Any, ClassVar, NamedTuple
 
+from grpo_mcore.environments.config import EnvConfig
 from grpo_mcore.rollout.trajectory import Outcome, Trajectory
 
 
@@ -37,9 +38,13 @@ class EnvironmentInterface(ABC):
 
     needs: ClassVar[dict[str, float]] = {"cpus": 1.0, "gpus": 0.0}
     """What one instance asks of the cluster."""
+    concurrent_calls: ClassVar[int] = 1
+    """Calls that may run at a time, in threads, where it is a worker of its own."""
+    config_class: ClassVar[type[EnvConfig] | None] = None
+    """What `config` becomes. None: it stays a dict, with any keys."""
 
     def __init__(self, config: Mapping[str, Any] | None = None) -> None:
-        self.config: Any = dict(config or {})
+        self.config: Any = self.read_config(config or {})
 
     @abstractmethod
     def step(
@@ -47,6 +52,18 @@ class EnvironmentInterface(ABC):
     ) -> EnvironmentReturn:
         """The world's answer to each conversation. `message_log_batch[i]`: messages {"role", "content"} so
         far; `metadata[i]`: the prompt's `extra_env_info`, or what the last step returned for it."""
+
+    @classmethod
+    def read_config(cls, config: Mapping[str, Any]) -> Any:
+        """A section of the recipe as instances have it. Raises EnvironmentConfigError that names the key."""
+        return dict(config) if cls.config_class is None else cls.config_class.read(config)
+
+    @classmethod
+    def resources(cls, config: Mapping[str, Any]) -> dict[str, float]:
+        """What an instance with this section of the recipe asks of the cluster: {"cpus", "gpus"}. Raises
+        EnvironmentConfigError where the section is wrong, before anything is started."""
+        cls.read_config(config)
+        return dict(cls.needs)
 
     def advance(self, metadata: Sequence[dict[str, Any]], *trajectories: Trajectory) -> list[Outcome]:
         """`step` on these trajectories, in order: the verdicts on their last turns. They come as separate arguments
@@ -96,3 +113,10 @@ class EnvironmentInterface(ABC):
 def conversation(trajectory: Trajectory) -> list[dict[str, Any]]:
     """A trajectory as messages; `generated` tells the policy's words from those of a prompt."""
     return [{"role": turn.role, "content": turn.text, "generated": turn.loss_mask} for turn in trajectory.turns]
+
+
+def response_text(messages: Sequence[Mapping[str, Any]]) -> str:
+    """What the policy said: the generated messages where they are marked, else those of the assistant."""
+    marked = [message for message in messages if message.get("generated")]
+    said = marked or [message for message in messages if message["role"] == "assistant"]
+    return "".join(message["content"] for message in said)

@@ -10,14 +10,14 @@ from __future__ import annotations
 import re
 from collections import defaultdict
 from collections.abc import Mapping, Sequence
-from typing import Any, ClassVar
+from typing import Any, ClassVar, Literal
 
 from pydantic import Field
 
 from grpo_mcore.environments.config import EnvConfig
-from grpo_mcore.environments.interfaces import EnvironmentInterface, EnvironmentReturn
+from grpo_mcore.environments.interfaces import EnvironmentInterface, EnvironmentReturn, response_text
 from grpo_mcore.environments.registry import EnvironmentConfigError
-from grpo_mcore.environments.verifiers import HF_MATH_VERIFY, Verdict
+from grpo_mcore.environments.verifiers import HF_MATH_VERIFY, Verdict, ground_truth
 from grpo_mcore.environments.verify_pool import VerifyPool
 from grpo_mcore.objective import RIGHT, pass_at_k
 
@@ -29,9 +29,11 @@ class MathEnvConfig(EnvConfig):
 
     num_workers: int = Field(8, ge=1)
     """Processes that verify at the same time."""
+    verifier_type: Literal["math", "english_multichoice", "multilingual_multichoice"] = "math"
+    """What answers are: math, checked by math_verify_impl, or the letter of a multiple choice after "Answer:"."""
     math_verify_impl: str = HF_MATH_VERIFY
-    """`hf_math_verify`, or the import path of `fn(response, truth) -> bool | float | (bool | float,
-    answer)`."""
+    """`hf_math_verify`; `dapo_math_verify`, which compares what follows "Answer:" as a string and gives 1 or -1; or
+    the import path of `fn(response, truth) -> bool | float | (bool | float, answer)`."""
     verify_timeout_s: float = Field(5.0, gt=0)
     """Seconds that one verification may take; then its process is killed and the sample has no reward."""
     verify_memory_gb: float = Field(2.0, gt=0)
@@ -49,6 +51,11 @@ class MathEnvConfig(EnvConfig):
     def read(cls, section: Mapping[str, Any]) -> MathEnvConfig:
         """Raises EnvironmentConfigError that names the key and, for an unknown one, the nearest known."""
         config = super().read(section)
+        if config.verifier_type != "math" and config.math_verify_impl != HF_MATH_VERIFY:
+            raise EnvironmentConfigError(
+                f"env.math.math_verify_impl: {config.math_verify_impl!r} has no effect with env.math.verifier_type "
+                f"{config.verifier_type}; remove one of them"
+            )
         if config.format_reward and config.format_pattern is None:
             raise EnvironmentConfigError("env.math.format_reward has no effect without env.math.format_pattern")
         try:
@@ -64,20 +71,24 @@ class MathEnvironment(EnvironmentInterface):
     """Single-turn. Each conversation's metadata holds `ground_truth`; the answer is taken from all that the
     policy said. With `format_pattern`, `rewards_by_name` is {"correct": 0 or 1, "format": 0 or 1}."""
 
+    concurrent_calls = 32
+    config_class = MathEnvConfig
+    config: MathEnvConfig
+
     def __init__(self, config: Mapping[str, Any] | None = None) -> None:
-        self.config = MathEnvConfig.read(config or {})
+        super().__init__(config)
         self._pool = VerifyPool(
             num_workers=self.config.num_workers,
             timeout_s=self.config.verify_timeout_s,
             memory_gb=self.config.verify_memory_gb,
-            verifier=self.config.math_verify_impl,
+            verifier=self.config.math_verify_impl if self.config.verifier_type == "math" else self.config.verifier_type,
         )
 
     def step(
         self, message_log_batch: Sequence[Sequence[Mapping[str, Any]]], metadata: Sequence[dict[str, Any]]
     ) -> EnvironmentReturn:
         responses = [response_text(messages) for messages in message_log_batch]
-        truths = [_ground_truth(entry) for entry in metadata]
+        truths = [ground_truth(entry, "math") for entry in metadata]
         verdicts = self._pool.verify(responses, truths)
         parts = [self._parts(verdict, response) for verdict, response in zip(verdicts, responses, strict=True)]
         return EnvironmentReturn(
@@ -127,13 +138,6 @@ class MathEnvironment(EnvironmentInterface):
         self._pool.close()
 
 
-def response_text(messages: Sequence[Mapping[str, Any]]) -> str:
-    """What the policy said: the generated messages where they are marked, else those of the assistant."""
-    marked = [message for message in messages if message.get("generated")]
-    said = marked or [message for message in messages if message["role"] == "assistant"]
-    return "".join(message["content"] for message in said)
-
-
 def _right_by_prompt(uids: Sequence[str], rewards: Sequence[float | None]) -> list[list[bool]]:
     """For each prompt, of every sample that has a reward whether it is right."""
     by_prompt: dict[str, list[bool]] = defaultdict(list)
@@ -141,12 +145,3 @@ def _right_by_prompt(uids: Sequence[str], rewards: Sequence[float | None]) -> li
         if reward is not None:
             by_prompt[uid].append(reward >= RIGHT)
     return list(by_prompt.values())
-
-
-def _ground_truth(metadata: Mapping[str, Any]) -> str:
-    if metadata.get("ground_truth") is None:
-        raise ValueError(
-            f"the math environment needs 'ground_truth' in extra_env_info, got {sorted(metadata)}; "
-            f"check the dataset's output_key and its processor"
-        )
-    return str(metadata["ground_truth"])

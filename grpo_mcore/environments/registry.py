@@ -11,7 +11,10 @@ if TYPE_CHECKING:
     from grpo_mcore.environments.interfaces import EnvironmentInterface
 
 _ENVIRONMENTS: dict[str, str] = {
+    "code": "grpo_mcore.environments.code_environment:CodeEnvironment",
     "math": "grpo_mcore.environments.math_environment:MathEnvironment",
+    "reward_model": "grpo_mcore.environments.reward_model:RewardModelEnvironment",
+    "rules": "grpo_mcore.environments.rule_environment:RuleEnvironment",
     "sliding_puzzle": "grpo_mcore.environments.sliding_puzzle:SlidingPuzzleEnvironment",
 }
 

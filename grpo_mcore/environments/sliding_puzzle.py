@@ -47,8 +47,8 @@ class _Turn(NamedTuple):
 class SlidingPuzzleEnvironment(EnvironmentInterface):
     """Each conversation's metadata holds `board`, and from the first move on `moves`: how many were made."""
 
-    def __init__(self, config: Mapping[str, Any] | None = None) -> None:
-        self.config = SlidingPuzzleConfig.read(config or {})
+    config_class = SlidingPuzzleConfig
+    config: SlidingPuzzleConfig
 
     def step(
         self, message_log_batch: Sequence[Sequence[Mapping[str, Any]]], metadata: Sequence[dict[str, Any]]

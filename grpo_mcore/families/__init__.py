@@ -6,13 +6,17 @@ import json
 from pathlib import Path
 from typing import Any
 
-from grpo_mcore.families import llama, qwen2, qwen3
-from grpo_mcore.families.dense import dense_flops, dense_params
+from grpo_mcore.families import deepseek_v3, llama, mixtral, nemotron_h, qwen2, qwen3, qwen3_moe
+from grpo_mcore.families.dense import dense_flops
 from grpo_mcore.families.engine import check_engine_parallel, engine_pieces, engine_shape
+from grpo_mcore.families.fits import check_fit
 from grpo_mcore.families.spec import (
+    Block,
     Box,
+    ExpertShape,
     FamilyError,
     HfTensor,
+    MambaShape,
     ModelShape,
     Param,
     Piece,
@@ -23,15 +27,27 @@ from grpo_mcore.families.spec import (
     pieces,
 )
 
-FAMILIES = {"qwen2": qwen2, "qwen3": qwen3, "llama": llama}
+FAMILIES: dict[str, Any] = {
+    "qwen2": qwen2,
+    "qwen3": qwen3,
+    "llama": llama,
+    "qwen3_moe": qwen3_moe,
+    "mixtral": mixtral,
+    "deepseek_v3": deepseek_v3,
+    "nemotron_h": nemotron_h,
+}
 
 
 def shape_of(config: dict[str, Any]) -> ModelShape:
-    """The shape that a Hugging Face config describes. Raises FamilyError for a model type without a family."""
+    """The shape that a Hugging Face config describes. Raises FamilyError for a model type without a family, and for a
+    config that lacks a key."""
     family = FAMILIES.get(config.get("model_type", ""))
     if family is None:
         raise FamilyError(f"model_type {config.get('model_type')!r} has no family here; there are {sorted(FAMILIES)}")
-    return family.shape(config)
+    try:
+        return family.shape(config)
+    except KeyError as error:
+        raise FamilyError(f"config.json of a {config['model_type']} model lacks {error.args[0]}") from error
 
 
 def read_hf_config(folder: str | Path) -> dict[str, Any]:
@@ -46,12 +62,13 @@ def read_hf_config(folder: str | Path) -> dict[str, Any]:
 
 def params_of(shape: ModelShape) -> tuple[Param, ...]:
     """Every parameter of the model, in the order of the forward pass."""
-    return dense_params(shape)
+    return FAMILIES[shape.family].params(shape)
 
 
 def forward_flops(shape: ModelShape, lengths: list[int]) -> float:
     """FLOPs of one forward pass over sequences of these lengths."""
-    return dense_flops(shape, sum(lengths), sum(length * length for length in lengths))
+    flops = getattr(FAMILIES[shape.family], "flops", dense_flops)
+    return flops(shape, sum(lengths), sum(length * length for length in lengths))
 
 
 def parameter_count(shape: ModelShape) -> int:
@@ -60,8 +77,7 @@ def parameter_count(shape: ModelShape) -> int:
 
 
 __all__ = [
-    "FAMILIES", "Box", "FamilyError", "HfTensor", "ModelShape", "Param", "Piece", "Split", "Stage",
-    "check_engine_parallel", "check_tensor_parallel", "engine_pieces", "engine_shape", "forward_flops", "local_shape",
-    "parameter_count", "params_of", "pieces",
-    "read_hf_config", "shape_of",
+    "FAMILIES", "Block", "Box", "ExpertShape", "FamilyError", "HfTensor", "MambaShape", "ModelShape", "Param", "Piece",
+    "Split", "Stage", "check_engine_parallel", "check_fit", "check_tensor_parallel", "engine_pieces", "engine_shape",
+    "forward_flops", "local_shape", "parameter_count", "params_of", "pieces", "read_hf_config", "shape_of",
 ]  # fmt: skip

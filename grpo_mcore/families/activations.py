@@ -8,7 +8,7 @@ from typing import Literal
 from grpo_mcore.families.spec import ModelShape
 
 Kernels = Literal["cpu", "torch", "transformer_engine"]
-"""cpu: attention in float32 on gathered rows, norms in steps. torch: the same layers on a GPU with fused norm and
+"""cpu: attention in float32 on gathered rows. torch: the same layers on a GPU with fused norm and
 variable-length attention. transformer_engine: fused SwiGLU and rotary embedding too."""
 
 LOSS_BYTES_PER_TOKEN = 60
@@ -55,18 +55,15 @@ def _attention(query: float, key_value: float, heads: float, shape: ModelShape, 
 
 
 def _head_norms(query: float, key_value: float, shape: ModelShape, rank: Rank) -> float:
-    """Norms of query and key, one token. The key is a view that keeps the whole output of linear_qkv, the query a copy;
-    on CPU bfloat16 ones are taken to float32 instead. On a GPU attention keeps that output already."""
-    scales = 4 * (query + key_value) / shape.head_dim
-    if rank.kernels != "cpu":
-        return rank.element * query + scales
-    inputs = 4 * (query + key_value) if rank.element < 4 else 4 * query + 4 * (query + 2 * key_value)
-    return inputs + 4 * (query + key_value) + scales
+    """Norms of query and key, one token. The query is a copy; the key is a view that keeps the whole output of
+    linear_qkv, which attention keeps already on a GPU."""
+    kept = query + (query + 2 * key_value if rank.kernels == "cpu" else 0.0)
+    return rank.element * kept + 4 * (query + key_value) / shape.head_dim
 
 
 def _norm(width: float, rows: float, rank: Rank) -> float:
-    """RMS norm of one token: input and 1/rms; on CPU the input and the normalised values in float32."""
-    return (8 if rank.kernels == "cpu" else rank.element) * width + 4 * rows
+    """RMS norm of one token: input and 1/rms."""
+    return rank.element * width + 4 * rows
 
 
 def layer_input_bytes(shape: ModelShape, rank: Rank, tokens: int) -> float:

@@ -1,31 +1,39 @@
-"""The parameters, FLOPs and config reading that the dense decoder families (Qwen2, Qwen3, Llama) share."""
+"""The parameters, FLOPs and config reading that the decoder families share; dense ones (Qwen2, Qwen3, Llama) are made
+of nothing else."""
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
-from grpo_mcore.families.spec import FamilyError, HfTensor, ModelShape, Param, Split, Stage
+from grpo_mcore.families.spec import ExpertShape, FamilyError, HfTensor, LatentShape, ModelShape, Param, Split, Stage
 
 
-def dense_shape(config: dict[str, Any], *, family: str, qkv_bias: bool, qk_norm: bool) -> ModelShape:
+def dense_shape(
+    config: dict[str, Any],
+    *,
+    family: str,
+    qkv_bias: bool,
+    qk_norm: bool,
+    experts: ExpertShape | None = None,
+    latent: LatentShape | None = None,
+) -> ModelShape:
     """ModelShape from a Hugging Face `config.json`. Raises FamilyError for what is not modelled here."""
-    required = ("hidden_size", "num_hidden_layers", "num_attention_heads", "intermediate_size", "vocab_size")
-    missing = [key for key in required if key not in config]
-    if missing:
-        raise FamilyError(f"config.json of a {family} model lacks {', '.join(missing)}")
     if config.get("hidden_act", "silu") != "silu":
         raise FamilyError(f"config.json: hidden_act {config['hidden_act']!r} of a {family} model; only silu is built")
     if config.get("use_sliding_window"):
         raise FamilyError("config.json: use_sliding_window true is not supported; full attention only")
     heads = config["num_attention_heads"]
-    theta, scaling = _rope(config)
+    # Latent attention has a scaling of its own, and one head size for queries and keys.
+    theta, scaling = _rope(config) if latent is None else (float(rope_settings(config)["rope_theta"]), None)
+    head_dim = config.get("head_dim") or config["hidden_size"] // heads
     return ModelShape(
         family=family,
         hidden_size=config["hidden_size"],
         num_layers=config["num_hidden_layers"],
         num_heads=heads,
         num_kv_heads=config.get("num_key_value_heads") or heads,
-        head_dim=config.get("head_dim") or config["hidden_size"] // heads,
+        head_dim=head_dim if latent is None else latent.plain_dim + latent.rotary_dim,
         ffn_hidden_size=config["intermediate_size"],
         vocab_size=config["vocab_size"],
         max_positions=config.get("max_position_embeddings", 32768),
@@ -35,14 +43,20 @@ def dense_shape(config: dict[str, Any], *, family: str, qkv_bias: bool, qk_norm:
         tied_embeddings=config.get("tie_word_embeddings", False),
         qkv_bias=qkv_bias,
         qk_norm=qk_norm,
+        experts=experts,
+        latent=latent,
     )
 
 
-def _rope(config: dict[str, Any]) -> tuple[float, float | None]:
-    """(theta, Llama 3 scaling factor or None), from either way of writing it (`rope_parameters` since 5.0)."""
+def rope_settings(config: dict[str, Any]) -> dict[str, Any]:
+    """Rotary settings, from either way of writing them (`rope_parameters` since transformers 5.0)."""
     rope = {"rope_theta": config.get("rope_theta", 10000.0)}
-    rope |= config.get("rope_scaling") or {}
-    rope |= config.get("rope_parameters") or {}
+    return rope | (config.get("rope_scaling") or {}) | (config.get("rope_parameters") or {})
+
+
+def _rope(config: dict[str, Any]) -> tuple[float, float | None]:
+    """(theta, Llama 3 scaling factor or None)."""
+    rope = rope_settings(config)
     kind = rope.get("rope_type", rope.get("type", "default"))
     if kind == "default":
         return float(rope["rope_theta"]), None
@@ -52,13 +66,49 @@ def _rope(config: dict[str, Any]) -> tuple[float, float | None]:
     raise FamilyError(f"config.json: RoPE scaling {rope} is not supported; plain RoPE or Llama 3's scaling is")
 
 
-def dense_params(shape: ModelShape) -> tuple[Param, ...]:
+class Layer:
+    """Declares the parameters of one layer."""
+
+    def __init__(self, shape: ModelShape, index: int) -> None:
+        self.shape, self.index = shape, index
+
+    def hf(self, name: str, *size: int, float32: bool = False) -> HfTensor:
+        return HfTensor(f"model.layers.{self.index}.{name}", size, float32)
+
+    def param(
+        self,
+        name: str,
+        split: Split,
+        *tensors: HfTensor,
+        fused: str | None = None,
+        whole: bool = False,
+        expert: tuple[int, int] | None = None,
+        buffer: bool = False,
+    ) -> Param:
+        """`fused`: vLLM's parameter of several tensors, or experts; one tensor has its own name there too. `whole`:
+        vLLM's own loading places the tensors."""
+        engine: str | None = tensors[0].name if fused is None else f"model.layers.{self.index}.{fused}"
+        if whole:
+            engine = None
+        megatron = "decoder.layers.{layer}." + name
+        return Param(megatron, tensors, split, Stage.LAYER, self.index, expert=expert, engine=engine, buffer=buffer)
+
+
+LayerPart = Callable[[Layer], list[Param]]
+
+
+def decoder_params(shape: ModelShape, attention: LayerPart, mlp: LayerPart) -> tuple[Param, ...]:
     """Every parameter of the model, in the order of the forward pass."""
     h, v = shape.hidden_size, shape.vocab_size
     embedding = HfTensor("model.embed_tokens.weight", (v, h))
     found = [Param("embedding.word_embeddings.weight", (embedding,), Split.VOCAB, Stage.FIRST, engine=embedding.name)]
-    for layer in range(shape.num_layers):
-        found += _layer(shape, layer)
+    for index in range(shape.num_layers):
+        layer = Layer(shape, index)
+        found.append(layer.param("input_layernorm.weight", Split.REPLICATED, layer.hf("input_layernorm.weight", h)))
+        found += attention(layer)
+        norm = layer.hf("post_attention_layernorm.weight", h)
+        found.append(layer.param("pre_mlp_layernorm.weight", Split.REPLICATED, norm))
+        found += mlp(layer)
     norm = HfTensor("model.norm.weight", (h,))
     found.append(Param("decoder.final_layernorm.weight", (norm,), Split.REPLICATED, Stage.LAST, engine=norm.name))
     head = embedding if shape.tied_embeddings else HfTensor("lm_head.weight", (v, h))
@@ -67,52 +117,70 @@ def dense_params(shape: ModelShape) -> tuple[Param, ...]:
     return tuple(found)
 
 
-def _layer(shape: ModelShape, layer: int) -> list[Param]:
-    h, d, f = shape.hidden_size, shape.head_dim, shape.ffn_hidden_size
+def dense_params(shape: ModelShape) -> tuple[Param, ...]:
+    """Every parameter of a dense model, in the order of the forward pass."""
+    return decoder_params(shape, attention_params, mlp_params)
+
+
+def attention_params(layer: Layer) -> list[Param]:
+    """Grouped-query attention."""
+    shape = layer.shape
+    h, d = shape.hidden_size, shape.head_dim
     query, key_value = shape.num_heads * d, shape.num_kv_heads * d
-
-    def hf(name: str, *size: int) -> HfTensor:
-        return HfTensor(f"model.layers.{layer}.{name}", size)
-
-    def param(name: str, split: Split, *tensors: HfTensor, fused: str | None = None) -> Param:
-        """`fused`: vLLM's parameter of several tensors; one tensor has its own name there too."""
-        engine = tensors[0].name if fused is None else f"model.layers.{layer}.{fused}"
-        return Param("decoder.layers.{layer}." + name, tensors, split, Stage.LAYER, layer, engine=engine)
 
     def qkv(kind: str, *tail: int) -> tuple[HfTensor, HfTensor, HfTensor]:
         return (
-            hf(f"self_attn.q_proj.{kind}", query, *tail),
-            hf(f"self_attn.k_proj.{kind}", key_value, *tail),
-            hf(f"self_attn.v_proj.{kind}", key_value, *tail),
+            layer.hf(f"self_attn.q_proj.{kind}", query, *tail),
+            layer.hf(f"self_attn.k_proj.{kind}", key_value, *tail),
+            layer.hf(f"self_attn.v_proj.{kind}", key_value, *tail),
         )
 
-    found = [
-        param("input_layernorm.weight", Split.REPLICATED, hf("input_layernorm.weight", h)),
-        param("self_attention.linear_qkv.weight", Split.QKV, *qkv("weight", h), fused="self_attn.qkv_proj.weight"),
-    ]
+    fused = "self_attn.qkv_proj"
+    found = [layer.param("self_attention.linear_qkv.weight", Split.QKV, *qkv("weight", h), fused=f"{fused}.weight")]
     if shape.qkv_bias:
-        bias = "self_attention.linear_qkv.bias"
-        found.append(param(bias, Split.QKV, *qkv("bias"), fused="self_attn.qkv_proj.bias"))
+        found.append(layer.param("self_attention.linear_qkv.bias", Split.QKV, *qkv("bias"), fused=f"{fused}.bias"))
     if shape.qk_norm:
-        found += [
-            param("self_attention.q_layernorm.weight", Split.REPLICATED, hf("self_attn.q_norm.weight", d)),
-            param("self_attention.k_layernorm.weight", Split.REPLICATED, hf("self_attn.k_norm.weight", d)),
-        ]
-    return found + [
-        param("self_attention.linear_proj.weight", Split.COLUMNS, hf("self_attn.o_proj.weight", h, query)),
-        param("pre_mlp_layernorm.weight", Split.REPLICATED, hf("post_attention_layernorm.weight", h)),
-        param(
-            "mlp.linear_fc1.weight", Split.GATE_UP, hf("mlp.gate_proj.weight", f, h), hf("mlp.up_proj.weight", f, h),
-            fused="mlp.gate_up_proj.weight",
-        ),
-        param("mlp.linear_fc2.weight", Split.COLUMNS, hf("mlp.down_proj.weight", h, f)),
-    ]  # fmt: skip
+        for part in ("q", "k"):
+            norm = layer.hf(f"self_attn.{part}_norm.weight", d)
+            found.append(layer.param(f"self_attention.{part}_layernorm.weight", Split.REPLICATED, norm))
+    output = layer.hf("self_attn.o_proj.weight", h, query)
+    return [*found, layer.param("self_attention.linear_proj.weight", Split.COLUMNS, output)]
+
+
+def mlp_params(
+    layer: Layer, hf: str = "mlp", megatron: str = "mlp", size: int | None = None, *, whole: bool = False
+) -> list[Param]:
+    """One gated feed-forward network. `whole`: see `Layer.param`."""
+    h, f = layer.shape.hidden_size, size or layer.shape.ffn_hidden_size
+    gate, up = layer.hf(f"{hf}.gate_proj.weight", f, h), layer.hf(f"{hf}.up_proj.weight", f, h)
+    down, fused = layer.hf(f"{hf}.down_proj.weight", h, f), f"{hf}.gate_up_proj.weight"
+    return [
+        layer.param(f"{megatron}.linear_fc1.weight", Split.GATE_UP, gate, up, fused=fused, whole=whole),
+        layer.param(f"{megatron}.linear_fc2.weight", Split.COLUMNS, down, whole=whole),
+    ]
 
 
 def dense_flops(shape: ModelShape, tokens: int, sum_of_squared_lengths: int) -> float:
-    """Multiply-add FLOPs of one forward pass: 2 x weights x tokens, plus causal attention's 2 x 2 x L²/2 x width."""
-    query, key_value = shape.num_heads * shape.head_dim, shape.num_kv_heads * shape.head_dim
-    attention = shape.hidden_size * (2 * query + 2 * key_value)
-    layer = attention + 3 * shape.hidden_size * shape.ffn_hidden_size
-    matmuls = shape.num_layers * layer + shape.vocab_size * shape.hidden_size
-    return 2.0 * matmuls * tokens + 2.0 * shape.num_layers * query * sum_of_squared_lengths
+    """Multiply-add FLOPs of one forward pass: 2 x weights that a token passes x tokens, plus causal attention's
+    2 x 2 x L²/2 x width."""
+    attention, width_of_heads = _attention_weights(shape)
+    expert_layers = sum(shape.is_expert_layer(layer) for layer in range(shape.num_layers))
+    weights = shape.num_layers * attention + shape.vocab_size * shape.hidden_size
+    weights += (shape.num_layers - expert_layers) * 3 * shape.hidden_size * shape.ffn_hidden_size
+    if shape.experts is not None:
+        width = shape.experts.active * shape.experts.ffn_hidden_size + shape.experts.shared_ffn_hidden_size
+        weights += expert_layers * shape.hidden_size * (3 * width + shape.experts.count)
+    return 2.0 * weights * tokens + 2.0 * shape.num_layers * width_of_heads * sum_of_squared_lengths
+
+
+def _attention_weights(shape: ModelShape) -> tuple[int, float]:
+    """Weights of one layer's attention, and the mean width of all heads' queries and values."""
+    heads, h, latent = shape.num_heads, shape.hidden_size, shape.latent
+    if latent is None:
+        query, key_value = heads * shape.head_dim, shape.num_kv_heads * shape.head_dim
+        return h * (2 * query + 2 * key_value), query
+    query = heads * shape.head_dim
+    weights = h * query if latent.query_rank is None else latent.query_rank * (h + query)
+    weights += h * (latent.key_value_rank + latent.rotary_dim)
+    weights += latent.key_value_rank * heads * (latent.plain_dim + latent.value_dim) + heads * latent.value_dim * h
+    return weights, (query + heads * latent.value_dim) / 2

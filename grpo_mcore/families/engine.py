@@ -69,8 +69,11 @@ def check_engine_parallel(shape: ModelShape, tp_size: int) -> None:
     wrong = [f"num_attention_heads {heads}"] if heads % tp_size else []
     if kv_heads % tp_size and tp_size % kv_heads:
         wrong.append(f"num_key_value_heads {kv_heads}")
-    if shape.ffn_hidden_size % tp_size:
-        wrong.append(f"intermediate_size {shape.ffn_hidden_size}")
+    experts = shape.experts
+    if experts is None or experts.dense_layers:
+        wrong += [f"intermediate_size {shape.ffn_hidden_size}"] if shape.ffn_hidden_size % tp_size else []
+    if experts is not None and experts.ffn_hidden_size % tp_size:
+        wrong.append(f"the experts' intermediate size {experts.ffn_hidden_size}")
     if rows % tp_size:
         wrong.append(f"the padded vocabulary {rows}")
     if wrong:

@@ -4,8 +4,10 @@ from __future__ import annotations
 
 from typing import Any
 
-from grpo_mcore.families.dense import dense_shape
+from grpo_mcore.families.dense import dense_params, dense_shape
 from grpo_mcore.families.spec import FamilyError, ModelShape
+
+params = dense_params
 
 
 def shape(config: dict[str, Any]) -> ModelShape:

@@ -13,12 +13,12 @@ from grpo_mcore.families.spec import FamilyError, ModelShape, Param, Split, Stag
 def stage_layers(layers: int, stages: int, first: int | None = None, last: int | None = None) -> tuple[range, ...]:
     """The layers of each pipeline stage; `first` and `last`: their number of layers where the split is uneven.
 
-    Raises FamilyError where the layers do not divide.
+    Raises FamilyError where the layers do not divide, or a stage would have none.
     """
     fixed = {0: first, stages - 1: last}
     given = {stage: count for stage, count in fixed.items() if count is not None and stages > 1}
     others, rest = stages - len(given), layers - sum(given.values())
-    if rest < 0 or (rest % others if others else rest):
+    if rest < others or (rest % others if others else rest):
         among = f"the other {others} stages" if given else f"{others} stages"
         raise FamilyError(
             f"policy.megatron_cfg.pipeline_model_parallel_size {stages}: {rest} of {layers} layers do not divide over "

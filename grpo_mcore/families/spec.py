@@ -16,6 +16,78 @@ class FamilyError(ValueError):
 
 
 @dataclass(frozen=True)
+class ExpertShape:
+    """The experts of a mixture-of-experts model, and how a token finds its own."""
+
+    count: int
+    active: int  # experts of one token
+    ffn_hidden_size: int
+    dense_layers: tuple[int, ...] = ()  # layers without experts
+    normalized: bool = True  # the weights of a token's experts sum to one
+    shared_ffn_hidden_size: int = 0  # of the expert that every token passes; 0: there is none
+    sigmoid: bool = False  # scores by sigmoid instead of softmax, with a correction bias that only chooses
+    groups: int = 1  # of experts, of which a token's may come from `active_groups`
+    active_groups: int = 1
+    scaling: float = 1.0  # of the experts' weights
+
+
+@dataclass(frozen=True)
+class YarnShape:
+    """YaRN scaling of rotary frequencies (arXiv 2309.00071), by the names of the Hugging Face config."""
+
+    factor: float
+    original_positions: int
+    beta_fast: float
+    beta_slow: float
+    mscale: float
+    mscale_all_dim: float
+
+
+@dataclass(frozen=True)
+class LatentShape:
+    """Multi-head latent attention (arXiv 2405.04434, section 2.1): queries, keys, values come from low-rank latents."""
+
+    query_rank: int | None  # None: queries come from the hidden states
+    key_value_rank: int
+    plain_dim: int  # of a query or key head, without position
+    rotary_dim: int  # of a query head, and of the one key part that all heads share
+    value_dim: int
+    yarn: YarnShape | None
+
+
+class Block(Enum):
+    """What a layer of a hybrid model is."""
+
+    MAMBA = "mamba"
+    ATTENTION = "attention"
+    MLP = "mlp"
+    EXPERTS = "experts"
+
+
+@dataclass(frozen=True)
+class MambaShape:
+    """A Mamba2 mixer (arXiv 2405.21060)."""
+
+    heads: int
+    head_dim: int
+    groups: int  # of heads that share B and C
+    state_size: int
+    kernel: int  # tokens that the convolution sees
+    chunk: int  # tokens that the scan computes at once
+    min_step: float  # lower bound of the time step
+
+    @property
+    def inner(self) -> int:
+        """Width of all heads."""
+        return self.heads * self.head_dim
+
+    @property
+    def convolved(self) -> int:
+        """Channels of the convolution: x, B and C."""
+        return self.inner + 2 * self.groups * self.state_size
+
+
+@dataclass(frozen=True)
 class ModelShape:
     """The sizes of a decoder, as plain values. Sizes are of the whole model, not of one rank."""
 
@@ -29,11 +101,19 @@ class ModelShape:
     vocab_size: int
     max_positions: int
     norm_eps: float
-    rope_theta: float
+    rope_theta: float | None  # None: attention without positions
     rope_scaling_factor: float | None  # Llama 3 frequency scaling; None is plain RoPE
     tied_embeddings: bool
     qkv_bias: bool
     qk_norm: bool
+    experts: ExpertShape | None = None  # of the layers that have experts
+    latent: LatentShape | None = None  # None: grouped-query attention
+    blocks: tuple[Block, ...] = ()  # of a hybrid model: what each layer is; its networks have squared ReLU and no gate
+    mamba: MambaShape | None = None  # of the layers that are a Mamba2 mixer
+
+    def is_expert_layer(self, layer: int) -> bool:
+        """Whether the layer has experts instead of one feed-forward network."""
+        return self.experts is not None and layer not in self.experts.dense_layers
 
     def padded_vocab_size(self, tensor_parallel: int) -> int:
         """Vocabulary rows as Megatron-Core holds them: the next multiple of the tensor-parallel size."""
@@ -65,6 +145,7 @@ class HfTensor:
 
     name: str
     shape: tuple[int, ...]
+    float32: bool = False  # whatever the precision of the others
 
     @property
     def numel(self) -> int:
@@ -90,6 +171,7 @@ class Param:
     copy: bool = False
     expert: tuple[int, int] | None = None
     engine: str | None = None
+    buffer: bool = False  # not trained
 
 
 @dataclass(frozen=True)
@@ -163,11 +245,16 @@ def _qkv_pieces(
 
 def check_tensor_parallel(shape: ModelShape, tp_size: int) -> None:
     """Raises FamilyError when `tp_size` divides not the heads, the key-value heads or the feed-forward size."""
-    sizes = {
-        "num_attention_heads": shape.num_heads,
-        "num_key_value_heads": shape.num_kv_heads,
-        "intermediate_size": shape.ffn_hidden_size,
-    }
+    if shape.mamba is not None and tp_size > 1:
+        raise FamilyError(
+            f"policy.megatron_cfg.tensor_model_parallel_size {tp_size}: a {shape.family} model's Mamba2 mixers are not "
+            "split over tensor-parallel ranks; set it to 1"
+        )
+    sizes = {"num_attention_heads": shape.num_heads, "num_key_value_heads": shape.num_kv_heads}
+    if not shape.experts or shape.experts.dense_layers:
+        sizes["intermediate_size"] = shape.ffn_hidden_size
+    if shape.experts and shape.experts.shared_ffn_hidden_size:
+        sizes["the shared expert's size"] = shape.experts.shared_ffn_hidden_size
     wrong = {name: size for name, size in sizes.items() if size % tp_size}
     if wrong:
         allowed = [n for n in range(1, shape.num_kv_heads + 1) if all(size % n == 0 for size in sizes.values())]

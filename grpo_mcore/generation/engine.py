@@ -2,15 +2,20 @@
 
 from __future__ import annotations
 
+import itertools
 import multiprocessing
 import os
+import signal
 import time
 import warnings
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any
 
+import torch
+
 from grpo_mcore.generation.config import EngineConfig, engine_arguments, engine_environment
+from grpo_mcore.generation.shared_steps import Caller, SharedSteps
 from grpo_mcore.generation.turns import Turns
 from grpo_mcore.generation.worker_calls import refit_step, unlink_shared_segments
 from grpo_mcore.rollout.trajectory import GenerationRequest, Sampling, Trajectory
@@ -24,8 +29,8 @@ class EngineError(RuntimeError):
 
 
 class Engine:
-    """One engine with its tensor-parallel ranks: in process or as a Ray actor; one call at a time, but that a refit may
-    run in another thread while `generate` does.
+    """One engine with its tensor-parallel ranks: in process or as a Ray actor. Several threads may call it: each
+    `generate` gets its own samples, and a refit or `health` comes between two steps of generation.
 
     `weight_version`: number of the last committed refit, 0 for the weights it was started with. None when they
     are of no version (never filled, or half replaced by a refit that failed): it then generates nothing.
@@ -42,9 +47,10 @@ class Engine:
         self._half_replaced = False
         self._version_before: int | None = None  # of a commit that may still be taken back
         self._unreleased = False
-        self._turns = Turns()
+        self._turns = Turns(REFIT_TIMEOUT_S)
+        self._steps = SharedSteps(self._take_step, REFIT_TIMEOUT_S)
+        self._callers = itertools.count()
         self._asleep: list[str] = []  # which memory is given away: vLLM's tags
-        self._generating = False
         for key, value in engine_environment(config).items():
             os.environ.setdefault(key, value)
         with warnings.catch_warnings():
@@ -53,12 +59,12 @@ class Engine:
         self._max_model_len: int = self._llm_engine.model_config.max_model_len
         if self.weight_version is not None:
             self._llm_engine.set_weight_version(str(self.weight_version))
+        # Of tensor-parallel ranks; a single rank lives in this process.
+        self._ranks = [rank.proc for rank in getattr(self._llm_engine.model_executor, "workers", ())]
         self.start_seconds = time.perf_counter() - began
 
     def _start(self) -> Any:
         if self.config.platform == "cpu":
-            import torch
-
             # As TORCH_COMPILE_DISABLE, for a process that had imported the compiler before.
             torch.compiler.set_stance("force_eager")
         from vllm import EngineArgs
@@ -72,43 +78,50 @@ class Engine:
         return engine
 
     def generate(self, requests: list[GenerationRequest], sampling: Sampling) -> Iterator[Trajectory]:
-        """Yields each sample as it finishes, in any order. A caller that stops early aborts the rest.
+        """Yields each sample as it finishes, in any order. A caller that stops early aborts the rest of its own.
 
         Raises EngineError when the weights are of no version, ValueError when a prompt exceeds the context.
         """
-        from grpo_mcore.generation.samples import sampling_params, to_trajectory
-
-        if self.weight_version is None:
-            raise EngineError(f"{self.name} holds weights of no version: it generates after the next refit")
-        refitting = self._refit_open and self._in_place
-        if refitting or self._asleep or self._generating:
-            state = "in a refit" if refitting else "asleep" if self._asleep else "generating already"
-            raise EngineError(f"{self.name} cannot generate: it is {state}")
         from vllm.inputs.engine import tokens_input
 
-        asked = {str(index): request for index, request in enumerate(requests)}
+        from grpo_mcore.generation.samples import sampling_params, to_trajectory
+
+        number = next(self._callers)
+        asked = {f"{number}-{index}": request for index, request in enumerate(requests)}
         room = self._max_model_len
         params = {key: sampling_params(request, sampling, room) for key, request in asked.items()}
         engine, tokenizer = self._llm_engine, self._llm_engine.get_tokenizer()
-        running: dict[str, str] = {}
-        self._generating = True
+        caller = Caller()
         try:
             for key, request in asked.items():
                 prompt = tokens_input(request.token_ids().tolist())
                 with self._turns.call():
-                    running[key] = engine.add_request(key, prompt, params[key])
-            while running:
-                with self._turns.step(REFIT_TIMEOUT_S), self._rank_deaths():
-                    outputs = engine.step()
-                for output in outputs:
-                    if output.finished:
-                        del running[output.request_id]
-                        yield to_trajectory(asked[output.request_id], output, tokenizer)
+                    self._refuse_to_generate()
+                    self._steps.add(caller, key, engine.add_request(key, prompt, params[key]))
+            for _ in asked:
+                output = self._steps.next(caller)
+                yield to_trajectory(asked[output.request_id], output, tokenizer)
         finally:
-            if running:
-                with self._turns.call():
-                    engine.abort_request(list(running.values()), internal=True)
-            self._generating = False
+            with self._turns.call():
+                if (unfinished := self._steps.drop(caller)) and self._llm_engine is not None:
+                    engine.abort_request(unfinished, internal=True)
+
+    def _refuse_to_generate(self) -> None:
+        """Raises EngineError where this engine cannot take a request now."""
+        if self.weight_version is None:
+            raise EngineError(f"{self.name} holds weights of no version: it generates after the next refit")
+        refitting = self._refit_open and self._in_place
+        if refitting or self._asleep:
+            raise EngineError(f"{self.name} cannot generate: it is {'in a refit' if refitting else 'asleep'}")
+
+    def _take_step(self, deliver: Callable[[Iterable[Any]], None]) -> None:
+        with self._turns.step():
+            if self._llm_engine is None:
+                raise EngineError(f"{self.name} was shut down while it generated")
+            torch.get_num_threads()  # sets OpenMP up for a thread that is new to it; vLLM relies on that
+            with self._rank_deaths():
+                outputs = self._llm_engine.step()
+            deliver(output for output in outputs if output.finished)
 
     def start_refit(self, manifest: Mapping[str, Any]) -> dict[str, Any]:
         """Open a weight update. `manifest`: plan (JSON), digest, transport, version, verify. What is open is closed
@@ -118,21 +131,22 @@ class Engine:
         "full" in the first refit that samples}. Raises EngineError where the engine generates and has no memory to
         stage in.
         """
-        self.abort_refit()
-        if "weights" in self._asleep:
-            self._llm_engine.wake_up(["weights"])
-            self._asleep.remove("weights")
-        self._refit_open = True
-        names = ("plan", "transport", "version", "verify", "in_place")
-        reports = self._refit_step("start", {name: manifest[name] for name in names if name in manifest})
-        if (digests := {report["digest"] for report in reports}) != {manifest["digest"]}:
+        with self._turns.call():  # no request comes between the answer of the ranks and what follows from it
             self.abort_refit()
-            raise EngineError(f"{self.name}: ranks read plan {manifest['digest'][:12]} as {sorted(digests)}")
-        self._in_place = any(report["in_place"] for report in reports)
-        self._way_back = not self._in_place and not reports[0]["fallbacks"]
-        if self._in_place and self._generating:
-            self.abort_refit()
-            raise EngineError(f"{self.name} generates, and has no memory for a second copy of its weights")
+            if "weights" in self._asleep:
+                self._llm_engine.wake_up(["weights"])
+                self._asleep.remove("weights")
+            self._refit_open = True
+            names = ("plan", "transport", "version", "verify", "in_place")
+            reports = self._refit_step("start", {name: manifest[name] for name in names if name in manifest})
+            if (digests := {report["digest"] for report in reports}) != {manifest["digest"]}:
+                self.abort_refit()
+                raise EngineError(f"{self.name}: ranks read plan {manifest['digest'][:12]} as {sorted(digests)}")
+            self._in_place = any(report["in_place"] for report in reports)
+            self._way_back = not self._in_place and not reports[0]["fallbacks"]
+            if self._in_place and self._steps.generating:
+                self.abort_refit()
+                raise EngineError(f"{self.name} generates, and has no memory for a second copy of its weights")
         first = reports[0]
         return {
             "digest": manifest["digest"],
@@ -145,13 +159,13 @@ class Engine:
     def stage_bucket(self, index: int) -> dict[str, Any]:
         """Take what the refit buffer holds as bucket `index`. Returns {seconds, sums: by rank, of the checked copies}.
 
-        While another thread generates, the ranks do this beside it.
+        While other threads generate, the ranks do this beside them.
         """
         began = time.perf_counter()
         if not self._refit_open:
             raise EngineError(f"{self.name}: bucket {index} cannot be taken, no refit is open")
         self._half_replaced = self._in_place
-        reports = self._refit_step("load", {"bucket": index, "background": self._generating})
+        reports = self._refit_step("load", {"bucket": index, "background": self._steps.generating})
         deadline = began + REFIT_TIMEOUT_S
         while any(report["busy"] for report in reports):
             if time.perf_counter() > deadline:
@@ -237,13 +251,21 @@ class Engine:
         if self.weight_version != version:
             raise EngineError(f"{self.name} holds weight version {self.weight_version}, not {version}")
         self.finish_refit()  # whoever asks for this version has committed it
-        if self._asleep:
-            self._llm_engine.wake_up(self._asleep)
-            self._asleep = []
+        with self._turns.call():
+            if self._asleep:
+                self._llm_engine.wake_up(self._asleep)
+                self._asleep = []
 
     def release(self) -> None:
-        """Between generation phases: an engine that sleeps moves its weights to the host, drops its KV cache."""
-        if self.config.sleep_between_phases and not self._asleep:
+        """Between generation phases: an engine that sleeps moves its weights to the host, drops its KV cache.
+
+        Raises EngineError while it generates.
+        """
+        with self._turns.call():
+            if not self.config.sleep_between_phases or self._asleep:
+                return
+            if self._steps.generating:
+                raise EngineError(f"{self.name} cannot give its memory away: it generates")
             self._llm_engine.sleep(level=1)
             self._asleep = ["weights", "kv_cache"]
 
@@ -266,10 +288,11 @@ class Engine:
         vLLM also destroys the default torch.distributed group of this process: in process, shut the policy
         down first.
         """
-        engine, self._llm_engine = getattr(self, "_llm_engine", None), None
-        if engine is not None:
-            engine.engine_core.shutdown()
-            multiprocessing.active_children()  # reaps the ranks
+        with self._turns.call():
+            engine, self._llm_engine = getattr(self, "_llm_engine", None), None
+            if engine is not None:
+                engine.engine_core.shutdown()
+                multiprocessing.active_children()  # reaps the ranks
 
     @contextmanager
     def _rank_deaths(self) -> Iterator[None]:
@@ -278,6 +301,9 @@ class Engine:
             yield
         except Exception as error:
             if getattr(self._llm_engine.model_executor, "is_failed", False):
-                count = self.config.tensor_parallel_size
-                raise EngineError(f"{self.name}: one of its {count} rank processes has died") from error
+                # The first to go: vLLM then terminates the others.
+                gone = {rank: process.exitcode for rank, process in enumerate(self._ranks)}
+                dead = [rank for rank, code in gone.items() if code not in (None, -signal.SIGTERM)] or list(gone)
+                what = "; ".join(f"rank {rank} of {len(gone)} has died (exit code {gone[rank]})" for rank in dead)
+                raise EngineError(f"{self.name}: {what}") from error
             raise

@@ -1,4 +1,4 @@
-"""Who may use vLLM's engine now: the thread that generates, step by step, or a call from another thread."""
+"""Who may use vLLM's engine now: the thread that takes the steps of generation, or a call from another thread."""
 
 from __future__ import annotations
 
@@ -10,19 +10,23 @@ from contextlib import contextmanager
 class Turns:
     """A lock under which generation lets others go first, and which can hold generation back altogether."""
 
-    def __init__(self) -> None:
+    def __init__(self, timeout_s: float) -> None:
+        """`timeout_s`: the longest wait for a turn."""
+        self._timeout_s = timeout_s
         self._lock = threading.RLock()
         self._changed = threading.Condition()
         self._asking = 0
         self._held = False
 
     @contextmanager
-    def step(self, timeout_s: float) -> Iterator[None]:
-        """One step of generation, when nobody else asks. Raises TimeoutError after `timeout_s` of being held back."""
+    def step(self) -> Iterator[None]:
+        """One step of generation, when nobody else asks. Raises TimeoutError when it is held back too long."""
         while True:
             with self._changed:
-                if not self._changed.wait_for(lambda: not self._asking and not self._held, timeout_s):
-                    raise TimeoutError(f"generation was held back for {timeout_s:g} s by a refit that did not end")
+                if not self._changed.wait_for(lambda: not self._asking and not self._held, self._timeout_s):
+                    raise TimeoutError(
+                        f"generation was held back for {self._timeout_s:g} s by a refit that did not end"
+                    )
             with self._lock:
                 if not self._held:  # by a call that was faster to the lock
                     yield
@@ -30,12 +34,16 @@ class Turns:
 
     @contextmanager
     def call(self) -> Iterator[None]:
-        """A call between two steps."""
+        """A call between two steps. Raises TimeoutError when the step before does not end."""
         with self._changed:
             self._asking += 1
         try:
-            with self._lock:
+            if not self._lock.acquire(timeout=self._timeout_s):
+                raise TimeoutError(f"a step of generation, or a call, did not end within {self._timeout_s:g} s")
+            try:
                 yield
+            finally:
+                self._lock.release()
         finally:
             with self._changed:
                 self._asking -= 1

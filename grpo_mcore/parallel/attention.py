@@ -1,39 +1,88 @@
-"""Causal attention over packed rows: every sequence of a row attends to itself only."""
+"""Causal attention over packed rows: every sequence of a row attends to itself only.
+
+Under context parallelism a rank has the queries of two chunks of every sequence (`context.ContextShare`); keys and
+values are gathered from the context-parallel ranks, and each chunk attends to its sequence up to its own end.
+"""
 
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from megatron.core.packed_seq_params import PackedSeqParams
+from megatron.core.tensor_parallel import gather_from_sequence_parallel_region
 from torch import Tensor
+from torch.distributed import ProcessGroup
 from torch.nn.functional import scaled_dot_product_attention
+
+from grpo_mcore.parallel.context import ContextShare
+
+
+class Span(NamedTuple):
+    """Queries of one sequence side by side, and the keys up to the last of them. Numbers of tokens in their rows."""
+
+    query_start: int
+    query_length: int
+    key_start: int
+    key_length: int
+
+
+@dataclass
+class Bucket:
+    """Spans of similar length, right-padded to a batch for torch's fused kernel."""
+
+    queries: Tensor  # int64 [n, q]: place of each query in the row
+    keys: Tensor  # int64 [n, k]
+    mask: Tensor | None  # bool [n, 1, q, k]: what a query sees; None: causal, queries and keys being the same
+    real: Tensor  # int64: which of the n * q queries are no padding
 
 
 @dataclass
 class PackedRow(PackedSeqParams):
-    """Megatron-Core's description of a packed row, plus what the CPU attention gathers by (made once a row)."""
+    """Megatron-Core's description of a packed row, plus what the attention gathers by (made once a row)."""
 
-    buckets: list[Tensor] = field(default_factory=list)  # int64 [n, longest]: token of (sequence, position)
-    valid: list[Tensor] = field(default_factory=list)  # int64 [tokens]: which of the flattened positions are real
+    buckets: list[Bucket] = field(default_factory=list)  # on CPU
     row_order: Tensor | None = None  # int64 [T]: where each token of the row is in the concatenated buckets
+    context_group: ProcessGroup | None = None
+    key_order: Tensor | None = None  # int64: place of each token of the whole row among the gathered keys
+    spans: tuple[Tensor, Tensor, Tensor, int, int] | None = None  # on GPU, see _kernel_spans
 
 
-def describe_row(cu_seqlens: Tensor) -> PackedRow:
-    """PackedRow of a row with these cumulative lengths (int32 [n + 1])."""
-    lengths = (cu_seqlens[1:] - cu_seqlens[:-1]).tolist()
+def describe_row(
+    cu_seqlens: Tensor, share: ContextShare | None = None, context_group: ProcessGroup | None = None
+) -> PackedRow:
+    """PackedRow of a row with these cumulative lengths (int32 [n + 1]), or of this rank's share of it."""
+    if share is not None:
+        cu_seqlens = share.cu_seqlens
+    starts = cu_seqlens.tolist()
+    lengths = [stop - start for start, stop in zip(starts, starts[1:], strict=False)]
     longest = max(lengths)
     row = PackedRow(
-        qkv_format="thd", cu_seqlens_q=cu_seqlens, cu_seqlens_kv=cu_seqlens, max_seqlen_q=longest, max_seqlen_kv=longest
+        qkv_format="thd",
+        cu_seqlens_q=cu_seqlens,
+        cu_seqlens_kv=cu_seqlens,
+        max_seqlen_q=longest,
+        max_seqlen_kv=longest,
     )
-    if cu_seqlens.device.type == "cpu":
-        _gather_indices(row, lengths, cu_seqlens.long())
+    on_cpu = cu_seqlens.device.type == "cpu"
+    if share is None:
+        if on_cpu:
+            _fill_buckets(row, [Span(start, n, start, n) for start, n in zip(starts, lengths, strict=False)], False)
+        return row
+    row.context_group, row.key_order = context_group, share.key_order
+    row.cu_seqlens_q_padded = row.cu_seqlens_kv_padded = cu_seqlens  # TransformerEngine's names for the same
+    spans = [Span(*span) for span in share.spans]
+    if on_cpu:
+        _fill_buckets(row, spans, True)
+    else:
+        row.spans = _kernel_spans(spans, share.key_order)
     return row
 
 
-def bucket_by_length(lengths: list[int], growth: float = 1.25) -> list[list[int]]:
+def bucket_by_length(lengths: Sequence[int], growth: float = 1.25) -> list[list[int]]:
     """Sequences of similar length together: inside a bucket the longest is at most `growth` times the shortest."""
     buckets: dict[int, list[int]] = {}
     for index, length in enumerate(lengths):
@@ -42,31 +91,52 @@ def bucket_by_length(lengths: list[int], growth: float = 1.25) -> list[list[int]
     return [buckets[key] for key in sorted(buckets)]
 
 
-def _gather_indices(row: PackedRow, lengths: list[int], starts: Tensor) -> None:
+def _fill_buckets(row: PackedRow, spans: list[Span], masked: bool) -> None:
     order = []
-    for members in bucket_by_length(lengths):
-        size = torch.tensor([lengths[i] for i in members])
-        position = torch.arange(int(size.max()))
+    for members in bucket_by_length([span.key_length for span in spans]):
+        query_start, query_length, key_start, key_length = (
+            torch.tensor([spans[i] for i in members]).unsqueeze(-1).unbind(1)
+        )
+        query, key = torch.arange(int(query_length.max())), torch.arange(int(key_length.max()))
         # Padded positions repeat the last token: causal attention never lets a real token see them.
-        index = starts[members][:, None] + torch.minimum(position, size[:, None] - 1)
-        real = (position < size[:, None]).flatten().nonzero().squeeze(1)
-        row.buckets.append(index)
-        row.valid.append(real)
-        order.append(index.flatten()[real])
+        queries = query_start + torch.minimum(query, query_length - 1)
+        keys = key_start + torch.minimum(key, key_length - 1)
+        last_seen = query + key_length - query_length  # by each query
+        mask = (key <= last_seen[:, :, None])[:, None] if masked else None
+        real = (query < query_length).flatten().nonzero().squeeze(1)
+        row.buckets.append(Bucket(queries, keys, mask, real))
+        order.append(queries.flatten()[real])
     row.row_order = torch.argsort(torch.cat(order))
+
+
+def _kernel_spans(spans: list[Span], key_order: Tensor) -> tuple[Tensor, Tensor, Tensor, int, int]:
+    """For the variable-length kernel: cumulative query and key lengths, the keys' places, both longest lengths."""
+    sizes = torch.tensor([(span.query_length, span.key_length) for span in spans])
+    ends = torch.cat([sizes.new_zeros(1, 2), sizes.cumsum(0)]).to(key_order.device, torch.int32)
+    places = torch.cat([key_order[span.key_start : span.key_start + span.key_length] for span in spans])
+    longest = sizes.amax(0).tolist()
+    return ends[:, 0].contiguous(), ends[:, 1].contiguous(), places, longest[0], longest[1]
 
 
 class PackedAttention(torch.nn.Module):
     """Core attention of the local layer spec, for THD rows, with Megatron-Core's constructor.
 
-    forward: query [T, heads, d], key and value [T, groups, d] -> [T, heads * d]. On CPU the sequences are gathered
-    into a few right-padded batches of similar length for torch's fused kernel; on GPU torch's variable-length kernel
-    takes the row as it is.
+    forward: query [T, heads, d], key [T, groups, d], value [T, groups, e] -> [T, heads * e]. On CPU the sequences are
+    gathered into a few right-padded batches of similar length for torch's fused kernel; on GPU torch's variable-length
+    kernel takes the row as it is.
     """
 
-    def __init__(self, config: Any, layer_number: int, attn_mask_type: Any, attention_type: str, **_: Any) -> None:
+    def __init__(
+        self,
+        config: Any,
+        layer_number: int,
+        attn_mask_type: Any,
+        attention_type: str,
+        softmax_scale: float | None = None,
+        **_: Any,
+    ) -> None:
         super().__init__()
-        self.scale = config.kv_channels**-0.5
+        self.scale = softmax_scale or config.kv_channels**-0.5
 
     def forward(
         self,
@@ -79,6 +149,8 @@ class PackedAttention(torch.nn.Module):
         packed_seq_params: PackedRow | None = None,
     ) -> Tensor:
         assert packed_seq_params is not None, "the policy feeds packed rows only"
+        if packed_seq_params.context_group is not None:
+            key, value = _gather_context(key, value, packed_seq_params.context_group)
         if query.is_cuda:
             return self._on_gpu(query, key, value, packed_seq_params)
         return self._on_cpu(query, key, value, packed_seq_params)
@@ -86,22 +158,46 @@ class PackedAttention(torch.nn.Module):
     def _on_gpu(self, query: Tensor, key: Tensor, value: Tensor, row: PackedRow) -> Tensor:
         from torch.nn.attention.varlen import varlen_attn
 
+        query_ends, key_ends = row.cu_seqlens_q, row.cu_seqlens_kv
+        longest_query, longest_key = row.max_seqlen_q, row.max_seqlen_kv
+        if row.spans is not None:
+            query_ends, key_ends, places, longest_query, longest_key = row.spans
+            key, value = key.index_select(0, places), value.index_select(0, places)
+        width = value.size(-1)
+        if width != query.size(-1):  # the kernel wants one head size; latent attention has a smaller one for values
+            value = torch.nn.functional.pad(value, (0, query.size(-1) - width))
         out = varlen_attn(
-            query, key, value, row.cu_seqlens_q, row.cu_seqlens_kv, row.max_seqlen_q, row.max_seqlen_kv,
+            query, key, value, query_ends, key_ends, longest_query, longest_key,
             scale=self.scale, window_size=(-1, 0), enable_gqa=query.size(1) != key.size(1),
         )  # fmt: skip
-        return out.flatten(1)
+        return out[..., :width].flatten(1)
 
     def _on_cpu(self, query: Tensor, key: Tensor, value: Tensor, row: PackedRow) -> Tensor:
         repeat = query.size(1) // key.size(1)
         dtype, outputs = query.dtype, []
         # float32: the backward pass of torch's fused CPU kernel is up to six times slower in bfloat16.
         query, key, value = query.float(), key.float(), value.float()
-        for index, valid in zip(row.buckets, row.valid, strict=True):
-            shape, flat = index.shape, index.flatten()
-            q, k, v = (t.index_select(0, flat).view(*shape, *t.shape[1:]).transpose(1, 2) for t in (query, key, value))
+        if row.key_order is not None:
+            key, value = key.index_select(0, row.key_order), value.index_select(0, row.key_order)
+        for bucket in row.buckets:
+            q, k, v = _take(query, bucket.queries), _take(key, bucket.keys), _take(value, bucket.keys)
             if repeat > 1:
                 k, v = k.repeat_interleave(repeat, 1), v.repeat_interleave(repeat, 1)
-            out = scaled_dot_product_attention(q, k, v, is_causal=True, scale=self.scale)
-            outputs.append(out.transpose(1, 2).flatten(0, 1).index_select(0, valid))
+            out = scaled_dot_product_attention(
+                q, k, v, attn_mask=bucket.mask, is_causal=bucket.mask is None, scale=self.scale
+            )
+            outputs.append(out.transpose(1, 2).flatten(0, 1).index_select(0, bucket.real))
         return torch.cat(outputs).index_select(0, row.row_order).flatten(1).to(dtype)
+
+
+def _take(row: Tensor, index: Tensor) -> Tensor:
+    """row [T, heads, d], index [n, length] -> [n, heads, length, d]."""
+    return row.index_select(0, index.flatten()).view(*index.shape, *row.shape[1:]).transpose(1, 2)
+
+
+def _gather_context(key: Tensor, value: Tensor, group: ProcessGroup) -> tuple[Tensor, Tensor]:
+    """Keys and values of all context-parallel ranks, rank after rank; gradients go back to the rank that owns them."""
+    joined = torch.cat([key, value], -1)
+    gathered = gather_from_sequence_parallel_region(joined, tensor_parallel_output_grad=True, group=group)
+    key, value = gathered.split([key.size(-1), value.size(-1)], -1)
+    return key, value

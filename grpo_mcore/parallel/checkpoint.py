@@ -2,7 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
+import functools
+import json
 import warnings
+from collections.abc import Iterator
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
@@ -33,12 +37,16 @@ def load_checkpoint(policy: Any, folder: Path) -> None:
 
     if not (folder / "metadata.json").is_file():
         raise CheckpointError(f"{folder} is no policy checkpoint: metadata.json is missing")
-    saved, here = dist_checkpointing.load_common_state_dict(str(folder))["shape"], asdict(policy.shape)
-    if different := {key: (saved[key], here[key]) for key in here if saved.get(key) != here[key]}:
+    saved, here = dist_checkpointing.load_common_state_dict(str(folder))["shape"], _plain_shape(policy)
+    # What an older checkpoint does not name, its model did not have: that is equal to none of it.
+    if different := {
+        key: (saved.get(key), here[key]) for key in here if (saved.get(key) or None) != (here[key] or None)
+    }:
         raise CheckpointError(f"{folder} holds another model; saved and present values: {different}")
     _make_moments(policy.optimizer)
     state = dist_checkpointing.load(_state(policy, loading=True), str(folder))
-    policy.model.module.load_state_dict(state["model"], strict=False)
+    for name, chunk in _chunks(policy):
+        chunk.module.load_state_dict(state[name], strict=False)
     _load_optimizer(policy.optimizer, state["optimizer"])
     policy.scheduler.load_state_dict(state["scheduler"])
     rng = folder / _rng_file()
@@ -48,45 +56,92 @@ def load_checkpoint(policy: Any, folder: Path) -> None:
         warnings.warn(f"{rng} is missing; this rank keeps the RNG state of its start", stacklevel=2)
 
 
+def _chunks(policy: Any) -> list[tuple[str, Any]]:
+    """The model chunks by the names under which Megatron-Core looks for them."""
+    chunks = policy.chunks
+    return [("model", chunks[0])] if len(chunks) == 1 else [(f"model{i}", chunk) for i, chunk in enumerate(chunks)]
+
+
 def _make_moments(optimizer: Any) -> None:
     """Gives a fresh optimizer the state tensors that are loaded into: torch's Adam makes them at its first step."""
-    (distributed,) = optimizer.chained_optimizers
-    adam = distributed.optimizer
-    for param in (param for group in adam.param_groups for param in group["params"]):
-        if not adam.state[param]:
-            adam.state[param] = {
-                "step": torch.zeros((), dtype=torch.float32),
-                "exp_avg": torch.zeros_like(param),
-                "exp_avg_sq": torch.zeros_like(param),
-            }
+    for distributed in optimizer.chained_optimizers:
+        adam = distributed.optimizer
+        for param in (param for group in adam.param_groups for param in group["params"]):
+            if not adam.state[param]:
+                adam.state[param] = {
+                    "step": torch.zeros((), dtype=torch.float32),
+                    "exp_avg": torch.zeros_like(param),
+                    "exp_avg_sq": torch.zeros_like(param),
+                }
 
 
-def _load_optimizer(optimizer: Any, state: dict[str, Any]) -> None:
+def _load_optimizer(optimizer: Any, state: dict[Any, Any]) -> None:
     """Loads in two parts because of torch's Adam, which Megatron-Core uses where TransformerEngine is missing.
 
     Megatron-Core 0.16 gives all parameters one shared `step` tensor, which Adam would then count up once for each of
     them, and trips over `step` when it copies the moments. So `step` is taken out, and put back one by one.
     """
-    moments = state.pop("param_state")
-    optimizer.load_state_dict(state)
-    (distributed,) = optimizer.chained_optimizers
-    by_param = distributed.optimizer.state.values()
-    steps = [values.pop("step", None) for values in by_param]
-    distributed.load_parameter_state_from_fully_reshardable(moments)
-    for values, step in zip(by_param, steps, strict=True):
-        if step is not None:
-            values["step"] = step.clone()
+    for index, distributed in enumerate(optimizer.chained_optimizers):
+        part = state[index]
+        moments = part.pop("param_state")
+        distributed.load_state_dict(part)
+        by_param = distributed.optimizer.state.values()
+        steps = [values.pop("step", None) for values in by_param]
+        distributed.load_parameter_state_from_fully_reshardable(moments)
+        for values, step in zip(by_param, steps, strict=True):
+            if step is not None:
+                values["step"] = step.clone()
 
 
 def _state(policy: Any, *, loading: bool) -> dict[str, Any]:
-    model = policy.model.module.sharded_state_dict()
+    models = {name: chunk.module.sharded_state_dict() for name, chunk in _chunks(policy)}
     metadata = {"distrib_optim_sharding_type": "fully_reshardable"}  # loads on another layout too
+    sharded = models["model"] if len(models) == 1 else models
+    # One part, or two with experts, whose state is split over other ranks. A stage may have no experts.
+    parts = enumerate(policy.optimizer.chained_optimizers)
+    with _buckets_in_place(policy.optimizer):
+        optimizer = {i: part.sharded_state_dict(sharded, is_loading=loading, metadata=metadata) for i, part in parts}
     return {
-        "model": model,
-        "optimizer": policy.optimizer.sharded_state_dict(model, is_loading=loading, metadata=metadata),
+        **models,
+        "optimizer": optimizer,
         "scheduler": policy.scheduler.state_dict(),
-        "shape": asdict(policy.shape),
+        "shape": _plain_shape(policy),
     }
+
+
+def _plain_shape(policy: Any) -> dict[str, Any]:
+    """The model's sizes as plain values: the checkpoint's settings are read without executing anything."""
+    return json.loads(json.dumps(asdict(policy.shape), default=lambda member: member.value))
+
+
+@contextlib.contextmanager
+def _buckets_in_place(optimizer: Any) -> Iterator[None]:
+    """Puts right where Megatron-Core 0.16 looks for a parameter's state.
+
+    It gathers a buffer's buckets without the padding at their ends, but then cuts parameters out by their places in the
+    padded buffer. With more than one bucket, which tied embeddings on two stages make, it would save shifted values.
+    """
+    parts = optimizer.chained_optimizers
+    for part in parts:
+        part.get_parameter_state_dp_zero = functools.partial(_padded_state, part, part.get_parameter_state_dp_zero)
+    try:
+        yield
+    finally:
+        for part in parts:
+            del part.get_parameter_state_dp_zero  # the class's own is there again
+
+
+def _padded_state(part: Any, gather: Any, **kwargs: Any) -> Any:
+    state = gather(**kwargs)
+    for index, buffer in enumerate(part.buffers) if state is not None else ():
+        (tensors,) = state[index].values()
+        for key in ("param", "exp_avg", "exp_avg_sq"):
+            whole = tensors[key].new_zeros(buffer.numel)
+            sizes = [bucket.numel_unpadded for bucket in buffer.buckets]
+            for bucket, values in zip(buffer.buckets, tensors[key].split(sizes), strict=True):
+                whole[bucket.offset : bucket.offset + len(values)] = values
+            tensors[key] = whole
+    return state
 
 
 def _rng_file() -> str:

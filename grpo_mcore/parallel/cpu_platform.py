@@ -17,6 +17,18 @@ _FACTORIES = ("arange", "empty", "full", "ones", "rand", "randn", "tensor", "zer
 _installed = False
 
 
+def fill_in_transformer_engine() -> None:
+    """Puts right what Megatron-Core takes for granted of TransformerEngine where it is missing, on a GPU too."""
+    import megatron.core.transformer.moe.moe_utils as moe_utils
+    import megatron.core.transformer.multi_latent_attention as latent_attention
+
+    if not isinstance(latent_attention.TELinear, type):
+        latent_attention.HAVE_TE = False  # a stand-in of its wrapper makes it True
+    # The router looks up a name that is then not defined.
+    if not hasattr(moe_utils, "te_general_gemm"):
+        moe_utils.te_general_gemm = None
+
+
 def install() -> None:
     """Replaces the CUDA calls that Megatron-Core 0.16 makes without asking. Idempotent; inert with a GPU."""
     global _installed
@@ -43,6 +55,10 @@ def install() -> None:
     cuda.current_stream = cuda.default_stream = lambda device=None: _Nothing()
     cuda.nvtx.range_push = cuda.nvtx.range_pop = lambda *args: None  # profiling marks of the schedules
     import megatron.core.tensor_parallel.random as megatron_random
+    import megatron.core.transformer.moe.token_dispatcher as token_dispatcher
+
+    # The sizes of an all-to-all are turned into numbers only where they come from a GPU.
+    token_dispatcher.maybe_move_tensor_to_cpu = _as_numbers
 
     # These two go around torch.cuda to the C functions.
     megatron_random._get_cuda_rng_state = lambda device="cuda", clone=False, graph_safe=False: torch.get_rng_state()
@@ -55,7 +71,11 @@ class _Nothing:
     def __init__(self, *args: Any, **kwargs: Any) -> None: ...
 
     def __getattr__(self, name: str) -> Any:
-        return lambda *args, **kwargs: None
+        return lambda *args, **kwargs: self  # record_event gives an event
+
+
+def _as_numbers(tensor: Any, as_numpy: bool = False, record_stream: bool = False) -> Any:
+    return tensor.numpy() if as_numpy and torch.is_tensor(tensor) else tensor
 
 
 def _on_cpu(factory: Any) -> Any:
@@ -64,7 +84,7 @@ def _on_cpu(factory: Any) -> Any:
         device = kwargs.get("device")
         if device is not None and torch.device(device).type == "cuda":
             kwargs["device"] = _CPU
-            kwargs.pop("pin_memory", None)
+        kwargs.pop("pin_memory", None)
         return factory(*args, **kwargs)
 
     return on_cpu

@@ -5,6 +5,7 @@ from __future__ import annotations
 import gc
 import os
 import warnings
+from collections.abc import Callable
 from dataclasses import dataclass
 from datetime import timedelta
 
@@ -13,36 +14,62 @@ import torch
 from grpo_mcore.parallel import cpu_platform
 
 
+class LayoutError(ValueError):
+    """Parallel sizes that do not fit the ranks, or each other."""
+
+
 @dataclass(frozen=True)
 class Layout:
-    """Sizes of the parallel dimensions. Ranks run tensor first, then data, then pipeline."""
+    """Sizes of the parallel dimensions. Ranks run tensor first, then context, data, pipeline; the ranks of a stage are
+    dealt to experts anew: expert tensor first, then expert, and what is left holds copies of the same experts."""
 
     tensor: int
     pipeline: int
     data: int
     sequence_parallel: bool = False
+    context: int = 1
+    expert: int = 1
+    expert_tensor: int = 1
+    virtual: int = 1  # model chunks that a pipeline rank holds
 
     @property
     def world_size(self) -> int:
-        return self.tensor * self.pipeline * self.data
+        return self.stage_size * self.pipeline
+
+    @property
+    def stage_size(self) -> int:
+        """Ranks of one pipeline stage."""
+        return self.tensor * self.context * self.data
 
     def coordinates(self, rank: int) -> Coordinates:
         """Where a rank sits. Pure: the driver uses it without a process group."""
+        in_stage = rank % self.stage_size
         return Coordinates(
             tensor=rank % self.tensor,
-            data=rank // self.tensor % self.data,
-            pipeline=rank // (self.tensor * self.data),
+            data=in_stage // (self.tensor * self.context),
+            pipeline=rank // self.stage_size,
+            context=rank // self.tensor % self.context,
+            expert_tensor=in_stage % self.expert_tensor,
+            expert=in_stage // self.expert_tensor % self.expert,
+            expert_copy=in_stage // (self.expert_tensor * self.expert),
         )
 
     def speaks(self, rank: int) -> bool:
         """Whether the rank speaks for its data-parallel rank: of those with its samples, one has the log-probs and
         tells them."""
         here = self.coordinates(rank)
-        return here.tensor == 0 and here.pipeline == self.pipeline - 1
+        return here.tensor == 0 and here.context == 0 and here.pipeline == self.pipeline - 1
 
     def describe(self) -> str:
-        sequence = " + sequence parallel" if self.sequence_parallel else ""
-        return f"TP {self.tensor} x PP {self.pipeline} x DP {self.data}{sequence}"
+        sizes = [f"TP {self.tensor}", f"PP {self.pipeline}"]
+        sizes += [f"CP {self.context}"] if self.context > 1 else []
+        sizes.append(f"DP {self.data}")
+        text = " x ".join(sizes)
+        if self.expert * self.expert_tensor > 1:
+            text += f", experts over EP {self.expert} x ETP {self.expert_tensor}"
+        if self.virtual > 1:
+            text += f", {self.virtual} model chunks a stage"
+        return text + (" + sequence parallel" if self.sequence_parallel else "")
 
 
 @dataclass(frozen=True)
@@ -50,6 +77,10 @@ class Coordinates:
     tensor: int
     data: int
     pipeline: int
+    context: int = 0
+    expert: int = 0
+    expert_tensor: int = 0
+    expert_copy: int = 0  # which of the ranks that hold the same slice of the same experts
 
 
 @dataclass(frozen=True)
@@ -87,6 +118,7 @@ def join_mesh(layout: Layout, address: Address, seed: int, timeout_s: float) -> 
     warnings.filterwarnings("ignore", module=r"megatron\.core")  # what it falls back to without TransformerEngine
     from megatron.core import parallel_state, tensor_parallel
 
+    cpu_platform.fill_in_transformer_engine()
     on_gpu = torch.cuda.is_available()
     device = torch.device("cuda", address.local_rank) if on_gpu else torch.device("cpu")
     if on_gpu:
@@ -107,6 +139,10 @@ def join_mesh(layout: Layout, address: Address, seed: int, timeout_s: float) -> 
     parallel_state.initialize_model_parallel(
         tensor_model_parallel_size=layout.tensor,
         pipeline_model_parallel_size=layout.pipeline,
+        virtual_pipeline_model_parallel_size=layout.virtual if layout.virtual > 1 else None,
+        context_parallel_size=layout.context,
+        expert_model_parallel_size=layout.expert,
+        expert_tensor_parallel_size=layout.expert_tensor,
         create_gloo_process_groups=False,
     )
     tensor_parallel.model_parallel_cuda_manual_seed(seed)
@@ -114,15 +150,30 @@ def join_mesh(layout: Layout, address: Address, seed: int, timeout_s: float) -> 
         tensor=parallel_state.get_tensor_model_parallel_rank(),
         data=parallel_state.get_data_parallel_rank(),
         pipeline=parallel_state.get_pipeline_model_parallel_rank(),
+        context=parallel_state.get_context_parallel_rank(),
+        expert=parallel_state.get_expert_model_parallel_rank(),
+        expert_tensor=parallel_state.get_expert_tensor_parallel_rank(),
+        expert_copy=parallel_state.get_expert_data_parallel_rank(),
     )
     assert here == layout.coordinates(address.rank), f"Megatron-Core orders ranks otherwise: {here}"
     return device
+
+
+_at_leave: list[Callable[[], None]] = []
+
+
+def at_leave(release: Callable[[], None]) -> None:
+    """`release` is called when this process leaves its mesh."""
+    _at_leave.append(release)
 
 
 def leave_mesh() -> None:
     """Ends the process groups of this process, so that another mesh can be joined."""
     from megatron.core import parallel_state
 
+    for release in _at_leave:
+        release()
+    _at_leave.clear()
     parallel_state.destroy_model_parallel()
     if torch.distributed.is_initialized():
         torch.distributed.destroy_process_group()

@@ -14,15 +14,24 @@ from megatron.core.transformer.attention import SelfAttention, SelfAttentionSubm
 from megatron.core.transformer.enums import AttnMaskType
 from megatron.core.transformer.identity_op import IdentityOp
 from megatron.core.transformer.mlp import MLP, MLPSubmodules
+from megatron.core.transformer.moe.experts import SequentialMLP
+from megatron.core.transformer.moe.moe_layer import MoELayer, MoESubmodules
+from megatron.core.transformer.moe.shared_experts import SharedExpertMLP
+from megatron.core.transformer.multi_latent_attention import MLASelfAttention, MLASelfAttentionSubmodules
 from megatron.core.transformer.transformer_block import TransformerBlockSubmodules, get_num_layers_to_build
-from megatron.core.transformer.transformer_layer import TransformerLayerSubmodules
+from megatron.core.transformer.transformer_layer import TransformerLayerSubmodules, get_transformer_layer_offset
 from torch import Tensor
 
 from grpo_mcore.batching.packed_batch import PackedBatch
-from grpo_mcore.families import ModelShape
+from grpo_mcore.families import Block, ModelShape
 from grpo_mcore.parallel.attention import PackedAttention, describe_row
+from grpo_mcore.parallel.context import join_shares, share_of_row, take_share
+from grpo_mcore.parallel.latent_attention import LatentAttention
 from grpo_mcore.parallel.logprobs import token_logprobs
+from grpo_mcore.parallel.mamba import MambaMixer
 from grpo_mcore.parallel.mesh import Layout
+from grpo_mcore.parallel.norm import rms_norm
+from grpo_mcore.parallel.settings import has_transformer_engine, transformer_config
 
 
 class RMSNorm(torch.nn.Module):
@@ -35,7 +44,7 @@ class RMSNorm(torch.nn.Module):
         self.weight.sequence_parallel = config.sequence_parallel  # read by finalize_model_grads
 
     def forward(self, x: Tensor) -> Tensor:
-        return torch.nn.functional.rms_norm(x, self.weight.shape, self.weight, self.eps)
+        return rms_norm(x, self.weight, self.eps)
 
 
 class PolicyModel(GPTModel):
@@ -45,19 +54,30 @@ class PolicyModel(GPTModel):
     logprob_chunk: int = 1024
     unpadded_vocab_size: int
 
-    def score(self, batch: PackedBatch) -> Tensor:
+    def score(self, batch: PackedBatch, length: int | None = None) -> Tensor:
         """Last stage: log-prob of every next token, float32 [1, T]; other stages: hidden states for the next one.
 
-        Position t holds the log-prob of token t + 1; positions whose next token is not trained on hold 0.
+        Position t holds the log-prob of token t + 1; positions whose next token is not trained on hold 0. `length`:
+        pad the row to so many tokens (a multiple of what the layout needs).
         """
-        return self(
-            input_ids=batch.tokens,
-            position_ids=batch.positions[None],
+        tokens, positions = batch.tokens, batch.positions[None]
+        targets, wanted = batch.targets(), batch.next_token_counts()
+        share, group = None, parallel_state.get_context_parallel_group()
+        if group.size() > 1 or length is not None:
+            multiple = self.config.tensor_model_parallel_size if self.config.sequence_parallel else 1
+            share = share_of_row(batch.cu_seqlens, group.rank(), group.size(), multiple, length or 0)
+            tokens, positions, targets, wanted = (
+                take_share(row, share) for row in (tokens, positions, targets, wanted)
+            )
+        output = self(
+            input_ids=tokens,
+            position_ids=positions,
             attention_mask=None,
-            labels=batch.targets(),
-            loss_mask=batch.next_token_counts(),
-            packed_seq_params=describe_row(batch.cu_seqlens),
+            labels=targets,
+            loss_mask=wanted,
+            packed_seq_params=describe_row(batch.cu_seqlens, share, group),
         )
+        return join_shares(output, share, batch.tokens.size(1), group) if share and self.post_process else output
 
     def _postprocess(self, hidden_states: Tensor, labels: Tensor, loss_mask: Tensor, **_: Any) -> Tensor:
         if not self.post_process:
@@ -85,96 +105,94 @@ class PolicyModel(GPTModel):
         return torch.zeros(labels.size(1), device=hidden.device).index_copy(0, wanted, logprobs)[None]
 
 
-def build_model(shape: ModelShape, layout: Layout, settings: Any, dtype: torch.dtype) -> PolicyModel:
-    """This rank's part of the network, with uninitialised weights. `settings`: policy.megatron_cfg."""
-    fused, recompute = _has_transformer_engine(), settings.activation_checkpointing
-    config = TransformerConfig(
-        num_layers=shape.num_layers,
-        hidden_size=shape.hidden_size,
-        num_attention_heads=shape.num_heads,
-        num_query_groups=shape.num_kv_heads,
-        kv_channels=shape.head_dim,
-        ffn_hidden_size=shape.ffn_hidden_size,
-        normalization="RMSNorm",
-        layernorm_epsilon=shape.norm_eps,
-        qk_layernorm=shape.qk_norm,
-        add_bias_linear=False,
-        add_qkv_bias=shape.qkv_bias,
-        gated_linear_unit=True,
-        activation_func=torch.nn.functional.silu,
-        hidden_dropout=0.0,
-        attention_dropout=0.0,
-        tensor_model_parallel_size=layout.tensor,
-        pipeline_model_parallel_size=layout.pipeline,
-        num_layers_in_first_pipeline_stage=settings.num_layers_in_first_pipeline_stage,
-        num_layers_in_last_pipeline_stage=settings.num_layers_in_last_pipeline_stage,
-        sequence_parallel=layout.sequence_parallel,
-        params_dtype=dtype,
-        pipeline_dtype=dtype,
-        bf16=dtype == torch.bfloat16,
-        attention_softmax_in_fp32=True,
-        bias_activation_fusion=fused and settings.bias_activation_fusion,
-        bias_dropout_fusion=False,
-        masked_softmax_fusion=False,
-        gradient_accumulation_fusion=fused and settings.gradient_accumulation_fusion,
-        apply_rope_fusion=fused and settings.apply_rope_fusion,
-        perform_initialization=False,
-        use_cpu_initialization=not torch.cuda.is_available(),
-        calculate_per_token_loss=True,  # the loss arrives normalised by global counts: Megatron-Core must not divide
-        variable_seq_lengths=True,  # bins differ in length, and stay so under pipeline parallelism
-        moe_token_dispatcher_type="alltoall",  # unused; the default refuses variable lengths
-        deallocate_pipeline_outputs=layout.pipeline > 1,
-        recompute_granularity="full" if recompute else None,
-        recompute_method="uniform" if recompute else None,
-        recompute_num_layers=1 if recompute else None,
-    )
+def build_model(shape: ModelShape, layout: Layout, settings: Any, dtype: torch.dtype) -> list[PolicyModel]:
+    """This rank's part of the network, with uninitialised weights: one model chunk, or `layout.virtual` of them.
+
+    `settings`: policy.megatron_cfg.
+    """
+    config = transformer_config(shape, layout, settings, dtype)
+    chunks = range(layout.virtual) if layout.virtual > 1 else (None,)
+    return [_build_chunk(shape, layout, config, chunk, settings.freeze_moe_router) for chunk in chunks]
+
+
+def _build_chunk(
+    shape: ModelShape, layout: Layout, config: TransformerConfig, chunk: int | None, freeze_router: bool
+) -> PolicyModel:
     model = PolicyModel(
         config=config,
-        transformer_layer_spec=_block_spec(shape, config),
+        transformer_layer_spec=_block_spec(shape, config, chunk),
         vocab_size=shape.padded_vocab_size(layout.tensor),
         max_sequence_length=shape.max_positions,
-        pre_process=parallel_state.is_pipeline_first_stage(),
-        post_process=parallel_state.is_pipeline_last_stage(),
+        pre_process=parallel_state.is_pipeline_first_stage(ignore_virtual=False, vp_stage=chunk),
+        post_process=parallel_state.is_pipeline_last_stage(ignore_virtual=False, vp_stage=chunk),
+        vp_stage=chunk,
         parallel_output=True,
         share_embeddings_and_output_weights=shape.tied_embeddings,
-        position_embedding_type="rope",
-        rotary_base=shape.rope_theta,
+        position_embedding_type="none" if shape.rope_theta is None else "rope",
+        rotary_base=shape.rope_theta or 10000,
         rope_scaling=shape.rope_scaling_factor is not None,
         rope_scaling_factor=shape.rope_scaling_factor or 1.0,
     )
     model.unpadded_vocab_size = shape.vocab_size
+    for name, parameter in model.named_parameters():
+        if freeze_router and name.endswith("mlp.router.weight"):
+            parameter.requires_grad_(False)
     return model
 
 
-def _block_spec(shape: ModelShape, config: TransformerConfig) -> TransformerBlockSubmodules:
+def _block_spec(shape: ModelShape, config: TransformerConfig, chunk: int | None) -> TransformerBlockSubmodules:
     """The same submodule names with and without TransformerEngine, so that one declaration maps the weights."""
-    if _has_transformer_engine():
+    if has_transformer_engine():
         from megatron.core.extensions import transformer_engine as te
 
         norm, column, row, core = te.TENorm, te.TEColumnParallelLinear, te.TERowParallelLinear, te.TEDotProductAttention
+        down = te.TELinear
     else:
         norm, column, row, core = RMSNorm, ColumnParallelLinear, RowParallelLinear, PackedAttention
-    head_norm = norm if shape.qk_norm else IdentityOp
-    attention = SelfAttentionSubmodules(
-        linear_qkv=column, core_attention=core, linear_proj=row, q_layernorm=head_norm, k_layernorm=head_norm
+        down = ColumnParallelLinear
+    if shape.latent is None:
+        head_norm = norm if shape.qk_norm else IdentityOp
+        attention_class: type = SelfAttention
+        attention: Any = SelfAttentionSubmodules(
+            linear_qkv=column, core_attention=core, linear_proj=row, q_layernorm=head_norm, k_layernorm=head_norm
+        )
+    else:
+        attention_class = MLASelfAttention if has_transformer_engine() else LatentAttention
+        attention = MLASelfAttentionSubmodules(
+            linear_q_proj=column,
+            linear_q_down_proj=down,
+            linear_q_up_proj=column,
+            linear_kv_down_proj=down,
+            linear_kv_up_proj=column,
+            core_attention=core,
+            linear_proj=row,
+            q_layernorm=norm,
+            kv_layernorm=norm,
+        )
+    mlp = MLPSubmodules(linear_fc1=column, linear_fc2=row)
+    experts = MoESubmodules(
+        experts=ModuleSpec(module=SequentialMLP, submodules=mlp),
+        shared_experts=ModuleSpec(module=SharedExpertMLP, submodules=mlp),
     )
-    layer = ModuleSpec(
-        module=TransformerLayer,
-        submodules=TransformerLayerSubmodules(
-            input_layernorm=norm,
-            self_attention=ModuleSpec(
-                module=SelfAttention, params={"attn_mask_type": AttnMaskType.padding_causal}, submodules=attention
-            ),
-            self_attn_bda=get_bias_dropout_add,
-            pre_mlp_layernorm=norm,
-            mlp=ModuleSpec(module=MLP, submodules=MLPSubmodules(linear_fc1=column, linear_fc2=row)),
-            mlp_bda=get_bias_dropout_add,
-        ),
+
+    core_part = ModuleSpec(
+        module=attention_class, params={"attn_mask_type": AttnMaskType.padding_causal}, submodules=attention
     )
-    return TransformerBlockSubmodules(layer_specs=[layer] * get_num_layers_to_build(config), layer_norm=norm)
 
+    def layer(index: int) -> ModuleSpec:
+        network = ModuleSpec(module=MLP, submodules=mlp)
+        if shape.is_expert_layer(index):
+            network = ModuleSpec(module=MoELayer, submodules=experts)
+        mixer = core_part
+        block = shape.blocks[index] if shape.blocks else None
+        if block is Block.MAMBA:
+            mixer = ModuleSpec(module=MambaMixer, params={"mamba": shape.mamba})
+        first = {"input_layernorm": norm, "self_attention": mixer, "self_attn_bda": get_bias_dropout_add}
+        second = {"pre_mlp_layernorm": norm, "mlp": network, "mlp_bda": get_bias_dropout_add}
+        if block is not None:  # one part alone is the layer
+            first, second = (first, {}) if block in (Block.MAMBA, Block.ATTENTION) else ({}, second)
+        return ModuleSpec(module=TransformerLayer, submodules=TransformerLayerSubmodules(**first, **second))
 
-def _has_transformer_engine() -> bool:
-    from importlib.util import find_spec
-
-    return torch.cuda.is_available() and find_spec("transformer_engine") is not None
+    first = get_transformer_layer_offset(config, vp_stage=chunk)
+    count = get_num_layers_to_build(config, vp_stage=chunk)
+    return TransformerBlockSubmodules(layer_specs=[layer(first + i) for i in range(count)], layer_norm=norm)

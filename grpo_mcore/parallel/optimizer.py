@@ -10,13 +10,15 @@ from megatron.core.optimizer import MegatronOptimizer, OptimizerConfig, get_mega
 from megatron.core.optimizer_param_scheduler import OptimizerParamScheduler
 from torch.nn import Module
 
+from grpo_mcore.parallel.mesh import at_leave
+
 
 def wrap_model(model: Module, ddp: Any) -> DistributedDataParallel:
     """Gives the model contiguous gradient buffers that are reduced over data-parallel ranks.
 
     `ddp`: policy.megatron_cfg.distributed_data_parallel_config, of which the keys below count.
     """
-    return DistributedDataParallel(
+    wrapped = DistributedDataParallel(
         model.config,
         DistributedDataParallelConfig(
             grad_reduce_in_fp32=ddp.grad_reduce_in_fp32,
@@ -28,10 +30,16 @@ def wrap_model(model: Module, ddp: Any) -> DistributedDataParallel:
         ),
         model,
     )
+    # The hooks on its gradients keep it alive through C++, where Python's collector does not look: without this, the
+    # process groups that it refers to would live on, each with its polling threads.
+    at_leave(vars(wrapped).clear)
+    return wrapped
 
 
-def build_optimizer(model: DistributedDataParallel, config: Any, *, bf16: bool, clip_grad: float) -> MegatronOptimizer:
-    """The distributed optimizer over `model`. `config`: policy.megatron_cfg.optimizer."""
+def build_optimizer(
+    chunks: list[DistributedDataParallel], config: Any, *, bf16: bool, clip_grad: float
+) -> MegatronOptimizer:
+    """The distributed optimizer over the model chunks. `config`: policy.megatron_cfg.optimizer."""
     return get_megatron_optimizer(
         OptimizerConfig(
             optimizer=config.optimizer,
@@ -47,7 +55,7 @@ def build_optimizer(model: DistributedDataParallel, config: Any, *, bf16: bool, 
             use_distributed_optimizer=True,
             clip_grad=clip_grad,
         ),
-        [model],
+        chunks,
         use_gloo_process_groups=False,
     )
 

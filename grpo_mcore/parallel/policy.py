@@ -15,15 +15,12 @@ import torch
 from torch import Tensor
 
 from grpo_mcore.batching.packed_batch import PackedBatch
-from grpo_mcore.families import check_tensor_parallel, read_hf_config, shape_of
+from grpo_mcore.families import check_fit, read_hf_config, shape_of
 from grpo_mcore.objective import CombinedMetrics, combine_metrics, nonfinite_samples
-from grpo_mcore.parallel.mesh import Address, Layout, join_mesh, leave_mesh
+from grpo_mcore.parallel.context import padded_length
+from grpo_mcore.parallel.mesh import Address, Layout, LayoutError, join_mesh, leave_mesh
 
 LossFn = Callable[..., tuple[Tensor, Mapping[str, Tensor]]]
-
-
-class LayoutError(ValueError):
-    """Parallel sizes that do not fit the ranks."""
 
 
 class NonFiniteLoss(FloatingPointError):
@@ -55,7 +52,7 @@ class Policy:
         self.config, self.seed = config, seed
         self.layout = layout_of(config, address.world_size)
         self.shape = shape_of(read_hf_config(config.model_name))
-        check_tensor_parallel(self.shape, self.layout.tensor)
+        check_fit(self.shape, config.megatron_cfg)
         self.device = join_mesh(self.layout, address, seed, timeout_s)
         self.here = self.layout.coordinates(address.rank)
         self.is_last_stage = self.here.pipeline == self.layout.pipeline - 1
@@ -69,21 +66,24 @@ class Policy:
 
         megatron = config.megatron_cfg
         self.dtype = {"bfloat16": torch.bfloat16, "float32": torch.float32}[config.precision]
-        network = build_model(self.shape, self.layout, megatron, self.dtype).to(self.device)
-        network.logprob_temperature = config.generation.temperature
-        network.logprob_chunk = config.logprob_chunk_size
-        self.weights = ShardedWeights(network, self.shape, self.layout, self.here)
+        networks = [chunk.to(self.device) for chunk in build_model(self.shape, self.layout, megatron, self.dtype)]
+        for network in networks:
+            network.logprob_temperature = config.generation.temperature
+            network.logprob_chunk = config.logprob_chunk_size
+        self.weights = ShardedWeights(networks, self.shape, self.layout, self.here)
         self.weights.load_hf(config.model_name)
-        self._reference = [p.detach().to("cpu", copy=True) for p in network.parameters()] if reference else None
-        self.model = wrap_model(network, megatron.distributed_data_parallel_config)
+        self._reference = [p.detach().to("cpu", copy=True) for p in _parameters(networks)] if reference else None
+        self.chunks = [wrap_model(network, megatron.distributed_data_parallel_config) for network in networks]
         self.optimizer = build_optimizer(
-            self.model, megatron.optimizer, bf16=self.dtype == torch.bfloat16, clip_grad=config.max_grad_norm or 0.0
+            self.chunks, megatron.optimizer, bf16=self.dtype == torch.bfloat16, clip_grad=config.max_grad_norm or 0.0
         )
         self.scheduler = build_scheduler(self.optimizer, megatron.optimizer, megatron.scheduler)
-        network.config.grad_scale_func = self.optimizer.scale_loss
-        network.config.no_sync_func = self.model.no_sync
+        schedule = networks[0].config  # one object for all chunks
+        schedule.grad_scale_func = self.optimizer.scale_loss
+        no_sync = [chunk.no_sync for chunk in self.chunks]
+        schedule.no_sync_func = no_sync if len(no_sync) > 1 else no_sync[0]
         # The loss is normalised by global counts, so no division by token counts here.
-        network.config.finalize_model_grads_func = lambda model, num_tokens=None, **kw: finalize_model_grads(
+        schedule.finalize_model_grads_func = lambda model, num_tokens=None, **kw: finalize_model_grads(
             model, None, **kw
         )
         self._forward_backward = get_forward_backward_func()
@@ -99,10 +99,8 @@ class Policy:
 
         Element t belongs to token t; tokens that are not trained on have 0. None on all but the last stage.
         """
-        self.model.eval()
-        with torch.no_grad():
+        with self._evaluating():
             outputs = self._run(batches, lambda batch, scored: (scored.sum(), {"logprobs": scored}), forward_only=True)
-        self.model.train()
         return [output["logprobs"] for output in outputs] if self.is_last_stage else None
 
     def reference_logprobs(self, batches: Sequence[PackedBatch]) -> list[Tensor] | None:
@@ -122,7 +120,8 @@ class Policy:
 
         Raises NonFiniteLoss, before any weight changes, when loss or gradient is not finite.
         """
-        self.model.zero_grad_buffer()
+        for chunk in self.chunks:
+            chunk.zero_grad_buffer()
         self.optimizer.zero_grad()
         loss = _loss_of(loss_fn, global_valid_seqs, global_valid_toks)
         outputs = self._run(batches, loss, forward_only=False)
@@ -136,11 +135,18 @@ class Policy:
         self, batches: Sequence[PackedBatch], loss_fn: LossFn, *, global_valid_seqs: int, global_valid_toks: int
     ) -> TrainReport:
         """The loss of `batches` under the weights of now; nothing is trained."""
-        self.model.eval()
-        with torch.no_grad():
+        with self._evaluating():
             outputs = self._run(batches, _loss_of(loss_fn, global_valid_seqs, global_valid_toks), forward_only=True)
-        self.model.train()
         return TrainReport(combine_metrics(outputs) if outputs else {}, 0.0, 0.0)
+
+    @contextlib.contextmanager
+    def _evaluating(self) -> Iterator[None]:
+        for chunk in self.chunks:
+            chunk.eval()
+        with torch.no_grad():
+            yield
+        for chunk in self.chunks:
+            chunk.train()
 
     def advance_schedule(self) -> None:
         """Moves the learning rate on by one step of the loop, however many optimizer steps it had."""
@@ -148,10 +154,13 @@ class Policy:
 
     def _run(self, batches: Sequence[PackedBatch], compute: Callable[..., Any], *, forward_only: bool) -> list[Any]:
         """Megatron-Core's schedule (1F1B with stages) over the micro-batches; results of the last stage, in order."""
+        padded = self._fill_schedule(batches)
+        lengths = self._common_lengths(padded)
 
-        def forward_step(iterator: Iterator[PackedBatch], model: Any) -> tuple[Tensor, Callable[..., Any]]:
-            batch = next(iterator).to(self.device)
-            output = _unwrap(model).score(batch)
+        def forward_step(iterator: Iterator[Any], model: Any) -> tuple[Tensor, Callable[..., Any]]:
+            batch, length = next(iterator)
+            batch = batch.to(self.device)
+            output = _unwrap(model).score(batch, length)
 
             def finish(next_token_logprobs: Tensor, non_loss_data: bool = False) -> Any:
                 value, result = compute(batch, batch.to_token_aligned(next_token_logprobs))
@@ -159,21 +168,42 @@ class Policy:
 
             return output, finish
 
-        return self._forward_backward(
+        iterators = [zip(padded, lengths, strict=True) for _ in self.chunks]
+        results = self._forward_backward(
             forward_step_func=forward_step,
-            data_iterator=iter(batches),
-            model=[self.model],
-            num_microbatches=len(batches),
-            seq_length=max(batch.tokens.size(1) for batch in batches),
+            data_iterator=iterators if len(iterators) > 1 else iterators[0],
+            model=self.chunks,
+            num_microbatches=len(padded),
+            seq_length=max(batch.tokens.size(1) for batch in padded),
             micro_batch_size=1,
             forward_only=forward_only,
         )
+        return results[: len(batches)]
+
+    def _fill_schedule(self, batches: Sequence[PackedBatch]) -> list[PackedBatch]:
+        """The interleaved schedule runs micro-batches in groups as large as there are stages; the last group is filled
+        up with rows of padding, which train nothing."""
+        missing = -len(batches) % self.layout.pipeline if self.layout.virtual > 1 else 0
+        return [*batches, *[batches[0].empty_like(self.row_multiple)] * missing]
+
+    def _common_lengths(self, batches: Sequence[PackedBatch]) -> Sequence[int | None]:
+        """The length that the rows of a micro-batch get on all ranks, where experts gather tokens of equal numbers."""
+        if self.shape.experts is None or self.config.megatron_cfg.moe_token_dispatcher_type != "allgather":
+            return [None] * len(batches)
+        multiple = self.layout.tensor if self.layout.sequence_parallel else 1
+        lengths = torch.tensor(
+            [padded_length(batch.cu_seqlens.diff().tolist(), self.layout.context, multiple) for batch in batches],
+            device=self.device,
+        )
+        torch.distributed.all_reduce(lengths, op=torch.distributed.ReduceOp.MAX)
+        return lengths.tolist()
 
     def _refuse_non_finite(self, batches: Sequence[PackedBatch], metrics: CombinedMetrics) -> None:
         """All ranks leave together: what is not finite on one of them is an error on every one."""
         # The engine's log-probs need not be in the loss, but where they are no numbers nothing is to be trusted.
         finite = math.isfinite(metrics.get("loss", 0.0)) and not math.isnan(metrics.get("token_mult_prob_error", 0.0))
-        finite = finite and all(bool(torch.isfinite(buffer.grad_data).all()) for buffer in self.model.buffers)
+        buffers = (b for chunk in self.chunks for b in (*chunk.buffers, *chunk.expert_parallel_buffers))
+        finite = finite and all(bool(torch.isfinite(buffer.grad_data).all()) for buffer in buffers)
         worst = torch.tensor(float(finite), device=self.device)
         torch.distributed.all_reduce(worst, op=torch.distributed.ReduceOp.MIN)
         if worst.item():
@@ -203,7 +233,7 @@ class Policy:
     def _reference_weights(self) -> Iterator[None]:
         if self._reference is None:
             raise RuntimeError("this policy was built without a reference (reference=False)")
-        params = list(self.model.parameters())
+        params = _parameters(self.chunks)
         current = [p.detach().clone() for p in params]
         _copy_into(params, self._reference)
         try:
@@ -231,13 +261,15 @@ class Policy:
         """Makes room for a colocated engine: gradients are dropped, the optimizer goes to the host."""
         if self.device.type == "cuda":
             empty_cache = self.config.megatron_cfg.empty_unused_memory_level > 0
-            self.model.offload_grad_buffers(empty_cache=empty_cache)
+            for chunk in self.chunks:
+                chunk.offload_grad_buffers(empty_cache=empty_cache)
             self.optimizer.offload_to_cpu()
 
     def onload(self) -> None:
         """Undoes `offload`."""
         if self.device.type == "cuda":
-            self.model.restore_grad_buffers()
+            for chunk in self.chunks:
+                chunk.restore_grad_buffers()
             self.optimizer.restore_from_cpu()
 
     def rng_state(self) -> dict[str, Any]:
@@ -256,11 +288,30 @@ def layout_of(config: Any, world_size: int) -> Layout:
     """The layout that policy.megatron_cfg asks for on this many ranks. Raises LayoutError."""
     megatron = config.megatron_cfg
     tensor, pipeline = megatron.tensor_model_parallel_size, megatron.pipeline_model_parallel_size
-    if world_size % (tensor * pipeline):
+    context = megatron.context_parallel_size
+    copy = tensor * pipeline * context
+    if world_size % copy:
         raise LayoutError(
-            f"{world_size} policy ranks are not TP {tensor} x PP {pipeline} x DP; {tensor * pipeline} must divide them"
+            f"{world_size} policy ranks are not TP {tensor} x PP {pipeline} x CP {context} x DP; "
+            f"{copy} must divide them"
         )
-    return Layout(tensor, pipeline, world_size // (tensor * pipeline), megatron.sequence_parallel)
+    layout = Layout(
+        tensor,
+        pipeline,
+        world_size // copy,
+        megatron.sequence_parallel,
+        context=context,
+        expert=megatron.expert_model_parallel_size,
+        expert_tensor=megatron.expert_tensor_parallel_size,
+        virtual=megatron.virtual_pipeline_model_parallel_size or 1,
+    )
+    if layout.stage_size % (layout.expert * layout.expert_tensor):
+        raise LayoutError(
+            f"the {layout.stage_size} ranks of a pipeline stage (TP {tensor} x CP {context} x DP {layout.data}) are "
+            f"not EP {layout.expert} x ETP {layout.expert_tensor} x copies of the experts; "
+            f"{layout.expert * layout.expert_tensor} must divide them"
+        )
+    return layout
 
 
 def _loss_of(loss_fn: LossFn, seqs: int, toks: int) -> Callable[..., tuple[Tensor, Mapping[str, Tensor]]]:
@@ -268,6 +319,10 @@ def _loss_of(loss_fn: LossFn, seqs: int, toks: int) -> Callable[..., tuple[Tenso
         return loss_fn(logprobs, batch.loss_inputs(), global_valid_seqs=seqs, global_valid_toks=toks)
 
     return loss
+
+
+def _parameters(chunks: Sequence[Any]) -> list[Tensor]:
+    return [parameter for chunk in chunks for parameter in chunk.parameters()]
 
 
 def _unwrap(model: Any) -> Any:

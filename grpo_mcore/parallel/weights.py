@@ -9,7 +9,7 @@ from __future__ import annotations
 import json
 import os
 import shutil
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 import torch
@@ -29,44 +29,71 @@ class WeightsError(ValueError):
 class ShardedWeights:
     """This rank's parameters, each with the Hugging Face slices that it holds."""
 
-    def __init__(self, model: torch.nn.Module, shape: ModelShape, layout: Layout, here: Coordinates) -> None:
+    def __init__(self, chunks: Sequence[torch.nn.Module], shape: ModelShape, layout: Layout, here: Coordinates) -> None:
+        """`chunks`: this rank's model chunks, one unless the pipeline is interleaved."""
         self.shape, self.layout, self.here = shape, layout, here
-        named = dict(model.named_parameters())
         self.local: list[tuple[Param, Tensor]] = []
-        self.names: list[str] = []  # of the parameters in `local`
-        for param in params_of(shape):
-            name = self._local_name(param, model)
-            if name in named:
-                self.local.append((param, named.pop(name)))
-                self.names.append(name)
-                # Megatron-Core marks shards only when it initialises them. Without the mark the gradient norm takes
-                # them for copies and counts those of tensor-parallel rank 0 alone.
-                self.local[-1][1].tensor_model_parallel = param.split is not Split.REPLICATED
-        assert not named, f"parameters that the {shape.family} family does not declare: {sorted(named)}"
+        self.names: list[str] = []  # of the parameters in `local`, as the refit plan calls them
+        for index, chunk in enumerate(chunks):
+            named, buffers = dict(chunk.named_parameters()), dict(chunk.named_buffers())
+            for param in params_of(shape):
+                name = self._local_name(param, chunk)
+                tensor = (buffers if param.buffer else named).pop(name, None)
+                if tensor is not None:
+                    self.local.append((param, tensor))
+                    self.names.append(f"{index}:{name}" if len(chunks) > 1 else name)
+            assert not named, f"parameters that the {shape.family} family does not declare: {sorted(named)}"
+        for param, tensor in self.local:
+            # Megatron-Core marks shards only when it initialises them. Without the mark the gradient norm takes them
+            # for copies and counts those of tensor-parallel rank 0 alone.
+            tensor.tensor_model_parallel = param.split is not Split.REPLICATED
+            if param.expert is not None:
+                # Reduced over the ranks that hold the same experts. Megatron-Core marks this only under expert
+                # parallelism, but ETP may differ from TP without it. No two ranks that the norm sums over share one.
+                tensor.allreduce, tensor.tensor_model_parallel = False, True
 
-    def _local_name(self, param: Param, model: torch.nn.Module) -> str | None:
+    def _local_name(self, param: Param, chunk: torch.nn.Module) -> str | None:
         if param.stage is not Stage.LAYER:
             return param.megatron
-        layers = model.decoder.layers
-        first = layers[0].layer_number - 1
-        at = param.layer - first
-        return param.megatron.format(layer=at) if 0 <= at < len(layers) else None
+        layers = chunk.decoder.layers
+        at = param.layer - (layers[0].layer_number - 1) if layers else -1
+        expert = None
+        if param.expert is not None:
+            index, count = param.expert
+            on_rank = count // self.layout.expert
+            if index // on_rank != self.here.expert:
+                return None
+            expert = index % on_rank
+        return param.megatron.format(layer=at, expert=expert) if 0 <= at < len(layers) else None
+
+    def _split(self, param: Param) -> tuple[int, int]:
+        """(rank, size) of the dimension that the parameter is split over."""
+        if param.expert is not None:
+            return self.here.expert_tensor, self.layout.expert_tensor
+        return self.here.tensor, self.layout.tensor
+
+    def _owns(self, param: Param) -> bool:
+        if param.copy:
+            return False
+        if param.expert is not None:
+            return self.here.expert_copy == 0
+        return not (self.here.data or self.here.context or (param.split is Split.REPLICATED and self.here.tensor))
 
     def slices(self, *, owned_only: bool) -> Iterator[tuple[str, Box, Tensor]]:
         """(Hugging Face name, box in it, the local tensor view that is this slice).
 
-        `owned_only`: every slice from exactly one rank of the whole mesh, for export: data-parallel rank 0,
-        tensor-parallel rank 0 for replicated tensors, no second homes of tied embeddings.
+        `owned_only`: every slice from exactly one rank of the whole mesh, for export: data-parallel and
+        context-parallel rank 0, tensor-parallel rank 0 for replicated tensors, no second homes of tied embeddings.
         """
         for param, tensor in self.local:
-            replicated = param.split is Split.REPLICATED
-            if owned_only and (self.here.data or param.copy or (replicated and self.here.tensor)):
+            if owned_only and not self._owns(param):
                 continue
-            for piece in pieces(param, self.shape, self.here.tensor, self.layout.tensor):
+            for piece in pieces(param, self.shape, *self._split(param)):
                 yield piece.hf, piece.hf_box, tensor.detach()[_index(piece.local_box)]
 
     def parameters(self) -> dict[str, Tensor]:
-        """What this rank holds, by Megatron-Core's name: the source of a refit."""
+        """What this rank holds, by Megatron-Core's name, with the model chunk in front where there are several: the
+        source of a refit."""
         return {name: tensor.detach() for name, (_, tensor) in zip(self.names, self.local, strict=True)}
 
     @torch.no_grad()
@@ -147,14 +174,23 @@ class _SafetensorsFolder:
         return tensor[_index(box)]
 
 
+def _dtype_of(tensor: HfTensor, dtype: torch.dtype) -> torch.dtype:
+    return torch.float32 if tensor.float32 else dtype
+
+
 def _header(tensors: list[HfTensor], dtype: torch.dtype) -> tuple[bytes, dict[str, tuple[int, int]]]:
     """The safetensors header, padded to 8 bytes, and the byte range of each tensor after it."""
     ranges, at = {}, 0
     for tensor in tensors:
-        ranges[tensor.name] = (at, at + tensor.numel * dtype.itemsize)
+        ranges[tensor.name] = (at, at + tensor.numel * _dtype_of(tensor, dtype).itemsize)
         at = ranges[tensor.name][1]
     entries = {
-        t.name: {"dtype": SAFETENSORS_NAMES[dtype], "shape": t.shape, "data_offsets": ranges[t.name]} for t in tensors
+        t.name: {
+            "dtype": SAFETENSORS_NAMES[_dtype_of(t, dtype)],
+            "shape": t.shape,
+            "data_offsets": ranges[t.name],
+        }
+        for t in tensors
     }
     text = json.dumps({"__metadata__": {"format": "pt"}, **entries}).encode()
     text += b" " * (-len(text) % 8)
@@ -171,7 +207,7 @@ def _create_file(path: Path, tensors: list[HfTensor], dtype: torch.dtype) -> Non
 def _map_file(path: Path, tensors: list[HfTensor], dtype: torch.dtype) -> dict[str, Tensor]:
     header, ranges = _header(tensors, dtype)
     flat = torch.from_file(str(path), shared=True, size=path.stat().st_size, dtype=torch.uint8)[len(header) :]
-    return {t.name: flat[slice(*ranges[t.name])].view(dtype).view(t.shape) for t in tensors}
+    return {t.name: flat[slice(*ranges[t.name])].view(_dtype_of(t, dtype)).view(t.shape) for t in tensors}
 
 
 def _index(box: Box) -> tuple[slice, ...]:

@@ -6,7 +6,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator
 
-from grpo_mcore.recipe import batch_sizes, data_checks, not_yet, objective_checks
+from grpo_mcore.recipe import batch_sizes, data_checks, layout_checks, not_yet, objective_checks
 from grpo_mcore.recipe.errors import Finding, in_yaml, nearest
 from grpo_mcore.recipe.master import MasterConfig, runs_grpo
 
@@ -16,6 +16,8 @@ def findings(config: MasterConfig) -> list[Finding]:
     checks = (
         not_yet.find,
         check_layout,
+        layout_checks.check_stages,
+        layout_checks.check_experts,
         check_batches,
         check_lengths,
         objective_checks.check_loss,
@@ -45,6 +47,7 @@ def check_layout(config: MasterConfig) -> Iterator[Finding]:
     layout_keys = (
         at + "tensor_model_parallel_size",
         at + "pipeline_model_parallel_size",
+        at + "context_parallel_size",
         "cluster.gpus_per_node",
         "cluster.num_nodes",
     )

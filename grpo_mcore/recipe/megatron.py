@@ -96,12 +96,16 @@ class MegatronConfig(Section):
     """Ranks that share each layer (TP)."""
     pipeline_model_parallel_size: Positive = 1
     """Stages that the layers are cut into (PP)."""
+    virtual_pipeline_model_parallel_size: Positive | None = None
+    """Model chunks that each stage holds (VPP): the interleaved schedule, with smaller bubbles and more messages. Needs
+    PP above 1. null: 1."""
     context_parallel_size: Positive = 1
-    """Ranks that share each sequence (CP). Above 1: not supported yet."""
+    """Ranks that share each sequence (CP): each computes two chunks of it, one from the front and one from the back."""
     expert_model_parallel_size: Positive = 1
-    """Ranks that share the experts of a layer (EP). Above 1: not supported yet."""
+    """Ranks that share the experts of a layer (EP). They are the ranks of a pipeline stage, dealt out anew: EP x ETP
+    must divide TP x CP x DP."""
     expert_tensor_parallel_size: Positive = 1
-    """Ranks that share each expert (ETP). Above 1: not supported yet."""
+    """Ranks that share each expert (ETP)."""
     num_layers_in_first_pipeline_stage: Positive | None = None
     """Layers of the first pipeline stage. null: an even split."""
     num_layers_in_last_pipeline_stage: Positive | None = None
@@ -136,7 +140,8 @@ class MegatronConfig(Section):
     moe_router_bias_update_rate: NonNegativeFloat = 0.0
     """Update rate of the router's balancing bias. No effect on a dense model."""
     moe_token_dispatcher_type: Literal["alltoall", "allgather"] = "alltoall"
-    """How tokens travel to their experts. No effect on a dense model."""
+    """How tokens travel to their experts. allgather pads rows to the longest of all ranks, and does not go with PP. No
+    effect on a dense model."""
     moe_permute_fusion: bool = False
     """Fused reordering of tokens by expert where the device has the kernel. No effect on a dense model."""
     moe_grouped_gemm: bool = True

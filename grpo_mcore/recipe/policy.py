@@ -92,6 +92,10 @@ class PolicyConfig(Section):
     refit_verify: Literal["off", "sample", "full"] = "sample"
     """Checksums of what a refit moved, compared before the engines take it: none; of everything in an engine's first
     refit and of a rotating sixteenth of the parameters later; of everything. Read by refit/."""
+    refit_parity: Annotated[float, Field(gt=1)] | None = None
+    """After every refit the engines generate a few samples and the policy computes their log-probs; the run ends where
+    the mean of exp|difference| over their tokens is above this. Takes as long as a small step. null: not checked.
+    Read by algorithms/."""
     make_sequence_length_divisible_by: Positive | None = None
     """Packed rows are padded to multiples of this many tokens, and of what the layout needs. null: only that.
     Read by parallel/."""

@@ -13,6 +13,8 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from vllm.model_executor.layers.fused_moe.oracle.unquantized import UnquantizedMoeBackend
+from vllm.model_executor.layers.fused_moe.unquantized_fused_moe_method import UnquantizedFusedMoEMethod
 from vllm.model_executor.layers.linear import UnquantizedLinearMethod
 from vllm.model_executor.layers.quantization.base_config import QuantizeMethodBase
 from vllm.model_executor.layers.vocab_parallel_embedding import (
@@ -111,7 +113,7 @@ class EngineWeights:
                     f"{target.expected:,} elements"
                 )
             for module, _ in places:
-                _check_method(name, module, self._device)
+                _check_method(name, module)
             targets[name] = target
         return targets
 
@@ -209,6 +211,8 @@ class EngineWeights:
         if isinstance(method, QuantizeMethodBase) and self._device.type == "cpu" and not lookup:
             ours = copy.copy(method)
             shadow.__dict__["quant_method"] = ours
+            if isinstance(ours, UnquantizedFusedMoEMethod):
+                ours.moe_kernel = None  # vLLM packs experts only when it makes their kernel
             ours.process_weights_after_loading(shadow)
             for real, processed in ((module, shadow), (method, ours)):
                 for name, value in processed.__dict__.items():
@@ -312,13 +316,18 @@ def _elements(homes: dict[int, list[tuple[nn.Module, str]]], parameter: nn.Param
     return _loaded_elements(module, parameter if recorded is None else recorded)
 
 
-def _check_method(name: str, module: nn.Module, device: torch.device) -> None:
+def _check_method(name: str, module: nn.Module) -> None:
     method = getattr(module, "quant_method", None)
     if not isinstance(method, QuantizeMethodBase):
         return
-    plain = isinstance(method, (UnquantizedLinearMethod, UnquantizedEmbeddingMethod))
-    # Experts are put into another order on GPUs; packing on CPU leaves the tensors as they are loaded.
-    if not plain and (device.type != "cpu" or "Unquantized" not in type(method).__name__):
+    if isinstance(method, UnquantizedFusedMoEMethod):
+        backend = method.unquantized_backend
+        if backend not in (UnquantizedMoeBackend.CPU, UnquantizedMoeBackend.TRITON):
+            raise RefitError(
+                f"{name}: slices cannot be put into experts of vLLM's {backend.value} kernel, which keeps them in an "
+                "order of its own; set policy.generation.vllm_kwargs.moe_backend to triton"
+            )
+    elif not isinstance(method, (UnquantizedLinearMethod, UnquantizedEmbeddingMethod)):
         raise RefitError(
             f"{name}: slices cannot be put into a layer of {type(method).__name__}; load the engines unquantized"
         )

@@ -7,8 +7,10 @@ from __future__ import annotations
 
 from bisect import bisect_right
 from dataclasses import dataclass
+from itertools import accumulate
 
 from grpo_mcore.families import ModelShape, Param, Piece, Split, Stage, engine_pieces, pieces
+from grpo_mcore.families.shards import stage_layers
 
 WHOLE = "hf:"
 """Prefix of a destination that is not an engine parameter but a whole tensor for vLLM's own loading."""
@@ -71,7 +73,8 @@ class TrainerLayout:
         return self.expert_split if param.expert else self.tensor
 
     def parts(self, param: Param, shape: ModelShape) -> list[Part]:
-        """Every slice of the parameter, with the ranks that hold it. Raises LayoutError where it cannot be cut."""
+        """Every slice of the parameter, with the ranks that hold it. Raises LayoutError or FamilyError where it cannot
+        be cut."""
         stage, name = self._home(param, shape.num_layers)
         first, width = stage * self.stage_ranks, self.split(param)
         if param.expert is None:
@@ -112,15 +115,12 @@ class TrainerLayout:
 
     def _first_layers(self, num_layers: int) -> list[int]:
         """Of every model chunk, its first layer."""
-        counts = [0] * (self.pipeline * self.virtual)
-        counts[0], counts[-1] = self.first_layers or counts[0], self.last_layers or counts[-1]
-        open_chunks = [index for index, count in enumerate(counts) if not count]
-        each, rest = divmod(num_layers - sum(counts), len(open_chunks) or 1)
-        if rest or each < 1 and open_chunks:
-            raise LayoutError(f"{num_layers} layers do not divide into PP {self.pipeline} x VPP {self.virtual}")
-        for index in open_chunks:
-            counts[index] = each
-        return [sum(counts[:index]) for index in range(len(counts))]
+        first, last = self.first_layers or None, self.last_layers or None
+        counts = [len(layers) for layers in stage_layers(num_layers, self.pipeline, first, last)]
+        if any(count % self.virtual for count in counts):
+            raise LayoutError(f"VPP {self.virtual} does not divide the layers of every stage ({counts})")
+        chunks = [count // self.virtual for count in counts] * self.virtual
+        return list(accumulate(chunks, initial=0))[:-1]
 
     def describe(self) -> str:
         sizes = {"TP": self.tensor, "PP": self.pipeline, "VPP": self.virtual, "CP": self.context, "DP": self.data}

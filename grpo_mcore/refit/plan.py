@@ -165,14 +165,17 @@ def plan_refit(
 
     `dtype`: "bfloat16" or "float32", of the bytes that move. Blocks start at multiples of `alignment` bytes; those of
     one parameter share a bucket where one holds them all, and a block larger than half the buffer is cut by rows.
-    Raises RefitError for a row larger than that, a slice that nobody holds or reads, or no parameters; LayoutError for
-    a parameter that cannot be cut so.
+    Raises RefitError for a row larger than that, a slice that nobody holds or reads, a float32 tensor that `dtype`
+    would round, or no parameters; LayoutError for a parameter that cannot be cut so.
     """
     moved = [param for param in params if not param.copy]
     if not moved:
         raise RefitError("nothing to refit: the plan was asked for no parameters")
     if dtype not in DTYPE_BYTES:
         raise RefitError(f"refit in {dtype!r} is not possible; use one of {sorted(DTYPE_BYTES)}")
+    precise = [tensor.name for param in moved for tensor in param.hf if tensor.float32]
+    if precise and DTYPE_BYTES[dtype] < DTYPE_BYTES["float32"]:
+        raise RefitError(f"refit in {dtype} would round {precise[0]}, which is float32 whatever the precision is")
     packer = _Packer(DTYPE_BYTES[dtype], buffer_bytes, alignment)
     loads = [0] * trainer.world_size
     holders: dict[tuple[int, ...], int] = {}

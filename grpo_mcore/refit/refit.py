@@ -278,13 +278,18 @@ class Refit:
         self._drain(error)
 
     def _start(self, workers: Sequence[Worker], method: str, *args: Any) -> list[Call]:
-        bucket = f" {args[0]}" if method.endswith("_bucket") else ""
+        bucket = f" {args[0]} ({self._tensors(args[0])})" if method.endswith("_bucket") else ""
         what = f"{method}{bucket} of the refit to weight version {self._protocol.version}"
         calls = []
         for worker in workers:
             calls.append(Call(worker, what, worker.call(method, *args, timeout_s=self._timeout_s, what=what)))
             self._outstanding.append(calls[-1])
         return calls
+
+    def _tensors(self, bucket: int) -> str:
+        """The policy's parameters of a bucket, for an error."""
+        names = list(dict.fromkeys(block.param for block in self._plan.buckets[bucket].blocks))
+        return names[0] if len(names) == 1 else f"{names[0]} to {names[-1]}"
 
     def _wait(self, calls: list[Call]) -> list[Any]:
         """All answers, in order. The first that fails is raised, with who and what."""

@@ -88,7 +88,8 @@ def measured_bytes(address: Address, config: PolicyConfig) -> dict[str, int]:
     the refit buffer too."""
     policy = Policy(config, address, seed=1, timeout_s=60, reference=False)
     loss_fn = ClippedPGLossFn(ClippedPGLossConfig(reference_policy_kl_penalty=0.0), prev_equals_curr=True)
-    weights = list(policy.model.parameters())
+    (model,) = policy.chunks
+    weights = list(model.parameters())
     with SavedTensors(weights) as saved:
         policy.train_step(
             rows(policy),
@@ -99,7 +100,7 @@ def measured_bytes(address: Address, config: PolicyConfig) -> dict[str, int]:
     own = {storage_key(weight) for weight in weights}
     return refit_buffer(policy) | {
         "weights": storage_bytes(weights),
-        "gradients": storage_bytes(buffer.grad_data for buffer in policy.model.buffers),
+        "gradients": storage_bytes(buffer.grad_data for buffer in model.buffers),
         "optimizer": storage_bytes(t for t in optimizer_tensors(policy) if storage_key(t) not in own),
         "activations": saved.peak,
     }

@@ -26,10 +26,16 @@ class LayoutCase:
     data: int = 1
     sequence_parallel: bool = False
     recompute: bool = False
+    context: int = 1
+    virtual: int | None = None
+    first_stage: int | None = None  # its layers
+    expert: int = 1
+    expert_tensor: int = 1
+    dispatcher: str = "alltoall"
 
     @property
     def world_size(self) -> int:
-        return self.tensor * self.pipeline * self.data
+        return self.tensor * self.pipeline * self.data * self.context
 
 
 LAYOUTS = (
@@ -41,7 +47,32 @@ LAYOUTS = (
     LayoutCase("DP2", data=2),
     LayoutCase("TP2xPP2", tensor=2, pipeline=2),
     LayoutCase("PP2xDP2", pipeline=2, data=2),
+    LayoutCase("CP2", context=2),
+    LayoutCase("CP2-recompute", context=2, recompute=True),
+    LayoutCase("TP2-SPxCP2", tensor=2, context=2, sequence_parallel=True),
+    LayoutCase("PP2xCP2", pipeline=2, context=2),
+    LayoutCase("CP2xDP2", context=2, data=2),
+    LayoutCase("VPP2", pipeline=2, virtual=2),
+    LayoutCase("VPP2xDP2", pipeline=2, virtual=2, data=2),
+    LayoutCase("PP2-uneven", pipeline=2, first_stage=1),
 )
+
+MOE_LAYOUTS = (
+    LayoutCase("TP1"),
+    LayoutCase("TP2-SP", tensor=2, sequence_parallel=True),
+    LayoutCase("PP2", pipeline=2),
+    LayoutCase("VPP2", pipeline=2, virtual=2),
+    LayoutCase("CP2", context=2),
+    LayoutCase("EP2", data=2, expert=2),
+    LayoutCase("EP2-allgather", data=2, expert=2, dispatcher="allgather"),
+    LayoutCase("ETP2", tensor=2, sequence_parallel=True, expert_tensor=2),
+    LayoutCase("EP2xTP2-SP", tensor=2, data=2, sequence_parallel=True, expert=2),
+    LayoutCase("EP2xETP2-allgather", tensor=2, data=2, sequence_parallel=True, expert=2, expert_tensor=2,
+               dispatcher="allgather"),
+    LayoutCase("EP2xCP2xDP2", context=2, data=2, expert=2),
+    LayoutCase("EP2xPP2", pipeline=2, data=2, expert=2),
+    LayoutCase("TP2-SPxPP2-EP2", tensor=2, pipeline=2, sequence_parallel=True, expert=2),
+)  # fmt: skip
 
 
 def sequences(vocab_size: int = 131) -> list[torch.Tensor]:
@@ -64,6 +95,13 @@ def policy_config(model: Path | str, case: LayoutCase, **overrides: Any) -> Poli
             "megatron_cfg": {
                 "tensor_model_parallel_size": case.tensor,
                 "pipeline_model_parallel_size": case.pipeline,
+                "virtual_pipeline_model_parallel_size": case.virtual,
+                "num_layers_in_first_pipeline_stage": case.first_stage,
+                "context_parallel_size": case.context,
+                "expert_model_parallel_size": case.expert,
+                "expert_tensor_parallel_size": case.expert_tensor,
+                "moe_token_dispatcher_type": case.dispatcher,
+                "freeze_moe_router": False,
                 "sequence_parallel": case.sequence_parallel,
                 "activation_checkpointing": case.recompute,
                 "optimizer": {"lr": 1.0e4, "min_lr": 1.0e4, "adam_eps": 1.0e4, "weight_decay": 0.0},

@@ -68,9 +68,7 @@ def reference_after_training(address: Address, model: str, case: LayoutCase) -> 
 
 
 def bfloat16_logprobs(address: Address, model: str, case: LayoutCase) -> dict[int, torch.Tensor]:
-    policy = Policy(
-        policy_config(model, case, precision="bfloat16"), address, seed=1, timeout_s=60, reference=False
-    )
+    policy = Policy(policy_config(model, case, precision="bfloat16"), address, seed=1, timeout_s=60, reference=False)
     batches = micro_batches(policy)
     return {
         int(name): part
@@ -95,3 +93,16 @@ def train_on_a_broken_sample(address: Address, model: str, case: LayoutCase) -> 
         same = all(torch.equal(a, b) for (*_, a), (*_, b) in zip(before, after, strict=True))
         return str(error), same
     return "it was trained on", False
+
+
+def train_with_a_frozen_router(address: Address, model: str, case: LayoutCase) -> tuple[bool, bool]:
+    """Whether the routers' weights moved, and whether others did."""
+    config = policy_config(model, case)
+    config.megatron_cfg.freeze_moe_router = True
+    policy = Policy(config, address, seed=1, timeout_s=60, reference=False)
+    before = owned_slices(policy)
+    step(policy)
+    moved = {True: False, False: False}
+    for (name, _, was), (_, _, now) in zip(before, owned_slices(policy), strict=True):
+        moved[name.endswith("mlp.gate.weight")] |= not torch.equal(was, now)
+    return moved[True], moved[False]

@@ -44,6 +44,13 @@ class Abacus:
             time.sleep(pause_s)
             yield value
 
+    def count_behind(self, upto: int, gate: str) -> Iterator[int]:
+        """What comes after the first waits for the file `gate`."""
+        for value in range(upto):
+            yield value
+            while not Path(gate).exists():
+                time.sleep(0.005)
+
     def count_then_fail(self, upto: int) -> Iterator[int]:
         yield from range(upto)
         raise KeyError("beads")

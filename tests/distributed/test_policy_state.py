@@ -14,15 +14,35 @@ from tests.distributed.tiny_models import make_tiny_model
 CASES = "tests.distributed.policy_state_cases"
 TP1, TP2, TP2_PP2 = LayoutCase("TP1"), LayoutCase("TP2", tensor=2), LayoutCase("TP2xPP2", tensor=2, pipeline=2)
 DP2 = LayoutCase("DP2", data=2)
+VPP2 = LayoutCase("VPP2", pipeline=2, virtual=2)
+PP2_DP2 = LayoutCase("PP2xDP2", pipeline=2, data=2)
+CP2 = LayoutCase("CP2", context=2)
+PP2_UNEVEN = LayoutCase("PP2-uneven", pipeline=2, first_stage=1)
+EP2 = LayoutCase("EP2", data=2, expert=2)
+ETP2 = LayoutCase("ETP2", tensor=2, sequence_parallel=True, expert_tensor=2)
+EP2_PP2 = LayoutCase("EP2xPP2", pipeline=2, data=2, expert=2)
+EP2_ETP2 = LayoutCase("EP2xETP2", tensor=2, data=2, sequence_parallel=True, expert=2, expert_tensor=2)
+CP2_DP2_EP2 = LayoutCase("CP2xDP2-EP2", context=2, data=2, expert=2)
 
 
 @pytest.fixture(scope="module")
-def model(tmp_path_factory: pytest.TempPathFactory) -> str:
-    return str(make_tiny_model("qwen3", tmp_path_factory.mktemp("model"), tie_word_embeddings=True))
+def models(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
+    return {
+        family: str(
+            make_tiny_model(family, tmp_path_factory.mktemp(family), tie_word_embeddings=family != "nemotron_h_moe")
+        )
+        for family in ("qwen3", "qwen3_moe", "mixtral", "deepseek_v3", "nemotron_h_moe")
+    }
 
 
-@pytest.mark.parametrize("saved", [TP1, TP2, DP2], ids=lambda case: case.name)
-@pytest.mark.parametrize("loaded", [TP1, TP2], ids=lambda case: case.name)
+@pytest.fixture(scope="module")
+def model(models: dict[str, str]) -> str:
+    return models["qwen3"]
+
+
+@pytest.mark.parametrize(
+    ("saved", "loaded"), [(TP1, TP1), (TP2, TP2), (TP1, TP2), (DP2, TP1)], ids=lambda case: case.name
+)
 def test_a_loaded_checkpoint_goes_on_as_if_nothing_had_happened(
     ranks: RankPool, model: str, tmp_path: Path, saved: LayoutCase, loaded: LayoutCase
 ) -> None:
@@ -33,6 +53,35 @@ def test_a_loaded_checkpoint_goes_on_as_if_nothing_had_happened(
         assert after == (before if exact else pytest.approx(before, rel=1e-4)), (through[0], resumed[0])
 
 
+@pytest.mark.parametrize(
+    ("family", "saved", "loaded"),
+    [
+        ("qwen3", PP2_DP2, PP2_DP2),
+        ("qwen3", VPP2, VPP2),
+        ("qwen3", VPP2, CP2),
+        ("qwen3", CP2, PP2_UNEVEN),
+        ("qwen3_moe", EP2, EP2),
+        ("deepseek_v3", EP2_PP2, ETP2),
+        ("nemotron_h_moe", EP2_PP2, CP2),
+    ],
+    ids=lambda value: value if isinstance(value, str) else value.name,
+)
+def test_a_checkpoint_loads_on_another_layout(
+    ranks: RankPool, models: dict[str, str], tmp_path: Path, family: str, saved: LayoutCase, loaded: LayoutCase
+) -> None:
+    folder = str(tmp_path / "ckpt")
+    through = ranks.run(saved.world_size, f"{CASES}:train_save_train", models[family], saved, folder)
+    resumed = ranks.run(loaded.world_size, f"{CASES}:load_train", models[family], loaded, folder)
+    exact = saved == loaded
+    for before, after in zip(through[0], resumed[0], strict=True):
+        assert after == (before if exact else pytest.approx(before, rel=1e-3)), (through[0], resumed[0])
+
+
+def test_a_frozen_router_stays(ranks: RankPool, models: dict[str, str]) -> None:
+    for routers_moved, others_moved in ranks.run(2, f"{CASES}:train_with_a_frozen_router", models["qwen3_moe"], EP2):
+        assert others_moved and not routers_moved
+
+
 def test_a_checkpoint_of_another_model_is_refused(ranks: RankPool, model: str, tmp_path: Path) -> None:
     ranks.run(1, f"{CASES}:train_save_train", model, TP1, str(tmp_path / "ckpt"))
     other = make_tiny_model("qwen3", tmp_path / "other", tie_word_embeddings=False)
@@ -40,10 +89,24 @@ def test_a_checkpoint_of_another_model_is_refused(ranks: RankPool, model: str, t
         ranks.run(1, f"{CASES}:load_train", str(other), TP1, str(tmp_path / "ckpt"))
 
 
-@pytest.mark.parametrize("case", [TP1, TP2_PP2], ids=lambda case: case.name)
+@pytest.mark.parametrize(
+    ("family", "case"),
+    [
+        ("qwen3", TP1),
+        ("qwen3", TP2_PP2),
+        ("qwen3", VPP2),
+        ("qwen3_moe", EP2_PP2),
+        ("qwen3_moe", CP2_DP2_EP2),
+        ("mixtral", EP2_ETP2),
+        ("deepseek_v3", EP2_ETP2),
+        ("nemotron_h_moe", EP2_PP2),
+    ],
+    ids=lambda value: value if isinstance(value, str) else value.name,
+)
 def test_an_export_is_what_was_loaded_bit_for_bit(
-    ranks: RankPool, model: str, tmp_path: Path, case: LayoutCase
+    ranks: RankPool, models: dict[str, str], tmp_path: Path, family: str, case: LayoutCase
 ) -> None:
+    model = models[family]
     from safetensors.torch import load_file
 
     ranks.run(case.world_size, f"{CASES}:export", model, case, str(tmp_path / "out"))

@@ -179,6 +179,21 @@ def test_an_answer_in_time_can_be_asked_for_later(abacus):
     assert pending.result() == 13
 
 
+def test_streams_run_beside_each_other_and_beside_calls(cluster, tmp_path):
+    host = cluster.spawn("host", Abacus, 5, None, cpus=0.1, streams=2)
+    gates = [tmp_path / name for name in "abc"]
+    first, second, third = (host.stream("count_behind", 3, str(gate)) for gate in gates)
+    assert next(first) == next(second) == 0, "both have begun, neither can end"
+    assert host.call("add", 1).result() == 6
+    for gate in gates[1:]:
+        gate.touch()
+    assert list(second) == [1, 2] and list(third) == [0, 1, 2], "the third in the thread of the second"
+    assert host.call("add", 1).result() == 7
+    gates[0].touch()
+    assert list(first) == [1, 2]
+    cluster.stop([host])
+
+
 def test_a_late_item_and_a_late_crowd_are_named(cluster, abacus, second):
     with pytest.raises(DeadlineExceeded, match="count: no answer from abacus within 0.2 s"):
         next(abacus.stream("count", 1, 1.0, timeout_s=0.2))

@@ -4,45 +4,47 @@ hand."""
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import pytest
 from safetensors.numpy import load_file
 
+from grpo_mcore.algorithms.setup import trainer_layout
 from grpo_mcore.families import params_of, read_hf_config, shape_of
-from grpo_mcore.refit.layout import EngineLayout, TrainerLayout
+from grpo_mcore.parallel.policy import layout_of
+from grpo_mcore.refit.layout import EngineLayout
 from grpo_mcore.refit.plan import plan_refit
-from tests.distributed.policy_cases import LayoutCase
+from tests.distributed.policy_cases import LayoutCase, policy_config
 from tests.distributed.ranks import RankPool
 from tests.distributed.tiny_models import make_tiny_model
 from tests.unit.refit.whole_split import PADDING, Case, in_the_engine
 
-PAIRS: list[tuple[str, LayoutCase, dict[str, Any], int]] = [
-    ("qwen2", LayoutCase("TP2", tensor=2), {}, 1),
-    ("qwen3", LayoutCase("TP2xPP2", tensor=2, pipeline=2), {}, 2),
-    ("llama", LayoutCase("PP2", pipeline=2), {}, 1),
-    ("qwen3", LayoutCase("DP2", data=2), {}, 2),
-    ("qwen2", LayoutCase("PP2-1+3", pipeline=2), {"num_layers_in_first_pipeline_stage": 1}, 4),
+PAIRS: list[tuple[str, LayoutCase, int]] = [
+    ("qwen2", LayoutCase("TP2", tensor=2), 1),
+    ("qwen3", LayoutCase("TP2xPP2", tensor=2, pipeline=2), 2),
+    ("llama", LayoutCase("PP2", pipeline=2), 1),
+    ("qwen3", LayoutCase("DP2", data=2), 2),
+    ("qwen2", LayoutCase("PP2-2+4", pipeline=2, first_stage=2), 4),
+    ("qwen2", LayoutCase("CP2", context=2), 1),
+    ("qwen3", LayoutCase("VPP2-2+4", pipeline=2, virtual=2, first_stage=2), 2),
+    ("qwen3_moe", LayoutCase("EP2xPP2", pipeline=2, data=2, expert=2), 1),
+    ("qwen3_moe", LayoutCase("EP2xETP2", tensor=2, data=2, sequence_parallel=True, expert=2, expert_tensor=2), 2),
+    ("mixtral", LayoutCase("ETP2", tensor=2, sequence_parallel=True, expert_tensor=2), 1),
 ]
 
 
-@pytest.mark.parametrize(
-    ("family", "case", "megatron", "engine"), PAIRS, ids=lambda value: getattr(value, "name", None)
-)
+@pytest.mark.parametrize(("family", "case", "engine"), PAIRS, ids=lambda value: getattr(value, "name", None))
 def test_the_engines_get_what_the_checkpoint_holds(
-    ranks: RankPool, tmp_path: Path, family: str, case: LayoutCase, megatron: dict[str, Any], engine: int
+    ranks: RankPool, tmp_path: Path, family: str, case: LayoutCase, engine: int
 ) -> None:
-    tied = family == "qwen3"
-    folder = make_tiny_model(family, tmp_path, tie_word_embeddings=tied)
+    folder = make_tiny_model(family, tmp_path, tie_word_embeddings=family == "qwen3", num_hidden_layers=6)
     shape = shape_of(read_hf_config(folder))
-    trainer = TrainerLayout(
-        case.tensor, case.pipeline, case.data,
-        first_layers=megatron.get("num_layers_in_first_pipeline_stage", 0),
-    )  # fmt: skip
-    whole = Case(shape, params_of(shape), trainer, EngineLayout(engine), 0)
+    config = policy_config(folder, case)
+    trainer = trainer_layout(layout_of(config, case.world_size), config.megatron_cfg)
+    experts = shape.experts.count if shape.experts else 0
+    whole = Case(shape, params_of(shape), trainer, EngineLayout(engine), experts)
     whole.__dict__["whole"] = load_file(folder / "model.safetensors")
-    held = ranks.run(case.world_size, "tests.distributed.refit_cases:parameters", str(folder), case, megatron)
+    held = ranks.run(case.world_size, "tests.distributed.refit_cases:parameters", str(folder), case)
     plan = plan_refit(params_of(shape), shape, trainer, EngineLayout(engine), dtype="float32", buffer_bytes=2 * 20_000)
     expected = [in_the_engine(whole, rank) for rank in range(engine)]
     found = [{name: np.full_like(values, PADDING) for name, values in rank.items()} for rank in expected]

@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
-from pathlib import Path
+import os
+import signal
+import time
+from collections.abc import Iterator
 from typing import Any
 
 import pytest
 import ray
 
 from grpo_mcore.algorithms.engine_group import EngineGroup
+from grpo_mcore.algorithms.judging import EnvironmentWorker
 from grpo_mcore.algorithms.rollouts import Rollouts
 from grpo_mcore.cluster import WorkerFailed
 from grpo_mcore.cluster.ray_cluster import RayCluster
@@ -35,34 +39,71 @@ def fail(trajectory: Trajectory, metadata: dict[str, Any]) -> Outcome:
     raise RuntimeError("the world ended")
 
 
-def test_turns_over_ray(tmp_path: Path) -> None:
-    with RayCluster(tmp_path, address="local", num_cpus=4, start_timeout_s=150, call_timeout_s=60) as cluster:
-        workers = [
-            cluster.spawn(f"engine-{index}", FakeEngine, cluster.store, length, index, cpus=0.1) for index in range(2)
-        ]
-        game = cluster.spawn("game", FakeEnvironment, decide, cpus=0.1)
-        broken = cluster.spawn("broken", FakeEnvironment, fail, cpus=0.1)
-        engines = EngineGroup(cluster, workers, sleeps=False)
+def misbehave(trajectory: Trajectory, metadata: dict[str, Any]) -> Outcome:
+    """Sample 1 of prompt 2 kills its environment, prompt 4 hangs."""
+    if metadata["number"] == 2 and trajectory.generation_index == 1:
+        os.kill(os.getpid(), signal.SIGKILL)
+    if metadata["number"] == 4:
+        time.sleep(3600)
+    return Outcome(1.0, None, "", 0.0, terminated=True)
 
-        def rollouts(environment: Any) -> Rollouts:
-            limits = TurnLimits(4, 100_000)
-            return Rollouts(engines, {"game": environment}, CharacterTokenizer(), limits, seed=1)
 
-        play = rollouts(game)
-        play.dispatch([prompt(number) for number in range(5)], Sampling(20_000), generations=3, step=1)
-        groups = [play.next_group() for _ in range(5)]
-        assert not play.generating
-        for group in groups:
-            number = group.prompt["extra_env_info"]["number"]
-            for index, (sample, score) in enumerate(zip(group.samples, group.scores, strict=True)):
-                turns = 1 + (index + number) % 3
-                assert isinstance(sample.ref, ray.ObjectRef)
-                trajectory = cluster.fetch(sample.ref)
-                assert (sample.turns, score.reward, sample.length) == (turns, turns, trajectory.length)
-                generated = [turn for turn in trajectory.turns if turn.loss_mask]
-                assert [len(turn) for turn in generated] == [20_000 if index == 0 else 5] * turns
+@pytest.fixture(scope="module")
+def cluster(tmp_path_factory: pytest.TempPathFactory) -> Iterator[RayCluster]:
+    folder = tmp_path_factory.mktemp("ray")
+    with RayCluster(folder, address="local", num_cpus=4, start_timeout_s=150, call_timeout_s=60) as cluster:
+        yield cluster
 
-        wrong = rollouts(broken)
-        wrong.dispatch([prompt(7)], Sampling(8), generations=2, step=1)
-        with pytest.raises(WorkerFailed, match="broken: the verdict on p7 failed: RuntimeError: the world ended"):
-            wrong.next_group()
+
+def test_turns_over_ray(cluster: RayCluster) -> None:
+    workers = [
+        cluster.spawn(f"engine-{index}", FakeEngine, cluster.store, length, index, cpus=0.1) for index in range(2)
+    ]
+    game = cluster.spawn("game", FakeEnvironment, decide, cpus=0.1)
+    broken = cluster.spawn("broken", FakeEnvironment, fail, cpus=0.1)
+    engines = EngineGroup(cluster, workers, sleeps=False)
+
+    def rollouts(environment: Any) -> Rollouts:
+        limits = TurnLimits(4, 100_000)
+        return Rollouts(engines, {"game": environment}, CharacterTokenizer(), limits, seed=1)
+
+    play = rollouts(game)
+    play.dispatch([prompt(number) for number in range(5)], Sampling(20_000), generations=3, step=1)
+    groups = [play.next_group() for _ in range(5)]
+    assert not play.generating
+    for group in groups:
+        number = group.prompt["extra_env_info"]["number"]
+        for index, (sample, score) in enumerate(zip(group.samples, group.scores, strict=True)):
+            turns = 1 + (index + number) % 3
+            assert isinstance(sample.ref, ray.ObjectRef)
+            trajectory = cluster.fetch(sample.ref)
+            assert (sample.turns, score.reward, sample.length) == (turns, turns, trajectory.length)
+            generated = [turn for turn in trajectory.turns if turn.loss_mask]
+            assert [len(turn) for turn in generated] == [20_000 if index == 0 else 5] * turns
+
+    wrong = rollouts(broken)
+    wrong.dispatch([prompt(7)], Sampling(8), generations=2, step=1)
+    with pytest.raises(WorkerFailed, match="broken: the verdict on p7 failed: RuntimeError: the world ended"):
+        wrong.next_group()
+
+
+def test_an_environment_that_dies_or_hangs_costs_its_own_sample(cluster: RayCluster) -> None:
+    def start() -> Any:
+        return cluster.spawn("judge", FakeEnvironment, misbehave, cpus=0.1)
+
+    judge = EnvironmentWorker(cluster, start, calls=2, timeout_s=10.0)
+    engine = cluster.spawn("engine", FakeEngine, cluster.store, lambda request: 5, 0, cpus=0.1)
+    play = Rollouts(
+        EngineGroup(cluster, [engine], sleeps=False), {"game": judge}, CharacterTokenizer(), TurnLimits(1, 100), seed=1
+    )
+    for numbers, generations in ((range(4), 3), ([4], 1), ([5], 3)):
+        play.dispatch([prompt(number) for number in numbers], Sampling(8), generations=generations, step=1)
+        groups = {group.uid: group for group in (play.next_group() for _ in numbers)}
+        for number in numbers:
+            scores = groups[f"p{number}"].scores
+            lost = {2: [1], 4: [0]}.get(number, [])
+            assert [index for index, score in enumerate(scores) if score.reward is None] == lost
+            for index in lost:
+                reason = "the environment died" if number == 2 else "no verdict within 10 s"
+                assert scores[index].reason.startswith(reason)
+    assert not play.generating

@@ -18,20 +18,125 @@ SIZES: dict[str, Any] = {
 }
 
 
+CLASSES = {
+    "qwen2": "Qwen2", "qwen3": "Qwen3", "llama": "Llama", "qwen3_moe": "Qwen3Moe", "mixtral": "Mixtral",
+    "deepseek_v3": "DeepseekV3",
+    "nemotron_h": "NemotronH",
+    "nemotron_h_moe": "NemotronH",
+}  # fmt: skip
+NEMOTRON = {
+    "num_hidden_layers": None,
+    "head_dim": 16,
+    "ssm_state_size": 8,
+    "mamba_num_heads": 8,
+    "mamba_head_dim": 8,
+    "n_groups": 2,
+    "chunk_size": 8,
+}
+FAMILY_SIZES: dict[str, dict[str, Any]] = {
+    "qwen3": {"head_dim": 32},
+    "qwen3_moe": {
+        "head_dim": 32,
+        "num_experts": 4,
+        "num_experts_per_tok": 2,
+        "moe_intermediate_size": 48,
+        "norm_topk_prob": True,
+        "mlp_only_layers": [0],
+    },
+    "deepseek_v3": {
+        "num_key_value_heads": 4,
+        "q_lora_rank": 24,
+        "kv_lora_rank": 16,
+        "qk_nope_head_dim": 16,
+        "qk_rope_head_dim": 8,
+        "v_head_dim": 12,
+        "n_routed_experts": 8,
+        "num_experts_per_tok": 4,
+        "n_group": 4,
+        "topk_group": 2,
+        "moe_intermediate_size": 32,
+        "first_k_dense_replace": 1,
+        "rope_parameters": {
+            "rope_type": "yarn",
+            "rope_theta": 10000.0,
+            "factor": 4.0,
+            "original_max_position_embeddings": 16,
+            "mscale": 1.0,
+            "mscale_all_dim": 0.5,
+        },
+    },
+    "nemotron_h": NEMOTRON | {"layers_block_type": ["linear_attention", "mlp", "full_attention", "linear_attention"]},
+    "nemotron_h_moe": NEMOTRON
+    | {
+        "layers_block_type": ["linear_attention", "moe", "full_attention", "moe"],
+        "n_routed_experts": 4,
+        "num_experts_per_tok": 2,
+        "moe_intermediate_size": 32,
+        "moe_shared_expert_intermediate_size": 48,
+        "routed_scaling_factor": 1.5,
+    },
+    "mixtral": {"num_local_experts": 4, "num_experts_per_tok": 2, "sliding_window": None},
+}
+
+
 def make_tiny_model(family: str, folder: Path, *, seed: int = 0, **overrides: Any) -> Path:
-    """Writes a model of `family` (qwen2, qwen3, llama) whose weights are far from their usual small start."""
+    """Writes a model of `family` (one of CLASSES) whose weights are far from their usual small start."""
     import transformers
 
-    sizes = SIZES | ({"head_dim": 32} if family == "qwen3" else {}) | overrides
-    name = {"qwen2": "Qwen2", "qwen3": "Qwen3", "llama": "Llama"}[family]
-    config = getattr(transformers, f"{name}Config")(**sizes)
+    config = getattr(transformers, f"{CLASSES[family]}Config")(**SIZES | FAMILY_SIZES.get(family, {}) | overrides)
     torch.manual_seed(seed)
-    model = getattr(transformers, f"{name}ForCausalLM")(config).float()
+    model = getattr(transformers, f"{CLASSES[family]}ForCausalLM")(config).float()
     with torch.no_grad():
         for name, parameter in model.named_parameters():
             if "norm" in name:
                 parameter.uniform_(0.5, 1.5)
+            elif name.endswith("gate.weight"):
+                parameter.normal_(0, 0.5)  # a router that is sure of its choice
+            elif "conv1d" in name:
+                parameter.normal_(0, 0.4)
             else:
                 parameter.normal_(0, 0.08)
+        for name, buffer in model.named_buffers():
+            if name.endswith("e_score_correction_bias"):
+                buffer.normal_(0, 0.1)
     model.save_pretrained(folder)
     return folder
+
+
+def checkpoint_gradients(family: str, network: torch.nn.Module) -> dict[str, torch.Tensor]:
+    """The gradients of a transformers model by the names of its checkpoint, which has every expert by itself."""
+    block, gate, up, down = "mlp", "gate_proj", "up_proj", "down_proj"
+    if family == "mixtral":
+        block, gate, up, down = "block_sparse_moe", "w1", "w3", "w2"
+    if family.startswith("nemotron_h"):
+        return _nemotron_gradients(network)
+    found = {}
+    for name, parameter in network.named_parameters():
+        gradient = parameter.grad
+        layer, _, rest = name.rpartition(".mlp.")
+        if rest == "experts.gate_up_proj":
+            for i, expert in enumerate(gradient):
+                halves = expert.chunk(2)
+                found[f"{layer}.{block}.experts.{i}.{gate}.weight"] = halves[0]
+                found[f"{layer}.{block}.experts.{i}.{up}.weight"] = halves[1]
+        elif rest == "experts.down_proj":
+            for i, expert in enumerate(gradient):
+                found[f"{layer}.{block}.experts.{i}.{down}.weight"] = expert
+        elif layer:
+            found[f"{layer}.{block}.{rest}"] = gradient
+        else:
+            found[name] = gradient
+    return found
+
+
+def _nemotron_gradients(network: torch.nn.Module) -> dict[str, torch.Tensor]:
+    found = {}
+    for name, parameter in network.named_parameters():
+        name = name.replace("model.", "backbone.", 1)
+        if ".experts." in name:
+            found |= {
+                name.replace("experts", f"experts.{i}") + ".weight": part for i, part in enumerate(parameter.grad)
+            }
+        else:
+            found[name] = parameter.grad
+    return found

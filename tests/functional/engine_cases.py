@@ -176,21 +176,30 @@ def check_refit_in_flight(engine: Engine, policy: Policy, version: int) -> None:
     assert (
         len(samples) == 9 * under_way and engine.weight_version == version + 1 and report.pause_seconds < report.seconds
     )
+    new = {name: parameter.detach().clone() for name, parameter in policy.reference.named_parameters()}
     mixed = [sample for sample in samples if len(sample.weight_versions) == 2]
     assert mixed, "no request was under way at the commit"
-    new = {name: parameter.detach().clone() for name, parameter in policy.reference.named_parameters()}
-    for sample in mixed:
-        (first, start, turn), (second, again, end) = sample.weight_versions
-        assert (first, start, second, again, end) == (version, 0, version + 1, turn, sample.length)
-    for sample in samples:
-        for of, start, end in sample.weight_versions:
-            with torch.no_grad():
-                for name, parameter in policy.reference.named_parameters():
-                    parameter.copy_(old[name] if of == version else new[name])
-            found = reference_logprobs(policy.reference, sample) - sample.turns[-1].logprobs
-            span = found[max(0, start - sample.prompt_length) : end - sample.prompt_length]
-            assert span.abs().max() < 1e-4, f"tokens {start}:{end} are not of version {of}"
-    with torch.no_grad():
-        for name, parameter in policy.reference.named_parameters():
-            parameter.copy_(new[name])
+    check_spans(policy.reference, samples, {version: old, version + 1: new})
     assert worst_difference(policy.reference, generate(engine, requests)) < 1e-4
+
+
+@torch.no_grad()
+def check_spans(reference: torch.nn.Module, samples: list[Trajectory], weights: dict[int, dict[str, Tensor]]) -> None:
+    """Each sample's spans cover it, and the log-probs of each agree with the weights of its version. `reference` then
+    has the last of `weights`."""
+    for version, values in weights.items():
+        for name, parameter in reference.named_parameters():
+            parameter.copy_(values[name])
+        for sample in samples:
+            ends = [0, *(end for _, _, end in sample.weight_versions)]
+            assert [start for _, start, _ in sample.weight_versions] == ends[:-1] and ends[-1] == sample.length
+            versions = [of for of, _, _ in sample.weight_versions]
+            assert versions == sorted(set(versions) & set(weights)), f"versions {versions} of {sorted(weights)}"
+            found = None
+            for of, start, end in sample.weight_versions:
+                if of == version:
+                    found = (
+                        reference_logprobs(reference, sample) - sample.turns[-1].logprobs if found is None else found
+                    )
+                    span = found[max(0, start - sample.prompt_length) : end - sample.prompt_length]
+                    assert not len(span) or span.abs().max() < 1e-4, f"tokens {start}:{end} are not of version {of}"

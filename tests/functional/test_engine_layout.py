@@ -24,6 +24,8 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
     "qwen3-tied": ("qwen3", {"tie_word_embeddings": True}),
     "llama": ("llama", {}),
     "llama-vocabulary-150": ("llama", {"vocab_size": 150}),
+    "qwen3_moe": ("qwen3_moe", {}),
+    "mixtral": ("mixtral", {}),
 }
 
 
@@ -57,7 +59,7 @@ def load_in_vllm(rank: int, size: int, port: int, folders: list[str], out: str) 
         ).create_engine_config()
         for folder in folders
     ]  # fmt: skip
-    with set_current_vllm_config(configs[0]):
+    with set_current_vllm_config(configs[-1]):  # one with experts: they have a group of their own
         init_distributed_environment(size, rank, f"tcp://127.0.0.1:{port}", rank, backend="gloo")
         initialize_model_parallel(size)
     found = []

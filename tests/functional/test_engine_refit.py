@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
@@ -14,7 +15,7 @@ from grpo_mcore.families import params_of
 from grpo_mcore.generation import Engine, EngineError
 from grpo_mcore.refit import RefitError, RefitSender, refit
 from grpo_mcore.refit.buffer import block_view
-from grpo_mcore.rollout.trajectory import Sampling
+from grpo_mcore.rollout.trajectory import Sampling, Trajectory
 from tests.functional.engine_cases import (
     CONTEXT,
     EOS,
@@ -129,11 +130,41 @@ def test_samples_come_as_they_finish(engine: Engine) -> None:
     samples = engine.generate([long, short], Sampling(max_new_tokens=100))
     assert next(samples).uid == short.uid
     assert engine.health()["requests"] == 1
-    with pytest.raises(EngineError, match="generating already"):
-        next(engine.generate([short], Sampling(max_new_tokens=1)))
     samples.close()  # the caller wants no more
     assert engine.health()["requests"] == 0
     assert len(generate(engine, [short, long])) == 2
+
+
+def test_several_callers_share_the_steps(engine: Engine) -> None:
+    groups = [[request(10 * caller + number) for number in range(6)] for caller in range(4)]
+    alone = generate(engine, [asked for group in groups for asked in group])
+    long = request(3)
+    first = engine.generate([request(1, length=CONTEXT - 1), long], Sampling(max_new_tokens=100))
+    next(first)
+    assert engine.health()["requests"] == 1
+    found: list[dict[str, Trajectory]] = [{} for _ in groups]
+    threads = [
+        threading.Thread(target=lambda own=own, group=group: own.update(generate(engine, group)))
+        for own, group in zip(found, groups, strict=True)
+    ]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(100)
+    for own, group in zip(found, groups, strict=True):
+        assert own.keys() == {asked.uid for asked in group}, "each its own, though the requests came together"
+        for uid, sample in own.items():
+            assert torch.equal(sample.token_ids(), alone[uid].token_ids())
+            assert torch.allclose(sample.logprobs(), alone[uid].logprobs(), atol=1e-6)
+    again = engine.generate([long], Sampling(max_new_tokens=100))
+    same = next(again), next(first)  # the other's steps have finished it
+    assert torch.equal(same[0].token_ids(), same[1].token_ids())
+    first = engine.generate([request(1, length=CONTEXT - 1), long], Sampling(max_new_tokens=100))
+    second = engine.generate([request(2, length=CONTEXT - 1), long], Sampling(max_new_tokens=100))
+    next(first), next(second)
+    first.close()
+    assert engine.health()["requests"] == 1, "a caller ends its own requests only"
+    assert next(second).uid == long.uid
 
 
 def test_seeds_decide_the_samples_and_nothing_else_does(engine: Engine) -> None:

@@ -14,8 +14,10 @@ import psutil
 import pytest
 
 from grpo_mcore.families import read_hf_config, shape_of
-from grpo_mcore.generation import Engine
+from grpo_mcore.generation import Engine, EngineError
 from grpo_mcore.refit import Refit, RefitError, RefitSender
+from grpo_mcore.refit.protocol import RefitState
+from grpo_mcore.rollout.trajectory import Sampling
 from tests.functional.engine_cases import Policy, config, generate, load_reference, make_model, request
 from tests.unit.refit.shards import Handle, ShardedModel
 
@@ -75,38 +77,81 @@ def policy(tmp_path: Path) -> Iterator[Policy]:
     policy.close()
 
 
-def test_a_policy_rank_or_an_engine_rank_is_killed(tmp_path: Path, policy: Policy) -> None:
+class Killer:
+    """The engine to the driver; kills one of its ranks before it passes the call `at` on."""
+
+    def __init__(self, engine: Engine, rank: psutil.Process, at: str) -> None:
+        self.name, self._handle, self._rank, self._at = engine.name, Handle(engine.name, engine), rank, at
+
+    def call(self, method: str, *args: Any, **how: Any) -> Any:
+        if what_of(method, args) == self._at:
+            self._rank.kill()
+        return self._handle.call(method, *args)
+
+
+def what_of(method: str, args: tuple[Any, ...]) -> str:
+    return f"{method} {args[0]}" if method.endswith("_bucket") else method
+
+
+def start_engine(folder: Path) -> tuple[Engine, list[psutil.Process]]:
     before = {child.pid for child in psutil.Process().children()}
-    engine = Engine(config(tmp_path, tensor_parallel_size=2))
+    engine = Engine(config(folder, tensor_parallel_size=2))
     ranks = [child for child in psutil.Process().children() if child.pid not in before and is_rank(child)]
+    assert len(ranks) == 2
+    return engine, ranks
+
+
+def test_a_policy_rank_or_an_engine_rank_is_killed(tmp_path: Path, policy: Policy) -> None:
+    engine, ranks = start_engine(tmp_path)
     try:
-        assert len(ranks) == 2
         old = generate(engine, [request(1), request(2)])
         one = Handle("policy-0", policy.handles[0].target)
-        for dies_in in ("fill_bucket 0", "fill_bucket 3"):
+        for dies_in, tensor in (("fill_bucket 0", "embedding.word_embeddings.weight"), ("fill_bucket 3", "decoder")):
             other = PolicyProcess(tmp_path, 1, dies_in)
             began = time.monotonic()
-            with pytest.raises(RefitError, match=f"{dies_in} .* failed on policy-1: the process of policy-1 has died"):
+            with pytest.raises(
+                RefitError,
+                match=rf"{dies_in} \({tensor}.* failed on policy-1: the process of policy-1 has died",
+            ):
                 Refit([one, other], [Handle(engine.name, engine)], policy.plan(engine), 1, timeout_s=DEADLINE_S).stage()
             assert time.monotonic() - began < DEADLINE_S
             other.end()
             assert engine.weight_version == 0 and generate(engine, [request(1), request(2)]) == old
         policy.refit(engine, 1)
-
-        run = Refit(policy.handles, [Handle(engine.name, engine)], policy.plan(engine), 2, timeout_s=DEADLINE_S)
-        run.stage()
-        ranks[1].kill()
-        began = time.monotonic()
-        with pytest.raises(
-            RefitError, match="commit_refit .* failed on engine-0: engine-0: one of its 2 rank proc"
-        ) as caught:
-            run.commit()
-        assert time.monotonic() - began < DEADLINE_S
-        assert "abort_refit" in " ".join(caught.value.__notes__), "nobody is there to go back"
-        with pytest.raises(RefitError, match="start_refit .* failed on engine-0"):
-            policy.refit(engine, 3)
+        message = r"commit_refit .* failed on engine-0: engine-0: rank 1 of 2 has died \(exit code -9\)"
+        check_lost_engine(engine, Killer(engine, ranks[1], "commit_refit"), policy, message)
     finally:
         engine.shutdown()
+
+
+def test_an_engine_rank_is_killed_while_it_stages(tmp_path: Path, policy: Policy) -> None:
+    engine, ranks = start_engine(tmp_path)
+    try:
+        samples = engine.generate([request(number) for number in range(4)], Sampling(max_new_tokens=100))
+        next(samples)
+        message = (
+            r"stage_bucket 4 \(decoder\.layers\..*\) of the refit to weight version 2 failed on engine-0: "
+            r"engine-0: rank 0 of 2 has died \(exit code -9\)"
+        )
+        check_lost_engine(engine, Killer(engine, ranks[0], "stage_bucket 4"), policy, message)
+        with pytest.raises(EngineError, match="rank 0 of 2 has died"):
+            list(samples)
+    finally:
+        engine.shutdown()
+
+
+def check_lost_engine(engine: Engine, killer: Killer, policy: Policy, message: str) -> None:
+    """The refit ends in time and says why; the engine is lost, and the policy's ranks are well."""
+    run = Refit(policy.handles, [killer], policy.plan(engine), 2, timeout_s=DEADLINE_S)
+    began = time.monotonic()
+    with pytest.raises(RefitError, match=message) as caught:
+        run.stage()
+        run.commit()
+    assert time.monotonic() - began < DEADLINE_S
+    assert run.state is RefitState.ABORTED
+    assert "abort_refit" in " ".join(caught.value.__notes__), "nobody is there to go back"
+    with pytest.raises(RefitError, match="start_refit .* failed on engine-0"):
+        policy.refit(engine, 3)
 
 
 def is_rank(process: psutil.Process) -> bool:

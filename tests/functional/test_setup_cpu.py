@@ -69,3 +69,46 @@ def test_a_finished_one_is_left_alone(checkout: Path) -> None:
     (checkout / ".venv" / ".ready").write_bytes(digest)
     done = set_up(checkout)
     assert (done.returncode, done.stdout, done.stderr) == (0, "", "")
+
+
+def install_bubblewrap(folder: Path, **programs: str) -> tuple[int, str, str]:
+    """The function of the script alone, among these programs only: exit code, what it says, its log."""
+    text = (ROOT / "scripts" / "setup_cpu.sh").read_text()
+    [function] = re.findall(r"^install_bubblewrap\(\) \{\n.*?^\}\n", text, flags=re.M | re.S)
+    for name, body in {"timeout": 'shift\n"$@"\n', **programs}.items():
+        (folder / name).write_text(f"#!/bin/sh\n{body}")
+        (folder / name).chmod(0o755)
+    script = (
+        f'set -euo pipefail\nPATH={folder} LOG={folder}/log\nsay() {{ echo "$*"; }}\n{function}install_bubblewrap\n'
+    )
+    bash = shutil.which("bash")
+    assert bash is not None
+    done = subprocess.run([bash, "-c", script], capture_output=True, text=True, timeout=60)
+    log = folder / "log"
+    return done.returncode, done.stdout, log.read_text() if log.exists() else ""
+
+
+ROOT_USER, NOT_ROOT = "echo 0\n", "echo 1000\n"
+
+
+def test_bubblewrap_is_installed_where_that_is_possible(tmp_path: Path) -> None:
+    code, said, log = install_bubblewrap(tmp_path, id=ROOT_USER, **{"apt-get": 'echo "$@"\n'})
+    assert (code, said.count("\n")) == (0, 1) and "bubblewrap, the sandbox" in said
+    assert log == "update\ninstall -y --no-install-recommends bubblewrap\n"
+
+
+@pytest.mark.parametrize(
+    "programs",
+    [
+        {"id": ROOT_USER, "apt-get": "echo no network >&2; exit 100\n"},
+        {"id": NOT_ROOT, "apt-get": "exit 100\n"},
+        {"id": ROOT_USER},
+    ],
+)
+def test_without_bubblewrap_the_set_up_goes_on(tmp_path: Path, programs: dict[str, str]) -> None:
+    code, said, _ = install_bubblewrap(tmp_path, **programs)
+    assert code == 0 and "could not be installed: env.code will refuse" in said
+
+
+def test_bubblewrap_that_is_there_is_not_installed(tmp_path: Path) -> None:
+    assert install_bubblewrap(tmp_path, bwrap="exit 1\n", id="exit 1\n") == (0, "", "")

@@ -28,3 +28,16 @@ class Faulty(EnvironmentInterface):
         return EnvironmentReturn(
             [{}] * count, list(metadata), [None] * count, rewards, [True] * count, list(said), [reason] * count
         )
+
+
+class Talkative(EnvironmentInterface):
+    """`config["each"]` for every character."""
+
+    def step(
+        self, message_log_batch: Sequence[Sequence[Mapping[str, Any]]], metadata: Sequence[dict[str, Any]]
+    ) -> EnvironmentReturn:
+        rewards: list[float | None] = [self.config["each"] * len(log[-1]["content"]) for log in message_log_batch]
+        count = len(rewards)
+        return EnvironmentReturn(
+            [{}] * count, list(metadata), [None] * count, rewards, [True] * count, [None] * count, ["talkative"] * count
+        )

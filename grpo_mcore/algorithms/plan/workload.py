@@ -8,11 +8,11 @@ from functools import cache, cached_property, lru_cache
 from typing import Literal
 
 from grpo_mcore.algorithms.logprob_passes import needs_prev, needs_reference
-from grpo_mcore.families import ModelShape, Param, check_tensor_parallel, params_of
+from grpo_mcore.families import FamilyError, ModelShape, Param, check_tensor_parallel, params_of
 from grpo_mcore.families.activations import Kernels, Rank
 from grpo_mcore.families.shards import Shard, shard_of, stage_layers, stage_params
 from grpo_mcore.parallel.mesh import Layout
-from grpo_mcore.recipe import MasterConfig, samples_per_step, world_size
+from grpo_mcore.recipe import MasterConfig, MegatronConfig, samples_per_step, world_size
 from grpo_mcore.recipe.master import runs_grpo
 
 BYTES = {"bfloat16": 2, "float32": 4}
@@ -90,6 +90,20 @@ def _shard(shape: ModelShape, layers: range, stage: int, stages: int, tensor: in
     return shard_of(found, shape, tensor, data, shared_apart=shape.tied_embeddings and stages > 1)
 
 
+def _check_known(shape: ModelShape, megatron: MegatronConfig) -> None:
+    """Raises FamilyError for what the plan has no numbers of."""
+    if shape.experts or shape.latent or shape.mamba:
+        raise FamilyError(f"policy.model_name: no plan of a {shape.family} model yet; only of dense ones")
+    for name, size in (
+        ("context_parallel_size", megatron.context_parallel_size),
+        ("virtual_pipeline_model_parallel_size", megatron.virtual_pipeline_model_parallel_size or 1),
+        ("expert_model_parallel_size", megatron.expert_model_parallel_size),
+        ("expert_tensor_parallel_size", megatron.expert_tensor_parallel_size),
+    ):
+        if size > 1:
+            raise FamilyError(f"policy.megatron_cfg.{name} {size}: no plan of such a layout yet; only of 1")
+
+
 def workload_of(
     config: MasterConfig, shape: ModelShape, *, kernels: Kernels, mean_length: int | None = None
 ) -> Workload:
@@ -100,6 +114,7 @@ def workload_of(
     policy, generation = config.policy, config.policy.generation
     megatron, vllm = policy.megatron_cfg, generation.vllm_cfg
     tensor, pipeline = megatron.tensor_model_parallel_size, megatron.pipeline_model_parallel_size
+    _check_known(shape, megatron)
     check_tensor_parallel(shape, tensor)
     world, cpu = world_size(config), kernels == "cpu"
     layout = Layout(tensor, pipeline, world // (tensor * pipeline), megatron.sequence_parallel)

@@ -17,6 +17,7 @@ from grpo_mcore.algorithms.plan.memory import optimizer_bytes
 from grpo_mcore.algorithms.plan.report import plan_text, search_text
 from grpo_mcore.algorithms.plan.timing import pipeline_bubble
 from grpo_mcore.cli.main import main
+from grpo_mcore.families import ExpertShape, FamilyError
 from grpo_mcore.recipe import load_recipe
 
 ROOT = Path(__file__).resolve().parents[3]
@@ -154,3 +155,25 @@ def test_a_config_from_a_file(tmp_path: Path, capsys: pytest.CaptureFixture[str]
     (tmp_path / "config.json").write_text(json.dumps(config))
     code = main(["plan", LLAMA, "policy.model_name=mine", "--config-json", str(tmp_path / "config.json"), "--json"])
     assert json.loads(capsys.readouterr().out)["fits"] and code == 0
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        (["context_parallel_size=2"], "context_parallel_size 2: no plan of such a layout yet; only of 1"),
+        (
+            ["pipeline_model_parallel_size=2", "virtual_pipeline_model_parallel_size=2"],
+            "virtual_pipeline_model_parallel_size 2: no plan of such a layout yet; only of 1",
+        ),
+    ],
+)
+def test_layouts_without_numbers_are_refused(words: list[str], message: str) -> None:
+    with pytest.raises(FamilyError, match=f"{AT}{message}"):
+        plan(LLAMA, *(AT + word for word in words))
+
+
+def test_families_without_numbers_are_refused() -> None:
+    config = load_recipe(LLAMA).config
+    shape = replace(plan_shape(config), experts=ExpertShape(count=4, active=2, ffn_hidden_size=64))
+    with pytest.raises(FamilyError, match="policy.model_name: no plan of a llama model yet; only of dense ones"):
+        make_plan(config, shape, plan_device(config, None, None))

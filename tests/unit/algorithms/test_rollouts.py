@@ -340,6 +340,25 @@ def test_the_groups_of_a_failed_call_are_generated_anew_as_a_whole(engines: int)
     assert len(world.environment.calls) == 4  # nobody judged what was thrown away
 
 
+@pytest.mark.parametrize("engines", [1, 2])
+@pytest.mark.parametrize("seed", range(6))
+def test_in_a_game_only_those_whose_turn_was_lost_begin_anew(engines: int, seed: int) -> None:
+    """Others wait for their next turn meanwhile, and keep what they have."""
+    retried: list[str] = []
+    world = World(engines=engines, seed=seed)
+    world.rollouts = Rollouts(
+        world.engines, world.rollouts.environments, CharacterTokenizer(), TurnLimits(9, 1000), seed=5, max_failures=1,
+        on_retry=lambda uid, why: retried.append(uid),
+    )  # fmt: skip
+    failing(world, 0, 2)
+    groups = world.run(range(5))
+    calm = World(engines=engines, seed=seed)
+    for uid, group in calm.run(range(5)).items():
+        assert [calm.trajectory(group, i) for i in range(3)] == [world.trajectory(groups[uid], i) for i in range(3)]
+        assert group.scores == groups[uid].scores
+    assert retried and len(retried) == len(set(retried))
+
+
 def test_a_failure_more_than_tolerated_ends_it() -> None:
     world = World(max_turns=1)
     world.rollouts = Rollouts(

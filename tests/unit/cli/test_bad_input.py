@@ -128,6 +128,59 @@ def test_tensor_parallel_size_that_does_not_divide_the_heads(refuse: Refuse) -> 
     assert said.endswith("it can be one of [1, 2]")
 
 
+LATENT = {
+    "model_type": "deepseek_v3", "num_key_value_heads": 6, "kv_lora_rank": 8, "qk_nope_head_dim": 16,
+    "qk_rope_head_dim": 8, "v_head_dim": 16, "n_routed_experts": 4, "num_experts_per_tok": 2,
+    "moe_intermediate_size": 32,
+}  # fmt: skip
+MAMBA = {
+    "model_type": "nemotron_h", "hybrid_override_pattern": "M*-", "ssm_state_size": 4, "mamba_num_heads": 4,
+    "mamba_head_dim": 8,
+}  # fmt: skip
+EXPERTS = {"model_type": "qwen3_moe", "num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 32}
+
+
+@pytest.mark.parametrize("family", [LATENT, MAMBA], ids=lambda family: family["model_type"])
+def test_families_without_a_refit_are_for_sft(refuse: Refuse, family: dict[str, Any]) -> None:
+    Path("model/config.json").write_text(json.dumps(CONFIG | family))
+    assert refuse(code=1) == (
+        f"policy.model_name: GRPO with a {family['model_type']} model is not supported yet, because a refit of its "
+        "weights into an engine is not; SFT is"
+    )
+    with pytest.raises(AssertionError, match="a cluster was started"):
+        refuse("policy.train_global_batch_size=8", code=1, verb="sft")
+
+
+@pytest.mark.parametrize("family", [{}, EXPERTS], ids=["dense", "experts"])
+def test_what_a_refit_reaches_is_not_refused(refuse: Refuse, family: dict[str, Any]) -> None:
+    Path("model/config.json").write_text(json.dumps(CONFIG | {"num_hidden_layers": 6} | family))
+    at = "policy.megatron_cfg."
+    words = ["pipeline_model_parallel_size=2", "virtual_pipeline_model_parallel_size=2"]
+    with pytest.raises(AssertionError, match="a cluster was started"):
+        refuse(*(at + word for word in [*words, "num_layers_in_first_pipeline_stage=2"]), code=1)
+
+
+@pytest.mark.parametrize(
+    ("family", "message"),
+    [
+        ({}, "num_attention_heads 6 of this qwen3 model"),
+        (EXPERTS | {"num_attention_heads": 64, "num_key_value_heads": 64, "moe_intermediate_size": 33},
+         "the experts' intermediate size 33 of this qwen3_moe model"),
+    ],
+)  # fmt: skip
+def test_an_engine_that_cannot_share_the_model_out(refuse: Refuse, family: dict[str, Any], message: str) -> None:
+    Path("model/config.json").write_text(json.dumps(CONFIG | family))
+    said = refuse("policy.generation.vllm_cfg.tensor_parallel_size=4", code=1)
+    assert said == f"policy.generation.vllm_cfg.tensor_parallel_size 4 does not divide {message}"
+
+
+@pytest.mark.parametrize("lost", ["hidden_size", "num_experts", "moe_intermediate_size"])
+def test_a_model_config_that_lacks_a_key(refuse: Refuse, lost: str) -> None:
+    config = {key: value for key, value in (CONFIG | EXPERTS).items() if key != lost}
+    Path("model/config.json").write_text(json.dumps(config))
+    assert refuse(code=1) == f"config.json of a qwen3_moe model lacks {lost}"
+
+
 @pytest.mark.parametrize(
     ("words", "message"),
     [

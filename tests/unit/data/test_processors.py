@@ -7,6 +7,7 @@ import torch
 
 from grpo_mcore.data import AllTaskProcessedDataset, DataError, TaskDataSpec
 from grpo_mcore.data.processors import (
+    chat_data_processor,
     find_processor,
     math_data_processor,
     math_hf_data_processor,
@@ -58,6 +59,16 @@ def test_math_rows(tokenizer):
     assert (datum["task_name"], datum["uid"]) == ("math", "math:4")
     in_chat_format = math_data_processor(ROW, TaskDataSpec(), tokenizer, 64, 0)
     assert in_chat_format["extra_env_info"]["ground_truth"] == "082"
+
+
+def test_an_environment_without_a_truth_gets_the_prompt(tokenizer):
+    row = {"messages": [{"role": "user", "content": "37+45="}], "tests": [{"input": "", "output": "82"}]}
+    datum = chat_data_processor(row, TaskDataSpec("code"), tokenizer, 64, 3)
+    assert datum["extra_env_info"] == row and datum["uid"] == "code:3"
+    assert text_of(datum, tokenizer) == ["<bos><user>37+45=<assistant>"]
+    info = chat_data_processor(ROW, TaskDataSpec(), tokenizer, 64, 0)["extra_env_info"]
+    assert info == {"messages": ROW["messages"][:1], "ground_truth": "082", "level": 2}
+    assert find_processor("chat_data_processor") is chat_data_processor
 
 
 def test_prompt_files_go_round_the_question_and_before_it(tokenizer, tmp_path):

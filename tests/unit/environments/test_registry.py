@@ -58,7 +58,8 @@ def test_a_wrong_name_says_what_is_known(name, message):
         create_env_class(name)
 
 
-def test_what_a_verification_worker_imports_is_light():
+def test_what_worker_processes_import_is_light():
     heavy = "{'torch', 'ray', 'vllm', 'transformers', 'megatron'} & {name.split('.')[0] for name in sys.modules}"
-    program = f"import sys, grpo_mcore.environments.verify_worker; assert not {heavy}, {heavy}"
+    modules = "pool_worker, grpo_mcore.environments.verifiers, grpo_mcore.environments.rules"
+    program = f"import sys, grpo_mcore.environments.{modules}; assert not {heavy}, {heavy}"
     subprocess.run([sys.executable, "-c", program], check=True)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
 import pytest
 import torch
 from hypothesis import given, settings
@@ -16,6 +18,7 @@ from grpo_mcore.families import (
     parameter_count,
     params_of,
     pieces,
+    read_hf_config,
     shape_of,
 )
 
@@ -85,6 +88,46 @@ def test_names_and_shapes_are_those_of_transformers(family: str, tied: bool) -> 
     assert parameter_count(shape) == sum(p.numel() for p in model.parameters())
 
 
+CHECKPOINTS = {
+    "nemotron_h": (
+        "NemotronH",
+        {
+            "num_hidden_layers": None, "layers_block_type": ["linear_attention", "moe", "full_attention", "mlp"],
+            "head_dim": 8, "ssm_state_size": 4, "mamba_num_heads": 4, "mamba_head_dim": 4, "n_groups": 2,
+            "n_routed_experts": 4, "moe_intermediate_size": 8, "moe_shared_expert_intermediate_size": 12,
+        },
+    ),
+    "qwen3_moe": ("Qwen3Moe", {"num_experts": 4, "moe_intermediate_size": 8, "head_dim": 8, "mlp_only_layers": [0]}),
+    "mixtral": ("Mixtral", {"num_local_experts": 4, "sliding_window": None}),
+    "deepseek_v3": (
+        "DeepseekV3",
+        {
+            "n_routed_experts": 4, "num_experts_per_tok": 2, "n_group": 2, "topk_group": 1, "moe_intermediate_size": 8,
+            "first_k_dense_replace": 1, "q_lora_rank": 6, "kv_lora_rank": 4, "qk_nope_head_dim": 8,
+            "qk_rope_head_dim": 4, "v_head_dim": 6, "num_key_value_heads": 4,
+        },
+    ),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("family", CHECKPOINTS)
+def test_names_and_shapes_are_those_of_a_saved_checkpoint(family: str, tmp_path: Path) -> None:
+    import transformers
+    from safetensors.torch import load_file
+
+    name, sizes = CHECKPOINTS[family]
+    config = getattr(transformers, f"{name}Config")(
+        **{
+            "vocab_size": 50, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2,
+            "num_attention_heads": 4, "num_key_value_heads": 2, "tie_word_embeddings": False,
+        } | sizes
+    )  # fmt: skip
+    getattr(transformers, f"{name}ForCausalLM")(config).save_pretrained(tmp_path)
+    expected = {name: tuple(tensor.shape) for name, tensor in load_file(tmp_path / "model.safetensors").items()}
+    shape = shape_of(read_hf_config(tmp_path))
+    assert {t.name: t.shape for p in params_of(shape) if not p.copy for t in p.hf} == expected
+
+
 def test_the_27m_model_has_its_parameters() -> None:
     assert parameter_count(shape_of(QWEN3)) == 27_272_704
 
@@ -107,3 +150,15 @@ def test_what_is_not_modelled_is_refused(change: dict, message: str) -> None:
 def test_tensor_parallel_must_divide_the_heads() -> None:
     with pytest.raises(FamilyError, match=r"size 3 does not divide num_attention_heads 8.*can be one of \[1, 2, 4\]"):
         check_tensor_parallel(shape_of(QWEN3), 3)
+
+
+def test_mamba_mixers_are_not_split() -> None:
+    config = {
+        "model_type": "nemotron_h", "hidden_size": 32, "intermediate_size": 48, "num_attention_heads": 4,
+        "vocab_size": 50, "hybrid_override_pattern": "M*-", "ssm_state_size": 4, "mamba_num_heads": 4,
+        "mamba_head_dim": 4,
+    }  # fmt: skip
+    shape = shape_of(config)
+    check_tensor_parallel(shape, 1)
+    with pytest.raises(FamilyError, match="Mamba2 mixers are not split"):
+        check_tensor_parallel(shape, 2)

@@ -9,11 +9,11 @@ from grpo_mcore.generation.turns import Turns
 
 
 def test_a_call_comes_between_two_steps_and_does_not_starve() -> None:
-    turns, inside, ended = Turns(), [], threading.Event()
+    turns, inside, ended = Turns(5.0), [], threading.Event()
 
     def generate() -> None:
         while not ended.is_set():
-            with turns.step(5.0):
+            with turns.step():
                 inside.append("step")
                 time.sleep(0.001)
                 inside.append("step ends")
@@ -34,13 +34,11 @@ def test_a_call_comes_between_two_steps_and_does_not_starve() -> None:
 
 
 def test_generation_stands_still_while_it_is_held() -> None:
-    turns, steps = Turns(), []
+    turns, steps = Turns(60.0), []
     turns.hold(True)
-    with pytest.raises(TimeoutError, match=r"held back for 0.05 s by a refit"), turns.step(0.05):
-        pass
 
     def generate() -> None:
-        with turns.step(5.0):
+        with turns.step():
             steps.append(1)
 
     thread = threading.Thread(target=generate)
@@ -51,3 +49,27 @@ def test_generation_stands_still_while_it_is_held() -> None:
     turns.hold(False)
     thread.join(5)
     assert steps == [1]
+
+
+def test_every_wait_has_a_deadline() -> None:
+    turns = Turns(0.05)
+    turns.hold(True)
+    with pytest.raises(TimeoutError, match=r"held back for 0.05 s by a refit"), turns.step():
+        pass
+    turns.hold(False)
+    failures: list[Exception] = []
+
+    def call() -> None:
+        try:
+            with turns.call():
+                pass
+        except TimeoutError as error:
+            failures.append(error)
+
+    with turns.step():
+        thread = threading.Thread(target=call)
+        thread.start()
+        thread.join(60)
+    assert "did not end within 0.05 s" in str(failures[0])
+    with turns.step():  # who gave up no longer holds generation back
+        pass

@@ -109,6 +109,35 @@ def test_sft_has_no_rollout_batch(load, problems) -> None:
             ],
         ),
         (
+            ["policy.megatron_cfg.virtual_pipeline_model_parallel_size=2"],
+            [
+                "policy.megatron_cfg.virtual_pipeline_model_parallel_size: 2 model chunks a stage need "
+                "pipeline_model_parallel_size above 1"
+            ],
+        ),
+        (
+            ["policy.megatron_cfg.context_parallel_size=2"],
+            [
+                "policy.megatron_cfg.context_parallel_size: one copy of the policy takes TP 1 x PP 1 x CP 2 = "
+                "2 ranks, but the cluster has num_nodes 1 x gpus_per_node 1 = 1"
+            ],
+        ),
+        (
+            ["policy.megatron_cfg.expert_model_parallel_size=4", "cluster.gpus_per_node=2"],
+            [
+                "policy.megatron_cfg.expert_model_parallel_size: EP 4 x ETP 1 = 4 does not divide the 2 ranks "
+                "of a pipeline stage (2 ranks / PP 1)"
+            ],
+        ),
+        (
+            [
+                "policy.megatron_cfg.tensor_model_parallel_size=2",
+                "policy.megatron_cfg.expert_model_parallel_size=2",
+                "cluster.gpus_per_node=2",
+            ],
+            ["policy.megatron_cfg.tensor_model_parallel_size: experts under tensor parallelism need"],
+        ),
+        (
             ["cluster.backend=local", "cluster.gpus_per_node=2"],
             [
                 "cluster.backend: the local backend runs one rank in this process, but the cluster has "

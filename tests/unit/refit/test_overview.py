@@ -14,6 +14,8 @@ from grpo_mcore.refit.overview import Overview, draw
 from tests.unit.refit.test_plan import QWEN
 from tests.unit.refit.whole_split import make_shape, with_experts
 
+RECIPES = Path(__file__).resolve().parents[3] / "recipes"
+
 
 def test_what_is_read_is_what_every_rank_needs(tmp_path: Path) -> None:
     shape = shape_of(QWEN)
@@ -57,3 +59,9 @@ def test_the_command(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None
     assert "one row of" in capsys.readouterr().err
     with pytest.raises(SystemExit):
         main([*words, "--picture"])
+
+
+@pytest.mark.parametrize("recipe", sorted(path.stem for path in RECIPES.glob("grpo*.yaml")))
+def test_the_buffers_of_the_recipes_hold_their_models(recipe: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["refit", "plan", recipe]) == 0, capsys.readouterr().err
+    assert "1.000 of what is needed" in capsys.readouterr().out

@@ -39,7 +39,7 @@ class Case:
 
 def make_shape(**sizes: object) -> ModelShape:
     plain = {
-        "family": "synthetic", "hidden_size": 4, "num_layers": 2, "num_heads": 4, "num_kv_heads": 2, "head_dim": 2,
+        "family": "qwen3", "hidden_size": 4, "num_layers": 2, "num_heads": 4, "num_kv_heads": 2, "head_dim": 2,
         "ffn_hidden_size": 8, "vocab_size": 11, "max_positions": 32, "norm_eps": 1e-6, "rope_theta": 1e4,
         "rope_scaling_factor": None, "tied_embeddings": False, "qkv_bias": False, "qk_norm": False,
     }  # fmt: skip

@@ -69,6 +69,12 @@ def test_turns(run: Any, output: Any, expected: Any) -> None:
     assert got == expected
 
 
+def test_results_keep_parts_that_are_no_text(run: Any) -> None:
+    image = {"type": "input_image", "image_url": "u"}
+    _, result = messages_of(run, [call("f", "{}"), call_output([{"type": "input_text", "text": "see"}, image])])
+    assert result["content"] == [{"type": "text", "text": "see"}, {"type": "image_url", "image_url": {"url": "u"}}]
+
+
 def test_calls_at_the_end_are_kept(run: Any) -> None:
     (turn,) = messages_of(run, [call("f", "{}", "c9")])
     assert turn["tool_calls"] == [openai_call("f", "{}", "c9")]

@@ -1,0 +1,184 @@
+"""Asks environments for verdicts, each call with a deadline, and keeps the damage small where one hangs or dies.
+
+An environment that does not answer in time, or whose process ends, is started anew and asked again about each sample
+alone. The one that it fails on once more has no reward and a reason; the others have theirs.
+"""
+
+from __future__ import annotations
+
+import time
+from collections import deque
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from grpo_mcore.cluster import Cluster, DeadlineExceeded, Pending, Worker, WorkerDied
+from grpo_mcore.rollout.trajectory import Outcome
+
+_FAILURES = 20  # of an environment in a row, without any verdict between them: more end the run
+
+
+class EnvironmentWorker:
+    """An environment in a worker that can be started anew. `calls`: that it takes at a time; `timeout_s`: of each.
+
+    `start`: spawns the worker.
+    """
+
+    def __init__(self, cluster: Cluster, start: Callable[[], Worker], *, calls: int, timeout_s: float) -> None:
+        self._cluster, self._start = cluster, start
+        self.calls, self.timeout_s = calls, timeout_s
+        self._worker = start()
+        self.name = self._worker.name
+
+    def ready(self) -> Pending:
+        return self._worker.ready()
+
+    def call(self, method: str, *args: Any, timeout_s: float | None = None, what: str | None = None) -> Pending:
+        return self._worker.call(method, *args, timeout_s=timeout_s, what=what)
+
+    def restart(self) -> None:
+        """Ends it, whatever it is doing, and waits for its successor."""
+        self._cluster.stop([self._worker])
+        self._worker = self._start()
+        self._worker.ready().result()
+
+
+@dataclass(eq=False)
+class _Ask:
+    """The samples of a group whose turn is judged."""
+
+    uid: str
+    metadata: Sequence[dict[str, Any]]
+    references: Sequence[Any]
+    outcomes: dict[int, Outcome] = field(default_factory=dict)
+
+
+@dataclass(eq=False)
+class _Call:
+    """`alone`: nothing else is asked of the environment at the same time."""
+
+    ask: _Ask
+    positions: list[int]
+    alone: bool = False
+    pending: Pending | None = None
+    deadline: float = 0.0
+
+
+@dataclass(eq=False)
+class _Desk:
+    """One environment, what waits for it and what it is at."""
+
+    worker: Any
+    calls: float
+    timeout_s: float
+    waiting: deque[_Call] = field(default_factory=deque)
+    out: list[_Call] = field(default_factory=list)
+    failures: int = 0
+
+
+class Judging:
+    """`environments`: task name -> EnvironmentWorker, or any worker: the errors of one that cannot be started anew are
+    raised."""
+
+    def __init__(self, environments: Mapping[str, Worker], cluster: Cluster) -> None:
+        self._cluster = cluster
+        desks: dict[int, _Desk] = {}
+        for worker in environments.values():
+            calls = getattr(worker, "calls", float("inf"))
+            timeout_s = getattr(worker, "timeout_s", cluster.call_timeout_s)
+            desks.setdefault(id(worker), _Desk(worker, calls, timeout_s))
+        self._desks = list(desks.values())
+        self._by_task = {task: desks[id(worker)] for task, worker in environments.items()}
+        self._judged: deque[_Ask] = deque()
+
+    def ask(self, uid: str, task: str, metadata: Sequence[dict[str, Any]], references: Sequence[Any]) -> None:
+        """For verdicts on trajectories, which `references` stand for. Does not wait."""
+        desk = self._by_task[task]
+        desk.waiting.append(_Call(_Ask(uid, metadata, references), list(range(len(references)))))
+        self._send(desk)
+
+    def uids(self) -> set[str]:
+        """The prompts whose verdict has not been taken."""
+        calls = (call for desk in self._desks for call in (*desk.waiting, *desk.out))
+        return {call.ask.uid for call in calls} | {ask.uid for ask in self._judged}
+
+    def pending(self) -> list[Pending]:
+        """What is being waited for."""
+        return [call.pending for desk in self._desks for call in desk.out if call.pending is not None]
+
+    def patience_s(self) -> float:
+        """Seconds until the first deadline."""
+        now = time.monotonic()
+        return min((max(call.deadline - now, 0.0) for desk in self._desks for call in desk.out), default=float("inf"))
+
+    def next(self) -> tuple[str, list[Outcome]] | None:
+        """A prompt whose verdicts are all there, with them; None: there is none yet."""
+        self._expire()
+        if not self._judged:
+            return None
+        ask = self._judged.popleft()
+        return ask.uid, [ask.outcomes[position] for position in range(len(ask.references))]
+
+    def take(self, ready: Any) -> bool:
+        """Takes an answer that has come, if it is one to a call of ours. Raises what the environment raised."""
+        for desk in self._desks:
+            for call in desk.out:
+                if call.pending is ready:
+                    self._take(desk, call)
+                    return True
+        return False
+
+    def _take(self, desk: _Desk, call: _Call) -> None:
+        assert call.pending is not None
+        try:
+            outcomes = call.pending.result()
+        except WorkerDied as error:
+            self._recover(desk, call, f"the environment died: {error.cause}", error)
+            return
+        desk.failures = 0
+        desk.out.remove(call)
+        self._note(call, outcomes)
+        self._send(desk)
+
+    def _note(self, call: _Call, outcomes: Sequence[Outcome]) -> None:
+        call.ask.outcomes.update(zip(call.positions, outcomes, strict=True))
+        if len(call.ask.outcomes) == len(call.ask.references):
+            self._judged.append(call.ask)
+
+    def _send(self, desk: _Desk) -> None:
+        while desk.waiting and len(desk.out) < desk.calls:
+            if desk.out and (desk.waiting[0].alone or desk.out[0].alone):
+                return
+            call = desk.waiting.popleft()
+            metadata = [call.ask.metadata[position] for position in call.positions]
+            references = [call.ask.references[position] for position in call.positions]
+            what = f"the verdict on {call.ask.uid}"
+            call.deadline = time.monotonic() + desk.timeout_s
+            call.pending = desk.worker.call("advance", metadata, *references, timeout_s=desk.timeout_s, what=what)
+            desk.out.append(call)
+
+    def _expire(self) -> None:
+        now = time.monotonic()
+        for desk in self._desks:
+            for call in [call for call in desk.out if now >= call.deadline]:
+                assert call.pending is not None
+                try:
+                    self._cluster.next_ready([call.pending], 0.0, call.pending.what)  # it may only be to be taken
+                except DeadlineExceeded as error:
+                    self._recover(desk, call, f"no verdict within {desk.timeout_s:g} s", error)
+                    break
+
+    def _recover(self, desk: _Desk, culprit: _Call, reason: str, error: Exception) -> None:
+        """After a death, or a deadline: who was asked about alone is given up, the others are asked about again."""
+        desk.failures += 1
+        if not hasattr(desk.worker, "restart") or desk.failures > _FAILURES:
+            raise error
+        out, desk.out = desk.out, []
+        again = [call for call in out if call is not culprit or len(call.positions) > 1 or len(out) > 1]
+        for call in reversed(again):
+            for position in reversed(call.positions):
+                desk.waiting.appendleft(_Call(call.ask, [position], alone=True))
+        desk.worker.restart()
+        if culprit not in again:
+            self._note(culprit, [Outcome(None, None, reason, desk.timeout_s)])
+        self._send(desk)

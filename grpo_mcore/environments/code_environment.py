@@ -1,0 +1,187 @@
+"""Programs that are run on tests: reward 1 where all pass, else 0, or with `partial_credit` the share that passes.
+
+What a program does wrong, and be it to run into a limit, fails its test. Where the sandbox itself breaks, the sample
+has no reward: it is excluded and counted.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any, ClassVar, Literal, NamedTuple
+
+from pydantic import Field
+
+from grpo_mcore.environments.code_blocks import last_program
+from grpo_mcore.environments.code_compare import same_text, same_value
+from grpo_mcore.environments.code_tests import AssertTest, CallTest, CodeTest, StdinTest, read_tests
+from grpo_mcore.environments.config import EnvConfig
+from grpo_mcore.environments.interfaces import EnvironmentInterface, EnvironmentReturn, response_text
+from grpo_mcore.environments.pool_worker import shorten
+from grpo_mcore.environments.sandbox import BUBBLEWRAP, TRUST, Limits, Sandbox, SandboxError, Sandboxes
+
+_REASONS = 3  # failed tests that are told
+_NO_TEST = "the program ended before its test"
+
+
+class CodeEnvConfig(EnvConfig):
+    """The recipe's section `env.code`."""
+
+    section: ClassVar[str] = "env.code"
+
+    num_workers: int = Field(8, ge=1)
+    """Programs that run at the same time."""
+    sandbox: Literal["bubblewrap", "none_i_trust_the_code"] = BUBBLEWRAP
+    """Where programs run. bubblewrap: without network, files, processes and users of this machine.
+    none_i_trust_the_code: with the rights of this process, and only the limits below."""
+    partial_credit: bool = False
+    """The reward is the share of tests that pass. false: 1 where all of them do, else 0; the rest of an answer's tests
+    is then left out after the first that fails."""
+    max_tests: int | None = Field(None, ge=1)
+    """Tests of a prompt that are made, from its first. null: all."""
+    cpu_limit_s: float = Field(5.0, gt=0)
+    """Seconds of processor time of one test."""
+    wall_limit_s: float = Field(20.0, gt=0)
+    """Seconds that one test may take, waiting and sleeping included."""
+    answer_limit_s: float = Field(120.0, gt=0)
+    """Seconds after which no further test of an answer is begun; those that are left have failed."""
+    memory_limit_gb: float = Field(0.5, gt=0)
+    """GiB of memory of all processes of one test together."""
+    max_processes: int = Field(16, ge=1)
+    """Processes and threads of one test. In none_i_trust_the_code it does not hold."""
+    output_limit_mb: float = Field(1.0, gt=0)
+    """MiB that one test may print."""
+    scratch_limit_mb: float = Field(64.0, gt=0)
+    """MiB of files in the scratch folder."""
+    float_tolerance: float = Field(0.0, ge=0)
+    """By how much, relative or absolute, numbers with a point may differ from the expected ones."""
+    stop_strings: list[str] | None = None
+    """Strings that end a generation for this environment."""
+
+
+class Report(NamedTuple):
+    """`failed`: a reason for each test that failed, those that were left out included. `broken`: why there is no
+    reward."""
+
+    program: str | None
+    passed: int
+    tests: int
+    failed: list[str]
+    broken: str | None
+    seconds: float
+
+    def reward(self, partial_credit: bool) -> float | None:
+        if self.broken is not None:
+            return None
+        return self.passed / self.tests if partial_credit else float(self.passed == self.tests)
+
+    @property
+    def reason(self) -> str:
+        if self.broken is not None:
+            return self.broken
+        if self.program is None:
+            return "no code block found"
+        told = self.failed[:_REASONS] + (["..."] if len(self.failed) > _REASONS else [])
+        return "; ".join([f"{self.passed} of {self.tests} tests passed", *told])
+
+
+class CodeEnvironment(EnvironmentInterface):
+    """Single-turn. The program is the last block of Python between code fences; each conversation's metadata holds its
+    tests, see code_tests.py."""
+
+    concurrent_calls = 32
+    config_class = CodeEnvConfig
+    config: CodeEnvConfig
+
+    def __init__(self, config: Mapping[str, Any] | None = None) -> None:
+        super().__init__(config)
+        limits = Limits(
+            cpu_s=self.config.cpu_limit_s,
+            wall_s=self.config.wall_limit_s,
+            memory_gb=self.config.memory_limit_gb,
+            processes=self.config.max_processes,
+            output_mb=self.config.output_limit_mb,
+            scratch_mb=self.config.scratch_limit_mb,
+        )
+        try:
+            self._sandboxes = Sandboxes(self.config.sandbox, limits)
+        except SandboxError as error:
+            raise SandboxError(
+                f"{error}\nFor code that you trust as your own there is env.code.sandbox: {TRUST}"
+            ) from error
+        self._threads = ThreadPoolExecutor(self.config.num_workers, thread_name_prefix="code")
+
+    def step(
+        self, message_log_batch: Sequence[Sequence[Mapping[str, Any]]], metadata: Sequence[dict[str, Any]]
+    ) -> EnvironmentReturn:
+        tests = [read_tests(entry)[: self.config.max_tests] for entry in metadata]
+        programs = [last_program(response_text(messages)) for messages in message_log_batch]
+        reports = list(self._threads.map(self._report, programs, tests))
+        rewards = [report.reward(self.config.partial_credit) for report in reports]
+        return EnvironmentReturn(
+            observations=[{"role": "environment", "content": f"Environment: {report.reason}"} for report in reports],
+            metadata=list(metadata),
+            next_stop_strings=[self.config.stop_strings] * len(reports),
+            rewards=rewards,
+            terminateds=[True] * len(reports),
+            answers=programs,
+            reasons=[report.reason for report in reports],
+            seconds=[report.seconds for report in reports],
+        )
+
+    def shutdown(self) -> None:
+        self._sandboxes.close()
+        self._threads.shutdown(cancel_futures=True)
+
+    def _report(self, program: str | None, tests: Sequence[CodeTest]) -> Report:
+        """One sandbox for all tests of an answer, made anew for the next."""
+        if program is None:
+            return Report(None, 0, len(tests), [], None, 0.0)
+        start, passed, failed = time.perf_counter(), 0, []
+        try:
+            with self._sandboxes.open() as sandbox:
+                for number, test in enumerate(tests, 1):
+                    if time.perf_counter() - start > self.config.answer_limit_s:
+                        failed.append(f"tests from {number} on: limit of {self.config.answer_limit_s:g} s an answer")
+                        break
+                    problem = self._problem(sandbox, program, test)
+                    passed += problem is None
+                    if problem is not None:
+                        failed.append(f"test {number}: {problem}")
+                        if not self.config.partial_credit:
+                            break
+        except SandboxError as error:
+            return Report(program, passed, len(tests), failed, shorten(str(error)), time.perf_counter() - start)
+        return Report(program, passed, len(tests), failed, None, time.perf_counter() - start)
+
+    def _problem(self, sandbox: Sandbox, program: str, test: CodeTest) -> str | None:
+        """Why a test failed; None where it passed."""
+        limits, tolerance = self._sandboxes.limits, self.config.float_tolerance
+        match test:
+            case StdinTest(given, expected):
+                ended = sandbox.run(program, given)
+                trouble = ended.trouble(limits)
+                if trouble is None and not same_text(ended.stdout, expected, tolerance):
+                    trouble = f"printed {_shown(ended.stdout)}, expected {_shown(expected)}"
+                return trouble
+            case CallTest(function, args, outputs):
+                ended = sandbox.run(program, check={"call": function, "args": args})
+                trouble = ended.trouble(limits)
+                if trouble is None and (ended.result is None or "value" not in ended.result):
+                    trouble = _NO_TEST
+                if trouble is None and ended.result is not None:
+                    value = ended.result["value"]
+                    if not any(same_value(value, output, tolerance) for output in outputs):
+                        trouble = f"{function} returned {_shown(value)}, expected {_shown(outputs[0])}"
+                return trouble
+            case AssertTest(code):
+                ended = sandbox.run(test.program(program), check={"assert": code})
+                trouble = ended.trouble(limits)
+                if trouble is None and ended.result != {"passed": True}:
+                    trouble = _NO_TEST
+                return trouble and f"{trouble} in {_shown(code)}"
+
+
+def _shown(value: Any) -> str:
+    return repr(shorten(value)) if isinstance(value, str) else shorten(repr(value))

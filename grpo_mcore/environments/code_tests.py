@@ -1,0 +1,154 @@
+"""The tests of a program, as the public code benchmarks write them, in one form.
+
+Of a prompt's fields (`extra_env_info`) the first that is there is taken:
+
+tests                    [{"input", "output"} | {"call", "args", "output"} | {"assert"}, ...]; also as a JSON string
+input_output             {"inputs": [...], "outputs": [...], "fn_name"?}, or that as a JSON string (APPS, TACO)
+public_test_cases,       [{"input", "output", "testtype": "stdin" | "functional"}], as JSON strings, with the
+private_test_cases       function's name in `metadata` {"func_name"} (LiveCodeBench)
+test_list                ["assert ...", ...], with test_setup_code, test_imports, challenge_test_list (MBPP)
+test, entry_point        code that defines check(candidate) (HumanEval); the `prompt` comes before an answer that does
+                         not define the function itself
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+
+class CodeTestError(ValueError):
+    """A prompt whose tests cannot be read."""
+
+
+@dataclass(frozen=True)
+class StdinTest:
+    """The program reads `input` and prints `output`."""
+
+    input: str
+    output: str
+
+
+@dataclass(frozen=True)
+class CallTest:
+    """`function`(*`args`), of the program or of its class Solution, returns one of `outputs`; all as JSON."""
+
+    function: str
+    args: list[Any]
+    outputs: tuple[Any, ...]
+
+
+@dataclass(frozen=True)
+class AssertTest:
+    """`code` runs after the program, among its names, and raises nothing. `before`: code that runs before the program,
+    where the program does not define the function `defines`."""
+
+    code: str
+    before: str = ""
+    defines: str = ""
+
+    def program(self, answer: str) -> str:
+        own = rf"^[ \t]*+(?:async[ \t]++)?def[ \t]++{re.escape(self.defines)}\b"
+        if self.before and not re.search(own, answer, re.MULTILINE):
+            return self.before + answer
+        return answer
+
+
+CodeTest = StdinTest | CallTest | AssertTest
+Row = Mapping[str, Any]
+
+
+def read_tests(row: Row) -> list[CodeTest]:
+    """At least one. Raises CodeTestError that says what is missing or wrong."""
+    for field, reader in _READERS.items():
+        if row.get(field) is not None:
+            try:
+                tests = list(reader(row))
+            except CodeTestError:
+                raise
+            except (KeyError, TypeError, ValueError, AttributeError) as error:
+                raise CodeTestError(
+                    f"the tests in {field!r} cannot be read: {type(error).__name__}: {error}"
+                ) from error
+            if not tests:
+                raise CodeTestError(f"there is no test in {field!r}")
+            return tests
+    raise CodeTestError(
+        f"the code environment needs tests in one of {', '.join(_READERS)}; the prompt has {sorted(row)}"
+    )
+
+
+def _own(row: Row) -> Iterator[CodeTest]:
+    for number, test in enumerate(_parsed(row["tests"])):
+        kind = next((kind for kind in ("call", "assert", "input") if kind in test), None)
+        if kind == "call":
+            yield CallTest(test["call"], list(test["args"]), (test["output"],))
+        elif kind == "assert":
+            yield AssertTest(test["assert"])
+        elif kind == "input":
+            yield StdinTest(_lines(test["input"]), _lines(test["output"]))
+        else:
+            raise CodeTestError(f"test {number} of 'tests' has none of input, call, assert: {sorted(test)}")
+
+
+def _apps(row: Row) -> Iterator[CodeTest]:
+    content = _parsed(row["input_output"])
+    for given, expected in zip(content["inputs"], content["outputs"], strict=True):
+        if content.get("fn_name"):
+            wrapped = expected[:1] if isinstance(expected, list) else []  # as many results are, but not all
+            yield CallTest(content["fn_name"], list(given), (expected, *wrapped))
+        else:
+            yield StdinTest(_lines(given), _lines(expected))
+
+
+def _live_code_bench(row: Row) -> Iterator[CodeTest]:
+    function = (_parsed(row.get("metadata")) or {}).get("func_name")
+    for field in ("public_test_cases", "private_test_cases"):
+        for test in _parsed(row.get(field)) or []:
+            if test.get("testtype", "stdin") == "functional":
+                if not function:
+                    raise CodeTestError(f"{field}: a functional test needs func_name in 'metadata'")
+                args = [json.loads(line) for line in test["input"].splitlines() if line.strip()]
+                yield CallTest(function, args, (json.loads(test["output"]),))
+            else:
+                yield StdinTest(test["input"], test["output"])
+
+
+def _mbpp(row: Row) -> Iterator[CodeTest]:
+    setup = "\n".join([*(row.get("test_imports") or []), row.get("test_setup_code") or ""]).strip()
+    for code in [*_parsed(row["test_list"]), *(_parsed(row.get("challenge_test_list")) or [])]:
+        yield AssertTest(f"{setup}\n{code}" if setup else code)
+
+
+def _human_eval(row: Row) -> Iterator[CodeTest]:
+    name = row["entry_point"]
+    yield AssertTest(f"{row['test']}\ncheck({name})\n", before=row.get("prompt") or "", defines=name)
+
+
+_READERS: dict[str, Callable[[Row], Iterator[CodeTest]]] = {
+    "tests": _own,
+    "input_output": _apps,
+    "public_test_cases": _live_code_bench,
+    "test_list": _mbpp,
+    "test": _human_eval,
+}
+
+
+def _parsed(value: Any) -> Any:
+    if not isinstance(value, str):
+        return value
+    try:
+        return json.loads(value)
+    except ValueError as error:
+        raise CodeTestError(
+            f"not JSON: {value[:60]!r}; tests that are packed (LiveCodeBench's private ones) have to be unpacked in "
+            "the dataset"
+        ) from error
+
+
+def _lines(value: Any) -> str:
+    """Inputs and outputs also come as lists of lines."""
+    return "\n".join(str(line) for line in value) if isinstance(value, list) else str(value)

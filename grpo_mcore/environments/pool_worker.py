@@ -1,0 +1,167 @@
+"""The programs behind a WorkerPool. A worker takes jobs and sends results until the other end closes; a template has
+the function loaded and forks such workers from itself, in about a millisecond each.
+
+No torch here, and nothing heavy: workers stay small. Jobs come pickled, from us; results go back as JSON, because a
+process that has read a model's words is not trusted with more.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import gc
+import json
+import logging
+import os
+import resource
+import signal
+import socket
+import struct
+import sys
+import threading
+import traceback
+from collections.abc import Callable, Iterator, Sequence
+from multiprocessing.connection import Connection
+from typing import Any, NoReturn
+
+from grpo_mcore.environments.registry import import_by_path
+
+FORK, COLLECT = b"F", b"C"
+"""What a template is asked for, followed by a number: 0, or the process id to collect. It answers with a number: the
+new process id, or how that one ended; below 0: why not (an errno)."""
+REQUEST, ANSWER = struct.Struct("=cq"), struct.Struct("=q")
+
+_PR_SET_PDEATHSIG = 1
+_SHOWN = 200  # characters of an error in a reason: enough to recognise it
+Function = Callable[..., Any]
+
+
+def shorten(text: str) -> str:
+    """On one line, and not much more."""
+    text = " ".join(text.split())
+    return text if len(text) <= _SHOWN else text[:_SHOWN] + " ..."
+
+
+def run_template(control_fd: int, maker: str, arguments: Sequence[Any], hard_s: float, memory_gb: float) -> None:
+    """Loads the function, says so, then forks a worker for every file descriptor that it is sent."""
+    _set_up_signals()
+    with socket.socket(fileno=control_fd) as control:
+        with Connection(os.dup(control_fd)) as words:
+            function = _load(words, maker, arguments)
+        if function is None:
+            return
+        if (threads := threading.active_count()) > 1:
+            print(f"{maker}{tuple(arguments)} started {threads - 1} threads; its workers have none", file=sys.stderr)
+        gc.collect()
+        gc.freeze()  # workers then leave these pages shared
+        while request := control.recv(REQUEST.size, socket.MSG_WAITALL):
+            kind, number = REQUEST.unpack(request)
+            if kind == COLLECT:
+                _, status = os.waitpid(number, 0)
+                control.sendall(ANSWER.pack(os.waitstatus_to_exitcode(status)))
+                continue
+            _, (descriptor,), _, _ = socket.recv_fds(control, 1, 1)
+            try:
+                pid = os.fork()
+            except OSError as error:
+                pid = -(error.errno or 1)
+            if pid == 0:
+                control.close()
+                _be_worker(descriptor, function, hard_s, memory_gb)
+            os.close(descriptor)
+            control.sendall(ANSWER.pack(pid))
+
+
+def _be_worker(descriptor: int, function: Function, hard_s: float, memory_gb: float) -> NoReturn:
+    """The life of a forked worker: whatever happens, it does not go on as a second template."""
+    with _exiting():
+        die_with_parent()
+        os.setsid()  # a group of its own for the scheduler too, with a priority of its own
+        serve(Connection(descriptor), function, hard_s, memory_gb)
+    raise AssertionError("it has exited")
+
+
+@contextlib.contextmanager
+def _exiting() -> Iterator[None]:
+    """Ends the process. Its connection closes by that and not before, so that who sees it closed finds how it ended."""
+    code = 1
+    try:
+        yield
+        code = 0
+    except BaseException:
+        traceback.print_exc()
+    finally:
+        os._exit(code)
+
+
+def run_worker(connection_fd: int, maker: str, arguments: Sequence[Any], hard_s: float, memory_gb: float) -> None:
+    """A worker that is a program of its own: for functions that cannot be forked."""
+    _set_up_signals()
+    with _exiting():
+        connection = Connection(connection_fd)
+        function = _load(connection, maker, arguments)
+        if function is not None:
+            serve(connection, function, hard_s, memory_gb, tell=False)
+
+
+def serve(connection: Connection, function: Function, hard_s: float, memory_gb: float, tell: bool = True) -> None:
+    """Until the parent closes its end, or is gone. The parent ends what takes too long; a kernel timer does after
+    `hard_s`, for when there is no parent any more. `memory_gb` 0: no limit."""
+    if memory_gb:
+        limit = int(memory_gb * 2**30)
+        resource.setrlimit(resource.RLIMIT_DATA, (limit, limit))
+    resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
+    with contextlib.suppress(EOFError, ConnectionError):
+        if tell:
+            _send(connection, {"ready": True})
+        last = False
+        while not last:
+            job = connection.recv()
+            signal.setitimer(signal.ITIMER_REAL, hard_s)
+            outcome = _outcome(function, job)
+            signal.setitimer(signal.ITIMER_REAL, 0.0)
+            _send(connection, outcome)
+            last = outcome.get("last", False)
+
+
+def _outcome(function: Function, job: Sequence[Any]) -> dict[str, Any]:
+    """{"value"} or {"failed": why}; "last": this process had better end."""
+    try:
+        value = function(*job)
+        json.dumps(value)
+        return {"value": value}
+    except MemoryError as error:
+        reason, last = f"crashed: {_described(error)}", True
+    except Exception as error:
+        reason, last = f"crashed: {_described(error)}", False
+    return {"failed": reason, "last": last}
+
+
+def _described(error: BaseException) -> str:
+    return shorten(f"{type(error).__name__}: {error}" if str(error) else type(error).__name__)
+
+
+def _send(connection: Connection, message: Any) -> None:
+    connection.send_bytes(json.dumps(message).encode())
+
+
+def _load(connection: Connection, maker: str, arguments: Sequence[Any]) -> Function | None:
+    """The function that `maker`, an import path, makes of `arguments`. Tells the parent."""
+    try:
+        function: Function = import_by_path(maker, what="function")(*arguments)
+    except Exception as error:
+        _send(connection, {"ready": False, "why": f"{type(error).__name__}: {error}"})
+        return None
+    _send(connection, {"ready": True})
+    return function
+
+
+def die_with_parent() -> None:
+    """This process is killed when the thread that forked it ends."""
+    ctypes.CDLL(None, use_errno=True).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
+
+
+def _set_up_signals() -> None:
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    signal.signal(signal.SIGALRM, signal.SIG_DFL)  # acts inside long C calls too, as no Python handler does
+    logging.disable(logging.CRITICAL)  # math-verify logs every answer it cannot read

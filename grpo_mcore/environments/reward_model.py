@@ -1,0 +1,143 @@
+"""Rewards by a model: a sequence classifier reads the conversation, and its logit is the reward.
+
+The model lives in worker processes of its own, which score in batches. A batch that fails or takes too long is scored
+again one by one, so that it costs only the sample that it is due to; that one is excluded and counted.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any, ClassVar, Literal
+
+from pydantic import Field
+
+from grpo_mcore.environments.config import EnvConfig
+from grpo_mcore.environments.interfaces import EnvironmentInterface, EnvironmentReturn, response_text
+from grpo_mcore.environments.worker_pool import Result, WorkerPool
+from grpo_mcore.environments.worker_process import Programs, Work
+
+Messages = list[dict[str, str]]
+
+
+class RewardModelConfig(EnvConfig):
+    """The recipe's section `env.reward_model`."""
+
+    section: ClassVar[str] = "env.reward_model"
+
+    model_name: str
+    """Folder, or name on the Hugging Face hub, of a sequence classification model and its tokenizer."""
+    label: int | None = Field(None, ge=0)
+    """Which of the model's outputs is the reward. null: the only one."""
+    sigmoid: bool = False
+    """The reward is the logit's sigmoid, from 0 to 1."""
+    text_template: str | None = None
+    """What the model reads, with {prompt} and {response} in it. null: its own chat template makes it."""
+    max_length: int = Field(4096, ge=1)
+    """Tokens that the model can read. A longer conversation gets no reward: cut, it would be another one."""
+    batch_size: int = Field(8, ge=1)
+    """Conversations in one forward pass."""
+    num_workers: int = Field(1, ge=1)
+    """Processes, each with a model of its own."""
+    threads_per_worker: int = Field(1, ge=1)
+    """Processor threads of each."""
+    device: Literal["cpu", "cuda"] = "cpu"
+    """Where the model runs. cuda: on a GPU besides those of the policy; all workers share it."""
+    dtype: Literal["float32", "bfloat16"] = "float32"
+    """Of the weights."""
+    timeout_s: float = Field(120.0, gt=0)
+    """Seconds that one batch may take."""
+    start_timeout_s: float = Field(600.0, gt=0)
+    """Seconds until a worker has loaded the model."""
+
+
+class RewardModelEnvironment(EnvironmentInterface):
+    """Single-turn. A conversation is the prompt's `messages` in the metadata, then what the policy said."""
+
+    concurrent_calls = 32
+    config_class = RewardModelConfig
+    config: RewardModelConfig
+
+    def __init__(self, config: Mapping[str, Any] | None = None) -> None:
+        super().__init__(config)
+        section = self.config
+        work = Work(
+            what=f"reward model {section.model_name!r}",
+            maker="grpo_mcore.environments.reward_model_worker:load_classifier",
+            arguments=(
+                section.model_name,
+                section.label,
+                section.sigmoid,
+                section.text_template,
+                section.max_length,
+                section.device,
+                section.dtype,
+            ),
+            hard_s=section.timeout_s + 10.0,
+            start_s=section.start_timeout_s,
+            threads=section.threads_per_worker,
+        )
+        self._pool = WorkerPool(Programs(work), section.num_workers, section.timeout_s, slow_aside=False)
+
+    @classmethod
+    def resources(cls, config: Mapping[str, Any]) -> dict[str, float]:
+        section = cls.read_config(config)
+        cpus = section.num_workers * section.threads_per_worker
+        return {"cpus": float(cpus), "gpus": 1.0 if section.device == "cuda" else 0.0}
+
+    def step(
+        self, message_log_batch: Sequence[Sequence[Mapping[str, Any]]], metadata: Sequence[dict[str, Any]]
+    ) -> EnvironmentReturn:
+        pairs = zip(message_log_batch, metadata, strict=True)
+        results = self._score([_conversation(messages, entry) for messages, entry in pairs])
+        rewards = [None if result.failure else result.value for result in results]
+        reasons = [result.failure or f"reward model: {result.value:.4g}" for result in results]
+        return EnvironmentReturn(
+            observations=[{"role": "environment", "content": f"Environment: {reason}"} for reason in reasons],
+            metadata=list(metadata),
+            next_stop_strings=[None] * len(results),
+            rewards=rewards,
+            terminateds=[True] * len(results),
+            answers=[None] * len(results),
+            reasons=reasons,
+            seconds=[result.seconds for result in results],
+        )
+
+    def shutdown(self) -> None:
+        self._pool.close()
+
+    def _score(self, conversations: list[Messages]) -> list[Result]:
+        """A score or a failure for each."""
+        size = self.config.batch_size
+        batches = [conversations[first : first + size] for first in range(0, len(conversations), size)]
+        results = self._pool.run([(batch,) for batch in batches])
+        again = [batch for batch, result in zip(batches, results, strict=True) if result.failure and len(batch) > 1]
+        alone = iter(self._pool.run([([conversation],) for batch in again for conversation in batch]))
+        scored: list[Result] = []
+        for batch, result in zip(batches, results, strict=True):
+            if result.failure and len(batch) > 1:
+                scored += [_only(next(alone)) for _ in batch]
+            elif result.failure:
+                scored.append(result)
+            else:
+                share = result.seconds / len(batch)
+                scored += [_only(Result([value], None, share)) for value in result.value]
+        return scored
+
+
+def _only(result: Result) -> Result:
+    """Of a batch of one; what is no number is why there is none."""
+    if result.failure:
+        return result
+    (value,) = result.value
+    return Result(None, value, result.seconds) if isinstance(value, str) else Result(value, None, result.seconds)
+
+
+def _conversation(messages: Sequence[Mapping[str, Any]], metadata: Mapping[str, Any]) -> Messages:
+    prompt = metadata.get("messages")
+    if not prompt:
+        raise ValueError(
+            f"the reward model needs the prompt as 'messages' in extra_env_info, got {sorted(metadata)}; set "
+            "processor: chat_data_processor for the dataset under data"
+        )
+    said = [{"role": message["role"], "content": message["content"]} for message in prompt]
+    return [*said, {"role": "assistant", "content": response_text(messages)}]

@@ -1,0 +1,84 @@
+"""What a reward model's worker process does: loads a sequence classifier, scores batches of conversations."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+
+Conversation = Sequence[dict[str, str]]
+
+
+def load_classifier(
+    model_name: str,
+    label: int | None,
+    sigmoid: bool,
+    text_template: str | None,
+    max_length: int,
+    device: str,
+    dtype: str,
+) -> Callable[[Sequence[Conversation]], list[float | str]]:
+    """Conversations -> a score for each, or why there is none. Raises ValueError where the keys do not fit it."""
+    from transformers import AutoModelForSequenceClassification, AutoTokenizer
+
+    tokenizer = AutoTokenizer.from_pretrained(model_name)
+    if text_template is None and tokenizer.chat_template is None:
+        raise ValueError("its tokenizer has no chat template; set env.reward_model.text_template")
+    model = AutoModelForSequenceClassification.from_pretrained(model_name, dtype=getattr(torch, dtype)).to(device)
+    outputs = model.config.num_labels
+    if label is None and outputs != 1:
+        raise ValueError(f"it has {outputs} outputs; set env.reward_model.label to one of 0 to {outputs - 1}")
+    if label is not None and label >= outputs:
+        raise ValueError(f"env.reward_model.label is {label}, and it has {outputs} outputs")
+    return Classifier(model.eval(), tokenizer, label or 0, sigmoid, text_template, max_length)
+
+
+class Classifier:
+    """Scores conversations; those of one call go through the model together."""
+
+    def __init__(
+        self, model: Any, tokenizer: Any, label: int, sigmoid: bool, text_template: str | None, max_length: int
+    ) -> None:
+        self.model, self.tokenizer, self.label, self.sigmoid = model, tokenizer, label, sigmoid
+        self.text_template, self.max_length = text_template, max_length
+
+    def __call__(self, conversations: Sequence[Conversation]) -> list[float | str]:
+        ids = [self.tokens(conversation) for conversation in conversations]
+        scores: list[float | str] = [
+            f"{len(tokens)} tokens are more than env.reward_model.max_length, {self.max_length}" for tokens in ids
+        ]
+        fitting = [place for place, tokens in enumerate(ids) if len(tokens) <= self.max_length]
+        if fitting:
+            values = self.forward([ids[place] for place in fitting])
+            for place, value in zip(fitting, values, strict=True):
+                scores[place] = value if math.isfinite(value) else f"the reward model gives {value}"
+        return scores
+
+    def tokens(self, conversation: Conversation) -> list[int]:
+        if self.text_template is None:
+            text = self.tokenizer.apply_chat_template(conversation, tokenize=False)
+            return list(self.tokenizer(text, add_special_tokens=False)["input_ids"])
+        prompt = "\n\n".join(message["content"] for message in conversation[:-1])
+        text = self.text_template.replace("{prompt}", prompt).replace("{response}", conversation[-1]["content"])
+        return list(self.tokenizer(text)["input_ids"])
+
+    @torch.inference_mode()
+    def forward(self, sequences: Sequence[Sequence[int]]) -> list[float]:
+        padding = self.padding_for(sequences)
+        longest = max(map(len, sequences))
+        ids = torch.tensor([[*tokens, *[padding] * (longest - len(tokens))] for tokens in sequences])
+        mask = torch.tensor([[1] * len(tokens) + [0] * (longest - len(tokens)) for tokens in sequences])
+        device = self.model.device
+        logits = self.model(input_ids=ids.to(device), attention_mask=mask.to(device)).logits[:, self.label].float()
+        return (logits.sigmoid() if self.sigmoid else logits).tolist()
+
+    def padding_for(self, sequences: Sequence[Sequence[int]]) -> int:
+        """A token that is in none of the sequences: decoders take the last one that is not padding for the end, and
+        where padding is also what ends a text, that would be the wrong one."""
+        present = {token for tokens in sequences for token in tokens}
+        own = self.tokenizer.pad_token_id
+        padding = own if own is not None and own not in present else next(t for t in range(10**9) if t not in present)
+        self.model.config.pad_token_id = padding
+        return padding

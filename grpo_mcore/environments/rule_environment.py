@@ -1,0 +1,89 @@
+"""Rewards by rules, without any model: several named components, each in `rewards_by_name`, summed by their weights.
+
+Where a component crashes, hangs or gives no finite number, the sample has no reward: it is excluded and counted.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any, ClassVar
+
+from pydantic import Field
+
+from grpo_mcore.environments.config import EnvConfig
+from grpo_mcore.environments.interfaces import EnvironmentInterface, EnvironmentReturn, response_text
+from grpo_mcore.environments.pool_worker import shorten
+from grpo_mcore.environments.rules import Component
+from grpo_mcore.environments.verify_pool import HARD_LIMITS, spare_workers
+from grpo_mcore.environments.worker_pool import Result, WorkerPool
+from grpo_mcore.environments.worker_process import Forks, Work
+
+
+class RuleEnvConfig(EnvConfig):
+    """The recipe's section `env.rules`."""
+
+    section: ClassVar[str] = "env.rules"
+
+    components: dict[str, Component] = Field(min_length=1)
+    """Name -> {type: regex | length | contains | verifier | function, weight, and what that type takes}."""
+    num_workers: int = Field(4, ge=1)
+    """Processes that apply the rules at the same time."""
+    timeout_s: float = Field(5.0, gt=0)
+    """Seconds that all components of one sample may take together."""
+    memory_gb: float = Field(2.0, gt=0)
+    """GiB that one process may use."""
+    stop_strings: list[str] | None = None
+    """Strings that end a generation for this environment."""
+
+
+class RuleEnvironment(EnvironmentInterface):
+    """Single-turn. The rules see all that the policy said, and the conversation's metadata."""
+
+    concurrent_calls = 32
+    config_class = RuleEnvConfig
+    config: RuleEnvConfig
+
+    def __init__(self, config: Mapping[str, Any] | None = None) -> None:
+        super().__init__(config)
+        self._weights = {name: part.weight for name, part in self.config.components.items()}
+        components = {name: part.model_dump() for name, part in self.config.components.items()}
+        work = Work(
+            what=f"env.rules.components ({', '.join(components)})",
+            maker="grpo_mcore.environments.rules:make_rules",
+            arguments=(components,),
+            hard_s=HARD_LIMITS * self.config.timeout_s,
+            memory_gb=self.config.memory_gb,
+        )
+        workers = self.config.num_workers
+        self._pool = WorkerPool(Forks(work), workers, self.config.timeout_s, spare=spare_workers(workers))
+
+    def step(
+        self, message_log_batch: Sequence[Sequence[Mapping[str, Any]]], metadata: Sequence[dict[str, Any]]
+    ) -> EnvironmentReturn:
+        responses = [response_text(messages) for messages in message_log_batch]
+        results = self._pool.run(list(zip(responses, metadata, strict=True)))
+        verdicts = [self._verdict(result) for result in results]
+        return EnvironmentReturn(
+            observations=[{"role": "environment", "content": f"Environment: {reason}"} for _, _, reason in verdicts],
+            metadata=list(metadata),
+            next_stop_strings=[self.config.stop_strings] * len(verdicts),
+            rewards=[reward for reward, _, _ in verdicts],
+            terminateds=[True] * len(verdicts),
+            answers=[None] * len(verdicts),
+            reasons=[reason for _, _, reason in verdicts],
+            seconds=[result.seconds for result in results],
+            rewards_by_name=[values for _, values, _ in verdicts],
+        )
+
+    def shutdown(self) -> None:
+        self._pool.close()
+
+    def _verdict(self, result: Result) -> tuple[float | None, dict[str, float], str]:
+        """Reward, its parts, reason."""
+        if result.failure is not None:
+            return None, {}, result.failure
+        if "failed" in result.value:
+            return None, {}, f"component {result.value['failed']!r} crashed: {shorten(result.value['why'])}"
+        values = result.value["values"]
+        reward = sum(self._weights[name] * value for name, value in values.items())
+        return reward, values, ", ".join(f"{name} {value:g}" for name, value in values.items())

@@ -1,0 +1,176 @@
+"""Rewards by rules: named components, each a number that is computed from a response and its prompt's fields.
+
+No torch here: the components run in worker processes, because a regular expression can take for ever and a function of
+the user's can do anything.
+"""
+
+from __future__ import annotations
+
+import math
+import re
+from collections.abc import Callable, Mapping
+from typing import Annotated, Any, Literal
+
+from pydantic import BaseModel, ConfigDict, Field, field_validator, model_validator
+
+from grpo_mcore.environments.registry import import_by_path
+from grpo_mcore.environments.verifiers import make_verifier
+
+Info = Mapping[str, Any]
+Rule = Callable[[str, Info], float]
+
+
+class _Component(BaseModel):
+    model_config = ConfigDict(extra="forbid")
+
+    weight: float = Field(1.0, allow_inf_nan=False)
+    """Of this component in the reward."""
+
+
+class RegexComponent(_Component):
+    """1 where the response matches, else 0."""
+
+    type: Literal["regex"]
+    pattern: str
+    """A regular expression of Python's."""
+    match: Literal["full", "search"] = "full"
+    """Whether the whole response has to match, or some part of it."""
+
+    @field_validator("pattern")
+    @classmethod
+    def _compiles(cls, pattern: str) -> str:
+        try:
+            re.compile(pattern)
+        except re.error as error:
+            raise ValueError(f"is no regular expression: {error}") from error
+        return pattern
+
+    def rule(self) -> Rule:
+        expression = re.compile(self.pattern)
+        match = expression.fullmatch if self.match == "full" else expression.search
+        return lambda response, _: float(match(response) is not None)
+
+
+class LengthComponent(_Component):
+    """1 where the response is from `min` to `max` long, both included, else 0."""
+
+    type: Literal["length"]
+    unit: Literal["characters", "words", "lines"] = "characters"
+    """What is counted. Words are separated by white space."""
+    min: int = Field(0, ge=0)
+    """At least so many."""
+    max: int | None = Field(None, ge=0)
+    """At most so many. null: any number."""
+
+    @model_validator(mode="after")
+    def _in_order(self) -> LengthComponent:
+        if self.max is not None and self.max < self.min:
+            raise ValueError(f"max {self.max} is below min {self.min}")
+        return self
+
+    def rule(self) -> Rule:
+        count: Callable[[str], int] = {
+            "characters": len,
+            "words": lambda text: len(text.split()),
+            "lines": lambda text: len(text.splitlines()),
+        }[self.unit]
+        most = math.inf if self.max is None else self.max
+        return lambda response, _: float(self.min <= count(response) <= most)
+
+
+class ContainsComponent(_Component):
+    """1 where all of `all`, at least one of `any` and none of `none` is in the response, else 0."""
+
+    type: Literal["contains"]
+    all: list[str] = Field(default_factory=list)
+    """Texts that have to be there."""
+    any: list[str] = Field(default_factory=list)
+    """Texts of which one has to be there. Empty: nothing is asked."""
+    none: list[str] = Field(default_factory=list)
+    """Texts that must not be there."""
+    ignore_case: bool = False
+    """Whether small letters are as good as capital ones."""
+
+    @model_validator(mode="after")
+    def _asks_something(self) -> ContainsComponent:
+        if not (self.all or self.any or self.none):
+            raise ValueError("give texts in all, any or none")
+        return self
+
+    def rule(self) -> Rule:
+        fold: Callable[[str], str] = str.casefold if self.ignore_case else str
+        all_, any_, none = ([fold(text) for text in texts] for texts in (self.all, self.any, self.none))
+
+        def contains(response: str, _: Info) -> float:
+            said = fold(response)
+            found = all(text in said for text in all_) and not any(text in said for text in none)
+            return float(found and (not any_ or any(text in said for text in any_)))
+
+        return contains
+
+
+class VerifierComponent(_Component):
+    """What a verifier gives for the response and the prompt's `ground_truth`."""
+
+    type: Literal["verifier"]
+    verifier: str
+    """hf_math_verify, dapo_math_verify, english_multichoice, multilingual_multichoice, or an import path."""
+
+    def rule(self) -> Rule:
+        verify = make_verifier(self.verifier)
+
+        def verified(response: str, info: Info) -> float:
+            if info.get("ground_truth") is None:
+                raise ValueError(f"the prompt has no 'ground_truth', only {sorted(info)}")
+            return verify(response, str(info["ground_truth"]))[0]
+
+        return verified
+
+
+class FunctionComponent(_Component):
+    """What a function gives."""
+
+    type: Literal["function"]
+    path: str
+    """Import path of `fn(response, info) -> float`; `info` has the prompt's fields."""
+
+    def rule(self) -> Rule:
+        function: Rule = import_by_path(self.path, what="reward function")
+        return lambda response, info: float(function(response, info))
+
+
+Component = Annotated[
+    RegexComponent | LengthComponent | ContainsComponent | VerifierComponent | FunctionComponent,
+    Field(discriminator="type"),
+]
+
+
+class Components(BaseModel):
+    """By name."""
+
+    model_config = ConfigDict(extra="forbid")
+
+    components: dict[str, Component] = Field(min_length=1)
+
+
+def make_rules(components: Mapping[str, Mapping[str, Any]]) -> Callable[[str, Info], dict[str, Any]]:
+    """(response, info) -> {"values": by name} of components as a recipe has them; or {"failed": name, "why"} for the
+    first that raises, or gives no finite number."""
+    rules = {
+        name: part.rule() for name, part in Components.model_validate({"components": components}).components.items()
+    }
+
+    def apply(response: str, info: Info) -> dict[str, Any]:
+        values = {}
+        for name, rule in rules.items():
+            try:
+                values[name] = rule(response, info)
+            except MemoryError:
+                raise
+            except Exception as error:
+                return {"failed": name, "why": f"{type(error).__name__}: {error}"}
+            if not math.isfinite(values[name]):
+                return {"failed": name, "why": f"its value is {values[name]}"}
+        return {"values": values}
+
+    return apply

@@ -1,0 +1,324 @@
+"""Runs programs that nobody has read: in bubblewrap, with limits, one sandbox for the tests of one program."""
+
+from __future__ import annotations
+
+import json
+import os
+import platform
+import secrets
+import shutil
+import signal
+import socket
+import struct
+import subprocess
+import tempfile
+import time
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any, Self
+
+from grpo_mcore.environments.sandbox_command import Start, sandboxed, unprotected
+from grpo_mcore.environments.sandbox_worker import STRETCH
+from grpo_mcore.environments.seccomp import filter_program
+
+BUBBLEWRAP, TRUST = "bubblewrap", "none_i_trust_the_code"
+_ATTEMPTS = 3
+_MARGIN_S = 30.0  # for a busy machine, beyond the time that a program has
+_SHOWN = 200
+_HINTS = (
+    "- in a container: its seccomp profile must allow unshare and mount, or give it CAP_SYS_ADMIN (docker: "
+    "--cap-add SYS_ADMIN --security-opt seccomp=unconfined --security-opt apparmor=unconfined)\n"
+    "- as an ordinary user: user namespaces must be allowed: sysctl user.max_user_namespaces above 0, "
+    "kernel.unprivileged_userns_clone=1 (Debian), kernel.apparmor_restrict_unprivileged_userns=0 (Ubuntu)"
+)
+
+
+class SandboxError(RuntimeError):
+    """There is no sandbox, or it broke. Nothing is said about the program."""
+
+
+@dataclass(frozen=True)
+class Limits:
+    """Of one run of a program, over all its processes: seconds of processor time and of wall time, GiB of memory,
+    processes and threads, MiB of output and of files."""
+
+    cpu_s: float = 5.0
+    wall_s: float = 20.0
+    memory_gb: float = 0.5
+    processes: int = 16
+    output_mb: float = 1.0
+    scratch_mb: float = 64.0
+
+
+@dataclass(frozen=True)
+class Ended:
+    """How a program ended. `how`: "exit", or the limit that ended it: cpu, wall, memory, output. `code`: its exit code,
+    or below 0 the signal. `result`: {"value"} of a call, or {"passed": True} after an assertion."""
+
+    how: str
+    code: int | None
+    stdout: str
+    stderr: str
+    result: dict[str, Any] | None
+    cpu_s: float
+    wall_s: float
+
+    def trouble(self, limits: Limits) -> str | None:
+        """What went wrong, in words; None where the program ended by itself and well."""
+        match self.how:
+            case "cpu":
+                return f"processor time limit of {limits.cpu_s:g} s"
+            case "wall":
+                return f"time limit of {limits.wall_s:g} s"
+            case "memory":
+                return f"memory limit of {limits.memory_gb:g} GiB"
+            case "output":
+                return f"output limit of {limits.output_mb:g} MiB"
+        if self.code is not None and self.code < 0:
+            return f"was ended by {signal.Signals(-self.code).name}"
+        if self.code:
+            last = self.stderr.rstrip().rpartition("\n")[2].strip()
+            last = last if len(last) <= _SHOWN else last[:_SHOWN] + " ..."
+            return f"crashed: {last}" if last else f"exit code {self.code}"
+        return None
+
+
+class Sandboxes:
+    """Makes sandboxes. The constructor tries one: raises SandboxError where it does not hold what it promises.
+
+    `kind`: `bubblewrap`, or `none_i_trust_the_code`: limits without walls.
+    """
+
+    def __init__(self, kind: str, limits: Limits) -> None:
+        self.kind, self.limits = kind, limits
+        self.proc = True
+        self._running: set[subprocess.Popen[bytes]] = set()
+        self._closed = False
+        if kind == BUBBLEWRAP:
+            self._filter = _filter()
+            problem = self._problem()
+            if problem:
+                self.proc = False  # containers often forbid a new /proc
+                if self._problem():
+                    raise SandboxError(problem)
+
+    def open(self) -> Sandbox:
+        """A new one, not yet started."""
+        return Sandbox(self)
+
+    def close(self) -> None:
+        """Ends all of them, and with them what is run."""
+        self._closed = True
+        for process in list(self._running):
+            process.kill()
+
+    def ended(self, process: subprocess.Popen[bytes]) -> None:
+        self._running.discard(process)
+
+    def start(self) -> tuple[subprocess.Popen[bytes], socket.socket, Start]:
+        """A worker, and our end of the socket to it."""
+        limits, pipe = self.limits, None
+        if self._closed:
+            raise SandboxError("the sandboxes are closed")
+        if self.kind == BUBBLEWRAP:
+            pipe, writing = os.pipe()
+            with open(writing, "wb") as end:
+                end.write(self._filter)
+            try:
+                start = sandboxed(int(limits.scratch_mb * 2**20), pipe, proc=self.proc)
+            except FileNotFoundError as error:
+                os.close(pipe)
+                raise SandboxError(
+                    "bubblewrap (bwrap) is not installed, and programs are run in nothing less; Debian, Ubuntu: "
+                    "apt-get install bubblewrap; Fedora, RHEL: dnf install bubblewrap"
+                ) from error
+        else:
+            start = unprotected(tempfile.mkdtemp(prefix="program-"))
+        ours, theirs = socket.socketpair()
+        try:
+            with theirs:
+                process = subprocess.Popen(
+                    start.command,
+                    stdin=theirs,
+                    stdout=subprocess.DEVNULL,
+                    stderr=subprocess.PIPE,
+                    env=start.environment,
+                    cwd=start.folder or "/",
+                    pass_fds=() if pipe is None else (pipe,),
+                )
+        finally:
+            if pipe is not None:
+                os.close(pipe)
+        self._running.add(process)
+        return process, ours, start
+
+    def limits_for_worker(self, start: Start) -> dict[str, Any]:
+        limits = self.limits
+        if self.kind == TRUST:
+            processes = -1  # no limit: the kernel would count all processes of this user
+        else:
+            processes = limits.processes + (0 if start.uid else 1)  # the worker is of the same user
+        return {
+            "cpu_s": limits.cpu_s,
+            "wall_s": limits.wall_s,
+            "memory_bytes": int(limits.memory_gb * 2**30),
+            "output_bytes": int(limits.output_mb * 2**20),
+            "scratch_bytes": int(limits.scratch_mb * 2**20),
+            "processes": processes,
+        }
+
+    def _problem(self) -> str:
+        """What is wrong with a sandbox as they are now; "" where it holds."""
+        try:
+            with self.open() as sandbox:
+                ended = sandbox.run(_PROBE, check={"call": "probe", "args": []})
+        except SandboxError as error:
+            if isinstance(error.__cause__, FileNotFoundError):
+                return str(error)
+            return f"{error}\nWhat bubblewrap needs:\n{_HINTS}"
+        if ended.result is None:
+            trouble = ended.trouble(self.limits) or "it says nothing"
+            return f"the sandbox does not run a program with a thread: {trouble}; is env.code.max_processes too low?"
+        leaks = ended.result["value"]
+        return f"the sandbox leaks: {', '.join(leaks)}" if leaks else ""
+
+
+class Sandbox:
+    """One sandbox; programs run in it one after the other. It is started when it is needed, and anew where a program
+    has left too much behind."""
+
+    def __init__(self, maker: Sandboxes) -> None:
+        self._maker = maker
+        self._process: subprocess.Popen[bytes] | None = None
+        self._socket: socket.socket | None = None
+        self._start: Start | None = None
+
+    def run(self, program: str, stdin: str = "", check: Mapping[str, Any] | None = None) -> Ended:
+        """`program` as a script that reads `stdin`. With `check` as a module: then {"assert": code} runs after it,
+        among its names, or {"call": name, "args": [...]} calls a function of it (or of its class Solution).
+
+        Raises SandboxError.
+        """
+        problem = ""
+        for _ in range(_ATTEMPTS):
+            try:
+                return self._once(program, stdin, check)
+            except (OSError, EOFError) as error:
+                problem = self._said() or f"{type(error).__name__}: {error}"
+                self.close()
+        raise SandboxError(f"the sandbox broke {_ATTEMPTS} times in a row: {problem}")
+
+    def close(self) -> None:
+        """Ends it and all that runs in it."""
+        if self._process is not None and self._socket is not None and self._start is not None:
+            self._process.kill()
+            self._process.wait()
+            self._maker.ended(self._process)
+            self._wait_for_the_last(self._socket)
+            if self._process.stderr:
+                self._process.stderr.close()
+            if self._start.folder:
+                shutil.rmtree(self._start.folder, ignore_errors=True)
+        self._process = self._socket = self._start = None
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    def _once(self, program: str, stdin: str, check: Mapping[str, Any] | None) -> Ended:
+        if self._process is None:
+            self._process, self._socket, self._start = self._maker.start()
+        assert self._socket is not None and self._start is not None
+        secret = secrets.token_hex(8)
+        job = {
+            "program": program,
+            "stdin": stdin,
+            "limits": self._maker.limits_for_worker(self._start),
+            "checked": check is not None,
+        }
+        self._socket.settimeout(STRETCH * self._maker.limits.wall_s + _MARGIN_S)
+        self._socket.sendall(_frame(job) + _frame({**(check or {}), "secret": secret}))
+        told = json.loads(self._read(*struct.unpack("<I", self._read(4))))
+        told["result"] = _result(told["result"], secret)
+        return Ended(**told)
+
+    def _read(self, size: int) -> bytes:
+        assert self._socket is not None
+        parts = bytearray()
+        while len(parts) < size:
+            part = self._socket.recv(min(size - len(parts), 2**20))
+            if not part:
+                raise EOFError("it ended")
+            parts += part
+        return bytes(parts)
+
+    def _said(self) -> str:
+        """The last words of a worker that has ended, or of bubblewrap."""
+        if self._process is None or self._process.stderr is None:
+            return ""
+        os.set_blocking(self._process.stderr.fileno(), False)
+        return (self._process.stderr.read() or b"").decode(errors="replace").strip()[-1000:]
+
+    @staticmethod
+    def _wait_for_the_last(ours: socket.socket) -> None:
+        """Until the worker, which alone holds the other end, and with it its sandbox, is gone."""
+        deadline = time.monotonic() + _MARGIN_S
+        ours.settimeout(_MARGIN_S)
+        try:
+            while ours.recv(2**16) and time.monotonic() < deadline:
+                pass
+        except OSError:
+            pass
+        ours.close()
+
+
+def _frame(content: Any) -> bytes:
+    text = json.dumps(content).encode()
+    return struct.pack("<I", len(text)) + text
+
+
+def _result(text: str, secret: str) -> dict[str, Any] | None:
+    """What a program's process has reported, which may be anything."""
+    try:
+        result = json.loads(text)
+    except (ValueError, RecursionError):
+        return None
+    if not isinstance(result, dict):
+        return None
+    if "value" in result:
+        return {"value": result["value"]}
+    return {"passed": True} if result.get("passed") == secret else None
+
+
+def _filter() -> bytes:
+    try:
+        return filter_program()
+    except KeyError as error:
+        raise SandboxError(f"there is no system call filter for {platform.machine()}") from error
+
+
+_PROBE = """
+import os, threading
+
+def works(attempt, *what):
+    try:
+        attempt(*what)
+    except (OSError, ImportError):
+        return False
+    return True
+
+def probe():
+    import socket
+    thread = threading.Thread(target=len, args=("",))
+    thread.start()
+    thread.join()
+    attempts = {
+        "it reads /etc/passwd": (open, "/etc/passwd"),
+        "it opens sockets": (socket.socket,),
+        "it writes to /": (open, "/written", "w"),
+        "it sees installed packages": (__import__, "pydantic"),
+    }
+    return [leak for leak, (attempt, *what) in attempts.items() if works(attempt, *what)]
+"""

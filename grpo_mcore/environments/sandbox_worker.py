@@ -1,0 +1,435 @@
+"""Runs programs one after the other inside a sandbox, each in a process of its own, with limits. A script by itself:
+it sees nothing of this package, only Python's standard library.
+
+It is the sandbox's first process, so that all others end with it; programs can neither stop nor read it.
+
+    python sandbox_worker.py isolated UID   in a sandbox; programs run as this user, 0: as the worker's own
+    python sandbox_worker.py trusted 0      without one: the limits hold, but nothing is hidden
+
+Over the socket at standard input come pairs of frames (4 bytes of length, then JSON): a program with its input and
+limits, and the test that is made of it afterwards. One frame goes back for each pair.
+"""
+
+from __future__ import annotations
+
+import atexit
+import contextlib
+import ctypes
+import fcntl
+import json
+import linecache
+import math
+import os
+import random
+import resource
+import selectors
+import shutil
+import signal
+import struct
+import sys
+import threading
+import time
+import traceback
+import types
+from collections.abc import Mapping
+from typing import Any, NoReturn
+
+PR_SET_PDEATHSIG, PR_SET_DUMPABLE, PR_SET_CHILD_SUBREAPER = 1, 4, 36
+RESULT, CHECK = 3, 4  # file descriptors of a program's process, beside the standard ones
+FIRST = 10  # the worker's own are above
+TICK_S = 0.02
+STDERR_KEPT = 4096
+STRETCH = 5.0
+MANY_FILES = 1000  # a new sandbox is quicker than removing so many
+CLOCK = os.sysconf("SC_CLK_TCK")
+ALL_DESCRIPTORS = 2**20
+prctl = ctypes.CDLL(None).prctl
+
+
+class Worker:
+    """Serves at the socket that is its standard input."""
+
+    def __init__(self, isolated: bool, uid: int) -> None:
+        self.isolated, self.uid = isolated, uid
+        self.socket = fcntl.fcntl(0, fcntl.F_DUPFD_CLOEXEC, FIRST)
+        nothing = os.open("/dev/null", os.O_RDWR)
+        os.dup2(nothing, 0)
+        os.dup2(nothing, 1)
+        os.closerange(3, FIRST)
+        os.closerange(self.socket + 1, ALL_DESCRIPTORS)
+        self.woken, wake = out_of_the_way(os.pipe2(os.O_NONBLOCK))
+        signal.signal(signal.SIGCHLD, lambda *_: None)
+        signal.set_wakeup_fd(wake, warn_on_full_buffer=False)
+        prctl(PR_SET_DUMPABLE, 0, 0, 0, 0)
+        if not isolated:
+            prctl(PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0)
+            prctl(PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
+
+    def serve(self) -> None:
+        """Until the other end closes, or a program has left more behind than can be removed."""
+        while (job := self.read_frame()) is not None:
+            answer = json.dumps(self.run(json.loads(job))).encode()
+            answer = struct.pack("<I", len(answer)) + answer
+            while answer:
+                answer = answer[os.write(self.socket, answer) :]
+            clean()
+
+    def read_frame(self) -> bytes | None:
+        head = self.read_exactly(4)
+        return None if head is None else self.read_exactly(*struct.unpack("<I", head))
+
+    def read_exactly(self, size: int) -> bytes | None:
+        parts = []
+        while size:
+            part = os.read(self.socket, min(size, 2**20))
+            if not part:
+                return None
+            parts.append(part)
+            size -= len(part)
+        return b"".join(parts)
+
+    def run(self, job: dict[str, Any]) -> dict[str, Any]:
+        ours: dict[int, int] = {}
+        theirs: dict[int, int] = {}
+        for fd in (0, 1, 2, RESULT, CHECK):
+            reading, writing = out_of_the_way(os.pipe2(0))
+            theirs[fd], ours[fd] = (reading, writing) if fd in (0, CHECK) else (writing, reading)
+            os.fchmod(theirs[fd], 0o666)  # the program's user may open /dev/stdin anew
+        pid = os.fork()
+        if pid == 0:
+            try:
+                be_program(job, theirs, self)
+            except BaseException:
+                traceback.print_exc()
+            finally:
+                os._exit(1)
+        for end in theirs.values():
+            os.close(end)
+        check = self.read_frame()
+        if check is None:
+            self.end_all()
+            sys.exit()
+        return Watch(self, job["limits"], pid, ours).until_end(
+            {0: job["stdin"].encode("utf-8", "replace"), CHECK: check}
+        )
+
+    def processes(self) -> list[int]:
+        """Those of programs: all in the sandbox but this one, else this one's descendants."""
+        if self.isolated:
+            try:
+                return [int(name) for name in os.listdir("/proc") if name.isdigit() and name != "1"]
+            except OSError:  # a sandbox without /proc
+                return []
+        found, new = [], [os.getpid()]
+        while new:
+            new = [child for parent in new for child in children(parent)]
+            found += new
+        return found
+
+    def end_all(self) -> None:
+        """Ends and collects every process of a program."""
+        while True:
+            if self.isolated and os.getpid() == 1:
+                with contextlib.suppress(ProcessLookupError):
+                    os.kill(-1, signal.SIGKILL)  # all but the first process of the sandbox
+            else:
+                for process in self.processes():
+                    with contextlib.suppress(ProcessLookupError):
+                        os.kill(process, signal.SIGKILL)
+            try:
+                os.wait()
+            except ChildProcessError:
+                return
+
+
+class Watch:
+    """A running program: its streams, its use of the machine, its end."""
+
+    def __init__(self, worker: Worker, limits: Mapping[str, Any], pid: int, ends: dict[int, int]) -> None:
+        self.worker, self.limits, self.pid, self.ends = worker, limits, pid, ends
+        self.room: int = limits["output_bytes"]
+        self.text = {1: bytearray(), 2: bytearray(), RESULT: bytearray()}
+        self.used_s = 0.0  # by processes that are gone
+        self.status: int | None = None
+        self.started = time.monotonic()
+        self.selector = selectors.DefaultSelector()
+
+    def until_end(self, inputs: dict[int, bytes]) -> dict[str, Any]:
+        self.selector.register(self.worker.woken, selectors.EVENT_READ, None)
+        for fd, end in self.ends.items():
+            os.set_blocking(end, False)
+            left = memoryview(inputs[fd]) if fd in inputs else None
+            self.selector.register(end, selectors.EVENT_READ if left is None else selectors.EVENT_WRITE, (fd, left))
+        how = self.follow()
+        self.worker.end_all()
+        if how == "exit" and not self.drain():
+            how = "output"
+        for key in list(self.selector.get_map().values()):
+            if key.data is not None:
+                os.close(key.fd)
+        self.selector.close()
+        code = None if self.status is None else os.waitstatus_to_exitcode(self.status)
+        return {
+            "how": "cpu" if how == "exit" and code == -signal.SIGXCPU else how,
+            "code": code,
+            "stdout": self.text[1].decode("utf-8", "replace"),
+            "stderr": self.text[2].decode("utf-8", "replace"),
+            "result": self.text[RESULT].decode("utf-8", "replace"),
+            "cpu_s": round(self.used_s, 3),
+            "wall_s": round(time.monotonic() - self.started, 3),
+        }
+
+    def follow(self) -> str:
+        """Until the program's own process ends, or a limit ends it: which."""
+        next_look = 0.0
+        while True:
+            for key, _ in self.selector.select(TICK_S):
+                if key.data is None:
+                    os.read(key.fd, 4096)
+                elif not self.transfer(key):
+                    return "output"
+            self.collect()
+            if self.status is not None:
+                return "exit"
+            now = time.monotonic()
+            if self.is_late(now - self.started):
+                return "wall"
+            if now >= next_look:
+                next_look = now + TICK_S
+                memory, running_s = self.usage()
+                if memory > self.limits["memory_bytes"]:
+                    return "memory"
+                if self.used_s + running_s > self.limits["cpu_s"]:
+                    return "cpu"
+
+    def is_late(self, wall_s: float) -> bool:
+        """Whether its time is up. What it waited for a processor does not count, up to five times the limit: a busy
+        machine is not the program's fault."""
+        limit = self.limits["wall_s"]
+        if wall_s <= limit or wall_s > STRETCH * limit:
+            return wall_s > limit
+        try:
+            with open(f"/proc/{self.pid}/stat") as stat:
+                state = stat.read().rpartition(")")[2].split()[0]
+            with open(f"/proc/{self.pid}/schedstat") as times:
+                ran, waited, _ = (int(number) / 1e9 for number in times.read().split())
+        except (OSError, ValueError, IndexError):
+            return True
+        return (ran if state == "R" else wall_s - waited) > limit  # the kernel adds a wait when it is over
+
+    def transfer(self, key: selectors.SelectorKey) -> bool:
+        """Moves what there is to move. False: the program has said too much."""
+        fd, left = key.data
+        try:
+            if left is None:
+                part = os.read(key.fd, 2**16)
+                over = not part
+                self.room -= len(part)
+                self.text[fd] += part
+                if fd == 2:
+                    del self.text[2][:-STDERR_KEPT]
+            else:
+                if left:
+                    left = left[os.write(key.fd, left[: 2**16]) :]
+                over = not left
+                self.selector.modify(key.fd, selectors.EVENT_WRITE, (fd, left))
+        except BlockingIOError:
+            return True
+        except OSError:  # the program has closed its end
+            over = True
+        if over:
+            self.selector.unregister(key.fd)
+            os.close(key.fd)
+        return self.room >= 0
+
+    def drain(self) -> bool:
+        """What was said before the end; nobody is left who could say more. False: too much."""
+        deadline = time.monotonic() + 1.0
+        while any(key.data is not None and key.data[1] is None for key in self.selector.get_map().values()):
+            for key, event in self.selector.select(0):
+                if key.data is not None and event & selectors.EVENT_READ and not self.transfer(key):
+                    return False
+            if time.monotonic() > deadline:  # without a sandbox somebody may be
+                return True
+        return True
+
+    def collect(self) -> None:
+        """Takes note of processes that have ended."""
+        while True:
+            try:
+                pid, status, used = os.wait4(-1, os.WNOHANG)
+            except ChildProcessError:
+                return
+            if pid == 0:
+                return
+            self.used_s += used.ru_utime + used.ru_stime
+            if pid == self.pid:
+                self.status = status
+
+    def usage(self) -> tuple[int, float]:
+        """Bytes of memory and seconds of processor time of all processes of the program, as of now."""
+        memory = ticks = 0
+        for process in self.worker.processes():
+            try:
+                with open(f"/proc/{process}/status") as status:
+                    memory += sum(int(line.split()[1]) for line in status if line.startswith(("RssAnon", "RssShmem")))
+                with open(f"/proc/{process}/stat") as stat:
+                    fields = stat.read().rpartition(")")[2].split()
+                ticks += int(fields[11]) + int(fields[12])
+            except (OSError, IndexError, ValueError):  # it has just ended
+                continue
+        return 1024 * memory, ticks / CLOCK
+
+
+def out_of_the_way(pipe: tuple[int, int]) -> list[int]:
+    """The same pipe, above the file descriptors that programs have."""
+    ends = [fcntl.fcntl(end, fcntl.F_DUPFD_CLOEXEC, FIRST) for end in pipe]
+    for end in pipe:
+        os.close(end)
+    return ends
+
+
+def children(pid: int) -> list[int]:
+    try:
+        with open(f"/proc/{pid}/task/{pid}/children") as text:
+            return [int(child) for child in text.read().split()]
+    except OSError:
+        return []
+
+
+def clean() -> None:
+    """Empties the scratch folder. Ends this worker where that would be long: a new one is quicker."""
+    try:
+        for number, entry in enumerate(os.scandir(".")):
+            if number > MANY_FILES or entry.is_dir(follow_symlinks=False) and not removed(entry.path):
+                sys.exit()
+            if not entry.is_dir(follow_symlinks=False):
+                os.unlink(entry.path)
+    except (OSError, RecursionError):
+        sys.exit()
+
+
+def removed(folder: str) -> bool:
+    """Removes a small folder, or else says no."""
+    if sum(len(files) + 1 for _, _, files in os.walk(folder)) > MANY_FILES:
+        return False
+    shutil.rmtree(folder, ignore_errors=True)
+    return not os.path.lexists(folder)
+
+
+def be_program(job: dict[str, Any], ends: dict[int, int], worker: Worker) -> NoReturn:
+    """The life of a program's process."""
+    for fd, end in ends.items():
+        os.dup2(end, fd)
+    os.closerange(CHECK + 1, ALL_DESCRIPTORS)
+    signal.set_wakeup_fd(-1)
+    signal.signal(signal.SIGCHLD, signal.SIG_DFL)
+    os.setsid()
+    set_limits(job["limits"])
+    prctl(PR_SET_DUMPABLE, 1, 0, 0, 0)  # else its own /proc/self, and with it /dev/stdin, is closed to it
+    with contextlib.suppress(OSError), open("/proc/self/oom_score_adj", "w") as adjust:
+        adjust.write("1000")  # the first to go where the machine itself runs out of memory
+    if worker.uid:
+        os.setgroups([])
+        os.setresgid(worker.uid, worker.uid, worker.uid)
+        os.setresuid(worker.uid, worker.uid, worker.uid)  # and with the user go all capabilities
+        prctl(PR_SET_DUMPABLE, 1, 0, 0, 0)
+    if not worker.isolated:
+        prctl(PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
+    random.seed()
+    code = 1
+    try:
+        execute(job)
+        code = 0
+    except SystemExit as stop:
+        code = exit_code(stop)
+    except BaseException:
+        traceback.print_exc()
+    finish(code)
+
+
+def set_limits(limits: Mapping[str, Any]) -> None:
+    whole_s, memory = math.ceil(limits["cpu_s"]), limits["memory_bytes"]
+    for which, soft, hard in (
+        (resource.RLIMIT_CPU, whole_s, whole_s + 1),
+        (resource.RLIMIT_DATA, memory, memory),
+        (resource.RLIMIT_AS, memory + 2**30, memory + 2**30),  # what is shared or only reserved counts here alone
+        (resource.RLIMIT_STACK, 2**26, 2**26),
+        (resource.RLIMIT_FSIZE, limits["scratch_bytes"], limits["scratch_bytes"]),
+        (resource.RLIMIT_NOFILE, 128, 128),
+        (resource.RLIMIT_NPROC, limits["processes"], limits["processes"]),
+        (resource.RLIMIT_CORE, 0, 0),
+        (resource.RLIMIT_MEMLOCK, 0, 0),
+        (resource.RLIMIT_MSGQUEUE, 0, 0),
+        (resource.RLIMIT_SIGPENDING, 128, 128),
+    ):
+        already = resource.getrlimit(which)[1]
+        if hard != resource.RLIM_INFINITY and (already == resource.RLIM_INFINITY or hard <= already):
+            resource.setrlimit(which, (soft, hard))
+
+
+def execute(job: dict[str, Any]) -> None:
+    """The program as a script; where a test follows, as a module."""
+    module = types.ModuleType("solution" if job["checked"] else "__main__")
+    module.__file__ = "solution.py"
+    sys.modules[module.__name__] = module
+    sys.argv = ["solution.py"]
+    sys.path.insert(0, os.getcwd())
+    sys.stdin = sys.__stdin__ = open(0, encoding="utf-8", errors="surrogateescape")  # type: ignore[misc]
+    sys.stdout = sys.__stdout__ = open(1, "w", encoding="utf-8", errors="surrogateescape")  # type: ignore[misc]
+    sys.stderr = sys.__stderr__ = open(2, "w", 1, encoding="utf-8", errors="backslashreplace")  # type: ignore[misc]
+    run_source(job["program"], "solution.py", module)
+    if job["checked"]:
+        with open(CHECK, "rb") as end:
+            carry_out(json.loads(end.read()), module)
+
+
+def carry_out(check: dict[str, Any], module: types.ModuleType) -> None:
+    """Makes the test, and reports."""
+    if "assert" in check:
+        run_source(check["assert"], "test.py", module)
+        result = {"passed": check["secret"]}
+    else:
+        function = getattr(module, check["call"], None)
+        if function is None and hasattr(module, "Solution"):
+            function = getattr(module.Solution(), check["call"], None)
+        if function is None:
+            raise NameError(f"name {check['call']!r} is not defined")
+        result = {"value": function(*check["args"])}
+    text = json.dumps(result).encode()
+    while text:
+        text = text[os.write(RESULT, text) :]
+
+
+def run_source(source: str, name: str, module: types.ModuleType) -> None:
+    linecache.cache[name] = (len(source), None, source.splitlines(keepends=True), name)
+    exec(compile(source, name, "exec", dont_inherit=True), module.__dict__)
+
+
+def exit_code(stop: SystemExit) -> int:
+    if stop.code is None or isinstance(stop.code, int):
+        return stop.code or 0
+    print(stop.code, file=sys.stderr)
+    return 1
+
+
+def finish(code: int) -> NoReturn:
+    """As an interpreter ends: other threads, functions registered for the end, buffers."""
+    for step in (threading._shutdown, atexit._run_exitfuncs, flush):  # type: ignore[attr-defined]
+        try:
+            step()
+        except SystemExit as stop:
+            code = exit_code(stop)
+        except BaseException:
+            traceback.print_exc()
+    os._exit(code & 255)
+
+
+def flush() -> None:
+    for stream in (sys.stdout, sys.__stdout__, sys.stderr):
+        with contextlib.suppress(Exception):
+            stream.flush()  # type: ignore[union-attr]
+
+
+if __name__ == "__main__":
+    Worker(sys.argv[1] == "isolated", int(sys.argv[2])).serve()

@@ -1,0 +1,101 @@
+"""DeepSeek-V3: latent attention, a shared expert, experts chosen within groups by sigmoid scores and a correction bias.
+
+The layers for multi-token prediction that a checkpoint may hold past the last layer are neither loaded nor exported.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from grpo_mcore.families.dense import Layer, decoder_params, dense_shape, rope_settings
+from grpo_mcore.families.experts import expert_count, expert_params
+from grpo_mcore.families.spec import ExpertShape, FamilyError, LatentShape, ModelShape, Param, Split, YarnShape
+
+
+def shape(config: dict[str, Any]) -> ModelShape:
+    """ModelShape from `config.json`."""
+    wanted = {"attention_bias": False, "rope_interleave": True, "norm_topk_prob": True, "rms_norm_eps": 1e-6}
+    for key, value in wanted.items():
+        if config.get(key, value) != value:
+            raise FamilyError(
+                f"config.json: {key} {config[key]!r} is not supported for deepseek_v3 models; only {value}"
+            )
+    if config.get("quantization_config"):
+        raise FamilyError(
+            "config.json: quantization_config of a deepseek_v3 model; convert the checkpoint to bfloat16 first"
+        )
+    groups, active = config.get("n_group") or 1, config["num_experts_per_tok"]
+    active_groups = config.get("topk_group") or 1
+    if groups > 1 and active != 2 * active_groups:
+        raise FamilyError(
+            f"config.json: num_experts_per_tok {active} must be twice topk_group {active_groups}: groups are chosen by "
+            "their best two experts"
+        )
+    experts = ExpertShape(
+        count=expert_count(config),
+        active=active,
+        ffn_hidden_size=config["moe_intermediate_size"],
+        dense_layers=tuple(range(config.get("first_k_dense_replace") or 0)),
+        shared_ffn_hidden_size=config["moe_intermediate_size"] * (config.get("n_shared_experts") or 0),
+        sigmoid=True,
+        groups=groups,
+        active_groups=active_groups,
+        scaling=config.get("routed_scaling_factor", 1.0),
+    )
+    latent = LatentShape(
+        query_rank=config.get("q_lora_rank"),
+        key_value_rank=config["kv_lora_rank"],
+        plain_dim=config["qk_nope_head_dim"],
+        rotary_dim=config["qk_rope_head_dim"],
+        value_dim=config["v_head_dim"],
+        yarn=_yarn(config),
+    )
+    return dense_shape(config, family="deepseek_v3", qkv_bias=False, qk_norm=False, experts=experts, latent=latent)
+
+
+def _yarn(config: dict[str, Any]) -> YarnShape | None:
+    rope = rope_settings(config)
+    kind = rope.get("rope_type", rope.get("type", "default"))
+    if kind == "default":
+        return None
+    if kind != "yarn" or bool(rope.get("mscale")) != bool(rope.get("mscale_all_dim")):
+        raise FamilyError(f"config.json: RoPE scaling {rope} is not supported for deepseek_v3 models; YaRN is")
+    return YarnShape(
+        factor=float(rope["factor"]),
+        original_positions=rope["original_max_position_embeddings"],
+        beta_fast=float(rope.get("beta_fast") or 32),
+        beta_slow=float(rope.get("beta_slow") or 1),
+        mscale=float(rope.get("mscale") or 1.0),
+        mscale_all_dim=float(rope.get("mscale_all_dim") or 0.0),
+    )
+
+
+def params(shape: ModelShape) -> tuple[Param, ...]:
+    """Every parameter of the model, in the order of the forward pass."""
+    return decoder_params(shape, _attention, expert_params())
+
+
+def _attention(layer: Layer) -> list[Param]:
+    shape, latent = layer.shape, layer.shape.latent
+    assert latent is not None
+    h, heads, rank = shape.hidden_size, shape.num_heads, latent.key_value_rank
+
+    def param(megatron: str, split: Split, hf: str, *size: int) -> Param:
+        tensor = layer.hf(f"self_attn.{hf}.weight", *size)
+        return layer.param(f"self_attention.{megatron}.weight", split, tensor, whole=True)
+
+    if latent.query_rank is None:
+        query = [param("linear_q_proj", Split.ROWS, "q_proj", heads * shape.head_dim, h)]
+    else:
+        query = [
+            param("linear_q_down_proj", Split.REPLICATED, "q_a_proj", latent.query_rank, h),
+            param("q_layernorm", Split.REPLICATED, "q_a_layernorm", latent.query_rank),
+            param("linear_q_up_proj", Split.ROWS, "q_b_proj", heads * shape.head_dim, latent.query_rank),
+        ]
+    return [
+        *query,
+        param("linear_kv_down_proj", Split.REPLICATED, "kv_a_proj_with_mqa", rank + latent.rotary_dim, h),
+        param("kv_layernorm", Split.REPLICATED, "kv_a_layernorm", rank),
+        param("linear_kv_up_proj", Split.ROWS, "kv_b_proj", heads * (latent.plain_dim + latent.value_dim), rank),
+        param("linear_proj", Split.COLUMNS, "o_proj", h, heads * latent.value_dim),
+    ]

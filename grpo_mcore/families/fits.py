@@ -1,0 +1,92 @@
+"""Which layouts a model allows: what Megatron-Core would answer with an assertion, or would compute wrongly, is refused
+here with the key to change."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from grpo_mcore.families.shards import stage_layers
+from grpo_mcore.families.spec import FamilyError, ModelShape, check_tensor_parallel
+
+
+def check_fit(shape: ModelShape, megatron: Any) -> None:
+    """Raises FamilyError where `megatron` (policy.megatron_cfg) asks for a layout that the model does not allow."""
+    check_tensor_parallel(shape, megatron.tensor_model_parallel_size)
+    _check_stages(shape, megatron)
+    if shape.experts is None:
+        _check_no_experts(shape, megatron)
+    else:
+        _check_experts(shape, megatron)
+
+
+def _check_stages(shape: ModelShape, megatron: Any) -> None:
+    stages, chunks = megatron.pipeline_model_parallel_size, megatron.virtual_pipeline_model_parallel_size or 1
+    first, last = megatron.num_layers_in_first_pipeline_stage, megatron.num_layers_in_last_pipeline_stage
+    if chunks > 1 and stages == 1:
+        raise FamilyError(
+            f"policy.megatron_cfg.virtual_pipeline_model_parallel_size {chunks} needs pipeline_model_parallel_size "
+            "above 1"
+        )
+    sizes = {len(layers) for layers in stage_layers(shape.num_layers, stages, first, last)}
+    if any(size % chunks for size in sizes):
+        raise FamilyError(
+            f"policy.megatron_cfg.virtual_pipeline_model_parallel_size {chunks} does not divide the layers of every "
+            f"stage ({', '.join(map(str, sorted(sizes)))})"
+        )
+
+
+def _check_no_experts(shape: ModelShape, megatron: Any) -> None:
+    for name in ("expert_model_parallel_size", "expert_tensor_parallel_size"):
+        if megatron[name] > 1:
+            raise FamilyError(
+                f"policy.megatron_cfg.{name} {megatron[name]}: this {shape.family} model has no experts; set it to 1"
+            )
+
+
+def _check_experts(shape: ModelShape, megatron: Any) -> None:
+    experts, at = shape.experts, "policy.megatron_cfg."
+    assert experts is not None
+    parallel, tensor = megatron.expert_model_parallel_size, megatron.expert_tensor_parallel_size
+    if experts.count % parallel:
+        raise FamilyError(
+            f"{at}expert_model_parallel_size {parallel} does not divide the {experts.count} experts of this "
+            f"{shape.family} model"
+        )
+    if experts.ffn_hidden_size % tensor:
+        raise FamilyError(
+            f"{at}expert_tensor_parallel_size {tensor} does not divide the experts' intermediate size "
+            f"{experts.ffn_hidden_size}"
+        )
+    if experts.active == 1 and experts.normalized and not experts.sigmoid:
+        raise FamilyError(
+            f"a {shape.family} model with one expert a token, whose weight is then always 1, is not supported"
+        )
+    if megatron.tensor_model_parallel_size > 1 and not megatron.sequence_parallel:
+        raise FamilyError(
+            f"{at}sequence_parallel must be true for a model with experts under tensor parallelism: without it every "
+            "tensor-parallel rank sends all tokens to the experts"
+        )
+    if megatron.moe_token_dispatcher_type == "allgather" and megatron.pipeline_model_parallel_size > 1:
+        raise FamilyError(
+            f"{at}moe_token_dispatcher_type allgather wants rows of one length, which pipeline stages do not have; use "
+            "alltoall"
+        )
+    stages, chunks = megatron.pipeline_model_parallel_size, megatron.virtual_pipeline_model_parallel_size or 1
+    first = stage_layers(
+        shape.num_layers,
+        stages,
+        megatron.num_layers_in_first_pipeline_stage,
+        megatron.num_layers_in_last_pipeline_stage,
+    )[0]
+    if stages > 1 and chunks == 1 and not any(shape.is_expert_layer(layer) for layer in first):
+        raise FamilyError(
+            f"{at}num_layers_in_first_pipeline_stage: the {len(first)} layers of the first stage have no experts; it "
+            "needs at least one layer that has, because checkpoints keep the settings of the experts' optimizer there"
+        )
+    for name, neutral in (
+        ("moe_router_load_balancing_type", "none"),
+        ("moe_router_bias_update_rate", 0.0),
+        ("moe_shared_expert_overlap", False),
+    ):
+        if megatron[name] != neutral:
+            raise FamilyError(f"{at}{name} {megatron[name]}: not supported; set it to {neutral}")

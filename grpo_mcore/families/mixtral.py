@@ -1,0 +1,27 @@
+"""Mixtral: Llama's attention, every layer with experts."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from grpo_mcore.families.dense import attention_params, decoder_params, dense_shape
+from grpo_mcore.families.experts import expert_count, expert_params
+from grpo_mcore.families.spec import ExpertShape, FamilyError, ModelShape, Param
+
+
+def shape(config: dict[str, Any]) -> ModelShape:
+    """ModelShape from `config.json`."""
+    if config.get("sliding_window"):
+        raise FamilyError("config.json: sliding_window is not supported for mixtral models; full attention only")
+    experts = ExpertShape(
+        count=expert_count(config),
+        active=config["num_experts_per_tok"],
+        ffn_hidden_size=config["intermediate_size"],
+    )
+    return dense_shape(config, family="mixtral", qkv_bias=False, qk_norm=False, experts=experts)
+
+
+def params(shape: ModelShape) -> tuple[Param, ...]:
+    """Every parameter of the model, in the order of the forward pass."""
+    experts = expert_params(block="block_sparse_moe", gate="w1", up="w3", down="w2")
+    return decoder_params(shape, attention_params, experts)

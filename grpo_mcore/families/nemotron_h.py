@@ -1,0 +1,189 @@
+"""Nemotron-H and Nemotron 3: every layer is one of a Mamba2 mixer, attention without positions, an MLP or experts, all
+with squared ReLU and no gate."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from grpo_mcore.families.experts import expert_count
+from grpo_mcore.families.spec import (
+    Block,
+    ExpertShape,
+    FamilyError,
+    HfTensor,
+    MambaShape,
+    ModelShape,
+    Param,
+    Split,
+    Stage,
+)
+
+_BLOCKS = {
+    **{"M": Block.MAMBA, "mamba": Block.MAMBA, "linear_attention": Block.MAMBA},
+    **{"*": Block.ATTENTION, "attention": Block.ATTENTION, "full_attention": Block.ATTENTION},
+    **{"-": Block.MLP, "mlp": Block.MLP},
+    **{"E": Block.EXPERTS, "moe": Block.EXPERTS},
+}
+
+
+def shape(config: dict[str, Any]) -> ModelShape:
+    """ModelShape from `config.json`."""
+    wanted = {
+        "attention_bias": False, "mlp_bias": False, "use_bias": False, "mamba_proj_bias": False, "use_conv_bias": True,
+        "mlp_hidden_act": "relu2", "mamba_hidden_act": "silu", "sliding_window": None, "moe_latent_size": None,
+        "residual_in_fp32": False, "norm_topk_prob": True, "tie_word_embeddings": False,
+    }  # fmt: skip
+    for key, value in wanted.items():
+        if config.get(key, value) != value:
+            raise FamilyError(
+                f"config.json: {key} {config[key]!r} is not supported for nemotron_h models; only {value}"
+            )
+    kinds = config.get("layers_block_type") or config["hybrid_override_pattern"]
+    if unknown := sorted(set(kinds) - set(_BLOCKS)):
+        raise FamilyError(f"config.json: layers of {', '.join(unknown)} are not supported for nemotron_h models")
+    blocks = tuple(_BLOCKS[kind] for kind in kinds)
+    heads = config["num_attention_heads"]
+    return ModelShape(
+        family="nemotron_h",
+        hidden_size=config["hidden_size"],
+        num_layers=len(blocks),
+        num_heads=heads,
+        num_kv_heads=config.get("num_key_value_heads") or heads,
+        head_dim=config.get("head_dim") or config["hidden_size"] // heads,
+        ffn_hidden_size=config["intermediate_size"],
+        vocab_size=config["vocab_size"],
+        max_positions=config.get("max_position_embeddings", 4096),
+        norm_eps=config.get("layer_norm_epsilon", 1e-5),
+        rope_theta=None,
+        rope_scaling_factor=None,
+        tied_embeddings=False,
+        qkv_bias=False,
+        qk_norm=False,
+        experts=_experts(config, blocks) if Block.EXPERTS in blocks else None,
+        blocks=blocks,
+        mamba=MambaShape(
+            heads=config["mamba_num_heads"],
+            head_dim=config["mamba_head_dim"],
+            groups=config.get("n_groups", config.get("mamba_n_groups", 8)),
+            state_size=config["ssm_state_size"],
+            kernel=config.get("conv_kernel", 4),
+            chunk=config.get("chunk_size", 128),
+            min_step=config.get("time_step_min", 0.001),
+        ),
+    )
+
+
+def _experts(config: dict[str, Any], blocks: tuple[Block, ...]) -> ExpertShape:
+    if (config.get("n_group") or 1) > 1:
+        raise FamilyError("config.json: n_group above 1 is not supported for nemotron_h models")
+    return ExpertShape(
+        count=expert_count(config),
+        active=config["num_experts_per_tok"],
+        ffn_hidden_size=config["moe_intermediate_size"],
+        dense_layers=tuple(i for i, block in enumerate(blocks) if block is not Block.EXPERTS),
+        shared_ffn_hidden_size=config.get("moe_shared_expert_intermediate_size") or 0,
+        sigmoid=True,
+        scaling=config.get("routed_scaling_factor", 1.0),
+    )
+
+
+def params(shape: ModelShape) -> tuple[Param, ...]:
+    """Every parameter of the model, in the order of the forward pass."""
+    h, v = shape.hidden_size, shape.vocab_size
+    embedding = HfTensor("backbone.embeddings.weight", (v, h))
+    found = [Param("embedding.word_embeddings.weight", (embedding,), Split.VOCAB, Stage.FIRST)]
+    for layer, block in enumerate(shape.blocks):
+        found += _layer(shape, layer, block)
+    norm = HfTensor("backbone.norm_f.weight", (h,))
+    head = HfTensor("lm_head.weight", (v, h))
+    return (
+        *found,
+        Param("decoder.final_layernorm.weight", (norm,), Split.REPLICATED, Stage.LAST),
+        Param("output_layer.weight", (head,), Split.VOCAB, Stage.LAST),
+    )
+
+
+def _layer(shape: ModelShape, layer: int, block: Block) -> list[Param]:
+    h = shape.hidden_size
+
+    def hf(name: str, *size: int, float32: bool = False) -> HfTensor:
+        return HfTensor(f"backbone.layers.{layer}.{name}", size, float32)
+
+    def param(
+        name: str, split: Split, *tensors: HfTensor, expert: tuple[int, int] | None = None, buffer: bool = False
+    ) -> Param:
+        megatron = "decoder.layers.{layer}." + name
+        return Param(megatron, tensors, split, Stage.LAYER, layer, expert=expert, buffer=buffer)
+
+    def network(megatron: str, name: str, size: int, expert: tuple[int, int] | None = None) -> list[Param]:
+        up, down = hf(f"{name}up_proj.weight", size, h), hf(f"{name}down_proj.weight", h, size)
+        return [
+            param(f"{megatron}.linear_fc1.weight", Split.ROWS, up, expert=expert),
+            param(f"{megatron}.linear_fc2.weight", Split.COLUMNS, down, expert=expert),
+        ]
+
+    attends = block in (Block.MAMBA, Block.ATTENTION)
+    norm = param(
+        "input_layernorm.weight" if attends else "pre_mlp_layernorm.weight", Split.REPLICATED, hf("norm.weight", h)
+    )
+    match block:
+        case Block.MAMBA:
+            mamba = shape.mamba
+            assert mamba is not None
+            tensors = {
+                "in_proj.weight": (mamba.inner + mamba.convolved + mamba.heads, h),
+                "conv1d.weight": (mamba.convolved, 1, mamba.kernel),
+                "conv1d.bias": (mamba.convolved,),
+                "dt_bias": (mamba.heads,),
+                "A_log": (mamba.heads,),
+                "D": (mamba.heads,),
+                "norm.weight": (mamba.inner,),
+                "out_proj.weight": (h, mamba.inner),
+            }
+            mixer = [
+                param(f"self_attention.{name}", Split.REPLICATED, hf(f"mixer.{name}", *size))
+                for name, size in tensors.items()
+            ]
+        case Block.ATTENTION:
+            query, key_value = shape.num_heads * shape.head_dim, shape.num_kv_heads * shape.head_dim
+            sizes = {"q": query, "k": key_value, "v": key_value}
+            qkv = [hf(f"mixer.{part}_proj.weight", size, h) for part, size in sizes.items()]
+            mixer = [
+                param("self_attention.linear_qkv.weight", Split.QKV, *qkv),
+                param("self_attention.linear_proj.weight", Split.COLUMNS, hf("mixer.o_proj.weight", h, query)),
+            ]
+        case Block.MLP:
+            mixer = network("mlp", "mixer.", shape.ffn_hidden_size)
+        case Block.EXPERTS:
+            experts = shape.experts
+            assert experts is not None
+            bias = hf("mixer.gate.e_score_correction_bias", experts.count, float32=True)
+            mixer = [
+                param("mlp.router.weight", Split.REPLICATED, hf("mixer.gate.weight", experts.count, h)),
+                param("mlp.router.expert_bias", Split.REPLICATED, bias, buffer=True),
+            ]
+            for i in range(experts.count):
+                at = "mlp.experts.local_experts.{expert}"
+                mixer += network(at, f"mixer.experts.{i}.", experts.ffn_hidden_size, expert=(i, experts.count))
+            if experts.shared_ffn_hidden_size:
+                mixer += network("mlp.shared_experts", "mixer.shared_experts.", experts.shared_ffn_hidden_size)
+    return [norm, *mixer]
+
+
+def flops(shape: ModelShape, tokens: int, sum_of_squared_lengths: int) -> float:
+    """Multiply-add FLOPs of one forward pass; a Mamba2 scan counts its state updates and readouts."""
+    h, query = shape.hidden_size, shape.num_heads * shape.head_dim
+    mamba, experts = shape.mamba, shape.experts
+    assert mamba is not None
+    weights = {
+        Block.MAMBA: h * (mamba.inner + mamba.convolved + mamba.heads) + mamba.inner * (h + 2 * mamba.state_size),
+        Block.ATTENTION: h * (2 * query + 2 * shape.num_kv_heads * shape.head_dim),
+        Block.MLP: 2 * h * shape.ffn_hidden_size,
+        Block.EXPERTS: 0,
+    }
+    if experts is not None:
+        width = experts.active * experts.ffn_hidden_size + experts.shared_ffn_hidden_size
+        weights[Block.EXPERTS] = h * (2 * width + experts.count)
+    per_token = sum(weights[block] for block in shape.blocks) + shape.vocab_size * h
+    attention = shape.blocks.count(Block.ATTENTION) * query
+    return 2.0 * per_token * tokens + 2.0 * attention * sum_of_squared_lengths

@@ -1,0 +1,30 @@
+"""Qwen3 mixture of experts: Qwen3's attention, experts without a shared one."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from grpo_mcore.families.dense import attention_params, decoder_params, dense_shape
+from grpo_mcore.families.experts import expert_count, expert_params
+from grpo_mcore.families.spec import ExpertShape, FamilyError, ModelShape, Param
+
+
+def shape(config: dict[str, Any]) -> ModelShape:
+    """ModelShape from `config.json`."""
+    if config.get("attention_bias"):
+        raise FamilyError("config.json: attention_bias true is not supported for qwen3_moe models")
+    layers, every = range(config["num_hidden_layers"]), config.get("decoder_sparse_step", 1)
+    dense = set(config.get("mlp_only_layers") or ()) | {i for i in layers if (i + 1) % every}
+    experts = ExpertShape(
+        count=expert_count(config),
+        active=config["num_experts_per_tok"],
+        ffn_hidden_size=config["moe_intermediate_size"],
+        dense_layers=tuple(sorted(dense)),
+        normalized=config.get("norm_topk_prob", False),
+    )
+    return dense_shape(config, family="qwen3_moe", qkv_bias=False, qk_norm=True, experts=experts)
+
+
+def params(shape: ModelShape) -> tuple[Param, ...]:
+    """Every parameter of the model, in the order of the forward pass."""
+    return decoder_params(shape, attention_params, expert_params())

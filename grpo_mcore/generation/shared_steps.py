@@ -1,0 +1,103 @@
+"""Several callers of one engine: one of those who wait takes the steps for all, and each gets its own samples.
+
+No thread of its own: with one caller every step runs on that caller's thread.
+"""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections import deque
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass, field
+from typing import Any
+
+
+@dataclass(eq=False)
+class Caller:
+    """Who waits for samples. `running`: request id -> the engine's id of it; `finished`: outputs to be fetched."""
+
+    running: dict[str, str] = field(default_factory=dict)
+    finished: deque[Any] = field(default_factory=deque)
+    error: Exception | None = None
+
+
+class SharedSteps:
+    """`add` requests, then `next` until nothing is left. A step's error reaches every caller who waits for requests."""
+
+    def __init__(self, step: Callable[[Callable[[Iterable[Any]], None]], None], timeout_s: float) -> None:
+        """`step(deliver)`: one step of the engine; calls `deliver` with the finished outputs (each has a `request_id`)
+        before anybody else may use the engine. `timeout_s`: the longest that a caller waits for a step of another's.
+        """
+        self._step, self._timeout_s = step, timeout_s
+        self._changed = threading.Condition()
+        self._owners: dict[str, Caller] = {}
+        self._leading = False  # somebody takes steps
+        self._stepped_at = 0.0
+
+    @property
+    def generating(self) -> bool:
+        """Whether a request of any caller is unfinished."""
+        return bool(self._owners)
+
+    def add(self, caller: Caller, request_id: str, engine_id: str) -> None:
+        with self._changed:
+            caller.running[request_id] = engine_id
+            self._owners[request_id] = caller
+
+    def drop(self, caller: Caller) -> list[str]:
+        """The caller wants no more. Returns the engine's ids of what is unfinished; outputs of it go nowhere."""
+        with self._changed:
+            for request_id in caller.running:
+                del self._owners[request_id]
+            unfinished, caller.running = list(caller.running.values()), {}
+            return unfinished
+
+    def next(self, caller: Caller) -> Any:
+        """The next finished output of the caller's, who has at least one to come.
+
+        Raises what a step raised; another's step that failed is the cause of a RuntimeError. Raises TimeoutError when
+        another's step does not end.
+        """
+        while not caller.finished:
+            if self._wait_to_lead(caller):
+                try:
+                    while not caller.finished:
+                        self._step(self._deliver)
+                        self._stepped_at = time.monotonic()
+                except Exception as error:
+                    with self._changed:
+                        for other in self._owners.values():
+                            other.error = error
+                    raise
+                finally:
+                    with self._changed:
+                        self._leading = False
+                        self._changed.notify_all()
+        return caller.finished.popleft()
+
+    def _wait_to_lead(self, caller: Caller) -> bool:
+        """True: it is on the caller to step. False: there is an output for it."""
+        with self._changed:
+            while not self._changed.wait_for(
+                lambda: caller.finished or caller.error or not self._leading, self._timeout_s
+            ):
+                if time.monotonic() - self._stepped_at > self._timeout_s:
+                    raise TimeoutError(
+                        f"a step of generation, taken for another caller, took over {self._timeout_s:g} s"
+                    )
+            if caller.finished:
+                return False
+            if caller.error is not None:
+                raise RuntimeError(f"a step of generation failed: {caller.error}") from caller.error
+            self._leading, self._stepped_at = True, time.monotonic()
+            return True
+
+    def _deliver(self, outputs: Iterable[Any]) -> None:
+        with self._changed:
+            for output in outputs:
+                caller = self._owners.pop(output.request_id, None)
+                if caller is not None:
+                    del caller.running[output.request_id]
+                    caller.finished.append(output)
+            self._changed.notify_all()

@@ -1,0 +1,107 @@
+"""The Mamba2 mixer in plain PyTorch, over packed rows: no state and no convolution reaches over a boundary.
+
+Under context parallelism every rank scans the whole sequences and keeps its own tokens.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from megatron.core.tensor_parallel import gather_from_sequence_parallel_region
+from megatron.core.transformer import TransformerConfig
+from torch import Tensor
+from torch.nn import Parameter
+
+from grpo_mcore.families import MambaShape
+from grpo_mcore.parallel.attention import PackedRow
+
+
+class MambaMixer(torch.nn.Module):
+    """Stands in the place of a layer's attention. Parameters have the names of the Hugging Face checkpoint.
+
+    Dao and Gu, arXiv 2405.21060: state h_t = exp(dt_t A) h_{t-1} + dt_t B_t x_t, output y_t = C_t h_t + D x_t.
+    """
+
+    def __init__(self, config: TransformerConfig, layer_number: int, mamba: MambaShape, **_: Any) -> None:
+        super().__init__()
+        self.mamba, self.eps, dtype = mamba, config.layernorm_epsilon, config.params_dtype
+        self.in_proj = _Weights(weight=(mamba.inner + mamba.convolved + mamba.heads, config.hidden_size), dtype=dtype)
+        self.conv1d = _Weights(weight=(mamba.convolved, 1, mamba.kernel), bias=(mamba.convolved,), dtype=dtype)
+        self.norm = _Weights(weight=(mamba.inner,), dtype=dtype)
+        self.out_proj = _Weights(weight=(config.hidden_size, mamba.inner), dtype=dtype)
+        self.dt_bias, self.A_log, self.D = (Parameter(torch.empty(mamba.heads, dtype=dtype)) for _ in range(3))
+
+    def forward(
+        self, hidden_states: Tensor, attention_mask: None = None, packed_seq_params: PackedRow | None = None, **_: Any
+    ) -> tuple[Tensor, None]:
+        """hidden_states [t, 1, hidden] -> the same shape, and no bias."""
+        row = packed_seq_params
+        assert row is not None, "the policy feeds packed rows only"
+        projected = torch.nn.functional.linear(hidden_states[:, 0], self.in_proj.weight)
+        here = slice(None)
+        if row.context_group is not None and row.key_order is not None:
+            projected = gather_from_sequence_parallel_region(
+                projected, tensor_parallel_output_grad=True, group=row.context_group
+            ).index_select(0, row.key_order)
+            part, rank = hidden_states.size(0), row.context_group.rank()
+            here = row.key_order.argsort()[rank * part : (rank + 1) * part]
+        mixed = self._mix(projected, row.cu_seqlens_q)[here]
+        return torch.nn.functional.linear(mixed.to(hidden_states.dtype), self.out_proj.weight)[:, None], None
+
+    def _mix(self, projected: Tensor, cu_seqlens: Tensor) -> Tensor:
+        mamba = self.mamba
+        gate, convolved, dt = projected.split([mamba.inner, mamba.convolved, mamba.heads], -1)
+        starts = cu_seqlens.tolist()
+        lengths = [stop - start for start, stop in zip(starts, starts[1:], strict=False)]
+        convolved = torch.nn.functional.silu(self._convolve(convolved, cu_seqlens))
+        states = mamba.groups * mamba.state_size
+        x, b, c = convolved.float().split([mamba.inner, states, states], -1)
+        x = x.unflatten(-1, (mamba.heads, mamba.head_dim))
+        shared = mamba.heads // mamba.groups
+        b, c = (t.unflatten(-1, (mamba.groups, -1)).repeat_interleave(shared, 1) for t in (b, c))
+        dt = torch.nn.functional.softplus(dt + self.dt_bias).float().clamp(min=mamba.min_step)
+        decay = -self.A_log.float().exp()
+        parts = zip(*(t.split(lengths) for t in (x, dt, b, c)), strict=True)
+        y = torch.cat([scan(*part[:2], decay, *part[2:], mamba.chunk) for part in parts])
+        y = (y + self.D[:, None].float() * x).flatten(1)
+        y = (y * torch.nn.functional.silu(gate.float())).unflatten(-1, (mamba.groups, -1))
+        y = y * torch.rsqrt(y.square().mean(-1, keepdim=True) + self.eps)
+        return self.norm.weight * y.flatten(1).to(projected.dtype)
+
+    def _convolve(self, x: Tensor, cu_seqlens: Tensor) -> Tensor:
+        """Depthwise, causal, within each sequence; x [T, channels]."""
+        tokens, kernel = torch.arange(x.size(0), device=x.device), self.mamba.kernel
+        sequence = torch.searchsorted(cu_seqlens[1:].contiguous(), tokens, right=True)
+        position = tokens - cu_seqlens[sequence]
+        out = self.conv1d.bias.expand_as(x)
+        for back in range(kernel):
+            earlier = torch.nn.functional.pad(x, (0, 0, back, 0))[: x.size(0)]
+            seen = (position >= back)[:, None]
+            out = out + torch.where(seen, earlier, 0.0) * self.conv1d.weight[:, 0, kernel - 1 - back]
+        return out
+
+
+class _Weights(torch.nn.Module):
+    def __init__(self, dtype: torch.dtype, **shapes: tuple[int, ...]) -> None:
+        super().__init__()
+        for name, shape in shapes.items():
+            self.register_parameter(name, Parameter(torch.empty(shape, dtype=dtype)))
+
+
+def scan(x: Tensor, dt: Tensor, decay: Tensor, b: Tensor, c: Tensor, chunk: int) -> Tensor:
+    """The states of one sequence read out: x [L, heads, d], dt [L, heads], decay [heads], b and c [L, heads, n]
+    -> [L, heads, d], float32. Quadratic within a chunk of tokens, recurrent between chunks."""
+    state = x.new_zeros(x.size(1), x.size(2), b.size(2))
+    outputs = []
+    for values, steps, inputs, readouts in zip(*(t.split(chunk) for t in (x, dt, b, c)), strict=True):
+        log_decay = (steps * decay).cumsum(0)
+        values = values * steps[..., None]
+        between = (log_decay[:, None] - log_decay).permute(2, 0, 1)  # [heads, to, from]
+        future = torch.ones(len(values), len(values), dtype=torch.bool, device=x.device).triu(1)
+        weights = torch.einsum("ihn,jhn->hij", readouts, inputs) * between.masked_fill(future, -torch.inf).exp()
+        y = torch.einsum("hij,jhp->ihp", weights, values)
+        outputs.append(y + torch.einsum("ihn,hpn->ihp", readouts, state) * log_decay.exp()[..., None])
+        rest = inputs * (log_decay[-1] - log_decay).exp()[..., None]
+        state = state * log_decay[-1].exp()[:, None, None] + torch.einsum("jhn,jhp->hpn", rest, values)
+    return torch.cat(outputs)

@@ -1,0 +1,130 @@
+"""Megatron-Core's settings of a model on a layout."""
+
+from __future__ import annotations
+
+from importlib.util import find_spec
+from typing import Any
+
+import torch
+from megatron.core.activations import squared_relu
+from megatron.core.transformer import TransformerConfig
+from megatron.core.transformer.transformer_config import MLATransformerConfig
+
+from grpo_mcore.families import ModelShape
+from grpo_mcore.parallel.mesh import Layout
+
+
+def transformer_config(shape: ModelShape, layout: Layout, settings: Any, dtype: torch.dtype) -> TransformerConfig:
+    """Megatron-Core's settings of the whole model, shared by all chunks of this rank."""
+    fused, recompute = has_transformer_engine(), settings.activation_checkpointing
+    by_all_gather = shape.experts is not None and settings.moe_token_dispatcher_type == "allgather"
+    return (MLATransformerConfig if shape.latent else TransformerConfig)(
+        num_layers=shape.num_layers,
+        hidden_size=shape.hidden_size,
+        num_attention_heads=shape.num_heads,
+        num_query_groups=shape.num_kv_heads,
+        kv_channels=shape.head_dim,
+        ffn_hidden_size=shape.ffn_hidden_size,
+        normalization="RMSNorm",
+        layernorm_epsilon=shape.norm_eps,
+        qk_layernorm=shape.qk_norm,
+        add_bias_linear=False,
+        add_qkv_bias=shape.qkv_bias,
+        gated_linear_unit=not shape.blocks,
+        activation_func=squared_relu if shape.blocks else torch.nn.functional.silu,
+        hetereogenous_dist_checkpoint=bool(shape.blocks),
+        hidden_dropout=0.0,
+        attention_dropout=0.0,
+        tensor_model_parallel_size=layout.tensor,
+        pipeline_model_parallel_size=layout.pipeline,
+        virtual_pipeline_model_parallel_size=layout.virtual if layout.virtual > 1 else None,
+        context_parallel_size=layout.context,
+        num_layers_in_first_pipeline_stage=settings.num_layers_in_first_pipeline_stage,
+        num_layers_in_last_pipeline_stage=settings.num_layers_in_last_pipeline_stage,
+        sequence_parallel=layout.sequence_parallel,
+        params_dtype=dtype,
+        pipeline_dtype=dtype,
+        bf16=dtype == torch.bfloat16,
+        attention_softmax_in_fp32=True,
+        bias_activation_fusion=fused and settings.bias_activation_fusion,
+        bias_dropout_fusion=False,
+        masked_softmax_fusion=False,
+        gradient_accumulation_fusion=fused and settings.gradient_accumulation_fusion,
+        apply_rope_fusion=fused and settings.apply_rope_fusion and shape.latent is None,
+        perform_initialization=False,
+        use_cpu_initialization=not torch.cuda.is_available(),
+        calculate_per_token_loss=True,  # the loss arrives normalised by global counts: Megatron-Core must not divide
+        # Bins differ in length, and stay so under pipeline parallelism. The all-gather of tokens wants rows of one
+        # length: `Policy` pads them, and there are no stages.
+        variable_seq_lengths=not by_all_gather,
+        moe_token_dispatcher_type="allgather" if by_all_gather else "alltoall",
+        deallocate_pipeline_outputs=layout.pipeline > 1,
+        # Interleaved stages of two ranks are each other's next and previous one: with one batch of messages for both
+        # directions they would take each other's activations for gradients.
+        batch_p2p_comm=layout.virtual == 1,
+        overlap_p2p_comm=layout.virtual > 1,
+        recompute_granularity="full" if recompute else None,
+        recompute_method="uniform" if recompute else None,
+        recompute_num_layers=1 if recompute else None,
+        **_expert_settings(shape, layout, settings),
+        **_latent_settings(shape),
+    )
+
+
+def _latent_settings(shape: ModelShape) -> dict[str, Any]:
+    """Megatron-Core's settings of latent attention."""
+    latent = shape.latent
+    if latent is None:
+        return {}
+    found = {
+        "q_lora_rank": latent.query_rank,
+        "kv_lora_rank": latent.key_value_rank,
+        "qk_head_dim": latent.plain_dim,
+        "qk_pos_emb_head_dim": latent.rotary_dim,
+        "v_head_dim": latent.value_dim,
+        "rotary_base": shape.rope_theta,
+        "rope_type": "yarn" if latent.yarn else "rope",
+    }
+    if latent.yarn is not None:
+        found |= {
+            "rotary_scaling_factor": latent.yarn.factor,
+            "original_max_position_embeddings": latent.yarn.original_positions,
+            "beta_fast": latent.yarn.beta_fast,
+            "beta_slow": latent.yarn.beta_slow,
+            "mscale": latent.yarn.mscale,
+            "mscale_all_dim": latent.yarn.mscale_all_dim,
+        }
+    return found
+
+
+def _expert_settings(shape: ModelShape, layout: Layout, settings: Any) -> dict[str, Any]:
+    """Megatron-Core's settings of the experts; no loss but the policy's own, no token dropped."""
+    experts = shape.experts
+    if experts is None:
+        return {}
+    return {
+        "num_moe_experts": experts.count,
+        "moe_router_topk": experts.active,
+        "moe_ffn_hidden_size": experts.ffn_hidden_size,
+        "moe_layer_freq": [int(shape.is_expert_layer(layer)) for layer in range(shape.num_layers)],
+        "moe_router_pre_softmax": not experts.normalized,  # else softmax over the chosen: the same as normalising them
+        "moe_router_score_function": "sigmoid" if experts.sigmoid else "softmax",
+        "moe_router_enable_expert_bias": experts.sigmoid,
+        "moe_router_bias_update_rate": 0.0,
+        "moe_router_num_groups": experts.groups if experts.groups > 1 else None,
+        "moe_router_group_topk": experts.active_groups if experts.groups > 1 else None,
+        "moe_router_topk_scaling_factor": experts.scaling if experts.scaling != 1.0 else None,
+        "moe_shared_expert_intermediate_size": experts.shared_ffn_hidden_size or None,
+        "moe_router_dtype": settings.moe_router_dtype,
+        "moe_router_load_balancing_type": "none",
+        "moe_aux_loss_coeff": 0.0,
+        "moe_z_loss_coeff": None,
+        "moe_permute_fusion": has_transformer_engine() and settings.moe_permute_fusion,
+        "expert_model_parallel_size": layout.expert,
+        "expert_tensor_parallel_size": layout.expert_tensor,
+    }
+
+
+def has_transformer_engine() -> bool:
+    """Whether Megatron-Core's layers are those of TransformerEngine."""
+    return torch.cuda.is_available() and find_spec("transformer_engine") is not None

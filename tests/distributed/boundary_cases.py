@@ -1,0 +1,40 @@
+"""What the ranks compute in test_boundaries.py."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+from grpo_mcore.batching.packed_batch import pack_rows
+from grpo_mcore.parallel.mesh import Address
+from tests.distributed.policy_cases import LayoutCase, make_policy, owned_slices
+
+ROW = (7, 13, 4, 9)  # lengths of the sequences of one row
+CHANGED = 1  # all its tokens change
+
+
+def score_and_differentiate(address: Address, model: str, case: LayoutCase, change: bool) -> dict[str, Any]:
+    """Log-probs of each sequence of a row, and the gradient of those of all but CHANGED."""
+    policy = make_policy(address, model, case)
+    generator = torch.Generator().manual_seed(3)
+    tokens = [torch.randint(0, 131, (n,), generator=generator) for n in ROW]
+    if change:
+        tokens[CHANGED] = (tokens[CHANGED] + 17) % 131
+    columns = [
+        {"token_mask": torch.ones(n), "sample_mask": torch.tensor(1.0), "weight": torch.tensor(float(i != CHANGED))}
+        for i, n in enumerate(ROW)
+    ]
+    batch = pack_rows(tokens, columns, policy.row_multiple)
+    logprobs = policy.logprobs([batch])
+    before = owned_slices(policy)
+    policy.train_step([batch], _weighted_sum, global_valid_seqs=1, global_valid_toks=1)
+    return {
+        "logprobs": batch.split(logprobs[0]) if logprobs else None,
+        "gradients": [was - now for (_, _, was), (_, _, now) in zip(before, owned_slices(policy), strict=True)],
+    }
+
+
+def _weighted_sum(logprobs: torch.Tensor, inputs: Any, **_: Any) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
+    loss = (logprobs * inputs["weight"]).sum()
+    return loss, {"loss": loss.detach()}

@@ -1,0 +1,40 @@
+"""Sequences of a packed row know nothing of each other: bit for bit in dense models."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+
+from tests.distributed.boundary_cases import CHANGED
+from tests.distributed.policy_cases import LayoutCase
+from tests.distributed.ranks import RankPool
+from tests.distributed.tiny_models import make_tiny_model
+
+FAMILIES = ("qwen3", "qwen3_moe", "nemotron_h")
+
+
+@pytest.fixture(scope="module")
+def models(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
+    return {name: make_tiny_model(name, tmp_path_factory.mktemp(name)) for name in FAMILIES}
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("context", [1, 2])
+def test_another_sequence_changes_nothing(ranks: RankPool, models: dict[str, Path], family: str, context: int) -> None:
+    case = LayoutCase(f"CP{context}", context=context)
+    target = "tests.distributed.boundary_cases:score_and_differentiate"
+    before, after = (ranks.run(case.world_size, target, str(models[family]), case, change) for change in (False, True))
+    # The products of an expert's weights go over the tokens routed to it, of every sequence: their number changes how
+    # they are summed, in the last bit.
+    tolerance = 1e-6 if family == "qwen3_moe" else 0.0
+    for one, other in zip(before, after, strict=True):
+        for i, (was, now) in enumerate(zip(one["logprobs"], other["logprobs"], strict=True)):
+            if i == CHANGED:
+                assert (was - now).abs().max() > 0.1
+            else:
+                torch.testing.assert_close(was, now, atol=tolerance, rtol=0)
+        assert sum(gradient.abs().sum() for gradient in before[0]["gradients"]) > 1.0
+        for was, now in zip(one["gradients"], other["gradients"], strict=True):
+            torch.testing.assert_close(was, now, atol=10 * tolerance, rtol=0)

@@ -1,0 +1,67 @@
+"""`grpo-mcore refit verify` and policy.refit_parity, in process: log-probs of engine and policy after a refit."""
+
+from __future__ import annotations
+
+import contextlib
+import io
+import re
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from grpo_mcore.cli.main import main
+from grpo_mcore.parallel.weights import ShardedWeights
+from tests.functional.runs import Task, grpo_recipe, run_here, write_recipe
+
+
+def verify(folder: Path, recipe: dict[str, Any], *words: str) -> tuple[int, str]:
+    out = io.StringIO()
+    with contextlib.redirect_stdout(out):
+        code = main(["refit", "verify", str(write_recipe(folder, recipe)), *words])
+    return code, out.getvalue()
+
+
+@pytest.fixture
+def wrong_weights(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The policy sends other values than it computes with: checksums agree, as what is sent arrives."""
+    honest = ShardedWeights.parameters
+
+    def parameters(self: ShardedWeights) -> dict[str, torch.Tensor]:
+        return {name: values * (1.0 if "norm" in name else 1.1) for name, values in honest(self).items()}
+
+    monkeypatch.setattr(ShardedWeights, "parameters", parameters)
+
+
+def test_engine_and_policy_agree(tmp_path: Path, task: Task) -> None:
+    code, out = verify(tmp_path, grpo_recipe(task, task.untrained), "policy.generation.temperature=0.7")
+    assert code == 0 and "engines and policy agree" in out
+    found = re.search(r"engine-0 +8 +(\d+) +(\S+) +(\S+) +ok", out)
+    assert found, out
+    assert 8 <= int(found[1]) <= 64
+    assert 1.0 <= float(found[2]) <= float(found[3]) < 1.0001
+    assert re.search(r"pause \S+ s; [1-9]\d* checksums agree", out)
+
+
+def test_a_difference_is_seen(tmp_path: Path, task: Task, wrong_weights: None) -> None:
+    code, out = verify(tmp_path, grpo_recipe(task, task.untrained))
+    assert code == 1
+    assert re.search(r"engine-0 +8 .* DIFFERS\nat weight version 1 the log-probs of engine and policy differ", out), out
+    code, out = verify(tmp_path, grpo_recipe(task, task.untrained), "policy.refit_parity=1000.0")
+    assert code == 0, out
+
+
+@pytest.mark.parametrize("wrong", [False, True])
+def test_a_run_with_the_key(tmp_path: Path, task: Task, wrong: bool, request: pytest.FixtureRequest) -> None:
+    if wrong:
+        request.getfixturevalue("wrong_weights")
+    recipe = grpo_recipe(task, task.untrained)
+    recipe["grpo"] |= {"max_num_steps": 2}
+    run = run_here("train", tmp_path, recipe, "policy.refit_parity=1.001", "checkpointing.enabled=false")
+    if wrong:
+        assert run.code == 1
+        assert "policy.refit_parity: at weight version 1 the log-probs of engine and policy differ" in run.err
+    else:
+        assert run.code == 0, run.err
+        assert len(run.metrics()) == 2

@@ -1,0 +1,29 @@
+"""Reward functions by import path, for the tests of rules."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Mapping
+from typing import Any
+
+
+def share_of_words(response: str, info: Mapping[str, Any]) -> float:
+    """Of the prompt's `words`, how many are there."""
+    return sum(word in response for word in info["words"]) / len(info["words"])
+
+
+def nan(response: str, info: Mapping[str, Any]) -> float:
+    return float("nan")
+
+
+def as_told(response: str, info: Mapping[str, Any]) -> float:
+    """Does what the response says."""
+    if response == "sleep":
+        time.sleep(3600)
+    if response == "allocate":
+        return float(len(bytearray(8 * 2**30)))
+    if response == "raise":
+        raise RuntimeError("not\ntoday")
+    if response == "inf":
+        return float("inf")
+    return 0.5

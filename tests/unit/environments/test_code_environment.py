@@ -1,0 +1,191 @@
+"""Answers with programs: what they are worth, and why. In a sandbox, and without one where the code is trusted."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any
+
+import pytest
+
+from grpo_mcore.environments import create_env, sandbox_command
+from grpo_mcore.environments.code_environment import CodeEnvConfig, CodeEnvironment
+from grpo_mcore.environments.code_tests import CodeTestError
+from grpo_mcore.environments.registry import EnvironmentConfigError
+from grpo_mcore.environments.sandbox import BUBBLEWRAP, TRUST, SandboxError
+from tests.unit.environments.sandbox_here import needs_sandbox
+
+SECTION = {"num_workers": 2, "cpu_limit_s": 5.0, "output_limit_mb": 0.1, "stop_strings": ["</code>"]}
+KINDS = [TRUST, pytest.param(BUBBLEWRAP, marks=needs_sandbox)]
+SUM = [{"input": f"{n}\n{n + 1}\n", "output": f"{2 * n + 1}\n"} for n in range(3)]
+RIGHT = "print(int(input()) + int(input()))"
+ADD = "def add(a, b):\n    return a + b"
+
+
+@pytest.fixture(scope="module", params=KINDS)
+def env(request: pytest.FixtureRequest) -> Iterator[CodeEnvironment]:
+    env = create_env("code", SECTION | {"sandbox": request.param, "partial_credit": True})
+    assert isinstance(env, CodeEnvironment)
+    yield env
+    env.shutdown()
+
+
+def said(*programs: str) -> list[list[dict[str, Any]]]:
+    return [[{"role": "assistant", "content": f"So:\n```python\n{program}\n```\nDone."}] for program in programs]
+
+
+def judge(env: CodeEnvironment, program: str, **row: Any) -> tuple[float | None, str]:
+    result = env.step(said(program), [row])
+    return result.rewards[0], result.reasons[0]
+
+
+def test_a_batch(env: CodeEnvironment) -> None:
+    programs = [RIGHT, "print(1)", "import sys; print(sum(map(int, sys.stdin)))", "print(", "print(input())"]
+    logs = [*said(*programs), [{"role": "assistant", "content": "I do not know"}]]
+    row = {"tests": SUM, "level": 3}
+    result = env.step(logs, [row] * 6)
+    assert result.rewards == [1.0, 1 / 3, 1.0, 0.0, 0.0, 0.0]
+    assert result.answers == [*(f"{program}\n" for program in programs), None]
+    assert result.reasons == [
+        "3 of 3 tests passed",
+        "1 of 3 tests passed; test 2: printed '1', expected '3'; test 3: printed '1', expected '5'",
+        "3 of 3 tests passed",
+        "0 of 3 tests passed; " + "; ".join(f"test {n}: crashed: SyntaxError: '(' was never closed" for n in (1, 2, 3)),
+        "0 of 3 tests passed; test 1: printed '0', expected '1'; test 2: printed '1', expected '3'; "
+        "test 3: printed '2', expected '5'",
+        "no code block found",
+    ]
+    assert result.terminateds == [True] * 6 and result.metadata == [row] * 6
+    assert result.next_stop_strings == [["</code>"]] * 6
+    assert result.observations[0] == {"role": "environment", "content": "Environment: 3 of 3 tests passed"}
+    assert result.seconds is not None and min(result.seconds) >= 0
+
+
+def test_calls_and_assertions(env: CodeEnvironment) -> None:
+    tests = [{"call": "add", "args": [1, 2], "output": 3}, {"call": "add", "args": [[1], [2]], "output": [1, 2]}]
+    assert judge(env, ADD, tests=tests) == (1.0, "2 of 2 tests passed")
+    method = f"class Solution:\n    @staticmethod\n    {ADD}".replace("\n    return", "\n        return")
+    assert judge(env, method, tests=tests)[0] == 1.0
+    assert judge(env, ADD.replace("+", "*"), tests=tests) == (
+        0.0,
+        "0 of 2 tests passed; test 1: add returned 2, expected 3; "
+        "test 2: crashed: TypeError: can't multiply sequence by non-int of type 'list'",
+    )
+    mbpp = {"test_list": ["assert add(1, 2) == 3", "assert add(1, 2) == 4"], "test_setup_code": ""}
+    assert judge(env, ADD, **mbpp) == (
+        0.5,
+        "1 of 2 tests passed; test 2: crashed: AssertionError in 'assert add(1, 2) == 4'",
+    )
+    human_eval = {"entry_point": "add", "prompt": "def add(a, b):\n", "test": "def check(f):\n    assert f(1, 2) == 3"}
+    assert judge(env, "    return a + b", **human_eval)[0] == 1.0
+    assert judge(env, ADD, **human_eval)[0] == 1.0
+    assert judge(env, "    return a", **human_eval)[0] == 0.0
+
+
+@pytest.mark.parametrize(
+    "program",
+    [
+        "exit()",
+        "import os; os._exit(0)",
+        "raise SystemExit(0)",
+        "def add(a, b): exit(0)",
+        "import os; os.write(3, b'{}')",
+    ],
+)
+def test_a_program_that_ends_before_its_test_has_failed_it(env: CodeEnvironment, program: str) -> None:
+    for row in ({"test_list": ["assert add(1, 2) == 3"]}, {"tests": [{"call": "add", "args": [1, 2], "output": 3}]}):
+        reward, reason = judge(env, program, **row)
+        assert reward == 0.0 and reason.startswith("0 of 1 tests passed; test 1: ")
+
+
+def test_limits_fail_their_test_with_a_reason(env: CodeEnvironment) -> None:
+    program = "n = int(input())\nif n == 1: print('x' * 10**6)\nif n == 2: raise ValueError('two')\nprint(2 * n + 1)"
+    assert judge(env, program, tests=SUM) == (
+        1 / 3,
+        "1 of 3 tests passed; test 2: output limit of 0.1 MiB; test 3: crashed: ValueError: two",
+    )
+
+
+def test_several_threads_do_not_mix(env: CodeEnvironment) -> None:
+    def one(number: int) -> Any:
+        rows = [{"tests": [{"input": "", "output": str(n)}]} for n in range(4)]
+        return env.step(said(*[f"print({number})"] * 4), rows).rewards
+
+    with ThreadPoolExecutor(4) as threads:
+        assert list(threads.map(one, range(4))) == [[float(n == number) for n in range(4)] for number in range(4)]
+
+
+def test_a_prompt_without_tests_is_an_error(env: CodeEnvironment) -> None:
+    with pytest.raises(CodeTestError, match="needs tests in one of"):
+        env.step(said(RIGHT), [{"ground_truth": "3"}])
+
+
+@pytest.mark.parametrize(
+    ("keys", "reward", "reason"),
+    [
+        ({}, 0.0, "1 of 3 tests passed; test 2: printed '1', expected '3'"),  # the third is left out
+        ({"max_tests": 1}, 1.0, "1 of 1 tests passed"),
+        (
+            {"answer_limit_s": 1e-9, "partial_credit": True},
+            0.0,
+            "0 of 3 tests passed; tests from 1 on: limit of 1e-09 s",
+        ),
+        ({"float_tolerance": 0.5, "partial_credit": True}, 1 / 3, "1 of 3 tests passed"),
+    ],
+)
+def test_keys(keys: dict[str, Any], reward: float, reason: str) -> None:
+    env = CodeEnvironment(SECTION | {"sandbox": TRUST} | keys)
+    found = judge(env, "print(1)", tests=SUM)
+    env.shutdown()
+    assert found[0] == reward and found[1].startswith(reason)
+
+
+def test_a_tolerance() -> None:
+    env = CodeEnvironment({"sandbox": TRUST, "num_workers": 1, "float_tolerance": 1e-6})
+    assert judge(env, "print(1 / 3)", tests=[{"input": "", "output": "0.3333333"}])[0] == 1.0
+    assert judge(env, "print(0.3333)", tests=[{"input": "", "output": "0.3333333"}])[0] == 0.0
+    env.shutdown()
+
+
+def test_a_sandbox_that_breaks_gives_no_reward(monkeypatch: pytest.MonkeyPatch) -> None:
+    """For that answer; it is excluded and counted."""
+    env = CodeEnvironment(SECTION | {"sandbox": TRUST})
+    start = env._sandboxes.start
+    calls = iter(range(100))
+
+    def broken() -> Any:
+        if next(calls) < 3:
+            raise OSError("too many open files")
+        return start()
+
+    monkeypatch.setattr(env._sandboxes, "start", broken)
+    rewards, reasons = [], []
+    for _ in range(2):
+        result = env.step(said(RIGHT), [{"tests": SUM}])
+        rewards += result.rewards
+        reasons += result.reasons
+    env.shutdown()
+    assert rewards == [None, 1.0]
+    assert reasons[0] == "the sandbox broke 3 times in a row: OSError: too many open files"
+
+
+def test_without_bubblewrap_it_refuses_and_says_what_there_is(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sandbox_command.shutil, "which", lambda _: None)
+    wanted = rf"(?s)bubblewrap \(bwrap\) is not installed.*there is env\.code\.sandbox: {TRUST}"
+    with pytest.raises(SandboxError, match=wanted):
+        CodeEnvironment({})
+    CodeEnvironment({"sandbox": TRUST}).shutdown()
+
+
+@pytest.mark.parametrize(
+    ("section", "message"),
+    [
+        ({"num_worker": 2}, "env.code.num_worker: unknown key; did you mean 'num_workers'?"),
+        ({"sandbox": "none"}, "env.code.sandbox: Input should be 'bubblewrap' or 'none_i_trust_the_code', got 'none'"),
+        ({"cpu_limit_s": 0}, "env.code.cpu_limit_s: Input should be greater than 0, got 0"),
+    ],
+)
+def test_a_wrong_section_names_its_key(section: dict[str, Any], message: str) -> None:
+    with pytest.raises(EnvironmentConfigError) as error:
+        CodeEnvConfig.read(section)
+    assert str(error.value).startswith(message)

@@ -1,0 +1,95 @@
+"""Rows of the public benchmarks, as published, become tests."""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+import pytest
+
+from grpo_mcore.environments.code_tests import AssertTest, CallTest, CodeTestError, StdinTest, read_tests
+
+ADD = "def add(a, b):\n    return a + b\n"
+
+
+@pytest.mark.parametrize("packed", [False, True])
+def test_the_form_of_our_own(packed: bool) -> None:
+    tests: Any = [
+        {"input": "1 2\n", "output": "3"},
+        {"input": ["1", "2"], "output": [3]},
+        {"call": "add", "args": [1, [2]], "output": 3},
+        {"assert": "assert add(1, 2) == 3"},
+    ]
+    assert read_tests({"tests": json.dumps(tests) if packed else tests}) == [
+        StdinTest("1 2\n", "3"),
+        StdinTest("1\n2", "3"),
+        CallTest("add", [1, [2]], (3,)),
+        AssertTest("assert add(1, 2) == 3"),
+    ]
+
+
+def test_apps() -> None:
+    row = {"question": "?", "input_output": json.dumps({"inputs": ["1\n", ["2", "3"]], "outputs": ["1\n", ["5"]]})}
+    assert read_tests(row) == [StdinTest("1\n", "1\n"), StdinTest("2\n3", "5")]
+    called = {"fn_name": "add", "inputs": [[1, 2], [[], []]], "outputs": [[3], [[]]]}
+    assert read_tests({"input_output": called}) == [
+        CallTest("add", [1, 2], ([3], 3)),  # results come with a list around them, and without
+        CallTest("add", [[], []], ([[]], [])),
+    ]
+
+
+def test_live_code_bench() -> None:
+    row = {
+        "public_test_cases": json.dumps([{"input": "1\n", "output": "2\n", "testtype": "stdin"}]),
+        "private_test_cases": json.dumps([{"input": '[1, 2]\n"a"\n', "output": "[3]", "testtype": "functional"}]),
+        "metadata": '{"func_name": "add"}',
+    }
+    assert read_tests(row) == [StdinTest("1\n", "2\n"), CallTest("add", [[1, 2], "a"], ([3],))]
+    with pytest.raises(CodeTestError, match="private_test_cases: a functional test needs func_name in 'metadata'"):
+        read_tests(row | {"metadata": "{}"})
+    with pytest.raises(CodeTestError, match="not JSON: 'eJwr.*have to be unpacked in the dataset"):
+        read_tests(row | {"private_test_cases": "eJwrSS0uAQAEXQHB"})
+
+
+def test_mbpp() -> None:
+    row = {
+        "text": "?", "code": ADD, "task_id": 1, "test_setup_code": "import math", "challenge_test_list": ["assert 3"],
+        "test_list": ["assert add(1, 2) == 3", "assert add(0, 0) == 0"],
+    }  # fmt: skip
+    assert read_tests(row) == [
+        AssertTest("import math\nassert add(1, 2) == 3"),
+        AssertTest("import math\nassert add(0, 0) == 0"),
+        AssertTest("import math\nassert 3"),
+    ]
+    sanitized = {"test_list": ["assert 1"], "test_imports": ["import re"], "challenge_test_list": None}
+    assert read_tests(sanitized) == [AssertTest("import re\nassert 1")]
+
+
+def test_human_eval() -> None:
+    prompt = "from typing import List\n\ndef add(a, b):\n    '''Sum.'''\n"
+    row = {"entry_point": "add", "prompt": prompt, "test": "def check(candidate):\n    assert candidate(1, 2) == 3\n"}
+    [test] = read_tests(row)
+    assert isinstance(test, AssertTest) and test.code.endswith("assert candidate(1, 2) == 3\n\ncheck(add)\n")
+    assert test.program("    return a + b\n") == prompt + "    return a + b\n"
+    for whole in (ADD, "import re\nasync  def add (a): pass", "def added(): pass\n\ndef add(): pass"):
+        assert test.program(whole) == whole
+    assert test.program("def added(): pass").startswith(prompt)
+    assert test.program("\n" * 10**6) == prompt + "\n" * 10**6  # and not in an hour
+
+
+@pytest.mark.parametrize(
+    ("row", "message"),
+    [
+        ({"answer": "3"}, r"the code environment needs tests in one of tests, input_output, .*; the prompt has \['ans"),
+        ({"tests": []}, "there is no test in 'tests'"),
+        ({"tests": "[{"}, r"not JSON: '\[\{'"),
+        ({"tests": [{"in": ""}]}, r"test 0 of 'tests' has none of input, call, assert: \['in'\]"),
+        ({"tests": [{"input": ""}]}, "the tests in 'tests' cannot be read: KeyError: 'output'"),
+        ({"tests": [3]}, "the tests in 'tests' cannot be read: TypeError"),
+        ({"input_output": {"inputs": ["1"], "outputs": []}}, "'input_output' cannot be read: ValueError"),
+        ({"test": "def check(c): pass"}, "the tests in 'test' cannot be read: KeyError: 'entry_point'"),
+    ],
+)
+def test_rows_without_tests_say_so(row: dict[str, Any], message: str) -> None:
+    with pytest.raises(CodeTestError, match=message):
+        read_tests(row)

@@ -1,0 +1,63 @@
+r"""Answers as strings: the same in another writing is right, anything else is not."""
+
+from __future__ import annotations
+
+import pytest
+
+from grpo_mcore.environments.dapo import dapo_math_verify, find_answer, normalized
+
+
+@pytest.mark.parametrize(
+    ("response", "truth", "reward"),
+    [
+        ("It is so.\nAnswer: 34", "34", 1.0),
+        ("Answer: 5\nNo.\nanswer :  34 ", "34", 1.0),
+        ("Answer: $\\boxed{34}$.", "34", 1.0),
+        ("**Answer: 34**", "34", 1.0),
+        ("Answer: 1,000,000", "1000000", 1.0),
+        ("Answer: x = 5", "5", 1.0),
+        (r"Answer: $\dfrac12$", r"\frac{1}{2}", 1.0),
+        (r"Answer: \sqrt2 cm", r"\sqrt{2}", 1.0),
+        (r"Answer: 90^\circ", "90", 1.0),
+        (r"Answer: \text{blue}", "blue", 1.0),
+        ("Answer: 12 dollars", "12", 1.0),
+        (r"Answer: \left( 1, 2 \right)", "(1,2)", 1.0),
+        ("Answer: 35", "34", -1.0),
+        ("Answer: 34\nAnswer: 35", "34", -1.0),
+        ("Answer: 0.5", r"\frac{1}{2}", -1.0),  # strings, not numbers
+        ("It is 34", "34", -1.0),
+        ("", "34", -1.0),
+    ],
+)
+def test_reward(response: str, truth: str, reward: float) -> None:
+    assert dapo_math_verify(response, truth)[0] == reward
+
+
+def test_the_answer_is_told_as_it_was_compared() -> None:
+    assert dapo_math_verify("Answer: $ 1,000 $", "7") == (-1.0, "1000")
+    assert dapo_math_verify("34", "34") == (-1.0, None)
+
+
+def test_an_answer_counts_only_at_the_end() -> None:
+    assert find_answer("Answer: 5" + "x" * 291) == "5" + "x" * 291
+    assert find_answer("Answer: 5" + "x" * 300) is None
+
+
+@pytest.mark.parametrize(
+    ("written", "same"),
+    [
+        (r"\tfrac{1}{2}", r"\frac{1}{2}"),
+        (r"\frac12", r"\frac{1}{2}"),
+        (r"\frac123", r"\frac123"),  # which of the two it is nobody knows
+        (r"\boxed{\frac{\sqrt{2}}{2}}", r"\frac{\sqrt{2}}{2}"),
+        (r"10\%", "10"),
+        (r"3\, 4\quad 5", "345"),
+        ("1,23", "1,23"),
+        (r"\mathrm{\text{a}}", "a"),
+        ("5 square feet", "5"),
+        ("seconds", "seconds"),
+    ],
+)
+def test_one_way_of_writing(written: str, same: str) -> None:
+    assert normalized(written) == same
+    assert normalized(normalized(written)) == same

@@ -1,0 +1,61 @@
+"""The letter of a multiple choice, in English and in other languages."""
+
+from __future__ import annotations
+
+import pytest
+
+from grpo_mcore.environments.multiple_choice import english_choice, multilingual_choice
+
+
+@pytest.mark.parametrize(
+    ("response", "letter"),
+    [
+        ("Answer: B", "B"),
+        ("so\nANSWER : b.", "B"),
+        ("**Answer:** (C)", "C"),
+        (r"Answer: $\boxed{D}$", "D"),
+        ("Answer: A\nno, Answer: J", "J"),
+        ("Answer: Because", None),
+        ("Answer: K", None),
+        ("B", None),
+        ("The answer is B", None),
+        ("", None),
+    ],
+)
+def test_english(response: str, letter: str | None) -> None:
+    assert english_choice(response, "B") == (letter == "B", letter)
+    assert multilingual_choice(response, "B") == (letter == "B", letter)
+
+
+@pytest.mark.parametrize(
+    ("response", "letter"),
+    [
+        ("Antwort: C", "C"),
+        ("Réponse : A", "A"),
+        ("RESPUESTA: b", "B"),
+        ("答案：Ｄ", "D"),
+        ("答え: (B)", "B"),
+        ("정답: A", "A"),
+        ("الإجابة: ب", "B"),
+        ("উত্তর: খ", "B"),
+        ("Ответ: **C**", "C"),
+        ("Trả lời: D", "D"),
+        ("Đáp án: A", "A"),
+        ("Svar: B", "B"),
+    ],
+)
+def test_other_languages(response: str, letter: str) -> None:
+    assert multilingual_choice(response, letter) == (True, letter)
+    assert multilingual_choice(response, "J") == (False, letter)
+    assert english_choice(response, letter) == (False, None)
+
+
+@pytest.mark.parametrize("truth", ["c", " C ", "(C)", "C.", "**C**", "Ｃ"])
+def test_a_truth_may_be_written_in_several_ways(truth: str) -> None:
+    assert multilingual_choice("Answer: C", truth) == (True, "C")
+
+
+@pytest.mark.parametrize("truth", ["", "K", "CD", "42"])
+def test_a_truth_that_is_no_letter_is_an_error(truth: str) -> None:
+    with pytest.raises(ValueError, match="a letter from A to J"):
+        english_choice("Answer: C", truth)

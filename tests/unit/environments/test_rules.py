@@ -1,0 +1,138 @@
+"""Components of a reward, one by one and as an environment."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+
+from grpo_mcore.environments import create_env
+from grpo_mcore.environments.interfaces import EnvironmentInterface
+from grpo_mcore.environments.registry import EnvironmentConfigError
+from grpo_mcore.environments.rule_environment import RuleEnvConfig, RuleEnvironment
+from grpo_mcore.environments.rules import make_rules
+
+FUNCTIONS = "tests.unit.environments.rule_functions"
+
+
+def value(rule: dict[str, Any], response: str, **info: Any) -> Any:
+    found = make_rules({"it": rule})(response, info)
+    return found["values"]["it"] if "values" in found else found
+
+
+@pytest.mark.parametrize(
+    ("rule", "response", "expected"),
+    [
+        ({"type": "regex", "pattern": r"\d+"}, "42", 1.0),
+        ({"type": "regex", "pattern": r"\d+"}, "42.", 0.0),
+        ({"type": "regex", "pattern": r"\d+", "match": "search"}, "it is 42.", 1.0),
+        ({"type": "length", "min": 2, "max": 3}, "ab", 1.0),
+        ({"type": "length", "min": 2, "max": 3}, "abc", 1.0),
+        ({"type": "length", "min": 2, "max": 3}, "abcd", 0.0),
+        ({"type": "length", "min": 2}, "a", 0.0),
+        ({"type": "length", "unit": "words", "max": 2}, " a  b\n", 1.0),
+        ({"type": "length", "unit": "lines", "min": 2}, "a\nb", 1.0),
+        ({"type": "contains", "all": ["a", "b"]}, "b a", 1.0),
+        ({"type": "contains", "all": ["a", "b"]}, "b", 0.0),
+        ({"type": "contains", "any": ["a", "b"]}, "b", 1.0),
+        ({"type": "contains", "any": ["a", "b"]}, "c", 0.0),
+        ({"type": "contains", "all": ["a"], "none": ["sorry"]}, "a, sorry", 0.0),
+        ({"type": "contains", "all": ["Straße"], "ignore_case": True}, "STRASSE", 1.0),
+        ({"type": "contains", "all": ["A"]}, "a", 0.0),
+        ({"type": "function", "path": f"{FUNCTIONS}:share_of_words"}, "a b", 2 / 3),
+        ({"type": "verifier", "verifier": "dapo_math_verify"}, "Answer: 5", 1.0),
+        ({"type": "verifier", "verifier": "dapo_math_verify"}, "Answer: 6", -1.0),
+        ({"type": "verifier", "verifier": "english_multichoice"}, "Answer: A", {
+            "failed": "it", "why": "ValueError: the ground truth of a multiple choice is a letter from A to J, got '5'"
+        }),
+        ({"type": "function", "path": f"{FUNCTIONS}:nan"}, "", {"failed": "it", "why": "its value is nan"}),
+    ],
+)  # fmt: skip
+def test_a_component(rule: dict[str, Any], response: str, expected: Any) -> None:
+    assert value(rule, response, ground_truth=5, words=["a", "b", "c"]) == expected
+
+
+def test_a_verifier_needs_a_truth() -> None:
+    found = value({"type": "verifier", "verifier": "dapo_math_verify"}, "Answer: 5", level=1)
+    assert found == {"failed": "it", "why": "ValueError: the prompt has no 'ground_truth', only ['level']"}
+
+
+SECTION = {
+    "num_workers": 2,
+    "timeout_s": 1.0,
+    "memory_gb": 1.0,
+    "components": {
+        "format": {"type": "regex", "pattern": r"<.*>|sleep|allocate|raise|inf|(a+)+b"},
+        "short": {"type": "length", "max": 5, "weight": -0.5},
+        "own": {"type": "function", "path": f"{FUNCTIONS}:as_told", "weight": 2.0},
+    },
+}
+
+
+@pytest.fixture(scope="module")
+def env() -> Iterator[EnvironmentInterface]:
+    env = create_env("rules", SECTION)
+    yield env
+    env.shutdown()
+
+
+def said(*texts: str) -> list[list[dict[str, Any]]]:
+    return [[{"role": "user", "content": "?"}, {"role": "assistant", "content": text}] for text in texts]
+
+
+def test_a_reward_and_its_parts(env: EnvironmentInterface) -> None:
+    result = env.step(said("<a>", "a", "<abcdef>"), [{}] * 3)
+    assert result.rewards == [1 - 0.5 + 1.0, 0 - 0.5 + 1.0, 1 - 0.0 + 1.0]
+    assert result.rewards_by_name == [
+        {"format": 1.0, "short": 1.0, "own": 0.5},
+        {"format": 0.0, "short": 1.0, "own": 0.5},
+        {"format": 1.0, "short": 0.0, "own": 0.5},
+    ]
+    assert result.reasons[0] == "format 1, short 1, own 0.5"
+    assert result.terminateds == [True] * 3
+
+
+@pytest.mark.parametrize(
+    ("response", "reason"),
+    [
+        ("sleep", "timed out after 1 s"),
+        ("allocate", "crashed: MemoryError"),
+        ("raise", "component 'own' crashed: RuntimeError: not today"),
+        ("inf", "component 'own' crashed: its value is inf"),
+        ("a" * 60, "timed out after 1 s"),  # the pattern backtracks without end
+    ],
+)
+def test_a_sample_that_cannot_be_scored_has_no_reward(env: EnvironmentInterface, response: str, reason: str) -> None:
+    result = env.step(said("<a>", response, "<b>"), [{}] * 3)
+    assert result.rewards == [1.5, None, 1.5]
+    assert result.reasons[1] == reason
+    assert result.rewards_by_name is not None and result.rewards_by_name[1] == {}
+
+
+@pytest.mark.parametrize(
+    ("components", "message"),
+    [
+        ({}, "env.rules.components: Dictionary should have at least 1 item"),
+        ({"a": {"type": "regexp", "pattern": ""}}, "env.rules.components.a: Input tag 'regexp' found"),
+        ({"a": {"type": "regex"}}, "env.rules.components.a.regex.pattern: Field required"),
+        ({"a": {"type": "regex", "pattern": "("}}, "env.rules.components.a.regex.pattern: Value error, is no regular"),
+        ({"a": {"type": "regex", "pattern": "", "max": 1}}, "env.rules.components.a.regex.max: Extra inputs are not"),
+        ({"a": {"type": "length", "min": 2, "max": 1}}, "env.rules.components.a.length: Value error, max 1 is below"),
+        ({"a": {"type": "contains"}}, "env.rules.components.a.contains: Value error, give texts in all, any or none"),
+        (
+            {"a": {"type": "length", "weight": float("nan")}},
+            "env.rules.components.a.length.weight: Input should be a f",
+        ),
+    ],
+)
+def test_a_wrong_component_names_its_key(components: dict[str, Any], message: str) -> None:
+    with pytest.raises(EnvironmentConfigError) as error:
+        RuleEnvConfig.read({"components": components})
+    assert str(error.value).startswith(message)
+
+
+def test_a_function_that_is_not_there_is_an_error_at_the_start() -> None:
+    components = {"own": {"type": "function", "path": f"{FUNCTIONS}:missing"}}
+    with pytest.raises(EnvironmentConfigError, match=r"env\.rules\.components \(own\) does not load: .*missing"):
+        RuleEnvironment({"components": components})

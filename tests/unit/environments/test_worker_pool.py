@@ -1,0 +1,220 @@
+"""Jobs in worker processes: those that hang, crash or take too much cost themselves, and nobody else."""
+
+from __future__ import annotations
+
+import os
+import signal
+import time
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import closing
+from pathlib import Path
+from typing import Any
+
+import psutil
+import pytest
+
+from grpo_mcore.environments.registry import EnvironmentConfigError
+from grpo_mcore.environments.worker_pool import WorkerPool, _Job, _Worker
+from grpo_mcore.environments.worker_process import (
+    Forks,
+    Launcher,
+    Programs,
+    Times,
+    Work,
+    WorkerProcess,
+    WorkerStartError,
+)
+
+JOBS = "tests.unit.environments.pool_jobs"
+
+
+def work(maker: str = "make", *arguments: Any, **how: Any) -> Work:
+    return Work("these jobs", f"{JOBS}:{maker}", arguments, **({"hard_s": 60.0, "memory_gb": 1.0} | how))
+
+
+@pytest.fixture(scope="module", params=[Forks, Programs])
+def pool(request: pytest.FixtureRequest) -> Iterator[WorkerPool]:
+    os.environ["A_SECRET"] = "of the driver"
+    pool = WorkerPool(request.param(work()), 2, 1.0, spare=1)
+    yield pool
+    pool.close()
+    del os.environ["A_SECRET"]
+
+
+def wait_until(what: Callable[[], Any], seconds: float = 60.0) -> None:
+    deadline = time.monotonic() + seconds
+    while not what():
+        assert time.monotonic() < deadline
+        time.sleep(0.01)
+
+
+def test_values_come_in_order_from_several_processes_and_to_several_threads(pool: WorkerPool) -> None:
+    with ThreadPoolExecutor(4) as callers:
+        found = list(callers.map(lambda first: pool.run([("square", first + n) for n in range(20)]), range(8)))
+    assert [[r.value for r in results] for results in found] == [[(f + n) ** 2 for n in range(20)] for f in range(8)]
+    assert all(result.failure is None and result.seconds >= 0 for results in found for result in results)
+    assert pool.run([]) == []
+
+
+@pytest.mark.parametrize(
+    ("job", "reason"),
+    [
+        ("sleep", "timed out after 1 s"),
+        ("spin", "timed out after 1 s"),
+        ("compute", "timed out after 1 s"),
+        ("stop", "timed out after 1 s"),
+        ("leave", "crashed: the worker process ended with exit code 3"),
+        ("die", "crashed: the worker process was ended by SIGKILL"),
+        ("fail", "crashed: RuntimeError: not today"),
+        ("allocate", "crashed: MemoryError"),
+        ("recurse", "crashed: RecursionError: maximum recursion depth exceeded"),
+        ("give_a_set", "crashed: TypeError: Object of type set is not JSON serializable"),
+        ("no_such_job", "crashed: KeyError: 'no_such_job'"),
+    ],
+)
+def test_what_a_job_can_do_wrong(pool: WorkerPool, job: str, reason: str) -> None:
+    results = pool.run([("square", 3), (job,), *[("square", n) for n in range(5)]])
+    assert [result.value for result in results] == [9, None, 0, 1, 4, 9, 16]
+    assert results[1].failure == reason
+    assert [result.failure for result in results].count(None) == 6
+
+
+def test_a_job_that_ends_its_process_politely(pool: WorkerPool) -> None:
+    """A forked worker must not go on as a second template."""
+    [result] = pool.run([("leave_politely",)])
+    assert result.failure is not None and result.failure.startswith("crashed: the worker process ended with exit code")
+    assert pool.run([("square", 2)])[0].value == 4
+
+
+def test_the_workers_come_back(pool: WorkerPool) -> None:
+    pool.run([("die",), ("sleep",), ("leave",), ("spin",)] * 2)
+    wait_until(lambda: [worker.state for worker in pool._workers] == ["idle"] * 3)
+    before = set(pool.worker_pids())
+    for pid in before:
+        os.kill(pid, signal.SIGKILL)
+    assert [result.value for result in pool.run([("square", 2)] * 10)] == [4] * 10
+    wait_until(lambda: len(set(pool.worker_pids()) - before) == 3)
+    assert not before & set(pool.worker_pids())
+
+
+def test_a_worker_sees_no_secrets_and_one_thread(pool: WorkerPool) -> None:
+    [result] = pool.run([("environment",)])
+    assert "A_SECRET" not in result.value and result.value["OMP_NUM_THREADS"] == "1"
+
+
+def test_a_slow_job_makes_room(tmp_path: Path) -> None:
+    """It waits for a file that is there only when the job behind it is done: with one place for both."""
+    pool = WorkerPool(Forks(work("make", "hello, ")), 1, 60.0)
+    assert pool.run([("say", "you")])[0].value == "hello, you"
+    with ThreadPoolExecutor(1) as caller, closing(pool):
+        waiting = caller.submit(pool.run, [("wait_for", str(tmp_path / "done"))])
+        wait_until(lambda: any(worker.job for worker in pool._workers))
+        assert pool.run([("square", 2)])[0].value == 4
+        (tmp_path / "done").touch()
+        assert waiting.result()[0].value == "seen"
+
+
+def test_without_room_for_slow_ones_a_job_waits_for_its_place() -> None:
+    pool = WorkerPool(Programs(work()), 1, 0.5, slow_aside=False)
+    results = pool.run([("sleep",), ("pid",), ("pid",)])
+    assert results[0].failure == "timed out after 0.5 s"
+    assert results[1].value == results[2].value not in (None, os.getpid())
+    pool.close()
+
+
+def test_the_template_is_started_anew() -> None:
+    """With it go the workers that it had forked, and the job that one of them was at is done again."""
+    launcher = Forks(work())
+    pool = WorkerPool(launcher, 2, 60.0)
+    with ThreadPoolExecutor(1) as caller, closing(pool):
+        first = launcher._template._process.pid
+        waiting = caller.submit(pool.run, [("wait_for", "/proc/1/no/such")])
+        wait_until(lambda: any(worker.job for worker in pool._workers))
+        os.kill(first, signal.SIGKILL)
+        wait_until(lambda: launcher._template._process.pid != first)
+        assert pool.run([("square", 2)])[0].value == 4
+        pool.close()
+        assert waiting.result()[0].failure == "not done: the worker pool was closed"
+
+
+def test_a_worker_ends_by_itself_where_nobody_ends_it() -> None:
+    pool = WorkerPool(Forks(work(hard_s=0.3)), 1, 60.0)
+    [result] = pool.run([("sleep",)])
+    assert result.failure == "crashed: the worker process was ended by SIGALRM"
+    pool.close()
+
+
+@pytest.mark.parametrize("launcher", [Forks, Programs])
+class TestStart:
+    def test_a_function_that_does_not_load(self, launcher: type[Launcher]) -> None:
+        with pytest.raises(EnvironmentConfigError, match="these jobs does not load: OSError: no disk"):
+            WorkerPool(launcher(work("make_nothing")), 1, 1.0)
+
+    def test_a_function_that_is_not_there(self, launcher: type[Launcher]) -> None:
+        with pytest.raises(EnvironmentConfigError, match=f"cannot import the function '{JOBS}:missing'"):
+            WorkerPool(launcher(work("missing")), 1, 1.0)
+
+    def test_a_process_that_dies_before_it_is_ready(self, launcher: type[Launcher]) -> None:
+        with pytest.raises(WorkerStartError, match="these jobs: .* exit code 4.* 3 times in a row"):
+            WorkerPool(launcher(work("die_at_once")), 1, 1.0)
+
+    def test_close_ends_the_workers_whatever_they_do(self, launcher: type[Launcher]) -> None:
+        pool = WorkerPool(launcher(work()), 2, 60.0)
+        with ThreadPoolExecutor(1) as caller, closing(pool):
+            waiting = caller.submit(pool.run, [("spin",), ("sleep",), ("square", 2)])
+            wait_until(lambda: sum(worker.job is not None for worker in pool._workers) == 2)
+            processes = [psutil.Process(pid) for pid in pool.worker_pids()]
+            pool.close()
+            pool.close()
+            assert {result.failure for result in waiting.result()[:2]} == {"not done: the worker pool was closed"}
+        assert not psutil.wait_procs(processes, timeout=60)[1]
+        with pytest.raises(RuntimeError, match="the worker pool is closed"):
+            pool.run([("square", 2)])
+
+
+class Scripted(WorkerProcess):
+    """A process of which the kernel says what it is told here."""
+
+    def __init__(self, state: str, ran_s: float, waited_s: float) -> None:
+        self._now, self._is = Times(ran_s, waited_s), state
+
+    def times(self) -> Times:
+        return self._now
+
+    def _state(self) -> str:
+        return self._is
+
+    def kill(self) -> None:
+        pass
+
+    def exit_code(self) -> int:
+        return 0
+
+
+@pytest.mark.parametrize(
+    ("state", "ran_s", "waited_s", "own_s"),
+    [
+        ("R", 2.0, 1.0, 1.5),  # a wait that is not over is not counted yet: all but what it ran may be one
+        ("S", 2.0, 5.0, 6.0),  # 10 s, of which it waited 4
+        ("S", 0.0, 0.0, 10.0),  # the kernel does not count
+    ],
+)
+def test_what_a_job_waits_for_a_processor_is_not_its_own(
+    state: str, ran_s: float, waited_s: float, own_s: float
+) -> None:
+    assert Scripted(state, ran_s, waited_s).own_s(10.0, Times(0.5, 1.0)) == own_s
+
+
+@pytest.mark.parametrize(("ran_s", "given_up"), [([0.1, 0.1], []), ([0.1, 3.0], [1]), ([3.0, 2.5], [0])])
+def test_whose_place_is_taken_where_all_slow_ones_are_late(ran_s: list[float], given_up: list[int]) -> None:
+    """The one that ran longest, and none that has only waited for a processor."""
+    pool = object.__new__(WorkerPool)
+    pool.timeout_s, pool._max_slow = 10.0, 2
+    workers = [_Worker(Scripted("R", ran, 0.0), since=0.0, state="slow", job=_Job(())) for ran in ran_s]
+    jobs = [worker.job for worker in workers]
+    pool._workers = workers
+    assert pool._room_for_slow(9.9) is False, "none is late"
+    assert pool._room_for_slow(15.0) is bool(given_up)
+    assert [number for number, job in enumerate(jobs) if job is not None and job.future.done()] == given_up
+    assert [worker.state for worker in workers].count("dying") == len(given_up)

@@ -1,0 +1,133 @@
+from __future__ import annotations
+
+import threading
+from collections import Counter
+from collections.abc import Callable, Iterable
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from grpo_mcore.generation.shared_steps import Caller, SharedSteps
+
+
+class Machine:
+    """Finishes each request after as many steps as its number says. Checks that one thread at a time steps."""
+
+    def __init__(self, timeout_s: float = 60.0) -> None:
+        self.steps = SharedSteps(self.step, timeout_s)
+        self.left: dict[str, int] = {}
+        self.stepping = threading.Lock()
+        self.before_step: Callable[[], None] = lambda: None
+
+    def step(self, deliver: Callable[[Iterable[Any]], None]) -> None:
+        assert self.stepping.acquire(blocking=False), "two threads step at a time"
+        try:
+            self.before_step()
+            self.left = {key: count - 1 for key, count in self.left.items()}
+            done = [key for key, count in self.left.items() if count == 0]
+            for key in done:
+                del self.left[key]
+            deliver(SimpleNamespace(request_id=key) for key in done)
+        finally:
+            self.stepping.release()
+
+    def ask(self, name: str, *counts: int) -> Caller:
+        caller = Caller()
+        for number, count in enumerate(counts):
+            self.left[f"{name}-{number}"] = count
+            self.steps.add(caller, f"{name}-{number}", f"engine {name}-{number}")
+        return caller
+
+
+def test_one_caller_steps_on_its_own_thread_until_its_outputs_are_there() -> None:
+    machine, threads = Machine(), set()
+    machine.before_step = lambda: threads.add(threading.get_ident())
+    caller = machine.ask("a", 3, 1, 3)
+    assert [machine.steps.next(caller).request_id for _ in range(3)] == ["a-1", "a-0", "a-2"]
+    assert threads == {threading.get_ident()} and not machine.steps.generating
+
+
+def test_what_others_wait_for_is_kept_for_them() -> None:
+    machine = Machine()
+    first, second = machine.ask("a", 5), machine.ask("b", 2, 9)
+    assert machine.steps.next(first).request_id == "a-0"
+    assert machine.left == {"b-1": 4}
+    assert machine.steps.next(second).request_id == "b-0"
+    assert machine.left == {"b-1": 4}, "it was there already: no step"
+    assert machine.steps.next(second).request_id == "b-1"
+
+
+def test_many_threads_get_their_own() -> None:
+    machine, got = Machine(), Counter()
+    callers = {f"c{number}": machine.ask(f"c{number}", *range(1, 40)) for number in range(8)}
+
+    def collect(name: str) -> None:
+        for _ in range(39):
+            got[name, machine.steps.next(callers[name]).request_id.partition("-")[0]] += 1
+
+    threads = [threading.Thread(target=collect, args=(name,)) for name in callers]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(60)
+    assert got == {(name, name): 39 for name in callers}
+
+
+def test_who_stops_early_drops_its_own_only() -> None:
+    machine = Machine()
+    first, second = machine.ask("a", 1, 7), machine.ask("b", 7)
+    machine.steps.next(first)
+    assert machine.steps.drop(first) == ["engine a-1"]
+    assert machine.steps.drop(first) == []
+    assert machine.steps.next(second).request_id == "b-0"
+    assert not first.finished and not machine.steps.generating
+
+
+def test_a_failing_step_reaches_everybody_who_waits() -> None:
+    machine, failures = Machine(), []
+    entered, go = threading.Event(), threading.Event()
+
+    def fail() -> None:
+        entered.set()
+        go.wait(60)
+        raise OSError("the rank is gone")
+
+    machine.before_step = fail
+    callers = [machine.ask(name, 5) for name in "abc"]
+
+    def collect(caller: Caller) -> None:
+        try:
+            machine.steps.next(caller)
+        except Exception as error:
+            failures.append(error)
+
+    threads = [threading.Thread(target=collect, args=(caller,)) for caller in callers]
+    for thread in threads:
+        thread.start()
+    assert entered.wait(60)
+    go.set()
+    for thread in threads:
+        thread.join(60)
+    assert sorted(type(error).__name__ for error in failures) == ["OSError", "RuntimeError", "RuntimeError"]
+    assert all("the rank is gone" in str(error) for error in failures)
+
+    machine.before_step = lambda: None  # who comes later is not concerned
+    for caller in callers:
+        machine.steps.drop(caller)
+    assert machine.steps.next(machine.ask("d", 1)).request_id == "d-0"
+
+
+def test_a_step_that_does_not_end_is_not_waited_for_forever() -> None:
+    machine = Machine(timeout_s=0.05)
+    entered, go = threading.Event(), threading.Event()
+    machine.before_step = lambda: (entered.set(), go.wait(60))
+    first, second = machine.ask("a", 1), machine.ask("b", 1)
+    thread = threading.Thread(target=machine.steps.next, args=(first,))
+    thread.start()
+    assert entered.wait(60)
+    with pytest.raises(TimeoutError, match="taken for another caller, took over 0.05 s"):
+        machine.steps.next(second)
+    go.set()
+    thread.join(60)
+    assert machine.steps.next(second).request_id == "b-0", "it came in the meantime"
