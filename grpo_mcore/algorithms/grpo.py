@@ -173,6 +173,8 @@ def grpo_train(
         turn_limits(config),
         seed=config.grpo.seed,
         on_sample=lambda: report.sample(),
+        max_failures=config.grpo.async_grpo.max_generation_failures if config.grpo.async_grpo.enabled else 0,
+        on_retry=lambda uid, why: ledger.retried(uid, why),
     )
     sampling = sampling_of(config.policy.generation, tokenizer.eos_token_id)
     groups = StepGroups(config)
@@ -213,7 +215,7 @@ def grpo_train(
                         groups.fail(group)
                         prompts.settle([uid])
                         report.group_failed(uid, failure)
-                        ledger.failed(uid, failure)
+                        ledger.write("failed", uid=uid, why=failure)
                         schedule.record(s.GroupFailed(uid, failure))
                         continue
                     informative = groups.add(group)

@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 import copy
-from collections import defaultdict, deque
+from collections import Counter, defaultdict, deque
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
 from grpo_mcore.algorithms.engine_group import EngineGroup
 from grpo_mcore.algorithms.judging import Judging
-from grpo_mcore.cluster import Cluster, DeadlineExceeded, ObjectStore, Stream, Worker
+from grpo_mcore.cluster import Cluster, DeadlineExceeded, ObjectStore, Stream, Worker, WorkerFailed
 from grpo_mcore.cluster.local_cluster import LocalWorker
 from grpo_mcore.data import TurnTemplate
 from grpo_mcore.rollout.conversation import Conversation, TurnLimits
@@ -42,12 +42,13 @@ class _Open:
 
 @dataclass
 class _Running:
-    """What an engine generates. `missing`: samples that are still to come."""
+    """What an engine generates. `missing`: prompt uid -> samples that are still to come."""
 
     engine: int
     step: int
+    sampling: Sampling
     stream: Stream
-    missing: int
+    missing: Counter[str]
 
 
 class Rollouts:
@@ -57,6 +58,9 @@ class Rollouts:
     group's verdict on a turn is asked for as soon as its last sample is there, while the engines go on with the others.
     The samples that an engine has of one step take their turns together: a next turn waits until all of them are
     generated and judged.
+
+    Where a generation call fails, its groups are generated anew, as a whole: what was short enough to be there
+    already is not favoured.
 
     All of this goes on while the driver waits for something else, if that wait is given these rollouts as `Meanwhile`.
     """
@@ -70,14 +74,18 @@ class Rollouts:
         *,
         seed: int,
         on_sample: Callable[[], None] = lambda: None,
+        max_failures: int = 0,
+        on_retry: Callable[[str, str], None] = lambda uid, why: None,
     ) -> None:
         """`environments`: task name -> environment. `on_sample`: called for each sample, when its last turn is there.
+        `max_failures`: generation calls in a row that may fail; `on_retry` gets each prompt of one, and why.
 
         Raises DataError where samples may have several turns and the tokenizer's chat template cannot hold them.
         """
         self.engines, self.environments, self.limits, self.seed = engines, environments, limits, seed
         self.cluster: Cluster = engines.cluster
-        self._on_sample = on_sample
+        self._on_sample, self._on_retry = on_sample, on_retry
+        self._max_failures, self._failures = max_failures, 0
         self._template = TurnTemplate(tokenizer) if limits.max_turns > 1 else None
         self._open: dict[str, _Open] = {}
         self._running: dict[int, _Running] = {}  # by id of the stream
@@ -155,14 +163,27 @@ class Rollouts:
     def take(self, ready: Any) -> None:
         """Goes on with one of `awaited` that has something. Raises what it raises."""
         if not self._judging.take(ready):
-            running = self._running[id(ready)]
-            parcel = next(ready)
-            running.missing -= 1
-            if not running.missing:
-                del self._running[id(ready)]
-                next(ready, None)  # nothing is left but its end
-            self._take_sample(replace(parcel.label, ref=parcel.content))
+            self._take_next_of(self._running[id(ready)])
         self._go_on_judged()
+
+    def _take_next_of(self, running: _Running) -> None:
+        """The next sample of an engine, or that its call has failed."""
+        stream = running.stream
+        try:
+            parcel = next(stream)
+        except WorkerFailed as error:
+            self._failures += 1
+            if self._failures > self._max_failures:
+                raise
+            del self._running[id(stream)]
+            self._generate_anew(running, f"{error.worker}: {error.cause}")
+            return
+        running.missing[parcel.label.uid] -= 1
+        if not running.missing.total():
+            self._failures = 0
+            del self._running[id(stream)]
+            next(stream, None)  # nothing is left but its end
+        self._take_sample(replace(parcel.label, ref=parcel.content))
 
     def _go_on_judged(self) -> None:
         """Closes the groups that are judged to the end, and sends the next turns of the others."""
@@ -172,6 +193,17 @@ class Rollouts:
             if not self._open[uid].missing:
                 self._finished.append(self._close(uid))
         self._send_queued()
+
+    def _generate_anew(self, failed: _Running, why: str) -> None:
+        """Starts the unfinished groups of a failed call from the beginning, on another engine where there is one."""
+        count = len(self.engines.workers)
+        engine = failed.engine if count == 1 else (failed.engine + 1) % count
+        requests: list[GenerationRequest] = []
+        for uid in +failed.missing:  # the samples of the others are there
+            group = self._open[uid]
+            self._on_retry(uid, why)
+            requests += self._start(group.prompt, failed.sampling, len(group.conversations), group.step, engine)
+        self._send(engine, failed.step, requests, failed.sampling, f"{len(requests)} samples anew")
 
     def _take_sample(self, sample: TrajectoryRef) -> None:
         group = self._open[sample.uid]
@@ -213,7 +245,8 @@ class Rollouts:
 
     def _send(self, engine: int, step: int, requests: list[GenerationRequest], sampling: Sampling, what: str) -> None:
         stream = self.engines.workers[engine].stream("generate_refs", requests, sampling, what=what)
-        self._running[id(stream)] = _Running(engine, step, stream, len(requests))
+        missing = Counter(request.uid for request in requests)
+        self._running[id(stream)] = _Running(engine, step, sampling, stream, missing)
 
     def _close(self, uid: str) -> Group:
         group = self._open.pop(uid)

@@ -105,7 +105,7 @@ class RunReport:
     def step(self, step: int, groups: Sequence[Group], metrics: dict[str, float], clock: Timeline) -> None:
         """A step was trained: its line, and its metrics into the files."""
         seconds = clock.take()
-        self._samples_asked -= self._samples_done  # what is left is of later steps
+        self._samples_asked = max(0, self._samples_asked - self._samples_done)  # what is left is of later steps
         self._samples_done = 0
         self._tokens += int(metrics["tokens"])
         self.state["consumed_samples"] += len(groups)

@@ -34,6 +34,8 @@ def run(args: argparse.Namespace) -> int:
     for fate, count in found.fates.items():
         if count:
             print(f"{count:9,} prompts {fate}")
+    if found.retries:
+        print(f"{found.retries:9,} times a prompt was generated anew")
     ages = ", ".join(f"{count:,} at age {age}" for age, count in found.by_age.items())
     if ages:
         print(f"trained on: {ages}")

@@ -25,7 +25,8 @@ class Ledger:
                 run went on from an earlier checkpoint), missing (of these, how many are not in this file), max_age
     dispatched  uids, version (weights that begin them)
     finished    uid, version (the oldest that generated any of its tokens), scored (samples that have a reward)
-    filtered    uid, why            failed  uid, why, times (so far)
+    retried     uid, why, times (so far): what was generated is thrown away, and generated anew
+    filtered    uid, why            failed  uid, why
     trained     uids, step, version (weights that train)
     returned    uids (they go back to the data, to be generated anew)
     saved       step                ended   why, data_ended
@@ -36,7 +37,7 @@ class Ledger:
         self.path = path
         path.parent.mkdir(parents=True, exist_ok=True)
         self.entries = _cut_torn_end(path) if path.exists() else 0
-        self._failures: dict[str, int] = {}
+        self._retries: dict[str, int] = {}
         self._file: IO[str] = path.open("a")
         missing = max(0, kept - self.entries)
         self.write("started", step=step, kept=kept - missing, missing=missing, max_age=max_age, time=round(time.time()))
@@ -47,9 +48,9 @@ class Ledger:
         self._file.flush()
         self.entries += 1
 
-    def failed(self, uid: str, why: str) -> None:
-        self._failures[uid] = self._failures.get(uid, 0) + 1
-        self.write("failed", uid=uid, why=why, times=self._failures[uid])
+    def retried(self, uid: str, why: str) -> None:
+        self._retries[uid] = self._retries.get(uid, 0) + 1
+        self.write("retried", uid=uid, why=why, times=self._retries[uid])
 
     def sync(self) -> int:
         """Brings all entries to the disk. Returns their number."""

@@ -25,12 +25,14 @@ class Flaw:
 @dataclass(frozen=True)
 class Audit:
     """`fates`: prompts by what has become of them. `steps`: the last one trained. `starts`: 1 and the resumes. `void`:
-    entries that a resume has taken back. `by_age`: groups trained on by trajectory age, in weight versions."""
+    entries that a resume has taken back. `retries`: generations that were thrown away. `by_age`: groups trained on by
+    trajectory age, in weight versions."""
 
     fates: Mapping[str, int]
     steps: int
     starts: int
     void: int
+    retries: int
     by_age: Mapping[int, int]
     flaws: Sequence[Flaw]
 
@@ -46,7 +48,8 @@ def audit(entries: Sequence[Mapping[str, Any]]) -> Audit:
     for fate, _ in books.fates.values():
         fates[fate] += 1
     by_age = dict(sorted(books.by_age.items()))
-    return Audit(fates, books.step, books.starts, len(entries) - len(counted), by_age, tuple(books.flaws))
+    void = len(entries) - len(counted)
+    return Audit(fates, books.step, books.starts, void, books.retries, by_age, tuple(books.flaws))
 
 
 def valid_entries(entries: Sequence[Mapping[str, Any]]) -> list[Mapping[str, Any]]:
@@ -72,6 +75,7 @@ class _Books:
     flaws: list[Flaw] = field(default_factory=list)
     step: int = 0
     starts: int = 0
+    retries: int = 0
     max_age: int = 0
     data_ended: bool = False
 
@@ -81,6 +85,9 @@ class _Books:
                 self._start(entry)
             case "dispatched":
                 self._dispatch(entry["uids"])
+            case "retried":
+                self.retries += 1
+                self._move([entry["uid"]], (UNDER_WAY,), UNDER_WAY)
             case "finished":
                 self.versions[entry["uid"]] = entry["version"]
                 self._move([entry["uid"]], (UNDER_WAY,), FINISHED)

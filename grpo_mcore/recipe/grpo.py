@@ -97,8 +97,8 @@ class AsyncGRPOConfig(Section):
     """Which groups a step takes. in_order: those dispatched first, and it waits for them. The others take what is
     finished, by weight version, and wait only for groups that would get too old; so they prefer short answers."""
     max_generation_failures: NonNegative = 0
-    """Failed generation calls in a row that are tolerated: their groups are generated anew, as a whole. Above 0:
-    not supported yet."""
+    """Failed generation calls in a row that are tolerated: their groups are generated anew, as a whole. One more
+    ends the run."""
     in_flight_weight_updates: bool = False
     """Refit while engines generate: samples under way go on with the new weights. false: they are finished first."""
     recompute_kv_cache_after_weight_updates: bool = False

@@ -31,7 +31,6 @@ NOT_YET: dict[str, tuple[Any, str]] = {
     "policy.generation.vllm_cfg.kv_cache_dtype": ("auto", "another number format of the KV cache"),
     "policy.generation.vllm_cfg.expose_http_server": (False, "the engines' HTTP endpoint"),
     "policy.generation.vllm_cfg.enable_return_routed_experts": (False, "router replay"),
-    "grpo.async_grpo.max_generation_failures": (0, "generating anew what an engine failed at"),
     "checkpointing.save_optimizer": (True, "checkpoints without the optimizer"),
     "checkpointing.checkpoint_must_save_by": (None, "saving by a wall-clock limit"),
     "checkpointing.ft_save_period": (None, "crash-recovery checkpoints"),

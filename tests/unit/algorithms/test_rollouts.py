@@ -298,3 +298,72 @@ def test_a_later_step_does_not_hold_up_the_turns_of_an_earlier_one() -> None:
     (verdict,) = [thing for thing in world.rollouts.awaited() if not isinstance(thing, LocalStream)]
     world.rollouts.take(verdict)
     assert len(world.rollouts.awaited()) == 2  # the second turn of step 1 is with the engine, beside step 2
+
+
+class Broken(RuntimeError):
+    pass
+
+
+def failing(world: World, engine: int, *calls: int) -> None:
+    """These calls of an engine yield their first sample, and then fail."""
+    target, numbers = world.engines.workers[engine].target, iter(range(1, 99))
+    generate = target.generate_refs
+
+    def generate_refs(*args: Any) -> Any:
+        stream = generate(*args)
+        if next(numbers) not in calls:
+            yield from stream
+            return
+        yield next(stream)
+        target.running = False
+        raise Broken("out of memory")
+
+    target.generate_refs = generate_refs
+
+
+@pytest.mark.parametrize("engines", [1, 2])
+def test_the_groups_of_a_failed_call_are_generated_anew_as_a_whole(engines: int) -> None:
+    retried: list[tuple[str, str]] = []
+    world = World(engines=engines, max_turns=1)
+    world.rollouts = Rollouts(
+        world.engines, world.rollouts.environments, None, TurnLimits(1, 99), seed=5, max_failures=1,
+        on_retry=lambda *what: retried.append(what),
+    )  # fmt: skip
+    failing(world, 0, 1)
+    groups = world.run(range(4))
+    calm = World(engines=engines, max_turns=1)
+    for uid, group in calm.run(range(4)).items():
+        assert [calm.trajectory(group, i) for i in range(3)] == [world.trajectory(groups[uid], i) for i in range(3)]
+    lost = {request.uid for request in world.calls()[0][0]}
+    assert {uid for uid, _ in retried} == lost and len(retried) == len(lost) == 4 // engines
+    assert {why for _, why in retried} == {"engine-0: Broken: out of memory"}
+    assert len(world.environment.calls) == 4  # nobody judged what was thrown away
+
+
+@pytest.mark.parametrize("engines", [1, 2])
+@pytest.mark.parametrize("seed", range(6))
+def test_in_a_game_only_those_whose_turn_was_lost_begin_anew(engines: int, seed: int) -> None:
+    """Others wait for their next turn meanwhile, and keep what they have."""
+    retried: list[str] = []
+    world = World(engines=engines, seed=seed)
+    world.rollouts = Rollouts(
+        world.engines, world.rollouts.environments, CharacterTokenizer(), TurnLimits(9, 1000), seed=5, max_failures=1,
+        on_retry=lambda uid, why: retried.append(uid),
+    )  # fmt: skip
+    failing(world, 0, 2)
+    groups = world.run(range(5))
+    calm = World(engines=engines, seed=seed)
+    for uid, group in calm.run(range(5)).items():
+        assert [calm.trajectory(group, i) for i in range(3)] == [world.trajectory(groups[uid], i) for i in range(3)]
+        assert group.scores == groups[uid].scores
+    assert retried and len(retried) == len(set(retried))
+
+
+def test_a_failure_more_than_tolerated_ends_it() -> None:
+    world = World(max_turns=1)
+    world.rollouts = Rollouts(
+        world.engines, world.rollouts.environments, None, TurnLimits(1, 99), seed=5, max_failures=1
+    )
+    failing(world, 0, 1, 2)
+    with pytest.raises(WorkerFailed, match="Broken: out of memory"):
+        world.run(range(4), generations=1)

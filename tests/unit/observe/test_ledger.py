@@ -32,11 +32,12 @@ def ended(data_ended: bool = True) -> dict[str, Any]:
 
 
 FILTERED = {"event": "filtered", "uid": "b", "why": "equal"}
-FAILED = {"event": "failed", "uid": "c", "why": "down", "times": 1}
+FAILED = {"event": "failed", "uid": "c", "why": "down"}
+RETRIED = {"event": "retried", "uid": "a", "why": "down", "times": 1}
 RETURNED = {"event": "returned", "uids": ["d"]}
 WHOLE = [
     started(),
-    dispatched("a", "b", "c", "d"), finished("b"), FILTERED, FAILED, finished("d"), finished("a"),
+    dispatched("a", "b", "c", "d"), RETRIED, finished("b"), FILTERED, FAILED, finished("d"), finished("a"),
     trained(1, "a"), RETURNED,
     dispatched("d", "e", version=2), finished("e", 2), finished("d", 2), trained(2, "d"), trained(3, "e"), ended(),
 ]  # fmt: skip
@@ -54,7 +55,7 @@ def test_a_run_that_adds_up() -> None:
         "filtered": 1,
         "failed": 1,
     }
-    assert (found.steps, found.starts, found.void, found.by_age) == (3, 1, 0, {0: 2, 1: 1})
+    assert (found.steps, found.starts, found.void, found.by_age) == (3, 1, 0, {0: 2, 1: 1}) and found.retries == 1
 
 
 @pytest.mark.parametrize(
@@ -65,9 +66,9 @@ def test_a_run_that_adds_up() -> None:
         ([*WHOLE[:2], trained(1, "a")], "a: trained on at step 1, after it was under way at step 0"),
         ([*WHOLE[:2], dispatched("a")], "a: dispatched at step 0, after it was under way at step 0"),
         ([started(), trained(1, "x")], "x: trained on at step 1, without having been dispatched"),
-        ([*WHOLE[:8], ended()], "d: lost: it is finished, and the data has ended"),
+        ([*WHOLE[:9], ended()], "d: lost: it is finished, and the data has ended"),
         ([started(), dispatched("a"), ended()], "a: lost: it is under way, and the data has ended"),
-        ([*WHOLE[:9], dispatched("e")], "d: lost: it went back to the data, and others came instead"),
+        ([*WHOLE[:10], dispatched("e")], "d: lost: it went back to the data, and others came instead"),
         ([*WHOLE[:-2], trained(4)], "step 4 follows step 2"),
         ([started(), dispatched("a"), finished("a"), trained(1), trained(2), trained(3, "a")],
          "a: trained on at age 2, the limit is 1"),
@@ -104,12 +105,12 @@ def test_the_file_goes_on_where_the_checkpoint_was(tmp_path: Path) -> None:
     first.write("finished", uid="a", version=1, scored=4)
     first.write("trained", uids=("a",), step=1, version=1)
     kept = first.sync()
-    first.failed("b", "down")
-    first.failed("b", "down again")
+    first.retried("b", "down")
+    first.retried("b", "down again")
     first.close()
     with path.open("a") as file:
         file.write('{"event": "trai')  # killed here
-    assert [entry["event"] for entry in read_ledger(path)][-1] == "failed" and read_ledger(path)[-1]["times"] == 2
+    assert [entry["event"] for entry in read_ledger(path)][-1] == "retried" and read_ledger(path)[-1]["times"] == 2
     second = Ledger(path, step=1, kept=kept, max_age=1)
     second.write("dispatched", uids=("b", "c"), version=2)
     second.close()
@@ -131,7 +132,7 @@ def test_what_is_no_ledger_says_where(tmp_path: Path) -> None:
 
 def test_the_command(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     ledger = Ledger(tmp_path / "ledger.jsonl", step=0, kept=0, max_age=0)
-    for entry in WHOLE[1:8]:
+    for entry in WHOLE[1:9]:
         ledger.write(**{"event": entry["event"]}, **{name: value for name, value in entry.items() if name != "event"})
     ledger.close()
     assert main(["ledger", str(tmp_path)]) == 0
