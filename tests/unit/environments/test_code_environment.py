@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -189,3 +191,13 @@ def test_a_wrong_section_names_its_key(section: dict[str, Any], message: str) ->
     with pytest.raises(EnvironmentConfigError) as error:
         CodeEnvConfig.read(section)
     assert str(error.value).startswith(message)
+
+
+def test_the_example_problems_are_solved_by_their_own_answers() -> None:
+    """Of recipes/grpo-code-cpu.yaml."""
+    path = Path(__file__).resolve().parents[3] / "examples" / "code_problems" / "problems.jsonl"
+    rows = [json.loads(line) for line in path.read_text().splitlines()]
+    env = CodeEnvironment({"num_workers": 2, "sandbox": TRUST})
+    result = env.step([[{"role": "assistant", "content": row["output"]}] for row in rows], rows)
+    env.shutdown()
+    assert len(rows) == 16 and result.rewards == [1.0] * 16, result.reasons
