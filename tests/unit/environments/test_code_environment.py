@@ -12,7 +12,6 @@ import pytest
 
 from grpo_mcore.environments import create_env, sandbox_command
 from grpo_mcore.environments.code_environment import CodeEnvConfig, CodeEnvironment
-from grpo_mcore.environments.code_tests import CodeTestError
 from grpo_mcore.environments.registry import EnvironmentConfigError
 from grpo_mcore.environments.sandbox import BUBBLEWRAP, TRUST, SandboxError
 from tests.unit.environments.sandbox_here import needs_sandbox
@@ -117,9 +116,13 @@ def test_several_threads_do_not_mix(env: CodeEnvironment) -> None:
         assert list(threads.map(one, range(4))) == [[float(n == number) for n in range(4)] for number in range(4)]
 
 
-def test_a_prompt_without_tests_is_an_error(env: CodeEnvironment) -> None:
-    with pytest.raises(CodeTestError, match="needs tests in one of"):
-        env.step(said(RIGHT), [{"ground_truth": "3"}])
+def test_a_prompt_whose_tests_cannot_be_read_has_no_reward(env: CodeEnvironment) -> None:
+    result = env.step(said(*[RIGHT] * 3), [{"ground_truth": "3"}, {"tests": SUM}, {"tests": "[{"}])
+    assert result.rewards == [None, 1.0, None]
+    assert result.reasons[0].startswith("the code environment needs tests in one of tests, input_output")
+    assert result.reasons[2] == "not JSON: '[{'; tests that are packed (LiveCodeBench's private ones) have to be " + (
+        "unpacked in the dataset"
+    )
 
 
 @pytest.mark.parametrize(
