@@ -1,7 +1,7 @@
 """Programs that are run on tests: reward 1 where all pass, else 0, or with `partial_credit` the share that passes.
 
-What a program does wrong, and be it to run into a limit, fails its test. Where the sandbox itself breaks, the sample
-has no reward: it is excluded and counted.
+What a program does wrong, and be it to run into a limit, fails its test. Where the sandbox itself breaks, or a prompt's
+tests cannot be read, the sample has no reward: it is excluded and counted.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from pydantic import Field
 
 from grpo_mcore.environments.code_blocks import last_program
 from grpo_mcore.environments.code_compare import same_text, same_value
-from grpo_mcore.environments.code_tests import AssertTest, CallTest, CodeTest, StdinTest, read_tests
+from grpo_mcore.environments.code_tests import AssertTest, CallTest, CodeTest, CodeTestError, StdinTest, read_tests
 from grpo_mcore.environments.config import EnvConfig
 from grpo_mcore.environments.interfaces import EnvironmentInterface, EnvironmentReturn, response_text
 from grpo_mcore.environments.pool_worker import shorten
@@ -115,9 +115,8 @@ class CodeEnvironment(EnvironmentInterface):
     def step(
         self, message_log_batch: Sequence[Sequence[Mapping[str, Any]]], metadata: Sequence[dict[str, Any]]
     ) -> EnvironmentReturn:
-        tests = [read_tests(entry)[: self.config.max_tests] for entry in metadata]
         programs = [last_program(response_text(messages)) for messages in message_log_batch]
-        reports = list(self._threads.map(self._report, programs, tests))
+        reports = list(self._threads.map(self._report, programs, metadata))
         rewards = [report.reward(self.config.partial_credit) for report in reports]
         return EnvironmentReturn(
             observations=[{"role": "environment", "content": f"Environment: {report.reason}"} for report in reports],
@@ -134,8 +133,12 @@ class CodeEnvironment(EnvironmentInterface):
         self._sandboxes.close()
         self._threads.shutdown(cancel_futures=True)
 
-    def _report(self, program: str | None, tests: Sequence[CodeTest]) -> Report:
+    def _report(self, program: str | None, metadata: Mapping[str, Any]) -> Report:
         """One sandbox for all tests of an answer, made anew for the next."""
+        try:
+            tests = read_tests(metadata)[: self.config.max_tests]
+        except CodeTestError as error:
+            return Report(program, 0, 0, [], str(error), 0.0)
         if program is None:
             return Report(None, 0, len(tests), [], None, 0.0)
         start, passed, failed = time.perf_counter(), 0, []

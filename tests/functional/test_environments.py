@@ -7,10 +7,13 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import yaml
 
 from grpo_mcore.algorithms.rollouts import Rollouts
-from tests.functional.runs import Task, assert_one_message, grpo_recipe, run_here
+from tests.functional.runs import Task, assert_one_message, grpo_recipe, make_base_config, run_here
+from tests.unit.environments.sandbox_here import needs_sandbox
 
+ROOT = Path(__file__).resolve().parents[2]
 TESTS = [{"input": "1\n", "output": "2\n"}]
 
 
@@ -96,3 +99,19 @@ def test_a_wrong_section_ends_the_run_before_it_starts(
 ) -> None:
     monkeypatch.setattr("grpo_mcore.algorithms.grpo.setup", None)  # the policy would start there
     assert_one_message(run_here("train", tmp_path, recipe, *words), 1, message)
+
+
+@needs_sandbox
+def test_the_recipe_for_programs_runs_a_step(task: Task, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """With a model that says nothing of use, and the example's problems."""
+    monkeypatch.chdir(ROOT)  # where its data lies
+    sizes = {"hidden_size": 64, "intermediate_size": 96, "num_layers": 1, "num_heads": 2, "num_kv_heads": 2}
+    make_base_config(tmp_path / "model", task.folder / "tokenizer", **sizes, head_dim=32, max_positions=1024)
+    recipe = yaml.safe_load((ROOT / "recipes" / "grpo-code-cpu.yaml").read_text())
+    recipe["data"]["default"]["prompt_file"] = str(ROOT / "recipes" / "prompts" / "code.txt")
+    words = [f"policy.model_name={tmp_path / 'model'}", "grpo.max_num_steps=1", "policy.generation.max_new_tokens=8"]
+    words += ["cluster.backend=local", "policy.generation.vllm_cfg.kv_cache_memory_gb=0.1"]
+    run = run_here("train", tmp_path, recipe, *words)
+    assert run.code == 0, run.err
+    [line] = run.metrics()
+    assert (line["num_samples"], line["num_failed_samples"], line["reward"]) == (32, 0, 0.0)

@@ -2,15 +2,16 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
 from typing import Any
 
 import pytest
 
 from grpo_mcore.environments import create_env, sandbox_command
 from grpo_mcore.environments.code_environment import CodeEnvConfig, CodeEnvironment
-from grpo_mcore.environments.code_tests import CodeTestError
 from grpo_mcore.environments.registry import EnvironmentConfigError
 from grpo_mcore.environments.sandbox import BUBBLEWRAP, TRUST, SandboxError
 from tests.unit.environments.sandbox_here import needs_sandbox
@@ -115,9 +116,13 @@ def test_several_threads_do_not_mix(env: CodeEnvironment) -> None:
         assert list(threads.map(one, range(4))) == [[float(n == number) for n in range(4)] for number in range(4)]
 
 
-def test_a_prompt_without_tests_is_an_error(env: CodeEnvironment) -> None:
-    with pytest.raises(CodeTestError, match="needs tests in one of"):
-        env.step(said(RIGHT), [{"ground_truth": "3"}])
+def test_a_prompt_whose_tests_cannot_be_read_has_no_reward(env: CodeEnvironment) -> None:
+    result = env.step(said(*[RIGHT] * 3), [{"ground_truth": "3"}, {"tests": SUM}, {"tests": "[{"}])
+    assert result.rewards == [None, 1.0, None]
+    assert result.reasons[0].startswith("the code environment needs tests in one of tests, input_output")
+    assert result.reasons[2] == "not JSON: '[{'; tests that are packed (LiveCodeBench's private ones) have to be " + (
+        "unpacked in the dataset"
+    )
 
 
 @pytest.mark.parametrize(
@@ -189,3 +194,13 @@ def test_a_wrong_section_names_its_key(section: dict[str, Any], message: str) ->
     with pytest.raises(EnvironmentConfigError) as error:
         CodeEnvConfig.read(section)
     assert str(error.value).startswith(message)
+
+
+def test_the_example_problems_are_solved_by_their_own_answers() -> None:
+    """Of recipes/grpo-code-cpu.yaml."""
+    path = Path(__file__).resolve().parents[3] / "examples" / "code_problems" / "problems.jsonl"
+    rows = [json.loads(line) for line in path.read_text().splitlines()]
+    env = CodeEnvironment({"num_workers": 2, "sandbox": TRUST})
+    result = env.step([[{"role": "assistant", "content": row["output"]}] for row in rows], rows)
+    env.shutdown()
+    assert len(rows) == 16 and result.rewards == [1.0] * 16, result.reasons

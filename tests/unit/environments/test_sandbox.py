@@ -13,6 +13,7 @@ import time
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import psutil
 import pytest
@@ -286,11 +287,34 @@ def test_it_holds_for_an_ordinary_user_too(tmp_path: Path, facts: dict[str, obje
     )
     done = subprocess.run(
         [python, "main.py"], cwd=tmp_path, user=61_234, group=61_234, extra_groups=[], env={"PATH": "/usr/bin:/bin"},
-        capture_output=True, text=True, timeout=120,
+        capture_output=True, text=True, timeout=250,
     )  # fmt: skip
     if "user namespaces must be allowed" in done.stderr:
         pytest.skip("ordinary users may not make namespaces here")
     assert done.stdout == "all tried\n", (done.stdout, done.stderr)
+
+
+@needs_sandbox
+def test_it_holds_without_a_proc_of_its_own(monkeypatch: pytest.MonkeyPatch, facts: dict[str, object]) -> None:
+    """As in containers that forbid a new one; what needs one is the limits over several processes."""
+    whole = sandbox_command.sandboxed
+
+    def without(*arguments: Any, proc: bool) -> sandbox_command.Start:
+        start = whole(*arguments, proc=proc)
+        refused = ("/bin/sh", "-c", "echo 'bwrap: Can not mount proc' >&2; exit 1")
+        return replace(start, command=refused) if proc else start
+
+    monkeypatch.setattr("grpo_mcore.environments.sandbox.sandboxed", without)
+    maker = Sandboxes(BUBBLEWRAP, replace(SHORT, wall_s=3.0))
+    assert not maker.proc
+    with maker.open() as sandbox:
+        for attempt in ATTEMPTS:
+            if not attempt.needs_proc and attempt.how != "wall":
+                ended = sandbox.run(attempt.source(**facts))
+                late = bool(attempt.reason) and ended.how == "wall"  # the time of several processes is not added up
+                assert late or attempt.ended_well(ended, ended.trouble(maker.limits) or ""), (attempt.name, ended)
+        assert sandbox.run("import time; time.sleep(60)").how == "wall"
+        assert len(inside(sandbox)) == 1
 
 
 def test_a_machine_without_bubblewrap_says_what_to_do(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -93,6 +93,7 @@ def test_the_workers_come_back(pool: WorkerPool) -> None:
     before = set(pool.worker_pids())
     for pid in before:
         os.kill(pid, signal.SIGKILL)
+    wait_until(lambda: not before & set(pool.worker_pids()))
     assert [result.value for result in pool.run([("square", 2)] * 10)] == [4] * 10
     wait_until(lambda: len(set(pool.worker_pids()) - before) == 3)
     assert not before & set(pool.worker_pids())
