@@ -59,6 +59,8 @@ def install() -> None:
 
     # The sizes of an all-to-all are turned into numbers only where they come from a GPU.
     token_dispatcher.maybe_move_tensor_to_cpu = _as_numbers
+    # Set here, because vLLM in the same process puts a stream without events in the place of torch's.
+    token_dispatcher.MoEAlltoAllTokenDispatcher.cuda_dtoh_stream = _Nothing()
 
     # These two go around torch.cuda to the C functions.
     megatron_random._get_cuda_rng_state = lambda device="cuda", clone=False, graph_safe=False: torch.get_rng_state()

@@ -185,7 +185,7 @@ def test_a_model_config_that_lacks_a_key(refuse: Refuse, lost: str) -> None:
     ("words", "message"),
     [
         (["~env.math", "+env.maths.num_workers=1"], "unknown environment 'maths': did you mean 'math'?"),
-        (["+env.math.workers=1"], "environment-math: env.math.workers: unknown key; did you mean 'num_workers'?"),
+        (["+env.math.workers=1"], "env.math.workers: unknown key; did you mean 'num_workers'?"),
     ],
 )
 def test_wrong_environment(refuse: Refuse, monkeypatch: pytest.MonkeyPatch, words: list[str], message: str) -> None:
