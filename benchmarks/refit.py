@@ -120,12 +120,12 @@ class PolicyRank:
         mesh = Layout(layout["tp"], layout["pp"], 1)
         self.device = join_mesh(mesh, Address(rank, mesh.world_size, 0, "127.0.0.1", port), 0, 120.0)
         self.here = mesh.coordinates(rank)
-        self.network = build_model(self.shape, mesh, MegatronConfig(), torch.bfloat16).to(torch.bfloat16)
+        (self.network,) = build_model(self.shape, mesh, MegatronConfig(), torch.bfloat16)
         generator = torch.Generator().manual_seed(rank)
         with torch.no_grad():
             for name, parameter in self.network.named_parameters():
                 parameter.fill_(1.0) if "norm" in name else parameter.normal_(0, 0.02, generator=generator)
-        self.weights = ShardedWeights(self.network, self.shape, mesh, self.here)
+        self.weights = ShardedWeights([self.network], self.shape, mesh, self.here)
         self.sender = RefitSender(self.weights, rank)
         self.tp, self.group = layout["tp"], None
 
