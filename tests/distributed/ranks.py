@@ -33,7 +33,7 @@ class RankPool:
             process.start()
             self._ranks.append((process, here))
 
-    def run(self, world_size: int, target: str, *args: Any, timeout_s: float = 120.0) -> list[Any]:
+    def run(self, world_size: int, target: str, *args: Any, timeout_s: float = 250.0) -> list[Any]:
         port = free_port()
         for rank, (_, pipe) in enumerate(self._ranks[:world_size]):
             pipe.send((target, Address(rank, world_size, rank, "127.0.0.1", port), args))
