@@ -301,9 +301,9 @@ class Engine:
             yield
         except Exception as error:
             if getattr(self._llm_engine.model_executor, "is_failed", False):
-                # The first to go: vLLM then terminates the others.
+                # The first to go: vLLM then terminates the others, which may still end in order.
                 gone = {rank: process.exitcode for rank, process in enumerate(self._ranks)}
-                dead = [rank for rank, code in gone.items() if code not in (None, -signal.SIGTERM)] or list(gone)
+                dead = [rank for rank, code in gone.items() if code not in (None, 0, -signal.SIGTERM)] or list(gone)
                 what = "; ".join(f"rank {rank} of {len(gone)} has died (exit code {gone[rank]})" for rank in dead)
                 raise EngineError(f"{self.name}: {what}") from error
             raise
