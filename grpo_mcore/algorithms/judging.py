@@ -38,9 +38,12 @@ class EnvironmentWorker:
 
     def restart(self) -> None:
         """Ends it, whatever it is doing, and waits for its successor."""
-        self._cluster.stop([self._worker])
+        self.stop()
         self._worker = self._start()
         self._worker.ready().result()
+
+    def stop(self) -> None:
+        self._cluster.stop([self._worker])
 
 
 @dataclass(eq=False)

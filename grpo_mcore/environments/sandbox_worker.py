@@ -170,7 +170,7 @@ class Watch:
         self.selector.close()
         code = None if self.status is None else os.waitstatus_to_exitcode(self.status)
         return {
-            "how": "cpu" if how == "exit" and code == -signal.SIGXCPU else how,
+            "how": "cpu" if how == "exit" and self.was_stopped_by_kernel(code) else how,
             "code": code,
             "stdout": self.text[1].decode("utf-8", "replace"),
             "stderr": self.text[2].decode("utf-8", "replace"),
@@ -178,6 +178,11 @@ class Watch:
             "cpu_s": round(self.used_s, 3),
             "wall_s": round(time.monotonic() - self.started, 3),
         }
+
+    def was_stopped_by_kernel(self, code: int | None) -> bool:
+        """Whether the limit of processor time ended it, before this process saw that it was over. SIGKILL: the program
+        ignored the first signal."""
+        return code == -signal.SIGXCPU or (code == -signal.SIGKILL and self.used_s >= self.limits["cpu_s"])
 
     def follow(self) -> str:
         """Until the program's own process ends, or a limit ends it: which."""

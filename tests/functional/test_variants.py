@@ -131,7 +131,9 @@ class Stage:
                 policy, self.engines, dataloader, None, self.tokenizer, setup.make_loss(config), environments, None,
                 logger, CheckpointManager(config.checkpointing), start, config,
             )  # fmt: skip
-            self.cluster.stop([*environments.values(), *policy.workers])
+            for environment in environments.values():
+                environment.stop()
+            self.cluster.stop(policy.workers)
         lines = map(json.loads, (Path(logger.log_dir) / "metrics.jsonl").read_text().splitlines())
         variant.lines = [line for line in lines if line["prefix"] == "train"]
         return variant

@@ -282,7 +282,7 @@ def test_text_that_is_not_utf8_is_an_error(tmp_path):
         ({"input_key": "inputs"}, r"a\.jsonl:1: no 'inputs' in it; it has \['input', 'output'\]; nearest: 'input'"),
         ({"split": "train[:2]"}, r"a\.jsonl: split 'train\[:2\]' is for tables; a JSON file is read whole"),
         ({"dataset_name": "no_such.module:Data"}, "cannot import the dataset_name 'no_such.module:Data'"),
-        ({"processor": "math"}, r"unknown processor 'math': known are \['default', "),
+        ({"processor": "math"}, r"unknown processor 'math': known are \['chat_data_processor', 'default', "),
         ({"split_validation_size": 0.01}, "split_validation_size 0.01 takes 0 of 4 rows"),
         ({"split_validation_size": 4}, "split_validation_size 4 takes 4 of 4 rows"),
         ({"prompt_file": "no_such.txt"}, "prompt_file no_such.txt: No such file"),
