@@ -4,7 +4,7 @@
 
 Random weights, real parts: two Megatron-Core ranks, a vLLM engine, Ray, math-verify, a refit a step. 32 prompts x 8
 generations; up to 8 new tokens for the demo model (float32, TP 2), up to 128 for the 27 M one (Qwen3, hidden 512,
-8 layers, vocabulary 4096, bfloat16, DP 2). The first step loads kernels and is left out.
+8 layers, vocabulary 4096, bfloat16, DP 2, two engines). The first step loads kernels and is left out.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ SIZES = {
         [
             "policy.precision=bfloat16", "policy.max_total_sequence_length=160", "policy.generation.max_new_tokens=128",
             "policy.refit_buffer_size_gb=0.1", "policy.train_micro_batch_size=32",
-            "policy.megatron_cfg.tensor_model_parallel_size=1",
+            "policy.megatron_cfg.tensor_model_parallel_size=1", "policy.generation.num_engines=2",
         ],
     ),
 }  # fmt: skip
