@@ -1,5 +1,6 @@
-"""Rollouts that NeMo Gym wrote, and what our own datasets make of the result. The rows are of its repository (Apache-2.0,
-at 07d6b0d0): example_tool_call_multireward and competitive_coding_challenges, with long texts and lists cut short."""
+"""Rollouts that NeMo Gym wrote, and what our own datasets make of the result. The rows are of its repository
+(Apache-2.0, at 07d6b0d0): example_tool_call_multireward and competitive_coding_challenges, with long texts and lists
+cut short."""
 
 from __future__ import annotations
 
