@@ -4,6 +4,10 @@
 SHELL := bash
 .SHELLFLAGS := -euo pipefail -c
 BIN := .venv/bin
+# Where bytecode may not be kept, each of a run's processes compiles torch, vLLM and Ray anew.
+unexport PYTHONDONTWRITEBYTECODE
+# A whole suite goes over two processes; what ARGS chooses in one, which starts sooner.
+PARALLEL := $(if $(ARGS),,-n 2)
 
 .DEFAULT_GOAL := help
 .PHONY: help setup demo test test-fast lint lock clean
@@ -15,10 +19,10 @@ demo: setup ## GRPO trains a small model on two CPU cores: a few minutes, result
 	@$(BIN)/grpo-mcore demo $(ARGS)
 
 test: setup lint ## lint, then every test
-	@$(BIN)/python -m pytest $(ARGS)
+	@$(BIN)/python -m pytest $(PARALLEL) $(ARGS)
 
 test-fast: setup ## the unit tests: no process group, no engine, under a minute
-	@$(BIN)/python -m pytest tests/unit -m "not slow" $(ARGS)
+	@$(BIN)/python -m pytest tests/unit -m "not slow" $(PARALLEL) $(ARGS)
 
 lint: setup ## ruff everywhere, mypy on the pure rooms
 	@$(BIN)/ruff check .

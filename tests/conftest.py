@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import os
+import sys
 from pathlib import Path
+from typing import Any
 
 import hypothesis
 import pytest
@@ -22,6 +24,10 @@ for _name, _value in {
     "VLLM_NO_USAGE_STATS": "1",
 }.items():
     os.environ.setdefault(_name, _value)
+
+# Each of some hundred processes would compile torch, vLLM and Ray anew.
+os.environ.pop("PYTHONDONTWRITEBYTECODE", None)
+sys.dont_write_bytecode = False
 
 # No deadline: the first example of a test may take long. In CI the same examples every time.
 hypothesis.settings.register_profile("shared machine", deadline=None, derandomize="CI" in os.environ)
@@ -49,6 +55,21 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
             if item.get_closest_marker("slurm"):
                 item.add_marker(pytest.mark.skip(reason="takes minutes: pytest --slurm"))
     items.sort(key=lambda item: FOLDERS.index(_folder(item)))
+
+
+@pytest.hookimpl(optionalhook=True)
+def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
+    """With `-n`: a file is run by one worker, in the order of the collection. tests/distributed goes to one worker as a
+    whole, since its files share the processes of a mesh."""
+    from xdist.scheduler import LoadScopeScheduling
+
+    class ByFile(LoadScopeScheduling):
+        def _split_scope(self, nodeid: str) -> str:
+            file = nodeid.partition("::")[0]
+            return "tests/distributed" if file.startswith("tests/distributed/") else file
+
+    config.option.loadscopereorder = False
+    return ByFile(config, log)
 
 
 def _folder(item: pytest.Item) -> str:

@@ -7,6 +7,7 @@ shadow of it, as soon as its slices are complete, and the exchange only swaps wh
 from __future__ import annotations
 
 import copy
+from abc import ABC, abstractmethod
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -239,13 +240,13 @@ class EngineWeights:
             torch.cuda.synchronize(self._device)
 
 
-class _Exchange:
-    """Run once it brings the new value in, run again the old one."""
+class _Exchange(ABC):
+    """Run once it brings the new value in, run again the old one. `key`: the same for exchanges of one place."""
 
     key: Any
 
-    def run(self) -> None:
-        raise NotImplementedError
+    @abstractmethod
+    def run(self) -> None: ...
 
 
 class _Attribute(_Exchange):

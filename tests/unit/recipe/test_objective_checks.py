@@ -38,9 +38,11 @@ def accepted_by_the_loss(values: dict[str, Any]) -> bool:
     return True
 
 
-def test_recipe_and_loss_accept_the_same_combinations() -> None:
+@pytest.mark.parametrize("share", [13, pytest.param(1, marks=pytest.mark.slow)])
+def test_recipe_and_loss_accept_the_same_combinations(share: int) -> None:
+    """Every `share`-th of 49,152; 13 divides no number of choices, so every two of them meet."""
     accepted = 0
-    for combination in itertools.product(*CHOICES.values()):
+    for combination in itertools.islice(itertools.product(*CHOICES.values()), 0, None, share):
         values = dict(zip(CHOICES, combination, strict=True))
         config: Any = SimpleNamespace(loss_fn=ClippedPGLossConfig.model_construct(**values))
         found = [*check_loss(config), *check_weights(config)]
@@ -51,7 +53,7 @@ def test_recipe_and_loss_accept_the_same_combinations() -> None:
             assert (
                 values[finding.keys[0].removeprefix("loss_fn.")] != CHOICES[finding.keys[0].removeprefix("loss_fn.")][0]
             )
-    assert accepted > 100
+    assert accepted > 100 // share
 
 
 def test_recipe_and_loss_have_the_same_keys_and_defaults() -> None:
