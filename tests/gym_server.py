@@ -1,4 +1,4 @@
-"""A NeMo Gym for tests: head, agent, resources and model server on ports of their own, which follow Gym's HTTP contract.
+"""A NeMo Gym for tests: head, agent, resources and model server on ports of their own, by the letter of its contract.
 
 What a row's `behave` says, its servers do, in the rollout of the index `rollout` or in all: fail in every way that the
 contract has, or break the history of a conversation. The agent plays `turns` turns: after each answer the environment
@@ -108,7 +108,7 @@ class GymServer:
             return web.Response(status=500, text="the sandbox is gone")
         if behave == "4xx":
             return web.Response(status=422, text="no such tool set")
-        if behave == "hang":
+        if behave == "hang" or (behave == "hang once" and first):
             await asyncio.sleep(3600)
         if behave == "no json":
             return web.Response(text="<html>")

@@ -14,6 +14,7 @@ from grpo_mcore.data.imports import import_by_path
 from grpo_mcore.data.interfaces import DataError, TaskDataProcessFnCallable, TaskDataSpec
 from grpo_mcore.data.jsonl import is_json
 from grpo_mcore.data.mapped import MappedDataset, ToChat, checks, name_of, setting
+from grpo_mcore.data.processors import find_processor
 from grpo_mcore.data.published import HELPSTEER3_PAIRS, PUBLISHED, PublishedDataset
 from grpo_mcore.data.puzzles import sliding_puzzles
 from grpo_mcore.data.source import open_source
@@ -124,7 +125,8 @@ class NemoGymDataset(FileDataset):
     """Tasks of NeMo Gym, a JSON object each: `responses_create_params`, `agent_ref`, and what their verifier needs."""
 
     def __init__(self, entry: Any, default_processor: str = DEFAULT_PROCESSOR) -> None:
-        super().__init__(entry, rows_of_file(entry, "NemoGymDataset"), "nemo_gym_data_processor")
+        super().__init__(entry, rows_of_file(entry, "NemoGymDataset"), default_processor)
+        self.processor = find_processor("nemo_gym_data_processor")  # whatever data.default says of other datasets
 
 
 DATASET_CLASSES: dict[str, Callable[[Any, str], ResponseData]] = {

@@ -67,10 +67,11 @@ def nemo_gym_data_processor(
     """Tasks of the dataset NemoGymDataset. The Gym gets the task as it is; its tokens here are for its length alone."""
     row = {key: value for key, value in datum_dict.items() if key != "gym_task"}
     task = datum_dict["gym_task"]
+    spec = TaskDataSpec(task_data_spec.task_name)  # without prompt files: nobody puts them around it
     if row["messages"]:
-        datum = _prompt_datum(row["messages"], None, row, task_data_spec, tokenizer, max_seq_length, idx, chat=True)
+        datum = _prompt_datum(row["messages"], None, row, spec, tokenizer, max_seq_length, idx, chat=True)
     else:
-        datum = _datum([], 0, True, {}, row, task_data_spec, idx)
+        datum = _datum([], 0, True, {}, row, spec, idx)
     truth = task.get("expected_answer")
     datum["extra_env_info"] = {"gym_task": task} | ({} if truth is None else {"ground_truth": truth})
     return datum

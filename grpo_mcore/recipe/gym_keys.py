@@ -17,7 +17,8 @@ _KWARGS = _VLLM + "http_server_serving_chat_kwargs."
 def normalise(tree: Node, problems: list[Problem]) -> Node:
     """The tree without NeMo RL's switches in `env`, done as they say. Applying it twice changes nothing.
 
-    should_use_nemo_gym: true, then datasets that name no environment are the Gym's; false, then there is no Gym.
+    should_use_nemo_gym: true, then datasets that name no environment themselves are the Gym's; false, then there is no
+    Gym.
     """
     env = tree.find("env")
     if env is None or not env.is_mapping:
@@ -42,7 +43,7 @@ def normalise(tree: Node, problems: list[Problem]) -> Node:
         kept = default.value if default is not None and default.is_mapping else {}
         name = Node(GYM, use.source, "data.default.env_name")
         data = Node(
-            {**data.value, "default": Node({"env_name": name, **kept}, data.source, "data.default")},
+            {**data.value, "default": Node({**kept, "env_name": name}, data.source, "data.default")},
             data.source,
             data.key,
             data.replaces,

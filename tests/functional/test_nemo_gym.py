@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import socket
+import string
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -16,8 +17,13 @@ import torch
 from grpo_mcore.algorithms.rollouts import Rollouts
 from grpo_mcore.cli.main import main
 from grpo_mcore.data import load_tokenizer
+from grpo_mcore.data.arithmetic import make_tokenizer
 from grpo_mcore.data.puzzle_model import make_puzzle_model
+from grpo_mcore.generation.chat.answer import AnswerReader
+from grpo_mcore.generation.chat.request import ChatRequest
+from grpo_mcore.generation.config import ChatConfig
 from grpo_mcore.rollout.group import Group
+from grpo_mcore.rollout.trajectory import Sampling
 from tests.functional.runs import Run, run_here, write_recipe
 from tests.gym_server import AGENT, GymServer
 
@@ -286,3 +292,29 @@ def test_rollouts_are_collected_and_read_back(
     assert (
         main(["data", "gym-to-sft", "--input", str(output), "--output", str(tmp_path / "sft.jsonl"), *words[4:]]) == 0
     )
+
+
+def test_calls_and_thoughts_are_read_with_vllms_parsers(tmp_path: Path) -> None:
+    make_tokenizer(tmp_path, string.printable, ("<think>", "</think>"))
+    tokenizer = load_tokenizer(str(tmp_path))
+    config = ChatConfig("policy", (Sampling(8),), tool_parser="hermes", reasoning_parser="deepseek_r1")
+    reader = AnswerReader(tokenizer, config)
+    tools = [{"type": "function", "function": {"name": "add", "parameters": {"type": "object", "properties": {}}}}]
+    messages = [{"role": "user", "content": "?"}]
+
+    def read(text: str, **body: Any) -> dict[str, Any]:
+        ids = tokenizer(text, add_special_tokens=False)["input_ids"]
+        request = ChatRequest.read({"messages": messages, **body}, config)
+        return reader.message(request, [*ids, tokenizer.eos_token_id], tokenizer.eos_token_id)
+
+    call = '<tool_call>{"name": "add", "arguments": {"x": 1}}</tool_call>'
+    found = read(f"<think>so</think>sure{call}", tools=tools)
+    assert (found["reasoning_content"], found["content"]) == ("so", "sure")
+    assert [c["function"] for c in found["tool_calls"]] == [{"name": "add", "arguments": '{"x": 1}'}]
+    assert read(f"<think>so</think>{call}", tools=tools)["content"] is None
+    broken = "<tool_call>{no json</tool_call>"
+    assert read(f"<think>a</think>{broken}", tools=tools)["content"] == broken
+    assert read(f"<think>a</think>{call}")["content"] == call, "there are no tools to call"
+    assert "tool_calls" not in read(f"<think>a</think>{call}", tools=tools, tool_choice="none")
+    with pytest.raises(ValueError, match="http_server_serving_chat_kwargs.tool_parser: .*nobody"):
+        AnswerReader(tokenizer, ChatConfig("policy", (Sampling(8),), tool_parser="nobody"))

@@ -32,8 +32,8 @@ Generate = Callable[[list[GenerationRequest], Sampling], Iterator[Trajectory]]
 
 
 class EngineChat:
-    """`generate`: the engine's. `max_model_len`: its context, in tokens. `vocab_size`: of its model. Several threads may
-    use one."""
+    """`generate`: the engine's. `max_model_len`: its context, in tokens. `vocab_size`: of its model. Several threads
+    may use one."""
 
     def __init__(
         self, config: ChatConfig, tokenizer: Any, generate: Generate, *, max_model_len: int, vocab_size: int
