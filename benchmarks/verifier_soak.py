@@ -3,7 +3,7 @@ others hardly notice.
 
     python -m benchmarks.verifier_soak --answers 20000 --faults 0.05 --workers 8 --timeout 1.0
 
-The same answers are verified by math-verify twice, by one pool, in halves that take turns: clean, and with faulty ones
+The same answers are verified by math-verify twice, by one pool, in parts that take turns: clean, and with faulty ones
 among them. They come in groups of 16 from 32 threads, as from a run. Exit code 1 where something does not hold.
 """
 
@@ -73,7 +73,7 @@ class Soak:
     workers_back_s: float
 
 
-def soak(count: int, share: float, workers: int, timeout_s: float, memory_gb: float, *, rounds: int = 2) -> Soak:
+def soak(count: int, share: float, workers: int, timeout_s: float, memory_gb: float, *, rounds: int = 8) -> Soak:
     """Runs it. `wrong`: what did not come out as it had to."""
     pool = VerifyPool(workers, timeout_s, memory_gb, verifier="benchmarks.faulty_verifier:verify")
     try:
@@ -146,9 +146,10 @@ def main() -> int:
     parser.add_argument("--workers", type=int, default=8)
     parser.add_argument("--timeout", type=float, default=1.0, help="seconds one verification may take")
     parser.add_argument("--memory", type=float, default=0.5, help="GiB one worker may use")
+    parser.add_argument("--rounds", type=int, default=8, help="parts, each clean and faulty: a busy machine hits both")
     parser.add_argument("--at-least", type=float, default=0.8, help="throughput that has to be reached")
     args = parser.parse_args()
-    found = soak(args.answers, args.faults, args.workers, args.timeout, args.memory)
+    found = soak(args.answers, args.faults, args.workers, args.timeout, args.memory, rounds=args.rounds)
     print(json.dumps(asdict(found), indent=2))
     problems = len(found.wrong) + (found.throughput < args.at_least)
     if problems:

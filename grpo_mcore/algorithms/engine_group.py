@@ -8,6 +8,7 @@ from typing import Any
 
 from grpo_mcore.cluster import Cluster, ObjectStore, Parcel, Worker, call_all
 from grpo_mcore.generation import Engine, EngineConfig
+from grpo_mcore.generation.chat.endpoint import Endpoint
 from grpo_mcore.refit import EngineLayout, RefitReceiver
 from grpo_mcore.rollout.trajectory import GenerationRequest, Sampling, TrajectoryRef
 
@@ -57,6 +58,7 @@ class EngineGroup:
     sleeps: bool  # the engines give their memory to the policy between generation phases
     layout: EngineLayout = EngineLayout()  # of one engine, and how many there are
     weight_version: int = 0
+    endpoint: Endpoint | None = None  # in front of the engines, where the recipe wants one
 
     def prepare(self) -> None:
         """Makes every engine ready to generate with the committed weights."""
@@ -66,6 +68,11 @@ class EngineGroup:
         """Gives the engines' memory to the policy, where they share it."""
         if self.sleeps:
             self._all("release")
+
+    def close(self) -> None:
+        """Ends the endpoint, where there is one; the engines end with their cluster."""
+        if self.endpoint is not None:
+            self.endpoint.close()
 
     def _all(self, method: str, *args: Any) -> list[Any]:
         return call_all(self.cluster, self.workers, method, *args, what=f"{method} of the engines")

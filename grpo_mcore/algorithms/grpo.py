@@ -19,6 +19,7 @@ from torch import Tensor
 from grpo_mcore.algorithms.checkpoints import CheckpointManager
 from grpo_mcore.algorithms.dynamic_sampling import dynamic_sampling
 from grpo_mcore.algorithms.engine_group import EngineGroup
+from grpo_mcore.algorithms.policy_endpoint import open_endpoint
 from grpo_mcore.algorithms.policy_group import PolicyGroup
 from grpo_mcore.algorithms.prompt_stream import PromptStream
 from grpo_mcore.algorithms.refit_parity import measure_parity
@@ -125,6 +126,7 @@ def setup(
         policy = start_policy(config, cluster)
         engines = start_engines(config, cluster, policy)
         wait_until_ready(config, cluster, [*policy.workers, *engines.workers])
+        engines.endpoint = open_endpoint(config, engines, Path(logger.log_dir))
         save_state = _default_grpo_save_state()
         if found is not None:
             save_state, data_state = checkpointer.read(found)

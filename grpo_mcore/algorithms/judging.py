@@ -12,7 +12,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from grpo_mcore.cluster import Cluster, DeadlineExceeded, Pending, Worker, WorkerDied
+from grpo_mcore.cluster import Cluster, DeadlineExceeded, Pending, Stream, Worker, WorkerDied
 from grpo_mcore.rollout.trajectory import Outcome
 
 _FAILURES = 20  # of an environment in a row, without any verdict between them: more end the run
@@ -20,13 +20,16 @@ _FAILURES = 20  # of an environment in a row, without any verdict between them: 
 
 class EnvironmentWorker:
     """An environment in a worker that can be started anew. `calls`: that it takes at a time; `timeout_s`: of each.
+    `plays`: it plays whole samples itself.
 
     `start`: spawns the worker.
     """
 
-    def __init__(self, cluster: Cluster, start: Callable[[], Worker], *, calls: int, timeout_s: float) -> None:
+    def __init__(
+        self, cluster: Cluster, start: Callable[[], Worker], *, calls: int, timeout_s: float, plays: bool = False
+    ) -> None:
         self._cluster, self._start = cluster, start
-        self.calls, self.timeout_s = calls, timeout_s
+        self.calls, self.timeout_s, self.plays = calls, timeout_s, plays
         self._worker = start()
         self.name = self._worker.name
 
@@ -35,6 +38,9 @@ class EnvironmentWorker:
 
     def call(self, method: str, *args: Any, timeout_s: float | None = None, what: str | None = None) -> Pending:
         return self._worker.call(method, *args, timeout_s=timeout_s, what=what)
+
+    def stream(self, method: str, *args: Any, timeout_s: float | None = None, what: str | None = None) -> Stream:
+        return self._worker.stream(method, *args, timeout_s=timeout_s, what=what)
 
     def restart(self) -> None:
         """Ends it, whatever it is doing, and waits for its successor."""

@@ -10,9 +10,11 @@ from typing import Any
 
 from grpo_mcore.algorithms.engine_group import EngineGroup
 from grpo_mcore.algorithms.judging import Judging
+from grpo_mcore.algorithms.playing import Playing
 from grpo_mcore.cluster import Cluster, DeadlineExceeded, ObjectStore, Stream, Worker, WorkerFailed
 from grpo_mcore.cluster.local_cluster import LocalWorker
 from grpo_mcore.data import TurnTemplate
+from grpo_mcore.environments.nemo_gym import GymOutcome
 from grpo_mcore.rollout.conversation import Conversation, TurnLimits
 from grpo_mcore.rollout.group import Group
 from grpo_mcore.rollout.seeds import sample_seed
@@ -62,6 +64,8 @@ class Rollouts:
     Where a generation call fails, its groups are generated anew, as a whole: what was short enough to be there
     already is not favoured.
 
+    Prompts whose environment plays its samples itself go there, and come back as groups too (`playing.py`).
+
     All of this goes on while the driver waits for something else, if that wait is given these rollouts as `Meanwhile`.
     """
 
@@ -76,9 +80,11 @@ class Rollouts:
         on_sample: Callable[[], None] = lambda: None,
         max_failures: int = 0,
         on_retry: Callable[[str, str], None] = lambda uid, why: None,
+        on_outcome: Callable[[GymOutcome], None] | None = None,
     ) -> None:
         """`environments`: task name -> environment. `on_sample`: called for each sample, when its last turn is there.
         `max_failures`: generation calls in a row that may fail; `on_retry` gets each prompt of one, and why.
+        `on_outcome`: gets what environments that play samples send for each.
 
         Raises DataError where samples may have several turns and the tokenizer's chat template cannot hold them.
         """
@@ -89,7 +95,10 @@ class Rollouts:
         self._template = TurnTemplate(tokenizer) if limits.max_turns > 1 else None
         self._open: dict[str, _Open] = {}
         self._running: dict[int, _Running] = {}  # by id of the stream
-        self._judging = Judging(environments, self.cluster)
+        playing = {task: worker for task, worker in environments.items() if getattr(worker, "plays", False)}
+        self._playing = Playing(playing, engines, seed=seed, on_sample=on_sample, on_outcome=on_outcome)
+        judging = {task: worker for task, worker in environments.items() if task not in playing}
+        self._judging = Judging(judging, self.cluster)
         # (engine, step, sampling) -> next turns that are still to be sent
         self._queued: dict[tuple[int, int, Sampling], list[GenerationRequest]] = defaultdict(list)
         self._finished: deque[Group] = deque()
@@ -97,7 +106,7 @@ class Rollouts:
     @property
     def generating(self) -> bool:
         """Whether an engine still generates; otherwise only verdicts are waited for."""
-        return bool(self._running)
+        return bool(self._running or self._playing.awaited())
 
     def dispatch(self, prompts: Sequence[Any], sampling: Sampling, *, generations: int, step: int) -> None:
         """Sends `generations` requests for each prompt (a DatumSpec) to the engines. Does not wait."""
@@ -108,12 +117,16 @@ class Rollouts:
         for prompt in prompts:
             if prompt["task_name"] not in self.environments:
                 raise ValueError(f"{prompt['uid']}: no environment for task {prompt['task_name']!r}")
+            if self._playing.plays(prompt):
+                continue
             engine = load.index(min(load))  # a whole group to one engine: its prompt is prefilled once
             shares[engine] += self._start(prompt, sampling, generations, step, engine)
             load[engine] += self._open[prompt["uid"]].load
         for engine, requests in enumerate(shares):
             if requests:
                 self._send(engine, step, requests, sampling, f"samples of step {step}")
+        played = [prompt for prompt in prompts if self._playing.plays(prompt)]
+        self._playing.dispatch(played, sampling, generations=generations, step=step)
 
     def _start(
         self, prompt: Any, sampling: Sampling, generations: int, step: int, engine: int
@@ -158,11 +171,14 @@ class Rollouts:
 
     def awaited(self) -> list[Any]:
         """The verdicts and streams that are waited for."""
-        return [*self._judging.pending(), *(running.stream for running in self._running.values())]
+        streams = (running.stream for running in self._running.values())
+        return [*self._judging.pending(), *streams, *self._playing.awaited()]
 
     def take(self, ready: Any) -> None:
         """Goes on with one of `awaited` that has something. Raises what it raises."""
-        if not self._judging.take(ready):
+        if self._playing.take(ready):
+            self._finished.extend(self._playing.finished())
+        elif not self._judging.take(ready):
             self._take_next_of(self._running[id(ready)])
         self._go_on_judged()
 

@@ -150,6 +150,12 @@ class RunReport:
                 f"step {step}: every advantage is 0, because the rewards compared are equal. If that goes on,\n"
                 "the task is too hard or too easy for the model, or the environment finds no answers (said only once)"
             )
+        if cut := [sample for group in groups for sample in group.samples if sample.cut_turns]:
+            first = f"{cut[0].uid}#{cut[0].generation_index} after turn {cut[0].turns}"
+            self.console.note(
+                f"samples whose later turns do not continue the ones before and were cut off: {len(cut)}; the first, "
+                f"{first}"
+            )
         if failed := _failed(groups):
             self.console.note(f"samples without a reward, left out: {len(failed)}; the first, {failed[0]}")
 

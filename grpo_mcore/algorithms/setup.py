@@ -9,6 +9,8 @@ from typing import Any
 from grpo_mcore.algorithms.engine_group import EngineGroup, EngineWorker
 from grpo_mcore.algorithms.judging import EnvironmentWorker
 from grpo_mcore.algorithms.logprob_passes import needs_prev, needs_reference
+from grpo_mcore.algorithms.playing import PlayerWorker
+from grpo_mcore.algorithms.policy_endpoint import REQUESTS, chat_config
 from grpo_mcore.algorithms.policy_group import PolicyGroup
 from grpo_mcore.algorithms.policy_worker import PolicyWorker
 from grpo_mcore.algorithms.refit_parity import LIMITS, ParityCheck
@@ -144,42 +146,47 @@ def trainer_layout(layout: Layout, megatron: MegatronConfig) -> TrainerLayout:
     )
 
 
-def start_engines(config: MasterConfig, cluster: Cluster, policy: PolicyGroup) -> EngineGroup:
-    """Spawns the engines beside the policy's ranks; they start while the policy does.
+def start_engines(config: MasterConfig, cluster: Cluster, policy: PolicyGroup | None) -> EngineGroup:
+    """Spawns the engines beside the policy's ranks; they start while the policy does. Without a policy: with the
+    weights of the model, for good.
 
-    Raises what `check_engines` raises.
+    Raises what `check_model` and `check_engines` raise.
     """
-    check_engines(config, policy.shape)
+    folder, shape, _ = check_model(config)
+    check_engines(config, shape)
     generation, gpu = config.policy.generation, runs_on_gpu(config.cluster)
-    vllm = generation.vllm_cfg
-    count = generation.num_engines or (policy.layout.world_size // vllm.tensor_parallel_size if gpu else 1)
-    if count < 1 or (gpu and count * vllm.tensor_parallel_size > policy.layout.world_size):
+    vllm, gpus = generation.vllm_cfg, world_size(config)
+    count = generation.num_engines or (gpus // vllm.tensor_parallel_size if gpu else 1)
+    if count < 1 or (gpu and count * vllm.tensor_parallel_size > gpus):
         raise SetupError(
-            f"{count or 1} engines x TP {vllm.tensor_parallel_size} do not fit the {policy.layout.world_size} GPUs of "
+            f"{count or 1} engines x TP {vllm.tensor_parallel_size} do not fit the {gpus} GPUs of "
             "cluster.num_nodes x gpus_per_node; lower policy.generation.num_engines or vllm_cfg.tensor_parallel_size"
         )
     # An engine that generates while the policy trains cannot give its memory away.
-    sleeps = gpu and generation.colocated.enabled and not config.grpo.async_grpo.max_age
+    sleeps = gpu and policy is not None and generation.colocated.enabled and not config.grpo.async_grpo.max_age
+    chat = chat_config(config)
     own_tokenizer = config.policy.tokenizer.name == config.policy.model_name
     workers: list[Worker] = []
     for index in range(count):
         engine = EngineConfig(
-            model=policy.model_folder,
+            model=folder,
             name=f"engine-{index}",
             tokenizer=None if own_tokenizer else config.policy.tokenizer.name,
             platform="gpu" if gpu else "cpu",
             dtype=vllm.precision,
             tensor_parallel_size=vllm.tensor_parallel_size,
             max_model_len=vllm.max_model_len,
-            load_format=vllm.load_format,
+            load_format=vllm.load_format if policy is not None else "auto",
             enforce_eager=vllm.enforce_eager,
             gpu_memory_utilization=vllm.gpu_memory_utilization,
             kv_cache_memory_gb=vllm.kv_cache_memory_gb,
             sleep_between_phases=sleeps,
             threads=cpu_threads(count * vllm.tensor_parallel_size),
             vllm_kwargs=generation.vllm_kwargs,
+            chat=chat,
         )
-        ranks = policy.workers[index * vllm.tensor_parallel_size : (index + 1) * vllm.tensor_parallel_size]
+        first = index * vllm.tensor_parallel_size
+        ranks = policy.workers[first : first + vllm.tensor_parallel_size] if policy is not None else ()
         workers.append(
             cluster.spawn(
                 engine.name,
@@ -187,10 +194,10 @@ def start_engines(config: MasterConfig, cluster: Cluster, policy: PolicyGroup) -
                 engine,
                 cluster.store,
                 cpus=1.0 if gpu else 0.1,
-                gpus=0.0,
+                gpus=float(vllm.tensor_parallel_size) if gpu and policy is None else 0.0,
                 env=engine_environment(engine),
                 concurrency=ENGINE_CALLS,
-                streams=ENGINE_STREAMS,
+                streams=ENGINE_STREAMS + (REQUESTS if chat else 0),
                 beside=ranks if gpu else (),
             )
         )
@@ -227,19 +234,20 @@ def _start_environment(name: str, section: dict[str, Any], config: MasterConfig,
         raise SetupError(f"env.{name}.verdict_timeout_s must be a number of seconds above 0, got {timeout_s!r}")
     cls, _ = create_env_class(str(section.pop("environment", name)))
     needs, gpu = cls.resources(section), runs_on_gpu(config.cluster)
+    built = (PlayerWorker, cls, section) if cls.plays else (cls, section)
 
     def start() -> Worker:
         return cluster.spawn(
             f"environment-{name}",
-            cls,
-            section,
+            *built,
             cpus=needs["cpus"] if gpu else 0.1,
             gpus=needs["gpus"] if gpu else 0.0,
             concurrency=cls.concurrent_calls,
+            streams=REQUESTS if cls.plays else 0,
         )
 
-    timeout_s = min(float(timeout_s), cluster.call_timeout_s)
-    return EnvironmentWorker(cluster, start, calls=cls.concurrent_calls, timeout_s=timeout_s)
+    timeout_s = cls.patience_s(section) if cls.plays else min(float(timeout_s), cluster.call_timeout_s)
+    return EnvironmentWorker(cluster, start, calls=cls.concurrent_calls, timeout_s=timeout_s, plays=cls.plays)
 
 
 def wait_until_ready(

@@ -182,6 +182,8 @@ def _rollout_metrics(batch: StepBatch, weights: Tensor, advantages: Tensor) -> d
             "environment_tokens": sum(sample.environment_tokens for sample in samples) / len(samples),
             "natural_termination_rate": sum(score.terminated for score in scores) / max(1, len(scores)),
         }
+    if cut := sum(sample.cut_turns for sample in samples):
+        metrics["num_cut_turns"] = float(cut)
     for name in sorted({name for score in scores for name in score.rewards_by_name}):
         values = [score.rewards_by_name[name] for score in scores if name in score.rewards_by_name]
         metrics[f"reward/{name}"] = sum(values) / len(values)

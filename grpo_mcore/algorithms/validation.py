@@ -116,12 +116,13 @@ def _scores(groups: list[Group]) -> dict[str, float | None]:
 
 
 def _shown(engines: EngineGroup, group: Group) -> ShownSample:
-    trajectory, score = engines.cluster.fetch(group.samples[0].ref), group.scores[0]
-    first = next((i for i, turn in enumerate(trajectory.turns) if turn.loss_mask), len(trajectory.turns))
+    reference, score = group.samples[0].ref, group.scores[0]
+    turns = engines.cluster.fetch(reference).turns if reference is not None else ()  # none: its rollout failed
+    first = next((i for i, turn in enumerate(turns) if turn.loss_mask), len(turns))
     return ShownSample(
         uid=group.uid,
-        prompt="".join(turn.text for turn in trajectory.turns[:first]),
-        response="".join(turn.text for turn in trajectory.turns[first:]),
+        prompt="".join(turn.text for turn in turns[:first]),
+        response="".join(turn.text for turn in turns[first:]),
         truth=str(group.prompt["extra_env_info"].get("ground_truth")),
         answer=score.answer,
         reward=score.reward,

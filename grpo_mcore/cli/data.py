@@ -1,4 +1,5 @@
-"""`grpo-mcore data gym-to-grpo|gym-to-sft|gym-to-dpo|check ...`: data made of NeMo Gym rollouts, data checked."""
+"""`grpo-mcore data gym-to-grpo|gym-to-sft|gym-to-dpo|check|collect ...`: data made of NeMo Gym rollouts, data checked,
+rollouts collected."""
 
 from __future__ import annotations
 
@@ -114,6 +115,20 @@ def _check_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--samples", type=int, default=2, metavar="N", help="rows that are shown (default: 2)")
 
 
+def _collect_arguments(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("recipe", metavar="RECIPE", help="a YAML file, or the name of one in recipes/")
+    parser.add_argument("overrides", nargs="*", metavar="key=value", help="values that replace the recipe's")
+    parser.add_argument(
+        "--output", required=True, type=Path, metavar="FILE", help="rollouts, JSONL; appears whole or not at all"
+    )
+    parser.add_argument("--num_prompts", type=_positive, metavar="N", help="the first N prompts (default: all)")
+    parser.add_argument(
+        "--num_repeats", type=_positive, metavar="N", help="rollouts of each (default: the recipe's generations)"
+    )
+    parser.add_argument("--validation", action="store_true", help="the validation data, sampled as in validation")
+    parser.add_argument("--token_ids", action="store_true", help="with the tokens and log-probs of every turn")
+
+
 def _gym_to_grpo(args: argparse.Namespace) -> int:
     from grpo_mcore.data.gym import gym_to_grpo
 
@@ -189,6 +204,39 @@ def _check(args: argparse.Namespace) -> int:
     return 0 if report.usable else 1
 
 
+def _collect(args: argparse.Namespace) -> int:
+    from grpo_mcore.algorithms.collect import collect
+    from grpo_mcore.observe.console import RunConsole
+    from grpo_mcore.recipe import load_recipe
+
+    config = load_recipe(args.recipe, args.overrides).config
+    console, done = RunConsole(), 0
+
+    def progress(group: Any) -> None:
+        nonlocal done
+        done += 1
+        console.progress("prompts", done, max(done, args.num_prompts or 0))
+
+    found = collect(
+        config,
+        args.output,
+        num_prompts=args.num_prompts,
+        generations=args.num_repeats,
+        validation=args.validation,
+        token_ids=args.token_ids,
+        on_group=progress,
+    )
+    _print(found)
+    return 0 if found.rows else 1
+
+
+def _positive(text: str) -> int:
+    value = int(text)
+    if value < 1:
+        raise argparse.ArgumentTypeError(f"a number of at least 1 is needed, got {text}")
+    return value
+
+
 def _finite(text: str) -> float:
     value = float(text)
     if not math.isfinite(value):
@@ -201,5 +249,6 @@ COMMANDS: dict[str, Command] = {
     "gym-to-grpo": ("NeMo Gym rollouts to prompts for GRPO", _grpo_arguments, _gym_to_grpo),
     "gym-to-sft": ("NeMo Gym rollouts to demonstrations for SFT", _sft_arguments, _gym_to_sft),
     "gym-to-dpo": ("NeMo Gym rollouts to pairs of answers for DPO", _dpo_arguments, _gym_to_dpo),
+    "collect": ("sample a recipe's prompts, score the samples, write rollouts", _collect_arguments, _collect),
     "check": ("check a data file against a recipe", _check_arguments, _check),
 }

@@ -44,6 +44,7 @@ def run(args: argparse.Namespace) -> int:
 def needs_of(config: MasterConfig | None, ports: tuple[int, ...] = ()) -> Needs:
     """What a recipe asks of a node."""
     from grpo_mcore.cluster.doctor import Needs
+    from grpo_mcore.environments.sandbox import TRUST
 
     if config is None:
         return Needs(ports=ports)
@@ -57,4 +58,8 @@ def needs_of(config: MasterConfig | None, ports: tuple[int, ...] = ()) -> Needs:
         model=config.policy.model_name,
         shm_bytes=int(1e9 + 2**30 * config.policy.refit_buffer_size_gb),
         ports=ports,
+        sandbox=any(
+            section.get("environment", name) == "code" and section.get("sandbox") != TRUST
+            for name, section in config.env.items()
+        ),
     )

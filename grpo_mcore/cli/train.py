@@ -62,10 +62,11 @@ def train(config: MasterConfig, resume: str | bool | None = None) -> dict[str, o
                 )
                 distinct = {worker.name: worker for worker in environments.values()}  # tasks may share one
                 wait_until_ready(config, cluster, list(distinct.values()), "start of the environments")
-                return grpo_train(
-                    policy, engines, dataloader, val_dataloader, tokenizer, loss_fn, environments, environments,
-                    logger, checkpointer, save_state, config, stop=stop,
-                )  # fmt: skip
+                with closing(engines):
+                    return grpo_train(
+                        policy, engines, dataloader, val_dataloader, tokenizer, loss_fn, environments, environments,
+                        logger, checkpointer, save_state, config, stop=stop,
+                    )  # fmt: skip
         except BaseException as error:
             if (newest := checkpoints.latest()) is not None:
                 error.add_note(f"the last checkpoint is {newest}; `--resume` goes on from there")

@@ -154,6 +154,8 @@ class Cluster(Protocol):
     store: ObjectStore
     call_timeout_s: float
     """Deadline of calls that give none, in seconds."""
+    address: str
+    """Of this process, on the interface through which the cluster's nodes reach each other."""
 
     def spawn(
         self,

@@ -93,6 +93,7 @@ class LocalCluster:
     def __init__(self, call_timeout_s: float = 3600.0) -> None:
         self.store: ObjectStore = LocalStore()
         self.call_timeout_s = call_timeout_s
+        self.address = "127.0.0.1"
         self._workers: list[LocalWorker] = []
         self._environment_before: dict[str, str | None] = {}
 

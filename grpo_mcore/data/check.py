@@ -91,7 +91,7 @@ class _RowCheck:
             Source(self._rows, self._numbers, lambda _: f"line {self._numbers[0]}"),
             rows_of_file(entry, name),
             task_name=name_of(str(path)),
-            default_processor="sft_processor" if self._trains_on_answers else DEFAULT_PROCESSOR,
+            default_processor=_processor(name, self._trains_on_answers),
         )
         report.read_as = f"{place}: {name}"
         self._tokenizer = None
@@ -145,6 +145,12 @@ class _RowCheck:
         self._report.lengths.add({length: 1})
         if any(datum["loss_multiplier"] == 0 for datum in data):
             raise Unusable("too long", f"{length:,} tokens; the limit is {self._report.limit:,}")
+
+
+def _processor(name: str, trains_on_answers: bool) -> str:
+    if name == "NemoGymDataset":
+        return "nemo_gym_data_processor"
+    return "sft_processor" if trains_on_answers else DEFAULT_PROCESSOR
 
 
 def _entry(path: Path, config: Any, first: Row) -> tuple[Any, str, str]:

@@ -9,11 +9,12 @@ from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any, Protocol
 
-from grpo_mcore.data.file_rows import openai_row, preference_pair, question_and_answer
+from grpo_mcore.data.file_rows import gym_task, openai_row, preference_pair, question_and_answer
 from grpo_mcore.data.imports import import_by_path
 from grpo_mcore.data.interfaces import DataError, TaskDataProcessFnCallable, TaskDataSpec
 from grpo_mcore.data.jsonl import is_json
 from grpo_mcore.data.mapped import MappedDataset, ToChat, checks, name_of, setting
+from grpo_mcore.data.processors import find_processor
 from grpo_mcore.data.published import HELPSTEER3_PAIRS, PUBLISHED, PublishedDataset
 from grpo_mcore.data.puzzles import sliding_puzzles
 from grpo_mcore.data.source import open_source
@@ -90,6 +91,8 @@ def rows_of_file(entry: Any, name: str) -> ToChat:
             system_prompt=setting(entry, "system_prompt"),
             from_table=not is_json(setting(entry, "data_path", "")),
         )
+    if name == "NemoGymDataset":
+        return gym_task
     if name == "BinaryPreferenceDataset":
         keys = {part: setting(entry, f"{part}_key", part) for part in ("prompt", "chosen", "rejected")}
         return partial(preference_pair, **keys)
@@ -118,9 +121,18 @@ class BinaryPreferenceDataset(FileDataset):
         super().__init__(entry, rows_of_file(entry, "BinaryPreferenceDataset"), default_processor)
 
 
+class NemoGymDataset(FileDataset):
+    """Tasks of NeMo Gym, a JSON object each: `responses_create_params`, `agent_ref`, and what their verifier needs."""
+
+    def __init__(self, entry: Any, default_processor: str = DEFAULT_PROCESSOR) -> None:
+        super().__init__(entry, rows_of_file(entry, "NemoGymDataset"), default_processor)
+        self.processor = find_processor("nemo_gym_data_processor")  # whatever data.default says of other datasets
+
+
 DATASET_CLASSES: dict[str, Callable[[Any, str], ResponseData]] = {
     "ResponseDataset": ResponseDataset,
     "openai_format": OpenAIFormatDataset,
+    "NemoGymDataset": NemoGymDataset,
     "SlidingPuzzle": sliding_puzzles,
     **{name: partial(PublishedDataset, name=name, published=found) for name, found in PUBLISHED.items()},
 }

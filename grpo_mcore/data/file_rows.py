@@ -5,6 +5,10 @@ from __future__ import annotations
 import json
 from typing import Any
 
+import msgspec
+
+from grpo_mcore.data.gym.conversation import chat_messages, chat_tools, with_instructions
+from grpo_mcore.data.gym.rollout import BadRow, Filtered, Item
 from grpo_mcore.data.interfaces import DataError
 from grpo_mcore.data.mapped import OWN_KEYS, Row
 from grpo_mcore.data.messages import as_messages, assistant, conversation, without_nulls
@@ -43,6 +47,23 @@ def openai_row(
         "messages": messages,
         **({"tools": without_nulls(found) if from_table else found} if found else {}),
     }
+
+
+def gym_task(row: Row) -> Row:
+    """A task of NeMo Gym, which goes to its agent as it is. The messages say how long its prompt is; a task may leave
+    them to the environment."""
+    params = _needed(row, "responses_create_params")
+    if not isinstance(params, dict):
+        raise DataError(f"'responses_create_params' must be an object, got {type(params).__name__}")
+    asked = params.get("input")
+    items = [{"role": "user", "content": asked}] if isinstance(asked, str) else asked
+    try:
+        messages = chat_messages(msgspec.convert(items or [], list[Item]))
+        tools = chat_tools(params.get("tools"))
+        messages = with_instructions(messages, params.get("instructions"))
+    except (BadRow, Filtered, msgspec.ValidationError) as error:
+        raise DataError(f"'responses_create_params': {error}") from error
+    return {"messages": messages, "gym_task": row, **({"tools": tools} if tools else {})}
 
 
 def preference_pair(row: Row, *, prompt: str, chosen: str, rejected: str) -> Row:

@@ -57,6 +57,26 @@ def chat_data_processor(
     return _prompt_datum(prompt, answer, datum_dict, task_data_spec, tokenizer, max_seq_length, idx, chat=True)
 
 
+def nemo_gym_data_processor(
+    datum_dict: dict[str, Any],
+    task_data_spec: TaskDataSpec,
+    tokenizer: Any,
+    max_seq_length: int | None,
+    idx: int,
+) -> DatumSpec:
+    """Tasks of the dataset NemoGymDataset. The Gym gets the task as it is; its tokens here are for its length alone."""
+    row = {key: value for key, value in datum_dict.items() if key != "gym_task"}
+    task = datum_dict["gym_task"]
+    spec = TaskDataSpec(task_data_spec.task_name)  # without prompt files: nobody puts them around it
+    if row["messages"]:
+        datum = _prompt_datum(row["messages"], None, row, spec, tokenizer, max_seq_length, idx, chat=True)
+    else:
+        datum = _datum([], 0, True, {}, row, spec, idx)
+    truth = task.get("expected_answer")
+    datum["extra_env_info"] = {"gym_task": task} | ({} if truth is None else {"ground_truth": truth})
+    return datum
+
+
 def sliding_puzzle_processor(
     datum_dict: dict[str, Any],
     task_data_spec: TaskDataSpec,
@@ -115,6 +135,8 @@ PROCESSORS: dict[str, TaskDataProcessFnCallable] = {
     "math_hf_data_processor": math_hf_data_processor,
     "math_data_processor": math_data_processor,
     "chat_data_processor": chat_data_processor,
+    "nemo_gym_data_processor": nemo_gym_data_processor,
+    "nemo_gym": nemo_gym_data_processor,
     "sliding_puzzle_processor": sliding_puzzle_processor,
     "sft_processor": sft_processor,
 }

@@ -30,7 +30,7 @@ def load_tokenizer(
     if tokenizer.pad_token_id is None:
         tokenizer.pad_token = tokenizer.eos_token
     if chat_template is not None:
-        tokenizer.chat_template = _template_text(chat_template)
+        tokenizer.chat_template = template_text(chat_template)
     if tokenizer.chat_template is None:
         raise DataError(f"the tokenizer {name!r} has no chat template; set policy.tokenizer.chat_template")
     if chat_template_kwargs:
@@ -38,7 +38,8 @@ def load_tokenizer(
     return tokenizer
 
 
-def _template_text(chat_template: str) -> str:
+def template_text(chat_template: str) -> str:
+    """The text of a chat template: itself, or that of the file it names. Raises DataError."""
     if "{" in chat_template:
         return chat_template
     try:

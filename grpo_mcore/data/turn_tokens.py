@@ -12,6 +12,7 @@ from typing import Any
 import torch
 
 from grpo_mcore.data.interfaces import DataError
+from grpo_mcore.rollout.exact_tokens import said_already
 from grpo_mcore.rollout.trajectory import Turn
 
 _QUESTION, _ANSWER, _SAID = "question", "@@answer@@", "@@said@@"
@@ -39,15 +40,8 @@ class TurnTemplate:
         role = "tool" if role == "tool" and self._has_tool_role else "user"
         between = self._after_answer(self._render(_message(role, text)))
         ids = self._ids(between)
-        return Turn(role, torch.tensor(ids[self._said_already(ids, stop_token) :], dtype=torch.int64), text=between)
-
-    def _said_already(self, ids: list[int], stop_token: int | None) -> int:
-        """How many of `ids` the generated turn ended with."""
-        if stop_token not in self._end:
-            return 0
-        count = self._end.index(stop_token) + 1
-        is_marker = count == 1 or stop_token == self._tokenizer.eos_token_id
-        return count if is_marker and ids[:count] == self._end[:count] else 0
+        said = said_already(ids, self._end, stop_token, self._tokenizer.eos_token_id)
+        return Turn(role, torch.tensor(ids[said:], dtype=torch.int64), text=between)
 
     def _render(self, *after: dict[str, str]) -> str:
         shown = [_message("user", _QUESTION), _message("assistant", _ANSWER), *after]

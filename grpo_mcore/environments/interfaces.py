@@ -33,8 +33,11 @@ class EnvironmentReturn(NamedTuple):
     rewards_by_name: list[dict[str, float]] | None = None
 
 
-class EnvironmentInterface(ABC):
+class EnvironmentBase:
     """Built from its section of the recipe, `env.<name>`. Several threads may use one instance."""
+
+    plays: ClassVar[bool] = False
+    """Whether it plays whole samples itself, as a NeMo Gym does, instead of scoring turns of the rollouts here."""
 
     needs: ClassVar[dict[str, float]] = {"cpus": 1.0, "gpus": 0.0}
     """What one instance asks of the cluster."""
@@ -46,12 +49,10 @@ class EnvironmentInterface(ABC):
     def __init__(self, config: Mapping[str, Any] | None = None) -> None:
         self.config: Any = self.read_config(config or {})
 
-    @abstractmethod
-    def step(
-        self, message_log_batch: Sequence[Sequence[Mapping[str, Any]]], metadata: Sequence[dict[str, Any]]
-    ) -> EnvironmentReturn:
-        """The world's answer to each conversation. `message_log_batch[i]`: messages {"role", "content"} so
-        far; `metadata[i]`: the prompt's `extra_env_info`, or what the last step returned for it."""
+    @classmethod
+    def patience_s(cls, config: Mapping[str, Any]) -> float:
+        """Of one that plays: the longest that it works on a sample, in seconds."""
+        raise NotImplementedError(f"{cls.__name__} plays no samples")
 
     @classmethod
     def read_config(cls, config: Mapping[str, Any]) -> Any:
@@ -64,6 +65,20 @@ class EnvironmentInterface(ABC):
         EnvironmentConfigError where the section is wrong, before anything is started."""
         cls.read_config(config)
         return dict(cls.needs)
+
+    def shutdown(self) -> None:
+        """Frees what the environment holds; it is not used afterwards."""
+
+
+class EnvironmentInterface(EnvironmentBase, ABC):
+    """Scores the samples that the engines generate, turn by turn."""
+
+    @abstractmethod
+    def step(
+        self, message_log_batch: Sequence[Sequence[Mapping[str, Any]]], metadata: Sequence[dict[str, Any]]
+    ) -> EnvironmentReturn:
+        """The world's answer to each conversation. `message_log_batch[i]`: messages {"role", "content"} so
+        far; `metadata[i]`: the prompt's `extra_env_info`, or what the last step returned for it."""
 
     def advance(self, metadata: Sequence[dict[str, Any]], *trajectories: Trajectory) -> list[Outcome]:
         """`step` on these trajectories, in order: the verdicts on their last turns. They come as separate arguments
@@ -105,9 +120,6 @@ class EnvironmentInterface(ABC):
     def global_post_process_and_metrics(self, batch: Mapping[str, Sequence[Any]]) -> dict[str, float]:
         """Metrics over a whole batch of samples; `batch` has the columns `rewards` and `uid`."""
         return {}
-
-    def shutdown(self) -> None:  # noqa: B027 - an environment that holds nothing needs no shutdown
-        """Frees what the environment holds; it is not used afterwards."""
 
 
 def conversation(trajectory: Trajectory) -> list[dict[str, Any]]:

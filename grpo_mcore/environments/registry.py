@@ -8,11 +8,12 @@ from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from grpo_mcore.environments.interfaces import EnvironmentInterface
+    from grpo_mcore.environments.interfaces import EnvironmentBase
 
 _ENVIRONMENTS: dict[str, str] = {
     "code": "grpo_mcore.environments.code_environment:CodeEnvironment",
     "math": "grpo_mcore.environments.math_environment:MathEnvironment",
+    "nemo_gym": "grpo_mcore.environments.nemo_gym:NemoGymEnvironment",
     "reward_model": "grpo_mcore.environments.reward_model:RewardModelEnvironment",
     "rules": "grpo_mcore.environments.rule_environment:RuleEnvironment",
     "sliding_puzzle": "grpo_mcore.environments.sliding_puzzle:SlidingPuzzleEnvironment",
@@ -32,7 +33,7 @@ def register_env(env_name: str, import_path: str) -> None:
     _ENVIRONMENTS[env_name] = import_path
 
 
-def create_env_class(env_name: str) -> tuple[type[EnvironmentInterface], dict[str, float]]:
+def create_env_class(env_name: str) -> tuple[type[EnvironmentBase], dict[str, float]]:
     """The class behind a name or an import path, and what one instance needs: {"cpus": ..., "gpus": ...}."""
     path = _ENVIRONMENTS.get(env_name)
     if path is None:
@@ -48,7 +49,7 @@ def create_env_class(env_name: str) -> tuple[type[EnvironmentInterface], dict[st
     return cls, dict(cls.needs)
 
 
-def create_env(env_name: str, env_config: Mapping[str, Any] | None = None) -> EnvironmentInterface:
+def create_env(env_name: str, env_config: Mapping[str, Any] | None = None) -> EnvironmentBase:
     """An environment in this process; `env_config` is the recipe's section `env.<env_name>`."""
     cls, _ = create_env_class(env_name)
     return cls(env_config)

@@ -22,7 +22,9 @@ from grpo_mcore.environments.worker_process import Launcher, Times, WorkerProces
 
 # Shares of the deadline after which a job is slow (a worker's first one may still load something), and very slow.
 _SLOW, _SLOW_AT_FIRST, _VERY_SLOW = 0.02, 0.25, 0.2
-_LOW = 16  # the priority (nice) of slow ones: where processors are short, a thirtieth of the usual share
+_SLOW_FOR_ITS_KIND = 5.0  # times what jobs take on average: less is not slow, whatever the deadline
+_LOW = 19  # the priority (nice) of slow ones: where processors are short, a seventieth of the usual share
+_SLOW_BESIDE = 24  # slow ones at a time, at least: they wait much more than they run, and must not fill the places
 # Deadlines after which a very slow job, and any other, ends although it has not had so much time of a processor.
 _STRETCH_VERY_SLOW, _STRETCH = 2.0, 5.0
 _BURST = 2  # workers that are started before others are listened to again
@@ -66,8 +68,8 @@ class _Worker:
 
 
 class WorkerPool:
-    """`num_workers` jobs at a time, and up to twice as many slow ones beside them where `slow_aside`. Usable from
-    several threads.
+    """`num_workers` jobs at a time, and slow ones beside them where `slow_aside`: up to twice as many, or 24. Usable
+    from several threads.
 
     `timeout_s`: the limit of one job, in seconds in which it runs or sleeps. Those for which it waits for a processor
     do not count, because a busy machine is not the job's fault, up to five times the limit; a job that has had a fifth
@@ -83,7 +85,8 @@ class WorkerPool:
     ) -> None:
         self.timeout_s, self.num_workers = timeout_s, num_workers
         self._launcher, self._spare = launcher, spare
-        self._max_slow = 2 * num_workers if slow_aside else 0
+        self._max_slow = max(2 * num_workers, _SLOW_BESIDE) if slow_aside else 0
+        self._usual_s = 0.0  # that jobs ran, on a running average
         self._jobs: deque[_Job] = deque()
         self._workers: list[_Worker] = []
         self._selector = selectors.DefaultSelector()
@@ -211,6 +214,8 @@ class WorkerPool:
             self._started(worker, message)
         elif worker.job is not None:
             job, worker.job, worker.fresh = worker.job, None, False
+            ran_s = worker.process.times().ran_s - worker.before.ran_s
+            self._usual_s += 0.05 * (max(ran_s, 0.0) - self._usual_s)
             job.finish(message.get("value"), message.get("failed"))
             if message.get("last") or worker.state == "slow":  # a slow one has a low priority for good
                 self._kill(worker)
@@ -309,8 +314,11 @@ class WorkerPool:
 
     def _slow_s(self, worker: _Worker) -> float:
         """Seconds after which its job is slow; where none ever is, the deadline."""
-        share = (_SLOW_AT_FIRST if worker.fresh else _SLOW) if self._max_slow else 1.0
-        return share * self.timeout_s
+        if not self._max_slow:
+            return self.timeout_s
+        if worker.fresh:
+            return _SLOW_AT_FIRST * self.timeout_s
+        return min(max(_SLOW * self.timeout_s, _SLOW_FOR_ITS_KIND * self._usual_s), _SLOW_AT_FIRST * self.timeout_s)
 
     def _time_out(self, worker: _Worker) -> None:
         job, worker.job = worker.job, None

@@ -6,7 +6,27 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
+from grpo_mcore.rollout.trajectory import Sampling
+
 GIB = 2**30
+
+
+@dataclass(frozen=True)
+class ChatConfig:
+    """How engines speak chat, for the OpenAI-compatible endpoint. `model`: the name under which the policy is served.
+
+    `samplings`: those that a request may ask for, the first for one that does not say. `chat_template`: the text of
+    one in place of the tokenizer's. Parsers by vLLM's names; `plugins`: (files that register more tool parsers,
+    reasoning parsers). `tool_parser` None: what the policy says stays text.
+    """
+
+    model: str
+    samplings: tuple[Sampling, ...]
+    chat_template: str | None = None
+    chat_template_kwargs: Mapping[str, Any] = field(default_factory=dict)
+    tool_parser: str | None = None
+    reasoning_parser: str | None = None
+    plugins: tuple[str | None, str | None] = (None, None)
 
 
 @dataclass(frozen=True)
@@ -34,6 +54,7 @@ class EngineConfig:
     threads: int = 1
     log_level: str = "ERROR"
     vllm_kwargs: Mapping[str, Any] = field(default_factory=dict)
+    chat: ChatConfig | None = None  # None: the engine serves no endpoint
 
     def __post_init__(self) -> None:
         if self.sleep_between_phases and self.platform == "cpu":

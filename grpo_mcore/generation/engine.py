@@ -14,6 +14,7 @@ from typing import Any
 
 import torch
 
+from grpo_mcore.generation.chat.engine_chat import EngineChat, Reply
 from grpo_mcore.generation.config import EngineConfig, engine_arguments, engine_environment
 from grpo_mcore.generation.shared_steps import Caller, SharedSteps
 from grpo_mcore.generation.turns import Turns
@@ -59,6 +60,15 @@ class Engine:
         self._max_model_len: int = self._llm_engine.model_config.max_model_len
         if self.weight_version is not None:
             self._llm_engine.set_weight_version(str(self.weight_version))
+        self._chat: EngineChat | None = None
+        if config.chat is not None:
+            self._chat = EngineChat(
+                config.chat,
+                self._llm_engine.get_tokenizer(),
+                self.generate,
+                max_model_len=self._max_model_len,
+                vocab_size=self._llm_engine.model_config.get_vocab_size(),
+            )
         # Of tensor-parallel ranks; a single rank lives in this process.
         self._ranks = [rank.proc for rank in getattr(self._llm_engine.model_executor, "workers", ())]
         self.start_seconds = time.perf_counter() - began
@@ -105,6 +115,16 @@ class Engine:
             with self._turns.call():
                 if (unfinished := self._steps.drop(caller)) and self._llm_engine is not None:
                     engine.abort_request(unfinished, internal=True)
+
+    def chat(self, kind: str, body: Any, seed: int = 0) -> Iterator[Reply]:
+        """The reply to a request of the endpoint's, as the only item of a stream. `kind`: complete or tokenize."""
+        if self._chat is None:
+            raise EngineError(f"{self.name} serves no endpoint")
+        try:
+            reply = self._chat.tokenize(body) if kind == "tokenize" else self._chat.complete(body, seed)
+        except EngineError as error:  # asleep, or in a refit: an agent that was given up may still ask
+            reply = Reply(503, {"error": {"message": str(error), "type": "ServiceUnavailableError", "code": 503}})
+        yield reply
 
     def _refuse_to_generate(self) -> None:
         """Raises EngineError where this engine cannot take a request now."""

@@ -95,9 +95,12 @@ class SharedSteps:
 
     def _deliver(self, outputs: Iterable[Any]) -> None:
         with self._changed:
+            found = False
             for output in outputs:
                 caller = self._owners.pop(output.request_id, None)
                 if caller is not None:
                     del caller.running[output.request_id]
                     caller.finished.append(output)
-            self._changed.notify_all()
+                    found = True
+            if found:  # there may be hundreds who wait
+                self._changed.notify_all()

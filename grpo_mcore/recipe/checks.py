@@ -6,7 +6,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator
 
-from grpo_mcore.recipe import batch_sizes, data_checks, layout_checks, not_yet, objective_checks
+from grpo_mcore.recipe import batch_sizes, data_checks, gym_keys, layout_checks, not_yet, objective_checks
 from grpo_mcore.recipe.errors import Finding, in_yaml, nearest
 from grpo_mcore.recipe.master import MasterConfig, runs_grpo
 
@@ -32,6 +32,7 @@ def findings(config: MasterConfig) -> list[Finding]:
         check_optimizer,
         data_checks.check_data,
         data_checks.check_loaders,
+        gym_keys.check_endpoint,
     )
     return [finding for check in checks for finding in check(config)]
 

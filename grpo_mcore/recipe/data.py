@@ -11,7 +11,7 @@ from grpo_mcore.recipe.errors import nearest
 from grpo_mcore.recipe.section import NonNegative, NonNegativeFloat, Positive, Section
 
 # Datasets that are whatever `data_path` holds; any other name is a dataset of its own.
-FILE_DATASETS = ("ResponseDataset", "openai_format", "BinaryPreferenceDataset")
+FILE_DATASETS = ("ResponseDataset", "openai_format", "BinaryPreferenceDataset", "NemoGymDataset")
 # Those with a better and a worse answer to each prompt, which GRPO and SFT have no use for.
 PREFERENCE_DATASETS = ("BinaryPreferenceDataset",)
 # All datasets by name. data/datasets.py loads them.

@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from typing import Any, Literal
+from typing import Annotated, Any, Literal
 
 from pydantic import Field
 
-from grpo_mcore.recipe.section import NonNegativeFloat, Positive, PositiveFloat, PositiveShare, Section
+from grpo_mcore.recipe.section import NonNegativeFloat, OffWhenNull, Positive, PositiveFloat, PositiveShare, Section
 
 
 class ColocatedResourcesConfig(Section):
@@ -27,6 +27,17 @@ class ColocatedConfig(Section):
     refit/."""
     resources: ColocatedResourcesConfig = Field(default_factory=ColocatedResourcesConfig)
     """The engines' own resources when enabled is false."""
+
+
+class ServingChatConfig(Section):
+    """`policy.generation.vllm_cfg.http_server_serving_chat_kwargs`."""
+
+    enable_auto_tools: bool = False
+    """Read calls of tools out of what the policy says. Needs tool_parser."""
+    tool_parser: str | None = None
+    """vLLM's name of the parser of calls, such as hermes. null: calls stay text."""
+    reasoning_parser: str | None = None
+    """vLLM's name of the parser of thoughts, such as deepseek_r1. null: thoughts stay text."""
 
 
 class VllmConfig(Section):
@@ -53,7 +64,22 @@ class VllmConfig(Section):
     load_format: Literal["auto", "dummy"] = "auto"
     """How an engine gets its first weights: auto reads the model's files, dummy waits for the first refit."""
     expose_http_server: bool = False
-    """Serve the engines through an OpenAI-compatible endpoint. Not supported yet."""
+    """Serve the policy through an OpenAI-compatible endpoint, as NeMo Gym's agents need it."""
+    http_server_host: str | None = None
+    """Address at which the endpoint listens. null: the driver's, on the cluster's network."""
+    http_server_port: Positive | None = None
+    """Port of the endpoint. null: a free one."""
+    http_server_api_key_env_var: str | None = None
+    """Variable of the driver's environment that holds the token which the endpoint asks for. null: one is made up; it
+    is in endpoint.json of the run's logs."""
+    http_server_serving_chat_kwargs: Annotated[ServingChatConfig, OffWhenNull] = Field(
+        default_factory=ServingChatConfig
+    )
+    """How the endpoint reads what the policy says."""
+    tool_parser_plugin: str | None = None
+    """Python file that registers more tool parsers with vLLM. null: none."""
+    reasoning_parser_plugin: str | None = None
+    """Python file that registers more reasoning parsers with vLLM. null: none."""
     enable_return_routed_experts: bool = False
     """Return the experts chosen for each token. Not supported yet."""
 

@@ -29,7 +29,6 @@ NOT_YET: dict[str, tuple[Any, str]] = {
     "policy.generation.vllm_cfg.pipeline_parallel_size": (1, "pipeline parallelism in the engine"),
     "policy.generation.vllm_cfg.expert_parallel_size": (1, "expert parallelism in the engine"),
     "policy.generation.vllm_cfg.kv_cache_dtype": ("auto", "another number format of the KV cache"),
-    "policy.generation.vllm_cfg.expose_http_server": (False, "the engines' HTTP endpoint"),
     "policy.generation.vllm_cfg.enable_return_routed_experts": (False, "router replay"),
     "checkpointing.save_optimizer": (True, "checkpoints without the optimizer"),
     "checkpointing.checkpoint_must_save_by": (None, "saving by a wall-clock limit"),

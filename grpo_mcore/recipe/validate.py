@@ -7,7 +7,7 @@ from typing import Any, NamedTuple
 
 from pydantic import BaseModel, ValidationError
 
-from grpo_mcore.recipe import checks, data_layouts, foreign_keys, schema
+from grpo_mcore.recipe import checks, data_layouts, foreign_keys, gym_keys, schema
 from grpo_mcore.recipe.errors import DEFAULT, Problem, RecipeError, in_yaml, nearest
 from grpo_mcore.recipe.master import MasterConfig
 from grpo_mcore.recipe.yaml_tree import Node, joined
@@ -45,6 +45,7 @@ def validated(tree: Node, recipe: str = "", earlier: list[Problem] | None = None
     if not tree.is_mapping:
         message = f"expected a mapping of keys, got {in_yaml(tree.plain())}"
         raise RecipeError([*problems, Problem(tree.source, "", message)], recipe or "the configuration")
+    tree = gym_keys.normalise(tree, problems)
     tree = data_layouts.normalise(tree, problems)
     tree = foreign_keys.remove(tree, problems)
     config, faulty = _typed(tree, recipe, problems)

@@ -160,6 +160,7 @@ class TrajectoryRef:
     """What the driver holds of a trajectory: plain numbers, and `ref`, its place in the object store.
 
     `turns`: those that the policy generated. `truncated`: also where the context had no room for a next turn.
+    `cut_turns`: turns after the last one here, which did not continue it and are not trained on.
     """
 
     uid: str
@@ -173,6 +174,7 @@ class TrajectoryRef:
     ref: Any
     turns: int = 1
     stop_token: int | None = None
+    cut_turns: int = 0
 
     @property
     def environment_tokens(self) -> int:

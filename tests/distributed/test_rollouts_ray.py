@@ -10,14 +10,23 @@ from typing import Any
 
 import pytest
 import ray
+import torch
 
 from grpo_mcore.algorithms.engine_group import EngineGroup
 from grpo_mcore.algorithms.judging import EnvironmentWorker
+from grpo_mcore.algorithms.playing import PlayerWorker
 from grpo_mcore.algorithms.rollouts import Rollouts
 from grpo_mcore.cluster import WorkerFailed
 from grpo_mcore.cluster.ray_cluster import RayCluster
+from grpo_mcore.data import load_tokenizer
+from grpo_mcore.data.puzzle_model import CHARACTERS, WORDS, make_tokenizer
+from grpo_mcore.environments.nemo_gym import NemoGymEnvironment
+from grpo_mcore.generation.chat.endpoint import Endpoint
+from grpo_mcore.generation.chat.engine_chat import EngineChat, Reply
+from grpo_mcore.generation.config import ChatConfig
 from grpo_mcore.rollout.conversation import TurnLimits
-from grpo_mcore.rollout.trajectory import GenerationRequest, Outcome, Sampling, Trajectory
+from grpo_mcore.rollout.trajectory import GenerationRequest, Outcome, Sampling, Trajectory, Turn
+from tests.gym_server import AGENT, GymServer
 from tests.unit.algorithms.fake_rollouts import CharacterTokenizer, FakeEngine, FakeEnvironment, prompt
 
 pytestmark = pytest.mark.distributed
@@ -107,3 +116,67 @@ def test_an_environment_that_dies_or_hangs_costs_its_own_sample(cluster: RayClus
                 reason = "the environment died" if number == 2 else "no verdict within 10 s"
                 assert scores[index].reason.startswith(reason)
     assert not play.generating
+
+
+class ChatEngine:
+    """Speaks chat as an engine does; its tokens are drawn from the request's seed."""
+
+    def __init__(self, folder: str) -> None:
+        tokenizer = load_tokenizer(folder)
+        self.eos = tokenizer.eos_token_id
+        config = ChatConfig("policy", (Sampling(8, stop_token_ids=(self.eos,)),))
+        self._chat = EngineChat(config, tokenizer, self.generate, max_model_len=200, vocab_size=64)
+
+    def generate(self, requests: list[GenerationRequest], sampling: Sampling) -> Iterator[Trajectory]:
+        for request in requests:
+            ids = torch.randint(8, 50, (7,), generator=torch.Generator().manual_seed(request.seed))
+            ids = torch.cat([ids, torch.tensor([self.eos])])
+            turns = (*request.turns, Turn("assistant", ids, -torch.rand(8), loss_mask=True))
+            spans = ((4, 0, len(request.token_ids()) + 8),)
+            yield Trajectory(request.uid, 0, turns, spans, "stop", False, stop_token=self.eos)
+
+    def chat(self, kind: str, body: Any, seed: int) -> Iterator[Reply]:
+        yield self._chat.complete(body, seed) if kind == "complete" else self._chat.tokenize(body)
+
+
+def test_a_gym_plays_over_ray_and_survives_the_death_of_its_worker(
+    cluster: RayCluster, tmp_path_factory: pytest.TempPathFactory
+) -> None:
+    folder = tmp_path_factory.mktemp("tokenizer")
+    make_tokenizer(folder, CHARACTERS, WORDS)
+    workers = [cluster.spawn(f"chat-{i}", ChatEngine, str(folder), cpus=0.1, streams=16) for i in range(2)]
+    started: list[Any] = []
+
+    def start() -> Any:
+        section = {"head_server_url": gym.head_url, "rollout_timeout_s": 300.0}
+        started.append(cluster.spawn("gym", PlayerWorker, NemoGymEnvironment, section, cpus=0.1, streams=4))
+        return started[-1]
+
+    engines = EngineGroup(cluster, workers, sleeps=False)
+    endpoint = Endpoint(workers, model="policy", token="the token", host=cluster.address)
+    gym = GymServer(endpoint.address.url, "the token", "policy")
+    engines.endpoint = endpoint
+    try:
+        env = EnvironmentWorker(cluster, start, calls=1, timeout_s=120.0, plays=True)
+        play = Rollouts(engines, {"game": env}, CharacterTokenizer(), TurnLimits(1, 200), seed=1)
+        task = {"responses_create_params": {"input": "go"}, "agent_ref": {"name": AGENT}, "turns": 3}
+        tasks = [task, task, task | {"behave": "hang once", "rollout": 0}, task | {"behave": "4xx", "rollout": 1}]
+        prompts = [prompt(n, idx=n, extra_env_info={"gym_task": found}) for n, found in enumerate(tasks)]
+        play.dispatch(prompts, Sampling(8), generations=2, step=1)
+        groups = [play.next_group() for _ in range(3)]
+        os.kill(started[-1].place().pid, signal.SIGKILL)
+        groups.append(play.next_group())
+        assert not play.generating and len(started) == 2 and groups[-1].uid == "p2"
+        for group in groups:
+            for index, (sample, score) in enumerate(zip(group.samples, group.scores, strict=True)):
+                if (group.uid, index) == ("p3", 1):
+                    assert score.reward is None and sample.ref is None and "422" in score.reason
+                    continue
+                trajectory = cluster.fetch(sample.ref)
+                assert (sample.turns, sample.cut_turns, score.reward in (0.0, 1.0)) == (3, 0, True)
+                assert trajectory.weight_versions == ((4, 0, sample.length),)
+                assert [len(turn) for turn in trajectory.turns if turn.loss_mask] == [8, 8, 8]
+        assert not gym.faults
+    finally:
+        gym.close()
+        endpoint.close()

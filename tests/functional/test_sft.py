@@ -26,9 +26,7 @@ def test_the_loss_falls(sft_run: Run) -> None:
 def test_the_exported_model_has_the_loss_of_the_policy(sft_run: Run, task: Task) -> None:
     from transformers import AutoModelForCausalLM, AutoTokenizer
 
-    for folder, line in zip(
-        (task.untrained, sft_run.checkpoints / "hf"), sft_run.metrics("validation"), strict=True
-    ):
+    for folder, line in zip((task.untrained, sft_run.checkpoints / "hf"), sft_run.metrics("validation"), strict=True):
         model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).eval()
         tokenizer = AutoTokenizer.from_pretrained(folder)
         losses = []

@@ -134,9 +134,7 @@ def test_a_group_holds_different_samples(whole: tuple[Run, Inside]) -> None:
 # Checkpoints.
 
 
-def test_a_resumed_run_is_the_whole_run(
-    whole: tuple[Run, Inside], half: Run, resumed: tuple[Run, Inside]
-) -> None:
+def test_a_resumed_run_is_the_whole_run(whole: tuple[Run, Inside], half: Run, resumed: tuple[Run, Inside]) -> None:
     run, inside = resumed
     assert run.logs == half.logs  # it goes on in the same files
     assert [line["step"] for line in run.metrics()] == [1, 2, 3, 4]
@@ -240,9 +238,7 @@ def test_the_kl_penalty_is_zero_until_the_policy_moves(penalised: tuple[Run, Ins
 
 
 def test_the_ratio_is_one_until_the_policy_moves_within_the_step(penalised: tuple[Run, Inside]) -> None:
-    ratios = [
-        (metrics["probs_ratio_min"], metrics["probs_ratio_max"]) for metrics in penalised[1].optimizer_steps
-    ]
+    ratios = [(metrics["probs_ratio_min"], metrics["probs_ratio_max"]) for metrics in penalised[1].optimizer_steps]
     for first, second in (ratios[:2], ratios[2:]):
         assert first == (1.0, 1.0)
         assert second[0] < 1 < second[1]

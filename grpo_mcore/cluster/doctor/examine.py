@@ -30,6 +30,7 @@ class Needs:
     shm_bytes: int = 2 * GB
     disk_bytes: int = 10 * GB
     ports: tuple[int, ...] = ()
+    sandbox: bool = False  # programs that the model writes are run
 
 
 Check = Callable[[], Sequence[Finding]]
@@ -78,6 +79,7 @@ def _checks(needs: Needs) -> dict[str, Check]:
         "disk": lambda: [judge.disk(path, *probes.space(path), _room(path, needs)) for path in places],
         "ports": lambda: [judge.ports(probes.taken_ports(asked), asked)],
         "open files": lambda: [judge.open_files(resource.getrlimit(resource.RLIMIT_NOFILE)[0])],
+        "sandbox": lambda: [judge.sandbox(probes.sandbox(), needs.sandbox)],
         "load": lambda: [judge.load(os.getloadavg()[0], len(os.sched_getaffinity(0)))],
         "HF cache": lambda: [judge.cache(probes.file_times(probes.hub_cache(), nbytes=1024))],
         "HF hub": lambda: [_model(needs)],

@@ -187,6 +187,19 @@ def open_files(limit: int) -> Finding:
     return Finding("open files", "ok", f"limit {limit}")
 
 
+def sandbox(problem: str | None, needed: bool) -> Finding:
+    """Bubblewrap, in which env.code runs programs. `problem`: why it makes no sandbox. `needed`: by the recipe."""
+    if problem is None:
+        return Finding("sandbox", "ok", "bubblewrap makes one")
+    if "not installed" in problem:
+        advice = "apt-get install bubblewrap, or your system's package of that name"
+    else:
+        advice = "let this user or container make namespaces: docs/environments.md, The sandbox"
+    if not needed:
+        return Finding("sandbox", "note", problem, f"only env.code needs it: {advice}")
+    return Finding("sandbox", "fault", f"env.code runs programs in one, but {problem}", advice)
+
+
 def load(average: float, cores: int) -> Finding:
     """Processes that want to run, over the last minute, against the cores."""
     saw = f"{average:.0f} processes for {cores} cores"

@@ -13,9 +13,7 @@ QUICK = settings(deadline=None, max_examples=30)
 ROWS = st.tuples(st.lists(st.integers(1, 9), min_size=1, max_size=6), st.sampled_from([1, 2, 8, 16]))
 
 
-def make(
-    lengths: list[int], multiple: int
-) -> tuple[list[torch.Tensor], list[dict[str, torch.Tensor]], PackedBatch]:
+def make(lengths: list[int], multiple: int) -> tuple[list[torch.Tensor], list[dict[str, torch.Tensor]], PackedBatch]:
     generator = torch.Generator().manual_seed(sum(lengths))
     ids = [torch.randint(1, 99, (n,), generator=generator) for n in lengths]
     columns = [
@@ -108,9 +106,7 @@ def test_rows_feed_the_loss() -> None:
         seqs, toks = valid_counts(row.loss_inputs())
         loss, metrics = loss_fn(torch.zeros(1, 16), row.loss_inputs(), seqs, toks)
         assert float(metrics["num_valid_samples"]) == float(seqs) == (2.0 if row is packed else 0.0)
-        assert loss.isfinite() and nonfinite_samples(torch.zeros(1, 16), row.loss_inputs()).shape == (
-            row.num_segments,
-        )
+        assert loss.isfinite() and nonfinite_samples(torch.zeros(1, 16), row.loss_inputs()).shape == (row.num_segments,)
 
 
 def test_to_moves_every_tensor() -> None:

@@ -65,9 +65,7 @@ def mffd_by_hand(lengths: list[int], room: int) -> list[list[int]]:
 
 @pytest.mark.parametrize("algorithm", PACKING_ALGORITHMS)
 @QUICK
-@given(
-    lengths=LENGTHS, slack=st.integers(0, 80), multiple=st.sampled_from([1, 2, 8]), min_bins=st.integers(1, 6)
-)
+@given(lengths=LENGTHS, slack=st.integers(0, 80), multiple=st.sampled_from([1, 2, 8]), min_bins=st.integers(1, 6))
 def test_laws(algorithm: str, lengths: list[int], slack: int, multiple: int, min_bins: int) -> None:
     capacity = max(lengths) + slack
     min_bins = min(min_bins, len(lengths))
@@ -150,9 +148,7 @@ def test_edges(algorithm: str) -> None:
 
 @pytest.mark.parametrize("algorithm", PACKING_ALGORITHMS)
 def test_errors(algorithm: str) -> None:
-    with pytest.raises(
-        PackingError, match=r"sample 1 has 11 tokens and a bin holds 10 \(2 of 3.*train_mb_tokens"
-    ):
+    with pytest.raises(PackingError, match=r"sample 1 has 11 tokens and a bin holds 10 \(2 of 3.*train_mb_tokens"):
         pack([3, 11, 12], 10, algorithm)
     with pytest.raises(PackingError, match="sample 0 has 0 tokens"):
         pack([0], 10, algorithm)

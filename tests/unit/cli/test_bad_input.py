@@ -205,6 +205,4 @@ def test_a_chat_template_that_cannot_hold_several_turns(refuse: Refuse) -> None:
 
 
 def test_resume_without_a_checkpoint(refuse: Refuse) -> None:
-    assert refuse("--resume", code=1) == (
-        "--resume: there is no step_N folder in results/grpo; start without --resume"
-    )
+    assert refuse("--resume", code=1) == ("--resume: there is no step_N folder in results/grpo; start without --resume")

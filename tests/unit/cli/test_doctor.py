@@ -34,6 +34,9 @@ def test_what_a_recipe_asks_for() -> None:
     assert needs.folders == {"checkpoints": "results/grpo-llama3.1-8B-2n8g", "logs": "logs"}
     assert needs.model == "meta-llama/Llama-3.1-8B-Instruct" and needs.shm_bytes > 4 * 2**30
     assert needs_of(load_recipe("grpo-arithmetic-cpu").config).gpu is False
+    assert needs_of(load_recipe("grpo-code-cpu").config).sandbox and not needs.sandbox
+    trusting = load_recipe("grpo-code-cpu", ["env.code.sandbox=none_i_trust_the_code"]).config
+    assert not needs_of(trusting).sandbox
 
 
 def test_a_cluster_that_is_not_there(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:

@@ -93,9 +93,7 @@ def test_config_prints_the_recipe(tmp_path, monkeypatch, capsys) -> None:
     (tmp_path / "r.yaml").write_text(RECIPE)
     assert command.main(["config", "r.yaml", "grpo.seed=3"]) == 0
     out = capsys.readouterr().out
-    assert out.startswith(
-        "# 32 prompts x 16 generations = 512 samples = 1 optimizer step x 512 = DP 1 x 512 samples"
-    )
+    assert out.startswith("# 32 prompts x 16 generations = 512 samples = 1 optimizer step x 512 = DP 1 x 512 samples")
     assert "model_name: m " in out and "# r.yaml:1" in out and "# command line" in out
 
 

@@ -12,7 +12,7 @@ import pytest
 from grpo_mcore.data import DataError, load_preference_dataset, load_response_dataset
 from grpo_mcore.data.datasets import DATASET_CLASSES, PREFERENCE_CLASSES
 from grpo_mcore.data.interfaces import TaskDataSpec
-from grpo_mcore.data.processors import math_data_processor, math_hf_data_processor, sft_processor
+from grpo_mcore.data.processors import find_processor, math_data_processor, math_hf_data_processor, sft_processor
 from grpo_mcore.data.rows import InTurn, Joined, Repeated
 from grpo_mcore.recipe import load_recipe
 from grpo_mcore.recipe.data import DATASETS
@@ -333,3 +333,39 @@ def test_every_dataset_that_a_recipe_of_the_project_names_is_known() -> None:
         config = load_recipe(str(file)).config
         for entry in [*config.data.train, *config.data.validation]:
             assert entry.dataset_name in DATASET_CLASSES, file
+
+
+def test_tasks_of_nemo_gym_come_whole(write_jsonl):
+    tool = {"type": "function", "name": "look", "parameters": {}, "strict": True}
+    items = [
+        {"role": "developer", "content": "be brief"},
+        {"role": "user", "content": [{"type": "input_text", "text": "q"}]},
+    ]
+    params = {"input": items, "tools": [tool], "metadata": None}
+    rows = [
+        {"responses_create_params": params, "agent_ref": {"name": "a"}, "expected_answer": 4},
+        {"responses_create_params": {"input": "plain", "instructions": "rules"}},
+        {"responses_create_params": {"input": None}},
+    ]
+    path = write_jsonl("tasks.jsonl", rows)
+    data = load_response_dataset({"dataset_name": "nemo_gym", "data_path": path})
+    first, second, third = data.dataset
+    assert first["messages"] == [{"role": "system", "content": "be brief"}, {"role": "user", "content": "q"}]
+    assert first["tools"][0]["function"]["name"] == "look" and first["gym_task"] == rows[0]
+    assert [message["content"] for message in second["messages"]] == ["rules", "plain"]
+    assert third["messages"] == [] and third["gym_task"] == rows[2]
+    assert data.processor is find_processor("nemo_gym_data_processor")
+
+
+@pytest.mark.parametrize(
+    ("row", "why"),
+    [
+        ({"input": "q"}, "responses_create_params"),
+        ({"responses_create_params": "q"}, "'responses_create_params' must be an object, got str"),
+        ({"responses_create_params": {"input": 3}}, "'responses_create_params': "),
+        ({"responses_create_params": {"input": [{"type": "web_search"}]}}, "an item of type 'web_search'"),
+    ],
+)
+def test_what_is_no_task_of_nemo_gym(write_jsonl, row, why):
+    with pytest.raises(DataError, match=f"line 1.*{why}"):
+        load_response_dataset({"dataset_name": "NemoGymDataset", "data_path": write_jsonl("tasks.jsonl", [row])})

@@ -51,6 +51,16 @@ def test_a_prompt_that_leaves_no_room_is_marked_and_not_cut(tokenizer, limit, mu
     assert datum["length"] == 9 == len(datum["message_log"][0]["token_ids"])
 
 
+def test_a_task_of_a_gym_goes_there_whole(tokenizer):
+    task = {"responses_create_params": {"input": "1+1="}, "expected_answer": 0}
+    row = {"messages": ROW["messages"][:1], "gym_task": task, "uid": "t:1", "task_name": "t"}
+    datum = find_processor("nemo_gym")(row, TaskDataSpec("t"), tokenizer, 9, 3)
+    assert datum["extra_env_info"] == {"gym_task": task, "ground_truth": 0}
+    assert (datum["length"], datum["loss_multiplier"], datum["uid"]) == (9, 0.0, "t:1")
+    unknown = find_processor("nemo_gym")(row | {"messages": []}, TaskDataSpec("t"), tokenizer, 9, 3)
+    assert (unknown["message_log"], unknown["length"], unknown["loss_multiplier"]) == ([], 0, 1.0)
+
+
 def test_math_rows(tokenizer):
     row = {"problem": "1+1=", "expected_answer": 2, "source": "x"}
     datum = math_data_processor(row, TaskDataSpec("math"), tokenizer, 64, 4)

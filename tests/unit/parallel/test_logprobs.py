@@ -40,9 +40,7 @@ def test_values_and_gradients_equal_log_softmax(chunk: int, temperature: float) 
 
 def test_bfloat16_keeps_its_dtype_and_float32_results() -> None:
     hidden, weight, targets = case(torch.bfloat16)
-    found = token_logprobs(
-        hidden, weight, targets, group=None, vocab_start=0, vocab_size=40, temperature=1.0, chunk=8
-    )
+    found = token_logprobs(hidden, weight, targets, group=None, vocab_start=0, vocab_size=40, temperature=1.0, chunk=8)
     found.sum().backward()
     assert found.dtype == torch.float32
     assert hidden.grad.dtype == weight.grad.dtype == torch.bfloat16
@@ -53,8 +51,6 @@ def test_bfloat16_keeps_its_dtype_and_float32_results() -> None:
 def test_no_token_is_wanted() -> None:
     hidden, weight, _ = case(torch.float32)
     none = torch.zeros(0, dtype=torch.int64)
-    found = token_logprobs(
-        hidden[:0], weight, none, group=None, vocab_start=0, vocab_size=40, temperature=1.0, chunk=8
-    )
+    found = token_logprobs(hidden[:0], weight, none, group=None, vocab_start=0, vocab_size=40, temperature=1.0, chunk=8)
     found.sum().backward()
     assert found.shape == (0,) and (weight.grad == 0).all()

@@ -141,6 +141,27 @@ def test_too_few_open_files() -> None:
         resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
 
 
+def fake_bwrap(folder: Path, monkeypatch: pytest.MonkeyPatch, body: str) -> None:
+    program = folder / "bwrap"
+    program.write_text(f"#!/bin/sh\n{body}\n")
+    program.chmod(0o755)
+    monkeypatch.setenv("PATH", f"{folder}:{os.environ['PATH']}")
+
+
+def test_no_bubblewrap(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("PATH", str(tmp_path))
+    fault(look("sandbox", Needs(sandbox=True)), "bwrap) is not installed", "apt-get install bubblewrap")
+    (found,) = look("sandbox")
+    assert found.state == "note" and "only env.code needs it" in found.advice
+
+
+def test_a_bubblewrap_that_may_not_make_namespaces(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    fake_bwrap(tmp_path, monkeypatch, "echo 'bwrap: No permissions to create new namespace' >&2; exit 1")
+    fault(look("sandbox", Needs(sandbox=True)), "No permissions to create new namespace", "docs/environments.md")
+    fake_bwrap(tmp_path, monkeypatch, "exit 0")
+    assert look("sandbox", Needs(sandbox=True))[0].state == "ok"
+
+
 def test_a_cache_that_cannot_be_written(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (tmp_path / "file").write_text("")
     monkeypatch.delenv("HF_HUB_CACHE", raising=False)

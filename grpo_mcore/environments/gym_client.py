@@ -1,0 +1,123 @@
+"""The HTTP side of NeMo Gym's contract: where its agents are, and one rollout after another asked of them."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from collections.abc import Mapping
+from typing import Any
+
+import aiohttp
+import yaml
+
+from grpo_mcore.environments.gym_result import GymFailure
+
+SHORT_TIMEOUT_S = 60.0
+"""Of requests that no rollout hangs on."""
+
+
+class GymError(RuntimeError):
+    """The Gym is not there, or does not know an agent."""
+
+
+class GymClient:
+    """`agents`: name -> URL of agents that need not be asked for. `head_server_url`: of the server that knows the
+    others. `timeout_s`: of one rollout. Used within one event loop, as `async with`."""
+
+    def __init__(self, head_server_url: str | None, agents: Mapping[str, str], timeout_s: float) -> None:
+        self._head, self._agents = head_server_url, dict(agents)
+        self._timeout = aiohttp.ClientTimeout(total=timeout_s, connect=SHORT_TIMEOUT_S)
+        self._session: aiohttp.ClientSession | None = None
+
+    async def open(self) -> None:
+        """Cookies name a Gym's sessions: each rollout has its own, so none is kept here."""
+        connector = aiohttp.TCPConnector(limit=0)
+        self._session = aiohttp.ClientSession(connector=connector, cookie_jar=aiohttp.DummyCookieJar())
+
+    async def close(self) -> None:
+        if self._session is not None:
+            await self._session.close()
+
+    async def agent_url(self, name: str) -> str:
+        """Raises GymError, which ends the run, for an agent that the Gym does not have."""
+        if name not in self._agents:
+            if self._head is None:
+                raise GymError(f"env.nemo_gym: no URL for the agent {name!r}; set agents, or head_server_url")
+            self._agents |= agents_of(await self._global_config())
+        if name not in self._agents:
+            raise GymError(f"the Gym at {self._head} has no agent {name!r}, it has {sorted(self._agents) or 'none'}")
+        return self._agents[name]
+
+    async def _global_config(self) -> Any:
+        assert self._session is not None
+        url = f"{str(self._head).rstrip('/')}/global_config_dict_yaml"
+        try:
+            async with self._session.get(url, timeout=aiohttp.ClientTimeout(total=SHORT_TIMEOUT_S)) as reply:
+                reply.raise_for_status()
+                text = await reply.text()
+            found = yaml.safe_load(text)
+            return yaml.safe_load(found) if isinstance(found, str) else found  # JSON of the YAML's text
+        except (aiohttp.ClientError, TimeoutError, yaml.YAMLError) as error:
+            raise GymError(f"the Gym's head server does not answer at {url}: {_named(error)}") from error
+
+    async def run(self, agent: str, row: Mapping[str, Any]) -> Any:
+        """The reply to one rollout. Raises GymFailure: 5xx and a broken connection may be tried again, 4xx not."""
+        url = await self.agent_url(agent)
+        assert self._session is not None
+        try:
+            async with self._session.post(f"{url.rstrip('/')}/run", json=row, timeout=self._timeout) as reply:
+                content = await reply.read()
+        except TimeoutError as error:
+            raise GymFailure(f"no result of the agent {agent} within {self._timeout.total:g} s") from error
+        except aiohttp.ClientError as error:
+            raise GymFailure(f"the agent {agent} at {url}: {_named(error)}", again=True) from error
+        if reply.status >= 400:
+            said = content[:300].decode(errors="replace")
+            raise GymFailure(f"the agent {agent} answers {reply.status}: {said}", again=reply.status >= 500)
+        try:
+            return json.loads(content)
+        except ValueError as error:
+            raise GymFailure(f"the agent {agent} answers with no JSON: {content[:80]!r}") from error
+
+    async def weight_versions(self, endpoint: Any, fingerprints: list[str]) -> list[Any]:
+        """Of each, which weights read and generated its tokens, as the endpoint knows them. Raises GymFailure for
+        tokens that are not the policy's."""
+        assert self._session is not None
+        try:
+            async with self._session.post(
+                f"{endpoint.url}/weight_versions",
+                json={"fingerprints": fingerprints},
+                headers={"Authorization": f"Bearer {endpoint.token}"},
+                timeout=aiohttp.ClientTimeout(total=SHORT_TIMEOUT_S),
+            ) as reply:
+                reply.raise_for_status()
+                found = (await reply.json())["weight_versions"]
+        except (aiohttp.ClientError, TimeoutError) as error:
+            raise GymFailure(f"the policy's endpoint at {endpoint.url}: {_named(error)}") from error
+        if None in found:
+            raise GymFailure(
+                f"the policy's endpoint has not generated these tokens (turn {found.index(None) + 1}): the Gym's model "
+                f"server must ask {endpoint.url}/v1"
+            )
+        return found
+
+
+def agents_of(config: Any) -> dict[str, str]:
+    """Name -> URL of all agents in a Gym's configuration: {name: {responses_api_agents: {kind: {host, port}}}}."""
+    agents = {}
+    for name, section in config.items() if isinstance(config, dict) else ():
+        kinds = section.get("responses_api_agents") if isinstance(section, dict) else None
+        for server in kinds.values() if isinstance(kinds, dict) else ():
+            if isinstance(server, dict) and "host" in server and "port" in server:
+                agents[name] = f"http://{server['host']}:{server['port']}"
+    return agents
+
+
+def _named(error: Exception) -> str:
+    return f"{type(error).__name__}: {error}" if str(error) else type(error).__name__
+
+
+async def backoff(attempt: int) -> None:
+    """Waits before attempt number `attempt` (from 1)."""
+    if attempt:
+        await asyncio.sleep(min(2.0 ** (attempt - 1), 30.0) * 0.5)

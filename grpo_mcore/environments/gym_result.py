@@ -1,0 +1,200 @@
+"""What a NeMo Gym sends back for one rollout, as a trajectory: the very tokens that the policy's engines generated."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from grpo_mcore.rollout.exact_tokens import fingerprint
+from grpo_mcore.rollout.trajectory import Score, Trajectory, Turn
+
+FAILURE, NOT_KEPT, TERMINAL = "_ng_failure_class", "_ng_no_persist", "_ng_failure_terminal"
+
+
+class GymFailure(Exception):
+    """A rollout without a reward that could be learned from. The text says why; `again`: another attempt may do."""
+
+    def __init__(self, why: str, again: bool = False) -> None:
+        super().__init__(why, again)
+        self.why, self.again = why, again
+
+    def __str__(self) -> str:
+        return self.why
+
+
+@dataclass(frozen=True)
+class ModelCall:
+    """One call of the policy, as an item of the output brings it: the whole prompt, and what was generated."""
+
+    prompt: list[int]
+    generated: list[int]
+    logprobs: list[float]
+    text: str
+
+    @property
+    def tokens(self) -> list[int]:
+        return self.prompt + self.generated
+
+
+@dataclass(frozen=True)
+class GymRollout:
+    """`calls`: those that continue each other, from the first on. `cut_calls`: how many came after them and do not."""
+
+    calls: tuple[ModelCall, ...]
+    cut_calls: int
+    truncated: bool
+    score: Score
+    prompt_text: str
+
+    def fingerprints(self) -> list[str]:
+        """Of each call's tokens, for the endpoint that generated them."""
+        return [fingerprint(call.tokens) for call in self.calls]
+
+    def trajectory(
+        self, uid: str, generation_index: int, weight_versions: Sequence[Sequence[Sequence[int]]]
+    ) -> Trajectory:
+        """`weight_versions`: of each call, as the endpoint has them."""
+        turns: list[Turn] = []
+        spans: list[tuple[int, int, int]] = []
+        length = 0
+        for call, versions in zip(self.calls, weight_versions, strict=True):
+            said = call.prompt[length:]
+            role = "user" if not turns else "environment"
+            turns.append(Turn(role, torch.tensor(said, dtype=torch.int64), text="" if turns else self.prompt_text))
+            turns.append(
+                Turn(
+                    "assistant",
+                    torch.tensor(call.generated, dtype=torch.int64),
+                    torch.tensor(call.logprobs, dtype=torch.float32),
+                    loss_mask=True,
+                    text=call.text,
+                )
+            )
+            for version, first, last in versions:
+                first = max(first, length)
+                if first < last:
+                    spans.append((version, first, last))
+            length = len(call.tokens)
+        return Trajectory(
+            uid=uid,
+            generation_index=generation_index,
+            turns=tuple(turn for turn in turns if len(turn)),
+            weight_versions=tuple(spans),
+            finish_reason="length" if self.truncated else "stop",
+            truncated=self.truncated,
+        )
+
+
+def read_result(result: Any, seconds: float) -> GymRollout:
+    """`result`: the reply of the agent's /run. Raises GymFailure."""
+    if not isinstance(result, dict):
+        raise GymFailure(f"the Gym's result is no object, but {type(result).__name__}")
+    if FAILURE in result:
+        final = bool(result.get(TERMINAL))
+        raise GymFailure(f"the Gym says {result[FAILURE]!r}", again=not final)
+    if result.get(NOT_KEPT):
+        raise GymFailure("the Gym says that the rollout was killed", again=True)
+    if result.get("mask_sample"):
+        raise GymFailure("the Gym says that it must not be trained on (mask_sample)")
+    response = result.get("response")
+    output = response.get("output") if isinstance(response, dict) else None
+    if not isinstance(response, dict) or not isinstance(output, list):
+        raise GymFailure("the Gym's result has no response.output")
+    reward = _number(result.get("reward"))
+    if reward is None:
+        raise GymFailure(f"the Gym's reward is {result.get('reward')!r}")
+    calls = _calls(output)
+    if not calls:
+        raise GymFailure(
+            "no item of the output has generation_token_ids: set return_token_id_information for the Gym's model server"
+        )
+    kept = _continuing(calls)
+    details = response.get("incomplete_details")
+    reason = details.get("reason") if isinstance(details, dict) else None
+    cut = len(calls) - len(kept)
+    why = f"{len(kept)} turns" + (f", {cut} more that do not continue them are cut off" if cut else "")
+    score = Score(reward, kept[-1].text, why, seconds, _parts(result))
+    return GymRollout(tuple(kept), cut, reason == "max_output_tokens" and not cut, score, _prompt_text(result))
+
+
+def _calls(output: Sequence[Any]) -> list[ModelCall]:
+    calls = []
+    flat = (one for item in output for one in (item if isinstance(item, list) else [item]))
+    text = ""
+    for item in flat:
+        if not isinstance(item, dict):
+            continue
+        text += _text(item)
+        if not item.get("generation_token_ids"):
+            continue
+        prompt = _ids(item, "prompt_token_ids")
+        generated = _ids(item, "generation_token_ids")
+        logprobs = item.get("generation_log_probs")
+        if not isinstance(logprobs, list) or len(logprobs) != len(generated):
+            raise GymFailure(f"{len(generated)} tokens were generated, their generation_log_probs are others")
+        numbers = [_number(value) for value in logprobs]
+        if None in numbers:
+            raise GymFailure(f"a log-prob is {logprobs[numbers.index(None)]!r}")
+        calls.append(ModelCall(prompt, generated, [value for value in numbers if value is not None], text))
+        text = ""
+    return calls
+
+
+def _continuing(calls: Sequence[ModelCall]) -> list[ModelCall]:
+    """Those from the first on of which each prompt begins with all tokens before."""
+    kept = [calls[0]]
+    for call in calls[1:]:
+        before = kept[-1].tokens
+        if call.prompt[: len(before)] != before:
+            break
+        kept.append(call)
+    return kept
+
+
+def _ids(item: Mapping[str, Any], name: str) -> list[int]:
+    ids = item.get(name)
+    if not isinstance(ids, list) or not ids or not all(type(token) is int and token >= 0 for token in ids):
+        raise GymFailure(f"{name} is no list of token ids")
+    return ids
+
+
+def _number(value: Any) -> float | None:
+    """None for what is no finite number."""
+    if isinstance(value, bool) or not isinstance(value, int | float):
+        return None
+    return float(value) if math.isfinite(value) else None
+
+
+def _parts(result: Mapping[str, Any]) -> dict[str, float]:
+    """`reward_components`, where they are numbers."""
+    parts = result.get("reward_components")
+    found = {str(name): _number(value) for name, value in parts.items()} if isinstance(parts, dict) else {}
+    return {name: value for name, value in found.items() if value is not None}
+
+
+def _text(item: Mapping[str, Any]) -> str:
+    """What the policy says in an item, for people."""
+    if item.get("type") == "function_call":
+        return f"{item.get('name')}({item.get('arguments')})"
+    if item.get("role") != "assistant":
+        return ""
+    return _joined(item.get("content"))
+
+
+def _prompt_text(result: Mapping[str, Any]) -> str:
+    params = result.get("responses_create_params")
+    asked = params.get("input") if isinstance(params, dict) else None
+    if isinstance(asked, list):
+        return "\n".join(_joined(item.get("content")) for item in asked if isinstance(item, dict))
+    return asked if isinstance(asked, str) else ""
+
+
+def _joined(content: Any) -> str:
+    if isinstance(content, str):
+        return content
+    parts = content if isinstance(content, list) else []
+    return "".join(str(part.get("text", "")) for part in parts if isinstance(part, dict))

@@ -1,0 +1,194 @@
+"""NeMo Gym: its agents play whole samples, the policy's endpoint generates their turns, their verifier scores them.
+
+The Gym runs by itself, in a Python of its own; only its HTTP contract is spoken here. What fails has no reward and a
+reason, and is never scored 0: an agent that does not answer, a result that is none, tokens that are not the policy's.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import queue
+import threading
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, ClassVar
+
+from pydantic import Field
+
+from grpo_mcore.environments.config import EnvConfig
+from grpo_mcore.environments.gym_client import GymClient, GymError, backoff
+from grpo_mcore.environments.gym_result import GymFailure, read_result
+from grpo_mcore.environments.interfaces import EnvironmentBase
+from grpo_mcore.environments.registry import EnvironmentConfigError
+from grpo_mcore.rollout.trajectory import Sampling, Score, Trajectory
+
+# Keys of a Gym's own configuration, which NeMo RL passes on to the Gym that it starts.
+_OF_A_GYM = ("config_paths", "is_trajectory_collection", "head_server", "default_host")
+
+
+class NemoGymConfig(EnvConfig):
+    """The recipe's section `env.nemo_gym`."""
+
+    section: ClassVar[str] = "env.nemo_gym"
+
+    head_server_url: str | None = None
+    """Where the Gym's head server is, such as http://10.0.0.5:11000: it says where the agents are."""
+    agents: dict[str, str] = Field(default_factory=dict)
+    """Name -> URL of agents, in place of what the head server says."""
+    agent_name: str | None = None
+    """The agent of tasks that have no agent_ref."""
+    rollout_timeout_s: float = Field(600.0, gt=0)
+    """Seconds of one rollout, from the request to its result; then the sample has no reward."""
+    max_row_attempts: int = Field(3, ge=1)
+    """Attempts of one rollout where the Gym fails (5xx, broken connections, failures that it does not call final)."""
+    num_samples_in_parallel: int | None = Field(None, ge=1)
+    """Rollouts that run at the same time. null: all."""
+    responses_create_params: dict[str, Any] = Field(default_factory=dict)
+    """Replaces these fields of every task's responses_create_params."""
+
+    @classmethod
+    def read(cls, section: Mapping[str, Any]) -> NemoGymConfig:
+        """Raises EnvironmentConfigError that names the key."""
+        for key in section:
+            if key in _OF_A_GYM or key not in cls.model_fields and isinstance(section[key], Mapping):
+                raise EnvironmentConfigError(
+                    f"env.nemo_gym.{key}: a key of the Gym's own configuration. The Gym is not started from here (it "
+                    "needs a Python of its own): start it with `gym env start`, and set head_server_url"
+                )
+        config = super().read(section)
+        if config.head_server_url is None and not config.agents:
+            raise EnvironmentConfigError("env.nemo_gym: set head_server_url, or the URLs of agents")
+        if fixed := {"temperature", "top_p"} & set(config.responses_create_params):
+            raise EnvironmentConfigError(
+                f"env.nemo_gym.responses_create_params.{min(fixed)}: set policy.generation.{min(fixed)}"
+            )
+        return config
+
+
+@dataclass(frozen=True)
+class GymSample:
+    """A rollout to ask for: `task` as its file has it, `task_index` and `generation_index` to know it by."""
+
+    uid: str
+    generation_index: int
+    task: Mapping[str, Any]
+    task_index: int
+    seed: int
+
+
+@dataclass(frozen=True)
+class GymOutcome:
+    """`trajectory` None: there is none, `score` says why. `result`: what the agent sent, where it was asked for."""
+
+    uid: str
+    generation_index: int
+    trajectory: Trajectory | None
+    score: Score
+    cut_turns: int = 0
+    result: Any = None
+
+
+class NemoGymEnvironment(EnvironmentBase):
+    """Plays whole samples. Several threads may use one instance."""
+
+    plays = True
+    concurrent_calls = 4
+    config_class = NemoGymConfig
+    config: NemoGymConfig
+
+    def __init__(self, config: Mapping[str, Any] | None = None) -> None:
+        super().__init__(config)
+        self._client = GymClient(self.config.head_server_url, self.config.agents, self.config.rollout_timeout_s)
+        self._loop = asyncio.new_event_loop()
+        self._thread = threading.Thread(target=self._loop.run_forever, name="nemo-gym", daemon=True)
+        self._thread.start()
+        self._call(self._client.open())
+        self._room = asyncio.Semaphore(self.config.num_samples_in_parallel or 10**9)
+
+    @classmethod
+    def patience_s(cls, config: Mapping[str, Any]) -> float:
+        """The longest that it works on one sample, all attempts together."""
+        read = cls.read_config(config)
+        return read.max_row_attempts * (read.rollout_timeout_s + 60.0)
+
+    def _call(self, work: Any) -> Any:
+        return asyncio.run_coroutine_threadsafe(work, self._loop).result(60.0)
+
+    def play(
+        self, samples: Sequence[GymSample], sampling: Sampling, endpoint: Any, keep_results: bool = False
+    ) -> Iterator[GymOutcome]:
+        """Yields each as it ends, in any order. `endpoint`: url and token of the policy's.
+
+        Raises GymError where there is no Gym, or no such agent: then no other sample would do better.
+        """
+        done: queue.SimpleQueue[GymOutcome | Exception] = queue.SimpleQueue()
+
+        async def one(sample: GymSample) -> None:
+            try:
+                done.put(await self._play(sample, sampling, endpoint, keep_results))
+            except Exception as error:  # raised below, in the thread that asked
+                done.put(error)
+
+        asked = [asyncio.run_coroutine_threadsafe(one(sample), self._loop) for sample in samples]
+        try:
+            for _ in samples:
+                outcome = done.get()
+                if isinstance(outcome, Exception):
+                    raise outcome
+                yield outcome
+        finally:
+            for work in asked:
+                work.cancel()
+
+    async def _play(self, sample: GymSample, sampling: Sampling, endpoint: Any, keep: bool) -> GymOutcome:
+        began = time.perf_counter()
+        row = self.row(sample, sampling)
+        agent = row["agent_ref"]["name"]
+        failure: GymFailure | None = None
+        for attempt in range(self.config.max_row_attempts):
+            try:
+                await backoff(attempt)
+                async with self._room:
+                    result = await self._client.run(agent, row)
+                rollout = read_result(result, time.perf_counter() - began)
+                versions = await self._client.weight_versions(endpoint, rollout.fingerprints())
+            except GymFailure as error:
+                failure = error
+                if not error.again:
+                    break
+                continue
+            trajectory = rollout.trajectory(sample.uid, sample.generation_index, versions)
+            kept = result | _indices(sample, row) if keep else None
+            return GymOutcome(sample.uid, sample.generation_index, trajectory, rollout.score, rollout.cut_calls, kept)
+        score = Score(None, None, f"{failure}", time.perf_counter() - began, terminated=False)
+        return GymOutcome(sample.uid, sample.generation_index, None, score)
+
+    def row(self, sample: GymSample, sampling: Sampling) -> dict[str, Any]:
+        """What the agent is asked: the task, with the policy's sampling and a seed of its own. Raises GymError for a
+        task without an agent."""
+        row = dict(sample.task)
+        if not isinstance(row.get("agent_ref"), dict) or "name" not in row["agent_ref"]:
+            if self.config.agent_name is None:
+                raise GymError(f"{sample.uid} has no agent_ref.name; set env.nemo_gym.agent_name")
+            row["agent_ref"] = {"type": "responses_api_agents", "name": self.config.agent_name}
+        params = dict(row["responses_create_params"]) | self.config.responses_create_params
+        params["temperature"], params["top_p"] = sampling.temperature, sampling.top_p
+        if params.get("max_output_tokens") is None:
+            params["max_output_tokens"] = sampling.max_new_tokens
+        metadata = dict(params.get("metadata") or {})
+        extra = json.loads(metadata.get("extra_body") or "{}")
+        metadata["extra_body"] = json.dumps({**extra, "seed": sample.seed})
+        params["metadata"] = metadata
+        return {**row, "responses_create_params": params, **_indices(sample, row)}
+
+    def shutdown(self) -> None:
+        self._call(self._client.close())
+        self._loop.call_soon_threadsafe(self._loop.stop)
+        self._thread.join(60.0)
+
+
+def _indices(sample: GymSample, row: Mapping[str, Any]) -> dict[str, Any]:
+    index = row.get("_ng_task_index", sample.task_index)
+    return {"_ng_task_index": index, "_ng_rollout_index": sample.generation_index, "agent_ref": row["agent_ref"]}

@@ -1,0 +1,116 @@
+"""From a generated sample to the answer of a chat completion: text, calls and thoughts, read with vLLM's parsers, and
+the tokens themselves."""
+
+from __future__ import annotations
+
+import time
+import uuid
+from typing import Any
+
+from grpo_mcore.generation.chat.request import ChatRequest
+from grpo_mcore.generation.config import ChatConfig
+from grpo_mcore.rollout.trajectory import Trajectory
+
+
+class AnswerReader:
+    """Reads answers for one tokenizer. Raises ValueError for a parser that vLLM does not know."""
+
+    def __init__(self, tokenizer: Any, config: ChatConfig) -> None:
+        self._tokenizer, self._config = tokenizer, config
+        self._tool_parser: Any = None
+        self._reasoning_parser: Any = None
+        tool_plugin, reasoning_plugin = config.plugins
+        if config.tool_parser:
+            from vllm.tool_parsers import ToolParserManager
+
+            if tool_plugin:
+                ToolParserManager.import_tool_parser(tool_plugin)
+            self._tool_parser = _known(ToolParserManager.get_tool_parser, config.tool_parser, "tool_parser")
+        if config.reasoning_parser:
+            from vllm.reasoning import ReasoningParserManager
+
+            if reasoning_plugin:
+                ReasoningParserManager.import_reasoning_parser(reasoning_plugin)
+            find = ReasoningParserManager.get_reasoning_parser
+            self._reasoning_parser = _known(find, config.reasoning_parser, "reasoning_parser")
+
+    def completion(self, request: ChatRequest, trajectory: Trajectory) -> dict[str, Any]:
+        """The body of the answer, in the form of the OpenAI API and of vLLM's extensions of it."""
+        generated = trajectory.turns[-1]
+        assert generated.logprobs is not None
+        ids, logprobs = generated.token_ids.tolist(), generated.logprobs.tolist()
+        prompt = trajectory.token_ids()[: -len(ids)].tolist() if ids else trajectory.token_ids().tolist()
+        message = self.message(request, ids, trajectory.stop_token)
+        reason = {"length": "length", "abort": "abort"}.get(trajectory.finish_reason, "stop")
+        choice: dict[str, Any] = {
+            "index": 0,
+            "message": message,
+            "finish_reason": "tool_calls" if reason == "stop" and message.get("tool_calls") else reason,
+        }
+        if request.logprobs:
+            message["prompt_token_ids"] = prompt
+            message["generation_token_ids"] = ids
+            message["generation_log_probs"] = logprobs
+            name = (lambda i: f"token_id:{i}") if request.return_tokens_as_token_ids else self._token
+            content = [
+                {"token": name(i), "logprob": value, "bytes": None, "top_logprobs": []}
+                for i, value in zip(ids, logprobs, strict=True)
+            ]
+            choice["logprobs"] = {"content": content}
+        body = {
+            "id": f"chatcmpl-{uuid.uuid4().hex}",
+            "object": "chat.completion",
+            "created": int(time.time()),
+            "model": self._config.model,
+            "choices": [choice],
+            "usage": {
+                "prompt_tokens": len(prompt),
+                "completion_tokens": len(ids),
+                "total_tokens": len(prompt) + len(ids),
+            },
+        }
+        if request.return_token_ids:
+            body["prompt_token_ids"], choice["token_ids"] = prompt, ids
+        return body
+
+    def message(self, request: ChatRequest, ids: list[int], stop_token: int | None) -> dict[str, Any]:
+        """The assistant's message: `content`, and where a parser finds them `tool_calls` and `reasoning_content`."""
+        said = ids[:-1] if stop_token is not None and ids else ids
+        message: dict[str, Any] = {"role": "assistant"}
+        tools = request.tools if self._tool_parser is not None and request.tool_choice != "none" else None
+        parsed: Any = None
+        parser: Any = None
+        keep_special = False
+        if tools or self._reasoning_parser is not None:
+            from vllm.entrypoints.openai.chat_completion.protocol import ChatCompletionRequest
+
+            fields = {"tools": tools, "tool_choice": "auto"} if tools else {}
+            parsed = ChatCompletionRequest(model=self._config.model, messages=[], **fields)
+        if tools:
+            parser = self._tool_parser(self._tokenizer, parsed.tools)
+            parsed = parser.adjust_request(parsed)  # says whether it needs to see special tokens
+            keep_special = not parsed.skip_special_tokens
+        content: str | None = self._tokenizer.decode(said, skip_special_tokens=not keep_special)
+        if self._reasoning_parser is not None:
+            thought, content = self._reasoning_parser(self._tokenizer).extract_reasoning(content, parsed)
+            if thought:
+                message["reasoning_content"] = thought
+        if parser is not None and content:
+            found = parser.extract_tool_calls(content, parsed)
+            content = found.content
+            if found.tools_called:
+                message["tool_calls"] = [call.model_dump() for call in found.tool_calls]
+        message["content"] = content or ("" if "tool_calls" not in message else None)
+        return message
+
+    def _token(self, token_id: int) -> str:
+        return self._tokenizer.decode([token_id])
+
+
+def _known(find: Any, name: str, key: str) -> Any:
+    try:
+        return find(name)
+    except KeyError as error:
+        raise ValueError(
+            f"policy.generation.vllm_cfg.http_server_serving_chat_kwargs.{key}: {error.args[0]}"
+        ) from error

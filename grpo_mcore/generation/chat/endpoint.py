@@ -1,0 +1,236 @@
+"""The OpenAI-compatible endpoint: an HTTP server in front of the engines.
+
+    POST /v1/chat/completions, GET /v1/models, POST /tokenize     as vLLM has them
+    POST /weight_versions {"fingerprints": [...]}                 which weights generated these tokens; null: none here
+    GET  /health                                                  without a token
+
+It runs in the driver, in threads: each request waits for one engine. Every other request needs the token.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import hmac
+import json
+import logging
+import threading
+from collections.abc import Awaitable, Callable, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+from aiohttp import web
+
+from grpo_mcore.generation.chat.engine_chat import Reply
+from grpo_mcore.generation.chat.prompt import TOKEN_FIELDS
+from grpo_mcore.generation.chat.record import ChatRecord
+from grpo_mcore.rollout.exact_tokens import fingerprint
+
+MAX_BODY_BYTES = 512 * 2**20
+"""Of a request: a long conversation comes with all its tokens, as JSON."""
+
+DETOUR = 4
+"""So many more unanswered requests may an engine have, and still get one whose conversation it has in its cache."""
+
+START_TIMEOUT_S = 30.0
+
+log = logging.getLogger(__name__)
+
+
+class EndpointError(RuntimeError):
+    """The endpoint cannot listen where it should."""
+
+
+class ChatEngine(Protocol):
+    """A handle on an engine."""
+
+    name: str
+
+    def stream(self, method: str, *args: Any, timeout_s: float | None = None, what: str | None = None) -> Any: ...
+
+
+@dataclass(frozen=True)
+class EndpointAddress:
+    """What a client needs. `url` ends before the API's `/v1`."""
+
+    url: str
+    token: str
+    model: str
+
+
+class Endpoint:
+    """Listens from its construction until `close`.
+
+    `engines`: handles on engines that were started with a ChatConfig; a request goes to the one with the fewest
+    unanswered, or to that which has generated its last turn. `weight_version`: of the last refit. `timeout_s`: of one
+    request. `max_requests`: that engines work on at a time, more wait. Raises EndpointError where it cannot listen.
+    """
+
+    def __init__(
+        self,
+        engines: Sequence[ChatEngine],
+        *,
+        model: str,
+        token: str,
+        host: str,
+        port: int = 0,
+        seed: int = 0,
+        weight_version: Callable[[], int] = lambda: 0,
+        timeout_s: float = 3600.0,
+        max_requests: int = 64,
+    ) -> None:
+        self._engines, self._model, self._token = list(engines), model, token
+        self._weight_version, self._timeout_s = weight_version, timeout_s
+        self._record = ChatRecord(seed)
+        self._outstanding = [0] * len(self._engines)
+        self._lock = threading.Lock()
+        self._warned: set[str] = set()
+        self._pool = ThreadPoolExecutor(max_requests, thread_name_prefix="endpoint")
+        self._loop = asyncio.new_event_loop()
+        self._thread = threading.Thread(target=self._loop.run_forever, name="endpoint", daemon=True)
+        self._thread.start()
+        try:
+            self._runner, bound = self._wait(self._start(host, port))
+        except OSError as error:
+            self._end()
+            raise EndpointError(
+                f"the endpoint cannot listen at {host}:{port or '(any port)'}: {error.strerror or error}; set "
+                "policy.generation.vllm_cfg.http_server_host or http_server_port"
+            ) from error
+        where = f"[{host}]" if ":" in host else host
+        self.address = EndpointAddress(f"http://{where}:{bound}", token, model)
+
+    async def _start(self, host: str, port: int) -> tuple[web.AppRunner, int]:
+        app = web.Application(client_max_size=MAX_BODY_BYTES, middlewares=[self._guard])
+        app.add_routes(
+            [
+                web.get("/health", self._health),
+                web.get("/v1/models", self._models),
+                web.post("/v1/chat/completions", self._complete),
+                web.post("/tokenize", self._tokenize),
+                web.post("/weight_versions", self._weight_versions),
+            ]
+        )
+        runner = web.AppRunner(app, access_log=None, shutdown_timeout=1.0)
+        await runner.setup()
+        site = web.TCPSite(runner, host, port)
+        try:
+            await site.start()
+        except OSError:
+            await runner.cleanup()
+            raise
+        return runner, runner.addresses[0][1]
+
+    def close(self) -> None:
+        """Ends it; what is unanswered is cut off. Idempotent."""
+        if self._thread.is_alive():
+            self._wait(self._runner.cleanup())
+            self._end()
+
+    def _end(self) -> None:
+        self._pool.shutdown(wait=False, cancel_futures=True)
+        self._loop.call_soon_threadsafe(self._loop.stop)
+        self._thread.join(START_TIMEOUT_S)
+
+    def _wait(self, work: Any) -> Any:
+        return asyncio.run_coroutine_threadsafe(work, self._loop).result(START_TIMEOUT_S)
+
+    @web.middleware
+    async def _guard(
+        self, request: web.Request, handler: Callable[[web.Request], Awaitable[web.StreamResponse]]
+    ) -> web.StreamResponse:
+        """Only who has the token is served; what goes wrong is told in the API's form."""
+        given = request.headers.get("Authorization", "").removeprefix("Bearer ")
+        if request.path != "/health" and not hmac.compare_digest(given.encode(), self._token.encode()):
+            return _error(401, "this endpoint asks for its token: Authorization: Bearer ...")
+        try:
+            return await handler(request)
+        except web.HTTPException as error:
+            return _error(error.status, error.reason)
+
+    async def _health(self, request: web.Request) -> web.Response:
+        return web.Response()
+
+    async def _models(self, request: web.Request) -> web.Response:
+        model = {"id": self._model, "object": "model", "created": 0, "owned_by": "grpo_mcore"}
+        return web.json_response({"object": "list", "data": [model]})
+
+    async def _complete(self, request: web.Request) -> web.Response:
+        return await self._ask("complete", request)
+
+    async def _tokenize(self, request: web.Request) -> web.Response:
+        return await self._ask("tokenize", request)
+
+    async def _weight_versions(self, request: web.Request) -> web.Response:
+        body = await _json(request)
+        names = body.get("fingerprints") if isinstance(body, dict) else None
+        if not isinstance(names, list) or not all(isinstance(name, str) for name in names):
+            return _error(400, "fingerprints: a list of texts is needed")
+        return web.json_response({"weight_versions": self._record.weight_versions(names)})
+
+    async def _ask(self, kind: str, request: web.Request) -> web.Response:
+        body = await _json(request)
+        if not isinstance(body, dict):
+            return _error(400, "the body must be an object")
+        seed = self._record.seed(body, self._weight_version()) if kind == "complete" else 0
+        reply = await self._loop.run_in_executor(self._pool, self._reply, kind, body, seed)
+        return web.json_response(reply.body, status=reply.status)
+
+    def _reply(self, kind: str, body: dict[str, Any], seed: int) -> Reply:
+        index = self._choose(recorded_tokens(body))
+        engine = self._engines[index]
+        try:
+            stream = engine.stream("chat", kind, body, seed, timeout_s=self._timeout_s, what=f"a chat {kind} request")
+            reply = next(stream)
+            next(stream, None)  # nothing is left but its end
+        except Exception as error:  # of whatever kind: it must reach who asked, and the log
+            self._warn(f"{engine.name} did not answer: {type(error).__name__}: {error}")
+            return Reply(502, {"error": {"message": str(error), "type": type(error).__name__, "code": 502}})
+        finally:
+            with self._lock:
+                self._outstanding[index] -= 1
+        if reply.fingerprint is not None:
+            self._record.note(reply.fingerprint, reply.weight_versions, index)
+        elif reply.status == 400:
+            self._warn(f"a request was refused: {reply.body['error']['message']}")
+        return reply
+
+    def _choose(self, before: list[int] | None) -> int:
+        """The engine for a request that continues the tokens `before`; it counts as unanswered there from now on."""
+        known = self._record.engine_of(fingerprint(before)) if before and len(self._engines) > 1 else None
+        with self._lock:
+            least = self._outstanding.index(min(self._outstanding))
+            near = known is not None and self._outstanding[known] <= self._outstanding[least] + DETOUR
+            index = known if known is not None and near else least
+            self._outstanding[index] += 1
+        return index
+
+    def _warn(self, text: str) -> None:
+        """Once for each text: agents ask often."""
+        with self._lock:
+            new = text not in self._warned and len(self._warned) < 1000
+            self._warned.add(text)
+        if new:
+            log.warning("endpoint: %s", text)
+
+
+def recorded_tokens(body: Mapping[str, Any]) -> list[int] | None:
+    """The tokens, prompt and answer, that the last answer of the conversation came with."""
+    messages = body.get("messages")
+    for message in reversed(messages if isinstance(messages, list) else []):
+        parts = [message.get(name) for name in TOKEN_FIELDS[:2]] if isinstance(message, dict) else [None]
+        if all(isinstance(part, list) and all(type(i) is int for i in part) for part in parts):
+            return [i for part in parts if part is not None for i in part]
+    return None
+
+
+async def _json(request: web.Request) -> Any:
+    try:
+        return json.loads(await request.read())
+    except ValueError as error:
+        raise web.HTTPBadRequest(reason=f"the body is not JSON: {str(error).splitlines()[0]}") from error
+
+
+def _error(status: int, message: str) -> web.Response:
+    body = {"error": {"message": message, "type": "Unauthorized" if status == 401 else "BadRequestError"}}
+    return web.json_response(body, status=status)

@@ -1,0 +1,320 @@
+"""GRPO on what a NeMo Gym's agents play: its servers ask the policy's endpoint, over HTTP, as Gym's contract has it."""
+
+from __future__ import annotations
+
+import json
+import os
+import socket
+import string
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from grpo_mcore.algorithms.rollouts import Rollouts
+from grpo_mcore.cli.main import main
+from grpo_mcore.data import load_tokenizer
+from grpo_mcore.data.arithmetic import make_tokenizer
+from grpo_mcore.data.puzzle_model import make_puzzle_model
+from grpo_mcore.generation.chat.answer import AnswerReader
+from grpo_mcore.generation.chat.request import ChatRequest
+from grpo_mcore.generation.config import ChatConfig
+from grpo_mcore.rollout.group import Group
+from grpo_mcore.rollout.trajectory import Sampling
+from tests.functional.runs import Run, run_here, write_recipe
+from tests.gym_server import AGENT, GymServer
+
+TOKEN, VARIABLE = "a-token-of-the-tests", "GYM_TEST_POLICY_KEY"
+FAILS = {
+    "5xx": "answers 500: the sandbox is gone",
+    "4xx": "answers 422: no such tool set",
+    "no json": "answers with no JSON: b'<html>'",
+    "failure": "the Gym says 'judge_failed'",
+    "final failure": "the Gym says 'timeout_exceeded'",
+    "mask": "the Gym says that it must not be trained on (mask_sample)",
+    "nan reward": "the Gym's reward is nan",
+    "no tokens": "no item of the output has generation_token_ids",
+    "other tokens": "has not generated these tokens (turn 1)",
+    "nan log-prob": "a log-prob is nan",
+}
+ATTEMPTS = {"5xx": 3, "5xx once": 2, "killed once": 2, "failure": 3}
+PLAYED = [
+    {"turns": 3},
+    {"turns": 3, "said_by": "tool"},
+    {"turns": 40, "question": "go on and on"},
+    {"turns": 4, "behave": "forgets"},
+    {"turns": 3, "behave": "rewrites"},
+    {"turns": 2, "behave": "5xx once"},
+    {"turns": 1, "behave": "killed once"},
+]
+
+
+@dataclass
+class Played:
+    """A run, its Gym and the groups that came back."""
+
+    run: Run
+    gym: GymServer
+    groups: dict[str, Group] = field(default_factory=dict)
+
+
+def tasks() -> list[dict[str, Any]]:
+    rows = [*PLAYED, *({"behave": name, "rollout": 1, "turns": 2} for name in FAILS)]
+    return [
+        {
+            "responses_create_params": {"input": [{"role": "user", "content": row.pop("question", f"task {n}")}]},
+            "agent_ref": {"type": "responses_api_agents", "name": AGENT},
+            "expected_answer": str(n),
+            **row,
+        }
+        for n, row in enumerate(json.loads(json.dumps(rows)))
+    ]
+
+
+@pytest.fixture(scope="module")
+def recipe(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
+    folder = tmp_path_factory.mktemp("gym") / "data0"
+    make_puzzle_model(folder)
+    (folder / "tasks.jsonl").write_text("".join(json.dumps(row) + "\n" for row in tasks()))
+    count = len(tasks())
+    optimizer = {"lr": 1.0e-3, "min_lr": 1.0e-3, "weight_decay": 0.0}
+    return {
+        "grpo": {"num_prompts_per_step": count, "num_generations_per_prompt": 2, "max_num_steps": 1, "val_period": 0},
+        "loss_fn": {"reference_policy_kl_penalty": 0.0},
+        "policy": {
+            "model_name": str(folder),
+            "train_global_batch_size": 2 * count,
+            "train_micro_batch_size": 4,
+            "max_total_sequence_length": 160,
+            "precision": "float32",
+            "megatron_cfg": {
+                "optimizer": optimizer,
+                "scheduler": {"lr_decay_style": "constant", "lr_warmup_iters": 0, "lr_warmup_init": 1.0e-3},
+            },
+            "generation": {
+                "max_new_tokens": 24,
+                "vllm_cfg": {
+                    "kv_cache_memory_gb": 0.1,
+                    "expose_http_server": True,
+                    "http_server_port": free_port(),
+                    "http_server_api_key_env_var": VARIABLE,
+                },
+            },
+            "refit_buffer_size_gb": 1e-3,
+        },
+        "data": {"train": {"dataset_name": "NemoGymDataset", "data_path": str(folder / "tasks.jsonl")}},
+        "env": {"should_use_nemo_gym": True, "nemo_gym": {"rollout_timeout_s": 200.0}},
+        "checkpointing": {"enabled": False},
+        "cluster": {"backend": "local", "platform": "cpu"},
+    }
+
+
+def free_port() -> int:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return probe.getsockname()[1]
+
+
+@pytest.fixture(scope="module")
+def gym(recipe: dict[str, Any]) -> Iterator[GymServer]:
+    port = recipe["policy"]["generation"]["vllm_cfg"]["http_server_port"]
+    gym = GymServer(f"http://127.0.0.1:{port}", TOKEN, recipe["policy"]["model_name"])
+    recipe["env"]["nemo_gym"]["head_server_url"] = gym.head_url
+    yield gym
+    gym.close()
+
+
+@pytest.fixture(scope="module")
+def played(recipe: dict[str, Any], gym: GymServer, tmp_path_factory: pytest.TempPathFactory) -> Played:
+    found: list[Group] = []
+    next_group = Rollouts.next_group
+
+    def recorded(self: Rollouts) -> Group:
+        found.append(next_group(self))
+        return found[-1]
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setitem(os.environ, VARIABLE, TOKEN)
+        patch.setattr(Rollouts, "next_group", recorded)
+        run = run_here("train", tmp_path_factory.mktemp("run"), recipe)
+    assert run.code == 0, run.err
+    return Played(run, gym, {behaviour(group): group for group in found})
+
+
+def behaviour(group: Group) -> str:
+    task = group.prompt["extra_env_info"]["gym_task"]
+    return task.get("behave") or f"{task.get('said_by', 'user')} {task['turns']}"
+
+
+def test_the_contract_is_kept(played: Played) -> None:
+    """Sessions are not mixed up, all sources of token ids agree, and what failed was tried as often as it may be."""
+    assert played.gym.faults == []
+    by_task = {row.get("behave"): number for number, row in enumerate(tasks()) if "behave" in row}
+    tried = {name: played.gym.runs[number, 1] for name, number in by_task.items()}
+    assert tried == {name: ATTEMPTS.get(name, 1) for name in by_task}
+
+
+def test_what_fails_is_excluded_and_counted_never_scored_0(played: Played) -> None:
+    for name, reason in FAILS.items():
+        group = played.groups[name]
+        assert group.scores[1].reward is None and reason in group.scores[1].reason, (name, group.scores[1])
+        assert group.samples[1].ref is None
+        assert group.scores[0].reward is not None and group.samples[0].turns == 2, "the other sample is whole"
+    [line] = played.run.metrics()
+    assert (line["num_failed_samples"], line["num_samples"]) == (len(FAILS), 2 * len(tasks()))
+    assert line["num_trained_samples"] == line["num_samples"] - len(FAILS)
+    assert f"samples without a reward, left out: {len(FAILS)}; the first, " in played.run.out
+
+
+def test_conversations_are_exact_token_by_token(played: Played, recipe: dict[str, Any]) -> None:
+    """What was generated is what the engine sampled; each prompt after it begins with all that was there."""
+    tokenizer = load_tokenizer(recipe["policy"]["model_name"])
+    eos, cut_off = tokenizer.eos_token_id, 0
+    for name in ("user 3", "tool 3", "user 40", "5xx once", "killed once"):
+        group = played.groups[name]
+        for sample, score in zip(group.samples, group.scores, strict=True):
+            turns = sample.ref.turns
+            generated, between = turns[1::2], turns[2::2]
+            assert len(turns) == 2 * sample.turns and sample.cut_turns == 0
+            question = group.prompt["extra_env_info"]["gym_task"]["responses_create_params"]["input"][0]["content"]
+            assert tokenizer.decode(turns[0].token_ids) == f"<bos><user>{question}<assistant>"
+            for number, (answer, said) in enumerate(zip(generated, between, strict=False)):
+                assert answer.loss_mask and not said.loss_mask and said.logprobs is None
+                ended = answer.token_ids[-1] == eos
+                cut_off += not ended
+                text = json.dumps({"seen": number}) if name.startswith("tool") else f"turn {number}: go on"
+                role = "tool" if name.startswith("tool") else "user"
+                shown = tokenizer.apply_chat_template(
+                    [{"role": role, "content": text}], tokenize=False, add_generation_prompt=True
+                )
+                ids = tokenizer(shown.removeprefix("<bos>"), add_special_tokens=False)["input_ids"]
+                assert said.token_ids.tolist() == ([] if ended else [eos]) + ids
+            texts = "".join(tokenizer.decode(turn.token_ids, skip_special_tokens=True) for turn in generated)
+            assert score.reward == float(len(texts) % 2) and score.rewards_by_name == {"odd": score.reward}
+            assert sample.ref.weight_versions == ((1, 0, sample.length),)
+            assert sample.length <= 160 and sample.turns == (
+                len(generated) if name == "user 40" else group_turns(group)
+            )
+    assert cut_off > 10
+
+
+def group_turns(group: Group) -> int:
+    return group.prompt["extra_env_info"]["gym_task"]["turns"]
+
+
+def test_a_conversation_ends_where_the_context_does(played: Played) -> None:
+    for sample in played.groups["user 40"].samples:
+        assert sample.truncated and 2 < sample.turns < 40 and sample.length > 160 - 40
+
+
+def test_a_turn_that_does_not_continue_is_cut_off_and_counted(played: Played) -> None:
+    for name, kept, cut in (("forgets", 2, 2), ("rewrites", 1, 2)):
+        for sample, score in zip(played.groups[name].samples, played.groups[name].scores, strict=True):
+            assert (sample.turns, sample.cut_turns) == (kept, cut) and score.reward is not None
+            assert score.reason == f"{kept} turns, {cut} more that do not continue them are cut off"
+    [line] = played.run.metrics()
+    samples = [sample for group in played.groups.values() for sample in group.samples]
+    assert line["num_cut_turns"] == sum(sample.cut_turns for sample in samples) == 8
+    assert "were cut off: 4; the first, " in played.run.out
+
+
+def test_the_policy_learns_from_the_engines_own_log_probs(played: Played) -> None:
+    """Its log-probs of these tokens are those that came through the Gym: no token is another one."""
+    [line] = played.run.metrics()
+    assert line["token_mult_prob_error"] == pytest.approx(1.0, abs=1e-4)
+    assert line["turns_max"] > 2 and line["grad_norm"] > 0
+    for group in played.groups.values():
+        for sample in group.samples:
+            if sample.ref is not None:
+                assert torch.isfinite(sample.ref.logprobs()).all()
+
+
+def test_samples_of_a_prompt_draw_apart(played: Played) -> None:
+    seeds = [request["seed"] for request in played.gym.requests]
+    assert len(set(seeds)) > len(tasks())
+    first, second = (sample.ref.token_ids().tolist() for sample in played.groups["user 3"].samples)
+    assert first != second
+
+
+def test_the_address_of_the_endpoint_is_the_users_alone(played: Played, recipe: dict[str, Any]) -> None:
+    file = played.run.logs / "endpoint.json"
+    assert file.stat().st_mode & 0o077 == 0
+    port = recipe["policy"]["generation"]["vllm_cfg"]["http_server_port"]
+    assert json.loads(file.read_text()) == {
+        "policy_base_url": f"http://127.0.0.1:{port}/v1",
+        "policy_api_key": TOKEN,
+        "policy_model_name": recipe["policy"]["model_name"],
+    }
+    with socket.socket() as probe:
+        assert probe.connect_ex(("127.0.0.1", port)) != 0, "it has ended with the run"
+
+
+def test_rollouts_are_collected_and_read_back(
+    recipe: dict[str, Any], gym: GymServer, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Those of a Gym as it sent them, and those of an environment here in the same form; then both become data."""
+    monkeypatch.setenv(VARIABLE, TOKEN)
+    tasks_file, rows_file = tmp_path / "gym.jsonl", tmp_path / "rows.jsonl"
+    tasks_file.write_text("".join(json.dumps(tasks()[n]) + "\n" for n in (0, len(PLAYED))))  # the second fails once
+    rows_file.write_text(json.dumps({"input": "say a", "output": "a", "level": 3}) + "\n")
+    entries = [
+        {"dataset_name": "NemoGymDataset", "data_path": str(tasks_file), "env_name": "nemo_gym"},
+        {"data_path": str(rows_file), "env_name": "says"},
+    ]
+    says = {"environment": "rules", "num_workers": 1, "components": {"a": {"type": "contains", "any": ["a"]}}}
+    env = {"nemo_gym": recipe["env"]["nemo_gym"], "says": says}
+    path = write_recipe(tmp_path, recipe | {"data": {"train": entries}, "env": env})
+    output = tmp_path / "rollouts.jsonl"
+    assert main(["data", "collect", str(path), "--output", str(output), "--num_repeats", "3", "--token_ids"]) == 0
+    lines = [json.loads(line) for line in output.read_text().splitlines()]
+    [failed] = [json.loads(line) for line in (tmp_path / "rollouts_failures.jsonl").read_text().splitlines()]
+    assert failed["reward"] is None and "5" in failed["_ng_failure_message"] and failed["_ng_rollout_index"] == 1
+    assert len(lines) == 8
+    played = [line for line in lines if line["agent_ref"]["name"] == AGENT]
+    mine = [line for line in lines if line["agent_ref"]["name"] == "says"]
+    assert {len(line["response"]["output"]) for line in played} == {5, 3}, "3 turns and 2, what was said between too"
+    assert sorted(line["_ng_rollout_index"] for line in mine) == [0, 1, 2]
+    for line in mine:
+        [item] = line["response"]["output"]
+        assert line["reward"] == float("a" in item["content"][0]["text"]) and line["level"] == 3
+        assert len(item["generation_token_ids"]) == len(item["generation_log_probs"]) > 0
+        assert line["responses_create_params"]["input"] == [{"role": "user", "content": "say a"}]
+    grpo = tmp_path / "train.jsonl"
+    words = ["--input", str(output), "--output", str(grpo), "--reward_threshold", "0.0"]
+    assert main(["data", "gym-to-grpo", *words]) == 0
+    rows = [json.loads(line) for line in grpo.read_text().splitlines()]
+    texts = [line["response"]["output"][-1]["content"][0]["text"] for line in mine]
+    assert [row["output"] for row in rows if row["input"] == "say a"] == texts
+    assert {row["ground_truth"] for row in rows} == {"0", str(len(PLAYED)), "a"}
+    assert (
+        main(["data", "gym-to-sft", "--input", str(output), "--output", str(tmp_path / "sft.jsonl"), *words[4:]]) == 0
+    )
+
+
+def test_calls_and_thoughts_are_read_with_vllms_parsers(tmp_path: Path) -> None:
+    make_tokenizer(tmp_path, string.printable, ("<think>", "</think>"))
+    tokenizer = load_tokenizer(str(tmp_path))
+    config = ChatConfig("policy", (Sampling(8),), tool_parser="hermes", reasoning_parser="deepseek_r1")
+    reader = AnswerReader(tokenizer, config)
+    tools = [{"type": "function", "function": {"name": "add", "parameters": {"type": "object", "properties": {}}}}]
+    messages = [{"role": "user", "content": "?"}]
+
+    def read(text: str, **body: Any) -> dict[str, Any]:
+        ids = tokenizer(text, add_special_tokens=False)["input_ids"]
+        request = ChatRequest.read({"messages": messages, **body}, config)
+        return reader.message(request, [*ids, tokenizer.eos_token_id], tokenizer.eos_token_id)
+
+    call = '<tool_call>{"name": "add", "arguments": {"x": 1}}</tool_call>'
+    found = read(f"<think>so</think>sure{call}", tools=tools)
+    assert (found["reasoning_content"], found["content"]) == ("so", "sure")
+    assert [c["function"] for c in found["tool_calls"]] == [{"name": "add", "arguments": '{"x": 1}'}]
+    assert read(f"<think>so</think>{call}", tools=tools)["content"] is None
+    broken = "<tool_call>{no json</tool_call>"
+    assert read(f"<think>a</think>{broken}", tools=tools)["content"] == broken
+    assert read(f"<think>a</think>{call}")["content"] == call, "there are no tools to call"
+    assert "tool_calls" not in read(f"<think>a</think>{call}", tools=tools, tool_choice="none")
+    with pytest.raises(ValueError, match="http_server_serving_chat_kwargs.tool_parser: .*nobody"):
+        AnswerReader(tokenizer, ChatConfig("policy", (Sampling(8),), tool_parser="nobody"))

@@ -1,0 +1,147 @@
+"""The HTTP server in front of the engines: who is served, which engine answers, what errors look like."""
+
+from __future__ import annotations
+
+import socket
+import threading
+import time
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import httpx
+import pytest
+
+from grpo_mcore.generation.chat.endpoint import Endpoint, EndpointError
+from grpo_mcore.generation.chat.engine_chat import Reply
+from grpo_mcore.generation.chat.record import ChatRecord
+from grpo_mcore.rollout.exact_tokens import fingerprint
+
+HEADERS = {"Authorization": "Bearer secret"}
+
+
+class Engine:
+    """Answers with its name and the seed; holds requests back while `hold` is clear."""
+
+    def __init__(self, name: str) -> None:
+        self.name, self.hold, self.asked = name, threading.Event(), 0
+        self.hold.set()
+
+    def stream(self, method: str, kind: str, body: Any, seed: int, **_: Any) -> Iterator[Reply]:
+        assert method == "chat"
+        self.asked += 1
+        assert self.hold.wait(30)
+        if body.get("fails"):
+            raise OSError("the engine is gone")
+        if kind == "tokenize":
+            yield Reply(200, {"tokens": [1]})
+            return
+        ids = body.get("ids", [1])
+        yield Reply(200, {"by": self.name, "seed": seed}, fingerprint(ids), ((3, 0, len(ids)),))
+
+
+@pytest.fixture
+def engines() -> list[Engine]:
+    return [Engine("engine-0"), Engine("engine-1")]
+
+
+@pytest.fixture
+def endpoint(engines: list[Engine]) -> Iterator[Endpoint]:
+    endpoint = Endpoint(engines, model="policy", token="secret", host="127.0.0.1", timeout_s=30, seed=5)
+    yield endpoint
+    for engine in engines:
+        engine.hold.set()
+    endpoint.close()
+
+
+def post(endpoint: Endpoint, path: str = "/v1/chat/completions", body: Any = None, **more: Any) -> httpx.Response:
+    more = {"headers": HEADERS, "json": body or {}} | more
+    return httpx.post(endpoint.address.url + path, timeout=30, **more)
+
+
+def until(happened: Callable[[], object]) -> None:
+    end = time.monotonic() + 30
+    while not happened():
+        assert time.monotonic() < end
+        time.sleep(0.005)
+
+
+def test_only_who_has_the_token_is_served(endpoint: Endpoint, engines: list[Engine]) -> None:
+    for headers in ({}, {"Authorization": "Bearer other"}, {"Authorization": "secret2"}):
+        reply = post(endpoint, headers=headers)
+        assert reply.status_code == 401 and "asks for its token" in reply.json()["error"]["message"]
+        assert httpx.get(endpoint.address.url + "/v1/models", headers=headers).status_code == 401
+    assert not any(engine.asked for engine in engines)
+    assert httpx.get(endpoint.address.url + "/health").status_code == 200
+    models = httpx.get(endpoint.address.url + "/v1/models", headers=HEADERS).json()
+    assert [model["id"] for model in models["data"]] == ["policy"]
+    assert post(endpoint, "/tokenize").json() == {"tokens": [1]}
+
+
+def test_the_engine_with_the_fewest_unanswered_is_asked(endpoint: Endpoint, engines: list[Engine]) -> None:
+    engines[0].hold.clear()
+    waiting = threading.Thread(target=post, args=(endpoint,))
+    waiting.start()
+    until(lambda: engines[0].asked)
+    assert [post(endpoint).json()["by"] for _ in range(3)] == ["engine-1"] * 3
+    engines[0].hold.set()
+    waiting.join(30)
+    assert post(endpoint).json()["by"] == "engine-0"
+
+
+def test_a_conversation_stays_with_its_engine_unless_that_is_busy(endpoint: Endpoint, engines: list[Engine]) -> None:
+    engines[0].hold.clear()
+    waiting = [threading.Thread(target=post, args=(endpoint,)) for _ in range(2)]
+    waiting[0].start()
+    until(lambda: engines[0].asked)
+    assert post(endpoint, body={"ids": [1, 2, 3]}).json()["by"] == "engine-1"
+    engines[0].hold.set()
+    waiting[0].join(30)
+    answer = {"role": "assistant", "prompt_token_ids": [1, 2], "generation_token_ids": [3]}
+    assert post(endpoint, body={"messages": [answer, {"role": "user"}]}).json()["by"] == "engine-1"
+    assert post(endpoint, body={"messages": [answer | {"generation_token_ids": [4]}]}).json()["by"] == "engine-0"
+
+
+def test_it_knows_which_weights_generated_what(endpoint: Endpoint) -> None:
+    post(endpoint, body={"ids": [4, 5]})
+    names = [fingerprint([4, 5]), fingerprint([5, 4])]
+    found = post(endpoint, "/weight_versions", {"fingerprints": names})
+    assert found.json() == {"weight_versions": [[[3, 0, 2]], None]}
+    assert post(endpoint, "/weight_versions", {"fingerprints": 3}).status_code == 400
+
+
+def test_what_goes_wrong_is_told_and_logged_once(endpoint: Endpoint, caplog: pytest.LogCaptureFixture) -> None:
+    assert post(endpoint, content=b"{", json=None).json()["error"]["message"].startswith("the body is not JSON")
+    assert post(endpoint, content=b"[1]", json=None).status_code == 400
+    for _ in range(2):
+        reply = post(endpoint, body={"fails": True})
+        assert (reply.status_code, reply.json()["error"]["message"]) == (502, "the engine is gone")
+    assert [record.message for record in caplog.records].count(
+        "endpoint: engine-0 did not answer: OSError: the engine is gone"
+    ) == 1
+    assert post(endpoint).status_code == 200
+
+
+def test_a_port_that_is_taken(engines: list[Engine]) -> None:
+    with socket.socket() as taken:
+        taken.bind(("127.0.0.1", 0))
+        taken.listen()
+        port = taken.getsockname()[1]
+        with pytest.raises(EndpointError, match=f"cannot listen at 127.0.0.1:{port}: .*http_server_port"):
+            Endpoint(engines, model="policy", token="secret", host="127.0.0.1", port=port)
+
+
+def test_nobody_listens_after_close(engines: list[Engine]) -> None:
+    endpoint = Endpoint(engines, model="policy", token="secret", host="127.0.0.1")
+    endpoint.close()
+    endpoint.close()
+    with pytest.raises(httpx.ConnectError):
+        post(endpoint)
+
+
+def test_seeds_tell_equal_requests_apart_and_come_back_in_a_rerun() -> None:
+    def seeds(record: ChatRecord) -> list[int]:
+        asked = [({"m": 1}, 1), ({"m": 1}, 1), ({"m": 2}, 1), ({"m": 1}, 2)]
+        return [record.seed(body, version) for body, version in asked]
+
+    first = seeds(ChatRecord(5))
+    assert len(set(first)) == 4 and seeds(ChatRecord(5)) == first and not set(seeds(ChatRecord(6))) & set(first)

@@ -1,0 +1,136 @@
+"""The prompt of a later turn begins with the very tokens of the turns before."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from grpo_mcore.data import load_tokenizer
+from grpo_mcore.data.puzzle_model import CHARACTERS, WORDS, make_tokenizer
+from grpo_mcore.generation.chat.prompt import ChatPrompts
+from grpo_mcore.generation.chat.request import ChatRequest, RequestError
+from grpo_mcore.generation.config import ChatConfig
+from grpo_mcore.rollout.trajectory import Sampling
+
+CONFIG = ChatConfig("policy", (Sampling(8),))
+# Strips what an earlier answer thought, as templates of reasoning models do.
+THINKING = (
+    "{% for m in messages %}<{{ m.role }}>{% if m.role == 'assistant' and not loop.last %}"
+    "{{ m.content.split('/')[-1] }}{% else %}{{ m.content }}{% endif %}"
+    "{% if m.role == 'assistant' %}{{ eos_token }}{% endif %}{% endfor %}"
+    "{% if add_generation_prompt %}<assistant>{% endif %}"
+)
+
+
+@pytest.fixture(scope="module")
+def tokenizer(tmp_path_factory: pytest.TempPathFactory) -> Any:
+    folder: Path = tmp_path_factory.mktemp("tokenizer")
+    make_tokenizer(folder, CHARACTERS, WORDS)
+    return load_tokenizer(str(folder))
+
+
+def prompts(tokenizer: Any, template: str | None = None) -> ChatPrompts:
+    return ChatPrompts(
+        tokenizer,
+        chat_template=template,
+        chat_template_kwargs={},
+        stop_token_ids=[tokenizer.eos_token_id],
+        vocab_size=64,
+    )
+
+
+def request(*messages: dict[str, Any], **more: Any) -> ChatRequest:
+    return ChatRequest.read({"messages": list(messages), **more}, CONFIG)
+
+
+def ids(tokenizer: Any, text: str) -> list[int]:
+    return tokenizer(text, add_special_tokens=False)["input_ids"]
+
+
+USER = {"role": "user", "content": "ab"}
+
+
+def test_a_first_turn_is_what_the_template_says(tokenizer: Any) -> None:
+    assert prompts(tokenizer).tokens(request(USER)) == ids(tokenizer, "<bos><user>ab<assistant>")
+    parts = {"role": "developer", "content": [{"type": "text", "text": "a"}, {"type": "input_text", "text": "b"}]}
+    assert prompts(tokenizer).tokens(request(parts)) == ids(tokenizer, "<bos><system>ab<assistant>")
+
+
+@pytest.mark.parametrize("ended", [True, False])
+def test_recorded_tokens_stand_as_they_were(tokenizer: Any, ended: bool) -> None:
+    """The answer's own tokens are none that its text would have: `<action>` letter by letter."""
+    eos = [tokenizer.eos_token_id]
+    asked, said = ids(tokenizer, "<bos><user>ab<assistant>"), [ids(tokenizer, c)[0] for c in "<action>"]
+    assert said != ids(tokenizer, "<action>")
+    answer = {"role": "assistant", "content": "<action>", "generation_log_probs": [-1.0]}
+    answer |= {"prompt_token_ids": asked, "generation_token_ids": said + (eos if ended else [])}
+    found = prompts(tokenizer).tokens(request(USER, answer, {"role": "user", "content": "cd"}))
+    assert found == [*asked, *said, *eos, *ids(tokenizer, "<user>cd<assistant>")]
+
+
+def test_thoughts_that_the_template_strips_stay(tokenizer: Any) -> None:
+    asked, said = ids(tokenizer, "<user>ab<assistant>"), ids(tokenizer, "think/yes<eos>")
+    answer = {"role": "assistant", "content": "think/yes", "prompt_token_ids": asked, "generation_token_ids": said}
+    later = {"role": "assistant", "content": "x/no"}  # by the environment: without tokens
+    found = prompts(tokenizer, THINKING).tokens(request(USER, answer, USER, later, USER))
+    assert found == [*asked, *said, *ids(tokenizer, "<user>ab<assistant>no<eos><user>ab<assistant>")]
+    plain = {"role": "assistant", "content": "think/yes"}
+    without = prompts(tokenizer, THINKING).tokens(request(USER, plain, USER))
+    assert without == ids(tokenizer, "<user>ab<assistant>yes<eos><user>ab<assistant>")
+
+
+def test_the_last_recorded_answer_counts(tokenizer: Any) -> None:
+    first = {"role": "assistant", "content": "a", "prompt_token_ids": [8], "generation_token_ids": [9]}
+    second = {"role": "assistant", "content": "b", "prompt_token_ids": [8, 9, 10], "generation_token_ids": [11, 2]}
+    assert tokenizer.eos_token_id == 2
+    found = prompts(tokenizer).tokens(request(USER, first, USER, second, {"role": "tool", "content": "c"}))
+    assert found == [8, 9, 10, 11, 2, *ids(tokenizer, "<tool>c<assistant>")]
+
+
+def test_a_prefix_may_come_beside_the_messages(tokenizer: Any) -> None:
+    answer = {"role": "assistant", "content": "a"}
+    found = prompts(tokenizer).tokens(request(USER, answer, USER, required_prefix_token_ids=[8, 9, 2]))
+    assert found == [8, 9, 2, *ids(tokenizer, "<user>ab<assistant>")]
+
+
+def test_a_template_that_hides_earlier_answers_is_taken_as_it_is(tokenizer: Any) -> None:
+    last_only = "<user>{{ messages[-1].content }}{% if add_generation_prompt %}<assistant>{% endif %}"
+    answer = {"role": "assistant", "content": "a", "prompt_token_ids": [8], "generation_token_ids": [9]}
+    assert prompts(tokenizer, last_only).tokens(request(USER, answer, USER)) == ids(tokenizer, "<user>ab<assistant>")
+
+
+def test_arguments_of_calls_reach_the_template_as_objects(tokenizer: Any) -> None:
+    template = (
+        "{% for m in messages %}{% for c in m.tool_calls or [] %}{{ c.function.arguments.x }}{% endfor %}{% endfor %}"
+    )
+    call = {"id": "1", "type": "function", "function": {"name": "f", "arguments": json.dumps({"x": "yes"})}}
+    message = {"role": "assistant", "content": None, "tool_calls": [call]}
+    assert prompts(tokenizer, template).tokens(request(USER, message)) == ids(tokenizer, "yes")
+
+
+@pytest.mark.parametrize(
+    ("messages", "more", "why"),
+    [
+        ([USER, {"role": "assistant", "generation_token_ids": [1]}], {}, "messages.1.prompt_token_ids"),
+        (
+            [{"role": "assistant", "prompt_token_ids": [1], "generation_token_ids": [64]}],
+            {},
+            "messages.0.generation_token_ids: must be a list of token ids from 0 to 63",
+        ),
+        ([{"role": "assistant", "prompt_token_ids": [1], "generation_token_ids": [True]}], {}, "token ids"),
+        ([USER], {"required_prefix_token_ids": [-1]}, "required_prefix_token_ids"),
+        ([{"role": "user", "content": [{"type": "image_url"}]}], {}, "a part of type 'image_url'"),
+        ([{"role": "user", "content": 3}], {}, "content must be text"),
+    ],
+)
+def test_what_cannot_be_a_prompt(tokenizer: Any, messages: list[Any], more: dict[str, Any], why: str) -> None:
+    with pytest.raises(RequestError, match=why):
+        prompts(tokenizer).tokens(request(*messages, **more))
+
+
+def test_a_template_that_refuses(tokenizer: Any) -> None:
+    with pytest.raises(RequestError, match="the chat template refuses the messages: TemplateError: no"):
+        prompts(tokenizer, "{{ raise_exception('no') }}").tokens(request(USER))
