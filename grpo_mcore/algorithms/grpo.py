@@ -11,17 +11,20 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from contextlib import closing
+from functools import partial
 from pathlib import Path
 from typing import Any, TypedDict
 
 from torch import Tensor
 
-from grpo_mcore.algorithms.checkpoints import CheckpointManager
+from grpo_mcore.algorithms.checkpoints import CheckpointManager, DiskFull
 from grpo_mcore.algorithms.dynamic_sampling import dynamic_sampling
 from grpo_mcore.algorithms.engine_group import EngineGroup
 from grpo_mcore.algorithms.policy_group import PolicyGroup
 from grpo_mcore.algorithms.prompt_stream import PromptStream
 from grpo_mcore.algorithms.refit_parity import measure_parity
+from grpo_mcore.algorithms.refit_retries import Restarted, refit_through_deaths
+from grpo_mcore.algorithms.retries import Retries
 from grpo_mcore.algorithms.rollouts import Rollouts, as_workers, sampling_of, turn_limits
 from grpo_mcore.algorithms.run_report import RunReport
 from grpo_mcore.algorithms.setup import (
@@ -159,13 +162,21 @@ def grpo_train(
 ) -> dict[str, Any]:
     """Trains until the schedule is finished: all steps are done, the data has ended, a validation metric is reached, or
     `stop` asks for it. Returns the summary."""
-    config, step_clock = master_config, Timeline()
+    config, step_clock, ahead = master_config, Timeline(), master_config.grpo.async_grpo
     limits = schedule_config(config, val_dataloader)
     reached = stop_reason(grpo_save_state["val_metrics"], config.grpo) if "val_metrics" in grpo_save_state else None
     schedule = s.Schedule(limits, step=grpo_save_state["current_step"], stop=reached)
     data_state = grpo_save_state.pop("data", None)
     prompts = PromptStream(dataloader, config.grpo.max_num_epochs, data_state)
     environments = as_workers(task_to_env, policy.cluster)
+
+    def restarted(worker: str, why: str) -> None:
+        ledger.write("restarted", worker=worker, why=why)
+        report.restarted(worker, why)
+
+    def restore() -> None:
+        refit_engines(policy, policy_generation, config, restarted, lost_only=True)
+
     rollouts = Rollouts(
         policy_generation,
         environments,
@@ -173,8 +184,10 @@ def grpo_train(
         turn_limits(config),
         seed=config.grpo.seed,
         on_sample=lambda: report.sample(),
-        max_failures=config.grpo.async_grpo.max_generation_failures if config.grpo.async_grpo.enabled else 0,
+        retries=Retries(ahead.max_generation_failures if ahead.enabled else 0, config.cluster.retry_wait_s),
         on_retry=lambda uid, why: ledger.retried(uid, why),
+        restore_engines=restore,
+        on_restart=restarted,
     )
     sampling = sampling_of(config.policy.generation, tokenizer.eos_token_id)
     groups = StepGroups(config)
@@ -186,14 +199,16 @@ def grpo_train(
         max_age=limits.max_trajectory_age,
     )
 
-    with closing(ledger), policy.beside(rollouts):
+    stop, told = stop or StopRequest(), False
+    with closing(ledger), policy.beside(rollouts), stop.heeded():
         while True:
-            if stop and stop.reason and not schedule.asked:
-                schedule.record(s.StopAsked(stop.reason))
+            if stop.reason and (schedule.asked is None or stop.at_once > told):
+                told = stop.at_once
+                schedule.record(s.StopAsked(stop.reason, at_once=told))
             match schedule.next():
                 case s.Refit(version):
                     with step_clock.phase("refit"):
-                        refitted = refit_engines(policy, policy_generation, config)
+                        refitted = refit_engines(policy, policy_generation, config, restarted)
                     report.refit(refitted)
                     schedule.record(s.Refitted(version))
 
@@ -209,7 +224,9 @@ def grpo_train(
 
                 case s.Await():
                     with step_clock.phase("generate" if rollouts.generating else "reward"):
-                        group = rollouts.next_group()
+                        group = stop.cut_short(rollouts.next_group)
+                    if group is None:
+                        continue
                     uid = group.uid
                     if failure := group.failure:
                         groups.fail(group)
@@ -243,23 +260,31 @@ def grpo_train(
 
                 case s.Validate(step):
                     with step_clock.pause():
-                        found, _ = validate(
-                            policy_generation, val_dataloader, tokenizer, val_task_to_env, step, config, report=report
-                        )
-                    schedule.record(s.Validated(step, stop_reason(found, config.grpo)))
+                        validated = stop.cut_short(partial(
+                            validate, policy_generation, val_dataloader, tokenizer, val_task_to_env, step, config,
+                            report=report, restore_engines=restore, on_restart=restarted,
+                        ))  # fmt: skip
+                    if validated is not None:
+                        schedule.record(s.Validated(step, stop_reason(validated[0], config.grpo)))
 
                 case s.Checkpoint(step):
                     with step_clock.pause():
                         state = report.save_state(epoch=prompts.epoch)
                         place = prompts.state_dict() | {"ledger": ledger.sync()}
-                        folder = checkpointer.save(step, policy.save, place, state, report.last_metrics, config)
-                    report.checkpoint(folder)
-                    ledger.write("saved", step=step)
+                        try:
+                            folder = checkpointer.save(step, policy.save, place, state, report.last_metrics, config)
+                        except DiskFull as error:
+                            report.not_saved(error)
+                            ledger.write("not_saved", step=step, why=str(error.__cause__))
+                        else:
+                            report.checkpoint(folder)
+                            ledger.write("saved", step=step)
                     schedule.record(s.Checkpointed(step))
 
                 case s.Finish(reason):
                     ledger.write("ended", why=reason, data_ended=schedule.data_ended and not schedule.in_flight)
-                    return report.finish(reason) | {"stopped_early": reason == schedule.asked}
+                    early = reason == schedule.asked
+                    return report.finish(reason) | {"stopped_early": early, "terminated": early and stop.at_once}
 
 
 def train_on_groups(
@@ -292,10 +317,22 @@ def train_on_groups(
     return metrics | {"tokens": float(batch.tokens)}
 
 
-def refit_engines(policy: PolicyGroup, engines: EngineGroup, config: MasterConfig) -> RefitReport:
-    """The loop's refit. Engines may be generating, where grpo.async_grpo.in_flight_weight_updates lets them."""
+def refit_engines(
+    policy: PolicyGroup,
+    engines: EngineGroup,
+    config: MasterConfig,
+    restarted: Restarted = lambda worker, why: None,
+    *,
+    lost_only: bool = False,
+) -> RefitReport:
+    """The loop's refit. Engines may be generating, where grpo.async_grpo.in_flight_weight_updates lets them. Those that
+    die in it are started anew. `lost_only`: of the engines that were started anew since the last one."""
     recompute_kv = config.grpo.async_grpo.recompute_kv_cache_after_weight_updates
-    return refit_policy_generation(policy, engines, True, recompute_kv=recompute_kv)
+
+    def once(group: EngineGroup) -> RefitReport:
+        return refit_policy_generation(policy, group, True, recompute_kv=recompute_kv)
+
+    return refit_through_deaths(engines, once, restarted, lost_only=lost_only)
 
 
 def refit_policy_generation(
@@ -356,8 +393,11 @@ def validate(
     master_config: MasterConfig,
     *,
     report: RunReport | None = None,
+    **faults: Any,
 ) -> tuple[dict[str, float | None], dict[str, float]]:
-    """Generates on the validation prompts and scores them. Returns (metrics, timing in seconds)."""
+    """Generates on the validation prompts and scores them. Returns (metrics, timing in seconds).
+
+    `faults`: what `Rollouts` does about workers that die."""
     if val_dataloader is None or not val_task_to_env:
         raise ValueError("there is nothing to validate on: set data.validation, or grpo.val_period to 0")
     clock = Timeline()
@@ -368,6 +408,7 @@ def validate(
             as_workers(val_task_to_env, policy_generation.cluster),
             master_config,
             tokenizer=tokenizer,
+            faults=faults,
         )
     timing = clock.take()
     if report is not None:

@@ -12,6 +12,7 @@ from grpo_mcore.algorithms.logprob_passes import needs_prev, needs_reference
 from grpo_mcore.algorithms.policy_group import PolicyGroup
 from grpo_mcore.algorithms.policy_worker import PolicyWorker
 from grpo_mcore.algorithms.refit_parity import LIMITS, ParityCheck
+from grpo_mcore.algorithms.retries import Retries
 from grpo_mcore.cluster import Cluster, Worker, gather, open_cluster
 from grpo_mcore.cluster.platform import cpu_threads, runs_on_gpu
 from grpo_mcore.environments import create_env_class
@@ -161,8 +162,8 @@ def start_engines(config: MasterConfig, cluster: Cluster, policy: PolicyGroup) -
     # An engine that generates while the policy trains cannot give its memory away.
     sleeps = gpu and generation.colocated.enabled and not config.grpo.async_grpo.max_age
     own_tokenizer = config.policy.tokenizer.name == config.policy.model_name
-    workers: list[Worker] = []
-    for index in range(count):
+
+    def start(index: int) -> Worker:
         engine = EngineConfig(
             model=policy.model_folder,
             name=f"engine-{index}",
@@ -180,22 +181,29 @@ def start_engines(config: MasterConfig, cluster: Cluster, policy: PolicyGroup) -
             vllm_kwargs=generation.vllm_kwargs,
         )
         ranks = policy.workers[index * vllm.tensor_parallel_size : (index + 1) * vllm.tensor_parallel_size]
-        workers.append(
-            cluster.spawn(
-                engine.name,
-                EngineWorker,
-                engine,
-                cluster.store,
-                cpus=1.0 if gpu else 0.1,
-                gpus=0.0,
-                env=engine_environment(engine),
-                concurrency=ENGINE_CALLS,
-                streams=ENGINE_STREAMS,
-                beside=ranks if gpu else (),
-            )
+        return cluster.spawn(
+            engine.name,
+            EngineWorker,
+            engine,
+            cluster.store,
+            cpus=1.0 if gpu else 0.1,
+            gpus=0.0,
+            env=engine_environment(engine),
+            concurrency=ENGINE_CALLS,
+            streams=ENGINE_STREAMS,
+            beside=ranks if gpu else (),
         )
+
     layout = EngineLayout(vllm.tensor_parallel_size, replicas=count)
-    return EngineGroup(cluster, workers, sleeps, layout)
+    return EngineGroup(
+        cluster,
+        [start(index) for index in range(count)],
+        sleeps,
+        layout,
+        start=start,
+        start_timeout_s=config.cluster.start_timeout_s,
+        restarts=Retries(config.cluster.max_engine_restarts, config.cluster.retry_wait_s),
+    )
 
 
 def start_environments(

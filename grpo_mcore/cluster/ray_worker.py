@@ -10,7 +10,7 @@ import ray
 from ray.exceptions import GetTimeoutError, RayActorError, RayError, RayTaskError
 
 from grpo_mcore.cluster.host import ParcelHead, RemoteFailure, in_stream
-from grpo_mcore.cluster.interface import DeadlineExceeded, Parcel, Place, Ref, WorkerDied, WorkerFailed
+from grpo_mcore.cluster.interface import DeadlineExceeded, ObjectLost, Parcel, Place, Ref, WorkerDied, WorkerFailed
 from grpo_mcore.cluster.reports import log_tail, stacks
 
 
@@ -166,7 +166,7 @@ class RayStore:
             raise DeadlineExceeded(what, "the object store", self._timeout_s) from None
         except RayError as error:
             cause, detail, original = _explain(error)
-            raise WorkerFailed("the object store", what, cause, detail) from original
+            raise ObjectLost("the object store", what, cause, detail) from original
 
 
 def _explain(error: RayError) -> tuple[str, str, BaseException | None]:

@@ -32,7 +32,6 @@ NOT_YET: dict[str, tuple[Any, str]] = {
     "policy.generation.vllm_cfg.expose_http_server": (False, "the engines' HTTP endpoint"),
     "policy.generation.vllm_cfg.enable_return_routed_experts": (False, "router replay"),
     "checkpointing.save_optimizer": (True, "checkpoints without the optimizer"),
-    "checkpointing.checkpoint_must_save_by": (None, "saving by a wall-clock limit"),
     "checkpointing.ft_save_period": (None, "crash-recovery checkpoints"),
     "checkpointing.ft_keep_latest_k": (None, "crash-recovery checkpoints"),
     "cluster.segment_size": (None, "placement by NVLink domain"),

@@ -154,9 +154,11 @@ class Checkpointed:
 @dataclass(frozen=True)
 class StopAsked:
     """Somebody wants the run to end soon, such as a job whose time is nearly up: the step that has begun is finished
-    and saved, and nothing is validated any more."""
+    and saved, and nothing is validated any more. `at_once`: the step before it is saved, and the prompts of the one
+    that has begun are among the next."""
 
     reason: str
+    at_once: bool = False
 
 
 Event = Refitted | Validated | Dispatched | GroupFinished | GroupFailed | Trained | Checkpointed | StopAsked
@@ -251,8 +253,8 @@ class Schedule:
             case Checkpointed(step):
                 self._demand(step == self.step, event)
                 self.saved_step = step
-            case StopAsked(reason):
-                begun = bool(self.in_flight or self.filtered)
+            case StopAsked(reason, at_once):
+                begun = bool(self.in_flight or self.filtered) and not at_once
                 self.asked, self.last_step = self.asked or reason, self.step + begun
 
     def _over(self) -> str | None:
