@@ -80,16 +80,18 @@ class EngineGroup:
     start_timeout_s: float = 600.0
     restarts: Retries = field(default_factory=lambda: Retries(0, 0.0))
     lost: dict[int, str] = field(default_factory=dict)  # number of the engine -> why
+    restored: dict[int, int] = field(default_factory=dict)  # those that came back between two refits -> their version
 
     def prepare(self) -> None:
         """Makes every engine ready to generate with the committed weights."""
-        self._all("prepare", self.weight_version)
+        versions = [(self.restored.get(number, self.weight_version),) for number in self.serving()]
+        self._all("prepare", versions)
 
     def release(self) -> None:
         """Gives the engines' memory to the policy, where they share it."""
         if self.sleeps:
             try:
-                self._all("release")
+                self._all("release", [()] * len(self.serving()))
             except WorkerDied:
                 pass  # it has no memory any more, and the next refit finds that it is dead
 
@@ -97,10 +99,20 @@ class EngineGroup:
         """The numbers of the engines that may be sent something."""
         return [number for number in range(len(self.workers)) if number not in self.lost]
 
-    def only_lost(self) -> EngineGroup:
-        """Those that are lost, as a group."""
-        workers = [self.workers[number] for number in sorted(self.lost)]
-        return replace(self, workers=workers, layout=replace(self.layout, replicas=len(workers)), lost={})
+    def part(self, numbers: Sequence[int]) -> EngineGroup:
+        """These engines as a group of its own, none of them lost: a refit goes to all of it."""
+        workers = [self.workers[number] for number in numbers]
+        layout = replace(self.layout, replicas=len(workers))
+        return replace(self, workers=workers, layout=layout, lost={}, restored={})
+
+    def refitted(self, part: EngineGroup, numbers: Sequence[int]) -> None:
+        """A refit has brought the weights to `part`, which are these engines: they serve."""
+        if len(numbers) == len(self.workers):
+            self.weight_version, self.restored = part.weight_version, {}
+        else:
+            self.restored |= dict.fromkeys(numbers, part.weight_version)
+        for number in numbers:
+            self.lost.pop(number, None)
 
     def replace_dead(self, error: Exception, among: Sequence[int] | None = None) -> list[int]:
         """Ends every engine (or of `among`) that does not answer or has lost a rank, and starts its successor, after a
@@ -128,8 +140,11 @@ class EngineGroup:
             starting = [self.workers[number].ready() for number in sorted(self.lost)]
             gather(self.cluster, starting, timeout_s=self.start_timeout_s, what="start of an engine anew")
 
-    def _all(self, method: str, *args: Any) -> list[Any]:
-        return call_all(self.cluster, self.workers, method, *args, what=f"{method} of the engines")
+    def _all(self, method: str, args_per_worker: Sequence[tuple[Any, ...]]) -> None:
+        """On those that serve."""
+        workers = [self.workers[number] for number in self.serving()]
+        what = f"{method} of the engines"
+        call_all(self.cluster, workers, method, args_per_worker=args_per_worker, what=what)
 
 
 def _answers(health: Pending) -> bool:

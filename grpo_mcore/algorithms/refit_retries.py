@@ -27,7 +27,9 @@ def refit_through_deaths(
     while True:
         try:
             engines.await_successors()
-            report = refit(engines.only_lost() if lost_only else engines)
+            numbers = sorted(engines.lost) if lost_only else list(range(len(engines.workers)))
+            part = engines.part(numbers)
+            report = refit(part)
         except (RefitError, WorkerFailed, DeadlineExceeded) as error:
             dead = engines.replace_dead(error)
             if not dead:
@@ -35,5 +37,5 @@ def refit_through_deaths(
             for number in dead:
                 restarted(engines.workers[number].name, engines.lost[number])
         else:
-            engines.lost.clear()
+            engines.refitted(part, numbers)
             return report
