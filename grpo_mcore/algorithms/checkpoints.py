@@ -26,9 +26,9 @@ class DiskFull(OSError):
 class CheckpointManager:
     """Keeps `step_N` folders under checkpointing.checkpoint_dir.
 
-    A folder holds policy/ (weights, optimizer, RNG by rank), data.pt (place in the data), training_info.json (save
-    state and metrics), config.yaml (the resolved recipe) and digests.json (of all these files). It is written as
-    `tmp_step_N` and renamed at the end.
+    A folder holds policy/ (weights, optimizer, RNG by rank), groups/ (finished groups that wait for their step),
+    data.pt (place in the data), training_info.json (save state and metrics), config.yaml (the resolved recipe) and
+    digests.json (of all these files). It is written as `tmp_step_N` and renamed at the end.
     """
 
     def __init__(self, config: Any) -> None:
@@ -98,6 +98,7 @@ class CheckpointManager:
         save_state: Mapping[str, Any],
         metrics: Mapping[str, float],
         recipe: Any,
+        write_more: Callable[[Path], None] = lambda folder: None,
     ) -> Path:
         """Writes `step_N` and drops what ranks too low. Returns the folder. Raises DiskFull; nothing is then left of
         it."""
@@ -109,6 +110,7 @@ class CheckpointManager:
             if last := self.latest():
                 refuse_full_disk(self.folder, size_of(last))
             save_policy(str((tmp / "policy").resolve()))
+            write_more(tmp)
             _write_driver_files(tmp, data_state, save_state, metrics, recipe)
             write_digests(tmp)
         except Exception as error:

@@ -13,20 +13,23 @@ from collections.abc import Mapping
 from contextlib import closing
 from functools import partial
 from pathlib import Path
-from typing import Any, TypedDict
+from typing import Any
 
 from torch import Tensor
 
 from grpo_mcore.algorithms.checkpoints import CheckpointManager, DiskFull
 from grpo_mcore.algorithms.dynamic_sampling import dynamic_sampling
 from grpo_mcore.algorithms.engine_group import EngineGroup
+from grpo_mcore.algorithms.kept_groups import in_time, read_groups, write_groups
 from grpo_mcore.algorithms.policy_group import PolicyGroup
 from grpo_mcore.algorithms.prompt_stream import PromptStream
 from grpo_mcore.algorithms.refit_parity import measure_parity
 from grpo_mcore.algorithms.refit_retries import Restarted, refit_through_deaths
 from grpo_mcore.algorithms.retries import Retries
+from grpo_mcore.algorithms.reward_scaling import scale_rewards
 from grpo_mcore.algorithms.rollouts import Rollouts, as_workers, sampling_of, turn_limits
 from grpo_mcore.algorithms.run_report import RunReport
+from grpo_mcore.algorithms.save_state import GRPOSaveState, first_save_state
 from grpo_mcore.algorithms.setup import (
     make_loss,
     needs_prev,
@@ -48,7 +51,7 @@ from grpo_mcore.data import (
     build_dataloader,
     build_train_dataloader,
 )
-from grpo_mcore.objective import ClippedPGLossFn, scale_reward_values
+from grpo_mcore.objective import ClippedPGLossFn
 from grpo_mcore.observe import LEDGER_FILE, Ledger, Logger, Timeline
 from grpo_mcore.recipe import (
     AsyncGRPOConfig,
@@ -69,19 +72,6 @@ __all__ = [
     "async_grpo_train", "dynamic_sampling", "grpo_train", "refit_policy_generation", "scale_rewards", "setup",
     "validate",
 ]  # fmt: skip
-
-
-class GRPOSaveState(TypedDict, total=False):
-    """What a checkpoint remembers of the loop. Samples and steps count from the start of the run."""
-
-    consumed_samples: int  # prompts
-    current_step: int
-    current_epoch: int
-    total_steps: int
-    total_valid_tokens: int
-    val_reward: float
-    val_metrics: dict[str, float | None]  # of the validation after current_step, if there was one
-    log_run: str  # the run's folder in logger.log_dir, in which a resumed run goes on
 
 
 def setup(
@@ -128,12 +118,12 @@ def setup(
         policy = start_policy(config, cluster)
         engines = start_engines(config, cluster, policy)
         wait_until_ready(config, cluster, [*policy.workers, *engines.workers])
-        save_state = _default_grpo_save_state()
+        save_state = first_save_state()
         if found is not None:
             save_state, data_state = checkpointer.read(found)
             policy.load(str((found / "policy").resolve()))
             policy.updates = save_state["current_step"]
-            save_state["data"] = data_state  # type: ignore[typeddict-unknown-key]
+            save_state["data"] = data_state | {"folder": str(found)}  # type: ignore[typeddict-unknown-key]
     except BaseException:
         if own_cluster:  # the caller has no handle to end it by
             cluster.shutdown()
@@ -201,6 +191,25 @@ def grpo_train(
 
     stop, told = stop or StopRequest(), False
     with closing(ledger), policy.beside(rollouts), stop.heeded():
+        if (in_flight := (data_state or {}).get("in_flight")) and not isinstance(schedule.next(), s.Finish):
+            report.refit(refit_engines(policy, policy_generation, config, restarted))
+            schedule.record(s.Refitted(version := schedule.policy_version))
+            batch = prompts.take(len(in_flight))  # what was in flight comes first, in its order
+            young = in_time(in_flight, limits, version)
+            kept = read_groups(Path(data_state["folder"]), batch, policy.cluster, young)
+            anew = [prompt for prompt in batch if prompt["uid"] not in kept]
+            rollouts.dispatch(
+                anew, sampling, generations=config.grpo.num_generations_per_prompt, step=schedule.step + 1
+            )
+            report.dispatched(len(anew))
+            uids = tuple(prompt["uid"] for prompt in batch)
+            ledger.write("dispatched", uids=uids, version=version)
+            schedule.record(s.Dispatched(uids, versions=tuple(young[uid] if uid in kept else version for uid in uids)))
+            for group in kept.values():
+                groups.add(group)
+                ledger.write("finished", uid=group.uid, version=group.weight_version, scored=group.scored, kept=True)
+                schedule.record(s.GroupFinished(group.uid))
+
         while True:
             if stop.reason and (schedule.asked is None or stop.at_once > told):
                 told = stop.at_once
@@ -270,9 +279,12 @@ def grpo_train(
                 case s.Checkpoint(step):
                     with step_clock.pause():
                         state = report.save_state(epoch=prompts.epoch)
-                        place = prompts.state_dict() | {"ledger": ledger.sync()}
+                        place = prompts.state_dict() | {"ledger": ledger.sync(), "in_flight": dict(schedule.in_flight)}
+                        keep = partial(write_groups, groups=groups.waiting(), cluster=policy.cluster)
                         try:
-                            folder = checkpointer.save(step, policy.save, place, state, report.last_metrics, config)
+                            folder = checkpointer.save(
+                                step, policy.save, place, state, report.last_metrics, config, write_more=keep
+                            )
                         except DiskFull as error:
                             report.not_saved(error)
                             ledger.write("not_saved", step=step, why=str(error.__cause__))
@@ -438,21 +450,6 @@ def schedule_config(config: MasterConfig, val_dataloader: Any) -> s.ScheduleConf
     )
 
 
-def scale_rewards(repeated_batch: Any, reward_scaling_cfg: Any) -> Any:
-    """`repeated_batch["total_reward"]` clamped to the source interval and mapped to the target interval, in place.
-
-    The rewards as they were stay in `repeated_batch["unscaled_reward"]`. `repeated_batch`: a BatchedDataDict or any
-    dict. `reward_scaling_cfg`: grpo.reward_scaling, or a mapping with its keys; not enabled, nothing changes. Returns
-    the batch.
-    """
-    scaling = RewardScalingConfig.model_validate(reward_scaling_cfg)
-    if scaling.enabled:
-        bounds = scaling.model_dump(exclude={"enabled"})
-        rewards = repeated_batch["unscaled_reward"] = repeated_batch["total_reward"]
-        repeated_batch["total_reward"] = scale_reward_values(rewards, **bounds)
-    return repeated_batch
-
-
 def async_grpo_train(
     policy: PolicyGroup,
     policy_generation: EngineGroup,
@@ -484,7 +481,3 @@ def async_grpo_train(
         policy, policy_generation, dataloader, val_dataloader, tokenizer, loss_fn, task_to_env, val_task_to_env,
         logger, checkpointer, grpo_save_state, MasterConfig.model_validate(plain),
     )  # fmt: skip
-
-
-def _default_grpo_save_state() -> GRPOSaveState:
-    return GRPOSaveState(consumed_samples=0, current_step=0, current_epoch=0, total_steps=0, total_valid_tokens=0)
