@@ -33,12 +33,13 @@ sys.dont_write_bytecode = False
 hypothesis.settings.register_profile("shared machine", deadline=None, derandomize="CI" in os.environ)
 hypothesis.settings.load_profile("shared machine")
 
-FOLDERS = ("unit", "distributed", "functional", "gpu")
+FOLDERS = ("unit", "distributed", "functional", "chaos", "gpu")
 HERE = Path(__file__).parent
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption("--slurm", action="store_true", help="run the tests on a real Slurm too (minutes)")
+    parser.addoption("--chaos", action="store_true", help="kill processes of runs at every state of a step (minutes)")
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
@@ -50,10 +51,11 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
         for item in items:
             if _folder(item) == "gpu":
                 item.add_marker(pytest.mark.skip(reason=no_gpu))
-    if not config.getoption("--slurm"):
+    for name in ("slurm", "every_state"):
+        option = {"slurm": "--slurm", "every_state": "--chaos"}[name]
         for item in items:
-            if item.get_closest_marker("slurm"):
-                item.add_marker(pytest.mark.skip(reason="takes minutes: pytest --slurm"))
+            if item.get_closest_marker(name) and not config.getoption(option):
+                item.add_marker(pytest.mark.skip(reason=f"takes minutes: pytest {option}"))
     items.sort(key=lambda item: FOLDERS.index(_folder(item)))
 
 

@@ -5,12 +5,12 @@ from __future__ import annotations
 import json
 import os
 import shutil
+import sys
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
-import torch
-import yaml
+from grpo_mcore.algorithms.checkpoint_files import GB, damage, is_full_disk, refuse_full_disk, size_of, write_digests
 
 AUTO = "auto"
 
@@ -19,11 +19,16 @@ class ResumeError(FileNotFoundError):
     """There is no checkpoint to go on from."""
 
 
+class DiskFull(OSError):
+    """A checkpoint was not written, because there is no room for it. The run can go on without it."""
+
+
 class CheckpointManager:
     """Keeps `step_N` folders under checkpointing.checkpoint_dir.
 
-    A folder holds policy/ (weights, optimizer, RNG by rank), data.pt (place in the data), training_info.json (save
-    state and metrics) and config.yaml (the resolved recipe). It is written as `tmp_step_N` and renamed at the end.
+    A folder holds policy/ (weights, optimizer, RNG by rank), groups/ (finished groups that wait for their step),
+    data.pt (place in the data), training_info.json (save state and metrics), config.yaml (the resolved recipe) and
+    digests.json (of all these files). It is written as `tmp_step_N` and renamed at the end.
     """
 
     def __init__(self, config: Any) -> None:
@@ -46,17 +51,37 @@ class CheckpointManager:
 
     def find(self, resume: str | Path | bool | None) -> Path | None:
         """The checkpoint that `--resume` means: True is the newest, "auto" the newest where there is one, None none.
-        Raises ResumeError."""
+
+        Where the newest is damaged, the one before it is meant. Raises ResumeError."""
         if not resume:
             return None
-        if resume == AUTO and (resume := self.latest()) is None:
+        if resume == AUTO and self.latest() is None:
             return None
-        found = self.latest() if resume is True else Path(resume)
+        found = self.latest() if resume is True or resume == AUTO else Path(resume)
         if found is None:
             raise ResumeError(f"--resume: there is no step_N folder in {self.folder}; start without --resume")
         if not (found / "training_info.json").is_file():
             raise ResumeError(f"--resume: {found} is no checkpoint: training_info.json is missing")
-        return found
+        if (what := damage(found)) is None:
+            return found
+        if isinstance(resume, str) and resume != AUTO:
+            raise ResumeError(f"--resume: {found} is damaged: {what}; choose another checkpoint, or --resume alone")
+        return self._before(found, what)
+
+    def _before(self, found: Path, what: str) -> Path:
+        """The newest checkpoint that is whole, where `found` is not: it and others like it are set aside."""
+        while True:
+            aside = found.with_name(f"damaged_{found.name}")
+            shutil.rmtree(aside, ignore_errors=True)
+            os.replace(found, aside)
+            told = f"checkpoint {found} is damaged: {what}; it is now {aside.name}"
+            older = self.latest()
+            if older is None:
+                raise ResumeError(f"{told}, and there is no older one: start anew, without --resume")
+            print(f"{told}, and {older.name} is used", file=sys.stderr, flush=True)
+            if (problem := damage(older)) is None:
+                return older
+            found, what = older, problem
 
     @staticmethod
     def log_run(found: Path | None) -> str | None:
@@ -73,26 +98,46 @@ class CheckpointManager:
         save_state: Mapping[str, Any],
         metrics: Mapping[str, float],
         recipe: Any,
+        write_more: Callable[[Path], None] = lambda folder: None,
     ) -> Path:
-        """Writes `step_N` and drops what ranks too low. Returns the folder."""
+        """Writes `step_N` and drops what ranks too low. Returns the folder. Raises DiskFull; nothing is then left of
+        it."""
         final = self.folder / f"step_{step}"
         tmp = self.folder / f"tmp_step_{step}"
         shutil.rmtree(tmp, ignore_errors=True)  # left by a run that was killed while it wrote
         tmp.mkdir(parents=True)
-        save_policy(str((tmp / "policy").resolve()))
-        torch.save(dict(data_state), tmp / "data.pt")
-        info = {"save_state": dict(save_state), "metrics": dict(metrics)}
-        (tmp / "training_info.json").write_text(json.dumps(info, indent=1))
-        (tmp / "config.yaml").write_text(yaml.safe_dump(recipe.model_dump(mode="json"), sort_keys=False))
+        try:
+            if last := self.latest():
+                refuse_full_disk(self.folder, size_of(last))
+            save_policy(str((tmp / "policy").resolve()))
+            write_more(tmp)
+            _write_driver_files(tmp, data_state, save_state, metrics, recipe)
+            write_digests(tmp)
+        except Exception as error:
+            if not is_full_disk(error):
+                raise
+            shutil.rmtree(tmp, ignore_errors=True)
+            raise DiskFull(self._what_to_free(step, error)) from error
         if final.exists():
             self._drop(step)
         os.replace(tmp, final)
         self._prune(just_saved=step)
         return final
 
+    def _what_to_free(self, step: int, error: Exception) -> str:
+        kept = ", ".join(f"step_{old} ({size_of(self.folder / f'step_{old}') / GB:.2f} GB)" for old in self._steps())
+        free = shutil.disk_usage(self.folder).free / GB
+        return (
+            f"the checkpoint of step {step} was not written to {self.folder}: {error}\n"
+            f"{free:.2f} GB are free there; the run goes on. Delete what you do not need of {kept or 'other files'}"
+            + (", or lower checkpointing.keep_top_k" if kept else "")
+        )
+
     @staticmethod
     def read(folder: Path) -> tuple[dict[str, Any], dict[str, Any]]:
         """(save state, data state) of a checkpoint."""
+        import torch
+
         info = json.loads((folder / "training_info.json").read_text())
         return info["save_state"], torch.load(folder / "data.pt", weights_only=False)
 
@@ -126,3 +171,19 @@ class CheckpointManager:
         if value is None:
             return float("-inf")
         return value if self.config.higher_is_better else -value
+
+
+def _write_driver_files(
+    folder: Path,
+    data_state: Mapping[str, Any],
+    save_state: Mapping[str, Any],
+    metrics: Mapping[str, float],
+    recipe: Any,
+) -> None:
+    import torch
+    import yaml
+
+    torch.save(dict(data_state), folder / "data.pt")
+    info = {"save_state": dict(save_state), "metrics": dict(metrics)}
+    (folder / "training_info.json").write_text(json.dumps(info, indent=1))
+    (folder / "config.yaml").write_text(yaml.safe_dump(recipe.model_dump(mode="json"), sort_keys=False))

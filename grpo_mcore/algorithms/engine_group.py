@@ -2,15 +2,30 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field, replace
 from typing import Any
 
-from grpo_mcore.cluster import Cluster, ObjectStore, Parcel, Worker, call_all
+from grpo_mcore.algorithms.retries import Retries
+from grpo_mcore.cluster import (
+    Cluster,
+    DeadlineExceeded,
+    ObjectStore,
+    Parcel,
+    Pending,
+    Worker,
+    WorkerDied,
+    WorkerFailed,
+    call_all,
+    gather,
+)
 from grpo_mcore.generation import Engine, EngineConfig
 from grpo_mcore.generation.chat.endpoint import Endpoint
 from grpo_mcore.refit import EngineLayout, RefitReceiver
 from grpo_mcore.rollout.trajectory import GenerationRequest, Sampling, TrajectoryRef
+
+HEALTH_S = 60.0
+"""How long a living engine may take to say so: one step of generation, at most."""
 
 
 class EngineWorker(Engine):
@@ -51,7 +66,11 @@ def resolved(requests: Sequence[GenerationRequest], store: ObjectStore) -> list[
 
 @dataclass
 class EngineGroup:
-    """All engines of a run. `weight_version`: of the last refit that every engine committed."""
+    """All engines of a run. `weight_version`: of the last refit that every engine committed.
+
+    An engine that dies is replaced: its successor starts at once, and is `lost` until a refit has brought it the
+    policy's weights. Nothing is sent to it before. `start`: spawns engine number i; None: none can be replaced.
+    """
 
     cluster: Cluster
     workers: Sequence[Worker]
@@ -59,20 +78,85 @@ class EngineGroup:
     layout: EngineLayout = EngineLayout()  # of one engine, and how many there are
     weight_version: int = 0
     endpoint: Endpoint | None = None  # in front of the engines, where the recipe wants one
+    start: Callable[[int], Worker] | None = None
+    start_timeout_s: float = 600.0
+    restarts: Retries = field(default_factory=lambda: Retries(0, 0.0))
+    lost: dict[int, str] = field(default_factory=dict)  # number of the engine -> why
+    restored: dict[int, int] = field(default_factory=dict)  # those that came back between two refits -> their version
 
     def prepare(self) -> None:
         """Makes every engine ready to generate with the committed weights."""
-        self._all("prepare", self.weight_version)
+        versions = [(self.restored.get(number, self.weight_version),) for number in self.serving()]
+        self._all("prepare", versions)
 
     def release(self) -> None:
         """Gives the engines' memory to the policy, where they share it."""
         if self.sleeps:
-            self._all("release")
+            try:
+                self._all("release", [()] * len(self.serving()))
+            except WorkerDied:
+                pass  # it has no memory any more, and the next refit finds that it is dead
 
     def close(self) -> None:
         """Ends the endpoint, where there is one; the engines end with their cluster."""
         if self.endpoint is not None:
             self.endpoint.close()
 
-    def _all(self, method: str, *args: Any) -> list[Any]:
-        return call_all(self.cluster, self.workers, method, *args, what=f"{method} of the engines")
+    def serving(self) -> list[int]:
+        """The numbers of the engines that may be sent something."""
+        return [number for number in range(len(self.workers)) if number not in self.lost]
+
+    def part(self, numbers: Sequence[int]) -> EngineGroup:
+        """These engines as a group of its own, none of them lost: a refit goes to all of it."""
+        workers = [self.workers[number] for number in numbers]
+        layout = replace(self.layout, replicas=len(workers))
+        return replace(self, workers=workers, layout=layout, lost={}, restored={})
+
+    def refitted(self, part: EngineGroup, numbers: Sequence[int]) -> None:
+        """A refit has brought the weights to `part`, which are these engines: they serve."""
+        if len(numbers) == len(self.workers):
+            self.weight_version, self.restored = part.weight_version, {}
+        else:
+            self.restored |= dict.fromkeys(numbers, part.weight_version)
+        for number in numbers:
+            self.lost.pop(number, None)
+
+    def replace_dead(self, error: Exception, among: Sequence[int] | None = None) -> list[int]:
+        """Ends every engine (or of `among`) that does not answer or has lost a rank, and starts its successor, after a
+        wait. Returns their numbers: empty, and `error` has another cause. Raises `error` where too many died in a row.
+        """
+        if self.start is None:
+            return []
+        asked = {
+            number: self.workers[number].call("health", timeout_s=HEALTH_S, what="health")
+            for number in (range(len(self.workers)) if among is None else among)
+        }
+        dead = [number for number, answer in asked.items() if not _answers(answer)]
+        if dead:
+            self.restarts.failed(error)
+        for number in dead:
+            self.lost[number] = str(error).partition("\n")[0]
+            self.cluster.stop([self.workers[number]])
+            successor = self.start(number)
+            self.workers = [successor if index == number else worker for index, worker in enumerate(self.workers)]
+        return dead
+
+    def await_successors(self) -> None:
+        """Until those that were started anew are up. Raises what a constructor raised, or DeadlineExceeded."""
+        if self.lost:
+            starting = [self.workers[number].ready() for number in sorted(self.lost)]
+            gather(self.cluster, starting, timeout_s=self.start_timeout_s, what="start of an engine anew")
+
+    def _all(self, method: str, args_per_worker: Sequence[tuple[Any, ...]]) -> None:
+        """On those that serve."""
+        workers = [self.workers[number] for number in self.serving()]
+        what = f"{method} of the engines"
+        call_all(self.cluster, workers, method, args_per_worker=args_per_worker, what=what)
+
+
+def _answers(health: Pending) -> bool:
+    try:
+        health.result()
+    except (WorkerFailed, DeadlineExceeded):
+        return False
+    return True

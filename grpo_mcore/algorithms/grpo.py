@@ -11,20 +11,26 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from contextlib import closing
+from functools import partial
 from pathlib import Path
-from typing import Any, TypedDict
+from typing import Any
 
 from torch import Tensor
 
-from grpo_mcore.algorithms.checkpoints import CheckpointManager
+from grpo_mcore.algorithms.checkpoints import CheckpointManager, DiskFull
 from grpo_mcore.algorithms.dynamic_sampling import dynamic_sampling
 from grpo_mcore.algorithms.engine_group import EngineGroup
+from grpo_mcore.algorithms.kept_groups import in_time, read_groups, write_groups
 from grpo_mcore.algorithms.policy_endpoint import open_endpoint
 from grpo_mcore.algorithms.policy_group import PolicyGroup
 from grpo_mcore.algorithms.prompt_stream import PromptStream
 from grpo_mcore.algorithms.refit_parity import measure_parity
+from grpo_mcore.algorithms.refit_retries import Restarted, refit_through_deaths
+from grpo_mcore.algorithms.retries import Retries
+from grpo_mcore.algorithms.reward_scaling import scale_rewards
 from grpo_mcore.algorithms.rollouts import Rollouts, as_workers, sampling_of, turn_limits
 from grpo_mcore.algorithms.run_report import RunReport
+from grpo_mcore.algorithms.save_state import GRPOSaveState, first_save_state
 from grpo_mcore.algorithms.setup import (
     make_loss,
     needs_prev,
@@ -46,7 +52,7 @@ from grpo_mcore.data import (
     build_dataloader,
     build_train_dataloader,
 )
-from grpo_mcore.objective import ClippedPGLossFn, scale_reward_values
+from grpo_mcore.objective import ClippedPGLossFn
 from grpo_mcore.observe import LEDGER_FILE, Ledger, Logger, Timeline
 from grpo_mcore.recipe import (
     AsyncGRPOConfig,
@@ -67,19 +73,6 @@ __all__ = [
     "async_grpo_train", "dynamic_sampling", "grpo_train", "refit_policy_generation", "scale_rewards", "setup",
     "validate",
 ]  # fmt: skip
-
-
-class GRPOSaveState(TypedDict, total=False):
-    """What a checkpoint remembers of the loop. Samples and steps count from the start of the run."""
-
-    consumed_samples: int  # prompts
-    current_step: int
-    current_epoch: int
-    total_steps: int
-    total_valid_tokens: int
-    val_reward: float
-    val_metrics: dict[str, float | None]  # of the validation after current_step, if there was one
-    log_run: str  # the run's folder in logger.log_dir, in which a resumed run goes on
 
 
 def setup(
@@ -127,12 +120,12 @@ def setup(
         engines = start_engines(config, cluster, policy)
         wait_until_ready(config, cluster, [*policy.workers, *engines.workers])
         engines.endpoint = open_endpoint(config, engines, Path(logger.log_dir))
-        save_state = _default_grpo_save_state()
+        save_state = first_save_state()
         if found is not None:
             save_state, data_state = checkpointer.read(found)
             policy.load(str((found / "policy").resolve()))
             policy.updates = save_state["current_step"]
-            save_state["data"] = data_state  # type: ignore[typeddict-unknown-key]
+            save_state["data"] = data_state | {"folder": str(found)}  # type: ignore[typeddict-unknown-key]
     except BaseException:
         if own_cluster:  # the caller has no handle to end it by
             cluster.shutdown()
@@ -161,13 +154,21 @@ def grpo_train(
 ) -> dict[str, Any]:
     """Trains until the schedule is finished: all steps are done, the data has ended, a validation metric is reached, or
     `stop` asks for it. Returns the summary."""
-    config, step_clock = master_config, Timeline()
+    config, step_clock, ahead = master_config, Timeline(), master_config.grpo.async_grpo
     limits = schedule_config(config, val_dataloader)
     reached = stop_reason(grpo_save_state["val_metrics"], config.grpo) if "val_metrics" in grpo_save_state else None
     schedule = s.Schedule(limits, step=grpo_save_state["current_step"], stop=reached)
     data_state = grpo_save_state.pop("data", None)
     prompts = PromptStream(dataloader, config.grpo.max_num_epochs, data_state)
     environments = as_workers(task_to_env, policy.cluster)
+
+    def restarted(worker: str, why: str) -> None:
+        ledger.write("restarted", worker=worker, why=why)
+        report.restarted(worker, why)
+
+    def restore() -> None:
+        refit_engines(policy, policy_generation, config, restarted, lost_only=True)
+
     rollouts = Rollouts(
         policy_generation,
         environments,
@@ -175,8 +176,10 @@ def grpo_train(
         turn_limits(config),
         seed=config.grpo.seed,
         on_sample=lambda: report.sample(),
-        max_failures=config.grpo.async_grpo.max_generation_failures if config.grpo.async_grpo.enabled else 0,
+        retries=Retries(ahead.max_generation_failures if ahead.enabled else 0, config.cluster.retry_wait_s),
         on_retry=lambda uid, why: ledger.retried(uid, why),
+        restore_engines=restore,
+        on_restart=restarted,
     )
     sampling = sampling_of(config.policy.generation, tokenizer.eos_token_id)
     groups = StepGroups(config)
@@ -188,14 +191,35 @@ def grpo_train(
         max_age=limits.max_trajectory_age,
     )
 
-    with closing(ledger), policy.beside(rollouts):
+    stop, told = stop or StopRequest(), False
+    with closing(ledger), policy.beside(rollouts), stop.heeded():
+        if (in_flight := (data_state or {}).get("in_flight")) and not isinstance(schedule.next(), s.Finish):
+            report.refit(refit_engines(policy, policy_generation, config, restarted))
+            schedule.record(s.Refitted(version := schedule.policy_version))
+            batch = prompts.take(len(in_flight))  # what was in flight comes first, in its order
+            young = in_time(in_flight, limits, version)
+            kept = read_groups(Path(data_state["folder"]), batch, policy.cluster, young)
+            anew = [prompt for prompt in batch if prompt["uid"] not in kept]
+            rollouts.dispatch(
+                anew, sampling, generations=config.grpo.num_generations_per_prompt, step=schedule.step + 1
+            )
+            report.dispatched(len(anew))
+            uids = tuple(prompt["uid"] for prompt in batch)
+            ledger.write("dispatched", uids=uids, version=version)
+            schedule.record(s.Dispatched(uids, versions=tuple(young[uid] if uid in kept else version for uid in uids)))
+            for group in kept.values():
+                groups.add(group)
+                ledger.write("finished", uid=group.uid, version=group.weight_version, scored=group.scored, kept=True)
+                schedule.record(s.GroupFinished(group.uid))
+
         while True:
-            if stop and stop.reason and not schedule.asked:
-                schedule.record(s.StopAsked(stop.reason))
+            if stop.reason and (schedule.asked is None or stop.at_once > told):
+                told = stop.at_once
+                schedule.record(s.StopAsked(stop.reason, at_once=told))
             match schedule.next():
                 case s.Refit(version):
                     with step_clock.phase("refit"):
-                        refitted = refit_engines(policy, policy_generation, config)
+                        refitted = refit_engines(policy, policy_generation, config, restarted)
                     report.refit(refitted)
                     schedule.record(s.Refitted(version))
 
@@ -211,7 +235,9 @@ def grpo_train(
 
                 case s.Await():
                     with step_clock.phase("generate" if rollouts.generating else "reward"):
-                        group = rollouts.next_group()
+                        group = stop.cut_short(rollouts.next_group)
+                    if group is None:
+                        continue
                     uid = group.uid
                     if failure := group.failure:
                         groups.fail(group)
@@ -245,23 +271,34 @@ def grpo_train(
 
                 case s.Validate(step):
                     with step_clock.pause():
-                        found, _ = validate(
-                            policy_generation, val_dataloader, tokenizer, val_task_to_env, step, config, report=report
-                        )
-                    schedule.record(s.Validated(step, stop_reason(found, config.grpo)))
+                        validated = stop.cut_short(partial(
+                            validate, policy_generation, val_dataloader, tokenizer, val_task_to_env, step, config,
+                            report=report, restore_engines=restore, on_restart=restarted,
+                        ))  # fmt: skip
+                    if validated is not None:
+                        schedule.record(s.Validated(step, stop_reason(validated[0], config.grpo)))
 
                 case s.Checkpoint(step):
                     with step_clock.pause():
                         state = report.save_state(epoch=prompts.epoch)
-                        place = prompts.state_dict() | {"ledger": ledger.sync()}
-                        folder = checkpointer.save(step, policy.save, place, state, report.last_metrics, config)
-                    report.checkpoint(folder)
-                    ledger.write("saved", step=step)
+                        place = prompts.state_dict() | {"ledger": ledger.sync(), "in_flight": dict(schedule.in_flight)}
+                        keep = partial(write_groups, groups=groups.waiting(), cluster=policy.cluster)
+                        try:
+                            folder = checkpointer.save(
+                                step, policy.save, place, state, report.last_metrics, config, write_more=keep
+                            )
+                        except DiskFull as error:
+                            report.not_saved(error)
+                            ledger.write("not_saved", step=step, why=str(error.__cause__))
+                        else:
+                            report.checkpoint(folder)
+                            ledger.write("saved", step=step)
                     schedule.record(s.Checkpointed(step))
 
                 case s.Finish(reason):
                     ledger.write("ended", why=reason, data_ended=schedule.data_ended and not schedule.in_flight)
-                    return report.finish(reason) | {"stopped_early": reason == schedule.asked}
+                    early = reason == schedule.asked
+                    return report.finish(reason) | {"stopped_early": early, "terminated": early and stop.at_once}
 
 
 def train_on_groups(
@@ -294,10 +331,22 @@ def train_on_groups(
     return metrics | {"tokens": float(batch.tokens)}
 
 
-def refit_engines(policy: PolicyGroup, engines: EngineGroup, config: MasterConfig) -> RefitReport:
-    """The loop's refit. Engines may be generating, where grpo.async_grpo.in_flight_weight_updates lets them."""
+def refit_engines(
+    policy: PolicyGroup,
+    engines: EngineGroup,
+    config: MasterConfig,
+    restarted: Restarted = lambda worker, why: None,
+    *,
+    lost_only: bool = False,
+) -> RefitReport:
+    """The loop's refit. Engines may be generating, where grpo.async_grpo.in_flight_weight_updates lets them. Those that
+    die in it are started anew. `lost_only`: of the engines that were started anew since the last one."""
     recompute_kv = config.grpo.async_grpo.recompute_kv_cache_after_weight_updates
-    return refit_policy_generation(policy, engines, True, recompute_kv=recompute_kv)
+
+    def once(group: EngineGroup) -> RefitReport:
+        return refit_policy_generation(policy, group, True, recompute_kv=recompute_kv)
+
+    return refit_through_deaths(engines, once, restarted, lost_only=lost_only)
 
 
 def refit_policy_generation(
@@ -358,8 +407,11 @@ def validate(
     master_config: MasterConfig,
     *,
     report: RunReport | None = None,
+    **faults: Any,
 ) -> tuple[dict[str, float | None], dict[str, float]]:
-    """Generates on the validation prompts and scores them. Returns (metrics, timing in seconds)."""
+    """Generates on the validation prompts and scores them. Returns (metrics, timing in seconds).
+
+    `faults`: what `Rollouts` does about workers that die."""
     if val_dataloader is None or not val_task_to_env:
         raise ValueError("there is nothing to validate on: set data.validation, or grpo.val_period to 0")
     clock = Timeline()
@@ -370,6 +422,7 @@ def validate(
             as_workers(val_task_to_env, policy_generation.cluster),
             master_config,
             tokenizer=tokenizer,
+            faults=faults,
         )
     timing = clock.take()
     if report is not None:
@@ -397,21 +450,6 @@ def schedule_config(config: MasterConfig, val_dataloader: Any) -> s.ScheduleConf
         val_at_end=grpo.val_at_end and validates,
         save_period=save.save_period if save.enabled else 0,
     )
-
-
-def scale_rewards(repeated_batch: Any, reward_scaling_cfg: Any) -> Any:
-    """`repeated_batch["total_reward"]` clamped to the source interval and mapped to the target interval, in place.
-
-    The rewards as they were stay in `repeated_batch["unscaled_reward"]`. `repeated_batch`: a BatchedDataDict or any
-    dict. `reward_scaling_cfg`: grpo.reward_scaling, or a mapping with its keys; not enabled, nothing changes. Returns
-    the batch.
-    """
-    scaling = RewardScalingConfig.model_validate(reward_scaling_cfg)
-    if scaling.enabled:
-        bounds = scaling.model_dump(exclude={"enabled"})
-        rewards = repeated_batch["unscaled_reward"] = repeated_batch["total_reward"]
-        repeated_batch["total_reward"] = scale_reward_values(rewards, **bounds)
-    return repeated_batch
 
 
 def async_grpo_train(
@@ -445,7 +483,3 @@ def async_grpo_train(
         policy, policy_generation, dataloader, val_dataloader, tokenizer, loss_fn, task_to_env, val_task_to_env,
         logger, checkpointer, grpo_save_state, MasterConfig.model_validate(plain),
     )  # fmt: skip
-
-
-def _default_grpo_save_state() -> GRPOSaveState:
-    return GRPOSaveState(consumed_samples=0, current_step=0, current_epoch=0, total_steps=0, total_valid_tokens=0)

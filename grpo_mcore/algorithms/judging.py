@@ -89,8 +89,13 @@ class Judging:
     """`environments`: task name -> EnvironmentWorker, or any worker: the errors of one that cannot be started anew are
     raised."""
 
-    def __init__(self, environments: Mapping[str, Worker], cluster: Cluster) -> None:
-        self._cluster = cluster
+    def __init__(
+        self,
+        environments: Mapping[str, Worker],
+        cluster: Cluster,
+        on_restart: Callable[[str, str], None] = lambda worker, why: None,
+    ) -> None:
+        self._cluster, self._on_restart = cluster, on_restart
         desks: dict[int, _Desk] = {}
         for worker in environments.values():
             calls = getattr(worker, "calls", float("inf"))
@@ -187,6 +192,7 @@ class Judging:
         for call in reversed(again):
             for position in reversed(call.positions):
                 desk.waiting.appendleft(_Call(call.ask, [position], alone=True))
+        self._on_restart(desk.worker.name, f"{culprit.ask.uid}: {reason}")
         desk.worker.restart()
         if culprit not in again:
             self._note(culprit, [Outcome(None, None, reason, desk.timeout_s)])

@@ -14,7 +14,7 @@ from grpo_mcore.algorithms.setup import (
     start_policy,
     wait_until_ready,
 )
-from grpo_mcore.algorithms.stopping import sigterm_interrupts
+from grpo_mcore.algorithms.stopping import StopRequest, on_sigterm
 from grpo_mcore.recipe import MasterConfig
 from grpo_mcore.refit import RefitReport
 
@@ -32,7 +32,7 @@ def verify_refit(config: MasterConfig) -> tuple[RefitReport, Parity]:
     config.policy.generation.vllm_cfg.load_format = "dummy"
     logs = Path(config.logger.log_dir) / "refit-verify"
     print(f"starting policy and engines (logs: {logs}) ...", flush=True)
-    with start_cluster(config, logs) as cluster, sigterm_interrupts():
+    with start_cluster(config, logs) as cluster, on_sigterm(StopRequest()):
         policy = start_policy(config, cluster)
         engines = start_engines(config, cluster, policy)
         wait_until_ready(config, cluster, [*policy.workers, *engines.workers])

@@ -11,7 +11,8 @@ from typing import Any
 from grpo_mcore.algorithms.engine_group import EngineGroup
 from grpo_mcore.algorithms.judging import Judging
 from grpo_mcore.algorithms.playing import Playing
-from grpo_mcore.cluster import Cluster, DeadlineExceeded, ObjectStore, Stream, Worker, WorkerFailed
+from grpo_mcore.algorithms.retries import Retries
+from grpo_mcore.cluster import Cluster, DeadlineExceeded, ObjectStore, Stream, Worker, WorkerDied, WorkerFailed
 from grpo_mcore.cluster.local_cluster import LocalWorker
 from grpo_mcore.data import TurnTemplate
 from grpo_mcore.environments.nemo_gym import GymOutcome
@@ -53,6 +54,17 @@ class _Running:
     missing: Counter[str]
 
 
+@dataclass
+class _Parked:
+    """Requests whose engine is lost, and no other is there."""
+
+    engine: int
+    step: int
+    requests: list[GenerationRequest]
+    sampling: Sampling
+    what: str
+
+
 class Rollouts:
     """Several prompts in flight; groups come back in the order in which they finish.
 
@@ -62,7 +74,8 @@ class Rollouts:
     generated and judged.
 
     Where a generation call fails, its groups are generated anew, as a whole: what was short enough to be there
-    already is not favoured.
+    already is not favoured. An engine that dies is started anew; until a refit has brought it the weights its groups
+    are with the others, or wait where there are none.
 
     Prompts whose environment plays its samples itself go there, and come back as groups too (`playing.py`).
 
@@ -78,12 +91,16 @@ class Rollouts:
         *,
         seed: int,
         on_sample: Callable[[], None] = lambda: None,
-        max_failures: int = 0,
+        retries: Retries | None = None,
         on_retry: Callable[[str, str], None] = lambda uid, why: None,
+        restore_engines: Callable[[], None] | None = None,
+        on_restart: Callable[[str, str], None] = lambda worker, why: None,
         on_outcome: Callable[[GymOutcome], None] | None = None,
     ) -> None:
         """`environments`: task name -> environment. `on_sample`: called for each sample, when its last turn is there.
-        `max_failures`: generation calls in a row that may fail; `on_retry` gets each prompt of one, and why.
+        `retries`: of generation calls that fail while their engine lives; `on_retry` gets each prompt of one, and why.
+        `restore_engines`: waits for engines that were started anew, and refits them; called in `next_group` only, when
+        the policy has nothing else to do. `on_restart` gets the name of each worker that is started anew, and why.
         `on_outcome`: gets what environments that play samples send for each.
 
         Raises DataError where samples may have several turns and the tokenizer's chat template cannot hold them.
@@ -91,14 +108,16 @@ class Rollouts:
         self.engines, self.environments, self.limits, self.seed = engines, environments, limits, seed
         self.cluster: Cluster = engines.cluster
         self._on_sample, self._on_retry = on_sample, on_retry
-        self._max_failures, self._failures = max_failures, 0
+        self._retries = retries or Retries(0, 0.0)
+        self._restore_engines, self._on_restart = restore_engines, on_restart
         self._template = TurnTemplate(tokenizer) if limits.max_turns > 1 else None
         self._open: dict[str, _Open] = {}
         self._running: dict[int, _Running] = {}  # by id of the stream
+        self._parked: list[_Parked] = []
         playing = {task: worker for task, worker in environments.items() if getattr(worker, "plays", False)}
         self._playing = Playing(playing, engines, seed=seed, on_sample=on_sample, on_outcome=on_outcome)
         judging = {task: worker for task, worker in environments.items() if task not in playing}
-        self._judging = Judging(judging, self.cluster)
+        self._judging = Judging(judging, self.cluster, on_restart)
         # (engine, step, sampling) -> next turns that are still to be sent
         self._queued: dict[tuple[int, int, Sampling], list[GenerationRequest]] = defaultdict(list)
         self._finished: deque[Group] = deque()
@@ -106,7 +125,7 @@ class Rollouts:
     @property
     def generating(self) -> bool:
         """Whether an engine still generates; otherwise only verdicts are waited for."""
-        return bool(self._running or self._playing.awaited())
+        return bool(self._running or self._parked or self._playing.awaited())
 
     def dispatch(self, prompts: Sequence[Any], sampling: Sampling, *, generations: int, step: int) -> None:
         """Sends `generations` requests for each prompt (a DatumSpec) to the engines. Does not wait."""
@@ -114,12 +133,13 @@ class Rollouts:
         load = [0] * len(shares)
         for group in self._open.values():
             load[group.engine] += group.load
+        candidates = self.engines.serving() or range(len(load))
         for prompt in prompts:
             if prompt["task_name"] not in self.environments:
                 raise ValueError(f"{prompt['uid']}: no environment for task {prompt['task_name']!r}")
             if self._playing.plays(prompt):
                 continue
-            engine = load.index(min(load))  # a whole group to one engine: its prompt is prefilled once
+            engine = min(candidates, key=load.__getitem__)  # a whole group to one engine: its prompt is prefilled once
             shares[engine] += self._start(prompt, sampling, generations, step, engine)
             load[engine] += self._open[prompt["uid"]].load
         for engine, requests in enumerate(shares):
@@ -152,6 +172,8 @@ class Rollouts:
         Raises WorkerFailed and DeadlineExceeded of engines and environments.
         """
         while not self._finished:
+            if self._parked:
+                self._restore()
             ready = self._wait()
             if ready is None:
                 self._go_on_judged()
@@ -188,15 +210,12 @@ class Rollouts:
         try:
             parcel = next(stream)
         except WorkerFailed as error:
-            self._failures += 1
-            if self._failures > self._max_failures:
-                raise
-            del self._running[id(stream)]
-            self._generate_anew(running, f"{error.worker}: {error.cause}")
+            self._failed(running, error)
             return
         running.missing[parcel.label.uid] -= 1
         if not running.missing.total():
-            self._failures = 0
+            self._retries.worked()
+            self.engines.restarts.worked()
             del self._running[id(stream)]
             next(stream, None)  # nothing is left but its end
         self._take_sample(replace(parcel.label, ref=parcel.content))
@@ -210,16 +229,56 @@ class Rollouts:
                 self._finished.append(self._close(uid))
         self._send_queued()
 
-    def _generate_anew(self, failed: _Running, why: str) -> None:
-        """Starts the unfinished groups of a failed call from the beginning, on another engine where there is one."""
-        count = len(self.engines.workers)
-        engine = failed.engine if count == 1 else (failed.engine + 1) % count
+    def _failed(self, running: _Running, error: WorkerFailed) -> None:
+        """A generation call has failed, or its engine has died, and all its calls with it. Raises `error` where that
+        cannot be made good: it was the request's own fault, or happened too often."""
+        if isinstance(error.__cause__, ValueError):
+            raise error
+        failed, lost = [running], self.engines.replace_dead(error, [running.engine])
+        if lost:
+            self._on_restart(error.worker, f"{error.what}: {error.cause}")
+            failed = [other for other in self._running.values() if other.engine in lost]
+        else:
+            self._retries.failed(error)
+        target = self._another(running.engine)
+        for call in failed:
+            del self._running[id(call.stream)]
+            self._generate_anew(call, target, f"{error.worker}: {error.cause}")
+        if lost:
+            self._move_all(running.engine, target)
+
+    def _another(self, engine: int) -> int:
+        """The next engine that may be sent something; `engine` itself where there is no other."""
+        later = [number for number in self.engines.serving() if number > engine]
+        return (later or self.engines.serving() or [engine])[0]
+
+    def _generate_anew(self, failed: _Running, engine: int, why: str) -> None:
+        """Starts the unfinished groups of a failed call from the beginning."""
         requests: list[GenerationRequest] = []
         for uid in +failed.missing:  # the samples of the others are there
             group = self._open[uid]
             self._on_retry(uid, why)
             requests += self._start(group.prompt, failed.sampling, len(group.conversations), group.step, engine)
-        self._send(engine, failed.step, requests, failed.sampling, f"{len(requests)} samples anew")
+        if requests:
+            self._send(engine, failed.step, requests, failed.sampling, f"{len(requests)} samples anew")
+
+    def _move_all(self, lost: int, target: int) -> None:
+        """Later turns go on with another engine, which gets the trajectories so far."""
+        for group in self._open.values():
+            group.engine = target if group.engine == lost else group.engine
+        for key in [key for key in self._queued if key[0] == lost and lost != target]:
+            self._queued[target, *key[1:]] += self._queued.pop(key)
+
+    def _restore(self) -> None:
+        """Engines are there again, and get what waited for them."""
+        if self._restore_engines is None:
+            waiting = sum(len(parked.requests) for parked in self._parked)
+            whys = "; ".join(self.engines.lost.values())
+            raise WorkerDied("the engines", f"{waiting} samples", f"none is left, and no refit can follow: {whys}")
+        self._restore_engines()
+        parked, self._parked = self._parked, []
+        for call in parked:
+            self._send(call.engine, call.step, call.requests, call.sampling, call.what)
 
     def _take_sample(self, sample: TrajectoryRef) -> None:
         group = self._open[sample.uid]
@@ -260,6 +319,9 @@ class Rollouts:
             self._send(engine, step, requests, sampling, f"later turns of {len(requests)} samples")
 
     def _send(self, engine: int, step: int, requests: list[GenerationRequest], sampling: Sampling, what: str) -> None:
+        if engine in self.engines.lost:
+            self._parked.append(_Parked(engine, step, requests, sampling, what))
+            return
         stream = self.engines.workers[engine].stream("generate_refs", requests, sampling, what=what)
         missing = Counter(request.uid for request in requests)
         self._running[id(stream)] = _Running(engine, step, sampling, stream, missing)

@@ -168,6 +168,9 @@ class RunReport:
         """A prompt is consumed that taught nothing: dynamic sampling does not train on its group."""
         self.state["consumed_samples"] += 1
 
+    def restarted(self, worker: str, why: str) -> None:
+        self.console.note(f"{worker} is started anew: {why}")
+
     def validation(self, step: int, found: Validation, seconds: float) -> None:
         """Validation metrics, and some samples to read."""
         metrics = self.state["val_metrics"] = found.metrics
@@ -182,6 +185,9 @@ class RunReport:
 
     def checkpoint(self, folder: Path) -> None:
         self._checkpoint = folder
+
+    def not_saved(self, error: Exception) -> None:
+        self.console.note(str(error))
 
     def save_state(self, epoch: int) -> dict[str, Any]:
         """What a checkpoint remembers of the loop."""

@@ -14,6 +14,7 @@ from grpo_mcore.algorithms.policy_endpoint import REQUESTS, chat_config
 from grpo_mcore.algorithms.policy_group import PolicyGroup
 from grpo_mcore.algorithms.policy_worker import PolicyWorker
 from grpo_mcore.algorithms.refit_parity import LIMITS, ParityCheck
+from grpo_mcore.algorithms.retries import Retries
 from grpo_mcore.cluster import Cluster, Worker, gather, open_cluster
 from grpo_mcore.cluster.platform import cpu_threads, runs_on_gpu
 from grpo_mcore.environments import create_env_class
@@ -166,8 +167,8 @@ def start_engines(config: MasterConfig, cluster: Cluster, policy: PolicyGroup | 
     sleeps = gpu and policy is not None and generation.colocated.enabled and not config.grpo.async_grpo.max_age
     chat = chat_config(config)
     own_tokenizer = config.policy.tokenizer.name == config.policy.model_name
-    workers: list[Worker] = []
-    for index in range(count):
+
+    def start(index: int) -> Worker:
         engine = EngineConfig(
             model=folder,
             name=f"engine-{index}",
@@ -187,22 +188,29 @@ def start_engines(config: MasterConfig, cluster: Cluster, policy: PolicyGroup | 
         )
         first = index * vllm.tensor_parallel_size
         ranks = policy.workers[first : first + vllm.tensor_parallel_size] if policy is not None else ()
-        workers.append(
-            cluster.spawn(
-                engine.name,
-                EngineWorker,
-                engine,
-                cluster.store,
-                cpus=1.0 if gpu else 0.1,
-                gpus=float(vllm.tensor_parallel_size) if gpu and policy is None else 0.0,
-                env=engine_environment(engine),
-                concurrency=ENGINE_CALLS,
-                streams=ENGINE_STREAMS + (REQUESTS if chat else 0),
-                beside=ranks if gpu else (),
-            )
+        return cluster.spawn(
+            engine.name,
+            EngineWorker,
+            engine,
+            cluster.store,
+            cpus=1.0 if gpu else 0.1,
+            gpus=float(vllm.tensor_parallel_size) if gpu and policy is None else 0.0,
+            env=engine_environment(engine),
+            concurrency=ENGINE_CALLS,
+            streams=ENGINE_STREAMS + (REQUESTS if chat else 0),
+            beside=ranks if gpu else (),
         )
+
     layout = EngineLayout(vllm.tensor_parallel_size, replicas=count)
-    return EngineGroup(cluster, workers, sleeps, layout)
+    return EngineGroup(
+        cluster,
+        [start(index) for index in range(count)],
+        sleeps,
+        layout,
+        start=start,
+        start_timeout_s=config.cluster.start_timeout_s,
+        restarts=Retries(config.cluster.max_engine_restarts, config.cluster.retry_wait_s),
+    )
 
 
 def start_environments(

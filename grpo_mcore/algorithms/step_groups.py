@@ -35,6 +35,10 @@ class StepGroups:
         self._groups[group.uid] = group
         return True
 
+    def waiting(self) -> list[Group]:
+        """Those that no step has taken yet."""
+        return list(self._groups.values())
+
     def fail(self, group: Group) -> None:
         """Counts the samples of a group of which not one has a reward; its prompt is replaced."""
         if self._filters:

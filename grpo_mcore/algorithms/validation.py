@@ -46,15 +46,17 @@ def run_validation(
     config: Any,
     *,
     tokenizer: Any,
+    faults: Mapping[str, Any] | None = None,
 ) -> Validation:
     """Up to grpo.max_val_samples prompts, val_num_generations_per_prompt samples each; the engines must be ready.
 
-    The seeds do not depend on the step: two validations of equal weights give equal samples. Raises DataError where the
+    `faults`: what `Rollouts` does about workers that die. The seeds do not depend on the step: two validations of equal
+    weights give equal samples. Raises DataError where the
     data loader gives nothing.
     """
     grpo = config.grpo
     sampling = sampling_of(config.policy.generation, tokenizer.eos_token_id, validation=True)
-    rollouts = Rollouts(engines, environments, tokenizer, turn_limits(config), seed=grpo.seed + 1)
+    rollouts = Rollouts(engines, environments, tokenizer, turn_limits(config), seed=grpo.seed + 1, **(faults or {}))
     groups: list[Group] = []
     left = grpo.max_val_samples
     for batch in dataloader:

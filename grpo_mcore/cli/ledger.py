@@ -36,6 +36,8 @@ def run(args: argparse.Namespace) -> int:
             print(f"{count:9,} prompts {fate}")
     if found.retries:
         print(f"{found.retries:9,} times a prompt was generated anew")
+    if found.restarts:
+        print(f"{found.restarts:9,} times an engine or an environment was started anew")
     ages = ", ".join(f"{count:,} at age {age}" for age, count in found.by_age.items())
     if ages:
         print(f"trained on: {ages}")

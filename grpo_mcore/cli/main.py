@@ -6,7 +6,7 @@ from __future__ import annotations
 import argparse
 import sys
 import warnings
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from importlib import import_module
 
 import grpo_mcore
@@ -45,9 +45,15 @@ def main(argv: Sequence[str] | None = None) -> int:
         args.words += rest
         _sort_words(args, verb_parser, takes_recipe=VERBS[str(verb)][1])
     assert module is not None and verb is not None
+    chosen, arguments = module, args
+    return guarded(verb, lambda: int(chosen.run(arguments)))
+
+
+def guarded(verb: str, work: Callable[[], int]) -> int:
+    """The exit code of `work`; what it raises becomes one message on standard error, and the code that goes with it."""
     _silence()
     try:
-        return int(module.run(args))
+        return work()
     except RecipeError as error:
         print(f"grpo-mcore {verb}: {error}", file=sys.stderr)
         return 2

@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import argparse
+import signal
+import time
+from collections.abc import Mapping
 from contextlib import closing
 
 from grpo_mcore.recipe import MasterConfig, load_recipe
@@ -10,14 +13,45 @@ from grpo_mcore.recipe import MasterConfig, load_recipe
 STOPPED_EARLY = 75
 """Exit code of a run that was asked to stop and has saved: the same command with --resume goes on (EX_TEMPFAIL)."""
 
+TERMINATED = 128 + signal.SIGTERM
+"""Exit code of a run that SIGTERM has ended, after it has saved."""
+
 
 def run(args: argparse.Namespace) -> int:
-    """Trains as the recipe says."""
-    summary = train(load_recipe(args.recipe, args.overrides).config, resume=args.resume)
-    return STOPPED_EARLY if summary["stopped_early"] else 0
+    """Trains as the recipe says. With cluster.max_restarts in a process of its own."""
+    config = load_recipe(args.recipe, args.overrides).config
+    began = time.time()
+    if config.cluster.max_restarts == 0:
+        return exit_code(train(config, args.resume, began))
+    from grpo_mcore.algorithms.supervise import supervise
+
+    return supervise(attempt, config, args.resume, began)
 
 
-def train(config: MasterConfig, resume: str | bool | None = None) -> dict[str, object]:
+def attempt(config: MasterConfig, resume: str | bool | None, began: float) -> tuple[int, str | None]:
+    """One run in a process of its own: its exit code, and the loss that ended it, or None. `began`: unix time of the
+    first attempt, from which checkpointing.checkpoint_must_save_by counts."""
+    from grpo_mcore.cli.main import guarded
+    from grpo_mcore.cluster import is_fault
+
+    losses: list[str] = []
+
+    def work() -> int:
+        try:
+            return exit_code(train(config, resume, began))
+        except Exception as error:
+            losses.extend([str(error).partition("\n")[0]] if is_fault(error) else [])
+            raise
+
+    return guarded("train", work), losses[0] if losses else None
+
+
+def exit_code(summary: Mapping[str, object]) -> int:
+    """Of a run that has come to its end."""
+    return TERMINATED if summary["terminated"] else STOPPED_EARLY if summary["stopped_early"] else 0
+
+
+def train(config: MasterConfig, resume: str | bool | None = None, began: float | None = None) -> dict[str, object]:
     """One run from its recipe to its summary, which it returns. Ends everything that it started, also on errors.
 
     What can be wrong with model, data and checkpoint shows before anything starts.
@@ -31,7 +65,7 @@ def train(config: MasterConfig, resume: str | bool | None = None) -> dict[str, o
         start_environments,
         wait_until_ready,
     )
-    from grpo_mcore.algorithms.stopping import on_signal, sigterm_interrupts
+    from grpo_mcore.algorithms.stopping import on_signal, on_sigterm
     from grpo_mcore.data import TurnTemplate, build_task_data, load_tokenizer
     from grpo_mcore.observe import Logger
 
@@ -52,10 +86,12 @@ def train(config: MasterConfig, resume: str | bool | None = None) -> dict[str, o
     )
     if config.grpo.max_rollout_turns > 1:
         TurnTemplate(tokenizer)
-    with on_signal() as stop, closing(Logger(config.logger, run=checkpoints.log_run(found))) as logger:
+    save_by = config.checkpointing.seconds_to_save_by
+    deadline = None if save_by is None else (began or time.time()) + save_by
+    with on_signal(deadline) as stop, closing(Logger(config.logger, run=checkpoints.log_run(found))) as logger:
         print(f"starting policy and engines (logs: {logger.log_dir}) ...", flush=True)
         try:
-            with start_cluster(config, logger.log_dir) as cluster, sigterm_interrupts():
+            with start_cluster(config, logger.log_dir) as cluster, on_sigterm(stop):
                 environments = start_environments(config, cluster, data.env_names | data.val_env_names)
                 policy, engines, _, dataloader, val_dataloader, loss_fn, _, checkpointer, save_state, _ = setup(
                     config, tokenizer, data.train, data.validation, cluster=cluster, logger=logger, resume=resume

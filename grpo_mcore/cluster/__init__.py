@@ -5,11 +5,13 @@ Nothing here knows what a worker computes. Every wait has a deadline and a name.
 
 from __future__ import annotations
 
+from grpo_mcore.cluster.faults import is_fault
 from grpo_mcore.cluster.gather import Meanwhile, call_all, gather
 from grpo_mcore.cluster.interface import (
     Cluster,
     DeadlineExceeded,
     NotEnoughResources,
+    ObjectLost,
     ObjectStore,
     Parcel,
     Pending,
@@ -30,6 +32,7 @@ __all__ = [
     "LocalCluster",
     "Meanwhile",
     "NotEnoughResources",
+    "ObjectLost",
     "ObjectStore",
     "Parcel",
     "Pending",
@@ -42,5 +45,6 @@ __all__ = [
     "WorkerFailed",
     "call_all",
     "gather",
+    "is_fault",
     "open_cluster",
 ]

@@ -6,7 +6,7 @@ import time
 from collections.abc import Sequence
 from typing import Any, Protocol
 
-from grpo_mcore.cluster.interface import Cluster, DeadlineExceeded, Pending, Stream, Worker, WorkerFailed
+from grpo_mcore.cluster.interface import Cluster, DeadlineExceeded, Pending, Stream, Worker, WorkerDied, WorkerFailed
 
 GRACE_S = 10.0
 """How long the others are waited for once one has failed. Ranks of a group mostly fail together."""
@@ -59,8 +59,8 @@ def gather(
     """The results in the order of `pendings`, with one deadline for all. What `meanwhile` waits for is handed to it as
     it comes.
 
-    Raises DeadlineExceeded that names those who have not answered; WorkerFailed of the first that failed,
-    with a note on each other that failed or was still at work `grace_s` later.
+    Raises DeadlineExceeded that names those who have not answered; WorkerFailed of the first that died, else of the
+    first that failed, with a note on each other that failed or was still at work `grace_s` later.
     """
     results: dict[int, Any] = {}
     waiting = list(pendings)
@@ -87,12 +87,23 @@ def gather(
             results[id(pending)] = pending.result()
         except WorkerFailed as error:
             if failure is None:
-                failure = error
                 deadline = min(deadline, time.monotonic() + grace_s)
-            else:
-                failure.add_note(f"{error.worker} failed too: {error.cause}")
+            failure = _culprit(failure, error)
     if failure is not None:
         for pending in waiting:
             failure.add_note(f"{pending.whom} was still at work on {pending.what} {grace_s:.6g} s later")
         raise failure
     return [results[id(pending)] for pending in pendings]
+
+
+def _culprit(failure: WorkerFailed | None, error: WorkerFailed) -> WorkerFailed:
+    """The one of two failures to raise, with a note on the other. Where a rank has died the others fail in what they
+    did together with it, and may be heard of first."""
+    if failure is None:
+        return error
+    if isinstance(error, WorkerDied) and not isinstance(failure, WorkerDied):
+        failure, error = error, failure
+        for note in getattr(error, "__notes__", []):
+            failure.add_note(note)
+    failure.add_note(f"{error.worker} failed too: {error.cause}")
+    return failure

@@ -43,6 +43,10 @@ class WorkerDied(WorkerFailed):
     """The worker's process has ended; no call will reach it again."""
 
 
+class ObjectLost(WorkerFailed):
+    """The store no longer has an object, because a process or a machine that held it has gone."""
+
+
 class NotEnoughResources(RuntimeError):
     """More processors or accelerators were asked for than there are."""
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import atexit
 import logging
 import os
+import sys
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from types import TracebackType
@@ -21,6 +22,7 @@ from grpo_mcore.cluster.interface import DeadlineExceeded, ObjectStore, Ref, T, 
 from grpo_mcore.cluster.ray_placement import asked, check_room, nodes_of, rank_order, reserve, room
 from grpo_mcore.cluster.ray_session import RaySession
 from grpo_mcore.cluster.ray_worker import RayPending, RayStore, RayStream, RayWorker
+from grpo_mcore.cluster.wait_graph import wait_graph
 
 CLOSE_S = 3.0
 """How long workers get for their own end before they are killed. One that is in a call does not answer."""
@@ -135,6 +137,7 @@ class RayCluster:
         return things[handles.index(ready[0])]
 
     def stop(self, workers: Sequence[Worker]) -> None:
+        self._watch(workers)
         mine = [self._workers.pop(worker.name) for worker in workers]
         closing = {worker.actor.close.remote(): worker for worker in mine}
         if closing:
@@ -199,6 +202,17 @@ class RayCluster:
             stream_options={"concurrency_group": STREAMS} if streams else {},
         )
         return self._workers[name]
+
+    def _watch(self, workers: Sequence[Worker]) -> None:
+        """Where one of those that are about to be ended is late, tells who waits for whom."""
+        late = {worker.name for worker in workers} & {
+            wait.whom for worker in self._workers.values() for wait in worker.waits() if wait.late
+        }
+        if late:
+            waits = [wait for worker in self._workers.values() for wait in worker.waits()]
+            names = dict.fromkeys(wait.whom for wait in waits)
+            told = wait_graph(waits, {name: self._workers[name].frames() for name in names})
+            print(told, file=sys.stderr, flush=True)
 
     def _save_ray_logs(self) -> None:
         if self._session is not None:

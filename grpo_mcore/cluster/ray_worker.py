@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, NoReturn
 
@@ -10,8 +11,9 @@ import ray
 from ray.exceptions import GetTimeoutError, RayActorError, RayError, RayTaskError
 
 from grpo_mcore.cluster.host import ParcelHead, RemoteFailure, in_stream
-from grpo_mcore.cluster.interface import DeadlineExceeded, Parcel, Place, Ref, WorkerDied, WorkerFailed
-from grpo_mcore.cluster.reports import log_tail, stacks
+from grpo_mcore.cluster.interface import DeadlineExceeded, ObjectLost, Parcel, Place, Ref, WorkerDied, WorkerFailed
+from grpo_mcore.cluster.reports import frames, log_tail, stacks
+from grpo_mcore.cluster.wait_graph import Wait
 
 
 class RayPending:
@@ -21,7 +23,15 @@ class RayPending:
         self.worker, self.whom, self.what = worker, worker.name, what
         self.handle = handle
         self._timeout_s = timeout_s
-        self._deadline = time.monotonic() + timeout_s
+        self._began = time.monotonic()
+        self._deadline = self._began + timeout_s
+
+    def wait(self) -> Wait | None:
+        """For the driver's watchdog. None: the answer is there."""
+        if ray.wait([self.handle], timeout=0, fetch_local=False)[0]:
+            return None
+        now = time.monotonic()
+        return Wait(self.whom, self.what, now - self._began, now >= self._deadline)
 
     def result(self) -> Any:
         """An answer that came in time is given whenever it is asked for."""
@@ -39,6 +49,14 @@ class RayStream:
         self.worker, self.whom, self.what = worker, worker.name, what
         self.handle = handle
         self._timeout_s = timeout_s
+        self._moved, self._over = time.monotonic(), False
+
+    def wait(self) -> Wait | None:
+        """For the driver's watchdog. None: it is over, or an item is there."""
+        if self._over or ray.wait([self.handle], timeout=0, fetch_local=False)[0]:
+            return None
+        seconds = time.monotonic() - self._moved
+        return Wait(self.whom, self.what, seconds, seconds >= self._timeout_s)
 
     def __iter__(self) -> Iterator[Any]:
         return self
@@ -51,7 +69,12 @@ class RayStream:
         ready, _ = ray.wait([self.handle], timeout=self._timeout_s, fetch_local=False)
         if not ready:
             raise DeadlineExceeded(self.what, self.whom, self._timeout_s, self.worker.state())
-        return next(self.handle)
+        self._moved = time.monotonic()
+        try:
+            return next(self.handle)
+        except StopIteration:
+            self._over = True
+            raise
 
 
 class RayWorker:
@@ -78,6 +101,7 @@ class RayWorker:
         self._place = RayPending(self, "start of its process", actor.place.remote(), start_timeout_s)
         self._start_timeout_s = start_timeout_s
         self._ready: RayPending | None = None
+        self._calls: weakref.WeakSet[RayPending | RayStream] = weakref.WeakSet()
 
     def build(self, cls: type, *args: Any) -> None:
         """Starts the constructor."""
@@ -99,12 +123,25 @@ class RayWorker:
 
     def call(self, method: str, *args: Any, timeout_s: float | None = None, what: str | None = None) -> RayPending:
         timeout_s = self._call_timeout_s if timeout_s is None else timeout_s
-        return RayPending(self, what or method, self.actor.call.remote(method, *args), timeout_s)
+        pending = RayPending(self, what or method, self.actor.call.remote(method, *args), timeout_s)
+        self._calls.add(pending)
+        return pending
 
     def stream(self, method: str, *args: Any, timeout_s: float | None = None, what: str | None = None) -> RayStream:
         timeout_s = self._call_timeout_s if timeout_s is None else timeout_s
         handle = self.actor.stream.options(num_returns="streaming", **self._stream_options).remote(method, *args)
-        return RayStream(self, what or method, handle, timeout_s)
+        stream = RayStream(self, what or method, handle, timeout_s)
+        self._calls.add(stream)
+        return stream
+
+    def waits(self) -> list[Wait]:
+        """The calls that are waited for."""
+        return [wait for call in self._calls if (wait := call.wait()) is not None]
+
+    def frames(self) -> str | None:
+        """What its threads are doing; None where that cannot be found out here."""
+        place = self.known_place()
+        return None if place is None else frames(place)
 
     def known_place(self) -> Place | None:
         """The place if the process is up; does not wait."""
@@ -166,7 +203,7 @@ class RayStore:
             raise DeadlineExceeded(what, "the object store", self._timeout_s) from None
         except RayError as error:
             cause, detail, original = _explain(error)
-            raise WorkerFailed("the object store", what, cause, detail) from original
+            raise ObjectLost("the object store", what, cause, detail) from original
 
 
 def _explain(error: RayError) -> tuple[str, str, BaseException | None]:

@@ -29,10 +29,19 @@ def log_tail(log: str, lines: int = TAIL_LINES) -> str:
 
 
 def stacks(name: str, place: Place) -> str:
-    """What the threads of a worker on this machine are doing: it writes them to its log on SIGUSR1."""
+    """What the threads of a worker on this machine are doing."""
+    told = frames(place)
+    if told is None:
+        return f"{name} is on {place.address}, its log: {place.log}"
+    told = told or "no stack: it does not run Python"
+    return f"{name} (process {place.pid}) is at, innermost first:\n{told}\nits log: {place.log}"
+
+
+def frames(place: Place) -> str | None:
+    """The stacks of a worker, which it writes to its log on SIGUSR1. None: its process is not on this machine."""
     path = Path(place.log)
     if not _is_worker(place):
-        return f"{name} is on {place.address}, its log: {place.log}"
+        return None
     before = path.stat().st_size
     os.kill(place.pid, signal.SIGUSR1)
     deadline = time.monotonic() + DUMP_S
@@ -41,8 +50,7 @@ def stacks(name: str, place: Place) -> str:
         time.sleep(0.1)
         if size == (size := path.stat().st_size) and size > before:
             break
-    told = own_frames(_read_from(path, before)) or "no stack: it does not run Python"
-    return f"{name} (process {place.pid}) is at, innermost first:\n{told}\nits log: {place.log}"
+    return own_frames(_read_from(path, before))
 
 
 def own_frames(dump: str) -> str:

@@ -26,10 +26,12 @@ class Ledger:
     dispatched  uids, version (weights that begin them)
     finished    uid, version (the oldest that generated any of its tokens), scored (samples that have a reward)
     retried     uid, why, times (so far): what was generated is thrown away, and generated anew
+    restarted   worker (an engine or an environment that had died or hung), why
     filtered    uid, why            failed  uid, why
     trained     uids, step, version (weights that train)
     returned    uids (they go back to the data, to be generated anew)
-    saved       step                ended   why, data_ended
+    saved       step                not_saved   step, why
+    ended       why, data_ended
     """
 
     def __init__(self, path: Path, *, step: int, kept: int, max_age: int) -> None:

@@ -25,14 +25,15 @@ class Flaw:
 @dataclass(frozen=True)
 class Audit:
     """`fates`: prompts by what has become of them. `steps`: the last one trained. `starts`: 1 and the resumes. `void`:
-    entries that a resume has taken back. `retries`: generations that were thrown away. `by_age`: groups trained on by
-    trajectory age, in weight versions."""
+    entries that a resume has taken back. `retries`: generations that were thrown away. `restarts`: engines and
+    environments that were started anew. `by_age`: groups trained on by trajectory age, in weight versions."""
 
     fates: Mapping[str, int]
     steps: int
     starts: int
     void: int
     retries: int
+    restarts: int
     by_age: Mapping[int, int]
     flaws: Sequence[Flaw]
 
@@ -49,7 +50,7 @@ def audit(entries: Sequence[Mapping[str, Any]]) -> Audit:
         fates[fate] += 1
     by_age = dict(sorted(books.by_age.items()))
     void = len(entries) - len(counted)
-    return Audit(fates, books.step, books.starts, void, books.retries, by_age, tuple(books.flaws))
+    return Audit(fates, books.step, books.starts, void, books.retries, books.restarts, by_age, tuple(books.flaws))
 
 
 def valid_entries(entries: Sequence[Mapping[str, Any]]) -> list[Mapping[str, Any]]:
@@ -76,6 +77,7 @@ class _Books:
     step: int = 0
     starts: int = 0
     retries: int = 0
+    restarts: int = 0
     max_age: int = 0
     data_ended: bool = False
 
@@ -88,6 +90,8 @@ class _Books:
             case "retried":
                 self.retries += 1
                 self._move([entry["uid"]], (UNDER_WAY,), UNDER_WAY)
+            case "restarted":
+                self.restarts += 1
             case "finished":
                 self.versions[entry["uid"]] = entry["version"]
                 self._move([entry["uid"]], (UNDER_WAY,), FINISHED)

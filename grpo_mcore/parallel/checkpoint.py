@@ -18,17 +18,48 @@ class CheckpointError(ValueError):
     """A checkpoint that does not belong to this policy, or is not whole."""
 
 
+class SaveError(OSError):
+    """A rank could not write its part: every rank raises it, with the reasons of all."""
+
+
 def save_checkpoint(policy: Any, folder: Path) -> None:
-    """Writes this rank's part into `folder`; collective. The caller makes it appear whole (DESIGN law 4)."""
+    """Writes this rank's part into `folder`; collective. The caller makes it appear whole (DESIGN law 4).
+
+    Raises SaveError on all ranks where one could not write.
+    """
     from megatron.core import dist_checkpointing
 
     if torch.distributed.get_rank() == 0:
         folder.mkdir(parents=True, exist_ok=True)
     torch.distributed.barrier()
     _make_moments(policy.optimizer)  # a step may have trained nothing yet
-    dist_checkpointing.save(_state(policy, loading=False), str(folder))
-    torch.save(policy.rng_state(), folder / _rng_file())
-    torch.distributed.barrier()
+    writing = dist_checkpointing.save(_state(policy, loading=False), str(folder), async_sharded_save=True)
+    arguments = list(writing.async_fn_args)
+    if writing.preload_fn is not None:
+        arguments[1] = writing.preload_fn()
+    with _together("weights and optimizer"):
+        if writing.async_fn is not None:
+            writing.async_fn(*arguments, **writing.async_fn_kwargs)
+    for finish in writing.finalize_fns:  # of which Megatron-Core lets only one rank raise
+        with _together("weights and optimizer"):
+            finish()
+    with _together("RNG state"):
+        torch.save(policy.rng_state(), folder / _rng_file())
+
+
+@contextlib.contextmanager
+def _together(what: str) -> Iterator[None]:
+    """What one rank raises inside, all ranks raise, so that none waits for it in a collective. Collective."""
+    error: Exception | None = None
+    try:
+        yield
+    except Exception as raised:
+        error = raised
+    told = None if error is None else f"{type(error).__name__}: {error}"
+    reasons: list[str | None] = [None] * torch.distributed.get_world_size()
+    torch.distributed.all_gather_object(reasons, told)
+    if failed := [f"rank {rank}: {reason}" for rank, reason in enumerate(reasons) if reason is not None]:
+        raise SaveError(f"{what} could not be written: {'; '.join(failed)}") from error
 
 
 def load_checkpoint(policy: Any, folder: Path) -> None:

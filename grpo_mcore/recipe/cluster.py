@@ -6,7 +6,7 @@ from typing import Literal
 
 from pydantic import Field
 
-from grpo_mcore.recipe.section import Positive, PositiveFloat, Section
+from grpo_mcore.recipe.section import NonNegative, NonNegativeFloat, Positive, PositiveFloat, Section
 
 
 class ClusterConfig(Section):
@@ -26,6 +26,15 @@ class ClusterConfig(Section):
     """Seconds until all workers and engines must have started."""
     step_timeout_s: PositiveFloat = 3600.0
     """Seconds that one phase of a step (generation, log-probs, training, refit, ...) may take."""
+    max_engine_restarts: NonNegative = 3
+    """Engines that may die in a row, without a finished group between them: each is started anew, and its prompts are
+    generated anew. Read by algorithms/."""
+    max_restarts: NonNegative = 0
+    """How often in a row, without a new checkpoint between, a run goes on by itself from its newest checkpoint after
+    the loss of a policy rank, of Ray or of the driver. With backend: ray. Read by cli/."""
+    retry_wait_s: NonNegativeFloat = 1.0
+    """Seconds before the first retry of what such a loss has ended; each further one in a row waits twice as long, at
+    most a minute. Read by algorithms/ and cli/."""
     env_vars: list[str] = Field(default_factory=list)
     """Names of environment variables that are copied to the workers, besides those they need; no others
     are."""

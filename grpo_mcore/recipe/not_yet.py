@@ -31,7 +31,6 @@ NOT_YET: dict[str, tuple[Any, str]] = {
     "policy.generation.vllm_cfg.kv_cache_dtype": ("auto", "another number format of the KV cache"),
     "policy.generation.vllm_cfg.enable_return_routed_experts": (False, "router replay"),
     "checkpointing.save_optimizer": (True, "checkpoints without the optimizer"),
-    "checkpointing.checkpoint_must_save_by": (None, "saving by a wall-clock limit"),
     "checkpointing.ft_save_period": (None, "crash-recovery checkpoints"),
     "checkpointing.ft_keep_latest_k": (None, "crash-recovery checkpoints"),
     "cluster.segment_size": (None, "placement by NVLink domain"),

@@ -61,9 +61,18 @@ class CheckpointingConfig(Section):
     """Write one every so many steps."""
     save_optimizer: bool = True
     """Write the optimizer state too, without which a run cannot be resumed exactly."""
-    checkpoint_must_save_by: str | None = None
-    """Time after which a run saves and ends, as "DD:HH:MM:SS". Not supported yet."""
+    checkpoint_must_save_by: Annotated[str, Field(pattern=r"^\d+:\d\d:\d\d:\d\d$")] | None = None
+    """Time since its start after which a run finishes its step, saves and ends, as "DD:HH:MM:SS": leave room for the
+    longest step and a save. null: none. Read by cli/."""
     ft_save_period: Positive | None = None
     """Period of extra checkpoints for crash recovery, in steps. Not supported yet."""
     ft_keep_latest_k: Positive | None = None
     """Crash-recovery checkpoints to keep. Not supported yet."""
+
+    @property
+    def seconds_to_save_by(self) -> int | None:
+        """checkpoint_must_save_by in seconds."""
+        if self.checkpoint_must_save_by is None:
+            return None
+        days, hours, minutes, seconds = map(int, self.checkpoint_must_save_by.split(":"))
+        return ((days * 24 + hours) * 60 + minutes) * 60 + seconds

@@ -121,10 +121,12 @@ class Validated:
 
 @dataclass(frozen=True)
 class Dispatched:
-    """These prompts are on their way; fewer than asked for means that the data has ended."""
+    """These prompts are on their way; fewer than asked for means that the data has ended. `versions`: of the weights
+    that generate each, where these are not the engines' of now: in a resumed run some may be finished already."""
 
     uids: tuple[str, ...]
     data_ended: bool = False
+    versions: tuple[int, ...] | None = None
 
 
 @dataclass(frozen=True)
@@ -154,9 +156,11 @@ class Checkpointed:
 @dataclass(frozen=True)
 class StopAsked:
     """Somebody wants the run to end soon, such as a job whose time is nearly up: the step that has begun is finished
-    and saved, and nothing is validated any more."""
+    and saved, and nothing is validated any more. `at_once`: the step before it is saved, and the prompts of the one
+    that has begun are among the next."""
 
     reason: str
+    at_once: bool = False
 
 
 Event = Refitted | Validated | Dispatched | GroupFinished | GroupFailed | Trained | Checkpointed | StopAsked
@@ -219,10 +223,11 @@ class Schedule:
             case Validated(step, stop):
                 self._demand(step == self.step, event)
                 self.validated_step, self.stop = step, stop
-            case Dispatched(uids, ended):
+            case Dispatched(uids, ended, versions):
                 known = self.in_flight.keys() | self.filtered
                 self._demand(not known & set(uids) and len(set(uids)) == len(uids), event)
-                self.in_flight |= dict.fromkeys(uids, self.engine_version)
+                versions = versions or (self.engine_version,) * len(uids)
+                self.in_flight |= dict(zip(uids, versions, strict=True))
                 self.data_ended = self.data_ended or ended
             case GroupFinished(uid, informative):
                 self._demand(uid in self.in_flight and uid not in self.finished, event)
@@ -251,8 +256,8 @@ class Schedule:
             case Checkpointed(step):
                 self._demand(step == self.step, event)
                 self.saved_step = step
-            case StopAsked(reason):
-                begun = bool(self.in_flight or self.filtered)
+            case StopAsked(reason, at_once):
+                begun = bool(self.in_flight or self.filtered) and not at_once
                 self.asked, self.last_step = self.asked or reason, self.step + begun
 
     def _over(self) -> str | None:

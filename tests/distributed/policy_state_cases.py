@@ -30,16 +30,18 @@ def adam_policy(address: Address, model: str, case: LayoutCase, *, reference: bo
     return Policy(config, address, seed=1, timeout_s=60, reference=reference)
 
 
-def step(policy: Policy) -> float:
+def step(policy: Policy) -> tuple[float, float]:
+    """(gradient norm, this rank's part of the loss)."""
     loss_fn = ClippedPGLossFn(ClippedPGLossConfig(reference_policy_kl_penalty=0.0), prev_equals_curr=True)
     report = policy.train_step(
         micro_batches(policy), loss_fn, global_valid_seqs=len(LENGTHS), global_valid_toks=sum(LENGTHS) - len(LENGTHS)
     )
     policy.advance_schedule()
-    return report.grad_norm
+    speaks = policy.layout.speaks(torch.distributed.get_rank())
+    return report.grad_norm, report.metrics["loss"] if speaks else 0.0
 
 
-def train_save_train(address: Address, model: str, case: LayoutCase, folder: str) -> list[float]:
+def train_save_train(address: Address, model: str, case: LayoutCase, folder: str) -> list[tuple[float, float]]:
     policy = adam_policy(address, model, case)
     for _ in range(3):
         step(policy)
@@ -47,7 +49,7 @@ def train_save_train(address: Address, model: str, case: LayoutCase, folder: str
     return [step(policy) for _ in range(3)]
 
 
-def load_train(address: Address, model: str, case: LayoutCase, folder: str) -> list[float]:
+def load_train(address: Address, model: str, case: LayoutCase, folder: str) -> list[tuple[float, float]]:
     policy = adam_policy(address, model, case)
     policy.load(folder)
     return [step(policy) for _ in range(3)]

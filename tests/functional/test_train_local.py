@@ -149,7 +149,7 @@ def test_checkpoints_are_whole_and_the_older_ones_go(resumed: tuple[Run, Inside]
     assert sorted(path.name for path in run.checkpoints.iterdir()) == ["ledger.jsonl", "step_3", "step_4"]
     newest = run.checkpoints / "step_4"
     assert sorted(path.name for path in newest.iterdir()) == [
-        "config.yaml", "data.pt", "policy", "training_info.json",
+        "config.yaml", "data.pt", "digests.json", "policy", "training_info.json",
     ]  # fmt: skip
     info = json.loads((newest / "training_info.json").read_text())
     tokens = sum(16 * line["generated_length"] for line in run.metrics())

@@ -2,11 +2,17 @@
 
 from __future__ import annotations
 
+import errno
+import os
+import re
+import shutil
 from pathlib import Path
 
 import pytest
 
-from grpo_mcore.algorithms.checkpoints import CheckpointManager, ResumeError
+from grpo_mcore.algorithms import checkpoint_files
+from grpo_mcore.algorithms.checkpoints import CheckpointManager, DiskFull, ResumeError
+from grpo_mcore.cluster import WorkerFailed
 from grpo_mcore.recipe import CheckpointingConfig, MasterConfig
 
 RECIPE = MasterConfig.model_validate({"policy": {"model_name": "m"}, "data": {"train": {"data_path": "x.jsonl"}}})
@@ -16,11 +22,14 @@ def manager(folder: Path, **config: object) -> CheckpointManager:
     return CheckpointManager(CheckpointingConfig(checkpoint_dir=str(folder), **config))
 
 
+def write_policy(folder: str) -> None:
+    Path(folder).mkdir()
+    (Path(folder) / "weights").write_bytes(b"1234")
+
+
 def save(checkpoints: CheckpointManager, step: int, **metrics: float) -> Path:
     named = {name.replace("_", ":", 1): value for name, value in metrics.items()}
-    return checkpoints.save(
-        step, lambda folder: Path(folder).mkdir(), {"place": step}, {"current_step": step}, named, RECIPE
-    )
+    return checkpoints.save(step, write_policy, {"place": step}, {"current_step": step}, named, RECIPE)
 
 
 def kept(folder: Path) -> list[str]:
@@ -68,16 +77,83 @@ def test_what_a_kill_left_is_no_checkpoint(tmp_path: Path) -> None:
         checkpoints.find(tmp_path / "step_7")
 
 
-def test_a_save_that_fails_leaves_the_last_one(tmp_path: Path) -> None:
+def full_disk(folder: str) -> None:
+    Path(folder).mkdir()
+    raise OSError(errno.ENOSPC, "No space left on device")
+
+
+def test_a_save_without_room_leaves_the_others_and_says_what_to_free(tmp_path: Path) -> None:
     checkpoints = manager(tmp_path)
     save(checkpoints, 1)
-
-    def full_disk(folder: str) -> None:
-        raise OSError("No space left on device")
-
-    with pytest.raises(OSError, match="No space"):
+    with pytest.raises(DiskFull, match=r"step 2 was not written .*No space.*\n.*GB are free.* step_1 \(0.00 GB\), or"):
         checkpoints.save(2, full_disk, {}, {}, {}, RECIPE)
-    assert checkpoints.latest() == tmp_path / "step_1"
+    assert kept(tmp_path) == ["step_1"]
+    save(checkpoints, 2)
+
+
+def test_a_rank_without_room_is_understood_from_its_text(tmp_path: Path) -> None:
+    def rank(folder: str) -> None:
+        raise WorkerFailed("policy-1", "save", "SaveError: rank 1: OSError: [Errno 28] No space left on device")
+
+    with pytest.raises(DiskFull):
+        manager(tmp_path).save(2, rank, {}, {}, {}, RECIPE)
+
+
+def test_room_is_looked_for_before_anybody_writes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    checkpoints = manager(tmp_path)
+    folder = save(checkpoints, 1)
+    with (folder / "big").open("wb") as file:
+        file.truncate(shutil.disk_usage(tmp_path).free + 2**30)  # a hole: it takes no room
+    with pytest.raises(DiskFull, match="No space left on device"):
+        checkpoints.save(2, lambda folder: pytest.fail("it wrote"), {}, {}, {}, RECIPE)
+
+
+def test_any_other_error_is_raised_as_it_is(tmp_path: Path) -> None:
+    with pytest.raises(ZeroDivisionError):
+        manager(tmp_path).save(2, lambda folder: 1 / 0, {}, {}, {}, RECIPE)
+
+
+def spoil(path: Path) -> None:
+    """One bit of its last byte."""
+    data = bytearray(path.read_bytes())
+    data[-1] ^= 1
+    path.write_bytes(data)
+
+
+DAMAGES = {
+    "is not what was saved": lambda folder: spoil(folder / "data.pt"),
+    r"data.pt has \d+ bytes, [\d,]+ were saved": lambda folder: os.truncate(folder / "data.pt", 10),
+    "policy/weights is missing": lambda folder: (folder / "policy" / "weights").unlink(),
+    "digests.json is missing": lambda folder: (folder / "digests.json").unlink(),
+    "digests.json cannot be read": lambda folder: os.truncate(folder / "digests.json", 20),
+}
+
+
+@pytest.mark.parametrize("message", DAMAGES)
+def test_of_a_damaged_checkpoint_the_one_before_is_used(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], message: str
+) -> None:
+    checkpoints = manager(tmp_path)
+    for step in (1, 2, 3):
+        save(checkpoints, step)
+    for step in (2, 3):
+        DAMAGES[message](tmp_path / f"step_{step}")
+    with pytest.raises(ResumeError, match=f"step_3 is damaged: .*{message}"):
+        checkpoints.find(str(tmp_path / "step_3"))
+    assert checkpoints.find("auto") == tmp_path / "step_1"
+    told = capsys.readouterr().err.splitlines()
+    assert re.search(f"step_3 is damaged: .*{message}.*; it is now damaged_step_3, and step_2 is used", told[0])
+    assert "step_2 is damaged" in told[1] and kept(tmp_path) == ["damaged_step_2", "damaged_step_3", "step_1"]
+    DAMAGES[message](tmp_path / "step_1")
+    with pytest.raises(ResumeError, match="there is no older one: start anew"):
+        checkpoints.find(True)
+
+
+def test_a_checkpoint_is_read_for_its_digests_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    folder = save(manager(tmp_path), 1)
+    assert manager(tmp_path).find(True) == folder
+    monkeypatch.setattr(checkpoint_files, "_digest", lambda *args: pytest.fail("again"))
+    assert manager(tmp_path).find(str(folder)) == folder
 
 
 def test_resume_without_a_checkpoint_says_where_it_looked(tmp_path: Path) -> None:

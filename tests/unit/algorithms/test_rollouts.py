@@ -7,9 +7,10 @@ from typing import Any
 
 import pytest
 
+from grpo_mcore.algorithms.retries import Retries
 from grpo_mcore.algorithms.rollouts import Rollouts, as_workers
 from grpo_mcore.cluster import WorkerFailed
-from grpo_mcore.cluster.local_cluster import LocalStream
+from grpo_mcore.cluster.local_cluster import LocalStream, LocalWorker
 from grpo_mcore.data import DataError
 from grpo_mcore.rollout.conversation import TurnError, TurnLimits
 from grpo_mcore.rollout.group import Group
@@ -18,6 +19,7 @@ from grpo_mcore.rollout.trajectory import Outcome, Sampling, Score, Trajectory
 from tests.unit.algorithms.fake_rollouts import (
     END,
     CharacterTokenizer,
+    FakeEngine,
     FakeEnvironment,
     Shuffling,
     engine_group,
@@ -326,7 +328,7 @@ def test_the_groups_of_a_failed_call_are_generated_anew_as_a_whole(engines: int)
     retried: list[tuple[str, str]] = []
     world = World(engines=engines, max_turns=1)
     world.rollouts = Rollouts(
-        world.engines, world.rollouts.environments, None, TurnLimits(1, 99), seed=5, max_failures=1,
+        world.engines, world.rollouts.environments, None, TurnLimits(1, 99), seed=5, retries=Retries(1, 0.0),
         on_retry=lambda *what: retried.append(what),
     )  # fmt: skip
     failing(world, 0, 1)
@@ -347,8 +349,8 @@ def test_in_a_game_only_those_whose_turn_was_lost_begin_anew(engines: int, seed:
     retried: list[str] = []
     world = World(engines=engines, seed=seed)
     world.rollouts = Rollouts(
-        world.engines, world.rollouts.environments, CharacterTokenizer(), TurnLimits(9, 1000), seed=5, max_failures=1,
-        on_retry=lambda uid, why: retried.append(uid),
+        world.engines, world.rollouts.environments, CharacterTokenizer(), TurnLimits(9, 1000), seed=5,
+        retries=Retries(1, 0.0), on_retry=lambda uid, why: retried.append(uid),
     )  # fmt: skip
     failing(world, 0, 2)
     groups = world.run(range(5))
@@ -362,8 +364,90 @@ def test_in_a_game_only_those_whose_turn_was_lost_begin_anew(engines: int, seed:
 def test_a_failure_more_than_tolerated_ends_it() -> None:
     world = World(max_turns=1)
     world.rollouts = Rollouts(
-        world.engines, world.rollouts.environments, None, TurnLimits(1, 99), seed=5, max_failures=1
+        world.engines, world.rollouts.environments, None, TurnLimits(1, 99), seed=5, retries=Retries(1, 0.0)
     )
     failing(world, 0, 1, 2)
     with pytest.raises(WorkerFailed, match="Broken: out of memory"):
         world.run(range(4), generations=1)
+
+
+def dying(world: World, *, starts: list[int]) -> list[str]:
+    """Engine 0 dies in its first call, after its first sample; a successor takes its place. Returns the ledger's
+    entries."""
+    entries: list[str] = []
+    worker = world.engines.workers[0]
+    generate = worker.target.generate_refs
+
+    def generate_refs(*args: Any) -> Any:
+        yield next(generate(*args))
+        worker.target.health = lambda: 1 / 0
+        raise Broken("its process ended")
+
+    def start(number: int) -> LocalWorker:
+        starts.append(number)
+        return successor
+
+    successor = LocalWorker(
+        worker.name, FakeEngine(world.cluster.store, lambda request: 3, 9, {}, world.cluster.store.put)
+    )
+    world.cluster._workers.append(worker)  # as if it had spawned it
+    worker.target.generate_refs = generate_refs
+    world.engines.start, world.engines.restarts = start, Retries(1, 0.0)
+    for other in (*world.engines.workers, successor):
+        other.target.health = lambda: None
+    world.rollouts = Rollouts(
+        world.engines, world.rollouts.environments, None, TurnLimits(1, 99), seed=5,
+        on_retry=lambda uid, why: entries.append(f"{uid} anew"),
+        on_restart=lambda name, why: entries.append(f"{name}: {why}"),
+        restore_engines=lambda: (entries.append("refit"), world.engines.lost.clear()),
+    )  # fmt: skip
+    return entries
+
+
+def test_a_lost_engine_gets_its_groups_again_after_a_refit() -> None:
+    world, starts = World(max_turns=1), []
+    entries = dying(world, starts=starts)
+    groups = world.run(range(3))
+    assert starts == [0] and len(groups) == 3
+    assert entries == [
+        "engine-0: samples of step 1: Broken: its process ended",
+        "p0 anew",
+        "p1 anew",
+        "p2 anew",
+        "refit",
+    ]
+    assert len(world.engines.workers[0].target.calls) == 1  # the successor has generated all of it
+    assert not world.engines.lost and len(world.environment.calls) == 3
+
+
+def test_the_groups_of_a_lost_engine_go_to_the_others_meanwhile() -> None:
+    world, starts = World(engines=2, max_turns=1), []
+    entries = dying(world, starts=starts)
+    world.run(range(4))
+    assert starts == [0] and "refit" not in entries and len(entries) == 3
+    assert world.engines.serving() == [1]
+    world.run(range(4, 6), step=2)  # nothing is sent to it before a refit
+    assert not world.engines.workers[0].target.calls
+
+
+def test_engines_that_only_die_end_the_run() -> None:
+    world = World(max_turns=1)
+    dying(world, starts=[])
+    world.engines.restarts = Retries(0, 0.0)
+    with pytest.raises(WorkerFailed, match="its process ended"):
+        world.run(range(2))
+
+
+def test_a_request_that_cannot_be_met_is_not_tried_again() -> None:
+    world = World(max_turns=1)
+    world.rollouts = Rollouts(
+        world.engines, world.rollouts.environments, None, TurnLimits(1, 99), seed=5, retries=Retries(5, 0.0)
+    )
+
+    def too_long(*args: Any) -> Any:
+        raise ValueError("the prompt has 900 tokens, the context 64")
+        yield
+
+    world.engines.workers[0].target.generate_refs = too_long
+    with pytest.raises(WorkerFailed, match="900 tokens"):
+        world.run(range(1))

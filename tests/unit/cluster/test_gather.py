@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from grpo_mcore.cluster import DeadlineExceeded, WorkerFailed
+from grpo_mcore.cluster import DeadlineExceeded, WorkerDied, WorkerFailed
 from grpo_mcore.cluster.gather import gather
 
 
@@ -111,3 +111,11 @@ def test_other_work_moves_no_deadline_and_takes_no_blame(script):
     with pytest.raises(DeadlineExceeded) as caught:
         gather(script, [Answer("a", 99)], timeout_s=10, what="work", meanwhile=others)
     assert script.now == 10 and caught.value.whom == "a" and len(others.taken) < 11
+
+
+def test_a_death_is_the_cause_of_what_was_heard_before(script):
+    died = WorkerDied("b", "work", "its process ended")
+    answers = [Answer("a", 1, failed("a", "connection reset")), Answer("b", 2, died), Answer("c", 3, failed("c", "x"))]
+    with pytest.raises(WorkerDied, match="b: work failed: its process ended") as caught:
+        gather(script, answers, timeout_s=10, what="work")
+    assert caught.value.__notes__ == ["a failed too: connection reset", "c failed too: x"]

@@ -326,7 +326,6 @@ ASKING = {  # a value of each key that asks for the feature
     "policy.generation.top_k": "20",
     "policy.generation.vllm_cfg.kv_cache_dtype": "fp8",
     "data.custom_dataloader": "a.b",
-    "checkpointing.checkpoint_must_save_by": "00:03:50:00",
 }
 
 

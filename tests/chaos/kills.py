@@ -1,0 +1,103 @@
+"""Kills processes of a run from within its driver, at a named place: when a certain call is made.
+
+Real processes, real signals: nothing in the run knows of it.
+"""
+
+from __future__ import annotations
+
+import os
+import signal
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import psutil
+
+from grpo_mcore.algorithms import checkpoints
+from grpo_mcore.cluster.local_cluster import LocalWorker
+from grpo_mcore.cluster.ray_worker import RayWorker
+
+DRIVER, GCS, RAYLET = "driver", "gcs_server", "raylet"
+
+
+@dataclass(frozen=True)
+class Kill:
+    """`victim`: the name of a worker, DRIVER, or a process of Ray's head. `at`: the method of any worker that is
+    called, with its first argument where that is a bucket ("stage_bucket 1"); "rename" is the moment before a
+    checkpoint gets its name. `nth` such call since the last kill; `steps`: so many steps must have begun to train since
+    then, so that the run gets on."""
+
+    victim: str
+    at: str
+    nth: int = 1
+    steps: int = 1
+
+    @property
+    def name(self) -> str:
+        return f"{self.victim} in {self.at}"
+
+
+class Reaper:
+    """Carries out `kills` one after the other. Each is written into `log` first, so that a later process of the same
+    run goes on with the next."""
+
+    def __init__(self, kills: Sequence[Kill], log: Path) -> None:
+        self._log = log
+        self._left = list(kills[len(log.read_text().splitlines()) if log.exists() else 0 :])
+        self._workers: dict[str, Any] = {}
+        self._steps = self._seen = 0
+
+    def install(self, patch: Any) -> None:
+        """`patch`: a pytest.MonkeyPatch."""
+        for cls in (RayWorker, LocalWorker):
+            for kind in ("call", "stream"):
+                patch.setattr(cls, kind, self._watched(getattr(cls, kind)))
+        replace = os.replace
+
+        def renaming(source: Any, target: Any) -> None:
+            if Path(target).name.startswith("step_"):
+                self._reach("rename")
+            replace(source, target)
+
+        patch.setattr(checkpoints.os, "replace", renaming)
+
+    def _watched(self, original: Callable[..., Any]) -> Callable[..., Any]:
+        def call(worker: Any, method: str, *args: Any, **options: Any) -> Any:
+            self._workers[worker.name] = worker
+            if method == "train" and worker.name == "policy-0":
+                self._steps += 1
+            if isinstance(worker, LocalWorker):  # its calls are over when they return
+                self._reach(method, *args[:1])
+                return original(worker, method, *args, **options)
+            answer = original(worker, method, *args, **options)
+            self._reach(method, *args[:1])
+            return answer
+
+        return call
+
+    def _reach(self, method: str, *first: Any) -> None:
+        if not self._left:
+            return
+        kill = self._left[0]
+        here = f"{method} {first[0]}" if method.endswith("_bucket") else method
+        if here != kill.at or self._steps < kill.steps:
+            return
+        self._seen += 1
+        if self._seen < kill.nth:
+            return
+        self._left.pop(0)
+        self._steps = self._seen = 0
+        with self._log.open("a") as log:
+            log.write(kill.name + "\n")
+        for pid in self._processes(kill.victim):
+            os.kill(pid, signal.SIGKILL)
+
+    def _processes(self, victim: str) -> list[int]:
+        if victim == DRIVER:
+            return [os.getpid()]
+        if victim in (GCS, RAYLET):
+            found = [child.pid for child in psutil.Process().children(recursive=True) if child.name() == victim]
+            assert found, f"there is no {victim}"
+            return found
+        return [self._workers[victim].place().pid]

@@ -1,0 +1,105 @@
+"""Runs whose processes are killed, one after the other, go on by themselves to their planned end.
+
+`make test` kills one process of each kind. `pytest --chaos tests/chaos` kills at every state of the step and of the
+refit; that takes minutes.
+"""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from grpo_mcore.observe import audit, read_ledger, read_metrics
+from tests.chaos.kills import DRIVER, GCS, RAYLET, Kill
+from tests.chaos.runs import LOG, write_plan
+from tests.functional.runs import OF_TIME, Run, Task, grpo_recipe, run_here, write_recipe
+
+DEADLINE_S = 2400.0
+"""Of a whole campaign, on a machine that others use too. A hang is a failure."""
+
+ENGINE, ENVIRONMENT, POLICY = "engine-0", "environment-math", "policy-0"
+
+# The refit, in its order: open the plan, stage buckets, commit, let the old weights go; then engines are asked for it.
+REFIT = ("start_refit", "stage_bucket 0", "stage_bucket 1", "commit_refit", "finish_refit", "prepare")
+
+CAMPAIGNS = {
+    "one-of-each": [Kill(ENGINE, "generate_refs"), Kill(ENVIRONMENT, "advance"), Kill(POLICY, "train", steps=2)],
+    "engine-in-a-refit": [Kill(ENGINE, at) for at in REFIT],
+    "engine-in-a-step": [Kill(ENGINE, at) for at in ("generate_refs", "advance", "receive", "train", "save")],
+    "environment": [Kill(ENVIRONMENT, at) for at in ("generate_refs", "advance", "train", "commit_refit")],
+    "policy": [Kill(POLICY, at) for at in ("open_refit", "fill_bucket 1", "generate_refs", "receive", "train", "save")],
+    "head": [Kill(GCS, "generate_refs"), Kill(RAYLET, "train"), Kill(GCS, "stage_bucket 0")],
+}
+DRIVER_STATES = ("stage_bucket 1", "commit_refit", "generate_refs", "advance", "train", "save", "rename")
+CASES = sum(map(len, CAMPAIGNS.values())) + len(DRIVER_STATES)
+
+
+def recipe_of(task: Task, model: Path, steps: int, **cluster: Any) -> dict[str, Any]:
+    recipe = grpo_recipe(task, model)
+    recipe["grpo"] |= {"max_num_steps": steps}
+    recipe["checkpointing"] = {"save_period": 1, "metric_name": None, "keep_top_k": 2}
+    recipe["cluster"] = {"platform": "cpu", "gpus_per_node": 1, "max_restarts": 2, "retry_wait_s": 0.1, **cluster}
+    return recipe
+
+
+def survive(folder: Path, recipe: dict[str, Any], kills: list[Kill]) -> Run:
+    """The run with these kills: it ends as planned, no prompt was lost, and every kill has happened."""
+    write_plan(folder, kills)
+    path = write_recipe(folder, recipe)
+    done = subprocess.run(
+        [sys.executable, "-m", "tests.chaos.runs", str(path)],
+        stdin=subprocess.DEVNULL,
+        capture_output=True,
+        text=True,
+        timeout=DEADLINE_S,
+        env={**os.environ, "PYTHONUNBUFFERED": "1"},
+    )
+    run = Run(folder, done.returncode, done.stdout, done.stderr)
+    print(run.out, run.err)
+    assert run.code == 0, run.err
+    assert (folder / LOG).read_text().splitlines() == [kill.name for kill in kills]
+    found = audit(read_ledger(run.checkpoints / "ledger.jsonl"))
+    steps = recipe["grpo"]["max_num_steps"]
+    assert not found.flaws and found.steps == steps and found.fates["trained on"] == 4 * steps
+    lost = sum(kill.victim in (POLICY, DRIVER, GCS, RAYLET) for kill in kills)
+    assert found.starts == 1 + lost and run.err.count("; it goes on ") == lost
+    assert found.restarts == len(kills) - lost
+    return run
+
+
+def steps_of(run: Run) -> list[dict[str, Any]]:
+    """What every step came to, as the last to do it has left it."""
+    rows = read_metrics(run.logs / "metrics.jsonl", "train")
+    return [{name: value for name, value in row.items() if not name.startswith(OF_TIME)} for row in rows]
+
+
+@pytest.mark.timeout(DEADLINE_S + 60)
+@pytest.mark.parametrize(
+    "campaign",
+    [name if name == "one-of-each" else pytest.param(name, marks=pytest.mark.every_state) for name in CAMPAIGNS],
+)
+def test_processes_are_killed_and_the_run_goes_on(tmp_path: Path, task: Task, model: Path, campaign: str) -> None:
+    kills = CAMPAIGNS[campaign]
+    survive(tmp_path, recipe_of(task, model, steps=sum(kill.steps for kill in kills) + 2), kills)
+
+
+@pytest.mark.timeout(DEADLINE_S + 60)
+@pytest.mark.parametrize("states", [("rename",), pytest.param(DRIVER_STATES, marks=pytest.mark.every_state)])
+def test_a_driver_is_killed_and_every_step_comes_out_the_same(
+    tmp_path: Path, task: Task, model: Path, states: tuple[str, ...]
+) -> None:
+    """All in one process: what it was doing is done again from the last checkpoint, bit for bit."""
+    recipe = recipe_of(task, model, len(states) + 2, backend="local")
+    run = survive(tmp_path / "killed", recipe, [Kill(DRIVER, state) for state in states])
+    calm = run_here("train", tmp_path / "calm", recipe, "cluster.max_restarts=0")
+    assert calm.code == 0, calm.err
+    assert steps_of(run) == steps_of(calm)
+
+
+def test_the_campaigns_are_many() -> None:
+    assert CASES >= 24
