@@ -54,9 +54,17 @@ class EngineGroup:
 
     cluster: Cluster
     workers: Sequence[Worker]
-    sleeps: bool  # the engines give their memory to the policy between generation phases
+    sleeps: bool  # the engines give their memory to the policy while it trains
     layout: EngineLayout = EngineLayout()  # of one engine, and how many there are
     weight_version: int = 0
+    colocated: bool = True  # on the policy's devices; otherwise weights come over a wire
+
+    def by_node(self) -> list[list[Worker]]:
+        """The engines of each node, in order of appearance."""
+        nodes: dict[str, list[Worker]] = {}
+        for worker in self.workers:
+            nodes.setdefault(worker.place().node, []).append(worker)
+        return list(nodes.values())
 
     def prepare(self) -> None:
         """Makes every engine ready to generate with the committed weights."""

@@ -310,8 +310,8 @@ def refit_policy_generation(
     """Makes every engine's weights equal the policy's, as weight version `policy.updates` + 1.
 
     The engines may generate meanwhile: they stand still only for the commit, and requests under way go on with the new
-    weights. `colocated_inference` False: over a wire, as if they shared no memory. `_refit_buffer_size_gb`: GiB, in
-    place of policy.refit_buffer_size_gb. `recompute_kv`: what the old weights computed of requests under way is
+    weights. `colocated_inference` False: over a wire, as to engines with devices of their own. `_refit_buffer_size_gb`:
+    GiB, in place of policy.refit_buffer_size_gb. `recompute_kv`: what the old weights computed of requests under way is
     computed again. Raises RefitError; the engines then have their old weights, or refuse to generate from mixed ones.
     With policy.refit_parity it also raises where the log-probs of the committed weights differ.
     """
@@ -326,14 +326,16 @@ def refit_policy_generation(
         buffer_bytes=int(size * GIB),
     )
     version = policy.updates + 1
+    shares_memory = colocated_inference and policy_generation.colocated
+    nodes = None if shares_memory else policy_generation.by_node()
     report = refit(
         policy.workers,
-        policy_generation.workers,
+        [engine for node in nodes for engine in node] if nodes else policy_generation.workers,
         plan,
         version,
         verify=policy.refit_verify,
         recompute_kv=recompute_kv,
-        nodes=None if colocated_inference else [policy_generation.workers],
+        nodes=nodes,
         timeline=timer,
         timeout_s=policy.cluster.call_timeout_s,
     )

@@ -23,7 +23,8 @@ from grpo_mcore.refit import TrainerLayout, Verify
 class PolicyGroup:
     """`updates` counts the steps trained since the run began: the weights' next version is `updates` + 1.
 
-    `meanwhile`: what the driver goes on with while it waits for the ranks.
+    `meanwhile`: what the driver goes on with while it waits for the ranks. `colocated`: engines share the ranks'
+    devices, which are to have room for them.
     """
 
     cluster: Cluster
@@ -36,6 +37,7 @@ class PolicyGroup:
     refit_layout: TrainerLayout
     refit_verify: Verify = "sample"
     refit_parity: ParityCheck | None = None
+    colocated: bool = True
     updates: int = 0
     meanwhile: Meanwhile | None = None
 
@@ -96,10 +98,14 @@ class PolicyGroup:
         return step_metrics([combine_metrics([report.metrics for report in ranks]) for ranks in by_optimizer_step])
 
     def offload(self) -> None:
-        self._all("offload", what="moving the policy to the host")
+        """Makes room for the engines, where they share devices."""
+        if self.colocated:
+            self._all("offload", what="moving the policy to the host")
 
     def onload(self) -> None:
-        self._all("onload", what="moving the policy back to the accelerator")
+        """Undoes `offload`."""
+        if self.colocated:
+            self._all("onload", what="moving the policy back to the accelerator")
 
     def save(self, folder: str) -> None:
         self._all("save", folder, what=f"saving the policy to {folder}")

@@ -9,12 +9,14 @@ from collections.abc import Iterator
 from grpo_mcore.recipe import batch_sizes, data_checks, layout_checks, not_yet, objective_checks
 from grpo_mcore.recipe.errors import Finding, in_yaml, nearest
 from grpo_mcore.recipe.master import MasterConfig, runs_grpo
+from grpo_mcore.recipe.pools import check_pools, policy_pool
 
 
 def findings(config: MasterConfig) -> list[Finding]:
     """All that is wrong with a configuration whose keys and types are right."""
     checks = (
         not_yet.find,
+        check_pools,
         check_layout,
         layout_checks.check_stages,
         layout_checks.check_experts,
@@ -41,9 +43,14 @@ def check_layout(config: MasterConfig) -> Iterator[Finding]:
     megatron, cluster = config.policy.megatron_cfg, config.cluster
     tp, pp = megatron.tensor_model_parallel_size, megatron.pipeline_model_parallel_size
     at = "policy.megatron_cfg."
-    world, needed = batch_sizes.world_size(config), batch_sizes.model_parallel_size(config)
+    pool, needed = policy_pool(config), batch_sizes.model_parallel_size(config)
+    world = pool.ranks
     layout = f"TP {tp} x PP {pp} x CP {megatron.context_parallel_size} = {needed} ranks"
-    offer = f"num_nodes {cluster.num_nodes} x gpus_per_node {cluster.gpus_per_node} = {world}"
+    offer = f"num_nodes {pool.nodes} x gpus_per_node {pool.per_node} = {world}"
+    if not config.policy.generation.colocated.enabled:
+        if not world:
+            return  # check_pools says why
+        offer += " (without the engines' own)"
     layout_keys = (
         at + "tensor_model_parallel_size",
         at + "pipeline_model_parallel_size",

@@ -1,4 +1,5 @@
-"""A run with look-ahead as a user starts it, under Ray: killed on its way, gone on with to the end of the data."""
+"""A run with look-ahead as a user starts it, under Ray, the engine with a pool of its own: killed on its way, gone on
+with to the end of the data."""
 
 from __future__ import annotations
 
@@ -20,7 +21,7 @@ GONE_S = 120.0
 
 @pytest.fixture(scope="module")
 def recipe(task: Task, model: Path) -> dict[str, Any]:
-    """6 steps of 4 prompts: one policy rank and one engine, all the data once."""
+    """6 steps of 4 prompts: one policy rank, and one engine in a pool of its own; all the data once."""
     data = task.folder / "short-24.jsonl"
     data.write_text("".join(task.train.read_text().splitlines(keepends=True)[:PROMPTS]))
     recipe = grpo_recipe(task, model)
@@ -28,7 +29,8 @@ def recipe(task: Task, model: Path) -> dict[str, Any]:
     recipe["loss_fn"] |= {"use_importance_sampling_correction": True}
     recipe["data"] = {"train": {"data_path": str(data)}}
     recipe["checkpointing"] = {"save_period": 1, "metric_name": None}
-    recipe["cluster"] = {"platform": "cpu", "gpus_per_node": 1, "env_vars": [VARIABLE]}
+    recipe["policy"]["generation"]["colocated"] = {"enabled": False, "resources": {"gpus_per_node": 1}}
+    recipe["cluster"] = {"platform": "cpu", "gpus_per_node": 2, "env_vars": [VARIABLE]}
     return recipe
 
 
@@ -64,5 +66,6 @@ def test_killed_and_resumed_it_trains_on_every_prompt_once(
     assert max(found.by_age) == 1
     rows = run.metrics()[-(6 - killed.steps) :]
     assert rows[-1]["step"] == 6 and rows[-1]["num_groups_ahead"] == 0
-    assert all(row["grad_norm"] > 0 for row in rows)
+    assert all(row["grad_norm"] > 0 and row["refit/checked"] > 0 for row in rows)
+    assert "1 x vLLM TP 1 float32, with devices of their own" in run.out and "1 policy rank" in run.out
     assert json.loads((run.logs / "summary.json").read_text())["end"] == "the data has ended"
