@@ -58,6 +58,8 @@ class EngineGroup:
     layout: EngineLayout = EngineLayout()  # of one engine, and how many there are
     weight_version: int = 0
     colocated: bool = True  # on the policy's devices; otherwise weights come over a wire
+    pauses: bool = False  # what they generate stands still while the policy trains
+    paused: bool = False
 
     def by_node(self) -> list[list[Worker]]:
         """The engines of each node, in order of appearance."""
@@ -67,13 +69,15 @@ class EngineGroup:
         return list(nodes.values())
 
     def prepare(self) -> None:
-        """Makes every engine ready to generate with the committed weights."""
+        """Makes every engine ready to generate with the committed weights, and lets what was paused go on."""
         self._all("prepare", self.weight_version)
+        self.paused = False
 
     def release(self) -> None:
-        """Gives the engines' memory to the policy, where they share it."""
-        if self.sleeps:
-            self._all("release")
+        """Gives what the engines share with the policy to the policy: their memory, their turn."""
+        if self.sleeps or self.pauses:
+            self._all("release", self.pauses)
+            self.paused = self.pauses
 
     def _all(self, method: str, *args: Any) -> list[Any]:
         return call_all(self.cluster, self.workers, method, *args, what=f"{method} of the engines")

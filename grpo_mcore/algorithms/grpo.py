@@ -208,6 +208,9 @@ def grpo_train(
                     schedule.record(s.Dispatched(uids, data_ended=len(batch) < count))
 
                 case s.Await():
+                    if policy_generation.paused:  # nothing trains now, and no refit comes first
+                        policy.offload()
+                        policy_generation.prepare()
                     with step_clock.phase("generate" if rollouts.generating else "reward"):
                         group = rollouts.next_group()
                     uid = group.uid
@@ -224,15 +227,17 @@ def grpo_train(
                         prompts.settle([uid])
                         report.group_filtered()
                         ledger.write("filtered", uid=uid, why="its rewards are equal")
-                    schedule.record(s.GroupFinished(uid, informative))
+                    schedule.record(s.GroupFinished(uid, informative, group.nbytes))
 
                 case s.Train(step) as command:
-                    trained, surplus, sampled = groups.take(command)
+                    rollouts.give_up([uid for uid in command.surplus if uid not in schedule.finished])
+                    trained, sampled = groups.take(command, schedule.policy_version)
                     if limits.max_trajectory_age:
-                        sampled["num_groups_ahead"] = float(len(schedule.in_flight) - len(trained))
+                        gone = len(trained) + len(command.surplus)
+                        sampled["num_groups_ahead"] = float(len(schedule.in_flight) - gone)
                     metrics = train_on_groups(policy, policy_generation, trained, loss_fn, config, step_clock)
                     prompts.settle(command.groups)
-                    prompts.put_back(surplus)
+                    prompts.put_back(command.surplus)
                     ledger.write("trained", uids=command.groups, step=step, version=schedule.policy_version)
                     if command.surplus:
                         ledger.write("returned", uids=command.surplus)
@@ -390,6 +395,7 @@ def schedule_config(config: MasterConfig, val_dataloader: Any) -> s.ScheduleConf
         max_trajectory_age=ahead.max_age,
         group_order=ahead.group_order,
         max_groups_in_flight=ahead.max_groups_in_flight if ahead.max_age else None,
+        max_bytes_in_flight=int(ahead.max_buffer_gb * GIB) if ahead.max_buffer_gb and ahead.max_age else None,
         refit_in_flight=ahead.in_flight_weight_updates,
         val_period=grpo.val_period if validates else 0,
         val_start_at=grpo.val_start_at,
@@ -434,7 +440,7 @@ def async_grpo_train(
     Raises RecipeError where the recipe does not go with it, ValueError where `setup` has started engines that sleep
     while the policy trains.
     """
-    if policy_generation.sleeps and max_trajectory_age_steps:
+    if policy_generation.sleeps and not policy_generation.pauses and max_trajectory_age_steps:
         raise ValueError(
             "these engines sleep while the policy trains, so they cannot generate ahead: set grpo.async_grpo.enabled "
             "before setup"

@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import copy
 from collections import Counter, defaultdict, deque
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
 from grpo_mcore.algorithms.engine_group import EngineGroup
 from grpo_mcore.algorithms.judging import Judging
-from grpo_mcore.cluster import Cluster, DeadlineExceeded, ObjectStore, Stream, Worker, WorkerFailed
+from grpo_mcore.cluster import Cluster, DeadlineExceeded, ObjectStore, Stream, Worker, WorkerFailed, call_all
 from grpo_mcore.cluster.local_cluster import LocalWorker
 from grpo_mcore.data import TurnTemplate
 from grpo_mcore.rollout.conversation import Conversation, TurnLimits
@@ -133,6 +133,21 @@ class Rollouts:
             for index in range(generations)
         ]
 
+    def give_up(self, uids: Collection[str]) -> None:
+        """These prompts will not come back: their samples are given up where they are. They may be dispatched again."""
+        self._judging.forget(uids)
+        self._finished = deque(group for group in self._finished if group.uid not in uids)
+        for key, requests in self._queued.items():
+            self._queued[key] = [request for request in requests if request.uid not in uids]
+        engines = set()
+        for running in self._running.values():
+            if any([running.missing.pop(uid, 0) for uid in uids]):
+                engines.add(running.engine)
+        for uid in uids:
+            self._open.pop(uid, None)
+        workers = [self.engines.workers[engine] for engine in sorted(engines)]
+        call_all(self.cluster, workers, "give_up", tuple(uids), what="giving samples up")
+
     def next_group(self) -> Group:
         """Waits for the next group whose samples are all generated and scored.
 
@@ -170,7 +185,7 @@ class Rollouts:
         """The next sample of an engine, or that its call has failed."""
         stream = running.stream
         try:
-            parcel = next(stream)
+            parcel = next(stream, None)
         except WorkerFailed as error:
             self._failures += 1
             if self._failures > self._max_failures:
@@ -178,11 +193,16 @@ class Rollouts:
             del self._running[id(stream)]
             self._generate_anew(running, f"{error.worker}: {error.cause}")
             return
+        if parcel is None:  # its last samples were given up
+            del self._running[id(stream)]
+            return
+        if not running.missing[parcel.label.uid]:  # it was given up, and came all the same
+            return
         running.missing[parcel.label.uid] -= 1
         if not running.missing.total():
             self._failures = 0
-            del self._running[id(stream)]
-            next(stream, None)  # nothing is left but its end
+            if next(stream, None) is None:  # nothing is left but its end, and perhaps what was given up
+                del self._running[id(stream)]
         self._take_sample(replace(parcel.label, ref=parcel.content))
 
     def _go_on_judged(self) -> None:
@@ -241,7 +261,8 @@ class Rollouts:
         busy |= {(group.engine, group.step) for group in map(self._open.__getitem__, self._judging.uids())}
         for engine, step, sampling in [key for key in self._queued if key[:2] not in busy]:
             requests = self._queued.pop((engine, step, sampling))
-            self._send(engine, step, requests, sampling, f"later turns of {len(requests)} samples")
+            if requests:
+                self._send(engine, step, requests, sampling, f"later turns of {len(requests)} samples")
 
     def _send(self, engine: int, step: int, requests: list[GenerationRequest], sampling: Sampling, what: str) -> None:
         stream = self.engines.workers[engine].stream("generate_refs", requests, sampling, what=what)

@@ -230,6 +230,8 @@ def _ahead(config: MasterConfig) -> str:
     ahead = config.grpo.async_grpo
     versions = f"{ahead.max_age} weight version{'s' if ahead.max_age > 1 else ''}"
     refit = "while engines generate" if ahead.in_flight_weight_updates else "once they are idle"
+    if ahead.pauses:
+        refit = "while samples stand still, as they do in training"
     return f"trajectories at most {versions} old, groups {ahead.group_order.replace('_', ' ')}, refit {refit}"
 
 

@@ -167,8 +167,9 @@ def start_engines(config: MasterConfig, cluster: Cluster, policy: PolicyGroup) -
             f"{count or 1} engines x TP {vllm.tensor_parallel_size} do not fit the {policy.layout.world_size} GPUs of "
             "cluster.num_nodes x gpus_per_node; lower policy.generation.num_engines or vllm_cfg.tensor_parallel_size"
         )
+    pauses = config.grpo.async_grpo.pauses
     # An engine that generates while the policy trains cannot give its memory away.
-    sleeps = gpu and colocated and not config.grpo.async_grpo.max_age
+    sleeps = gpu and colocated and (pauses or not config.grpo.async_grpo.max_age)
     own_tokenizer = config.policy.tokenizer.name == config.policy.model_name
     workers: list[Worker] = []
     for index in range(count):
@@ -204,7 +205,7 @@ def start_engines(config: MasterConfig, cluster: Cluster, policy: PolicyGroup) -
             )
         )
     layout = EngineLayout(vllm.tensor_parallel_size, replicas=count)
-    return EngineGroup(cluster, workers, sleeps, layout, colocated=colocated)
+    return EngineGroup(cluster, workers, sleeps, layout, colocated=colocated, pauses=pauses)
 
 
 def start_environments(

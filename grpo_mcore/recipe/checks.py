@@ -168,11 +168,6 @@ def check_ages(config: MasterConfig) -> Iterator[Finding]:
             f"trains on trajectories of age {ahead.max_age} (in weight versions), which needs "
             "loss_fn.use_importance_sampling_correction: true",
         )
-    if config.grpo.use_dynamic_sampling:
-        yield Finding(
-            (enabled, "grpo.use_dynamic_sampling"),
-            "does not go with grpo.use_dynamic_sampling: true yet; switch one of them off",
-        )
     if ahead.max_groups_in_flight is not None and ahead.max_groups_in_flight < prompts:
         yield Finding(
             (at + "max_groups_in_flight", "grpo.num_prompts_per_step"),
@@ -182,6 +177,16 @@ def check_ages(config: MasterConfig) -> Iterator[Finding]:
         yield Finding(
             (at + "recompute_kv_cache_after_weight_updates", at + "in_flight_weight_updates"),
             "has no effect without in_flight_weight_updates: true: nothing is under way at a refit",
+        )
+    if ahead.partial_rollouts and not ahead.in_flight_weight_updates:
+        yield Finding(
+            (at + "partial_rollouts", at + "in_flight_weight_updates"),
+            "needs in_flight_weight_updates: true: without it a refit waits for every sample under way",
+        )
+    if ahead.partial_rollouts and not config.policy.generation.colocated.enabled:
+        yield Finding(
+            (at + "partial_rollouts", "policy.generation.colocated.enabled"),
+            "engines with devices of their own need not stand still while the policy trains; switch it off",
         )
 
 

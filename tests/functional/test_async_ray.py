@@ -1,5 +1,5 @@
 """A run with look-ahead as a user starts it, under Ray, the engine with a pool of its own: killed on its way, gone on
-with to the end of the data."""
+with to the end of the data, then with dynamic sampling."""
 
 from __future__ import annotations
 
@@ -57,15 +57,19 @@ def test_killed_and_resumed_it_trains_on_every_prompt_once(
     killed = audit(read_ledger(ledger))
     assert not killed.flaws and killed.steps >= 3
 
-    run = run_command("train", tmp_path, recipe, "--resume", "grpo.async_grpo.in_flight_weight_updates=true")
+    words = ("grpo.async_grpo.in_flight_weight_updates=true", "grpo.use_dynamic_sampling=true")
+    run = run_command("train", tmp_path, recipe, "--resume", *words, "grpo.batch_multiplier=2")
     print(run.out, run.err)
     assert run.code == 0, run.err
     found = audit(read_ledger(ledger))
-    assert not found.flaws and found.starts == 2 and found.steps == 6
-    assert found.fates["trained on"] == PROMPTS == sum(found.fates.values())
+    assert not found.flaws and found.starts == 2 and found.steps > killed.steps
+    assert found.fates["trained on"] + found.fates["filtered"] == PROMPTS == sum(found.fates.values())
     assert max(found.by_age) == 1
-    rows = run.metrics()[-(6 - killed.steps) :]
-    assert rows[-1]["step"] == 6 and rows[-1]["num_groups_ahead"] == 0
-    assert all(row["grad_norm"] > 0 and row["refit/checked"] > 0 for row in rows)
+    rows = run.metrics()[-(found.steps - killed.steps) :]
+    assert rows[-1]["step"] == found.steps and rows[-1]["num_groups_ahead"] == 0
+    assert sum(row["num_filtered_prompts"] for row in rows) == found.fates["filtered"]
+    dropped = sum(row["buffer/dropped_too_old_finished"] + row["buffer/dropped_too_old_under_way"] for row in rows)
+    assert dropped == sum(row["num_surplus_prompts"] for row in rows)
+    assert all(row["grad_norm"] > 0 and row["refit/checked"] > 0 and row["zero_advantage_rate"] < 1 for row in rows)
     assert "1 x vLLM TP 1 float32, with devices of their own" in run.out and "1 policy rank" in run.out
     assert json.loads((run.logs / "summary.json").read_text())["end"] == "the data has ended"

@@ -162,7 +162,7 @@ def workload_of(
         refit_buffer=int(policy.refit_buffer_size_gb * 2**30),
         colocated=generation.colocated.enabled,
         engine_nodes=(engine_pool(config) or pool).nodes,
-        engines_sleep=not config.grpo.async_grpo.max_age,
+        engines_sleep=not config.grpo.async_grpo.max_age or config.grpo.async_grpo.pauses,
     )
     assert found.layers  # raises here where the layers do not divide
     return found

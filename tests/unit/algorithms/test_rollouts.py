@@ -367,3 +367,27 @@ def test_a_failure_more_than_tolerated_ends_it() -> None:
     failing(world, 0, 1, 2)
     with pytest.raises(WorkerFailed, match="Broken: out of memory"):
         world.run(range(4), generations=1)
+
+
+@pytest.mark.parametrize("engines", [1, 2])
+@pytest.mark.parametrize("seed", range(6))
+@pytest.mark.parametrize("taken", [1, 3])
+def test_what_is_given_up_does_not_come_and_may_come_anew(engines: int, seed: int, taken: int) -> None:
+    """Whether it is generated, judged, waits for its next turn or is finished; the others are not disturbed."""
+    world = World(engines=engines, seed=seed)
+    world.rollouts.dispatch([prompt(number) for number in range(6)], SAMPLING, generations=3, step=1)
+    groups = {group.uid: group for group in (world.rollouts.next_group() for _ in range(taken))}
+    unwanted = [uid for uid in ("p1", "p2", "p5") if uid not in groups]
+    world.rollouts.give_up(unwanted)
+    world.rollouts.dispatch([prompt(int(uid[1:])) for uid in unwanted], SAMPLING, generations=3, step=2)
+    groups |= {group.uid: group for group in (world.rollouts.next_group() for _ in range(6 - taken))}
+    assert len(groups) == 6
+    while awaited := world.rollouts.awaited():  # streams whose last samples were given up
+        world.rollouts.take(world.cluster.next_ready(awaited, 1.0, "ends"))
+    assert not world.rollouts.generating
+    calm = World(engines=engines, seed=seed)
+    first, anew = calm.run(range(6)), calm.run(range(6), step=2)
+    for uid, group in groups.items():
+        same = (anew if uid in unwanted else first)[uid]
+        assert [calm.trajectory(same, i) for i in range(3)] == [world.trajectory(group, i) for i in range(3)]
+        assert group.scores == same.scores

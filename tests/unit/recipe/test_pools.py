@@ -68,3 +68,11 @@ def test_a_debuggers_process_has_no_second_pool() -> None:
     plain["policy"]["generation"]["colocated"] = {"enabled": False, "resources": {"gpus_per_node": 1}}
     with pytest.raises(RecipeError, match="the local backend has one; set cluster.backend: ray"):
         MasterConfig.model_validate(plain)
+
+
+def test_engines_of_their_own_need_not_stand_still() -> None:
+    plain = config(1, 4, {"gpus_per_node": 1}).model_dump()
+    plain["loss_fn"]["use_importance_sampling_correction"] = True
+    plain["grpo"]["async_grpo"] |= {"enabled": True, "in_flight_weight_updates": True, "partial_rollouts": True}
+    with pytest.raises(RecipeError, match="partial_rollouts: engines with devices of their own need not stand still"):
+        MasterConfig.model_validate(plain)

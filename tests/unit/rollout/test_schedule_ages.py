@@ -62,7 +62,8 @@ class World:
         mine = self.schedule
         return (
             mine.step, mine.engine_version, mine.data_ended, tuple(mine.in_flight.items()), frozenset(mine.finished),
-            mine.largest, frozenset(mine.filtered), self.dull, len(mine.failed), mine.validated_step, mine.saved_step, self.data, self.saved, self.accidents, self.crashes,
+            mine.largest, frozenset(mine.filtered), self.dull, len(mine.failed), mine.validated_step,
+            mine.saved_step, self.data, self.saved, self.accidents, self.crashes,
             frozenset(self.ends),
         )  # fmt: skip
 
