@@ -1,4 +1,4 @@
-"""How much time does generation ahead of training save? Real runs on CPU, and the same schedule under a simulated clock.
+"""How much time does generation ahead of training save? Real runs on CPU, and their schedule under a simulated clock.
 
     python benchmarks/async.py [--steps 8] [--ages 0 1 2] [--json]
     python benchmarks/async.py --simulate-only [--train-seconds 20] [--engines 4] ... [--json]

@@ -175,6 +175,7 @@ def grpo_train(
         on_sample=lambda: report.sample(),
         max_failures=config.grpo.async_grpo.max_generation_failures if config.grpo.async_grpo.enabled else 0,
         on_retry=lambda uid, why: ledger.retried(uid, why),
+        enough_samples=config.grpo.async_grpo.min_samples_per_group if config.grpo.async_grpo.max_age else None,
     )
     sampling = sampling_of(config.policy.generation, tokenizer.eos_token_id)
     groups = StepGroups(config)
@@ -333,6 +334,8 @@ def refit_policy_generation(
     version = policy.updates + 1
     shares_memory = colocated_inference and policy_generation.colocated
     nodes = None if shares_memory else policy_generation.by_node()
+    if nodes:
+        policy.link_to([node[0] for node in nodes])
     report = refit(
         policy.workers,
         [engine for node in nodes for engine in node] if nodes else policy_generation.workers,

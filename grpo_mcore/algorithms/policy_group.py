@@ -40,6 +40,7 @@ class PolicyGroup:
     colocated: bool = True
     updates: int = 0
     meanwhile: Meanwhile | None = None
+    linked: tuple[tuple[str, int], ...] = ()  # (node, process) of those to whom the ranks have a wire
 
     @contextmanager
     def beside(self, other: Meanwhile) -> Iterator[None]:
@@ -96,6 +97,14 @@ class PolicyGroup:
         speaking = [ranks for rank, ranks in enumerate(reports) if self.layout.speaks(rank)]
         by_optimizer_step = zip(*speaking, strict=True)
         return step_metrics([combine_metrics([report.metrics for report in ranks]) for ranks in by_optimizer_step])
+
+    def link_to(self, receivers: Sequence[Worker]) -> None:
+        """Before a refit over a wire: the ranks leave one that leads to others, such as an engine that was replaced."""
+        places = [worker.place() for worker in receivers]
+        found = tuple((place.node, place.pid) for place in places)
+        if self.linked and self.linked != found:
+            self._all("close_refit", what="leaving the wire to the engines")
+        self.linked = found
 
     def offload(self) -> None:
         """Makes room for the engines, where they share devices."""

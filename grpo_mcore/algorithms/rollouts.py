@@ -10,7 +10,7 @@ from typing import Any
 
 from grpo_mcore.algorithms.engine_group import EngineGroup
 from grpo_mcore.algorithms.judging import Judging
-from grpo_mcore.cluster import Cluster, DeadlineExceeded, ObjectStore, Stream, Worker, WorkerFailed, call_all
+from grpo_mcore.cluster import Cluster, DeadlineExceeded, ObjectStore, Pending, Stream, Worker, WorkerFailed, call_all
 from grpo_mcore.cluster.local_cluster import LocalWorker
 from grpo_mcore.data import TurnTemplate
 from grpo_mcore.rollout.conversation import Conversation, TurnLimits
@@ -76,9 +76,12 @@ class Rollouts:
         on_sample: Callable[[], None] = lambda: None,
         max_failures: int = 0,
         on_retry: Callable[[str, str], None] = lambda uid, why: None,
+        enough_samples: int | None = None,
     ) -> None:
         """`environments`: task name -> environment. `on_sample`: called for each sample, when its last turn is there.
         `max_failures`: generation calls in a row that may fail; `on_retry` gets each prompt of one, and why.
+        `enough_samples`: a group with so many samples is complete, and the others are given up; None: all. Only where
+        samples have one turn.
 
         Raises DataError where samples may have several turns and the tokenizer's chat template cannot hold them.
         """
@@ -86,6 +89,8 @@ class Rollouts:
         self.cluster: Cluster = engines.cluster
         self._on_sample, self._on_retry = on_sample, on_retry
         self._max_failures, self._failures = max_failures, 0
+        self._enough_samples = enough_samples
+        self._given_up: list[Pending] = []  # engines that are being told
         self._template = TurnTemplate(tokenizer) if limits.max_turns > 1 else None
         self._open: dict[str, _Open] = {}
         self._running: dict[int, _Running] = {}  # by id of the stream
@@ -100,7 +105,9 @@ class Rollouts:
         return bool(self._running)
 
     def dispatch(self, prompts: Sequence[Any], sampling: Sampling, *, generations: int, step: int) -> None:
-        """Sends `generations` requests for each prompt (a DatumSpec) to the engines. Does not wait."""
+        """Sends `generations` requests for each prompt (a DatumSpec) to the engines. Does not wait for samples."""
+        while self._given_up:  # it might be about one of these prompts
+            self._given_up.pop().result()
         shares: list[list[GenerationRequest]] = [[] for _ in self.engines.workers]
         load = [0] * len(shares)
         for group in self._open.values():
@@ -173,11 +180,15 @@ class Rollouts:
 
     def awaited(self) -> list[Any]:
         """The verdicts and streams that are waited for."""
-        return [*self._judging.pending(), *(running.stream for running in self._running.values())]
+        streams = (running.stream for running in self._running.values())
+        return [*self._judging.pending(), *streams, *self._given_up]
 
     def take(self, ready: Any) -> None:
         """Goes on with one of `awaited` that has something. Raises what it raises."""
-        if not self._judging.take(ready):
+        if ready in self._given_up:
+            self._given_up.remove(ready)
+            ready.result()
+        elif not self._judging.take(ready):
             self._take_next_of(self._running[id(ready)])
         self._go_on_judged()
 
@@ -199,11 +210,28 @@ class Rollouts:
         if not running.missing[parcel.label.uid]:  # it was given up, and came all the same
             return
         running.missing[parcel.label.uid] -= 1
+        sample = replace(parcel.label, ref=parcel.content)
+        if self._is_enough(sample.uid):
+            del running.missing[sample.uid]
+            self._forget_missing(sample, self.engines.workers[running.engine])
         if not running.missing.total():
             self._failures = 0
             if next(stream, None) is None:  # nothing is left but its end, and perhaps what was given up
                 del self._running[id(stream)]
-        self._take_sample(replace(parcel.label, ref=parcel.content))
+        self._take_sample(sample)
+
+    def _is_enough(self, uid: str) -> bool:
+        """Whether a group can do without the samples that are missing when the next one is there."""
+        group = self._open[uid]
+        return group.missing > 1 and len(group.conversations) - group.missing + 1 == self._enough_samples
+
+    def _forget_missing(self, last: TrajectoryRef, engine: Worker) -> None:
+        """The group of `last` is complete with it: the engine is told to give up the others."""
+        group = self._open[last.uid]
+        for index, conversation in enumerate(group.conversations):
+            conversation.over = conversation.sample is None and index != last.generation_index
+        group.missing = 1
+        self._given_up.append(engine.call("give_up", (last.uid,), what=f"giving up what {last.uid} can do without"))
 
     def _go_on_judged(self) -> None:
         """Closes the groups that are judged to the end, and sends the next turns of the others."""
@@ -271,9 +299,9 @@ class Rollouts:
 
     def _close(self, uid: str) -> Group:
         group = self._open.pop(uid)
-        samples = tuple(conversation.sample for conversation in group.conversations)
-        scores = tuple(conversation.score for conversation in group.conversations)
-        return Group(group.prompt, samples, scores)
+        kept = [conversation for conversation in group.conversations if conversation.sample]
+        samples = tuple(conversation.sample for conversation in kept)
+        return Group(group.prompt, samples, tuple(conversation.score for conversation in kept))
 
 
 def turn_limits(config: Any) -> TurnLimits:

@@ -178,6 +178,18 @@ def check_ages(config: MasterConfig) -> Iterator[Finding]:
             (at + "recompute_kv_cache_after_weight_updates", at + "in_flight_weight_updates"),
             "has no effect without in_flight_weight_updates: true: nothing is under way at a refit",
         )
+    if ahead.min_samples_per_group is not None:
+        samples = config.grpo.num_generations_per_prompt
+        if ahead.min_samples_per_group > samples:
+            yield Finding(
+                (at + "min_samples_per_group", "grpo.num_generations_per_prompt"),
+                f"{ahead.min_samples_per_group} samples are more than the {samples} of a group",
+            )
+        if config.grpo.max_rollout_turns > 1:
+            yield Finding(
+                (at + "min_samples_per_group", "grpo.max_rollout_turns"),
+                "goes with samples of one turn only: set grpo.max_rollout_turns to 1",
+            )
     if ahead.partial_rollouts and not ahead.in_flight_weight_updates:
         yield Finding(
             (at + "partial_rollouts", at + "in_flight_weight_updates"),

@@ -109,6 +109,9 @@ class AsyncGRPOConfig(Section):
     """What the old weights computed of samples under way is computed again after a refit. Only with
     in_flight_weight_updates."""
 
+    min_samples_per_group: Annotated[int, Field(ge=2)] | None = None
+    """A group is finished with so many of its samples, whichever come first, and the others are given up: a step does
+    not wait for the longest, and prefers short answers. null: all num_generations_per_prompt."""
     partial_rollouts: bool = False
     """Engines that share the policy's devices stand still while it trains, and on GPUs give it their memory; samples
     under way go on after the refit. With group_order oldest_first and max_groups_in_flight below what the age allows no

@@ -391,3 +391,25 @@ def test_what_is_given_up_does_not_come_and_may_come_anew(engines: int, seed: in
         same = (anew if uid in unwanted else first)[uid]
         assert [calm.trajectory(same, i) for i in range(3)] == [world.trajectory(group, i) for i in range(3)]
         assert group.scores == same.scores
+
+
+@pytest.mark.parametrize("engines", [1, 2])
+@pytest.mark.parametrize("seed", range(6))
+def test_a_group_may_be_complete_without_its_last_samples(engines: int, seed: int) -> None:
+    world = World(engines=engines, seed=seed, max_turns=1)
+    world.rollouts = Rollouts(
+        world.engines, world.rollouts.environments, None, TurnLimits(1, 99), seed=5, enough_samples=3
+    )
+    calm = World(engines=engines, seed=seed, max_turns=1)
+    for step in (1, 2):  # the same prompts again: nothing is told to give them up too late
+        world.rollouts.dispatch([prompt(number) for number in range(4)], SAMPLING, generations=5, step=step)
+        groups = [world.rollouts.next_group() for _ in range(4)]
+        whole = calm.run(range(4), generations=5, step=step)
+        for group in groups:
+            assert len(group.samples) == len(group.scores) == 3 and group.failure is None
+            for sample in group.samples:
+                trajectory = world.cluster.fetch(sample.ref)
+                assert trajectory == calm.trajectory(whole[group.uid], sample.generation_index)
+    while awaited := world.rollouts.awaited():
+        world.rollouts.take(world.cluster.next_ready(awaited, 1.0, "ends"))
+    assert sum(map(len, world.environment.calls)) == 2 * 4 * 3, "nobody judges what is given up"
