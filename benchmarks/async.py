@@ -20,7 +20,8 @@ import argparse
 import json
 import sys
 import tempfile
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from itertools import groupby
 from pathlib import Path
 from random import Random
 from typing import Any
@@ -43,31 +44,29 @@ def row(age: int, mode: str, seconds: float, bound: float, simulated: bool, **mo
     }  # fmt: skip
 
 
-def real_rows(steps: int, ages: Sequence[int], seed: int) -> list[Row]:
-    found: list[Row] = []
+def real_rows(steps: int, ages: Sequence[int], seed: int) -> Iterator[Row]:
+    """A row for each run, and after it one for its simulation."""
     with tempfile.TemporaryDirectory() as tmp:
         folder = Path(tmp)
         task = runs.prepare(folder)
-        base: dict[str, runs.Measured] = {}
-        for mode in runs.modes(ages):
-            seen = runs.run(folder, task, mode, steps)
-            first = base.setdefault(mode.layout, seen)
-            bound = 1 / max(first.waited, first.busy)
-            more = {"g": first.waited, "t": first.busy, "wait_seconds": seen.waited}
-            found.append(row(mode.age, mode.name, seen.total, bound, False, **more))
-            overlaps_on_shared_cores = mode.name == "colocated" and mode.age
-            if not overlaps_on_shared_cores:
-                told = simulate(
-                    schedule_of(mode, steps=200), runs.GENERATIONS, 1, durations_of(first), seed,
-                    pauses=mode.layout == "colocated",
-                )  # fmt: skip
-                more["wait_seconds"] = told["waited"]
-                found.append(row(mode.age, mode.name, told["seconds"], bound, True, **more))
-    return found
+        for _, group in groupby(runs.modes(ages), lambda mode: mode.layout):
+            chosen, first = list(group), None
+            for mode, seen in zip(chosen, runs.measure(folder, task, chosen, steps), strict=True):
+                first = first or seen
+                bound = 1 / max(first.waited, first.busy)
+                more = {"g": first.waited, "t": first.busy, "wait_seconds": seen.waited}
+                yield row(mode.age, mode.name, seen.total, bound, False, **more)
+                if mode.name == "colocated" and mode.age:
+                    continue  # both at the same time on the same cores: no duration of age 0 tells how long that takes
+                schedule, durations = schedule_of(mode, steps=200), durations_of(first)
+                pauses = mode.layout == "colocated"
+                told = simulate(schedule, runs.GENERATIONS, 1, durations, seed, pauses=pauses)
+                yield row(mode.age, mode.name, told["seconds"], bound, True, **more | {"wait_seconds": told["waited"]})
 
 
 def schedule_of(mode: runs.Mode, steps: int) -> ScheduleConfig:
-    ahead = load_recipe("grpo-arithmetic-cpu", mode.overrides).config.grpo.async_grpo
+    sizes = ("policy.megatron_cfg.tensor_model_parallel_size=1", "loss_fn.use_importance_sampling_correction=true")
+    ahead = load_recipe("grpo-arithmetic-cpu", [*sizes, *mode.overrides]).config.grpo.async_grpo
     return ScheduleConfig(
         runs.PROMPTS, steps, max_trajectory_age=ahead.max_age, group_order=ahead.group_order,
         max_groups_in_flight=ahead.max_groups_in_flight if ahead.max_age else None,
@@ -131,7 +130,7 @@ def main() -> None:
     args.ages = sorted({0, *args.ages})  # the bound is that of age 0
     printed = sys.stdout
     sys.stdout = sys.stderr  # what the runs say
-    rows = simulated_rows(args) if args.simulate_only else real_rows(args.steps, args.ages, args.seed)
+    rows = simulated_rows(args) if args.simulate_only else list(real_rows(args.steps, args.ages, args.seed))
     sys.stdout = printed
     print(json.dumps({"rows": rows}) if args.json else table(rows))
 

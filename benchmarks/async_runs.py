@@ -6,16 +6,20 @@ geometric, the longest of a step several times the mean. The learning rate is ne
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import closing
 from dataclasses import dataclass
 from pathlib import Path
 from statistics import mean
 from typing import Any
 
-from grpo_mcore.cli.train import train
+from grpo_mcore.algorithms.checkpoints import CheckpointManager
+from grpo_mcore.algorithms.grpo import grpo_train, setup
+from grpo_mcore.algorithms.setup import make_loss, start_cluster, start_environments, wait_until_ready
+from grpo_mcore.data import build_task_data, build_train_dataloader, load_tokenizer
 from grpo_mcore.data.arithmetic import ArithmeticTask, make_arithmetic_task, make_base_config
-from grpo_mcore.observe import read_metrics
-from grpo_mcore.recipe import load_recipe
+from grpo_mcore.observe import Logger, read_metrics
+from grpo_mcore.recipe import MasterConfig, load_recipe
 
 PROMPTS, GENERATIONS, LONGEST, PROMPT = 16, 4, 128, 16
 WARM_UP = 2
@@ -27,19 +31,18 @@ POOL = (
     "policy.generation.colocated={enabled: false, resources: {gpus_per_node: 1}}",
 )
 SHARED = ("cluster.gpus_per_node=1",)
-AHEAD = "loss_fn.use_importance_sampling_correction=true"
 
 
 def ahead(age: int, **more: Any) -> tuple[str, ...]:
     """Overrides of a run at this age."""
     keys = {"enabled": True, "max_trajectory_age_steps": age, "in_flight_weight_updates": True} | more
     at = "grpo.async_grpo."
-    return (AHEAD, *(f"{at}{name}={str(value).lower()}" for name, value in keys.items())) if age else ()
+    return tuple(f"{at}{name}={str(value).lower()}" for name, value in keys.items()) if age else ()
 
 
 @dataclass(frozen=True)
 class Mode:
-    """How a row's run is laid out. `age` 0 of each `layout` comes first: it gives the bound."""
+    """How a row's run is laid out. Age 0 of each layout comes first: it gives the bound."""
 
     layout: str
     name: str
@@ -84,26 +87,45 @@ def prepare(folder: Path) -> ArithmeticTask:
     return task
 
 
-def run(folder: Path, task: ArithmeticTask, mode: Mode, steps: int) -> Measured:
-    """Averages over all steps but the first ones, which load kernels."""
-    logs = folder / mode.name.replace(", ", "-").replace(" ", "-") / f"age-{mode.age}"
-    config = load_recipe(
+def measure(folder: Path, task: ArithmeticTask, chosen: Sequence[Mode], steps: int) -> Iterator[Measured]:
+    """A run of each mode, one after another on the same policy and engine."""
+    tokenizer = load_tokenizer(str(folder / "model"))
+    config = recipe(folder, task, chosen[0], steps)
+    logger = Logger(config.logger)
+    with closing(logger), start_cluster(config, logger.log_dir) as cluster:
+        data = build_task_data(config.data.train, [], tokenizer, PROMPT + LONGEST)
+        environments = start_environments(config, cluster, data.env_names)
+        policy, engines, *_, state, _ = setup(config, tokenizer, data.train, None, cluster=cluster, logger=logger)
+        wait_until_ready(config, cluster, list(environments.values()), "start of the environment")
+        for mode in chosen:
+            config = recipe(folder, task, mode, steps)
+            policy.updates, engines.pauses = 0, config.grpo.async_grpo.pauses
+            loader = build_train_dataloader(data.train, config.data, PROMPTS, config.grpo.seed)
+            with closing(Logger(config.logger)) as logger:
+                grpo_train(
+                    policy, engines, loader, None, tokenizer, make_loss(config), environments, None, logger,
+                    CheckpointManager(config.checkpointing), dict(state), config,  # type: ignore[arg-type]
+                )  # fmt: skip
+            yield measured(read_metrics(logger.log_dir / "metrics.jsonl", "train")[WARM_UP:])
+
+
+def recipe(folder: Path, task: ArithmeticTask, mode: Mode, steps: int) -> MasterConfig:
+    """The importance-sampling correction is part of all runs, so that all of them train in the same way."""
+    return load_recipe(
         "grpo-arithmetic-cpu",
         [
-            f"policy.model_name={folder / 'model'}", f"data.train.data_path={task.train}",
-            f"data.validation.data_path={task.val}", f"logger.log_dir={logs}", "logger.tensorboard_enabled=false",
+            f"policy.model_name={folder / 'model'}", f"data.train.data_path={task.train}", "data.validation=null",
+            f"logger.log_dir={folder / 'logs'}", "logger.tensorboard_enabled=false",
             "checkpointing.enabled=false", "grpo.val_at_start=false", "grpo.val_at_end=false", "grpo.val_period=0",
             f"grpo.max_num_steps={steps + WARM_UP}", f"grpo.num_prompts_per_step={PROMPTS}",
             f"grpo.num_generations_per_prompt={GENERATIONS}",
-            f"policy.train_global_batch_size={PROMPTS * GENERATIONS}", "policy.precision=float32",
+            f"policy.train_global_batch_size={PROMPTS * GENERATIONS}",
             f"policy.max_total_sequence_length={PROMPT + LONGEST}", f"policy.generation.max_new_tokens={LONGEST}",
-            "policy.megatron_cfg.tensor_model_parallel_size=1", "policy.megatron_cfg.sequence_parallel=false",
-            "policy.megatron_cfg.optimizer.lr=1.0e-9", "policy.megatron_cfg.optimizer.min_lr=1.0e-9",
-            "policy.megatron_cfg.scheduler.lr_warmup_init=1.0e-9", *mode.overrides,
+            "policy.megatron_cfg.tensor_model_parallel_size=1", "policy.megatron_cfg.optimizer.lr=1.0e-9",
+            "policy.megatron_cfg.optimizer.min_lr=1.0e-9", "policy.megatron_cfg.scheduler.lr_warmup_init=1.0e-9",
+            "loss_fn.use_importance_sampling_correction=true", *mode.overrides,
         ],
     ).config  # fmt: skip
-    train(config)
-    return measured(read_metrics(logs / "exp_001" / "metrics.jsonl", "train")[WARM_UP:])
 
 
 def measured(rows: Sequence[Mapping[str, Any]]) -> Measured:
