@@ -116,7 +116,8 @@ def recipe(folder: Path, task: ArithmeticTask, mode: Mode, steps: int) -> Master
         [
             f"policy.model_name={folder / 'model'}", f"data.train.data_path={task.train}", "data.validation=null",
             f"logger.log_dir={folder / 'logs'}", "logger.tensorboard_enabled=false",
-            "checkpointing.enabled=false", "grpo.val_at_start=false", "grpo.val_at_end=false", "grpo.val_period=0",
+            "checkpointing.enabled=false", f"checkpointing.checkpoint_dir={folder / 'checkpoints'}",
+            "grpo.val_at_start=false", "grpo.val_at_end=false", "grpo.val_period=0",
             f"grpo.max_num_steps={steps + WARM_UP}", f"grpo.num_prompts_per_step={PROMPTS}",
             f"grpo.num_generations_per_prompt={GENERATIONS}",
             f"policy.train_global_batch_size={PROMPTS * GENERATIONS}",
