@@ -1,182 +1,138 @@
-"""How much time does generation ahead of training save? The schedule of a run under a simulated clock.
+"""How much time does generation ahead of training save? Real runs on CPU, and their schedule under a simulated clock.
 
-    python benchmarks/async.py [--json] [--train-seconds 20] [--engines 4] ...
+    python benchmarks/async.py [--steps 8] [--ages 0 1 2] [--json]
+    python benchmarks/async.py --simulate-only [--train-seconds 20] [--engines 4] ... [--json]
 
-Engines, lengths and the policy are durations: an engine generates all its samples at once, each token of each takes
-`--token-seconds` plus `--sample-seconds` for every sample beside it; lengths are lognormal (long-tailed) and cut at
-`--longest`. Take the durations from a run: timing/train, timing/refit and the engines' tokens per second.
+The runs (async_runs.py): a policy rank and an engine with a core each ("disaggregated"), at each age; and both on the
+same cores, without and with partial rollouts. In the run of age 0, where they follow each other, generation takes g
+seconds a step and everything else t. bound: 1 / max(g, t) steps per second, which is (g + t) / max(g, t) times as fast.
+It leaves out that samples of later steps fill the engines while the longest of this one are awaited: shares above 1 are
+that. On the same cores nothing can overlap; partial rollouts gain what no step waits for its longest samples.
 
-bound: 1 / max(g, t), with g and t the seconds that generation and training take in the run of age 0, where they follow
-each other. It leaves out that a later step's samples fill the engines while the longest of this one are awaited: shares
-above 1 are that.
+Below each run with engines of their own, and each that takes turns, stands the same schedule simulated with the
+durations measured at age 0: a token of an engine takes a + b x samples seconds, fitted to g = a x longest + b x tokens
+over its steps. Where cores are too few to overlap (other programs run on them), that is what the schedule is worth.
 """
 
 from __future__ import annotations
 
 import argparse
 import json
-import random
-from collections.abc import Iterator
-from dataclasses import dataclass, field
-from itertools import count
+import sys
+import tempfile
+from collections.abc import Callable, Iterator, Sequence
+from itertools import groupby
+from pathlib import Path
+from random import Random
+from typing import Any
 
-from grpo_mcore.rollout import schedule as s
+import async_runs as runs
+import numpy as np
+from async_simulation import Durations, geometric, lognormal, simulate
 
+from grpo_mcore.recipe import load_recipe
+from grpo_mcore.rollout.schedule import ScheduleConfig
 
-@dataclass(frozen=True)
-class Durations:
-    """Seconds, and the distribution of lengths in tokens."""
-
-    train: float
-    refit: float
-    token: float
-    sample: float
-    median: float
-    sigma: float
-    longest: int
-
-    def length(self, draw: random.Random) -> float:
-        return min(self.longest, draw.lognormvariate(0.0, self.sigma) * self.median)
+Row = dict[str, Any]
 
 
-@dataclass
-class Engine:
-    """Samples under way: [tokens left, uid]."""
-
-    durations: Durations
-    samples: list[list] = field(default_factory=list)
-
-    @property
-    def token_seconds(self) -> float:
-        return self.durations.token + self.durations.sample * len(self.samples)
-
-    def next_end(self) -> float:
-        """Seconds until one of its samples ends, if nothing comes in between."""
-        return min((left for left, _ in self.samples), default=float("inf")) * self.token_seconds
-
-    def run(self, seconds: float) -> Iterator[str]:
-        """The uids of samples that have ended by then."""
-        if not self.samples:
-            return
-        tokens = seconds / self.token_seconds
-        for sample in self.samples:
-            sample[0] -= tokens
-        yield from (uid for left, uid in self.samples if left <= 1e-9)
-        self.samples = [sample for sample in self.samples if sample[0] > 1e-9]
+def row(age: int, mode: str, seconds: float, bound: float, simulated: bool, **more: float) -> Row:
+    speed = 1 / seconds
+    return {
+        "age": age, "mode": mode, "steps_per_second": speed, "bound": bound, "share_of_bound": speed / bound,
+        "simulated": simulated, **more,
+    }  # fmt: skip
 
 
-@dataclass
-class Cluster:
-    """Engines on devices of their own, under one clock."""
-
-    engines: list[Engine]
-    missing: dict[str, int] = field(default_factory=dict)  # uid -> samples that are still generated
-    finished: list[str] = field(default_factory=list)
-    clock: float = 0.0
-    idle: float = 0.0  # engine seconds without a sample
-
-    def pass_time(self, until: float) -> None:
-        """Until the clock shows `until`, or, with infinity, until a group has finished."""
-        while self.clock < until and not (until == float("inf") and self.finished):
-            step = min(until - self.clock, min(engine.next_end() for engine in self.engines))
-            assert step < float("inf"), "nothing is generated, and somebody waits for it"
-            self.clock += step
-            for engine in self.engines:
-                self.idle += 0.0 if engine.samples else step
-                for uid in engine.run(step):
-                    self.missing[uid] -= 1
-                    if not self.missing[uid]:
-                        self.finished.append(uid)
-
-    def dispatch(self, uid: str, lengths: list[float]) -> None:
-        engine = min(self.engines, key=lambda engine: len(engine.samples))
-        engine.samples += [[length, uid] for length in lengths]
-        self.missing[uid] = len(lengths)
+def real_rows(steps: int, ages: Sequence[int], seed: int) -> Iterator[Row]:
+    """A row for each run, and after it one for its simulation."""
+    with tempfile.TemporaryDirectory() as tmp:
+        folder = Path(tmp)
+        task = runs.prepare(folder)
+        for _, group in groupby(runs.modes(ages), lambda mode: mode.layout):
+            chosen, first = list(group), None
+            for mode, seen in zip(chosen, runs.measure(folder, task, chosen, steps), strict=True):
+                first = first or seen
+                bound = 1 / max(first.waited, first.busy)
+                more = {"g": first.waited, "t": first.busy, "wait_seconds": seen.waited}
+                yield row(mode.age, mode.name, seen.total, bound, False, **more)
+                if mode.name == "colocated" and mode.age:
+                    continue  # both at the same time on the same cores: no duration of age 0 tells how long that takes
+                schedule, durations = schedule_of(mode, steps=200), durations_of(first)
+                pauses = mode.layout == "colocated"
+                told = simulate(schedule, runs.GENERATIONS, 1, durations, seed, pauses=pauses)
+                yield row(mode.age, mode.name, told["seconds"], bound, True, **more | {"wait_seconds": told["waited"]})
 
 
-def simulate(config: s.ScheduleConfig, generations: int, engines: int, durations: Durations, seed: int) -> dict:
-    """Seconds of the whole run, of waiting for generation, of refits; idle shares."""
-    schedule, cluster = s.Schedule(config), Cluster([Engine(durations) for _ in range(engines)])
-    draw, numbers = random.Random(seed), count()
-    waited = refits = 0.0
-    while not isinstance(command := schedule.next(), s.Finish):
-        began = cluster.clock
-        match command:
-            case s.Refit(version):
-                cluster.clock += durations.refit  # the engines stand still for all of it
-                refits += durations.refit
-                schedule.record(s.Refitted(version))
-            case s.Dispatch(prompts):
-                uids = tuple(str(next(numbers)) for _ in range(prompts))
-                for uid in uids:
-                    cluster.dispatch(uid, [durations.length(draw) for _ in range(generations)])
-                schedule.record(s.Dispatched(uids))
-            case s.Await():
-                cluster.pass_time(float("inf"))
-                waited += cluster.clock - began
-                schedule.record(s.GroupFinished(cluster.finished.pop(0)))
-            case s.Train(step):
-                cluster.pass_time(cluster.clock + durations.train)
-                schedule.record(s.Trained(step))
-    total = cluster.clock
-    return {"seconds": total, "waited": waited, "refits": refits, "engines_idle": cluster.idle / total / engines}
-
-
-def rows(args: argparse.Namespace) -> list[dict]:
-    durations = Durations(
-        args.train_seconds, args.refit_seconds, args.token_seconds, args.sample_seconds, args.median, args.sigma,
-        args.longest,
+def schedule_of(mode: runs.Mode, steps: int) -> ScheduleConfig:
+    sizes = ("policy.megatron_cfg.tensor_model_parallel_size=1", "loss_fn.use_importance_sampling_correction=true")
+    ahead = load_recipe("grpo-arithmetic-cpu", [*sizes, *mode.overrides]).config.grpo.async_grpo
+    return ScheduleConfig(
+        runs.PROMPTS, steps, max_trajectory_age=ahead.max_age, group_order=ahead.group_order,
+        max_groups_in_flight=ahead.max_groups_in_flight if ahead.max_age else None,
+        refit_in_flight=ahead.in_flight_weight_updates,
     )  # fmt: skip
+
+
+def durations_of(seen: runs.Measured) -> Durations:
+    """Of a run of age 0. Not below 0: where the fit says so, all is given to the other."""
+    tokens, waits = np.array(seen.tokens), np.array(seen.waits)
+    (token, sample), *_ = np.linalg.lstsq(np.stack([seen.longest, tokens], 1), waits, rcond=None)
+    if sample < 0:
+        token, sample = waits.sum() / sum(seen.longest), 0.0
+    if token < 0:
+        token, sample = 0.0, waits.sum() / tokens.sum()
+    lengths = geometric(seen.stop, runs.LONGEST)
+    return Durations(seen.busy - seen.refit, seen.refit, float(token), float(sample), lengths)
+
+
+def simulated_rows(args: argparse.Namespace) -> list[Row]:
+    """With the durations of the command line, and lognormal lengths."""
+    lengths: Callable[[Random], float] = lognormal(args.median, args.sigma, args.longest)
+    durations = Durations(args.train_seconds, args.refit_seconds, args.token_seconds, args.sample_seconds, lengths)
     found, bound = [], 0.0
     for age in args.ages:
         for mode in ("idle engines", "in flight") if age else ("idle engines",):
-            config = s.ScheduleConfig(
-                args.prompts, args.steps, max_trajectory_age=age, refit_in_flight=mode == "in flight"
-            )
-            run = simulate(config, args.generations, args.engines, durations, args.seed)
-            per_step = {name: value / args.steps for name, value in run.items() if name != "engines_idle"}
-            if not age:
-                bound = 1 / max(per_step["waited"], durations.train)
-            found.append(
-                {
-                    "age": age,
-                    "mode": mode,
-                    "steps_per_second": 1 / per_step["seconds"],
-                    "bound": bound,
-                    "share_of_bound": 1 / per_step["seconds"] / bound,
-                    "wait_seconds": per_step["waited"],
-                    "engines_idle": run["engines_idle"],
-                    "simulated": True,
-                }
-            )
+            config = ScheduleConfig(args.prompts, 100, max_trajectory_age=age, refit_in_flight=mode == "in flight")
+            told = simulate(config, args.generations, args.engines, durations, args.seed)
+            bound = bound or 1 / max(told["waited"], durations.train)
+            more = {"wait_seconds": told["waited"], "engines_idle": told["engines_idle"]}
+            found.append(row(age, mode, told["seconds"], bound, True, **more))
     return found
+
+
+def table(rows: Sequence[Row]) -> str:
+    lines = [f"{'age':>3}  {'mode':<28} {'':<9} {'steps/s':>8} {'bound':>8} {'share':>6} {'waits s':>8}"]
+    for one in rows:
+        lines.append(
+            f"{one['age']:>3}  {one['mode']:<28} {'simulated' if one['simulated'] else 'run':<9} "
+            f"{one['steps_per_second']:8.4f} {one['bound']:8.4f} {one['share_of_bound']:6.1%} "
+            f"{one['wait_seconds']:8.2f}"
+        )
+    return "\n".join(lines)
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--steps", type=int, default=8, help="that are counted, of each run")
+    parser.add_argument("--ages", type=int, nargs="+", default=[0, 1, 2])
+    parser.add_argument("--seed", type=int, default=0, help="of the simulated lengths")
+    parser.add_argument("--json", action="store_true")
+    parser.add_argument("--simulate-only", action="store_true", help="no runs: with the durations that follow")
     for name, default in {
         "train-seconds": 20.0, "refit-seconds": 0.5, "token-seconds": 0.01, "sample-seconds": 0.0002,
         "median": 500.0, "sigma": 0.6,
     }.items():  # fmt: skip
         parser.add_argument(f"--{name}", type=float, default=default)
-    for name, number in {
-        "longest": 2048, "prompts": 32, "generations": 8, "engines": 4, "steps": 100, "seed": 0
-    }.items():  # fmt: skip
+    for name, number in {"longest": 2048, "prompts": 32, "generations": 8, "engines": 4}.items():
         parser.add_argument(f"--{name}", type=int, default=number)
-    parser.add_argument("--ages", type=int, nargs="+", default=[0, 1, 2, 4])
-    parser.add_argument("--json", action="store_true")
     args = parser.parse_args()
     args.ages = sorted({0, *args.ages})  # the bound is that of age 0
-    found = rows(args)
-    if args.json:
-        print(json.dumps({"rows": found, **vars(args)}))
-        return
-    print(f"{'age':>3}  {'refit with':<13} {'steps/s':>8} {'bound':>8} {'share':>6} {'waits s':>8} {'idle':>6}")
-    for row in found:
-        print(
-            f"{row['age']:>3}  {row['mode']:<13} {row['steps_per_second']:8.4f} {row['bound']:8.4f} "
-            f"{row['share_of_bound']:6.1%} {row['wait_seconds']:8.1f} {row['engines_idle']:6.1%}"
-        )
+    printed = sys.stdout
+    sys.stdout = sys.stderr  # what the runs say
+    rows = simulated_rows(args) if args.simulate_only else list(real_rows(args.steps, args.ages, args.seed))
+    sys.stdout = printed
+    print(json.dumps({"rows": rows}) if args.json else table(rows))
 
 
 if __name__ == "__main__":

@@ -1,4 +1,5 @@
-"""Dynamic sampling (DAPO, arXiv 2503.14476, section 3.2) on whole batches, for scripts with a loop of their own.
+"""Dynamic sampling (DAPO, arXiv 2503.14476, section 3.2) on whole batches, for scripts with a loop of their own. When a
+step is complete, and when too much was generated for it, the loop's own schedule decides.
 
 Groups whose rewards are all equal give no gradient: they are replaced by the groups of further generation batches.
 """
@@ -14,6 +15,7 @@ from torch import Tensor
 from grpo_mcore.data import BatchedDataDict
 from grpo_mcore.observe import Timeline
 from grpo_mcore.recipe import GRPOConfig, MasterConfig
+from grpo_mcore.rollout import schedule as s
 
 
 def dynamic_sampling(
@@ -46,25 +48,41 @@ def dynamic_sampling(
     repeated_batch["std"], repeated_batch["baseline"] = std, baseline
     if not grpo["use_dynamic_sampling"]:
         return repeated_batch, True, batch_cache
+    generations = grpo["num_generations_per_prompt"]
     with timer.phase("dynamic_sampling") if timer else nullcontext():
-        kept = repeated_batch.select_indices(_kept_samples(repeated_batch, grpo["num_generations_per_prompt"]))
+        kept = repeated_batch.select_indices(_kept_samples(repeated_batch, generations))
         kept["filtered_reward"] = kept["total_reward"]
         found = [batch for batch in (batch_cache, kept) if batch is not None and batch.size]
         kept = BatchedDataDict.from_batches(found) if found else kept
-    size = grpo["num_prompts_per_step"] * grpo["num_generations_per_prompt"]
-    if kept.size >= size:
-        return kept.slice(0, size), True, None
-    default = GRPOConfig.model_fields["dynamic_sampling_max_gen_batches"].default
-    most = grpo.get("dynamic_sampling_max_gen_batches", default)
-    if dynamic_sampling_num_gen_batches >= most:
-        raise ValueError(
-            f"dynamic sampling: {dynamic_sampling_num_gen_batches} generation batches gave "
-            f"{kept.size // grpo['num_generations_per_prompt']} groups whose rewards differ, a step needs "
-            f"grpo.num_prompts_per_step={grpo['num_prompts_per_step']}. Use prompts that are sometimes solved and "
-            f"sometimes not, or raise grpo.dynamic_sampling_max_gen_batches (now {most}), grpo.batch_multiplier or "
-            "grpo.num_generations_per_prompt"
-        )
+    command = _next_command(
+        grpo,
+        kept.size // generations,
+        batch=repeated_batch.size // generations,
+        batches=dynamic_sampling_num_gen_batches,
+    )
+    if isinstance(command, s.Train):
+        return kept.slice(0, len(command.groups) * generations), True, None
     return kept, False, kept if kept.size else None
+
+
+def _next_command(grpo: Mapping[str, Any], kept: int, *, batch: int, batches: int) -> s.Command:
+    """What the loop's own schedule does after `batches` generation batches of `batch` groups gave `kept` groups."""
+    default = GRPOConfig.model_fields["dynamic_sampling_max_gen_batches"].default
+    config = s.ScheduleConfig(
+        grpo["num_prompts_per_step"],
+        max_steps=1,
+        prompts_per_dispatch=batch,
+        max_gen_batches=grpo.get("dynamic_sampling_max_gen_batches", default),
+    )
+    schedule = s.Schedule(config, engine_version=1)
+    uids = [str(group) for group in range(max(kept, batch * batches))]
+    schedule.record(s.Dispatched(tuple(uids)))
+    for number, uid in enumerate(uids):
+        schedule.record(s.GroupFinished(uid, informative=number < kept))
+    try:
+        return schedule.next()
+    except s.ScheduleError as error:
+        raise ValueError(f"dynamic sampling: {str(error).partition(': ')[2]}") from error
 
 
 def _kept_samples(batch: BatchedDataDict, generations: int) -> list[int]:

@@ -74,9 +74,12 @@ class EngineGroup:
 
     cluster: Cluster
     workers: Sequence[Worker]
-    sleeps: bool  # the engines give their memory to the policy between generation phases
+    sleeps: bool  # the engines give their memory to the policy while it trains
     layout: EngineLayout = EngineLayout()  # of one engine, and how many there are
     weight_version: int = 0
+    colocated: bool = True  # on the policy's devices; otherwise weights come over a wire
+    pauses: bool = False  # what they generate stands still while the policy trains
+    paused: bool = False
     endpoint: Endpoint | None = None  # in front of the engines, where the recipe wants one
     start: Callable[[int], Worker] | None = None
     start_timeout_s: float = 600.0
@@ -84,18 +87,27 @@ class EngineGroup:
     lost: dict[int, str] = field(default_factory=dict)  # number of the engine -> why
     restored: dict[int, int] = field(default_factory=dict)  # those that came back between two refits -> their version
 
+    def by_node(self) -> list[list[Worker]]:
+        """The engines of each node, in order of appearance."""
+        nodes: dict[str, list[Worker]] = {}
+        for worker in self.workers:
+            nodes.setdefault(worker.place().node, []).append(worker)
+        return list(nodes.values())
+
     def prepare(self) -> None:
-        """Makes every engine ready to generate with the committed weights."""
+        """Makes every engine ready to generate with the committed weights, and lets what was paused go on."""
         versions = [(self.restored.get(number, self.weight_version),) for number in self.serving()]
         self._all("prepare", versions)
+        self.paused = False
 
     def release(self) -> None:
-        """Gives the engines' memory to the policy, where they share it."""
-        if self.sleeps:
+        """Gives what the engines share with the policy to the policy: their memory, their turn."""
+        if self.sleeps or self.pauses:
             try:
-                self._all("release", [()] * len(self.serving()))
+                self._all("release", [(self.pauses,)] * len(self.serving()))
             except WorkerDied:
-                pass  # it has no memory any more, and the next refit finds that it is dead
+                pass  # it has nothing any more, and the next refit finds that it is dead
+            self.paused = self.pauses
 
     def close(self) -> None:
         """Ends the endpoint, where there is one; the engines end with their cluster."""

@@ -180,6 +180,7 @@ def grpo_train(
         on_retry=lambda uid, why: ledger.retried(uid, why),
         restore_engines=restore,
         on_restart=restarted,
+        enough_samples=config.grpo.async_grpo.min_samples_per_group if config.grpo.async_grpo.max_age else None,
     )
     sampling = sampling_of(config.policy.generation, tokenizer.eos_token_id)
     groups = StepGroups(config)
@@ -234,6 +235,9 @@ def grpo_train(
                     schedule.record(s.Dispatched(uids, data_ended=len(batch) < count))
 
                 case s.Await():
+                    if policy_generation.paused:  # nothing trains now, and no refit comes first
+                        policy.offload()
+                        policy_generation.prepare()
                     with step_clock.phase("generate" if rollouts.generating else "reward"):
                         group = stop.cut_short(rollouts.next_group)
                     if group is None:
@@ -252,15 +256,17 @@ def grpo_train(
                         prompts.settle([uid])
                         report.group_filtered()
                         ledger.write("filtered", uid=uid, why="its rewards are equal")
-                    schedule.record(s.GroupFinished(uid, informative))
+                    schedule.record(s.GroupFinished(uid, informative, group.nbytes))
 
                 case s.Train(step) as command:
-                    trained, surplus, sampled = groups.take(command)
+                    rollouts.give_up([uid for uid in command.surplus if uid not in schedule.finished])
+                    trained, sampled = groups.take(command, schedule.policy_version)
                     if limits.max_trajectory_age:
-                        sampled["num_groups_ahead"] = float(len(schedule.in_flight) - len(trained))
+                        gone = len(trained) + len(command.surplus)
+                        sampled["num_groups_ahead"] = float(len(schedule.in_flight) - gone)
                     metrics = train_on_groups(policy, policy_generation, trained, loss_fn, config, step_clock)
                     prompts.settle(command.groups)
-                    prompts.put_back(surplus)
+                    prompts.put_back(command.surplus)
                     ledger.write("trained", uids=command.groups, step=step, version=schedule.policy_version)
                     if command.surplus:
                         ledger.write("returned", uids=command.surplus)
@@ -361,8 +367,8 @@ def refit_policy_generation(
     """Makes every engine's weights equal the policy's, as weight version `policy.updates` + 1.
 
     The engines may generate meanwhile: they stand still only for the commit, and requests under way go on with the new
-    weights. `colocated_inference` False: over a wire, as if they shared no memory. `_refit_buffer_size_gb`: GiB, in
-    place of policy.refit_buffer_size_gb. `recompute_kv`: what the old weights computed of requests under way is
+    weights. `colocated_inference` False: over a wire, as to engines with devices of their own. `_refit_buffer_size_gb`:
+    GiB, in place of policy.refit_buffer_size_gb. `recompute_kv`: what the old weights computed of requests under way is
     computed again. Raises RefitError; the engines then have their old weights, or refuse to generate from mixed ones.
     With policy.refit_parity it also raises where the log-probs of the committed weights differ.
     """
@@ -377,14 +383,18 @@ def refit_policy_generation(
         buffer_bytes=int(size * GIB),
     )
     version = policy.updates + 1
+    shares_memory = colocated_inference and policy_generation.colocated
+    nodes = None if shares_memory else policy_generation.by_node()
+    if nodes:
+        policy.link_to([node[0] for node in nodes])
     report = refit(
         policy.workers,
-        policy_generation.workers,
+        [engine for node in nodes for engine in node] if nodes else policy_generation.workers,
         plan,
         version,
         verify=policy.refit_verify,
         recompute_kv=recompute_kv,
-        nodes=None if colocated_inference else [policy_generation.workers],
+        nodes=nodes,
         timeline=timer,
         timeout_s=policy.cluster.call_timeout_s,
     )
@@ -443,6 +453,7 @@ def schedule_config(config: MasterConfig, val_dataloader: Any) -> s.ScheduleConf
         max_trajectory_age=ahead.max_age,
         group_order=ahead.group_order,
         max_groups_in_flight=ahead.max_groups_in_flight if ahead.max_age else None,
+        max_bytes_in_flight=int(ahead.max_buffer_gb * GIB) if ahead.max_buffer_gb and ahead.max_age else None,
         refit_in_flight=ahead.in_flight_weight_updates,
         val_period=grpo.val_period if validates else 0,
         val_start_at=grpo.val_start_at,
@@ -472,7 +483,7 @@ def async_grpo_train(
     Raises RecipeError where the recipe does not go with it, ValueError where `setup` has started engines that sleep
     while the policy trains.
     """
-    if policy_generation.sleeps and max_trajectory_age_steps:
+    if policy_generation.sleeps and not policy_generation.pauses and max_trajectory_age_steps:
         raise ValueError(
             "these engines sleep while the policy trains, so they cannot generate ahead: set grpo.async_grpo.enabled "
             "before setup"

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import time
 from collections import deque
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -60,6 +60,7 @@ class _Ask:
     metadata: Sequence[dict[str, Any]]
     references: Sequence[Any]
     outcomes: dict[int, Outcome] = field(default_factory=dict)
+    unwanted: bool = False
 
 
 @dataclass(eq=False)
@@ -114,7 +115,15 @@ class Judging:
     def uids(self) -> set[str]:
         """The prompts whose verdict has not been taken."""
         calls = (call for desk in self._desks for call in (*desk.waiting, *desk.out))
-        return {call.ask.uid for call in calls} | {ask.uid for ask in self._judged}
+        return {call.ask.uid for call in calls if not call.ask.unwanted} | {ask.uid for ask in self._judged}
+
+    def forget(self, uids: Collection[str]) -> None:
+        """Nobody wants the verdicts on these any more."""
+        for desk in self._desks:
+            desk.waiting = deque(call for call in desk.waiting if call.ask.uid not in uids)
+            for call in desk.out:
+                call.ask.unwanted = call.ask.unwanted or call.ask.uid in uids
+        self._judged = deque(ask for ask in self._judged if ask.uid not in uids)
 
     def pending(self) -> list[Pending]:
         """What is being waited for."""
@@ -156,7 +165,7 @@ class Judging:
 
     def _note(self, call: _Call, outcomes: Sequence[Outcome]) -> None:
         call.ask.outcomes.update(zip(call.positions, outcomes, strict=True))
-        if len(call.ask.outcomes) == len(call.ask.references):
+        if len(call.ask.outcomes) == len(call.ask.references) and not call.ask.unwanted:
             self._judged.append(call.ask)
 
     def _send(self, desk: _Desk) -> None:

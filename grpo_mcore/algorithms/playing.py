@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -122,7 +122,7 @@ class Playing:
         if game is None:
             return False
         try:
-            item = next(ready)
+            item = next(ready, None)
         except (WorkerDied, DeadlineExceeded):
             self._failures += 1
             if self._failures > _FAILURES:
@@ -130,15 +130,22 @@ class Playing:
             self._start_anew(game.worker)
             return True
         self._failures = 0
-        if isinstance(item, Parcel):
+        if item is None:
+            del self._games[id(ready)]
+        elif isinstance(item, Parcel):
             sample, outcome = item.label
             self._note(game, replace(sample, ref=item.content), outcome)
         else:
             self._note(game, self._nothing(item), item)
-        if not game.left:
-            del self._games[id(ready)]
-            next(ready, None)  # nothing is left but its end
         return True
+
+    def forget(self, uids: Collection[str]) -> None:
+        """Nobody wants the samples of these prompts any more. They are played to their end, as a Gym cannot be told."""
+        for uid in uids:
+            self._open.pop(uid, None)
+        for game in self._games.values():
+            game.left = {key: sample for key, sample in game.left.items() if key[0] not in uids}
+        self._finished = deque(group for group in self._finished if group.uid not in uids)
 
     def _start_anew(self, worker: Any) -> None:
         games = [game for game in self._games.values() if game.worker is worker]
@@ -146,7 +153,8 @@ class Playing:
             del self._games[id(game.stream)]
         worker.restart()
         for game in games:
-            self._start(game)
+            if game.left:
+                self._start(game)
 
     def _nothing(self, outcome: GymOutcome) -> TrajectoryRef:
         """Stands for a sample of which there is no trajectory."""
@@ -155,7 +163,8 @@ class Playing:
         )
 
     def _note(self, game: _Game, sample: TrajectoryRef, outcome: GymOutcome) -> None:
-        del game.left[outcome.uid, outcome.generation_index]
+        if game.left.pop((outcome.uid, outcome.generation_index), None) is None:
+            return  # it was given up
         self._on_sample()
         if self._on_outcome is not None:
             self._on_outcome(outcome)

@@ -23,7 +23,8 @@ from grpo_mcore.refit import TrainerLayout, Verify
 class PolicyGroup:
     """`updates` counts the steps trained since the run began: the weights' next version is `updates` + 1.
 
-    `meanwhile`: what the driver goes on with while it waits for the ranks.
+    `meanwhile`: what the driver goes on with while it waits for the ranks. `colocated`: engines share the ranks'
+    devices, which are to have room for them.
     """
 
     cluster: Cluster
@@ -36,8 +37,10 @@ class PolicyGroup:
     refit_layout: TrainerLayout
     refit_verify: Verify = "sample"
     refit_parity: ParityCheck | None = None
+    colocated: bool = True
     updates: int = 0
     meanwhile: Meanwhile | None = None
+    linked: tuple[tuple[str, int], ...] = ()  # (node, process) of those to whom the ranks have a wire
 
     @contextmanager
     def beside(self, other: Meanwhile) -> Iterator[None]:
@@ -95,11 +98,23 @@ class PolicyGroup:
         by_optimizer_step = zip(*speaking, strict=True)
         return step_metrics([combine_metrics([report.metrics for report in ranks]) for ranks in by_optimizer_step])
 
+    def link_to(self, receivers: Sequence[Worker]) -> None:
+        """Before a refit over a wire: the ranks leave one that leads to others, such as an engine that was replaced."""
+        places = [worker.place() for worker in receivers]
+        found = tuple((place.node, place.pid) for place in places)
+        if self.linked and self.linked != found:
+            self._all("close_refit", what="leaving the wire to the engines")
+        self.linked = found
+
     def offload(self) -> None:
-        self._all("offload", what="moving the policy to the host")
+        """Makes room for the engines, where they share devices."""
+        if self.colocated:
+            self._all("offload", what="moving the policy to the host")
 
     def onload(self) -> None:
-        self._all("onload", what="moving the policy back to the accelerator")
+        """Undoes `offload`."""
+        if self.colocated:
+            self._all("onload", what="moving the policy back to the accelerator")
 
     def save(self, folder: str) -> None:
         self._all("save", folder, what=f"saving the policy to {folder}")

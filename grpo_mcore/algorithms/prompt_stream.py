@@ -51,10 +51,10 @@ class PromptStream:
         for uid in uids:
             del self._taken[uid]
 
-    def put_back(self, prompts: Sequence[DatumSpec]) -> None:
-        """Prompts that were taken and not used: they are the next ones, in this order, as they are."""
-        self.settle(datum["uid"] for datum in prompts)
-        self._waiting.extendleft(reversed(prompts))
+    def put_back(self, uids: Sequence[str]) -> None:
+        """Prompts that were taken and not used: they are the next ones, in this order, as they are. Raises KeyError for
+        one that is not under way."""
+        self._waiting.extendleft([self._taken.pop(uid) for uid in reversed(uids)])
 
     def state_dict(self) -> dict[str, Any]:
         waiting = [*self._taken.values(), *self._waiting]

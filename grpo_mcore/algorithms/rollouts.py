@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import copy
 from collections import Counter, defaultdict, deque
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -12,7 +13,16 @@ from grpo_mcore.algorithms.engine_group import EngineGroup
 from grpo_mcore.algorithms.judging import Judging
 from grpo_mcore.algorithms.playing import Playing
 from grpo_mcore.algorithms.retries import Retries
-from grpo_mcore.cluster import Cluster, DeadlineExceeded, ObjectStore, Stream, Worker, WorkerDied, WorkerFailed
+from grpo_mcore.cluster import (
+    Cluster,
+    DeadlineExceeded,
+    ObjectStore,
+    Pending,
+    Stream,
+    Worker,
+    WorkerDied,
+    WorkerFailed,
+)
 from grpo_mcore.cluster.local_cluster import LocalWorker
 from grpo_mcore.data import TurnTemplate
 from grpo_mcore.environments.nemo_gym import GymOutcome
@@ -96,12 +106,14 @@ class Rollouts:
         restore_engines: Callable[[], None] | None = None,
         on_restart: Callable[[str, str], None] = lambda worker, why: None,
         on_outcome: Callable[[GymOutcome], None] | None = None,
+        enough_samples: int | None = None,
     ) -> None:
         """`environments`: task name -> environment. `on_sample`: called for each sample, when its last turn is there.
         `retries`: of generation calls that fail while their engine lives; `on_retry` gets each prompt of one, and why.
         `restore_engines`: waits for engines that were started anew, and refits them; called in `next_group` only, when
         the policy has nothing else to do. `on_restart` gets the name of each worker that is started anew, and why.
-        `on_outcome`: gets what environments that play samples send for each.
+        `on_outcome`: gets what environments that play samples send for each. `enough_samples`: a group with so many
+        samples is complete, and the others are given up; None: all. Only where samples have one turn.
 
         Raises DataError where samples may have several turns and the tokenizer's chat template cannot hold them.
         """
@@ -110,6 +122,8 @@ class Rollouts:
         self._on_sample, self._on_retry = on_sample, on_retry
         self._retries = retries or Retries(0, 0.0)
         self._restore_engines, self._on_restart = restore_engines, on_restart
+        self._enough_samples = enough_samples
+        self._given_up: list[Pending] = []  # engines that are being told
         self._template = TurnTemplate(tokenizer) if limits.max_turns > 1 else None
         self._open: dict[str, _Open] = {}
         self._running: dict[int, _Running] = {}  # by id of the stream
@@ -128,7 +142,9 @@ class Rollouts:
         return bool(self._running or self._parked or self._playing.awaited())
 
     def dispatch(self, prompts: Sequence[Any], sampling: Sampling, *, generations: int, step: int) -> None:
-        """Sends `generations` requests for each prompt (a DatumSpec) to the engines. Does not wait."""
+        """Sends `generations` requests for each prompt (a DatumSpec) to the engines. Does not wait for samples."""
+        while self._given_up:  # it might be about one of these prompts
+            _told(self._given_up.pop())
         shares: list[list[GenerationRequest]] = [[] for _ in self.engines.workers]
         load = [0] * len(shares)
         for group in self._open.values():
@@ -166,6 +182,28 @@ class Rollouts:
             for index in range(generations)
         ]
 
+    def give_up(self, uids: Collection[str]) -> None:
+        """These prompts will not come back: their samples are given up where they are. They may be dispatched again."""
+        self._judging.forget(uids)
+        self._finished = deque(group for group in self._finished if group.uid not in uids)
+        for key, requests in self._queued.items():
+            self._queued[key] = [request for request in requests if request.uid not in uids]
+        for parked in self._parked:
+            parked.requests = [request for request in parked.requests if request.uid not in uids]
+        self._playing.forget(uids)
+        engines = set()
+        for running in self._running.values():
+            if any([running.missing.pop(uid, 0) for uid in uids]):
+                engines.add(running.engine)
+        for uid in uids:
+            self._open.pop(uid, None)
+        told = [
+            self.engines.workers[engine].call("give_up", tuple(uids), what="giving samples up")
+            for engine in sorted(engines)
+        ]
+        for answer in told:
+            _told(answer)
+
     def next_group(self) -> Group:
         """Waits for the next group whose samples are all generated and scored.
 
@@ -194,11 +232,14 @@ class Rollouts:
     def awaited(self) -> list[Any]:
         """The verdicts and streams that are waited for."""
         streams = (running.stream for running in self._running.values())
-        return [*self._judging.pending(), *streams, *self._playing.awaited()]
+        return [*self._judging.pending(), *streams, *self._given_up, *self._playing.awaited()]
 
     def take(self, ready: Any) -> None:
         """Goes on with one of `awaited` that has something. Raises what it raises."""
-        if self._playing.take(ready):
+        if ready in self._given_up:
+            self._given_up.remove(ready)
+            _told(ready)
+        elif self._playing.take(ready):
             self._finished.extend(self._playing.finished())
         elif not self._judging.take(ready):
             self._take_next_of(self._running[id(ready)])
@@ -208,17 +249,39 @@ class Rollouts:
         """The next sample of an engine, or that its call has failed."""
         stream = running.stream
         try:
-            parcel = next(stream)
+            parcel = next(stream, None)
         except WorkerFailed as error:
             self._failed(running, error)
             return
+        if parcel is None:  # its last samples were given up
+            del self._running[id(stream)]
+            return
+        if not running.missing[parcel.label.uid]:  # it was given up, and came all the same
+            return
         running.missing[parcel.label.uid] -= 1
+        sample = replace(parcel.label, ref=parcel.content)
+        if self._is_enough(sample.uid):
+            del running.missing[sample.uid]
+            self._forget_missing(sample, self.engines.workers[running.engine])
         if not running.missing.total():
             self._retries.worked()
             self.engines.restarts.worked()
-            del self._running[id(stream)]
-            next(stream, None)  # nothing is left but its end
-        self._take_sample(replace(parcel.label, ref=parcel.content))
+            if next(stream, None) is None:  # nothing is left but its end, and perhaps what was given up
+                del self._running[id(stream)]
+        self._take_sample(sample)
+
+    def _is_enough(self, uid: str) -> bool:
+        """Whether a group can do without the samples that are missing when the next one is there."""
+        group = self._open[uid]
+        return group.missing > 1 and len(group.conversations) - group.missing + 1 == self._enough_samples
+
+    def _forget_missing(self, last: TrajectoryRef, engine: Worker) -> None:
+        """The group of `last` is complete with it: the engine is told to give up the others."""
+        group = self._open[last.uid]
+        for index, conversation in enumerate(group.conversations):
+            conversation.over = conversation.sample is None and index != last.generation_index
+        group.missing = 1
+        self._given_up.append(engine.call("give_up", (last.uid,), what=f"giving up what {last.uid} can do without"))
 
     def _go_on_judged(self) -> None:
         """Closes the groups that are judged to the end, and sends the next turns of the others."""
@@ -316,7 +379,8 @@ class Rollouts:
         busy |= {(group.engine, group.step) for group in map(self._open.__getitem__, self._judging.uids())}
         for engine, step, sampling in [key for key in self._queued if key[:2] not in busy]:
             requests = self._queued.pop((engine, step, sampling))
-            self._send(engine, step, requests, sampling, f"later turns of {len(requests)} samples")
+            if requests:
+                self._send(engine, step, requests, sampling, f"later turns of {len(requests)} samples")
 
     def _send(self, engine: int, step: int, requests: list[GenerationRequest], sampling: Sampling, what: str) -> None:
         if engine in self.engines.lost:
@@ -328,9 +392,15 @@ class Rollouts:
 
     def _close(self, uid: str) -> Group:
         group = self._open.pop(uid)
-        samples = tuple(conversation.sample for conversation in group.conversations)
-        scores = tuple(conversation.score for conversation in group.conversations)
-        return Group(group.prompt, samples, scores)
+        kept = [conversation for conversation in group.conversations if conversation.sample]
+        samples = tuple(conversation.sample for conversation in kept)
+        return Group(group.prompt, samples, tuple(conversation.score for conversation in kept))
+
+
+def _told(answer: Pending) -> None:
+    """The engine knows that samples are given up; one that has died has none, which its streams or a refit find."""
+    with suppress(WorkerDied):
+        answer.result()
 
 
 def turn_limits(config: Any) -> TurnLimits:

@@ -58,6 +58,7 @@ class RunReport:
 
     def _banner(self, policy: PolicyGroup, engines: EngineGroup) -> None:
         config, vllm = self.config, self.config.policy.generation.vllm_cfg
+        where = "colocated" if engines.colocated else "with devices of their own"
         start = self.state["current_step"]
         last = config.grpo.max_num_steps
         sampling = (
@@ -72,7 +73,7 @@ class RunReport:
                 **({"ahead": _ahead(config)} if config.grpo.async_grpo.max_age else {}),
                 "policy": f"{policy.shape.family}, {parameter_count(policy.shape) / 1e6:.1f} M parameters, "
                 f"{policy.precision}, {policy.layout.describe()}",
-                "engines": f"{len(engines.workers)} x vLLM TP {vllm.tensor_parallel_size} {vllm.precision}, colocated, "
+                "engines": f"{len(engines.workers)} x vLLM TP {vllm.tensor_parallel_size} {vllm.precision}, {where}, "
                 f"refit buffer {config.policy.refit_buffer_size_gb:g} GiB",
                 "cluster": f"{config.cluster.backend}, {policy.layout.world_size} policy "
                 f"{'rank' if policy.layout.world_size == 1 else 'ranks'}",
@@ -241,6 +242,8 @@ def _ahead(config: MasterConfig) -> str:
     ahead = config.grpo.async_grpo
     versions = f"{ahead.max_age} weight version{'s' if ahead.max_age > 1 else ''}"
     refit = "while engines generate" if ahead.in_flight_weight_updates else "once they are idle"
+    if ahead.pauses:
+        refit = "while samples stand still, as they do in training"
     return f"trajectories at most {versions} old, groups {ahead.group_order.replace('_', ' ')}, refit {refit}"
 
 

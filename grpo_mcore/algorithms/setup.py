@@ -23,7 +23,7 @@ from grpo_mcore.generation import EngineConfig, engine_environment
 from grpo_mcore.objective import ClippedPGLossFn
 from grpo_mcore.parallel.mesh import Layout
 from grpo_mcore.parallel.policy import layout_of
-from grpo_mcore.recipe import MasterConfig, MegatronConfig, world_size
+from grpo_mcore.recipe import MasterConfig, MegatronConfig, engine_pool, num_engines, policy_pool, world_size
 from grpo_mcore.refit import EngineLayout, TrainerLayout
 
 VERDICT_TIMEOUT_S = 600.0
@@ -91,8 +91,9 @@ def start_policy(config: MasterConfig, cluster: Cluster) -> PolicyGroup:
     """
     folder, shape, layout = check_model(config)
     policy = config.policy.model_copy(update={"model_name": folder})
-    gpu = runs_on_gpu(config.cluster)
-    if gpu and config.cluster.num_nodes > 1:
+    gpu, pool = runs_on_gpu(config.cluster), policy_pool(config)
+    colocated = policy.generation.colocated.enabled
+    if gpu and pool.nodes > 1 and colocated:
         raise SetupError("cluster.num_nodes above 1 is not supported yet: a refit reaches the engines of one node")
     reference = needs_reference(config)
     arguments = (policy, cluster.store, config.grpo.seed, config.cluster.step_timeout_s, reference)
@@ -102,10 +103,10 @@ def start_policy(config: MasterConfig, cluster: Cluster) -> PolicyGroup:
         [arguments] * layout.world_size,
         cpus=1.0 if gpu else 0.1,
         gpus=1.0 if gpu else 0.0,
-        env={"OMP_NUM_THREADS": str(cpu_threads(layout.world_size)), "OMP_WAIT_POLICY": "PASSIVE"},
-        nodes=config.cluster.num_nodes,
+        env={"OMP_NUM_THREADS": str(rank_threads(config, layout.world_size)), "OMP_WAIT_POLICY": "PASSIVE"},
+        nodes=pool.nodes,
     )
-    if config.cluster.num_nodes > 1 and len(machines := {worker.place().address for worker in workers}) > 1:
+    if pool.nodes > 1 and colocated and len(machines := {worker.place().address for worker in workers}) > 1:
         raise SetupError(
             f"the policy's nodes are {len(machines)} machines ({', '.join(sorted(machines))}): a refit through shared "
             "memory reaches the engines of one machine only; several nodes on CPU are for tests on one machine"
@@ -121,7 +122,15 @@ def start_policy(config: MasterConfig, cluster: Cluster) -> PolicyGroup:
         trainer_layout(layout, policy.megatron_cfg),
         policy.refit_verify,
         parity_check(config) if policy.refit_parity is not None else None,
+        colocated=colocated,
     )
+
+
+def rank_threads(config: MasterConfig, ranks: int) -> int:
+    """CPU threads of each of so many ranks of the policy, or of the engines: they take turns on the cores, or, with
+    pools of their own, share them."""
+    pool = engine_pool(config)
+    return cpu_threads(ranks if pool is None else policy_pool(config).ranks + pool.ranks)
 
 
 def parity_check(config: MasterConfig) -> ParityCheck:
@@ -148,8 +157,8 @@ def trainer_layout(layout: Layout, megatron: MegatronConfig) -> TrainerLayout:
 
 
 def start_engines(config: MasterConfig, cluster: Cluster, policy: PolicyGroup | None) -> EngineGroup:
-    """Spawns the engines beside the policy's ranks; they start while the policy does. Without a policy: with the
-    weights of the model, for good.
+    """Spawns the engines beside the policy's ranks, or on devices of their own; they start while the policy does.
+    Without a policy: with the weights of the model, for good.
 
     Raises what `check_model` and `check_engines` raise.
     """
@@ -157,14 +166,16 @@ def start_engines(config: MasterConfig, cluster: Cluster, policy: PolicyGroup | 
     check_engines(config, shape)
     generation, gpu = config.policy.generation, runs_on_gpu(config.cluster)
     vllm, gpus = generation.vllm_cfg, world_size(config)
-    count = generation.num_engines or (gpus // vllm.tensor_parallel_size if gpu else 1)
-    if count < 1 or (gpu and count * vllm.tensor_parallel_size > gpus):
+    count, colocated = num_engines(config, gpu=gpu), generation.colocated.enabled
+    if colocated and (count < 1 or (gpu and count * vllm.tensor_parallel_size > gpus)):
         raise SetupError(
             f"{count or 1} engines x TP {vllm.tensor_parallel_size} do not fit the {gpus} GPUs of "
             "cluster.num_nodes x gpus_per_node; lower policy.generation.num_engines or vllm_cfg.tensor_parallel_size"
         )
+    pauses = config.grpo.async_grpo.pauses
     # An engine that generates while the policy trains cannot give its memory away.
-    sleeps = gpu and policy is not None and generation.colocated.enabled and not config.grpo.async_grpo.max_age
+    beside = policy is not None and colocated
+    sleeps = gpu and beside and (pauses or not config.grpo.async_grpo.max_age)
     chat = chat_config(config)
     own_tokenizer = config.policy.tokenizer.name == config.policy.model_name
 
@@ -182,7 +193,7 @@ def start_engines(config: MasterConfig, cluster: Cluster, policy: PolicyGroup | 
             gpu_memory_utilization=vllm.gpu_memory_utilization,
             kv_cache_memory_gb=vllm.kv_cache_memory_gb,
             sleep_between_phases=sleeps,
-            threads=cpu_threads(count * vllm.tensor_parallel_size),
+            threads=rank_threads(config, count * vllm.tensor_parallel_size),
             vllm_kwargs=generation.vllm_kwargs,
             chat=chat,
         )
@@ -194,11 +205,11 @@ def start_engines(config: MasterConfig, cluster: Cluster, policy: PolicyGroup | 
             engine,
             cluster.store,
             cpus=1.0 if gpu else 0.1,
-            gpus=float(vllm.tensor_parallel_size) if gpu and policy is None else 0.0,
+            gpus=float(vllm.tensor_parallel_size) if gpu and not beside else 0.0,
             env=engine_environment(engine),
             concurrency=ENGINE_CALLS,
             streams=ENGINE_STREAMS + (REQUESTS if chat else 0),
-            beside=ranks if gpu else (),
+            beside=ranks if gpu and beside else (),
         )
 
     layout = EngineLayout(vllm.tensor_parallel_size, replicas=count)
@@ -207,6 +218,8 @@ def start_engines(config: MasterConfig, cluster: Cluster, policy: PolicyGroup | 
         [start(index) for index in range(count)],
         sleeps,
         layout,
+        colocated=colocated,
+        pauses=pauses,
         start=start,
         start_timeout_s=config.cluster.start_timeout_s,
         restarts=Retries(config.cluster.max_engine_restarts, config.cluster.retry_wait_s),

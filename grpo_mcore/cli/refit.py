@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from grpo_mcore.recipe import MasterConfig, load_recipe, world_size
+from grpo_mcore.recipe import MasterConfig, engine_pool, load_recipe, num_engines, policy_pool, world_size
 from grpo_mcore.recipe.merge import is_override
 
 if TYPE_CHECKING:
@@ -71,7 +71,7 @@ def _plan(args: argparse.Namespace) -> int:
         _engine(config),
         dtype=config.policy.precision,
         buffer_gb=config.policy.refit_buffer_size_gb,
-        nodes=config.cluster.num_nodes,
+        nodes=(engine_pool(config) or policy_pool(config)).nodes,
     )
     check_tensor_parallel(shape, overview.trainer.tensor)
     check_engine_parallel(shape, overview.engine.tensor)
@@ -106,11 +106,9 @@ def _engine(config: MasterConfig) -> EngineLayout:
     """Of one node."""
     from grpo_mcore.refit.layout import EngineLayout
 
-    generation = config.policy.generation
-    tensor = generation.vllm_cfg.tensor_parallel_size
-    on_gpu = config.cluster.platform != "cpu"
-    engines = generation.num_engines or (world_size(config) // tensor if on_gpu else 1)
-    return EngineLayout(tensor, replicas=max(1, engines // config.cluster.num_nodes))
+    engines = num_engines(config, gpu=config.cluster.platform != "cpu")
+    nodes = (engine_pool(config) or policy_pool(config)).nodes
+    return EngineLayout(config.policy.generation.vllm_cfg.tensor_parallel_size, replicas=max(1, engines // nodes))
 
 
 def _model_config(name: str) -> dict[str, Any]:

@@ -8,7 +8,7 @@ import os
 import signal
 import time
 import warnings
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any
 
@@ -49,8 +49,9 @@ class Engine:
         self._version_before: int | None = None  # of a commit that may still be taken back
         self._unreleased = False
         self._turns = Turns(REFIT_TIMEOUT_S)
-        self._steps = SharedSteps(self._take_step, REFIT_TIMEOUT_S)
+        self._steps = SharedSteps(self._take_step, REFIT_TIMEOUT_S, lambda: self._turns.paused)
         self._callers = itertools.count()
+        self._asked: dict[str, GenerationRequest] = {}  # by request id, of all callers
         self._asleep: list[str] = []  # which memory is given away: vLLM's tags
         for key, value in engine_environment(config).items():
             os.environ.setdefault(key, value)
@@ -102,19 +103,28 @@ class Engine:
         params = {key: sampling_params(request, sampling, room) for key, request in asked.items()}
         engine, tokenizer = self._llm_engine, self._llm_engine.get_tokenizer()
         caller = Caller()
+        self._asked |= asked
         try:
             for key, request in asked.items():
                 prompt = tokens_input(request.token_ids().tolist())
                 with self._turns.call():
                     self._refuse_to_generate()
                     self._steps.add(caller, key, engine.add_request(key, prompt, params[key]))
-            for _ in asked:
-                output = self._steps.next(caller)
+            while (output := self._steps.next(caller)) is not None:
                 yield to_trajectory(asked[output.request_id], output, tokenizer)
         finally:
             with self._turns.call():
                 if (unfinished := self._steps.drop(caller)) and self._llm_engine is not None:
                     engine.abort_request(unfinished, internal=True)
+                for key in asked:
+                    del self._asked[key]
+
+    def give_up(self, uids: Collection[str]) -> None:
+        """Nobody wants the unfinished samples of these prompts any more: their callers get only the others."""
+        with self._turns.call():
+            unwanted = [key for key, request in list(self._asked.items()) if request.uid in uids]
+            if unfinished := self._steps.give_up(unwanted):
+                self._llm_engine.abort_request(unfinished, internal=True)
 
     def chat(self, kind: str, body: Any, seed: int = 0) -> Iterator[Reply]:
         """The reply to a request of the endpoint's, as the only item of a stream. `kind`: complete or tokenize."""
@@ -130,6 +140,8 @@ class Engine:
         """Raises EngineError where this engine cannot take a request now."""
         if self.weight_version is None:
             raise EngineError(f"{self.name} holds weights of no version: it generates after the next refit")
+        if self._turns.paused:
+            return  # it waits until the pause is over
         refitting = self._refit_open and self._in_place
         if refitting or self._asleep:
             raise EngineError(f"{self.name} cannot generate: it is {'in a refit' if refitting else 'asleep'}")
@@ -164,7 +176,7 @@ class Engine:
                 raise EngineError(f"{self.name}: ranks read plan {manifest['digest'][:12]} as {sorted(digests)}")
             self._in_place = any(report["in_place"] for report in reports)
             self._way_back = not self._in_place and not reports[0]["fallbacks"]
-            if self._in_place and self._steps.generating:
+            if self._in_place and self._steps.generating and not self._turns.paused:
                 self.abort_refit()
                 raise EngineError(f"{self.name} generates, and has no memory for a second copy of its weights")
         first = reports[0]
@@ -275,18 +287,24 @@ class Engine:
             if self._asleep:
                 self._llm_engine.wake_up(self._asleep)
                 self._asleep = []
+            self._steps.resumed()
+            self._turns.pause(False)
 
-    def release(self) -> None:
-        """Between generation phases: an engine that sleeps moves its weights to the host, drops its KV cache.
+    def release(self, pause: bool = False) -> None:
+        """While the policy trains: an engine that sleeps moves its weights to the host, drops its KV cache.
 
-        Raises EngineError while it generates.
+        `pause`: what it generates stands still until `prepare`, and then goes on; where the KV cache was dropped, keys
+        and values are computed again. Otherwise it raises EngineError while it generates.
         """
         with self._turns.call():
+            self._turns.pause(pause)
             if not self.config.sleep_between_phases or self._asleep:
                 return
-            if self._steps.generating:
+            if self._steps.generating and not pause:
                 raise EngineError(f"{self.name} cannot give its memory away: it generates")
-            self._llm_engine.sleep(level=1)
+            if pause:
+                self._forget_cache(recompute_kv=True)
+            self._llm_engine.sleep(level=1, mode="keep" if pause else "abort")
             self._asleep = ["weights", "kv_cache"]
 
     def health(self) -> dict[str, Any]:
@@ -310,6 +328,7 @@ class Engine:
         """
         with self._turns.call():
             engine, self._llm_engine = getattr(self, "_llm_engine", None), None
+            self._turns.pause(False)
             if engine is not None:
                 engine.engine_core.shutdown()
                 multiprocessing.active_children()  # reaps the ranks

@@ -25,11 +25,17 @@ class Caller:
 class SharedSteps:
     """`add` requests, then `next` until nothing is left. A step's error reaches every caller who waits for requests."""
 
-    def __init__(self, step: Callable[[Callable[[Iterable[Any]], None]], None], timeout_s: float) -> None:
+    def __init__(
+        self,
+        step: Callable[[Callable[[Iterable[Any]], None]], None],
+        timeout_s: float,
+        paused: Callable[[], bool] = lambda: False,
+    ) -> None:
         """`step(deliver)`: one step of the engine; calls `deliver` with the finished outputs (each has a `request_id`)
-        before anybody else may use the engine. `timeout_s`: the longest that a caller waits for a step of another's.
+        before anybody else may use the engine. `timeout_s`: the longest that a caller waits for a step of another's,
+        unless generation is `paused`.
         """
-        self._step, self._timeout_s = step, timeout_s
+        self._step, self._timeout_s, self._paused = step, timeout_s, paused
         self._changed = threading.Condition()
         self._owners: dict[str, Caller] = {}
         self._leading = False  # somebody takes steps
@@ -53,16 +59,32 @@ class SharedSteps:
             unfinished, caller.running = list(caller.running.values()), {}
             return unfinished
 
+    def give_up(self, request_ids: Iterable[str]) -> list[str]:
+        """Nobody wants these any more, whoever asked for them. Returns the engine's ids of the unfinished ones."""
+        with self._changed:
+            unfinished = []
+            for request_id in request_ids:
+                if (caller := self._owners.pop(request_id, None)) is not None:
+                    unfinished.append(caller.running.pop(request_id))
+            self._changed.notify_all()
+            return unfinished
+
+    def resumed(self) -> None:
+        """After a pause: who waits for another's step has as long as before."""
+        self._stepped_at = time.monotonic()
+
     def next(self, caller: Caller) -> Any:
-        """The next finished output of the caller's, who has at least one to come.
+        """The next finished output of the caller's; None where nothing is to come.
 
         Raises what a step raised; another's step that failed is the cause of a RuntimeError. Raises TimeoutError when
         another's step does not end.
         """
         while not caller.finished:
+            if not caller.running:
+                return None
             if self._wait_to_lead(caller):
                 try:
-                    while not caller.finished:
+                    while caller.running and not caller.finished:
                         self._step(self._deliver)
                         self._stepped_at = time.monotonic()
                 except Exception as error:
@@ -77,16 +99,16 @@ class SharedSteps:
         return caller.finished.popleft()
 
     def _wait_to_lead(self, caller: Caller) -> bool:
-        """True: it is on the caller to step. False: there is an output for it."""
+        """True: it is on the caller to step. False: there is an output for it, or nothing to wait for."""
         with self._changed:
             while not self._changed.wait_for(
-                lambda: caller.finished or caller.error or not self._leading, self._timeout_s
+                lambda: caller.finished or caller.error or not caller.running or not self._leading, self._timeout_s
             ):
-                if time.monotonic() - self._stepped_at > self._timeout_s:
+                if not self._paused() and time.monotonic() - self._stepped_at > self._timeout_s:
                     raise TimeoutError(
                         f"a step of generation, taken for another caller, took over {self._timeout_s:g} s"
                     )
-            if caller.finished:
+            if caller.finished or not caller.running:
                 return False
             if caller.error is not None:
                 raise RuntimeError(f"a step of generation failed: {caller.error}") from caller.error

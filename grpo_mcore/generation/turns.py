@@ -17,18 +17,21 @@ class Turns:
         self._changed = threading.Condition()
         self._asking = 0
         self._held = False
+        self._paused = False
 
     @contextmanager
     def step(self) -> Iterator[None]:
-        """One step of generation, when nobody else asks. Raises TimeoutError when it is held back too long."""
+        """One step of generation, when nobody else asks. Raises TimeoutError when it is held back too long; a pause is
+        as long as who pauses wants it to be."""
         while True:
             with self._changed:
+                self._changed.wait_for(lambda: not self._paused)
                 if not self._changed.wait_for(lambda: not self._asking and not self._held, self._timeout_s):
                     raise TimeoutError(
                         f"generation was held back for {self._timeout_s:g} s by a refit that did not end"
                     )
             with self._lock:
-                if not self._held:  # by a call that was faster to the lock
+                if not self._held and not self._paused:  # by a call that was faster to the lock
                     yield
                     return
 
@@ -50,7 +53,17 @@ class Turns:
                 self._changed.notify_all()
 
     def hold(self, held: bool) -> None:
-        """Whether generation stands still between calls."""
+        """Whether generation stands still between calls, for a moment."""
         with self._changed:
             self._held = held
+            self._changed.notify_all()
+
+    @property
+    def paused(self) -> bool:
+        return self._paused
+
+    def pause(self, paused: bool) -> None:
+        """Whether generation stands still, for as long as somebody else needs what it runs on."""
+        with self._changed:
+            self._paused = paused
             self._changed.notify_all()

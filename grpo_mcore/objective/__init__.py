@@ -13,7 +13,7 @@ from grpo_mcore.objective.advantages import (
 from grpo_mcore.objective.checks import nonfinite_samples
 from grpo_mcore.objective.combine import METRIC_REDUCTIONS, CombinedMetrics, combine_metrics, step_metrics
 from grpo_mcore.objective.config import ClippedPGLossConfig
-from grpo_mcore.objective.estimators import estimate_advantages
+from grpo_mcore.objective.estimators import RewardWeights, estimate_advantages, weights_by_name
 from grpo_mcore.objective.kl_in_reward import SampleKL, kl_to_go, token_advantages
 from grpo_mcore.objective.loss import ClippedPGLossFn
 from grpo_mcore.objective.pass_at_k import RIGHT, pass_at_k, pass_numbers
@@ -31,6 +31,7 @@ __all__ = [
     "CombinedMetrics",
     "GroupStats",
     "NLLLossFn",
+    "RewardWeights",
     "SampleKL",
     "clip_advantages",
     "combine_metrics",
@@ -49,4 +50,5 @@ __all__ = [
     "step_metrics",
     "token_advantages",
     "valid_counts",
+    "weights_by_name",
 ]

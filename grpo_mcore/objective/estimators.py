@@ -145,7 +145,7 @@ def gdpo_advantages(
             f"gdpo needs at least two named rewards, not {len(names)} ({', '.join(names) or 'none'}); "
             "with one reward use the estimator grpo"
         )
-    weight_of = _weights_by_name(names, weights)
+    weight_of = weights_by_name(names, weights)
     parts = []
     # No eps in a group: where named rewards cancel each other, it would leave a rest for the step's std to blow up.
     compared = partial(grpo_advantages, normalize=normalize, leave_one_out=leave_one_out, eps=0.0)
@@ -162,7 +162,8 @@ def gdpo_advantages(
     return torch.where((std > rounding).all(), total / (std + eps), 0.0)
 
 
-def _weights_by_name(names: Sequence[str], weights: RewardWeights | None) -> dict[str, float]:
+def weights_by_name(names: Sequence[str], weights: RewardWeights | None) -> dict[str, float]:
+    """The weight of each of the sorted names. Raises ValueError where the weights do not fit them."""
     if weights is None:
         return dict.fromkeys(names, 1.0)
     if isinstance(weights, Mapping):

@@ -106,7 +106,7 @@ class _Books:
             case "failed":
                 self._move([entry["uid"]], (UNDER_WAY,), FAILED)
             case "returned":
-                self._move(entry["uids"], (FINISHED,), RETURNED)
+                self._move(entry["uids"], (UNDER_WAY, FINISHED), RETURNED)
             case "ended":
                 self.data_ended = entry["data_ended"]
 

@@ -21,6 +21,7 @@ from grpo_mcore.recipe.master import MasterConfig
 from grpo_mcore.recipe.megatron import MegatronConfig, OptimizerConfig, SchedulerConfig
 from grpo_mcore.recipe.outputs import CheckpointingConfig, GRPOLoggerConfig
 from grpo_mcore.recipe.policy import PolicyConfig, SequencePackingConfig, TokenizerConfig
+from grpo_mcore.recipe.pools import DevicePool, engine_pool, num_engines, policy_pool
 from grpo_mcore.recipe.section import Section
 from grpo_mcore.recipe.sft import SFTConfig
 from grpo_mcore.recipe.show import resolved_yaml
@@ -32,6 +33,7 @@ __all__ = [
     "ClusterConfig",
     "DataConfig",
     "DatasetEntry",
+    "DevicePool",
     "GRPOConfig",
     "GRPOLoggerConfig",
     "GenerationConfig",
@@ -55,9 +57,12 @@ __all__ = [
     "VllmConfig",
     "batch_equation",
     "data_parallel_size",
+    "engine_pool",
     "find_recipe",
     "load_recipe",
     "model_parallel_size",
+    "num_engines",
+    "policy_pool",
     "prompts_per_generation_batch",
     "samples_per_step",
     "resolved_yaml",

@@ -7,11 +7,12 @@ from fractions import Fraction
 from typing import Literal
 
 from grpo_mcore.recipe.master import MasterConfig
+from grpo_mcore.recipe.pools import policy_pool
 
 
 def world_size(config: MasterConfig) -> int:
     """Ranks of the policy."""
-    return config.cluster.num_nodes * config.cluster.gpus_per_node
+    return policy_pool(config).ranks
 
 
 def model_parallel_size(config: MasterConfig) -> int:

@@ -9,12 +9,14 @@ from collections.abc import Iterator
 from grpo_mcore.recipe import batch_sizes, data_checks, gym_keys, layout_checks, not_yet, objective_checks
 from grpo_mcore.recipe.errors import Finding, in_yaml, nearest
 from grpo_mcore.recipe.master import MasterConfig, runs_grpo
+from grpo_mcore.recipe.pools import check_pools, policy_pool
 
 
 def findings(config: MasterConfig) -> list[Finding]:
     """All that is wrong with a configuration whose keys and types are right."""
     checks = (
         not_yet.find,
+        check_pools,
         check_layout,
         layout_checks.check_stages,
         layout_checks.check_experts,
@@ -42,9 +44,14 @@ def check_layout(config: MasterConfig) -> Iterator[Finding]:
     megatron, cluster = config.policy.megatron_cfg, config.cluster
     tp, pp = megatron.tensor_model_parallel_size, megatron.pipeline_model_parallel_size
     at = "policy.megatron_cfg."
-    world, needed = batch_sizes.world_size(config), batch_sizes.model_parallel_size(config)
+    pool, needed = policy_pool(config), batch_sizes.model_parallel_size(config)
+    world = pool.ranks
     layout = f"TP {tp} x PP {pp} x CP {megatron.context_parallel_size} = {needed} ranks"
-    offer = f"num_nodes {cluster.num_nodes} x gpus_per_node {cluster.gpus_per_node} = {world}"
+    offer = f"num_nodes {pool.nodes} x gpus_per_node {pool.per_node} = {world}"
+    if not config.policy.generation.colocated.enabled:
+        if not world:
+            return  # check_pools says why
+        offer += " (without the engines' own)"
     layout_keys = (
         at + "tensor_model_parallel_size",
         at + "pipeline_model_parallel_size",
@@ -162,11 +169,6 @@ def check_ages(config: MasterConfig) -> Iterator[Finding]:
             f"trains on trajectories of age {ahead.max_age} (in weight versions), which needs "
             "loss_fn.use_importance_sampling_correction: true",
         )
-    if config.grpo.use_dynamic_sampling:
-        yield Finding(
-            (enabled, "grpo.use_dynamic_sampling"),
-            "does not go with grpo.use_dynamic_sampling: true yet; switch one of them off",
-        )
     if ahead.max_groups_in_flight is not None and ahead.max_groups_in_flight < prompts:
         yield Finding(
             (at + "max_groups_in_flight", "grpo.num_prompts_per_step"),
@@ -176,6 +178,28 @@ def check_ages(config: MasterConfig) -> Iterator[Finding]:
         yield Finding(
             (at + "recompute_kv_cache_after_weight_updates", at + "in_flight_weight_updates"),
             "has no effect without in_flight_weight_updates: true: nothing is under way at a refit",
+        )
+    if ahead.min_samples_per_group is not None:
+        samples = config.grpo.num_generations_per_prompt
+        if ahead.min_samples_per_group > samples:
+            yield Finding(
+                (at + "min_samples_per_group", "grpo.num_generations_per_prompt"),
+                f"{ahead.min_samples_per_group} samples are more than the {samples} of a group",
+            )
+        if config.grpo.max_rollout_turns > 1:
+            yield Finding(
+                (at + "min_samples_per_group", "grpo.max_rollout_turns"),
+                "goes with samples of one turn only: set grpo.max_rollout_turns to 1",
+            )
+    if ahead.partial_rollouts and not ahead.in_flight_weight_updates:
+        yield Finding(
+            (at + "partial_rollouts", at + "in_flight_weight_updates"),
+            "needs in_flight_weight_updates: true: without it a refit waits for every sample under way",
+        )
+    if ahead.partial_rollouts and not config.policy.generation.colocated.enabled:
+        yield Finding(
+            (at + "partial_rollouts", "policy.generation.colocated.enabled"),
+            "engines with devices of their own need not stand still while the policy trains; switch it off",
         )
 
 

@@ -14,17 +14,18 @@ class ColocatedResourcesConfig(Section):
     colocated."""
 
     gpus_per_node: Positive | None = None
-    """Accelerators of each node that belong to engines. Inert while colocated.enabled is true."""
+    """Accelerators of each node that belong to engines; on CPU processes. Without num_nodes they are taken from
+    cluster.gpus_per_node, on every node; with it null means all of the engines' nodes. Inert while colocated.enabled is
+    true."""
     num_nodes: Positive | None = None
-    """Nodes that belong to engines. Inert while colocated.enabled is true."""
+    """Nodes of cluster.num_nodes that belong to engines. Inert while colocated.enabled is true."""
 
 
 class ColocatedConfig(Section):
     """`policy.generation.colocated`: do engines and policy share accelerators."""
 
     enabled: bool = True
-    """Engines and policy take turns on the same accelerators. false: not supported yet. Read by cluster/,
-    refit/."""
+    """Engines and policy share the same accelerators. false: each has its own, and a refit goes over the network."""
     resources: ColocatedResourcesConfig = Field(default_factory=ColocatedResourcesConfig)
     """The engines' own resources when enabled is false."""
 
@@ -90,7 +91,7 @@ class GenerationConfig(Section):
     backend: Literal["vllm"] = "vllm"
     """The inference engine."""
     num_engines: Positive | None = None
-    """Number of engines. null: as many as the cluster's accelerators hold; on CPU 1."""
+    """Number of engines. null: as many as their accelerators hold; on CPU 1, or as many as their own pool holds."""
     max_new_tokens: Positive | None = None
     """Longest answer, in tokens. null: policy.max_total_sequence_length."""
     temperature: PositiveFloat = 1.0

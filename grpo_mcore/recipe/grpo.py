@@ -12,6 +12,7 @@ from grpo_mcore.recipe.section import (
     NonNegativeFloat,
     OffWhenNull,
     Positive,
+    PositiveFloat,
     Probability,
     Section,
 )
@@ -93,6 +94,9 @@ class AsyncGRPOConfig(Section):
     max_groups_in_flight: Positive | None = None
     """Most groups that are generated, or wait to be trained on, at one time. null: what the age allows,
     num_prompts_per_step x (1 + max_trajectory_age_steps)."""
+    max_buffer_gb: PositiveFloat | None = None
+    """Most that groups may take of the object store, in GiB: those that wait to be trained on, and each one under way
+    as much as the largest so far. Nothing new is dispatched beyond it, but for a step's prompts. null: no bound."""
     group_order: Literal["in_order", "oldest_first", "freshest_first"] = "in_order"
     """Which groups a step takes. in_order: those dispatched first, and it waits for them. The others take what is
     finished, by weight version, and wait only for groups that would get too old; so they prefer short answers."""
@@ -104,6 +108,19 @@ class AsyncGRPOConfig(Section):
     recompute_kv_cache_after_weight_updates: bool = False
     """What the old weights computed of samples under way is computed again after a refit. Only with
     in_flight_weight_updates."""
+
+    min_samples_per_group: Annotated[int, Field(ge=2)] | None = None
+    """A group is finished with so many of its samples, whichever come first, and the others are given up: a step does
+    not wait for the longest, and prefers short answers. null: all num_generations_per_prompt."""
+    partial_rollouts: bool = False
+    """Engines that share the policy's devices stand still while it trains, and on GPUs give it their memory; samples
+    under way go on after the refit. With group_order oldest_first and max_groups_in_flight below what the age allows no
+    step waits for its longest samples. Only with in_flight_weight_updates."""
+
+    @property
+    def pauses(self) -> bool:
+        """Whether samples under way stand still while the policy trains."""
+        return self.partial_rollouts and self.max_age > 0
 
     @property
     def max_age(self) -> int:

@@ -25,7 +25,6 @@ NOT_YET: dict[str, tuple[Any, str]] = {
     "policy.megatron_cfg.optimizer.optimizer_offload_fraction": (0.0, "the optimizer on the host"),
     "policy.generation.top_p": (1.0, "training on samples of a cut-off distribution"),
     "policy.generation.top_k": (None, "training on samples of a cut-off distribution"),
-    "policy.generation.colocated.enabled": (True, "a pool of accelerators for the engines alone"),
     "policy.generation.vllm_cfg.pipeline_parallel_size": (1, "pipeline parallelism in the engine"),
     "policy.generation.vllm_cfg.expert_parallel_size": (1, "expert parallelism in the engine"),
     "policy.generation.vllm_cfg.kv_cache_dtype": ("auto", "another number format of the KV cache"),

@@ -26,6 +26,11 @@ class Group:
         return min(sample.weight_version for sample in self.samples)
 
     @property
+    def nbytes(self) -> int:
+        """Of its trajectories in the object store."""
+        return sum(sample.nbytes for sample in self.samples)
+
+    @property
     def scored(self) -> int:
         """Samples that have a reward."""
         return sum(score.reward is not None for score in self.scores)

@@ -6,12 +6,15 @@ nothing else changes. A validation waits until nothing is generated any more.
 
     Refit -> [Validate] -> Dispatch -> Await ... -> Train -> [Checkpoint] -> Refit -> ...
 
-With dynamic sampling (DAPO, arXiv 2503.14476, section 3.2) Dispatch and Await repeat, a generation batch at a time,
-until enough groups are informative: their rewards differ.
+With dynamic sampling (DAPO, arXiv 2503.14476, section 3.2) Dispatch and Await repeat until enough groups are
+informative: their rewards differ. At an age of 0 they do so a generation batch at a time, and what the step does not
+need goes back to the data. Above it as much as a generation batch is under way for each step that the age reaches, what
+is filtered is replaced at once, and only what would get too old goes back, finished or not.
 """
 
 from __future__ import annotations
 
+import sys
 from dataclasses import dataclass, field
 
 from grpo_mcore.rollout.window import GroupOrder, choose
@@ -23,8 +26,10 @@ class ScheduleConfig:
 
     `prompts_per_dispatch`: prompts of one generation batch of dynamic sampling; None without it. `max_gen_batches`: how
     many such batches a step may take. `max_failed_groups`: prompts that may fail between two steps; one more ends the
-    run. `max_groups_in_flight`: None is what the age allows, num_prompts * (1 + max_trajectory_age). `refit_in_flight`:
-    a refit does not wait until the engines are idle; what they generate goes on with the new weights.
+    run. `max_groups_in_flight`: None is what the age allows, a step (or a generation batch) * (1 + max_trajectory_age).
+    `max_bytes_in_flight`: of the finished groups and, each as large as the largest so far, of those under way; None: no
+    bound. A step's prompts are dispatched whatever they take. `refit_in_flight`: a refit does not wait until the
+    engines are idle; what they generate goes on with the new weights.
     """
 
     num_prompts: int
@@ -32,6 +37,7 @@ class ScheduleConfig:
     max_trajectory_age: int = 0
     group_order: GroupOrder = "in_order"
     max_groups_in_flight: int | None = None
+    max_bytes_in_flight: int | None = None
     refit_in_flight: bool = False
     prompts_per_dispatch: int | None = None
     max_gen_batches: int = 10
@@ -43,8 +49,6 @@ class ScheduleConfig:
     save_period: int = 0
 
     def __post_init__(self) -> None:
-        if self.prompts_per_dispatch is not None and self.max_trajectory_age:
-            raise ValueError("dynamic sampling goes with a trajectory age of 0 only")
         if self.max_groups_in_flight is not None and self.max_groups_in_flight < self.num_prompts:
             raise ValueError(f"{self.max_groups_in_flight} groups in flight are less than a step of {self.num_prompts}")
 
@@ -80,8 +84,9 @@ class Await:
 class Train:
     """Train one step on the groups of these uids, in this order.
 
-    Of dynamic sampling: the prompts of `surplus` groups go back to the data, to be generated anew; `filtered` counts
-    the groups of this step that were not informative.
+    Of dynamic sampling: the prompts of `surplus` groups, finished or under way, go back to the data, to be generated
+    anew: they would be too old for the next step. `filtered` counts the groups since the last step that were not
+    informative.
     """
 
     step: int
@@ -131,10 +136,12 @@ class Dispatched:
 
 @dataclass(frozen=True)
 class GroupFinished:
-    """`informative`: its rewards differ. Only dynamic sampling may get a group that is not, and consumes it."""
+    """`informative`: its rewards differ. Only dynamic sampling may get a group that is not, and consumes it. `nbytes`:
+    what its trajectories take."""
 
     uid: str
     informative: bool = True
+    nbytes: int = 0
 
 
 @dataclass(frozen=True)
@@ -179,7 +186,8 @@ class Schedule:
     engine_version: int = 0  # 0: nothing committed yet
     data_ended: bool = False
     in_flight: dict[str, int] = field(default_factory=dict)  # uid -> version that generates it, in dispatch order
-    finished: set[str] = field(default_factory=set)  # the part of in_flight that is ready to train on
+    finished: dict[str, int] = field(default_factory=dict)  # the part of in_flight that is ready to train on -> bytes
+    largest: int = 0  # bytes of the largest group so far
     filtered: set[str] = field(default_factory=set)  # finished, not informative, since the last step
     failed: dict[str, str] = field(default_factory=dict)  # uid -> reason, since the last step
     validated_step: int = -1
@@ -229,11 +237,12 @@ class Schedule:
                 versions = versions or (self.engine_version,) * len(uids)
                 self.in_flight |= dict(zip(uids, versions, strict=True))
                 self.data_ended = self.data_ended or ended
-            case GroupFinished(uid, informative):
+            case GroupFinished(uid, informative, nbytes):
                 self._demand(uid in self.in_flight and uid not in self.finished, event)
                 self._demand(informative or self.config.prompts_per_dispatch is not None, event)
+                self.largest = max(self.largest, nbytes)
                 if informative:
-                    self.finished.add(uid)
+                    self.finished[uid] = nbytes
                 else:
                     del self.in_flight[uid]
                     self.filtered.add(uid)
@@ -248,7 +257,7 @@ class Schedule:
                 groups, surplus = self._ready()
                 for uid in groups + surplus:
                     del self.in_flight[uid]
-                    self.finished.discard(uid)
+                    self.finished.pop(uid, None)
                 self.data_ended = self.data_ended and not surplus  # what goes back can be taken again
                 self.filtered.clear()
                 self.failed.clear()
@@ -298,33 +307,52 @@ class Schedule:
     def _ready(self) -> tuple[tuple[str, ...], tuple[str, ...]]:
         """(the groups of the next step, surplus groups), both empty until the step is complete.
 
-        In order, the groups are the first ones dispatched, whichever finished first. Dynamic sampling waits for all
-        that is in flight, so that neither quick (short) groups are favoured nor anything depends on the order of
-        finishing.
+        In order, the groups are the first ones dispatched, whichever finished first. Dynamic sampling at an age of 0
+        waits for all that is in flight, so that nothing depends on the order of finishing.
         """
-        config, order = self.config, tuple(self.in_flight)
-        count = min(config.num_prompts, len(order))
+        config, count = self.config, min(self.config.num_prompts, len(self.in_flight))
         if not count or (count < config.num_prompts and not self.data_ended):
             return (), ()
-        if config.prompts_per_dispatch is not None:
-            return (order[:count], order[count:]) if self._all_finished() else ((), ())
-        age, version = config.max_trajectory_age, self.policy_version
-        kind = config.group_order
-        return choose(self.in_flight, self.finished, count, version=version, max_age=age, order=kind), ()
+        age, version, dynamic = config.max_trajectory_age, self.policy_version, config.prompts_per_dispatch is not None
+        if dynamic and not age and not self._all_finished():
+            return (), ()
+        groups = choose(
+            self.in_flight,
+            self.finished,
+            count,
+            version=version,
+            max_age=age,
+            order=config.group_order,
+            may_drop=dynamic,
+        )
+        too_old = (uid for uid, began in self.in_flight.items() if began + age <= version and uid not in groups)
+        return groups, tuple(too_old) if groups else ()
 
     def _prompts_wanted(self) -> int:
         """As many as fit in the steps that the age limit reaches: in the order of dispatch a group trains
-        `position // num_prompts` steps from now."""
+        `position // num_prompts` steps from now, or earlier."""
+        config, batch = self.config, self.config.prompts_per_dispatch
         if self.data_ended:
             return 0
-        if self.config.prompts_per_dispatch is not None:
-            return self._prompts_of_generation_batch(self.config.prompts_per_dispatch)
-        last = self.config.max_steps if self.last_step is None else min(self.last_step, self.config.max_steps)
-        steps = min(1 + self.config.max_trajectory_age, last - self.step)
-        room = steps * self.config.num_prompts
-        if self.config.max_groups_in_flight is not None:
-            room = min(room, self.config.max_groups_in_flight)
-        return max(0, room - len(self.in_flight))
+        if batch is not None and not config.max_trajectory_age:
+            return self._prompts_of_generation_batch(batch)
+        if batch is not None and len(self.filtered) >= batch * config.max_gen_batches:
+            if self._all_finished() and not self._ready()[0]:
+                raise self._too_little(len(self.finished))
+            return 0
+        last = config.max_steps if self.last_step is None else min(self.last_step, config.max_steps)
+        steps = min(1 + config.max_trajectory_age, last - self.step)
+        room = steps * (batch or config.num_prompts)
+        if config.max_groups_in_flight is not None:
+            room = min(room, config.max_groups_in_flight)
+        return max(0, min(room, self._room_in_bytes()) - len(self.in_flight))
+
+    def _room_in_bytes(self) -> int:
+        """Groups that may be in flight."""
+        most, held = self.config.max_bytes_in_flight, sum(self.finished.values())
+        if most is None or not self.largest:
+            return sys.maxsize
+        return max(self.config.num_prompts, len(self.finished) + (most - held) // self.largest)
 
     def _prompts_of_generation_batch(self, size: int) -> int:
         """Replacements for what failed of the generation batch; another batch where a whole one was not enough."""
@@ -333,13 +361,16 @@ class Schedule:
         if missing or not self._all_finished() or len(self.in_flight) >= self.config.num_prompts:
             return missing
         if generated >= size * self.config.max_gen_batches:
-            raise ScheduleError(
-                f"step {self.step + 1}: {self.config.max_gen_batches} generation batches gave too little to train on: "
-                f"{generated} prompts were generated, {len(self.in_flight)} of them informative (their rewards "
-                f"differ), {self.config.num_prompts} are needed; raise grpo.dynamic_sampling_max_gen_batches or "
-                "grpo.batch_multiplier, or train on easier or harder data"
-            )
+            raise self._too_little(len(self.in_flight))
         return size
+
+    def _too_little(self, informative: int) -> ScheduleError:
+        return ScheduleError(
+            f"step {self.step + 1}: {self.config.max_gen_batches} generation batches gave too little to train on: "
+            f"{informative + len(self.filtered)} prompts were generated, {informative} of them informative (their "
+            f"rewards differ), {self.config.num_prompts} are needed; raise grpo.dynamic_sampling_max_gen_batches or "
+            "grpo.batch_multiplier, or train on easier or harder data"
+        )
 
     def _all_finished(self) -> bool:
         return len(self.finished) == len(self.in_flight)

@@ -177,6 +177,11 @@ class TrajectoryRef:
     cut_turns: int = 0
 
     @property
+    def nbytes(self) -> int:
+        """Of its tensors in the object store: token ids (int64), log-probs of the generated ones (float32)."""
+        return 8 * self.length + 4 * self.generated_length
+
+    @property
     def environment_tokens(self) -> int:
         """Tokens between the generated turns: what the environment said, in the chat template's words."""
         return self.length - self.prompt_length - self.generated_length

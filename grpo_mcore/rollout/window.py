@@ -16,6 +16,7 @@ def choose(
     version: int,
     max_age: int,
     order: GroupOrder,
+    may_drop: bool = False,
 ) -> tuple[str, ...]:
     """`count` of the groups in flight for the step that `version` trains, in the order of dispatch; empty where it has
     to wait for more of them.
@@ -24,6 +25,7 @@ def choose(
     finished first. The others take finished ones, the oldest or the freshest first, and wait only for those that would
     get too old otherwise: with `count` groups a step, at most `count` * (k + 1) groups may be due within the next k
     steps. This holds before the call (at most `count` * (max_age + 1) groups are in flight) and after it.
+    `may_drop`: what gets too old is dropped, and nobody waits for it.
     """
     uids = list(in_flight)
     if order == "in_order":
@@ -32,7 +34,7 @@ def choose(
     ready = [uid for uid in uids if uid in finished]
     ready.sort(key=lambda uid: in_flight[uid] if order == "oldest_first" else -in_flight[uid])  # stable
     chosen: list[str] = []
-    for later in range(max_age + 1):
+    for later in range(0 if may_drop else max_age + 1):
         due = {uid for uid in uids if in_flight[uid] + max_age <= version + later}
         missing = len(due) - later * count - len(due.intersection(chosen))
         candidates = [uid for uid in ready if uid in due and uid not in chosen]

@@ -183,6 +183,39 @@ def check_refit_in_flight(engine: Engine, policy: Policy, version: int) -> None:
     assert worst_difference(policy.reference, generate(engine, requests)) < 1e-4
 
 
+def check_pause(engine: Engine, policy: Policy, version: int) -> None:
+    """Samples stand still from `release` to `prepare`, through a refit, and go on with the new weights; new ones wait
+    with them."""
+    policy.change(seed=version)
+    weights = {version: _copies(policy.reference)}
+    policy.refit(engine, version)
+    # The last request has room for four tokens only: when its sample comes, the others are under way.
+    samples = engine.generate([*map(request, range(6)), request(6, CONTEXT - 4)], Sampling(max_new_tokens=120))
+    found = [next(samples)]
+    left = engine.health()["requests"]
+    engine.release(pause=True)
+    thread = threading.Thread(target=lambda: found.extend(engine.generate([request(7)], Sampling(max_new_tokens=8))))
+    thread.start()
+    try:
+        wait_until(lambda: engine.health()["requests"] == left + 1, "the request of the other caller")
+        policy.change(seed=version + 1)
+        weights[version + 1] = _copies(policy.reference)
+        policy.refit(engine, version + 1, recompute_kv=True)
+        thread.join(0.2)
+        assert thread.is_alive() and engine.health()["requests"] == left + 1
+    finally:
+        engine.prepare(version + 1)
+        thread.join(100)
+    found += samples
+    assert len(found) == 8 and engine.health()["requests"] == 0
+    assert sum(len(sample.weight_versions) == 2 for sample in found) == left > 0
+    check_spans(policy.reference, found, weights)
+
+
+def _copies(model: torch.nn.Module) -> dict[str, Tensor]:
+    return {name: parameter.detach().clone() for name, parameter in model.named_parameters()}
+
+
 @torch.no_grad()
 def check_spans(reference: torch.nn.Module, samples: list[Trajectory], weights: dict[int, dict[str, Tensor]]) -> None:
     """Each sample's spans cover it, and the log-probs of each agree with the weights of its version. `reference` then

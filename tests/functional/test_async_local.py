@@ -96,7 +96,8 @@ def test_a_crash_loses_and_doubles_nothing(
 def test_samples_go_on_under_new_weights(
     recipe: dict[str, Any], task: Task, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The answers of a model that was never taught the task have all lengths; the engine takes six at a time."""
+    """The answers of a model that was never taught the task have all lengths; the engine takes six at a time. They
+    stand still while the policy trains."""
     seen: list[Trajectory] = []
     generate = EngineWorker.generate
 
@@ -107,7 +108,8 @@ def test_samples_go_on_under_new_weights(
 
     monkeypatch.setattr(EngineWorker, "generate", recorded)
     words = ["grpo.async_grpo.in_flight_weight_updates=true", "grpo.async_grpo.max_trajectory_age_steps=2"]
-    words += ["grpo.async_grpo.group_order=freshest_first", "grpo.async_grpo.max_groups_in_flight=10"]
+    words += ["grpo.async_grpo.group_order=oldest_first", "grpo.async_grpo.max_groups_in_flight=10"]
+    words += ["grpo.async_grpo.partial_rollouts=true"]
     words += ["grpo.async_grpo.recompute_kv_cache_after_weight_updates=true", "grpo.val_period=2"]
     words += [f"policy.model_name={task.untrained}", "policy.max_total_sequence_length=40"]
     words += ["policy.generation.max_new_tokens=30", "policy.generation.vllm_kwargs={max_num_seqs: 6}"]

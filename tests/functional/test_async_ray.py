@@ -1,4 +1,5 @@
-"""A run with look-ahead as a user starts it, under Ray: killed on its way, gone on with to the end of the data."""
+"""A run with look-ahead as a user starts it, under Ray, the engine with a pool of its own: killed on its way, gone on
+with to the end of the data, then with dynamic sampling."""
 
 from __future__ import annotations
 
@@ -20,7 +21,7 @@ GONE_S = 120.0
 
 @pytest.fixture(scope="module")
 def recipe(task: Task, model: Path) -> dict[str, Any]:
-    """6 steps of 4 prompts: one policy rank and one engine, all the data once."""
+    """6 steps of 4 prompts: one policy rank, and one engine in a pool of its own; all the data once."""
     data = task.folder / "short-24.jsonl"
     data.write_text("".join(task.train.read_text().splitlines(keepends=True)[:PROMPTS]))
     recipe = grpo_recipe(task, model)
@@ -28,7 +29,8 @@ def recipe(task: Task, model: Path) -> dict[str, Any]:
     recipe["loss_fn"] |= {"use_importance_sampling_correction": True}
     recipe["data"] = {"train": {"data_path": str(data)}}
     recipe["checkpointing"] = {"save_period": 1, "metric_name": None}
-    recipe["cluster"] = {"platform": "cpu", "gpus_per_node": 1, "env_vars": [VARIABLE]}
+    recipe["policy"]["generation"]["colocated"] = {"enabled": False, "resources": {"gpus_per_node": 1}}
+    recipe["cluster"] = {"platform": "cpu", "gpus_per_node": 2, "env_vars": [VARIABLE]}
     return recipe
 
 
@@ -55,14 +57,19 @@ def test_killed_and_resumed_it_trains_on_every_prompt_once(
     killed = audit(read_ledger(ledger))
     assert not killed.flaws and killed.steps >= 3
 
-    run = run_command("train", tmp_path, recipe, "--resume", "grpo.async_grpo.in_flight_weight_updates=true")
+    words = ("grpo.async_grpo.in_flight_weight_updates=true", "grpo.use_dynamic_sampling=true")
+    run = run_command("train", tmp_path, recipe, "--resume", *words, "grpo.batch_multiplier=2")
     print(run.out, run.err)
     assert run.code == 0, run.err
     found = audit(read_ledger(ledger))
-    assert not found.flaws and found.starts == 2 and found.steps == 6
-    assert found.fates["trained on"] == PROMPTS == sum(found.fates.values())
+    assert not found.flaws and found.starts == 2 and found.steps > killed.steps
+    assert found.fates["trained on"] + found.fates["filtered"] == PROMPTS == sum(found.fates.values())
     assert max(found.by_age) == 1
-    rows = run.metrics()[-(6 - killed.steps) :]
-    assert rows[-1]["step"] == 6 and rows[-1]["num_groups_ahead"] == 0
-    assert all(row["grad_norm"] > 0 for row in rows)
+    rows = run.metrics()[-(found.steps - killed.steps) :]
+    assert rows[-1]["step"] == found.steps and rows[-1]["num_groups_ahead"] == 0
+    assert sum(row["num_filtered_prompts"] for row in rows) == found.fates["filtered"]
+    dropped = sum(row["buffer/dropped_too_old_finished"] + row["buffer/dropped_too_old_under_way"] for row in rows)
+    assert dropped == sum(row["num_surplus_prompts"] for row in rows)
+    assert all(row["grad_norm"] > 0 and row["refit/checked"] > 0 and row["zero_advantage_rate"] < 1 for row in rows)
+    assert "1 x vLLM TP 1 float32, with devices of their own" in run.out and "1 policy rank" in run.out
     assert json.loads((run.logs / "summary.json").read_text())["end"] == "the data has ended"

@@ -48,9 +48,9 @@ def looking_inside() -> Iterator[Inside]:
         inside.taken += [prompt["uid"] for prompt in prompts]
         return prompts
 
-    def recorded_put_back(self: PromptStream, prompts: Any) -> None:
-        inside.put_back += [prompt["uid"] for prompt in prompts]
-        put_back(self, prompts)
+    def recorded_put_back(self: PromptStream, uids: Sequence[str]) -> None:
+        inside.put_back += uids
+        put_back(self, uids)
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(grpo, "train_on_groups", recorded_train)

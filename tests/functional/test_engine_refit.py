@@ -20,6 +20,7 @@ from tests.functional.engine_cases import (
     CONTEXT,
     EOS,
     Policy,
+    check_pause,
     check_refit_in_flight,
     config,
     generate,
@@ -135,6 +136,18 @@ def test_samples_come_as_they_finish(engine: Engine) -> None:
     assert len(generate(engine, [short, long])) == 2
 
 
+def test_samples_that_nobody_wants_any_more_are_given_up(engine: Engine) -> None:
+    asked = [request(number, 0 if number % 2 else CONTEXT - 4) for number in range(6)]
+    samples = engine.generate(asked, Sampling(max_new_tokens=100))
+    first = next(samples).uid
+    unwanted = {one.uid for one in asked[1::2]} - {first}
+    engine.give_up(unwanted)
+    assert {first, *(sample.uid for sample in samples)} == {one.uid for one in asked} - unwanted
+    assert engine.health()["requests"] == 0
+    engine.give_up(unwanted)  # nothing of them is left
+    assert len(generate(engine, asked)) == 6
+
+
 def test_several_callers_share_the_steps(engine: Engine) -> None:
     groups = [[request(10 * caller + number) for number in range(6)] for caller in range(4)]
     alone = generate(engine, [asked for group in groups for asked in group])
@@ -239,6 +252,10 @@ def test_a_refit_in_bfloat16_rounds_and_nothing_more(engine: Engine, policy: Pol
 
 def test_weights_are_exchanged_while_requests_are_under_way(engine: Engine, policy: Policy) -> None:
     check_refit_in_flight(engine, policy, 12)
+
+
+def test_samples_stand_still_while_others_need_the_device(engine: Engine, policy: Policy) -> None:
+    check_pause(engine, policy, 14)
 
 
 @pytest.mark.parametrize("missing", ["model.layers.1.self_attn.qkv_proj.weight", "model.norm.weight"])

@@ -58,7 +58,7 @@ def _memory(load: Workload, device: Device, stages: Sequence[StageMemory]) -> It
 
 
 def _remedy(phase: str, part: str, load: Workload) -> str:
-    if phase == "generation":
+    if phase == "generation" or part in ("KV cache", "engine overhead"):
         return f"lower {VLLM}gpu_memory_utilization (now {load.engine_share:g})"
     if part == "activations" and not load.recompute:
         return f"set {MEGATRON}activation_checkpointing: true, or lower policy.sequence_packing.train_mb_tokens"
@@ -92,7 +92,7 @@ def _engines(load: Workload, device: Device, engine: EngineMemory) -> Iterator[s
     elif together < min(each, MAX_SEQUENCES) // 4:
         yield f"an engine's KV cache holds {together} longest samples of the {each} it gets: raise {key}"
     used = load.engines * load.engine_tensor
-    if load.kernels != "cpu" and used < load.world:
+    if load.colocated and load.kernels != "cpu" and used < load.world:
         yield (
             f"the engines use {used} of {load.world} accelerators: policy.generation.num_engines {load.engines} x "
             f"{VLLM}tensor_parallel_size {load.engine_tensor}"

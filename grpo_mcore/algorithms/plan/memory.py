@@ -110,22 +110,32 @@ def engine_memory(load: Workload, device: Device) -> EngineMemory:
 
 
 def stage_memory(load: Workload, device: Device, stage: int, engine: EngineMemory) -> StageMemory:
-    """All phases on a rank of one stage. The order in a step: refit, generation, log-probs, training."""
+    """All phases on a rank of one stage. The order in a step: refit, generation, log-probs, training.
+
+    Engines that generate while the policy trains (a trajectory age above 0) keep their memory in every phase; those
+    with devices of their own take none of the policy's.
+    """
     weights, gradients = weight_bytes(load, stage), gradient_bytes(load, stage)
     optimizer = optimizer_bytes(load, stage)
     base = {"weights": weights, "reserved": device.reserved}
     state = {**base, "gradients": gradients, "optimizer": optimizer}
+    cached = {"engine weights": engine.weights, "KV cache": max(0, engine.kv_cache)}
+    if device.memory is not None:
+        cached["engine overhead"] = ENGINE_OVERHEAD
+    if load.engines_stay:
+        state |= cached
     last = stage == load.layout.pipeline - 1
     forward = int(layer_bytes(load.shape, load.rank, load.bin_tokens))  # one layer's; more than it needs
     chunk = min(load.logprob_chunk, load.bin_tokens)
     phases = []
     if load.grpo:
         # The buffer lies in host memory where there are several policy ranks.
-        buffer = {"refit buffer": load.refit_buffer} if load.world == 1 and device.memory is not None else {}
-        phases.append(Phase("refit", {**state, **buffer, "engine weights": engine.weights}))
-        cached = {"engine weights": engine.weights, "KV cache": max(0, engine.kv_cache)}
-        overhead = {} if device.memory is None else {"engine overhead": ENGINE_OVERHEAD}
-        phases.append(Phase("generation", {**base, **buffer, **cached, **overhead}))
+        shared = load.colocated and load.world == 1 and device.memory is not None
+        buffer = {"refit buffer": load.refit_buffer} if shared else {}
+        engines = {"engine weights": engine.weights} if load.colocated else {}
+        phases.append(Phase("refit", {**state, **buffer, **engines}))
+        if load.colocated:
+            phases.append(Phase("generation", {**base, **buffer, **cached}))
         if load.prev or load.reference:
             clone = {"weights set aside for the reference": weights} if load.reference else {}
             logits = {"logits": int(logits_bytes(load.shape, load.rank, chunk, backward=False))} if last else {}

@@ -44,7 +44,7 @@ def refit_traffic(load: Workload) -> RefitTraffic:
         first_layers=load.first_layers or 0,
         last_layers=load.last_layers or 0,
     )
-    engine = EngineLayout(load.engine_tensor, replicas=max(1, load.engines // load.nodes))
+    engine = EngineLayout(load.engine_tensor, replicas=max(1, load.engines // load.engine_nodes))
     plan = plan_model_refit(load.shape, trainer, engine, dtype=DTYPE[load.element], buffer_bytes=load.refit_buffer)
     written: Counter[int] = Counter()
     read: Counter[int] = Counter()
@@ -52,7 +52,7 @@ def refit_traffic(load: Workload) -> RefitTraffic:
         written[block.source] += block.nbytes
         for taken in block.reads:
             read[taken.rank] += math.prod(stop - start for start, stop in taken.at) * plan.element_bytes()
-    other_nodes = plan.block_bytes if load.nodes > 1 else 0
+    other_nodes = plan.block_bytes if load.nodes > 1 or not load.colocated else 0
     link = (
         "network between nodes" if other_nodes else "host memory (PCIe)" if load.world > 1 else "memory of the device"
     )

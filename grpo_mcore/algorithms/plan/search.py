@@ -51,12 +51,13 @@ def _options(load: Workload, nodes: int) -> Iterator[Workload]:
                 continue
             layout = replace(load.layout, tensor=tensor, pipeline=pipeline, data=data, sequence_parallel=tensor > 1)
             for recompute in (False, True):
-                for engine_tensor in _powers(load.gpus_per_node):
+                for engine_tensor in _powers(load.gpus_per_node) if load.colocated else (load.engine_tensor,):
                     if load.grpo and not _splits(load, engine_tensor) or not load.grpo and engine_tensor > 1:
                         continue
+                    engines = max(1, world // engine_tensor) if load.colocated else load.engines
                     yield replace(
                         load, layout=layout, nodes=nodes, recompute=recompute, engine_tensor=engine_tensor,
-                        engines=max(1, world // engine_tensor), first_layers=None, last_layers=None,
+                        engines=engines, first_layers=None, last_layers=None,
                     )  # fmt: skip
 
 

@@ -12,7 +12,7 @@ from grpo_mcore.families import FamilyError, ModelShape, Param, check_tensor_par
 from grpo_mcore.families.activations import Kernels, Rank
 from grpo_mcore.families.shards import Shard, shard_of, stage_layers, stage_params
 from grpo_mcore.parallel.mesh import Layout
-from grpo_mcore.recipe import MasterConfig, MegatronConfig, samples_per_step, world_size
+from grpo_mcore.recipe import MasterConfig, MegatronConfig, engine_pool, num_engines, policy_pool, samples_per_step
 from grpo_mcore.recipe.master import runs_grpo
 
 BYTES = {"bfloat16": 2, "float32": 4}
@@ -51,6 +51,14 @@ class Workload:
     engine_share: float  # gpu_memory_utilization
     kv_cache: int | None  # bytes a rank; None: what engine_share leaves
     refit_buffer: int
+    colocated: bool  # engines and policy share devices
+    engine_nodes: int  # that hold engines
+    engines_sleep: bool  # and the engines give their memory away while the policy trains
+
+    @property
+    def engines_stay(self) -> bool:
+        """Whether the policy's devices hold the engines' memory in every phase. (On CPU there is only the host's.)"""
+        return self.grpo and self.colocated and not self.engines_sleep and self.kernels != "cpu"
 
     @property
     def world(self) -> int:
@@ -116,7 +124,8 @@ def workload_of(
     tensor, pipeline = megatron.tensor_model_parallel_size, megatron.pipeline_model_parallel_size
     _check_known(shape, megatron)
     check_tensor_parallel(shape, tensor)
-    world, cpu = world_size(config), kernels == "cpu"
+    pool, cpu = policy_pool(config), kernels == "cpu"
+    world = pool.ranks
     layout = Layout(tensor, pipeline, world // (tensor * pipeline), megatron.sequence_parallel)
     longest, grpo = policy.max_total_sequence_length, runs_grpo(config)
     packing = policy.sequence_packing
@@ -125,8 +134,8 @@ def workload_of(
     found = Workload(
         shape=shape,
         layout=layout,
-        nodes=config.cluster.num_nodes,
-        gpus_per_node=config.cluster.gpus_per_node,
+        nodes=pool.nodes,
+        gpus_per_node=pool.per_node,
         first_layers=megatron.num_layers_in_first_pipeline_stage,
         last_layers=megatron.num_layers_in_last_pipeline_stage,
         recompute=megatron.activation_checkpointing,
@@ -146,11 +155,14 @@ def workload_of(
         reference=grpo and needs_reference(config),
         prev=grpo and needs_prev(config),
         engine_tensor=vllm.tensor_parallel_size,
-        engines=generation.num_engines or (1 if cpu else max(1, world // vllm.tensor_parallel_size)),
+        engines=max(1, num_engines(config, gpu=not cpu)),
         engine_element=BYTES[vllm.precision or policy.precision],
         engine_share=vllm.gpu_memory_utilization,
         kv_cache=None if kv_cache_gb is None else int(kv_cache_gb * 2**30),
         refit_buffer=int(policy.refit_buffer_size_gb * 2**30),
+        colocated=generation.colocated.enabled,
+        engine_nodes=(engine_pool(config) or pool).nodes,
+        engines_sleep=not config.grpo.async_grpo.max_age or config.grpo.async_grpo.pauses,
     )
     assert found.layers  # raises here where the layers do not divide
     return found

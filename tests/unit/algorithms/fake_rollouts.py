@@ -62,6 +62,11 @@ class FakeEngine:
     keep: Callable[[Trajectory], Any] = lambda trajectory: trajectory  # where the cluster does not, into its store
     calls: list[tuple[list[GenerationRequest], Sampling]] = field(default_factory=list)
     running: bool = False
+    unwanted: set[str] = field(default_factory=set)
+
+    def give_up(self, uids: Sequence[str]) -> None:
+        """Of the call under way only."""
+        self.unwanted |= set(uids) if self.running else set()
 
     def generate_refs(self, requests: list[GenerationRequest], sampling: Sampling) -> Iterator[Parcel]:
         assert not self.running, "one call at a time"
@@ -70,8 +75,10 @@ class FakeEngine:
         finished = [self._generate(request) for request in resolved(requests, self.store)]
         random.Random(self.seed + len(self.calls)).shuffle(finished)
         for trajectory in finished:
-            yield Parcel(TrajectoryRef.of(trajectory, None), self.keep(trajectory))
+            if trajectory.uid not in self.unwanted:
+                yield Parcel(TrajectoryRef.of(trajectory, None), self.keep(trajectory))
         self.running = False
+        self.unwanted.clear()
 
     def _generate(self, request: GenerationRequest) -> Trajectory:
         turn = sum(turn.loss_mask for turn in request.turns) + 1

@@ -129,7 +129,8 @@ def test_too_many_batches() -> None:
     with pytest.raises(ValueError) as error:
         call(generated({"c": [1, 1, 1]}), 4, cache)
     for words in (
-        "4 generation batches gave 1 groups", "num_prompts_per_step=2", "max_gen_batches (now 4)", "batch_multiplier",
+        "4 generation batches gave too little", "1 of them informative", "2 are needed",
+        "grpo.dynamic_sampling_max_gen_batches", "grpo.batch_multiplier",
     ):  # fmt: skip
         assert words in str(error.value)
     without = config()

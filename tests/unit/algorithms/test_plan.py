@@ -98,6 +98,27 @@ def test_what_does_not_fit_names_the_key(overrides: list[str], words: str) -> No
     assert found.fits == ("num_engines" in overrides[0])
 
 
+AHEAD = ("grpo.async_grpo={enabled: true}", "loss_fn.use_importance_sampling_correction=true")
+
+
+def test_engines_that_generate_ahead_keep_their_memory_while_the_policy_trains() -> None:
+    phases = {name: plan(LLAMA, *words).stages[0].phases[-1] for name, words in (("sync", ()), ("ahead", AHEAD))}
+    engine = plan(LLAMA).engine
+    more = phases["ahead"].total - phases["sync"].total
+    assert phases["ahead"].name == "training" and more > engine.weights + engine.kv_cache
+    found = plan(LLAMA, *AHEAD)
+    assert not found.fits and any("gpu_memory_utilization (now" in warning for warning in found.warnings)
+
+
+def test_engines_with_a_pool_of_their_own_take_nothing_of_the_policys_devices() -> None:
+    pool = "policy.generation.colocated={enabled: false, resources: {num_nodes: 1}}"
+    found = plan(LLAMA, *AHEAD, "cluster.num_nodes=3", pool)
+    assert (found.load.world, found.load.engines, found.load.nodes) == (16, 8, 2) and found.fits
+    assert [phase.name for phase in found.stages[0].phases][0] == "refit"
+    assert not any(part.startswith(("engine", "KV")) for phase in found.stages[0].phases for part in phase.parts)
+    assert found.refit is not None and found.refit.to_other_nodes == found.refit.tensor_bytes
+
+
 def test_a_pipeline_that_waits() -> None:
     found = plan(LLAMA, f"{AT}pipeline_model_parallel_size=16", "policy.train_global_batch_size=16")
     assert found.times.bubble == pipeline_bubble(16, 8) == 15 / 23

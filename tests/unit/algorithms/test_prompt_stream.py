@@ -45,10 +45,10 @@ def test_what_is_put_back_comes_next_as_it_was() -> None:
     stream = PromptStream(Loader(), max_epochs=2)
     stream.take(3)
     taken = stream.take(3)
-    stream.put_back(taken[1:])
+    stream.put_back([prompt["uid"] for prompt in taken[1:]])
     assert stream.take(4)[:2] == taken[1:]
     assert uids(stream.take(9)) == ""
-    stream.put_back(taken)  # also after the end of the data
+    stream.put_back([prompt["uid"] for prompt in taken])  # also after the end of the data
     assert uids(stream.take(9)) == "d a@2 b@2"
     with pytest.raises(KeyError):
         stream.settle(["elsewhere"])
@@ -58,7 +58,7 @@ def test_the_state_holds_what_was_put_back() -> None:
     first = PromptStream(Loader(), max_epochs=2)
     taken = first.take(3)
     first.settle("a")
-    first.put_back(taken[1:])
+    first.put_back([prompt["uid"] for prompt in taken[1:]])
     state = pickle.loads(pickle.dumps(first.state_dict()))
     second = PromptStream(Loader(), max_epochs=2, state=state)
     rest = [uids(stream.take(9)) for stream in (first, second)]
@@ -70,7 +70,7 @@ def test_what_is_under_way_comes_next_in_a_resumed_run() -> None:
     first = PromptStream(Loader(), max_epochs=2)
     under_way = first.take(5)
     first.settle(["b", "d"])
-    first.put_back([under_way[4]])
+    first.put_back([under_way[4]["uid"]])
     second = PromptStream(Loader(), max_epochs=2, state=pickle.loads(pickle.dumps(first.state_dict())))
     assert uids(second.take(99)) == "a c a@2 b@2 c@2 d@2"
     assert uids(first.take(99)) == "a@2 b@2 c@2 d@2"  # the run itself goes on with those behind them

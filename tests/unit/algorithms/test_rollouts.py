@@ -451,3 +451,49 @@ def test_a_request_that_cannot_be_met_is_not_tried_again() -> None:
     world.engines.workers[0].target.generate_refs = too_long
     with pytest.raises(WorkerFailed, match="900 tokens"):
         world.run(range(1))
+
+
+@pytest.mark.parametrize("engines", [1, 2])
+@pytest.mark.parametrize("seed", range(6))
+@pytest.mark.parametrize("taken", [1, 3])
+def test_what_is_given_up_does_not_come_and_may_come_anew(engines: int, seed: int, taken: int) -> None:
+    """Whether it is generated, judged, waits for its next turn or is finished; the others are not disturbed."""
+    world = World(engines=engines, seed=seed)
+    world.rollouts.dispatch([prompt(number) for number in range(6)], SAMPLING, generations=3, step=1)
+    groups = {group.uid: group for group in (world.rollouts.next_group() for _ in range(taken))}
+    unwanted = [uid for uid in ("p1", "p2", "p5") if uid not in groups]
+    world.rollouts.give_up(unwanted)
+    world.rollouts.dispatch([prompt(int(uid[1:])) for uid in unwanted], SAMPLING, generations=3, step=2)
+    groups |= {group.uid: group for group in (world.rollouts.next_group() for _ in range(6 - taken))}
+    assert len(groups) == 6
+    while awaited := world.rollouts.awaited():  # streams whose last samples were given up
+        world.rollouts.take(world.cluster.next_ready(awaited, 1.0, "ends"))
+    assert not world.rollouts.generating
+    calm = World(engines=engines, seed=seed)
+    first, anew = calm.run(range(6)), calm.run(range(6), step=2)
+    for uid, group in groups.items():
+        same = (anew if uid in unwanted else first)[uid]
+        assert [calm.trajectory(same, i) for i in range(3)] == [world.trajectory(group, i) for i in range(3)]
+        assert group.scores == same.scores
+
+
+@pytest.mark.parametrize("engines", [1, 2])
+@pytest.mark.parametrize("seed", range(6))
+def test_a_group_may_be_complete_without_its_last_samples(engines: int, seed: int) -> None:
+    world = World(engines=engines, seed=seed, max_turns=1)
+    world.rollouts = Rollouts(
+        world.engines, world.rollouts.environments, None, TurnLimits(1, 99), seed=5, enough_samples=3
+    )
+    calm = World(engines=engines, seed=seed, max_turns=1)
+    for step in (1, 2):  # the same prompts again: nothing is told to give them up too late
+        world.rollouts.dispatch([prompt(number) for number in range(4)], SAMPLING, generations=5, step=step)
+        groups = [world.rollouts.next_group() for _ in range(4)]
+        whole = calm.run(range(4), generations=5, step=step)
+        for group in groups:
+            assert len(group.samples) == len(group.scores) == 3 and group.failure is None
+            for sample in group.samples:
+                trajectory = world.cluster.fetch(sample.ref)
+                assert trajectory == calm.trajectory(whole[group.uid], sample.generation_index)
+    while awaited := world.rollouts.awaited():
+        world.rollouts.take(world.cluster.next_ready(awaited, 1.0, "ends"))
+    assert sum(map(len, world.environment.calls)) == 2 * 4 * 3, "nobody judges what is given up"

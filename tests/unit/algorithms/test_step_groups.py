@@ -36,6 +36,11 @@ def test_named_rewards_count_only_where_they_are_learned_from_by_themselves() ->
     assert not is_informative(balanced) and is_informative(balanced, by_name=True)
     assert not is_informative(group("a", [1, 1], parts=parts[:1] * 2), by_name=True)
     assert not is_informative(group("a", [1, None], parts=parts), by_name=True)
+    only_format = group("a", [1, 2], parts=[{"correct": 1.0, "format": 0.0}, {"correct": 1.0, "format": 1.0}])
+    for weights, informs in (({"correct": 1.0, "format": 0.0}, False), ([1.0, 0.5], True), ([0.0, -1.0], True)):
+        assert is_informative(only_format, by_name=True, weights=weights) == informs
+    unweighted = {"name": "gdpo", "reward_weights": {"correct": 2.0, "format": 0.0}}
+    assert not StepGroups(config(use_dynamic_sampling=True, adv_estimator=unweighted)).add(only_format)
     for estimator, kept in (("grpo", False), ("gdpo", True)):
         step = StepGroups(config(use_dynamic_sampling=True, adv_estimator={"name": estimator}))
         assert step.add(balanced) == kept
@@ -48,8 +53,8 @@ def test_the_metrics_are_of_all_that_was_generated() -> None:
         group("d", [2, 0, None, 0]), group("e", [1, 1, 1, 0]),
     ]  # fmt: skip
     assert [step.add(g) for g in groups] == [False, True, False, True, True]
-    trained, surplus, metrics = step.take(Train(1, ("b", "d"), ("e",), filtered=2))
-    assert trained == [groups[1], groups[3]] and surplus == [groups[4].prompt]
+    trained, metrics = step.take(Train(1, ("b", "d"), ("e",), filtered=2), version=1)
+    assert trained == [groups[1], groups[3]]
     assert metrics == {
         "reward": pytest.approx((0 + 1 + 4 + 2 + 3) / 18),
         "accuracy": pytest.approx((1 + 4 + 1 + 3) / 18),
@@ -61,14 +66,33 @@ def test_the_metrics_are_of_all_that_was_generated() -> None:
         "num_gen_batches": 2.0,
     }
     step.add(group("f", [1, 0, 1, 0]))  # the next step has its own
-    assert step.take(Train(2, ("f",)))[2]["num_generated_samples"] == 4
+    assert step.take(Train(2, ("f",)), version=2)[1]["num_generated_samples"] == 4
+
+
+def test_of_generation_ahead_it_reports_what_waits_and_what_was_dropped_and_why() -> None:
+    corrected = {"use_importance_sampling_correction": True}
+    step = StepGroups(config(corrected, use_dynamic_sampling=True, async_grpo={"enabled": True}))
+    found = {uid: group(uid, [0, 1, 0, 1], lengths=[2] * 4) for uid in "abcd"}
+    for one in found.values():
+        step.add(one)
+    step.add(group("dull", [1, 1, 1, 1]))
+    step.fail(group("lost", [None] * 4))
+    trained, metrics = step.take(Train(3, ("a", "b"), ("c", "under way"), filtered=1), version=3)
+    assert trained == [found["a"], found["b"]]
+    expected = {"groups": 1, "bytes": 4 * (8 * 6 + 4 * 2), "age_mean": 2, "age_max": 2}
+    dropped = {"failed": 1, "too_old_finished": 1, "too_old_under_way": 1, "equal_rewards": 1}
+    expected |= {f"dropped_{reason}": count for reason, count in dropped.items()}
+    assert {name: metrics[f"buffer/{name}"] for name in expected} == expected
+    _, metrics = step.take(Train(4, ("d",)), version=4)
+    assert not any(metrics[f"buffer/{name}"] for name in expected)
+    assert "reward" not in metrics  # nothing was generated since the last step: that of the trained samples stands
 
 
 def test_without_dynamic_sampling_every_group_trains_and_no_metric_is_added() -> None:
     step = StepGroups(config())
     equal = group("a", [1, 1, 1, 1])
     assert step.add(equal)
-    assert step.take(Train(1, ("a",))) == ([equal], [], {})
+    assert step.take(Train(1, ("a",)), version=1) == ([equal], {})
 
 
 def test_what_is_not_trained_on_is_let_go() -> None:
@@ -87,7 +111,7 @@ def test_what_is_not_trained_on_is_let_go() -> None:
     del dull
     gc.collect()
     assert seen[0]() is None and seen[1]() is not None
-    step.take(Train(1, ("c",), ("b",), 1))
+    step.take(Train(1, ("c",), ("b",), 1), version=1)
     del extra
     gc.collect()
     assert seen[1]() is None

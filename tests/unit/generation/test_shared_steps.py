@@ -131,3 +131,40 @@ def test_a_step_that_does_not_end_is_not_waited_for_forever() -> None:
     go.set()
     thread.join(60)
     assert machine.steps.next(second).request_id == "b-0", "it came in the meantime"
+
+
+def test_what_is_given_up_does_not_come_and_nobody_waits_for_it() -> None:
+    machine = Machine()
+    first, second = machine.ask("a", 2, 9), machine.ask("b", 9)
+    assert machine.steps.give_up(["a-1", "b-0", "gone"]) == ["engine a-1", "engine b-0"]
+    assert machine.steps.next(second) is None
+    assert machine.steps.next(first).request_id == "a-0" and machine.steps.next(first) is None
+    assert not machine.steps.generating
+
+
+def test_who_steps_stops_when_all_that_it_waits_for_is_given_up() -> None:
+    machine = Machine()
+    caller = machine.ask("a", 10**9)
+    machine.before_step = lambda: machine.steps.give_up(["a-0"]) and None
+    assert machine.steps.next(caller) is None
+
+
+def test_a_pause_is_no_hang() -> None:
+    """Another's step that does not end is an error after `timeout_s`, but not while generation is paused."""
+    machine, paused = Machine(), [True]
+    machine.steps = SharedSteps(machine.step, 0.05, lambda: paused[0])
+    leader, other = machine.ask("a", 1), machine.ask("b", 2)
+    go_on, inside = threading.Event(), threading.Event()
+    machine.before_step = lambda: (inside.set(), go_on.wait(10))[0]
+    leading = threading.Thread(target=machine.steps.next, args=(leader,))
+    leading.start()
+    assert inside.wait(10)
+    found: list[Any] = []
+    waiting = threading.Thread(target=lambda: found.append(machine.steps.next(other)))
+    waiting.start()
+    waiting.join(0.3)
+    assert waiting.is_alive(), "it went on waiting through the pause"
+    go_on.set()
+    leading.join(10)
+    waiting.join(10)
+    assert found[0].request_id == "b-0"

@@ -51,6 +51,24 @@ def test_generation_stands_still_while_it_is_held() -> None:
     assert steps == [1]
 
 
+def test_a_pause_may_last_longer_than_any_refit() -> None:
+    turns, steps = Turns(0.05), []
+    turns.pause(True)
+
+    def generate() -> None:
+        with turns.step():
+            steps.append(1)
+
+    thread = threading.Thread(target=generate)
+    thread.start()
+    thread.join(0.2)
+    with turns.call():
+        assert thread.is_alive() and turns.paused and not steps
+    turns.pause(False)
+    thread.join(5)
+    assert steps == [1]
+
+
 def test_every_wait_has_a_deadline() -> None:
     turns = Turns(0.05)
     turns.hold(True)

@@ -6,13 +6,12 @@ python -m tests.unit.launch.test_golden    # writes them and launchers/ anew; th
 from __future__ import annotations
 
 import os
-from dataclasses import replace
 from pathlib import Path
 
 import pytest
 import yaml
 
-from grpo_mcore.launch import LaunchSpec, Pool, launch_spec
+from grpo_mcore.launch import LaunchSpec, launch_spec
 from grpo_mcore.launch.kubernetes import documents, manifest
 from grpo_mcore.launch.kubernetes_check import check, check_file
 from grpo_mcore.launch.slurm import BODY, sbatch_script
@@ -32,6 +31,11 @@ H100 = (
     "launch.k8s.node_selector={nvidia.com/gpu.product: NVIDIA-H100-80GB-HBM3}",
 )  # fmt: skip
 TWO_NODES = "recipes/grpo-llama3.1-8B-2n8g.yaml"
+# Two nodes train, a third one generates.
+DISAGGREGATED = (
+    "launch.name=grpo-3n8g-disaggregated", "cluster.num_nodes=3",
+    "policy.generation.colocated={enabled: false, resources: {num_nodes: 1}}",
+)  # fmt: skip
 SHIPPED = ("slurm/grpo_2n8g.sh", "k8s/grpo-2n8g.yaml", "k8s/grpo-3n8g-disaggregated.yaml")
 BODY_HERE = "# (the body is grpo_mcore/launch/slurm_body.sh)\n"
 
@@ -83,27 +87,11 @@ def test_kubernetes(recipe: str) -> None:
 
 def shipped() -> dict[str, str]:
     """launchers/: what people use as it stands."""
-    colocated = k8s(TWO_NODES, *H100)
     return {
         "slurm/grpo_2n8g.sh": sbatch_script(launch_spec(load_recipe(TWO_NODES), "slurm")),
-        "k8s/grpo-2n8g.yaml": manifest(colocated),
-        "k8s/grpo-3n8g-disaggregated.yaml": manifest(disaggregated(colocated)),
+        "k8s/grpo-2n8g.yaml": manifest(k8s(TWO_NODES, *H100)),
+        "k8s/grpo-3n8g-disaggregated.yaml": manifest(k8s(TWO_NODES, *H100, *DISAGGREGATED)),
     }
-
-
-def disaggregated(spec: LaunchSpec) -> LaunchSpec:
-    """Two nodes train, a third one generates. Not by launch_spec while training itself refuses such recipes."""
-    recipe = yaml.safe_load(spec.recipe_yaml)
-    pool = {"enabled": False, "resources": {"num_nodes": 1, "gpus_per_node": 8}}
-    recipe["policy"]["generation"]["colocated"] = pool
-    recipe["cluster"]["num_nodes"] = 3
-    head = "# With nodes of its own for the engines. `grpo-mcore train` refuses this until such pools are supported.\n"
-    return replace(
-        spec,
-        name="grpo-3n8g-disaggregated",
-        pools=(Pool("policy", 2, 8), Pool("engines", 1, 8)),
-        recipe_yaml=head + yaml.safe_dump(recipe, sort_keys=False),
-    )
 
 
 @pytest.mark.parametrize("name", SHIPPED)
@@ -120,7 +108,7 @@ def test_shipped_launchers_are_up_to_date(name: str) -> None:
 
 
 def test_a_disaggregated_job_has_a_group_for_each_pool() -> None:
-    job = documents(disaggregated(k8s(TWO_NODES, *H100)))[1]["spec"]["rayClusterSpec"]
+    job = documents(k8s(TWO_NODES, *H100, *DISAGGREGATED))[1]["spec"]["rayClusterSpec"]
     groups = {group["groupName"]: group["replicas"] for group in job["workerGroupSpecs"]}
     assert groups == {"policy": 1, "engines": 1}  # the head is the policy's first node
 

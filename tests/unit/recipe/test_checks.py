@@ -357,9 +357,19 @@ AHEAD = "loss_fn: {use_importance_sampling_correction: true}\ngrpo:\n  num_promp
             AHEAD + "{enabled: true, max_groups_in_flight: 31}\n",
             ["grpo.async_grpo.max_groups_in_flight: 31 groups are less than the 32 of a step"],
         ),
+        (AHEAD + "{enabled: true, max_buffer_gb: 8}\n  use_dynamic_sampling: true\n  batch_multiplier: 1.5\n", []),
+        (AHEAD + "{enabled: true, partial_rollouts: true, in_flight_weight_updates: true}\n", []),
+        (AHEAD + "{enabled: true, min_samples_per_group: 16}\n", []),
         (
-            AHEAD + "{enabled: true}\n  use_dynamic_sampling: true\n",
-            ["grpo.async_grpo.enabled: does not go with grpo.use_dynamic_sampling: true yet; switch one of them off"],
+            AHEAD + "{enabled: true, min_samples_per_group: 17}\n  max_rollout_turns: 2\n",
+            ["grpo.async_grpo.min_samples_per_group: 17 samples are more than the 16 of a group",
+             "grpo.async_grpo.min_samples_per_group: goes with samples of one turn only: set grpo.max_rollout_turns "
+             "to 1"],
+        ),
+        (
+            AHEAD + "{enabled: true, partial_rollouts: true}\n",
+            ["grpo.async_grpo.partial_rollouts: needs in_flight_weight_updates: true: without it a refit waits for "
+             "every sample under way"],
         ),
         (
             AHEAD + "{enabled: true, recompute_kv_cache_after_weight_updates: true}\n",

@@ -1,11 +1,11 @@
 """Look-ahead, over every interleaving of small cases with failures, lost engines and a crash anywhere: each prompt
-trains exactly once, none too old, nothing is waited for in vain."""
+trains exactly once, none too old, nothing is waited for in vain. With dynamic sampling and bounds in bytes too."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass, field, replace
-from itertools import combinations
+from itertools import combinations, product
 from typing import Any
 
 import pytest
@@ -27,29 +27,31 @@ class Saved:
 
 @dataclass
 class World:
-    """A schedule, the data before it and the engines behind it. `ends`: uids in the order of their one end."""
+    """A schedule, the data before it and the engines behind it. `ends`: uids in the order of their one end. `dull`:
+    groups that may yet be not informative."""
 
     schedule: s.Schedule
     data: tuple[str, ...]
     saved: Saved
     accidents: int
     crashes: int
+    dull: int = 0
     running: dict[str, int] = field(default_factory=dict)  # uid -> version that began it
     ends: tuple[str, ...] = ()
     trained: tuple[tuple[str, ...], ...] = ()
 
     @classmethod
-    def of(cls, config: s.ScheduleConfig, prompts: int, accidents: int = 1, crashes: int = 1) -> World:
+    def of(cls, config: s.ScheduleConfig, prompts: int, accidents: int = 1, crashes: int = 1, dull: int = 0) -> World:
         data = tuple(f"{i:02d}" for i in range(prompts))
-        return cls(s.Schedule(config), data, Saved(0, data, ()), accidents, crashes)
+        return cls(s.Schedule(config), data, Saved(0, data, ()), accidents, crashes, dull)
 
     def copy(self) -> World:
         mine = self.schedule
         schedule = replace(
             mine,
             in_flight=dict(mine.in_flight),
-            finished=set(mine.finished),
-            filtered=set(),
+            finished=dict(mine.finished),
+            filtered=set(mine.filtered),
             failed=dict(mine.failed),
         )
         schedule.validated_step, schedule.saved_step = mine.validated_step, mine.saved_step
@@ -60,7 +62,8 @@ class World:
         mine = self.schedule
         return (
             mine.step, mine.engine_version, mine.data_ended, tuple(mine.in_flight.items()), frozenset(mine.finished),
-            len(mine.failed), mine.validated_step, mine.saved_step, self.data, self.saved, self.accidents, self.crashes,
+            mine.largest, frozenset(mine.filtered), self.dull, len(mine.failed), mine.validated_step,
+            mine.saved_step, self.data, self.saved, self.accidents, self.crashes,
             frozenset(self.ends),
         )  # fmt: skip
 
@@ -69,7 +72,7 @@ class World:
         saved = self.saved
         return World(
             s.Schedule(self.schedule.config, step=saved.step), saved.data, saved, self.accidents, self.crashes - 1,
-            ends=saved.ends,
+            self.dull, ends=saved.ends,
         )  # fmt: skip
 
     def carry_out(self, command: s.Command) -> None:
@@ -88,13 +91,23 @@ class World:
                 taken, self.data = self.data[:count], self.data[count:]
                 self.running |= dict.fromkeys(taken, schedule.engine_version)
                 assert len(schedule.in_flight) + len(taken) <= limit(config)
+                if config.max_bytes_in_flight and len(schedule.in_flight) + len(taken) > config.num_prompts:
+                    held = sum(nbytes(uid) for uid in schedule.finished) + len(self.running) * schedule.largest
+                    assert held <= config.max_bytes_in_flight or not taken
                 schedule.record(s.Dispatched(taken, data_ended=len(taken) < count))
-            case s.Train(step, uids):
+            case s.Train(step, uids, surplus):
                 assert 0 < len(uids) <= config.num_prompts
                 assert len(uids) == config.num_prompts or (schedule.data_ended and len(schedule.in_flight) == len(uids))
                 for uid in uids:
                     assert uid not in self.running
                     assert step - schedule.in_flight[uid] <= config.max_trajectory_age, "older than the limit"
+                kept = set(schedule.in_flight) - set(uids) - set(surplus)
+                assert all(step - schedule.in_flight[uid] >= config.max_trajectory_age for uid in surplus)
+                assert all(step - schedule.in_flight[uid] < config.max_trajectory_age for uid in kept)
+                assert not surplus or config.prompts_per_dispatch
+                for uid in surplus:
+                    self.running.pop(uid, None)
+                self.data = surplus + self.data
                 self.trained += (uids,)
                 self.end(*uids)
                 schedule.record(s.Trained(step))
@@ -106,22 +119,33 @@ class World:
             self.end(uid)
             self.schedule.record(s.GroupFailed(uid, "lost"))
 
+    def finish(self, uid: str, informative: bool) -> None:
+        del self.running[uid]
+        if not informative:
+            self.dull -= 1
+            self.end(uid)
+        self.schedule.record(s.GroupFinished(uid, informative, nbytes(uid)))
+
     def end(self, *uids: str) -> None:
         assert not set(uids) & set(self.ends), "a prompt has two ends"
         self.ends += uids
 
 
 def limit(config: s.ScheduleConfig) -> int:
-    return config.max_groups_in_flight or config.num_prompts * (1 + config.max_trajectory_age)
+    batch = config.prompts_per_dispatch or config.num_prompts
+    return config.max_groups_in_flight or batch * (1 + config.max_trajectory_age)
+
+
+def nbytes(uid: str) -> int:
+    return 1 + int(uid) % 3
 
 
 def after_a_wait(world: World) -> Iterator[World]:
-    """Any group finishes or fails, or an engine is lost with all its groups."""
+    """Any group finishes, informative or not, or fails, or an engine is lost with all its groups."""
     assert world.running, "it waits for something that nobody is producing"
-    for uid in world.running:
+    for uid, informative in product(world.running, (True, False) if world.dull else (True,)):
         after = world.copy()
-        del after.running[uid]
-        after.schedule.record(s.GroupFinished(uid))
+        after.finish(uid, informative)
         yield after
     if not world.accidents:
         return
@@ -200,6 +224,45 @@ def test_every_interleaving_keeps_the_laws(
         assert len({world.trained for world in ends}) > 1, "the order should depend on what finishes first"
 
 
+@pytest.mark.parametrize(
+    ("prompts", "batch", "age", "order", "total", "dull"),
+    [
+        (2, 2, 1, "in_order", 7, 2),
+        (1, 2, 1, "in_order", 20, 2),
+        (1, 2, 1, "freshest_first", 5, 2),
+        (1, 2, 2, "oldest_first", 5, 1),
+    ],
+)
+def test_dynamic_sampling_ahead_keeps_the_laws(
+    prompts: int, batch: int, age: int, order: Any, total: int, dull: int
+) -> None:
+    """Up to two groups are not informative; what would get too old goes back to the data, from engines too."""
+    config = s.ScheduleConfig(
+        num_prompts=prompts,
+        max_steps=3,
+        max_trajectory_age=age,
+        group_order=order,
+        refit_in_flight=True,
+        prompts_per_dispatch=batch,
+        save_period=1,
+    )
+    ends = explore(World.of(config, total, accidents=0, dull=dull), total)
+    assert {world.dull for world in ends} == set(range(dull + 1)) and {world.crashes for world in ends} == {0, 1}
+    if order == "in_order":
+        for world in ends:
+            if world.crashes and world.dull == dull and batch == prompts:
+                assert list(sum(world.trained, ())) == sorted(sum(world.trained, ()))
+
+
+@pytest.mark.parametrize("bound", [1, 5, 7])
+def test_a_bound_in_bytes_holds_dispatch_back_and_nothing_else(bound: int) -> None:
+    config = s.ScheduleConfig(
+        num_prompts=2, max_steps=3, max_trajectory_age=2, refit_in_flight=True, max_bytes_in_flight=bound
+    )
+    ends = explore(World.of(config, 20), 20)
+    assert {world.schedule.step for world in ends} == {3}
+
+
 # One by one.
 
 
@@ -218,6 +281,61 @@ def test_engines_generate_for_the_next_step_while_this_one_trains() -> None:
         wait, wait, s.Refit(2), s.Dispatch(2), s.Train(2, ("02", "03")),
         wait, wait, s.Train(3, ("04", "05")),
     ]  # fmt: skip
+
+
+def test_what_would_get_too_old_goes_back_from_the_engines_too() -> None:
+    config = s.ScheduleConfig(
+        num_prompts=1, max_steps=9, max_trajectory_age=1, refit_in_flight=True, prompts_per_dispatch=2
+    )
+    world = World.of(config, 99, 0, 0, dull=1)
+    for command in (s.Refit(1), s.Dispatch(4)):
+        assert world.schedule.next() == command
+        world.carry_out(command)
+    world.finish("01", True)
+    assert world.schedule.next() == s.Await()  # in order: the first one is awaited
+    world.finish("00", False)
+    assert world.schedule.next() == s.Dispatch(1)  # what is filtered is replaced at once
+    world.carry_out(s.Dispatch(1))
+    assert world.schedule.next() == s.Train(1, ("01",), (), 1)
+    world.carry_out(s.Train(1, ("01",), (), 1))
+    for command in (s.Refit(2), s.Dispatch(1)):
+        assert world.schedule.next() == command
+        world.carry_out(command)
+    world.finish("02", True)
+    assert world.schedule.next() == s.Train(2, ("02",), ("03", "04"), 0)
+    assert set(world.running) == {"03", "04", "05"}
+
+
+def test_too_many_groups_that_teach_nothing_end_the_run_when_all_are_there() -> None:
+    config = s.ScheduleConfig(
+        num_prompts=2, max_steps=9, max_trajectory_age=1, prompts_per_dispatch=2, max_gen_batches=1
+    )
+    world = World.of(config, 99, 0, 0, dull=9)
+    for command in (s.Refit(1), s.Dispatch(4)):
+        world.carry_out(command)
+    for uid in ("00", "01"):
+        world.finish(uid, False)
+    assert world.schedule.next() == s.Await()
+    world.finish("02", True)
+    world.finish("03", False)
+    with pytest.raises(s.ScheduleError, match="4 prompts were generated, 1 of them informative"):
+        world.schedule.next()
+
+
+def test_a_bound_in_bytes_counts_what_is_under_way_as_large_as_the_largest() -> None:
+    config = s.ScheduleConfig(num_prompts=2, max_steps=9, max_trajectory_age=4, max_bytes_in_flight=40)
+    schedule = s.Schedule(config)
+    schedule.record(s.Refitted(1))
+    assert schedule.next() == s.Dispatch(10)  # nothing is known of sizes yet
+    schedule.record(s.Dispatched(tuple(map(str, range(10)))))
+    for uid, size in (("0", 10), ("1", 20)):
+        schedule.record(s.GroupFinished(uid, nbytes=size))
+    assert schedule.next() == s.Train(1, ("0", "1"))
+    schedule.record(s.Trained(1))
+    for uid in map(str, range(2, 10)):
+        schedule.record(s.GroupFinished(uid, nbytes=1))
+    schedule.record(s.Refitted(2))
+    assert schedule.next() == s.Dispatch(1)  # 8 bytes are held: 32 // 20 more
 
 
 def test_a_validation_waits_until_nothing_is_generated() -> None:

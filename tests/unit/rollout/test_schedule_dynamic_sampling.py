@@ -39,7 +39,7 @@ class Run:
         schedule = replace(
             self.schedule,
             in_flight=dict(self.schedule.in_flight),
-            finished=set(self.schedule.finished),
+            finished=dict(self.schedule.finished),
             filtered=set(self.schedule.filtered),
             failed=dict(self.schedule.failed),
             validated_step=self.schedule.validated_step,
@@ -194,11 +194,6 @@ def test_a_filtered_group_does_not_come_again_in_its_step() -> None:
     for event in (s.Dispatched(("0",)), s.GroupFinished("0"), s.GroupFailed("0", "")):
         with pytest.raises(s.ScheduleError, match="does not fit"):
             run.schedule.record(event)
-
-
-def test_it_does_not_go_with_look_ahead() -> None:
-    with pytest.raises(ValueError, match="trajectory age of 0"):
-        config(max_trajectory_age=1)
 
 
 # All of them.
