@@ -133,18 +133,14 @@ def pack_rows(
     expanded: dict[str, list[Tensor]] = {key: [] for key in keys}
     for sample, (ids, values) in enumerate(zip(token_ids, columns, strict=True)):
         if ids.ndim != 1 or ids.numel() == 0:
-            raise ValueError(
-                f"sample {sample}: token ids have shape {tuple(ids.shape)}; want 1-d and not empty"
-            )
+            raise ValueError(f"sample {sample}: token ids have shape {tuple(ids.shape)}; want 1-d and not empty")
         if set(values) != set(keys):
             odd = ", ".join(sorted(set(values) ^ set(keys)))
             raise ValueError(f"sample {sample}: its columns differ from those of sample 0 in: {odd}")
         for key in keys:
             value = values[key].expand(ids.shape) if values[key].ndim == 0 else values[key]
             if value.shape != ids.shape:
-                raise ValueError(
-                    f"sample {sample}: {key} has shape {tuple(value.shape)} for {ids.numel()} tokens"
-                )
+                raise ValueError(f"sample {sample}: {key} has shape {tuple(value.shape)} for {ids.numel()} tokens")
             expanded[key].append(value)
     lengths = tuple(ids.shape[0] for ids in token_ids)
     joined = {key: torch.cat(values) for key, values in expanded.items()}

@@ -33,9 +33,7 @@ def pack(
     below 1, or fewer samples than min_bins.
     """
     if algorithm not in PACKING_ALGORITHMS:
-        raise PackingError(
-            f"unknown packing algorithm {algorithm!r}; choose one of: {', '.join(PACKING_ALGORITHMS)}"
-        )
+        raise PackingError(f"unknown packing algorithm {algorithm!r}; choose one of: {', '.join(PACKING_ALGORITHMS)}")
     sizes = [int(length) for length in lengths]
     room = bin_room(capacity, multiple)
     check_sizes(sizes, room)

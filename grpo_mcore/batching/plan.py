@@ -71,9 +71,7 @@ class StepPlan:
 
         rank_imbalance: the time that waiting for the slowest rank adds, as a share of the work; 0 is perfect.
         """
-        tokens = [
-            sum(self.lengths[i] for i in bin) for batch in self.batches for r in batch.ranks for bin in r
-        ]
+        tokens = [sum(self.lengths[i] for i in bin) for batch in self.batches for r in batch.ranks for bin in r]
         slowest = work = 0.0
         for batch in self.batches:
             costs = [sum(self.cost(self.lengths[i]) for bin in bins for i in bin) for bins in batch.ranks]
@@ -117,9 +115,7 @@ def plan_step(
     _check(sizes, dp, optimizer_steps, None if capacity is None else bin_room(capacity, multiple))
     cost = cost or CostModel()
     costs = [cost(size) for size in sizes]
-    batches = tuple(
-        _plan_batch(samples, sizes, costs, dp, fill) for samples in _cut(len(sizes), optimizer_steps)
-    )
+    batches = tuple(_plan_batch(samples, sizes, costs, dp, fill) for samples in _cut(len(sizes), optimizer_steps))
     return StepPlan(sizes, batches, cost)
 
 

@@ -74,7 +74,7 @@ def _plan(args: argparse.Namespace) -> int:
         nodes=config.cluster.num_nodes,
     )
     check_tensor_parallel(shape, overview.trainer.tensor)
-    check_engine_parallel(shape, overview.engine.tensor)
+    check_engine_parallel(shape, overview.engine.tensor, overview.engine.expert_parallel)
     print(overview.text())
     if args.picture:
         draw(args.picture, overview)
@@ -110,7 +110,8 @@ def _engine(config: MasterConfig) -> EngineLayout:
     tensor = generation.vllm_cfg.tensor_parallel_size
     on_gpu = config.cluster.platform != "cpu"
     engines = generation.num_engines or (world_size(config) // tensor if on_gpu else 1)
-    return EngineLayout(tensor, replicas=max(1, engines // config.cluster.num_nodes))
+    whole_experts = generation.vllm_cfg.expert_parallel_size > 1
+    return EngineLayout(tensor, expert_parallel=whole_experts, replicas=max(1, engines // config.cluster.num_nodes))
 
 
 def _model_config(name: str) -> dict[str, Any]:

@@ -33,9 +33,7 @@ def fine_tune(config: MasterConfig) -> Path:
     data = build_task_data(
         config.data.train, config.data.validation, tokenizer, config.policy.max_total_sequence_length, "sft_processor"
     )
-    train = build_dataloader(
-        data.train, config.policy.train_global_batch_size, config.data.shuffle, settings.seed
-    )
+    train = build_dataloader(data.train, config.policy.train_global_batch_size, config.data.shuffle, settings.seed)
     validation = data.validation and build_dataloader(
         data.validation, settings.val_global_batch_size, False, settings.seed, drop_last=False
     )

@@ -55,9 +55,7 @@ def rank_order(nodes: Sequence[str], count: int | None = None) -> list[tuple[int
     several."""
     share = (count or len(nodes)) // len(nodes)
     order = sorted(range(len(nodes)), key=lambda bundle: (nodes.index(nodes[bundle]), bundle))
-    return [
-        (bundle, nodes[:bundle].count(nodes[bundle]) * share + place) for bundle in order for place in range(share)
-    ]
+    return [(bundle, nodes[:bundle].count(nodes[bundle]) * share + place) for bundle in order for place in range(share)]
 
 
 def nodes_of(group: PlacementGroup) -> list[str]:

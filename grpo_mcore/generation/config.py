@@ -24,6 +24,7 @@ class EngineConfig:
     platform: Literal["cpu", "gpu"] = "cpu"
     dtype: str = "bfloat16"
     tensor_parallel_size: int = 1
+    expert_parallel: bool = False  # each rank has whole experts instead of a slice of every one
     max_model_len: int = 512
     load_format: Literal["auto", "dummy"] = "auto"
     enforce_eager: bool = False  # on CPU always eager
@@ -83,6 +84,7 @@ def engine_arguments(config: EngineConfig) -> dict[str, Any]:
         "tokenizer": config.tokenizer or config.model,
         "dtype": config.dtype,
         "tensor_parallel_size": config.tensor_parallel_size,
+        "enable_expert_parallel": config.expert_parallel,
         "max_model_len": config.max_model_len,
         "load_format": config.load_format,
         "enforce_eager": cpu or config.enforce_eager,

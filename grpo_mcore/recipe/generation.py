@@ -37,7 +37,8 @@ class VllmConfig(Section):
     pipeline_parallel_size: Positive = 1
     """Pipeline stages of one engine. Above 1: not supported yet."""
     expert_parallel_size: Positive = 1
-    """Ranks that share the experts of one engine. Above 1: not supported yet."""
+    """Ranks that share the experts of one engine, each with whole ones: all of tensor_parallel_size. 1: each rank has a
+    slice of every expert."""
     gpu_memory_utilization: PositiveShare = 0.6
     """Share of a GPU's memory that an engine may take. No effect on CPU."""
     kv_cache_memory_gb: PositiveFloat | None = None

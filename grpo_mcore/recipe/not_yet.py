@@ -27,7 +27,6 @@ NOT_YET: dict[str, tuple[Any, str]] = {
     "policy.generation.top_k": (None, "training on samples of a cut-off distribution"),
     "policy.generation.colocated.enabled": (True, "a pool of accelerators for the engines alone"),
     "policy.generation.vllm_cfg.pipeline_parallel_size": (1, "pipeline parallelism in the engine"),
-    "policy.generation.vllm_cfg.expert_parallel_size": (1, "expert parallelism in the engine"),
     "policy.generation.vllm_cfg.kv_cache_dtype": ("auto", "another number format of the KV cache"),
     "policy.generation.vllm_cfg.expose_http_server": (False, "the engines' HTTP endpoint"),
     "policy.generation.vllm_cfg.enable_return_routed_experts": (False, "router replay"),
