@@ -78,8 +78,8 @@ def check_model(config: MasterConfig) -> tuple[str, ModelShape, Layout]:
 
 
 def check_engines(config: MasterConfig, shape: ModelShape) -> None:
-    """Raises SetupError for a model that vLLM's CPU build cannot run, on CPU; FamilyError for one that vLLM cannot share
-    out over an engine's ranks. Cheap."""
+    """Raises SetupError for a model that vLLM's CPU build cannot run, FamilyError for one that vLLM cannot share out
+    over an engine's ranks. Cheap."""
     vllm = config.policy.generation.vllm_cfg
     check_engine_parallel(shape, vllm.tensor_parallel_size, vllm.expert_parallel_size > 1)
     if not runs_on_gpu(config.cluster) and (missing := missing_on_cpu(shape)):

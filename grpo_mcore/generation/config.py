@@ -99,6 +99,10 @@ def engine_arguments(config: EngineConfig) -> dict[str, Any]:
     if cpu:
         # After a part of a prompt vLLM winds the request's seeded generator back, which torch's on CPU cannot do.
         arguments["enable_chunked_prefill"] = False
+        if config.dtype == "float32":
+            # Of latent attention: with AMX vLLM takes its kernel for bfloat16 whatever the format is. Other models have
+            # but one backend.
+            arguments["attention_backend"] = "CPU_MLA"
     else:
         arguments["gpu_memory_utilization"] = config.gpu_memory_utilization
     if kv_cache_gb is not None:

@@ -12,12 +12,11 @@ import pytest
 import torch
 from torch import Tensor
 
+from grpo_mcore.data.tiny_models import ROUTED, make_tiny_model
 from grpo_mcore.families import params_of, read_hf_config, shape_of
 from grpo_mcore.refit.layout import EngineLayout
-from tests.distributed.tiny_models import make_tiny_model
 
 PADDING = -1.0
-ROUTED = {"topk_method": "noaux_tc", "scoring_func": "sigmoid"}  # what the published configs say, and vLLM goes by
 CASES: dict[str, tuple[str, dict[str, Any]]] = {
     "qwen2": ("qwen2", {}),
     "qwen2-tied-one-kv-head": ("qwen2", {"tie_word_embeddings": True, "num_key_value_heads": 1}),
@@ -85,7 +84,7 @@ def load_in_vllm(rank: int, size: int, port: int, folders: list[str], out: str) 
 
 @pytest.mark.parametrize("size", [1, 2])
 def test_the_declared_slices_are_those_that_vllm_loads(tmp_path: Path, size: int) -> None:
-    from tests.distributed.ranks import free_port
+    from grpo_mcore.parallel.rank_pool import free_port
 
     folders = []
     for name, (family, overrides) in CASES.items():

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from grpo_mcore.data.arithmetic import make_tokenizer
-from tests.distributed.tiny_models import make_tiny_model
+from grpo_mcore.data.tiny_models import make_tiny_model
 from tests.functional.runs import Task, grpo_recipe, run_here
 
 

@@ -1,5 +1,4 @@
-"""A pool of processes that stay up for the whole test session: each imports torch and Megatron-Core once, then joins
-one mesh after another."""
+"""Ranks without Ray: a pool of processes that import torch and Megatron-Core once, then join one mesh after another."""
 
 from __future__ import annotations
 
@@ -14,7 +13,7 @@ from typing import Any
 from grpo_mcore.parallel.mesh import Address
 
 
-class RankFailed(AssertionError):
+class RankFailed(RuntimeError):
     """A rank raised; its traceback is the message."""
 
 
@@ -25,6 +24,7 @@ class RankPool:
     """
 
     def __init__(self, size: int) -> None:
+        """`size`: the largest mesh. Raises nothing; a rank that cannot start is told by `run`."""
         context = get_context("spawn")
         self._ranks: list[tuple[Any, Connection]] = []
         for rank in range(size):
@@ -49,6 +49,7 @@ class RankPool:
         return results
 
     def close(self) -> None:
+        """End the processes."""
         for process, pipe in self._ranks:
             pipe.close()
             process.join(5)
@@ -57,6 +58,7 @@ class RankPool:
 
 
 def free_port() -> int:
+    """A TCP port of this machine that nobody listens at."""
     with socket.socket() as sock:
         sock.bind(("127.0.0.1", 0))
         return sock.getsockname()[1]
