@@ -21,7 +21,7 @@ from grpo_mcore.rollout.trajectory import GenerationRequest, Sampling, Turn
 
 LOGPROB_LIMIT, GRADIENT_LIMIT = 1e-4, 1e-3
 """Largest difference of a log-prob, and largest relative error of a parameter's gradient, that count as equal."""
-NEW_TOKENS = 24
+NEW_TOKENS, RANK_TIMEOUT_S = 24, 600.0
 
 
 @dataclass(frozen=True)
@@ -112,7 +112,7 @@ def compare_layouts(reference: Reference, layouts: Sequence[LayoutCase], pool: R
 def measure(reference: Reference, case: LayoutCase, packed: bool, pool: RankPool) -> ParityCase:
     """One of them."""
     target = "grpo_mcore.algorithms.parity_rank:logprobs_and_gradients"
-    ranks = pool.run(case.world_size, target, str(reference.folder), case, packed)
+    ranks = pool.run(case.world_size, target, str(reference.folder), case, packed, timeout_s=RANK_TIMEOUT_S)
     return compare(reference, ranks, case.name, packed)
 
 
@@ -149,7 +149,15 @@ def compare_engine(reference: Reference) -> tuple[ParityCase | None, str | None]
     if (missing := missing_on_cpu(shape)) is not None:
         return None, f"vLLM's CPU build cannot run this {shape.family} model: {missing}"
     longest = max(LENGTHS) + NEW_TOKENS
-    engine = Engine(EngineConfig(str(reference.folder), dtype="float32", max_model_len=longest, kv_cache_memory_gb=0.1))
+    engine = Engine(
+        EngineConfig(
+            str(reference.folder),
+            dtype="float32",
+            max_model_len=longest,
+            kv_cache_memory_gb=0.1,
+            prefix_caching=shape.mamba is None,
+        )
+    )
     requests = [
         GenerationRequest(str(i), 0, (Turn("user", tokens),), seed=i)
         for i, tokens in enumerate(sequences(shape.vocab_size))

@@ -178,6 +178,7 @@ def start_engines(config: MasterConfig, cluster: Cluster, policy: PolicyGroup) -
             expert_parallel=vllm.expert_parallel_size > 1,
             max_model_len=vllm.max_model_len,
             load_format=vllm.load_format,
+            prefix_caching=gpu or policy.shape.mamba is None,
             enforce_eager=vllm.enforce_eager,
             gpu_memory_utilization=vllm.gpu_memory_utilization,
             kv_cache_memory_gb=vllm.kv_cache_memory_gb,

@@ -27,6 +27,7 @@ class EngineConfig:
     expert_parallel: bool = False  # each rank has whole experts instead of a slice of every one
     max_model_len: int = 512
     load_format: Literal["auto", "dummy"] = "auto"
+    prefix_caching: bool = True  # on CPU not possible with Mamba2 mixers
     enforce_eager: bool = False  # on CPU always eager
     gpu_memory_utilization: float = 0.6  # read on GPU only
     kv_cache_memory_gb: float | None = None  # GiB a rank; None: 1 on CPU, what the utilization leaves on GPU
@@ -87,6 +88,7 @@ def engine_arguments(config: EngineConfig) -> dict[str, Any]:
         "enable_expert_parallel": config.expert_parallel,
         "max_model_len": config.max_model_len,
         "load_format": config.load_format,
+        "enable_prefix_caching": config.prefix_caching,
         "enforce_eager": cpu or config.enforce_eager,
         "enable_sleep_mode": config.sleep_between_phases,
         # Log-probs of the distribution that was sampled from: after temperature, top-p and top-k.

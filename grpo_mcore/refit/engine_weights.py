@@ -133,6 +133,7 @@ class EngineWeights:
         by_module: dict[int, list[Target]] = {}
         for target in self._targets.values():
             by_module.setdefault(id(target.homes[0][0]), []).append(target)
+        self._layers_of = set(by_module)
         return {target.name: by_module[id(target.homes[0][0])] for target in self._targets.values()}
 
     @torch.no_grad()
@@ -200,10 +201,10 @@ class EngineWeights:
                 self.sums[key] = checksum(target.tensor[_index(box)], dtype)
         prepared: dict[int, nn.Module] = {}
         for target in layer:
-            for module, name in target.homes:
+            for module, name in self._to_prepare(target):
                 shadow = prepared.setdefault(id(module), shadow_of(module))
                 shadow._parameters[name] = nn.Parameter(target.tensor, requires_grad=False)
-        modules = {id(module): module for target in layer for module, _ in target.homes}
+        modules = {id(module): module for target in layer for module, _ in self._to_prepare(target)}
         found: dict[int, Exchange] = {}
         for module in modules.values():
             shadow = prepared[id(module)]
@@ -219,6 +220,12 @@ class EngineWeights:
                 exchange.run()
             else:
                 self._exchanges.append(exchange)
+
+    def _to_prepare(self, target: Target) -> list[tuple[nn.Module, str]]:
+        """The homes of a target whose modules have to be prepared for it. Another one that is prepared for parameters
+        of its own only refers to it (experts to the bias of their router)."""
+        first, *others = target.homes
+        return [first, *(home for home in others if id(home[0]) not in self._layers_of)]
 
     def _prepare(self, module: nn.Module, shadow: nn.Module) -> Iterable[Exchange]:
         """What is to be exchanged for `module` to become `shadow`, once vLLM has processed that."""
