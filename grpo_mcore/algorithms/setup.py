@@ -81,6 +81,12 @@ def check_engines(config: MasterConfig, shape: ModelShape) -> None:
     """Raises SetupError for a model that vLLM's CPU build cannot run, FamilyError for one that vLLM cannot share out
     over an engine's ranks. Cheap."""
     vllm = config.policy.generation.vllm_cfg
+    for key, wanted in (
+        ("policy.router_replay.enabled", config.policy.router_replay.enabled),
+        ("policy.generation.vllm_cfg.enable_return_routed_experts", vllm.enable_return_routed_experts),
+    ):
+        if wanted and shape.experts is None:
+            raise SetupError(f"{key}: this {shape.family} model has no experts; switch it off")
     check_engine_parallel(shape, vllm.tensor_parallel_size, vllm.expert_parallel_size > 1)
     if not runs_on_gpu(config.cluster) and (missing := missing_on_cpu(shape)):
         raise SetupError(f"policy.model_name: vLLM's CPU build cannot run this {shape.family} model: {missing}")
@@ -179,6 +185,7 @@ def start_engines(config: MasterConfig, cluster: Cluster, policy: PolicyGroup) -
             max_model_len=vllm.max_model_len,
             load_format=vllm.load_format,
             prefix_caching=gpu or policy.shape.mamba is None,
+            record_routes=vllm.enable_return_routed_experts or config.policy.router_replay.enabled,
             enforce_eager=vllm.enforce_eager,
             gpu_memory_utilization=vllm.gpu_memory_utilization,
             kv_cache_memory_gb=vllm.kv_cache_memory_gb,

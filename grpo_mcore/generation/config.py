@@ -28,6 +28,7 @@ class EngineConfig:
     max_model_len: int = 512
     load_format: Literal["auto", "dummy"] = "auto"
     prefix_caching: bool = True  # on CPU not possible with Mamba2 mixers
+    record_routes: bool = False  # which experts each token went to; on CPU without prefix caching
     enforce_eager: bool = False  # on CPU always eager
     gpu_memory_utilization: float = 0.6  # read on GPU only
     kv_cache_memory_gb: float | None = None  # GiB a rank; None: 1 on CPU, what the utilization leaves on GPU
@@ -88,7 +89,9 @@ def engine_arguments(config: EngineConfig) -> dict[str, Any]:
         "enable_expert_parallel": config.expert_parallel,
         "max_model_len": config.max_model_len,
         "load_format": config.load_format,
-        "enable_prefix_caching": config.prefix_caching,
+        # What is found in the cache is not computed, and so not recorded on CPU.
+        "enable_prefix_caching": config.prefix_caching and not (cpu and config.record_routes),
+        "enable_return_routed_experts": config.record_routes and not cpu,
         "enforce_eager": cpu or config.enforce_eager,
         "enable_sleep_mode": config.sleep_between_phases,
         # Log-probs of the distribution that was sampled from: after temperature, top-p and top-k.

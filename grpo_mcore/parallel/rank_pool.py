@@ -6,6 +6,7 @@ import importlib
 import os
 import socket
 import traceback
+import warnings
 from multiprocessing import get_context
 from multiprocessing.connection import Connection
 from typing import Any
@@ -66,6 +67,7 @@ def free_port() -> int:
 
 def _serve(pipe: Connection, rank: int) -> None:
     os.environ["OMP_NUM_THREADS"] = "1"
+    warnings.simplefilter("ignore")  # Megatron-Core's, that no reader can act on; errors come back as text
     import torch
 
     torch.set_num_threads(1)

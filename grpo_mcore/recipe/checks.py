@@ -19,6 +19,7 @@ def findings(config: MasterConfig) -> list[Finding]:
         layout_checks.check_stages,
         layout_checks.check_experts,
         layout_checks.check_engine_experts,
+        layout_checks.check_router_replay,
         check_batches,
         check_lengths,
         objective_checks.check_loss,

@@ -56,7 +56,7 @@ class VllmConfig(Section):
     expose_http_server: bool = False
     """Serve the engines through an OpenAI-compatible endpoint. Not supported yet."""
     enable_return_routed_experts: bool = False
-    """Return the experts chosen for each token. Not supported yet."""
+    """Record the experts chosen for each token; policy.router_replay.enabled does so too."""
 
 
 class GenerationConfig(Section):

@@ -12,17 +12,17 @@ from tests.functional.runs import Task, grpo_recipe, run_here
 
 
 @pytest.mark.parametrize(
-    ("family", "precision", "agreement"),
+    ("family", "precision", "replay", "agreement"),
     [
-        ("qwen3_moe", "float32", 1.0001),
-        ("mixtral", "float32", 1.0001),
-        ("qwen3_moe", "bfloat16", 1.02),
-        ("deepseek_v3", "float32", 1.0001),
-        ("nemotron_h", "bfloat16", 1.02),
+        ("qwen3_moe", "float32", True, 1.0001),
+        ("mixtral", "float32", False, 1.0001),
+        ("qwen3_moe", "bfloat16", True, 1.02),
+        ("deepseek_v3", "float32", False, 1.0001),
+        ("nemotron_h", "bfloat16", False, 1.02),
     ],
 )
 def test_the_engines_experts_follow_the_policys(
-    tmp_path: Path, task: Task, family: str, precision: str, agreement: float
+    tmp_path: Path, task: Task, family: str, precision: str, replay: bool, agreement: float
 ) -> None:
     """In bfloat16 vLLM has another kernel, which packs the experts in another order, and packs convolutions."""
     folder, sizes = tmp_path / "model", {"vocab_size": 32, "num_attention_heads": 2, "eos_token_id": 2}
@@ -31,7 +31,7 @@ def test_the_engines_experts_follow_the_policys(
     make_tiny_model(family, folder, **ENGINE_SIZES.get(family, {}) | sizes)
     make_tokenizer(folder)
     recipe = grpo_recipe(task, folder)
-    recipe["policy"] |= {"precision": precision, "refit_verify": "full"}
+    recipe["policy"] |= {"precision": precision, "refit_verify": "full", "router_replay": {"enabled": replay}}
     megatron = recipe["policy"]["megatron_cfg"]
     megatron["freeze_moe_router"] = False
     megatron["optimizer"] |= {"lr": 1.0e-2, "min_lr": 1.0e-2}
