@@ -87,8 +87,9 @@ def check_engines(config: MasterConfig, shape: ModelShape) -> None:
     ):
         if wanted and shape.experts is None:
             raise SetupError(f"{key}: this {shape.family} model has no experts; switch it off")
-    check_engine_parallel(shape, vllm.tensor_parallel_size, vllm.expert_parallel_size > 1)
-    if not runs_on_gpu(config.cluster) and (missing := missing_on_cpu(shape)):
+    whole_experts = vllm.expert_parallel_size > 1
+    check_engine_parallel(shape, vllm.tensor_parallel_size, whole_experts)
+    if not runs_on_gpu(config.cluster) and (missing := missing_on_cpu(shape, whole_experts)):
         raise SetupError(f"policy.model_name: vLLM's CPU build cannot run this {shape.family} model: {missing}")
 
 

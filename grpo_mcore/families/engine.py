@@ -137,9 +137,11 @@ CPU_LATENT_HEAD = 576
 """Latent attention of vLLM's CPU build is compiled for this one size of key-value latent and rotary part."""
 
 
-def missing_on_cpu(shape: ModelShape) -> str | None:
-    """What of the model vLLM's CPU build has no kernel for, in words; None where it runs it."""
+def missing_on_cpu(shape: ModelShape, expert_parallel: bool = False) -> str | None:
+    """What vLLM's CPU build has no kernel for, in words; None where it runs the model."""
     latent, experts = shape.latent, shape.experts
+    if expert_parallel:
+        return "its experts cannot be dealt to the ranks of an engine; set vllm_cfg.expert_parallel_size to 1"
     if latent is not None and (size := latent.key_value_rank + latent.rotary_dim) != CPU_LATENT_HEAD:
         return f"its latent attention needs kv_lora_rank + qk_rope_head_dim {CPU_LATENT_HEAD}, which are {size} here"
     if shape.blocks and experts is not None:
