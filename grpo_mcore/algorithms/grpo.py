@@ -11,6 +11,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from contextlib import closing
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -405,6 +406,7 @@ def refit_policy_generation(
         parity = measure_parity(policy, policy_generation, policy.refit_parity)
         if not parity.ok:
             raise RefitError(f"policy.refit_parity: {parity.difference()}")
+        report = replace(report, mult_prob_error=parity.mult_error)
     return report
 
 

@@ -47,13 +47,28 @@ class PolicyWorker(Policy):
         self._bins = []
         for bins in step.batches:
             rows = [
-                Bin(_pack([trajectories[i] for i in bin], multiple, weight_version), torch.tensor(bin))
+                Bin(self._pack([trajectories[i] for i in bin], multiple, weight_version), torch.tensor(bin))
                 for bin in bins
                 if bin
             ]
             # Every rank runs as many micro-batches; where a rank has too few samples, the last are padding.
             padding = Bin(rows[0].batch.empty_like(multiple), torch.empty(0, dtype=torch.int64))
             self._bins.append(rows + [padding] * (len(bins) - len(rows)))
+
+    def _pack(self, trajectories: Sequence[Trajectory], multiple: int, weight_version: int) -> PackedBatch:
+        columns = [
+            {
+                "token_mask": trajectory.loss_mask().float(),
+                "sample_mask": torch.tensor(1.0),
+                "generation_logprobs": trajectory.logprobs(),
+                "ages": weight_version - trajectory.token_versions(default=weight_version),
+            }
+            for trajectory in trajectories
+        ]
+        names = [trajectory.name for trajectory in trajectories]
+        routes = list(map(_routes, trajectories)) if self.config.router_replay.enabled else None
+        tokens = [trajectory.token_ids() for trajectory in trajectories]
+        return pack_rows(tokens, columns, multiple, names=names, routes=routes)
 
     def infer_logprobs(
         self, prev: bool, reference: bool, kl_kind: KLType | None
@@ -135,15 +150,7 @@ class PolicyWorker(Policy):
         super().shutdown()
 
 
-def _pack(trajectories: Sequence[Trajectory], multiple: int, weight_version: int) -> PackedBatch:
-    columns = [
-        {
-            "token_mask": trajectory.loss_mask().float(),
-            "sample_mask": torch.tensor(1.0),
-            "generation_logprobs": trajectory.logprobs(),
-            "ages": weight_version - trajectory.token_versions(default=weight_version),
-        }
-        for trajectory in trajectories
-    ]
-    names = [trajectory.name for trajectory in trajectories]
-    return pack_rows([trajectory.token_ids() for trajectory in trajectories], columns, multiple, names=names)
+def _routes(trajectory: Trajectory) -> Tensor:
+    if trajectory.routed_experts is None:
+        raise ValueError(f"policy.router_replay: the engine recorded no experts of sample {trajectory.name}")
+    return trajectory.routed_experts

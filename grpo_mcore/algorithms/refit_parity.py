@@ -61,6 +61,11 @@ class Parity:
     def ok(self) -> bool:
         return all(map(self.agrees, self.engines))
 
+    @property
+    def mult_error(self) -> float:
+        """Of the engine that differs most."""
+        return max(engine.mult_error for engine in self.engines)
+
     def table(self) -> str:
         width = max(len("engine"), *(len(engine.name) for engine in self.engines))
         lines = [f"{'engine':{width}}  samples  tokens  mult_prob_error  worst sample  limit {self.limit:g}"]

@@ -120,6 +120,8 @@ class RunReport:
             metrics["refit/bytes"] = float(self._refit.bytes)
             metrics["refit/pause_seconds"] = self._refit.pause_seconds
             metrics["refit/checked"] = float(self._refit.checked)
+            if self._refit.mult_prob_error is not None:
+                metrics["refit/mult_prob_error"] = self._refit.mult_prob_error
         metrics["num_failed_prompts"] = float(self._failed_prompts)
         self._failed_prompts = 0
         if "token_mult_prob_error" in metrics:

@@ -18,7 +18,14 @@ from grpo_mcore.algorithms.retries import Retries
 from grpo_mcore.cluster import Cluster, Worker, gather, open_cluster
 from grpo_mcore.cluster.platform import cpu_threads, runs_on_gpu
 from grpo_mcore.environments import create_env_class
-from grpo_mcore.families import ModelShape, check_engine_parallel, check_fit, read_hf_config, shape_of
+from grpo_mcore.families import (
+    ModelShape,
+    check_engine_parallel,
+    check_fit,
+    missing_on_cpu,
+    read_hf_config,
+    shape_of,
+)
 from grpo_mcore.generation import EngineConfig, engine_environment
 from grpo_mcore.objective import ClippedPGLossFn
 from grpo_mcore.parallel.mesh import Layout
@@ -74,14 +81,19 @@ def check_model(config: MasterConfig) -> tuple[str, ModelShape, Layout]:
 
 
 def check_engines(config: MasterConfig, shape: ModelShape) -> None:
-    """Raises SetupError for a model whose refit into an engine has not been proven yet, FamilyError for one that vLLM
-    cannot share out over an engine's ranks. Cheap."""
-    check_engine_parallel(shape, config.policy.generation.vllm_cfg.tensor_parallel_size)
-    if shape.latent or shape.mamba:
-        raise SetupError(
-            f"policy.model_name: GRPO with a {shape.family} model is not supported yet, because a refit of its weights "
-            "into an engine is not; SFT is"
-        )
+    """Raises SetupError for a model that vLLM's CPU build cannot run, FamilyError for one that vLLM cannot share out
+    over an engine's ranks. Cheap."""
+    vllm = config.policy.generation.vllm_cfg
+    for key, wanted in (
+        ("policy.router_replay.enabled", config.policy.router_replay.enabled),
+        ("policy.generation.vllm_cfg.enable_return_routed_experts", vllm.enable_return_routed_experts),
+    ):
+        if wanted and shape.experts is None:
+            raise SetupError(f"{key}: this {shape.family} model has no experts; switch it off")
+    whole_experts = vllm.expert_parallel_size > 1
+    check_engine_parallel(shape, vllm.tensor_parallel_size, whole_experts)
+    if not runs_on_gpu(config.cluster) and (missing := missing_on_cpu(shape, whole_experts)):
+        raise SetupError(f"policy.model_name: vLLM's CPU build cannot run this {shape.family} model: {missing}")
 
 
 def start_policy(config: MasterConfig, cluster: Cluster) -> PolicyGroup:
@@ -187,8 +199,11 @@ def start_engines(config: MasterConfig, cluster: Cluster, policy: PolicyGroup | 
             platform="gpu" if gpu else "cpu",
             dtype=vllm.precision,
             tensor_parallel_size=vllm.tensor_parallel_size,
+            expert_parallel=vllm.expert_parallel_size > 1,
             max_model_len=vllm.max_model_len,
             load_format=vllm.load_format if policy is not None else "auto",
+            prefix_caching=gpu or shape.mamba is None,
+            record_routes=vllm.enable_return_routed_experts or config.policy.router_replay.enabled,
             enforce_eager=vllm.enforce_eager,
             gpu_memory_utilization=vllm.gpu_memory_utilization,
             kv_cache_memory_gb=vllm.kv_cache_memory_gb,
@@ -212,7 +227,7 @@ def start_engines(config: MasterConfig, cluster: Cluster, policy: PolicyGroup | 
             beside=ranks if gpu and beside else (),
         )
 
-    layout = EngineLayout(vllm.tensor_parallel_size, replicas=count)
+    layout = EngineLayout(vllm.tensor_parallel_size, expert_parallel=vllm.expert_parallel_size > 1, replicas=count)
     return EngineGroup(
         cluster,
         [start(index) for index in range(count)],

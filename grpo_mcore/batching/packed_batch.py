@@ -30,6 +30,9 @@ class PackedBatch:
     """Tokens of each sample, on the host."""
     names: tuple[str, ...] = ()
     """What to call each sample in a message; may be empty."""
+    routes: Tensor | None = None
+    """int16 [T, layers, experts of a token]: which experts a token goes to; -1 where that is of no consequence, or the
+    layer has none. None: the routers choose."""
 
     @property
     def num_segments(self) -> int:
@@ -82,7 +85,8 @@ class PackedBatch:
     def empty_like(self, multiple: int) -> PackedBatch:
         """A row of `multiple` padding tokens with the same columns, to run where a rank's bin is empty."""
         values = {name: column.new_zeros(0) for name, column in self.columns.items()}
-        return _assemble(self.tokens.new_zeros(0), values, (), multiple)
+        routes = None if self.routes is None else self.routes[:0]
+        return _assemble(self.tokens.new_zeros(0), values, (), multiple, routes=routes)
 
     def to(self, device: torch.device | str, *, non_blocking: bool = False) -> PackedBatch:
         """The same row on a device."""
@@ -97,6 +101,7 @@ class PackedBatch:
             cu_seqlens=move(self.cu_seqlens),
             segments=move(self.segments),
             columns={name: move(column) for name, column in self.columns.items()},
+            routes=None if self.routes is None else move(self.routes),
         )
 
     def _has_next(self) -> Tensor:
@@ -114,12 +119,14 @@ def pack_rows(
     multiple: int = 1,
     *,
     names: Sequence[str] = (),
+    routes: Sequence[Tensor] | None = None,
 ) -> PackedBatch:
     """Put samples side by side and pad the row to a multiple of `multiple`.
 
     token_ids: int64 [length] of each sample. columns: for each sample the same keys, each value [length], or
     a scalar tensor, such as sample_mask, which every token of the sample gets.
-    names: what to call the samples in messages; as many as there are samples, or none.
+    names: what to call the samples in messages; as many as there are samples, or none. routes: int16 [length - 1,
+    layers, experts of a token] of each sample.
     Raises ValueError, naming the sample and the column, where keys or shapes do not fit, and if there is no
     sample: a row without one is made by `empty_like`.
     """
@@ -144,7 +151,13 @@ def pack_rows(
             expanded[key].append(value)
     lengths = tuple(ids.shape[0] for ids in token_ids)
     joined = {key: torch.cat(values) for key, values in expanded.items()}
-    return _assemble(torch.cat(list(token_ids)).to(torch.int64), joined, lengths, multiple, tuple(names))
+    row = None if routes is None else torch.cat([_with_last(sample) for sample in routes])
+    return _assemble(torch.cat(list(token_ids)).to(torch.int64), joined, lengths, multiple, tuple(names), row)
+
+
+def _with_last(routes: Tensor) -> Tensor:
+    """With a row for the last token, which predicts nothing."""
+    return torch.cat([routes, routes.new_full((1, *routes.shape[1:]), -1)])
 
 
 def _assemble(
@@ -153,6 +166,7 @@ def _assemble(
     lengths: tuple[int, ...],
     multiple: int,
     names: tuple[str, ...] = (),
+    routes: Tensor | None = None,
 ) -> PackedBatch:
     used = sum(lengths)
     total = max(round_up(used, multiple), multiple)
@@ -174,4 +188,5 @@ def _assemble(
         columns={name: padded(column) for name, column in columns.items()},
         lengths=lengths,
         names=names,
+        routes=None if routes is None else torch.cat([routes, routes.new_full((total - used, *routes.shape[1:]), -1)]),
     )

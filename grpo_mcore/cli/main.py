@@ -21,6 +21,7 @@ VERBS = {
     "doctor": ("find what is wrong with this machine, or with every node of a cluster", False),
     "config": ("print a recipe, resolved, with the source of every value", True),
     "refit": ("show how a refit moves the weights of a recipe, or check one: refit plan, refit verify", False),
+    "parity": ("compare the policy on several layouts, and an engine, with transformers", False),
     "launch": ("run a recipe on a cluster: launch slurm RECIPE, launch k8s RECIPE", True),
     "demo": ("make a small model and train it with GRPO on this machine", False),
     "ledger": ("audit a run: did every prompt have exactly one end", False),

@@ -74,7 +74,7 @@ def _plan(args: argparse.Namespace) -> int:
         nodes=(engine_pool(config) or policy_pool(config)).nodes,
     )
     check_tensor_parallel(shape, overview.trainer.tensor)
-    check_engine_parallel(shape, overview.engine.tensor)
+    check_engine_parallel(shape, overview.engine.tensor, overview.engine.expert_parallel)
     print(overview.text())
     if args.picture:
         draw(args.picture, overview)
@@ -106,9 +106,14 @@ def _engine(config: MasterConfig) -> EngineLayout:
     """Of one node."""
     from grpo_mcore.refit.layout import EngineLayout
 
+    vllm = config.policy.generation.vllm_cfg
     engines = num_engines(config, gpu=config.cluster.platform != "cpu")
     nodes = (engine_pool(config) or policy_pool(config)).nodes
-    return EngineLayout(config.policy.generation.vllm_cfg.tensor_parallel_size, replicas=max(1, engines // nodes))
+    return EngineLayout(
+        vllm.tensor_parallel_size,
+        expert_parallel=vllm.expert_parallel_size > 1,
+        replicas=max(1, engines // nodes),
+    )
 
 
 def _model_config(name: str) -> dict[str, Any]:

@@ -8,7 +8,7 @@ from typing import Any
 
 from grpo_mcore.families import deepseek_v3, llama, mixtral, nemotron_h, qwen2, qwen3, qwen3_moe
 from grpo_mcore.families.dense import dense_flops
-from grpo_mcore.families.engine import check_engine_parallel, engine_pieces, engine_shape
+from grpo_mcore.families.engine import check_engine_parallel, engine_pieces, engine_shape, missing_on_cpu
 from grpo_mcore.families.fits import check_fit
 from grpo_mcore.families.spec import (
     Block,
@@ -79,5 +79,6 @@ def parameter_count(shape: ModelShape) -> int:
 __all__ = [
     "FAMILIES", "Block", "Box", "ExpertShape", "FamilyError", "HfTensor", "MambaShape", "ModelShape", "Param", "Piece",
     "Split", "Stage", "check_engine_parallel", "check_fit", "check_tensor_parallel", "engine_pieces", "engine_shape",
-    "forward_flops", "local_shape", "parameter_count", "params_of", "pieces", "read_hf_config", "shape_of",
+    "forward_flops", "local_shape", "missing_on_cpu", "parameter_count", "params_of", "pieces",
+    "read_hf_config", "shape_of",
 ]  # fmt: skip

@@ -9,7 +9,16 @@ from typing import Any
 
 from grpo_mcore.families.dense import Layer, decoder_params, dense_shape, rope_settings
 from grpo_mcore.families.experts import expert_count, expert_params
-from grpo_mcore.families.spec import ExpertShape, FamilyError, LatentShape, ModelShape, Param, Split, YarnShape
+from grpo_mcore.families.spec import (
+    EngineForm,
+    ExpertShape,
+    FamilyError,
+    LatentShape,
+    ModelShape,
+    Param,
+    Split,
+    YarnShape,
+)
 
 
 def shape(config: dict[str, Any]) -> ModelShape:
@@ -80,21 +89,33 @@ def _attention(layer: Layer) -> list[Param]:
     assert latent is not None
     h, heads, rank = shape.hidden_size, shape.num_heads, latent.key_value_rank
 
-    def param(megatron: str, split: Split, hf: str, *size: int) -> Param:
+    def param(megatron: str, split: Split, hf: str, *size: int, fused_at: int | None = None) -> Param:
+        """`fused_at`: first row in the parameter that vLLM makes of both projections down to a latent."""
         tensor = layer.hf(f"self_attn.{hf}.weight", *size)
-        return layer.param(f"self_attention.{megatron}.weight", split, tensor, whole=True)
+        if fused_at is None:
+            return layer.param(f"self_attention.{megatron}.weight", split, tensor)
+        form, fused = EngineForm(start=fused_at), "self_attn.fused_qkv_a_proj.weight"
+        return layer.param(f"self_attention.{megatron}.weight", split, tensor, fused=fused, form=form)
 
+    key_values_at = latent.query_rank
     if latent.query_rank is None:
         query = [param("linear_q_proj", Split.ROWS, "q_proj", heads * shape.head_dim, h)]
     else:
         query = [
-            param("linear_q_down_proj", Split.REPLICATED, "q_a_proj", latent.query_rank, h),
+            param("linear_q_down_proj", Split.REPLICATED, "q_a_proj", latent.query_rank, h, fused_at=0),
             param("q_layernorm", Split.REPLICATED, "q_a_layernorm", latent.query_rank),
             param("linear_q_up_proj", Split.ROWS, "q_b_proj", heads * shape.head_dim, latent.query_rank),
         ]
     return [
         *query,
-        param("linear_kv_down_proj", Split.REPLICATED, "kv_a_proj_with_mqa", rank + latent.rotary_dim, h),
+        param(
+            "linear_kv_down_proj",
+            Split.REPLICATED,
+            "kv_a_proj_with_mqa",
+            rank + latent.rotary_dim,
+            h,
+            fused_at=key_values_at,
+        ),
         param("kv_layernorm", Split.REPLICATED, "kv_a_layernorm", rank),
         param("linear_kv_up_proj", Split.ROWS, "kv_b_proj", heads * (latent.plain_dim + latent.value_dim), rank),
         param("linear_proj", Split.COLUMNS, "o_proj", h, heads * latent.value_dim),

@@ -6,7 +6,18 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
-from grpo_mcore.families.spec import ExpertShape, FamilyError, HfTensor, LatentShape, ModelShape, Param, Split, Stage
+from grpo_mcore.families.spec import (
+    SAME_FORM,
+    EngineForm,
+    ExpertShape,
+    FamilyError,
+    HfTensor,
+    LatentShape,
+    ModelShape,
+    Param,
+    Split,
+    Stage,
+)
 
 
 def dense_shape(
@@ -81,17 +92,23 @@ class Layer:
         split: Split,
         *tensors: HfTensor,
         fused: str | None = None,
-        whole: bool = False,
+        form: EngineForm = SAME_FORM,
         expert: tuple[int, int] | None = None,
         buffer: bool = False,
     ) -> Param:
-        """`fused`: vLLM's parameter of several tensors, or experts; one tensor has its own name there too. `whole`:
-        vLLM's own loading places the tensors."""
-        engine: str | None = tensors[0].name if fused is None else f"model.layers.{self.index}.{fused}"
-        if whole:
-            engine = None
-        megatron = "decoder.layers.{layer}." + name
-        return Param(megatron, tensors, split, Stage.LAYER, self.index, expert=expert, engine=engine, buffer=buffer)
+        """`fused`: vLLM's parameter of several tensors, or experts; one tensor has its own name there too."""
+        engine = tensors[0].name if fused is None else f"model.layers.{self.index}.{fused}"
+        return Param(
+            "decoder.layers.{layer}." + name,
+            tensors,
+            split,
+            Stage.LAYER,
+            self.index,
+            expert=expert,
+            engine=engine,
+            engine_form=form,
+            buffer=buffer,
+        )
 
 
 LayerPart = Callable[[Layer], list[Param]]
@@ -147,16 +164,14 @@ def attention_params(layer: Layer) -> list[Param]:
     return [*found, layer.param("self_attention.linear_proj.weight", Split.COLUMNS, output)]
 
 
-def mlp_params(
-    layer: Layer, hf: str = "mlp", megatron: str = "mlp", size: int | None = None, *, whole: bool = False
-) -> list[Param]:
-    """One gated feed-forward network. `whole`: see `Layer.param`."""
+def mlp_params(layer: Layer, hf: str = "mlp", megatron: str = "mlp", size: int | None = None) -> list[Param]:
+    """One gated feed-forward network."""
     h, f = layer.shape.hidden_size, size or layer.shape.ffn_hidden_size
     gate, up = layer.hf(f"{hf}.gate_proj.weight", f, h), layer.hf(f"{hf}.up_proj.weight", f, h)
     down, fused = layer.hf(f"{hf}.down_proj.weight", h, f), f"{hf}.gate_up_proj.weight"
     return [
-        layer.param(f"{megatron}.linear_fc1.weight", Split.GATE_UP, gate, up, fused=fused, whole=whole),
-        layer.param(f"{megatron}.linear_fc2.weight", Split.COLUMNS, down, whole=whole),
+        layer.param(f"{megatron}.linear_fc1.weight", Split.GATE_UP, gate, up, fused=fused),
+        layer.param(f"{megatron}.linear_fc2.weight", Split.COLUMNS, down),
     ]
 
 

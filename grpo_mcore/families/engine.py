@@ -6,8 +6,20 @@ vLLM fuses what Megatron-Core fuses, in another order, and shares the vocabulary
 from __future__ import annotations
 
 import math
+from dataclasses import replace
 
-from grpo_mcore.families.spec import FamilyError, HfTensor, ModelShape, Param, Piece, Split, local_shape, pieces
+from grpo_mcore.families.spec import (
+    Block,
+    Box,
+    FamilyError,
+    HfTensor,
+    ModelShape,
+    Param,
+    Piece,
+    Split,
+    local_shape,
+    pieces,
+)
 
 VOCABULARY_MULTIPLE = 64
 """vLLM pads the vocabulary to a multiple of this many rows before it shares it out."""
@@ -16,19 +28,20 @@ VOCABULARY_MULTIPLE = 64
 def engine_shape(param: Param, shape: ModelShape, tp_size: int) -> tuple[int, ...]:
     """Shape of vLLM's parameter on one tensor-parallel rank; of an expert's weight without the expert dimension."""
     tail = param.hf[0].shape[1:]
-    match param.split:
+    match param.engine_split:
         case Split.VOCAB:
             return (_vocabulary_rows(shape, tp_size), *tail)
         case Split.QKV:
             return (sum(count for _, _, count in _qkv_rows(param, shape, 0, tp_size)), *tail)
         case _:
-            return local_shape(param, shape, tp_size)
+            return local_shape(replace(param, split=param.engine_split), shape, tp_size)
 
 
 def engine_pieces(param: Param, shape: ModelShape, tp_rank: int, tp_size: int) -> list[Piece]:
     """The slices of the Hugging Face tensors that vLLM's tensor-parallel rank reads, and where it puts them."""
     tail = tuple((0, size) for size in param.hf[0].shape[1:])
-    match param.split:
+    form = param.engine_form
+    match param.engine_split:
         case Split.VOCAB:
             per_rank = _vocabulary_rows(shape, tp_size)
             start = tp_rank * per_rank
@@ -42,8 +55,22 @@ def engine_pieces(param: Param, shape: ModelShape, tp_rank: int, tp_size: int) -
                 found.append(Piece(tensor.name, ((start, start + count), *tail), ((at, at + count), *tail)))
                 at += count
             return found
-        case _:
-            return pieces(param, shape, tp_rank, tp_size)
+        case Split.ROWS if form.parts:
+            found, whole, at = [], 0, 0
+            for part in form.parts:
+                count = part // tp_size
+                start = whole + tp_rank * count
+                found.append(Piece(param.hf[0].name, ((start, start + count), *tail), ((at, at + count), *tail)))
+                whole, at = whole + part, at + count
+            return found
+        case split:
+            found = pieces(replace(param, split=split), shape, tp_rank, tp_size)
+            return [replace(piece, local_box=_lower(piece.local_box, form.start)) for piece in found]
+
+
+def _lower(box: Box, rows: int) -> Box:
+    (start, stop), *tail = box
+    return ((start + rows, stop + rows), *tail)
 
 
 def _vocabulary_rows(shape: ModelShape, tp_size: int) -> int:
@@ -62,18 +89,30 @@ def _qkv_rows(param: Param, shape: ModelShape, tp_rank: int, tp_size: int) -> li
     return [(q, tp_rank * queries, queries), (k, first, key_values), (v, first, key_values)]
 
 
-def check_engine_parallel(shape: ModelShape, tp_size: int) -> None:
-    """Raises FamilyError when vLLM cannot share this model out over `tp_size` ranks."""
+def check_engine_parallel(shape: ModelShape, tp_size: int, expert_parallel: bool = False) -> None:
+    """Raises FamilyError when vLLM cannot share this model out over `tp_size` ranks. `expert_parallel`: each rank has
+    whole experts."""
     heads, kv_heads = shape.num_heads, shape.num_kv_heads
     rows = _vocabulary_rows(shape, 1)
     wrong = [f"num_attention_heads {heads}"] if heads % tp_size else []
     if kv_heads % tp_size and tp_size % kv_heads:
         wrong.append(f"num_key_value_heads {kv_heads}")
     experts = shape.experts
-    if experts is None or experts.dense_layers:
+    if shape.blocks:
+        wrong += _wrong_blocks(shape, tp_size)
+    elif experts is None or experts.dense_layers:
         wrong += [f"intermediate_size {shape.ffn_hidden_size}"] if shape.ffn_hidden_size % tp_size else []
-    if experts is not None and experts.ffn_hidden_size % tp_size:
+    if expert_parallel and experts is None:
+        raise FamilyError(
+            f"policy.generation.vllm_cfg.expert_parallel_size {tp_size}: this {shape.family} model has no experts; set "
+            "it to 1"
+        )
+    if experts is not None and expert_parallel:
+        wrong += [f"the {experts.count} experts"] if experts.count % tp_size else []
+    elif experts is not None and experts.ffn_hidden_size % tp_size:
         wrong.append(f"the experts' intermediate size {experts.ffn_hidden_size}")
+    if experts is not None and experts.shared_ffn_hidden_size % tp_size:
+        wrong.append(f"the shared expert's size {experts.shared_ffn_hidden_size}")
     if rows % tp_size:
         wrong.append(f"the padded vocabulary {rows}")
     if wrong:
@@ -81,3 +120,30 @@ def check_engine_parallel(shape: ModelShape, tp_size: int) -> None:
             f"policy.generation.vllm_cfg.tensor_parallel_size {tp_size} does not divide {', '.join(wrong)} of this "
             f"{shape.family} model"
         )
+
+
+def _wrong_blocks(shape: ModelShape, tp_size: int) -> list[str]:
+    """What of a hybrid model's layers does not divide. (A single group of a Mamba2 mixer, which vLLM would repeat on
+    every rank, is not declared here.)"""
+    mamba = shape.mamba
+    assert mamba is not None
+    sizes = {"mamba_num_heads": mamba.heads, "n_groups": mamba.groups}
+    if Block.MLP in shape.blocks:
+        sizes["intermediate_size"] = shape.ffn_hidden_size
+    return [f"{name} {size}" for name, size in sizes.items() if size % tp_size]
+
+
+CPU_LATENT_HEAD = 576
+"""Latent attention of vLLM's CPU build is compiled for this one size of key-value latent and rotary part."""
+
+
+def missing_on_cpu(shape: ModelShape, expert_parallel: bool = False) -> str | None:
+    """What vLLM's CPU build has no kernel for, in words; None where it runs the model."""
+    latent, experts = shape.latent, shape.experts
+    if expert_parallel:
+        return "its experts cannot be dealt to the ranks of an engine; set vllm_cfg.expert_parallel_size to 1"
+    if latent is not None and (size := latent.key_value_rank + latent.rotary_dim) != CPU_LATENT_HEAD:
+        return f"its latent attention needs kv_lora_rank + qk_rope_head_dim {CPU_LATENT_HEAD}, which are {size} here"
+    if shape.blocks and experts is not None:
+        return "its experts need a gate, which those of this model have not (squared ReLU)"
+    return None

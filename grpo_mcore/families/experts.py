@@ -32,7 +32,7 @@ def expert_params(
         found = [layer.param("mlp.router.weight", Split.REPLICATED, router)]
         if experts.sigmoid:
             bias = layer.hf(f"{block}.gate.e_score_correction_bias", experts.count, float32=True)
-            found.append(layer.param("mlp.router.expert_bias", Split.REPLICATED, bias, whole=True, buffer=True))
+            found.append(layer.param("mlp.router.expert_bias", Split.REPLICATED, bias, buffer=True))
         fused = f"{block}.experts.routed_experts"  # vLLM's, of all experts
         for index in range(experts.count):
             expert = (index, experts.count)
@@ -47,7 +47,7 @@ def expert_params(
                 found.append(layer.param(name, split, *tensors, fused=f"{fused}.{theirs}", expert=expert))
         if experts.shared_ffn_hidden_size:
             size = experts.shared_ffn_hidden_size
-            found += mlp_params(layer, f"{block}.shared_experts", "mlp.shared_experts", size, whole=True)
+            found += mlp_params(layer, f"{block}.shared_experts", "mlp.shared_experts", size)
         return found
 
     return declare

@@ -7,7 +7,9 @@ from typing import Any
 
 from grpo_mcore.families.experts import expert_count
 from grpo_mcore.families.spec import (
+    SAME_FORM,
     Block,
+    EngineForm,
     ExpertShape,
     FamilyError,
     HfTensor,
@@ -91,15 +93,23 @@ def params(shape: ModelShape) -> tuple[Param, ...]:
     """Every parameter of the model, in the order of the forward pass."""
     h, v = shape.hidden_size, shape.vocab_size
     embedding = HfTensor("backbone.embeddings.weight", (v, h))
-    found = [Param("embedding.word_embeddings.weight", (embedding,), Split.VOCAB, Stage.FIRST)]
+    found = [
+        Param(
+            "embedding.word_embeddings.weight",
+            (embedding,),
+            Split.VOCAB,
+            Stage.FIRST,
+            engine="model.embed_tokens.weight",
+        )
+    ]
     for layer, block in enumerate(shape.blocks):
         found += _layer(shape, layer, block)
     norm = HfTensor("backbone.norm_f.weight", (h,))
     head = HfTensor("lm_head.weight", (v, h))
     return (
         *found,
-        Param("decoder.final_layernorm.weight", (norm,), Split.REPLICATED, Stage.LAST),
-        Param("output_layer.weight", (head,), Split.VOCAB, Stage.LAST),
+        Param("decoder.final_layernorm.weight", (norm,), Split.REPLICATED, Stage.LAST, engine="model.norm_f.weight"),
+        Param("output_layer.weight", (head,), Split.VOCAB, Stage.LAST, engine=head.name),
     )
 
 
@@ -110,16 +120,45 @@ def _layer(shape: ModelShape, layer: int, block: Block) -> list[Param]:
         return HfTensor(f"backbone.layers.{layer}.{name}", size, float32)
 
     def param(
-        name: str, split: Split, *tensors: HfTensor, expert: tuple[int, int] | None = None, buffer: bool = False
+        name: str,
+        split: Split,
+        *tensors: HfTensor,
+        engine: str | None = None,
+        form: EngineForm = SAME_FORM,
+        expert: tuple[int, int] | None = None,
+        buffer: bool = False,
     ) -> Param:
-        megatron = "decoder.layers.{layer}." + name
-        return Param(megatron, tensors, split, Stage.LAYER, layer, expert=expert, buffer=buffer)
+        """`engine`: vLLM's name within the layer, where it is not that of the tensor."""
+        return Param(
+            "decoder.layers.{layer}." + name,
+            tensors,
+            split,
+            Stage.LAYER,
+            layer,
+            expert=expert,
+            engine=f"model.layers.{layer}.{engine}" if engine else tensors[0].name.replace("backbone", "model", 1),
+            engine_form=form,
+            buffer=buffer,
+        )
 
     def network(megatron: str, name: str, size: int, expert: tuple[int, int] | None = None) -> list[Param]:
         up, down = hf(f"{name}up_proj.weight", size, h), hf(f"{name}down_proj.weight", h, size)
+        fused = "mixer.experts.routed_experts."  # vLLM's, of all experts
         return [
-            param(f"{megatron}.linear_fc1.weight", Split.ROWS, up, expert=expert),
-            param(f"{megatron}.linear_fc2.weight", Split.COLUMNS, down, expert=expert),
+            param(
+                f"{megatron}.linear_fc1.weight",
+                Split.ROWS,
+                up,
+                engine=f"{fused}w13_weight" if expert else None,
+                expert=expert,
+            ),
+            param(
+                f"{megatron}.linear_fc2.weight",
+                Split.COLUMNS,
+                down,
+                engine=f"{fused}w2_weight" if expert else None,
+                expert=expert,
+            ),
         ]
 
     attends = block in (Block.MAMBA, Block.ATTENTION)
@@ -130,26 +169,36 @@ def _layer(shape: ModelShape, layer: int, block: Block) -> list[Param]:
         case Block.MAMBA:
             mamba = shape.mamba
             assert mamba is not None
+            # vLLM shares a mixer out by heads, and by groups with their B and C.
+            states, rows = mamba.groups * mamba.state_size, EngineForm(split=Split.ROWS)
+            convolved = EngineForm(split=Split.ROWS, parts=(mamba.inner, states, states))
+            projected = EngineForm(split=Split.ROWS, parts=(mamba.inner, mamba.inner, states, states, mamba.heads))
             tensors = {
-                "in_proj.weight": (mamba.inner + mamba.convolved + mamba.heads, h),
-                "conv1d.weight": (mamba.convolved, 1, mamba.kernel),
-                "conv1d.bias": (mamba.convolved,),
-                "dt_bias": (mamba.heads,),
-                "A_log": (mamba.heads,),
-                "D": (mamba.heads,),
-                "norm.weight": (mamba.inner,),
-                "out_proj.weight": (h, mamba.inner),
+                "in_proj.weight": ((mamba.inner + mamba.convolved + mamba.heads, h), projected),
+                "conv1d.weight": ((mamba.convolved, 1, mamba.kernel), convolved),
+                "conv1d.bias": ((mamba.convolved,), convolved),
+                "dt_bias": ((mamba.heads,), rows),
+                "A_log": ((mamba.heads,), EngineForm(split=Split.ROWS, negative_exp=True)),
+                "D": ((mamba.heads,), rows),
+                "norm.weight": ((mamba.inner,), rows),
+                "out_proj.weight": ((h, mamba.inner), EngineForm(split=Split.COLUMNS)),
             }
             mixer = [
-                param(f"self_attention.{name}", Split.REPLICATED, hf(f"mixer.{name}", *size))
-                for name, size in tensors.items()
+                param(
+                    f"self_attention.{name}",
+                    Split.REPLICATED,
+                    hf(f"mixer.{name}", *size),
+                    engine="mixer.A" if name == "A_log" else None,
+                    form=form,
+                )
+                for name, (size, form) in tensors.items()
             ]
         case Block.ATTENTION:
             query, key_value = shape.num_heads * shape.head_dim, shape.num_kv_heads * shape.head_dim
             sizes = {"q": query, "k": key_value, "v": key_value}
             qkv = [hf(f"mixer.{part}_proj.weight", size, h) for part, size in sizes.items()]
             mixer = [
-                param("self_attention.linear_qkv.weight", Split.QKV, *qkv),
+                param("self_attention.linear_qkv.weight", Split.QKV, *qkv, engine="mixer.qkv_proj.weight"),
                 param("self_attention.linear_proj.weight", Split.COLUMNS, hf("mixer.o_proj.weight", h, query)),
             ]
         case Block.MLP:

@@ -153,6 +153,24 @@ class HfTensor:
 
 
 @dataclass(frozen=True)
+class EngineForm:
+    """How vLLM holds a parameter where it differs from Megatron-Core.
+
+    `split`: over the tensor-parallel ranks, None where it is the parameter's own. `parts`: rows of the blocks that the
+    tensor is made of, each of which is shared out by itself. `start`: first row in vLLM's parameter, which holds
+    another tensor before it. `negative_exp`: vLLM holds -exp(values), in float32.
+    """
+
+    split: Split | None = None
+    parts: tuple[int, ...] = ()
+    start: int = 0
+    negative_exp: bool = False
+
+
+SAME_FORM = EngineForm()
+
+
+@dataclass(frozen=True)
 class Param:
     """One Megatron-Core parameter and the Hugging Face tensors that it is made of.
 
@@ -160,7 +178,8 @@ class Param:
     goes. `copy` marks a second home of a tensor that another parameter owns (the output layer of tied embeddings on
     the last stage): loaded, never exported. `expert`: (index, number of experts) of a weight that expert-parallel
     ranks share out; it splits over the expert-tensor-parallel ranks. `engine`: vLLM's parameter that these tensors
-    fill, alone or fused (see `families.engine`); None where vLLM's own loading must place them.
+    fill, alone or fused (see `families.engine`), in the form `engine_form`; None where vLLM's own loading must place
+    them. `buffer`: not trained.
     """
 
     megatron: str
@@ -171,7 +190,18 @@ class Param:
     copy: bool = False
     expert: tuple[int, int] | None = None
     engine: str | None = None
-    buffer: bool = False  # not trained
+    engine_form: EngineForm = SAME_FORM
+    buffer: bool = False
+
+    @property
+    def engine_split(self) -> Split:
+        """How vLLM splits it."""
+        return self.engine_form.split or self.split
+
+    @property
+    def travels_in_float32(self) -> bool:
+        """Whether a refit moves it in float32, whatever the precision of the others."""
+        return self.engine_form.negative_exp or any(tensor.float32 for tensor in self.hf)
 
 
 @dataclass(frozen=True)

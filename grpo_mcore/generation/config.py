@@ -44,8 +44,11 @@ class EngineConfig:
     platform: Literal["cpu", "gpu"] = "cpu"
     dtype: str = "bfloat16"
     tensor_parallel_size: int = 1
+    expert_parallel: bool = False  # each rank has whole experts instead of a slice of every one
     max_model_len: int = 512
     load_format: Literal["auto", "dummy"] = "auto"
+    prefix_caching: bool = True  # on CPU not possible with Mamba2 mixers
+    record_routes: bool = False  # which experts each token went to; on CPU without prefix caching
     enforce_eager: bool = False  # on CPU always eager
     gpu_memory_utilization: float = 0.6  # read on GPU only
     kv_cache_memory_gb: float | None = None  # GiB a rank; None: 1 on CPU, what the utilization leaves on GPU
@@ -104,8 +107,12 @@ def engine_arguments(config: EngineConfig) -> dict[str, Any]:
         "tokenizer": config.tokenizer or config.model,
         "dtype": config.dtype,
         "tensor_parallel_size": config.tensor_parallel_size,
+        "enable_expert_parallel": config.expert_parallel,
         "max_model_len": config.max_model_len,
         "load_format": config.load_format,
+        # What is found in the cache is not computed, and so not recorded on CPU.
+        "enable_prefix_caching": config.prefix_caching and not (cpu and config.record_routes),
+        "enable_return_routed_experts": config.record_routes and not cpu,
         "enforce_eager": cpu or config.enforce_eager,
         "enable_sleep_mode": config.sleep_between_phases,
         # Log-probs of the distribution that was sampled from: after temperature, top-p and top-k.
@@ -118,6 +125,10 @@ def engine_arguments(config: EngineConfig) -> dict[str, Any]:
     if cpu:
         # After a part of a prompt vLLM winds the request's seeded generator back, which torch's on CPU cannot do.
         arguments["enable_chunked_prefill"] = False
+        if config.dtype == "float32":
+            # Of latent attention: with AMX vLLM takes its kernel for bfloat16 whatever the format is. Other models have
+            # but one backend.
+            arguments["attention_backend"] = "CPU_MLA"
     else:
         arguments["gpu_memory_utilization"] = config.gpu_memory_utilization
     if kv_cache_gb is not None:

@@ -16,6 +16,7 @@ import torch
 
 from grpo_mcore.generation.chat.engine_chat import EngineChat, Reply
 from grpo_mcore.generation.config import EngineConfig, engine_arguments, engine_environment
+from grpo_mcore.generation.routes import record_routes, take_routes
 from grpo_mcore.generation.shared_steps import Caller, SharedSteps
 from grpo_mcore.generation.turns import Turns
 from grpo_mcore.generation.worker_calls import refit_step, unlink_shared_segments
@@ -86,6 +87,8 @@ class Engine:
         engine = LLMEngine.from_engine_args(arguments, usage_context=UsageContext.LLM_CLASS)
         if self.config.platform == "cpu" and self.config.tensor_parallel_size > 1:
             engine.collective_rpc(unlink_shared_segments)
+        if self._records_routes:
+            engine.collective_rpc(record_routes)
         return engine
 
     def generate(self, requests: list[GenerationRequest], sampling: Sampling) -> Iterator[Trajectory]:
@@ -102,22 +105,37 @@ class Engine:
         room = self._max_model_len
         params = {key: sampling_params(request, sampling, room) for key, request in asked.items()}
         engine, tokenizer = self._llm_engine, self._llm_engine.get_tokenizer()
-        caller = Caller()
+        caller, engine_ids = Caller(), {}
         self._asked |= asked
         try:
             for key, request in asked.items():
                 prompt = tokens_input(request.token_ids().tolist())
                 with self._turns.call():
                     self._refuse_to_generate()
-                    self._steps.add(caller, key, engine.add_request(key, prompt, params[key]))
+                    engine_ids[key] = engine.add_request(key, prompt, params[key])
+                    self._steps.add(caller, key, engine_ids[key])
             while (output := self._steps.next(caller)) is not None:
+                if self._records_routes:
+                    output.outputs[0].routed_experts = self._routes([engine_ids.pop(output.request_id)])[0]
                 yield to_trajectory(asked[output.request_id], output, tokenizer)
         finally:
             with self._turns.call():
                 if (unfinished := self._steps.drop(caller)) and self._llm_engine is not None:
                     engine.abort_request(unfinished, internal=True)
+                if self._records_routes and engine_ids and self._llm_engine is not None:
+                    self._routes(list(engine_ids.values()))  # nobody asks for them any more
                 for key in asked:
                     del self._asked[key]
+
+    @property
+    def _records_routes(self) -> bool:
+        """By our own recorder; on GPU vLLM hands them over with a sample."""
+        return self.config.record_routes and self.config.platform == "cpu"
+
+    def _routes(self, requests: list[str]) -> list[Any]:
+        """Of vLLM's requests with these ids, forgotten by the ranks."""
+        with self._turns.call(), self._rank_deaths():
+            return self._llm_engine.collective_rpc(take_routes, args=(requests,))[0]
 
     def give_up(self, uids: Collection[str]) -> None:
         """Nobody wants the unfinished samples of these prompts any more: their callers get only the others."""

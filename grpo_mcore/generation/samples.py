@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from typing import Any
 
 import torch
+from torch import Tensor
 from vllm import RequestOutput, SamplingParams
 from vllm.sampling_params import RequestOutputKind
 
@@ -68,7 +69,15 @@ def to_trajectory(request: GenerationRequest, output: RequestOutput, tokenizer: 
         finish_reason=reason if reason in ("stop", "length") else "abort",
         truncated=reason == "length",
         stop_token=token_ids[-1] if by_token else None,
+        routed_experts=_routes(completion.routed_experts, len(output.prompt_token_ids or ()) + len(token_ids)),
     )
+
+
+def _routes(recorded: Any, tokens: int) -> Tensor | None:
+    """Of all tokens but the last, which was sampled and never read."""
+    if recorded is None:
+        return None
+    return torch.from_numpy(recorded[: tokens - 1].astype("int16"))
 
 
 def _spans(before: Sequence[_Span], spans: Sequence[Any], prompt_length: int) -> tuple[_Span, ...]:

@@ -1,16 +1,20 @@
 """Log-probabilities of tokens from hidden states, over a vocabulary split across tensor-parallel ranks.
 
-Only `chunk` tokens have logits at a time, forward and backward: [chunk, vocabulary / TP] float32 is all that exists.
-The backward pass computes them again.
+Only `chunk` tokens have logits at a time, and of these only a tile of the vocabulary: small enough for a processor's
+cache. The backward pass computes them again.
 """
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from typing import Any
 
 import torch
 from torch import Tensor
 from torch.distributed import ProcessGroup, ReduceOp, all_reduce
+
+TILE = 8192
+"""Rows of the output layer that have logits at a time."""
 
 
 def token_logprobs(
@@ -46,50 +50,52 @@ class _TokenLogprobs(torch.autograd.Function):
         temperature: float,
         chunk: int,
     ) -> Tensor:
-        ctx.rows = max(0, min(weight.size(0), vocab_size - vocab_start))
-        ctx.start, ctx.temperature, ctx.chunk = vocab_start, temperature, chunk
-        logprobs = torch.empty(hidden.size(0), dtype=torch.float32, device=hidden.device)
-        log_normalizers = torch.empty_like(logprobs)
-        for at in range(0, hidden.size(0), chunk):
-            part = slice(at, at + chunk)
-            logits = _logits(hidden[part], weight[: ctx.rows], temperature)
-            largest = logits.amax(-1) if ctx.rows else torch.full_like(logprobs[part], -torch.inf)
-            _reduce(largest, ReduceOp.MAX, group)
-            local, mine = _local_targets(targets[part], vocab_start, ctx.rows)
-            # One collective for both sums: exp(logit - max) over the vocabulary, and the target's own logit.
-            sums = torch.zeros(2, largest.size(0), dtype=torch.float32, device=hidden.device)
-            if ctx.rows:
-                target_logits = logits.gather(1, local[:, None]).squeeze(1) - largest
-                sums[1] = torch.where(mine, target_logits, 0.0)
-                sums[0] = logits.sub_(largest[:, None]).exp_().sum(-1)
-            _reduce(sums, ReduceOp.SUM, group)
-            log_sum = sums[0].log()
-            logprobs[part] = sums[1] - log_sum
-            log_normalizers[part] = largest + log_sum
+        rows = max(0, min(weight.size(0), vocab_size - vocab_start))
+        ctx.rows, ctx.start, ctx.temperature, ctx.chunk = rows, vocab_start, temperature, chunk
+        largest = torch.full((hidden.size(0),), -torch.inf, dtype=torch.float32, device=hidden.device)
+        # Of this rank's rows: sum of exp(logit - largest), and the target's logit where it is one of them.
+        sums, chosen = torch.zeros_like(largest), torch.zeros_like(largest)
+        for part in _slices(hidden.size(0), chunk):
+            for tile in _slices(rows, TILE):
+                logits = _logits(hidden[part], weight[tile], temperature)
+                local, mine = _in_tile(targets[part], vocab_start, tile)
+                chosen[part] += torch.where(mine, logits.gather(1, local[:, None]).squeeze(1), 0.0)
+                before, most = largest[part], torch.maximum(largest[part], logits.amax(-1))
+                sums[part] = sums[part] * (before - most).exp() + logits.sub_(most[:, None]).exp_().sum(-1)
+                largest[part] = most
+        most = largest.clone()
+        _reduce(most, ReduceOp.MAX, group)
+        both = torch.stack([sums * (largest - most).exp(), chosen])  # one collective for both
+        _reduce(both, ReduceOp.SUM, group)
+        log_normalizers = most + both[0].log()
         ctx.save_for_backward(hidden, weight, targets, log_normalizers)
-        return logprobs
+        return both[1] - log_normalizers
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
         hidden, weight, targets, log_normalizers = ctx.saved_tensors
-        grad_hidden = torch.zeros_like(hidden)
-        grad_weight = torch.zeros(weight.shape, dtype=torch.float32, device=weight.device)
-        used = weight[: ctx.rows]
-        for at in range(0, hidden.size(0), ctx.chunk) if ctx.rows else ():
-            part = slice(at, at + ctx.chunk)
-            logits = _logits(hidden[part], used, ctx.temperature)
-            local, mine = _local_targets(targets[part], ctx.start, ctx.rows)
-            # d logprob / d logits = (onehot - softmax) / temperature
-            scale = (grad[part] / ctx.temperature)[:, None]
-            grad_logits = logits.sub_(log_normalizers[part][:, None]).exp_().mul_(-scale)
-            grad_logits.scatter_add_(1, local[:, None], torch.where(mine[:, None], scale, 0.0))
-            grad_logits = grad_logits.to(weight.dtype)
-            torch.mm(grad_logits, used, out=grad_hidden[part])
-            if weight.dtype == torch.float32:
-                grad_weight[: ctx.rows].addmm_(grad_logits.t(), hidden[part])
-            else:  # accumulated in float32
-                grad_weight[: ctx.rows] += grad_logits.t() @ hidden[part]
-        return grad_hidden, grad_weight.to(weight.dtype), None, None, None, None, None, None
+        grad_hidden = torch.zeros(hidden.shape, dtype=torch.float32, device=hidden.device)
+        grad_weight = torch.zeros_like(weight)
+        scale = grad / ctx.temperature
+        for tile in _slices(ctx.rows, TILE):
+            used = weight[tile]
+            of_tile = torch.zeros(used.shape, dtype=torch.float32, device=weight.device)
+            for part in _slices(hidden.size(0), ctx.chunk):
+                logits = _logits(hidden[part], used, ctx.temperature)
+                local, mine = _in_tile(targets[part], ctx.start, tile)
+                # d logprob / d logits = (onehot - softmax) / temperature
+                factor = scale[part][:, None]
+                grad_logits = logits.sub_(log_normalizers[part][:, None]).exp_().mul_(-factor)
+                grad_logits.scatter_add_(1, local[:, None], torch.where(mine[:, None], factor, 0.0))
+                grad_logits = grad_logits.to(weight.dtype)
+                grad_hidden[part] += grad_logits @ used  # accumulated in float32
+                of_tile += grad_logits.t() @ hidden[part]
+            grad_weight[tile] = of_tile
+        return grad_hidden.to(hidden.dtype), grad_weight, None, None, None, None, None, None
+
+
+def _slices(total: int, size: int) -> Iterator[slice]:
+    return (slice(at, min(at + size, total)) for at in range(0, total, size))
 
 
 def _logits(hidden: Tensor, weight: Tensor, temperature: float) -> Tensor:
@@ -97,10 +103,10 @@ def _logits(hidden: Tensor, weight: Tensor, temperature: float) -> Tensor:
     return logits if temperature == 1.0 else logits.div_(temperature)
 
 
-def _local_targets(targets: Tensor, start: int, rows: int) -> tuple[Tensor, Tensor]:
-    """Row of each target on this rank (clamped), and whether it is on this rank."""
-    local = targets - start
-    return local.clamp(0, max(rows - 1, 0)), (local >= 0) & (local < rows)
+def _in_tile(targets: Tensor, start: int, tile: slice) -> tuple[Tensor, Tensor]:
+    """Row of each target in a tile of this rank's rows (clamped), and whether it is there."""
+    local, size = targets - (start + tile.start), tile.stop - tile.start
+    return local.clamp(0, size - 1), (local >= 0) & (local < size)
 
 
 def _reduce(tensor: Tensor, op: Any, group: ProcessGroup | None) -> None:

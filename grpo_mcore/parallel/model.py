@@ -31,6 +31,7 @@ from grpo_mcore.parallel.logprobs import token_logprobs
 from grpo_mcore.parallel.mamba import MambaMixer
 from grpo_mcore.parallel.mesh import Layout
 from grpo_mcore.parallel.norm import rms_norm
+from grpo_mcore.parallel.router_replay import RoutersOfChunk
 from grpo_mcore.parallel.settings import has_transformer_engine, transformer_config
 
 
@@ -53,6 +54,7 @@ class PolicyModel(GPTModel):
     logprob_temperature: float = 1.0
     logprob_chunk: int = 1024
     unpadded_vocab_size: int
+    routers: RoutersOfChunk | None = None  # where they follow the engine's
 
     def score(self, batch: PackedBatch, length: int | None = None) -> Tensor:
         """Last stage: log-prob of every next token, float32 [1, T]; other stages: hidden states for the next one.
@@ -60,7 +62,7 @@ class PolicyModel(GPTModel):
         Position t holds the log-prob of token t + 1; positions whose next token is not trained on hold 0. `length`:
         pad the row to so many tokens (a multiple of what the layout needs).
         """
-        tokens, positions = batch.tokens, batch.positions[None]
+        tokens, positions, routes = batch.tokens, batch.positions[None], batch.routes
         targets, wanted = batch.targets(), batch.next_token_counts()
         share, group = None, parallel_state.get_context_parallel_group()
         if group.size() > 1 or length is not None:
@@ -69,6 +71,13 @@ class PolicyModel(GPTModel):
             tokens, positions, targets, wanted = (
                 take_share(row, share) for row in (tokens, positions, targets, wanted)
             )
+            if routes is not None:
+                routes = torch.cat([routes, routes.new_full((1, *routes.shape[1:]), -1)]).index_select(0, share.index)
+        if routes is not None and self.config.sequence_parallel:
+            rank = parallel_state.get_tensor_model_parallel_rank()
+            routes = routes.chunk(self.config.tensor_model_parallel_size)[rank]
+        if self.routers is not None:
+            self.routers.follow(routes)
         output = self(
             input_ids=tokens,
             position_ids=positions,
@@ -105,12 +114,15 @@ class PolicyModel(GPTModel):
         return torch.zeros(labels.size(1), device=hidden.device).index_copy(0, wanted, logprobs)[None]
 
 
-def build_model(shape: ModelShape, layout: Layout, settings: Any, dtype: torch.dtype) -> list[PolicyModel]:
+def build_model(
+    shape: ModelShape, layout: Layout, settings: Any, dtype: torch.dtype, *, replay: bool = False
+) -> list[PolicyModel]:
     """This rank's part of the network, with uninitialised weights: one model chunk, or `layout.virtual` of them.
 
-    `settings`: policy.megatron_cfg.
+    `settings`: policy.megatron_cfg. `replay`: routers can follow the engine's choices.
     """
     config = transformer_config(shape, layout, settings, dtype)
+    config.moe_enable_routing_replay = replay
     chunks = range(layout.virtual) if layout.virtual > 1 else (None,)
     return [_build_chunk(shape, layout, config, chunk, settings.freeze_moe_router) for chunk in chunks]
 
@@ -134,6 +146,8 @@ def _build_chunk(
         rope_scaling_factor=shape.rope_scaling_factor or 1.0,
     )
     model.unpadded_vocab_size = shape.vocab_size
+    if config.moe_enable_routing_replay:
+        model.routers = RoutersOfChunk(model.decoder.layers)
     for name, parameter in model.named_parameters():
         if freeze_router and name.endswith("mlp.router.weight"):
             parameter.requires_grad_(False)

@@ -66,7 +66,9 @@ class Policy:
 
         megatron = config.megatron_cfg
         self.dtype = {"bfloat16": torch.bfloat16, "float32": torch.float32}[config.precision]
-        networks = [chunk.to(self.device) for chunk in build_model(self.shape, self.layout, megatron, self.dtype)]
+        replay = config.router_replay.enabled
+        networks = build_model(self.shape, self.layout, megatron, self.dtype, replay=replay)
+        networks = [network.to(self.device) for network in networks]
         for network in networks:
             network.logprob_temperature = config.generation.temperature
             network.logprob_chunk = config.logprob_chunk_size
@@ -281,6 +283,9 @@ class Policy:
         torch.set_rng_state(state["torch"])
 
     def shutdown(self) -> None:
+        from grpo_mcore.parallel.router_replay import forget_routers
+
+        forget_routers()
         leave_mesh()
 
 

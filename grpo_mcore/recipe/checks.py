@@ -20,6 +20,8 @@ def findings(config: MasterConfig) -> list[Finding]:
         check_layout,
         layout_checks.check_stages,
         layout_checks.check_experts,
+        layout_checks.check_engine_experts,
+        layout_checks.check_router_replay,
         check_batches,
         check_lengths,
         objective_checks.check_loss,

@@ -49,7 +49,8 @@ class VllmConfig(Section):
     pipeline_parallel_size: Positive = 1
     """Pipeline stages of one engine. Above 1: not supported yet."""
     expert_parallel_size: Positive = 1
-    """Ranks that share the experts of one engine. Above 1: not supported yet."""
+    """Ranks that share the experts of one engine, each with whole ones: all of tensor_parallel_size. 1: each rank has a
+    slice of every expert."""
     gpu_memory_utilization: PositiveShare = 0.6
     """Share of a GPU's memory that an engine may take. No effect on CPU."""
     kv_cache_memory_gb: PositiveFloat | None = None
@@ -82,7 +83,7 @@ class VllmConfig(Section):
     reasoning_parser_plugin: str | None = None
     """Python file that registers more reasoning parsers with vLLM. null: none."""
     enable_return_routed_experts: bool = False
-    """Return the experts chosen for each token. Not supported yet."""
+    """Record the experts chosen for each token; policy.router_replay.enabled does so too."""
 
 
 class GenerationConfig(Section):

@@ -41,3 +41,25 @@ def check_experts(config: MasterConfig) -> Iterator[Finding]:
             "experts under tensor parallelism need sequence_parallel true: without it every tensor-parallel rank sends "
             "all tokens to the experts",
         )
+
+
+def check_engine_experts(config: MasterConfig) -> Iterator[Finding]:
+    """Experts are dealt to the ranks of an engine, or not."""
+    at, vllm = "policy.generation.vllm_cfg.", config.policy.generation.vllm_cfg
+    if vllm.expert_parallel_size not in (1, vllm.tensor_parallel_size):
+        yield Finding(
+            (at + "expert_parallel_size", at + "tensor_parallel_size"),
+            f"{vllm.expert_parallel_size} is neither 1 nor tensor_parallel_size = {vllm.tensor_parallel_size}; experts "
+            "are dealt to all ranks of an engine or to none",
+        )
+
+
+def check_router_replay(config: MasterConfig) -> Iterator[Finding]:
+    """Stages run the forward pass of one micro-batch between those of another, and recomputation would then follow the
+    wrong one's routes."""
+    replay, megatron = config.policy.router_replay, config.policy.megatron_cfg
+    if replay.enabled and megatron.activation_checkpointing and megatron.pipeline_model_parallel_size > 1:
+        yield Finding(
+            ("policy.router_replay.enabled", AT + "activation_checkpointing", AT + "pipeline_model_parallel_size"),
+            "does not go with activation_checkpointing and pipeline stages together; switch one of them off",
+        )

@@ -61,7 +61,8 @@ class RouterReplayConfig(Section):
     """`policy.router_replay`: training uses the experts that the engine chose."""
 
     enabled: bool = False
-    """Record the engine's expert choices and replay them in training. Not supported yet."""
+    """Record the engine's expert choices and replay them in training and in the log-prob passes. Read by parallel/,
+    generation/."""
 
 
 class PolicyConfig(Section):
@@ -106,7 +107,7 @@ class PolicyConfig(Section):
     dynamic_batching: Annotated[DynamicBatchingConfig, OffWhenNull] = Field(default_factory=DynamicBatchingConfig)
     """Token-budget micro-batches without packing. Not supported yet."""
     router_replay: Annotated[RouterReplayConfig, OffWhenNull] = Field(default_factory=RouterReplayConfig)
-    """Replay of the engine's expert choices. Not supported yet."""
+    """Replay of the engine's expert choices."""
     megatron_cfg: MegatronConfig = Field(default_factory=MegatronConfig)
     """The Megatron-Core policy: layout, optimizer, learning rate."""
     generation: GenerationConfig = Field(default_factory=GenerationConfig)

@@ -52,7 +52,7 @@ def attach_buffer(description: dict[str, Any]) -> RefitBuffer:
 
 
 def block_view(buffer: RefitBuffer, plan: RefitPlan, bucket: int, block: Block) -> Tensor:
-    """The place of `block`, as a view of the buffer in the plan's dtype and the block's shape."""
+    """The place of `block`, as a view of the buffer in the block's dtype and shape."""
     start = plan.start(bucket) + block.offset
     if start + block.nbytes > buffer.flat.numel():
         raise RefitError(
@@ -60,4 +60,4 @@ def block_view(buffer: RefitBuffer, plan: RefitPlan, bucket: int, block: Block) 
             f"of {buffer.flat.numel():,}"
         )
     shape = [stop - first for first, stop in block.box]
-    return buffer.flat[start : start + block.nbytes].view(getattr(torch, plan.dtype)).view(shape)
+    return buffer.flat[start : start + block.nbytes].view(getattr(torch, block.dtype)).view(shape)

@@ -7,10 +7,8 @@ shadow of it, as soon as its slices are complete, and the exchange only swaps wh
 from __future__ import annotations
 
 import copy
-from abc import ABC, abstractmethod
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
-from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -27,12 +25,11 @@ from vllm.model_executor.model_loader.reload.layerwise import get_layerwise_info
 from vllm.platforms import current_platform
 
 from grpo_mcore.families import Box
+from grpo_mcore.refit.derived_weights import DerivedWeights
+from grpo_mcore.refit.exchange import Exchange, exchange_attributes, exchange_parameters, shadow_of
 from grpo_mcore.refit.layout import WHOLE
 from grpo_mcore.refit.plan import RefitError, RefitPlan
 from grpo_mcore.refit.proof import Sums, checksum
-
-_STRUCTURE = {"_parameters", "_buffers", "_modules", "quant_method"}
-_MISSING = object()
 
 
 @dataclass(eq=False)
@@ -49,7 +46,7 @@ class Target:
     tensor: Tensor | None = None
     borrowed: bool = False  # `tensor` is a view of the buffer
     arrived: int = 0
-    copies: list[tuple[tuple[int, int, int], Box]] = field(default_factory=list)
+    copies: list[tuple[tuple[int, int, int], Box, torch.dtype]] = field(default_factory=list)  # to be summed up
 
     @property
     def complete(self) -> bool:
@@ -61,14 +58,25 @@ class EngineWeights:
     `exchange` takes it back. With `in_place` off memory for a second copy of the weights is needed; with it each layer
     is exchanged as soon as it is complete, and there is no way back."""
 
-    def __init__(self, model: nn.Module, plan: RefitPlan, rank: int, device: torch.device, *, in_place: bool) -> None:
-        """Raises RefitError for parameters that the plan does not fill, or that slices cannot be put into."""
+    def __init__(
+        self,
+        model: nn.Module,
+        plan: RefitPlan,
+        rank: int,
+        device: torch.device,
+        dtype: torch.dtype,
+        *,
+        in_place: bool,
+    ) -> None:
+        """`dtype`: the engine's. Raises RefitError for parameters that the plan does not fill, or that slices cannot be
+        put into."""
         self._model, self._device, self.in_place = model, device, in_place
         self.wholes: dict[str, Tensor] = {}  # tensors for vLLM's own loading
         self._whole_shapes: dict[str, list[int]] = {}
         self.unplanned: list[str] = []  # parameters that only vLLM's own loading can fill
         self.sums: Sums = {}
-        self._exchanges: list[_Exchange] = []
+        self._exchanges: list[Exchange] = []
+        self._derived = DerivedWeights(model, dtype)
         self._has_head = any(type(module) is ParallelLMHead for module in model.modules())
         self._targets = self._find_targets(plan, rank)
         self._layers = self._find_layers()
@@ -99,7 +107,9 @@ class EngineWeights:
         self.unplanned = [
             name
             for name, found in by_name.items()
-            if id(found) not in planned and first_names[id(found)] == name and _elements(homes, found)
+            if id(found) not in planned | self._derived.parameters
+            and first_names[id(found)] == name
+            and _elements(homes, found)
         ]
         if self.unplanned and not plan.fallbacks:
             raise RefitError(f"the refit plan leaves parameters of the engine unfilled: {', '.join(self.unplanned)}")
@@ -123,11 +133,15 @@ class EngineWeights:
         by_module: dict[int, list[Target]] = {}
         for target in self._targets.values():
             by_module.setdefault(id(target.homes[0][0]), []).append(target)
+        self._layers_of = set(by_module)
         return {target.name: by_module[id(target.homes[0][0])] for target in self._targets.values()}
 
     @torch.no_grad()
-    def receive(self, key: tuple[int, int, int], name: str, box: Box, values: Tensor, checked: bool) -> None:
-        """Takes the slice `box` of the parameter `name`, or of a whole tensor. `values`: a view of the buffer."""
+    def receive(
+        self, key: tuple[int, int, int], name: str, box: Box, values: Tensor, summed: torch.dtype | None
+    ) -> None:
+        """Takes the slice `box` of the parameter `name`, or of a whole tensor. `values`: a view of the buffer.
+        `summed`: the format in which its checksum is wanted, None where it is not."""
         if name.startswith(WHOLE):
             self._receive_whole(name.removeprefix(WHOLE), box, values)
             return
@@ -142,8 +156,8 @@ class EngineWeights:
                 target.tensor = make(target.shape, dtype=target.dtype, device=self._device)
             target.tensor[_index(box)].copy_(values.view([stop - start for start, stop in box]))
         target.arrived += _volume(box)
-        if checked:
-            target.copies.append((key, box))
+        if summed is not None:
+            target.copies.append((key, box, summed))
         layer = self._layers[name]
         if all(other.complete for other in layer):
             self._finish(layer)
@@ -183,18 +197,21 @@ class EngineWeights:
         """All slices of a module have come: check and prepare what it will refer to."""
         for target in layer:
             assert target.tensor is not None
-            for key, box in target.copies:
-                self.sums[key] = checksum(target.tensor[_index(box)], target.dtype)
+            for key, box, dtype in target.copies:
+                self.sums[key] = checksum(target.tensor[_index(box)], dtype)
         prepared: dict[int, nn.Module] = {}
         for target in layer:
-            for module, name in target.homes:
-                shadow = prepared.setdefault(id(module), _shadow(module))
+            for module, name in self._to_prepare(target):
+                shadow = prepared.setdefault(id(module), shadow_of(module))
                 shadow._parameters[name] = nn.Parameter(target.tensor, requires_grad=False)
-        modules = {id(module): module for target in layer for module, _ in target.homes}
-        found: dict[int, _Exchange] = {}
+        modules = {id(module): module for target in layer for module, _ in self._to_prepare(target)}
+        found: dict[int, Exchange] = {}
         for module in modules.values():
             shadow = prepared[id(module)]
-            for exchange in self._prepare(module, shadow):
+            weight = shadow._parameters.get("weight")
+            plain = None if weight is None else weight.data
+            exchanges = [*self._prepare(module, shadow), *self._derived.follow(module, shadow, plain)]
+            for exchange in exchanges:
                 found.setdefault(exchange.key, exchange)  # a tied parameter is exchanged once
         for target in layer:
             target.tensor, target.borrowed = None, False
@@ -204,7 +221,13 @@ class EngineWeights:
             else:
                 self._exchanges.append(exchange)
 
-    def _prepare(self, module: nn.Module, shadow: nn.Module) -> Iterable[_Exchange]:
+    def _to_prepare(self, target: Target) -> list[tuple[nn.Module, str]]:
+        """The homes of a target whose modules have to be prepared for it. Another one that is prepared for parameters
+        of its own only refers to it (experts to the bias of their router)."""
+        first, *others = target.homes
+        return [first, *(home for home in others if id(home[0]) not in self._layers_of)]
+
+    def _prepare(self, module: nn.Module, shadow: nn.Module) -> Iterable[Exchange]:
         """What is to be exchanged for `module` to become `shadow`, once vLLM has processed that."""
         method = getattr(module, "quant_method", None)
         # vLLM looks embeddings up in the plain weight; a head of its own has the packed one.
@@ -215,19 +238,13 @@ class EngineWeights:
             if isinstance(ours, UnquantizedFusedMoEMethod):
                 ours.moe_kernel = None  # vLLM packs experts only when it makes their kernel
             ours.process_weights_after_loading(shadow)
-            for real, processed in ((module, shadow), (method, ours)):
-                for name, value in processed.__dict__.items():
-                    if name not in _STRUCTURE and real.__dict__.get(name, _MISSING) is not value:
-                        yield _Attribute(real.__dict__, name, value)
-        for name, parameter in shadow._parameters.items():
-            live = module._parameters[name]
-            if parameter is not None and live is not None and parameter is not live:
-                kind = _Swap if self._device.type == "cpu" else _Copy
-                yield kind(live, parameter.data)
+            yield from exchange_attributes(module, shadow)
+            yield from exchange_attributes(method, ours)
+        yield from exchange_parameters(module, shadow)
 
     def exchange(self) -> None:
         """New for old, or old for new. After an error everything is as it was."""
-        done: list[_Exchange] = []
+        done: list[Exchange] = []
         try:
             for exchange in self._exchanges:
                 exchange.run()
@@ -240,68 +257,12 @@ class EngineWeights:
             torch.cuda.synchronize(self._device)
 
 
-class _Exchange(ABC):
-    """Run once it brings the new value in, run again the old one. `key`: the same for exchanges of one place."""
-
-    key: Any
-
-    @abstractmethod
-    def run(self) -> None: ...
-
-
-class _Attribute(_Exchange):
-    def __init__(self, owner: dict[str, Any], name: str, value: Any) -> None:
-        self.key = (id(owner), name)
-        self._owner, self._name, self._value = owner, name, value
-
-    def run(self) -> None:
-        old = self._owner.get(self._name, _MISSING)
-        if self._value is _MISSING:
-            del self._owner[self._name]
-        else:
-            self._owner[self._name] = self._value
-        self._value = old
-
-
-class _Swap(_Exchange):
-    """On CPU nothing holds on to the memory of a parameter."""
-
-    def __init__(self, live: nn.Parameter, value: Tensor) -> None:
-        self.key = id(live)
-        self._live, self._value = live, value
-
-    def run(self) -> None:
-        old = self._live.data
-        self._live.data = self._value
-        self._value = old
-
-
-class _Copy(_Swap):
-    """CUDA graphs read the memory that was there when they were captured: its contents are exchanged."""
-
-    def run(self) -> None:
-        old = self._live.data.clone()
-        self._live.data.copy_(self._value)
-        self._value.copy_(old)
-
-
-def _shadow(module: nn.Module) -> nn.Module:
-    """A module of the same class and settings whose parameters and attributes can be set without touching it."""
-    shadow = object.__new__(type(module))
-    shadow.__dict__.update(module.__dict__)
-    for name in ("_parameters", "_buffers", "_modules"):
-        shadow.__dict__[name] = dict(module.__dict__[name])
-    return shadow
-
-
 def _target(name: str, parameter: nn.Parameter, homes: list[tuple[nn.Module, str]]) -> Target:
     module, attribute = homes[0]
     recorded = get_layerwise_info(module).restore_metadata[0].get(attribute)
     loaded = parameter if recorded is None else recorded
-    # The packed form of a bias may have another number format than vLLM loads it in.
-    dtype = getattr(module, "params_dtype", loaded.dtype) if loaded.is_floating_point() else loaded.dtype
     transient = parameter.numel() == 0 and isinstance(getattr(module, "quant_method", None), UnquantizedLinearMethod)
-    return Target(name, tuple(loaded.shape), dtype, _loaded_elements(module, loaded), homes, transient)
+    return Target(name, tuple(loaded.shape), loaded.dtype, _loaded_elements(module, loaded), homes, transient)
 
 
 def _loaded_elements(module: nn.Module, loaded: Tensor) -> int:

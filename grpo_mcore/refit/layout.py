@@ -146,7 +146,7 @@ class EngineLayout:
 
     def split(self, param: Param) -> int:
         """Into how many slices the parameter is cut."""
-        if param.split is Split.REPLICATED or param.engine is None:
+        if param.engine_split is Split.REPLICATED or param.engine is None:
             return 1
         if param.expert:
             return 1 if self.expert_parallel else self.ranks

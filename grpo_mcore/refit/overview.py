@@ -11,7 +11,7 @@ import numpy as np
 
 from grpo_mcore.families import ModelShape, Param, params_of
 from grpo_mcore.refit.layout import EngineLayout, TrainerLayout
-from grpo_mcore.refit.plan import DTYPE_BYTES, GIB, RefitPlan, plan_refit
+from grpo_mcore.refit.plan import DTYPE_BYTES, GIB, RefitPlan, plan_refit, wire_dtype
 
 LINKS = {"a 400 Gb/s network card": 50e9, "NVLink of an H100": 450e9}
 """Bytes/s and direction, for the floor."""
@@ -47,16 +47,21 @@ class Overview:
         params = params_of(shape) if params is None else params
         plan = plan_refit(params, shape, trainer, engine, dtype=dtype, buffer_bytes=int(buffer_gb * GIB))
         seconds = time.perf_counter() - began
-        tensors = {tensor.name: tensor.numel for param in params if not param.copy for tensor in param.hf}
-        return cls(trainer, engine, plan, nodes, sum(tensors.values()) * DTYPE_BYTES[dtype], seconds)
+        tensors = {
+            tensor.name: tensor.numel * DTYPE_BYTES[wire_dtype(param, dtype)]
+            for param in params
+            if not param.copy
+            for tensor in param.hf
+        }
+        return cls(trainer, engine, plan, nodes, sum(tensors.values()), seconds)
 
     def links(self) -> np.ndarray:
         """int64 [policy ranks, nodes, ranks of an engine]: bytes that a rank reads of what a policy rank wrote. A slice
         that several policy ranks hold comes to each node from another of them."""
-        width = self.plan.element_bytes()
         found = np.zeros((self.trainer.world_size, self.nodes, self.engine.ranks), dtype=np.int64)
         together: dict[tuple[int, int], np.ndarray] = {}
         for block in self.plan.blocks():
+            width = DTYPE_BYTES[block.dtype]
             row = together.setdefault((block.holders, block.source), np.zeros(self.engine.ranks, dtype=np.int64))
             for read in block.reads:
                 row[read.rank] += width * int(np.prod([stop - start for start, stop in read.at]))

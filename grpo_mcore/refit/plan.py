@@ -38,7 +38,8 @@ class Read(NamedTuple):
 
 class Block(NamedTuple):
     """Box `box` of the parameter `param` of policy rank `source`, row-major in the buffer. `offset` and `nbytes` count
-    from the bucket's start; `holders`: index in `RefitPlan.holders` of the ranks that could send it."""
+    from the bucket's start; `holders`: index in `RefitPlan.holders` of the ranks that could send it. `dtype`: of the
+    bytes; `negative_exp`: they are -exp(values)."""
 
     source: int
     param: str
@@ -46,6 +47,8 @@ class Block(NamedTuple):
     offset: int
     nbytes: int
     holders: int
+    dtype: str
+    negative_exp: bool
     reads: tuple[Read, ...]
 
 
@@ -60,7 +63,8 @@ class Bucket(NamedTuple):
 class RefitPlan:
     """Every byte that an engine needs exactly once, in buckets that fit half the buffer.
 
-    `half_bytes`: the largest bucket. Bucket i lies in half i % 2 of the buffer.
+    `half_bytes`: the largest bucket. Bucket i lies in half i % 2 of the buffer. `dtype`: of all blocks but those of
+    parameters that are float32 whatever the precision.
     """
 
     buckets: tuple[Bucket, ...]
@@ -96,9 +100,6 @@ class RefitPlan:
         """First byte of bucket `index` in the buffer."""
         return index % 2 * self.half_bytes
 
-    def element_bytes(self) -> int:
-        return DTYPE_BYTES[self.dtype]
-
     @cached_property
     def _json(self) -> str:
         plain = {
@@ -120,10 +121,10 @@ class RefitPlan:
             Bucket(
                 tuple(
                     Block(
-                        *(source, param, _box(box), offset, nbytes, holders),
+                        *(source, param, _box(box), offset, nbytes, holders, dtype, negative_exp),
                         tuple(Read(rank, name, _box(place), _box(at)) for rank, name, place, at in reads),
                     )
-                    for source, param, box, offset, nbytes, holders, reads in blocks
+                    for source, param, box, offset, nbytes, holders, dtype, negative_exp, reads in blocks
                 ),
                 size,
             )
@@ -163,33 +164,33 @@ def plan_refit(
 ) -> RefitPlan:
     """Every slice of `params` from the least loaded of the policy ranks that hold it to the engine ranks that need it.
 
-    `dtype`: "bfloat16" or "float32", of the bytes that move. Blocks start at multiples of `alignment` bytes; those of
+    `dtype`: "bfloat16" or "float32", of the bytes that move; parameters that are float32 whatever the precision stay
+    so. Blocks start at multiples of `alignment` bytes; those of
     one parameter share a bucket where one holds them all, and a block larger than half the buffer is cut by rows.
-    Raises RefitError for a row larger than that, a slice that nobody holds or reads, a float32 tensor that `dtype`
-    would round, or no parameters; LayoutError for a parameter that cannot be cut so.
+    Raises RefitError for a row larger than that, a slice that nobody holds or reads, or no parameters; LayoutError for
+    a parameter that cannot be cut so.
     """
     moved = [param for param in params if not param.copy]
     if not moved:
         raise RefitError("nothing to refit: the plan was asked for no parameters")
     if dtype not in DTYPE_BYTES:
         raise RefitError(f"refit in {dtype!r} is not possible; use one of {sorted(DTYPE_BYTES)}")
-    precise = [tensor.name for param in moved for tensor in param.hf if tensor.float32]
-    if precise and DTYPE_BYTES[dtype] < DTYPE_BYTES["float32"]:
-        raise RefitError(f"refit in {dtype} would round {precise[0]}, which is float32 whatever the precision is")
-    packer = _Packer(DTYPE_BYTES[dtype], buffer_bytes, alignment)
+    packer = _Packer(buffer_bytes, alignment)
     loads = [0] * trainer.world_size
     holders: dict[tuple[int, ...], int] = {}
     templates: dict[Any, list[_Template]] = {}
     for param in moved:
         structure = (
-            param.split, tuple(tensor.shape for tensor in param.hf), bool(param.expert), param.engine is None,
+            param.split, param.engine_form, tuple(tensor.shape for tensor in param.hf), bool(param.expert),
+            param.engine is None,
         )  # fmt: skip
         if structure not in templates:
             templates[structure] = _templates(param, shape, trainer, engine)
         readers, blocks = engine.readers(param), []
         names, expert = _destinations(param, engine)
+        wire = wire_dtype(param, dtype)
         for part, template in zip(trainer.parts(param, shape), templates[structure], strict=True):
-            nbytes = _volume(template.box) * DTYPE_BYTES[dtype]
+            nbytes = _volume(template.box) * DTYPE_BYTES[wire]
             if not nbytes:  # nothing but padding of the vocabulary
                 continue
             source = min(part.ranks, key=loads.__getitem__)
@@ -200,10 +201,16 @@ def plan_refit(
                 for rank in readers[reader]
             )
             index = holders.setdefault(part.ranks, len(holders))
-            blocks.append(Block(source, part.name, template.box, 0, nbytes, index, reads))
+            form = param.engine_form.negative_exp
+            blocks.append(Block(source, part.name, template.box, 0, nbytes, index, wire, form, reads))
         packer.add(blocks)
     buckets = packer.close()
     return RefitPlan(buckets, max(bucket.nbytes for bucket in buckets), dtype, tuple(holders))
+
+
+def wire_dtype(param: Param, dtype: str) -> str:
+    """In which format a parameter moves in a refit in `dtype`."""
+    return "float32" if param.travels_in_float32 and DTYPE_BYTES[dtype] < DTYPE_BYTES["float32"] else dtype
 
 
 class _Template(NamedTuple):
@@ -265,8 +272,8 @@ def _destinations(param: Param, engine: EngineLayout) -> tuple[list[str], Box]:
 class _Packer:
     """Puts blocks one after the other into buckets of at most half the buffer."""
 
-    def __init__(self, itemsize: int, buffer_bytes: int, alignment: int) -> None:
-        self.itemsize, self.buffer_bytes, self.alignment = itemsize, buffer_bytes, alignment
+    def __init__(self, buffer_bytes: int, alignment: int) -> None:
+        self.buffer_bytes, self.alignment = buffer_bytes, alignment
         self.half = buffer_bytes // 2 // alignment * alignment
         self.buckets: list[Bucket] = []
         self.open: list[Block] = []
@@ -302,7 +309,7 @@ class _Packer:
             yield block
             return
         (first, last), *tail = block.box
-        row = math.prod(stop - start for start, stop in tail) * self.itemsize
+        row = math.prod(stop - start for start, stop in tail) * DTYPE_BYTES[block.dtype]
         count = self.half // row
         if not count:
             room = 2 * self._room(row)

@@ -11,7 +11,7 @@ from typing import Literal
 import torch
 from torch import Tensor
 
-from grpo_mcore.refit.plan import RefitPlan
+from grpo_mcore.refit.plan import Block, RefitPlan
 
 Verify = Literal["off", "sample", "full"]
 SAMPLE_PERIOD = 16
@@ -27,6 +27,12 @@ def checked_parameters(plan: RefitPlan, verify: Verify, version: int) -> set[str
         return set()
     names = plan.destinations
     return set(names if verify == "full" else names[version % SAMPLE_PERIOD :: SAMPLE_PERIOD])
+
+
+def sum_dtype(plan: RefitPlan, block: Block, engine_dtype: str) -> torch.dtype:
+    """In which format the copies of a block are summed up: the engine's, but that of a block which is float32 whatever
+    the precision."""
+    return getattr(torch, engine_dtype if block.dtype == plan.dtype else block.dtype)
 
 
 def checksum(values: Tensor, dtype: torch.dtype) -> int:

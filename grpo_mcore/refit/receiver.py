@@ -8,10 +8,9 @@ from typing import Any
 
 import torch
 
-from grpo_mcore.refit.buffer import RefitBuffer, block_view
-from grpo_mcore.refit.gloo_link import GlooLink
+from grpo_mcore.refit.buffer import RefitBuffer, block_view, create_buffer
+from grpo_mcore.refit.link import Link
 from grpo_mcore.refit.plan import RefitError, RefitPlan, sender_of
-from grpo_mcore.refit.shared_memory import SharedMemoryBuffer
 
 
 class RefitReceiver:
@@ -21,7 +20,7 @@ class RefitReceiver:
     def __init__(self) -> None:
         self._plan: RefitPlan | None = None
         self._buffer: RefitBuffer | None = None
-        self._link: GlooLink | None = None
+        self._link: Link | None = None
         self._node = 0
 
     def open_receiver(self, link: dict[str, Any], plan: str, node: int) -> dict[str, Any]:
@@ -29,12 +28,13 @@ class RefitReceiver:
         new = RefitPlan.from_json(plan)
         if self._plan is None or self._plan.digest != new.digest:
             self.close_receiver()
-            self._plan, self._buffer = new, SharedMemoryBuffer.create(new.buffer_bytes, uuid.uuid4().hex[:12])
+            self._plan = new
         if self._link is None or self._link.description != link:
             policy_ranks = link["members"] - link["nodes"]
-            self._link = GlooLink(link, policy_ranks + node)
+            self._link = Link(link, policy_ranks + node)
+        if self._buffer is None:
+            self._buffer = create_buffer(new.buffer_bytes, self._link.device, uuid.uuid4().hex[:12])
         self._node = node
-        assert self._buffer is not None
         return {"digest": new.digest, "transport": self._buffer.description}
 
     def receive_bucket(self, index: int) -> dict[str, Any]:
@@ -49,6 +49,7 @@ class RefitReceiver:
             places.append((place.view(-1).view(torch.uint8), sender_of(self._plan, block, self._node)))
         try:
             self._link.receive(places)
+            self._buffer.synchronize()
         except RuntimeError as error:
             raise RefitError(f"node {self._node}: receiving bucket {index} failed: {error}") from error
         return {"bytes": sum(block.nbytes for block in bucket.blocks), "seconds": time.perf_counter() - began}

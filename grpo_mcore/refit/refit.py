@@ -50,7 +50,8 @@ class RefitReport:
     `pause_seconds`: in which the engines could not generate. `stage_seconds`: open, stage, commit on the driver's
     clock; fill, load: the slowest rank's, summed over the buckets (they overlap). `checked`: copies whose checksums
     were compared. `in_place`: engines that had no memory to stage in, so that all of their refit was a pause.
-    `fallbacks`: tensors that travelled whole, for vLLM's own loading."""
+    `fallbacks`: tensors that travelled whole, for vLLM's own loading. `mult_prob_error`: the largest mean over an
+    engine's tokens of exp|its log-prob - the policy's|, where they were compared."""
 
     version: int
     bytes: int
@@ -61,6 +62,7 @@ class RefitReport:
     in_place: tuple[str, ...]
     fallbacks: tuple[str, ...]
     stage_seconds: dict[str, float]
+    mult_prob_error: float | None = None
 
 
 def refit(

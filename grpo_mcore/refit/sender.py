@@ -13,9 +13,9 @@ from torch import Tensor
 
 from grpo_mcore.families import Box
 from grpo_mcore.refit.buffer import RefitBuffer, attach_buffer, block_view, create_buffer
-from grpo_mcore.refit.gloo_link import GlooLink, wire_view
+from grpo_mcore.refit.link import Link, is_link
 from grpo_mcore.refit.plan import Block, RefitError, RefitPlan, sender_of
-from grpo_mcore.refit.proof import Sums, Verify, checked_parameters, checksum
+from grpo_mcore.refit.proof import Sums, Verify, checked_parameters, checksum, sum_dtype
 
 
 class WeightSource(Protocol):
@@ -41,14 +41,15 @@ class RefitSender:
         self._run_id = run_id or uuid.uuid4().hex[:12]
         self._plan: RefitPlan | None = None
         self._buffer: RefitBuffer | None = None
-        self._link: GlooLink | None = None
+        self._link: Link | None = None
         self._blocks: list[list[tuple[int, Block, Tensor]]] = []  # by bucket: number in it, block, the values
         self._to: list[list[list[int]]] = []  # and to which nodes each goes, where there is a link
 
     def host_link(self, policy_ranks: int, nodes: int, timeout_s: float) -> dict[str, Any]:
         """The link's description, for every policy rank and one receiver on each node. Made once."""
         if self._link is None:
-            self._link = GlooLink.host(policy_ranks + nodes, timeout_s)
+            device = next(iter(self._source.parameters().values())).device
+            self._link = Link.host(policy_ranks + nodes, timeout_s, device)
             self._link.description["nodes"] = nodes
         return self._link.description
 
@@ -65,10 +66,10 @@ class RefitSender:
             self._plan = new
         parameters = self._source.parameters()
         nodes = 1
-        if transport is not None and transport["kind"] == "gloo":
+        if transport is not None and is_link(transport):
             nodes = transport["nodes"]
             if self._link is None or self._link.description != transport:
-                self._link = GlooLink(transport, self._rank)
+                self._link = Link(transport, self._rank)
         elif self._buffer is None or (transport is not None and transport != self._buffer.description):
             self._map(transport, parameters)
         self._blocks, sent = [], 0
@@ -116,17 +117,16 @@ class RefitSender:
             raise RefitError(f"bucket {index} is to be filled, but no refit is open on policy rank {self._rank}")
         began, nbytes = time.perf_counter(), 0
         checked = checked_parameters(self._plan, verify, version)
-        dtype = getattr(torch, engine_dtype or self._plan.dtype)
         sums: Sums = {}
         for number, block, values in self._blocks[index]:
             if self._buffer is not None:
                 try:
-                    block_view(self._buffer, self._plan, index, block).copy_(values)
+                    block_view(self._buffer, self._plan, index, block).copy_(as_engine_holds(values, block))
                 except Exception as error:
                     what = f"filling bucket {index} with {block.param!r} {block.box}"
                     raise RefitError(f"policy rank {self._rank}: {what} failed: {error}") from error
             nbytes += block.nbytes
-            sums |= self._sums((index, number), block, values, checked, dtype)
+            sums |= self._sums((index, number), block, values, checked, engine_dtype or self._plan.dtype)
         if self._buffer is not None:
             self._buffer.synchronize()
         else:
@@ -136,26 +136,27 @@ class RefitSender:
     def _send(self, index: int) -> None:
         """The blocks of one bucket to every node that gets them from here. Each node receives in the plan's order."""
         assert self._link is not None and self._plan is not None
-        found, dtype = self._link.description, getattr(torch, self._plan.dtype)
+        found = self._link.description
         first = found["members"] - found["nodes"]
         messages = []
-        for (_, _, values), nodes in zip(self._blocks[index], self._to[index], strict=True):
-            wire = wire_view(values, dtype)
-            messages += [(wire, first + node) for node in nodes]
+        for (_, block, values), nodes in zip(self._blocks[index], self._to[index], strict=True):
+            message = self._link.message(as_engine_holds(values, block), getattr(torch, block.dtype))
+            messages += [(message, first + node) for node in nodes]
         try:
             self._link.send(messages)
         except RuntimeError as error:
             raise RefitError(f"policy rank {self._rank}: sending bucket {index} failed: {error}") from error
 
-    def _sums(self, key: tuple[int, int], block: Block, values: Tensor, checked: set[str], dtype: torch.dtype) -> Sums:
+    def _sums(self, key: tuple[int, int], block: Block, values: Tensor, checked: set[str], engine_dtype: str) -> Sums:
         assert self._plan is not None
-        moved = getattr(torch, self._plan.dtype)
+        moved, dtype = getattr(torch, block.dtype), sum_dtype(self._plan, block, engine_dtype)
         by_box: dict[Box, int] = {}  # several engine ranks may read the same
         found: Sums = {}
         for copy, read in enumerate(block.reads):
             if read.param in checked:
                 if read.at not in by_box:
-                    by_box[read.at] = checksum(values[tuple(slice(*span) for span in read.at)].to(moved), dtype)
+                    part = as_engine_holds(values[tuple(slice(*span) for span in read.at)], block)
+                    by_box[read.at] = checksum(part.to(moved), dtype)
                 found[(*key, copy)] = by_box[read.at]
         return found
 
@@ -172,6 +173,11 @@ class RefitSender:
         if self._buffer is not None:
             self._buffer.close()
             self._buffer = None
+
+
+def as_engine_holds(values: Tensor, block: Block) -> Tensor:
+    """The values that the engine computes with, not yet in its number format."""
+    return values.float().exp().neg() if block.negative_exp else values
 
 
 @lru_cache(maxsize=2)

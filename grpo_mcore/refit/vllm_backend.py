@@ -26,7 +26,7 @@ from vllm.model_executor.model_loader.reload import finalize_layerwise_reload, i
 from grpo_mcore.refit.buffer import RefitBuffer, attach_buffer, block_view
 from grpo_mcore.refit.engine_weights import EngineWeights
 from grpo_mcore.refit.plan import RefitError, RefitPlan
-from grpo_mcore.refit.proof import Sums, checked_parameters
+from grpo_mcore.refit.proof import Sums, checked_parameters, sum_dtype
 
 BACKEND = "grpo_mcore"
 
@@ -107,7 +107,9 @@ class RefitWeightEngine(WeightTransferEngine[RefitInit, RefitUpdate]):
         # An engine's first refit is checked throughout.
         self._verify: Any = "full" if self._init.verify == "sample" and not self.refits else self._init.verify
         self._checked = checked_parameters(self._plan, self._verify, self._init.version)
-        self._weights = EngineWeights(self.model, self._plan, rank, self.device, in_place=in_place)
+        self._weights = EngineWeights(
+            self.model, self._plan, rank, self.device, self.model_config.dtype, in_place=in_place
+        )
         self._rank = rank
         self.in_session = True
 
@@ -153,10 +155,9 @@ class RefitWeightEngine(WeightTransferEngine[RefitInit, RefitUpdate]):
                 if view is None:
                     view = block_view(self._buffer, self._plan, index, block)
                 values = view[tuple(slice(*span) for span in read.at)]
+                summed = sum_dtype(self._plan, block, self._dtype) if read.param in self._checked else None
                 try:
-                    self._weights.receive(
-                        (index, number, copy), read.param, read.box, values, read.param in self._checked
-                    )
+                    self._weights.receive((index, number, copy), read.param, read.box, values, summed)
                 except Exception as error:
                     raise RefitError(f"putting a slice of bucket {index} into {read.param} failed: {error}") from error
         self._weights.settle()
@@ -230,7 +231,7 @@ class RefitWeightEngine(WeightTransferEngine[RefitInit, RefitUpdate]):
             "busy": busy,
             "buckets": self._next_bucket,
             "seconds": self._seconds,
-            "dtype": str(self.model_config.dtype).removeprefix("torch."),
+            "dtype": self._dtype,
             "refits": self.refits,
         }
         if self._error:
@@ -245,6 +246,11 @@ class RefitWeightEngine(WeightTransferEngine[RefitInit, RefitUpdate]):
             if not busy:
                 found["sums"], self._weights.sums = self._weights.sums, Sums()
         return found
+
+    @property
+    def _dtype(self) -> str:
+        """The engine's number format."""
+        return str(self.model_config.dtype).removeprefix("torch.")
 
     def shutdown(self) -> None:
         if self._buffer is not None:

@@ -68,7 +68,9 @@ class Trajectory:
 
     `weight_versions`: spans (weight version, first token, last token + 1), in order, counted over all tokens.
     `truncated`: the length limit ended it before the policy did. `stop_token`: the token that ended the last
-    turn, as its last one; None where a stop string or a limit did.
+    turn, as its last one; None where a stop string or a limit did. `routed_experts`: int16 [length - 1, layers, experts
+    of a token], the experts to which the engine sent each token but the last, -1 in layers without; None where they
+    were not recorded.
     """
 
     uid: str
@@ -78,8 +80,11 @@ class Trajectory:
     finish_reason: FinishReason
     truncated: bool
     stop_token: int | None = None
+    routed_experts: Tensor | None = field(default=None, compare=False, repr=False)
 
     def __post_init__(self) -> None:
+        if self.routed_experts is not None and len(self.routed_experts) != self.length - 1:
+            raise ValueError(f"{self.name}: experts of {len(self.routed_experts)} of the {self.length} tokens")
         if self.finish_reason not in FINISH_REASONS:
             raise ValueError(f"{self.name}: finish_reason {self.finish_reason!r} not in {FINISH_REASONS}")
         end = 0

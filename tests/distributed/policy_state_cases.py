@@ -6,16 +6,16 @@ from typing import Any
 
 import torch
 
-from grpo_mcore.objective import ClippedPGLossConfig, ClippedPGLossFn
-from grpo_mcore.parallel.mesh import Address
-from grpo_mcore.parallel.policy import NonFiniteLoss, Policy
-from tests.distributed.policy_cases import (
+from grpo_mcore.algorithms.parity_rank import (
     LENGTHS,
     LayoutCase,
     micro_batches,
     owned_slices,
     policy_config,
 )
+from grpo_mcore.objective import ClippedPGLossConfig, ClippedPGLossFn
+from grpo_mcore.parallel.mesh import Address
+from grpo_mcore.parallel.policy import NonFiniteLoss, Policy
 
 ADAM = {"lr": 1e-2, "min_lr": 1e-3, "adam_eps": 1e-3, "weight_decay": 0.01}
 SCHEDULE = {"lr_decay_style": "cosine", "lr_decay_iters": 10, "lr_warmup_iters": 2, "lr_warmup_init": 1e-3}

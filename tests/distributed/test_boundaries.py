@@ -7,10 +7,10 @@ from pathlib import Path
 import pytest
 import torch
 
+from grpo_mcore.algorithms.parity_rank import LayoutCase
+from grpo_mcore.data.tiny_models import make_tiny_model
+from grpo_mcore.parallel.rank_pool import RankPool
 from tests.distributed.boundary_cases import CHANGED
-from tests.distributed.policy_cases import LayoutCase
-from tests.distributed.ranks import RankPool
-from tests.distributed.tiny_models import make_tiny_model
 
 FAMILIES = ("qwen3", "qwen3_moe", "nemotron_h")
 

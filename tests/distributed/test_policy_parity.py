@@ -2,15 +2,16 @@
 
 from __future__ import annotations
 
-from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 
-from tests.distributed.policy_cases import LAYOUTS, LENGTHS, MOE_LAYOUTS, LayoutCase, advantages, sequences
-from tests.distributed.ranks import RankPool
-from tests.distributed.tiny_models import checkpoint_gradients, make_tiny_model
+from grpo_mcore.algorithms.parity import GRADIENT_LIMIT, LOGPROB_LIMIT, compare, reference_of
+from grpo_mcore.algorithms.parity_rank import LayoutCase
+from grpo_mcore.data.tiny_models import make_tiny_model
+from grpo_mcore.parallel.rank_pool import RankPool
+from tests.distributed.policy_cases import LAYOUTS, MOE_LAYOUTS
 
 DENSE = {
     "qwen2": {"tie_word_embeddings": False},
@@ -35,53 +36,9 @@ def layouts_of(family: str) -> tuple[LayoutCase, ...]:
     return tuple(case for case in allowed if case.name in FEW) if family in LIKE_ANOTHER else allowed
 
 
-def reference(family: str, folder: Path) -> tuple[Path, dict[int, torch.Tensor], dict[str, torch.Tensor]]:
-    """(folder, log-probs by sequence, gradients by name in the checkpoint), the latter two from transformers."""
-    from transformers import AutoModelForCausalLM
-
-    folder = make_tiny_model(family, folder, **FAMILIES[family])
-    network = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
-    logprobs, loss = {}, torch.zeros(())
-    for i, (tokens, advantage) in enumerate(zip(sequences(), advantages(), strict=True)):
-        scores = torch.log_softmax(network(tokens[None]).logits[0, :-1], -1)
-        chosen = scores.gather(1, tokens[1:, None]).squeeze(1)
-        logprobs[i] = torch.cat([torch.zeros(1), chosen.detach()])
-        loss = loss - advantage * chosen.sum() / (sum(LENGTHS) - len(LENGTHS))
-    loss.backward()
-    return folder, logprobs, checkpoint_gradients(family, network)
-
-
 @pytest.fixture(scope="module")
 def references(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
     return {}
-
-
-def differences(
-    results: list[dict[str, Any]], logprobs: dict[int, torch.Tensor], gradients: dict[str, torch.Tensor]
-) -> tuple[float, tuple[float, str], dict[str, float], list[float]]:
-    """Largest log-prob difference, (largest relative gradient error, its name), all errors, gradient norms over the
-    reference's."""
-    found: dict[int, torch.Tensor] = {}
-    for result in results:
-        found |= result["logprobs"]
-    assert sorted(found) == sorted(logprobs)
-    worst_logprob = max((found[i] - expected).abs().max().item() for i, expected in logprobs.items())
-    moved = {name: torch.full_like(gradient, torch.nan) for name, gradient in gradients.items()}
-    for result in results:
-        for name, box, part in result["gradients"]:
-            if name not in moved:  # a buffer
-                assert not part.any(), f"{name} moved"
-                continue
-            there = moved[name][tuple(slice(*span) for span in box)]
-            assert there.isnan().all(), f"two ranks own {name} {box}"
-            there.copy_(part)
-    errors = {}
-    for name, expected in gradients.items():
-        assert not moved[name].isnan().any(), f"no rank owns all of {name}"
-        errors[name] = ((moved[name] - expected).norm() / expected.norm().clamp(min=1e-12)).item()
-    worst = max(errors, key=errors.__getitem__)
-    norm = torch.stack([gradient.norm() for gradient in gradients.values()]).norm().item()
-    return worst_logprob, (errors[worst], worst), errors, [result["grad_norm"] / norm for result in results]
 
 
 @pytest.mark.parametrize(
@@ -93,10 +50,16 @@ def test_logprobs_and_gradients_equal_transformers(
     ranks: RankPool, references: dict, tmp_path_factory: pytest.TempPathFactory, family: str, case: LayoutCase
 ) -> None:
     if family not in references:
-        references[family] = reference(family, tmp_path_factory.mktemp(family))
-    folder, logprobs, gradients = references[family]
-    results = ranks.run(case.world_size, "tests.distributed.policy_cases:logprobs_and_gradients", str(folder), case)
-    logprob, (gradient, name), _, norms = differences(results, logprobs, gradients)
-    assert logprob < 1e-4
-    assert gradient < 1e-3, f"{name}: relative error {gradient:.2e}"
-    assert norms == pytest.approx([1.0] * len(norms), rel=1e-4), "what clipping goes by"
+        folder = make_tiny_model(family, tmp_path_factory.mktemp(family), **FAMILIES[family])
+        references[family] = reference_of(folder)
+    reference = references[family]
+    target = "grpo_mcore.algorithms.parity_rank:logprobs_and_gradients"
+    results = ranks.run(case.world_size, target, str(reference.folder), case)
+    found = compare(reference, results, case.name, packed=True)
+    assert max(found.logprobs.values()) < LOGPROB_LIMIT
+    gradient, name = max(found.by_layer().values())
+    assert gradient < GRADIENT_LIMIT, f"{name}: relative error {gradient:.2e}"
+    norm = torch.stack([gradient.norm() for gradient in reference.gradients.values()]).norm().item()
+    assert [result["grad_norm"] for result in results] == pytest.approx([norm] * len(results), rel=1e-4), (
+        "what clipping goes by"
+    )

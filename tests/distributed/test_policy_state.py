@@ -7,9 +7,9 @@ from pathlib import Path
 import pytest
 import torch
 
-from tests.distributed.policy_cases import LayoutCase, sequences
-from tests.distributed.ranks import RankFailed, RankPool
-from tests.distributed.tiny_models import make_tiny_model
+from grpo_mcore.algorithms.parity_rank import LayoutCase, sequences
+from grpo_mcore.data.tiny_models import SIZES, make_tiny_model
+from grpo_mcore.parallel.rank_pool import RankFailed, RankPool
 
 CASES = "tests.distributed.policy_state_cases"
 TP1, TP2, TP2_PP2 = LayoutCase("TP1"), LayoutCase("TP2", tensor=2), LayoutCase("TP2xPP2", tensor=2, pipeline=2)
@@ -135,7 +135,7 @@ def test_bfloat16_is_near_transformers_in_float32(ranks: RankPool, model: str) -
 
     network = AutoModelForCausalLM.from_pretrained(model, dtype=torch.float32)
     (found,) = ranks.run(1, f"{CASES}:bfloat16_logprobs", model, TP1)
-    for i, tokens in enumerate(sequences()):
+    for i, tokens in enumerate(sequences(SIZES["vocab_size"])):
         with torch.no_grad():
             scores = torch.log_softmax(network(tokens[None]).logits[0, :-1], -1)
         expected = scores.gather(1, tokens[1:, None]).squeeze(1)

@@ -13,28 +13,20 @@ import pytest
 import torch
 from torch import Tensor
 
+from grpo_mcore.data.tiny_models import SIZES, make_tiny_model
 from grpo_mcore.families import params_of, read_hf_config, shape_of
 from grpo_mcore.generation import Engine, EngineConfig, EngineError
 from grpo_mcore.refit import EngineLayout, Refit, RefitPlan, RefitReport, RefitSender, TrainerLayout, plan_refit, refit
 from grpo_mcore.rollout.trajectory import GenerationRequest, Sampling, Trajectory, Turn
-from tests.distributed.tiny_models import SIZES, make_tiny_model
 from tests.unit.refit.shards import Handle, ShardedModel
 
-VOCABULARY, EOS = SIZES["vocab_size"], 1
+VOCABULARY = SIZES["vocab_size"]
 CONTEXT = 160
 _NUMBER = itertools.count()
 
 
 def make_model(folder: Path, **overrides: Any) -> Path:
-    from tokenizers import Tokenizer, models, pre_tokenizers
-    from transformers import PreTrainedTokenizerFast
-
-    make_tiny_model("qwen3", folder, num_hidden_layers=2, eos_token_id=EOS, bos_token_id=None, **overrides)
-    words = {"<pad>": 0, "<eos>": EOS} | {f"w{number}": number for number in range(2, VOCABULARY)}
-    tokenizer = Tokenizer(models.WordLevel(words, unk_token="<pad>"))
-    tokenizer.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
-    PreTrainedTokenizerFast(tokenizer_object=tokenizer, eos_token="<eos>", pad_token="<pad>").save_pretrained(folder)
-    return folder
+    return make_tiny_model("qwen3", folder, words=True, num_hidden_layers=2, **overrides)
 
 
 def config(folder: Path, **options: Any) -> EngineConfig:

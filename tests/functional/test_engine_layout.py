@@ -12,9 +12,9 @@ import pytest
 import torch
 from torch import Tensor
 
+from grpo_mcore.data.tiny_models import ROUTED, make_tiny_model
 from grpo_mcore.families import params_of, read_hf_config, shape_of
 from grpo_mcore.refit.layout import EngineLayout
-from tests.distributed.tiny_models import make_tiny_model
 
 PADDING = -1.0
 CASES: dict[str, tuple[str, dict[str, Any]]] = {
@@ -25,8 +25,13 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
     "llama": ("llama", {}),
     "llama-vocabulary-150": ("llama", {"vocab_size": 150}),
     "qwen3_moe": ("qwen3_moe", {}),
+    "qwen3_moe-whole-experts": ("qwen3_moe", {}),
     "mixtral": ("mixtral", {}),
+    "deepseek_v3": ("deepseek_v3", ROUTED),
+    "deepseek_v3-no-query-latent": ("deepseek_v3", ROUTED | {"q_lora_rank": None}),
+    "nemotron_h": ("nemotron_h", {}),
 }
+WHOLE_EXPERTS = "whole-experts"  # dealt to the ranks of an engine
 
 
 def numbered(folder: str) -> dict[str, Tensor]:
@@ -36,6 +41,8 @@ def numbered(folder: str) -> dict[str, Tensor]:
         for tensor in param.hf:
             if tensor.name not in found:
                 found[tensor.name] = torch.arange(at, at + tensor.numel, dtype=torch.float32).view(tensor.shape)
+                if param.engine_form.negative_exp:
+                    found[tensor.name] /= 2**20  # still different numbers, of which exp is one
                 at += tensor.numel
     assert at < 2**24
     return found
@@ -56,6 +63,7 @@ def load_in_vllm(rank: int, size: int, port: int, folders: list[str], out: str) 
         EngineArgs(
             folder, tokenizer=folder, skip_tokenizer_init=True, dtype="float32", max_model_len=64, enforce_eager=True,
             tensor_parallel_size=size, distributed_executor_backend="mp" if size > 1 else "uni",
+            enable_expert_parallel=WHOLE_EXPERTS in folder,
         ).create_engine_config()
         for folder in folders
     ]  # fmt: skip
@@ -76,12 +84,13 @@ def load_in_vllm(rank: int, size: int, port: int, folders: list[str], out: str) 
 
 @pytest.mark.parametrize("size", [1, 2])
 def test_the_declared_slices_are_those_that_vllm_loads(tmp_path: Path, size: int) -> None:
-    from tests.distributed.ranks import free_port
+    from grpo_mcore.parallel.rank_pool import free_port
 
     folders = []
     for name, (family, overrides) in CASES.items():
         folders.append(str(tmp_path / name))
-        make_tiny_model(family, Path(folders[-1]), num_hidden_layers=2, **overrides)
+        layers = {} if family == "nemotron_h" else {"num_hidden_layers": 2}
+        make_tiny_model(family, Path(folders[-1]), **layers | overrides)
     spawn = multiprocessing.get_context("spawn")
     port = free_port()
     ranks = [
@@ -107,16 +116,18 @@ def test_the_declared_slices_are_those_that_vllm_loads(tmp_path: Path, size: int
 
 def declared(folder: str, rank: int, size: int, shapes: dict[str, torch.Size]) -> dict[str, Tensor]:
     """The engine's parameters by the declaration; rows of padding are cut off."""
-    shape, whole, layout = shape_of(read_hf_config(folder)), numbered(folder), EngineLayout(size)
+    shape, whole = shape_of(read_hf_config(folder)), numbered(folder)
+    layout = EngineLayout(size, expert_parallel=WHOLE_EXPERTS in folder)
     found: dict[str, Tensor] = {}
     for param in params_of(shape):
         if param.copy:
             continue
-        (part,) = [part for part, readers in enumerate(layout.readers(param)) if rank in readers]
-        for name, piece in layout.places(param, shape, part):
+        parts = [part for part, readers in enumerate(layout.readers(param)) if rank in readers]
+        for name, piece in (place for part in parts for place in layout.places(param, shape, part)):
             place = found.setdefault(name, torch.full(shapes[name], PADDING))
             box = tuple(slice(*span) for span in piece.local_box)
             assert (place[box] == PADDING).all()
-            place[box] = whole[piece.hf][tuple(slice(*span) for span in piece.hf_box)]
+            values = whole[piece.hf][tuple(slice(*span) for span in piece.hf_box)]
+            place[box] = -values.exp() if param.engine_form.negative_exp else values
     rows = {name: int((values != PADDING).reshape(len(values), -1).all(1).sum()) for name, values in found.items()}
     return {name: values[: rows[name]] for name, values in found.items()}

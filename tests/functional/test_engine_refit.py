@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 import torch
 
+from grpo_mcore.data.tiny_models import EOS
 from grpo_mcore.families import params_of
 from grpo_mcore.generation import Engine, EngineError
 from grpo_mcore.refit import RefitError, RefitSender, refit
@@ -18,7 +19,6 @@ from grpo_mcore.refit.buffer import block_view
 from grpo_mcore.rollout.trajectory import Sampling, Trajectory
 from tests.functional.engine_cases import (
     CONTEXT,
-    EOS,
     Policy,
     check_pause,
     check_refit_in_flight,

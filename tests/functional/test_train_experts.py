@@ -1,4 +1,4 @@
-"""GRPO on models with experts: after every refit engine and policy say the same."""
+"""GRPO on models with experts, latent attention or Mamba2 mixers: after every refit engine and policy say the same."""
 
 from __future__ import annotations
 
@@ -7,23 +7,31 @@ from pathlib import Path
 import pytest
 
 from grpo_mcore.data.arithmetic import make_tokenizer
-from tests.distributed.tiny_models import make_tiny_model
+from grpo_mcore.data.tiny_models import ENGINE_SIZES, make_tiny_model
 from tests.functional.runs import Task, grpo_recipe, run_here
 
 
 @pytest.mark.parametrize(
-    ("family", "precision", "agreement"),
-    [("qwen3_moe", "float32", 1.0001), ("mixtral", "float32", 1.0001), ("qwen3_moe", "bfloat16", 1.02)],
+    ("family", "precision", "replay", "agreement"),
+    [
+        ("qwen3_moe", "float32", True, 1.0001),
+        ("mixtral", "float32", False, 1.0001),
+        ("qwen3_moe", "bfloat16", True, 1.02),
+        ("deepseek_v3", "float32", False, 1.0001),
+        ("nemotron_h", "bfloat16", False, 1.02),
+    ],
 )
 def test_the_engines_experts_follow_the_policys(
-    tmp_path: Path, task: Task, family: str, precision: str, agreement: float
+    tmp_path: Path, task: Task, family: str, precision: str, replay: bool, agreement: float
 ) -> None:
-    """In bfloat16 vLLM has another kernel, which packs the experts in another order."""
-    folder = tmp_path / "model"
-    make_tiny_model(family, folder, vocab_size=32, num_hidden_layers=2, num_attention_heads=2, eos_token_id=2)
+    """In bfloat16 vLLM has another kernel, which packs the experts in another order, and packs convolutions."""
+    folder, sizes = tmp_path / "model", {"vocab_size": 32, "num_attention_heads": 2, "eos_token_id": 2}
+    if family != "nemotron_h":
+        sizes["num_hidden_layers"] = 2
+    make_tiny_model(family, folder, **ENGINE_SIZES.get(family, {}) | sizes)
     make_tokenizer(folder)
     recipe = grpo_recipe(task, folder)
-    recipe["policy"] |= {"precision": precision, "refit_verify": "full"}
+    recipe["policy"] |= {"precision": precision, "refit_verify": "full", "router_replay": {"enabled": replay}}
     megatron = recipe["policy"]["megatron_cfg"]
     megatron["freeze_moe_router"] = False
     megatron["optimizer"] |= {"lr": 1.0e-2, "min_lr": 1.0e-2}

@@ -6,9 +6,9 @@ from pathlib import Path
 
 import torch
 
-from tests.distributed.policy_cases import LayoutCase, micro_batches, policy_config, sequences
-from tests.distributed.ranks import free_port
-from tests.distributed.tiny_models import make_tiny_model
+from grpo_mcore.algorithms.parity_rank import LayoutCase, micro_batches, policy_config, sequences
+from grpo_mcore.data.tiny_models import SIZES, make_tiny_model
+from grpo_mcore.parallel.rank_pool import free_port
 
 
 def test_logprobs_are_near_transformers_and_a_step_changes_them(tmp_path: Path) -> None:
@@ -30,7 +30,7 @@ def test_logprobs_are_near_transformers_and_a_step_changes_them(tmp_path: Path) 
             for batch, row in zip(batches, rows, strict=True)
             for name, part in zip(batch.names, batch.split(row), strict=True)
         }
-        for i, tokens in enumerate(sequences()):
+        for i, tokens in enumerate(sequences(SIZES["vocab_size"])):
             with torch.no_grad():
                 scores = torch.log_softmax(network(tokens[None].cuda()).logits[0, :-1], -1)
             expected = scores.gather(1, tokens[1:, None].cuda()).squeeze(1)

@@ -135,3 +135,17 @@ def test_errors_name_the_sample_and_the_column() -> None:
     for method in (packed.split, packed.to_token_aligned):
         with pytest.raises(ValueError, match="shape"):
             method(torch.zeros(5))
+
+
+def test_routes_stay_with_their_tokens() -> None:
+    lengths = (3, 1, 4)
+    ids, columns, _ = make(list(lengths), 8)
+    routes = [torch.full((n - 1, 2, 3), 10 * i, dtype=torch.int16) for i, n in enumerate(lengths)]
+    packed = pack_rows(ids, columns, 16, routes=routes)
+    assert packed.routes is not None and packed.routes.shape == (16, 2, 3)
+    # No token follows the last one of a sample: where it goes is of no consequence, as for padding.
+    assert packed.routes[:, 0, 0].tolist() == [0, 0, -1, -1, 20, 20, 20, -1, *[-1] * 8]
+    assert (packed.to("cpu").routes == packed.routes).all()
+    empty = packed.empty_like(8).routes
+    assert empty is not None and empty.shape == (8, 2, 3) and (empty == -1).all()
+    assert pack_rows(ids, columns).empty_like(8).routes is None

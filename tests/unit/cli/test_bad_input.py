@@ -140,18 +140,24 @@ MAMBA = {
 EXPERTS = {"model_type": "qwen3_moe", "num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 32}
 
 
-@pytest.mark.parametrize("family", [LATENT, MAMBA], ids=lambda family: family["model_type"])
-def test_families_without_a_refit_are_for_sft(refuse: Refuse, family: dict[str, Any]) -> None:
+SQUARED_RELU = MAMBA | {"hybrid_override_pattern": "M*E", "n_routed_experts": 4, "num_experts_per_tok": 2,
+                        "moe_intermediate_size": 32}  # fmt: skip
+
+
+@pytest.mark.parametrize(("family", "why"), [(LATENT, "kv_lora_rank"), (SQUARED_RELU, "squared ReLU")])
+def test_models_that_vllm_cannot_run_on_cpu_are_for_sft(refuse: Refuse, family: dict[str, Any], why: str) -> None:
     Path("model/config.json").write_text(json.dumps(CONFIG | family))
-    assert refuse(code=1) == (
-        f"policy.model_name: GRPO with a {family['model_type']} model is not supported yet, because a refit of its "
-        "weights into an engine is not; SFT is"
-    )
+    said = refuse(code=1)
+    assert said.startswith(f"policy.model_name: vLLM's CPU build cannot run this {family['model_type']} model: its ")
+    assert why in said
     with pytest.raises(AssertionError, match="a cluster was started"):
         refuse("policy.train_global_batch_size=8", code=1, verb="sft")
 
 
-@pytest.mark.parametrize("family", [{}, EXPERTS], ids=["dense", "experts"])
+PUBLISHED_LATENTS = LATENT | {"kv_lora_rank": 512, "qk_rope_head_dim": 64}
+
+
+@pytest.mark.parametrize("family", [{}, EXPERTS, PUBLISHED_LATENTS], ids=["dense", "experts", "latent"])
 def test_what_a_refit_reaches_is_not_refused(refuse: Refuse, family: dict[str, Any]) -> None:
     Path("model/config.json").write_text(json.dumps(CONFIG | {"num_hidden_layers": 6} | family))
     at = "policy.megatron_cfg."

@@ -37,6 +37,9 @@ def test_arguments_on_cpu_and_gpu() -> None:
     assert "kv_cache_memory_bytes" not in gpu and gpu["distributed_executor_backend"] == "mp"
     small = engine_arguments(EngineConfig("model", kv_cache_memory_gb=0.25, vllm_kwargs={"max_num_seqs": 3}))
     assert small["kv_cache_memory_bytes"] == 2**28 and small["max_num_seqs"] == 3
+    assert "attention_backend" not in cpu and not cpu["enable_expert_parallel"]
+    exact = engine_arguments(EngineConfig("model", dtype="float32", tensor_parallel_size=2, expert_parallel=True))
+    assert exact["attention_backend"] == "CPU_MLA" and exact["enable_expert_parallel"]
 
 
 def test_what_no_engine_can_be() -> None:

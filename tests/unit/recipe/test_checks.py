@@ -138,6 +138,22 @@ def test_sft_has_no_rollout_batch(load, problems) -> None:
             ["policy.megatron_cfg.tensor_model_parallel_size: experts under tensor parallelism need"],
         ),
         (
+            ["policy.generation.vllm_cfg.expert_parallel_size=4", "policy.generation.vllm_cfg.tensor_parallel_size=2"],
+            [
+                "policy.generation.vllm_cfg.expert_parallel_size: 4 is neither 1 nor tensor_parallel_size = 2; experts "
+                "are dealt to all ranks of an engine or to none"
+            ],
+        ),
+        (
+            [
+                "policy.router_replay.enabled=true",
+                "policy.megatron_cfg.activation_checkpointing=true",
+                "policy.megatron_cfg.pipeline_model_parallel_size=2",
+                "cluster.gpus_per_node=2",
+            ],
+            ["policy.router_replay.enabled: does not go with activation_checkpointing and pipeline stages together"],
+        ),
+        (
             ["cluster.backend=local", "cluster.gpus_per_node=2"],
             [
                 "cluster.backend: the local backend runs one rank in this process, but the cluster has "

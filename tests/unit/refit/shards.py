@@ -13,7 +13,8 @@ from grpo_mcore.families import Box, ModelShape, local_shape, params_of, pieces
 
 
 class ShardedModel:
-    """One policy rank's weight source, tensor-parallel only. `whole`: Hugging Face tensors by name."""
+    """One policy rank's weight source, tensor-parallel only: every rank has all experts. `whole`: Hugging Face tensors
+    by name."""
 
     def __init__(self, whole: Mapping[str, Tensor], shape: ModelShape, rank: int, size: int) -> None:
         self.held: dict[str, Tensor] = {}
@@ -23,7 +24,8 @@ class ShardedModel:
             local = torch.zeros(local_shape(param, shape, size), dtype=whole[param.hf[0].name].dtype)
             for piece in pieces(param, shape, rank, size):
                 local[index(piece.local_box)].copy_(whole[piece.hf][index(piece.hf_box)])
-            self.held[param.megatron.format(layer=param.layer)] = local
+            name = param.megatron.format(layer=param.layer, expert=param.expert[0] if param.expert else 0)
+            self.held[name] = local
 
     def parameters(self) -> dict[str, Tensor]:
         return self.held

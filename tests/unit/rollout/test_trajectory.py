@@ -118,3 +118,10 @@ def test_a_turn_with_other_types_or_shapes_is_refused(token_ids, values):
 def test_a_trajectory_that_no_engine_generated_has_no_weight_version():
     with pytest.raises(ValueError, match="t:1#3 has no weight version"):
         _ = two_turns(weight_versions=()).weight_version
+
+
+def test_recorded_experts_are_of_all_tokens_but_the_last():
+    length = two_turns().length
+    assert two_turns(routed_experts=torch.zeros(length - 1, 2, 4, dtype=torch.int16)).routed_experts is not None
+    with pytest.raises(ValueError, match=rf"t:1#3: experts of {length} of the {length} tokens"):
+        two_turns(routed_experts=torch.zeros(length, 2, 4, dtype=torch.int16))

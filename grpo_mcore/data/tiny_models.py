@@ -1,4 +1,4 @@
-"""Tiny random models of every family, as Hugging Face folders."""
+"""Tiny random models of every family, as Hugging Face folders: for tests, and for `grpo-mcore parity tiny:FAMILY`."""
 
 from __future__ import annotations
 
@@ -7,6 +7,7 @@ from typing import Any
 
 import torch
 
+EOS = 1
 SIZES: dict[str, Any] = {
     "vocab_size": 131,  # odd: padded under tensor parallelism
     "hidden_size": 64,
@@ -79,10 +80,33 @@ FAMILY_SIZES: dict[str, dict[str, Any]] = {
 }
 
 
-def make_tiny_model(family: str, folder: Path, *, seed: int = 0, **overrides: Any) -> Path:
-    """Writes a model of `family` (one of CLASSES) whose weights are far from their usual small start."""
+ROUTED = {"topk_method": "noaux_tc", "scoring_func": "sigmoid"}
+"""Of DeepSeek-V3: what published configs say. vLLM goes by it, transformers takes it for granted."""
+
+ENGINE_SIZES: dict[str, dict[str, Any]] = {
+    "qwen2": {"hidden_size": 128},
+    "llama": {"hidden_size": 128},
+    "mixtral": {"hidden_size": 128},
+    "deepseek_v3": ROUTED | {"kv_lora_rank": 512, "qk_rope_head_dim": 64},
+    "nemotron_h": {"head_dim": 32},
+}
+"""What vLLM's CPU kernels ask of a model: heads of 32, 64 or 128; latents of one size."""
+
+
+class UnknownFamily(ValueError):
+    """No tiny model of such a family."""
+
+
+def make_tiny_model(family: str, folder: Path, *, seed: int = 0, words: bool = False, **overrides: Any) -> Path:
+    """Writes a model of `family` (one of CLASSES) whose weights are far from their usual small start. `words`: with a
+    tokenizer, in which token 1 ends a sequence and every other is a word. Raises UnknownFamily."""
     import transformers
 
+    if family not in CLASSES:
+        raise UnknownFamily(f"no tiny model of {family!r}; there are {', '.join(CLASSES)}")
+    if words:
+        overrides = {"eos_token_id": EOS, "bos_token_id": None} | overrides
+        _write_words(folder, (SIZES | overrides)["vocab_size"])
     config = getattr(transformers, f"{CLASSES[family]}Config")(**SIZES | FAMILY_SIZES.get(family, {}) | overrides)
     torch.manual_seed(seed)
     model = getattr(transformers, f"{CLASSES[family]}ForCausalLM")(config).float()
@@ -103,40 +127,12 @@ def make_tiny_model(family: str, folder: Path, *, seed: int = 0, **overrides: An
     return folder
 
 
-def checkpoint_gradients(family: str, network: torch.nn.Module) -> dict[str, torch.Tensor]:
-    """The gradients of a transformers model by the names of its checkpoint, which has every expert by itself."""
-    block, gate, up, down = "mlp", "gate_proj", "up_proj", "down_proj"
-    if family == "mixtral":
-        block, gate, up, down = "block_sparse_moe", "w1", "w3", "w2"
-    if family.startswith("nemotron_h"):
-        return _nemotron_gradients(network)
-    found = {}
-    for name, parameter in network.named_parameters():
-        gradient = parameter.grad
-        layer, _, rest = name.rpartition(".mlp.")
-        if rest == "experts.gate_up_proj":
-            for i, expert in enumerate(gradient):
-                halves = expert.chunk(2)
-                found[f"{layer}.{block}.experts.{i}.{gate}.weight"] = halves[0]
-                found[f"{layer}.{block}.experts.{i}.{up}.weight"] = halves[1]
-        elif rest == "experts.down_proj":
-            for i, expert in enumerate(gradient):
-                found[f"{layer}.{block}.experts.{i}.{down}.weight"] = expert
-        elif layer:
-            found[f"{layer}.{block}.{rest}"] = gradient
-        else:
-            found[name] = gradient
-    return found
+def _write_words(folder: Path, vocabulary: int) -> None:
+    """A tokenizer whose token n is the word "wn"."""
+    from tokenizers import Tokenizer, models, pre_tokenizers
+    from transformers import PreTrainedTokenizerFast
 
-
-def _nemotron_gradients(network: torch.nn.Module) -> dict[str, torch.Tensor]:
-    found = {}
-    for name, parameter in network.named_parameters():
-        name = name.replace("model.", "backbone.", 1)
-        if ".experts." in name:
-            found |= {
-                name.replace("experts", f"experts.{i}") + ".weight": part for i, part in enumerate(parameter.grad)
-            }
-        else:
-            found[name] = parameter.grad
-    return found
+    words = {"<pad>": 0, "<eos>": EOS} | {f"w{number}": number for number in range(2, vocabulary)}
+    tokenizer = Tokenizer(models.WordLevel(words, unk_token="<pad>"))
+    tokenizer.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
+    PreTrainedTokenizerFast(tokenizer_object=tokenizer, eos_token="<eos>", pad_token="<pad>").save_pretrained(folder)

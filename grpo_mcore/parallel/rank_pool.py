@@ -1,5 +1,4 @@
-"""A pool of processes that stay up for the whole test session: each imports torch and Megatron-Core once, then joins
-one mesh after another."""
+"""Ranks without Ray: a pool of processes that import torch and Megatron-Core once, then join one mesh after another."""
 
 from __future__ import annotations
 
@@ -8,6 +7,7 @@ import importlib
 import os
 import socket
 import traceback
+import warnings
 from multiprocessing import get_context
 from multiprocessing.connection import Connection
 from typing import Any
@@ -15,7 +15,7 @@ from typing import Any
 from grpo_mcore.parallel.mesh import Address
 
 
-class RankFailed(AssertionError):
+class RankFailed(RuntimeError):
     """A rank raised; its traceback is the message."""
 
 
@@ -26,6 +26,7 @@ class RankPool:
     """
 
     def __init__(self, size: int) -> None:
+        """`size`: the largest mesh. Raises nothing; a rank that cannot start is told by `run`."""
         context = get_context("spawn")
         self._ranks: list[tuple[Any, Connection]] = []
         for rank in range(size):
@@ -50,6 +51,7 @@ class RankPool:
         return results
 
     def close(self) -> None:
+        """End the processes."""
         for process, pipe in self._ranks:
             pipe.close()
             process.join(5)
@@ -58,6 +60,7 @@ class RankPool:
 
 
 def free_port() -> int:
+    """A TCP port of this machine that nobody listens at."""
     with socket.socket() as sock:
         sock.bind(("127.0.0.1", 0))
         return sock.getsockname()[1]
@@ -65,6 +68,7 @@ def free_port() -> int:
 
 def _serve(pipe: Connection, rank: int) -> None:
     os.environ["OMP_NUM_THREADS"] = "1"
+    warnings.simplefilter("ignore")  # Megatron-Core's, that no reader can act on; errors come back as text
     import torch
 
     torch.set_num_threads(1)

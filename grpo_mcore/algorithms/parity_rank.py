@@ -1,0 +1,133 @@
+"""What a rank of the policy computes when it is compared with transformers: log-probs, and the gradients of a loss.
+
+Module-level, so that the processes of a `RankPool` find it.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from grpo_mcore.batching.packed_batch import PackedBatch, pack_rows
+from grpo_mcore.objective import ClippedPGLossConfig, ClippedPGLossFn
+from grpo_mcore.parallel.mesh import Address
+from grpo_mcore.parallel.policy import Policy
+from grpo_mcore.recipe import PolicyConfig
+
+LENGTHS = (5, 17, 9, 30, 2, 12, 23, 3)
+BINS = ((0, 3), (1, 2, 4), (5, 7), (6,))  # micro-batches; dealt in order to data-parallel ranks
+
+
+@dataclass(frozen=True)
+class LayoutCase:
+    """A layout to compare on, by name."""
+
+    name: str
+    tensor: int = 1
+    pipeline: int = 1
+    data: int = 1
+    sequence_parallel: bool = False
+    recompute: bool = False
+    context: int = 1
+    virtual: int | None = None
+    first_stage: int | None = None  # its layers
+    expert: int = 1
+    expert_tensor: int = 1
+    dispatcher: str = "alltoall"
+
+    @property
+    def world_size(self) -> int:
+        return self.tensor * self.pipeline * self.data * self.context
+
+
+def sequences(vocab_size: int) -> list[torch.Tensor]:
+    """int64 [n] each: random tokens, always the same."""
+    generator = torch.Generator().manual_seed(7)
+    return [torch.randint(0, vocab_size, (n,), generator=generator) for n in LENGTHS]
+
+
+def advantages() -> list[float]:
+    """Of each sequence, in the loss."""
+    return [(-1) ** i * (0.5 + 0.25 * i) for i in range(len(LENGTHS))]
+
+
+def policy_config(model: Path | str, case: LayoutCase, **overrides: Any) -> PolicyConfig:
+    """Adam with eps far above every gradient and lr = eps: the first step moves a weight by g / (1 + |g| / 1e4)."""
+    return PolicyConfig.model_validate(
+        {
+            "model_name": str(model),
+            "precision": "float32",
+            "max_grad_norm": 0.0,
+            "logprob_chunk_size": 16,
+            "megatron_cfg": {
+                "tensor_model_parallel_size": case.tensor,
+                "pipeline_model_parallel_size": case.pipeline,
+                "virtual_pipeline_model_parallel_size": case.virtual,
+                "num_layers_in_first_pipeline_stage": case.first_stage,
+                "context_parallel_size": case.context,
+                "expert_model_parallel_size": case.expert,
+                "expert_tensor_parallel_size": case.expert_tensor,
+                "moe_token_dispatcher_type": case.dispatcher,
+                "freeze_moe_router": False,
+                "sequence_parallel": case.sequence_parallel,
+                "activation_checkpointing": case.recompute,
+                "optimizer": {"lr": 1.0e4, "min_lr": 1.0e4, "adam_eps": 1.0e4, "weight_decay": 0.0},
+                "scheduler": {"lr_warmup_iters": 0, "lr_warmup_init": 1.0e4},
+            },
+        }
+        | overrides
+    )
+
+
+def micro_batches(policy: Policy, packed: bool = True) -> list[PackedBatch]:
+    """The rows of this data-parallel rank: several sequences in each, or one."""
+    tokens, weights = sequences(policy.shape.vocab_size), advantages()
+    bins = BINS if packed else tuple((i,) for i in range(len(LENGTHS)))
+    mine = [bin for i, bin in enumerate(bins) if i % policy.layout.data == policy.here.data]
+    return [
+        pack_rows(
+            [tokens[i] for i in bin],
+            [
+                {
+                    "token_mask": torch.ones(LENGTHS[i]),
+                    "sample_mask": torch.tensor(1.0),
+                    "advantages": torch.tensor(weights[i]),
+                }
+                for i in bin
+            ],
+            policy.row_multiple,
+            names=[str(i) for i in bin],
+        )
+        for bin in mine
+    ]
+
+
+def make_policy(address: Address, model: str, case: LayoutCase, **overrides: Any) -> Policy:
+    """This rank of it; `model`: a Hugging Face folder."""
+    return Policy(policy_config(model, case, **overrides), address, seed=1, timeout_s=60, reference=False)
+
+
+def owned_slices(policy: Policy) -> list[tuple[str, Any, torch.Tensor]]:
+    """(Hugging Face name, box in it, values): every slice from exactly one rank of the mesh."""
+    return [(name, box, view.clone()) for name, box, view in policy.weights.slices(owned_only=True)]
+
+
+def logprobs_and_gradients(address: Address, model: str, case: LayoutCase, packed: bool = True) -> dict[str, Any]:
+    """Log-probs by sequence (last stage), and the gradient of a loss as the owned slices of the weights' move."""
+    policy = make_policy(address, model, case)
+    batches = micro_batches(policy, packed)
+    found: dict[int, torch.Tensor] = {}
+    for batch, row in zip(batches, policy.logprobs(batches) or (), strict=False):
+        found |= {int(name): part for name, part in zip(batch.names, batch.split(row), strict=True)}
+    before = owned_slices(policy)
+    loss_fn = ClippedPGLossFn(ClippedPGLossConfig(reference_policy_kl_penalty=0.0), prev_equals_curr=True)
+    report = policy.train_step(
+        batches, loss_fn, global_valid_seqs=len(LENGTHS), global_valid_toks=sum(LENGTHS) - len(LENGTHS)
+    )
+    gradients = [
+        (name, box, was - now) for (name, box, was), (_, _, now) in zip(before, owned_slices(policy), strict=True)
+    ]
+    return {"logprobs": found, "gradients": gradients, "grad_norm": report.grad_norm}

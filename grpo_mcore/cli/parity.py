@@ -1,0 +1,88 @@
+"""`grpo-mcore parity MODEL`: one model through transformers, the policy on several layouts, and an engine, compared."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import tempfile
+from collections.abc import Sequence
+from contextlib import closing
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from grpo_mcore.algorithms.parity import ParityCase
+
+TINY = "tiny:"
+
+
+def parse(words: Sequence[str]) -> argparse.Namespace:
+    """The command line after `grpo-mcore parity`."""
+    parser = argparse.ArgumentParser(
+        prog="grpo-mcore parity",
+        description="Log-probs and gradients of the policy against transformers, in float32 on CPU. Exit code 1 where "
+        "they differ.",
+    )
+    parser.add_argument(
+        "model", metavar="MODEL", help=f"a Hugging Face folder, or {TINY}FAMILY for a small random model"
+    )
+    parser.add_argument(
+        "--layouts", metavar="A,B", help="such as TP2,PP2xCP2,EP2xTP2-SP; without it those that the model allows"
+    )
+    parser.add_argument("--engine", action="store_true", help="compare a vLLM engine too")
+    parser.add_argument("--json", action="store_true", help="print JSON instead of a table")
+    return parser.parse_args(list(words))
+
+
+def run(args: argparse.Namespace) -> int:
+    """Exit code: 1 where something differs, or a layout that was asked for is refused."""
+    with tempfile.TemporaryDirectory(prefix="grpo-mcore-parity-") as scratch:
+        return _run(args, _folder(args.model, Path(scratch), args.engine))
+
+
+def _run(args: argparse.Namespace, folder: Path) -> int:
+    from grpo_mcore.algorithms.parity import compare_engine, compare_layouts, fitting, reference_of
+    from grpo_mcore.algorithms.parity_layouts import DEFAULT_LAYOUTS, layout_named
+    from grpo_mcore.families import read_hf_config, shape_of
+    from grpo_mcore.parallel.rank_pool import RankPool
+
+    shape = shape_of(read_hf_config(folder))
+    names = args.layouts.split(",") if args.layouts else DEFAULT_LAYOUTS
+    layouts, refused = fitting(folder, [layout_named(name, shape) for name in names])
+    reference = reference_of(folder)
+    with closing(RankPool(max((case.world_size for case in layouts), default=0))) as pool:
+        cases = compare_layouts(reference, layouts, pool)
+    if args.engine:
+        case, reason = compare_engine(reference)
+        cases += [case] if case else []
+        refused |= {"engine": reason} if reason else {}
+    if args.json:
+        plain = {"model": args.model, "cases": [case.plain() for case in cases], "refused": refused}
+        print(json.dumps(plain, indent=1))
+    else:
+        print("\n".join([*_table(cases), *(f"{name}: refused: {reason}" for name, reason in refused.items())]))
+    asked_in_vain = bool(refused) and bool(args.layouts)
+    return 0 if all(case.ok for case in cases) and not asked_in_vain else 1
+
+
+def _folder(model: str, scratch: Path, engine: bool) -> Path:
+    if not model.startswith(TINY):
+        return Path(model)
+    from grpo_mcore.data.tiny_models import ENGINE_SIZES, make_tiny_model
+
+    family = model.removeprefix(TINY)
+    return make_tiny_model(family, scratch, words=engine, **(ENGINE_SIZES.get(family, {}) if engine else {}))
+
+
+def _table(cases: Sequence[ParityCase]) -> list[str]:
+    """One line a case: the sequence and the layer that differ most."""
+    lines = [f"{'layout':14} {'rows':9} {'log-probs':>9} {'sequence':>8}  {'gradients':>9}  parameter"]
+    for case in cases:
+        rows = {True: "packed", False: "unpacked", None: "-"}[case.packed]
+        sequence = max(case.logprobs, key=case.logprobs.__getitem__)
+        line = f"{case.layout:14} {rows:9} {case.logprobs[sequence]:9.1e} {sequence:8}"
+        if case.gradients:
+            error, name = max(case.by_layer().values())
+            line += f"  {error:9.1e}  {name}"
+        lines.append(line + ("" if case.ok else "  DIFFERS"))
+    return lines

@@ -1,0 +1,45 @@
+"""What the ranks compute in test_router_replay.py."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+import torch
+
+from grpo_mcore.algorithms.parity_rank import LENGTHS, LayoutCase, make_policy, micro_batches, owned_slices
+from grpo_mcore.batching.packed_batch import PackedBatch
+from grpo_mcore.objective import ClippedPGLossConfig, ClippedPGLossFn
+from grpo_mcore.parallel.mesh import Address
+
+
+def any_routes(batch: PackedBatch, layers: int, experts: int, active: int) -> PackedBatch:
+    """With experts drawn at random for each token of a sequence, the same wherever the sequence is packed."""
+    found = torch.full((batch.tokens.size(1), layers, active), -1, dtype=torch.int16)
+    start = 0
+    for name, length in zip(batch.names, batch.lengths, strict=True):
+        draw = torch.Generator().manual_seed(int(name))
+        chosen = torch.rand(length - 1, layers, experts, generator=draw).argsort(-1)[..., :active]
+        found[start : start + length - 1] = chosen.to(torch.int16)
+        start += length
+    return replace(batch, routes=found)
+
+
+def replayed(address: Address, model: str, case: LayoutCase, replay: bool) -> dict[str, Any]:
+    """As `parity_rank.logprobs_and_gradients`, with routers that follow `any_routes`."""
+    policy = make_policy(address, model, case, router_replay={"enabled": True})
+    experts = policy.shape.experts
+    assert experts is not None
+    batches = micro_batches(policy)
+    if replay:
+        batches = [any_routes(batch, policy.shape.num_layers, experts.count, experts.active) for batch in batches]
+    found: dict[int, torch.Tensor] = {}
+    for batch, row in zip(batches, policy.logprobs(batches) or (), strict=False):
+        found |= {int(name): part for name, part in zip(batch.names, batch.split(row), strict=True)}
+    before = owned_slices(policy)
+    loss_fn = ClippedPGLossFn(ClippedPGLossConfig(reference_policy_kl_penalty=0.0), prev_equals_curr=True)
+    policy.train_step(batches, loss_fn, global_valid_seqs=len(LENGTHS), global_valid_toks=sum(LENGTHS) - len(LENGTHS))
+    moves = zip(before, owned_slices(policy), strict=True)
+    gradients = [(name, box, was - now) for (name, box, was), (_, _, now) in moves]
+    policy.shutdown()
+    return {"logprobs": found, "gradients": gradients}

@@ -1,0 +1,29 @@
+"""`grpo-mcore parity`, on the ranks that all tests of this folder share."""
+
+from __future__ import annotations
+
+import json
+from types import SimpleNamespace
+
+import pytest
+
+from grpo_mcore.cli.main import main
+from grpo_mcore.parallel import rank_pool
+from grpo_mcore.parallel.rank_pool import RankPool
+
+
+def test_every_layout_packed_and_not(
+    ranks: RankPool, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(rank_pool, "RankPool", lambda _: SimpleNamespace(run=ranks.run, close=lambda: None))
+    code = main(["parity", "tiny:qwen3_moe", "--layouts", "TP1,EP2xTP2,VPP3", "--json"])
+    found = json.loads(capsys.readouterr().out)
+    assert [(case["family"], case["layout"], case["packed"]) for case in found["cases"]] == [
+        ("qwen3_moe", layout, packed) for layout in ("TP1", "EP2xTP2") for packed in (False, True)
+    ]
+    for case in found["cases"]:
+        assert 0 < case["max_logprob_diff"] == max(case["logprob_diff_by_sequence"]) < 1e-4
+        assert 0 < case["max_grad_rel_diff"] == max(case["grad_rel_diff_by_layer"].values()) < 1e-3
+        assert set(case["grad_rel_diff_by_layer"]) > {"layer 0", "layer 3", "lm_head.weight"}
+    assert code == 1, "a layout that was asked for cannot be"
+    assert list(found["refused"]) == ["VPP3"] and "does not divide the layers" in found["refused"]["VPP3"]

@@ -1,0 +1,70 @@
+"""Engines of families whose weights vLLM holds in forms of its own: log-probs against transformers, before and after a
+refit, and after one that was given up."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file
+
+from grpo_mcore.algorithms.engine_group import EngineWorker
+from grpo_mcore.data.tiny_models import ENGINE_SIZES, make_tiny_model
+from grpo_mcore.families import params_of, read_hf_config, shape_of
+from grpo_mcore.refit import EngineLayout, RefitSender, TrainerLayout, plan_refit, refit
+from tests.functional.engine_cases import config, generate, load_reference, request, worst_difference
+from tests.unit.refit.shards import Handle, ShardedModel
+
+REQUESTS = [request(number) for number in range(8)]
+
+
+class Source:
+    """A policy rank with the weights of a checkpoint."""
+
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
+
+    def parameters(self) -> dict[str, torch.Tensor]:
+        whole = load_file(self.folder / "model.safetensors")
+        return ShardedModel(whole, shape_of(read_hf_config(self.folder)), 0, 1).parameters()
+
+
+@pytest.mark.parametrize("family", ["nemotron_h", "deepseek_v3"])
+def test_a_refit_brings_every_weight(tmp_path: Path, family: str) -> None:
+    folders = [
+        make_tiny_model(family, tmp_path / str(seed), seed=seed, words=True, **ENGINE_SIZES[family]) for seed in (0, 1)
+    ]
+    shape = shape_of(read_hf_config(folders[0]))
+    plan = plan_refit(
+        params_of(shape), shape, TrainerLayout(), EngineLayout(), dtype="float32", buffer_bytes=2 * 72_000
+    )
+    assert not plan.fallbacks and len(plan.buckets) > 1
+    source = Source(folders[1])
+    sender = Handle("policy-0", RefitSender(source, 0, run_id=family.replace("_", "-")))
+    engine = EngineWorker(config(folders[0], prefix_caching=shape.mamba is None), None)
+    handle = Handle(engine.name, engine)
+    try:
+        before = generate(engine, REQUESTS)
+        assert worst_difference(load_reference(folders[0]), before) < 1e-4
+        reference = load_reference(folders[1])
+        report = refit([sender], [handle], plan, 1, verify="full")
+        assert report.checked == sum(len(block.reads) for block in plan.blocks())
+        after = generate(engine, REQUESTS)
+        assert worst_difference(reference, after) < 1e-4 < 0.1 < worst_difference(reference, before)
+        source.folder = folders[0]
+        manifest = {"plan": plan.to_json(), "digest": plan.digest, "version": 2, "verify": "off"}
+        transport = sender.target.open_refit(None, plan.to_json())["transport"]
+        engine.start_refit(manifest | {"transport": transport})
+        for number in range(len(plan.buckets)):
+            sender.target.fill_bucket(number)
+            engine.stage_bucket(number)
+        engine.commit_refit(2)
+        engine.abort_refit()  # takes it back: what was derived from a weight goes back with it
+        assert worst_difference(reference, generate(engine, REQUESTS)) < 1e-4
+        refit([sender], [handle], plan, 3)
+        assert generate(engine, REQUESTS).keys() == before.keys()
+        assert worst_difference(load_reference(folders[0]), generate(engine, REQUESTS)) < 1e-4
+    finally:
+        sender.target.close_refit()
+        engine.shutdown()
