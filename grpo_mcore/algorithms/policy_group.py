@@ -95,6 +95,10 @@ class PolicyGroup:
         by_optimizer_step = zip(*speaking, strict=True)
         return step_metrics([combine_metrics([report.metrics for report in ranks]) for ranks in by_optimizer_step])
 
+    def memory(self) -> list[dict[str, Any]]:
+        """What each rank held while it trained: see `Policy.memory`."""
+        return self._all("memory", what="what the policy's ranks hold")
+
     def offload(self) -> None:
         self._all("offload", what="moving the policy to the host")
 
