@@ -10,7 +10,7 @@ unexport PYTHONDONTWRITEBYTECODE
 PARALLEL := $(if $(ARGS),,-n 2)
 
 .DEFAULT_GOAL := help
-.PHONY: help setup demo test test-fast lint lock clean
+.PHONY: help setup launch-env demo test test-fast lint lock clean
 
 help: ## this list
 	@sed -n 's/^\([a-z-]*\):.*## /\1\t/p' $(MAKEFILE_LIST) | expand -t 12
@@ -31,9 +31,12 @@ lint: setup ## ruff everywhere, mypy on the pure rooms
 setup: ## make .venv, or bring it up to date (other targets do this by themselves)
 	@scripts/setup_cpu.sh
 
-lock: ## resolve pyproject.toml anew into requirements/cpu.lock (ARGS=--upgrade for newer versions)
+launch-env: ## make .venv-launch: NeMo-Run, for launchers/nemo_run
+	@scripts/setup_launch.sh
+
+lock: ## resolve pyproject.toml anew into requirements/*.lock (ARGS=--upgrade for newer versions)
 	@$${PYTHON:-python3} scripts/lock.py $(ARGS)
 
-clean: ## remove .venv and caches; results, logs and checkpoints stay
-	@rm -rf .venv .hypothesis .mypy_cache .pytest_cache .ruff_cache build dist
+clean: ## remove .venv, .venv-launch and caches; results, logs and checkpoints stay
+	@rm -rf .venv .venv-launch .hypothesis .mypy_cache .pytest_cache .ruff_cache build dist
 	@find . -name __pycache__ -type d -prune -exec rm -rf {} +

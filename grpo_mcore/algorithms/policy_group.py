@@ -106,6 +106,10 @@ class PolicyGroup:
             self._all("close_refit", what="leaving the wire to the engines")
         self.linked = found
 
+    def memory(self) -> list[dict[str, Any]]:
+        """What each rank held while it trained: see `Policy.memory`."""
+        return self._all("memory", what="what the policy's ranks hold")
+
     def offload(self) -> None:
         """Makes room for the engines, where they share devices."""
         if self.colocated:

@@ -136,6 +136,10 @@ class PolicyWorker(Policy):
     def host_link(self, policy_ranks: int, nodes: int, timeout_s: float) -> dict[str, Any]:
         return self._sender.host_link(policy_ranks, nodes, timeout_s)
 
+    def memory(self) -> dict[str, Any]:
+        found = super().memory()
+        return found | {"refit buffer": self._sender.buffer_bytes} if found else {}
+
     def close_refit(self) -> None:
         self._sender.close_refit()
 

@@ -9,11 +9,12 @@ from pathlib import Path
 from typing import Any
 
 from grpo_mcore.algorithms.engine_group import EngineGroup
+from grpo_mcore.algorithms.plan.measured import Comparison, compare
 from grpo_mcore.algorithms.policy_group import PolicyGroup
 from grpo_mcore.algorithms.validation import Validation
 from grpo_mcore.families import parameter_count
 from grpo_mcore.observe import Logger, RunConsole, StepRow, Timeline, read_metrics, reward_curve_png, write_summary
-from grpo_mcore.recipe import MasterConfig, batch_equation, prompts_per_generation_batch
+from grpo_mcore.recipe import MasterConfig, batch_equation, prompts_per_generation_batch, samples_per_step
 from grpo_mcore.refit import RefitReport
 from grpo_mcore.rollout.group import Group
 
@@ -27,6 +28,8 @@ class RunReport:
         self.logger, self.config, self.state = logger, config, dict(state)
         self.console = RunConsole()
         self.last_metrics: dict[str, float] = {}
+        self._policy = policy
+        self._timers: list[dict[str, float]] = []
         self._began = time.perf_counter()
         self._first_step = self.state["current_step"] + 1
         self._rewards: dict[int, float] = {}
@@ -108,6 +111,7 @@ class RunReport:
         seconds = clock.take()
         self._samples_asked = max(0, self._samples_asked - self._samples_done)  # what is left is of later steps
         self._samples_done = 0
+        self._timers.append(seconds)
         self._tokens += int(metrics["tokens"])
         self.state["consumed_samples"] += len(groups)
         self.state["current_step"] = self.state["total_steps"] = step
@@ -216,6 +220,10 @@ class RunReport:
             "end": reason,
         }
         worked = self.state["current_step"] >= self._first_step
+        compared = self._compared() if worked else None
+        if compared is not None:
+            values["predicted_against_measured"] = compared.plain()
+            self.console.note("\n".join(["", *compared.text()]))
         if worked:
             title = f"GRPO of {self.config.policy.model_name}"
             reward_curve_png(curve, self._rewards, self._accuracies, title=title)
@@ -237,6 +245,12 @@ class RunReport:
         }
         self.console.summary("the run is over", facts, paths)
         return values
+
+    def _compared(self) -> Comparison | None:
+        """`plan`'s figures against those of this run. The mean length is that of the samples trained on."""
+        samples = len(self._timers) * samples_per_step(self.config)
+        memory = self._policy.memory()
+        return compare(self.config, self._policy.shape, self._timers, memory, self._tokens // samples)
 
 
 def _ahead(config: MasterConfig) -> str:

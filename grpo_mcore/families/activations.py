@@ -1,11 +1,11 @@
-"""What the backward pass of a dense decoder keeps, in bytes, as the kernels of parallel/ save it."""
+"""What the backward pass of a decoder keeps, in bytes, as the kernels of parallel/ save it."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
 from typing import Literal
 
-from grpo_mcore.families.spec import ModelShape
+from grpo_mcore.families.spec import Block, LatentShape, MambaShape, ModelShape
 
 Kernels = Literal["cpu", "torch", "transformer_engine"]
 """cpu: attention in float32 on gathered rows. torch: the same layers on a GPU with fused norm and
@@ -23,35 +23,101 @@ class Rank:
     sequence_parallel: bool = False
     element: int = 2
     kernels: Kernels = "transformer_engine"
+    context: int = 1
+    expert_tensor: int = 1
 
     @property
     def share(self) -> float:
         """Part of the tokens between the tensor-parallel regions."""
         return 1.0 / self.tensor if self.sequence_parallel else 1.0
 
+    @property
+    def keys(self) -> float:
+        """Keys that attention reads for each of the rank's queries' tokens: under context parallelism the two chunks of
+        a sequence read it up to their own ends."""
+        return self.context + 0.5 if self.context > 1 else 1.0
 
-def layer_bytes(shape: ModelShape, rank: Rank, tokens: int, *, padding: float = 1.0) -> float:
-    """Kept for the backward pass of one transformer layer over a row of `tokens`.
+
+def layer_bytes(shape: ModelShape, rank: Rank, tokens: float, layer: int = 0, *, padding: float = 1.0) -> float:
+    """Kept for the backward pass of one layer over `tokens` tokens of this rank.
 
     `padding`: on CPU, gathered positions over real tokens (sequences of similar length share a batch).
     """
+    block = shape.blocks[layer] if shape.blocks else None
+    entry = rank.share * (_norm(shape.hidden_size, 1, rank) + rank.element * shape.hidden_size)
+    found = 0.0
+    if block is Block.MAMBA:
+        assert shape.mamba is not None
+        found += entry + _mamba(shape.mamba, rank)
+    elif block in (None, Block.ATTENTION):
+        found += entry + (_attention(shape, rank, padding) if shape.latent is None else _latent(shape, rank, padding))
+    if block is Block.EXPERTS or (block is None and shape.is_expert_layer(layer)):
+        found += entry + _experts(shape, rank)
+    elif block in (None, Block.MLP):
+        found += entry + rank.element * _network(shape, rank) * shape.ffn_hidden_size / rank.tensor
+    return tokens * found
+
+
+def _network(shape: ModelShape, rank: Rank, *, weighted: bool = False) -> int:
+    """Tensors of the feed-forward width that a network keeps: SwiGLU's two inputs, its parts and its output, or the
+    output of squared ReLU before and after the square. `weighted`: its output is scaled by the router's weight."""
+    fused = rank.kernels == "transformer_engine" and not shape.blocks
+    return 3 if fused else (2 if shape.blocks else 5) + weighted
+
+
+def _experts(shape: ModelShape, rank: Rank) -> float:
+    """Of one token, routed as evenly as can be: the scores of all experts; `active` copies of the hidden state, each
+    with the widths of its expert, on every rank that has a slice of it; and the expert that all tokens pass."""
+    experts, b = shape.experts, rank.element
+    assert experts is not None
+    copy = b * (shape.hidden_size + _network(shape, rank, weighted=True) * experts.ffn_hidden_size / rank.expert_tensor)
+    copies = rank.share * experts.active * rank.expert_tensor * (copy + 8 + 4)  # and where it came from, its weight
+    scores = rank.share * (experts.count * (4 + 4 + 1) + experts.active * (8 + 8 + 4))
+    shared = b * _network(shape, rank) * experts.shared_ffn_hidden_size / rank.tensor
+    return scores + copies + shared
+
+
+def _attention(shape: ModelShape, rank: Rank, padding: float) -> float:
+    """Query, key, value, output and its log-sum-exp, the input of the output projection, sines and cosines."""
     b, heads = rank.element, shape.num_heads / rank.tensor
     query, key_value = heads * shape.head_dim, shape.num_kv_heads / rank.tensor * shape.head_dim
-    ffn = shape.ffn_hidden_size / rank.tensor
-    between = rank.share * (2 * _norm(shape.hidden_size, 1, rank) + 2 * b * shape.hidden_size)
-    head_norms = _head_norms(query, key_value, shape, rank) if shape.qk_norm else 0.0
-    swiglu = (3 if rank.kernels == "transformer_engine" else 5) * b * ffn
-    return tokens * (between + head_norms + _attention(query, key_value, heads, shape, rank, padding) + swiglu)
-
-
-def _attention(query: float, key_value: float, heads: float, shape: ModelShape, rank: Rank, padding: float) -> float:
-    """Query, key, value, output and its log-sum-exp, the input of the output projection, sines and cosines."""
-    b = rank.element
-    rotary = 0.0 if rank.kernels == "transformer_engine" else 4 * b * shape.head_dim
+    norms = _head_norms(query, key_value, shape, rank) if shape.qk_norm else 0.0
+    rotary = 0.0 if rank.kernels == "transformer_engine" or shape.rope_theta is None else 4 * b * shape.head_dim
     if rank.kernels == "cpu":  # float32, keys and values repeated for every query head
-        return padding * (4 * 4 * query + 4 * heads) + b * query + rotary
+        return norms + padding * (8 * query * (1 + rank.keys) + 4 * heads) + b * query + rotary
     # The value is a view that keeps the whole output of linear_qkv.
-    return b * (2 * query + key_value) + b * (query + 2 * key_value) + 4 * heads + rotary
+    found = norms + b * (2 * query + key_value) + b * (query + 2 * key_value) + 4 * heads + rotary
+    gathered = rank.context > 1 and rank.kernels == "torch"
+    return found + (2 * b * key_value * rank.keys if gathered else 0.0)
+
+
+def _latent(shape: ModelShape, rank: Rank, padding: float) -> float:
+    """Both latents before and after their norms, and attention of heads whose values are narrower than their keys."""
+    latent, b, heads = shape.latent, rank.element, shape.num_heads / rank.tensor
+    assert latent is not None
+    query, value = heads * shape.head_dim, heads * latent.value_dim
+    latents = _latents(latent, rank) + (0.0 if rank.kernels == "transformer_engine" else 4 * b * latent.rotary_dim)
+    if rank.kernels == "cpu":
+        return latents + padding * (4 * (query + value) * (1 + rank.keys) + 4 * heads) + b * value
+    return latents + b * (query + (query + value) * rank.keys + 2 * value) + 4 * heads
+
+
+def _latents(latent: LatentShape, rank: Rank) -> float:
+    queries = latent.query_rank or 0
+    key_values = latent.key_value_rank
+    return rank.element * (2 * queries + 2 * key_values + latent.rotary_dim) + 4 * ((queries > 0) + 1)
+
+
+def _mamba(mamba: MambaShape, rank: Rank) -> float:
+    """The scan in plain PyTorch: inputs of the convolution by lag, states of all heads in float32, and within a chunk
+    the weights of every token for every later one."""
+    b, f = rank.element, 4
+    tokens = rank.context  # every rank scans whole sequences
+    convolution = b * mamba.convolved * (mamba.kernel + 1)
+    gate = f * mamba.inner if b < f else b * (mamba.inner + mamba.convolved + mamba.heads)
+    states = 2 * f * mamba.heads * mamba.state_size
+    chunk = 3 * f * mamba.heads * mamba.chunk
+    return tokens * (convolution + gate + states + chunk + f * 4 * mamba.inner) + b * mamba.inner
 
 
 def _head_norms(query: float, key_value: float, shape: ModelShape, rank: Rank) -> float:
@@ -66,17 +132,17 @@ def _norm(width: float, rows: float, rank: Rank) -> float:
     return rank.element * width + 4 * rows
 
 
-def layer_input_bytes(shape: ModelShape, rank: Rank, tokens: int) -> float:
+def layer_input_bytes(shape: ModelShape, rank: Rank, tokens: float) -> float:
     """All that is kept of a layer that is computed again in the backward pass."""
     return tokens * rank.share * rank.element * shape.hidden_size
 
 
-def first_stage_bytes(tokens: int) -> float:
+def first_stage_bytes(tokens: float) -> float:
     """Token indices of the embedding."""
     return 8.0 * tokens
 
 
-def last_stage_bytes(shape: ModelShape, rank: Rank, tokens: int) -> float:
+def last_stage_bytes(shape: ModelShape, rank: Rank, tokens: float) -> float:
     """Final norm, the hidden states that get log-probs, their targets and normalisers, and the loss."""
     norm = rank.share * _norm(shape.hidden_size, 1, rank)
     return tokens * (norm + rank.element * shape.hidden_size + 24 + LOSS_BYTES_PER_TOKEN)

@@ -5,7 +5,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from grpo_mcore.families.shards import stage_layers
+from grpo_mcore.families.shards import chunk_layers, stage_layers
 from grpo_mcore.families.spec import FamilyError, ModelShape, check_tensor_parallel
 
 
@@ -27,12 +27,7 @@ def _check_stages(shape: ModelShape, megatron: Any) -> None:
             f"policy.megatron_cfg.virtual_pipeline_model_parallel_size {chunks} needs pipeline_model_parallel_size "
             "above 1"
         )
-    sizes = {len(layers) for layers in stage_layers(shape.num_layers, stages, first, last)}
-    if any(size % chunks for size in sizes):
-        raise FamilyError(
-            f"policy.megatron_cfg.virtual_pipeline_model_parallel_size {chunks} does not divide the layers of every "
-            f"stage ({', '.join(map(str, sorted(sizes)))})"
-        )
+    chunk_layers(shape.num_layers, stages, chunks, first, last)
 
 
 def _check_no_experts(shape: ModelShape, megatron: Any) -> None:

@@ -29,17 +29,32 @@ def stage_layers(layers: int, stages: int, first: int | None = None, last: int |
     return tuple(range(end - count, end) for end, count in zip(ends, counts, strict=True))
 
 
-def stage_params(params: Sequence[Param], layers: range, stage: int, stages: int) -> list[Param]:
-    """The parameters of one pipeline stage, in the order of the forward pass."""
-    here = {Stage.FIRST: stage == 0, Stage.LAST: stage == stages - 1}
+def chunk_layers(
+    layers: int, stages: int, chunks: int, first: int | None = None, last: int | None = None
+) -> tuple[tuple[range, ...], ...]:
+    """The layers of each model chunk of each pipeline stage: the model goes through all stages `chunks` times.
+
+    Raises FamilyError as `stage_layers` does, and where a stage's layers do not divide over its chunks.
+    """
+    counts = [len(found) for found in stage_layers(layers, stages, first, last)]
+    if any(count % chunks for count in counts):
+        raise FamilyError(
+            f"policy.megatron_cfg.virtual_pipeline_model_parallel_size {chunks} does not divide the layers of every "
+            f"stage ({', '.join(map(str, sorted(set(counts))))})"
+        )
+    sizes = [count // chunks for count in counts] * chunks
+    ends = list(accumulate(sizes))
+    ranges = [range(end - size, end) for end, size in zip(ends, sizes, strict=True)]
+    return tuple(tuple(ranges[stage::stages]) for stage in range(stages))
+
+
+def chunk_params(params: Sequence[Param], layers: range, *, first: bool, last: bool) -> list[Param]:
+    """The parameters of one model chunk, in the order of the forward pass; `first`, `last`: it is at that end."""
+    here = {Stage.FIRST: first, Stage.LAST: last}
     return [
         param
         for param in params
-        if (
-            param.layer in layers
-            if param.stage is Stage.LAYER
-            else here[param.stage] and not (param.copy and stages == 1)
-        )
+        if (param.layer in layers if param.stage is Stage.LAYER else here[param.stage] and not (param.copy and first))
     ]
 
 

@@ -25,10 +25,8 @@ Check = Callable[[MasterConfig], Iterator[Finding]]
 
 
 def refuse(recipe: Recipe, target: str) -> None:
-    """Raises RecipeError with every finding for `target` ("slurm" or "k8s")."""
-    checks: tuple[Check, ...] = (_backend, _nodes, _time, _environment, _mounts)
-    checks += (_slurm, _shared_on_slurm) if target == "slurm" else (_image, _kubernetes, _gang, _claim, _memory)
-    found = [finding for check in checks for finding in check(recipe.config)]
+    """Raises RecipeError with every finding for `target` ("slurm", "k8s" or "local")."""
+    found = [finding for check in CHECKS[target] for finding in check(recipe.config)]
     if found:
         raise RecipeError([_placed(finding, recipe) for finding in found], shown(recipe.path))
 
@@ -142,6 +140,14 @@ def _mounted(folder: PurePosixPath, mounts: list[str]) -> bool:
     return any(len(part) > 1 and folder.is_relative_to(part[1]) and part[2:] != ["ro"] for part in parts)
 
 
+def _here(config: MasterConfig) -> Iterator[Finding]:
+    """One machine, as it is: the one that submits."""
+    if config.launch.container:
+        yield Finding(("launch.container",), "a job on this machine runs in its environment, not in an image")
+    if config.cluster.num_nodes > 1 and config.cluster.platform != "cpu":
+        yield Finding(("cluster.num_nodes",), f"this machine is one node, not {config.cluster.num_nodes}")
+
+
 def _image(config: MasterConfig) -> Iterator[Finding]:
     image, key = config.launch.container, ("launch.container",)
     if not image:
@@ -207,3 +213,11 @@ def _memory(config: MasterConfig) -> Iterator[Finding]:
             f"/dev/shm of {launch.k8s.shm_gb} GiB counts as memory of the pod and takes more than half of "
             f"launch.memory_gb_per_node {launch.memory_gb_per_node}",
         )
+
+
+_ANYWHERE: tuple[Check, ...] = (_backend, _nodes, _time, _environment, _mounts)
+CHECKS: dict[str, tuple[Check, ...]] = {
+    "slurm": (*_ANYWHERE, _slurm, _shared_on_slurm),
+    "k8s": (*_ANYWHERE, _image, _kubernetes, _gang, _claim, _memory),
+    "local": (_here, _environment),
+}

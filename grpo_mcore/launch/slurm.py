@@ -18,13 +18,19 @@ OTHERS = ("RAY_PORT", "HEAD_IP", "OBJECT_STORE_GB")
 
 def sbatch_script(spec: LaunchSpec) -> str:
     """The script: its options, its settings with their values, and what is the same for every job."""
-    return "\n".join([*_header(spec), *_settings(spec), "", BODY.read_text()])
+    return "\n".join(["#!/bin/bash", *_header(spec), job_script(spec)])
 
 
-def _header(spec: LaunchSpec) -> list[str]:
+def job_script(spec: LaunchSpec) -> str:
+    """The script without its options: the settings with their values, and what is the same for every job."""
+    return "\n".join([*_settings(spec), "", BODY.read_text()])
+
+
+def sbatch_options(spec: LaunchSpec) -> dict[str, str | int]:
+    """sbatch's long options of a job and their values; "" is an option without one."""
     gpus = max(pool.gpus_per_node for pool in spec.pools)
     passed = dict.fromkeys((*PASSED, *SETTINGS, *OTHERS, *spec.from_submitter))
-    options = {
+    options: dict[str, str | int | None] = {
         "job-name": spec.name,
         "account": spec.slurm.account,
         "partition": spec.slurm.partition,
@@ -41,9 +47,12 @@ def _header(spec: LaunchSpec) -> list[str]:
         "output": "%x-%j.out",
         "export": ",".join(passed),
     }
-    lines = [f"#SBATCH --{key}={value}".rstrip("=") for key, value in options.items() if value is not None]
+    return {key: value for key, value in options.items() if value is not None}
+
+
+def _header(spec: LaunchSpec) -> list[str]:
+    lines = [f"#SBATCH --{key}={value}".rstrip("=") for key, value in sbatch_options(spec).items()]
     return [
-        "#!/bin/bash",
         f"# {spec.recipe_file} on Slurm. Written by: grpo-mcore launch slurm {spec.recipe_file} --dry-run",
         "#",
         "# As it stands: sbatch FILE, from a shell in which `grpo-mcore` is found, or with a container (pyxis):",

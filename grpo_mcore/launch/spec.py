@@ -13,7 +13,7 @@ from grpo_mcore.recipe import KubernetesConfig, MasterConfig, Recipe, SlurmConfi
 from grpo_mcore.recipe.load import shown
 from grpo_mcore.recipe.master import runs_grpo
 
-Target = Literal["slurm", "k8s"]
+Target = Literal["slurm", "k8s", "local"]
 
 FROM_SUBMITTER = ("HF_HOME", "HF_HUB_OFFLINE", "HF_TOKEN", "WANDB_API_KEY")
 """Variables of the one who submits that a job gets where they are set, besides those of cluster.env_vars."""

@@ -18,6 +18,7 @@ from grpo_mcore.batching.packed_batch import PackedBatch
 from grpo_mcore.families import check_fit, read_hf_config, shape_of
 from grpo_mcore.objective import CombinedMetrics, combine_metrics, nonfinite_samples
 from grpo_mcore.parallel.context import padded_length
+from grpo_mcore.parallel.memory import accelerator, resident_bytes
 from grpo_mcore.parallel.mesh import Address, Layout, LayoutError, join_mesh, leave_mesh
 
 LossFn = Callable[..., tuple[Tensor, Mapping[str, Tensor]]]
@@ -89,6 +90,7 @@ class Policy:
             model, None, **kw
         )
         self._forward_backward = get_forward_backward_func()
+        self._resident: dict[str, int] = {}
 
     @property
     def row_multiple(self) -> int:
@@ -131,6 +133,7 @@ class Policy:
         self._refuse_non_finite(batches, metrics)
         learning_rate = self.optimizer.param_groups[0]["lr"]
         _, grad_norm, _ = self.optimizer.step()
+        self._resident = self._resident or resident_bytes(self.chunks, self.optimizer)
         return TrainReport(metrics, float(grad_norm), learning_rate)
 
     def eval_step(
@@ -273,6 +276,11 @@ class Policy:
             for chunk in self.chunks:
                 chunk.restore_grad_buffers()
             self.optimizer.restore_from_cpu()
+
+    def memory(self) -> dict[str, Any]:
+        """Bytes of weights, gradients and optimizer while this rank trained; {} before. On a GPU its name, its memory
+        and the highest use too (`memory.accelerator`)."""
+        return self._resident | accelerator() if self._resident else {}
 
     def rng_state(self) -> dict[str, Any]:
         return {"python": random.getstate(), "numpy": np.random.get_state(), "torch": torch.get_rng_state()}

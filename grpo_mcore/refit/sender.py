@@ -45,6 +45,11 @@ class RefitSender:
         self._blocks: list[list[tuple[int, Block, Tensor]]] = []  # by bucket: number in it, block, the values
         self._to: list[list[list[int]]] = []  # and to which nodes each goes, where there is a link
 
+    @property
+    def buffer_bytes(self) -> int:
+        """Of the buffer that is mapped; 0 without one."""
+        return self._buffer.flat.numel() if self._buffer is not None else 0
+
     def host_link(self, policy_ranks: int, nodes: int, timeout_s: float) -> dict[str, Any]:
         """The link's description, for every policy rank and one receiver on each node. Made once."""
         if self._link is None:

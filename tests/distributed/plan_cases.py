@@ -12,6 +12,7 @@ from torch import Tensor
 from grpo_mcore.algorithms.setup import trainer_layout
 from grpo_mcore.batching.packed_batch import PackedBatch, pack_rows
 from grpo_mcore.objective import ClippedPGLossConfig, ClippedPGLossFn
+from grpo_mcore.parallel.memory import storage_key
 from grpo_mcore.parallel.mesh import Address
 from grpo_mcore.parallel.policy import Policy
 from grpo_mcore.recipe import PolicyConfig
@@ -63,15 +64,6 @@ class _Kept:
         self.books.add(self.tensor, -1)
 
 
-def storage_key(tensor: Tensor) -> int:
-    return tensor.untyped_storage().data_ptr()
-
-
-def storage_bytes(tensors: Iterable[Tensor]) -> int:
-    """Of distinct storages."""
-    return sum({storage_key(t): t.untyped_storage().nbytes() for t in tensors}.values())
-
-
 def rows(policy: Policy) -> list[PackedBatch]:
     generator = torch.Generator().manual_seed(3)
     tokens = [torch.randint(0, policy.shape.vocab_size, (length,), generator=generator) for length in LENGTHS]
@@ -88,27 +80,19 @@ def measured_bytes(address: Address, config: PolicyConfig) -> dict[str, int]:
     the refit buffer too."""
     policy = Policy(config, address, seed=1, timeout_s=60, reference=False)
     loss_fn = ClippedPGLossFn(ClippedPGLossConfig(reference_policy_kl_penalty=0.0), prev_equals_curr=True)
-    (model,) = policy.chunks
-    weights = list(model.parameters())
-    with SavedTensors(weights) as saved:
+    with SavedTensors(weight for chunk in policy.chunks for weight in chunk.parameters()) as saved:
         policy.train_step(
             rows(policy),
             loss_fn,
             global_valid_seqs=len(LENGTHS) * MICRO_BATCHES * policy.layout.data,
             global_valid_toks=(TOKENS - len(LENGTHS)) * MICRO_BATCHES * policy.layout.data,
         )
-    own = {storage_key(weight) for weight in weights}
-    return refit_buffer(policy) | {
-        "weights": storage_bytes(weights),
-        "gradients": storage_bytes(buffer.grad_data for buffer in model.buffers),
-        "optimizer": storage_bytes(t for t in optimizer_tensors(policy) if storage_key(t) not in own),
-        "activations": saved.peak,
-    }
+    return refit_buffer(policy) | policy.memory() | {"activations": saved.peak}
 
 
 def refit_buffer(policy: Policy) -> dict[str, int]:
     """The buffer that the first rank creates."""
-    if policy.here.tensor or policy.here.data or policy.here.pipeline:
+    if policy.here != policy.layout.coordinates(0):
         return {}
     config = policy.config
     size = int(config.refit_buffer_size_gb * 2**30)
@@ -116,16 +100,6 @@ def refit_buffer(policy: Policy) -> dict[str, int]:
     plan = plan_model_refit(policy.shape, trainer, EngineLayout(), dtype=config.precision, buffer_bytes=size)
     sender = RefitSender(policy.weights, 0, through_host=True)
     sender.open_refit(None, plan.to_json())
-    nbytes = sender._buffer.flat.numel()
+    nbytes = sender.buffer_bytes
     sender.close_refit()
     return {"refit buffer": nbytes}
-
-
-def optimizer_tensors(policy: Policy) -> list[Tensor]:
-    """Moments, and the float32 copies of the weights where there are any."""
-    found = []
-    for part in getattr(policy.optimizer, "chained_optimizers", [policy.optimizer]):
-        inner = part.optimizer
-        found += [parameter for group in inner.param_groups for parameter in group["params"]]
-        found += [value for state in inner.state.values() for value in state.values() if torch.is_tensor(value)]
-    return found

@@ -61,8 +61,9 @@ class Plan:
                 {
                     "stage": stage.stage,
                     "ranks": list(ranks_of(load, stage.stage)),
-                    "layers": [load.layers[stage.stage].start, load.layers[stage.stage].stop],
-                    "parameters": load.shard(stage.stage).numel,
+                    "layers": [[chunk.start, chunk.stop] for chunk in load.chunks[stage.stage]],
+                    "parameters": load.params(stage.stage).numel,
+                    "expert_parameters": load.params(stage.stage).expert_numel,
                     "memory": {phase.name: phase.parts | {"total": phase.total} for phase in stage.phases},
                     "peak": stage.peak.name,
                 }
@@ -81,8 +82,8 @@ class Plan:
 
 
 def ranks_of(load: Workload, stage: int) -> range:
-    """The policy ranks of a pipeline stage: ranks run tensor first, then data, then pipeline."""
-    each = load.layout.tensor * load.layout.data
+    """The policy ranks of a pipeline stage: ranks run tensor first, then context, data, and pipeline."""
+    each = load.layout.stage_size
     return range(stage * each, (stage + 1) * each)
 
 

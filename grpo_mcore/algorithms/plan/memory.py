@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 from grpo_mcore.algorithms.plan.devices import Device
 from grpo_mcore.algorithms.plan.workload import Workload
-from grpo_mcore.families import local_shape, params_of
+from grpo_mcore.families import Block, ModelShape, Param, local_shape, params_of
 from grpo_mcore.families.activations import (
     first_stage_bytes,
     last_stage_bytes,
@@ -15,6 +15,7 @@ from grpo_mcore.families.activations import (
     layer_input_bytes,
     logits_bytes,
 )
+from grpo_mcore.parallel.mesh import Coordinates
 
 ENGINE_OVERHEAD = 3 * 2**30
 """What an engine takes inside its share besides weights and KV cache: activations of the largest batch, CUDA graphs."""
@@ -50,63 +51,103 @@ class StageMemory:
 
 @dataclass(frozen=True)
 class EngineMemory:
-    """One rank of an engine, in bytes. `sequences`: of the longest length that the KV cache holds at one time."""
+    """One rank of an engine, in bytes. `sequences`: of the longest length that the KV cache holds at one time.
+    `state_bytes`: of one sequence, however long: the states of Mamba layers."""
 
     weights: int
     kv_cache: int
     kv_bytes_per_token: int
+    state_bytes: int = 0
 
     def sequences(self, length: int) -> int:
-        return int(self.kv_cache // (self.kv_bytes_per_token * length)) if self.kv_cache > 0 else 0
+        each = self.kv_bytes_per_token * length + self.state_bytes
+        return int(self.kv_cache // each) if self.kv_cache > 0 else 0
 
 
 def weight_bytes(load: Workload, stage: int) -> int:
-    """The buffer that the parameters live in, with Megatron-Core's padding."""
-    return load.shard(stage).buffer * load.element
+    """The buffers that the parameters live in, with Megatron-Core's padding, and parameters that are not trained."""
+    params = load.params(stage)
+    return (params.buffer + params.frozen) * load.element
 
 
 def gradient_bytes(load: Workload, stage: int) -> int:
-    """The gradient buffer: as long as that of the parameters."""
-    return load.shard(stage).buffer * load.gradient
+    """The gradient buffers: as long as those of the parameters."""
+    return load.params(stage).buffer * load.gradient
 
 
-def optimizer_bytes(load: Workload, stage: int, data_rank: int | None = None) -> int:
+def optimizer_bytes(load: Workload, stage: int, here: Coordinates | None = None) -> int:
     """State of the distributed optimizer on a rank (None: the one with most): two float32 moments (momentum: one), and
     a float32 copy of the weights where these are bfloat16."""
-    shard = load.shard(stage)
-    owned = shard.most_owned if data_rank is None else shard.owned[data_rank]
     state = 8 if load.optimizer == "adam" else 4 * load.momentum
-    return owned * (state + (4 if load.element < 4 else 0))
+    return load.params(stage).owned(load.layout, here) * (state + (4 if load.element < 4 else 0))
 
 
 def activation_bytes(load: Workload, stage: int, tokens: int | None = None, *, padding: float = 1.0) -> int:
     """Peak of what the backward pass keeps: every micro-batch in flight on this stage, rows of `tokens` (None: full
-    bins). 1F1B has as many micro-batches in flight as there are stages from this one to the end."""
-    tokens, rank, stages = tokens or load.bin_tokens, load.rank, load.layout.pipeline
-    layers, in_flight = len(load.layers[stage]), min(stages - stage, load.micro_batches)
-    layer = layer_bytes(load.shape, rank, tokens, padding=padding)
-    ends = first_stage_bytes(tokens) if stage == 0 else 0.0
-    head = last_stage_bytes(load.shape, rank, tokens) if stage == stages - 1 else 0.0
+    bins), of which a context-parallel rank has its part."""
+    rank, layout = load.rank, load.layout
+    here = (tokens or load.bin_tokens) / layout.context
+    chunks = _in_flight(load, stage)
+    ends = first_stage_bytes(here) if stage == 0 else 0.0
+    last = stage == layout.pipeline - 1
+    head = last_stage_bytes(load.shape, rank, here) if last else 0.0
+    heads = chunks[-1] if layout.virtual == 1 else 1  # interleaved, the last stage turns around at once
+    kept = layer_input_bytes(load.shape, rank, here)
+    found, largest = chunks[0] * ends, 0.0
+    for flying, layers in zip(chunks, load.chunks[stage], strict=True):
+        each = [layer_bytes(load.shape, rank, here, layer, padding=padding) for layer in layers]
+        found += flying * (kept * len(each) if load.recompute else sum(each))
+        largest = max([largest, *each])
     if not load.recompute:
-        return int(in_flight * (layers * layer + ends + head))
-    kept = layer_input_bytes(load.shape, rank, tokens)
+        return int(found + heads * head)
     # One layer at a time is computed again, when the head's are gone.
-    return int(in_flight * (layers * kept + ends) + max(head, layer - kept if layers else 0.0))
+    return int(found + max(head, largest - kept if largest else 0.0))
+
+
+def _in_flight(load: Workload, stage: int) -> list[int]:
+    """Micro-batches of which the backward pass is still to come, of each model chunk at the peak.
+
+    1F1B has as many as there are stages from this one to the end. Interleaved (arXiv 2104.04473, section 2.2), groups
+    of as many micro-batches as there are stages go through the chunks in turn.
+    """
+    stages, chunks, count = load.layout.pipeline, load.layout.virtual, load.micro_batches
+    if chunks == 1:
+        return [min(stages - stage, count)]
+    total = -(-count // stages) * stages * chunks
+    ahead = total if total == stages * chunks else min(total, (stages - stage - 1) * 2 + (chunks - 1) * stages + 1)
+    found = [0] * chunks
+    for step in range(ahead):
+        found[step // stages % chunks] += 1
+    return found
 
 
 def engine_memory(load: Workload, device: Device) -> EngineMemory:
-    """One rank of an engine: vLLM splits as Megatron-Core does; each rank has one key-value head at least."""
+    """One rank of an engine: vLLM splits as Megatron-Core does, and experts and Mamba mixers too; each rank has one
+    key-value head at least, and the whole of a latent."""
     shape, tensor = load.shape, load.engine_tensor
-    weights = sum(math.prod(local_shape(param, shape, tensor)) for param in params_of(shape) if not param.copy)
-    heads = max(1, shape.num_kv_heads // tensor)
-    per_token = 2 * shape.num_layers * heads * shape.head_dim * load.engine_element
+    weights = sum(_engine_numel(param, shape, tensor) for param in params_of(shape) if not param.copy)
+    attention = shape.blocks.count(Block.ATTENTION) if shape.blocks else shape.num_layers
+    width = 2 * max(1, shape.num_kv_heads // tensor) * shape.head_dim
+    if shape.latent is not None:
+        width = shape.latent.key_value_rank + shape.latent.rotary_dim
+    state = 0
+    if (mamba := shape.mamba) is not None:
+        numel = mamba.inner * mamba.state_size + mamba.convolved * (mamba.kernel - 1)
+        state = shape.blocks.count(Block.MAMBA) * numel // tensor * load.engine_element
     if load.kv_cache is not None:
         cache = load.kv_cache
     elif device.memory is None:
         cache = 2**30
     else:
         cache = int(load.engine_share * device.memory) - weights * load.engine_element - ENGINE_OVERHEAD
-    return EngineMemory(weights * load.engine_element, cache, per_token)
+    return EngineMemory(weights * load.engine_element, cache, attention * width * load.engine_element, state)
+
+
+def _engine_numel(param: Param, shape: ModelShape, tensor: int) -> int:
+    mixer = shape.blocks and param.layer is not None and shape.blocks[param.layer] is Block.MAMBA
+    if mixer and len(param.hf[0].shape) > 1:
+        return math.prod(param.hf[0].shape) // tensor
+    return math.prod(local_shape(param, shape, tensor))
 
 
 def stage_memory(load: Workload, device: Device, stage: int, engine: EngineMemory) -> StageMemory:
@@ -125,8 +166,10 @@ def stage_memory(load: Workload, device: Device, stage: int, engine: EngineMemor
     if load.engines_stay:
         state |= cached
     last = stage == load.layout.pipeline - 1
-    forward = int(layer_bytes(load.shape, load.rank, load.bin_tokens))  # one layer's; more than it needs
-    chunk = min(load.logprob_chunk, load.bin_tokens)
+    here = load.bin_tokens / load.layout.context
+    # One layer's; more than it needs.
+    forward = int(max(layer_bytes(load.shape, load.rank, here, layer) for layer in load.layers[stage]))
+    chunk = min(load.logprob_chunk, math.ceil(here))
     phases = []
     if load.grpo:
         # The buffer lies in host memory where there are several policy ranks.

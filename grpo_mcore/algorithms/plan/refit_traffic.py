@@ -37,13 +37,11 @@ class RefitTraffic:
 
 def refit_traffic(load: Workload) -> RefitTraffic:
     """Raises RefitError where a row does not fit the buffer, LayoutError where the layouts do not fit the model."""
+    layout = load.layout
     trainer = TrainerLayout(
-        load.layout.tensor,
-        load.layout.pipeline,
-        load.layout.data,
-        first_layers=load.first_layers or 0,
-        last_layers=load.last_layers or 0,
-    )
+        layout.tensor, layout.pipeline, layout.data, layout.context, layout.expert, layout.expert_tensor,
+        layout.virtual, first_layers=load.first_layers or 0, last_layers=load.last_layers or 0,
+    )  # fmt: skip
     engine = EngineLayout(load.engine_tensor, replicas=max(1, load.engines // load.engine_nodes))
     plan = plan_model_refit(load.shape, trainer, engine, dtype=DTYPE[load.element], buffer_bytes=load.refit_buffer)
     written: Counter[int] = Counter()

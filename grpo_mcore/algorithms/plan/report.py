@@ -68,7 +68,7 @@ def _memory(plan: Plan) -> list[str]:
         layers = plan.load.layers[index]
         lines.append(
             f"  {stages}: ranks {ranks.start} to {ranks_of(plan.load, upto).stop - 1}, {len(layers)} layers a stage, "
-            f"{plan.load.shard(index).numel / 1e6:,.1f} M parameters a rank"
+            f"{plan.load.params(index).numel / 1e6:,.1f} M parameters a rank"
         )
         rows = [("", *(phase.name for phase in stage.phases))]
         for part in dict.fromkeys(name for phase in stage.phases for name in phase.parts):

@@ -9,7 +9,7 @@ from grpo_mcore.algorithms.plan.devices import Device
 from grpo_mcore.algorithms.plan.memory import EngineMemory, gradient_bytes, weight_bytes
 from grpo_mcore.algorithms.plan.refit_traffic import RefitTraffic
 from grpo_mcore.algorithms.plan.workload import Workload
-from grpo_mcore.families import forward_flops, parameter_count
+from grpo_mcore.families import Block, forward_flops
 
 COMPUTE_EFFICIENCY = 0.40
 """Share of a device's peak FLOP/s that dense training reaches in practice."""
@@ -46,16 +46,16 @@ class StepTime:
         return max(self.phases, key=lambda phase: phase.likely)
 
 
-def pipeline_bubble(stages: int, micro_batches: int) -> float:
-    """(p - 1) / (m + p - 1) of 1F1B (arXiv 2104.04473, section 2.2, as a share of the whole time)."""
-    return (stages - 1) / (micro_batches + stages - 1)
+def pipeline_bubble(stages: int, micro_batches: int, chunks: int = 1) -> float:
+    """(p - 1) / (v m + p - 1) of 1F1B (arXiv 2104.04473, section 2.2, as a share of the whole time)."""
+    return (stages - 1) / (chunks * micro_batches + stages - 1)
 
 
 def step_time(load: Workload, device: Device, engine: EngineMemory, traffic: RefitTraffic | None) -> StepTime:
     """All phases of one step of the loop."""
     lengths = [load.mean_length]
     forward = forward_flops(load.shape, lengths) * load.samples
-    bubble = pipeline_bubble(load.layout.pipeline, load.micro_batches)
+    bubble = pipeline_bubble(load.layout.pipeline, load.micro_batches, load.layout.virtual)
     phases = []
     if load.grpo:
         if traffic is not None:
@@ -76,12 +76,16 @@ def _pass(
     """Forward (and backward) passes over the step's samples. `sweeps`: passes through the layers, for TP's traffic."""
     compute = flops / load.world / device.flops
     tensor = _tensor_parallel_seconds(load, device) * sweeps
+    context, experts = _context_seconds(load, device) * sweeps, _expert_seconds(load, device) * sweeps
+    links = tensor + context + experts
     data = _data_parallel_seconds(load, device) if gradients else 0.0
-    floor = max(compute, tensor + data)
-    likely = (compute / COMPUTE_EFFICIENCY + tensor / LINK_EFFICIENCY) / (1 - bubble) + data / LINK_EFFICIENCY
+    floor = max(compute, links + data)
+    likely = (compute / COMPUTE_EFFICIENCY + links / LINK_EFFICIENCY) / (1 - bubble) + data / LINK_EFFICIENCY
     shares = {
         "compute": compute / COMPUTE_EFFICIENCY,
         "tensor-parallel traffic": tensor / LINK_EFFICIENCY,
+        "context-parallel traffic": context / LINK_EFFICIENCY,
+        "tokens to experts and back": experts / LINK_EFFICIENCY,
         "gradient and weight traffic": data / LINK_EFFICIENCY,
         "pipeline bubble": likely * bubble,
     }
@@ -94,21 +98,57 @@ def _tensor_parallel_seconds(load: Workload, device: Device) -> float:
     tp = load.layout.tensor
     if tp == 1:
         return 0.0
-    tokens = load.samples * load.mean_length / load.layout.data
     layers = max(len(layers) for layers in load.layers)
-    nbytes = 2 * layers * tokens * load.shape.hidden_size * load.element * 2 * (tp - 1) / tp
-    return nbytes / (device.peer_bandwidth if tp <= load.gpus_per_node else device.node_bandwidth)
+    nbytes = 2 * layers * _tokens_of_a_rank(load) * load.shape.hidden_size * load.element * 2 * (tp - 1) / tp
+    return nbytes / _link(load, device, tp)
+
+
+def _context_seconds(load: Workload, device: Device) -> float:
+    """Per sweep: every attention layer gathers the keys and values of the other ranks, and of a Mamba mixer all that it
+    scans."""
+    layout, shape = load.layout, load.shape
+    if layout.context == 1:
+        return 0.0
+    width = 2 * shape.num_kv_heads * shape.head_dim / layout.tensor
+    if shape.latent is not None:
+        width = shape.num_heads * (shape.head_dim + shape.latent.value_dim) / layout.tensor
+    scanned = shape.mamba.inner + shape.mamba.convolved + shape.mamba.heads if shape.mamba else 0
+    widths = {None: width, Block.ATTENTION: width, Block.MAMBA: scanned}
+    blocks = shape.blocks or (None,) * shape.num_layers
+    each = max(sum(widths.get(blocks[layer], 0.0) for layer in layers) for layers in load.layers)
+    nbytes = each * _tokens_of_a_rank(load) * (layout.context - 1) * load.element
+    return nbytes / _link(load, device, layout.tensor * layout.context)
+
+
+def _expert_seconds(load: Workload, device: Device) -> float:
+    """Per sweep: each expert layer sends a token's copies to its experts' ranks and gets them back."""
+    layout, experts = load.layout, load.shape.experts
+    size = layout.expert * layout.expert_tensor
+    if experts is None or size == 1:
+        return 0.0
+    layers = max(sum(load.shape.is_expert_layer(layer) for layer in layers) for layers in load.layers)
+    tokens = _tokens_of_a_rank(load) * load.rank.share
+    nbytes = 2 * layers * tokens * experts.active * load.shape.hidden_size * load.element * (size - 1) / layout.expert
+    return nbytes / _link(load, device, size)
+
+
+def _tokens_of_a_rank(load: Workload) -> float:
+    """Of a step."""
+    return load.samples * load.mean_length / load.layout.data / load.layout.context
+
+
+def _link(load: Workload, device: Device, ranks: int) -> float:
+    """Bandwidth among neighbouring ranks."""
+    return device.peer_bandwidth if ranks <= load.gpus_per_node else device.node_bandwidth
 
 
 def _data_parallel_seconds(load: Workload, device: Device) -> float:
     """Per step: reduce-scatter of the gradients and all-gather of the weights, once an optimizer step."""
-    dp = load.layout.data
+    dp = load.layout.data * load.layout.context
     if dp == 1:
         return 0.0
     nbytes = max(gradient_bytes(load, stage) + weight_bytes(load, stage) for stage in range(load.layout.pipeline))
-    inside = load.layout.tensor * dp <= load.gpus_per_node
-    link = device.peer_bandwidth if inside else device.node_bandwidth
-    return load.optimizer_steps * nbytes * (dp - 1) / dp / link
+    return load.optimizer_steps * nbytes * (dp - 1) / dp / _link(load, device, load.layout.tensor * dp)
 
 
 def _generation(load: Workload, device: Device, engine: EngineMemory) -> PhaseTime:
@@ -121,7 +161,7 @@ def _generation(load: Workload, device: Device, engine: EngineMemory) -> PhaseTi
     rounds = math.ceil(each / together)
     context = prompt + new_tokens / 2
     read = engine.weights + together * context * engine.kv_bytes_per_token
-    per_token = 2 * parameter_count(load.shape) / load.engine_tensor
+    per_token = forward_flops(load.shape, [1]) / load.engine_tensor
     memory_s, compute_s = read / device.memory_bandwidth, together * per_token / device.flops
     prefill = each * prompt * per_token / device.flops
     floor = rounds * new_tokens * max(memory_s, compute_s) + prefill

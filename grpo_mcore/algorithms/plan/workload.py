@@ -4,15 +4,17 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
-from functools import cache, cached_property, lru_cache
+from functools import cached_property
 from typing import Literal
 
 from grpo_mcore.algorithms.logprob_passes import needs_prev, needs_reference
-from grpo_mcore.families import FamilyError, ModelShape, Param, check_tensor_parallel, params_of
+from grpo_mcore.algorithms.plan.rank_params import RankParams, rank_params
+from grpo_mcore.families import ModelShape, check_fit
 from grpo_mcore.families.activations import Kernels, Rank
-from grpo_mcore.families.shards import Shard, shard_of, stage_layers, stage_params
+from grpo_mcore.families.shards import chunk_layers
 from grpo_mcore.parallel.mesh import Layout
-from grpo_mcore.recipe import MasterConfig, MegatronConfig, engine_pool, num_engines, policy_pool, samples_per_step
+from grpo_mcore.parallel.policy import layout_of
+from grpo_mcore.recipe import MasterConfig, engine_pool, num_engines, policy_pool, samples_per_step
 from grpo_mcore.recipe.master import runs_grpo
 
 BYTES = {"bfloat16": 2, "float32": 4}
@@ -30,6 +32,7 @@ class Workload:
     first_layers: int | None
     last_layers: int | None
     recompute: bool
+    frozen_router: bool
     element: int  # bytes of a weight or activation
     gradient: int  # bytes of a gradient
     optimizer: Literal["adam", "sgd"]
@@ -66,7 +69,10 @@ class Workload:
 
     @property
     def rank(self) -> Rank:
-        return Rank(self.layout.tensor, self.layout.sequence_parallel, self.element, self.kernels)
+        layout = self.layout
+        return Rank(
+            layout.tensor, layout.sequence_parallel, self.element, self.kernels, layout.context, layout.expert_tensor
+        )
 
     @property
     def optimizer_steps(self) -> int:
@@ -79,59 +85,39 @@ class Workload:
         return max(1, math.ceil(self.batch / self.layout.data / per_bin))
 
     @cached_property
-    def layers(self) -> tuple[range, ...]:
-        """Layers of each stage. Raises FamilyError."""
-        return stage_layers(self.shape.num_layers, self.layout.pipeline, self.first_layers, self.last_layers)
+    def chunks(self) -> tuple[tuple[range, ...], ...]:
+        """Layers of each model chunk of each stage. Raises FamilyError."""
+        layout = self.layout
+        return chunk_layers(self.shape.num_layers, layout.pipeline, layout.virtual, self.first_layers, self.last_layers)
 
-    def shard(self, stage: int) -> Shard:
-        return _shard(self.shape, self.layers[stage], stage, self.layout.pipeline, self.layout.tensor, self.layout.data)
+    @cached_property
+    def layers(self) -> tuple[tuple[int, ...], ...]:
+        """Layers of each stage."""
+        return tuple(tuple(layer for chunk in chunks for layer in chunk) for chunks in self.chunks)
 
-
-@cache
-def _params(shape: ModelShape) -> tuple[Param, ...]:
-    return params_of(shape)
-
-
-@lru_cache(maxsize=4096)
-def _shard(shape: ModelShape, layers: range, stage: int, stages: int, tensor: int, data: int) -> Shard:
-    found = stage_params(_params(shape), layers, stage, stages)
-    return shard_of(found, shape, tensor, data, shared_apart=shape.tied_embeddings and stages > 1)
-
-
-def _check_known(shape: ModelShape, megatron: MegatronConfig) -> None:
-    """Raises FamilyError for what the plan has no numbers of."""
-    if shape.experts or shape.latent or shape.mamba:
-        raise FamilyError(f"policy.model_name: no plan of a {shape.family} model yet; only of dense ones")
-    for name, size in (
-        ("context_parallel_size", megatron.context_parallel_size),
-        ("virtual_pipeline_model_parallel_size", megatron.virtual_pipeline_model_parallel_size or 1),
-        ("expert_model_parallel_size", megatron.expert_model_parallel_size),
-        ("expert_tensor_parallel_size", megatron.expert_tensor_parallel_size),
-    ):
-        if size > 1:
-            raise FamilyError(f"policy.megatron_cfg.{name} {size}: no plan of such a layout yet; only of 1")
+    def params(self, stage: int) -> RankParams:
+        """The parameters of a rank of this stage."""
+        return rank_params(self.shape, self.layout, stage, self.chunks[stage], self.frozen_router)
 
 
 def workload_of(
     config: MasterConfig, shape: ModelShape, *, kernels: Kernels, mean_length: int | None = None
 ) -> Workload:
-    """The workload of a recipe. Raises FamilyError for a layout that the model does not allow.
+    """The workload of a recipe. Raises FamilyError for a layout that the model does not allow, LayoutError for one that
+    the ranks do not.
 
     `mean_length`: tokens of an expected sample; None: half of policy.max_total_sequence_length.
     """
     policy, generation = config.policy, config.policy.generation
     megatron, vllm = policy.megatron_cfg, generation.vllm_cfg
-    tensor, pipeline = megatron.tensor_model_parallel_size, megatron.pipeline_model_parallel_size
-    _check_known(shape, megatron)
-    check_tensor_parallel(shape, tensor)
+    check_fit(shape, megatron)
     pool, cpu = policy_pool(config), kernels == "cpu"
-    world = pool.ranks
-    layout = Layout(tensor, pipeline, world // (tensor * pipeline), megatron.sequence_parallel)
+    layout = layout_of(policy, pool.ranks)
     longest, grpo = policy.max_total_sequence_length, runs_grpo(config)
     packing = policy.sequence_packing
     element = BYTES[policy.precision]
     kv_cache_gb = vllm.kv_cache_memory_gb or (1.0 if cpu else None)
-    found = Workload(
+    return Workload(
         shape=shape,
         layout=layout,
         nodes=pool.nodes,
@@ -139,6 +125,7 @@ def workload_of(
         first_layers=megatron.num_layers_in_first_pipeline_stage,
         last_layers=megatron.num_layers_in_last_pipeline_stage,
         recompute=megatron.activation_checkpointing,
+        frozen_router=megatron.freeze_moe_router,
         element=element,
         gradient=4 if megatron.distributed_data_parallel_config.grad_reduce_in_fp32 else element,
         optimizer=megatron.optimizer.optimizer,
@@ -164,5 +151,3 @@ def workload_of(
         engine_nodes=(engine_pool(config) or pool).nodes,
         engines_sleep=not config.grpo.async_grpo.max_age or config.grpo.async_grpo.pauses,
     )
-    assert found.layers  # raises here where the layers do not divide
-    return found

@@ -66,7 +66,7 @@ def test_a_thousand_gpus() -> None:
     assert found.load.world == 1024 and found.fits
     assert len(found.stages) == 4 and sum(len(layers) for layers in found.load.layers) == 80
     # Over TP and PP the model is there once; the norms, two a layer and the last one, are on every TP rank.
-    held = 8 * sum(found.load.shard(stage).numel for stage in range(4))
+    held = 8 * sum(found.load.params(stage).numel for stage in range(4))
     assert held == 70_553_706_496 + 7 * (2 * 80 + 1) * 8192
 
 
@@ -78,8 +78,8 @@ def test_stages_and_ranks_are_those_of_the_mesh() -> None:
 
 def test_the_optimizer_is_split_over_data_parallel_ranks_without_rest() -> None:
     load = plan(LLAMA).load
-    total = sum(optimizer_bytes(load, 0, rank) for rank in range(8))
-    assert total == 12 * load.shard(0).numel
+    total = sum(optimizer_bytes(load, 0, load.layout.coordinates(rank)) for rank in range(8))
+    assert total == 12 * load.params(0).numel
 
 
 @pytest.mark.parametrize(

@@ -9,7 +9,7 @@ import pytest
 
 from grpo_mcore.families import FamilyError, parameter_count, params_of, read_hf_config, shape_of
 from grpo_mcore.families.known import CONFIGS, FOLDERS, known_config
-from grpo_mcore.families.shards import shard_of, stage_layers, stage_params
+from grpo_mcore.families.shards import chunk_layers, chunk_params, shard_of, stage_layers
 
 # As the model cards and the index files of the checkpoints say.
 PUBLISHED = {
@@ -69,13 +69,20 @@ def test_layers_of_stages(arguments: tuple[int, ...], counts: list[int] | None) 
         assert [layer for layers in stages for layer in layers] == list(range(arguments[0]))
 
 
+def test_layers_of_interleaved_chunks() -> None:
+    assert chunk_layers(8, 2, 2) == ((range(2), range(4, 6)), (range(2, 4), range(6, 8)))
+    assert chunk_layers(10, 2, 2, 6) == ((range(3), range(5, 8)), (range(3, 5), range(8, 10)))
+    with pytest.raises(FamilyError, match="virtual_pipeline_model_parallel_size 2 does not divide .* stage \\(3, 5\\)"):
+        chunk_layers(8, 2, 2, 3)
+
+
 @pytest.mark.parametrize("name", ["Qwen3-8B", "Qwen2.5-1.5B"])
 @pytest.mark.parametrize("data", [1, 3, 64])
 def test_every_element_is_owned_once(name: str, data: int) -> None:
     shape = shape_of(CONFIGS[name])
     params, stages = params_of(shape), 4
     for stage, layers in enumerate(stage_layers(shape.num_layers, stages)):
-        here = stage_params(params, layers, stage, stages)
+        here = chunk_params(params, layers, first=stage == 0, last=stage == stages - 1)
         shard = shard_of(here, shape, 2, data, shared_apart=shape.tied_embeddings)
         assert sum(shard.owned) == shard.numel <= shard.buffer
         assert shard.most_owned <= shard.buffer / data

@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 import yaml
 
-from grpo_mcore.launch import LaunchSpec, launch_spec
+from grpo_mcore.launch import LaunchSpec, launch_spec, nemo_run
 from grpo_mcore.launch.kubernetes import documents, manifest
 from grpo_mcore.launch.kubernetes_check import check, check_file
 from grpo_mcore.launch.slurm import BODY, sbatch_script
@@ -60,6 +60,27 @@ def slurm(recipe: str) -> str:
     return text.replace(BODY.read_text(), BODY_HERE)
 
 
+def through_nemo_run(recipe: str) -> str:
+    """What NeMo-Run's Slurm executor gets, and the script for its local one where the recipe is of one node."""
+    loaded = load_recipe(recipe, of_processes(recipe))
+    spec = launch_spec(loaded, "slurm")
+    script = nemo_run.script(spec, "slurm").replace(BODY.read_text(), BODY_HERE)
+    parts = {"slurm executor": nemo_run.slurm_fields(spec), "slurm script": script}
+    if loaded.config.cluster.num_nodes == 1:
+        parts["local script"] = nemo_run.script(launch_spec(loaded, "local"), "local")
+    return yaml.dump(parts, Dumper=_Blocks, sort_keys=False, width=110)
+
+
+class _Blocks(yaml.SafeDumper):
+    """Texts of several lines line by line."""
+
+
+_Blocks.add_representer(
+    str,
+    lambda dumper, text: dumper.represent_scalar("tag:yaml.org,2002:str", text, style="|" if "\n" in text else None),
+)
+
+
 def k8s(recipe: str, *overrides: str) -> LaunchSpec:
     return launch_spec(load_recipe(recipe, overrides or (IMAGE, CLAIM, *of_processes(recipe))), "k8s")
 
@@ -83,6 +104,11 @@ def test_kubernetes(recipe: str) -> None:
     text = manifest(k8s(recipe))
     assert without_recipe(text) == golden(recipe, ".k8s.yaml").read_text()
     assert check(list(yaml.safe_load_all(text))[1], crd()) == []
+
+
+@pytest.mark.parametrize("recipe", RECIPES)
+def test_nemo_run(recipe: str) -> None:
+    assert through_nemo_run(recipe) == golden(recipe, ".nemo_run.yaml").read_text()
 
 
 def shipped() -> dict[str, str]:
@@ -120,6 +146,7 @@ def write() -> None:
         file.unlink()
     for recipe in RECIPES:
         golden(recipe, ".sbatch").write_text(slurm(recipe))
+        golden(recipe, ".nemo_run.yaml").write_text(through_nemo_run(recipe))
         golden(recipe, ".k8s.yaml").write_text(without_recipe(manifest(k8s(recipe))))
     for name, text in shipped().items():
         (ROOT / "launchers" / name).write_text(text)

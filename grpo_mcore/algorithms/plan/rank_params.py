@@ -1,0 +1,88 @@
+"""The parameters of a policy rank, in the buffers that Megatron-Core keeps them in."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import cache, lru_cache
+
+from grpo_mcore.families import ModelShape, Param, Stage, local_shape, params_of
+from grpo_mcore.families.shards import Shard, chunk_params, shard_of
+from grpo_mcore.parallel.mesh import Coordinates, Layout
+
+
+@dataclass(frozen=True)
+class RankParams:
+    """Of one rank, by model chunk: what all data- and context-parallel ranks hold, and experts, which fewer ranks hold.
+    `frozen`: elements that are not trained, which have no gradient and no optimizer state."""
+
+    common: tuple[Shard, ...]
+    experts: tuple[Shard, ...]
+    frozen: int
+
+    @property
+    def numel(self) -> int:
+        """Elements, without padding."""
+        return sum(shard.numel for shard in (*self.common, *self.experts)) + self.frozen
+
+    @property
+    def expert_numel(self) -> int:
+        return sum(shard.numel for shard in self.experts)
+
+    @property
+    def buffer(self) -> int:
+        """Elements of the weight and of the gradient buffers, with padding."""
+        return sum(shard.buffer for shard in (*self.common, *self.experts))
+
+    def owned(self, layout: Layout, here: Coordinates | None) -> int:
+        """Elements whose optimizer state a rank keeps; None: the most that any keeps."""
+        if here is None:
+            return sum(shard.most_owned for shard in (*self.common, *self.experts))
+        among = here.data * layout.context + here.context
+        return sum(shard.owned[among] for shard in self.common) + sum(
+            shard.owned[here.expert_copy] for shard in self.experts
+        )
+
+
+@lru_cache(maxsize=4096)
+def rank_params(
+    shape: ModelShape, layout: Layout, stage: int, chunks: tuple[range, ...], frozen_router: bool
+) -> RankParams:
+    """The parameters of a rank of this pipeline stage, which holds model chunks of these layers."""
+    copies = layout.stage_size // (layout.expert * layout.expert_tensor)
+    common, experts, frozen = [], [], 0
+    for index, layers in enumerate(chunks):
+        first = stage == 0 and index == 0
+        last = stage == layout.pipeline - 1 and index == len(chunks) - 1
+        params = chunk_params(_of_layers(shape, layers), layers, first=first, last=last)
+        trained = [param for param in params if not param.buffer]
+        if frozen_router:
+            routers = [param for param in trained if param.megatron.endswith("mlp.router.weight")]
+            frozen += sum(math.prod(local_shape(param, shape, layout.tensor)) for param in routers)
+            trained = [param for param in trained if not param.megatron.endswith("mlp.router.weight")]
+        shared_apart = shape.tied_embeddings and layout.pipeline > 1
+        whole = [param for param in trained if param.expert is None]
+        common.append(shard_of(whole, shape, layout.tensor, layout.data * layout.context, shared_apart=shared_apart))
+        own = [param for param in trained if param.expert and param.expert[0] < param.expert[1] // layout.expert]
+        if own:
+            experts.append(shard_of(own, shape, layout.expert_tensor, copies, shared_apart=False))
+    return RankParams(tuple(common), tuple(experts), frozen)
+
+
+def _of_layers(shape: ModelShape, layers: range) -> list[Param]:
+    """The parameters of these layers, and those before and behind all layers."""
+    before, by_layer, behind = _sorted(shape)
+    return [*before, *(param for layer in layers for param in by_layer[layer]), *behind]
+
+
+@cache
+def _sorted(shape: ModelShape) -> tuple[Sequence[Param], Sequence[Sequence[Param]], Sequence[Param]]:
+    before, behind = [], []
+    by_layer: list[list[Param]] = [[] for _ in range(shape.num_layers)]
+    for param in params_of(shape):
+        if param.layer is not None:
+            by_layer[param.layer].append(param)
+        else:
+            (before if param.stage is Stage.FIRST else behind).append(param)
+    return before, by_layer, behind

@@ -1,0 +1,52 @@
+"""What a policy rank really holds, in bytes."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import Any
+
+import torch
+from torch import Tensor
+
+
+def storage_key(tensor: Tensor) -> int:
+    return tensor.untyped_storage().data_ptr()
+
+
+def storage_bytes(tensors: Iterable[Tensor]) -> int:
+    """Of distinct storages."""
+    return sum({storage_key(t): t.untyped_storage().nbytes() for t in tensors}.values())
+
+
+def resident_bytes(chunks: Iterable[Any], optimizer: Any) -> dict[str, int]:
+    """weights, gradients and optimizer: the storages behind them, with their padding.
+
+    `chunks`: model chunks wrapped for data parallelism. The optimizer has its state after its first step.
+    """
+    chunks = list(chunks)
+    weights = [weight for chunk in chunks for weight in chunk.parameters()]
+    own = {storage_key(weight) for weight in weights}
+    buffers = [buffer for chunk in chunks for buffer in (*chunk.buffers, *chunk.expert_parallel_buffers)]
+    return {
+        "weights": storage_bytes(weights),
+        "gradients": storage_bytes(buffer.grad_data for buffer in buffers),
+        "optimizer": storage_bytes(t for t in _optimizer_tensors(optimizer) if storage_key(t) not in own),
+    }
+
+
+def accelerator() -> dict[str, Any]:
+    """Name, memory and highest use of this process's accelerator; {} without one."""
+    if not torch.cuda.is_available():
+        return {}
+    found = torch.cuda.get_device_properties(torch.cuda.current_device())
+    return {"device": found.name, "device bytes": found.total_memory, "peak": torch.cuda.max_memory_allocated()}
+
+
+def _optimizer_tensors(optimizer: Any) -> list[Tensor]:
+    """Moments, and the float32 copies of the weights where there are any."""
+    found: list[Tensor] = []
+    for part in getattr(optimizer, "chained_optimizers", [optimizer]):
+        inner = part.optimizer
+        found += [parameter for group in inner.param_groups for parameter in group["params"]]
+        found += [value for state in inner.state.values() for value in state.values() if torch.is_tensor(value)]
+    return found
