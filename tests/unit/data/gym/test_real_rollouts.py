@@ -1,6 +1,4 @@
-"""Rollouts that NeMo Gym wrote, and what our own datasets make of the result. The rows are of its repository
-(Apache-2.0, at 07d6b0d0): example_tool_call_multireward and competitive_coding_challenges, with long texts and lists
-cut short."""
+"""Rollouts that NeMo Gym wrote, where a copy lies beside the project; and what our own datasets make of the result."""
 
 from __future__ import annotations
 
@@ -8,12 +6,18 @@ import json
 from pathlib import Path
 from typing import Any
 
+import pytest
+
 from grpo_mcore.data import load_preference_dataset, load_response_dataset
 from grpo_mcore.data.gym import gym_to_dpo, gym_to_grpo, gym_to_sft
 from tests.unit.data.gym.conftest import read, rollout, write
 
-FOLDER = Path(__file__).parent / "rollouts"
-TOOLS, CODE = FOLDER / "tool_calls.jsonl", FOLDER / "code.jsonl"
+FOLDER = Path(__file__).resolve().parents[5] / "shared" / "data" / "gym_rollouts"
+TOOLS = FOLDER / "example_tool_call_multireward_example_rollouts.jsonl"
+CODE = FOLDER / "competitive_coding_challenges_example_rollouts.jsonl"
+pytestmark = pytest.mark.skipif(
+    not FOLDER.is_dir(), reason=f"no sample rollouts of NeMo Gym in {FOLDER.name} beside it"
+)
 
 
 def originals(path: Path) -> list[dict[str, Any]]:
@@ -22,7 +26,7 @@ def originals(path: Path) -> list[dict[str, Any]]:
 
 def test_tool_calls_become_conversations_that_load(tmp_path: Path) -> None:
     summary = gym_to_sft(TOOLS, tmp_path / "out.jsonl")
-    assert (summary.rows, summary.kept, summary.rewards.high) == (2, 2, 2.0)
+    assert (summary.rows, summary.kept, summary.rewards.high) == (5, 5, 2.0)
     for row, original in zip(read(tmp_path / "out.jsonl"), originals(TOOLS), strict=True):
         params, items = original["responses_create_params"], original["response"]["output"]
         roles = [message["role"] for message in row["messages"]]
@@ -39,12 +43,12 @@ def test_tool_calls_become_conversations_that_load(tmp_path: Path) -> None:
     entry = {"dataset_name": "openai_format", "data_path": str(tmp_path / "out.jsonl")}
     loaded = load_response_dataset(entry, "sft_processor").dataset
     arguments = loaded[0]["messages"][2]["tool_calls"][0]["function"]["arguments"]
-    assert len(loaded) == 2 and arguments == {"city": "New York"}
+    assert len(loaded) == 5 and arguments == {"city": "New York"}
 
 
 def test_code_with_text_inputs_and_token_ids(tmp_path: Path) -> None:
     summary = gym_to_grpo(CODE, tmp_path / "out.jsonl")
-    assert (summary.kept, summary.without_ground_truth) == (3, 3)
+    assert (summary.kept, summary.without_ground_truth) == (5, 5)
     for row, original in zip(read(tmp_path / "out.jsonl"), originals(CODE), strict=True):
         assert row["input"] == original["responses_create_params"]["input"]
         assert row["output"] == original["response"]["output"][-1]["content"][0]["text"]
@@ -55,12 +59,12 @@ def test_code_with_text_inputs_and_token_ids(tmp_path: Path) -> None:
 def test_pairs_of_real_rollouts(tmp_path: Path) -> None:
     rows = originals(CODE)
     for number, row in enumerate(rows):
-        row["reward"] = number / 2
+        row["reward"] = number / 4
     source = write(tmp_path / "in.jsonl", rows)
     gym_to_dpo(source, tmp_path / "out.jsonl")
     (pair,) = read(tmp_path / "out.jsonl")
     assert pair["prompt"] == rows[0]["responses_create_params"]["input"] and pair["reward_gap"] == 1.0
-    assert pair["chosen"] == rows[2]["response"]["output"][-1]["content"][0]["text"]
+    assert pair["chosen"] == rows[4]["response"]["output"][-1]["content"][0]["text"]
 
 
 def test_every_output_loads(tmp_path: Path) -> None:
