@@ -25,7 +25,7 @@ TOKEN_FIELDS = ("prompt_token_ids", "generation_token_ids", "generation_log_prob
 class GymServer:
     """Runs from construction to `close`. `policy_url`, `policy_key`, `policy_model`: of the policy's endpoint."""
 
-    def __init__(self, policy_url: str, policy_key: str, policy_model: str) -> None:
+    def __init__(self, policy_url: str, policy_key: str, policy_model: str, head_port: int = 0) -> None:
         self.policy_url, self.policy_key, self.policy_model = policy_url, policy_key, policy_model
         self.requests: list[dict[str, Any]] = []
         """Bodies of the requests to the policy."""
@@ -40,13 +40,13 @@ class GymServer:
         self._thread.start()
         self._runners: list[web.AppRunner] = []
         self.ports: dict[str, int] = {}
-        asyncio.run_coroutine_threadsafe(self._start(), self._loop).result(30)
+        asyncio.run_coroutine_threadsafe(self._start(head_port), self._loop).result(30)
 
     @property
     def head_url(self) -> str:
         return f"http://127.0.0.1:{self.ports['head']}"
 
-    async def _start(self) -> None:
+    async def _start(self, head_port: int) -> None:
         self._client = aiohttp.ClientSession(cookie_jar=aiohttp.DummyCookieJar())
         servers = {
             "resources": [
@@ -63,7 +63,7 @@ class GymServer:
             app.add_routes(routes)
             runner = web.AppRunner(app, shutdown_timeout=0.1)
             await runner.setup()
-            await web.TCPSite(runner, "127.0.0.1", 0).start()
+            await web.TCPSite(runner, "127.0.0.1", head_port if name == "head" else 0).start()
             self._runners.append(runner)
             self.ports[name] = runner.addresses[0][1]
 

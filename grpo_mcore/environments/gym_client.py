@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import time
 from collections.abc import Mapping
 from typing import Any
 
@@ -22,10 +23,12 @@ class GymError(RuntimeError):
 
 class GymClient:
     """`agents`: name -> URL of agents that need not be asked for. `head_server_url`: of the server that knows the
-    others. `timeout_s`: of one rollout. Used within one event loop, as `async with`."""
+    others; it may take `start_timeout_s` to come up. `timeout_s`: of one rollout. Used within one event loop."""
 
-    def __init__(self, head_server_url: str | None, agents: Mapping[str, str], timeout_s: float) -> None:
-        self._head, self._agents = head_server_url, dict(agents)
+    def __init__(
+        self, head_server_url: str | None, agents: Mapping[str, str], *, start_timeout_s: float, timeout_s: float
+    ) -> None:
+        self._head, self._agents, self._start_timeout_s = head_server_url, dict(agents), start_timeout_s
         self._timeout = aiohttp.ClientTimeout(total=timeout_s, connect=SHORT_TIMEOUT_S)
         self._session: aiohttp.ClientSession | None = None
 
@@ -43,7 +46,15 @@ class GymClient:
         if name not in self._agents:
             if self._head is None:
                 raise GymError(f"env.nemo_gym: no URL for the agent {name!r}; set agents, or head_server_url")
-            self._agents |= agents_of(await self._global_config())
+            end = time.monotonic() + self._start_timeout_s
+            while True:
+                try:
+                    self._agents |= agents_of(await self._global_config())
+                    break
+                except GymError:
+                    if time.monotonic() >= end:
+                        raise
+                await asyncio.sleep(1.0)
         if name not in self._agents:
             raise GymError(f"the Gym at {self._head} has no agent {name!r}, it has {sorted(self._agents) or 'none'}")
         return self._agents[name]

@@ -39,6 +39,8 @@ class NemoGymConfig(EnvConfig):
     """Name -> URL of agents, in place of what the head server says."""
     agent_name: str | None = None
     """The agent of tasks that have no agent_ref."""
+    start_timeout_s: float = Field(600.0, ge=0)
+    """Seconds that the head server may take to come up."""
     rollout_timeout_s: float = Field(600.0, gt=0)
     """Seconds of one rollout, from the request to its result; then the sample has no reward."""
     max_row_attempts: int = Field(3, ge=1)
@@ -100,7 +102,12 @@ class NemoGymEnvironment(EnvironmentBase):
 
     def __init__(self, config: Mapping[str, Any] | None = None) -> None:
         super().__init__(config)
-        self._client = GymClient(self.config.head_server_url, self.config.agents, self.config.rollout_timeout_s)
+        self._client = GymClient(
+            self.config.head_server_url,
+            self.config.agents,
+            start_timeout_s=self.config.start_timeout_s,
+            timeout_s=self.config.rollout_timeout_s,
+        )
         self._loop = asyncio.new_event_loop()
         self._thread = threading.Thread(target=self._loop.run_forever, name="nemo-gym", daemon=True)
         self._thread.start()
@@ -111,7 +118,7 @@ class NemoGymEnvironment(EnvironmentBase):
     def patience_s(cls, config: Mapping[str, Any]) -> float:
         """The longest that it works on one sample, all attempts together."""
         read = cls.read_config(config)
-        return read.max_row_attempts * (read.rollout_timeout_s + 60.0)
+        return read.start_timeout_s + read.max_row_attempts * (read.rollout_timeout_s + 60.0)
 
     def _call(self, work: Any) -> Any:
         return asyncio.run_coroutine_threadsafe(work, self._loop).result(60.0)

@@ -22,7 +22,7 @@ from grpo_mcore.environments.worker_process import Launcher, Times, WorkerProces
 
 # Shares of the deadline after which a job is slow (a worker's first one may still load something), and very slow.
 _SLOW, _SLOW_AT_FIRST, _VERY_SLOW = 0.02, 0.25, 0.2
-_SLOW_FOR_ITS_KIND = 5.0  # times what jobs take on average: less is not slow, whatever the deadline
+_SLOW_FOR_ITS_KIND = 3.0  # times what jobs take on average: less is not slow, whatever the deadline
 _LOW = 19  # the priority (nice) of slow ones: where processors are short, a seventieth of the usual share
 _SLOW_BESIDE = 24  # slow ones at a time, at least: they wait much more than they run, and must not fill the places
 # Deadlines after which a very slow job, and any other, ends although it has not had so much time of a processor.
@@ -30,6 +30,7 @@ _STRETCH_VERY_SLOW, _STRETCH = 2.0, 5.0
 _BURST = 2  # workers that are started before others are listened to again
 _START_FAILURES = 3  # in a row, then the pool gives up
 _DYING_S = 5.0  # a killed process frees its memory first
+_STOOD_STILL_S = 0.5  # so much later than it wanted does nobody wake up whose machine has time for it
 
 
 @dataclass(frozen=True)
@@ -45,11 +46,12 @@ class Result:
 class _Job:
     arguments: Sequence[Any]
     future: Future[Result] = field(default_factory=Future)
-    started: float = 0.0
+    started: float = 0.0  # on the pool's clock
+    started_at: float = 0.0  # on the machine's
     losses: int = 0  # workers that went under with it through no fault of its own
 
     def finish(self, value: Any = None, failure: str | None = None) -> None:
-        seconds = time.monotonic() - self.started if self.started else 0.0
+        seconds = time.monotonic() - self.started_at if self.started_at else 0.0
         self.future.set_result(Result(value, failure, seconds))
 
 
@@ -87,6 +89,7 @@ class WorkerPool:
         self._launcher, self._spare = launcher, spare
         self._max_slow = max(2 * num_workers, _SLOW_BESIDE) if slow_aside else 0
         self._usual_s = 0.0  # that jobs ran, on a running average
+        self._lost_s = 0.0  # in which this process stood still
         self._jobs: deque[_Job] = deque()
         self._workers: list[_Worker] = []
         self._selector = selectors.DefaultSelector()
@@ -139,15 +142,28 @@ class WorkerPool:
             while not self._closed:
                 self._start_workers()
                 self._hand_out()
-                for key, _ in self._selector.select(self._patience()):
+                patience, began = self._patience(), time.monotonic()
+                for key, _ in self._selector.select(patience):
                     if key.data is None:
                         os.read(self._woken, 4096)
                     else:
                         self._listen(key.data)
+                if patience is not None:
+                    self._stood_still(time.monotonic() - began - patience)
                 self._check_times()
         except Exception as error:
             broken = error
         self._end(broken)
+
+    def _stood_still(self, late_s: float) -> None:
+        """Where this thread comes round much later than it wanted, it was stopped, or its machine had no time for it:
+        then nor for the workers, and that time is nobody's."""
+        if late_s > _STOOD_STILL_S:
+            self._lost_s += late_s
+
+    def _now(self) -> float:
+        """Seconds on a clock that stands still when this process does."""
+        return time.monotonic() - self._lost_s
 
     def _end(self, broken: Exception | None) -> None:
         with self._lock:
@@ -177,7 +193,7 @@ class WorkerPool:
     def _start_workers(self) -> None:
         missing = self.num_workers + self._spare - self._count("starting", "idle", "busy")
         for _ in range(min(missing, _BURST)):
-            worker = _Worker(self._launcher.launch(), time.monotonic())
+            worker = _Worker(self._launcher.launch(), self._now())
             self._workers.append(worker)
             self._selector.register(worker.process.connection.fileno(), selectors.EVENT_READ, worker)
 
@@ -188,7 +204,8 @@ class WorkerPool:
             if not self._jobs:
                 return
             job = self._jobs.popleft()
-            job.started = worker.since = time.monotonic()
+            job.started, job.started_at = self._now(), time.monotonic()
+            worker.since = job.started
             worker.job, worker.state, worker.before = job, "busy", worker.process.times()
             worker.check_at = job.started + self._slow_s(worker)
             try:
@@ -200,7 +217,7 @@ class WorkerPool:
         """Seconds until something is to be done even if nobody says anything."""
         if self.num_workers + self._spare > self._count("starting", "idle", "busy"):
             return 0.0
-        now = time.monotonic()
+        now = self._now()
         times = [worker.check_at for worker in self._workers if worker.state in ("busy", "slow")]
         times += [worker.since + self._launcher.work.start_s for worker in self._workers if worker.state == "starting"]
         times += [worker.since + _DYING_S for worker in self._workers if worker.state == "dying"]
@@ -243,9 +260,13 @@ class WorkerPool:
         elif job is not None and worker.process.orphaned:
             self._again(job)
         elif job is not None:
-            late = time.monotonic() - job.started >= self.timeout_s
-            reason = self._timed_out if late and end == "was ended by SIGALRM" else f"crashed: the worker process {end}"
-            job.finish(failure=reason)
+            seconds, by_timer = self._now() - job.started, end == "was ended by SIGALRM"
+            if by_timer and seconds >= self.timeout_s:
+                job.finish(failure=self._timed_out)
+            elif by_timer and time.monotonic() - job.started_at > seconds + _STOOD_STILL_S:
+                self._again(job)  # the timer counted while all stood still
+            else:
+                job.finish(failure=f"crashed: the worker process {end}")
 
     def _lost(self, worker: _Worker) -> None:
         """It died while it was idle: its new job has not begun."""
@@ -276,7 +297,7 @@ class WorkerPool:
 
     def _kill(self, worker: _Worker) -> None:
         """Its death shows at its connection."""
-        worker.state, worker.since = "dying", time.monotonic()
+        worker.state, worker.since = "dying", self._now()
         worker.process.kill()
 
     @property
@@ -284,7 +305,7 @@ class WorkerPool:
         return f"timed out after {self.timeout_s:g} s"
 
     def _check_times(self) -> None:
-        now = time.monotonic()
+        now = self._now()
         for worker in list(self._workers):
             if worker.state in ("busy", "slow") and now >= worker.check_at:
                 self._check(worker, now)

@@ -362,10 +362,10 @@ def test_tasks_of_nemo_gym_come_whole(write_jsonl):
     [
         ({"input": "q"}, "responses_create_params"),
         ({"responses_create_params": "q"}, "'responses_create_params' must be an object, got str"),
-        ({"responses_create_params": {"input": 3}}, "'responses_create_params': "),
+        ({"responses_create_params": {"input": 3}}, "'responses_create_params': Expected `array`, got `int`"),
         ({"responses_create_params": {"input": [{"type": "web_search"}]}}, "an item of type 'web_search'"),
     ],
 )
 def test_what_is_no_task_of_nemo_gym(write_jsonl, row, why):
-    with pytest.raises(DataError, match=f"line 1.*{why}"):
+    with pytest.raises(DataError, match=f"tasks.jsonl:1: .*{why}"):
         load_response_dataset({"dataset_name": "NemoGymDataset", "data_path": write_jsonl("tasks.jsonl", [row])})

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import socket
+import threading
 from collections.abc import Iterator
 from typing import Any
 
@@ -70,7 +72,7 @@ def test_an_agent_that_the_gym_does_not_have(gym: GymServer) -> None:
 
 
 def test_a_gym_that_is_not_there() -> None:
-    env = NemoGymEnvironment({"head_server_url": "http://127.0.0.1:9"})
+    env = NemoGymEnvironment({"head_server_url": "http://127.0.0.1:9", "start_timeout_s": 0})
     with pytest.raises(GymError, match="head server does not answer at http://127.0.0.1:9/global_config_dict_yaml"):
         list(env.play([sample()], SAMPLING, NOWHERE))
     env.shutdown()
@@ -78,6 +80,20 @@ def test_a_gym_that_is_not_there() -> None:
     [outcome] = env.play([sample()], SAMPLING, NOWHERE)
     env.shutdown()
     assert outcome.score.reason.startswith(f"the agent {AGENT} at http://127.0.0.1:9: ClientConnectorError")
+
+
+def test_a_gym_that_comes_up_later() -> None:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port = probe.getsockname()[1]
+    env = NemoGymEnvironment({"head_server_url": f"http://127.0.0.1:{port}"})
+    late: list[GymServer] = []
+    timer = threading.Timer(1.0, lambda: late.append(GymServer("http://127.0.0.1:9", "none", "policy", head_port=port)))
+    timer.start()
+    [outcome] = env.play([sample(behave="4xx")], SAMPLING, NOWHERE)
+    env.shutdown()
+    late[0].close()
+    assert "no such tool set" in outcome.score.reason
 
 
 def test_the_row_that_an_agent_gets(gym: GymServer) -> None:
