@@ -41,11 +41,13 @@ class PlayerWorker:
 
 @dataclass(eq=False)
 class _Game:
-    """The samples of a dispatch that an environment plays. `left`: those that are still to come."""
+    """The samples of a dispatch that an environment plays. `left`: those that are still to come; `unwanted`: how many
+    more come that were given up."""
 
     worker: Any
     sampling: Sampling
     left: dict[tuple[str, int], GymSample]
+    unwanted: int = 0
     stream: Stream | None = None
 
 
@@ -122,7 +124,7 @@ class Playing:
         if game is None:
             return False
         try:
-            item = next(ready, None)
+            item = next(ready)
         except (WorkerDied, DeadlineExceeded):
             self._failures += 1
             if self._failures > _FAILURES:
@@ -130,13 +132,14 @@ class Playing:
             self._start_anew(game.worker)
             return True
         self._failures = 0
-        if item is None:
-            del self._games[id(ready)]
-        elif isinstance(item, Parcel):
+        if isinstance(item, Parcel):
             sample, outcome = item.label
             self._note(game, replace(sample, ref=item.content), outcome)
         else:
             self._note(game, self._nothing(item), item)
+        if not game.left and not game.unwanted:
+            del self._games[id(ready)]
+            next(ready, None)  # nothing is left but its end
         return True
 
     def forget(self, uids: Collection[str]) -> None:
@@ -144,7 +147,9 @@ class Playing:
         for uid in uids:
             self._open.pop(uid, None)
         for game in self._games.values():
-            game.left = {key: sample for key, sample in game.left.items() if key[0] not in uids}
+            wanted = {key: sample for key, sample in game.left.items() if key[0] not in uids}
+            game.unwanted += len(game.left) - len(wanted)
+            game.left = wanted
         self._finished = deque(group for group in self._finished if group.uid not in uids)
 
     def _start_anew(self, worker: Any) -> None:
@@ -153,6 +158,7 @@ class Playing:
             del self._games[id(game.stream)]
         worker.restart()
         for game in games:
+            game.unwanted = 0
             if game.left:
                 self._start(game)
 
@@ -164,7 +170,8 @@ class Playing:
 
     def _note(self, game: _Game, sample: TrajectoryRef, outcome: GymOutcome) -> None:
         if game.left.pop((outcome.uid, outcome.generation_index), None) is None:
-            return  # it was given up
+            game.unwanted -= 1
+            return
         self._on_sample()
         if self._on_outcome is not None:
             self._on_outcome(outcome)

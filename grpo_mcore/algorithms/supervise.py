@@ -6,24 +6,32 @@ A process of its own, because Ray ends the driver with itself, and a driver may 
 
 from __future__ import annotations
 
+import ctypes
 import multiprocessing
 import os
 import signal
 import sys
 import threading
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable, Collection, Iterator
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from multiprocessing.connection import Connection
 from pathlib import Path
 from types import FrameType
 from typing import Any
 
+import psutil
+
 from grpo_mcore.algorithms.checkpoints import CheckpointManager
 from grpo_mcore.algorithms.retries import Retries
+from grpo_mcore.cluster import sweeper
 from grpo_mcore.recipe import MasterConfig
 
 FORWARDED = (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1)
+
+PR_SET_CHILD_SUBREAPER = 36  # of linux/prctl.h
+ORPHANS_S = 10.0
+"""How long what a killed run has left behind may take to end."""
 
 Attempt = Callable[[MasterConfig, "str | bool | None", float], "tuple[int, str | None]"]
 """One run from a recipe, what it resumes from, and the unix time at which the first one began. Returns its exit code,
@@ -44,6 +52,7 @@ def supervise(attempt: Attempt, config: MasterConfig, resume: str | bool | None,
     checkpoints = CheckpointManager(config.checkpointing)
     retries = Retries(config.cluster.max_restarts, config.cluster.retry_wait_s)
     newest = checkpoints.latest()
+    ctypes.CDLL(None).prctl(PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0)
     child = _Child()
     with _signals_go_to(child):
         while True:
@@ -71,8 +80,10 @@ def _run(
     here, there = context.Pipe()
     child.process = context.Process(target=_serve, args=(there, attempt, config, resume, began))
     child.process.start()
+    own = [process for process in psutil.Process().children(recursive=True) if process.pid != child.process.pid]
     there.close()
     child.process.join()
+    _end_orphans(own)
     number = child.process.exitcode
     code = number if number >= 0 else 128 - number
     try:
@@ -83,6 +94,17 @@ def _run(
     if ended is not None:
         return code, ended["loss"]
     return code, f"its driver was killed by {signal.Signals(-number).name}" if number < 0 else "Ray ended its driver"
+
+
+def _end_orphans(own: Collection[psutil.Process]) -> None:
+    """What a killed run has left behind: its processes have become children of this one, beside its `own`. The sweeper
+    of Ray ends by itself, when it has ended Ray and removed its files."""
+    orphans = [process for process in psutil.Process().children(recursive=True) if process not in own]
+    for process in orphans:
+        with suppress(psutil.NoSuchProcess):
+            if Path(sweeper.__file__).name not in " ".join(process.cmdline()):
+                process.kill()
+    psutil.wait_procs(orphans, timeout=ORPHANS_S)
 
 
 def _serve(pipe: Connection, attempt: Attempt, config: MasterConfig, resume: str | bool | None, began: float) -> None:

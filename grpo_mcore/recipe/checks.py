@@ -33,12 +33,22 @@ def findings(config: MasterConfig) -> list[Finding]:
         check_dynamic_sampling,
         check_ages,
         check_early_stop,
+        check_restarts,
         check_optimizer,
         data_checks.check_data,
         data_checks.check_loaders,
         gym_keys.check_endpoint,
     )
     return [finding for check in checks for finding in check(config)]
+
+
+def check_restarts(config: MasterConfig) -> Iterator[Finding]:
+    """A run that goes on by itself needs something to go on from."""
+    if config.cluster.max_restarts and not config.checkpointing.enabled:
+        yield Finding(
+            ("cluster.max_restarts", "checkpointing.enabled"),
+            "a run goes on from its newest checkpoint: set checkpointing.enabled, or max_restarts to 0",
+        )
 
 
 def check_layout(config: MasterConfig) -> Iterator[Finding]:

@@ -8,6 +8,7 @@ import time
 from collections.abc import Iterator
 from typing import Any
 
+import psutil
 import pytest
 import ray
 import torch
@@ -16,7 +17,7 @@ from grpo_mcore.algorithms.engine_group import EngineGroup
 from grpo_mcore.algorithms.judging import EnvironmentWorker
 from grpo_mcore.algorithms.playing import PlayerWorker
 from grpo_mcore.algorithms.rollouts import Rollouts
-from grpo_mcore.cluster import WorkerFailed
+from grpo_mcore.cluster import Parcel, WorkerFailed
 from grpo_mcore.cluster.ray_cluster import RayCluster
 from grpo_mcore.data import load_tokenizer
 from grpo_mcore.data.puzzle_model import CHARACTERS, WORDS, make_tokenizer
@@ -25,7 +26,7 @@ from grpo_mcore.generation.chat.endpoint import Endpoint
 from grpo_mcore.generation.chat.engine_chat import EngineChat, Reply
 from grpo_mcore.generation.config import ChatConfig
 from grpo_mcore.rollout.conversation import TurnLimits
-from grpo_mcore.rollout.trajectory import GenerationRequest, Outcome, Sampling, Trajectory, Turn
+from grpo_mcore.rollout.trajectory import GenerationRequest, Outcome, Sampling, Trajectory, TrajectoryRef, Turn
 from tests.gym_server import AGENT, GymServer
 from tests.unit.algorithms.fake_rollouts import CharacterTokenizer, FakeEngine, FakeEnvironment, prompt
 
@@ -54,6 +55,33 @@ def misbehave(trajectory: Trajectory, metadata: dict[str, Any]) -> Outcome:
         os.kill(os.getpid(), signal.SIGKILL)
     if metadata["number"] == 4:
         time.sleep(3600)
+    return Outcome(1.0, None, "", 0.0, terminated=True)
+
+
+class LongEngine:
+    """Every sample has so many tokens as the sampling allows."""
+
+    def generate_refs(self, requests: list[GenerationRequest], sampling: Sampling) -> Iterator[Parcel]:
+        for request in requests:
+            count = sampling.max_new_tokens
+            turn = Turn("assistant", torch.ones(count, dtype=torch.int64), torch.zeros(count), loss_mask=True, text="")
+            trajectory = Trajectory(
+                request.uid, request.generation_index, (*request.turns, turn), ((1, 0, count),), "stop", False, None
+            )
+            yield Parcel(TrajectoryRef.of(trajectory, None), trajectory)
+
+
+class Rank:
+    """Of a policy, as far as it takes samples."""
+
+    def __init__(self, store: Any) -> None:
+        self.store = store
+
+    def receive(self, references: list[Any]) -> int:
+        return sum(trajectory.length for trajectory in self.store.fetch_many(references))
+
+
+def decide_at_once(trajectory: Trajectory, metadata: dict[str, Any]) -> Outcome:
     return Outcome(1.0, None, "", 0.0, terminated=True)
 
 
@@ -180,3 +208,23 @@ def test_a_gym_plays_over_ray_and_survives_the_death_of_its_worker(
     finally:
         gym.close()
         endpoint.close()
+
+
+def test_the_drivers_memory_does_not_grow_with_the_length_of_samples(cluster: RayCluster) -> None:
+    """Over 50 steps of 16 samples, 16 times longer than in the 50 steps before: together they have 160 MB."""
+    engines = EngineGroup(cluster, [cluster.spawn("long", LongEngine, cpus=0.1)], sleeps=False)
+    judge = cluster.spawn("at-once", FakeEnvironment, decide_at_once, cpus=0.1)
+    rank = cluster.spawn("rank", Rank, cluster.store, cpus=0.1)
+    play = Rollouts(engines, {"game": judge}, CharacterTokenizer(), TurnLimits(1, 100_000), seed=1)
+
+    def resident_after_50_steps(tokens: int) -> int:
+        for step in range(50):
+            play.dispatch([prompt(number) for number in range(4)], Sampling(tokens), generations=4, step=step)
+            groups = [play.next_group() for _ in range(4)]
+            references = [sample.ref for group in groups for sample in group.samples]
+            assert rank.call("receive", references).result() == 16 * (tokens + 3)
+        return psutil.Process().memory_info().rss
+
+    short, long = resident_after_50_steps(1024), resident_after_50_steps(16 * 1024)
+    print(f"resident: {short / 1e6:.1f} MB, with samples 16 times longer {long / 1e6:.1f} MB")
+    assert long < 1.05 * short

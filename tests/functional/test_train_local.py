@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import json
+import os
+import resource
+import signal
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -13,6 +16,7 @@ import pytest
 
 from grpo_mcore.algorithms.engine_group import EngineWorker
 from grpo_mcore.algorithms.policy_worker import PolicyWorker
+from grpo_mcore.observe import audit, read_ledger
 from grpo_mcore.recipe import load_recipe
 from tests.functional.runs import (
     Run,
@@ -169,6 +173,43 @@ def test_the_recipe_in_a_checkpoint_is_the_recipe_of_the_run(resumed: tuple[Run,
     run, _ = resumed
     saved = load_recipe(run.checkpoints / "step_4" / "config.yaml").config
     assert saved == load_recipe(run.folder / "recipe.yaml").config
+
+
+def test_a_full_disk_and_sigterm_cost_nothing(
+    tmp_path: Path, recipe: dict[str, Any], whole: tuple[Run, Inside], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """No file may get long when step 2 is saved. In the middle of step 4 the run is asked to leave at once."""
+    save, generate, versions = PolicyWorker.save, EngineWorker.generate, []
+
+    def save_on_a_full_disk(self: PolicyWorker, folder: str) -> None:
+        soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
+        resource.setrlimit(resource.RLIMIT_FSIZE, (20_000 if folder.endswith("tmp_step_2/policy") else soft, hard))
+        try:
+            save(self, folder)
+        finally:
+            resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
+
+    def asked_to_leave(self: EngineWorker, *args: Any) -> Iterator[Any]:
+        for trajectory in generate(self, *args):
+            versions.append(trajectory.weight_version)
+            if versions.count(4) == 6:
+                os.kill(os.getpid(), signal.SIGTERM)
+            yield trajectory
+
+    with monkeypatch.context() as patch:
+        patch.setattr(PolicyWorker, "save", save_on_a_full_disk)
+        patch.setattr(EngineWorker, "generate", asked_to_leave)
+        run = run_here("train", tmp_path, recipe, "checkpointing.save_period=2", "grpo.val_at_start=true")
+    assert run.code == 128 + signal.SIGTERM, run.err
+    told = " ".join(run.out.split())
+    assert "the checkpoint of step 2 was not written" in told and "File too large" in told and "the run goes on" in told
+    assert "SIGTERM: what is trained so far is saved, then the run ends" in run.out
+    assert sorted(path.name for path in run.checkpoints.iterdir()) == ["ledger.jsonl", "step_3"]
+    resumed = run_here("train", tmp_path, recipe, "--resume")
+    assert resumed.code == 0, resumed.err
+    assert resumed.outcome() == whole[0].outcome()
+    found = audit(read_ledger(resumed.checkpoints / "ledger.jsonl"))
+    assert not found.flaws and found.fates["trained on"] == 16 == sum(found.fates.values())
 
 
 def test_resume_without_a_checkpoint(tmp_path: Path, recipe: dict[str, Any]) -> None:

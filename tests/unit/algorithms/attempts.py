@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import signal
+import subprocess
 import time
 from pathlib import Path
 from typing import Any
@@ -35,6 +36,8 @@ def lost(config: Any, resume: Any, began: float) -> tuple[int, str | None]:
     (folder / f"step_{number + 1}").mkdir()
     (folder / f"step_{number + 1}" / "training_info.json").write_text("{}")
     if number == 0:
+        orphan = subprocess.Popen(["sleep", "1000"], start_new_session=True)
+        (folder / "orphan.txt").write_text(str(orphan.pid))
         os.kill(os.getpid(), signal.SIGKILL)
     if number == 1:
         os._exit(1)  # as Ray does

@@ -28,6 +28,7 @@ def test_it_goes_on_from_the_newest_checkpoint_as_often_as_there_is_a_new_one(
 ) -> None:
     assert supervise(attempts.lost, config, "auto", 0.0) == 7
     assert (tmp_path / "resumed.txt").read_text().split() == ["auto", "step_1", "step_2", "step_3"]
+    assert not psutil.pid_exists(int((tmp_path / "orphan.txt").read_text()))
     told = capfd.readouterr().err
     for text in (
         f"the run was lost: its driver was killed by SIGKILL; it goes on from {tmp_path / 'step_1'}\n",

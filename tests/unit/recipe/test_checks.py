@@ -405,3 +405,10 @@ def test_generation_ahead_of_training(load, problems, text: str, lines: list[str
 def test_the_order_of_groups_is_one_of_three(problems) -> None:
     (line,) = problems(MINIMAL + AHEAD + "{enabled: true, group_order: fresh_first}\n")
     assert "expected one of 'in_order', 'oldest_first', 'freshest_first', got 'fresh_first'" in line
+
+
+def test_a_run_that_goes_on_by_itself_needs_checkpoints(problems) -> None:
+    words = ("cluster.max_restarts=2", "checkpointing.enabled=false")
+    (found,) = problems(MINIMAL, *words)
+    assert found.endswith("a run goes on from its newest checkpoint: set checkpointing.enabled, or max_restarts to 0")
+    assert not problems(MINIMAL, words[0])
