@@ -1,6 +1,6 @@
 """How much time does generation ahead of training save? Real runs on CPU, and their schedule under a simulated clock.
 
-    python benchmarks/async.py [--steps 8] [--ages 0 1 2] [--json]
+    python benchmarks/async.py [--steps 8] [--ages 0 1 2] [--layouts disaggregated colocated] [--json]
     python benchmarks/async.py --simulate-only [--train-seconds 20] [--engines 4] ... [--json]
 
 The runs (async_runs.py): a policy rank and an engine with a core each ("disaggregated"), at each age; and both on the
@@ -21,7 +21,6 @@ import json
 import sys
 import tempfile
 from collections.abc import Callable, Iterator, Sequence
-from itertools import groupby
 from pathlib import Path
 from random import Random
 from typing import Any
@@ -34,6 +33,7 @@ from grpo_mcore.recipe import load_recipe
 from grpo_mcore.rollout.schedule import ScheduleConfig
 
 Row = dict[str, Any]
+LAYOUTS = ("disaggregated", "colocated")
 
 
 def row(age: int, mode: str, seconds: float, bound: float, simulated: bool, **more: float) -> Row:
@@ -44,13 +44,13 @@ def row(age: int, mode: str, seconds: float, bound: float, simulated: bool, **mo
     }  # fmt: skip
 
 
-def real_rows(steps: int, ages: Sequence[int], seed: int) -> Iterator[Row]:
+def real_rows(steps: int, ages: Sequence[int], layouts: Sequence[str], seed: int) -> Iterator[Row]:
     """A row for each run, and after it one for its simulation."""
     with tempfile.TemporaryDirectory() as tmp:
         folder = Path(tmp)
         task = runs.prepare(folder)
-        for _, group in groupby(runs.modes(ages), lambda mode: mode.layout):
-            chosen, first = list(group), None
+        for layout in layouts:
+            chosen, first = [mode for mode in runs.modes(ages) if mode.layout == layout], None
             for mode, seen in zip(chosen, runs.measure(folder, task, chosen, steps), strict=True):
                 first = first or seen
                 bound = 1 / max(first.waited, first.busy)
@@ -116,6 +116,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--steps", type=int, default=8, help="that are counted, of each run")
     parser.add_argument("--ages", type=int, nargs="+", default=[0, 1, 2])
+    parser.add_argument("--layouts", nargs="+", choices=LAYOUTS, default=LAYOUTS)
     parser.add_argument("--seed", type=int, default=0, help="of the simulated lengths")
     parser.add_argument("--json", action="store_true")
     parser.add_argument("--simulate-only", action="store_true", help="no runs: with the durations that follow")
@@ -130,7 +131,10 @@ def main() -> None:
     args.ages = sorted({0, *args.ages})  # the bound is that of age 0
     printed = sys.stdout
     sys.stdout = sys.stderr  # what the runs say
-    rows = simulated_rows(args) if args.simulate_only else list(real_rows(args.steps, args.ages, args.seed))
+    if args.simulate_only:
+        rows = simulated_rows(args)
+    else:
+        rows = list(real_rows(args.steps, args.ages, args.layouts, args.seed))
     sys.stdout = printed
     print(json.dumps({"rows": rows}) if args.json else table(rows))
 
