@@ -39,7 +39,7 @@ class RunReport:
         self._tokens = 0
         self._samples_asked = 0
         self._samples_done = 0
-        self._told_of_equal_rewards = False
+        self._told_of_equal_rewards = self._told_of_in_place = False
         self._refit: RefitReport | None = None
         self._checkpoint: Path | None = None
         logger.log_hyperparams(config)
@@ -97,10 +97,11 @@ class RunReport:
 
     def refit(self, report: RefitReport) -> None:
         first, self._refit = self._refit is None, report
-        if first and report.in_place:
+        if report.in_place and not self._told_of_in_place:
+            self._told_of_in_place = True
             self.console.note(
                 f"no memory for a second copy of the weights on {', '.join(report.in_place)}: a refit replaces them "
-                "layer by layer, and generation stands still for all of it"
+                "layer by layer, and generation stands still for all of it (said only once)"
             )
         if first and report.fallbacks:
             names = ", ".join(report.fallbacks[:4])

@@ -1,7 +1,7 @@
 """Log-probabilities of tokens from hidden states, over a vocabulary split across tensor-parallel ranks.
 
-Only `chunk` tokens have logits at a time, and of these only a tile of the vocabulary: small enough for a processor's
-cache. The backward pass computes them again.
+Only `chunk` tokens have logits at a time, and of these only a tile of the vocabulary. The backward pass computes them
+again.
 """
 
 from __future__ import annotations
@@ -13,8 +13,9 @@ import torch
 from torch import Tensor
 from torch.distributed import ProcessGroup, ReduceOp, all_reduce
 
-TILE = 8192
-"""Rows of the output layer that have logits at a time."""
+TILES = {"cpu": 2048, "cuda": 16384}
+"""Rows of the output layer that have logits at a time: on CPU their logits stay in a core's cache, on GPU the kernels
+have enough to do."""
 
 
 def token_logprobs(
@@ -56,7 +57,7 @@ class _TokenLogprobs(torch.autograd.Function):
         # Of this rank's rows: sum of exp(logit - largest), and the target's logit where it is one of them.
         sums, chosen = torch.zeros_like(largest), torch.zeros_like(largest)
         for part in _slices(hidden.size(0), chunk):
-            for tile in _slices(rows, TILE):
+            for tile in _slices(rows, TILES[hidden.device.type]):
                 logits = _logits(hidden[part], weight[tile], temperature)
                 local, mine = _in_tile(targets[part], vocab_start, tile)
                 chosen[part] += torch.where(mine, logits.gather(1, local[:, None]).squeeze(1), 0.0)
@@ -77,7 +78,7 @@ class _TokenLogprobs(torch.autograd.Function):
         grad_hidden = torch.zeros(hidden.shape, dtype=torch.float32, device=hidden.device)
         grad_weight = torch.zeros_like(weight)
         scale = grad / ctx.temperature
-        for tile in _slices(ctx.rows, TILE):
+        for tile in _slices(ctx.rows, TILES[hidden.device.type]):
             used = weight[tile]
             of_tile = torch.zeros(used.shape, dtype=torch.float32, device=weight.device)
             for part in _slices(hidden.size(0), ctx.chunk):

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from grpo_mcore.parallel.logprobs import token_logprobs
+from grpo_mcore.parallel.logprobs import TILES, token_logprobs
 
 
 def case(dtype: torch.dtype) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
@@ -16,9 +16,13 @@ def case(dtype: torch.dtype) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     return hidden.requires_grad_(), weight.requires_grad_(), targets
 
 
+@pytest.mark.parametrize("tile", [1, 16, 2048])
 @pytest.mark.parametrize("chunk", [1, 7, 23, 1000])
 @pytest.mark.parametrize("temperature", [1.0, 0.7])
-def test_values_and_gradients_equal_log_softmax(chunk: int, temperature: float) -> None:
+def test_values_and_gradients_equal_log_softmax(
+    tile: int, chunk: int, temperature: float, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setitem(TILES, "cpu", tile)
     hidden, weight, targets = case(torch.float32)
     found = token_logprobs(
         hidden, weight, targets, group=None, vocab_start=0, vocab_size=37, temperature=temperature, chunk=chunk

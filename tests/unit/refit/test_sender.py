@@ -136,3 +136,26 @@ def test_parameters_that_do_not_fit_the_plan(source: Wrong, message: str) -> Non
     sender.close_refit()
     with pytest.raises(RefitError, match="no refit is open on policy rank 0"):
         sender.fill_bucket(0)
+
+
+def test_a_source_may_show_merged_weights() -> None:
+    """Base and adapter under the base's names: the plan and the bytes are those of any other weights."""
+    base, adapted = Source(0, 1), "decoder.layers.1.mlp.linear_fc2.weight"
+    down, up = torch.randn(2, 24), torch.randn(32, 2)
+
+    class Merged:
+        def parameters(self) -> dict[str, Tensor]:
+            return base.parameters() | {adapted: base.parameters()[adapted] + up @ down}
+
+    wanted, sender = plan(), RefitSender(Merged(), 0, run_id="merged")
+    opened = sender.open_refit(None, wanted.to_json())
+    assert opened["digest"] == plan().digest
+    buffer = attach_buffer(opened["transport"])
+    for number, bucket in enumerate(wanted.buckets):
+        sender.fill_bucket(number)
+        for block in bucket.blocks:
+            expected = Merged().parameters()[block.param][index(block.box)]
+            assert torch.equal(block_view(buffer, wanted, number, block), expected)
+            different = not torch.equal(expected, base.parameters()[block.param][index(block.box)])
+            assert different == (block.param == adapted)
+    sender.close_refit()
