@@ -50,6 +50,7 @@ class Workload:
     prev: bool
     engine_tensor: int
     engines: int
+    engines_sleep: bool  # while the policy trains
     engine_element: int
     engine_share: float  # gpu_memory_utilization
     kv_cache: int | None  # bytes a rank; None: what engine_share leaves
@@ -80,9 +81,7 @@ class Workload:
     def chunks(self) -> tuple[tuple[range, ...], ...]:
         """Layers of each model chunk of each stage. Raises FamilyError."""
         layout = self.layout
-        return chunk_layers(
-            self.shape.num_layers, layout.pipeline, layout.virtual, self.first_layers, self.last_layers
-        )
+        return chunk_layers(self.shape.num_layers, layout.pipeline, layout.virtual, self.first_layers, self.last_layers)
 
     @cached_property
     def layers(self) -> tuple[tuple[int, ...], ...]:
@@ -137,6 +136,7 @@ def workload_of(
         prev=grpo and needs_prev(config),
         engine_tensor=vllm.tensor_parallel_size,
         engines=generation.num_engines or (1 if cpu else max(1, world // vllm.tensor_parallel_size)),
+        engines_sleep=not config.grpo.async_grpo.max_age,
         engine_element=BYTES[vllm.precision or policy.precision],
         engine_share=vllm.gpu_memory_utilization,
         kv_cache=None if kv_cache_gb is None else int(kv_cache_gb * 2**30),
