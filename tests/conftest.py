@@ -33,6 +33,8 @@ HERE = Path(__file__).parent
 
 def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption("--slurm", action="store_true", help="run the tests on a real Slurm too (minutes)")
+    parser.addoption("--registry", action="store_true", help="resolve every extra against the package index too")
+    parser.addoption("--nemo-run", action="store_true", help="run the tests with NeMo-Run too (0.5 GB, minutes)")
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
@@ -44,10 +46,11 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
         for item in items:
             if _folder(item) == "gpu":
                 item.add_marker(pytest.mark.skip(reason=no_gpu))
-    if not config.getoption("--slurm"):
-        for item in items:
-            if item.get_closest_marker("slurm"):
-                item.add_marker(pytest.mark.skip(reason="takes minutes: pytest --slurm"))
+    for option in ("slurm", "nemo-run", "registry"):
+        if not config.getoption(f"--{option}"):
+            for item in items:
+                if item.get_closest_marker(option.replace("-", "_")):
+                    item.add_marker(pytest.mark.skip(reason=f"takes minutes: pytest --{option}"))
     items.sort(key=lambda item: FOLDERS.index(_folder(item)))
 
 
