@@ -40,6 +40,8 @@ HERE = Path(__file__).parent
 def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption("--slurm", action="store_true", help="run the tests on a real Slurm too (minutes)")
     parser.addoption("--chaos", action="store_true", help="kill processes of runs at every state of a step (minutes)")
+    parser.addoption("--registry", action="store_true", help="resolve every extra against the package index too")
+    parser.addoption("--nemo-run", action="store_true", help="run the tests with NeMo-Run too (0.5 GB, minutes)")
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
@@ -51,11 +53,11 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
         for item in items:
             if _folder(item) == "gpu":
                 item.add_marker(pytest.mark.skip(reason=no_gpu))
-    for name in ("slurm", "every_state"):
-        option = {"slurm": "--slurm", "every_state": "--chaos"}[name]
-        for item in items:
-            if item.get_closest_marker(name) and not config.getoption(option):
-                item.add_marker(pytest.mark.skip(reason=f"takes minutes: pytest {option}"))
+    for option in ("slurm", "chaos", "nemo-run", "registry"):
+        if not config.getoption(f"--{option}"):
+            for item in items:
+                if item.get_closest_marker(option.replace("-", "_")):
+                    item.add_marker(pytest.mark.skip(reason=f"takes minutes: pytest --{option}"))
     items.sort(key=lambda item: FOLDERS.index(_folder(item)))
 
 

@@ -38,8 +38,10 @@ class Rank:
         return self.context + 0.5 if self.context > 1 else 1.0
 
 
-def layer_bytes(shape: ModelShape, rank: Rank, tokens: float, layer: int = 0, *, padding: float = 1.0) -> float:
-    """Kept for the backward pass of one layer over `tokens` tokens of this rank.
+def layer_bytes(
+    shape: ModelShape, rank: Rank, tokens: float, layer: int = 0, *, length: float = 0.0, padding: float = 1.0
+) -> float:
+    """Kept for the backward pass of one layer over `tokens` tokens of this rank, in sequences of `length`.
 
     `padding`: on CPU, gathered positions over real tokens (sequences of similar length share a batch).
     """
@@ -50,7 +52,8 @@ def layer_bytes(shape: ModelShape, rank: Rank, tokens: float, layer: int = 0, *,
         assert shape.mamba is not None
         found += entry + _mamba(shape.mamba, rank)
     elif block in (None, Block.ATTENTION):
-        found += entry + (_attention(shape, rank, padding) if shape.latent is None else _latent(shape, rank, padding))
+        latent = shape.latent is not None
+        found += entry + (_latent(shape, rank, padding, length) if latent else _attention(shape, rank, padding))
     if block is Block.EXPERTS or (block is None and shape.is_expert_layer(layer)):
         found += entry + _experts(shape, rank)
     elif block in (None, Block.MLP):
@@ -91,14 +94,15 @@ def _attention(shape: ModelShape, rank: Rank, padding: float) -> float:
     return found + (2 * b * key_value * rank.keys if gathered else 0.0)
 
 
-def _latent(shape: ModelShape, rank: Rank, padding: float) -> float:
-    """Both latents before and after their norms, and attention of heads whose values are narrower than their keys."""
+def _latent(shape: ModelShape, rank: Rank, padding: float, length: float) -> float:
+    """Both latents before and after their norms, and attention of heads whose values are narrower than their keys: for
+    these torch has no fused kernel on CPU, and every query's weights are kept."""
     latent, b, heads = shape.latent, rank.element, shape.num_heads / rank.tensor
     assert latent is not None
     query, value = heads * shape.head_dim, heads * latent.value_dim
     latents = _latents(latent, rank) + (0.0 if rank.kernels == "transformer_engine" else 4 * b * latent.rotary_dim)
     if rank.kernels == "cpu":
-        return latents + padding * (4 * (query + value) * (1 + rank.keys) + 4 * heads) + b * value
+        return latents + padding * (4 * (query + value) * (1 + rank.keys) + 4 * heads * length) + b * value
     return latents + b * (query + (query + value) * rank.keys + 2 * value) + 4 * heads
 
 
@@ -112,12 +116,13 @@ def _mamba(mamba: MambaShape, rank: Rank) -> float:
     """The scan in plain PyTorch: inputs of the convolution by lag, states of all heads in float32, and within a chunk
     the weights of every token for every later one."""
     b, f = rank.element, 4
-    tokens = rank.context  # every rank scans whole sequences
-    convolution = b * mamba.convolved * (mamba.kernel + 1)
+    convolution = b * mamba.convolved * (mamba.kernel + 1) + f * mamba.convolved
     gate = f * mamba.inner if b < f else b * (mamba.inner + mamba.convolved + mamba.heads)
-    states = 2 * f * mamba.heads * mamba.state_size
-    chunk = 3 * f * mamba.heads * mamba.chunk
-    return tokens * (convolution + gate + states + chunk + f * 4 * mamba.inner) + b * mamba.inner
+    states = 3 * f * mamba.heads * mamba.state_size + f * mamba.inner * mamba.state_size / mamba.chunk
+    within = 3 * f * mamba.heads * mamba.chunk + 6 * f * mamba.heads
+    outputs = (5 * f + b) * mamba.inner
+    # Every context-parallel rank scans whole sequences, and projects its own tokens.
+    return rank.context * (convolution + gate + states + within + outputs) + b * mamba.inner
 
 
 def _head_norms(query: float, key_value: float, shape: ModelShape, rank: Rank) -> float:

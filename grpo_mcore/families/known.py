@@ -63,6 +63,44 @@ CONFIGS: dict[str, dict[str, Any]] = {
     "Meta-Llama-3-8B": _llama(32, 4096, 14336, 32, 8, factor=None),
 }
 
+CONFIGS |= {
+    "Qwen3-30B-A3B": _qwen3(48, 2048, 6144, 32, 4)
+    | {
+        "model_type": "qwen3_moe",
+        "num_experts": 128,
+        "num_experts_per_tok": 8,
+        "moe_intermediate_size": 768,
+        "norm_topk_prob": True,
+    },
+    "Mixtral-8x7B-v0.1": _config("mixtral", 32, 4096, 14336, 32, 8, 32000, rope_theta=1e6)
+    | {"num_local_experts": 8, "num_experts_per_tok": 2},
+    "DeepSeek-V3": _config("deepseek_v3", 61, 7168, 18432, 128, 128, 129280, rope_theta=1e4)
+    | {
+        "q_lora_rank": 1536,
+        "kv_lora_rank": 512,
+        "qk_nope_head_dim": 128,
+        "qk_rope_head_dim": 64,
+        "v_head_dim": 128,
+        "n_routed_experts": 256,
+        "n_shared_experts": 1,
+        "num_experts_per_tok": 8,
+        "n_group": 8,
+        "topk_group": 4,
+        "moe_intermediate_size": 2048,
+        "first_k_dense_replace": 3,
+        "routed_scaling_factor": 2.5,
+        "rope_scaling": {
+            "type": "yarn",
+            "factor": 40,
+            "beta_fast": 32,
+            "beta_slow": 1,
+            "mscale": 1.0,
+            "mscale_all_dim": 1.0,
+            "original_max_position_embeddings": 4096,
+        },
+    },
+}
+
 # What `grpo-mcore demo` (data/arithmetic.py) and data/puzzle_model.py make, before it is there.
 _DEMO = _config("qwen3", 4, 128, 576, 4, 2, 30, head_dim=32, tie_word_embeddings=True)
 _PUZZLE = _config("qwen3", 3, 64, 256, 2, 2, 64, head_dim=32, tie_word_embeddings=True)

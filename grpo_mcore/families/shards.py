@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import accumulate
 
-from grpo_mcore.families.spec import FamilyError, ModelShape, Param, Split, Stage, local_shape
+from grpo_mcore.families.spec import FamilyError, ModelShape, Param, Split, local_shape
 
 
 def stage_layers(layers: int, stages: int, first: int | None = None, last: int | None = None) -> tuple[range, ...]:
@@ -46,16 +46,6 @@ def chunk_layers(
     ends = list(accumulate(sizes))
     ranges = [range(end - size, end) for end, size in zip(ends, sizes, strict=True)]
     return tuple(tuple(ranges[stage::stages]) for stage in range(stages))
-
-
-def chunk_params(params: Sequence[Param], layers: range, *, first: bool, last: bool) -> list[Param]:
-    """The parameters of one model chunk, in the order of the forward pass; `first`, `last`: it is at that end."""
-    here = {Stage.FIRST: first, Stage.LAST: last}
-    return [
-        param
-        for param in params
-        if (param.layer in layers if param.stage is Stage.LAYER else here[param.stage] and not (param.copy and first))
-    ]
 
 
 @dataclass(frozen=True)

@@ -78,7 +78,7 @@ def rows(policy: Policy) -> list[PackedBatch]:
 def measured_bytes(address: Address, config: PolicyConfig) -> dict[str, int]:
     """weights, gradients, optimizer, activations (peak), all after an optimizer step on this rank; on the first rank
     the refit buffer too."""
-    policy = Policy(config, address, seed=1, timeout_s=60, reference=False)
+    policy = Policy(config, address, seed=1, timeout_s=240, reference=False)
     loss_fn = ClippedPGLossFn(ClippedPGLossConfig(reference_policy_kl_penalty=0.0), prev_equals_curr=True)
     with SavedTensors(weight for chunk in policy.chunks for weight in chunk.parameters()) as saved:
         policy.train_step(

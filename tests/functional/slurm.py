@@ -8,8 +8,10 @@ import shutil
 import signal
 import socket
 import subprocess
+import tempfile
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from pathlib import Path
 
 PROGRAMS = ("munged", "munge", "slurmctld", "slurmd", "sbatch", "srun", "scontrol", "scancel")
@@ -139,6 +141,17 @@ class Slurm:
         done = self._run(*words)
         if done.returncode:
             raise RuntimeError(f"{words}: {done.stdout}{done.stderr}")
+
+
+@contextmanager
+def loopback() -> Iterator[Slurm]:
+    """A Slurm in a folder of its own, which is gone afterwards."""
+    folder = Path(tempfile.mkdtemp(prefix="slurm-", dir="/tmp"))
+    try:
+        with Slurm(folder) as running:
+            yield running
+    finally:
+        shutil.rmtree(folder, ignore_errors=True)
 
 
 def wait_for(ready: Callable[[], bool], seconds: float, what: str, detail: Callable[[], str] = str) -> None:

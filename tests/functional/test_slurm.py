@@ -7,9 +7,7 @@ from __future__ import annotations
 
 import os
 import re
-import shutil
 import sys
-import tempfile
 import uuid
 from collections.abc import Iterator
 from pathlib import Path
@@ -19,7 +17,7 @@ import pytest
 
 from grpo_mcore.cluster.sweeper import marked
 from tests.functional.runs import Run, Task, grpo_recipe, write_recipe
-from tests.functional.slurm import Slurm, wait_for, why_not
+from tests.functional.slurm import Slurm, loopback, wait_for, why_not
 
 SCRIPT = Path(__file__).resolve().parents[2] / "launchers" / "slurm" / "grpo_2n8g.sh"
 START_S = 420.0  # most of it is the start of the engine, which shares the cores with all else
@@ -31,12 +29,8 @@ pytestmark = [pytest.mark.slurm, pytest.mark.timeout(1500)]
 def slurm() -> Iterator[Slurm]:
     if reason := why_not():
         pytest.skip(reason)
-    folder = Path(tempfile.mkdtemp(prefix="slurm-", dir="/tmp"))
-    try:
-        with Slurm(folder) as running:
-            yield running
-    finally:
-        shutil.rmtree(folder, ignore_errors=True)
+    with loopback() as running:
+        yield running
 
 
 class Job:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
+from functools import cache
 
 from grpo_mcore.algorithms.plan.devices import Device
 from grpo_mcore.algorithms.plan.workload import Workload
@@ -95,7 +96,9 @@ def activation_bytes(load: Workload, stage: int, tokens: int | None = None, *, p
     kept = layer_input_bytes(load.shape, rank, here)
     found, largest = chunks[0] * ends, 0.0
     for flying, layers in zip(chunks, load.chunks[stage], strict=True):
-        each = [layer_bytes(load.shape, rank, here, layer, padding=padding) for layer in layers]
+        each = [
+            layer_bytes(load.shape, rank, here, layer, length=load.mean_length, padding=padding) for layer in layers
+        ]
         found += flying * (kept * len(each) if load.recompute else sum(each))
         largest = max([largest, *each])
     if not load.recompute:
@@ -125,7 +128,7 @@ def engine_memory(load: Workload, device: Device) -> EngineMemory:
     """One rank of an engine: vLLM splits as Megatron-Core does, and experts and Mamba mixers too; each rank has one
     key-value head at least, and the whole of a latent."""
     shape, tensor = load.shape, load.engine_tensor
-    weights = sum(_engine_numel(param, shape, tensor) for param in params_of(shape) if not param.copy)
+    weights = _engine_numel(shape, tensor)
     attention = shape.blocks.count(Block.ATTENTION) if shape.blocks else shape.num_layers
     width = 2 * max(1, shape.num_kv_heads // tensor) * shape.head_dim
     if shape.latent is not None:
@@ -143,11 +146,15 @@ def engine_memory(load: Workload, device: Device) -> EngineMemory:
     return EngineMemory(weights * load.engine_element, cache, attention * width * load.engine_element, state)
 
 
-def _engine_numel(param: Param, shape: ModelShape, tensor: int) -> int:
-    mixer = shape.blocks and param.layer is not None and shape.blocks[param.layer] is Block.MAMBA
-    if mixer and len(param.hf[0].shape) > 1:
-        return math.prod(param.hf[0].shape) // tensor
-    return math.prod(local_shape(param, shape, tensor))
+@cache
+def _engine_numel(shape: ModelShape, tensor: int) -> int:
+    def of(param: Param) -> int:
+        mixer = shape.blocks and param.layer is not None and shape.blocks[param.layer] is Block.MAMBA
+        if mixer and len(param.hf[0].shape) > 1:
+            return math.prod(param.hf[0].shape) // tensor
+        return math.prod(local_shape(param, shape, tensor))
+
+    return sum(of(param) for param in params_of(shape) if not param.copy)
 
 
 def stage_memory(load: Workload, device: Device, stage: int, engine: EngineMemory) -> StageMemory:
@@ -167,8 +174,8 @@ def stage_memory(load: Workload, device: Device, stage: int, engine: EngineMemor
         state |= cached
     last = stage == load.layout.pipeline - 1
     here = load.bin_tokens / load.layout.context
-    # One layer's; more than it needs.
-    forward = int(max(layer_bytes(load.shape, load.rank, here, layer) for layer in load.layers[stage]))
+    each = (layer_bytes(load.shape, load.rank, here, layer, length=load.mean_length) for layer in load.layers[stage])
+    forward = int(max(each))  # one layer's; more than it needs
     chunk = min(load.logprob_chunk, math.ceil(here))
     phases = []
     if load.grpo:

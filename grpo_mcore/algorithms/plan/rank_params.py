@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from functools import cache, lru_cache
 
 from grpo_mcore.families import ModelShape, Param, Stage, local_shape, params_of
-from grpo_mcore.families.shards import Shard, chunk_params, shard_of
+from grpo_mcore.families.shards import Shard, shard_of
 from grpo_mcore.parallel.mesh import Coordinates, Layout
 
 
@@ -45,17 +45,23 @@ class RankParams:
         )
 
 
-@lru_cache(maxsize=4096)
 def rank_params(
     shape: ModelShape, layout: Layout, stage: int, chunks: tuple[range, ...], frozen_router: bool
 ) -> RankParams:
     """The parameters of a rank of this pipeline stage, which holds model chunks of these layers."""
+    kinds = tuple(tuple(_first_alike(shape)[layer] for layer in layers) for layers in chunks)
+    return _rank_params(shape, layout, stage == 0, stage == layout.pipeline - 1, kinds, frozen_router)
+
+
+@lru_cache(maxsize=4096)
+def _rank_params(
+    shape: ModelShape, layout: Layout, first: bool, last: bool, chunks: tuple[tuple[int, ...], ...], frozen_router: bool
+) -> RankParams:
+    """`chunks`: each layer by the first one like it, so that stages that are alike are counted once."""
     copies = layout.stage_size // (layout.expert * layout.expert_tensor)
     common, experts, frozen = [], [], 0
     for index, layers in enumerate(chunks):
-        first = stage == 0 and index == 0
-        last = stage == layout.pipeline - 1 and index == len(chunks) - 1
-        params = chunk_params(_of_layers(shape, layers), layers, first=first, last=last)
+        params = _of_chunk(shape, layers, first=first and index == 0, last=last and index == len(chunks) - 1)
         trained = [param for param in params if not param.buffer]
         if frozen_router:
             routers = [param for param in trained if param.megatron.endswith("mlp.router.weight")]
@@ -70,14 +76,25 @@ def rank_params(
     return RankParams(tuple(common), tuple(experts), frozen)
 
 
-def _of_layers(shape: ModelShape, layers: range) -> list[Param]:
-    """The parameters of these layers, and those before and behind all layers."""
+def _of_chunk(shape: ModelShape, layers: Sequence[int], *, first: bool, last: bool) -> list[Param]:
+    """In the order of the forward pass."""
     before, by_layer, behind = _sorted(shape)
-    return [*before, *(param for layer in layers for param in by_layer[layer]), *behind]
+    found = [*before] if first else []
+    found += [param for layer in layers for param in by_layer[layer]]
+    # Of tied embeddings the last stage has a copy, where it is not the first one too.
+    return found + [param for param in behind if last and not (param.copy and first)]
+
+
+@cache
+def _first_alike(shape: ModelShape) -> tuple[int, ...]:
+    """Of each layer, the first one with parameters of the same sizes."""
+    kinds = [shape.blocks[i] if shape.blocks else shape.is_expert_layer(i) for i in range(shape.num_layers)]
+    return tuple(kinds.index(kind) for kind in kinds)
 
 
 @cache
 def _sorted(shape: ModelShape) -> tuple[Sequence[Param], Sequence[Sequence[Param]], Sequence[Param]]:
+    """Before the layers, of each layer, behind the layers."""
     before, behind = [], []
     by_layer: list[list[Param]] = [[] for _ in range(shape.num_layers)]
     for param in params_of(shape):

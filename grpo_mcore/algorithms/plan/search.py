@@ -9,7 +9,7 @@ from grpo_mcore.algorithms.plan.devices import Device
 from grpo_mcore.algorithms.plan.memory import CLOSE, fits, memory
 from grpo_mcore.algorithms.plan.timing import step_time
 from grpo_mcore.algorithms.plan.workload import Workload
-from grpo_mcore.families import FamilyError, check_tensor_parallel
+from grpo_mcore.families import FamilyError, check_engine_parallel, check_tensor_parallel
 from grpo_mcore.parallel.mesh import Layout
 
 SHARES = (0.85, 0.7, 0.6, 0.5, 0.4)
@@ -41,24 +41,36 @@ def search(load: Workload, device: Device, nodes: int, best: int = 5) -> list[Ca
 
 
 def _options(load: Workload, nodes: int) -> Iterator[Workload]:
-    world = nodes * load.gpus_per_node
+    for layout in _layouts(load, nodes * load.gpus_per_node):
+        world = layout.world_size
+        for recompute in (False, True):
+            for engine_tensor in _powers(load.gpus_per_node) if load.colocated else (load.engine_tensor,):
+                if load.grpo and not _engine_splits(load, engine_tensor) or not load.grpo and engine_tensor > 1:
+                    continue
+                engines = max(1, world // engine_tensor) if load.colocated else load.engines
+                yield replace(
+                    load, layout=layout, nodes=nodes, recompute=recompute, engine_tensor=engine_tensor,
+                    engines=engines, first_layers=None, last_layers=None,
+                )  # fmt: skip
+
+
+def _layouts(load: Workload, world: int) -> Iterator[Layout]:
+    """Of the policy: TP and EP within a node, PP that divides the layers, CP as the recipe has it."""
+    shape, context = load.shape, load.layout.context
     for tensor in _powers(load.gpus_per_node):
         if not _splits(load, tensor):
             continue
-        for pipeline in (size for size in range(1, load.shape.num_layers + 1) if load.shape.num_layers % size == 0):
-            data = world // (tensor * pipeline)
-            if data * tensor * pipeline != world or load.batch % data:
+        for pipeline in (size for size in range(1, shape.num_layers + 1) if shape.num_layers % size == 0):
+            data = world // (tensor * pipeline * context)
+            if data * tensor * pipeline * context != world or load.batch % data:
                 continue
-            layout = replace(load.layout, tensor=tensor, pipeline=pipeline, data=data, sequence_parallel=tensor > 1)
-            for recompute in (False, True):
-                for engine_tensor in _powers(load.gpus_per_node) if load.colocated else (load.engine_tensor,):
-                    if load.grpo and not _splits(load, engine_tensor) or not load.grpo and engine_tensor > 1:
-                        continue
-                    engines = max(1, world // engine_tensor) if load.colocated else load.engines
-                    yield replace(
-                        load, layout=layout, nodes=nodes, recompute=recompute, engine_tensor=engine_tensor,
-                        engines=engines, first_layers=None, last_layers=None,
-                    )  # fmt: skip
+            first = range(shape.num_layers // pipeline)
+            if shape.experts and pipeline > 1 and not any(shape.is_expert_layer(layer) for layer in first):
+                continue
+            ranks = tensor * context * data
+            for expert in _powers(load.gpus_per_node if shape.experts else 1):
+                if ranks % expert == 0 and (shape.experts is None or shape.experts.count % expert == 0):
+                    yield Layout(tensor, pipeline, data, tensor > 1, context, expert)
 
 
 def _powers(limit: int) -> Iterator[int]:
@@ -71,6 +83,14 @@ def _powers(limit: int) -> Iterator[int]:
 def _splits(load: Workload, tensor: int) -> bool:
     try:
         check_tensor_parallel(load.shape, tensor)
+    except FamilyError:
+        return False
+    return True
+
+
+def _engine_splits(load: Workload, tensor: int) -> bool:
+    try:
+        check_engine_parallel(load.shape, tensor)
     except FamilyError:
         return False
     return True
@@ -103,6 +123,8 @@ def _judged(load: Workload, device: Device) -> Candidate | None:
         f"policy.generation.vllm_cfg.gpu_memory_utilization={option.engine_share:g}",
         f"cluster.num_nodes={option.nodes}",
     )
+    if option.shape.experts is not None:
+        overrides += (f"{at}expert_model_parallel_size={layout.expert}", f"{at}expert_tensor_parallel_size=1")
     recompute = ", recomputed activations" if option.recompute else ""
     name = f"{layout.describe()}{recompute}, {option.engines} engines x TP {option.engine_tensor}"
     return Candidate(overrides, name, times.likely, peak, reason)

@@ -7,9 +7,9 @@ from pathlib import Path
 
 import pytest
 
-from grpo_mcore.families import FamilyError, parameter_count, params_of, read_hf_config, shape_of
-from grpo_mcore.families.known import CONFIGS, FOLDERS, known_config
-from grpo_mcore.families.shards import chunk_layers, chunk_params, shard_of, stage_layers
+from grpo_mcore.families import FamilyError, parameter_count, read_hf_config, shape_of
+from grpo_mcore.families.known import FOLDERS, known_config
+from grpo_mcore.families.shards import chunk_layers, stage_layers
 
 # As the model cards and the index files of the checkpoints say.
 PUBLISHED = {
@@ -21,6 +21,9 @@ PUBLISHED = {
     "meta-llama/Llama-3.1-8B-Instruct": 8_030_261_248,
     "meta-llama/Meta-Llama-3.1-70B": 70_553_706_496,
     "meta-llama/Llama-3.2-1B": 1_235_814_400,
+    "Qwen/Qwen3-30B-A3B": 30_532_122_624,
+    "mistralai/Mixtral-8x7B-v0.1": 46_702_792_704,
+    "deepseek-ai/DeepSeek-V3": 671_026_419_200,  # without the layer for multi-token prediction
 }
 
 
@@ -74,15 +77,3 @@ def test_layers_of_interleaved_chunks() -> None:
     assert chunk_layers(10, 2, 2, 6) == ((range(3), range(5, 8)), (range(3, 5), range(8, 10)))
     with pytest.raises(FamilyError, match="virtual_pipeline_model_parallel_size 2 does not divide .* stage \\(3, 5\\)"):
         chunk_layers(8, 2, 2, 3)
-
-
-@pytest.mark.parametrize("name", ["Qwen3-8B", "Qwen2.5-1.5B"])
-@pytest.mark.parametrize("data", [1, 3, 64])
-def test_every_element_is_owned_once(name: str, data: int) -> None:
-    shape = shape_of(CONFIGS[name])
-    params, stages = params_of(shape), 4
-    for stage, layers in enumerate(stage_layers(shape.num_layers, stages)):
-        here = chunk_params(params, layers, first=stage == 0, last=stage == stages - 1)
-        shard = shard_of(here, shape, 2, data, shared_apart=shape.tied_embeddings)
-        assert sum(shard.owned) == shard.numel <= shard.buffer
-        assert shard.most_owned <= shard.buffer / data

@@ -1,0 +1,51 @@
+"""Every extra of pyproject.toml resolves, and the image's pins exist: asked of the package index, so only where that is
+asked for: pytest --registry tests/functional/test_extras.py
+"""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+import tomllib
+from pathlib import Path
+
+import pytest
+
+from tests.unit.test_dockerfile import PINS
+
+ROOT = Path(__file__).resolve().parents[2]
+PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+PACKAGES = {"RAY": "ray[default]", "TRANSFORMER_ENGINE": "transformer-engine"}  # else the name of the pin
+
+pytestmark = [pytest.mark.registry, pytest.mark.timeout(900)]
+
+
+@pytest.fixture(scope="module")
+def python(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """An interpreter with the newest pip; skipped where there is no index to get it from."""
+    folder = tmp_path_factory.mktemp("resolver")
+    subprocess.run([sys.executable, "-m", "venv", folder], check=True)
+    python = folder / "bin" / "python"
+    done = subprocess.run([python, "-m", "pip", "install", "-q", "--upgrade", "pip"], capture_output=True, text=True)
+    if done.returncode:
+        pytest.skip(f"no package index: {done.stderr.strip().splitlines()[-1]}")
+    return python
+
+
+def resolve(python: Path, *wanted: str) -> None:
+    words = ["install", "-q", "--dry-run", "--ignore-installed", "--only-binary=:all:", *wanted]
+    done = subprocess.run([python, "-m", "pip", *words], capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr[-2000:]
+
+
+@pytest.mark.parametrize("extra", sorted(PROJECT["optional-dependencies"]))
+def test_an_extra_resolves(python: Path, extra: str) -> None:
+    """Together with what the project itself needs; `launch` by itself, as `make launch-env` takes it."""
+    own = [] if extra == "launch" else PROJECT["dependencies"]
+    resolve(python, *own, *PROJECT["optional-dependencies"][extra])
+
+
+def test_every_pin_of_the_image_exists(python: Path) -> None:
+    for name, version in PINS.items():
+        package = PACKAGES.get(name, name.lower().replace("_", "-"))
+        resolve(python, "--no-deps", f"{package}=={version}")
