@@ -49,7 +49,7 @@ def open_endpoint(config: MasterConfig, engines: EngineGroup, log_dir: Path) -> 
     if not vllm.expose_http_server:
         return None
     endpoint = Endpoint(
-        engines.workers,
+        lambda: engines.workers,
         model=config.policy.model_name,
         token=_token(vllm.http_server_api_key_env_var),
         host=vllm.http_server_host or cluster.address,

@@ -111,7 +111,7 @@ FOLDERS = {
     "results/puzzle/untrained": _PUZZLE,
 }
 
-_VARIANTS = ("-Instruct", "-Base", "-Math", "-Coder", "-Chat")
+_VARIANTS = ("-Instruct", "-Base", "-Math", "-Coder", "-Chat", "-2507")
 
 
 def known_config(name: str) -> dict[str, Any] | None:

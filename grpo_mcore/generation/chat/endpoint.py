@@ -61,14 +61,14 @@ class EndpointAddress:
 class Endpoint:
     """Listens from its construction until `close`.
 
-    `engines`: handles on engines that were started with a ChatConfig; a request goes to the one with the fewest
-    unanswered, or to that which has generated its last turn. `weight_version`: of the last refit. `timeout_s`: of one
+    `engines`: handles on engines that were started with a ChatConfig, always as many, each perhaps in place of one that
+    has died; a request goes to the one with the fewest unanswered, or to that which has generated its last turn. `weight_version`: of the last refit. `timeout_s`: of one
     request. `max_requests`: that engines work on at a time, more wait. Raises EndpointError where it cannot listen.
     """
 
     def __init__(
         self,
-        engines: Sequence[ChatEngine],
+        engines: Callable[[], Sequence[ChatEngine]],
         *,
         model: str,
         token: str,
@@ -79,10 +79,10 @@ class Endpoint:
         timeout_s: float = 3600.0,
         max_requests: int = 64,
     ) -> None:
-        self._engines, self._model, self._token = list(engines), model, token
+        self._engines, self._model, self._token = engines, model, token
         self._weight_version, self._timeout_s = weight_version, timeout_s
         self._record = ChatRecord(seed)
-        self._outstanding = [0] * len(self._engines)
+        self._outstanding = [0] * len(engines())
         self._lock = threading.Lock()
         self._warned: set[str] = set()
         self._pool = ThreadPoolExecutor(max_requests, thread_name_prefix="endpoint")
@@ -178,7 +178,7 @@ class Endpoint:
 
     def _reply(self, kind: str, body: dict[str, Any], seed: int) -> Reply:
         index = self._choose(recorded_tokens(body))
-        engine = self._engines[index]
+        engine = self._engines()[index]
         try:
             stream = engine.stream("chat", kind, body, seed, timeout_s=self._timeout_s, what=f"a chat {kind} request")
             reply = next(stream)
@@ -197,7 +197,7 @@ class Endpoint:
 
     def _choose(self, before: list[int] | None) -> int:
         """The engine for a request that continues the tokens `before`; it counts as unanswered there from now on."""
-        known = self._record.engine_of(fingerprint(before)) if before and len(self._engines) > 1 else None
+        known = self._record.engine_of(fingerprint(before)) if before and len(self._outstanding) > 1 else None
         with self._lock:
             least = self._outstanding.index(min(self._outstanding))
             near = known is not None and self._outstanding[known] <= self._outstanding[least] + DETOUR

@@ -46,7 +46,7 @@ def engines() -> list[Engine]:
 
 @pytest.fixture
 def endpoint(engines: list[Engine]) -> Iterator[Endpoint]:
-    endpoint = Endpoint(engines, model="policy", token="secret", host="127.0.0.1", timeout_s=30, seed=5)
+    endpoint = Endpoint(lambda: engines, model="policy", token="secret", host="127.0.0.1", timeout_s=30, seed=5)
     yield endpoint
     for engine in engines:
         engine.hold.set()
@@ -127,11 +127,11 @@ def test_a_port_that_is_taken(engines: list[Engine]) -> None:
         taken.listen()
         port = taken.getsockname()[1]
         with pytest.raises(EndpointError, match=f"cannot listen at 127.0.0.1:{port}: .*http_server_port"):
-            Endpoint(engines, model="policy", token="secret", host="127.0.0.1", port=port)
+            Endpoint(lambda: engines, model="policy", token="secret", host="127.0.0.1", port=port)
 
 
 def test_nobody_listens_after_close(engines: list[Engine]) -> None:
-    endpoint = Endpoint(engines, model="policy", token="secret", host="127.0.0.1")
+    endpoint = Endpoint(lambda: engines, model="policy", token="secret", host="127.0.0.1")
     endpoint.close()
     endpoint.close()
     with pytest.raises(httpx.ConnectError):
