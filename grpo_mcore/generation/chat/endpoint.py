@@ -62,8 +62,9 @@ class Endpoint:
     """Listens from its construction until `close`.
 
     `engines`: handles on engines that were started with a ChatConfig, always as many, each perhaps in place of one that
-    has died; a request goes to the one with the fewest unanswered, or to that which has generated its last turn. `weight_version`: of the last refit. `timeout_s`: of one
-    request. `max_requests`: that engines work on at a time, more wait. Raises EndpointError where it cannot listen.
+    has died; a request goes to the one with the fewest unanswered, or to that which has generated its last turn.
+    `weight_version`: of the last refit. `timeout_s`: of one request. `max_requests`: that engines work on at a time,
+    more wait. Raises EndpointError where it cannot listen.
     """
 
     def __init__(
