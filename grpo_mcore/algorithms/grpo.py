@@ -120,13 +120,13 @@ def setup(
         policy = start_policy(config, cluster)
         engines = start_engines(config, cluster, policy)
         wait_until_ready(config, cluster, [*policy.workers, *engines.workers])
-        engines.endpoint = open_endpoint(config, engines, Path(logger.log_dir))
         save_state = first_save_state()
         if found is not None:
             save_state, data_state = checkpointer.read(found)
             policy.load(str((found / "policy").resolve()))
             policy.updates = save_state["current_step"]
             save_state["data"] = data_state | {"folder": str(found)}  # type: ignore[typeddict-unknown-key]
+        engines.endpoint = open_endpoint(config, engines, Path(logger.log_dir))
     except BaseException:
         if own_cluster:  # the caller has no handle to end it by
             cluster.shutdown()

@@ -19,6 +19,7 @@ from grpo_mcore.data.gym.run import Progress
 from grpo_mcore.data.interfaces import DataError, DatumSpec
 from grpo_mcore.data.jsonl import parse
 from grpo_mcore.data.mapped import MappedDataset, name_of, setting
+from grpo_mcore.data.processors import find_processor
 from grpo_mcore.data.source import Source
 from grpo_mcore.recipe.data import FILE_DATASETS, dataset_by_name
 from grpo_mcore.recipe.master import runs_grpo
@@ -91,8 +92,11 @@ class _RowCheck:
             Source(self._rows, self._numbers, lambda _: f"line {self._numbers[0]}"),
             rows_of_file(entry, name),
             task_name=name_of(str(path)),
-            default_processor=_processor(name, self._trains_on_answers),
+            default_processor="sft_processor" if self._trains_on_answers else DEFAULT_PROCESSOR,
         )
+        self._of_a_gym = name == "NemoGymDataset"
+        if self._of_a_gym:
+            self._data.processor = find_processor("nemo_gym_data_processor")
         report.read_as = f"{place}: {name}"
         self._tokenizer = None
         if config is None:
@@ -115,16 +119,19 @@ class _RowCheck:
             prompt, answers = chat["messages"], [chat["chosen"], chat["rejected"]]
             if chat["chosen"] == chat["rejected"]:
                 raise Unusable("no preference", "chosen and rejected are the same")
+        elif self._of_a_gym:  # its verifier knows the answer, its environment may ask the question
+            prompt, answers = chat["messages"], []
         else:
             prompt, answers = (_prompt_and_answers if self._trains_on_answers else _prompt_and_truth)(chat)
-        if not any(_text(message["content"]).strip() for message in prompt):
+        if not self._of_a_gym and not any(_text(message["content"]).strip() for message in prompt):
             raise Unusable("no question", "the prompt is blank")
         if not all(_text(answer).strip() for answer in answers):
             raise Unusable("no answer", "blank, or not there")
         data = [self._processed(one) for one in self._conversations(chat)] if self._tokenizer is not None else []
         if data:
             self._measure(data)
-        return _hash([prompt, chat.get("tools")]), _hash(answers), lambda: _shown(prompt, answers, data)
+        asked = chat["gym_task"] if self._of_a_gym else [prompt, chat.get("tools")]
+        return _hash(asked), _hash(answers), lambda: _shown(prompt, answers, data)
 
     def _conversations(self, chat: Row) -> list[Row]:
         """What is tokenised: of a pair, the prompt with each of the answers."""
@@ -147,12 +154,6 @@ class _RowCheck:
             raise Unusable("too long", f"{length:,} tokens; the limit is {self._report.limit:,}")
 
 
-def _processor(name: str, trains_on_answers: bool) -> str:
-    if name == "NemoGymDataset":
-        return "nemo_gym_data_processor"
-    return "sft_processor" if trains_on_answers else DEFAULT_PROCESSOR
-
-
 def _entry(path: Path, config: Any, first: Row) -> tuple[Any, str, str]:
     """(how the file is read, its kind of dataset, where that is said)."""
     entries = [
@@ -163,8 +164,7 @@ def _entry(path: Path, config: Any, first: Row) -> tuple[Any, str, str]:
     named = [(place, entry) for place, entry in entries if _is_file(path, entry.data_path)]
     pairs = not named and {"chosen", "rejected"} <= first.keys()
     if pairs or not entries:
-        kind = "openai_format" if "messages" in first else "BinaryPreferenceDataset" if pairs else "ResponseDataset"
-        return {"data_path": str(path)}, kind, "by the fields of its first row"
+        return {"data_path": str(path)}, _kind(first, pairs), "by the fields of its first row"
     files = [(place, entry) for place, entry in entries if dataset_by_name(entry.dataset_name) in FILE_DATASETS]
     place, entry = (named or files or entries)[0]
     name = dataset_by_name(entry.dataset_name)
@@ -175,6 +175,14 @@ def _entry(path: Path, config: Any, first: Row) -> tuple[Any, str, str]:
         )
     alone = {key: value for key, value in _ALONE.items() if setting(entry, key) is not None}
     return entry.model_copy(update={**alone, "data_path": str(path)}), str(name), place
+
+
+def _kind(first: Row, pairs: bool) -> str:
+    if "messages" in first:
+        return "openai_format"
+    if "responses_create_params" in first:
+        return "NemoGymDataset"
+    return "BinaryPreferenceDataset" if pairs else "ResponseDataset"
 
 
 def _is_file(path: Path, named: str | None) -> bool:

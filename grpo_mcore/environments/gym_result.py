@@ -75,9 +75,10 @@ class GymRollout:
                 )
             )
             for version, first, last in versions:
-                first = max(first, length)
-                if first < last:
-                    spans.append((version, first, last))
+                if max(first, length) >= last:
+                    continue
+                start = spans.pop()[1] if spans and spans[-1][0] == version else max(first, length)
+                spans.append((version, start, last))
             length = len(call.tokens)
         return Trajectory(
             uid=uid,

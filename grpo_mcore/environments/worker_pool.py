@@ -140,9 +140,10 @@ class WorkerPool:
         broken: Exception | None = None
         try:
             while not self._closed:
+                began = time.monotonic()
                 self._start_workers()
                 self._hand_out()
-                patience, began = self._patience(), time.monotonic()
+                patience = self._patience()
                 for key, _ in self._selector.select(patience):
                     if key.data is None:
                         os.read(self._woken, 4096)

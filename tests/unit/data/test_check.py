@@ -240,3 +240,26 @@ def test_neither_megatron_nor_an_engine_is_imported(recipe: Path) -> None:
     )
     result = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
     assert result.returncode == 0 and "1 rows, 1 usable" in result.stdout, result.stderr
+
+
+def test_tasks_of_nemo_gym(recipe: Path, tmp_path: Path) -> None:
+    """They need no answer here, and may leave the question to their environment."""
+    tasks = [
+        {"responses_create_params": {"input": "1+1="}, "agent_ref": {"name": "a"}},
+        {"responses_create_params": {"input": "1+1="}, "agent_ref": {"name": "b"}},
+        {"responses_create_params": {"input": None}},
+        {"responses_create_params": {"input": LONG}},
+    ]
+    path = tmp_path / "train.jsonl"
+    path.write_text("".join(json.dumps(task) + "\n" for task in tasks))
+    gym = [
+        "data.train.dataset_name=NemoGymDataset",
+        "env.nemo_gym.head_server_url=http://x",
+        "data.train.processor=nemo_gym",
+    ]
+    gym += ["policy.generation.vllm_cfg.expose_http_server=true"]
+    for config in (None, load_recipe(str(recipe), gym).config):
+        report = check_file(path, config)
+        text = str(report)
+        assert "NemoGymDataset" in text and "no answer" not in text
+        assert ("too long" in text) == (config is not None)
