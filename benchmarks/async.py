@@ -101,15 +101,14 @@ def simulated_rows(args: argparse.Namespace) -> list[Row]:
     return found
 
 
-def table(rows: Sequence[Row]) -> str:
-    lines = [f"{'age':>3}  {'mode':<28} {'':<9} {'steps/s':>8} {'bound':>8} {'share':>6} {'waits s':>8}"]
-    for one in rows:
-        lines.append(
-            f"{one['age']:>3}  {one['mode']:<28} {'simulated' if one['simulated'] else 'run':<9} "
-            f"{one['steps_per_second']:8.4f} {one['bound']:8.4f} {one['share_of_bound']:6.1%} "
-            f"{one['wait_seconds']:8.2f}"
-        )
-    return "\n".join(lines)
+HEAD = f"{'age':>3}  {'mode':<28} {'':<9} {'steps/s':>8} {'bound':>8} {'share':>6} {'waits s':>8}"
+
+
+def line(one: Row) -> str:
+    return (
+        f"{one['age']:>3}  {one['mode']:<28} {'simulated' if one['simulated'] else 'run':<9} "
+        f"{one['steps_per_second']:8.4f} {one['bound']:8.4f} {one['share_of_bound']:6.1%} {one['wait_seconds']:8.2f}"
+    )
 
 
 def main() -> None:
@@ -131,12 +130,15 @@ def main() -> None:
     args.ages = sorted({0, *args.ages})  # the bound is that of age 0
     printed = sys.stdout
     sys.stdout = sys.stderr  # what the runs say
-    if args.simulate_only:
-        rows = simulated_rows(args)
-    else:
-        rows = list(real_rows(args.steps, args.ages, args.layouts, args.seed))
+    found = (
+        iter(simulated_rows(args)) if args.simulate_only else real_rows(args.steps, args.ages, args.layouts, args.seed)
+    )
+    rows = []
+    for one in found:  # a run takes minutes
+        rows.append(one)
+        print(line(one), flush=True)
     sys.stdout = printed
-    print(json.dumps({"rows": rows}) if args.json else table(rows))
+    print(json.dumps({"rows": rows}) if args.json else "\n".join([HEAD, *map(line, rows)]))
 
 
 if __name__ == "__main__":
