@@ -10,7 +10,7 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
-from grpo_mcore.algorithms.checkpoint_files import GB, damage, is_full_disk, refuse_full_disk, size_of, write_digests
+from grpo_mcore.algorithms.checkpoint_files import GB, damage, no_room, refuse_full_disk, size_of, write_digests
 
 AUTO = "auto"
 
@@ -114,21 +114,21 @@ class CheckpointManager:
             _write_driver_files(tmp, data_state, save_state, metrics, recipe)
             write_digests(tmp)
         except Exception as error:
-            if not is_full_disk(error):
+            if (why := no_room(error)) is None:
                 raise
             shutil.rmtree(tmp, ignore_errors=True)
-            raise DiskFull(self._what_to_free(step, error)) from error
+            raise DiskFull(self._what_to_free(step, why)) from error
         if final.exists():
             self._drop(step)
         os.replace(tmp, final)
         self._prune(just_saved=step)
         return final
 
-    def _what_to_free(self, step: int, error: Exception) -> str:
+    def _what_to_free(self, step: int, why: str) -> str:
         kept = ", ".join(f"step_{old} ({size_of(self.folder / f'step_{old}') / GB:.2f} GB)" for old in self._steps())
         free = shutil.disk_usage(self.folder).free / GB
         return (
-            f"the checkpoint of step {step} was not written to {self.folder}: {error}\n"
+            f"the checkpoint of step {step} was not written to {self.folder}: {why}\n"
             f"{free:.2f} GB are free there; the run goes on. Delete what you do not need of {kept or 'other files'}"
             + (", or lower checkpointing.keep_top_k" if kept else "")
         )

@@ -11,7 +11,7 @@ import numpy as np
 
 from grpo_mcore.families import ModelShape, Param, params_of
 from grpo_mcore.refit.layout import EngineLayout, TrainerLayout
-from grpo_mcore.refit.plan import DTYPE_BYTES, GIB, RefitPlan, plan_refit, wire_dtype
+from grpo_mcore.refit.plan import DTYPE_BYTES, GIB, RefitPlan, plan_refit, read_bytes, wire_dtype
 
 LINKS = {"a 400 Gb/s network card": 50e9, "NVLink of an H100": 450e9}
 """Bytes/s and direction, for the floor."""
@@ -61,10 +61,9 @@ class Overview:
         found = np.zeros((self.trainer.world_size, self.nodes, self.engine.ranks), dtype=np.int64)
         together: dict[tuple[int, int], np.ndarray] = {}
         for block in self.plan.blocks():
-            width = DTYPE_BYTES[block.dtype]
             row = together.setdefault((block.holders, block.source), np.zeros(self.engine.ranks, dtype=np.int64))
             for read in block.reads:
-                row[read.rank] += width * int(np.prod([stop - start for start, stop in read.at]))
+                row[read.rank] += read_bytes(block, read)
         for (holders, source), row in together.items():
             ranks = self.plan.holders[holders]
             first = ranks.index(source)

@@ -52,6 +52,11 @@ class Block(NamedTuple):
     reads: tuple[Read, ...]
 
 
+def read_bytes(block: Block, read: Read) -> int:
+    """Of one copy."""
+    return _volume(read.at) * DTYPE_BYTES[block.dtype]
+
+
 class Bucket(NamedTuple):
     """What is filled, and then read, in one go. `nbytes` includes the alignment gaps."""
 

@@ -3,14 +3,13 @@ calls the refit's own planning."""
 
 from __future__ import annotations
 
-import math
 from collections import Counter
 from dataclasses import dataclass
 
 from grpo_mcore.algorithms.plan.devices import Device
 from grpo_mcore.algorithms.plan.workload import Workload
 from grpo_mcore.refit.layout import EngineLayout, TrainerLayout
-from grpo_mcore.refit.plan import DTYPE_BYTES, plan_model_refit
+from grpo_mcore.refit.plan import plan_model_refit, read_bytes
 
 DTYPE = {2: "bfloat16", 4: "float32"}
 
@@ -49,7 +48,7 @@ def refit_traffic(load: Workload) -> RefitTraffic:
     for block in plan.blocks():
         written[block.source] += block.nbytes
         for taken in block.reads:
-            read[taken.rank] += math.prod(stop - start for start, stop in taken.at) * DTYPE_BYTES[block.dtype]
+            read[taken.rank] += read_bytes(block, taken)
     other_nodes = plan.block_bytes if load.nodes > 1 or not load.colocated else 0
     link = (
         "network between nodes" if other_nodes else "host memory (PCIe)" if load.world > 1 else "memory of the device"
