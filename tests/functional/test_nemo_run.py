@@ -63,7 +63,7 @@ def submit(python: Path, folder: Path, recipe: dict[str, Any], *words: str, **va
 def test_here_to_the_end(python: Path, task: Task, tmp_path: Path) -> None:
     run = submit(python, tmp_path, grpo_recipe(task, task.untrained), "job.overrides=['grpo.max_num_steps=2']")
     assert run.code == 0, run.out + run.err
-    assert [line["step"] for line in run.metrics()] == [1, 2]
+    assert [line["step"] for line in run.metrics()] == [1, 2] and "predicted against measured" in run.out
 
 
 def test_a_failure_here_ends_it_with_its_reason(python: Path, task: Task, tmp_path: Path) -> None:

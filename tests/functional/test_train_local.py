@@ -240,6 +240,10 @@ def test_files_and_summary(resumed: tuple[Run, Inside]) -> None:
     summary = json.loads((run.logs / "summary.json").read_text())
     assert summary["steps"] == 4 and summary["seconds"] > 0 and summary["tokens_per_second"] > 0
     assert 1 <= summary["max_token_mult_prob_error"] <= 1.02
+    compared = {line["what"]: line for line in summary["predicted_against_measured"]}
+    for part in ("weights", "gradients", "optimizer", "refit buffer"):
+        assert compared[part]["measured"] == pytest.approx(compared[part]["predicted"], rel=0.02), part
+    assert {"refit", "generation", "training"} < compared.keys()
     assert list((run.logs / "tensorboard").glob("events.*"))
     assert (run.logs / "reward_curve.png").read_bytes().startswith(b"\x89PNG")
 
@@ -259,7 +263,7 @@ def test_what_the_user_sees(half: Run) -> None:
         "4 prompts x 4 generations = 16 samples = 1 optimizer step x 16 = DP 1 x 16 samples",
         "TP 1 x PP 1 x DP 1", "1 x vLLM TP 1 float32", "local, 1 policy rank\n",
         " 1/2 ", " 2/2 ", "validation after step 2: accuracy", "-- validation sample 1 of 1 after step 2",
-        "all 2 steps are done", "where everything lies", str(half.checkpoints / "step_2"),
+        "all 2 steps are done", "predicted against measured", "where everything lies", str(half.checkpoints / "step_2"),
         str(half.logs / "reward_curve.png"),
     ):  # fmt: skip
         assert text in half.out, text
