@@ -72,6 +72,10 @@ class GymServer:
             await self._client.close()
             for runner in self._runners:
                 await runner.cleanup()
+            hanging = asyncio.all_tasks() - {asyncio.current_task()}
+            for task in hanging:
+                task.cancel()
+            await asyncio.gather(*hanging, return_exceptions=True)
 
         asyncio.run_coroutine_threadsafe(end(), self._loop).result(30)
         self._loop.call_soon_threadsafe(self._loop.stop)

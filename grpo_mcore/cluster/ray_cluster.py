@@ -64,7 +64,7 @@ class RayCluster:
         self._session: RaySession | None = RaySession(
             address or os.environ.get("RAY_ADDRESS"), self._env_vars, num_cpus, num_gpus, start_timeout_s
         )
-        self.address: str = ray.util.get_node_ip_address()
+        self.address = self._session.address
         atexit.register(self.shutdown)
 
     def spawn(

@@ -91,6 +91,11 @@ class RaySession:
                     raise DeadlineExceeded("start of Ray", "its processes", timeout_s) from error
                 _log.warning("Ray's processes were not up within 30 s; starting them again")
 
+    @property
+    def address(self) -> str:
+        """Of this machine, for the cluster's other nodes."""
+        return ray.util.get_node_ip_address()
+
     def close(self) -> None:
         """Disconnects. A Ray that was started here ends, with all that runs in it."""
         if not self.started_here:

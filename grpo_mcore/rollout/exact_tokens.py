@@ -17,7 +17,7 @@ def said_already(ids: Sequence[int], end: Sequence[int], stop_token: int | None,
 
     `end`: how an answer ends, whatever follows. `stop_token`: the token that ended the turn, None where none did.
     """
-    if stop_token not in end:
+    if stop_token is None or stop_token not in end:
         return 0
     count = list(end).index(stop_token) + 1
     is_marker = count == 1 or stop_token == eos_token_id
