@@ -71,10 +71,11 @@ def refuse_full_disk(folder: Path, needed: int) -> None:
         raise OSError(errno.ENOSPC, f"{os.strerror(errno.ENOSPC)}: {free / GB:.2f} GB are free", str(folder))
 
 
-def is_full_disk(error: BaseException | None) -> bool:
-    """Whether there was no room for a file: here, or in a worker, whose error may have come as text."""
+def could_not_write(error: BaseException | None) -> bool:
+    """Whether a file could not be written, here or in a worker: mostly for want of room, of which torch, say, does not
+    tell. A loss or a lateness of a worker is something else."""
     while error is not None:
-        if isinstance(error, OSError) and error.errno in FULL:
+        if isinstance(error, OSError) and not isinstance(error, ConnectionError | TimeoutError):
             return True
         if any(os.strerror(number) in str(error) for number in FULL):
             return True
