@@ -19,9 +19,6 @@ THREADS = 8
 """Files that are read at a time."""
 
 FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
-CUT_SHORT = "unexpected pos"
-"""What torch's zip writer says, and nothing else, when the file system took only a part."""
-
 GB = 1e9
 
 
@@ -74,16 +71,16 @@ def refuse_full_disk(folder: Path, needed: int) -> None:
         raise OSError(errno.ENOSPC, f"{os.strerror(errno.ENOSPC)}: {free / GB:.2f} GB are free", str(folder))
 
 
-def no_room(error: BaseException | None) -> str | None:
-    """What a file system said that had no room for a file: here, or in a worker, whose error may have come as text."""
+def could_not_write(error: BaseException | None) -> bool:
+    """Whether a file could not be written, here or in a worker: mostly for want of room, of which torch, say, does not
+    tell. A loss or a lateness of a worker is something else."""
     while error is not None:
-        if isinstance(error, OSError) and error.errno in FULL:
-            return str(error)
-        for text in (*map(os.strerror, FULL), CUT_SHORT):
-            if text in str(error):
-                return "a file could not be written to its end" if text == CUT_SHORT else text
+        if isinstance(error, OSError) and not isinstance(error, ConnectionError | TimeoutError):
+            return True
+        if any(os.strerror(number) in str(error) for number in FULL):
+            return True
         error = error.__cause__
-    return None
+    return False
 
 
 def _names(folder: Path) -> list[str]:

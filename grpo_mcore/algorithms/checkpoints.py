@@ -10,7 +10,7 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
-from grpo_mcore.algorithms.checkpoint_files import GB, damage, no_room, refuse_full_disk, size_of, write_digests
+from grpo_mcore.algorithms.checkpoint_files import GB, could_not_write, damage, refuse_full_disk, size_of, write_digests
 
 AUTO = "auto"
 
@@ -19,8 +19,8 @@ class ResumeError(FileNotFoundError):
     """There is no checkpoint to go on from."""
 
 
-class DiskFull(OSError):
-    """A checkpoint was not written, because there is no room for it. The run can go on without it."""
+class NotWritten(OSError):
+    """A checkpoint could not be written, mostly because there is no room for it. The run can go on without it."""
 
 
 class CheckpointManager:
@@ -100,7 +100,7 @@ class CheckpointManager:
         recipe: Any,
         write_more: Callable[[Path], None] = lambda folder: None,
     ) -> Path:
-        """Writes `step_N` and drops what ranks too low. Returns the folder. Raises DiskFull; nothing is then left of
+        """Writes `step_N` and drops what ranks too low. Returns the folder. Raises NotWritten; nothing is then left of
         it."""
         final = self.folder / f"step_{step}"
         tmp = self.folder / f"tmp_step_{step}"
@@ -114,19 +114,19 @@ class CheckpointManager:
             _write_driver_files(tmp, data_state, save_state, metrics, recipe)
             write_digests(tmp)
         except Exception as error:
-            if (why := no_room(error)) is None:
+            if not could_not_write(error):
                 raise
             shutil.rmtree(tmp, ignore_errors=True)
-            raise DiskFull(self._what_to_free(step, why)) from error
+            raise NotWritten(self._what_to_free(step, error)) from error
         if final.exists():
             self._drop(step)
         os.replace(tmp, final)
         self._prune(just_saved=step)
         return final
 
-    def _what_to_free(self, step: int, why: str) -> str:
+    def _what_to_free(self, step: int, error: Exception) -> str:
         kept = ", ".join(f"step_{old} ({size_of(self.folder / f'step_{old}') / GB:.2f} GB)" for old in self._steps())
-        free = shutil.disk_usage(self.folder).free / GB
+        free, why = shutil.disk_usage(self.folder).free / GB, str(error).partition("\n")[0]
         return (
             f"the checkpoint of step {step} was not written to {self.folder}: {why}\n"
             f"{free:.2f} GB are free there; the run goes on. Delete what you do not need of {kept or 'other files'}"

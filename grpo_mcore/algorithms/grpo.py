@@ -18,7 +18,7 @@ from typing import Any
 
 from torch import Tensor
 
-from grpo_mcore.algorithms.checkpoints import CheckpointManager, DiskFull
+from grpo_mcore.algorithms.checkpoints import CheckpointManager, NotWritten
 from grpo_mcore.algorithms.dynamic_sampling import dynamic_sampling
 from grpo_mcore.algorithms.engine_group import EngineGroup
 from grpo_mcore.algorithms.kept_groups import in_time, read_groups, write_groups
@@ -294,7 +294,7 @@ def grpo_train(
                             folder = checkpointer.save(
                                 step, policy.save, place, state, report.last_metrics, config, write_more=keep
                             )
-                        except DiskFull as error:
+                        except NotWritten as error:
                             report.not_saved(error)
                             ledger.write("not_saved", step=step, why=str(error.__cause__))
                         else:

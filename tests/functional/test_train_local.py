@@ -203,7 +203,6 @@ def test_a_full_disk_and_sigterm_cost_nothing(
     assert run.code == 128 + signal.SIGTERM, run.err
     told = " ".join(run.out.split())
     assert "the checkpoint of step 2 was not written" in told and "the run goes on" in told
-    assert "File too large" in told or "could not be written to its end" in told  # torch drops the word
     assert "SIGTERM: what is trained so far is saved, then the run ends" in run.out
     assert sorted(path.name for path in run.checkpoints.iterdir()) == ["ledger.jsonl", "step_3"]
     resumed = run_here("train", tmp_path, recipe, "--resume")

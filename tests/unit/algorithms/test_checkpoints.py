@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from grpo_mcore.algorithms import checkpoint_files
-from grpo_mcore.algorithms.checkpoints import CheckpointManager, DiskFull, ResumeError
+from grpo_mcore.algorithms.checkpoints import CheckpointManager, NotWritten, ResumeError
 from grpo_mcore.cluster import WorkerFailed
 from grpo_mcore.recipe import CheckpointingConfig, MasterConfig
 
@@ -85,7 +85,9 @@ def full_disk(folder: str) -> None:
 def test_a_save_without_room_leaves_the_others_and_says_what_to_free(tmp_path: Path) -> None:
     checkpoints = manager(tmp_path)
     save(checkpoints, 1)
-    with pytest.raises(DiskFull, match=r"step 2 was not written .*No space.*\n.*GB are free.* step_1 \(0.00 GB\), or"):
+    with pytest.raises(
+        NotWritten, match=r"step 2 was not written .*No space.*\n.*GB are free.* step_1 \(0.00 GB\), or"
+    ):
         checkpoints.save(2, full_disk, {}, {}, {}, RECIPE)
     assert kept(tmp_path) == ["step_1"]
     save(checkpoints, 2)
@@ -95,7 +97,7 @@ def test_a_rank_without_room_is_understood_from_its_text(tmp_path: Path) -> None
     def rank(folder: str) -> None:
         raise WorkerFailed("policy-1", "save", "SaveError: rank 1: OSError: [Errno 28] No space left on device")
 
-    with pytest.raises(DiskFull):
+    with pytest.raises(NotWritten):
         manager(tmp_path).save(2, rank, {}, {}, {}, RECIPE)
 
 
@@ -104,7 +106,7 @@ def test_room_is_looked_for_before_anybody_writes(tmp_path: Path, monkeypatch: p
     folder = save(checkpoints, 1)
     with (folder / "big").open("wb") as file:
         file.truncate(shutil.disk_usage(tmp_path).free + 2**30)  # a hole: it takes no room
-    with pytest.raises(DiskFull, match="No space left on device"):
+    with pytest.raises(NotWritten, match="No space left on device"):
         checkpoints.save(2, lambda folder: pytest.fail("it wrote"), {}, {}, {}, RECIPE)
 
 
