@@ -53,11 +53,12 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
         for item in items:
             if _folder(item) == "gpu":
                 item.add_marker(pytest.mark.skip(reason=no_gpu))
-    for option in ("slurm", "chaos", "nemo-run", "registry"):
-        if not config.getoption(f"--{option}"):
+    options = {"slurm": "--slurm", "every_state": "--chaos", "nemo_run": "--nemo-run", "registry": "--registry"}
+    for marker, option in options.items():
+        if not config.getoption(option):
             for item in items:
-                if item.get_closest_marker(option.replace("-", "_")):
-                    item.add_marker(pytest.mark.skip(reason=f"takes minutes: pytest --{option}"))
+                if item.get_closest_marker(marker):
+                    item.add_marker(pytest.mark.skip(reason=f"takes minutes: pytest {option}"))
     items.sort(key=lambda item: FOLDERS.index(_folder(item)))
 
 

@@ -184,7 +184,7 @@ class RayCluster:
         if name in self._workers:
             raise ValueError(f"there is a worker called {name} already")
         env = {**chosen(os.environ, self._env_vars), **env}
-        make = ray.remote(concurrency_groups={STREAMS: streams})(Host) if streams else ray.remote(Host)
+        make = ray.remote(concurrency_groups={STREAMS: streams})(Host) if streams else ray.remote(Host)  # type: ignore[call-overload]
         actor = make.options(
             num_cpus=cpus,
             num_gpus=gpus,

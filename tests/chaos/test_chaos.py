@@ -81,7 +81,7 @@ def steps_of(run: Run) -> list[dict[str, Any]]:
 @pytest.mark.timeout(DEADLINE_S + 60)
 @pytest.mark.parametrize(
     "campaign",
-    [name if name == "one-of-each" else pytest.param(name, marks=pytest.mark.chaos) for name in CAMPAIGNS],
+    [name if name == "one-of-each" else pytest.param(name, marks=pytest.mark.every_state) for name in CAMPAIGNS],
 )
 def test_processes_are_killed_and_the_run_goes_on(tmp_path: Path, task: Task, model: Path, campaign: str) -> None:
     kills = CAMPAIGNS[campaign]
@@ -89,7 +89,7 @@ def test_processes_are_killed_and_the_run_goes_on(tmp_path: Path, task: Task, mo
 
 
 @pytest.mark.timeout(DEADLINE_S + 60)
-@pytest.mark.parametrize("states", [("rename",), pytest.param(DRIVER_STATES, marks=pytest.mark.chaos)])
+@pytest.mark.parametrize("states", [("rename",), pytest.param(DRIVER_STATES, marks=pytest.mark.every_state)])
 def test_a_driver_is_killed_and_every_step_comes_out_the_same(
     tmp_path: Path, task: Task, model: Path, states: tuple[str, ...]
 ) -> None:
