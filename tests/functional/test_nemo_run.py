@@ -47,7 +47,7 @@ def submit(python: Path, folder: Path, recipe: dict[str, Any], *words: str, **va
     env = os.environ | {
         "PATH": f"{Path(__file__).parent}:{Path(sys.executable).parent}:{os.environ['PATH']}",  # sacct, grpo-mcore
         "PYTHONPATH": str(ROOT),
-        "NEMORUN_HOME": str(folder / "nemo_run"),
+        "NEMORUN_HOME": str(folder / "state"),
         "OBJECT_STORE_GB": "0.1",
         **variables,
     }
@@ -78,7 +78,7 @@ def test_on_slurm_to_the_end_over_both_nodes(python: Path, slurm: Slurm, task: T
     run = submit(python, tmp_path, of_two_nodes(task), "to=slurm", OVERRIDES, SLURM_CONF=str(slurm.conf))
     assert run.code == 0, run.out + run.err
     assert [line["step"] for line in run.metrics()] == [1, 2]
-    (log,) = tmp_path.glob("nemo_run/**/sbatch_*.out")
+    (log,) = tmp_path.glob("state/**/sbatch_*.out")
     assert "2 of 2 nodes" in log.read_text() and "the run is over" in log.read_text()
 
 
