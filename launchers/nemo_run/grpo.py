@@ -15,6 +15,7 @@ from typing import NoReturn
 import fiddle as fdl
 import nemo_run as run
 from jobs import Job, executor, register_recipes, script
+from nemo_run.config import get_nemorun_home
 
 from grpo_mcore.launch import LaunchSpec, launch_spec, nemo_run
 from grpo_mcore.launch.spec import Target
@@ -44,6 +45,9 @@ def grpo(ctx: run.cli.RunContext, job: Job, to: str = "local") -> None:
 
 
 def submit(spec: LaunchSpec, to: Target, detach: bool) -> None:
+    if to == "slurm" and "/nemo_run" in get_nemorun_home():
+        # NeMo-Run writes the job's folder over every "/nemo_run" in the batch script.
+        fail(f"NEMORUN_HOME {get_nemorun_home()}: choose a folder without /nemo_run in its path")
     with run.Experiment(spec.name, enable_goodbye_message=detach) as experiment:
         experiment.add(fdl.build(script(spec, to)), executor=fdl.build(executor(spec, to)), name=nemo_run.TASK)
         experiment.run(detach=detach, tail_logs=not detach)

@@ -19,6 +19,8 @@ from tests.functional.runs import Run, Task, grpo_recipe, write_recipe
 from tests.functional.slurm import Slurm, loopback, why_not
 
 ROOT = Path(__file__).resolve().parents[2]
+# A folder below /tmp would be refused: it is on one node only.
+OVERRIDES = "job.overrides=['grpo.max_num_steps=2', 'checkpointing.checkpoint_dir=checkpoints']"
 pytestmark = [pytest.mark.nemo_run, pytest.mark.timeout(1500)]
 
 
@@ -45,7 +47,7 @@ def submit(python: Path, folder: Path, recipe: dict[str, Any], *words: str, **va
     env = os.environ | {
         "PATH": f"{Path(__file__).parent}:{Path(sys.executable).parent}:{os.environ['PATH']}",  # sacct, grpo-mcore
         "PYTHONPATH": str(ROOT),
-        "NEMORUN_HOME": str(folder / "nemo_run"),
+        "NEMORUN_HOME": str(folder / "state"),
         "OBJECT_STORE_GB": "0.1",
         **variables,
     }
@@ -73,19 +75,18 @@ def test_a_failure_here_ends_it_with_its_reason(python: Path, task: Task, tmp_pa
 
 
 def test_on_slurm_to_the_end_over_both_nodes(python: Path, slurm: Slurm, task: Task, tmp_path: Path) -> None:
-    run = submit(
-        python, tmp_path, of_two_nodes(task), "to=slurm", "job.overrides=['grpo.max_num_steps=2']",
-        SLURM_CONF=str(slurm.conf),
-    )  # fmt: skip
+    run = submit(python, tmp_path, of_two_nodes(task), "to=slurm", OVERRIDES, SLURM_CONF=str(slurm.conf))
     assert run.code == 0, run.out + run.err
     assert [line["step"] for line in run.metrics()] == [1, 2]
-    (log,) = tmp_path.glob("nemo_run/**/sbatch_*.out")
+    (log,) = tmp_path.glob("state/**/sbatch_*.out")
     assert "2 of 2 nodes" in log.read_text() and "the run is over" in log.read_text()
 
 
 def test_a_failure_on_slurm_ends_it_with_its_reason(python: Path, slurm: Slurm, task: Task, tmp_path: Path) -> None:
     command = "echo the reason; exit 5"
-    run = submit(python, tmp_path, of_two_nodes(task), "to=slurm", SLURM_CONF=str(slurm.conf), COMMAND=command)
+    run = submit(
+        python, tmp_path, of_two_nodes(task), "to=slurm", OVERRIDES, SLURM_CONF=str(slurm.conf), COMMAND=command
+    )
     assert run.code == 1 and "ended as FAILED" in run.err
     assert "the run failed with exit code 5" in run.err
 

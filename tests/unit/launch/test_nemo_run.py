@@ -55,7 +55,8 @@ def test_here_the_run_is_the_program_itself(tmp_path: Path) -> None:
     program = tmp_path / "grpo-mcore"
     program.write_text('#!/bin/sh\necho "$OMP_NUM_THREADS: $*"\nexit 7\n')
     program.chmod(0o755)
-    spec = launch_spec(load_recipe("grpo_math_1B", ['+launch.env.OMP_NUM_THREADS="3"', "grpo.max_num_steps=7"]), "local")
+    words = ['+launch.env.OMP_NUM_THREADS="3"', "grpo.max_num_steps=7"]
+    spec = launch_spec(load_recipe("grpo_math_1B", words), "local")
     done = bash(nemo_run.script(spec, "local"), tmp_path)
     assert (done.returncode, done.stdout.split()[:2]) == (7, ["3:", "train"]) and "grpo.max_num_steps=7" in done.stdout
     program.unlink()
