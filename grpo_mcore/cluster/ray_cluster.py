@@ -184,7 +184,8 @@ class RayCluster:
         if name in self._workers:
             raise ValueError(f"there is a worker called {name} already")
         env = {**chosen(os.environ, self._env_vars), **env}
-        make = ray.remote(concurrency_groups={STREAMS: streams})(Host) if streams else ray.remote(Host)  # type: ignore[call-overload]
+        remote: Any = ray.remote  # its types do not know concurrency groups
+        make = remote(concurrency_groups={STREAMS: streams})(Host) if streams else remote(Host)
         actor = make.options(
             num_cpus=cpus,
             num_gpus=gpus,
