@@ -27,8 +27,8 @@ def wait_graph(waits: Sequence[Wait], frames: Mapping[str, str | None]) -> str:
     """
     lines = ["who waits for whom:"]
     for wait in sorted(waits, key=lambda wait: (not wait.late, -wait.seconds)):
-        past = ", past its deadline" if wait.late else ""
-        lines.append(f"  the driver waits for {wait.whom}: {wait.what}, for {wait.seconds:.0f} s{past}")
+        overdue = ", past its deadline" if wait.late else ""
+        lines.append(f"  the driver waits for {wait.whom}: {wait.what}, for {wait.seconds:.0f} s{overdue}")
     names = list(dict.fromkeys(wait.whom for wait in waits))
     groups = {name: _group_wait(frames.get(name)) for name in names}
     for name in names:
