@@ -212,7 +212,7 @@ def grpo_train(
             for group in kept.values():
                 groups.add(group)
                 ledger.write("finished", uid=group.uid, version=group.weight_version, scored=group.scored, kept=True)
-                schedule.record(s.GroupFinished(group.uid))
+                schedule.record(s.GroupFinished(group.uid, nbytes=group.nbytes))
 
         while True:
             if stop.reason and (schedule.asked is None or stop.at_once > told):

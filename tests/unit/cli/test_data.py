@@ -113,4 +113,4 @@ def test_a_reader_that_stops_reading(rollouts: Path) -> None:
     command = [sys.executable, "-m", "grpo_mcore.cli.main", "data", "check", "rollouts.jsonl"]
     result = subprocess.run(command, stdout=writer, stderr=subprocess.PIPE, text=True)
     os.close(writer)
-    assert result.returncode == 1 and "Traceback" not in result.stderr
+    assert result.returncode == 0 and "Traceback" not in result.stderr

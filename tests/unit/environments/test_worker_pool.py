@@ -211,7 +211,7 @@ def test_what_a_job_waits_for_a_processor_is_not_its_own(
 def test_whose_place_is_taken_where_all_slow_ones_are_late(ran_s: list[float], given_up: list[int]) -> None:
     """The one that ran longest, and none that has only waited for a processor."""
     pool = object.__new__(WorkerPool)
-    pool.timeout_s, pool._max_slow = 10.0, 2
+    pool.timeout_s, pool._max_slow, pool._lost_s = 10.0, 2, 0.0
     workers = [_Worker(Scripted("R", ran, 0.0), since=0.0, state="slow", job=_Job(())) for ran in ran_s]
     jobs = [worker.job for worker in workers]
     pool._workers = workers
