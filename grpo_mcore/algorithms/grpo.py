@@ -11,7 +11,6 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from contextlib import closing
-from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -25,13 +24,13 @@ from grpo_mcore.algorithms.kept_groups import in_time, read_groups, write_groups
 from grpo_mcore.algorithms.policy_endpoint import open_endpoint
 from grpo_mcore.algorithms.policy_group import PolicyGroup
 from grpo_mcore.algorithms.prompt_stream import PromptStream
-from grpo_mcore.algorithms.refit_parity import measure_parity
-from grpo_mcore.algorithms.refit_retries import Restarted, refit_through_deaths
+from grpo_mcore.algorithms.refit_step import refit_engines, refit_policy_generation
 from grpo_mcore.algorithms.retries import Retries
 from grpo_mcore.algorithms.reward_scaling import scale_rewards
 from grpo_mcore.algorithms.rollouts import Rollouts, as_workers, sampling_of, turn_limits
 from grpo_mcore.algorithms.run_report import RunReport
 from grpo_mcore.algorithms.save_state import GRPOSaveState, first_save_state
+from grpo_mcore.algorithms.schedule_config import schedule_config
 from grpo_mcore.algorithms.setup import (
     make_loss,
     needs_prev,
@@ -46,7 +45,7 @@ from grpo_mcore.algorithms.step_groups import StepGroups
 from grpo_mcore.algorithms.step_targets import step_targets
 from grpo_mcore.algorithms.stopping import StopRequest
 from grpo_mcore.algorithms.validation import run_validation, stop_reason
-from grpo_mcore.cluster import Cluster, LocalCluster
+from grpo_mcore.cluster import Cluster
 from grpo_mcore.data import (
     AllTaskProcessedDataset,
     MultipleDataloaderWrapper,
@@ -61,13 +60,9 @@ from grpo_mcore.recipe import (
     GRPOLoggerConfig,
     MasterConfig,
     RewardScalingConfig,
-    prompts_per_generation_batch,
 )
-from grpo_mcore.refit import RefitError, RefitReport, plan_model_refit, refit
 from grpo_mcore.rollout import schedule as s
 from grpo_mcore.rollout.group import Group
-
-GIB = 2**30
 
 __all__ = [
     "AsyncGRPOConfig", "GRPOConfig", "GRPOLoggerConfig", "GRPOSaveState", "MasterConfig", "RewardScalingConfig",
@@ -156,7 +151,7 @@ def grpo_train(
     """Trains until the schedule is finished: all steps are done, the data has ended, a validation metric is reached, or
     `stop` asks for it. Returns the summary."""
     config, step_clock, ahead = master_config, Timeline(), master_config.grpo.async_grpo
-    limits = schedule_config(config, val_dataloader)
+    limits = schedule_config(config, validates=val_dataloader is not None)
     reached = stop_reason(grpo_save_state["val_metrics"], config.grpo) if "val_metrics" in grpo_save_state else None
     schedule = s.Schedule(limits, step=grpo_save_state["current_step"], stop=reached)
     data_state = grpo_save_state.pop("data", None)
@@ -338,78 +333,6 @@ def train_on_groups(
     return metrics | {"tokens": float(batch.tokens)}
 
 
-def refit_engines(
-    policy: PolicyGroup,
-    engines: EngineGroup,
-    config: MasterConfig,
-    restarted: Restarted = lambda worker, why: None,
-    *,
-    lost_only: bool = False,
-) -> RefitReport:
-    """The loop's refit. Engines may be generating, where grpo.async_grpo.in_flight_weight_updates lets them. Those that
-    die in it are started anew. `lost_only`: of the engines that were started anew since the last one."""
-    recompute_kv = config.grpo.async_grpo.recompute_kv_cache_after_weight_updates
-
-    def once(group: EngineGroup) -> RefitReport:
-        return refit_policy_generation(policy, group, True, recompute_kv=recompute_kv)
-
-    return refit_through_deaths(engines, once, restarted, lost_only=lost_only)
-
-
-def refit_policy_generation(
-    policy: PolicyGroup,
-    policy_generation: EngineGroup,
-    colocated_inference: bool = True,
-    _refit_buffer_size_gb: float | None = None,
-    timer: Any = None,
-    *,
-    recompute_kv: bool = False,
-) -> RefitReport:
-    """Makes every engine's weights equal the policy's, as weight version `policy.updates` + 1.
-
-    The engines may generate meanwhile: they stand still only for the commit, and requests under way go on with the new
-    weights. `colocated_inference` False: over a wire, as to engines with devices of their own. `_refit_buffer_size_gb`:
-    GiB, in place of policy.refit_buffer_size_gb. `recompute_kv`: what the old weights computed of requests under way is
-    computed again. Raises RefitError; the engines then have their old weights, or refuse to generate from mixed ones.
-    With policy.refit_parity it also raises where the log-probs of the committed weights differ.
-    """
-    if not colocated_inference and isinstance(policy.cluster, LocalCluster):
-        raise ValueError("policy and engines of one process are colocated: over a wire each would wait for the other")
-    size = policy.refit_buffer_gb if _refit_buffer_size_gb is None else _refit_buffer_size_gb
-    plan = plan_model_refit(
-        policy.shape,
-        policy.refit_layout,
-        policy_generation.layout,
-        dtype=policy.precision,
-        buffer_bytes=int(size * GIB),
-    )
-    version = policy.updates + 1
-    shares_memory = colocated_inference and policy_generation.colocated
-    nodes = None if shares_memory else policy_generation.by_node()
-    if nodes:
-        policy.link_to([node[0] for node in nodes])
-    report = refit(
-        policy.workers,
-        [engine for node in nodes for engine in node] if nodes else policy_generation.workers,
-        plan,
-        version,
-        verify=policy.refit_verify,
-        recompute_kv=recompute_kv,
-        nodes=nodes,
-        timeline=timer,
-        timeout_s=policy.cluster.call_timeout_s,
-    )
-    policy_generation.weight_version = version
-    policy.offload()
-    policy_generation.prepare()
-    if policy.refit_parity is not None:
-        parity = measure_parity(policy, policy_generation, policy.refit_parity)
-        if not parity.ok:
-            raise RefitError(f"policy.refit_parity: {parity.difference()}")
-        report = replace(report, mult_prob_error=parity.mult_error)
-    return report
-
-
 def validate(
     policy_generation: EngineGroup,
     val_dataloader: Any,
@@ -440,29 +363,6 @@ def validate(
     if report is not None:
         report.validation(step, found, timing["total"])
     return found.metrics, timing
-
-
-def schedule_config(config: MasterConfig, val_dataloader: Any) -> s.ScheduleConfig:
-    """The schedule's part of the recipe."""
-    grpo, ahead, save = config.grpo, config.grpo.async_grpo, config.checkpointing
-    validates = val_dataloader is not None
-    return s.ScheduleConfig(
-        num_prompts=grpo.num_prompts_per_step,
-        max_steps=grpo.max_num_steps,
-        prompts_per_dispatch=prompts_per_generation_batch(config) if grpo.use_dynamic_sampling else None,
-        max_gen_batches=grpo.dynamic_sampling_max_gen_batches,
-        max_failed_groups=max(8, prompts_per_generation_batch(config) // 4),
-        max_trajectory_age=ahead.max_age,
-        group_order=ahead.group_order,
-        max_groups_in_flight=ahead.max_groups_in_flight if ahead.max_age else None,
-        max_bytes_in_flight=int(ahead.max_buffer_gb * GIB) if ahead.max_buffer_gb and ahead.max_age else None,
-        refit_in_flight=ahead.in_flight_weight_updates,
-        val_period=grpo.val_period if validates else 0,
-        val_start_at=grpo.val_start_at,
-        val_at_start=grpo.val_at_start and validates,
-        val_at_end=grpo.val_at_end and validates,
-        save_period=save.save_period if save.enabled else 0,
-    )
 
 
 def async_grpo_train(

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from grpo_mcore.algorithms.grpo import refit_policy_generation
 from grpo_mcore.algorithms.refit_parity import Parity, measure_parity
+from grpo_mcore.algorithms.refit_step import refit_policy_generation
 from grpo_mcore.algorithms.setup import (
     check_model,
     parity_check,

@@ -270,7 +270,9 @@ def _start_environment(name: str, section: dict[str, Any], config: MasterConfig,
         raise SetupError(f"env.{name}.verdict_timeout_s must be a number of seconds above 0, got {timeout_s!r}")
     cls, _ = create_env_class(str(section.pop("environment", name)))
     needs, gpu = cls.resources(section), runs_on_gpu(config.cluster)
-    built = (PlayerWorker, cls, section) if cls.plays else (cls, section)
+    patience_s = cls.patience_s(section)
+    plays = patience_s is not None
+    built = (PlayerWorker, cls, section) if plays else (cls, section)
 
     def start() -> Worker:
         return cluster.spawn(
@@ -279,11 +281,11 @@ def _start_environment(name: str, section: dict[str, Any], config: MasterConfig,
             cpus=needs["cpus"] if gpu else 0.1,
             gpus=needs["gpus"] if gpu else 0.0,
             concurrency=cls.concurrent_calls,
-            streams=REQUESTS if cls.plays else 0,
+            streams=REQUESTS if plays else 0,
         )
 
-    timeout_s = cls.patience_s(section) if cls.plays else min(float(timeout_s), cluster.call_timeout_s)
-    return EnvironmentWorker(cluster, start, calls=cls.concurrent_calls, timeout_s=timeout_s, plays=cls.plays)
+    timeout_s = min(float(timeout_s), cluster.call_timeout_s) if patience_s is None else patience_s
+    return EnvironmentWorker(cluster, start, calls=cls.concurrent_calls, timeout_s=timeout_s, plays=plays)
 
 
 def wait_until_ready(

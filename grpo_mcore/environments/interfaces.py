@@ -36,9 +36,6 @@ class EnvironmentReturn(NamedTuple):
 class EnvironmentBase:
     """Built from its section of the recipe, `env.<name>`. Several threads may use one instance."""
 
-    plays: ClassVar[bool] = False
-    """Whether it plays whole samples itself, as a NeMo Gym does, instead of scoring turns of the rollouts here."""
-
     needs: ClassVar[dict[str, float]] = {"cpus": 1.0, "gpus": 0.0}
     """What one instance asks of the cluster."""
     concurrent_calls: ClassVar[int] = 1
@@ -50,9 +47,10 @@ class EnvironmentBase:
         self.config: Any = self.read_config(config or {})
 
     @classmethod
-    def patience_s(cls, config: Mapping[str, Any]) -> float:
-        """Of one that plays: the longest that it works on a sample, in seconds."""
-        raise NotImplementedError(f"{cls.__name__} plays no samples")
+    def patience_s(cls, config: Mapping[str, Any]) -> float | None:
+        """Of one that plays whole samples itself, as a NeMo Gym does: the longest that it works on them, in seconds.
+        None: it scores turns of the rollouts here."""
+        return None
 
     @classmethod
     def read_config(cls, config: Mapping[str, Any]) -> Any:

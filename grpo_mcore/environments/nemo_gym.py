@@ -95,7 +95,6 @@ class GymOutcome:
 class NemoGymEnvironment(EnvironmentBase):
     """Plays whole samples. Several threads may use one instance."""
 
-    plays = True
     concurrent_calls = 4
     config_class = NemoGymConfig
     config: NemoGymConfig

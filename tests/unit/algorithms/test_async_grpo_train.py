@@ -28,11 +28,14 @@ def test_the_loop_gets_the_age(monkeypatch: pytest.MonkeyPatch) -> None:
     recipe = config(CORRECTED, async_grpo={"in_flight_weight_updates": True})
     for age in ({}, {"max_trajectory_age_steps": 3}):
         got = call(recipe, monkeypatch, **age)
-        limits = grpo.schedule_config(got, None)
+        limits = grpo.schedule_config(got, validates=False)
         assert limits.max_trajectory_age == age.get("max_trajectory_age_steps", 1) and limits.refit_in_flight
         assert got.loss_fn == recipe.loss_fn and got.policy == recipe.policy and got.data == recipe.data
-    assert grpo.schedule_config(recipe, None).max_trajectory_age == 0
-    assert grpo.schedule_config(call(recipe, monkeypatch, max_trajectory_age_steps=0), None).max_trajectory_age == 0
+    assert grpo.schedule_config(recipe, validates=False).max_trajectory_age == 0
+    assert (
+        grpo.schedule_config(call(recipe, monkeypatch, max_trajectory_age_steps=0), validates=False).max_trajectory_age
+        == 0
+    )
 
 
 def test_what_it_cannot_do_it_refuses(monkeypatch: pytest.MonkeyPatch) -> None:

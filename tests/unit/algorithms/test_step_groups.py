@@ -8,7 +8,7 @@ from dataclasses import replace
 
 import pytest
 
-from grpo_mcore.algorithms.grpo import schedule_config
+from grpo_mcore.algorithms.schedule_config import schedule_config
 from grpo_mcore.algorithms.step_groups import StepGroups, is_informative
 from grpo_mcore.rollout.schedule import Train
 from tests.unit.algorithms.step_cases import config, group
@@ -118,8 +118,8 @@ def test_what_is_not_trained_on_is_let_go() -> None:
 
 
 def test_the_schedule_knows_the_size_of_a_generation_batch() -> None:
-    plain = schedule_config(config(), None)
+    plain = schedule_config(config(), validates=False)
     assert plain.prompts_per_dispatch is None
     grpo = {"use_dynamic_sampling": True, "batch_multiplier": 1.25, "dynamic_sampling_max_gen_batches": 4}
-    dynamic = schedule_config(config(**grpo), None)
+    dynamic = schedule_config(config(**grpo), validates=False)
     assert (dynamic.num_prompts, dynamic.prompts_per_dispatch, dynamic.max_gen_batches) == (2, 3, 4)

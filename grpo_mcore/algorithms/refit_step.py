@@ -1,0 +1,88 @@
+"""The loop's refit: the engines' weights become the policy's."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+from grpo_mcore.algorithms.engine_group import EngineGroup
+from grpo_mcore.algorithms.policy_group import PolicyGroup
+from grpo_mcore.algorithms.refit_parity import measure_parity
+from grpo_mcore.algorithms.refit_retries import Restarted, refit_through_deaths
+from grpo_mcore.cluster import LocalCluster
+from grpo_mcore.recipe import MasterConfig
+from grpo_mcore.refit import RefitError, RefitReport, plan_model_refit, refit
+
+GIB = 2**30
+
+
+def refit_engines(
+    policy: PolicyGroup,
+    engines: EngineGroup,
+    config: MasterConfig,
+    restarted: Restarted = lambda worker, why: None,
+    *,
+    lost_only: bool = False,
+) -> RefitReport:
+    """The loop's refit. Engines may be generating, where grpo.async_grpo.in_flight_weight_updates lets them. Those that
+    die in it are started anew. `lost_only`: of the engines that were started anew since the last one."""
+    recompute_kv = config.grpo.async_grpo.recompute_kv_cache_after_weight_updates
+
+    def once(group: EngineGroup) -> RefitReport:
+        return refit_policy_generation(policy, group, True, recompute_kv=recompute_kv)
+
+    return refit_through_deaths(engines, once, restarted, lost_only=lost_only)
+
+
+def refit_policy_generation(
+    policy: PolicyGroup,
+    policy_generation: EngineGroup,
+    colocated_inference: bool = True,
+    _refit_buffer_size_gb: float | None = None,
+    timer: Any = None,
+    *,
+    recompute_kv: bool = False,
+) -> RefitReport:
+    """Makes every engine's weights equal the policy's, as weight version `policy.updates` + 1.
+
+    The engines may generate meanwhile: they stand still only for the commit, and requests under way go on with the new
+    weights. `colocated_inference` False: over a wire, as to engines with devices of their own. `_refit_buffer_size_gb`:
+    GiB, in place of policy.refit_buffer_size_gb. `recompute_kv`: what the old weights computed of requests under way is
+    computed again. Raises RefitError; the engines then have their old weights, or refuse to generate from mixed ones.
+    With policy.refit_parity it also raises where the log-probs of the committed weights differ.
+    """
+    if not colocated_inference and isinstance(policy.cluster, LocalCluster):
+        raise ValueError("policy and engines of one process are colocated: over a wire each would wait for the other")
+    size = policy.refit_buffer_gb if _refit_buffer_size_gb is None else _refit_buffer_size_gb
+    plan = plan_model_refit(
+        policy.shape,
+        policy.refit_layout,
+        policy_generation.layout,
+        dtype=policy.precision,
+        buffer_bytes=int(size * GIB),
+    )
+    version = policy.updates + 1
+    shares_memory = colocated_inference and policy_generation.colocated
+    nodes = None if shares_memory else policy_generation.by_node()
+    if nodes:
+        policy.link_to([node[0] for node in nodes])
+    report = refit(
+        policy.workers,
+        [engine for node in nodes for engine in node] if nodes else policy_generation.workers,
+        plan,
+        version,
+        verify=policy.refit_verify,
+        recompute_kv=recompute_kv,
+        nodes=nodes,
+        timeline=timer,
+        timeout_s=policy.cluster.call_timeout_s,
+    )
+    policy_generation.weight_version = version
+    policy.offload()
+    policy_generation.prepare()
+    if policy.refit_parity is not None:
+        parity = measure_parity(policy, policy_generation, policy.refit_parity)
+        if not parity.ok:
+            raise RefitError(f"policy.refit_parity: {parity.difference()}")
+        report = replace(report, mult_prob_error=parity.mult_error)
+    return report
