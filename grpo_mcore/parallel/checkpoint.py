@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from torch.distributed.checkpoint.api import CheckpointException
 
 
 class CheckpointError(ValueError):
@@ -50,10 +51,10 @@ def save_checkpoint(policy: Any, folder: Path) -> None:
 @contextlib.contextmanager
 def _together(what: str) -> Iterator[None]:
     """What one rank raises inside, all ranks raise, so that none waits for it in a collective. Collective."""
-    error: Exception | None = None
+    error: BaseException | None = None
     try:
         yield
-    except Exception as raised:
+    except (Exception, CheckpointException) as raised:  # the latter is torch's, and no Exception
         error = raised
     told = None if error is None else f"{type(error).__name__}: {error}"
     reasons: list[str | None] = [None] * torch.distributed.get_world_size()
