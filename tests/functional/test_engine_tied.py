@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import multiprocessing
 from dataclasses import replace
 from pathlib import Path
@@ -57,10 +58,11 @@ def test_tied_embeddings_into_an_engine_that_was_never_filled(tmp_path: Path, te
 
 
 def children() -> set[int]:
-    """Processes of this one, but for the resource tracker that Python's multiprocessing keeps."""
+    """Processes of this one, but for the resource tracker that Python's multiprocessing keeps, and the dead."""
     multiprocessing.active_children()
-    return {
-        child.pid
-        for child in psutil.Process().children(recursive=True)
-        if "resource_tracker" not in " ".join(child.cmdline())
-    }
+    alive = set()
+    for child in psutil.Process().children(recursive=True):
+        with contextlib.suppress(psutil.NoSuchProcess):  # a zombie too: it has ended, and its parent has yet to ask
+            if "resource_tracker" not in " ".join(child.cmdline()):
+                alive.add(child.pid)
+    return alive

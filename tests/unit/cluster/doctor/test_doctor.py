@@ -118,7 +118,8 @@ def test_a_slow_file_system() -> None:
 
 def test_a_clock_that_is_off(tmp_path: Path) -> None:
     times = probes.file_times(str(tmp_path), now=lambda: time.time() - 90)
-    fault(judge.folder(times, "checkpoints"), "clock", "+90.0 s off", "chrony")
+    fault(judge.folder(times, "checkpoints"), "clock", " s off", "chrony")
+    assert times.clock == pytest.approx(90, abs=2)  # the probe's own writing takes its time
     assert judge.clock(1.2, 0.5, "node-1").state == "ok"  # not known well enough
     fault(judge.clock(-7.0, 0.5, "node-1"), "node-1", "-7.0 s")
 
