@@ -67,6 +67,7 @@ def test_a_recipes_name_says_what_it_takes(recipe: str) -> None:
     assert config.cluster.num_nodes == 1 or nodes
 
 
+@pytest.mark.slow
 def test_a_plan_needs_neither_megatron_nor_vllm_nor_ray() -> None:
     program = (
         "import sys; from grpo_mcore.cli.main import main; code = main(['plan', 'grpo_math_1B', '--json']); "
@@ -156,6 +157,7 @@ def test_recomputing_trades_memory_for_time() -> None:
     assert again.times.phases[-1].flops == pytest.approx(kept.times.phases[-1].flops * 4 / 3)
 
 
+@pytest.mark.slow
 def test_the_search_gives_layouts_that_fit_fastest_first() -> None:
     found = plan(LLAMA)
     options = search(found.load, found.device, nodes=4)
@@ -212,6 +214,7 @@ def test_every_element_is_owned_once(name: str, data: int) -> None:
 MOE = "recipes/grpo-qwen3-30BA3B-4n8g.yaml"
 
 
+@pytest.mark.slow
 def test_experts_lie_on_fewer_ranks_than_the_rest() -> None:
     load = plan(MOE).load
     found = load.params(0)
@@ -222,6 +225,7 @@ def test_experts_lie_on_fewer_ranks_than_the_rest() -> None:
     assert sum(total) == 12 * (2 * (found.numel - found.expert_numel - found.frozen) + 8 * found.expert_numel)
 
 
+@pytest.mark.slow
 def test_layouts_of_a_thousand_gpus_with_experts() -> None:
     began = time.process_time()
     found = plan(
@@ -258,6 +262,7 @@ def test_a_layout_that_the_model_does_not_allow_is_refused() -> None:
         plan(MOE, f"{AT}tensor_model_parallel_size=8")
 
 
+@pytest.mark.slow
 def test_the_search_knows_experts() -> None:
     found = plan(MOE)
     options = search(found.load, found.device, nodes=2)

@@ -23,6 +23,7 @@ def config(tmp_path: Path) -> MasterConfig:
     return attempts.config_for(tmp_path)
 
 
+@pytest.mark.slow
 def test_it_goes_on_from_the_newest_checkpoint_as_often_as_there_is_a_new_one(
     config: MasterConfig, tmp_path: Path, capfd: pytest.CaptureFixture[str]
 ) -> None:
@@ -38,6 +39,7 @@ def test_it_goes_on_from_the_newest_checkpoint_as_often_as_there_is_a_new_one(
         assert text in told
 
 
+@pytest.mark.slow
 def test_without_progress_it_ends(config: MasterConfig, capfd: pytest.CaptureFixture[str]) -> None:
     assert supervise(attempts.stuck, config, None, 0.0) == 1
     told = capfd.readouterr().err
@@ -51,6 +53,7 @@ def test_a_mistake_is_not_tried_again(config: MasterConfig, capfd: pytest.Captur
     assert told.count("ValueError: a mistake") == 1 and "it goes on" not in told
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
 def test_signals_are_passed_on_once(config: MasterConfig, tmp_path: Path, number: int) -> None:
     """Both have their default meaning there."""
@@ -68,6 +71,7 @@ def test_signals_are_passed_on_once(config: MasterConfig, tmp_path: Path, number
     assert code == (1 if number == signal.SIGINT else 128 + number) and time.monotonic() - began < 60
 
 
+@pytest.mark.slow
 def test_the_run_ends_with_its_supervisor(tmp_path: Path) -> None:
     program = (
         "import pathlib, sys; from tests.unit.algorithms import attempts;"

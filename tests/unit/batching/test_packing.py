@@ -163,6 +163,7 @@ def test_unknown_algorithm_lists_the_known_ones() -> None:
         pack([1], 10, "modified_ffd")
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("algorithm", PACKING_ALGORITHMS)
 def test_a_hundred_thousand_samples_take_well_under_two_seconds(algorithm: str) -> None:
     generator = random.Random(0)

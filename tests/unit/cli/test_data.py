@@ -43,6 +43,7 @@ COMMANDS = [
 KEYS = {"grpo": {"input", "output"}, "openai": {"messages"}, "simple": {"input", "output"}}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("command", COMMANDS)
 def test_the_documented_commands(rollouts: Path, command: str) -> None:
     script, *words = command.split()

@@ -173,6 +173,7 @@ def test_the_sweep_ends_marked_processes_and_no_others():
             process.wait()
 
 
+@pytest.mark.slow
 @needs_proc
 def test_the_sweeper_beside_a_driver_acts_when_that_is_gone(tmp_path):
     mark = f"GRPO_TEST_MARK={os.getpid()}-{time.time_ns()}"

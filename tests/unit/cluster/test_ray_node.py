@@ -43,6 +43,7 @@ def test_a_taken_port_is_named() -> None:
             ray_node.check_free("127.0.0.1", port)
 
 
+@pytest.mark.slow
 def test_a_head_that_does_not_answer_is_named(capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(DeadlineExceeded, match="Ray's head"):
         ray_node.knock("127.0.0.1", 1, 0.2)
@@ -50,6 +51,7 @@ def test_a_head_that_does_not_answer_is_named(capsys: pytest.CaptureFixture[str]
     assert "ray worker on" in capsys.readouterr().err
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGUSR2])
 def test_what_a_node_has_started_ends_with_it(tmp_path: Path, number: int) -> None:
     """Also what left its family, as Ray's processes may."""

@@ -49,6 +49,7 @@ def test_the_demo_has_the_shape_that_it_makes() -> None:
         assert (shape.num_kv_heads, shape.head_dim) == (made["num_kv_heads"], made["head_dim"])
 
 
+@pytest.mark.slow
 def test_the_puzzle_model_has_the_shape_that_is_made(tmp_path: Path) -> None:
     from grpo_mcore.data.puzzle_model import make_puzzle_model
 

@@ -43,6 +43,7 @@ def shapes(draw: st.DrawFn) -> tuple[ModelShape, int]:
     return shape_of(config), tp
 
 
+@pytest.mark.slow
 @given(shapes())
 @settings(max_examples=150, deadline=None)
 def test_the_pieces_of_all_ranks_rebuild_every_tensor(case: tuple[ModelShape, int]) -> None:

@@ -137,6 +137,7 @@ def test_ray_may_outlive_its_head() -> None:
     assert check(job, crd()) == []
 
 
+@pytest.mark.slow
 def test_the_command(job: Job, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     good, bad, none = tmp_path / "good.yaml", tmp_path / "bad.yaml", tmp_path / "none.yaml"
     good.write_text(yaml.safe_dump(job))

@@ -20,6 +20,7 @@ TWO_NODES = "grpo-llama3.1-8B-2n8g"
 ON_K8S = ("launch.container=ghcr.io/you/grpo-mcore:0.1", "launch.k8s.volume_claim=runs")
 
 
+@pytest.mark.slow
 def test_only_the_launcher_imports_nemo_run() -> None:
     for file in [file for folder in ("grpo_mcore", "scripts", "benchmarks") for file in (ROOT / folder).rglob("*.py")]:
         for node in ast.walk(ast.parse(file.read_text())):
@@ -65,6 +66,7 @@ def test_here_the_run_is_the_program_itself(tmp_path: Path) -> None:
 
 
 # What kubectl says of the RayJob, call by call; "" is a call that fails.
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("answers", "code", "said"),
     [

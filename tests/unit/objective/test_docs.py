@@ -140,6 +140,7 @@ def test_the_weight_in_the_loss(float64: None) -> None:
     near(PLOT.weight(raw, 7, **tis, **by_age), [0.1, 1.0, 1.2, 1.2])
 
 
+@pytest.mark.slow
 def test_the_pictures_hold_curves_over_their_whole_range(tmp_path: Path) -> None:
     before = torch.get_default_dtype()
     figures = PLOT.figures()

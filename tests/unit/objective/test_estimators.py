@@ -97,6 +97,7 @@ def by_token(found: AdvantageEstimate, kls: list[list[float]]) -> list[list[floa
     ]
 
 
+@pytest.mark.slow
 @settings(deadline=None, max_examples=80)
 @given(rows=SAMPLES, minus_baseline=st.booleans(), beta=st.sampled_from([0.0, 0.05, 1.5]))
 def test_reinforce_plus_plus_from_sums_is_that_of_tokens(rows: list, minus_baseline: bool, beta: float) -> None:
@@ -156,6 +157,7 @@ def reference_gdpo(rows: list, weights: tuple[float, float], leave_one_out: bool
     return [(x - centre) / scale if row[3] else 0.0 for x, row in zip(total, rows, strict=True)]
 
 
+@pytest.mark.slow
 @settings(deadline=None, max_examples=80)
 @given(rows=SAMPLES, weights=st.sampled_from([(1.0, 1.0), (0.5, 2.0)]), leave_one_out=st.booleans())
 def test_gdpo(rows: list, weights: tuple[float, float], leave_one_out: bool) -> None:

@@ -21,7 +21,12 @@ from .samples import draw, packed, padded
 
 
 @pytest.mark.parametrize(
-    ("name", "layout"), [*((name, packed) for name in CONFIGS), ("grpo", padded), ("gspo, icepop by age", padded)]
+    ("name", "layout"),
+    [
+        *(pytest.param(name, packed, marks=pytest.mark.slow) for name in CONFIGS),
+        ("grpo", padded),
+        ("gspo, icepop by age", padded),
+    ],
 )
 def test_loss_gradient_and_metrics_make_one_copy(name: str, layout) -> None:
     samples = draw(seed=3, count=5)
@@ -43,6 +48,7 @@ def test_loss_gradient_and_metrics_make_one_copy(name: str, layout) -> None:
         assert reported == step_metrics([combine_metrics([wanted_metrics])])
 
 
+@pytest.mark.slow
 def test_many_micro_batches_make_one_copy_in_all() -> None:
     loss_fn = ClippedPGLossFn(CONFIGS["icepop by age"], max_age=MAX_AGE)
     with CountHostCopies() as seen:

@@ -60,7 +60,9 @@ def samples() -> list[Sample]:
     return drawn
 
 
-@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize(
+    "name", ["grpo", *(pytest.param(name, marks=pytest.mark.slow) for name in NAMES if name != "grpo")]
+)
 def test_the_layout_does_not_show(name: str, samples: list[Sample]) -> None:
     cfg = ClippedPGLossConfig(**CONFIGS[name])
     whole = run(cfg, samples, padded)

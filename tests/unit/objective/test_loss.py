@@ -65,6 +65,7 @@ DERIVATIVES = {
 }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", DERIVATIVES)
 def test_gradient_is_the_derivative(name: str) -> None:
     samples = draw(seed=11, count=4, longest=6, dtype=torch.float64)

@@ -58,6 +58,7 @@ def by_sample(values: Tensor, samples: list[Sample], batch: dict[str, Any]) -> l
     return [row[:length] for row, length in zip(values, lengths, strict=True)]
 
 
+@pytest.mark.slow
 @settings(deadline=None, max_examples=25)
 @given(seed=st.integers(0, 2**31), count=st.integers(1, 7), kind=st.sampled_from(KINDS))
 def test_statistics_and_kl_to_go_in_every_layout(seed: int, count: int, kind: str) -> None:

@@ -29,6 +29,7 @@ def test_a_summary_is_whole_or_not_there(tmp_path, monkeypatch):
     assert os.listdir(path.parent) == ["summary.json"]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("rewards", "accuracy"),
     [({1: 0.2, 2: 0.4}, {0: 0.1, 2: 0.5}), ({1: -3.0}, {1: 0.5}), ({}, None), ({}, {0: 0.5})],

@@ -27,6 +27,7 @@ def slices(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> N
     monkeypatch.setattr(norm, "SLICE_BYTES", request.param)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("shape", [(7, 12), (5, 1, 12), (5, 3, 4)])
 def test_the_derivative(shape: tuple[int, ...]) -> None:
     x, weight = (tensor.requires_grad_() for tensor in inputs(shape, torch.float64))

@@ -33,6 +33,7 @@ def test_what_is_read_is_what_every_rank_needs(tmp_path: Path) -> None:
     assert (tmp_path / "plan.png").read_bytes().startswith(b"\x89PNG")
 
 
+@pytest.mark.slow
 def test_1024_ranks_and_235b_in_seconds() -> None:
     shape = make_shape(
         hidden_size=4096, num_layers=94, num_heads=64, num_kv_heads=4, head_dim=128, ffn_hidden_size=12288,
@@ -61,6 +62,7 @@ def test_the_command(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None
         main([*words, "--picture"])
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("recipe", sorted(path.stem for path in RECIPES.glob("grpo*.yaml")))
 def test_the_buffers_of_the_recipes_hold_their_models(recipe: str, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["refit", "plan", recipe]) == 0, capsys.readouterr().err

@@ -193,6 +193,7 @@ def test_a_half_billion_model_is_planned_in_50_ms() -> None:
     assert min(seconds) < 0.05
 
 
+@pytest.mark.slow
 def test_1024_ranks_and_a_235b_model_are_planned_in_seconds() -> None:
     shape = make_shape(
         hidden_size=4096, num_layers=94, num_heads=64, num_kv_heads=4, head_dim=128, ffn_hidden_size=12288,
@@ -208,6 +209,7 @@ def test_1024_ranks_and_a_235b_model_are_planned_in_seconds() -> None:
     assert plan.block_bytes == 2 * sum(tensor.numel for param in params for tensor in param.hf)
 
 
+@pytest.mark.slow
 def test_rooms_load_without_vllm_and_megatron() -> None:
     code = (
         "import sys, grpo_mcore.refit, grpo_mcore.generation\n"

@@ -47,6 +47,7 @@ def until(condition, seconds: float = 10.0) -> bool:
     return condition()
 
 
+@pytest.mark.slow
 def test_another_process_reads_and_writes_and_its_end_frees_nothing(run_id: str) -> None:
     buffer = create_buffer(8192, torch.device("cpu"), run_id)
     buffer.flat[0] = 5
@@ -61,6 +62,7 @@ def test_another_process_reads_and_writes_and_its_end_frees_nothing(run_id: str)
         attach_buffer(buffer.description)
 
 
+@pytest.mark.slow
 def test_a_killed_owner_leaves_nothing_behind(run_id: str) -> None:
     owner = subprocess.Popen([sys.executable, "-c", OWNER, run_id], stdout=subprocess.PIPE, text=True)
     assert owner.stdout

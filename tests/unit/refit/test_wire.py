@@ -100,6 +100,7 @@ class Setting:
             node.close_receiver()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("nodes", [1, 2])
 def test_every_node_gets_every_block(nodes: int) -> None:
     setting = Setting(nodes)

@@ -125,7 +125,7 @@ class World:
     failed: list[str] = field(default_factory=list)
 
 
-@pytest.mark.parametrize("age", [0, 1, 2])
+@pytest.mark.parametrize("age", [0, 1, pytest.param(2, marks=pytest.mark.slow)])
 @pytest.mark.parametrize("data", [5, 100])
 def test_every_interleaving_keeps_the_laws(age: int, data: int) -> None:
     config = s.ScheduleConfig(num_prompts=2, max_steps=3, max_trajectory_age=age, val_period=2, save_period=1)

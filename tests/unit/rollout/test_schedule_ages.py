@@ -195,9 +195,13 @@ CASES = [
     (2, 2, "oldest_first", 5, True),
     (1, 3, "freshest_first", 3, True),
 ]
+QUICK = {CASES[0], CASES[-1]}
 
 
-@pytest.mark.parametrize(("prompts", "age", "order", "in_flight", "refit_in_flight"), CASES)
+@pytest.mark.parametrize(
+    ("prompts", "age", "order", "in_flight", "refit_in_flight"),
+    [case if case in QUICK else pytest.param(*case, marks=pytest.mark.slow) for case in CASES],
+)
 @pytest.mark.parametrize("ends_early", [True, False])
 def test_every_interleaving_keeps_the_laws(
     prompts: int, age: int, order: Any, in_flight: int | None, refit_in_flight: bool, ends_early: bool
