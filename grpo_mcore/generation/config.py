@@ -6,6 +6,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
+from grpo_mcore.generation.cpu_kernels import PRIORITY
 from grpo_mcore.rollout.trajectory import Sampling
 
 GIB = 2**30
@@ -125,6 +126,7 @@ def engine_arguments(config: EngineConfig) -> dict[str, Any]:
     if cpu:
         # After a part of a prompt vLLM winds the request's seeded generator back, which torch's on CPU cannot do.
         arguments["enable_chunked_prefill"] = False
+        arguments["ir_op_priority"] = dict(PRIORITY)
         if config.dtype == "float32":
             # Of latent attention: with AMX vLLM takes its kernel for bfloat16 whatever the format is. Other models have
             # but one backend.

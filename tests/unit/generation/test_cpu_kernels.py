@@ -1,0 +1,41 @@
+"""The norms of engines on CPU against the formula in float64."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from grpo_mcore.generation.cpu_kernels import PROVIDER, register_cpu_kernels
+
+EPSILON = 1e-6
+
+
+def formula(x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
+    x = x.double()
+    return x * torch.rsqrt(x.pow(2).mean(-1, keepdim=True) + EPSILON) * weight.double()
+
+
+@pytest.mark.slow  # imports vLLM
+@pytest.mark.parametrize(("dtype", "tolerance"), [(torch.float32, 2e-6), (torch.bfloat16, 2**-8)])
+def test_the_norms_are_the_formula(dtype: torch.dtype, tolerance: float) -> None:
+    register_cpu_kernels()
+    register_cpu_kernels()  # a second plugin's load changes nothing
+    from vllm import ir
+
+    draw = torch.Generator().manual_seed(1)
+    norm, add_norm = ir.ops.rms_norm.impls[PROVIDER], ir.ops.fused_add_rms_norm.impls[PROVIDER]
+    weight = torch.rand(64, generator=draw).add(0.5).to(dtype)
+    heads = torch.randn(17, 1024, generator=draw).to(dtype)[:, 128:640].view(17, 8, 64)  # of a fused projection
+    assert norm.supports_args(heads, weight, EPSILON) and not heads.is_contiguous()
+    found, expected = norm.impl_fn(heads, weight, EPSILON), formula(heads, weight)
+    assert torch.allclose(found.double(), expected, rtol=tolerance, atol=tolerance)
+
+    x, residual = (torch.randn(17, 64, generator=draw).to(dtype) for _ in range(2))
+    total = x.float() + residual.float()
+    expected = formula(total, weight)
+    assert add_norm.supports_args(x, residual, weight, EPSILON)
+    found, kept = add_norm.impl_fn(x, residual, weight, EPSILON)
+    assert torch.equal(kept, total.to(dtype))
+    slack = 1 if dtype == torch.float32 else 2  # in bfloat16 the sum is rounded before it is normalised
+    assert torch.allclose(found.double(), expected, rtol=slack * tolerance, atol=slack * tolerance)
+    assert not norm.supports_args(heads, weight.double(), EPSILON) and not norm.supports_args(heads, None, EPSILON)
