@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -80,6 +82,7 @@ class EngineGroup:
     colocated: bool = True  # on the policy's devices; otherwise weights come over a wire
     pauses: bool = False  # what they generate stands still while the policy trains
     paused: bool = False
+    prepared_at: float = 0.0  # monotonic time of the last `prepare`
     endpoint: Endpoint | None = None  # in front of the engines, where the recipe wants one
     start: Callable[[int], Worker] | None = None
     start_timeout_s: float = 600.0
@@ -97,16 +100,20 @@ class EngineGroup:
     def prepare(self) -> None:
         """Makes every engine ready to generate with the committed weights, and lets what was paused go on."""
         versions = [(self.restored.get(number, self.weight_version),) for number in self.serving()]
-        self._all("prepare", versions)
         self.paused = False
+        self._all("prepare", versions)
+        self.prepared_at = time.monotonic()
+
+    def go_on(self) -> None:
+        """What was paused goes on. An engine that has died meanwhile has nothing, which its streams find."""
+        with suppress(WorkerDied):
+            self.prepare()
 
     def release(self) -> None:
         """Gives what the engines share with the policy to the policy: their memory, their turn."""
         if self.sleeps or self.pauses:
-            try:
+            with suppress(WorkerDied):  # it has nothing any more, and the next refit finds that it is dead
                 self._all("release", [(self.pauses,)] * len(self.serving()))
-            except WorkerDied:
-                pass  # it has nothing any more, and the next refit finds that it is dead
             self.paused = self.pauses
 
     def close(self) -> None:
@@ -134,24 +141,31 @@ class EngineGroup:
             self.lost.pop(number, None)
 
     def replace_dead(self, error: Exception, among: Sequence[int] | None = None) -> list[int]:
-        """Ends every engine (or of `among`) that does not answer or has lost a rank, and starts its successor, after a
-        wait. Returns their numbers: empty, and `error` has another cause. Raises `error` where too many died in a row.
-        """
+        """Replaces every engine (or of `among`) that does not answer or has lost a rank. Returns their numbers: empty,
+        and `error` has another cause. Raises `error` where too many died in a row."""
         if self.start is None:
             return []
+        patience_s = min(HEALTH_S, self.cluster.call_timeout_s)
         asked = {
-            number: self.workers[number].call("health", timeout_s=HEALTH_S, what="health")
+            number: self.workers[number].call("health", timeout_s=patience_s, what="health")
             for number in (range(len(self.workers)) if among is None else among)
         }
         dead = [number for number, answer in asked.items() if not _answers(answer)]
         if dead:
-            self.restarts.failed(error)
-        for number in dead:
+            self.replace(dead, error)
+        return dead
+
+    def replace(self, numbers: Sequence[int], error: Exception) -> None:
+        """Ends these engines, whatever they are doing, and starts their successors, after a wait. Raises `error` where
+        too many died in a row, or none can be replaced."""
+        if self.start is None:
+            raise error
+        self.restarts.failed(error)
+        for number in numbers:
             self.lost[number] = str(error).partition("\n")[0]
             self.cluster.stop([self.workers[number]])
             successor = self.start(number)
             self.workers = [successor if index == number else worker for index, worker in enumerate(self.workers)]
-        return dead
 
     def await_successors(self) -> None:
         """Until those that were started anew are up. Raises what a constructor raised, or DeadlineExceeded."""

@@ -8,7 +8,7 @@ import secrets
 from pathlib import Path
 
 from grpo_mcore.algorithms.engine_group import EngineGroup
-from grpo_mcore.algorithms.rollouts import sampling_of
+from grpo_mcore.algorithms.sampling_config import sampling_of
 from grpo_mcore.data.tokenizer import load_tokenizer, template_text
 from grpo_mcore.generation.chat.endpoint import Endpoint, EndpointError
 from grpo_mcore.generation.config import ChatConfig

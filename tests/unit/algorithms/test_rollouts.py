@@ -7,8 +7,9 @@ from typing import Any
 
 import pytest
 
+from grpo_mcore.algorithms.judging import as_workers
 from grpo_mcore.algorithms.retries import Retries
-from grpo_mcore.algorithms.rollouts import Rollouts, as_workers
+from grpo_mcore.algorithms.rollouts import Rollouts
 from grpo_mcore.cluster import WorkerFailed
 from grpo_mcore.cluster.local_cluster import LocalStream, LocalWorker
 from grpo_mcore.data import DataError
