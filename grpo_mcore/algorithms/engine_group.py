@@ -88,6 +88,7 @@ class EngineGroup:
     start_timeout_s: float = 600.0
     restarts: Retries = field(default_factory=lambda: Retries(0, 0.0))
     lost: dict[int, str] = field(default_factory=dict)  # number of the engine -> why
+    deaths: dict[int, WorkerDied] = field(default_factory=dict)  # that the endpoint has met, and nobody else yet
     restored: dict[int, int] = field(default_factory=dict)  # those that came back between two refits -> their version
 
     def by_node(self) -> list[list[Worker]]:
@@ -124,6 +125,22 @@ class EngineGroup:
     def serving(self) -> list[int]:
         """The numbers of the engines that may be sent something."""
         return [number for number in range(len(self.workers)) if number not in self.lost]
+
+    def reachable(self) -> list[int]:
+        """`serving`, without those that did not answer the endpoint any more."""
+        return [number for number in self.serving() if number not in self.deaths]
+
+    @property
+    def returning(self) -> bool:
+        """A successor is on its way."""
+        return bool(self.lost)
+
+    def unanswered(self, engine: Worker, error: Exception) -> bool:
+        """The endpoint, in a thread of its own, had this error from an engine. Whether that is gone."""
+        if not isinstance(error, WorkerDied):
+            return False
+        self.deaths |= {number: error for number, worker in enumerate(self.workers) if worker is engine}
+        return True
 
     def part(self, numbers: Sequence[int]) -> EngineGroup:
         """These engines as a group of its own, none of them lost: a refit goes to all of it."""
@@ -163,6 +180,7 @@ class EngineGroup:
         self.restarts.failed(error)
         for number in numbers:
             self.lost[number] = str(error).partition("\n")[0]
+            self.deaths.pop(number, None)
             self.cluster.stop([self.workers[number]])
             successor = self.start(number)
             self.workers = [successor if index == number else worker for index, worker in enumerate(self.workers)]

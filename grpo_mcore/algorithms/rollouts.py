@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 from collections import Counter, defaultdict, deque
 from collections.abc import Callable, Collection, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -32,8 +33,8 @@ from grpo_mcore.rollout.trajectory import GenerationRequest, Outcome, Sampling, 
 
 @dataclass
 class _Open:
-    """A prompt under way. `engine`: index of the one that has its samples. `missing`: samples that are still to finish
-    their turn."""
+    """A prompt under way. `engine`: number of the one that has its samples. `missing`: samples still to finish their
+    turn."""
 
     prompt: Any
     step: int
@@ -53,7 +54,7 @@ class _Open:
 
 @dataclass
 class _Running:
-    """What an engine generates. `missing`: prompt uid -> samples that are still to come."""
+    """What an engine generates. `missing`: prompt uid -> samples still to come."""
 
     engine: int
     step: int
@@ -64,7 +65,7 @@ class _Running:
 
 @dataclass
 class _Parked:
-    """Requests whose engine is lost, and no other is there."""
+    """Requests whose engine is lost, and there is no other."""
 
     engine: int
     step: int
@@ -76,8 +77,8 @@ class _Parked:
 class Rollouts:
     """Several prompts in flight; groups come back in the order in which they finish.
 
-    Waits for: samples of the engines' streams, and verdicts of the environments. Unblocked by whichever is first. A
-    group's verdict on a turn is asked for as soon as its last sample is there, while the engines go on with the others.
+    Waits for: samples of the engines' streams, and verdicts of the environments, whichever is first. A group's verdict
+    on a turn is asked for as soon as its last sample is there, while the engines go on with the others.
     The samples that an engine has of one step take their turns together: a next turn waits until all of them are
     generated and judged.
 
@@ -107,7 +108,7 @@ class Rollouts:
         enough_samples: int | None = None,
     ) -> None:
         """`environments`: task name -> environment. `on_sample`: called for each sample, when its last turn is there.
-        `retries`: of generation calls that fail while their engine lives; `on_retry` gets each prompt of one, and why.
+        `retries`: of calls that fail while their engine lives; `on_retry` gets each prompt of one, and why.
         `restore_engines`: waits for engines that were started anew, and refits them; called in `next_group` only, when
         the policy has nothing else to do. `on_restart` gets the name of each worker that is started anew, and why.
         `on_outcome`: gets what environments that play samples send for each. `enough_samples`: a group with so many
@@ -195,19 +196,18 @@ class Rollouts:
                 engines.add(running.engine)
         for uid in uids:
             self._open.pop(uid, None)
-        told = [(self._tell(engine, tuple(uids), "giving samples up"), engine) for engine in sorted(engines)]
+        told = [(self._tell(engine, uids), engine) for engine in sorted(engines)]
         for answer, engine in told:
             self._told(answer, engine)
 
-    def _tell(self, engine: int, uids: tuple[str, ...], what: str) -> Pending:
-        return self.engines.workers[engine].call("give_up", uids, what=what)
+    def _tell(self, engine: int, uids: Collection[str]) -> Pending:
+        return self.engines.workers[engine].call("give_up", tuple(uids), what="giving samples up")
 
     def _told(self, answer: Pending, engine: int) -> None:
-        """The engine knows that samples are given up; one that has died has none, which its streams or a refit find."""
+        """The engine knows it; one that has died has no samples, which its streams or a refit find."""
         try:
-            answer.result()
-        except WorkerDied:
-            pass
+            with suppress(WorkerDied):
+                answer.result()
         except DeadlineExceeded as error:
             self._failed(engine, error)
 
@@ -217,7 +217,9 @@ class Rollouts:
         Raises WorkerFailed and DeadlineExceeded of engines and environments.
         """
         while not self._finished:
-            if self._parked:
+            for engine, error in list(self.engines.deaths.items()):
+                self._failed(engine, error)
+            if self._parked or (self._playing.awaited() and not self.engines.reachable()):
                 self._restore()
             ready = self._wait()
             if ready is None:
@@ -294,8 +296,7 @@ class Rollouts:
         for index, conversation in enumerate(group.conversations):
             conversation.over = conversation.sample is None and index != last.generation_index
         group.missing = 1
-        told = self._tell(engine, (last.uid,), f"giving up what {last.uid} can do without")
-        self._given_up.append((told, engine))
+        self._given_up.append((self._tell(engine, [last.uid]), engine))
 
     def _go_on_judged(self) -> None:
         """Closes the groups that are judged to the end, and sends the next turns of the others."""
@@ -307,8 +308,7 @@ class Rollouts:
         self._send_queued()
 
     def _failed(self, engine: int, error: WorkerFailed | DeadlineExceeded, call: _Running | None = None) -> None:
-        """A generation call has failed, or its engine has died or hangs, and all its calls with it. Raises `error`
-        where that cannot be made good."""
+        """A call has failed, or its engine has died or hangs, and all its calls with it. May raise `error`."""
         name, lost = self.engines.workers[engine].name, self._faults.met(error, engine)
         failed = [other for other in self._running.values() if other.engine == engine if lost or other is call]
         target = self._faults.another(engine)
@@ -316,6 +316,7 @@ class Rollouts:
             del self._running[id(running.stream)]
             self._generate_anew(running, target, f"{name}: {cause(error)}")
         if lost:
+            self._given_up = [entry for entry in self._given_up if entry[1] != engine]
             self._move_all(engine, target)
 
     def _generate_anew(self, failed: _Running, engine: int, why: str) -> None:

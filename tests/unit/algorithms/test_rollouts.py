@@ -10,7 +10,7 @@ import pytest
 from grpo_mcore.algorithms.judging import as_workers
 from grpo_mcore.algorithms.retries import Retries
 from grpo_mcore.algorithms.rollouts import Rollouts
-from grpo_mcore.cluster import WorkerFailed
+from grpo_mcore.cluster import DeadlineExceeded, WorkerDied, WorkerFailed
 from grpo_mcore.cluster.local_cluster import LocalStream, LocalWorker
 from grpo_mcore.data import DataError
 from grpo_mcore.rollout.conversation import TurnError, TurnLimits
@@ -372,17 +372,25 @@ def test_a_failure_more_than_tolerated_ends_it() -> None:
         world.run(range(4), generations=1)
 
 
-def dying(world: World, *, starts: list[int]) -> list[str]:
-    """Engine 0 dies in its first call, after its first sample; a successor takes its place. Returns the ledger's
-    entries."""
+def dying(world: World, *, starts: list[int], hangs: bool = False) -> list[str]:
+    """Engine 0 dies in its first call, after its first sample, or hangs there; a successor takes its place. Returns the
+    ledger's entries."""
     entries: list[str] = []
     worker = world.engines.workers[0]
-    generate = worker.target.generate_refs
+    generate, next_ready = worker.target.generate_refs, world.cluster.next_ready
+    hung: set[Any] = set()
 
     def generate_refs(*args: Any) -> Any:
+        if hangs:
+            hung.update(thing for thing in world.rollouts.awaited() if thing.whom == worker.name)
         yield next(generate(*args))
         worker.target.health = lambda: 1 / 0
         raise Broken("its process ended")
+
+    def awake(things: Any, timeout_s: float, what: str) -> Any:
+        if not (left := [thing for thing in things if thing not in hung]):
+            raise DeadlineExceeded(what, "all of them", timeout_s)
+        return next_ready(left, timeout_s, what)
 
     def start(number: int) -> LocalWorker:
         starts.append(number)
@@ -392,6 +400,8 @@ def dying(world: World, *, starts: list[int]) -> list[str]:
         worker.name, FakeEngine(world.cluster.store, lambda request: 3, 9, {}, world.cluster.store.put)
     )
     world.cluster._workers.append(worker)  # as if it had spawned it
+    world.cluster.next_ready = awake  # type: ignore[method-assign]
+    world.cluster.call_timeout_s = 0.0 if hangs else 30.0
     worker.target.generate_refs = generate_refs
     world.engines.start, world.engines.restarts = start, Retries(1, 0.0)
     for other in (*world.engines.workers, successor):
@@ -429,6 +439,64 @@ def test_the_groups_of_a_lost_engine_go_to_the_others_meanwhile() -> None:
     assert world.engines.serving() == [1]
     world.run(range(4, 6), step=2)  # nothing is sent to it before a refit
     assert not world.engines.workers[0].target.calls
+
+
+def test_an_engine_that_hangs_is_replaced_though_it_lives() -> None:
+    world, starts = World(max_turns=1), []
+    entries = dying(world, starts=starts, hangs=True)
+    groups = world.run(range(3))
+    assert starts == [0] and len(groups) == 3
+    assert entries == ["engine-0: samples: no answer within 0 s", "p0 anew", "p1 anew", "p2 anew", "refit"]
+    assert len(world.engines.workers[0].target.calls) == 1
+
+
+def test_an_engine_that_hangs_leaves_the_others_alone() -> None:
+    world, starts = World(engines=2, max_turns=1), []
+    entries = dying(world, starts=starts, hangs=True)
+    world.run(range(4))
+    assert starts == [0] and len(entries) == 3 and world.engines.serving() == [1]
+
+
+@pytest.mark.parametrize("unwanted", [["p1"], ["p0", "p1", "p2"]])
+def test_what_is_given_up_while_it_waits_for_an_engine_is_not_generated(unwanted: list[str]) -> None:
+    world, starts = World(max_turns=1), []
+    entries = dying(world, starts=starts)
+    world.rollouts.dispatch([prompt(number) for number in range(3)], SAMPLING, generations=3, step=1)
+    while awaited := world.rollouts.awaited():  # its first sample, then its death
+        world.rollouts.take(world.cluster.next_ready(awaited, 1.0, "samples"))
+    assert starts == [0] and world.rollouts.generating
+    world.rollouts.give_up(unwanted)
+    wanted = {"p0", "p1", "p2"} - set(unwanted)
+    assert {world.rollouts.next_group().uid for _ in wanted} == wanted
+    assert not world.rollouts.generating and ("refit" in entries) == bool(wanted)
+    asked = {request.uid for requests, _ in world.engines.workers[0].target.calls for request in requests}
+    assert asked == wanted
+
+
+@pytest.mark.parametrize("engines", [1, 2])
+def test_samples_are_given_up_on_an_engine_that_has_just_died(engines: int) -> None:
+    """Nobody knows yet that it is dead: the others are generated anew, and what was given up may come again."""
+    world, starts = World(engines=engines, max_turns=1), []
+    dying(world, starts=starts)
+    dead, told = world.engines.workers[0], []
+
+    class Dead:
+        def result(self) -> None:
+            raise WorkerDied("engine-0", "giving samples up", "its process ended")
+
+    def call(method: str, *args: Any, **how: Any) -> Any:
+        if method != "give_up":
+            return LocalWorker.call(dead, method, *args, **how)
+        told.append(args)
+        return Dead()
+
+    dead.call = call  # type: ignore[method-assign]
+    world.rollouts.dispatch([prompt(number) for number in range(4)], SAMPLING, generations=3, step=1)
+    world.rollouts.give_up(["p0"])
+    assert told == [(("p0",),)]
+    world.rollouts.dispatch([prompt(0)], SAMPLING, generations=3, step=2)
+    assert {world.rollouts.next_group().uid for _ in range(4)} == {"p0", "p1", "p2", "p3"}
+    assert starts == [0] and not world.rollouts.generating
 
 
 def test_engines_that_only_die_end_the_run() -> None:
