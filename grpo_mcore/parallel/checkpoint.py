@@ -12,6 +12,7 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
+import psutil
 import torch
 from torch.distributed.checkpoint.api import CheckpointException
 
@@ -61,6 +62,15 @@ class BackgroundSave:
         """Whether all ranks have written all of it. Raises SaveError on all ranks where one could not."""
         self._calls.maybe_finalize_async_calls(blocking=wait)
         return not self._calls.get_num_unfinalized_calls()
+
+    def abort(self) -> None:
+        """Ends this rank's processes that write, where there are any. What they have written is no checkpoint."""
+        for call in self._calls.async_calls:
+            if call.async_caller.process is not None:
+                with contextlib.suppress(psutil.NoSuchProcess):
+                    writing = psutil.Process(call.async_caller.process.pid)
+                    for process in [*writing.children(recursive=True), writing]:
+                        process.kill()
 
 
 def _undisturbed(write: Callable[..., None], *args: Any) -> None:

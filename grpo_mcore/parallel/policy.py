@@ -305,6 +305,8 @@ class Policy:
     def shutdown(self) -> None:
         from grpo_mcore.parallel.router_replay import forget_routers
 
+        if self._saving is not None:
+            self._saving.abort()
         forget_routers()
         leave_mesh()
 
