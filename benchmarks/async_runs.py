@@ -137,7 +137,7 @@ def measured(rows: Sequence[Mapping[str, Any]]) -> Measured:
     return Measured(
         total=mean(row["timing/total"] for row in rows),
         waited=mean(waits),
-        refit=mean(row["timing/refit"] for row in rows),
+        refit=mean(row.get("timing/refit", 0.0) for row in rows),  # the last step of a run ahead has none
         waits=tuple(waits),
         longest=tuple(row["generated_length_max"] for row in rows),
         tokens=tuple(tokens),

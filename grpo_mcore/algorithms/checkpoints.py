@@ -6,7 +6,8 @@ import json
 import os
 import shutil
 import sys
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -28,7 +29,8 @@ class CheckpointManager:
 
     A folder holds policy/ (weights, optimizer, RNG by rank), groups/ (finished groups that wait for their step),
     data.pt (place in the data), training_info.json (save state and metrics), config.yaml (the resolved recipe) and
-    digests.json (of all these files). It is written as `tmp_step_N` and renamed at the end.
+    digests.json (of all these files). It is written as `tmp_step_N` and renamed at the end. `save` waits for all of
+    it; the loop's are written beside its next steps (`background_checkpoints.py`).
     """
 
     def __init__(self, config: Any) -> None:
@@ -98,26 +100,39 @@ class CheckpointManager:
         save_state: Mapping[str, Any],
         metrics: Mapping[str, float],
         recipe: Any,
-        write_more: Callable[[Path], None] = lambda folder: None,
     ) -> Path:
         """Writes `step_N` and drops what ranks too low. Returns the folder. Raises NotWritten; nothing is then left of
         it."""
-        final = self.folder / f"step_{step}"
+        with self.writing(step) as tmp:
+            self.make_room(tmp)
+            write_driver_files(tmp, data_state, save_state, metrics, recipe)
+            save_policy(policy_folder(tmp))
+            return self.publish(step)
+
+    @contextmanager
+    def writing(self, step: int) -> Iterator[Path]:
+        """Inside, what becomes `step_N` is written to this folder. Where it cannot be written, for want of room or the
+        like, nothing is left of it, and NotWritten is raised."""
         tmp = self.folder / f"tmp_step_{step}"
-        shutil.rmtree(tmp, ignore_errors=True)  # left by a run that was killed while it wrote
-        tmp.mkdir(parents=True)
         try:
-            if last := self.latest():
-                refuse_full_disk(self.folder, size_of(last))
-            save_policy(str((tmp / "policy").resolve()))
-            write_more(tmp)
-            _write_driver_files(tmp, data_state, save_state, metrics, recipe)
-            write_digests(tmp)
+            yield tmp
         except Exception as error:
             if not could_not_write(error):
                 raise
             shutil.rmtree(tmp, ignore_errors=True)
             raise NotWritten(self._what_to_free(step, error)) from error
+
+    def make_room(self, tmp: Path) -> None:
+        """Makes the folder, empty. Raises OSError where the disk has no room for another checkpoint like the last."""
+        shutil.rmtree(tmp, ignore_errors=True)  # left by a run that was killed while it wrote
+        tmp.mkdir(parents=True)
+        if last := self.latest():
+            refuse_full_disk(self.folder, size_of(last))
+
+    def publish(self, step: int) -> Path:
+        """All of it is written: it becomes `step_N`, and what ranks too low is dropped. Returns the folder."""
+        tmp, final = self.folder / f"tmp_step_{step}", self.folder / f"step_{step}"
+        write_digests(tmp)
         if final.exists():
             self._drop(step)
         os.replace(tmp, final)
@@ -173,7 +188,12 @@ class CheckpointManager:
         return value if self.config.higher_is_better else -value
 
 
-def _write_driver_files(
+def policy_folder(folder: Path) -> str:
+    """Of the ranks' part of a checkpoint, for whoever works in another directory."""
+    return str((folder / "policy").resolve())
+
+
+def write_driver_files(
     folder: Path,
     data_state: Mapping[str, Any],
     save_state: Mapping[str, Any],

@@ -16,7 +16,8 @@ from typing import Any
 
 from grpo_mcore.algorithms.engine_group import EngineGroup
 from grpo_mcore.algorithms.policy_endpoint import open_endpoint
-from grpo_mcore.algorithms.rollouts import Rollouts, sampling_of, turn_limits
+from grpo_mcore.algorithms.rollouts import Rollouts
+from grpo_mcore.algorithms.sampling_config import sampling_of, turn_limits
 from grpo_mcore.algorithms.setup import start_cluster, start_engines, start_environments, wait_until_ready
 from grpo_mcore.data import DataError, DatumSpec, build_task_data, load_tokenizer
 from grpo_mcore.data.gym.collected import failure, rollout_line

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -80,11 +82,13 @@ class EngineGroup:
     colocated: bool = True  # on the policy's devices; otherwise weights come over a wire
     pauses: bool = False  # what they generate stands still while the policy trains
     paused: bool = False
+    prepared_at: float = 0.0  # monotonic time of the last `prepare`
     endpoint: Endpoint | None = None  # in front of the engines, where the recipe wants one
     start: Callable[[int], Worker] | None = None
     start_timeout_s: float = 600.0
     restarts: Retries = field(default_factory=lambda: Retries(0, 0.0))
     lost: dict[int, str] = field(default_factory=dict)  # number of the engine -> why
+    deaths: dict[int, WorkerDied] = field(default_factory=dict)  # that the endpoint has met, and nobody else yet
     restored: dict[int, int] = field(default_factory=dict)  # those that came back between two refits -> their version
 
     def by_node(self) -> list[list[Worker]]:
@@ -97,16 +101,20 @@ class EngineGroup:
     def prepare(self) -> None:
         """Makes every engine ready to generate with the committed weights, and lets what was paused go on."""
         versions = [(self.restored.get(number, self.weight_version),) for number in self.serving()]
-        self._all("prepare", versions)
         self.paused = False
+        self._all("prepare", versions)
+        self.prepared_at = time.monotonic()
+
+    def go_on(self) -> None:
+        """What was paused goes on. An engine that has died meanwhile has nothing, which its streams find."""
+        with suppress(WorkerDied):
+            self.prepare()
 
     def release(self) -> None:
         """Gives what the engines share with the policy to the policy: their memory, their turn."""
         if self.sleeps or self.pauses:
-            try:
+            with suppress(WorkerDied):  # it has nothing any more, and the next refit finds that it is dead
                 self._all("release", [(self.pauses,)] * len(self.serving()))
-            except WorkerDied:
-                pass  # it has nothing any more, and the next refit finds that it is dead
             self.paused = self.pauses
 
     def close(self) -> None:
@@ -117,6 +125,22 @@ class EngineGroup:
     def serving(self) -> list[int]:
         """The numbers of the engines that may be sent something."""
         return [number for number in range(len(self.workers)) if number not in self.lost]
+
+    def reachable(self) -> list[int]:
+        """`serving`, without those that did not answer the endpoint any more."""
+        return [number for number in self.serving() if number not in self.deaths]
+
+    @property
+    def returning(self) -> bool:
+        """A successor is on its way."""
+        return bool(self.lost)
+
+    def unanswered(self, engine: Worker, error: Exception) -> bool:
+        """The endpoint, in a thread of its own, had this error from an engine. Whether that is gone."""
+        if not isinstance(error, WorkerDied):
+            return False
+        self.deaths |= {number: error for number, worker in enumerate(self.workers) if worker is engine}
+        return True
 
     def part(self, numbers: Sequence[int]) -> EngineGroup:
         """These engines as a group of its own, none of them lost: a refit goes to all of it."""
@@ -134,24 +158,32 @@ class EngineGroup:
             self.lost.pop(number, None)
 
     def replace_dead(self, error: Exception, among: Sequence[int] | None = None) -> list[int]:
-        """Ends every engine (or of `among`) that does not answer or has lost a rank, and starts its successor, after a
-        wait. Returns their numbers: empty, and `error` has another cause. Raises `error` where too many died in a row.
-        """
+        """Replaces every engine (or of `among`) that does not answer or has lost a rank. Returns their numbers: empty,
+        and `error` has another cause. Raises `error` where too many died in a row."""
         if self.start is None:
             return []
+        patience_s = min(HEALTH_S, self.cluster.call_timeout_s)
         asked = {
-            number: self.workers[number].call("health", timeout_s=HEALTH_S, what="health")
+            number: self.workers[number].call("health", timeout_s=patience_s, what="health")
             for number in (range(len(self.workers)) if among is None else among)
         }
         dead = [number for number, answer in asked.items() if not _answers(answer)]
         if dead:
-            self.restarts.failed(error)
-        for number in dead:
+            self.replace(dead, error)
+        return dead
+
+    def replace(self, numbers: Sequence[int], error: Exception) -> None:
+        """Ends these engines, whatever they are doing, and starts their successors, after a wait. Raises `error` where
+        too many died in a row, or none can be replaced."""
+        if self.start is None:
+            raise error
+        self.restarts.failed(error)
+        for number in numbers:
             self.lost[number] = str(error).partition("\n")[0]
+            self.deaths.pop(number, None)
             self.cluster.stop([self.workers[number]])
             successor = self.start(number)
             self.workers = [successor if index == number else worker for index, worker in enumerate(self.workers)]
-        return dead
 
     def await_successors(self) -> None:
         """Until those that were started anew are up. Raises what a constructor raised, or DeadlineExceeded."""

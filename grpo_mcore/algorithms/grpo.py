@@ -17,9 +17,11 @@ from typing import Any
 
 from torch import Tensor
 
-from grpo_mcore.algorithms.checkpoints import CheckpointManager, NotWritten
+from grpo_mcore.algorithms.background_checkpoints import BackgroundCheckpoints
+from grpo_mcore.algorithms.checkpoints import CheckpointManager
 from grpo_mcore.algorithms.dynamic_sampling import dynamic_sampling
 from grpo_mcore.algorithms.engine_group import EngineGroup
+from grpo_mcore.algorithms.judging import as_workers
 from grpo_mcore.algorithms.kept_groups import in_time, read_groups, write_groups
 from grpo_mcore.algorithms.policy_endpoint import open_endpoint
 from grpo_mcore.algorithms.policy_group import PolicyGroup
@@ -27,8 +29,9 @@ from grpo_mcore.algorithms.prompt_stream import PromptStream
 from grpo_mcore.algorithms.refit_step import refit_engines, refit_policy_generation
 from grpo_mcore.algorithms.retries import Retries
 from grpo_mcore.algorithms.reward_scaling import scale_rewards
-from grpo_mcore.algorithms.rollouts import Rollouts, as_workers, sampling_of, turn_limits
+from grpo_mcore.algorithms.rollouts import Rollouts
 from grpo_mcore.algorithms.run_report import RunReport
+from grpo_mcore.algorithms.sampling_config import sampling_of, turn_limits
 from grpo_mcore.algorithms.save_state import GRPOSaveState, first_save_state
 from grpo_mcore.algorithms.schedule_config import schedule_config
 from grpo_mcore.algorithms.setup import (
@@ -188,8 +191,10 @@ def grpo_train(
         max_age=limits.max_trajectory_age,
     )
 
+    checkpoints = BackgroundCheckpoints(checkpointer, policy, config, report, ledger)
+
     stop, told = stop or StopRequest(), False
-    with closing(ledger), policy.beside(rollouts), stop.heeded():
+    with closing(ledger), closing(checkpoints), policy.beside(rollouts), stop.heeded():
         if (in_flight := (data_state or {}).get("in_flight")) and not isinstance(schedule.next(), s.Finish):
             report.refit(refit_engines(policy, policy_generation, config, restarted))
             schedule.record(s.Refitted(version := schedule.policy_version))
@@ -213,6 +218,7 @@ def grpo_train(
             if stop.reason and (schedule.asked is None or stop.at_once > told):
                 told = stop.at_once
                 schedule.record(s.StopAsked(stop.reason, at_once=told))
+            checkpoints.look()
             match schedule.next():
                 case s.Refit(version):
                     with step_clock.phase("refit"):
@@ -233,7 +239,7 @@ def grpo_train(
                 case s.Await():
                     if policy_generation.paused:  # nothing trains now, and no refit comes first
                         policy.offload()
-                        policy_generation.prepare()
+                        policy_generation.go_on()
                     with step_clock.phase("generate" if rollouts.generating else "reward"):
                         group = stop.cut_short(rollouts.next_group)
                     if group is None:
@@ -285,19 +291,11 @@ def grpo_train(
                         state = report.save_state(epoch=prompts.epoch)
                         place = prompts.state_dict() | {"ledger": ledger.sync(), "in_flight": dict(schedule.in_flight)}
                         keep = partial(write_groups, groups=groups.waiting(), cluster=policy.cluster)
-                        try:
-                            folder = checkpointer.save(
-                                step, policy.save, place, state, report.last_metrics, config, write_more=keep
-                            )
-                        except NotWritten as error:
-                            report.not_saved(error)
-                            ledger.write("not_saved", step=step, why=str(error.__cause__))
-                        else:
-                            report.checkpoint(folder)
-                            ledger.write("saved", step=step)
+                        checkpoints.start(step, place, state, report.last_metrics, keep)
                     schedule.record(s.Checkpointed(step))
 
                 case s.Finish(reason):
+                    checkpoints.wait()
                     ledger.write("ended", why=reason, data_ended=schedule.data_ended and not schedule.in_flight)
                     early = reason == schedule.asked
                     return report.finish(reason) | {"stopped_early": early, "terminated": early and stop.at_once}

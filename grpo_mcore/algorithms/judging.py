@@ -12,7 +12,8 @@ from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from grpo_mcore.cluster import Cluster, DeadlineExceeded, Pending, Stream, Worker, WorkerDied
+from grpo_mcore.cluster import Cluster, DeadlineExceeded, ObjectStore, Pending, Stream, Worker, WorkerDied
+from grpo_mcore.cluster.local_cluster import LocalWorker
 from grpo_mcore.rollout.trajectory import Outcome
 
 _FAILURES = 20  # of an environment in a row, without any verdict between them: more end the run
@@ -206,3 +207,21 @@ class Judging:
         if culprit not in again:
             self._note(culprit, [Outcome(None, None, reason, desk.timeout_s)])
         self._send(desk)
+
+
+class _InProcess:
+    """An environment object of the driver's own, as a script may pass one, in place of a worker."""
+
+    def __init__(self, environment: Any, store: ObjectStore) -> None:
+        self.environment, self.store = environment, store
+
+    def advance(self, metadata: Sequence[dict[str, Any]], *references: Any) -> list[Outcome]:
+        return self.environment.advance(metadata, *self.store.fetch_many(references))
+
+
+def as_workers(environments: Mapping[str, Any], cluster: Cluster) -> dict[str, Worker]:
+    """Environments by task, each as a worker: those that are objects of this process are wrapped."""
+    return {
+        task: env if hasattr(env, "call") else LocalWorker(task, _InProcess(env, cluster.store))
+        for task, env in environments.items()
+    }

@@ -8,7 +8,7 @@ import secrets
 from pathlib import Path
 
 from grpo_mcore.algorithms.engine_group import EngineGroup
-from grpo_mcore.algorithms.rollouts import sampling_of
+from grpo_mcore.algorithms.sampling_config import sampling_of
 from grpo_mcore.data.tokenizer import load_tokenizer, template_text
 from grpo_mcore.generation.chat.endpoint import Endpoint, EndpointError
 from grpo_mcore.generation.config import ChatConfig
@@ -49,13 +49,12 @@ def open_endpoint(config: MasterConfig, engines: EngineGroup, log_dir: Path) -> 
     if not vllm.expose_http_server:
         return None
     endpoint = Endpoint(
-        lambda: engines.workers,
+        engines,
         model=config.policy.model_name,
         token=_token(vllm.http_server_api_key_env_var),
         host=vllm.http_server_host or cluster.address,
         port=vllm.http_server_port or 0,
         seed=config.grpo.seed,
-        weight_version=lambda: engines.weight_version,
         timeout_s=cluster.call_timeout_s,
         max_requests=REQUESTS * len(engines.workers),
     )

@@ -123,6 +123,14 @@ class PolicyGroup:
     def save(self, folder: str) -> None:
         self._all("save", folder, what=f"saving the policy to {folder}")
 
+    def start_save(self, folder: str) -> None:
+        """`save` beside what follows; the next one only after `is_saved`."""
+        self._all("start_save", folder, what=f"copying the policy for {folder}")
+
+    def is_saved(self, wait: bool) -> bool:
+        """Whether every rank has written what `start_save` began."""
+        return all(self._all("is_saved", wait, what="writing the policy's checkpoint"))
+
     def load(self, folder: str) -> None:
         self._all("load", folder, what=f"loading the policy from {folder}")
 

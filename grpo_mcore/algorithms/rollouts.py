@@ -9,6 +9,7 @@ from contextlib import suppress
 from dataclasses import dataclass, replace
 from typing import Any
 
+from grpo_mcore.algorithms.engine_faults import EngineFaults, cause
 from grpo_mcore.algorithms.engine_group import EngineGroup
 from grpo_mcore.algorithms.judging import Judging
 from grpo_mcore.algorithms.playing import Playing
@@ -16,14 +17,12 @@ from grpo_mcore.algorithms.retries import Retries
 from grpo_mcore.cluster import (
     Cluster,
     DeadlineExceeded,
-    ObjectStore,
     Pending,
     Stream,
     Worker,
     WorkerDied,
     WorkerFailed,
 )
-from grpo_mcore.cluster.local_cluster import LocalWorker
 from grpo_mcore.data import TurnTemplate
 from grpo_mcore.environments.nemo_gym import GymOutcome
 from grpo_mcore.rollout.conversation import Conversation, TurnLimits
@@ -34,8 +33,8 @@ from grpo_mcore.rollout.trajectory import GenerationRequest, Outcome, Sampling, 
 
 @dataclass
 class _Open:
-    """A prompt under way. `engine`: index of the one that has its samples. `missing`: samples that are still to finish
-    their turn."""
+    """A prompt under way. `engine`: number of the one that has its samples. `missing`: samples still to finish their
+    turn."""
 
     prompt: Any
     step: int
@@ -55,7 +54,7 @@ class _Open:
 
 @dataclass
 class _Running:
-    """What an engine generates. `missing`: prompt uid -> samples that are still to come."""
+    """What an engine generates. `missing`: prompt uid -> samples still to come."""
 
     engine: int
     step: int
@@ -66,7 +65,7 @@ class _Running:
 
 @dataclass
 class _Parked:
-    """Requests whose engine is lost, and no other is there."""
+    """Requests whose engine is lost, and there is no other."""
 
     engine: int
     step: int
@@ -78,14 +77,14 @@ class _Parked:
 class Rollouts:
     """Several prompts in flight; groups come back in the order in which they finish.
 
-    Waits for: samples of the engines' streams, and verdicts of the environments. Unblocked by whichever is first. A
-    group's verdict on a turn is asked for as soon as its last sample is there, while the engines go on with the others.
+    Waits for: samples of the engines' streams, and verdicts of the environments, whichever is first. A group's verdict
+    on a turn is asked for as soon as its last sample is there, while the engines go on with the others.
     The samples that an engine has of one step take their turns together: a next turn waits until all of them are
     generated and judged.
 
     Where a generation call fails, its groups are generated anew, as a whole: what was short enough to be there
-    already is not favoured. An engine that dies is started anew; until a refit has brought it the weights its groups
-    are with the others, or wait where there are none.
+    already is not favoured. An engine that dies or hangs is started anew (`engine_faults.py`); until a refit has
+    brought it the weights its groups are with the others, or wait where there are none.
 
     Prompts whose environment plays its samples itself go there, and come back as groups too (`playing.py`).
 
@@ -109,7 +108,7 @@ class Rollouts:
         enough_samples: int | None = None,
     ) -> None:
         """`environments`: task name -> environment. `on_sample`: called for each sample, when its last turn is there.
-        `retries`: of generation calls that fail while their engine lives; `on_retry` gets each prompt of one, and why.
+        `retries`: of calls that fail while their engine lives; `on_retry` gets each prompt of one, and why.
         `restore_engines`: waits for engines that were started anew, and refits them; called in `next_group` only, when
         the policy has nothing else to do. `on_restart` gets the name of each worker that is started anew, and why.
         `on_outcome`: gets what environments that play samples send for each. `enough_samples`: a group with so many
@@ -120,10 +119,9 @@ class Rollouts:
         self.engines, self.environments, self.limits, self.seed = engines, environments, limits, seed
         self.cluster: Cluster = engines.cluster
         self._on_sample, self._on_retry = on_sample, on_retry
-        self._retries = retries or Retries(0, 0.0)
-        self._restore_engines, self._on_restart = restore_engines, on_restart
+        self._faults = EngineFaults(engines, retries or Retries(0, 0.0), restore_engines, on_restart)
         self._enough_samples = enough_samples
-        self._given_up: list[Pending] = []  # engines that are being told
+        self._given_up: list[tuple[Pending, int]] = []  # engines that are being told, and their numbers
         self._template = TurnTemplate(tokenizer) if limits.max_turns > 1 else None
         self._open: dict[str, _Open] = {}
         self._running: dict[int, _Running] = {}  # by id of the stream
@@ -144,7 +142,7 @@ class Rollouts:
     def dispatch(self, prompts: Sequence[Any], sampling: Sampling, *, generations: int, step: int) -> None:
         """Sends `generations` requests for each prompt (a DatumSpec) to the engines. Does not wait for samples."""
         while self._given_up:  # it might be about one of these prompts
-            _told(self._given_up.pop())
+            self._told(*self._given_up.pop())
         shares: list[list[GenerationRequest]] = [[] for _ in self.engines.workers]
         load = [0] * len(shares)
         for group in self._open.values():
@@ -190,6 +188,7 @@ class Rollouts:
             self._queued[key] = [request for request in requests if request.uid not in uids]
         for parked in self._parked:
             parked.requests = [request for request in parked.requests if request.uid not in uids]
+        self._parked = [parked for parked in self._parked if parked.requests]
         self._playing.forget(uids)
         engines = set()
         for running in self._running.values():
@@ -197,12 +196,20 @@ class Rollouts:
                 engines.add(running.engine)
         for uid in uids:
             self._open.pop(uid, None)
-        told = [
-            self.engines.workers[engine].call("give_up", tuple(uids), what="giving samples up")
-            for engine in sorted(engines)
-        ]
-        for answer in told:
-            _told(answer)
+        told = [(self._tell(engine, uids), engine) for engine in sorted(engines)]
+        for answer, engine in told:
+            self._told(answer, engine)
+
+    def _tell(self, engine: int, uids: Collection[str]) -> Pending:
+        return self.engines.workers[engine].call("give_up", tuple(uids), what="giving samples up")
+
+    def _told(self, answer: Pending, engine: int) -> None:
+        """The engine knows it; one that has died has no samples, which its streams or a refit find."""
+        try:
+            with suppress(WorkerDied):
+                answer.result()
+        except DeadlineExceeded as error:
+            self._failed(engine, error)
 
     def next_group(self) -> Group:
         """Waits for the next group whose samples are all generated and scored.
@@ -210,7 +217,9 @@ class Rollouts:
         Raises WorkerFailed and DeadlineExceeded of engines and environments.
         """
         while not self._finished:
-            if self._parked:
+            for engine, error in list(self.engines.deaths.items()):
+                self._failed(engine, error)
+            if self._parked or (self._playing.awaited() and not self.engines.reachable()):
                 self._restore()
             ready = self._wait()
             if ready is None:
@@ -220,25 +229,31 @@ class Rollouts:
         return self._finished.popleft()
 
     def _wait(self) -> Any:
-        """The first of `awaited` that has something; None: an environment is late."""
+        """The first of `awaited` that has something; None: an environment or an engine is late."""
+        busy = {running.engine for running in self._running.values()}
         patience_s, timeout_s = self._judging.patience_s(), self.cluster.call_timeout_s
+        left_s = min(patience_s, self._faults.seconds_left(busy))
         try:
-            return self.cluster.next_ready(self.awaited(), min(patience_s, timeout_s), "samples and verdicts")
-        except DeadlineExceeded:
-            if patience_s < timeout_s:
-                return None
-            raise
+            return self.cluster.next_ready(self.awaited(), min(left_s, timeout_s), "samples and verdicts")
+        except DeadlineExceeded as error:
+            if silent := self._faults.silent(busy):
+                name = self.engines.workers[silent[0]].name
+                self._failed(silent[0], DeadlineExceeded("samples", name, timeout_s, error.detail))
+            elif left_s == timeout_s:
+                raise
+            return None
 
     def awaited(self) -> list[Any]:
         """The verdicts and streams that are waited for."""
         streams = (running.stream for running in self._running.values())
-        return [*self._judging.pending(), *streams, *self._given_up, *self._playing.awaited()]
+        telling = (answer for answer, _ in self._given_up)
+        return [*self._judging.pending(), *streams, *telling, *self._playing.awaited()]
 
     def take(self, ready: Any) -> None:
         """Goes on with one of `awaited` that has something. Raises what it raises."""
-        if ready in self._given_up:
-            self._given_up.remove(ready)
-            _told(ready)
+        if told := [entry for entry in self._given_up if entry[0] is ready]:
+            self._given_up.remove(told[0])
+            self._told(*told[0])
         elif self._playing.take(ready):
             self._finished.extend(self._playing.finished())
         elif not self._judging.take(ready):
@@ -250,9 +265,10 @@ class Rollouts:
         stream = running.stream
         try:
             parcel = next(stream, None)
-        except WorkerFailed as error:
-            self._failed(running, error)
+        except (WorkerFailed, DeadlineExceeded) as error:
+            self._failed(running.engine, error, running)
             return
+        self._faults.heard(running.engine)
         if parcel is None:  # its last samples were given up
             del self._running[id(stream)]
             return
@@ -262,10 +278,9 @@ class Rollouts:
         sample = replace(parcel.label, ref=parcel.content)
         if self._is_enough(sample.uid):
             del running.missing[sample.uid]
-            self._forget_missing(sample, self.engines.workers[running.engine])
+            self._forget_missing(sample, running.engine)
         if not running.missing.total():
-            self._retries.worked()
-            self.engines.restarts.worked()
+            self._faults.worked()
             if next(stream, None) is None:  # nothing is left but its end, and perhaps what was given up
                 del self._running[id(stream)]
         self._take_sample(sample)
@@ -275,13 +290,13 @@ class Rollouts:
         group = self._open[uid]
         return group.missing > 1 and len(group.conversations) - group.missing + 1 == self._enough_samples
 
-    def _forget_missing(self, last: TrajectoryRef, engine: Worker) -> None:
+    def _forget_missing(self, last: TrajectoryRef, engine: int) -> None:
         """The group of `last` is complete with it: the engine is told to give up the others."""
         group = self._open[last.uid]
         for index, conversation in enumerate(group.conversations):
             conversation.over = conversation.sample is None and index != last.generation_index
         group.missing = 1
-        self._given_up.append(engine.call("give_up", (last.uid,), what=f"giving up what {last.uid} can do without"))
+        self._given_up.append((self._tell(engine, [last.uid]), engine))
 
     def _go_on_judged(self) -> None:
         """Closes the groups that are judged to the end, and sends the next turns of the others."""
@@ -292,28 +307,17 @@ class Rollouts:
                 self._finished.append(self._close(uid))
         self._send_queued()
 
-    def _failed(self, running: _Running, error: WorkerFailed) -> None:
-        """A generation call has failed, or its engine has died, and all its calls with it. Raises `error` where that
-        cannot be made good: it was the request's own fault, or happened too often."""
-        if isinstance(error.__cause__, ValueError):
-            raise error
-        failed, lost = [running], self.engines.replace_dead(error, [running.engine])
+    def _failed(self, engine: int, error: WorkerFailed | DeadlineExceeded, call: _Running | None = None) -> None:
+        """A call has failed, or its engine has died or hangs, and all its calls with it. May raise `error`."""
+        name, lost = self.engines.workers[engine].name, self._faults.met(error, engine)
+        failed = [other for other in self._running.values() if other.engine == engine if lost or other is call]
+        target = self._faults.another(engine)
+        for running in failed:
+            del self._running[id(running.stream)]
+            self._generate_anew(running, target, f"{name}: {cause(error)}")
         if lost:
-            self._on_restart(error.worker, f"{error.what}: {error.cause}")
-            failed = [other for other in self._running.values() if other.engine in lost]
-        else:
-            self._retries.failed(error)
-        target = self._another(running.engine)
-        for call in failed:
-            del self._running[id(call.stream)]
-            self._generate_anew(call, target, f"{error.worker}: {error.cause}")
-        if lost:
-            self._move_all(running.engine, target)
-
-    def _another(self, engine: int) -> int:
-        """The next engine that may be sent something; `engine` itself where there is no other."""
-        later = [number for number in self.engines.serving() if number > engine]
-        return (later or self.engines.serving() or [engine])[0]
+            self._given_up = [entry for entry in self._given_up if entry[1] != engine]
+            self._move_all(engine, target)
 
     def _generate_anew(self, failed: _Running, engine: int, why: str) -> None:
         """Starts the unfinished groups of a failed call from the beginning."""
@@ -334,11 +338,7 @@ class Rollouts:
 
     def _restore(self) -> None:
         """Engines are there again, and get what waited for them."""
-        if self._restore_engines is None:
-            waiting = sum(len(parked.requests) for parked in self._parked)
-            whys = "; ".join(self.engines.lost.values())
-            raise WorkerDied("the engines", f"{waiting} samples", f"none is left, and no refit can follow: {whys}")
-        self._restore_engines()
+        self._faults.restore(sum(len(parked.requests) for parked in self._parked))
         parked, self._parked = self._parked, []
         for call in parked:
             self._send(call.engine, call.step, call.requests, call.sampling, call.what)
@@ -388,6 +388,8 @@ class Rollouts:
             return
         stream = self.engines.workers[engine].stream("generate_refs", requests, sampling, what=what)
         missing = Counter(request.uid for request in requests)
+        if all(running.engine != engine for running in self._running.values()):
+            self._faults.heard(engine)
         self._running[id(stream)] = _Running(engine, step, sampling, stream, missing)
 
     def _close(self, uid: str) -> Group:
@@ -395,45 +397,3 @@ class Rollouts:
         kept = [conversation for conversation in group.conversations if conversation.sample]
         samples = tuple(conversation.sample for conversation in kept)
         return Group(group.prompt, samples, tuple(conversation.score for conversation in kept))
-
-
-def _told(answer: Pending) -> None:
-    """The engine knows that samples are given up; one that has died has none, which its streams or a refit find."""
-    with suppress(WorkerDied):
-        answer.result()
-
-
-def turn_limits(config: Any) -> TurnLimits:
-    """Of a sample's turns, from the whole recipe."""
-    return TurnLimits(config.grpo.max_rollout_turns, config.policy.generation.vllm_cfg.max_model_len)
-
-
-def sampling_of(generation: Any, eos_token_id: int, *, validation: bool = False) -> Sampling:
-    """How tokens are drawn, from the recipe's policy.generation."""
-    stop_ids = generation.stop_token_ids
-    return Sampling(
-        max_new_tokens=generation.max_new_tokens,
-        temperature=generation.val_temperature if validation else generation.temperature,
-        top_p=generation.val_top_p if validation else generation.top_p,
-        top_k=generation.val_top_k if validation else generation.top_k,
-        stop_token_ids=tuple([eos_token_id] if stop_ids is None else stop_ids),
-        stop_strings=tuple(generation.stop_strings or ()),
-    )
-
-
-class _InProcess:
-    """An environment object of the driver's own, as a script may pass one, in place of a worker."""
-
-    def __init__(self, environment: Any, store: ObjectStore) -> None:
-        self.environment, self.store = environment, store
-
-    def advance(self, metadata: Sequence[dict[str, Any]], *references: Any) -> list[Outcome]:
-        return self.environment.advance(metadata, *self.store.fetch_many(references))
-
-
-def as_workers(environments: Mapping[str, Any], cluster: Cluster) -> dict[str, Worker]:
-    """Environments by task, each as a worker: those that are objects of this process are wrapped."""
-    return {
-        task: env if hasattr(env, "call") else LocalWorker(task, _InProcess(env, cluster.store))
-        for task, env in environments.items()
-    }

@@ -8,7 +8,8 @@ from dataclasses import dataclass
 from typing import Any
 
 from grpo_mcore.algorithms.engine_group import EngineGroup
-from grpo_mcore.algorithms.rollouts import Rollouts, sampling_of, turn_limits
+from grpo_mcore.algorithms.rollouts import Rollouts
+from grpo_mcore.algorithms.sampling_config import sampling_of, turn_limits
 from grpo_mcore.cluster import Worker
 from grpo_mcore.data import DataError
 from grpo_mcore.objective import RIGHT, pass_at_k, pass_numbers

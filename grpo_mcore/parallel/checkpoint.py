@@ -5,14 +5,18 @@ from __future__ import annotations
 import contextlib
 import functools
 import json
+import signal
 import warnings
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
+import psutil
 import torch
 from torch.distributed.checkpoint.api import CheckpointException
+
+WEIGHTS = "weights and optimizer"
 
 
 class CheckpointError(ValueError):
@@ -23,29 +27,62 @@ class SaveError(OSError):
     """A rank could not write its part: every rank raises it, with the reasons of all."""
 
 
-def save_checkpoint(policy: Any, folder: Path) -> None:
-    """Writes this rank's part into `folder`; collective. The caller makes it appear whole (DESIGN law 4).
+class BackgroundSave:
+    """Writes a rank's part of a checkpoint beside training, by Megatron-Core's asynchronous calls; one at a time. The
+    caller makes it appear whole (DESIGN law 4).
 
-    Raises SaveError on all ranks where one could not write.
+    A forked process writes, not one that persists: for that one torch would move the tensors of a CPU rank to memory
+    that both share, and training would change them under its hands. A fork has them as they were. Every method is
+    collective.
     """
-    from megatron.core import dist_checkpointing
 
-    if torch.distributed.get_rank() == 0:
-        folder.mkdir(parents=True, exist_ok=True)
-    torch.distributed.barrier()
-    _make_moments(policy.optimizer)  # a step may have trained nothing yet
-    writing = dist_checkpointing.save(_state(policy, loading=False), str(folder), async_sharded_save=True)
-    arguments = list(writing.async_fn_args)
-    if writing.preload_fn is not None:
-        arguments[1] = writing.preload_fn()
-    with _together("weights and optimizer"):
-        if writing.async_fn is not None:
-            writing.async_fn(*arguments, **writing.async_fn_kwargs)
-    for finish in writing.finalize_fns:  # of which Megatron-Core lets only one rank raise
-        with _together("weights and optimizer"):
-            finish()
-    with _together("RNG state"):
-        torch.save(policy.rng_state(), folder / _rng_file())
+    def __init__(self) -> None:
+        from megatron.core.dist_checkpointing.strategies.async_utils import AsyncCallsQueue
+
+        self._calls = AsyncCallsQueue()
+
+    def start(self, policy: Any, folder: Path) -> None:
+        """Returns as soon as training may go on. Raises SaveError on all ranks where one cannot write."""
+        from megatron.core import dist_checkpointing
+
+        if torch.distributed.get_rank() == 0:
+            folder.mkdir(parents=True, exist_ok=True)
+        torch.distributed.barrier()
+        _make_moments(policy.optimizer)  # a step may have trained nothing yet
+        writing = dist_checkpointing.save(_state(policy, loading=False), str(folder), async_sharded_save=True)
+        with _together("RNG state"):
+            torch.save(policy.rng_state(), folder / _rng_file())
+        # Of these Megatron-Core lets only one rank raise.
+        finish = [functools.partial(_call_together, WEIGHTS, function) for function in writing.finalize_fns]
+        write = writing.async_fn and functools.partial(_undisturbed, writing.async_fn)
+        with _together(WEIGHTS):
+            self._calls.schedule_async_request(writing._replace(async_fn=write, finalize_fns=finish))
+
+    def done(self, wait: bool) -> bool:
+        """Whether all ranks have written all of it. Raises SaveError on all ranks where one could not."""
+        self._calls.maybe_finalize_async_calls(blocking=wait)
+        return not self._calls.get_num_unfinalized_calls()
+
+    def abort(self) -> None:
+        """Ends this rank's processes that write, where there are any. What they have written is no checkpoint."""
+        for call in self._calls.async_calls:
+            if call.async_caller.process is not None:
+                with contextlib.suppress(psutil.NoSuchProcess):
+                    writing = psutil.Process(call.async_caller.process.pid)
+                    for process in [*writing.children(recursive=True), writing]:
+                        process.kill()
+
+
+def _undisturbed(write: Callable[..., None], *args: Any) -> None:
+    """In the process that writes: what ends the run in order waits for it, and a terminal's Ctrl-C is not for it."""
+    for number in (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1):
+        signal.signal(number, signal.SIG_IGN)
+    write(*args)
+
+
+def _call_together(what: str, function: Callable[[], None]) -> None:
+    with _together(what):
+        function()
 
 
 @contextlib.contextmanager
@@ -56,15 +93,22 @@ def _together(what: str) -> Iterator[None]:
         yield
     except (Exception, CheckpointException) as raised:  # the latter is torch's, and no Exception
         error = raised
-    told = None if error is None else f"{type(error).__name__}: {error}"
-    reasons: list[str | None] = [None] * torch.distributed.get_world_size()
-    torch.distributed.all_gather_object(reasons, told)
-    if failed := [f"rank {rank}: {reason}" for rank, reason in enumerate(reasons) if reason is not None]:
-        raise SaveError(f"{what} could not be written: {'; '.join(failed)}") from error
+    reasons: list[dict[int, str]] = [{}] * torch.distributed.get_world_size()
+    torch.distributed.all_gather_object(reasons, _reasons(error))
+    if failed := {rank: reason for own in reasons for rank, reason in own.items()}:
+        told = "; ".join(f"rank {rank}: {reason}" for rank, reason in sorted(failed.items()))
+        raise SaveError(f"{what} could not be written: {told}") from error
+
+
+def _reasons(error: BaseException | None) -> dict[int, str]:
+    """By rank; torch lets one rank speak for all."""
+    if isinstance(error, CheckpointException):
+        return {rank: f"{type(raised).__name__}: {raised}" for rank, (raised, _) in error.failures.items()}
+    return {} if error is None else {torch.distributed.get_rank(): f"{type(error).__name__}: {error}"}
 
 
 def load_checkpoint(policy: Any, folder: Path) -> None:
-    """Reads what save_checkpoint wrote. Raises CheckpointError when the model differs or a file is missing."""
+    """Reads what BackgroundSave wrote. Raises CheckpointError when the model differs or a file is missing."""
     from megatron.core import dist_checkpointing
 
     if not (folder / "metadata.json").is_file():

@@ -91,6 +91,7 @@ class Policy:
         )
         self._forward_backward = get_forward_backward_func()
         self._resident: dict[str, int] = {}
+        self._saving: Any = None  # a BackgroundSave, from the first save on
 
     @property
     def row_multiple(self) -> int:
@@ -252,9 +253,20 @@ class Policy:
 
     def save(self, folder: str | Path) -> None:
         """Weights, optimizer, schedule and RNG into `folder`, by Megatron-Core's distributed checkpointing."""
-        from grpo_mcore.parallel.checkpoint import save_checkpoint
+        self.start_save(folder)
+        self.is_saved(wait=True)
 
-        save_checkpoint(self, Path(folder))
+    def start_save(self, folder: str | Path) -> None:
+        """`save` beside what follows: training may go on at once. The next one only after `is_saved`."""
+        from grpo_mcore.parallel.checkpoint import BackgroundSave
+
+        self._saving = self._saving or BackgroundSave()
+        self._saving.start(self, Path(folder))
+
+    def is_saved(self, wait: bool) -> bool:
+        """Whether every rank has written what `start_save` began. Raises SaveError on all ranks where one could not."""
+        assert self._saving is not None
+        return self._saving.done(wait)
 
     def load(self, folder: str | Path) -> None:
         """What `save` wrote. Raises CheckpointError when it does not fit."""
@@ -293,6 +305,8 @@ class Policy:
     def shutdown(self) -> None:
         from grpo_mcore.parallel.router_replay import forget_routers
 
+        if self._saving is not None:
+            self._saving.abort()
         forget_routers()
         leave_mesh()
 

@@ -183,7 +183,6 @@ FOREIGN: dict[str, Foreign] = {
     "checkpointing.model_repo_id": Foreign("set policy.model_name"),
     "checkpointing.is_peft": Foreign(_LORA),
     "checkpointing.peft_config": Foreign(_LORA),
-    "checkpointing.is_async": _later("writing checkpoints in the background"),
     # cluster
     "cluster.master_port_range_low": Foreign("ports are chosen by the cluster", anything),
     "cluster.master_port_range_high": Foreign("ports are chosen by the cluster", anything),

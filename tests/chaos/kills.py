@@ -26,16 +26,17 @@ class Kill:
     """`victim`: the name of a worker, DRIVER, or a process of Ray's head. `at`: the method of any worker that is
     called, with its first argument where that is a bucket ("stage_bucket 1"); "rename" is the moment before a
     checkpoint gets its name. `nth` such call since the last kill; `steps`: so many steps must have begun to train since
-    then, so that the run gets on."""
+    then, so that the run gets on: 2, that one of them has a whole checkpoint. `hangs`: it is stopped, not ended."""
 
     victim: str
     at: str
     nth: int = 1
     steps: int = 1
+    hangs: bool = False
 
     @property
     def name(self) -> str:
-        return f"{self.victim} in {self.at}"
+        return f"{self.victim} {'hangs ' if self.hangs else ''}in {self.at}"
 
 
 class Reaper:
@@ -91,7 +92,7 @@ class Reaper:
         with self._log.open("a") as log:
             log.write(kill.name + "\n")
         for pid in self._processes(kill.victim):
-            os.kill(pid, signal.SIGKILL)
+            os.kill(pid, signal.SIGSTOP if kill.hangs else signal.SIGKILL)
 
     def _processes(self, victim: str) -> list[int]:
         if victim == DRIVER:

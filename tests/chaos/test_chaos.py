@@ -30,13 +30,20 @@ REFIT = ("start_refit", "stage_bucket 0", "stage_bucket 1", "commit_refit", "fin
 CAMPAIGNS = {
     "one-of-each": [Kill(ENGINE, "generate_refs"), Kill(ENVIRONMENT, "advance"), Kill(POLICY, "train", steps=2)],
     "engine-in-a-refit": [Kill(ENGINE, at) for at in REFIT],
-    "engine-in-a-step": [Kill(ENGINE, at) for at in ("generate_refs", "advance", "receive", "train", "save")],
+    "engine-in-a-step": [
+        *(Kill(ENGINE, at) for at in ("generate_refs", "advance", "receive")),
+        *(Kill(ENGINE, at, steps=2) for at in ("train", "start_save")),  # the one before is found in the next refit
+    ],
+    "engine-hangs": [Kill(ENGINE, at, hangs=True) for at in ("generate_refs", "commit_refit")],
     "environment": [Kill(ENVIRONMENT, at) for at in ("generate_refs", "advance", "train", "commit_refit")],
-    "policy": [Kill(POLICY, at) for at in ("open_refit", "fill_bucket 1", "generate_refs", "receive", "train", "save")],
-    "head": [Kill(GCS, "generate_refs"), Kill(RAYLET, "train"), Kill(GCS, "stage_bucket 0")],
+    "policy-in-a-refit": [Kill(POLICY, at, steps=2) for at in ("open_refit", "fill_bucket 1", "generate_refs")],
+    "policy-in-a-step": [Kill(POLICY, at, steps=2) for at in ("receive", "train", "start_save", "is_saved")],
+    "head": [Kill(GCS, "generate_refs", steps=2), Kill(RAYLET, "train", steps=2), Kill(GCS, "stage_bucket 0", steps=2)],
 }
-DRIVER_STATES = ("stage_bucket 1", "commit_refit", "generate_refs", "advance", "train", "save", "rename")
-CASES = sum(map(len, CAMPAIGNS.values())) + len(DRIVER_STATES)
+DRIVER_STATES = [("stage_bucket 1", "commit_refit", "generate_refs", "advance"), ("train", "start_save", "is_saved")]
+CASES = sum(map(len, [*CAMPAIGNS.values(), *DRIVER_STATES])) + 1
+PATIENCE_S = 40.0
+"""Of a call to an engine that hangs."""
 
 
 def recipe_of(task: Task, model: Path, steps: int, **cluster: Any) -> dict[str, Any]:
@@ -83,17 +90,25 @@ def steps_of(run: Run) -> list[dict[str, Any]]:
 @pytest.mark.parametrize("campaign", CAMPAIGNS)
 def test_processes_are_killed_and_the_run_goes_on(tmp_path: Path, task: Task, model: Path, campaign: str) -> None:
     kills = CAMPAIGNS[campaign]
-    survive(tmp_path, recipe_of(task, model, steps=sum(kill.steps for kill in kills) + 2), kills)
+    patience = {"step_timeout_s": PATIENCE_S} if any(kill.hangs for kill in kills) else {}
+    survive(tmp_path, recipe_of(task, model, steps=sum(kill.steps for kill in kills) + 2, **patience), kills)
 
 
 @pytest.mark.timeout(DEADLINE_S + 60)
-@pytest.mark.parametrize("states", [("rename",), pytest.param(DRIVER_STATES, marks=pytest.mark.every_state)])
+@pytest.mark.parametrize(
+    "states",
+    [(), *(pytest.param(states, marks=pytest.mark.every_state) for states in DRIVER_STATES)],
+    ids=lambda states: f"{' '.join(states)} rename".strip(),
+)
 def test_a_driver_is_killed_and_every_step_comes_out_the_same(
     tmp_path: Path, task: Task, model: Path, states: tuple[str, ...]
 ) -> None:
-    """All in one process: what it was doing is done again from the last checkpoint, bit for bit."""
-    recipe = recipe_of(task, model, len(states) + 2, backend="local")
-    run = survive(tmp_path / "killed", recipe, [Kill(DRIVER, at, steps=2 - min(1, i)) for i, at in enumerate(states)])
+    """All in one process: what it was doing is done again from the last checkpoint, bit for bit. Checkpoints are
+    written beside the steps, and the last kill comes just before one has its name: it is none, and that of the step
+    before is used."""
+    recipe = recipe_of(task, model, 2 * len(states) + 4, backend="local")
+    kills = [*(Kill(DRIVER, at, steps=2) for at in states), Kill(DRIVER, "rename", nth=2, steps=2)]
+    run = survive(tmp_path / "killed", recipe, kills)
     calm = run_here("train", tmp_path / "calm", recipe, "cluster.max_restarts=0")
     assert calm.code == 0, calm.err
     assert steps_of(run) == steps_of(calm)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import resource
 from typing import Any
 
 import torch
@@ -14,6 +15,7 @@ from grpo_mcore.algorithms.parity_rank import (
     policy_config,
 )
 from grpo_mcore.objective import ClippedPGLossConfig, ClippedPGLossFn
+from grpo_mcore.parallel.checkpoint import SaveError
 from grpo_mcore.parallel.mesh import Address
 from grpo_mcore.parallel.policy import NonFiniteLoss, Policy
 
@@ -45,8 +47,27 @@ def train_save_train(address: Address, model: str, case: LayoutCase, folder: str
     policy = adam_policy(address, model, case)
     for _ in range(3):
         step(policy)
-    policy.save(folder)
-    return [step(policy) for _ in range(3)]
+    policy.start_save(folder)
+    later = [step(policy) for _ in range(3)]  # while it is written
+    policy.is_saved(wait=True)
+    return later
+
+
+def save_where_rank_1_cannot(address: Address, model: str, case: LayoutCase, folder: str) -> str:
+    """What every rank raises; the policy trains on meanwhile, and saves again."""
+    policy = adam_policy(address, model, case)
+    soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
+    if address.rank == 1:  # not even its weights are so short
+        resource.setrlimit(resource.RLIMIT_FSIZE, (20_000, hard))
+    policy.start_save(f"{folder}/torn")
+    resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
+    step(policy)
+    try:
+        policy.is_saved(wait=True)
+    except SaveError as error:
+        policy.save(f"{folder}/whole")
+        return str(error)
+    return "it was written"
 
 
 def load_train(address: Address, model: str, case: LayoutCase, folder: str) -> list[tuple[float, float]]:

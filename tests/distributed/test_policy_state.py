@@ -82,6 +82,14 @@ def test_a_checkpoint_loads_on_another_layout(
         assert after == (before if exact else pytest.approx(before, rel=1e-3)), (through, resumed)
 
 
+def test_a_rank_that_cannot_write_beside_training_is_named_by_all(ranks: RankPool, model: str, tmp_path: Path) -> None:
+    told = ranks.run(2, f"{CASES}:save_where_rank_1_cannot", model, TP2, str(tmp_path))
+    for message in told:
+        assert message.startswith("weights and optimizer could not be written: rank 1: ") and "rank 0" not in message
+    assert (tmp_path / "whole" / "metadata.json").is_file()
+    assert not (tmp_path / "torn" / "metadata.json").exists()
+
+
 def test_a_frozen_router_stays(ranks: RankPool, models: dict[str, str]) -> None:
     for routers_moved, others_moved in ranks.run(2, f"{CASES}:train_with_a_frozen_router", models["qwen3_moe"], EP2):
         assert others_moved and not routers_moved

@@ -181,7 +181,7 @@ def test_a_gym_plays_over_ray_and_survives_the_death_of_its_worker(
         return started[-1]
 
     engines = EngineGroup(cluster, workers, sleeps=False)
-    endpoint = Endpoint(lambda: workers, model="policy", token="the token", host=cluster.address)
+    endpoint = Endpoint(engines, model="policy", token="the token", host=cluster.address)
     gym = GymServer(endpoint.address.url, "the token", "policy")
     engines.endpoint = endpoint
     try:

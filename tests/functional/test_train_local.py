@@ -179,7 +179,7 @@ def test_a_full_disk_and_sigterm_cost_nothing(
     tmp_path: Path, recipe: dict[str, Any], whole: tuple[Run, Inside], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """No file may get long when step 2 is saved. In the middle of step 4 the run is asked to leave at once."""
-    save, generate, versions = PolicyWorker.save, EngineWorker.generate, []
+    save, generate, versions = PolicyWorker.start_save, EngineWorker.generate, []
 
     def save_on_a_full_disk(self: PolicyWorker, folder: str) -> None:
         soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
@@ -197,7 +197,7 @@ def test_a_full_disk_and_sigterm_cost_nothing(
             yield trajectory
 
     with monkeypatch.context() as patch:
-        patch.setattr(PolicyWorker, "save", save_on_a_full_disk)
+        patch.setattr(PolicyWorker, "start_save", save_on_a_full_disk)
         patch.setattr(EngineWorker, "generate", asked_to_leave)
         run = run_here("train", tmp_path, recipe, "checkpointing.save_period=2", "grpo.val_at_start=true")
     assert run.code == 128 + signal.SIGTERM, run.err

@@ -14,6 +14,7 @@ import hmac
 import json
 import logging
 import threading
+import time
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
@@ -33,6 +34,7 @@ DETOUR = 4
 """So many more unanswered requests may an engine have, and still get one whose conversation it has in its cache."""
 
 START_TIMEOUT_S = 30.0
+POLL_S = 0.1
 
 log = logging.getLogger(__name__)
 
@@ -49,6 +51,27 @@ class ChatEngine(Protocol):
     def stream(self, method: str, *args: Any, timeout_s: float | None = None, what: str | None = None) -> Any: ...
 
 
+class ChatEngines(Protocol):
+    """Handles on engines that were started with a ChatConfig; always as many, each perhaps in place of one that has
+    died. `weight_version`: of the last refit."""
+
+    @property
+    def workers(self) -> Sequence[ChatEngine]: ...
+
+    @property
+    def weight_version(self) -> int: ...
+
+    def reachable(self) -> list[int]:
+        """The numbers of those that may be asked."""
+
+    @property
+    def returning(self) -> bool:
+        """Somebody is at work to make one reachable again."""
+
+    def unanswered(self, engine: ChatEngine, error: Exception) -> bool:
+        """Takes note that a request has ended so. Whether the engine is gone, and another may be asked instead."""
+
+
 @dataclass(frozen=True)
 class EndpointAddress:
     """What a client needs. `url` ends before the API's `/v1`."""
@@ -61,29 +84,27 @@ class EndpointAddress:
 class Endpoint:
     """Listens from its construction until `close`.
 
-    `engines`: handles on engines that were started with a ChatConfig, always as many, each perhaps in place of one that
-    has died; a request goes to the one with the fewest unanswered, or to that which has generated its last turn.
-    `weight_version`: of the last refit. `timeout_s`: of one request. `max_requests`: that engines work on at a time,
-    more wait. Raises EndpointError where it cannot listen.
+    A request goes to the engine with the fewest unanswered, or to that which has generated its last turn; where that
+    has died, to another. While none can be asked and one is on its way back, requests wait. `timeout_s`: of one
+    request. `max_requests`: that engines work on at a time, more wait. Raises EndpointError where it cannot listen.
     """
 
     def __init__(
         self,
-        engines: Callable[[], Sequence[ChatEngine]],
+        engines: ChatEngines,
         *,
         model: str,
         token: str,
         host: str,
         port: int = 0,
         seed: int = 0,
-        weight_version: Callable[[], int] = lambda: 0,
         timeout_s: float = 3600.0,
         max_requests: int = 64,
     ) -> None:
         self._engines, self._model, self._token = engines, model, token
-        self._weight_version, self._timeout_s = weight_version, timeout_s
+        self._timeout_s = timeout_s
         self._record = ChatRecord(seed)
-        self._outstanding = [0] * len(engines())
+        self._outstanding = [0] * len(engines.workers)
         self._lock = threading.Lock()
         self._warned: set[str] = set()
         self._pool = ThreadPoolExecutor(max_requests, thread_name_prefix="endpoint")
@@ -173,36 +194,48 @@ class Endpoint:
         body = await _json(request)
         if not isinstance(body, dict):
             return _error(400, "the body must be an object")
-        seed = self._record.seed(body, self._weight_version()) if kind == "complete" else 0
+        seed = self._record.seed(body, self._engines.weight_version) if kind == "complete" else 0
         reply = await self._loop.run_in_executor(self._pool, self._reply, kind, body, seed)
         return web.json_response(reply.body, status=reply.status)
 
     def _reply(self, kind: str, body: dict[str, Any], seed: int) -> Reply:
-        index = self._choose(recorded_tokens(body))
-        engine = self._engines()[index]
-        try:
-            stream = engine.stream("chat", kind, body, seed, timeout_s=self._timeout_s, what=f"a chat {kind} request")
-            reply = next(stream)
-            next(stream, None)  # nothing is left but its end
-        except Exception as error:  # of whatever kind: it must reach who asked, and the log
-            self._warn(f"{engine.name} did not answer: {type(error).__name__}: {error}")
-            return Reply(502, {"error": {"message": str(error), "type": type(error).__name__, "code": 502}})
-        finally:
-            with self._lock:
-                self._outstanding[index] -= 1
-        if reply.fingerprint is not None:
-            self._record.note(reply.fingerprint, reply.weight_versions, index)
-        elif reply.status == 400:
-            self._warn(f"a request was refused: {reply.body['error']['message']}")
-        return reply
+        while (index := self._choose(recorded_tokens(body))) is not None:
+            engine = self._engines.workers[index]
+            try:
+                stream = engine.stream(
+                    "chat", kind, body, seed, timeout_s=self._timeout_s, what=f"a chat {kind} request"
+                )
+                reply = next(stream)
+                next(stream, None)  # nothing is left but its end
+            except Exception as error:  # of whatever kind: it must reach who asked, and the log
+                self._warn(f"{engine.name} did not answer: {type(error).__name__}: {error}")
+                if self._engines.unanswered(engine, error):
+                    continue
+                return _no_reply(502, type(error).__name__, str(error))
+            finally:
+                with self._lock:
+                    self._outstanding[index] -= 1
+            if reply.fingerprint is not None:
+                self._record.note(reply.fingerprint, reply.weight_versions, index)
+            elif reply.status == 400:
+                self._warn(f"a request was refused: {reply.body['error']['message']}")
+            return reply
+        return _no_reply(503, "NoEngine", "no engine is there now")
 
-    def _choose(self, before: list[int] | None) -> int:
-        """The engine for a request that continues the tokens `before`; it counts as unanswered there from now on."""
+    def _choose(self, before: list[int] | None) -> int | None:
+        """The engine for a request that continues the tokens `before`; it counts as unanswered there from now on. None:
+        there is none, and none will be soon."""
         known = self._record.engine_of(fingerprint(before)) if before and len(self._outstanding) > 1 else None
+        deadline = time.monotonic() + self._timeout_s
+        while not (open_now := self._engines.reachable()):
+            if not self._engines.returning or time.monotonic() > deadline:
+                return None
+            time.sleep(POLL_S)
         with self._lock:
-            least = self._outstanding.index(min(self._outstanding))
-            near = known is not None and self._outstanding[known] <= self._outstanding[least] + DETOUR
-            index = known if known is not None and near else least
+            least = min(open_now, key=self._outstanding.__getitem__)
+            index = least
+            if known in open_now and self._outstanding[known] <= self._outstanding[least] + DETOUR:
+                index = known
             self._outstanding[index] += 1
         return index
 
@@ -213,6 +246,10 @@ class Endpoint:
             self._warned.add(text)
         if new:
             log.warning("endpoint: %s", text)
+
+
+def _no_reply(status: int, kind: str, why: str) -> Reply:
+    return Reply(status, {"error": {"message": why, "type": kind, "code": status}})
 
 
 def recorded_tokens(body: Mapping[str, Any]) -> list[int] | None:

@@ -10,8 +10,12 @@ from typing import Any
 import torch
 
 from grpo_mcore.algorithms.engine_group import EngineGroup, resolved
+from grpo_mcore.algorithms.judging import as_workers
+from grpo_mcore.algorithms.rollouts import Rollouts
 from grpo_mcore.cluster import LocalCluster, Parcel
 from grpo_mcore.cluster.local_cluster import LocalStream, LocalWorker
+from grpo_mcore.rollout.conversation import TurnLimits
+from grpo_mcore.rollout.group import Group
 from grpo_mcore.rollout.trajectory import GenerationRequest, Outcome, Sampling, Trajectory, TrajectoryRef, Turn
 
 END = 7  # ends a turn
@@ -141,3 +145,50 @@ def prompt(number: int, **changes: Any) -> dict[str, Any]:
     message = {"role": "user", "content": "?", "token_ids": torch.tensor([1, 2, number])}
     fields = {"uid": f"p{number}", "task_name": "game", "length": 3, "extra_env_info": {"number": number, "seen": []}}
     return fields | {"message_log": [message]} | changes
+
+
+SAMPLING = Sampling(max_new_tokens=8)
+
+
+def turns_of(trajectory: Trajectory) -> int:
+    return sum(turn.loss_mask for turn in trajectory.turns)
+
+
+def wanted(uid: str, index: int) -> int:
+    """How many turns the environment of these tests lets a sample have: 1 to 4."""
+    return 1 + (int(uid[1:]) + index) % 4
+
+
+def play(trajectory: Trajectory, metadata: dict[str, Any]) -> Outcome:
+    """1 point a turn. Its state is what it has seen, kept in the metadata and changed in place."""
+    turn = turns_of(trajectory)
+    metadata["seen"].append((trajectory.generation_index, turn))
+    over = turn >= wanted(trajectory.uid, trajectory.generation_index)
+    said = None if over else f"turn {turn}"
+    return Outcome(1.0, str(turn), "", 0.5, {"turns": 1.0}, terminated=over, observation=said, metadata=metadata)
+
+
+class World:
+    def __init__(self, decide: Any = play, *, engines: int = 1, seed: int = 0, **how: Any) -> None:
+        limits = TurnLimits(how.pop("max_turns", 9), how.pop("max_model_len", 1000))
+        self.cluster = Shuffling(seed)
+        self.environment = FakeEnvironment(decide)
+        self.engines = engine_group(self.cluster, engines, seed, **how)
+        workers = as_workers({"game": self.environment}, self.cluster)
+        self.finished: list[str] = []
+        self.rollouts = Rollouts(
+            self.engines, workers, CharacterTokenizer(), limits, seed=5, on_sample=lambda: self.finished.append("")
+        )
+
+    def run(self, numbers: range, generations: int = 3, step: int = 1, **prompt_fields: Any) -> dict[str, Group]:
+        prompts = [prompt(number, **prompt_fields) for number in numbers]
+        self.rollouts.dispatch(prompts, SAMPLING, generations=generations, step=step)
+        groups = [self.rollouts.next_group() for _ in prompts]
+        assert not self.rollouts.generating
+        return {group.uid: group for group in groups}
+
+    def trajectory(self, group: Group, index: int) -> Trajectory:
+        return self.cluster.fetch(group.samples[index].ref)
+
+    def calls(self) -> list[Any]:
+        return [call for worker in self.engines.workers for call in worker.target.calls]

@@ -7,70 +7,23 @@ from typing import Any
 
 import pytest
 
-from grpo_mcore.algorithms.retries import Retries
-from grpo_mcore.algorithms.rollouts import Rollouts, as_workers
+from grpo_mcore.algorithms.rollouts import Rollouts
 from grpo_mcore.cluster import WorkerFailed
-from grpo_mcore.cluster.local_cluster import LocalStream, LocalWorker
+from grpo_mcore.cluster.local_cluster import LocalStream
 from grpo_mcore.data import DataError
 from grpo_mcore.rollout.conversation import TurnError, TurnLimits
-from grpo_mcore.rollout.group import Group
 from grpo_mcore.rollout.seeds import sample_seed
 from grpo_mcore.rollout.trajectory import Outcome, Sampling, Score, Trajectory
 from tests.unit.algorithms.fake_rollouts import (
     END,
+    SAMPLING,
     CharacterTokenizer,
-    FakeEngine,
-    FakeEnvironment,
-    Shuffling,
-    engine_group,
+    World,
+    play,
     prompt,
+    turns_of,
+    wanted,
 )
-
-SAMPLING = Sampling(max_new_tokens=8)
-
-
-def turns_of(trajectory: Trajectory) -> int:
-    return sum(turn.loss_mask for turn in trajectory.turns)
-
-
-def wanted(uid: str, index: int) -> int:
-    """How many turns the environment of these tests lets a sample have: 1 to 4."""
-    return 1 + (int(uid[1:]) + index) % 4
-
-
-def play(trajectory: Trajectory, metadata: dict[str, Any]) -> Outcome:
-    """1 point a turn. Its state is what it has seen, kept in the metadata and changed in place."""
-    turn = turns_of(trajectory)
-    metadata["seen"].append((trajectory.generation_index, turn))
-    over = turn >= wanted(trajectory.uid, trajectory.generation_index)
-    said = None if over else f"turn {turn}"
-    return Outcome(1.0, str(turn), "", 0.5, {"turns": 1.0}, terminated=over, observation=said, metadata=metadata)
-
-
-class World:
-    def __init__(self, decide: Any = play, *, engines: int = 1, seed: int = 0, **how: Any) -> None:
-        limits = TurnLimits(how.pop("max_turns", 9), how.pop("max_model_len", 1000))
-        self.cluster = Shuffling(seed)
-        self.environment = FakeEnvironment(decide)
-        self.engines = engine_group(self.cluster, engines, seed, **how)
-        workers = as_workers({"game": self.environment}, self.cluster)
-        self.finished: list[str] = []
-        self.rollouts = Rollouts(
-            self.engines, workers, CharacterTokenizer(), limits, seed=5, on_sample=lambda: self.finished.append("")
-        )
-
-    def run(self, numbers: range, generations: int = 3, step: int = 1, **prompt_fields: Any) -> dict[str, Group]:
-        prompts = [prompt(number, **prompt_fields) for number in numbers]
-        self.rollouts.dispatch(prompts, SAMPLING, generations=generations, step=step)
-        groups = [self.rollouts.next_group() for _ in prompts]
-        assert not self.rollouts.generating
-        return {group.uid: group for group in groups}
-
-    def trajectory(self, group: Group, index: int) -> Trajectory:
-        return self.cluster.fetch(group.samples[index].ref)
-
-    def calls(self) -> list[Any]:
-        return [call for worker in self.engines.workers for call in worker.target.calls]
 
 
 @pytest.mark.parametrize("engines", [1, 2, 3])
@@ -300,157 +253,6 @@ def test_a_later_step_does_not_hold_up_the_turns_of_an_earlier_one() -> None:
     (verdict,) = [thing for thing in world.rollouts.awaited() if not isinstance(thing, LocalStream)]
     world.rollouts.take(verdict)
     assert len(world.rollouts.awaited()) == 2  # the second turn of step 1 is with the engine, beside step 2
-
-
-class Broken(RuntimeError):
-    pass
-
-
-def failing(world: World, engine: int, *calls: int) -> None:
-    """These calls of an engine yield their first sample, and then fail."""
-    target, numbers = world.engines.workers[engine].target, iter(range(1, 99))
-    generate = target.generate_refs
-
-    def generate_refs(*args: Any) -> Any:
-        stream = generate(*args)
-        if next(numbers) not in calls:
-            yield from stream
-            return
-        yield next(stream)
-        target.running = False
-        raise Broken("out of memory")
-
-    target.generate_refs = generate_refs
-
-
-@pytest.mark.parametrize("engines", [1, 2])
-def test_the_groups_of_a_failed_call_are_generated_anew_as_a_whole(engines: int) -> None:
-    retried: list[tuple[str, str]] = []
-    world = World(engines=engines, max_turns=1)
-    world.rollouts = Rollouts(
-        world.engines, world.rollouts.environments, None, TurnLimits(1, 99), seed=5, retries=Retries(1, 0.0),
-        on_retry=lambda *what: retried.append(what),
-    )  # fmt: skip
-    failing(world, 0, 1)
-    groups = world.run(range(4))
-    calm = World(engines=engines, max_turns=1)
-    for uid, group in calm.run(range(4)).items():
-        assert [calm.trajectory(group, i) for i in range(3)] == [world.trajectory(groups[uid], i) for i in range(3)]
-    lost = {request.uid for request in world.calls()[0][0]}
-    assert {uid for uid, _ in retried} == lost and len(retried) == len(lost) == 4 // engines
-    assert {why for _, why in retried} == {"engine-0: Broken: out of memory"}
-    assert len(world.environment.calls) == 4  # nobody judged what was thrown away
-
-
-@pytest.mark.parametrize("engines", [1, 2])
-@pytest.mark.parametrize("seed", range(6))
-def test_in_a_game_only_those_whose_turn_was_lost_begin_anew(engines: int, seed: int) -> None:
-    """Others wait for their next turn meanwhile, and keep what they have."""
-    retried: list[str] = []
-    world = World(engines=engines, seed=seed)
-    world.rollouts = Rollouts(
-        world.engines, world.rollouts.environments, CharacterTokenizer(), TurnLimits(9, 1000), seed=5,
-        retries=Retries(1, 0.0), on_retry=lambda uid, why: retried.append(uid),
-    )  # fmt: skip
-    failing(world, 0, 2)
-    groups = world.run(range(5))
-    calm = World(engines=engines, seed=seed)
-    for uid, group in calm.run(range(5)).items():
-        assert [calm.trajectory(group, i) for i in range(3)] == [world.trajectory(groups[uid], i) for i in range(3)]
-        assert group.scores == groups[uid].scores
-    assert retried and len(retried) == len(set(retried))
-
-
-def test_a_failure_more_than_tolerated_ends_it() -> None:
-    world = World(max_turns=1)
-    world.rollouts = Rollouts(
-        world.engines, world.rollouts.environments, None, TurnLimits(1, 99), seed=5, retries=Retries(1, 0.0)
-    )
-    failing(world, 0, 1, 2)
-    with pytest.raises(WorkerFailed, match="Broken: out of memory"):
-        world.run(range(4), generations=1)
-
-
-def dying(world: World, *, starts: list[int]) -> list[str]:
-    """Engine 0 dies in its first call, after its first sample; a successor takes its place. Returns the ledger's
-    entries."""
-    entries: list[str] = []
-    worker = world.engines.workers[0]
-    generate = worker.target.generate_refs
-
-    def generate_refs(*args: Any) -> Any:
-        yield next(generate(*args))
-        worker.target.health = lambda: 1 / 0
-        raise Broken("its process ended")
-
-    def start(number: int) -> LocalWorker:
-        starts.append(number)
-        return successor
-
-    successor = LocalWorker(
-        worker.name, FakeEngine(world.cluster.store, lambda request: 3, 9, {}, world.cluster.store.put)
-    )
-    world.cluster._workers.append(worker)  # as if it had spawned it
-    worker.target.generate_refs = generate_refs
-    world.engines.start, world.engines.restarts = start, Retries(1, 0.0)
-    for other in (*world.engines.workers, successor):
-        other.target.health = lambda: None
-    world.rollouts = Rollouts(
-        world.engines, world.rollouts.environments, None, TurnLimits(1, 99), seed=5,
-        on_retry=lambda uid, why: entries.append(f"{uid} anew"),
-        on_restart=lambda name, why: entries.append(f"{name}: {why}"),
-        restore_engines=lambda: (entries.append("refit"), world.engines.lost.clear()),
-    )  # fmt: skip
-    return entries
-
-
-def test_a_lost_engine_gets_its_groups_again_after_a_refit() -> None:
-    world, starts = World(max_turns=1), []
-    entries = dying(world, starts=starts)
-    groups = world.run(range(3))
-    assert starts == [0] and len(groups) == 3
-    assert entries == [
-        "engine-0: samples of step 1: Broken: its process ended",
-        "p0 anew",
-        "p1 anew",
-        "p2 anew",
-        "refit",
-    ]
-    assert len(world.engines.workers[0].target.calls) == 1  # the successor has generated all of it
-    assert not world.engines.lost and len(world.environment.calls) == 3
-
-
-def test_the_groups_of_a_lost_engine_go_to_the_others_meanwhile() -> None:
-    world, starts = World(engines=2, max_turns=1), []
-    entries = dying(world, starts=starts)
-    world.run(range(4))
-    assert starts == [0] and "refit" not in entries and len(entries) == 3
-    assert world.engines.serving() == [1]
-    world.run(range(4, 6), step=2)  # nothing is sent to it before a refit
-    assert not world.engines.workers[0].target.calls
-
-
-def test_engines_that_only_die_end_the_run() -> None:
-    world = World(max_turns=1)
-    dying(world, starts=[])
-    world.engines.restarts = Retries(0, 0.0)
-    with pytest.raises(WorkerFailed, match="its process ended"):
-        world.run(range(2))
-
-
-def test_a_request_that_cannot_be_met_is_not_tried_again() -> None:
-    world = World(max_turns=1)
-    world.rollouts = Rollouts(
-        world.engines, world.rollouts.environments, None, TurnLimits(1, 99), seed=5, retries=Retries(5, 0.0)
-    )
-
-    def too_long(*args: Any) -> Any:
-        raise ValueError("the prompt has 900 tokens, the context 64")
-        yield
-
-    world.engines.workers[0].target.generate_refs = too_long
-    with pytest.raises(WorkerFailed, match="900 tokens"):
-        world.run(range(1))
 
 
 @pytest.mark.parametrize("engines", [1, 2])

@@ -23,13 +23,15 @@ class Engine:
     """Answers with its name and the seed; holds requests back while `hold` is clear."""
 
     def __init__(self, name: str) -> None:
-        self.name, self.hold, self.asked = name, threading.Event(), 0
+        self.name, self.hold, self.asked, self.dead = name, threading.Event(), 0, False
         self.hold.set()
 
     def stream(self, method: str, kind: str, body: Any, seed: int, **_: Any) -> Iterator[Reply]:
         assert method == "chat"
         self.asked += 1
         assert self.hold.wait(30)
+        if self.dead:
+            raise EOFError("its process ended")
         if body.get("fails"):
             raise OSError("the engine is gone")
         if kind == "tokenize":
@@ -39,16 +41,39 @@ class Engine:
         yield Reply(200, {"by": self.name, "seed": seed}, fingerprint(ids), ((3, 0, len(ids)),))
 
 
-@pytest.fixture
-def engines() -> list[Engine]:
-    return [Engine("engine-0"), Engine("engine-1")]
+class Engines:
+    """Two of them. `gone`: those that have died; `returning`: a successor is on its way."""
+
+    def __init__(self) -> None:
+        self.workers = [Engine("engine-0"), Engine("engine-1")]
+        self.weight_version, self.gone, self.returning = 0, set[int](), False
+
+    def __getitem__(self, number: int) -> Engine:
+        return self.workers[number]
+
+    def reachable(self) -> list[int]:
+        return [number for number in range(2) if number not in self.gone]
+
+    def unanswered(self, engine: Any, error: Exception) -> bool:
+        if isinstance(error, EOFError):
+            self.gone |= {number for number, worker in enumerate(self.workers) if worker is engine}
+        return isinstance(error, EOFError)
+
+    def replace(self, number: int) -> None:
+        self.workers[number] = Engine(f"engine-{number}")
+        self.gone, self.returning = self.gone - {number}, False
 
 
 @pytest.fixture
-def endpoint(engines: list[Engine]) -> Iterator[Endpoint]:
-    endpoint = Endpoint(lambda: engines, model="policy", token="secret", host="127.0.0.1", timeout_s=30, seed=5)
+def engines() -> Engines:
+    return Engines()
+
+
+@pytest.fixture
+def endpoint(engines: Engines) -> Iterator[Endpoint]:
+    endpoint = Endpoint(engines, model="policy", token="secret", host="127.0.0.1", timeout_s=30, seed=5)
     yield endpoint
-    for engine in engines:
+    for engine in engines.workers:
         engine.hold.set()
     endpoint.close()
 
@@ -65,19 +90,19 @@ def until(happened: Callable[[], object]) -> None:
         time.sleep(0.005)
 
 
-def test_only_who_has_the_token_is_served(endpoint: Endpoint, engines: list[Engine]) -> None:
+def test_only_who_has_the_token_is_served(endpoint: Endpoint, engines: Engines) -> None:
     for headers in ({}, {"Authorization": "Bearer other"}, {"Authorization": "secret2"}):
         reply = post(endpoint, headers=headers)
         assert reply.status_code == 401 and "asks for its token" in reply.json()["error"]["message"]
         assert httpx.get(endpoint.address.url + "/v1/models", headers=headers).status_code == 401
-    assert not any(engine.asked for engine in engines)
+    assert not any(engine.asked for engine in engines.workers)
     assert httpx.get(endpoint.address.url + "/health").status_code == 200
     models = httpx.get(endpoint.address.url + "/v1/models", headers=HEADERS).json()
     assert [model["id"] for model in models["data"]] == ["policy"]
     assert post(endpoint, "/tokenize").json() == {"tokens": [1]}
 
 
-def test_the_engine_with_the_fewest_unanswered_is_asked(endpoint: Endpoint, engines: list[Engine]) -> None:
+def test_the_engine_with_the_fewest_unanswered_is_asked(endpoint: Endpoint, engines: Engines) -> None:
     engines[0].hold.clear()
     waiting = threading.Thread(target=post, args=(endpoint,))
     waiting.start()
@@ -88,7 +113,7 @@ def test_the_engine_with_the_fewest_unanswered_is_asked(endpoint: Endpoint, engi
     assert post(endpoint).json()["by"] == "engine-0"
 
 
-def test_a_conversation_stays_with_its_engine_unless_that_is_busy(endpoint: Endpoint, engines: list[Engine]) -> None:
+def test_a_conversation_stays_with_its_engine_unless_that_is_busy(endpoint: Endpoint, engines: Engines) -> None:
     engines[0].hold.clear()
     waiting = [threading.Thread(target=post, args=(endpoint,)) for _ in range(2)]
     waiting[0].start()
@@ -121,17 +146,40 @@ def test_what_goes_wrong_is_told_and_logged_once(endpoint: Endpoint, caplog: pyt
     assert post(endpoint).status_code == 200
 
 
-def test_a_port_that_is_taken(engines: list[Engine]) -> None:
+def test_what_a_dead_engine_leaves_is_asked_of_another(endpoint: Endpoint, engines: Engines) -> None:
+    engines[0].dead = True
+    assert [post(endpoint).json()["by"] for _ in range(3)] == ["engine-1"] * 3
+    assert engines[0].asked == 1
+    answer = {"role": "assistant", "prompt_token_ids": [1], "generation_token_ids": []}
+    engines.replace(0)
+    assert post(endpoint).json()["by"] == "engine-0"  # nothing that it left counts against its successor
+    assert post(endpoint, body={"messages": [answer]}).json()["by"] == "engine-0"
+
+
+def test_without_any_engine_requests_wait_for_one_that_comes_back(endpoint: Endpoint, engines: Engines) -> None:
+    engines[0].dead = engines[1].dead = True
+    reply = post(endpoint)
+    assert (reply.status_code, reply.json()["error"]["message"]) == (503, "no engine is there now")
+    engines.returning = True
+    answers: list[Any] = []
+    waiting = threading.Thread(target=lambda: answers.append(post(endpoint).json()))
+    waiting.start()
+    engines.replace(1)
+    waiting.join(30)
+    assert [answer["by"] for answer in answers] == ["engine-1"]
+
+
+def test_a_port_that_is_taken(engines: Engines) -> None:
     with socket.socket() as taken:
         taken.bind(("127.0.0.1", 0))
         taken.listen()
         port = taken.getsockname()[1]
         with pytest.raises(EndpointError, match=f"cannot listen at 127.0.0.1:{port}: .*http_server_port"):
-            Endpoint(lambda: engines, model="policy", token="secret", host="127.0.0.1", port=port)
+            Endpoint(engines, model="policy", token="secret", host="127.0.0.1", port=port)
 
 
-def test_nobody_listens_after_close(engines: list[Engine]) -> None:
-    endpoint = Endpoint(lambda: engines, model="policy", token="secret", host="127.0.0.1")
+def test_nobody_listens_after_close(engines: Engines) -> None:
+    endpoint = Endpoint(engines, model="policy", token="secret", host="127.0.0.1")
     endpoint.close()
     endpoint.close()
     with pytest.raises(httpx.ConnectError):

@@ -1,0 +1,26 @@
+"""How samples are drawn and how long they may get, from the recipe."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from grpo_mcore.rollout.conversation import TurnLimits
+from grpo_mcore.rollout.trajectory import Sampling
+
+
+def turn_limits(config: Any) -> TurnLimits:
+    """Of a sample's turns, from the whole recipe."""
+    return TurnLimits(config.grpo.max_rollout_turns, config.policy.generation.vllm_cfg.max_model_len)
+
+
+def sampling_of(generation: Any, eos_token_id: int, *, validation: bool = False) -> Sampling:
+    """How tokens are drawn, from the recipe's policy.generation."""
+    stop_ids = generation.stop_token_ids
+    return Sampling(
+        max_new_tokens=generation.max_new_tokens,
+        temperature=generation.val_temperature if validation else generation.temperature,
+        top_p=generation.val_top_p if validation else generation.top_p,
+        top_k=generation.val_top_k if validation else generation.top_k,
+        stop_token_ids=tuple([eos_token_id] if stop_ids is None else stop_ids),
+        stop_strings=tuple(generation.stop_strings or ()),
+    )
