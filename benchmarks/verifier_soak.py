@@ -134,9 +134,9 @@ def check(answer: tuple[str, str, float | None], verdict: Verdict) -> str | None
 
 
 def workers_back(pool: VerifyPool, workers: int) -> float:
-    """Seconds until there are as many workers as at the start and all of them answer."""
+    """Seconds until there are at least as many workers as at the start and all of them answer."""
     start = time.perf_counter()
-    while len(pool.worker_pids()) != workers + spare_workers(workers):
+    while len(pool.worker_pids()) < workers + spare_workers(workers):
         if time.perf_counter() - start > 30:
             raise TimeoutError(f"{len(pool.worker_pids())} workers 30 s after the last answer")
         time.sleep(0.01)
