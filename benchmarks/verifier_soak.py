@@ -98,6 +98,7 @@ def _soak(pool: VerifyPool, count: int, share: float, workers: int, rounds: int)
             verdicts = run(pool, chosen)
             seconds[kind] += time.perf_counter() - start
             cpu[kind] += cpu_seconds() - cpu_before
+            print(f"part {number + 1} of {rounds}, {kind}: {time.perf_counter() - start:.1f} s", file=sys.stderr)
             wrong += [problem for pair in zip(chosen, verdicts, strict=True) if (problem := check(*pair))]
             reasons.update(verdict.reason for verdict in verdicts if verdict.reward is None)
     bad = sum(reward is None for _, _, reward in faulty)
