@@ -35,6 +35,7 @@ class GymServer:
         """session -> task and rollout that seeded it."""
         self.faults: list[str] = []
         """What the contract forbids and happened all the same."""
+        self._gate = asyncio.Event()
         self._loop = asyncio.new_event_loop()
         self._thread = threading.Thread(target=self._loop.run_forever, daemon=True)
         self._thread.start()
@@ -45,6 +46,10 @@ class GymServer:
     @property
     def head_url(self) -> str:
         return f"http://127.0.0.1:{self.ports['head']}"
+
+    def open_gate(self) -> None:
+        """Rollouts that wait for it (`behave: waits`) after their first turn go on."""
+        self._loop.call_soon_threadsafe(self._gate.set)
 
     async def _start(self, head_port: int) -> None:
         self._client = aiohttp.ClientSession(cookie_jar=aiohttp.DummyCookieJar())
@@ -137,6 +142,8 @@ class GymServer:
         history = [{"role": "user", "content": history}] if isinstance(history, str) else list(history)
         cookies, model_cookies, response = dict(request.cookies), {}, {}
         for turn in range(body["turns"]):
+            if behave == "waits" and turn == 1:
+                await self._gate.wait()
             if behave == "forgets" and turn == 2:  # goes on from its first question, without what came after
                 history = history[:1]
             elif behave == "rewrites" and turn == 1:  # tells its own words again, as text

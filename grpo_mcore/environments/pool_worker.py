@@ -12,6 +12,7 @@ import ctypes
 import gc
 import json
 import logging
+import math
 import os
 import resource
 import signal
@@ -107,8 +108,8 @@ def run_worker(connection_fd: int, maker: str, arguments: Sequence[Any], hard_s:
 def serve(connection: Connection, function: Function, hard_s: float, memory_gb: float, tell: bool = True) -> None:
     """Until the parent closes its end, or is gone. The parent ends what takes too long; a kernel timer does after
     `hard_s`, for when there is no parent any more. `memory_gb` 0: no limit."""
-    if memory_gb:
-        limit = int(memory_gb * 2**30)
+    limit = int(memory_gb * 2**30)
+    if limit:
         resource.setrlimit(resource.RLIMIT_DATA, (limit, limit))
     resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
     with contextlib.suppress(EOFError, ConnectionError):
@@ -118,23 +119,29 @@ def serve(connection: Connection, function: Function, hard_s: float, memory_gb: 
         while not last:
             job = connection.recv()
             signal.setitimer(signal.ITIMER_REAL, hard_s)
-            outcome = _outcome(function, job)
+            outcome, ran_out = _outcome(function, job)
             signal.setitimer(signal.ITIMER_REAL, 0.0)
-            _send(connection, outcome)
-            last = outcome.get("last", False)
+            last = ran_out and _data_bytes() > limit / 2  # else it has given back what it took
+            _send(connection, outcome | {"last": last})
 
 
-def _outcome(function: Function, job: Sequence[Any]) -> dict[str, Any]:
-    """{"value"} or {"failed": why}; "last": this process had better end."""
+def _outcome(function: Function, job: Sequence[Any]) -> tuple[dict[str, Any], bool]:
+    """{"value"} or {"failed": why}, and whether memory ran out."""
     try:
         value = function(*job)
         json.dumps(value)
-        return {"value": value}
-    except MemoryError as error:
-        reason, last = f"crashed: {_described(error)}", True
+        return {"value": value}, False
     except Exception as error:
-        reason, last = f"crashed: {_described(error)}", False
-    return {"failed": reason, "last": last}
+        return {"failed": f"crashed: {_described(error)}"}, isinstance(error, MemoryError)
+
+
+def _data_bytes() -> float:
+    """What the limit of memory counts."""
+    try:
+        with open("/proc/self/statm") as sizes:
+            return int(sizes.read().split()[5]) * resource.getpagesize()
+    except MemoryError:
+        return math.inf
 
 
 def _described(error: BaseException) -> str:

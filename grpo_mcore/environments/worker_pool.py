@@ -76,7 +76,7 @@ class WorkerPool:
     `timeout_s`: the limit of one job, in seconds in which it runs or sleeps. Those for which it waits for a processor
     do not count, because a busy machine is not the job's fault, up to five times the limit; a job that has had a fifth
     of it ends at twice, or as soon as its place is needed. `launcher` starts the workers; `spare`: idle ones
-    above `num_workers`. The constructor waits for the first.
+    above `num_workers`, and as many more that have been slow. The constructor waits for the first.
 
     Raises EnvironmentConfigError where the function cannot be loaded, WorkerStartError where workers cannot be started;
     `run` raises the latter too.
@@ -88,6 +88,7 @@ class WorkerPool:
         self.timeout_s, self.num_workers = timeout_s, num_workers
         self._launcher, self._spare = launcher, spare
         self._max_slow = max(2 * num_workers, _SLOW_BESIDE) if slow_aside else 0
+        self._nice = os.getpriority(os.PRIO_PROCESS, 0)  # that workers start with
         self._usual_s = 0.0  # that jobs ran, on a running average
         self._lost_s = 0.0  # in which this process stood still
         self._jobs: deque[_Job] = deque()
@@ -235,10 +236,16 @@ class WorkerPool:
             ran_s = worker.process.times().ran_s - worker.before.ran_s
             self._usual_s += 0.05 * (max(ran_s, 0.0) - self._usual_s)
             job.finish(message.get("value"), message.get("failed"))
-            if message.get("last") or worker.state == "slow":  # a slow one has a low priority for good
+            if message.get("last") or (worker.state == "slow" and not self._takes_back(worker)):
                 self._kill(worker)
             else:
                 worker.state = "idle"
+
+    def _takes_back(self, worker: _Worker) -> bool:
+        """One that was slow, where its priority may be raised again; its place is taken, so it waits for the next one
+        that is needed."""
+        enough = self.num_workers + 2 * self._spare
+        return self._count("starting", "idle", "busy") < enough and worker.process.set_priority(self._nice)
 
     def _started(self, worker: _Worker, message: dict[str, Any]) -> None:
         if message["ready"]:
@@ -330,7 +337,7 @@ class WorkerPool:
         slow = self._slow_s(worker)
         if worker.state == "busy" and own >= slow and self._room_for_slow(now):
             worker.state = "slow"
-            worker.process.lower_priority(_LOW)
+            worker.process.set_priority(_LOW)
         steps = [step for step in (slow, self.timeout_s) if step > own]
         worker.check_at = now + max(steps[0] - own, 0.01)
 

@@ -82,12 +82,15 @@ class WorkerProcess(ABC):
         except (OSError, EOFError, ValueError):
             return None
 
-    def lower_priority(self, nice: int) -> None:
-        """For good."""
-        with contextlib.suppress(ProcessLookupError):
+    def set_priority(self, nice: int) -> bool:
+        """Whether it has this priority now: to lower one is always allowed, to raise it not to everyone."""
+        try:
             os.setpriority(os.PRIO_PROCESS, self.pid, nice)
-        with contextlib.suppress(OSError), open(f"/proc/{self.pid}/autogroup", "w") as group:
-            group.write(str(nice))  # where the kernel schedules by session, the priority of that counts
+            with contextlib.suppress(FileNotFoundError), open(f"/proc/{self.pid}/autogroup", "w") as group:
+                group.write(str(nice))  # where the kernel schedules by session, the priority of that counts
+        except OSError:
+            return False
+        return True
 
     def times(self) -> Times:
         """Of its whole life; zeros where the kernel does not count them."""

@@ -22,6 +22,7 @@ from grpo_mcore.data.puzzle_model import make_puzzle_model
 from grpo_mcore.generation.chat.answer import AnswerReader
 from grpo_mcore.generation.chat.request import ChatRequest
 from grpo_mcore.generation.config import ChatConfig
+from grpo_mcore.observe import audit, read_ledger
 from grpo_mcore.rollout.group import Group
 from grpo_mcore.rollout.trajectory import Sampling
 from tests.functional.runs import Run, run_here, write_recipe
@@ -292,6 +293,59 @@ def test_rollouts_are_collected_and_read_back(
     assert (
         main(["data", "gym-to-sft", "--input", str(output), "--output", str(tmp_path / "sft.jsonl"), *words[4:]]) == 0
     )
+
+
+def test_samples_are_played_ahead_of_the_policy(
+    recipe: dict[str, Any], gym: GymServer, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Those of the second step begin with the first step's, are under way when the weights change, and go on under the
+    new ones."""
+    monkeypatch.setenv(VARIABLE, TOKEN)
+    ahead = json.loads(json.dumps(recipe))
+    rows = [
+        {
+            "responses_create_params": {"input": [{"role": "user", "content": f"task {n}"}]},
+            "agent_ref": {"type": "responses_api_agents", "name": AGENT},
+            "turns": 1 if n < 2 else 3,
+            "behave": "waits" if n in (2, 3) else None,
+        }
+        for n in range(6)
+    ]
+    (tmp_path / "tasks.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    ahead["data"] = {"train": {"dataset_name": "NemoGymDataset", "data_path": str(tmp_path / "tasks.jsonl")}}
+    ahead["data"]["shuffle"] = False
+    ahead["grpo"] |= {"num_prompts_per_step": 2, "max_num_steps": 3}
+    ahead["grpo"]["async_grpo"] = {"enabled": True, "in_flight_weight_updates": True}
+    ahead["loss_fn"]["use_importance_sampling_correction"] = True
+    ahead["policy"]["train_global_batch_size"] = 4
+    groups: list[Group] = []
+    next_group = Rollouts.next_group
+
+    def recorded(self: Rollouts) -> Group:
+        if len(groups) == 2:  # the first step is done
+            gym.open_gate()
+        groups.append(next_group(self))
+        return groups[-1]
+
+    monkeypatch.setattr(Rollouts, "next_group", recorded)
+    faults, asked = len(gym.faults), len(gym.requests)
+    run = run_here("train", tmp_path, ahead)
+    assert run.code == 0, run.err
+    assert [line["trajectory_age_max"] for line in run.metrics()] == [0, 1, 1]
+    assert [line["num_trained_samples"] for line in run.metrics()] == [4, 4, 4]
+    assert all(line["grad_norm"] > 0 for line in run.metrics())
+    assert run.metrics()[0]["token_mult_prob_error"] == pytest.approx(1.0, abs=1e-4)
+    found = audit(read_ledger(run.logs / "ledger.jsonl"))
+    assert not found.flaws and found.fates["trained on"] == 6 == sum(found.fates.values())
+    assert found.by_age == {0: 2, 1: 4}
+    assert gym.faults[faults:] == [] and len(gym.requests) >= asked + 4 + 8 * 2
+    samples = [sample for group in groups for sample in group.samples]
+    spans = [sample.ref.weight_versions for sample in samples]
+    assert any(len({version for version, _, _ in of}) > 1 for of in spans), spans
+    for sample, of in zip(samples, spans, strict=True):
+        versions = [version for version, _, _ in of]
+        assert versions == sorted(set(versions)) and (of[0][1], of[-1][2]) == (0, sample.length)
+        assert all(before[2] == after[1] for before, after in zip(of, of[1:], strict=False))
 
 
 def test_calls_and_thoughts_are_read_with_vllms_parsers(tmp_path: Path) -> None:

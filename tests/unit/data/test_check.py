@@ -232,6 +232,7 @@ def test_exit_codes(recipe: Path, rows: Any, code: int, capsys: pytest.CaptureFi
     assert main(["data", *words]) == 2
 
 
+@pytest.mark.slow
 def test_neither_megatron_nor_an_engine_is_imported(recipe: Path) -> None:
     code = (
         "import sys; from grpo_mcore.cli.main import main\n"

@@ -78,6 +78,15 @@ def allocate() -> int:
     return len(bytearray(8 * 2**30))
 
 
+_kept: list[bytearray] = []
+
+
+def hoard() -> None:
+    """Takes what there is and keeps it."""
+    while True:
+        _kept.append(bytearray(2**24))
+
+
 def recurse() -> None:
     recurse()
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 
@@ -11,6 +12,7 @@ import torch
 from grpo_mcore.environments import create_env
 from grpo_mcore.environments.math_environment import MathEnvConfig, MathEnvironment, response_text
 from grpo_mcore.environments.registry import EnvironmentConfigError
+from grpo_mcore.environments.verifiers import Verdict
 from grpo_mcore.rollout.trajectory import Score, Trajectory, Turn
 
 
@@ -98,13 +100,13 @@ def test_metrics_count_failures_apart(env):
     assert env.global_post_process_and_metrics({"rewards": [None]}) == {"num_scored": 0.0, "num_failed": 1.0}
 
 
-def test_a_format_is_a_second_named_reward():
-    section = {"num_workers": 1, "verify_timeout_s": 1.0, "format_pattern": r"0\d+|none"}
-    logs = [[{"role": "assistant", "content": text}] for text in ("082", "82", "081", "x081", "none", "9**9**9**9")]
-    for weight, rewards in ((0.0, [1, 1, 0, 0, 0, None]), (0.25, [1.25, 1, 0.25, 0, 0.25, None])):
-        env = MathEnvironment(section | {"format_reward": weight})
-        result = env.step(logs, [{"ground_truth": 82}] * 6)
-        env.shutdown()
+def test_a_format_is_a_second_named_reward(env):
+    section = {"verify_timeout_s": 1.0, "format_pattern": r"0\d+|none"}
+    logs = [[{"role": "assistant", "content": text}] for text in ("082", "82", "081", "x081", "none")]
+    for weight, rewards in ((0.0, [1, 1, 0, 0, 0]), (0.25, [1.25, 1, 0.25, 0, 0.25])):
+        formatted = copy.copy(env)  # with the same workers
+        formatted.config = MathEnvConfig.read(section | {"format_reward": weight})
+        result = formatted.step(logs, [{"ground_truth": 82}] * 5)
         assert result.rewards == rewards
         assert result.rewards_by_name == [
             {"correct": 1.0, "format": 1.0},
@@ -112,11 +114,12 @@ def test_a_format_is_a_second_named_reward():
             {"correct": 0.0, "format": 1.0},
             {"correct": 0.0, "format": 0.0},  # the whole response must match
             {"correct": 0.0, "format": 1.0},
-            {},  # no verdict, no parts
         ]
-        batch = {"rewards": result.rewards, "uid": ["p"] * 6, "k": [1]}
+        batch = {"rewards": result.rewards, "uid": ["p"] * 5, "k": [1]}
         metrics = env.global_post_process_and_metrics(batch)
         assert metrics["accuracy"] == metrics["pass@1"] == pytest.approx(2 / 5)  # the format alone is not right
+    failed = Verdict(None, None, "timed out after 1 s", 1.0)
+    assert formatted._parts(failed, "none") == {} and formatted._reward(failed, {}) is None
 
 
 def test_one_reward_has_no_parts(env):

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -40,13 +40,26 @@ def two(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return make_model(tmp_path_factory.mktemp("two"), 2)
 
 
+def section(folder: Path) -> dict[str, Any]:
+    return {"model_name": str(folder), "batch_size": 4, "max_length": 40}
+
+
+class Here:
+    """The workers' function in this process, which has torch already."""
+
+    def __init__(self, folder: Path) -> None:
+        self.score = load_classifier(str(folder), None, False, None, 40, "cpu", "float32")
+
+    def run(self, jobs: Sequence[Any]) -> list[Result]:
+        return [Result(self.score(*job), None, 0.0) for job in jobs]
+
+
 @pytest.fixture(scope="module")
-def env(folder: Path) -> Iterator[RewardModelEnvironment]:
-    section = {"model_name": str(folder), "batch_size": 4, "max_length": 40}
-    env = create_env("reward_model", section)
-    assert isinstance(env, RewardModelEnvironment)
-    yield env
-    env.shutdown()
+def env(folder: Path) -> RewardModelEnvironment:
+    env = object.__new__(RewardModelEnvironment)
+    env.config = RewardModelConfig(**section(folder))
+    env._pool = Here(folder)  # type: ignore[assignment]
+    return env
 
 
 @torch.no_grad()
@@ -70,6 +83,16 @@ def test_rewards_are_the_models_logits(env: RewardModelEnvironment, folder: Path
     assert len({round(value, 4) for value in expected}) == 6
     assert result.reasons[0] == f"reward model: {result.rewards[0]:.4g}"
     assert result.terminateds == [True] * 6
+
+
+@pytest.mark.slow
+def test_its_workers_give_the_same(env: RewardModelEnvironment, folder: Path) -> None:
+    logs = [[{"role": "assistant", "content": answer}] for answer in ANSWERS]
+    of_workers = create_env("reward_model", section(folder))
+    assert isinstance(of_workers, RewardModelEnvironment)
+    found = of_workers.step(logs, [{"messages": PROMPT}] * 6)
+    of_workers.shutdown()
+    assert found.rewards == pytest.approx(env.step(logs, [{"messages": PROMPT}] * 6).rewards, abs=1e-6)
 
 
 def test_a_conversation_that_is_too_long_has_no_reward(env: RewardModelEnvironment) -> None:
@@ -136,6 +159,7 @@ def test_a_batch_that_fails_costs_one_sample() -> None:
     assert pool.sizes == [3, 3, 2, 1, 1, 1]
 
 
+@pytest.mark.slow
 def test_a_model_that_is_not_there_is_an_error_at_the_start(tmp_path: Path) -> None:
     with pytest.raises(EnvironmentConfigError, match="reward model '.*nowhere' does not load: "):
         create_env("reward_model", {"model_name": str(tmp_path / "nowhere")})

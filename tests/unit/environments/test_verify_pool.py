@@ -53,14 +53,14 @@ def test_answer_reward_and_reason(pool, response, truth, reward, answer, reason)
     assert verdict.seconds >= 0
 
 
-@pytest.mark.parametrize("hanging", HANGS)
-def test_a_verification_that_hangs_costs_no_other_its_verdict(pool, hanging):
+def test_verifications_that_hang_cost_no_other_its_verdict(pool):
     with ThreadPoolExecutor(1) as caller:
-        waiting = caller.submit(pool.verify, [hanging], ["7"])
+        waiting = caller.submit(pool.verify, HANGS, ["7"] * len(HANGS))
         others = pool.verify(["1/2"] * 40, ["0.5"] * 40)
-        [verdict] = waiting.result(timeout=60)
-    assert (verdict.reward, verdict.reason) == (None, "timed out after 1 s")
-    assert verdict.seconds > 0.9
+        verdicts = waiting.result(timeout=60)
+    for verdict in verdicts:
+        assert (verdict.reward, verdict.reason) == (None, "timed out after 1 s")
+        assert verdict.seconds > 0.9
     assert [other.reward for other in others] == [1.0] * 40
 
 
@@ -125,15 +125,18 @@ def test_close_ends_workers_that_hang_and_their_callers():
     _until_gone(pids)
 
 
-@pytest.mark.parametrize("response", ["9**9**9**9", "1/2"])
-def test_workers_do_not_outlive_a_driver_that_was_killed(response):
-    """Neither an idle one nor one in the middle of an endless computation."""
+@pytest.mark.slow
+def test_workers_do_not_outlive_a_driver_that_was_killed():
+    """Neither idle ones nor one in the middle of an endless computation."""
     program = (
         "import threading\n"
         "from grpo_mcore.environments.verify_pool import VerifyPool\n"
         "pool = VerifyPool(num_workers=1, timeout_s=1.0)\n"
-        f"threading.Thread(target=pool.verify, args=([{response!r}], ['7']), daemon=True).start()\n"
-        "threading.Event().wait(0.3)\n"
+        "threading.Thread(target=pool.verify, args=(['9**9**9**9'], ['7']), daemon=True).start()\n"
+        "while [worker.state for worker in pool._pool._workers].count('idle') < 1 or not any(\n"
+        "    worker.job for worker in pool._pool._workers\n"
+        "):\n"
+        "    threading.Event().wait(0.01)\n"
         "print(*pool.worker_pids(), flush=True)\n"
         "threading.Event().wait(60)\n"
     )
@@ -143,7 +146,7 @@ def test_workers_do_not_outlive_a_driver_that_was_killed(response):
     driver.kill()
     driver.wait()
     driver.stdout.close()
-    assert pids
+    assert len(pids) >= 2
     _until_gone(pids)
 
 

@@ -89,13 +89,13 @@ def test_a_job_that_ends_its_process_politely(pool: WorkerPool) -> None:
 
 def test_the_workers_come_back(pool: WorkerPool) -> None:
     pool.run([("die",), ("sleep",), ("leave",), ("spin",)] * 2)
-    wait_until(lambda: [worker.state for worker in pool._workers] == ["idle"] * 3)
+    wait_until(lambda: len(pool._workers) >= 3 and {worker.state for worker in pool._workers} == {"idle"})
     before = set(pool.worker_pids())
     for pid in before:
         os.kill(pid, signal.SIGKILL)
     wait_until(lambda: not before & set(pool.worker_pids()))
     assert [result.value for result in pool.run([("square", 2)] * 10)] == [4] * 10
-    wait_until(lambda: len(set(pool.worker_pids()) - before) == 3)
+    wait_until(lambda: len(set(pool.worker_pids()) - before) >= 3)
     assert not before & set(pool.worker_pids())
 
 
@@ -106,14 +106,26 @@ def test_a_worker_sees_no_secrets_and_one_thread(pool: WorkerPool) -> None:
 
 def test_a_slow_job_makes_room(tmp_path: Path) -> None:
     """It waits for a file that is there only when the job behind it is done: with one place for both."""
-    pool = WorkerPool(Forks(work("make", "hello, ")), 1, 60.0)
+    pool = WorkerPool(Forks(work("make", "hello, ")), 1, 60.0, spare=1)
     assert pool.run([("say", "you")])[0].value == "hello, you"
     with ThreadPoolExecutor(1) as caller, closing(pool):
         waiting = caller.submit(pool.run, [("wait_for", str(tmp_path / "done"))])
         wait_until(lambda: any(worker.job for worker in pool._workers))
+        [slow] = [worker.process.pid for worker in pool._workers if worker.job]
         assert pool.run([("square", 2)])[0].value == 4
         (tmp_path / "done").touch()
         assert waiting.result()[0].value == "seen"
+        wait_until(lambda: {worker.state for worker in pool._workers} == {"idle"})
+        assert slow in pool.worker_pids() or os.geteuid() != 0, "only root may raise its priority again"
+        usual = os.getpriority(os.PRIO_PROCESS, 0)
+        assert [os.getpriority(os.PRIO_PROCESS, pid) for pid in pool.worker_pids()] == [usual] * len(pool.worker_pids())
+
+
+def test_a_worker_that_gives_its_memory_back_goes_on() -> None:
+    with closing(WorkerPool(Forks(work(memory_gb=0.25)), 1, 60.0)) as pool:
+        before, given_back, same, kept, other = pool.run([("pid",), ("allocate",), ("pid",), ("hoard",), ("pid",)])
+    assert given_back.failure == kept.failure == "crashed: MemoryError"
+    assert before.value == same.value != other.value
 
 
 def test_without_room_for_slow_ones_a_job_waits_for_its_place() -> None:

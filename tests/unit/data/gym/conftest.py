@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import json
+import os
 import shutil
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -73,6 +74,15 @@ def write(path: Path, rows: Iterable[Any]) -> Path:
 
 def read(path: Path) -> list[dict[str, Any]]:
     return [json.loads(line) for line in path.read_bytes().split(b"\n")[:-1]]
+
+
+@pytest.fixture(autouse=True, scope="module")
+def no_waiting_for_the_disk() -> Iterator[None]:
+    """Two thousand small files: where others use the disk, most of the time would go there. What a crash of the machine
+    leaves is not what these tests look at."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(os, "fsync", lambda _: None)
+        yield
 
 
 @pytest.fixture
