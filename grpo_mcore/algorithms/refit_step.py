@@ -66,6 +66,7 @@ def refit_policy_generation(
     nodes = None if shares_memory else policy_generation.by_node()
     if nodes:
         policy.link_to([node[0] for node in nodes])
+    policy.offload()
     report = refit(
         policy.workers,
         [engine for node in nodes for engine in node] if nodes else policy_generation.workers,
@@ -78,7 +79,6 @@ def refit_policy_generation(
         timeout_s=policy.cluster.call_timeout_s,
     )
     policy_generation.weight_version = version
-    policy.offload()
     policy_generation.prepare()
     if policy.refit_parity is not None:
         parity = measure_parity(policy, policy_generation, policy.refit_parity)

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import json
+from functools import lru_cache
 from pathlib import Path
 from typing import Any
 
 from grpo_mcore.families import deepseek_v3, llama, mixtral, nemotron_h, qwen2, qwen3, qwen3_moe
+from grpo_mcore.families.adapters import AdapterShape, adapter_shape, adapters_of, is_adapted
 from grpo_mcore.families.dense import dense_flops
 from grpo_mcore.families.engine import check_engine_parallel, engine_pieces, engine_shape, missing_on_cpu
 from grpo_mcore.families.fits import check_fit
@@ -60,6 +62,7 @@ def read_hf_config(folder: str | Path) -> dict[str, Any]:
     return json.loads(path.read_text())
 
 
+@lru_cache(maxsize=8)
 def params_of(shape: ModelShape) -> tuple[Param, ...]:
     """Every parameter of the model, in the order of the forward pass."""
     return FAMILIES[shape.family].params(shape)
@@ -77,8 +80,8 @@ def parameter_count(shape: ModelShape) -> int:
 
 
 __all__ = [
-    "FAMILIES", "Block", "Box", "ExpertShape", "FamilyError", "HfTensor", "MambaShape", "ModelShape", "Param", "Piece",
-    "Split", "Stage", "check_engine_parallel", "check_fit", "check_tensor_parallel", "engine_pieces", "engine_shape",
-    "forward_flops", "local_shape", "missing_on_cpu", "parameter_count", "params_of", "pieces",
-    "read_hf_config", "shape_of",
+    "FAMILIES", "AdapterShape", "Block", "Box", "ExpertShape", "FamilyError", "HfTensor", "MambaShape", "ModelShape",
+    "Param", "Piece", "Split", "Stage", "adapter_shape", "adapters_of", "check_engine_parallel", "check_fit",
+    "check_tensor_parallel", "engine_pieces", "engine_shape", "forward_flops", "is_adapted", "local_shape",
+    "missing_on_cpu", "parameter_count", "params_of", "pieces", "read_hf_config", "shape_of",
 ]  # fmt: skip

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 from typing import Any
 
+from grpo_mcore.families.adapters import adapter_shape, check_adapters
 from grpo_mcore.families.shards import chunk_layers, stage_layers
 from grpo_mcore.families.spec import FamilyError, ModelShape, check_tensor_parallel
 
@@ -13,6 +14,10 @@ def check_fit(shape: ModelShape, megatron: Any) -> None:
     """Raises FamilyError where `megatron` (policy.megatron_cfg) asks for a layout that the model does not allow."""
     check_tensor_parallel(shape, megatron.tensor_model_parallel_size)
     _check_stages(shape, megatron)
+    if (adapters := adapter_shape(megatron.peft)) is not None:
+        from grpo_mcore.families import params_of  # which imports this file
+
+        check_adapters(params_of(shape), shape, adapters, megatron.expert_tensor_parallel_size)
     if shape.experts is None:
         _check_no_experts(shape, megatron)
     else:

@@ -99,6 +99,23 @@ CONFIGS |= {
             "original_max_position_embeddings": 4096,
         },
     },
+    "NVIDIA-Nemotron-3-Nano-30B-A3B-BF16": _config("nemotron_h", 52, 2688, 1856, 32, 2, 131072, head_dim=128)
+    | {
+        "hybrid_override_pattern": "MEMEM*EMEMEM*EMEMEM*EMEMEM*EMEMEM*EMEMEMEM*EMEMEMEME",
+        "max_position_embeddings": 262144,
+        "mamba_num_heads": 64,
+        "mamba_head_dim": 64,
+        "n_groups": 8,
+        "ssm_state_size": 128,
+        "conv_kernel": 4,
+        "chunk_size": 128,
+        "n_routed_experts": 128,
+        "num_experts_per_tok": 6,
+        "moe_intermediate_size": 1856,
+        "moe_shared_expert_intermediate_size": 3712,
+        "routed_scaling_factor": 2.5,
+        "norm_topk_prob": True,
+    },
 }
 
 # What `grpo-mcore demo` (data/arithmetic.py) and data/puzzle_model.py make, before it is there.

@@ -116,7 +116,9 @@ def load_checkpoint(policy: Any, folder: Path) -> None:
     saved, here = dist_checkpointing.load_common_state_dict(str(folder))["shape"], _plain_shape(policy)
     # What an older checkpoint does not name, its model did not have: that is equal to none of it.
     if different := {
-        key: (saved.get(key), here[key]) for key in here if (saved.get(key) or None) != (here[key] or None)
+        key: (saved.get(key), here.get(key))
+        for key in saved | here
+        if (saved.get(key) or None) != (here.get(key) or None)
     }:
         raise CheckpointError(f"{folder} holds another model; saved and present values: {different}")
     _make_moments(policy.optimizer)
@@ -187,7 +189,8 @@ def _state(policy: Any, *, loading: bool) -> dict[str, Any]:
 
 def _plain_shape(policy: Any) -> dict[str, Any]:
     """The model's sizes as plain values: the checkpoint's settings are read without executing anything."""
-    return json.loads(json.dumps(asdict(policy.shape), default=lambda member: member.value))
+    adapters = {"adapters": asdict(policy.adapters)} if policy.adapters else {}
+    return json.loads(json.dumps(asdict(policy.shape) | adapters, default=lambda member: member.value))
 
 
 @contextlib.contextmanager

@@ -76,7 +76,7 @@ class _TokenLogprobs(torch.autograd.Function):
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
         hidden, weight, targets, log_normalizers = ctx.saved_tensors
         grad_hidden = torch.zeros(hidden.shape, dtype=torch.float32, device=hidden.device)
-        grad_weight = torch.zeros_like(weight)
+        grad_weight = torch.zeros_like(weight) if ctx.needs_input_grad[1] else None
         scale = grad / ctx.temperature
         for tile in _slices(ctx.rows, TILES[hidden.device.type]):
             used = weight[tile]
@@ -90,8 +90,10 @@ class _TokenLogprobs(torch.autograd.Function):
                 grad_logits.scatter_add_(1, local[:, None], torch.where(mine[:, None], factor, 0.0))
                 grad_logits = grad_logits.to(weight.dtype)
                 grad_hidden[part] += grad_logits @ used  # accumulated in float32
-                of_tile += grad_logits.t() @ hidden[part]
-            grad_weight[tile] = of_tile
+                if grad_weight is not None:
+                    of_tile += grad_logits.t() @ hidden[part]
+            if grad_weight is not None:
+                grad_weight[tile] = of_tile
         return grad_hidden.to(hidden.dtype), grad_weight, None, None, None, None, None, None
 
 

@@ -11,7 +11,8 @@ import torch
 from megatron.core.tensor_parallel import gather_from_sequence_parallel_region
 from megatron.core.transformer import TransformerConfig
 from torch import Tensor
-from torch.nn import Parameter
+from torch.nn import Linear, Parameter
+from torch.nn.utils import skip_init
 
 from grpo_mcore.families import MambaShape
 from grpo_mcore.parallel.attention import PackedRow
@@ -26,10 +27,11 @@ class MambaMixer(torch.nn.Module):
     def __init__(self, config: TransformerConfig, layer_number: int, mamba: MambaShape, **_: Any) -> None:
         super().__init__()
         self.mamba, self.eps, dtype = mamba, config.layernorm_epsilon, config.params_dtype
-        self.in_proj = _Weights(weight=(mamba.inner + mamba.convolved + mamba.heads, config.hidden_size), dtype=dtype)
+        rows = mamba.inner + mamba.convolved + mamba.heads
+        self.in_proj = skip_init(Linear, config.hidden_size, rows, bias=False, dtype=dtype)
         self.conv1d = _Weights(weight=(mamba.convolved, 1, mamba.kernel), bias=(mamba.convolved,), dtype=dtype)
         self.norm = _Weights(weight=(mamba.inner,), dtype=dtype)
-        self.out_proj = _Weights(weight=(config.hidden_size, mamba.inner), dtype=dtype)
+        self.out_proj = skip_init(Linear, mamba.inner, config.hidden_size, bias=False, dtype=dtype)
         self.dt_bias, self.A_log, self.D = (Parameter(torch.empty(mamba.heads, dtype=dtype)) for _ in range(3))
 
     def forward(
@@ -38,7 +40,7 @@ class MambaMixer(torch.nn.Module):
         """hidden_states [t, 1, hidden] -> the same shape, and no bias."""
         row = packed_seq_params
         assert row is not None, "the policy feeds packed rows only"
-        projected = torch.nn.functional.linear(hidden_states[:, 0], self.in_proj.weight)
+        projected = self.in_proj(hidden_states[:, 0])
         here = slice(None)
         if row.context_group is not None and row.key_order is not None:
             projected = gather_from_sequence_parallel_region(
@@ -47,7 +49,7 @@ class MambaMixer(torch.nn.Module):
             part, rank = hidden_states.size(0), row.context_group.rank()
             here = row.key_order.argsort()[rank * part : (rank + 1) * part]
         mixed = self._mix(projected, row.cu_seqlens_q)[here]
-        return torch.nn.functional.linear(mixed.to(hidden_states.dtype), self.out_proj.weight)[:, None], None
+        return self.out_proj(mixed.to(hidden_states.dtype))[:, None], None
 
     def _mix(self, projected: Tensor, cu_seqlens: Tensor) -> Tensor:
         mamba = self.mamba

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from grpo_mcore.batching.packed_batch import PackedBatch
-from grpo_mcore.families import check_fit, read_hf_config, shape_of
+from grpo_mcore.families import adapter_shape, check_fit, read_hf_config, shape_of
 from grpo_mcore.objective import CombinedMetrics, combine_metrics, nonfinite_samples
 from grpo_mcore.parallel.context import padded_length
 from grpo_mcore.parallel.memory import accelerator, resident_bytes
@@ -61,6 +61,7 @@ class Policy:
         from megatron.core.distributed import finalize_model_grads
         from megatron.core.pipeline_parallel import get_forward_backward_func
 
+        from grpo_mcore.parallel.adapters import attach_adapters
         from grpo_mcore.parallel.model import build_model
         from grpo_mcore.parallel.optimizer import build_optimizer, build_scheduler, wrap_model
         from grpo_mcore.parallel.weights import ShardedWeights
@@ -75,6 +76,10 @@ class Policy:
             network.logprob_chunk = config.logprob_chunk_size
         self.weights = ShardedWeights(networks, self.shape, self.layout, self.here)
         self.weights.load_hf(config.model_name)
+        self.adapters = adapter_shape(megatron.peft)
+        if self.adapters is not None:
+            attach_adapters(networks, self.weights, self.adapters, megatron.peft.lora_A_init_method, seed)
+            reference = False  # it is the network without its adapters
         self._reference = [p.detach().to("cpu", copy=True) for p in _parameters(networks)] if reference else None
         self.chunks = [wrap_model(network, megatron.distributed_data_parallel_config) for network in networks]
         self.optimizer = build_optimizer(
@@ -92,6 +97,7 @@ class Policy:
         self._forward_backward = get_forward_backward_func()
         self._resident: dict[str, int] = {}
         self._saving: Any = None  # a BackgroundSave, from the first save on
+        self._offloaded = False
 
     @property
     def row_multiple(self) -> int:
@@ -237,6 +243,12 @@ class Policy:
 
     @contextlib.contextmanager
     def _reference_weights(self) -> Iterator[None]:
+        if self.adapters is not None:
+            with contextlib.ExitStack() as stack:
+                for chunk in self.chunks:
+                    stack.enter_context(chunk.module.adapters.off())
+                yield
+            return
         if self._reference is None:
             raise RuntimeError("this policy was built without a reference (reference=False)")
         params = _parameters(self.chunks)
@@ -275,8 +287,9 @@ class Policy:
         load_checkpoint(self, Path(folder))
 
     def offload(self) -> None:
-        """Makes room for a colocated engine: gradients are dropped, the optimizer goes to the host."""
-        if self.device.type == "cuda":
+        """Makes room for a colocated engine: gradients are dropped, the optimizer goes to the host. Idempotent."""
+        if self.device.type == "cuda" and not self._offloaded:
+            self._offloaded = True
             empty_cache = self.config.megatron_cfg.empty_unused_memory_level > 0
             for chunk in self.chunks:
                 chunk.offload_grad_buffers(empty_cache=empty_cache)
@@ -284,7 +297,8 @@ class Policy:
 
     def onload(self) -> None:
         """Undoes `offload`."""
-        if self.device.type == "cuda":
+        if self._offloaded:
+            self._offloaded = False
             for chunk in self.chunks:
                 chunk.restore_grad_buffers()
             self.optimizer.restore_from_cpu()

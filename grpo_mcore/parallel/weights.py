@@ -9,7 +9,7 @@ from __future__ import annotations
 import json
 import os
 import shutil
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 
 import torch
@@ -34,6 +34,7 @@ class ShardedWeights:
         self.shape, self.layout, self.here = shape, layout, here
         self.local: list[tuple[Param, Tensor]] = []
         self.names: list[str] = []  # of the parameters in `local`, as the refit plan calls them
+        self.additions: dict[str, Callable[[], Tensor]] = {}  # what an adapter adds to a parameter's values, by name
         for index, chunk in enumerate(chunks):
             named, buffers = dict(chunk.named_parameters()), dict(chunk.named_buffers())
             for param in params_of(shape):
@@ -66,7 +67,7 @@ class ShardedWeights:
             expert = index % on_rank
         return param.megatron.format(layer=at, expert=expert) if 0 <= at < len(layers) else None
 
-    def _split(self, param: Param) -> tuple[int, int]:
+    def split(self, param: Param) -> tuple[int, int]:
         """(rank, size) of the dimension that the parameter is split over."""
         if param.expert is not None:
             return self.here.expert_tensor, self.layout.expert_tensor
@@ -80,21 +81,24 @@ class ShardedWeights:
         return not (self.here.data or self.here.context or (param.split is Split.REPLICATED and self.here.tensor))
 
     def slices(self, *, owned_only: bool) -> Iterator[tuple[str, Box, Tensor]]:
-        """(Hugging Face name, box in it, the local tensor view that is this slice).
+        """(Hugging Face name, box in it, the values of this slice: of a parameter without adapter, a view of it).
 
         `owned_only`: every slice from exactly one rank of the whole mesh, for export: data-parallel and
         context-parallel rank 0, tensor-parallel rank 0 for replicated tensors, no second homes of tied embeddings.
         """
-        for param, tensor in self.local:
+        merged = self.parameters()
+        for name, (param, _) in zip(self.names, self.local, strict=True):
             if owned_only and not self._owns(param):
                 continue
-            for piece in pieces(param, self.shape, *self._split(param)):
-                yield piece.hf, piece.hf_box, tensor.detach()[_index(piece.local_box)]
+            values = merged[name]
+            for piece in pieces(param, self.shape, *self.split(param)):
+                yield piece.hf, piece.hf_box, values[_index(piece.local_box)]
 
-    def parameters(self) -> dict[str, Tensor]:
+    def parameters(self) -> Mapping[str, Tensor]:
         """What this rank holds, by Megatron-Core's name, with the model chunk in front where there are several: the
-        source of a refit."""
-        return {name: tensor.detach() for name, (_, tensor) in zip(self.names, self.local, strict=True)}
+        source of a refit. A parameter and its adapter are one; they are added up when they are looked up."""
+        tensors = {name: tensor.detach() for name, (_, tensor) in zip(self.names, self.local, strict=True)}
+        return Merged(tensors, self.additions) if self.additions else tensors
 
     @torch.no_grad()
     def load_hf(self, folder: str | Path) -> None:
@@ -131,6 +135,23 @@ class ShardedWeights:
             targets[hf_name][_index(box)].copy_(view)
         del targets
         torch.distributed.barrier()
+
+
+class Merged(Mapping[str, Tensor]):
+    """Tensors by name, to some of which something is added. Each look-up adds it anew, and keeps nothing."""
+
+    def __init__(self, tensors: Mapping[str, Tensor], additions: Mapping[str, Callable[[], Tensor]]) -> None:
+        self._tensors, self._additions = tensors, additions
+
+    def __getitem__(self, name: str) -> Tensor:
+        tensor, addition = self._tensors[name], self._additions.get(name)
+        return tensor if addition is None else (tensor.float() + addition()).to(tensor.dtype)
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._tensors)
+
+    def __len__(self) -> int:
+        return len(self._tensors)
 
 
 def hf_tensors(shape: ModelShape) -> list[HfTensor]:

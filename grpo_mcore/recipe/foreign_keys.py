@@ -44,7 +44,7 @@ def _later(what: str) -> Foreign:
 
 
 _DTENSOR = "the policy is Megatron-Core; use policy.megatron_cfg ({})"
-_LORA = "LoRA is not supported yet; remove the key"
+_LORA = "use policy.megatron_cfg.peft"
 _OTHER_ENGINE = "the engine is vLLM; remove the key"
 _ALGORITHM = "this algorithm is not supported yet; remove the section"
 _VISION = "images, audio and video are not supported; remove the key"
@@ -104,7 +104,9 @@ FOREIGN: dict[str, Foreign] = {
     "policy.megatron_cfg.env_vars": Foreign(_CLUSTER_ENV),
     "policy.megatron_cfg.freeze_config": _later("freezing of parameters"),
     "policy.megatron_cfg.fp8_cfg": _later("FP8"),
-    "policy.megatron_cfg.peft": Foreign(_LORA),
+    "policy.megatron_cfg.peft.dropout_position": Foreign("no effect without dropout", anything),
+    "policy.megatron_cfg.peft.a2a_experimental": Foreign("not supported; remove the key"),
+    "policy.megatron_cfg.peft.lora_dtype": Foreign("adapters are in policy.precision", one_of("None")),
     "policy.megatron_cfg.optimizer.fp16": Foreign("float16 is not supported; use policy.precision"),
     "policy.megatron_cfg.optimizer.overlap_cpu_optimizer_d2h_h2d": Foreign("not supported yet"),
     "policy.megatron_cfg.distributed_data_parallel_config.use_custom_fsdp": Foreign("not supported"),

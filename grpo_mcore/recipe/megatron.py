@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from typing import Any, Literal
+from typing import Annotated, Any, Literal
 
 from pydantic import Field
 
 from grpo_mcore.recipe.section import (
     NonNegative,
     NonNegativeFloat,
+    OffWhenNull,
     Positive,
     PositiveFloat,
     Probability,
@@ -86,6 +87,29 @@ class DistributedDataParallelConfig(Section):
     after the step, and must find them whole."""
 
 
+class PeftConfig(Section):
+    """`policy.megatron_cfg.peft`: LoRA. The model is frozen, and each linear layer W learns an addition of low rank:
+    W + alpha / dim x B A. The engines get both in one; the reference policy is the model without the additions."""
+
+    enabled: bool = False
+    """Train adapters instead of the model. Read by parallel/."""
+    target_modules: list[str] = Field(default_factory=list)
+    """Linear layers with an adapter: names (linear_qkv, linear_proj, linear_fc1, linear_fc2; of a Mamba2 mixer in_proj,
+    out_proj), or patterns of full names ("*.layers.0.*"). []: all. Read by families/."""
+    exclude_modules: list[str] = Field(default_factory=list)
+    """The same, of those that get none, such as "*.local_experts.*". Read by families/."""
+    dim: Positive = 8
+    """Rank of the addition. Read by families/."""
+    alpha: PositiveFloat = 32.0
+    """The addition is scaled by alpha / dim. Read by families/."""
+    dropout: NonNegativeFloat = 0.0
+    """Only 0: with dropout, the log-probs before and in training would differ."""
+    lora_A_init_method: Literal["xavier", "kaiming", "normal"] = "xavier"
+    """How A starts. Read by parallel/."""
+    lora_B_init_method: Literal["zero"] = "zero"
+    """B starts at zero: the first step is the model's own."""
+
+
 class MegatronConfig(Section):
     """`policy.megatron_cfg`. Ranks = tensor x pipeline x context x data parallel; the data-parallel size is
     what the cluster leaves. Read by parallel/."""
@@ -150,6 +174,8 @@ class MegatronConfig(Section):
     """Compute the shared expert while tokens travel. No effect on a dense model."""
     optimizer: OptimizerConfig = Field(default_factory=OptimizerConfig)
     """The optimizer."""
+    peft: Annotated[PeftConfig, OffWhenNull] = Field(default_factory=PeftConfig)
+    """LoRA."""
     scheduler: SchedulerConfig = Field(default_factory=SchedulerConfig)
     """Learning rate and weight decay over time."""
     distributed_data_parallel_config: DistributedDataParallelConfig = Field(

@@ -5,8 +5,11 @@ Both are read off the families' declaration; no process group and no model is ne
 
 from __future__ import annotations
 
+import math
 from bisect import bisect_right
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
+from functools import lru_cache
 from itertools import accumulate
 
 from grpo_mcore.families import ModelShape, Param, Piece, Split, Stage, engine_pieces, pieces
@@ -113,6 +116,7 @@ class TrainerLayout:
         name = param.megatron.format(layer=layer, expert=expert)
         return chunk % self.pipeline, f"{chunk // self.pipeline}:{name}" if self.virtual > 1 else name
 
+    @lru_cache(maxsize=8)  # noqa: B019 (a handful of layouts, and of plain numbers)
     def _first_layers(self, num_layers: int) -> list[int]:
         """Of every model chunk, its first layer."""
         first, last = self.first_layers or None, self.last_layers or None
@@ -177,6 +181,24 @@ class EngineLayout:
             local = index % (count // self.ranks) if self.expert_parallel else index
             found = [Piece(p.hf, p.hf_box, ((local, local + 1), *p.local_box)) for p in found]
         return [(param.engine, piece) for piece in found]
+
+    def bytes_by_rank(self, params: Iterable[Param], shape: ModelShape, width: Callable[[Param], int]) -> list[int]:
+        """What each rank reads of all these parameters. `width`: bytes of an element."""
+        alike: dict[object, tuple[Param, int]] = {}  # one of each kind, and the width of all of them
+        for param in params:
+            shapes, expert = tuple(tensor.shape for tensor in param.hf), param.expert is not None
+            kind = (param.split.value, param.engine_form, shapes, expert, param.engine is None)
+            place = param.expert if self.expert_parallel else None
+            first, sum_of_widths = alike.get((kind, place), (param, 0))
+            alike[kind, place] = first, sum_of_widths + width(param)
+        found = [0] * self.ranks
+        for param, sum_of_widths in alike.values():
+            for part, ranks in enumerate(self.readers(param)):
+                boxes = [piece.hf_box for _, piece in self.places(param, shape, part)]
+                numel = sum(math.prod(stop - start for start, stop in box) for box in boxes)
+                for rank in ranks:
+                    found[rank] += numel * sum_of_widths
+        return found
 
     def describe(self) -> str:
         sizes = {"TP": self.tensor, "DP": self.data}

@@ -166,14 +166,14 @@ def plan_refit(
     dtype: str,
     buffer_bytes: int,
     alignment: int = ALIGNMENT,
+    copies: bool = True,
 ) -> RefitPlan:
     """Every slice of `params` from the least loaded of the policy ranks that hold it to the engine ranks that need it.
 
     `dtype`: "bfloat16" or "float32", of the bytes that move; parameters that are float32 whatever the precision stay
-    so. Blocks start at multiples of `alignment` bytes; those of
-    one parameter share a bucket where one holds them all, and a block larger than half the buffer is cut by rows.
-    Raises RefitError for a row larger than that, a slice that nobody holds or reads, or no parameters; LayoutError for
-    a parameter that cannot be cut so.
+    so. Blocks start at multiples of `alignment` bytes; those of one parameter share a bucket where one holds them all,
+    and a block larger than half the buffer is cut by rows. `copies` False: blocks without their reads, to be counted.
+    Raises RefitError for a row larger than that, a slice that nobody holds or reads, or no parameters; LayoutError.
     """
     moved = [param for param in params if not param.copy]
     if not moved:
@@ -202,7 +202,7 @@ def plan_refit(
             loads[source] += nbytes
             reads = tuple(
                 Read(rank, names[tensor], (*expert, *box), at)
-                for reader, tensor, box, at in template.reads
+                for reader, tensor, box, at in (template.reads if copies else ())
                 for rank in readers[reader]
             )
             index = holders.setdefault(part.ranks, len(holders))

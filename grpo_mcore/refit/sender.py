@@ -42,7 +42,8 @@ class RefitSender:
         self._plan: RefitPlan | None = None
         self._buffer: RefitBuffer | None = None
         self._link: Link | None = None
-        self._blocks: list[list[tuple[int, Block, Tensor]]] = []  # by bucket: number in it, block, the values
+        self._parameters: Mapping[str, Tensor] = {}
+        self._blocks: list[list[tuple[int, Block]]] = []  # by bucket: number in it, block
         self._to: list[list[list[int]]] = []  # and to which nodes each goes, where there is a link
 
     @property
@@ -69,14 +70,14 @@ class RefitSender:
         if self._plan is not new:
             self._close_buffer()
             self._plan = new
-        parameters = self._source.parameters()
+        self._parameters = self._source.parameters()
         nodes = 1
         if transport is not None and is_link(transport):
             nodes = transport["nodes"]
             if self._link is None or self._link.description != transport:
                 self._link = Link(transport, self._rank)
         elif self._buffer is None or (transport is not None and transport != self._buffer.description):
-            self._map(transport, parameters)
+            self._map(transport, self._parameters)
         self._blocks, sent = [], 0
         self._to = []
         for bucket in new.buckets:
@@ -85,8 +86,8 @@ class RefitSender:
             for number, block in enumerate(bucket.blocks):
                 to = [node for node in range(nodes) if sender_of(new, block, node) == self._rank]
                 if to:
-                    values = self._values(parameters, block.param, block.box)
-                    self._blocks[-1].append((number, block, values))
+                    self._values(block)  # must be there
+                    self._blocks[-1].append((number, block))
                     self._to[-1].append(to)
                     sent += block.nbytes * len(to)
         found = transport if self._buffer is None else self._buffer.description
@@ -102,10 +103,12 @@ class RefitSender:
             device = torch.device("cpu") if self._through_host else next(iter(parameters.values())).device
             self._buffer = create_buffer(self._plan.buffer_bytes, device, self._run_id)
 
-    def _values(self, parameters: Mapping[str, Tensor], name: str, box: Box) -> Tensor:
-        if name not in parameters:
+    def _values(self, block: Block) -> Tensor:
+        """Looked up when they are needed: what a source merges for it lives no longer than its bucket."""
+        name, box = block.param, block.box
+        if name not in self._parameters:
             raise RefitError(f"policy rank {self._rank} holds no {name!r}, which the refit plan takes from it")
-        values = parameters[name]
+        values = self._parameters[name]
         if len(box) != values.dim() or any(stop > size for (_, stop), size in zip(box, values.shape, strict=True)):
             raise RefitError(f"policy rank {self._rank} holds {name!r} as {tuple(values.shape)}, the plan needs {box}")
         return values.detach()[tuple(slice(*span) for span in box)]
@@ -123,7 +126,8 @@ class RefitSender:
         began, nbytes = time.perf_counter(), 0
         checked = checked_parameters(self._plan, verify, version)
         sums: Sums = {}
-        for number, block, values in self._blocks[index]:
+        blocks = [(number, block, self._values(block)) for number, block in self._blocks[index]]
+        for number, block, values in blocks:
             if self._buffer is not None:
                 try:
                     block_view(self._buffer, self._plan, index, block).copy_(as_engine_holds(values, block))
@@ -135,16 +139,16 @@ class RefitSender:
         if self._buffer is not None:
             self._buffer.synchronize()
         else:
-            self._send(index)
+            self._send(index, blocks)
         return {"bytes": nbytes, "seconds": time.perf_counter() - began, "sums": sums}
 
-    def _send(self, index: int) -> None:
+    def _send(self, index: int, blocks: list[tuple[int, Block, Tensor]]) -> None:
         """The blocks of one bucket to every node that gets them from here. Each node receives in the plan's order."""
         assert self._link is not None and self._plan is not None
         found = self._link.description
         first = found["members"] - found["nodes"]
         messages = []
-        for (_, block, values), nodes in zip(self._blocks[index], self._to[index], strict=True):
+        for (_, block, values), nodes in zip(blocks, self._to[index], strict=True):
             message = self._link.message(as_engine_holds(values, block), getattr(torch, block.dtype))
             messages += [(message, first + node) for node in nodes]
         try:
@@ -167,7 +171,7 @@ class RefitSender:
 
     def close_refit(self) -> None:
         """Unmap the buffer, leave the link; the rank that created one frees it. Idempotent."""
-        self._blocks = []
+        self._blocks, self._parameters = [], {}
         self._plan = None
         self._close_buffer()
         if self._link is not None:

@@ -183,11 +183,14 @@ def stage_memory(load: Workload, device: Device, stage: int, engine: EngineMemor
         shared = load.colocated and load.world == 1 and device.memory is not None
         buffer = {"refit buffer": load.refit_buffer} if shared else {}
         engines = {"engine weights": engine.weights} if load.colocated else {}
-        phases.append(Phase("refit", {**state, **buffer, **engines}))
+        # The optimizer has made room for the engines by then, where there is memory to save.
+        kept = base if load.colocated and load.engines_sleep and device.memory is not None else state
+        phases.append(Phase("refit", {**kept, **buffer, **engines}))
         if load.colocated:
             phases.append(Phase("generation", {**base, **buffer, **cached}))
         if load.prev or load.reference:
-            clone = {"weights set aside for the reference": weights} if load.reference else {}
+            aside = load.reference and load.adapters is None  # else it is the model without them
+            clone = {"weights set aside for the reference": weights} if aside else {}
             logits = {"logits": int(logits_bytes(load.shape, load.rank, chunk, backward=False))} if last else {}
             phases.append(Phase("log-probs", {**state, **clone, "activations": forward, **logits}))
     logits = {"logits": int(logits_bytes(load.shape, load.rank, chunk, backward=True))} if last else {}

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cache, lru_cache
 
-from grpo_mcore.families import ModelShape, Param, Stage, local_shape, params_of
+from grpo_mcore.families import AdapterShape, ModelShape, Param, Stage, adapters_of, local_shape, params_of
 from grpo_mcore.families.shards import Shard, shard_of
 from grpo_mcore.parallel.mesh import Coordinates, Layout
 
@@ -46,34 +46,60 @@ class RankParams:
 
 
 def rank_params(
-    shape: ModelShape, layout: Layout, stage: int, chunks: tuple[range, ...], frozen_router: bool
+    shape: ModelShape,
+    layout: Layout,
+    stage: int,
+    chunks: tuple[range, ...],
+    frozen_router: bool,
+    adapters: AdapterShape | None = None,
 ) -> RankParams:
     """The parameters of a rank of this pipeline stage, which holds model chunks of these layers."""
-    kinds = tuple(tuple(_first_alike(shape)[layer] for layer in layers) for layers in chunks)
-    return _rank_params(shape, layout, stage == 0, stage == layout.pipeline - 1, kinds, frozen_router)
+    # Patterns of adapters may tell layers apart that are alike.
+    kinds = chunks if adapters else tuple(tuple(_first_alike(shape)[layer] for layer in each) for each in chunks)
+    return _rank_params(
+        shape, layout, stage == 0, stage == layout.pipeline - 1, tuple(map(tuple, kinds)), frozen_router, adapters
+    )
 
 
 @lru_cache(maxsize=4096)
 def _rank_params(
-    shape: ModelShape, layout: Layout, first: bool, last: bool, chunks: tuple[tuple[int, ...], ...], frozen_router: bool
+    shape: ModelShape,
+    layout: Layout,
+    first: bool,
+    last: bool,
+    chunks: tuple[tuple[int, ...], ...],
+    frozen_router: bool,
+    adapters: AdapterShape | None,
 ) -> RankParams:
     """`chunks`: each layer by the first one like it, so that stages that are alike are counted once."""
     copies = layout.stage_size // (layout.expert * layout.expert_tensor)
     common, experts, frozen = [], [], 0
     for index, layers in enumerate(chunks):
         params = _of_chunk(shape, layers, first=first and index == 0, last=last and index == len(chunks) - 1)
-        trained = [param for param in params if not param.buffer]
-        if frozen_router:
-            routers = [param for param in trained if param.megatron.endswith("mlp.router.weight")]
-            frozen += sum(math.prod(local_shape(param, shape, layout.tensor)) for param in routers)
-            trained = [param for param in trained if not param.megatron.endswith("mlp.router.weight")]
+        here = [
+            param
+            for param in params
+            if not param.buffer and not (param.expert and param.expert[0] >= param.expert[1] // layout.expert)
+        ]
+        trained = [param for param in here if not _is_frozen(param, frozen_router, adapters)]
+        frozen += sum(
+            math.prod(local_shape(param, shape, layout.expert_tensor if param.expert else layout.tensor))
+            for param in here
+            if _is_frozen(param, frozen_router, adapters)
+        )
+        if adapters is not None:
+            trained = [part for each in adapters_of(here, adapters).values() for part in (each.down, each.up)]
         shared_apart = shape.tied_embeddings and layout.pipeline > 1
         whole = [param for param in trained if param.expert is None]
         common.append(shard_of(whole, shape, layout.tensor, layout.data * layout.context, shared_apart=shared_apart))
-        own = [param for param in trained if param.expert and param.expert[0] < param.expert[1] // layout.expert]
+        own = [param for param in trained if param.expert]
         if own:
             experts.append(shard_of(own, shape, layout.expert_tensor, copies, shared_apart=False))
     return RankParams(tuple(common), tuple(experts), frozen)
+
+
+def _is_frozen(param: Param, frozen_router: bool, adapters: AdapterShape | None) -> bool:
+    return adapters is not None or (frozen_router and param.megatron.endswith("mlp.router.weight"))
 
 
 def _of_chunk(shape: ModelShape, layers: Sequence[int], *, first: bool, last: bool) -> list[Param]:

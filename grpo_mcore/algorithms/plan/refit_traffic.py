@@ -8,8 +8,9 @@ from dataclasses import dataclass
 
 from grpo_mcore.algorithms.plan.devices import Device
 from grpo_mcore.algorithms.plan.workload import Workload
+from grpo_mcore.families import params_of
 from grpo_mcore.refit.layout import EngineLayout, TrainerLayout
-from grpo_mcore.refit.plan import plan_model_refit, read_bytes
+from grpo_mcore.refit.plan import DTYPE_BYTES, plan_refit, wire_dtype
 
 DTYPE = {2: "bfloat16", 4: "float32"}
 
@@ -42,13 +43,13 @@ def refit_traffic(load: Workload) -> RefitTraffic:
         layout.virtual, first_layers=load.first_layers or 0, last_layers=load.last_layers or 0,
     )  # fmt: skip
     engine = EngineLayout(load.engine_tensor, replicas=max(1, load.engines // load.engine_nodes))
-    plan = plan_model_refit(load.shape, trainer, engine, dtype=DTYPE[load.element], buffer_bytes=load.refit_buffer)
+    dtype = DTYPE[load.element]
+    params = [param for param in params_of(load.shape) if not param.copy]
+    plan = plan_refit(params, load.shape, trainer, engine, dtype=dtype, buffer_bytes=load.refit_buffer, copies=False)
     written: Counter[int] = Counter()
-    read: Counter[int] = Counter()
     for block in plan.blocks():
         written[block.source] += block.nbytes
-        for taken in block.reads:
-            read[taken.rank] += read_bytes(block, taken)
+    read = engine.bytes_by_rank(params, load.shape, lambda param: DTYPE_BYTES[wire_dtype(param, dtype)])
     other_nodes = plan.block_bytes if load.nodes > 1 or not load.colocated else 0
     link = (
         "network between nodes" if other_nodes else "host memory (PCIe)" if load.world > 1 else "memory of the device"
@@ -58,7 +59,7 @@ def refit_traffic(load: Workload) -> RefitTraffic:
         plan.buffer_bytes,
         plan.block_bytes,
         tuple(written[rank] for rank in range(load.world)),
-        max(read.values()),
+        max(read),
         other_nodes,
         link,
     )

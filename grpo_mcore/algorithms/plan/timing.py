@@ -65,8 +65,10 @@ def step_time(load: Workload, device: Device, engine: EngineMemory, traffic: Ref
         passes = int(load.prev) + int(load.reference)
         if passes:
             phases.append(_pass("log-probs", passes * forward, load, device, bubble, passes, gradients=False))
-    training = (4 if load.recompute else 3) * forward
-    phases.append(_pass("training", training, load, device, bubble, 4 if load.recompute else 3, gradients=True))
+    # Forward, gradients of the activations, those of the weights (of which adapters have next to none), and once more
+    # forward.
+    sweeps = 2 + (load.adapters is None) + load.recompute
+    phases.append(_pass("training", sweeps * forward, load, device, bubble, sweeps, gradients=True))
     return StepTime(tuple(phases), bubble)
 
 

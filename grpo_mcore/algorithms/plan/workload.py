@@ -9,7 +9,7 @@ from typing import Literal
 
 from grpo_mcore.algorithms.logprob_passes import needs_prev, needs_reference
 from grpo_mcore.algorithms.plan.rank_params import RankParams, rank_params
-from grpo_mcore.families import ModelShape, check_fit
+from grpo_mcore.families import AdapterShape, ModelShape, adapter_shape, check_fit
 from grpo_mcore.families.activations import Kernels, Rank
 from grpo_mcore.families.shards import chunk_layers
 from grpo_mcore.parallel.mesh import Layout
@@ -33,6 +33,7 @@ class Workload:
     last_layers: int | None
     recompute: bool
     frozen_router: bool
+    adapters: AdapterShape | None  # None: the model itself is trained
     element: int  # bytes of a weight or activation
     gradient: int  # bytes of a gradient
     optimizer: Literal["adam", "sgd"]
@@ -97,7 +98,7 @@ class Workload:
 
     def params(self, stage: int) -> RankParams:
         """The parameters of a rank of this stage."""
-        return rank_params(self.shape, self.layout, stage, self.chunks[stage], self.frozen_router)
+        return rank_params(self.shape, self.layout, stage, self.chunks[stage], self.frozen_router, self.adapters)
 
 
 def workload_of(
@@ -126,6 +127,7 @@ def workload_of(
         last_layers=megatron.num_layers_in_last_pipeline_stage,
         recompute=megatron.activation_checkpointing,
         frozen_router=megatron.freeze_moe_router,
+        adapters=adapter_shape(megatron.peft),
         element=element,
         gradient=4 if megatron.distributed_data_parallel_config.grad_reduce_in_fp32 else element,
         optimizer=megatron.optimizer.optimizer,

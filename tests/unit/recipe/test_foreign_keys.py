@@ -138,8 +138,8 @@ def test_a_whole_file_loads(load) -> None:
             "(lr, weight_decay, adam_beta1, ...)",
         ),
         (
-            "policy.megatron_cfg.peft={enabled: true, dim: 8}",
-            "policy.megatron_cfg.peft.enabled: a key of NeMo RL; LoRA is not supported yet; remove the key",
+            "policy.megatron_cfg.peft={enabled: true, a2a_experimental: true}",
+            "policy.megatron_cfg.peft.a2a_experimental: a key of NeMo RL; not supported; remove the key",
         ),
         (
             "policy.megatron_cfg.fp8_cfg={enabled: true}",

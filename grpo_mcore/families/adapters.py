@@ -1,0 +1,123 @@
+"""Low-rank adapters (LoRA, arXiv 2106.09685): which weights get one, and how its two parts split over the ranks.
+
+A weight W [outputs, inputs] acts as W + scale * up @ down, with down [rank, inputs] and up [outputs, rank]. The parts
+are declared as parameters are, so that building, checkpoints and planning count and cut them by the same rules.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass, replace
+from fnmatch import fnmatchcase
+
+from grpo_mcore.families.spec import FamilyError, HfTensor, ModelShape, Param, Split, Stage
+
+AT = "policy.megatron_cfg.peft."
+
+
+@dataclass(frozen=True)
+class AdapterShape:
+    """The adapters of a model. `targets`: names of linear layers ("linear_qkv"), or patterns of their full names
+    ("*.layers.0.*"); none means all. `excluded`: the same, of those that get none."""
+
+    rank: int
+    alpha: float
+    targets: tuple[str, ...] = ()
+    excluded: tuple[str, ...] = ()
+
+    @property
+    def scale(self) -> float:
+        return self.alpha / self.rank
+
+
+@dataclass(frozen=True)
+class Adapter:
+    """Of the parameter `weight`."""
+
+    weight: Param
+    down: Param
+    up: Param
+
+
+def adapter_shape(peft: object) -> AdapterShape | None:
+    """Of policy.megatron_cfg.peft; None where it is off."""
+    enabled, rank, alpha = (getattr(peft, name) for name in ("enabled", "dim", "alpha"))
+    targets, excluded = (tuple(getattr(peft, name)) for name in ("target_modules", "exclude_modules"))
+    return AdapterShape(rank, alpha, targets, excluded) if enabled else None
+
+
+def adapters_of(params: Iterable[Param], shape: AdapterShape) -> dict[Param, Adapter]:
+    """The adapters of `params`, by their weights."""
+    return {param: _adapter(param, shape.rank) for param in params if is_adapted(param, shape)}
+
+
+def is_adapted(param: Param, shape: AdapterShape) -> bool:
+    """Whether the parameter is the weight of a linear layer that gets an adapter."""
+    if not _is_linear(param):
+        return False
+    name = layer_name(param)
+    wanted = not shape.targets or any(_matches(name, pattern) for pattern in shape.targets)
+    return wanted and not any(_matches(name, pattern) for pattern in shape.excluded)
+
+
+def check_adapters(params: Iterable[Param], model: ModelShape, shape: AdapterShape, expert_tensor: int) -> None:
+    """Raises FamilyError where a name means no layer of this model, no layer gets an adapter, or experts that would get
+    one are split."""
+    linear = [param for param in params if _is_linear(param)]
+    kinds = ", ".join(sorted({_kind(layer_name(param)) for param in linear}))
+    for key, patterns in (("target_modules", shape.targets), ("exclude_modules", shape.excluded)):
+        for pattern in patterns:
+            if not any(_matches(layer_name(param), pattern) for param in linear):
+                raise FamilyError(
+                    f"{AT}{key}: {pattern!r} is no linear layer of this {model.family} model, which has {kinds}"
+                )
+    adapted = [param for param in linear if is_adapted(param, shape)]
+    if not adapted:
+        raise FamilyError(f"{AT}exclude_modules leaves no layer with an adapter; this {model.family} model has {kinds}")
+    if expert_tensor > 1 and any(param.expert for param in adapted):
+        raise FamilyError(
+            f"{AT}target_modules: experts that expert_tensor_parallel_size {expert_tensor} splits cannot have "
+            "adapters; set it to 1, or exclude_modules to ['*.local_experts.*']"
+        )
+
+
+def layer_name(param: Param) -> str:
+    """The full name of the layer that the weight belongs to; layer and expert count in the whole model."""
+    expert = None if param.expert is None else param.expert[0]
+    return param.megatron.format(layer=param.layer, expert=expert).removesuffix(".weight")
+
+
+def _is_linear(param: Param) -> bool:
+    """Norms have one dimension, convolutions three; a router chooses and is no layer that an adapter is made for."""
+    matrix = len(param.hf[0].shape) == 2 and param.megatron.endswith(".weight") and not param.buffer
+    return matrix and param.stage is Stage.LAYER and not param.megatron.endswith("router.weight")
+
+
+def _kind(name: str) -> str:
+    return name.rpartition(".")[2]
+
+
+def _matches(name: str, pattern: str) -> bool:
+    return pattern == _kind(name) or fnmatchcase(name, pattern)
+
+
+def _adapter(weight: Param, rank: int) -> Adapter:
+    """Where the weight is split by rows so is `up`, where by columns so is `down`; the other part is whole."""
+    columns = weight.split is Split.COLUMNS
+    first, inputs = weight.hf[0], weight.hf[0].shape[1]
+    name = weight.megatron.removesuffix(".weight")
+    down = replace(
+        weight,
+        megatron=f"{name}.down",
+        hf=(HfTensor(f"{first.name}.down", (rank, inputs)),),
+        split=Split.COLUMNS if columns else Split.REPLICATED,
+        engine=None,
+    )
+    up = replace(
+        weight,
+        megatron=f"{name}.up",
+        hf=tuple(HfTensor(f"{tensor.name}.up", (tensor.shape[0], rank)) for tensor in weight.hf),
+        split=Split.REPLICATED if columns else weight.split,
+        engine=None,
+    )
+    return Adapter(weight, down, up)

@@ -1,0 +1,184 @@
+"""Low-rank adapters on the policy's linear layers: the network as it is, frozen, plus scale * up @ down of each weight.
+
+Only the adapters are trained. Where the other side of a refit, or an export, wants weights, it gets both in one.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import math
+import zlib
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any
+
+import torch
+from megatron.core.dist_checkpointing import ShardedTensor
+from megatron.core.tensor_parallel import (
+    copy_to_tensor_model_parallel_region,
+    gather_from_sequence_parallel_region,
+    reduce_from_tensor_model_parallel_region,
+    reduce_scatter_to_sequence_parallel_region,
+)
+from megatron.core.transformer.mlp import apply_swiglu_sharded_factory
+from torch import Tensor
+from torch.nn import Parameter
+from torch.nn.functional import linear
+
+from grpo_mcore.families import AdapterShape, FamilyError, Param, Split, adapters_of, params_of, pieces
+from grpo_mcore.families.adapters import Adapter, layer_name
+from grpo_mcore.parallel.mesh import Coordinates, Layout
+from grpo_mcore.parallel.weights import ShardedWeights
+
+
+def attach_adapters(chunks: Sequence[Any], weights: ShardedWeights, shape: AdapterShape, init: str, seed: int) -> None:
+    """Freezes this rank's chunks and gives their linear layers adapters that change nothing yet: `up` is zero.
+
+    `init`: of `down`, see `draw`. Whatever the layout, the same seed draws the same numbers. Raises FamilyError.
+    """
+    found = adapters_of(params_of(weights.shape), shape)
+    for chunk in chunks:
+        chunk.requires_grad_(False)
+        chunk.adapters = Adapters(weights.layout, weights.here)
+        if chunk.pre_process:
+            chunk.embedding.register_forward_hook(_start_gradient)
+    for name, (param, tensor) in zip(weights.names, weights.local, strict=True):
+        if param not in found:
+            continue
+        index, _, inner = name.rpartition(":")
+        chunk = chunks[int(index or 0)]
+        addition = LowRank(found[param], tensor, weights, shape, init, seed, chunk.config.sequence_parallel)
+        chunk.adapters.add(addition, chunk.get_submodule(inner.removesuffix(".weight")))
+        weights.additions[name] = addition.product
+    if not all(len(chunk.adapters.all) for chunk in chunks):
+        raise FamilyError(
+            "policy.megatron_cfg.peft: no layer of a pipeline stage has an adapter, which leaves it nothing to train; "
+            "name other target_modules, or use fewer stages"
+        )
+
+
+def _start_gradient(_module: Any, _arguments: Any, embeddings: Tensor) -> Tensor:
+    """Recomputed layers have gradients only where what they start from has one, and the embedding is frozen."""
+    return embeddings.requires_grad_() if torch.is_grad_enabled() else embeddings
+
+
+def draw(init: str, rank: int, inputs: int, seed: int) -> Tensor:
+    """`down` [rank, inputs] of an adapter, float32. xavier: normal of variance 2 / (rank + inputs); kaiming: uniform of
+    variance 1 / (3 inputs); normal: of deviation 0.2."""
+    generator, down = torch.Generator().manual_seed(seed), torch.empty(rank, inputs)
+    match init:
+        case "xavier":
+            return torch.nn.init.xavier_normal_(down, generator=generator)
+        case "kaiming":
+            return torch.nn.init.kaiming_uniform_(down, a=math.sqrt(5), generator=generator)
+        case _:
+            return down.normal_(0.0, 0.2, generator=generator)
+
+
+class LowRank(torch.nn.Module):
+    """What one linear layer adds to its output: scale * up @ (down @ x), this tensor-parallel rank's part of it."""
+
+    def __init__(
+        self,
+        adapter: Adapter,
+        weight: Tensor,
+        weights: ShardedWeights,
+        shape: AdapterShape,
+        init: str,
+        seed: int,
+        sequence_parallel: bool,
+    ) -> None:
+        super().__init__()
+        self.adapter, self.scale, self.sequence_parallel = adapter, shape.scale, sequence_parallel
+        whole = draw(init, *adapter.down.hf[0].shape, zlib.crc32(f"{seed} {layer_name(adapter.weight)}".encode()))
+        (mine,) = pieces(adapter.down, weights.shape, *weights.split(adapter.down))
+        down = whole[tuple(slice(*span) for span in mine.hf_box)]
+        self.down = Parameter(down.to(weight.device, weight.dtype))
+        self.up = Parameter(weight.new_zeros(weight.size(0), shape.rank))
+        self._mark(self.down, adapter.down)
+        self._mark(self.up, adapter.up)
+
+    def _mark(self, part: Parameter, param: Param) -> None:
+        """What Megatron-Core reads: how to reduce the gradient, and whether the norm counts it on every rank."""
+        part.tensor_model_parallel = param.split is not Split.REPLICATED
+        if param.expert is not None:
+            part.allreduce, part.tensor_model_parallel = False, True
+        elif param.split is Split.REPLICATED:
+            # Under sequence parallelism a rank has gradients of its own tokens.
+            part.sequence_parallel = self.sequence_parallel
+
+    def forward(self, x: Tensor) -> Tensor:
+        low = linear(x, self.down)
+        if self.adapter.weight.expert is None:
+            low = self._between(low)
+        return linear(low, self.up) * self.scale
+
+    def _between(self, low: Tensor) -> Tensor:
+        """As Megatron-Core's own layers do around their weight: what is split by rows sees all tokens and gives back
+        the sum of the ranks' gradients, what is split by columns sums up what each rank knows of every token."""
+        match self.adapter.weight.split:
+            case Split.REPLICATED:
+                return low
+            case Split.COLUMNS:
+                reduce = reduce_from_tensor_model_parallel_region
+                return reduce_scatter_to_sequence_parallel_region(low) if self.sequence_parallel else reduce(low)
+            case _:
+                copy = copy_to_tensor_model_parallel_region
+                return gather_from_sequence_parallel_region(low) if self.sequence_parallel else copy(low)
+
+    @torch.no_grad()
+    def product(self) -> Tensor:
+        """scale * up @ down of this rank's slice of the weight, float32."""
+        return self.scale * (self.up.float() @ self.down.float())
+
+
+class Adapters(torch.nn.Module):
+    """All of one model chunk. `off()`: the network is the frozen one, which is the reference policy."""
+
+    def __init__(self, layout: Layout, here: Coordinates) -> None:
+        super().__init__()
+        self.layout, self.here = layout, here
+        self.all = torch.nn.ModuleList()
+        self._on = True
+
+    def add(self, addition: LowRank, layer: torch.nn.Module) -> None:
+        """`layer` gives its output, or a tuple of it and more."""
+        self.all.append(addition)
+
+        def hook(_layer: Any, arguments: tuple[Tensor, ...], output: Any) -> Any:
+            if not self._on:
+                return output
+            more = addition(arguments[0])
+            return (output[0] + more, *output[1:]) if isinstance(output, tuple) else output + more
+
+        layer.register_forward_hook(hook)
+
+    @contextlib.contextmanager
+    def off(self) -> Iterator[None]:
+        self._on = False
+        try:
+            yield
+        finally:
+            self._on = True
+
+    def sharded_state_dict(
+        self, prefix: str = "", sharded_offsets: Any = (), metadata: Mapping[str, Any] | None = None
+    ) -> dict[str, Any]:
+        """For Megatron-Core's distributed checkpoints: by names and places in the whole model."""
+        found = {}
+        for index, addition in enumerate(self.all):
+            for kind, param in (("down", addition.adapter.down), ("up", addition.adapter.up)):
+                found[f"{prefix}all.{index}.{kind}"] = self._sharded(getattr(addition, kind), param)
+        return found
+
+    def _sharded(self, part: Tensor, param: Param) -> Any:
+        here, layout = self.here, self.layout
+        replica = (0, 0, here.data * layout.context + here.context)
+        offsets = []
+        if param.expert is not None:  # whole: the experts' ranks do not split them
+            replica = (0, 0, here.expert_copy)
+        elif param.split is Split.REPLICATED:
+            replica = (0, here.tensor, replica[2])
+        else:
+            offsets = [(int(param.split is Split.COLUMNS), here.tensor, layout.tensor)]
+        found = ShardedTensor.from_rank_offsets(f"adapters.{layer_name(param)}", part, *offsets, replica_id=replica)
+        return apply_swiglu_sharded_factory(found, ()) if param.split is Split.GATE_UP else found
