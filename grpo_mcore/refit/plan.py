@@ -391,7 +391,10 @@ def _around(boxes: set[Box]) -> Box:
 
 
 def _volume(box: Box) -> int:
-    return math.prod(stop - start for start, stop in box) if box else 0
+    volume = 1 if box else 0
+    for start, stop in box:
+        volume *= stop - start
+    return volume
 
 
 def _box(found: Iterable[Sequence[int]]) -> Box:

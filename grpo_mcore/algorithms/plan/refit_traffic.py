@@ -45,11 +45,16 @@ def refit_traffic(load: Workload) -> RefitTraffic:
     plan = plan_model_refit(load.shape, trainer, engine, dtype=DTYPE[load.element], buffer_bytes=load.refit_buffer)
     written: Counter[int] = Counter()
     read: Counter[int] = Counter()
+    held: Counter[int] = Counter()  # by who holds it
     for block in plan.blocks():
         written[block.source] += block.nbytes
+        held[block.holders] += block.nbytes
         for taken in block.reads:
             read[taken.rank] += read_bytes(block, taken)
-    other_nodes = plan.block_bytes if load.nodes > 1 or not load.colocated else 0
+    homes = [{rank * load.nodes // load.world for rank in ranks} if load.colocated else () for ranks in plan.holders]
+    other_nodes = max(
+        sum(nbytes for holders, nbytes in held.items() if node not in homes[holders]) for node in range(load.nodes)
+    )
     link = (
         "network between nodes" if other_nodes else "host memory (PCIe)" if load.world > 1 else "memory of the device"
     )
