@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 from torch.distributed import PrefixStore, ProcessGroupGloo, TCPStore
 
-from grpo_mcore.refit.plan import RefitError
+from grpo_mcore.refit.plan import Block, RefitError, RefitPlan
 
 DEVICES = {"gloo": "cpu", "nccl": "cuda"}
 """Where the messages of each kind of link lie."""
@@ -106,6 +106,15 @@ class Link:
         for one in work:
             # With a timeout NCCL's wait is one of the host too, not of the stream alone.
             one.wait() if self.device.type == "cpu" else one.wait(self._timeout)
+
+
+def sender_of(plan: RefitPlan, block: Block, node: int, homes: Sequence[int] = ()) -> int:
+    """The policy rank that brings a block to the node with this index: one of its holders there, where there is one
+    (`homes`: the node of each policy rank), else each node gets it from another of its holders."""
+    holders = plan.holders[block.holders]
+    near = [rank for rank in holders if homes and homes[rank] == node]
+    ranks = near or holders
+    return ranks[(holders.index(block.source) + node) % len(ranks)]
 
 
 def _address() -> str:

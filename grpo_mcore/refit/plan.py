@@ -143,15 +143,6 @@ class RefitPlan:
         return hashlib.sha256(self.to_json().encode()).hexdigest()
 
 
-def sender_of(plan: RefitPlan, block: Block, node: int, homes: Sequence[int] = ()) -> int:
-    """The policy rank that brings a block to the node with this index: one of its holders there, where there is one
-    (`homes`: the node of each policy rank), else each node gets it from another of its holders."""
-    holders = plan.holders[block.holders]
-    near = [rank for rank in holders if homes and homes[rank] == node]
-    ranks = near or holders
-    return ranks[(holders.index(block.source) + node) % len(ranks)]
-
-
 @lru_cache(maxsize=8)
 def plan_model_refit(
     shape: ModelShape, trainer: TrainerLayout, engine: EngineLayout, *, dtype: str, buffer_bytes: int

@@ -9,8 +9,8 @@ from typing import Any
 import torch
 
 from grpo_mcore.refit.buffer import RefitBuffer, block_view, create_buffer
-from grpo_mcore.refit.link import Link
-from grpo_mcore.refit.plan import RefitError, RefitPlan, sender_of
+from grpo_mcore.refit.link import Link, sender_of
+from grpo_mcore.refit.plan import RefitError, RefitPlan
 
 
 class RefitReceiver:

@@ -183,12 +183,14 @@ class Refit:
         """Every side takes the plan and maps the buffer; both digests are compared."""
         text, version = self._plan.to_json(), self._protocol.version
         manifest = {"plan": text, "digest": self._plan.digest, "version": version, "verify": self._verify}
-        opened, transports = self._open_policy(text)
+        made, opening, transports = self._open_policy(text)
         starting = [
             call
             for engines, transport in zip(self._nodes or [self._engines], transports, strict=True)
             for call in self._start(engines, "start_refit", manifest | {"transport": transport})
         ]
+        others = iter(self._wait(opening))
+        opened = [made[rank] if rank in made else next(others) for rank in range(len(self._policy))]
         started = self._wait(starting)
         for worker, answer in zip([*self._policy, *self._engines], opened + started, strict=True):
             if answer["digest"] != self._plan.digest:
@@ -211,8 +213,8 @@ class Refit:
         self._fill_arguments = (strongest, version, dtypes.pop())
         self._protocol.advance(RefitState.PLANNED)
 
-    def _open_policy(self, text: str) -> tuple[list[Any], list[Any]]:
-        """(answers of the policy ranks, the buffer of each node with engines)."""
+    def _open_policy(self, text: str) -> tuple[dict[int, Any], list[Call], list[Any]]:
+        """(answers of the ranks that made a buffer, calls of the others, the buffer of each node with engines)."""
         ranks, link = range(len(self._policy)), None
         if self._receivers:
             homes = [-1] * len(ranks)
@@ -239,9 +241,7 @@ class Refit:
                 [self._policy[rank]], "open_refit", transports[homes[rank]] if homes[rank] >= 0 else None, text, link
             )
         ]
-        others = iter(self._wait(opening))
-        by_maker = dict(zip(makers, made, strict=True))
-        return [by_maker[rank] if rank in by_maker else next(others) for rank in ranks], transports
+        return dict(zip(makers, made, strict=True)), opening, transports
 
     def _move(self) -> None:
         """Bucket i + 1 is filled in one half of the buffer while the engines take bucket i from the other."""

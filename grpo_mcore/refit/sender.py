@@ -13,8 +13,8 @@ from torch import Tensor
 
 from grpo_mcore.families import Box
 from grpo_mcore.refit.buffer import RefitBuffer, attach_buffer, block_view, create_buffer
-from grpo_mcore.refit.link import Link
-from grpo_mcore.refit.plan import Block, RefitError, RefitPlan, sender_of
+from grpo_mcore.refit.link import Link, sender_of
+from grpo_mcore.refit.plan import Block, RefitError, RefitPlan
 from grpo_mcore.refit.proof import Sums, Verify, checked_parameters, checksum, sum_dtype
 
 
@@ -53,9 +53,7 @@ class RefitSender:
         self._link: Link | None = None
         self._here = 0  # number of this rank's node among those with engines, or -1
         self._blocks: list[list[Sent]] = []  # by bucket
-        self._from: list[
-            list[tuple[Block, int]]
-        ] = []  # by bucket: what other ranks send to this node by way of this one
+        self._from: list[list[tuple[Block, int]]] = []  # by bucket: what this rank receives for its node, from whom
 
     @property
     def buffer_bytes(self) -> int:
@@ -87,7 +85,9 @@ class RefitSender:
             self._plan = new
         parameters = self._source.parameters()
         homes, receivers = ((), (self._rank,)) if link is None else (link["homes"], link["receivers"])
-        if link is not None and (self._link is None or self._link.description != link):
+        if link is None:
+            self._leave_link()
+        elif self._link is None or self._link.description != link:
             self._link = Link(link, self._rank)
         self._here = homes[self._rank] if homes else 0
         if self._here >= 0 and (self._buffer is None or transport not in (None, self._buffer.description)):
@@ -190,6 +190,9 @@ class RefitSender:
         self._blocks, self._from = [], []
         self._plan = None
         self._close_buffer()
+        self._leave_link()
+
+    def _leave_link(self) -> None:
         if self._link is not None:
             self._link.close()
             self._link = None
