@@ -69,6 +69,9 @@ class Paced:
     def stream(self, *args: Any, **how: Any) -> Any:
         return self._worker.stream(*args, **how)
 
+    def place(self) -> Any:
+        return self._worker.place()
+
 
 class Traffic:
     """Streams without end, `width` at a time, until `stop`; all samples are kept. One request of each stream has room
