@@ -89,10 +89,11 @@ class Job:
         return self.slurm.job(self.number)["Restarts"] != "0"
 
     def start_again(self) -> None:
-        """What Slurm does by itself two minutes after a job was queued again, once its nodes are free."""
+        """What Slurm does by itself two minutes after a job was queued again, once its nodes are free. Not in the
+        second in which a node's part of it ended: slurmd takes the new start for the old one and refuses it."""
         wait_for(lambda: self.slurm.job(self.number)["JobState"] == "PENDING", 60, "the requeued job")
         self.slurm.wait_until_idle(90)
-        self.slurm.run("scontrol", "update", f"jobid={self.number}", "timelimit=240", "starttime=now")
+        self.slurm.run("scontrol", "update", f"jobid={self.number}", "timelimit=240", "starttime=now+5")
 
     def cancel(self) -> None:
         self.slurm.run("scancel", self.number)
