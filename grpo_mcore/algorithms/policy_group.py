@@ -98,8 +98,13 @@ class PolicyGroup:
         by_optimizer_step = zip(*speaking, strict=True)
         return step_metrics([combine_metrics([report.metrics for report in ranks]) for ranks in by_optimizer_step])
 
+    def homes(self, nodes: Sequence[Sequence[Worker]]) -> list[int]:
+        """Which of these nodes (by their engines) each rank is on; -1: on another one."""
+        numbers = {node[0].place().node: number for number, node in enumerate(nodes)}
+        return [numbers.get(worker.place().node, -1) for worker in self.workers]
+
     def link_to(self, receivers: Sequence[Worker]) -> None:
-        """Before a refit over a wire: the ranks leave one that leads to others, such as an engine that was replaced."""
+        """Before a refit over a wire: the ranks leave one that leads elsewhere, as to an engine that was replaced."""
         places = [worker.place() for worker in receivers]
         found = tuple((place.node, place.pid) for place in places)
         if self.linked and self.linked != found:

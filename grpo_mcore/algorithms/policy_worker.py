@@ -133,8 +133,8 @@ class PolicyWorker(Policy):
             columns["advantages"] = token_advantages(advantages, to_go, targets.kl_weight, *targets.clip)
         return [bin.batch for bin in bins]
 
-    def host_link(self, policy_ranks: int, nodes: int, timeout_s: float) -> dict[str, Any]:
-        return self._sender.host_link(policy_ranks, nodes, timeout_s)
+    def host_link(self, *arguments: Any) -> dict[str, Any]:
+        return self._sender.host_link(*arguments)
 
     def memory(self) -> dict[str, Any]:
         found = super().memory()
@@ -143,8 +143,10 @@ class PolicyWorker(Policy):
     def close_refit(self) -> None:
         self._sender.close_refit()
 
-    def open_refit(self, transport: dict[str, Any] | None, plan: str) -> dict[str, Any]:
-        return self._sender.open_refit(transport, plan)
+    def open_refit(
+        self, transport: dict[str, Any] | None, plan: str, link: dict[str, Any] | None = None
+    ) -> dict[str, Any]:
+        return self._sender.open_refit(transport, plan, link)
 
     def fill_bucket(self, index: int, *checked: Any) -> dict[str, Any]:
         return self._sender.fill_bucket(index, *checked)

@@ -9,7 +9,7 @@ from grpo_mcore.algorithms.engine_group import EngineGroup
 from grpo_mcore.algorithms.policy_group import PolicyGroup
 from grpo_mcore.algorithms.refit_parity import measure_parity
 from grpo_mcore.algorithms.refit_retries import Restarted, refit_through_deaths
-from grpo_mcore.cluster import LocalCluster
+from grpo_mcore.cluster import LocalCluster, Worker
 from grpo_mcore.recipe import MasterConfig
 from grpo_mcore.refit import RefitError, RefitReport, plan_model_refit, refit
 
@@ -46,8 +46,9 @@ def refit_policy_generation(
     """Makes every engine's weights equal the policy's, as weight version `policy.updates` + 1.
 
     The engines may generate meanwhile: they stand still only for the commit, and requests under way go on with the new
-    weights. `colocated_inference` False: over a wire, as to engines with devices of their own. `_refit_buffer_size_gb`:
-    GiB, in place of policy.refit_buffer_size_gb. `recompute_kv`: what the old weights computed of requests under way is
+    weights, which come through the memory of their node; what no policy rank of the node holds comes to it over a wire.
+    `colocated_inference` False: all over a wire, as to engines with devices of their own. `_refit_buffer_size_gb`: GiB,
+    in place of policy.refit_buffer_size_gb. `recompute_kv`: what the old weights computed of requests under way is
     computed again. Raises RefitError; the engines then have their old weights, or refuse to generate from mixed ones.
     With policy.refit_parity it also raises where the log-probs of the committed weights differ.
     """
@@ -62,10 +63,12 @@ def refit_policy_generation(
         buffer_bytes=int(size * GIB),
     )
     version = policy.updates + 1
-    shares_memory = colocated_inference and policy_generation.colocated
-    nodes = None if shares_memory else policy_generation.by_node()
+    nodes: list[list[Worker]] | None = policy_generation.by_node()
+    homes = policy.homes(nodes or []) if colocated_inference and policy_generation.colocated else []
+    if homes and nodes and len(nodes) == 1 and not any(homes):  # all on one node: through its memory alone
+        nodes, homes = None, []
     if nodes:
-        policy.link_to([node[0] for node in nodes])
+        policy.link_to([policy.workers[homes.index(number)] if homes else node[0] for number, node in enumerate(nodes)])
     policy.offload()
     report = refit(
         policy.workers,
@@ -75,6 +78,7 @@ def refit_policy_generation(
         verify=policy.refit_verify,
         recompute_kv=recompute_kv,
         nodes=nodes,
+        homes=homes,
         timeline=timer,
         timeout_s=policy.cluster.call_timeout_s,
     )

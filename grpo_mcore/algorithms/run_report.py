@@ -79,7 +79,7 @@ class RunReport:
                 "engines": f"{len(engines.workers)} x vLLM TP {vllm.tensor_parallel_size} {vllm.precision}, {where}, "
                 f"refit buffer {config.policy.refit_buffer_size_gb:g} GiB",
                 "cluster": f"{config.cluster.backend}, {policy.layout.world_size} policy "
-                f"{'rank' if policy.layout.world_size == 1 else 'ranks'}",
+                f"{'rank' if policy.layout.world_size == 1 else 'ranks'}{_spread(policy, engines)}",
                 "steps": (f"{start + 1} to {last}" if start < last else f"none is left: grpo.max_num_steps is {last}")
                 + (f", resumed after step {start}" if start else ""),
                 "logs": self.logger.log_dir,
@@ -252,6 +252,13 @@ class RunReport:
         samples = len(self._timers) * samples_per_step(self.config)
         memory = self._policy.memory()
         return compare(self.config, self._policy.shape, self._timers, memory, self._tokens // samples)
+
+
+def _spread(policy: PolicyGroup, engines: EngineGroup) -> str:
+    """Over how many nodes, where there are several."""
+    nodes = len({worker.place().node for worker in policy.workers})
+    there = len(engines.by_node())
+    return f" on {nodes} nodes, engines on {there}" if max(nodes, there) > 1 else ""
 
 
 def _ahead(config: MasterConfig) -> str:

@@ -105,8 +105,6 @@ def start_policy(config: MasterConfig, cluster: Cluster) -> PolicyGroup:
     policy = config.policy.model_copy(update={"model_name": folder})
     gpu, pool = runs_on_gpu(config.cluster), policy_pool(config)
     colocated = policy.generation.colocated.enabled
-    if gpu and pool.nodes > 1 and colocated:
-        raise SetupError("cluster.num_nodes above 1 is not supported yet: a refit reaches the engines of one node")
     reference = needs_reference(config)
     arguments = (policy, cluster.store, config.grpo.seed, config.cluster.step_timeout_s, reference)
     workers = cluster.spawn_group(
@@ -118,11 +116,6 @@ def start_policy(config: MasterConfig, cluster: Cluster) -> PolicyGroup:
         env={"OMP_NUM_THREADS": str(rank_threads(config, layout.world_size)), "OMP_WAIT_POLICY": "PASSIVE"},
         nodes=pool.nodes,
     )
-    if pool.nodes > 1 and colocated and len(machines := {worker.place().address for worker in workers}) > 1:
-        raise SetupError(
-            f"the policy's nodes are {len(machines)} machines ({', '.join(sorted(machines))}): a refit through shared "
-            "memory reaches the engines of one machine only; several nodes on CPU are for tests on one machine"
-        )
     return PolicyGroup(
         cluster,
         workers,
@@ -136,6 +129,17 @@ def start_policy(config: MasterConfig, cluster: Cluster) -> PolicyGroup:
         parity_check(config) if policy.refit_parity is not None else None,
         colocated=colocated,
     )
+
+
+def engine_ranks(index: int, config: MasterConfig, *, gpu: bool) -> slice:
+    """The policy's ranks beside which a colocated engine runs: on GPUs those whose devices it has, on CPU those of one
+    node, in turns over the nodes, and none where there is one node."""
+    if gpu:
+        tensor = config.policy.generation.vllm_cfg.tensor_parallel_size
+        return slice(index * tensor, (index + 1) * tensor)
+    pool = policy_pool(config)
+    node = index % pool.nodes
+    return slice(node * pool.per_node, (node + 1) * pool.per_node) if pool.nodes > 1 else slice(0)
 
 
 def rank_threads(config: MasterConfig, ranks: int) -> int:
@@ -185,6 +189,12 @@ def start_engines(config: MasterConfig, cluster: Cluster, policy: PolicyGroup | 
             "cluster.num_nodes x gpus_per_node; lower policy.generation.num_engines or vllm_cfg.tensor_parallel_size"
         )
     pauses = config.grpo.async_grpo.pauses
+    per_node = config.cluster.gpus_per_node
+    if colocated and gpu and per_node % vllm.tensor_parallel_size:
+        raise SetupError(
+            f"policy.generation.vllm_cfg.tensor_parallel_size {vllm.tensor_parallel_size} does not divide "
+            f"cluster.gpus_per_node {per_node}: an engine would lie across nodes"
+        )
     # An engine that generates while the policy trains cannot give its memory away.
     beside = policy is not None and colocated
     sleeps = gpu and beside and (pauses or not config.grpo.async_grpo.max_age)
@@ -212,8 +222,7 @@ def start_engines(config: MasterConfig, cluster: Cluster, policy: PolicyGroup | 
             vllm_kwargs=generation.vllm_kwargs,
             chat=chat,
         )
-        first = index * vllm.tensor_parallel_size
-        ranks = policy.workers[first : first + vllm.tensor_parallel_size] if policy is not None else ()
+        ranks = engine_ranks(index, config, gpu=gpu) if beside else slice(0)
         return cluster.spawn(
             engine.name,
             EngineWorker,
@@ -224,7 +233,7 @@ def start_engines(config: MasterConfig, cluster: Cluster, policy: PolicyGroup | 
             env=engine_environment(engine),
             concurrency=ENGINE_CALLS,
             streams=ENGINE_STREAMS + (REQUESTS if chat else 0),
-            beside=ranks if gpu and beside else (),
+            beside=policy.workers[ranks] if policy is not None else (),
         )
 
     layout = EngineLayout(vllm.tensor_parallel_size, expert_parallel=vllm.expert_parallel_size > 1, replicas=count)

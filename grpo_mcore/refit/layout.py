@@ -104,7 +104,7 @@ class TrainerLayout:
         layer = 0
         if param.stage is Stage.LAYER:
             assert param.layer is not None
-            starts = self._first_layers(num_layers)
+            starts = _first_layers(self, num_layers)
             chunk = bisect_right(starts, param.layer) - 1
             layer = param.layer - starts[chunk]
         else:
@@ -115,16 +115,6 @@ class TrainerLayout:
             expert = index % (count // self.expert)
         name = param.megatron.format(layer=layer, expert=expert)
         return chunk % self.pipeline, f"{chunk // self.pipeline}:{name}" if self.virtual > 1 else name
-
-    @lru_cache(maxsize=8)  # noqa: B019 (a handful of layouts, and of plain numbers)
-    def _first_layers(self, num_layers: int) -> list[int]:
-        """Of every model chunk, its first layer."""
-        first, last = self.first_layers or None, self.last_layers or None
-        counts = [len(layers) for layers in stage_layers(num_layers, self.pipeline, first, last)]
-        if any(count % self.virtual for count in counts):
-            raise LayoutError(f"VPP {self.virtual} does not divide the layers of every stage ({counts})")
-        chunks = [count // self.virtual for count in counts] * self.virtual
-        return list(accumulate(chunks, initial=0))[:-1]
 
     def describe(self) -> str:
         sizes = {"TP": self.tensor, "PP": self.pipeline, "VPP": self.virtual, "CP": self.context, "DP": self.data}
@@ -204,6 +194,17 @@ class EngineLayout:
         sizes = {"TP": self.tensor, "DP": self.data}
         text = " x ".join(f"{name} {size}" for name, size in sizes.items() if size > 1 or name == "TP")
         return text + (" with expert parallelism" if self.expert_parallel else "")
+
+
+@lru_cache(maxsize=8)  # asked for each of a model's parameters
+def _first_layers(layout: TrainerLayout, num_layers: int) -> list[int]:
+    """Of every model chunk, its first layer."""
+    first, last = layout.first_layers or None, layout.last_layers or None
+    counts = [len(layers) for layers in stage_layers(num_layers, layout.pipeline, first, last)]
+    if any(count % layout.virtual for count in counts):
+        raise LayoutError(f"VPP {layout.virtual} does not divide the layers of every stage ({counts})")
+    chunks = [count // layout.virtual for count in counts] * layout.virtual
+    return list(accumulate(chunks, initial=0))[:-1]
 
 
 def trainer_pieces(layout: TrainerLayout, param: Param, shape: ModelShape, part: int) -> list[Piece]:

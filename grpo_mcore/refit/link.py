@@ -1,8 +1,9 @@
 """The wire between policy ranks and engines that share no memory: send and receive, from one rank to one node, by Gloo
 where the weights are in host memory and by NCCL where they are on GPUs.
 
-Members 0..policy ranks - 1 send, the members after them receive, one for each node with engines. Every member goes
-through its messages in the order of (block, node), so no two of them can wait for each other.
+The policy's ranks are the first members, and send. One member receives for each node with engines: a policy rank there,
+where policy and engines share nodes, else an engine, a member after them. Two members exchange messages in the order of
+the blocks; where both send to each other, the lower one sends first, so they cannot wait for each other.
 """
 
 from __future__ import annotations
@@ -16,7 +17,7 @@ import torch
 from torch import Tensor
 from torch.distributed import PrefixStore, ProcessGroupGloo, TCPStore
 
-from grpo_mcore.refit.plan import RefitError
+from grpo_mcore.refit.plan import Block, RefitError, RefitPlan
 
 DEVICES = {"gloo": "cpu", "nccl": "cuda"}
 """Where the messages of each kind of link lie."""
@@ -35,26 +36,38 @@ class Link:
         self._timeout = timedelta(seconds=description["timeout_s"])
 
     @classmethod
-    def host(cls, members: int, timeout_s: float, device: torch.device) -> Link:
-        """Member 0, at whose address the others meet. `device`: where the weights are. Waits on the link end after
-        `timeout_s`."""
+    def host(
+        cls, members: int, receivers: Sequence[int], homes: Sequence[int], timeout_s: float, device: torch.device
+    ) -> Link:
+        """Member 0, at whose address the others meet. `receivers`: the member that receives for each node with engines.
+        `homes`: the node of each policy rank among these, or -1. `device`: where the weights are. Waits on the link end
+        after `timeout_s`."""
         address = _address()
         store = TCPStore(address, 0, members, True, timedelta(seconds=timeout_s), wait_for_workers=False)
         (kind,) = (kind for kind, type_ in DEVICES.items() if type_ == device.type)
         description = {
-            "kind": kind, "host": address, "port": store.port, "members": members, "timeout_s": timeout_s,
+            "kind": kind, "host": address, "port": store.port, "members": members, "receivers": list(receivers),
+            "homes": list(homes), "timeout_s": timeout_s,
         }  # fmt: skip
         return cls(description, 0, store)
 
-    def send(self, values: Sequence[tuple[Tensor, int]]) -> None:
-        """Each (contiguous tensor, member), in order; returns when all have gone."""
+    def exchange(self, sent: Sequence[tuple[Tensor, int]], received: Sequence[tuple[Tensor, int]]) -> None:
+        """Sends each (contiguous tensor, to member) and fills each (contiguous tensor, from member), in the order in
+        which the other sends or fills; returns when all is done. Places may be in host memory though messages are not.
+        """
         group = self._joined()
-        self._wait([group.send([tensor], member, 0) for tensor, member in values])
-
-    def receive(self, places: Sequence[tuple[Tensor, int]]) -> None:
-        """Into each (contiguous tensor, from member), in the order in which that member sends."""
-        group = self._joined()
-        self._wait([group.recv([tensor], member, 0) for tensor, member in places])
+        landed = [
+            (place if place.device.type == self.device.type else torch.empty_like(place, device=self.device), member)
+            for place, member in received
+        ]
+        first = [(group.send, part) for part in sent if self._member < part[1]]
+        first += [(group.recv, part) for part in landed if self._member > part[1]]
+        last = [(group.send, part) for part in sent if self._member > part[1]]
+        last += [(group.recv, part) for part in landed if self._member < part[1]]
+        self._wait([call([tensor], member, 0) for call, (tensor, member) in first + last])
+        for (place, _), (tensor, _) in zip(received, landed, strict=True):
+            if place is not tensor:
+                place.copy_(tensor)
 
     def message(self, values: Tensor, dtype: torch.dtype) -> Tensor:
         """What travels of a slice, as bytes: the values themselves where they are contiguous, in the wire's format and
@@ -95,9 +108,13 @@ class Link:
             one.wait() if self.device.type == "cpu" else one.wait(self._timeout)
 
 
-def is_link(transport: dict[str, Any]) -> bool:
-    """Whether the description is of a link, not of a buffer."""
-    return transport["kind"] in DEVICES
+def sender_of(plan: RefitPlan, block: Block, node: int, homes: Sequence[int] = ()) -> int:
+    """The policy rank that brings a block to the node with this index: one of its holders there, where there is one
+    (`homes`: the node of each policy rank), else each node gets it from another of its holders."""
+    holders = plan.holders[block.holders]
+    near = [rank for rank in holders if homes and homes[rank] == node]
+    ranks = near or holders
+    return ranks[(holders.index(block.source) + node) % len(ranks)]
 
 
 def _address() -> str:

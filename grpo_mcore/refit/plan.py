@@ -143,12 +143,6 @@ class RefitPlan:
         return hashlib.sha256(self.to_json().encode()).hexdigest()
 
 
-def sender_of(plan: RefitPlan, block: Block, node: int) -> int:
-    """The policy rank that sends a block to the node with this index: each node gets it from another of its holders."""
-    ranks = plan.holders[block.holders]
-    return ranks[(ranks.index(block.source) + node) % len(ranks)]
-
-
 @lru_cache(maxsize=8)
 def plan_model_refit(
     shape: ModelShape, trainer: TrainerLayout, engine: EngineLayout, *, dtype: str, buffer_bytes: int
@@ -388,7 +382,10 @@ def _around(boxes: set[Box]) -> Box:
 
 
 def _volume(box: Box) -> int:
-    return math.prod(stop - start for start, stop in box) if box else 0
+    volume = 1 if box else 0
+    for start, stop in box:
+        volume *= stop - start
+    return volume
 
 
 def _box(found: Iterable[Sequence[int]]) -> Box:

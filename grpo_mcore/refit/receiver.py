@@ -1,4 +1,4 @@
-"""A node's end of the wire: blocks from all policy ranks into a buffer that the engine ranks there have mapped."""
+"""The wire's end on a node without policy ranks: their blocks into a buffer that the engine ranks there have mapped."""
 
 from __future__ import annotations
 
@@ -9,8 +9,8 @@ from typing import Any
 import torch
 
 from grpo_mcore.refit.buffer import RefitBuffer, block_view, create_buffer
-from grpo_mcore.refit.link import Link
-from grpo_mcore.refit.plan import RefitError, RefitPlan, sender_of
+from grpo_mcore.refit.link import Link, sender_of
+from grpo_mcore.refit.plan import RefitError, RefitPlan
 
 
 class RefitReceiver:
@@ -30,8 +30,7 @@ class RefitReceiver:
             self.close_receiver()
             self._plan = new
         if self._link is None or self._link.description != link:
-            policy_ranks = link["members"] - link["nodes"]
-            self._link = Link(link, policy_ranks + node)
+            self._link = Link(link, link["receivers"][node])
         if self._buffer is None:
             self._buffer = create_buffer(new.buffer_bytes, self._link.device, uuid.uuid4().hex[:12])
         self._node = node
@@ -46,9 +45,14 @@ class RefitReceiver:
         places = []
         for block in bucket.blocks:
             place = block_view(self._buffer, self._plan, index, block)
-            places.append((place.view(-1).view(torch.uint8), sender_of(self._plan, block, self._node)))
+            places.append(
+                (
+                    place.view(-1).view(torch.uint8),
+                    sender_of(self._plan, block, self._node, self._link.description["homes"]),
+                )
+            )
         try:
-            self._link.receive(places)
+            self._link.exchange((), places)
             self._buffer.synchronize()
         except RuntimeError as error:
             raise RefitError(f"node {self._node}: receiving bucket {index} failed: {error}") from error

@@ -74,6 +74,7 @@ def refit(
     verify: Verify = "sample",
     recompute_kv: bool = False,
     nodes: Sequence[Sequence[Worker]] | None = None,
+    homes: Sequence[int] = (),
     timeline: Timer | None = None,
     timeout_s: float = 600.0,
 ) -> RefitReport:
@@ -83,7 +84,15 @@ def refit(
     replace layers in place.
     """
     run = Refit(
-        policy_workers, engines, plan, version, verify=verify, nodes=nodes, timeline=timeline, timeout_s=timeout_s
+        policy_workers,
+        engines,
+        plan,
+        version,
+        verify=verify,
+        nodes=nodes,
+        homes=homes,
+        timeline=timeline,
+        timeout_s=timeout_s,
     )
     run.stage()
     return run.commit(recompute_kv=recompute_kv)
@@ -104,14 +113,17 @@ class Refit:
         *,
         verify: Verify = "sample",
         nodes: Sequence[Sequence[Worker]] | None = None,
+        homes: Sequence[int] = (),
         timeline: Timer | None = None,
         timeout_s: float = 600.0,
     ) -> None:
-        """`policy_workers`: all policy ranks; the first creates the buffer. Each call waits at most `timeout_s`.
+        """`policy_workers`: all policy ranks. Each call waits at most `timeout_s`.
 
         `verify`: "sample" checks everything in an engine's first refit and a rotating sample of parameters later.
-        `nodes`: the engines by node, where they share no memory with the policy: the first of each node then receives
-        for all of it. `timeline` times the stages refit/open, refit/stage and refit/commit.
+        `nodes`: the engines by node, where not all of them are on one node with all policy ranks. `homes`: the number
+        in `nodes` of each policy rank's node, or -1; the first rank of each node then creates its buffer and receives
+        for it. Without `homes` no policy rank is on a node of engines, and the first engine of each node does that.
+        `timeline` times the stages refit/open, refit/stage and refit/commit.
         """
         if not policy_workers or not engines:
             raise RefitError(f"a refit needs policy ranks and engines, got {len(policy_workers)} and {len(engines)}")
@@ -120,7 +132,10 @@ class Refit:
         self._nodes = [list(node) for node in nodes or ()]
         if self._nodes and [engine for node in self._nodes for engine in node] != list(engines):
             raise RefitError("the engines by node are not the engines of the refit, in their order")
-        self._receivers = [node[0] for node in self._nodes]
+        self._homes = list(homes)
+        if missing := set(range(len(self._nodes))) - set(homes) if homes else None:
+            raise RefitError(f"no policy rank is on the nodes {sorted(missing)} of those with engines")
+        self._receivers = [] if homes else [node[0] for node in self._nodes]
         self._protocol = RefitProtocol(version)
         self._timeline, self._timeout_s = timeline, timeout_s
         self._seconds: dict[str, float] = defaultdict(float)
@@ -168,27 +183,15 @@ class Refit:
         """Every side takes the plan and maps the buffer; both digests are compared."""
         text, version = self._plan.to_json(), self._protocol.version
         manifest = {"plan": text, "digest": self._plan.digest, "version": version, "verify": self._verify}
-        if self._nodes:
-            sizes = (len(self._policy), len(self._nodes), self._timeout_s)
-            (link,) = self._all(self._policy[:1], "host_link", *sizes)
-            first: list[Any] = []
-            opening = self._start(self._policy, "open_refit", link, text)
-            receiving = [
-                call
-                for node, receiver in enumerate(self._receivers)
-                for call in self._start([receiver], "open_receiver", link, text, node)
-            ]
-            transports = [answer["transport"] for answer in self._wait(receiving)]
-        else:
-            first = self._all(self._policy[:1], "open_refit", None, text)
-            transports = [first[0]["transport"]]
-            opening = self._start(self._policy[1:], "open_refit", transports[0], text)
+        made, opening, transports = self._open_policy(text)
         starting = [
             call
             for engines, transport in zip(self._nodes or [self._engines], transports, strict=True)
             for call in self._start(engines, "start_refit", manifest | {"transport": transport})
         ]
-        opened, started = first + self._wait(opening), self._wait(starting)
+        others = iter(self._wait(opening))
+        opened = [made[rank] if rank in made else next(others) for rank in range(len(self._policy))]
+        started = self._wait(starting)
         for worker, answer in zip([*self._policy, *self._engines], opened + started, strict=True):
             if answer["digest"] != self._plan.digest:
                 raise RefitError(
@@ -209,6 +212,36 @@ class Refit:
         strongest = max((answer["verify"] for answer in started), key=("off", "sample", "full").index)
         self._fill_arguments = (strongest, version, dtypes.pop())
         self._protocol.advance(RefitState.PLANNED)
+
+    def _open_policy(self, text: str) -> tuple[dict[int, Any], list[Call], list[Any]]:
+        """(answers of the ranks that made a buffer, calls of the others, the buffer of each node with engines)."""
+        ranks, link = range(len(self._policy)), None
+        if self._receivers:
+            homes = [-1] * len(ranks)
+            receivers = [len(ranks) + node for node in range(len(self._nodes))]
+        else:
+            homes = self._homes or [0] * len(ranks)
+            receivers = [homes.index(node) for node in range(max(1, len(self._nodes)))]
+        if self._nodes:
+            members = len(ranks) + len(self._receivers)
+            (link,) = self._all(self._policy[:1], "host_link", members, receivers, homes, self._timeout_s)
+        receiving = [
+            call
+            for node, receiver in enumerate(self._receivers)
+            for call in self._start([receiver], "open_receiver", link, text, node)
+        ]
+        makers = [rank for rank in receivers if rank in ranks]
+        made = self._all([self._policy[rank] for rank in makers], "open_refit", None, text, link)
+        transports = [answer["transport"] for answer in (self._wait(receiving) or made)]
+        opening = [
+            call
+            for rank in ranks
+            if rank not in makers
+            for call in self._start(
+                [self._policy[rank]], "open_refit", transports[homes[rank]] if homes[rank] >= 0 else None, text, link
+            )
+        ]
+        return dict(zip(makers, made, strict=True)), opening, transports
 
     def _move(self) -> None:
         """Bucket i + 1 is filled in one half of the buffer while the engines take bucket i from the other."""

@@ -4,17 +4,17 @@ from __future__ import annotations
 
 import time
 import uuid
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from functools import lru_cache
-from typing import Any, Protocol
+from typing import Any, NamedTuple, Protocol
 
 import torch
 from torch import Tensor
 
 from grpo_mcore.families import Box
 from grpo_mcore.refit.buffer import RefitBuffer, attach_buffer, block_view, create_buffer
-from grpo_mcore.refit.link import Link, is_link
-from grpo_mcore.refit.plan import Block, RefitError, RefitPlan, sender_of
+from grpo_mcore.refit.link import Link, sender_of
+from grpo_mcore.refit.plan import Block, RefitError, RefitPlan
 from grpo_mcore.refit.proof import Sums, Verify, checked_parameters, checksum, sum_dtype
 
 
@@ -24,6 +24,14 @@ class WeightSource(Protocol):
 
     def parameters(self) -> Mapping[str, Tensor]:
         """Every parameter of this rank by its Megatron-Core name, with stage-local indices."""
+
+
+class Sent(NamedTuple):
+    """A block that this rank brings to the nodes `to`; `number`: of the block in its bucket."""
+
+    number: int
+    block: Block
+    to: list[int]
 
 
 class RefitSender:
@@ -43,55 +51,62 @@ class RefitSender:
         self._buffer: RefitBuffer | None = None
         self._link: Link | None = None
         self._parameters: Mapping[str, Tensor] = {}
-        self._blocks: list[list[tuple[int, Block]]] = []  # by bucket: number in it, block
-        self._to: list[list[list[int]]] = []  # and to which nodes each goes, where there is a link
+        self._here = 0  # number of this rank's node among those with engines, or -1
+        self._blocks: list[list[Sent]] = []  # by bucket
+        self._from: list[list[tuple[Block, int]]] = []  # by bucket: what this rank receives for its node, from whom
 
     @property
     def buffer_bytes(self) -> int:
         """Of the buffer that is mapped; 0 without one."""
         return self._buffer.flat.numel() if self._buffer is not None else 0
 
-    def host_link(self, policy_ranks: int, nodes: int, timeout_s: float) -> dict[str, Any]:
-        """The link's description, for every policy rank and one receiver on each node. Made once."""
+    def host_link(
+        self, members: int, receivers: Sequence[int], homes: Sequence[int], timeout_s: float
+    ) -> dict[str, Any]:
+        """The link's description, for every member: see `Link.host`. Made once."""
         if self._link is None:
             device = next(iter(self._source.parameters().values())).device
-            self._link = Link.host(policy_ranks + nodes, timeout_s, device)
-            self._link.description["nodes"] = nodes
+            self._link = Link.host(members, receivers, homes, timeout_s, device)
         return self._link.description
 
-    def open_refit(self, transport: dict[str, Any] | None, plan: str) -> dict[str, Any]:
-        """Take the plan (JSON), map the buffer or join the link, look up the parameters.
+    def open_refit(
+        self, transport: dict[str, Any] | None, plan: str, link: dict[str, Any] | None = None
+    ) -> dict[str, Any]:
+        """Take the plan (JSON), map the buffer of this node, join the link, look up the parameters.
 
-        `transport`: the description of the buffer to attach or of the link, or None to create a buffer here and
-        describe it in the answer: {digest, transport, bytes (that this rank sends)}. Raises RefitError for a parameter
-        that this rank does not hold as the plan says.
+        `transport`: the description of the buffer to attach, or None to create it here, unless `link` says that there
+        are no engines on this node. `link`: where not all engines are on one node with all policy ranks. Returns
+        {digest, transport, bytes (that this rank brings to all nodes)}. Raises RefitError for a parameter that it does
+        not hold as the plan says.
         """
         new = _parsed(plan)
         if self._plan is not new:
             self._close_buffer()
             self._plan = new
         self._parameters = self._source.parameters()
-        nodes = 1
-        if transport is not None and is_link(transport):
-            nodes = transport["nodes"]
-            if self._link is None or self._link.description != transport:
-                self._link = Link(transport, self._rank)
-        elif self._buffer is None or (transport is not None and transport != self._buffer.description):
+        homes, receivers = ((), (self._rank,)) if link is None else (link["homes"], link["receivers"])
+        if link is None:
+            self._leave_link()
+        elif self._link is None or self._link.description != link:
+            self._link = Link(link, self._rank)
+        self._here = homes[self._rank] if homes else 0
+        if self._here >= 0 and (self._buffer is None or transport not in (None, self._buffer.description)):
             self._map(transport, self._parameters)
-        self._blocks, sent = [], 0
-        self._to = []
+        self._blocks, self._from, nbytes = [], [], 0
         for bucket in new.buckets:
             self._blocks.append([])
-            self._to.append([])
+            self._from.append([])
             for number, block in enumerate(bucket.blocks):
-                to = [node for node in range(nodes) if sender_of(new, block, node) == self._rank]
-                if to:
+                senders = [sender_of(new, block, node, homes) for node in range(len(receivers))]
+                if to := [node for node, sender in enumerate(senders) if sender == self._rank]:
                     self._values(block)  # must be there
-                    self._blocks[-1].append((number, block))
-                    self._to[-1].append(to)
-                    sent += block.nbytes * len(to)
-        found = transport if self._buffer is None else self._buffer.description
-        return {"digest": new.digest, "transport": found, "bytes": sent}
+                    self._blocks[-1].append(Sent(number, block, to))
+                    nbytes += block.nbytes * len(to)
+                for node, sender in enumerate(senders):
+                    if receivers[node] == self._rank and homes and homes[sender] != node:
+                        self._from[-1].append((block, sender))
+        found = None if self._buffer is None else self._buffer.description
+        return {"digest": new.digest, "transport": found, "bytes": nbytes}
 
     def _map(self, transport: dict[str, Any] | None, parameters: Mapping[str, Tensor]) -> None:
         assert self._plan is not None
@@ -117,7 +132,7 @@ class RefitSender:
     def fill_bucket(
         self, index: int, verify: Verify = "off", version: int = 0, engine_dtype: str | None = None
     ) -> dict[str, Any]:
-        """Copy this rank's blocks of one bucket into the buffer.
+        """Copy this rank's blocks of one bucket into the buffer of its node and send them to the other nodes.
 
         Returns {bytes, seconds, sums: of the checked copies, as the engines will hold them in `engine_dtype`}.
         """
@@ -126,9 +141,9 @@ class RefitSender:
         began, nbytes = time.perf_counter(), 0
         checked = checked_parameters(self._plan, verify, version)
         sums: Sums = {}
-        blocks = [(number, block, self._values(block)) for number, block in self._blocks[index]]
-        for number, block, values in blocks:
-            if self._buffer is not None:
+        blocks = [(sent, self._values(sent.block)) for sent in self._blocks[index]]
+        for (number, block, to), values in blocks:
+            if self._buffer is not None and self._here in to:
                 try:
                     block_view(self._buffer, self._plan, index, block).copy_(as_engine_holds(values, block))
                 except Exception as error:
@@ -136,25 +151,29 @@ class RefitSender:
                     raise RefitError(f"policy rank {self._rank}: {what} failed: {error}") from error
             nbytes += block.nbytes
             sums |= self._sums((index, number), block, values, checked, engine_dtype or self._plan.dtype)
+        if self._link is not None:
+            self._exchange(index, blocks)
         if self._buffer is not None:
             self._buffer.synchronize()
-        else:
-            self._send(index, blocks)
         return {"bytes": nbytes, "seconds": time.perf_counter() - began, "sums": sums}
 
-    def _send(self, index: int, blocks: list[tuple[int, Block, Tensor]]) -> None:
-        """The blocks of one bucket to every node that gets them from here. Each node receives in the plan's order."""
+    def _exchange(self, index: int, blocks: list[tuple[Sent, Tensor]]) -> None:
+        """The blocks of one bucket to every other node that gets them from here, and what comes to this node."""
         assert self._link is not None and self._plan is not None
-        found = self._link.description
-        first = found["members"] - found["nodes"]
         messages = []
-        for (_, block, values), nodes in zip(blocks, self._to[index], strict=True):
-            message = self._link.message(as_engine_holds(values, block), getattr(torch, block.dtype))
-            messages += [(message, first + node) for node in nodes]
+        for (_, block, nodes), values in blocks:
+            if away := [node for node in nodes if node != self._here]:
+                message = self._link.message(as_engine_holds(values, block), getattr(torch, block.dtype))
+                messages += [(message, self._link.description["receivers"][node]) for node in away]
+        places = []
+        for block, sender in self._from[index]:
+            assert self._buffer is not None
+            place = block_view(self._buffer, self._plan, index, block)
+            places.append((place.view(-1).view(torch.uint8), sender))
         try:
-            self._link.send(messages)
+            self._link.exchange(messages, places)
         except RuntimeError as error:
-            raise RefitError(f"policy rank {self._rank}: sending bucket {index} failed: {error}") from error
+            raise RefitError(f"policy rank {self._rank}: exchanging bucket {index} failed: {error}") from error
 
     def _sums(self, key: tuple[int, int], block: Block, values: Tensor, checked: set[str], engine_dtype: str) -> Sums:
         assert self._plan is not None
@@ -171,9 +190,12 @@ class RefitSender:
 
     def close_refit(self) -> None:
         """Unmap the buffer, leave the link; the rank that created one frees it. Idempotent."""
-        self._blocks, self._parameters = [], {}
+        self._blocks, self._from, self._parameters = [], [], {}
         self._plan = None
         self._close_buffer()
+        self._leave_link()
+
+    def _leave_link(self) -> None:
         if self._link is not None:
             self._link.close()
             self._link = None

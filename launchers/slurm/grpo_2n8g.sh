@@ -44,7 +44,8 @@ gpus=${SLURM_GPUS_ON_NODE:-0}
 logs=$(realpath -m "$LOGS")/$SLURM_JOB_ID-$restart
 mkdir -p "$logs"
 
-# Only who holds this job's token may talk to its Ray.
+# Only who holds this job's token may talk to its Ray. A start whose node was lost has left one behind.
+rm -f "$(realpath -m "$LOGS")/$SLURM_JOB_ID"-*/token
 export RAY_AUTH_MODE=token RAY_AUTH_TOKEN_PATH=$logs/token
 (umask 077 && head -c 32 /dev/urandom | od -An -vtx1 | tr -d ' \n' >"$RAY_AUTH_TOKEN_PATH")
 
@@ -81,12 +82,13 @@ end() { # PID SIGNAL SECONDS: ask it to end, and wait. On SIGTERM srun kills its
     for _ in $(seq 50); do gone "$1" && return; sleep 0.2; done
     kill -KILL "$1" 2>/dev/null
 }
-finish() { # HOW LONG THE RUN MAY STILL TAKE TO SAY WHAT HAPPENED
-    trap '' USR1 TERM
+finish() { # HOW LONG THE RUN MAY STILL TAKE TO SAY WHAT HAPPENED; less if Slurm ends the job meanwhile
+    trap '' USR1
     end "$driver_pid" none "${1:-0}"
     end "$workers_pid" USR2 15
     end "$head_pid" USR2 15
     rm -rf "$RAY_AUTH_TOKEN_PATH" "$folder"-*
+    trap '' TERM # scontrol requeue sends it
 }
 on_usr1() {
     if [[ -z $driver_pid ]]; then

@@ -1,4 +1,4 @@
-"""`doctor --cluster` on a real Ray: every node's own findings, and a clock that is off."""
+"""`doctor --cluster` on a real Ray: every node's own findings, a clock that is off, the network."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ import ray
 from grpo_mcore.cluster.doctor import Needs, nodes
 
 
-@pytest.fixture
+@pytest.fixture(scope="module")
 def address() -> Iterator[str]:
     ray.init(address="local", num_cpus=1, include_dashboard=False, log_to_driver=False, logging_level=logging.ERROR)
     yield ray.get_runtime_context().gcs_address
@@ -34,3 +34,14 @@ def test_every_node_is_looked_at(address: str, tmp_path: Path, monkeypatch: pyte
     states = {finding.check: finding.state for finding in node}
     assert states["logs"] == "fault" and states["checkpoints"] == states["versions"] == "ok"
     assert list((tmp_path / "shared").iterdir()) == []
+
+
+def test_nodes_that_reach_each_other_and_nodes_that_do_not(address: str) -> None:
+    """The one node twice: two tasks that know of each other only a host and a port."""
+    (node,) = ray.nodes()
+    one, host = node["NodeID"], node["NodeManagerAddress"]
+    names = {one: "node1"}
+    (good,) = nodes._links(ray, [(one, one)], {one: host}, names, "gloo")
+    assert (good.check, good.state) == ("network", "ok") and good.saw.startswith("gloo node1-node1: ")
+    (bad,) = nodes._links(ray, [(one, one)], {one: "192.0.2.77"}, names, "gloo", seconds=1.0)  # nobody's address
+    assert (bad.check, bad.state) == ("network", "fault") and "GLOO_SOCKET_IFNAME" in bad.advice

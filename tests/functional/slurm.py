@@ -14,20 +14,31 @@ from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 
+PACKAGES = ("slurmctld", "slurmd", "slurm-client", "munge")
+"""Of Debian and Ubuntu. Their services are not used, nor what lies in /etc/slurm and /etc/munge."""
 PROGRAMS = ("munged", "munge", "slurmctld", "slurmd", "sbatch", "srun", "scontrol", "scancel")
 CTLD, SLURMD = 16817, 16900
 
 
 def why_not() -> str | None:
-    """Why there is no Slurm here, or None."""
-    missing = [program for program in PROGRAMS if _path(program) is None]
+    """Why there can be no Slurm here, or None. Installs it from Debian's packages where this may."""
+    if (missing := _missing()) and os.geteuid() == 0 and shutil.which("apt-get"):
+        for words in (("update",), ("install", "-y", "--no-install-recommends", *PACKAGES)):
+            done = subprocess.run(("apt-get", *words), capture_output=True, text=True, timeout=300)
+            if done.returncode:
+                return f"no Slurm: {', '.join(missing)} missing, and apt-get {words[0]} failed: {done.stderr[-300:]}"
+        missing = _missing()
     if missing:
-        return f"no Slurm: {', '.join(missing)} missing (Debian: slurmctld slurmd slurm-client munge)"
+        return f"no Slurm: {', '.join(missing)} missing (Debian: apt-get install {' '.join(PACKAGES)})"
     for port in (CTLD, SLURMD, SLURMD + 1):
         with socket.socket() as probe:
             if probe.connect_ex(("127.0.0.1", port)) == 0:
                 return f"port {port} is taken, by another Slurm?"
     return None
+
+
+def _missing() -> list[str]:
+    return [program for program in PROGRAMS if _path(program) is None]
 
 
 def _path(program: str) -> str | None:
@@ -73,8 +84,24 @@ class Slurm:
         self._daemon("slurmctld", "-f", str(self.conf))
         wait_for(lambda: self._run("scontrol", "ping").returncode == 0, 30, "slurmctld")
         for node in ("node1", "node2"):
-            self._daemon("slurmd", "-f", str(self.conf), "-N", node)
-        wait_for(lambda: self._run("sinfo", "-hNo", "%T").stdout.split() == ["idle"] * 2, 30, "two idle nodes")
+            self.start_node(node)
+        self.wait_until_idle(60)
+
+    def start_node(self, node: str) -> None:
+        self._daemon("slurmd", "-f", str(self.conf), "-N", node)
+
+    def wait_until_idle(self, seconds: float) -> None:
+        """Until both nodes are there and no job, nor what is left of one, is on them."""
+
+        def states() -> list[str]:
+            return self._run("sinfo", "-hNo", "%T").stdout.split()
+
+        wait_for(lambda: states() == ["idle"] * 2, seconds, "two idle nodes", lambda: f"{states()}{self.logs()}")
+
+    def logs(self) -> str:
+        """The end of what each daemon wrote."""
+        files = sorted((self.folder / "log").glob("slurm*.log"))
+        return "".join(f"\n== {file.name}\n{file.read_text()[-2500:]}" for file in files)
 
     def __exit__(self, *_: object) -> None:
         """Ends the daemons that it started; each wrote its id into the folder."""
@@ -194,7 +221,7 @@ GresTypes=gpu
 KillWait=20
 UnkillableStepTimeout=10
 OverTimeLimit=0
-SlurmdTimeout=60
+SlurmdTimeout=30
 MinJobAge=300
 NodeName=node[1-2] NodeHostname={host} NodeAddr=127.0.0.1 Port=[{SLURMD}-{SLURMD + 1}] CPUs=64 Boards=1 \
 SocketsPerBoard=1 CoresPerSocket=64 ThreadsPerCore=1 RealMemory=600000 Gres=gpu:8 State=UNKNOWN

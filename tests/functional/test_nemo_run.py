@@ -78,8 +78,8 @@ def test_on_slurm_to_the_end_over_both_nodes(python: Path, slurm: Slurm, task: T
     run = submit(python, tmp_path, of_two_nodes(task), "to=slurm", OVERRIDES, SLURM_CONF=str(slurm.conf))
     assert run.code == 0, run.out + run.err
     assert [line["step"] for line in run.metrics()] == [1, 2]
-    (log,) = tmp_path.glob("state/**/sbatch_*.out")
-    assert "2 of 2 nodes" in log.read_text() and "the run is over" in log.read_text()
+    logs = [file.read_text() for file in tmp_path.glob("state/**/sbatch_*.out")]  # the job's, and NeMo-Run's copy
+    assert logs and all("2 of 2 nodes" in log and "the run is over" in log for log in logs)
 
 
 def test_a_failure_on_slurm_ends_it_with_its_reason(python: Path, slurm: Slurm, task: Task, tmp_path: Path) -> None:

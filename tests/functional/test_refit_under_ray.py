@@ -42,8 +42,8 @@ class PolicyRank(Policy):
         self.size = rendezvous.world_size
         self.sender = RefitSender(self.source(rendezvous.rank), rendezvous.rank, run_id=f"ray.{os.getppid()}")
 
-    def open_refit(self, transport: dict[str, Any] | None, plan: str) -> dict[str, Any]:
-        return self.sender.open_refit(transport, plan)
+    def open_refit(self, transport: dict[str, Any] | None, plan: str, link: Any = None) -> dict[str, Any]:
+        return self.sender.open_refit(transport, plan, link)
 
     def fill_bucket(self, index: int, *checked: Any) -> dict[str, Any]:
         return self.sender.fill_bucket(index, *checked)
@@ -68,6 +68,9 @@ class Paced:
 
     def stream(self, *args: Any, **how: Any) -> Any:
         return self._worker.stream(*args, **how)
+
+    def place(self) -> Any:
+        return self._worker.place()
 
 
 class Traffic:

@@ -27,7 +27,7 @@ def receive(pipe: Any) -> None:
     torch.cuda.set_device(1)
     link = Link(pipe.recv(), 1)
     places = [torch.empty(MESSAGE_MIB * 2**20, dtype=torch.uint8, device="cuda:1") for _ in range(MESSAGES)]
-    link.receive([(place, 0) for place in places])
+    link.exchange((), [(place, 0) for place in places])
     torch.cuda.synchronize()
     pipe.send([torch.equal(place, values(i, 1).view(torch.uint8)) for i, place in enumerate(places)])
     link.close()
@@ -36,7 +36,7 @@ def receive(pipe: Any) -> None:
 @pytest.mark.skipif(torch.cuda.device_count() < 2, reason="NCCL wants a GPU for each of its ranks: two are needed")
 def test_what_is_sent_arrives() -> None:
     torch.cuda.set_device(0)
-    link = Link.host(2, TIMEOUT_S, torch.device("cuda", 0))
+    link = Link.host(2, [1], [-1], TIMEOUT_S, torch.device("cuda", 0))
     assert link.description["kind"] == "nccl" and link.device.type == "cuda"
     pipe, there = multiprocessing.get_context("spawn").Pipe()
     process = multiprocessing.get_context("spawn").Process(target=receive, args=(there,), daemon=True)
@@ -45,7 +45,7 @@ def test_what_is_sent_arrives() -> None:
     messages = [(link.message(values(i, 0), torch.bfloat16), 1) for i in range(MESSAGES)]
     torch.cuda.synchronize()
     began = time.perf_counter()
-    link.send(messages)
+    link.exchange(messages, ())
     torch.cuda.synchronize()
     seconds = time.perf_counter() - began
     assert pipe.poll(TIMEOUT_S) and pipe.recv() == [True] * MESSAGES

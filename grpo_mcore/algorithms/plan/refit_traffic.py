@@ -47,10 +47,15 @@ def refit_traffic(load: Workload) -> RefitTraffic:
     params = [param for param in params_of(load.shape) if not param.copy]
     plan = plan_refit(params, load.shape, trainer, engine, dtype=dtype, buffer_bytes=load.refit_buffer, copies=False)
     written: Counter[int] = Counter()
+    held: Counter[int] = Counter()  # by who holds it
     for block in plan.blocks():
         written[block.source] += block.nbytes
+        held[block.holders] += block.nbytes
     read = engine.bytes_by_rank(params, load.shape, lambda param: DTYPE_BYTES[wire_dtype(param, dtype)])
-    other_nodes = plan.block_bytes if load.nodes > 1 or not load.colocated else 0
+    homes = [{rank * load.nodes // load.world for rank in ranks} if load.colocated else () for ranks in plan.holders]
+    other_nodes = max(
+        sum(nbytes for holders, nbytes in held.items() if node not in homes[holders]) for node in range(load.nodes)
+    )
     link = (
         "network between nodes" if other_nodes else "host memory (PCIe)" if load.world > 1 else "memory of the device"
     )

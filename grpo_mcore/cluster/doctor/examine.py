@@ -132,7 +132,7 @@ def _collectives(needs: Needs) -> Iterator[Finding]:
         for thread in threads:
             thread.join()
     for pair in pairs:
-        yield judge.pair(backend, pair, *answers[pair])
+        yield judge.pair(backend, pair, *answers[pair], of="collectives")
 
 
 def _model(needs: Needs) -> Finding:

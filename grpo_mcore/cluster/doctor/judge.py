@@ -111,8 +111,10 @@ def gpus(found: Sequence[Gpu] | None, wanted: int, seen_by_torch: int | None = N
     return faults or [Finding("GPUs", "ok", f"{len(found)} x {names}, driver {', '.join(sorted(drivers))}")]
 
 
-def pair(backend: str, ranks: tuple[int, int], seconds: float | None, error: str | None) -> Finding:
-    """A sum over two processes. `seconds`: None where it did not come to an end."""
+def pair(
+    backend: str, ranks: tuple[int, int] | tuple[str, str], seconds: float | None, error: str | None, *, of: str
+) -> Finding:
+    """A sum over two processes. `seconds`: None where it did not come to an end. `of`: what is checked by it."""
     who = f"{backend} {ranks[0]}-{ranks[1]}"
     if error is not None or seconds is None:
         variables = (
@@ -120,8 +122,8 @@ def pair(backend: str, ranks: tuple[int, int], seconds: float | None, error: str
             if backend == "nccl"
             else ("GLOO_SOCKET_IFNAME, and that the host's own name resolves")
         )
-        return Finding("collectives", "fault", f"{who}: {error or 'no answer'}", f"look at {variables}")
-    return Finding("collectives", "ok", f"{who}: {seconds:.1f} s with start")
+        return Finding(of, "fault", f"{who}: {error or 'no answer'}", f"look at {variables}")
+    return Finding(of, "ok", f"{who}: {seconds:.1f} s with start")
 
 
 def shared_memory(total: int, free: int, needed: int) -> Finding:

@@ -1,4 +1,5 @@
-"""The same checks on every node of a running Ray cluster, and what only several nodes show: clocks, shared folders."""
+"""The same checks on every node of a running Ray cluster, and what only several nodes show: clocks, shared folders, the
+network between them."""
 
 from __future__ import annotations
 
@@ -6,7 +7,9 @@ import logging
 import os
 import time
 import uuid
+from collections.abc import Sequence
 from dataclasses import replace
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -20,6 +23,9 @@ NODE_S = 55.0
 
 CHECKS_S = 40.0
 """Of that, for the checks themselves."""
+
+LINK_S = 30.0
+"""For a sum over two nodes, start of its processes included."""
 
 
 def examine_cluster(needs: Needs, address: str | None = None) -> dict[str, list[Finding]]:
@@ -64,13 +70,20 @@ def _examine_all(ray: Any, needs: Needs, address: str, want: tuple[int, int]) ->
             raise DeadlineExceeded("the doctor's checks", missing, NODE_S, "")
         answers = {node: ray.get(ref) for node, ref in looks.items()}
         clocks = [_clock(ray, node, names[node]) for node in alive]
+        hosts = {node: found["NodeManagerAddress"] for node, found in alive.items()}
+        backend = "nccl" if gpus and needs.gpu is not False else "gloo"
+        network = [
+            finding
+            for half in (0, 1)  # pairs without a common node at the same time
+            for finding in _links(ray, list(pairwise(alive))[half::2], hosts, names, backend)
+        ]
     finally:
         for path in made:
             path.unlink(missing_ok=True)
     for what, path in marks.items():
         if path in made:
             whole.append(judge.seen(what, str(path.parent), {names[n]: answers[n][1][what] for n in alive}))
-    return {"cluster": whole + clocks} | {names[node]: answers[node][0] for node in alive}
+    return {"cluster": whole + clocks + network} | {names[node]: answers[node][0] for node in alive}
 
 
 def _look(needs: Needs, marks: dict[str, str]) -> tuple[list[Finding], dict[str, bool]]:
@@ -92,6 +105,30 @@ def _clock(ray: Any, node: str, name: str) -> Finding:
         answered = time.time()
         best = min(best, (theirs - (asked + answered) / 2, (answered - asked) / 2), key=lambda each: each[1])
     return judge.clock(*best, name)
+
+
+def _links(
+    ray: Any,
+    pairs: Sequence[tuple[str, str]],
+    hosts: dict[str, str],
+    names: dict[str, str],
+    backend: str,
+    seconds: float = LINK_S,
+) -> list[Finding]:
+    """Whether the first accelerator (or gloo) of one node reaches that of another, over the network that a refit and
+    data-parallel ranks use."""
+    sums = []
+    for first, second in pairs:
+        port = ray.get(_task(ray, first, probes.free_port).remote(), timeout=NODE_S)
+        where = (backend, f"{hosts[first]}:{port}")
+        ranks = enumerate((first, second))
+        sums.append([_task(ray, node, probes.summed).remote(*where, {rank: 0}, seconds) for rank, node in ranks])
+    found = []
+    for (first, second), refs in zip(pairs, sums, strict=True):
+        answers = ray.get(refs, timeout=NODE_S + seconds)
+        error = next((error for _, error in answers if error), None)
+        found.append(judge.pair(backend, (names[first], names[second]), answers[0][0], error, of="network"))
+    return found
 
 
 def _task(ray: Any, node: str, function: Any) -> Any:

@@ -61,14 +61,19 @@ def gpus(timeout_s: float = 15.0) -> list[Gpu] | None:
 
 
 def pair(backend: str, devices: tuple[int, int], timeout_s: float = 40.0) -> tuple[float | None, str | None]:
-    """Two processes sum a tensor. (seconds, None), or (None, what went wrong)."""
-    began, port = time.monotonic(), free_port()
-    command = [sys.executable, "-m", "grpo_mcore.cluster.doctor.sum_of_two", backend, str(port), str(timeout_s)]
+    """Two processes here sum a tensor. (seconds, None), or (None, what went wrong)."""
+    return summed(backend, f"127.0.0.1:{free_port()}", dict(enumerate(devices)), timeout_s)
+
+
+def summed(backend: str, address: str, devices: dict[int, int], timeout_s: float) -> tuple[float | None, str | None]:
+    """The processes of a sum of two that run here: `devices` by rank. `address`: HOST:PORT of rank 0."""
+    began = time.monotonic()
+    command = [sys.executable, "-m", "grpo_mcore.cluster.doctor.sum_of_two", backend, address, str(timeout_s)]
     ranks = [
         subprocess.Popen(
             [*command, str(rank), str(device)], stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True
         )
-        for rank, device in enumerate(devices)
+        for rank, device in devices.items()
     ]
     try:
         for rank in ranks:

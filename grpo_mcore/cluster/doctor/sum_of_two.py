@@ -1,5 +1,5 @@
-"""One of two processes that sum a tensor: `python -m ... BACKEND PORT SECONDS RANK DEVICE`. Exit code 0: the sum is
-right."""
+"""One of two processes that sum a tensor: `python -m ... BACKEND HOST:PORT SECONDS RANK DEVICE`. Exit code 0: the sum
+is right."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ import sys
 from datetime import timedelta
 
 
-def main(backend: str, port: str, seconds: str, rank: str, device: str) -> None:
+def main(backend: str, address: str, seconds: str, rank: str, device: str) -> None:
     import torch
 
     place = torch.device("cuda", int(device)) if backend == "nccl" else torch.device("cpu")
@@ -15,7 +15,7 @@ def main(backend: str, port: str, seconds: str, rank: str, device: str) -> None:
         torch.cuda.set_device(place)
     torch.distributed.init_process_group(
         backend,
-        init_method=f"tcp://127.0.0.1:{port}",
+        init_method=f"tcp://{address}",
         rank=int(rank),
         world_size=2,
         timeout=timedelta(seconds=float(seconds)),

@@ -236,7 +236,7 @@ def test_layouts_of_a_thousand_gpus_with_experts() -> None:
         "policy.generation.vllm_cfg.tensor_parallel_size=8", "policy.train_global_batch_size=2048",
     )  # fmt: skip
     assert found.load.world == 1024 and len(found.stages) == 16
-    assert time.process_time() - began < 15  # 2 s on a machine that does nothing else; 5 s are promised
+    assert time.process_time() - began < 5
     latent = 61 * (512 + 64) * 2
     assert found.engine.kv_bytes_per_token == latent  # the same on every rank of an engine
 

@@ -100,7 +100,7 @@ class World:
             raise RuntimeError(f"{worker} is ill")
         return answer
 
-    def open_refit(self, worker: str, transport: dict | None, plan: str) -> dict:
+    def open_refit(self, worker: str, transport: dict | None, plan: str, link: dict | None = None) -> dict:
         assert (transport is None) == (worker == "policy-0")
         sent = sum(block.nbytes for block in self.plan.blocks() if worker == f"policy-{block.source}")
         return {"digest": self.plan.digest, "transport": {"kind": "simulated"}, "bytes": sent}

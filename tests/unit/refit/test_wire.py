@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import threading
+from collections.abc import Sequence
 from concurrent.futures import Future
 from typing import Any
 
@@ -12,7 +13,8 @@ import torch
 from grpo_mcore.families import params_of
 from grpo_mcore.refit.buffer import attach_buffer, block_view
 from grpo_mcore.refit.layout import EngineLayout, TrainerLayout
-from grpo_mcore.refit.plan import RefitError, plan_refit, sender_of
+from grpo_mcore.refit.link import Link, sender_of
+from grpo_mcore.refit.plan import RefitError, RefitPlan, plan_refit
 from grpo_mcore.refit.receiver import RefitReceiver
 from grpo_mcore.refit.refit import refit
 from grpo_mcore.refit.sender import RefitSender
@@ -54,12 +56,12 @@ class Node(RefitReceiver):
         self.version = 0
 
     def start_refit(self, manifest: dict[str, Any]) -> dict[str, Any]:
-        self.mapped = attach_buffer(manifest["transport"])
+        self.mapped, self.plan = attach_buffer(manifest["transport"]), RefitPlan.from_json(manifest["plan"])
         return {"digest": manifest["digest"], "in_place": False, "dtype": "float32", "verify": "off"}
 
     def stage_bucket(self, number: int) -> dict[str, Any]:
-        for at, block in enumerate(self._plan.buckets[number].blocks):
-            self.seen[number, at] = block_view(self.mapped, self._plan, number, block).clone()
+        for at, block in enumerate(self.plan.buckets[number].blocks):
+            self.seen[number, at] = block_view(self.mapped, self.plan, number, block).clone()
         return {"seconds": 0.0, "sums": {}}
 
     def commit_refit(self, version: int, recompute_kv: bool) -> dict[str, Any]:
@@ -73,7 +75,10 @@ class Node(RefitReceiver):
 
 
 class Setting:
-    def __init__(self, nodes: int) -> None:
+    """`homes`: the node of each policy rank, where policy and engines share nodes."""
+
+    def __init__(self, nodes: int, homes: Sequence[int] = ()) -> None:
+        self.homes = homes
         layout = TrainerLayout(2, 1, 2)
         self.plan = plan_refit(params_of(SHAPE), SHAPE, layout, EngineLayout(2), dtype="float32", buffer_bytes=8192)
         self.sources = [Source(rank % 2, 2) for rank in range(4)]
@@ -84,7 +89,7 @@ class Setting:
         policy = [ThreadHandle(f"policy-{rank}", sender) for rank, sender in enumerate(self.senders)]
         engines = [ThreadHandle(f"engine-{number}", node) for number, node in enumerate(self.nodes)]
         by_node = [[engine] for engine in engines]
-        return refit(policy, engines, self.plan, version, nodes=by_node, timeout_s=timeout_s)
+        return refit(policy, engines, self.plan, version, nodes=by_node, homes=self.homes, timeout_s=timeout_s)
 
     def check(self) -> None:
         for node in self.nodes:
@@ -113,8 +118,49 @@ def test_every_node_gets_every_block(nodes: int) -> None:
     setting.close()
 
 
-def test_a_rank_that_fails_ends_it_for_all_and_the_next_refit_works() -> None:
-    setting = Setting(2)
+@pytest.mark.parametrize(
+    ("nodes", "homes", "over_the_wire"),
+    [
+        (2, (0, 0, 1, 1), False),  # a whole copy of the policy on each node
+        (2, (0, 1, 0, 1), True),  # tensor parallel over the boundary: half of two copies
+        (1, (0, 0, -1, -1), False),  # engines beside half of the policy
+        (1, (0, -1, 0, -1), True),
+    ],
+)
+def test_policy_ranks_bring_what_their_node_holds_and_send_the_rest(
+    nodes: int, homes: Sequence[int], over_the_wire: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    sent: list[int] = []
+    honest = Link.exchange
+
+    def exchange(self: Link, messages: Any, places: Any) -> None:
+        sent.extend(message.numel() for message, _ in messages)
+        honest(self, messages, places)
+
+    monkeypatch.setattr(Link, "exchange", exchange)
+    setting = Setting(nodes, homes)
+    held = [
+        (block.nbytes, {homes[rank] for rank in setting.plan.holders[block.holders]}) for block in setting.plan.blocks()
+    ]
+    missing = sum(nbytes for node in range(nodes) for nbytes, where in held if node not in where)
+    assert (missing > 0) == over_the_wire
+    for version in (1, 2):
+        sent.clear()
+        assert setting.refit(version).version == version
+        setting.check()
+        assert all(len(node.seen) == len(list(setting.plan.blocks())) for node in setting.nodes)
+        assert sum(sent) == missing, "a block that a rank of the node holds does not travel"
+    setting.close()
+
+
+def test_a_node_of_engines_without_a_policy_rank_is_refused() -> None:
+    with pytest.raises(RefitError, match=r"no policy rank is on the nodes \[1\]"):
+        Setting(2, (0, 0, 0, 0)).refit(1)
+
+
+@pytest.mark.parametrize("homes", [(), (0, 1, 0, 1)])
+def test_a_rank_that_fails_ends_it_for_all_and_the_next_refit_works(homes: Sequence[int]) -> None:
+    setting = Setting(2, homes)
     setting.refit(1)
     honest = setting.senders[3].fill_bucket
 
@@ -124,7 +170,9 @@ def test_a_rank_that_fails_ends_it_for_all_and_the_next_refit_works() -> None:
         return honest(number, *checked)
 
     setting.senders[3].fill_bucket = fill_bucket  # type: ignore[method-assign]
-    with pytest.raises(RefitError, match=r"failed on (policy-3: out of luck|engine-\d: node \d: receiving bucket 1)"):
+    with pytest.raises(
+        RefitError, match=r"failed on (policy-3: out of luck|(policy|engine)-\d: .*ing bucket 1 failed)"
+    ):
         setting.refit(2, timeout_s=3.0)
     assert [node.version for node in setting.nodes] == [1, 1] and all(node.aborted for node in setting.nodes)
     setting.senders[3].fill_bucket = honest  # type: ignore[method-assign]

@@ -222,8 +222,10 @@ def test_gpus_that_are_asked_for_and_not_there() -> None:
 
 def test_ranks_that_do_not_meet() -> None:
     seconds, error = probes.pair("gloo", (0, 1), timeout_s=0.05)  # no two processes start in that time
-    fault(judge.pair("gloo", (0, 1), seconds, error), "gloo 0-1", "no answer in", "GLOO_SOCKET_IFNAME")
-    assert judge.pair("nccl", (2, 3), 4.0, None).state == "ok"
+    fault(
+        judge.pair("gloo", (0, 1), seconds, error, of="collectives"), "gloo 0-1", "no answer in", "GLOO_SOCKET_IFNAME"
+    )
+    assert judge.pair("nccl", (2, 3), 4.0, None, of="collectives").state == "ok"
 
 
 def test_a_folder_that_a_node_does_not_see() -> None:
