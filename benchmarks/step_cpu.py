@@ -54,6 +54,7 @@ def measure(size: str, steps: int, extra: list[str]) -> dict[str, object]:
                 "grpo.val_at_start=false",
                 "grpo.val_at_end=false",
                 "checkpointing.enabled=false",
+                "policy.train_global_batch_size=256",
                 "logger.tensorboard_enabled=false",
                 f"logger.log_dir={folder / 'logs'}",
                 *overrides,

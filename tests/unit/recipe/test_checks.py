@@ -348,7 +348,7 @@ ASKING = {  # a value of each key that asks for the feature
 @pytest.mark.parametrize("key", NOT_YET)
 def test_what_is_not_supported_yet_says_so(problems, key: str) -> None:
     neutral, feature = NOT_YET[key]
-    value = ASKING.get(key) or {"True": "false", "False": "true", "1": "2", "None": "3"}[str(neutral)]
+    value = ASKING.get(key) or {"True": "false", "False": "true", "1": "2", "None": "3", "0.0": "0.5"}[str(neutral)]
     found = [line for line in problems(MINIMAL, f"{key}={value}") if "not supported yet" in line]
     assert len(found) == 1
     assert found[0].startswith(f"command line: {key}: not supported yet ({feature}); got ")
