@@ -61,9 +61,9 @@ class CheckpointingConfig(Section):
     """Write one every so many steps."""
     save_optimizer: bool = True
     """Write the optimizer state too, without which a run cannot be resumed exactly."""
-    is_async: bool = True
-    """Write them beside the steps that follow: training waits only until their values are copied. false: it waits until
-    they are written."""
+    is_async: bool = False
+    """Write them beside the steps that follow: training waits only until their values are copied. A run that ends in
+    the middle may then have lost the one that was being written. false: training waits until they are written."""
     checkpoint_must_save_by: Annotated[str, Field(pattern=r"^\d+:\d\d:\d\d:\d\d$")] | None = None
     """Time since its start after which a run finishes its step, saves and ends, as "DD:HH:MM:SS": leave room for the
     longest step and a save. null: none. Read by cli/."""

@@ -49,7 +49,7 @@ PATIENCE_S = 40.0
 def recipe_of(task: Task, model: Path, steps: int, **cluster: Any) -> dict[str, Any]:
     recipe = grpo_recipe(task, model)
     recipe["grpo"] |= {"max_num_steps": steps}
-    recipe["checkpointing"] = {"save_period": 1, "metric_name": None, "keep_top_k": 2}
+    recipe["checkpointing"] = {"save_period": 1, "metric_name": None, "keep_top_k": 2, "is_async": True}
     recipe["cluster"] = {"platform": "cpu", "gpus_per_node": 1, "max_restarts": 2, "retry_wait_s": 0.1, **cluster}
     return recipe
 

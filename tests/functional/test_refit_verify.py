@@ -12,7 +12,8 @@ import pytest
 import torch
 
 from grpo_mcore.cli.main import main
-from grpo_mcore.parallel.weights import ShardedWeights
+from grpo_mcore.refit.plan import Block
+from grpo_mcore.refit.sender import RefitSender
 from tests.functional.runs import Task, grpo_recipe, run_here, write_recipe
 
 
@@ -26,12 +27,12 @@ def verify(folder: Path, recipe: dict[str, Any], *words: str) -> tuple[int, str]
 @pytest.fixture
 def wrong_weights(monkeypatch: pytest.MonkeyPatch) -> None:
     """The policy sends other values than it computes with: checksums agree, as what is sent arrives."""
-    honest = ShardedWeights.parameters
+    honest = RefitSender._values
 
-    def parameters(self: ShardedWeights) -> dict[str, torch.Tensor]:
-        return {name: values * (1.0 if "norm" in name else 1.1) for name, values in honest(self).items()}
+    def values(self: RefitSender, block: Block) -> torch.Tensor:
+        return honest(self, block) * (1.0 if "norm" in block.param else 1.1)
 
-    monkeypatch.setattr(ShardedWeights, "parameters", parameters)
+    monkeypatch.setattr(RefitSender, "_values", values)
 
 
 def test_engine_and_policy_agree(tmp_path: Path, task: Task) -> None:

@@ -5,8 +5,6 @@ from __future__ import annotations
 
 from pathlib import Path
 
-import pytest
-
 from tests.functional.runs import Task, grpo_recipe, run_here
 
 
@@ -23,7 +21,7 @@ def test_adapters_are_trained_refitted_and_resumed(tmp_path: Path, task: Task) -
     assert short.code == 0, short.err
     first, second = short.metrics()
     # Nothing is added before the first update; then engine and policy agree on what is, far from the reference.
-    assert first["grad_norm"] > 0 and first["kl_penalty"] == pytest.approx(0.0, abs=1e-6) < second["kl_penalty"]
+    assert first["grad_norm"] > 0 and abs(first["kl_penalty"]) < 1e-6 < second["kl_penalty"]
     assert max(line["token_mult_prob_error"] for line in (first, second)) < 1.0001
     longer = run_here("train", tmp_path / "a", recipe, "grpo.max_num_steps=3", "--resume")
     assert longer.code == 0, longer.err
