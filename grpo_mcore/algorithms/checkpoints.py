@@ -30,7 +30,7 @@ class CheckpointManager:
     A folder holds policy/ (weights, optimizer, RNG by rank), groups/ (finished groups that wait for their step),
     data.pt (place in the data), training_info.json (save state and metrics), config.yaml (the resolved recipe) and
     digests.json (of all these files). It is written as `tmp_step_N` and renamed at the end. `save` waits for all of
-    it; the loop's are written beside its next steps (`background_checkpoints.py`).
+    it; the loop's may be written beside its next steps (`background_checkpoints.py`).
     """
 
     def __init__(self, config: Any) -> None:

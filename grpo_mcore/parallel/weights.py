@@ -147,6 +147,9 @@ class Merged(Mapping[str, Tensor]):
         tensor, addition = self._tensors[name], self._additions.get(name)
         return tensor if addition is None else (tensor.float() + addition()).to(tensor.dtype)
 
+    def __contains__(self, name: object) -> bool:  # a Mapping's own adds it up
+        return name in self._tensors
+
     def __iter__(self) -> Iterator[str]:
         return iter(self._tensors)
 

@@ -80,7 +80,7 @@ class RefitSender:
         not hold as the plan says.
         """
         new = _parsed(plan)
-        if self._plan is not new:
+        if unseen := self._plan is not new:
             self._close_buffer()
             self._plan = new
         self._parameters = self._source.parameters()
@@ -99,7 +99,8 @@ class RefitSender:
             for number, block in enumerate(bucket.blocks):
                 senders = [sender_of(new, block, node, homes) for node in range(len(receivers))]
                 if to := [node for node, sender in enumerate(senders) if sender == self._rank]:
-                    self._values(block)  # must be there
+                    if unseen:
+                        self._values(block)  # must be there
                     self._blocks[-1].append(Sent(number, block, to))
                     nbytes += block.nbytes * len(to)
                 for node, sender in enumerate(senders):

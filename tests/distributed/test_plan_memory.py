@@ -115,7 +115,7 @@ def compare(ranks: RankPool, policy: PolicyConfig, world: int) -> None:
         for name in found:
             bound = 0.15 if name == "activations" else 0.02
             if name == "activations" and policy.megatron_cfg.peft.enabled:
-                # Too high by a sixth: it still counts the inputs that a frozen weight's gradient would need.
+                # Too high by a sixth, for a reason that is still to be found; never too low.
                 assert found[name] <= predicted[name] < 1.25 * found[name], f"{name} of rank {rank}"
                 continue
             assert predicted[name] == pytest.approx(found[name], rel=bound), f"{name} of rank {rank}"
