@@ -35,6 +35,6 @@ def verify_refit(config: MasterConfig) -> tuple[RefitReport, Parity]:
     with start_cluster(config, logs) as cluster, on_sigterm(StopRequest()):
         policy = start_policy(config, cluster)
         engines = start_engines(config, cluster, policy)
-        wait_until_ready(config, cluster, [*policy.workers, *engines.workers])
+        wait_until_ready(config, cluster, [*policy.workers, *engines.all_hosts()])
         report = refit_policy_generation(policy, engines)
         return report, measure_parity(policy, engines, check)

@@ -174,8 +174,8 @@ class Engine:
             deliver(output for output in outputs if output.finished)
 
     def start_refit(self, manifest: Mapping[str, Any]) -> dict[str, Any]:
-        """Open a weight update. `manifest`: plan (JSON), digest, transport, version, verify. What is open is closed
-        first.
+        """Open a weight update. `manifest`: plan (JSON), digest, transports (of each of the engine's nodes), version,
+        verify. What is open is closed first.
 
         Returns {digest of the plan as every rank understood it, version: the current one, dtype, in_place, verify:
         "full" in the first refit that samples}. Raises EngineError where the engine generates and has no memory to
@@ -187,7 +187,7 @@ class Engine:
                 self._llm_engine.wake_up(["weights"])
                 self._asleep.remove("weights")
             self._refit_open = True
-            names = ("plan", "transport", "version", "verify", "in_place")
+            names = ("plan", "transports", "version", "verify", "in_place")
             reports = self._refit_step("start", {name: manifest[name] for name in names if name in manifest})
             if (digests := {report["digest"] for report in reports}) != {manifest["digest"]}:
                 self.abort_refit()

@@ -44,13 +44,15 @@ def _options(load: Workload, nodes: int) -> Iterator[Workload]:
     for layout in _layouts(load, nodes * load.gpus_per_node):
         world = layout.world_size
         for recompute in (False, True):
-            for engine_tensor in _powers(load.gpus_per_node) if load.colocated else (load.engine_tensor,):
+            sizes = {*_powers(load.gpus_per_node), load.engine_tensor} if load.colocated else {load.engine_tensor}
+            for engine_tensor in sorted(sizes):
                 if load.grpo and not _engine_splits(load, engine_tensor) or not load.grpo and engine_tensor > 1:
                     continue
                 engines = max(1, world // engine_tensor) if load.colocated else load.engines
+                span = max(1, engine_tensor // load.gpus_per_node) if load.colocated else load.engine_span
                 yield replace(
                     load, layout=layout, nodes=nodes, recompute=recompute, engine_tensor=engine_tensor,
-                    engines=engines, first_layers=None, last_layers=None,
+                    engines=engines, engine_span=span, first_layers=None, last_layers=None,
                 )  # fmt: skip
 
 
