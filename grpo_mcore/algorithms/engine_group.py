@@ -15,13 +15,14 @@ from grpo_mcore.cluster import (
     ObjectStore,
     Parcel,
     Pending,
+    Rendezvous,
     Worker,
     WorkerDied,
     WorkerFailed,
     call_all,
     gather,
 )
-from grpo_mcore.generation import Engine, EngineConfig
+from grpo_mcore.generation import Engine, EngineConfig, EngineFollower, EngineNode
 from grpo_mcore.generation.chat.endpoint import Endpoint
 from grpo_mcore.refit import EngineLayout, EngineNodes, RefitReceiver
 from grpo_mcore.rollout.trajectory import GenerationRequest, Sampling, TrajectoryRef
@@ -30,15 +31,12 @@ HEALTH_S = 60.0
 """How long a living engine may take to say so: one step of generation, at most."""
 
 
-class EngineWorker(Engine):
-    """An engine whose samples stay in the cluster's store: the driver receives what describes them. In a refit over a
-    wire one engine of a node receives for all of them."""
+class Receiving:
+    """In a refit over a wire one worker of a node receives for all engine ranks there. It is built before they are."""
 
-    def __init__(self, config: EngineConfig, store: ObjectStore) -> None:
-        """`store`: fetches the trajectories that requests continue."""
-        super().__init__(config)
-        self._store = store
+    def __init__(self, *arguments: Any) -> None:
         self._receiver = RefitReceiver()
+        super().__init__(*arguments)
 
     def open_receiver(self, link: dict[str, Any], plan: str, node: int) -> dict[str, Any]:
         return self._receiver.open_receiver(link, plan, node)
@@ -51,12 +49,34 @@ class EngineWorker(Engine):
 
     def shutdown(self) -> None:
         self._receiver.close_receiver()
-        super().shutdown()
+        super().shutdown()  # type: ignore[misc]
+
+
+class FollowerWorker(Receiving, EngineFollower):
+    """A further node of an engine."""
+
+
+class EngineWorker(Receiving, Engine):
+    """An engine whose samples stay in the cluster's store: the driver receives what describes them."""
+
+    def __init__(self, config: EngineConfig, store: ObjectStore) -> None:
+        """`store`: fetches the trajectories that requests continue."""
+        super().__init__(config)
+        self._store = store
 
     def generate_refs(self, requests: list[GenerationRequest], sampling: Sampling) -> Iterator[Parcel]:
         """`generate`, each trajectory as Parcel(TrajectoryRef without its ref, trajectory)."""
         for trajectory in self.generate(resolved(requests, self._store), sampling):
             yield Parcel(TrajectoryRef.of(trajectory, None), trajectory)
+
+
+def node_of_engine(
+    rendezvous: Rendezvous, config: EngineConfig, store: ObjectStore, token: str
+) -> EngineWorker | FollowerWorker:
+    """Of an engine over several nodes, what runs on number `rendezvous.rank` of them: the first is the engine."""
+    place = EngineNode(rendezvous.rank, rendezvous.world_size, rendezvous.master_addr, rendezvous.master_port, token)
+    config = replace(config, node=place)
+    return FollowerWorker(config) if place.rank else EngineWorker(config, store)
 
 
 def resolved(requests: Sequence[GenerationRequest], store: ObjectStore) -> list[GenerationRequest]:
