@@ -72,8 +72,7 @@ def cluster(tmp_path_factory: pytest.TempPathFactory) -> Iterator[RayCluster]:
         nodes.shutdown()
 
 
-@pytest.fixture(scope="module")
-def config(folder: Path) -> MasterConfig:
+def recipe_for(folder: Path, nodes: int = 2, **generation: Any) -> MasterConfig:
     recipe = {
         "policy": {
             "model_name": str(folder),
@@ -81,10 +80,11 @@ def config(folder: Path) -> MasterConfig:
             "max_total_sequence_length": CONTEXT,
             "generation": {
                 "vllm_cfg": {"kv_cache_memory_gb": 0.1, "tensor_parallel_size": 2, "load_format": "auto"},
+                **generation,
             },
         },
         "data": {"train": {"data_path": "train.jsonl"}},  # never read
-        "cluster": {"platform": "cpu", "num_nodes": 2, "gpus_per_node": 1, "max_engine_restarts": 4},
+        "cluster": {"platform": "cpu", "num_nodes": nodes, "gpus_per_node": 1, "max_engine_restarts": 4},
     }
     return load_recipe(write_recipe(folder.parent, recipe), []).config
 
@@ -101,7 +101,8 @@ def policy(cluster: RayCluster, folder: Path) -> PolicyGroup:
 
 
 @pytest.fixture(scope="module")
-def engines(cluster: RayCluster, config: MasterConfig, policy: PolicyGroup) -> EngineGroup:
+def engines(cluster: RayCluster, folder: Path, policy: PolicyGroup) -> EngineGroup:
+    config = recipe_for(folder)
     engines = start_engines(config, cluster, policy)
     wait_until_ready(config, cluster, [*policy.workers, *engines.all_hosts()])
     return engines
@@ -179,9 +180,30 @@ def test_a_death_on_either_node_is_named_and_the_engine_starts_anew_on_both(
     assert tokens_of(cluster, engines) == tokens(inside)
 
 
-def test_nothing_is_left(cluster: RayCluster, engines: EngineGroup) -> None:
-    """The last test of the file: the engine is gone."""
+def end(cluster: RayCluster, engines: EngineGroup) -> None:
+    """Nothing is left."""
     processes = [process for host in engines.hosts(0) for process in ranks_of(host)]
-    assert processes
+    assert len(processes) == 2
     cluster.stop(engines.hosts(0))
     wait_until(lambda: not any(process.is_running() for process in processes), "the end of the ranks", 20.0)
+
+
+def test_on_nodes_of_its_own_each_node_receives_over_the_wire(
+    cluster: RayCluster, policy: PolicyGroup, engines: EngineGroup, inside: Engine, folder: Path
+) -> None:
+    """The last test of the file: first the engine of the others ends."""
+    end(cluster, engines)
+    pool = {"enabled": False, "resources": {"num_nodes": 2, "gpus_per_node": 1}}
+    config = recipe_for(folder, nodes=3, colocated=pool)
+    apart = start_engines(config, cluster, policy)
+    wait_until_ready(config, cluster, apart.all_hosts())
+    assert len(apart.nodes().hosts) == 2 and not apart.colocated
+    twin = Policy(folder)
+    for version in (11, 12):
+        change(policy, twin, version)
+        twin.refit(inside, version, verify="full")
+        inside.prepare(version)
+        assert refit_policy_generation(policy, apart, False).checked
+        assert tokens_of(cluster, apart) == tokens(inside)
+    twin.close()
+    end(cluster, apart)
