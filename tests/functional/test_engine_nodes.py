@@ -1,5 +1,5 @@
 """One engine over two nodes, which are two Ray nodes of this machine: it says token for token what one inside a node
-says, before and after a refit; what dies on either node is named, and the engine starts anew on both."""
+says, before and after a refit; what dies on either node is named, and the engine starts anew on both; a whole run."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ from grpo_mcore.refit import TrainerLayout
 from grpo_mcore.rollout.trajectory import Sampling
 from tests.functional import engine_cases
 from tests.functional.engine_cases import CONTEXT, Policy, make_model, request, wait_until
-from tests.functional.runs import write_recipe
+from tests.functional.runs import Task, grpo_recipe, run_command, write_recipe
 from tests.functional.test_refit_under_ray import PolicyRank
 
 GIB = 2**30
@@ -191,7 +191,7 @@ def end(cluster: RayCluster, engines: EngineGroup) -> None:
 def test_on_nodes_of_its_own_each_node_receives_over_the_wire(
     cluster: RayCluster, policy: PolicyGroup, engines: EngineGroup, inside: Engine, folder: Path
 ) -> None:
-    """The last test of the file: first the engine of the others ends."""
+    """First the engine of the tests before ends."""
     end(cluster, engines)
     pool = {"enabled": False, "resources": {"num_nodes": 2, "gpus_per_node": 1}}
     config = recipe_for(folder, nodes=3, colocated=pool)
@@ -207,3 +207,20 @@ def test_on_nodes_of_its_own_each_node_receives_over_the_wire(
         assert tokens_of(cluster, apart) == tokens(inside)
     twin.close()
     end(cluster, apart)
+
+
+def test_a_whole_run(
+    cluster: RayCluster, task: Task, model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The command, a data-parallel rank of the policy on each node and the engine over both; after every refit all
+    checksums are compared, and the engine's log-probs with the policy's."""
+    recipe = grpo_recipe(task, model)
+    recipe["grpo"] |= {"max_num_steps": 2, "val_at_end": False}
+    recipe["policy"] |= {"refit_verify": "full", "refit_parity": 1.001}
+    recipe["policy"]["generation"]["vllm_cfg"] |= {"tensor_parallel_size": 2}
+    recipe["cluster"] = {"platform": "cpu", "num_nodes": 2, "gpus_per_node": 1}
+    monkeypatch.setenv("RAY_ADDRESS", ray.get_runtime_context().gcs_address)
+    run = run_command("train", tmp_path, recipe)
+    assert run.code == 0, run.out + run.err
+    assert "on 2 nodes, engines on 2" in run.out
+    assert [metrics["step"] for metrics in run.metrics()] == [1, 2]
