@@ -21,13 +21,13 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from grpo_mcore.parallel.logprobs import token_logprobs
+from grpo_mcore.parallel.logprobs import token_scores
 
 TEMPERATURE, CHUNK, REPEATS = 0.8, 1024, 2
 
 
 def chunked(hidden: Tensor, weight: Tensor, targets: Tensor) -> Tensor:
-    return token_logprobs(
+    return token_scores(
         hidden,
         weight,
         targets,
