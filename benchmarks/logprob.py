@@ -102,7 +102,7 @@ def main() -> None:
     parser.add_argument("--hidden", type=int, default=512)
     parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
     parser.add_argument("--dtype", choices=["bfloat16", "float32"], default="bfloat16")
-    parser.add_argument("--json", nargs="?", const=Path("/dev/stdout"), type=Path, help="FILE for the figures; or printed")
+    parser.add_argument("--json", nargs="?", const=Path("/dev/stdout"), type=Path, help="print the figures, or to FILE")
     parser.add_argument("--only", choices=["chunked", "full"], help=argparse.SUPPRESS)
     arguments = parser.parse_args()
     if arguments.only:
