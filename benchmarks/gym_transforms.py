@@ -4,7 +4,8 @@
 
 Makes a rollouts file of about 2 kB a row (four rollouts a prompt, `output` at the top, as the documented script reads
 it) and runs, in turn: the script, gym-to-grpo, gym-to-sft, gym-to-dpo, each in a process of its own. Reported are the
-medians of wall and CPU seconds, the peak of resident memory, and how many times faster than the script. `--script`: a
+medians of wall and CPU seconds, the peak of resident memory (of all processes of a run together, pages that they share
+counted for each), and how many times faster than the script. `--script`: a
 .py file, or a document with the script in a block of Python code; without it only ours are measured. The script holds
 the whole file in memory: some 6 kB a row.
 """
@@ -12,6 +13,7 @@ the whole file in memory: some 6 kB a row.
 from __future__ import annotations
 
 import argparse
+import contextlib
 import json
 import os
 import random
@@ -22,6 +24,8 @@ import tempfile
 import time
 from pathlib import Path
 from statistics import median
+
+import psutil
 
 COMMANDS = {
     "gym-to-grpo": ["gym-to-grpo"],
@@ -36,6 +40,7 @@ WORDS = (
 ).split()
 GROUP = 4
 ROW_WORDS = 240
+LOOK_EVERY_S = 0.05  # at the memory
 
 
 def make_rollouts(path: Path, rows: int) -> None:
@@ -92,15 +97,29 @@ def script_in(path: Path, folder: Path) -> Path:
 
 def measure(command: list[str]) -> dict[str, float]:
     began = time.perf_counter()
-    process = subprocess.Popen(command, stdout=subprocess.DEVNULL)
-    _, status, usage = os.wait4(process.pid, 0)
+    process = psutil.Popen(command, stdout=subprocess.DEVNULL)
+    peak = 0
+    while not (ended := os.wait4(process.pid, os.WNOHANG))[0]:
+        peak = max(peak, resident(process))
+        time.sleep(LOOK_EVERY_S)
+    _, status, usage = ended
     if os.waitstatus_to_exitcode(status):
         raise SystemExit(f"failed: {' '.join(command)}")
     return {
         "wall_s": time.perf_counter() - began,
         "cpu_s": usage.ru_utime + usage.ru_stime,
-        "peak_mb": usage.ru_maxrss / 1024,
+        "peak_mb": max(peak / 2**20, usage.ru_maxrss / 1024),
     }
+
+
+def resident(process: psutil.Process) -> int:
+    """Bytes, of the process and its children."""
+    total = 0
+    with contextlib.suppress(psutil.Error):
+        for one in (process, *process.children(recursive=True)):
+            with contextlib.suppress(psutil.Error):
+                total += one.memory_info().rss
+    return total
 
 
 def main() -> None:

@@ -21,13 +21,13 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from grpo_mcore.parallel.logprobs import token_logprobs
+from grpo_mcore.parallel.logprobs import token_scores
 
 TEMPERATURE, CHUNK, REPEATS = 0.8, 1024, 2
 
 
 def chunked(hidden: Tensor, weight: Tensor, targets: Tensor) -> Tensor:
-    return token_logprobs(
+    return token_scores(
         hidden,
         weight,
         targets,
@@ -102,7 +102,7 @@ def main() -> None:
     parser.add_argument("--hidden", type=int, default=512)
     parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
     parser.add_argument("--dtype", choices=["bfloat16", "float32"], default="bfloat16")
-    parser.add_argument("--json", type=Path, help="write the figures here")
+    parser.add_argument("--json", nargs="?", const=Path("/dev/stdout"), type=Path, help="print the figures, or to FILE")
     parser.add_argument("--only", choices=["chunked", "full"], help=argparse.SUPPRESS)
     arguments = parser.parse_args()
     if arguments.only:

@@ -184,7 +184,7 @@ def main() -> None:
     parser.add_argument("--device", default="cpu", help="cpu, cuda, cuda:1, ...")
     parser.add_argument("--threads", type=int, help="CPU threads of torch (default: torch's own choice)")
     parser.add_argument("--repeats", type=int, default=10, help="runs that are counted, of each way")
-    parser.add_argument("--json", type=Path, help="also write the results there")
+    parser.add_argument("--json", nargs="?", const=Path("/dev/stdout"), type=Path, help="print the figures, or to FILE")
     args = parser.parse_args()
     if args.threads:
         torch.set_num_threads(args.threads)

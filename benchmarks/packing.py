@@ -86,7 +86,7 @@ def measure(
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--json", type=Path, help="write the figures here")
+    parser.add_argument("--json", nargs="?", const=Path("/dev/stdout"), type=Path, help="print the figures, or to FILE")
     arguments = parser.parse_args()
     rows: list[dict[str, Any]] = []
     for lengths_name, lengths in (("independent", independent(4096)), ("256 x 16", by_group(256, 16))):

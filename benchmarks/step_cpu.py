@@ -79,7 +79,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--steps", type=int, default=3, help="steps that are counted")
     parser.add_argument("--size", choices=[*SIZES, "both"], default="both")
-    parser.add_argument("--json", type=Path, help="also write the results there")
+    parser.add_argument("--json", nargs="?", const=Path("/dev/stdout"), type=Path, help="print the figures, or to FILE")
     parser.add_argument("overrides", nargs="*", help="further recipe overrides, key=value")
     args = parser.parse_args()
     sizes = list(SIZES) if args.size == "both" else [args.size]

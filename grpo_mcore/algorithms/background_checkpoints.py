@@ -7,12 +7,13 @@ from collections.abc import Callable, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from types import TracebackType
+from typing import Any, Self
 
 from grpo_mcore.algorithms.checkpoints import CheckpointManager, NotWritten, policy_folder, write_driver_files
 from grpo_mcore.algorithms.policy_group import PolicyGroup
 from grpo_mcore.algorithms.run_report import RunReport
-from grpo_mcore.cluster import DeadlineExceeded
+from grpo_mcore.cluster import DeadlineExceeded, WorkerFailed
 from grpo_mcore.observe import Ledger
 
 
@@ -72,8 +73,19 @@ class BackgroundCheckpoints:
         """Until nothing is being written any more. Raises DeadlineExceeded, and WorkerFailed of a rank that is lost."""
         self._go_on(wait=True)
 
-    def close(self) -> None:
-        """Where the run ends in the middle: what only needs its name gets it, the rest is thrown away."""
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        """Where the run ends in the middle: what is under way is finished, but not when somebody does not answer or is
+        in a hurry (Ctrl-C). Then what only needs its name gets it, the rest is thrown away."""
+        if isinstance(error, Exception) and not isinstance(error, DeadlineExceeded):
+            try:
+                self.wait()
+            except (DeadlineExceeded, WorkerFailed) as failure:
+                error.add_note(f"and the checkpoint under way could not be finished: {failure}")
         self._thread.shutdown()
         if self._begun is not None and self._begun.publishing is None:
             shutil.rmtree(self._begun.tmp, ignore_errors=True)

@@ -194,7 +194,7 @@ def grpo_train(
     checkpoints = BackgroundCheckpoints(checkpointer, policy, config, report, ledger)
 
     stop, told = stop or StopRequest(), False
-    with closing(ledger), closing(checkpoints), policy.beside(rollouts), stop.heeded():
+    with closing(ledger), checkpoints, policy.beside(rollouts), stop.heeded():
         if (in_flight := (data_state or {}).get("in_flight")) and not isinstance(schedule.next(), s.Finish):
             report.refit(refit_engines(policy, policy_generation, config, restarted))
             schedule.record(s.Refitted(version := schedule.policy_version))

@@ -14,7 +14,14 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from grpo_mcore.algorithms.parity_rank import LENGTHS, LayoutCase, advantages, policy_config, sequences
+from grpo_mcore.algorithms.parity_rank import (
+    ENTROPY_COEFF,
+    LENGTHS,
+    LayoutCase,
+    advantages,
+    policy_config,
+    sequences,
+)
 from grpo_mcore.families import FamilyError, check_fit, missing_on_cpu, read_hf_config, shape_of
 from grpo_mcore.parallel.rank_pool import RankPool
 from grpo_mcore.rollout.trajectory import GenerationRequest, Sampling, Turn
@@ -87,7 +94,8 @@ def reference_of(folder: Path) -> Reference:
         scores = torch.log_softmax(network(tokens[None]).logits[0, :-1], -1)
         chosen = scores.gather(1, tokens[1:, None]).squeeze(1)
         logprobs[i] = torch.cat([torch.zeros(1), chosen.detach()])
-        loss = loss - advantage * chosen.sum() / (sum(LENGTHS) - len(LENGTHS))
+        entropies = -(scores.exp() * scores).sum(-1)
+        loss = loss - (advantage * chosen + ENTROPY_COEFF * entropies).sum() / (sum(LENGTHS) - len(LENGTHS))
     loss.backward()
     return Reference(folder, shape.family, network, logprobs, checkpoint_gradients(shape.family, network))
 

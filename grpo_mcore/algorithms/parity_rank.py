@@ -49,6 +49,10 @@ def sequences(vocab_size: int) -> list[torch.Tensor]:
     return [torch.randint(0, vocab_size, (n,), generator=generator) for n in LENGTHS]
 
 
+ENTROPY_COEFF = 0.1
+"""Of the loss, so that gradients of log-probs and of entropies are compared."""
+
+
 def advantages() -> list[float]:
     """Of each sequence, in the loss."""
     return [(-1) ** i * (0.5 + 0.25 * i) for i in range(len(LENGTHS))]
@@ -123,7 +127,8 @@ def logprobs_and_gradients(address: Address, model: str, case: LayoutCase, packe
     for batch, row in zip(batches, policy.logprobs(batches) or (), strict=False):
         found |= {int(name): part for name, part in zip(batch.names, batch.split(row), strict=True)}
     before = owned_slices(policy)
-    loss_fn = ClippedPGLossFn(ClippedPGLossConfig(reference_policy_kl_penalty=0.0), prev_equals_curr=True)
+    settings = ClippedPGLossConfig(reference_policy_kl_penalty=0.0, entropy_coeff=ENTROPY_COEFF)
+    loss_fn = ClippedPGLossFn(settings, prev_equals_curr=True)
     report = policy.train_step(
         batches, loss_fn, global_valid_seqs=len(LENGTHS), global_valid_toks=sum(LENGTHS) - len(LENGTHS)
     )

@@ -15,26 +15,36 @@ from grpo_mcore.algorithms.setup import (
     wait_until_ready,
 )
 from grpo_mcore.algorithms.stopping import StopRequest, on_sigterm
+from grpo_mcore.cluster import Cluster
 from grpo_mcore.recipe import MasterConfig
 from grpo_mcore.refit import RefitReport
 
 
 def verify_refit(config: MasterConfig) -> tuple[RefitReport, Parity]:
-    """Starts policy and engines, refits, compares, and ends all of them. Raises RefitError, SetupError and what a
-    worker raises.
+    """`refit_and_compare` on a cluster of its own."""
+    check_model(config)
+    logs = Path(config.logger.log_dir) / "refit-verify"
+    print(f"starting policy and engines (logs: {logs}) ...", flush=True)
+    with start_cluster(config, logs) as cluster, on_sigterm(StopRequest()):
+        return refit_and_compare(config, cluster)
+
+
+def refit_and_compare(config: MasterConfig, cluster: Cluster) -> tuple[RefitReport, Parity]:
+    """Starts policy and engines, refits, compares, and ends both. Raises RefitError, SetupError and what a worker
+    raises.
 
     The engines start with random weights, whatever the recipe says: what they have in the end came by the refit.
     """
-    check_model(config)
     check = parity_check(config)
     config = config.model_copy(deep=True)
     config.policy.refit_verify, config.policy.refit_parity = "full", None
     config.policy.generation.vllm_cfg.load_format = "dummy"
-    logs = Path(config.logger.log_dir) / "refit-verify"
-    print(f"starting policy and engines (logs: {logs}) ...", flush=True)
-    with start_cluster(config, logs) as cluster, on_sigterm(StopRequest()):
-        policy = start_policy(config, cluster)
-        engines = start_engines(config, cluster, policy)
-        wait_until_ready(config, cluster, [*policy.workers, *engines.all_hosts()])
+    policy = start_policy(config, cluster)
+    engines = start_engines(config, cluster, policy)
+    workers = [*policy.workers, *engines.all_hosts()]
+    try:
+        wait_until_ready(config, cluster, workers)
         report = refit_policy_generation(policy, engines)
         return report, measure_parity(policy, engines, check)
+    finally:
+        cluster.stop(workers)

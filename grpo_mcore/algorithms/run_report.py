@@ -143,7 +143,7 @@ class RunReport:
                 kl=metrics.get("kl_penalty", metrics.get("kl_in_reward")),
                 token_mult_prob_error=metrics.get("token_mult_prob_error"),
                 length=metrics["generated_length"],
-                entropy=metrics.get("approx_entropy"),
+                entropy=metrics.get("entropy", metrics.get("approx_entropy")),
                 loss=metrics.get("loss"),
                 grad_norm=metrics.get("grad_norm"),
                 tokens_per_second=metrics["tokens_per_second"],

@@ -58,13 +58,13 @@ class PackedBatch:
         counts = self.columns["token_mask"] * self.columns["sample_mask"] > 0
         return self._has_next() & counts.roll(-1, dims=1)
 
-    def to_token_aligned(self, next_token_logprobs: Tensor) -> Tensor:
-        """[1, T]: for token t what position t - 1 says about it, 0 for the first token of each sequence.
+    def to_token_aligned(self, next_token_scores: Tensor) -> Tensor:
+        """[k, T]: for token t what position t - 1 says about it, 0 for the first token of each sequence.
 
-        next_token_logprobs [1, T] belong to `targets()`. Keeps dtype and gradient.
+        next_token_scores [k, T] belong to `targets()`. Keeps dtype and gradient.
         """
-        self._check(next_token_logprobs, "next_token_logprobs")
-        return torch.where(self._has_next(), next_token_logprobs, 0.0).roll(1, dims=1)
+        self._check(next_token_scores[:1], "next_token_scores")
+        return torch.where(self._has_next(), next_token_scores, 0.0).roll(1, dims=1)
 
     def split(self, per_token: Tensor) -> list[Tensor]:
         """A per-token row [1, T] as one tensor a sample, [its tokens], without the padding."""

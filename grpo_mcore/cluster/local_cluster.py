@@ -154,14 +154,13 @@ class LocalCluster:
         return things[0]
 
     def stop(self, workers: Sequence[Worker]) -> None:
-        for worker in workers:
+        for worker in reversed(workers):  # the last to start may rest on what was there before it
             assert isinstance(worker, LocalWorker)
             self._workers.remove(worker)
             getattr(worker.target, "shutdown", lambda: None)()
 
     def shutdown(self) -> None:
-        while self._workers:
-            self.stop([self._workers[-1]])
+        self.stop(list(self._workers))
         for key, value in self._environment_before.items():
             if value is None:
                 os.environ.pop(key, None)

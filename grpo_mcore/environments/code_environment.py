@@ -13,6 +13,7 @@ from typing import Any, ClassVar, Literal, NamedTuple
 
 from pydantic import Field
 
+from grpo_mcore.environments.code_asserts import TakenApart, take_apart
 from grpo_mcore.environments.code_blocks import last_program
 from grpo_mcore.environments.code_compare import same_text, same_value
 from grpo_mcore.environments.code_tests import AssertTest, CallTest, CodeTest, CodeTestError, StdinTest, read_tests
@@ -179,11 +180,20 @@ class CodeEnvironment(EnvironmentInterface):
                         trouble = f"{function} returned {_shown(value)}, expected {_shown(outputs[0])}"
                 return trouble
             case AssertTest(code):
-                ended = sandbox.run(test.program(program), check={"assert": code})
+                apart = take_apart(code)
+                check = {"assert": code} if apart is None else {"steps": apart.steps}
+                ended = sandbox.run(test.program(program), check=check)
                 trouble = ended.trouble(limits)
-                if trouble is None and ended.result != {"passed": True}:
-                    trouble = _NO_TEST
+                if trouble is None:
+                    trouble = _failure(apart, ended.result)
                 return trouble and f"{trouble} in {_shown(code)}"
+
+
+def _failure(apart: TakenApart | None, result: dict[str, Any] | None) -> str | None:
+    """Of an assertion; None where it holds."""
+    if result is None or ("passed" if apart is None else "values") not in result:
+        return _NO_TEST
+    return None if apart is None or apart.holds(result["values"]) else "crashed: AssertionError"
 
 
 def _shown(value: Any) -> str:

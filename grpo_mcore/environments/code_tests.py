@@ -43,8 +43,8 @@ class CallTest:
 
 @dataclass(frozen=True)
 class AssertTest:
-    """`code` runs after the program, among its names, and raises nothing. `before`: code that runs before the program,
-    where the program does not define the function `defines`."""
+    """`code` runs after the program, among its names, and raises nothing; code_asserts.py says what of it is
+    compared outside the sandbox. `before`: code that runs before the program, where that does not define `defines`."""
 
     code: str
     before: str = ""

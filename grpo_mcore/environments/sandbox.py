@@ -53,7 +53,8 @@ class Limits:
 @dataclass(frozen=True)
 class Ended:
     """How a program ended. `how`: "exit", or the limit that ended it: cpu, wall, memory, output. `code`: its exit code,
-    or below 0 the signal. `result`: {"value"} of a call, or {"passed": True} after an assertion."""
+    or below 0 the signal. `result`: {"value"} of a call, {"passed": True} after an assertion, {"values"} of
+    expressions."""
 
     how: str
     code: int | None
@@ -195,7 +196,8 @@ class Sandbox:
 
     def run(self, program: str, stdin: str = "", check: Mapping[str, Any] | None = None) -> Ended:
         """`program` as a script that reads `stdin`. With `check` as a module: then {"assert": code} runs after it,
-        among its names, or {"call": name, "args": [...]} calls a function of it (or of its class Solution).
+        among its names, {"call": name, "args": [...]} calls a function of it (or of its class Solution), or {"steps"}
+        (see code_asserts.py) take values of expressions.
 
         Raises SandboxError.
         """
@@ -289,7 +291,9 @@ def _result(text: str, secret: str) -> dict[str, Any] | None:
         return None
     if "value" in result:
         return {"value": result["value"]}
-    return {"passed": True} if result.get("passed") == secret else None
+    if result.get("passed") != secret:
+        return None
+    return {"values": result["values"]} if "values" in result else {"passed": True}
 
 
 def _filter() -> bytes:

@@ -7,43 +7,42 @@ It is the sandbox's first process, so that all others end with it; programs can 
     python sandbox_worker.py trusted 0      without one: the limits hold, but nothing is hidden
 
 Over the socket at standard input come pairs of frames (4 bytes of length, then JSON): a program with its input and
-limits, and the test that is made of it afterwards. One frame goes back for each pair.
+limits, and the test that is made of it afterwards. One frame goes back for each pair. What a program's process does is
+in sandbox_program.py, beside this file.
 """
 
 from __future__ import annotations
 
-import atexit
 import contextlib
-import ctypes
 import fcntl
+import importlib.util
 import json
-import linecache
-import math
 import os
-import random
-import resource
 import selectors
 import shutil
 import signal
 import struct
 import sys
-import threading
 import time
 import traceback
-import types
 from collections.abc import Mapping
-from typing import Any, NoReturn
+from pathlib import Path
+from typing import Any
 
+PROGRAM = Path(__file__).with_name("sandbox_program.py")
+_found = importlib.util.spec_from_file_location("sandbox_program", PROGRAM)  # no package, where this runs
+assert _found is not None and _found.loader is not None
+program = importlib.util.module_from_spec(_found)
+_found.loader.exec_module(program)
+
+RESULT, CHECK, ALL_DESCRIPTORS, prctl = program.RESULT, program.CHECK, program.ALL_DESCRIPTORS, program.prctl
 PR_SET_PDEATHSIG, PR_SET_DUMPABLE, PR_SET_CHILD_SUBREAPER = 1, 4, 36
-RESULT, CHECK = 3, 4  # file descriptors of a program's process, beside the standard ones
 FIRST = 10  # the worker's own are above
 TICK_S = 0.02
 STDERR_KEPT = 4096
 STRETCH = 5.0
 MANY_FILES = 1000  # a new sandbox is quicker than removing so many
 CLOCK = os.sysconf("SC_CLK_TCK")
-ALL_DESCRIPTORS = 2**20
-prctl = ctypes.CDLL(None).prctl
 
 
 class Worker:
@@ -98,7 +97,7 @@ class Worker:
         pid = os.fork()
         if pid == 0:
             try:
-                be_program(job, theirs, self)
+                program.be_program(job, theirs, self.isolated, self.uid)
             except BaseException:
                 traceback.print_exc()
             finally:
@@ -320,120 +319,6 @@ def removed(folder: str) -> bool:
         return False
     shutil.rmtree(folder, ignore_errors=True)
     return not os.path.lexists(folder)
-
-
-def be_program(job: dict[str, Any], ends: dict[int, int], worker: Worker) -> NoReturn:
-    """The life of a program's process."""
-    for fd, end in ends.items():
-        os.dup2(end, fd)
-    os.closerange(CHECK + 1, ALL_DESCRIPTORS)
-    signal.set_wakeup_fd(-1)
-    signal.signal(signal.SIGCHLD, signal.SIG_DFL)
-    os.setsid()
-    set_limits(job["limits"])
-    prctl(PR_SET_DUMPABLE, 1, 0, 0, 0)  # else its own /proc/self, and with it /dev/stdin, is closed to it
-    with contextlib.suppress(OSError), open("/proc/self/oom_score_adj", "w") as adjust:
-        adjust.write("1000")  # the first to go where the machine itself runs out of memory
-    if worker.uid:
-        os.setgroups([])
-        os.setresgid(worker.uid, worker.uid, worker.uid)
-        os.setresuid(worker.uid, worker.uid, worker.uid)  # and with the user go all capabilities
-        prctl(PR_SET_DUMPABLE, 1, 0, 0, 0)
-    if not worker.isolated:
-        prctl(PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
-    random.seed()
-    code = 1
-    try:
-        execute(job)
-        code = 0
-    except SystemExit as stop:
-        code = exit_code(stop)
-    except BaseException:
-        traceback.print_exc()
-    finish(code)
-
-
-def set_limits(limits: Mapping[str, Any]) -> None:
-    whole_s, memory = math.ceil(limits["cpu_s"]), limits["memory_bytes"]
-    for which, soft, hard in (
-        (resource.RLIMIT_CPU, whole_s, whole_s + 1),
-        (resource.RLIMIT_DATA, memory, memory),
-        (resource.RLIMIT_AS, memory + 2**30, memory + 2**30),  # what is shared or only reserved counts here alone
-        (resource.RLIMIT_STACK, 2**26, 2**26),
-        (resource.RLIMIT_FSIZE, limits["scratch_bytes"], limits["scratch_bytes"]),
-        (resource.RLIMIT_NOFILE, 128, 128),
-        (resource.RLIMIT_NPROC, limits["processes"], limits["processes"]),
-        (resource.RLIMIT_CORE, 0, 0),
-        (resource.RLIMIT_MEMLOCK, 0, 0),
-        (resource.RLIMIT_MSGQUEUE, 0, 0),
-        (resource.RLIMIT_SIGPENDING, 128, 128),
-    ):
-        already = resource.getrlimit(which)[1]
-        if hard != resource.RLIM_INFINITY and (already == resource.RLIM_INFINITY or hard <= already):
-            resource.setrlimit(which, (soft, hard))
-
-
-def execute(job: dict[str, Any]) -> None:
-    """The program as a script; where a test follows, as a module."""
-    module = types.ModuleType("solution" if job["checked"] else "__main__")
-    module.__file__ = "solution.py"
-    sys.modules[module.__name__] = module
-    sys.argv = ["solution.py"]
-    sys.path.insert(0, os.getcwd())
-    sys.stdin = sys.__stdin__ = open(0, encoding="utf-8", errors="surrogateescape")  # type: ignore[misc]
-    sys.stdout = sys.__stdout__ = open(1, "w", encoding="utf-8", errors="surrogateescape")  # type: ignore[misc]
-    sys.stderr = sys.__stderr__ = open(2, "w", 1, encoding="utf-8", errors="backslashreplace")  # type: ignore[misc]
-    run_source(job["program"], "solution.py", module)
-    if job["checked"]:
-        with open(CHECK, "rb") as end:
-            carry_out(json.loads(end.read()), module)
-
-
-def carry_out(check: dict[str, Any], module: types.ModuleType) -> None:
-    """Makes the test, and reports."""
-    if "assert" in check:
-        run_source(check["assert"], "test.py", module)
-        result = {"passed": check["secret"]}
-    else:
-        function = getattr(module, check["call"], None)
-        if function is None and hasattr(module, "Solution"):
-            function = getattr(module.Solution(), check["call"], None)
-        if function is None:
-            raise NameError(f"name {check['call']!r} is not defined")
-        result = {"value": function(*check["args"])}
-    text = json.dumps(result).encode()
-    while text:
-        text = text[os.write(RESULT, text) :]
-
-
-def run_source(source: str, name: str, module: types.ModuleType) -> None:
-    linecache.cache[name] = (len(source), None, source.splitlines(keepends=True), name)
-    exec(compile(source, name, "exec", dont_inherit=True), module.__dict__)
-
-
-def exit_code(stop: SystemExit) -> int:
-    if stop.code is None or isinstance(stop.code, int):
-        return stop.code or 0
-    print(stop.code, file=sys.stderr)
-    return 1
-
-
-def finish(code: int) -> NoReturn:
-    """As an interpreter ends: other threads, functions registered for the end, buffers."""
-    for step in (threading._shutdown, atexit._run_exitfuncs, flush):  # type: ignore[attr-defined]
-        try:
-            step()
-        except SystemExit as stop:
-            code = exit_code(stop)
-        except BaseException:
-            traceback.print_exc()
-    os._exit(code & 255)
-
-
-def flush() -> None:
-    for stream in (sys.stdout, sys.__stdout__, sys.stderr):
-        with contextlib.suppress(Exception):
-            stream.flush()  # type: ignore[union-attr]
 
 
 if __name__ == "__main__":

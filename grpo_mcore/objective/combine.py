@@ -42,6 +42,7 @@ METRIC_REDUCTIONS: dict[str, Reduction] = {
     "policy_kl_error": "sum",
     "js_divergence_error": "sum",
     "approx_entropy": "sum",
+    "entropy": "sum",
     "trajectory_age_mean": "sum",
     "trajectory_age_max": "max",
     "token_share": "sum",

@@ -67,6 +67,8 @@ class ClippedPGLossConfig:
     """CISPO: the clipped ratio, without gradient, weights the log-prob."""
     positive_example_nll_weight: float = 0.0
     """Weight of the negative log-likelihood of samples with a positive reward. 0 switches the term off."""
+    entropy_coeff: float | None = None
+    """Weight of the entropy bonus. 0: the entropy is a metric only. None: it is not computed."""
 
     @classmethod
     def from_any(cls, source: Any) -> ClippedPGLossConfig:

@@ -26,7 +26,7 @@ class PolicyTerm:
 
 
 class ClippedPGLossFn:
-    """loss = mean(w * policy term) + beta * mean(KL) + mu * mean(NLL of positive samples).
+    """loss = mean(w * policy term) + beta * mean(KL) + mu * mean(NLL of positive samples) - eta * mean(entropy).
 
     `prev_equals_curr` says that the previous policy is the current one (the first and only optimizer step of
     a step), so that a batch needs no prev_logprobs. `max_age`: report by trajectory age from 0 to this one, for
@@ -39,6 +39,7 @@ class ClippedPGLossFn:
         self.cfg = ClippedPGLossConfig.from_any(cfg)
         self.prev_equals_curr = prev_equals_curr
         self.max_age = max_age
+        self.needs_entropy = self.cfg.entropy_coeff is not None
 
     def __call__(
         self,
@@ -53,7 +54,8 @@ class ClippedPGLossFn:
         element t belongs to token t, and the first token of a sequence is never trained. batch: advantages,
         token_mask (as curr_logprobs), sample_mask ([B], or as curr_logprobs), and as the config asks:
         prev_logprobs, generation_logprobs, reference_policy_logprobs (as curr_logprobs), rewards ([B], or as
-        curr_logprobs), ages (int64, as curr_logprobs, or [T] like segments: trajectory age of each token).
+        curr_logprobs), entropies (as curr_logprobs, with their gradient), ages (int64, as curr_logprobs, or [T] like
+        segments: trajectory age of each token).
         generation_logprobs and ages also give metrics where they are present.
         global_valid_seqs, global_valid_toks: counts over all micro-batches and data-parallel ranks, numbers
         or tensors, see `valid_counts`.
@@ -95,6 +97,12 @@ class ClippedPGLossFn:
             nll = positive_nll(curr, _needed(batch, "rewards", "loss_fn.positive_example_nll_weight > 0"), tokens)
             loss = loss + cfg.positive_example_nll_weight * nll
             metrics["positive_nll_loss"] = nll.detach()
+
+        if cfg.entropy_coeff is not None:
+            entropies = tokens.column(_needed(batch, "entropies", "loss_fn.entropy_coeff"), "entropies")
+            if cfg.entropy_coeff:
+                loss = loss - cfg.entropy_coeff * objective_mean(entropies, tokens, cfg)
+            metrics["entropy"] = tokens.mean(entropies.detach())
 
         with torch.no_grad():
             metrics["loss"] = loss.detach()

@@ -20,6 +20,10 @@ def refuse_bad_values(cfg: ClippedPGLossConfig) -> None:
     for name in ("kl_input_clamp_value", "kl_output_clamp_value"):
         value = getattr(cfg, name)
         _require(value is None or value > 0, f"{name} is {value}; it must be positive, or null for no bound")
+    _require(
+        cfg.entropy_coeff is None or cfg.entropy_coeff >= 0,
+        f"entropy_coeff is {cfg.entropy_coeff}; it must not be negative, or null for no entropy",
+    )
     constant = cfg.sequence_length_normalizer
     _require(
         constant is None or constant > 0,

@@ -26,7 +26,8 @@ class Flaw:
 class Audit:
     """`fates`: prompts by what has become of them. `steps`: the last one trained. `starts`: 1 and the resumes. `void`:
     entries that a resume has taken back. `retries`: generations that were thrown away. `restarts`: engines and
-    environments that were started anew. `by_age`: groups trained on by trajectory age, in weight versions."""
+    environments that were started anew, void entries too: no resume takes that back. `by_age`: groups trained on by
+    trajectory age, in weight versions."""
 
     fates: Mapping[str, int]
     steps: int
@@ -50,7 +51,8 @@ def audit(entries: Sequence[Mapping[str, Any]]) -> Audit:
         fates[fate] += 1
     by_age = dict(sorted(books.by_age.items()))
     void = len(entries) - len(counted)
-    return Audit(fates, books.step, books.starts, void, books.retries, books.restarts, by_age, tuple(books.flaws))
+    restarts = sum(entry["event"] == "restarted" for entry in entries)
+    return Audit(fates, books.step, books.starts, void, books.retries, restarts, by_age, tuple(books.flaws))
 
 
 def valid_entries(entries: Sequence[Mapping[str, Any]]) -> list[Mapping[str, Any]]:
@@ -77,7 +79,6 @@ class _Books:
     step: int = 0
     starts: int = 0
     retries: int = 0
-    restarts: int = 0
     max_age: int = 0
     data_ended: bool = False
 
@@ -90,8 +91,6 @@ class _Books:
             case "retried":
                 self.retries += 1
                 self._move([entry["uid"]], (UNDER_WAY,), UNDER_WAY)
-            case "restarted":
-                self.restarts += 1
             case "finished":
                 self.versions[entry["uid"]] = entry["version"]
                 self._move([entry["uid"]], (UNDER_WAY,), FINISHED)

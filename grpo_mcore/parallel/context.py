@@ -83,7 +83,7 @@ def take_share(row: Tensor, share: ContextShare) -> Tensor:
 
 
 def join_shares(part: Tensor, share: ContextShare, tokens: int, group: ProcessGroup) -> Tensor:
-    """The whole row [1, tokens] from every rank's part [1, t].
+    """Whole rows [k, tokens] from every rank's part of them [k, t].
 
     Every rank then computes the same loss from the whole row, and the gradient that comes back is that of this
     rank's tokens alone: summed over the context-parallel ranks, the weights' gradients count each token once.
@@ -95,12 +95,11 @@ class _Join(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, part: Tensor, index: Tensor, tokens: int, group: ProcessGroup) -> Tensor:
         ctx.save_for_backward(index)
-        row = part.new_zeros(tokens + 1).index_copy(0, index, part[0])
-        row[tokens] = 0.0  # where padding went
-        torch.distributed.all_reduce(row, group=group)
-        return row[None, :tokens]
+        rows = part.new_zeros(len(part), tokens + 1).index_copy(1, index, part)[:, :tokens].contiguous()  # no padding
+        torch.distributed.all_reduce(rows, group=group)
+        return rows
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
         (index,) = ctx.saved_tensors
-        return torch.cat([grad[0], grad.new_zeros(1)]).index_select(0, index)[None], None, None, None
+        return torch.cat([grad, grad.new_zeros(len(grad), 1)], 1).index_select(1, index), None, None, None

@@ -1,4 +1,4 @@
-"""Log-probabilities of tokens from hidden states, over a vocabulary split across tensor-parallel ranks.
+"""Log-probabilities of tokens, and entropies, from hidden states, over a vocabulary split across tensor-parallel ranks.
 
 Only `chunk` tokens have logits at a time, and of these only a tile of the vocabulary. The backward pass computes them
 again.
@@ -18,7 +18,7 @@ TILES = {"cpu": 2048, "cuda": 16384}
 have enough to do."""
 
 
-def token_logprobs(
+def token_scores(
     hidden: Tensor,
     weight: Tensor,
     targets: Tensor,
@@ -28,17 +28,19 @@ def token_logprobs(
     vocab_size: int,
     temperature: float,
     chunk: int,
+    entropy: bool = False,
 ) -> Tensor:
-    """log softmax(hidden @ weight.T / temperature)[target], float32 [N].
+    """log softmax(hidden @ weight.T / temperature)[target], float32 [1, N]; with `entropy` [2, N], the second row being
+    that of the whole distribution at each position, -sum p log p, in nats.
 
     hidden [N, H], the same on every rank of `group`; weight [rows, H], this rank's rows of the output layer, the first
     of which is token `vocab_start`; rows at or past `vocab_size` are padding and get no probability; targets int64 [N].
     The gradient of `hidden` is this rank's part: the caller's region function sums it over the group.
     """
-    return _TokenLogprobs.apply(hidden, weight, targets, group, vocab_start, vocab_size, temperature, chunk)
+    return _TokenScores.apply(hidden, weight, targets, group, vocab_start, vocab_size, temperature, chunk, entropy)
 
 
-class _TokenLogprobs(torch.autograd.Function):
+class _TokenScores(torch.autograd.Function):
     @staticmethod
     def forward(
         ctx: Any,
@@ -50,31 +52,41 @@ class _TokenLogprobs(torch.autograd.Function):
         vocab_size: int,
         temperature: float,
         chunk: int,
+        entropy: bool,
     ) -> Tensor:
         rows = max(0, min(weight.size(0), vocab_size - vocab_start))
         ctx.rows, ctx.start, ctx.temperature, ctx.chunk = rows, vocab_start, temperature, chunk
-        largest = torch.full((hidden.size(0),), -torch.inf, dtype=torch.float32, device=hidden.device)
-        # Of this rank's rows: sum of exp(logit - largest), and the target's logit where it is one of them.
-        sums, chosen = torch.zeros_like(largest), torch.zeros_like(largest)
+        lowest = torch.finfo(torch.float32).min  # times 0 it is 0
+        largest = torch.full((hidden.size(0),), lowest, dtype=torch.float32, device=hidden.device)
+        # Of this rank's rows, e being exp(logit - largest): sum of e, the target's logit where it is one of them, and
+        # for the entropy sum of e * (logit - largest).
+        sums, chosen, energy = torch.zeros_like(largest), torch.zeros_like(largest), torch.zeros_like(largest)
         for part in _slices(hidden.size(0), chunk):
             for tile in _slices(rows, TILES[hidden.device.type]):
                 logits = _logits(hidden[part], weight[tile], temperature)
                 local, mine = _in_tile(targets[part], vocab_start, tile)
                 chosen[part] += torch.where(mine, logits.gather(1, local[:, None]).squeeze(1), 0.0)
                 before, most = largest[part], torch.maximum(largest[part], logits.amax(-1))
-                sums[part] = sums[part] * (before - most).exp() + logits.sub_(most[:, None]).exp_().sum(-1)
+                logits.sub_(most[:, None])
+                exps = logits.exp() if entropy else logits.exp_()
+                if entropy:
+                    energy[part] = _moved(energy[part], sums[part], before - most) + torch.linalg.vecdot(exps, logits)
+                sums[part] = sums[part] * (before - most).exp() + exps.sum(-1)
                 largest[part] = most
         most = largest.clone()
         _reduce(most, ReduceOp.MAX, group)
-        both = torch.stack([sums * (largest - most).exp(), chosen])  # one collective for both
-        _reduce(both, ReduceOp.SUM, group)
-        log_normalizers = most + both[0].log()
-        ctx.save_for_backward(hidden, weight, targets, log_normalizers)
-        return both[1] - log_normalizers
+        energy = _moved(energy, sums, largest - most)
+        totals = torch.stack([sums * (largest - most).exp(), chosen, energy])  # one collective for all
+        _reduce(totals, ReduceOp.SUM, group)
+        log_normalizers = most + totals[0].log()
+        entropies = totals[0].log() - totals[2] / totals[0]
+        ctx.save_for_backward(hidden, weight, targets, log_normalizers, entropies if entropy else None)
+        logprobs = totals[1] - log_normalizers
+        return torch.stack([logprobs, entropies] if entropy else [logprobs])
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
-        hidden, weight, targets, log_normalizers = ctx.saved_tensors
+        hidden, weight, targets, log_normalizers, entropies = ctx.saved_tensors
         grad_hidden = torch.zeros(hidden.shape, dtype=torch.float32, device=hidden.device)
         grad_weight = torch.zeros_like(weight) if ctx.needs_input_grad[1] else None
         scale = grad / ctx.temperature
@@ -84,9 +96,14 @@ class _TokenLogprobs(torch.autograd.Function):
             for part in _slices(hidden.size(0), ctx.chunk):
                 logits = _logits(hidden[part], used, ctx.temperature)
                 local, mine = _in_tile(targets[part], ctx.start, tile)
-                # d logprob / d logits = (onehot - softmax) / temperature
-                factor = scale[part][:, None]
-                grad_logits = logits.sub_(log_normalizers[part][:, None]).exp_().mul_(-factor)
+                # With p = softmax(logits): d logprob / d logits = (onehot - p) / temperature,
+                # d entropy / d logits = -p (log p + entropy) / temperature.
+                factor = scale[0, part][:, None]
+                all_logprobs = logits.sub_(log_normalizers[part][:, None])
+                falls = factor
+                if entropies is not None:
+                    falls = (all_logprobs + entropies[part][:, None]).mul_(scale[1, part][:, None]).add_(factor)
+                grad_logits = all_logprobs.exp_().mul_(-falls)
                 grad_logits.scatter_add_(1, local[:, None], torch.where(mine[:, None], factor, 0.0))
                 grad_logits = grad_logits.to(weight.dtype)
                 grad_hidden[part] += grad_logits @ used  # accumulated in float32
@@ -94,7 +111,12 @@ class _TokenLogprobs(torch.autograd.Function):
                     of_tile += grad_logits.t() @ hidden[part]
             if grad_weight is not None:
                 grad_weight[tile] = of_tile
-        return grad_hidden.to(hidden.dtype), grad_weight, None, None, None, None, None, None
+        return grad_hidden.to(hidden.dtype), grad_weight, None, None, None, None, None, None, None
+
+
+def _moved(energy: Tensor, sums: Tensor, by: Tensor) -> Tensor:
+    """sum of e * (logit - largest) once `largest` has grown by -`by`."""
+    return (energy + by * sums) * by.exp()
 
 
 def _slices(total: int, size: int) -> Iterator[slice]:

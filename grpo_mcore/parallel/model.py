@@ -27,7 +27,7 @@ from grpo_mcore.families import Block, ModelShape
 from grpo_mcore.parallel.attention import PackedAttention, describe_row
 from grpo_mcore.parallel.context import join_shares, share_of_row, take_share
 from grpo_mcore.parallel.latent_attention import LatentAttention
-from grpo_mcore.parallel.logprobs import token_logprobs
+from grpo_mcore.parallel.logprobs import token_scores
 from grpo_mcore.parallel.mamba import MambaMixer
 from grpo_mcore.parallel.mesh import Layout
 from grpo_mcore.parallel.norm import rms_norm
@@ -55,11 +55,13 @@ class PolicyModel(GPTModel):
     logprob_chunk: int = 1024
     unpadded_vocab_size: int
     routers: RoutersOfChunk | None = None  # where they follow the engine's
+    _entropy = False
 
-    def score(self, batch: PackedBatch, length: int | None = None) -> Tensor:
-        """Last stage: log-prob of every next token, float32 [1, T]; other stages: hidden states for the next one.
+    def score(self, batch: PackedBatch, length: int | None = None, *, entropy: bool = False) -> Tensor:
+        """Last stage: log-prob of every next token, float32 [1, T], with `entropy` [2, T]: and the entropy of what it
+        was drawn from. Other stages: hidden states for the next one.
 
-        Position t holds the log-prob of token t + 1; positions whose next token is not trained on hold 0. `length`:
+        Position t holds what is said of token t + 1; positions whose next token is not trained on hold 0. `length`:
         pad the row to so many tokens (a multiple of what the layout needs).
         """
         tokens, positions, routes = batch.tokens, batch.positions[None], batch.routes
@@ -78,6 +80,7 @@ class PolicyModel(GPTModel):
             routes = routes.chunk(self.config.tensor_model_parallel_size)[rank]
         if self.routers is not None:
             self.routers.follow(routes)
+        self._entropy = entropy
         output = self(
             input_ids=tokens,
             position_ids=positions,
@@ -101,7 +104,7 @@ class PolicyModel(GPTModel):
             else self.output_layer.weight
         )
         wanted = loss_mask[0].nonzero().squeeze(1)  # prompts and padding need no log-prob
-        logprobs = token_logprobs(
+        scores = token_scores(
             hidden[:, 0].index_select(0, wanted),
             weight,
             labels[0].index_select(0, wanted),
@@ -110,8 +113,9 @@ class PolicyModel(GPTModel):
             vocab_size=self.unpadded_vocab_size,
             temperature=self.logprob_temperature,
             chunk=self.logprob_chunk,
+            entropy=self._entropy,
         )
-        return torch.zeros(labels.size(1), device=hidden.device).index_copy(0, wanted, logprobs)[None]
+        return scores.new_zeros(len(scores), labels.size(1)).index_copy(1, wanted, scores)
 
 
 def build_model(

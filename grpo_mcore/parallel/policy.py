@@ -6,7 +6,7 @@ import contextlib
 import math
 import random
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -135,7 +135,7 @@ class Policy:
             chunk.zero_grad_buffer()
         self.optimizer.zero_grad()
         loss = _loss_of(loss_fn, global_valid_seqs, global_valid_toks)
-        outputs = self._run(batches, loss, forward_only=False)
+        outputs = self._run(batches, loss, forward_only=False, entropy=_needs_entropy(loss_fn))
         metrics = combine_metrics(outputs) if outputs else {}
         self._refuse_non_finite(batches, metrics)
         learning_rate = self.optimizer.param_groups[0]["lr"]
@@ -148,7 +148,8 @@ class Policy:
     ) -> TrainReport:
         """The loss of `batches` under the weights of now; nothing is trained."""
         with self._evaluating():
-            outputs = self._run(batches, _loss_of(loss_fn, global_valid_seqs, global_valid_toks), forward_only=True)
+            loss = _loss_of(loss_fn, global_valid_seqs, global_valid_toks)
+            outputs = self._run(batches, loss, forward_only=True, entropy=_needs_entropy(loss_fn))
         return TrainReport(combine_metrics(outputs) if outputs else {}, 0.0, 0.0)
 
     @contextlib.contextmanager
@@ -164,18 +165,29 @@ class Policy:
         """Moves the learning rate on by one step of the loop, however many optimizer steps it had."""
         self.scheduler.step(increment=1)
 
-    def _run(self, batches: Sequence[PackedBatch], compute: Callable[..., Any], *, forward_only: bool) -> list[Any]:
-        """Megatron-Core's schedule (1F1B with stages) over the micro-batches; results of the last stage, in order."""
+    def _run(
+        self,
+        batches: Sequence[PackedBatch],
+        compute: Callable[..., Any],
+        *,
+        forward_only: bool,
+        entropy: bool = False,
+    ) -> list[Any]:
+        """Megatron-Core's schedule (1F1B with stages) over the micro-batches; results of the last stage, in order.
+
+        `entropy`: `compute` finds that of each token in column `entropies`, with its gradient."""
         padded = self._fill_schedule(batches)
         lengths = self._common_lengths(padded)
 
         def forward_step(iterator: Iterator[Any], model: Any) -> tuple[Tensor, Callable[..., Any]]:
             batch, length = next(iterator)
             batch = batch.to(self.device)
-            output = _unwrap(model).score(batch, length)
+            output = _unwrap(model).score(batch, length, entropy=entropy)
 
-            def finish(next_token_logprobs: Tensor, non_loss_data: bool = False) -> Any:
-                value, result = compute(batch, batch.to_token_aligned(next_token_logprobs))
+            def finish(next_token_scores: Tensor, non_loss_data: bool = False) -> Any:
+                scored = batch.to_token_aligned(next_token_scores)
+                known = {"entropies": scored[1:]} if entropy else {}
+                value, result = compute(replace(batch, columns=batch.columns | known), scored[:1])
                 return value, torch.zeros((), dtype=torch.int, device=self.device), result
 
             return output, finish
@@ -360,6 +372,11 @@ def _loss_of(loss_fn: LossFn, seqs: int, toks: int) -> Callable[..., tuple[Tenso
         return loss_fn(logprobs, batch.loss_inputs(), global_valid_seqs=seqs, global_valid_toks=toks)
 
     return loss
+
+
+def _needs_entropy(loss_fn: LossFn) -> bool:
+    """Whether it reads column `entropies`; plain functions need not say."""
+    return getattr(loss_fn, "needs_entropy", False)
 
 
 def _parameters(chunks: Sequence[Any]) -> list[Tensor]:

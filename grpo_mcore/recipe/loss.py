@@ -64,3 +64,6 @@ class ClippedPGLossConfig(Section):
     """CISPO: the clipped ratio is a constant weight of the log-prob."""
     positive_example_nll_weight: NonNegativeFloat = 0.0
     """Weight of the negative log-likelihood of samples with a positive reward. 0: no such term."""
+    entropy_coeff: NonNegativeFloat | None = None
+    """Weight of the entropy of the policy's distribution, which the loss rewards. 0: it is only computed, exactly, and
+    logged as entropy. null: estimated from the sampled tokens, at no cost, as approx_entropy."""

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import os
 import signal
+import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -19,6 +20,8 @@ from grpo_mcore.cluster.local_cluster import LocalWorker
 from grpo_mcore.cluster.ray_worker import RayWorker
 
 DRIVER, GCS, RAYLET = "driver", "gcs_server", "raylet"
+NOTICED_WITHIN_S = 60.0
+"""How long a step takes in which Ray's head goes: Ray ends the driver only after a while; a short run would be over."""
 
 
 @dataclass(frozen=True)
@@ -93,6 +96,8 @@ class Reaper:
             log.write(kill.name + "\n")
         for pid in self._processes(kill.victim):
             os.kill(pid, signal.SIGSTOP if kill.hangs else signal.SIGKILL)
+        if kill.victim in (GCS, RAYLET):
+            time.sleep(NOTICED_WITHIN_S)
 
     def _processes(self, victim: str) -> list[int]:
         if victim == DRIVER:

@@ -64,7 +64,8 @@ def survive(folder: Path, recipe: dict[str, Any], kills: list[Kill]) -> Run:
         capture_output=True,
         text=True,
         timeout=DEADLINE_S,
-        env={**os.environ, "PYTHONUNBUFFERED": "1"},
+        # Without the second, Ray looks for a dead head for a minute.
+        env={**os.environ, "PYTHONUNBUFFERED": "1", "RAY_gcs_rpc_server_reconnect_timeout_s": "5"},
     )
     run = Run(folder, done.returncode, done.stdout, done.stderr)
     print(run.out, run.err)

@@ -75,7 +75,7 @@ class Job:
             assert state not in ("FAILED", "TIMEOUT"), f"{state}\n{self.out}{self.logs()}{self.slurm.logs()}"
             return re.search(text, self.out) is not None
 
-        wait_for(there, seconds, text, lambda: self.out + self.logs())
+        wait_for(there, seconds, text, lambda: self.out + self.logs() + self.slurm.logs())
 
     def logs(self) -> str:
         return "".join(f"\n== {file}\n{file.read_text()[-1500:]}" for file in self.folder.glob("logs/slurm/*/*.log"))

@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
+import functools
 import heapq
 import struct
 import tempfile
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-import numpy as np
+if TYPE_CHECKING:
+    import numpy as np  # at run time only once records are sorted: its threads would be in the way of a fork
 
 RUN_BYTES = 48 << 20
 """Of the records that are sorted in memory at a time."""
@@ -25,7 +27,7 @@ class DiskSort:
 
     def __init__(self, folder: Path, kinds: str, keys: int, run_bytes: int = RUN_BYTES) -> None:
         self._pack = struct.Struct("<" + kinds).pack
-        self._type = np.dtype([(f"f{number}", _NUMPY[kind]) for number, kind in enumerate(kinds)])
+        self._kinds = kinds
         self._keys = [f"f{number}" for number in reversed(range(keys))]  # lexsort: the last one counts most
         self._run_bytes = run_bytes
         self._records = bytearray()
@@ -40,7 +42,15 @@ class DiskSort:
     def close(self) -> None:
         self._file.close()
 
+    @functools.cached_property
+    def _type(self) -> np.dtype:
+        import numpy as np
+
+        return np.dtype([(f"f{number}", _NUMPY[kind]) for number, kind in enumerate(self._kinds)])
+
     def _sorted(self) -> np.ndarray:
+        import numpy as np
+
         records = np.frombuffer(self._records, self._type)
         return records[np.lexsort([records[key] for key in self._keys])]
 
@@ -64,6 +74,8 @@ class DiskSort:
             yield from records[start : start + _CHUNK].tolist()
 
     def _from_disk(self, first: int, count: int) -> Iterator[Record]:
+        import numpy as np
+
         size, chunk = self._type.itemsize, max(_CHUNK // len(self._runs), 16)
         for start in range(first, first + count, chunk):
             self._file.seek(start * size)

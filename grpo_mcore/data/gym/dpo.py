@@ -10,6 +10,7 @@ from typing import Any, NamedTuple
 from grpo_mcore.data.gym.grpo import CONTEXT_LEFT_OUT, NO_ANSWER, prompt_of
 from grpo_mcore.data.gym.pair_index import Entry, PairIndex
 from grpo_mcore.data.gym.pairing import SamePrompt, Stratified
+from grpo_mcore.data.gym.parts import Part
 from grpo_mcore.data.gym.rollout import (
     Filtered,
     RolloutParser,
@@ -64,7 +65,7 @@ def gym_to_dpo(
     with Transformation(source, target, what="pairs", strict=strict) as run, PairIndex(run.out.target.parent) as index:
         summary = run.summary
 
-        def handle(rollout: Any, reward: float | None) -> None:
+        def handle(rollout: Any, reward: float | None, part: Part) -> tuple[int, float, int, bytes, bytes]:
             if rollout.mask_sample is True:
                 raise Filtered(MASKED)
             if reward is None:
@@ -75,12 +76,12 @@ def gym_to_dpo(
                 raise Filtered(NO_ANSWER)
             asked, text = prompt(rollout), encode(answer)
             if not asked.whole:
-                summary.notes[CONTEXT_LEFT_OUT] += 1
+                part.notes[CONTEXT_LEFT_OUT] += 1
             if not is_plain(done):
-                summary.notes[ANSWER_LEFT_OUT] += 1
-            index.add(asked.identity, reward, hash(text), asked.head, text)
+                part.notes[ANSWER_LEFT_OUT] += 1
+            return asked.identity, reward, hash(text), asked.head, text
 
-        run.each(parse, handle)
+        run.each(parse, handle, index.add)
         summary.kept = 0
         for group in index.groups():
             pairs, used, reasons = chooser(group)

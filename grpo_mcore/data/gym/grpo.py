@@ -8,6 +8,7 @@ from typing import Any
 
 from grpo_mcore.data.gym.conversation import chat_messages, chat_tools, with_instructions
 from grpo_mcore.data.gym.ground_truth import finder, places
+from grpo_mcore.data.gym.parts import Part
 from grpo_mcore.data.gym.rollout import (
     ROUNDING,
     Filtered,
@@ -48,11 +49,11 @@ def gym_to_grpo(
     parse = RolloutParser(((place.field, place.in_params) for place in where), output=TextItem)
     too_low = f"reward below {reward_threshold:g}"
     with Transformation(source, target, strict=strict) as run:
-        summary, write = run.summary, run.write
+        summary = run.summary
         summary.without_ground_truth = 0 if ground_truth else None
         prompt = prompt_of(prompt_format, "input")
 
-        def handle(rollout: Any, reward: float | None) -> None:
+        def handle(rollout: Any, reward: float | None, part: Part) -> bytes:
             if reward_threshold != 0 and (reward or 0.0) < reward_threshold - ROUNDING:
                 raise Filtered(too_low)
             answer = final_text(output_items(rollout))
@@ -66,12 +67,12 @@ def gym_to_grpo(
                 row["ground_truth"] = found[0]
             line = encode(row)
             if found is not None:
-                summary.ground_truth_from[found[1]] += 1
+                part.ground_truth_from[found[1]] += 1
             elif ground_truth:
-                summary.without_ground_truth += 1
+                part.without_ground_truth += 1
             if not whole:
-                summary.notes[CONTEXT_LEFT_OUT] += 1
-            write(line)
+                part.notes[CONTEXT_LEFT_OUT] += 1
+            return line
 
         run.each(parse, handle)
         if ground_truth and 0 < summary.kept == summary.without_ground_truth:

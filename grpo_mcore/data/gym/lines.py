@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gzip
 import io
+import math
 import zlib
 from collections.abc import Iterator
 from pathlib import Path
@@ -51,16 +52,37 @@ class LineReader:
         """Bytes read so far, of `size` on disk; both are 0 for a pipe."""
         return self._stored.tell() if self._stored.seekable() else 0
 
+    @property
+    def seekable(self) -> bool:
+        """Whether `block` can be asked for: the file is neither compressed nor a pipe."""
+        return self._text is self._stored and self._stored.seekable()
+
     def __iter__(self) -> Iterator[tuple[int, bytes | None]]:
+        return self._lines()
+
+    def block(self, start: int, end: int) -> Iterator[tuple[int, bytes | None]]:
+        """The lines that begin in the bytes [start, end), numbered from 1."""
+        self._stored.seek(max(start - 1, 0))
+        before = start - 1
+        while start and before < end:  # the rest of a line that began earlier
+            piece = self._stored.readline(min(_BUFFER, end - before))
+            before += len(piece)
+            if not piece or piece[-1:] == b"\n":
+                break
+        return self._lines(end - max(before, 0), at_start=not start)
+
+    def _lines(self, size: float = math.inf, at_start: bool = True) -> Iterator[tuple[int, bytes | None]]:
+        """Those that begin in the next `size` bytes."""
         readline, most = self._text.readline, self.longest + 1
         number = 0
         try:
-            while line := readline(most):
+            while size > 0 and (line := readline(most)):
                 number += 1
-                if number == 1 and line[:2] in _UTF16_MARKS:
+                size -= len(line)
+                if number == 1 and at_start and line[:2] in _UTF16_MARKS:
                     raise DataError(f"{self.path}: this is UTF-16 text; make it UTF-8 first (iconv -f UTF-16 -t UTF-8)")
                 if len(line) == most and line[-1:] != b"\n":
-                    self._pass_over()
+                    size -= self._pass_over()
                     yield number, None
                 else:
                     yield number, line[3:] if line[:3] == _UTF8_MARK else line
@@ -70,6 +92,11 @@ class LineReader:
                 f"what can still be read: gzip -dc {self.path.name} > whole.jsonl"
             ) from error
 
-    def _pass_over(self) -> None:
-        while (piece := self._text.readline(_BUFFER)) and piece[-1:] != b"\n":
-            pass
+    def _pass_over(self) -> int:
+        """The rest of the line; its length."""
+        length = 0
+        while piece := self._text.readline(_BUFFER):
+            length += len(piece)
+            if piece[-1:] == b"\n":
+                break
+        return length

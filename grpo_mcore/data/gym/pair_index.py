@@ -53,8 +53,9 @@ class PairIndex:
         for file in (self._texts, self._answers, self._pairs):
             file.close()
 
-    def add(self, prompt: int, reward: float, text_hash: int, head: bytes, text: bytes) -> None:
-        """`head`: the prompt as it will be written; `text`: the answer."""
+    def add(self, answer: tuple[int, float, int, bytes, bytes]) -> None:
+        """(prompt's hash, reward, hash of the text, the prompt as it will be written, the text)"""
+        prompt, reward, text_hash, head, text = answer
         self._answers.add(prompt, -reward, self._size, text_hash, len(head), len(text))
         self._texts.write(head)
         self._texts.write(text)

@@ -109,7 +109,8 @@ class RolloutParser:
     def __call__(self, line: bytes) -> Any:
         """Raises BadRow."""
         try:
-            line.decode()  # fields that are passed over are not looked at otherwise
+            if not line.isascii():
+                line.decode()  # fields that are passed over are not looked at otherwise
             return self._decode(line)
         except UnicodeDecodeError as error:
             raise BadRow(f"not UTF-8 text ({error.reason} at byte {error.start})") from error

@@ -5,14 +5,15 @@ from __future__ import annotations
 import sys
 import time
 from collections.abc import Callable
-from contextlib import ExitStack
+from contextlib import ExitStack, closing
 from pathlib import Path
 from types import TracebackType
 from typing import Any, Self
 
 from grpo_mcore.data.gym.histogram import MOST_VALUES
 from grpo_mcore.data.gym.lines import LineReader
-from grpo_mcore.data.gym.rollout import BadRow, Filtered, RolloutParser, reward_of
+from grpo_mcore.data.gym.parts import Handle, Work, parts
+from grpo_mcore.data.gym.rollout import RolloutParser
 from grpo_mcore.data.gym.summary import Summary
 from grpo_mcore.data.gym.whole_file import WholeFile
 from grpo_mcore.data.interfaces import DataError
@@ -20,14 +21,10 @@ from grpo_mcore.data.interfaces import DataError
 _SAID = 20  # malformed lines that are printed; all of them are listed in a file
 _EXAMPLE = 2000  # bytes of the first line that are kept to be shown
 _WIDTH = 70  # of the moving line
-_LOOK_EVERY = 512  # lines between two looks at the clock
-
-Handle = Callable[[Any, float | None], None]
-"""(rollout, its reward) -> None. Raises Filtered or BadRow where the rollout is not used."""
 
 
 class Transformation:
-    """The frame of one run: `with Transformation(...) as run: run.each(parser, handle)`; `run.out.write(line)`.
+    """The frame of one run: `with Transformation(...) as run: run.each(parser, handle)`.
 
     The output appears when the block ends, if a line was written and nothing was raised. Lines that are malformed are
     listed in `<output>.rejected.txt`; with `strict` the first one ends the run with a DataError.
@@ -68,37 +65,28 @@ class Transformation:
             raise DataError(f"reading {self.source} or writing {self.target} failed: {error}") from error
         self.summary.seconds = time.monotonic() - self._began
 
-    def each(self, parse: RolloutParser, handle: Handle) -> None:
-        """Calls `handle` for every rollout. `summary.kept` counts those that it took."""
-        summary = self.summary
+    def each(self, parse: RolloutParser, handle: Handle, take: Callable[[Any], None] | None = None) -> None:
+        """Handles every rollout. `take` (default: `write`) gets the results in the order of the file; `summary.kept`
+        counts them."""
+        summary, take = self.summary, take or self.write
         rewards: dict[float, int] = {}
-        kept = blank = number = 0
         progress = Progress(self._lines.size, self.source.name)
-        for number, line in self._lines:
-            if line is not None and (not line or line.isspace()):
-                blank += 1
-                continue
-            try:
-                if line is None:
-                    raise BadRow(f"longer than {self._lines.longest >> 20} MB")
-                rollout = parse(line)
-                reward = reward_of(rollout)
-                try:
-                    handle(rollout, reward)
-                    kept += 1
-                except Filtered as why:
-                    summary.filtered[str(why)] += 1
-                if reward is not None:
-                    rewards[reward] = rewards.get(reward, 0) + 1
-            except BadRow as why:
-                self._reject(number, str(why))
-            if not number % _LOOK_EVERY:
-                progress.show(self._lines.position, number - blank)
+        before = 0
+        with closing(parts(self._lines, Work(parse, handle, self.strict))) as all_parts:
+            for part in all_parts:
+                for number, why in part.rejected:
+                    self._reject(before + number, why)
+                for result in part.results:
+                    take(result)
+                before += part.lines
+                summary.add(part)
+                for reward, count in part.rewards.items():
+                    rewards[reward] = rewards.get(reward, 0) + count
                 if len(rewards) > MOST_VALUES:
                     summary.rewards.add(rewards)
                     rewards.clear()
+                progress.show(part.position, summary.rows)
         summary.rewards.add(rewards)
-        summary.rows, summary.blank, summary.kept = number - blank, blank, kept
         progress.end()
 
     def write(self, line: bytes) -> None:

@@ -7,6 +7,7 @@ from typing import Any
 
 from grpo_mcore.data.gym.conversation import asked_and_done, chat_tools, with_instructions
 from grpo_mcore.data.gym.grpo import NO_ANSWER, prompt_of
+from grpo_mcore.data.gym.parts import Part
 from grpo_mcore.data.gym.rollout import (
     ROUNDING,
     Filtered,
@@ -44,10 +45,10 @@ def gym_to_sft(
     """
     too_low = f"reward below {reward_threshold:g}"
     with Transformation(source, target, strict=strict) as run:
-        summary, write = run.summary, run.write
+        summary = run.summary
         prompt = prompt_of("text", "input")
 
-        def conversation(rollout: Any) -> dict[str, Any]:
+        def conversation(rollout: Any, _: Part) -> dict[str, Any]:
             params = rollout.responses_create_params
             asked, done = asked_and_done(input_items(params), output_items(rollout), reasoning)
             if not any(message["role"] == "assistant" for message in done):
@@ -57,26 +58,26 @@ def gym_to_sft(
                 row["tools"] = tools
             return row
 
-        def texts(rollout: Any) -> dict[str, Any]:
+        def texts(rollout: Any, part: Part) -> dict[str, Any]:
             params, done = rollout.responses_create_params, output_items(rollout)
             row, whole = prompt(params, input_items(params))
             answer = final_text(done)
             if not answer.strip():
                 raise Filtered(NO_ANSWER)
             if not (whole and is_plain(done)):
-                summary.notes[LEFT_OUT] += 1
+                part.notes[LEFT_OUT] += 1
             row["output"] = answer
             return row
 
         openai = format == "openai"
         make = conversation if openai else texts
 
-        def handle(rollout: Any, reward: float | None) -> None:
+        def handle(rollout: Any, reward: float | None, part: Part) -> bytes:
             if rollout.mask_sample is True:
                 raise Filtered(MASKED)
             if (reward or 0.0) < reward_threshold - ROUNDING:
                 raise Filtered(too_low)
-            write(encode(make(rollout)))
+            return encode(make(rollout, part))
 
         run.each(RolloutParser(output=Item if openai else TextItem), handle)
         if 0 < summary.kept < FEW:

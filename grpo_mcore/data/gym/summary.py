@@ -6,6 +6,7 @@ from collections import Counter
 from dataclasses import dataclass, field
 
 from grpo_mcore.data.gym.histogram import Histogram
+from grpo_mcore.data.gym.parts import Part
 
 _SHOWN = 600  # characters of the first row
 
@@ -44,6 +45,17 @@ class Summary:
     @property
     def adds_up(self) -> bool:
         return self.rows == self.kept + self.filtered.total() + self.malformed
+
+    def add(self, part: Part) -> None:
+        """Counts a part, all but its malformed lines and its rewards."""
+        self.rows += part.lines - part.blank
+        self.blank += part.blank
+        self.kept += len(part.results)
+        self.filtered += part.filtered
+        self.notes += part.notes
+        self.ground_truth_from += part.ground_truth_from
+        if self.without_ground_truth is not None:
+            self.without_ground_truth += part.without_ground_truth
 
     def __str__(self) -> str:
         lines = [f"{self.source} -> {self.target if self.written else 'nothing written'}"]

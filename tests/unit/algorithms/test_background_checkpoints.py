@@ -120,16 +120,41 @@ def test_a_lost_rank_ends_the_run_and_leaves_nothing(tmp_path: Path) -> None:
     world = World(tmp_path)
     world.start(1)
     world.ranks.error = DeadlineExceeded("writing the policy's checkpoint", "policy-0", 30.0)
-    with pytest.raises(DeadlineExceeded):
+    with pytest.raises(DeadlineExceeded), world.saves:
         world.saves.wait()
-    world.saves.close()
     assert world.lies_there() == [] and not world.told
+
+
+def test_an_error_of_the_run_lets_it_be_finished(tmp_path: Path) -> None:
+    world = World(tmp_path)
+    with pytest.raises(RuntimeError), world.saves:
+        world.start(1)
+        raise RuntimeError("loss is not finite")
+    assert world.lies_there() == ["step_1"] and world.told == ["step_1", "saved 1"]
+
+
+def test_where_a_rank_is_lost_it_is_not_finished(tmp_path: Path) -> None:
+    world = World(tmp_path)
+    with pytest.raises(WorkerFailed) as raised, world.saves:
+        world.start(1)
+        world.ranks.error = WorkerFailed("policy-1", "writing the policy's checkpoint", "it died")
+        raise WorkerFailed("policy-1", "training", "it died")
+    assert "the checkpoint under way could not be finished" in raised.value.__notes__[0]
+    assert world.lies_there() == [] and not world.told
+
+
+def test_nobody_in_a_hurry_waits_for_it(tmp_path: Path) -> None:
+    world = World(tmp_path)
+    with pytest.raises(KeyboardInterrupt), world.saves:
+        world.start(1)
+        raise KeyboardInterrupt
+    assert world.lies_there() == [] and world.ranks.calls == ["start"]
 
 
 def test_what_only_needs_its_name_gets_it_when_the_run_ends(tmp_path: Path) -> None:
     world = World(tmp_path)
     world.start(1)
     world.ranks.written = True
-    world.saves.look()
-    world.saves.close()
+    with world.saves:
+        world.saves.look()
     assert world.lies_there() == ["step_1"]

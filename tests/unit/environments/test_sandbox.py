@@ -270,7 +270,7 @@ def test_it_holds_for_an_ordinary_user_too(tmp_path: Path, facts: dict[str, obje
         if folder.stat().st_mode & 0o001:
             break
         folder.chmod(0o755)
-    names = ("sandbox", "sandbox_command", "sandbox_worker", "seccomp")
+    names = ("sandbox", "sandbox_command", "sandbox_program", "sandbox_worker", "seccomp")
     for name in names:
         shutil.copy(ROOT / f"grpo_mcore/environments/{name}.py", tmp_path)
         text = (tmp_path / f"{name}.py").read_text().replace("from grpo_mcore.environments.", "from ")

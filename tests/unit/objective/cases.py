@@ -83,6 +83,10 @@ CONFIGS: dict[str, dict[str, Any]] = {
     "no kl": {"reference_policy_kl_penalty": 0.0},
     "kl in reward": {"use_kl_in_reward": True},
     "positive nll": {"positive_example_nll_weight": 0.3},
+    "entropy, logged": {"entropy_coeff": 0.0},
+    "entropy": {"entropy_coeff": 0.2},
+    "entropy, sequence level": {"entropy_coeff": 0.2, "token_level_loss": False},
+    "entropy, dr. grpo": {"entropy_coeff": 0.2, **DR_GRPO},
 }
 
 BOOL = (False, True)

@@ -92,7 +92,7 @@ def reference_loss(cfg: Any, samples: list[Sample]) -> tuple[dict[str, float], l
 
     policy = total([policy_terms(cfg, tokens) for tokens in sequences], 1.0, mean)
     losses = {"policy_loss": policy, "loss": policy}
-    beta, mu = cfg.reference_policy_kl_penalty, cfg.positive_example_nll_weight
+    beta, mu, eta = cfg.reference_policy_kl_penalty, cfg.positive_example_nll_weight, cfg.entropy_coeff
     if beta and not cfg.use_kl_in_reward:
         losses["kl_penalty"] = total([[kl_term(cfg, t) for t in tokens] for tokens in sequences], beta, mean)
         losses["loss"] += beta * losses["kl_penalty"]
@@ -103,6 +103,14 @@ def reference_loss(cfg: Any, samples: list[Sample]) -> tuple[dict[str, float], l
         ]
         losses["positive_nll_loss"] = total(nll, mu, lambda length: 1 / valid_toks)
         losses["loss"] += mu * losses["positive_nll_loss"]
+    if eta is not None:
+        entropies = [
+            [s.columns["entropies"].tolist()[t.at] for t in tokens]
+            for s, tokens in zip(samples, sequences, strict=True)
+        ]
+        losses["entropy"] = math.fsum(map(math.fsum, entropies)) / valid_toks
+        bonus = [[Term(value) for value in row] for row in entropies]  # of the distribution, not of one log-prob
+        losses["loss"] -= eta * total(bonus, 0.0, mean)
     return losses, [torch.tensor(grad, dtype=torch.float64) for grad in grads]
 
 

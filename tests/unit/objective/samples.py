@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 LOGPROBS = ("prev_logprobs", "generation_logprobs", "reference_policy_logprobs")
-COLUMNS = (*LOGPROBS, "advantages", "token_mask", "ages")
+COLUMNS = (*LOGPROBS, "advantages", "token_mask", "entropies", "ages")
 OLDEST = 3
 
 Batch = tuple[Tensor, dict[str, Any]]
@@ -59,6 +59,7 @@ def draw(
         columns = {name: curr + spread * normal(length) for name in LOGPROBS}
         columns["advantages"] = normal(1).expand(length).clone() + 0.1 * normal(length)
         columns["token_mask"] = mask.double()
+        columns["entropies"] = normal(length).abs()
         samples.append(
             Sample(
                 curr=curr.to(dtype),

@@ -74,6 +74,7 @@ def random_settings(rng: random.Random) -> dict[str, Any]:
         "force_on_policy_ratio": rng.random() < 0.2,
         "use_cispo": rng.random() < 0.3,
         "positive_example_nll_weight": rng.choice([0.0, 0.5]),
+        "entropy_coeff": rng.choice([None, 0.0, 0.3]),
     }
 
 

@@ -204,6 +204,7 @@ def test_prev_may_be_missing_only_where_it_is_the_current_policy() -> None:
         (IS, "generation_logprobs", "loss_fn.use_importance_sampling_correction"),
         ({"use_on_policy_kl_approximation": True}, "generation_logprobs", "loss_fn.use_on_policy_kl_approximation"),
         ({"positive_example_nll_weight": 1.0}, "rewards", "loss_fn.positive_example_nll_weight"),
+        ({"entropy_coeff": 0.0}, "entropies", "loss_fn.entropy_coeff"),
         (BY_AGE, "ages", "loss_fn.truncated_importance_sampling_ratio_by_age"),
     ],
 )
@@ -243,3 +244,17 @@ def test_the_loss_of_one_batch_is_the_loss_it_reports() -> None:
     loss, metrics = ClippedPGLossFn({}, max_age=MAX_AGE)(curr, batch, 4, 20)
     assert loss.dtype == torch.float64 and loss.shape == ()
     assert step_metrics([combine_metrics([metrics])])["loss"] == float(loss.detach())
+
+
+@pytest.mark.parametrize("layout", [padded, packed])
+def test_the_entropy_of_each_token_is_rewarded_alike(layout) -> None:
+    samples = draw(seed=3, count=7)
+    curr, batch = layout(samples)
+    batch["entropies"].requires_grad_()
+    toks = sum(len(s.trained) for s in samples)
+    loss, metrics = ClippedPGLossFn(NO_KL | {"entropy_coeff": 0.25})(curr, batch, 7, toks)
+    loss.backward()
+    slopes = batch["entropies"].grad
+    assert metrics["entropy"].item() > 0 and not metrics["entropy"].requires_grad
+    assert int((slopes != 0).sum()) == toks
+    torch.testing.assert_close(slopes[slopes != 0], torch.full((toks,), -0.25 / toks))

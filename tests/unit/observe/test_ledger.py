@@ -144,3 +144,9 @@ def test_the_command(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None
     assert "wrong: d: lost" in capsys.readouterr().out
     assert main(["ledger", str(tmp_path / "none")]) == 1
     assert "No such file" in capsys.readouterr().err
+
+
+def test_what_was_started_anew_counts_though_a_resume_takes_back_what_came_of_it() -> None:
+    restart = {"event": "restarted", "worker": "environment-math", "why": "it died"}
+    found = audit([started(), restart, started(), dispatched("a"), finished("a"), trained(1, "a"), restart, ended()])
+    assert not found.flaws and (found.restarts, found.void, found.starts) == (2, 2, 1)

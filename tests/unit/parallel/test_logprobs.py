@@ -1,11 +1,11 @@
-"""Chunked token log-probs against float64 log-softmax over the whole vocabulary."""
+"""Chunked token log-probs and entropies against float64 log-softmax over the whole vocabulary."""
 
 from __future__ import annotations
 
 import pytest
 import torch
 
-from grpo_mcore.parallel.logprobs import TILES, token_logprobs
+from grpo_mcore.parallel.logprobs import TILES, token_scores
 
 
 def case(dtype: torch.dtype) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
@@ -19,21 +19,32 @@ def case(dtype: torch.dtype) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
 @pytest.mark.parametrize("tile", [1, 16, 2048])
 @pytest.mark.parametrize("chunk", [1, 7, 23, 1000])
 @pytest.mark.parametrize("temperature", [1.0, 0.7])
+@pytest.mark.parametrize("entropy", [False, True])
 def test_values_and_gradients_equal_log_softmax(
-    tile: int, chunk: int, temperature: float, monkeypatch: pytest.MonkeyPatch
+    tile: int, chunk: int, temperature: float, entropy: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setitem(TILES, "cpu", tile)
     hidden, weight, targets = case(torch.float32)
-    found = token_logprobs(
-        hidden, weight, targets, group=None, vocab_start=0, vocab_size=37, temperature=temperature, chunk=chunk
+    found = token_scores(
+        hidden,
+        weight,
+        targets,
+        group=None,
+        vocab_start=0,
+        vocab_size=37,
+        temperature=temperature,
+        chunk=chunk,
+        entropy=entropy,
     )
-    upstream = torch.linspace(-1, 2, 23)
+    upstream = torch.linspace(-1, 2, 23 * (1 + entropy)).view(1 + entropy, 23)
     (found * upstream).sum().backward()
 
     exact_hidden = hidden.detach().double().requires_grad_()
     exact_weight = weight.detach().double().requires_grad_()
     logits = (exact_hidden @ exact_weight.t() / temperature)[:, :37]  # rows 37 to 39 are padding
-    expected = torch.log_softmax(logits, -1).gather(1, targets[:, None]).squeeze(1)
+    every = torch.log_softmax(logits, -1)
+    rows = [every.gather(1, targets[:, None]).squeeze(1), -(every.exp() * every).sum(-1)]
+    expected = torch.stack(rows[: 1 + entropy])
     (expected * upstream).sum().backward()
 
     torch.testing.assert_close(found, expected.float(), atol=2e-6, rtol=3e-7)
@@ -44,17 +55,17 @@ def test_values_and_gradients_equal_log_softmax(
 
 def test_bfloat16_keeps_its_dtype_and_float32_results() -> None:
     hidden, weight, targets = case(torch.bfloat16)
-    found = token_logprobs(hidden, weight, targets, group=None, vocab_start=0, vocab_size=40, temperature=1.0, chunk=8)
+    found = token_scores(hidden, weight, targets, group=None, vocab_start=0, vocab_size=40, temperature=1.0, chunk=8)
     found.sum().backward()
     assert found.dtype == torch.float32
     assert hidden.grad.dtype == weight.grad.dtype == torch.bfloat16
     expected = torch.log_softmax(hidden.double() @ weight.double().t(), -1).gather(1, targets[:, None]).squeeze(1)
-    torch.testing.assert_close(found.double(), expected, atol=0.06, rtol=0)
+    torch.testing.assert_close(found[0].double(), expected, atol=0.06, rtol=0)
 
 
 def test_no_token_is_wanted() -> None:
     hidden, weight, _ = case(torch.float32)
     none = torch.zeros(0, dtype=torch.int64)
-    found = token_logprobs(hidden[:0], weight, none, group=None, vocab_start=0, vocab_size=40, temperature=1.0, chunk=8)
+    found = token_scores(hidden[:0], weight, none, group=None, vocab_start=0, vocab_size=40, temperature=1.0, chunk=8)
     found.sum().backward()
-    assert found.shape == (0,) and (weight.grad == 0).all()
+    assert found.shape == (1, 0) and (weight.grad == 0).all()

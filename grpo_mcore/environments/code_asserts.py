@@ -1,0 +1,254 @@
+"""Assertions taken apart: the sandbox gives the value of an expression, and what it is compared with stays outside. So
+only the right value passes, whatever a program makes of `==`, of built-in functions and of the process that it runs in;
+and the expected one is nowhere that it could look for it.
+
+These shapes are taken apart, also behind `not` and joined by `and`:
+
+    assert EXPRESSION == LITERAL     also !=, and with the literal on the left
+    assert EXPRESSION is None        also True, False, `is not`
+    assert CALL                      as true or false
+    assert abs(EXPRESSION - NUMBER) < NUMBER, <=
+    assert math.isclose(EXPRESSION, NUMBER, rel_tol=NUMBER, abs_tol=NUMBER)
+
+where they stand at the top of a test, or in a function such as `def check(candidate)` that the test's last line calls.
+Any other assertion runs as it is, in the program's process.
+"""
+
+from __future__ import annotations
+
+import ast
+import functools
+import math
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from fractions import Fraction
+from typing import Any
+
+Step = tuple[str, ...]
+"""What the sandbox does: ("run", statements), ("value" | "truth", expression), ("scope", expression, name): from here
+on in a scope of its own, in which the name has that value."""
+
+Claim = Any
+"""A value as sandbox_program.plain gives it; from a program's process, so it may be anything."""
+
+Condition = Callable[[Claim], bool]
+
+_CONTAINERS: dict[type, str] = {tuple: "tuple", set: "set", dict: "dict"}
+
+
+@dataclass(frozen=True)
+class TakenApart:
+    """`conditions`: of the values of the steps "value" and "truth", in their order."""
+
+    steps: tuple[Step, ...]
+    conditions: tuple[Condition, ...]
+
+    def holds(self, values: Claim) -> bool:
+        if not isinstance(values, list) or len(values) != len(self.conditions):
+            return False
+        return all(condition(value) for condition, value in zip(self.conditions, values, strict=True))
+
+
+@functools.lru_cache(maxsize=256)
+def take_apart(code: str) -> TakenApart | None:
+    """None where there is nothing to take out, or the code is no Python."""
+    try:
+        steps, conditions = _Steps().of(ast.parse(code).body)
+    except (SyntaxError, ValueError, RecursionError, MemoryError):
+        return None
+    return TakenApart(tuple(steps), tuple(conditions)) if conditions else None
+
+
+class _Steps:
+    def __init__(self) -> None:
+        self.steps: list[Step] = []
+        self.conditions: list[Condition] = []
+        self.rest: list[ast.stmt] = []
+
+    def of(self, statements: list[ast.stmt]) -> tuple[list[Step], list[Condition]]:
+        check = _checker(statements)
+        if check is None:
+            self.add(statements)
+        else:
+            function, argument = check
+            self.add([one for one in statements[:-1] if one is not function])
+            self.run_rest()
+            self.steps.append(("scope", ast.unparse(argument), function.args.args[0].arg))
+            self.add(function.body)
+        self.run_rest()
+        return self.steps, self.conditions
+
+    def add(self, statements: list[ast.stmt]) -> None:
+        for statement in statements:
+            taken = _taken(statement.test) if isinstance(statement, ast.Assert) else None
+            if taken is None:
+                self.rest.append(statement)
+                continue
+            self.run_rest()
+            for kind, expression, condition in taken:
+                self.steps.append((kind, ast.unparse(expression)))
+                self.conditions.append(condition)
+
+    def run_rest(self) -> None:
+        if self.rest:
+            self.steps.append(("run", ast.unparse(ast.Module(self.rest, []))))
+            self.rest = []
+
+
+def _checker(statements: list[ast.stmt]) -> tuple[ast.FunctionDef, ast.expr] | None:
+    """The function of one argument that the last statement calls, and that argument; None where there is none whose
+    body could as well stand at the top."""
+    match statements[-1:]:
+        case [ast.Expr(ast.Call(ast.Name(name), [argument], []))]:
+            named = [one for one in statements if isinstance(one, ast.FunctionDef) and one.name == name]
+            uses = sum(isinstance(node, ast.Name) and node.id == name for one in statements for node in ast.walk(one))
+            if len(named) == uses == 1 and _may_stand_at_the_top(named[0]):
+                return named[0], argument
+    return None
+
+
+def _may_stand_at_the_top(function: ast.FunctionDef) -> bool:
+    given = function.args
+    only_one = len(given.args) == 1 and not (given.posonlyargs or given.kwonlyargs or given.vararg or given.kwarg)
+    of_a_function = (ast.Return, ast.Yield, ast.YieldFrom, ast.Global, ast.Nonlocal)
+    inside = [node for statement in function.body for node in ast.walk(statement)]
+    return only_one and not function.decorator_list and not any(isinstance(node, of_a_function) for node in inside)
+
+
+Taken = tuple[str, ast.expr, Condition]
+
+
+def _taken(test: ast.expr) -> list[Taken] | None:
+    """(kind of step, expression, condition) for each part of an assertion; None where it is to run as it is."""
+    match test:
+        case ast.BoolOp(ast.And(), parts):
+            found = [_taken(part) for part in parts]
+            return None if None in found else [one for part in found for one in part or []]
+        case ast.UnaryOp(ast.Not(), operand):
+            inner = _taken(operand)
+            if inner is None or len(inner) != 1:
+                return None
+            kind, expression, condition = inner[0]
+            return [(kind, expression, lambda claim: not condition(claim))]
+    return next(_shapes(test), None)
+
+
+def _shapes(test: ast.expr) -> Iterator[list[Taken]]:
+    match test:
+        case ast.Compare(left, [ast.Eq() | ast.NotEq() as operator], [right]):
+            for expression, other in ((left, right), (right, left)):
+                if (literal := _literal(other)) is not None:
+                    equal = functools.partial(_same, expected=literal[0])
+                    unequal = functools.partial(_differs, expected=literal[0])
+                    yield [("value", expression, equal if isinstance(operator, ast.Eq) else unequal)]
+        case ast.Compare(left, [ast.Is() | ast.IsNot() as operator], [ast.Constant(None | True | False as constant)]):
+            wanted = isinstance(operator, ast.Is)
+            yield [("value", left, lambda claim: (claim is constant) is wanted)]
+        case ast.Compare(
+            ast.Call(ast.Name("abs"), [ast.BinOp(left, ast.Sub(), right)], []),
+            [ast.Lt() | ast.LtE() as operator],
+            [bound],
+        ):
+            for expression, other in ((left, right), (right, left)):
+                if (number := _number(other)) is not None and (most := _number(bound)) is not None:
+                    below = isinstance(operator, ast.Lt)
+                    yield [("value", expression, functools.partial(_near, expected=number, most=most, below=below))]
+        case ast.Call(ast.Name("isclose") | ast.Attribute(ast.Name("math"), "isclose"), [left, right], keywords):
+            tolerances = {word.arg: _number(word.value) for word in keywords}
+            if tolerances.keys() <= {"rel_tol", "abs_tol"} and None not in tolerances.values():
+                for expression, other in ((left, right), (right, left)):
+                    if (number := _number(other)) is not None:
+                        close = functools.partial(_close, expected=number, tolerances=tolerances)
+                        yield [("value", expression, close)]
+            else:
+                yield [("truth", test, _is_true)]
+        case ast.Call():
+            yield [("truth", test, _is_true)]
+
+
+def _literal(node: ast.expr) -> tuple[Any] | None:
+    try:
+        value = ast.literal_eval(node)
+    except (ValueError, TypeError, SyntaxError, MemoryError, RecursionError):
+        return None
+    return None if any(isinstance(one, ast.Constant) and one.value is ... for one in ast.walk(node)) else (value,)
+
+
+def _number(node: ast.expr) -> Any:
+    literal = _literal(node)
+    return literal[0] if literal is not None and isinstance(literal[0], int | float | complex) else None
+
+
+def _is_true(claim: Claim) -> bool:
+    return claim is True
+
+
+def _false_where_odd(condition: Callable[..., bool]) -> Callable[..., bool]:
+    """A claim that is no value at all fulfils no condition."""
+
+    @functools.wraps(condition)
+    def safe(claim: Claim, **of: Any) -> bool:
+        try:
+            return condition(claim, **of)
+        except (ValueError, TypeError, ArithmeticError, RecursionError):
+            return False
+
+    return safe
+
+
+@_false_where_odd
+def _same(claim: Claim, *, expected: Any) -> bool:
+    return _equal(claim, expected)
+
+
+def _differs(claim: Claim, *, expected: Any) -> bool:
+    return not _same(claim, expected=expected)
+
+
+@_false_where_odd
+def _near(claim: Claim, *, expected: Any, most: Any, below: bool) -> bool:
+    distance = abs(_scalar(claim) - expected)
+    return bool(distance < most if below else distance <= most)
+
+
+@_false_where_odd
+def _close(claim: Claim, *, expected: Any, tolerances: dict[str, Any]) -> bool:
+    return math.isclose(_scalar(claim), expected, **tolerances)
+
+
+def _equal(claim: Claim, expected: Any) -> bool:
+    """As Python compares the claimed value with the expected one. No more keys are hashed than are expected: they may
+    have been chosen to collide."""
+    kind, items = _CONTAINERS.get(type(expected)), claim
+    if kind is not None:
+        items = claim.get(kind) if isinstance(claim, dict) else None
+    elif not isinstance(expected, list):
+        return bool(_scalar(claim) == expected)
+    if not isinstance(items, list) or len(items) != len(expected):
+        return False
+    if kind == "set":
+        return {_key(item) for item in items} == expected
+    if kind == "dict":
+        values = {_key(key): value for key, value in items}
+        return values.keys() == expected.keys() and all(_equal(values[key], expected[key]) for key in expected)
+    return all(_equal(item, other) for item, other in zip(items, expected, strict=True))
+
+
+def _key(claim: Claim) -> Any:
+    if isinstance(claim, dict) and isinstance(claim.get("tuple"), list):
+        return tuple(_key(item) for item in claim["tuple"])
+    return _scalar(claim)
+
+
+def _scalar(claim: Claim) -> Any:
+    """Raises ValueError, TypeError or ArithmeticError for what is none."""
+    if not isinstance(claim, dict | list):
+        return claim
+    match claim:
+        case {"bytes": str(digits)}:
+            return bytes.fromhex(digits)
+        case {"complex": [int() | float() as real, int() | float() as imaginary]}:
+            return complex(real, imaginary)
+        case {"ratio": [int(above), int(below)]}:
+            return Fraction(above, below)
+    raise ValueError("no plain value")

@@ -1,0 +1,86 @@
+"""Real policy ranks and real engines under Ray, in the layouts that a refit has to bring together: every copy by its
+checksum, then log-probs of what the engines say."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from grpo_mcore.algorithms.refit_verify import refit_and_compare
+from grpo_mcore.cluster.ray_cluster import RayCluster
+from grpo_mcore.data.arithmetic import make_tokenizer
+from grpo_mcore.data.tiny_models import ENGINE_SIZES, make_tiny_model
+from grpo_mcore.recipe.load import load_recipe
+from tests.functional.runs import Task, grpo_recipe, write_recipe
+
+
+@dataclass(frozen=True)
+class Pair:
+    """A policy of `ranks` processes and `engines` of `engine_tensor` each."""
+
+    family: str
+    ranks: int
+    engine_tensor: int = 1
+    engines: int = 1
+    tensor: int = 1
+    pipeline: int = 1
+    expert: int = 1
+    colocated: bool = True
+
+
+PAIRS = {
+    "TP2 to TP1": Pair("qwen2", 2, tensor=2),
+    "TP2 x PP2 to TP2, pools": Pair("qwen3", 4, engine_tensor=2, tensor=2, pipeline=2, colocated=False),
+    "EP2 to TP1, pools": Pair("qwen3_moe", 2, expert=2, colocated=False),
+    "EP2 x TP2 to TP2": Pair("qwen3_moe", 4, engine_tensor=2, tensor=2, expert=2),
+    "PP2 to TP1": Pair("llama", 2, pipeline=2),
+    "DP2 to 2 engines, pools": Pair("qwen2", 2, engines=2, colocated=False),
+}
+
+
+@pytest.fixture(scope="module")
+def cluster(tmp_path_factory: pytest.TempPathFactory) -> Iterator[RayCluster]:
+    logs = tmp_path_factory.mktemp("logs")
+    with RayCluster(logs, address="local", num_cpus=4, start_timeout_s=150, call_timeout_s=120) as cluster:
+        yield cluster
+
+
+def recipe_of(pair: Pair, task: Task, folder: Path) -> dict[str, Any]:
+    sizes = {"vocab_size": 32, "num_hidden_layers": 4, "eos_token_id": 2}
+    make_tiny_model(pair.family, folder / "model", **ENGINE_SIZES.get(pair.family, {}) | sizes)
+    make_tokenizer(folder / "model")
+    recipe = grpo_recipe(task, folder / "model")
+    recipe["policy"]["megatron_cfg"] |= {
+        "tensor_model_parallel_size": pair.tensor,
+        "pipeline_model_parallel_size": pair.pipeline,
+        "expert_model_parallel_size": pair.expert,
+        "sequence_parallel": pair.tensor > 1 and pair.expert > 1,
+    }
+    generation = recipe["policy"]["generation"]
+    generation["vllm_cfg"] |= {"tensor_parallel_size": pair.engine_tensor}
+    processes = pair.ranks
+    if pair.colocated:
+        generation["num_engines"] = pair.engines
+    else:
+        of_engines = pair.engines * pair.engine_tensor
+        generation["colocated"] = {"enabled": False, "resources": {"gpus_per_node": of_engines}}
+        processes += of_engines
+    recipe["cluster"] = {"platform": "cpu", "gpus_per_node": processes}
+    return recipe
+
+
+@pytest.mark.parametrize("name", PAIRS)
+def test_the_engines_hold_and_say_what_the_policy_does(
+    cluster: RayCluster, task: Task, tmp_path: Path, name: str
+) -> None:
+    pair = PAIRS[name]
+    config = load_recipe(write_recipe(tmp_path, recipe_of(pair, task, tmp_path)), []).config
+    report, parity = refit_and_compare(config, cluster)
+    assert report.checked > 0 and not report.fallbacks and not report.in_place
+    assert len(parity.engines) == pair.engines
+    for engine in parity.engines:
+        assert engine.tokens >= 8 and engine.worst < 1.0001, parity.table()
