@@ -34,7 +34,7 @@ from torch import Tensor
 from grpo_mcore.algorithms.engine_group import EngineWorker
 from grpo_mcore.families import Split, Stage, parameter_count, params_of, pieces, read_hf_config, shape_of
 from grpo_mcore.generation import EngineConfig, engine_environment
-from grpo_mcore.refit import EngineLayout, RefitSender, TrainerLayout, plan_refit, refit
+from grpo_mcore.refit import EngineLayout, EngineNodes, RefitSender, TrainerLayout, plan_refit, refit
 
 GIB = 2**30
 QWEN = {
@@ -320,7 +320,7 @@ def measure(args: argparse.Namespace, folder: str) -> dict[str, Any]:
                 buffer_bytes=int(args.buffer_gb * GIB),
             )  # fmt: skip
             seconds.append(time.perf_counter() - began)
-        nodes = [[engine]] if args.mode == "disaggregated" else None
+        nodes = EngineNodes([[0]], [engine]) if args.mode == "disaggregated" else None
         ours, classic = [], []
         version, memory = 1, []
         for _ in range(args.rounds + 1):

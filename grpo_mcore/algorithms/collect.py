@@ -84,7 +84,9 @@ def collect(
         environments = start_environments(config, cluster, env_names)
         engines = start_engines(config, cluster, None)
         workers = {worker.name: worker for worker in environments.values()}
-        wait_until_ready(config, cluster, [*engines.workers, *workers.values()], "start of engines and environments")
+        wait_until_ready(
+            config, cluster, [*engines.all_hosts(), *workers.values()], "start of engines and environments"
+        )
         engines.endpoint = open_endpoint(config, engines, logs)
         stack.enter_context(closing(engines))
         results: dict[tuple[str, int], GymOutcome] = {}

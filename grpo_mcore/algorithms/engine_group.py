@@ -15,30 +15,28 @@ from grpo_mcore.cluster import (
     ObjectStore,
     Parcel,
     Pending,
+    Rendezvous,
     Worker,
     WorkerDied,
     WorkerFailed,
     call_all,
     gather,
 )
-from grpo_mcore.generation import Engine, EngineConfig
+from grpo_mcore.generation import Engine, EngineConfig, EngineFollower, EngineNode
 from grpo_mcore.generation.chat.endpoint import Endpoint
-from grpo_mcore.refit import EngineLayout, RefitReceiver
+from grpo_mcore.refit import EngineLayout, EngineNodes, RefitReceiver
 from grpo_mcore.rollout.trajectory import GenerationRequest, Sampling, TrajectoryRef
 
 HEALTH_S = 60.0
 """How long a living engine may take to say so: one step of generation, at most."""
 
 
-class EngineWorker(Engine):
-    """An engine whose samples stay in the cluster's store: the driver receives what describes them. In a refit over a
-    wire one engine of a node receives for all of them."""
+class Receiving:
+    """In a refit over a wire one worker of a node receives for all engine ranks there. It is built before they are."""
 
-    def __init__(self, config: EngineConfig, store: ObjectStore) -> None:
-        """`store`: fetches the trajectories that requests continue."""
-        super().__init__(config)
-        self._store = store
+    def __init__(self, *arguments: Any) -> None:
         self._receiver = RefitReceiver()
+        super().__init__(*arguments)
 
     def open_receiver(self, link: dict[str, Any], plan: str, node: int) -> dict[str, Any]:
         return self._receiver.open_receiver(link, plan, node)
@@ -51,12 +49,34 @@ class EngineWorker(Engine):
 
     def shutdown(self) -> None:
         self._receiver.close_receiver()
-        super().shutdown()
+        super().shutdown()  # type: ignore[misc]
+
+
+class FollowerWorker(Receiving, EngineFollower):
+    """A further node of an engine."""
+
+
+class EngineWorker(Receiving, Engine):
+    """An engine whose samples stay in the cluster's store: the driver receives what describes them."""
+
+    def __init__(self, config: EngineConfig, store: ObjectStore) -> None:
+        """`store`: fetches the trajectories that requests continue."""
+        super().__init__(config)
+        self._store = store
 
     def generate_refs(self, requests: list[GenerationRequest], sampling: Sampling) -> Iterator[Parcel]:
         """`generate`, each trajectory as Parcel(TrajectoryRef without its ref, trajectory)."""
         for trajectory in self.generate(resolved(requests, self._store), sampling):
             yield Parcel(TrajectoryRef.of(trajectory, None), trajectory)
+
+
+def node_of_engine(
+    rendezvous: Rendezvous, config: EngineConfig, store: ObjectStore, token: str
+) -> EngineWorker | FollowerWorker:
+    """Of an engine over several nodes, what runs on number `rendezvous.rank` of them: the first is the engine."""
+    place = EngineNode(rendezvous.rank, rendezvous.world_size, rendezvous.master_addr, rendezvous.master_port, token)
+    config = replace(config, node=place)
+    return FollowerWorker(config) if place.rank else EngineWorker(config, store)
 
 
 def resolved(requests: Sequence[GenerationRequest], store: ObjectStore) -> list[GenerationRequest]:
@@ -71,7 +91,8 @@ class EngineGroup:
     """All engines of a run. `weight_version`: of the last refit that every engine committed.
 
     An engine that dies is replaced: its successor starts at once, and is `lost` until a refit has brought it the
-    policy's weights. Nothing is sent to it before. `start`: spawns engine number i; None: none can be replaced.
+    policy's weights. Nothing is sent to it before. `start`: spawns engine number i and its followers; None: none can
+    be replaced.
     """
 
     cluster: Cluster
@@ -81,22 +102,32 @@ class EngineGroup:
     weight_version: int = 0
     colocated: bool = True  # on the policy's devices; otherwise weights come over a wire
     pauses: bool = False  # what they generate stands still while the policy trains
+    followers: Sequence[Sequence[Worker]] = ()  # of each engine, on its other nodes; empty: all lie on one
     paused: bool = False
     prepared_at: float = 0.0  # monotonic time of the last `prepare`
     endpoint: Endpoint | None = None  # in front of the engines, where the recipe wants one
-    start: Callable[[int], Worker] | None = None
+    start: Callable[[int], Sequence[Worker]] | None = None
     start_timeout_s: float = 600.0
     restarts: Retries = field(default_factory=lambda: Retries(0, 0.0))
     lost: dict[int, str] = field(default_factory=dict)  # number of the engine -> why
     deaths: dict[int, WorkerDied] = field(default_factory=dict)  # that the endpoint has met, and nobody else yet
     restored: dict[int, int] = field(default_factory=dict)  # those that came back between two refits -> their version
 
-    def by_node(self) -> list[list[Worker]]:
-        """The engines of each node, in order of appearance."""
-        nodes: dict[str, list[Worker]] = {}
-        for worker in self.workers:
-            nodes.setdefault(worker.place().node, []).append(worker)
-        return list(nodes.values())
+    def hosts(self, number: int) -> list[Worker]:
+        """An engine and its followers: one worker on each of its nodes, in the order of its ranks."""
+        return [self.workers[number], *(self.followers[number] if self.followers else ())]
+
+    def all_hosts(self) -> list[Worker]:
+        return [host for number in range(len(self.workers)) for host in self.hosts(number)]
+
+    def nodes(self) -> EngineNodes:
+        """Where the engines lie; nodes in order of appearance, and the first worker on each as its host."""
+        first: dict[str, tuple[int, Worker]] = {}
+        engines = []
+        for number in range(len(self.workers)):
+            places = [(host.place().node, host) for host in self.hosts(number)]
+            engines.append([first.setdefault(node, (len(first), host))[0] for node, host in places])
+        return EngineNodes(engines, [host for _, host in first.values()])
 
     def prepare(self) -> None:
         """Makes every engine ready to generate with the committed weights, and lets what was paused go on."""
@@ -145,8 +176,9 @@ class EngineGroup:
     def part(self, numbers: Sequence[int]) -> EngineGroup:
         """These engines as a group of its own, none of them lost: a refit goes to all of it."""
         workers = [self.workers[number] for number in numbers]
+        followers = [self.followers[number] for number in numbers] if self.followers else ()
         layout = replace(self.layout, replicas=len(workers))
-        return replace(self, workers=workers, layout=layout, lost={}, restored={})
+        return replace(self, workers=workers, followers=followers, layout=layout, lost={}, restored={})
 
     def refitted(self, part: EngineGroup, numbers: Sequence[int]) -> None:
         """A refit has brought the weights to `part`, which are these engines: they serve."""
@@ -181,14 +213,15 @@ class EngineGroup:
         for number in numbers:
             self.lost[number] = str(error).partition("\n")[0]
             self.deaths.pop(number, None)
-            self.cluster.stop([self.workers[number]])
-            successor = self.start(number)
+            self.cluster.stop(self.hosts(number))
+            successor, *followers = self.start(number)
             self.workers = [successor if index == number else worker for index, worker in enumerate(self.workers)]
+            self.followers = [followers if index == number else old for index, old in enumerate(self.followers)]
 
     def await_successors(self) -> None:
         """Until those that were started anew are up. Raises what a constructor raised, or DeadlineExceeded."""
         if self.lost:
-            starting = [self.workers[number].ready() for number in sorted(self.lost)]
+            starting = [host.ready() for number in sorted(self.lost) for host in self.hosts(number)]
             gather(self.cluster, starting, timeout_s=self.start_timeout_s, what="start of an engine anew")
 
     def _all(self, method: str, args_per_worker: Sequence[tuple[Any, ...]]) -> None:

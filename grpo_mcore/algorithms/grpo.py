@@ -117,7 +117,7 @@ def setup(
     try:
         policy = start_policy(config, cluster)
         engines = start_engines(config, cluster, policy)
-        wait_until_ready(config, cluster, [*policy.workers, *engines.workers])
+        wait_until_ready(config, cluster, [*policy.workers, *engines.all_hosts()])
         save_state = first_save_state()
         if found is not None:
             save_state, data_state = checkpointer.read(found)

@@ -98,9 +98,9 @@ class PolicyGroup:
         by_optimizer_step = zip(*speaking, strict=True)
         return step_metrics([combine_metrics([report.metrics for report in ranks]) for ranks in by_optimizer_step])
 
-    def homes(self, nodes: Sequence[Sequence[Worker]]) -> list[int]:
-        """Which of these nodes (by their engines) each rank is on; -1: on another one."""
-        numbers = {node[0].place().node: number for number, node in enumerate(nodes)}
+    def homes(self, hosts: Sequence[Worker]) -> list[int]:
+        """On which of the nodes with these workers each rank is; -1: on another one."""
+        numbers = {host.place().node: number for number, host in enumerate(hosts)}
         return [numbers.get(worker.place().node, -1) for worker in self.workers]
 
     def link_to(self, receivers: Sequence[Worker]) -> None:

@@ -9,7 +9,7 @@ from grpo_mcore.algorithms.engine_group import EngineGroup
 from grpo_mcore.algorithms.policy_group import PolicyGroup
 from grpo_mcore.algorithms.refit_parity import measure_parity
 from grpo_mcore.algorithms.refit_retries import Restarted, refit_through_deaths
-from grpo_mcore.cluster import LocalCluster, Worker
+from grpo_mcore.cluster import LocalCluster
 from grpo_mcore.recipe import MasterConfig
 from grpo_mcore.refit import RefitError, RefitReport, plan_model_refit, refit
 
@@ -63,22 +63,22 @@ def refit_policy_generation(
         buffer_bytes=int(size * GIB),
     )
     version = policy.updates + 1
-    nodes: list[list[Worker]] | None = policy_generation.by_node()
-    homes = policy.homes(nodes or []) if colocated_inference and policy_generation.colocated else []
-    if homes and nodes and len(nodes) == 1 and not any(homes):  # all on one node: through its memory alone
-        nodes, homes = None, []
-    if nodes:
-        policy.link_to([policy.workers[homes.index(number)] if homes else node[0] for number, node in enumerate(nodes)])
+    nodes = policy_generation.nodes()
+    homes = policy.homes(nodes.hosts) if colocated_inference and policy_generation.colocated else []
+    on_one_node = bool(homes) and len(nodes.hosts) == 1 and not any(homes)  # through its memory alone
+    if not on_one_node:
+        receivers = [homes.index(number) for number in range(len(nodes.hosts))] if homes else []
+        policy.link_to([policy.workers[rank] for rank in receivers] or nodes.hosts)
     policy.offload()
     report = refit(
         policy.workers,
-        [engine for node in nodes for engine in node] if nodes else policy_generation.workers,
+        policy_generation.workers,
         plan,
         version,
         verify=policy.refit_verify,
         recompute_kv=recompute_kv,
-        nodes=nodes,
-        homes=homes,
+        nodes=None if on_one_node else nodes,
+        homes=[] if on_one_node else homes,
         timeline=timer,
         timeout_s=policy.cluster.call_timeout_s,
     )

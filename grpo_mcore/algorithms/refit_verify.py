@@ -41,7 +41,7 @@ def refit_and_compare(config: MasterConfig, cluster: Cluster) -> tuple[RefitRepo
     config.policy.generation.vllm_cfg.load_format = "dummy"
     policy = start_policy(config, cluster)
     engines = start_engines(config, cluster, policy)
-    workers = [*policy.workers, *engines.workers]
+    workers = [*policy.workers, *engines.all_hosts()]
     try:
         wait_until_ready(config, cluster, workers)
         report = refit_policy_generation(policy, engines)

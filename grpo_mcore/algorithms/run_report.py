@@ -257,7 +257,7 @@ class RunReport:
 def _spread(policy: PolicyGroup, engines: EngineGroup) -> str:
     """Over how many nodes, where there are several."""
     nodes = len({worker.place().node for worker in policy.workers})
-    there = len(engines.by_node())
+    there = len(engines.nodes().hosts)
     return f" on {nodes} nodes, engines on {there}" if max(nodes, there) > 1 else ""
 
 

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import secrets
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from grpo_mcore.algorithms.engine_group import EngineGroup, EngineWorker
+from grpo_mcore.algorithms.engine_group import EngineGroup, EngineWorker, node_of_engine
 from grpo_mcore.algorithms.judging import EnvironmentWorker
 from grpo_mcore.algorithms.logprob_passes import needs_prev, needs_reference
 from grpo_mcore.algorithms.playing import PlayerWorker
@@ -30,7 +31,15 @@ from grpo_mcore.generation import EngineConfig, engine_environment
 from grpo_mcore.objective import ClippedPGLossFn
 from grpo_mcore.parallel.mesh import Layout
 from grpo_mcore.parallel.policy import layout_of
-from grpo_mcore.recipe import MasterConfig, MegatronConfig, engine_pool, num_engines, policy_pool, world_size
+from grpo_mcore.recipe import (
+    MasterConfig,
+    MegatronConfig,
+    engine_nodes,
+    engine_pool,
+    num_engines,
+    policy_pool,
+    world_size,
+)
 from grpo_mcore.refit import EngineLayout, TrainerLayout
 
 VERDICT_TIMEOUT_S = 600.0
@@ -131,15 +140,17 @@ def start_policy(config: MasterConfig, cluster: Cluster) -> PolicyGroup:
     )
 
 
-def engine_ranks(index: int, config: MasterConfig, *, gpu: bool) -> slice:
-    """The policy's ranks beside which a colocated engine runs: on GPUs those whose devices it has, on CPU those of one
-    node, in turns over the nodes, and none where there is one node."""
+def engine_ranks(index: int, config: MasterConfig, *, gpu: bool) -> list[slice]:
+    """The policy's ranks beside which a colocated engine runs, on each of its nodes: on GPUs those whose devices it
+    has, on CPU those of the node, in turns over the nodes, and none where there is one node."""
+    pool, nodes = policy_pool(config), engine_nodes(config)
+    parts = range(index * nodes, (index + 1) * nodes)
     if gpu:
-        tensor = config.policy.generation.vllm_cfg.tensor_parallel_size
-        return slice(index * tensor, (index + 1) * tensor)
-    pool = policy_pool(config)
-    node = index % pool.nodes
-    return slice(node * pool.per_node, (node + 1) * pool.per_node) if pool.nodes > 1 else slice(0)
+        each = config.policy.generation.vllm_cfg.tensor_parallel_size // nodes
+        return [slice(part * each, (part + 1) * each) for part in parts]
+    if pool.nodes == 1:
+        return [slice(0)]
+    return [slice(part % pool.nodes * pool.per_node, (part % pool.nodes + 1) * pool.per_node) for part in parts]
 
 
 def rank_threads(config: MasterConfig, ranks: int) -> int:
@@ -189,11 +200,11 @@ def start_engines(config: MasterConfig, cluster: Cluster, policy: PolicyGroup | 
             "cluster.num_nodes x gpus_per_node; lower policy.generation.num_engines or vllm_cfg.tensor_parallel_size"
         )
     pauses = config.grpo.async_grpo.pauses
-    per_node = config.cluster.gpus_per_node
-    if colocated and gpu and per_node % vllm.tensor_parallel_size:
+    per_node, tensor, nodes = config.cluster.gpus_per_node, vllm.tensor_parallel_size, engine_nodes(config)
+    if tensor % nodes or (colocated and gpu and per_node % tensor and tensor % per_node):
         raise SetupError(
-            f"policy.generation.vllm_cfg.tensor_parallel_size {vllm.tensor_parallel_size} does not divide "
-            f"cluster.gpus_per_node {per_node}: an engine would lie across nodes"
+            f"policy.generation.vllm_cfg.tensor_parallel_size {tensor} neither divides cluster.gpus_per_node "
+            f"{per_node} nor is a multiple of it: an engine has a part of one node, or whole nodes"
         )
     # An engine that generates while the policy trains cannot give its memory away.
     beside = policy is not None and colocated
@@ -201,7 +212,8 @@ def start_engines(config: MasterConfig, cluster: Cluster, policy: PolicyGroup | 
     chat = chat_config(config)
     own_tokenizer = config.policy.tokenizer.name == config.policy.model_name
 
-    def start(index: int) -> Worker:
+    def start(index: int) -> Sequence[Worker]:
+        """The engine, and its followers where it lies on several nodes."""
         engine = EngineConfig(
             model=folder,
             name=f"engine-{index}",
@@ -222,28 +234,30 @@ def start_engines(config: MasterConfig, cluster: Cluster, policy: PolicyGroup | 
             vllm_kwargs=generation.vllm_kwargs,
             chat=chat,
         )
-        ranks = engine_ranks(index, config, gpu=gpu) if beside else slice(0)
-        return cluster.spawn(
-            engine.name,
-            EngineWorker,
-            engine,
-            cluster.store,
-            cpus=1.0 if gpu else 0.1,
-            gpus=float(vllm.tensor_parallel_size) if gpu and not beside else 0.0,
-            env=engine_environment(engine),
-            concurrency=ENGINE_CALLS,
-            streams=ENGINE_STREAMS + (REQUESTS if chat else 0),
-            beside=policy.workers[ranks] if policy is not None else (),
-        )
+        places = [policy.workers[ranks] for ranks in engine_ranks(index, config, gpu=gpu)] if policy and beside else []
+        how: dict[str, Any] = {
+            "cpus": 1.0 if gpu else 0.1,
+            "gpus": tensor / nodes if gpu and not beside else 0.0,
+            "env": engine_environment(engine),
+            "concurrency": ENGINE_CALLS,
+            "streams": ENGINE_STREAMS + (REQUESTS if chat else 0),
+        }
+        if nodes == 1:
+            beside_of = places[0] if places else ()
+            return [cluster.spawn(engine.name, EngineWorker, engine, cluster.store, beside=beside_of, **how)]
+        arguments = engine, cluster.store, secrets.token_hex(16)
+        return cluster.spawn_group(engine.name, node_of_engine, [arguments] * nodes, nodes=nodes, beside=places, **how)
 
-    layout = EngineLayout(vllm.tensor_parallel_size, expert_parallel=vllm.expert_parallel_size > 1, replicas=count)
+    layout = EngineLayout(tensor, expert_parallel=vllm.expert_parallel_size > 1, replicas=count, nodes=nodes)
+    started = [start(index) for index in range(count)]
     return EngineGroup(
         cluster,
-        [start(index) for index in range(count)],
+        [engine for engine, *_ in started],
         sleeps,
         layout,
         colocated=colocated,
         pauses=pauses,
+        followers=[followers for _, *followers in started],
         start=start,
         start_timeout_s=config.cluster.start_timeout_s,
         restarts=Retries(config.cluster.max_engine_restarts, config.cluster.retry_wait_s),

@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from grpo_mcore.recipe import MasterConfig, engine_pool, load_recipe, num_engines, policy_pool, world_size
+from grpo_mcore.recipe import MasterConfig, engine_nodes, engine_pool, load_recipe, num_engines, policy_pool, world_size
 from grpo_mcore.recipe.merge import is_override
 
 if TYPE_CHECKING:
@@ -103,7 +103,7 @@ def _trainer(config: MasterConfig) -> TrainerLayout:
 
 
 def _engine(config: MasterConfig) -> EngineLayout:
-    """Of one node."""
+    """Of one node, or of those that an engine lies on."""
     from grpo_mcore.refit.layout import EngineLayout
 
     vllm = config.policy.generation.vllm_cfg
@@ -112,7 +112,8 @@ def _engine(config: MasterConfig) -> EngineLayout:
     return EngineLayout(
         vllm.tensor_parallel_size,
         expert_parallel=vllm.expert_parallel_size > 1,
-        replicas=max(1, engines // nodes),
+        replicas=max(1, engines * engine_nodes(config) // nodes),
+        nodes=engine_nodes(config),
     )
 
 

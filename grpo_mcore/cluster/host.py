@@ -15,7 +15,7 @@ import socket
 import sys
 import threading
 import traceback
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -102,7 +102,7 @@ class Host:
         address = ray.util.get_node_ip_address()
         return address, free_port(address)
 
-    def build(self, cls: type, *args: Any) -> None:
+    def build(self, cls: Callable[..., Any], *args: Any) -> None:
         """Makes the worker's object. A failure is raised here, and again by every call."""
         try:
             self._target = cls(*args)
@@ -114,7 +114,7 @@ class Host:
 
     def build_rank(
         self,
-        cls: type,
+        cls: Callable[..., Any],
         meeting_point: tuple[str, int],
         rank: int,
         world_size: int,

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from types import TracebackType
 from typing import Any, Protocol, Self, TypeVar
@@ -184,17 +184,21 @@ class Cluster(Protocol):
     def spawn_group(
         self,
         name: str,
-        cls: type,
+        cls: Callable[..., Any],
         args_per_rank: Sequence[Sequence[Any]],
         *,
         cpus: float = 1.0,
         gpus: float = 0.0,
         env: Mapping[str, str] | None = None,
         nodes: int = 1,
+        concurrency: int = 1,
+        streams: int = 0,
+        beside: Sequence[Sequence[Worker]] = (),
     ) -> Sequence[Worker]:
         """Starts `name-0`, `name-1`, ... built by `cls(Rendezvous, *args_per_rank[rank])`, and returns them
         by rank as soon as each has its place: on as few nodes as possible, or as many on each of `nodes` nodes,
-        the ranks of a node in a row. `cpus` and `gpus` are for each rank."""
+        the ranks of a node in a row. `cpus` and `gpus` are for each rank. `concurrency`, `streams`: as in `spawn`.
+        `beside`: for each rank, the workers on whose node it runs, whatever `nodes` says. `cls` may be a function."""
 
     def put(self, obj: Any) -> Ref: ...
 

@@ -100,7 +100,7 @@ class LocalCluster:
     def spawn(
         self,
         name: str,
-        cls: type,
+        cls: Callable[..., Any],
         *args: Any,
         cpus: float = 1.0,
         gpus: float = 0.0,
@@ -121,13 +121,16 @@ class LocalCluster:
     def spawn_group(
         self,
         name: str,
-        cls: type,
+        cls: Callable[..., Any],
         args_per_rank: Sequence[Sequence[Any]],
         *,
         cpus: float = 1.0,
         gpus: float = 0.0,
         env: Mapping[str, str] | None = None,
         nodes: int = 1,
+        concurrency: int = 1,
+        streams: int = 0,
+        beside: Sequence[Sequence[Worker]] = (),
     ) -> Sequence[LocalWorker]:
         if len(args_per_rank) != 1:
             raise ValueError(

@@ -6,7 +6,7 @@ import atexit
 import logging
 import os
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from types import TracebackType
 from typing import Any, Self, cast
@@ -80,15 +80,7 @@ class RayCluster:
         beside: Sequence[Worker] = (),
     ) -> RayWorker:
         check_room(name, 1, cpus, gpus)
-        env = dict(env or {})
-        strategy: Any = "DEFAULT"
-        if beside:
-            places = [worker.place() for worker in beside]
-            if len({place.node for place in places}) > 1:
-                raise ValueError(f"{name} cannot be beside workers of several nodes: {places}")
-            strategy = NodeAffinitySchedulingStrategy(places[0].node, soft=False)
-            if shared := dict.fromkeys(gpu for place in places for gpu in place.gpus):
-                env["CUDA_VISIBLE_DEVICES"] = ",".join(shared)
+        strategy, env = _beside(name, beside, env)
         worker = self._host(name, cpus, gpus, env, strategy, concurrency, streams)
         worker.build(cls, *args)
         return worker
@@ -96,24 +88,34 @@ class RayCluster:
     def spawn_group(
         self,
         name: str,
-        cls: type,
+        cls: Callable[..., Any],
         args_per_rank: Sequence[Sequence[Any]],
         *,
         cpus: float = 1.0,
         gpus: float = 0.0,
         env: Mapping[str, str] | None = None,
         nodes: int = 1,
+        concurrency: int = 1,
+        streams: int = 0,
+        beside: Sequence[Sequence[Worker]] = (),
     ) -> Sequence[RayWorker]:
         size = len(args_per_rank)
-        group = reserve(name, size, cpus, gpus, self._start_timeout_s, nodes)
-        self._groups.append((group, {f"{name}-{rank}" for rank in range(size)}))
-        places = rank_order(nodes_of(group), size)
+        names = [f"{name}-{rank}" for rank in range(size)]
+        if beside:
+            check_room(name, size, cpus, gpus)
+            locals_, spots = [0] * size, [_beside(*where, env) for where in zip(names, beside, strict=True)]
+        else:
+            group = reserve(name, size, cpus, gpus, self._start_timeout_s, nodes)
+            self._groups.append((group, set(names)))
+            places = rank_order(nodes_of(group), size)
+            locals_ = [local for _, local in places]
+            spots = [(PlacementGroupSchedulingStrategy(group, bundle), dict(env or {})) for bundle, _ in places]
         workers = [
-            self._host(f"{name}-{rank}", cpus, gpus, env or {}, PlacementGroupSchedulingStrategy(group, bundle))
-            for rank, (bundle, _) in enumerate(places)
+            self._host(rank_name, cpus, gpus, variables, strategy, concurrency, streams)
+            for rank_name, (strategy, variables) in zip(names, spots, strict=True)
         ]
         meeting_point = workers[0].actor.meeting_point.remote()
-        for rank, (worker, (_, local), args) in enumerate(zip(workers, places, args_per_rank, strict=True)):
+        for rank, (worker, local, args) in enumerate(zip(workers, locals_, args_per_rank, strict=True)):
             worker.build_rank(cls, meeting_point, rank, size, 0 if gpus else local, *args)
         return workers
 
@@ -218,6 +220,18 @@ class RayCluster:
     def _save_ray_logs(self) -> None:
         if self._session is not None:
             self._session.copy_logs(self.log_dir / "ray")
+
+
+def _beside(name: str, workers: Sequence[Worker], env: Mapping[str, str] | None) -> tuple[Any, dict[str, str]]:
+    """(where Ray puts a worker that runs beside these, its variables). Without any: wherever there is room."""
+    env, places = dict(env or {}), [worker.place() for worker in workers]
+    if not places:
+        return "DEFAULT", env
+    if len({place.node for place in places}) > 1:
+        raise ValueError(f"{name} cannot be beside workers of several nodes: {places}")
+    if shared := dict.fromkeys(gpu for place in places for gpu in place.gpus):
+        env["CUDA_VISIBLE_DEVICES"] = ",".join(shared)
+    return NodeAffinitySchedulingStrategy(places[0].node, soft=False), env
 
 
 def _report_end(name: str, handle: ray.ObjectRef) -> None:

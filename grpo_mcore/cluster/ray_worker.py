@@ -103,11 +103,11 @@ class RayWorker:
         self._ready: RayPending | None = None
         self._calls: weakref.WeakSet[RayPending | RayStream] = weakref.WeakSet()
 
-    def build(self, cls: type, *args: Any) -> None:
+    def build(self, cls: Callable[..., Any], *args: Any) -> None:
         """Starts the constructor."""
         self._started(self.actor.build.remote(cls, *args))
 
-    def build_rank(self, cls: type, *args: Any) -> None:
+    def build_rank(self, cls: Callable[..., Any], *args: Any) -> None:
         """Starts the constructor of a group's worker; see Host.build_rank."""
         self._started(self.actor.build_rank.remote(cls, *args))
 

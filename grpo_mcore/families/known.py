@@ -128,7 +128,7 @@ FOLDERS = {
     "results/puzzle/untrained": _PUZZLE,
 }
 
-_VARIANTS = ("-Instruct", "-Base", "-Math", "-Coder", "-Chat", "-2507")
+_VARIANTS = ("-Instruct", "-Base", "-Math", "-Coder", "-Chat", "-2507", "-0324-BF16")
 
 
 def known_config(name: str) -> dict[str, Any] | None:

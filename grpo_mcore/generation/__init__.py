@@ -1,6 +1,7 @@
 """vLLM engines: start, generate, take new weights, release. Knows nothing of Megatron-Core or rewards."""
 
-from grpo_mcore.generation.config import EngineConfig, engine_environment
+from grpo_mcore.generation.config import EngineConfig, EngineNode, engine_environment
 from grpo_mcore.generation.engine import Engine, EngineError
+from grpo_mcore.generation.engine_follower import EngineFollower
 
-__all__ = ["Engine", "EngineConfig", "EngineError", "engine_environment"]
+__all__ = ["Engine", "EngineConfig", "EngineError", "EngineFollower", "EngineNode", "engine_environment"]

@@ -31,6 +31,18 @@ class ChatConfig:
 
 
 @dataclass(frozen=True)
+class EngineNode:
+    """One of the nodes of an engine: number `rank` of `count`, with as many of the engine's ranks on each. At
+    `address`:`port` the first one waits for the others, which show it `token`."""
+
+    rank: int = 0
+    count: int = 1
+    address: str = ""
+    port: int = 0
+    token: str = ""
+
+
+@dataclass(frozen=True)
 class EngineConfig:
     """One engine. Paths are local folders or names on the Hugging Face hub.
 
@@ -59,6 +71,7 @@ class EngineConfig:
     log_level: str = "ERROR"
     vllm_kwargs: Mapping[str, Any] = field(default_factory=dict)
     chat: ChatConfig | None = None  # None: the engine serves no endpoint
+    node: EngineNode = EngineNode()
 
     def __post_init__(self) -> None:
         if self.sleep_between_phases and self.platform == "cpu":
@@ -67,6 +80,11 @@ class EngineConfig:
             raise ValueError(
                 f"{self.name}: tensor_parallel_size {self.tensor_parallel_size}, max_model_len "
                 f"{self.max_model_len} and threads {self.threads} must be at least 1"
+            )
+        if self.tensor_parallel_size % self.node.count:
+            raise ValueError(
+                f"{self.name}: tensor_parallel_size {self.tensor_parallel_size} does not divide over "
+                f"{self.node.count} nodes"
             )
 
 
@@ -99,8 +117,8 @@ def engine_environment(config: EngineConfig) -> dict[str, str]:
     return environment
 
 
-def engine_arguments(config: EngineConfig) -> dict[str, Any]:
-    """Keyword arguments of `vllm.EngineArgs`."""
+def engine_arguments(config: EngineConfig, meeting_port: int = 0) -> dict[str, Any]:
+    """Keyword arguments of `vllm.EngineArgs`. `meeting_port`: on the first node of several, for the engine's ranks."""
     cpu = config.platform == "cpu"
     kv_cache_gb = config.kv_cache_memory_gb or (1.0 if cpu else None)
     arguments: dict[str, Any] = {
@@ -139,4 +157,11 @@ def engine_arguments(config: EngineConfig) -> dict[str, Any]:
         arguments["max_num_seqs"] = config.max_num_seqs
     if config.tensor_parallel_size > 1:
         arguments["distributed_executor_backend"] = "mp"
+    if config.node.count > 1:
+        arguments |= {
+            "nnodes": config.node.count,
+            "node_rank": config.node.rank,
+            "master_addr": config.node.address,
+            "master_port": meeting_port,
+        }
     return arguments | dict(config.vllm_kwargs)

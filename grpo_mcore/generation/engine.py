@@ -5,7 +5,7 @@ from __future__ import annotations
 import itertools
 import multiprocessing
 import os
-import signal
+import threading
 import time
 import warnings
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
@@ -16,6 +16,7 @@ import torch
 
 from grpo_mcore.generation.chat.engine_chat import EngineChat, Reply
 from grpo_mcore.generation.config import EngineConfig, engine_arguments, engine_environment
+from grpo_mcore.generation.engine_nodes import Lifeline, await_followers, bind_vllm_to, deaths
 from grpo_mcore.generation.routes import record_routes, take_routes
 from grpo_mcore.generation.shared_steps import Caller, SharedSteps
 from grpo_mcore.generation.turns import Turns
@@ -24,6 +25,8 @@ from grpo_mcore.rollout.trajectory import GenerationRequest, Sampling, Trajector
 
 REFIT_TIMEOUT_S = 600.0
 POLL_S = 0.002
+LAST_WORD_S = 3.0
+"""In which the word of a death on another node comes after what its ranks' absence causes here."""
 
 
 class EngineError(RuntimeError):
@@ -31,7 +34,8 @@ class EngineError(RuntimeError):
 
 
 class Engine:
-    """One engine with its tensor-parallel ranks: in process or as a Ray actor. Several threads may call it: each
+    """One engine with its tensor-parallel ranks: in process or as a Ray actor; on each of its other nodes, where it
+    lies on several, an EngineFollower has the ranks there. Several threads may call it: each
     `generate` gets its own samples, and a refit or `health` comes between two steps of generation.
 
     `weight_version`: number of the last committed refit, 0 for the weights it was started with. None when they
@@ -54,6 +58,10 @@ class Engine:
         self._callers = itertools.count()
         self._asked: dict[str, GenerationRequest] = {}  # by request id, of all callers
         self._asleep: list[str] = []  # which memory is given away: vLLM's tags
+        self._others: list[Lifeline] = []  # the engine's other nodes
+        self._lost: str | None = None  # what happened on one of them
+        self._heard = threading.Event()
+        self._llm_engine: Any = None
         for key, value in engine_environment(config).items():
             os.environ.setdefault(key, value)
         with warnings.catch_warnings():
@@ -76,6 +84,12 @@ class Engine:
         self.start_seconds = time.perf_counter() - began
 
     def _start(self) -> Any:
+        port = 0
+        if self.config.node.count > 1:
+            bind_vllm_to(self.config.node.address)
+            self._others, port = await_followers(self.config, self._lose)
+            for other in self._others:
+                other.watch()
         if self.config.platform == "cpu":
             # As TORCH_COMPILE_DISABLE, for a process that had imported the compiler before.
             torch.compiler.set_stance("force_eager")
@@ -83,8 +97,13 @@ class Engine:
         from vllm.usage.usage_lib import UsageContext
         from vllm.v1.engine.llm_engine import LLMEngine
 
-        arguments = EngineArgs(**engine_arguments(self.config))
-        engine = LLMEngine.from_engine_args(arguments, usage_context=UsageContext.LLM_CLASS)
+        arguments = EngineArgs(**engine_arguments(self.config, port))
+        try:
+            engine = LLMEngine.from_engine_args(arguments, usage_context=UsageContext.LLM_CLASS)
+        except Exception as error:
+            if self._hears_of_a_loss():
+                raise EngineError(f"{self.name}: {self._lost}") from error
+            raise
         if self.config.platform == "cpu" and self.config.tensor_parallel_size > 1:
             engine.collective_rpc(unlink_shared_segments)
         if self._records_routes:
@@ -174,8 +193,8 @@ class Engine:
             deliver(output for output in outputs if output.finished)
 
     def start_refit(self, manifest: Mapping[str, Any]) -> dict[str, Any]:
-        """Open a weight update. `manifest`: plan (JSON), digest, transport, version, verify. What is open is closed
-        first.
+        """Open a weight update. `manifest`: plan (JSON), digest, transports (of each of the engine's nodes), version,
+        verify. What is open is closed first.
 
         Returns {digest of the plan as every rank understood it, version: the current one, dtype, in_place, verify:
         "full" in the first refit that samples}. Raises EngineError where the engine generates and has no memory to
@@ -187,7 +206,7 @@ class Engine:
                 self._llm_engine.wake_up(["weights"])
                 self._asleep.remove("weights")
             self._refit_open = True
-            names = ("plan", "transport", "version", "verify", "in_place")
+            names = ("plan", "transports", "version", "verify", "in_place")
             reports = self._refit_step("start", {name: manifest[name] for name in names if name in manifest})
             if (digests := {report["digest"] for report in reports}) != {manifest["digest"]}:
                 self.abort_refit()
@@ -348,6 +367,8 @@ class Engine:
             engine, self._llm_engine = getattr(self, "_llm_engine", None), None
             self._turns.pause(False)
             if engine is not None:
+                for other in self._others:
+                    other.close()
                 engine.engine_core.shutdown()
                 multiprocessing.active_children()  # reaps the ranks
 
@@ -357,10 +378,22 @@ class Engine:
         try:
             yield
         except Exception as error:
+            if self._hears_of_a_loss():
+                raise EngineError(f"{self.name}: {self._lost}") from error
             if getattr(self._llm_engine.model_executor, "is_failed", False):
-                # The first to go: vLLM then terminates the others, which may still end in order.
                 gone = {rank: process.exitcode for rank, process in enumerate(self._ranks)}
-                dead = [rank for rank, code in gone.items() if code not in (None, 0, -signal.SIGTERM)] or list(gone)
-                what = "; ".join(f"rank {rank} of {len(gone)} has died (exit code {gone[rank]})" for rank in dead)
-                raise EngineError(f"{self.name}: {what}") from error
+                raise EngineError(f"{self.name}: {deaths(gone, self.config.tensor_parallel_size)}") from error
             raise
+
+    def _lose(self, what: str) -> None:
+        """A thread of its own has heard what happened on another node: as where vLLM misses a rank on this one."""
+        self._lost = self._lost or what
+        self._heard.set()
+        if (engine := self._llm_engine) is not None:
+            engine.model_executor.is_failed = True
+            engine.model_executor.shutdown()
+
+    def _hears_of_a_loss(self) -> bool:
+        """Whether another node is lost: the ranks here may miss it before its own word comes."""
+        failed = getattr(getattr(self._llm_engine, "model_executor", None), "is_failed", False)
+        return self._heard.wait(LAST_WORD_S if self._others and not failed else 0.0)

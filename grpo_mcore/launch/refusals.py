@@ -47,7 +47,7 @@ def _backend(config: MasterConfig) -> Iterator[Finding]:
 
 
 def _nodes(config: MasterConfig) -> Iterator[Finding]:
-    """Groups of GPUs that talk all the time must not lie over the edge of a node."""
+    """Groups of GPUs that talk all the time must not lie over the edge of a node, but for engines of whole nodes."""
     cluster, gpus = config.cluster, config.cluster.gpus_per_node
     if cluster.platform == "cpu":
         return
@@ -63,7 +63,8 @@ def _nodes(config: MasterConfig) -> Iterator[Finding]:
             "the engines",
         ),
     ):
-        if gpus % size and (runs_grpo(config) or what != "the engines"):
+        whole_nodes = what == "the engines" and size % gpus == 0  # vLLM's ranks may lie on several
+        if gpus % size and not whole_nodes and (runs_grpo(config) or what != "the engines"):
             yield Finding(
                 (key, "cluster.gpus_per_node"),
                 f"cluster.gpus_per_node {gpus} is not a multiple of {size}: {what} would lie across nodes",

@@ -21,7 +21,7 @@ from grpo_mcore.recipe.master import MasterConfig
 from grpo_mcore.recipe.megatron import MegatronConfig, OptimizerConfig, SchedulerConfig
 from grpo_mcore.recipe.outputs import CheckpointingConfig, GRPOLoggerConfig
 from grpo_mcore.recipe.policy import PolicyConfig, SequencePackingConfig, TokenizerConfig
-from grpo_mcore.recipe.pools import DevicePool, engine_pool, num_engines, policy_pool
+from grpo_mcore.recipe.pools import DevicePool, engine_nodes, engine_pool, num_engines, policy_pool
 from grpo_mcore.recipe.section import Section
 from grpo_mcore.recipe.sft import SFTConfig
 from grpo_mcore.recipe.show import resolved_yaml
@@ -57,6 +57,7 @@ __all__ = [
     "VllmConfig",
     "batch_equation",
     "data_parallel_size",
+    "engine_nodes",
     "engine_pool",
     "find_recipe",
     "load_recipe",

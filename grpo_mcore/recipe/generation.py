@@ -45,7 +45,7 @@ class VllmConfig(Section):
     """`policy.generation.vllm_cfg`: one vLLM engine. Read by generation/."""
 
     tensor_parallel_size: Positive = 1
-    """Ranks of one engine (TP)."""
+    """Ranks of one engine (TP). On GPUs a part of one node, or all of several: cluster.gpus_per_node times as many."""
     pipeline_parallel_size: Positive = 1
     """Pipeline stages of one engine. Above 1: not supported yet."""
     expert_parallel_size: Positive = 1

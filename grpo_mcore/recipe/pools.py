@@ -57,6 +57,13 @@ def num_engines(config: MasterConfig, *, gpu: bool) -> int:
     return (pool or policy_pool(config)).ranks // generation.vllm_cfg.tensor_parallel_size
 
 
+def engine_nodes(config: MasterConfig) -> int:
+    """Nodes on which one engine lies: as many as its ranks need, where a node has fewer devices."""
+    pool = engine_pool(config) or policy_pool(config)
+    needed = -(-config.policy.generation.vllm_cfg.tensor_parallel_size // max(1, pool.per_node))
+    return max(1, min(pool.nodes, needed))
+
+
 def check_pools(config: MasterConfig) -> Iterator[Finding]:
     """A pool of the engines' own leaves something to the policy, and holds the engines."""
     pool, cluster = engine_pool(config), config.cluster
@@ -78,13 +85,14 @@ def check_pools(config: MasterConfig) -> Iterator[Finding]:
     elif not policy_pool(config).ranks:
         have, of = ("num_nodes", _NODES) if resources.num_nodes is not None else ("gpus_per_node", _GPUS)
         yield Finding((of, f"cluster.{have}"), f"takes all of cluster.{have} {cluster[have]}: none is left to train")
-    elif pool.per_node % tensor:
+    elif pool.per_node % tensor and tensor % pool.per_node:
         yield Finding(
-            (key, _GPUS, _NODES), f"the engines' {pool.per_node} ranks a node are not engines of {tensor} ranks each"
+            (key, _GPUS, _NODES),
+            f"the engines' {pool.per_node} ranks a node are not engines of {tensor} ranks each, nor parts of them",
         )
-    elif (generation.num_engines or 0) * tensor > pool.ranks:
+    elif (generation.num_engines or 1) * tensor > pool.ranks:
         yield Finding(
             ("policy.generation.num_engines", key, _GPUS, _NODES),
-            f"{generation.num_engines} engines x TP {tensor} do not fit the {pool.nodes} x {pool.per_node} ranks of "
-            "their pool",
+            f"{generation.num_engines or 1} engines x TP {tensor} do not fit the {pool.nodes} x {pool.per_node} ranks "
+            "of their pool",
         )

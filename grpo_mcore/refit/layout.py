@@ -126,12 +126,14 @@ class TrainerLayout:
 @dataclass(frozen=True)
 class EngineLayout:
     """The ranks of one engine: tensor first, then data. With `expert_parallel` each rank has whole experts, else
-    a slice of every one. `replicas`: engines on a node; they read the same bytes."""
+    a slice of every one. `nodes`: on which one engine lies, as many ranks on each, in their order. `replicas`: engines
+    on a node, or on those nodes; they read the same bytes."""
 
     tensor: int = 1
     data: int = 1
     expert_parallel: bool = False
     replicas: int = 1
+    nodes: int = 1
 
     @property
     def ranks(self) -> int:
@@ -193,7 +195,8 @@ class EngineLayout:
     def describe(self) -> str:
         sizes = {"TP": self.tensor, "DP": self.data}
         text = " x ".join(f"{name} {size}" for name, size in sizes.items() if size > 1 or name == "TP")
-        return text + (" with expert parallelism" if self.expert_parallel else "")
+        text += " with expert parallelism" if self.expert_parallel else ""
+        return text + (f" over {self.nodes} nodes" if self.nodes > 1 else "")
 
 
 @lru_cache(maxsize=8)  # asked for each of a model's parameters

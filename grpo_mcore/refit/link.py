@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 from torch.distributed import PrefixStore, ProcessGroupGloo, TCPStore
 
-from grpo_mcore.refit.plan import Block, RefitError, RefitPlan
+from grpo_mcore.refit.plan import RefitError
 
 DEVICES = {"gloo": "cpu", "nccl": "cuda"}
 """Where the messages of each kind of link lie."""
@@ -37,17 +37,23 @@ class Link:
 
     @classmethod
     def host(
-        cls, members: int, receivers: Sequence[int], homes: Sequence[int], timeout_s: float, device: torch.device
+        cls,
+        members: int,
+        receivers: Sequence[int],
+        homes: Sequence[int],
+        readers: Sequence[Sequence[int]],
+        timeout_s: float,
+        device: torch.device,
     ) -> Link:
         """Member 0, at whose address the others meet. `receivers`: the member that receives for each node with engines.
-        `homes`: the node of each policy rank among these, or -1. `device`: where the weights are. Waits on the link end
-        after `timeout_s`."""
+        `homes`: the node of each policy rank among these, or -1. `readers`: the engine ranks on each. `device`: where
+        the weights are. Waits on the link end after `timeout_s`."""
         address = _address()
         store = TCPStore(address, 0, members, True, timedelta(seconds=timeout_s), wait_for_workers=False)
         (kind,) = (kind for kind, type_ in DEVICES.items() if type_ == device.type)
         description = {
             "kind": kind, "host": address, "port": store.port, "members": members, "receivers": list(receivers),
-            "homes": list(homes), "timeout_s": timeout_s,
+            "homes": list(homes), "readers": [list(ranks) for ranks in readers], "timeout_s": timeout_s,
         }  # fmt: skip
         return cls(description, 0, store)
 
@@ -106,15 +112,6 @@ class Link:
         for one in work:
             # With a timeout NCCL's wait is one of the host too, not of the stream alone.
             one.wait() if self.device.type == "cpu" else one.wait(self._timeout)
-
-
-def sender_of(plan: RefitPlan, block: Block, node: int, homes: Sequence[int] = ()) -> int:
-    """The policy rank that brings a block to the node with this index: one of its holders there, where there is one
-    (`homes`: the node of each policy rank), else each node gets it from another of its holders."""
-    holders = plan.holders[block.holders]
-    near = [rank for rank in holders if homes and homes[rank] == node]
-    ranks = near or holders
-    return ranks[(holders.index(block.source) + node) % len(ranks)]
 
 
 def _address() -> str:

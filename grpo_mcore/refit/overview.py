@@ -5,11 +5,13 @@ from __future__ import annotations
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from pathlib import Path
 
 import numpy as np
 
 from grpo_mcore.families import ModelShape, Param, params_of
+from grpo_mcore.refit.delivery import Deliveries, bytes_to, readers_by_node
 from grpo_mcore.refit.layout import EngineLayout, TrainerLayout
 from grpo_mcore.refit.plan import DTYPE_BYTES, GIB, RefitPlan, plan_refit, read_bytes, wire_dtype
 
@@ -21,7 +23,8 @@ SHOWN = 16
 
 @dataclass(frozen=True)
 class Overview:
-    """A plan with what it is of. Every node has the same engines, and the plan brings the weights to each node once."""
+    """A plan with what it is of. Every node has the same engines, and the plan brings the weights to each node once; or
+    each engine lies on as many nodes, and each of these gets what is read there."""
 
     trainer: TrainerLayout
     engine: EngineLayout
@@ -55,43 +58,56 @@ class Overview:
         }
         return cls(trainer, engine, plan, nodes, sum(tensors.values()), seconds)
 
+    @cached_property
+    def readers(self) -> list[list[int]]:
+        """The engine ranks on each node."""
+        span = self.engine.nodes
+        return readers_by_node([range(first, first + span) for first in range(0, self.nodes, span)], self.engine.ranks)
+
     def links(self) -> np.ndarray:
-        """int64 [policy ranks, nodes, ranks of an engine]: bytes that a rank reads of what a policy rank wrote. A slice
-        that several policy ranks hold comes to each node from another of them."""
-        found = np.zeros((self.trainer.world_size, self.nodes, self.engine.ranks), dtype=np.int64)
-        together: dict[tuple[int, int], np.ndarray] = {}
+        """int64 [policy ranks, nodes / nodes of an engine, ranks of an engine]: bytes that a rank reads of what a
+        policy rank wrote. A slice that several policy ranks hold comes to each node from another of them."""
+        shape = self.trainer.world_size, self.nodes // self.engine.nodes, self.engine.ranks
+        found = np.zeros(shape, dtype=np.int64)
+        deliveries = Deliveries(self.plan, (), self.readers)
+        together: dict[int, tuple[list[tuple[int, int]], np.ndarray]] = {}  # of the blocks that go alike
         for block in self.plan.blocks():
-            row = together.setdefault((block.holders, block.source), np.zeros(self.engine.ranks, dtype=np.int64))
+            routes = deliveries.of(block)
+            _, row = together.setdefault(id(routes), (routes, np.zeros(self.engine.ranks, dtype=np.int64)))
             for read in block.reads:
                 row[read.rank] += read_bytes(block, read)
-        for (holders, source), row in together.items():
-            ranks = self.plan.holders[holders]
-            first = ranks.index(source)
-            for node in range(self.nodes):
-                found[ranks[(first + node) % len(ranks)], node] += row
+        for routes, row in together.values():
+            for node, sender in routes:
+                here = self.readers[node]
+                found[sender, node // self.engine.nodes, here] += row[here]
         return found
 
     def sent(self) -> np.ndarray:
         """int64 [policy ranks]: bytes that each writes, over all nodes."""
         found = np.zeros(self.trainer.world_size, dtype=np.int64)
+        deliveries = Deliveries(self.plan, (), self.readers)
         for block in self.plan.blocks():
-            ranks = self.plan.holders[block.holders]
-            first = ranks.index(block.source)
-            for node in range(min(self.nodes, len(ranks))):  # then it begins anew
-                times = len(range(node, self.nodes, len(ranks)))
-                found[ranks[(first + node) % len(ranks)]] += times * block.nbytes
+            for _, sender in deliveries.of(block):
+                found[sender] += block.nbytes
         return found
 
     def text(self) -> str:
         """Several lines."""
         plan, links, sent = self.plan, self.links(), self.sent()
         moved = plan.block_bytes
-        read = links.sum(axis=0)  # [nodes, ranks]
-        engines = f"{self.nodes * self.engine.replicas} engine(s) of {self.engine.describe()}"
+        read = links.sum(axis=0)  # [engines, ranks]
+        span = self.engine.nodes
+        engines = f"{self.nodes // span * self.engine.replicas} engine(s) of {self.engine.describe()}"
+        where = f"each of {self.nodes} node(s)" if span == 1 else f"each {span} of {self.nodes} nodes"
+        to = (
+            "each node"
+            if span == 1
+            else f"an engine, at most {_size(max(bytes_to(plan, ranks) for ranks in self.readers[:span]))} a node"
+        )
         lines = [
             f"policy   {self.trainer.describe()}, {self.trainer.world_size} ranks",
-            f"engines  {engines}, {self.engine.replicas} on each of {self.nodes} node(s)",
-            f"moves    {_size(moved)} to each node in {plan.dtype}: {moved / self.needed_bytes:.3f} of what is needed",
+            f"engines  {engines}, {self.engine.replicas} on {where}",
+            f"moves    {_size(moved)} to {to} in {plan.dtype}: {moved / self.needed_bytes:.3f} of what is needed",
             f"buffer   2 x {_size(plan.half_bytes)}, {len(plan.buckets)} buckets, "
             f"{sum(1 for _ in plan.blocks()):,} blocks, "
             f"{sum(len(block.reads) for block in plan.blocks()):,} copies into an engine",
@@ -104,7 +120,7 @@ class Overview:
         floors = ", ".join(f"{busiest / speed:.3f} s over {name}" for name, speed in LINKS.items())
         lines.append(f"floor    the busiest rank moves {_size(busiest)}: {floors}")
         if links.shape[0] <= SHOWN and links[0].size <= SHOWN:
-            lines += ["", *_table(links)]
+            lines += ["", *_table(links, self.engine.nodes)]
         return "\n".join(lines)
 
 
@@ -123,11 +139,11 @@ def draw(path: Path, overview: Overview) -> None:
     for axis in (axes.xaxis, axes.yaxis):
         axis.set_major_locator(MaxNLocator(integer=True))
     for node in range(1, overview.nodes):
-        axes.axvline(node * overview.engine.ranks - 0.5, color="white", linewidth=0.5)
+        axes.axvline(node * len(overview.readers[0]) - 0.5, color="white", linewidth=0.5)
     figure.colorbar(image, ax=axes, location="left", shrink=0.6)
     bars.barh(range(overview.trainer.world_size), overview.sent() / 1e6, color="tab:blue")
     bars.set(xlabel="MB written", title="by policy rank")
-    engines = overview.nodes * overview.engine.replicas
+    engines = overview.nodes // overview.engine.nodes * overview.engine.replicas
     figure.suptitle(
         f"{overview.trainer.describe()}  to  {engines} x {overview.engine.describe()}: "
         f"{_size(overview.plan.block_bytes)} in {len(overview.plan.buckets)} buckets"
@@ -135,11 +151,13 @@ def draw(path: Path, overview: Overview) -> None:
     figure.savefig(path, dpi=120)
 
 
-def _table(links: np.ndarray) -> list[str]:
-    """Bytes by link, one line a policy rank."""
-    _, nodes, ranks = links.shape
+def _table(links: np.ndarray, span: int) -> list[str]:
+    """Bytes by link, one line a policy rank. `span`: nodes of one engine."""
+    _, engines, ranks = links.shape
     names = [
-        f"node {node} rank {rank}" if nodes > 1 else f"rank {rank}" for node in range(nodes) for rank in range(ranks)
+        f"node {engine * span + rank * span // ranks} rank {rank}" if engines * span > 1 else f"rank {rank}"
+        for engine in range(engines)
+        for rank in range(ranks)
     ]
     width = max(10, *map(len, names))
     lines = ["read by " + " " * 7 + "".join(f"{name:>{width + 2}}" for name in names)]

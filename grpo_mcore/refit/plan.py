@@ -179,13 +179,13 @@ def plan_refit(
     holders: dict[tuple[int, ...], int] = {}
     templates: dict[Any, list[_Template]] = {}
     for param in moved:
+        readers, blocks = engine.readers(param), []
         structure = (
             param.split, param.engine_form, tuple(tensor.shape for tensor in param.hf), bool(param.expert),
             param.engine is None,
         )  # fmt: skip
         if structure not in templates:
             templates[structure] = _templates(param, shape, trainer, engine)
-        readers, blocks = engine.readers(param), []
         names, expert = _destinations(param, engine)
         wire = wire_dtype(param, dtype)
         for part, template in zip(trainer.parts(param, shape), templates[structure], strict=True):

@@ -9,7 +9,8 @@ from typing import Any
 import torch
 
 from grpo_mcore.refit.buffer import RefitBuffer, block_view, create_buffer
-from grpo_mcore.refit.link import Link, sender_of
+from grpo_mcore.refit.delivery import Deliveries
+from grpo_mcore.refit.link import Link
 from grpo_mcore.refit.plan import RefitError, RefitPlan
 
 
@@ -34,29 +35,27 @@ class RefitReceiver:
         if self._buffer is None:
             self._buffer = create_buffer(new.buffer_bytes, self._link.device, uuid.uuid4().hex[:12])
         self._node = node
+        self._deliveries = Deliveries(new, link["homes"], link["readers"])
         return {"digest": new.digest, "transport": self._buffer.description}
 
     def receive_bucket(self, index: int) -> dict[str, Any]:
-        """Every block of one bucket to its place. Returns {bytes, seconds}."""
+        """Every block of one bucket that this node needs to its place. Returns {bytes, seconds}."""
         if self._plan is None or self._buffer is None or self._link is None:
             raise RefitError(f"bucket {index} is to be received, but no refit is open on node {self._node}")
         began = time.perf_counter()
-        bucket = self._plan.buckets[index]
-        places = []
-        for block in bucket.blocks:
-            place = block_view(self._buffer, self._plan, index, block)
-            places.append(
-                (
-                    place.view(-1).view(torch.uint8),
-                    sender_of(self._plan, block, self._node, self._link.description["homes"]),
-                )
-            )
+        places, nbytes = [], 0
+        for block in self._plan.buckets[index].blocks:
+            for node, sender in self._deliveries.of(block):
+                if node == self._node:
+                    place = block_view(self._buffer, self._plan, index, block)
+                    places.append((place.view(-1).view(torch.uint8), sender))
+                    nbytes += block.nbytes
         try:
             self._link.exchange((), places)
             self._buffer.synchronize()
         except RuntimeError as error:
             raise RefitError(f"node {self._node}: receiving bucket {index} failed: {error}") from error
-        return {"bytes": sum(block.nbytes for block in bucket.blocks), "seconds": time.perf_counter() - began}
+        return {"bytes": nbytes, "seconds": time.perf_counter() - began}
 
     def close_receiver(self) -> None:
         """Idempotent."""

@@ -7,12 +7,13 @@ is waited for with `.result()` (`cluster.Worker`). All sides leave a failed refi
 from __future__ import annotations
 
 import time
-from collections import defaultdict
+from collections import Counter, defaultdict
 from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
 from typing import Any, Protocol
 
+from grpo_mcore.refit.delivery import bytes_to, engine_ranks, readers_by_node
 from grpo_mcore.refit.plan import RefitError, RefitPlan
 from grpo_mcore.refit.proof import Sums, Verify, first_difference
 from grpo_mcore.refit.protocol import RefitProtocol, RefitState
@@ -45,6 +46,15 @@ class Call:
 
 
 @dataclass(frozen=True)
+class EngineNodes:
+    """Where the ranks of the engines lie. `engines`: of each engine the numbers of its nodes, with as many of its ranks
+    on each, in their order. `hosts`: by node, a worker there that can receive."""
+
+    engines: Sequence[Sequence[int]]
+    hosts: Sequence[Worker]
+
+
+@dataclass(frozen=True)
 class RefitReport:
     """What a committed refit did. `bytes`: weights that moved, without gaps. `seconds`: of the whole refit.
     `pause_seconds`: in which the engines could not generate. `stage_seconds`: open, stage, commit on the driver's
@@ -73,7 +83,7 @@ def refit(
     *,
     verify: Verify = "sample",
     recompute_kv: bool = False,
-    nodes: Sequence[Sequence[Worker]] | None = None,
+    nodes: EngineNodes | None = None,
     homes: Sequence[int] = (),
     timeline: Timer | None = None,
     timeout_s: float = 600.0,
@@ -112,7 +122,7 @@ class Refit:
         version: int,
         *,
         verify: Verify = "sample",
-        nodes: Sequence[Sequence[Worker]] | None = None,
+        nodes: EngineNodes | None = None,
         homes: Sequence[int] = (),
         timeline: Timer | None = None,
         timeout_s: float = 600.0,
@@ -120,22 +130,23 @@ class Refit:
         """`policy_workers`: all policy ranks. Each call waits at most `timeout_s`.
 
         `verify`: "sample" checks everything in an engine's first refit and a rotating sample of parameters later.
-        `nodes`: the engines by node, where not all of them are on one node with all policy ranks. `homes`: the number
-        in `nodes` of each policy rank's node, or -1; the first rank of each node then creates its buffer and receives
-        for it. Without `homes` no policy rank is on a node of engines, and the first engine of each node does that.
+        `nodes`: where the engines lie, if not all of them are on one node with all policy ranks. `homes`: the number in
+        `nodes` of each policy rank's node, or -1; the first rank of each node then creates its buffer and receives for
+        it. Without `homes` no policy rank is on a node of engines, and the node's host does that.
         `timeline` times the stages refit/open, refit/stage and refit/commit.
         """
         if not policy_workers or not engines:
             raise RefitError(f"a refit needs policy ranks and engines, got {len(policy_workers)} and {len(engines)}")
         self._policy, self._engines, self._plan = policy_workers, engines, plan
         self._verify = verify
-        self._nodes = [list(node) for node in nodes or ()]
-        if self._nodes and [engine for node in self._nodes for engine in node] != list(engines):
-            raise RefitError("the engines by node are not the engines of the refit, in their order")
+        self._engine_nodes = nodes.engines if nodes else [(0,)] * len(engines)
+        self._nodes = readers_by_node(nodes.engines, engine_ranks(plan)) if nodes else []  # engine ranks, by node
+        if len(self._engine_nodes) != len(engines) or (nodes and len(nodes.hosts) != len(self._nodes)):
+            raise RefitError(f"not one place for each of {len(engines)} engines, and one host a node: {nodes}")
         self._homes = list(homes)
         if missing := set(range(len(self._nodes))) - set(homes) if homes else None:
             raise RefitError(f"no policy rank is on the nodes {sorted(missing)} of those with engines")
-        self._receivers = [] if homes else [node[0] for node in self._nodes]
+        self._receivers = list(nodes.hosts) if nodes and not homes else []
         self._protocol = RefitProtocol(version)
         self._timeline, self._timeout_s = timeline, timeout_s
         self._seconds: dict[str, float] = defaultdict(float)
@@ -186,8 +197,10 @@ class Refit:
         made, opening, transports = self._open_policy(text)
         starting = [
             call
-            for engines, transport in zip(self._nodes or [self._engines], transports, strict=True)
-            for call in self._start(engines, "start_refit", manifest | {"transport": transport})
+            for engine, nodes in zip(self._engines, self._engine_nodes, strict=True)
+            for call in self._start(
+                [engine], "start_refit", manifest | {"transports": [transports[node] for node in nodes]}
+            )
         ]
         others = iter(self._wait(opening))
         opened = [made[rank] if rank in made else next(others) for rank in range(len(self._policy))]
@@ -198,10 +211,10 @@ class Refit:
                     f"refit to weight version {version}: {worker.name} has the plan {answer['digest'][:12]}, "
                     f"the driver {self._plan.digest[:12]}"
                 )
-        if (sent := sum(answer["bytes"] for answer in opened)) != self._plan.block_bytes * max(1, len(self._nodes)):
+        if (sent := sum(answer["bytes"] for answer in opened)) != (planned := self._planned_bytes()):
             raise RefitError(
                 f"refit to weight version {version}: the {len(self._policy)} policy ranks would send {sent:,} bytes, "
-                f"the plan has {self._plan.block_bytes:,} for each node"
+                f"the plan has {planned:,} for {max(1, len(self._nodes))} node(s)"
             )
         self._in_place = tuple(
             worker.name for worker, answer in zip(self._engines, started, strict=True) if answer["in_place"]
@@ -212,6 +225,13 @@ class Refit:
         strongest = max((answer["verify"] for answer in started), key=("off", "sample", "full").index)
         self._fill_arguments = (strongest, version, dtypes.pop())
         self._protocol.advance(RefitState.PLANNED)
+
+    def _planned_bytes(self) -> int:
+        """To all nodes together."""
+        if not self._nodes:
+            return self._plan.block_bytes
+        alike = Counter(tuple(ranks) for ranks in self._nodes)
+        return sum(count * bytes_to(self._plan, ranks) for ranks, count in alike.items())
 
     def _open_policy(self, text: str) -> tuple[dict[int, Any], list[Call], list[Any]]:
         """(answers of the ranks that made a buffer, calls of the others, the buffer of each node with engines)."""
@@ -224,7 +244,7 @@ class Refit:
             receivers = [homes.index(node) for node in range(max(1, len(self._nodes)))]
         if self._nodes:
             members = len(ranks) + len(self._receivers)
-            (link,) = self._all(self._policy[:1], "host_link", members, receivers, homes, self._timeout_s)
+            (link,) = self._all(self._policy[:1], "host_link", members, receivers, homes, self._nodes, self._timeout_s)
         receiving = [
             call
             for node, receiver in enumerate(self._receivers)

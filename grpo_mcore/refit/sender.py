@@ -13,9 +13,13 @@ from torch import Tensor
 
 from grpo_mcore.families import Box
 from grpo_mcore.refit.buffer import RefitBuffer, attach_buffer, block_view, create_buffer
-from grpo_mcore.refit.link import Link, sender_of
+from grpo_mcore.refit.delivery import Deliveries
+from grpo_mcore.refit.link import Link
 from grpo_mcore.refit.plan import Block, RefitError, RefitPlan
 from grpo_mcore.refit.proof import Sums, Verify, checked_parameters, checksum, sum_dtype
+
+_DELIVERY = ("homes", "receivers", "readers")
+"""What a link's description says of who brings what to whom."""
 
 
 class WeightSource(Protocol):
@@ -61,12 +65,17 @@ class RefitSender:
         return self._buffer.flat.numel() if self._buffer is not None else 0
 
     def host_link(
-        self, members: int, receivers: Sequence[int], homes: Sequence[int], timeout_s: float
+        self,
+        members: int,
+        receivers: Sequence[int],
+        homes: Sequence[int],
+        readers: Sequence[Sequence[int]],
+        timeout_s: float,
     ) -> dict[str, Any]:
         """The link's description, for every member: see `Link.host`. Made once."""
         if self._link is None:
             device = next(iter(self._source.parameters().values())).device
-            self._link = Link.host(members, receivers, homes, timeout_s, device)
+            self._link = Link.host(members, receivers, homes, readers, timeout_s, device)
         return self._link.description
 
     def open_refit(
@@ -84,7 +93,8 @@ class RefitSender:
             self._close_buffer()
             self._plan = new
         self._parameters = self._source.parameters()
-        homes, receivers = ((), (self._rank,)) if link is None else (link["homes"], link["receivers"])
+        homes, receivers, readers = ((), (), ()) if link is None else (link[key] for key in _DELIVERY)
+        deliveries = Deliveries(new, homes, readers)
         if link is None:
             self._leave_link()
         elif self._link is None or self._link.description != link:
@@ -97,14 +107,13 @@ class RefitSender:
             self._blocks.append([])
             self._from.append([])
             for number, block in enumerate(bucket.blocks):
-                senders = [sender_of(new, block, node, homes) for node in range(len(receivers))]
-                if to := [node for node, sender in enumerate(senders) if sender == self._rank]:
+                if to := [node for node, sender in deliveries.of(block) if sender == self._rank]:
                     if unseen:
                         self._values(block)  # must be there
                     self._blocks[-1].append(Sent(number, block, to))
                     nbytes += block.nbytes * len(to)
-                for node, sender in enumerate(senders):
-                    if receivers[node] == self._rank and homes and homes[sender] != node:
+                for node, sender in deliveries.of(block) if receivers else ():
+                    if receivers[node] == self._rank and homes[sender] != node:
                         self._from[-1].append((block, sender))
         found = None if self._buffer is None else self._buffer.description
         return {"digest": new.digest, "transport": found, "bytes": nbytes}

@@ -44,11 +44,12 @@ def _parsed(text: str) -> RefitPlan:
 
 @dataclass
 class RefitInit(WeightTransferInitInfo):
-    """`plan`: JSON of the RefitPlan. `transport`: description of the buffer to attach. `verify`, `version`: which
-    copies are checked. `in_place`: True and False; None: where there is no memory for a second copy of the weights."""
+    """`plan`: JSON of the RefitPlan. `transports`: the buffer to attach on each of the engine's nodes, with as many
+    ranks on each, in their order. `verify`, `version`: which copies are checked. `in_place`: True and False; None:
+    where there is no memory for a second copy of the weights."""
 
     plan: str
-    transport: dict[str, Any]
+    transports: list[dict[str, Any]]
     verify: str = "off"
     version: int = 0
     in_place: bool | None = None
@@ -91,9 +92,11 @@ class RefitWeightEngine(WeightTransferEngine[RefitInit, RefitUpdate]):
 
     def init_transfer_engine(self, init_info: RefitInit) -> None:
         plan = _parsed(init_info.plan)
-        if self._buffer is None or self._buffer.description != init_info.transport:
+        rank, ranks = get_tensor_model_parallel_rank(), self.parallel_config.tensor_parallel_size
+        transport = init_info.transports[rank * len(init_info.transports) // ranks]
+        if self._buffer is None or self._buffer.description != transport:
             self.shutdown()
-            self._buffer = attach_buffer(init_info.transport)
+            self._buffer = attach_buffer(transport)
         self._plan, self._init = plan, init_info
 
     def start_weight_update(self) -> None:

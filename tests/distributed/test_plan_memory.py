@@ -63,12 +63,19 @@ def test_predicted_bytes_are_those_of_every_rank(
 
 
 EP2 = "policy.megatron_cfg.expert_model_parallel_size=2"
+# Of four layers, as uneven as the 61: the first stage has that without experts too, the last one layer.
+PP2 = [
+    "policy.megatron_cfg.pipeline_model_parallel_size=2",
+    "policy.megatron_cfg.num_layers_in_first_pipeline_stage=3",
+]
+ENGINE2 = [f"policy.generation.vllm_cfg.{key}_parallel_size=2" for key in ("tensor", "expert")]
 # Recipe, a tiny model of its family, ranks, what is smaller too. The policy side alone: vLLM's CPU build has no kernel
 # for the experts of Nemotron-H.
 TWINS = [
     ("grpo-math-8B", "qwen3", 2, []),
     ("grpo-qwen3-30BA3B-4n8g", "qwen3_moe", 4, [EP2]),
     ("grpo-nanov3-30BA3B-2n8g", "nemotron_h_moe", 2, [EP2]),
+    ("grpo-deepseekv3-32n8g", "deepseek_v3", 4, [EP2, *PP2, *ENGINE2]),
     ("grpo-nanov3-30BA3B-2n8g-megatron-pack-cp", "nemotron_h_moe", 4, [EP2]),
     ("grpo-nanov3-30BA3B-2n8g-lora", "nemotron_h_moe", 2, [EP2]),
 ]

@@ -281,7 +281,10 @@ def test_accelerators_are_shown_to_their_rank_and_to_who_is_beside(cluster):
     engine = cluster.spawn("beside", Abacus, cpus=0.1, beside=group)
     assert engine.place().node == places[0].node
     assert engine.place().gpus == places[0].gpus + places[1].gpus
-    cluster.stop([*group, engine])
+    parts = cluster.spawn_group("parts", Rank, [("a",), ("b",)], cpus=0.1, beside=[group[:1], group[1:]], concurrency=2)
+    assert [part.place().gpus for part in parts] == [place.gpus for place in places]
+    assert [fact.rank for fact, _ in call_all(cluster, parts, "facts")] == [0, 1]
+    cluster.stop([*group, engine, *parts])
     again = cluster.spawn("gpu-again", Abacus, cpus=0.1, gpus=2)  # their room is free again
     assert again.place().gpus == ("0", "1")
     cluster.stop([again])

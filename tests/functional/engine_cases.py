@@ -113,7 +113,7 @@ class Policy:
     def manifest(self, engine: Engine) -> dict[str, Any]:
         plan = self.plan(engine)
         transport = self.handles[0].target.open_refit(None, plan.to_json())["transport"]
-        return {"plan": plan.to_json(), "digest": plan.digest, "transport": transport, "version": 1, "verify": "off"}
+        return {"plan": plan.to_json(), "digest": plan.digest, "transports": [transport], "version": 1, "verify": "off"}
 
     def refit_wrongly(self, engine: Engine) -> None:
         """A bucket out of order: every rank of the engine refuses it."""

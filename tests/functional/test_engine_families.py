@@ -55,7 +55,7 @@ def test_a_refit_brings_every_weight(tmp_path: Path, family: str) -> None:
         source.folder = folders[0]
         manifest = {"plan": plan.to_json(), "digest": plan.digest, "version": 2, "verify": "off"}
         transport = sender.target.open_refit(None, plan.to_json())["transport"]
-        engine.start_refit(manifest | {"transport": transport})
+        engine.start_refit(manifest | {"transports": [transport]})
         for number in range(len(plan.buckets)):
             sender.target.fill_bucket(number)
             engine.stage_bucket(number)

@@ -36,7 +36,7 @@ def receive(pipe: Any) -> None:
 @pytest.mark.skipif(torch.cuda.device_count() < 2, reason="NCCL wants a GPU for each of its ranks: two are needed")
 def test_what_is_sent_arrives() -> None:
     torch.cuda.set_device(0)
-    link = Link.host(2, [1], [-1], TIMEOUT_S, torch.device("cuda", 0))
+    link = Link.host(2, [1], [-1], [[0]], TIMEOUT_S, torch.device("cuda", 0))
     assert link.description["kind"] == "nccl" and link.device.type == "cuda"
     pipe, there = multiprocessing.get_context("spawn").Pipe()
     process = multiprocessing.get_context("spawn").Process(target=receive, args=(there,), daemon=True)

@@ -42,19 +42,23 @@ def refit_traffic(load: Workload) -> RefitTraffic:
         layout.tensor, layout.pipeline, layout.data, layout.context, layout.expert, layout.expert_tensor,
         layout.virtual, first_layers=load.first_layers or 0, last_layers=load.last_layers or 0,
     )  # fmt: skip
-    engine = EngineLayout(load.engine_tensor, replicas=max(1, load.engines // load.engine_nodes))
+    span = load.engine_span
+    replicas = max(1, load.engines * span // load.engine_nodes)
+    engine = EngineLayout(load.engine_tensor, 1, load.engine_whole_experts, replicas, span)
     dtype = DTYPE[load.element]
     params = [param for param in params_of(load.shape) if not param.copy]
-    plan = plan_refit(params, load.shape, trainer, engine, dtype=dtype, buffer_bytes=load.refit_buffer, copies=False)
+    plan = plan_refit(params, load.shape, trainer, engine, dtype=dtype, buffer_bytes=load.refit_buffer, copies=span > 1)
     written: Counter[int] = Counter()
-    held: Counter[int] = Counter()  # by who holds it
+    held: Counter[tuple[int, frozenset[int]]] = Counter()  # by who holds it, and which nodes of an engine read it
     for block in plan.blocks():
         written[block.source] += block.nbytes
-        held[block.holders] += block.nbytes
+        parts = frozenset(read.rank * span // engine.ranks for read in block.reads) or frozenset((0,))
+        held[block.holders, parts] += block.nbytes
     read = engine.bytes_by_rank(params, load.shape, lambda param: DTYPE_BYTES[wire_dtype(param, dtype)])
     homes = [{rank * load.nodes // load.world for rank in ranks} if load.colocated else () for ranks in plan.holders]
     other_nodes = max(
-        sum(nbytes for holders, nbytes in held.items() if node not in homes[holders]) for node in range(load.nodes)
+        sum(nbytes for (holders, parts), nbytes in held.items() if node % span in parts and node not in homes[holders])
+        for node in range(load.nodes)
     )
     link = (
         "network between nodes" if other_nodes else "host memory (PCIe)" if load.world > 1 else "memory of the device"

@@ -21,9 +21,10 @@ def plan_text(plan: Plan) -> str:
         f"{load.mean_length:,} tokens; pipeline bubble {plan.times.bubble:.0%}",
     ]
     if load.grpo:
+        over = f" over {load.engine_span} nodes each" if load.engine_span > 1 else ""
         lines.append(
-            f"engines     {load.engines} x TP {load.engine_tensor}; {_size(plan.engine.kv_cache)} of KV cache a rank "
-            f"hold {plan.engine.sequences(load.max_length):,} samples of {load.max_length:,} tokens"
+            f"engines     {load.engines} x TP {load.engine_tensor}{over}; {_size(plan.engine.kv_cache)} of KV cache "
+            f"a rank hold {plan.engine.sequences(load.max_length):,} samples of {load.max_length:,} tokens"
         )
     lines += ["", *_memory(plan), "", *_time(plan)]
     if plan.refit is not None:

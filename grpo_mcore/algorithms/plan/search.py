@@ -41,16 +41,21 @@ def search(load: Workload, device: Device, nodes: int, best: int = 5) -> list[Ca
 
 
 def _options(load: Workload, nodes: int) -> Iterator[Workload]:
+    """The recipe's own layout among them, where it is one of so many nodes."""
+    if nodes == load.nodes:
+        yield load
     for layout in _layouts(load, nodes * load.gpus_per_node):
         world = layout.world_size
         for recompute in (False, True):
-            for engine_tensor in _powers(load.gpus_per_node) if load.colocated else (load.engine_tensor,):
+            sizes = {*_powers(load.gpus_per_node), load.engine_tensor} if load.colocated else {load.engine_tensor}
+            for engine_tensor in sorted(sizes):
                 if load.grpo and not _engine_splits(load, engine_tensor) or not load.grpo and engine_tensor > 1:
                     continue
                 engines = max(1, world // engine_tensor) if load.colocated else load.engines
+                span = max(1, engine_tensor // load.gpus_per_node) if load.colocated else load.engine_span
                 yield replace(
                     load, layout=layout, nodes=nodes, recompute=recompute, engine_tensor=engine_tensor,
-                    engines=engines, first_layers=None, last_layers=None,
+                    engines=engines, engine_span=span, first_layers=None, last_layers=None,
                 )  # fmt: skip
 
 
@@ -90,7 +95,7 @@ def _splits(load: Workload, tensor: int) -> bool:
 
 def _engine_splits(load: Workload, tensor: int) -> bool:
     try:
-        check_engine_parallel(load.shape, tensor)
+        check_engine_parallel(load.shape, tensor, load.engine_whole_experts)
     except FamilyError:
         return False
     return True
@@ -125,6 +130,8 @@ def _judged(load: Workload, device: Device) -> Candidate | None:
     )
     if option.shape.experts is not None:
         overrides += (f"{at}expert_model_parallel_size={layout.expert}", f"{at}expert_tensor_parallel_size=1")
+    if option.engine_whole_experts:
+        overrides += (f"policy.generation.vllm_cfg.expert_parallel_size={option.engine_tensor}",)
     recompute = ", recomputed activations" if option.recompute else ""
     name = f"{layout.describe()}{recompute}, {option.engines} engines x TP {option.engine_tensor}"
     return Candidate(overrides, name, times.likely, peak, reason)

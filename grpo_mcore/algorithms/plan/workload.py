@@ -14,7 +14,7 @@ from grpo_mcore.families.activations import Kernels, Rank
 from grpo_mcore.families.shards import chunk_layers
 from grpo_mcore.parallel.mesh import Layout
 from grpo_mcore.parallel.policy import layout_of
-from grpo_mcore.recipe import MasterConfig, engine_pool, num_engines, policy_pool, samples_per_step
+from grpo_mcore.recipe import MasterConfig, engine_nodes, engine_pool, num_engines, policy_pool, samples_per_step
 from grpo_mcore.recipe.master import runs_grpo
 
 BYTES = {"bfloat16": 2, "float32": 4}
@@ -50,6 +50,8 @@ class Workload:
     reference: bool
     prev: bool
     engine_tensor: int
+    engine_whole_experts: bool  # each rank of an engine has whole ones
+    engine_span: int  # nodes that one engine lies on
     engines: int
     engine_element: int
     engine_share: float  # gpu_memory_utilization
@@ -144,6 +146,8 @@ def workload_of(
         reference=grpo and needs_reference(config),
         prev=grpo and needs_prev(config),
         engine_tensor=vllm.tensor_parallel_size,
+        engine_whole_experts=vllm.expert_parallel_size > 1,
+        engine_span=engine_nodes(config),
         engines=max(1, num_engines(config, gpu=not cpu)),
         engine_element=BYTES[vllm.precision or policy.precision],
         engine_share=vllm.gpu_memory_utilization,

@@ -49,12 +49,22 @@ def test_only_a_policy_that_shares_its_devices_makes_room() -> None:
         assert rank.calls == ({"offload": 1, "onload": 1} if colocated else {})
 
 
-def test_engines_by_node() -> None:
+def test_the_nodes_of_the_engines() -> None:
     workers = [Placed(f"engine-{i}", node, i) for i, node in enumerate(("b", "a", "b", "c", "a"))]
-    found = EngineGroup(LocalCluster(), workers, sleeps=False, colocated=False).by_node()
-    assert [[worker.name for worker in node] for node in found] == [
-        ["engine-0", "engine-2"], ["engine-1", "engine-4"], ["engine-3"],
-    ]  # fmt: skip
+    found = EngineGroup(LocalCluster(), workers, sleeps=False, colocated=False).nodes()
+    assert found.engines == [[0], [1], [0], [2], [1]]
+    assert [host.name for host in found.hosts] == ["engine-0", "engine-1", "engine-3"]
+
+
+def test_the_nodes_of_engines_over_several() -> None:
+    workers = [Placed("engine-0", "a", 0), Placed("engine-1", "c", 1)]
+    followers = [[Placed("engine-0-node-1", "b", 2)], [Placed("engine-1-node-1", "d", 3)]]
+    group = EngineGroup(LocalCluster(), workers, sleeps=False, followers=followers)
+    found = group.nodes()
+    assert found.engines == [[0, 1], [2, 3]]
+    assert [host.name for host in found.hosts] == ["engine-0", "engine-0-node-1", "engine-1", "engine-1-node-1"]
+    assert group.part([1]).nodes().engines == [[0, 1]] and group.part([1]).all_hosts() == [workers[1], *followers[1]]
+    assert policy(colocated=True)[0].homes(found.hosts) == [-1]
 
 
 def test_the_ranks_leave_a_wire_to_an_engine_that_was_replaced() -> None:

@@ -103,9 +103,9 @@ def dying(world: World, *, starts: list[int], hangs: bool = False) -> list[str]:
             raise DeadlineExceeded(what, "all of them", timeout_s)
         return next_ready(left, timeout_s, what)
 
-    def start(number: int) -> LocalWorker:
+    def start(number: int) -> list[LocalWorker]:
         starts.append(number)
-        return successor
+        return [successor]
 
     successor = LocalWorker(
         worker.name, FakeEngine(world.cluster.store, lambda request: 3, 9, {}, world.cluster.store.put)

@@ -25,9 +25,12 @@ from grpo_mcore.families.known import CONFIGS
 from grpo_mcore.families.shards import chunk_layers
 from grpo_mcore.parallel.mesh import Layout
 from grpo_mcore.recipe import load_recipe
+from grpo_mcore.refit import EngineLayout, TrainerLayout, plan_model_refit
+from grpo_mcore.refit.delivery import Deliveries, readers_by_node
 
 ROOT = Path(__file__).resolve().parents[3]
 RECIPES = sorted(str(path.relative_to(ROOT)) for path in (ROOT / "recipes").rglob("*.yaml"))
+DEEPSEEK = "recipes/grpo-deepseekv3-32n8g.yaml"
 LLAMA = "recipes/grpo-llama3.1-8B-2n8g.yaml"
 AT = "policy.megatron_cfg."
 
@@ -120,6 +123,33 @@ def test_what_does_not_fit_names_the_key(overrides: list[str], words: str) -> No
 
 
 AHEAD = ("grpo.async_grpo={enabled: true}", "loss_fn.use_importance_sampling_correction=true")
+
+
+def test_each_node_of_an_engine_gets_what_is_read_there() -> None:
+    """Against every block's delivery, and against the same engines inside nodes that are four times as large."""
+    found = plan(DEEPSEEK)
+    load, refit = found.load, found.refit
+    assert refit is not None and (load.engine_span, load.engines) == (4, 8)
+    trainer = TrainerLayout(1, 16, 16, 1, 16, 1, first_layers=4, last_layers=1)
+    engine = EngineLayout(32, expert_parallel=True)
+    moved = plan_model_refit(load.shape, trainer, engine, dtype="bfloat16", buffer_bytes=load.refit_buffer)
+    homes = [rank // 8 for rank in range(256)]
+    deliveries = Deliveries(moved, homes, readers_by_node([range(first, first + 4) for first in range(0, 32, 4)], 32))
+    over_the_wire = [0] * 32
+    for block in moved.blocks():
+        for node, sender in deliveries.of(block):
+            over_the_wire[node] += block.nbytes * (homes[sender] != node)
+    assert refit.to_other_nodes == max(over_the_wire)
+    assert refit.to_other_nodes < 0.3 * refit.tensor_bytes
+    whole = plan(DEEPSEEK, "cluster.num_nodes=8", "cluster.gpus_per_node=32").refit
+    assert whole is not None and whole.tensor_bytes == refit.tensor_bytes and whole.read == refit.read
+
+
+def test_the_search_knows_the_recipes_own_layout() -> None:
+    found = plan(DEEPSEEK)
+    (option, *_) = search(found.load, found.device, nodes=32)
+    again = plan(DEEPSEEK, *option.overrides)
+    assert again.load.layout == found.load.layout and again.load.engine_span == 4 and again.fits
 
 
 def test_engines_that_generate_ahead_keep_their_memory_while_the_policy_trains() -> None:

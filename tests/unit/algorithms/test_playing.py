@@ -126,7 +126,7 @@ def test_an_engine_whose_death_only_the_endpoint_has_met_is_replaced(gym: Gym, e
     group = engine_group(cluster, engines)
     dead, successor = group.workers[0], LocalWorker("engine-0", group.workers[0].target)
     group.endpoint = SimpleNamespace(address="here")  # type: ignore[assignment]
-    group.start, group.restarts = lambda number: successor, Retries(1, 0.0)
+    group.start, group.restarts = lambda number: [successor], Retries(1, 0.0)
     cluster._workers.append(dead)  # type: ignore[arg-type]
     rollouts = Rollouts(
         group, {"game": gym}, None, TurnLimits(1, 99), seed=5,  # type: ignore[dict-item]

@@ -32,12 +32,16 @@ class World:
     def __init__(self, count: int, *deaths: tuple[int, ...], tolerated: int = 3) -> None:
         self.cluster, self.deaths, self.told, self.refits = LocalCluster(), list(deaths), [], []
         self.engines = EngineGroup(
-            self.cluster, [self.start(n) for n in range(count)], False, start=self.start, restarts=Retries(tolerated, 0)
+            self.cluster,
+            [engine for n in range(count) for engine in self.start(n)],
+            False,
+            start=self.start,
+            restarts=Retries(tolerated, 0),
         )
         self.version = 1
 
-    def start(self, number: int) -> LocalWorker:
-        return self.cluster.spawn(f"engine-{number}", Engine)
+    def start(self, number: int) -> list[LocalWorker]:
+        return [self.cluster.spawn(f"engine-{number}", Engine)]
 
     def refit(self, group: EngineGroup) -> Any:
         assert group.layout.replicas == len(group.workers)

@@ -137,6 +137,10 @@ WRONG = {
 }
 
 
+def test_engines_of_whole_nodes_are_allowed() -> None:
+    spec("policy.generation.vllm_cfg.tensor_parallel_size=16", target="slurm")
+
+
 @pytest.mark.parametrize("case", WRONG)
 def test_wrong_recipes_are_refused(case: str) -> None:
     target, overrides, key, text = WRONG[case]

@@ -11,6 +11,7 @@ from grpo_mcore.recipe import (
     MasterConfig,
     RecipeError,
     data_parallel_size,
+    engine_nodes,
     engine_pool,
     num_engines,
     policy_pool,
@@ -53,13 +54,28 @@ def test_pools(pool: dict[str, Any] | None, policy: DevicePool, engines: DeviceP
         ({}, {}, "say what the engines get"),
         ({"num_nodes": 3}, {}, "takes all of cluster.num_nodes 3: none is left to train"),
         ({"gpus_per_node": 8}, {}, "takes all of cluster.gpus_per_node 8: none is left to train"),
-        ({"gpus_per_node": 4}, {"tensor": 8}, "4 ranks a node are not engines of 8 ranks each"),
+        ({"gpus_per_node": 4}, {"tensor": 6}, "4 ranks a node are not engines of 6 ranks each, nor parts"),
+        ({"num_nodes": 1}, {"tensor": 16}, "1 engines x TP 16 do not fit the 1 x 8 ranks of their pool"),
         ({"num_nodes": 1}, {"num_engines": 9}, "9 engines x TP 1 do not fit the 1 x 8 ranks of their pool"),
     ],
 )
 def test_pools_that_cannot_be(pool: dict[str, Any], changes: dict[str, Any], message: str) -> None:
     with pytest.raises(RecipeError, match=message):
         config(3, 8, pool, **changes)
+
+
+@pytest.mark.parametrize(
+    ("pool", "tensor", "nodes", "count"),
+    [
+        (None, 2, 1, 16), (None, 8, 1, 4), (None, 16, 2, 2), (None, 32, 4, 1), ({"num_nodes": 2}, 16, 2, 1),
+        ({"gpus_per_node": 4}, 8, 2, 2), ({"gpus_per_node": 4}, 4, 1, 4),
+    ],
+)  # fmt: skip
+def test_an_engine_lies_on_as_many_nodes_as_it_needs(
+    pool: dict[str, Any] | None, tensor: int, nodes: int, count: int
+) -> None:
+    found = config(4, 8, pool, tensor=tensor)
+    assert engine_nodes(found) == nodes and num_engines(found, gpu=True) == count
 
 
 def test_a_debuggers_process_has_no_second_pool() -> None:

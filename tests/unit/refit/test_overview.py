@@ -9,6 +9,7 @@ import pytest
 
 from grpo_mcore.cli.main import main
 from grpo_mcore.families import shape_of
+from grpo_mcore.refit.delivery import bytes_to
 from grpo_mcore.refit.layout import EngineLayout, TrainerLayout
 from grpo_mcore.refit.overview import Overview, draw
 from tests.unit.refit.test_plan import QWEN
@@ -31,6 +32,18 @@ def test_what_is_read_is_what_every_rank_needs(tmp_path: Path) -> None:
     assert "4 ranks" in text and "1.000 of what is needed" in text and "3 engine(s) of TP 2" in text
     draw(tmp_path / "plan.png", found)
     assert (tmp_path / "plan.png").read_bytes().startswith(b"\x89PNG")
+
+
+def test_engines_over_nodes_get_each_byte_where_it_is_read() -> None:
+    shape = make_shape(hidden_size=256, num_heads=8, num_kv_heads=2, head_dim=32, ffn_hidden_size=512, vocab_size=400)
+    layout = EngineLayout(4, nodes=2)
+    found = Overview.of(shape, TrainerLayout(2, 1, 2), layout, dtype="bfloat16", buffer_gb=0.5, nodes=4)
+    inside = Overview.of(shape, TrainerLayout(2, 1, 2), EngineLayout(4), dtype="bfloat16", buffer_gb=0.5, nodes=2)
+    assert np.array_equal(found.links().sum(axis=0), inside.links().sum(axis=0)), "a rank reads what it reads anywhere"
+    assert found.sent().sum() == 2 * sum(bytes_to(found.plan, ranks) for ranks in ((0, 1), (2, 3)))
+    assert found.needed_bytes < found.sent().sum() / 2 < 1.5 * found.needed_bytes  # 2 key-value heads, norms
+    text = found.text()
+    assert "2 engine(s) of TP 4 over 2 nodes, 1 on each 2 of 4 nodes" in text and "node 3 rank 3" in text
 
 
 @pytest.mark.slow

@@ -113,7 +113,7 @@ class World:
         return {"bytes": 1, "seconds": 0.001, "sums": {(index, 0, 0): 5}}
 
     def start_refit(self, worker: str, manifest: dict) -> dict:
-        assert manifest["transport"] == {"kind": "simulated"} and manifest["digest"] == self.plan.digest
+        assert manifest["transports"] == [{"kind": "simulated"}] and manifest["digest"] == self.plan.digest
         self.abort_refit(worker)
         self.staged[worker] = 0
         return {"digest": self.plan.digest, "in_place": False, "dtype": "float32", "verify": "sample"}

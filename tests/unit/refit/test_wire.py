@@ -12,14 +12,18 @@ import torch
 
 from grpo_mcore.families import params_of
 from grpo_mcore.refit.buffer import attach_buffer, block_view
+from grpo_mcore.refit.delivery import Deliveries
 from grpo_mcore.refit.layout import EngineLayout, TrainerLayout
-from grpo_mcore.refit.link import Link, sender_of
+from grpo_mcore.refit.link import Link
 from grpo_mcore.refit.plan import RefitError, RefitPlan, plan_refit
 from grpo_mcore.refit.receiver import RefitReceiver
-from grpo_mcore.refit.refit import refit
+from grpo_mcore.refit.refit import EngineNodes, refit
 from grpo_mcore.refit.sender import RefitSender
 from tests.unit.refit.shards import index
 from tests.unit.refit.test_sender import SHAPE, Source
+
+RANKS = 2
+"""Of an engine."""
 
 
 class ThreadHandle:
@@ -47,21 +51,23 @@ class ThreadHandle:
 
 
 class Node(RefitReceiver):
-    """One engine that keeps what it read."""
+    """A node of an engine; the engine's first keeps what the ranks of each of its nodes read."""
 
     def __init__(self) -> None:
         super().__init__()
-        self.seen: dict[tuple[int, int], torch.Tensor] = {}
+        self.seen: dict[tuple[int, int, int], torch.Tensor] = {}  # by node of the engine, bucket and block
         self.aborted = 0
         self.version = 0
 
     def start_refit(self, manifest: dict[str, Any]) -> dict[str, Any]:
-        self.mapped, self.plan = attach_buffer(manifest["transport"]), RefitPlan.from_json(manifest["plan"])
+        self.mapped = [attach_buffer(transport) for transport in manifest["transports"]]
+        self.plan = RefitPlan.from_json(manifest["plan"])
         return {"digest": manifest["digest"], "in_place": False, "dtype": "float32", "verify": "off"}
 
     def stage_bucket(self, number: int) -> dict[str, Any]:
         for at, block in enumerate(self.plan.buckets[number].blocks):
-            self.seen[number, at] = block_view(self.mapped, self.plan, number, block).clone()
+            for node in {read.rank * len(self.mapped) // RANKS for read in block.reads}:
+                self.seen[node, number, at] = block_view(self.mapped[node], self.plan, number, block).clone()
         return {"seconds": 0.0, "sums": {}}
 
     def commit_refit(self, version: int, recompute_kv: bool) -> dict[str, Any]:
@@ -75,25 +81,37 @@ class Node(RefitReceiver):
 
 
 class Setting:
-    """`homes`: the node of each policy rank, where policy and engines share nodes."""
+    """`homes`: the node of each policy rank, where policy and engines share nodes. `span`: nodes of one engine."""
 
-    def __init__(self, nodes: int, homes: Sequence[int] = ()) -> None:
-        self.homes = homes
+    def __init__(self, nodes: int, homes: Sequence[int] = (), span: int = 1) -> None:
+        self.homes, self.span = homes, span
         layout = TrainerLayout(2, 1, 2)
-        self.plan = plan_refit(params_of(SHAPE), SHAPE, layout, EngineLayout(2), dtype="float32", buffer_bytes=8192)
+        self.plan = plan_refit(params_of(SHAPE), SHAPE, layout, EngineLayout(RANKS), dtype="float32", buffer_bytes=8192)
         self.sources = [Source(rank % 2, 2) for rank in range(4)]
         self.senders = [RefitSender(source, rank, run_id="test") for rank, source in enumerate(self.sources)]
         self.nodes = [Node() for _ in range(nodes)]
 
     def refit(self, version: int, timeout_s: float = 30.0) -> Any:
         policy = [ThreadHandle(f"policy-{rank}", sender) for rank, sender in enumerate(self.senders)]
-        engines = [ThreadHandle(f"engine-{number}", node) for number, node in enumerate(self.nodes)]
-        by_node = [[engine] for engine in engines]
-        return refit(policy, engines, self.plan, version, nodes=by_node, homes=self.homes, timeout_s=timeout_s)
+        hosts = [ThreadHandle(f"engine-{number}", node) for number, node in enumerate(self.nodes)]
+        numbers = range(0, len(hosts), self.span)
+        nodes = EngineNodes([range(first, first + self.span) for first in numbers], hosts)
+        engines = [hosts[first] for first in numbers]
+        return refit(policy, engines, self.plan, version, nodes=nodes, homes=self.homes, timeout_s=timeout_s)
+
+    def needed(self) -> list[tuple[int, int]]:
+        """(node, bytes) of each block on each node, that an engine rank there reads."""
+        each = RANKS // self.span
+        return [
+            (node, block.nbytes)
+            for block in self.plan.blocks()
+            for node in range(len(self.nodes))
+            if any(read.rank // each == node % self.span for read in block.reads)
+        ]
 
     def check(self) -> None:
         for node in self.nodes:
-            for (bucket, number), found in node.seen.items():
+            for (_, bucket, number), found in node.seen.items():
                 block = self.plan.buckets[bucket].blocks[number]
                 expected = self.sources[block.source].parameters()[block.param][index(block.box)]
                 assert torch.equal(found, expected), block.param
@@ -113,7 +131,8 @@ def test_every_node_gets_every_block(nodes: int) -> None:
         assert setting.refit(version).version == version
         setting.check()
         assert all(len(node.seen) == len(list(setting.plan.blocks())) for node in setting.nodes)
-    senders = {sender_of(setting.plan, block, node) for block in setting.plan.blocks() for node in range(nodes)}
+    deliveries = Deliveries(setting.plan, (), [range(RANKS)] * nodes)
+    senders = {sender for block in setting.plan.blocks() for _, sender in deliveries.of(block)}
     assert len(senders) == 4, "replicas share the work"
     setting.close()
 
@@ -150,6 +169,36 @@ def test_policy_ranks_bring_what_their_node_holds_and_send_the_rest(
         setting.check()
         assert all(len(node.seen) == len(list(setting.plan.blocks())) for node in setting.nodes)
         assert sum(sent) == missing, "a block that a rank of the node holds does not travel"
+    setting.close()
+
+
+@pytest.mark.parametrize(
+    ("nodes", "homes"),
+    [(2, (0, 0, 1, 1)), (2, (0, 1, 0, 1)), (2, (1, 0, -1, -1)), (4, (0, 1, 2, 3)), (2, ()), (4, ())],
+)
+def test_a_node_of_an_engine_over_several_gets_what_its_ranks_read(
+    nodes: int, homes: Sequence[int], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    sent: list[int] = []
+    honest = Link.exchange
+
+    def exchange(self: Link, messages: Any, places: Any) -> None:
+        sent.extend(message.numel() for message, _ in messages)
+        honest(self, messages, places)
+
+    monkeypatch.setattr(Link, "exchange", exchange)
+    setting = Setting(nodes, homes, span=2)
+    needed = setting.needed()
+    assert sum(nbytes for _, nbytes in needed) < nodes * setting.plan.block_bytes
+    for version in (1, 2):
+        sent.clear()
+        assert setting.refit(version).version == version
+        setting.check()
+        assert sum(len(node.seen) for node in setting.nodes) == len(needed)
+        if not homes:
+            assert sum(sent) == sum(nbytes for _, nbytes in needed), "moved bytes are the planned ones"
+        else:
+            assert sum(sent) < sum(nbytes for _, nbytes in needed)
     setting.close()
 
 

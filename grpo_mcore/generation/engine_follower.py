@@ -1,0 +1,80 @@
+"""A further node of an engine that lies on several: its ranks, which take their orders from the engine on the first."""
+
+from __future__ import annotations
+
+import multiprocessing
+import os
+import socket
+import threading
+import time
+import warnings
+from multiprocessing.connection import wait
+from typing import Any
+
+import torch
+
+from grpo_mcore.generation.config import EngineConfig, engine_arguments, engine_environment
+from grpo_mcore.generation.engine_nodes import bind_vllm_to, deaths, join_first
+
+REAP_S = 1.0
+
+
+class EngineFollower:
+    """Built on every node of an engine but the first, at the same time as the engine there. It ends its ranks when the
+    first node is gone, and tells the first node when one of them has died."""
+
+    def __init__(self, config: EngineConfig) -> None:
+        """Returns when the ranks of all nodes are up. Raises NodeLost where the first node does not come."""
+        began = time.perf_counter()
+        self.config = config
+        self._executor: Any = None
+        self._ending = threading.Lock()
+        self._ended = False
+        for key, value in engine_environment(config).items():
+            os.environ.setdefault(key, value)
+        bind_vllm_to(config.node.address)
+        self._first, port = join_first(config, self._lose)
+        self._first.watch()
+        with warnings.catch_warnings():
+            warnings.filterwarnings("ignore", category=FutureWarning, module="vllm")
+            self._executor = self._start(port)
+        if self._ended:  # meanwhile
+            self._executor.shutdown()
+        each = config.tensor_parallel_size // config.node.count
+        self._ranks = {config.node.rank * each + i: rank.proc for i, rank in enumerate(self._executor.workers)}
+        threading.Thread(target=self._watch, daemon=True, name="engine ranks").start()
+        self.start_seconds = time.perf_counter() - began
+
+    def _start(self, port: int) -> Any:
+        if self.config.platform == "cpu":
+            torch.compiler.set_stance("force_eager")
+        from vllm import EngineArgs
+        from vllm.usage.usage_lib import UsageContext
+        from vllm.v1.executor.multiproc_executor import MultiprocExecutor
+
+        arguments = EngineArgs(**engine_arguments(self.config, port))
+        found = arguments.create_engine_config(usage_context=UsageContext.LLM_CLASS, headless=True)
+        return MultiprocExecutor(found, monitor_workers=False)  # `_watch` does
+
+    def _watch(self) -> None:
+        ended = wait([process.sentinel for process in self._ranks.values()])
+        gone = {rank: process for rank, process in self._ranks.items() if process.sentinel in ended}
+        for process in gone.values():
+            process.join(REAP_S)  # its exit code comes just after its end
+        if not self._ended:
+            codes = {rank: process.exitcode for rank, process in gone.items()}
+            self._lose(f"{deaths(codes, self.config.tensor_parallel_size)} on {socket.gethostname()}")
+
+    def _lose(self, what: str) -> None:
+        """The engine is of no use any more: a rank here has died, or the first node is gone."""
+        self._first.tell(what)
+        self.shutdown()
+
+    def shutdown(self) -> None:
+        """End the ranks' processes. Idempotent."""
+        with self._ending:
+            self._ended = True
+            self._first.close()
+            if self._executor is not None:
+                self._executor.shutdown()
+                multiprocessing.active_children()  # reaps the ranks

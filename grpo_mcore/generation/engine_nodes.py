@@ -1,0 +1,161 @@
+"""What holds the nodes of an engine together: a wire from each further node to the first, on which deaths are told.
+
+A node that is gone, or has lost a rank, leaves the ranks of the others waiting for it inside a collective. The wire is
+how they learn of it. Each end has a thread that reads; the wire's end is the other node's end.
+"""
+
+from __future__ import annotations
+
+import hmac
+import os
+import signal
+import socket
+import threading
+import time
+from collections.abc import Callable, Mapping
+
+from grpo_mcore.generation.config import EngineConfig
+
+JOIN_TIMEOUT_S = 600.0
+"""In which all nodes of an engine come together: their processes start at the same time."""
+RETRY_S = 0.1
+KEEPALIVE = {socket.TCP_KEEPIDLE: 15, socket.TCP_KEEPINTVL: 5, socket.TCP_KEEPCNT: 3}
+"""A machine that goes without a word is missed after half a minute."""
+
+
+class NodeLost(RuntimeError):
+    """Nodes of an engine that did not find each other; the message says which."""
+
+
+class Lifeline:
+    """One end of the wire to another node, `whom` in errors. After `watch`, a thread calls `on_loss` with what the
+    other node said, or with that it is gone."""
+
+    def __init__(self, wire: socket.socket, whom: str, on_loss: Callable[[str], None]) -> None:
+        self._wire, self._whom, self._on_loss = wire, whom, on_loss
+        self._closed = False
+        wire.settimeout(None)
+        wire.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
+        for option, value in KEEPALIVE.items():
+            wire.setsockopt(socket.IPPROTO_TCP, option, value)
+
+    def watch(self) -> None:
+        threading.Thread(target=self._read, daemon=True, name=f"lifeline to {self._whom}").start()
+
+    def tell(self, what: str) -> None:
+        """The last word of this end. A wire that has ended is no error: the other node knows."""
+        try:
+            self._wire.sendall(what.encode() + b"\n")
+        except OSError:
+            pass
+
+    def close(self) -> None:
+        """Idempotent. The other end hears that this node is gone."""
+        self._closed = True
+        try:
+            self._wire.shutdown(socket.SHUT_RDWR)  # wakes the reader
+        except OSError:
+            pass
+        self._wire.close()
+
+    def _read(self) -> None:
+        try:
+            said = _line(self._wire)
+        except OSError:
+            said = ""
+        if not self._closed:
+            self._on_loss(said or f"{self._whom} is gone")
+
+
+def await_followers(
+    config: EngineConfig, on_loss: Callable[[str], None], timeout_s: float = JOIN_TIMEOUT_S
+) -> tuple[list[Lifeline], int]:
+    """On the first node: (a wire to each other node, the free port of this node at which the engine's ranks meet).
+
+    Raises NodeLost where not all have come in time.
+    """
+    node, deadline = config.node, time.monotonic() + timeout_s
+    found: dict[int, socket.socket] = {}
+    port = free_port(node.address)
+    with socket.create_server((node.address, node.port)) as server:
+        while len(found) < node.count - 1:
+            try:
+                server.settimeout(max(0.001, deadline - time.monotonic()))
+                wire, _ = server.accept()
+                wire.settimeout(max(0.001, deadline - time.monotonic()))
+                token, _, rank = _line(wire).partition(" ")
+            except TimeoutError:
+                missing = sorted(set(range(1, node.count)) - set(found))
+                raise NodeLost(
+                    f"{config.name}: of its {node.count} nodes number {', '.join(map(str, missing))} did not come to "
+                    f"{node.address}:{node.port} within {timeout_s:g} s"
+                ) from None
+            if hmac.compare_digest(token, node.token) and rank.isdecimal() and 0 < int(rank) < node.count:
+                found[int(rank)] = wire
+            else:
+                wire.close()
+    for wire in found.values():
+        wire.sendall(f"{port}\n".encode())
+    lines = [Lifeline(wire, node_name(config, rank, wire.getpeername()[0]), on_loss) for rank, wire in found.items()]
+    return lines, port
+
+
+def join_first(
+    config: EngineConfig, on_loss: Callable[[str], None], timeout_s: float = JOIN_TIMEOUT_S
+) -> tuple[Lifeline, int]:
+    """On a further node: (the wire to the first, its port at which the engine's ranks meet). Raises NodeLost."""
+    node, deadline = config.node, time.monotonic() + timeout_s
+    wire: socket.socket | None = None
+    while True:
+        left = max(0.001, deadline - time.monotonic())
+        try:
+            wire = socket.create_connection((node.address, node.port), timeout=left)
+            wire.settimeout(left)
+            wire.sendall(f"{node.token} {node.rank}\n".encode())
+            port = int(_line(wire))
+            return Lifeline(wire, node_name(config, 0, node.address), on_loss), port
+        except (OSError, ValueError) as error:  # the first node does not listen yet, or has let go of the wire
+            if wire is not None:
+                wire.close()
+            if time.monotonic() + RETRY_S > deadline:
+                raise NodeLost(
+                    f"{config.name}: its node {node.rank} of {node.count} did not reach the first at {node.address}:"
+                    f"{node.port} within {timeout_s:g} s: {error}"
+                ) from error
+            time.sleep(RETRY_S)
+
+
+def node_name(config: EngineConfig, rank: int, address: str) -> str:
+    """Of a node of an engine, for errors."""
+    each = config.tensor_parallel_size // config.node.count
+    return f"its node {rank} of {config.node.count} (ranks {rank * each} to {(rank + 1) * each - 1}, at {address})"
+
+
+def deaths(exit_codes: Mapping[int, int | None], of: int) -> str:
+    """What to say of the ranks with these exit codes, by rank; None: it lives. `of`: ranks of the engine."""
+    # The first to go: vLLM then terminates the others, which may still end in order.
+    dead = [rank for rank, code in exit_codes.items() if code not in (None, 0, -signal.SIGTERM)] or list(exit_codes)
+    return "; ".join(f"rank {rank} of {of} has died (exit code {exit_codes[rank]})" for rank in dead)
+
+
+def bind_vllm_to(address: str) -> None:
+    """vLLM's own wires between nodes start where this machine reaches `address`, that of the engine's first node."""
+    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:  # sends nothing
+        probe.connect((address, 1))
+        os.environ["VLLM_HOST_IP"] = probe.getsockname()[0]
+
+
+def free_port(address: str) -> int:
+    with socket.socket() as probe:
+        probe.bind((address, 0))
+        return int(probe.getsockname()[1])
+
+
+def _line(wire: socket.socket) -> str:
+    """Up to a line's end; empty where the wire ends before. Nothing follows a line before it is answered."""
+    found = b""
+    while not found.endswith(b"\n"):
+        if not (part := wire.recv(4096)):
+            return ""
+        found += part
+    return found.decode().strip()

@@ -1,0 +1,226 @@
+"""One engine over two nodes, which are two Ray nodes of this machine: it says token for token what one inside a node
+says, before and after a refit; what dies on either node is named, and the engine starts anew on both; a whole run."""
+
+from __future__ import annotations
+
+import os
+import signal
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import psutil
+import pytest
+import ray
+from ray.cluster_utils import Cluster as RayNodes
+
+from grpo_mcore.algorithms.engine_group import EngineGroup
+from grpo_mcore.algorithms.grpo import refit_policy_generation
+from grpo_mcore.algorithms.policy_group import PolicyGroup
+from grpo_mcore.algorithms.setup import start_engines, wait_until_ready
+from grpo_mcore.cluster import WorkerFailed
+from grpo_mcore.cluster.ray_cluster import RayCluster
+from grpo_mcore.families import read_hf_config, shape_of
+from grpo_mcore.generation import Engine
+from grpo_mcore.parallel.mesh import Layout
+from grpo_mcore.recipe import MasterConfig
+from grpo_mcore.recipe.load import load_recipe
+from grpo_mcore.refit import TrainerLayout
+from grpo_mcore.rollout.trajectory import Sampling
+from tests.functional import engine_cases
+from tests.functional.engine_cases import CONTEXT, Policy, make_model, request, wait_until
+from tests.functional.runs import Task, grpo_recipe, run_command, write_recipe
+from tests.functional.test_refit_under_ray import PolicyRank
+
+GIB = 2**30
+DEADLINE_S = 150.0
+REQUESTS = [request(number) for number in range(6)]
+SAMPLING = Sampling(max_new_tokens=24)
+
+
+class Rank(PolicyRank):
+    def host_link(self, *arguments: Any) -> Any:
+        return self.sender.host_link(*arguments)
+
+    def close_refit(self) -> None:
+        self.sender.close_refit()
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return make_model(tmp_path_factory.mktemp("nodes") / "model")
+
+
+@pytest.fixture(scope="module")
+def inside(folder: Path) -> Iterator[Engine]:
+    """The same engine inside a node."""
+    engine = Engine(engine_cases.config(folder, name="inside", tensor_parallel_size=2))
+    yield engine
+    engine.shutdown()
+
+
+@pytest.fixture(scope="module")
+def cluster(tmp_path_factory: pytest.TempPathFactory) -> Iterator[RayCluster]:
+    nodes = RayNodes(initialize_head=True, head_node_args={"num_cpus": 2, "include_dashboard": False})
+    nodes.add_node(num_cpus=2)
+    logs = tmp_path_factory.mktemp("logs")
+    try:
+        with RayCluster(logs, address=nodes.address, start_timeout_s=200, call_timeout_s=DEADLINE_S) as cluster:
+            yield cluster
+    finally:
+        ray.shutdown()
+        nodes.shutdown()
+
+
+def recipe_for(folder: Path, nodes: int = 2, **generation: Any) -> MasterConfig:
+    recipe = {
+        "policy": {
+            "model_name": str(folder),
+            "precision": "float32",
+            "max_total_sequence_length": CONTEXT,
+            "generation": {
+                "vllm_cfg": {"kv_cache_memory_gb": 0.1, "tensor_parallel_size": 2, "load_format": "auto"},
+                **generation,
+            },
+        },
+        "data": {"train": {"data_path": "train.jsonl"}},  # never read
+        "cluster": {"platform": "cpu", "num_nodes": nodes, "gpus_per_node": 1, "max_engine_restarts": 4},
+    }
+    return load_recipe(write_recipe(folder.parent, recipe), []).config
+
+
+@pytest.fixture(scope="module")
+def policy(cluster: RayCluster, folder: Path) -> PolicyGroup:
+    """Two tensor-parallel ranks, one on each node."""
+    how: dict[str, Any] = {"cpus": 0.1, "env": {"OMP_NUM_THREADS": "1"}, "nodes": 2}
+    workers = cluster.spawn_group("policy", Rank, [(str(folder),)] * 2, **how)
+    return PolicyGroup(
+        cluster, workers, Layout(2, 1, 1), shape_of(read_hf_config(folder)), str(folder), "float32",
+        2 * 34_304 / GIB, TrainerLayout(2), "full",
+    )  # fmt: skip
+
+
+@pytest.fixture(scope="module")
+def engines(cluster: RayCluster, folder: Path, policy: PolicyGroup) -> EngineGroup:
+    config = recipe_for(folder)
+    engines = start_engines(config, cluster, policy)
+    wait_until_ready(config, cluster, [*policy.workers, *engines.all_hosts()])
+    return engines
+
+
+def tokens(engine: Engine) -> dict[str, list[int]]:
+    return {uid: found.token_ids().tolist() for uid, found in engine_cases.generate(engine, REQUESTS).items()}
+
+
+def tokens_of(cluster: RayCluster, engines: EngineGroup) -> dict[str, list[int]]:
+    stream = engines.workers[0].stream("generate_refs", REQUESTS, SAMPLING, timeout_s=DEADLINE_S)
+    return {parcel.label.uid: cluster.fetch(parcel.content).token_ids().tolist() for parcel in stream}
+
+
+def ranks_of(host: Any) -> list[psutil.Process]:
+    """vLLM's processes below a worker."""
+    children = psutil.Process(host.place().pid).children(recursive=True)
+    return [child for child in children if "Worker" in "".join(child.cmdline())]
+
+
+def change(policy: PolicyGroup, twin: Policy, seed: int) -> None:
+    calls = [worker.call("change", seed) for worker in policy.workers]
+    twin.change(seed)
+    for call in calls:
+        call.result()
+    policy.updates = seed - 1
+
+
+def test_it_says_what_an_engine_inside_a_node_says(
+    cluster: RayCluster, policy: PolicyGroup, engines: EngineGroup, inside: Engine, folder: Path
+) -> None:
+    leader, follower = engines.hosts(0)
+    assert leader.place().node != follower.place().node
+    assert [host.place().node for host in (leader, follower)] == [rank.place().node for rank in policy.workers]
+    assert tokens_of(cluster, engines) == tokens(inside)
+    twin = Policy(folder)
+    for version in (1, 2):
+        change(policy, twin, version)
+        twin.refit(inside, version, verify="full")
+        inside.prepare(version)
+        report = refit_policy_generation(policy, engines)
+        assert report.version == version and report.checked, "every copy on both nodes, by its checksum"
+        assert report.in_place == report.fallbacks == ()
+        assert tokens_of(cluster, engines) == tokens(inside)
+    twin.close()
+
+
+@pytest.mark.parametrize("what", ["a rank", "the follower", "the engine"])
+def test_a_death_on_either_node_is_named_and_the_engine_starts_anew_on_both(
+    cluster: RayCluster, policy: PolicyGroup, engines: EngineGroup, inside: Engine, what: str
+) -> None:
+    before = engines.hosts(0)
+    gone = [process for host in before for process in ranks_of(host)]
+    assert len(gone) >= 2
+    endless = Sampling(max_new_tokens=CONTEXT - 20)
+    stream = engines.workers[0].stream(
+        "generate_refs", [request(n) for n in range(64)], endless, timeout_s=DEADLINE_S, what="samples"
+    )
+    next(stream)
+    (rank,) = ranks_of(before[1])
+    pid, message = {
+        "a rank": (rank.pid, r"engine-0: rank 1 of 2 has died \(exit code -9\) on "),
+        "the follower": (before[1].place().pid, r"engine-0: its node 1 of 2 \(ranks 1 to 1, at .*\) is gone"),
+        "the engine": (before[0].place().pid, "its process ended"),
+    }[what]
+    os.kill(pid, signal.SIGKILL)
+    with pytest.raises(WorkerFailed, match=message) as caught:
+        list(stream)
+    assert engines.replace_dead(caught.value) == [0]
+    engines.await_successors()
+    assert all(old.place().pid != new.place().pid for old, new in zip(before, engines.hosts(0), strict=True))
+    wait_until(lambda: not any(process.is_running() for process in gone), "the end of the old engine's ranks")
+    refit_policy_generation(policy, engines)
+    engines.lost.clear()
+    assert tokens_of(cluster, engines) == tokens(inside)
+
+
+def end(cluster: RayCluster, engines: EngineGroup) -> None:
+    """Nothing is left."""
+    processes = [process for host in engines.hosts(0) for process in ranks_of(host)]
+    assert len(processes) == 2
+    cluster.stop(engines.hosts(0))
+    wait_until(lambda: not any(process.is_running() for process in processes), "the end of the ranks", 20.0)
+
+
+def test_on_nodes_of_its_own_each_node_receives_over_the_wire(
+    cluster: RayCluster, policy: PolicyGroup, engines: EngineGroup, inside: Engine, folder: Path
+) -> None:
+    """First the engine of the tests before ends."""
+    end(cluster, engines)
+    pool = {"enabled": False, "resources": {"num_nodes": 2, "gpus_per_node": 1}}
+    config = recipe_for(folder, nodes=3, colocated=pool)
+    apart = start_engines(config, cluster, policy)
+    wait_until_ready(config, cluster, apart.all_hosts())
+    assert len(apart.nodes().hosts) == 2 and not apart.colocated
+    twin = Policy(folder)
+    for version in (11, 12):
+        change(policy, twin, version)
+        twin.refit(inside, version, verify="full")
+        inside.prepare(version)
+        assert refit_policy_generation(policy, apart, False).checked
+        assert tokens_of(cluster, apart) == tokens(inside)
+    twin.close()
+    end(cluster, apart)
+
+
+def test_a_whole_run(
+    cluster: RayCluster, task: Task, model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The command, a data-parallel rank of the policy on each node and the engine over both; after every refit all
+    checksums are compared, and the engine's log-probs with the policy's."""
+    recipe = grpo_recipe(task, model)
+    recipe["grpo"] |= {"max_num_steps": 2, "val_at_end": False}
+    recipe["policy"] |= {"refit_verify": "full", "refit_parity": 1.001}
+    recipe["policy"]["generation"]["vllm_cfg"] |= {"tensor_parallel_size": 2}
+    recipe["cluster"] = {"platform": "cpu", "num_nodes": 2, "gpus_per_node": 1}
+    monkeypatch.setenv("RAY_ADDRESS", ray.get_runtime_context().gcs_address)
+    run = run_command("train", tmp_path, recipe)
+    assert run.code == 0, run.out + run.err
+    assert "on 2 nodes, engines on 2" in run.out
+    assert [metrics["step"] for metrics in run.metrics()] == [1, 2]

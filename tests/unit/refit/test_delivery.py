@@ -1,0 +1,95 @@
+"""Who brings which block to which node, against the plan carried out on arrays with a buffer for each node."""
+
+from __future__ import annotations
+
+import random
+
+import numpy as np
+import pytest
+
+from grpo_mcore.refit.delivery import Deliveries, bytes_to, engine_ranks, readers_by_node
+from grpo_mcore.refit.plan import RefitError
+from tests.unit.refit.test_plan import index, plan_of
+from tests.unit.refit.whole_split import PADDING, Case, in_the_engine, on_the_policy, random_case
+
+
+def random_nodes(case: Case, seed: int) -> tuple[list[list[int]], list[int]]:
+    """(the nodes of each engine, the node of each policy rank): engines in one node or over several, which may share
+    nodes; policy ranks on those nodes, on others, or on none of them."""
+    pick = random.Random(seed)
+    span = pick.choice([size for size in (1, 2, 4) if case.engine.ranks % size == 0])
+    count = pick.randint(1, 3)
+    engines = [[engine * span + place for place in range(span)] for engine in range(count)]
+    if span == 1 and pick.random() < 0.5:
+        engines = [[engine // 2] for engine in range(count)]  # two on a node
+    nodes = 1 + max(node for places in engines for node in places)
+    world = case.trainer.world_size
+    homes = [] if pick.random() < 0.3 else [pick.randint(-1, nodes - 1) for _ in range(world)]
+    return engines, homes
+
+
+@pytest.mark.parametrize("seed", range(60))
+def test_every_rank_finds_what_it_reads_in_the_buffer_of_its_node(seed: int) -> None:
+    case = random_case(seed)
+    plan = plan_of(case)
+    engines, homes = random_nodes(case, seed)
+    readers = readers_by_node(engines, case.engine.ranks)
+    deliveries = Deliveries(plan, homes, readers)
+    policy = [on_the_policy(case, rank) for rank in range(case.trainer.world_size)]
+    ranks = [(nodes, rank) for nodes in engines for rank in range(case.engine.ranks)]
+    found = [
+        {name: np.full_like(array, PADDING) for name, array in in_the_engine(case, rank).items()} for _, rank in ranks
+    ]
+    moved = 0
+    for block in plan.blocks():
+        buffers = {}
+        holders = plan.holders[block.holders]
+        for node, sender in deliveries.of(block):
+            assert node not in buffers, "a block comes once to a node"
+            assert sender in holders
+            near = [rank for rank in holders if homes and homes[rank] == node]
+            assert not near or sender in near, "what is on the node does not travel"
+            buffers[node] = policy[sender][block.param][index(block.box)]
+            moved += block.nbytes
+        read = set()
+        for (nodes, rank), held in zip(ranks, found, strict=True):
+            node = nodes[rank * len(nodes) // case.engine.ranks]
+            for copy in block.reads:
+                if copy.rank == rank:
+                    target = held[copy.param][index(copy.box)]
+                    target[...] = buffers[node][index(copy.at)].reshape(target.shape)
+                    read.add(node)
+        assert read == set(buffers), "no node gets what nobody there reads"
+    for (_, rank), held in zip(ranks, found, strict=True):
+        for name, array in in_the_engine(case, rank).items():
+            assert np.array_equal(held[name], array), (rank, name)
+    assert moved == sum(bytes_to(plan, here) for here in readers)
+    assert engine_ranks(plan) == case.engine.ranks
+
+
+def test_engines_over_nodes_share_the_work_of_the_replicas() -> None:
+    """Slices that one part of each engine reads come to the engines from one replica after the other."""
+    case = next(
+        case for case in map(random_case, range(500)) if case.trainer.data == 4 and case.engine.tensor == 4
+        and case.engine.data == 1 and case.trainer.pipeline == 1 and not case.experts and case.trainer.context == 1
+    )  # fmt: skip
+    plan = plan_of(case)
+    readers = readers_by_node([[0, 1, 2, 3], [4, 5, 6, 7]], 4)
+    deliveries = Deliveries(plan, (), readers)
+    slices = [block for block in plan.blocks() if len({read.rank for read in block.reads}) == 1]
+    assert slices and all(len({sender for _, sender in deliveries.of(block)}) == 2 for block in slices)
+
+
+def test_without_nodes_there_is_one_with_everything() -> None:
+    plan = plan_of(random_case(1))
+    assert all(Deliveries(plan).of(block) == [(0, block.source)] for block in plan.blocks())
+
+
+def test_readers_by_node() -> None:
+    assert readers_by_node([[0], [0], [1]], 2) == [[0, 1], [0, 1]]
+    assert readers_by_node([[1, 0], [2, 3]], 4) == [[2, 3], [0, 1], [0, 1], [2, 3]]
+    assert readers_by_node([[0, 0]], 2) == [[0, 1]]
+    with pytest.raises(RefitError, match="3 ranks of an engine do not divide over its 2 nodes"):
+        readers_by_node([[0, 1]], 3)
+    with pytest.raises(RefitError, match="numbered from 0"):
+        readers_by_node([[0, 2]], 2)
