@@ -58,6 +58,12 @@ def advantages() -> list[float]:
     return [(-1) ** i * (0.5 + 0.25 * i) for i in range(len(LENGTHS))]
 
 
+def compared_loss() -> ClippedPGLossFn:
+    """What `parity.reference_of` computes with transformers."""
+    settings = ClippedPGLossConfig(reference_policy_kl_penalty=0.0, entropy_coeff=ENTROPY_COEFF)
+    return ClippedPGLossFn(settings, prev_equals_curr=True)
+
+
 def policy_config(model: Path | str, case: LayoutCase, **overrides: Any) -> PolicyConfig:
     """Adam with eps far above every gradient and lr = eps: the first step moves a weight by g / (1 + |g| / 1e4)."""
     return PolicyConfig.model_validate(
@@ -127,10 +133,8 @@ def logprobs_and_gradients(address: Address, model: str, case: LayoutCase, packe
     for batch, row in zip(batches, policy.logprobs(batches) or (), strict=False):
         found |= {int(name): part for name, part in zip(batch.names, batch.split(row), strict=True)}
     before = owned_slices(policy)
-    settings = ClippedPGLossConfig(reference_policy_kl_penalty=0.0, entropy_coeff=ENTROPY_COEFF)
-    loss_fn = ClippedPGLossFn(settings, prev_equals_curr=True)
     report = policy.train_step(
-        batches, loss_fn, global_valid_seqs=len(LENGTHS), global_valid_toks=sum(LENGTHS) - len(LENGTHS)
+        batches, compared_loss(), global_valid_seqs=len(LENGTHS), global_valid_toks=sum(LENGTHS) - len(LENGTHS)
     )
     gradients = [
         (name, box, was - now) for (name, box, was), (_, _, now) in zip(before, owned_slices(policy), strict=True)

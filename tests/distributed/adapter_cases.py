@@ -8,9 +8,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from grpo_mcore.algorithms.parity_rank import LENGTHS, LayoutCase, micro_batches, policy_config
+from grpo_mcore.algorithms.parity_rank import LENGTHS, LayoutCase, compared_loss, micro_batches, policy_config
 from grpo_mcore.families import pieces
-from grpo_mcore.objective import ClippedPGLossConfig, ClippedPGLossFn
 from grpo_mcore.parallel.adapters import LowRank
 from grpo_mcore.parallel.mesh import Address
 from grpo_mcore.parallel.policy import Policy
@@ -83,9 +82,8 @@ def logprobs_of(policy: Policy, *, reference: bool = False) -> dict[int, Tensor]
 
 def step(policy: Policy) -> float:
     """The gradient norm."""
-    loss_fn = ClippedPGLossFn(ClippedPGLossConfig(reference_policy_kl_penalty=0.0), prev_equals_curr=True)
-    toks = sum(LENGTHS) - len(LENGTHS)
-    report = policy.train_step(micro_batches(policy), loss_fn, global_valid_seqs=len(LENGTHS), global_valid_toks=toks)
+    toks, batches = sum(LENGTHS) - len(LENGTHS), micro_batches(policy)
+    report = policy.train_step(batches, compared_loss(), global_valid_seqs=len(LENGTHS), global_valid_toks=toks)
     policy.advance_schedule()
     return report.grad_norm
 
