@@ -205,6 +205,8 @@ def test_a_late_item_and_a_late_crowd_are_named(cluster, abacus, second):
 
 def test_a_dead_worker_is_named_with_the_end_of_its_log(cluster):
     doomed = cluster.spawn("doomed", Abacus, cpus=0.1)
+    doomed.ready().result()  # what it says of itself as it starts would be lost with it
+    doomed.place()
     with pytest.raises(WorkerFailed, match="doomed: die failed: ActorDiedError") as caught:
         doomed.call("die").result()
     assert "about to die" in str(caught.value)
