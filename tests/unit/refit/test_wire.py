@@ -137,6 +137,20 @@ def test_every_node_gets_every_block(nodes: int) -> None:
     setting.close()
 
 
+@pytest.fixture
+def sent(monkeypatch: pytest.MonkeyPatch) -> list[int]:
+    """The bytes of every message over the wire, from now on."""
+    found: list[int] = []
+    honest = Link.exchange
+
+    def exchange(self: Link, messages: Any, places: Any) -> None:
+        found.extend(message.numel() for message, _ in messages)
+        honest(self, messages, places)
+
+    monkeypatch.setattr(Link, "exchange", exchange)
+    return found
+
+
 @pytest.mark.parametrize(
     ("nodes", "homes", "over_the_wire"),
     [
@@ -147,16 +161,8 @@ def test_every_node_gets_every_block(nodes: int) -> None:
     ],
 )
 def test_policy_ranks_bring_what_their_node_holds_and_send_the_rest(
-    nodes: int, homes: Sequence[int], over_the_wire: bool, monkeypatch: pytest.MonkeyPatch
+    nodes: int, homes: Sequence[int], over_the_wire: bool, sent: list[int]
 ) -> None:
-    sent: list[int] = []
-    honest = Link.exchange
-
-    def exchange(self: Link, messages: Any, places: Any) -> None:
-        sent.extend(message.numel() for message, _ in messages)
-        honest(self, messages, places)
-
-    monkeypatch.setattr(Link, "exchange", exchange)
     setting = Setting(nodes, homes)
     held = [
         (block.nbytes, {homes[rank] for rank in setting.plan.holders[block.holders]}) for block in setting.plan.blocks()
@@ -177,16 +183,8 @@ def test_policy_ranks_bring_what_their_node_holds_and_send_the_rest(
     [(2, (0, 0, 1, 1)), (2, (0, 1, 0, 1)), (2, (1, 0, -1, -1)), (4, (0, 1, 2, 3)), (2, ()), (4, ())],
 )
 def test_a_node_of_an_engine_over_several_gets_what_its_ranks_read(
-    nodes: int, homes: Sequence[int], monkeypatch: pytest.MonkeyPatch
+    nodes: int, homes: Sequence[int], sent: list[int]
 ) -> None:
-    sent: list[int] = []
-    honest = Link.exchange
-
-    def exchange(self: Link, messages: Any, places: Any) -> None:
-        sent.extend(message.numel() for message, _ in messages)
-        honest(self, messages, places)
-
-    monkeypatch.setattr(Link, "exchange", exchange)
     setting = Setting(nodes, homes, span=2)
     needed = setting.needed()
     assert sum(nbytes for _, nbytes in needed) < nodes * setting.plan.block_bytes
