@@ -6,7 +6,8 @@ import atexit
 import logging
 import os
 import sys
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from types import TracebackType
 from typing import Any, Self, cast
@@ -29,6 +30,9 @@ CLOSE_S = 3.0
 
 STREAMS = "streams"
 """Name of an actor's threads for streams, in Ray's word a concurrency group."""
+
+IGNORE_UNHANDLED = "RAY_IGNORE_UNHANDLED_ERRORS"
+"""Ray looks at it whenever the last handle of an answer goes that holds an error nobody has seen."""
 
 _log = logging.getLogger(__name__)
 
@@ -160,10 +164,11 @@ class RayCluster:
             return
         session, self._session = self._session, None
         atexit.unregister(self.shutdown)
-        try:
-            self.stop(list(self._workers.values()))
-        finally:
-            session.close()
+        with _left_calls_fail_silently():
+            try:
+                self.stop(list(self._workers.values()))
+            finally:
+                session.close()
 
     def __enter__(self) -> Self:
         return self
@@ -232,6 +237,20 @@ def _beside(name: str, workers: Sequence[Worker], env: Mapping[str, str] | None)
     if shared := dict.fromkeys(gpu for place in places for gpu in place.gpus):
         env["CUDA_VISIBLE_DEVICES"] = ",".join(shared)
     return NodeAffinitySchedulingStrategy(places[0].node, soft=False), env
+
+
+@contextmanager
+def _left_calls_fail_silently() -> Iterator[None]:
+    """Inside, Ray does not print the errors of calls that nobody waits for any more: their workers are being ended, and
+    why is told by who ends them."""
+    before = os.environ.get(IGNORE_UNHANDLED)
+    os.environ[IGNORE_UNHANDLED] = "1"
+    try:
+        yield
+    finally:
+        del os.environ[IGNORE_UNHANDLED]
+        if before is not None:
+            os.environ[IGNORE_UNHANDLED] = before
 
 
 def _report_end(name: str, handle: ray.ObjectRef) -> None:

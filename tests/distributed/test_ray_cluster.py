@@ -348,21 +348,32 @@ def test_a_second_driver_attaches_and_leaves_the_rest_alone(cluster, abacus, tmp
 
 
 DRIVER = """
-    import pathlib, subprocess, sys, time
+    import pathlib, subprocess, sys, threading, time
     from grpo_mcore.cluster.ray_cluster import RayCluster
 
     class Parent:
         def __init__(self):
             # A child that left the session, as servers do.
             self.child = subprocess.Popen(["sleep", "600"], start_new_session=True)
+            self.ended = threading.Event()
         def work(self):
-            time.sleep(600)
+            yield self.child.pid
+            self.ended.wait()
+            raise RuntimeError("it was shut down while it worked")
+        def shutdown(self):
+            self.ended.set()
+            time.sleep(1.0)
 
     with RayCluster(pathlib.Path(sys.argv[1]), address="local", num_cpus=1) as cluster:
-        worker = cluster.spawn("parent", Parent, cpus=0.1)
+        worker = cluster.spawn("parent", Parent, cpus=0.1, concurrency=2)
         worker.ready().result()
-        print(cluster._session._mark, cluster._session.folder, flush=True)
-        worker.call("work", timeout_s=500).result()
+        streams = [worker.stream("work", timeout_s=500)]
+        try:
+            next(streams[0])
+            print(cluster._session._mark, cluster._session.folder, flush=True)
+            time.sleep(500)
+        finally:  # the last handle of its error goes while the worker ends
+            threading.Timer(0.3, streams.clear).start()
 """
 
 
@@ -386,6 +397,7 @@ def test_nothing_is_left_of_a_run_that_was_ended(kind, tmp_path):
     _, errors = driver.communicate(timeout=60)
     if kind == signal.SIGINT:
         assert driver.returncode == -signal.SIGINT and "KeyboardInterrupt" in errors
+        assert "shut down while" not in errors  # what ending a worker does to its calls is no news
         assert marked(mark) == [] and not Path(folder).exists()  # at once: nothing is left to wait for
     deadline = time.monotonic() + 20
     while (marked(mark) or Path(folder).exists()) and time.monotonic() < deadline:
