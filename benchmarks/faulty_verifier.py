@@ -34,6 +34,9 @@ def verify(response: str, truth: str) -> tuple[float, str | None]:
     return _verify(response, truth)
 
 
+verify.learns = True  # type: ignore[attr-defined]
+
+
 def misbehave(fault: str) -> None:
     """Never returns."""
     if fault == "hangs in Python":

@@ -14,6 +14,7 @@ import json
 import logging
 import math
 import os
+import pickle
 import resource
 import signal
 import socket
@@ -23,13 +24,14 @@ import threading
 import traceback
 from collections.abc import Callable, Iterator, Sequence
 from multiprocessing.connection import Connection
+from types import FunctionType
 from typing import Any, NoReturn
 
 from grpo_mcore.environments.registry import import_by_path
 
-FORK, COLLECT = b"F", b"C"
-"""What a template is asked for, followed by a number: 0, or the process id to collect. It answers with a number: the
-new process id, or how that one ended; below 0: why not (an errno)."""
+FORK, COLLECT, LEARN = b"F", b"C", b"L"
+"""What a template is asked for, followed by a number: 0, the process id to collect, or the bytes of a job that follows.
+It answers the first two with a number: the new process id, or how that one ended; below 0: why not (an errno)."""
 REQUEST, ANSWER = struct.Struct("=cq"), struct.Struct("=q")
 
 _PR_SET_PDEATHSIG = 1
@@ -44,7 +46,8 @@ def shorten(text: str) -> str:
 
 
 def run_template(control_fd: int, maker: str, arguments: Sequence[Any], hard_s: float, memory_gb: float) -> None:
-    """Loads the function, says so, then forks a worker for every file descriptor that it is sent."""
+    """Loads the function, says so, then forks a worker for every file descriptor that it is sent. Some jobs that
+    workers have done it does again: what the function keeps of them (parsers, caches) is there in later workers."""
     _set_up_signals()
     with socket.socket(fileno=control_fd) as control:
         with Connection(os.dup(control_fd)) as words:
@@ -57,6 +60,10 @@ def run_template(control_fd: int, maker: str, arguments: Sequence[Any], hard_s: 
         gc.freeze()  # workers then leave these pages shared
         while request := control.recv(REQUEST.size, socket.MSG_WAITALL):
             kind, number = REQUEST.unpack(request)
+            if kind == LEARN:
+                _outcome(function, pickle.loads(control.recv(number, socket.MSG_WAITALL)))
+                gc.freeze()
+                continue
             if kind == COLLECT:
                 _, status = os.waitpid(number, 0)
                 control.sendall(ANSWER.pack(os.waitstatus_to_exitcode(status)))
@@ -77,7 +84,6 @@ def _be_worker(descriptor: int, function: Function, hard_s: float, memory_gb: fl
     """The life of a forked worker: whatever happens, it does not go on as a second template."""
     with _exiting():
         die_with_parent()
-        os.setsid()  # a group of its own for the scheduler too, with a priority of its own
         serve(Connection(descriptor), function, hard_s, memory_gb)
     raise AssertionError("it has exited")
 
@@ -99,6 +105,7 @@ def run_worker(connection_fd: int, maker: str, arguments: Sequence[Any], hard_s:
     """A worker that is a program of its own: for functions that cannot be forked."""
     _set_up_signals()
     with _exiting():
+        die_with_parent()  # a paused one does not see the connection close
         connection = Connection(connection_fd)
         function = _load(connection, maker, arguments)
         if function is not None:
@@ -125,10 +132,20 @@ def serve(connection: Connection, function: Function, hard_s: float, memory_gb: 
             _send(connection, outcome | {"last": last})
 
 
+def _call(function: Function, job: Sequence[Any]) -> Any:
+    return function(*job)
+
+
+_roomy_call = FunctionType(_call.__code__.replace(co_stacksize=40_000), globals())
+"""`_call` in a frame of 320 kB. CPython (3.11) keeps frames in pieces of 16 kB: where a loop deep in a parser calls
+over the end of one, it maps and unmaps the next at every turn, which was a third of the time of math-verify. A frame
+that does not fit gets a piece of the next power of two, 512 kB, and those of its calls find room there."""
+
+
 def _outcome(function: Function, job: Sequence[Any]) -> tuple[dict[str, Any], bool]:
     """{"value"} or {"failed": why}, and whether memory ran out."""
     try:
-        value = function(*job)
+        value = _roomy_call(function, job)
         json.dumps(value)
         return {"value": value}, False
     except Exception as error:
@@ -159,7 +176,7 @@ def _load(connection: Connection, maker: str, arguments: Sequence[Any]) -> Funct
     except Exception as error:
         _send(connection, {"ready": False, "why": f"{type(error).__name__}: {error}"})
         return None
-    _send(connection, {"ready": True})
+    _send(connection, {"ready": True, "learns": getattr(function, "learns", False)})
     return function
 
 

@@ -1,7 +1,9 @@
 """How one response is verified: by math-verify, by rules on strings, or by a function of the user's. No torch here:
 workers stay small.
 
-A verifier is `fn(response, truth) -> bool | float | (bool | float, answer)`, known by name or import path.
+A verifier is `fn(response, truth) -> bool | float | (bool | float, answer)`, known by name or import path. One that
+keeps no thread, file or connection may have an attribute `learns = True`: then its first verifications are done again
+in the process that others are forked from, whose caches are warm from the start.
 """
 
 from __future__ import annotations
@@ -64,6 +66,7 @@ def make_verifier(name: str) -> Callable[[str, str], tuple[float, str | None]]:
         reward, answer = outcome if isinstance(outcome, tuple) else (outcome, None)
         return float(reward), answer
 
+    verify.learns = name in _BY_NAME or getattr(verifier, "learns", False)  # type: ignore[attr-defined]
     return verify
 
 

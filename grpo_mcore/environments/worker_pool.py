@@ -1,7 +1,7 @@
 """Jobs in killable worker processes, each with a hard deadline of its own.
 
-A job that hangs costs one worker its life and the other jobs next to nothing: once it is slow it goes on at a low
-priority, and its worker's place is taken by one that was started ahead.
+A job that hangs costs one worker its life and the other jobs next to nothing: once it is slow it runs when its turn
+comes, and its worker's place is taken by one that was started ahead.
 """
 
 from __future__ import annotations
@@ -14,17 +14,16 @@ import time
 from collections import deque
 from collections.abc import Sequence
 from concurrent.futures import Future
-from dataclasses import dataclass, field
 from typing import Any
 
+from grpo_mcore.environments.pooled_worker import Job, Result, Turns, Worker
 from grpo_mcore.environments.registry import EnvironmentConfigError
-from grpo_mcore.environments.worker_process import Launcher, Times, WorkerProcess, WorkerStartError
+from grpo_mcore.environments.worker_process import Launcher, WorkerStartError
 
-# Shares of the deadline after which a job is slow (a worker's first one may still load something), and very slow.
-_SLOW, _SLOW_AT_FIRST, _VERY_SLOW = 0.02, 0.25, 0.2
+# Shares of the deadline after which a job is slow, and very slow.
+_SLOW, _VERY_SLOW = 0.02, 0.1
 _SLOW_FOR_ITS_KIND = 3.0  # times what jobs take on average: less is not slow, whatever the deadline
-_LOW = 19  # the priority (nice) of slow ones: where processors are short, a seventieth of the usual share
-_SLOW_BESIDE = 24  # slow ones at a time, at least: they wait much more than they run, and must not fill the places
+_SLOW_BESIDE = 32  # slow ones at a time, at least: they wait much more than they run, and must not fill the places
 # Deadlines after which a very slow job, and any other, ends although it has not had so much time of a processor.
 _STRETCH_VERY_SLOW, _STRETCH = 2.0, 5.0
 _BURST = 2  # workers that are started before others are listened to again
@@ -33,44 +32,8 @@ _DYING_S = 5.0  # a killed process frees its memory first
 _STOOD_STILL_S = 0.5  # so much later than it wanted does nobody wake up whose machine has time for it
 
 
-@dataclass(frozen=True)
-class Result:
-    """`value`: what the function returned; `failure`: why there is none. `seconds`: from the start of the job."""
-
-    value: Any
-    failure: str | None
-    seconds: float
-
-
-@dataclass(eq=False)
-class _Job:
-    arguments: Sequence[Any]
-    future: Future[Result] = field(default_factory=Future)
-    started: float = 0.0  # on the pool's clock
-    started_at: float = 0.0  # on the machine's
-    losses: int = 0  # workers that went under with it through no fault of its own
-
-    def finish(self, value: Any = None, failure: str | None = None) -> None:
-        seconds = time.monotonic() - self.started_at if self.started_at else 0.0
-        self.future.set_result(Result(value, failure, seconds))
-
-
-@dataclass(eq=False)
-class _Worker:
-    process: WorkerProcess
-    since: float
-    """When it was started, given its job, or killed."""
-    state: str = "starting"  # then: idle, busy, slow, dying
-    job: _Job | None = None
-    fresh: bool = True
-    """It has not finished any job."""
-    check_at: float = 0.0
-    before: Times = Times(0.0, 0.0)
-    """Of its process, before its job."""
-
-
 class WorkerPool:
-    """`num_workers` jobs at a time, and slow ones beside them where `slow_aside`: up to twice as many, or 24. Usable
+    """`num_workers` jobs at a time, and slow ones beside them where `slow_aside`: up to twice as many, or 32. Usable
     from several threads.
 
     `timeout_s`: the limit of one job, in seconds in which it runs or sleeps. Those for which it waits for a processor
@@ -88,11 +51,11 @@ class WorkerPool:
         self.timeout_s, self.num_workers = timeout_s, num_workers
         self._launcher, self._spare = launcher, spare
         self._max_slow = max(2 * num_workers, _SLOW_BESIDE) if slow_aside else 0
-        self._nice = os.getpriority(os.PRIO_PROCESS, 0)  # that workers start with
+        self._turns = Turns(len(os.sched_getaffinity(0)))
         self._usual_s = 0.0  # that jobs ran, on a running average
         self._lost_s = 0.0  # in which this process stood still
-        self._jobs: deque[_Job] = deque()
-        self._workers: list[_Worker] = []
+        self._jobs: deque[Job] = deque()
+        self._workers: list[Worker] = []
         self._selector = selectors.DefaultSelector()
         self._woken, self._wake = os.pipe2(os.O_NONBLOCK | os.O_CLOEXEC)
         self._selector.register(self._woken, selectors.EVENT_READ, None)
@@ -107,7 +70,7 @@ class WorkerPool:
 
     def run(self, jobs: Sequence[Sequence[Any]]) -> list[Result]:
         """The function on each job's arguments, in order; returns when the last is done."""
-        mine = [_Job(arguments) for arguments in jobs]
+        mine = [Job(arguments) for arguments in jobs]
         with self._lock:
             if self._broken is not None:
                 raise self._broken
@@ -195,7 +158,7 @@ class WorkerPool:
     def _start_workers(self) -> None:
         missing = self.num_workers + self._spare - self._count("starting", "idle", "busy")
         for _ in range(min(missing, _BURST)):
-            worker = _Worker(self._launcher.launch(), self._now())
+            worker = Worker(self._launcher.launch(), self._now())
             self._workers.append(worker)
             self._selector.register(worker.process.connection.fileno(), selectors.EVENT_READ, worker)
 
@@ -206,10 +169,8 @@ class WorkerPool:
             if not self._jobs:
                 return
             job = self._jobs.popleft()
-            job.started, job.started_at = self._now(), time.monotonic()
-            worker.since = job.started
-            worker.job, worker.state, worker.before = job, "busy", worker.process.times()
-            worker.check_at = job.started + self._slow_s(worker)
+            worker.begin(job, self._now())
+            worker.check_at = worker.since + self._slow_s()
             try:
                 worker.process.tell(job.arguments)
             except OSError:
@@ -221,33 +182,35 @@ class WorkerPool:
             return 0.0
         now = self._now()
         times = [worker.check_at for worker in self._workers if worker.state in ("busy", "slow")]
+        if any(worker.state == "slow" for worker in self._workers):
+            times.append(self._turns.next_at)
         times += [worker.since + self._launcher.work.start_s for worker in self._workers if worker.state == "starting"]
         times += [worker.since + _DYING_S for worker in self._workers if worker.state == "dying"]
         return max(min(times) - now, 0.0) if times else None
 
-    def _listen(self, worker: _Worker) -> None:
+    def _listen(self, worker: Worker) -> None:
+        worker.resume(self._now())
         message = worker.process.hear()
         if message is None:
             self._gone(worker)
         elif worker.state == "starting":
             self._started(worker, message)
         elif worker.job is not None:
-            job, worker.job, worker.fresh = worker.job, None, False
-            ran_s = worker.process.times().ran_s - worker.before.ran_s
-            self._usual_s += 0.05 * (max(ran_s, 0.0) - self._usual_s)
+            job, worker.job = worker.job, None
+            self._usual_s += 0.05 * (worker.ran_s() - self._usual_s)
             job.finish(message.get("value"), message.get("failed"))
-            if message.get("last") or (worker.state == "slow" and not self._takes_back(worker)):
+            if worker.state == "busy" and "value" in message:
+                self._launcher.teach(job.arguments)
+            if message.get("last") or (worker.state == "slow" and not self._takes_back()):
                 self._kill(worker)
             else:
                 worker.state = "idle"
 
-    def _takes_back(self, worker: _Worker) -> bool:
-        """One that was slow, where its priority may be raised again; its place is taken, so it waits for the next one
-        that is needed."""
-        enough = self.num_workers + 2 * self._spare
-        return self._count("starting", "idle", "busy") < enough and worker.process.set_priority(self._nice)
+    def _takes_back(self) -> bool:
+        """One that was slow: its place is taken, so it waits for the next one that is needed."""
+        return self._count("starting", "idle", "busy") < self.num_workers + 2 * self._spare
 
-    def _started(self, worker: _Worker, message: dict[str, Any]) -> None:
+    def _started(self, worker: Worker, message: dict[str, Any]) -> None:
         if message["ready"]:
             self._failed_starts = 0
             worker.state = "idle"
@@ -259,7 +222,7 @@ class WorkerPool:
         else:
             raise EnvironmentConfigError(f"{self._launcher.work.what} does not load: {message['why']}")
 
-    def _gone(self, worker: _Worker) -> None:
+    def _gone(self, worker: Worker) -> None:
         """Its end of the connection is closed."""
         state, job, worker.job = worker.state, worker.job, None
         end = self._forget(worker)
@@ -276,14 +239,14 @@ class WorkerPool:
             else:
                 job.finish(failure=f"crashed: the worker process {end}")
 
-    def _lost(self, worker: _Worker) -> None:
+    def _lost(self, worker: Worker) -> None:
         """It died while it was idle: its new job has not begun."""
         job, worker.job = worker.job, None
         assert job is not None
         self._again(job)
         self._kill(worker)
 
-    def _again(self, job: _Job) -> None:
+    def _again(self, job: Job) -> None:
         job.losses += 1
         if job.losses < _START_FAILURES:
             self._jobs.appendleft(job)
@@ -298,12 +261,12 @@ class WorkerPool:
                 "machine may be out of memory or overloaded, or num_workers too large for it"
             )
 
-    def _forget(self, worker: _Worker) -> str:
+    def _forget(self, worker: Worker) -> str:
         self._workers.remove(worker)
         self._selector.unregister(worker.process.connection.fileno())
         return worker.process.collect()
 
-    def _kill(self, worker: _Worker) -> None:
+    def _kill(self, worker: Worker) -> None:
         """Its death shows at its connection."""
         worker.state, worker.since = "dying", self._now()
         worker.process.kill()
@@ -322,34 +285,39 @@ class WorkerPool:
                 self._start_failed(f"was not ready after {self._launcher.work.start_s:g} s")
             elif worker.state == "dying" and now - worker.since >= _DYING_S:
                 self._forget(worker)  # another process holds its connection open
+        slow = [worker for worker in self._workers if worker.state == "slow"]
+        if slow and now >= self._turns.next_at:
+            self._turns.deal(slow, self._count("busy"), 2.0 * self._slow_s(), now)
 
-    def _check(self, worker: _Worker, now: float) -> None:
+    def _check(self, worker: Worker, now: float) -> None:
         if worker.process.connection.poll():  # done, or dead: it is this process that is late
             return
         wall = now - worker.since
-        own = self._own_s(worker, now)
+        own = worker.own_s(now)
         very_slow = _VERY_SLOW * self.timeout_s
         stretch = _STRETCH_VERY_SLOW if worker.state == "slow" and own >= very_slow else _STRETCH
         if own >= self.timeout_s or wall >= stretch * self.timeout_s:
             if not worker.process.connection.poll():
                 self._time_out(worker)
             return
-        slow = self._slow_s(worker)
+        slow = self._slow_s()
         if worker.state == "busy" and own >= slow and self._room_for_slow(now):
             worker.state = "slow"
-            worker.process.set_priority(_LOW)
-        steps = [step for step in (slow, self.timeout_s) if step > own]
-        worker.check_at = now + max(steps[0] - own, 0.01)
+            self._turns.next_at = now
+        left = self.timeout_s - own
+        if worker.state == "slow":  # it may become very slow when it has its turn
+            left = min(left, max(_STRETCH_VERY_SLOW * self.timeout_s - wall, 2.0 * very_slow))
+        else:  # a slow one, too, makes way as soon as there is room beside
+            left = min(left, slow - own if own < slow else slow)
+        worker.check_at = now + max(left, 0.01)
 
-    def _slow_s(self, worker: _Worker) -> float:
-        """Seconds after which its job is slow; where none ever is, the deadline."""
+    def _slow_s(self) -> float:
+        """Seconds after which a job is slow; where none ever is, the deadline."""
         if not self._max_slow:
             return self.timeout_s
-        if worker.fresh:
-            return _SLOW_AT_FIRST * self.timeout_s
-        return min(max(_SLOW * self.timeout_s, _SLOW_FOR_ITS_KIND * self._usual_s), _SLOW_AT_FIRST * self.timeout_s)
+        return min(max(_SLOW * self.timeout_s, _SLOW_FOR_ITS_KIND * self._usual_s), _VERY_SLOW * self.timeout_s)
 
-    def _time_out(self, worker: _Worker) -> None:
+    def _time_out(self, worker: Worker) -> None:
         job, worker.job = worker.job, None
         assert job is not None
         job.finish(failure=self._timed_out)
@@ -360,12 +328,9 @@ class WorkerPool:
         if len(slow) < self._max_slow:
             return True
         late = [worker for worker in slow if now - worker.since >= self.timeout_s]
-        own = {worker: self._own_s(worker, now) for worker in late}
+        own = {worker: worker.own_s(now) for worker in late}
         longest = max(late, key=own.__getitem__, default=None)
         if longest is None or own[longest] < _VERY_SLOW * self.timeout_s:  # the machine is busy, and not they
             return False
         self._time_out(longest)
         return True
-
-    def _own_s(self, worker: _Worker, now: float) -> float:
-        return worker.process.own_s(now - worker.since, worker.before)

@@ -10,6 +10,7 @@ import contextlib
 import errno
 import json
 import os
+import pickle
 import signal
 import socket
 import struct
@@ -22,7 +23,7 @@ from dataclasses import dataclass
 from multiprocessing.connection import Connection
 from typing import Any, NamedTuple
 
-from grpo_mcore.environments.pool_worker import ANSWER, COLLECT, FORK, REQUEST
+from grpo_mcore.environments.pool_worker import ANSWER, COLLECT, FORK, LEARN, REQUEST
 from grpo_mcore.environments.registry import EnvironmentConfigError
 
 # What Python needs of the environment. A model wrote what workers read: no secrets near it.
@@ -31,6 +32,7 @@ _THREADS = ("OMP_NUM_THREADS", "MKL_NUM_THREADS", "OPENBLAS_NUM_THREADS")
 _ANSWER_S = 30.0  # a template answers within milliseconds
 _TRANSFER_S = 5.0  # a worker that is told something is waiting for it
 _ATTEMPTS = 3
+_LESSONS, _LONGEST_LESSON = 100, 16 * 2**10  # jobs that a template does again, and bytes of one
 _LARGEST = 64 * 2**20  # bytes of a result
 
 
@@ -82,15 +84,16 @@ class WorkerProcess(ABC):
         except (OSError, EOFError, ValueError):
             return None
 
-    def set_priority(self, nice: int) -> bool:
-        """Whether it has this priority now: to lower one is always allowed, to raise it not to everyone."""
-        try:
-            os.setpriority(os.PRIO_PROCESS, self.pid, nice)
-            with contextlib.suppress(FileNotFoundError), open(f"/proc/{self.pid}/autogroup", "w") as group:
-                group.write(str(nice))  # where the kernel schedules by session, the priority of that counts
-        except OSError:
-            return False
-        return True
+    def pause(self) -> None:
+        """It does not run until `resume`; whoever may end it may do this."""
+        self._signal(signal.SIGSTOP)
+
+    def resume(self) -> None:
+        self._signal(signal.SIGCONT)
+
+    def wants_processor(self) -> bool:
+        """It runs, or would if it had a processor."""
+        return self._state() == "R"
 
     def times(self) -> Times:
         """Of its whole life; zeros where the kernel does not count them."""
@@ -120,8 +123,11 @@ class WorkerProcess(ABC):
 
     def kill(self) -> None:
         """Its process id is its own until `collect`."""
+        self._signal(signal.SIGKILL)
+
+    def _signal(self, number: signal.Signals) -> None:
         with contextlib.suppress(ProcessLookupError):
-            os.kill(self.pid, signal.SIGKILL)
+            os.kill(self.pid, number)
 
     @abstractmethod
     def exit_code(self) -> int:
@@ -145,6 +151,9 @@ class Launcher(ABC):
     @abstractmethod
     def launch(self) -> WorkerProcess:
         """A worker, whose first message is {"ready": True}, or {"ready": False, "why"}. Raises WorkerStartError."""
+
+    def teach(self, job: Sequence[Any]) -> None:  # noqa: B027 - only a template learns
+        """A job that was done well: workers that are started later need not find out what it takes."""
 
     def close(self) -> None:  # noqa: B027 - only a template is to be ended
         """Ends what is no worker."""
@@ -201,6 +210,9 @@ class Forks(Launcher):
                 if self._template.lost():
                     self._replace_template()
         raise WorkerStartError(f"{self.work.what}: no worker process in {_ATTEMPTS} attempts: {problem}")
+
+    def teach(self, job: Sequence[Any]) -> None:
+        self._template.teach(job)
 
     def close(self) -> None:
         self._template.close()
@@ -263,6 +275,7 @@ class _Template:
 
     def __init__(self, process: subprocess.Popen[bytes], control: socket.socket) -> None:
         self._process, self._control = process, control
+        self._lessons = 0  # that it may still get
 
     def wait_until_ready(self, work: Work) -> str:
         """What went wrong that may go right another time; nothing where it is ready."""
@@ -276,7 +289,17 @@ class _Template:
         if not told["ready"]:
             raise EnvironmentConfigError(f"{work.what} does not load: {told['why']}")
         self._control.settimeout(_ANSWER_S)
+        self._lessons = _LESSONS if told["learns"] else 0
         return ""
+
+    def teach(self, job: Sequence[Any]) -> None:
+        """Where it does not listen it is ended, which the next who asks it for something finds out."""
+        if self._lessons and len(lesson := pickle.dumps(job)) <= _LONGEST_LESSON:
+            self._lessons -= 1
+            try:
+                self._control.sendall(REQUEST.pack(LEARN, len(lesson)) + lesson)
+            except OSError:
+                self._process.kill()
 
     def fork(self, descriptor: int) -> int:
         """The process id of a worker that serves at `descriptor`. Raises OSError."""

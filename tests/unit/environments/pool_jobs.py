@@ -18,6 +18,20 @@ def make(greeting: str = "") -> Callable[..., Any]:
     return do
 
 
+def make_learning(learns: bool = True) -> Callable[[str], list[str]]:
+    """What it was asked before, in this process or in the one that it was forked from."""
+    before: list[str] = []
+
+    def remember(word: str) -> list[str]:
+        if word == "die":
+            die()
+        before.append(word)
+        return before[:-1]
+
+    remember.learns = learns  # type: ignore[attr-defined]
+    return remember
+
+
 def make_nothing() -> Callable[..., Any]:
     raise OSError("no disk")
 
@@ -48,6 +62,13 @@ def sleep() -> None:
 def spin() -> None:
     while True:
         pass
+
+
+def busy_for(seconds: float) -> str:
+    """Of a processor."""
+    while time.process_time() < seconds:
+        pass
+    return "done"
 
 
 def compute() -> int:

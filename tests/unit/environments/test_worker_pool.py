@@ -4,6 +4,9 @@ from __future__ import annotations
 
 import os
 import signal
+import subprocess
+import sys
+import textwrap
 import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
@@ -14,8 +17,9 @@ from typing import Any
 import psutil
 import pytest
 
+from grpo_mcore.environments.pooled_worker import Job, Turns, Worker
 from grpo_mcore.environments.registry import EnvironmentConfigError
-from grpo_mcore.environments.worker_pool import WorkerPool, _Job, _Worker
+from grpo_mcore.environments.worker_pool import WorkerPool
 from grpo_mcore.environments.worker_process import (
     Forks,
     Launcher,
@@ -116,9 +120,52 @@ def test_a_slow_job_makes_room(tmp_path: Path) -> None:
         (tmp_path / "done").touch()
         assert waiting.result()[0].value == "seen"
         wait_until(lambda: {worker.state for worker in pool._workers} == {"idle"})
-        assert slow in pool.worker_pids() or os.geteuid() != 0, "only root may raise its priority again"
-        usual = os.getpriority(os.PRIO_PROCESS, 0)
-        assert [os.getpriority(os.PRIO_PROCESS, pid) for pid in pool.worker_pids()] == [usual] * len(pool.worker_pids())
+        assert slow in pool.worker_pids(), "it is taken back"
+
+
+def test_where_processors_are_short_those_that_hang_stand_still_and_the_others_end() -> None:
+    """One place, and one processor: a job of a third of a second ends, though others hang before and beside it."""
+    with ThreadPoolExecutor(4) as caller, closing(WorkerPool(Forks(work()), 1, 10.0, spare=1)) as pool:
+        pool._turns = Turns(1)
+        hanging = [caller.submit(pool.run, [("spin",)]) for _ in range(2)]
+        wait_until(lambda: [worker.state for worker in pool._workers].count("slow") == 2)
+        long = caller.submit(pool.run, [("busy_for", 0.3)])
+        wait_until(lambda: [worker.state for worker in pool._workers].count("slow") == 3)
+        assert all(result.value == n * n for n, result in enumerate(pool.run([("square", n) for n in range(200)])))
+        wait_until(lambda: any(worker.paused_at and worker.process._state() == "T" for worker in list(pool._workers)))
+        assert long.result()[0].value == "done"
+        pool.close()
+        assert {pending.result()[0].failure for pending in hanging} == {"not done: the worker pool was closed"}
+
+
+def test_a_program_that_stands_still_ends_with_its_pool_s_process() -> None:
+    """Its connection closes, but it cannot see that."""
+    script = f"""
+        import time
+        from grpo_mcore.environments.worker_pool import WorkerPool
+        from grpo_mcore.environments.worker_process import Programs, Work
+
+        pool = WorkerPool(Programs(Work("these jobs", "{JOBS}:make", (), hard_s=60.0)), 1, 60.0)
+        pool._workers[0].process.pause()
+        print(pool.worker_pids()[0], flush=True)
+        time.sleep(600)
+    """
+    driver = subprocess.Popen([sys.executable, "-c", textwrap.dedent(script)], stdout=subprocess.PIPE, text=True)
+    assert driver.stdout is not None
+    [worker] = [psutil.Process(int(driver.stdout.readline()))]
+    assert worker.status() == psutil.STATUS_STOPPED
+    driver.kill()
+    driver.communicate()
+    wait_until(lambda: not worker.is_running() or worker.status() == psutil.STATUS_ZOMBIE, 10.0)
+
+
+def test_what_the_first_workers_found_out_later_ones_know() -> None:
+    with closing(WorkerPool(Forks(work("make_learning")), 1, 60.0)) as pool:
+        assert [result.value for result in pool.run([("a",), ("b",), ("die",)])][:2] == [[], ["a"]]
+        assert pool.run([("c",)])[0].value == ["a", "b"], "a worker that was forked after the lessons"
+    with closing(WorkerPool(Forks(work("make_learning", False)), 1, 60.0)) as pool:
+        pool.run([("a",), ("b",), ("die",)])
+        assert pool.run([("c",)])[0].value == [], "one that may not be run in the template"
 
 
 def test_a_worker_that_gives_its_memory_back_goes_on() -> None:
@@ -198,7 +245,7 @@ class Scripted(WorkerProcess):
     def _state(self) -> str:
         return self._is
 
-    def kill(self) -> None:
+    def _signal(self, number: signal.Signals) -> None:
         pass
 
     def exit_code(self) -> int:
@@ -224,10 +271,56 @@ def test_whose_place_is_taken_where_all_slow_ones_are_late(ran_s: list[float], g
     """The one that ran longest, and none that has only waited for a processor."""
     pool = object.__new__(WorkerPool)
     pool.timeout_s, pool._max_slow, pool._lost_s = 10.0, 2, 0.0
-    workers = [_Worker(Scripted("R", ran, 0.0), since=0.0, state="slow", job=_Job(())) for ran in ran_s]
+    workers = [Worker(Scripted("R", ran, 0.0), since=0.0, state="slow", job=Job(())) for ran in ran_s]
     jobs = [worker.job for worker in workers]
     pool._workers = workers
     assert pool._room_for_slow(9.9) is False, "none is late"
     assert pool._room_for_slow(15.0) is bool(given_up)
     assert [number for number, job in enumerate(jobs) if job is not None and job.future.done()] == given_up
     assert [worker.state for worker in workers].count("dying") == len(given_up)
+
+
+def slow_worker(ran_s: float, state: str = "R", paused_at: float | None = None) -> Worker:
+    return Worker(Scripted(state, ran_s, 0.0), since=0.0, state="slow", paused_at=paused_at)
+
+
+@pytest.mark.parametrize(
+    ("others", "ran_s", "running"),
+    [
+        (0, [0.3, 0.1, 0.2], [1, 2]),  # two processors, for those that have had least
+        (1, [0.3, 0.1, 0.2], [1]),
+        (8, [0.3, 0.02, 0.2], [1]),  # nobody can spare one, but this one has had little
+        (8, [0.3, 0.1, 0.2], []),
+    ],
+)
+def test_whose_turn_it_is(others: int, ran_s: list[float], running: list[int]) -> None:
+    workers = [slow_worker(ran, paused_at=1.0 if number else None) for number, ran in enumerate(ran_s)]
+    sleeping = slow_worker(0.0, "S")
+    turns = Turns(2)
+    turns._had = dict.fromkeys(workers, 0.0)  # which leaves no credit
+    turns.deal([sleeping, *workers], others, 0.05, now=2.0)
+    assert [number for number, worker in enumerate(workers) if worker.paused_at is None] == running
+    assert sleeping.paused_at is None, "it needs no processor"
+
+
+def test_without_a_spare_processor_they_have_one_on_credit() -> None:
+    """A hundredth of two processors: after a turn of 10 ms it takes half a second until the next."""
+    worker, turns = slow_worker(0.1), Turns(2)
+    ran, now = 0.1, 0.0
+    turns.deal([worker], 2, 0.05, now)
+    for _ in range(3000):
+        now += 0.01
+        ran += 0.01 if worker.paused_at is None else 0.0
+        worker.process._now = Times(ran, 0.0)  # type: ignore[attr-defined]
+        turns.deal([worker], 2, 0.05, now)
+    assert ran - 0.1 == pytest.approx(0.01 * 2 * 30.0, rel=0.1)
+
+
+def test_time_in_which_it_was_paused_is_not_its_own() -> None:
+    worker = slow_worker(1.0, "T")
+    worker.pause(2.0)
+    assert worker.own_s(9.0) == 2.0
+    worker.resume(10.0)
+    assert worker.own_s(10.5) == 2.5
+    worker.resume(11.0)
+    assert worker.own_s(10.5) == 2.5, "it was not paused"
