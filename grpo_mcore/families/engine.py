@@ -55,14 +55,6 @@ def engine_pieces(param: Param, shape: ModelShape, tp_rank: int, tp_size: int) -
                 found.append(Piece(tensor.name, ((start, start + count), *tail), ((at, at + count), *tail)))
                 at += count
             return found
-        case Split.ROWS if form.parts:
-            found, whole, at = [], 0, 0
-            for part in form.parts:
-                count = part // tp_size
-                start = whole + tp_rank * count
-                found.append(Piece(param.hf[0].name, ((start, start + count), *tail), ((at, at + count), *tail)))
-                whole, at = whole + part, at + count
-            return found
         case split:
             found = pieces(replace(param, split=split), shape, tp_rank, tp_size)
             return [replace(piece, local_box=_lower(piece.local_box, form.start)) for piece in found]

@@ -3,6 +3,7 @@ with squared ReLU and no gate."""
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 from grpo_mcore.families.experts import expert_count
@@ -169,29 +170,21 @@ def _layer(shape: ModelShape, layer: int, block: Block) -> list[Param]:
         case Block.MAMBA:
             mamba = shape.mamba
             assert mamba is not None
-            # vLLM shares a mixer out by heads, and by groups with their B and C.
-            states, rows = mamba.groups * mamba.state_size, EngineForm(split=Split.ROWS)
-            convolved = EngineForm(split=Split.ROWS, parts=(mamba.inner, states, states))
-            projected = EngineForm(split=Split.ROWS, parts=(mamba.inner, mamba.inner, states, states, mamba.heads))
-            tensors = {
-                "in_proj.weight": ((mamba.inner + mamba.convolved + mamba.heads, h), projected),
-                "conv1d.weight": ((mamba.convolved, 1, mamba.kernel), convolved),
-                "conv1d.bias": ((mamba.convolved,), convolved),
-                "dt_bias": ((mamba.heads,), rows),
-                "A_log": ((mamba.heads,), EngineForm(split=Split.ROWS, negative_exp=True)),
-                "D": ((mamba.heads,), rows),
-                "norm.weight": ((mamba.inner,), rows),
-                "out_proj.weight": ((h, mamba.inner), EngineForm(split=Split.COLUMNS)),
-            }
+
+            def part(name: str, split: Split, *size: int, parts: tuple[int, ...] = (), **how: Any) -> Param:
+                return replace(param(f"self_attention.{name}", split, hf(f"mixer.{name}", *size), **how), parts=parts)
+
+            # Shared out by heads, and by groups with their B and C.
+            convolved, projected = mamba.convolved_parts, mamba.projected_parts
             mixer = [
-                param(
-                    f"self_attention.{name}",
-                    Split.REPLICATED,
-                    hf(f"mixer.{name}", *size),
-                    engine="mixer.A" if name == "A_log" else None,
-                    form=form,
-                )
-                for name, (size, form) in tensors.items()
+                part("in_proj.weight", Split.PARTS, sum(projected), h, parts=projected),
+                part("conv1d.weight", Split.PARTS, mamba.convolved, 1, mamba.kernel, parts=convolved),
+                part("conv1d.bias", Split.PARTS, mamba.convolved, parts=convolved),
+                part("dt_bias", Split.ROWS, mamba.heads),
+                part("A_log", Split.ROWS, mamba.heads, engine="mixer.A", form=EngineForm(negative_exp=True)),
+                part("D", Split.ROWS, mamba.heads),
+                part("norm.weight", Split.ROWS, mamba.inner),
+                part("out_proj.weight", Split.COLUMNS, h, mamba.inner),
             ]
         case Block.ATTENTION:
             query, key_value = shape.num_heads * shape.head_dim, shape.num_kv_heads * shape.head_dim

@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from enum import Enum
 
 Box = tuple[tuple[int, int], ...]  # (start, stop) of every dimension
@@ -82,9 +82,23 @@ class MambaShape:
         return self.heads * self.head_dim
 
     @property
+    def convolved_parts(self) -> tuple[int, ...]:
+        """Channels of x, B and C."""
+        return (self.inner, self.groups * self.state_size, self.groups * self.state_size)
+
+    @property
+    def projected_parts(self) -> tuple[int, ...]:
+        """Rows of the input projection: gate, x, B, C and the time steps."""
+        return (self.inner, *self.convolved_parts, self.heads)
+
+    @property
     def convolved(self) -> int:
-        """Channels of the convolution: x, B and C."""
-        return self.inner + 2 * self.groups * self.state_size
+        """Channels of the convolution."""
+        return sum(self.convolved_parts)
+
+    def on_one_of(self, ranks: int) -> MambaShape:
+        """What one of so many tensor-parallel ranks has of it: heads, and groups with their B and C."""
+        return replace(self, heads=self.heads // ranks, groups=self.groups // ranks)
 
 
 @dataclass(frozen=True)
@@ -129,6 +143,7 @@ class Split(Enum):
     VOCAB = "vocab"  # rows, the last rank padded with zeros
     QKV = "qkv"  # q, k, v interleaved by key-value group: [q of group | k | v] per group
     GATE_UP = "gate_up"  # [gate rows of this rank | up rows of this rank]
+    PARTS = "parts"  # the tensor is made of blocks of rows (`Param.parts`), each of which is split by itself
 
 
 class Stage(Enum):
@@ -156,13 +171,11 @@ class HfTensor:
 class EngineForm:
     """How vLLM holds a parameter where it differs from Megatron-Core.
 
-    `split`: over the tensor-parallel ranks, None where it is the parameter's own. `parts`: rows of the blocks that the
-    tensor is made of, each of which is shared out by itself. `start`: first row in vLLM's parameter, which holds
-    another tensor before it. `negative_exp`: vLLM holds -exp(values), in float32.
+    `split`: over the tensor-parallel ranks, None where it is the parameter's own. `start`: first row in vLLM's
+    parameter, which holds another tensor before it. `negative_exp`: vLLM holds -exp(values), in float32.
     """
 
     split: Split | None = None
-    parts: tuple[int, ...] = ()
     start: int = 0
     negative_exp: bool = False
 
@@ -179,7 +192,7 @@ class Param:
     the last stage): loaded, never exported. `expert`: (index, number of experts) of a weight that expert-parallel
     ranks share out; it splits over the expert-tensor-parallel ranks. `engine`: vLLM's parameter that these tensors
     fill, alone or fused (see `families.engine`), in the form `engine_form`; None where vLLM's own loading must place
-    them. `buffer`: not trained.
+    them. `buffer`: not trained. `parts`: rows of the blocks of Split.PARTS.
     """
 
     megatron: str
@@ -192,6 +205,7 @@ class Param:
     engine: str | None = None
     engine_form: EngineForm = SAME_FORM
     buffer: bool = False
+    parts: tuple[int, ...] = ()
 
     @property
     def engine_split(self) -> Split:
@@ -252,8 +266,21 @@ def pieces(param: Param, shape: ModelShape, tp_rank: int, tp_size: int) -> list[
             gate, up = param.hf
             count = gate.shape[0] // tp_size
             return [rows(gate, tp_rank * count, count, 0), rows(up, tp_rank * count, count, count)]
+        case Split.PARTS:
+            return _part_pieces(param, tp_rank, tp_size, rows)
         case Split.QKV:
             return _qkv_pieces(param, shape, tp_rank, tp_size, rows)
+
+
+def _part_pieces(
+    param: Param, tp_rank: int, tp_size: int, rows: Callable[[HfTensor, int, int, int], Piece]
+) -> list[Piece]:
+    found, whole, at = [], 0, 0
+    for part in param.parts:
+        count = part // tp_size
+        found.append(rows(param.hf[0], whole + tp_rank * count, count, at))
+        whole, at = whole + part, at + count
+    return found
 
 
 def _qkv_pieces(
@@ -274,13 +301,11 @@ def _qkv_pieces(
 
 
 def check_tensor_parallel(shape: ModelShape, tp_size: int) -> None:
-    """Raises FamilyError when `tp_size` divides not the heads, the key-value heads or the feed-forward size."""
-    if shape.mamba is not None and tp_size > 1:
-        raise FamilyError(
-            f"policy.megatron_cfg.tensor_model_parallel_size {tp_size}: a {shape.family} model's Mamba2 mixers are not "
-            "split over tensor-parallel ranks; set it to 1"
-        )
+    """Raises FamilyError when `tp_size` divides not the heads, the key-value heads, the heads and groups of a Mamba2
+    mixer or the feed-forward size."""
     sizes = {"num_attention_heads": shape.num_heads, "num_key_value_heads": shape.num_kv_heads}
+    if shape.mamba is not None:
+        sizes |= {"mamba_num_heads": shape.mamba.heads, "n_groups": shape.mamba.groups}
     if not shape.experts or shape.experts.dense_layers:
         sizes["intermediate_size"] = shape.ffn_hidden_size
     if shape.experts and shape.experts.shared_ffn_hidden_size:

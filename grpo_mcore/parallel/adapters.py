@@ -26,6 +26,7 @@ from torch.nn.functional import linear
 
 from grpo_mcore.families import AdapterShape, FamilyError, Param, Split, adapters_of, params_of, pieces
 from grpo_mcore.families.adapters import Adapter, layer_name
+from grpo_mcore.parallel.mamba import sharded_in_parts
 from grpo_mcore.parallel.mesh import Coordinates, Layout
 from grpo_mcore.parallel.weights import ShardedWeights
 
@@ -181,4 +182,6 @@ class Adapters(torch.nn.Module):
         else:
             offsets = [(int(param.split is Split.COLUMNS), here.tensor, layout.tensor)]
         found = ShardedTensor.from_rank_offsets(f"adapters.{layer_name(param)}", part, *offsets, replica_id=replica)
+        if param.split is Split.PARTS:
+            return sharded_in_parts(found, [part // layout.tensor for part in param.parts])
         return apply_swiglu_sharded_factory(found, ()) if param.split is Split.GATE_UP else found

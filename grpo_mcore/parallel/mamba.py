@@ -5,51 +5,92 @@ Under context parallelism every rank scans the whole sequences and keeps its own
 
 from __future__ import annotations
 
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from typing import Any
 
 import torch
-from megatron.core.tensor_parallel import gather_from_sequence_parallel_region
+from megatron.core import parallel_state
+from megatron.core.dist_checkpointing.mapping import ShardedTensorFactory
+from megatron.core.tensor_parallel import gather_from_sequence_parallel_region, set_tensor_model_parallel_attributes
 from megatron.core.transformer import TransformerConfig
+from megatron.core.transformer.utils import make_sharded_tensors_for_checkpoint
 from torch import Tensor
-from torch.nn import Linear, Parameter
-from torch.nn.utils import skip_init
+from torch.nn import Parameter
 
 from grpo_mcore.families import MambaShape
 from grpo_mcore.parallel.attention import PackedRow
 
 
 class MambaMixer(torch.nn.Module):
-    """Stands in the place of a layer's attention. Parameters have the names of the Hugging Face checkpoint.
+    """Stands in the place of a layer's attention; a tensor-parallel rank has some of the heads, and of their groups.
+    Parameters have the names of the Hugging Face checkpoint. `column`, `row`: classes of Megatron-Core's linear layers.
 
     Dao and Gu, arXiv 2405.21060: state h_t = exp(dt_t A) h_{t-1} + dt_t B_t x_t, output y_t = C_t h_t + D x_t.
     """
 
-    def __init__(self, config: TransformerConfig, layer_number: int, mamba: MambaShape, **_: Any) -> None:
+    def __init__(
+        self, config: TransformerConfig, layer_number: int, mamba: MambaShape, column: type, row: type, **_: Any
+    ) -> None:
         super().__init__()
-        self.mamba, self.eps, dtype = mamba, config.layernorm_epsilon, config.params_dtype
-        rows = mamba.inner + mamba.convolved + mamba.heads
-        self.in_proj = skip_init(Linear, config.hidden_size, rows, bias=False, dtype=dtype)
-        self.conv1d = _Weights(weight=(mamba.convolved, 1, mamba.kernel), bias=(mamba.convolved,), dtype=dtype)
-        self.norm = _Weights(weight=(mamba.inner,), dtype=dtype)
-        self.out_proj = skip_init(Linear, mamba.inner, config.hidden_size, bias=False, dtype=dtype)
-        self.dt_bias, self.A_log, self.D = (Parameter(torch.empty(mamba.heads, dtype=dtype)) for _ in range(3))
+        self.eps, dtype = config.layernorm_epsilon, config.params_dtype
+        self.group = parallel_state.get_tensor_model_parallel_group()
+        self.mamba = mine = mamba.on_one_of(self.group.size())
+        both = {"config": config, "bias": False, "skip_bias_add": False, "is_expert": False, "tp_group": self.group}
+        self.in_proj = column(
+            config.hidden_size, sum(mamba.projected_parts), init_method=config.init_method, gather_output=False, **both
+        )
+        self.out_proj = row(
+            mamba.inner, config.hidden_size, init_method=config.output_layer_init_method, input_is_parallel=True, **both
+        )
+        self.conv1d = _Weights(weight=(mine.convolved, 1, mine.kernel), bias=(mine.convolved,), dtype=dtype)
+        self.norm = _Weights(weight=(mine.inner,), dtype=dtype)
+        self.dt_bias, self.A_log, self.D = (_split(torch.empty(mine.heads, dtype=dtype)) for _ in range(3))
 
     def forward(
         self, hidden_states: Tensor, attention_mask: None = None, packed_seq_params: PackedRow | None = None, **_: Any
     ) -> tuple[Tensor, None]:
-        """hidden_states [t, 1, hidden] -> the same shape, and no bias."""
+        """hidden_states [t, 1, hidden] -> the same shape, and no bias; t / TP under sequence parallelism."""
         row = packed_seq_params
         assert row is not None, "the policy feeds packed rows only"
-        projected = self.in_proj(hidden_states[:, 0])
+        projected = self.in_proj(hidden_states)[0][:, 0]
         here = slice(None)
         if row.context_group is not None and row.key_order is not None:
+            part, rank = projected.size(0), row.context_group.rank()
             projected = gather_from_sequence_parallel_region(
                 projected, tensor_parallel_output_grad=True, group=row.context_group
             ).index_select(0, row.key_order)
-            part, rank = hidden_states.size(0), row.context_group.rank()
             here = row.key_order.argsort()[rank * part : (rank + 1) * part]
         mixed = self._mix(projected, row.cu_seqlens_q)[here]
-        return self.out_proj(mixed.to(hidden_states.dtype))[:, None], None
+        return self.out_proj(mixed.to(hidden_states.dtype)[:, None])[0], None
+
+    def sharded_state_dict(
+        self, prefix: str = "", sharded_offsets: Any = (), metadata: Mapping[str, Any] | None = None
+    ) -> dict[str, Any]:
+        """For Megatron-Core's distributed checkpoints: by places in the whole model, whatever the layout."""
+        assert metadata is not None
+        linear = {"in_proj.": self.in_proj, "out_proj.": self.out_proj}
+        own = {name: value for name, value in self.state_dict(keep_vars=True).items() if "_proj." not in name}
+        found = make_sharded_tensors_for_checkpoint(
+            own,
+            prefix,
+            dict.fromkeys(own, 0),
+            sharded_offsets,
+            tp_group=self.group,
+            dp_cp_group=metadata["dp_cp_group"],
+        )
+        for name, layer in linear.items():
+            found |= layer.sharded_state_dict(prefix + name, sharded_offsets, metadata)
+        for name, parts in self.parts().items():
+            found[prefix + name] = sharded_in_parts(found[prefix + name], parts)
+        return found
+
+    def parts(self) -> dict[str, tuple[int, ...]]:
+        """Rows of this rank's blocks, of the parameters that are made of blocks."""
+        convolved = self.mamba.convolved_parts
+        return {
+            "in_proj.weight": self.mamba.projected_parts, "conv1d.weight": convolved, "conv1d.bias": convolved,
+        }  # fmt: skip
 
     def _mix(self, projected: Tensor, cu_seqlens: Tensor) -> Tensor:
         mamba = self.mamba
@@ -88,7 +129,32 @@ class _Weights(torch.nn.Module):
     def __init__(self, dtype: torch.dtype, **shapes: tuple[int, ...]) -> None:
         super().__init__()
         for name, shape in shapes.items():
-            self.register_parameter(name, Parameter(torch.empty(shape, dtype=dtype)))
+            self.register_parameter(name, _split(torch.empty(shape, dtype=dtype)))
+
+
+def _split(values: Tensor) -> Parameter:
+    """One whose rows the tensor-parallel ranks share out, which is what Megatron-Core's gradient norm asks for."""
+    parameter = Parameter(values)
+    set_tensor_model_parallel_attributes(parameter, is_parallel=True, dim=0, stride=1)
+    return parameter
+
+
+def sharded_in_parts(whole: Any, parts: Sequence[int]) -> Any:
+    """`whole`: the ShardedTensor of a parameter whose rows are blocks, `parts` of them on this rank, each of which the
+    tensor-parallel ranks share out: saved and loaded block by block."""
+    template = whole.without_data()
+
+    @torch.no_grad()
+    def build(key: str, values: Tensor, replica_id: Any, flattened_range: slice | None) -> list[Any]:
+        assert flattened_range is None
+        tensor = replace(template, key=key, data=values, dtype=values.dtype, replica_id=replica_id)
+        blocks, start = [], 0
+        for number, rows in enumerate(parts):
+            blocks += [replace(block, key=f"{key}.{number}") for block in tensor.narrow(0, start, rows)]
+            start += rows
+        return blocks
+
+    return ShardedTensorFactory(whole.key, whole.data, build, torch.cat, whole.replica_id)
 
 
 def scan(x: Tensor, dt: Tensor, decay: Tensor, b: Tensor, c: Tensor, chunk: int) -> Tensor:

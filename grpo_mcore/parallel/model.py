@@ -204,7 +204,7 @@ def _block_spec(shape: ModelShape, config: TransformerConfig, chunk: int | None)
         mixer = core_part
         block = shape.blocks[index] if shape.blocks else None
         if block is Block.MAMBA:
-            mixer = ModuleSpec(module=MambaMixer, params={"mamba": shape.mamba})
+            mixer = ModuleSpec(module=MambaMixer, params={"mamba": shape.mamba, "column": column, "row": row})
         first = {"input_layernorm": norm, "self_attention": mixer, "self_attn_bda": get_bias_dropout_add}
         second = {"pre_mlp_layernorm": norm, "mlp": network, "mlp_bda": get_bias_dropout_add}
         if block is not None:  # one part alone is the layer

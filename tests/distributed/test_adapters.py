@@ -30,6 +30,7 @@ PARITY = [
     ("deepseek_v3", EP2_TP2, {"target_modules": ["*_proj", "*.shared_experts.*"]}),
     ("nemotron_h_moe", LayoutCase("CP2", context=2, recompute=True), {}),
     ("nemotron_h_moe", EP2_PP2, {}),
+    ("nemotron_h_moe", EP2_TP2, {}),
 ]
 
 
@@ -105,7 +106,7 @@ def assembled(of_ranks: list[Parts]) -> dict[tuple[str, str], dict[str, Tensor]]
 
 @pytest.mark.parametrize(
     ("family", "saved", "loaded"),
-    [("qwen3", TP2, TP2), ("qwen3", TP2, PP2), ("qwen3_moe", EP2_PP2, EP2_TP2)],
+    [("qwen3", TP2, TP2), ("qwen3", TP2, PP2), ("qwen3_moe", EP2_PP2, EP2_TP2), ("nemotron_h_moe", EP2_TP2, EP2_PP2)],
     ids=lambda value: value if isinstance(value, str) else value.name,
 )
 def test_adapters_are_saved_and_go_on(

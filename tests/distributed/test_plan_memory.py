@@ -39,6 +39,7 @@ CASES = [
     ("deepseek_v3", LayoutCase("TP1"), {}),
     ("deepseek_v3", LayoutCase("EP2xTP2-SP", tensor=2, data=2, sequence_parallel=True, expert=2), {}),
     ("nemotron_h", LayoutCase("TP1-bf16"), BF16),
+    ("nemotron_h", LayoutCase("TP2-SP", tensor=2, sequence_parallel=True), {}),
     ("nemotron_h_moe", LayoutCase("EP2", data=2, expert=2), {}),
 ]
 

@@ -30,10 +30,9 @@ FEW = ("TP1", "TP2", "TP2-SP", "PP2", "CP2", "TP2xPP2", "PP2xCP2", "ETP2", "EP2x
 
 
 def layouts_of(family: str) -> tuple[LayoutCase, ...]:
-    """All that the family allows; of families that differ from another one in little, one for each dimension."""
+    """All; of families that differ from another one in little, one for each dimension."""
     layouts = MOE_LAYOUTS if family in MOE or family == "nemotron_h_moe" else LAYOUTS
-    allowed = tuple(case for case in layouts if family not in HYBRID or case.tensor == 1)
-    return tuple(case for case in allowed if case.name in FEW) if family in LIKE_ANOTHER else allowed
+    return tuple(case for case in layouts if case.name in FEW) if family in LIKE_ANOTHER else layouts
 
 
 @pytest.fixture(scope="module")

@@ -67,7 +67,8 @@ def test_a_loaded_checkpoint_goes_on_as_if_nothing_had_happened(
         ("qwen3", CP2, PP2_UNEVEN),
         ("qwen3_moe", EP2, EP2),
         ("deepseek_v3", EP2_PP2, ETP2),
-        ("nemotron_h_moe", EP2_PP2, CP2),
+        ("nemotron_h_moe", EP2_PP2, ETP2),
+        ("nemotron_h_moe", ETP2, CP2),
     ],
     ids=lambda value: value if isinstance(value, str) else value.name,
 )
@@ -113,6 +114,7 @@ def test_a_checkpoint_of_another_model_is_refused(ranks: RankPool, model: str, t
         ("mixtral", EP2_ETP2),
         ("deepseek_v3", EP2_ETP2),
         ("nemotron_h_moe", EP2_PP2),
+        ("nemotron_h_moe", EP2_ETP2),
     ],
     ids=lambda value: value if isinstance(value, str) else value.name,
 )

@@ -33,7 +33,7 @@ class Pair:
 
 
 PAIRS = {
-    "TP2 to TP1": Pair("qwen2", 2, tensor=2),
+    "TP2 to TP2, Mamba2": Pair("nemotron_h", 2, engine_tensor=2, tensor=2),
     "TP2 x PP2 to TP2, pools": Pair("qwen3", 4, engine_tensor=2, tensor=2, pipeline=2, colocated=False),
     "EP2 to TP1, pools": Pair("qwen3_moe", 2, expert=2, colocated=False),
     "EP2 x TP2 to TP2": Pair("qwen3_moe", 4, engine_tensor=2, tensor=2, expert=2),
@@ -50,7 +50,7 @@ def cluster(tmp_path_factory: pytest.TempPathFactory) -> Iterator[RayCluster]:
 
 
 def recipe_of(pair: Pair, task: Task, folder: Path) -> dict[str, Any]:
-    sizes = {"vocab_size": 32, "num_hidden_layers": 4, "eos_token_id": 2}
+    sizes = {"vocab_size": 32, "eos_token_id": 2} | ({} if pair.family == "nemotron_h" else {"num_hidden_layers": 4})
     make_tiny_model(pair.family, folder / "model", **ENGINE_SIZES.get(pair.family, {}) | sizes)
     make_tokenizer(folder / "model")
     recipe = grpo_recipe(task, folder / "model")

@@ -8,7 +8,7 @@ from functools import cache
 
 from grpo_mcore.algorithms.plan.devices import Device
 from grpo_mcore.algorithms.plan.workload import Workload
-from grpo_mcore.families import Block, ModelShape, Param, local_shape, params_of
+from grpo_mcore.families import Block, ModelShape, local_shape, params_of
 from grpo_mcore.families.activations import (
     first_stage_bytes,
     last_stage_bytes,
@@ -148,13 +148,7 @@ def engine_memory(load: Workload, device: Device) -> EngineMemory:
 
 @cache
 def _engine_numel(shape: ModelShape, tensor: int) -> int:
-    def of(param: Param) -> int:
-        mixer = shape.blocks and param.layer is not None and shape.blocks[param.layer] is Block.MAMBA
-        if mixer and len(param.hf[0].shape) > 1:
-            return math.prod(param.hf[0].shape) // tensor
-        return math.prod(local_shape(param, shape, tensor))
-
-    return sum(of(param) for param in params_of(shape) if not param.copy)
+    return sum(math.prod(local_shape(param, shape, tensor)) for param in params_of(shape) if not param.copy)
 
 
 def stage_memory(load: Workload, device: Device, stage: int, engine: EngineMemory) -> StageMemory:

@@ -114,7 +114,7 @@ def _context_seconds(load: Workload, device: Device) -> float:
     width = 2 * shape.num_kv_heads * shape.head_dim / layout.tensor
     if shape.latent is not None:
         width = shape.num_heads * (shape.head_dim + shape.latent.value_dim) / layout.tensor
-    scanned = shape.mamba.inner + shape.mamba.convolved + shape.mamba.heads if shape.mamba else 0
+    scanned = sum(shape.mamba.projected_parts) / layout.tensor if shape.mamba else 0
     widths = {None: width, Block.ATTENTION: width, Block.MAMBA: scanned}
     blocks = shape.blocks or (None,) * shape.num_layers
     each = max(sum(widths.get(blocks[layer], 0.0) for layer in layers) for layers in load.layers)

@@ -153,13 +153,13 @@ def test_tensor_parallel_must_divide_the_heads() -> None:
         check_tensor_parallel(shape_of(QWEN3), 3)
 
 
-def test_mamba_mixers_are_not_split() -> None:
+def test_tensor_parallel_must_divide_the_groups_of_a_mamba_mixer() -> None:
     config = {
         "model_type": "nemotron_h", "hidden_size": 32, "intermediate_size": 48, "num_attention_heads": 4,
         "vocab_size": 50, "hybrid_override_pattern": "M*-", "ssm_state_size": 4, "mamba_num_heads": 4,
-        "mamba_head_dim": 4,
+        "mamba_head_dim": 4, "n_groups": 2,
     }  # fmt: skip
     shape = shape_of(config)
-    check_tensor_parallel(shape, 1)
-    with pytest.raises(FamilyError, match="Mamba2 mixers are not split"):
-        check_tensor_parallel(shape, 2)
+    check_tensor_parallel(shape, 2)
+    with pytest.raises(FamilyError, match=r"size 4 does not divide n_groups 2 of this nemotron_h.*one of \[1, 2\]"):
+        check_tensor_parallel(shape, 4)

@@ -31,6 +31,7 @@ TRAINERS = [
     TrainerLayout(),
     TrainerLayout(pipeline=2, data=2, expert=2, expert_tensor=1),
     TrainerLayout(data=4, context=2, expert=4, expert_tensor=1),
+    TrainerLayout(tensor=2, data=2, expert=2, expert_tensor=2),
 ]
 
 

@@ -146,6 +146,9 @@ def _megatron(param: Param, shape: ModelShape, tensors: list[np.ndarray], rank: 
             return np.split(tensors[0], size, axis=1)[rank]
         case Split.GATE_UP:
             return np.concatenate([np.split(tensor, size)[rank] for tensor in tensors])
+        case Split.PARTS:
+            blocks = np.split(tensors[0], np.cumsum(param.parts)[:-1])
+            return np.concatenate([np.split(block, size)[rank] for block in blocks])
         case Split.VOCAB:
             rows = -len(tensors[0]) % size
             return np.split(np.pad(tensors[0], ((0, rows), (0, 0))), size)[rank]
