@@ -56,13 +56,12 @@ def run_template(control_fd: int, maker: str, arguments: Sequence[Any], hard_s: 
             return
         if (threads := threading.active_count()) > 1:
             print(f"{maker}{tuple(arguments)} started {threads - 1} threads; its workers have none", file=sys.stderr)
-        gc.collect()
-        gc.freeze()  # workers then leave these pages shared
+        _settle()
         while request := control.recv(REQUEST.size, socket.MSG_WAITALL):
             kind, number = REQUEST.unpack(request)
             if kind == LEARN:
                 _outcome(function, pickle.loads(control.recv(number, socket.MSG_WAITALL)))
-                gc.freeze()
+                _settle()
                 continue
             if kind == COLLECT:
                 _, status = os.waitpid(number, 0)
@@ -78,6 +77,12 @@ def run_template(control_fd: int, maker: str, arguments: Sequence[Any], hard_s: 
                 _be_worker(descriptor, function, hard_s, memory_gb)
             os.close(descriptor)
             control.sendall(ANSWER.pack(pid))
+
+
+def _settle() -> None:
+    """Workers then leave the pages of what there is now shared."""
+    gc.collect()
+    gc.freeze()
 
 
 def _be_worker(descriptor: int, function: Function, hard_s: float, memory_gb: float) -> NoReturn:
