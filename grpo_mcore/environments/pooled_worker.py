@@ -90,7 +90,8 @@ class Turns:
 
     def deal(self, slow: Sequence[Worker], others: int, little_s: float, now: float) -> None:
         """`others`: jobs that are not slow. `little_s`: seconds of a processor that count as little."""
-        had = {worker: worker.ran_s() for worker in slow}
+        known = self._had  # of one that is paused it does not change
+        had = {w: known[w] if w.paused_at is not None and w in known else w.ran_s() for w in slow}
         self._account(had, now)
         wanting = [w for w in slow if w.paused_at is not None or w.process.wants_processor()]
         wanting.sort(key=had.__getitem__)

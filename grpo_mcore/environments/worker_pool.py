@@ -25,7 +25,7 @@ _SLOW, _VERY_SLOW = 0.02, 0.1
 _SLOW_FOR_ITS_KIND = 3.0  # times what jobs take on average: less is not slow, whatever the deadline
 _SLOW_BESIDE = 32  # slow ones at a time, at least: they wait much more than they run, and must not fill the places
 # Deadlines after which a very slow job, and any other, ends although it has not had so much time of a processor.
-_STRETCH_VERY_SLOW, _STRETCH = 2.0, 5.0
+_STRETCH_VERY_SLOW, _STRETCH = 1.5, 5.0
 _BURST = 2  # workers that are started before others are listened to again
 _START_FAILURES = 3  # in a row, then the pool gives up
 _DYING_S = 5.0  # a killed process frees its memory first
@@ -37,8 +37,8 @@ class WorkerPool:
     from several threads.
 
     `timeout_s`: the limit of one job, in seconds in which it runs or sleeps. Those for which it waits for a processor
-    do not count, because a busy machine is not the job's fault, up to five times the limit; a job that has had a fifth
-    of it ends at twice, or as soon as its place is needed. `launcher` starts the workers; `spare`: idle ones
+    do not count, because a busy machine is not the job's fault, up to five times the limit; a job that has had a tenth
+    of it ends at one and a half, or as soon as its place is needed. `launcher` starts the workers; `spare`: idle ones
     above `num_workers`, and as many more that have been slow. The constructor waits for the first.
 
     Raises EnvironmentConfigError where the function cannot be loaded, WorkerStartError where workers cannot be started;

@@ -297,7 +297,7 @@ def test_whose_turn_it_is(others: int, ran_s: list[float], running: list[int]) -
     workers = [slow_worker(ran, paused_at=1.0 if number else None) for number, ran in enumerate(ran_s)]
     sleeping = slow_worker(0.0, "S")
     turns = Turns(2)
-    turns._had = dict.fromkeys(workers, 0.0)  # which leaves no credit
+    turns._credit_s = -1.0
     turns.deal([sleeping, *workers], others, 0.05, now=2.0)
     assert [number for number, worker in enumerate(workers) if worker.paused_at is None] == running
     assert sleeping.paused_at is None, "it needs no processor"
