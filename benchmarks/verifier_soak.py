@@ -3,10 +3,10 @@ others hardly notice.
 
     python -m benchmarks.verifier_soak --answers 20000 --faults 0.05 --workers 8 --timeout 1.0
 
-The same answers are verified by math-verify twice, by one pool, in parts that take turns: clean, and with faulty ones
-among them. They come in groups of 16 from 32 threads, as from a run. Each part ends with a wait for the last that hang,
-up to twice the timeout, which no other work hides here: parts have to be much longer. Exit code 1 where something does
-not hold.
+The same answers are verified by math-verify twice, by one pool: with faulty ones among them, and clean, one half before
+that and one after it, so that a machine whose speed changes changes both. They come in groups of 16 from 32 threads, as
+from a run. At the end is a wait for the last that hang, up to one and a half times the timeout, which no other work hides
+here. Exit code 1 where something does not hold.
 """
 
 from __future__ import annotations
@@ -75,32 +75,29 @@ class Soak:
     workers_back_s: float
 
 
-def soak(count: int, share: float, workers: int, timeout_s: float, memory_gb: float, *, rounds: int = 2) -> Soak:
+def soak(count: int, share: float, workers: int, timeout_s: float, memory_gb: float) -> Soak:
     """Runs it. `wrong`: what did not come out as it had to."""
     pool = VerifyPool(workers, timeout_s, memory_gb, verifier="benchmarks.faulty_verifier:verify")
     try:
-        return _soak(pool, count, share, workers, rounds)
+        return _soak(pool, count, share, workers)
     finally:
         pool.close()
 
 
-def _soak(pool: VerifyPool, count: int, share: float, workers: int, rounds: int) -> Soak:
+def _soak(pool: VerifyPool, count: int, share: float, workers: int) -> Soak:
     clean = answers(count, seed=1)
     faulty = with_faults(clean, share, seed=2)
     seconds, cpu = {"clean": 0.0, "faulty": 0.0}, {"clean": 0.0, "faulty": 0.0}
     wrong: list[str] = []
     reasons: Counter[str] = Counter()
-    for number in range(rounds):
-        part = slice(number * count // rounds, (number + 1) * count // rounds)
-        kinds = [("clean", clean[part]), ("faulty", faulty[part])]
-        for kind, chosen in kinds if number % 2 == 0 else reversed(kinds):
-            start, cpu_before = time.perf_counter(), cpu_seconds()
-            verdicts = run(pool, chosen)
-            seconds[kind] += time.perf_counter() - start
-            cpu[kind] += cpu_seconds() - cpu_before
-            print(f"part {number + 1} of {rounds}, {kind}: {time.perf_counter() - start:.1f} s", file=sys.stderr)
-            wrong += [problem for pair in zip(chosen, verdicts, strict=True) if (problem := check(*pair))]
-            reasons.update(verdict.reason for verdict in verdicts if verdict.reward is None)
+    for kind, chosen in (("clean", clean[: count // 2]), ("faulty", faulty), ("clean", clean[count // 2 :])):
+        start, cpu_before = time.perf_counter(), cpu_seconds()
+        verdicts = run(pool, chosen)
+        seconds[kind] += time.perf_counter() - start
+        cpu[kind] += cpu_seconds() - cpu_before
+        print(f"{len(chosen):,} answers, {kind}: {time.perf_counter() - start:.1f} s", file=sys.stderr)
+        wrong += [problem for pair in zip(chosen, verdicts, strict=True) if (problem := check(*pair))]
+        reasons.update(verdict.reason for verdict in verdicts if verdict.reward is None)
     bad = sum(reward is None for _, _, reward in faulty)
     throughput = ((count - bad) / seconds["faulty"]) / (count / seconds["clean"])
     back = workers_back(pool, workers)
@@ -153,10 +150,9 @@ def main() -> int:
     parser.add_argument("--workers", type=int, default=8)
     parser.add_argument("--timeout", type=float, default=1.0, help="seconds one verification may take")
     parser.add_argument("--memory", type=float, default=0.5, help="GiB one worker may use")
-    parser.add_argument("--rounds", type=int, default=2, help="parts, each clean and faulty: a busy machine hits both")
     parser.add_argument("--at-least", type=float, default=0.8, help="throughput that has to be reached")
     args = parser.parse_args()
-    found = soak(args.answers, args.faults, args.workers, args.timeout, args.memory, rounds=args.rounds)
+    found = soak(args.answers, args.faults, args.workers, args.timeout, args.memory)
     print(json.dumps(asdict(found), indent=2))
     problems = len(found.wrong) + (found.throughput < args.at_least)
     if problems:
