@@ -5,8 +5,8 @@ others hardly notice.
 
 The same answers are verified by math-verify twice, by one pool: with faulty ones among them, and clean, one half before
 that and one after it, so that a machine whose speed changes changes both. They come in groups of 16 from 32 threads, as
-from a run. At the end is a wait for the last that hang, up to one and a half times the timeout, which no other work hides
-here. Exit code 1 where something does not hold.
+from a run. At the end is a wait for the last that hang, up to one and a half times the timeout, which no other work
+hides here. Exit code 1 where something does not hold.
 """
 
 from __future__ import annotations

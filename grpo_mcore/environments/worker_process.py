@@ -68,10 +68,7 @@ class WorkerProcess(ABC):
         self.pid, self.connection = pid, connection
         self.orphaned = False
         """After `collect`: it ended because the process that had forked it did."""
-        try:
-            self._schedstat = os.open(f"/proc/{pid}/schedstat", os.O_RDONLY | os.O_CLOEXEC)
-        except OSError:  # not on this kernel
-            self._schedstat = -1
+        self._schedstat, self._stat = _open(f"/proc/{pid}/schedstat"), _open(f"/proc/{pid}/stat")
 
     def tell(self, job: Sequence[Any]) -> None:
         """Raises OSError where the process is gone."""
@@ -115,9 +112,10 @@ class WorkerProcess(ABC):
         return wall_s - (now.waited_s - before.waited_s)
 
     def _state(self) -> str:
+        if self._stat < 0:
+            return "?"
         try:
-            with open(f"/proc/{self.pid}/stat") as stat:
-                return stat.read().rpartition(")")[2].split()[0]
+            return os.pread(self._stat, 1000, 0).rpartition(b")")[2].split()[0].decode()
         except (OSError, IndexError):
             return "?"
 
@@ -136,10 +134,19 @@ class WorkerProcess(ABC):
     def collect(self) -> str:
         """How it ended, in words. To be called once, and last."""
         self.connection.close()
-        if self._schedstat >= 0:
-            os.close(self._schedstat)
+        for file in (self._schedstat, self._stat):
+            if file >= 0:
+                os.close(file)
         code = self.exit_code()
         return f"was ended by {signal.Signals(-code).name}" if code < 0 else f"ended with exit code {code}"
+
+
+def _open(path: str) -> int:
+    """A descriptor; -1 where there is no such file, as on another kernel."""
+    try:
+        return os.open(path, os.O_RDONLY | os.O_CLOEXEC)
+    except OSError:
+        return -1
 
 
 class Launcher(ABC):
