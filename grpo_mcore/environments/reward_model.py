@@ -13,8 +13,9 @@ from pydantic import Field
 
 from grpo_mcore.environments.config import EnvConfig
 from grpo_mcore.environments.interfaces import EnvironmentInterface, EnvironmentReturn, response_text
-from grpo_mcore.environments.worker_pool import Result, WorkerPool
+from grpo_mcore.environments.worker_pool import WorkerPool
 from grpo_mcore.environments.worker_process import Programs, Work
+from grpo_mcore.environments.worker_turns import Result
 
 Messages = list[dict[str, str]]
 

@@ -15,8 +15,9 @@ from grpo_mcore.environments.interfaces import EnvironmentInterface, Environment
 from grpo_mcore.environments.pool_worker import shorten
 from grpo_mcore.environments.rules import Component
 from grpo_mcore.environments.verify_pool import HARD_LIMITS, spare_workers
-from grpo_mcore.environments.worker_pool import Result, WorkerPool
+from grpo_mcore.environments.worker_pool import WorkerPool
 from grpo_mcore.environments.worker_process import Forks, Work
+from grpo_mcore.environments.worker_turns import Result
 
 
 class RuleEnvConfig(EnvConfig):

@@ -7,8 +7,9 @@ from collections.abc import Sequence
 
 from grpo_mcore.environments.plain_numbers import compare_plain_numbers
 from grpo_mcore.environments.verifiers import HF_MATH_VERIFY, Verdict, reason_for
-from grpo_mcore.environments.worker_pool import Result, WorkerPool
+from grpo_mcore.environments.worker_pool import WorkerPool
 from grpo_mcore.environments.worker_process import Forks, Work
+from grpo_mcore.environments.worker_turns import Result
 
 HARD_LIMITS = 6.0  # deadlines after which a worker's own timer ends it, when nobody else has
 

@@ -16,9 +16,9 @@ from collections.abc import Sequence
 from concurrent.futures import Future
 from typing import Any
 
-from grpo_mcore.environments.pooled_worker import Job, Result, Turns, Worker
 from grpo_mcore.environments.registry import EnvironmentConfigError
 from grpo_mcore.environments.worker_process import Launcher, WorkerStartError
+from grpo_mcore.environments.worker_turns import Job, Result, Turns, Worker
 
 # Shares of the deadline after which a job is slow, and very slow.
 _SLOW, _VERY_SLOW = 0.02, 0.1

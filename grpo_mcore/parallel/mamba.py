@@ -5,13 +5,11 @@ Under context parallelism every rank scans the whole sequences and keeps its own
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from dataclasses import replace
+from collections.abc import Mapping
 from typing import Any
 
 import torch
 from megatron.core import parallel_state
-from megatron.core.dist_checkpointing.mapping import ShardedTensorFactory
 from megatron.core.tensor_parallel import gather_from_sequence_parallel_region, set_tensor_model_parallel_attributes
 from megatron.core.transformer import TransformerConfig
 from megatron.core.transformer.utils import make_sharded_tensors_for_checkpoint
@@ -20,6 +18,7 @@ from torch.nn import Parameter
 
 from grpo_mcore.families import MambaShape
 from grpo_mcore.parallel.attention import PackedRow
+from grpo_mcore.parallel.sharded_parts import sharded_in_parts
 
 
 class MambaMixer(torch.nn.Module):
@@ -81,16 +80,10 @@ class MambaMixer(torch.nn.Module):
         )
         for name, layer in linear.items():
             found |= layer.sharded_state_dict(prefix + name, sharded_offsets, metadata)
-        for name, parts in self.parts().items():
+        projected, convolved = self.mamba.projected_parts, self.mamba.convolved_parts
+        for name, parts in (("in_proj.weight", projected), ("conv1d.weight", convolved), ("conv1d.bias", convolved)):
             found[prefix + name] = sharded_in_parts(found[prefix + name], parts)
         return found
-
-    def parts(self) -> dict[str, tuple[int, ...]]:
-        """Rows of this rank's blocks, of the parameters that are made of blocks."""
-        convolved = self.mamba.convolved_parts
-        return {
-            "in_proj.weight": self.mamba.projected_parts, "conv1d.weight": convolved, "conv1d.bias": convolved,
-        }  # fmt: skip
 
     def _mix(self, projected: Tensor, cu_seqlens: Tensor) -> Tensor:
         mamba = self.mamba
@@ -98,8 +91,7 @@ class MambaMixer(torch.nn.Module):
         starts = cu_seqlens.tolist()
         lengths = [stop - start for start, stop in zip(starts, starts[1:], strict=False)]
         convolved = torch.nn.functional.silu(self._convolve(convolved, cu_seqlens))
-        states = mamba.groups * mamba.state_size
-        x, b, c = convolved.float().split([mamba.inner, states, states], -1)
+        x, b, c = convolved.float().split(mamba.convolved_parts, -1)
         x = x.unflatten(-1, (mamba.heads, mamba.head_dim))
         shared = mamba.heads // mamba.groups
         b, c = (t.unflatten(-1, (mamba.groups, -1)).repeat_interleave(shared, 1) for t in (b, c))
@@ -137,24 +129,6 @@ def _split(values: Tensor) -> Parameter:
     parameter = Parameter(values)
     set_tensor_model_parallel_attributes(parameter, is_parallel=True, dim=0, stride=1)
     return parameter
-
-
-def sharded_in_parts(whole: Any, parts: Sequence[int]) -> Any:
-    """`whole`: the ShardedTensor of a parameter whose rows are blocks, `parts` of them on this rank, each of which the
-    tensor-parallel ranks share out: saved and loaded block by block."""
-    template = whole.without_data()
-
-    @torch.no_grad()
-    def build(key: str, values: Tensor, replica_id: Any, flattened_range: slice | None) -> list[Any]:
-        assert flattened_range is None
-        tensor = replace(template, key=key, data=values, dtype=values.dtype, replica_id=replica_id)
-        blocks, start = [], 0
-        for number, rows in enumerate(parts):
-            blocks += [replace(block, key=f"{key}.{number}") for block in tensor.narrow(0, start, rows)]
-            start += rows
-        return blocks
-
-    return ShardedTensorFactory(whole.key, whole.data, build, torch.cat, whole.replica_id)
 
 
 def scan(x: Tensor, dt: Tensor, decay: Tensor, b: Tensor, c: Tensor, chunk: int) -> Tensor:

@@ -17,7 +17,6 @@ from typing import Any
 import psutil
 import pytest
 
-from grpo_mcore.environments.pooled_worker import Job, Turns, Worker
 from grpo_mcore.environments.registry import EnvironmentConfigError
 from grpo_mcore.environments.worker_pool import WorkerPool
 from grpo_mcore.environments.worker_process import (
@@ -29,6 +28,7 @@ from grpo_mcore.environments.worker_process import (
     WorkerProcess,
     WorkerStartError,
 )
+from grpo_mcore.environments.worker_turns import Job, Turns, Worker
 
 JOBS = "tests.unit.environments.pool_jobs"
 

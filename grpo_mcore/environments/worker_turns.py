@@ -1,4 +1,4 @@
-"""A worker as its pool sees it: what it is at, for how long, and whether it has its turn."""
+"""A worker as its pool sees it: what it is at, for how long; and whose turn it is among the slow ones."""
 
 from __future__ import annotations
 
