@@ -153,7 +153,7 @@ def test_a_program_that_stands_still_ends_with_its_pool_s_process() -> None:
     driver = subprocess.Popen([sys.executable, "-c", textwrap.dedent(script)], stdout=subprocess.PIPE, text=True)
     assert driver.stdout is not None
     [worker] = [psutil.Process(int(driver.stdout.readline()))]
-    assert worker.status() == psutil.STATUS_STOPPED
+    wait_until(lambda: worker.status() == psutil.STATUS_STOPPED)
     driver.kill()
     driver.communicate()
     wait_until(lambda: not worker.is_running() or worker.status() == psutil.STATUS_ZOMBIE, 10.0)
