@@ -7,6 +7,7 @@ modules are imported.
 from __future__ import annotations
 
 import faulthandler
+import gc
 import os
 import pickle
 import random
@@ -79,6 +80,7 @@ class Host:
         _print_to(log)
         faulthandler.enable()
         faulthandler.register(signal.SIGUSR1, all_threads=True)  # the driver asks what a late worker is doing
+        gc.disable()  # until the object is there: looking for garbage is a fifth of the time of imports
 
     def __repr__(self) -> str:
         return self._name
@@ -110,6 +112,8 @@ class Host:
             self._failure = f"{type(error).__name__}: {error}"
             raise RemoteFailure.of(error) from None
         finally:
+            gc.freeze()  # modules and weights stay: later searches leave them out
+            gc.enable()
             self._built.set()
 
     def build_rank(

@@ -5,6 +5,9 @@ from __future__ import annotations
 import contextlib
 import functools
 import json
+import os
+import pickle
+import queue
 import signal
 import warnings
 from collections.abc import Callable, Iterator
@@ -37,9 +40,11 @@ class BackgroundSave:
     """
 
     def __init__(self) -> None:
+        from megatron.core.dist_checkpointing.strategies import filesystem_async
         from megatron.core.dist_checkpointing.strategies.async_utils import AsyncCallsQueue
 
         self._calls = AsyncCallsQueue()
+        filesystem_async._results_queue = _Result()
 
     def start(self, policy: Any, folder: Path) -> None:
         """Returns as soon as training may go on. Raises SaveError on all ranks where one cannot write."""
@@ -71,6 +76,29 @@ class BackgroundSave:
                     writing = psutil.Process(call.async_caller.process.pid)
                     for process in [*writing.children(recursive=True), writing]:
                         process.kill()
+
+
+class _Result:
+    """What the process that writes tells its rank. Of a queue it has what Megatron-Core uses, which would start a
+    process of its own on every rank for it, at two seconds each."""
+
+    def __init__(self) -> None:
+        self._file = open(os.memfd_create("written"), "w+b")  # a fork has the same
+
+    def put(self, result: Any) -> None:
+        pickle.dump(result, self._file)
+        self._file.flush()
+
+    def get_nowait(self) -> Any:
+        """Raises queue.Empty where nothing was put since the last time."""
+        self._file.seek(0)
+        try:
+            return pickle.load(self._file)
+        except EOFError:
+            raise queue.Empty from None
+        finally:
+            self._file.seek(0)
+            self._file.truncate()
 
 
 def _undisturbed(write: Callable[..., None], *args: Any) -> None:

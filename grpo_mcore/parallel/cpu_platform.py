@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
+from collections.abc import Iterator
 from typing import Any
 
 import torch
@@ -54,8 +55,9 @@ def install() -> None:
     cuda.stream = lambda stream: contextlib.nullcontext()
     cuda.current_stream = cuda.default_stream = lambda device=None: _Nothing()
     cuda.nvtx.range_push = cuda.nvtx.range_pop = lambda *args: None  # profiling marks of the schedules
-    import megatron.core.tensor_parallel.random as megatron_random
-    import megatron.core.transformer.moe.token_dispatcher as token_dispatcher
+    with _nothing_is_compiled():
+        import megatron.core.tensor_parallel.random as megatron_random
+        import megatron.core.transformer.moe.token_dispatcher as token_dispatcher
 
     # The sizes of an all-to-all are turned into numbers only where they come from a GPU.
     token_dispatcher.maybe_move_tensor_to_cpu = _as_numbers
@@ -65,6 +67,18 @@ def install() -> None:
     # These two go around torch.cuda to the C functions.
     megatron_random._get_cuda_rng_state = lambda device="cuda", clone=False, graph_safe=False: torch.get_rng_state()
     megatron_random._set_cuda_rng_state = lambda state, device=-1, graph_safe=False: torch.set_rng_state(state)
+
+
+@contextlib.contextmanager
+def _nothing_is_compiled() -> Iterator[None]:
+    """Megatron-Core marks its fused kernels for torch.compile as it is imported. They are for GPUs, and the compiler's
+    own import would be a third of the start of every rank."""
+    original = torch.compile
+    torch.compile = lambda function=None, **options: function or (lambda kernel: kernel)  # type: ignore[assignment]
+    try:
+        yield
+    finally:
+        torch.compile = original
 
 
 class _Nothing:

@@ -69,6 +69,7 @@ def free_port() -> int:
 def _serve(pipe: Connection, rank: int) -> None:
     os.environ["OMP_NUM_THREADS"] = "1"
     warnings.simplefilter("ignore")  # Megatron-Core's, that no reader can act on; errors come back as text
+    gc.disable()  # until its modules are there: looking for garbage is a fifth of the time of imports
     import torch
 
     torch.set_num_threads(1)
@@ -88,3 +89,4 @@ def _serve(pipe: Connection, rank: int) -> None:
 
                 leave_mesh()
             gc.freeze()  # what is left are modules: leaving the next mesh need not look through them
+            gc.enable()

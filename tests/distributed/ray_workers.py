@@ -12,6 +12,12 @@ from pathlib import Path
 from grpo_mcore.cluster import ObjectStore, Parcel, Rendezvous
 
 
+def wait_at(gate: str) -> None:
+    """Until the file is there."""
+    while not Path(gate).exists():
+        time.sleep(0.005)
+
+
 @dataclass(frozen=True)
 class Record:
     """A small thing that points at a big one."""
@@ -23,8 +29,9 @@ class Record:
 class Abacus:
     """A worker."""
 
-    def __init__(self, start: int = 0, store: ObjectStore | None = None, sleep_s: float = 0.0) -> None:
-        time.sleep(sleep_s)
+    def __init__(self, start: int = 0, store: ObjectStore | None = None, gate: str | None = None) -> None:
+        if gate is not None:
+            wait_at(gate)
         self.total = start
         self.store = store
 
@@ -39,17 +46,14 @@ class Abacus:
         assert self.store is not None
         return sum(sum(values) for values in self.store.fetch_many([record.ref for record in records]))
 
-    def count(self, upto: int, pause_s: float = 0.0) -> Iterator[int]:
-        for value in range(upto):
-            time.sleep(pause_s)
-            yield value
+    def count(self, upto: int) -> Iterator[int]:
+        yield from range(upto)
 
     def count_behind(self, upto: int, gate: str) -> Iterator[int]:
         """What comes after the first waits for the file `gate`."""
         for value in range(upto):
             yield value
-            while not Path(gate).exists():
-                time.sleep(0.005)
+            wait_at(gate)
 
     def count_then_fail(self, upto: int) -> Iterator[int]:
         yield from range(upto)
@@ -87,8 +91,8 @@ class Abacus:
         print("about to die", flush=True)
         os.kill(os.getpid(), signal.SIGKILL)
 
-    def nap_in_the_middle(self, seconds: float) -> str:
-        time.sleep(seconds)
+    def nap_in_the_middle(self, gate: str) -> str:
+        wait_at(gate)
         return "awake"
 
 
@@ -117,10 +121,11 @@ class Rank:
         dist.destroy_process_group()
         return float(value)
 
-    def act(self, failing_rank: int, others_s: float) -> int:
+    def act(self, failing_rank: int, gate: str | None = None) -> int:
         if self.rendezvous.rank == failing_rank:
             raise RuntimeError(f"rank {failing_rank} has had enough")
-        time.sleep(others_s)
+        if gate is not None:
+            wait_at(gate)
         return self.rendezvous.rank
 
 

@@ -158,9 +158,8 @@ def test_it_says_what_an_engine_inside_a_node_says(
     twin.close()
 
 
-@pytest.mark.parametrize(
-    "what", ["a rank", *(pytest.param(what, marks=pytest.mark.every_state) for what in ("the follower", "the engine"))]
-)
+@pytest.mark.every_state
+@pytest.mark.parametrize("what", ["a rank", "the follower", "the engine"])
 def test_a_death_on_either_node_is_named_and_the_engine_starts_anew_on_both(
     cluster: RayCluster, policy: PolicyGroup, engines: EngineGroup, inside: Engine, what: str
 ) -> None:

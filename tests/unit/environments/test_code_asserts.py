@@ -193,10 +193,10 @@ def test_a_claim_cannot_keep_the_judge_busy() -> None:
     apart = take_apart("assert f() == {1, 2}")
     nested = take_apart("assert f() == [{(1, 2): 3}]")
     assert apart is not None and nested is not None
-    start = time.perf_counter()
+    start = time.process_time()
     assert not apart.holds([{"set": keys}])
     assert not nested.holds([[{"dict": [[{"set": keys}, 3]]}]])
-    assert time.perf_counter() - start < 1
+    assert time.process_time() - start < 1
 
 
 TESTS = [

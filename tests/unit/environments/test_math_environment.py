@@ -57,7 +57,7 @@ def test_score_reads_only_what_the_policy_said(env):
     assert [score.reward for score in scores] == [1.0, 0.0, 1.0]
     assert isinstance(scores[0], Score)
     assert (scores[1].answer, scores[1].reason) == ("7", "wrong: 7 != 82")
-    assert all(0 <= score.seconds < 1 for score in scores)
+    assert all(0 < score.seconds < 60 for score in scores)
 
 
 def test_score_wants_one_metadata_a_trajectory(env):

@@ -249,12 +249,14 @@ def test_a_sandbox_does_not_outlive_its_parent() -> None:
     parent = subprocess.Popen([sys.executable, "-c", program], stdout=subprocess.PIPE, text=True, cwd=ROOT)
     assert parent.stdout is not None
     bubblewrap = psutil.Process(int(parent.stdout.readline()))
-    time.sleep(0.3)
-    processes = [bubblewrap, *bubblewrap.children(recursive=True)]
+    deadline = time.monotonic() + 60
+    while len(children := bubblewrap.children(recursive=True)) < 2:  # the worker, the program
+        assert time.monotonic() < deadline
+        time.sleep(0.02)
+    processes = [bubblewrap, *children]
     parent.kill()
     parent.wait()
     parent.stdout.close()
-    assert len(processes) == 3  # bubblewrap, the worker, the program
     assert not psutil.wait_procs(processes, timeout=60)[1]
 
 
