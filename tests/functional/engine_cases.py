@@ -18,6 +18,7 @@ from grpo_mcore.families import params_of, read_hf_config, shape_of
 from grpo_mcore.generation import Engine, EngineConfig, EngineError
 from grpo_mcore.refit import EngineLayout, Refit, RefitPlan, RefitReport, RefitSender, TrainerLayout, plan_refit, refit
 from grpo_mcore.rollout.trajectory import GenerationRequest, Sampling, Trajectory, Turn
+from tests.functional.preload import preload
 from tests.unit.refit.shards import Handle, ShardedModel
 
 VOCABULARY = SIZES["vocab_size"]
@@ -30,6 +31,7 @@ def make_model(folder: Path, **overrides: Any) -> Path:
 
 
 def config(folder: Path, **options: Any) -> EngineConfig:
+    preload()
     return EngineConfig(str(folder), dtype="float32", max_model_len=CONTEXT, kv_cache_memory_gb=0.1, **options)
 
 

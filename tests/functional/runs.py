@@ -18,6 +18,7 @@ import yaml
 
 from grpo_mcore.cli.main import main
 from grpo_mcore.data.arithmetic import make_base_config, make_tokenizer
+from tests.functional.preload import preload
 
 # What two equal runs may differ in.
 OF_TIME = ("unix_time", "timing/", "tokens_per_second", "seconds", "refit/")
@@ -138,6 +139,7 @@ def write_recipe(folder: Path, recipe: dict[str, Any], name: str = "recipe.yaml"
 
 def run_here(verb: str, folder: Path, recipe: dict[str, Any], *words: str) -> Run:
     """`grpo-mcore VERB recipe.yaml words` in this process: torch and vLLM are imported only once."""
+    preload()
     path = write_recipe(folder, recipe)
     out, err = io.StringIO(), io.StringIO()
     with contextlib.redirect_stdout(out), contextlib.redirect_stderr(err):
