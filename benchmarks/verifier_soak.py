@@ -60,14 +60,16 @@ def with_faults(clean: list[tuple[str, str, float]], share: float, seed: int) ->
 
 @dataclass
 class Soak:
-    """`clean_s`, `faulty_s`: for all answers; `clean_cpu_s`, `faulty_cpu_s`: processor time. `throughput`: scored
-    answers a second with faults / without."""
+    """`clean_s`, `faulty_s`: for all answers; `clean_cpu_s`, `faulty_cpu_s`: processor time. `throughput`: answers a
+    second with faults / without, where the end of a faulty one, with its reason, counts as an answer;
+    `scored_throughput`: the same where only those with a reward count."""
 
     answers: int
     faulty: int
     clean_s: float
     faulty_s: float
     throughput: float
+    scored_throughput: float
     clean_cpu_s: float
     faulty_cpu_s: float
     wrong: list[str]
@@ -99,9 +101,10 @@ def _soak(pool: VerifyPool, count: int, share: float, workers: int) -> Soak:
         wrong += [problem for pair in zip(chosen, verdicts, strict=True) if (problem := check(*pair))]
         reasons.update(verdict.reason for verdict in verdicts if verdict.reward is None)
     bad = sum(reward is None for _, _, reward in faulty)
-    throughput = ((count - bad) / seconds["faulty"]) / (count / seconds["clean"])
+    throughput = seconds["clean"] / seconds["faulty"]
+    scored = throughput * (count - bad) / count
     back = workers_back(pool, workers)
-    return Soak(count, bad, *seconds.values(), throughput, *cpu.values(), wrong, dict(reasons), back)
+    return Soak(count, bad, *seconds.values(), throughput, scored, *cpu.values(), wrong, dict(reasons), back)
 
 
 def run(pool: VerifyPool, chosen: list[tuple[str, str, Any]]) -> list[Verdict]:

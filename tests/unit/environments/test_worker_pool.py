@@ -138,6 +138,15 @@ def test_where_processors_are_short_those_that_hang_stand_still_and_the_others_e
         assert {pending.result()[0].failure for pending in hanging} == {"not done: the worker pool was closed"}
 
 
+def test_what_slow_jobs_come_to_decides_how_much_time_the_next_have_at_once() -> None:
+    with closing(WorkerPool(Forks(work()), 2, 0.5)) as pool:
+        assert pool._worth == 1.0
+        pool.run([("spin",)] * 2)
+        assert pool._worth == pytest.approx(0.9**2)
+        pool.run([("busy_for", 0.2)])
+        assert pool._worth == pytest.approx(0.9**3 + 0.1)
+
+
 def test_a_program_that_stands_still_ends_with_its_pool_s_process() -> None:
     """Its connection closes, but it cannot see that."""
     script = f"""
@@ -270,7 +279,7 @@ def test_what_a_job_waits_for_a_processor_is_not_its_own(
 def test_whose_place_is_taken_where_all_slow_ones_are_late(ran_s: list[float], given_up: list[int]) -> None:
     """The one that ran longest, and none that has only waited for a processor."""
     pool = object.__new__(WorkerPool)
-    pool.timeout_s, pool._max_slow, pool._lost_s = 10.0, 2, 0.0
+    pool.timeout_s, pool._max_slow, pool._lost_s, pool._worth = 10.0, 2, 0.0, 1.0
     workers = [Worker(Scripted("R", ran, 0.0), since=0.0, state="slow", job=Job(())) for ran in ran_s]
     jobs = [worker.job for worker in workers]
     pool._workers = workers
