@@ -112,6 +112,7 @@ class Host:
             self._failure = f"{type(error).__name__}: {error}"
             raise RemoteFailure.of(error) from None
         finally:
+            gc.collect()
             gc.freeze()  # modules and weights stay: later searches leave them out
             gc.enable()
             self._built.set()
