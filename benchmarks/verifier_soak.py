@@ -153,13 +153,16 @@ def main() -> int:
     parser.add_argument("--workers", type=int, default=8)
     parser.add_argument("--timeout", type=float, default=1.0, help="seconds one verification may take")
     parser.add_argument("--memory", type=float, default=0.5, help="GiB one worker may use")
-    parser.add_argument("--at-least", type=float, default=0.8, help="throughput that has to be reached")
+    parser.add_argument("--at-least", type=float, default=0.8, help="scored_throughput that has to be reached")
     args = parser.parse_args()
     found = soak(args.answers, args.faults, args.workers, args.timeout, args.memory)
     print(json.dumps(asdict(found), indent=2))
-    problems = len(found.wrong) + (found.throughput < args.at_least)
+    problems = len(found.wrong) + (found.scored_throughput < args.at_least)
     if problems:
-        print(f"{len(found.wrong)} wrong verdicts, throughput {found.throughput:.2f}", file=sys.stderr)
+        print(
+            f"{len(found.wrong)} wrong verdicts, throughput of scored answers {found.scored_throughput:.2f}",
+            file=sys.stderr,
+        )
     return int(bool(problems))
 
 
