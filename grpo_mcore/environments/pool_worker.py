@@ -35,6 +35,8 @@ It answers the first two with a number: the new process id, or how that one ende
 REQUEST, ANSWER = struct.Struct("=cq"), struct.Struct("=q")
 
 _PR_SET_PDEATHSIG = 1
+_MADV_COLLAPSE = 25
+_HUGE_PAGE = 2 * 2**20
 _SHOWN = 200  # characters of an error in a reason: enough to recognise it
 Function = Callable[..., Any]
 
@@ -83,6 +85,18 @@ def _settle() -> None:
     """Workers then leave the pages of what there is now shared."""
     gc.collect()
     gc.freeze()
+    with open("/proc/self/maps") as maps:
+        for region in [line for line in maps if " rw-p 00000000 00:00 0 " in line]:
+            first, end = (int(address, 16) for address in region.split()[0].split("-"))
+            hold_in_huge_pages(first, end)
+
+
+def hold_in_huge_pages(first: int, end: int) -> None:
+    """The bytes of this process from `first` to `end`. A fork then copies one entry of the page tables in place of 512,
+    and its end drops one: a tenth of what a worker costs. A kernel that cannot do it (before Linux 6.1) refuses."""
+    first, end = -(-first // _HUGE_PAGE) * _HUGE_PAGE, end // _HUGE_PAGE * _HUGE_PAGE
+    if first < end:
+        ctypes.CDLL(None).madvise(ctypes.c_void_p(first), ctypes.c_size_t(end - first), _MADV_COLLAPSE)
 
 
 def _be_worker(descriptor: int, function: Function, hard_s: float, memory_gb: float) -> NoReturn:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import ctypes
+import mmap
 import os
 import signal
 import subprocess
@@ -17,6 +19,7 @@ from typing import Any
 import psutil
 import pytest
 
+from grpo_mcore.environments.pool_worker import hold_in_huge_pages
 from grpo_mcore.environments.registry import EnvironmentConfigError
 from grpo_mcore.environments.worker_pool import WorkerPool
 from grpo_mcore.environments.worker_process import (
@@ -190,6 +193,26 @@ def test_without_room_for_slow_ones_a_job_waits_for_its_place() -> None:
     assert results[0].failure == "timed out after 0.5 s"
     assert results[1].value == results[2].value not in (None, os.getpid())
     pool.close()
+
+
+def test_a_template_s_memory_is_in_huge_pages() -> None:
+    bytes_of_it = 8 * 2**20
+    with mmap.mmap(-1, bytes_of_it, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS) as memory:
+        memory.write(text := os.urandom(bytes_of_it))
+        first = ctypes.addressof(here := ctypes.c_char.from_buffer(memory))
+        before = huge_bytes()
+        hold_in_huge_pages(first + 4096, first + bytes_of_it)  # from the middle of one
+        gained = huge_bytes() - before
+        assert memory[:] == text
+        del here
+    if not gained:
+        pytest.skip("this kernel makes no huge pages when it is asked")
+    assert bytes_of_it - 2 * 2 * 2**20 <= gained <= bytes_of_it
+
+
+def huge_bytes() -> int:
+    rows = Path("/proc/self/smaps_rollup").read_text().splitlines()
+    return next(1024 * int(row.split()[1]) for row in rows if row.startswith("AnonHugePages:"))
 
 
 def test_the_template_is_started_anew() -> None:
