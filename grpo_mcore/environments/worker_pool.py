@@ -23,6 +23,7 @@ from grpo_mcore.environments.worker_turns import Job, Result, Turns, Worker
 # Shares of the deadline after which a job is slow, and very slow.
 _SLOW, _VERY_SLOW = 0.015, 0.1
 _SLOW_FOR_ITS_KIND = 2.5  # times what jobs take on average: less is not slow, whatever the deadline
+_AT_ONCE = 2.0  # times what makes it slow: a slow job has that before it makes way for the others
 _SLOW_BESIDE = 32  # slow ones at a time, at least: they wait much more than they run, and must not fill the places
 # Deadlines after which a very slow job, and any other, ends although it has not had so much time of a processor.
 _STRETCH_VERY_SLOW, _STRETCH = 1.5, 5.0
@@ -53,7 +54,6 @@ class WorkerPool:
         self._max_slow = max(2 * num_workers, _SLOW_BESIDE) if slow_aside else 0
         self._turns = Turns(len(os.sched_getaffinity(0)))
         self._usual_s = 0.0  # that jobs ran, on a running average
-        self._worth = 1.0  # the share of slow jobs that came to a value, on a running average
         self._lost_s = 0.0  # in which this process stood still
         self._jobs: deque[Job] = deque()
         self._workers: list[Worker] = []
@@ -199,8 +199,6 @@ class WorkerPool:
         elif worker.job is not None:
             job, worker.job = worker.job, None
             self._usual_s += 0.05 * (worker.ran_s() - self._usual_s)
-            if worker.state == "slow":
-                self._was_worth(float("value" in message))
             job.finish(message.get("value"), message.get("failed"))
             if worker.state == "busy" and "value" in message:
                 self._launcher.teach(job.arguments)
@@ -208,11 +206,6 @@ class WorkerPool:
                 self._kill(worker)
             else:
                 worker.state = "idle"
-
-    def _was_worth(self, it: float) -> None:
-        """What slow jobs come to decides how much time the next have at once: as much again as made them slow where
-        they come to a value, nothing where they hang."""
-        self._worth += 0.1 * (it - self._worth)
 
     def _takes_back(self) -> bool:
         """One that was slow: its place is taken, so it waits for the next one that is needed."""
@@ -295,7 +288,7 @@ class WorkerPool:
                 self._forget(worker)  # another process holds its connection open
         slow = [worker for worker in self._workers if worker.state == "slow"]
         if slow and now >= self._turns.next_at:
-            self._turns.deal(slow, self._count("busy"), (1.0 + self._worth) * self._slow_s(), now)
+            self._turns.deal(slow, self._count("busy"), _AT_ONCE * self._slow_s(), now)
 
     def _check(self, worker: Worker, now: float) -> None:
         if worker.process.connection.poll():  # done, or dead: it is this process that is late
@@ -328,8 +321,6 @@ class WorkerPool:
     def _time_out(self, worker: Worker) -> None:
         job, worker.job = worker.job, None
         assert job is not None
-        if worker.state == "slow":
-            self._was_worth(0.0)
         job.finish(failure=self._timed_out)
         self._kill(worker)
 

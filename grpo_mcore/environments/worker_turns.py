@@ -12,7 +12,7 @@ from grpo_mcore.environments.worker_process import Times, WorkerProcess
 
 TURN_S = 0.01
 """How often slow jobs change places."""
-SHARE = 0.01
+SHARE = 0.005
 """Of the processors, for slow jobs where the others could use them all."""
 
 

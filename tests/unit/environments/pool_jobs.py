@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import os
 import signal
 import time
@@ -49,6 +50,16 @@ def wait_for(path: str) -> str:
     while not os.path.exists(path):
         time.sleep(0.01)
     return "seen"
+
+
+kept: list[list[int]] = []
+
+
+def keep(lists: int) -> int:
+    """How often Python searched all for garbage meanwhile."""
+    before = gc.get_stats()[2]["collections"]
+    kept.extend([] for _ in range(lists))
+    return gc.get_stats()[2]["collections"] - before
 
 
 def pid() -> int:

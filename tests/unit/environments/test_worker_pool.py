@@ -141,15 +141,6 @@ def test_where_processors_are_short_those_that_hang_stand_still_and_the_others_e
         assert {pending.result()[0].failure for pending in hanging} == {"not done: the worker pool was closed"}
 
 
-def test_what_slow_jobs_come_to_decides_how_much_time_the_next_have_at_once() -> None:
-    with closing(WorkerPool(Forks(work()), 2, 1.0)) as pool:
-        assert pool._worth == 1.0
-        pool.run([("spin",)] * 2)
-        assert (fallen := pool._worth) < 1.0
-        pool.run([("busy_for", 0.4)])
-        assert fallen < pool._worth < 1.0
-
-
 def test_a_program_that_stands_still_ends_with_its_pool_s_process() -> None:
     """Its connection closes, but it cannot see that."""
     script = f"""
@@ -178,6 +169,12 @@ def test_what_the_first_workers_found_out_later_ones_know() -> None:
     with closing(WorkerPool(Forks(work("make_learning", False)), 1, 60.0)) as pool:
         pool.run([("a",), ("b",), ("die",)])
         assert pool.run([("c",)])[0].value == [], "one that may not be run in the template"
+
+
+@pytest.mark.parametrize("launcher", [Forks, Programs])
+def test_garbage_is_searched_for_between_jobs(launcher: type[Launcher]) -> None:
+    with closing(WorkerPool(launcher(work()), 1, 60.0)) as pool:
+        assert [result.value for result in pool.run([("keep", 20_000)] * 40)] == [0] * 40
 
 
 def test_a_worker_that_gives_its_memory_back_goes_on() -> None:
@@ -302,7 +299,7 @@ def test_what_a_job_waits_for_a_processor_is_not_its_own(
 def test_whose_place_is_taken_where_all_slow_ones_are_late(ran_s: list[float], given_up: list[int]) -> None:
     """The one that ran longest, and none that has only waited for a processor."""
     pool = object.__new__(WorkerPool)
-    pool.timeout_s, pool._max_slow, pool._lost_s, pool._worth = 10.0, 2, 0.0, 1.0
+    pool.timeout_s, pool._max_slow, pool._lost_s = 10.0, 2, 0.0
     workers = [Worker(Scripted("R", ran, 0.0), since=0.0, state="slow", job=Job(())) for ran in ran_s]
     jobs = [worker.job for worker in workers]
     pool._workers = workers
@@ -310,7 +307,6 @@ def test_whose_place_is_taken_where_all_slow_ones_are_late(ran_s: list[float], g
     assert pool._room_for_slow(15.0) is bool(given_up)
     assert [number for number, job in enumerate(jobs) if job is not None and job.future.done()] == given_up
     assert [worker.state for worker in workers].count("dying") == len(given_up)
-    assert pool._worth == pytest.approx(0.9 ** len(given_up))
 
 
 def slow_worker(ran_s: float, state: str = "R", paused_at: float | None = None) -> Worker:
@@ -337,7 +333,7 @@ def test_whose_turn_it_is(others: int, ran_s: list[float], running: list[int]) -
 
 
 def test_without_a_spare_processor_they_have_one_on_credit() -> None:
-    """A hundredth of two processors: after a turn of 10 ms it takes half a second until the next."""
+    """A two-hundredth of two processors: after a turn of 10 ms it takes a second until the next."""
     worker, turns = slow_worker(0.1), Turns(2)
     ran, now = 0.1, 0.0
     turns.deal([worker], 2, 0.05, now)
@@ -346,7 +342,7 @@ def test_without_a_spare_processor_they_have_one_on_credit() -> None:
         ran += 0.01 if worker.paused_at is None else 0.0
         worker.process._now = Times(ran, 0.0)  # type: ignore[attr-defined]
         turns.deal([worker], 2, 0.05, now)
-    assert ran - 0.1 == pytest.approx(0.01 * 2 * 30.0, rel=0.1)
+    assert ran - 0.1 == pytest.approx(0.005 * 2 * 30.0, rel=0.1)
 
 
 def test_time_in_which_it_was_paused_is_not_its_own() -> None:
