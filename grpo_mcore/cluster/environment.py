@@ -6,10 +6,14 @@ import os
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from fnmatch import fnmatchcase
+from pathlib import Path
 
 MARKER = "GRPO_MCORE_RUN"
 """Set in every process of a Ray that a run has started, and inherited by what they start: by it the last
 ones are found and ended when the run is over."""
+
+SOCKETS = "VLLM_RPC_BASE_PATH"
+"""The folder in which vLLM's ranks meet at sockets, whose files they leave behind."""
 
 ALLOWED = (
     # what any program needs
@@ -22,10 +26,15 @@ ALLOWED = (
     # the machine: threads, accelerators, network
     *("OMP_*", "MKL_*", "KMP_*", "OPENBLAS_NUM_THREADS", "CUDA_VISIBLE_DEVICES", "CUDA_DEVICE_*"),
     *("NVIDIA_VISIBLE_DEVICES", "NVIDIA_DRIVER_CAPABILITIES", "NCCL_*", "GLOO_*", "UCX_*"),
-    # Ray's own, and the mark of the run
-    *("RAY_*", MARKER),
+    # Ray's own, the mark of the run, and the folder that goes with it
+    *("RAY_*", MARKER, SOCKETS),
 )
 """Names and patterns. Others are named in the recipe (`cluster.env_vars`) or given with the worker."""
+
+
+def of_the_run(mark: str, folder: Path, environ: Mapping[str, str]) -> dict[str, str]:
+    """What is set for a Ray that a run starts and marks with `mark`; `folder` is removed after it."""
+    return {MARKER: mark, SOCKETS: environ.get(SOCKETS, str(folder))}
 
 
 def is_allowed(name: str, extra: Sequence[str] = ()) -> bool:

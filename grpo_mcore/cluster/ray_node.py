@@ -24,7 +24,7 @@ from pathlib import Path
 from typing import Any
 
 from grpo_mcore.cluster import sweeper
-from grpo_mcore.cluster.environment import MARKER, only_allowed
+from grpo_mcore.cluster.environment import MARKER, of_the_run, only_allowed
 from grpo_mcore.cluster.interface import DeadlineExceeded, NotEnoughResources
 
 END_S = 8.0
@@ -77,7 +77,8 @@ def run_node(command: Sequence[str], folder: Path) -> int:
     mark = f"{MARKER}={uuid.uuid4().hex}"
     asked: list[int] = []
     with only_allowed():  # secrets stay with the driver
-        child = subprocess.Popen([*command], env={**os.environ, MARKER: mark.partition("=")[2]})
+        of_this_run = of_the_run(mark.partition("=")[2], folder, os.environ)
+        child = subprocess.Popen([*command], env={**os.environ, **of_this_run})
     guard = sweeper.start_beside(mark, folder)
     for number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGUSR2):  # the last one passes through srun
         signal.signal(number, lambda got, _frame: (asked.append(got), child.terminate()))

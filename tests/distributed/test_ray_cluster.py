@@ -23,7 +23,7 @@ from grpo_mcore.cluster import (
     call_all,
     gather,
 )
-from grpo_mcore.cluster.environment import MARKER
+from grpo_mcore.cluster.environment import MARKER, SOCKETS
 from grpo_mcore.cluster.ray_cluster import RayCluster
 from grpo_mcore.cluster.sweeper import marked
 from tests.distributed.ray_workers import Abacus, BadStart, Rank, Record
@@ -69,7 +69,7 @@ def test_calls_run_in_order_on_one_object(abacus):
 
 def test_driver_keeps_its_environment_and_workers_get_the_allowed_part(abacus, second):
     assert os.environ["GRPO_TEST_SECRET"] == "hunter2"
-    assert MARKER not in os.environ
+    assert MARKER not in os.environ and SOCKETS not in os.environ
     for worker, threads in ((abacus, "1"), (second, "3")):
         seen = worker.call("environment").result()
         assert "GRPO_TEST_SECRET" not in seen
@@ -77,6 +77,7 @@ def test_driver_keeps_its_environment_and_workers_get_the_allowed_part(abacus, s
         assert seen["OMP_NUM_THREADS"] == threads
         assert seen["PATH"] == os.environ["PATH"]
         assert seen["CUDA_VISIBLE_DEVICES"] == ""
+        assert (Path(seen[SOCKETS]) / "session_latest").exists(), "the folder that goes with the run"
     assert "hunter2" not in abacus.call("kernel_environment").result()  # nor where a debugger would look
 
 
