@@ -7,7 +7,7 @@ from benchmarks.verifier_soak import soak
 
 
 def test_soak() -> None:
-    found = soak(90, 0.1, workers=2, timeout_s=2.0, memory_gb=0.5)
+    found = soak(90, 0.1, workers=4, timeout_s=2.0, memory_gb=0.5)
     # On a machine with no time for it a verification may run out of its own: no reward, but never a wrong one.
     assert [wrong for wrong in found.wrong if "reason='timed out" not in wrong] == []
     assert 9 <= sum(found.reasons.values()) <= 9 + len(found.wrong)
