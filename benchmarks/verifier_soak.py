@@ -5,9 +5,9 @@ others hardly notice.
 
 Two pools verify with math-verify at the same time: one the answers with faulty ones among them, the other clean ones
 for as long as that takes. Each has half of the workers and half of the processors, and every second they exchange
-these: where one run comes after the other, a machine whose speed changes by a tenth within a minute decides the figure. The answers come in groups
-of 16 from 32 threads, as from a run. At the end is a wait for the last that hang, up to one and a half times the
-timeout, which no other work hides here. Exit code 1 where something does not hold.
+these: where one run comes after the other, a machine whose speed changes by a tenth within a minute decides the figure.
+The answers come in groups of 16 from 32 threads, as from a run. At the end is a wait for the last that hang, up to one
+and a half times the timeout, which no other work hides here. Exit code 1 where something does not hold.
 """
 
 from __future__ import annotations
