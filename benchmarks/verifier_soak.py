@@ -87,12 +87,13 @@ def soak(count: int, share: float, workers: int, timeout_s: float, memory_gb: fl
     workers = max(workers // 2, 1)
     clean = answers(2 * count, seed=1)
     faulty = with_faults(clean[:count], share, seed=2)
-    done = threading.Event()
+    done, others_before = threading.Event(), psutil.Process().children()
     with ExitStack() as stack:
         pools = [
             stack.enter_context(closing(pool_on(half, workers, timeout_s, memory_gb))) for half in processor_halves()
         ]
-        exchange = stack.enter_context(ThreadPoolExecutor(1)).submit(exchange_processors, done)
+        templates = [process for process in psutil.Process().children() if process not in others_before]
+        exchange = stack.enter_context(ThreadPoolExecutor(1)).submit(exchange_processors, done, templates)
         others = stack.enter_context(ThreadPoolExecutor(1)).submit(run_until, done, pools[0], clean)
         try:
             start = time.perf_counter()
@@ -136,15 +137,14 @@ def pool_on(processors: set[int], workers: int, timeout_s: float, memory_gb: flo
         os.sched_setaffinity(0, before)
 
 
-def exchange_processors(done: threading.Event) -> None:
+def exchange_processors(done: threading.Event, templates: list[psutil.Process]) -> None:
     """Of the two pools, every second. A worker that is forked meanwhile has those of its template."""
-    templates = psutil.Process().children()
     while not done.wait(1.0):
         halves = [template.cpu_affinity() for template in templates]
         for template, half in zip(templates, reversed(halves), strict=True):
             template.cpu_affinity(half)
             for worker in template.children():
-                with suppress(psutil.NoSuchProcess):
+                with suppress(psutil.NoSuchProcess):  # it has just ended
                     worker.cpu_affinity(half)
 
 

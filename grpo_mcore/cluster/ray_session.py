@@ -15,7 +15,7 @@ from pathlib import Path
 import ray
 
 from grpo_mcore.cluster import sweeper
-from grpo_mcore.cluster.environment import MARKER, SOCKETS, of_the_run, only_allowed
+from grpo_mcore.cluster.environment import MARKER, of_the_run, only_allowed
 from grpo_mcore.cluster.interface import DeadlineExceeded
 
 LONGEST_TEMPORARY = 30
@@ -58,14 +58,15 @@ class RaySession:
         self._sweeper = sweeper.start_beside(self._mark, self.folder)
         try:
             with only_allowed(env_vars):
-                before = dict(os.environ)
-                os.environ.update(of_the_run(self._mark.partition("=")[2], self.folder, before))
+                ours = of_the_run(self._mark.partition("=")[2], self.folder, os.environ)
+                before = {name: os.environ[name] for name in ours if name in os.environ}
+                os.environ.update(ours)
                 try:
                     self._start(start_timeout_s, num_cpus, num_gpus)
                 finally:
-                    for name in (MARKER, SOCKETS):
-                        if name not in before:
-                            del os.environ[name]
+                    for name in ours:
+                        del os.environ[name]
+                    os.environ.update(before)
         except BaseException:
             self.close()
             raise
