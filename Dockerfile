@@ -47,7 +47,7 @@ COPY pyproject.toml README.md LICENSE /opt/grpo-mcore/
 COPY grpo_mcore /opt/grpo-mcore/grpo_mcore
 COPY recipes /opt/grpo-mcore/recipes
 RUN pip install "/opt/grpo-mcore[gpu,wandb]" && pip check \
-    && python -c "import megatron.core, ray, torch, transformers, grpo_mcore.launch"
+    && python -c "import megatron.core, ray, torch, transformers, grpo_mcore.tools.launch"
 
 ENV RAY_USAGE_STATS_ENABLED=0 RAY_ENABLE_UV_RUN_RUNTIME_ENV=0 RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO=1 \
     VLLM_NO_USAGE_STATS=1 PYTHONUNBUFFERED=1
@@ -77,7 +77,7 @@ COPY pyproject.toml README.md LICENSE /opt/grpo-mcore/
 COPY grpo_mcore /opt/grpo-mcore/grpo_mcore
 COPY recipes /opt/grpo-mcore/recipes
 RUN pip install --no-deps --no-build-isolation /opt/grpo-mcore \
-    && python -c "import megatron.core, ray, torch, vllm, grpo_mcore.launch"
+    && python -c "import megatron.core, ray, torch, vllm, grpo_mcore.tools.launch"
 ENV RAY_USAGE_STATS_ENABLED=0 RAY_ENABLE_UV_RUN_RUNTIME_ENV=0 VLLM_NO_USAGE_STATS=1 PYTHONUNBUFFERED=1
 LABEL org.opencontainers.image.title="grpo-mcore-cpu" \
       org.opencontainers.image.description="GRPO with Megatron-Core policies, vLLM engines and Ray, on CPU" \

@@ -13,7 +13,7 @@ from pathlib import Path
 from statistics import mean
 from typing import Any
 
-from grpo_mcore.algorithms.checkpoints import CheckpointManager
+from grpo_mcore.algorithms.checkpointing.checkpoints import CheckpointManager
 from grpo_mcore.algorithms.grpo import grpo_train, setup
 from grpo_mcore.algorithms.setup import make_loss, start_cluster, start_environments, wait_until_ready
 from grpo_mcore.data import build_task_data, build_train_dataloader, load_tokenizer

@@ -29,7 +29,7 @@ from typing import Any
 import torch
 from classic_refit import join_wire, join_wires, receive_classic, run_classic, send_classic
 
-from grpo_mcore.algorithms.engine_group import EngineWorker
+from grpo_mcore.algorithms.engines.engine_group import EngineWorker
 from grpo_mcore.families import parameter_count, params_of, read_hf_config, shape_of
 from grpo_mcore.generation import EngineConfig, engine_environment
 from grpo_mcore.refit import EngineLayout, EngineNodes, RefitSender, TrainerLayout, plan_refit, refit

@@ -25,7 +25,7 @@ CPU, LAUNCH = ROOT / "requirements" / "cpu.lock", ROOT / "requirements" / "launc
 # `import transformers`. Triton (1 GB) comes with xgrammar; without a GPU vLLM and torch switch it off.
 LEFT_OUT = {"torchvision", "torchaudio", "torchcodec", "triton"}
 
-# All that grpo_mcore.launch and grpo_mcore.recipe import.
+# All that grpo_mcore.tools.launch and grpo_mcore.recipe import.
 TO_RENDER = {"pydantic", "pyyaml"}
 
 HEADER = """\

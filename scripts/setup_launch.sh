@@ -28,6 +28,6 @@ rm -rf "$ENV"
 }
 # This checkout, for what reads recipes and writes jobs; not its programs, which belong to the environment that trains.
 pwd >"$("$ENV/bin/python" -c 'import sysconfig; print(sysconfig.get_path("purelib"))')/grpo_mcore.pth"
-"$ENV/bin/python" -c 'import nemo_run, grpo_mcore.launch.nemo_run'
+"$ENV/bin/python" -c 'import nemo_run, grpo_mcore.tools.launch.nemo_run'
 digest >"$ENV/.ready"
 echo "[launch-env] ready: $ENV/bin/python launchers/nemo_run/grpo.py --help"

@@ -17,22 +17,22 @@ from typing import Any
 
 from torch import Tensor
 
-from grpo_mcore.algorithms.background_checkpoints import BackgroundCheckpoints
-from grpo_mcore.algorithms.checkpoints import CheckpointManager
+from grpo_mcore.algorithms.checkpointing.background import BackgroundCheckpoints
+from grpo_mcore.algorithms.checkpointing.checkpoints import CheckpointManager
+from grpo_mcore.algorithms.checkpointing.group_store import in_time, read_groups, write_groups
+from grpo_mcore.algorithms.checkpointing.save_state import GRPOSaveState, first_save_state
 from grpo_mcore.algorithms.dynamic_sampling import dynamic_sampling
-from grpo_mcore.algorithms.engine_group import EngineGroup
-from grpo_mcore.algorithms.judging import as_workers
-from grpo_mcore.algorithms.kept_groups import in_time, read_groups, write_groups
-from grpo_mcore.algorithms.policy_endpoint import open_endpoint
-from grpo_mcore.algorithms.policy_group import PolicyGroup
-from grpo_mcore.algorithms.prompt_stream import PromptStream
-from grpo_mcore.algorithms.refit_step import refit_engines, refit_policy_generation
-from grpo_mcore.algorithms.retries import Retries
+from grpo_mcore.algorithms.engines.engine_group import EngineGroup
+from grpo_mcore.algorithms.engines.policy_endpoint import open_endpoint
+from grpo_mcore.algorithms.engines.retries import Retries
+from grpo_mcore.algorithms.lifecycle.run_report import RunReport
+from grpo_mcore.algorithms.lifecycle.stopping import StopRequest
 from grpo_mcore.algorithms.reward_scaling import scale_rewards
-from grpo_mcore.algorithms.rollouts import Rollouts
-from grpo_mcore.algorithms.run_report import RunReport
-from grpo_mcore.algorithms.sampling_config import sampling_of, turn_limits
-from grpo_mcore.algorithms.save_state import GRPOSaveState, first_save_state
+from grpo_mcore.algorithms.rollouts.prompt_stream import PromptStream
+from grpo_mcore.algorithms.rollouts.rollouts import Rollouts
+from grpo_mcore.algorithms.rollouts.sampling_config import sampling_of, turn_limits
+from grpo_mcore.algorithms.rollouts.scoring import as_workers
+from grpo_mcore.algorithms.rollouts.validation import run_validation, stop_reason
 from grpo_mcore.algorithms.schedule_config import schedule_config
 from grpo_mcore.algorithms.setup import (
     make_loss,
@@ -43,11 +43,11 @@ from grpo_mcore.algorithms.setup import (
     start_policy,
     wait_until_ready,
 )
-from grpo_mcore.algorithms.step_batch import build_step_batch
-from grpo_mcore.algorithms.step_groups import StepGroups
-from grpo_mcore.algorithms.step_targets import step_targets
-from grpo_mcore.algorithms.stopping import StopRequest
-from grpo_mcore.algorithms.validation import run_validation, stop_reason
+from grpo_mcore.algorithms.training_step.advantages import compute_targets
+from grpo_mcore.algorithms.training_step.policy_group import PolicyGroup
+from grpo_mcore.algorithms.training_step.step_batch import build_step_batch
+from grpo_mcore.algorithms.training_step.step_groups import StepGroups
+from grpo_mcore.algorithms.weight_sync.refit_step import refit_engines, refit_policy_generation
 from grpo_mcore.cluster import Cluster
 from grpo_mcore.data import (
     AllTaskProcessedDataset,
@@ -194,7 +194,7 @@ def grpo_train(
     checkpoints = BackgroundCheckpoints(checkpointer, policy, config, report, ledger)
 
     stop, told = stop or StopRequest(), False
-    with closing(ledger), checkpoints, policy.beside(rollouts), stop.heeded():
+    with closing(ledger), checkpoints, policy.run_alongside(rollouts), stop.heeded():
         if (in_flight := (data_state or {}).get("in_flight")) and not isinstance(schedule.next(), s.Finish):
             report.refit(refit_engines(policy, policy_generation, config, restarted))
             schedule.record(s.Refitted(version := schedule.policy_version))
@@ -241,13 +241,13 @@ def grpo_train(
                         policy.offload()
                         policy_generation.go_on()
                     with step_clock.phase("generate" if rollouts.generating else "reward"):
-                        group = stop.cut_short(rollouts.next_group)
+                        group = stop.interruptible(rollouts.next_group)
                     if group is None:
                         continue
                     uid = group.uid
                     if failure := group.failure:
                         groups.fail(group)
-                        prompts.settle([uid])
+                        prompts.mark_done([uid])
                         report.group_failed(uid, failure)
                         ledger.write("failed", uid=uid, why=failure)
                         schedule.record(s.GroupFailed(uid, failure))
@@ -255,7 +255,7 @@ def grpo_train(
                     informative = groups.add(group)
                     ledger.write("finished", uid=uid, version=group.weight_version, scored=group.scored)
                     if not informative:
-                        prompts.settle([uid])
+                        prompts.mark_done([uid])
                         report.group_filtered()
                         ledger.write("filtered", uid=uid, why="its rewards are equal")
                     schedule.record(s.GroupFinished(uid, informative, group.nbytes))
@@ -267,7 +267,7 @@ def grpo_train(
                         gone = len(trained) + len(command.surplus)
                         sampled["num_groups_ahead"] = float(len(schedule.in_flight) - gone)
                     metrics = train_on_groups(policy, policy_generation, trained, loss_fn, config, step_clock)
-                    prompts.settle(command.groups)
+                    prompts.mark_done(command.groups)
                     prompts.put_back(command.surplus)
                     ledger.write("trained", uids=command.groups, step=step, version=schedule.policy_version)
                     if command.surplus:
@@ -279,7 +279,7 @@ def grpo_train(
 
                 case s.Validate(step):
                     with step_clock.pause():
-                        validated = stop.cut_short(partial(
+                        validated = stop.interruptible(partial(
                             validate, policy_generation, val_dataloader, tokenizer, val_task_to_env, step, config,
                             report=report, restore_engines=restore, on_restart=restarted,
                         ))  # fmt: skip
@@ -323,7 +323,7 @@ def train_on_groups(
             kl_kind = config.loss_fn.reference_policy_kl_type if config.loss_fn.use_kl_in_reward else None
             stats = policy.infer_logprobs(len(batch.samples), prev=prev, reference=reference, kl_kind=kl_kind)
     with clock.phase("train"):
-        targets, metrics = step_targets(batch, stats, config)
+        targets, metrics = compute_targets(batch, stats, config)
         if not any(targets.valid_toks):  # all failed or filtered
             policy.skip()
             return metrics | {"tokens": 0.0}

@@ -7,15 +7,15 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from grpo_mcore.algorithms.engine_group import EngineGroup, EngineWorker, node_of_engine
-from grpo_mcore.algorithms.judging import EnvironmentWorker
+from grpo_mcore.algorithms.engines.engine_group import EngineGroup, EngineWorker, node_of_engine
+from grpo_mcore.algorithms.engines.policy_endpoint import REQUESTS, chat_config
+from grpo_mcore.algorithms.engines.retries import Retries
 from grpo_mcore.algorithms.logprob_passes import needs_prev, needs_reference
-from grpo_mcore.algorithms.playing import PlayerWorker
-from grpo_mcore.algorithms.policy_endpoint import REQUESTS, chat_config
-from grpo_mcore.algorithms.policy_group import PolicyGroup
-from grpo_mcore.algorithms.policy_worker import PolicyWorker
-from grpo_mcore.algorithms.refit_parity import LIMITS, ParityCheck
-from grpo_mcore.algorithms.retries import Retries
+from grpo_mcore.algorithms.rollouts.agent_rollouts import PlayerWorker
+from grpo_mcore.algorithms.rollouts.scoring import EnvironmentWorker
+from grpo_mcore.algorithms.training_step.policy_group import PolicyGroup
+from grpo_mcore.algorithms.training_step.policy_worker import PolicyWorker
+from grpo_mcore.algorithms.weight_sync.refit_parity import LIMITS, ParityCheck
 from grpo_mcore.cluster import Cluster, Worker, gather, open_cluster
 from grpo_mcore.cluster.platform import cpu_threads, runs_on_gpu
 from grpo_mcore.environments import create_env_class

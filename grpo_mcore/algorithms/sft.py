@@ -11,11 +11,11 @@ from typing import Any
 
 import torch
 
-from grpo_mcore.algorithms.checkpoints import CheckpointManager
-from grpo_mcore.algorithms.policy_group import PolicyGroup
-from grpo_mcore.algorithms.prompt_stream import PromptStream
-from grpo_mcore.algorithms.rank_step import RankStep, Targets
-from grpo_mcore.algorithms.step_batch import rank_steps
+from grpo_mcore.algorithms.checkpointing.checkpoints import CheckpointManager
+from grpo_mcore.algorithms.rollouts.prompt_stream import PromptStream
+from grpo_mcore.algorithms.training_step.policy_group import PolicyGroup
+from grpo_mcore.algorithms.training_step.rank_step import RankStep, TrainTargets
+from grpo_mcore.algorithms.training_step.step_batch import rank_steps
 from grpo_mcore.data.interfaces import DatumSpec, Message
 from grpo_mcore.objective import NLLLossFn
 from grpo_mcore.observe import Logger, RunConsole, Timeline
@@ -91,7 +91,7 @@ def evaluate(policy: PolicyGroup, val_dataloader: Any, config: MasterConfig) -> 
 
 def _rank_steps(
     policy: PolicyGroup, batch: Sequence[DatumSpec], config: MasterConfig
-) -> tuple[tuple[RankStep, ...], Targets]:
+) -> tuple[tuple[RankStep, ...], TrainTargets]:
     trajectories = [as_trajectory(datum) for datum in batch]
     _, ranks = rank_steps(
         {i: policy.cluster.put(trajectory) for i, trajectory in enumerate(trajectories)},
@@ -102,7 +102,7 @@ def _rank_steps(
     )
     trained = sum(trajectory.generated_length for trajectory in trajectories)
     weights = torch.ones(len(trajectories), dtype=torch.float64)
-    return ranks, Targets(weights, valid_seqs=(len(trajectories),), valid_toks=(trained,))
+    return ranks, TrainTargets(weights, valid_seqs=(len(trajectories),), valid_toks=(trained,))
 
 
 def as_trajectory(datum: DatumSpec) -> Trajectory:

@@ -205,9 +205,9 @@ def _check(args: argparse.Namespace) -> int:
 
 
 def _collect(args: argparse.Namespace) -> int:
-    from grpo_mcore.algorithms.collect import collect
     from grpo_mcore.observe.console import RunConsole
     from grpo_mcore.recipe import load_recipe
+    from grpo_mcore.tools.gym_collection import collect
 
     config = load_recipe(args.recipe, args.overrides).config
     console, done = RunConsole(), 0

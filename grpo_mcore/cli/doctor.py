@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 from grpo_mcore.recipe import MasterConfig, load_recipe
 
 if TYPE_CHECKING:
-    from grpo_mcore.cluster.doctor import Needs
+    from grpo_mcore.tools.doctor import Needs
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -25,8 +25,8 @@ def run(args: argparse.Namespace) -> int:
     """0 where all is well, 1 where there is a fault."""
     config = load_recipe(args.recipe, args.overrides).config if args.recipe else None
 
-    from grpo_mcore.cluster.doctor import examine
-    from grpo_mcore.cluster.doctor.nodes import examine_cluster
+    from grpo_mcore.tools.doctor import examine
+    from grpo_mcore.tools.doctor.nodes import examine_cluster
 
     needs = needs_of(config, tuple(args.port))
     found = examine_cluster(needs) if args.cluster else {"": examine(needs)}
@@ -43,8 +43,8 @@ def run(args: argparse.Namespace) -> int:
 
 def needs_of(config: MasterConfig | None, ports: tuple[int, ...] = ()) -> Needs:
     """What a recipe asks of a node."""
-    from grpo_mcore.cluster.doctor import Needs
     from grpo_mcore.environments.sandbox import TRUST
+    from grpo_mcore.tools.doctor import Needs
 
     if config is None:
         return Needs(ports=ports)

@@ -27,15 +27,15 @@ def run(args: argparse.Namespace) -> int:
     """Submits, prints or writes the job."""
     if args.check:
         return _check(args.check, args.crd)
-    from grpo_mcore.launch import launch_spec
+    from grpo_mcore.tools.launch import launch_spec
 
     spec = launch_spec(load_recipe(args.recipe, args.overrides), args.target)
     if args.target == "slurm":
-        from grpo_mcore.launch.slurm import sbatch_script
+        from grpo_mcore.tools.launch.slurm import sbatch_script
 
         text, submit = sbatch_script(spec), ["sbatch"]
     else:
-        from grpo_mcore.launch.kubernetes import manifest
+        from grpo_mcore.tools.launch.kubernetes import manifest
 
         text, submit = manifest(spec), ["kubectl", "create", "-f", "-"]
     if args.output:
@@ -53,7 +53,7 @@ def run(args: argparse.Namespace) -> int:
 
 
 def _check(files: list[str], crd: str | None) -> int:
-    from grpo_mcore.launch.kubernetes_check import check_file, read_crd
+    from grpo_mcore.tools.launch.kubernetes_check import check_file, read_crd
 
     if crd is None:
         print(

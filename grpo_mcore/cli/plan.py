@@ -25,8 +25,8 @@ def run(args: argparse.Namespace) -> int:
     """0 where it fits, 1 where it does not (with --search: where nothing does)."""
     config = load_recipe(args.recipe, args.overrides).config
 
-    from grpo_mcore.algorithms.plan import make_plan, plan_device, plan_shape, search
-    from grpo_mcore.algorithms.plan.report import plan_text, search_text
+    from grpo_mcore.tools.plan import make_plan, plan_device, plan_shape, search
+    from grpo_mcore.tools.plan.report import plan_text, search_text
 
     shape, device = plan_shape(config, args.config_json), plan_device(config, args.device, args.memory_gb)
     plan = make_plan(config, shape, device, mean_length=args.mean_length)

@@ -46,7 +46,7 @@ def run(args: argparse.Namespace) -> int:
 
 
 def _verify(args: argparse.Namespace) -> int:
-    from grpo_mcore.algorithms.refit_verify import verify_refit
+    from grpo_mcore.tools.refit_verify import verify_refit
 
     report, parity = verify_refit(load_recipe(args.recipe, args.overrides).config)
     print(

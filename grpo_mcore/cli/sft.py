@@ -17,7 +17,7 @@ def run(args: argparse.Namespace) -> int:
 
 def fine_tune(config: MasterConfig) -> Path:
     """One run; returns the folder of the model in Hugging Face's format, `hf` in checkpointing.checkpoint_dir."""
-    from grpo_mcore.algorithms.checkpoints import CheckpointManager
+    from grpo_mcore.algorithms.checkpointing.checkpoints import CheckpointManager
     from grpo_mcore.algorithms.setup import check_model, start_cluster, start_policy, wait_until_ready
     from grpo_mcore.algorithms.sft import sft_train
     from grpo_mcore.data import build_dataloader, build_task_data, load_tokenizer

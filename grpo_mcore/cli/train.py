@@ -23,7 +23,7 @@ def run(args: argparse.Namespace) -> int:
     began = time.time()
     if config.cluster.max_restarts == 0:
         return exit_code(train(config, args.resume, began))
-    from grpo_mcore.algorithms.supervise import supervise
+    from grpo_mcore.algorithms.lifecycle.supervise import supervise
 
     return supervise(attempt, config, args.resume, began)
 
@@ -56,8 +56,9 @@ def train(config: MasterConfig, resume: str | bool | None = None, began: float |
 
     What can be wrong with model, data and checkpoint shows before anything starts.
     """
-    from grpo_mcore.algorithms.checkpoints import CheckpointManager
+    from grpo_mcore.algorithms.checkpointing.checkpoints import CheckpointManager
     from grpo_mcore.algorithms.grpo import grpo_train, setup
+    from grpo_mcore.algorithms.lifecycle.stopping import on_signal, on_sigterm
     from grpo_mcore.algorithms.setup import (
         check_engines,
         check_model,
@@ -65,7 +66,6 @@ def train(config: MasterConfig, resume: str | bool | None = None, began: float |
         start_environments,
         wait_until_ready,
     )
-    from grpo_mcore.algorithms.stopping import on_signal, on_sigterm
     from grpo_mcore.data import TurnTemplate, build_task_data, load_tokenizer
     from grpo_mcore.observe import Logger
 

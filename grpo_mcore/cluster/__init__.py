@@ -6,15 +6,17 @@ Nothing here knows what a worker computes. Every wait has a deadline and a name.
 from __future__ import annotations
 
 from grpo_mcore.cluster.faults import is_fault
-from grpo_mcore.cluster.gather import Meanwhile, call_all, gather
-from grpo_mcore.cluster.interface import (
+from grpo_mcore.cluster.gather import BackgroundWork, call_all, gather
+from grpo_mcore.cluster.local_cluster import LocalCluster
+from grpo_mcore.cluster.opening import open_cluster
+from grpo_mcore.rollout.workers import (
     Cluster,
     DeadlineExceeded,
+    Future,
     NotEnoughResources,
     ObjectLost,
     ObjectStore,
     Parcel,
-    Pending,
     Place,
     Ref,
     Rendezvous,
@@ -23,19 +25,17 @@ from grpo_mcore.cluster.interface import (
     WorkerDied,
     WorkerFailed,
 )
-from grpo_mcore.cluster.local_cluster import LocalCluster
-from grpo_mcore.cluster.opening import open_cluster
 
 __all__ = [
     "Cluster",
     "DeadlineExceeded",
     "LocalCluster",
-    "Meanwhile",
+    "BackgroundWork",
     "NotEnoughResources",
     "ObjectLost",
     "ObjectStore",
     "Parcel",
-    "Pending",
+    "Future",
     "Place",
     "Ref",
     "Rendezvous",

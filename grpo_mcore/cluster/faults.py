@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from grpo_mcore.cluster.interface import DeadlineExceeded, ObjectLost, WorkerDied
+from grpo_mcore.rollout.workers import DeadlineExceeded, ObjectLost, WorkerDied
 
 LOSSES = (WorkerDied, ObjectLost, DeadlineExceeded, ConnectionError)
 

@@ -6,16 +6,16 @@ import time
 from collections.abc import Sequence
 from typing import Any, Protocol
 
-from grpo_mcore.cluster.interface import Cluster, DeadlineExceeded, Pending, Stream, Worker, WorkerDied, WorkerFailed
+from grpo_mcore.rollout.workers import Cluster, DeadlineExceeded, Future, Stream, Worker, WorkerDied, WorkerFailed
 
 GRACE_S = 10.0
 """How long the others are waited for once one has failed. Ranks of a group mostly fail together."""
 
 
-class Meanwhile(Protocol):
+class BackgroundWork(Protocol):
     """Work of the driver that goes on while it waits for something else."""
 
-    def awaited(self) -> Sequence[Pending | Stream]:
+    def awaited(self) -> Sequence[Future | Stream]:
         """What it waits for now."""
 
     def take(self, ready: Any) -> None:
@@ -31,7 +31,7 @@ def call_all(
     timeout_s: float | None = None,
     what: str | None = None,
     grace_s: float = GRACE_S,
-    meanwhile: Meanwhile | None = None,
+    meanwhile: BackgroundWork | None = None,
 ) -> list[Any]:
     """`method(*args)` on every worker, or `method(*args_per_worker[i])` on worker i; the results by worker.
 
@@ -49,12 +49,12 @@ def call_all(
 
 def gather(
     cluster: Cluster,
-    pendings: Sequence[Pending],
+    pendings: Sequence[Future],
     *,
     timeout_s: float,
     what: str,
     grace_s: float = GRACE_S,
-    meanwhile: Meanwhile | None = None,
+    meanwhile: BackgroundWork | None = None,
 ) -> list[Any]:
     """The results in the order of `pendings`, with one deadline for all. What `meanwhile` waits for is handed to it as
     it comes.

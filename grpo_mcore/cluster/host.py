@@ -22,7 +22,7 @@ from pathlib import Path
 from typing import Any
 
 from grpo_mcore.cluster.environment import is_allowed
-from grpo_mcore.cluster.interface import Parcel, Place, Rendezvous
+from grpo_mcore.rollout.workers import Parcel, Place, Rendezvous
 
 PORTS = range(20000, 30000)
 """Below those that Linux gives to outgoing connections: nobody takes one between choice and use."""

@@ -11,7 +11,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from types import TracebackType
 from typing import Any, Self
 
-from grpo_mcore.cluster.interface import ObjectStore, Place, Ref, Rendezvous, T, Worker, WorkerFailed
+from grpo_mcore.rollout.workers import ObjectStore, Place, Ref, Rendezvous, T, Worker, WorkerFailed
 
 
 class LocalPending:

@@ -5,8 +5,8 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
-from grpo_mcore.cluster.interface import Cluster
 from grpo_mcore.cluster.local_cluster import LocalCluster
+from grpo_mcore.rollout.workers import Cluster
 
 
 def open_cluster(config: Any, log_dir: Path) -> Cluster:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 from typing import Any
 
-from grpo_mcore.cluster.interface import NotEnoughResources
+from grpo_mcore.rollout.workers import NotEnoughResources
 
 
 def runs_on_gpu(config: Any) -> bool:

@@ -19,11 +19,11 @@ from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy, Place
 
 from grpo_mcore.cluster.environment import chosen
 from grpo_mcore.cluster.host import Host
-from grpo_mcore.cluster.interface import DeadlineExceeded, ObjectStore, Ref, T, Worker
 from grpo_mcore.cluster.ray_placement import asked, check_room, nodes_of, rank_order, reserve, room
 from grpo_mcore.cluster.ray_session import RaySession
 from grpo_mcore.cluster.ray_worker import RayPending, RayStore, RayStream, RayWorker
 from grpo_mcore.cluster.wait_graph import wait_graph
+from grpo_mcore.rollout.workers import DeadlineExceeded, ObjectStore, Ref, T, Worker
 
 CLOSE_S = 3.0
 """How long workers get for their own end before they are killed. One that is in a call does not answer."""

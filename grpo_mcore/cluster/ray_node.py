@@ -23,9 +23,9 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from grpo_mcore.cluster import sweeper
+from grpo_mcore.cluster import orphan_reaper
 from grpo_mcore.cluster.environment import MARKER, of_the_run, only_allowed
-from grpo_mcore.cluster.interface import DeadlineExceeded, NotEnoughResources
+from grpo_mcore.rollout.workers import DeadlineExceeded, NotEnoughResources
 
 END_S = 8.0
 """How long Ray gets to end its processes by itself."""
@@ -79,7 +79,7 @@ def run_node(command: Sequence[str], folder: Path) -> int:
     with only_allowed():  # secrets stay with the driver
         of_this_run = of_the_run(mark.partition("=")[2], folder, os.environ)
         child = subprocess.Popen([*command], env={**os.environ, **of_this_run})
-    guard = sweeper.start_beside(mark, folder)
+    guard = orphan_reaper.start_beside(mark, folder)
     for number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGUSR2):  # the last one passes through srun
         signal.signal(number, lambda got, _frame: (asked.append(got), child.terminate()))
     try:
@@ -88,7 +88,7 @@ def run_node(command: Sequence[str], folder: Path) -> int:
                 _end(child)
             time.sleep(0.2)
     finally:
-        resisting = sweeper.sweep(mark)
+        resisting = orphan_reaper.sweep(mark)
         guard.terminate()
         guard.wait()
         shutil.rmtree(folder, ignore_errors=True)

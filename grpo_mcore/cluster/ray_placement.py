@@ -12,7 +12,7 @@ from ray.util.placement_group import (
     remove_placement_group,
 )
 
-from grpo_mcore.cluster.interface import DeadlineExceeded, NotEnoughResources
+from grpo_mcore.rollout.workers import DeadlineExceeded, NotEnoughResources
 
 
 def check_room(name: str, count: int, cpus: float, gpus: float) -> None:

@@ -14,9 +14,9 @@ from pathlib import Path
 
 import ray
 
-from grpo_mcore.cluster import sweeper
+from grpo_mcore.cluster import orphan_reaper
 from grpo_mcore.cluster.environment import MARKER, of_the_run, only_allowed
-from grpo_mcore.cluster.interface import DeadlineExceeded
+from grpo_mcore.rollout.workers import DeadlineExceeded
 
 LONGEST_TEMPORARY = 30
 """Characters of the temporary folder's path: Ray puts Unix sockets 75 characters below it, and their paths
@@ -55,7 +55,7 @@ class RaySession:
         self.started_here = True
         self.folder = _short_folder()
         self._mark = f"{MARKER}={uuid.uuid4().hex}"
-        self._sweeper = sweeper.start_beside(self._mark, self.folder)
+        self._sweeper = orphan_reaper.start_beside(self._mark, self.folder)
         try:
             with only_allowed(env_vars):
                 ours = of_the_run(self._mark.partition("=")[2], self.folder, os.environ)
@@ -90,7 +90,7 @@ class RaySession:
                 if TOO_SLOW not in str(error):
                     raise
                 ray.shutdown()
-                sweeper.sweep(self._mark)
+                orphan_reaper.sweep(self._mark)
                 if time.monotonic() > deadline:
                     raise DeadlineExceeded("start of Ray", "its processes", timeout_s) from error
                 _log.warning("Ray's processes were not up within 30 s; starting them again")
@@ -105,7 +105,7 @@ class RaySession:
         if not self.started_here:
             return
         ray.shutdown()
-        resisting = sweeper.sweep(self._mark)
+        resisting = orphan_reaper.sweep(self._mark)
         self._sweeper.terminate()
         self._sweeper.wait()
         shutil.rmtree(self.folder, ignore_errors=True)

@@ -11,9 +11,9 @@ import ray
 from ray.exceptions import GetTimeoutError, RayActorError, RayError, RayTaskError
 
 from grpo_mcore.cluster.host import ParcelHead, RemoteFailure, in_stream
-from grpo_mcore.cluster.interface import DeadlineExceeded, ObjectLost, Parcel, Place, Ref, WorkerDied, WorkerFailed
 from grpo_mcore.cluster.reports import frames, log_tail, stacks
 from grpo_mcore.cluster.wait_graph import Wait
+from grpo_mcore.rollout.workers import DeadlineExceeded, ObjectLost, Parcel, Place, Ref, WorkerDied, WorkerFailed
 
 
 class RayPending:

@@ -8,7 +8,7 @@ import signal
 import time
 from pathlib import Path
 
-from grpo_mcore.cluster.interface import Place
+from grpo_mcore.rollout.workers import Place
 
 TAIL_LINES = 15
 DUMP_S = 2.0

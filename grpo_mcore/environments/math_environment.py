@@ -19,7 +19,7 @@ from grpo_mcore.environments.interfaces import EnvironmentInterface, Environment
 from grpo_mcore.environments.registry import EnvironmentConfigError
 from grpo_mcore.environments.verifiers import HF_MATH_VERIFY, Verdict, ground_truth
 from grpo_mcore.environments.verify_pool import VerifyPool
-from grpo_mcore.objective import RIGHT, pass_at_k
+from grpo_mcore.objective import CORRECT, pass_at_k
 
 
 class MathEnvConfig(EnvConfig):
@@ -127,7 +127,7 @@ class MathEnvironment(EnvironmentInterface):
             "num_failed": float(len(batch["rewards"]) - len(scored)),
         }
         if scored:
-            metrics["accuracy"] = sum(reward >= RIGHT for reward in scored) / len(scored)
+            metrics["accuracy"] = sum(reward >= CORRECT for reward in scored) / len(scored)
         for k in batch.get("k", ()):
             value = pass_at_k(_right_by_prompt(batch["uid"], batch["rewards"]), k)
             if value is not None:
@@ -143,5 +143,5 @@ def _right_by_prompt(uids: Sequence[str], rewards: Sequence[float | None]) -> li
     by_prompt: dict[str, list[bool]] = defaultdict(list)
     for uid, reward in zip(uids, rewards, strict=True):
         if reward is not None:
-            by_prompt[uid].append(reward >= RIGHT)
+            by_prompt[uid].append(reward >= CORRECT)
     return list(by_prompt.values())

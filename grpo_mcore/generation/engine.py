@@ -16,10 +16,10 @@ import torch
 
 from grpo_mcore.generation.chat.engine_chat import EngineChat, Reply
 from grpo_mcore.generation.config import EngineConfig, engine_arguments, engine_environment
+from grpo_mcore.generation.engine_lock import EngineLock
 from grpo_mcore.generation.engine_nodes import Lifeline, await_followers, bind_vllm_to, deaths
 from grpo_mcore.generation.routes import record_routes, take_routes
 from grpo_mcore.generation.shared_steps import Caller, SharedSteps
-from grpo_mcore.generation.turns import Turns
 from grpo_mcore.generation.worker_calls import refit_step, unlink_shared_segments
 from grpo_mcore.rollout.trajectory import GenerationRequest, Sampling, Trajectory
 
@@ -53,7 +53,7 @@ class Engine:
         self._half_replaced = False
         self._version_before: int | None = None  # of a commit that may still be taken back
         self._unreleased = False
-        self._turns = Turns(REFIT_TIMEOUT_S)
+        self._turns = EngineLock(REFIT_TIMEOUT_S)
         self._steps = SharedSteps(self._take_step, REFIT_TIMEOUT_S, lambda: self._turns.paused)
         self._callers = itertools.count()
         self._asked: dict[str, GenerationRequest] = {}  # by request id, of all callers

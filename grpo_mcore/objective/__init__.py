@@ -16,7 +16,7 @@ from grpo_mcore.objective.config import ClippedPGLossConfig
 from grpo_mcore.objective.estimators import RewardWeights, estimate_advantages, weights_by_name
 from grpo_mcore.objective.kl_in_reward import SampleKL, kl_to_go, token_advantages
 from grpo_mcore.objective.loss import ClippedPGLossFn
-from grpo_mcore.objective.pass_at_k import RIGHT, pass_at_k, pass_numbers
+from grpo_mcore.objective.pass_at_k import CORRECT, pass_at_k, pass_numbers
 from grpo_mcore.objective.reduce import valid_counts
 from grpo_mcore.objective.rewards import overlong_filter, scale_reward_values, shape_rewards
 from grpo_mcore.objective.sample_stats import sample_stats
@@ -24,7 +24,7 @@ from grpo_mcore.objective.sft_loss import NLLLossFn
 
 __all__ = [
     "METRIC_REDUCTIONS",
-    "RIGHT",
+    "CORRECT",
     "AdvantageEstimate",
     "ClippedPGLossConfig",
     "ClippedPGLossFn",

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterable, Sequence
 
-RIGHT = 1.0
+CORRECT = 1.0
 """A sample is right from this reward on."""
 
 

@@ -54,7 +54,7 @@ class Layout:
             expert_copy=in_stage // (self.expert_tensor * self.expert),
         )
 
-    def speaks(self, rank: int) -> bool:
+    def is_reporting_rank(self, rank: int) -> bool:
         """Whether the rank speaks for its data-parallel rank: of those with its samples, one has the log-probs and
         tells them."""
         here = self.coordinates(rank)

@@ -167,7 +167,7 @@ class EngineWeights:
             self.wholes[name] = torch.empty(self._whole_shapes[name], dtype=values.dtype, device=self._device)
         self.wholes[name][_index(box)] = values
 
-    def settle(self) -> None:
+    def mark_done(self) -> None:
         """The buffer will be written again: what still views it is copied."""
         for target in self._targets.values():
             if target.borrowed and target.tensor is not None:

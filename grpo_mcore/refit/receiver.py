@@ -10,7 +10,7 @@ import torch
 
 from grpo_mcore.refit.buffer import RefitBuffer, block_view, create_buffer
 from grpo_mcore.refit.delivery import Deliveries
-from grpo_mcore.refit.link import Link
+from grpo_mcore.refit.network import Link
 from grpo_mcore.refit.plan import RefitError, RefitPlan
 
 

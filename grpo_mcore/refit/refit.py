@@ -19,14 +19,14 @@ from grpo_mcore.refit.proof import Sums, Verify, first_difference
 from grpo_mcore.refit.protocol import RefitProtocol, RefitState
 
 
-class Pending(Protocol):
+class Future(Protocol):
     def result(self) -> Any: ...
 
 
 class Worker(Protocol):
     name: str
 
-    def call(self, method: str, *args: Any, timeout_s: float | None = None, what: str | None = None) -> Pending: ...
+    def call(self, method: str, *args: Any, timeout_s: float | None = None, what: str | None = None) -> Future: ...
 
 
 class Timer(Protocol):
@@ -42,7 +42,7 @@ class Call:
 
     worker: Worker
     what: str
-    pending: Pending
+    pending: Future
 
 
 @dataclass(frozen=True)

@@ -14,7 +14,7 @@ from torch import Tensor
 from grpo_mcore.families import Box
 from grpo_mcore.refit.buffer import RefitBuffer, attach_buffer, block_view, create_buffer
 from grpo_mcore.refit.delivery import Deliveries
-from grpo_mcore.refit.link import Link
+from grpo_mcore.refit.network import Link
 from grpo_mcore.refit.plan import Block, RefitError, RefitPlan
 from grpo_mcore.refit.proof import Sums, Verify, checked_parameters, checksum, sum_dtype
 

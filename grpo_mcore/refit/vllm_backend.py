@@ -163,7 +163,7 @@ class RefitWeightEngine(WeightTransferEngine[RefitInit, RefitUpdate]):
                     self._weights.receive((index, number, copy), read.param, read.box, values, summed)
                 except Exception as error:
                     raise RefitError(f"putting a slice of bucket {index} into {read.param} failed: {error}") from error
-        self._weights.settle()
+        self._weights.mark_done()
         self._buffer.synchronize()
         self._next_bucket += 1
         self._seconds += time.perf_counter() - began

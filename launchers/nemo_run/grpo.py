@@ -17,9 +17,9 @@ import nemo_run as run
 from jobs import Job, executor, register_recipes, script
 from nemo_run.config import get_nemorun_home
 
-from grpo_mcore.launch import LaunchSpec, launch_spec, nemo_run
-from grpo_mcore.launch.spec import Target
 from grpo_mcore.recipe import RecipeError, load_recipe
+from grpo_mcore.tools.launch import LaunchSpec, launch_spec, nemo_run
+from grpo_mcore.tools.launch.spec import Target
 
 TARGETS = ("local", "slurm", "k8s")
 

@@ -9,8 +9,8 @@ from pathlib import Path
 import nemo_run as run
 from nemo_run.core.execution.slurm import SlurmJobDetails
 
-from grpo_mcore.launch import LaunchSpec, nemo_run
-from grpo_mcore.launch.spec import Target
+from grpo_mcore.tools.launch import LaunchSpec, nemo_run
+from grpo_mcore.tools.launch.spec import Target
 
 RECIPES = Path(__file__).resolve().parents[2] / "recipes"
 

@@ -15,7 +15,7 @@ from typing import Any
 
 import psutil
 
-from grpo_mcore.algorithms import checkpoints
+from grpo_mcore.algorithms.checkpointing import checkpoints
 from grpo_mcore.cluster.local_cluster import LocalWorker
 from grpo_mcore.cluster.ray_worker import RayWorker
 

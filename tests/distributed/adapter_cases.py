@@ -8,11 +8,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from grpo_mcore.algorithms.parity_rank import LENGTHS, LayoutCase, compared_loss, micro_batches, policy_config
 from grpo_mcore.families import pieces
 from grpo_mcore.parallel.adapters import LowRank
 from grpo_mcore.parallel.mesh import Address
 from grpo_mcore.parallel.policy import Policy
+from grpo_mcore.tools.parity.rank import LENGTHS, LayoutCase, compared_loss, micro_batches, policy_config
 from tests.distributed.policy_state_cases import ADAM, SCHEDULE
 
 PEFT = {"enabled": True, "dim": 4, "alpha": 6.0}

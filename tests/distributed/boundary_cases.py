@@ -6,9 +6,9 @@ from typing import Any
 
 import torch
 
-from grpo_mcore.algorithms.parity_rank import LayoutCase, make_policy, owned_slices
 from grpo_mcore.batching.packed_batch import pack_rows
 from grpo_mcore.parallel.mesh import Address
+from grpo_mcore.tools.parity.rank import LayoutCase, make_policy, owned_slices
 
 ROW = (7, 13, 4, 9)  # lengths of the sequences of one row
 CHANGED = 1  # all its tokens change

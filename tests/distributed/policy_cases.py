@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from grpo_mcore.algorithms.parity_rank import LayoutCase
+from grpo_mcore.tools.parity.rank import LayoutCase
 
 LAYOUTS = (
     LayoutCase("TP1"),

@@ -7,17 +7,17 @@ from typing import Any
 
 import torch
 
-from grpo_mcore.algorithms.parity_rank import (
+from grpo_mcore.objective import ClippedPGLossConfig, ClippedPGLossFn
+from grpo_mcore.parallel.checkpoint import SaveError
+from grpo_mcore.parallel.mesh import Address
+from grpo_mcore.parallel.policy import NonFiniteLoss, Policy
+from grpo_mcore.tools.parity.rank import (
     LENGTHS,
     LayoutCase,
     micro_batches,
     owned_slices,
     policy_config,
 )
-from grpo_mcore.objective import ClippedPGLossConfig, ClippedPGLossFn
-from grpo_mcore.parallel.checkpoint import SaveError
-from grpo_mcore.parallel.mesh import Address
-from grpo_mcore.parallel.policy import NonFiniteLoss, Policy
 
 ADAM = {"lr": 1e-2, "min_lr": 1e-3, "adam_eps": 1e-3, "weight_decay": 0.01}
 SCHEDULE = {"lr_decay_style": "cosine", "lr_decay_iters": 10, "lr_warmup_iters": 2, "lr_warmup_init": 1e-3}
@@ -39,7 +39,7 @@ def step(policy: Policy) -> tuple[float, float]:
         micro_batches(policy), loss_fn, global_valid_seqs=len(LENGTHS), global_valid_toks=sum(LENGTHS) - len(LENGTHS)
     )
     policy.advance_schedule()
-    speaks = policy.layout.speaks(torch.distributed.get_rank())
+    speaks = policy.layout.is_reporting_rank(torch.distributed.get_rank())
     return report.grad_norm, report.metrics["loss"] if speaks else 0.0
 
 

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import numpy as np
 
-from grpo_mcore.algorithms.parity_rank import LayoutCase, make_policy
 from grpo_mcore.parallel.mesh import Address
+from grpo_mcore.tools.parity.rank import LayoutCase, make_policy
 
 
 def parameters(address: Address, model: str, case: LayoutCase) -> dict[str, np.ndarray]:

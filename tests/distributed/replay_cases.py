@@ -7,10 +7,10 @@ from typing import Any
 
 import torch
 
-from grpo_mcore.algorithms.parity_rank import LENGTHS, LayoutCase, make_policy, micro_batches, owned_slices
 from grpo_mcore.batching.packed_batch import PackedBatch
 from grpo_mcore.objective import ClippedPGLossConfig, ClippedPGLossFn
 from grpo_mcore.parallel.mesh import Address
+from grpo_mcore.tools.parity.rank import LENGTHS, LayoutCase, make_policy, micro_batches, owned_slices
 
 
 def any_routes(batch: PackedBatch, layers: int, experts: int, active: int) -> PackedBatch:

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 import ray
 
-from grpo_mcore.cluster.doctor import Needs, nodes
+from grpo_mcore.tools.doctor import Needs, nodes
 
 
 @pytest.fixture(scope="module")

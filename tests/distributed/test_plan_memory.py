@@ -10,15 +10,15 @@ from typing import Any
 
 import pytest
 
-from grpo_mcore.algorithms.parity_rank import LayoutCase, policy_config
-from grpo_mcore.algorithms.plan.memory import activation_bytes, gradient_bytes, optimizer_bytes, weight_bytes
-from grpo_mcore.algorithms.plan.refit_traffic import refit_traffic
-from grpo_mcore.algorithms.plan.workload import workload_of
 from grpo_mcore.data.tiny_models import make_tiny_model
 from grpo_mcore.families import read_hf_config, shape_of
 from grpo_mcore.parallel.policy import layout_of
 from grpo_mcore.parallel.rank_pool import RankPool
 from grpo_mcore.recipe import MasterConfig, PolicyConfig, load_recipe
+from grpo_mcore.tools.parity.rank import LayoutCase, policy_config
+from grpo_mcore.tools.plan.memory import activation_bytes, gradient_bytes, optimizer_bytes, weight_bytes
+from grpo_mcore.tools.plan.refit_traffic import refit_traffic
+from grpo_mcore.tools.plan.workload import workload_of
 from tests.distributed.plan_cases import LENGTHS, MICRO_BATCHES, TOKENS
 
 BF16 = {"precision": "bfloat16"}

@@ -7,10 +7,10 @@ from typing import Any
 import pytest
 import torch
 
-from grpo_mcore.algorithms.parity import GRADIENT_LIMIT, LOGPROB_LIMIT, compare, reference_of
-from grpo_mcore.algorithms.parity_rank import LayoutCase
 from grpo_mcore.data.tiny_models import make_tiny_model
 from grpo_mcore.parallel.rank_pool import RankPool
+from grpo_mcore.tools.parity.parity import GRADIENT_LIMIT, LOGPROB_LIMIT, compare, reference_of
+from grpo_mcore.tools.parity.rank import LayoutCase
 from tests.distributed.policy_cases import LAYOUTS, MOE_LAYOUTS
 
 DENSE = {
@@ -52,7 +52,7 @@ def test_logprobs_and_gradients_equal_transformers(
         folder = make_tiny_model(family, tmp_path_factory.mktemp(family), **FAMILIES[family])
         references[family] = reference_of(folder)
     reference = references[family]
-    target = "grpo_mcore.algorithms.parity_rank:logprobs_and_gradients"
+    target = "grpo_mcore.tools.parity.rank:logprobs_and_gradients"
     results = ranks.run(case.world_size, target, str(reference.folder), case)
     found = compare(reference, results, case.name, packed=True)
     assert max(found.logprobs.values()) < LOGPROB_LIMIT

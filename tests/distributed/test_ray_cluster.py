@@ -24,8 +24,8 @@ from grpo_mcore.cluster import (
     gather,
 )
 from grpo_mcore.cluster.environment import MARKER, SOCKETS
+from grpo_mcore.cluster.orphan_reaper import marked
 from grpo_mcore.cluster.ray_cluster import RayCluster
-from grpo_mcore.cluster.sweeper import marked
 from tests.distributed.ray_workers import Abacus, BadStart, Rank, Record
 
 pytestmark = pytest.mark.distributed

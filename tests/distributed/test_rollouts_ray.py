@@ -13,10 +13,10 @@ import pytest
 import ray
 import torch
 
-from grpo_mcore.algorithms.engine_group import EngineGroup
-from grpo_mcore.algorithms.judging import EnvironmentWorker
-from grpo_mcore.algorithms.playing import PlayerWorker
-from grpo_mcore.algorithms.rollouts import Rollouts
+from grpo_mcore.algorithms.engines.engine_group import EngineGroup
+from grpo_mcore.algorithms.rollouts.agent_rollouts import PlayerWorker
+from grpo_mcore.algorithms.rollouts.rollouts import Rollouts
+from grpo_mcore.algorithms.rollouts.scoring import EnvironmentWorker
 from grpo_mcore.cluster import Parcel, WorkerFailed
 from grpo_mcore.cluster.ray_cluster import RayCluster
 from grpo_mcore.data import load_tokenizer
@@ -28,7 +28,7 @@ from grpo_mcore.generation.config import ChatConfig
 from grpo_mcore.rollout.conversation import TurnLimits
 from grpo_mcore.rollout.trajectory import GenerationRequest, Outcome, Sampling, Trajectory, TrajectoryRef, Turn
 from tests.gym_server import AGENT, GymServer
-from tests.unit.algorithms.fake_rollouts import CharacterTokenizer, FakeEngine, FakeEnvironment, prompt
+from tests.unit.algorithms.rollouts.fake_rollouts import CharacterTokenizer, FakeEngine, FakeEnvironment, prompt
 
 pytestmark = pytest.mark.distributed
 

@@ -8,10 +8,10 @@ from pathlib import Path
 
 import pytest
 
-from grpo_mcore.algorithms.parity_rank import LayoutCase
 from grpo_mcore.data.tiny_models import make_tiny_model
 from grpo_mcore.parallel.mesh import Address, RendezvousError
 from grpo_mcore.parallel.rank_pool import RankPool
+from grpo_mcore.tools.parity.rank import LayoutCase
 
 ROOT = Path(__file__).resolve().parents[2]
 
@@ -27,9 +27,7 @@ def test_two_ranks_under_torchrun_compute_what_the_pool_computes(ranks: RankPool
     line = next(line for line in done.stdout.splitlines() if "RESULT" in line)
     total, norm = map(float, line.split()[-2:])
 
-    pool = ranks.run(2, "grpo_mcore.algorithms.parity_rank:logprobs_and_gradients", model, LayoutCase("TP2", tensor=2))[
-        0
-    ]
+    pool = ranks.run(2, "grpo_mcore.tools.parity.rank:logprobs_and_gradients", model, LayoutCase("TP2", tensor=2))[0]
     assert total == pytest.approx(sum(part.sum().item() for part in pool["logprobs"].values()), abs=1e-4)
     assert norm == pytest.approx(pool["grad_norm"], rel=1e-5)
 

@@ -6,8 +6,8 @@ import sys
 
 import torch
 
-from grpo_mcore.algorithms.parity_rank import LayoutCase, logprobs_and_gradients
 from grpo_mcore.parallel.mesh import Address
+from grpo_mcore.tools.parity.rank import LayoutCase, logprobs_and_gradients
 
 
 def main() -> None:

@@ -13,7 +13,7 @@ from grpo_mcore.generation import EngineConfig, engine_environment
 from grpo_mcore.parallel import cpu_platform
 
 _MODULES = (
-    "grpo_mcore.algorithms.policy_worker",
+    "grpo_mcore.algorithms.training_step.policy_worker",
     "grpo_mcore.parallel.checkpoint",
     "vllm.v1.engine.llm_engine",
     "vllm.v1.worker.cpu_worker",

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from grpo_mcore.algorithms import grpo
-from grpo_mcore.algorithms.engine_group import EngineWorker
+from grpo_mcore.algorithms.engines.engine_group import EngineWorker
 from grpo_mcore.cli.main import main
 from grpo_mcore.observe import Audit, audit, read_ledger
 from grpo_mcore.observe.ledger_audit import valid_entries

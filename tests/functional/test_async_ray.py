@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from grpo_mcore.cluster.sweeper import marked
+from grpo_mcore.cluster.orphan_reaper import marked
 from grpo_mcore.observe import audit, read_ledger
 from tests.functional.runs import Task, grpo_recipe, run_command, start_command
 

@@ -50,7 +50,7 @@ def recipe(task: Task, model: Path, tmp_path_factory: pytest.TempPathFactory) ->
 
 
 def test_a_run_and_its_two_halves(recipe: dict[str, Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    from grpo_mcore.algorithms.rollouts import Rollouts
+    from grpo_mcore.algorithms.rollouts.rollouts import Rollouts
 
     asked: list[list[str]] = []
     dispatch = Rollouts.dispatch

@@ -13,8 +13,8 @@ import pytest
 import torch
 
 from grpo_mcore.algorithms import grpo
-from grpo_mcore.algorithms.prompt_stream import PromptStream
-from grpo_mcore.algorithms.step_groups import is_informative
+from grpo_mcore.algorithms.rollouts.prompt_stream import PromptStream
+from grpo_mcore.algorithms.training_step.step_groups import is_informative
 from grpo_mcore.rollout.group import Group
 from tests.functional.runs import Run, Task, grpo_recipe, run_here
 

@@ -9,7 +9,7 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from grpo_mcore.algorithms.engine_group import EngineWorker
+from grpo_mcore.algorithms.engines.engine_group import EngineWorker
 from grpo_mcore.data.tiny_models import ENGINE_SIZES, make_tiny_model
 from grpo_mcore.families import params_of, read_hf_config, shape_of
 from grpo_mcore.refit import EngineLayout, RefitSender, TrainerLayout, plan_refit, refit

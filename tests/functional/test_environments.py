@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import yaml
 
-from grpo_mcore.algorithms.rollouts import Rollouts
+from grpo_mcore.algorithms.rollouts.rollouts import Rollouts
 from tests.functional.runs import Task, assert_one_message, grpo_recipe, make_base_config, run_here
 from tests.unit.environments.sandbox_here import needs_sandbox
 

@@ -11,9 +11,9 @@ import pytest
 import torch
 import yaml
 
-from grpo_mcore.algorithms.engine_group import EngineGroup, EngineWorker
-from grpo_mcore.algorithms.judging import as_workers
-from grpo_mcore.algorithms.rollouts import Rollouts
+from grpo_mcore.algorithms.engines.engine_group import EngineGroup, EngineWorker
+from grpo_mcore.algorithms.rollouts.rollouts import Rollouts
+from grpo_mcore.algorithms.rollouts.scoring import as_workers
 from grpo_mcore.cluster import LocalCluster
 from grpo_mcore.data import load_tokenizer
 from grpo_mcore.data.puzzle_model import make_puzzle_model

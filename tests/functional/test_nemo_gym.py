@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 import torch
 
-from grpo_mcore.algorithms.rollouts import Rollouts
+from grpo_mcore.algorithms.rollouts.rollouts import Rollouts
 from grpo_mcore.cli.main import main
 from grpo_mcore.data import load_tokenizer
 from grpo_mcore.data.arithmetic import make_tokenizer

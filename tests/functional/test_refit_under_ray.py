@@ -13,10 +13,10 @@ from typing import Any
 import pytest
 from torch import Tensor
 
-from grpo_mcore.algorithms.engine_group import EngineGroup
+from grpo_mcore.algorithms.engines.engine_group import EngineGroup
 from grpo_mcore.algorithms.grpo import refit_policy_generation
-from grpo_mcore.algorithms.policy_group import PolicyGroup
 from grpo_mcore.algorithms.setup import start_engines, wait_until_ready
+from grpo_mcore.algorithms.training_step.policy_group import PolicyGroup
 from grpo_mcore.cluster import Rendezvous, WorkerFailed
 from grpo_mcore.cluster.ray_cluster import RayCluster
 from grpo_mcore.families import read_hf_config, shape_of

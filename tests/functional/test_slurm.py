@@ -18,7 +18,7 @@ from typing import Any
 
 import pytest
 
-from grpo_mcore.cluster.sweeper import marked
+from grpo_mcore.cluster.orphan_reaper import marked
 from tests.functional.runs import Run, Task, grpo_recipe, write_recipe
 from tests.functional.slurm import Slurm, loopback, wait_for, why_not
 

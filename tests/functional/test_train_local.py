@@ -14,8 +14,8 @@ from typing import Any
 
 import pytest
 
-from grpo_mcore.algorithms.engine_group import EngineWorker
-from grpo_mcore.algorithms.policy_worker import PolicyWorker
+from grpo_mcore.algorithms.engines.engine_group import EngineWorker
+from grpo_mcore.algorithms.training_step.policy_worker import PolicyWorker
 from grpo_mcore.observe import audit, read_ledger
 from grpo_mcore.recipe import load_recipe
 from tests.functional.runs import (

@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 import yaml
 
-from grpo_mcore.cluster.sweeper import marked
+from grpo_mcore.cluster.orphan_reaper import marked
 from tests.functional.runs import Run, Task, assert_one_message, grpo_recipe, run_command, start_command
 
 VARIABLE = "GRPO_TEST_RUN"

@@ -14,10 +14,10 @@ import torch
 from torch import Tensor
 
 from grpo_mcore.algorithms import grpo, setup
-from grpo_mcore.algorithms.checkpoints import CheckpointManager
-from grpo_mcore.algorithms.policy_worker import PolicyWorker
-from grpo_mcore.algorithms.rank_step import Targets
-from grpo_mcore.algorithms.step_batch import StepBatch
+from grpo_mcore.algorithms.checkpointing.checkpoints import CheckpointManager
+from grpo_mcore.algorithms.training_step.policy_worker import PolicyWorker
+from grpo_mcore.algorithms.training_step.rank_step import TrainTargets
+from grpo_mcore.algorithms.training_step.step_batch import StepBatch
 from grpo_mcore.data import build_dataloader, build_task_data, load_tokenizer
 from grpo_mcore.objective import loss
 from grpo_mcore.objective.loss import PolicyTerm
@@ -48,7 +48,7 @@ class Variant:
 
     config: MasterConfig
     batches: list[StepBatch] = field(default_factory=list)
-    targets: list[Targets] = field(default_factory=list)
+    targets: list[TrainTargets] = field(default_factory=list)
     terms: list[Term] = field(default_factory=list)
     optimizer_steps: list[dict[str, Any]] = field(default_factory=list)
     lines: list[dict[str, Any]] = field(default_factory=list)
@@ -151,10 +151,10 @@ def in_the_mesh_of_the_first() -> Iterator[None]:
 @contextmanager
 def looking_inside(config: MasterConfig) -> Iterator[Variant]:
     seen = Variant(config)
-    step_targets, policy_term, train = grpo.step_targets, loss.policy_term, PolicyWorker.train
+    compute_targets, policy_term, train = grpo.compute_targets, loss.policy_term, PolicyWorker.train
 
     def recorded_targets(batch: StepBatch, *rest: Any) -> Any:
-        targets, metrics = step_targets(batch, *rest)
+        targets, metrics = compute_targets(batch, *rest)
         seen.batches.append(batch)
         seen.targets.append(targets)
         return targets, metrics
@@ -171,7 +171,7 @@ def looking_inside(config: MasterConfig) -> Iterator[Variant]:
         return reports
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(grpo, "step_targets", recorded_targets)
+        patch.setattr(grpo, "compute_targets", recorded_targets)
         patch.setattr(loss, "policy_term", recorded_term)
         patch.setattr(PolicyWorker, "train", recorded_train)
         yield seen

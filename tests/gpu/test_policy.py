@@ -6,9 +6,9 @@ from pathlib import Path
 
 import torch
 
-from grpo_mcore.algorithms.parity_rank import LayoutCase, micro_batches, policy_config, sequences
 from grpo_mcore.data.tiny_models import SIZES, make_tiny_model
 from grpo_mcore.parallel.rank_pool import free_port
+from grpo_mcore.tools.parity.rank import LayoutCase, micro_batches, policy_config, sequences
 
 
 def test_logprobs_are_near_transformers_and_a_step_changes_them(tmp_path: Path) -> None:

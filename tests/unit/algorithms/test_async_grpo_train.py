@@ -7,10 +7,10 @@ from typing import Any
 import pytest
 
 from grpo_mcore.algorithms import grpo
-from grpo_mcore.algorithms.engine_group import EngineGroup
+from grpo_mcore.algorithms.engines.engine_group import EngineGroup
 from grpo_mcore.cluster import LocalCluster
 from grpo_mcore.recipe import RecipeError
-from tests.unit.algorithms.step_cases import config
+from tests.unit.algorithms.training_step.step_cases import config
 
 CORRECTED = {"use_importance_sampling_correction": True}
 

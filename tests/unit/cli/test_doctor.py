@@ -9,9 +9,9 @@ import pytest
 
 from grpo_mcore.cli.doctor import needs_of
 from grpo_mcore.cli.main import main
-from grpo_mcore.cluster import doctor
-from grpo_mcore.cluster.doctor import Finding, Needs
 from grpo_mcore.recipe import load_recipe
+from grpo_mcore.tools import doctor
+from grpo_mcore.tools.doctor import Finding, Needs
 
 
 @pytest.mark.parametrize(("state", "code"), [("ok", 0), ("note", 0), ("fault", 1)])

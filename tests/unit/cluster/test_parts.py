@@ -1,4 +1,4 @@
-"""The parts of the Ray cluster that need no Ray: environment, errors, stacks, ports, ranks, the sweeper."""
+"""The parts of the Ray cluster that need no Ray: environment, errors, stacks, ports, ranks, the orphan_reaper."""
 
 from __future__ import annotations
 
@@ -13,11 +13,11 @@ from pathlib import Path
 
 import pytest
 
-from grpo_mcore.cluster import DeadlineExceeded, WorkerFailed, sweeper
+from grpo_mcore.cluster import DeadlineExceeded, WorkerFailed, orphan_reaper
 from grpo_mcore.cluster.environment import chosen, is_allowed, only_allowed
 from grpo_mcore.cluster.host import PORTS, RemoteFailure, free_port
-from grpo_mcore.cluster.interface import Place
 from grpo_mcore.cluster.reports import log_tail, own_frames, stacks
+from grpo_mcore.rollout.workers import Place
 
 
 @pytest.mark.parametrize("name", ["PATH", "HF_HOME", "LC_ALL", "OMP_NUM_THREADS", "NCCL_SOCKET_IFNAME"])
@@ -164,8 +164,8 @@ def test_the_sweep_ends_marked_processes_and_no_others():
     one = subprocess.Popen(["sleep", "60"], env={**os.environ, name: value}, start_new_session=True)
     longer = subprocess.Popen(["sleep", "60"], env={**os.environ, name: f"{value}0"})
     try:
-        assert sweeper.marked(mark) == [one.pid]
-        assert sweeper.sweep(mark) == []
+        assert orphan_reaper.marked(mark) == [one.pid]
+        assert orphan_reaper.sweep(mark) == []
         assert one.wait(5) == -9 and other.poll() is None and longer.poll() is None
     finally:
         for process in (other, longer):
@@ -181,8 +181,8 @@ def test_the_sweeper_beside_a_driver_acts_when_that_is_gone(tmp_path):
     folder.mkdir()
     driver = f"""
 import os, subprocess, sys, time
-sweeper = [sys.executable, "-I", "-S", {sweeper.__file__!r}, str(os.getpid()), {mark!r}, {str(folder)!r}]
-subprocess.Popen(sweeper, start_new_session=True)
+orphan_reaper = [sys.executable, "-I", "-S", {orphan_reaper.__file__!r}, str(os.getpid()), {mark!r}, {str(folder)!r}]
+subprocess.Popen(orphan_reaper, start_new_session=True)
 name, _, value = {mark!r}.partition("=")
 subprocess.Popen(["sleep", "60"], env={{name: value}})
 print("up", flush=True)
@@ -191,13 +191,13 @@ time.sleep(60)
     process = subprocess.Popen([sys.executable, "-c", driver], stdout=subprocess.PIPE, env={"PATH": os.environ["PATH"]})
     assert process.stdout is not None and process.stdout.readline() == b"up\n"
     time.sleep(0.6)
-    assert len(sweeper.marked(mark)) == 1 and folder.exists()  # it waits as long as the driver lives
+    assert len(orphan_reaper.marked(mark)) == 1 and folder.exists()  # it waits as long as the driver lives
     process.kill()
     process.wait()
     deadline = time.monotonic() + 10
-    while (sweeper.marked(mark) or folder.exists()) and time.monotonic() < deadline:
+    while (orphan_reaper.marked(mark) or folder.exists()) and time.monotonic() < deadline:
         time.sleep(0.05)
-    assert not sweeper.marked(mark) and not folder.exists()
+    assert not orphan_reaper.marked(mark) and not folder.exists()
     shutil.rmtree(folder, ignore_errors=True)
 
 

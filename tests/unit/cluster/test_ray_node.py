@@ -14,7 +14,7 @@ import pytest
 
 from grpo_mcore.cluster import ray_node
 from grpo_mcore.cluster.environment import MARKER
-from grpo_mcore.cluster.interface import DeadlineExceeded
+from grpo_mcore.rollout.workers import DeadlineExceeded
 
 
 def options(*words: str) -> list[str]:

@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from grpo_mcore.algorithms.prompt_stream import PromptStream
+from grpo_mcore.algorithms.rollouts.prompt_stream import PromptStream
 from grpo_mcore.data import (
     AllTaskProcessedDataset,
     BatchedDataDict,
@@ -174,7 +174,7 @@ def test_a_restored_state_gives_exactly_the_following_batches(taken, custom) -> 
 @pytest.mark.parametrize("taken", [0, 1, 3, 4, 6, 11])
 def test_a_stream_over_several_loaders_goes_on_where_it_was(taken) -> None:
     stream = PromptStream(loader(seed=5, shuffle=True), 1)
-    stream.settle(datum["uid"] for datum in stream.take(taken))
+    stream.mark_done(datum["uid"] for datum in stream.take(taken))
     state = pickle.loads(pickle.dumps(stream.state_dict()))
     restored = PromptStream(loader(seed=5, shuffle=True), 1, state)
     assert [datum["uid"] for datum in restored.take(30)] == [datum["uid"] for datum in stream.take(30)]

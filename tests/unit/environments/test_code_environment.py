@@ -19,7 +19,7 @@ from tests.unit.environments.sandbox_here import needs_sandbox
 SECTION = {"num_workers": 2, "cpu_limit_s": 5.0, "output_limit_mb": 0.1, "stop_strings": ["</code>"]}
 KINDS = [TRUST, pytest.param(BUBBLEWRAP, marks=needs_sandbox)]
 SUM = [{"input": f"{n}\n{n + 1}\n", "output": f"{2 * n + 1}\n"} for n in range(3)]
-RIGHT = "print(int(input()) + int(input()))"
+CORRECT = "print(int(input()) + int(input()))"
 ADD = "def add(a, b):\n    return a + b"
 
 
@@ -41,7 +41,7 @@ def judge(env: CodeEnvironment, program: str, **row: Any) -> tuple[float | None,
 
 
 def test_a_batch(env: CodeEnvironment) -> None:
-    programs = [RIGHT, "print(1)", "import sys; print(sum(map(int, sys.stdin)))", "print(", "print(input())"]
+    programs = [CORRECT, "print(1)", "import sys; print(sum(map(int, sys.stdin)))", "print(", "print(input())"]
     logs = [*said(*programs), [{"role": "assistant", "content": "I do not know"}]]
     row = {"tests": SUM, "level": 3}
     result = env.step(logs, [row] * 6)
@@ -117,7 +117,7 @@ def test_several_threads_do_not_mix(env: CodeEnvironment) -> None:
 
 
 def test_a_prompt_whose_tests_cannot_be_read_has_no_reward(env: CodeEnvironment) -> None:
-    result = env.step(said(*[RIGHT] * 3), [{"ground_truth": "3"}, {"tests": SUM}, {"tests": "[{"}])
+    result = env.step(said(*[CORRECT] * 3), [{"ground_truth": "3"}, {"tests": SUM}, {"tests": "[{"}])
     assert result.rewards == [None, 1.0, None]
     assert result.reasons[0].startswith("the code environment needs tests in one of tests, input_output")
     assert result.reasons[2] == "not JSON: '[{'; tests that are packed (LiveCodeBench's private ones) have to be " + (
@@ -166,7 +166,7 @@ def test_a_sandbox_that_breaks_gives_no_reward(monkeypatch: pytest.MonkeyPatch) 
     monkeypatch.setattr(env._sandboxes, "start", broken)
     rewards, reasons = [], []
     for _ in range(2):
-        result = env.step(said(RIGHT), [{"tests": SUM}])
+        result = env.step(said(CORRECT), [{"tests": SUM}])
         rewards += result.rewards
         reasons += result.reasons
     env.shutdown()

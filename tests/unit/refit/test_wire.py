@@ -14,7 +14,7 @@ from grpo_mcore.families import params_of
 from grpo_mcore.refit.buffer import attach_buffer, block_view
 from grpo_mcore.refit.delivery import Deliveries
 from grpo_mcore.refit.layout import EngineLayout, TrainerLayout
-from grpo_mcore.refit.link import Link
+from grpo_mcore.refit.network import Link
 from grpo_mcore.refit.plan import RefitError, RefitPlan, plan_refit
 from grpo_mcore.refit.receiver import RefitReceiver
 from grpo_mcore.refit.refit import EngineNodes, refit

@@ -1,0 +1,128 @@
+"""The loop's checkpoints: written beside the steps that follow, one at a time."""
+
+from __future__ import annotations
+
+import shutil
+from collections.abc import Callable, Mapping
+from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import dataclass
+from pathlib import Path
+from types import TracebackType
+from typing import Any, Self
+
+from grpo_mcore.algorithms.checkpointing.checkpoints import (
+    CheckpointManager,
+    NotWritten,
+    policy_folder,
+    write_driver_files,
+)
+from grpo_mcore.algorithms.lifecycle.run_report import RunReport
+from grpo_mcore.algorithms.training_step.policy_group import PolicyGroup
+from grpo_mcore.cluster import DeadlineExceeded, WorkerFailed
+from grpo_mcore.observe import Ledger
+
+
+@dataclass
+class _Begun:
+    """A checkpoint that is not there yet. `publishing`: the driver's part, once the ranks have written theirs."""
+
+    step: int
+    tmp: Path
+    publishing: Future[Path] | None = None
+
+
+class BackgroundCheckpoints:
+    """What a checkpoint holds is taken in `start`, at once; then the policy's ranks write their part, and a thread of
+    the driver makes the digests and gives it its name. With checkpointing.is_async off, `start` waits for all of it.
+
+    Where it cannot be written, report and ledger get to know, and the run goes on.
+    """
+
+    def __init__(
+        self, manager: CheckpointManager, policy: PolicyGroup, recipe: Any, report: RunReport, ledger: Ledger
+    ) -> None:
+        """`recipe`: the resolved recipe, of which a checkpoint holds a copy."""
+        self._manager, self._policy, self._recipe = manager, policy, recipe
+        self._report, self._ledger = report, ledger
+        self._begun: _Begun | None = None
+        self._thread = ThreadPoolExecutor(1, thread_name_prefix="checkpoint")
+
+    def start(
+        self,
+        step: int,
+        data_state: Mapping[str, Any],
+        save_state: Mapping[str, Any],
+        metrics: Mapping[str, float],
+        write_more: Callable[[Path], None],
+    ) -> None:
+        """Begins `step_N`. Waits for the one before."""
+        self.wait()
+        try:
+            with self._manager.writing(step) as tmp:
+                self._manager.make_room(tmp)
+                write_more(tmp)
+                write_driver_files(tmp, data_state, save_state, metrics, self._recipe)
+                self._policy.start_save(policy_folder(tmp))
+        except NotWritten as error:
+            self._failed(step, error)
+            return
+        self._begun = _Begun(step, tmp)
+        if not self._recipe.checkpointing.is_async:
+            self.wait()
+
+    def look(self) -> None:
+        """Goes on with what has come further meanwhile. To be called now and then."""
+        self._go_on(wait=False)
+
+    def wait(self) -> None:
+        """Until nothing is being written any more. Raises DeadlineExceeded, and WorkerFailed of a rank that is lost."""
+        self._go_on(wait=True)
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        """Where the run ends in the middle: what is under way is finished, but not when somebody does not answer or is
+        in a hurry (Ctrl-C). Then what only needs its name gets it, the rest is thrown away."""
+        if isinstance(error, Exception) and not isinstance(error, DeadlineExceeded):
+            try:
+                self.wait()
+            except (DeadlineExceeded, WorkerFailed) as failure:
+                error.add_note(f"and the checkpoint under way could not be finished: {failure}")
+        self._thread.shutdown()
+        if self._begun is not None and self._begun.publishing is None:
+            shutil.rmtree(self._begun.tmp, ignore_errors=True)
+
+    def _go_on(self, wait: bool) -> None:
+        if (begun := self._begun) is None:
+            return
+        try:
+            with self._manager.writing(begun.step):
+                if begun.publishing is None:
+                    if not self._policy.is_saved(wait):
+                        return
+                    begun.publishing = self._thread.submit(self._manager.publish, begun.step)
+                if not wait and not begun.publishing.done():
+                    return
+                folder = self._published(begun, begun.publishing)
+        except NotWritten as error:
+            self._failed(begun.step, error)
+        else:
+            self._report.checkpoint(folder)
+            self._ledger.write("saved", step=begun.step)
+        self._begun = None
+
+    def _published(self, begun: _Begun, publishing: Future[Path]) -> Path:
+        timeout_s = self._policy.cluster.call_timeout_s
+        try:
+            return publishing.result(timeout_s)
+        except TimeoutError as error:
+            if publishing.done():  # its own
+                raise
+            raise DeadlineExceeded(f"digests of {begun.tmp}", "the disk", timeout_s) from error
+
+    def _failed(self, step: int, error: NotWritten) -> None:
+        self._report.not_saved(error)
+        self._ledger.write("not_saved", step=step, why=str(error.__cause__))

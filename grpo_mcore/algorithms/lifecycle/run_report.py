@@ -1,0 +1,293 @@
+"""What a run tells: the banner, one line a step, metrics files, the end summary with the reward curve."""
+
+from __future__ import annotations
+
+import math
+import time
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from grpo_mcore.algorithms.engines.engine_group import EngineGroup
+from grpo_mcore.algorithms.rollouts.validation import Validation
+from grpo_mcore.algorithms.training_step.policy_group import PolicyGroup
+from grpo_mcore.families import parameter_count
+from grpo_mcore.observe import Logger, RunConsole, StepRow, Timeline, read_metrics, reward_curve_png, write_summary
+from grpo_mcore.recipe import MasterConfig, batch_equation, prompts_per_generation_batch, samples_per_step
+from grpo_mcore.refit import RefitReport
+from grpo_mcore.rollout.group import Group
+from grpo_mcore.tools.plan.measured import Comparison, compare
+
+
+class RunReport:
+    """Everything between the loop and its reader. `state` counts what has been consumed, for the checkpoint."""
+
+    def __init__(
+        self, logger: Logger, config: MasterConfig, state: Any, policy: PolicyGroup, engines: EngineGroup
+    ) -> None:
+        self.logger, self.config, self.state = logger, config, dict(state)
+        self.console = RunConsole()
+        self.last_metrics: dict[str, float] = {}
+        self._policy = policy
+        self._timers: list[dict[str, float]] = []
+        self._began = time.perf_counter()
+        self._first_step = self.state["current_step"] + 1
+        self._rewards: dict[int, float] = {}
+        self._accuracies: dict[int, float] = {}
+        self._mult_errors: dict[int, float] = {}
+        self._failed_prompts = 0
+        self._tokens = 0
+        self._samples_asked = 0
+        self._samples_done = 0
+        self._told_of_equal_rewards = self._told_of_in_place = False
+        self._refit: RefitReport | None = None
+        self._checkpoint: Path | None = None
+        logger.log_hyperparams(config)
+        self._recall()
+        self._banner(policy, engines)
+
+    def _recall(self) -> None:
+        """The curve and the summary of a resumed run are those of the whole run."""
+        if self._first_step == 1:
+            return
+        for prefix, target, name in (
+            ("train", self._rewards, "reward"),
+            ("train", self._mult_errors, "token_mult_prob_error"),
+            ("validation", self._accuracies, "accuracy"),
+        ):
+            for row in read_metrics(self.logger.log_dir / "metrics.jsonl", prefix):
+                if row["step"] < self._first_step and row.get(name) is not None:
+                    target[row["step"]] = row[name]
+
+    def _banner(self, policy: PolicyGroup, engines: EngineGroup) -> None:
+        config, vllm = self.config, self.config.policy.generation.vllm_cfg
+        where = "colocated" if engines.colocated else "with devices of their own"
+        start = self.state["current_step"]
+        last = config.grpo.max_num_steps
+        sampling = (
+            f"dynamic, in batches of {prompts_per_generation_batch(config)} prompts, at most "
+            f"{config.grpo.dynamic_sampling_max_gen_batches} a step"
+        )
+        self.console.banner(
+            f"GRPO of {config.policy.model_name}",
+            {
+                "batch": batch_equation(config),
+                **({"sampling": sampling} if config.grpo.use_dynamic_sampling else {}),
+                **({"ahead": _ahead(config)} if config.grpo.async_grpo.max_age else {}),
+                "policy": f"{policy.shape.family}, {parameter_count(policy.shape) / 1e6:.1f} M parameters, "
+                f"{policy.precision}, {policy.layout.describe()}",
+                "engines": f"{len(engines.workers)} x vLLM TP {vllm.tensor_parallel_size} {vllm.precision}, {where}, "
+                f"refit buffer {config.policy.refit_buffer_size_gb:g} GiB",
+                "cluster": f"{config.cluster.backend}, {policy.layout.world_size} policy "
+                f"{'rank' if policy.layout.world_size == 1 else 'ranks'}{_spread(policy, engines)}",
+                "steps": (f"{start + 1} to {last}" if start < last else f"none is left: grpo.max_num_steps is {last}")
+                + (f", resumed after step {start}" if start else ""),
+                "logs": self.logger.log_dir,
+            },
+        )
+
+    def dispatched(self, prompts: int) -> None:
+        """So many prompts are on their way to the engines."""
+        self._samples_asked += prompts * self.config.grpo.num_generations_per_prompt
+
+    def sample(self) -> None:
+        """A sample was generated."""
+        self._samples_done += 1
+        self.console.progress("samples", self._samples_done, self._samples_asked)
+
+    def refit(self, report: RefitReport) -> None:
+        first, self._refit = self._refit is None, report
+        if report.in_place and not self._told_of_in_place:
+            self._told_of_in_place = True
+            self.console.note(
+                f"no memory for a second copy of the weights on {', '.join(report.in_place)}: a refit replaces them "
+                "layer by layer, and generation stands still for all of it (said only once)"
+            )
+        if first and report.fallbacks:
+            names = ", ".join(report.fallbacks[:4])
+            self.console.note(f"{len(report.fallbacks)} tensors reach the engines whole, not in slices: {names}")
+
+    def step(self, step: int, groups: Sequence[Group], metrics: dict[str, float], clock: Timeline) -> None:
+        """A step was trained: its line, and its metrics into the files."""
+        seconds = clock.take()
+        self._samples_asked = max(0, self._samples_asked - self._samples_done)  # what is left is of later steps
+        self._samples_done = 0
+        self._timers.append(seconds)
+        self._tokens += int(metrics["tokens"])
+        self.state["consumed_samples"] += len(groups)
+        self.state["current_step"] = self.state["total_steps"] = step
+        self.state.pop("val_metrics", None)
+        self.state["total_valid_tokens"] += int(metrics["num_valid_tokens"])
+        metrics = metrics | {f"timing/{name}": spent for name, spent in seconds.items()}
+        metrics["tokens_per_second"] = metrics["tokens"] / seconds["total"]
+        if self._refit is not None:
+            metrics |= {f"refit/{name}_seconds": spent for name, spent in self._refit.stage_seconds.items()}
+            metrics["refit/bytes"] = float(self._refit.bytes)
+            metrics["refit/pause_seconds"] = self._refit.pause_seconds
+            metrics["refit/checked"] = float(self._refit.checked)
+            if self._refit.mult_prob_error is not None:
+                metrics["refit/mult_prob_error"] = self._refit.mult_prob_error
+        metrics["num_failed_prompts"] = float(self._failed_prompts)
+        self._failed_prompts = 0
+        if "token_mult_prob_error" in metrics:
+            self._mult_errors[step] = metrics["token_mult_prob_error"]
+        self._rewards[step] = metrics["reward"]
+        self.last_metrics = {f"train:{name}": value for name, value in metrics.items()}
+        self.logger.log_metrics(metrics, step, "train")
+        self.console.step(
+            StepRow(
+                step=step,
+                max_steps=self.config.grpo.max_num_steps,
+                reward=metrics["reward"],
+                accuracy=metrics["accuracy"],
+                kl=metrics.get("kl_penalty", metrics.get("kl_in_reward")),
+                token_mult_prob_error=metrics.get("token_mult_prob_error"),
+                length=metrics["generated_length"],
+                entropy=metrics.get("entropy", metrics.get("approx_entropy")),
+                loss=metrics.get("loss"),
+                grad_norm=metrics.get("grad_norm"),
+                tokens_per_second=metrics["tokens_per_second"],
+                seconds=seconds,
+            )
+        )
+        if "loss" not in metrics:
+            self.console.note(f"step {step} changed nothing: {_left_out(metrics)}")
+        elif metrics["zero_advantage_rate"] == 1 and not self._told_of_equal_rewards:
+            self._told_of_equal_rewards = True
+            self.console.note(
+                f"step {step}: every advantage is 0, because the rewards compared are equal. If that goes on,\n"
+                "the task is too hard or too easy for the model, or the environment finds no answers (said only once)"
+            )
+        if cut := [sample for group in groups for sample in group.samples if sample.cut_turns]:
+            first = f"{cut[0].uid}#{cut[0].generation_index} after turn {cut[0].turns}"
+            self.console.note(
+                f"samples whose later turns do not continue the ones before and were cut off: {len(cut)}; the first, "
+                f"{first}"
+            )
+        if failed := _failed(groups):
+            self.console.note(f"samples without a reward, left out: {len(failed)}; the first, {failed[0]}")
+
+    def group_failed(self, uid: str, reason: str) -> None:
+        self._failed_prompts += 1
+        self.state["consumed_samples"] += 1
+        self.console.note(f"prompt {uid} failed and is replaced: {reason}")
+
+    def group_filtered(self) -> None:
+        """A prompt is consumed that taught nothing: dynamic sampling does not train on its group."""
+        self.state["consumed_samples"] += 1
+
+    def restarted(self, worker: str, why: str) -> None:
+        self.console.note(f"{worker} is started anew: {why}")
+
+    def validation(self, step: int, found: Validation, seconds: float) -> None:
+        """Validation metrics, and some samples to read."""
+        metrics = self.state["val_metrics"] = found.metrics
+        if metrics["accuracy"] is not None:
+            self._accuracies[step] = metrics["accuracy"]
+            self.state["val_reward"] = metrics["reward"]
+        self.last_metrics |= {f"val:{name}": value for name, value in metrics.items() if value is not None}
+        self.logger.log_metrics(metrics | {"seconds": seconds}, step, "validation")
+        shown = {name: value for name, value in metrics.items() if value or name != "num_failed_samples"}
+        self.console.validation(step, shown, seconds)
+        self.console.samples(step, found.samples)
+
+    def checkpoint(self, folder: Path) -> None:
+        self._checkpoint = folder
+
+    def not_saved(self, error: Exception) -> None:
+        self.console.note(str(error))
+
+    def save_state(self, epoch: int) -> dict[str, Any]:
+        """What a checkpoint remembers of the loop."""
+        return self.state | {"current_epoch": epoch, "log_run": self.logger.log_dir.name}
+
+    def finish(self, reason: str) -> dict[str, Any]:
+        """summary.json, the reward curve, and where everything lies. Returns the summary.
+
+        Where no step was left to do, the files of the run that did them stay as they are.
+        """
+        seconds = time.perf_counter() - self._began
+        folder = self.logger.log_dir
+        curve, summary = folder / "reward_curve.png", folder / "summary.json"
+        accuracies = [self._accuracies[step] for step in sorted(self._accuracies)]
+        worst = max(self._mult_errors.values(), key=lambda error: (math.isnan(error), error), default=None)
+        values = {
+            "val_accuracy_before": self._accuracies.get(0),
+            "val_accuracy_after": accuracies[-1] if accuracies else None,
+            "steps": self.state["current_step"],
+            "seconds": round(seconds, 2),
+            "tokens_per_second": round(self._tokens / seconds, 1),
+            "max_token_mult_prob_error": worst if worst is not None and math.isfinite(worst) else None,
+            "end": reason,
+        }
+        worked = self.state["current_step"] >= self._first_step
+        compared = self._compared() if worked else None
+        if compared is not None:
+            values["predicted_against_measured"] = compared.plain()
+            self.console.note("\n".join(["", *compared.text()]))
+        if worked:
+            title = f"GRPO of {self.config.policy.model_name}"
+            reward_curve_png(curve, self._rewards, self._accuracies, title=title)
+            write_summary(summary, values)
+        facts = {"end": reason, "time": f"{seconds:.0f} s"}
+        if worked:
+            facts["time"] += f", {values['tokens_per_second']:.0f} tokens/s over all of it"
+        if worst is not None:
+            facts["prob err"] = f"at most {worst:.5f} (engine against policy, 1 is equal)"
+        if accuracies:
+            facts["accuracy"] = f"{accuracies[0]:.3f} at the first validation, {accuracies[-1]:.3f} at the last"
+        paths = {
+            "summary": summary,
+            "reward curve": curve,
+            "metrics": folder / "metrics.jsonl",
+            "TensorBoard": self.logger.tensorboard_dir,
+            "worker logs": folder / "workers" if self.config.cluster.backend == "ray" else None,
+            "checkpoint": self._checkpoint,
+        }
+        self.console.summary("the run is over", facts, paths)
+        return values
+
+    def _compared(self) -> Comparison | None:
+        """`plan`'s figures against those of this run. The mean length is that of the samples trained on."""
+        samples = len(self._timers) * samples_per_step(self.config)
+        memory = self._policy.memory()
+        return compare(self.config, self._policy.shape, self._timers, memory, self._tokens // samples)
+
+
+def _spread(policy: PolicyGroup, engines: EngineGroup) -> str:
+    """Over how many nodes, where there are several."""
+    nodes = len({worker.place().node for worker in policy.workers})
+    there = len(engines.nodes().hosts)
+    return f" on {nodes} nodes, engines on {there}" if max(nodes, there) > 1 else ""
+
+
+def _ahead(config: MasterConfig) -> str:
+    """How far generation may be ahead of training."""
+    ahead = config.grpo.async_grpo
+    versions = f"{ahead.max_age} weight version{'s' if ahead.max_age > 1 else ''}"
+    refit = "while engines generate" if ahead.in_flight_weight_updates else "once they are idle"
+    if ahead.pauses:
+        refit = "while samples stand still, as they do in training"
+    return f"trajectories at most {versions} old, groups {ahead.group_order.replace('_', ' ')}, refit {refit}"
+
+
+def _left_out(metrics: dict[str, float]) -> str:
+    """Why too few samples were left for one on each data-parallel rank."""
+    count, failed = metrics["num_samples"], metrics["num_failed_samples"]
+    masked = metrics.get("num_masked_by_seq_logprob_error", 0.0)
+    filtered = count - failed - masked - metrics["num_trained_samples"]
+    reasons = {"without a reward": failed, "truncated or empty": filtered, "above seq_logprob_error_threshold": masked}
+    named = ", ".join(f"{number:.0f} {reason}" for reason, number in reasons.items() if number)
+    return f"{metrics['num_trained_samples']:.0f} of {count:.0f} samples are in the loss" + (
+        f" ({named})" if named else ""
+    )
+
+
+def _failed(groups: Sequence[Group]) -> list[str]:
+    """The samples that have no reward, each with the reason."""
+    return [
+        f"{sample.uid}#{sample.generation_index}: {score.reason}"
+        for group in groups
+        for sample, score in zip(group.samples, group.scores, strict=True)
+        if score.reward is None
+    ]

@@ -1,0 +1,133 @@
+"""Validation: generate on held-out prompts, score, average, and keep some samples to look at."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from grpo_mcore.algorithms.engines.engine_group import EngineGroup
+from grpo_mcore.algorithms.rollouts.rollouts import Rollouts
+from grpo_mcore.algorithms.rollouts.sampling_config import sampling_of, turn_limits
+from grpo_mcore.cluster import Worker
+from grpo_mcore.data import DataError
+from grpo_mcore.objective import CORRECT, pass_at_k, pass_numbers
+from grpo_mcore.recipe import Problem, RecipeError
+from grpo_mcore.rollout.group import Group
+
+
+@dataclass(frozen=True)
+class ShownSample:
+    """A validation sample as a person reads it."""
+
+    uid: str
+    prompt: str
+    response: str
+    truth: str
+    answer: str | None
+    reward: float | None
+    reason: str
+
+
+@dataclass(frozen=True)
+class Validation:
+    """`metrics`: accuracy (share of scored samples that are right), reward, lengths, with several samples a prompt
+    `pass@k`, and with several validation sets all of them for each as well: `TASK/accuracy`. None where too few
+    samples were scored."""
+
+    metrics: dict[str, float | None]
+    samples: list[ShownSample]
+
+
+def run_validation(
+    engines: EngineGroup,
+    dataloader: Any,
+    environments: Mapping[str, Worker],
+    config: Any,
+    *,
+    tokenizer: Any,
+    faults: Mapping[str, Any] | None = None,
+) -> Validation:
+    """Up to grpo.max_val_samples prompts, val_num_generations_per_prompt samples each; the engines must be ready.
+
+    `faults`: what `Rollouts` does about workers that die. The seeds do not depend on the step: two validations of equal
+    weights give equal samples. Raises DataError where the
+    data loader gives nothing.
+    """
+    grpo = config.grpo
+    sampling = sampling_of(config.policy.generation, tokenizer.eos_token_id, validation=True)
+    rollouts = Rollouts(engines, environments, tokenizer, turn_limits(config), seed=grpo.seed + 1, **(faults or {}))
+    groups: list[Group] = []
+    left = grpo.max_val_samples
+    for batch in dataloader:
+        prompts = batch if left is None else batch[:left]
+        rollouts.dispatch(prompts, sampling, generations=grpo.val_num_generations_per_prompt, step=0)
+        groups += [rollouts.next_group() for _ in prompts]
+        if left is not None:
+            left -= len(prompts)
+            if left <= 0:
+                break
+    shown = sorted(groups, key=lambda group: group.uid)[: config.logger.num_val_samples_to_print]
+    if not groups:
+        raise DataError("there is no validation prompt: check data.validation, or set grpo.val_period to 0")
+    return Validation(validation_metrics(groups), [_shown(engines, group) for group in shown])
+
+
+def stop_reason(metrics: Mapping[str, float | None], grpo: Any) -> str | None:
+    """Why the run is to end after a validation with these metrics: grpo.stop_at_validation_metric is at or above its
+    threshold. None where it is not. Raises RecipeError for a metric that there is not."""
+    if grpo.stop_at_validation_metric is None:
+        return None
+    name, threshold = grpo.stop_at_validation_metric.removeprefix("val:"), grpo.stop_at_validation_threshold
+    if name not in metrics:
+        message = f"there is no validation metric {name!r}; known: {', '.join(metrics)}"
+        raise RecipeError([Problem("", "grpo.stop_at_validation_metric", message)])
+    value = metrics[name]
+    return None if value is None or value < threshold else f"validation {name} {value:.4g} has reached {threshold:g}"
+
+
+def validation_metrics(groups: list[Group]) -> dict[str, float | None]:
+    """See Validation. `groups`: at least one."""
+    metrics = _scores(groups)
+    by_task: dict[str, list[Group]] = defaultdict(list)
+    for group in groups:
+        by_task[group.prompt["task_name"]].append(group)
+    if len(by_task) > 1:
+        for task, members in by_task.items():
+            metrics |= {f"{task}/{name}": value for name, value in _scores(members).items()}
+    return metrics
+
+
+def _scores(groups: list[Group]) -> dict[str, float | None]:
+    rewards = [score.reward for group in groups for score in group.scores]
+    scored = [reward for reward in rewards if reward is not None]
+    samples = [sample for group in groups for sample in group.samples]
+    metrics: dict[str, float | None] = {
+        "accuracy": sum(reward >= CORRECT for reward in scored) / len(scored) if scored else None,
+        "reward": sum(scored) / len(scored) if scored else None,
+        "num_samples": float(len(samples)),
+        "num_failed_samples": float(len(rewards) - len(scored)),
+        "generated_length": sum(sample.generated_length for sample in samples) / len(samples),
+        "truncation_rate": sum(sample.truncated for sample in samples) / len(samples),
+    }
+    generations = len(groups[0].samples)
+    if generations > 1:
+        right = [[score.reward >= CORRECT for score in group.scores if score.reward is not None] for group in groups]
+        metrics |= {f"pass@{k}": pass_at_k(right, k) for k in pass_numbers(generations)}
+    return metrics
+
+
+def _shown(engines: EngineGroup, group: Group) -> ShownSample:
+    reference, score = group.samples[0].ref, group.scores[0]
+    turns = engines.cluster.fetch(reference).turns if reference is not None else ()  # none: its rollout failed
+    first = next((i for i, turn in enumerate(turns) if turn.loss_mask), len(turns))
+    return ShownSample(
+        uid=group.uid,
+        prompt="".join(turn.text for turn in turns[:first]),
+        response="".join(turn.text for turn in turns[first:]),
+        truth=str(group.prompt["extra_env_info"].get("ground_truth")),
+        answer=score.answer,
+        reward=score.reward,
+        reason=score.reason,
+    )

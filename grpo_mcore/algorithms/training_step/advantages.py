@@ -1,0 +1,198 @@
+"""What a step learns from its samples: rewards made into advantages, and who counts in the loss. Pure."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from grpo_mcore.algorithms.training_step.rank_step import TrainTargets, counts
+from grpo_mcore.algorithms.training_step.step_batch import StepBatch
+from grpo_mcore.objective import (
+    CORRECT,
+    AdvantageEstimate,
+    SampleKL,
+    clip_advantages,
+    estimate_advantages,
+    group_index,
+    scale_reward_values,
+    shape_rewards,
+)
+
+Stats = Mapping[str, Tensor]
+
+
+class TargetsError(ValueError):
+    """Rewards or log-probs of which nothing can be learned; says what to look at."""
+
+
+def compute_targets(batch: StepBatch, stats: Stats, config: Any) -> tuple[TrainTargets, dict[str, float]]:
+    """TrainTargets and metrics of a step. `stats`: what the log-prob passes found, float64 [samples] each, see
+    objective.sample_stats; empty where no pass was run. `config`: the whole recipe.
+
+    Raises TargetsError where the estimator needs rewards that the environments do not give, and where engine and policy
+    do not agree on a single sample.
+    """
+    grpo, loss = config.grpo, config.loss_fn
+    weights, metrics = _mask_mismatched(batch, stats, grpo.seq_logprob_error_threshold)
+    rewards = learned_rewards(batch.rewards, batch, config)
+    estimator = grpo.adv_estimator
+    kl_in_reward = loss.use_kl_in_reward and bool(stats)
+    found = _estimated(
+        estimator.name,
+        rewards,
+        group_index([group.uid for group in batch.groups for _ in group.samples]),
+        ~rewards.isnan(),
+        normalize=_first(estimator.normalize_rewards, grpo.normalize_rewards),
+        leave_one_out=_first(estimator.use_leave_one_out_baseline, grpo.use_leave_one_out_baseline),
+        minus_baseline=estimator.minus_baseline,
+        rewards_by_name=_named_rewards(batch, config) if estimator.name == "gdpo" else None,
+        reward_weights=estimator.reward_weights,
+        tokens=batch.trained_tokens * (weights > 0),
+        kl=_kl(stats) if kl_in_reward else None,
+        kl_penalty=loss.reference_policy_kl_penalty if kl_in_reward else 0.0,
+    )
+    clip = (grpo.advantage_clip_low, grpo.advantage_clip_high)
+    seqs, toks = counts(batch.batches, weights, batch.trained_tokens)
+    targets = TrainTargets(
+        weights=weights,
+        valid_seqs=tuple(seqs),
+        valid_toks=tuple(toks),
+        advantages=found.advantages,
+        kl_weight=found.kl_weight,
+        clip=clip,
+        rewards=batch.rewards.nan_to_num() if loss.positive_example_nll_weight > 0 else None,
+    )
+    metrics |= _rollout_metrics(batch, weights, clip_advantages(found.advantages, *clip))
+    metrics["num_valid_tokens"] = float(sum(toks))
+    if grpo.reward_shaping.enabled or grpo.reward_scaling.enabled:
+        metrics["shaped_reward"] = _mean(rewards[~rewards.isnan()])
+    if kl_in_reward:
+        metrics["kl_in_reward"] = _mean(stats["kl_sum"][weights > 0])
+    return targets, metrics
+
+
+def learned_rewards(rewards: Tensor, batch: StepBatch, config: Any) -> Tensor:
+    """Rewards [samples] as they are learned from: scaled, then shaped by the length. NaN stays NaN."""
+    rewards = _scaled(rewards, config.grpo.reward_scaling)
+    shaping = config.grpo.reward_shaping
+    if not shaping.enabled:
+        return rewards
+    return shape_rewards(
+        rewards,
+        generated_lengths=batch.trained_tokens,
+        truncated=torch.tensor([sample.truncated for sample in batch.samples]),
+        max_response_length=shaping.max_response_length or config.policy.max_total_sequence_length,
+        overlong_buffer_length=shaping.overlong_buffer_length,
+        overlong_buffer_penalty=shaping.overlong_buffer_penalty,
+        stop_properly_penalty_coef=shaping.stop_properly_penalty_coef,
+    )
+
+
+def _scaled(rewards: Tensor, scaling: Any) -> Tensor:
+    return scale_reward_values(rewards, **scaling.model_dump(exclude={"enabled"})) if scaling.enabled else rewards
+
+
+def _named_rewards(batch: StepBatch, config: Any) -> dict[str, Tensor]:
+    """Each named reward of all samples, NaN for failed ones."""
+    scores = [score for group in batch.groups for score in group.scores]
+    names = sorted({name for score in scores for name in score.rewards_by_name})
+    for sample, score in zip(batch.samples, scores, strict=True):
+        if score.reward is not None and sorted(score.rewards_by_name) != names:
+            raise TargetsError(
+                f"grpo.adv_estimator gdpo needs the same named rewards of every sample: the step has "
+                f"{names or 'none'}, {sample.uid}#{sample.generation_index} has "
+                f"{sorted(score.rewards_by_name) or 'none'}"
+            )
+    nan = float("nan")
+    return {
+        name: _scaled(
+            torch.tensor(
+                [nan if score.reward is None else score.rewards_by_name[name] for score in scores], dtype=torch.float64
+            ),
+            config.grpo.reward_scaling,
+        )
+        for name in names
+    }
+
+
+def _mask_mismatched(batch: StepBatch, stats: Stats, threshold: float | None) -> tuple[Tensor, dict[str, float]]:
+    """Weights without the samples whose log-probs differ too much between engine and policy."""
+    if threshold is None or not stats:
+        return batch.weights, {}
+    error = stats["mult_error"]
+    counted = batch.weights > 0
+    above = counted & ~(error <= threshold)  # NaN is above
+    if counted.any() and bool((above == counted).all()):
+        raise TargetsError(
+            f"all {int(counted.sum())} samples of the step are above grpo.seq_logprob_error_threshold = "
+            f"{threshold:g}: engine and policy do not compute the same model. Look at token_mult_prob_error of the "
+            "steps before, at the precision of both, and at the last refit"
+        )
+    checked = error[counted & error.isfinite()]
+    metrics = {
+        "seq_logprob_error": _mean(checked),
+        "seq_logprob_error_p95": checked.quantile(0.95).item() if len(checked) else 0.0,
+        "seq_logprob_error_max": checked.max().item() if len(checked) else 0.0,
+        "seq_logprob_error_above_threshold": above.sum().item() / max(1.0, counted.sum().item()),
+        "num_nonfinite_seq_logprob_error": float((counted & ~error.isfinite()).sum()),
+        "num_masked_by_seq_logprob_error": float(above.sum()),
+    }
+    return torch.where(above, 0.0, batch.weights), metrics
+
+
+def _estimated(name: Any, *args: Any, **kwargs: Any) -> AdvantageEstimate:
+    try:
+        return estimate_advantages(name, *args, **kwargs)
+    except ValueError as error:
+        raise TargetsError(f"grpo.adv_estimator {name}: {error}") from error
+
+
+def _kl(stats: Stats) -> SampleKL:
+    return SampleKL(stats["kl_sum"], stats["kl_to_go_sum"], stats["kl_to_go_square"])
+
+
+def _rollout_metrics(batch: StepBatch, weights: Tensor, advantages: Tensor) -> dict[str, float]:
+    samples, rewards = batch.samples, batch.rewards
+    scored, used = rewards[~rewards.isnan()], advantages[weights > 0]
+    generated = batch.trained_tokens.to(torch.float64)
+    metrics = {
+        "reward": _mean(scored),
+        "accuracy": _mean((scored >= CORRECT).double()),
+        "reward_std": scored.std(correction=0).item() if len(scored) else 0.0,
+        "num_samples": float(len(samples)),
+        "num_failed_samples": float(len(samples) - len(scored)),
+        "num_trained_samples": float((weights > 0).sum()),
+        "prompt_length": sum(sample.prompt_length for sample in samples) / len(samples),
+        "generated_length": _mean(generated),
+        "generated_length_max": generated.max().item(),
+        "truncation_rate": sum(sample.truncated for sample in samples) / len(samples),
+        "advantage_mean": _mean(used),
+        "advantage_max": used.max().item() if len(used) else 0.0,
+        "advantage_min": used.min().item() if len(used) else 0.0,
+        "zero_advantage_rate": _mean((used == 0).double()) if len(used) else 1.0,
+    }
+    scores = [score for group in batch.groups for score in group.scores if score.reward is not None]
+    if max(sample.turns for sample in samples) > 1:
+        metrics |= {
+            "turns_mean": sum(sample.turns for sample in samples) / len(samples),
+            "turns_max": float(max(sample.turns for sample in samples)),
+            "environment_tokens": sum(sample.environment_tokens for sample in samples) / len(samples),
+            "natural_termination_rate": sum(score.terminated for score in scores) / max(1, len(scores)),
+        }
+    if cut := sum(sample.cut_turns for sample in samples):
+        metrics["num_cut_turns"] = float(cut)
+    for name in sorted({name for score in scores for name in score.rewards_by_name}):
+        values = [score.rewards_by_name[name] for score in scores if name in score.rewards_by_name]
+        metrics[f"reward/{name}"] = sum(values) / len(values)
+    return metrics
+
+
+def _mean(values: Tensor) -> float:
+    return values.mean().item() if len(values) else 0.0
+
+
+def _first(value: Any, otherwise: Any) -> Any:
+    return otherwise if value is None else value

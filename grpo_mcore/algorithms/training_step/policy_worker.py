@@ -1,0 +1,162 @@
+"""One policy rank with its data: turns trajectories into packed micro-batches and keeps log-probs between phases."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from grpo_mcore.algorithms.training_step.rank_step import RankStep, TrainTargets
+from grpo_mcore.batching.packed_batch import PackedBatch, pack_rows
+from grpo_mcore.objective import kl_to_go, sample_stats, token_advantages
+from grpo_mcore.objective.config import KLType
+from grpo_mcore.parallel.policy import LossFn, Policy, TrainReport
+from grpo_mcore.refit.sender import RefitSender
+from grpo_mcore.rollout.trajectory import Trajectory
+
+
+@dataclass(frozen=True)
+class Bin:
+    """A packed micro-batch, and which samples of the step it holds."""
+
+    batch: PackedBatch
+    samples: Tensor  # int64 [samples of the bin]
+
+
+class PolicyWorker(Policy):
+    """A policy rank that also holds the data of its step. Runs in a Ray actor, or in the driver's process."""
+
+    def __init__(self, address: Any, config: Any, store: Any, seed: int, timeout_s: float, reference: bool) -> None:
+        """`config`: the recipe's policy section. `store`: fetches trajectories by reference."""
+        super().__init__(config, address, seed=seed, timeout_s=timeout_s, reference=reference)
+        self.is_reporting_rank = self.layout.is_reporting_rank(address.rank)
+        self._store = store
+        self._bins: list[list[Bin]] = []  # by optimizer step
+        self._kl_kind: KLType | None = None
+        self._sender = RefitSender(self.weights, address.rank, through_host=self.layout.world_size > 1)
+
+    def receive(self, step: RankStep, weight_version: int) -> None:
+        """Fetches the step's trajectories and packs them. `weight_version`: of the weights that will train on them."""
+        trajectories = dict(
+            zip(step.trajectories, self._store.fetch_many(list(step.trajectories.values())), strict=True)
+        )
+        multiple = self.row_multiple
+        self._bins = []
+        for bins in step.batches:
+            rows = [
+                Bin(self._pack([trajectories[i] for i in bin], multiple, weight_version), torch.tensor(bin))
+                for bin in bins
+                if bin
+            ]
+            # Every rank runs as many micro-batches; where a rank has too few samples, the last are padding.
+            padding = Bin(rows[0].batch.empty_like(multiple), torch.empty(0, dtype=torch.int64))
+            self._bins.append(rows + [padding] * (len(bins) - len(rows)))
+
+    def _pack(self, trajectories: Sequence[Trajectory], multiple: int, weight_version: int) -> PackedBatch:
+        columns = [
+            {
+                "token_mask": trajectory.loss_mask().float(),
+                "sample_mask": torch.tensor(1.0),
+                "generation_logprobs": trajectory.logprobs(),
+                "ages": weight_version - trajectory.token_versions(default=weight_version),
+            }
+            for trajectory in trajectories
+        ]
+        names = [trajectory.name for trajectory in trajectories]
+        routes = list(map(_routes, trajectories)) if self.config.router_replay.enabled else None
+        tokens = [trajectory.token_ids() for trajectory in trajectories]
+        return pack_rows(tokens, columns, multiple, names=names, routes=routes)
+
+    def infer_logprobs(
+        self, prev: bool, reference: bool, kl_kind: KLType | None
+    ) -> tuple[Tensor, dict[str, Tensor]] | None:
+        """Adds log-probs under the weights of now, and under the reference, to the micro-batches.
+
+        `kl_kind`: estimator of the KL in the reward, None where there is none. Returns (sample indices [n], what
+        objective.sample_stats says about each of them, [n]), on one rank of those that hold the same samples.
+        """
+        self._kl_kind = kl_kind
+        bins = [bin for bins in self._bins for bin in bins]
+        batches = [bin.batch for bin in bins]
+        for wanted, column, compute in (
+            (prev, "prev_logprobs", self.logprobs),
+            (reference, "reference_policy_logprobs", self.reference_logprobs),
+        ):
+            values = compute(batches) if wanted else None
+            for batch, logprobs in zip(batches, values or (), strict=values is not None):
+                batch.columns[column] = logprobs.to("cpu")
+        if not self.is_reporting_rank:
+            return None
+        stats = [sample_stats(batch.loss_inputs(), kl_kind) for batch in batches]
+        return torch.cat([bin.samples for bin in bins]), {
+            name: torch.cat([found[name] for found in stats]) for name in stats[0]
+        }
+
+    def train(self, loss_fn: LossFn, targets: TrainTargets) -> list[TrainReport]:
+        """One optimizer step for every batch of the step received, but for those in which no token counts; then the
+        step's data is dropped."""
+        reports = [
+            self.train_step(self._aimed(bins, targets), loss_fn, global_valid_seqs=seqs, global_valid_toks=toks)
+            for bins, seqs, toks in zip(self._bins, targets.valid_seqs, targets.valid_toks, strict=True)
+            if toks
+        ]
+        self.advance_schedule()
+        self._bins = []
+        return reports
+
+    def skip(self) -> None:
+        """A step that trains nothing: only the learning rate moves on, and the step's data is dropped."""
+        self.advance_schedule()
+        self._bins = []
+
+    def evaluate(self, loss_fn: LossFn, targets: TrainTargets) -> list[TrainReport]:
+        """The loss of the step received, without training."""
+        return [
+            self.eval_step(self._aimed(bins, targets), loss_fn, global_valid_seqs=seqs, global_valid_toks=toks)
+            for bins, seqs, toks in zip(self._bins, targets.valid_seqs, targets.valid_toks, strict=True)
+        ]
+
+    def _aimed(self, bins: Sequence[Bin], targets: TrainTargets) -> list[PackedBatch]:
+        """The micro-batches with the columns that `targets` gives each token."""
+        for bin in bins:
+            batch, columns = bin.batch, bin.batch.columns
+            columns["sample_mask"] = batch.per_token(targets.weights[bin.samples])
+            if targets.rewards is not None:
+                columns["rewards"] = batch.per_token(targets.rewards[bin.samples])
+            if targets.advantages is None or not self.is_last_stage:
+                continue
+            to_go = kl_to_go(batch.loss_inputs(), self._kl_kind) if targets.kl_weight and self._kl_kind else None
+            advantages = batch.per_token(targets.advantages[bin.samples])
+            columns["advantages"] = token_advantages(advantages, to_go, targets.kl_weight, *targets.clip)
+        return [bin.batch for bin in bins]
+
+    def host_link(self, *arguments: Any) -> dict[str, Any]:
+        return self._sender.host_link(*arguments)
+
+    def memory(self) -> dict[str, Any]:
+        found = super().memory()
+        return found | {"refit buffer": self._sender.buffer_bytes} if found else {}
+
+    def close_refit(self) -> None:
+        self._sender.close_refit()
+
+    def open_refit(
+        self, transport: dict[str, Any] | None, plan: str, link: dict[str, Any] | None = None
+    ) -> dict[str, Any]:
+        return self._sender.open_refit(transport, plan, link)
+
+    def fill_bucket(self, index: int, *checked: Any) -> dict[str, Any]:
+        return self._sender.fill_bucket(index, *checked)
+
+    def shutdown(self) -> None:
+        self._sender.close_refit()
+        super().shutdown()
+
+
+def _routes(trajectory: Trajectory) -> Tensor:
+    if trajectory.routed_experts is None:
+        raise ValueError(f"policy.router_replay: the engine recorded no experts of sample {trajectory.name}")
+    return trajectory.routed_experts

@@ -1,0 +1,118 @@
+"""From scored groups to the samples that every policy rank works on: rewards, filters, bins. Pure."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from grpo_mcore.algorithms.training_step.rank_step import RankStep
+from grpo_mcore.batching.plan import StepPlan, plan_step
+from grpo_mcore.objective import overlong_filter
+from grpo_mcore.parallel.mesh import Layout
+from grpo_mcore.rollout.group import Group
+from grpo_mcore.rollout.trajectory import TrajectoryRef
+
+
+@dataclass(frozen=True)
+class StepBatch:
+    """The samples of a step and where they go. Tensors are [samples], by sample index."""
+
+    groups: tuple[Group, ...]
+    rewards: Tensor
+    """float64: as the environment gave them, NaN for a failed sample."""
+    weights: Tensor
+    """float64: 1 where a sample counts in the loss, 0 where it failed, is empty or is filtered."""
+    ranks: tuple[RankStep, ...]
+    """By data-parallel rank; empty where too few samples are left for one each."""
+    batches: tuple[tuple[int, ...], ...]
+    """Sample indices of each optimizer step, over all ranks."""
+    plan_metrics: dict[str, float]
+
+    @property
+    def samples(self) -> list[TrajectoryRef]:
+        return [sample for group in self.groups for sample in group.samples]
+
+    @property
+    def trained_tokens(self) -> Tensor:
+        """int64: tokens of each sample that the loss counts."""
+        return torch.tensor([sample.generated_length for sample in self.samples], dtype=torch.int64)
+
+    @property
+    def tokens(self) -> int:
+        """Of all samples that the ranks work on, prompts included."""
+        samples = self.samples
+        return sum(samples[i].length for indices in self.batches for i in indices)
+
+
+def build_step_batch(groups: Sequence[Group], config: Any, layout: Layout) -> StepBatch:
+    """`config`: the whole recipe. Samples without a reward, and filtered ones, take no part.
+
+    Fewer samples than the recipe's batches need make fewer optimizer steps. Raises PackingError where one is longer
+    than a bin.
+    """
+    samples = [sample for group in groups for sample in group.samples]
+    scores = [score for group in groups for score in group.scores]
+    rewards = torch.tensor([float("nan") if s.reward is None else s.reward for s in scores], dtype=torch.float64)
+    generated = torch.tensor([bool(sample.generated_length) for sample in samples])
+    weights = (~rewards.isnan() & generated).to(torch.float64)
+    if config.grpo.overlong_filtering:
+        weights = overlong_filter(weights, torch.tensor([sample.truncated for sample in samples]))
+    # With the KL in the reward a filtered sample still counts in the baseline of its group, for which its KL is needed.
+    worked_on = ~rewards.isnan() & generated if config.loss_fn.use_kl_in_reward else weights > 0
+    used = worked_on.nonzero().flatten().tolist()
+    possible = min(optimizer_steps(config), len(used) // layout.data)
+    if not possible:
+        return StepBatch(tuple(groups), rewards, weights, (), (), {})
+    plan, ranks = rank_steps(
+        {i: samples[i].ref for i in used},
+        [samples[i].length for i in used],
+        config,
+        layout,
+        optimizer_steps=possible,
+    )
+    batches = tuple(tuple(used[i] for i in batch.samples) for batch in plan.batches)
+    plan_metrics = {f"plan/{name}": value for name, value in plan.report().items()}
+    return StepBatch(tuple(groups), rewards, weights, ranks, batches, plan_metrics)
+
+
+def optimizer_steps(config: Any) -> int:
+    """Optimizer steps of one step."""
+    samples = config.grpo.num_prompts_per_step * config.grpo.num_generations_per_prompt
+    return max(1, samples // config.policy.train_global_batch_size)
+
+
+def rank_steps(
+    trajectories: dict[int, Any],
+    lengths: Sequence[int],
+    config: Any,
+    layout: Layout,
+    *,
+    optimizer_steps: int,
+) -> tuple[StepPlan, tuple[RankStep, ...]]:
+    """Deals samples to optimizer steps, data-parallel ranks and bins, as the recipe packs them.
+
+    `trajectories`: sample index -> place in the object store; `lengths`: tokens of each, in that order. The plan
+    counts positions in that order, the rank steps hold sample indices.
+    """
+    packing, index = config.policy.sequence_packing, list(trajectories)
+    plan = plan_step(
+        lengths,
+        dp=layout.data,
+        optimizer_steps=optimizer_steps,
+        capacity=packing.train_mb_tokens if packing.enabled else None,
+        algorithm=packing.algorithm,
+        micro_batch_size=None if packing.enabled else config.policy.train_micro_batch_size,
+        seed=config.grpo.seed,
+    )
+    steps = tuple(
+        RankStep(
+            batches=tuple(tuple(tuple(index[i] for i in bin) for bin in bins) for bins in plan.for_rank(rank)),
+            trajectories={index[i]: trajectories[index[i]] for i in plan.samples_of(rank)},
+        )
+        for rank in range(plan.dp)
+    )
+    return plan, steps

@@ -1,0 +1,109 @@
+"""Scored groups between their verdict and their step, and dynamic sampling's rule for which of them train."""
+
+from __future__ import annotations
+
+from collections import Counter
+from typing import Any
+
+import torch
+
+from grpo_mcore.objective import CORRECT, RewardWeights, group_stats, weights_by_name
+from grpo_mcore.recipe import MasterConfig, prompts_per_generation_batch
+from grpo_mcore.rollout.group import Group
+from grpo_mcore.rollout.schedule import Train
+
+
+class StepGroups:
+    """Holds the finished groups until they train. With dynamic sampling, one that is not informative is dropped at
+    once, and with it its trajectories; only its rewards are remembered, for the metrics of the step."""
+
+    def __init__(self, config: MasterConfig) -> None:
+        estimator = config.grpo.adv_estimator
+        self._filters, self._ahead = config.grpo.use_dynamic_sampling, config.grpo.async_grpo.max_age > 0
+        self._by_name, self._weights = estimator.name == "gdpo", estimator.reward_weights
+        self._batch = prompts_per_generation_batch(config)
+        self._groups: dict[str, Group] = {}
+        self._rewards: list[float | None] = []  # of all samples generated since the last step
+        self._dropped: Counter[str] = Counter()  # groups since the last step, by reason
+
+    def add(self, group: Group) -> bool:
+        """Takes a scored group in. Returns whether a step may train on it."""
+        if self._filters:
+            self._rewards += [score.reward for score in group.scores]
+            if not is_informative(group, by_name=self._by_name, weights=self._weights):
+                self._dropped["equal_rewards"] += 1
+                return False
+        self._groups[group.uid] = group
+        return True
+
+    def waiting(self) -> list[Group]:
+        """Those that no step has taken yet."""
+        return list(self._groups.values())
+
+    def fail(self, group: Group) -> None:
+        """Counts the samples of a group of which not one has a reward; its prompt is replaced."""
+        self._dropped["failed"] += 1
+        if self._filters:
+            self._rewards += [score.reward for score in group.scores]
+
+    def take(self, command: Train, version: int) -> tuple[list[Group], dict[str, float]]:
+        """(groups to train on under weight version `version`, metrics of dynamic sampling and of what waits for later
+        steps: none without these). Surplus is dropped."""
+        trained = [self._groups.pop(uid) for uid in command.groups]
+        finished = [uid for uid in command.surplus if self._groups.pop(uid, None)]
+        self._dropped["too_old_finished"] += len(finished)
+        self._dropped["too_old_under_way"] += len(command.surplus) - len(finished)
+        metrics = self._sampling_metrics(trained, command) if self._filters else {}
+        if self._ahead:
+            metrics |= self._buffer_metrics(version)
+        self._rewards.clear()
+        self._dropped.clear()
+        return trained, metrics
+
+    def _sampling_metrics(self, trained: list[Group], command: Train) -> dict[str, float]:
+        rewards = [reward for reward in self._rewards if reward is not None]
+        kept = [score.reward for group in trained for score in group.scores if score.reward is not None]
+        of_all: dict[str, float] = {}
+        if rewards:  # generated ahead, all groups of a step may have come before the last one
+            right = sum(reward >= CORRECT for reward in rewards)
+            of_all = {"reward": sum(rewards) / len(rewards), "accuracy": right / len(rewards)}
+        generated = len(trained) + len(command.surplus) + command.filtered
+        return of_all | {
+            "filtered_reward": sum(kept) / len(kept),
+            "num_failed_samples": float(len(self._rewards) - len(rewards)),
+            "num_generated_samples": float(len(self._rewards)),
+            "num_filtered_prompts": float(command.filtered),
+            "num_surplus_prompts": float(len(command.surplus)),
+            "num_gen_batches": float(-(-generated // self._batch)),
+        }
+
+    def _buffer_metrics(self, version: int) -> dict[str, float]:
+        """Of the finished groups that wait for later steps, and of those that were dropped since the last step."""
+        waiting = list(self._groups.values())
+        ages = [version - group.weight_version for group in waiting]
+        reasons = ("failed", "too_old_finished", "too_old_under_way", "equal_rewards")
+        return {
+            "buffer/groups": float(len(waiting)),
+            "buffer/bytes": float(sum(group.nbytes for group in waiting)),
+            "buffer/age_mean": sum(ages) / len(ages) if ages else 0.0,
+            "buffer/age_max": float(max(ages, default=0)),
+            **{f"buffer/dropped_{reason}": float(self._dropped[reason]) for reason in reasons},
+        }
+
+
+def is_informative(group: Group, *, by_name: bool = False, weights: RewardWeights | None = None) -> bool:
+    """Whether the environment's rewards of the scored samples differ, by more than rounding.
+
+    `by_name`: any of their named rewards instead, for an estimator that learns from each by itself; but not one that
+    has weight 0 in `weights`. Raises ValueError where the weights do not fit the names.
+    """
+    scores = [score for score in group.scores if score.reward is not None]
+    columns: list[list[Any]] = [[score.reward for score in scores]]
+    if by_name and scores:
+        names = sorted({name for score in scores for name in score.rewards_by_name})
+        weight_of = weights_by_name(names, weights)
+        columns = [[score.rewards_by_name.get(name, 0.0) for score in scores] for name in names if weight_of[name]]
+    one_group = torch.zeros(len(scores), dtype=torch.int64)
+    return any(
+        bool(group_stats(torch.tensor(column, dtype=torch.float64), one_group).informative.any()) for column in columns
+    )

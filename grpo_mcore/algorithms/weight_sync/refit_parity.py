@@ -1,0 +1,142 @@
+"""Do policy and engines agree after a refit? The engines generate a few samples, the policy computes their log-probs.
+
+Unlike the checksums of a refit this also covers what never moved: the model's code on both sides.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from grpo_mcore.algorithms.training_step.rank_step import RankStep
+from grpo_mcore.rollout.trajectory import GenerationRequest, Sampling, TrajectoryRef, Turn
+
+if TYPE_CHECKING:
+    from grpo_mcore.algorithms.engines.engine_group import EngineGroup
+    from grpo_mcore.algorithms.training_step.policy_group import PolicyGroup
+
+SAMPLES, PROMPT_TOKENS, NEW_TOKENS = 8, 16, 32
+"""Of each engine; less where the context is shorter, more where there are more data-parallel ranks."""
+
+LIMITS = {"bfloat16": 1.05, "float32": 1.001}
+"""What `refit verify` allows by the policy's precision where the recipe says nothing."""
+
+
+@dataclass(frozen=True)
+class ParityCheck:
+    """`limit`: the largest mean of exp|engine's log-prob - policy's|. `temperature`: the one that the policy's logits
+    are divided by. `max_length`: tokens of prompt and answer."""
+
+    limit: float
+    temperature: float
+    max_length: int
+
+
+@dataclass(frozen=True)
+class EngineParity:
+    """One engine's samples. `mult_error`: mean over their tokens of exp|engine's log-prob - policy's|; `worst`: the
+    same of the worst sample."""
+
+    name: str
+    samples: int
+    tokens: int
+    mult_error: float
+    worst: float
+
+
+@dataclass(frozen=True)
+class Parity:
+    """Of all engines, at one weight version."""
+
+    version: int
+    limit: float
+    engines: tuple[EngineParity, ...]
+
+    def agrees(self, engine: EngineParity) -> bool:
+        return engine.mult_error <= self.limit  # False for NaN
+
+    @property
+    def ok(self) -> bool:
+        return all(map(self.agrees, self.engines))
+
+    @property
+    def mult_error(self) -> float:
+        """Of the engine that differs most."""
+        return max(engine.mult_error for engine in self.engines)
+
+    def table(self) -> str:
+        width = max(len("engine"), *(len(engine.name) for engine in self.engines))
+        lines = [f"{'engine':{width}}  samples  tokens  mult_prob_error  worst sample  limit {self.limit:g}"]
+        for one in self.engines:
+            lines.append(
+                f"{one.name:{width}}  {one.samples:7}  {one.tokens:6}  {one.mult_error:15.6f}  {one.worst:12.6f}  "
+                + ("ok" if self.agrees(one) else "DIFFERS")
+            )
+        return "\n".join(lines)
+
+    def difference(self) -> str:
+        """Of the engines that differ, for an error."""
+        found = ", ".join(f"{one.name} {one.mult_error:.6g}" for one in self.engines if not self.agrees(one))
+        return (
+            f"at weight version {self.version} the log-probs of engine and policy differ: mean exp|difference| is "
+            f"{found}, the limit {self.limit:g}"
+        )
+
+
+def measure_parity(policy: PolicyGroup, engines: EngineGroup, check: ParityCheck) -> Parity:
+    """The engines must be ready to generate with the policy's weights; they are again at the end. The policy's ranks
+    must be between two steps. Raises WorkerFailed and DeadlineExceeded."""
+    data = policy.layout.data
+    requests = probes(-(-SAMPLES // data) * data, policy.shape.vocab_size, check.max_length)
+    sampling = Sampling(min(NEW_TOKENS, check.max_length - _prompt_tokens(check.max_length)), check.temperature)
+    streams = [
+        worker.stream("generate_refs", requests, sampling, what="samples to compare engine and policy by")
+        for worker in engines.workers
+    ]
+    by_engine: list[list[tuple[TrajectoryRef, Any]]] = [
+        [(parcel.label, parcel.content) for parcel in stream] for stream in streams
+    ]
+    engines.release()
+    policy.onload()
+    found = [_compare(policy, worker.name, samples) for worker, samples in zip(engines.workers, by_engine, strict=True)]
+    policy.offload()
+    engines.prepare()
+    return Parity(engines.weight_version, check.limit, tuple(found))
+
+
+def probes(count: int, vocabulary: int, max_length: int) -> list[GenerationRequest]:
+    """Prompts of random tokens, always the same."""
+    generator = torch.Generator().manual_seed(0)
+    length = _prompt_tokens(max_length)
+    return [
+        GenerationRequest(
+            f"refit-parity-{number}",
+            0,
+            (Turn("user", torch.randint(vocabulary, (length,), generator=generator)),),
+            seed=number,
+        )
+        for number in range(count)
+    ]
+
+
+def _prompt_tokens(max_length: int) -> int:
+    return min(PROMPT_TOKENS, max(1, max_length // 2))
+
+
+def _compare(policy: PolicyGroup, name: str, samples: list[tuple[TrajectoryRef, Any]]) -> EngineParity:
+    """Each sample is a bin; every data-parallel rank gets as many."""
+    data = policy.layout.data
+    steps = [
+        RankStep(
+            batches=(tuple((index,) for index in range(rank, len(samples), data)),),
+            trajectories={index: samples[index][1] for index in range(rank, len(samples), data)},
+        )
+        for rank in range(data)
+    ]
+    policy.receive(steps)
+    stats = policy.infer_logprobs(len(samples), prev=True, reference=False, kl_kind=None)
+    tokens, errors = stats["tokens"], stats["mult_error"]
+    mean = ((tokens * errors).sum() / tokens.sum()).item()
+    return EngineParity(name, len(samples), int(tokens.sum()), mean, errors.max().item())

@@ -1,0 +1,92 @@
+"""A job for NeMo-Run's executors, as plain values and text. NeMo-Run itself is imported in launchers/nemo_run only."""
+
+from __future__ import annotations
+
+import shlex
+from typing import Any
+
+from grpo_mcore.tools.launch.kubernetes import manifest
+from grpo_mcore.tools.launch.slurm import job_script, sbatch_options
+from grpo_mcore.tools.launch.spec import LaunchSpec, Target
+
+TASK = "train"
+"""Name of the task; NeMo-Run calls its script by it."""
+
+SET_BY_NEMO_RUN = ("job-name", "requeue", "no-requeue", "output")
+FIELDS = ("account", "partition", "nodes", "gpus-per-node", "cpus-per-task", "mem", "time", "signal", "open-mode")
+
+KUBECTL = """\
+set -uo pipefail
+made=$(kubectl create -o name -f - <<'END OF MANIFEST'
+{manifest}END OF MANIFEST
+) || exit 1
+echo "$made"
+job=$(grep -i '^rayjob' <<<"$made")
+failures=0 seen=""
+while :; do # the RayJob has deadlines of its own
+    if state=$(kubectl get{namespace} "$job" -o jsonpath='{{.status.jobDeploymentStatus}} {{.status.jobStatus}} \
+{{.status.reason}} {{.status.message}}'); then
+        failures=0
+    elif ((++failures == 30)); then
+        echo "$job: kubectl has not answered 30 times in a row; the job may still run" >&2
+        exit 1
+    else
+        state=$seen
+    fi
+    [[ $state == "$seen" ]] || echo "$job: $state"
+    seen=$state
+    case $state in
+    "Complete SUCCEEDED"*) exit 0 ;;
+    Complete* | Failed* | ValidationFailed*) exit 1 ;;
+    esac
+    sleep "${{POLL_SECONDS:-10}}"
+done
+"""
+
+HERE = """\
+set -euo pipefail
+if ! command -v grpo-mcore >/dev/null; then
+    echo "there is no grpo-mcore in PATH: activate the environment that trains (source .venv/bin/activate)" >&2
+    exit 127
+fi
+"""
+
+
+def script(spec: LaunchSpec, target: Target) -> str:
+    """What `run.Script` holds: for Slurm the batch script, for Kubernetes kubectl with the manifest."""
+    match target:
+        case "slurm":
+            return job_script(spec)
+        case "k8s":
+            namespace = f" --namespace={spec.k8s.namespace}" if spec.k8s.namespace else ""
+            return KUBECTL.format(manifest=manifest(spec), namespace=namespace)
+        case "local":
+            variables = [f"export {name}={shlex.quote(value)}\n" for name, value in spec.environment]
+            command = shlex.join(spec.command(spec.recipe_file, spec.overrides))
+            return "".join([HERE, *variables, f"exec {command}\n"])
+
+
+def slurm_fields(spec: LaunchSpec) -> dict[str, Any]:
+    """Fields of `run.SlurmExecutor`.
+
+    Its batch script starts every task by srun; ours starts sruns of its own and must get Slurm's signals. So the batch
+    script hands itself over to ours before it comes to that.
+    """
+    options = sbatch_options(spec)
+    further = {key: value for key, value in options.items() if key not in (*FIELDS, *SET_BY_NEMO_RUN)}
+    for option in spec.slurm.options:
+        key, _, value = option.removeprefix("--").partition("=")
+        further[key] = value
+    # NeMo-Run always submits with --requeue.
+    stay = [] if spec.restarts else ['scontrol update jobid="$SLURM_JOB_ID" requeue=0']
+    return {
+        **{_field(key): options.get(key) for key in FIELDS},
+        "ntasks_per_node": further.pop("ntasks-per-node"),
+        "job_name_prefix": f"{spec.name}.",
+        "additional_parameters": {_field(key): value if value != "" else True for key, value in further.items()},
+        "setup_lines": "\n".join([*stay, f"exec bash /nemo_run/scripts/{TASK}.sh"]),
+    }
+
+
+def _field(option: str) -> str:
+    return option.replace("-", "_")

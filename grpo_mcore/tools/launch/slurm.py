@@ -1,0 +1,95 @@
+"""A job as an sbatch script."""
+
+from __future__ import annotations
+
+import shlex
+from pathlib import Path
+
+from grpo_mcore.tools.launch.spec import LaunchSpec
+
+BODY = Path(__file__).with_name("slurm_body.sh")
+
+PASSED = ("PATH", "HOME", "USER", "LOGNAME", "SHELL", "LANG", "TZ", "VIRTUAL_ENV", "PYTHONPATH", "OMP_NUM_THREADS")
+"""Of the submitter's environment a job gets these, the settings of the script, and what the recipe names."""
+
+SETTINGS = ("CONTAINER", "MOUNTS", "COMMAND", "RESTARTS", "LOGS", "PYTHON", "START_TIMEOUT")
+OTHERS = ("RAY_PORT", "HEAD_IP", "OBJECT_STORE_GB")
+
+
+def sbatch_script(spec: LaunchSpec) -> str:
+    """The script: its options, its settings with their values, and what is the same for every job."""
+    return "\n".join(["#!/bin/bash", *_header(spec), job_script(spec)])
+
+
+def job_script(spec: LaunchSpec) -> str:
+    """The script without its options: the settings with their values, and what is the same for every job."""
+    return "\n".join([*_settings(spec), "", BODY.read_text()])
+
+
+def sbatch_options(spec: LaunchSpec) -> dict[str, str | int]:
+    """sbatch's long options of a job and their values; "" is an option without one."""
+    gpus = max(pool.gpus_per_node for pool in spec.pools)
+    passed = dict.fromkeys((*PASSED, *SETTINGS, *OTHERS, *spec.from_submitter))
+    options: dict[str, str | int | None] = {
+        "job-name": spec.name,
+        "account": spec.slurm.account,
+        "partition": spec.slurm.partition,
+        "nodes": spec.nodes,
+        "ntasks-per-node": 1,
+        "gpus-per-node": gpus or None,
+        "cpus-per-task": spec.cpus_per_node,
+        "mem": f"{spec.memory_gb_per_node}G",
+        "time": _clock(spec.time_limit_s),
+        "signal": f"B:USR1@{spec.save_before_end_s}",
+        "requeue": "" if spec.restarts else None,
+        "no-requeue": None if spec.restarts else "",
+        "open-mode": "append",
+        "output": "%x-%j.out",
+        "export": ",".join(passed),
+    }
+    return {key: value for key, value in options.items() if value is not None}
+
+
+def _header(spec: LaunchSpec) -> list[str]:
+    lines = [f"#SBATCH --{key}={value}".rstrip("=") for key, value in sbatch_options(spec).items()]
+    return [
+        f"# {spec.recipe_file} on Slurm. Written by: grpo-mcore launch slurm {spec.recipe_file} --dry-run",
+        "#",
+        "# As it stands: sbatch FILE, from a shell in which `grpo-mcore` is found, or with a container (pyxis):",
+        '#   CONTAINER=image.sqsh MOUNTS="$PWD:$PWD" COMMAND="grpo-mcore train ... --resume=auto" sbatch FILE',
+        "# Options on sbatch's own command line go before those below.",
+        *lines,
+        *[f"#SBATCH {option}" for option in spec.slurm.options],
+    ]
+
+
+def _settings(spec: LaunchSpec) -> list[str]:
+    command = shlex.join(spec.command(spec.recipe_file, spec.overrides))
+    values = {
+        "CONTAINER": spec.container or "",
+        "MOUNTS": ",".join(map(str, spec.mounts)),
+        "COMMAND": command,
+        "RESTARTS": str(spec.restarts),
+        "LOGS": "logs/slurm",
+        "PYTHON": "python",
+        "START_TIMEOUT": str(spec.start_timeout_s),
+    }
+    meaning = {
+        "CONTAINER": "image for pyxis; empty: bare metal",
+        "MOUNTS": "FROM:TO[:ro],... for the container",
+        "RESTARTS": "how often a run that was stopped by the time limit is queued again",
+        "LOGS": "on the shared file system",
+        "START_TIMEOUT": "seconds until all nodes must be there",
+    }
+    lines = ["", "# Settings: a variable of this name in the shell that submits goes first."]
+    for name, value in values.items():
+        line = f"[[ -n ${{{name}:-}} ]] || {name}={shlex.quote(value)}"
+        lines.append(line + (f" # {meaning[name]}" if name in meaning else ""))
+    lines += [f"export {name}={shlex.quote(value)}" for name, value in spec.environment]
+    return lines
+
+
+def _clock(seconds: int) -> str:
+    days, rest = divmod(seconds, 86400)
+    text = f"{rest // 3600:02}:{rest // 60 % 60:02}:{rest % 60:02}"
+    return f"{days}-{text}" if days else text

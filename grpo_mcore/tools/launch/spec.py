@@ -1,0 +1,127 @@
+"""`LaunchSpec`: all that a launcher needs to know of a run, from its recipe and nothing else."""
+
+from __future__ import annotations
+
+import re
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Literal
+
+from grpo_mcore.recipe import KubernetesConfig, MasterConfig, Recipe, SlurmConfig, resolved_yaml
+from grpo_mcore.recipe.load import shown
+from grpo_mcore.recipe.master import runs_grpo
+from grpo_mcore.tools.launch.validation import refuse
+from grpo_mcore.tools.launch.values import Mount, seconds
+
+Target = Literal["slurm", "k8s", "local"]
+
+FROM_SUBMITTER = ("HF_HOME", "HF_HUB_OFFLINE", "HF_TOKEN", "WANDB_API_KEY")
+"""Variables of the one who submits that a job gets where they are set, besides those of cluster.env_vars."""
+
+_TEXT_FILES = ("prompt_file", "system_prompt_file")
+
+
+@dataclass(frozen=True)
+class Pool:
+    """Nodes of one kind. `gpus_per_node` is 0 on CPU."""
+
+    name: str
+    nodes: int
+    gpus_per_node: int
+
+
+@dataclass(frozen=True)
+class LaunchSpec:
+    """A job. Times in seconds, memory in GiB. `restarts` is 0 where there is no checkpoint to go on from.
+
+    `command`: the program with its words, in which `recipe_file` stands for the recipe. `recipe_yaml` is the recipe
+    itself and `texts` (name relative to it -> content) the files it names, for nodes that do not see the checkout.
+    """
+
+    name: str
+    pools: tuple[Pool, ...]
+    cpus_per_node: int
+    memory_gb_per_node: int
+    environment: tuple[tuple[str, str], ...]
+    from_submitter: tuple[str, ...]
+    verb: str
+    recipe_file: str
+    overrides: tuple[str, ...]
+    recipe_yaml: str
+    texts: tuple[tuple[str, str], ...]
+    container: str | None
+    mounts: tuple[Mount, ...]
+    time_limit_s: int
+    save_before_end_s: int
+    restarts: int
+    checkpoint_dir: str
+    start_timeout_s: int
+    slurm: SlurmConfig
+    k8s: KubernetesConfig
+
+    @property
+    def nodes(self) -> int:
+        return sum(pool.nodes for pool in self.pools)
+
+    def command(self, recipe: str, overrides: tuple[str, ...] = ()) -> tuple[str, ...]:
+        """The program that trains. With a checkpoint it goes on from there, so a restart is the same command."""
+        resume = ("--resume=auto",) if self.verb == "train" and self.restarts else ()
+        return ("grpo-mcore", self.verb, recipe, *overrides, *resume)
+
+
+def launch_spec(recipe: Recipe, target: Target) -> LaunchSpec:
+    """The job of a recipe. Raises RecipeError with everything that `target` would fail on later."""
+    config = recipe.config
+    refuse(recipe, target)
+    launch, cluster = config.launch, config.cluster
+    resumes = runs_grpo(config) and config.checkpointing.enabled
+    return LaunchSpec(
+        name=launch.name or job_name(recipe.path.stem),
+        pools=pools(config),
+        cpus_per_node=launch.cpus_per_node,
+        memory_gb_per_node=launch.memory_gb_per_node,
+        environment=tuple(sorted(launch.env.items())),
+        from_submitter=tuple(dict.fromkeys([*FROM_SUBMITTER, *cluster.env_vars])),
+        verb="train" if runs_grpo(config) else "sft",
+        recipe_file=shown(recipe.path),
+        overrides=tuple(word for word in recipe.overrides if not word.lstrip("+~").startswith("launch.")),
+        recipe_yaml=resolved_yaml(recipe, sources=False, without=frozenset({"launch"})),
+        texts=_texts(config),
+        container=launch.container,
+        mounts=tuple(Mount.parse(text) for text in launch.mounts),
+        time_limit_s=seconds(launch.time_limit),
+        save_before_end_s=launch.save_before_end_s,
+        restarts=launch.max_restarts if resumes else 0,
+        checkpoint_dir=config.checkpointing.checkpoint_dir,
+        start_timeout_s=int(cluster.start_timeout_s),
+        slurm=launch.slurm,
+        k8s=launch.k8s,
+    )
+
+
+def pools(config: MasterConfig) -> tuple[Pool, ...]:
+    """One pool where policy and engines share nodes; else `policy` and `engines`, out of cluster.num_nodes."""
+    cluster, colocated = config.cluster, config.policy.generation.colocated
+    gpus = 0 if cluster.platform == "cpu" else cluster.gpus_per_node
+    engines = colocated.resources.num_nodes
+    if colocated.enabled or not engines:
+        return (Pool("workers", cluster.num_nodes, gpus),)
+    engine_gpus = 0 if cluster.platform == "cpu" else colocated.resources.gpus_per_node or gpus
+    return (Pool("policy", cluster.num_nodes - engines, gpus), Pool("engines", engines, engine_gpus))
+
+
+def job_name(stem: str) -> str:
+    """A name that Slurm and Kubernetes accept, from a file's name."""
+    name = re.sub(r"[^a-z0-9]+", "-", stem.lower()).strip("-")
+    return (name if name[:1].isalpha() else f"grpo-{name}")[:40].rstrip("-")
+
+
+def _texts(config: MasterConfig) -> tuple[tuple[str, str], ...]:
+    """Prompt files that the recipe names by a relative path, and what they hold."""
+    found: dict[str, str] = {}
+    for entry in [config.data.default, *config.data.train, *config.data.validation]:
+        for key in _TEXT_FILES:
+            name = getattr(entry, key, None) if entry is not None else None
+            if name and not Path(name).is_absolute() and Path(name).is_file():
+                found[name] = Path(name).read_text()
+    return tuple(sorted(found.items()))

@@ -1,0 +1,224 @@
+"""What a cluster would refuse, or silently do wrong, an hour later: said at once, with the key and its line."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Iterator
+from pathlib import PurePosixPath
+
+from grpo_mcore.cluster.environment import is_allowed
+from grpo_mcore.recipe import MasterConfig, Problem, Recipe, RecipeError
+from grpo_mcore.recipe.errors import DEFAULT, Finding
+from grpo_mcore.recipe.load import shown
+from grpo_mcore.recipe.master import runs_grpo
+from grpo_mcore.tools.launch.values import Mount, seconds
+
+OF_ONE_NODE = ("/tmp", "/var/tmp", "/dev/shm", "/run")
+SECRET = re.compile(r"(TOKEN|SECRET|PASSWORD|PASSWD|CREDENTIAL|API_?KEY|PRIVATE_KEY)", re.IGNORECASE)
+OURS = re.compile(r"^(SLURM_|SBATCH_|RAY_|GRPO_MCORE_|CUDA_VISIBLE_DEVICES$)")
+SET_BY_US = ("nodes", "ntasks", "ntasks-per-node", "gpus-per-node", "gres", "time", "signal", "export", "output")
+DNS_LABEL = re.compile(r"^[a-z0-9]([-a-z0-9]*[a-z0-9])?$")
+SUBDOMAIN = re.compile(r"^[a-z0-9]([-a-z0-9.]*[a-z0-9])?$")
+REFERENCE = re.compile(r"^[a-z0-9]([-a-z0-9.]*[a-z0-9])?/[-._a-zA-Z0-9]+$")
+RESOURCE = re.compile(r"^[a-z0-9.-]+/[A-Za-z0-9]([-._A-Za-z0-9]*[A-Za-z0-9])?$")
+Check = Callable[[MasterConfig], Iterator[Finding]]
+
+
+def refuse(recipe: Recipe, target: str) -> None:
+    """Raises RecipeError with every finding for `target` ("slurm", "k8s" or "local")."""
+    found = [finding for check in CHECKS[target] for finding in check(recipe.config)]
+    if found:
+        raise RecipeError([_placed(finding, recipe) for finding in found], shown(recipe.path))
+
+
+def _placed(finding: Finding, recipe: Recipe) -> Problem:
+    for key in finding.keys:
+        source = recipe.provenance.get(key, DEFAULT)
+        if source != DEFAULT:
+            return Problem(source, key, finding.message)
+    return Problem(shown(recipe.path), finding.keys[0], finding.message)
+
+
+def _backend(config: MasterConfig) -> Iterator[Finding]:
+    if config.cluster.backend == "local":
+        yield Finding(
+            ("cluster.backend",), "local runs in one process: there is nothing to launch; set it to ray for a cluster"
+        )
+
+
+def _nodes(config: MasterConfig) -> Iterator[Finding]:
+    """Groups of GPUs that talk all the time must not lie over the edge of a node, but for engines of whole nodes."""
+    cluster, gpus = config.cluster, config.cluster.gpus_per_node
+    if cluster.platform == "cpu":
+        return
+    for key, size, what in (
+        (
+            "policy.megatron_cfg.tensor_model_parallel_size",
+            config.policy.megatron_cfg.tensor_model_parallel_size,
+            "the policy's tensor-parallel groups",
+        ),
+        (
+            "policy.generation.vllm_cfg.tensor_parallel_size",
+            config.policy.generation.vllm_cfg.tensor_parallel_size,
+            "the engines",
+        ),
+    ):
+        whole_nodes = what == "the engines" and size % gpus == 0  # vLLM's ranks may lie on several
+        if gpus % size and not whole_nodes and (runs_grpo(config) or what != "the engines"):
+            yield Finding(
+                (key, "cluster.gpus_per_node"),
+                f"cluster.gpus_per_node {gpus} is not a multiple of {size}: {what} would lie across nodes",
+            )
+
+
+def _time(config: MasterConfig) -> Iterator[Finding]:
+    launch = config.launch
+    limit, needed = seconds(launch.time_limit), launch.save_before_end_s + config.cluster.start_timeout_s
+    if limit <= needed:
+        yield Finding(
+            ("launch.time_limit", "launch.save_before_end_s", "cluster.start_timeout_s"),
+            f"{launch.time_limit} leaves no time to train: cluster.start_timeout_s and launch.save_before_end_s take "
+            f"{needed:g} s of it",
+        )
+
+
+def _environment(config: MasterConfig) -> Iterator[Finding]:
+    for name in config.launch.env:
+        key = f"launch.env.{name}"
+        if not re.fullmatch(r"[A-Za-z_][A-Za-z0-9_]*", name):
+            yield Finding((key,), "not a name of an environment variable")
+        elif SECRET.search(name):
+            yield Finding(
+                (key,),
+                "a secret does not belong into a recipe: on Kubernetes name it under launch.k8s.secrets, on Slurm set "
+                f"{name} in the shell that submits and name it under cluster.env_vars if workers need it",
+            )
+        elif OURS.match(name):
+            yield Finding((key,), "is set by the launcher itself")
+        elif not is_allowed(name, config.cluster.env_vars):
+            yield Finding((key,), f"would not reach the workers: name {name} under cluster.env_vars too")
+
+
+def _mounts(config: MasterConfig) -> Iterator[Finding]:
+    launch, targets = config.launch, set()
+    for text in launch.mounts:
+        try:
+            mount = Mount.parse(text)
+        except ValueError as error:
+            yield Finding(("launch.mounts",), str(error))
+            continue
+        if mount.target in targets:
+            yield Finding(("launch.mounts",), f"{mount.target} is the target of two mounts")
+        targets.add(mount.target)
+    if launch.mounts and not launch.container:
+        yield Finding(("launch.mounts", "launch.container"), "mounts need launch.container: bare metal has none")
+
+
+def _slurm(config: MasterConfig) -> Iterator[Finding]:
+    for option in config.launch.slurm.options:
+        name = option.removeprefix("--").partition("=")[0].split(" ")[0]
+        if not option.startswith("--") or "\n" in option:
+            yield Finding(("launch.slurm.options",), f'expected one long option of sbatch, got "{option}"')
+        elif name in SET_BY_US:
+            yield Finding(("launch.slurm.options",), f"--{name} follows from the recipe; change the recipe instead")
+
+
+def _shared_on_slurm(config: MasterConfig) -> Iterator[Finding]:
+    """Every node must see the folder of checkpoints, whichever one the job runs on next."""
+    save, launch = config.checkpointing, config.launch
+    folder = PurePosixPath(save.checkpoint_dir)
+    if not save.enabled:
+        return
+    keys = ("checkpointing.checkpoint_dir", "launch.mounts")
+    if any(folder.is_relative_to(local) for local in OF_ONE_NODE):
+        yield Finding(keys, f"{folder} is on one node only; choose a folder of the shared file system")
+    elif launch.container and folder.is_absolute() and not _mounted(folder, launch.mounts):
+        yield Finding(keys, f"{folder} is inside the container and gone with it; mount a shared folder there")
+
+
+def _mounted(folder: PurePosixPath, mounts: list[str]) -> bool:
+    parts = (text.split(":") for text in mounts)
+    return any(len(part) > 1 and folder.is_relative_to(part[1]) and part[2:] != ["ro"] for part in parts)
+
+
+def _here(config: MasterConfig) -> Iterator[Finding]:
+    """One machine, as it is: the one that submits."""
+    if config.launch.container:
+        yield Finding(("launch.container",), "a job on this machine runs in its environment, not in an image")
+    if config.cluster.num_nodes > 1 and config.cluster.platform != "cpu":
+        yield Finding(("cluster.num_nodes",), f"this machine is one node, not {config.cluster.num_nodes}")
+
+
+def _image(config: MasterConfig) -> Iterator[Finding]:
+    image, key = config.launch.container, ("launch.container",)
+    if not image:
+        yield Finding(key, "Kubernetes needs an image: launch.container=REGISTRY/NAME:TAG (see the Dockerfile)")
+    elif "@sha256:" not in image and (":" not in image.rpartition("/")[2] or image.endswith(":latest")):
+        yield Finding(key, f"{image} may be another image after a restart; give a tag other than latest, or a digest")
+    elif any(char.isspace() for char in image) or image.endswith((".sqsh", ".sif")):
+        yield Finding(key, f"{image!r} is not the name of an image in a registry")
+    if config.launch.mounts:
+        yield Finding(
+            ("launch.mounts",), "folders of the nodes are for Slurm; on Kubernetes use launch.k8s.volume_claim"
+        )
+
+
+def _kubernetes(config: MasterConfig) -> Iterator[Finding]:
+    k8s, at = config.launch.k8s, "launch.k8s."
+    for key in ("namespace", "service_account", "volume_claim", "priority_class"):
+        name = getattr(k8s, key)
+        rule = DNS_LABEL if key == "namespace" else SUBDOMAIN
+        if name is not None and not rule.match(name):
+            yield Finding((at + key,), f"{name!r} is no name in Kubernetes: lower-case letters, digits and -")
+    for name, reference in k8s.secrets.items():
+        if not REFERENCE.match(reference):
+            yield Finding((at + f"secrets.{name}",), 'expected "SECRET/KEY", the place of the value and not the value')
+    if k8s.gcs_redis_secret and not REFERENCE.match(k8s.gcs_redis_secret):
+        yield Finding((at + "gcs_redis_secret",), 'expected "SECRET/KEY"')
+    if k8s.gcs_redis_address and not re.fullmatch(r"(redis://)?[-\w.]+:\d+", k8s.gcs_redis_address):
+        yield Finding((at + "gcs_redis_address",), f"expected HOST:PORT, got {k8s.gcs_redis_address!r}")
+    if k8s.rdma_resource is not None and not RESOURCE.match(k8s.rdma_resource):
+        yield Finding((at + "rdma_resource",), f'expected "DOMAIN/NAME" of a device plugin, got {k8s.rdma_resource!r}')
+    if not PurePosixPath(k8s.volume_path).is_absolute() or k8s.volume_path == "/":
+        yield Finding((at + "volume_path",), f"expected an absolute folder, got {k8s.volume_path!r}")
+
+
+def _gang(config: MasterConfig) -> Iterator[Finding]:
+    k8s = config.launch.k8s
+    if k8s.scheduler == "none" and k8s.queue:
+        yield Finding(("launch.k8s.queue", "launch.k8s.scheduler"), "a queue needs launch.k8s.scheduler")
+    if k8s.scheduler != "none" and not k8s.queue:
+        yield Finding(("launch.k8s.scheduler", "launch.k8s.queue"), f"{k8s.scheduler} needs launch.k8s.queue")
+
+
+def _claim(config: MasterConfig) -> Iterator[Finding]:
+    """Pods keep nothing: what is to last must be on a volume that all of them see."""
+    k8s, save = config.launch.k8s, config.checkpointing
+    keys = ("launch.k8s.volume_claim", "checkpointing.checkpoint_dir", "cluster.num_nodes")
+    if k8s.volume_claim is None and (save.enabled or config.cluster.num_nodes > 1):
+        yield Finding(
+            keys,
+            "checkpoints, logs and several nodes need a volume that all pods see: "
+            "launch.k8s.volume_claim=NAME of a ReadWriteMany claim",
+        )
+    folder = PurePosixPath(save.checkpoint_dir)
+    if save.enabled and folder.is_absolute() and not folder.is_relative_to(k8s.volume_path):
+        yield Finding(keys[1:2], f"{folder} is not on the shared volume at launch.k8s.volume_path {k8s.volume_path}")
+
+
+def _memory(config: MasterConfig) -> Iterator[Finding]:
+    launch = config.launch
+    if launch.k8s.shm_gb * 2 > launch.memory_gb_per_node:
+        yield Finding(
+            ("launch.k8s.shm_gb", "launch.memory_gb_per_node"),
+            f"/dev/shm of {launch.k8s.shm_gb} GiB counts as memory of the pod and takes more than half of "
+            f"launch.memory_gb_per_node {launch.memory_gb_per_node}",
+        )
+
+
+_ANYWHERE: tuple[Check, ...] = (_backend, _nodes, _time, _environment, _mounts)
+CHECKS: dict[str, tuple[Check, ...]] = {
+    "slurm": (*_ANYWHERE, _slurm, _shared_on_slurm),
+    "k8s": (*_ANYWHERE, _image, _kubernetes, _gang, _claim, _memory),
+    "local": (_here, _environment),
+}

@@ -1,0 +1,222 @@
+"""The same tokens through transformers, through the policy on several layouts, and through an engine, in float32.
+
+Weights, kernels, parallelism: what of them is wrong shows in which cases differ, and in which sequences and layers.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from grpo_mcore.families import FamilyError, check_fit, missing_on_cpu, read_hf_config, shape_of
+from grpo_mcore.parallel.rank_pool import RankPool
+from grpo_mcore.rollout.trajectory import GenerationRequest, Sampling, Turn
+from grpo_mcore.tools.parity.rank import (
+    ENTROPY_COEFF,
+    LENGTHS,
+    LayoutCase,
+    advantages,
+    policy_config,
+    sequences,
+)
+
+LOGPROB_LIMIT, GRADIENT_LIMIT = 1e-4, 1e-3
+"""Largest difference of a log-prob, and largest relative error of a parameter's gradient, that count as equal."""
+NEW_TOKENS, RANK_TIMEOUT_S = 24, 600.0
+
+
+@dataclass(frozen=True)
+class Reference:
+    """What transformers says. `logprobs`: of each token given those before, by sequence, 0 for the first; `gradients`
+    of the loss that `parity_rank` trains on, by name in the checkpoint."""
+
+    folder: Path
+    family: str
+    network: torch.nn.Module
+    logprobs: dict[int, Tensor]
+    gradients: dict[str, Tensor]
+
+
+@dataclass(frozen=True)
+class ParityCase:
+    """One comparison. `logprobs`: largest absolute difference by sequence; `gradients`: relative error by parameter,
+    empty for an engine, which is neither packed nor not."""
+
+    family: str
+    layout: str
+    packed: bool | None
+    logprobs: dict[int, float]
+    gradients: dict[str, float]
+
+    @property
+    def ok(self) -> bool:
+        """False for NaN too."""
+        return all(found <= LOGPROB_LIMIT for found in self.logprobs.values()) and all(
+            found <= GRADIENT_LIMIT for found in self.gradients.values()
+        )
+
+    def by_layer(self) -> dict[str, tuple[float, str]]:
+        """(largest relative error, its parameter) of each layer; what is in none is under its own name."""
+        found: dict[str, tuple[float, str]] = {}
+        for name, error in self.gradients.items():
+            layer = re.search(r"\.layers\.(\d+)\.", name)
+            key = f"layer {layer[1]}" if layer else name
+            found[key] = max(found.get(key, (-1.0, "")), (error, name))
+        return found
+
+    def plain(self) -> dict[str, Any]:
+        """For JSON."""
+        return {
+            "family": self.family,
+            "layout": self.layout,
+            "packed": self.packed,
+            "max_logprob_diff": max(self.logprobs.values()),
+            "max_grad_rel_diff": max(self.gradients.values(), default=None),
+            "logprob_diff_by_sequence": [self.logprobs[i] for i in sorted(self.logprobs)],
+            "grad_rel_diff_by_layer": {key: error for key, (error, _) in self.by_layer().items()},
+        }
+
+
+def reference_of(folder: Path) -> Reference:
+    """Runs transformers forward and backward. Raises FamilyError for a model without a family."""
+    from transformers import AutoModelForCausalLM
+
+    shape = shape_of(read_hf_config(folder))
+    network = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
+    logprobs, loss = {}, torch.zeros(())
+    for i, (tokens, advantage) in enumerate(zip(sequences(shape.vocab_size), advantages(), strict=True)):
+        scores = torch.log_softmax(network(tokens[None]).logits[0, :-1], -1)
+        chosen = scores.gather(1, tokens[1:, None]).squeeze(1)
+        logprobs[i] = torch.cat([torch.zeros(1), chosen.detach()])
+        entropies = -(scores.exp() * scores).sum(-1)
+        loss = loss - (advantage * chosen + ENTROPY_COEFF * entropies).sum() / (sum(LENGTHS) - len(LENGTHS))
+    loss.backward()
+    return Reference(folder, shape.family, network, logprobs, checkpoint_gradients(shape.family, network))
+
+
+def fitting(folder: Path, layouts: Iterable[LayoutCase]) -> tuple[list[LayoutCase], dict[str, str]]:
+    """(the layouts that the model allows, of the others name -> why not)."""
+    shape, allowed, refused = shape_of(read_hf_config(folder)), [], {}
+    for case in layouts:
+        try:
+            check_fit(shape, policy_config(folder, case).megatron_cfg)
+            allowed.append(case)
+        except FamilyError as error:
+            refused[case.name] = str(error)
+    return allowed, refused
+
+
+def compare_layouts(reference: Reference, layouts: Sequence[LayoutCase], pool: RankPool) -> list[ParityCase]:
+    """Each layout with packed rows and without. Raises RankFailed."""
+    return [measure(reference, case, packed, pool) for case in layouts for packed in (False, True)]
+
+
+def measure(reference: Reference, case: LayoutCase, packed: bool, pool: RankPool) -> ParityCase:
+    """One of them."""
+    target = "grpo_mcore.tools.parity.rank:logprobs_and_gradients"
+    ranks = pool.run(case.world_size, target, str(reference.folder), case, packed, timeout_s=RANK_TIMEOUT_S)
+    return compare(reference, ranks, case.name, packed)
+
+
+def compare(reference: Reference, ranks: Sequence[dict[str, Any]], layout: str, packed: bool) -> ParityCase:
+    """What the ranks of one mesh computed, with transformers. Raises ValueError where they do not cover it."""
+    logprobs: dict[int, Tensor] = {}
+    for result in ranks:
+        logprobs |= result["logprobs"]
+    if logprobs.keys() != reference.logprobs.keys():
+        raise ValueError(f"{layout}: log-probs of the sequences {sorted(logprobs)} of {len(reference.logprobs)}")
+    moved = {name: torch.full_like(gradient, torch.nan) for name, gradient in reference.gradients.items()}
+    for name, box, part in (piece for result in ranks for piece in result["gradients"]):
+        if name not in moved:  # a buffer
+            if part.any():
+                raise ValueError(f"{layout}: {name} is not trained, but moved")
+            continue
+        there = moved[name][tuple(slice(*span) for span in box)]
+        if not there.isnan().all():
+            raise ValueError(f"{layout}: two ranks own {name} {box}")
+        there.copy_(part)
+    differences = {i: (logprobs[i] - expected).abs().max().item() for i, expected in reference.logprobs.items()}
+    errors = {
+        name: ((moved[name] - expected).norm() / expected.norm().clamp(min=1e-12)).item()
+        for name, expected in reference.gradients.items()
+    }
+    return ParityCase(reference.family, layout, packed, differences, errors)
+
+
+def compare_engine(reference: Reference) -> tuple[ParityCase | None, str | None]:
+    """(samples of a vLLM engine on CPU, whose log-probs transformers computes too; None), or (None, why not)."""
+    from grpo_mcore.generation import Engine, EngineConfig
+
+    shape = shape_of(read_hf_config(reference.folder))
+    if (missing := missing_on_cpu(shape)) is not None:
+        return None, f"vLLM's CPU build cannot run this {shape.family} model: {missing}"
+    longest = max(LENGTHS) + NEW_TOKENS
+    engine = Engine(
+        EngineConfig(
+            str(reference.folder),
+            dtype="float32",
+            max_model_len=longest,
+            kv_cache_memory_gb=0.1,
+            prefix_caching=shape.mamba is None,
+        )
+    )
+    requests = [
+        GenerationRequest(str(i), 0, (Turn("user", tokens),), seed=i)
+        for i, tokens in enumerate(sequences(shape.vocab_size))
+    ]
+    differences: dict[int, float] = {}
+    try:
+        for sample in engine.generate(requests, Sampling(max_new_tokens=NEW_TOKENS)):
+            tokens, start = sample.token_ids(), sample.prompt_length
+            with torch.no_grad():
+                scores = torch.log_softmax(reference.network(tokens[None]).logits[0, start - 1 : -1], -1)
+            expected = scores.gather(1, tokens[start:, None]).squeeze(1)
+            differences[int(sample.uid)] = (sample.logprobs()[start:] - expected).abs().max().item()
+    finally:
+        engine.shutdown()
+    return ParityCase(reference.family, "engine", None, differences, {}), None
+
+
+def checkpoint_gradients(family: str, network: torch.nn.Module) -> dict[str, torch.Tensor]:
+    """The gradients of a transformers model by the names of its checkpoint, which has every expert by itself."""
+    block, gate, up, down = "mlp", "gate_proj", "up_proj", "down_proj"
+    if family == "mixtral":
+        block, gate, up, down = "block_sparse_moe", "w1", "w3", "w2"
+    if family.startswith("nemotron_h"):
+        return _nemotron_gradients(network)
+    found = {}
+    for name, parameter in network.named_parameters():
+        gradient = parameter.grad
+        layer, _, rest = name.rpartition(".mlp.")
+        if rest == "experts.gate_up_proj":
+            for i, expert in enumerate(gradient):
+                halves = expert.chunk(2)
+                found[f"{layer}.{block}.experts.{i}.{gate}.weight"] = halves[0]
+                found[f"{layer}.{block}.experts.{i}.{up}.weight"] = halves[1]
+        elif rest == "experts.down_proj":
+            for i, expert in enumerate(gradient):
+                found[f"{layer}.{block}.experts.{i}.{down}.weight"] = expert
+        elif layer:
+            found[f"{layer}.{block}.{rest}"] = gradient
+        else:
+            found[name] = gradient
+    return found
+
+
+def _nemotron_gradients(network: torch.nn.Module) -> dict[str, torch.Tensor]:
+    found = {}
+    for name, parameter in network.named_parameters():
+        name = name.replace("model.", "backbone.", 1)
+        if ".experts." in name:
+            found |= {
+                name.replace("experts", f"experts.{i}") + ".weight": part for i, part in enumerate(parameter.grad)
+            }
+        else:
+            found[name] = parameter.grad
+    return found

@@ -1,0 +1,111 @@
+"""What `plan` predicts of a run against what the run measured, for its closing report."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from statistics import median
+from typing import Any
+
+from grpo_mcore.families import ModelShape
+from grpo_mcore.recipe import MasterConfig
+from grpo_mcore.tools.plan import Plan, make_plan
+from grpo_mcore.tools.plan.devices import DEVICES, Device
+from grpo_mcore.tools.plan.memory import gradient_bytes, optimizer_bytes, weight_bytes
+
+# A phase of the plan, and the run's timer of it.
+TIMERS = {"refit": "refit", "generation": "generate", "log-probs": "logprobs", "training": "train"}
+
+
+@dataclass(frozen=True)
+class Compared:
+    """One line. Seconds of a step, or bytes of the rank that has most of them."""
+
+    what: str
+    predicted: float
+    measured: float
+    unit: str  # "s" or "bytes"
+
+
+@dataclass(frozen=True)
+class Comparison:
+    """`device`: whose data sheet the seconds follow. `mean_length`: of the samples that were trained on."""
+
+    device: Device
+    mean_length: int
+    lines: tuple[Compared, ...]
+
+    def plain(self) -> list[dict[str, Any]]:
+        """For summary.json."""
+        return [vars(line) for line in self.lines]
+
+    def text(self) -> list[str]:
+        """A small table."""
+        device = self.device
+        of = "a rule of thumb for a core of any CPU" if device.name == "cpu" else f"the data sheet of {device.name}"
+        roofline = f"{device.flops / 1e12:g} TFLOP/s and {device.memory_bandwidth / 1e9:g} GB/s a rank, {of}"
+        rows = [f"{'predicted against measured':32}{'predicted':>12}{'measured':>12}{'ratio':>9}"]
+        for line in self.lines:
+            name = f"{line.what}, s a step (median)" if line.unit == "s" else f"{line.what}, MB of a rank (most)"
+            by = 1.0 if line.unit == "s" else 1e6
+            ratio = f"{line.measured / line.predicted:>9.2f}" if line.predicted else f"{'-':>9}"
+            rows.append(f"  {name:30}{line.predicted / by:>12.4g}{line.measured / by:>12.4g}{ratio}")
+        return [*rows, f"  seconds: a roofline of {roofline}; samples of {self.mean_length:,} tokens, as they were"]
+
+
+def compare(
+    config: MasterConfig,
+    shape: ModelShape,
+    steps: Sequence[Mapping[str, float]],
+    memory: Sequence[Mapping[str, Any]],
+    mean_length: int,
+) -> Comparison | None:
+    """`steps`: seconds by timer of each step. `memory`: of each rank, see `Policy.memory`. None where nothing was
+    trained, or the accelerator is none that the plan knows."""
+    if not steps or not memory or not all(memory):
+        return None
+    device = _device(memory[0])
+    if device is None:
+        return None
+    plan = make_plan(config, shape, device, mean_length=max(1, mean_length))
+    return Comparison(device, mean_length, (*_seconds(plan, steps), *_bytes(plan, memory)))
+
+
+def _device(memory: Mapping[str, Any]) -> Device | None:
+    """The device by the name that its driver gives it."""
+    if "device" not in memory:
+        return DEVICES["cpu"]
+    known = [device for device in DEVICES.values() if device.name.partition("-")[0] in memory["device"]]
+    return min(known, key=lambda device: abs((device.memory or 0) - memory["device bytes"]), default=None)
+
+
+def _seconds(plan: Plan, steps: Sequence[Mapping[str, float]]) -> list[Compared]:
+    """Without the first step, in which everything is warmed up, where there are others."""
+    steps = steps[1:] or steps
+    found = []
+    for phase in plan.times.phases:
+        measured = [step[TIMERS[phase.name]] for step in steps if TIMERS[phase.name] in step]
+        if measured:
+            found.append(Compared(phase.name, phase.likely, median(measured), "s"))
+    return found
+
+
+def _bytes(plan: Plan, memory: Sequence[Mapping[str, Any]]) -> list[Compared]:
+    load, stages = plan.load, range(plan.load.layout.pipeline)
+    predicted = {
+        "weights": max(weight_bytes(load, stage) for stage in stages),
+        "gradients": max(gradient_bytes(load, stage) for stage in stages),
+        "optimizer": max(
+            optimizer_bytes(load, load.layout.coordinates(rank).pipeline, load.layout.coordinates(rank))
+            for rank in range(load.world)
+        ),
+    }
+    if plan.refit is not None:
+        predicted["refit buffer"] = plan.refit.buffer
+    if "peak" in memory[0]:
+        predicted["peak"] = max(stage.peak.total for stage in plan.stages)
+    return [
+        Compared(name, size, max(rank[name] for rank in memory), "bytes")
+        for name, size in predicted.items()
+        if name in memory[0]
+    ]

@@ -1,0 +1,98 @@
+"""A plan as text for a terminal."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+
+from grpo_mcore.families import parameter_count
+from grpo_mcore.tools.plan import Candidate, Plan, ranks_of
+
+
+def plan_text(plan: Plan) -> str:
+    """All of it, a few dozen lines."""
+    load, device = plan.load, plan.device
+    room = "the host's memory" if device.memory is None else f"{device.memory / 1e9:.0f} GB"
+    lines = [
+        f"model       {plan.model}: {load.shape.family}, {parameter_count(load.shape) / 1e9:.3g} B parameters",
+        f"batch       {plan.batch}",
+        f"layout      {load.layout.describe()} = {load.world} ranks, {load.nodes} x {load.gpus_per_node} {device.name} "
+        f"({room})",
+        f"            {load.micro_batches} micro-batches a rank and optimizer step, if samples have "
+        f"{load.mean_length:,} tokens; pipeline bubble {plan.times.bubble:.0%}",
+    ]
+    if load.grpo:
+        over = f" over {load.engine_span} nodes each" if load.engine_span > 1 else ""
+        lines.append(
+            f"engines     {load.engines} x TP {load.engine_tensor}{over}; {_size(plan.engine.kv_cache)} of KV cache "
+            f"a rank hold {plan.engine.sequences(load.max_length):,} samples of {load.max_length:,} tokens"
+        )
+    lines += ["", *_memory(plan), "", *_time(plan)]
+    if plan.refit is not None:
+        written = plan.refit.written
+        lines += [
+            "",
+            f"refit       {_size(plan.refit.tensor_bytes)} in {plan.refit.buckets} buckets through a buffer of "
+            f"{_size(plan.refit.buffer)}, over {plan.refit.link}",
+            f"            written by a policy rank: {_size(min(written))} to {_size(max(written))}; read by an engine "
+            f"rank: {_size(plan.refit.read)}"
+            + (f"; to each other node: {_size(plan.refit.to_other_nodes)}" if plan.refit.to_other_nodes else ""),
+        ]
+    lines += ["", f"bottleneck  {plan.bottleneck}"]
+    compared = "" if device.memory is not None else "; the host's memory is not compared with"
+    lines.append(f"verdict     {'it fits' if plan.fits else 'IT DOES NOT FIT'}{compared}")
+    lines += [f"warning     {warning}" for warning in plan.warnings]
+    return "\n".join(lines)
+
+
+def search_text(found: Sequence[Candidate], nodes: int) -> str:
+    """Candidates, best first, each with its overrides."""
+    if not found:
+        return (
+            f"no layout fits {nodes} nodes: take more nodes, a device with more memory, a smaller "
+            "policy.sequence_packing.train_mb_tokens, or a policy.train_global_batch_size with more divisors"
+        )
+    lines = [f"layouts that fit {nodes} nodes, fastest first"]
+    for number, candidate in enumerate(found, 1):
+        lines += [f"{number}. {candidate.layout}", f"   {candidate.reason}", f"   {' '.join(candidate.overrides)}"]
+    return "\n".join(lines)
+
+
+def _memory(plan: Plan) -> list[str]:
+    """One table a kind of stage: first, middle ones, last."""
+    count, lines = len(plan.stages), ["memory of a rank, GB"]
+    shown = sorted({0, min(1, count - 1), count - 1})
+    for index in shown:
+        stage = plan.stages[index]
+        upto = index if index in (0, count - 1) else count - 2
+        stages = f"stage {index}" if upto == index else f"stages {index} to {upto}, most"
+        ranks = ranks_of(plan.load, index)
+        layers = plan.load.layers[index]
+        lines.append(
+            f"  {stages}: ranks {ranks.start} to {ranks_of(plan.load, upto).stop - 1}, {len(layers)} layers a stage, "
+            f"{plan.load.params(index).numel / 1e6:,.1f} M parameters a rank"
+        )
+        rows = [("", *(phase.name for phase in stage.phases))]
+        for part in dict.fromkeys(name for phase in stage.phases for name in phase.parts):
+            rows.append((part, *(_gb(phase.parts.get(part)) for phase in stage.phases)))
+        rows.append(("total", *(_gb(phase.total) for phase in stage.phases)))
+        lines += [f"    {row[0]:36}" + "".join(f"{cell:>12}" for cell in row[1:]) for row in rows]
+    return lines
+
+
+def _time(plan: Plan) -> Iterable[str]:
+    yield f"a step           {'PFLOPs':>12}{'floor, s':>12}{'likely, s':>12}   goes into"
+    for phase in plan.times.phases:
+        flops = f"{phase.flops / 1e15:.4g}" if phase.flops else ""
+        yield f"  {phase.name:15}{flops:>12}{phase.floor:>12.4g}{phase.likely:>12.4g}   {phase.bound}"
+    yield f"  {'total':15}{'':>12}{'':>12}{plan.times.likely:>12.4g}"
+
+
+def _gb(nbytes: int | None) -> str:
+    return "" if nbytes is None else f"{nbytes / 1e9:.2f}" if nbytes >= 1e7 or nbytes == 0 else f"{nbytes / 1e9:.5f}"
+
+
+def _size(nbytes: float) -> str:
+    for unit, size in (("GB", 1e9), ("MB", 1e6), ("kB", 1e3)):
+        if abs(nbytes) >= size:
+            return f"{nbytes / size:.3g} {unit}"
+    return f"{nbytes:.0f} B"

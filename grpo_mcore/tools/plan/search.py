@@ -1,0 +1,137 @@
+"""Layouts of a recipe's model on so many nodes that fit, fastest first."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+
+from grpo_mcore.families import FamilyError, check_engine_parallel, check_tensor_parallel
+from grpo_mcore.parallel.mesh import Layout
+from grpo_mcore.tools.plan.devices import Device
+from grpo_mcore.tools.plan.memory import CLOSE, fits, memory
+from grpo_mcore.tools.plan.timing import step_time
+from grpo_mcore.tools.plan.workload import Workload
+
+SHARES = (0.85, 0.7, 0.6, 0.5, 0.4)
+"""Of gpu_memory_utilization that are tried, the largest that fits wins: more KV cache, more samples at once."""
+
+
+@dataclass(frozen=True)
+class Candidate:
+    """A layout that fits, as overrides for the command line."""
+
+    overrides: tuple[str, ...]
+    layout: str
+    seconds: float
+    peak: int
+    reason: str
+
+
+def search(load: Workload, device: Device, nodes: int, best: int = 5) -> list[Candidate]:
+    """The `best` fastest layouts of the policy on `nodes` nodes, each with the engines that are fastest beside it.
+
+    Empty where none fits.
+    """
+    fastest: dict[Layout, Candidate] = {}
+    for option in _options(load, nodes):
+        found = _judged(option, device)
+        if found is not None and (option.layout not in fastest or found.seconds < fastest[option.layout].seconds):
+            fastest[option.layout] = found
+    return sorted(fastest.values(), key=lambda candidate: candidate.seconds)[:best]
+
+
+def _options(load: Workload, nodes: int) -> Iterator[Workload]:
+    """The recipe's own layout among them, where it is one of so many nodes."""
+    if nodes == load.nodes:
+        yield load
+    for layout in _layouts(load, nodes * load.gpus_per_node):
+        world = layout.world_size
+        for recompute in (False, True):
+            sizes = {*_powers(load.gpus_per_node), load.engine_tensor} if load.colocated else {load.engine_tensor}
+            for engine_tensor in sorted(sizes):
+                if load.grpo and not _engine_splits(load, engine_tensor) or not load.grpo and engine_tensor > 1:
+                    continue
+                engines = max(1, world // engine_tensor) if load.colocated else load.engines
+                span = max(1, engine_tensor // load.gpus_per_node) if load.colocated else load.engine_span
+                yield replace(
+                    load, layout=layout, nodes=nodes, recompute=recompute, engine_tensor=engine_tensor,
+                    engines=engines, engine_span=span, first_layers=None, last_layers=None,
+                )  # fmt: skip
+
+
+def _layouts(load: Workload, world: int) -> Iterator[Layout]:
+    """Of the policy: TP and EP within a node, PP that divides the layers, CP as the recipe has it."""
+    shape, context = load.shape, load.layout.context
+    for tensor in _powers(load.gpus_per_node):
+        if not _splits(load, tensor):
+            continue
+        for pipeline in (size for size in range(1, shape.num_layers + 1) if shape.num_layers % size == 0):
+            data = world // (tensor * pipeline * context)
+            if data * tensor * pipeline * context != world or load.batch % data:
+                continue
+            first = range(shape.num_layers // pipeline)
+            if shape.experts and pipeline > 1 and not any(shape.is_expert_layer(layer) for layer in first):
+                continue
+            ranks = tensor * context * data
+            for expert in _powers(load.gpus_per_node if shape.experts else 1):
+                if ranks % expert == 0 and (shape.experts is None or shape.experts.count % expert == 0):
+                    yield Layout(tensor, pipeline, data, tensor > 1, context, expert)
+
+
+def _powers(limit: int) -> Iterator[int]:
+    size = 1
+    while size <= limit:
+        yield size
+        size *= 2
+
+
+def _splits(load: Workload, tensor: int) -> bool:
+    try:
+        check_tensor_parallel(load.shape, tensor)
+    except FamilyError:
+        return False
+    return True
+
+
+def _engine_splits(load: Workload, tensor: int) -> bool:
+    try:
+        check_engine_parallel(load.shape, tensor, load.engine_whole_experts)
+    except FamilyError:
+        return False
+    return True
+
+
+def _judged(load: Workload, device: Device) -> Candidate | None:
+    shares = SHARES if load.grpo and load.kv_cache is None and device.memory is not None else (load.engine_share,)
+    for share in shares:
+        option = replace(load, engine_share=share)
+        engine, stages = memory(option, device)
+        if fits(stages, engine, option, device, margin=CLOSE):
+            break
+    else:
+        return None
+    times = step_time(option, device, engine, None)
+    layout, peak = option.layout, max(stage.peak.total for stage in stages)
+    where = max(stages, key=lambda stage: stage.peak.total).peak.name
+    room = "" if device.memory is None else f" of {device.memory / 1e9:.0f}"
+    reason = (
+        f"about {times.likely:.3g} s a step, most of it {times.slowest.name} ({times.slowest.bound}); peak "
+        f"{peak / 1e9:.1f}{room} GB in {where}; bubble {times.bubble:.0%}"
+    )
+    at = "policy.megatron_cfg."
+    overrides = (
+        f"{at}tensor_model_parallel_size={layout.tensor}",
+        f"{at}pipeline_model_parallel_size={layout.pipeline}",
+        f"{at}sequence_parallel={str(layout.sequence_parallel).lower()}",
+        f"{at}activation_checkpointing={str(option.recompute).lower()}",
+        f"policy.generation.vllm_cfg.tensor_parallel_size={option.engine_tensor}",
+        f"policy.generation.vllm_cfg.gpu_memory_utilization={option.engine_share:g}",
+        f"cluster.num_nodes={option.nodes}",
+    )
+    if option.shape.experts is not None:
+        overrides += (f"{at}expert_model_parallel_size={layout.expert}", f"{at}expert_tensor_parallel_size=1")
+    if option.engine_whole_experts:
+        overrides += (f"policy.generation.vllm_cfg.expert_parallel_size={option.engine_tensor}",)
+    recompute = ", recomputed activations" if option.recompute else ""
+    name = f"{layout.describe()}{recompute}, {option.engines} engines x TP {option.engine_tensor}"
+    return Candidate(overrides, name, times.likely, peak, reason)

@@ -1,0 +1,159 @@
+"""What a plan reads of a recipe, as plain values that a search can replace."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Literal
+
+from grpo_mcore.algorithms.logprob_passes import needs_prev, needs_reference
+from grpo_mcore.families import AdapterShape, ModelShape, adapter_shape, check_fit
+from grpo_mcore.families.activations import Kernels, Rank
+from grpo_mcore.families.shards import chunk_layers
+from grpo_mcore.parallel.mesh import Layout
+from grpo_mcore.parallel.policy import layout_of
+from grpo_mcore.recipe import MasterConfig, engine_nodes, engine_pool, num_engines, policy_pool, samples_per_step
+from grpo_mcore.recipe.master import runs_grpo
+from grpo_mcore.tools.plan.rank_params import RankParams, rank_params
+
+BYTES = {"bfloat16": 2, "float32": 4}
+
+
+@dataclass(frozen=True)
+class Workload:
+    """A recipe's step on a model. Lengths in tokens; `mean_length`: prompt and answer of the sample that is expected,
+    which no recipe knows; `bin_tokens`: of a training micro-batch."""
+
+    shape: ModelShape
+    layout: Layout
+    nodes: int
+    gpus_per_node: int
+    first_layers: int | None
+    last_layers: int | None
+    recompute: bool
+    frozen_router: bool
+    adapters: AdapterShape | None  # None: the model itself is trained
+    element: int  # bytes of a weight or activation
+    gradient: int  # bytes of a gradient
+    optimizer: Literal["adam", "sgd"]
+    momentum: bool
+    kernels: Kernels
+    samples: int  # of a step
+    batch: int  # samples of an optimizer step
+    max_length: int
+    mean_length: int
+    max_new_tokens: int
+    bin_tokens: int
+    logprob_chunk: int
+    grpo: bool
+    reference: bool
+    prev: bool
+    engine_tensor: int
+    engine_whole_experts: bool  # each rank of an engine has whole ones
+    engine_span: int  # nodes that one engine lies on
+    engines: int
+    engine_element: int
+    engine_share: float  # gpu_memory_utilization
+    kv_cache: int | None  # bytes a rank; None: what engine_share leaves
+    refit_buffer: int
+    colocated: bool  # engines and policy share devices
+    engine_nodes: int  # that hold engines
+    engines_sleep: bool  # and the engines give their memory away while the policy trains
+
+    @property
+    def engines_stay(self) -> bool:
+        """Whether the policy's devices hold the engines' memory in every phase. (On CPU there is only the host's.)"""
+        return self.grpo and self.colocated and not self.engines_sleep and self.kernels != "cpu"
+
+    @property
+    def world(self) -> int:
+        return self.layout.world_size
+
+    @property
+    def rank(self) -> Rank:
+        layout = self.layout
+        return Rank(
+            layout.tensor, layout.sequence_parallel, self.element, self.kernels, layout.context, layout.expert_tensor
+        )
+
+    @property
+    def optimizer_steps(self) -> int:
+        return max(1, self.samples // self.batch)
+
+    @property
+    def micro_batches(self) -> int:
+        """Of one rank in an optimizer step: bins of whole samples of the mean length."""
+        per_bin = max(1, self.bin_tokens // max(1, self.mean_length))
+        return max(1, math.ceil(self.batch / self.layout.data / per_bin))
+
+    @cached_property
+    def chunks(self) -> tuple[tuple[range, ...], ...]:
+        """Layers of each model chunk of each stage. Raises FamilyError."""
+        layout = self.layout
+        return chunk_layers(self.shape.num_layers, layout.pipeline, layout.virtual, self.first_layers, self.last_layers)
+
+    @cached_property
+    def layers(self) -> tuple[tuple[int, ...], ...]:
+        """Layers of each stage."""
+        return tuple(tuple(layer for chunk in chunks for layer in chunk) for chunks in self.chunks)
+
+    def params(self, stage: int) -> RankParams:
+        """The parameters of a rank of this stage."""
+        return rank_params(self.shape, self.layout, stage, self.chunks[stage], self.frozen_router, self.adapters)
+
+
+def workload_of(
+    config: MasterConfig, shape: ModelShape, *, kernels: Kernels, mean_length: int | None = None
+) -> Workload:
+    """The workload of a recipe. Raises FamilyError for a layout that the model does not allow, LayoutError for one that
+    the ranks do not.
+
+    `mean_length`: tokens of an expected sample; None: half of policy.max_total_sequence_length.
+    """
+    policy, generation = config.policy, config.policy.generation
+    megatron, vllm = policy.megatron_cfg, generation.vllm_cfg
+    check_fit(shape, megatron)
+    pool, cpu = policy_pool(config), kernels == "cpu"
+    layout = layout_of(policy, pool.ranks)
+    longest, grpo = policy.max_total_sequence_length, runs_grpo(config)
+    packing = policy.sequence_packing
+    element = BYTES[policy.precision]
+    kv_cache_gb = vllm.kv_cache_memory_gb or (1.0 if cpu else None)
+    return Workload(
+        shape=shape,
+        layout=layout,
+        nodes=pool.nodes,
+        gpus_per_node=pool.per_node,
+        first_layers=megatron.num_layers_in_first_pipeline_stage,
+        last_layers=megatron.num_layers_in_last_pipeline_stage,
+        recompute=megatron.activation_checkpointing,
+        frozen_router=megatron.freeze_moe_router,
+        adapters=adapter_shape(megatron.peft),
+        element=element,
+        gradient=4 if megatron.distributed_data_parallel_config.grad_reduce_in_fp32 else element,
+        optimizer=megatron.optimizer.optimizer,
+        momentum=megatron.optimizer.sgd_momentum > 0,
+        kernels=kernels,
+        samples=samples_per_step(config) if grpo else policy.train_global_batch_size,
+        batch=policy.train_global_batch_size,
+        max_length=longest,
+        mean_length=min(longest, mean_length or max(1, longest // 2)),
+        max_new_tokens=generation.max_new_tokens or longest,
+        bin_tokens=(packing.train_mb_tokens if packing.enabled else None) or longest * policy.train_micro_batch_size,
+        logprob_chunk=policy.logprob_chunk_size or 1024,
+        grpo=grpo,
+        reference=grpo and needs_reference(config),
+        prev=grpo and needs_prev(config),
+        engine_tensor=vllm.tensor_parallel_size,
+        engine_whole_experts=vllm.expert_parallel_size > 1,
+        engine_span=engine_nodes(config),
+        engines=max(1, num_engines(config, gpu=not cpu)),
+        engine_element=BYTES[vllm.precision or policy.precision],
+        engine_share=vllm.gpu_memory_utilization,
+        kv_cache=None if kv_cache_gb is None else int(kv_cache_gb * 2**30),
+        refit_buffer=int(policy.refit_buffer_size_gb * 2**30),
+        colocated=generation.colocated.enabled,
+        engine_nodes=(engine_pool(config) or pool).nodes,
+        engines_sleep=not config.grpo.async_grpo.max_age or config.grpo.async_grpo.pauses,
+    )

@@ -1,0 +1,160 @@
+"""The loop's checkpoints beside its steps: whole or not at all, one at a time, and a failure costs only itself."""
+
+from __future__ import annotations
+
+import errno
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from grpo_mcore.algorithms.checkpointing import checkpoints
+from grpo_mcore.algorithms.checkpointing.background import BackgroundCheckpoints
+from grpo_mcore.algorithms.checkpointing.checkpoints import CheckpointManager
+from grpo_mcore.cluster import DeadlineExceeded, WorkerFailed
+from tests.unit.algorithms.training_step.step_cases import config
+
+
+class Ranks:
+    """A policy whose ranks write when `written` is set, or are waited for; `error`: what they raise then."""
+
+    def __init__(self) -> None:
+        self.cluster = SimpleNamespace(call_timeout_s=30.0)
+        self.calls: list[str] = []
+        self.written = False
+        self.error: Exception | None = None
+
+    def start_save(self, folder: str) -> None:
+        assert "start" not in self.calls[-1:], "one at a time"
+        self.calls.append("start")
+        self.folder, self.written = Path(folder), False
+
+    def is_saved(self, wait: bool) -> bool:
+        self.calls.append("waited for" if wait else "asked")
+        if not (wait or self.written):
+            return False
+        if self.error is not None:
+            error, self.error = self.error, None
+            raise error
+        self.folder.mkdir()
+        (self.folder / "weights").write_bytes(b"1234")
+        return True
+
+
+class World:
+    def __init__(self, folder: Path, *, is_async: bool = True) -> None:
+        recipe = config()
+        recipe.checkpointing.checkpoint_dir, recipe.checkpointing.is_async = str(folder), is_async
+        self.folder, self.ranks, self.told = folder, Ranks(), list[str]()
+        report = SimpleNamespace(
+            checkpoint=lambda path: self.told.append(path.name), not_saved=lambda error: self.told.append(str(error))
+        )
+        ledger = SimpleNamespace(write=lambda event, **fields: self.told.append(f"{event} {fields['step']}"))
+        manager = CheckpointManager(recipe.checkpointing)
+        self.saves = BackgroundCheckpoints(manager, self.ranks, recipe, report, ledger)  # type: ignore[arg-type]
+
+    def start(self, step: int, write_more: Any = lambda folder: None) -> None:
+        self.saves.start(step, {"place": step}, {"current_step": step}, {}, write_more)
+
+    def lies_there(self) -> list[str]:
+        return sorted(path.name for path in self.folder.iterdir())
+
+
+def test_it_appears_when_all_is_written(tmp_path: Path) -> None:
+    world = World(tmp_path)
+    world.start(1)
+    world.saves.look()
+    assert world.lies_there() == ["tmp_step_1"] and not world.told
+    world.ranks.written = True
+    world.saves.look()  # the driver's part begins
+    world.saves.wait()
+    assert world.lies_there() == ["step_1"] and world.told == ["step_1", "saved 1"]
+    assert checkpoints.damage(tmp_path / "step_1") is None
+    world.saves.look()
+    world.saves.wait()
+    assert world.told == ["step_1", "saved 1"]
+
+
+def test_the_next_waits_for_the_one_before(tmp_path: Path) -> None:
+    world = World(tmp_path)
+    world.start(1)
+    world.start(2)
+    assert world.lies_there() == ["step_1", "tmp_step_2"]
+    assert world.ranks.calls == ["start", "waited for", "start"]
+    world.saves.wait()
+    assert world.told == ["step_1", "saved 1", "step_2", "saved 2"]
+
+
+def test_it_may_be_waited_for_at_once(tmp_path: Path) -> None:
+    world = World(tmp_path, is_async=False)
+    world.start(1)
+    assert world.lies_there() == ["step_1"] and world.told == ["step_1", "saved 1"]
+
+
+def full(*_: Any) -> Any:
+    raise OSError(errno.ENOSPC, "No space left on device")
+
+
+@pytest.mark.parametrize("where", ["ranks", "driver", "digests"])
+def test_what_cannot_be_written_costs_itself_alone(tmp_path: Path, where: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    world = World(tmp_path)
+    told = "No space left on device"
+    if where == "ranks":
+        told = "rank 1: OSError: [Errno 28] No space left on device"
+        world.ranks.error = WorkerFailed("policy-1", "writing the policy's checkpoint", f"SaveError: {told}")
+    if where == "digests":
+        monkeypatch.setattr(checkpoints, "write_digests", full)
+    world.start(1, full if where == "driver" else lambda folder: None)
+    world.saves.wait()
+    monkeypatch.undo()
+    assert world.lies_there() == []
+    assert "the checkpoint of step 1 was not written" in world.told[0] and told in world.told[0]
+    assert world.told[1:] == ["not_saved 1"]
+    world.start(2)
+    world.saves.wait()
+    assert world.lies_there() == ["step_2"]
+
+
+def test_a_lost_rank_ends_the_run_and_leaves_nothing(tmp_path: Path) -> None:
+    world = World(tmp_path)
+    world.start(1)
+    world.ranks.error = DeadlineExceeded("writing the policy's checkpoint", "policy-0", 30.0)
+    with pytest.raises(DeadlineExceeded), world.saves:
+        world.saves.wait()
+    assert world.lies_there() == [] and not world.told
+
+
+def test_an_error_of_the_run_lets_it_be_finished(tmp_path: Path) -> None:
+    world = World(tmp_path)
+    with pytest.raises(RuntimeError), world.saves:
+        world.start(1)
+        raise RuntimeError("loss is not finite")
+    assert world.lies_there() == ["step_1"] and world.told == ["step_1", "saved 1"]
+
+
+def test_where_a_rank_is_lost_it_is_not_finished(tmp_path: Path) -> None:
+    world = World(tmp_path)
+    with pytest.raises(WorkerFailed) as raised, world.saves:
+        world.start(1)
+        world.ranks.error = WorkerFailed("policy-1", "writing the policy's checkpoint", "it died")
+        raise WorkerFailed("policy-1", "training", "it died")
+    assert "the checkpoint under way could not be finished" in raised.value.__notes__[0]
+    assert world.lies_there() == [] and not world.told
+
+
+def test_nobody_in_a_hurry_waits_for_it(tmp_path: Path) -> None:
+    world = World(tmp_path)
+    with pytest.raises(KeyboardInterrupt), world.saves:
+        world.start(1)
+        raise KeyboardInterrupt
+    assert world.lies_there() == [] and world.ranks.calls == ["start"]
+
+
+def test_what_only_needs_its_name_gets_it_when_the_run_ends(tmp_path: Path) -> None:
+    world = World(tmp_path)
+    world.start(1)
+    world.ranks.written = True
+    with world.saves:
+        world.saves.look()
+    assert world.lies_there() == ["step_1"]

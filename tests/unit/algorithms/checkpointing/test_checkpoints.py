@@ -1,0 +1,170 @@
+"""Folders of checkpoints: whole or not at all, the best kept, two runs never mixed."""
+
+from __future__ import annotations
+
+import errno
+import os
+import re
+import shutil
+from pathlib import Path
+
+import pytest
+
+from grpo_mcore.algorithms.checkpointing import checkpoint_files
+from grpo_mcore.algorithms.checkpointing.checkpoints import CheckpointManager, NotWritten, ResumeError
+from grpo_mcore.cluster import WorkerFailed
+from grpo_mcore.recipe import CheckpointingConfig, MasterConfig
+
+RECIPE = MasterConfig.model_validate({"policy": {"model_name": "m"}, "data": {"train": {"data_path": "x.jsonl"}}})
+
+
+def manager(folder: Path, **config: object) -> CheckpointManager:
+    return CheckpointManager(CheckpointingConfig(checkpoint_dir=str(folder), **config))
+
+
+def write_policy(folder: str) -> None:
+    Path(folder).mkdir()
+    (Path(folder) / "weights").write_bytes(b"1234")
+
+
+def save(checkpoints: CheckpointManager, step: int, **metrics: float) -> Path:
+    named = {name.replace("_", ":", 1): value for name, value in metrics.items()}
+    return checkpoints.save(step, write_policy, {"place": step}, {"current_step": step}, named, RECIPE)
+
+
+def kept(folder: Path) -> list[str]:
+    return sorted(path.name for path in folder.iterdir())
+
+
+def test_the_best_and_the_newest_are_kept(tmp_path: Path) -> None:
+    checkpoints = manager(tmp_path, keep_top_k=2)
+    for step, accuracy in ((1, 0.9), (2, 0.5), (3, 0.8), (4, 0.1)):
+        save(checkpoints, step, val_accuracy=accuracy)
+    assert kept(tmp_path) == ["step_1", "step_3", "step_4"]
+    assert checkpoints.latest() == tmp_path / "step_4"
+    assert checkpoints.read(tmp_path / "step_3") == ({"current_step": 3}, {"place": 3})
+
+
+def test_a_lower_metric_can_be_the_better_one(tmp_path: Path) -> None:
+    checkpoints = manager(tmp_path, keep_top_k=1, metric_name="val:loss", higher_is_better=False)
+    for step, loss in ((1, 0.2), (2, 0.9), (3, 0.5)):
+        save(checkpoints, step, val_loss=loss)
+    assert kept(tmp_path) == ["step_1", "step_3"]
+
+
+def test_the_one_just_saved_is_kept_whatever_lies_there(tmp_path: Path) -> None:
+    checkpoints = manager(tmp_path, keep_top_k=1)
+    save(checkpoints, 90, val_accuracy=0.9)
+    assert save(checkpoints, 10, val_accuracy=0.1).is_dir()
+
+
+def test_a_run_that_does_not_resume_refuses_the_folder_of_another(tmp_path: Path) -> None:
+    save(manager(tmp_path), 5)
+    with pytest.raises(ResumeError, match="holds step_5 of another run: go on from it with --resume"):
+        manager(tmp_path).refuse_to_mix()
+    manager(tmp_path, enabled=False).refuse_to_mix()
+
+
+def test_what_a_kill_left_is_no_checkpoint(tmp_path: Path) -> None:
+    checkpoints = manager(tmp_path, keep_top_k=1)
+    (tmp_path / "step_7").mkdir()  # half deleted
+    (tmp_path / "tmp_step_8").mkdir()  # half written
+    assert checkpoints.latest() is None
+    save(checkpoints, 8)
+    save(checkpoints, 9)
+    assert checkpoints.latest() == tmp_path / "step_9"
+    with pytest.raises(ResumeError, match="is no checkpoint: training_info.json is missing"):
+        checkpoints.find(tmp_path / "step_7")
+
+
+def full_disk(folder: str) -> None:
+    Path(folder).mkdir()
+    raise OSError(errno.ENOSPC, "No space left on device")
+
+
+def test_a_save_without_room_leaves_the_others_and_says_what_to_free(tmp_path: Path) -> None:
+    checkpoints = manager(tmp_path)
+    save(checkpoints, 1)
+    with pytest.raises(
+        NotWritten, match=r"step 2 was not written .*No space.*\n.*GB are free.* step_1 \(0.00 GB\), or"
+    ):
+        checkpoints.save(2, full_disk, {}, {}, {}, RECIPE)
+    assert kept(tmp_path) == ["step_1"]
+    save(checkpoints, 2)
+
+
+def test_a_rank_without_room_is_understood_from_its_text(tmp_path: Path) -> None:
+    def rank(folder: str) -> None:
+        raise WorkerFailed("policy-1", "save", "SaveError: rank 1: OSError: [Errno 28] No space left on device")
+
+    with pytest.raises(NotWritten):
+        manager(tmp_path).save(2, rank, {}, {}, {}, RECIPE)
+
+
+def test_room_is_looked_for_before_anybody_writes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    checkpoints = manager(tmp_path)
+    folder = save(checkpoints, 1)
+    with (folder / "big").open("wb") as file:
+        file.truncate(shutil.disk_usage(tmp_path).free + 2**30)  # a hole: it takes no room
+    with pytest.raises(NotWritten, match="No space left on device"):
+        checkpoints.save(2, lambda folder: pytest.fail("it wrote"), {}, {}, {}, RECIPE)
+
+
+def test_any_other_error_is_raised_as_it_is(tmp_path: Path) -> None:
+    with pytest.raises(ZeroDivisionError):
+        manager(tmp_path).save(2, lambda folder: 1 / 0, {}, {}, {}, RECIPE)
+
+
+def spoil(path: Path) -> None:
+    """One bit of its last byte."""
+    data = bytearray(path.read_bytes())
+    data[-1] ^= 1
+    path.write_bytes(data)
+
+
+DAMAGES = {
+    "is not what was saved": lambda folder: spoil(folder / "data.pt"),
+    r"data.pt has \d+ bytes, [\d,]+ were saved": lambda folder: os.truncate(folder / "data.pt", 10),
+    "policy/weights is missing": lambda folder: (folder / "policy" / "weights").unlink(),
+    "digests.json is missing": lambda folder: (folder / "digests.json").unlink(),
+    "digests.json cannot be read": lambda folder: os.truncate(folder / "digests.json", 20),
+}
+
+
+@pytest.mark.parametrize("message", DAMAGES)
+def test_of_a_damaged_checkpoint_the_one_before_is_used(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], message: str
+) -> None:
+    checkpoints = manager(tmp_path)
+    for step in (1, 2, 3):
+        save(checkpoints, step)
+    for step in (2, 3):
+        DAMAGES[message](tmp_path / f"step_{step}")
+    with pytest.raises(ResumeError, match=f"step_3 is damaged: .*{message}"):
+        checkpoints.find(str(tmp_path / "step_3"))
+    assert checkpoints.find("auto") == tmp_path / "step_1"
+    told = capsys.readouterr().err.splitlines()
+    assert re.search(f"step_3 is damaged: .*{message}.*; it is now damaged_step_3, and step_2 is used", told[0])
+    assert "step_2 is damaged" in told[1] and kept(tmp_path) == ["damaged_step_2", "damaged_step_3", "step_1"]
+    DAMAGES[message](tmp_path / "step_1")
+    with pytest.raises(ResumeError, match="there is no older one: start anew"):
+        checkpoints.find(True)
+
+
+def test_a_checkpoint_is_read_for_its_digests_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    folder = save(manager(tmp_path), 1)
+    assert manager(tmp_path).find(True) == folder
+    monkeypatch.setattr(checkpoint_files, "_digest", lambda *args: pytest.fail("again"))
+    assert manager(tmp_path).find(str(folder)) == folder
+
+
+def test_resume_without_a_checkpoint_says_where_it_looked(tmp_path: Path) -> None:
+    with pytest.raises(ResumeError, match=f"no step_N folder in {tmp_path}"):
+        manager(tmp_path).find(True)
+    assert manager(tmp_path).find(None) is None
+
+
+def test_resume_auto_goes_on_where_it_can(tmp_path: Path) -> None:
+    assert manager(tmp_path).find("auto") is None
+    saved = save(manager(tmp_path), 4)
+    assert manager(tmp_path).find("auto") == saved

@@ -1,0 +1,51 @@
+"""Finished groups go through a checkpoint as they are; those that the recipe of now thinks too old do not."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+
+from grpo_mcore.algorithms.checkpointing.group_store import in_time, read_groups, write_groups
+from grpo_mcore.rollout.group import Group
+from grpo_mcore.rollout.schedule import ScheduleConfig
+from grpo_mcore.rollout.trajectory import Score, Trajectory, TrajectoryRef, Turn
+from tests.unit.algorithms.rollouts.fake_rollouts import Shuffling, prompt
+
+
+def group(cluster: Shuffling, number: int) -> Group:
+    samples = []
+    for index in range(2):
+        turns = (Turn("assistant", torch.tensor([number, index]), torch.zeros(2), loss_mask=True, text=""),)
+        trajectory = Trajectory(f"p{number}", index, turns, ((3, 0, 2),), "stop", truncated=False, stop_token=None)
+        samples.append(TrajectoryRef.of(trajectory, cluster.store.put(trajectory)))
+    scores = tuple(Score(reward, None, "", 0.1, {"math": reward}) for reward in (0.0, 1.0))
+    return Group(prompt(number), tuple(samples), scores)
+
+
+def test_groups_come_back_with_their_trajectories(tmp_path: Path) -> None:
+    first, then = Shuffling(0), Shuffling(0)
+    then.put = then.store.put  # type: ignore[method-assign]
+    then.store.put("something else")
+    write_groups(tmp_path, [group(first, 4), group(first, 2), group(first, 9)], first)
+    found = read_groups(tmp_path, [prompt(2), prompt(4)], then, {"p2": 3, "p4": 3})
+    assert list(found) == ["p4", "p2"]
+    back = found["p2"]
+    assert back.prompt["uid"] == "p2" and back.weight_version == 3 and back.scores == group(first, 2).scores
+    assert [then.fetch(sample.ref).token_ids().tolist() for sample in back.samples] == [[2, 0], [2, 1]]
+
+
+def test_none_were_written(tmp_path: Path) -> None:
+    write_groups(tmp_path, [], Shuffling(0))
+    assert not list(tmp_path.iterdir()) and read_groups(tmp_path, [], Shuffling(0), {}) == {}
+
+
+@pytest.mark.parametrize(
+    ("age", "young"), [(0, ["c"]), (1, ["b", "c"]), (2, ["a", "b", "c", "d"]), (3, ["a", "b", "c", "d"])]
+)
+def test_too_old_for_the_step_at_which_they_would_train(age: int, young: list[str]) -> None:
+    """Two a step, version 5 trains next: a and b with it, c and d with version 6."""
+    in_flight = {"a": 3, "b": 4, "c": 6, "d": 4}
+    limits = ScheduleConfig(num_prompts=2, max_steps=9, max_trajectory_age=age)
+    assert list(in_time(in_flight, limits, 5)) == young

@@ -1,0 +1,93 @@
+"""Policy and engines with devices of their own: who has room to make, who receives, and when a wire leads nowhere."""
+
+from __future__ import annotations
+
+from collections import Counter
+from dataclasses import replace
+from typing import Any
+
+from grpo_mcore.algorithms.engines.engine_group import EngineGroup
+from grpo_mcore.algorithms.training_step.policy_group import PolicyGroup
+from grpo_mcore.cluster import LocalCluster, Place
+from grpo_mcore.cluster.local_cluster import LocalWorker
+
+
+class Called:
+    """Counts every method that is called on it."""
+
+    def __init__(self) -> None:
+        self.calls: Counter[str] = Counter()
+
+    def __getattr__(self, name: str) -> Any:
+        return lambda *args: self.calls.update([(name, *args) if args else name])
+
+
+class Placed(LocalWorker):
+    def __init__(self, name: str, node: str, pid: int) -> None:
+        super().__init__(name, Called())
+        self.node, self.pid = node, pid
+
+    def place(self) -> Place:
+        return Place(self.node, "127.0.0.1", self.pid, (), "")
+
+
+def policy(colocated: bool) -> tuple[PolicyGroup, Called]:
+    rank = Called()
+    nothing: Any = None
+    group = PolicyGroup(
+        LocalCluster(), [LocalWorker("policy-0", rank)], nothing, nothing, "", "float32", 1.0, nothing,
+        colocated=colocated,
+    )  # fmt: skip
+    return group, rank
+
+
+def test_only_a_policy_that_shares_its_devices_makes_room() -> None:
+    for colocated in (True, False):
+        group, rank = policy(colocated)
+        group.offload()
+        group.onload()
+        assert rank.calls == ({"offload": 1, "onload": 1} if colocated else {})
+
+
+def test_the_nodes_of_the_engines() -> None:
+    workers = [Placed(f"engine-{i}", node, i) for i, node in enumerate(("b", "a", "b", "c", "a"))]
+    found = EngineGroup(LocalCluster(), workers, sleeps=False, colocated=False).nodes()
+    assert found.engines == [[0], [1], [0], [2], [1]]
+    assert [host.name for host in found.hosts] == ["engine-0", "engine-1", "engine-3"]
+
+
+def test_the_nodes_of_engines_over_several() -> None:
+    workers = [Placed("engine-0", "a", 0), Placed("engine-1", "c", 1)]
+    followers = [[Placed("engine-0-node-1", "b", 2)], [Placed("engine-1-node-1", "d", 3)]]
+    group = EngineGroup(LocalCluster(), workers, sleeps=False, followers=followers)
+    found = group.nodes()
+    assert found.engines == [[0, 1], [2, 3]]
+    assert [host.name for host in found.hosts] == ["engine-0", "engine-0-node-1", "engine-1", "engine-1-node-1"]
+    assert group.part([1]).nodes().engines == [[0, 1]] and group.part([1]).all_hosts() == [workers[1], *followers[1]]
+    assert policy(colocated=True)[0].homes(found.hosts) == [-1]
+
+
+def test_the_ranks_leave_a_wire_to_an_engine_that_was_replaced() -> None:
+    group, rank = policy(colocated=False)
+    first, other = Placed("engine-0", "a", 1), Placed("engine-1", "b", 2)
+    group.link_to([first, other])
+    group.link_to([first, other])
+    assert not rank.calls
+    group.link_to([Placed("engine-0", "a", 3), other])
+    assert rank.calls == {"close_refit": 1}
+    group.link_to([Placed("engine-0", "a", 3)])
+    assert rank.calls == {"close_refit": 2}
+
+
+def test_engines_are_released_as_they_share_what_they_have() -> None:
+    for sleeps, pauses, asked in ((False, False, {}), (True, False, {("release", False): 1})):
+        worker = LocalWorker("engine-0", Called())
+        group = EngineGroup(LocalCluster(), [worker], sleeps, pauses=pauses)
+        group.release()
+        assert worker.target.calls == asked and not group.paused
+    group = replace(group, pauses=True, weight_version=4)
+    worker.target.calls.clear()
+    group.release()
+    assert worker.target.calls == {("release", True): 1} and group.paused
+    group.prepare()
+    assert worker.target.calls[("prepare", 4)] == 1 and not group.paused

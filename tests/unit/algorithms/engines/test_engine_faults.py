@@ -1,0 +1,233 @@
+"""Engines that fail, die or hang while samples are generated: who is replaced, what is generated anew and where."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from grpo_mcore.algorithms.engines.retries import Retries
+from grpo_mcore.algorithms.rollouts.rollouts import Rollouts
+from grpo_mcore.cluster import DeadlineExceeded, WorkerDied, WorkerFailed
+from grpo_mcore.cluster.local_cluster import LocalWorker
+from grpo_mcore.rollout.conversation import TurnLimits
+from tests.unit.algorithms.rollouts.fake_rollouts import SAMPLING, CharacterTokenizer, FakeEngine, World, prompt
+
+
+class Broken(RuntimeError):
+    pass
+
+
+def failing(world: World, engine: int, *calls: int) -> None:
+    """These calls of an engine yield their first sample, and then fail."""
+    target, numbers = world.engines.workers[engine].target, iter(range(1, 99))
+    generate = target.generate_refs
+
+    def generate_refs(*args: Any) -> Any:
+        stream = generate(*args)
+        if next(numbers) not in calls:
+            yield from stream
+            return
+        yield next(stream)
+        target.running = False
+        raise Broken("out of memory")
+
+    target.generate_refs = generate_refs
+
+
+@pytest.mark.parametrize("engines", [1, 2])
+def test_the_groups_of_a_failed_call_are_generated_anew_as_a_whole(engines: int) -> None:
+    retried: list[tuple[str, str]] = []
+    world = World(engines=engines, max_turns=1)
+    world.rollouts = Rollouts(
+        world.engines, world.rollouts.environments, None, TurnLimits(1, 99), seed=5, retries=Retries(1, 0.0),
+        on_retry=lambda *what: retried.append(what),
+    )  # fmt: skip
+    failing(world, 0, 1)
+    groups = world.run(range(4))
+    calm = World(engines=engines, max_turns=1)
+    for uid, group in calm.run(range(4)).items():
+        assert [calm.trajectory(group, i) for i in range(3)] == [world.trajectory(groups[uid], i) for i in range(3)]
+    lost = {request.uid for request in world.calls()[0][0]}
+    assert {uid for uid, _ in retried} == lost and len(retried) == len(lost) == 4 // engines
+    assert {why for _, why in retried} == {"engine-0: Broken: out of memory"}
+    assert len(world.environment.calls) == 4  # nobody judged what was thrown away
+
+
+@pytest.mark.parametrize("engines", [1, 2])
+@pytest.mark.parametrize("seed", range(6))
+def test_in_a_game_only_those_whose_turn_was_lost_begin_anew(engines: int, seed: int) -> None:
+    """Others wait for their next turn meanwhile, and keep what they have."""
+    retried: list[str] = []
+    world = World(engines=engines, seed=seed)
+    world.rollouts = Rollouts(
+        world.engines, world.rollouts.environments, CharacterTokenizer(), TurnLimits(9, 1000), seed=5,
+        retries=Retries(1, 0.0), on_retry=lambda uid, why: retried.append(uid),
+    )  # fmt: skip
+    failing(world, 0, 2)
+    groups = world.run(range(5))
+    calm = World(engines=engines, seed=seed)
+    for uid, group in calm.run(range(5)).items():
+        assert [calm.trajectory(group, i) for i in range(3)] == [world.trajectory(groups[uid], i) for i in range(3)]
+        assert group.scores == groups[uid].scores
+    assert retried and len(retried) == len(set(retried))
+
+
+def test_a_failure_more_than_tolerated_ends_it() -> None:
+    world = World(max_turns=1)
+    world.rollouts = Rollouts(
+        world.engines, world.rollouts.environments, None, TurnLimits(1, 99), seed=5, retries=Retries(1, 0.0)
+    )
+    failing(world, 0, 1, 2)
+    with pytest.raises(WorkerFailed, match="Broken: out of memory"):
+        world.run(range(4), generations=1)
+
+
+def dying(world: World, *, starts: list[int], hangs: bool = False) -> list[str]:
+    """Engine 0 dies in its first call, after its first sample, or hangs there; a successor takes its place. Returns the
+    ledger's entries."""
+    entries: list[str] = []
+    worker = world.engines.workers[0]
+    generate, next_ready = worker.target.generate_refs, world.cluster.next_ready
+    hung: set[Any] = set()
+
+    def generate_refs(*args: Any) -> Any:
+        if hangs:
+            hung.update(thing for thing in world.rollouts.awaited() if thing.whom == worker.name)
+        yield next(generate(*args))
+        worker.target.health = lambda: 1 / 0
+        raise Broken("its process ended")
+
+    def awake(things: Any, timeout_s: float, what: str) -> Any:
+        if not (left := [thing for thing in things if thing not in hung]):
+            raise DeadlineExceeded(what, "all of them", timeout_s)
+        return next_ready(left, timeout_s, what)
+
+    def start(number: int) -> list[LocalWorker]:
+        starts.append(number)
+        return [successor]
+
+    successor = LocalWorker(
+        worker.name, FakeEngine(world.cluster.store, lambda request: 3, 9, {}, world.cluster.store.put)
+    )
+    world.cluster._workers.append(worker)  # as if it had spawned it
+    world.cluster.next_ready = awake  # type: ignore[method-assign]
+    world.cluster.call_timeout_s = 0.0 if hangs else 30.0
+    worker.target.generate_refs = generate_refs
+    world.engines.start, world.engines.restarts = start, Retries(1, 0.0)
+    for other in (*world.engines.workers, successor):
+        other.target.health = lambda: None
+    world.rollouts = Rollouts(
+        world.engines, world.rollouts.environments, None, TurnLimits(1, 99), seed=5,
+        on_retry=lambda uid, why: entries.append(f"{uid} anew"),
+        on_restart=lambda name, why: entries.append(f"{name}: {why}"),
+        restore_engines=lambda: (entries.append("refit"), world.engines.lost.clear()),
+    )  # fmt: skip
+    return entries
+
+
+def test_a_lost_engine_gets_its_groups_again_after_a_refit() -> None:
+    world, starts = World(max_turns=1), []
+    entries = dying(world, starts=starts)
+    groups = world.run(range(3))
+    assert starts == [0] and len(groups) == 3
+    assert entries == [
+        "engine-0: samples of step 1: Broken: its process ended",
+        "p0 anew",
+        "p1 anew",
+        "p2 anew",
+        "refit",
+    ]
+    assert len(world.engines.workers[0].target.calls) == 1  # the successor has generated all of it
+    assert not world.engines.lost and len(world.environment.calls) == 3
+
+
+def test_the_groups_of_a_lost_engine_go_to_the_others_meanwhile() -> None:
+    world, starts = World(engines=2, max_turns=1), []
+    entries = dying(world, starts=starts)
+    world.run(range(4))
+    assert starts == [0] and "refit" not in entries and len(entries) == 3
+    assert world.engines.serving() == [1]
+    world.run(range(4, 6), step=2)  # nothing is sent to it before a refit
+    assert not world.engines.workers[0].target.calls
+
+
+def test_an_engine_that_hangs_is_replaced_though_it_lives() -> None:
+    world, starts = World(max_turns=1), []
+    entries = dying(world, starts=starts, hangs=True)
+    groups = world.run(range(3))
+    assert starts == [0] and len(groups) == 3
+    assert entries == ["engine-0: samples: no answer within 0 s", "p0 anew", "p1 anew", "p2 anew", "refit"]
+    assert len(world.engines.workers[0].target.calls) == 1
+
+
+def test_an_engine_that_hangs_leaves_the_others_alone() -> None:
+    world, starts = World(engines=2, max_turns=1), []
+    entries = dying(world, starts=starts, hangs=True)
+    world.run(range(4))
+    assert starts == [0] and len(entries) == 3 and world.engines.serving() == [1]
+
+
+@pytest.mark.parametrize("unwanted", [["p1"], ["p0", "p1", "p2"]])
+def test_what_is_given_up_while_it_waits_for_an_engine_is_not_generated(unwanted: list[str]) -> None:
+    world, starts = World(max_turns=1), []
+    entries = dying(world, starts=starts)
+    world.rollouts.dispatch([prompt(number) for number in range(3)], SAMPLING, generations=3, step=1)
+    while awaited := world.rollouts.awaited():  # its first sample, then its death
+        world.rollouts.take(world.cluster.next_ready(awaited, 1.0, "samples"))
+    assert starts == [0] and world.rollouts.generating
+    world.rollouts.give_up(unwanted)
+    wanted = {"p0", "p1", "p2"} - set(unwanted)
+    assert {world.rollouts.next_group().uid for _ in wanted} == wanted
+    assert not world.rollouts.generating and ("refit" in entries) == bool(wanted)
+    asked = {request.uid for requests, _ in world.engines.workers[0].target.calls for request in requests}
+    assert asked == wanted
+
+
+@pytest.mark.parametrize("engines", [1, 2])
+def test_samples_are_given_up_on_an_engine_that_has_just_died(engines: int) -> None:
+    """Nobody knows yet that it is dead: the others are generated anew, and what was given up may come again."""
+    world, starts = World(engines=engines, max_turns=1), []
+    dying(world, starts=starts)
+    dead, told = world.engines.workers[0], []
+
+    class Dead:
+        def result(self) -> None:
+            raise WorkerDied("engine-0", "giving samples up", "its process ended")
+
+    def call(method: str, *args: Any, **how: Any) -> Any:
+        if method != "give_up":
+            return LocalWorker.call(dead, method, *args, **how)
+        told.append(args)
+        return Dead()
+
+    dead.call = call  # type: ignore[method-assign]
+    world.rollouts.dispatch([prompt(number) for number in range(4)], SAMPLING, generations=3, step=1)
+    world.rollouts.give_up(["p0"])
+    assert told == [(("p0",),)]
+    world.rollouts.dispatch([prompt(0)], SAMPLING, generations=3, step=2)
+    assert {world.rollouts.next_group().uid for _ in range(4)} == {"p0", "p1", "p2", "p3"}
+    assert starts == [0] and not world.rollouts.generating
+
+
+def test_engines_that_only_die_end_the_run() -> None:
+    world = World(max_turns=1)
+    dying(world, starts=[])
+    world.engines.restarts = Retries(0, 0.0)
+    with pytest.raises(WorkerFailed, match="its process ended"):
+        world.run(range(2))
+
+
+def test_a_request_that_cannot_be_met_is_not_tried_again() -> None:
+    world = World(max_turns=1)
+    world.rollouts = Rollouts(
+        world.engines, world.rollouts.environments, None, TurnLimits(1, 99), seed=5, retries=Retries(5, 0.0)
+    )
+
+    def too_long(*args: Any) -> Any:
+        raise ValueError("the prompt has 900 tokens, the context 64")
+        yield
+
+    world.engines.workers[0].target.generate_refs = too_long
+    with pytest.raises(WorkerFailed, match="900 tokens"):
+        world.run(range(1))

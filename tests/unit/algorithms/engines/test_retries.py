@@ -1,0 +1,31 @@
+"""How often something may fail, and how long each next try waits."""
+
+from __future__ import annotations
+
+import pytest
+
+from grpo_mcore.algorithms.engines.retries import Retries
+
+
+def test_each_wait_is_twice_the_last_up_to_a_minute() -> None:
+    waits: list[float] = []
+    retries = Retries(9, 1.0, waits.append)
+    for _ in range(9):
+        retries.failed(RuntimeError())
+    assert waits == [1, 2, 4, 8, 16, 32, 60, 60, 60] and retries.exhausted
+    with pytest.raises(RuntimeError, match="the tenth"):
+        retries.failed(RuntimeError("the tenth"))
+
+
+def test_a_success_between_begins_anew() -> None:
+    waits: list[float] = []
+    retries = Retries(1, 3.0, waits.append)
+    for _ in range(4):
+        retries.failed(RuntimeError())
+        retries.reset()
+    assert waits == [3, 3, 3, 3]
+
+
+def test_none_is_tolerated_where_none_may_be() -> None:
+    with pytest.raises(RuntimeError, match="at once"):
+        Retries(0, 1.0, lambda seconds: pytest.fail("it waited")).failed(RuntimeError("at once"))

@@ -1,0 +1,76 @@
+"""Prompts over epochs: each once an epoch, put back ones first, and a state that goes on at the same place."""
+
+from __future__ import annotations
+
+import pickle
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+
+from grpo_mcore.algorithms.rollouts.prompt_stream import PromptStream
+
+
+class Loader:
+    """Prompts a, b, c, d in batches of 2; its state is the number of batches of the epoch that are behind."""
+
+    def __init__(self) -> None:
+        self.behind = 0
+
+    def __iter__(self) -> Iterator[list[dict[str, Any]]]:
+        for uids in ("ab", "cd")[self.behind :]:
+            self.behind += 1
+            yield [{"uid": uid, "length": 1} for uid in uids]
+        self.behind = 0
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"behind": self.behind}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        self.behind = state["behind"]
+
+
+def uids(prompts: list[Any]) -> str:
+    return " ".join(prompt["uid"] for prompt in prompts)
+
+
+def test_a_uid_names_one_prompt_of_the_run() -> None:
+    stream = PromptStream(Loader(), max_epochs=2)
+    assert uids(stream.take(3)) == "a b c"
+    assert uids(stream.take(3)) == "d a@2 b@2"
+    assert uids(stream.take(3)) == "c@2 d@2" and stream.take(1) == []
+
+
+def test_what_is_put_back_comes_next_as_it_was() -> None:
+    stream = PromptStream(Loader(), max_epochs=2)
+    stream.take(3)
+    taken = stream.take(3)
+    stream.put_back([prompt["uid"] for prompt in taken[1:]])
+    assert stream.take(4)[:2] == taken[1:]
+    assert uids(stream.take(9)) == ""
+    stream.put_back([prompt["uid"] for prompt in taken])  # also after the end of the data
+    assert uids(stream.take(9)) == "d a@2 b@2"
+    with pytest.raises(KeyError):
+        stream.mark_done(["elsewhere"])
+
+
+def test_the_state_holds_what_was_put_back() -> None:
+    first = PromptStream(Loader(), max_epochs=2)
+    taken = first.take(3)
+    first.mark_done("a")
+    first.put_back([prompt["uid"] for prompt in taken[1:]])
+    state = pickle.loads(pickle.dumps(first.state_dict()))
+    second = PromptStream(Loader(), max_epochs=2, state=state)
+    rest = [uids(stream.take(9)) for stream in (first, second)]
+    assert rest == ["b c d a@2 b@2 c@2 d@2"] * 2
+
+
+def test_what_is_under_way_comes_next_in_a_resumed_run() -> None:
+    """In the order in which it was taken, before what was put back, and whatever was settled in between."""
+    first = PromptStream(Loader(), max_epochs=2)
+    under_way = first.take(5)
+    first.mark_done(["b", "d"])
+    first.put_back([under_way[4]["uid"]])
+    second = PromptStream(Loader(), max_epochs=2, state=pickle.loads(pickle.dumps(first.state_dict())))
+    assert uids(second.take(99)) == "a c a@2 b@2 c@2 d@2"
+    assert uids(first.take(99)) == "a@2 b@2 c@2 d@2"  # the run itself goes on with those behind them

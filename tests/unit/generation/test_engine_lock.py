@@ -1,0 +1,93 @@
+from __future__ import annotations
+
+import threading
+import time
+
+import pytest
+
+from grpo_mcore.generation.engine_lock import EngineLock
+
+
+def test_a_call_comes_between_two_steps_and_does_not_starve() -> None:
+    turns, inside, ended = EngineLock(5.0), [], threading.Event()
+
+    def generate() -> None:
+        while not ended.is_set():
+            with turns.step():
+                inside.append("step")
+                time.sleep(0.001)
+                inside.append("step ends")
+
+    thread = threading.Thread(target=generate)
+    thread.start()
+    for _ in range(20):
+        with turns.call():
+            inside.append("call")
+            time.sleep(0.001)
+            with turns.call():  # one call may need another
+                inside.append("call ends")
+    ended.set()
+    thread.join(5)
+    calls = [index for index, what in enumerate(inside) if what == "call"]
+    assert len(calls) == 20 and all(inside[index + 1] == "call ends" for index in calls)
+    assert all(inside[index - 1] != "step" for index in calls if index), "never in the middle of a step"
+
+
+def test_generation_stands_still_while_it_is_held() -> None:
+    turns, steps = EngineLock(60.0), []
+    turns.hold(True)
+
+    def generate() -> None:
+        with turns.step():
+            steps.append(1)
+
+    thread = threading.Thread(target=generate)
+    thread.start()
+    with turns.call():
+        time.sleep(0.02)
+    assert not steps
+    turns.hold(False)
+    thread.join(5)
+    assert steps == [1]
+
+
+def test_a_pause_may_last_longer_than_any_refit() -> None:
+    turns, steps = EngineLock(0.05), []
+    turns.pause(True)
+
+    def generate() -> None:
+        with turns.step():
+            steps.append(1)
+
+    thread = threading.Thread(target=generate)
+    thread.start()
+    thread.join(0.2)
+    with turns.call():
+        assert thread.is_alive() and turns.paused and not steps
+    turns.pause(False)
+    thread.join(5)
+    assert steps == [1]
+
+
+def test_every_wait_has_a_deadline() -> None:
+    turns = EngineLock(0.05)
+    turns.hold(True)
+    with pytest.raises(TimeoutError, match=r"held back for 0.05 s by a refit"), turns.step():
+        pass
+    turns.hold(False)
+    failures: list[Exception] = []
+
+    def call() -> None:
+        try:
+            with turns.call():
+                pass
+        except TimeoutError as error:
+            failures.append(error)
+
+    with turns.step():
+        thread = threading.Thread(target=call)
+        thread.start()
+        thread.join(60)
+    assert "did not end within 0.05 s" in str(failures[0])
+    with turns.step():  # who gave up no longer holds generation back
+        pass

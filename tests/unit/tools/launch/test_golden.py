@@ -1,0 +1,157 @@
+"""Every recipe as a job of each kind, compared with files. After a change that is meant:
+
+python -m tests.unit.tools.launch.test_golden    # writes them and launchers/ anew; then read the diff
+"""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+import pytest
+import yaml
+
+from grpo_mcore.recipe import MasterConfig, load_recipe
+from grpo_mcore.tools.launch import LaunchSpec, launch_spec, nemo_run
+from grpo_mcore.tools.launch.kubernetes import documents, manifest
+from grpo_mcore.tools.launch.kubernetes_check import check, check_file
+from grpo_mcore.tools.launch.slurm import BODY, sbatch_script
+from tests.unit.tools.launch.kuberay import crd
+
+ROOT = Path(__file__).resolve().parents[4]
+GOLDEN = Path(__file__).parent / "golden"
+RECIPES = sorted(str(file.relative_to(ROOT)) for file in (ROOT / "recipes").rglob("*.yaml"))
+IMAGE = "launch.container=ghcr.io/your-org/grpo-mcore:0.1.0"
+CLAIM = "launch.k8s.volume_claim=grpo-runs"
+# What the manifests in launchers/k8s show of a cluster of H100 nodes with RDMA and gang scheduling.
+H100 = (
+    IMAGE, CLAIM, "launch.k8s.scheduler=kueue", "launch.k8s.queue=training", "launch.k8s.rdma_resource=rdma/ib",
+    "launch.k8s.rdma_count=8", "launch.cpus_per_node=96", "launch.memory_gb_per_node=1024", "launch.k8s.shm_gb=256",
+    "launch.k8s.secrets={HF_TOKEN: huggingface/token, WANDB_API_KEY: wandb/key}",
+    "launch.k8s.node_selector={nvidia.com/gpu.product: NVIDIA-H100-80GB-HBM3}",
+)  # fmt: skip
+TWO_NODES = "recipes/grpo-llama3.1-8B-2n8g.yaml"
+# Two nodes train, a third one generates.
+DISAGGREGATED = (
+    "launch.name=grpo-3n8g-disaggregated", "cluster.num_nodes=3",
+    "policy.generation.colocated={enabled: false, resources: {num_nodes: 1}}",
+)  # fmt: skip
+SHIPPED = ("slurm/grpo_2n8g.sh", "k8s/grpo-2n8g.yaml", "k8s/grpo-3n8g-disaggregated.yaml")
+BODY_HERE = "# (the body is grpo_mcore/launch/slurm_body.sh)\n"
+
+
+@pytest.fixture(autouse=True)
+def in_the_checkout(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(ROOT)
+
+
+def golden(recipe: str, suffix: str) -> Path:
+    return GOLDEN / (recipe.removeprefix("recipes/").removesuffix(".yaml").replace("/", "-") + suffix)
+
+
+def of_processes(recipe: str) -> tuple[str, ...]:
+    """Some recipes are for a debugger: one process, which no cluster would start."""
+    return ("cluster.backend=ray",) if load_recipe(recipe).config.cluster.backend == "local" else ()
+
+
+def slurm(recipe: str) -> str:
+    text = sbatch_script(launch_spec(load_recipe(recipe, of_processes(recipe)), "slurm"))
+    assert text.endswith(BODY.read_text())
+    return text.replace(BODY.read_text(), BODY_HERE)
+
+
+def through_nemo_run(recipe: str) -> str:
+    """What NeMo-Run's Slurm executor gets, and the script for its local one where the recipe is of one node."""
+    loaded = load_recipe(recipe, of_processes(recipe))
+    spec = launch_spec(loaded, "slurm")
+    script = nemo_run.script(spec, "slurm").replace(BODY.read_text(), BODY_HERE)
+    parts = {"slurm executor": nemo_run.slurm_fields(spec), "slurm script": script}
+    if loaded.config.cluster.num_nodes == 1:
+        parts["local script"] = nemo_run.script(launch_spec(loaded, "local"), "local")
+    return yaml.dump(parts, Dumper=_Blocks, sort_keys=False, width=110)
+
+
+class _Blocks(yaml.SafeDumper):
+    """Texts of several lines line by line."""
+
+
+_Blocks.add_representer(
+    str,
+    lambda dumper, text: dumper.represent_scalar("tag:yaml.org,2002:str", text, style="|" if "\n" in text else None),
+)
+
+
+def k8s(recipe: str, *overrides: str) -> LaunchSpec:
+    return launch_spec(load_recipe(recipe, overrides or (IMAGE, CLAIM, *of_processes(recipe))), "k8s")
+
+
+def without_recipe(text: str) -> str:
+    """The resolved recipe has tests of its own; here it would change with every new key."""
+    head = "".join(line for line in text.splitlines(keepends=True) if line.startswith("#"))
+    parts = list(yaml.safe_load_all(text))
+    assert MasterConfig.model_validate(yaml.safe_load(parts[0]["data"]["recipe.yaml"]))
+    parts[0]["data"]["recipe.yaml"] = "(the resolved recipe)"
+    return head + yaml.safe_dump_all(parts, sort_keys=False)
+
+
+@pytest.mark.parametrize("recipe", RECIPES)
+def test_slurm(recipe: str) -> None:
+    assert slurm(recipe) == golden(recipe, ".sbatch").read_text()
+
+
+@pytest.mark.parametrize("recipe", RECIPES)
+def test_kubernetes(recipe: str) -> None:
+    text = manifest(k8s(recipe))
+    assert without_recipe(text) == golden(recipe, ".k8s.yaml").read_text()
+    assert check(list(yaml.safe_load_all(text))[1], crd()) == []
+
+
+@pytest.mark.parametrize("recipe", RECIPES)
+def test_nemo_run(recipe: str) -> None:
+    assert through_nemo_run(recipe) == golden(recipe, ".nemo_run.yaml").read_text()
+
+
+def shipped() -> dict[str, str]:
+    """launchers/: what people use as it stands."""
+    return {
+        "slurm/grpo_2n8g.sh": sbatch_script(launch_spec(load_recipe(TWO_NODES), "slurm")),
+        "k8s/grpo-2n8g.yaml": manifest(k8s(TWO_NODES, *H100)),
+        "k8s/grpo-3n8g-disaggregated.yaml": manifest(k8s(TWO_NODES, *H100, *DISAGGREGATED)),
+    }
+
+
+@pytest.mark.parametrize("name", SHIPPED)
+def test_shipped_launchers_are_up_to_date(name: str) -> None:
+    file, text = ROOT / "launchers" / name, shipped()[name]
+    if name == "slurm/grpo_2n8g.sh":
+        assert file.read_text() == text
+    elif "disaggregated" in name:
+        assert list(yaml.safe_load_all(file.read_text()))[1] == list(yaml.safe_load_all(text))[1]
+    else:
+        assert without_recipe(file.read_text()) == without_recipe(text)
+    if name.startswith("k8s"):
+        assert check_file(file, crd()) == []
+
+
+def test_a_disaggregated_job_has_a_group_for_each_pool() -> None:
+    job = documents(k8s(TWO_NODES, *H100, *DISAGGREGATED))[1]["spec"]["rayClusterSpec"]
+    groups = {group["groupName"]: group["replicas"] for group in job["workerGroupSpecs"]}
+    assert groups == {"policy": 1, "engines": 1}  # the head is the policy's first node
+
+
+def write() -> None:
+    os.chdir(ROOT)
+    GOLDEN.mkdir(exist_ok=True)
+    for file in GOLDEN.iterdir():
+        file.unlink()
+    for recipe in RECIPES:
+        golden(recipe, ".sbatch").write_text(slurm(recipe))
+        golden(recipe, ".nemo_run.yaml").write_text(through_nemo_run(recipe))
+        golden(recipe, ".k8s.yaml").write_text(without_recipe(manifest(k8s(recipe))))
+    for name, text in shipped().items():
+        (ROOT / "launchers" / name).write_text(text)
+    (ROOT / "launchers/slurm/grpo_2n8g.sh").chmod(0o755)
+
+
+if __name__ == "__main__":
+    write()

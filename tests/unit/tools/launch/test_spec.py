@@ -1,0 +1,160 @@
+"""What a job is, from its recipe; and the recipes that no cluster would run."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from dataclasses import fields
+
+import pytest
+import yaml
+
+from grpo_mcore.recipe import MasterConfig, RecipeError, load_recipe
+from grpo_mcore.tools.launch import LaunchSpec, Mount, Pool, launch_spec
+from grpo_mcore.tools.launch.spec import job_name
+from grpo_mcore.tools.launch.values import seconds
+
+TWO_NODES = "grpo-llama3.1-8B-2n8g"
+ON_K8S = ("launch.container=ghcr.io/you/grpo-mcore:0.1", "launch.k8s.volume_claim=runs")
+
+
+def spec(*overrides: str, recipe: str = TWO_NODES, target: str = "slurm") -> LaunchSpec:
+    return launch_spec(load_recipe(recipe, overrides), target)  # type: ignore[arg-type]
+
+
+def test_a_recipe_says_it_all() -> None:
+    found = spec("grpo.max_num_steps=7", "launch.time_limit=1-02:03:04", "cluster.env_vars=[MY_SITE]")
+    assert found.name == "grpo-llama3-1-8b-2n8g"
+    assert found.pools == (Pool("workers", 2, 8),) and found.nodes == 2
+    assert found.time_limit_s == 93784
+    assert "MY_SITE" in found.from_submitter and "HF_TOKEN" in found.from_submitter
+    assert found.overrides == ("grpo.max_num_steps=7", "cluster.env_vars=[MY_SITE]")
+    assert found.command("r.yaml", ("a.b=c",)) == ("grpo-mcore", "train", "r.yaml", "a.b=c", "--resume=auto")
+
+
+def test_the_recipe_travels_whole() -> None:
+    found = spec("grpo.max_num_steps=7")
+    config = MasterConfig.model_validate(yaml.safe_load(found.recipe_yaml))
+    wanted = load_recipe(TWO_NODES, ["grpo.max_num_steps=7"]).config
+    assert config.model_dump(exclude={"launch"}) == wanted.model_dump(exclude={"launch"})
+    assert [name for name, _ in found.texts] == ["recipes/prompts/cot.txt"]
+
+
+def test_what_cannot_resume_is_not_restarted() -> None:
+    assert spec().restarts == 3
+    assert spec("checkpointing.enabled=false").restarts == 0
+    found = spec(recipe="sft")
+    assert (found.verb, found.restarts) == ("sft", 0)
+    assert found.command("x") == ("grpo-mcore", "sft", "x")
+
+
+def test_on_cpu_there_are_no_gpus() -> None:
+    assert spec(recipe="grpo-arithmetic-cpu").pools == (Pool("workers", 1, 0),)
+
+
+def test_no_value_of_a_secret_is_in_a_spec(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("HF_TOKEN", "hf_verysecret")
+    found = spec("launch.k8s.secrets={HF_TOKEN: hf/token}", *ON_K8S, target="k8s")
+    assert "verysecret" not in repr([getattr(found, field.name) for field in fields(found)])
+
+
+@pytest.mark.parametrize(("text", "value"), [("00:10:00", 600), ("120:00:01", 432001), ("2-00:00:00", 172800)])
+def test_times(text: str, value: int) -> None:
+    assert seconds(text) == value
+
+
+@pytest.mark.parametrize("stem", ["grpo_math_1B", "2n8g", "A.B..C", "x" * 90])
+def test_names(stem: str) -> None:
+    name = job_name(stem)
+    assert 0 < len(name) <= 40 and name[0].isalpha() and name == name.lower() and name[-1].isalnum()
+
+
+def test_mounts() -> None:
+    assert str(Mount.parse("/a:/b:ro")) == "/a:/b:ro" and str(Mount.parse("/a:/b")) == "/a:/b"
+
+
+# (where, overrides, the key that is named, part of the message)
+WRONG = {
+    "no image": ("k8s", ["launch.k8s.volume_claim=c"], "launch.container", "needs an image"),
+    "an image that changes": ("k8s", ["launch.container=a/b:latest"], "launch.container", "another image"),
+    "an image without a tag": ("k8s", ["launch.container=host:5000/b"], "launch.container", "another image"),
+    "a Slurm image file": ("k8s", ["launch.container=a:b.sqsh"], "launch.container", "not the name of an image"),
+    "engines over nodes": (
+        "slurm",
+        ["policy.generation.vllm_cfg.tensor_parallel_size=3"],
+        "policy.generation.vllm_cfg.tensor_parallel_size",
+        "not a multiple of 3",
+    ),
+    "policy over nodes": (
+        "slurm",
+        ["policy.megatron_cfg.tensor_model_parallel_size=16", "policy.megatron_cfg.pipeline_model_parallel_size=1"],
+        "policy.megatron_cfg.tensor_model_parallel_size",
+        "the policy's tensor-parallel groups",
+    ),
+    "checkpoints on one node": (
+        "slurm",
+        ["checkpointing.checkpoint_dir=/tmp/x"],
+        "checkpointing.checkpoint_dir",
+        "one",
+    ),
+    "checkpoints in the container": (
+        "slurm",
+        ["launch.container=i:1", "checkpointing.checkpoint_dir=/runs/x", "launch.mounts=['/data:/data']"],
+        "checkpointing.checkpoint_dir",
+        "mount a shared folder",
+    ),
+    "a read-only mount": (
+        "slurm",
+        ["launch.container=i:1", "checkpointing.checkpoint_dir=/runs/x", "launch.mounts=['/runs:/runs:ro']"],
+        "checkpointing.checkpoint_dir",
+        "mount a shared folder",
+    ),
+    "no volume": ("k8s", ["launch.container=a/b:1"], "checkpointing.checkpoint_dir", "volume_claim"),
+    "checkpoints beside the volume": (
+        "k8s",
+        [*ON_K8S, "checkpointing.checkpoint_dir=/data/x"],
+        "checkpointing.checkpoint_dir",
+        "not on the shared volume",
+    ),
+    "no time": ("slurm", ["launch.time_limit=00:15:00"], "launch.time_limit", "no time to train"),
+    "not a time": ("slurm", ["launch.time_limit=4h"], "launch.time_limit", "4h"),
+    "a secret": ("slurm", ["+launch.env.HF_TOKEN=x"], "launch.env.HF_TOKEN", "secret"),
+    "a variable that is lost": ("slurm", ["+launch.env.MY_SITE=x"], "launch.env.MY_SITE", "would not reach"),
+    "a variable of ours": ("slurm", ["+launch.env.RAY_ADDRESS=x"], "launch.env.RAY_ADDRESS", "launcher itself"),
+    "half a mount": ("slurm", ["launch.container=i:1", "launch.mounts=['/a']"], "launch.mounts", "FROM:TO"),
+    "two mounts": ("slurm", ["launch.container=i:1", "launch.mounts=['/a:/x','/b:/x']"], "launch.mounts", "two mounts"),
+    "mounts without container": ("slurm", ["launch.mounts=['/a:/x']"], "launch.mounts", "bare metal"),
+    "nodes twice": ("slurm", ["launch.slurm.options=['--nodes=9']"], "launch.slurm.options", "follows from the recipe"),
+    "not an option": ("slurm", ["launch.slurm.options=['-N 9']"], "launch.slurm.options", "one long option"),
+    "a bad secret": ("k8s", [*ON_K8S, "+launch.k8s.secrets.HF_TOKEN=hf_abc"], "launch.k8s.secrets.HF_TOKEN", "SECRET/"),
+    "a bad claim": ("k8s", ["launch.k8s.volume_claim=My_Claim"], "launch.k8s.volume_claim", "no name in Kubernetes"),
+    "a bad device": ("k8s", [*ON_K8S, "launch.k8s.rdma_resource=ib"], "launch.k8s.rdma_resource", "DOMAIN/NAME"),
+    "no queue": ("k8s", [*ON_K8S, "launch.k8s.scheduler=kueue"], "launch.k8s.scheduler", "needs launch.k8s.queue"),
+    "no scheduler": ("k8s", [*ON_K8S, "launch.k8s.queue=q"], "launch.k8s.queue", "needs launch.k8s.scheduler"),
+    "too much shared memory": ("k8s", [*ON_K8S, "launch.k8s.shm_gb=300"], "launch.k8s.shm_gb", "more than half"),
+    "one process": ("slurm", ["cluster.backend=local", "cluster.num_nodes=1"], "cluster.backend", "local"),
+    "a bad name": ("slurm", ["launch.name=My_Run"], "launch.name", "My_Run"),
+}
+
+
+def test_engines_of_whole_nodes_are_allowed() -> None:
+    spec("policy.generation.vllm_cfg.tensor_parallel_size=16", target="slurm")
+
+
+@pytest.mark.parametrize("case", WRONG)
+def test_wrong_recipes_are_refused(case: str) -> None:
+    target, overrides, key, text = WRONG[case]
+    with pytest.raises(RecipeError) as caught:
+        spec(*overrides, target=target)
+    assert [p for p in caught.value.problems if p.key == key and text in p.message], caught.value
+
+
+def test_a_refusal_names_the_line() -> None:
+    with pytest.raises(RecipeError, match=r"recipes/grpo-llama3.1-8B-2n8g.yaml:\d+: checkpointing.checkpoint_dir"):
+        spec("launch.container=a/b:1", target="k8s")
+
+
+def test_rendering_needs_no_torch() -> None:
+    code = "import sys, grpo_mcore.tools.launch; print(sorted({'torch', 'ray'} & set(sys.modules)))"
+    out = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout
+    assert out == "[]\n"

@@ -1,0 +1,328 @@
+"""`grpo-mcore plan`: every recipe, a thousand GPUs, the search, and what it says of layouts that cannot be."""
+
+from __future__ import annotations
+
+import json
+import re
+import subprocess
+import sys
+import time
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from grpo_mcore.cli.main import main
+from grpo_mcore.families import FamilyError, forward_flops, parameter_count, shape_of
+from grpo_mcore.families.known import CONFIGS
+from grpo_mcore.families.shards import chunk_layers
+from grpo_mcore.parallel.mesh import Layout
+from grpo_mcore.recipe import load_recipe
+from grpo_mcore.refit import EngineLayout, TrainerLayout, plan_model_refit
+from grpo_mcore.refit.delivery import Deliveries, readers_by_node
+from grpo_mcore.tools.plan import Plan, make_plan, plan_device, plan_shape, ranks_of, search
+from grpo_mcore.tools.plan.measured import compare
+from grpo_mcore.tools.plan.memory import optimizer_bytes
+from grpo_mcore.tools.plan.rank_params import rank_params
+from grpo_mcore.tools.plan.report import plan_text, search_text
+from grpo_mcore.tools.plan.timing import pipeline_bubble
+
+ROOT = Path(__file__).resolve().parents[3]
+RECIPES = sorted(str(path.relative_to(ROOT)) for path in (ROOT / "recipes").rglob("*.yaml"))
+DEEPSEEK = "recipes/grpo-deepseekv3-32n8g.yaml"
+LLAMA = "recipes/grpo-llama3.1-8B-2n8g.yaml"
+AT = "policy.megatron_cfg."
+
+
+@pytest.fixture(autouse=True)
+def in_root(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(ROOT)
+
+
+def plan(recipe: str, *overrides: str, device: str | None = None, memory_gb: float | None = None) -> Plan:
+    config = load_recipe(recipe, overrides).config
+    return make_plan(config, plan_shape(config), plan_device(config, device, memory_gb))
+
+
+@pytest.mark.parametrize("recipe", RECIPES)
+def test_every_recipe_has_a_plan_in_time(recipe: str) -> None:
+    began = time.process_time()
+    found = plan(recipe)
+    text = plan_text(found)
+    json.dumps(found.plain())
+    assert time.process_time() - began < 4  # the rest of the five seconds is Python and its imports
+    for word in ("batch", "layout", "memory of a rank", "training", "bottleneck", "verdict"):
+        assert word in text
+    assert found.fits, found.warnings
+
+
+@pytest.mark.parametrize("recipe", RECIPES)
+def test_a_recipes_name_says_what_it_takes(recipe: str) -> None:
+    """3B of 30BA3B: billions of parameters that a token passes. 4n8g: nodes and GPUs of each."""
+    config, name = load_recipe(recipe).config, Path(recipe).stem
+    if size := re.search(r"-(\d+)B", name):
+        assert parameter_count(plan_shape(config)) / 1e9 == pytest.approx(float(size[1]), rel=0.1)
+    if active := re.search(r"\d+BA(\d+)B", name):
+        assert forward_flops(plan_shape(config), [1]) / 2e9 == pytest.approx(float(active[1]), rel=0.2)
+    if nodes := re.search(r"-(\d+)n(\d+)g", name):
+        assert (config.cluster.num_nodes, config.cluster.gpus_per_node) == (int(nodes[1]), int(nodes[2]))
+    assert config.cluster.num_nodes == 1 or nodes
+
+
+@pytest.mark.slow
+def test_a_plan_needs_neither_megatron_nor_vllm_nor_ray() -> None:
+    program = (
+        "import sys; from grpo_mcore.cli.main import main; code = main(['plan', 'grpo_math_1B', '--json']); "
+        "print([name for name in ('megatron', 'vllm', 'ray', 'transformers') if name in sys.modules], file=sys.stderr)"
+    )
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, cwd=ROOT)
+    assert done.stderr.splitlines()[-1] == "[]", done.stderr
+    assert json.loads(done.stdout)["parameters"] == 1_543_714_304
+
+
+def test_a_thousand_gpus() -> None:
+    found = plan(
+        LLAMA, "policy.model_name=meta-llama/Llama-3.1-70B", "cluster.num_nodes=128", "policy.refit_buffer_size_gb=6",
+        f"{AT}tensor_model_parallel_size=8", f"{AT}pipeline_model_parallel_size=4", f"{AT}sequence_parallel=true",
+        "policy.generation.vllm_cfg.tensor_parallel_size=4",
+    )  # fmt: skip
+    assert found.load.world == 1024 and found.fits
+    assert len(found.stages) == 4 and sum(len(layers) for layers in found.load.layers) == 80
+    # Over TP and PP the model is there once; the norms, two a layer and the last one, are on every TP rank.
+    held = 8 * sum(found.load.params(stage).numel for stage in range(4))
+    assert held == 70_553_706_496 + 7 * (2 * 80 + 1) * 8192
+
+
+def test_stages_and_ranks_are_those_of_the_mesh() -> None:
+    load = plan(LLAMA, f"{AT}tensor_model_parallel_size=2").load
+    for stage in range(load.layout.pipeline):
+        assert all(load.layout.coordinates(rank).pipeline == stage for rank in ranks_of(load, stage))
+
+
+def test_the_optimizer_is_split_over_data_parallel_ranks_without_rest() -> None:
+    load = plan(LLAMA).load
+    total = sum(optimizer_bytes(load, 0, load.layout.coordinates(rank)) for rank in range(8))
+    assert total == 12 * load.params(0).numel
+
+
+@pytest.mark.parametrize(
+    ("overrides", "words"),
+    [
+        (["policy.sequence_packing.train_mb_tokens=65536"], "activation_checkpointing: true"),
+        (["policy.generation.vllm_cfg.gpu_memory_utilization=0.95"], "gpu_memory_utilization (now 0.95)"),
+        (["policy.generation.vllm_cfg.kv_cache_memory_gb=0.1"], "cannot hold one sample of 4,096 tokens"),
+        (["policy.refit_buffer_size_gb=0.00001"], "no refit: "),
+        (["policy.generation.num_engines=3"], "the engines use 3 of 16 accelerators"),
+    ],
+)
+def test_what_does_not_fit_names_the_key(overrides: list[str], words: str) -> None:
+    found = plan(LLAMA, *overrides)
+    assert any(words in warning for warning in found.warnings), found.warnings
+    assert found.fits == ("num_engines" in overrides[0])
+
+
+AHEAD = ("grpo.async_grpo={enabled: true}", "loss_fn.use_importance_sampling_correction=true")
+
+
+def test_each_node_of_an_engine_gets_what_is_read_there() -> None:
+    """Against every block's delivery, and against the same engines inside nodes that are four times as large."""
+    found = plan(DEEPSEEK)
+    load, refit = found.load, found.refit
+    assert refit is not None and (load.engine_span, load.engines) == (4, 8)
+    trainer = TrainerLayout(1, 16, 16, 1, 16, 1, first_layers=4, last_layers=1)
+    engine = EngineLayout(32, expert_parallel=True)
+    moved = plan_model_refit(load.shape, trainer, engine, dtype="bfloat16", buffer_bytes=load.refit_buffer)
+    homes = [rank // 8 for rank in range(256)]
+    deliveries = Deliveries(moved, homes, readers_by_node([range(first, first + 4) for first in range(0, 32, 4)], 32))
+    over_the_wire = [0] * 32
+    for block in moved.blocks():
+        for node, sender in deliveries.of(block):
+            over_the_wire[node] += block.nbytes * (homes[sender] != node)
+    assert refit.to_other_nodes == max(over_the_wire)
+    assert refit.to_other_nodes < 0.3 * refit.tensor_bytes
+    whole = plan(DEEPSEEK, "cluster.num_nodes=8", "cluster.gpus_per_node=32").refit
+    assert whole is not None and whole.tensor_bytes == refit.tensor_bytes and whole.read == refit.read
+
+
+def test_the_search_knows_the_recipes_own_layout() -> None:
+    found = plan(DEEPSEEK)
+    (option, *_) = search(found.load, found.device, nodes=32)
+    again = plan(DEEPSEEK, *option.overrides)
+    assert again.load.layout == found.load.layout and again.load.engine_span == 4 and again.fits
+
+
+def test_engines_that_generate_ahead_keep_their_memory_while_the_policy_trains() -> None:
+    phases = {name: plan(LLAMA, *words).stages[0].phases[-1] for name, words in (("sync", ()), ("ahead", AHEAD))}
+    engine = plan(LLAMA).engine
+    more = phases["ahead"].total - phases["sync"].total
+    assert phases["ahead"].name == "training" and more > engine.weights + engine.kv_cache
+    found = plan(LLAMA, *AHEAD)
+    assert not found.fits and any("gpu_memory_utilization (now" in warning for warning in found.warnings)
+
+
+def test_engines_with_a_pool_of_their_own_take_nothing_of_the_policys_devices() -> None:
+    pool = "policy.generation.colocated={enabled: false, resources: {num_nodes: 1}}"
+    found = plan(LLAMA, *AHEAD, "cluster.num_nodes=3", pool)
+    assert (found.load.world, found.load.engines, found.load.nodes) == (16, 8, 2) and found.fits
+    assert [phase.name for phase in found.stages[0].phases][0] == "refit"
+    assert not any(part.startswith(("engine", "KV")) for phase in found.stages[0].phases for part in phase.parts)
+    assert found.refit is not None and found.refit.to_other_nodes == found.refit.tensor_bytes
+
+
+def test_a_pipeline_that_waits() -> None:
+    found = plan(LLAMA, f"{AT}pipeline_model_parallel_size=16", "policy.train_global_batch_size=16")
+    assert found.times.bubble == pipeline_bubble(16, 8) == 15 / 23
+    assert any("the pipeline waits 65%" in warning for warning in found.warnings)
+
+
+def test_a_smaller_device_does_not_fit_and_a_larger_one_does() -> None:
+    assert not plan(LLAMA, memory_gb=40).fits
+    assert plan(LLAMA, device="H200").fits
+
+
+def test_recomputing_trades_memory_for_time() -> None:
+    kept, again = plan(LLAMA), plan(LLAMA, f"{AT}activation_checkpointing=true")
+    assert again.stages[0].phases[-1].parts["activations"] < kept.stages[0].phases[-1].parts["activations"] / 5
+    assert again.times.phases[-1].flops == pytest.approx(kept.times.phases[-1].flops * 4 / 3)
+
+
+@pytest.mark.slow
+def test_the_search_gives_layouts_that_fit_fastest_first() -> None:
+    found = plan(LLAMA)
+    options = search(found.load, found.device, nodes=4)
+    assert options and [option.seconds for option in options] == sorted(option.seconds for option in options)
+    for option in options:
+        tried = plan(LLAMA, *option.overrides)
+        assert tried.fits and tried.load.world == 32
+        assert option.reason and option.overrides[-1] == "cluster.num_nodes=4"
+    assert "cluster.num_nodes=4" in search_text(options, 4)
+    assert search(found.load, replace(found.device, memory=8 * 10**9), nodes=1) == []
+    assert "no layout fits" in search_text([], 1)
+
+
+@pytest.mark.parametrize(
+    ("words", "code", "message"),
+    [
+        ((LLAMA, "policy.model_name=someone/unknown"), 1, "--config-json PATH"),
+        (
+            (LLAMA, f"{AT}tensor_model_parallel_size=16", "cluster.num_nodes=4"),
+            1,
+            "does not divide num_key_value_heads 8",
+        ),
+        ((LLAMA, "--device", "H900"), 1, "known are A100-40GB"),
+        ((LLAMA, "policy.dtensor_cfg.enabled=true", "policy.fsdp1_enabled=true"), 2, "2 problems"),
+    ],
+)
+def test_what_cannot_be_planned_is_one_message(
+    capsys: pytest.CaptureFixture[str], words: tuple[str, ...], code: int, message: str
+) -> None:
+    words = tuple(f"+{word}" if "dtensor" in word or "fsdp" in word else word for word in words)
+    assert main(["plan", *words]) == code
+    assert message in capsys.readouterr().err
+
+
+def test_a_config_from_a_file(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    config: dict[str, Any] = {"model_type": "qwen3", "hidden_size": 64, "num_hidden_layers": 4, "head_dim": 32}
+    config |= {"num_attention_heads": 4, "num_key_value_heads": 2, "intermediate_size": 96, "vocab_size": 131}
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    code = main(["plan", LLAMA, "policy.model_name=mine", "--config-json", str(tmp_path / "config.json"), "--json"])
+    assert json.loads(capsys.readouterr().out)["fits"] and code == 0
+
+
+@pytest.mark.parametrize("name", ["Qwen3-8B", "Qwen2.5-1.5B", "Qwen3-30B-A3B"])
+@pytest.mark.parametrize("data", [1, 3, 64])
+def test_every_element_is_owned_once(name: str, data: int) -> None:
+    shape = shape_of(CONFIGS[name])
+    for stage, chunks in enumerate(chunk_layers(shape.num_layers, 4, 1)):
+        found = rank_params(shape, Layout(2, 4, data), stage, chunks, False)
+        for shard in (*found.common, *found.experts):
+            assert sum(shard.owned) == shard.numel <= shard.buffer
+            assert shard.most_owned <= shard.buffer / len(shard.owned)
+
+
+MOE = "recipes/grpo-qwen3-30BA3B-4n8g.yaml"
+
+
+@pytest.mark.slow
+def test_experts_lie_on_fewer_ranks_than_the_rest() -> None:
+    load = plan(MOE).load
+    found = load.params(0)
+    of_one = 3 * 2048 * 768  # an expert's three matrices
+    assert found.expert_numel == 48 * 128 // 8 * of_one
+    total = [optimizer_bytes(load, 0, load.layout.coordinates(rank)) for rank in range(32)]
+    # Together the 32 ranks own what TP 2 splits once for each of its ranks, and every expert once.
+    assert sum(total) == 12 * (2 * (found.numel - found.expert_numel - found.frozen) + 8 * found.expert_numel)
+
+
+@pytest.mark.slow
+def test_layouts_of_a_thousand_gpus_with_experts() -> None:
+    began = time.process_time()
+    found = plan(
+        MOE, "policy.model_name=deepseek-ai/DeepSeek-V3", "cluster.num_nodes=128", "policy.refit_buffer_size_gb=8",
+        f"{AT}tensor_model_parallel_size=8", f"{AT}pipeline_model_parallel_size=16",
+        f"{AT}expert_model_parallel_size=32",
+        f"{AT}num_layers_in_first_pipeline_stage=4", f"{AT}num_layers_in_last_pipeline_stage=1",
+        "policy.generation.vllm_cfg.tensor_parallel_size=8", "policy.train_global_batch_size=2048",
+    )  # fmt: skip
+    assert found.load.world == 1024 and len(found.stages) == 16
+    assert time.process_time() - began < 5
+    latent = 61 * (512 + 64) * 2
+    assert found.engine.kv_bytes_per_token == latent  # the same on every rank of an engine
+
+
+def test_interleaved_stages_wait_less_and_keep_more() -> None:
+    words = [f"{AT}pipeline_model_parallel_size=4", "policy.train_global_batch_size=256"]
+    plain, chunks = plan(LLAMA, *words), plan(LLAMA, *words, f"{AT}virtual_pipeline_model_parallel_size=4")
+    assert chunks.times.bubble < plain.times.bubble
+    assert sorted(layer for layers in chunks.load.layers for layer in layers) == list(range(32))
+    kept = [each.stages[0].phases[-1].parts["activations"] for each in (plain, chunks)]
+    assert kept[0] < kept[1] < 2 * kept[0]
+
+
+def test_context_parallel_ranks_share_a_bin() -> None:
+    whole, half = plan(LLAMA), plan(LLAMA, f"{AT}context_parallel_size=2")
+    kept = [each.stages[0].phases[-1].parts["activations"] for each in (whole, half)]
+    assert kept[1] == pytest.approx(kept[0] / 2, rel=0.05)
+    assert [optimizer_bytes(each.load, 0) for each in (whole, half)] == [optimizer_bytes(whole.load, 0)] * 2
+
+
+def test_a_layout_that_the_model_does_not_allow_is_refused() -> None:
+    with pytest.raises(FamilyError, match="tensor_model_parallel_size 8 does not divide num_key_value_heads 4"):
+        plan(MOE, f"{AT}tensor_model_parallel_size=8")
+
+
+@pytest.mark.slow
+def test_the_search_knows_experts() -> None:
+    found = plan(MOE)
+    options = search(found.load, found.device, nodes=2)
+    assert options and len({option.layout for option in options}) == len(options)
+    best = plan(MOE, *options[0].overrides)
+    assert best.fits and best.load.world == 16
+    assert any(f"{AT}expert_model_parallel_size=1" not in option.overrides for option in options)
+
+
+def test_what_a_run_measured_stands_beside_the_prediction() -> None:
+    config = load_recipe("recipes/grpo-arithmetic-cpu.yaml").config
+    shape = plan_shape(config)
+    steps = [{"refit": 9.0, "generate": 9.0, "train": 9.0}, *[{"refit": 0.1, "generate": 2.0, "train": 1.0}] * 3]
+    memory = [{"weights": 100, "gradients": 200, "optimizer": 300 + rank, "refit buffer": 50} for rank in range(2)]
+    found = compare(config, shape, steps, memory, 20)
+    assert found is not None and found.device.name == "cpu"
+    lines = {line.what: line for line in found.lines}
+    assert lines["training"].measured == 1.0 and lines["optimizer"].measured == 301  # without the first step; the most
+    assert lines["weights"].predicted == plan("recipes/grpo-arithmetic-cpu.yaml").stages[0].phases[0].parts["weights"]
+    text = "\n".join(found.text())
+    assert "a rule of thumb for a core of any CPU" in text and "samples of 20 tokens" in text
+    json.dumps(found.plain())
+
+
+def test_nothing_is_compared_where_nothing_is_known() -> None:
+    config = load_recipe("recipes/grpo-arithmetic-cpu.yaml").config
+    shape, step = plan_shape(config), {"train": 1.0}
+    assert compare(config, shape, [step], [{}, {}], 20) is None
+    unknown = {"weights": 1, "gradients": 1, "optimizer": 1, "refit buffer": 1}
+    unknown |= {"device": "Some GPU", "device bytes": 10**10, "peak": 1}
+    assert compare(config, shape, [step], [unknown], 20) is None
+    known = compare(config, shape, [step], [unknown | {"device": "NVIDIA H100 80GB HBM3"}], 20)
+    assert known is not None and known.device.name == "H100" and known.lines[-1].what == "peak"
