@@ -4,11 +4,14 @@ from __future__ import annotations
 
 import secrets
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from grpo_mcore.algorithms.checkpointing.checkpoints import CheckpointManager, policy_folder
+from grpo_mcore.algorithms.checkpointing.save_state import GRPOSaveState, first_save_state
 from grpo_mcore.algorithms.engines.engine_group import EngineGroup, EngineWorker, node_of_engine
-from grpo_mcore.algorithms.engines.policy_endpoint import REQUESTS, chat_config
+from grpo_mcore.algorithms.engines.policy_endpoint import REQUESTS, chat_config, open_endpoint
 from grpo_mcore.algorithms.engines.retries import Retries
 from grpo_mcore.algorithms.logprob_passes import needs_prev, needs_reference
 from grpo_mcore.algorithms.rollouts.agent_rollouts import PlayerWorker
@@ -18,6 +21,7 @@ from grpo_mcore.algorithms.training_step.policy_worker import PolicyWorker
 from grpo_mcore.algorithms.weight_sync.refit_parity import LIMITS, ParityCheck
 from grpo_mcore.cluster import Cluster, Worker, gather, open_cluster
 from grpo_mcore.cluster.platform import cpu_threads, runs_on_gpu
+from grpo_mcore.data import AllTaskProcessedDataset, build_dataloader, build_train_dataloader
 from grpo_mcore.environments import create_env_class
 from grpo_mcore.families import (
     ModelShape,
@@ -29,6 +33,7 @@ from grpo_mcore.families import (
 )
 from grpo_mcore.generation import EngineConfig, engine_environment
 from grpo_mcore.objective import ClippedPGLossFn
+from grpo_mcore.observe import Logger
 from grpo_mcore.parallel.mesh import Layout
 from grpo_mcore.parallel.policy import layout_of
 from grpo_mcore.recipe import (
@@ -48,6 +53,24 @@ VERDICT_TIMEOUT_S = 600.0
 ENGINE_CALLS, ENGINE_STREAMS = 4, 64
 """Threads of an engine's process. Calls: taking a bucket, receiving the next, health, and leaving a refit that hangs.
 Streams: one for each dispatch whose samples are under way."""
+
+
+@dataclass
+class Run:
+    """A run that is started: the arguments of `grpo_train`, under their names."""
+
+    policy: PolicyGroup
+    policy_generation: EngineGroup
+    dataloader: Any
+    val_dataloader: Any
+    tokenizer: Any
+    loss_fn: ClippedPGLossFn
+    task_to_env: Mapping[str, EnvironmentWorker]
+    val_task_to_env: Mapping[str, EnvironmentWorker]
+    logger: Logger
+    checkpointer: CheckpointManager
+    grpo_save_state: GRPOSaveState
+    master_config: MasterConfig
 
 
 class SetupError(ValueError):
@@ -77,21 +100,35 @@ def model_folder(name: str) -> str:
         ) from error
 
 
-def check_model(config: MasterConfig) -> tuple[str, ModelShape, Layout]:
-    """The model's folder and shape, and the layout that it gets. Cheap: comes before anything is started.
+@dataclass(frozen=True)
+class Model:
+    """The policy's model: its local folder, its shape, and its layout over the policy's ranks."""
 
-    Raises FamilyError, LayoutError or SetupError for a model or a layout that cannot be.
+    folder: str
+    shape: ModelShape
+    layout: Layout
+
+
+def check_model(config: MasterConfig) -> Model:
+    """Find the model, and check that it fits its layout. Quick, and nothing is started.
+
+    Raises FamilyError, LayoutError or SetupError for a model or a layout that is not possible.
     """
     folder = model_folder(config.policy.model_name)
     shape = shape_of(read_hf_config(folder))
     layout = layout_of(config.policy, world_size(config))
     check_fit(shape, config.policy.megatron_cfg)
-    return folder, shape, layout
+    return Model(folder, shape, layout)
 
 
-def check_engines(config: MasterConfig, shape: ModelShape) -> None:
-    """Raises SetupError for a model that vLLM's CPU build cannot run, FamilyError for one that vLLM cannot share out
-    over an engine's ranks. Cheap."""
+def check_run(config: MasterConfig) -> Model:
+    """Check all that can be checked of policy and engines before anything is started.
+
+    Raises what `check_model` raises, SetupError for a model that vLLM's CPU build cannot run, FamilyError for one that
+    vLLM cannot split over an engine's ranks.
+    """
+    model = check_model(config)
+    shape = model.shape
     vllm = config.policy.generation.vllm_cfg
     for key, wanted in (
         ("policy.router_replay.enabled", config.policy.router_replay.enabled),
@@ -103,15 +140,14 @@ def check_engines(config: MasterConfig, shape: ModelShape) -> None:
     check_engine_parallel(shape, vllm.tensor_parallel_size, whole_experts)
     if not runs_on_gpu(config.cluster) and (missing := missing_on_cpu(shape, whole_experts)):
         raise SetupError(f"policy.model_name: vLLM's CPU build cannot run this {shape.family} model: {missing}")
+    return model
 
 
-def start_policy(config: MasterConfig, cluster: Cluster) -> PolicyGroup:
-    """Spawns the policy's ranks. Calls to them wait until they hold their weights; `wait_until_ready` tells errors.
-
-    Raises what `check_model` raises.
-    """
-    folder, shape, layout = check_model(config)
-    policy = config.policy.model_copy(update={"model_name": folder})
+def start_policy(config: MasterConfig, cluster: Cluster, model: Model) -> PolicyGroup:
+    """Spawn the policy's ranks. Calls to them wait until they hold their weights; `wait_until_ready` raises their
+    errors."""
+    layout = model.layout
+    policy = config.policy.model_copy(update={"model_name": model.folder})
     gpu, pool = runs_on_gpu(config.cluster), policy_pool(config)
     colocated = policy.generation.colocated.enabled
     reference = needs_reference(config)
@@ -129,7 +165,7 @@ def start_policy(config: MasterConfig, cluster: Cluster) -> PolicyGroup:
         cluster,
         workers,
         layout,
-        shape,
+        model.shape,
         policy.model_name,
         policy.precision,
         policy.refit_buffer_size_gb,
@@ -183,14 +219,12 @@ def trainer_layout(layout: Layout, megatron: MegatronConfig) -> TrainerLayout:
     )
 
 
-def start_engines(config: MasterConfig, cluster: Cluster, policy: PolicyGroup | None) -> EngineGroup:
-    """Spawns the engines beside the policy's ranks, or on devices of their own; they start while the policy does.
-    Without a policy: with the weights of the model, for good.
+def start_engines(config: MasterConfig, cluster: Cluster, model: Model, policy: PolicyGroup | None) -> EngineGroup:
+    """Spawn the engines on the devices of the policy's ranks, or on devices of their own; they start while the policy
+    does. Without a policy they keep the weights of the model.
 
-    Raises what `check_model` and `check_engines` raise.
+    `model`: from `check_run`. Raises SetupError where the engines do not fit the devices.
     """
-    folder, shape, _ = check_model(config)
-    check_engines(config, shape)
     generation, gpu = config.policy.generation, runs_on_gpu(config.cluster)
     vllm, gpus = generation.vllm_cfg, world_size(config)
     count, colocated = num_engines(config, gpu=gpu), generation.colocated.enabled
@@ -207,15 +241,15 @@ def start_engines(config: MasterConfig, cluster: Cluster, policy: PolicyGroup | 
             f"{per_node} nor is a multiple of it: an engine has a part of one node, or whole nodes"
         )
     # An engine that generates while the policy trains cannot give its memory away.
-    beside = policy is not None and colocated
-    sleeps = gpu and beside and (pauses or not config.grpo.async_grpo.max_age)
+    shares_devices = policy is not None and colocated
+    sleeps = gpu and shares_devices and (pauses or not config.grpo.async_grpo.max_age)
     chat = chat_config(config)
     own_tokenizer = config.policy.tokenizer.name == config.policy.model_name
 
     def start(index: int) -> Sequence[Worker]:
         """The engine, and its followers where it lies on several nodes."""
         engine = EngineConfig(
-            model=folder,
+            model=model.folder,
             name=f"engine-{index}",
             tokenizer=None if own_tokenizer else config.policy.tokenizer.name,
             platform="gpu" if gpu else "cpu",
@@ -224,7 +258,7 @@ def start_engines(config: MasterConfig, cluster: Cluster, policy: PolicyGroup | 
             expert_parallel=vllm.expert_parallel_size > 1,
             max_model_len=vllm.max_model_len,
             load_format=vllm.load_format if policy is not None else "auto",
-            prefix_caching=gpu or shape.mamba is None,
+            prefix_caching=gpu or model.shape.mamba is None,
             record_routes=vllm.enable_return_routed_experts or config.policy.router_replay.enabled,
             enforce_eager=vllm.enforce_eager,
             gpu_memory_utilization=vllm.gpu_memory_utilization,
@@ -234,10 +268,14 @@ def start_engines(config: MasterConfig, cluster: Cluster, policy: PolicyGroup | 
             vllm_kwargs=generation.vllm_kwargs,
             chat=chat,
         )
-        places = [policy.workers[ranks] for ranks in engine_ranks(index, config, gpu=gpu)] if policy and beside else []
+        places = (
+            [policy.workers[ranks] for ranks in engine_ranks(index, config, gpu=gpu)]
+            if policy and shares_devices
+            else []
+        )
         how: dict[str, Any] = {
             "cpus": 1.0 if gpu else 0.1,
-            "gpus": tensor / nodes if gpu and not beside else 0.0,
+            "gpus": tensor / nodes if gpu and not shares_devices else 0.0,
             "env": engine_environment(engine),
             "concurrency": ENGINE_CALLS,
             "streams": ENGINE_STREAMS + (REQUESTS if chat else 0),
@@ -329,4 +367,54 @@ def make_loss(config: MasterConfig) -> ClippedPGLossFn:
         config.loss_fn,
         prev_equals_curr=not needs_prev(config),
         max_age=config.grpo.async_grpo.max_age,
+    )
+
+
+def start_run(
+    config: MasterConfig,
+    model: Model,
+    cluster: Cluster,
+    tokenizer: Any,
+    dataset: AllTaskProcessedDataset | Mapping[str, AllTaskProcessedDataset],
+    val_dataset: AllTaskProcessedDataset | None,
+    logger: Logger,
+    checkpointer: CheckpointManager,
+    env_names: Mapping[str, str | None] | None = None,
+) -> Run:
+    """Start environments, policy and engines, and bring them to where the checkpoint left off, if the run resumes.
+
+    `model`: from `check_run`. `dataset`: several by task name for data.use_multiple_dataloader. `env_names`: task name
+    -> environment; None where the caller has environments of its own. Raises what the workers' constructors raise.
+    """
+    grpo = config.grpo
+    dataloader = build_train_dataloader(dataset, config.data, grpo.num_prompts_per_step, grpo.seed)
+    val_dataloader = None
+    if val_dataset is not None:
+        size = grpo.val_batch_size or len(val_dataset)
+        val_dataloader = build_dataloader(val_dataset, size, False, grpo.seed, drop_last=False)
+    environments = start_environments(config, cluster, env_names or {})
+    policy = start_policy(config, cluster, model)
+    engines = start_engines(config, cluster, model, policy)
+    wait_until_ready(config, cluster, [*policy.workers, *engines.all_hosts()])
+    save_state = first_save_state()
+    if (folder := checkpointer.resumed_from) is not None:
+        save_state = checkpointer.read(folder)[0]
+        policy.load(policy_folder(folder))
+        policy.updates = save_state["current_step"]
+    engines.endpoint = open_endpoint(config, engines, Path(logger.log_dir))
+    distinct: dict[str, Worker] = {worker.name: worker for worker in environments.values()}  # tasks may share one
+    wait_until_ready(config, cluster, list(distinct.values()), "start of the environments")
+    return Run(
+        policy=policy,
+        policy_generation=engines,
+        dataloader=dataloader,
+        val_dataloader=val_dataloader,
+        tokenizer=tokenizer,
+        loss_fn=make_loss(config),
+        task_to_env=environments,
+        val_task_to_env=environments,
+        logger=logger,
+        checkpointer=checkpointer,
+        grpo_save_state=save_state,
+        master_config=config,
     )

@@ -11,15 +11,15 @@ from typing import Any
 
 import torch
 
-from grpo_mcore.algorithms.checkpointing.checkpoints import CheckpointManager
+from grpo_mcore.algorithms.checkpointing.checkpoints import CheckpointManager, RunSnapshot
 from grpo_mcore.algorithms.rollouts.prompt_stream import PromptStream
 from grpo_mcore.algorithms.training_step.policy_group import PolicyGroup
 from grpo_mcore.algorithms.training_step.rank_step import RankStep, TrainTargets
 from grpo_mcore.algorithms.training_step.step_batch import rank_steps
-from grpo_mcore.data.interfaces import DatumSpec, Message
 from grpo_mcore.objective import NLLLossFn
 from grpo_mcore.observe import Logger, RunConsole, Timeline
 from grpo_mcore.recipe import MasterConfig
+from grpo_mcore.rollout.datum import DatumSpec, Message
 from grpo_mcore.rollout.trajectory import Trajectory, Turn
 
 SHOW_EVERY = 50  # steps
@@ -66,7 +66,7 @@ def sft_train(
             validate(step)
         if saving.enabled and _due(step, saving.save_period, last):
             state = {"current_step": step, "total_steps": step}
-            checkpointer.save(step, policy.save, examples.state_dict(), state, metrics, config)
+            checkpointer.save(step, policy.save, RunSnapshot(state, examples.state_dict(), metrics), config)
 
 
 def train_on_examples(policy: PolicyGroup, batch: Sequence[DatumSpec], config: MasterConfig) -> dict[str, float]:

@@ -24,7 +24,7 @@ def fine_tune(config: MasterConfig) -> Path:
     from grpo_mcore.observe import Logger, RunConsole
     from grpo_mcore.recipe import batch_equation
 
-    check_model(config)
+    model = check_model(config)
     config.policy.generation.temperature = 1.0  # the log-probs of the data, not those of a sampler
     settings, tokenizer_config = config.sft, config.policy.tokenizer
     tokenizer = load_tokenizer(
@@ -40,7 +40,7 @@ def fine_tune(config: MasterConfig) -> Path:
     logger, console = Logger(config.logger), RunConsole()
     target = Path(config.checkpointing.checkpoint_dir, "hf").resolve()
     with closing(logger), start_cluster(config, logger.log_dir) as cluster:
-        policy = start_policy(config, cluster)
+        policy = start_policy(config, cluster, model)
         wait_until_ready(config, cluster, policy.workers)
         console.banner(
             f"SFT of {config.policy.model_name}",

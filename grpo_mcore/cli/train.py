@@ -52,58 +52,42 @@ def exit_code(summary: Mapping[str, object]) -> int:
 
 
 def train(config: MasterConfig, resume: str | bool | None = None, began: float | None = None) -> dict[str, object]:
-    """One run from its recipe to its summary, which it returns. Ends everything that it started, also on errors.
+    """Run a recipe to its end and return the summary. Everything that was started ends with it, also on errors.
 
-    What can be wrong with model, data and checkpoint shows before anything starts.
+    What is wrong with the model, the data or the checkpoint shows before anything starts.
     """
     from grpo_mcore.algorithms.checkpointing.checkpoints import CheckpointManager
-    from grpo_mcore.algorithms.grpo import grpo_train, setup
+    from grpo_mcore.algorithms.grpo import grpo_train
     from grpo_mcore.algorithms.lifecycle.stopping import on_signal, on_sigterm
-    from grpo_mcore.algorithms.setup import (
-        check_engines,
-        check_model,
-        start_cluster,
-        start_environments,
-        wait_until_ready,
-    )
+    from grpo_mcore.algorithms.setup import check_run, start_cluster, start_run
     from grpo_mcore.data import TurnTemplate, build_task_data, load_tokenizer
     from grpo_mcore.observe import Logger
+    from grpo_mcore.tools.plan.measured import compare
 
-    _, shape, _ = check_model(config)
-    check_engines(config, shape)
-    checkpoints = CheckpointManager(config.checkpointing)
-    found = checkpoints.find(resume)
-    if found is None:
-        checkpoints.refuse_to_mix()
-    resume = str(found) if found else None
-    tokenizer_config = config.policy.tokenizer
-    tokenizer = load_tokenizer(
-        tokenizer_config.name, tokenizer_config.chat_template, tokenizer_config.chat_template_kwargs
-    )
+    model = check_run(config)
+    checkpointer = CheckpointManager(config.checkpointing)
+    checkpointer.open(resume)
+    names = config.policy.tokenizer
+    tokenizer = load_tokenizer(names.name, names.chat_template, names.chat_template_kwargs)
     longest = min(config.data.max_input_seq_length, config.policy.generation.vllm_cfg.max_model_len)
     data = build_task_data(
         config.data.train, config.data.validation, tokenizer, longest, separate=config.data.use_multiple_dataloader
     )
     if config.grpo.max_rollout_turns > 1:
-        TurnTemplate(tokenizer)
+        TurnTemplate(tokenizer)  # raises where the chat template cannot hold several turns
     save_by = config.checkpointing.seconds_to_save_by
     deadline = None if save_by is None else (began or time.time()) + save_by
-    with on_signal(deadline) as stop, closing(Logger(config.logger, run=checkpoints.log_run(found))) as logger:
+    with on_signal(deadline) as stop, closing(Logger(config.logger, run=checkpointer.log_run())) as logger:
         print(f"starting policy and engines (logs: {logger.log_dir}) ...", flush=True)
         try:
             with start_cluster(config, logger.log_dir) as cluster, on_sigterm(stop):
-                environments = start_environments(config, cluster, data.env_names | data.val_env_names)
-                policy, engines, _, dataloader, val_dataloader, loss_fn, _, checkpointer, save_state, _ = setup(
-                    config, tokenizer, data.train, data.validation, cluster=cluster, logger=logger, resume=resume
+                env_names = data.env_names | data.val_env_names
+                run = start_run(
+                    config, model, cluster, tokenizer, data.train, data.validation, logger, checkpointer, env_names
                 )
-                distinct = {worker.name: worker for worker in environments.values()}  # tasks may share one
-                wait_until_ready(config, cluster, list(distinct.values()), "start of the environments")
-                with closing(engines):
-                    return grpo_train(
-                        policy, engines, dataloader, val_dataloader, tokenizer, loss_fn, environments, environments,
-                        logger, checkpointer, save_state, config, stop=stop,
-                    )  # fmt: skip
+                with closing(run.policy_generation):
+                    return grpo_train(**vars(run), stop=stop, compare=compare)
         except BaseException as error:
-            if (newest := checkpoints.latest()) is not None:
+            if (newest := checkpointer.latest()) is not None:
                 error.add_note(f"the last checkpoint is {newest}; `--resume` goes on from there")
             raise

@@ -18,12 +18,13 @@ from grpo_mcore.algorithms.engines.engine_group import EngineGroup
 from grpo_mcore.algorithms.engines.policy_endpoint import open_endpoint
 from grpo_mcore.algorithms.rollouts.rollouts import Rollouts
 from grpo_mcore.algorithms.rollouts.sampling_config import sampling_of, turn_limits
-from grpo_mcore.algorithms.setup import start_cluster, start_engines, start_environments, wait_until_ready
-from grpo_mcore.data import DataError, DatumSpec, build_task_data, load_tokenizer
+from grpo_mcore.algorithms.setup import check_run, start_cluster, start_engines, start_environments, wait_until_ready
+from grpo_mcore.data import DataError, build_task_data, load_tokenizer
 from grpo_mcore.data.gym.collected import failure, rollout_line
 from grpo_mcore.data.gym.whole_file import WholeFile
 from grpo_mcore.environments.nemo_gym import GymOutcome
 from grpo_mcore.recipe import MasterConfig
+from grpo_mcore.rollout.datum import DatumSpec
 from grpo_mcore.rollout.group import Group
 
 IN_FLIGHT = 4
@@ -67,6 +68,7 @@ def collect(
 
     The file appears whole or not at all. Raises what a run's start raises, DataError where there is no prompt.
     """
+    model = check_run(config)
     names = config.policy.tokenizer
     tokenizer = load_tokenizer(names.name, names.chat_template, names.chat_template_kwargs)
     longest = min(config.data.max_input_seq_length, config.policy.generation.vllm_cfg.max_model_len)
@@ -82,7 +84,7 @@ def collect(
         logs = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="collect-")))
         cluster = stack.enter_context(start_cluster(config, logs))
         environments = start_environments(config, cluster, env_names)
-        engines = start_engines(config, cluster, None)
+        engines = start_engines(config, cluster, model, None)
         workers = {worker.name: worker for worker in environments.values()}
         wait_until_ready(
             config, cluster, [*engines.all_hosts(), *workers.values()], "start of engines and environments"

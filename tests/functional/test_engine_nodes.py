@@ -16,7 +16,7 @@ from ray.cluster_utils import Cluster as RayNodes
 
 from grpo_mcore.algorithms.engines.engine_group import EngineGroup
 from grpo_mcore.algorithms.grpo import refit_policy_generation
-from grpo_mcore.algorithms.setup import start_engines, wait_until_ready
+from grpo_mcore.algorithms.setup import check_run, start_engines, wait_until_ready
 from grpo_mcore.algorithms.training_step.policy_group import PolicyGroup
 from grpo_mcore.cluster import WorkerFailed
 from grpo_mcore.cluster.ray_cluster import RayCluster
@@ -103,7 +103,7 @@ def policy(cluster: RayCluster, folder: Path) -> PolicyGroup:
 @pytest.fixture(scope="module")
 def engines(cluster: RayCluster, folder: Path, policy: PolicyGroup) -> EngineGroup:
     config = recipe_for(folder)
-    engines = start_engines(config, cluster, policy)
+    engines = start_engines(config, cluster, check_run(config), policy)
     wait_until_ready(config, cluster, [*policy.workers, *engines.all_hosts()])
     return engines
 
@@ -204,7 +204,7 @@ def test_on_nodes_of_its_own_each_node_receives_over_the_wire(
     end(cluster, engines)
     pool = {"enabled": False, "resources": {"num_nodes": 2, "gpus_per_node": 1}}
     config = recipe_for(folder, nodes=3, colocated=pool)
-    apart = start_engines(config, cluster, policy)
+    apart = start_engines(config, cluster, check_run(config), policy)
     wait_until_ready(config, cluster, apart.all_hosts())
     assert len(apart.nodes().hosts) == 2 and not apart.colocated
     twin = Policy(folder)

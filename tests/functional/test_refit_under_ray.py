@@ -15,7 +15,7 @@ from torch import Tensor
 
 from grpo_mcore.algorithms.engines.engine_group import EngineGroup
 from grpo_mcore.algorithms.grpo import refit_policy_generation
-from grpo_mcore.algorithms.setup import start_engines, wait_until_ready
+from grpo_mcore.algorithms.setup import check_run, start_engines, wait_until_ready
 from grpo_mcore.algorithms.training_step.policy_group import PolicyGroup
 from grpo_mcore.cluster import Rendezvous, WorkerFailed
 from grpo_mcore.cluster.ray_cluster import RayCluster
@@ -166,7 +166,7 @@ def policy(cluster: RayCluster, folder: Path) -> PolicyGroup:
 
 @pytest.fixture(scope="module")
 def engines(cluster: RayCluster, config: MasterConfig, policy: PolicyGroup) -> EngineGroup:
-    engines = start_engines(config, cluster, policy)
+    engines = start_engines(config, cluster, check_run(config), policy)
     wait_until_ready(config, cluster, [*policy.workers, *engines.workers])
     return engines
 

@@ -72,8 +72,9 @@ class Stage:
         config = self.config("grpo")
         self.tokenizer = load_tokenizer(str(model))
         self.cluster = setup.start_cluster(config, folder)
-        first = setup.start_policy(config, self.cluster)
-        self.engines = setup.start_engines(config, self.cluster, first)
+        self.shared = setup.check_run(config)
+        first = setup.start_policy(config, self.cluster, self.shared)
+        self.engines = setup.start_engines(config, self.cluster, self.shared, first)
         self._ran: dict[str, Variant] = {}
 
     def config(self, name: str) -> MasterConfig:
@@ -126,7 +127,7 @@ class Stage:
             consumed_samples=0, current_step=0, current_epoch=0, total_steps=0, total_valid_tokens=0
         )
         with closing(Logger(config.logger)) as logger, in_the_mesh_of_the_first(), looking_inside(config) as variant:
-            policy = setup.start_policy(config, self.cluster)
+            policy = setup.start_policy(config, self.cluster, self.shared)
             grpo.grpo_train(
                 policy, self.engines, dataloader, None, self.tokenizer, setup.make_loss(config), environments, None,
                 logger, CheckpointManager(config.checkpointing), start, config,

@@ -3,23 +3,23 @@
 from __future__ import annotations
 
 import shutil
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
 from types import TracebackType
-from typing import Any, Self
+from typing import Self
 
 from grpo_mcore.algorithms.checkpointing.checkpoints import (
     CheckpointManager,
     NotWritten,
+    RunSnapshot,
     policy_folder,
     write_driver_files,
 )
-from grpo_mcore.algorithms.lifecycle.run_report import RunReport
 from grpo_mcore.algorithms.training_step.policy_group import PolicyGroup
 from grpo_mcore.cluster import DeadlineExceeded, WorkerFailed
-from grpo_mcore.observe import Ledger
+from grpo_mcore.recipe import MasterConfig
 
 
 @dataclass
@@ -35,43 +35,43 @@ class BackgroundCheckpoints:
     """What a checkpoint holds is taken in `start`, at once; then the policy's ranks write their part, and a thread of
     the driver makes the digests and gives it its name. With checkpointing.is_async off, `start` waits for all of it.
 
-    Where it cannot be written, report and ledger get to know, and the run goes on.
+    Where it cannot be written, the run goes on without it.
     """
 
     def __init__(
-        self, manager: CheckpointManager, policy: PolicyGroup, recipe: Any, report: RunReport, ledger: Ledger
+        self,
+        manager: CheckpointManager,
+        policy: PolicyGroup,
+        recipe: MasterConfig,
+        *,
+        on_saved: Callable[[int, Path], None],
+        on_failure: Callable[[int, NotWritten], None],
     ) -> None:
-        """`recipe`: the resolved recipe, of which a checkpoint holds a copy."""
+        """`recipe`: the resolved recipe; every checkpoint holds a copy. `on_saved` gets the step and the folder of each
+        complete checkpoint, `on_failure` the step and the error of each that could not be written."""
         self._manager, self._policy, self._recipe = manager, policy, recipe
-        self._report, self._ledger = report, ledger
+        self._on_saved, self._on_failure = on_saved, on_failure
         self._begun: _Begun | None = None
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="checkpoint")
 
-    def start(
-        self,
-        step: int,
-        data_state: Mapping[str, Any],
-        save_state: Mapping[str, Any],
-        metrics: Mapping[str, float],
-        write_more: Callable[[Path], None],
-    ) -> None:
-        """Begins `step_N`. Waits for the one before."""
+    def start(self, step: int, snapshot: RunSnapshot, write_more: Callable[[Path], None]) -> None:
+        """Begin to write `step_N`, after the checkpoint before it is complete. `write_more` adds to its folder."""
         self.wait()
         try:
             with self._manager.writing(step) as tmp:
                 self._manager.make_room(tmp)
                 write_more(tmp)
-                write_driver_files(tmp, data_state, save_state, metrics, self._recipe)
+                write_driver_files(tmp, snapshot, self._recipe)
                 self._policy.start_save(policy_folder(tmp))
         except NotWritten as error:
-            self._failed(step, error)
+            self._on_failure(step, error)
             return
         self._begun = _Begun(step, tmp)
         if not self._recipe.checkpointing.is_async:
             self.wait()
 
-    def look(self) -> None:
-        """Goes on with what has come further meanwhile. To be called now and then."""
+    def poll(self) -> None:
+        """Complete the checkpoint under way, if its parts are written by now. The loop calls this between commands."""
         self._go_on(wait=False)
 
     def wait(self) -> None:
@@ -108,10 +108,9 @@ class BackgroundCheckpoints:
                     return
                 folder = self._published(begun, begun.publishing)
         except NotWritten as error:
-            self._failed(begun.step, error)
+            self._on_failure(begun.step, error)
         else:
-            self._report.checkpoint(folder)
-            self._ledger.write("saved", step=begun.step)
+            self._on_saved(begun.step, folder)
         self._begun = None
 
     def _published(self, begun: _Begun, publishing: Future[Path]) -> Path:
@@ -122,7 +121,3 @@ class BackgroundCheckpoints:
             if publishing.done():  # its own
                 raise
             raise DeadlineExceeded(f"digests of {begun.tmp}", "the disk", timeout_s) from error
-
-    def _failed(self, step: int, error: NotWritten) -> None:
-        self._report.not_saved(error)
-        self._ledger.write("not_saved", step=step, why=str(error.__cause__))

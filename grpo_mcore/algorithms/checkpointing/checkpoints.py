@@ -8,6 +8,7 @@ import shutil
 import sys
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -19,6 +20,7 @@ from grpo_mcore.algorithms.checkpointing.checkpoint_files import (
     size_of,
     write_digests,
 )
+from grpo_mcore.recipe import MasterConfig
 
 AUTO = "auto"
 
@@ -29,6 +31,27 @@ class ResumeError(FileNotFoundError):
 
 class NotWritten(OSError):
     """A checkpoint could not be written, mostly because there is no room for it. The run can go on without it."""
+
+
+@dataclass(frozen=True)
+class RunSnapshot:
+    """What a checkpoint holds besides the policy. `save_state`: counters of the run, see GRPOSaveState; `data_state`:
+    the position in the data, the prompts in flight and the length of the ledger; `metrics`: of the last step."""
+
+    save_state: dict[str, Any]
+    data_state: dict[str, Any]
+    metrics: dict[str, float]
+
+
+@dataclass(frozen=True)
+class SavedPosition:
+    """Where a run stood when a checkpoint was saved. `stream`: state of the prompt stream; `in_flight`: prompt uid ->
+    weight version that generated it, in the order of dispatch; `ledger_entries`: length of the ledger."""
+
+    folder: Path
+    stream: Mapping[str, Any]
+    in_flight: Mapping[str, int]
+    ledger_entries: int
 
 
 class CheckpointManager:
@@ -44,13 +67,22 @@ class CheckpointManager:
         """`config`: the recipe's checkpointing section."""
         self.config = config
         self.folder = Path(config.checkpoint_dir)
+        self.resumed_from: Path | None = None
+        """The checkpoint that this run goes on from; None for a new run."""
+
+    def open(self, resume: str | bool | None) -> None:
+        """Choose the checkpoint to go on from, see `find`. Raises ResumeError; also where there is none and the folder
+        holds another run's checkpoints."""
+        self.resumed_from = self.find(resume)
+        if self.resumed_from is None:
+            self._refuse_to_mix()
 
     def latest(self) -> Path | None:
         """The newest whole checkpoint."""
         steps = self._steps()
         return self.folder / f"step_{max(steps)}" if steps else None
 
-    def refuse_to_mix(self) -> None:
+    def _refuse_to_mix(self) -> None:
         """Raises ResumeError where a run that does not resume would write among the checkpoints of another."""
         if self.config.enabled and (found := self.latest()):
             raise ResumeError(
@@ -92,27 +124,32 @@ class CheckpointManager:
                 return older
             found, what = older, problem
 
-    @staticmethod
-    def log_run(found: Path | None) -> str | None:
-        """The log folder (exp_NNN) of the run that saved this checkpoint."""
-        if found is None:
+    def log_run(self) -> str | None:
+        """Return the log folder (exp_NNN) of the run that this one goes on with, or None."""
+        if self.resumed_from is None:
             return None
-        return json.loads((found / "training_info.json").read_text())["save_state"].get("log_run")
+        return json.loads((self.resumed_from / "training_info.json").read_text())["save_state"].get("log_run")
+
+    def position(self) -> SavedPosition | None:
+        """Return where the run stood in the checkpoint that this one goes on from, None for a new run."""
+        if self.resumed_from is None:
+            return None
+        _, data_state = self.read(self.resumed_from)
+        in_flight, entries = data_state.get("in_flight", {}), data_state.get("ledger", 0)
+        return SavedPosition(self.resumed_from, data_state, in_flight, entries)
 
     def save(
         self,
         step: int,
         save_policy: Callable[[str], None],
-        data_state: Mapping[str, Any],
-        save_state: Mapping[str, Any],
-        metrics: Mapping[str, float],
-        recipe: Any,
+        snapshot: RunSnapshot,
+        recipe: MasterConfig,
     ) -> Path:
-        """Writes `step_N` and drops what ranks too low. Returns the folder. Raises NotWritten; nothing is then left of
-        it."""
+        """Write `step_N`, and delete the checkpoints that keep_top_k leaves out. Return the folder. Raises NotWritten;
+        nothing is then left of it."""
         with self.writing(step) as tmp:
             self.make_room(tmp)
-            write_driver_files(tmp, data_state, save_state, metrics, recipe)
+            write_driver_files(tmp, snapshot, recipe)
             save_policy(policy_folder(tmp))
             return self.publish(step)
 
@@ -200,17 +237,12 @@ def policy_folder(folder: Path) -> str:
     return str((folder / "policy").resolve())
 
 
-def write_driver_files(
-    folder: Path,
-    data_state: Mapping[str, Any],
-    save_state: Mapping[str, Any],
-    metrics: Mapping[str, float],
-    recipe: Any,
-) -> None:
+def write_driver_files(folder: Path, snapshot: RunSnapshot, recipe: MasterConfig) -> None:
+    """Write the driver's part of a checkpoint: data.pt, training_info.json and config.yaml."""
     import torch
     import yaml
 
-    torch.save(dict(data_state), folder / "data.pt")
-    info = {"save_state": dict(save_state), "metrics": dict(metrics)}
+    torch.save(snapshot.data_state, folder / "data.pt")
+    info = {"save_state": snapshot.save_state, "metrics": snapshot.metrics}
     (folder / "training_info.json").write_text(json.dumps(info, indent=1))
     (folder / "config.yaml").write_text(yaml.safe_dump(recipe.model_dump(mode="json"), sort_keys=False))

@@ -4,28 +4,52 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
+from grpo_mcore.algorithms.checkpointing.save_state import GRPOSaveState
 from grpo_mcore.algorithms.engines.engine_group import EngineGroup
 from grpo_mcore.algorithms.rollouts.validation import Validation
 from grpo_mcore.algorithms.training_step.policy_group import PolicyGroup
-from grpo_mcore.families import parameter_count
+from grpo_mcore.families import ModelShape, parameter_count
 from grpo_mcore.observe import Logger, RunConsole, StepRow, Timeline, read_metrics, reward_curve_png, write_summary
 from grpo_mcore.recipe import MasterConfig, batch_equation, prompts_per_generation_batch, samples_per_step
 from grpo_mcore.refit import RefitReport
 from grpo_mcore.rollout.group import Group
-from grpo_mcore.tools.plan.measured import Comparison, compare
+
+
+class Comparison(Protocol):
+    """What `plan` predicted of a run beside what the run measured."""
+
+    def plain(self) -> list[dict[str, Any]]:
+        """Return it for summary.json."""
+
+    def text(self) -> list[str]:
+        """Return it as lines of a table."""
+
+
+Compare = Callable[
+    [MasterConfig, ModelShape, Sequence[Mapping[str, float]], Sequence[Mapping[str, Any]], int], Comparison | None
+]
+"""(recipe, model, seconds by timer of each step, memory of each rank, mean length of the samples) -> comparison."""
 
 
 class RunReport:
     """Everything between the loop and its reader. `state` counts what has been consumed, for the checkpoint."""
 
     def __init__(
-        self, logger: Logger, config: MasterConfig, state: Any, policy: PolicyGroup, engines: EngineGroup
+        self,
+        logger: Logger,
+        config: MasterConfig,
+        state: GRPOSaveState,
+        policy: PolicyGroup,
+        engines: EngineGroup,
+        compare: Compare | None = None,
     ) -> None:
-        self.logger, self.config, self.state = logger, config, dict(state)
+        """`compare`: sets what `plan` predicted against what the run measured, for its summary."""
+        self.logger, self.config, self.state = logger, config, state.copy()
+        self._compare = compare
         self.console = RunConsole()
         self.last_metrics: dict[str, float] = {}
         self._policy = policy
@@ -179,16 +203,16 @@ class RunReport:
     def restarted(self, worker: str, why: str) -> None:
         self.console.note(f"{worker} is started anew: {why}")
 
-    def validation(self, step: int, found: Validation, seconds: float) -> None:
-        """Validation metrics, and some samples to read."""
+    def validation(self, step: int, found: Validation) -> None:
+        """Log the metrics of a validation, and show some of its samples."""
         metrics = self.state["val_metrics"] = found.metrics
         if metrics["accuracy"] is not None:
             self._accuracies[step] = metrics["accuracy"]
             self.state["val_reward"] = metrics["reward"]
         self.last_metrics |= {f"val:{name}": value for name, value in metrics.items() if value is not None}
-        self.logger.log_metrics(metrics | {"seconds": seconds}, step, "validation")
+        self.logger.log_metrics(metrics | {"seconds": found.seconds}, step, "validation")
         shown = {name: value for name, value in metrics.items() if value or name != "num_failed_samples"}
-        self.console.validation(step, shown, seconds)
+        self.console.validation(step, shown, found.seconds)
         self.console.samples(step, found.samples)
 
     def checkpoint(self, folder: Path) -> None:
@@ -248,10 +272,10 @@ class RunReport:
         return values
 
     def _compared(self) -> Comparison | None:
-        """`plan`'s figures against those of this run. The mean length is that of the samples trained on."""
-        samples = len(self._timers) * samples_per_step(self.config)
-        memory = self._policy.memory()
-        return compare(self.config, self._policy.shape, self._timers, memory, self._tokens // samples)
+        if self._compare is None:
+            return None
+        mean_length = self._tokens // (len(self._timers) * samples_per_step(self.config))
+        return self._compare(self.config, self._policy.shape, self._timers, self._policy.memory(), mean_length)
 
 
 def _spread(policy: PolicyGroup, engines: EngineGroup) -> str:

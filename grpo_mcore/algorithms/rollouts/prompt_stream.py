@@ -6,7 +6,8 @@ from collections import deque
 from collections.abc import Iterable, Iterator, Sequence
 from typing import Any
 
-from grpo_mcore.data.interfaces import DatumSpec
+from grpo_mcore.data import MultipleDataloaderWrapper
+from grpo_mcore.rollout.datum import DatumSpec
 
 
 class PromptStream:
@@ -55,6 +56,11 @@ class PromptStream:
         """Prompts that were taken and not used: they are the next ones, in this order, as they are. Raises KeyError for
         one that is not under way."""
         self._waiting.extendleft([self._taken.pop(uid) for uid in reversed(uids)])
+
+    def record_step(self, step: int, metrics: dict[str, float]) -> None:
+        """Tell a data loader of several datasets what the last step came to; it may choose the next batch by it."""
+        if isinstance(self.dataloader, MultipleDataloaderWrapper):
+            self.dataloader.set_records({"step": step, **metrics})
 
     def state_dict(self) -> dict[str, Any]:
         waiting = [*self._taken.values(), *self._waiting]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections import defaultdict
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -13,7 +14,7 @@ from grpo_mcore.algorithms.rollouts.sampling_config import sampling_of, turn_lim
 from grpo_mcore.cluster import Worker
 from grpo_mcore.data import DataError
 from grpo_mcore.objective import CORRECT, pass_at_k, pass_numbers
-from grpo_mcore.recipe import Problem, RecipeError
+from grpo_mcore.recipe import MasterConfig, Problem, RecipeError
 from grpo_mcore.rollout.group import Group
 
 
@@ -38,13 +39,14 @@ class Validation:
 
     metrics: dict[str, float | None]
     samples: list[ShownSample]
+    seconds: float
 
 
 def run_validation(
     engines: EngineGroup,
     dataloader: Any,
     environments: Mapping[str, Worker],
-    config: Any,
+    config: MasterConfig,
     *,
     tokenizer: Any,
     faults: Mapping[str, Any] | None = None,
@@ -55,7 +57,9 @@ def run_validation(
     weights give equal samples. Raises DataError where the
     data loader gives nothing.
     """
-    grpo = config.grpo
+    if dataloader is None or not environments:
+        raise ValueError("there is nothing to validate on: set data.validation, or grpo.val_period to 0")
+    began, grpo = time.perf_counter(), config.grpo
     sampling = sampling_of(config.policy.generation, tokenizer.eos_token_id, validation=True)
     rollouts = Rollouts(engines, environments, tokenizer, turn_limits(config), seed=grpo.seed + 1, **(faults or {}))
     groups: list[Group] = []
@@ -71,7 +75,8 @@ def run_validation(
     shown = sorted(groups, key=lambda group: group.uid)[: config.logger.num_val_samples_to_print]
     if not groups:
         raise DataError("there is no validation prompt: check data.validation, or set grpo.val_period to 0")
-    return Validation(validation_metrics(groups), [_shown(engines, group) for group in shown])
+    samples = [_shown(engines, group) for group in shown]
+    return Validation(validation_metrics(groups), samples, time.perf_counter() - began)
 
 
 def stop_reason(metrics: Mapping[str, float | None], grpo: Any) -> str | None:

@@ -27,7 +27,10 @@ class StepGroups:
         self._dropped: Counter[str] = Counter()  # groups since the last step, by reason
 
     def add(self, group: Group) -> bool:
-        """Takes a scored group in. Returns whether a step may train on it."""
+        """Take in a group that is scored or has failed. Return whether a step may train on it."""
+        if group.failure:
+            self.fail(group)
+            return False
         if self._filters:
             self._rewards += [score.reward for score in group.scores]
             if not is_informative(group, by_name=self._by_name, weights=self._weights):

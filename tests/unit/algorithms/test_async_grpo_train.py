@@ -8,6 +8,7 @@ import pytest
 
 from grpo_mcore.algorithms import grpo
 from grpo_mcore.algorithms.engines.engine_group import EngineGroup
+from grpo_mcore.algorithms.lifecycle.run_record import schedule_config
 from grpo_mcore.cluster import LocalCluster
 from grpo_mcore.recipe import RecipeError
 from tests.unit.algorithms.training_step.step_cases import config
@@ -28,13 +29,12 @@ def test_the_loop_gets_the_age(monkeypatch: pytest.MonkeyPatch) -> None:
     recipe = config(CORRECTED, async_grpo={"in_flight_weight_updates": True})
     for age in ({}, {"max_trajectory_age_steps": 3}):
         got = call(recipe, monkeypatch, **age)
-        limits = grpo.schedule_config(got, validates=False)
+        limits = schedule_config(got, validates=False)
         assert limits.max_trajectory_age == age.get("max_trajectory_age_steps", 1) and limits.refit_in_flight
         assert got.loss_fn == recipe.loss_fn and got.policy == recipe.policy and got.data == recipe.data
-    assert grpo.schedule_config(recipe, validates=False).max_trajectory_age == 0
+    assert schedule_config(recipe, validates=False).max_trajectory_age == 0
     assert (
-        grpo.schedule_config(call(recipe, monkeypatch, max_trajectory_age_steps=0), validates=False).max_trajectory_age
-        == 0
+        schedule_config(call(recipe, monkeypatch, max_trajectory_age_steps=0), validates=False).max_trajectory_age == 0
     )
 
 

@@ -11,7 +11,7 @@ import pytest
 
 from grpo_mcore.algorithms.checkpointing import checkpoints
 from grpo_mcore.algorithms.checkpointing.background import BackgroundCheckpoints
-from grpo_mcore.algorithms.checkpointing.checkpoints import CheckpointManager
+from grpo_mcore.algorithms.checkpointing.checkpoints import CheckpointManager, RunSnapshot
 from grpo_mcore.cluster import DeadlineExceeded, WorkerFailed
 from tests.unit.algorithms.training_step.step_cases import config
 
@@ -47,15 +47,17 @@ class World:
         recipe = config()
         recipe.checkpointing.checkpoint_dir, recipe.checkpointing.is_async = str(folder), is_async
         self.folder, self.ranks, self.told = folder, Ranks(), list[str]()
-        report = SimpleNamespace(
-            checkpoint=lambda path: self.told.append(path.name), not_saved=lambda error: self.told.append(str(error))
-        )
-        ledger = SimpleNamespace(write=lambda event, **fields: self.told.append(f"{event} {fields['step']}"))
         manager = CheckpointManager(recipe.checkpointing)
-        self.saves = BackgroundCheckpoints(manager, self.ranks, recipe, report, ledger)  # type: ignore[arg-type]
+        self.saves = BackgroundCheckpoints(
+            manager,
+            self.ranks,  # type: ignore[arg-type]
+            recipe,
+            on_saved=lambda step, path: self.told.extend([path.name, f"saved {step}"]),
+            on_failure=lambda step, error: self.told.extend([str(error), f"not_saved {step}"]),
+        )
 
     def start(self, step: int, write_more: Any = lambda folder: None) -> None:
-        self.saves.start(step, {"place": step}, {"current_step": step}, {}, write_more)
+        self.saves.start(step, RunSnapshot({"current_step": step}, {"place": step}, {}), write_more)
 
     def lies_there(self) -> list[str]:
         return sorted(path.name for path in self.folder.iterdir())
@@ -64,14 +66,14 @@ class World:
 def test_it_appears_when_all_is_written(tmp_path: Path) -> None:
     world = World(tmp_path)
     world.start(1)
-    world.saves.look()
+    world.saves.poll()
     assert world.lies_there() == ["tmp_step_1"] and not world.told
     world.ranks.written = True
-    world.saves.look()  # the driver's part begins
+    world.saves.poll()  # the driver's part begins
     world.saves.wait()
     assert world.lies_there() == ["step_1"] and world.told == ["step_1", "saved 1"]
     assert checkpoints.damage(tmp_path / "step_1") is None
-    world.saves.look()
+    world.saves.poll()
     world.saves.wait()
     assert world.told == ["step_1", "saved 1"]
 
@@ -156,5 +158,5 @@ def test_what_only_needs_its_name_gets_it_when_the_run_ends(tmp_path: Path) -> N
     world.start(1)
     world.ranks.written = True
     with world.saves:
-        world.saves.look()
+        world.saves.poll()
     assert world.lies_there() == ["step_1"]

@@ -11,11 +11,17 @@ from pathlib import Path
 import pytest
 
 from grpo_mcore.algorithms.checkpointing import checkpoint_files
-from grpo_mcore.algorithms.checkpointing.checkpoints import CheckpointManager, NotWritten, ResumeError
+from grpo_mcore.algorithms.checkpointing.checkpoints import (
+    CheckpointManager,
+    NotWritten,
+    ResumeError,
+    RunSnapshot,
+)
 from grpo_mcore.cluster import WorkerFailed
 from grpo_mcore.recipe import CheckpointingConfig, MasterConfig
 
 RECIPE = MasterConfig.model_validate({"policy": {"model_name": "m"}, "data": {"train": {"data_path": "x.jsonl"}}})
+NOTHING = RunSnapshot({}, {}, {})
 
 
 def manager(folder: Path, **config: object) -> CheckpointManager:
@@ -29,7 +35,7 @@ def write_policy(folder: str) -> None:
 
 def save(checkpoints: CheckpointManager, step: int, **metrics: float) -> Path:
     named = {name.replace("_", ":", 1): value for name, value in metrics.items()}
-    return checkpoints.save(step, write_policy, {"place": step}, {"current_step": step}, named, RECIPE)
+    return checkpoints.save(step, write_policy, RunSnapshot({"current_step": step}, {"place": step}, named), RECIPE)
 
 
 def kept(folder: Path) -> list[str]:
@@ -61,8 +67,8 @@ def test_the_one_just_saved_is_kept_whatever_lies_there(tmp_path: Path) -> None:
 def test_a_run_that_does_not_resume_refuses_the_folder_of_another(tmp_path: Path) -> None:
     save(manager(tmp_path), 5)
     with pytest.raises(ResumeError, match="holds step_5 of another run: go on from it with --resume"):
-        manager(tmp_path).refuse_to_mix()
-    manager(tmp_path, enabled=False).refuse_to_mix()
+        manager(tmp_path).open(None)
+    manager(tmp_path, enabled=False).open(None)
 
 
 def test_what_a_kill_left_is_no_checkpoint(tmp_path: Path) -> None:
@@ -88,7 +94,7 @@ def test_a_save_without_room_leaves_the_others_and_says_what_to_free(tmp_path: P
     with pytest.raises(
         NotWritten, match=r"step 2 was not written .*No space.*\n.*GB are free.* step_1 \(0.00 GB\), or"
     ):
-        checkpoints.save(2, full_disk, {}, {}, {}, RECIPE)
+        checkpoints.save(2, full_disk, NOTHING, RECIPE)
     assert kept(tmp_path) == ["step_1"]
     save(checkpoints, 2)
 
@@ -98,7 +104,7 @@ def test_a_rank_without_room_is_understood_from_its_text(tmp_path: Path) -> None
         raise WorkerFailed("policy-1", "save", "SaveError: rank 1: OSError: [Errno 28] No space left on device")
 
     with pytest.raises(NotWritten):
-        manager(tmp_path).save(2, rank, {}, {}, {}, RECIPE)
+        manager(tmp_path).save(2, rank, NOTHING, RECIPE)
 
 
 def test_room_is_looked_for_before_anybody_writes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -107,12 +113,12 @@ def test_room_is_looked_for_before_anybody_writes(tmp_path: Path, monkeypatch: p
     with (folder / "big").open("wb") as file:
         file.truncate(shutil.disk_usage(tmp_path).free + 2**30)  # a hole: it takes no room
     with pytest.raises(NotWritten, match="No space left on device"):
-        checkpoints.save(2, lambda folder: pytest.fail("it wrote"), {}, {}, {}, RECIPE)
+        checkpoints.save(2, lambda folder: pytest.fail("it wrote"), NOTHING, RECIPE)
 
 
 def test_any_other_error_is_raised_as_it_is(tmp_path: Path) -> None:
     with pytest.raises(ZeroDivisionError):
-        manager(tmp_path).save(2, lambda folder: 1 / 0, {}, {}, {}, RECIPE)
+        manager(tmp_path).save(2, lambda folder: 1 / 0, NOTHING, RECIPE)
 
 
 def spoil(path: Path) -> None:

@@ -54,10 +54,8 @@ def test_engines_on_cpu_take_the_nodes_in_turns() -> None:
 
 
 def test_engines_that_share_a_node_over_its_edge_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(setup, "check_model", lambda _: ("", None, None))
-    monkeypatch.setattr(setup, "check_engines", lambda *_: None)
     monkeypatch.setattr(setup, "runs_on_gpu", lambda _: True)
     with pytest.raises(
         SetupError, match="tensor_parallel_size 12 neither divides cluster.gpus_per_node 8 nor is a mul"
     ):
-        start_engines(config(3, 8, 12, platform="gpu"), LocalCluster(), None)
+        start_engines(config(3, 8, 12, platform="gpu"), LocalCluster(), None, None)  # type: ignore[arg-type]

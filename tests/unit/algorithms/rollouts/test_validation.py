@@ -66,7 +66,7 @@ def test_several_validation_sets_have_metrics_of_their_own() -> None:
 def test_no_prompt_at_all_is_an_error() -> None:
     engines, tokenizer = SimpleNamespace(cluster=None, workers=[]), SimpleNamespace(eos_token_id=0)
     with pytest.raises(DataError, match="no validation prompt: check data.validation, or set grpo.val_period to 0"):
-        run_validation(engines, [], {}, config(), tokenizer=tokenizer)  # type: ignore[arg-type]
+        run_validation(engines, [], {"math": None}, config(), tokenizer=tokenizer)  # type: ignore[arg-type]
 
 
 # The end of a run.

@@ -1,0 +1,217 @@
+"""One event, one call: each event of a run is recorded here once, for all who keep account of it."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+from types import TracebackType
+from typing import Any, Self
+
+from grpo_mcore.algorithms.checkpointing.checkpoints import RunSnapshot, SavedPosition
+from grpo_mcore.algorithms.lifecycle.run_report import RunReport
+from grpo_mcore.algorithms.lifecycle.stopping import StopRequest
+from grpo_mcore.algorithms.rollouts.prompt_stream import PromptStream
+from grpo_mcore.algorithms.rollouts.validation import Validation, stop_reason
+from grpo_mcore.data import DatumSpec
+from grpo_mcore.observe import LEDGER_FILE, Ledger, Timeline
+from grpo_mcore.recipe import MasterConfig, prompts_per_generation_batch
+from grpo_mcore.refit import RefitReport
+from grpo_mcore.rollout import schedule as s
+from grpo_mcore.rollout.group import Group
+
+GIB = 2**30
+
+
+class RunRecord:
+    """Tells the schedule, the ledger, the report and the prompt stream of every event.
+
+    The schedule decides by the events what comes next, the ledger makes the fate of every prompt auditable, the report
+    shows the run to its user, and the prompt stream keeps the position in the data.
+    """
+
+    def __init__(
+        self, config: MasterConfig, schedule: s.Schedule, prompts: PromptStream, ledger: Ledger, report: RunReport
+    ) -> None:
+        self._config = config
+        self.schedule, self.prompts, self.ledger, self.report = schedule, prompts, ledger, report
+        self._stops_at_once = False
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.ledger.close()
+
+    @property
+    def step(self) -> int:
+        """Number of steps that are done."""
+        return self.schedule.step
+
+    @property
+    def policy_version(self) -> int:
+        """Weight version of the policy."""
+        return self.schedule.policy_version
+
+    def next(self) -> s.Command:
+        """Return the next command of the schedule. Raises ScheduleError."""
+        return self.schedule.next()
+
+    def stop_asked(self, stop: StopRequest) -> None:
+        """Record the request to stop, if there is one, and again when it becomes urgent."""
+        urgent = stop.at_once and not self._stops_at_once
+        if stop.reason and (self.schedule.asked is None or urgent):
+            self._stops_at_once = stop.at_once
+            self.schedule.record(s.StopAsked(stop.reason, at_once=stop.at_once))
+
+    def refitted(self, report: RefitReport) -> None:
+        """Record that all engines have the policy's weights."""
+        self.report.refit(report)
+        self.schedule.record(s.Refitted(self.schedule.policy_version))
+
+    def dispatched(self, batch: Sequence[DatumSpec], *, data_ended: bool = False) -> None:
+        """Record that prompts were sent to the engines. `data_ended`: the data holds no further prompt."""
+        uids = tuple(prompt["uid"] for prompt in batch)
+        self.report.dispatched(len(batch))
+        self.ledger.write("dispatched", uids=uids, version=self.schedule.engine_version)
+        self.schedule.record(s.Dispatched(uids, data_ended=data_ended))
+
+    def resumed(self, batch: Sequence[DatumSpec], versions: Sequence[int], restored: Sequence[Group]) -> None:
+        """Record the prompts that were in flight when the checkpoint was saved: `restored` groups are finished already,
+        the other prompts are generated again. `versions`: weight version that generates each prompt of `batch`."""
+        uids = tuple(prompt["uid"] for prompt in batch)
+        self.report.dispatched(len(batch) - len(restored))
+        self.ledger.write("dispatched", uids=uids, version=self.schedule.engine_version)
+        self.schedule.record(s.Dispatched(uids, versions=tuple(versions)))
+        for group in restored:
+            version = group.weight_version
+            self.ledger.write("finished", uid=group.uid, version=version, scored=group.scored, kept=True)
+            self.schedule.record(s.GroupFinished(group.uid, nbytes=group.nbytes))
+
+    def sample_finished(self) -> None:
+        """Record that one sample is generated."""
+        self.report.sample()
+
+    def group_finished(self, group: Group, *, informative: bool) -> None:
+        """Record a group that is generated and scored, or that failed. `informative`: a step may train on it."""
+        uid = group.uid
+        if group.failure:
+            self.prompts.mark_done([uid])
+            self.report.group_failed(uid, group.failure)
+            self.ledger.write("failed", uid=uid, why=group.failure)
+            self.schedule.record(s.GroupFailed(uid, group.failure))
+            return
+        self.ledger.write("finished", uid=uid, version=group.weight_version, scored=group.scored)
+        if not informative:
+            self.prompts.mark_done([uid])
+            self.report.group_filtered()
+            self.ledger.write("filtered", uid=uid, why="its rewards are equal")
+        self.schedule.record(s.GroupFinished(uid, informative, group.nbytes))
+
+    def retried(self, uid: str, why: str) -> None:
+        """Record that a prompt's samples are thrown away and generated again."""
+        self.ledger.retried(uid, why)
+
+    def restarted(self, worker: str, why: str) -> None:
+        """Record that an engine or an environment died or hung, and is started again."""
+        self.ledger.write("restarted", worker=worker, why=why)
+        self.report.restarted(worker, why)
+
+    def unfinished(self, uids: Sequence[str]) -> list[str]:
+        """Return those of the prompts in flight that are still being generated or scored."""
+        return [uid for uid in uids if uid not in self.schedule.finished]
+
+    def trained(self, command: s.Train, groups: list[Group], metrics: dict[str, float], clock: Timeline) -> None:
+        """Record a step. Its surplus prompts go back to the data, to be generated again."""
+        if self.schedule.config.max_trajectory_age:
+            ahead = len(self.schedule.in_flight) - len(command.groups) - len(command.surplus)
+            metrics = metrics | {"num_groups_ahead": float(ahead)}
+        self.prompts.mark_done(command.groups)
+        self.prompts.put_back(command.surplus)
+        self.ledger.write("trained", uids=command.groups, step=command.step, version=self.schedule.policy_version)
+        if command.surplus:
+            self.ledger.write("returned", uids=command.surplus)
+        self.schedule.record(s.Trained(command.step))
+        self.report.step(command.step, groups, metrics, clock)
+        self.prompts.record_step(command.step, metrics)
+
+    def validated(self, step: int, found: Validation) -> None:
+        """Record a validation. The run ends where it reached grpo.stop_at_validation_threshold."""
+        self.report.validation(step, found)
+        self.schedule.record(s.Validated(step, stop_reason(found.metrics, self._config.grpo)))
+
+    def snapshot(self) -> RunSnapshot:
+        """Return what a checkpoint must hold for a resumed run to go on from here."""
+        data_state = self.prompts.state_dict() | {
+            "ledger": self.ledger.sync(),
+            "in_flight": dict(self.schedule.in_flight),
+        }
+        return RunSnapshot(self.report.save_state(self.prompts.epoch), data_state, self.report.last_metrics)
+
+    def checkpoint_begun(self, step: int) -> None:
+        """Record that the checkpoint of a step is being written: training goes on."""
+        self.schedule.record(s.Checkpointed(step))
+
+    def saved(self, step: int, folder: Path) -> None:
+        """Record that the checkpoint of a step is complete."""
+        self.report.checkpoint(folder)
+        self.ledger.write("saved", step=step)
+
+    def not_saved(self, step: int, error: Exception) -> None:
+        """Record that the checkpoint of a step could not be written. The run goes on without it."""
+        self.report.not_saved(error)
+        self.ledger.write("not_saved", step=step, why=str(error.__cause__))
+
+    def ended(self, reason: str, stop: StopRequest) -> dict[str, Any]:
+        """Record the end of the run and return its summary."""
+        schedule = self.schedule
+        self.ledger.write("ended", why=reason, data_ended=schedule.data_ended and not schedule.in_flight)
+        early = reason == schedule.asked
+        return self.report.finish(reason) | {"stopped_early": early, "terminated": early and stop.at_once}
+
+
+def start_record(
+    config: MasterConfig,
+    dataloader: Any,
+    folder: Path,
+    report: RunReport,
+    position: SavedPosition | None,
+    *,
+    validates: bool,
+) -> RunRecord:
+    """Begin the record of a run, or go on with that of a resumed one. `folder`: of the ledger; `position`: of the
+    checkpoint that the run goes on from; `validates`: there is validation data."""
+    limits, state = schedule_config(config, validates=validates), report.state
+    reached = stop_reason(state["val_metrics"], config.grpo) if "val_metrics" in state else None
+    schedule = s.Schedule(limits, step=state["current_step"], stop=reached)
+    ledger = Ledger(
+        folder / LEDGER_FILE,
+        step=schedule.step,
+        kept=position.ledger_entries if position else 0,
+        max_age=limits.max_trajectory_age,
+    )
+    prompts = PromptStream(dataloader, config.grpo.max_num_epochs, position.stream if position else None)
+    return RunRecord(config, schedule, prompts, ledger, report)
+
+
+def schedule_config(config: MasterConfig, *, validates: bool) -> s.ScheduleConfig:
+    """Return the part of a recipe that decides what comes next. `validates`: there is validation data."""
+    grpo, ahead, save = config.grpo, config.grpo.async_grpo, config.checkpointing
+    return s.ScheduleConfig(
+        num_prompts=grpo.num_prompts_per_step,
+        max_steps=grpo.max_num_steps,
+        prompts_per_dispatch=prompts_per_generation_batch(config) if grpo.use_dynamic_sampling else None,
+        max_gen_batches=grpo.dynamic_sampling_max_gen_batches,
+        max_failed_groups=max(8, prompts_per_generation_batch(config) // 4),
+        max_trajectory_age=ahead.max_age,
+        group_order=ahead.group_order,
+        max_groups_in_flight=ahead.max_groups_in_flight if ahead.max_age else None,
+        max_bytes_in_flight=int(ahead.max_buffer_gb * GIB) if ahead.max_buffer_gb and ahead.max_age else None,
+        refit_in_flight=ahead.in_flight_weight_updates,
+        val_period=grpo.val_period if validates else 0,
+        val_start_at=grpo.val_start_at,
+        val_at_start=grpo.val_at_start and validates,
+        val_at_end=grpo.val_at_end and validates,
+        save_period=save.save_period if save.enabled else 0,
+    )

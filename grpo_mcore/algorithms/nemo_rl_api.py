@@ -1,0 +1,279 @@
+"""NeMo RL's entry points with their documented arguments, on top of the algorithm in grpo.py.
+
+A script that was written against `nemo_rl.algorithms.grpo` runs with the package name changed: all of this is
+importable from `grpo_mcore.algorithms.grpo`. Our own command line uses `algorithms/setup.py` instead.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Hashable, Mapping
+from contextlib import nullcontext
+from pathlib import Path
+from typing import Any, TypeVar
+
+from torch import Tensor
+
+from grpo_mcore.algorithms.checkpointing.checkpoints import CheckpointManager
+from grpo_mcore.algorithms.checkpointing.save_state import GRPOSaveState, first_save_state
+from grpo_mcore.algorithms.engines.engine_group import EngineGroup
+from grpo_mcore.algorithms.rollouts.scoring import as_workers
+from grpo_mcore.algorithms.rollouts.validation import run_validation
+from grpo_mcore.algorithms.setup import check_run, start_cluster, start_run
+from grpo_mcore.algorithms.training_step.policy_group import PolicyGroup
+from grpo_mcore.algorithms.weight_sync.refit_step import refit_once
+from grpo_mcore.cluster import Cluster
+from grpo_mcore.data import AllTaskProcessedDataset, BatchedDataDict
+from grpo_mcore.objective import ClippedPGLossFn, scale_reward_values
+from grpo_mcore.observe import Logger, Timeline
+from grpo_mcore.recipe import GRPOConfig, MasterConfig, RewardScalingConfig
+from grpo_mcore.refit import RefitReport
+from grpo_mcore.rollout import schedule as s
+
+TokenizerType = TypeVar("TokenizerType")
+"""A tokenizer of transformers."""
+
+
+def setup(
+    master_config: MasterConfig | Mapping[str, Any],
+    tokenizer: Any,
+    dataset: AllTaskProcessedDataset | Mapping[str, AllTaskProcessedDataset],
+    val_dataset: AllTaskProcessedDataset | None,
+    processor: None = None,
+    *,
+    cluster: Cluster | None = None,
+    logger: Logger | None = None,
+    resume: str | bool | None = None,
+) -> tuple[
+    PolicyGroup,
+    EngineGroup,
+    tuple[Cluster, Cluster],
+    Any,
+    Any,
+    ClippedPGLossFn,
+    Logger,
+    CheckpointManager,
+    GRPOSaveState,
+    MasterConfig,
+]:
+    """Start everything that `grpo_train` needs, and return it in the documented order: policy, engines, (training
+    cluster, inference cluster), data loader, validation data loader, loss, logger, checkpoint manager, save state,
+    config.
+
+    `dataset`: several by task name for data.use_multiple_dataloader. Raises RecipeError, SetupError, FamilyError,
+    DataError, ResumeError; ValueError for a `processor`.
+    """
+    _refuse_processor(processor)
+    config = MasterConfig.model_validate(master_config)
+    model = check_run(config)
+    checkpointer = CheckpointManager(config.checkpointing)
+    checkpointer.open(resume)
+    logger = logger or Logger(config.logger, run=checkpointer.log_run())
+    own_cluster, cluster = cluster is None, cluster or start_cluster(config, Path(logger.log_dir))
+    try:
+        run = start_run(config, model, cluster, tokenizer, dataset, val_dataset, logger, checkpointer)
+    except BaseException:
+        if own_cluster:  # the caller has no handle to end it by
+            cluster.shutdown()
+        raise
+    return (
+        run.policy, run.policy_generation, (cluster, cluster), run.dataloader, run.val_dataloader, run.loss_fn, logger,
+        checkpointer, run.grpo_save_state, config,
+    )  # fmt: skip
+
+
+def async_grpo_train(
+    policy: PolicyGroup,
+    policy_generation: EngineGroup,
+    dataloader: Any,
+    val_dataloader: Any,
+    tokenizer: Any,
+    loss_fn: ClippedPGLossFn,
+    task_to_env: Mapping[str, Any],
+    val_task_to_env: Mapping[str, Any] | None,
+    logger: Logger,
+    checkpointer: CheckpointManager,
+    grpo_save_state: GRPOSaveState,
+    master_config: MasterConfig,
+    max_trajectory_age_steps: int = 1,
+) -> dict[str, Any]:
+    """Run `grpo_train` with grpo.async_grpo enabled at this age limit, whatever the recipe says.
+
+    Raises RecipeError where the recipe does not allow it, ValueError where `setup` has started engines that sleep while
+    the policy trains.
+    """
+    from grpo_mcore.algorithms.grpo import grpo_train  # that module offers this function, so it is imported first
+
+    if policy_generation.sleeps and not policy_generation.pauses and max_trajectory_age_steps:
+        raise ValueError(
+            "these engines sleep while the policy trains, so they cannot generate ahead: set grpo.async_grpo.enabled "
+            "before setup"
+        )
+    plain = master_config.model_dump()
+    plain["grpo"]["async_grpo"] |= {"enabled": True, "max_trajectory_age_steps": max_trajectory_age_steps}
+    return grpo_train(
+        policy, policy_generation, dataloader, val_dataloader, tokenizer, loss_fn, task_to_env, val_task_to_env,
+        logger, checkpointer, grpo_save_state, MasterConfig.model_validate(plain),
+    )  # fmt: skip
+
+
+def validate(
+    policy_generation: EngineGroup,
+    val_dataloader: Any,
+    tokenizer: Any,
+    val_task_to_env: Mapping[str, Any] | None,
+    step: int,
+    master_config: MasterConfig,
+) -> tuple[dict[str, float | None], dict[str, float]]:
+    """Generate on the validation prompts and score them. Return (metrics, timing in seconds).
+
+    The samples do not depend on `step`. Raises ValueError where there is nothing to validate on.
+    """
+    environments = as_workers(val_task_to_env or {}, policy_generation.cluster)
+    found = run_validation(policy_generation, val_dataloader, environments, master_config, tokenizer=tokenizer)
+    return found.metrics, {"validate": found.seconds, "total": found.seconds}
+
+
+def refit_policy_generation(
+    policy: PolicyGroup,
+    policy_generation: EngineGroup,
+    colocated_inference: bool = True,
+    _refit_buffer_size_gb: float | None = None,
+    timer: Timeline | None = None,
+) -> RefitReport:
+    """Make every engine's weights equal the policy's, as weight version `policy.updates` + 1.
+
+    `colocated_inference` False: send everything over the network, as to engines with devices of their own.
+    `_refit_buffer_size_gb`: size in GiB in place of policy.refit_buffer_size_gb. Raises RefitError; the engines then
+    have their old weights, or refuse to generate from mixed ones.
+    """
+    return refit_once(
+        policy, policy_generation, colocated=colocated_inference, buffer_gb=_refit_buffer_size_gb, timeline=timer
+    )
+
+
+def scale_rewards(repeated_batch: Any, reward_scaling_cfg: RewardScalingConfig | Mapping[str, Any]) -> Any:
+    """Clamp `repeated_batch["total_reward"]` to the source interval and map it to the target interval, in place.
+
+    The original rewards stay in `repeated_batch["unscaled_reward"]`. `repeated_batch`: a BatchedDataDict or any dict.
+    `reward_scaling_cfg`: grpo.reward_scaling, or a mapping with its keys; nothing changes where it is not enabled.
+    Return the batch.
+    """
+    scaling = RewardScalingConfig.model_validate(reward_scaling_cfg)
+    if scaling.enabled:
+        bounds = scaling.model_dump(exclude={"enabled"})
+        rewards = repeated_batch["unscaled_reward"] = repeated_batch["total_reward"]
+        repeated_batch["total_reward"] = scale_reward_values(rewards, **bounds)
+    return repeated_batch
+
+
+def dynamic_sampling(
+    repeated_batch: BatchedDataDict,
+    std: Tensor,
+    baseline: Tensor,
+    dynamic_sampling_num_gen_batches: int,
+    master_config: MasterConfig | Mapping[str, Any],
+    timer: Timeline | None = None,
+    batch_cache: BatchedDataDict | None = None,
+) -> tuple[BatchedDataDict, bool, BatchedDataDict | None]:
+    """Keeps the groups of a generation batch whose rewards differ, until there are num_prompts_per_step of them.
+
+    repeated_batch: samples of one generation batch, with `total_reward`; it gets the entries `std` and `baseline`.
+    Groups are the samples of equal `uid`, else of equal `task_name` and `idx`, else every num_generations_per_prompt
+    samples in a row. std, baseline [N]: of the group of each sample; a group is kept, whole, if the std of any of
+    its samples is above 0. dynamic_sampling_num_gen_batches: generation batches of this step so far, this one
+    included. batch_cache: what the call before returned, None for the first batch of a step.
+
+    Returns (batch, complete, cache). Not complete: batch and cache hold the groups kept so far; generate another
+    batch and call again. Complete: batch has exactly num_prompts_per_step * num_generations_per_prompt samples, the
+    groups found first, and cache is None: surplus groups are not kept for a step with newer weights. `filtered_reward`
+    is the reward of the kept samples, and so is `total_reward`. With grpo.use_dynamic_sampling false the batch is
+    returned as it is, and complete.
+
+    Raises ValueError where a group has not num_generations_per_prompt samples, and where
+    dynamic_sampling_max_gen_batches batches did not give enough groups.
+    """
+    grpo = master_config["grpo"]
+    repeated_batch["std"], repeated_batch["baseline"] = std, baseline
+    if not grpo["use_dynamic_sampling"]:
+        return repeated_batch, True, batch_cache
+    generations = grpo["num_generations_per_prompt"]
+    with timer.phase("dynamic_sampling") if timer else nullcontext():
+        kept = repeated_batch.select_indices(_kept_samples(repeated_batch, generations))
+        kept["filtered_reward"] = kept["total_reward"]
+        found = [batch for batch in (batch_cache, kept) if batch is not None and batch.size]
+        kept = BatchedDataDict.from_batches(found) if found else kept
+    command = _next_command(
+        grpo,
+        kept.size // generations,
+        batch=repeated_batch.size // generations,
+        batches=dynamic_sampling_num_gen_batches,
+    )
+    if isinstance(command, s.Train):
+        return kept.slice(0, len(command.groups) * generations), True, None
+    return kept, False, kept if kept.size else None
+
+
+def _next_command(grpo: Mapping[str, Any], kept: int, *, batch: int, batches: int) -> s.Command:
+    """What the loop's own schedule does after `batches` generation batches of `batch` groups gave `kept` groups."""
+    default = GRPOConfig.model_fields["dynamic_sampling_max_gen_batches"].default
+    config = s.ScheduleConfig(
+        grpo["num_prompts_per_step"],
+        max_steps=1,
+        prompts_per_dispatch=batch,
+        max_gen_batches=grpo.get("dynamic_sampling_max_gen_batches", default),
+    )
+    schedule = s.Schedule(config, engine_version=1)
+    uids = [str(group) for group in range(max(kept, batch * batches))]
+    schedule.record(s.Dispatched(tuple(uids)))
+    for number, uid in enumerate(uids):
+        schedule.record(s.GroupFinished(uid, informative=number < kept))
+    try:
+        return schedule.next()
+    except s.ScheduleError as error:
+        raise ValueError(f"dynamic sampling: {str(error).partition(': ')[2]}") from error
+
+
+def _kept_samples(batch: BatchedDataDict, generations: int) -> list[int]:
+    """Indices of the samples of informative groups, group by group in order of appearance."""
+    groups: dict[Hashable, list[int]] = {}
+    for sample, key in enumerate(_group_keys(batch, generations)):
+        groups.setdefault(key, []).append(sample)
+    for key, samples in groups.items():
+        if len(samples) != generations:
+            raise ValueError(
+                f"dynamic sampling: group {key!r} has {len(samples)} samples, grpo.num_generations_per_prompt is "
+                f"{generations}. An entry 'uid' says which samples belong to one prompt"
+            )
+    informative = (batch["std"] > 0).reshape(batch.size).tolist()
+    return [i for samples in groups.values() if any(informative[j] for j in samples) for i in samples]
+
+
+def _group_keys(batch: BatchedDataDict, generations: int) -> list[Hashable]:
+    for name in ("uid", "idx"):
+        if name in batch:
+            ids = _items(batch[name])
+            by_task = name == "idx" and "task_name" in batch  # idx counts within a dataset
+            return list(zip(batch["task_name"], ids, strict=True)) if by_task else ids
+    return [sample // generations for sample in range(batch.size)]
+
+
+def _items(values: Tensor | list[Any]) -> list[Any]:
+    return values.tolist() if isinstance(values, Tensor) else values
+
+
+def _default_grpo_save_state() -> GRPOSaveState:
+    """Return the save state of a run that has not begun."""
+    return first_save_state()
+
+
+def _should_use_async_rollouts(master_config: MasterConfig | Mapping[str, Any]) -> bool:
+    """Return whether rollouts are asynchronous: always, unless the mapping says vllm_cfg.async_engine: false."""
+    generation = master_config["policy"]["generation"]
+    return generation["backend"] == "vllm" and bool(generation["vllm_cfg"].get("async_engine", True))
+
+
+def _refuse_processor(processor: Any) -> None:
+    if processor is not None:
+        raise ValueError(
+            "processor: models with images or audio are not supported, so a processor has no use here; pass None"
+        )
