@@ -1,5 +1,6 @@
-"""Datasets, the processors that turn their rows into prompts, and the loaders that batch them. A name is imported when
-it is first asked for: what reads files only (`data.gym`) does without torch."""
+"""Datasets, the processors that turn their rows into prompts, and the loaders that batch them.
+
+Each name is imported when it is first used, so that `data.gym`, which only reads files, runs without torch."""
 
 from __future__ import annotations
 
@@ -10,7 +11,7 @@ if TYPE_CHECKING:
     from grpo_mcore.data.assemble import TaskData, build_task_data
     from grpo_mcore.data.batched_data_dict import BatchedDataDict
     from grpo_mcore.data.datasets import ResponseDataset, load_preference_dataset, load_response_dataset
-    from grpo_mcore.data.interfaces import DataError, DatumSpec, TaskDataSpec
+    from grpo_mcore.data.interfaces import DataError, TaskDataSpec
     from grpo_mcore.data.loader import build_dataloader
     from grpo_mcore.data.multiple_loaders import (
         MultipleDataloaderWrapper,
@@ -20,25 +21,26 @@ if TYPE_CHECKING:
     from grpo_mcore.data.task_datasets import AllTaskProcessedDataset, Excluded
     from grpo_mcore.data.tokenizer import load_tokenizer
     from grpo_mcore.data.turn_tokens import TurnTemplate
+    from grpo_mcore.rollout.datum import DatumSpec
 
-_HOME = {
-    "AllTaskProcessedDataset": "task_datasets",
-    "BatchedDataDict": "batched_data_dict",
-    "DataError": "interfaces",
-    "DatumSpec": "interfaces",
-    "Excluded": "task_datasets",
-    "MultipleDataloaderWrapper": "multiple_loaders",
-    "ResponseDataset": "datasets",
-    "TaskData": "assemble",
-    "TaskDataSpec": "interfaces",
-    "TurnTemplate": "turn_tokens",
-    "build_dataloader": "loader",
-    "build_task_data": "assemble",
-    "build_train_dataloader": "multiple_loaders",
-    "example_custom_dataloader": "multiple_loaders",
-    "load_preference_dataset": "datasets",
-    "load_response_dataset": "datasets",
-    "load_tokenizer": "tokenizer",
+_MODULES = {
+    "AllTaskProcessedDataset": "grpo_mcore.data.task_datasets",
+    "BatchedDataDict": "grpo_mcore.data.batched_data_dict",
+    "DataError": "grpo_mcore.data.interfaces",
+    "DatumSpec": "grpo_mcore.rollout.datum",
+    "Excluded": "grpo_mcore.data.task_datasets",
+    "MultipleDataloaderWrapper": "grpo_mcore.data.multiple_loaders",
+    "ResponseDataset": "grpo_mcore.data.datasets",
+    "TaskData": "grpo_mcore.data.assemble",
+    "TaskDataSpec": "grpo_mcore.data.interfaces",
+    "TurnTemplate": "grpo_mcore.data.turn_tokens",
+    "build_dataloader": "grpo_mcore.data.loader",
+    "build_task_data": "grpo_mcore.data.assemble",
+    "build_train_dataloader": "grpo_mcore.data.multiple_loaders",
+    "example_custom_dataloader": "grpo_mcore.data.multiple_loaders",
+    "load_preference_dataset": "grpo_mcore.data.datasets",
+    "load_response_dataset": "grpo_mcore.data.datasets",
+    "load_tokenizer": "grpo_mcore.data.tokenizer",
 }
 
 __all__ = [
@@ -63,6 +65,6 @@ __all__ = [
 
 
 def __getattr__(name: str) -> Any:
-    if name not in _HOME:
+    if name not in _MODULES:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    return getattr(import_module(f"{__name__}.{_HOME[name]}"), name)
+    return getattr(import_module(_MODULES[name]), name)

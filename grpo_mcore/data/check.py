@@ -16,13 +16,14 @@ from grpo_mcore.data.datasets import DEFAULT_PROCESSOR, rows_of_file
 from grpo_mcore.data.gym.disk_sort import DiskSort
 from grpo_mcore.data.gym.lines import LineReader
 from grpo_mcore.data.gym.run import Progress
-from grpo_mcore.data.interfaces import DataError, DatumSpec
+from grpo_mcore.data.interfaces import DataError
 from grpo_mcore.data.jsonl import parse
 from grpo_mcore.data.mapped import MappedDataset, name_of, setting
 from grpo_mcore.data.processors import find_processor
 from grpo_mcore.data.source import Source
 from grpo_mcore.recipe.data import FILE_DATASETS, dataset_by_name
 from grpo_mcore.recipe.master import runs_grpo
+from grpo_mcore.rollout.datum import DatumSpec
 
 _LOOK_EVERY = 64  # lines between two looks at the clock
 _SHOWN_LINES = 5

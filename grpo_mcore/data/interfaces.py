@@ -1,51 +1,18 @@
-"""The types that data is made of: rows, messages, prompts, tasks."""
+"""The types that datasets and processors are written against: `DataError`, `TaskDataSpec`, the processor's signature.
+A processor returns a `DatumSpec` (grpo_mcore/rollout/datum.py)."""
 
 from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, NotRequired, TypedDict
+from typing import Any
 
-if TYPE_CHECKING:
-    from torch import Tensor
+from grpo_mcore.rollout.datum import DatumSpec
 
 
 class DataError(ValueError):
     """Data that cannot be used: says which file, line or row, and what to do."""
-
-
-class Message(TypedDict):
-    """One message of a log. `content`: the text that was tokenised, chat template included."""
-
-    role: str
-    content: str
-    token_ids: NotRequired[Tensor]
-    """int64 [n]"""
-    token_loss_mask: NotRequired[Tensor]
-    """SFT only. int64 [n]: 1 where the token is trained on."""
-
-
-LLMMessageLogType = list[Message]
-
-
-class DatumSpec(TypedDict):
-    """One prompt, ready for a rollout (or one example, ready for supervised training)."""
-
-    message_log: LLMMessageLogType
-    length: int
-    """Tokens of all messages."""
-    extra_env_info: dict[str, Any]
-    """What the environment needs, such as `ground_truth`; the row's other fields come along."""
-    loss_multiplier: float
-    """0: not to be used (too long or invalid). Such data is excluded from the batches and counted."""
-    idx: int
-    """Index in the dataset it was taken from."""
-    task_name: str
-    uid: str
-    """Names the prompt for the whole run: task and line or row, for example `data-train:17`."""
-    stop_strings: NotRequired[list[str] | None]
-    """Strings that end a generation, besides the recipe's; an environment may change them for later turns."""
 
 
 @dataclass

@@ -11,8 +11,9 @@ import numpy as np
 from torch.utils.data import Sampler
 from torchdata.stateful_dataloader import StatefulDataLoader
 
-from grpo_mcore.data.interfaces import DataError, DatumSpec
+from grpo_mcore.data.interfaces import DataError
 from grpo_mcore.data.task_datasets import AllTaskProcessedDataset
+from grpo_mcore.rollout.datum import DatumSpec
 
 log = logging.getLogger(__name__)
 

@@ -9,9 +9,10 @@ from torchdata.stateful_dataloader import StatefulDataLoader
 
 from grpo_mcore.data.batched_data_dict import BatchedDataDict
 from grpo_mcore.data.imports import import_by_path
-from grpo_mcore.data.interfaces import DataError, DatumSpec
+from grpo_mcore.data.interfaces import DataError
 from grpo_mcore.data.loader import build_dataloader
 from grpo_mcore.data.task_datasets import AllTaskProcessedDataset
+from grpo_mcore.rollout.datum import DatumSpec
 
 Iterators = dict[str, Iterator[BatchedDataDict]]
 CustomDataloader = Callable[..., tuple[BatchedDataDict, Iterators]]

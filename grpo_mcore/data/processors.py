@@ -10,7 +10,8 @@ from __future__ import annotations
 from typing import Any
 
 from grpo_mcore.data.imports import import_by_path
-from grpo_mcore.data.interfaces import DataError, DatumSpec, Message, TaskDataProcessFnCallable, TaskDataSpec
+from grpo_mcore.data.interfaces import DataError, TaskDataProcessFnCallable, TaskDataSpec
+from grpo_mcore.rollout.datum import DatumSpec, Message
 from grpo_mcore.rollout.sliding_puzzle import ACTION_END
 
 _OWN_KEYS = ("messages", "task_name", "uid")

@@ -14,7 +14,8 @@ from typing import Any
 
 from torch.utils.data import Dataset
 
-from grpo_mcore.data.interfaces import DataError, DatumSpec, TaskDataProcessFnCallable, TaskDataSpec
+from grpo_mcore.data.interfaces import DataError, TaskDataProcessFnCallable, TaskDataSpec
+from grpo_mcore.rollout.datum import DatumSpec
 
 CHECK_AT_ONCE = 20_000
 # Tokenised rows are kept for the next epoch up to here: some 100 MB at most.

@@ -1,0 +1,41 @@
+"""The prompt that a dataset hands to the loop: `DatumSpec`, with its messages."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any, NotRequired, TypedDict
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+
+class Message(TypedDict):
+    """One message of a log. `content` is the text that was tokenised, chat template included."""
+
+    role: str
+    content: str
+    token_ids: NotRequired[Tensor]
+    """int64 [n]"""
+    token_loss_mask: NotRequired[Tensor]
+    """SFT only. int64 [n]: 1 where the token is trained on."""
+
+
+LLMMessageLogType = list[Message]
+
+
+class DatumSpec(TypedDict):
+    """One prompt, ready for a rollout (or one example, ready for supervised training)."""
+
+    message_log: LLMMessageLogType
+    length: int
+    """Tokens of all messages."""
+    extra_env_info: dict[str, Any]
+    """What the environment needs, such as `ground_truth`, and the row's other fields."""
+    loss_multiplier: float
+    """0 marks a prompt that is too long or invalid. It is excluded from the batches and counted."""
+    idx: int
+    """Index in the dataset it was taken from."""
+    task_name: str
+    uid: str
+    """Names the prompt for the whole run by its task and line or row, for example `data-train:17`."""
+    stop_strings: NotRequired[list[str] | None]
+    """Strings that end a generation, besides the recipe's; an environment may change them for later turns."""
