@@ -29,6 +29,7 @@ from typing import Any
 import torch
 from classic_refit import join_wire, join_wires, receive_classic, run_classic, send_classic
 
+from grpo_mcore import processes
 from grpo_mcore.algorithms.engines.engine_group import EngineWorker
 from grpo_mcore.families import parameter_count, params_of, read_hf_config, shape_of
 from grpo_mcore.generation import EngineConfig, engine_environment
@@ -75,9 +76,7 @@ class Remote:
 
     def end(self) -> None:
         self._pipe.close()
-        self._process.join(20)
-        if self._process.is_alive():
-            self._process.terminate()
+        processes.end(processes.wait([self._process], timeout_s=20))
 
 
 def _serve(pipe: Connection, cls: type, args: tuple[Any, ...]) -> None:
@@ -181,7 +180,7 @@ def measure(args: argparse.Namespace, folder: str) -> dict[str, Any]:
     shape, world = shape_of(read_hf_config(folder)), train["tp"] * train["pp"]
     needed = parameter_count(shape) * 2
     environment = {"OMP_NUM_THREADS": "1", "OMP_WAIT_POLICY": "PASSIVE"}
-    port, addresses = free_port(), [("127.0.0.1", free_port()) for _ in range(train["pp"])]
+    port, addresses = processes.free_port(), [("127.0.0.1", processes.free_port()) for _ in range(train["pp"])]
     policy = [Remote(f"policy-{rank}", PolicyRank, folder, train, rank, port, env=environment) for rank in range(world)]
     config = EngineConfig(
         folder, tensor_parallel_size=tp, load_format="dummy", max_model_len=128, kv_cache_memory_gb=0.1,
@@ -264,14 +263,6 @@ def measure(args: argparse.Namespace, folder: str) -> dict[str, Any]:
 
 def sizes(text: str) -> dict[str, int]:
     return {name: int(size) for name, _, size in (part.partition("=") for part in text.split(","))}
-
-
-def free_port() -> int:
-    import socket
-
-    with socket.socket() as one:
-        one.bind(("127.0.0.1", 0))
-        return one.getsockname()[1]
 
 
 def show(result: dict[str, Any]) -> str:

@@ -10,9 +10,7 @@ import faulthandler
 import gc
 import os
 import pickle
-import random
 import signal
-import socket
 import sys
 import threading
 import traceback
@@ -22,11 +20,8 @@ from pathlib import Path
 from typing import Any
 
 from grpo_mcore.cluster.environment import is_allowed
+from grpo_mcore.processes import free_port
 from grpo_mcore.rollout.workers import Parcel, Place, Rendezvous
-
-PORTS = range(20000, 30000)
-"""Below those that Linux gives to outgoing connections: nobody takes one between choice and use."""
-
 
 in_stream = threading.local()
 """`in_stream.now` is set while this thread runs a worker's generator."""
@@ -162,18 +157,6 @@ class Host:
             cause = f"its constructor failed before: {self._failure}"
             raise RemoteFailure(cause, "", None)
         return self._target
-
-
-def free_port(address: str) -> int:
-    """A port on which nobody listens at `address`. Raises OSError when there is none."""
-    for port in random.SystemRandom().sample(PORTS, len(PORTS)):
-        with socket.socket() as probe:
-            try:
-                probe.bind((address, port))
-            except OSError:
-                continue
-            return port
-    raise OSError(f"no free port from {PORTS.start} to {PORTS.stop - 1} at {address}")
 
 
 def _set_environment(extra_allowed: Sequence[str], env: Mapping[str, str], gpus: float) -> None:

@@ -6,11 +6,11 @@ No threads and no deadlines: a call runs when it is made, a stream when its item
 from __future__ import annotations
 
 import os
-import socket
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from types import TracebackType
 from typing import Any, Self
 
+from grpo_mcore.processes import free_port
 from grpo_mcore.rollout.workers import ObjectStore, Place, Ref, Rendezvous, T, Worker, WorkerFailed
 
 
@@ -137,9 +137,7 @@ class LocalCluster:
                 f"{name}: cluster.backend=local runs one rank in this process, not {len(args_per_rank)}; "
                 "lower the parallel sizes to 1 or set cluster.backend=ray"
             )
-        with socket.socket() as probe:
-            probe.bind(("127.0.0.1", 0))
-            rendezvous = Rendezvous(0, 1, 0, "127.0.0.1", probe.getsockname()[1])
+        rendezvous = Rendezvous(0, 1, 0, "127.0.0.1", free_port())
         return [self.spawn(f"{name}-0", cls, rendezvous, *args_per_rank[0], env=env)]
 
     def put(self, obj: Any) -> Ref:

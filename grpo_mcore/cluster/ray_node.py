@@ -23,6 +23,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+from grpo_mcore import processes
 from grpo_mcore.cluster import orphan_reaper
 from grpo_mcore.cluster.environment import MARKER, of_the_run, only_allowed
 from grpo_mcore.rollout.workers import DeadlineExceeded, NotEnoughResources
@@ -81,11 +82,11 @@ def run_node(command: Sequence[str], folder: Path) -> int:
         child = subprocess.Popen([*command], env={**os.environ, **of_this_run})
     guard = orphan_reaper.start_beside(mark, folder)
     for number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGUSR2):  # the last one passes through srun
-        signal.signal(number, lambda got, _frame: (asked.append(got), child.terminate()))
+        signal.signal(number, lambda got, _frame: asked.append(got))
     try:
         while (code := child.poll()) is None:
             if asked:
-                _end(child)
+                processes.end([child], grace_s=END_S)
             time.sleep(0.2)
     finally:
         resisting = orphan_reaper.sweep(mark)
@@ -150,13 +151,6 @@ def wait_for_nodes(address: str, nodes: int, gpus: float, seconds: float) -> str
 
 def _total(nodes: Sequence[dict[str, Any]], unit: str) -> float:
     return float(sum(node["Resources"].get(unit, 0.0) for node in nodes))
-
-
-def _end(child: subprocess.Popen[bytes]) -> None:
-    try:
-        child.wait(END_S)
-    except subprocess.TimeoutExpired:
-        child.kill()
 
 
 def _parser() -> argparse.ArgumentParser:

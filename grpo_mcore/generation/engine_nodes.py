@@ -15,6 +15,7 @@ import time
 from collections.abc import Callable, Mapping
 
 from grpo_mcore.generation.config import EngineConfig
+from grpo_mcore.processes import free_port
 
 JOIN_TIMEOUT_S = 600.0
 """In which all nodes of an engine come together: their processes start at the same time."""
@@ -143,12 +144,6 @@ def bind_vllm_to(address: str) -> None:
     with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:  # sends nothing
         probe.connect((address, 1))
         os.environ["VLLM_HOST_IP"] = probe.getsockname()[0]
-
-
-def free_port(address: str) -> int:
-    with socket.socket() as probe:
-        probe.bind((address, 0))
-        return int(probe.getsockname()[1])
 
 
 def _line(wire: socket.socket) -> str:

@@ -5,13 +5,13 @@ from __future__ import annotations
 import gc
 import importlib
 import os
-import socket
 import traceback
 import warnings
 from multiprocessing import get_context
 from multiprocessing.connection import Connection
 from typing import Any
 
+from grpo_mcore import processes
 from grpo_mcore.parallel.mesh import Address
 
 
@@ -29,14 +29,14 @@ class RankPool:
         """`size`: the largest mesh. Raises nothing; a rank that cannot start is told by `run`."""
         context = get_context("spawn")
         self._ranks: list[tuple[Any, Connection]] = []
-        for rank in range(size):
+        for _ in range(size):
             here, there = context.Pipe()
-            process = context.Process(target=_serve, args=(there, rank))
+            process = context.Process(target=_serve, args=(os.getpid(), there))
             process.start()
             self._ranks.append((process, here))
 
     def run(self, world_size: int, target: str, *args: Any, timeout_s: float = 250.0) -> list[Any]:
-        port = free_port()
+        port = processes.free_port()
         for rank, (_, pipe) in enumerate(self._ranks[:world_size]):
             pipe.send((target, Address(rank, world_size, rank, "127.0.0.1", port), args))
         results, errors = [], []
@@ -52,21 +52,13 @@ class RankPool:
 
     def close(self) -> None:
         """End the processes."""
-        for process, pipe in self._ranks:
-            pipe.close()
-            process.join(5)
-            if process.is_alive():
-                process.terminate()
+        for _, pipe in self._ranks:
+            pipe.close()  # a rank that waits for work ends by itself
+        processes.end(processes.wait([process for process, _ in self._ranks], timeout_s=5.0))
 
 
-def free_port() -> int:
-    """A TCP port of this machine that nobody listens at."""
-    with socket.socket() as sock:
-        sock.bind(("127.0.0.1", 0))
-        return sock.getsockname()[1]
-
-
-def _serve(pipe: Connection, rank: int) -> None:
+def _serve(parent: int, pipe: Connection) -> None:
+    processes.die_with_parent(parent)
     os.environ["OMP_NUM_THREADS"] = "1"
     warnings.simplefilter("ignore")  # Megatron-Core's, that no reader can act on; errors come back as text
     gc.disable()  # until its modules are there: looking for garbage is a fifth of the time of imports

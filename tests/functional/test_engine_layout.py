@@ -84,7 +84,7 @@ def load_in_vllm(rank: int, size: int, port: int, folders: list[str], out: str) 
 
 @pytest.mark.parametrize("size", [1, 2])
 def test_the_declared_slices_are_those_that_vllm_loads(tmp_path: Path, size: int) -> None:
-    from grpo_mcore.parallel.rank_pool import free_port
+    from grpo_mcore.processes import free_port
 
     folders = []
     for name, (family, overrides) in CASES.items():

@@ -23,6 +23,7 @@ from grpo_mcore.generation.chat.answer import AnswerReader
 from grpo_mcore.generation.chat.request import ChatRequest
 from grpo_mcore.generation.config import ChatConfig
 from grpo_mcore.observe import audit, read_ledger
+from grpo_mcore.processes import free_port
 from grpo_mcore.rollout.group import Group
 from grpo_mcore.rollout.trajectory import Sampling
 from tests.functional.runs import Run, run_here, write_recipe
@@ -111,12 +112,6 @@ def recipe(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
         "checkpointing": {"enabled": False},
         "cluster": {"backend": "local", "platform": "cpu"},
     }
-
-
-def free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return probe.getsockname()[1]
 
 
 @pytest.fixture(scope="module")

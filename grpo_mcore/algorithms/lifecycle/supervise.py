@@ -1,19 +1,16 @@
-"""A run that goes on by itself after a loss (cluster.max_restarts): it is a process of its own, and this one starts it
-again from its newest checkpoint.
+"""Restart a run from its newest checkpoint after it lost a process or a node (cluster.max_restarts).
 
-A process of its own, because Ray ends the driver with itself, and a driver may be killed as well.
+The run has a process of its own, because Ray ends its driver when it ends, and because a driver may be killed.
 """
 
 from __future__ import annotations
 
-import ctypes
 import multiprocessing
 import os
 import signal
 import sys
-import threading
 from collections.abc import Callable, Collection, Iterator
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from dataclasses import dataclass
 from multiprocessing.connection import Connection
 from pathlib import Path
@@ -22,6 +19,7 @@ from typing import Any
 
 import psutil
 
+from grpo_mcore import processes
 from grpo_mcore.algorithms.checkpointing.checkpoints import CheckpointManager
 from grpo_mcore.algorithms.engines.retries import Retries
 from grpo_mcore.cluster import orphan_reaper
@@ -29,32 +27,32 @@ from grpo_mcore.recipe import MasterConfig
 
 FORWARDED = (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1)
 
-PR_SET_CHILD_SUBREAPER = 36  # of linux/prctl.h
-ORPHANS_S = 10.0
-"""How long what a killed run has left behind may take to end."""
+REAPER_S = 10.0
+"""Seconds to wait until the orphan reaper of a killed run has ended Ray and removed its files."""
 
 Attempt = Callable[[MasterConfig, "str | bool | None", float], "tuple[int, str | None]"]
-"""One run from a recipe, what it resumes from, and the unix time at which the first one began. Returns its exit code,
-and the loss that ended it, or None. A function of a module."""
+"""(recipe, checkpoint to resume from, unix time at which the first attempt began) -> (exit code, the loss that ended
+the run or None). Must be a function of a module, so that another process can call it."""
 
 
 @dataclass
 class _Child:
-    """The process of the run, while there is one. `asked`: the last signal that was passed on to it."""
+    """The process of the run, if there is one. `asked`: the last signal that was forwarded to it."""
 
     process: Any = None
     asked: int | None = None
 
 
 def supervise(attempt: Attempt, config: MasterConfig, resume: str | bool | None, began: float) -> int:
-    """Runs `attempt` in a process of its own, again after each loss, cluster.max_restarts times in a row without a new
-    checkpoint between. Returns the exit code of the last one. SIGINT, SIGTERM and SIGUSR1 are passed on to it."""
+    """Run `attempt` in a process of its own, and again after each loss. Give up after cluster.max_restarts restarts in a
+    row without a new checkpoint in between. Return the exit code of the last attempt. SIGINT, SIGTERM and SIGUSR1 are
+    forwarded to it."""
     checkpoints = CheckpointManager(config.checkpointing)
     retries = Retries(config.cluster.max_restarts, config.cluster.retry_wait_s)
     newest = checkpoints.latest()
-    ctypes.CDLL(None).prctl(PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0)
+    processes.adopt_orphans()
     child = _Child()
-    with _signals_go_to(child):
+    with _forward_signals(child):
         while True:
             code, loss = _run(child, attempt, config, resume, began)
             if loss is None or child.asked is not None:
@@ -75,12 +73,12 @@ def supervise(attempt: Attempt, config: MasterConfig, resume: str | bool | None,
 def _run(
     child: _Child, attempt: Attempt, config: MasterConfig, resume: str | bool | None, began: float
 ) -> tuple[int, str | None]:
-    """(exit code, the loss that ended it, or None) of one attempt."""
+    """Run one attempt. Return its exit code, and the loss that ended it or None."""
     context = multiprocessing.get_context("spawn")
-    here, there = context.Pipe()
-    child.process = context.Process(target=_serve, args=(there, attempt, config, resume, began))
+    here, there = context.Pipe(duplex=False)
+    child.process = context.Process(target=_serve, args=(os.getpid(), there, attempt, config, resume, began))
     child.process.start()
-    own = [process for process in psutil.Process().children(recursive=True) if process.pid != child.process.pid]
+    own = [process for process in processes.descendants() if process.pid != child.process.pid]
     there.close()
     child.process.join()
     _end_orphans(own)
@@ -93,24 +91,35 @@ def _run(
     here.close()
     if ended is not None:
         return code, ended["loss"]
-    return code, f"its driver was killed by {signal.Signals(-number).name}" if number < 0 else "Ray ended its driver"
+    return code, f"its driver was {processes.describe_exit(number)}" if number < 0 else "Ray ended its driver"
 
 
 def _end_orphans(own: Collection[psutil.Process]) -> None:
-    """What a killed run has left behind: its processes have become children of this one, beside its `own`. The reaper
-    of Ray ends by itself, when it has ended Ray and removed its files."""
-    orphans = [process for process in psutil.Process().children(recursive=True) if process not in own]
-    for process in orphans:
-        with suppress(psutil.NoSuchProcess):
-            if Path(orphan_reaper.__file__).name not in " ".join(process.cmdline()):
-                process.kill()
-    psutil.wait_procs(orphans, timeout=ORPHANS_S)
+    """Kill the processes that a killed run has left behind: they have become children of this one, in addition to its
+    `own`. The reaper of Ray is only waited for: it ends when it has ended Ray and removed its files."""
+    orphans = [process for process in processes.descendants() if process not in own]
+    processes.end([process for process in orphans if not _is_reaper(process)], grace_s=0)
+    processes.wait(orphans, REAPER_S)
 
 
-def _serve(pipe: Connection, attempt: Attempt, config: MasterConfig, resume: str | bool | None, began: float) -> None:
-    """The process of one attempt."""
+def _is_reaper(process: psutil.Process) -> bool:
+    try:
+        return Path(orphan_reaper.__file__).name in " ".join(process.cmdline())
+    except psutil.Error:  # it has ended
+        return False
+
+
+def _serve(
+    parent: int,
+    pipe: Connection,
+    attempt: Attempt,
+    config: MasterConfig,
+    resume: str | bool | None,
+    began: float,
+) -> None:
+    """Run one attempt, in its own process."""
+    processes.die_with_parent(parent, signal.SIGTERM)
     os.setsid()  # a terminal's Ctrl-C goes to the parent, which passes it on: once
-    threading.Thread(target=_end_with_parent, args=(pipe,), daemon=True).start()
     code, loss = 1, None
     try:
         code, loss = attempt(config, resume, began)
@@ -120,15 +129,8 @@ def _serve(pipe: Connection, attempt: Attempt, config: MasterConfig, resume: str
     sys.exit(code)
 
 
-def _end_with_parent(pipe: Connection) -> None:
-    try:
-        pipe.recv()  # nothing is ever sent: it ends when the parent does
-    except (EOFError, OSError):
-        os.kill(os.getpid(), signal.SIGTERM)
-
-
 @contextmanager
-def _signals_go_to(child: _Child) -> Iterator[None]:
+def _forward_signals(child: _Child) -> Iterator[None]:
     def forward(number: int, _frame: FrameType | None) -> None:
         child.asked = number
         if child.process is not None and child.process.is_alive():

@@ -13,6 +13,7 @@ from dataclasses import dataclass, field
 from multiprocessing.connection import Connection
 from typing import Any
 
+from grpo_mcore import processes
 from grpo_mcore.data.gym.lines import LineReader
 from grpo_mcore.data.gym.rollout import BadRow, Filtered, RolloutParser, reward_of
 from grpo_mcore.data.interfaces import DataError
@@ -93,9 +94,9 @@ class Work:
 
 def parts(reader: LineReader, work: Work) -> Iterator[Part]:
     """All parts of the file, in order."""
-    processes = min(len(os.sched_getaffinity(0)), MOST_PROCESSES) if hasattr(os, "sched_getaffinity") else 1
-    if processes > 1 and reader.seekable and reader.size >= PARALLEL_BYTES and _may_fork():
-        return _at_once(reader, work, processes)
+    count = min(len(os.sched_getaffinity(0)), MOST_PROCESSES) if hasattr(os, "sched_getaffinity") else 1
+    if count > 1 and reader.seekable and reader.size >= PARALLEL_BYTES and _may_fork():
+        return _at_once(reader, work, count)
     return _in_turn(reader, work)
 
 
@@ -111,23 +112,23 @@ def _in_turn(reader: LineReader, work: Work) -> Iterator[Part]:
         yield part
 
 
-def _at_once(reader: LineReader, work: Work, processes: int) -> Iterator[Part]:
+def _at_once(reader: LineReader, work: Work, count: int) -> Iterator[Part]:
     """Block n of the file by process n modulo their number. One that is ahead waits until its last part is taken."""
     fork = multiprocessing.get_context("fork")  # the handle comes along as it is
     blocks = range(0, reader.size, PART_BYTES)
     ends: list[Connection] = []
     workers = []
     try:
-        for number in range(processes):
+        for number in range(count):
             ours, theirs = fork.Pipe(duplex=False)
             ends.append(ours)
-            arguments = (reader, work, blocks[number::processes], theirs, tuple(ends))
+            arguments = (os.getpid(), reader, work, blocks[number::count], theirs)
             workers.append(fork.Process(target=_worker, args=arguments, daemon=True))
             workers[-1].start()
             theirs.close()  # so that the end of the process is the end of the pipe
         for number in range(len(blocks)):
             try:
-                part = ends[number % processes].recv()
+                part = ends[number % count].recv()
             except EOFError as error:
                 raise DataError(
                     f"{reader.path}: a process that read it was killed (by lack of memory?) at "
@@ -137,17 +138,14 @@ def _at_once(reader: LineReader, work: Work, processes: int) -> Iterator[Part]:
                 raise part
             yield part
     finally:
-        for worker in workers:
-            worker.terminate()
-            worker.join()
+        processes.end(workers)
         for end in ends:
             end.close()
 
 
-def _worker(reader: LineReader, work: Work, blocks: Sequence[int], out: Connection, ends: Sequence[Connection]) -> None:
+def _worker(parent: int, reader: LineReader, work: Work, blocks: Sequence[int], out: Connection) -> None:
+    processes.die_with_parent(parent)
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # the parent hears it too and ends this process
-    for end in ends:
-        end.close()  # so that a write fails where the parent is gone
     try:
         with LineReader(reader.path, reader.longest) as own:
             for start in blocks:
@@ -155,7 +153,5 @@ def _worker(reader: LineReader, work: Work, blocks: Sequence[int], out: Connecti
                 part = work.part(own.block(start, end_of_block), own.longest, size=float("inf"))
                 part.position = end_of_block
                 out.send(part)
-    except BrokenPipeError:
-        pass
     except Exception as error:
         out.send(error)

@@ -1,13 +1,16 @@
-"""One of two processes that sum a tensor: `python -m ... BACKEND HOST:PORT SECONDS RANK DEVICE`. Exit code 0: the sum
-is right."""
+"""One of two processes that sum a tensor: `python -m ... BACKEND HOST:PORT SECONDS PARENT RANK DEVICE`, with the pid of
+the process that starts it. Exit code 0: the sum is right."""
 
 from __future__ import annotations
 
 import sys
 from datetime import timedelta
 
+from grpo_mcore.processes import die_with_parent
 
-def main(backend: str, address: str, seconds: str, rank: str, device: str) -> None:
+
+def main(backend: str, address: str, seconds: str, parent: str, rank: str, device: str) -> None:
+    die_with_parent(int(parent))
     import torch
 
     place = torch.device("cuda", int(device)) if backend == "nccl" else torch.device("cpu")

@@ -13,6 +13,7 @@ from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
+from grpo_mcore import processes
 from grpo_mcore.rollout.workers import DeadlineExceeded
 from grpo_mcore.tools.doctor import checks, probes
 from grpo_mcore.tools.doctor.checks import Finding
@@ -121,7 +122,7 @@ def _links(
     data-parallel ranks use."""
     sums = []
     for first, second in pairs:
-        port = ray.get(_task(ray, first, probes.free_port).remote(), timeout=NODE_S)
+        port = ray.get(_task(ray, first, processes.free_port).remote(""), timeout=NODE_S)
         where = (backend, f"{hosts[first]}:{port}")
         ranks = enumerate((first, second))
         sums.append([_task(ray, node, probes.summed).remote(*where, {rank: 0}, seconds) for rank, node in ranks])

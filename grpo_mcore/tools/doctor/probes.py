@@ -17,6 +17,7 @@ from pathlib import Path
 import psutil
 from packaging.requirements import Requirement
 
+from grpo_mcore import processes
 from grpo_mcore.tools.doctor.checks import FileTimes, Gpu
 
 
@@ -62,13 +63,14 @@ def gpus(timeout_s: float = 15.0) -> list[Gpu] | None:
 
 def pair(backend: str, devices: tuple[int, int], timeout_s: float = 40.0) -> tuple[float | None, str | None]:
     """Two processes here sum a tensor. (seconds, None), or (None, what went wrong)."""
-    return summed(backend, f"127.0.0.1:{free_port()}", dict(enumerate(devices)), timeout_s)
+    return summed(backend, f"127.0.0.1:{processes.free_port()}", dict(enumerate(devices)), timeout_s)
 
 
 def summed(backend: str, address: str, devices: dict[int, int], timeout_s: float) -> tuple[float | None, str | None]:
     """The processes of a sum of two that run here: `devices` by rank. `address`: HOST:PORT of rank 0."""
     began = time.monotonic()
-    command = [sys.executable, "-m", "grpo_mcore.tools.doctor.allreduce_probe", backend, address, str(timeout_s)]
+    program = [sys.executable, "-m", "grpo_mcore.tools.doctor.allreduce_probe"]
+    command = [*program, backend, address, str(timeout_s), str(os.getpid())]
     ranks = [
         subprocess.Popen(
             [*command, str(rank), str(device)], stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True
@@ -83,17 +85,8 @@ def summed(backend: str, address: str, devices: dict[int, int], timeout_s: float
     except subprocess.TimeoutExpired:
         return None, f"no answer in {timeout_s:.0f} s"
     finally:
-        for rank in ranks:
-            if rank.poll() is None:
-                rank.kill()
-            rank.wait()
+        processes.end(ranks, grace_s=0)
     return time.monotonic() - began, None
-
-
-def free_port() -> int:
-    with socket.socket() as sock:
-        sock.bind(("127.0.0.1", 0))
-        return int(sock.getsockname()[1])
 
 
 def space(path: str) -> tuple[int, int]:

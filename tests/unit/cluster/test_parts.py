@@ -5,7 +5,6 @@ from __future__ import annotations
 import os
 import pickle
 import shutil
-import socket
 import subprocess
 import sys
 import time
@@ -15,7 +14,7 @@ import pytest
 
 from grpo_mcore.cluster import DeadlineExceeded, WorkerFailed, orphan_reaper
 from grpo_mcore.cluster.environment import chosen, is_allowed, only_allowed
-from grpo_mcore.cluster.host import PORTS, RemoteFailure, free_port
+from grpo_mcore.cluster.host import RemoteFailure
 from grpo_mcore.cluster.reports import log_tail, own_frames, stacks
 from grpo_mcore.rollout.workers import Place
 
@@ -82,20 +81,6 @@ class TwoArguments(Exception):
 def test_a_failure_whose_exception_cannot_be_unpickled_is_text():
     failure = pickle.loads(pickle.dumps(RemoteFailure.of(raised(TwoArguments(1, 2)))))
     assert failure.cause == "TwoArguments: 1 and 2" and failure.original() is None
-
-
-def test_a_free_port_is_free_and_not_one_of_outgoing_connections(monkeypatch):
-    monkeypatch.setattr("grpo_mcore.cluster.host.PORTS", range(PORTS.start, PORTS.start + 2))
-    port = free_port("127.0.0.1")
-    with socket.socket() as taken, socket.socket() as other:
-        taken.bind(("127.0.0.1", port))
-        taken.listen()
-        another = free_port("127.0.0.1")
-        assert another != port
-        other.bind(("127.0.0.1", another))
-        other.listen()
-        with pytest.raises(OSError, match="no free port from 20000 to 20001 at 127.0.0.1"):
-            free_port("127.0.0.1")
 
 
 def test_neighbouring_ranks_share_a_node():

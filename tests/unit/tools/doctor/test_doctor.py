@@ -14,6 +14,7 @@ from pathlib import Path
 
 import pytest
 
+from grpo_mcore.processes import free_port
 from grpo_mcore.tools.doctor import Needs, checks, examine, probes
 from grpo_mcore.tools.doctor.checks import Finding, Gpu
 from grpo_mcore.tools.doctor.examine import _checks
@@ -180,7 +181,7 @@ def test_a_model_that_is_not_there_offline(tmp_path: Path, monkeypatch: pytest.M
 
 
 def test_a_ray_that_does_not_answer(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("RAY_ADDRESS", f"127.0.0.1:{probes.free_port()}")
+    monkeypatch.setenv("RAY_ADDRESS", f"127.0.0.1:{free_port()}")
     fault(look("Ray"), "nobody answers", "RAY_ADDRESS")
     monkeypatch.delenv("RAY_ADDRESS")
     fault(look("Ray", Needs(nodes=2)), "2 nodes are asked for", "ray start")

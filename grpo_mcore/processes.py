@@ -1,0 +1,122 @@
+"""Child processes and ports: start a child that dies with its parent, end processes with a grace period, say how one
+ended, find a free port. For every room; standard library and psutil only."""
+
+from __future__ import annotations
+
+import ctypes
+import multiprocessing.process
+import os
+import random
+import signal
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import Iterable, Sequence
+from contextlib import suppress
+from typing import Any
+
+import psutil
+
+PORTS = range(20000, 30000)
+"""Below the ports that Linux gives to outgoing connections, so that nobody takes one between its choice and its use."""
+
+GRACE_S = 5.0
+"""Seconds a process gets between SIGTERM and SIGKILL, and as many to end after SIGKILL."""
+
+POLL_S = 0.02
+
+PR_SET_PDEATHSIG, PR_SET_CHILD_SUBREAPER = 1, 36  # of linux/prctl.h
+
+Process = subprocess.Popen[Any] | multiprocessing.process.BaseProcess | psutil.Process
+"""A child of this process. A psutil.Process may also be another's child; it must not be a child that a Popen or a
+multiprocessing.Process stands for, since only one of the two would learn its exit code."""
+
+
+def free_port(address: str = "127.0.0.1") -> int:
+    """Return a port on which nobody listens at `address` ("": all of this machine's). Raises OSError when there is none."""
+    for port in random.SystemRandom().sample(PORTS, len(PORTS)):
+        with socket.socket() as probe:
+            try:
+                probe.bind((address, port))
+            except OSError:
+                continue
+            return port
+    raise OSError(f"no free port from {PORTS.start} to {PORTS.stop - 1} at {address}")
+
+
+def die_with_parent(parent: int, number: int = signal.SIGKILL) -> None:
+    """Have the kernel send `number` to this process when its parent ends. To be called first in the child.
+
+    `parent`: the pid of the process that started this one; if it has ended already, the signal is sent at once. The
+    signal also comes when the thread that started the child ends. Does nothing outside Linux.
+    """
+    if sys.platform == "linux":
+        ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, number, 0, 0, 0)
+    if os.getppid() != parent:
+        os.kill(os.getpid(), number)
+
+
+def adopt_orphans() -> None:
+    """Make processes whose parents have ended children of this process, if they descend from it. Linux only."""
+    if sys.platform == "linux":
+        ctypes.CDLL(None).prctl(PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0)
+
+
+def descendants(pid: int | None = None) -> list[psutil.Process]:
+    """Return all processes that descend from `pid` (None: this process), without itself."""
+    try:
+        return psutil.Process(pid).children(recursive=True)
+    except psutil.NoSuchProcess:
+        return []
+
+
+def wait(processes: Iterable[Process], timeout_s: float) -> list[Process]:
+    """Wait until all have ended, at most `timeout_s`. Return those that still run; children that ended are reaped."""
+    deadline = time.monotonic() + timeout_s
+    running = [process for process in processes if _is_running(process)]
+    while running and time.monotonic() < deadline:
+        time.sleep(POLL_S)
+        running = [process for process in running if _is_running(process)]
+    return running
+
+
+def end(processes: Sequence[Process], grace_s: float = GRACE_S) -> list[Process]:
+    """Send SIGTERM to all, and SIGKILL to those that still run `grace_s` later (0: SIGKILL at once).
+
+    Return those that survive SIGKILL by more than GRACE_S.
+    """
+    running = wait(processes, 0)
+    if grace_s > 0:
+        for process in running:
+            with suppress(ProcessLookupError, psutil.NoSuchProcess):
+                process.terminate()
+        running = wait(running, grace_s)
+    for process in running:
+        with suppress(ProcessLookupError, psutil.NoSuchProcess):
+            process.kill()
+    return wait(running, GRACE_S)
+
+
+def describe_exit(code: int | None) -> str:
+    """Say how a process ended. `code`: as Popen.returncode; below 0 it is a signal's number, None: it still runs."""
+    if code is None:
+        return "is still running"
+    if code >= 0:
+        return f"exit code {code}"
+    known = {number.value for number in signal.Signals}
+    return f"killed by {signal.Signals(-code).name if -code in known else f'signal {-code}'}"
+
+
+def _is_running(process: Process) -> bool:
+    if isinstance(process, subprocess.Popen):
+        return process.poll() is None
+    if isinstance(process, multiprocessing.process.BaseProcess):
+        return process.is_alive()
+    try:
+        process.wait(0)  # reaps it if it is a child of this process
+    except psutil.TimeoutExpired:
+        return True
+    except psutil.NoSuchProcess:
+        return False
+    return False
