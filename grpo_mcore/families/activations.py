@@ -50,7 +50,7 @@ def layer_bytes(
     found = 0.0
     if block is Block.MAMBA:
         assert shape.mamba is not None
-        found += entry + _mamba(shape.mamba.on_one_of(rank.tensor), rank)
+        found += entry + _mamba(shape.mamba.local(rank.tensor), rank)
     elif block in (None, Block.ATTENTION):
         latent = shape.latent is not None
         found += entry + (_latent(shape, rank, padding, length) if latent else _attention(shape, rank, padding))

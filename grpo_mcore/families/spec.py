@@ -96,7 +96,7 @@ class MambaShape:
         """Channels of the convolution."""
         return sum(self.convolved_parts)
 
-    def on_one_of(self, ranks: int) -> MambaShape:
+    def local(self, ranks: int) -> MambaShape:
         """What one of so many tensor-parallel ranks has of it: heads, and groups with their B and C."""
         return replace(self, heads=self.heads // ranks, groups=self.groups // ranks)
 

@@ -1,6 +1,6 @@
-"""Low-rank adapters on the policy's linear layers: the network as it is, frozen, plus scale * up @ down of each weight.
+"""Low-rank adapters (LoRA) on the policy's linear layers: each frozen weight acts as W + scale * up @ down.
 
-Only the adapters are trained. Where the other side of a refit, or an export, wants weights, it gets both in one.
+Only the adapters are trained. A refit or an export sends the merged weights.
 """
 
 from __future__ import annotations
@@ -32,9 +32,10 @@ from grpo_mcore.parallel.weights import ShardedWeights
 
 
 def attach_adapters(chunks: Sequence[Any], weights: ShardedWeights, shape: AdapterShape, init: str, seed: int) -> None:
-    """Freezes this rank's chunks and gives their linear layers adapters that change nothing yet: `up` is zero.
+    """Freeze this rank's chunks and add adapters to their linear layers; `up` is zero, so nothing changes yet.
 
-    `init`: of `down`, see `draw`. Whatever the layout, the same seed draws the same numbers. Raises FamilyError.
+    `init`: how `down` is drawn, see `initial_down`. The same seed gives the same values on every layout.
+    Raises FamilyError if a pipeline stage would have nothing to train.
     """
     found = adapters_of(params_of(weights.shape), shape)
     for chunk in chunks:
@@ -58,13 +59,13 @@ def attach_adapters(chunks: Sequence[Any], weights: ShardedWeights, shape: Adapt
 
 
 def _start_gradient(_module: Any, _arguments: Any, embeddings: Tensor) -> Tensor:
-    """Recomputed layers have gradients only where what they start from has one, and the embedding is frozen."""
+    """Make the frozen embedding's output require a gradient: recomputed layers get none unless their input does."""
     return embeddings.requires_grad_() if torch.is_grad_enabled() else embeddings
 
 
-def draw(init: str, rank: int, inputs: int, seed: int) -> Tensor:
-    """`down` [rank, inputs] of an adapter, float32. xavier: normal of variance 2 / (rank + inputs); kaiming: uniform of
-    variance 1 / (3 inputs); normal: of deviation 0.2."""
+def initial_down(init: str, rank: int, inputs: int, seed: int) -> Tensor:
+    """Draw an adapter's `down` [rank, inputs], float32. xavier: normal, variance 2 / (rank + inputs); kaiming: uniform,
+    variance 1 / (3 inputs); normal: normal, standard deviation 0.2."""
     generator, down = torch.Generator().manual_seed(seed), torch.empty(rank, inputs)
     match init:
         case "xavier":
@@ -76,7 +77,7 @@ def draw(init: str, rank: int, inputs: int, seed: int) -> Tensor:
 
 
 class LowRank(torch.nn.Module):
-    """What one linear layer adds to its output: scale * up @ (down @ x), this tensor-parallel rank's part of it."""
+    """The adapter of one linear layer: adds scale * up @ (down @ x), on this tensor-parallel rank's shard."""
 
     def __init__(
         self,
@@ -90,7 +91,8 @@ class LowRank(torch.nn.Module):
     ) -> None:
         super().__init__()
         self.adapter, self.scale, self.sequence_parallel = adapter, shape.scale, sequence_parallel
-        whole = draw(init, *adapter.down.hf[0].shape, zlib.crc32(f"{seed} {layer_name(adapter.weight)}".encode()))
+        rank, inputs = adapter.down.hf[0].shape
+        whole = initial_down(init, rank, inputs, zlib.crc32(f"{seed} {layer_name(adapter.weight)}".encode()))
         (mine,) = pieces(adapter.down, weights.shape, *weights.split(adapter.down))
         down = whole[tuple(slice(*span) for span in mine.hf_box)]
         self.down = Parameter(down.to(weight.device, weight.dtype))
@@ -99,23 +101,25 @@ class LowRank(torch.nn.Module):
         self._mark(self.up, adapter.up)
 
     def _mark(self, part: Parameter, param: Param) -> None:
-        """What Megatron-Core reads: how to reduce the gradient, and whether the norm counts it on every rank."""
+        """Set the attributes by which Megatron-Core reduces the gradient and counts it in the norm."""
         part.tensor_model_parallel = param.split is not Split.REPLICATED
         if param.expert is not None:
             part.allreduce, part.tensor_model_parallel = False, True
         elif param.split is Split.REPLICATED:
-            # Under sequence parallelism a rank has gradients of its own tokens.
+            # Under sequence parallelism each rank has the gradient of its own tokens only.
             part.sequence_parallel = self.sequence_parallel
 
     def forward(self, x: Tensor) -> Tensor:
         low = linear(x, self.down)
         if self.adapter.weight.expert is None:
-            low = self._between(low)
+            low = self._communicate(low)
         return linear(low, self.up) * self.scale
 
-    def _between(self, low: Tensor) -> Tensor:
-        """As Megatron-Core's own layers do around their weight: what is split by rows sees all tokens and gives back
-        the sum of the ranks' gradients, what is split by columns sums up what each rank knows of every token."""
+    def _communicate(self, low: Tensor) -> Tensor:
+        """Communicate over tensor-parallel ranks between `down` and `up`, as Megatron-Core does around its own weights.
+
+        Weights split by columns: sum the ranks' partial results. Otherwise: gather all tokens, and sum the gradients.
+        """
         match self.adapter.weight.split:
             case Split.REPLICATED:
                 return low
@@ -128,25 +132,25 @@ class LowRank(torch.nn.Module):
 
     @torch.no_grad()
     def product(self) -> Tensor:
-        """scale * up @ down of this rank's slice of the weight, float32."""
+        """Return scale * up @ down for this rank's slice of the weight, float32."""
         return self.scale * (self.up.float() @ self.down.float())
 
 
 class Adapters(torch.nn.Module):
-    """All of one model chunk. `off()`: the network is the frozen one, which is the reference policy."""
+    """All adapters of one model chunk. Inside `disabled()` the network is the frozen one: the reference policy."""
 
     def __init__(self, layout: Layout, here: Coordinates) -> None:
         super().__init__()
         self.layout, self.here = layout, here
         self.all = torch.nn.ModuleList()
-        self._on = True
+        self._enabled = True
 
     def add(self, addition: LowRank, layer: torch.nn.Module) -> None:
-        """`layer` gives its output, or a tuple of it and more."""
+        """Add `addition` to the output of `layer`, which is a tensor or a tuple that starts with one."""
         self.all.append(addition)
 
         def hook(_layer: Any, arguments: tuple[Tensor, ...], output: Any) -> Any:
-            if not self._on:
+            if not self._enabled:
                 return output
             more = addition(arguments[0])
             return (output[0] + more, *output[1:]) if isinstance(output, tuple) else output + more
@@ -154,17 +158,17 @@ class Adapters(torch.nn.Module):
         layer.register_forward_hook(hook)
 
     @contextlib.contextmanager
-    def off(self) -> Iterator[None]:
-        self._on = False
+    def disabled(self) -> Iterator[None]:
+        self._enabled = False
         try:
             yield
         finally:
-            self._on = True
+            self._enabled = True
 
     def sharded_state_dict(
         self, prefix: str = "", sharded_offsets: Any = (), metadata: Mapping[str, Any] | None = None
     ) -> dict[str, Any]:
-        """For Megatron-Core's distributed checkpoints: by names and places in the whole model."""
+        """Return Megatron-Core's sharded tensors, by name and position in the whole model."""
         found = {}
         for index, addition in enumerate(self.all):
             for kind, param in (("down", addition.adapter.down), ("up", addition.adapter.up)):
@@ -175,7 +179,7 @@ class Adapters(torch.nn.Module):
         here, layout = self.here, self.layout
         replica = (0, 0, here.data * layout.context + here.context)
         offsets = []
-        if param.expert is not None:  # whole: the experts' ranks do not split them
+        if param.expert is not None:  # adapters of experts are not split over ranks
             replica = (0, 0, here.expert_copy)
         elif param.split is Split.REPLICATED:
             replica = (0, here.tensor, replica[2])

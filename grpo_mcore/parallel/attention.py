@@ -1,6 +1,6 @@
 """Causal attention over packed rows: every sequence of a row attends to itself only.
 
-Under context parallelism a rank has the queries of two chunks of every sequence (`context.ContextShare`); keys and
+Under context parallelism a rank has the queries of two chunks of every sequence (`context.ContextShare`). Keys and
 values are gathered from the context-parallel ranks, and each chunk attends to its sequence up to its own end.
 """
 
@@ -14,6 +14,8 @@ from typing import Any, NamedTuple
 import torch
 from megatron.core.packed_seq_params import PackedSeqParams
 from megatron.core.tensor_parallel import gather_from_sequence_parallel_region
+from megatron.core.transformer import TransformerConfig
+from megatron.core.transformer.multi_latent_attention import MLASelfAttention
 from torch import Tensor
 from torch.distributed import ProcessGroup
 from torch.nn.functional import scaled_dot_product_attention
@@ -22,7 +24,7 @@ from grpo_mcore.parallel.context import ContextShare
 
 
 class Span(NamedTuple):
-    """Queries of one sequence side by side, and the keys up to the last of them. Numbers of tokens in their rows."""
+    """Adjacent queries of one sequence, and the keys up to the last of them. Token offsets and counts in their rows."""
 
     query_start: int
     query_length: int
@@ -34,27 +36,27 @@ class Span(NamedTuple):
 class Bucket:
     """Spans of similar length, right-padded to a batch for torch's fused kernel."""
 
-    queries: Tensor  # int64 [n, q]: place of each query in the row
+    queries: Tensor  # int64 [n, q]: position of each query in the row
     keys: Tensor  # int64 [n, k]
-    mask: Tensor | None  # bool [n, 1, q, k]: what a query sees; None: causal, queries and keys being the same
-    real: Tensor  # int64: which of the n * q queries are no padding
+    mask: Tensor | None  # bool [n, 1, q, k]: keys that a query sees; None: plain causal, queries and keys are the same
+    real: Tensor  # int64: which of the n * q queries are not padding
 
 
 @dataclass
 class PackedRow(PackedSeqParams):
-    """Megatron-Core's description of a packed row, plus what the attention gathers by (made once a row)."""
+    """Megatron-Core's description of a packed row, plus the indices that attention gathers by, made once per row."""
 
     buckets: list[Bucket] = field(default_factory=list)  # on CPU
-    row_order: Tensor | None = None  # int64 [T]: where each token of the row is in the concatenated buckets
+    row_order: Tensor | None = None  # int64 [T]: index of each token of the row in the concatenated buckets
     context_group: ProcessGroup | None = None
-    key_order: Tensor | None = None  # int64: place of each token of the whole row among the gathered keys
+    key_order: Tensor | None = None  # int64: index of each token of the whole row among the gathered keys
     spans: tuple[Tensor, Tensor, Tensor, int, int] | None = None  # on GPU, see _kernel_spans
 
 
 def describe_row(
     cu_seqlens: Tensor, share: ContextShare | None = None, context_group: ProcessGroup | None = None
 ) -> PackedRow:
-    """PackedRow of a row with these cumulative lengths (int32 [n + 1]), or of this rank's share of it."""
+    """Describe a row with these cumulative lengths (int32 [n + 1]), or this rank's share of it."""
     if share is not None:
         cu_seqlens = share.cu_seqlens
     starts = cu_seqlens.tolist()
@@ -73,7 +75,7 @@ def describe_row(
             _fill_buckets(row, [Span(start, n, start, n) for start, n in zip(starts, lengths, strict=False)], False)
         return row
     row.context_group, row.key_order = context_group, share.key_order
-    row.cu_seqlens_q_padded = row.cu_seqlens_kv_padded = cu_seqlens  # TransformerEngine's names for the same
+    row.cu_seqlens_q_padded = row.cu_seqlens_kv_padded = cu_seqlens  # TransformerEngine reads these names
     spans = [Span(*span) for span in share.spans]
     if on_cpu:
         _fill_buckets(row, spans, True)
@@ -83,7 +85,7 @@ def describe_row(
 
 
 def bucket_by_length(lengths: Sequence[int], growth: float = 1.25) -> list[list[int]]:
-    """Sequences of similar length together: inside a bucket the longest is at most `growth` times the shortest."""
+    """Group sequences of similar length: inside a bucket the longest is at most about `growth` times the shortest."""
     buckets: dict[int, list[int]] = {}
     for index, length in enumerate(lengths):
         if length:
@@ -101,7 +103,7 @@ def _fill_buckets(row: PackedRow, spans: list[Span], masked: bool) -> None:
         # Padded positions repeat the last token: causal attention never lets a real token see them.
         queries = query_start + torch.minimum(query, query_length - 1)
         keys = key_start + torch.minimum(key, key_length - 1)
-        last_seen = query + key_length - query_length  # by each query
+        last_seen = query + key_length - query_length  # last key that each query sees
         mask = (key <= last_seen[:, :, None])[:, None] if masked else None
         real = (query < query_length).flatten().nonzero().squeeze(1)
         row.buckets.append(Bucket(queries, keys, mask, real))
@@ -110,7 +112,7 @@ def _fill_buckets(row: PackedRow, spans: list[Span], masked: bool) -> None:
 
 
 def _kernel_spans(spans: list[Span], key_order: Tensor) -> tuple[Tensor, Tensor, Tensor, int, int]:
-    """For the variable-length kernel: cumulative query and key lengths, the keys' places, both longest lengths."""
+    """Return the variable-length kernel's cumulative query and key lengths, the keys' indices, both longest lengths."""
     sizes = torch.tensor([(span.query_length, span.key_length) for span in spans])
     ends = torch.cat([sizes.new_zeros(1, 2), sizes.cumsum(0)]).to(key_order.device, torch.int32)
     places = torch.cat([key_order[span.key_start : span.key_start + span.key_length] for span in spans])
@@ -201,3 +203,30 @@ def _gather_context(key: Tensor, value: Tensor, group: ProcessGroup) -> tuple[Te
     gathered = gather_from_sequence_parallel_region(joined, tensor_parallel_output_grad=True, group=group)
     key, value = gathered.split([key.size(-1), value.size(-1)], -1)
     return key, value
+
+
+class WholeLinear(torch.nn.Module):
+    """A linear layer with its whole weight on every tensor-parallel rank, as TransformerEngine's "duplicated" mode."""
+
+    def __init__(self, config: TransformerConfig, inputs: int, outputs: int) -> None:
+        super().__init__()
+        self.weight = torch.nn.Parameter(torch.empty(outputs, inputs, dtype=config.params_dtype))
+        self.weight.sequence_parallel = config.sequence_parallel  # read by finalize_model_grads
+
+    def forward(self, x: Tensor) -> tuple[Tensor, None]:
+        return torch.nn.functional.linear(x, self.weight), None
+
+
+class LatentAttention(MLASelfAttention):
+    """Multi-head latent attention of the local layer spec: MLASelfAttention with whole down projections on every rank.
+
+    Without TransformerEngine, Megatron-Core 0.16 splits them over the tensor-parallel ranks. The rotary part of the
+    keys is shared by all heads, and its gradient would then come from the rank's own heads only.
+    """
+
+    def __init__(self, config: Any, *args: Any, **kwargs: Any) -> None:
+        super().__init__(config, *args, **kwargs)
+        if config.q_lora_rank is not None:
+            self.linear_q_down_proj = WholeLinear(config, config.hidden_size, config.q_lora_rank)
+        width = config.kv_lora_rank + config.qk_pos_emb_head_dim
+        self.linear_kv_down_proj = WholeLinear(config, config.hidden_size, width)

@@ -1,6 +1,6 @@
-"""Context parallelism: which tokens of a packed row a rank computes, and how their log-probs come together again.
+"""Context parallelism: which tokens of a packed row each rank computes, and how their log-probs are joined again.
 
-Every sequence is cut into 2 x size chunks, of which a rank takes two: one from the front, one from the back, so that
+Every sequence is cut into 2 x size chunks. Each rank takes two, one from the front and one from the back, so that
 causal attention costs every rank the same (the "zigzag" of Llama 3, arXiv 2407.21783, section 3.3.2). Positions and
 the order of chunks are those that Megatron-Core's rotary embedding and TransformerEngine's attention assume.
 """
@@ -20,7 +20,7 @@ from grpo_mcore.batching.packing import round_up
 
 
 def padded_length(lengths: Sequence[int], size: int, multiple: int) -> int:
-    """Tokens of a row of these sequences, padded for `size` context-parallel ranks."""
+    """Return the tokens of a row of these sequences, padded for `size` context-parallel ranks."""
     return round_up(sum(round_up(length, 2 * size) for length in lengths), math.lcm(2 * size, size * multiple))
 
 
@@ -29,21 +29,21 @@ class ContextShare:
     """One rank's part of a row of T tokens, every sequence padded to a multiple of 2 x size."""
 
     index: Tensor
-    """int64 [t]: place in the row of each token of this rank; T for padding."""
+    """int64 [t]: position in the row of each token of this rank; T for padding."""
     cu_seqlens: Tensor
     """int32 [n + 1]: cumulative padded lengths of the whole row."""
     key_order: Tensor
-    """int64 [padded T]: where each token of the padded row is, when the ranks' parts lie side by side."""
+    """int64 [padded T]: index of each token of the padded row in the concatenation of the ranks' parts."""
     spans: tuple[tuple[int, int, int, int], ...]
-    """For both chunks of each sequence: start and length in this rank's part; start of the sequence in the padded
-    row, and its length up to the end of the chunk."""
+    """For both chunks of each sequence: start and length in this rank's part; start of the sequence in the padded row,
+    and the sequence's length up to the end of the chunk."""
 
 
 def share_of_row(cu_seqlens: Tensor, rank: int, size: int, multiple: int = 1, length: int = 0) -> ContextShare:
-    """The part of context-parallel rank `rank` of `size`, of a multiple of `multiple` tokens.
+    """Return the share of context-parallel rank `rank` of `size`: a multiple of `multiple` tokens.
 
-    cu_seqlens: int32 [n + 1] of the row. What is missing to the multiple, and to `length` tokens of the padded row, is
-    added to the last sequence.
+    cu_seqlens: int32 [n + 1] of the row. Padding to that multiple, and to at least `length` tokens of the padded row,
+    is added to the last sequence.
     """
     device, starts = cu_seqlens.device, cu_seqlens.long().cpu()
     lengths = starts.diff()
@@ -53,22 +53,22 @@ def share_of_row(cu_seqlens: Tensor, rank: int, size: int, multiple: int = 1, le
     padded[-1] += round_up(max(total, length), math.lcm(unit, size * multiple)) - total
     ends = torch.cat([padded.new_zeros(1), padded.cumsum(0)])
     chunk = padded // unit
-    part = int(ends[-1]) // size  # tokens of a rank
+    part = int(ends[-1]) // size  # tokens per rank
     part_starts = ends[:-1] // size
 
-    def places(of: int) -> tuple[Tensor, Tensor]:
-        """(sequence, position in it) of every token of rank `of`."""
+    def tokens_of(other: int) -> tuple[Tensor, Tensor]:
+        """Return (sequence, position in it) of every token of rank `other`."""
         sequence = torch.repeat_interleave(torch.arange(len(chunk)), 2 * chunk)
         offset = torch.arange(part) - part_starts[sequence]
         size_here = chunk[sequence]
-        back = (unit - 2 - of) * size_here + offset
-        return sequence, torch.where(offset < size_here, of * size_here + offset, back)
+        back = (unit - 2 - other) * size_here + offset
+        return sequence, torch.where(offset < size_here, other * size_here + offset, back)
 
-    sequence, position = places(rank)
+    sequence, position = tokens_of(rank)
     index = torch.where(position < lengths[sequence], starts[sequence] + position, int(starts[-1]))
     key_order = torch.empty(int(ends[-1]), dtype=torch.int64)
     for other in range(size):
-        owner, at = places(other)
+        owner, at = tokens_of(other)
         key_order[ends[owner] + at] = torch.arange(part) + other * part
     spans = []
     for start, part_start, length in zip(ends.tolist(), part_starts.tolist(), chunk.tolist(), strict=False):
@@ -78,15 +78,15 @@ def share_of_row(cu_seqlens: Tensor, rank: int, size: int, multiple: int = 1, le
 
 
 def take_share(row: Tensor, share: ContextShare) -> Tensor:
-    """This rank's tokens of a per-token row [1, T] -> [1, t]; padding is 0."""
+    """Select this rank's tokens of a per-token row: [1, T] -> [1, t]; padding is 0."""
     return torch.cat([row[0], row.new_zeros(1)]).index_select(0, share.index)[None]
 
 
 def join_shares(part: Tensor, share: ContextShare, tokens: int, group: ProcessGroup) -> Tensor:
-    """Whole rows [k, tokens] from every rank's part of them [k, t].
+    """Join every rank's part [k, t] into whole rows [k, tokens].
 
-    Every rank then computes the same loss from the whole row, and the gradient that comes back is that of this
-    rank's tokens alone: summed over the context-parallel ranks, the weights' gradients count each token once.
+    Every rank then computes the same loss from the whole row, and receives the gradient of its own tokens only: summed
+    over the context-parallel ranks, the weights' gradients count each token once.
     """
     return _Join.apply(part, share.index, tokens, group)
 

@@ -15,7 +15,7 @@ from torch.distributed import ProcessGroup, ReduceOp, all_reduce
 
 TILES = {"cpu": 2048, "cuda": 16384}
 """Rows of the output layer that have logits at a time: on CPU their logits stay in a core's cache, on GPU the kernels
-have enough to do."""
+are large enough to be efficient."""
 
 
 def token_scores(
@@ -30,8 +30,9 @@ def token_scores(
     chunk: int,
     entropy: bool = False,
 ) -> Tensor:
-    """log softmax(hidden @ weight.T / temperature)[target], float32 [1, N]; with `entropy` [2, N], the second row being
-    that of the whole distribution at each position, -sum p log p, in nats.
+    """Return log softmax(hidden @ weight.T / temperature)[target], float32 [1, N].
+
+    `entropy`: return [2, N], the second row being the entropy of the distribution, -sum p log p, in nats.
 
     hidden [N, H], the same on every rank of `group`; weight [rows, H], this rank's rows of the output layer, the first
     of which is token `vocab_start`; rows at or past `vocab_size` are padding and get no probability; targets int64 [N].
@@ -70,12 +71,14 @@ class _TokenScores(torch.autograd.Function):
                 logits.sub_(most[:, None])
                 exps = logits.exp() if entropy else logits.exp_()
                 if entropy:
-                    energy[part] = _moved(energy[part], sums[part], before - most) + torch.linalg.vecdot(exps, logits)
+                    energy[part] = _rescaled(energy[part], sums[part], before - most) + torch.linalg.vecdot(
+                        exps, logits
+                    )
                 sums[part] = sums[part] * (before - most).exp() + exps.sum(-1)
                 largest[part] = most
         most = largest.clone()
         _reduce(most, ReduceOp.MAX, group)
-        energy = _moved(energy, sums, largest - most)
+        energy = _rescaled(energy, sums, largest - most)
         totals = torch.stack([sums * (largest - most).exp(), chosen, energy])  # one collective for all
         _reduce(totals, ReduceOp.SUM, group)
         log_normalizers = most + totals[0].log()
@@ -100,10 +103,10 @@ class _TokenScores(torch.autograd.Function):
                 # d entropy / d logits = -p (log p + entropy) / temperature.
                 factor = scale[0, part][:, None]
                 all_logprobs = logits.sub_(log_normalizers[part][:, None])
-                falls = factor
+                coefficient = factor
                 if entropies is not None:
-                    falls = (all_logprobs + entropies[part][:, None]).mul_(scale[1, part][:, None]).add_(factor)
-                grad_logits = all_logprobs.exp_().mul_(-falls)
+                    coefficient = (all_logprobs + entropies[part][:, None]).mul_(scale[1, part][:, None]).add_(factor)
+                grad_logits = all_logprobs.exp_().mul_(-coefficient)
                 grad_logits.scatter_add_(1, local[:, None], torch.where(mine[:, None], factor, 0.0))
                 grad_logits = grad_logits.to(weight.dtype)
                 grad_hidden[part] += grad_logits @ used  # accumulated in float32
@@ -114,8 +117,8 @@ class _TokenScores(torch.autograd.Function):
         return grad_hidden.to(hidden.dtype), grad_weight, None, None, None, None, None, None, None
 
 
-def _moved(energy: Tensor, sums: Tensor, by: Tensor) -> Tensor:
-    """sum of e * (logit - largest) once `largest` has grown by -`by`."""
+def _rescaled(energy: Tensor, sums: Tensor, by: Tensor) -> Tensor:
+    """Return sum of e * (logit - largest) after `largest` has grown by -`by`."""
     return (energy + by * sums) * by.exp()
 
 
@@ -129,7 +132,7 @@ def _logits(hidden: Tensor, weight: Tensor, temperature: float) -> Tensor:
 
 
 def _in_tile(targets: Tensor, start: int, tile: slice) -> tuple[Tensor, Tensor]:
-    """Row of each target in a tile of this rank's rows (clamped), and whether it is there."""
+    """Return the row of each target in a tile of this rank's rows (clamped), and whether it is in the tile."""
     local, size = targets - (start + tile.start), tile.stop - tile.start
     return local.clamp(0, size - 1), (local >= 0) & (local < size)
 

@@ -1,6 +1,6 @@
-"""The Mamba2 mixer in plain PyTorch, over packed rows: no state and no convolution reaches over a boundary.
+"""The Mamba2 mixer in plain PyTorch, over packed rows: neither state nor convolution crosses a sequence boundary.
 
-Under context parallelism every rank scans the whole sequences and keeps its own tokens.
+Under context parallelism every rank scans whole sequences and keeps its own tokens.
 """
 
 from __future__ import annotations
@@ -22,9 +22,9 @@ from grpo_mcore.parallel.sharded_parts import sharded_in_parts
 
 
 class MambaMixer(torch.nn.Module):
-    """Stands in the place of a layer's attention; a tensor-parallel rank has some of the heads, and of their groups.
-    Parameters have the names of the Hugging Face checkpoint. `column`, `row`: classes of Megatron-Core's linear layers.
+    """Takes the place of a layer's attention. Heads and their groups are split over tensor-parallel ranks.
 
+    Parameters have the names of the Hugging Face checkpoint. `column`, `row`: classes of Megatron-Core's linear layers.
     Dao and Gu, arXiv 2405.21060: state h_t = exp(dt_t A) h_{t-1} + dt_t B_t x_t, output y_t = C_t h_t + D x_t.
     """
 
@@ -34,7 +34,7 @@ class MambaMixer(torch.nn.Module):
         super().__init__()
         self.eps, dtype = config.layernorm_epsilon, config.params_dtype
         self.group = parallel_state.get_tensor_model_parallel_group()
-        self.mamba = mine = mamba.on_one_of(self.group.size())
+        self.mamba = mine = mamba.local(self.group.size())
         both = {"config": config, "bias": False, "skip_bias_add": False, "is_expert": False, "tp_group": self.group}
         self.in_proj = column(
             config.hidden_size, sum(mamba.projected_parts), init_method=config.init_method, gather_output=False, **both
@@ -66,7 +66,7 @@ class MambaMixer(torch.nn.Module):
     def sharded_state_dict(
         self, prefix: str = "", sharded_offsets: Any = (), metadata: Mapping[str, Any] | None = None
     ) -> dict[str, Any]:
-        """For Megatron-Core's distributed checkpoints: by places in the whole model, whatever the layout."""
+        """Return Megatron-Core's sharded tensors, by position in the whole model."""
         assert metadata is not None
         linear = {"in_proj.": self.in_proj, "out_proj.": self.out_proj}
         own = {name: value for name, value in self.state_dict(keep_vars=True).items() if "_proj." not in name}
@@ -98,14 +98,14 @@ class MambaMixer(torch.nn.Module):
         dt = torch.nn.functional.softplus(dt + self.dt_bias).float().clamp(min=mamba.min_step)
         decay = -self.A_log.float().exp()
         parts = zip(*(t.split(lengths) for t in (x, dt, b, c)), strict=True)
-        y = torch.cat([scan(*part[:2], decay, *part[2:], mamba.chunk) for part in parts])
+        y = torch.cat([scan(x, dt, decay, b, c, mamba.chunk) for x, dt, b, c in parts])
         y = (y + self.D[:, None].float() * x).flatten(1)
         y = (y * torch.nn.functional.silu(gate.float())).unflatten(-1, (mamba.groups, -1))
         y = y * torch.rsqrt(y.square().mean(-1, keepdim=True) + self.eps)
         return self.norm.weight * y.flatten(1).to(projected.dtype)
 
     def _convolve(self, x: Tensor, cu_seqlens: Tensor) -> Tensor:
-        """Depthwise, causal, within each sequence; x [T, channels]."""
+        """Apply the depthwise causal convolution within each sequence; x [T, channels]."""
         tokens, kernel = torch.arange(x.size(0), device=x.device), self.mamba.kernel
         sequence = torch.searchsorted(cu_seqlens[1:].contiguous(), tokens, right=True)
         position = tokens - cu_seqlens[sequence]
@@ -118,6 +118,8 @@ class MambaMixer(torch.nn.Module):
 
 
 class _Weights(torch.nn.Module):
+    """A module that only holds parameters."""
+
     def __init__(self, dtype: torch.dtype, **shapes: tuple[int, ...]) -> None:
         super().__init__()
         for name, shape in shapes.items():
@@ -125,15 +127,17 @@ class _Weights(torch.nn.Module):
 
 
 def _split(values: Tensor) -> Parameter:
-    """One whose rows the tensor-parallel ranks share out, which is what Megatron-Core's gradient norm asks for."""
+    """Mark a parameter as split by rows over tensor-parallel ranks, for Megatron-Core's gradient norm."""
     parameter = Parameter(values)
     set_tensor_model_parallel_attributes(parameter, is_parallel=True, dim=0, stride=1)
     return parameter
 
 
 def scan(x: Tensor, dt: Tensor, decay: Tensor, b: Tensor, c: Tensor, chunk: int) -> Tensor:
-    """The states of one sequence read out: x [L, heads, d], dt [L, heads], decay [heads], b and c [L, heads, n]
-    -> [L, heads, d], float32. Quadratic within a chunk of tokens, recurrent between chunks."""
+    """Scan one sequence: x [L, heads, d], dt [L, heads], decay [heads], b and c [L, heads, n] -> [L, heads, d].
+
+    In float32; quadratic within a chunk of tokens, recurrent between chunks.
+    """
     state = x.new_zeros(x.size(1), x.size(2), b.size(2))
     outputs = []
     for values, steps, inputs, readouts in zip(*(t.split(chunk) for t in (x, dt, b, c)), strict=True):

@@ -1,4 +1,4 @@
-"""What a policy rank really holds, in bytes."""
+"""Memory that a policy rank holds, in bytes."""
 
 from __future__ import annotations
 
@@ -10,18 +10,19 @@ from torch import Tensor
 
 
 def storage_key(tensor: Tensor) -> int:
+    """Identify the storage behind a tensor."""
     return tensor.untyped_storage().data_ptr()
 
 
 def storage_bytes(tensors: Iterable[Tensor]) -> int:
-    """Of distinct storages."""
+    """Sum the bytes of the distinct storages behind `tensors`."""
     return sum({storage_key(t): t.untyped_storage().nbytes() for t in tensors}.values())
 
 
 def resident_bytes(chunks: Iterable[Any], optimizer: Any) -> dict[str, int]:
-    """weights, gradients and optimizer: the storages behind them, with their padding.
+    """Measure weights, gradients and optimizer: the storages behind them, including padding.
 
-    `chunks`: model chunks wrapped for data parallelism. The optimizer has its state after its first step.
+    `chunks`: model chunks wrapped for data parallelism. The optimizer's state exists after its first step.
     """
     chunks = list(chunks)
     weights = [weight for chunk in chunks for weight in chunk.parameters()]
@@ -35,7 +36,7 @@ def resident_bytes(chunks: Iterable[Any], optimizer: Any) -> dict[str, int]:
 
 
 def accelerator() -> dict[str, Any]:
-    """Name, memory and highest use of this process's accelerator; {} without one."""
+    """Return the name, memory and peak use of this process's accelerator; {} without one."""
     if not torch.cuda.is_available():
         return {}
     found = torch.cuda.get_device_properties(torch.cuda.current_device())
@@ -43,7 +44,7 @@ def accelerator() -> dict[str, Any]:
 
 
 def _optimizer_tensors(optimizer: Any) -> list[Tensor]:
-    """Moments, and the float32 copies of the weights where there are any."""
+    """Return the moments, and the float32 copies of the weights if there are any."""
     found: list[Tensor] = []
     for part in getattr(optimizer, "chained_optimizers", [optimizer]):
         inner = part.optimizer

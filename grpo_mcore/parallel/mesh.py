@@ -1,4 +1,4 @@
-"""Ranks and process groups of one policy: who holds which shard, and the groups in which they talk."""
+"""Ranks and process groups of one policy: which rank holds which shard, and how the ranks communicate."""
 
 from __future__ import annotations
 
@@ -15,13 +15,15 @@ from grpo_mcore.parallel import cpu_platform
 
 
 class LayoutError(ValueError):
-    """Parallel sizes that do not fit the ranks, or each other."""
+    """Parallel sizes do not fit the number of ranks, or each other."""
 
 
 @dataclass(frozen=True)
 class Layout:
-    """Sizes of the parallel dimensions. Ranks run tensor first, then context, data, pipeline; the ranks of a stage are
-    dealt to experts anew: expert tensor first, then expert, and what is left holds copies of the same experts."""
+    """Sizes of the parallel dimensions. Ranks run over tensor first, then context, data, pipeline.
+
+    For experts, the ranks of a stage run over expert tensor first, then expert, then copies of the same experts.
+    """
 
     tensor: int
     pipeline: int
@@ -30,7 +32,7 @@ class Layout:
     context: int = 1
     expert: int = 1
     expert_tensor: int = 1
-    virtual: int = 1  # model chunks that a pipeline rank holds
+    virtual: int = 1  # model chunks per pipeline rank
 
     @property
     def world_size(self) -> int:
@@ -38,11 +40,11 @@ class Layout:
 
     @property
     def stage_size(self) -> int:
-        """Ranks of one pipeline stage."""
+        """Number of ranks of one pipeline stage."""
         return self.tensor * self.context * self.data
 
     def coordinates(self, rank: int) -> Coordinates:
-        """Where a rank sits. Pure: the driver uses it without a process group."""
+        """Return a rank's coordinates, without a process group."""
         in_stage = rank % self.stage_size
         return Coordinates(
             tensor=rank % self.tensor,
@@ -55,12 +57,12 @@ class Layout:
         )
 
     def is_reporting_rank(self, rank: int) -> bool:
-        """Whether the rank speaks for its data-parallel rank: of those with its samples, one has the log-probs and
-        tells them."""
+        """Whether the rank reports for its data-parallel rank: of the ranks with the same samples, one reports."""
         here = self.coordinates(rank)
         return here.tensor == 0 and here.context == 0 and here.pipeline == self.pipeline - 1
 
     def describe(self) -> str:
+        """Describe the sizes for a person, such as "TP 2 x PP 1 x DP 4 + sequence parallel"."""
         sizes = [f"TP {self.tensor}", f"PP {self.pipeline}"]
         sizes += [f"CP {self.context}"] if self.context > 1 else []
         sizes.append(f"DP {self.data}")
@@ -74,18 +76,20 @@ class Layout:
 
 @dataclass(frozen=True)
 class Coordinates:
+    """Indices of one rank in the parallel dimensions."""
+
     tensor: int
     data: int
     pipeline: int
     context: int = 0
     expert: int = 0
     expert_tensor: int = 0
-    expert_copy: int = 0  # which of the ranks that hold the same slice of the same experts
+    expert_copy: int = 0  # index among the ranks that hold the same slice of the same experts
 
 
 @dataclass(frozen=True)
 class Address:
-    """Where the ranks of one group meet."""
+    """One rank of a group, and where the group's ranks meet."""
 
     rank: int
     world_size: int
@@ -95,7 +99,7 @@ class Address:
 
     @classmethod
     def from_environment(cls) -> Address:
-        """This process's place under torchrun. Raises RendezvousError where a variable is missing."""
+        """Read torchrun's environment variables. Raises RendezvousError if one is missing."""
         names = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT")
         if missing := [name for name in names if name not in os.environ]:
             raise RendezvousError(f"not under torchrun: {', '.join(missing)} not set")
@@ -104,18 +108,18 @@ class Address:
 
 
 class RendezvousError(RuntimeError):
-    """The ranks of a policy did not find each other in time."""
+    """The ranks of a policy did not meet in time."""
 
 
 def join_mesh(layout: Layout, address: Address, seed: int, timeout_s: float) -> torch.device:
-    """Joins torch.distributed and builds Megatron-Core's groups. Returns this rank's device.
+    """Join torch.distributed and create Megatron-Core's process groups. Return this rank's device.
 
-    Raises RendezvousError when the other ranks do not come within `timeout_s`, ValueError when the sizes disagree.
+    Raises RendezvousError if the other ranks do not join within `timeout_s`, ValueError if the sizes disagree.
     """
     if layout.world_size != address.world_size:
         raise ValueError(f"{layout.describe()} needs {layout.world_size} ranks, there are {address.world_size}")
     cpu_platform.install()
-    warnings.filterwarnings("ignore", module=r"megatron\.core")  # what it falls back to without TransformerEngine
+    warnings.filterwarnings("ignore", module=r"megatron\.core")  # it warns of its fallbacks for TransformerEngine
     from megatron.core import parallel_state, tensor_parallel
 
     cpu_platform.fill_in_transformer_engine()
@@ -155,26 +159,26 @@ def join_mesh(layout: Layout, address: Address, seed: int, timeout_s: float) -> 
         expert_tensor=parallel_state.get_expert_tensor_parallel_rank(),
         expert_copy=parallel_state.get_expert_data_parallel_rank(),
     )
-    assert here == layout.coordinates(address.rank), f"Megatron-Core orders ranks otherwise: {here}"
+    assert here == layout.coordinates(address.rank), f"Megatron-Core orders ranks differently: {here}"
     return device
 
 
-_at_leave: list[Callable[[], None]] = []
+_leave_callbacks: list[Callable[[], None]] = []
 
 
-def at_leave(release: Callable[[], None]) -> None:
-    """`release` is called when this process leaves its mesh."""
-    _at_leave.append(release)
+def on_leave(release: Callable[[], None]) -> None:
+    """Call `release` when this process leaves its mesh."""
+    _leave_callbacks.append(release)
 
 
 def leave_mesh() -> None:
-    """Ends the process groups of this process, so that another mesh can be joined."""
+    """Destroy the process groups of this process, so that it can join another mesh."""
     from megatron.core import parallel_state
 
-    for release in _at_leave:
+    for release in _leave_callbacks:
         release()
-    _at_leave.clear()
+    _leave_callbacks.clear()
     parallel_state.destroy_model_parallel()
     if torch.distributed.is_initialized():
         torch.distributed.destroy_process_group()
-    gc.collect()  # a policy is a cycle that keeps the groups alive, and with them dozens of polling threads
+    gc.collect()  # a policy is a reference cycle that keeps the groups alive, with dozens of polling threads

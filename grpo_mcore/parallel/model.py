@@ -1,4 +1,4 @@
-"""The policy's network: Megatron-Core's GPT with our norm and attention, ending in token log-probs."""
+"""The policy's network: Megatron-Core's GPT with our norm and attention, whose output is token log-probs."""
 
 from __future__ import annotations
 
@@ -24,45 +24,33 @@ from torch import Tensor
 
 from grpo_mcore.batching.packed_batch import PackedBatch
 from grpo_mcore.families import Block, ModelShape
-from grpo_mcore.parallel.attention import PackedAttention, describe_row
+from grpo_mcore.parallel.attention import LatentAttention, PackedAttention, describe_row
 from grpo_mcore.parallel.context import join_shares, share_of_row, take_share
-from grpo_mcore.parallel.latent_attention import LatentAttention
 from grpo_mcore.parallel.logprobs import token_scores
 from grpo_mcore.parallel.mamba import MambaMixer
 from grpo_mcore.parallel.mesh import Layout
-from grpo_mcore.parallel.norm import rms_norm
+from grpo_mcore.parallel.norm import RMSNorm
 from grpo_mcore.parallel.router_replay import RoutersOfChunk
 from grpo_mcore.parallel.settings import has_transformer_engine, transformer_config
-
-
-class RMSNorm(torch.nn.Module):
-    """RMS norm that also works on sequence-parallel slices: its gradient is then summed over the TP group."""
-
-    def __init__(self, config: TransformerConfig, hidden_size: int, eps: float = 1e-5, **_: Any) -> None:
-        super().__init__()
-        self.eps = eps
-        self.weight = torch.nn.Parameter(torch.ones(hidden_size, dtype=config.params_dtype))
-        self.weight.sequence_parallel = config.sequence_parallel  # read by finalize_model_grads
-
-    def forward(self, x: Tensor) -> Tensor:
-        return rms_norm(x, self.weight, self.eps)
+from grpo_mcore.recipe import MegatronConfig
 
 
 class PolicyModel(GPTModel):
-    """GPTModel whose last stage gives token log-probs from hidden states, in chunks, instead of logits."""
+    """GPTModel whose last stage returns token log-probs, computed in chunks, instead of logits."""
 
     logprob_temperature: float = 1.0
     logprob_chunk: int = 1024
     unpadded_vocab_size: int
-    routers: RoutersOfChunk | None = None  # where they follow the engine's
+    routers: RoutersOfChunk | None = None  # with routing replay
     _entropy = False
 
     def score(self, batch: PackedBatch, length: int | None = None, *, entropy: bool = False) -> Tensor:
-        """Last stage: log-prob of every next token, float32 [1, T], with `entropy` [2, T]: and the entropy of what it
-        was drawn from. Other stages: hidden states for the next one.
+        """Run the stage. The last one returns the log-prob of every next token, float32 [1, T]; other stages return
+        hidden states for the next one.
 
-        Position t holds what is said of token t + 1; positions whose next token is not trained on hold 0. `length`:
-        pad the row to so many tokens (a multiple of what the layout needs).
+        `entropy`: return [2, T], the second row being the entropy of the distribution at each position. Position t
+        belongs to token t + 1; positions whose next token is not trained on hold 0. `length`: pad the row to this many
+        tokens (a multiple of what the layout needs).
         """
         tokens, positions, routes = batch.tokens, batch.positions[None], batch.routes
         targets, wanted = batch.targets(), batch.next_token_counts()
@@ -79,7 +67,7 @@ class PolicyModel(GPTModel):
             rank = parallel_state.get_tensor_model_parallel_rank()
             routes = routes.chunk(self.config.tensor_model_parallel_size)[rank]
         if self.routers is not None:
-            self.routers.follow(routes)
+            self.routers.replay(routes)
         self._entropy = entropy
         output = self(
             input_ids=tokens,
@@ -119,11 +107,11 @@ class PolicyModel(GPTModel):
 
 
 def build_model(
-    shape: ModelShape, layout: Layout, settings: Any, dtype: torch.dtype, *, replay: bool = False
+    shape: ModelShape, layout: Layout, settings: MegatronConfig, dtype: torch.dtype, *, replay: bool = False
 ) -> list[PolicyModel]:
-    """This rank's part of the network, with uninitialised weights: one model chunk, or `layout.virtual` of them.
+    """Build this rank's part of the network, with uninitialised weights: one model chunk, or `layout.virtual` of them.
 
-    `settings`: policy.megatron_cfg. `replay`: routers can follow the engine's choices.
+    `replay`: let routers replay the engine's choices of experts.
     """
     config = transformer_config(shape, layout, settings, dtype)
     config.moe_enable_routing_replay = replay
@@ -159,7 +147,7 @@ def _build_chunk(
 
 
 def _block_spec(shape: ModelShape, config: TransformerConfig, chunk: int | None) -> TransformerBlockSubmodules:
-    """The same submodule names with and without TransformerEngine, so that one declaration maps the weights."""
+    """Specify the layers. Submodule names are the same with and without TransformerEngine, for one map of weights."""
     if has_transformer_engine():
         from megatron.core.extensions import transformer_engine as te
 
@@ -207,7 +195,7 @@ def _block_spec(shape: ModelShape, config: TransformerConfig, chunk: int | None)
             mixer = ModuleSpec(module=MambaMixer, params={"mamba": shape.mamba, "column": column, "row": row})
         first = {"input_layernorm": norm, "self_attention": mixer, "self_attn_bda": get_bias_dropout_add}
         second = {"pre_mlp_layernorm": norm, "mlp": network, "mlp_bda": get_bias_dropout_add}
-        if block is not None:  # one part alone is the layer
+        if block is not None:  # a hybrid model's layer is a mixer or a network, not both
             first, second = (first, {}) if block in (Block.MAMBA, Block.ATTENTION) else ({}, second)
         return ModuleSpec(module=TransformerLayer, submodules=TransformerLayerSubmodules(**first, **second))
 

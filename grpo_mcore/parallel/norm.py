@@ -1,6 +1,7 @@
-"""RMS norm (arXiv 1910.07467, eq. 4), for CPU in slices that stay in the cache.
+"""RMS norm (arXiv 1910.07467, eq. 4), on CPU in slices that stay in the cache.
 
-torch's own takes seven passes over float32 copies of a bfloat16 row there, and keeps two of them for the backward pass.
+On CPU, torch's own makes seven passes over float32 copies of a bfloat16 row, and keeps two of them for the backward
+pass.
 """
 
 from __future__ import annotations
@@ -13,10 +14,23 @@ from torch import Tensor
 SLICE_BYTES = 1 << 19
 
 
-def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
-    """x / sqrt(mean(x^2) + eps) * weight over the last dimension, computed in float32 at least, in the dtype of `x`.
+class RMSNorm(torch.nn.Module):
+    """RMS norm with Megatron-Core's constructor; sequence-parallel slices have their gradients summed over TP ranks."""
 
-    x [..., H], weight [H]. The backward pass needs x and one number a row.
+    def __init__(self, config: Any, hidden_size: int, eps: float = 1e-5, **_: Any) -> None:
+        super().__init__()
+        self.eps = eps
+        self.weight = torch.nn.Parameter(torch.ones(hidden_size, dtype=config.params_dtype))
+        self.weight.sequence_parallel = config.sequence_parallel  # read by finalize_model_grads
+
+    def forward(self, x: Tensor) -> Tensor:
+        return rms_norm(x, self.weight, self.eps)
+
+
+def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
+    """Return x / sqrt(mean(x^2) + eps) * weight over the last dimension, computed in at least float32.
+
+    x [..., H], weight [H] -> [..., H] in the dtype of `x`. The backward pass keeps x and one number per row.
     """
     if x.device.type == "cpu":
         return _RMSNorm.apply(x, weight, eps)

@@ -2,22 +2,19 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 import torch
 from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig
 from megatron.core.optimizer import MegatronOptimizer, OptimizerConfig, get_megatron_optimizer
 from megatron.core.optimizer_param_scheduler import OptimizerParamScheduler
 from torch.nn import Module
 
-from grpo_mcore.parallel.mesh import at_leave
+from grpo_mcore.parallel.mesh import on_leave
+from grpo_mcore.recipe import MegatronConfig
 
 
-def wrap_model(model: Module, ddp: Any) -> DistributedDataParallel:
-    """Gives the model contiguous gradient buffers that are reduced over data-parallel ranks.
-
-    `ddp`: policy.megatron_cfg.distributed_data_parallel_config, of which the keys below count.
-    """
+def wrap_model(model: Module, settings: MegatronConfig) -> DistributedDataParallel:
+    """Give the model contiguous gradient buffers that are reduced over data-parallel ranks."""
+    ddp = settings.distributed_data_parallel_config
     wrapped = DistributedDataParallel(
         model.config,
         DistributedDataParallelConfig(
@@ -25,21 +22,22 @@ def wrap_model(model: Module, ddp: Any) -> DistributedDataParallel:
             overlap_grad_reduce=ddp.overlap_grad_reduce and torch.cuda.is_available(),
             overlap_param_gather=False,  # refit and export read the weights right after the step
             use_distributed_optimizer=True,
-            average_in_collective=False,  # the loss is normalised by global counts already
-            check_for_nan_in_grad=False,  # train_step looks at the gradient norm and names the samples
+            average_in_collective=False,  # the loss is already normalised by global counts
+            check_for_nan_in_grad=False,  # train_step checks the gradients itself and names the samples
         ),
         model,
     )
-    # The hooks on its gradients keep it alive through C++, where Python's collector does not look: without this, the
-    # process groups that it refers to would live on, each with its polling threads.
-    at_leave(vars(wrapped).clear)
+    # Its gradient hooks keep it alive through C++, which Python's garbage collector cannot follow. Without this, the
+    # process groups that it refers to would stay alive, each with its polling threads.
+    on_leave(vars(wrapped).clear)
     return wrapped
 
 
 def build_optimizer(
-    chunks: list[DistributedDataParallel], config: Any, *, bf16: bool, clip_grad: float
+    chunks: list[DistributedDataParallel], settings: MegatronConfig, *, bf16: bool, clip_grad: float
 ) -> MegatronOptimizer:
-    """The distributed optimizer over the model chunks. `config`: policy.megatron_cfg.optimizer."""
+    """Build the distributed optimizer over the model chunks."""
+    config = settings.optimizer
     return get_megatron_optimizer(
         OptimizerConfig(
             optimizer=config.optimizer,
@@ -60,8 +58,9 @@ def build_optimizer(
     )
 
 
-def build_scheduler(optimizer: MegatronOptimizer, config: Any, scheduler: Any) -> OptimizerParamScheduler:
-    """Learning rate and weight decay by step of the RL loop (or of SFT). `scheduler`: policy.megatron_cfg.scheduler."""
+def build_scheduler(optimizer: MegatronOptimizer, settings: MegatronConfig) -> OptimizerParamScheduler:
+    """Build the schedule of learning rate and weight decay, counted in steps of the RL loop (or of SFT)."""
+    config, scheduler = settings.optimizer, settings.scheduler
     weight_decay = config.weight_decay
     return OptimizerParamScheduler(
         optimizer,

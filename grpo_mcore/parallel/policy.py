@@ -8,7 +8,7 @@ import random
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import numpy as np
 import torch
@@ -20,17 +20,18 @@ from grpo_mcore.objective import CombinedMetrics, combine_metrics, nonfinite_sam
 from grpo_mcore.parallel.context import padded_length
 from grpo_mcore.parallel.memory import accelerator, resident_bytes
 from grpo_mcore.parallel.mesh import Address, Layout, LayoutError, join_mesh, leave_mesh
+from grpo_mcore.recipe import PolicyConfig
 
 LossFn = Callable[..., tuple[Tensor, Mapping[str, Tensor]]]
 
 
 class NonFiniteLoss(FloatingPointError):
-    """A loss or gradient that is NaN or infinite; names the samples."""
+    """A loss or gradient is NaN or infinite; the message names the samples."""
 
 
 @dataclass(frozen=True)
 class TrainReport:
-    """What one train_step did. `metrics` are this data-parallel rank's share; only the last stage has any."""
+    """Result of one `train_step`. `metrics` are this data-parallel rank's share; only the last stage has any."""
 
     metrics: CombinedMetrics
     grad_norm: float
@@ -40,14 +41,14 @@ class TrainReport:
 class Policy:
     """A Megatron-Core model with its optimizer, on this rank of a mesh.
 
-    Every method is collective: all ranks of the mesh call it, with the micro-batches of their data-parallel rank
-    (all ranks with the same number of them).
+    Every method is collective: all ranks of the mesh call it, each with the micro-batches of its data-parallel rank.
+    All ranks pass the same number of micro-batches.
     """
 
-    def __init__(self, config: Any, address: Address, *, seed: int, timeout_s: float, reference: bool) -> None:
-        """`config` is the recipe's policy section; model_name a local Hugging Face folder.
+    def __init__(self, config: PolicyConfig, address: Address, *, seed: int, timeout_s: float, reference: bool) -> None:
+        """`config.model_name` must be a local Hugging Face folder.
 
-        `reference`: keep a copy of the first weights for `reference_logprobs`.
+        `reference`: keep a copy of the initial weights for `reference_logprobs`.
         Raises FamilyError, WeightsError, LayoutError, RendezvousError.
         """
         self.config, self.seed = config, seed
@@ -57,7 +58,7 @@ class Policy:
         self.device = join_mesh(self.layout, address, seed, timeout_s)
         self.here = self.layout.coordinates(address.rank)
         self.is_last_stage = self.here.pipeline == self.layout.pipeline - 1
-        # Megatron-Core may be imported only after the platform layer is in.
+        # Megatron-Core may be imported only after join_mesh has installed the CPU layer.
         from megatron.core.distributed import finalize_model_grads
         from megatron.core.pipeline_parallel import get_forward_backward_func
 
@@ -73,49 +74,50 @@ class Policy:
         networks = [network.to(self.device) for network in networks]
         for network in networks:
             network.logprob_temperature = config.generation.temperature
-            network.logprob_chunk = config.logprob_chunk_size
+            network.logprob_chunk = config.logprob_chunk_size or 1024
         self.weights = ShardedWeights(networks, self.shape, self.layout, self.here)
         self.weights.load_hf(config.model_name)
         self.adapters = adapter_shape(megatron.peft)
         if self.adapters is not None:
             attach_adapters(networks, self.weights, self.adapters, megatron.peft.lora_A_init_method, seed)
-            reference = False  # it is the network without its adapters
+            reference = False  # the reference is the network without its adapters
         self._reference = [p.detach().to("cpu", copy=True) for p in _parameters(networks)] if reference else None
-        self.chunks = [wrap_model(network, megatron.distributed_data_parallel_config) for network in networks]
+        self.chunks = [wrap_model(network, megatron) for network in networks]
         self.optimizer = build_optimizer(
-            self.chunks, megatron.optimizer, bf16=self.dtype == torch.bfloat16, clip_grad=config.max_grad_norm or 0.0
+            self.chunks, megatron, bf16=self.dtype == torch.bfloat16, clip_grad=config.max_grad_norm or 0.0
         )
-        self.scheduler = build_scheduler(self.optimizer, megatron.optimizer, megatron.scheduler)
+        self.scheduler = build_scheduler(self.optimizer, megatron)
         schedule = networks[0].config  # one object for all chunks
         schedule.grad_scale_func = self.optimizer.scale_loss
         no_sync = [chunk.no_sync for chunk in self.chunks]
         schedule.no_sync_func = no_sync if len(no_sync) > 1 else no_sync[0]
-        # The loss is normalised by global counts, so no division by token counts here.
+        # The loss is already normalised by global counts: pass no token count to divide by.
         schedule.finalize_model_grads_func = lambda model, num_tokens=None, **kw: finalize_model_grads(
             model, None, **kw
         )
         self._forward_backward = get_forward_backward_func()
         self._resident: dict[str, int] = {}
-        self._saving: Any = None  # a BackgroundSave, from the first save on
+        self._saving: Any = None  # a BackgroundSave, created by the first save
         self._offloaded = False
 
     @property
     def row_multiple(self) -> int:
-        """Packed rows must be a multiple of this many tokens."""
+        """Packed rows must be padded to a multiple of this many tokens."""
         needed = self.layout.tensor if self.layout.sequence_parallel else 1
         return math.lcm(needed, self.config.make_sequence_length_divisible_by or 1)
 
     def logprobs(self, batches: Sequence[PackedBatch]) -> list[Tensor] | None:
-        """Log-prob of every trained token under the weights of now: one float32 [1, T] a micro-batch, on this device.
+        """Return each trained token's log-prob under the current weights: one float32 [1, T] per micro-batch.
 
-        Element t belongs to token t; tokens that are not trained on have 0. None on all but the last stage.
+        The tensors are on this device. Element t belongs to token t; tokens that are not trained on have 0. Returns None
+        except on the last stage.
         """
         with self._evaluating():
             outputs = self._run(batches, lambda batch, scored: (scored.sum(), {"logprobs": scored}), forward_only=True)
         return [output["logprobs"] for output in outputs] if self.is_last_stage else None
 
     def reference_logprobs(self, batches: Sequence[PackedBatch]) -> list[Tensor] | None:
-        """The same under the weights that the policy started from."""
+        """Return the same as `logprobs`, under the weights that the policy started from."""
         with self._reference_weights():
             return self.logprobs(batches)
 
@@ -127,9 +129,9 @@ class Policy:
         global_valid_seqs: int,
         global_valid_toks: int,
     ) -> TrainReport:
-        """One optimizer step over `batches`, whose `columns` hold what `loss_fn` reads.
+        """Run one optimizer step over `batches`, whose `columns` hold what `loss_fn` reads.
 
-        Raises NonFiniteLoss, before any weight changes, when loss or gradient is not finite.
+        Raises NonFiniteLoss, before any weight changes, if the loss or a gradient is not finite.
         """
         for chunk in self.chunks:
             chunk.zero_grad_buffer()
@@ -137,7 +139,7 @@ class Policy:
         loss = _loss_of(loss_fn, global_valid_seqs, global_valid_toks)
         outputs = self._run(batches, loss, forward_only=False, entropy=_needs_entropy(loss_fn))
         metrics = combine_metrics(outputs) if outputs else {}
-        self._refuse_non_finite(batches, metrics)
+        self._check_finite(batches, metrics)
         learning_rate = self.optimizer.param_groups[0]["lr"]
         _, grad_norm, _ = self.optimizer.step()
         self._resident = self._resident or resident_bytes(self.chunks, self.optimizer)
@@ -146,7 +148,7 @@ class Policy:
     def eval_step(
         self, batches: Sequence[PackedBatch], loss_fn: LossFn, *, global_valid_seqs: int, global_valid_toks: int
     ) -> TrainReport:
-        """The loss of `batches` under the weights of now; nothing is trained."""
+        """Compute the loss of `batches` under the current weights, without training."""
         with self._evaluating():
             loss = _loss_of(loss_fn, global_valid_seqs, global_valid_toks)
             outputs = self._run(batches, loss, forward_only=True, entropy=_needs_entropy(loss_fn))
@@ -162,7 +164,7 @@ class Policy:
             chunk.train()
 
     def advance_schedule(self) -> None:
-        """Moves the learning rate on by one step of the loop, however many optimizer steps it had."""
+        """Advance the learning-rate schedule by one step of the RL loop, however many optimizer steps it had."""
         self.scheduler.step(increment=1)
 
     def _run(
@@ -173,9 +175,11 @@ class Policy:
         forward_only: bool,
         entropy: bool = False,
     ) -> list[Any]:
-        """Megatron-Core's schedule (1F1B with stages) over the micro-batches; results of the last stage, in order.
+        """Run Megatron-Core's schedule (1F1B if there are stages) over the micro-batches.
 
-        `entropy`: `compute` finds that of each token in column `entropies`, with its gradient."""
+        Return the last stage's results in order. `entropy`: give `compute` each token's entropy, with its gradient, in
+        column `entropies`.
+        """
         padded = self._fill_schedule(batches)
         lengths = self._common_lengths(padded)
 
@@ -186,8 +190,8 @@ class Policy:
 
             def finish(next_token_scores: Tensor, non_loss_data: bool = False) -> Any:
                 scored = batch.to_token_aligned(next_token_scores)
-                known = {"entropies": scored[1:]} if entropy else {}
-                value, result = compute(replace(batch, columns=batch.columns | known), scored[:1])
+                extra = {"entropies": scored[1:]} if entropy else {}
+                value, result = compute(replace(batch, columns=batch.columns | extra), scored[:1])
                 return value, torch.zeros((), dtype=torch.int, device=self.device), result
 
             return output, finish
@@ -205,13 +209,15 @@ class Policy:
         return results[: len(batches)]
 
     def _fill_schedule(self, batches: Sequence[PackedBatch]) -> list[PackedBatch]:
-        """The interleaved schedule runs micro-batches in groups as large as there are stages; the last group is filled
-        up with rows of padding, which train nothing."""
+        """Append rows of padding, which train nothing, until the interleaved schedule's last group is full.
+
+        That schedule runs micro-batches in groups of as many as there are pipeline stages.
+        """
         missing = -len(batches) % self.layout.pipeline if self.layout.virtual > 1 else 0
         return [*batches, *[batches[0].empty_like(self.row_multiple)] * missing]
 
     def _common_lengths(self, batches: Sequence[PackedBatch]) -> Sequence[int | None]:
-        """The length that the rows of a micro-batch get on all ranks, where experts gather tokens of equal numbers."""
+        """Return the row length of each micro-batch that all ranks pad to; None unless the dispatcher is allgather."""
         if self.shape.experts is None or self.config.megatron_cfg.moe_token_dispatcher_type != "allgather":
             return [None] * len(batches)
         multiple = self.layout.tensor if self.layout.sequence_parallel else 1
@@ -222,10 +228,11 @@ class Policy:
         torch.distributed.all_reduce(lengths, op=torch.distributed.ReduceOp.MAX)
         return lengths.tolist()
 
-    def _refuse_non_finite(self, batches: Sequence[PackedBatch], metrics: CombinedMetrics) -> None:
-        """All ranks leave together: what is not finite on one of them is an error on every one."""
-        # The engine's log-probs need not be in the loss, but where they are no numbers nothing is to be trusted.
-        finite = math.isfinite(metrics.get("loss", 0.0)) and not math.isnan(metrics.get("token_mult_prob_error", 0.0))
+    def _check_finite(self, batches: Sequence[PackedBatch], metrics: CombinedMetrics) -> None:
+        """Raise NonFiniteLoss on all ranks if loss or gradient is not finite on any of them."""
+        # The engine's log-probs need not enter the loss, but if they are NaN the batch cannot be trusted.
+        loss, engine_error = (cast(float, metrics.get(name, 0.0)) for name in ("loss", "token_mult_prob_error"))
+        finite = math.isfinite(loss) and not math.isnan(engine_error)
         buffers = (b for chunk in self.chunks for b in (*chunk.buffers, *chunk.expert_parallel_buffers))
         finite = finite and all(bool(torch.isfinite(buffer.grad_data).all()) for buffer in buffers)
         worst = torch.tensor(float(finite), device=self.device)
@@ -236,7 +243,7 @@ class Policy:
         torch.distributed.all_gather_object(suspects, self._non_finite_samples(batches))
         names = sorted({name for names in suspects for name in names or ()})
         if names:
-            cause = f"samples {', '.join(names[:8])}. Look at them, and at the engine's log-probs of them"
+            cause = f"samples {', '.join(names[:8])}. Inspect them and the log-probs that the engine gave them"
         else:
             cause = "no single sample, but the sum of their gradients. Lower the learning rate or max_grad_norm"
         raise NonFiniteLoss(
@@ -245,7 +252,7 @@ class Policy:
         )
 
     def _non_finite_samples(self, batches: Sequence[PackedBatch]) -> list[str]:
-        """The samples of this rank whose inputs or log-probs are not finite (last stage)."""
+        """Return this rank's samples whose inputs or log-probs are not finite; only the last stage knows."""
         names = []
         for batch, logprobs in zip(batches, self.logprobs(batches) or (), strict=False):
             for column in (logprobs, *batch.columns.values()):
@@ -258,7 +265,7 @@ class Policy:
         if self.adapters is not None:
             with contextlib.ExitStack() as stack:
                 for chunk in self.chunks:
-                    stack.enter_context(chunk.module.adapters.off())
+                    stack.enter_context(chunk.module.adapters.disabled())
                 yield
             return
         if self._reference is None:
@@ -272,34 +279,34 @@ class Policy:
             _copy_into(params, current)
 
     def export_hf(self, folder: str | Path) -> None:
-        """Writes the weights as a Hugging Face folder that transformers and vLLM load."""
+        """Write the weights as a Hugging Face folder that transformers and vLLM can load."""
         self.weights.export_hf(folder, self.config.model_name)
 
     def save(self, folder: str | Path) -> None:
-        """Weights, optimizer, schedule and RNG into `folder`, by Megatron-Core's distributed checkpointing."""
+        """Save weights, optimizer, schedule and RNG to `folder` with Megatron-Core's distributed checkpointing."""
         self.start_save(folder)
         self.is_saved(wait=True)
 
     def start_save(self, folder: str | Path) -> None:
-        """`save` beside what follows: training may go on at once. The next one only after `is_saved`."""
+        """Start a `save` in the background and return; training may continue. Only one may run: see `is_saved`."""
         from grpo_mcore.parallel.checkpoint import BackgroundSave
 
         self._saving = self._saving or BackgroundSave()
         self._saving.start(self, Path(folder))
 
     def is_saved(self, wait: bool) -> bool:
-        """Whether every rank has written what `start_save` began. Raises SaveError on all ranks where one could not."""
+        """Whether every rank has finished writing. Raises SaveError on all ranks if one of them failed."""
         assert self._saving is not None
         return self._saving.done(wait)
 
     def load(self, folder: str | Path) -> None:
-        """What `save` wrote. Raises CheckpointError when it does not fit."""
+        """Load what `save` wrote. Raises CheckpointError if it belongs to another model or is incomplete."""
         from grpo_mcore.parallel.checkpoint import load_checkpoint
 
         load_checkpoint(self, Path(folder))
 
     def offload(self) -> None:
-        """Makes room for a colocated engine: gradients are dropped, the optimizer goes to the host. Idempotent."""
+        """Free device memory for a colocated engine: drop gradients, move the optimizer to the host. Idempotent."""
         if self.device.type == "cuda" and not self._offloaded:
             self._offloaded = True
             empty_cache = self.config.megatron_cfg.empty_unused_memory_level > 0
@@ -308,7 +315,7 @@ class Policy:
             self.optimizer.offload_to_cpu()
 
     def onload(self) -> None:
-        """Undoes `offload`."""
+        """Undo `offload`."""
         if self._offloaded:
             self._offloaded = False
             for chunk in self.chunks:
@@ -316,8 +323,10 @@ class Policy:
             self.optimizer.restore_from_cpu()
 
     def memory(self) -> dict[str, Any]:
-        """Bytes of weights, gradients and optimizer while this rank trained; {} before. On a GPU its name, its memory
-        and the highest use too (`memory.accelerator`)."""
+        """Return the bytes of weights, gradients and optimizer during training; {} before the first step.
+
+        On a GPU, its name, memory and peak use are included (`memory.accelerator`).
+        """
         return self._resident | accelerator() if self._resident else {}
 
     def rng_state(self) -> dict[str, Any]:
@@ -329,24 +338,24 @@ class Policy:
         torch.set_rng_state(state["torch"])
 
     def shutdown(self) -> None:
-        from grpo_mcore.parallel.router_replay import forget_routers
+        from grpo_mcore.parallel.router_replay import clear_routers
 
         if self._saving is not None:
             self._saving.abort()
-        forget_routers()
+        clear_routers()
         leave_mesh()
 
 
-def layout_of(config: Any, world_size: int) -> Layout:
-    """The layout that policy.megatron_cfg asks for on this many ranks. Raises LayoutError."""
+def layout_of(config: PolicyConfig, world_size: int) -> Layout:
+    """Return the layout that config.megatron_cfg describes on `world_size` ranks. Raises LayoutError."""
     megatron = config.megatron_cfg
     tensor, pipeline = megatron.tensor_model_parallel_size, megatron.pipeline_model_parallel_size
     context = megatron.context_parallel_size
     copy = tensor * pipeline * context
     if world_size % copy:
         raise LayoutError(
-            f"{world_size} policy ranks are not TP {tensor} x PP {pipeline} x CP {context} x DP; "
-            f"{copy} must divide them"
+            f"{world_size} policy ranks are not TP {tensor} x PP {pipeline} x CP {context} x DP; the number of ranks "
+            f"must be a multiple of {copy}"
         )
     layout = Layout(
         tensor,
@@ -361,13 +370,15 @@ def layout_of(config: Any, world_size: int) -> Layout:
     if layout.stage_size % (layout.expert * layout.expert_tensor):
         raise LayoutError(
             f"the {layout.stage_size} ranks of a pipeline stage (TP {tensor} x CP {context} x DP {layout.data}) are "
-            f"not EP {layout.expert} x ETP {layout.expert_tensor} x copies of the experts; "
-            f"{layout.expert * layout.expert_tensor} must divide them"
+            f"not EP {layout.expert} x ETP {layout.expert_tensor} x copies of the experts; their number must be a "
+            f"multiple of {layout.expert * layout.expert_tensor}"
         )
     return layout
 
 
 def _loss_of(loss_fn: LossFn, seqs: int, toks: int) -> Callable[..., tuple[Tensor, Mapping[str, Tensor]]]:
+    """Bind the global counts: `loss_fn` as a function of a micro-batch and its log-probs."""
+
     def loss(batch: PackedBatch, logprobs: Tensor) -> tuple[Tensor, Mapping[str, Tensor]]:
         return loss_fn(logprobs, batch.loss_inputs(), global_valid_seqs=seqs, global_valid_toks=toks)
 
@@ -375,7 +386,7 @@ def _loss_of(loss_fn: LossFn, seqs: int, toks: int) -> Callable[..., tuple[Tenso
 
 
 def _needs_entropy(loss_fn: LossFn) -> bool:
-    """Whether it reads column `entropies`; plain functions need not say."""
+    """Whether `loss_fn` declares that it reads column `entropies`."""
     return getattr(loss_fn, "needs_entropy", False)
 
 

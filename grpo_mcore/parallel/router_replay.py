@@ -1,5 +1,5 @@
-"""Routing replay (R3, arXiv 2510.11370): a token goes to the experts that it went to in the engine, with weights of its
-own router, by Megatron-Core's `RouterReplay`."""
+"""Routing replay (R3, arXiv 2510.11370) by Megatron-Core's `RouterReplay`: each token goes to the experts that
+the engine chose for it, weighted by the policy's own router."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from torch import Tensor, nn
 
 
 class RoutersOfChunk:
-    """The routers of one model chunk, by layer of the whole model."""
+    """The routers of one model chunk, keyed by layer index in the whole model."""
 
     def __init__(self, layers: nn.ModuleList) -> None:
         routers = {layer.layer_number - 1: getattr(layer.mlp, "router", None) for layer in layers}
@@ -19,9 +19,12 @@ class RoutersOfChunk:
             if router is not None and router.router_replay is not None
         }
 
-    def follow(self, routes: Tensor | None) -> None:
-        """For the next forward pass and its backward. routes: int16 [tokens of this rank, layers, experts of a token],
-        -1 where nobody asks what comes out (padding, the last token of a sequence). None: routers choose themselves."""
+    def replay(self, routes: Tensor | None) -> None:
+        """Set the experts of the next forward and backward pass; None lets the routers choose.
+
+        routes: int16 [tokens of this rank, layers, experts per token], -1 where the output is not used (padding, the
+        last token of a sequence).
+        """
         for layer, replay in self._replays.items():
             replay.clear_indices()
             if routes is None:
@@ -34,6 +37,6 @@ class RoutersOfChunk:
             replay.set_router_replay_action(RouterReplayAction.REPLAY_FORWARD)
 
 
-def forget_routers() -> None:
-    """Megatron-Core keeps a list of all that were ever made."""
+def clear_routers() -> None:
+    """Empty Megatron-Core's global list of all routers that were ever created."""
     RouterReplay.clear_global_router_replay_instances()

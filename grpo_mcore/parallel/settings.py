@@ -1,4 +1,4 @@
-"""Megatron-Core's settings of a model on a layout."""
+"""Megatron-Core's settings for a model on a layout."""
 
 from __future__ import annotations
 
@@ -12,10 +12,13 @@ from megatron.core.transformer.transformer_config import MLATransformerConfig
 
 from grpo_mcore.families import ModelShape
 from grpo_mcore.parallel.mesh import Layout
+from grpo_mcore.recipe import MegatronConfig
 
 
-def transformer_config(shape: ModelShape, layout: Layout, settings: Any, dtype: torch.dtype) -> TransformerConfig:
-    """Megatron-Core's settings of the whole model, shared by all chunks of this rank."""
+def transformer_config(
+    shape: ModelShape, layout: Layout, settings: MegatronConfig, dtype: torch.dtype
+) -> TransformerConfig:
+    """Return Megatron-Core's settings for the whole model; all chunks of this rank share the object."""
     fused, recompute = has_transformer_engine(), settings.activation_checkpointing
     by_all_gather = shape.experts is not None and settings.moe_token_dispatcher_type == "allgather"
     return (MLATransformerConfig if shape.latent else TransformerConfig)(
@@ -53,14 +56,14 @@ def transformer_config(shape: ModelShape, layout: Layout, settings: Any, dtype: 
         apply_rope_fusion=fused and settings.apply_rope_fusion and shape.latent is None,
         perform_initialization=False,
         use_cpu_initialization=not torch.cuda.is_available(),
-        calculate_per_token_loss=True,  # the loss arrives normalised by global counts: Megatron-Core must not divide
-        # Bins differ in length, and stay so under pipeline parallelism. The all-gather of tokens wants rows of one
-        # length: `Policy` pads them, and there are no stages.
+        calculate_per_token_loss=True,  # the loss is already normalised by global counts: Megatron-Core must not divide
+        # Bins differ in length, also under pipeline parallelism. The allgather dispatcher needs rows of one length:
+        # `Policy` pads them, and there are no pipeline stages.
         variable_seq_lengths=not by_all_gather,
         moe_token_dispatcher_type="allgather" if by_all_gather else "alltoall",
         deallocate_pipeline_outputs=layout.pipeline > 1,
-        # Interleaved stages of two ranks are each other's next and previous one: with one batch of messages for both
-        # directions they would take each other's activations for gradients.
+        # With two interleaved stages, each is both the next and the previous one of the other: with the messages of
+        # both directions in one batch they would confuse activations with gradients.
         batch_p2p_comm=layout.virtual == 1,
         overlap_p2p_comm=layout.virtual > 1,
         recompute_granularity="full" if recompute else None,
@@ -72,7 +75,7 @@ def transformer_config(shape: ModelShape, layout: Layout, settings: Any, dtype: 
 
 
 def _latent_settings(shape: ModelShape) -> dict[str, Any]:
-    """Megatron-Core's settings of latent attention."""
+    """Return Megatron-Core's settings for latent attention."""
     latent = shape.latent
     if latent is None:
         return {}
@@ -97,8 +100,8 @@ def _latent_settings(shape: ModelShape) -> dict[str, Any]:
     return found
 
 
-def _expert_settings(shape: ModelShape, layout: Layout, settings: Any) -> dict[str, Any]:
-    """Megatron-Core's settings of the experts; no loss but the policy's own, no token dropped."""
+def _expert_settings(shape: ModelShape, layout: Layout, settings: MegatronConfig) -> dict[str, Any]:
+    """Return Megatron-Core's settings for the experts: no auxiliary loss, no dropped tokens."""
     experts = shape.experts
     if experts is None:
         return {}
@@ -107,7 +110,7 @@ def _expert_settings(shape: ModelShape, layout: Layout, settings: Any) -> dict[s
         "moe_router_topk": experts.active,
         "moe_ffn_hidden_size": experts.ffn_hidden_size,
         "moe_layer_freq": [int(shape.is_expert_layer(layer)) for layer in range(shape.num_layers)],
-        "moe_router_pre_softmax": not experts.normalized,  # else softmax over the chosen: the same as normalising them
+        "moe_router_pre_softmax": not experts.normalized,  # otherwise softmax over the chosen: the same
         "moe_router_score_function": "sigmoid" if experts.sigmoid else "softmax",
         "moe_router_enable_expert_bias": experts.sigmoid,
         "moe_router_bias_update_rate": 0.0,
@@ -126,5 +129,5 @@ def _expert_settings(shape: ModelShape, layout: Layout, settings: Any) -> dict[s
 
 
 def has_transformer_engine() -> bool:
-    """Whether Megatron-Core's layers are those of TransformerEngine."""
+    """Whether the model is built from TransformerEngine's layers."""
     return torch.cuda.is_available() and find_spec("transformer_engine") is not None

@@ -1,4 +1,4 @@
-"""How a parameter that is made of blocks of rows lies in a distributed checkpoint."""
+"""Parameters made of several blocks of rows, in a distributed checkpoint."""
 
 from __future__ import annotations
 
@@ -12,8 +12,10 @@ from torch import Tensor
 
 
 def sharded_in_parts(whole: Any, parts: Sequence[int]) -> Any:
-    """`whole`: the ShardedTensor of a parameter whose rows are blocks, `parts` of them on this rank, each of which the
-    tensor-parallel ranks share out: saved and loaded block by block."""
+    """Save and load a parameter block by block, because each block is split over tensor-parallel ranks by itself.
+
+    `whole`: the parameter's ShardedTensor. `parts`: rows of each block on this rank.
+    """
     template = whole.without_data()
 
     @torch.no_grad()

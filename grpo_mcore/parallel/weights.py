@@ -1,4 +1,4 @@
-"""Weights in and out of one policy rank, slice by slice, by the family's declaration of its parameters.
+"""Loading and exporting one policy rank's weights, slice by slice, from the family's declaration of its parameters.
 
 No rank ever holds the whole model: loading reads only this rank's slices of the safetensors files, exporting writes
 them in place into files that all ranks share.
@@ -23,7 +23,7 @@ SAFETENSORS_NAMES = {torch.float32: "F32", torch.bfloat16: "BF16", torch.float16
 
 
 class WeightsError(ValueError):
-    """A checkpoint that does not hold what the model needs."""
+    """A Hugging Face checkpoint lacks what the model needs."""
 
 
 class ShardedWeights:
@@ -33,27 +33,29 @@ class ShardedWeights:
         """`chunks`: this rank's model chunks, one unless the pipeline is interleaved."""
         self.shape, self.layout, self.here = shape, layout, here
         self.local: list[tuple[Param, Tensor]] = []
-        self.names: list[str] = []  # of the parameters in `local`, as the refit plan calls them
-        self.additions: dict[str, Callable[[], Tensor]] = {}  # what an adapter adds to a parameter's values, by name
+        self.names: list[str] = []  # names of the parameters in `local`, as the refit plan uses them
+        self.additions: dict[str, Callable[[], Tensor]] = {}  # by parameter name: what its adapter adds to its values
         for index, chunk in enumerate(chunks):
             named, buffers = dict(chunk.named_parameters()), dict(chunk.named_buffers())
             for param in params_of(shape):
                 name = self._local_name(param, chunk)
                 tensor = (buffers if param.buffer else named).pop(name, None)
-                if tensor is not None:
+                if name is not None and tensor is not None:
                     self.local.append((param, tensor))
                     self.names.append(f"{index}:{name}" if len(chunks) > 1 else name)
             assert not named, f"parameters that the {shape.family} family does not declare: {sorted(named)}"
         for param, tensor in self.local:
-            # Megatron-Core marks shards only when it initialises them. Without the mark the gradient norm takes them
-            # for copies and counts those of tensor-parallel rank 0 alone.
+            # Megatron-Core marks shards only when it initialises them. Without the mark the gradient norm treats them
+            # as copies and counts only those of tensor-parallel rank 0.
             tensor.tensor_model_parallel = param.split is not Split.REPLICATED
             if param.expert is not None:
-                # Reduced over the ranks that hold the same experts. Megatron-Core marks this only under expert
-                # parallelism, but ETP may differ from TP without it. No two ranks that the norm sums over share one.
+                # Their gradients are reduced over the ranks that hold the same experts. Megatron-Core marks this only
+                # under expert parallelism, but ETP may differ from TP without it. No two ranks that the norm sums over
+                # hold the same expert.
                 tensor.allreduce, tensor.tensor_model_parallel = False, True
 
     def _local_name(self, param: Param, chunk: torch.nn.Module) -> str | None:
+        """Return the parameter's name in this chunk; None if another rank or chunk holds it."""
         if param.stage is not Stage.LAYER:
             return param.megatron
         layers = chunk.decoder.layers
@@ -68,12 +70,13 @@ class ShardedWeights:
         return param.megatron.format(layer=at, expert=expert) if 0 <= at < len(layers) else None
 
     def split(self, param: Param) -> tuple[int, int]:
-        """(rank, size) of the dimension that the parameter is split over."""
+        """Return (rank, size) of the dimension that the parameter is split over."""
         if param.expert is not None:
             return self.here.expert_tensor, self.layout.expert_tensor
         return self.here.tensor, self.layout.tensor
 
     def _owns(self, param: Param) -> bool:
+        """Whether this rank, of those with the same values, is the one that exports them."""
         if param.copy:
             return False
         if param.expert is not None:
@@ -81,10 +84,10 @@ class ShardedWeights:
         return not (self.here.data or self.here.context or (param.split is Split.REPLICATED and self.here.tensor))
 
     def slices(self, *, owned_only: bool) -> Iterator[tuple[str, Box, Tensor]]:
-        """(Hugging Face name, box in it, the values of this slice: of a parameter without adapter, a view of it).
+        """Yield (Hugging Face name, box in that tensor, values); the values are a view unless there is an adapter.
 
-        `owned_only`: every slice from exactly one rank of the whole mesh, for export: data-parallel and
-        context-parallel rank 0, tensor-parallel rank 0 for replicated tensors, no second homes of tied embeddings.
+        `owned_only`, for export: yield every slice on exactly one rank of the whole mesh, that is on data-parallel and
+        context-parallel rank 0, for replicated tensors on tensor-parallel rank 0, and no copies of tied embeddings.
         """
         merged = self.parameters()
         for name, (param, _) in zip(self.names, self.local, strict=True):
@@ -95,14 +98,16 @@ class ShardedWeights:
                 yield piece.hf, piece.hf_box, values[_index(piece.local_box)]
 
     def parameters(self) -> Mapping[str, Tensor]:
-        """What this rank holds, by Megatron-Core's name, with the model chunk in front where there are several: the
-        source of a refit. A parameter and its adapter are one; they are added up when they are looked up."""
+        """Return this rank's tensors by Megatron-Core's name, prefixed by the model chunk if there are several.
+
+        A refit reads from these. A parameter is merged with its adapter when it is looked up.
+        """
         tensors = {name: tensor.detach() for name, (_, tensor) in zip(self.names, self.local, strict=True)}
         return Merged(tensors, self.additions) if self.additions else tensors
 
     @torch.no_grad()
     def load_hf(self, folder: str | Path) -> None:
-        """Reads this rank's slices of the safetensors files in `folder`. Raises WeightsError on what is missing."""
+        """Read this rank's slices of the safetensors files in `folder`. Raises WeightsError if one is missing."""
         reader = _SafetensorsFolder(Path(folder))
         for _, tensor in self.local:
             tensor.zero_()  # vocabulary padding stays zero
@@ -110,9 +115,9 @@ class ShardedWeights:
             view.copy_(reader.read(name, box))
 
     def export_hf(self, folder: str | Path, source: str | Path, *, shard_bytes: int = 4 << 30) -> None:
-        """Writes a folder that transformers and vLLM load; collective over all ranks, on a file system they share.
+        """Write a folder that transformers and vLLM can load. Collective; all ranks need to see its file system.
 
-        `source` is the folder that the model came from: its config, tokenizer and generation settings are copied.
+        `source`: the folder that the model came from; its config, tokenizer and generation settings are copied.
         """
         folder, rank = Path(folder), torch.distributed.get_rank()
         dtype = self.local[0][1].dtype
@@ -128,7 +133,7 @@ class ShardedWeights:
                 where = {tensor.name: name for name, tensors in files.items() for tensor in tensors}
                 (folder / "model.safetensors.index.json").write_text(json.dumps({"metadata": {}, "weight_map": where}))
         torch.distributed.barrier()
-        targets = {}
+        targets: dict[str, Tensor] = {}
         for name, tensors in files.items():
             targets |= _map_file(folder / name, tensors, dtype)
         for hf_name, box, view in self.slices(owned_only=True):
@@ -138,7 +143,7 @@ class ShardedWeights:
 
 
 class Merged(Mapping[str, Tensor]):
-    """Tensors by name, to some of which something is added. Each look-up adds it anew, and keeps nothing."""
+    """Tensors by name, some with an addition. Each look-up computes the sum anew; nothing is kept."""
 
     def __init__(self, tensors: Mapping[str, Tensor], additions: Mapping[str, Callable[[], Tensor]]) -> None:
         self._tensors, self._additions = tensors, additions
@@ -147,7 +152,7 @@ class Merged(Mapping[str, Tensor]):
         tensor, addition = self._tensors[name], self._additions.get(name)
         return tensor if addition is None else (tensor.float() + addition()).to(tensor.dtype)
 
-    def __contains__(self, name: object) -> bool:  # a Mapping's own adds it up
+    def __contains__(self, name: object) -> bool:  # Mapping's default would compute the sum
         return name in self._tensors
 
     def __iter__(self) -> Iterator[str]:
@@ -158,12 +163,12 @@ class Merged(Mapping[str, Tensor]):
 
 
 def hf_tensors(shape: ModelShape) -> list[HfTensor]:
-    """Every tensor of the Hugging Face checkpoint once, in the order of the forward pass."""
+    """Return every tensor of the Hugging Face checkpoint once, in the order of the forward pass."""
     return [tensor for param in params_of(shape) if not param.copy for tensor in param.hf]
 
 
 def plan_files(tensors: list[HfTensor], itemsize: int, shard_bytes: int) -> dict[str, list[HfTensor]]:
-    """Tensors by safetensors file, in order, no file over `shard_bytes` unless one tensor is."""
+    """Assign tensors, in order, to safetensors files of at most `shard_bytes`, unless one tensor is larger."""
     groups: list[list[HfTensor]] = [[]]
     size = 0
     for tensor in tensors:
@@ -178,13 +183,13 @@ def plan_files(tensors: list[HfTensor], itemsize: int, shard_bytes: int) -> dict
 
 
 class _SafetensorsFolder:
-    """Reads boxes of tensors, whichever file of the folder they are in."""
+    """Reads boxes of tensors from whichever file of the folder holds them."""
 
     def __init__(self, folder: Path) -> None:
         self.folder = folder
         paths = sorted(folder.glob("*.safetensors"))
         if not paths:
-            raise WeightsError(f"policy.model_name: {folder} holds no .safetensors file")
+            raise WeightsError(f"policy.model_name: {folder} contains no .safetensors file")
         self.files = [safe_open(path, framework="pt") for path in paths]
         self.where = {name: file for file in self.files for name in file.keys()}  # noqa: SIM118
 
@@ -194,7 +199,7 @@ class _SafetensorsFolder:
         tensor = self.where[name].get_slice(name)
         shape = tensor.get_shape()
         if len(shape) != len(box) or any(stop > size for (_, stop), size in zip(box, shape, strict=True)):
-            raise WeightsError(f"{self.folder}: {name} has shape {shape}, which config.json does not say")
+            raise WeightsError(f"{self.folder}: {name} has shape {shape}, which contradicts config.json")
         return tensor[_index(box)]
 
 
@@ -203,7 +208,7 @@ def _dtype_of(tensor: HfTensor, dtype: torch.dtype) -> torch.dtype:
 
 
 def _header(tensors: list[HfTensor], dtype: torch.dtype) -> tuple[bytes, dict[str, tuple[int, int]]]:
-    """The safetensors header, padded to 8 bytes, and the byte range of each tensor after it."""
+    """Return the safetensors header, padded to 8 bytes, and the byte range of each tensor after it."""
     ranges, at = {}, 0
     for tensor in tensors:
         ranges[tensor.name] = (at, at + tensor.numel * _dtype_of(tensor, dtype).itemsize)

@@ -5,11 +5,11 @@ import queue
 
 import pytest
 
-from grpo_mcore.parallel.checkpoint import _Result
+from grpo_mcore.parallel.checkpoint import _ResultFile
 
 
-def test_what_a_fork_puts_is_read_once() -> None:
-    result = _Result()
+def test_a_result_that_a_fork_puts_is_read_once() -> None:
+    result = _ResultFile()
     for written in ({0: ["part"] * 100_000}, RuntimeError("the disk is full")):  # more than a pipe holds
         with pytest.raises(queue.Empty):
             result.get_nowait()
