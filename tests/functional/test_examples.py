@@ -1,0 +1,97 @@
+"""Every example runs: the commands of its header, with fewer steps."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from examples.own_environment.calculator import Calculator, calculate
+from examples.own_environment.make_task import make_task
+from examples.own_loop import own_loop
+from examples.own_reward.reward import share_of_digits
+from tests.functional.preload import preload
+from tests.functional.runs import Task, run_here
+
+EXAMPLES = Path(__file__).resolve().parents[2] / "examples"
+
+
+def test_the_loop_of_your_own_learns() -> None:
+    preload()
+    rewards = own_loop.main(steps=10)
+    assert len(rewards) == 10
+    assert rewards[-1] > rewards[0] + 0.2
+
+
+@pytest.mark.parametrize(("response", "share"), [("082", 1.0), ("081", 2 / 3), ("82", 0.0), ("", 0.0), ("0829", 1.0)])
+def test_the_reward_of_your_own(response: str, share: float) -> None:
+    assert share_of_digits(response, {"ground_truth": "82"}) == pytest.approx(share)
+
+
+def test_a_run_with_the_reward_of_your_own(task: Task, model: Path, tmp_path: Path) -> None:
+    """With another model and task than the demo's, in process; the reward and its parts come from the recipe."""
+    words = [
+        f"policy.model_name={model}",
+        f"data.train.data_path={task.train}",
+        f"data.validation.data_path={task.val}",
+    ]
+    words += ["policy.megatron_cfg.tensor_model_parallel_size=1", "cluster.gpus_per_node=1", "cluster.backend=local"]
+    words += ["grpo.num_prompts_per_step=8", "grpo.num_generations_per_prompt=4", "policy.train_global_batch_size=32"]
+    words += ["grpo.max_num_steps=1", "grpo.max_val_samples=8", "policy.generation.vllm_cfg.kv_cache_memory_gb=0.1"]
+    recipe = {"defaults": str(EXAMPLES / "own_reward" / "recipe.yaml")}
+    run = run_here("train", tmp_path, recipe, *words, "checkpointing.enabled=false", "grpo.val_period=0")
+    assert run.code == 0, run.err
+    [line] = run.metrics()
+    assert (line["num_samples"], line["num_failed_samples"]) == (32, 0)
+    assert 0.0 < line["reward"] < 1.1
+    assert "share " in run.out and "length 1" in run.out  # the reasons of the validation samples that are shown
+
+
+@pytest.mark.parametrize(
+    ("expression", "value"), [("37*45", "1665"), ("1+2", "3"), ("2-30", "-28"), ("2**9", "?"), ("", "?"), ("1*2?", "?")]
+)
+def test_the_calculator(expression: str, value: str) -> None:
+    assert calculate(expression) == value
+
+
+def test_the_environment_of_your_own_answers_calls_and_scores_answers() -> None:
+    conversations = [[{"role": "assistant", "content": said}] for said in ("37*45?", "1665", "1666", "37*?")]
+    fields = {"ground_truth": "1665"}
+    found = Calculator().step(conversations, [fields] * 4)
+    assert [said["content"] for said in found.observations] == ["1665", "", "", "?"]
+    assert found.terminateds == [False, True, True, False]
+    assert found.rewards == [0.0, 1.0, 0.0, 0.0]
+    assert found.next_stop_strings == [["?"]] * 4
+
+
+def test_a_run_with_the_environment_of_your_own(tmp_path: Path) -> None:
+    """Warm-up and GRPO of the example, a few steps of each: the policy calls the calculator, and goes on."""
+    folder = tmp_path / "task"
+    make_task(folder)
+    words = [f"policy.model_name={folder / 'untrained'}", f"data.train.data_path={folder / 'sft.jsonl'}"]
+    sft = run_here(
+        "sft",
+        tmp_path / "sft",
+        {"defaults": str(EXAMPLES / "own_environment" / "sft.yaml")},
+        *words,
+        "sft.max_num_steps=20",
+    )
+    assert sft.code == 0, sft.err
+    words = [f"policy.model_name={sft.checkpoints / 'hf'}", "grpo.max_num_steps=1", "grpo.max_val_samples=8"]
+    words += [f"data.train.data_path={folder / 'train.jsonl'}", f"data.validation.data_path={folder / 'val.jsonl'}"]
+    words += ["policy.generation.vllm_cfg.kv_cache_memory_gb=0.1"]
+    recipe = {"defaults": str(EXAMPLES / "own_environment" / "recipe.yaml")}
+    run = run_here("train", tmp_path / "grpo", recipe, *words)
+    assert run.code == 0, run.err
+    [line] = run.metrics()
+    assert (line["num_samples"], line["num_failed_samples"]) == (128, 0)
+    assert line["turns_max"] > 1 and line["environment_tokens"] > 0
+
+
+def test_every_example_has_a_test() -> None:
+    """The others: test_data_loaders (custom_dataloader), test_environments (code_problems), test_multi_turn."""
+    here = {"own_environment", "own_loop", "own_reward"}
+    elsewhere = {"custom_dataloader", "code_problems", "sliding_puzzle"}
+    assert {
+        path.name for path in EXAMPLES.iterdir() if path.is_dir() and path.name != "__pycache__"
+    } <= here | elsewhere
