@@ -14,7 +14,7 @@ from grpo_mcore.algorithms.engines.engine_group import EngineGroup, EngineWorker
 from grpo_mcore.algorithms.engines.policy_endpoint import REQUESTS, chat_config, open_endpoint
 from grpo_mcore.algorithms.engines.retries import Retries
 from grpo_mcore.algorithms.logprob_passes import needs_prev, needs_reference
-from grpo_mcore.algorithms.rollouts.agent_rollouts import PlayerWorker
+from grpo_mcore.algorithms.rollouts.agent_rollouts import AgentWorker
 from grpo_mcore.algorithms.rollouts.scoring import EnvironmentWorker
 from grpo_mcore.algorithms.training_step.policy_group import PolicyGroup
 from grpo_mcore.algorithms.training_step.policy_worker import PolicyWorker
@@ -332,8 +332,8 @@ def _start_environment(name: str, section: dict[str, Any], config: MasterConfig,
     cls, _ = create_env_class(str(section.pop("environment", name)))
     needs, gpu = cls.resources(section), runs_on_gpu(config.cluster)
     patience_s = cls.patience_s(section)
-    plays = patience_s is not None
-    built = (PlayerWorker, cls, section) if plays else (cls, section)
+    runs_agents = patience_s is not None
+    built = (AgentWorker, cls, section) if runs_agents else (cls, section)
 
     def start() -> Worker:
         return cluster.spawn(
@@ -342,11 +342,11 @@ def _start_environment(name: str, section: dict[str, Any], config: MasterConfig,
             cpus=needs["cpus"] if gpu else 0.1,
             gpus=needs["gpus"] if gpu else 0.0,
             concurrency=cls.concurrent_calls,
-            streams=REQUESTS if plays else 0,
+            streams=REQUESTS if runs_agents else 0,
         )
 
     timeout_s = min(float(timeout_s), cluster.call_timeout_s) if patience_s is None else patience_s
-    return EnvironmentWorker(cluster, start, calls=cls.concurrent_calls, timeout_s=timeout_s, plays=plays)
+    return EnvironmentWorker(cluster, start, calls=cls.concurrent_calls, timeout_s=timeout_s, runs_agents=runs_agents)
 
 
 def wait_until_ready(

@@ -14,7 +14,7 @@ import ray
 import torch
 
 from grpo_mcore.algorithms.engines.engine_group import EngineGroup
-from grpo_mcore.algorithms.rollouts.agent_rollouts import PlayerWorker
+from grpo_mcore.algorithms.rollouts.agent_rollouts import AgentWorker
 from grpo_mcore.algorithms.rollouts.rollouts import Rollouts
 from grpo_mcore.algorithms.rollouts.scoring import EnvironmentWorker
 from grpo_mcore.cluster import Parcel, WorkerFailed
@@ -177,7 +177,7 @@ def test_a_gym_plays_over_ray_and_survives_the_death_of_its_worker(
 
     def start() -> Any:
         section = {"head_server_url": gym.head_url, "rollout_timeout_s": 300.0}
-        started.append(cluster.spawn("gym", PlayerWorker, NemoGymEnvironment, section, cpus=0.1, streams=4))
+        started.append(cluster.spawn("gym", AgentWorker, NemoGymEnvironment, section, cpus=0.1, streams=4))
         return started[-1]
 
     engines = EngineGroup(cluster, workers, sleeps=False)
@@ -185,7 +185,7 @@ def test_a_gym_plays_over_ray_and_survives_the_death_of_its_worker(
     gym = GymServer(endpoint.address.url, "the token", "policy")
     engines.endpoint = endpoint
     try:
-        env = EnvironmentWorker(cluster, start, calls=1, timeout_s=120.0, plays=True)
+        env = EnvironmentWorker(cluster, start, calls=1, timeout_s=120.0, runs_agents=True)
         play = Rollouts(engines, {"game": env}, CharacterTokenizer(), TurnLimits(1, 200), seed=1)
         task = {"responses_create_params": {"input": "go"}, "agent_ref": {"name": AGENT}, "turns": 3}
         tasks = [task, task, task | {"behave": "hang once", "rollout": 0}, task | {"behave": "4xx", "rollout": 1}]

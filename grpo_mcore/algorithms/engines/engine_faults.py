@@ -1,4 +1,4 @@
-"""Engines whose calls fail or get no answer in time, while samples are generated: which are replaced, who goes on."""
+"""Engines whose calls fail or time out while samples are generated: decide whether to retry or to replace the engine."""
 
 from __future__ import annotations
 
@@ -11,10 +11,10 @@ from grpo_mcore.cluster import DeadlineExceeded, WorkerDied, WorkerFailed
 
 
 class EngineFaults:
-    """Waits for nothing; whoever waits for engines tells it what comes from them.
+    """Decides what to do about failed calls. It never waits for engines: the caller reports what it gets from them.
 
-    An engine is silent where nothing has come of any of its calls for the cluster's `call_timeout_s`. The time in which
-    it stood still for the policy does not count.
+    An engine has timed out when none of its calls has returned anything for the cluster's `call_timeout_s`, not
+    counting the time for which it was paused while the policy trained.
     """
 
     def __init__(
@@ -25,37 +25,38 @@ class EngineFaults:
         on_restart: Callable[[str, str], None],
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        """`retries`: of calls that fail while their engine lives. `restore`: waits for engines that were started anew,
-        and refits them. `on_restart`: gets the name of each that is started anew, and why."""
+        """`retries`: limit for calls that fail while their engine is alive. `restore`: waits for restarted engines and
+        refits them. `on_restart`: gets the name of each engine that is restarted, and the reason."""
         self._engines, self._retries = engines, retries
         self._restore, self._on_restart, self._clock = restore, on_restart, clock
-        self._heard: dict[int, float] = {}  # by engine: when it last gave something, or was given something to do
+        self._last_active: dict[int, float] = {}  # by engine: when it last returned something or was given a call
 
-    def heard(self, engine: int) -> None:
-        """It was given something to do, or has given something."""
-        self._heard[engine] = self._clock()
+    def mark_active(self, engine: int) -> None:
+        """Record that the engine returned something, or was given its first call."""
+        self._last_active[engine] = self._clock()
 
     def reset(self) -> None:
-        """A call has come to its end."""
+        """Record that a call succeeded: failures are counted from 0 again."""
         self._retries.reset()
         self._engines.restarts.reset()
 
     def seconds_left(self, busy: Collection[int]) -> float:
-        """Until the first of these engines is silent; 0 where one is."""
+        """Return the seconds until the first of these engines times out; 0 if one has."""
         now, timeout_s = self._clock(), self._engines.cluster.call_timeout_s
-        return min((max(0.0, timeout_s - now + self._since(engine)) for engine in busy), default=timeout_s)
+        prepared_at = self._engines.prepared_at
+        active = (max(self._last_active[engine], prepared_at) for engine in busy)
+        return min((max(0.0, timeout_s - now + since) for since in active), default=timeout_s)
 
-    def silent(self, busy: Collection[int]) -> list[int]:
-        """Which of these engines are."""
+    def timed_out(self, busy: Collection[int]) -> list[int]:
+        """Return those of these engines that have timed out."""
         return [engine for engine in busy if not self.seconds_left([engine])]
 
-    def _since(self, engine: int) -> float:
-        return max(self._heard[engine], self._engines.prepared_at)
+    def handle(self, error: WorkerFailed | DeadlineExceeded, engine: int) -> bool:
+        """Decide about a call of this engine that failed or timed out. Return True if the engine is lost with all its
+        calls and its successor is starting, False if it is alive and the call may be repeated.
 
-    def met(self, error: WorkerFailed | DeadlineExceeded, engine: int) -> bool:
-        """A call of this engine has failed, or had no answer in time. True: it is lost with all its calls, and its
-        successor starts. False: it lives, and the call may be made again. Raises `error` where that cannot be made
-        good: it was the request's own fault, or happened too often."""
+        Raises `error` if the request itself was wrong, or if this has happened too often.
+        """
         if isinstance(error.__cause__, ValueError):
             raise error
         name = self._engines.workers[engine].name
@@ -67,19 +68,19 @@ class EngineFaults:
         self._on_restart(name, f"{error.what}: {cause(error)}")
         return True
 
-    def another(self, engine: int) -> int:
-        """The next engine that may be sent something; `engine` itself where there is no other."""
+    def next_engine(self, engine: int) -> int:
+        """Return the next engine that can take calls; `engine` itself if there is no other."""
         later = [number for number in self._engines.serving() if number > engine]
         return (later or self._engines.serving() or [engine])[0]
 
     def restore(self, waiting: int) -> None:
-        """Brings lost engines back, for which so many samples wait."""
+        """Bring lost engines back. `waiting`: number of samples that wait for one."""
         if self._restore is None:
-            whys = "; ".join(self._engines.lost.values())
-            raise WorkerDied("the engines", f"{waiting} samples", f"none is left, and no refit can follow: {whys}")
+            reasons = "; ".join(self._engines.lost.values())
+            raise WorkerDied("the engines", f"{waiting} samples", f"none is left, and no refit can follow: {reasons}")
         self._restore()
 
 
 def cause(error: WorkerFailed | DeadlineExceeded) -> str:
-    """In one line."""
+    """Return the cause in one line."""
     return error.cause if isinstance(error, WorkerFailed) else f"no answer within {error.seconds:.6g} s"

@@ -1,4 +1,5 @@
-"""Samples that an environment plays by itself, as a NeMo Gym does: the driver asks for groups and takes what comes."""
+"""Samples that an environment generates itself by running agents, as a NeMo Gym does: the driver asks for groups and
+collects the samples as they come."""
 
 from __future__ import annotations
 
@@ -8,26 +9,29 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from grpo_mcore.algorithms.engines.engine_group import EngineGroup
-from grpo_mcore.cluster import DeadlineExceeded, Parcel, Stream, WorkerDied
+from grpo_mcore.algorithms.rollouts.scoring import EnvironmentWorker
+from grpo_mcore.cluster import DeadlineExceeded, Future, Parcel, Stream, WorkerDied
+from grpo_mcore.data import DatumSpec
 from grpo_mcore.environments.nemo_gym import GymOutcome, GymSample
 from grpo_mcore.rollout.group import Group
 from grpo_mcore.rollout.seeds import sample_seed
 from grpo_mcore.rollout.trajectory import Sampling, TrajectoryRef
 
-_FAILURES = 3  # of an environment in a row, without any sample between them: more end the run
+_MAX_FAILURES = 3
+"""Consecutive failures of the environments that are tolerated; the next one ends the run."""
 
 
-class PlayerWorker:
-    """An environment that plays, whose trajectories stay in the cluster's store."""
+class AgentWorker:
+    """An environment that runs agents; their trajectories stay in the cluster's store."""
 
     def __init__(self, cls: type, section: Mapping[str, Any]) -> None:
         self._environment = cls(section)
 
-    def play_refs(
+    def run_agents(
         self, samples: Sequence[GymSample], sampling: Sampling, endpoint: Any, keep_results: bool
-    ) -> Iterator[Any]:
-        """Of each sample Parcel((TrajectoryRef without its ref, GymOutcome without its trajectory), trajectory), or the
-        GymOutcome alone where there is no trajectory."""
+    ) -> Iterator[Parcel | GymOutcome]:
+        """Yield one item a sample: Parcel((TrajectoryRef without its ref, GymOutcome without its trajectory),
+        trajectory), or the GymOutcome if there is no trajectory."""
         for outcome in self._environment.play(samples, sampling, endpoint, keep_results):
             if outcome.trajectory is None:
                 yield outcome
@@ -41,37 +45,38 @@ class PlayerWorker:
 
 @dataclass(eq=False)
 class AgentBatch:
-    """The samples of a dispatch that an environment plays. `left`: those that are still to come; `unwanted`: how many
-    more come that were given up."""
+    """The samples of one dispatch to one environment. `expected`: samples still to come, by (uid, generation index);
+    `num_given_up`: further samples that come although they were given up."""
 
-    worker: Any
+    worker: EnvironmentWorker
     sampling: Sampling
-    left: dict[tuple[str, int], GymSample]
-    unwanted: int = 0
+    expected: dict[tuple[str, int], GymSample]
+    num_given_up: int = 0
     stream: Stream | None = None
 
 
 @dataclass
 class _OpenGroup:
-    prompt: Any
+    prompt: DatumSpec
     samples: dict[int, TrajectoryRef]
     outcomes: dict[int, GymOutcome]
     generations: int
 
 
 class AgentRollouts:
-    """`environments`: task name -> EnvironmentWorker of those that play. `on_outcome`: gets every outcome, and with
-    it what the environment sent."""
+    """Groups whose samples come from environments that run agents."""
 
     def __init__(
         self,
-        environments: Mapping[str, Any],
+        environments: Mapping[str, EnvironmentWorker],
         engines: EngineGroup,
         *,
         seed: int,
         on_sample: Callable[[], None],
         on_outcome: Callable[[GymOutcome], None] | None = None,
     ) -> None:
+        """`environments`: by task name, those that run agents. `on_outcome`: gets every outcome; if given, the
+        environments are asked to send the agents' results with it. Raises ValueError without an endpoint."""
         if environments and engines.endpoint is None:
             raise ValueError(
                 f"the environments of {', '.join(environments)} play samples themselves, which needs the policy's "
@@ -80,19 +85,22 @@ class AgentRollouts:
         self._environments, self._engines, self._seed = environments, engines, seed
         self._on_sample, self._on_outcome = on_sample, on_outcome
         self._open: dict[str, _OpenGroup] = {}
-        self._games: dict[int, AgentBatch] = {}  # by id of the stream
+        self._batches: dict[int, AgentBatch] = {}  # by id of the stream
         self._failures = 0
         self._finished: deque[Group] = deque()
 
-    def plays(self, prompt: Any) -> bool:
+    def handles(self, prompt: DatumSpec) -> bool:
+        """Return whether the prompt's environment runs agents."""
         return prompt["task_name"] in self._environments
 
     def awaited(self) -> list[Stream]:
-        return [game.stream for game in self._games.values() if game.stream is not None]
+        """Return the streams under way."""
+        return [batch.stream for batch in self._batches.values() if batch.stream is not None]
 
-    def dispatch(self, prompts: Sequence[Any], sampling: Sampling, *, generations: int, step: int) -> None:
-        """Asks for `generations` samples of each prompt. Does not wait."""
-        by_worker: dict[int, tuple[Any, list[GymSample]]] = {}
+    def dispatch(self, prompts: Sequence[DatumSpec], sampling: Sampling, *, generations: int, step: int) -> None:
+        """Ask for `generations` samples of each prompt. Does not wait. Raises ValueError for a prompt without a task
+        of the Gym."""
+        by_worker: dict[int, tuple[EnvironmentWorker, list[GymSample]]] = {}
         for prompt in prompts:
             uid, task = prompt["uid"], prompt["extra_env_info"].get("gym_task")
             if task is None:
@@ -109,68 +117,71 @@ class AgentRollouts:
         for worker, samples in by_worker.values():
             self._start(AgentBatch(worker, sampling, {(s.uid, s.generation_index): s for s in samples}))
 
-    def _start(self, game: AgentBatch) -> None:
+    def _start(self, batch: AgentBatch) -> None:
         assert self._engines.endpoint is not None
-        samples = list(game.left.values())
-        arguments = (samples, game.sampling, self._engines.endpoint.address, self._on_outcome is not None)
-        what = f"{len(samples)} samples that {game.worker.name} plays"
-        game.stream = game.worker.stream("play_refs", *arguments, timeout_s=game.worker.timeout_s, what=what)
-        self._games[id(game.stream)] = game
+        samples = list(batch.expected.values())
+        arguments = (samples, batch.sampling, self._engines.endpoint.address, self._on_outcome is not None)
+        what = f"{len(samples)} samples that {batch.worker.name} plays"
+        batch.stream = batch.worker.stream("run_agents", *arguments, timeout_s=batch.worker.timeout_s, what=what)
+        self._batches[id(batch.stream)] = batch
 
-    def take(self, ready: Any) -> bool:
-        """Takes what a stream of ours has, if it is one. Raises what it raises; an environment that has died, or that
-        hangs, is started anew and asked again."""
-        game = self._games.get(id(ready))
-        if game is None:
+    def take(self, ready: Future | Stream) -> bool:
+        """Take the next item of a stream; return False if it is not one of `awaited`. Raises what the stream raises.
+
+        An environment that dies or hangs is restarted and asked again for the samples that did not come."""
+        batch = self._batches.get(id(ready))
+        if batch is None:
             return False
+        assert batch.stream is not None
         try:
-            item = next(ready)
+            item = next(batch.stream)
         except (WorkerDied, DeadlineExceeded):
             self._failures += 1
-            if self._failures > _FAILURES:
+            if self._failures > _MAX_FAILURES:
                 raise
-            self._start_anew(game.worker)
+            self._restart(batch.worker)
             return True
         self._failures = 0
         if isinstance(item, Parcel):
             sample, outcome = item.label
-            self._note(game, replace(sample, ref=item.content), outcome)
+            self._record(batch, replace(sample, ref=item.content), outcome)
         else:
-            self._note(game, self._nothing(item), item)
-        if not game.left and not game.unwanted:
-            del self._games[id(ready)]
-            next(ready, None)  # nothing is left but its end
+            self._record(batch, self._aborted_sample(item), item)
+        if not batch.expected and not batch.num_given_up:
+            del self._batches[id(ready)]
+            next(batch.stream, None)  # its end
         return True
 
-    def forget(self, uids: Collection[str]) -> None:
-        """Nobody wants the samples of these prompts any more. They are played to their end, as a Gym cannot be told."""
+    def give_up(self, uids: Collection[str]) -> None:
+        """Drop the samples of these prompts. The agents finish them all the same, as a Gym cannot be told to stop."""
         for uid in uids:
             self._open.pop(uid, None)
-        for game in self._games.values():
-            wanted = {key: sample for key, sample in game.left.items() if key[0] not in uids}
-            game.unwanted += len(game.left) - len(wanted)
-            game.left = wanted
+        for batch in self._batches.values():
+            wanted = {key: sample for key, sample in batch.expected.items() if key[0] not in uids}
+            batch.num_given_up += len(batch.expected) - len(wanted)
+            batch.expected = wanted
         self._finished = deque(group for group in self._finished if group.uid not in uids)
 
-    def _start_anew(self, worker: Any) -> None:
-        games = [game for game in self._games.values() if game.worker is worker]
-        for game in games:
-            del self._games[id(game.stream)]
+    def _restart(self, worker: EnvironmentWorker) -> None:
+        """Restart an environment and ask it again for the samples of all its batches that did not come."""
+        batches = [batch for batch in self._batches.values() if batch.worker is worker]
+        for batch in batches:
+            del self._batches[id(batch.stream)]
         worker.restart()
-        for game in games:
-            game.unwanted = 0
-            if game.left:
-                self._start(game)
+        for batch in batches:
+            batch.num_given_up = 0
+            if batch.expected:
+                self._start(batch)
 
-    def _nothing(self, outcome: GymOutcome) -> TrajectoryRef:
-        """Stands for a sample of which there is no trajectory."""
+    def _aborted_sample(self, outcome: GymOutcome) -> TrajectoryRef:
+        """Return what stands for a sample without a trajectory."""
         return TrajectoryRef(
             outcome.uid, outcome.generation_index, 0, 0, 0, self._engines.weight_version, False, "abort", None, turns=0
         )
 
-    def _note(self, game: AgentBatch, sample: TrajectoryRef, outcome: GymOutcome) -> None:
-        if game.left.pop((outcome.uid, outcome.generation_index), None) is None:
-            game.unwanted -= 1
+    def _record(self, batch: AgentBatch, sample: TrajectoryRef, outcome: GymOutcome) -> None:
+        if batch.expected.pop((outcome.uid, outcome.generation_index), None) is None:
+            batch.num_given_up -= 1
             return
         self._on_sample()
         if self._on_outcome is not None:
@@ -185,6 +196,6 @@ class AgentRollouts:
             self._finished.append(Group(group.prompt, tuple(group.samples[index] for index in order), scores))
 
     def finished(self) -> Iterator[Group]:
-        """Takes the groups that are whole."""
+        """Yield the groups that are complete, each once."""
         while self._finished:
             yield self._finished.popleft()

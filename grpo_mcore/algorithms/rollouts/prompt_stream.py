@@ -1,10 +1,10 @@
-"""Prompts one after another, over all epochs, with a place that a checkpoint can hold."""
+"""The prompts of all epochs, one after another, with a state for checkpoints."""
 
 from __future__ import annotations
 
 from collections import deque
 from collections.abc import Iterable, Iterator, Sequence
-from typing import Any
+from typing import Any, cast
 
 from grpo_mcore.data import MultipleDataloaderWrapper
 from grpo_mcore.rollout.datum import DatumSpec
@@ -13,14 +13,15 @@ from grpo_mcore.rollout.datum import DatumSpec
 class PromptStream:
     """Takes batches from a stateful data loader and hands out as many prompts as are asked for.
 
-    A prompt that was taken stays on the books until it is `settled`: it goes into a checkpoint as one that comes next.
-    So a resumed run loses none of those that were under way, and repeats none that has had its end.
+    A prompt that was taken is remembered until `mark_done`: a checkpoint holds it among those that come next. So a
+    resumed run neither loses a prompt that was under way nor repeats one that was done.
 
-    From the second epoch on a uid gets `@2`, `@3`, ...: it names one prompt of the run, not one row of the data.
+    From the second epoch on a uid gets the suffix `@2`, `@3`, ...: it names one prompt of the run, not one row of the
+    data.
     """
 
     def __init__(self, dataloader: Any, max_epochs: int, state: dict[str, Any] | None = None) -> None:
-        """`state`: what `state_dict` gave in the run that this one goes on with."""
+        """`state`: what `state_dict` returned in the run that this one resumes."""
         self.dataloader, self.max_epochs = dataloader, max_epochs
         self.epoch = 0
         self._waiting: deque[DatumSpec] = deque()
@@ -32,7 +33,7 @@ class PromptStream:
             self.dataloader.load_state_dict(state["dataloader"])
 
     def take(self, count: int) -> list[DatumSpec]:
-        """The next `count` prompts; fewer only when the last epoch has ended."""
+        """Return the next `count` prompts; fewer only when the last epoch has ended."""
         while len(self._waiting) < count and self.epoch < self.max_epochs:
             if self._batches is None:
                 self._batches = iter(self.dataloader)
@@ -42,19 +43,19 @@ class PromptStream:
                 self._batches = None
                 continue
             suffix = f"@{self.epoch + 1}" if self.epoch else ""
-            self._waiting.extend({**datum, "uid": datum["uid"] + suffix} for datum in batch)
+            self._waiting.extend(cast(DatumSpec, {**datum, "uid": datum["uid"] + suffix}) for datum in batch)
         taken = [self._waiting.popleft() for _ in range(min(count, len(self._waiting)))]
         self._taken |= {datum["uid"]: datum for datum in taken}
         return taken
 
     def mark_done(self, uids: Iterable[str]) -> None:
-        """These have had their end: trained on, filtered, or failed. Raises KeyError for one that is not under way."""
+        """Forget prompts that were trained on, filtered, or failed. Raises KeyError for one that is not under way."""
         for uid in uids:
             del self._taken[uid]
 
     def put_back(self, uids: Sequence[str]) -> None:
-        """Prompts that were taken and not used: they are the next ones, in this order, as they are. Raises KeyError for
-        one that is not under way."""
+        """Return prompts that were taken and not used: they come next, in this order. Raises KeyError for one that is
+        not under way."""
         self._waiting.extendleft([self._taken.pop(uid) for uid in reversed(uids)])
 
     def record_step(self, step: int, metrics: dict[str, float]) -> None:

@@ -1,4 +1,4 @@
-"""Prompts out, scored groups back: drives the engines and the environments for the loop."""
+"""Send prompts to the engines and the environments; return scored groups."""
 
 from __future__ import annotations
 
@@ -13,17 +13,9 @@ from grpo_mcore.algorithms.engines.engine_faults import EngineFaults, cause
 from grpo_mcore.algorithms.engines.engine_group import EngineGroup
 from grpo_mcore.algorithms.engines.retries import Retries
 from grpo_mcore.algorithms.rollouts.agent_rollouts import AgentRollouts
-from grpo_mcore.algorithms.rollouts.scoring import RewardScorer
-from grpo_mcore.cluster import (
-    Cluster,
-    DeadlineExceeded,
-    Future,
-    Stream,
-    Worker,
-    WorkerDied,
-    WorkerFailed,
-)
-from grpo_mcore.data import TurnTemplate
+from grpo_mcore.algorithms.rollouts.scoring import EnvironmentWorker, RewardScorer
+from grpo_mcore.cluster import Cluster, DeadlineExceeded, Future, Stream, Worker, WorkerDied, WorkerFailed
+from grpo_mcore.data import DatumSpec, TurnTemplate
 from grpo_mcore.environments.nemo_gym import GymOutcome
 from grpo_mcore.rollout.conversation import Conversation, TurnLimits
 from grpo_mcore.rollout.group import Group
@@ -32,20 +24,20 @@ from grpo_mcore.rollout.trajectory import GenerationRequest, Outcome, Sampling, 
 
 
 @dataclass
-class _Open:
-    """A prompt under way. `engine`: number of the one that has its samples. `missing`: samples still to finish their
-    turn."""
+class _OpenGroup:
+    """A group under way. `engine`: number of the engine that generates its samples. `unfinished`: how many of its
+    samples are still to be generated in this turn."""
 
-    prompt: Any
+    prompt: DatumSpec
     step: int
     sampling: Sampling
     engine: int
     conversations: list[Conversation]
-    missing: int
+    unfinished: int
 
     @property
     def load(self) -> int:
-        """The most tokens that its samples can have, as long as they have one turn."""
+        """Upper bound of its tokens while its samples have one turn."""
         return len(self.conversations) * (self.prompt["length"] + self.sampling.max_new_tokens)
 
     def live(self) -> list[Conversation]:
@@ -53,19 +45,19 @@ class _Open:
 
 
 @dataclass
-class _Running:
-    """What an engine generates. `missing`: prompt uid -> samples still to come."""
+class _EngineCall:
+    """A generation call under way. `expected`: prompt uid -> number of samples still to come."""
 
     engine: int
     step: int
     sampling: Sampling
     stream: Stream
-    missing: Counter[str]
+    expected: Counter[str]
 
 
 @dataclass
-class _Parked:
-    """Requests whose engine is lost, and there is no other."""
+class _ParkedCall:
+    """Requests that wait because their engine is lost and there is no other."""
 
     engine: int
     step: int
@@ -75,21 +67,24 @@ class _Parked:
 
 
 class Rollouts:
-    """Several prompts in flight; groups come back in the order in which they finish.
+    """Generates and scores groups. Several prompts are in flight; groups come back in the order in which they finish.
 
-    Waits for: samples of the engines' streams, and verdicts of the environments, whichever is first. A group's verdict
-    on a turn is asked for as soon as its last sample is there, while the engines go on with the others.
-    The samples that an engine has of one step take their turns together: a next turn waits until all of them are
-    generated and judged.
+    Consumes: the prompts given to `dispatch`.
+    Waits for: samples from the engines' streams, rewards from the environments, samples from environments that run
+        agents, and the engines' answers to aborts.
+    Unblocked by: whichever of these comes first. A deadline also unblocks it: an environment or an engine that exceeds
+        it is restarted, and what it was asked is asked again.
 
-    Where a generation call fails, its groups are generated anew, as a whole: what was short enough to be there
-    already is not favoured. An engine that dies or hangs is started anew (`engine_faults.py`); until a refit has
-    brought it the weights its groups are with the others, or wait where there are none.
+    A group is scored as soon as the last sample of its turn is generated, while the engines go on with other groups.
+    The samples of one step on one engine take their turns together: their next turn starts when all of them are
+    generated and scored.
 
-    Prompts whose environment plays its samples itself go there, and come back as groups too (`playing.py`).
+    When a generation call fails, its unfinished groups are generated again from the start, all samples of each: keeping
+    those that had finished would favour short ones. A lost engine's groups move to the other engines, or wait for the
+    refit of its successor if there are none (`engine_faults.py`).
 
-    All of this goes on while the driver waits for something else, if that wait is given
-    these rollouts as `BackgroundWork`.
+    All of this goes on while the driver waits for something else, if that wait is given this object as
+    `BackgroundWork`.
     """
 
     def __init__(
@@ -108,63 +103,68 @@ class Rollouts:
         on_outcome: Callable[[GymOutcome], None] | None = None,
         enough_samples: int | None = None,
     ) -> None:
-        """`environments`: task name -> environment. `on_sample`: called for each sample, when its last turn is there.
-        `retries`: of calls that fail while their engine lives; `on_retry` gets each prompt of one, and why.
-        `restore_engines`: waits for engines that were started anew, and refits them; called in `next_group` only, when
-        the policy has nothing else to do. `on_restart` gets the name of each worker that is started anew, and why.
-        `on_outcome`: gets what environments that play samples send for each. `enough_samples`: a group with so many
-        samples is complete, and the others are given up; None: all. Only where samples have one turn.
+        """`environments`: by task name. `on_sample`: called for each sample when its last turn is generated.
+        `retries`: limit for calls that fail while their engine is alive; `on_retry` gets the uid of each prompt that is
+        generated again, and the reason. `restore_engines`: waits for restarted engines and refits them; called only in
+        `next_group`, when the policy is idle. `on_restart`: gets the name of each worker that is restarted, and the
+        reason. `on_outcome`: gets every outcome of environments that run agents. `enough_samples`: a group is complete
+        with this many samples and its other samples are aborted; None: with all of them. Only for samples of one turn.
 
-        Raises DataError where samples may have several turns and the tokenizer's chat template cannot hold them.
+        Raises DataError if samples may have several turns and the tokenizer's chat template cannot hold them.
         """
         self.engines, self.environments, self.limits, self.seed = engines, environments, limits, seed
         self.cluster: Cluster = engines.cluster
         self._on_sample, self._on_retry = on_sample, on_retry
         self._faults = EngineFaults(engines, retries or Retries(0, 0.0), restore_engines, on_restart)
         self._enough_samples = enough_samples
-        self._given_up: list[tuple[Future, int]] = []  # engines that are being told, and their numbers
         self._template = TurnTemplate(tokenizer) if limits.max_turns > 1 else None
-        self._open: dict[str, _Open] = {}
-        self._running: dict[int, _Running] = {}  # by id of the stream
-        self._parked: list[_Parked] = []
-        playing = {task: worker for task, worker in environments.items() if getattr(worker, "plays", False)}
-        self._playing = AgentRollouts(playing, engines, seed=seed, on_sample=on_sample, on_outcome=on_outcome)
-        judging = {task: worker for task, worker in environments.items() if task not in playing}
-        self._judging = RewardScorer(judging, self.cluster, on_restart)
-        # (engine, step, sampling) -> next turns that are still to be sent
-        self._queued: dict[tuple[int, int, Sampling], list[GenerationRequest]] = defaultdict(list)
+        agents = {
+            task: worker
+            for task, worker in environments.items()
+            if isinstance(worker, EnvironmentWorker) and worker.runs_agents
+        }
+        self._agents = AgentRollouts(agents, engines, seed=seed, on_sample=on_sample, on_outcome=on_outcome)
+        scored = {task: worker for task, worker in environments.items() if task not in agents}
+        self._scorer = RewardScorer(scored, self.cluster, on_restart)
+        self._groups: dict[str, _OpenGroup] = {}  # by uid
+        self._calls: dict[int, _EngineCall] = {}  # by id of the stream
+        self._parked: list[_ParkedCall] = []
+        self._aborts: list[tuple[Future, int]] = []  # not answered yet, with the number of the engine
+        # (engine, step, sampling) -> requests of the next turn, not sent yet
+        self._next_turns: dict[tuple[int, int, Sampling], list[GenerationRequest]] = defaultdict(list)
         self._finished: deque[Group] = deque()
 
     @property
     def generating(self) -> bool:
-        """Whether an engine still generates; otherwise only verdicts are waited for."""
-        return bool(self._running or self._parked or self._playing.awaited())
+        """Whether samples are still being generated; otherwise only rewards are waited for."""
+        return bool(self._calls or self._parked or self._agents.awaited())
 
-    def dispatch(self, prompts: Sequence[Any], sampling: Sampling, *, generations: int, step: int) -> None:
-        """Sends `generations` requests for each prompt (a DatumSpec) to the engines. Does not wait for samples."""
-        while self._given_up:  # it might be about one of these prompts
-            self._told(*self._given_up.pop())
-        shares: list[list[GenerationRequest]] = [[] for _ in self.engines.workers]
-        load = [0] * len(shares)
-        for group in self._open.values():
+    def dispatch(self, prompts: Sequence[DatumSpec], sampling: Sampling, *, generations: int, step: int) -> None:
+        """Send `generations` requests for each prompt to the engines. Does not wait for samples."""
+        while self._aborts:  # an abort that arrives late could hit a prompt that is dispatched again
+            self._confirm_abort(*self._aborts.pop())
+        requests: list[list[GenerationRequest]] = [[] for _ in self.engines.workers]
+        load = [0] * len(requests)
+        for group in self._groups.values():
             load[group.engine] += group.load
         candidates = self.engines.serving() or range(len(load))
+        for_agents: list[DatumSpec] = []
         for prompt in prompts:
             if prompt["task_name"] not in self.environments:
                 raise ValueError(f"{prompt['uid']}: no environment for task {prompt['task_name']!r}")
-            if self._playing.plays(prompt):
+            if self._agents.handles(prompt):
+                for_agents.append(prompt)
                 continue
             engine = min(candidates, key=load.__getitem__)  # a whole group to one engine: its prompt is prefilled once
-            shares[engine] += self._start(prompt, sampling, generations, step, engine)
-            load[engine] += self._open[prompt["uid"]].load
-        for engine, requests in enumerate(shares):
-            if requests:
-                self._send(engine, step, requests, sampling, f"samples of step {step}")
-        played = [prompt for prompt in prompts if self._playing.plays(prompt)]
-        self._playing.dispatch(played, sampling, generations=generations, step=step)
+            requests[engine] += self._open_group(prompt, sampling, generations, step, engine)
+            load[engine] += self._groups[prompt["uid"]].load
+        for engine, share in enumerate(requests):
+            if share:
+                self._send(engine, step, share, sampling, f"samples of step {step}")
+        self._agents.dispatch(for_agents, sampling, generations=generations, step=step)
 
-    def _start(
-        self, prompt: Any, sampling: Sampling, generations: int, step: int, engine: int
+    def _open_group(
+        self, prompt: DatumSpec, sampling: Sampling, generations: int, step: int, engine: int
     ) -> list[GenerationRequest]:
         turns = tuple(
             Turn(role=message["role"], token_ids=message["token_ids"], text=message["content"])
@@ -172,192 +172,156 @@ class Rollouts:
         )
         uid, info = prompt["uid"], prompt["extra_env_info"]
         stop = tuple(prompt.get("stop_strings") or ())
-        # An environment of several turns may keep its state there, sample by sample.
-        own = copy.deepcopy if self.limits.max_turns > 1 else lambda shared: shared
-        conversations = [Conversation(own(info), stop) for _ in range(generations)]
-        self._open[uid] = _Open(prompt, step, sampling, engine, conversations, generations)
+        # An environment of several turns may keep each sample's state in its metadata: each gets a copy.
+        copied = copy.deepcopy if self.limits.max_turns > 1 else lambda shared: shared
+        conversations = [Conversation(copied(info), stop) for _ in range(generations)]
+        self._groups[uid] = _OpenGroup(prompt, step, sampling, engine, conversations, generations)
         return [
             GenerationRequest(uid, index, turns, sample_seed(self.seed, step, uid, index), stop)
             for index in range(generations)
         ]
 
     def give_up(self, uids: Collection[str]) -> None:
-        """These prompts will not come back: their samples are given up where they are. They may be dispatched again."""
-        self._judging.forget(uids)
+        """Drop these prompts and abort their samples. They may be dispatched again."""
+        self._scorer.give_up(uids)
         self._finished = deque(group for group in self._finished if group.uid not in uids)
-        for key, requests in self._queued.items():
-            self._queued[key] = [request for request in requests if request.uid not in uids]
+        for key, requests in self._next_turns.items():
+            self._next_turns[key] = [request for request in requests if request.uid not in uids]
         for parked in self._parked:
             parked.requests = [request for request in parked.requests if request.uid not in uids]
         self._parked = [parked for parked in self._parked if parked.requests]
-        self._playing.forget(uids)
+        self._agents.give_up(uids)
         engines = set()
-        for running in self._running.values():
-            if any([running.missing.pop(uid, 0) for uid in uids]):
-                engines.add(running.engine)
+        for call in self._calls.values():
+            if any([call.expected.pop(uid, 0) for uid in uids]):
+                engines.add(call.engine)
         for uid in uids:
-            self._open.pop(uid, None)
-        told = [(self._tell(engine, uids), engine) for engine in sorted(engines)]
-        for answer, engine in told:
-            self._told(answer, engine)
+            self._groups.pop(uid, None)
+        aborts = [(self._abort_on_engine(engine, uids), engine) for engine in sorted(engines)]
+        for answer, engine in aborts:
+            self._confirm_abort(answer, engine)
 
-    def _tell(self, engine: int, uids: Collection[str]) -> Future:
+    def _abort_on_engine(self, engine: int, uids: Collection[str]) -> Future:
         return self.engines.workers[engine].call("give_up", tuple(uids), what="giving samples up")
 
-    def _told(self, answer: Future, engine: int) -> None:
-        """The engine knows it; one that has died has no samples, which its streams or a refit find."""
+    def _confirm_abort(self, answer: Future, engine: int) -> None:
+        """Wait until the engine has aborted. A dead engine has no samples; its streams or a refit will find it dead."""
         try:
             with suppress(WorkerDied):
                 answer.result()
         except DeadlineExceeded as error:
-            self._failed(engine, error)
+            self._handle_failure(engine, error)
 
     def next_group(self) -> Group:
-        """Waits for the next group whose samples are all generated and scored.
+        """Wait for the next group whose samples are all generated and scored.
 
         Raises WorkerFailed and DeadlineExceeded of engines and environments.
         """
         while not self._finished:
             for engine, error in list(self.engines.deaths.items()):
-                self._failed(engine, error)
-            if self._parked or (self._playing.awaited() and not self.engines.reachable()):
-                self._restore()
+                self._handle_failure(engine, error)
+            if self._parked or (self._agents.awaited() and not self.engines.reachable()):
+                self._restore_engines()
             ready = self._wait()
             if ready is None:
-                self._go_on_judged()
+                self._advance_scored()
             else:
                 self.take(ready)
         return self._finished.popleft()
 
-    def _wait(self) -> Any:
-        """The first of `awaited` that has something; None: an environment or an engine is late."""
-        busy = {running.engine for running in self._running.values()}
-        patience_s, timeout_s = self._judging.patience_s(), self.cluster.call_timeout_s
-        left_s = min(patience_s, self._faults.seconds_left(busy))
+    def _wait(self) -> Future | Stream | None:
+        """Return the first of `awaited` that is ready; None if an environment or an engine exceeded its deadline."""
+        busy = {call.engine for call in self._calls.values()}
+        timeout_s = self.cluster.call_timeout_s
+        left_s = min(self._scorer.seconds_left(), self._faults.seconds_left(busy))
         try:
             return self.cluster.next_ready(self.awaited(), min(left_s, timeout_s), "samples and verdicts")
         except DeadlineExceeded as error:
-            if silent := self._faults.silent(busy):
-                name = self.engines.workers[silent[0]].name
-                self._failed(silent[0], DeadlineExceeded("samples", name, timeout_s, error.detail))
+            if late := self._faults.timed_out(busy):
+                name = self.engines.workers[late[0]].name
+                self._handle_failure(late[0], DeadlineExceeded("samples", name, timeout_s, error.detail))
             elif left_s == timeout_s:
                 raise
             return None
 
-    def awaited(self) -> list[Any]:
-        """The verdicts and streams that are waited for."""
-        streams = (running.stream for running in self._running.values())
-        telling = (answer for answer, _ in self._given_up)
-        return [*self._judging.pending(), *streams, *telling, *self._playing.awaited()]
+    def awaited(self) -> list[Future | Stream]:
+        """Return all calls and streams under way."""
+        streams = (call.stream for call in self._calls.values())
+        aborts = (answer for answer, _ in self._aborts)
+        return [*self._scorer.awaited(), *streams, *aborts, *self._agents.awaited()]
 
-    def take(self, ready: Any) -> None:
-        """Goes on with one of `awaited` that has something. Raises what it raises."""
-        if told := [entry for entry in self._given_up if entry[0] is ready]:
-            self._given_up.remove(told[0])
-            self._told(*told[0])
-        elif self._playing.take(ready):
-            self._finished.extend(self._playing.finished())
-        elif not self._judging.take(ready):
-            self._take_next_of(self._running[id(ready)])
-        self._go_on_judged()
+    def take(self, ready: Future | Stream) -> None:
+        """Process one of `awaited` that is ready. Raises what it raises."""
+        if abort := next((entry for entry in self._aborts if entry[0] is ready), None):
+            self._aborts.remove(abort)
+            self._confirm_abort(*abort)
+        elif self._agents.take(ready):
+            self._finished.extend(self._agents.finished())
+        elif not self._scorer.take(ready):
+            self._take_sample(self._calls[id(ready)])
+        self._advance_scored()
 
-    def _take_next_of(self, running: _Running) -> None:
-        """The next sample of an engine, or that its call has failed."""
-        stream = running.stream
+    def _take_sample(self, call: _EngineCall) -> None:
+        """Take the next sample of a generation call, its end or its failure."""
+        stream = call.stream
         try:
             parcel = next(stream, None)
         except (WorkerFailed, DeadlineExceeded) as error:
-            self._failed(running.engine, error, running)
+            self._handle_failure(call.engine, error, call)
             return
-        self._faults.heard(running.engine)
-        if parcel is None:  # its last samples were given up
-            del self._running[id(stream)]
+        self._faults.mark_active(call.engine)
+        if parcel is None:  # the end: its last samples were aborted
+            del self._calls[id(stream)]
             return
-        if not running.missing[parcel.label.uid]:  # it was given up, and came all the same
+        if not call.expected[parcel.label.uid]:  # the sample finished before its abort arrived
             return
-        running.missing[parcel.label.uid] -= 1
+        call.expected[parcel.label.uid] -= 1
         sample = replace(parcel.label, ref=parcel.content)
-        if self._is_enough(sample.uid):
-            del running.missing[sample.uid]
-            self._forget_missing(sample, running.engine)
-        if not running.missing.total():
+        if self._completes_group(sample.uid):
+            del call.expected[sample.uid]
+            self._abort_missing(sample, call.engine)
+        if not call.expected.total():
             self._faults.reset()
-            if next(stream, None) is None:  # nothing is left but its end, and perhaps what was given up
-                del self._running[id(stream)]
-        self._take_sample(sample)
+            if next(stream, None) is None:  # its end; otherwise aborted samples still come
+                del self._calls[id(stream)]
+        self._record_sample(sample)
 
-    def _is_enough(self, uid: str) -> bool:
-        """Whether a group can do without the samples that are missing when the next one is there."""
-        group = self._open[uid]
-        return group.missing > 1 and len(group.conversations) - group.missing + 1 == self._enough_samples
+    def _completes_group(self, uid: str) -> bool:
+        """Whether one more sample is enough for this group, although others are missing."""
+        group = self._groups[uid]
+        return group.unfinished > 1 and len(group.conversations) - group.unfinished + 1 == self._enough_samples
 
-    def _forget_missing(self, last: TrajectoryRef, engine: int) -> None:
-        """The group of `last` is complete with it: the engine is told to give up the others."""
-        group = self._open[last.uid]
+    def _abort_missing(self, last: TrajectoryRef, engine: int) -> None:
+        """Complete the group of `last` with that sample, and abort the samples that are missing."""
+        group = self._groups[last.uid]
         for index, conversation in enumerate(group.conversations):
             conversation.over = conversation.sample is None and index != last.generation_index
-        group.missing = 1
-        self._given_up.append((self._tell(engine, [last.uid]), engine))
+        group.unfinished = 1
+        self._aborts.append((self._abort_on_engine(engine, [last.uid]), engine))
 
-    def _go_on_judged(self) -> None:
-        """Closes the groups that are judged to the end, and sends the next turns of the others."""
-        while (judged := self._judging.next()) is not None:
-            uid, outcomes = judged
-            self._go_on(self._open[uid], outcomes)
-            if not self._open[uid].missing:
-                self._finished.append(self._close(uid))
-        self._send_queued()
-
-    def _failed(self, engine: int, error: WorkerFailed | DeadlineExceeded, call: _Running | None = None) -> None:
-        """A call has failed, or its engine has died or hangs, and all its calls with it. May raise `error`."""
-        name, lost = self.engines.workers[engine].name, self._faults.met(error, engine)
-        failed = [other for other in self._running.values() if other.engine == engine if lost or other is call]
-        target = self._faults.another(engine)
-        for running in failed:
-            del self._running[id(running.stream)]
-            self._generate_anew(running, target, f"{name}: {cause(error)}")
-        if lost:
-            self._given_up = [entry for entry in self._given_up if entry[1] != engine]
-            self._move_all(engine, target)
-
-    def _generate_anew(self, failed: _Running, engine: int, why: str) -> None:
-        """Starts the unfinished groups of a failed call from the beginning."""
-        requests: list[GenerationRequest] = []
-        for uid in +failed.missing:  # the samples of the others are there
-            group = self._open[uid]
-            self._on_retry(uid, why)
-            requests += self._start(group.prompt, failed.sampling, len(group.conversations), group.step, engine)
-        if requests:
-            self._send(engine, failed.step, requests, failed.sampling, f"{len(requests)} samples anew")
-
-    def _move_all(self, lost: int, target: int) -> None:
-        """Later turns go on with another engine, which gets the trajectories so far."""
-        for group in self._open.values():
-            group.engine = target if group.engine == lost else group.engine
-        for key in [key for key in self._queued if key[0] == lost and lost != target]:
-            self._queued[target, *key[1:]] += self._queued.pop(key)
-
-    def _restore(self) -> None:
-        """Engines are there again, and get what waited for them."""
-        self._faults.restore(sum(len(parked.requests) for parked in self._parked))
-        parked, self._parked = self._parked, []
-        for call in parked:
-            self._send(call.engine, call.step, call.requests, call.sampling, call.what)
-
-    def _take_sample(self, sample: TrajectoryRef) -> None:
-        group = self._open[sample.uid]
+    def _record_sample(self, sample: TrajectoryRef) -> None:
+        """Add a generated turn to its group; request rewards when it is the group's last one."""
+        group = self._groups[sample.uid]
         group.conversations[sample.generation_index].sample = sample
         if sample.turns == self.limits.max_turns:
             self._on_sample()
-        group.missing -= 1
-        if not group.missing:
+        group.unfinished -= 1
+        if not group.unfinished:
             live = group.live()
             metadata = [conversation.metadata for conversation in live]
             references = [conversation.sample.ref for conversation in live if conversation.sample]
-            self._judging.ask(sample.uid, group.prompt["task_name"], metadata, references)
+            self._scorer.submit(sample.uid, group.prompt["task_name"], metadata, references)
 
-    def _go_on(self, group: _Open, outcomes: Sequence[Outcome]) -> None:
-        """Queues the next turn of those that have one."""
+    def _advance_scored(self) -> None:
+        """Take the rewards that have come: close groups that are done, send the next turns of the others."""
+        while (scored := self._scorer.next()) is not None:
+            uid, outcomes = scored
+            self._queue_next_turns(self._groups[uid], outcomes)
+            if not self._groups[uid].unfinished:
+                self._finished.append(self._close_group(uid))
+        self._send_next_turns()
+
+    def _queue_next_turns(self, group: _OpenGroup, outcomes: Sequence[Outcome]) -> None:
         for conversation, outcome in zip(group.live(), outcomes, strict=True):
             sample = conversation.sample
             assert sample is not None
@@ -368,33 +332,70 @@ class Rollouts:
                 seed = sample_seed(self.seed, group.step, sample.uid, sample.generation_index, sample.turns)
                 request = conversation.next_request(said, seed, self.limits)
             if request is not None:
-                self._queued[group.engine, group.step, group.sampling].append(request)
-                group.missing += 1
+                self._next_turns[group.engine, group.step, group.sampling].append(request)
+                group.unfinished += 1
             elif sample.turns < self.limits.max_turns:
                 self._on_sample()
 
-    def _send_queued(self) -> None:
-        if not self._queued:
+    def _send_next_turns(self) -> None:
+        """Send the queued turns of each engine and step of which nothing is being generated or scored."""
+        if not self._next_turns:
             return
-        busy = {(running.engine, running.step) for running in self._running.values()}
-        busy |= {(group.engine, group.step) for group in map(self._open.__getitem__, self._judging.uids())}
-        for engine, step, sampling in [key for key in self._queued if key[:2] not in busy]:
-            requests = self._queued.pop((engine, step, sampling))
+        busy = {(call.engine, call.step) for call in self._calls.values()}
+        busy |= {(group.engine, group.step) for group in map(self._groups.__getitem__, self._scorer.uids())}
+        for engine, step, sampling in [key for key in self._next_turns if key[:2] not in busy]:
+            requests = self._next_turns.pop((engine, step, sampling))
             if requests:
                 self._send(engine, step, requests, sampling, f"later turns of {len(requests)} samples")
 
+    def _close_group(self, uid: str) -> Group:
+        group = self._groups.pop(uid)
+        finished = [(each.sample, each.score) for each in group.conversations if each.sample and each.score]
+        return Group(group.prompt, tuple(sample for sample, _ in finished), tuple(score for _, score in finished))
+
     def _send(self, engine: int, step: int, requests: list[GenerationRequest], sampling: Sampling, what: str) -> None:
         if engine in self.engines.lost:
-            self._parked.append(_Parked(engine, step, requests, sampling, what))
+            self._parked.append(_ParkedCall(engine, step, requests, sampling, what))
             return
         stream = self.engines.workers[engine].stream("generate_refs", requests, sampling, what=what)
-        missing = Counter(request.uid for request in requests)
-        if all(running.engine != engine for running in self._running.values()):
-            self._faults.heard(engine)
-        self._running[id(stream)] = _Running(engine, step, sampling, stream, missing)
+        expected = Counter(request.uid for request in requests)
+        if all(call.engine != engine for call in self._calls.values()):
+            self._faults.mark_active(engine)
+        self._calls[id(stream)] = _EngineCall(engine, step, sampling, stream, expected)
 
-    def _close(self, uid: str) -> Group:
-        group = self._open.pop(uid)
-        kept = [conversation for conversation in group.conversations if conversation.sample]
-        samples = tuple(conversation.sample for conversation in kept)
-        return Group(group.prompt, samples, tuple(conversation.score for conversation in kept))
+    def _handle_failure(
+        self, engine: int, error: WorkerFailed | DeadlineExceeded, failed_call: _EngineCall | None = None
+    ) -> None:
+        """Regenerate what a failed call, or a lost engine with all its calls, did not finish. May raise `error`."""
+        name, lost = self.engines.workers[engine].name, self._faults.handle(error, engine)
+        target = self._faults.next_engine(engine)
+        for call in [call for call in self._calls.values() if call.engine == engine and (lost or call is failed_call)]:
+            del self._calls[id(call.stream)]
+            self._regenerate(call, target, f"{name}: {cause(error)}")
+        if lost:
+            self._aborts = [entry for entry in self._aborts if entry[1] != engine]
+            self._move_groups(engine, target)
+
+    def _regenerate(self, failed: _EngineCall, engine: int, why: str) -> None:
+        """Generate the unfinished groups of a failed call again from the start."""
+        requests: list[GenerationRequest] = []
+        for uid in +failed.expected:  # without groups whose samples have all come
+            group = self._groups[uid]
+            self._on_retry(uid, why)
+            requests += self._open_group(group.prompt, failed.sampling, len(group.conversations), group.step, engine)
+        if requests:
+            self._send(engine, failed.step, requests, failed.sampling, f"{len(requests)} samples anew")
+
+    def _move_groups(self, lost: int, target: int) -> None:
+        """Let engine `target` generate the later turns of a lost engine's groups; it gets their trajectories so far."""
+        for group in self._groups.values():
+            group.engine = target if group.engine == lost else group.engine
+        for key in [key for key in self._next_turns if key[0] == lost and lost != target]:
+            self._next_turns[target, *key[1:]] += self._next_turns.pop(key)
+
+    def _restore_engines(self) -> None:
+        """Bring lost engines back and send them the requests that waited for them."""
+        self._faults.restore(sum(len(parked.requests) for parked in self._parked))
+        parked, self._parked = self._parked, []
+        for call in parked:
+            self._send(call.engine, call.step, call.requests, call.sampling, call.what)

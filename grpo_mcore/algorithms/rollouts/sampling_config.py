@@ -1,25 +1,29 @@
-"""How samples are drawn and how long they may get, from the recipe."""
+"""The recipe's sampling parameters and length limits."""
 
 from __future__ import annotations
 
-from typing import Any
-
+from grpo_mcore.recipe import GenerationConfig, MasterConfig
 from grpo_mcore.rollout.conversation import TurnLimits
 from grpo_mcore.rollout.trajectory import Sampling
 
 
-def turn_limits(config: Any) -> TurnLimits:
-    """Of a sample's turns, from the whole recipe."""
-    return TurnLimits(config.grpo.max_rollout_turns, config.policy.generation.vllm_cfg.max_model_len)
+def turn_limits(config: MasterConfig) -> TurnLimits:
+    """Return the limits of a sample's turns."""
+    max_model_len = config.policy.generation.vllm_cfg.max_model_len
+    assert max_model_len is not None, "the recipe derives it"
+    return TurnLimits(config.grpo.max_rollout_turns, max_model_len)
 
 
-def sampling_of(generation: Any, eos_token_id: int, *, validation: bool = False) -> Sampling:
-    """How tokens are drawn, from the recipe's policy.generation."""
-    stop_ids = generation.stop_token_ids
+def sampling_of(generation: GenerationConfig, eos_token_id: int, *, validation: bool = False) -> Sampling:
+    """Return the sampling parameters of policy.generation, for training or for validation."""
+    stop_ids, max_new_tokens = generation.stop_token_ids, generation.max_new_tokens
+    temperature = generation.val_temperature if validation else generation.temperature
+    top_p = generation.val_top_p if validation else generation.top_p
+    assert max_new_tokens is not None and temperature is not None and top_p is not None, "the recipe derives them"
     return Sampling(
-        max_new_tokens=generation.max_new_tokens,
-        temperature=generation.val_temperature if validation else generation.temperature,
-        top_p=generation.val_top_p if validation else generation.top_p,
+        max_new_tokens=max_new_tokens,
+        temperature=temperature,
+        top_p=top_p,
         top_k=generation.val_top_k if validation else generation.top_k,
         stop_token_ids=tuple([eos_token_id] if stop_ids is None else stop_ids),
         stop_strings=tuple(generation.stop_strings or ()),

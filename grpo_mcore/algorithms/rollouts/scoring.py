@@ -1,7 +1,7 @@
-"""Asks environments for verdicts, each call with a deadline, and keeps the damage small where one hangs or dies.
+"""Ask environments for rewards, each call with a deadline, and keep the damage small when one hangs or dies.
 
-An environment that does not answer in time, or whose process ends, is started anew and asked again about each sample
-alone. The one that it fails on once more has no reward and a reason; the others have theirs.
+An environment that exceeds its deadline, or whose process ends, is restarted and asked about each sample separately.
+The sample on which it fails again has no reward, but a reason; the others have their rewards.
 """
 
 from __future__ import annotations
@@ -12,30 +12,32 @@ from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from grpo_mcore.cluster import Cluster, DeadlineExceeded, Future, ObjectStore, Stream, Worker, WorkerDied
+from grpo_mcore.cluster import Cluster, DeadlineExceeded, Future, ObjectStore, Place, Stream, Worker, WorkerDied
 from grpo_mcore.cluster.local_cluster import LocalWorker
 from grpo_mcore.rollout.trajectory import Outcome
 
-_FAILURES = 20  # of an environment in a row, without any verdict between them: more end the run
+_MAX_FAILURES = 20
+"""Consecutive failures of one environment that are tolerated; the next one ends the run."""
 
 
 class EnvironmentWorker:
-    """An environment in a worker that can be started anew. `calls`: that it takes at a time; `timeout_s`: of each.
-    `plays`: it plays whole samples itself.
-
-    `start`: spawns the worker.
-    """
+    """An environment in a worker that can be restarted."""
 
     def __init__(
-        self, cluster: Cluster, start: Callable[[], Worker], *, calls: int, timeout_s: float, plays: bool = False
+        self, cluster: Cluster, start: Callable[[], Worker], *, calls: int, timeout_s: float, runs_agents: bool = False
     ) -> None:
+        """`start`: spawns the worker. `calls`: how many calls it takes at a time; `timeout_s`: deadline of each.
+        `runs_agents`: it generates whole samples itself, through the policy's endpoint."""
         self._cluster, self._start = cluster, start
-        self.calls, self.timeout_s, self.plays = calls, timeout_s, plays
+        self.calls, self.timeout_s, self.runs_agents = calls, timeout_s, runs_agents
         self._worker = start()
         self.name = self._worker.name
 
     def ready(self) -> Future:
         return self._worker.ready()
+
+    def place(self) -> Place:
+        return self._worker.place()
 
     def call(self, method: str, *args: Any, timeout_s: float | None = None, what: str | None = None) -> Future:
         return self._worker.call(method, *args, timeout_s=timeout_s, what=what)
@@ -44,7 +46,7 @@ class EnvironmentWorker:
         return self._worker.stream(method, *args, timeout_s=timeout_s, what=what)
 
     def restart(self) -> None:
-        """Ends it, whatever it is doing, and waits for its successor."""
+        """End it, whatever it is doing, and wait for its successor."""
         self.stop()
         self._worker = self._start()
         self._worker.ready().result()
@@ -55,20 +57,20 @@ class EnvironmentWorker:
 
 @dataclass(eq=False)
 class ScoreRequest:
-    """The samples of a group whose turn is judged."""
+    """The samples of one group whose last turn is to be scored. `outcomes`: by position in `references`."""
 
     uid: str
     metadata: Sequence[dict[str, Any]]
     references: Sequence[Any]
     outcomes: dict[int, Outcome] = field(default_factory=dict)
-    unwanted: bool = False
+    given_up: bool = False
 
 
 @dataclass(eq=False)
 class _Call:
-    """`alone`: nothing else is asked of the environment at the same time."""
+    """A call about some samples of a request. `alone`: the environment gets no other call at the same time."""
 
-    ask: ScoreRequest
+    request: ScoreRequest
     positions: list[int]
     alone: bool = False
     pending: Future | None = None
@@ -77,19 +79,22 @@ class _Call:
 
 @dataclass(eq=False)
 class EnvQueue:
-    """One environment, what waits for it and what it is at."""
+    """One environment with the calls that wait for it and those under way. `max_calls`: at a time."""
 
-    worker: Any
-    calls: float
+    worker: Worker
+    max_calls: float
     timeout_s: float
     waiting: deque[_Call] = field(default_factory=deque)
-    out: list[_Call] = field(default_factory=list)
+    running: list[_Call] = field(default_factory=list)
     failures: int = 0
 
 
 class RewardScorer:
-    """`environments`: task name -> EnvironmentWorker, or any worker: the errors of one that cannot be started anew are
-    raised."""
+    """Collects the rewards of groups from several environments.
+
+    `environments`: by task name. An EnvironmentWorker is restarted when it fails; the errors of other workers are
+    raised. `on_restart`: gets the name of each worker that is restarted, and the reason.
+    """
 
     def __init__(
         self,
@@ -98,119 +103,130 @@ class RewardScorer:
         on_restart: Callable[[str, str], None] = lambda worker, why: None,
     ) -> None:
         self._cluster, self._on_restart = cluster, on_restart
-        desks: dict[int, EnvQueue] = {}
+        queues: dict[int, EnvQueue] = {}
         for worker in environments.values():
-            calls = getattr(worker, "calls", float("inf"))
-            timeout_s = getattr(worker, "timeout_s", cluster.call_timeout_s)
-            desks.setdefault(id(worker), EnvQueue(worker, calls, timeout_s))
-        self._desks = list(desks.values())
-        self._by_task = {task: desks[id(worker)] for task, worker in environments.items()}
-        self._judged: deque[ScoreRequest] = deque()
+            limits = (float("inf"), cluster.call_timeout_s)
+            if isinstance(worker, EnvironmentWorker):
+                limits = (worker.calls, worker.timeout_s)
+            queues.setdefault(id(worker), EnvQueue(worker, *limits))
+        self._queues = list(queues.values())
+        self._by_task = {task: queues[id(worker)] for task, worker in environments.items()}
+        self._scored: deque[ScoreRequest] = deque()
 
-    def ask(self, uid: str, task: str, metadata: Sequence[dict[str, Any]], references: Sequence[Any]) -> None:
-        """For verdicts on trajectories, which `references` stand for. Does not wait."""
-        desk = self._by_task[task]
-        desk.waiting.append(_Call(ScoreRequest(uid, metadata, references), list(range(len(references)))))
-        self._send(desk)
+    def submit(self, uid: str, task: str, metadata: Sequence[dict[str, Any]], references: Sequence[Any]) -> None:
+        """Request the rewards of a group's trajectories, given by reference. Does not wait."""
+        queue = self._by_task[task]
+        queue.waiting.append(_Call(ScoreRequest(uid, metadata, references), list(range(len(references)))))
+        self._send(queue)
 
     def uids(self) -> set[str]:
-        """The prompts whose verdict has not been taken."""
-        calls = (call for desk in self._desks for call in (*desk.waiting, *desk.out))
-        return {call.ask.uid for call in calls if not call.ask.unwanted} | {ask.uid for ask in self._judged}
+        """Return the prompts whose rewards have not been taken by `next`."""
+        calls = (call for queue in self._queues for call in (*queue.waiting, *queue.running))
+        unscored = {call.request.uid for call in calls if not call.request.given_up}
+        return unscored | {request.uid for request in self._scored}
 
-    def forget(self, uids: Collection[str]) -> None:
-        """Nobody wants the verdicts on these any more."""
-        for desk in self._desks:
-            desk.waiting = deque(call for call in desk.waiting if call.ask.uid not in uids)
-            for call in desk.out:
-                call.ask.unwanted = call.ask.unwanted or call.ask.uid in uids
-        self._judged = deque(ask for ask in self._judged if ask.uid not in uids)
+    def give_up(self, uids: Collection[str]) -> None:
+        """Drop the requests of these prompts."""
+        for queue in self._queues:
+            queue.waiting = deque(call for call in queue.waiting if call.request.uid not in uids)
+            for call in queue.running:
+                call.request.given_up = call.request.given_up or call.request.uid in uids
+        self._scored = deque(request for request in self._scored if request.uid not in uids)
 
-    def pending(self) -> list[Future]:
-        """What is being waited for."""
-        return [call.pending for desk in self._desks for call in desk.out if call.pending is not None]
+    def awaited(self) -> list[Future]:
+        """Return the calls under way."""
+        return [call.pending for queue in self._queues for call in queue.running if call.pending is not None]
 
-    def patience_s(self) -> float:
-        """Seconds until the first deadline."""
+    def seconds_left(self) -> float:
+        """Return the seconds until the first deadline of a call."""
         now = time.monotonic()
-        return min((max(call.deadline - now, 0.0) for desk in self._desks for call in desk.out), default=float("inf"))
+        deadlines = (call.deadline for queue in self._queues for call in queue.running)
+        return min((max(deadline - now, 0.0) for deadline in deadlines), default=float("inf"))
 
     def next(self) -> tuple[str, list[Outcome]] | None:
-        """A prompt whose verdicts are all there, with them; None: there is none yet."""
+        """Return the uid and the outcomes of a group whose rewards have all come; None if there is no such group."""
         self._expire()
-        if not self._judged:
+        if not self._scored:
             return None
-        ask = self._judged.popleft()
-        return ask.uid, [ask.outcomes[position] for position in range(len(ask.references))]
+        request = self._scored.popleft()
+        return request.uid, [request.outcomes[position] for position in range(len(request.references))]
 
-    def take(self, ready: Any) -> bool:
-        """Takes an answer that has come, if it is one to a call of ours. Raises what the environment raised."""
-        for desk in self._desks:
-            for call in desk.out:
+    def take(self, ready: Future | Stream) -> bool:
+        """Process an answer that has come; return False if it is not one of `awaited`. Raises what the environment
+        raised."""
+        for queue in self._queues:
+            for call in queue.running:
                 if call.pending is ready:
-                    self._take(desk, call)
+                    self._take(queue, call)
                     return True
         return False
 
-    def _take(self, desk: EnvQueue, call: _Call) -> None:
+    def _take(self, queue: EnvQueue, call: _Call) -> None:
         assert call.pending is not None
         try:
             outcomes = call.pending.result()
         except WorkerDied as error:
-            self._recover(desk, call, f"the environment died: {error.cause}", error)
+            self._recover(queue, call, f"the environment died: {error.cause}", error)
             return
-        desk.failures = 0
-        desk.out.remove(call)
-        self._note(call, outcomes)
-        self._send(desk)
+        queue.failures = 0
+        queue.running.remove(call)
+        self._record(call, outcomes)
+        self._send(queue)
 
-    def _note(self, call: _Call, outcomes: Sequence[Outcome]) -> None:
-        call.ask.outcomes.update(zip(call.positions, outcomes, strict=True))
-        if len(call.ask.outcomes) == len(call.ask.references) and not call.ask.unwanted:
-            self._judged.append(call.ask)
+    def _record(self, call: _Call, outcomes: Sequence[Outcome]) -> None:
+        request = call.request
+        request.outcomes.update(zip(call.positions, outcomes, strict=True))
+        if len(request.outcomes) == len(request.references) and not request.given_up:
+            self._scored.append(request)
 
-    def _send(self, desk: EnvQueue) -> None:
-        while desk.waiting and len(desk.out) < desk.calls:
-            if desk.out and (desk.waiting[0].alone or desk.out[0].alone):
+    def _send(self, queue: EnvQueue) -> None:
+        """Start the calls that wait, as many as the environment takes."""
+        while queue.waiting and len(queue.running) < queue.max_calls:
+            if queue.running and (queue.waiting[0].alone or queue.running[0].alone):
                 return
-            call = desk.waiting.popleft()
-            metadata = [call.ask.metadata[position] for position in call.positions]
-            references = [call.ask.references[position] for position in call.positions]
-            what = f"the verdict on {call.ask.uid}"
-            call.deadline = time.monotonic() + desk.timeout_s
-            call.pending = desk.worker.call("advance", metadata, *references, timeout_s=desk.timeout_s, what=what)
-            desk.out.append(call)
+            call = queue.waiting.popleft()
+            metadata = [call.request.metadata[position] for position in call.positions]
+            references = [call.request.references[position] for position in call.positions]
+            what = f"the verdict on {call.request.uid}"
+            call.deadline = time.monotonic() + queue.timeout_s
+            call.pending = queue.worker.call("advance", metadata, *references, timeout_s=queue.timeout_s, what=what)
+            queue.running.append(call)
 
     def _expire(self) -> None:
+        """Recover every environment that has exceeded the deadline of a call."""
         now = time.monotonic()
-        for desk in self._desks:
-            for call in [call for call in desk.out if now >= call.deadline]:
+        for queue in self._queues:
+            for call in [call for call in queue.running if now >= call.deadline]:
                 assert call.pending is not None
-                try:
-                    self._cluster.next_ready([call.pending], 0.0, call.pending.what)  # it may only be to be taken
+                try:  # its answer may have come in time and only not been taken yet
+                    self._cluster.next_ready([call.pending], 0.0, call.pending.what)
                 except DeadlineExceeded as error:
-                    self._recover(desk, call, f"no verdict within {desk.timeout_s:g} s", error)
+                    self._recover(queue, call, f"no verdict within {queue.timeout_s:g} s", error)
                     break
 
-    def _recover(self, desk: EnvQueue, culprit: _Call, reason: str, error: Exception) -> None:
-        """After a death, or a deadline: who was asked about alone is given up, the others are asked about again."""
-        desk.failures += 1
-        if not hasattr(desk.worker, "restart") or desk.failures > _FAILURES:
+    def _recover(self, queue: EnvQueue, culprit: _Call, reason: str, error: Exception) -> None:
+        """Restart an environment that died or exceeded the deadline of `culprit`.
+
+        If `culprit` was about one sample and ran alone, that sample has no reward. All others are asked about again,
+        one by one."""
+        queue.failures += 1
+        worker = queue.worker
+        if not isinstance(worker, EnvironmentWorker) or queue.failures > _MAX_FAILURES:
             raise error
-        out, desk.out = desk.out, []
-        again = [call for call in out if call is not culprit or len(call.positions) > 1 or len(out) > 1]
+        calls, queue.running = queue.running, []
+        again = [call for call in calls if call is not culprit or len(call.positions) > 1 or len(calls) > 1]
         for call in reversed(again):
             for position in reversed(call.positions):
-                desk.waiting.appendleft(_Call(call.ask, [position], alone=True))
-        self._on_restart(desk.worker.name, f"{culprit.ask.uid}: {reason}")
-        desk.worker.restart()
+                queue.waiting.appendleft(_Call(call.request, [position], alone=True))
+        self._on_restart(worker.name, f"{culprit.request.uid}: {reason}")
+        worker.restart()
         if culprit not in again:
-            self._note(culprit, [Outcome(None, None, reason, desk.timeout_s)])
-        self._send(desk)
+            self._record(culprit, [Outcome(None, None, reason, queue.timeout_s)])
+        self._send(queue)
 
 
-class _InProcess:
-    """An environment object of the driver's own, as a script may pass one, in place of a worker."""
+class _LocalEnvironment:
+    """An environment object of the driver's process, called like a worker's."""
 
     def __init__(self, environment: Any, store: ObjectStore) -> None:
         self.environment, self.store = environment, store
@@ -220,8 +236,8 @@ class _InProcess:
 
 
 def as_workers(environments: Mapping[str, Any], cluster: Cluster) -> dict[str, Worker]:
-    """Environments by task, each as a worker: those that are objects of this process are wrapped."""
+    """Return a worker for each task: environments that are objects of this process are wrapped."""
     return {
-        task: env if hasattr(env, "call") else LocalWorker(task, _InProcess(env, cluster.store))
+        task: env if hasattr(env, "call") else LocalWorker(task, _LocalEnvironment(env, cluster.store))
         for task, env in environments.items()
     }

@@ -1,4 +1,4 @@
-"""Validation: generate on held-out prompts, score, average, and keep some samples to look at."""
+"""Validation: generate on held-out prompts, score, average, and keep some samples to show."""
 
 from __future__ import annotations
 
@@ -14,13 +14,13 @@ from grpo_mcore.algorithms.rollouts.sampling_config import sampling_of, turn_lim
 from grpo_mcore.cluster import Worker
 from grpo_mcore.data import DataError
 from grpo_mcore.objective import CORRECT, pass_at_k, pass_numbers
-from grpo_mcore.recipe import MasterConfig, Problem, RecipeError
+from grpo_mcore.recipe import GRPOConfig, MasterConfig, Problem, RecipeError
 from grpo_mcore.rollout.group import Group
 
 
 @dataclass(frozen=True)
 class ShownSample:
-    """A validation sample as a person reads it."""
+    """A validation sample as text, for people."""
 
     uid: str
     prompt: str
@@ -33,9 +33,9 @@ class ShownSample:
 
 @dataclass(frozen=True)
 class Validation:
-    """`metrics`: accuracy (share of scored samples that are right), reward, lengths, with several samples a prompt
-    `pass@k`, and with several validation sets all of them for each as well: `TASK/accuracy`. None where too few
-    samples were scored."""
+    """`metrics`: accuracy (share of scored samples that are correct), reward, lengths; with several samples a prompt
+    also `pass@k`; with several validation sets also all of these for each, as `TASK/accuracy`. A metric is None if too
+    few samples were scored. `seconds`: duration of the validation."""
 
     metrics: dict[str, float | None]
     samples: list[ShownSample]
@@ -51,11 +51,12 @@ def run_validation(
     tokenizer: Any,
     faults: Mapping[str, Any] | None = None,
 ) -> Validation:
-    """Up to grpo.max_val_samples prompts, val_num_generations_per_prompt samples each; the engines must be ready.
+    """Validate on up to grpo.max_val_samples prompts, val_num_generations_per_prompt samples each. The engines must be
+    ready.
 
-    `faults`: what `Rollouts` does about workers that die. The seeds do not depend on the step: two validations of equal
-    weights give equal samples. Raises DataError where the
-    data loader gives nothing.
+    `faults`: arguments of `Rollouts` for workers that die. The seeds do not depend on the step: two validations of
+    equal weights give equal samples. Raises DataError if the data loader yields nothing, ValueError without validation
+    data or environments.
     """
     if dataloader is None or not environments:
         raise ValueError("there is nothing to validate on: set data.validation, or grpo.val_period to 0")
@@ -79,10 +80,10 @@ def run_validation(
     return Validation(validation_metrics(groups), samples, time.perf_counter() - began)
 
 
-def stop_reason(metrics: Mapping[str, float | None], grpo: Any) -> str | None:
-    """Why the run is to end after a validation with these metrics: grpo.stop_at_validation_metric is at or above its
-    threshold. None where it is not. Raises RecipeError for a metric that there is not."""
-    if grpo.stop_at_validation_metric is None:
+def stop_reason(metrics: Mapping[str, float | None], grpo: GRPOConfig) -> str | None:
+    """Return why the run ends after a validation with these metrics: grpo.stop_at_validation_metric has reached its
+    threshold. None if it has not. Raises RecipeError for an unknown metric."""
+    if grpo.stop_at_validation_metric is None or grpo.stop_at_validation_threshold is None:
         return None
     name, threshold = grpo.stop_at_validation_metric.removeprefix("val:"), grpo.stop_at_validation_threshold
     if name not in metrics:
@@ -93,7 +94,7 @@ def stop_reason(metrics: Mapping[str, float | None], grpo: Any) -> str | None:
 
 
 def validation_metrics(groups: list[Group]) -> dict[str, float | None]:
-    """See Validation. `groups`: at least one."""
+    """Return the metrics described in Validation. `groups`: at least one."""
     metrics = _scores(groups)
     by_task: dict[str, list[Group]] = defaultdict(list)
     for group in groups:
@@ -118,14 +119,14 @@ def _scores(groups: list[Group]) -> dict[str, float | None]:
     }
     generations = len(groups[0].samples)
     if generations > 1:
-        right = [[score.reward >= CORRECT for score in group.scores if score.reward is not None] for group in groups]
-        metrics |= {f"pass@{k}": pass_at_k(right, k) for k in pass_numbers(generations)}
+        correct = [[score.reward >= CORRECT for score in group.scores if score.reward is not None] for group in groups]
+        metrics |= {f"pass@{k}": pass_at_k(correct, k) for k in pass_numbers(generations)}
     return metrics
 
 
 def _shown(engines: EngineGroup, group: Group) -> ShownSample:
     reference, score = group.samples[0].ref, group.scores[0]
-    turns = engines.cluster.fetch(reference).turns if reference is not None else ()  # none: its rollout failed
+    turns = engines.cluster.fetch(reference).turns if reference is not None else ()  # None: its rollout failed
     first = next((i for i, turn in enumerate(turns) if turn.loss_mask), len(turns))
     return ShownSample(
         uid=group.uid,

@@ -15,7 +15,7 @@ import pytest
 
 from grpo_mcore.algorithms.lifecycle.supervise import supervise
 from grpo_mcore.recipe import MasterConfig
-from tests.unit.algorithms.rollouts import attempts
+from tests.unit.algorithms.lifecycle import attempts
 
 
 @pytest.fixture
@@ -74,7 +74,7 @@ def test_signals_are_passed_on_once(config: MasterConfig, tmp_path: Path, number
 @pytest.mark.slow
 def test_the_run_ends_with_its_supervisor(tmp_path: Path) -> None:
     program = (
-        "import pathlib, sys; from tests.unit.algorithms.rollouts import attempts;"
+        "import pathlib, sys; from tests.unit.algorithms.lifecycle import attempts;"
         "from grpo_mcore.algorithms.lifecycle.supervise import supervise;"
         "supervise(attempts.waiting, attempts.config_for(pathlib.Path(sys.argv[1])), None, 0.0)"
     )

@@ -1,4 +1,4 @@
-"""Engines and environments without models, for rollouts: what they are asked is written down."""
+"""Engines and environments without models, for rollouts. They record what they are asked."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ END = 7  # ends a turn
 
 
 class Handles:
-    """A store whose references are numbers, so that nobody can use one for the object."""
+    """A store whose references are numbers, so that a reference cannot be mistaken for the object."""
 
     def __init__(self) -> None:
         self.objects: list[Any] = []
@@ -39,7 +39,7 @@ class Handles:
 
 
 class Shuffling(LocalCluster):
-    """Everything in this process; what is ready first is drawn from a seed. A worker's calls go one by one."""
+    """A cluster in this process. A seeded random draw decides what is ready first; a worker runs its calls in order."""
 
     def __init__(self, seed: int) -> None:
         super().__init__()
@@ -51,8 +51,8 @@ class Shuffling(LocalCluster):
 
     def next_ready(self, things: Any, timeout_s: float, what: str) -> Any:
         first = {thing.whom: thing for thing in reversed(things) if isinstance(thing, LocalStream)}
-        verdicts = [thing for thing in things if not isinstance(thing, LocalStream)]
-        return self._draw.choice([*verdicts, *first.values()])
+        answers = [thing for thing in things if not isinstance(thing, LocalStream)]
+        return self._draw.choice([*answers, *first.values()])
 
 
 @dataclass
@@ -63,13 +63,13 @@ class FakeEngine:
     length: Callable[[GenerationRequest], int]
     seed: int
     ends: dict[tuple[str, int, int], str] = field(default_factory=dict)  # (uid, generation, turn) -> finish reason
-    keep: Callable[[Trajectory], Any] = lambda trajectory: trajectory  # where the cluster does not, into its store
+    keep: Callable[[Trajectory], Any] = lambda trajectory: trajectory  # puts it into a store if the cluster does not
     calls: list[tuple[list[GenerationRequest], Sampling]] = field(default_factory=list)
     running: bool = False
     unwanted: set[str] = field(default_factory=set)
 
     def give_up(self, uids: Sequence[str]) -> None:
-        """Of the call under way only."""
+        """Abort these prompts in the call under way."""
         self.unwanted |= set(uids) if self.running else set()
 
     def generate_refs(self, requests: list[GenerationRequest], sampling: Sampling) -> Iterator[Parcel]:
@@ -105,7 +105,7 @@ class FakeEngine:
 
 @dataclass
 class FakeEnvironment:
-    """`decide(trajectory, metadata)` on each."""
+    """Scores each trajectory with `decide(trajectory, metadata)`."""
 
     decide: Callable[[Trajectory, dict[str, Any]], Outcome]
     calls: list[list[tuple[str, int, int]]] = field(default_factory=list)  # (generation, turns) of each trajectory
@@ -116,7 +116,7 @@ class FakeEnvironment:
 
 
 class CharacterTokenizer:
-    """A token a character, beyond those that the engines generate; its template ends answers with END."""
+    """One token a character, none of them an engine's; its chat template ends answers with END."""
 
     eos_token_id = END
     chat_template = "as below"
@@ -155,12 +155,12 @@ def turns_of(trajectory: Trajectory) -> int:
 
 
 def wanted(uid: str, index: int) -> int:
-    """How many turns the environment of these tests lets a sample have: 1 to 4."""
+    """Return the number of turns, 1 to 4, after which the environment ends a sample."""
     return 1 + (int(uid[1:]) + index) % 4
 
 
 def play(trajectory: Trajectory, metadata: dict[str, Any]) -> Outcome:
-    """1 point a turn. Its state is what it has seen, kept in the metadata and changed in place."""
+    """Give 1 point a turn. Keep a list of turns in the metadata, changed in place."""
     turn = turns_of(trajectory)
     metadata["seen"].append((trajectory.generation_index, turn))
     over = turn >= wanted(trajectory.uid, trajectory.generation_index)

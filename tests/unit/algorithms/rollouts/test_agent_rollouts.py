@@ -1,4 +1,4 @@
-"""Samples that an environment plays: what is given up meanwhile does not come back, and comes anew when asked again."""
+"""Samples from environments that run agents: given up ones do not come back, and come again when asked for again."""
 
 from __future__ import annotations
 
@@ -11,6 +11,7 @@ import pytest
 from grpo_mcore.algorithms.engines.retries import Retries
 from grpo_mcore.algorithms.rollouts.agent_rollouts import AgentRollouts
 from grpo_mcore.algorithms.rollouts.rollouts import Rollouts
+from grpo_mcore.algorithms.rollouts.scoring import EnvironmentWorker
 from grpo_mcore.cluster import Parcel, WorkerDied
 from grpo_mcore.cluster.local_cluster import LocalWorker
 from grpo_mcore.environments.nemo_gym import GymOutcome, GymSample
@@ -20,7 +21,7 @@ from tests.unit.algorithms.rollouts.fake_rollouts import Shuffling, engine_group
 
 
 class Stream:
-    """The samples of one call, in the order in which the test lets them be played."""
+    """The samples of one call, in the order in which the test lets them finish."""
 
     whom = "gym"
 
@@ -40,13 +41,12 @@ class Stream:
         return self.played.popleft()
 
 
-class Gym:
-    name, timeout_s, restarts, plays = "gym", 9.0, 0, True
-
+class Gym(EnvironmentWorker):
     def __init__(self) -> None:
+        self.name, self.timeout_s, self.runs_agents, self.restarts = "gym", 9.0, True, 0
         self.streams: list[Stream] = []
 
-    def stream(self, method: str, samples: list[GymSample], *_: Any, **__: Any) -> Stream:
+    def stream(self, method: str, samples: list[GymSample], *_: Any, **__: Any) -> Stream:  # type: ignore[override]
         self.streams.append(Stream(samples))
         return self.streams[-1]
 
@@ -60,68 +60,68 @@ def gym() -> Gym:
 
 
 @pytest.fixture
-def playing(gym: Gym) -> AgentRollouts:
+def agents(gym: Gym) -> AgentRollouts:
     engines: Any = SimpleNamespace(endpoint=SimpleNamespace(address="here"), weight_version=1)
     return AgentRollouts({"game": gym}, engines, seed=5, on_sample=lambda: None)
 
 
-def dispatch(playing: AgentRollouts, *numbers: int, step: int = 1) -> None:
+def dispatch(agents: AgentRollouts, *numbers: int, step: int = 1) -> None:
     prompts = [prompt(number, idx=number, extra_env_info={"gym_task": {}}) for number in numbers]
-    playing.dispatch(prompts, Sampling(8), generations=2, step=step)
+    agents.dispatch(prompts, Sampling(8), generations=2, step=step)
 
 
-def play(playing: AgentRollouts, stream: Stream, count: int) -> list[tuple[str, list[Any]]]:
-    """The next samples of the call; the groups that are whole with them, by uid and trajectories."""
+def play(agents: AgentRollouts, stream: Stream, count: int) -> list[tuple[str, list[Any]]]:
+    """Finish the next samples of a call. Return the groups that this completes, as (uid, trajectories)."""
     for sample in stream.asked[:count]:
         stream.play(sample)
-        assert playing.take(stream)
+        assert agents.take(stream)
     del stream.asked[:count]
-    return [(group.uid, [sample.ref for sample in group.samples]) for group in playing.finished()]
+    return [(group.uid, [sample.ref for sample in group.samples]) for group in agents.finished()]
 
 
-def test_what_was_given_up_is_played_to_its_end_and_does_not_count(playing: AgentRollouts, gym: Gym) -> None:
-    dispatch(playing, 0, 1)
-    assert play(playing, gym.streams[0], 1) == []
-    playing.forget(["p0"])
-    dispatch(playing, 0, step=2)
+def test_samples_given_up_still_finish_and_do_not_count(agents: AgentRollouts, gym: Gym) -> None:
+    dispatch(agents, 0, 1)
+    assert play(agents, gym.streams[0], 1) == []
+    agents.give_up(["p0"])
+    dispatch(agents, 0, step=2)
     old, new = gym.streams
     anew = [f"seed {sample.seed}" for sample in new.asked]
-    assert play(playing, new, 1) == []
-    assert [uid for uid, _ in play(playing, old, 3)] == ["p1"]  # the second sample of p0 is nobody's
-    assert playing.awaited() == [new]
-    assert play(playing, new, 1) == [("p0", anew)]
-    assert playing.awaited() == []
+    assert play(agents, new, 1) == []
+    assert [uid for uid, _ in play(agents, old, 3)] == ["p1"]  # the second sample of p0 belongs to no group
+    assert agents.awaited() == [new]
+    assert play(agents, new, 1) == [("p0", anew)]
+    assert agents.awaited() == []
 
 
-def test_a_finished_group_may_be_given_up(playing: AgentRollouts, gym: Gym) -> None:
-    dispatch(playing, 0)
+def test_a_finished_group_may_be_given_up(agents: AgentRollouts, gym: Gym) -> None:
+    dispatch(agents, 0)
     (stream,) = gym.streams
     for sample in stream.asked:
         stream.play(sample)
-        playing.take(stream)
-    playing.forget(["p0"])
-    assert list(playing.finished()) == [] and playing.awaited() == []
+        agents.take(stream)
+    agents.give_up(["p0"])
+    assert list(agents.finished()) == [] and agents.awaited() == []
 
 
 @pytest.mark.parametrize("unwanted", [["p0"], ["p0", "p1"]])
-def test_an_environment_that_dies_is_asked_anew_only_for_what_is_wanted(
-    playing: AgentRollouts, gym: Gym, unwanted: list[str]
+def test_an_environment_that_dies_is_asked_again_only_for_samples_not_given_up(
+    agents: AgentRollouts, gym: Gym, unwanted: list[str]
 ) -> None:
-    dispatch(playing, 0, 1)
-    playing.forget(unwanted)
+    dispatch(agents, 0, 1)
+    agents.give_up(unwanted)
     gym.streams[0].dead = True
-    assert playing.take(gym.streams[0]) and gym.restarts == 1
+    assert agents.take(gym.streams[0]) and gym.restarts == 1
     asked = [sample.uid for stream in gym.streams[1:] for sample in stream.asked]
     assert asked == (["p1", "p1"] if "p1" not in unwanted else [])
-    assert len(playing.awaited()) == len(asked) // 2
+    assert len(agents.awaited()) == len(asked) // 2
     for stream in gym.streams[1:]:
-        assert [uid for uid, _ in play(playing, stream, 2)] == ["p1"]
-    assert playing.awaited() == []
+        assert [uid for uid, _ in play(agents, stream, 2)] == ["p1"]
+    assert agents.awaited() == []
 
 
 @pytest.mark.parametrize("engines", [1, 2])
-def test_an_engine_whose_death_only_the_endpoint_has_met_is_replaced(gym: Gym, engines: int) -> None:
-    """And refitted at once where agents can ask no other."""
+def test_an_engine_whose_death_only_the_endpoint_noticed_is_replaced(gym: Gym, engines: int) -> None:
+    """Its successor is refitted at once if the agents have no other engine."""
     cluster, entries = Shuffling(0), list[str]()
     group = engine_group(cluster, engines)
     dead, successor = group.workers[0], LocalWorker("engine-0", group.workers[0].target)
@@ -129,7 +129,7 @@ def test_an_engine_whose_death_only_the_endpoint_has_met_is_replaced(gym: Gym, e
     group.start, group.restarts = lambda number: [successor], Retries(1, 0.0)
     cluster._workers.append(dead)  # type: ignore[arg-type]
     rollouts = Rollouts(
-        group, {"game": gym}, None, TurnLimits(1, 99), seed=5,  # type: ignore[dict-item]
+        group, {"game": gym}, None, TurnLimits(1, 99), seed=5,
         on_restart=lambda name, why: entries.append(name),
         restore_engines=lambda: (entries.append("refit"), group.lost.clear()),
     )  # fmt: skip

@@ -1,4 +1,4 @@
-"""Prompts over epochs: each once an epoch, put back ones first, and a state that goes on at the same place."""
+"""Prompts over epochs: each once an epoch, those put back first, and a state to resume from."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from grpo_mcore.algorithms.rollouts.prompt_stream import PromptStream
 
 
 class Loader:
-    """Prompts a, b, c, d in batches of 2; its state is the number of batches of the epoch that are behind."""
+    """Prompts a, b, c, d in batches of 2; its state is the number of batches of the epoch that were taken."""
 
     def __init__(self) -> None:
         self.behind = 0
@@ -41,7 +41,7 @@ def test_a_uid_names_one_prompt_of_the_run() -> None:
     assert uids(stream.take(3)) == "c@2 d@2" and stream.take(1) == []
 
 
-def test_what_is_put_back_comes_next_as_it_was() -> None:
+def test_prompts_put_back_come_next_unchanged() -> None:
     stream = PromptStream(Loader(), max_epochs=2)
     stream.take(3)
     taken = stream.take(3)
@@ -54,7 +54,7 @@ def test_what_is_put_back_comes_next_as_it_was() -> None:
         stream.mark_done(["elsewhere"])
 
 
-def test_the_state_holds_what_was_put_back() -> None:
+def test_the_state_holds_prompts_put_back() -> None:
     first = PromptStream(Loader(), max_epochs=2)
     taken = first.take(3)
     first.mark_done("a")
@@ -65,12 +65,12 @@ def test_the_state_holds_what_was_put_back() -> None:
     assert rest == ["b c d a@2 b@2 c@2 d@2"] * 2
 
 
-def test_what_is_under_way_comes_next_in_a_resumed_run() -> None:
-    """In the order in which it was taken, before what was put back, and whatever was settled in between."""
+def test_prompts_under_way_come_next_in_a_resumed_run() -> None:
+    """They come in the order in which they were taken, before those put back, without those that were done."""
     first = PromptStream(Loader(), max_epochs=2)
     under_way = first.take(5)
     first.mark_done(["b", "d"])
     first.put_back([under_way[4]["uid"]])
     second = PromptStream(Loader(), max_epochs=2, state=pickle.loads(pickle.dumps(first.state_dict())))
     assert uids(second.take(99)) == "a c a@2 b@2 c@2 d@2"
-    assert uids(first.take(99)) == "a@2 b@2 c@2 d@2"  # the run itself goes on with those behind them
+    assert uids(first.take(99)) == "a@2 b@2 c@2 d@2"  # the run itself continues after them

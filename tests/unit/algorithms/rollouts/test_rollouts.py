@@ -1,4 +1,4 @@
-"""Rollouts on engines and environments without models: who is asked what, when, and what comes back."""
+"""Rollouts on engines and environments without models: what is sent to whom and when, and what comes back."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ from tests.unit.algorithms.rollouts.fake_rollouts import (
 
 @pytest.mark.parametrize("engines", [1, 2, 3])
 @pytest.mark.parametrize("seed", range(8))
-def test_every_sample_has_its_turns_whatever_finishes_first(engines: int, seed: int) -> None:
+def test_every_sample_gets_its_turns_in_any_order_of_events(engines: int, seed: int) -> None:
     world = World(engines=engines, seed=seed)
     groups = world.run(range(5))
     assert sorted(groups) == [f"p{number}" for number in range(5)]
@@ -42,14 +42,14 @@ def test_every_sample_has_its_turns_whatever_finishes_first(engines: int, seed: 
             assert score == Score(float(turns), str(turns), "", 0.5 * turns, {"turns": float(turns)}, terminated=True)
             between = [turn for turn in trajectory.turns[1:] if not turn.loss_mask]
             assert [turn.text for turn in between] == [f"$(u:turn {turn})(a:" for turn in range(1, turns)]
-            assert all(END not in turn.token_ids for turn in between)  # the policy said it
+            assert all(END not in turn.token_ids for turn in between)  # the policy generated it
             assert sample.environment_tokens == sum(map(len, between))
 
 
 @pytest.mark.parametrize("seed", range(4))
-def test_who_is_asked_when(seed: int) -> None:
-    """A verdict a group and turn, on the samples that are still there. An engine gets all its next turns at once, with
-    references to what came before, stop strings and seeds of the turn; a sample stays with its engine."""
+def test_what_each_worker_is_asked_and_when(seed: int) -> None:
+    """Each group is scored once a turn, for its samples that are not over. An engine gets all its next turns in one
+    call, with references to the trajectories so far and the seeds of the turn; a sample stays with its engine."""
     world = World(engines=2, seed=seed)
     world.run(range(5))
     assert sorted(world.environment.calls) == sorted(
@@ -71,7 +71,7 @@ def test_who_is_asked_when(seed: int) -> None:
                 assert isinstance(request.continues, int) == (turn > 0)
 
 
-def test_the_same_samples_whatever_finishes_first() -> None:
+def test_samples_do_not_depend_on_the_order_of_events() -> None:
     found = []
     for seed, engines in ((0, 1), (1, 1), (2, 2), (3, 4)):
         world = World(engines=engines, seed=seed)
@@ -80,8 +80,8 @@ def test_the_same_samples_whatever_finishes_first() -> None:
     assert all(trajectories == found[0] for trajectories in found[1:])
 
 
-def test_the_state_of_a_sample_is_its_own() -> None:
-    """Even where an environment changes the metadata that it is given."""
+def test_each_sample_has_its_own_state() -> None:
+    """This holds even if an environment changes the metadata in place."""
     seen: dict[tuple[str, int], list[Any]] = {}
 
     def decide(trajectory: Trajectory, metadata: dict[str, Any]) -> Outcome:
@@ -95,8 +95,8 @@ def test_the_state_of_a_sample_is_its_own() -> None:
     assert all(group.prompt["extra_env_info"]["seen"] == [] for group in prompts.values())
 
 
-def test_one_turn_is_one_call_a_group() -> None:
-    """And needs no chat template that can hold more."""
+def test_with_one_turn_each_group_is_scored_in_one_call() -> None:
+    """No chat template that can hold several turns is needed then."""
     world = World(max_turns=1, engines=2)
     groups = world.run(range(4))
     assert len(world.environment.calls) == 4 and all(len(call) == 3 for call in world.environment.calls)
@@ -139,8 +139,8 @@ def play_on(trajectory: Trajectory, metadata: dict[str, Any]) -> Outcome:
     return Outcome(1.0, None, "", 0.0, terminated=turn == 3, observation=f"turn {turn}")
 
 
-def test_a_sample_that_fails_leaves_the_others() -> None:
-    """Aborted by the engine in its second turn, truncated in its first, failed by the environment in its third."""
+def test_a_sample_that_fails_does_not_affect_the_others() -> None:
+    """One is aborted by the engine in turn 2, one truncated in turn 1, one failed by the environment in turn 3."""
 
     def decide(trajectory: Trajectory, metadata: dict[str, Any]) -> Outcome:
         turn = turns_of(trajectory)
@@ -169,8 +169,8 @@ def test_stop_strings_change_by_turn() -> None:
     assert [requests[0].stop_strings for requests, _ in world.calls()] == [("a",), ("a",), ("b", "c"), ()]
 
 
-def test_the_end_marker_is_said_for_a_turn_that_did_not_end_with_it() -> None:
-    """A stop string ended it: no stop token."""
+def test_the_end_marker_is_added_to_a_turn_that_did_not_end_with_it() -> None:
+    """A stop string ended the turn, so there is no stop token."""
 
     def decide(trajectory: Trajectory, metadata: dict[str, Any]) -> Outcome:
         return Outcome(0.0, None, "", 0.0, terminated=turns_of(trajectory) == 2, observation="on")
@@ -185,7 +185,7 @@ def test_the_end_marker_is_said_for_a_turn_that_did_not_end_with_it() -> None:
 
 
 def test_prompts_of_a_later_step_while_turns_are_under_way() -> None:
-    """Their samples wait for their engine, and seeds are those of their own step."""
+    """Their samples wait for their engine, and have the seeds of their own step."""
     world = World(engines=2, seed=3)
     world.rollouts.dispatch([prompt(n) for n in range(3)], SAMPLING, generations=3, step=1)
     first = world.rollouts.next_group()
@@ -217,8 +217,8 @@ def test_errors_name_the_sample_or_the_worker() -> None:
         World().run(range(1), task_name="other")
 
 
-def test_they_go_on_while_something_else_is_waited_for() -> None:
-    """All turns of all samples, without anyone asking for a group; the groups are there afterwards."""
+def test_rollouts_go_on_while_the_driver_waits_for_something_else() -> None:
+    """All turns of all samples finish without a call of `next_group`, which then returns the groups."""
     world = World(engines=2, seed=1)
     world.rollouts.dispatch([prompt(number) for number in range(4)], SAMPLING, generations=3, step=1)
     while awaited := world.rollouts.awaited():
@@ -229,7 +229,7 @@ def test_they_go_on_while_something_else_is_waited_for() -> None:
     assert sorted(group.uid for group in groups) == ["p0", "p1", "p2", "p3"] and len(world.calls()) == calls
 
 
-def test_new_prompts_go_to_the_engine_with_the_least_to_do() -> None:
+def test_new_prompts_go_to_the_engine_with_the_lowest_load() -> None:
     world = World(engines=2)
     world.rollouts.dispatch([prompt(0, length=900), prompt(1)], SAMPLING, generations=1, step=1)
     world.rollouts.dispatch([prompt(2), prompt(3)], SAMPLING, generations=1, step=2)
@@ -243,23 +243,23 @@ def test_new_prompts_go_to_the_engine_with_the_least_to_do() -> None:
 
 
 def test_a_later_step_does_not_hold_up_the_turns_of_an_earlier_one() -> None:
-    """Samples that are still generated for step 2 do not keep those of step 1 from their next turn."""
+    """Samples of step 2 that are being generated do not delay the next turn of those of step 1."""
     world = World(seed=2)
     world.rollouts.dispatch([prompt(1)], SAMPLING, generations=2, step=1)  # 2 and 3 turns
     first = world.rollouts.awaited()[0]
     world.rollouts.dispatch([prompt(2)], SAMPLING, generations=2, step=2)
     for _ in range(2):
         world.rollouts.take(first)
-    (verdict,) = [thing for thing in world.rollouts.awaited() if not isinstance(thing, LocalStream)]
-    world.rollouts.take(verdict)
-    assert len(world.rollouts.awaited()) == 2  # the second turn of step 1 is with the engine, beside step 2
+    (reward,) = [thing for thing in world.rollouts.awaited() if not isinstance(thing, LocalStream)]
+    world.rollouts.take(reward)
+    assert len(world.rollouts.awaited()) == 2  # the engine generates step 2 and the second turn of step 1
 
 
 @pytest.mark.parametrize("engines", [1, 2])
 @pytest.mark.parametrize("seed", range(6))
 @pytest.mark.parametrize("taken", [1, 3])
-def test_what_is_given_up_does_not_come_and_may_come_anew(engines: int, seed: int, taken: int) -> None:
-    """Whether it is generated, judged, waits for its next turn or is finished; the others are not disturbed."""
+def test_given_up_prompts_do_not_come_back_and_may_be_dispatched_again(engines: int, seed: int, taken: int) -> None:
+    """They may be generated, scored, finished or waiting for their next turn; the others are not affected."""
     world = World(engines=engines, seed=seed)
     world.rollouts.dispatch([prompt(number) for number in range(6)], SAMPLING, generations=3, step=1)
     groups = {group.uid: group for group in (world.rollouts.next_group() for _ in range(taken))}
@@ -271,11 +271,11 @@ def test_what_is_given_up_does_not_come_and_may_come_anew(engines: int, seed: in
     while awaited := world.rollouts.awaited():  # streams whose last samples were given up
         world.rollouts.take(world.cluster.next_ready(awaited, 1.0, "ends"))
     assert not world.rollouts.generating
-    calm = World(engines=engines, seed=seed)
-    first, anew = calm.run(range(6)), calm.run(range(6), step=2)
+    undisturbed = World(engines=engines, seed=seed)
+    first, anew = undisturbed.run(range(6)), undisturbed.run(range(6), step=2)
     for uid, group in groups.items():
         same = (anew if uid in unwanted else first)[uid]
-        assert [calm.trajectory(same, i) for i in range(3)] == [world.trajectory(group, i) for i in range(3)]
+        assert [undisturbed.trajectory(same, i) for i in range(3)] == [world.trajectory(group, i) for i in range(3)]
         assert group.scores == same.scores
 
 
@@ -286,16 +286,16 @@ def test_a_group_may_be_complete_without_its_last_samples(engines: int, seed: in
     world.rollouts = Rollouts(
         world.engines, world.rollouts.environments, None, TurnLimits(1, 99), seed=5, enough_samples=3
     )
-    calm = World(engines=engines, seed=seed, max_turns=1)
-    for step in (1, 2):  # the same prompts again: nothing is told to give them up too late
+    undisturbed = World(engines=engines, seed=seed, max_turns=1)
+    for step in (1, 2):  # the same prompts again: no abort may arrive too late
         world.rollouts.dispatch([prompt(number) for number in range(4)], SAMPLING, generations=5, step=step)
         groups = [world.rollouts.next_group() for _ in range(4)]
-        whole = calm.run(range(4), generations=5, step=step)
+        whole = undisturbed.run(range(4), generations=5, step=step)
         for group in groups:
             assert len(group.samples) == len(group.scores) == 3 and group.failure is None
             for sample in group.samples:
                 trajectory = world.cluster.fetch(sample.ref)
-                assert trajectory == calm.trajectory(whole[group.uid], sample.generation_index)
+                assert trajectory == undisturbed.trajectory(whole[group.uid], sample.generation_index)
     while awaited := world.rollouts.awaited():
         world.rollouts.take(world.cluster.next_ready(awaited, 1.0, "ends"))
-    assert sum(map(len, world.environment.calls)) == 2 * 4 * 3, "nobody judges what is given up"
+    assert sum(map(len, world.environment.calls)) == 2 * 4 * 3, "samples given up are not scored"

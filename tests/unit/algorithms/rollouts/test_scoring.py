@@ -1,4 +1,4 @@
-"""Environments that hang or die: their own sample is given up, with a reason, and all others have their verdict."""
+"""Environments that hang or die: the sample that caused it has no reward, but a reason; all others have rewards."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from grpo_mcore.algorithms.rollouts import scoring as judging
+from grpo_mcore.algorithms.rollouts import scoring
 from grpo_mcore.algorithms.rollouts.scoring import EnvironmentWorker, RewardScorer
 from grpo_mcore.cluster import DeadlineExceeded, WorkerDied, WorkerFailed
 from grpo_mcore.rollout.trajectory import Outcome
@@ -18,7 +18,7 @@ TIMEOUT_S = 10.0
 
 
 class Clock:
-    """Time passes only where somebody waits."""
+    """Time passes only while somebody waits."""
 
     now = 100.0
 
@@ -27,7 +27,7 @@ class Clock:
 
 
 class Answer:
-    """Of a call. A sample that "hangs" holds up its call, one that "dies" takes its worker with it."""
+    """The answer of a call. A sample "hangs" never lets its call return; a sample "dies" ends its worker."""
 
     whom = "environment"
 
@@ -65,16 +65,16 @@ class FakeWorker:
 
 
 class World:
-    """One environment; as a cluster it makes waiting take no time."""
+    """One environment for two tasks. It also stands for the cluster, in which waiting takes no time."""
 
-    call_timeout_s = 1000.0
+    call_timeout_s = TIMEOUT_S
 
     def __init__(self, calls: int = 2) -> None:
         self.clock = Clock()
         self.asked: list[list[str]] = []
         self.stopped: list[FakeWorker] = []
         worker = EnvironmentWorker(self, lambda: FakeWorker(self), calls=calls, timeout_s=TIMEOUT_S)  # type: ignore[arg-type]
-        self.judging = RewardScorer({"task": worker, "other": worker}, self)  # type: ignore[dict-item, arg-type]
+        self.scorer = RewardScorer({"task": worker, "other": worker}, self)  # type: ignore[dict-item, arg-type]
 
     def stop(self, workers: Sequence[FakeWorker]) -> None:
         self.stopped += workers
@@ -86,47 +86,47 @@ class World:
         self.clock.now += timeout_s
         raise DeadlineExceeded(what, "environment", timeout_s)
 
-    def judge(self, *groups: Sequence[str]) -> dict[str, list[Outcome]]:
-        """The outcomes by group, "p0" and so on."""
+    def score(self, *groups: Sequence[str]) -> dict[str, list[Outcome]]:
+        """Score these groups. Return the outcomes by uid: "p0" and so on."""
         for number, samples in enumerate(groups):
             metadata = [{"of": sample} for sample in samples]
-            self.judging.ask(f"p{number}", "task" if number % 2 else "other", metadata, samples)
-        judged: dict[str, list[Outcome]] = {}
-        while len(judged) < len(groups):
-            assert self.judging.uids() == {f"p{number}" for number in range(len(groups))} - judged.keys()
-            if (found := self.judging.next()) is not None:
-                judged |= [found]
+            self.scorer.submit(f"p{number}", "task" if number % 2 else "other", metadata, samples)
+        scored: dict[str, list[Outcome]] = {}
+        while len(scored) < len(groups):
+            assert self.scorer.uids() == {f"p{number}" for number in range(len(groups))} - scored.keys()
+            if (found := self.scorer.next()) is not None:
+                scored |= [found]
                 continue
             try:
-                ready = self.next_ready(self.judging.pending(), self.judging.patience_s(), "verdicts")
+                ready = self.next_ready(self.scorer.awaited(), self.scorer.seconds_left(), "verdicts")
             except DeadlineExceeded:
                 continue
-            assert self.judging.take(ready)
-        assert self.judging.pending() == [] and self.judging.patience_s() == float("inf")
-        return judged
+            assert self.scorer.take(ready)
+        assert self.scorer.awaited() == [] and self.scorer.seconds_left() == float("inf")
+        return scored
 
 
 @pytest.fixture
 def world(monkeypatch: pytest.MonkeyPatch) -> World:
     world = World()
-    monkeypatch.setattr(judging, "time", world.clock)
+    monkeypatch.setattr(scoring, "time", world.clock)
     return world
 
 
-def rewards(judged: dict[str, list[Outcome]]) -> list[list[float | None]]:
-    return [[outcome.reward for outcome in judged[uid]] for uid in sorted(judged)]
+def rewards(scored: dict[str, list[Outcome]]) -> list[list[float | None]]:
+    return [[outcome.reward for outcome in scored[uid]] for uid in sorted(scored)]
 
 
-def test_verdicts_come_as_asked_for(world: World) -> None:
-    judged = world.judge(["1", "2"], ["3"], ["4", "5", "6"])
-    assert rewards(judged) == [[1, 2], [3], [4, 5, 6]]
+def test_rewards_come_in_the_order_of_the_samples(world: World) -> None:
+    scored = world.score(["1", "2"], ["3"], ["4", "5", "6"])
+    assert rewards(scored) == [[1, 2], [3], [4, 5, 6]]
     assert world.asked == [["1", "2"], ["3"], ["4", "5", "6"]] and world.stopped == []
 
 
-def test_no_more_calls_at_a_time_than_it_takes(world: World) -> None:
+def test_an_environment_gets_no_more_calls_than_it_takes_at_a_time(world: World) -> None:
     for number in range(5):
-        world.judging.ask(f"p{number}", "task", [{"of": "1"}], ["1"])
-    assert len(world.judging.pending()) == 2
+        world.scorer.submit(f"p{number}", "task", [{"of": "1"}], ["1"])
+    assert len(world.scorer.awaited()) == 2
 
 
 @pytest.mark.parametrize(
@@ -134,41 +134,42 @@ def test_no_more_calls_at_a_time_than_it_takes(world: World) -> None:
     [("hangs", "no verdict within 10 s"), ("dies", "the environment died: it was killed")],
 )
 class TestFaults:
-    def test_one_sample_alone_is_given_up(self, world: World, fault: str, reason: str) -> None:
-        judged = world.judge(["1", "2"], ["3", fault, "4"], ["5"])
-        assert rewards(judged) == [[1, 2], [3, None, 4], [5]]
-        assert judged["p1"][1].reason == reason
-        # Once with all that was asked about, once alone.
+    def test_only_the_sample_that_caused_it_has_no_reward(self, world: World, fault: str, reason: str) -> None:
+        scored = world.score(["1", "2"], ["3", fault, "4"], ["5"])
+        assert rewards(scored) == [[1, 2], [3, None, 4], [5]]
+        assert scored["p1"][1].reason == reason
+        # It is asked about once with the others of its group, and once alone.
         assert [(worker.name, len(world.stopped)) for worker in world.stopped] == [("environment", 2)] * 2
         assert world.asked.count([fault]) == 1
 
     def test_a_group_of_one(self, world: World, fault: str, reason: str) -> None:
-        judged = world.judge([fault])
-        assert rewards(judged) == [[None]] and judged["p0"][0].reason == reason
+        scored = world.score([fault])
+        assert rewards(scored) == [[None]] and scored["p0"][0].reason == reason
 
-    def test_many_of_them(self, world: World, fault: str, reason: str) -> None:
+    def test_many_such_samples(self, world: World, fault: str, reason: str) -> None:
         groups = [[fault if (number + index) % 5 == 0 else str(index) for index in range(4)] for number in range(12)]
-        judged = world.judge(*groups)
+        scored = world.score(*groups)
         expected = [[None if sample == fault else float(sample) for sample in group] for group in groups]
-        assert [rewards({"": judged[f"p{number}"]})[0] for number in range(12)] == expected
-        assert Counter(o.reason for group in judged.values() for o in group if o.reward is None) == {
+        assert [rewards({"": scored[f"p{number}"]})[0] for number in range(12)] == expected
+        assert Counter(o.reason for group in scored.values() for o in group if o.reward is None) == {
             reason: sum(sample == fault for group in groups for sample in group)
         }
 
     def test_an_environment_that_only_fails_ends_the_run(self, world: World, fault: str, reason: str) -> None:
         with pytest.raises(DeadlineExceeded if fault == "hangs" else WorkerDied):
-            world.judge(*[[fault]] * 30)
+            world.score(*[[fault]] * 30)
         assert len(world.stopped) == 20
 
-    def test_a_worker_that_cannot_be_started_anew_raises(self, world: World, fault: str, reason: str) -> None:
+    def test_errors_of_a_worker_that_cannot_be_restarted_are_raised(
+        self, world: World, fault: str, reason: str
+    ) -> None:
         plain = FakeWorker(world)
-        plain.timeout_s = TIMEOUT_S  # type: ignore[attr-defined]
-        world.judging = RewardScorer({"task": plain, "other": plain}, world)  # type: ignore[dict-item, arg-type]
+        world.scorer = RewardScorer({"task": plain, "other": plain}, world)  # type: ignore[dict-item, arg-type]
         with pytest.raises(DeadlineExceeded if fault == "hangs" else WorkerDied):
-            world.judge(["1"], [fault])
+            world.score(["1"], [fault])
 
 
 def test_what_an_environment_raises_ends_the_run(world: World) -> None:
-    """It is a mistake in the recipe, the data or the environment, and not one sample's fault."""
+    """An exception is a mistake in the recipe, the data or the environment, and not due to one sample."""
     with pytest.raises(WorkerFailed, match="no tests"):
-        world.judge(["1"], ["raises"])
+        world.score(["1"], ["raises"])

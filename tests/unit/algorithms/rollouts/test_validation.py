@@ -1,4 +1,4 @@
-"""Validation's metrics from scored groups, and the end of a run by one of them."""
+"""Validation metrics from scored groups, and ending a run by one of them."""
 
 from __future__ import annotations
 
@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 
 from grpo_mcore.algorithms.rollouts.validation import run_validation, stop_reason, validation_metrics
+from grpo_mcore.cluster import LocalCluster
 from grpo_mcore.data import DataError
 from grpo_mcore.recipe import RecipeError
 from grpo_mcore.recipe.checks import VALIDATION_METRICS
@@ -21,7 +22,7 @@ def of_task(task: str, uid: str, rewards: list[float | None], **more: Any) -> Gr
     return Group(plain.prompt | {"task_name": task}, plain.samples, plain.scores)
 
 
-def test_failed_samples_are_left_out_and_counted() -> None:
+def test_failed_samples_are_excluded_and_counted() -> None:
     metrics = validation_metrics([of_task("t", "a", [1, None]), of_task("t", "b", [0.5, 0], truncated=True)])
     assert metrics == {
         "accuracy": pytest.approx(1 / 3),
@@ -35,7 +36,7 @@ def test_failed_samples_are_left_out_and_counted() -> None:
     }
 
 
-def test_pass_at_k_is_the_share_of_k_subsets_with_a_right_one() -> None:
+def test_pass_at_k_is_the_share_of_k_subsets_with_a_correct_sample() -> None:
     rewards: list[list[float | None]] = [[1, 0, 0, 0, 1.25, 0.5], [0] * 6, [1, 0, None, None, None, None]]
     metrics = validation_metrics([of_task("t", str(i), row) for i, row in enumerate(rewards)])
     scored = [[reward >= 1 for reward in row if reward is not None] for row in rewards]
@@ -52,7 +53,7 @@ def test_one_sample_a_prompt_has_no_pass_at_k() -> None:
     assert not [name for name in validation_metrics([of_task("t", "a", [1])]) if name.startswith("pass@")]
 
 
-def test_several_validation_sets_have_metrics_of_their_own() -> None:
+def test_several_validation_sets_have_their_own_metrics() -> None:
     groups = [of_task("sums", "a", [1, 1]), of_task("sums", "b", [1, 0]), of_task("primes", "c", [None, None])]
     metrics = validation_metrics(groups)
     assert metrics["accuracy"] == 0.75 and metrics["num_samples"] == 6 and metrics["num_failed_samples"] == 2
@@ -64,7 +65,7 @@ def test_several_validation_sets_have_metrics_of_their_own() -> None:
 
 
 def test_no_prompt_at_all_is_an_error() -> None:
-    engines, tokenizer = SimpleNamespace(cluster=None, workers=[]), SimpleNamespace(eos_token_id=0)
+    engines, tokenizer = SimpleNamespace(cluster=LocalCluster(), workers=[]), SimpleNamespace(eos_token_id=0)
     with pytest.raises(DataError, match="no validation prompt: check data.validation, or set grpo.val_period to 0"):
         run_validation(engines, [], {"math": None}, config(), tokenizer=tokenizer)  # type: ignore[arg-type]
 
@@ -102,5 +103,5 @@ def test_an_unknown_metric_lists_the_known_ones() -> None:
     )
 
 
-def test_the_recipe_knows_the_metrics_by_which_a_run_may_end() -> None:
+def test_the_recipe_knows_the_metrics_that_may_end_a_run() -> None:
     assert set(validation_metrics([of_task("a", "a:1", [1.0])])) == set(VALIDATION_METRICS)
