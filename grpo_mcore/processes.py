@@ -34,7 +34,7 @@ multiprocessing.Process stands for, since only one of the two would learn its ex
 
 
 def free_port(address: str = "127.0.0.1") -> int:
-    """Return a port on which nobody listens at `address` ("": all of this machine's). Raises OSError when there is none."""
+    """Return a port on which nobody listens at `address` ("": all addresses). Raises OSError if none is free."""
     for port in random.SystemRandom().sample(PORTS, len(PORTS)):
         with socket.socket() as probe:
             try:

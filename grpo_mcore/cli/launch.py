@@ -1,4 +1,4 @@
-"""`grpo-mcore launch slurm|k8s RECIPE [key=value ...]`: a recipe as a job of a cluster."""
+"""`grpo-mcore launch slurm|k8s RECIPE [key=value ...]`: run a recipe as a job of a cluster."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ TARGETS = ("slurm", "k8s")
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Options of the verb."""
+    """Add the options of the verb."""
     parser.set_defaults(targets=TARGETS)
     parser.add_argument("--dry-run", action="store_true", help="print the job instead of submitting it")
     parser.add_argument("--output", metavar="FILE", help="write the job to FILE instead of submitting it")
@@ -24,7 +24,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    """Submits, prints or writes the job."""
+    """Submit, print or write the job, or check manifests."""
     if args.check:
         return _check(args.check, args.crd)
     from grpo_mcore.tools.launch import launch_spec
@@ -48,7 +48,7 @@ def run(args: argparse.Namespace) -> int:
     try:
         return subprocess.run(submit, input=text, text=True).returncode
     except FileNotFoundError:
-        print(f"grpo-mcore launch: there is no {submit[0]} here; --dry-run prints the job", file=sys.stderr)
+        print(f"grpo-mcore launch: {submit[0]} is not installed here; --dry-run prints the job", file=sys.stderr)
         return 1
 
 
@@ -67,4 +67,5 @@ def _check(files: list[str], crd: str | None) -> int:
         findings = check_file(Path(file), schema)
         wrong += bool(findings)
         print("\n".join([f"{file}: {'ok' if not findings else f'{len(findings)} problems'}", *findings]))
+    print(f"rules that no schema holds: kubectl apply --dry-run=server -f {' -f '.join(files)}")
     return 1 if wrong else 0

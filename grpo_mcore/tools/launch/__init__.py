@@ -1,11 +1,11 @@
-"""From a recipe to a job: one `LaunchSpec`, and what each kind of cluster wants to read of it.
+"""Turn a recipe into a job: one `LaunchSpec`, rendered for Slurm, Kubernetes or NeMo-Run.
 
-Pure text in, text out: nothing here talks to a cluster.
+Text in, text out: nothing here talks to a cluster.
 """
 
 from __future__ import annotations
 
 from grpo_mcore.tools.launch.spec import LaunchSpec, Pool, launch_spec
-from grpo_mcore.tools.launch.values import Mount
+from grpo_mcore.tools.launch.validation import Mount
 
 __all__ = ["LaunchSpec", "Mount", "Pool", "launch_spec"]

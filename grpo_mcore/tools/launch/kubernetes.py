@@ -1,4 +1,4 @@
-"""A job as manifests: a ConfigMap with the recipe, and a RayJob (ray.io/v1) that runs it."""
+"""Render a job as Kubernetes manifests: a ConfigMap with the recipe, and a RayJob (ray.io/v1) that runs it."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from grpo_mcore.tools.launch.spec import LaunchSpec, Pool
 
 RECIPE_FOLDER = "/etc/grpo-mcore"
 UID = 1000
-"""Of the image's user."""
+"""User id of the image's user."""
 
 GANG_LABELS = {
     "kueue": ("kueue.x-k8s.io/queue-name",),
@@ -30,7 +30,7 @@ ENVIRONMENT = {
 
 
 def manifest(spec: LaunchSpec) -> str:
-    """YAML for `kubectl create -f`."""
+    """Return the YAML for `kubectl create -f`."""
     head = (
         f"# {spec.recipe_file} on Kubernetes. Written by: grpo-mcore launch k8s {spec.recipe_file} --dry-run\n"
         "# kubectl create -f FILE; kubectl get rayjob; kubectl logs -f job/NAME or the submitter's container\n"
@@ -39,7 +39,7 @@ def manifest(spec: LaunchSpec) -> str:
 
 
 def documents(spec: LaunchSpec) -> list[dict[str, Any]]:
-    """ConfigMap and RayJob."""
+    """Return the ConfigMap and the RayJob."""
     return [_config_map(spec), _ray_job(spec)]
 
 
@@ -70,13 +70,13 @@ def _ray_job(spec: LaunchSpec) -> dict[str, Any]:
     job: dict[str, Any] = {
         "submissionMode": "SidecarMode" if k8s.gcs_redis_address is None else "HTTPMode",
         "entrypoint": shlex.join(spec.command(f"{RECIPE_FOLDER}/recipe.yaml")),
-        # The pods go as soon as the run has ended; what is to last is on the volume.
+        # The pods are deleted when the run has ended; checkpoints and logs are on the volume.
         "shutdownAfterJobFinishes": True,
         "ttlSecondsAfterFinished": 300,
-        # A failed run starts again on new pods and goes on from its newest checkpoint.
+        # A failed run starts again on new pods and resumes from its newest checkpoint.
         "backoffLimit": spec.restarts,
         "activeDeadlineSeconds": spec.time_limit_s * (spec.restarts + 1),
-        # Pods that cannot be had are not waited for without end.
+        # Limits the wait for pods that cannot be scheduled.
         "preRunningDeadlineSeconds": max(1800, 3 * spec.start_timeout_s),
     }
     if k8s.scheduler == "kueue":
@@ -84,8 +84,8 @@ def _ray_job(spec: LaunchSpec) -> dict[str, Any]:
     cluster: dict[str, Any] = {
         "rayVersion": _ray_version(),
         "authOptions": {"mode": "token"},
-        # The first node of the run: the driver looks for accelerators where it runs, and a head without any would be
-        # one more pod for the gang.
+        # The head is the run's first node: the driver looks for accelerators where it runs, and a head without any
+        # would be one more pod for the gang.
         "headGroupSpec": {
             "rayStartParams": {"num-gpus": str(spec.pools[0].gpus_per_node), "dashboard-host": "0.0.0.0"},
             "template": {"spec": _pod(spec, spec.pools[0], head=True)},
@@ -107,7 +107,7 @@ def _gcs(spec: LaunchSpec) -> dict[str, Any]:
 
 
 def _groups(spec: LaunchSpec) -> list[dict[str, Any]]:
-    """The nodes besides the head. All or none: training does not shrink."""
+    """Return the worker groups of all nodes but the head. Their sizes are fixed: training does not shrink."""
     sizes = [pool.nodes - (pool == spec.pools[0]) for pool in spec.pools]
     return [
         {
@@ -124,7 +124,7 @@ def _groups(spec: LaunchSpec) -> list[dict[str, Any]]:
 
 
 def _pod(spec: LaunchSpec, pool: Pool, *, head: bool = False) -> dict[str, Any]:
-    """One node of a pool."""
+    """Return the pod spec of one node."""
     k8s = spec.k8s
     pod: dict[str, Any] = {"restartPolicy": "Never"}
     if head and k8s.gcs_redis_address:
@@ -158,7 +158,7 @@ def _container(spec: LaunchSpec, pool: Pool, name: str) -> dict[str, Any]:
         amounts["nvidia.com/gpu"] = str(pool.gpus_per_node)
         if k8s.rdma_resource:
             amounts[k8s.rdma_resource] = str(k8s.rdma_count)
-            capabilities["add"] = ["IPC_LOCK"]  # memory that the network card reads must stay in place
+            capabilities["add"] = ["IPC_LOCK"]  # RDMA needs pinned memory
     variables = ENVIRONMENT | dict(spec.environment)
     environment: list[dict[str, Any]] = [{"name": key, "value": value} for key, value in variables.items()]
     if k8s.volume_claim:
@@ -180,7 +180,7 @@ def _container(spec: LaunchSpec, pool: Pool, name: str) -> dict[str, Any]:
 
 
 def _volumes(spec: LaunchSpec) -> list[dict[str, Any]]:
-    """Text files lie beside the recipe, under the names by which it calls them."""
+    """Return the volumes. Text files are mounted next to the recipe, under the names that it uses."""
     items = [{"key": "recipe.yaml", "path": "recipe.yaml"}]
     items += [{"key": f"text-{i}", "path": name} for i, (name, _) in enumerate(spec.texts)]
     volumes: list[dict[str, Any]] = [
@@ -198,7 +198,7 @@ def _secret(reference: str) -> dict[str, Any]:
 
 
 def _ray_version() -> str:
-    """The one that this package pins, which is the image's."""
+    """Return the Ray version that this package pins, which is the image's."""
     for line in metadata.requires("grpo-mcore") or []:
         if line.startswith("ray"):
             return line.partition("==")[2].partition(";")[0].strip()
@@ -206,7 +206,7 @@ def _ray_version() -> str:
 
 
 class _Dumper(yaml.SafeDumper):
-    """Texts of several lines as blocks."""
+    """Writes texts of several lines as blocks."""
 
     def ignore_aliases(self, data: Any) -> bool:
         return True

@@ -1,4 +1,4 @@
-"""A job for NeMo-Run's executors, as plain values and text. NeMo-Run itself is imported in launchers/nemo_run only."""
+"""Describe a job for NeMo-Run's executors in plain values and text. Only launchers/nemo_run imports NeMo-Run itself."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from grpo_mcore.tools.launch.slurm import job_script, sbatch_options
 from grpo_mcore.tools.launch.spec import LaunchSpec, Target
 
 TASK = "train"
-"""Name of the task; NeMo-Run calls its script by it."""
+"""Name of the task; NeMo-Run names its script after it."""
 
 SET_BY_NEMO_RUN = ("job-name", "requeue", "no-requeue", "output")
 FIELDS = ("account", "partition", "nodes", "gpus-per-node", "cpus-per-task", "mem", "time", "signal", "open-mode")
@@ -43,7 +43,7 @@ while :; do # the RayJob has deadlines of its own
 done
 """
 
-HERE = """\
+LOCAL = """\
 set -euo pipefail
 if ! command -v grpo-mcore >/dev/null; then
     echo "there is no grpo-mcore in PATH: activate the environment that trains (source .venv/bin/activate)" >&2
@@ -53,7 +53,7 @@ fi
 
 
 def script(spec: LaunchSpec, target: Target) -> str:
-    """What `run.Script` holds: for Slurm the batch script, for Kubernetes kubectl with the manifest."""
+    """Return the content of `run.Script`: for Slurm the batch script, for Kubernetes kubectl with the manifest."""
     match target:
         case "slurm":
             return job_script(spec)
@@ -63,14 +63,14 @@ def script(spec: LaunchSpec, target: Target) -> str:
         case "local":
             variables = [f"export {name}={shlex.quote(value)}\n" for name, value in spec.environment]
             command = shlex.join(spec.command(spec.recipe_file, spec.overrides))
-            return "".join([HERE, *variables, f"exec {command}\n"])
+            return "".join([LOCAL, *variables, f"exec {command}\n"])
 
 
 def slurm_fields(spec: LaunchSpec) -> dict[str, Any]:
-    """Fields of `run.SlurmExecutor`.
+    """Return the fields of `run.SlurmExecutor`.
 
-    Its batch script starts every task by srun; ours starts sruns of its own and must get Slurm's signals. So the batch
-    script hands itself over to ours before it comes to that.
+    NeMo-Run's batch script starts every task with srun. Ours starts its own sruns and must receive Slurm's signals, so
+    NeMo-Run's script replaces itself by ours (`exec`) in its setup lines.
     """
     options = sbatch_options(spec)
     further = {key: value for key, value in options.items() if key not in (*FIELDS, *SET_BY_NEMO_RUN)}

@@ -1,4 +1,4 @@
-"""A job as an sbatch script."""
+"""Render a job as an sbatch script."""
 
 from __future__ import annotations
 
@@ -10,24 +10,25 @@ from grpo_mcore.tools.launch.spec import LaunchSpec
 BODY = Path(__file__).with_name("slurm_body.sh")
 
 PASSED = ("PATH", "HOME", "USER", "LOGNAME", "SHELL", "LANG", "TZ", "VIRTUAL_ENV", "PYTHONPATH", "OMP_NUM_THREADS")
-"""Of the submitter's environment a job gets these, the settings of the script, and what the recipe names."""
+"""Variables of the submitting shell that every job inherits, in addition to the script's settings and those that the
+recipe names."""
 
 SETTINGS = ("CONTAINER", "MOUNTS", "COMMAND", "RESTARTS", "LOGS", "PYTHON", "START_TIMEOUT")
 OTHERS = ("RAY_PORT", "HEAD_IP", "OBJECT_STORE_GB")
 
 
 def sbatch_script(spec: LaunchSpec) -> str:
-    """The script: its options, its settings with their values, and what is the same for every job."""
+    """Return the script: sbatch's options, the settings with their values, and the body that all jobs share."""
     return "\n".join(["#!/bin/bash", *_header(spec), job_script(spec)])
 
 
 def job_script(spec: LaunchSpec) -> str:
-    """The script without its options: the settings with their values, and what is the same for every job."""
+    """Return the script without sbatch's options."""
     return "\n".join([*_settings(spec), "", BODY.read_text()])
 
 
 def sbatch_options(spec: LaunchSpec) -> dict[str, str | int]:
-    """sbatch's long options of a job and their values; "" is an option without one."""
+    """Return sbatch's long options for a job; the value "" is an option without a value."""
     gpus = max(pool.gpus_per_node for pool in spec.pools)
     passed = dict.fromkeys((*PASSED, *SETTINGS, *OTHERS, *spec.from_submitter))
     options: dict[str, str | int | None] = {

@@ -1,29 +1,25 @@
-"""`LaunchSpec`: all that a launcher needs to know of a run, from its recipe and nothing else."""
+"""`LaunchSpec`: everything a launcher needs to know about a run, derived from its recipe alone."""
 
 from __future__ import annotations
 
 import re
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Literal
 
 from grpo_mcore.recipe import KubernetesConfig, MasterConfig, Recipe, SlurmConfig, resolved_yaml
 from grpo_mcore.recipe.load import shown
 from grpo_mcore.recipe.master import runs_grpo
-from grpo_mcore.tools.launch.validation import refuse
-from grpo_mcore.tools.launch.values import Mount, seconds
-
-Target = Literal["slurm", "k8s", "local"]
+from grpo_mcore.tools.launch.validation import Mount, Target, seconds, validate
 
 FROM_SUBMITTER = ("HF_HOME", "HF_HUB_OFFLINE", "HF_TOKEN", "WANDB_API_KEY")
-"""Variables of the one who submits that a job gets where they are set, besides those of cluster.env_vars."""
+"""Variables of the submitting shell that a job inherits if they are set, in addition to those of cluster.env_vars."""
 
 _TEXT_FILES = ("prompt_file", "system_prompt_file")
 
 
 @dataclass(frozen=True)
 class Pool:
-    """Nodes of one kind. `gpus_per_node` is 0 on CPU."""
+    """A number of equal nodes. `gpus_per_node` is 0 on CPU."""
 
     name: str
     nodes: int
@@ -32,10 +28,10 @@ class Pool:
 
 @dataclass(frozen=True)
 class LaunchSpec:
-    """A job. Times in seconds, memory in GiB. `restarts` is 0 where there is no checkpoint to go on from.
+    """A job. Times in seconds, memory in GiB. `restarts` is 0 if the run writes no checkpoint to resume from.
 
-    `command`: the program with its words, in which `recipe_file` stands for the recipe. `recipe_yaml` is the recipe
-    itself and `texts` (name relative to it -> content) the files it names, for nodes that do not see the checkout.
+    `recipe_yaml` is the resolved recipe and `texts` the files it names, as (name relative to it, content), for nodes
+    that do not see the checkout.
     """
 
     name: str
@@ -54,7 +50,6 @@ class LaunchSpec:
     time_limit_s: int
     save_before_end_s: int
     restarts: int
-    checkpoint_dir: str
     start_timeout_s: int
     slurm: SlurmConfig
     k8s: KubernetesConfig
@@ -64,15 +59,15 @@ class LaunchSpec:
         return sum(pool.nodes for pool in self.pools)
 
     def command(self, recipe: str, overrides: tuple[str, ...] = ()) -> tuple[str, ...]:
-        """The program that trains. With a checkpoint it goes on from there, so a restart is the same command."""
+        """Return the command that trains. It resumes if there is a checkpoint, so a restart is the same command."""
         resume = ("--resume=auto",) if self.verb == "train" and self.restarts else ()
         return ("grpo-mcore", self.verb, recipe, *overrides, *resume)
 
 
 def launch_spec(recipe: Recipe, target: Target) -> LaunchSpec:
-    """The job of a recipe. Raises RecipeError with everything that `target` would fail on later."""
+    """Return the job of a recipe. Raises RecipeError with every problem that would only show up later on `target`."""
     config = recipe.config
-    refuse(recipe, target)
+    validate(recipe, target)
     launch, cluster = config.launch, config.cluster
     resumes = runs_grpo(config) and config.checkpointing.enabled
     return LaunchSpec(
@@ -92,7 +87,6 @@ def launch_spec(recipe: Recipe, target: Target) -> LaunchSpec:
         time_limit_s=seconds(launch.time_limit),
         save_before_end_s=launch.save_before_end_s,
         restarts=launch.max_restarts if resumes else 0,
-        checkpoint_dir=config.checkpointing.checkpoint_dir,
         start_timeout_s=int(cluster.start_timeout_s),
         slurm=launch.slurm,
         k8s=launch.k8s,
@@ -100,7 +94,7 @@ def launch_spec(recipe: Recipe, target: Target) -> LaunchSpec:
 
 
 def pools(config: MasterConfig) -> tuple[Pool, ...]:
-    """One pool where policy and engines share nodes; else `policy` and `engines`, out of cluster.num_nodes."""
+    """Return one pool if policy and engines share nodes; else `policy` and `engines`, together cluster.num_nodes."""
     cluster, colocated = config.cluster, config.policy.generation.colocated
     gpus = 0 if cluster.platform == "cpu" else cluster.gpus_per_node
     engines = colocated.resources.num_nodes
@@ -111,13 +105,13 @@ def pools(config: MasterConfig) -> tuple[Pool, ...]:
 
 
 def job_name(stem: str) -> str:
-    """A name that Slurm and Kubernetes accept, from a file's name."""
+    """Return a name that Slurm and Kubernetes accept, made from a file's name."""
     name = re.sub(r"[^a-z0-9]+", "-", stem.lower()).strip("-")
     return (name if name[:1].isalpha() else f"grpo-{name}")[:40].rstrip("-")
 
 
 def _texts(config: MasterConfig) -> tuple[tuple[str, str], ...]:
-    """Prompt files that the recipe names by a relative path, and what they hold."""
+    """Return (path, content) of the prompt files that the recipe names by a relative path."""
     found: dict[str, str] = {}
     for entry in [config.data.default, *config.data.train, *config.data.validation]:
         for key in _TEXT_FILES:

@@ -1,22 +1,26 @@
-"""What a cluster would refuse, or silently do wrong, an hour later: said at once, with the key and its line."""
+"""Check a recipe for what a cluster would reject, or silently do wrong, an hour later. Every problem names its key and
+line."""
 
 from __future__ import annotations
 
 import re
 from collections.abc import Callable, Iterator
+from dataclasses import dataclass
 from pathlib import PurePosixPath
+from typing import Literal
 
 from grpo_mcore.cluster.environment import is_allowed
 from grpo_mcore.recipe import MasterConfig, Problem, Recipe, RecipeError
 from grpo_mcore.recipe.errors import DEFAULT, Finding
 from grpo_mcore.recipe.load import shown
 from grpo_mcore.recipe.master import runs_grpo
-from grpo_mcore.tools.launch.values import Mount, seconds
 
-OF_ONE_NODE = ("/tmp", "/var/tmp", "/dev/shm", "/run")
+Target = Literal["slurm", "k8s", "local"]
+
+NODE_LOCAL = ("/tmp", "/var/tmp", "/dev/shm", "/run")
 SECRET = re.compile(r"(TOKEN|SECRET|PASSWORD|PASSWD|CREDENTIAL|API_?KEY|PRIVATE_KEY)", re.IGNORECASE)
-OURS = re.compile(r"^(SLURM_|SBATCH_|RAY_|GRPO_MCORE_|CUDA_VISIBLE_DEVICES$)")
-SET_BY_US = ("nodes", "ntasks", "ntasks-per-node", "gpus-per-node", "gres", "time", "signal", "export", "output")
+RESERVED_VARIABLES = re.compile(r"^(SLURM_|SBATCH_|RAY_|GRPO_MCORE_|CUDA_VISIBLE_DEVICES$)")
+RESERVED_OPTIONS = ("nodes", "ntasks", "ntasks-per-node", "gpus-per-node", "gres", "time", "signal", "export", "output")
 DNS_LABEL = re.compile(r"^[a-z0-9]([-a-z0-9]*[a-z0-9])?$")
 SUBDOMAIN = re.compile(r"^[a-z0-9]([-a-z0-9.]*[a-z0-9])?$")
 REFERENCE = re.compile(r"^[a-z0-9]([-a-z0-9.]*[a-z0-9])?/[-._a-zA-Z0-9]+$")
@@ -24,14 +28,44 @@ RESOURCE = re.compile(r"^[a-z0-9.-]+/[A-Za-z0-9]([-._A-Za-z0-9]*[A-Za-z0-9])?$")
 Check = Callable[[MasterConfig], Iterator[Finding]]
 
 
-def refuse(recipe: Recipe, target: str) -> None:
-    """Raises RecipeError with every finding for `target` ("slurm", "k8s" or "local")."""
+@dataclass(frozen=True)
+class Mount:
+    """A folder `source` of the nodes, seen as `target` in the container."""
+
+    source: str
+    target: str
+    read_only: bool = False
+
+    @classmethod
+    def parse(cls, text: str) -> Mount:
+        """Parse "FROM:TO" or "FROM:TO:ro". Raises ValueError."""
+        parts = text.split(":")
+        if len(parts) not in (2, 3) or not all(parts[:2]) or parts[2:] not in ([], ["ro"], ["rw"]):
+            raise ValueError(f'expected "FROM:TO" or "FROM:TO:ro", got "{text}"')
+        if not parts[1].startswith("/"):
+            raise ValueError(f'in "{text}" the folder in the container must be absolute')
+        return cls(parts[0], parts[1], parts[2:] == ["ro"])
+
+    def __str__(self) -> str:
+        return f"{self.source}:{self.target}" + (":ro" if self.read_only else "")
+
+
+def seconds(limit: str) -> int:
+    """Return the seconds of "D-HH:MM:SS" or "HH:MM:SS"."""
+    days, _, clock = limit.rpartition("-")
+    hours, minutes, rest = clock.split(":")
+    return ((int(days or 0) * 24 + int(hours)) * 60 + int(minutes)) * 60 + int(rest)
+
+
+def validate(recipe: Recipe, target: Target) -> None:
+    """Raise RecipeError with every finding for `target`, if there is any."""
     found = [finding for check in CHECKS[target] for finding in check(recipe.config)]
     if found:
-        raise RecipeError([_placed(finding, recipe) for finding in found], shown(recipe.path))
+        raise RecipeError([_problem(finding, recipe) for finding in found], shown(recipe.path))
 
 
-def _placed(finding: Finding, recipe: Recipe) -> Problem:
+def _problem(finding: Finding, recipe: Recipe) -> Problem:
+    """Place a finding at the first of its keys that the recipe sets."""
     for key in finding.keys:
         source = recipe.provenance.get(key, DEFAULT)
         if source != DEFAULT:
@@ -47,7 +81,7 @@ def _backend(config: MasterConfig) -> Iterator[Finding]:
 
 
 def _nodes(config: MasterConfig) -> Iterator[Finding]:
-    """Groups of GPUs that talk all the time must not lie over the edge of a node, but for engines of whole nodes."""
+    """Tensor-parallel groups must fit in a node; an engine may also span whole nodes."""
     cluster, gpus = config.cluster, config.cluster.gpus_per_node
     if cluster.platform == "cpu":
         return
@@ -63,7 +97,7 @@ def _nodes(config: MasterConfig) -> Iterator[Finding]:
             "the engines",
         ),
     ):
-        whole_nodes = what == "the engines" and size % gpus == 0  # vLLM's ranks may lie on several
+        whole_nodes = what == "the engines" and size % gpus == 0
         if gpus % size and not whole_nodes and (runs_grpo(config) or what != "the engines"):
             yield Finding(
                 (key, "cluster.gpus_per_node"),
@@ -90,10 +124,10 @@ def _environment(config: MasterConfig) -> Iterator[Finding]:
         elif SECRET.search(name):
             yield Finding(
                 (key,),
-                "a secret does not belong into a recipe: on Kubernetes name it under launch.k8s.secrets, on Slurm set "
+                "a secret does not belong in a recipe: on Kubernetes name it under launch.k8s.secrets, on Slurm set "
                 f"{name} in the shell that submits and name it under cluster.env_vars if workers need it",
             )
-        elif OURS.match(name):
+        elif RESERVED_VARIABLES.match(name):
             yield Finding((key,), "is set by the launcher itself")
         elif not is_allowed(name, config.cluster.env_vars):
             yield Finding((key,), f"would not reach the workers: name {name} under cluster.env_vars too")
@@ -119,18 +153,18 @@ def _slurm(config: MasterConfig) -> Iterator[Finding]:
         name = option.removeprefix("--").partition("=")[0].split(" ")[0]
         if not option.startswith("--") or "\n" in option:
             yield Finding(("launch.slurm.options",), f'expected one long option of sbatch, got "{option}"')
-        elif name in SET_BY_US:
+        elif name in RESERVED_OPTIONS:
             yield Finding(("launch.slurm.options",), f"--{name} follows from the recipe; change the recipe instead")
 
 
 def _shared_on_slurm(config: MasterConfig) -> Iterator[Finding]:
-    """Every node must see the folder of checkpoints, whichever one the job runs on next."""
+    """Every node must see the checkpoint folder: a restarted job may run on other nodes."""
     save, launch = config.checkpointing, config.launch
     folder = PurePosixPath(save.checkpoint_dir)
     if not save.enabled:
         return
     keys = ("checkpointing.checkpoint_dir", "launch.mounts")
-    if any(folder.is_relative_to(local) for local in OF_ONE_NODE):
+    if any(folder.is_relative_to(local) for local in NODE_LOCAL):
         yield Finding(keys, f"{folder} is on one node only; choose a folder of the shared file system")
     elif launch.container and folder.is_absolute() and not _mounted(folder, launch.mounts):
         yield Finding(keys, f"{folder} is inside the container and gone with it; mount a shared folder there")
@@ -141,8 +175,7 @@ def _mounted(folder: PurePosixPath, mounts: list[str]) -> bool:
     return any(len(part) > 1 and folder.is_relative_to(part[1]) and part[2:] != ["ro"] for part in parts)
 
 
-def _here(config: MasterConfig) -> Iterator[Finding]:
-    """One machine, as it is: the one that submits."""
+def _this_machine(config: MasterConfig) -> Iterator[Finding]:
     if config.launch.container:
         yield Finding(("launch.container",), "a job on this machine runs in its environment, not in an image")
     if config.cluster.num_nodes > 1 and config.cluster.platform != "cpu":
@@ -169,7 +202,7 @@ def _kubernetes(config: MasterConfig) -> Iterator[Finding]:
         name = getattr(k8s, key)
         rule = DNS_LABEL if key == "namespace" else SUBDOMAIN
         if name is not None and not rule.match(name):
-            yield Finding((at + key,), f"{name!r} is no name in Kubernetes: lower-case letters, digits and -")
+            yield Finding((at + key,), f"{name!r} is not a valid Kubernetes name: lower-case letters, digits and -")
     for name, reference in k8s.secrets.items():
         if not REFERENCE.match(reference):
             yield Finding((at + f"secrets.{name}",), 'expected "SECRET/KEY", the place of the value and not the value')
@@ -192,7 +225,7 @@ def _gang(config: MasterConfig) -> Iterator[Finding]:
 
 
 def _claim(config: MasterConfig) -> Iterator[Finding]:
-    """Pods keep nothing: what is to last must be on a volume that all of them see."""
+    """Pods keep nothing: checkpoints and logs must be on a volume that all pods see."""
     k8s, save = config.launch.k8s, config.checkpointing
     keys = ("launch.k8s.volume_claim", "checkpointing.checkpoint_dir", "cluster.num_nodes")
     if k8s.volume_claim is None and (save.enabled or config.cluster.num_nodes > 1):
@@ -216,9 +249,9 @@ def _memory(config: MasterConfig) -> Iterator[Finding]:
         )
 
 
-_ANYWHERE: tuple[Check, ...] = (_backend, _nodes, _time, _environment, _mounts)
-CHECKS: dict[str, tuple[Check, ...]] = {
-    "slurm": (*_ANYWHERE, _slurm, _shared_on_slurm),
-    "k8s": (*_ANYWHERE, _image, _kubernetes, _gang, _claim, _memory),
-    "local": (_here, _environment),
+_COMMON: tuple[Check, ...] = (_backend, _nodes, _time, _environment, _mounts)
+CHECKS: dict[Target, tuple[Check, ...]] = {
+    "slurm": (*_COMMON, _slurm, _shared_on_slurm),
+    "k8s": (*_COMMON, _image, _kubernetes, _gang, _claim, _memory),
+    "local": (_this_machine, _environment),
 }

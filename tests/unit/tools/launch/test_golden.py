@@ -37,7 +37,7 @@ DISAGGREGATED = (
     "policy.generation.colocated={enabled: false, resources: {num_nodes: 1}}",
 )  # fmt: skip
 SHIPPED = ("slurm/grpo_2n8g.sh", "k8s/grpo-2n8g.yaml", "k8s/grpo-3n8g-disaggregated.yaml")
-BODY_HERE = "# (the body is grpo_mcore/launch/slurm_body.sh)\n"
+BODY_HERE = "# (the body is grpo_mcore/tools/launch/slurm_body.sh)\n"
 
 
 @pytest.fixture(autouse=True)

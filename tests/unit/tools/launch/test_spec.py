@@ -1,4 +1,4 @@
-"""What a job is, from its recipe; and the recipes that no cluster would run."""
+"""A recipe becomes a job, and recipes that no cluster would run are rejected."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ import yaml
 from grpo_mcore.recipe import MasterConfig, RecipeError, load_recipe
 from grpo_mcore.tools.launch import LaunchSpec, Mount, Pool, launch_spec
 from grpo_mcore.tools.launch.spec import job_name
-from grpo_mcore.tools.launch.values import seconds
+from grpo_mcore.tools.launch.validation import seconds
 
 TWO_NODES = "grpo-llama3.1-8B-2n8g"
 ON_K8S = ("launch.container=ghcr.io/you/grpo-mcore:0.1", "launch.k8s.volume_claim=runs")
@@ -127,7 +127,12 @@ WRONG = {
     "nodes twice": ("slurm", ["launch.slurm.options=['--nodes=9']"], "launch.slurm.options", "follows from the recipe"),
     "not an option": ("slurm", ["launch.slurm.options=['-N 9']"], "launch.slurm.options", "one long option"),
     "a bad secret": ("k8s", [*ON_K8S, "+launch.k8s.secrets.HF_TOKEN=hf_abc"], "launch.k8s.secrets.HF_TOKEN", "SECRET/"),
-    "a bad claim": ("k8s", ["launch.k8s.volume_claim=My_Claim"], "launch.k8s.volume_claim", "no name in Kubernetes"),
+    "a bad claim": (
+        "k8s",
+        ["launch.k8s.volume_claim=My_Claim"],
+        "launch.k8s.volume_claim",
+        "not a valid",
+    ),
     "a bad device": ("k8s", [*ON_K8S, "launch.k8s.rdma_resource=ib"], "launch.k8s.rdma_resource", "DOMAIN/NAME"),
     "no queue": ("k8s", [*ON_K8S, "launch.k8s.scheduler=kueue"], "launch.k8s.scheduler", "needs launch.k8s.queue"),
     "no scheduler": ("k8s", [*ON_K8S, "launch.k8s.queue=q"], "launch.k8s.queue", "needs launch.k8s.scheduler"),
