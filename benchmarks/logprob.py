@@ -21,7 +21,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from grpo_mcore.parallel.logprobs import token_scores
+from grpo_mcore.parallel.logprobs import TILES, token_scores
 
 TEMPERATURE, CHUNK, REPEATS = 0.8, 1024, 2
 
@@ -36,6 +36,7 @@ def chunked(hidden: Tensor, weight: Tensor, targets: Tensor) -> Tensor:
         vocab_size=weight.size(0),
         temperature=TEMPERATURE,
         chunk=CHUNK,
+        tile=TILES["gpu" if hidden.is_cuda else "cpu"],
     )
 
 

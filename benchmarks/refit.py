@@ -104,14 +104,15 @@ class PolicyRank:
     def __init__(self, folder: str, layout: dict[str, int], rank: int, port: int) -> None:
         from grpo_mcore.parallel.mesh import Address, Layout, join_mesh
         from grpo_mcore.parallel.model import build_model
+        from grpo_mcore.parallel.platform import Platform
         from grpo_mcore.parallel.weights import ShardedWeights
         from grpo_mcore.recipe import MegatronConfig
 
         self.shape = shape_of(read_hf_config(folder))
-        mesh = Layout(layout["tp"], layout["pp"], 1)
-        self.device = join_mesh(mesh, Address(rank, mesh.world_size, 0, "127.0.0.1", port), 0, 120.0)
+        mesh, platform = Layout(layout["tp"], layout["pp"], 1), Platform.detect()
+        self.device = join_mesh(mesh, Address(rank, mesh.world_size, 0, "127.0.0.1", port), 0, 120.0, platform)
         self.here = mesh.coordinates(rank)
-        networks = build_model(self.shape, mesh, MegatronConfig(), torch.bfloat16)
+        networks = build_model(self.shape, mesh, MegatronConfig(), torch.bfloat16, platform)
         (self.network,) = (network.to(torch.bfloat16) for network in networks)
         generator = torch.Generator().manual_seed(rank)
         with torch.no_grad():

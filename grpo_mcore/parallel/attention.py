@@ -21,6 +21,7 @@ from torch.distributed import ProcessGroup
 from torch.nn.functional import scaled_dot_product_attention
 
 from grpo_mcore.parallel.context import ContextShare
+from grpo_mcore.parallel.platform import Platform
 
 
 class Span(NamedTuple):
@@ -54,7 +55,10 @@ class PackedRow(PackedSeqParams):
 
 
 def describe_row(
-    cu_seqlens: Tensor, share: ContextShare | None = None, context_group: ProcessGroup | None = None
+    cu_seqlens: Tensor,
+    platform: Platform,
+    share: ContextShare | None = None,
+    context_group: ProcessGroup | None = None,
 ) -> PackedRow:
     """Describe a row with these cumulative lengths (int32 [n + 1]), or this rank's share of it."""
     if share is not None:
@@ -69,18 +73,17 @@ def describe_row(
         max_seqlen_q=longest,
         max_seqlen_kv=longest,
     )
-    on_cpu = cu_seqlens.device.type == "cpu"
     if share is None:
-        if on_cpu:
+        if not platform.on_gpu:
             _fill_buckets(row, [Span(start, n, start, n) for start, n in zip(starts, lengths, strict=False)], False)
         return row
     row.context_group, row.key_order = context_group, share.key_order
     row.cu_seqlens_q_padded = row.cu_seqlens_kv_padded = cu_seqlens  # TransformerEngine reads these names
     spans = [Span(*span) for span in share.spans]
-    if on_cpu:
-        _fill_buckets(row, spans, True)
-    else:
+    if platform.on_gpu:
         row.spans = _kernel_spans(spans, share.key_order)
+    else:
+        _fill_buckets(row, spans, True)
     return row
 
 
@@ -135,9 +138,12 @@ class PackedAttention(torch.nn.Module):
         attn_mask_type: Any,
         attention_type: str,
         softmax_scale: float | None = None,
+        *,
+        platform: Platform,
         **_: Any,
     ) -> None:
         super().__init__()
+        self.platform = platform
         self.scale = softmax_scale or config.kv_channels**-0.5
 
     def forward(
@@ -153,7 +159,7 @@ class PackedAttention(torch.nn.Module):
         assert packed_seq_params is not None, "the policy feeds packed rows only"
         if packed_seq_params.context_group is not None:
             key, value = _gather_context(key, value, packed_seq_params.context_group)
-        if query.is_cuda:
+        if self.platform.on_gpu:
             return self._on_gpu(query, key, value, packed_seq_params)
         return self._on_cpu(query, key, value, packed_seq_params)
 

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 from torch.distributed import ProcessGroup, ReduceOp, all_reduce
 
-TILES = {"cpu": 2048, "cuda": 16384}
+TILES = {"cpu": 2048, "gpu": 16384}
 """Rows of the output layer that have logits at a time: on CPU their logits stay in a core's cache, on GPU the kernels
 are large enough to be efficient."""
 
@@ -28,6 +28,7 @@ def token_scores(
     vocab_size: int,
     temperature: float,
     chunk: int,
+    tile: int,
     entropy: bool = False,
 ) -> Tensor:
     """Return log softmax(hidden @ weight.T / temperature)[target], float32 [1, N].
@@ -36,9 +37,12 @@ def token_scores(
 
     hidden [N, H], the same on every rank of `group`; weight [rows, H], this rank's rows of the output layer, the first
     of which is token `vocab_start`; rows at or past `vocab_size` are padding and get no probability; targets int64 [N].
+    `chunk` tokens and `tile` rows of the output layer (see TILES) have logits at a time.
     The gradient of `hidden` is this rank's part: the caller's region function sums it over the group.
     """
-    return _TokenScores.apply(hidden, weight, targets, group, vocab_start, vocab_size, temperature, chunk, entropy)
+    return _TokenScores.apply(
+        hidden, weight, targets, group, vocab_start, vocab_size, temperature, chunk, tile, entropy
+    )
 
 
 class _TokenScores(torch.autograd.Function):
@@ -53,32 +57,31 @@ class _TokenScores(torch.autograd.Function):
         vocab_size: int,
         temperature: float,
         chunk: int,
+        tile: int,
         entropy: bool,
     ) -> Tensor:
         rows = max(0, min(weight.size(0), vocab_size - vocab_start))
-        ctx.rows, ctx.start, ctx.temperature, ctx.chunk = rows, vocab_start, temperature, chunk
+        ctx.rows, ctx.start, ctx.temperature, ctx.chunk, ctx.tile = rows, vocab_start, temperature, chunk, tile
         lowest = torch.finfo(torch.float32).min  # times 0 it is 0
         largest = torch.full((hidden.size(0),), lowest, dtype=torch.float32, device=hidden.device)
         # Of this rank's rows, e being exp(logit - largest): sum of e, the target's logit where it is one of them, and
         # for the entropy sum of e * (logit - largest).
         sums, chosen, energy = torch.zeros_like(largest), torch.zeros_like(largest), torch.zeros_like(largest)
         for part in _slices(hidden.size(0), chunk):
-            for tile in _slices(rows, TILES[hidden.device.type]):
-                logits = _logits(hidden[part], weight[tile], temperature)
-                local, mine = _in_tile(targets[part], vocab_start, tile)
+            for span in _slices(rows, tile):
+                logits = _logits(hidden[part], weight[span], temperature)
+                local, mine = _in_tile(targets[part], vocab_start, span)
                 chosen[part] += torch.where(mine, logits.gather(1, local[:, None]).squeeze(1), 0.0)
                 before, most = largest[part], torch.maximum(largest[part], logits.amax(-1))
                 logits.sub_(most[:, None])
                 exps = logits.exp() if entropy else logits.exp_()
                 if entropy:
-                    energy[part] = _rescaled(energy[part], sums[part], before - most) + torch.linalg.vecdot(
-                        exps, logits
-                    )
+                    energy[part] = _shifted(energy[part], sums[part], before - most) + torch.linalg.vecdot(exps, logits)
                 sums[part] = sums[part] * (before - most).exp() + exps.sum(-1)
                 largest[part] = most
         most = largest.clone()
         _reduce(most, ReduceOp.MAX, group)
-        energy = _rescaled(energy, sums, largest - most)
+        energy = _shifted(energy, sums, largest - most)
         totals = torch.stack([sums * (largest - most).exp(), chosen, energy])  # one collective for all
         _reduce(totals, ReduceOp.SUM, group)
         log_normalizers = most + totals[0].log()
@@ -93,7 +96,7 @@ class _TokenScores(torch.autograd.Function):
         grad_hidden = torch.zeros(hidden.shape, dtype=torch.float32, device=hidden.device)
         grad_weight = torch.zeros_like(weight) if ctx.needs_input_grad[1] else None
         scale = grad / ctx.temperature
-        for tile in _slices(ctx.rows, TILES[hidden.device.type]):
+        for tile in _slices(ctx.rows, ctx.tile):
             used = weight[tile]
             of_tile = torch.zeros(used.shape, dtype=torch.float32, device=weight.device)
             for part in _slices(hidden.size(0), ctx.chunk):
@@ -114,10 +117,10 @@ class _TokenScores(torch.autograd.Function):
                     of_tile += grad_logits.t() @ hidden[part]
             if grad_weight is not None:
                 grad_weight[tile] = of_tile
-        return grad_hidden.to(hidden.dtype), grad_weight, None, None, None, None, None, None, None
+        return grad_hidden.to(hidden.dtype), grad_weight, *[None] * 8
 
 
-def _rescaled(energy: Tensor, sums: Tensor, by: Tensor) -> Tensor:
+def _shifted(energy: Tensor, sums: Tensor, by: Tensor) -> Tensor:
     """Return sum of e * (logit - largest) after `largest` has grown by -`by`."""
     return (energy + by * sums) * by.exp()
 

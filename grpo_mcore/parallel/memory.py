@@ -8,6 +8,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from grpo_mcore.parallel.platform import Platform
+
 
 def storage_key(tensor: Tensor) -> int:
     """Identify the storage behind a tensor."""
@@ -35,9 +37,9 @@ def resident_bytes(chunks: Iterable[Any], optimizer: Any) -> dict[str, int]:
     }
 
 
-def accelerator() -> dict[str, Any]:
+def accelerator(platform: Platform) -> dict[str, Any]:
     """Return the name, memory and peak use of this process's accelerator; {} without one."""
-    if not torch.cuda.is_available():
+    if not platform.on_gpu:
         return {}
     found = torch.cuda.get_device_properties(torch.cuda.current_device())
     return {"device": found.name, "device bytes": found.total_memory, "peak": torch.cuda.max_memory_allocated()}

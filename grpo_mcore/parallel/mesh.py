@@ -12,6 +12,7 @@ from datetime import timedelta
 import torch
 
 from grpo_mcore.parallel import cpu_platform
+from grpo_mcore.parallel.platform import Platform
 
 
 class LayoutError(ValueError):
@@ -111,25 +112,25 @@ class RendezvousError(RuntimeError):
     """The ranks of a policy did not meet in time."""
 
 
-def join_mesh(layout: Layout, address: Address, seed: int, timeout_s: float) -> torch.device:
+def join_mesh(layout: Layout, address: Address, seed: int, timeout_s: float, platform: Platform) -> torch.device:
     """Join torch.distributed and create Megatron-Core's process groups. Return this rank's device.
 
     Raises RendezvousError if the other ranks do not join within `timeout_s`, ValueError if the sizes disagree.
     """
     if layout.world_size != address.world_size:
         raise ValueError(f"{layout.describe()} needs {layout.world_size} ranks, there are {address.world_size}")
-    cpu_platform.install()
+    if not platform.on_gpu:
+        cpu_platform.install()
     warnings.filterwarnings("ignore", module=r"megatron\.core")  # it warns of its fallbacks for TransformerEngine
     from megatron.core import parallel_state, tensor_parallel
 
     cpu_platform.fill_in_transformer_engine()
-    on_gpu = torch.cuda.is_available()
-    device = torch.device("cuda", address.local_rank) if on_gpu else torch.device("cpu")
-    if on_gpu:
+    device = platform.torch_device(address.local_rank)
+    if platform.on_gpu:
         torch.cuda.set_device(device)
     try:
         torch.distributed.init_process_group(
-            "nccl" if on_gpu else "gloo",
+            platform.backend,
             init_method=f"tcp://{address.master_addr}:{address.master_port}",
             rank=address.rank,
             world_size=address.world_size,

@@ -26,12 +26,13 @@ from grpo_mcore.batching.packed_batch import PackedBatch
 from grpo_mcore.families import Block, ModelShape
 from grpo_mcore.parallel.attention import LatentAttention, PackedAttention, describe_row
 from grpo_mcore.parallel.context import join_shares, share_of_row, take_share
-from grpo_mcore.parallel.logprobs import token_scores
+from grpo_mcore.parallel.logprobs import TILES, token_scores
 from grpo_mcore.parallel.mamba import MambaMixer
 from grpo_mcore.parallel.mesh import Layout
-from grpo_mcore.parallel.norm import RMSNorm
+from grpo_mcore.parallel.norm import CpuRMSNorm, RMSNorm
+from grpo_mcore.parallel.platform import Platform
 from grpo_mcore.parallel.router_replay import RoutersOfChunk
-from grpo_mcore.parallel.settings import has_transformer_engine, transformer_config
+from grpo_mcore.parallel.settings import transformer_config
 from grpo_mcore.recipe import MegatronConfig
 
 
@@ -41,6 +42,7 @@ class PolicyModel(GPTModel):
     logprob_temperature: float = 1.0
     logprob_chunk: int = 1024
     unpadded_vocab_size: int
+    platform: Platform
     routers: RoutersOfChunk | None = None  # with routing replay
     _entropy = False
 
@@ -75,7 +77,7 @@ class PolicyModel(GPTModel):
             attention_mask=None,
             labels=targets,
             loss_mask=wanted,
-            packed_seq_params=describe_row(batch.cu_seqlens, share, group),
+            packed_seq_params=describe_row(batch.cu_seqlens, self.platform, share, group),
         )
         return join_shares(output, share, batch.tokens.size(1), group) if share and self.post_process else output
 
@@ -101,30 +103,42 @@ class PolicyModel(GPTModel):
             vocab_size=self.unpadded_vocab_size,
             temperature=self.logprob_temperature,
             chunk=self.logprob_chunk,
+            tile=TILES[self.platform.device],
             entropy=self._entropy,
         )
         return scores.new_zeros(len(scores), labels.size(1)).index_copy(1, wanted, scores)
 
 
 def build_model(
-    shape: ModelShape, layout: Layout, settings: MegatronConfig, dtype: torch.dtype, *, replay: bool = False
+    shape: ModelShape,
+    layout: Layout,
+    settings: MegatronConfig,
+    dtype: torch.dtype,
+    platform: Platform,
+    *,
+    replay: bool = False,
 ) -> list[PolicyModel]:
     """Build this rank's part of the network, with uninitialised weights: one model chunk, or `layout.virtual` of them.
 
     `replay`: let routers replay the engine's choices of experts.
     """
-    config = transformer_config(shape, layout, settings, dtype)
+    config = transformer_config(shape, layout, settings, dtype, platform)
     config.moe_enable_routing_replay = replay
     chunks = range(layout.virtual) if layout.virtual > 1 else (None,)
-    return [_build_chunk(shape, layout, config, chunk, settings.freeze_moe_router) for chunk in chunks]
+    return [_build_chunk(shape, layout, config, chunk, settings.freeze_moe_router, platform) for chunk in chunks]
 
 
 def _build_chunk(
-    shape: ModelShape, layout: Layout, config: TransformerConfig, chunk: int | None, freeze_router: bool
+    shape: ModelShape,
+    layout: Layout,
+    config: TransformerConfig,
+    chunk: int | None,
+    freeze_router: bool,
+    platform: Platform,
 ) -> PolicyModel:
     model = PolicyModel(
         config=config,
-        transformer_layer_spec=_block_spec(shape, config, chunk),
+        transformer_layer_spec=block_spec(shape, config, chunk, platform),
         vocab_size=shape.padded_vocab_size(layout.tensor),
         max_sequence_length=shape.max_positions,
         pre_process=parallel_state.is_pipeline_first_stage(ignore_virtual=False, vp_stage=chunk),
@@ -137,7 +151,7 @@ def _build_chunk(
         rope_scaling=shape.rope_scaling_factor is not None,
         rope_scaling_factor=shape.rope_scaling_factor or 1.0,
     )
-    model.unpadded_vocab_size = shape.vocab_size
+    model.unpadded_vocab_size, model.platform = shape.vocab_size, platform
     if config.moe_enable_routing_replay:
         model.routers = RoutersOfChunk(model.decoder.layers)
     for name, parameter in model.named_parameters():
@@ -146,15 +160,18 @@ def _build_chunk(
     return model
 
 
-def _block_spec(shape: ModelShape, config: TransformerConfig, chunk: int | None) -> TransformerBlockSubmodules:
+def block_spec(
+    shape: ModelShape, config: TransformerConfig, chunk: int | None, platform: Platform
+) -> TransformerBlockSubmodules:
     """Specify the layers. Submodule names are the same with and without TransformerEngine, for one map of weights."""
-    if has_transformer_engine():
+    if platform.transformer_engine:
         from megatron.core.extensions import transformer_engine as te
 
         norm, column, row, core = te.TENorm, te.TEColumnParallelLinear, te.TERowParallelLinear, te.TEDotProductAttention
         down = te.TELinear
     else:
-        norm, column, row, core = RMSNorm, ColumnParallelLinear, RowParallelLinear, PackedAttention
+        norm, column, row = RMSNorm if platform.on_gpu else CpuRMSNorm, ColumnParallelLinear, RowParallelLinear
+        core = ModuleSpec(module=PackedAttention, params={"platform": platform})
         down = ColumnParallelLinear
     if shape.latent is None:
         head_norm = norm if shape.qk_norm else IdentityOp
@@ -163,7 +180,7 @@ def _block_spec(shape: ModelShape, config: TransformerConfig, chunk: int | None)
             linear_qkv=column, core_attention=core, linear_proj=row, q_layernorm=head_norm, k_layernorm=head_norm
         )
     else:
-        attention_class = MLASelfAttention if has_transformer_engine() else LatentAttention
+        attention_class = MLASelfAttention if platform.transformer_engine else LatentAttention
         attention = MLASelfAttentionSubmodules(
             linear_q_proj=column,
             linear_q_down_proj=down,

@@ -15,13 +15,23 @@ SLICE_BYTES = 1 << 19
 
 
 class RMSNorm(torch.nn.Module):
-    """RMS norm with Megatron-Core's constructor; sequence-parallel slices have their gradients summed over TP ranks."""
+    """RMS norm with Megatron-Core's constructor; sequence-parallel slices have their gradients summed over TP ranks.
+
+    Uses torch's fused kernel, which is for GPUs.
+    """
 
     def __init__(self, config: Any, hidden_size: int, eps: float = 1e-5, **_: Any) -> None:
         super().__init__()
         self.eps = eps
         self.weight = torch.nn.Parameter(torch.ones(hidden_size, dtype=config.params_dtype))
         self.weight.sequence_parallel = config.sequence_parallel  # read by finalize_model_grads
+
+    def forward(self, x: Tensor) -> Tensor:
+        return torch.nn.functional.rms_norm(x, self.weight.shape, self.weight, self.eps)
+
+
+class CpuRMSNorm(RMSNorm):
+    """RMS norm in slices that stay in the cache."""
 
     def forward(self, x: Tensor) -> Tensor:
         return rms_norm(x, self.weight, self.eps)
@@ -32,9 +42,7 @@ def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
 
     x [..., H], weight [H] -> [..., H] in the dtype of `x`. The backward pass keeps x and one number per row.
     """
-    if x.device.type == "cpu":
-        return _RMSNorm.apply(x, weight, eps)
-    return torch.nn.functional.rms_norm(x, weight.shape, weight, eps)
+    return _RMSNorm.apply(x, weight, eps)
 
 
 class _RMSNorm(torch.autograd.Function):

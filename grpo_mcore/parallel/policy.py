@@ -20,6 +20,7 @@ from grpo_mcore.objective import CombinedMetrics, combine_metrics, nonfinite_sam
 from grpo_mcore.parallel.context import padded_length
 from grpo_mcore.parallel.memory import accelerator, resident_bytes
 from grpo_mcore.parallel.mesh import Address, Layout, LayoutError, join_mesh, leave_mesh
+from grpo_mcore.parallel.platform import Platform
 from grpo_mcore.recipe import PolicyConfig
 
 LossFn = Callable[..., tuple[Tensor, Mapping[str, Tensor]]]
@@ -45,17 +46,26 @@ class Policy:
     All ranks pass the same number of micro-batches.
     """
 
-    def __init__(self, config: PolicyConfig, address: Address, *, seed: int, timeout_s: float, reference: bool) -> None:
+    def __init__(
+        self,
+        config: PolicyConfig,
+        address: Address,
+        *,
+        seed: int,
+        timeout_s: float,
+        reference: bool,
+        platform: Platform | None = None,
+    ) -> None:
         """`config.model_name` must be a local Hugging Face folder.
 
-        `reference`: keep a copy of the initial weights for `reference_logprobs`.
+        `reference`: keep a copy of the initial weights for `reference_logprobs`. `platform`: detected if not given.
         Raises FamilyError, WeightsError, LayoutError, RendezvousError.
         """
-        self.config, self.seed = config, seed
+        self.config, self.seed, self.platform = config, seed, platform or Platform.detect()
         self.layout = layout_of(config, address.world_size)
         self.shape = shape_of(read_hf_config(config.model_name))
         check_fit(self.shape, config.megatron_cfg)
-        self.device = join_mesh(self.layout, address, seed, timeout_s)
+        self.device = join_mesh(self.layout, address, seed, timeout_s, self.platform)
         self.here = self.layout.coordinates(address.rank)
         self.is_last_stage = self.here.pipeline == self.layout.pipeline - 1
         # Megatron-Core may be imported only after join_mesh has installed the CPU layer.
@@ -70,7 +80,7 @@ class Policy:
         megatron = config.megatron_cfg
         self.dtype = {"bfloat16": torch.bfloat16, "float32": torch.float32}[config.precision]
         replay = config.router_replay.enabled
-        networks = build_model(self.shape, self.layout, megatron, self.dtype, replay=replay)
+        networks = build_model(self.shape, self.layout, megatron, self.dtype, self.platform, replay=replay)
         networks = [network.to(self.device) for network in networks]
         for network in networks:
             network.logprob_temperature = config.generation.temperature
@@ -82,10 +92,8 @@ class Policy:
             attach_adapters(networks, self.weights, self.adapters, megatron.peft.lora_A_init_method, seed)
             reference = False  # the reference is the network without its adapters
         self._reference = [p.detach().to("cpu", copy=True) for p in _parameters(networks)] if reference else None
-        self.chunks = [wrap_model(network, megatron) for network in networks]
-        self.optimizer = build_optimizer(
-            self.chunks, megatron, bf16=self.dtype == torch.bfloat16, clip_grad=config.max_grad_norm or 0.0
-        )
+        self.chunks = [wrap_model(network, megatron, self.platform) for network in networks]
+        self.optimizer = build_optimizer(self.chunks, config)
         self.scheduler = build_scheduler(self.optimizer, megatron)
         schedule = networks[0].config  # one object for all chunks
         schedule.grad_scale_func = self.optimizer.scale_loss
@@ -109,8 +117,8 @@ class Policy:
     def logprobs(self, batches: Sequence[PackedBatch]) -> list[Tensor] | None:
         """Return each trained token's log-prob under the current weights: one float32 [1, T] per micro-batch.
 
-        The tensors are on this device. Element t belongs to token t; tokens that are not trained on have 0. Returns None
-        except on the last stage.
+        The tensors are on this device. Element t belongs to token t; tokens that are not trained on have 0.
+        Returns None except on the last stage.
         """
         with self._evaluating():
             outputs = self._run(batches, lambda batch, scored: (scored.sum(), {"logprobs": scored}), forward_only=True)
@@ -307,7 +315,7 @@ class Policy:
 
     def offload(self) -> None:
         """Free device memory for a colocated engine: drop gradients, move the optimizer to the host. Idempotent."""
-        if self.device.type == "cuda" and not self._offloaded:
+        if self.platform.on_gpu and not self._offloaded:
             self._offloaded = True
             empty_cache = self.config.megatron_cfg.empty_unused_memory_level > 0
             for chunk in self.chunks:
@@ -327,7 +335,7 @@ class Policy:
 
         On a GPU, its name, memory and peak use are included (`memory.accelerator`).
         """
-        return self._resident | accelerator() if self._resident else {}
+        return self._resident | accelerator(self.platform) if self._resident else {}
 
     def rng_state(self) -> dict[str, Any]:
         return {"python": random.getstate(), "numpy": np.random.get_state(), "torch": torch.get_rng_state()}

@@ -1,4 +1,4 @@
-"""Ranks without Ray: a pool of processes that import torch and Megatron-Core once, then join one mesh after another."""
+"""Ranks without Ray: processes that import torch and Megatron-Core once, then join one mesh after another."""
 
 from __future__ import annotations
 
@@ -16,17 +16,18 @@ from grpo_mcore.parallel.mesh import Address
 
 
 class RankFailed(RuntimeError):
-    """A rank raised; its traceback is the message."""
+    """A rank raised or did not answer; the message has its traceback."""
 
 
 class RankPool:
-    """`run(world_size, "module:function", *args)` calls function(address, *args) on every rank and gives the results.
+    """A pool of rank processes.
 
-    Module-level functions only; arguments and results are pickled.
+    `run(world_size, "module:function", *args)` calls function(address, *args) on every rank and returns the results.
+    Arguments and results are pickled.
     """
 
     def __init__(self, size: int) -> None:
-        """`size`: the largest mesh. Raises nothing; a rank that cannot start is told by `run`."""
+        """`size`: number of ranks of the largest mesh. A rank that cannot start is reported by `run`."""
         context = get_context("spawn")
         self._ranks: list[tuple[Any, Connection]] = []
         for _ in range(size):
@@ -42,7 +43,9 @@ class RankPool:
         results, errors = [], []
         for rank, (process, pipe) in enumerate(self._ranks[:world_size]):
             if not pipe.poll(timeout_s):
-                errors.append(f"rank {rank} of {target} gave nothing in {timeout_s} s (alive: {process.is_alive()})")
+                errors.append(
+                    f"rank {rank} of {target} did not answer within {timeout_s} s (alive: {process.is_alive()})"
+                )
                 continue
             ok, value = pipe.recv()
             results.append(value) if ok else errors.append(f"rank {rank} of {target}:\n{value}")
@@ -60,8 +63,8 @@ class RankPool:
 def _serve(parent: int, pipe: Connection) -> None:
     processes.die_with_parent(parent)
     os.environ["OMP_NUM_THREADS"] = "1"
-    warnings.simplefilter("ignore")  # Megatron-Core's, that no reader can act on; errors come back as text
-    gc.disable()  # until its modules are there: looking for garbage is a fifth of the time of imports
+    warnings.simplefilter("ignore")  # Megatron-Core's warnings, on which no reader can act; errors are returned as text
+    gc.disable()  # during imports, of which garbage collection would be a fifth
     import torch
 
     torch.set_num_threads(1)
@@ -80,5 +83,5 @@ def _serve(parent: int, pipe: Connection) -> None:
                 from grpo_mcore.parallel.mesh import leave_mesh
 
                 leave_mesh()
-            gc.freeze()  # what is left are modules: leaving the next mesh need not look through them
+            gc.freeze()  # only modules are left: leaving the next mesh need not scan them
             gc.enable()

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from importlib.util import find_spec
 from typing import Any
 
 import torch
@@ -12,14 +11,15 @@ from megatron.core.transformer.transformer_config import MLATransformerConfig
 
 from grpo_mcore.families import ModelShape
 from grpo_mcore.parallel.mesh import Layout
+from grpo_mcore.parallel.platform import Platform
 from grpo_mcore.recipe import MegatronConfig
 
 
 def transformer_config(
-    shape: ModelShape, layout: Layout, settings: MegatronConfig, dtype: torch.dtype
+    shape: ModelShape, layout: Layout, settings: MegatronConfig, dtype: torch.dtype, platform: Platform
 ) -> TransformerConfig:
     """Return Megatron-Core's settings for the whole model; all chunks of this rank share the object."""
-    fused, recompute = has_transformer_engine(), settings.activation_checkpointing
+    fused, recompute = platform.transformer_engine, settings.activation_checkpointing
     by_all_gather = shape.experts is not None and settings.moe_token_dispatcher_type == "allgather"
     return (MLATransformerConfig if shape.latent else TransformerConfig)(
         num_layers=shape.num_layers,
@@ -55,7 +55,7 @@ def transformer_config(
         gradient_accumulation_fusion=fused and settings.gradient_accumulation_fusion,
         apply_rope_fusion=fused and settings.apply_rope_fusion and shape.latent is None,
         perform_initialization=False,
-        use_cpu_initialization=not torch.cuda.is_available(),
+        use_cpu_initialization=not platform.on_gpu,
         calculate_per_token_loss=True,  # the loss is already normalised by global counts: Megatron-Core must not divide
         # Bins differ in length, also under pipeline parallelism. The allgather dispatcher needs rows of one length:
         # `Policy` pads them, and there are no pipeline stages.
@@ -69,7 +69,7 @@ def transformer_config(
         recompute_granularity="full" if recompute else None,
         recompute_method="uniform" if recompute else None,
         recompute_num_layers=1 if recompute else None,
-        **_expert_settings(shape, layout, settings),
+        **_expert_settings(shape, layout, settings, platform),
         **_latent_settings(shape),
     )
 
@@ -100,7 +100,7 @@ def _latent_settings(shape: ModelShape) -> dict[str, Any]:
     return found
 
 
-def _expert_settings(shape: ModelShape, layout: Layout, settings: MegatronConfig) -> dict[str, Any]:
+def _expert_settings(shape: ModelShape, layout: Layout, settings: MegatronConfig, platform: Platform) -> dict[str, Any]:
     """Return Megatron-Core's settings for the experts: no auxiliary loss, no dropped tokens."""
     experts = shape.experts
     if experts is None:
@@ -122,12 +122,7 @@ def _expert_settings(shape: ModelShape, layout: Layout, settings: MegatronConfig
         "moe_router_load_balancing_type": "none",
         "moe_aux_loss_coeff": 0.0,
         "moe_z_loss_coeff": None,
-        "moe_permute_fusion": has_transformer_engine() and settings.moe_permute_fusion,
+        "moe_permute_fusion": platform.transformer_engine and settings.moe_permute_fusion,
         "expert_model_parallel_size": layout.expert,
         "expert_tensor_parallel_size": layout.expert_tensor,
     }
-
-
-def has_transformer_engine() -> bool:
-    """Whether the model is built from TransformerEngine's layers."""
-    return torch.cuda.is_available() and find_spec("transformer_engine") is not None

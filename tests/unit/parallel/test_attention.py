@@ -12,6 +12,9 @@ from grpo_mcore.parallel import cpu_platform
 cpu_platform.install()
 
 from grpo_mcore.parallel.attention import PackedAttention, bucket_by_length, describe_row  # noqa: E402
+from grpo_mcore.parallel.platform import Platform  # noqa: E402
+
+CPU = Platform("cpu")
 
 
 class Config:
@@ -28,8 +31,8 @@ def inputs(tokens: int, heads: int = 4, groups: int = 2) -> list[torch.Tensor]:
 
 
 def attend(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, lengths: list[int]) -> torch.Tensor:
-    attention = PackedAttention(Config, 1, None, "self")
-    return attention(query, key, value, None, packed_seq_params=describe_row(row(lengths)))
+    attention = PackedAttention(Config, 1, None, "self", platform=CPU)
+    return attention(query, key, value, None, packed_seq_params=describe_row(row(lengths), CPU))
 
 
 @pytest.mark.parametrize("lengths", [[1], [7], [3, 9, 1, 30, 30, 2], [5, 5, 5]])

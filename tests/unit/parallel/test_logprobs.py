@@ -5,7 +5,9 @@ from __future__ import annotations
 import pytest
 import torch
 
-from grpo_mcore.parallel.logprobs import TILES, token_scores
+from grpo_mcore.parallel.logprobs import token_scores
+
+WHOLE = {"group": None, "vocab_start": 0, "vocab_size": 40, "temperature": 1.0, "chunk": 8, "tile": 2048}
 
 
 def case(dtype: torch.dtype) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
@@ -20,10 +22,7 @@ def case(dtype: torch.dtype) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
 @pytest.mark.parametrize("chunk", [1, 7, 23, 1000])
 @pytest.mark.parametrize("temperature", [1.0, 0.7])
 @pytest.mark.parametrize("entropy", [False, True])
-def test_values_and_gradients_equal_log_softmax(
-    tile: int, chunk: int, temperature: float, entropy: bool, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setitem(TILES, "cpu", tile)
+def test_values_and_gradients_equal_log_softmax(tile: int, chunk: int, temperature: float, entropy: bool) -> None:
     hidden, weight, targets = case(torch.float32)
     found = token_scores(
         hidden,
@@ -34,6 +33,7 @@ def test_values_and_gradients_equal_log_softmax(
         vocab_size=37,
         temperature=temperature,
         chunk=chunk,
+        tile=tile,
         entropy=entropy,
     )
     upstream = torch.linspace(-1, 2, 23 * (1 + entropy)).view(1 + entropy, 23)
@@ -55,7 +55,7 @@ def test_values_and_gradients_equal_log_softmax(
 
 def test_bfloat16_keeps_its_dtype_and_float32_results() -> None:
     hidden, weight, targets = case(torch.bfloat16)
-    found = token_scores(hidden, weight, targets, group=None, vocab_start=0, vocab_size=40, temperature=1.0, chunk=8)
+    found = token_scores(hidden, weight, targets, **WHOLE)
     found.sum().backward()
     assert found.dtype == torch.float32
     assert hidden.grad.dtype == weight.grad.dtype == torch.bfloat16
@@ -66,6 +66,6 @@ def test_bfloat16_keeps_its_dtype_and_float32_results() -> None:
 def test_no_token_is_wanted() -> None:
     hidden, weight, _ = case(torch.float32)
     none = torch.zeros(0, dtype=torch.int64)
-    found = token_scores(hidden[:0], weight, none, group=None, vocab_start=0, vocab_size=40, temperature=1.0, chunk=8)
+    found = token_scores(hidden[:0], weight, none, **WHOLE)
     found.sum().backward()
     assert found.shape == (1, 0) and (weight.grad == 0).all()

@@ -1,0 +1,40 @@
+"""CPU or GPU: decided once, where a rank starts, and passed on as a value, so that tests can take either branch."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from importlib.util import find_spec
+from typing import Literal
+
+import torch
+
+
+@dataclass(frozen=True)
+class Platform:
+    """Where a rank runs. Nothing else in this room asks the machine."""
+
+    device: Literal["cpu", "gpu"]
+    transformer_engine: bool = False
+    """The model is built from TransformerEngine's layers, and its fused kernels can be used."""
+
+    @property
+    def on_gpu(self) -> bool:
+        return self.device == "gpu"
+
+    @property
+    def backend(self) -> str:
+        """Backend of torch.distributed."""
+        return "nccl" if self.on_gpu else "gloo"
+
+    def torch_device(self, local_rank: int) -> torch.device:
+        """Return the device of the rank with this index among those that share its visible accelerators."""
+        return torch.device("cuda", local_rank) if self.on_gpu else torch.device("cpu")
+
+    @classmethod
+    def detect(cls, wanted: Literal["auto", "cpu", "gpu"] = "auto") -> Platform:
+        """Return this process's platform. `wanted`: cluster.platform; gpu without one is a RuntimeError."""
+        if wanted == "cpu" or not torch.cuda.is_available():
+            if wanted == "gpu":
+                raise RuntimeError("cluster.platform is gpu, but torch sees no GPU here; set it to cpu or auto")
+            return cls("cpu")
+        return cls("gpu", transformer_engine=find_spec("transformer_engine") is not None)
