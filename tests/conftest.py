@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import logging
 import os
 import sys
 from pathlib import Path
@@ -99,3 +100,13 @@ def pytest_collection_finish(session: pytest.Session) -> None:
     """What was collected stays: no garbage is looked for among it."""
     gc.freeze()
     gc.enable()
+
+
+@pytest.fixture
+def package_log(caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch) -> pytest.LogCaptureFixture:
+    """The messages of the package's logger, whatever a command of an earlier test has configured."""
+    package = logging.getLogger("grpo_mcore")
+    monkeypatch.setattr(package, "handlers", [caplog.handler])
+    monkeypatch.setattr(package, "propagate", False)
+    caplog.set_level(logging.INFO, logger="grpo_mcore")
+    return caplog

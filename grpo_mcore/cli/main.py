@@ -1,9 +1,13 @@
-"""The `grpo-mcore` command. Each verb is a file of this folder with `run(args) -> int`, imported only when it
-is asked for; it may have `add_arguments(parser)` for options of its own, or `parse(words)` for commands of its own."""
+"""The `grpo-mcore` command.
+
+Each verb is a file of this folder with `run(args) -> int`, imported only when it is used. It may have
+`add_arguments(parser)` for options of its own, or `parse(words)` for commands of its own.
+"""
 
 from __future__ import annotations
 
 import argparse
+import logging
 import sys
 import warnings
 from collections.abc import Callable, Sequence
@@ -51,8 +55,10 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def guarded(verb: str, work: Callable[[], int]) -> int:
-    """The exit code of `work`; what it raises becomes one message on standard error, and the code that goes with it."""
-    _silence()
+    """Return the exit code of `work`. An exception becomes one message on standard error, and the exit code that goes
+    with it."""
+    _ignore_warnings()
+    _log_to_console()
     try:
         return work()
     except RecipeError as error:
@@ -69,8 +75,24 @@ def guarded(verb: str, work: Callable[[], int]) -> int:
         return 1
 
 
-def _silence() -> None:
-    """Warnings of Megatron-Core that no user can act on: TransformerEngine is optional, the calls are its own."""
+class _Console(logging.Handler):
+    """Prints messages as plain lines: information to standard output, warnings and errors to standard error."""
+
+    def emit(self, record: logging.LogRecord) -> None:
+        print(self.format(record), file=sys.stderr if record.levelno >= logging.WARNING else sys.stdout, flush=True)
+
+
+def _log_to_console() -> None:
+    """Show the messages of the package's logger, of level INFO and above."""
+    package = logging.getLogger("grpo_mcore")
+    if not any(isinstance(handler, _Console) for handler in package.handlers):
+        package.addHandler(_Console())
+        package.setLevel(logging.INFO)
+        package.propagate = False
+
+
+def _ignore_warnings() -> None:
+    """Ignore warnings of Megatron-Core that no user can act on: TransformerEngine is optional."""
     for message in (
         "Transformer Engine and Apex are not installed",
         r"`torch\.distributed\.\w+_tensor` is deprecated",
@@ -80,12 +102,12 @@ def _silence() -> None:
 
 
 def _is_ours(error: BaseException) -> bool:
-    """Errors of this package say all that a reader needs; of any other the traceback is wanted too."""
+    """Whether an error is this package's own: its message says all that a reader needs. Others show a traceback."""
     return type(error).__module__.startswith("grpo_mcore.")
 
 
 def _message(error: BaseException) -> str:
-    """Of an error that a worker raised on purpose: who and why, without the way there."""
+    """Return the message of an error; of one that a worker raised on purpose, the worker and its message."""
     cause = error.__cause__
     text = f"{error.worker}: {cause}" if cause is not None and _is_ours(cause) and hasattr(error, "worker") else error
     return "\n".join([str(text), *_notes(error)])
@@ -96,7 +118,7 @@ def _notes(error: BaseException) -> list[str]:
 
 
 def _parsers(verb: str | None) -> tuple[argparse.ArgumentParser, argparse.ArgumentParser]:
-    """The parser of the command, and that of the verb."""
+    """Return the parser of the command, and that of the verb."""
     parser = argparse.ArgumentParser(prog="grpo-mcore", description=grpo_mcore.__doc__)
     parser.add_argument("--version", action="version", version=f"grpo-mcore {grpo_mcore.__version__}")
     verbs = parser.add_subparsers(dest="verb", metavar="VERB", required=True)
@@ -126,7 +148,7 @@ def _parsers(verb: str | None) -> tuple[argparse.ArgumentParser, argparse.Argume
 
 
 def _sort_words(args: argparse.Namespace, parser: argparse.ArgumentParser, takes_recipe: bool) -> None:
-    """`args.recipe`, `args.overrides` and, for train, `args.resume` (None, True or a path) from the words."""
+    """Sort the words into `args.recipe`, `args.overrides` and, for train, `args.resume` (None, True or a path)."""
     words = list(args.words)
     resume = getattr(args, "resume", None)
     if isinstance(resume, str) and (is_override(resume) or resume.endswith((".yaml", ".yml"))):

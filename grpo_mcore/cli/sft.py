@@ -1,4 +1,4 @@
-"""`grpo-mcore sft RECIPE [key=value ...]`: supervised fine-tuning, and the model as a Hugging Face folder."""
+"""`grpo-mcore sft RECIPE [key=value ...]`: fine-tune a model on examples, and export it to a Hugging Face folder."""
 
 from __future__ import annotations
 
@@ -10,13 +10,13 @@ from grpo_mcore.recipe import MasterConfig, load_recipe
 
 
 def run(args: argparse.Namespace) -> int:
-    """Trains as the recipe says."""
+    """Fine-tune as the recipe says."""
     fine_tune(load_recipe(args.recipe, args.overrides).config)
     return 0
 
 
 def fine_tune(config: MasterConfig) -> Path:
-    """One run; returns the folder of the model in Hugging Face's format, `hf` in checkpointing.checkpoint_dir."""
+    """Run once. Return the folder of the model in Hugging Face's format: `hf` in checkpointing.checkpoint_dir."""
     from grpo_mcore.algorithms.checkpointing.checkpoints import CheckpointManager
     from grpo_mcore.algorithms.setup import check_model, start_cluster, start_policy, wait_until_ready
     from grpo_mcore.algorithms.sft import sft_train

@@ -1,4 +1,4 @@
-"""`grpo-mcore train RECIPE [key=value ...] [--resume [PATH]]`: trains with GRPO."""
+"""`grpo-mcore train RECIPE [key=value ...] [--resume [PATH]]`: train a model with GRPO."""
 
 from __future__ import annotations
 
@@ -11,14 +11,14 @@ from contextlib import closing
 from grpo_mcore.recipe import MasterConfig, load_recipe
 
 STOPPED_EARLY = 75
-"""Exit code of a run that was asked to stop and has saved: the same command with --resume goes on (EX_TEMPFAIL)."""
+"""Exit code of a run that saved and stopped on request; the same command with --resume goes on (EX_TEMPFAIL)."""
 
 TERMINATED = 128 + signal.SIGTERM
-"""Exit code of a run that SIGTERM has ended, after it has saved."""
+"""Exit code of a run that saved and ended on SIGTERM."""
 
 
 def run(args: argparse.Namespace) -> int:
-    """Trains as the recipe says. With cluster.max_restarts in a process of its own."""
+    """Train as the recipe says; with cluster.max_restarts, in a process of its own that can be restarted."""
     config = load_recipe(args.recipe, args.overrides).config
     began = time.time()
     if config.cluster.max_restarts == 0:
@@ -29,8 +29,8 @@ def run(args: argparse.Namespace) -> int:
 
 
 def attempt(config: MasterConfig, resume: str | bool | None, began: float) -> tuple[int, str | None]:
-    """One run in a process of its own: its exit code, and the loss that ended it, or None. `began`: unix time of the
-    first attempt, from which checkpointing.checkpoint_must_save_by counts."""
+    """Run once, in a process of its own. Return the exit code, and the loss of a process or node that ended the run or
+    None. `began`: unix time of the first attempt, from which checkpointing.checkpoint_must_save_by counts."""
     from grpo_mcore.cli.main import guarded
     from grpo_mcore.cluster import is_fault
 
@@ -47,7 +47,7 @@ def attempt(config: MasterConfig, resume: str | bool | None, began: float) -> tu
 
 
 def exit_code(summary: Mapping[str, object]) -> int:
-    """Of a run that has come to its end."""
+    """Return the exit code of a run that came to its end."""
     return TERMINATED if summary["terminated"] else STOPPED_EARLY if summary["stopped_early"] else 0
 
 

@@ -1,4 +1,4 @@
-"""What a run tells: the banner, one line a step, metrics files, the end summary with the reward curve."""
+"""Report a run to its user: banner, one line a step, metrics files, and the summary with the reward curve."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from grpo_mcore.rollout.group import Group
 
 
 class Comparison(Protocol):
-    """What `plan` predicted of a run beside what the run measured."""
+    """The predictions of `plan` for a run, next to the values that the run measured."""
 
     def plain(self) -> list[dict[str, Any]]:
         """Return it for summary.json."""
@@ -36,7 +36,7 @@ Compare = Callable[
 
 
 class RunReport:
-    """Everything between the loop and its reader. `state` counts what has been consumed, for the checkpoint."""
+    """Shows the run on the console and writes its files. `state`: the counters that a checkpoint holds."""
 
     def __init__(
         self,
@@ -63,7 +63,7 @@ class RunReport:
         self._tokens = 0
         self._samples_asked = 0
         self._samples_done = 0
-        self._told_of_equal_rewards = self._told_of_in_place = False
+        self._noted_equal_rewards = self._noted_in_place = False
         self._refit: RefitReport | None = None
         self._checkpoint: Path | None = None
         logger.log_hyperparams(config)
@@ -71,7 +71,7 @@ class RunReport:
         self._banner(policy, engines)
 
     def _recall(self) -> None:
-        """The curve and the summary of a resumed run are those of the whole run."""
+        """Read the metrics of earlier steps, so that curve and summary of a resumed run cover the whole run."""
         if self._first_step == 1:
             return
         for prefix, target, name in (
@@ -111,18 +111,18 @@ class RunReport:
         )
 
     def dispatched(self, prompts: int) -> None:
-        """So many prompts are on their way to the engines."""
+        """Count the prompts that were sent to the engines."""
         self._samples_asked += prompts * self.config.grpo.num_generations_per_prompt
 
     def sample(self) -> None:
-        """A sample was generated."""
+        """Count a generated sample, and show the progress."""
         self._samples_done += 1
         self.console.progress("samples", self._samples_done, self._samples_asked)
 
     def refit(self, report: RefitReport) -> None:
         first, self._refit = self._refit is None, report
-        if report.in_place and not self._told_of_in_place:
-            self._told_of_in_place = True
+        if report.in_place and not self._noted_in_place:
+            self._noted_in_place = True
             self.console.note(
                 f"no memory for a second copy of the weights on {', '.join(report.in_place)}: a refit replaces them "
                 "layer by layer, and generation stands still for all of it (said only once)"
@@ -132,7 +132,7 @@ class RunReport:
             self.console.note(f"{len(report.fallbacks)} tensors reach the engines whole, not in slices: {names}")
 
     def step(self, step: int, groups: Sequence[Group], metrics: dict[str, float], clock: Timeline) -> None:
-        """A step was trained: its line, and its metrics into the files."""
+        """Print the line of a step, and write its metrics to the files."""
         seconds = clock.take()
         self._samples_asked = max(0, self._samples_asked - self._samples_done)  # what is left is of later steps
         self._samples_done = 0
@@ -176,8 +176,8 @@ class RunReport:
         )
         if "loss" not in metrics:
             self.console.note(f"step {step} changed nothing: {_left_out(metrics)}")
-        elif metrics["zero_advantage_rate"] == 1 and not self._told_of_equal_rewards:
-            self._told_of_equal_rewards = True
+        elif metrics["zero_advantage_rate"] == 1 and not self._noted_equal_rewards:
+            self._noted_equal_rewards = True
             self.console.note(
                 f"step {step}: every advantage is 0, because the rewards compared are equal. If that goes on,\n"
                 "the task is too hard or too easy for the model, or the environment finds no answers (said only once)"
@@ -197,11 +197,11 @@ class RunReport:
         self.console.note(f"prompt {uid} failed and is replaced: {reason}")
 
     def group_filtered(self) -> None:
-        """A prompt is consumed that taught nothing: dynamic sampling does not train on its group."""
+        """Count a prompt whose rewards were all equal: dynamic sampling consumed it without training on it."""
         self.state["consumed_samples"] += 1
 
     def restarted(self, worker: str, why: str) -> None:
-        self.console.note(f"{worker} is started anew: {why}")
+        self.console.note(f"{worker} is restarted: {why}")
 
     def validation(self, step: int, found: Validation) -> None:
         """Log the metrics of a validation, and show some of its samples."""
@@ -222,13 +222,13 @@ class RunReport:
         self.console.note(str(error))
 
     def save_state(self, epoch: int) -> dict[str, Any]:
-        """What a checkpoint remembers of the loop."""
+        """Return the counters that a checkpoint holds."""
         return self.state | {"current_epoch": epoch, "log_run": self.logger.log_dir.name}
 
     def finish(self, reason: str) -> dict[str, Any]:
-        """summary.json, the reward curve, and where everything lies. Returns the summary.
+        """Write summary.json and the reward curve, print where everything lies, and return the summary.
 
-        Where no step was left to do, the files of the run that did them stay as they are.
+        A resumed run that had no step left to do keeps the files of the run before it.
         """
         seconds = time.perf_counter() - self._began
         folder = self.logger.log_dir
@@ -279,14 +279,14 @@ class RunReport:
 
 
 def _spread(policy: PolicyGroup, engines: EngineGroup) -> str:
-    """Over how many nodes, where there are several."""
+    """Describe how many nodes policy and engines use, where there are several."""
     nodes = len({worker.place().node for worker in policy.workers})
     there = len(engines.nodes().hosts)
     return f" on {nodes} nodes, engines on {there}" if max(nodes, there) > 1 else ""
 
 
 def _ahead(config: MasterConfig) -> str:
-    """How far generation may be ahead of training."""
+    """Describe how far generation may be ahead of training."""
     ahead = config.grpo.async_grpo
     versions = f"{ahead.max_age} weight version{'s' if ahead.max_age > 1 else ''}"
     refit = "while engines generate" if ahead.in_flight_weight_updates else "once they are idle"
@@ -296,7 +296,7 @@ def _ahead(config: MasterConfig) -> str:
 
 
 def _left_out(metrics: dict[str, float]) -> str:
-    """Why too few samples were left for one on each data-parallel rank."""
+    """Explain why no sample was left to train on."""
     count, failed = metrics["num_samples"], metrics["num_failed_samples"]
     masked = metrics.get("num_masked_by_seq_logprob_error", 0.0)
     filtered = count - failed - masked - metrics["num_trained_samples"]
@@ -308,7 +308,7 @@ def _left_out(metrics: dict[str, float]) -> str:
 
 
 def _failed(groups: Sequence[Group]) -> list[str]:
-    """The samples that have no reward, each with the reason."""
+    """Return the samples without a reward, each with the reason."""
     return [
         f"{sample.uid}#{sample.generation_index}: {score.reason}"
         for group in groups

@@ -1,8 +1,9 @@
-"""A run that is asked to end. SIGUSR1: finish this step, save, and leave. SIGTERM: save what is trained so far and
-leave; a second one, like Ctrl-C: leave in order, as it is."""
+"""Stop a run on request. SIGUSR1: finish the step, save, and exit. SIGTERM: save what is trained so far and exit. A
+second SIGTERM, or Ctrl-C: exit in order without saving."""
 
 from __future__ import annotations
 
+import logging
 import signal
 import threading
 import time
@@ -12,22 +13,23 @@ from types import FrameType
 from typing import TypeVar
 
 T = TypeVar("T")
+logger = logging.getLogger(__name__)
 
 
 class StopNow(BaseException):
-    """Raised in the main thread where a wait is cut short. Only inside `StopRequest.interruptible`."""
+    """Raised in the main thread to interrupt a wait, only inside `StopRequest.interruptible`."""
 
 
 class StopRequest:
-    """`reason` once somebody has asked, None before. `at_once`: the step that has begun is not finished."""
+    """A request to stop. `reason`: why, None as long as nobody has asked; `at_once`: do not finish the current step."""
 
     def __init__(self, save_by: float | None = None) -> None:
-        """`save_by`: unix time after which the run is to end by itself."""
+        """`save_by`: unix time after which the run stops by itself."""
         self.at_once = False
         self._reason: str | None = None
         self._save_by = save_by
         self._heeded = 0
-        self._cut_short = False
+        self._interruptible = False
 
     @property
     def reason(self) -> str | None:
@@ -37,18 +39,18 @@ class StopRequest:
 
     @property
     def is_heeded(self) -> bool:
-        """Whether a loop is running that looks for requests."""
+        """Whether a loop is running that reacts to requests."""
         return self._heeded > 0
 
     def ask(self, reason: str, *, at_once: bool = False) -> None:
         self._reason = self._reason or reason
         self.at_once = self.at_once or at_once
-        if at_once and self._cut_short:
+        if at_once and self._interruptible:
             raise StopNow
 
     @contextmanager
     def heeded(self) -> Iterator[None]:
-        """Inside, somebody looks for requests."""
+        """Mark the block in which a loop reacts to requests."""
         self._heeded += 1
         try:
             yield
@@ -56,24 +58,24 @@ class StopRequest:
             self._heeded -= 1
 
     def interruptible(self, wait: Callable[[], T]) -> T | None:
-        """What `wait` returns; None where a request that is to be met at once has ended it, or has come before. Nothing
-        must depend on what `wait` does then."""
+        """Return what `wait` returns, or None where an urgent request has interrupted it or was there before. The
+        caller must not depend on what an interrupted `wait` has done."""
         if self.at_once:
             return None
-        self._cut_short = True
+        self._interruptible = True
         try:
             return wait()
         except StopNow:
             return None
         finally:
-            self._cut_short = False
+            self._interruptible = False
 
 
 @contextmanager
 def on_signal(save_by: float | None = None) -> Iterator[StopRequest]:
-    """Inside, SIGUSR1 asks the run to stop after its step. Batch systems send it before the time limit.
+    """Let SIGUSR1 ask the run to stop after its step. Batch systems send it before the time limit.
 
-    In a thread other than the main one there are no signals; the request can then only be made by `ask`.
+    Threads other than the main one get no signals; there, only `ask` makes the request.
     """
     request = StopRequest(save_by)
     if threading.current_thread() is not threading.main_thread():
@@ -82,7 +84,7 @@ def on_signal(save_by: float | None = None) -> Iterator[StopRequest]:
 
     def note(number: int, _frame: FrameType | None) -> None:
         request.ask(f"{signal.Signals(number).name} asked the run to stop")
-        print(f"{signal.Signals(number).name}: this step is finished and saved, then the run ends", flush=True)
+        logger.info("%s: this step is finished and saved, then the run ends", signal.Signals(number).name)
 
     before = signal.signal(signal.SIGUSR1, note)
     try:
@@ -93,8 +95,8 @@ def on_signal(save_by: float | None = None) -> Iterator[StopRequest]:
 
 @contextmanager
 def on_sigterm(request: StopRequest) -> Iterator[None]:
-    """Inside, SIGTERM asks the run to save and stop at once, where its loop is running; else, and the second time, it
-    raises KeyboardInterrupt. Ray sets a handler of its own when it is imported: enter this after."""
+    """Let SIGTERM ask the run to save and stop at once. The second time, and while no loop is running, it raises
+    KeyboardInterrupt. Importing Ray installs a handler too, so enter this block afterwards."""
     if threading.current_thread() is not threading.main_thread():
         yield
         return
@@ -103,7 +105,7 @@ def on_sigterm(request: StopRequest) -> Iterator[None]:
         signal.signal(signal.SIGTERM, signal.default_int_handler)
         if not request.is_heeded:
             raise KeyboardInterrupt
-        print("SIGTERM: what is trained so far is saved, then the run ends", flush=True)
+        logger.info("SIGTERM: what is trained so far is saved, then the run ends")
         request.ask("SIGTERM asked the run to stop", at_once=True)
 
     before = signal.signal(signal.SIGTERM, note)

@@ -5,6 +5,7 @@ The run has a process of its own, because Ray ends its driver when it ends, and 
 
 from __future__ import annotations
 
+import logging
 import multiprocessing
 import os
 import signal
@@ -25,6 +26,8 @@ from grpo_mcore.algorithms.engines.retries import Retries
 from grpo_mcore.cluster import orphan_reaper
 from grpo_mcore.recipe import MasterConfig
 
+logger = logging.getLogger(__name__)
+
 FORWARDED = (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1)
 
 REAPER_S = 10.0
@@ -44,8 +47,8 @@ class _Child:
 
 
 def supervise(attempt: Attempt, config: MasterConfig, resume: str | bool | None, began: float) -> int:
-    """Run `attempt` in a process of its own, and again after each loss. Give up after cluster.max_restarts restarts in a
-    row without a new checkpoint in between. Return the exit code of the last attempt. SIGINT, SIGTERM and SIGUSR1 are
+    """Run `attempt` in a process of its own, and again after each loss, until cluster.max_restarts restarts in a row
+    have brought no new checkpoint. Return the exit code of the last attempt. SIGINT, SIGTERM and SIGUSR1 are
     forwarded to it."""
     checkpoints = CheckpointManager(config.checkpointing)
     retries = Retries(config.cluster.max_restarts, config.cluster.retry_wait_s)
@@ -62,9 +65,13 @@ def supervise(attempt: Attempt, config: MasterConfig, resume: str | bool | None,
                 retries.reset()
             if retries.exhausted:
                 times = f"{config.cluster.max_restarts + 1} times in a row (cluster.max_restarts)"
-                _tell(f"the run was lost: {loss}; that was {times} without a new checkpoint, so it ends")
+                logger.warning(
+                    "grpo-mcore train: the run was lost: %s; that was %s without a new checkpoint, so it ends",
+                    loss,
+                    times,
+                )
                 return code
-            _tell(f"the run was lost: {loss}; it goes on {_from(newest, resume)}")
+            logger.warning("grpo-mcore train: the run was lost: %s; it goes on %s", loss, _from(newest, resume))
             retries.failed(RuntimeError(loss))
             if child.asked is not None:
                 return 128 + child.asked
@@ -146,7 +153,3 @@ def _forward_signals(child: _Child) -> Iterator[None]:
 
 def _from(newest: Path | None, resume: str | bool | None) -> str:
     return f"from {newest}" if newest is not None else f"from {resume}" if resume else "from the start"
-
-
-def _tell(text: str) -> None:
-    print(f"grpo-mcore train: {text}", file=sys.stderr, flush=True)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import logging
 import os
 import signal
 import threading
@@ -13,10 +12,7 @@ import pytest
 from grpo_mcore.algorithms.lifecycle.stopping import StopRequest, on_signal, on_sigterm
 
 
-def test_a_signal_asks_once(caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch) -> None:
-    package = logging.getLogger("grpo_mcore")  # the command line may have configured it in a test before
-    monkeypatch.setattr(package, "handlers", [caplog.handler])
-    package.setLevel(logging.INFO)
+def test_a_signal_asks_once(package_log: pytest.LogCaptureFixture) -> None:
     before = signal.getsignal(signal.SIGUSR1)
     with on_signal() as stop:
         assert stop.reason is None
@@ -25,7 +21,7 @@ def test_a_signal_asks_once(caplog: pytest.LogCaptureFixture, monkeypatch: pytes
         stop.ask("another")
         assert stop.reason == "SIGUSR1 asked the run to stop"
     assert signal.getsignal(signal.SIGUSR1) == before
-    assert "finished and saved" in caplog.text
+    assert "finished and saved" in package_log.text
 
 
 def test_in_a_thread_it_is_asked_by_hand() -> None:

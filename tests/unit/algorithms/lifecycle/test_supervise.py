@@ -25,12 +25,12 @@ def config(tmp_path: Path) -> MasterConfig:
 
 @pytest.mark.slow
 def test_it_goes_on_from_the_newest_checkpoint_as_often_as_there_is_a_new_one(
-    config: MasterConfig, tmp_path: Path, capfd: pytest.CaptureFixture[str]
+    config: MasterConfig, tmp_path: Path, package_log: pytest.LogCaptureFixture
 ) -> None:
     assert supervise(attempts.lost, config, "auto", 0.0) == 7
     assert (tmp_path / "resumed.txt").read_text().split() == ["auto", "step_1", "step_2", "step_3"]
     assert not psutil.pid_exists(int((tmp_path / "orphan.txt").read_text()))
-    told = capfd.readouterr().err
+    told = package_log.text
     for text in (
         f"the run was lost: its driver was killed by SIGKILL; it goes on from {tmp_path / 'step_1'}\n",
         f"the run was lost: Ray ended its driver; it goes on from {tmp_path / 'step_2'}\n",
@@ -40,9 +40,9 @@ def test_it_goes_on_from_the_newest_checkpoint_as_often_as_there_is_a_new_one(
 
 
 @pytest.mark.slow
-def test_without_progress_it_ends(config: MasterConfig, capfd: pytest.CaptureFixture[str]) -> None:
+def test_without_progress_it_ends(config: MasterConfig, package_log: pytest.LogCaptureFixture) -> None:
     assert supervise(attempts.stuck, config, None, 0.0) == 1
-    told = capfd.readouterr().err
+    told = package_log.text
     assert told.count("it goes on from the start") == 1
     assert "that was 2 times in a row (cluster.max_restarts) without a new checkpoint, so it ends" in told
 
