@@ -49,7 +49,8 @@ def transformer_config(
         pipeline_dtype=dtype,
         bf16=dtype == torch.bfloat16,
         attention_softmax_in_fp32=True,
-        bias_activation_fusion=fused and settings.bias_activation_fusion,
+        # Megatron-Core has no fused kernel for squared ReLU and refuses the setting.
+        bias_activation_fusion=fused and settings.bias_activation_fusion and not shape.blocks,
         bias_dropout_fusion=False,
         masked_softmax_fusion=False,
         gradient_accumulation_fusion=fused and settings.gradient_accumulation_fusion,
