@@ -6,6 +6,7 @@ values are gathered from the context-parallel ranks, and each chunk attends to i
 
 from __future__ import annotations
 
+import inspect
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass, field
@@ -166,17 +167,22 @@ class PackedAttention(torch.nn.Module):
     def _on_gpu(self, query: Tensor, key: Tensor, value: Tensor, row: PackedRow) -> Tensor:
         from torch.nn.attention.varlen import varlen_attn
 
+        repeat, grouped = query.size(1) // key.size(1), {}
+        if repeat > 1 and "enable_gqa" in inspect.signature(varlen_attn).parameters:
+            grouped, repeat = {"enable_gqa": True}, 1
         query_ends, key_ends = row.cu_seqlens_q, row.cu_seqlens_kv
         longest_query, longest_key = row.max_seqlen_q, row.max_seqlen_kv
         if row.spans is not None:
             query_ends, key_ends, places, longest_query, longest_key = row.spans
             key, value = key.index_select(0, places), value.index_select(0, places)
         width = value.size(-1)
-        if width != query.size(-1):  # the kernel wants one head size; latent attention has a smaller one for values
+        if width != query.size(-1):  # the kernel needs one head size; latent attention has narrower values
             value = torch.nn.functional.pad(value, (0, query.size(-1) - width))
+        if repeat > 1:  # torch 2.11 has no grouped-query attention in this kernel
+            key, value = key.repeat_interleave(repeat, 1), value.repeat_interleave(repeat, 1)
         out = varlen_attn(
             query, key, value, query_ends, key_ends, longest_query, longest_key,
-            scale=self.scale, window_size=(-1, 0), enable_gqa=query.size(1) != key.size(1),
+            scale=self.scale, window_size=(-1, 0), **grouped,
         )  # fmt: skip
         return out[..., :width].flatten(1)
 

@@ -1,6 +1,8 @@
-"""Packed attention against one masked softmax per sequence."""
+"""Packed attention against one masked softmax per sequence; the GPU branch with a stand-in for torch's kernel."""
 
 from __future__ import annotations
+
+from collections.abc import Callable
 
 import pytest
 import torch
@@ -30,9 +32,11 @@ def inputs(tokens: int, heads: int = 4, groups: int = 2) -> list[torch.Tensor]:
     return [torch.randn(tokens, n, 8, generator=generator).requires_grad_() for n in (heads, groups, groups)]
 
 
-def attend(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, lengths: list[int]) -> torch.Tensor:
-    attention = PackedAttention(Config, 1, None, "self", platform=CPU)
-    return attention(query, key, value, None, packed_seq_params=describe_row(row(lengths), CPU))
+def attend(
+    query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, lengths: list[int], platform: Platform = CPU
+) -> torch.Tensor:
+    attention = PackedAttention(Config, 1, None, "self", platform=platform)
+    return attention(query, key, value, None, packed_seq_params=describe_row(row(lengths), platform))
 
 
 @pytest.mark.parametrize("lengths", [[1], [7], [3, 9, 1, 30, 30, 2], [5, 5, 5]])
@@ -56,6 +60,39 @@ def test_equals_a_masked_softmax_per_sequence(lengths: list[int]) -> None:
     torch.testing.assert_close(found.double(), expected, atol=1e-5, rtol=0)
     for gradient, other in zip(gradients, exact, strict=True):
         torch.testing.assert_close(gradient.double(), other.grad, atol=1e-4, rtol=0)
+
+
+def kernel(query, key, value, query_ends, key_ends, longest_query, longest_key, *, scale, window_size) -> torch.Tensor:
+    """torch's `varlen_attn` before it had `enable_gqa`: a masked softmax per sequence, last query beside last key."""
+    assert query.size(1) == key.size(1) and query.shape[-1] == value.shape[-1] and window_size == (-1, 0)
+    assert longest_query == query_ends.diff().max() and longest_key == key_ends.diff().max()
+    outputs = []
+    sizes = query_ends.diff().tolist(), key_ends.diff().tolist(), key_ends.diff().tolist()
+    for q, k, v in zip(*(t.split(size) for t, size in zip((query, key, value), sizes, strict=True)), strict=True):
+        hidden = torch.ones(len(q), len(k)).triu(1 + len(k) - len(q)).bool()
+        scores = (torch.einsum("qhd,khd->hqk", q, k) * scale).masked_fill(hidden, -torch.inf)
+        outputs.append(torch.einsum("hqk,khd->qhd", scores.softmax(-1), v))
+    return torch.cat(outputs)
+
+
+def grouped_kernel(query, key, value, *arguments, enable_gqa: bool = False, **options) -> torch.Tensor:
+    """torch's `varlen_attn` since then."""
+    assert enable_gqa == (query.size(1) != key.size(1))
+    key, value = (t.repeat_interleave(query.size(1) // key.size(1), 1) for t in (key, value))
+    return kernel(query, key, value, *arguments, **options)
+
+
+@pytest.mark.parametrize("varlen_attn", [kernel, grouped_kernel])
+@pytest.mark.parametrize("groups", [1, 2, 4])
+@pytest.mark.parametrize("width", [5, 8])
+def test_the_gpu_branch_equals_the_cpu_branch(
+    varlen_attn: Callable, groups: int, width: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("torch.nn.attention.varlen.varlen_attn", varlen_attn)
+    lengths = [3, 9, 1, 30]
+    query, key, value = (t.detach() for t in inputs(sum(lengths), groups=groups))
+    found = attend(query, key, value[..., :width], lengths, Platform("gpu"))
+    torch.testing.assert_close(found, attend(query, key, value[..., :width], lengths), atol=1e-5, rtol=0)
 
 
 def test_a_sequence_knows_nothing_of_its_neighbours() -> None:
