@@ -28,6 +28,7 @@ from grpo_mcore.algorithms.checkpointing.resume import resume_in_flight
 from grpo_mcore.algorithms.checkpointing.save_state import GRPOSaveState
 from grpo_mcore.algorithms.engines.engine_group import EngineGroup
 from grpo_mcore.algorithms.engines.retries import Retries
+from grpo_mcore.algorithms.engines.sampling_config import sampling_of, turn_limits
 from grpo_mcore.algorithms.lifecycle.run_record import RunRecord, start_record
 from grpo_mcore.algorithms.lifecycle.run_report import Compare, RunReport
 from grpo_mcore.algorithms.lifecycle.stopping import StopRequest
@@ -39,12 +40,12 @@ from grpo_mcore.algorithms.nemo_rl_api import (
     async_grpo_train,
     dynamic_sampling,
     refit_policy_generation,
+    refuse_processor,
     scale_rewards,
     setup,
     validate,
 )
 from grpo_mcore.algorithms.rollouts.rollouts import Rollouts
-from grpo_mcore.algorithms.rollouts.sampling_config import sampling_of, turn_limits
 from grpo_mcore.algorithms.rollouts.scoring import as_workers
 from grpo_mcore.algorithms.rollouts.validation import run_validation
 from grpo_mcore.algorithms.training_step.advantages import compute_targets
@@ -84,13 +85,14 @@ def grpo_train(
     checkpointer: CheckpointManager,
     grpo_save_state: GRPOSaveState,
     master_config: MasterConfig,
-    processor: None = None,
+    processor: object = None,
     *,
     stop: StopRequest | None = None,
     compare: Compare | None = None,
 ) -> dict[str, Any]:
     """Train until all steps are done, the data has ended, a validation metric is reached, or `stop` asks for the end.
     Return the summary. The arguments are those of NeMo RL, and the fields of `setup.Run`."""
+    refuse_processor(processor)
     config, engines, clock, stop = master_config, policy_generation, Timeline(), stop or StopRequest()
     position = checkpointer.position()
     report = RunReport(logger, config, grpo_save_state, policy, engines, compare)
@@ -125,7 +127,7 @@ def grpo_train(
                 case s.Await():
                     if engines.paused:  # nothing trains now, and no refit comes first
                         policy.offload()
-                        engines.go_on()
+                        engines.resume()
                     with clock.phase("generate" if rollouts.generating else "reward"):
                         group = stop.interruptible(rollouts.next_group)
                     if group is not None:

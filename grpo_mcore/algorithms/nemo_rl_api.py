@@ -38,7 +38,7 @@ def setup(
     tokenizer: Any,
     dataset: AllTaskProcessedDataset | Mapping[str, AllTaskProcessedDataset],
     val_dataset: AllTaskProcessedDataset | None,
-    processor: None = None,
+    processor: object = None,
     *,
     cluster: Cluster | None = None,
     logger: Logger | None = None,
@@ -62,7 +62,7 @@ def setup(
     `dataset`: several by task name for data.use_multiple_dataloader. Raises RecipeError, SetupError, FamilyError,
     DataError, ResumeError; ValueError for a `processor`.
     """
-    _refuse_processor(processor)
+    refuse_processor(processor)
     config = MasterConfig.model_validate(master_config)
     model = check_run(config)
     checkpointer = CheckpointManager(config.checkpointing)
@@ -272,7 +272,8 @@ def _should_use_async_rollouts(master_config: MasterConfig | Mapping[str, Any]) 
     return generation["backend"] == "vllm" and bool(generation["vllm_cfg"].get("async_engine", True))
 
 
-def _refuse_processor(processor: Any) -> None:
+def refuse_processor(processor: object) -> None:
+    """Raise ValueError for a processor of images or audio, rather than ignore it."""
     if processor is not None:
         raise ValueError(
             "processor: models with images or audio are not supported, so a processor has no use here; pass None"

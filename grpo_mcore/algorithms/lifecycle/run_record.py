@@ -96,7 +96,7 @@ class RunRecord:
     def group_finished(self, group: Group, *, informative: bool) -> None:
         """Record a group that is generated and scored, or that failed. `informative`: a step may train on it."""
         uid = group.uid
-        if group.failure:
+        if group.failure is not None:
             self.prompts.mark_done([uid])
             self.report.group_failed(uid, group.failure)
             self.ledger.write("failed", uid=uid, why=group.failure)

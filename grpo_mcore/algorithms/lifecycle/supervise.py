@@ -143,7 +143,8 @@ def _forward_signals(child: _Child) -> Iterator[None]:
         if child.process is not None and child.process.is_alive():
             os.kill(child.process.pid, number)
 
-    before = {number: signal.signal(number, forward) for number in FORWARDED}
+    heard = [number for number in FORWARDED if signal.getsignal(number) is not signal.SIG_IGN]  # nohup: no SIGINT
+    before = {number: signal.signal(number, forward) for number in heard}
     try:
         yield
     finally:

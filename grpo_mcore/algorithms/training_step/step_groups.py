@@ -28,7 +28,7 @@ class StepGroups:
 
     def add(self, group: Group) -> bool:
         """Take in a group that is scored or has failed. Return whether a step may train on it."""
-        if group.failure:
+        if group.failure is not None:
             self.fail(group)
             return False
         if self._filters:

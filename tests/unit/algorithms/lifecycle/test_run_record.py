@@ -1,0 +1,152 @@
+"""One event reaches the schedule, the ledger, the report and the prompt stream."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from grpo_mcore.algorithms.checkpointing.checkpoints import SavedPosition
+from grpo_mcore.algorithms.lifecycle.run_record import RunRecord, start_record
+from grpo_mcore.algorithms.lifecycle.stopping import StopRequest
+from grpo_mcore.algorithms.rollouts.validation import Validation
+from grpo_mcore.observe import LEDGER_FILE, Timeline, audit, read_ledger
+from grpo_mcore.rollout import schedule as s
+from tests.unit.algorithms.training_step.step_cases import config, group
+
+
+class Loader:
+    """Endless batches of two prompts: p0, p1; p2, p3; ..."""
+
+    def __init__(self) -> None:
+        self.number = 0
+
+    def __iter__(self) -> Any:
+        while True:
+            self.number += 2
+            yield [{"uid": f"p{self.number - 2}"}, {"uid": f"p{self.number - 1}"}]
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"number": self.number}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        self.number = state["number"]
+
+
+class Report:
+    """Writes down what it is told, in order."""
+
+    def __init__(self, step: int = 0) -> None:
+        self.state = {"current_step": step}
+        self.last_metrics = {"train:loss": 0.5}
+        self.told: list[Any] = []
+
+    def __getattr__(self, name: str) -> Any:
+        return lambda *args: self.told.append(name)
+
+    def save_state(self, epoch: int) -> dict[str, Any]:
+        return self.state | {"current_epoch": epoch}
+
+    def finish(self, reason: str) -> dict[str, Any]:
+        return {"end": reason}
+
+
+def record_in(folder: Path, *, report: Report | None = None, position: SavedPosition | None = None) -> RunRecord:
+    recipe = config(max_num_steps=2, val_at_end=False)
+    return start_record(recipe, Loader(), folder, report or Report(), position, validates=False)  # type: ignore[arg-type]
+
+
+def events(folder: Path) -> list[str]:
+    return [entry["event"] for entry in read_ledger(folder / LEDGER_FILE)]
+
+
+def train_a_step(record: RunRecord, *, failing: bool = False) -> None:
+    """Carry the schedule's commands out until a step is trained."""
+    while True:
+        match record.next():
+            case s.Refit():
+                record.refitted(None)  # type: ignore[arg-type]
+            case s.Dispatch(count):
+                batch = record.prompts.take(count)
+                record.dispatched(batch, data_ended=len(batch) < count)
+            case s.Await():
+                uid = next(uid for uid in record.schedule.in_flight if uid not in record.schedule.finished)
+                rewards: list[float | None] = [None] * 4 if failing and uid == "p0" else [1.0, 0.0, 1.0, 0.0]
+                record.group_finished(group(uid, rewards), informative=True)
+            case s.Train() as command:
+                record.trained(command, [], {"loss": 0.1}, Timeline())
+                return
+            case command:
+                pytest.fail(f"unexpected: {command}")
+
+
+def test_a_step_is_told_to_all_four(tmp_path: Path) -> None:
+    report = Report()
+    with record_in(tmp_path, report=report) as record:
+        train_a_step(record)
+        assert record.step == 1 and not record.schedule.in_flight
+        assert report.told == ["refit", "dispatched", "step"]
+        assert not record.prompts.state_dict()["waiting"]
+        record.ended("all steps are done", StopRequest())
+    assert events(tmp_path) == ["started", "dispatched", "finished", "finished", "trained", "ended"]
+    assert not audit(read_ledger(tmp_path / LEDGER_FILE)).flaws
+
+
+def test_a_failed_group_is_consumed_and_replaced(tmp_path: Path) -> None:
+    report = Report()
+    with record_in(tmp_path, report=report) as record:
+        train_a_step(record, failing=True)
+    assert "group_failed" in report.told
+    assert events(tmp_path).count("dispatched") == 2 and events(tmp_path).count("failed") == 1
+
+
+def test_a_checkpoint_and_a_run_that_resumes_from_it(tmp_path: Path) -> None:
+    with record_in(tmp_path) as record:
+        record.refitted(None)  # type: ignore[arg-type]
+        record.dispatched(record.prompts.take(2))
+        record.group_finished(group("p1", [1.0, 0.0, 1.0, 0.0]), informative=True)
+        snapshot = record.snapshot()
+    assert snapshot.data_state["in_flight"] == {"p0": 1, "p1": 1} and snapshot.data_state["ledger"] == 3
+    assert snapshot.save_state == {"current_step": 0, "current_epoch": 0} and snapshot.metrics == {"train:loss": 0.5}
+
+    data = snapshot.data_state
+    with record_in(tmp_path, position=SavedPosition(tmp_path, data, data["in_flight"], data["ledger"])) as record:
+        record.refitted(None)  # type: ignore[arg-type]
+        batch = record.prompts.take(2)
+        assert [prompt["uid"] for prompt in batch] == ["p0", "p1"]
+        record.resumed(batch, [1, 1], [group("p1", [1.0, 0.0, 1.0, 0.0])])
+        assert record.unfinished(["p0", "p1"]) == ["p0"]
+        train_a_step(record)
+    found = audit(read_ledger(tmp_path / LEDGER_FILE))
+    assert found.starts == 2 and not found.flaws
+
+
+def test_a_request_to_stop_is_recorded_again_when_it_becomes_urgent(tmp_path: Path) -> None:
+    stop = StopRequest()
+    with record_in(tmp_path) as record:
+        record.refitted(None)  # type: ignore[arg-type]
+        record.dispatched(record.prompts.take(2))
+        record.stop_asked(stop)
+        assert record.schedule.asked is None
+        stop.ask("the time is up")
+        record.stop_asked(stop)
+        assert record.schedule.asked == "the time is up" and record.schedule.last_step == 1
+        stop.ask("SIGTERM", at_once=True)
+        record.stop_asked(stop)
+        assert record.schedule.last_step == 0
+        assert record.ended("the time is up", stop) == {
+            "end": "the time is up", "stopped_early": True, "terminated": True,
+        }  # fmt: skip
+
+
+def test_a_validation_may_end_the_run(tmp_path: Path) -> None:
+    recipe = config(max_num_steps=2, val_at_start=True)
+    recipe.grpo.stop_at_validation_metric, recipe.grpo.stop_at_validation_threshold = "val:accuracy", 0.9
+    record = start_record(recipe, Loader(), tmp_path, Report(), None, validates=True)  # type: ignore[arg-type]
+    with record:
+        assert record.next() == s.Refit(1)
+        record.refitted(None)  # type: ignore[arg-type]
+        assert record.next() == s.Validate(0)
+        record.validated(0, Validation({"accuracy": 0.95}, [], 1.0))
+        assert isinstance(record.next(), s.Finish)
