@@ -16,8 +16,8 @@ from typing import Any
 
 from grpo_mcore.algorithms.engines.engine_group import EngineGroup
 from grpo_mcore.algorithms.engines.policy_endpoint import open_endpoint
+from grpo_mcore.algorithms.engines.sampling_config import sampling_of, turn_limits
 from grpo_mcore.algorithms.rollouts.rollouts import Rollouts
-from grpo_mcore.algorithms.rollouts.sampling_config import sampling_of, turn_limits
 from grpo_mcore.algorithms.setup import check_run, start_cluster, start_engines, start_environments, wait_until_ready
 from grpo_mcore.data import DataError, build_task_data, load_tokenizer
 from grpo_mcore.data.gym.collected import failure, rollout_line

@@ -1,4 +1,4 @@
-"""Engines whose calls fail or time out while samples are generated: decide whether to retry or to replace the engine."""
+"""Engines whose calls fail or time out during generation: decide whether to retry or to replace the engine."""
 
 from __future__ import annotations
 

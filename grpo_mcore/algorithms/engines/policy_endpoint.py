@@ -1,4 +1,4 @@
-"""The policy's OpenAI-compatible endpoint, as a recipe asks for it."""
+"""The policy's OpenAI-compatible endpoint, as the recipe configures it."""
 
 from __future__ import annotations
 
@@ -8,26 +8,26 @@ import secrets
 from pathlib import Path
 
 from grpo_mcore.algorithms.engines.engine_group import EngineGroup
-from grpo_mcore.algorithms.rollouts.sampling_config import sampling_of
+from grpo_mcore.algorithms.engines.sampling_config import sampling_of
 from grpo_mcore.data.tokenizer import load_tokenizer, template_text
 from grpo_mcore.generation.chat.endpoint import Endpoint, EndpointError
 from grpo_mcore.generation.config import ChatConfig
 from grpo_mcore.recipe import MasterConfig
 
 ENDPOINT_FILE = "endpoint.json"
-"""Where the endpoint is, and its token, in the run's logs. Only the user may read it."""
+"""File in the run's logs with the endpoint's address and token. Only the user may read it."""
 
 REQUESTS = 256
-"""That one engine works on at a time: a thread each. More wait."""
+"""Maximum concurrent requests per engine. Each uses one thread; further requests queue."""
 
 
 def chat_config(config: MasterConfig) -> ChatConfig | None:
-    """How the engines speak chat; None where the recipe exposes no endpoint."""
+    """Return the engines' chat settings; None if the recipe exposes no endpoint."""
     generation, names = config.policy.generation, config.policy.tokenizer
     vllm = generation.vllm_cfg
     if not vllm.expose_http_server:
         return None
-    eos_token_id = load_tokenizer(names.name, names.chat_template).eos_token_id
+    eos_token_id = load_tokenizer(names.name or config.policy.model_name, names.chat_template).eos_token_id
     training = sampling_of(generation, eos_token_id)
     validation = sampling_of(generation, eos_token_id, validation=True)
     kwargs = vllm.http_server_serving_chat_kwargs
@@ -43,8 +43,8 @@ def chat_config(config: MasterConfig) -> ChatConfig | None:
 
 
 def open_endpoint(config: MasterConfig, engines: EngineGroup, log_dir: Path) -> Endpoint | None:
-    """Listens on the cluster's network, and writes address and token to `log_dir`/endpoint.json. None where the recipe
-    exposes none. Raises EndpointError."""
+    """Open the endpoint on the cluster's network, and write address and token to `log_dir`/endpoint.json. Return None
+    if the recipe exposes none. Raises EndpointError."""
     vllm, cluster = config.policy.generation.vllm_cfg, engines.cluster
     if not vllm.expose_http_server:
         return None
@@ -58,7 +58,7 @@ def open_endpoint(config: MasterConfig, engines: EngineGroup, log_dir: Path) -> 
         timeout_s=cluster.call_timeout_s,
         max_requests=REQUESTS * len(engines.workers),
     )
-    told = {
+    contents = {
         "policy_base_url": f"{endpoint.address.url}/v1",
         "policy_api_key": endpoint.address.token,
         "policy_model_name": endpoint.address.model,
@@ -66,7 +66,7 @@ def open_endpoint(config: MasterConfig, engines: EngineGroup, log_dir: Path) -> 
     log_dir.mkdir(parents=True, exist_ok=True)
     file = os.open(log_dir / ENDPOINT_FILE, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o600)
     with os.fdopen(file, "w") as text:
-        json.dump(told, text, indent=2)
+        json.dump(contents, text, indent=2)
     return endpoint
 
 

@@ -9,8 +9,8 @@ from dataclasses import dataclass
 from typing import Any
 
 from grpo_mcore.algorithms.engines.engine_group import EngineGroup
+from grpo_mcore.algorithms.engines.sampling_config import sampling_of, turn_limits
 from grpo_mcore.algorithms.rollouts.rollouts import Rollouts
-from grpo_mcore.algorithms.rollouts.sampling_config import sampling_of, turn_limits
 from grpo_mcore.cluster import Worker
 from grpo_mcore.data import DataError
 from grpo_mcore.objective import CORRECT, pass_at_k, pass_numbers

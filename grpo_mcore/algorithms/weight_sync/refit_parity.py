@@ -1,43 +1,30 @@
-"""Do policy and engines agree after a refit? The engines generate a few samples, the policy computes their log-probs.
-
-Unlike the checksums of a refit this also covers what never moved: the model's code on both sides.
+"""Check that policy and engines agree after a refit: the engines generate a few samples, the policy computes their
+log-probs. Unlike the checksums of a refit this also covers the model's code on both sides.
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 
+from grpo_mcore.algorithms.engines.engine_group import EngineGroup
+from grpo_mcore.algorithms.training_step.policy_group import ParityCheck, PolicyGroup
 from grpo_mcore.algorithms.training_step.rank_step import RankStep
 from grpo_mcore.rollout.trajectory import GenerationRequest, Sampling, TrajectoryRef, Turn
 
-if TYPE_CHECKING:
-    from grpo_mcore.algorithms.engines.engine_group import EngineGroup
-    from grpo_mcore.algorithms.training_step.policy_group import PolicyGroup
-
 SAMPLES, PROMPT_TOKENS, NEW_TOKENS = 8, 16, 32
-"""Of each engine; less where the context is shorter, more where there are more data-parallel ranks."""
+"""Of each engine; fewer tokens if the context is shorter, more samples if there are more data-parallel ranks."""
 
 LIMITS = {"bfloat16": 1.05, "float32": 1.001}
-"""What `refit verify` allows by the policy's precision where the recipe says nothing."""
-
-
-@dataclass(frozen=True)
-class ParityCheck:
-    """`limit`: the largest mean of exp|engine's log-prob - policy's|. `temperature`: the one that the policy's logits
-    are divided by. `max_length`: tokens of prompt and answer."""
-
-    limit: float
-    temperature: float
-    max_length: int
+"""Limit of `refit verify` by the policy's precision, if the recipe sets none."""
 
 
 @dataclass(frozen=True)
 class EngineParity:
-    """One engine's samples. `mult_error`: mean over their tokens of exp|engine's log-prob - policy's|; `worst`: the
-    same of the worst sample."""
+    """Result for one engine. `mult_error`: mean over its tokens of exp|engine's log-prob - policy's|; `worst`: the same
+    for the worst sample."""
 
     name: str
     samples: int
@@ -48,7 +35,7 @@ class EngineParity:
 
 @dataclass(frozen=True)
 class Parity:
-    """Of all engines, at one weight version."""
+    """Results of all engines at one weight version."""
 
     version: int
     limit: float
@@ -63,7 +50,7 @@ class Parity:
 
     @property
     def mult_error(self) -> float:
-        """Of the engine that differs most."""
+        """The error of the engine that differs most."""
         return max(engine.mult_error for engine in self.engines)
 
     def table(self) -> str:
@@ -77,7 +64,7 @@ class Parity:
         return "\n".join(lines)
 
     def difference(self) -> str:
-        """Of the engines that differ, for an error."""
+        """Describe the engines that differ, for an error message."""
         found = ", ".join(f"{one.name} {one.mult_error:.6g}" for one in self.engines if not self.agrees(one))
         return (
             f"at weight version {self.version} the log-probs of engine and policy differ: mean exp|difference| is "
@@ -86,8 +73,10 @@ class Parity:
 
 
 def measure_parity(policy: PolicyGroup, engines: EngineGroup, check: ParityCheck) -> Parity:
-    """The engines must be ready to generate with the policy's weights; they are again at the end. The policy's ranks
-    must be between two steps. Raises WorkerFailed and DeadlineExceeded."""
+    """Compare the log-probs of all engines with the policy's.
+
+    The engines must be ready to generate with the policy's weights, and are ready again at the end; the policy must be
+    between two steps. Raises WorkerFailed and DeadlineExceeded."""
     data = policy.layout.data
     requests = probes(-(-SAMPLES // data) * data, policy.shape.vocab_size, check.max_length)
     sampling = Sampling(min(NEW_TOKENS, check.max_length - _prompt_tokens(check.max_length)), check.temperature)
@@ -107,7 +96,7 @@ def measure_parity(policy: PolicyGroup, engines: EngineGroup, check: ParityCheck
 
 
 def probes(count: int, vocabulary: int, max_length: int) -> list[GenerationRequest]:
-    """Prompts of random tokens, always the same."""
+    """Return prompts of random tokens, always the same."""
     generator = torch.Generator().manual_seed(0)
     length = _prompt_tokens(max_length)
     return [
@@ -126,7 +115,7 @@ def _prompt_tokens(max_length: int) -> int:
 
 
 def _compare(policy: PolicyGroup, name: str, samples: list[tuple[TrajectoryRef, Any]]) -> EngineParity:
-    """Each sample is a bin; every data-parallel rank gets as many."""
+    """Each sample is a bin of its own; every data-parallel rank gets equally many."""
     data = policy.layout.data
     steps = [
         RankStep(

@@ -1,37 +1,70 @@
-"""The loop's refit: the engines' weights become the policy's."""
+"""Refit: make the engines' weights equal the policy's, and go on if engines die meanwhile."""
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import replace
 
 from grpo_mcore.algorithms.engines.engine_group import EngineGroup
 from grpo_mcore.algorithms.training_step.policy_group import PolicyGroup
 from grpo_mcore.algorithms.weight_sync.refit_parity import measure_parity
-from grpo_mcore.algorithms.weight_sync.refit_retries import Restarted, refit_through_deaths
-from grpo_mcore.cluster import LocalCluster
+from grpo_mcore.cluster import DeadlineExceeded, WorkerFailed
 from grpo_mcore.observe import Timeline
 from grpo_mcore.recipe import MasterConfig
 from grpo_mcore.refit import RefitError, RefitReport, plan_model_refit, refit
 
 GIB = 2**30
 
+OnRestart = Callable[[str, str], None]
+"""Called with the name of each worker that is restarted, and the reason."""
+
 
 def refit_engines(
     policy: PolicyGroup,
     engines: EngineGroup,
     config: MasterConfig,
-    restarted: Restarted = lambda worker, why: None,
+    on_restart: OnRestart = lambda worker, why: None,
     *,
     lost_only: bool = False,
 ) -> RefitReport:
-    """The loop's refit. Engines may be generating, where grpo.async_grpo.in_flight_weight_updates lets them. Those that
-    die in it are started anew. `lost_only`: of the engines that were started anew since the last one."""
+    """Refit all engines, as the training loop does; with `lost_only` those that are lost. Engines that die in it are
+    restarted. Engines may be generating if grpo.async_grpo.in_flight_weight_updates allows it."""
     recompute_kv = config.grpo.async_grpo.recompute_kv_cache_after_weight_updates
 
     def once(group: EngineGroup) -> RefitReport:
         return refit_once(policy, group, recompute_kv=recompute_kv)
 
-    return refit_through_deaths(engines, once, restarted, lost_only=lost_only)
+    return refit_until_done(engines, once, on_restart, lost_only=lost_only)
+
+
+def refit_until_done(
+    engines: EngineGroup,
+    refit_group: Callable[[EngineGroup], RefitReport],
+    on_restart: OnRestart = lambda worker, why: None,
+    *,
+    lost_only: bool = False,
+) -> RefitReport:
+    """Call `refit_group` on the engines, or with `lost_only` on those that are lost, until it succeeds. No engine is
+    lost afterwards.
+
+    After a failure, dead engines are replaced. Raises what `refit_group` raises if no engine is dead, or if too many
+    have died in a row.
+    """
+    while True:
+        try:
+            engines.await_successors()
+            numbers = sorted(engines.lost) if lost_only else list(range(len(engines.workers)))
+            group = engines.subset(numbers)
+            report = refit_group(group)
+        except (RefitError, WorkerFailed, DeadlineExceeded) as error:
+            dead = engines.replace_dead(error)
+            if not dead:
+                raise
+            for number in dead:
+                on_restart(engines.workers[number].name, engines.lost[number])
+        else:
+            engines.mark_refitted(numbers, group.weight_version)
+            return report
 
 
 def refit_once(
@@ -46,14 +79,12 @@ def refit_once(
     """Make every engine's weights equal the policy's, as weight version `policy.updates` + 1.
 
     The engines may generate meanwhile: they pause only for the commit, and requests under way go on with the new
-    weights. Weights travel through the memory of their node; what no policy rank of the node holds comes to it over the
+    weights. Weights travel through the memory of their node; those that no policy rank of the node holds come over the
     network. `colocated` False: send everything over the network, as to engines with devices of their own. `buffer_gb`:
     size of the refit buffer in GiB, in place of policy.refit_buffer_size_gb. `recompute_kv`: compute the KV cache of
     requests under way again. Raises RefitError; the engines then have their old weights, or refuse to generate from
-    mixed ones. With policy.refit_parity it also raises where the log-probs of the committed weights differ.
+    mixed ones. With policy.refit_parity it also raises if the log-probs of the committed weights differ.
     """
-    if not colocated and isinstance(policy.cluster, LocalCluster):
-        raise ValueError("policy and engines of one process are colocated: over a wire each would wait for the other")
     size = policy.refit_buffer_gb if buffer_gb is None else buffer_gb
     plan = plan_model_refit(
         policy.shape,
@@ -64,11 +95,15 @@ def refit_once(
     )
     version = policy.updates + 1
     nodes = engines.nodes()
-    homes = policy.homes(nodes.hosts) if colocated and engines.colocated else []
-    on_one_node = bool(homes) and len(nodes.hosts) == 1 and not any(homes)  # through its memory alone
+    if not colocated and policy.shares_process(nodes.hosts):
+        raise ValueError(
+            "policy and engines of one process are colocated: over the network each would wait for the other"
+        )
+    rank_nodes = policy.node_of_rank(nodes.hosts) if colocated and engines.colocated else []
+    on_one_node = bool(rank_nodes) and len(nodes.hosts) == 1 and not any(rank_nodes)  # needs only the node's memory
     if not on_one_node:
-        receivers = [homes.index(number) for number in range(len(nodes.hosts))] if homes else []
-        policy.link_to([policy.workers[rank] for rank in receivers] or nodes.hosts)
+        receivers = [rank_nodes.index(number) for number in range(len(nodes.hosts))] if rank_nodes else []
+        policy.connect_to([policy.workers[rank] for rank in receivers] or nodes.hosts)
     policy.offload()
     report = refit(
         policy.workers,
@@ -78,7 +113,7 @@ def refit_once(
         verify=policy.refit_verify,
         recompute_kv=recompute_kv,
         nodes=None if on_one_node else nodes,
-        homes=[] if on_one_node else homes,
+        homes=[] if on_one_node else rank_nodes,
         timeline=timeline,
         timeout_s=policy.cluster.call_timeout_s,
     )

@@ -1,4 +1,4 @@
-"""Policy and engines with devices of their own: who has room to make, who receives, and when a wire leads nowhere."""
+"""Policy and engines on separate devices: who makes room, who receives, and when a network group is left."""
 
 from __future__ import annotations
 
@@ -56,30 +56,33 @@ def test_the_nodes_of_the_engines() -> None:
     assert [host.name for host in found.hosts] == ["engine-0", "engine-1", "engine-3"]
 
 
-def test_the_nodes_of_engines_over_several() -> None:
+def test_the_nodes_of_engines_over_several_nodes() -> None:
     workers = [Placed("engine-0", "a", 0), Placed("engine-1", "c", 1)]
     followers = [[Placed("engine-0-node-1", "b", 2)], [Placed("engine-1-node-1", "d", 3)]]
     group = EngineGroup(LocalCluster(), workers, sleeps=False, followers=followers)
     found = group.nodes()
     assert found.engines == [[0, 1], [2, 3]]
     assert [host.name for host in found.hosts] == ["engine-0", "engine-0-node-1", "engine-1", "engine-1-node-1"]
-    assert group.part([1]).nodes().engines == [[0, 1]] and group.part([1]).all_hosts() == [workers[1], *followers[1]]
-    assert policy(colocated=True)[0].homes(found.hosts) == [-1]
+    assert group.subset([1]).nodes().engines == [[0, 1]] and group.subset([1]).all_hosts() == [
+        workers[1],
+        *followers[1],
+    ]
+    assert policy(colocated=True)[0].node_of_rank(found.hosts) == [-1]
 
 
-def test_the_ranks_leave_a_wire_to_an_engine_that_was_replaced() -> None:
+def test_ranks_leave_the_network_group_of_an_engine_that_was_replaced() -> None:
     group, rank = policy(colocated=False)
     first, other = Placed("engine-0", "a", 1), Placed("engine-1", "b", 2)
-    group.link_to([first, other])
-    group.link_to([first, other])
+    group.connect_to([first, other])
+    group.connect_to([first, other])
     assert not rank.calls
-    group.link_to([Placed("engine-0", "a", 3), other])
+    group.connect_to([Placed("engine-0", "a", 3), other])
     assert rank.calls == {"close_refit": 1}
-    group.link_to([Placed("engine-0", "a", 3)])
+    group.connect_to([Placed("engine-0", "a", 3)])
     assert rank.calls == {"close_refit": 2}
 
 
-def test_engines_are_released_as_they_share_what_they_have() -> None:
+def test_engines_release_their_memory_only_if_they_share_devices() -> None:
     for sleeps, pauses, asked in ((False, False, {}), (True, False, {("release", False): 1})):
         worker = LocalWorker("engine-0", Called())
         group = EngineGroup(LocalCluster(), [worker], sleeps, pauses=pauses)

@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 
-from grpo_mcore.algorithms.engines.engine_group import EngineGroup, resolved
+from grpo_mcore.algorithms.engines.engine_group import EngineGroup, with_trajectories
 from grpo_mcore.algorithms.rollouts.rollouts import Rollouts
 from grpo_mcore.algorithms.rollouts.scoring import as_workers
 from grpo_mcore.cluster import LocalCluster, Parcel
@@ -76,7 +76,7 @@ class FakeEngine:
         assert not self.running, "one call at a time"
         self.running = True
         self.calls.append((requests, sampling))
-        finished = [self._generate(request) for request in resolved(requests, self.store)]
+        finished = [self._generate(request) for request in with_trajectories(requests, self.store)]
         random.Random(self.seed + len(self.calls)).shuffle(finished)
         for trajectory in finished:
             if trajectory.uid not in self.unwanted:

@@ -1,4 +1,4 @@
-"""A refit goes on until every engine has the weights, whoever dies in it."""
+"""A refit goes on until every engine has the weights, even if engines die in it."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ import pytest
 
 from grpo_mcore.algorithms.engines.engine_group import EngineGroup
 from grpo_mcore.algorithms.engines.retries import Retries
-from grpo_mcore.algorithms.weight_sync.refit_retries import refit_through_deaths
+from grpo_mcore.algorithms.weight_sync.refit_step import refit_until_done
 from grpo_mcore.cluster import LocalCluster
 from grpo_mcore.cluster.local_cluster import LocalWorker
 from grpo_mcore.refit import RefitError
@@ -58,7 +58,7 @@ class World:
         return "report"
 
     def run(self, **how: Any) -> Any:
-        return refit_through_deaths(self.engines, self.refit, lambda *what: self.told.append(what), **how)
+        return refit_until_done(self.engines, self.refit, lambda *what: self.told.append(what), **how)
 
 
 def test_it_begins_again_with_a_successor() -> None:
