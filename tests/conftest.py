@@ -5,6 +5,7 @@ from __future__ import annotations
 import gc
 import logging
 import os
+import signal
 import sys
 from pathlib import Path
 from typing import Any
@@ -28,6 +29,10 @@ for _name, _value in {
     "VLLM_NO_USAGE_STATS": "1",
 }.items():
     os.environ.setdefault(_name, _value)
+
+# Tests send Ctrl-C. Programs started by nohup or in the background of a shell ignore it, and so do their children.
+if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
+    signal.signal(signal.SIGINT, signal.default_int_handler)
 
 # Each of some hundred processes would compile torch, vLLM and Ray anew.
 os.environ.pop("PYTHONDONTWRITEBYTECODE", None)

@@ -242,6 +242,7 @@ def test_spawn_does_not_wait_and_calls_wait_for_the_constructor(cluster, tmp_pat
 
 def test_concurrent_calls_share_one_object(cluster, tmp_path):
     pair = cluster.spawn("pair", Abacus, 5, None, cpus=0.1, concurrency=2)
+    pair.ready().result()  # the start of an actor has a deadline of its own, which is long
     nap, count = pair.call("nap_in_the_middle", str(tmp_path / "gate")), pair.call("add", 1)
     assert cluster.next_ready([nap, count], 60, "the quick one") is count
     (tmp_path / "gate").touch()
