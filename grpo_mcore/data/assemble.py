@@ -7,9 +7,9 @@ from dataclasses import dataclass
 from typing import Any
 
 from grpo_mcore.data.datasets import DEFAULT_PROCESSOR, ResponseData, load_response_dataset
+from grpo_mcore.data.datasets.mapped import setting
+from grpo_mcore.data.datasets.rows import InTurn, Joined
 from grpo_mcore.data.interfaces import DataError
-from grpo_mcore.data.mapped import setting
-from grpo_mcore.data.rows import InTurn, Joined
 from grpo_mcore.data.task_datasets import AllTaskProcessedDataset
 
 

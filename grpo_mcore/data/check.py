@@ -1,87 +1,165 @@
-"""Can a run use this file? Every row goes the way that it goes in a run: parsed, made a conversation, rendered by the
-chat template, tokenised, measured against the recipe's limits. Without a recipe only its fields are looked at."""
+"""The check of a data file: can a run use it? Every row is parsed, made a conversation, rendered by the chat template,
+tokenised and measured against the recipe's limits, as in a run. Without a recipe only its fields are checked."""
 
 from __future__ import annotations
 
 import json
-import tempfile
-from collections.abc import Callable, Iterable
-from itertools import groupby
-from operator import itemgetter
+import sqlite3
+from collections import Counter, defaultdict
+from collections.abc import Callable
+from contextlib import closing
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from grpo_mcore.data.check_report import CheckReport
 from grpo_mcore.data.datasets import DEFAULT_PROCESSOR, rows_of_file
-from grpo_mcore.data.gym.disk_sort import DiskSort
+from grpo_mcore.data.datasets.jsonl import parse
+from grpo_mcore.data.datasets.mapped import Entry, MappedDataset, name_of, setting
+from grpo_mcore.data.datasets.source import Source
+from grpo_mcore.data.gym.histogram import Histogram
 from grpo_mcore.data.gym.lines import LineReader
 from grpo_mcore.data.gym.run import Progress
 from grpo_mcore.data.interfaces import DataError
-from grpo_mcore.data.jsonl import parse
-from grpo_mcore.data.mapped import MappedDataset, name_of, setting
 from grpo_mcore.data.processors import find_processor
-from grpo_mcore.data.source import Source
+from grpo_mcore.recipe import DatasetEntry, MasterConfig
 from grpo_mcore.recipe.data import FILE_DATASETS, dataset_by_name
 from grpo_mcore.recipe.master import runs_grpo
 from grpo_mcore.rollout.datum import DatumSpec
 
-_LOOK_EVERY = 64  # lines between two looks at the clock
-_SHOWN_LINES = 5
+_CLOCK_EVERY = 64  # lines between two looks at the clock
+_REPEATED_LINES = 5  # line numbers that are named for a repeated prompt
+_NAMED = 5  # rows that are named for each kind of problem
+_FIELDS = 20
+_LONGEST_SAMPLE = 3000  # characters
 _REWARDS = ("reward", "chosen_reward", "rejected_reward")
-_ALONE = {"split_validation_size": 0.0, "repeat": 1}  # a file is checked as it is
+_WHOLE_FILE = {"split_validation_size": 0.0, "repeat": 1}
 
 Row = dict[str, Any]
 
 
+@dataclass
+class CheckReport:
+    """Counts over a file."""
+
+    file: str
+    read_as: str = ""
+    rows: int = 0
+    """Lines that are not blank."""
+    usable_rows: int = 0
+    fields: Counter[str] = field(default_factory=Counter)
+    problems: dict[str, list[str]] = field(default_factory=dict)
+    """The first rows with each kind of problem; `counts` has the number of all."""
+    counts: Counter[str] = field(default_factory=Counter)
+    lengths: Histogram = field(default_factory=Histogram)
+    """Tokens of the prompts, or of whole conversations where answers are trained on."""
+    limit: int | None = None
+    longest_sequence: int | None = None
+    repeated: int = 0
+    """Rows whose prompt occurs in an earlier row."""
+    with_other_answers: int = 0
+    """Prompts that occur with different answers."""
+    first_repeated: list[int] = field(default_factory=list)
+    """Lines of the first prompt that is repeated."""
+    rewards: defaultdict[str, Histogram] = field(default_factory=lambda: defaultdict(Histogram))
+    samples: list[str] = field(default_factory=list)
+
+    @property
+    def usable(self) -> bool:
+        """Whether a run can use every row."""
+        return self.rows > 0 and self.usable_rows == self.rows
+
+    def add_problem(self, kind: str, where: str) -> None:
+        self.counts[kind] += 1
+        named = self.problems.setdefault(kind, [])
+        if len(named) < _NAMED:
+            named.append(where)
+
+    def __str__(self) -> str:
+        lines = [f"{self.file}: {self.rows:,} rows, {self.usable_rows:,} usable"]
+        if self.read_as:
+            lines.append(f"read as {self.read_as}")
+        shown = [f"{name} {count:,}" for name, count in self.fields.most_common(_FIELDS)]
+        if shown:
+            lines.append("fields: " + ", ".join(shown) + (", ..." if len(self.fields) > _FIELDS else ""))
+        lines += self._length_lines()
+        if self.repeated:
+            lines.append(
+                f"repeated: {self.repeated:,} rows have the prompt of an earlier row, the first of them in lines "
+                f"{', '.join(map(str, self.first_repeated))}; {self.with_other_answers:,} prompts have several answers"
+            )
+        for name, rewards in self.rewards.items():
+            lines.append(f"{name}: {rewards.low:.4g} to {rewards.high:.4g}, mean {rewards.mean:.4g}")
+            lines += ["    " + line for line in rewards.lines()]
+        for kind, count in self.counts.most_common():
+            lines.append(f"cannot be used, {count:,} rows: {kind}")
+            lines += [f"    {where}" for where in self.problems[kind]]
+            if count > len(self.problems[kind]):
+                lines.append("    ...")
+        if not self.rows:
+            lines.append("cannot be used: there is no row in it")
+        for number, sample in enumerate(self.samples, start=1):
+            cut = sample if len(sample) <= _LONGEST_SAMPLE else sample[:_LONGEST_SAMPLE] + " ..."
+            lines.append(f"\nsample {number}, {cut}")
+        return "\n".join(lines)
+
+    def _length_lines(self) -> list[str]:
+        lengths = self.lengths
+        if not lengths.total or self.limit is None or self.longest_sequence is None:
+            return []
+        steps = ", ".join(f"{name} {lengths.quantile(share):,.0f}" for name, share in (("median", 0.5), ("p95", 0.95)))
+        lines = [f"tokens: {lengths.low:,.0f} to {lengths.high:,.0f}, {steps}; the limit is {self.limit:,}"]
+        room = self.longest_sequence - int(min(lengths.high, self.limit))
+        if self.longest_sequence > self.limit or room > 0:
+            lines.append(f"the longest of them leaves {room:,} of {self.longest_sequence:,} tokens")
+        return lines + ["    " + line for line in lengths.lines()]
+
+
 class Unusable(Exception):
-    """A row that a run cannot use: the kind of its problem, and what it is in this row."""
+    """A row that a run cannot use: the kind of problem, and its details in this row."""
 
-    def __init__(self, kind: str, what: str) -> None:
-        super().__init__(kind, what)
-        self.kind, self.what = kind, what
+    def __init__(self, kind: str, details: str) -> None:
+        super().__init__(kind, details)
+        self.kind, self.details = kind, details
 
 
-def check_file(path: Path, config: Any = None, samples: int = 2) -> CheckReport:
-    """`config`: a recipe's MasterConfig. `samples`: rows that the report shows as the model will see them.
+def check_file(path: Path, config: MasterConfig | None = None, samples: int = 2) -> CheckReport:
+    """Check every row of a file. The report shows the first `samples` usable rows as the model will see them.
 
-    Raises DataError where no row can be looked at: no such file, no tokenizer, a dataset that is no file of its own.
+    Raises DataError where no row can be checked: no such file, no tokenizer, a recipe whose dataset is not a file.
     """
     report = CheckReport(str(path))
     check: _RowCheck | None = None
-    prompts = DiskSort(Path(tempfile.gettempdir()), "qqq", keys=3)
-    try:
-        with LineReader(path) as lines:
-            progress = Progress(lines.size, path.name)
-            for number, line in lines:
-                if line is not None and not line.strip():
-                    continue
-                report.rows += 1
-                try:
-                    row = _parsed(line, f"line {number}")
-                    report.fields.update(row.keys())
-                    check = check or _RowCheck(path, config, row, report)
-                    _count_rewards(row, report)
-                    prompt, answer, shown = check(row, number)
-                except Unusable as problem:
-                    report.add_problem(problem.kind, f"line {number}: {problem.what}")
-                else:
-                    report.usable_rows += 1
-                    prompts.add(prompt, answer, number)
-                    if len(report.samples) < samples:
-                        report.samples.append(f"line {number}\n{shown()}")
-                if not number % _LOOK_EVERY:
-                    progress.show(lines.position, report.rows)
-            progress.end()
+    with LineReader(path) as lines, closing(sqlite3.connect("")) as prompts:  # "": in a temporary file once it is large
+        prompts.execute("CREATE TABLE prompts (prompt INTEGER, answer INTEGER, line INTEGER)")
+        progress = Progress(lines.size, path.name)
+        for number, line in lines:
+            if line is not None and not line.strip():
+                continue
+            report.rows += 1
+            try:
+                row = _parsed(line, f"line {number}")
+                report.fields.update(row.keys())
+                check = check or _RowCheck(path, config, row, report)
+                _count_rewards(row, report)
+                prompt, answer, shown = check(row, number)
+            except Unusable as problem:
+                report.add_problem(problem.kind, f"line {number}: {problem.details}")
+            else:
+                report.usable_rows += 1
+                prompts.execute("INSERT INTO prompts VALUES (?, ?, ?)", (prompt, answer, number))
+                if len(report.samples) < samples:
+                    report.samples.append(f"line {number}\n{shown()}")
+            if not number % _CLOCK_EVERY:
+                progress.show(lines.position, report.rows)
+        progress.end()
         _count_repeated(prompts, report)
-    finally:
-        prompts.close()
     return report
 
 
 class _RowCheck:
-    """row, line number -> (hash of its prompt, hash of its answer, a function that shows it). Raises Unusable."""
+    """Checks one row after the other and records lengths in the report."""
 
-    def __init__(self, path: Path, config: Any, first: Row, report: CheckReport) -> None:
+    def __init__(self, path: Path, config: MasterConfig | None, first: Row, report: CheckReport) -> None:
         self._report = report
         entry, name, place = _entry(path, config, first)
         self._pairs = name == "BinaryPreferenceDataset"
@@ -95,8 +173,8 @@ class _RowCheck:
             task_name=name_of(str(path)),
             default_processor="sft_processor" if self._trains_on_answers else DEFAULT_PROCESSOR,
         )
-        self._of_a_gym = name == "NemoGymDataset"
-        if self._of_a_gym:
+        self._is_gym_task = name == "NemoGymDataset"
+        if self._is_gym_task:
             self._data.processor = find_processor("nemo_gym_data_processor")
         report.read_as = f"{place}: {name}"
         self._tokenizer = None
@@ -106,9 +184,12 @@ class _RowCheck:
         from grpo_mcore.data.tokenizer import load_tokenizer
 
         names = config.policy.tokenizer
-        self._tokenizer = load_tokenizer(names.name, names.chat_template, names.chat_template_kwargs)
+        self._tokenizer = load_tokenizer(
+            names.name or config.policy.model_name, names.chat_template, names.chat_template_kwargs
+        )
 
     def __call__(self, row: Row, number: int) -> tuple[int, int, Callable[[], str]]:
+        """Return (hash of the prompt, hash of the answer, a function that returns the row as text). Raises Unusable."""
         self._rows[0], self._numbers[0] = row, number
         try:
             chat = self._data.dataset[0]
@@ -120,27 +201,27 @@ class _RowCheck:
             prompt, answers = chat["messages"], [chat["chosen"], chat["rejected"]]
             if chat["chosen"] == chat["rejected"]:
                 raise Unusable("no preference", "chosen and rejected are the same")
-        elif self._of_a_gym:  # its verifier knows the answer, its environment may ask the question
+        elif self._is_gym_task:  # its verifier knows the answer, its environment may ask the question
             prompt, answers = chat["messages"], []
         else:
             prompt, answers = (_prompt_and_answers if self._trains_on_answers else _prompt_and_truth)(chat)
-        if not self._of_a_gym and not any(_text(message["content"]).strip() for message in prompt):
+        if not self._is_gym_task and not any(_text(message["content"]).strip() for message in prompt):
             raise Unusable("no question", "the prompt is blank")
         if not all(_text(answer).strip() for answer in answers):
             raise Unusable("no answer", "blank, or not there")
-        data = [self._processed(one) for one in self._conversations(chat)] if self._tokenizer is not None else []
+        data = [self._process(one) for one in self._conversations(chat)] if self._tokenizer is not None else []
         if data:
             self._measure(data)
-        asked = chat["gym_task"] if self._of_a_gym else [prompt, chat.get("tools")]
+        asked = chat["gym_task"] if self._is_gym_task else [prompt, chat.get("tools")]
         return _hash(asked), _hash(answers), lambda: _shown(prompt, answers, data)
 
     def _conversations(self, chat: Row) -> list[Row]:
-        """What is tokenised: of a pair, the prompt with each of the answers."""
+        """Return what is tokenised: for a pair, the prompt with each of the answers."""
         if not self._pairs:
             return [chat]
         return [{**chat, "messages": [*chat["messages"], *chat[side]]} for side in ("chosen", "rejected")]
 
-    def _processed(self, chat: Row) -> DatumSpec:
+    def _process(self, chat: Row) -> DatumSpec:
         try:
             return self._data.processor(chat, self._data.task_spec, self._tokenizer, self._report.limit, 0)
         except DataError as error:
@@ -155,13 +236,12 @@ class _RowCheck:
             raise Unusable("too long", f"{length:,} tokens; the limit is {self._report.limit:,}")
 
 
-def _entry(path: Path, config: Any, first: Row) -> tuple[Any, str, str]:
-    """(how the file is read, its kind of dataset, where that is said)."""
-    entries = [
-        (f"data.{part}[{index}]", entry)
-        for part in ("train", "validation")
-        for index, entry in enumerate(getattr(config.data, part) if config is not None else ())
-    ]
+def _entry(path: Path, config: MasterConfig | None, first: Row) -> tuple[Entry, str, str]:
+    """Return (the entry with which the file is read, its kind of dataset, the place that says so)."""
+    entries: list[tuple[str, DatasetEntry]] = []
+    if config is not None:
+        for part, found in (("train", config.data.train), ("validation", config.data.validation)):
+            entries += [(f"data.{part}[{index}]", entry) for index, entry in enumerate(found)]
     named = [(place, entry) for place, entry in entries if _is_file(path, entry.data_path)]
     pairs = not named and {"chosen", "rejected"} <= first.keys()
     if pairs or not entries:
@@ -174,8 +254,8 @@ def _entry(path: Path, config: Any, first: Row) -> tuple[Any, str, str]:
             f"{path}: {place} of the recipe is {entry.dataset_name!r}, which has rows of its own. A file like this one "
             f"is {' or '.join(FILE_DATASETS)}: data.train.dataset_name=... data.train.data_path={path}"
         )
-    alone = {key: value for key, value in _ALONE.items() if setting(entry, key) is not None}
-    return entry.model_copy(update={**alone, "data_path": str(path)}), str(name), place
+    whole = {key: value for key, value in _WHOLE_FILE.items() if setting(entry, key) is not None}
+    return entry.model_copy(update={**whole, "data_path": str(path)}), str(name), place
 
 
 def _kind(first: Row, pairs: bool) -> str:
@@ -190,12 +270,14 @@ def _is_file(path: Path, named: str | None) -> bool:
     return named is not None and Path(named).exists() and path.samefile(named)
 
 
-def _limits(config: Any, trains_on_answers: bool) -> tuple[int, int]:
-    """(tokens that a prompt, or a conversation that is trained on, may have; tokens of prompt and answer together)."""
+def _limits(config: MasterConfig, trains_on_answers: bool) -> tuple[int, int]:
+    """Return the most tokens of a prompt (of a whole conversation where answers are trained on), and of prompt and
+    answer together."""
     longest = config.policy.max_total_sequence_length
     if trains_on_answers:
         return longest, longest
-    return min(config.data.max_input_seq_length, config.policy.generation.vllm_cfg.max_model_len), longest
+    limits = (config.data.max_input_seq_length, config.policy.generation.vllm_cfg.max_model_len)
+    return min(longest, *(limit for limit in limits if limit is not None)), longest
 
 
 def _parsed(line: bytes | None, place: str) -> Row:
@@ -212,29 +294,29 @@ def _without(place: str, error: Exception) -> str:
 
 
 def _count_rewards(row: Row, report: CheckReport) -> None:
-    for field in _REWARDS:
-        reward = row.get(field)
+    for key in _REWARDS:
+        reward = row.get(key)
         if isinstance(reward, int | float) and abs(reward) < float("inf"):
-            report.rewards[field].add({float(reward): 1})
+            report.rewards[key].add({float(reward): 1})
 
 
-def _count_repeated(prompts: Iterable[tuple[Any, ...]], report: CheckReport) -> None:
-    for _, group in groupby(prompts, key=itemgetter(0)):
-        rows, others, first_answer = 0, False, None
-        first: list[int] = []
-        for _, answer, number in group:
-            first_answer = answer if first_answer is None else first_answer
-            rows, others = rows + 1, others or answer != first_answer
-            first = sorted([*first, number])[:_SHOWN_LINES]
-        if rows > 1:
-            report.repeated += rows - 1
-            report.with_other_answers += others
-            if not report.first_repeated or first < report.first_repeated:
-                report.first_repeated = first
+def _count_repeated(prompts: sqlite3.Connection, report: CheckReport) -> None:
+    first_line = None
+    query = (
+        "SELECT count(*), count(DISTINCT answer), min(line), prompt FROM prompts GROUP BY prompt HAVING count(*) > 1"
+    )
+    for rows, answers, line, prompt in prompts.execute(query):
+        report.repeated += rows - 1
+        report.with_other_answers += answers > 1
+        if first_line is None or line < first_line:
+            first_line, first_prompt = line, prompt
+    if first_line is not None:
+        query = f"SELECT line FROM prompts WHERE prompt = ? ORDER BY line LIMIT {_REPEATED_LINES}"
+        report.first_repeated = [line for (line,) in prompts.execute(query, (first_prompt,))]
 
 
 def _prompt_and_truth(chat: Row) -> tuple[list[Row], list[Any]]:
-    """As GRPO reads a row: the ground truth, or else the last message, is what answers are compared with."""
+    """Split a row as GRPO reads it: answers are compared with the ground truth, or else with the last message."""
     messages, truth = chat["messages"], chat.get("ground_truth")
     if messages[-1]["role"] != "assistant":
         return messages, [truth]
@@ -242,7 +324,7 @@ def _prompt_and_truth(chat: Row) -> tuple[list[Row], list[Any]]:
 
 
 def _prompt_and_answers(chat: Row) -> tuple[list[Row], list[Any]]:
-    """As SFT reads a row: it is trained on all that the assistant says and calls."""
+    """Split a row as SFT reads it: everything that the assistant says or calls is trained on."""
     messages = chat["messages"]
     said = [message for message in messages if message["role"] == "assistant"]
     before = messages[: messages.index(said[0])] if said else messages
@@ -254,7 +336,7 @@ def _calls(message: Row) -> str:
 
 
 def _text(value: Any) -> str:
-    """Of an answer, of messages, of a ground truth."""
+    """Return the text of an answer, of messages, or of a ground truth."""
     if isinstance(value, list) and all(isinstance(one, str) for one in value):
         return "\n".join(value)
     if isinstance(value, list) and all(isinstance(one, dict) and "content" in one for one in value):
@@ -267,7 +349,7 @@ def _hash(value: Any) -> int:
 
 
 def _shown(prompt: list[Row], answers: list[Any], data: list[DatumSpec]) -> str:
-    """A row as the model will see it; without a tokenizer, its messages."""
+    """Return a row as the model will see it, or its messages where there is no tokenizer."""
     if not data:
         turns = [(message["role"], _text(message["content"])) for message in prompt]
     else:

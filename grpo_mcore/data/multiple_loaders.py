@@ -8,10 +8,10 @@ from typing import Any, Protocol
 from torchdata.stateful_dataloader import StatefulDataLoader
 
 from grpo_mcore.data.batched_data_dict import BatchedDataDict
-from grpo_mcore.data.imports import import_by_path
 from grpo_mcore.data.interfaces import DataError
 from grpo_mcore.data.loader import build_dataloader
 from grpo_mcore.data.task_datasets import AllTaskProcessedDataset
+from grpo_mcore.imports import import_by_path
 from grpo_mcore.rollout.datum import DatumSpec
 
 Iterators = dict[str, Iterator[BatchedDataDict]]
@@ -72,7 +72,7 @@ def build_train_dataloader(
             f"{num_prompts_per_step}"
         )
     custom = settings.custom_dataloader
-    function = import_by_path(custom, what="custom_dataloader") if custom else example_custom_dataloader
+    function = import_by_path(custom, "custom_dataloader", DataError) if custom else example_custom_dataloader
     loaders = {
         name: build_dataloader(one, size, settings.shuffle, seed, collate=_by_column) for name, one in dataset.items()
     }

@@ -9,12 +9,12 @@ from __future__ import annotations
 
 from typing import Any
 
-from grpo_mcore.data.imports import import_by_path
 from grpo_mcore.data.interfaces import DataError, TaskDataProcessFnCallable, TaskDataSpec
+from grpo_mcore.imports import import_by_path
 from grpo_mcore.rollout.datum import DatumSpec, Message
-from grpo_mcore.rollout.sliding_puzzle import ACTION_END
 
-_OWN_KEYS = ("messages", "task_name", "uid")
+_RESERVED_KEYS = ("messages", "task_name", "uid")
+SLIDING_PUZZLE = "examples.sliding_puzzle.dataset:sliding_puzzle_processor"
 
 
 def math_hf_data_processor(
@@ -78,19 +78,6 @@ def nemo_gym_data_processor(
     return datum
 
 
-def sliding_puzzle_processor(
-    datum_dict: dict[str, Any],
-    task_data_spec: TaskDataSpec,
-    tokenizer: Any,
-    max_seq_length: int | None,
-    idx: int,
-) -> DatumSpec:
-    """Rows of the dataset SlidingPuzzle. A turn ends with the action in it."""
-    datum = math_hf_data_processor(datum_dict, task_data_spec, tokenizer, max_seq_length, idx)
-    datum["stop_strings"] = [ACTION_END]
-    return datum
-
-
 def sft_processor(
     datum_dict: dict[str, Any],
     task_data_spec: TaskDataSpec,
@@ -138,18 +125,18 @@ PROCESSORS: dict[str, TaskDataProcessFnCallable] = {
     "chat_data_processor": chat_data_processor,
     "nemo_gym_data_processor": nemo_gym_data_processor,
     "nemo_gym": nemo_gym_data_processor,
-    "sliding_puzzle_processor": sliding_puzzle_processor,
     "sft_processor": sft_processor,
 }
 
 
 def find_processor(name: str) -> TaskDataProcessFnCallable:
-    """By name, or by import path ("package.module:function" or "package.module.function")."""
+    """Return a processor by name, or by import path ("package.module:function" or "package.module.function")."""
+    name = SLIDING_PUZZLE if name == "sliding_puzzle_processor" else name
     if name in PROCESSORS:
         return PROCESSORS[name]
     if not {".", ":"} & set(name):
         raise DataError(f"unknown processor {name!r}: known are {sorted(PROCESSORS)}, or an import path")
-    return import_by_path(name, what="processor")
+    return import_by_path(name, "processor", DataError)
 
 
 def _prompt_datum(
@@ -174,7 +161,7 @@ def _prompt_datum(
     log = _tokenise([("user", text)], tokenizer)
     length = len(log[0]["token_ids"])
     fits = max_seq_length is None or length < max_seq_length
-    extra = {key: value for key, value in row.items() if key not in _OWN_KEYS}
+    extra = {key: value for key, value in row.items() if key not in _RESERVED_KEYS}
     extra |= {} if truth is None else {"ground_truth": truth}
     extra |= {"messages": messages} if chat else {}
     return _datum(log, length, fits, extra, row, spec, idx)

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import difflib
-import importlib
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
+
+from grpo_mcore import imports
 
 if TYPE_CHECKING:
     from grpo_mcore.environments.interfaces import EnvironmentBase
@@ -16,7 +17,7 @@ _ENVIRONMENTS: dict[str, str] = {
     "nemo_gym": "grpo_mcore.environments.nemo_gym:NemoGymEnvironment",
     "reward_model": "grpo_mcore.environments.reward_model:RewardModelEnvironment",
     "rules": "grpo_mcore.environments.rule_environment:RuleEnvironment",
-    "sliding_puzzle": "grpo_mcore.environments.sliding_puzzle:SlidingPuzzleEnvironment",
+    "sliding_puzzle": "examples.sliding_puzzle.environment:SlidingPuzzleEnvironment",
 }
 
 
@@ -56,11 +57,5 @@ def create_env(env_name: str, env_config: Mapping[str, Any] | None = None) -> En
 
 
 def import_by_path(path: str, what: str) -> Any:
-    """The object at "package.module:name" or "package.module.name"; `what` names it in the error."""
-    module_name, _, attribute = path.partition(":") if ":" in path else path.rpartition(".")
-    try:
-        return getattr(importlib.import_module(module_name), attribute)
-    except (ImportError, AttributeError, ValueError) as error:
-        raise EnvironmentConfigError(
-            f"cannot import the {what} {path!r}: {error}; write it as 'package.module:name'"
-        ) from error
+    """Return the object at an import path; `what` names it in the EnvironmentConfigError."""
+    return imports.import_by_path(path, what, EnvironmentConfigError)

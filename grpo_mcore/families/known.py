@@ -118,7 +118,7 @@ CONFIGS |= {
     },
 }
 
-# What `grpo-mcore demo` (data/arithmetic.py) and data/puzzle_model.py make, before it is there.
+# What `grpo-mcore demo` (data/arithmetic.py) and examples/sliding_puzzle/make_model.py make, before it is there.
 _DEMO = _config("qwen3", 4, 128, 576, 4, 2, 30, head_dim=32, tie_word_embeddings=True)
 _PUZZLE = _config("qwen3", 3, 64, 256, 2, 2, 64, head_dim=32, tie_word_embeddings=True)
 FOLDERS = {

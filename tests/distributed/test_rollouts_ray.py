@@ -13,6 +13,7 @@ import pytest
 import ray
 import torch
 
+from examples.sliding_puzzle.make_model import CHARACTERS, WORDS, make_tokenizer
 from grpo_mcore.algorithms.engines.engine_group import EngineGroup
 from grpo_mcore.algorithms.rollouts.agent_rollouts import AgentWorker
 from grpo_mcore.algorithms.rollouts.rollouts import Rollouts
@@ -20,7 +21,6 @@ from grpo_mcore.algorithms.rollouts.scoring import EnvironmentWorker
 from grpo_mcore.cluster import Parcel, WorkerFailed
 from grpo_mcore.cluster.ray_cluster import RayCluster
 from grpo_mcore.data import load_tokenizer
-from grpo_mcore.data.puzzle_model import CHARACTERS, WORDS, make_tokenizer
 from grpo_mcore.environments.nemo_gym import NemoGymEnvironment
 from grpo_mcore.generation.chat.endpoint import Endpoint
 from grpo_mcore.generation.chat.engine_chat import EngineChat, Reply

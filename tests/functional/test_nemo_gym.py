@@ -14,11 +14,11 @@ from typing import Any
 import pytest
 import torch
 
+from examples.sliding_puzzle.make_model import make_puzzle_model
 from grpo_mcore.algorithms.rollouts.rollouts import Rollouts
 from grpo_mcore.cli.main import main
 from grpo_mcore.data import load_tokenizer
 from grpo_mcore.data.arithmetic import make_tokenizer
-from grpo_mcore.data.puzzle_model import make_puzzle_model
 from grpo_mcore.generation.chat.answer import AnswerReader
 from grpo_mcore.generation.chat.request import ChatRequest
 from grpo_mcore.generation.config import ChatConfig

@@ -1,5 +1,5 @@
-"""Rollouts to pairs for DPO: {"prompt", "chosen", "rejected"} and their rewards. Both answers of a pair are to the same
-prompt: the same whole input and, where it is there, the same task."""
+"""Rollouts to pairs for DPO: {"prompt", "chosen", "rejected"} and their rewards. Both answers of a pair answer the same
+prompt: the same whole input and, where the rollouts name one, the same task."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from grpo_mcore.data.gym.grpo import CONTEXT_LEFT_OUT, NO_ANSWER, prompt_of
-from grpo_mcore.data.gym.pair_index import Entry, PairIndex
+from grpo_mcore.data.gym.pair_index import Answer, PairIndex
 from grpo_mcore.data.gym.pairing import SamePrompt, Stratified
 from grpo_mcore.data.gym.parts import Part
 from grpo_mcore.data.gym.rollout import (
@@ -50,8 +50,8 @@ def gym_to_dpo(
 
     "same_prompt": the best and the worst answer of each prompt. "stratified": answers of at least `high_threshold`
     with answers of at most `low_threshold` of the same prompt, at most `max_pairs_per_prompt` of them, drawn by `seed`.
-    Answers of the same text are no pair. Memory does not grow with the file: texts and an index lie in temporary files
-    beside the output, at most as large as the input together. Raises DataError.
+    Two answers of the same text are never paired. Memory does not grow with the file: the answers lie in a temporary
+    database beside the output, about as large as the input. Raises DataError.
     """
     if min_gap < 0 or low_threshold > high_threshold or max_pairs_per_prompt < 1:
         raise DataError("the gap must not be below 0, the low threshold not above the high one, pairs at least 1")
@@ -89,15 +89,14 @@ def gym_to_dpo(
             for why, count in reasons.items():
                 if count:
                     summary.filtered[why] += count
-            index.add_pairs(pairs)
+            for chosen, rejected in pairs:
+                run.write(_pair(index, chosen, rejected))
         if not summary.kept and summary.rewards.total:
             summary.notes[NO_PAIR] = summary.rows
-        for chosen, rejected in index.pairs():
-            run.write(_pair(index, chosen, rejected))
     return summary
 
 
-def _pair(index: PairIndex, chosen: Entry, rejected: Entry) -> bytes:
+def _pair(index: PairIndex, chosen: Answer, rejected: Answer) -> bytes:
     head, better = index.texts(chosen)
     _, worse = index.texts(rejected)
     numbers = {
@@ -109,8 +108,8 @@ def _pair(index: PairIndex, chosen: Entry, rejected: Entry) -> bytes:
 
 
 class _Prompt(NamedTuple):
-    """`identity`: a hash of what answers must share to be compared. `head`: {"prompt": ...} as JSON without its closing
-    brace, to which the answers are joined. `whole`: whether it holds all of the input."""
+    """A rollout's prompt. `identity` hashes what answers must share to be compared. `head` is {"prompt": ...} as JSON
+    without its closing brace; the answers are appended to it. `whole`: it holds all of the input."""
 
     identity: int
     head: bytes
@@ -118,7 +117,7 @@ class _Prompt(NamedTuple):
 
 
 class _Prompts:
-    """Rollouts to prompts. The last ones are remembered: the rollouts of one prompt mostly stand close together."""
+    """Reads the prompts of rollouts. The latest are cached: the rollouts of one prompt mostly stand close together."""
 
     def __init__(self, parse: RolloutParser, prompt_format: str) -> None:
         self._parse = parse
@@ -126,7 +125,7 @@ class _Prompts:
         self._remembered = functools.lru_cache(maxsize=_REMEMBERED)(self._read)
 
     def __call__(self, rollout: Any) -> _Prompt:
-        """Raises BadRow, and Filtered where there is no question."""
+        """Return the rollout's prompt. Raises BadRow, and Filtered where there is no question."""
         raw = bytes(rollout.responses_create_params)
         return (self._remembered if len(raw) <= _SHORT else self._read)(raw, rollout.task_index)
 

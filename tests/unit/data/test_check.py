@@ -13,8 +13,7 @@ import pytest
 from grpo_mcore.cli.main import main
 from grpo_mcore.data import DataError, build_task_data, load_tokenizer
 from grpo_mcore.data.arithmetic import make_tokenizer
-from grpo_mcore.data.check import check_file
-from grpo_mcore.data.check_report import CheckReport
+from grpo_mcore.data.check import CheckReport, check_file
 from grpo_mcore.recipe import load_recipe
 
 Check = Callable[..., CheckReport]

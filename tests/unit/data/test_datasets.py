@@ -11,9 +11,9 @@ import pytest
 
 from grpo_mcore.data import DataError, load_preference_dataset, load_response_dataset
 from grpo_mcore.data.datasets import DATASET_CLASSES, PREFERENCE_CLASSES
+from grpo_mcore.data.datasets.rows import InTurn, Joined, Repeated
 from grpo_mcore.data.interfaces import TaskDataSpec
 from grpo_mcore.data.processors import find_processor, math_data_processor, math_hf_data_processor, sft_processor
-from grpo_mcore.data.rows import InTurn, Joined, Repeated
 from grpo_mcore.recipe import load_recipe
 from grpo_mcore.recipe.data import DATASETS
 from tests.unit.data.conftest import sums
@@ -134,7 +134,7 @@ def test_tools_of_a_table_are_without_what_other_rows_have(tmp_path):
         ({"messages": [{"role": "user", "content": 5}]}, "the content must be text or a list of parts, got int"),
         (
             {"messages": [{"role": "user", "content": [{"type": "image_url", "image_url": "x"}]}]},
-            "has a part that is no text; images, audio and video are not supported",
+            "has a part that is not text; images, audio and video are not supported",
         ),
         ({"messages": ONE, "tools": "{"}, "'tools' is text that is not JSON"),
         ({"messages": ONE, "tools": {"a": 1}}, "'tools' must be a list of tools, got dict"),
@@ -325,14 +325,14 @@ def test_pairs_of_answers(write_jsonl, entry):
 
 
 def test_each_name_of_a_recipe_has_a_class() -> None:
-    assert {*DATASET_CLASSES, *PREFERENCE_CLASSES} == set(DATASETS)
+    assert {*DATASET_CLASSES, *PREFERENCE_CLASSES, "SlidingPuzzle"} == set(DATASETS)
 
 
 def test_every_dataset_that_a_recipe_of_the_project_names_is_known() -> None:
     for file in Path(__file__).resolve().parents[3].glob("recipes/*.yaml"):
         config = load_recipe(str(file)).config
         for entry in [*config.data.train, *config.data.validation]:
-            assert entry.dataset_name in DATASET_CLASSES, file
+            assert entry.dataset_name in DATASET_CLASSES or load_response_dataset(entry).dataset, file
 
 
 def test_tasks_of_nemo_gym_come_whole(write_jsonl):

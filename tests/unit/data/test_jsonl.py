@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 
 from grpo_mcore.data import DataError
-from grpo_mcore.data.jsonl import read_json
+from grpo_mcore.data.datasets.jsonl import read_json
 
 
 def no_check(_row, _place) -> None: ...
@@ -87,7 +87,7 @@ def test_the_file_is_closed_with_its_rows(tmp_path) -> None:
 MEASURE = """
 import resource, sys
 from pathlib import Path
-from grpo_mcore.data.jsonl import read_json
+from grpo_mcore.data.datasets.jsonl import read_json
 before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
 rows, _ = read_json(Path(sys.argv[1]), lambda row, place: None)
 assert rows[len(rows) - 1]["n"] == len(rows) - 1

@@ -20,7 +20,7 @@ from grpo_mcore.data import (
     TaskDataSpec,
     build_train_dataloader,
 )
-from grpo_mcore.data.rows import Joined
+from grpo_mcore.data.datasets.rows import Joined
 
 LETTERS, DIGITS = "abcd", "12345678"
 

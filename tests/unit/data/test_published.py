@@ -9,7 +9,7 @@ import datasets as hf
 import pytest
 
 from grpo_mcore.data import AllTaskProcessedDataset, DataError, load_preference_dataset, load_response_dataset
-from grpo_mcore.data.published import PUBLISHED
+from grpo_mcore.data.datasets.published import PUBLISHED
 from grpo_mcore.recipe import DatasetEntry
 from grpo_mcore.recipe.data import dataset_by_name
 

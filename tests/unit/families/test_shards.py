@@ -51,7 +51,7 @@ def test_the_demo_has_the_shape_that_it_makes() -> None:
 
 @pytest.mark.slow
 def test_the_puzzle_model_has_the_shape_that_is_made(tmp_path: Path) -> None:
-    from grpo_mcore.data.puzzle_model import make_puzzle_model
+    from examples.sliding_puzzle.make_model import make_puzzle_model
 
     make_puzzle_model(tmp_path)
     assert shape_of(FOLDERS["results/puzzle/untrained"]) == replace(

@@ -11,7 +11,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from grpo_mcore.data.gym import disk_sort, gym_to_dpo
+from grpo_mcore.data.gym import gym_to_dpo, pair_index
 from grpo_mcore.data.interfaces import DataError
 from tests.unit.data.gym.conftest import call, message, read, rollout, write
 
@@ -199,16 +199,34 @@ def test_against_the_definition(tmp_path_factory: Any, rollouts: list[tuple[int,
 
 
 @pytest.mark.parametrize("strategy", ["same_prompt", "stratified"])
-def test_beyond_memory_the_pairs_are_the_same(tmp_path: Path, strategy: str, monkeypatch: Any) -> None:
+def test_written_in_small_batches_the_pairs_are_the_same(tmp_path: Path, strategy: str, monkeypatch: Any) -> None:
     rng = random.Random(0)
     rows = [rollout(f"q{rng.randrange(300)}", f"a{n}", rng.choice([0.0, 0.3, 1.0])) for n in range(2000)]
     source = write(tmp_path / "in.jsonl", rows)
     gym_to_dpo(source, tmp_path / "one.jsonl", strategy=strategy)
-    monkeypatch.setattr(disk_sort.DiskSort.__init__, "__defaults__", (4000,))
-    monkeypatch.setattr("grpo_mcore.data.gym.pair_index.PairIndex.__init__.__defaults__", (4000,))
+    monkeypatch.setattr(pair_index, "BATCH_BYTES", 100)
     gym_to_dpo(source, tmp_path / "many.jsonl", strategy=strategy)
     assert (tmp_path / "one.jsonl").read_bytes() == (tmp_path / "many.jsonl").read_bytes()
     assert sorted(os.listdir(tmp_path)) == ["in.jsonl", "many.jsonl", "one.jsonl"]
+
+
+def test_the_index_is_deleted_after_an_error(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    source = write(tmp_path / "in.jsonl", rewarded("q", {"a": 1.0, "b": 0.0}))
+    monkeypatch.setattr(pair_index.PairIndex, "texts", lambda index, answer: index._database.execute("SELECT * FROM x"))
+    with pytest.raises(DataError, match="temporary database .* failed: no such table: x"):
+        gym_to_dpo(source, tmp_path / "out.jsonl")
+    assert os.listdir(tmp_path) == ["in.jsonl"]
+
+
+def test_signs_of_zero_and_ties_keep_the_order_of_the_file(tmp_path: Path) -> None:
+    with pair_index.PairIndex(tmp_path) as index:
+        for number, reward in enumerate([0.0, -0.0, 1.0, -1.0, 0.0, 1.0]):
+            index.add((7, reward, -(2**63) + number, b"prompt", f"{number}".encode()))
+        (group,) = [list(group) for group in index.groups()]
+        assert [str(answer.reward) for answer in group] == ["1.0", "1.0", "0.0", "-0.0", "0.0", "-1.0"]
+        assert [index.texts(answer) for answer in group] == [
+            (b"prompt", b"%d" % number) for number in (2, 5, 0, 1, 4, 3)
+        ]
 
 
 def test_two_processes_make_the_same_file(tmp_path: Path) -> None:

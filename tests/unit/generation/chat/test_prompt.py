@@ -8,8 +8,8 @@ from typing import Any
 
 import pytest
 
+from examples.sliding_puzzle.make_model import CHARACTERS, WORDS, make_tokenizer
 from grpo_mcore.data import load_tokenizer
-from grpo_mcore.data.puzzle_model import CHARACTERS, WORDS, make_tokenizer
 from grpo_mcore.generation.chat.prompt import ChatPrompts
 from grpo_mcore.generation.chat.request import ChatRequest, RequestError
 from grpo_mcore.generation.config import ChatConfig

@@ -1,6 +1,6 @@
-"""Datasets as a recipe names them: a file of one's own, a published dataset, or a class by import path.
+"""Datasets as a recipe names them: a file, a published dataset, or a class by import path.
 
-A new dataset by name is a name in recipe/data.py, and here a class in DATASET_CLASSES that takes (entry, processor).
+To add a dataset by name, add the name to recipe/data.py and a class that takes (entry, processor) to DATASET_CLASSES.
 """
 
 from __future__ import annotations
@@ -9,49 +9,53 @@ from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any, Protocol
 
-from grpo_mcore.data.file_rows import gym_task, openai_row, preference_pair, question_and_answer
-from grpo_mcore.data.imports import import_by_path
+from grpo_mcore.data.datasets.files import gym_task, openai_row, preference_pair, question_and_answer
+from grpo_mcore.data.datasets.jsonl import is_json
+from grpo_mcore.data.datasets.mapped import Entry, MappedDataset, ToChat, as_chat, name_of, setting
+from grpo_mcore.data.datasets.published import HELPSTEER3_PAIRS, PUBLISHED, PublishedDataset
+from grpo_mcore.data.datasets.source import open_source
 from grpo_mcore.data.interfaces import DataError, TaskDataProcessFnCallable, TaskDataSpec
-from grpo_mcore.data.jsonl import is_json
-from grpo_mcore.data.mapped import MappedDataset, ToChat, checks, name_of, setting
 from grpo_mcore.data.processors import find_processor
-from grpo_mcore.data.published import HELPSTEER3_PAIRS, PUBLISHED, PublishedDataset
-from grpo_mcore.data.puzzles import sliding_puzzles
-from grpo_mcore.data.source import open_source
+from grpo_mcore.imports import import_by_path
 from grpo_mcore.recipe.data import PREFERENCE_DATASETS, dataset_by_name, unknown_dataset
 
 DEFAULT_PROCESSOR = "math_hf_data_processor"
+SLIDING_PUZZLE = "examples.sliding_puzzle.dataset:SlidingPuzzleDataset"  # for dataset_name: SlidingPuzzle
 
 
 class ResponseData(Protocol):
-    """What `load_response_dataset` returns, and what a dataset class by import path must offer."""
+    """The attributes of a loaded dataset, which a dataset class by import path must have too."""
 
     dataset: Sequence[dict[str, Any]]
     """Rows in chat format: `messages`, `task_name`, `uid`, and what the environment needs."""
     val_dataset: Sequence[dict[str, Any]] | None
-    """What split_validation_size took out of `dataset`."""
+    """The rows that split_validation_size took out of `dataset`."""
     task_name: str
     task_spec: TaskDataSpec
     processor: TaskDataProcessFnCallable
     env_name: str | None
 
 
-def load_response_dataset(entry: Any, default_processor: str = DEFAULT_PROCESSOR) -> ResponseData:
-    """The dataset of one entry of `data.train` or `data.validation`: an object or a mapping with its keys.
+DatasetClass = Callable[[Entry, str], ResponseData]
+"""(entry, name of the default processor) -> the loaded dataset"""
 
-    Raises DataError for a missing file, a bad line, an empty dataset, an unknown name.
+
+def load_response_dataset(entry: Entry, default_processor: str = DEFAULT_PROCESSOR) -> ResponseData:
+    """Load the dataset of one entry of `data.train` or `data.validation`.
+
+    Raises DataError for a missing file, a bad line, an empty dataset, or an unknown name.
     """
     written = setting(entry, "dataset_name", "ResponseDataset")
     name = dataset_by_name(written)
     if name in PREFERENCE_DATASETS:
         raise DataError(f"dataset_name {written!r}: pairs of answers are for DPO; GRPO and SFT cannot use them")
     if name not in (None, "SlidingPuzzle") and setting(entry, "dataset_kwargs"):
-        raise DataError(f"dataset_name {written!r}: dataset_kwargs have no effect; they are for datasets that are made")
+        raise DataError(f"dataset_name {written!r}: dataset_kwargs have no effect; they are for datasets made in code")
     return _find(written, name, DATASET_CLASSES)(entry, default_processor)
 
 
-def load_preference_dataset(entry: Any, default_processor: str = DEFAULT_PROCESSOR) -> ResponseData:
-    """The same for pairs of answers: rows with `messages` (the prompt), `chosen` and `rejected` (messages)."""
+def load_preference_dataset(entry: Entry, default_processor: str = DEFAULT_PROCESSOR) -> ResponseData:
+    """Load a dataset of pairs of answers: rows with `messages` (the prompt), `chosen` and `rejected` (messages)."""
     written = setting(entry, "dataset_name", "BinaryPreferenceDataset")
     name = dataset_by_name(written)
     if name is not None and name not in PREFERENCE_CLASSES:
@@ -59,11 +63,12 @@ def load_preference_dataset(entry: Any, default_processor: str = DEFAULT_PROCESS
     return _find(written, name, PREFERENCE_CLASSES)(entry, default_processor)
 
 
-def _find(written: str, name: str | None, classes: dict[str, Any]) -> Callable[[Any, str], ResponseData]:
-    if name is not None:
+def _find(written: str, name: str | None, classes: dict[str, DatasetClass]) -> DatasetClass:
+    if name in classes:
         return classes[name]
-    if {".", ":"} & set(written):
-        own = import_by_path(written, what="dataset_name")
+    path = SLIDING_PUZZLE if name == "SlidingPuzzle" else written
+    if {".", ":"} & set(path):
+        own = import_by_path(path, "dataset_name", DataError)
         return lambda entry, _processor: own(entry)
     raise DataError(f"dataset_name {unknown_dataset(written)}")
 
@@ -71,17 +76,17 @@ def _find(written: str, name: str | None, classes: dict[str, Any]) -> Callable[[
 class FileDataset(MappedDataset):
     """The rows of `data_path`: a JSON or JSONL file, or a table of the `datasets` library."""
 
-    def __init__(self, entry: Any, to_chat: ToChat, default_processor: str) -> None:
+    def __init__(self, entry: Entry, to_chat: ToChat, default_processor: str) -> None:
         path = setting(entry, "data_path")
         if not path:
             raise DataError("data_path is missing: name a JSONL file or a Hugging Face dataset")
         options = {key: setting(entry, key) for key in ("subset", "split", "download_dir")}
-        source = open_source(path, checks(to_chat), **options)
+        source = open_source(path, partial(as_chat, to_chat), **options)
         super().__init__(entry, source, to_chat, task_name=name_of(path), default_processor=default_processor)
 
 
-def rows_of_file(entry: Any, name: str) -> ToChat:
-    """How a row of a file becomes a conversation; `name`: one of recipe.data.FILE_DATASETS."""
+def rows_of_file(entry: Entry, name: str) -> ToChat:
+    """Return the function that makes a file's row a conversation. `name` is one of recipe.data.FILE_DATASETS."""
     if name == "openai_format":
         return partial(
             openai_row,
@@ -103,40 +108,39 @@ def rows_of_file(entry: Any, name: str) -> ToChat:
 class ResponseDataset(FileDataset):
     """Questions and answers under `input_key` and `output_key`."""
 
-    def __init__(self, entry: Any, default_processor: str = DEFAULT_PROCESSOR) -> None:
+    def __init__(self, entry: Entry, default_processor: str = DEFAULT_PROCESSOR) -> None:
         super().__init__(entry, rows_of_file(entry, "ResponseDataset"), default_processor)
 
 
 class OpenAIFormatDataset(FileDataset):
     """Whole conversations under `chat_key`, with the tools that they may call under `tool_key`."""
 
-    def __init__(self, entry: Any, default_processor: str = DEFAULT_PROCESSOR) -> None:
+    def __init__(self, entry: Entry, default_processor: str = DEFAULT_PROCESSOR) -> None:
         super().__init__(entry, rows_of_file(entry, "openai_format"), default_processor)
 
 
 class BinaryPreferenceDataset(FileDataset):
     """A prompt with a better and a worse answer, under `prompt_key`, `chosen_key` and `rejected_key`."""
 
-    def __init__(self, entry: Any, default_processor: str = DEFAULT_PROCESSOR) -> None:
+    def __init__(self, entry: Entry, default_processor: str = DEFAULT_PROCESSOR) -> None:
         super().__init__(entry, rows_of_file(entry, "BinaryPreferenceDataset"), default_processor)
 
 
 class NemoGymDataset(FileDataset):
     """Tasks of NeMo Gym, a JSON object each: `responses_create_params`, `agent_ref`, and what their verifier needs."""
 
-    def __init__(self, entry: Any, default_processor: str = DEFAULT_PROCESSOR) -> None:
+    def __init__(self, entry: Entry, default_processor: str = DEFAULT_PROCESSOR) -> None:
         super().__init__(entry, rows_of_file(entry, "NemoGymDataset"), default_processor)
-        self.processor = find_processor("nemo_gym_data_processor")  # whatever data.default says of other datasets
+        self.processor = find_processor("nemo_gym_data_processor")  # data.default is for other datasets
 
 
-DATASET_CLASSES: dict[str, Callable[[Any, str], ResponseData]] = {
+DATASET_CLASSES: dict[str, DatasetClass] = {
     "ResponseDataset": ResponseDataset,
     "openai_format": OpenAIFormatDataset,
     "NemoGymDataset": NemoGymDataset,
-    "SlidingPuzzle": sliding_puzzles,
     **{name: partial(PublishedDataset, name=name, published=found) for name, found in PUBLISHED.items()},
 }
-PREFERENCE_CLASSES: dict[str, Callable[[Any, str], ResponseData]] = {
+PREFERENCE_CLASSES: dict[str, DatasetClass] = {
     "BinaryPreferenceDataset": BinaryPreferenceDataset,
     "HelpSteer3": partial(PublishedDataset, name="HelpSteer3", published=HELPSTEER3_PAIRS),
 }

@@ -1,39 +1,44 @@
-"""A dataset as the rows of a source, each made a conversation when it is read."""
+"""A dataset whose rows are made conversations when they are read: `MappedDataset`, the base of all datasets here."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
+from grpo_mcore.data.datasets.rows import Repeated, Rows
+from grpo_mcore.data.datasets.source import Source, missing
 from grpo_mcore.data.interfaces import DataError, TaskDataSpec
 from grpo_mcore.data.processors import find_processor
-from grpo_mcore.data.rows import Repeated, Rows
-from grpo_mcore.data.source import Source, missing
+from grpo_mcore.recipe.data import DatasetEntry
 
-OWN_KEYS = ("messages", "task_name", "uid")  # of a row in chat format
+RESERVED_KEYS = ("messages", "task_name", "uid")  # of a row in chat format
 
+Entry = DatasetEntry | Mapping[str, Any]
+"""An entry of `data.train` or `data.validation`, or a mapping with some of its keys."""
 Row = dict[str, Any]
 ToChat = Callable[[Row], Row]
 """A row as it was published -> {"messages": conversation, and what the environment needs: "ground_truth", ...}, or
-`unusable(reason)`. Raises KeyError or DataError where it is not such a row."""
+`unusable(reason)`. Raises KeyError or DataError for a row with other fields than expected."""
 
 
 def unusable(reason: str) -> Row:
-    """Stands for a row that the dataset itself says is of no use: it is excluded and counted."""
+    """Return the row that stands for one that the dataset itself marks as useless: it is excluded and counted."""
     return {"messages": [], "unusable": reason}
 
 
-def setting(entry: Any, key: str, default: Any = None) -> Any:
-    """An entry's value by key or attribute; missing and None are `default`."""
+def setting(entry: Entry, key: str, default: Any = None) -> Any:
+    """Return an entry's value by key or attribute; `default` where it is missing or None."""
     value = entry.get(key) if isinstance(entry, Mapping) else getattr(entry, key, None)
     return default if value is None else value
 
 
 class MappedDataset:
-    """What a recipe's entry names, loaded: `dataset` and `val_dataset` hold rows in chat format with `task_name` and
-    `uid`. See `datasets.ResponseData`."""
+    """A recipe's entry, loaded. `dataset` and `val_dataset` hold rows in chat format with `task_name` and `uid`; see
+    `ResponseData`."""
 
-    def __init__(self, entry: Any, source: Source, to_chat: ToChat, *, task_name: str, default_processor: str) -> None:
+    def __init__(
+        self, entry: Entry, source: Source, to_chat: ToChat, *, task_name: str, default_processor: str
+    ) -> None:
         """`split_validation_size`, `seed`, `repeat`, the prompt files, `processor` and `env_name` are the entry's."""
         self.task_name: str = setting(entry, "task_name") or task_name
         self.env_name: str | None = setting(entry, "env_name")
@@ -63,7 +68,7 @@ class MappedDataset:
 
 
 def as_chat(to_chat: ToChat, row: Row, place: str) -> Row:
-    """`to_chat(row)`; every error names the row's place."""
+    """Return `to_chat(row)`. Every error becomes a DataError that names the row's place."""
     try:
         return to_chat(row)
     except KeyError as error:
@@ -75,17 +80,8 @@ def as_chat(to_chat: ToChat, row: Row, place: str) -> Row:
         raise DataError(f"{place}: a field has another layout than expected ({error}); it has {kinds}") from error
 
 
-def checks(to_chat: ToChat) -> Callable[[Row, str], None]:
-    """A check for `open_source`: can this row be made a conversation?"""
-
-    def check(row: Row, place: str) -> None:
-        as_chat(to_chat, row, place)
-
-    return check
-
-
 def name_of(path: str) -> str:
-    """A task's name from where its data is: the last folder and the file, without endings."""
+    """Return a task's name made of its data's path: the last folder and the file, without endings."""
     parts = [part for part in path.replace("\\", "/").split("/") if part not in ("", ".", "..")]
     name = "-".join(parts[-2:])
     for suffix in (".gz", ".jsonl", ".json", ".parquet"):

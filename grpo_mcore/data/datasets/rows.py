@@ -1,4 +1,4 @@
-"""Views on the rows of a file or of a Hugging Face dataset: formatted when read, never copied."""
+"""Views of the rows of a file or of a Hugging Face dataset. Rows are formatted when they are read, never copied."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from grpo_mcore.data.interfaces import DataError
 
 
 class Rows(Sequence[dict[str, Any]]):
-    """`to_row(source[i], i)` for the chosen indices i, in their order."""
+    """The rows `to_row(source[i], i)` for the given indices i, in their order."""
 
     def __init__(
         self,
@@ -31,7 +31,7 @@ class Rows(Sequence[dict[str, Any]]):
         return self._to_row(self._source[at], at)
 
     def split(self, size: float, seed: int) -> tuple[Rows, Rows]:
-        """(the rest, a random part), both in order. `size` < 1 is a share of the rows, >= 1 a number."""
+        """Return (the rest, a random part), both in order. `size` below 1 is a share of the rows, else their number."""
         wanted = round(size * len(self)) if size < 1 else int(size)
         if not 0 < wanted < len(self):
             raise DataError(
@@ -47,7 +47,7 @@ class Rows(Sequence[dict[str, Any]]):
 
 
 class Repeated(Sequence[dict[str, Any]]):
-    """All rows, `times` times over; every occurrence is a prompt with a uid of its own."""
+    """All rows, `times` times over. Every occurrence is a prompt with its own uid."""
 
     def __init__(self, rows: Sequence[dict[str, Any]], times: int) -> None:
         self._rows = rows
@@ -57,13 +57,13 @@ class Repeated(Sequence[dict[str, Any]]):
         return len(self._rows) * self._times
 
     def __getitem__(self, index: int) -> dict[str, Any]:  # type: ignore[override]
-        turn, at = divmod(range(len(self))[index], len(self._rows))
+        repetition, at = divmod(range(len(self))[index], len(self._rows))
         row = self._rows[at]
-        return {**row, "uid": f"{row['uid']}~{turn}"} if turn else row
+        return {**row, "uid": f"{row['uid']}~{repetition}"} if repetition else row
 
 
 class Joined(Sequence[dict[str, Any]]):
-    """Several datasets, one after the other."""
+    """The concatenation of several datasets."""
 
     def __init__(self, parts: Sequence[Sequence[dict[str, Any]]]) -> None:
         self._parts = parts
@@ -77,13 +77,13 @@ class Joined(Sequence[dict[str, Any]]):
         return self._parts[part][at]
 
     def locate(self, index: int) -> tuple[int, int]:
-        """(which dataset, which of its rows)."""
+        """Return (index of the dataset, index in it)."""
         part = int(np.searchsorted(self._ends, index, side="right"))
         return part, index - (int(self._ends[part - 1]) if part else 0)
 
 
 class InTurn(Sequence[dict[str, Any]]):
-    """A row of each dataset in turn, until all have ended: the first n rows are shared out as evenly as can be."""
+    """One row of each dataset in turn until all have ended, so that the first n rows are shared evenly."""
 
     def __init__(self, parts: Sequence[Sequence[dict[str, Any]]]) -> None:
         self._parts = parts

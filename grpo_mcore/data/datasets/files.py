@@ -1,4 +1,4 @@
-"""Rows of files of one's own as conversations: one function a layout."""
+"""Rows of the user's own files as conversations: one function per layout."""
 
 from __future__ import annotations
 
@@ -7,25 +7,25 @@ from typing import Any
 
 import msgspec
 
+from grpo_mcore.data.datasets.mapped import RESERVED_KEYS, Row
+from grpo_mcore.data.datasets.messages import as_messages, assistant, conversation, without_nulls
+from grpo_mcore.data.datasets.source import missing
 from grpo_mcore.data.gym.conversation import chat_messages, chat_tools, with_instructions
 from grpo_mcore.data.gym.rollout import BadRow, Filtered, Item
 from grpo_mcore.data.interfaces import DataError
-from grpo_mcore.data.mapped import OWN_KEYS, Row
-from grpo_mcore.data.messages import as_messages, assistant, conversation, without_nulls
-from grpo_mcore.data.source import missing
 
 
 def question_and_answer(row: Row, *, question: str, answer: str) -> Row:
-    """A question (text or a conversation) and its answer. The row's other fields come along; one of them may be a
-    `ground_truth`, which can stand for the answer. An answer that is a list or an object is the ground truth alone."""
-    messages = as_messages(_needed(row, question), question)
-    extra = _others(row, question, answer)
+    """Convert a question (text or a conversation) and its answer. The row's other fields are kept; a field
+    `ground_truth` may replace the answer. An answer that is a list or an object is the ground truth and no message."""
+    messages = as_messages(_required(row, question), question)
+    extra = _other_fields(row, question, answer)
     found = row.get(answer)
     if isinstance(found, list | dict):
         extra.setdefault("ground_truth", found)
     elif found is not None:
         messages.append(assistant(str(found)))
-    elif row.get("ground_truth") is None:  # GRPO never trains on answers
+    elif row.get("ground_truth") is None:  # GRPO needs no answer beside it
         raise missing(row, answer)
     return {**extra, "messages": messages}
 
@@ -33,8 +33,8 @@ def question_and_answer(row: Row, *, question: str, answer: str) -> Row:
 def openai_row(
     row: Row, *, chat: str, tools: str, system_key: str | None, system_prompt: str | None, from_table: bool
 ) -> Row:
-    """A whole conversation and the tools that it may call."""
-    value = _needed(row, chat)
+    """Convert a whole conversation and the tools that it may call."""
+    value = _required(row, chat)
     if not isinstance(value, list):
         raise DataError(f"{chat!r} must be a list of messages, got {type(value).__name__}")
     messages = conversation(without_nulls(value) if from_table else value, chat)
@@ -43,16 +43,16 @@ def openai_row(
         messages.insert(0, {"role": "system", "content": system})
     found = _tools(row.get(tools), tools)
     return {
-        **_others(row, chat, tools),
+        **_other_fields(row, chat, tools),
         "messages": messages,
         **({"tools": without_nulls(found) if from_table else found} if found else {}),
     }
 
 
 def gym_task(row: Row) -> Row:
-    """A task of NeMo Gym, which goes to its agent as it is. The messages say how long its prompt is; a task may leave
-    them to the environment."""
-    params = _needed(row, "responses_create_params")
+    """Convert a task of NeMo Gym, which its agent gets unchanged. The messages only measure the prompt; a task may
+    leave them to the environment."""
+    params = _required(row, "responses_create_params")
     if not isinstance(params, dict):
         raise DataError(f"'responses_create_params' must be an object, got {type(params).__name__}")
     asked = params.get("input")
@@ -67,27 +67,27 @@ def gym_task(row: Row) -> Row:
 
 
 def preference_pair(row: Row, *, prompt: str, chosen: str, rejected: str) -> Row:
-    """A prompt with a better and a worse answer, each text or a list of messages."""
+    """Convert a prompt with a better and a worse answer, each text or a list of messages."""
     return {
-        **_others(row, prompt, chosen, rejected),
-        "messages": as_messages(_needed(row, prompt), prompt),
-        "chosen": as_messages(_needed(row, chosen), chosen, role="assistant"),
-        "rejected": as_messages(_needed(row, rejected), rejected, role="assistant"),
+        **_other_fields(row, prompt, chosen, rejected),
+        "messages": as_messages(_required(row, prompt), prompt),
+        "chosen": as_messages(_required(row, chosen), chosen, role="assistant"),
+        "rejected": as_messages(_required(row, rejected), rejected, role="assistant"),
     }
 
 
-def _needed(row: Row, key: str) -> Any:
+def _required(row: Row, key: str) -> Any:
     if row.get(key) is None:
         raise missing(row, key)
     return row[key]
 
 
-def _others(row: Row, *used: str) -> Row:
-    return {key: value for key, value in row.items() if key not in (*used, *OWN_KEYS)}
+def _other_fields(row: Row, *used: str) -> Row:
+    return {key: value for key, value in row.items() if key not in (*used, *RESERVED_KEYS)}
 
 
 def _tools(value: Any, key: str) -> Any:
-    """A list of tools, also where a file holds it as JSON text."""
+    """Return a list of tools, which a file may hold as JSON text."""
     if isinstance(value, str) and value.strip():
         try:
             value = json.loads(value)

@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import pytest
 
+from examples.sliding_puzzle.puzzle import direction_of, find_action, moves, solved_board, write_board
 from grpo_mcore.data import DataError, build_task_data, load_response_dataset
 from grpo_mcore.recipe import DatasetEntry
-from grpo_mcore.rollout.sliding_puzzle import direction_of, find_action, moves, solved_board, write_board
 
 
 def entry(**fields) -> DatasetEntry:
-    return DatasetEntry(dataset_name="SlidingPuzzle", **fields)
+    return DatasetEntry(dataset_name="examples.sliding_puzzle.dataset:SlidingPuzzleDataset", **fields)
 
 
 def rows(**fields) -> list[dict]:
@@ -32,6 +32,13 @@ def test_the_seed_decides_about_every_puzzle() -> None:
 def test_all_2_x_2_boards_come_up() -> None:
     options = {"size": 2, "num_puzzles": 200, "shuffle_moves": 6}
     assert len({tuple(row["board"]) for row in rows(dataset_kwargs=options)}) == 11
+
+
+def test_names_of_earlier_recipes(tokenizer) -> None:
+    options = {"size": 2, "num_puzzles": 3}
+    named = DatasetEntry(dataset_name="SlidingPuzzle", processor="sliding_puzzle_processor", dataset_kwargs=options)
+    assert list(load_response_dataset(named).dataset) == rows(dataset_kwargs=options)
+    assert build_task_data([named], [], tokenizer, 512).train[0]["stop_strings"] == ["</action>"]
 
 
 def test_prompts(tokenizer) -> None:
@@ -57,7 +64,7 @@ def test_demonstrations_are_games(tokenizer) -> None:
     options = {"size": 2, "num_puzzles": 40, "shuffle_moves": 6, "rules": False, "demonstrations": True}
     made = entry(dataset_kwargs=options | {"demonstration_moves": 5, "right_share": 0.6})
     solved = 0
-    for row in load_response_dataset(made, "sft_processor").dataset:
+    for row in load_response_dataset(made).dataset:
         board, messages = tuple(row["board"]), row["messages"]
         assert [message["role"] for message in messages] == ["user", "assistant"] * (len(messages) // 2)
         assert len(messages) <= 10
@@ -68,7 +75,7 @@ def test_demonstrations_are_games(tokenizer) -> None:
             board = moves(board)[direction]
         solved += board == solved_board(2)
     assert 5 < solved < 35
-    datum = build_task_data([made], [], tokenizer, 256, "sft_processor").train[0]
+    datum = build_task_data([made], [], tokenizer, 256).train[0]
     assert {message["role"] for message in datum["message_log"]} == {"user", "assistant"}
 
 
@@ -82,10 +89,10 @@ def test_a_part_for_validation_and_repetition() -> None:
     [
         (
             {"shuffel_moves": 3},
-            "dataset_kwargs.shuffel_moves of SlidingPuzzle: unknown key; did you mean 'shuffle_moves'",
+            "dataset_kwargs.shuffel_moves: Extra inputs .* got 3; known keys: num_puzzles, size, shuffle_moves",
         ),
-        ({"size": 1}, "dataset_kwargs.size of SlidingPuzzle: .*greater than or equal to 2, got 1"),
-        ({"right_share": 2}, "dataset_kwargs.right_share of SlidingPuzzle"),
+        ({"size": 1}, "dataset_kwargs.size: .*greater than or equal to 2, got 1"),
+        ({"right_share": 2}, "dataset_kwargs.right_share"),
     ],
 )
 def test_wrong_options(options, message) -> None:

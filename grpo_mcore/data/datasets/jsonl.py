@@ -1,5 +1,5 @@
-"""Rows of JSONL and JSON files. All are checked once; a JSONL row is parsed again when it is read, so that a file of
-any size costs 24 bytes a row."""
+"""Rows of JSONL and JSON files. Every row is checked once; a JSONL row is parsed again when it is read, so a file takes
+only 24 bytes of memory per row."""
 
 from __future__ import annotations
 
@@ -19,20 +19,20 @@ from grpo_mcore.data.interfaces import DataError
 _BOM = b"\xef\xbb\xbf"
 SUFFIXES = (".jsonl", ".json", ".jsonl.gz", ".json.gz")
 
-Check = Callable[[dict[str, Any], str], None]
-"""(row, "file:line") -> None; raises DataError for a row that lacks what it must have."""
+Check = Callable[[dict[str, Any], str], object]
+"""(row, "file:line"); raises DataError for a row that lacks a field."""
 
 
 def is_json(path: str) -> bool:
-    """Whether a path is named like a file that `read_json` reads."""
+    """Return whether a path is named like a file that `read_json` reads."""
     return path.endswith(SUFFIXES)
 
 
 def read_json(path: Path, check: Check) -> tuple[Sequence[dict[str, Any]], Sequence[int]]:
-    """The objects of a file, and for each its line (from 1), or its place where the file is one list of objects.
+    """Return the objects of a file and the line of each (from 1), or its index where the file is one list of objects.
 
-    One object a line; blank lines are passed over. A `.json` file may hold one list instead. Raises DataError for a
-    missing file, an empty one, and for the first row that is no JSON object or that `check` refuses.
+    A file has one object a line, or is one list of objects; blank lines are skipped. Raises DataError for a missing or
+    empty file, and for the first row that is not a JSON object or that `check` rejects.
     """
     if not path.is_file():
         raise DataError(f"data file not found: {path}")
@@ -44,7 +44,7 @@ def read_json(path: Path, check: Check) -> tuple[Sequence[dict[str, Any]], Seque
 
 
 def _open(path: Path) -> IO[bytes]:
-    """The file's bytes, unpacked: rows are read from any place of it."""
+    """Open the file, decompressed into a temporary file where it is gzip: rows are read by their offset."""
     if path.suffix != ".gz":
         return path.open("rb")
     unpacked = tempfile.TemporaryFile()
@@ -59,7 +59,7 @@ def _open(path: Path) -> IO[bytes]:
 
 
 def _is_list(file: IO[bytes]) -> bool:
-    """Whether the file is one list of objects."""
+    """Return whether the file is one list of objects."""
     head = file.read(4096).removeprefix(_BOM).lstrip()
     file.seek(0)
     return head.startswith(b"[") and head[1:].lstrip()[:1] in (b"{", b"]", b"")
@@ -91,12 +91,12 @@ def _index(file: IO[bytes], path: Path, check: Check) -> tuple[JsonLines, array[
 
 
 class JsonLines(Sequence[dict[str, Any]]):
-    """The objects of an open JSONL file, parsed when they are read."""
+    """The objects of an open JSONL file, each parsed when it is read."""
 
     def __init__(
         self, descriptor: int, path: str, starts: Sequence[int], lengths: Sequence[int], numbers: Sequence[int]
     ) -> None:
-        """`descriptor`: of the file; closed with this object. `starts`, `lengths`: bytes of each row."""
+        """`descriptor` is the open file, closed with this object. `starts` and `lengths` are each row's bytes."""
         self._descriptor, self._path = descriptor, path
         self._starts, self._lengths, self._numbers = starts, lengths, numbers
         weakref.finalize(self, os.close, descriptor)
@@ -110,7 +110,7 @@ class JsonLines(Sequence[dict[str, Any]]):
 
 
 def parse(text: bytes, where: str, kind: type = dict) -> Any:
-    """The JSON object (or list) that UTF-8 text holds. Raises DataError."""
+    """Parse UTF-8 text as a JSON object (or list). Raises DataError."""
     try:
         value = json.loads(text.decode())
         if b"\\ud" in text or b"\\uD" in text:  # half a surrogate pair is valid JSON, but no text

@@ -1,6 +1,6 @@
-"""The rules of the sliding puzzle: boards, moves, and how both are written. Pure.
+"""The rules of the sliding puzzle: boards, moves, and how both are written.
 
-A board of n x n is a tuple of its tiles row by row, 0 the empty square. Solved: 1, 2, ..., n^2 - 1, 0.
+An n x n board is a tuple of its tiles row by row; 0 is the empty square. The solved board is 1, 2, ..., n^2 - 1, 0.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from collections.abc import Sequence
 
 Board = tuple[int, ...]
 
-# Where the tile that slides comes from, as seen from the empty square: (rows, columns).
+# Position of the tile that slides, relative to the empty square: (rows, columns).
 _FROM = {"up": (1, 0), "down": (-1, 0), "left": (0, 1), "right": (0, -1)}
 OPPOSITE = {"up": "down", "down": "up", "left": "right", "right": "left"}
 DIRECTIONS = tuple(_FROM)
@@ -39,7 +39,7 @@ def solved_board(size: int) -> Board:
 
 
 def size_of(board: Sequence[int]) -> int:
-    """The n of an n x n board. Raises ValueError where it is none."""
+    """Return the n of an n x n board. Raises ValueError for anything else."""
     size = math.isqrt(len(board))
     if size < 2 or sorted(board) != list(range(size * size)):
         raise ValueError(f"no n x n board of the tiles 1 .. n^2 - 1 and one empty square (0): {list(board)}")
@@ -47,7 +47,7 @@ def size_of(board: Sequence[int]) -> int:
 
 
 def moves(board: Board) -> dict[str, Board]:
-    """The boards one move away, by the direction in which a tile slides."""
+    """Return the boards one move away, by the direction in which a tile slides."""
     size, empty = math.isqrt(len(board)), board.index(0)
     found = {}
     for direction, (rows, columns) in _FROM.items():
@@ -60,7 +60,7 @@ def moves(board: Board) -> dict[str, Board]:
 
 
 def direction_of(board: Board, action: str) -> str | None:
-    """The direction that an action means on this board; None where it is no move. `action`: `up`, ..., `slide N`."""
+    """Return the direction of an action (`up`, ..., `slide N`) on this board; None where it is not a legal move."""
     action = action.strip().lower()
     possible = moves(board)
     if match := _SLIDE.fullmatch(action):
@@ -70,7 +70,7 @@ def direction_of(board: Board, action: str) -> str | None:
 
 
 def find_action(text: str) -> str | None:
-    """What stands in the last <action>...</action> of a text."""
+    """Return the content of the last <action>...</action> of a text; None where there is none."""
     found = _ACTION.findall(text)
     return found[-1].strip() if found else None
 
@@ -80,7 +80,7 @@ def write_action(direction: str) -> str:
 
 
 def write_board(board: Board) -> str:
-    """A line a row; the empty square is `_`."""
+    """Return the board as text, one line per row; the empty square is `_`."""
     size = math.isqrt(len(board))
     width = len(str(len(board) - 1))
     tiles = [f"{tile or '_':>{width}}" for tile in board]
@@ -88,8 +88,8 @@ def write_board(board: Board) -> str:
 
 
 def shuffled(size: int, count: int, draw: random.Random) -> tuple[Board, list[str]]:
-    """The solved board after `count` random moves, none of which takes back the one before, and moves that solve it:
-    those taken back, last first. One move more where `count` of them lead back to the solved board."""
+    """Make `count` random moves from the solved board, none of which undoes the one before. Return the board and the
+    moves that solve it. One more move is made where `count` of them lead back to the solved board."""
     goal = board = solved_board(size)
     home: list[str] = []
     while len(home) < count or board == goal:
@@ -105,17 +105,17 @@ def shuffled(size: int, count: int, draw: random.Random) -> tuple[Board, list[st
 def demonstration(
     board: Board, home: Sequence[str], right_share: float, longest: int, draw: random.Random
 ) -> list[tuple[str, Board]]:
-    """At most `longest` moves with the boards after them, until it is solved. Each is, with probability `right_share`,
-    the next of the known way home, else a random one."""
-    way, shown = list(home), list[tuple[str, Board]]()
+    """Play until the board is solved, at most `longest` moves; return the moves with the boards after them. Each move
+    is the next of the known solution `home` with probability `right_share`, else a random one."""
+    solution, shown = list(home), list[tuple[str, Board]]()
     goal = solved_board(size_of(board))
     while board != goal and len(shown) < longest:
         possible = moves(board)
-        direction = way[0] if draw.random() < right_share else draw.choice(sorted(possible))
-        if direction == way[0]:
-            way.pop(0)
+        direction = solution[0] if draw.random() < right_share else draw.choice(sorted(possible))
+        if direction == solution[0]:
+            solution.pop(0)
         else:
-            way.insert(0, OPPOSITE[direction])
+            solution.insert(0, OPPOSITE[direction])
         board = possible[direction]
         shown.append((direction, board))
     return shown

@@ -1,5 +1,5 @@
-"""A small untrained Qwen3 model whose tokenizer has the words of the sliding puzzle:
-`python -m grpo_mcore.data.puzzle_model FOLDER`."""
+"""Makes a small untrained Qwen3 model whose tokenizer has the words of the sliding puzzle:
+`python -m examples.sliding_puzzle.make_model FOLDER`."""
 
 from __future__ import annotations
 
@@ -7,16 +7,16 @@ import string
 import sys
 from pathlib import Path
 
+from examples.sliding_puzzle.puzzle import DIRECTIONS
 from grpo_mcore.data.arithmetic import make_base_config, make_tokenizer
-from grpo_mcore.rollout.sliding_puzzle import DIRECTIONS
 
 CHARACTERS = string.digits + string.ascii_lowercase + "_ \n.,:;'<>/"
 WORDS = ("<action>", "</action>", *DIRECTIONS)
-_VOCABULARY = 64  # more than there are tokens, and a number that tensor parallelism divides
+_VOCABULARY = 64  # more than there are tokens, and divisible by tensor-parallel sizes
 
 
 def make_puzzle_model(folder: str | Path, seed: int = 0) -> int:
-    """Writes model and tokenizer; the same for the same seed. Returns the number of parameters (0.2 M)."""
+    """Write the model and the tokenizer, which depend on the seed alone. Return the number of parameters (0.2 M)."""
     folder = Path(folder)
     make_tokenizer(folder, CHARACTERS, WORDS)
     return make_base_config(

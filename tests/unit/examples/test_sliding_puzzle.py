@@ -7,7 +7,7 @@ from itertools import permutations
 
 import pytest
 
-from grpo_mcore.rollout.sliding_puzzle import (
+from examples.sliding_puzzle.puzzle import (
     DIRECTIONS,
     OPPOSITE,
     Board,

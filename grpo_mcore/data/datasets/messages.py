@@ -1,4 +1,4 @@
-"""Conversations as they come in files, made what chat templates expect."""
+"""Conversations of data files, checked and brought into the form that chat templates expect."""
 
 from __future__ import annotations
 
@@ -7,19 +7,20 @@ from typing import Any
 
 from grpo_mcore.data.interfaces import DataError
 
-Message = dict[str, Any]
+ChatMessage = dict[str, Any]
+"""{"role", "content"}, and fields such as `tool_calls` that a chat template may know."""
 
 
-def user(content: str) -> Message:
+def user(content: str) -> ChatMessage:
     return {"role": "user", "content": content}
 
 
-def assistant(content: str) -> Message:
+def assistant(content: str) -> ChatMessage:
     return {"role": "assistant", "content": content}
 
 
-def as_messages(value: Any, key: str, role: str = "user") -> list[Message]:
-    """Text as one message of that role, or a conversation. `key`: the field it stood in, for messages of DataError."""
+def as_messages(value: Any, key: str, role: str = "user") -> list[ChatMessage]:
+    """Return text as one message with that role, or a conversation. `key` is the field's name, for DataError."""
     if isinstance(value, str):
         return [{"role": role, "content": value}]
     if not isinstance(value, list):
@@ -27,14 +28,14 @@ def as_messages(value: Any, key: str, role: str = "user") -> list[Message]:
     return conversation(value, key)
 
 
-def conversation(messages: list[Any], key: str) -> list[Message]:
-    """The messages with their contents as text. Raises DataError for an empty list and for what is no message."""
+def conversation(messages: list[Any], key: str) -> list[ChatMessage]:
+    """Return the messages with their contents as text. Raises DataError for an empty list and for a bad message."""
     if not messages:
         raise DataError(f"{key!r} has no message in it")
     return [_message(message, f"message {number} of {key!r}") for number, message in enumerate(messages)]
 
 
-def _message(message: Any, place: str) -> Message:
+def _message(message: Any, place: str) -> ChatMessage:
     if not isinstance(message, dict) or not isinstance(message.get("role"), str):
         raise DataError(f'{place} must have a role and a content, such as {{"role": "user", "content": "..."}}')
     calls = message.get("tool_calls")
@@ -47,34 +48,36 @@ def _message(message: Any, place: str) -> Message:
 
 
 def _text(content: Any, place: str) -> str:
-    """Text, or the joined text parts of a content given in parts."""
+    """Return the content as text; text parts are joined."""
     if content is None:
         return ""
     if isinstance(content, str):
         return content
     if not isinstance(content, list):
         raise DataError(f"{place}: the content must be text or a list of parts, got {type(content).__name__}")
-    texts = [part if isinstance(part, str) else part.get("text") for part in content if isinstance(part, str | dict)]
-    if len(texts) < len(content) or not all(isinstance(text, str) for text in texts):
-        raise DataError(f"{place} has a part that is no text; images, audio and video are not supported")
+    parts = [part.get("text") if isinstance(part, dict) else part for part in content]
+    texts = [part for part in parts if isinstance(part, str)]
+    if len(texts) < len(parts):
+        raise DataError(f"{place} has a part that is not text; images, audio and video are not supported")
     return "".join(texts)
 
 
 def _tool_call(call: Any) -> Any:
-    """Arguments as an object: the API writes them as JSON text, chat templates write the JSON themselves."""
+    """Return the call with its arguments as an object: the API has JSON text, but chat templates write the JSON
+    themselves."""
     function = call.get("function") if isinstance(call, dict) else None
     if not isinstance(function, dict) or not isinstance(function.get("arguments"), str):
         return call
     try:
         arguments = json.loads(function["arguments"])
     except ValueError:
-        return call  # the model wrote something else: it stays as it was written
+        return call  # not JSON: keep what the model wrote
     return {**call, "function": {**function, "arguments": arguments}} if isinstance(arguments, dict) else call
 
 
 def without_nulls(value: Any) -> Any:
-    """`value` without fields that are null. A table has the fields of every row in every row, null where a row had
-    none; a chat template would show them."""
+    """Return `value` without fields that are null. In a table every row has the fields of all rows, null where it had
+    none itself; a chat template would show them."""
     if isinstance(value, dict):
         return {key: without_nulls(item) for key, item in value.items() if item is not None}
     return [without_nulls(item) for item in value] if isinstance(value, list) else value

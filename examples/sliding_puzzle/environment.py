@@ -1,7 +1,7 @@
-"""The sliding puzzle, one move a turn: reward 1 where the board is solved, 0 otherwise.
+"""The sliding puzzle as an environment, one move per turn: reward 1 when the board is solved, else 0.
 
-An action that is no move is answered with what is wrong, and counts as one. The board travels in the metadata; the
-environment itself remembers nothing.
+An illegal action is answered with the reason and counts as a move. The board travels in the metadata; the environment
+keeps no state of its own.
 """
 
 from __future__ import annotations
@@ -11,9 +11,7 @@ from typing import Any, ClassVar, NamedTuple
 
 from pydantic import Field
 
-from grpo_mcore.environments.config import EnvConfig
-from grpo_mcore.environments.interfaces import EnvironmentInterface, EnvironmentReturn
-from grpo_mcore.rollout.sliding_puzzle import (
+from examples.sliding_puzzle.puzzle import (
     ACTION_END,
     DIRECTIONS,
     Board,
@@ -24,15 +22,17 @@ from grpo_mcore.rollout.sliding_puzzle import (
     solved_board,
     write_board,
 )
+from grpo_mcore.environments.config import EnvConfig
+from grpo_mcore.environments.interfaces import EnvironmentInterface, EnvironmentReturn
 
 
 class SlidingPuzzleConfig(EnvConfig):
-    """The recipe's section `env.sliding_puzzle`. Size and shuffling are the dataset's."""
+    """The recipe's section `env.sliding_puzzle`. The dataset decides the board's size and shuffling."""
 
     section: ClassVar[str] = "env.sliding_puzzle"
 
     max_moves: int = Field(50, ge=1)
-    """Moves after which a game is over. grpo.max_rollout_turns below it ends a game earlier."""
+    """Number of moves after which a game is over. A smaller grpo.max_rollout_turns ends it earlier."""
 
 
 class _Turn(NamedTuple):
@@ -45,7 +45,7 @@ class _Turn(NamedTuple):
 
 
 class SlidingPuzzleEnvironment(EnvironmentInterface):
-    """Each conversation's metadata holds `board`, and from the first move on `moves`: how many were made."""
+    """Plays the games. A conversation's metadata holds `board`, and `moves`, their number, once one was made."""
 
     config_class = SlidingPuzzleConfig
     config: SlidingPuzzleConfig
@@ -92,7 +92,7 @@ def _board(metadata: Mapping[str, Any]) -> Board:
     if "board" not in metadata:
         raise ValueError(
             f"the sliding puzzle needs 'board' in extra_env_info, got {sorted(metadata)}; its data is "
-            "dataset_name: SlidingPuzzle"
+            "dataset_name: examples.sliding_puzzle.dataset:SlidingPuzzleDataset"
         )
     board = tuple(metadata["board"])
     size_of(board)

@@ -1,32 +1,33 @@
-"""Published datasets by name: where they lie on the Hugging Face hub, and their rows as conversations.
+"""Published datasets by name: their place on the Hugging Face hub, and their rows as conversations.
 
-Each mapping is a pure function of one row in the published schema. Answers that can be checked are `ground_truth`.
+Each mapping is a pure function of one row in the published schema. Answers that can be verified are `ground_truth`.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections import defaultdict
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any
 
-from grpo_mcore.data.conversation_trees import threads
+from grpo_mcore.data.datasets.mapped import Entry, MappedDataset, Row, ToChat, as_chat, setting, unusable
+from grpo_mcore.data.datasets.messages import as_messages, assistant, conversation, user
+from grpo_mcore.data.datasets.source import Source, joined, missing, open_source
 from grpo_mcore.data.interfaces import DataError
-from grpo_mcore.data.mapped import MappedDataset, Row, ToChat, checks, setting, unusable
-from grpo_mcore.data.messages import as_messages, assistant, conversation, user
-from grpo_mcore.data.source import Source, joined, open_source
 from grpo_mcore.recipe.data import UNSET_KEYS
 
 
 @dataclass(frozen=True)
 class Columns:
-    """The mapping of a flat table. `input_key` and `output_key` of a recipe choose other columns for question and
-    answer; the truth stays where it is."""
+    """The mapping of a flat table. A recipe's `input_key` and `output_key` choose other columns for question and
+    answer, but not for the truth."""
 
     question: str = "problem"
     answer: str = "answer"
     truth: str = "answer"
     none: frozenset[str] = frozenset({""})
-    """Texts that say that there is no answer."""
+    """Texts that mean that there is no answer."""
     kept: tuple[str, ...] = ()
     """Further columns, for the environment."""
 
@@ -53,7 +54,7 @@ def dapo(row: Row) -> Row:
 
 
 def gsm8k(row: Row) -> Row:
-    """{"question", "answer"}: a worked solution, whose last line is "#### " and the number, with commas."""
+    """{"question", "answer"}: a worked solution whose last line is "#### " and the number, with commas."""
     messages = [user(row["question"]), assistant(row["answer"])]
     _, mark, number = row["answer"].rpartition("####")
     if not mark or not number.strip():
@@ -79,21 +80,21 @@ def tulu3(row: Row) -> Row:
 
 
 def open_assistant(row: Row) -> Row:
-    """{"thread": messages {"role": prompter or assistant, "text", ...}}: see conversation_trees.py."""
+    """{"thread": messages {"role": prompter or assistant, "text", ...}}: made by `threads`."""
     roles = {"prompter": "user", "assistant": "assistant"}
     messages = [{"role": roles[message["role"]], "content": message["text"]} for message in row["thread"]]
     return {"messages": messages, "lang": row["thread"][0]["lang"]}
 
 
 def helpsteer3(row: Row) -> Row:
-    """The conversation with the preferred answer; the first one where neither is."""
+    """Return the conversation with the preferred answer, or with the first one where neither is preferred."""
     context, better, _ = _two_answers(row)
     messages = [*context, assistant(better)]
     return {"messages": messages, "domain": row["domain"], "overall_preference": row["overall_preference"]}
 
 
 def helpsteer3_pair(row: Row) -> Row:
-    """The conversation, and both answers as messages."""
+    """Return the conversation, and both answers as messages."""
     context, better, worse = _two_answers(row)
     if row["overall_preference"] == 0:
         return unusable("a pair of which neither answer is preferred")
@@ -101,8 +102,8 @@ def helpsteer3_pair(row: Row) -> Row:
 
 
 def _two_answers(row: Row) -> tuple[list[Row], str, str]:
-    """nvidia/HelpSteer3: {"context", "response1", "response2", "overall_preference": -3 .. 3}; below 0 the first is
-    the better one."""
+    """Read nvidia/HelpSteer3: {"context", "response1", "response2", "overall_preference": -3 .. 3}. Below 0 the first
+    response is the better one."""
     preference = row["overall_preference"]
     if not isinstance(preference, int):
         raise DataError(f"overall_preference must be a whole number, got {preference!r}")
@@ -111,9 +112,74 @@ def _two_answers(row: Row) -> tuple[list[Row], str, str]:
     return as_messages(row["context"], "context"), better, worse
 
 
+# OpenAssistant is published as trees of messages, one message a row.
+
+_TREE_COLUMNS = ("message_id", "parent_id", "role", "deleted")
+
+
+def threads(source: Source) -> Source:
+    """Return a row {"thread": messages} for every path from a first message to a last answer. Raises DataError."""
+    ids, parents, roles, deleted = _columns(source)
+    paths = conversation_paths(ids, parents, roles, deleted)
+    if not paths:
+        raise DataError(f"{source.place(0)} and later: no conversation with an answer in it")
+    last = [path[-1] for path in paths]
+    return Source(Threads(source.rows, paths), last, lambda index: source.place(last[index]))
+
+
+class Threads(Sequence[dict[str, Any]]):
+    """The conversations of all paths, each a row {"thread": messages}."""
+
+    def __init__(self, rows: Sequence[dict[str, Any]], paths: Sequence[tuple[int, ...]]) -> None:
+        self._rows, self._paths = rows, paths
+
+    def __len__(self) -> int:
+        return len(self._paths)
+
+    def __getitem__(self, index: int) -> dict[str, Any]:  # type: ignore[override]
+        return {"thread": [self._rows[at] for at in self._paths[index]]}
+
+
+def conversation_paths(
+    ids: Sequence[str], parents: Sequence[str | None], roles: Sequence[str], deleted: Sequence[bool | None]
+) -> list[tuple[int, ...]]:
+    """Return the row numbers from each root down to each leaf, without unanswered last questions, each path once.
+
+    A path ends above a deleted message. Roots, and the replies to a message, are in the order of their rows.
+    """
+    replies: dict[str | None, list[int]] = defaultdict(list)
+    for row, parent in enumerate(parents):
+        if not deleted[row]:
+            replies[parent].append(row)
+    found: dict[tuple[int, ...], None] = {}
+    unfinished: list[tuple[int, ...]] = [(row,) for row in reversed(replies[None])]
+    while unfinished:
+        path = unfinished.pop()
+        further = replies.get(ids[path[-1]], [])
+        unfinished += [(*path, row) for row in reversed(further)]
+        answered = path if roles[path[-1]] == "assistant" else path[:-1]
+        if not further and answered:
+            found.setdefault(answered)
+    # A path that ends above an unanswered question may be the beginning of a longer one.
+    prefixes = {path[:end] for path in found for end in range(1, len(path))}
+    return [path for path in found if path not in prefixes]
+
+
+def _columns(source: Source) -> list[list[Any]]:
+    """Return the columns that make the tree. The other columns of a table are not read."""
+    first = source.rows[0]
+    for name in _TREE_COLUMNS:
+        if name not in first:
+            raise DataError(f"{source.place(0)}: {missing(first, name)}")
+    if source.columns is not None:
+        table = source.rows.select_columns(list(_TREE_COLUMNS))  # type: ignore[attr-defined]
+        return [list(table[name]) for name in _TREE_COLUMNS]
+    return [[row.get(name) for row in source.rows] for name in _TREE_COLUMNS]
+
+
 @dataclass(frozen=True)
 class Published:
-    """A dataset on the hub. `subsets`: all are read, one after the other. `view`: makes other rows of the table's."""
+    """A dataset on the hub. All `subsets` are read, one after the other. `view` converts the table's rows."""
 
     path: str
     to_chat: ToChat
@@ -123,9 +189,9 @@ class Published:
 
 
 class PublishedDataset(MappedDataset):
-    """A dataset by name. `data_path` of the entry: a copy of one's own; `subset` and `split` choose other parts."""
+    """A dataset by name. The entry's `data_path` is a copy to read instead; `subset` and `split` choose other parts."""
 
-    def __init__(self, entry: Any, default_processor: str, *, name: str, published: Published) -> None:
+    def __init__(self, entry: Entry, default_processor: str, *, name: str, published: Published) -> None:
         to_chat = published.to_chat
         if isinstance(to_chat, Columns):
             keys = {"question": setting(entry, "input_key"), "answer": setting(entry, "output_key")}
@@ -136,7 +202,7 @@ class PublishedDataset(MappedDataset):
         parts = [
             open_source(
                 own or published.path,
-                checks(to_chat) if published.view is None else lambda _row, _place: None,
+                partial(as_chat, to_chat) if published.view is None else lambda _row, _place: None,
                 subset=part,
                 split=setting(entry, "split") or published.split,
                 download_dir=setting(entry, "download_dir"),

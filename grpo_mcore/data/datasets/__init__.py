@@ -1,0 +1,29 @@
+"""Datasets: loaded from a recipe's entry, their rows in chat format."""
+
+from grpo_mcore.data.datasets.mapped import Entry, MappedDataset, setting
+from grpo_mcore.data.datasets.registry import (
+    DATASET_CLASSES,
+    DEFAULT_PROCESSOR,
+    PREFERENCE_CLASSES,
+    ResponseData,
+    ResponseDataset,
+    load_preference_dataset,
+    load_response_dataset,
+    rows_of_file,
+)
+from grpo_mcore.data.datasets.source import Source
+
+__all__ = [
+    "DATASET_CLASSES",
+    "DEFAULT_PROCESSOR",
+    "Entry",
+    "MappedDataset",
+    "PREFERENCE_CLASSES",
+    "ResponseData",
+    "ResponseDataset",
+    "Source",
+    "load_preference_dataset",
+    "load_response_dataset",
+    "rows_of_file",
+    "setting",
+]
