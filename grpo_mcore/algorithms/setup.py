@@ -1,4 +1,4 @@
-"""Assembles a run: the one place where the workshops are introduced to each other."""
+"""Check a recipe and start its run: the only place where engines, environments, policy, data and refit meet."""
 
 from __future__ import annotations
 
@@ -8,8 +8,12 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from grpo_mcore.algorithms.checkpointing.checkpoints import CheckpointManager, policy_folder
-from grpo_mcore.algorithms.checkpointing.save_state import GRPOSaveState, first_save_state
+from grpo_mcore.algorithms.checkpointing.checkpoints import (
+    CheckpointManager,
+    GRPOSaveState,
+    first_save_state,
+    policy_folder,
+)
 from grpo_mcore.algorithms.engines.engine_group import EngineGroup, EngineWorker, node_of_engine
 from grpo_mcore.algorithms.engines.policy_endpoint import REQUESTS, chat_config, open_endpoint
 from grpo_mcore.algorithms.engines.retries import Retries
@@ -48,11 +52,11 @@ from grpo_mcore.recipe import (
 from grpo_mcore.refit import EngineLayout, TrainerLayout
 
 VERDICT_TIMEOUT_S = 600.0
-"""Of one call to an environment, on all samples of a group, where its section does not say verdict_timeout_s."""
+"""Seconds that an environment has to score a group, where its section does not set verdict_timeout_s."""
 
 ENGINE_CALLS, ENGINE_STREAMS = 4, 64
-"""Threads of an engine's process. Calls: taking a bucket, receiving the next, health, and leaving a refit that hangs.
-Streams: one for each dispatch whose samples are under way."""
+"""Threads of an engine's process. Calls: reading a bucket, receiving the next one, health checks, and aborting a refit
+that hangs. Streams: one for each dispatch whose samples are under way."""
 
 
 @dataclass
@@ -74,18 +78,18 @@ class Run:
 
 
 class SetupError(ValueError):
-    """A recipe that this machine or this model cannot run."""
+    """A recipe that this machine cannot run, or not with this model."""
 
 
 def start_cluster(config: MasterConfig, log_dir: Path) -> Cluster:
-    """The cluster of the recipe; worker logs go to `log_dir`/workers."""
+    """Start the cluster of the recipe; workers log to `log_dir`/workers."""
     return open_cluster(config.cluster, log_dir / "workers")
 
 
 def model_folder(name: str) -> str:
-    """The local folder of policy.model_name: itself, or the snapshot of a hub model.
+    """Return the local folder of policy.model_name: the folder itself, or the snapshot of a model on the hub.
 
-    Raises SetupError where it is neither.
+    Raises SetupError for a name that is neither.
     """
     if Path(name).is_dir():
         return name
@@ -95,7 +99,7 @@ def model_folder(name: str) -> str:
         return snapshot_download(name, allow_patterns=["*.json", "*.safetensors", "*.txt", "*.model", "*.jinja"])
     except Exception as error:
         raise SetupError(
-            f"policy.model_name {name!r} is no folder here, and could not be fetched from the Hugging Face hub: "
+            f"policy.model_name {name!r} is not a folder here, and could not be fetched from the Hugging Face hub: "
             f"{type(error).__name__}: {error}".splitlines()[0]
         ) from error
 
@@ -124,11 +128,12 @@ def check_model(config: MasterConfig) -> Model:
 def check_run(config: MasterConfig) -> Model:
     """Check all that can be checked of policy and engines before anything is started.
 
-    Raises what `check_model` raises, SetupError for a model that vLLM's CPU build cannot run, FamilyError for one that
-    vLLM cannot split over an engine's ranks.
+    Raises what `check_model` raises, SetupError for a model that vLLM's CPU build cannot run and for engines that do
+    not fit the devices, FamilyError for a model that vLLM cannot split over an engine's ranks.
     """
-    model = check_model(config)
+    model, gpu = check_model(config), runs_on_gpu(config.cluster)
     shape = model.shape
+    check_engine_places(config, gpu=gpu)
     vllm = config.policy.generation.vllm_cfg
     for key, wanted in (
         ("policy.router_replay.enabled", config.policy.router_replay.enabled),
@@ -138,9 +143,26 @@ def check_run(config: MasterConfig) -> Model:
             raise SetupError(f"{key}: this {shape.family} model has no experts; switch it off")
     whole_experts = vllm.expert_parallel_size > 1
     check_engine_parallel(shape, vllm.tensor_parallel_size, whole_experts)
-    if not runs_on_gpu(config.cluster) and (missing := missing_on_cpu(shape, whole_experts)):
+    if not gpu and (missing := missing_on_cpu(shape, whole_experts)):
         raise SetupError(f"policy.model_name: vLLM's CPU build cannot run this {shape.family} model: {missing}")
     return model
+
+
+def check_engine_places(config: MasterConfig, *, gpu: bool) -> None:
+    """Raise SetupError where colocated engines do not fit the devices of the policy."""
+    vllm, gpus = config.policy.generation.vllm_cfg, world_size(config)
+    count, colocated = num_engines(config, gpu=gpu), config.policy.generation.colocated.enabled
+    if colocated and (count < 1 or (gpu and count * vllm.tensor_parallel_size > gpus)):
+        raise SetupError(
+            f"{count or 1} engines x TP {vllm.tensor_parallel_size} do not fit the {gpus} GPUs of "
+            "cluster.num_nodes x gpus_per_node; lower policy.generation.num_engines or vllm_cfg.tensor_parallel_size"
+        )
+    per_node, tensor = config.cluster.gpus_per_node, vllm.tensor_parallel_size
+    if tensor % engine_nodes(config) or (colocated and gpu and per_node % tensor and tensor % per_node):
+        raise SetupError(
+            f"policy.generation.vllm_cfg.tensor_parallel_size {tensor} neither divides cluster.gpus_per_node "
+            f"{per_node} nor is a multiple of it: an engine uses a part of one node, or whole nodes"
+        )
 
 
 def start_policy(config: MasterConfig, cluster: Cluster, model: Model) -> PolicyGroup:
@@ -190,14 +212,15 @@ def engine_ranks(index: int, config: MasterConfig, *, gpu: bool) -> list[slice]:
 
 
 def rank_threads(config: MasterConfig, ranks: int) -> int:
-    """CPU threads of each of so many ranks of the policy, or of the engines: they take turns on the cores, or, with
-    pools of their own, share them."""
+    """Return the number of CPU threads of each rank. `ranks`: number of ranks of the policy, or of all engines.
+    Colocated policy and engines take turns on the cores; with a pool each they share the cores."""
     pool = engine_pool(config)
     return cpu_threads(ranks if pool is None else policy_pool(config).ranks + pool.ranks)
 
 
 def parity_check(config: MasterConfig) -> ParityCheck:
-    """How policy and engines are compared; the limit is policy.refit_parity, or that of the policy's precision."""
+    """Return how policy and engines are compared after a refit: within policy.refit_parity, or within the limit of the
+    policy's precision."""
     policy, generation = config.policy, config.policy.generation
     limit = LIMITS[policy.precision] if policy.refit_parity is None else policy.refit_parity
     length = min(policy.max_total_sequence_length, generation.vllm_cfg.max_model_len)
@@ -205,7 +228,7 @@ def parity_check(config: MasterConfig) -> ParityCheck:
 
 
 def trainer_layout(layout: Layout, megatron: MegatronConfig) -> TrainerLayout:
-    """The policy's layout in the words of the refit plan."""
+    """Return the policy's layout as the refit plan describes it."""
     return TrainerLayout(
         layout.tensor,
         layout.pipeline,
@@ -223,23 +246,12 @@ def start_engines(config: MasterConfig, cluster: Cluster, model: Model, policy: 
     """Spawn the engines on the devices of the policy's ranks, or on devices of their own; they start while the policy
     does. Without a policy they keep the weights of the model.
 
-    `model`: from `check_run`. Raises SetupError where the engines do not fit the devices.
+    `model`: from `check_run`.
     """
     generation, gpu = config.policy.generation, runs_on_gpu(config.cluster)
-    vllm, gpus = generation.vllm_cfg, world_size(config)
-    count, colocated = num_engines(config, gpu=gpu), generation.colocated.enabled
-    if colocated and (count < 1 or (gpu and count * vllm.tensor_parallel_size > gpus)):
-        raise SetupError(
-            f"{count or 1} engines x TP {vllm.tensor_parallel_size} do not fit the {gpus} GPUs of "
-            "cluster.num_nodes x gpus_per_node; lower policy.generation.num_engines or vllm_cfg.tensor_parallel_size"
-        )
+    vllm, nodes = generation.vllm_cfg, engine_nodes(config)
+    count, tensor, colocated = num_engines(config, gpu=gpu), vllm.tensor_parallel_size, generation.colocated.enabled
     pauses = config.grpo.async_grpo.pauses
-    per_node, tensor, nodes = config.cluster.gpus_per_node, vllm.tensor_parallel_size, engine_nodes(config)
-    if tensor % nodes or (colocated and gpu and per_node % tensor and tensor % per_node):
-        raise SetupError(
-            f"policy.generation.vllm_cfg.tensor_parallel_size {tensor} neither divides cluster.gpus_per_node "
-            f"{per_node} nor is a multiple of it: an engine has a part of one node, or whole nodes"
-        )
     # An engine that generates while the policy trains cannot give its memory away.
     shares_devices = policy is not None and colocated
     sleeps = gpu and shares_devices and (pauses or not config.grpo.async_grpo.max_age)
@@ -247,7 +259,7 @@ def start_engines(config: MasterConfig, cluster: Cluster, model: Model, policy: 
     own_tokenizer = config.policy.tokenizer.name == config.policy.model_name
 
     def start(index: int) -> Sequence[Worker]:
-        """The engine, and its followers where it lies on several nodes."""
+        """Spawn an engine, and its followers on further nodes if it has several."""
         engine = EngineConfig(
             model=model.folder,
             name=f"engine-{index}",
@@ -281,8 +293,8 @@ def start_engines(config: MasterConfig, cluster: Cluster, model: Model, policy: 
             "streams": ENGINE_STREAMS + (REQUESTS if chat else 0),
         }
         if nodes == 1:
-            beside_of = places[0] if places else ()
-            return [cluster.spawn(engine.name, EngineWorker, engine, cluster.store, beside=beside_of, **how)]
+            neighbours = places[0] if places else ()
+            return [cluster.spawn(engine.name, EngineWorker, engine, cluster.store, beside=neighbours, **how)]
         arguments = engine, cluster.store, secrets.token_hex(16)
         return cluster.spawn_group(engine.name, node_of_engine, [arguments] * nodes, nodes=nodes, beside=places, **how)
 
@@ -305,11 +317,11 @@ def start_engines(config: MasterConfig, cluster: Cluster, model: Model, policy: 
 def start_environments(
     config: MasterConfig, cluster: Cluster, env_names: Mapping[str, str | None]
 ) -> dict[str, EnvironmentWorker]:
-    """One worker an environment; returns task name -> worker.
+    """Start one worker for each environment. Return task name -> worker.
 
-    Two keys of a section are read here, not by its class: `environment`, the name or import path of the class where it
-    is not the section's name, and `verdict_timeout_s`, the deadline of one call. Raises SetupError where a task names
-    no environment and the recipe has not exactly one, or where these keys are wrong.
+    Two keys of a section are read here, not by the environment's class: `environment`, the name or import path of the
+    class if it differs from the section's name, and `verdict_timeout_s`, the deadline of one call. Raises SetupError
+    for a wrong value of these, and for a task without an environment unless the recipe has exactly one.
     """
     workers: dict[str, EnvironmentWorker] = {}
     by_task = {}
@@ -352,7 +364,8 @@ def _start_environment(name: str, section: dict[str, Any], config: MasterConfig,
 def wait_until_ready(
     config: MasterConfig, cluster: Cluster, workers: Sequence[Worker], what: str = "start of policy and engines"
 ) -> None:
-    """Raises what a constructor raised, or DeadlineExceeded after cluster.start_timeout_s."""
+    """Wait until all workers are constructed. Raises what a constructor raised, or DeadlineExceeded after
+    cluster.start_timeout_s."""
     gather(
         cluster,
         [worker.ready() for worker in workers],
@@ -362,7 +375,8 @@ def wait_until_ready(
 
 
 def make_loss(config: MasterConfig) -> ClippedPGLossFn:
-    """The recipe's loss. With one optimizer step a step, prev log-probs are those of the training pass itself."""
+    """Build the recipe's loss. With one optimizer step per RL step, the log-probs before the update are those of the
+    training pass itself."""
     return ClippedPGLossFn(
         config.loss_fn,
         prev_equals_curr=not needs_prev(config),

@@ -11,7 +11,7 @@ from typing import Any
 
 import torch
 
-from grpo_mcore.algorithms.checkpointing.checkpoints import CheckpointManager, RunSnapshot
+from grpo_mcore.algorithms.checkpointing.checkpoints import CheckpointManager, GRPOSaveState, RunSnapshot
 from grpo_mcore.algorithms.rollouts.prompt_stream import PromptStream
 from grpo_mcore.algorithms.training_step.policy_group import PolicyGroup
 from grpo_mcore.algorithms.training_step.rank_step import RankStep, TrainTargets
@@ -65,7 +65,7 @@ def sft_train(
         if val_dataloader is not None and _due(step, sft.val_period, last and sft.val_at_end):
             validate(step)
         if saving.enabled and _due(step, saving.save_period, last):
-            state = {"current_step": step, "total_steps": step}
+            state = GRPOSaveState(current_step=step, total_steps=step)
             checkpointer.save(step, policy.save, RunSnapshot(state, examples.state_dict(), metrics), config)
 
 

@@ -20,7 +20,7 @@ def fine_tune(config: MasterConfig) -> Path:
     from grpo_mcore.algorithms.checkpointing.checkpoints import CheckpointManager
     from grpo_mcore.algorithms.setup import check_model, start_cluster, start_policy, wait_until_ready
     from grpo_mcore.algorithms.sft import sft_train
-    from grpo_mcore.data import build_dataloader, build_task_data, load_tokenizer
+    from grpo_mcore.data import build_dataloader, build_task_data, build_train_dataloader, load_tokenizer
     from grpo_mcore.observe import Logger, RunConsole
     from grpo_mcore.recipe import batch_equation
 
@@ -33,7 +33,7 @@ def fine_tune(config: MasterConfig) -> Path:
     data = build_task_data(
         config.data.train, config.data.validation, tokenizer, config.policy.max_total_sequence_length, "sft_processor"
     )
-    train = build_dataloader(data.train, config.policy.train_global_batch_size, config.data.shuffle, settings.seed)
+    train = build_train_dataloader(data.train, config.data, config.policy.train_global_batch_size, settings.seed)
     validation = data.validation and build_dataloader(
         data.validation, settings.val_global_batch_size, False, settings.seed, drop_last=False
     )

@@ -8,7 +8,7 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Protocol
 
-from grpo_mcore.algorithms.checkpointing.save_state import GRPOSaveState
+from grpo_mcore.algorithms.checkpointing.checkpoints import GRPOSaveState
 from grpo_mcore.algorithms.engines.engine_group import EngineGroup
 from grpo_mcore.algorithms.rollouts.validation import Validation
 from grpo_mcore.algorithms.training_step.policy_group import PolicyGroup
@@ -208,6 +208,7 @@ class RunReport:
         metrics = self.state["val_metrics"] = found.metrics
         if metrics["accuracy"] is not None:
             self._accuracies[step] = metrics["accuracy"]
+        if metrics["reward"] is not None:
             self.state["val_reward"] = metrics["reward"]
         self.last_metrics |= {f"val:{name}": value for name, value in metrics.items() if value is not None}
         self.logger.log_metrics(metrics | {"seconds": found.seconds}, step, "validation")
@@ -221,9 +222,9 @@ class RunReport:
     def not_saved(self, error: Exception) -> None:
         self.console.note(str(error))
 
-    def save_state(self, epoch: int) -> dict[str, Any]:
+    def save_state(self, epoch: int) -> GRPOSaveState:
         """Return the counters that a checkpoint holds."""
-        return self.state | {"current_epoch": epoch, "log_run": self.logger.log_dir.name}
+        return {**self.state, "current_epoch": epoch, "log_run": self.logger.log_dir.name}
 
     def finish(self, reason: str) -> dict[str, Any]:
         """Write summary.json and the reward curve, print where everything lies, and return the summary.
@@ -235,7 +236,7 @@ class RunReport:
         curve, summary = folder / "reward_curve.png", folder / "summary.json"
         accuracies = [self._accuracies[step] for step in sorted(self._accuracies)]
         worst = max(self._mult_errors.values(), key=lambda error: (math.isnan(error), error), default=None)
-        values = {
+        values: dict[str, Any] = {
             "val_accuracy_before": self._accuracies.get(0),
             "val_accuracy_after": accuracies[-1] if accuracies else None,
             "steps": self.state["current_step"],

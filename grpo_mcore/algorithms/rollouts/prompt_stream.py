@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any, cast
 
 from grpo_mcore.data import MultipleDataloaderWrapper
@@ -20,7 +20,7 @@ class PromptStream:
     data.
     """
 
-    def __init__(self, dataloader: Any, max_epochs: int, state: dict[str, Any] | None = None) -> None:
+    def __init__(self, dataloader: Any, max_epochs: int, state: Mapping[str, Any] | None = None) -> None:
         """`state`: what `state_dict` returned in the run that this one resumes."""
         self.dataloader, self.max_epochs = dataloader, max_epochs
         self.epoch = 0

@@ -6,9 +6,7 @@ from typing import Any
 
 import pytest
 
-from grpo_mcore.algorithms import setup
-from grpo_mcore.algorithms.setup import SetupError, engine_ranks, start_engines
-from grpo_mcore.cluster import LocalCluster
+from grpo_mcore.algorithms.setup import SetupError, check_engine_places, engine_ranks
 from grpo_mcore.recipe import MasterConfig, num_engines
 
 
@@ -53,9 +51,16 @@ def test_engines_on_cpu_take_the_nodes_in_turns() -> None:
     assert ranks(engine_ranks(3, config(1, 2, 4, platform="cpu"), gpu=False)) == [[]]
 
 
-def test_engines_that_share_a_node_over_its_edge_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(setup, "runs_on_gpu", lambda _: True)
-    with pytest.raises(
-        SetupError, match="tensor_parallel_size 12 neither divides cluster.gpus_per_node 8 nor is a mul"
-    ):
-        start_engines(config(3, 8, 12, platform="gpu"), LocalCluster(), None, None)  # type: ignore[arg-type]
+@pytest.mark.parametrize(
+    ("engines", "message"),
+    [
+        (
+            config(3, 8, 12, platform="gpu"),
+            "tensor_parallel_size 12 neither divides cluster.gpus_per_node 8 nor",
+        ),
+        (config(1, 8, 16, platform="gpu"), "1 engines x TP 16 do not fit the 8 GPUs"),
+    ],
+)
+def test_engines_that_do_not_fit_the_devices_are_refused(engines: MasterConfig, message: str) -> None:
+    with pytest.raises(SetupError, match=message):
+        check_engine_places(engines, gpu=True)
