@@ -7,34 +7,29 @@ import os
 import signal
 import time
 
-from grpo_mcore.environments.verifiers import make_verifier
+from grpo_mcore.environments.hf_math_verify import hf_math_verify
 
 MARK = "FAULT "
 """Begins a faulty answer; what it does follows."""
-FAULTS = {
-    "hangs in Python": "timed out after",
+FAULTS: dict[str, str | tuple[str, ...]] = {
     "hangs in C": "timed out after",
+    "is killed": "crashed: the worker process ended: killed by SIGKILL",
+    "eats memory": ("out of memory: more than", "timed out after"),
+    "hangs in Python": "timed out after",
+    "reads address 0": "crashed: the worker process ended: killed by SIGSEGV",
     "sleeps": "timed out after",
-    "exits": "crashed: the worker process ended with exit code 3",
-    "is killed": "crashed: the worker process was ended by SIGKILL",
-    "reads address 0": "crashed: the worker process was ended by SIGSEGV",
+    "exits": "crashed: the worker process ended: exit code 3",
     "raises": "crashed: RuntimeError: no verdict",
-    "asks for too much memory": "crashed: MemoryError",
-    "eats memory": ("crashed: MemoryError", "timed out after"),
+    "asks for too much memory": "out of memory: more than",
 }
 """What it does -> how the reason begins that it has to be given."""
 
-_verify = make_verifier("hf_math_verify")  # when this is imported: ahead of the fork
 
-
-def verify(response: str, truth: str) -> tuple[float, str | None]:
-    """The reward and the answer, where the answer lets it."""
+def verify(response: str, truth: str) -> tuple[bool, str | None]:
+    """Verify the response, or do what a faulty one asks for."""
     if response.startswith(MARK):
         misbehave(response.removeprefix(MARK))
-    return _verify(response, truth)
-
-
-verify.learns = True  # type: ignore[attr-defined]
+    return hf_math_verify(response, truth)
 
 
 def misbehave(fault: str) -> None:

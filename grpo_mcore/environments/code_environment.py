@@ -19,8 +19,8 @@ from grpo_mcore.environments.code_compare import same_text, same_value
 from grpo_mcore.environments.code_tests import AssertTest, CallTest, CodeTest, CodeTestError, StdinTest, read_tests
 from grpo_mcore.environments.config import EnvConfig
 from grpo_mcore.environments.interfaces import EnvironmentInterface, EnvironmentReturn, response_text
-from grpo_mcore.environments.pool_worker import shorten
 from grpo_mcore.environments.sandbox import BUBBLEWRAP, TRUST, Limits, Sandbox, SandboxError, Sandboxes
+from grpo_mcore.environments.verifiers import shorten
 
 _REASONS = 3  # failed tests that are told
 _NO_TEST = "the program ended before its test"

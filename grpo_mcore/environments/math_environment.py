@@ -1,5 +1,4 @@
-"""Math with one checkable answer: reward 1 where the answer equals the ground truth, 0 where it is wrong or
-absent.
+"""Math with one checkable answer: reward 1 where the answer equals the ground truth, 0 where it is wrong or absent.
 
 With `format_pattern` the reward has two parts, `correct` and `format`, which the estimator gdpo reads one by one.
 A verification that times out or crashes gives no reward at all, and no parts: the sample is excluded and counted.
@@ -8,17 +7,24 @@ A verification that times out or crashes gives no reward at all, and no parts: t
 from __future__ import annotations
 
 import re
+import time
 from collections import defaultdict
 from collections.abc import Mapping, Sequence
-from typing import Any, ClassVar, Literal
+from typing import Any, ClassVar, Literal, NamedTuple
 
 from pydantic import Field
 
 from grpo_mcore.environments.config import EnvConfig
 from grpo_mcore.environments.interfaces import EnvironmentInterface, EnvironmentReturn, response_text
 from grpo_mcore.environments.registry import EnvironmentConfigError
-from grpo_mcore.environments.verifiers import HF_MATH_VERIFY, Verdict, ground_truth
-from grpo_mcore.environments.verify_pool import VerifyPool
+from grpo_mcore.environments.verifier_pool import Result, VerifierPool, WorkerSpec
+from grpo_mcore.environments.verifiers import (
+    HF_MATH_VERIFY,
+    compare_plain_numbers,
+    ground_truth,
+    reason_for,
+    verifier_module,
+)
 from grpo_mcore.objective import CORRECT, pass_at_k
 
 
@@ -67,6 +73,15 @@ class MathEnvConfig(EnvConfig):
         return config
 
 
+class Verdict(NamedTuple):
+    """`reward` None: the verification itself failed, and `reason` says how. `seconds`: that it took."""
+
+    reward: float | None
+    answer: str | None
+    reason: str
+    seconds: float
+
+
 class MathEnvironment(EnvironmentInterface):
     """Single-turn. Each conversation's metadata holds `ground_truth`; the answer is taken from all that the
     policy said. With `format_pattern`, `rewards_by_name` is {"correct": 0 or 1, "format": 0 or 1}."""
@@ -77,11 +92,18 @@ class MathEnvironment(EnvironmentInterface):
 
     def __init__(self, config: Mapping[str, Any] | None = None) -> None:
         super().__init__(config)
-        self._pool = VerifyPool(
-            num_workers=self.config.num_workers,
-            timeout_s=self.config.verify_timeout_s,
-            memory_gb=self.config.verify_memory_gb,
-            verifier=self.config.math_verify_impl if self.config.verifier_type == "math" else self.config.verifier_type,
+        section = self.config
+        self._verifier = section.math_verify_impl if section.verifier_type == "math" else section.verifier_type
+        self._pool = VerifierPool(
+            WorkerSpec(
+                what=f"math verifier {self._verifier!r}",
+                loader="grpo_mcore.environments.verifiers:make_verifier",
+                arguments=(self._verifier,),
+                num_workers=section.num_workers,
+                timeout_s=section.verify_timeout_s,
+                memory_gb=section.verify_memory_gb,
+                preload=(verifier_module(self._verifier),),
+            )
         )
 
     def step(
@@ -89,7 +111,7 @@ class MathEnvironment(EnvironmentInterface):
     ) -> EnvironmentReturn:
         responses = [response_text(messages) for messages in message_log_batch]
         truths = [ground_truth(entry, "math") for entry in metadata]
-        verdicts = self._pool.verify(responses, truths)
+        verdicts = self._verify(responses, truths)
         parts = [self._parts(verdict, response) for verdict, response in zip(verdicts, responses, strict=True)]
         return EnvironmentReturn(
             observations=[{"role": "environment", "content": f"Environment: {v.reason}"} for v in verdicts],
@@ -102,6 +124,20 @@ class MathEnvironment(EnvironmentInterface):
             seconds=[verdict.seconds for verdict in verdicts],
             rewards_by_name=parts,
         )
+
+    def _verify(self, responses: Sequence[str], truths: Sequence[str]) -> list[Verdict]:
+        pairs = list(zip(responses, truths, strict=True))
+        plain = [self._verify_plain_number(response, truth) for response, truth in pairs]
+        results = iter(self._pool.run([pair for pair, done in zip(pairs, plain, strict=True) if done is None]))
+        return [done or _verdict(next(results), truth) for (_, truth), done in zip(pairs, plain, strict=True)]
+
+    def _verify_plain_number(self, response: str, truth: str) -> Verdict | None:
+        start = time.perf_counter()
+        plain = compare_plain_numbers(response, truth) if self._verifier == HF_MATH_VERIFY else None
+        if plain is None:
+            return None
+        reward, answer = float(plain[0]), plain[1]
+        return Verdict(reward, answer, reason_for(reward, answer, truth), time.perf_counter() - start)
 
     def _parts(self, verdict: Verdict, response: str) -> dict[str, float]:
         if self.config.format_pattern is None or verdict.reward is None:
@@ -136,6 +172,13 @@ class MathEnvironment(EnvironmentInterface):
 
     def shutdown(self) -> None:
         self._pool.close()
+
+
+def _verdict(result: Result, truth: str) -> Verdict:
+    if result.failure is not None:
+        return Verdict(None, None, result.failure, result.seconds)
+    reward, answer = result.value
+    return Verdict(reward, answer, reason_for(reward, answer, truth), result.seconds)
 
 
 def _right_by_prompt(uids: Sequence[str], rewards: Sequence[float | None]) -> list[list[bool]]:

@@ -13,9 +13,7 @@ from pydantic import Field
 
 from grpo_mcore.environments.config import EnvConfig
 from grpo_mcore.environments.interfaces import EnvironmentInterface, EnvironmentReturn, response_text
-from grpo_mcore.environments.worker_pool import WorkerPool
-from grpo_mcore.environments.worker_process import Programs, Work
-from grpo_mcore.environments.worker_turns import Result
+from grpo_mcore.environments.verifier_pool import Result, VerifierPool, WorkerSpec
 
 Messages = list[dict[str, str]]
 
@@ -61,23 +59,25 @@ class RewardModelEnvironment(EnvironmentInterface):
     def __init__(self, config: Mapping[str, Any] | None = None) -> None:
         super().__init__(config)
         section = self.config
-        work = Work(
-            what=f"reward model {section.model_name!r}",
-            maker="grpo_mcore.environments.reward_model_worker:load_classifier",
-            arguments=(
-                section.model_name,
-                section.label,
-                section.sigmoid,
-                section.text_template,
-                section.max_length,
-                section.device,
-                section.dtype,
-            ),
-            hard_s=section.timeout_s + 10.0,
-            start_s=section.start_timeout_s,
-            threads=section.threads_per_worker,
+        self._pool = VerifierPool(
+            WorkerSpec(
+                what=f"reward model {section.model_name!r}",
+                loader="grpo_mcore.environments.reward_model_worker:load_classifier",
+                arguments=(
+                    section.model_name,
+                    section.label,
+                    section.sigmoid,
+                    section.text_template,
+                    section.max_length,
+                    section.device,
+                    section.dtype,
+                ),
+                num_workers=section.num_workers,
+                timeout_s=section.timeout_s,
+                start_s=section.start_timeout_s,
+                threads=section.threads_per_worker,
+            )
         )
-        self._pool = WorkerPool(Programs(work), section.num_workers, section.timeout_s, slow_aside=False)
 
     @classmethod
     def resources(cls, config: Mapping[str, Any]) -> dict[str, float]:

@@ -12,12 +12,9 @@ from pydantic import Field
 
 from grpo_mcore.environments.config import EnvConfig
 from grpo_mcore.environments.interfaces import EnvironmentInterface, EnvironmentReturn, response_text
-from grpo_mcore.environments.pool_worker import shorten
 from grpo_mcore.environments.rules import Component
-from grpo_mcore.environments.verify_pool import HARD_LIMITS, spare_workers
-from grpo_mcore.environments.worker_pool import WorkerPool
-from grpo_mcore.environments.worker_process import Forks, Work
-from grpo_mcore.environments.worker_turns import Result
+from grpo_mcore.environments.verifier_pool import Result, VerifierPool, WorkerSpec
+from grpo_mcore.environments.verifiers import shorten
 
 
 class RuleEnvConfig(EnvConfig):
@@ -48,15 +45,20 @@ class RuleEnvironment(EnvironmentInterface):
         super().__init__(config)
         self._weights = {name: part.weight for name, part in self.config.components.items()}
         components = {name: part.model_dump() for name, part in self.config.components.items()}
-        work = Work(
-            what=f"env.rules.components ({', '.join(components)})",
-            maker="grpo_mcore.environments.rules:make_rules",
-            arguments=(components,),
-            hard_s=HARD_LIMITS * self.config.timeout_s,
-            memory_gb=self.config.memory_gb,
+        self._pool = VerifierPool(
+            WorkerSpec(
+                what=f"env.rules.components ({', '.join(components)})",
+                loader="grpo_mcore.environments.rules:make_rules",
+                arguments=(components,),
+                num_workers=self.config.num_workers,
+                timeout_s=self.config.timeout_s,
+                memory_gb=self.config.memory_gb,
+                preload=(
+                    "grpo_mcore.environments.rules",
+                    *(module for part in self.config.components.values() if (module := part.module()) is not None),
+                ),
+            )
         )
-        workers = self.config.num_workers
-        self._pool = WorkerPool(Forks(work), workers, self.config.timeout_s, spare=spare_workers(workers))
 
     def step(
         self, message_log_batch: Sequence[Sequence[Mapping[str, Any]]], metadata: Sequence[dict[str, Any]]

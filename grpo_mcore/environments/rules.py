@@ -14,7 +14,7 @@ from typing import Annotated, Any, Literal
 from pydantic import BaseModel, ConfigDict, Field, field_validator, model_validator
 
 from grpo_mcore.environments.registry import import_by_path
-from grpo_mcore.environments.verifiers import make_verifier
+from grpo_mcore.environments.verifiers import make_verifier, verifier_module
 
 Info = Mapping[str, Any]
 Rule = Callable[[str, Info], float]
@@ -24,7 +24,11 @@ class _Component(BaseModel):
     model_config = ConfigDict(extra="forbid")
 
     weight: float = Field(1.0, allow_inf_nan=False)
-    """Of this component in the reward."""
+    """Weight of this component in the reward."""
+
+    def module(self) -> str | None:
+        """Return the module that the rule imports, if it imports one."""
+        return None
 
 
 class RegexComponent(_Component):
@@ -116,6 +120,9 @@ class VerifierComponent(_Component):
     verifier: str
     """hf_math_verify, dapo_math_verify, english_multichoice, multilingual_multichoice, or an import path."""
 
+    def module(self) -> str:
+        return verifier_module(self.verifier)
+
     def rule(self) -> Rule:
         verify = make_verifier(self.verifier)
 
@@ -133,6 +140,9 @@ class FunctionComponent(_Component):
     type: Literal["function"]
     path: str
     """Import path of `fn(response, info) -> float`; `info` has the prompt's fields."""
+
+    def module(self) -> str:
+        return verifier_module(self.path)
 
     def rule(self) -> Rule:
         function: Rule = import_by_path(self.path, what="reward function")

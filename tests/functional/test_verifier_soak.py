@@ -1,4 +1,4 @@
-"""The soak of benchmarks/verifier_soak.py, small: every fault has its reason, every other answer its reward."""
+"""A small run of benchmarks/verifier_soak.py: each faulty answer gets its reason, each other answer its reward."""
 
 from __future__ import annotations
 
@@ -7,8 +7,6 @@ from benchmarks.verifier_soak import soak
 
 
 def test_soak() -> None:
-    found = soak(90, 0.1, workers=4, timeout_s=2.0, memory_gb=0.5)
-    # On a machine with no time for it a verification may run out of its own: no reward, but never a wrong one.
-    assert [wrong for wrong in found.wrong if "reason='timed out" not in wrong] == []
-    assert 9 <= sum(found.reasons.values()) <= 9 + len(found.wrong)
-    assert found.faulty == len(FAULTS)
+    found = soak(90, 0.1, workers=4, timeout_s=3.0, memory_gb=0.5)
+    assert found.wrong == []
+    assert sum(found.reasons.values()) == found.faulty == len(FAULTS)

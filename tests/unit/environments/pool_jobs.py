@@ -1,36 +1,20 @@
-"""What the worker processes of these tests do, by the name of the job."""
+"""What the worker processes of these tests do, by the name of the job; and verifiers by import path."""
 
 from __future__ import annotations
 
-import gc
 import os
 import signal
 import time
 from collections.abc import Callable
 from typing import Any
 
-
-def make(greeting: str = "") -> Callable[..., Any]:
-    """The function of a pool."""
-
-    def do(what: str, *arguments: Any) -> Any:
-        return f"{greeting}{arguments[0]}" if what == "say" else globals()[what](*arguments)
-
-    return do
+IMPORTED_IN = os.getpid()
 
 
-def make_learning(learns: bool = True) -> Callable[[str], list[str]]:
-    """What it was asked before, in this process or in the one that it was forked from."""
-    before: list[str] = []
-
-    def remember(word: str) -> list[str]:
-        if word == "die":
-            die()
-        before.append(word)
-        return before[:-1]
-
-    remember.learns = learns  # type: ignore[attr-defined]
-    return remember
+def make(start_s: float = 0.0) -> Callable[..., Any]:
+    """Return the function of a pool, after `start_s` seconds."""
+    time.sleep(start_s)
+    return lambda job, *arguments: globals()[job](*arguments)
 
 
 def make_nothing() -> Callable[..., Any]:
@@ -41,45 +25,29 @@ def die_at_once() -> Callable[..., Any]:
     os._exit(4)
 
 
+def verify(response: str, truth: str) -> object:
+    """A verifier that does what the response says."""
+    if response in ("die", "sleep"):
+        globals()[response]()
+    return 0.5 if response == "half" else (response == truth, response)
+
+
 def square(number: int) -> int:
     return number * number
 
 
-def wait_for(path: str) -> str:
-    """Sleeps until there is a file."""
-    while not os.path.exists(path):
-        time.sleep(0.01)
-    return "seen"
+def processes() -> tuple[int, int]:
+    """This worker's process id, and that of the process that imported this module."""
+    return os.getpid(), IMPORTED_IN
 
 
-kept: list[list[int]] = []
-
-
-def keep(lists: int) -> int:
-    """How often Python searched all for garbage meanwhile."""
-    before = gc.get_stats()[2]["collections"]
-    kept.extend([] for _ in range(lists))
-    return gc.get_stats()[2]["collections"] - before
-
-
-def pid() -> int:
-    return os.getpid()
-
-
-def sleep() -> None:
-    time.sleep(3600)
+def sleep(seconds: float = 3600.0) -> None:
+    time.sleep(seconds)
 
 
 def spin() -> None:
     while True:
         pass
-
-
-def busy_for(seconds: float) -> str:
-    """Of a processor."""
-    while time.process_time() < seconds:
-        pass
-    return "done"
 
 
 def compute() -> int:
@@ -94,16 +62,16 @@ def leave() -> None:
     os._exit(3)
 
 
+def leave_politely() -> None:
+    raise SystemExit(5)
+
+
 def die() -> None:
     os.kill(os.getpid(), signal.SIGKILL)
 
 
 def fail() -> None:
     raise RuntimeError("not\ntoday")
-
-
-def leave_politely() -> None:
-    raise SystemExit(5)
 
 
 def allocate() -> int:
@@ -114,7 +82,7 @@ _kept: list[bytearray] = []
 
 
 def hoard() -> None:
-    """Takes what there is and keeps it."""
+    """Take all memory there is, and keep it."""
     while True:
         _kept.append(bytearray(2**24))
 

@@ -10,9 +10,8 @@ import pytest
 import torch
 
 from grpo_mcore.environments import create_env
-from grpo_mcore.environments.math_environment import MathEnvConfig, MathEnvironment, response_text
+from grpo_mcore.environments.math_environment import MathEnvConfig, MathEnvironment, Verdict, response_text
 from grpo_mcore.environments.registry import EnvironmentConfigError
-from grpo_mcore.environments.verifiers import Verdict
 from grpo_mcore.rollout.trajectory import Score, Trajectory, Turn
 
 
@@ -45,6 +44,51 @@ def test_step_answers_every_conversation(env):
     assert result.next_stop_strings == [["</answer>"]] * 4
     assert result.metadata == [{"ground_truth": 82, "level": 3}] * 4
     assert result.observations[1] == {"role": "environment", "content": "Environment: wrong: 81 != 82"}
+
+
+@pytest.mark.parametrize(
+    ("response", "truth", "reward", "answer", "reason"),
+    [
+        (r"It is $\frac{1}{2}$", "0.5", 1.0, r"\frac{1}{2}", "correct"),
+        (r"\boxed{x^2+2x+1}", "(x+1)^2", 1.0, "x^2+2x+1", "correct"),
+        (r"\boxed{x^2+1}", r"\boxed{(x+1)^2}", 0.0, "x^2+1", r"wrong: x^2+1 != \boxed{(x+1)^2}"),
+        ("I do not know", "82", 0.0, None, "no answer found"),
+        ("", "82", 0.0, None, "no answer found"),
+        (r"\boxed{10!!!}", "7", None, None, "timed out after 1 s"),
+    ],
+)
+def test_answer_reward_and_reason(env, response, truth, reward, answer, reason):
+    [verdict] = env._verify([response], [truth])
+    assert verdict[:3] == (reward, answer, reason)
+
+
+def test_plain_numbers_do_not_go_to_the_workers(env, monkeypatch):
+    monkeypatch.setattr(env._pool, "run", lambda jobs: [] if not jobs else pytest.fail(f"asked for {jobs}"))
+    verdicts = env._verify(["082", "81"] * 8, ["82"] * 16)
+    assert [verdict.reward for verdict in verdicts] == [1.0, 0.0] * 8
+
+
+def test_a_verifier_of_ones_own_by_import_path():
+    """It may return a number, or an answer too; one that fails costs its own sample."""
+    jobs = "tests.unit.environments.pool_jobs"
+    section = {"num_workers": 2, "verify_timeout_s": 0.5, "math_verify_impl": f"{jobs}:verify"}
+    env = create_env("math", section)
+    try:
+        said = ["half", "82", "81", "die", "sleep"]
+        result = env.step([[{"role": "assistant", "content": text}] for text in said], [{"ground_truth": 82}] * 5)
+    finally:
+        env.shutdown()
+    assert result.rewards == [0.5, 1.0, 0.0, None, None]
+    assert result.answers == [None, "82", "81", None, None]
+    assert result.reasons == [
+        "partly correct: 0.5",
+        "correct",
+        "wrong: 81 != 82",
+        "crashed: the worker process ended: killed by SIGKILL",
+        "timed out after 0.5 s",
+    ]
+    with pytest.raises(EnvironmentConfigError, match=f"math verifier '{jobs}:missing' does not load"):
+        create_env("math", {"math_verify_impl": f"{jobs}:missing"})
 
 
 def test_score_reads_only_what_the_policy_said(env):

@@ -60,6 +60,6 @@ def test_a_wrong_name_says_what_is_known(name, message):
 
 def test_what_worker_processes_import_is_light():
     heavy = "{'torch', 'ray', 'vllm', 'transformers', 'megatron'} & {name.split('.')[0] for name in sys.modules}"
-    modules = "pool_worker, grpo_mcore.environments.verifiers, grpo_mcore.environments.rules"
+    modules = "verifier_pool, grpo_mcore.environments.verifiers, grpo_mcore.environments.rules"
     program = f"import sys, grpo_mcore.environments.{modules}; assert not {heavy}, {heavy}"
     subprocess.run([sys.executable, "-c", program], check=True)

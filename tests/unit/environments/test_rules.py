@@ -97,7 +97,7 @@ def test_a_reward_and_its_parts(env: EnvironmentInterface) -> None:
     ("response", "reason"),
     [
         ("sleep", "timed out after 1 s"),
-        ("allocate", "crashed: MemoryError"),
+        ("allocate", "out of memory: more than 1 GiB"),
         ("raise", "component 'own' crashed: RuntimeError: not today"),
         ("inf", "component 'own' crashed: its value is inf"),
         ("a" * 60, "timed out after 1 s"),  # the pattern backtracks without end

@@ -1,0 +1,351 @@
+"""Worker processes for verifiers that may hang, crash or exhaust memory: such a job costs its own sample and no other.
+
+    run, several threads -- jobs (pickle) --> host program -- Pebble's ProcessPool --> workers, forked from a server
+                        <-- results (JSON) --                                          that has the verifier imported
+
+Pebble ends a job that exceeds its time limit, notices a worker that has died, and starts another one. It runs in a
+program of its own, the host, because workers must not be forked from a process with threads, as the run's are;
+because multiprocessing would import the run's `__main__` in each worker; and because workers read what a model wrote,
+so the run's environment variables, its secrets among them, and its pickle loader stay out of their reach.
+
+The processes end in this order when the run closes the pool, or dies: the host reads the end of its connection and
+stops its workers; the kernel kills those that are left when the fork server ends (PR_SET_PDEATHSIG).
+"""
+
+from __future__ import annotations
+
+import contextlib
+import importlib
+import itertools
+import json
+import logging
+import multiprocessing
+import os
+import pickle
+import resource
+import signal
+import socket
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Callable, Sequence
+from concurrent.futures import Future
+from concurrent.futures.process import BrokenProcessPool
+from dataclasses import dataclass
+from functools import partial
+from multiprocessing.connection import Connection
+from typing import Any
+
+import pebble
+
+from grpo_mcore import processes
+from grpo_mcore.environments.registry import EnvironmentConfigError, import_by_path
+from grpo_mcore.environments.verifiers import shorten
+
+# The environment variables that workers see. The rest stays out, secrets (HF_TOKEN, WANDB_API_KEY) above all.
+_INHERITED = (
+    *("PATH", "LD_LIBRARY_PATH", "HOME", "LANG", "LC_ALL", "TMPDIR"),
+    *("CUDA_VISIBLE_DEVICES", "HF_HOME", "HF_HUB_OFFLINE"),
+)
+_THREAD_VARIABLES = ("OMP_NUM_THREADS", "MKL_NUM_THREADS", "OPENBLAS_NUM_THREADS")
+_ATTEMPTS = 3  # of a job whose host ends
+_STOP_S = 10.0  # seconds that a host has to stop its workers
+_POLL_S = 0.5  # how often the host looks whether its parent and its workers are there
+_TERMINATE_S = 0.3  # from SIGTERM to SIGKILL; Pebble's 3 s would hold up all workers where one is stopped
+_OUT_OF_MEMORY = 86  # exit code of a worker whose job ran out of memory
+_IMPORTED_IN = os.getpid()  # in a worker: the fork server, which imports this module before it forks
+
+
+class WorkerStartError(RuntimeError):
+    """Worker processes do not start: the machine is overloaded, or out of memory or processes."""
+
+
+@dataclass(frozen=True)
+class WorkerSpec:
+    """The function that the workers run, and their limits."""
+
+    what: str
+    """The function's name in messages."""
+    loader: str
+    """Import path of a function that returns it."""
+    arguments: tuple[Any, ...]
+    """The loader's arguments."""
+    num_workers: int
+    timeout_s: float
+    """Wall-clock limit of one job, from the moment that a worker, which has loaded the function, takes it."""
+    memory_gb: float = 0.0
+    """Limit of a worker's data (RLIMIT_DATA), in GiB. 0: none."""
+    preload: tuple[str, ...] = ()
+    """Modules that are imported once, before workers are forked: a new worker then starts in milliseconds."""
+    start_s: float = 120.0
+    """Limit of loading the function in a worker, in seconds."""
+    threads: int = 1
+    """Threads of the numerical libraries in a worker."""
+
+
+@dataclass(frozen=True)
+class Result:
+    """`value`: what the function returned, or None with the reason in `failure`. `seconds`: of the function; 0 where
+    its process died."""
+
+    value: Any
+    failure: str | None
+    seconds: float
+
+
+class VerifierPool:
+    """`spec.num_workers` processes that apply the function to jobs. Several threads may use a pool at a time.
+
+    The constructor waits until a worker is ready. Raises EnvironmentConfigError when the function does not load, and
+    WorkerStartError when no worker starts; `run` raises the latter too.
+    """
+
+    def __init__(self, spec: WorkerSpec) -> None:
+        self.spec = spec
+        self._lock = threading.Lock()
+        self._closed = False
+        self._host = _Host(spec)
+
+    def run(self, jobs: Sequence[Sequence[Any]]) -> list[Result]:
+        """Apply the function to each job's arguments. Return the results in order, when the last is there."""
+        payloads = [pickle.dumps(tuple(arguments)) for arguments in jobs]
+        results: dict[int, Result] = {}
+        for attempt in range(_ATTEMPTS):
+            if self._closed and attempt:
+                break
+            host = self._running_host()
+            futures = {n: host.submit(payload) for n, payload in enumerate(payloads) if n not in results}
+            results |= {n: result for n, future in futures.items() if (result := future.result()) is not None}
+            if len(results) == len(payloads):
+                break
+        lost = "not done: the verifier pool was closed" if self._closed else "crashed: its processes were ended"
+        return [results.get(n, Result(None, lost, 0.0)) for n in range(len(payloads))]
+
+    def close(self) -> None:
+        """End the workers, whatever they are doing. Jobs that are not done fail."""
+        with self._lock:
+            self._closed = True
+            self._host.stop()
+
+    def _running_host(self) -> _Host:
+        with self._lock:
+            if self._closed:
+                raise RuntimeError("the verifier pool is closed")
+            if self._host.ended:
+                self._host.stop()
+                try:
+                    self._host = _Host(self.spec)
+                except EnvironmentConfigError as error:  # it loaded before: nothing is wrong with the recipe
+                    raise WorkerStartError(str(error)) from error
+            return self._host
+
+
+class _Host:
+    """The host program, and our end of the connection to it."""
+
+    def __init__(self, spec: WorkerSpec) -> None:
+        self.ended = False
+        self._futures: dict[int, Future[Result | None]] = {}
+        self._numbers = itertools.count()
+        self._lock = threading.Lock()
+        ours, theirs = socket.socketpair()
+        with theirs:
+            self._process = subprocess.Popen(
+                [sys.executable, "-P", "-c", f"from {__name__} import serve; serve({theirs.fileno()})"],
+                stdin=subprocess.DEVNULL,
+                stdout=subprocess.DEVNULL,
+                pass_fds=(theirs.fileno(),),
+                env={name: os.environ[name] for name in _INHERITED if name in os.environ}
+                | dict.fromkeys(_THREAD_VARIABLES, str(spec.threads))
+                | {"PYTHONPATH": os.pathsep.join(sys.path)},
+                start_new_session=True,  # Ctrl-C at the terminal is for the run
+            )
+        self._connection = Connection(ours.detach())
+        try:
+            self._wait_until_ready(spec)
+        except BaseException as error:
+            self._connection.close()
+            ends_itself = isinstance(error, EnvironmentConfigError | WorkerStartError)
+            self._end(_STOP_S if ends_itself else 0.0)
+            raise
+        self._reader = threading.Thread(target=self._read, name="verifier results", daemon=True)
+        self._reader.start()
+
+    def _wait_until_ready(self, spec: WorkerSpec) -> None:
+        state, problem = "not started", f"their host did not answer within {spec.start_s:g} s"
+        try:
+            self._connection.send((spec, os.getpid()))
+            if self._connection.poll(spec.start_s + _STOP_S):
+                state, problem = json.loads(self._connection.recv_bytes())
+        except (EOFError, OSError):
+            problem = f"their host ended: {processes.describe_exit(self._process.wait())}"
+        if state == "not loaded":
+            raise EnvironmentConfigError(f"{spec.what} does not load: {problem}")
+        if state == "not started":
+            raise WorkerStartError(
+                f"{spec.what}: the worker processes do not start: {problem}; the machine may be out of memory or "
+                "overloaded, or num_workers too large for it"
+            )
+
+    def submit(self, payload: bytes) -> Future[Result | None]:
+        """Send a job. The future's result is None when the host ends before the job does."""
+        future: Future[Result | None] = Future()
+        with self._lock:
+            if self.ended:
+                future.set_result(None)
+                return future
+            number = next(self._numbers)
+            self._futures[number] = future
+            with contextlib.suppress(OSError):  # the host has ended: the reader notices
+                self._connection.send((number, payload))
+        return future
+
+    def stop(self) -> None:
+        """End the host and its workers. May be called again."""
+        with self._lock, contextlib.suppress(OSError):
+            self._connection.send(None)
+        self._end(_STOP_S)
+        self._reader.join()
+
+    def _read(self) -> None:
+        """Hand results to those who wait for them, until the host ends."""
+        with contextlib.suppress(EOFError, OSError):
+            while True:
+                number, result = json.loads(self._connection.recv_bytes())
+                self._futures.pop(number).set_result(Result(**result))
+        with self._lock:
+            self.ended = True
+            self._connection.close()
+            for future in self._futures.values():
+                future.set_result(None)
+
+    def _end(self, grace_s: float) -> None:
+        try:
+            self._process.wait(grace_s)
+        except subprocess.TimeoutExpired:
+            os.killpg(self._process.pid, signal.SIGKILL)
+            self._process.wait()
+
+
+def serve(descriptor: int) -> None:
+    """Run the host program: take jobs from the connection, and answer each with [number, result]."""
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    connection = Connection(descriptor)
+    spec, parent = connection.recv()
+    pebble.CONSTS.term_timeout = _TERMINATE_S
+    context = multiprocessing.get_context("forkserver")
+    context.set_forkserver_preload([__name__, *spec.preload])
+    pool = pebble.ProcessPool(spec.num_workers, initializer=_start_worker, initargs=(spec,), context=context)
+    try:
+        state = _wait_until_ready(pool, spec)
+        connection.send_bytes(json.dumps(state).encode())
+        if state[0] == "ready":
+            _answer_jobs(connection, pool, spec, parent)
+    except (EOFError, OSError):
+        pass  # the run has ended
+    finally:
+        pool.stop()
+        pool.join()
+
+
+def _wait_until_ready(pool: pebble.ProcessPool, spec: WorkerSpec) -> tuple[str, str]:
+    """Return "ready", "not loaded" or "not started", and the problem."""
+    try:
+        problem = pool.schedule(_load_problem).result(spec.start_s)
+        return "not loaded" if problem else "ready", problem
+    except TimeoutError:
+        return "not started", f"none is ready after {spec.start_s:g} s"
+    except (BrokenProcessPool, RuntimeError, OSError) as error:
+        for module in spec.preload:  # a fork server that cannot import one ends without a word
+            try:
+                importlib.import_module(module)
+            except Exception as cause:
+                return "not loaded", _described(cause)
+        return "not started", f"one ended before it was ready ({_described(error)})"
+
+
+def _answer_jobs(connection: Connection, pool: pebble.ProcessPool, spec: WorkerSpec, parent: int) -> None:
+    """Return when the run closes the pool or dies, or when Pebble gives up, as when all idle workers were killed: the
+    run starts another host then."""
+    sending = threading.Lock()
+
+    def answer(number: int, future: Future[str]) -> None:
+        error = future.exception()
+        if isinstance(error, BrokenProcessPool):
+            return
+        result = future.result() if error is None else _failure_of_process(error, spec)
+        with sending, contextlib.suppress(OSError):
+            connection.send_bytes(f"[{number}, {result}]".encode())
+
+    while pool.active and os.getppid() == parent:
+        if connection.poll(_POLL_S):
+            message = connection.recv()
+            if message is None:
+                return
+            number, payload = message
+            try:
+                future = pool.schedule(_work, args=(payload,), timeout=spec.timeout_s)
+            except RuntimeError:
+                return  # Pebble has given up
+            future.add_done_callback(partial(answer, number))
+
+
+def _failure_of_process(error: BaseException, spec: WorkerSpec) -> str:
+    if isinstance(error, TimeoutError):
+        return _result(failure=f"timed out after {spec.timeout_s:g} s", seconds=spec.timeout_s)
+    code = getattr(error, "exitcode", None)
+    if code == _OUT_OF_MEMORY:
+        return _result(failure=f"out of memory: more than {spec.memory_gb:g} GiB")
+    if code is not None:
+        return _result(failure=f"crashed: the worker process ended: {processes.describe_exit(code)}")
+    return _result(failure=f"crashed: {_described(error)}")
+
+
+def _result(value: Any = None, failure: str | None = None, seconds: float = 0.0) -> str:
+    return json.dumps({"value": value, "failure": failure, "seconds": seconds})
+
+
+# From here on: in a worker.
+
+_function: Callable[..., Any] | None = None
+_problem = ""  # why the function did not load
+
+
+def _start_worker(spec: WorkerSpec) -> None:
+    """Load the function. A problem is told to the first who asks: Pebble would only say that the worker died."""
+    global _function, _problem
+    processes.die_with_parent(_IMPORTED_IN)
+    signal.signal(signal.SIGTERM, signal.SIG_DFL)  # Pebble's handler would wait until C code returns to Python
+    resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
+    logging.disable(logging.CRITICAL)  # math-verify logs each answer that it cannot read
+    signal.setitimer(signal.ITIMER_REAL, spec.start_s)  # SIGALRM ends the process
+    try:
+        _function = import_by_path(spec.loader, what="function")(*spec.arguments)
+    except Exception as error:
+        _problem = _described(error)
+    signal.setitimer(signal.ITIMER_REAL, 0.0)
+    if spec.memory_gb:
+        limit = int(spec.memory_gb * 2**30)
+        resource.setrlimit(resource.RLIMIT_DATA, (limit, limit))
+
+
+def _load_problem() -> str:
+    return _problem
+
+
+def _work(payload: bytes) -> str:
+    """Apply the function to a job's pickled arguments. Return the result as JSON."""
+    start = time.perf_counter()
+    try:
+        if _function is None:
+            raise RuntimeError(f"the verifier did not load: {_problem}")
+        return _result(_function(*pickle.loads(payload)), seconds=time.perf_counter() - start)
+    except BaseException as error:
+        if isinstance(error, MemoryError) and resource.getrlimit(resource.RLIMIT_DATA)[0] != resource.RLIM_INFINITY:
+            os._exit(_OUT_OF_MEMORY)  # the next job would lack what this process still holds
+        return _result(failure=f"crashed: {_described(error)}", seconds=time.perf_counter() - start)
+
+
+def _described(error: BaseException) -> str:
+    return shorten(f"{type(error).__name__}: {error}" if str(error) else type(error).__name__)
