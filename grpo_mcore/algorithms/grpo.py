@@ -22,10 +22,8 @@ from typing import Any
 from torch import Tensor
 
 from grpo_mcore.algorithms.checkpointing.background import BackgroundCheckpoints
-from grpo_mcore.algorithms.checkpointing.checkpoints import CheckpointManager
-from grpo_mcore.algorithms.checkpointing.group_store import write_groups
-from grpo_mcore.algorithms.checkpointing.resume import resume_in_flight
-from grpo_mcore.algorithms.checkpointing.save_state import GRPOSaveState
+from grpo_mcore.algorithms.checkpointing.checkpoints import CheckpointManager, GRPOSaveState
+from grpo_mcore.algorithms.checkpointing.group_store import resume_in_flight, write_groups
 from grpo_mcore.algorithms.engines.engine_group import EngineGroup
 from grpo_mcore.algorithms.engines.retries import Retries
 from grpo_mcore.algorithms.engines.sampling_config import sampling_of, turn_limits

@@ -1,4 +1,4 @@
-"""The loop's checkpoints: written beside the steps that follow, one at a time."""
+"""Checkpoints written in the background while training goes on, one at a time."""
 
 from __future__ import annotations
 
@@ -23,8 +23,8 @@ from grpo_mcore.recipe import MasterConfig
 
 
 @dataclass
-class _Begun:
-    """A checkpoint that is not there yet. `publishing`: the driver's part, once the ranks have written theirs."""
+class _Unfinished:
+    """A checkpoint being written. `publishing`: the driver's part, once the ranks have written theirs."""
 
     step: int
     tmp: Path
@@ -32,10 +32,11 @@ class _Begun:
 
 
 class BackgroundCheckpoints:
-    """What a checkpoint holds is taken in `start`, at once; then the policy's ranks write their part, and a thread of
-    the driver makes the digests and gives it its name. With checkpointing.is_async off, `start` waits for all of it.
+    """Writes checkpoints in three parts: `start` copies everything that a checkpoint holds; the policy's ranks write
+    their copies in the background; then a thread of the driver writes the digests and renames the folder. With
+    checkpointing.is_async off, `start` waits for all of it.
 
-    Where it cannot be written, the run goes on without it.
+    If a checkpoint cannot be written, the run goes on without it.
     """
 
     def __init__(
@@ -51,7 +52,7 @@ class BackgroundCheckpoints:
         complete checkpoint, `on_failure` the step and the error of each that could not be written."""
         self._manager, self._policy, self._recipe = manager, policy, recipe
         self._on_saved, self._on_failure = on_saved, on_failure
-        self._begun: _Begun | None = None
+        self._unfinished: _Unfinished | None = None
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="checkpoint")
 
     def start(self, step: int, snapshot: RunSnapshot, write_more: Callable[[Path], None]) -> None:
@@ -66,17 +67,17 @@ class BackgroundCheckpoints:
         except NotWritten as error:
             self._on_failure(step, error)
             return
-        self._begun = _Begun(step, tmp)
+        self._unfinished = _Unfinished(step, tmp)
         if not self._recipe.checkpointing.is_async:
             self.wait()
 
     def poll(self) -> None:
         """Complete the checkpoint under way, if its parts are written by now. The loop calls this between commands."""
-        self._go_on(wait=False)
+        self._advance(wait=False)
 
     def wait(self) -> None:
-        """Until nothing is being written any more. Raises DeadlineExceeded, and WorkerFailed of a rank that is lost."""
-        self._go_on(wait=True)
+        """Wait until the checkpoint under way is complete. Raises DeadlineExceeded, and WorkerFailed of a lost rank."""
+        self._advance(wait=True)
 
     def __enter__(self) -> Self:
         return self
@@ -84,40 +85,40 @@ class BackgroundCheckpoints:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        """Where the run ends in the middle: what is under way is finished, but not when somebody does not answer or is
-        in a hurry (Ctrl-C). Then what only needs its name gets it, the rest is thrown away."""
+        """Finish the checkpoint under way when the run ends with an error. After a missed deadline or Ctrl-C finish it
+        only if the ranks have written their part, and delete it otherwise."""
         if isinstance(error, Exception) and not isinstance(error, DeadlineExceeded):
             try:
                 self.wait()
             except (DeadlineExceeded, WorkerFailed) as failure:
                 error.add_note(f"and the checkpoint under way could not be finished: {failure}")
         self._thread.shutdown()
-        if self._begun is not None and self._begun.publishing is None:
-            shutil.rmtree(self._begun.tmp, ignore_errors=True)
+        if self._unfinished is not None and self._unfinished.publishing is None:
+            shutil.rmtree(self._unfinished.tmp, ignore_errors=True)
 
-    def _go_on(self, wait: bool) -> None:
-        if (begun := self._begun) is None:
+    def _advance(self, wait: bool) -> None:
+        if (current := self._unfinished) is None:
             return
         try:
-            with self._manager.writing(begun.step):
-                if begun.publishing is None:
+            with self._manager.writing(current.step):
+                if current.publishing is None:
                     if not self._policy.is_saved(wait):
                         return
-                    begun.publishing = self._thread.submit(self._manager.publish, begun.step)
-                if not wait and not begun.publishing.done():
+                    current.publishing = self._thread.submit(self._manager.publish, current.step)
+                if not wait and not current.publishing.done():
                     return
-                folder = self._published(begun, begun.publishing)
+                folder = self._published(current, current.publishing)
         except NotWritten as error:
-            self._on_failure(begun.step, error)
+            self._on_failure(current.step, error)
         else:
-            self._on_saved(begun.step, folder)
-        self._begun = None
+            self._on_saved(current.step, folder)
+        self._unfinished = None
 
-    def _published(self, begun: _Begun, publishing: Future[Path]) -> Path:
+    def _published(self, current: _Unfinished, publishing: Future[Path]) -> Path:
         timeout_s = self._policy.cluster.call_timeout_s
         try:
             return publishing.result(timeout_s)
         except TimeoutError as error:
-            if publishing.done():  # its own
+            if publishing.done():  # the thread itself raised it
                 raise
-            raise DeadlineExceeded(f"digests of {begun.tmp}", "the disk", timeout_s) from error
+            raise DeadlineExceeded(f"digests of {current.tmp}", "the disk", timeout_s) from error

@@ -1,44 +1,69 @@
-"""Checkpoints of a run: each a folder `step_N` that appears whole or not at all, the best of them kept."""
+"""Checkpoints of a run: each is a folder `step_N` that appears complete or not at all; the best are kept."""
 
 from __future__ import annotations
 
+import errno
+import hashlib
 import json
+import logging
 import os
 import shutil
-import sys
 from collections.abc import Callable, Iterator, Mapping
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import cache
 from pathlib import Path
-from typing import Any
+from typing import Any, TypedDict
 
-from grpo_mcore.algorithms.checkpointing.checkpoint_files import (
-    GB,
-    could_not_write,
-    damage,
-    refuse_full_disk,
-    size_of,
-    write_digests,
-)
-from grpo_mcore.recipe import MasterConfig
+from grpo_mcore.recipe import CheckpointingConfig, MasterConfig
+
+logger = logging.getLogger(__name__)
 
 AUTO = "auto"
 
+DIGESTS = "digests.json"
+"""{"files": {path inside the checkpoint: {"bytes": size, "sha256": hex}}}. Written last."""
+
+THREADS = 8
+"""Files that are read at a time for their digests."""
+
+FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
+GB = 1e9
+
 
 class ResumeError(FileNotFoundError):
-    """There is no checkpoint to go on from."""
+    """There is no checkpoint to resume from."""
 
 
 class NotWritten(OSError):
-    """A checkpoint could not be written, mostly because there is no room for it. The run can go on without it."""
+    """A checkpoint could not be written, mostly because the disk is full. The run can go on without it."""
+
+
+class GRPOSaveState(TypedDict, total=False):
+    """The counters of a run, from its start. All of them are in every checkpoint's training_info.json."""
+
+    consumed_samples: int  # prompts
+    current_step: int
+    current_epoch: int
+    total_steps: int
+    total_valid_tokens: int
+    val_reward: float
+    val_metrics: dict[str, float | None]  # of the validation after current_step, if there was one
+    log_run: str  # the run's folder in logger.log_dir, which a resumed run continues
+
+
+def first_save_state() -> GRPOSaveState:
+    """Return the save state of a run that has not begun."""
+    return GRPOSaveState(consumed_samples=0, current_step=0, current_epoch=0, total_steps=0, total_valid_tokens=0)
 
 
 @dataclass(frozen=True)
 class RunSnapshot:
-    """What a checkpoint holds besides the policy. `save_state`: counters of the run, see GRPOSaveState; `data_state`:
-    the position in the data, the prompts in flight and the length of the ledger; `metrics`: of the last step."""
+    """What a checkpoint holds besides the policy. `save_state`: see GRPOSaveState; `data_state`: the position in the
+    data, the prompts in flight and the length of the ledger; `metrics`: of the last step."""
 
-    save_state: dict[str, Any]
+    save_state: GRPOSaveState
     data_state: dict[str, Any]
     metrics: dict[str, float]
 
@@ -58,32 +83,31 @@ class CheckpointManager:
     """Keeps `step_N` folders under checkpointing.checkpoint_dir.
 
     A folder holds policy/ (weights, optimizer, RNG by rank), groups/ (finished groups that wait for their step),
-    data.pt (place in the data), training_info.json (save state and metrics), config.yaml (the resolved recipe) and
-    digests.json (of all these files). It is written as `tmp_step_N` and renamed at the end. `save` waits for all of
-    it; the loop's may be written beside its next steps (`background_checkpoints.py`).
+    data.pt (position in the data), training_info.json (save state and metrics), config.yaml (the resolved recipe) and
+    digests.json (of all these files). It is written as `tmp_step_N` and renamed at the end. `save` does all of this at
+    once; `background.py` does it in parts, while training goes on.
     """
 
-    def __init__(self, config: Any) -> None:
-        """`config`: the recipe's checkpointing section."""
+    def __init__(self, config: CheckpointingConfig) -> None:
         self.config = config
         self.folder = Path(config.checkpoint_dir)
         self.resumed_from: Path | None = None
-        """The checkpoint that this run goes on from; None for a new run."""
+        """The checkpoint that this run resumes; None for a new run."""
 
     def open(self, resume: str | bool | None) -> None:
-        """Choose the checkpoint to go on from, see `find`. Raises ResumeError; also where there is none and the folder
+        """Choose the checkpoint to resume from, see `find`. Raises ResumeError; also if there is none and the folder
         holds another run's checkpoints."""
         self.resumed_from = self.find(resume)
         if self.resumed_from is None:
             self._refuse_to_mix()
 
     def latest(self) -> Path | None:
-        """The newest whole checkpoint."""
+        """Return the newest complete checkpoint."""
         steps = self._steps()
         return self.folder / f"step_{max(steps)}" if steps else None
 
     def _refuse_to_mix(self) -> None:
-        """Raises ResumeError where a run that does not resume would write among the checkpoints of another."""
+        """Raise ResumeError if a run that does not resume would write among the checkpoints of another."""
         if self.config.enabled and (found := self.latest()):
             raise ResumeError(
                 f"checkpointing.checkpoint_dir {self.folder} holds {found.name} of another run: go on from it with "
@@ -91,9 +115,10 @@ class CheckpointManager:
             )
 
     def find(self, resume: str | Path | bool | None) -> Path | None:
-        """The checkpoint that `--resume` means: True is the newest, "auto" the newest where there is one, None none.
+        """Return the checkpoint that `--resume` names: a folder, True for the newest, "auto" for the newest or None if
+        there is none.
 
-        Where the newest is damaged, the one before it is meant. Raises ResumeError."""
+        If the newest is damaged, the one before it is returned. Raises ResumeError."""
         if not resume:
             return None
         if resume == AUTO and self.latest() is None:
@@ -103,48 +128,40 @@ class CheckpointManager:
             raise ResumeError(f"--resume: there is no step_N folder in {self.folder}; start without --resume")
         if not (found / "training_info.json").is_file():
             raise ResumeError(f"--resume: {found} is no checkpoint: training_info.json is missing")
-        if (what := damage(found)) is None:
+        if (problem := damage(found)) is None:
             return found
         if isinstance(resume, str) and resume != AUTO:
-            raise ResumeError(f"--resume: {found} is damaged: {what}; choose another checkpoint, or --resume alone")
-        return self._before(found, what)
+            raise ResumeError(f"--resume: {found} is damaged: {problem}; choose another checkpoint, or --resume alone")
+        return self._newest_undamaged(found, problem)
 
-    def _before(self, found: Path, what: str) -> Path:
-        """The newest checkpoint that is whole, where `found` is not: it and others like it are set aside."""
+    def _newest_undamaged(self, found: Path, problem: str) -> Path:
+        """Rename the damaged checkpoint `found`, and older ones that are damaged too; return the next older one."""
         while True:
             aside = found.with_name(f"damaged_{found.name}")
             shutil.rmtree(aside, ignore_errors=True)
             os.replace(found, aside)
-            told = f"checkpoint {found} is damaged: {what}; it is now {aside.name}"
+            message = f"checkpoint {found} is damaged: {problem}; it is now {aside.name}"
             older = self.latest()
             if older is None:
-                raise ResumeError(f"{told}, and there is no older one: start anew, without --resume")
-            print(f"{told}, and {older.name} is used", file=sys.stderr, flush=True)
-            if (problem := damage(older)) is None:
+                raise ResumeError(f"{message}, and there is no older one: start anew, without --resume")
+            logger.warning("%s, and %s is used", message, older.name)
+            if (older_problem := damage(older)) is None:
                 return older
-            found, what = older, problem
+            found, problem = older, older_problem
 
     def log_run(self) -> str | None:
-        """Return the log folder (exp_NNN) of the run that this one goes on with, or None."""
-        if self.resumed_from is None:
-            return None
-        return json.loads((self.resumed_from / "training_info.json").read_text())["save_state"].get("log_run")
+        """Return the log folder (exp_NNN) of the run that this one resumes, or None."""
+        return _read_info(self.resumed_from)["save_state"].get("log_run") if self.resumed_from else None
 
     def position(self) -> SavedPosition | None:
-        """Return where the run stood in the checkpoint that this one goes on from, None for a new run."""
+        """Return where the run stood in the checkpoint that this one resumes, None for a new run."""
         if self.resumed_from is None:
             return None
         _, data_state = self.read(self.resumed_from)
         in_flight, entries = data_state.get("in_flight", {}), data_state.get("ledger", 0)
         return SavedPosition(self.resumed_from, data_state, in_flight, entries)
 
-    def save(
-        self,
-        step: int,
-        save_policy: Callable[[str], None],
-        snapshot: RunSnapshot,
-        recipe: MasterConfig,
-    ) -> Path:
+    def save(self, step: int, save_policy: Callable[[str], None], snapshot: RunSnapshot, recipe: MasterConfig) -> Path:
         """Write `step_N`, and delete the checkpoints that keep_top_k leaves out. Return the folder. Raises NotWritten;
         nothing is then left of it."""
         with self.writing(step) as tmp:
@@ -155,30 +172,31 @@ class CheckpointManager:
 
     @contextmanager
     def writing(self, step: int) -> Iterator[Path]:
-        """Inside, what becomes `step_N` is written to this folder. Where it cannot be written, for want of room or the
-        like, nothing is left of it, and NotWritten is raised."""
+        """Yield the folder that becomes `step_N`. If it cannot be written inside the context, delete what was written
+        and raise NotWritten."""
         tmp = self.folder / f"tmp_step_{step}"
         try:
             yield tmp
         except Exception as error:
-            if not could_not_write(error):
+            if not is_write_failure(error):
                 raise
             shutil.rmtree(tmp, ignore_errors=True)
             raise NotWritten(self._what_to_free(step, error)) from error
 
     def make_room(self, tmp: Path) -> None:
-        """Makes the folder, empty. Raises OSError where the disk has no room for another checkpoint like the last."""
+        """Make the folder, empty. Raises OSError if the disk has no room for another checkpoint like the last."""
         shutil.rmtree(tmp, ignore_errors=True)  # left by a run that was killed while it wrote
         tmp.mkdir(parents=True)
         if last := self.latest():
             refuse_full_disk(self.folder, size_of(last))
 
     def publish(self, step: int) -> Path:
-        """All of it is written: it becomes `step_N`, and what ranks too low is dropped. Returns the folder."""
+        """Write the digests, rename the folder to `step_N`, and delete the checkpoints that keep_top_k leaves out.
+        Return the folder."""
         tmp, final = self.folder / f"tmp_step_{step}", self.folder / f"step_{step}"
         write_digests(tmp)
         if final.exists():
-            self._drop(step)
+            self._delete(step)
         os.replace(tmp, final)
         self._prune(just_saved=step)
         return final
@@ -193,47 +211,45 @@ class CheckpointManager:
         )
 
     @staticmethod
-    def read(folder: Path) -> tuple[dict[str, Any], dict[str, Any]]:
-        """(save state, data state) of a checkpoint."""
+    def read(folder: Path) -> tuple[GRPOSaveState, dict[str, Any]]:
+        """Return (save state, data state) of a checkpoint."""
         import torch
 
-        info = json.loads((folder / "training_info.json").read_text())
-        return info["save_state"], torch.load(folder / "data.pt", weights_only=False)
+        return _read_info(folder)["save_state"], torch.load(folder / "data.pt", weights_only=False)
 
     def _steps(self) -> list[int]:
-        whole = (path.parent.name.removeprefix("step_") for path in self.folder.glob("step_*/training_info.json"))
-        return sorted(int(name) for name in whole if name.isdigit())
+        names = (path.parent.name.removeprefix("step_") for path in self.folder.glob("step_*/training_info.json"))
+        return sorted(int(name) for name in names if name.isdigit())
 
-    def _drop(self, step: int) -> None:
-        """Under another name first: a folder that is only half deleted must not pass for a checkpoint."""
+    def _delete(self, step: int) -> None:
+        """Rename the folder, then delete it: one that is only half deleted must not pass for a checkpoint."""
         doomed = self.folder / f"tmp_old_step_{step}"
         shutil.rmtree(doomed, ignore_errors=True)
         os.replace(self.folder / f"step_{step}", doomed)
         shutil.rmtree(doomed)
 
     def _prune(self, just_saved: int) -> None:
-        """Keeps the best keep_top_k by the metric, and always the one just saved and the newest."""
+        """Keep the best keep_top_k by the metric, and always the one just saved and the newest."""
         keep = self.config.keep_top_k
         steps = self._steps()
         if keep is None or len(steps) <= keep:
             return
         ranked = sorted(steps, key=lambda step: (self._metric(step), step), reverse=True)
         for step in set(steps) - set(ranked[:keep]) - {max(steps), just_saved}:
-            self._drop(step)
+            self._delete(step)
 
     def _metric(self, step: int) -> float:
-        """Higher is better; a checkpoint without the metric ranks last."""
+        """Return the metric for the ranking: higher is better; a checkpoint without the metric ranks last."""
         if self.config.metric_name is None:
             return 0.0
-        info = json.loads((self.folder / f"step_{step}" / "training_info.json").read_text())
-        value = info["metrics"].get(self.config.metric_name)
+        value = _read_info(self.folder / f"step_{step}")["metrics"].get(self.config.metric_name)
         if value is None:
             return float("-inf")
         return value if self.config.higher_is_better else -value
 
 
 def policy_folder(folder: Path) -> str:
-    """Of the ranks' part of a checkpoint, for whoever works in another directory."""
+    """Return the absolute path of the ranks' part of a checkpoint, for processes in another working directory."""
     return str((folder / "policy").resolve())
 
 
@@ -246,3 +262,84 @@ def write_driver_files(folder: Path, snapshot: RunSnapshot, recipe: MasterConfig
     info = {"save_state": snapshot.save_state, "metrics": snapshot.metrics}
     (folder / "training_info.json").write_text(json.dumps(info, indent=1))
     (folder / "config.yaml").write_text(yaml.safe_dump(recipe.model_dump(mode="json"), sort_keys=False))
+
+
+def _read_info(folder: Path) -> dict[str, Any]:
+    return json.loads((folder / "training_info.json").read_text())
+
+
+def write_digests(folder: Path) -> None:
+    """Write the digests of all files in `folder`, after flushing these to disk: a folder with digests is complete."""
+    names = _names(folder)
+    with ThreadPoolExecutor(THREADS) as pool:
+        digests = list(pool.map(lambda name: _digest(folder / name, sync=True), names))
+    files = {name: {"bytes": size, "sha256": digest} for name, (size, digest) in zip(names, digests, strict=True)}
+    with (folder / DIGESTS).open("w") as file:
+        json.dump({"files": files}, file, indent=1)
+        file.flush()
+        os.fsync(file.fileno())
+
+
+def damage(folder: Path) -> str | None:
+    """Return what is wrong with a checkpoint: a file is missing, truncated or was changed. None if it is intact."""
+    stamps = [(str(path), path.stat().st_size, path.stat().st_mtime_ns) for path in sorted(_files(folder.resolve()))]
+    return _damage(folder.resolve(), tuple(stamps))
+
+
+@cache
+def _damage(folder: Path, _stamps: tuple[tuple[str, int, int], ...]) -> str | None:
+    """Read all files and compare their digests. Cached, as long as sizes and times of the files stay the same."""
+    if not (folder / DIGESTS).is_file():
+        return f"{DIGESTS} is missing"
+    try:
+        files = json.loads((folder / DIGESTS).read_text())["files"]
+    except (ValueError, KeyError, TypeError) as error:
+        return f"{DIGESTS} cannot be read: {error}"
+    for name, saved in files.items():
+        if not (folder / name).is_file():
+            return f"{name} is missing"
+        if (size := (folder / name).stat().st_size) != saved["bytes"]:
+            return f"{name} has {size:,} bytes, {saved['bytes']:,} were saved"
+    with ThreadPoolExecutor(THREADS) as pool:
+        digests = pool.map(lambda name: _digest(folder / name)[1], files)
+        changed = [name for name, digest in zip(files, digests, strict=True) if digest != files[name]["sha256"]]
+    return f"{changed[0]} is not what was saved (its digest differs)" if changed else None
+
+
+def size_of(folder: Path) -> int:
+    """Return the bytes of all files of a checkpoint."""
+    return sum((folder / name).stat().st_size for name in _names(folder))
+
+
+def refuse_full_disk(folder: Path, needed: int) -> None:
+    """Raise OSError if less than `needed` bytes are free, before anything is written."""
+    if (free := shutil.disk_usage(folder).free) < needed:
+        raise OSError(errno.ENOSPC, f"{os.strerror(errno.ENOSPC)}: {free / GB:.2f} GB are free", str(folder))
+
+
+def is_write_failure(error: BaseException | None) -> bool:
+    """Return whether a file could not be written, here or in a worker. The texts are compared too, as torch raises a
+    full disk as another error. Lost or late workers do not count."""
+    while error is not None:
+        if isinstance(error, OSError) and not isinstance(error, ConnectionError | TimeoutError):
+            return True
+        if any(os.strerror(number) in str(error) for number in FULL):
+            return True
+        error = error.__cause__
+    return False
+
+
+def _names(folder: Path) -> list[str]:
+    return sorted(str(path.relative_to(folder)) for path in _files(folder) if path.name != DIGESTS)
+
+
+def _files(folder: Path) -> Iterator[Path]:
+    return (path for path in folder.rglob("*") if path.is_file())
+
+
+def _digest(path: Path, sync: bool = False) -> tuple[int, str]:
+    """Return (bytes, SHA-256) of a file. `sync`: flush it to disk first."""
+    with path.open("rb") as file:
+        if sync:
+            os.fsync(file.fileno())
+        return path.stat().st_size, hashlib.file_digest(file, "sha256").hexdigest()

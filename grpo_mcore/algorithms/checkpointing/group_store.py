@@ -1,35 +1,43 @@
-"""Finished groups that wait for their step, in a checkpoint: a resumed run trains on them, and generates anew only the
-others.
+"""Finished groups that wait for their step, in a checkpoint: a resumed run trains on them, and generates only the other
+prompts that were in flight again.
 
-One file a group, read and written one by one, so that the driver never holds more of their tokens than one group has.
+Each group is a file of its own, written and read one by one, so that the driver never holds the tokens of more than one
+group.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
 
 import torch
 
+from grpo_mcore.algorithms.checkpointing.checkpoints import SavedPosition
+from grpo_mcore.algorithms.lifecycle.run_record import RunRecord
+from grpo_mcore.algorithms.training_step.step_groups import StepGroups
 from grpo_mcore.cluster import Cluster
+from grpo_mcore.data import DatumSpec
+from grpo_mcore.refit import RefitReport
+from grpo_mcore.rollout import schedule as s
 from grpo_mcore.rollout.group import Group
-from grpo_mcore.rollout.schedule import ScheduleConfig
 
 FOLDER = "groups"
 
 
 def write_groups(folder: Path, groups: Iterable[Group], cluster: Cluster) -> None:
-    """Into `folder`/groups, with their trajectories."""
+    """Write groups with their trajectories to `folder`/groups."""
     for number, group in enumerate(groups):
         (folder / FOLDER).mkdir(exist_ok=True)
         samples = [(replace(sample, ref=None), cluster.fetch(sample.ref)) for sample in group.samples]
         torch.save({"uid": group.uid, "samples": samples, "scores": group.scores}, folder / FOLDER / f"{number:05d}.pt")
 
 
-def read_groups(folder: Path, prompts: Sequence[Any], cluster: Cluster, wanted: Mapping[str, int]) -> dict[str, Group]:
-    """By uid, those of `wanted` that `write_groups` has written. `prompts`: of the groups."""
+def read_groups(
+    folder: Path, prompts: Sequence[DatumSpec], cluster: Cluster, wanted: Mapping[str, int]
+) -> dict[str, Group]:
+    """Return the groups, by uid, that `write_groups` has written and whose uid is in `wanted`. `prompts`: of the
+    groups."""
     by_uid = {prompt["uid"]: prompt for prompt in prompts}
     groups = {}
     for path in sorted((folder / FOLDER).glob("*.pt")):
@@ -40,11 +48,36 @@ def read_groups(folder: Path, prompts: Sequence[Any], cluster: Cluster, wanted: 
     return groups
 
 
-def in_time(in_flight: Mapping[str, int], limits: ScheduleConfig, version: int) -> dict[str, int]:
-    """The part of `in_flight` (uid -> weight version, in the order of dispatch) that is young enough for its step, when
-    `version` trains next. The recipe may have changed since they were generated."""
+def young_enough(in_flight: Mapping[str, int], limits: s.ScheduleConfig, version: int) -> dict[str, int]:
+    """Return the part of `in_flight` (uid -> weight version, in the order of dispatch) that will be young enough for
+    its step, when `version` trains next. The recipe's limit may have changed since they were generated."""
     return {
         uid: generated
         for position, (uid, generated) in enumerate(in_flight.items())
         if version + position // limits.num_prompts - generated <= limits.max_trajectory_age
     }
+
+
+def resume_in_flight(
+    position: SavedPosition,
+    record: RunRecord,
+    groups: StepGroups,
+    cluster: Cluster,
+    refit: Callable[[], RefitReport],
+    dispatch: Callable[[Sequence[DatumSpec]], None],
+) -> None:
+    """Restore the finished groups of a checkpoint that are young enough for their step, and `dispatch` the other
+    prompts that were in flight, in their order. Does nothing if the run is over already."""
+    schedule = record.schedule
+    if not position.in_flight or isinstance(schedule.next(), s.Finish):
+        return
+    record.refitted(refit())
+    version = schedule.policy_version
+    batch = record.prompts.take(len(position.in_flight))  # the stream hands these out first, in their order
+    young = young_enough(position.in_flight, schedule.config, version)
+    restored = read_groups(position.folder, batch, cluster, young)
+    dispatch([prompt for prompt in batch if prompt["uid"] not in restored])
+    for group in restored.values():
+        groups.add(group)
+    versions = [young[prompt["uid"]] if prompt["uid"] in restored else version for prompt in batch]
+    record.resumed(batch, versions, list(restored.values()))

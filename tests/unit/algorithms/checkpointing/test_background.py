@@ -1,4 +1,4 @@
-"""The loop's checkpoints beside its steps: whole or not at all, one at a time, and a failure costs only itself."""
+"""Checkpoints in the background: complete or not at all, one at a time; one that fails does not affect the run."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from tests.unit.algorithms.training_step.step_cases import config
 
 
 class Ranks:
-    """A policy whose ranks write when `written` is set, or are waited for; `error`: what they raise then."""
+    """A policy whose ranks finish writing when `written` is set or they are waited for. `error`: they raise it then."""
 
     def __init__(self) -> None:
         self.cluster = SimpleNamespace(call_timeout_s=30.0)
@@ -46,52 +46,52 @@ class World:
     def __init__(self, folder: Path, *, is_async: bool = True) -> None:
         recipe = config()
         recipe.checkpointing.checkpoint_dir, recipe.checkpointing.is_async = str(folder), is_async
-        self.folder, self.ranks, self.told = folder, Ranks(), list[str]()
+        self.folder, self.ranks, self.events = folder, Ranks(), list[str]()
         manager = CheckpointManager(recipe.checkpointing)
         self.saves = BackgroundCheckpoints(
             manager,
             self.ranks,  # type: ignore[arg-type]
             recipe,
-            on_saved=lambda step, path: self.told.extend([path.name, f"saved {step}"]),
-            on_failure=lambda step, error: self.told.extend([str(error), f"not_saved {step}"]),
+            on_saved=lambda step, path: self.events.extend([path.name, f"saved {step}"]),
+            on_failure=lambda step, error: self.events.extend([str(error), f"not_saved {step}"]),
         )
 
     def start(self, step: int, write_more: Any = lambda folder: None) -> None:
         self.saves.start(step, RunSnapshot({"current_step": step}, {"place": step}, {}), write_more)
 
-    def lies_there(self) -> list[str]:
+    def files(self) -> list[str]:
         return sorted(path.name for path in self.folder.iterdir())
 
 
-def test_it_appears_when_all_is_written(tmp_path: Path) -> None:
+def test_it_appears_when_everything_is_written(tmp_path: Path) -> None:
     world = World(tmp_path)
     world.start(1)
     world.saves.poll()
-    assert world.lies_there() == ["tmp_step_1"] and not world.told
+    assert world.files() == ["tmp_step_1"] and not world.events
     world.ranks.written = True
-    world.saves.poll()  # the driver's part begins
+    world.saves.poll()  # starts the driver's part
     world.saves.wait()
-    assert world.lies_there() == ["step_1"] and world.told == ["step_1", "saved 1"]
+    assert world.files() == ["step_1"] and world.events == ["step_1", "saved 1"]
     assert checkpoints.damage(tmp_path / "step_1") is None
     world.saves.poll()
     world.saves.wait()
-    assert world.told == ["step_1", "saved 1"]
+    assert world.events == ["step_1", "saved 1"]
 
 
-def test_the_next_waits_for_the_one_before(tmp_path: Path) -> None:
+def test_the_next_one_waits_for_the_one_before(tmp_path: Path) -> None:
     world = World(tmp_path)
     world.start(1)
     world.start(2)
-    assert world.lies_there() == ["step_1", "tmp_step_2"]
+    assert world.files() == ["step_1", "tmp_step_2"]
     assert world.ranks.calls == ["start", "waited for", "start"]
     world.saves.wait()
-    assert world.told == ["step_1", "saved 1", "step_2", "saved 2"]
+    assert world.events == ["step_1", "saved 1", "step_2", "saved 2"]
 
 
-def test_it_may_be_waited_for_at_once(tmp_path: Path) -> None:
+def test_it_can_be_written_in_the_foreground(tmp_path: Path) -> None:
     world = World(tmp_path, is_async=False)
     world.start(1)
-    assert world.lies_there() == ["step_1"] and world.told == ["step_1", "saved 1"]
+    assert world.files() == ["step_1"] and world.events == ["step_1", "saved 1"]
 
 
 def full(*_: Any) -> Any:
@@ -99,64 +99,66 @@ def full(*_: Any) -> Any:
 
 
 @pytest.mark.parametrize("where", ["ranks", "driver", "digests"])
-def test_what_cannot_be_written_costs_itself_alone(tmp_path: Path, where: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_checkpoint_that_cannot_be_written_does_not_affect_the_next(
+    tmp_path: Path, where: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
     world = World(tmp_path)
-    told = "No space left on device"
+    text = "No space left on device"
     if where == "ranks":
-        told = "rank 1: OSError: [Errno 28] No space left on device"
-        world.ranks.error = WorkerFailed("policy-1", "writing the policy's checkpoint", f"SaveError: {told}")
+        text = "rank 1: OSError: [Errno 28] No space left on device"
+        world.ranks.error = WorkerFailed("policy-1", "writing the policy's checkpoint", f"SaveError: {text}")
     if where == "digests":
         monkeypatch.setattr(checkpoints, "write_digests", full)
     world.start(1, full if where == "driver" else lambda folder: None)
     world.saves.wait()
     monkeypatch.undo()
-    assert world.lies_there() == []
-    assert "the checkpoint of step 1 was not written" in world.told[0] and told in world.told[0]
-    assert world.told[1:] == ["not_saved 1"]
+    assert world.files() == []
+    assert "the checkpoint of step 1 was not written" in world.events[0] and text in world.events[0]
+    assert world.events[1:] == ["not_saved 1"]
     world.start(2)
     world.saves.wait()
-    assert world.lies_there() == ["step_2"]
+    assert world.files() == ["step_2"]
 
 
-def test_a_lost_rank_ends_the_run_and_leaves_nothing(tmp_path: Path) -> None:
+def test_a_lost_rank_ends_the_run_and_leaves_no_checkpoint(tmp_path: Path) -> None:
     world = World(tmp_path)
     world.start(1)
     world.ranks.error = DeadlineExceeded("writing the policy's checkpoint", "policy-0", 30.0)
     with pytest.raises(DeadlineExceeded), world.saves:
         world.saves.wait()
-    assert world.lies_there() == [] and not world.told
+    assert world.files() == [] and not world.events
 
 
-def test_an_error_of_the_run_lets_it_be_finished(tmp_path: Path) -> None:
+def test_it_is_finished_after_an_error_of_the_run(tmp_path: Path) -> None:
     world = World(tmp_path)
     with pytest.raises(RuntimeError), world.saves:
         world.start(1)
         raise RuntimeError("loss is not finite")
-    assert world.lies_there() == ["step_1"] and world.told == ["step_1", "saved 1"]
+    assert world.files() == ["step_1"] and world.events == ["step_1", "saved 1"]
 
 
-def test_where_a_rank_is_lost_it_is_not_finished(tmp_path: Path) -> None:
+def test_it_is_not_finished_after_a_rank_was_lost(tmp_path: Path) -> None:
     world = World(tmp_path)
     with pytest.raises(WorkerFailed) as raised, world.saves:
         world.start(1)
         world.ranks.error = WorkerFailed("policy-1", "writing the policy's checkpoint", "it died")
         raise WorkerFailed("policy-1", "training", "it died")
     assert "the checkpoint under way could not be finished" in raised.value.__notes__[0]
-    assert world.lies_there() == [] and not world.told
+    assert world.files() == [] and not world.events
 
 
-def test_nobody_in_a_hurry_waits_for_it(tmp_path: Path) -> None:
+def test_ctrl_c_does_not_wait_for_it(tmp_path: Path) -> None:
     world = World(tmp_path)
     with pytest.raises(KeyboardInterrupt), world.saves:
         world.start(1)
         raise KeyboardInterrupt
-    assert world.lies_there() == [] and world.ranks.calls == ["start"]
+    assert world.files() == [] and world.ranks.calls == ["start"]
 
 
-def test_what_only_needs_its_name_gets_it_when_the_run_ends(tmp_path: Path) -> None:
+def test_it_is_renamed_at_the_end_of_the_run_if_everything_is_written(tmp_path: Path) -> None:
     world = World(tmp_path)
     world.start(1)
     world.ranks.written = True
     with world.saves:
         world.saves.poll()
-    assert world.lies_there() == ["step_1"]
+    assert world.files() == ["step_1"]

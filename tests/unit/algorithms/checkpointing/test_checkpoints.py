@@ -1,4 +1,4 @@
-"""Folders of checkpoints: whole or not at all, the best kept, two runs never mixed."""
+"""Checkpoint folders: complete or not at all, the best are kept, two runs are never mixed."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from grpo_mcore.algorithms.checkpointing import checkpoint_files
+from grpo_mcore.algorithms.checkpointing import checkpoints as module
 from grpo_mcore.algorithms.checkpointing.checkpoints import (
     CheckpointManager,
     NotWritten,
@@ -58,7 +58,7 @@ def test_a_lower_metric_can_be_the_better_one(tmp_path: Path) -> None:
     assert kept(tmp_path) == ["step_1", "step_3"]
 
 
-def test_the_one_just_saved_is_kept_whatever_lies_there(tmp_path: Path) -> None:
+def test_the_one_just_saved_is_always_kept(tmp_path: Path) -> None:
     checkpoints = manager(tmp_path, keep_top_k=1)
     save(checkpoints, 90, val_accuracy=0.9)
     assert save(checkpoints, 10, val_accuracy=0.1).is_dir()
@@ -71,7 +71,7 @@ def test_a_run_that_does_not_resume_refuses_the_folder_of_another(tmp_path: Path
     manager(tmp_path, enabled=False).open(None)
 
 
-def test_what_a_kill_left_is_no_checkpoint(tmp_path: Path) -> None:
+def test_what_a_killed_run_left_is_no_checkpoint(tmp_path: Path) -> None:
     checkpoints = manager(tmp_path, keep_top_k=1)
     (tmp_path / "step_7").mkdir()  # half deleted
     (tmp_path / "tmp_step_8").mkdir()  # half written
@@ -88,7 +88,7 @@ def full_disk(folder: str) -> None:
     raise OSError(errno.ENOSPC, "No space left on device")
 
 
-def test_a_save_without_room_leaves_the_others_and_says_what_to_free(tmp_path: Path) -> None:
+def test_a_save_on_a_full_disk_leaves_the_others_and_says_what_to_free(tmp_path: Path) -> None:
     checkpoints = manager(tmp_path)
     save(checkpoints, 1)
     with pytest.raises(
@@ -99,7 +99,7 @@ def test_a_save_without_room_leaves_the_others_and_says_what_to_free(tmp_path: P
     save(checkpoints, 2)
 
 
-def test_a_rank_without_room_is_understood_from_its_text(tmp_path: Path) -> None:
+def test_a_full_disk_of_a_rank_is_recognised_by_its_text(tmp_path: Path) -> None:
     def rank(folder: str) -> None:
         raise WorkerFailed("policy-1", "save", "SaveError: rank 1: OSError: [Errno 28] No space left on device")
 
@@ -107,7 +107,7 @@ def test_a_rank_without_room_is_understood_from_its_text(tmp_path: Path) -> None
         manager(tmp_path).save(2, rank, NOTHING, RECIPE)
 
 
-def test_room_is_looked_for_before_anybody_writes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_free_space_is_checked_before_anything_is_written(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     checkpoints = manager(tmp_path)
     folder = save(checkpoints, 1)
     with (folder / "big").open("wb") as file:
@@ -122,7 +122,7 @@ def test_any_other_error_is_raised_as_it_is(tmp_path: Path) -> None:
 
 
 def spoil(path: Path) -> None:
-    """One bit of its last byte."""
+    """Flip a bit of the last byte."""
     data = bytearray(path.read_bytes())
     data[-1] ^= 1
     path.write_bytes(data)
@@ -138,8 +138,8 @@ DAMAGES = {
 
 
 @pytest.mark.parametrize("message", DAMAGES)
-def test_of_a_damaged_checkpoint_the_one_before_is_used(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str], message: str
+def test_if_a_checkpoint_is_damaged_the_one_before_is_used(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture, message: str
 ) -> None:
     checkpoints = manager(tmp_path)
     for step in (1, 2, 3):
@@ -149,7 +149,7 @@ def test_of_a_damaged_checkpoint_the_one_before_is_used(
     with pytest.raises(ResumeError, match=f"step_3 is damaged: .*{message}"):
         checkpoints.find(str(tmp_path / "step_3"))
     assert checkpoints.find("auto") == tmp_path / "step_1"
-    told = capsys.readouterr().err.splitlines()
+    told = caplog.messages
     assert re.search(f"step_3 is damaged: .*{message}.*; it is now damaged_step_3, and step_2 is used", told[0])
     assert "step_2 is damaged" in told[1] and kept(tmp_path) == ["damaged_step_2", "damaged_step_3", "step_1"]
     DAMAGES[message](tmp_path / "step_1")
@@ -157,10 +157,10 @@ def test_of_a_damaged_checkpoint_the_one_before_is_used(
         checkpoints.find(True)
 
 
-def test_a_checkpoint_is_read_for_its_digests_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_digests_of_a_checkpoint_are_computed_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     folder = save(manager(tmp_path), 1)
     assert manager(tmp_path).find(True) == folder
-    monkeypatch.setattr(checkpoint_files, "_digest", lambda *args: pytest.fail("again"))
+    monkeypatch.setattr(module, "_digest", lambda *args: pytest.fail("again"))
     assert manager(tmp_path).find(str(folder)) == folder
 
 
@@ -170,7 +170,7 @@ def test_resume_without_a_checkpoint_says_where_it_looked(tmp_path: Path) -> Non
     assert manager(tmp_path).find(None) is None
 
 
-def test_resume_auto_goes_on_where_it_can(tmp_path: Path) -> None:
+def test_resume_auto_resumes_if_there_is_a_checkpoint(tmp_path: Path) -> None:
     assert manager(tmp_path).find("auto") is None
     saved = save(manager(tmp_path), 4)
     assert manager(tmp_path).find("auto") == saved

@@ -1,4 +1,4 @@
-"""Finished groups go through a checkpoint as they are; those that the recipe of now thinks too old do not."""
+"""Finished groups pass through a checkpoint unchanged; those too old for the current recipe are left out."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from grpo_mcore.algorithms.checkpointing.group_store import in_time, read_groups, write_groups
+from grpo_mcore.algorithms.checkpointing.group_store import read_groups, write_groups, young_enough
 from grpo_mcore.rollout.group import Group
 from grpo_mcore.rollout.schedule import ScheduleConfig
 from grpo_mcore.rollout.trajectory import Score, Trajectory, TrajectoryRef, Turn
@@ -48,4 +48,4 @@ def test_too_old_for_the_step_at_which_they_would_train(age: int, young: list[st
     """Two a step, version 5 trains next: a and b with it, c and d with version 6."""
     in_flight = {"a": 3, "b": 4, "c": 6, "d": 4}
     limits = ScheduleConfig(num_prompts=2, max_steps=9, max_trajectory_age=age)
-    assert list(in_time(in_flight, limits, 5)) == young
+    assert list(young_enough(in_flight, limits, 5)) == young
