@@ -1,4 +1,4 @@
-"""Memory that a policy rank holds, in bytes."""
+"""Memory that a policy rank holds: how much, and moving the optimizer's part between device and host."""
 
 from __future__ import annotations
 
@@ -35,6 +35,25 @@ def resident_bytes(chunks: Iterable[Any], optimizer: Any) -> dict[str, int]:
         "gradients": storage_bytes(buffer.grad_data for buffer in buffers),
         "optimizer": storage_bytes(t for t in _optimizer_tensors(optimizer) if storage_key(t) not in own),
     }
+
+
+def move_optimizer(optimizer: Any, weights: Iterable[Tensor], device: torch.device) -> None:
+    """Move moments and float32 copies of weights to `device`.
+
+    Views of weights stay: the optimizer updates float32 weights in place, and a copy of them would be one more. Scalars
+    stay: torch's Adam counts its steps on the host. (Megatron-Core's `offload_to_cpu` moves both.)
+    """
+    own = {storage_key(weight) for weight in weights}
+    for part in optimizer.chained_optimizers:
+        if part.optimizer is None:
+            continue
+        for parameter in (p for group in part.optimizer.param_groups for p in group["params"]):
+            if storage_key(parameter) not in own:
+                parameter.data = parameter.data.to(device, copy=True)
+        for state in part.optimizer.state.values():
+            for name, value in state.items():
+                if torch.is_tensor(value) and value.dim():
+                    state[name] = value.to(device, copy=True)
 
 
 def accelerator(platform: Platform) -> dict[str, Any]:

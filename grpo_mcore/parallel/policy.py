@@ -18,7 +18,7 @@ from grpo_mcore.batching.packed_batch import PackedBatch
 from grpo_mcore.families import adapter_shape, check_fit, read_hf_config, shape_of
 from grpo_mcore.objective import CombinedMetrics, combine_metrics, nonfinite_samples
 from grpo_mcore.parallel.context import padded_length
-from grpo_mcore.parallel.memory import accelerator, resident_bytes
+from grpo_mcore.parallel.memory import accelerator, move_optimizer, resident_bytes
 from grpo_mcore.parallel.mesh import Address, Layout, LayoutError, join_mesh, leave_mesh
 from grpo_mcore.parallel.platform import Platform
 from grpo_mcore.recipe import PolicyConfig
@@ -317,10 +317,11 @@ class Policy:
         """Free device memory for a colocated engine: drop gradients, move the optimizer to the host. Idempotent."""
         if self.platform.on_gpu and not self._offloaded:
             self._offloaded = True
-            empty_cache = self.config.megatron_cfg.empty_unused_memory_level > 0
             for chunk in self.chunks:
-                chunk.offload_grad_buffers(empty_cache=empty_cache)
-            self.optimizer.offload_to_cpu()
+                chunk.offload_grad_buffers(empty_cache=False)
+            move_optimizer(self.optimizer, _parameters(self.chunks), torch.device("cpu"))
+            if self.config.megatron_cfg.empty_unused_memory_level > 0:
+                torch.cuda.empty_cache()
 
     def onload(self) -> None:
         """Undo `offload`."""
@@ -328,7 +329,7 @@ class Policy:
             self._offloaded = False
             for chunk in self.chunks:
                 chunk.restore_grad_buffers()
-            self.optimizer.restore_from_cpu()
+            move_optimizer(self.optimizer, _parameters(self.chunks), self.device)
 
     def memory(self) -> dict[str, Any]:
         """Return the bytes of weights, gradients and optimizer during training; {} before the first step.

@@ -9,7 +9,9 @@ import torch
 
 from grpo_mcore.objective import ClippedPGLossConfig, ClippedPGLossFn
 from grpo_mcore.parallel.checkpoint import SaveError
+from grpo_mcore.parallel.memory import storage_key
 from grpo_mcore.parallel.mesh import Address
+from grpo_mcore.parallel.platform import Platform
 from grpo_mcore.parallel.policy import NonFiniteLoss, Policy
 from grpo_mcore.tools.parity.rank import (
     LENGTHS,
@@ -23,9 +25,11 @@ ADAM = {"lr": 1e-2, "min_lr": 1e-3, "adam_eps": 1e-3, "weight_decay": 0.01}
 SCHEDULE = {"lr_decay_style": "cosine", "lr_decay_iters": 10, "lr_warmup_iters": 2, "lr_warmup_init": 1e-3}
 
 
-def adam_policy(address: Address, model: str, case: LayoutCase, *, reference: bool = False) -> Policy:
-    """With a learning rate that changes every step, so that a lost schedule shows."""
-    config = policy_config(model, case)
+def adam_policy(
+    address: Address, model: str, case: LayoutCase, *, reference: bool = False, precision: str = "float32"
+) -> Policy:
+    """Build a policy whose learning rate changes every step, so that a lost schedule is noticed."""
+    config = policy_config(model, case, precision=precision)
     megatron = config.megatron_cfg
     megatron.optimizer = megatron.optimizer.model_copy(update=ADAM)
     megatron.scheduler = megatron.scheduler.model_copy(update=SCHEDULE)
@@ -98,6 +102,35 @@ def bfloat16_logprobs(address: Address, model: str, case: LayoutCase) -> dict[in
         for batch, row in zip(batches, policy.logprobs(batches), strict=True)
         for name, part in zip(batch.names, batch.split(row), strict=True)
     }
+
+
+def train_offload_train(
+    address: Address, model: str, case: LayoutCase, precision: str, offload: bool
+) -> tuple[list[tuple[float, float]], bool, bool]:
+    """Train, offload and onload twice, as on a GPU but with CPU tensors: (steps, optimizer moved, views kept)."""
+    policy = adam_policy(address, model, case, precision=precision)
+    steps, moved, views = [step(policy)], True, _views_of_weights(policy)
+    for _ in range(2 if offload else 0):
+        before = _moments(policy)
+        policy.platform = Platform("gpu")
+        policy.offload()
+        moved &= before != _moments(policy)
+        policy.onload()
+        steps.append(step(policy))
+    steps += [step(policy) for _ in range(3 - len(steps))]
+    return steps, moved, views == _views_of_weights(policy)
+
+
+def _moments(policy: Policy) -> set[int]:
+    states = [state for part in policy.optimizer.chained_optimizers for state in part.optimizer.state.values()]
+    return {storage_key(state[name]) for state in states for name in ("exp_avg", "exp_avg_sq")}
+
+
+def _views_of_weights(policy: Policy) -> list[bool]:
+    """For each tensor that the optimizer updates, whether it is a view of a weight."""
+    weights = {storage_key(weight) for chunk in policy.chunks for weight in chunk.parameters()}
+    groups = [group for part in policy.optimizer.chained_optimizers for group in part.optimizer.param_groups]
+    return [storage_key(updated) in weights for group in groups for updated in group["params"]]
 
 
 def train_on_a_broken_sample(address: Address, model: str, case: LayoutCase) -> tuple[str, bool]:

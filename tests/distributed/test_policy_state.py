@@ -91,6 +91,20 @@ def test_a_rank_that_cannot_write_beside_training_is_named_by_all(ranks: RankPoo
     assert not (tmp_path / "torn" / "metadata.json").exists()
 
 
+@pytest.mark.parametrize("case", [TP1, DP2], ids=lambda case: case.name)
+@pytest.mark.parametrize("precision", ["float32", "bfloat16"])
+def test_offloading_changes_nothing_that_is_trained(
+    ranks: RankPool, model: str, case: LayoutCase, precision: str
+) -> None:
+    run = [
+        ranks.run(case.world_size, f"{CASES}:train_offload_train", model, case, precision, offload)
+        for offload in (False, True)
+    ]
+    for (expected, _, _), (steps, moved, views_kept) in zip(*run, strict=True):
+        assert steps == expected
+        assert moved and views_kept
+
+
 def test_a_frozen_router_stays(ranks: RankPool, models: dict[str, str]) -> None:
     for routers_moved, others_moved in ranks.run(2, f"{CASES}:train_with_a_frozen_router", models["qwen3_moe"], EP2):
         assert others_moved and not routers_moved
