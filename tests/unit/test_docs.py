@@ -1,0 +1,52 @@
+"""The pages name files that exist, and their links lead somewhere."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).resolve().parents[2]
+PAGES = [*sorted(ROOT.glob("*.md")), *sorted((ROOT / "docs").glob("*.md"))]
+CODE = re.compile(r"`([\w./-]+\.(?:py|yaml|md|sh|svg|lock))`")
+LINK = re.compile(r"\]\((?!https?:|#)([^)#\s]+)")
+PLACEHOLDER = re.compile(r"[A-Z]{3,}|\bfile\.py")
+SHORT = ("docs", "recipes", "grpo_mcore", "grpo_mcore/algorithms", "tests/unit/objective")
+"""Folders that a page may leave out of a path."""
+OF_OTHERS = ("vllm_model_for_training.yaml",)  # NeMo Gym's
+
+
+def exists(name: str) -> bool:
+    if any((ROOT / folder / name).exists() for folder in ("", *SHORT)):
+        return True
+    folders = () if "/" in name else ("grpo_mcore", "launchers", "recipes", "tests")
+    return name in OF_OTHERS or any(True for folder in folders for _ in (ROOT / folder).rglob(name))
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
+def test_files_that_a_page_names_exist(page: Path) -> None:
+    text = page.read_text() if page.name != "CHANGELOG.md" else page.read_text().partition("### Moved")[0]
+    named = {name for name in CODE.findall(text) if not PLACEHOLDER.search(name)}
+    assert not sorted(name for name in named if not exists(name))
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
+def test_links_of_a_page_lead_somewhere(page: Path) -> None:
+    assert not [link for link in LINK.findall(page.read_text()) if not (page.parent / link).exists()]
+
+
+@pytest.mark.parametrize("picture", sorted((ROOT / "docs" / "images").glob("*.svg")), ids=lambda path: path.name)
+def test_a_picture_is_legible_on_any_background(picture: Path) -> None:
+    """It has a panel of its own, colours for dark themes, words for those who cannot see it, and no font to load."""
+    text = picture.read_text()
+    assert 'class="panel"' in text and "prefers-color-scheme: dark" in text
+    assert "<title" in text and "<desc" in text
+    assert "http" not in text.replace("http://www.w3.org/2000/svg", "")
+
+
+def test_every_page_is_on_the_map() -> None:
+    index = (ROOT / "docs" / "index.md").read_text()
+    assert not [
+        page.name for page in (ROOT / "docs").glob("*.md") if page.name != "index.md" and page.name not in index
+    ]
