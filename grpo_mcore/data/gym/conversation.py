@@ -1,4 +1,4 @@
-"""Items of the Responses API as messages of the chat API, which chat templates take."""
+"""Conversion of Responses API items to chat API messages, which chat templates take."""
 
 from __future__ import annotations
 
@@ -12,12 +12,12 @@ Message = dict[str, Any]
 
 
 def chat_messages(items: Iterable[Item], reasoning: bool = True) -> list[Message]:
-    """The conversation, item by item: a thought, a text and calls that follow each other are one assistant message.
+    """Convert a conversation. A thought, a text and calls that follow each other are one assistant message.
 
-    Calls have the chat API's form, arguments as the policy wrote them; results name their call. Thoughts become
-    `reasoning_content`, without `reasoning` they are left out. `developer` becomes `system`, which templates know. An
-    assistant that neither says nor calls anything (a generation cut off while it thought) has no message. Raises
-    BadRow for a malformed item, Filtered for a kind of item that chat has no place for.
+    Calls get the chat API's form, with the arguments as the policy wrote them; results name their call. Thoughts become
+    `reasoning_content`, or are dropped without `reasoning`. `developer` becomes `system`, which templates know. An
+    assistant that neither says nor calls anything (a generation cut off while it thought) gets no message. Raises
+    BadRow for a malformed item, Filtered for a kind of item that chat messages cannot hold.
     """
     return asked_and_done(items, (), reasoning)[0]
 
@@ -25,14 +25,14 @@ def chat_messages(items: Iterable[Item], reasoning: bool = True) -> list[Message
 def asked_and_done(
     asked: Iterable[Item], done: Iterable[Item], reasoning: bool = True
 ) -> tuple[list[Message], list[Message]]:
-    """The messages of a rollout's input, and those of its output."""
+    """Return the messages of a rollout's input, and those of its output."""
     chat = _Chat(reasoning)
     before = chat.take(asked)
     return before, chat.take(done)
 
 
 class _Chat:
-    """The messages so far; `turn` is the assistant's message that may still grow."""
+    """The messages converted so far; `turn` is the assistant's message that may still grow."""
 
     def __init__(self, reasoning: bool) -> None:
         self.messages: list[Message] = []
@@ -42,13 +42,13 @@ class _Chat:
         self.unnamed_results = 0
 
     def take(self, items: Iterable[Item]) -> list[Message]:
-        """The messages that these items make."""
+        """Convert items to messages."""
         self.messages, self.turn = [], None
         for item in items:
             kind = item.type
             handle = _HANDLERS.get(kind) if kind is not None or item.role is not None else None
             if handle is None:
-                raise Filtered(f"an item of type {kind!r}, which chat messages have no place for")
+                raise Filtered(f"an item of type {kind!r}, which chat messages cannot hold")
             handle(self, item)
         return [
             message
@@ -75,7 +75,7 @@ class _Chat:
         self.messages.append(message)
 
     def fresh_turn(self) -> Message:
-        """The assistant's message, in which nothing is said or called yet."""
+        """Return the assistant's message; a new one unless nothing is said or called in the last."""
         if self.turn is None or self.turn["content"] or "tool_calls" in self.turn:
             self.turn = {"role": "assistant", "content": ""}
             self.messages.append(self.turn)
@@ -111,7 +111,7 @@ class _Chat:
         self.messages.append({"role": "tool", "tool_call_id": self.result_id(item.call_id), "content": content})
 
     def result_id(self, call_id: Any) -> Any:
-        """Results that name no call answer the calls without a name, in their order."""
+        """Return the id of the call that a result answers. Results without an id answer calls without one, in order."""
         if call_id is not None:
             return call_id
         self.unnamed_results += 1
@@ -128,7 +128,7 @@ _HANDLERS = {
 
 
 def chat_content(content: Any) -> str | list[Any]:
-    """The text of all parts; where a part is no text, the list of parts, text parts in the chat API's form."""
+    """Return the text of all parts, or the list of parts in the chat API's form where one of them is not text."""
     text = text_of(content)
     if type(content) is list:
         for part in content:
@@ -138,13 +138,13 @@ def chat_content(content: Any) -> str | list[Any]:
 
 
 def chat_tools(tools: Any) -> list[Any]:
-    """Tools in the chat API's form ({"type": "function", "function": {...}}), from that one or from the flat one of the
-    Responses API; tools that are no functions as they are. Raises BadRow."""
+    """Return tools in the chat API's form ({"type": "function", "function": {...}}), given that form or the flat one of
+    the Responses API. Tools that are not functions stay as they are. Raises BadRow."""
     return [_chat_tool(tool) for tool in _list(tools, "tools")]
 
 
 def with_instructions(messages: list[Message], instructions: Any) -> list[Message]:
-    """The messages after the `instructions` of the request, which are a system prompt."""
+    """Put the request's `instructions` before the messages, as a system prompt."""
     if not instructions:
         return messages
     if not isinstance(instructions, str):
@@ -161,7 +161,7 @@ def _list(value: Any, what: str) -> list[Any]:
 
 
 def _chat_call(call: Any) -> tuple[Any, Any, Any]:
-    """(id, name, arguments) of a call in the chat API's form, or without its `function`."""
+    """Return (id, name, arguments) of a call, with or without the chat API's `function` around name and arguments."""
     if not isinstance(call, dict):
         raise BadRow(f"a call must be an object, got {kind_of(call)}")
     function = call["function"] if isinstance(call.get("function"), dict) else call
@@ -186,7 +186,7 @@ def _as_text(value: Any, absent: str) -> str:
 
 
 def _thoughts(parts: Any) -> str:
-    """The texts of a thought's parts, a line each."""
+    """Return the texts of a thought's parts, one per line."""
     if not parts:
         return ""
     if type(parts) is str:
@@ -196,7 +196,7 @@ def _thoughts(parts: Any) -> str:
 
 
 def _is_text(part: Any) -> bool:
-    """`part`: one that `text_of` took."""
+    """Return whether a part that `text_of` accepted is text."""
     return type(part) is str or "text" in part or "refusal" in part
 
 

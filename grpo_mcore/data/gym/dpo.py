@@ -1,5 +1,7 @@
-"""Rollouts to pairs for DPO: {"prompt", "chosen", "rejected"} and their rewards. Both answers of a pair answer the same
-prompt: the same whole input and, where the rollouts name one, the same task."""
+"""Conversion of rollouts to pairs for DPO: {"prompt", "chosen", "rejected"} and their rewards.
+
+Both answers of a pair are to the same prompt: the same whole input and, where the rollouts name one, the same task.
+"""
 
 from __future__ import annotations
 
@@ -46,15 +48,18 @@ def gym_to_dpo(
     prompt_format: str = "text",
     strict: bool = False,
 ) -> Summary:
-    """Pairs of answers whose rewards differ by at least `min_gap`, in the order in which their prompts first occur.
+    """Pair answers whose rewards differ by at least `min_gap`, in the order in which their prompts first occur.
 
-    "same_prompt": the best and the worst answer of each prompt. "stratified": answers of at least `high_threshold`
-    with answers of at most `low_threshold` of the same prompt, at most `max_pairs_per_prompt` of them, drawn by `seed`.
+    The strategy "same_prompt" pairs the best and the worst answer of each prompt; "stratified" pairs answers with a
+    reward of at least `high_threshold` with those of at most `low_threshold`, at most `max_pairs_per_prompt` pairs of a
+    prompt, drawn by `seed`.
     Two answers of the same text are never paired. Memory does not grow with the file: the answers lie in a temporary
     database beside the output, about as large as the input. Raises DataError.
     """
     if min_gap < 0 or low_threshold > high_threshold or max_pairs_per_prompt < 1:
-        raise DataError("the gap must not be below 0, the low threshold not above the high one, pairs at least 1")
+        raise DataError(
+            "min_gap must not be negative, low_threshold not above high_threshold, max_pairs_per_prompt at least 1"
+        )
     parse = RolloutParser(output=TextItem, raw_params=True)
     prompt = _Prompts(parse, prompt_format)
     chooser = (

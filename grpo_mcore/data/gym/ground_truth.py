@@ -1,4 +1,4 @@
-"""Where a rollout's ground truth stands: in the task's parameters, or in a field of the verifier's own."""
+"""The places of a rollout's ground truth: the task's parameters, or a field of the verifier."""
 
 from __future__ import annotations
 
@@ -21,12 +21,13 @@ USUAL_PLACES = (
     "verifier_metadata.expected_answer",
     "reference_answer",
 )
-"""Looked at in this order. Fields that may hold what the policy said (`answer`, `extracted_answer`) are not here."""
+"""Places in the order in which they are searched. Fields that may hold the policy's answer (`answer`,
+`extracted_answer`) are not among them."""
 
 
 @dataclass(frozen=True)
 class Place:
-    """`field` of a rollout, or of its `responses_create_params`; `inside`: the keys from there on."""
+    """A field of a rollout, or of its `responses_create_params`; `inside` holds the keys from there on."""
 
     name: str
     in_params: bool
@@ -35,7 +36,7 @@ class Place:
 
 
 def places(first: Sequence[str] = ()) -> tuple[Place, ...]:
-    """The places to look at: `first` (dotted paths, as the user wrote them), then the usual ones. Raises DataError."""
+    """Return the places to search: `first` (dotted paths from the user), then the usual ones. Raises DataError."""
     return tuple(_place(name) for name in dict.fromkeys((*first, *USUAL_PLACES)))
 
 
@@ -45,15 +46,15 @@ def _place(name: str) -> Place:
     if in_params:
         del keys[0]
     if not keys or not all(keys):
-        raise DataError(f"the ground truth's key {name!r} is no path such as expected_answer or metadata.answer")
+        raise DataError(f"the ground truth's key {name!r} is not a path such as expected_answer or metadata.answer")
     if not in_params and keys[0] in ("response", "output", "reward"):
         raise DataError(f"the ground truth's key {name!r} is part of what the policy did, not of the task")
     return Place(name, in_params, keys[0], tuple(keys[1:]))
 
 
 def finder(where: Sequence[Place]) -> Callable[[Any], tuple[Any, str] | None]:
-    """A function rollout -> (ground truth, name of its place), or None where no place holds one. Null and blank text
-    are none; 0 and false are one."""
+    """Return a function rollout -> (ground truth, name of its place), or None where no place holds one. Null and blank
+    text do not count as a ground truth; 0 and false do."""
     steps = [(place.in_params, attribute_of(place.field, place.in_params), place.inside, place.name) for place in where]
 
     def find(rollout: Any) -> tuple[Any, str] | None:

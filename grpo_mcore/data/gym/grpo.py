@@ -1,4 +1,4 @@
-"""Rollouts to prompts for GRPO: {"input", "output", "ground_truth"}."""
+"""Conversion of rollouts to prompts for GRPO: {"input", "output", "ground_truth"}."""
 
 from __future__ import annotations
 
@@ -41,9 +41,9 @@ def gym_to_grpo(
     prompt_format: str = "text",
     strict: bool = False,
 ) -> Summary:
-    """Keeps the rollouts with a reward of at least `reward_threshold`; 0 keeps all, also rewards below it. A rollout
-    without a reward counts as 0. `ground_truth_keys`: looked at before `ground_truth.USUAL_PLACES`. `prompt_format`:
-    see `prompt_of`. Nothing is written where no row is kept. Raises DataError."""
+    """Convert the rollouts with a reward of at least `reward_threshold`; 0 keeps all, negative rewards included. A
+    rollout without a reward counts as 0. `ground_truth_keys` are searched before `ground_truth.USUAL_PLACES`.
+    `prompt_format` is that of `prompt_of`. Nothing is written where no row is kept. Raises DataError."""
     where = places(ground_truth_keys) if ground_truth else ()
     find = finder(where)
     parse = RolloutParser(((place.field, place.in_params) for place in where), output=TextItem)
@@ -81,9 +81,9 @@ def gym_to_grpo(
 
 
 def prompt_of(prompt_format: str, key: str) -> Callable[[Any, list[Item]], tuple[dict[str, Any], bool]]:
-    """A function (a rollout's parameters, its input) -> ({key: prompt}, whether that is all of the input). "text":
-    what the user said last. "messages": all of the input as chat messages, and its `tools`. It raises Filtered where
-    there is no question."""
+    """Return a function (a rollout's parameters, its input) -> ({key: prompt}, whether that is the whole input). The
+    prompt is the user's last text ("text"), or the whole input as chat messages with its `tools` ("messages"). The
+    function raises Filtered where there is no question."""
 
     def text(params: Any, asked: list[Item]) -> tuple[dict[str, Any], bool]:
         question = last_user_text(asked)

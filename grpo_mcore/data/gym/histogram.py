@@ -1,4 +1,4 @@
-"""How often which value occurred, over any number of values, in little memory."""
+"""A histogram of any number of values in little memory."""
 
 from __future__ import annotations
 
@@ -7,14 +7,14 @@ from collections import Counter
 from collections.abc import Mapping
 
 MOST_VALUES = 4096
-"""Different values that are counted one by one."""
+"""Number of different values that are counted exactly."""
 _LISTED = 10  # lines of a printed histogram
 _BAR = 40
 
 
 class Histogram:
-    """Exact counts as long as there are few different values; beyond that, values are rounded to a grid that grows as
-    needed. `low`, `high` and `mean` are exact."""
+    """Counts of values: exact as long as there are few different ones, then rounded to a grid that widens as needed.
+    `low`, `high` and `mean` are always exact."""
 
     def __init__(self) -> None:
         self.counts: Counter[float] = Counter()
@@ -25,7 +25,7 @@ class Histogram:
         self._grid = 0.0
 
     def add(self, values: Mapping[float, int]) -> None:
-        """`values`: finite numbers, and how often each occurred."""
+        """Add finite numbers with their counts."""
         if not values:
             return
         self.total += sum(values.values())
@@ -42,7 +42,7 @@ class Histogram:
         return self.sum / self.total if self.total else math.nan
 
     def quantile(self, share: float) -> float:
-        """The least value that at least this share of all values does not exceed; rounded to the grid."""
+        """Return the smallest value, rounded to the grid, that at least this share of all values does not exceed."""
         left = share * self.total
         for value, count in sorted(self.counts.items()):
             left -= count
@@ -63,7 +63,7 @@ class Histogram:
         self.counts = counts
 
     def bins(self) -> list[tuple[str, int]]:
-        """(label, count): the values themselves where they are few, else ten ranges of equal width."""
+        """Return (label, count) of each value where they are few, else of ten ranges of equal width."""
         if len(self.counts) <= _LISTED and not self._grid:
             return [(f"{value:.4g}", count) for value, count in sorted(self.counts.items())]
         width = (self.high / _LISTED - self.low / _LISTED) or 1.0
@@ -74,7 +74,7 @@ class Histogram:
         return [(f"{edges[number]:.4g} to {edges[number + 1]:.4g}", count) for number, count in enumerate(counts)]
 
     def lines(self) -> list[str]:
-        """A bar for each bin."""
+        """Return a line with a bar for each bin."""
         bins = self.bins()
         label = max((len(text) for text, _ in bins), default=0)
         most = max((count for _, count in bins), default=1)

@@ -1,5 +1,5 @@
-"""A rollouts file in parts of two megabytes: handled one after the other here, or at once by processes; given back in
-the order of the file either way."""
+"""A rollouts file processed in parts of two megabytes, in this process or by several at once. The results come in the
+order of the file either way."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ import os
 import signal
 import threading
 from collections import Counter
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Generator, Iterator, Sequence
 from dataclasses import dataclass, field
 from multiprocessing.connection import Connection
 from typing import Any
@@ -20,19 +20,19 @@ from grpo_mcore.data.interfaces import DataError
 
 PART_BYTES = 2 << 20
 PARALLEL_BYTES = 128 << 20
-"""A smaller file is read before processes would have saved any time."""
+"""Smaller files are read by one process: starting more would save no time."""
 MOST_PROCESSES = 4
-"""Each takes some 50 MB."""
+"""Each takes about 50 MB."""
 
 
 @dataclass
 class Part:
-    """What became of the lines of one part. Picklable."""
+    """The results and counts of one part's lines. Picklable."""
 
     lines: int = 0
     blank: int = 0
     results: list[Any] = field(default_factory=list)
-    """Of the rows that are kept."""
+    """The results of the rows that are kept."""
     rejected: list[tuple[int, str]] = field(default_factory=list)
     """(number within the part from 1, reason)"""
     filtered: Counter[str] = field(default_factory=Counter)
@@ -40,28 +40,28 @@ class Part:
     ground_truth_from: Counter[str] = field(default_factory=Counter)
     without_ground_truth: int = 0
     rewards: dict[float, int] = field(default_factory=dict)
-    """How often each occurred."""
+    """Counts of the rewards."""
     position: int = 0
-    """Bytes of the file up to its end."""
+    """Offset of its end in the file."""
 
 
 Handle = Callable[[Any, float | None, Part], Any]
-"""(rollout, its reward, its part, in which notes are counted) -> its result. Raises Filtered or BadRow where it
-is not used. A handle has no other state: parts may be handled by different processes."""
+"""(rollout, its reward, its part, which counts notes) -> its result. Raises Filtered or BadRow for a rollout that is
+not used. A handle has no other state: parts may be handled by different processes."""
 
 Lines = Iterator[tuple[int, bytes | None]]
 
 
 @dataclass(frozen=True)
 class Work:
-    """What is done with a line. `strict`: a part ends at its first malformed line."""
+    """The parser and handler of lines. With `strict`, a part ends at its first malformed line."""
 
     parse: RolloutParser
     handle: Handle
     strict: bool = False
 
     def part(self, lines: Lines, longest: int, size: float = PART_BYTES) -> Part:
-        """Of the next lines, up to so many bytes; with no `lines` in it where there are none."""
+        """Handle the next lines up to `size` bytes. The part has `lines == 0` at the end of the file."""
         part, parse, handle = Part(), self.parse, self.handle
         rewards, keep = part.rewards, part.results.append
         count = used = 0
@@ -92,29 +92,30 @@ class Work:
         return part
 
 
-def parts(reader: LineReader, work: Work) -> Iterator[Part]:
-    """All parts of the file, in order."""
+def parts(reader: LineReader, work: Work) -> Generator[Part, None, None]:
+    """Yield all parts of the file, in order."""
     count = min(len(os.sched_getaffinity(0)), MOST_PROCESSES) if hasattr(os, "sched_getaffinity") else 1
-    if count > 1 and reader.seekable and reader.size >= PARALLEL_BYTES and _may_fork():
-        return _at_once(reader, work, count)
-    return _in_turn(reader, work)
+    if count > 1 and reader.seekable and reader.size >= PARALLEL_BYTES and _can_fork():
+        return _parallel(reader, work, count)
+    return _serial(reader, work)
 
 
-def _may_fork() -> bool:
-    """A fork takes one thread along, and a lock that another one holds for good; a daemon may have no children."""
+def _can_fork() -> bool:
+    """Return whether forking is safe: a fork keeps one thread and leaves locks of the others locked for ever; a daemon
+    process may have no children."""
     return threading.active_count() == 1 and not multiprocessing.current_process().daemon
 
 
-def _in_turn(reader: LineReader, work: Work) -> Iterator[Part]:
+def _serial(reader: LineReader, work: Work) -> Generator[Part, None, None]:
     lines = iter(reader)
     while (part := work.part(lines, reader.longest)).lines:
         part.position = reader.position
         yield part
 
 
-def _at_once(reader: LineReader, work: Work, count: int) -> Iterator[Part]:
-    """Block n of the file by process n modulo their number. One that is ahead waits until its last part is taken."""
-    fork = multiprocessing.get_context("fork")  # the handle comes along as it is
+def _parallel(reader: LineReader, work: Work, count: int) -> Generator[Part, None, None]:
+    """Let process n modulo `count` handle block n. A process that is ahead waits until its last part is received."""
+    fork = multiprocessing.get_context("fork")  # the handle need not be picklable
     blocks = range(0, reader.size, PART_BYTES)
     ends: list[Connection] = []
     workers = []
@@ -125,7 +126,7 @@ def _at_once(reader: LineReader, work: Work, count: int) -> Iterator[Part]:
             arguments = (os.getpid(), reader, work, blocks[number::count], theirs)
             workers.append(fork.Process(target=_worker, args=arguments, daemon=True))
             workers[-1].start()
-            theirs.close()  # so that the end of the process is the end of the pipe
+            theirs.close()  # so that the pipe ends when the process ends
         for number in range(len(blocks)):
             try:
                 part = ends[number % count].recv()
@@ -145,7 +146,7 @@ def _at_once(reader: LineReader, work: Work, count: int) -> Iterator[Part]:
 
 def _worker(parent: int, reader: LineReader, work: Work, blocks: Sequence[int], out: Connection) -> None:
     processes.die_with_parent(parent)
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # the parent hears it too and ends this process
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # the parent gets it too and ends this process
     try:
         with LineReader(reader.path, reader.longest) as own:
             for start in blocks:

@@ -1,5 +1,5 @@
-"""One line of a rollouts file, as NeMo Gym writes it (`response.output`) or with `output` at the top: the fields that
-are needed, whatever else stands beside them."""
+"""The parser of a rollouts file's lines, as NeMo Gym writes them (`response.output`) or with `output` at the top. It
+reads the fields that are needed and ignores all others."""
 
 from __future__ import annotations
 
@@ -12,19 +12,19 @@ import msgspec
 from msgspec import UNSET, Struct, UnsetType
 
 ROUNDING = 1e-9
-"""Rewards are compared with this tolerance: 0.9999999999999998 is no less than 1, nor is 0.7 - 0.5 less than 0.2."""
+"""Tolerance of comparisons of rewards: 0.9999999999999998 counts as 1, and 0.7 - 0.5 as 0.2."""
 
 
 class BadRow(ValueError):
-    """A line that is no rollout. The text says why."""
+    """A line that is not a rollout. The text says why."""
 
 
 class Filtered(Exception):
-    """A rollout that is not used. The text says why, the same for all rows of that kind: they are counted by it."""
+    """A rollout that is not used. The text is the reason, identical for all such rows, which are counted by it."""
 
 
 class TextItem(Struct, gc=False):
-    """As much of an item as the text of a conversation needs."""
+    """The fields of an item that the text of a conversation needs."""
 
     type: str | None = None
     role: str | None = None
@@ -32,7 +32,7 @@ class TextItem(Struct, gc=False):
 
 
 class Item(Struct, omit_defaults=True, gc=False):
-    """One item of a conversation in the form of the Responses API: a message, a call, what a call gave, a thought."""
+    """One item of a conversation in the Responses API: a message, a call, the result of a call, or a thought."""
 
     type: str | None = None
     role: str | None = None
@@ -69,17 +69,17 @@ _TASK = (int | str | None, None)
 
 
 def attribute_of(field: str, in_params: bool) -> str:
-    """The name under which a parsed rollout, or its `responses_create_params`, holds a field: any text may name one."""
+    """Return the attribute of a parsed rollout, or of its `responses_create_params`, for a field of any name."""
     return (_PARAMS if in_params else _ROLLOUT).get(field) or "field_" + field.encode().hex()
 
 
 class RolloutParser:
-    """Lines to rollouts: objects with `responses_create_params` (`input`, `instructions`, `tools`), `output`,
+    """Parses lines to rollouts: objects with `responses_create_params` (`input`, `instructions`, `tools`), `output`,
     `response`, `reward`, `task_index`, `mask_sample`, and the `more` fields: (name, whether it is one of
     responses_create_params).
 
-    `output`: what the items of the output become. With `raw_params`, `responses_create_params` stays JSON, for
-    `params`.
+    `output` is the type of the output's items. With `raw_params`, `responses_create_params` stays JSON, to be parsed
+    by `params`.
     """
 
     def __init__(
@@ -107,26 +107,27 @@ class RolloutParser:
         self._raw_params = raw_params
 
     def __call__(self, line: bytes) -> Any:
-        """Raises BadRow."""
+        """Parse a line. Raises BadRow."""
         try:
             if not line.isascii():
-                line.decode()  # fields that are passed over are not looked at otherwise
+                line.decode()  # the decoder does not check fields that it skips
             return self._decode(line)
         except UnicodeDecodeError as error:
             raise BadRow(f"not UTF-8 text ({error.reason} at byte {error.start})") from error
         except (msgspec.DecodeError, RecursionError):
-            return self._second_look(line)
+            return self._parse_leniently(line)
 
     def params(self, raw: bytes) -> Any:
-        """`responses_create_params`, where it was left as JSON. Raises BadRow."""
+        """Parse `responses_create_params` that was left as JSON. Raises BadRow."""
         try:
             return self._decode_params(raw)
         except (msgspec.DecodeError, RecursionError) as error:
             raise BadRow(f"responses_create_params: {error}") from error
 
-    def _second_look(self, line: bytes) -> Any:
-        """What the strict parser refuses and may yet be of use: NaN and infinities in fields that are not needed (the
-        log-probs), a verifier's own `output` or `response` beside the one that counts, items nested by turns."""
+    def _parse_leniently(self, line: bytes) -> Any:
+        """Parse a line that the strict parser rejects but that may be usable: NaN and infinities in fields that are not
+        needed (the log-probs), a verifier's own `output` or `response` beside the one that counts, items nested by
+        turn."""
         try:
             row = json.loads(line.decode())
         except json.JSONDecodeError as error:
@@ -157,32 +158,32 @@ class RolloutParser:
 
 
 def _struct(name: str, fields: dict[str, str], types: dict[str, tuple[Any, ...]]) -> type[Struct]:
-    """A type with the attributes `fields` (by JSON name), each optional and of any type unless `types` says more."""
+    """Define a type with the attributes `fields` (by JSON name). Each is optional and of any type unless in `types`."""
     attributes = [(attribute, *types.get(attribute, _OPTIONAL)) for attribute in fields.values()]
     return msgspec.defstruct(name, attributes, rename={name: field for field, name in fields.items()}, gc=False)
 
 
 def _flat(items: Any) -> Any:
-    """Some agents nest the items of a turn in a list."""
+    """Flatten a list of items; some agents nest the items of a turn in a list."""
     if not isinstance(items, list) or not any(isinstance(item, list) for item in items):
         return items
     return [one for item in items for one in (item if isinstance(item, list) else [item])]
 
 
 def input_items(params: Any) -> list[Item]:
-    """`params`: a rollout's `responses_create_params`."""
+    """Return the input items of a rollout's `responses_create_params`."""
     return _as_items(params.input, "user")
 
 
-def output_items(rollout: Any) -> list[AnyItem]:
-    """`response.output`, else `output`: a verifier may have a field of that name. Null is an empty output. Raises
-    BadRow where there is neither."""
+def output_items(rollout: Any) -> list[Any]:
+    """Return the items, of the parser's output type, of `response.output`, else of `output`, which a verifier may use
+    as a field of its own. Null is an empty output. Raises BadRow where there is neither."""
     response = rollout.response
     if response is not None and response.output is not UNSET and response.output is not None:
         return _as_items(response.output, "assistant")
     if rollout.output is UNSET:
         if response is None or response.output is UNSET:
-            raise BadRow("neither 'response.output' nor 'output' in it")
+            raise BadRow("it has neither 'response.output' nor 'output'")
         return []
     return _as_items(rollout.output, "assistant")
 
@@ -194,7 +195,7 @@ def _as_items(items: Any, role: str) -> list[Any]:
 
 
 def reward_of(rollout: Any) -> float | None:
-    """None where there is none. Raises BadRow for what is no finite number."""
+    """Return the reward; None where there is none. Raises BadRow for anything but a finite number."""
     reward = rollout.reward
     if reward is None:
         return None
@@ -210,13 +211,13 @@ def reward_of(rollout: Any) -> float | None:
 
 
 def kind_of(value: Any) -> str:
-    """A value's type in JSON's words."""
+    """Return the name of a value's JSON type."""
     names = {dict: "an object", list: "a list", str: "text", bool: "true or false", int: "a number", float: "a number"}
     return "null" if value is None else names.get(type(value), type(value).__name__)
 
 
 def text_of(content: Any) -> str:
-    """The text of a message, of all its parts; parts that are no text (images, files) have none. Raises BadRow."""
+    """Return the text of all parts of a message's content; images and files have none. Raises BadRow."""
     if type(content) is str:
         return content
     if content is None:
@@ -227,7 +228,7 @@ def text_of(content: Any) -> str:
 
 
 def part_text(part: Any) -> str:
-    """The text of one part. Raises BadRow."""
+    """Return the text of one part. Raises BadRow."""
     if type(part) is str:
         return part
     if type(part) is not dict:
@@ -242,8 +243,8 @@ def part_text(part: Any) -> str:
     return ""
 
 
-def last_user_text(items: Sequence[AnyItem]) -> str:
-    """What the user said last; empty where no user said anything."""
+def last_user_text(items: Sequence[Item]) -> str:
+    """Return the user's last text; empty where there is no user's message."""
     for item in reversed(items):
         if item.role == "user" and item.is_message:
             return text_of(item.content)
@@ -251,7 +252,7 @@ def last_user_text(items: Sequence[AnyItem]) -> str:
 
 
 def final_text(items: Sequence[AnyItem]) -> str:
-    """The text of the last message of the agent."""
+    """Return the text of the agent's last message."""
     for item in reversed(items):
         kind, role = item.type, item.role
         if (kind == "message" and role in ("assistant", None)) or (kind is None and role == "assistant"):
@@ -260,7 +261,7 @@ def final_text(items: Sequence[AnyItem]) -> str:
 
 
 def is_plain(items: Sequence[AnyItem]) -> bool:
-    """Whether a text says all that the items do: one message, of text parts alone."""
+    """Return whether the items are one message with text parts only, so that its text loses nothing."""
     if len(items) != 1:
         return False
     content = items[0].content
@@ -273,7 +274,7 @@ _encode = msgspec.json.Encoder().encode
 
 
 def encode(row: Any) -> bytes:
-    """As JSON in UTF-8. Raises BadRow where a text is no Unicode text."""
+    """Encode as JSON in UTF-8. Raises BadRow where a text is not valid Unicode."""
     try:
         return _encode(row)
     except UnicodeEncodeError as error:

@@ -1,7 +1,8 @@
-"""One pass over a rollouts file: every line is handled, counted, and where it is unusable reported with its number."""
+"""One pass over a rollouts file. Every line is handled and counted; an unusable one is reported with its number."""
 
 from __future__ import annotations
 
+import logging
 import sys
 import time
 from collections.abc import Callable
@@ -18,16 +19,18 @@ from grpo_mcore.data.gym.summary import Summary
 from grpo_mcore.data.gym.whole_file import WholeFile
 from grpo_mcore.data.interfaces import DataError
 
-_SAID = 20  # malformed lines that are printed; all of them are listed in a file
-_EXAMPLE = 2000  # bytes of the first line that are kept to be shown
-_WIDTH = 70  # of the moving line
+log = logging.getLogger(__name__)
+
+_PRINTED = 20  # malformed lines that are logged; all of them are listed in a file
+_EXAMPLE = 2000  # bytes of the first output line that the summary keeps
+_WIDTH = 70  # characters of the progress line
 
 
 class Transformation:
-    """The frame of one run: `with Transformation(...) as run: run.each(parser, handle)`.
+    """One run over a file: `with Transformation(...) as run: run.each(parser, handle)`.
 
-    The output appears when the block ends, if a line was written and nothing was raised. Lines that are malformed are
-    listed in `<output>.rejected.txt`; with `strict` the first one ends the run with a DataError.
+    The output appears when the block ends, if a line was written and nothing was raised. Malformed lines are listed in
+    `<output>.rejected.txt`; with `strict` the first one ends the run with a DataError.
     """
 
     def __init__(self, source: Path, target: Path, *, what: str = "rows", strict: bool = False) -> None:
@@ -37,7 +40,7 @@ class Transformation:
         if target.suffix == ".gz":
             raise DataError(f"{target}: the output is not compressed; name it .jsonl")
         if target.exists() and source.exists() and target.samefile(source):
-            raise DataError(f"{target}: the output would take the place of the input; give it another name")
+            raise DataError(f"{target}: the output would replace the input; give it another name")
         with ExitStack() as stack:
             self._lines = stack.enter_context(LineReader(source))
             try:
@@ -56,7 +59,7 @@ class Transformation:
         if not self.summary.malformed:
             self._rejects.discard()
             if kind is None:
-                self._rejects.target.unlink(missing_ok=True)  # of an earlier run
+                self._rejects.target.unlink(missing_ok=True)  # from an earlier run
         try:
             self._stack.__exit__(kind, error, tb)
         except OSError as failure:
@@ -66,8 +69,8 @@ class Transformation:
         self.summary.seconds = time.monotonic() - self._began
 
     def each(self, parse: RolloutParser, handle: Handle, take: Callable[[Any], None] | None = None) -> None:
-        """Handles every rollout. `take` (default: `write`) gets the results in the order of the file; `summary.kept`
-        counts them."""
+        """Handle every rollout and pass the results to `take` (default: `write`) in the order of the file.
+        `summary.kept` counts them."""
         summary, take = self.summary, take or self.write
         rewards: dict[float, int] = {}
         progress = Progress(self._lines.size, self.source.name)
@@ -90,7 +93,7 @@ class Transformation:
         progress.end()
 
     def write(self, line: bytes) -> None:
-        """A line of the output, without its end."""
+        """Write a line of the output, given without its line end."""
         self.out.write(line)
         self.out.write(b"\n")
         summary = self.summary
@@ -104,16 +107,16 @@ class Transformation:
             raise DataError(f"{place} (--strict: nothing is written)")
         summary = self.summary
         summary.malformed += 1
-        if summary.malformed <= _SAID:
-            print(place, file=sys.stderr)
-        if summary.malformed == _SAID:
-            print("  more are not shown; all are listed in a file at the end", file=sys.stderr)
+        if summary.malformed <= _PRINTED:
+            log.warning(place)
+        if summary.malformed == _PRINTED:
+            log.warning("  more are not shown; all are listed in a file at the end")
         summary.rejected = str(self.target.with_name(self._rejects.target.name))
         self._rejects.write((place + "\n").encode(errors="replace"))
 
 
 class Progress:
-    """How far a pass over a file has come: a moving line on a terminal, else a line every half minute."""
+    """The progress of a pass over a file: an updated line on a terminal, else a line every half minute, on stderr."""
 
     def __init__(self, size: int, name: str) -> None:
         self._size, self._name = size, name
@@ -133,8 +136,10 @@ class Progress:
             left = (now - self._began) * (1 - share) / max(share, 1e-6)
             text = f"{share:4.0%}  {text}  {left:.0f} s left"
         start, end = ("\r", "") if self._moves else (f"{self._name}: ", "\n")
-        print(start + text.ljust(_WIDTH), end=end, file=sys.stderr, flush=True)
+        sys.stderr.write(start + text.ljust(_WIDTH) + end)
+        sys.stderr.flush()
 
     def end(self) -> None:
         if self._moves and time.monotonic() >= self._began + self._every:
-            print("\r" + " " * _WIDTH + "\r", end="", file=sys.stderr, flush=True)
+            sys.stderr.write("\r" + " " * _WIDTH + "\r")
+            sys.stderr.flush()

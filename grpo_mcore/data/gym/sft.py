@@ -1,4 +1,4 @@
-"""Rollouts to demonstrations for SFT: {"messages", "tools"} or {"input", "output"}."""
+"""Conversion of rollouts to demonstrations for SFT: {"messages", "tools"} or {"input", "output"}."""
 
 from __future__ import annotations
 
@@ -38,10 +38,11 @@ def gym_to_sft(
     reasoning: bool = True,
     strict: bool = False,
 ) -> Summary:
-    """Keeps the rollouts with a reward of at least `reward_threshold`; one without a reward counts as 0.
+    """Convert the rollouts with a reward of at least `reward_threshold`; one without a reward counts as 0.
 
-    "openai": whole conversations with calls, their results, thoughts (unless `reasoning` is False) and tools. "simple":
-    what the user said last and what the agent said last. Nothing is written where no row is kept. Raises DataError.
+    The format "openai" has whole conversations with calls, their results, thoughts (unless `reasoning` is False) and
+    tools; "simple" has the user's last text and the agent's last text. Nothing is written where no row is kept. Raises
+    DataError.
     """
     too_low = f"reward below {reward_threshold:g}"
     with Transformation(source, target, strict=strict) as run:

@@ -1,4 +1,4 @@
-"""What became of every line."""
+"""The summary of a transformation: the fate of every line."""
 
 from __future__ import annotations
 
@@ -18,26 +18,26 @@ class Summary:
     source: str
     target: str
     what: str = "rows"
-    """What `written` counts."""
+    """The unit of `written`."""
     rows: int = 0
     """Lines of the source that are not blank."""
     blank: int = 0
     kept: int = 0
-    """Rows that went into the output."""
+    """Rows that the output is made of."""
     written: int = 0
-    """Lines of the output: as many as were kept, or pairs."""
+    """Lines of the output: one for each kept row, or the pairs."""
     filtered: Counter[str] = field(default_factory=Counter)
-    """By reason."""
+    """Rows that were left out, by reason."""
     malformed: int = 0
     rejected: str | None = None
     """The file that lists the malformed lines."""
     without_ground_truth: int | None = None
-    """Kept rows that have none; None where none is asked for."""
+    """Kept rows without a ground truth; None where it is not asked for."""
     ground_truth_from: Counter[str] = field(default_factory=Counter)
     notes: Counter[str] = field(default_factory=Counter)
-    """What a reader should know, with the number of rows that it concerns."""
+    """Notes for the user, with the number of rows that each concerns."""
     rewards: Histogram = field(default_factory=Histogram)
-    """Of all readable rows that have one."""
+    """The rewards of all readable rows that have one."""
     example: bytes | None = None
     """The first line of the output."""
     seconds: float = 0.0
@@ -47,7 +47,7 @@ class Summary:
         return self.rows == self.kept + self.filtered.total() + self.malformed
 
     def add(self, part: Part) -> None:
-        """Counts a part, all but its malformed lines and its rewards."""
+        """Add the counts of a part, except its malformed lines and its rewards."""
         self.rows += part.lines - part.blank
         self.blank += part.blank
         self.kept += len(part.results)

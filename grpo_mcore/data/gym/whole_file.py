@@ -11,8 +11,8 @@ from grpo_mcore.data.interfaces import DataError
 
 
 class WholeFile:
-    """Collects bytes beside `target` and takes its name when the `with` block ends without an error. After `discard()`
-    nothing appears, and a file that was there stays as it was."""
+    """A file that is written beside `target` and replaces it when the `with` block ends without an error. After
+    `discard()`, `target` stays as it was."""
 
     def __init__(self, target: Path) -> None:
         self.target = target.resolve()

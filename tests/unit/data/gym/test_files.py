@@ -94,8 +94,8 @@ def test_lines_and_their_numbers(tmp_path: Path) -> None:
     [
         ("missing.jsonl", "out.jsonl", "missing.jsonl: cannot be read: No such file"),
         ("", "out.jsonl", "cannot be read: Is a directory"),
-        ("rollouts.jsonl", "rollouts.jsonl", "take the place of the input"),
-        ("rollouts.jsonl", "link.jsonl", "take the place of the input"),
+        ("rollouts.jsonl", "rollouts.jsonl", "replace the input"),
+        ("rollouts.jsonl", "link.jsonl", "replace the input"),
         ("rollouts.jsonl", "out.jsonl.gz", "not compressed"),
         ("rollouts.jsonl", "", "must be a file"),
         ("rollouts.jsonl", "rollouts.jsonl/out.jsonl", "cannot be written"),
@@ -148,12 +148,12 @@ def test_strict_stops_at_the_first_bad_line(tmp_path: Path, transform: str) -> N
     assert folder(tmp_path) == ["out.jsonl", "rollouts.jsonl"] and (tmp_path / "out.jsonl").read_text() == "old"
 
 
-def test_all_rejected_lines_are_listed_and_the_first_are_printed(tmp_path: Path, capsys: Any) -> None:
+def test_all_rejected_lines_are_listed_and_the_first_are_printed(tmp_path: Path, caplog: Any) -> None:
     source = write(tmp_path / "rollouts.jsonl", [ROWS[0], *[b"{"] * 500, ROWS[1], b"", b"x"])
     summary = gym_to_grpo(source, tmp_path / "out.jsonl")
     listed = (tmp_path / "out.jsonl.rejected.txt").read_text().splitlines()
     assert [int(line.split(":")[1]) for line in listed] == [*range(2, 502), 504] and summary.malformed == 501
-    said = capsys.readouterr().err
+    said = caplog.text
     assert "rollouts.jsonl:21:" in said and "rollouts.jsonl:22:" not in said and "all are listed" in said
     assert "501  listed in" in str(summary) and "1 blank lines" in str(summary)
 

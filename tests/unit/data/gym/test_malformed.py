@@ -195,12 +195,12 @@ CASES = [*_json_cases(), *_reward_cases(), *_input_cases(), *_output_cases()]
 
 
 @pytest.mark.parametrize("case", CASES, ids=lambda case: case.name)
-def test_nothing_is_lost(case: Case, run: Any, tmp_path: Path, capsys: Any) -> None:
+def test_nothing_is_lost(case: Case, run: Any, tmp_path: Path, caplog: Any) -> None:
     for transform in TRANSFORMS:
-        _nothing_is_lost(case, transform, run, tmp_path, capsys)
+        _nothing_is_lost(case, transform, run, tmp_path, caplog)
 
 
-def _nothing_is_lost(case: Case, transform: str, run: Any, tmp_path: Path, capsys: Any) -> None:
+def _nothing_is_lost(case: Case, transform: str, run: Any, tmp_path: Path, caplog: Any) -> None:
     summary, rows = run(transform, [GOOD, case.data, BAD])
     assert summary.adds_up
     assert summary.rows == case.rows + 2
@@ -217,7 +217,7 @@ def _nothing_is_lost(case: Case, transform: str, run: Any, tmp_path: Path, capsy
     if summary.malformed:
         (said,) = listed.read_text().splitlines()
         assert said.startswith(f"{tmp_path / 'rollouts.jsonl'}:2: ") and len(said) > len(str(tmp_path)) + 30
-        assert said in capsys.readouterr().err
+        assert said in caplog.text
 
 
 def _answer(row: dict[str, Any]) -> str:

@@ -30,13 +30,13 @@ def forks(monkeypatch: Any) -> Iterator[Forks]:
     seen: Forks = []
     monkeypatch.setattr(parts, "PARALLEL_BYTES", 1)
     monkeypatch.setattr(os, "sched_getaffinity", lambda _: {0, 1, 2})
-    at_once, before = parts._at_once, set(psutil.Process().children())
+    at_once, before = parts._parallel, set(psutil.Process().children())
 
     def counted(reader: Any, work: Any, processes: int) -> Any:
         seen.append(processes)
         return at_once(reader, work, processes)
 
-    monkeypatch.setattr(parts, "_at_once", counted)
+    monkeypatch.setattr(parts, "_parallel", counted)
     yield seen
     assert set(psutil.Process().children()) <= before
 
@@ -66,13 +66,14 @@ def counts(summary: Summary) -> dict[str, Any]:
 @pytest.mark.parametrize("size", [64, 700, 4096, 1 << 20])
 @pytest.mark.parametrize("transform", TRANSFORMS)
 def test_the_same_as_line_by_line(
-    tmp_path: Path, transform: str, size: int, forks: Forks, monkeypatch: Any, capsys: Any
+    tmp_path: Path, transform: str, size: int, forks: Forks, monkeypatch: Any, caplog: Any
 ) -> None:
     source, one, many = corpus(tmp_path / "in.jsonl"), tmp_path / "one" / "out.jsonl", tmp_path / "many" / "out.jsonl"
     with monkeypatch.context() as serial:
         serial.setattr(parts, "PARALLEL_BYTES", 1 << 40)
         expected = TRANSFORMS[transform](source, one)
-    said = capsys.readouterr().err
+    said = list(caplog.messages)
+    caplog.clear()
     assert not forks and expected.malformed > 50 and expected.blank > 10 and expected.kept > 50
     monkeypatch.setattr(parts, "PART_BYTES", size)
     found = TRANSFORMS[transform](source, many)
@@ -80,7 +81,7 @@ def test_the_same_as_line_by_line(
     assert counts(found) == counts(expected) and vars(found.rewards) == vars(expected.rewards)
     assert many.read_bytes() == one.read_bytes()
     rejected = [path.with_name("out.jsonl.rejected.txt").read_bytes() for path in (one, many)]
-    assert rejected[0] == rejected[1] and capsys.readouterr().err == said
+    assert rejected[0] == rejected[1] and caplog.messages == said
 
 
 @pytest.mark.parametrize("size", [1, 2, 3, 7, 1000])

@@ -162,7 +162,7 @@ def test_rollouts_without_a_turn_of_the_agent(run: Any, output: Any) -> None:
 
 def test_an_item_that_chat_has_no_place_for_is_said(run: Any) -> None:
     summary, _ = run("sft", [rollout(output=[{"type": "web_search_call"}, message("x")])])
-    assert summary.filtered == {"an item of type 'web_search_call', which chat messages have no place for": 1}
+    assert summary.filtered == {"an item of type 'web_search_call', which chat messages cannot hold": 1}
 
 
 def test_the_threshold(run: Any) -> None:
