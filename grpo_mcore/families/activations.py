@@ -1,4 +1,4 @@
-"""What the backward pass of a decoder keeps, in bytes, as the kernels of parallel/ save it."""
+"""Bytes that a decoder keeps for its backward pass, as the kernels of parallel/ save them."""
 
 from __future__ import annotations
 
@@ -8,8 +8,8 @@ from typing import Literal
 from grpo_mcore.families.spec import Block, LatentShape, MambaShape, ModelShape
 
 Kernels = Literal["cpu", "torch", "transformer_engine"]
-"""cpu: attention in float32 on gathered rows. torch: the same layers on a GPU with fused norm and
-variable-length attention. transformer_engine: fused SwiGLU and rotary embedding too."""
+"""cpu: attention in float32 on gathered rows. torch: the same layers on a GPU, with fused norm and variable-length
+attention. transformer_engine: also fused SwiGLU and rotary embedding."""
 
 LOSS_BYTES_PER_TOKEN = 60
 """Masks and float64 columns that the clipped loss keeps."""
@@ -17,7 +17,7 @@ LOSS_BYTES_PER_TOKEN = 60
 
 @dataclass(frozen=True)
 class Rank:
-    """What of a layer lies on one rank. `element`: bytes of an activation (2 or 4)."""
+    """How layers are split over ranks, and computed. `element`: bytes per activation (2 or 4)."""
 
     tensor: int = 1
     sequence_parallel: bool = False
@@ -28,22 +28,23 @@ class Rank:
 
     @property
     def share(self) -> float:
-        """Part of the tokens between the tensor-parallel regions."""
+        """Share of the tokens that a rank has between the tensor-parallel regions."""
         return 1.0 / self.tensor if self.sequence_parallel else 1.0
 
     @property
     def keys(self) -> float:
-        """Keys that attention reads for each of the rank's queries' tokens: under context parallelism the two chunks of
-        a sequence read it up to their own ends."""
+        """Keys that attention reads per token of the rank's queries. Under context parallelism, both chunks of a
+        sequence read the sequence up to their own ends."""
         return self.context + 0.5 if self.context > 1 else 1.0
 
 
 def layer_bytes(
     shape: ModelShape, rank: Rank, tokens: float, layer: int = 0, *, length: float = 0.0, padding: float = 1.0
 ) -> float:
-    """Kept for the backward pass of one layer over `tokens` tokens of this rank, in sequences of `length`.
+    """Return the bytes kept for the backward pass of one layer over `tokens` tokens of this rank.
 
-    `padding`: on CPU, gathered positions over real tokens (sequences of similar length share a batch).
+    `length`: tokens per sequence. `padding`: on CPU, gathered positions per real token (sequences of similar length
+    share a batch).
     """
     block = shape.blocks[layer] if shape.blocks else None
     entry = rank.share * (_norm(shape.hidden_size, 1, rank) + rank.element * shape.hidden_size)
@@ -62,19 +63,25 @@ def layer_bytes(
 
 
 def _network(shape: ModelShape, rank: Rank, *, weighted: bool = False) -> int:
-    """Tensors of the feed-forward width that a network keeps: SwiGLU's two inputs, its parts and its output, or the
-    output of squared ReLU before and after the square. `weighted`: its output is scaled by the router's weight."""
+    """Return the number of tensors of the feed-forward width that a network keeps.
+
+    These are SwiGLU's two inputs, its parts and its output, or squared ReLU's output before and after the square.
+    `weighted`: the output is scaled by the router's weight.
+    """
     fused = rank.kernels == "transformer_engine" and not shape.blocks
     return 3 if fused else (2 if shape.blocks else 5) + weighted
 
 
 def _experts(shape: ModelShape, rank: Rank) -> float:
-    """Of one token, routed as evenly as can be: the scores of all experts; `active` copies of the hidden state, each
-    with the widths of its expert, on every rank that has a slice of it; and the expert that all tokens pass."""
+    """Return the bytes per token of an expert layer with perfectly even routing.
+
+    These are the scores of all experts; `active` copies of the hidden state, each with its expert's activations, on
+    every rank that has a slice of that expert; and the shared expert.
+    """
     experts, b = shape.experts, rank.element
     assert experts is not None
     copy = b * (shape.hidden_size + _network(shape, rank, weighted=True) * experts.ffn_hidden_size / rank.expert_tensor)
-    copies = rank.share * experts.active * rank.expert_tensor * (copy + 8 + 4)  # and where it came from, its weight
+    copies = rank.share * experts.active * rank.expert_tensor * (copy + 8 + 4)  # with its origin and weight
     scores = rank.share * (experts.count * (4 + 4 + 1) + experts.active * (8 + 8 + 4))
     shared = b * _network(shape, rank) * experts.shared_ffn_hidden_size / rank.tensor
     return scores + copies + shared
@@ -95,8 +102,8 @@ def _attention(shape: ModelShape, rank: Rank, padding: float) -> float:
 
 
 def _latent(shape: ModelShape, rank: Rank, padding: float, length: float) -> float:
-    """Both latents before and after their norms, and attention of heads whose values are narrower than their keys: for
-    these torch has no fused kernel on CPU, and every query's weights are kept."""
+    """Both latents before and after their norms, and attention with values narrower than keys: torch has no fused CPU
+    kernel for that, so every query's attention weights are kept."""
     latent, b, heads = shape.latent, rank.element, shape.num_heads / rank.tensor
     assert latent is not None
     query, value = heads * shape.head_dim, heads * latent.value_dim
@@ -113,7 +120,7 @@ def _latents(latent: LatentShape, rank: Rank) -> float:
 
 
 def _mamba(mamba: MambaShape, rank: Rank) -> float:
-    """The scan in plain PyTorch: inputs of the convolution by lag, states of all heads in float32, and within a chunk
+    """The scan in plain PyTorch: the convolution's inputs at each lag, all heads' states in float32, and within a chunk
     the weights of every token for every later one."""
     b, f = rank.element, 4
     convolution = b * mamba.convolved * (mamba.kernel + 1) + f * mamba.convolved
@@ -121,41 +128,43 @@ def _mamba(mamba: MambaShape, rank: Rank) -> float:
     states = 3 * f * mamba.heads * mamba.state_size + f * mamba.inner * mamba.state_size / mamba.chunk
     within = 3 * f * mamba.heads * mamba.chunk + 6 * f * mamba.heads
     outputs = (5 * f + b) * mamba.inner
-    # Every context-parallel rank scans whole sequences, and projects its own tokens.
+    # Every context-parallel rank scans whole sequences and projects its own tokens.
     return rank.context * (convolution + gate + states + within + outputs) + b * mamba.inner
 
 
 def _head_norms(query: float, key_value: float, shape: ModelShape, rank: Rank) -> float:
-    """Norms of query and key, one token. The query is a copy; the key is a view that keeps the whole output of
-    linear_qkv, which attention keeps already on a GPU."""
+    """Norms of one token's query and key. The query is a copy; the key is a view that keeps the whole output of
+    linear_qkv, which on a GPU attention keeps anyway."""
     kept = query + (query + 2 * key_value if rank.kernels == "cpu" else 0.0)
     return rank.element * kept + 4 * (query + key_value) / shape.head_dim
 
 
 def _norm(width: float, rows: float, rank: Rank) -> float:
-    """RMS norm of one token: input and 1/rms."""
+    """RMS norm of one token: its input and 1/rms."""
     return rank.element * width + 4 * rows
 
 
 def layer_input_bytes(shape: ModelShape, rank: Rank, tokens: float) -> float:
-    """All that is kept of a layer that is computed again in the backward pass."""
+    """Return the bytes kept of a layer that is recomputed in the backward pass: its input."""
     return tokens * rank.share * rank.element * shape.hidden_size
 
 
 def first_stage_bytes(tokens: float) -> float:
-    """Token indices of the embedding."""
+    """Return the bytes of the embedding's token indices."""
     return 8.0 * tokens
 
 
 def last_stage_bytes(shape: ModelShape, rank: Rank, tokens: float) -> float:
-    """Final norm, the hidden states that get log-probs, their targets and normalisers, and the loss."""
+    """Return the bytes of final norm, hidden states that get log-probs, their targets and normalisers, and the loss."""
     norm = rank.share * _norm(shape.hidden_size, 1, rank)
     return tokens * (norm + rank.element * shape.hidden_size + 24 + LOSS_BYTES_PER_TOKEN)
 
 
 def logits_bytes(shape: ModelShape, rank: Rank, chunk: int, *, backward: bool) -> float:
-    """Largest temporary of the log-probs: logits of `chunk` tokens as they come and in float32; in the backward pass
-    their gradient too, and the gradient of the output layer in float32 and in the weights' format."""
+    """Return the bytes of the largest temporary of the log-probs: logits of `chunk` tokens, as computed and in float32.
+
+    In the backward pass also the output layer's gradient, in float32 and in the weights' format.
+    """
     rows = shape.padded_vocab_size(rank.tensor) / rank.tensor
     logits = chunk * rows * (4 + (rank.element if rank.element < 4 else 0))
     if not backward:

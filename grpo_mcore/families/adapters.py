@@ -1,7 +1,7 @@
-"""Low-rank adapters (LoRA, arXiv 2106.09685): which weights get one, and how its two parts split over the ranks.
+"""Low-rank adapters (LoRA, arXiv 2106.09685): which weights get one, and how its two parts are split over the ranks.
 
 A weight W [outputs, inputs] acts as W + scale * up @ down, with down [rank, inputs] and up [outputs, rank]. The parts
-are declared as parameters are, so that building, checkpoints and planning count and cut them by the same rules.
+are declared as parameters, so that building, checkpoints and planning split and count them by the same rules.
 """
 
 from __future__ import annotations
@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Iterable
 from dataclasses import dataclass, replace
 from fnmatch import fnmatchcase
+from typing import Protocol
 
 from grpo_mcore.families.spec import FamilyError, HfTensor, ModelShape, Param, Split, Stage
 
@@ -18,7 +19,7 @@ AT = "policy.megatron_cfg.peft."
 @dataclass(frozen=True)
 class AdapterShape:
     """The adapters of a model. `targets`: names of linear layers ("linear_qkv"), or patterns of their full names
-    ("*.layers.0.*"); none means all. `excluded`: the same, of those that get none."""
+    ("*.layers.0.*"); empty means all. `excluded`: linear layers without an adapter, in the same form."""
 
     rank: int
     alpha: float
@@ -32,22 +33,32 @@ class AdapterShape:
 
 @dataclass(frozen=True)
 class Adapter:
-    """Of the parameter `weight`."""
+    """The adapter of the parameter `weight`."""
 
     weight: Param
     down: Param
     up: Param
 
 
-def adapter_shape(peft: object) -> AdapterShape | None:
-    """Of policy.megatron_cfg.peft; None where it is off."""
-    enabled, rank, alpha = (getattr(peft, name) for name in ("enabled", "dim", "alpha"))
-    targets, excluded = (tuple(getattr(peft, name)) for name in ("target_modules", "exclude_modules"))
-    return AdapterShape(rank, alpha, targets, excluded) if enabled else None
+class PeftSettings(Protocol):
+    """The keys of policy.megatron_cfg.peft that are read here."""
+
+    enabled: bool
+    dim: int
+    alpha: float
+    target_modules: list[str]
+    exclude_modules: list[str]
+
+
+def adapter_shape(peft: PeftSettings) -> AdapterShape | None:
+    """Return the adapters that policy.megatron_cfg.peft describes; None if it is disabled."""
+    if not peft.enabled:
+        return None
+    return AdapterShape(peft.dim, peft.alpha, tuple(peft.target_modules), tuple(peft.exclude_modules))
 
 
 def adapters_of(params: Iterable[Param], shape: AdapterShape) -> dict[Param, Adapter]:
-    """The adapters of `params`, by their weights."""
+    """Return the adapters of `params`, keyed by the weights that they belong to."""
     return {param: _adapter(param, shape.rank) for param in params if is_adapted(param, shape)}
 
 
@@ -61,8 +72,8 @@ def is_adapted(param: Param, shape: AdapterShape) -> bool:
 
 
 def check_adapters(params: Iterable[Param], model: ModelShape, shape: AdapterShape, expert_tensor: int) -> None:
-    """Raises FamilyError where a name means no layer of this model, no layer gets an adapter, or experts that would get
-    one are split."""
+    """Raise FamilyError if a name matches no linear layer of this model, if no layer gets an adapter, or if an expert
+    that would get one is split over ranks."""
     linear = [param for param in params if _is_linear(param)]
     kinds = ", ".join(sorted({_kind(layer_name(param)) for param in linear}))
     for key, patterns in (("target_modules", shape.targets), ("exclude_modules", shape.excluded)):
@@ -82,13 +93,13 @@ def check_adapters(params: Iterable[Param], model: ModelShape, shape: AdapterSha
 
 
 def layer_name(param: Param) -> str:
-    """The full name of the layer that the weight belongs to; layer and expert count in the whole model."""
+    """Return the full name of the weight's layer, with layer and expert indices of the whole model."""
     expert = None if param.expert is None else param.expert[0]
     return param.megatron.format(layer=param.layer, expert=expert).removesuffix(".weight")
 
 
 def _is_linear(param: Param) -> bool:
-    """Norms have one dimension, convolutions three; a router chooses and is no layer that an adapter is made for."""
+    """Whether the parameter is a weight that can have an adapter: a matrix of a layer, but not a router's."""
     matrix = len(param.hf[0].shape) == 2 and param.megatron.endswith(".weight") and not param.buffer
     return matrix and param.stage is Stage.LAYER and not param.megatron.endswith("router.weight")
 
@@ -102,7 +113,8 @@ def _matches(name: str, pattern: str) -> bool:
 
 
 def _adapter(weight: Param, rank: int) -> Adapter:
-    """Where the weight is split by rows so is `up`, where by columns so is `down`; the other part is whole."""
+    """Declare an adapter. `up` is split like a weight that is split by rows, `down` like one split by columns; the
+    other part is whole."""
     columns = weight.split is Split.COLUMNS
     first, inputs = weight.hf[0], weight.hf[0].shape[1]
     name = weight.megatron.removesuffix(".weight")

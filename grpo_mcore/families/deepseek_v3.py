@@ -1,6 +1,6 @@
 """DeepSeek-V3: latent attention, a shared expert, experts chosen within groups by sigmoid scores and a correction bias.
 
-The layers for multi-token prediction that a checkpoint may hold past the last layer are neither loaded nor exported.
+Layers for multi-token prediction, which a checkpoint may have after the last layer, are neither loaded nor exported.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from grpo_mcore.families.spec import (
 
 
 def shape(config: dict[str, Any]) -> ModelShape:
-    """ModelShape from `config.json`."""
+    """Read a ModelShape from `config.json`."""
     wanted = {"attention_bias": False, "rope_interleave": True, "norm_topk_prob": True, "rms_norm_eps": 1e-6}
     for key, value in wanted.items():
         if config.get(key, value) != value:
@@ -80,7 +80,7 @@ def _yarn(config: dict[str, Any]) -> YarnShape | None:
 
 
 def params(shape: ModelShape) -> tuple[Param, ...]:
-    """Every parameter of the model, in the order of the forward pass."""
+    """Declare every parameter of the model, in the order of the forward pass."""
     return decoder_params(shape, _attention, expert_params())
 
 
@@ -90,7 +90,7 @@ def _attention(layer: Layer) -> list[Param]:
     h, heads, rank = shape.hidden_size, shape.num_heads, latent.key_value_rank
 
     def param(megatron: str, split: Split, hf: str, *size: int, fused_at: int | None = None) -> Param:
-        """`fused_at`: first row in the parameter that vLLM makes of both projections down to a latent."""
+        """`fused_at`: first row in vLLM's parameter that fuses both down projections."""
         tensor = layer.hf(f"self_attn.{hf}.weight", *size)
         if fused_at is None:
             return layer.param(f"self_attention.{megatron}.weight", split, tensor)

@@ -1,5 +1,5 @@
-"""The parameters, FLOPs and config reading that the decoder families share; dense ones (Qwen2, Qwen3, Llama) are made
-of nothing else."""
+"""Config reading, parameters and FLOPs that the decoder families share; dense families (Qwen2, Qwen3, Llama) need
+nothing else."""
 
 from __future__ import annotations
 
@@ -29,13 +29,13 @@ def dense_shape(
     experts: ExpertShape | None = None,
     latent: LatentShape | None = None,
 ) -> ModelShape:
-    """ModelShape from a Hugging Face `config.json`. Raises FamilyError for what is not modelled here."""
+    """Read a ModelShape from a Hugging Face `config.json`. Raises FamilyError for unsupported values."""
     if config.get("hidden_act", "silu") != "silu":
         raise FamilyError(f"config.json: hidden_act {config['hidden_act']!r} of a {family} model; only silu is built")
     if config.get("use_sliding_window"):
         raise FamilyError("config.json: use_sliding_window true is not supported; full attention only")
     heads = config["num_attention_heads"]
-    # Latent attention has a scaling of its own, and one head size for queries and keys.
+    # Latent attention has its own scaling (YaRN), and one head size for queries and keys.
     theta, scaling = _rope(config) if latent is None else (float(rope_settings(config)["rope_theta"]), None)
     head_dim = config.get("head_dim") or config["hidden_size"] // heads
     return ModelShape(
@@ -60,7 +60,7 @@ def dense_shape(
 
 
 def rope_settings(config: dict[str, Any]) -> dict[str, Any]:
-    """Rotary settings, from either way of writing them (`rope_parameters` since transformers 5.0)."""
+    """Return the rotary settings from either form (`rope_parameters` since transformers 5.0)."""
     rope = {"rope_theta": config.get("rope_theta", 10000.0)}
     return rope | (config.get("rope_scaling") or {}) | (config.get("rope_parameters") or {})
 
@@ -96,7 +96,7 @@ class Layer:
         expert: tuple[int, int] | None = None,
         buffer: bool = False,
     ) -> Param:
-        """`fused`: vLLM's parameter of several tensors, or experts; one tensor has its own name there too."""
+        """`fused`: name of vLLM's parameter if it fuses several tensors or experts, else it has the tensor's name."""
         engine = tensors[0].name if fused is None else f"model.layers.{self.index}.{fused}"
         return Param(
             "decoder.layers.{layer}." + name,
@@ -115,7 +115,7 @@ LayerPart = Callable[[Layer], list[Param]]
 
 
 def decoder_params(shape: ModelShape, attention: LayerPart, mlp: LayerPart) -> tuple[Param, ...]:
-    """Every parameter of the model, in the order of the forward pass."""
+    """Declare every parameter of the model, in the order of the forward pass."""
     h, v = shape.hidden_size, shape.vocab_size
     embedding = HfTensor("model.embed_tokens.weight", (v, h))
     found = [Param("embedding.word_embeddings.weight", (embedding,), Split.VOCAB, Stage.FIRST, engine=embedding.name)]
@@ -135,12 +135,12 @@ def decoder_params(shape: ModelShape, attention: LayerPart, mlp: LayerPart) -> t
 
 
 def dense_params(shape: ModelShape) -> tuple[Param, ...]:
-    """Every parameter of a dense model, in the order of the forward pass."""
+    """Declare every parameter of a dense model, in the order of the forward pass."""
     return decoder_params(shape, attention_params, mlp_params)
 
 
 def attention_params(layer: Layer) -> list[Param]:
-    """Grouped-query attention."""
+    """Declare the parameters of grouped-query attention."""
     shape = layer.shape
     h, d = shape.hidden_size, shape.head_dim
     query, key_value = shape.num_heads * d, shape.num_kv_heads * d
@@ -165,7 +165,7 @@ def attention_params(layer: Layer) -> list[Param]:
 
 
 def mlp_params(layer: Layer, hf: str = "mlp", megatron: str = "mlp", size: int | None = None) -> list[Param]:
-    """One gated feed-forward network."""
+    """Declare the parameters of one gated feed-forward network."""
     h, f = layer.shape.hidden_size, size or layer.shape.ffn_hidden_size
     gate, up = layer.hf(f"{hf}.gate_proj.weight", f, h), layer.hf(f"{hf}.up_proj.weight", f, h)
     down, fused = layer.hf(f"{hf}.down_proj.weight", h, f), f"{hf}.gate_up_proj.weight"
@@ -176,8 +176,8 @@ def mlp_params(layer: Layer, hf: str = "mlp", megatron: str = "mlp", size: int |
 
 
 def dense_flops(shape: ModelShape, tokens: int, sum_of_squared_lengths: int) -> float:
-    """Multiply-add FLOPs of one forward pass: 2 x weights that a token passes x tokens, plus causal attention's
-    2 x 2 x L²/2 x width."""
+    """Count the multiply-add FLOPs of one forward pass: 2 x weights that a token passes x tokens, plus causal
+    attention's 2 x 2 x L²/2 x width."""
     attention, width_of_heads = _attention_weights(shape)
     expert_layers = sum(shape.is_expert_layer(layer) for layer in range(shape.num_layers))
     weights = shape.num_layers * attention + shape.vocab_size * shape.hidden_size
@@ -189,7 +189,7 @@ def dense_flops(shape: ModelShape, tokens: int, sum_of_squared_lengths: int) -> 
 
 
 def _attention_weights(shape: ModelShape) -> tuple[int, float]:
-    """Weights of one layer's attention, and the mean width of all heads' queries and values."""
+    """Return the number of weights of one attention layer, and the mean width of all heads' queries and values."""
     heads, h, latent = shape.num_heads, shape.hidden_size, shape.latent
     if latent is None:
         query, key_value = heads * shape.head_dim, shape.num_kv_heads * shape.head_dim

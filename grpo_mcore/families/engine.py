@@ -1,6 +1,6 @@
 """Where each slice of a Hugging Face tensor lies in vLLM's parameters: the engine's half of the declaration.
 
-vLLM fuses what Megatron-Core fuses, in another order, and shares the vocabulary out in other portions.
+vLLM fuses the same tensors as Megatron-Core, in another order, and splits the vocabulary differently.
 """
 
 from __future__ import annotations
@@ -22,11 +22,11 @@ from grpo_mcore.families.spec import (
 )
 
 VOCABULARY_MULTIPLE = 64
-"""vLLM pads the vocabulary to a multiple of this many rows before it shares it out."""
+"""vLLM pads the vocabulary to a multiple of this many rows before it splits it."""
 
 
 def engine_shape(param: Param, shape: ModelShape, tp_size: int) -> tuple[int, ...]:
-    """Shape of vLLM's parameter on one tensor-parallel rank; of an expert's weight without the expert dimension."""
+    """Return the shape of vLLM's parameter on one tensor-parallel rank, for experts without the expert dimension."""
     tail = param.hf[0].shape[1:]
     match param.engine_split:
         case Split.VOCAB:
@@ -38,7 +38,7 @@ def engine_shape(param: Param, shape: ModelShape, tp_size: int) -> tuple[int, ..
 
 
 def engine_pieces(param: Param, shape: ModelShape, tp_rank: int, tp_size: int) -> list[Piece]:
-    """The slices of the Hugging Face tensors that vLLM's tensor-parallel rank reads, and where it puts them."""
+    """Return the slices of the Hugging Face tensors on a tensor-parallel rank of vLLM, and where they lie."""
     tail = tuple((0, size) for size in param.hf[0].shape[1:])
     form = param.engine_form
     match param.engine_split:
@@ -66,13 +66,15 @@ def _lower(box: Box, rows: int) -> Box:
 
 
 def _vocabulary_rows(shape: ModelShape, tp_size: int) -> int:
-    """Rows of the vocabulary on one rank, padding included."""
+    """Return the rows of the vocabulary on one rank, padding included."""
     return math.ceil(shape.vocab_size / VOCABULARY_MULTIPLE) * VOCABULARY_MULTIPLE // tp_size
 
 
 def _qkv_rows(param: Param, shape: ModelShape, tp_rank: int, tp_size: int) -> list[tuple[HfTensor, int, int]]:
-    """(tensor, first row, rows): all query heads of the rank, then its keys, then its values. With more ranks than
-    key-value heads, neighbouring ranks hold the same head."""
+    """Return (tensor, first row, number of rows) of the rank's query heads, keys and values, in this order.
+
+    With more ranks than key-value heads, neighbouring ranks hold the same head.
+    """
     q, k, v = param.hf
     queries = shape.num_heads // tp_size * shape.head_dim
     copies = max(1, tp_size // shape.num_kv_heads)
@@ -82,8 +84,8 @@ def _qkv_rows(param: Param, shape: ModelShape, tp_rank: int, tp_size: int) -> li
 
 
 def check_engine_parallel(shape: ModelShape, tp_size: int, expert_parallel: bool = False) -> None:
-    """Raises FamilyError when vLLM cannot share this model out over `tp_size` ranks. `expert_parallel`: each rank has
-    whole experts."""
+    """Raise FamilyError if vLLM cannot split this model over `tp_size` ranks. `expert_parallel`: experts stay whole and
+    are distributed over the ranks."""
     heads, kv_heads = shape.num_heads, shape.num_kv_heads
     rows = _vocabulary_rows(shape, 1)
     wrong = [f"num_attention_heads {heads}"] if heads % tp_size else []
@@ -115,8 +117,8 @@ def check_engine_parallel(shape: ModelShape, tp_size: int, expert_parallel: bool
 
 
 def _wrong_blocks(shape: ModelShape, tp_size: int) -> list[str]:
-    """What of a hybrid model's layers does not divide. (A single group of a Mamba2 mixer, which vLLM would repeat on
-    every rank, is not declared here.)"""
+    """Return the sizes of a hybrid model that `tp_size` does not divide. (vLLM could repeat a Mamba2 mixer's single
+    group on every rank; that is not declared here.)"""
     mamba = shape.mamba
     assert mamba is not None
     sizes = {"mamba_num_heads": mamba.heads, "n_groups": mamba.groups}
@@ -126,16 +128,16 @@ def _wrong_blocks(shape: ModelShape, tp_size: int) -> list[str]:
 
 
 CPU_LATENT_HEAD = 576
-"""Latent attention of vLLM's CPU build is compiled for this one size of key-value latent and rotary part."""
+"""The only size of key-value latent plus rotary part for which vLLM's CPU build compiles latent attention."""
 
 
 def missing_on_cpu(shape: ModelShape, expert_parallel: bool = False) -> str | None:
-    """What vLLM's CPU build has no kernel for, in words; None where it runs the model."""
+    """Describe the kernel of this model that vLLM's CPU build lacks; None if it can run the model."""
     latent, experts = shape.latent, shape.experts
     if expert_parallel:
-        return "its experts cannot be dealt to the ranks of an engine; set vllm_cfg.expert_parallel_size to 1"
+        return "its experts cannot be distributed over an engine's ranks; set vllm_cfg.expert_parallel_size to 1"
     if latent is not None and (size := latent.key_value_rank + latent.rotary_dim) != CPU_LATENT_HEAD:
-        return f"its latent attention needs kv_lora_rank + qk_rope_head_dim {CPU_LATENT_HEAD}, which are {size} here"
+        return f"its latent attention needs kv_lora_rank + qk_rope_head_dim = {CPU_LATENT_HEAD}; here it is {size}"
     if shape.blocks and experts is not None:
-        return "its experts need a gate, which those of this model have not (squared ReLU)"
+        return "its kernel for experts requires a gate, which this model's experts (squared ReLU) do not have"
     return None

@@ -1,4 +1,4 @@
-"""The parameters that mixture-of-experts families share: a router and experts in place of a layer's MLP."""
+"""Parameters that mixture-of-experts families share: a router and experts in place of a layer's MLP."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from grpo_mcore.families.spec import FamilyError, Param, Split
 
 
 def expert_count(config: dict[str, Any]) -> int:
-    """Number of experts, under any of the names that configs of the Hub and of transformers 5 have for it."""
+    """Return the number of experts, under any of the names that configs use for it."""
     for name in ("num_experts", "num_local_experts", "n_routed_experts"):
         if name in config:
             return config[name]
@@ -19,7 +19,7 @@ def expert_count(config: dict[str, Any]) -> int:
 def expert_params(
     *, block: str = "mlp", gate: str = "gate_proj", up: str = "up_proj", down: str = "down_proj"
 ) -> LayerPart:
-    """What declares a layer's experts, by the checkpoint's names for their parts; its MLP where it has none."""
+    """Return a function that declares a layer's experts, or its MLP if it has none, by these checkpoint names."""
 
     def declare(layer: Layer) -> list[Param]:
         shape = layer.shape
@@ -33,7 +33,7 @@ def expert_params(
         if experts.sigmoid:
             bias = layer.hf(f"{block}.gate.e_score_correction_bias", experts.count, float32=True)
             found.append(layer.param("mlp.router.expert_bias", Split.REPLICATED, bias, buffer=True))
-        fused = f"{block}.experts.routed_experts"  # vLLM's, of all experts
+        fused = f"{block}.experts.routed_experts"  # vLLM fuses all experts
         for index in range(experts.count):
             expert = (index, experts.count)
             hf, megatron = f"{block}.experts.{index}", "mlp.experts.local_experts.{expert}"

@@ -1,22 +1,39 @@
-"""Which layouts a model allows: what Megatron-Core would answer with an assertion, or would compute wrongly, is refused
-here with the key to change."""
+"""Which layouts a model allows. Layouts on which Megatron-Core would fail an assertion or compute wrong results are
+rejected here, naming the key to change."""
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Protocol
 
-from grpo_mcore.families.adapters import adapter_shape, check_adapters
+from grpo_mcore.families.adapters import PeftSettings, adapter_shape, check_adapters
+from grpo_mcore.families.registry import params_of
 from grpo_mcore.families.shards import chunk_layers, stage_layers
 from grpo_mcore.families.spec import FamilyError, ModelShape, check_tensor_parallel
 
 
-def check_fit(shape: ModelShape, megatron: Any) -> None:
-    """Raises FamilyError where `megatron` (policy.megatron_cfg) asks for a layout that the model does not allow."""
+class LayoutSettings(Protocol):
+    """The keys of policy.megatron_cfg that are read here."""
+
+    tensor_model_parallel_size: int
+    pipeline_model_parallel_size: int
+    virtual_pipeline_model_parallel_size: int | None
+    num_layers_in_first_pipeline_stage: int | None
+    num_layers_in_last_pipeline_stage: int | None
+    expert_model_parallel_size: int
+    expert_tensor_parallel_size: int
+    sequence_parallel: bool
+
+    @property
+    def moe_token_dispatcher_type(self) -> str: ...
+    @property
+    def peft(self) -> PeftSettings: ...
+
+
+def check_fit(shape: ModelShape, megatron: LayoutSettings) -> None:
+    """Raise FamilyError if `megatron` (policy.megatron_cfg) describes a layout that the model does not allow."""
     check_tensor_parallel(shape, megatron.tensor_model_parallel_size)
     _check_stages(shape, megatron)
     if (adapters := adapter_shape(megatron.peft)) is not None:
-        from grpo_mcore.families import params_of  # which imports this file
-
         check_adapters(params_of(shape), shape, adapters, megatron.expert_tensor_parallel_size)
     if shape.experts is None:
         _check_no_experts(shape, megatron)
@@ -24,7 +41,7 @@ def check_fit(shape: ModelShape, megatron: Any) -> None:
         _check_experts(shape, megatron)
 
 
-def _check_stages(shape: ModelShape, megatron: Any) -> None:
+def _check_stages(shape: ModelShape, megatron: LayoutSettings) -> None:
     stages, chunks = megatron.pipeline_model_parallel_size, megatron.virtual_pipeline_model_parallel_size or 1
     first, last = megatron.num_layers_in_first_pipeline_stage, megatron.num_layers_in_last_pipeline_stage
     if chunks > 1 and stages == 1:
@@ -35,15 +52,15 @@ def _check_stages(shape: ModelShape, megatron: Any) -> None:
     chunk_layers(shape.num_layers, stages, chunks, first, last)
 
 
-def _check_no_experts(shape: ModelShape, megatron: Any) -> None:
+def _check_no_experts(shape: ModelShape, megatron: LayoutSettings) -> None:
     for name in ("expert_model_parallel_size", "expert_tensor_parallel_size"):
-        if megatron[name] > 1:
+        if (size := getattr(megatron, name)) > 1:
             raise FamilyError(
-                f"policy.megatron_cfg.{name} {megatron[name]}: this {shape.family} model has no experts; set it to 1"
+                f"policy.megatron_cfg.{name} {size}: this {shape.family} model has no experts; set it to 1"
             )
 
 
-def _check_experts(shape: ModelShape, megatron: Any) -> None:
+def _check_experts(shape: ModelShape, megatron: LayoutSettings) -> None:
     experts, at = shape.experts, "policy.megatron_cfg."
     assert experts is not None
     parallel, tensor = megatron.expert_model_parallel_size, megatron.expert_tensor_parallel_size
@@ -59,7 +76,7 @@ def _check_experts(shape: ModelShape, megatron: Any) -> None:
         )
     if experts.active == 1 and experts.normalized and not experts.sigmoid:
         raise FamilyError(
-            f"a {shape.family} model with one expert a token, whose weight is then always 1, is not supported"
+            f"a {shape.family} model with one expert per token, whose weight is then always 1, is not supported"
         )
     if megatron.tensor_model_parallel_size > 1 and not megatron.sequence_parallel:
         raise FamilyError(
@@ -68,7 +85,7 @@ def _check_experts(shape: ModelShape, megatron: Any) -> None:
         )
     if megatron.moe_token_dispatcher_type == "allgather" and megatron.pipeline_model_parallel_size > 1:
         raise FamilyError(
-            f"{at}moe_token_dispatcher_type allgather wants rows of one length, which pipeline stages do not have; use "
+            f"{at}moe_token_dispatcher_type allgather needs rows of one length, which pipeline stages do not have; use "
             "alltoall"
         )
     stages, chunks = megatron.pipeline_model_parallel_size, megatron.virtual_pipeline_model_parallel_size or 1
@@ -81,12 +98,12 @@ def _check_experts(shape: ModelShape, megatron: Any) -> None:
     if stages > 1 and chunks == 1 and not any(shape.is_expert_layer(layer) for layer in first):
         raise FamilyError(
             f"{at}num_layers_in_first_pipeline_stage: the {len(first)} layers of the first stage have no experts; it "
-            "needs at least one layer that has, because checkpoints keep the settings of the experts' optimizer there"
+            "needs at least one layer with experts, because checkpoints keep the experts' optimizer settings there"
         )
     for name, neutral in (
         ("moe_router_load_balancing_type", "none"),
         ("moe_router_bias_update_rate", 0.0),
         ("moe_shared_expert_overlap", False),
     ):
-        if megatron[name] != neutral:
-            raise FamilyError(f"{at}{name} {megatron[name]}: not supported; set it to {neutral}")
+        if (value := getattr(megatron, name)) != neutral:
+            raise FamilyError(f"{at}{name} {value}: not supported; set it to {neutral}")

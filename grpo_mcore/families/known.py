@@ -1,4 +1,4 @@
-"""Shapes of well-known models, as published in their Hugging Face configs: for planning where no model is on disk."""
+"""Published Hugging Face configs of well-known models, for planning without the model on disk."""
 
 from __future__ import annotations
 
@@ -118,7 +118,7 @@ CONFIGS |= {
     },
 }
 
-# What `grpo-mcore demo` (data/arithmetic.py) and examples/sliding_puzzle/make_model.py make, before it is there.
+# Models that `grpo-mcore demo` (data/arithmetic.py) and examples/sliding_puzzle/make_model.py create.
 _DEMO = _config("qwen3", 4, 128, 576, 4, 2, 30, head_dim=32, tie_word_embeddings=True)
 _PUZZLE = _config("qwen3", 3, 64, 256, 2, 2, 64, head_dim=32, tie_word_embeddings=True)
 FOLDERS = {
@@ -132,8 +132,8 @@ _VARIANTS = ("-Instruct", "-Base", "-Math", "-Coder", "-Chat", "-2507", "-0324-B
 
 
 def known_config(name: str) -> dict[str, Any] | None:
-    """The config of a hub name such as "Qwen/Qwen2.5-1.5B-Instruct", or None. Fine-tunes that keep their base's shape
-    and name (-Instruct, -Base) are found too."""
+    """Return the config of a hub name such as "Qwen/Qwen2.5-1.5B-Instruct", or None. Suffixes of variants of the same
+    shape (-Instruct, -Base) are ignored."""
     if name in FOLDERS:
         return FOLDERS[name]
     base = PurePosixPath(name).name

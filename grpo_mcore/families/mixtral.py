@@ -10,7 +10,7 @@ from grpo_mcore.families.spec import ExpertShape, FamilyError, ModelShape, Param
 
 
 def shape(config: dict[str, Any]) -> ModelShape:
-    """ModelShape from `config.json`."""
+    """Read a ModelShape from `config.json`."""
     if config.get("sliding_window"):
         raise FamilyError("config.json: sliding_window is not supported for mixtral models; full attention only")
     experts = ExpertShape(
@@ -22,6 +22,6 @@ def shape(config: dict[str, Any]) -> ModelShape:
 
 
 def params(shape: ModelShape) -> tuple[Param, ...]:
-    """Every parameter of the model, in the order of the forward pass."""
+    """Declare every parameter of the model, in the order of the forward pass."""
     experts = expert_params(block="block_sparse_moe", gate="w1", up="w3", down="w2")
     return decoder_params(shape, attention_params, experts)

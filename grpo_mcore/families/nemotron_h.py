@@ -1,5 +1,5 @@
-"""Nemotron-H and Nemotron 3: every layer is one of a Mamba2 mixer, attention without positions, an MLP or experts, all
-with squared ReLU and no gate."""
+"""Nemotron-H and Nemotron 3: each layer is a Mamba2 mixer, attention without positions, an MLP or experts; networks
+have squared ReLU and no gate."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ _BLOCKS = {
 
 
 def shape(config: dict[str, Any]) -> ModelShape:
-    """ModelShape from `config.json`."""
+    """Read a ModelShape from `config.json`."""
     wanted = {
         "attention_bias": False, "mlp_bias": False, "use_bias": False, "mamba_proj_bias": False, "use_conv_bias": True,
         "mlp_hidden_act": "relu2", "mamba_hidden_act": "silu", "sliding_window": None, "moe_latent_size": None,
@@ -91,7 +91,7 @@ def _experts(config: dict[str, Any], blocks: tuple[Block, ...]) -> ExpertShape:
 
 
 def params(shape: ModelShape) -> tuple[Param, ...]:
-    """Every parameter of the model, in the order of the forward pass."""
+    """Declare every parameter of the model, in the order of the forward pass."""
     h, v = shape.hidden_size, shape.vocab_size
     embedding = HfTensor("backbone.embeddings.weight", (v, h))
     found = [
@@ -129,7 +129,7 @@ def _layer(shape: ModelShape, layer: int, block: Block) -> list[Param]:
         expert: tuple[int, int] | None = None,
         buffer: bool = False,
     ) -> Param:
-        """`engine`: vLLM's name within the layer, where it is not that of the tensor."""
+        """`engine`: vLLM's name within the layer, if it differs from the tensor's."""
         return Param(
             "decoder.layers.{layer}." + name,
             tensors,
@@ -144,7 +144,7 @@ def _layer(shape: ModelShape, layer: int, block: Block) -> list[Param]:
 
     def network(megatron: str, name: str, size: int, expert: tuple[int, int] | None = None) -> list[Param]:
         up, down = hf(f"{name}up_proj.weight", size, h), hf(f"{name}down_proj.weight", h, size)
-        fused = "mixer.experts.routed_experts."  # vLLM's, of all experts
+        fused = "mixer.experts.routed_experts."  # vLLM fuses all experts
         return [
             param(
                 f"{megatron}.linear_fc1.weight",
@@ -174,7 +174,7 @@ def _layer(shape: ModelShape, layer: int, block: Block) -> list[Param]:
             def part(name: str, split: Split, *size: int, parts: tuple[int, ...] = (), **how: Any) -> Param:
                 return replace(param(f"self_attention.{name}", split, hf(f"mixer.{name}", *size), **how), parts=parts)
 
-            # Shared out by heads, and by groups with their B and C.
+            # Split by heads, and by groups with their B and C.
             convolved, projected = mamba.convolved_parts, mamba.projected_parts
             mixer = [
                 part("in_proj.weight", Split.PARTS, sum(projected), h, parts=projected),
@@ -213,7 +213,7 @@ def _layer(shape: ModelShape, layer: int, block: Block) -> list[Param]:
 
 
 def flops(shape: ModelShape, tokens: int, sum_of_squared_lengths: int) -> float:
-    """Multiply-add FLOPs of one forward pass; a Mamba2 scan counts its state updates and readouts."""
+    """Count the multiply-add FLOPs of one forward pass; a Mamba2 scan counts its state updates and readouts."""
     h, query = shape.hidden_size, shape.num_heads * shape.head_dim
     mamba, experts = shape.mamba, shape.experts
     assert mamba is not None

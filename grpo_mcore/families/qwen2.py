@@ -11,5 +11,5 @@ params = dense_params
 
 
 def shape(config: dict[str, Any]) -> ModelShape:
-    """ModelShape from `config.json`."""
+    """Read a ModelShape from `config.json`."""
     return dense_shape(config, family="qwen2", qkv_bias=True, qk_norm=False)

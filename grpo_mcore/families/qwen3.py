@@ -11,7 +11,7 @@ params = dense_params
 
 
 def shape(config: dict[str, Any]) -> ModelShape:
-    """ModelShape from `config.json`."""
+    """Read a ModelShape from `config.json`."""
     if config.get("attention_bias"):
         raise FamilyError("config.json: attention_bias true is not supported for qwen3 models")
     return dense_shape(config, family="qwen3", qkv_bias=False, qk_norm=True)

@@ -10,7 +10,7 @@ from grpo_mcore.families.spec import ExpertShape, FamilyError, ModelShape, Param
 
 
 def shape(config: dict[str, Any]) -> ModelShape:
-    """ModelShape from `config.json`."""
+    """Read a ModelShape from `config.json`."""
     if config.get("attention_bias"):
         raise FamilyError("config.json: attention_bias true is not supported for qwen3_moe models")
     layers, every = range(config["num_hidden_layers"]), config.get("decoder_sparse_step", 1)
@@ -26,5 +26,5 @@ def shape(config: dict[str, Any]) -> ModelShape:
 
 
 def params(shape: ModelShape) -> tuple[Param, ...]:
-    """Every parameter of the model, in the order of the forward pass."""
+    """Declare every parameter of the model, in the order of the forward pass."""
     return decoder_params(shape, attention_params, expert_params())

@@ -1,4 +1,4 @@
-"""The parameters of a rank, by tensor-parallel size and pipeline stage, and how Megatron-Core's buffers pad them."""
+"""The layers of each pipeline stage, and the parameters of a rank with the padding of Megatron-Core's buffers."""
 
 from __future__ import annotations
 
@@ -11,9 +11,9 @@ from grpo_mcore.families.spec import FamilyError, ModelShape, Param, Split, loca
 
 
 def stage_layers(layers: int, stages: int, first: int | None = None, last: int | None = None) -> tuple[range, ...]:
-    """The layers of each pipeline stage; `first` and `last`: their number of layers where the split is uneven.
+    """Return the layers of each pipeline stage. `first`, `last`: number of layers of these stages, for uneven splits.
 
-    Raises FamilyError where the layers do not divide, or a stage would have none.
+    Raises FamilyError if the layers do not divide or a stage would have none.
     """
     fixed = {0: first, stages - 1: last}
     given = {stage: count for stage, count in fixed.items() if count is not None and stages > 1}
@@ -32,9 +32,9 @@ def stage_layers(layers: int, stages: int, first: int | None = None, last: int |
 def chunk_layers(
     layers: int, stages: int, chunks: int, first: int | None = None, last: int | None = None
 ) -> tuple[tuple[range, ...], ...]:
-    """The layers of each model chunk of each pipeline stage: the model goes through all stages `chunks` times.
+    """Return the layers of each model chunk of each pipeline stage; a forward pass visits all stages `chunks` times.
 
-    Raises FamilyError as `stage_layers` does, and where a stage's layers do not divide over its chunks.
+    Raises FamilyError as `stage_layers` does, and if a stage's layers do not divide over its chunks.
     """
     counts = [len(found) for found in stage_layers(layers, stages, first, last)]
     if any(count % chunks for count in counts):
@@ -50,10 +50,10 @@ def chunk_layers(
 
 @dataclass(frozen=True)
 class Shard:
-    """The parameters of one rank as Megatron-Core's distributed optimizer lays them out.
+    """Sizes of one rank's parameters as Megatron-Core's distributed optimizer lays them out.
 
-    `numel`: without padding. `buffer`: elements of the weight and gradient buffers, with padding. `owned`: elements
-    whose optimizer state this stage's data-parallel ranks keep, one number a rank.
+    `numel`: elements without padding. `buffer`: elements of the weight and gradient buffers, with padding. `owned`:
+    elements whose optimizer state each data-parallel rank of the stage keeps.
     """
 
     numel: int
@@ -67,10 +67,10 @@ class Shard:
 
 
 def shard_of(params: Sequence[Param], shape: ModelShape, tensor: int, data: int, *, shared_apart: bool) -> Shard:
-    """The shard of a stage with these parameters. `shared_apart`: tied embeddings get a bucket of their own.
+    """Compute the shard of a stage with these parameters. `shared_apart`: tied embeddings get their own bucket.
 
     Megatron-Core goes through the parameters backwards, starts each at a multiple of 64 elements and ends a bucket at
-    a common multiple of 128 and the data-parallel size, of which every data-parallel rank owns an equal stretch.
+    a common multiple of 128 and the data-parallel size. Every data-parallel rank owns an equal part of each bucket.
     """
     bucket_multiple = math.lcm(data, 128)
     spans: list[tuple[int, int]] = []

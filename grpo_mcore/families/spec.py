@@ -1,5 +1,5 @@
-"""What a model family declares: its shape, and for every parameter where each slice of the Hugging Face tensor lies
-in Megatron-Core. The one declaration serves building, loading, exporting and refit."""
+"""The declaration of a model family: its shape, and for every parameter where each slice of the Hugging Face tensors
+lies in Megatron-Core. It serves building, loading, exporting, refit and planning."""
 
 from __future__ import annotations
 
@@ -12,28 +12,28 @@ Box = tuple[tuple[int, int], ...]  # (start, stop) of every dimension
 
 
 class FamilyError(ValueError):
-    """A Hugging Face config that no family here can build, or a layout that the model does not allow."""
+    """No family here can build this Hugging Face config, or the model does not allow this layout."""
 
 
 @dataclass(frozen=True)
 class ExpertShape:
-    """The experts of a mixture-of-experts model, and how a token finds its own."""
+    """The experts of a mixture-of-experts model, and how tokens are routed to them."""
 
     count: int
-    active: int  # experts of one token
+    active: int  # experts per token
     ffn_hidden_size: int
     dense_layers: tuple[int, ...] = ()  # layers without experts
     normalized: bool = True  # the weights of a token's experts sum to one
-    shared_ffn_hidden_size: int = 0  # of the expert that every token passes; 0: there is none
-    sigmoid: bool = False  # scores by sigmoid instead of softmax, with a correction bias that only chooses
-    groups: int = 1  # of experts, of which a token's may come from `active_groups`
+    shared_ffn_hidden_size: int = 0  # of the shared expert; 0: there is none
+    sigmoid: bool = False  # sigmoid scores instead of softmax, with a correction bias used only for the choice
+    groups: int = 1  # groups of experts; a token's experts come from `active_groups` of them
     active_groups: int = 1
-    scaling: float = 1.0  # of the experts' weights
+    scaling: float = 1.0  # factor on the experts' weights
 
 
 @dataclass(frozen=True)
 class YarnShape:
-    """YaRN scaling of rotary frequencies (arXiv 2309.00071), by the names of the Hugging Face config."""
+    """YaRN scaling of rotary frequencies (arXiv 2309.00071), named as in the Hugging Face config."""
 
     factor: float
     original_positions: int
@@ -49,14 +49,14 @@ class LatentShape:
 
     query_rank: int | None  # None: queries come from the hidden states
     key_value_rank: int
-    plain_dim: int  # of a query or key head, without position
-    rotary_dim: int  # of a query head, and of the one key part that all heads share
+    plain_dim: int  # part of a query or key head without position
+    rotary_dim: int  # rotary part of a query head, and of the key, which all heads share
     value_dim: int
     yarn: YarnShape | None
 
 
 class Block(Enum):
-    """What a layer of a hybrid model is."""
+    """Kind of a layer of a hybrid model."""
 
     MAMBA = "mamba"
     ATTENTION = "attention"
@@ -70,10 +70,10 @@ class MambaShape:
 
     heads: int
     head_dim: int
-    groups: int  # of heads that share B and C
+    groups: int  # groups of heads that share B and C
     state_size: int
-    kernel: int  # tokens that the convolution sees
-    chunk: int  # tokens that the scan computes at once
+    kernel: int  # width of the convolution, in tokens
+    chunk: int  # tokens that the scan computes at a time
     min_step: float  # lower bound of the time step
 
     @property
@@ -96,14 +96,14 @@ class MambaShape:
         """Channels of the convolution."""
         return sum(self.convolved_parts)
 
-    def local(self, ranks: int) -> MambaShape:
-        """What one of so many tensor-parallel ranks has of it: heads, and groups with their B and C."""
-        return replace(self, heads=self.heads // ranks, groups=self.groups // ranks)
+    def local(self, tp_size: int) -> MambaShape:
+        """Return the part of one tensor-parallel rank: its heads, and its groups with their B and C."""
+        return replace(self, heads=self.heads // tp_size, groups=self.groups // tp_size)
 
 
 @dataclass(frozen=True)
 class ModelShape:
-    """The sizes of a decoder, as plain values. Sizes are of the whole model, not of one rank."""
+    """The sizes of a decoder, as plain values, of the whole model and not of one rank."""
 
     family: str
     hidden_size: int
@@ -120,22 +120,22 @@ class ModelShape:
     tied_embeddings: bool
     qkv_bias: bool
     qk_norm: bool
-    experts: ExpertShape | None = None  # of the layers that have experts
+    experts: ExpertShape | None = None  # None: no layer has experts
     latent: LatentShape | None = None  # None: grouped-query attention
-    blocks: tuple[Block, ...] = ()  # of a hybrid model: what each layer is; its networks have squared ReLU and no gate
-    mamba: MambaShape | None = None  # of the layers that are a Mamba2 mixer
+    blocks: tuple[Block, ...] = ()  # hybrid models: kind of each layer; networks have squared ReLU and no gate
+    mamba: MambaShape | None = None  # None: no layer is a Mamba2 mixer
 
     def is_expert_layer(self, layer: int) -> bool:
         """Whether the layer has experts instead of one feed-forward network."""
         return self.experts is not None and layer not in self.experts.dense_layers
 
     def padded_vocab_size(self, tensor_parallel: int) -> int:
-        """Vocabulary rows as Megatron-Core holds them: the next multiple of the tensor-parallel size."""
+        """Return Megatron-Core's number of vocabulary rows: the next multiple of the tensor-parallel size."""
         return math.ceil(self.vocab_size / tensor_parallel) * tensor_parallel
 
 
 class Split(Enum):
-    """How Megatron-Core lays one parameter out over the tensor-parallel ranks."""
+    """How Megatron-Core splits one parameter over the tensor-parallel ranks."""
 
     REPLICATED = "replicated"  # whole on every rank
     ROWS = "rows"  # ColumnParallelLinear: output rows of the weight
@@ -143,7 +143,7 @@ class Split(Enum):
     VOCAB = "vocab"  # rows, the last rank padded with zeros
     QKV = "qkv"  # q, k, v interleaved by key-value group: [q of group | k | v] per group
     GATE_UP = "gate_up"  # [gate rows of this rank | up rows of this rank]
-    PARTS = "parts"  # the tensor is made of blocks of rows (`Param.parts`), each of which is split by itself
+    PARTS = "parts"  # the tensor consists of blocks of rows (`Param.parts`), each split by itself
 
 
 class Stage(Enum):
@@ -160,7 +160,7 @@ class HfTensor:
 
     name: str
     shape: tuple[int, ...]
-    float32: bool = False  # whatever the precision of the others
+    float32: bool = False  # regardless of the precision of the others
 
     @property
     def numel(self) -> int:
@@ -169,10 +169,10 @@ class HfTensor:
 
 @dataclass(frozen=True)
 class EngineForm:
-    """How vLLM holds a parameter where it differs from Megatron-Core.
+    """How vLLM's form of a parameter differs from Megatron-Core's.
 
-    `split`: over the tensor-parallel ranks, None where it is the parameter's own. `start`: first row in vLLM's
-    parameter, which holds another tensor before it. `negative_exp`: vLLM holds -exp(values), in float32.
+    `split`: split over the tensor-parallel ranks; None: as in Megatron-Core. `start`: first row in vLLM's parameter,
+    which holds another tensor before it. `negative_exp`: vLLM holds -exp(values), in float32.
     """
 
     split: Split | None = None
@@ -185,14 +185,14 @@ SAME_FORM = EngineForm()
 
 @dataclass(frozen=True)
 class Param:
-    """One Megatron-Core parameter and the Hugging Face tensors that it is made of.
+    """One Megatron-Core parameter and the Hugging Face tensors that it consists of.
 
-    `megatron` has `{layer}` where the stage-local layer index goes, and `{expert}` where the rank-local expert index
-    goes. `copy` marks a second home of a tensor that another parameter owns (the output layer of tied embeddings on
-    the last stage): loaded, never exported. `expert`: (index, number of experts) of a weight that expert-parallel
-    ranks share out; it splits over the expert-tensor-parallel ranks. `engine`: vLLM's parameter that these tensors
-    fill, alone or fused (see `families.engine`), in the form `engine_form`; None where vLLM's own loading must place
-    them. `buffer`: not trained. `parts`: rows of the blocks of Split.PARTS.
+    `megatron`: its name, with placeholders `{layer}` for the stage-local layer index and `{expert}` for the rank-local
+    expert index. `copy`: it duplicates a tensor that another parameter owns (the output layer of tied embeddings on the
+    last stage), so it is loaded but never exported. `expert`: (index, number of experts) of an expert's weight, which
+    belongs to one expert-parallel rank and is split over expert-tensor-parallel ranks. `engine`: vLLM's parameter that
+    these tensors fill, alone or fused (see `families.engine`), in the form `engine_form`; None if only vLLM's own
+    loading can place them. `buffer`: not trained. `parts`: rows of the blocks of Split.PARTS.
     """
 
     megatron: str
@@ -209,12 +209,12 @@ class Param:
 
     @property
     def engine_split(self) -> Split:
-        """How vLLM splits it."""
+        """How vLLM splits the parameter."""
         return self.engine_form.split or self.split
 
     @property
     def travels_in_float32(self) -> bool:
-        """Whether a refit moves it in float32, whatever the precision of the others."""
+        """Whether a refit moves it in float32, regardless of the precision of the others."""
         return self.engine_form.negative_exp or any(tensor.float32 for tensor in self.hf)
 
 
@@ -228,7 +228,7 @@ class Piece:
 
 
 def local_shape(param: Param, shape: ModelShape, tp_size: int) -> tuple[int, ...]:
-    """Shape of the parameter on one tensor-parallel rank."""
+    """Return the shape of the parameter on one tensor-parallel rank."""
     first = param.hf[0].shape
     match param.split:
         case Split.REPLICATED:
@@ -242,7 +242,7 @@ def local_shape(param: Param, shape: ModelShape, tp_size: int) -> tuple[int, ...
 
 
 def pieces(param: Param, shape: ModelShape, tp_rank: int, tp_size: int) -> list[Piece]:
-    """The slices of the Hugging Face tensors that this tensor-parallel rank holds, and where it holds them."""
+    """Return the slices of the Hugging Face tensors that a tensor-parallel rank holds, and where it holds them."""
     tail = tuple((0, size) for size in param.hf[0].shape[1:])
 
     def rows(tensor: HfTensor, start: int, count: int, local_start: int) -> Piece:
@@ -301,7 +301,7 @@ def _qkv_pieces(
 
 
 def check_tensor_parallel(shape: ModelShape, tp_size: int) -> None:
-    """Raises FamilyError when `tp_size` divides not the heads, the key-value heads, the heads and groups of a Mamba2
+    """Raise FamilyError if `tp_size` does not divide the heads, the key-value heads, the heads and groups of a Mamba2
     mixer or the feed-forward size."""
     sizes = {"num_attention_heads": shape.num_heads, "num_key_value_heads": shape.num_kv_heads}
     if shape.mamba is not None:

@@ -1,0 +1,64 @@
+"""The registered families, and the functions that look one up."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from functools import lru_cache
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+from grpo_mcore.families import deepseek_v3, llama, mixtral, nemotron_h, qwen2, qwen3, qwen3_moe
+from grpo_mcore.families.dense import dense_flops
+from grpo_mcore.families.spec import FamilyError, ModelShape, Param
+
+FAMILIES: dict[str, ModuleType] = {
+    "qwen2": qwen2,
+    "qwen3": qwen3,
+    "llama": llama,
+    "qwen3_moe": qwen3_moe,
+    "mixtral": mixtral,
+    "deepseek_v3": deepseek_v3,
+    "nemotron_h": nemotron_h,
+}
+"""Modules by the `model_type` of `config.json`."""
+
+
+def read_hf_config(folder: str | Path) -> dict[str, Any]:
+    """Read `config.json` of a local Hugging Face folder. Raises FamilyError if it is missing."""
+    path = Path(folder) / "config.json"
+    if not path.is_file():
+        raise FamilyError(
+            f"policy.model_name: {folder} holds no config.json; give a Hugging Face folder, or a name of the hub"
+        )
+    return json.loads(path.read_text())
+
+
+def shape_of(config: dict[str, Any]) -> ModelShape:
+    """Return the shape that a Hugging Face config describes. Raises FamilyError if its model type is not supported or
+    it lacks a key."""
+    family = FAMILIES.get(config.get("model_type", ""))
+    if family is None:
+        raise FamilyError(f"model_type {config.get('model_type')!r} is not supported; choose one of {sorted(FAMILIES)}")
+    try:
+        return family.shape(config)
+    except KeyError as error:
+        raise FamilyError(f"config.json of a {config['model_type']} model lacks {error.args[0]}") from error
+
+
+@lru_cache(maxsize=8)  # DeepSeek-V3 has 45,000
+def params_of(shape: ModelShape) -> tuple[Param, ...]:
+    """Return every parameter of the model, in the order of the forward pass."""
+    return FAMILIES[shape.family].params(shape)
+
+
+def forward_flops(shape: ModelShape, lengths: list[int]) -> float:
+    """Return the FLOPs of one forward pass over sequences of these lengths."""
+    flops: Callable[[ModelShape, int, int], float] = getattr(FAMILIES[shape.family], "flops", dense_flops)
+    return flops(shape, sum(lengths), sum(length * length for length in lengths))
+
+
+def parameter_count(shape: ModelShape) -> int:
+    """Return the number of parameters, tied embeddings counted once."""
+    return sum(tensor.numel for param in params_of(shape) if not param.copy for tensor in param.hf)
