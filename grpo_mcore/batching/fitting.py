@@ -1,7 +1,6 @@
-"""The fitting algorithms behind `pack`: samples into as few bins of `room` tokens as each of them finds.
+"""The fitting algorithms behind `pack`: put samples into bins of `room` tokens.
 
-Every function takes the sizes (1 <= size <= room) and returns bins of indices, none empty. All are O(n log
-n).
+Every function takes the sizes (1 <= size <= room) and returns bins of indices, none empty, in O(n log n).
 """
 
 from __future__ import annotations
@@ -14,7 +13,7 @@ Bins = list[list[int]]
 
 
 def concatenative(sizes: Sequence[int], room: int, seed: int) -> Bins:
-    """In order; a sample that does not fit opens the next bin."""
+    """Fill bins in order; a sample that does not fit opens the next bin."""
     bins: Bins = []
     left = 0
     for sample, size in enumerate(sizes):
@@ -27,20 +26,19 @@ def concatenative(sizes: Sequence[int], room: int, seed: int) -> Bins:
 
 
 def first_fit_decreasing(sizes: Sequence[int], room: int, seed: int) -> Bins:
-    """From the longest sample down, each into the first bin with room."""
+    """Put each sample, from the longest down, into the first bin with room."""
     return first_fit(decreasing(sizes), sizes, room)
 
 
 def first_fit_shuffle(sizes: Sequence[int], room: int, seed: int) -> Bins:
-    """In an order drawn from the seed, each into the first bin with room."""
+    """Put each sample, in an order drawn from the seed, into the first bin with room."""
     order = list(range(len(sizes)))
     random.Random(seed).shuffle(order)
     return first_fit(order, sizes, room)
 
 
 def modified_first_fit_decreasing(sizes: Sequence[int], room: int, seed: int) -> Bins:
-    """Samples over half a bin get a bin each, are topped up from the smaller ones, and first fit does the
-    rest.
+    """Give each sample over half a bin a bin, top these up with smaller samples, and fit the rest by first fit.
 
     D. S. Johnson, M. R. Garey, "A 71/60 theorem for bin packing", Journal of Complexity 1, 1985.
     """
@@ -76,12 +74,12 @@ def modified_first_fit_decreasing(sizes: Sequence[int], room: int, seed: int) ->
 
 
 def decreasing(sizes: Sequence[int]) -> list[int]:
-    """Indices from the longest to the shortest sample, equal ones in order."""
+    """Return indices from the longest to the shortest sample, equal ones in order."""
     return sorted(range(len(sizes)), key=lambda i: -sizes[i])
 
 
 def first_fit(order: Sequence[int], sizes: Sequence[int], room: int) -> Bins:
-    """Each sample, in order, into the first bin with room: a tree holds the greatest room below each node."""
+    """Put each sample, in order, into the first bin with room. A tree holds the greatest room below each node."""
     leaves = 1 << max(len(order) - 1, 0).bit_length()
     tree = [room] * (2 * leaves)
     bins: Bins = []
@@ -108,17 +106,17 @@ def first_fit(order: Sequence[int], sizes: Sequence[int], room: int) -> Bins:
 
 
 class _Pool:
-    """Samples sorted by size, from which the largest that fits is taken in nearly constant time."""
+    """Samples sorted by size; the largest that fits is taken in nearly constant time."""
 
     def __init__(self, order: list[int], sizes: Sequence[int]) -> None:
         self._samples = order[::-1]
         self._sizes = [sizes[i] for i in self._samples]
-        # _below[p]: a step towards the last sample still here among the first p; p itself if that is p - 1.
+        # _below[p] leads to the last sample left among the first p; it is p itself if that is sample p - 1.
         self._below = list(range(len(self._samples) + 1))
         self._smallest = 0
 
     def take_largest(self, limit: int) -> int | None:
-        """The largest sample of at most `limit` tokens."""
+        """Take the largest sample of at most `limit` tokens; None if there is none."""
         below = self._below
         end = bisect_right(self._sizes, limit)
         while below[end] != end:
@@ -127,7 +125,7 @@ class _Pool:
         return self._take(end - 1) if end else None
 
     def take_pair(self, limit: int) -> tuple[int, int] | None:
-        """The smallest sample and the largest that fits beside it; None if not even the two smallest fit."""
+        """Take the smallest sample and the largest that fits beside it; None if not even the two smallest fit."""
         self._smallest = first = self._next(self._smallest)
         second = self._next(first + 1)
         if second >= len(self._samples) or self._sizes[first] + self._sizes[second] > limit:
@@ -138,10 +136,10 @@ class _Pool:
         return smallest, largest
 
     def remaining(self) -> list[int]:
-        """What is left, from the largest down."""
-        return [self._samples[p] for p in reversed(range(len(self._samples))) if self._is_here(p)]
+        """Return the samples that are left, from the largest down."""
+        return [self._samples[p] for p in reversed(range(len(self._samples))) if self._is_left(p)]
 
-    def _is_here(self, position: int) -> bool:
+    def _is_left(self, position: int) -> bool:
         return self._below[position + 1] == position + 1
 
     def _take(self, position: int) -> int:
@@ -149,7 +147,7 @@ class _Pool:
         return self._samples[position]
 
     def _next(self, position: int) -> int:
-        while position < len(self._samples) and not self._is_here(position):
+        while position < len(self._samples) and not self._is_left(position):
             position += 1
         return position
 
@@ -160,4 +158,4 @@ FITTERS: dict[str, Callable[[Sequence[int], int, int], Bins]] = {
     "first_fit_shuffle": first_fit_shuffle,
     "modified_first_fit_decreasing": modified_first_fit_decreasing,
 }
-"""The recipe's names: f(sizes, room, seed) -> bins."""
+"""Functions (sizes, room, seed) -> bins, by the recipe's names."""

@@ -1,4 +1,4 @@
-"""One bin as tensors: its samples side by side in one row, with what is needed to tell them apart again."""
+"""One bin as tensors: its samples side by side in one row, and the indices that tell them apart."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ class PackedBatch:
     positions: Tensor
     """int64 [T]: position in the sample, from 0."""
     cu_seqlens: Tensor
-    """int32 [n + 1], or [n + 2] with padding: where sequences begin, and T."""
+    """int32 [n + 1], or [n + 2] with padding: start of each sequence, and T."""
     segments: Tensor
     """int64 [T]: the sample (0 .. n - 1) of each token; n for padding."""
     columns: dict[str, Tensor]
@@ -29,10 +29,10 @@ class PackedBatch:
     lengths: tuple[int, ...]
     """Tokens of each sample, on the host."""
     names: tuple[str, ...] = ()
-    """What to call each sample in a message; may be empty."""
+    """Names of the samples in messages; may be empty."""
     routes: Tensor | None = None
-    """int16 [T, layers, experts of a token]: which experts a token goes to; -1 where that is of no consequence, or the
-    layer has none. None: the routers choose."""
+    """int16 [T, layers, experts per token]: the experts that each token goes to; -1 where the choice does not matter or
+    the layer has no experts. None: the routers choose."""
 
     @property
     def num_segments(self) -> int:
@@ -41,7 +41,7 @@ class PackedBatch:
 
     @property
     def max_seqlen(self) -> int:
-        """The longest sequence of the row, padding included; kernels for variable lengths ask for it."""
+        """Length of the longest sequence, padding included; variable-length kernels need it."""
         return max(*self.lengths, self.padding, 0)
 
     @property
@@ -59,7 +59,7 @@ class PackedBatch:
         return self._has_next() & counts.roll(-1, dims=1)
 
     def to_token_aligned(self, next_token_scores: Tensor) -> Tensor:
-        """[k, T]: for token t what position t - 1 says about it, 0 for the first token of each sequence.
+        """Return [k, T]: for token t the score at position t - 1, 0 for the first token of each sequence.
 
         next_token_scores [k, T] belong to `targets()`. Keeps dtype and gradient.
         """
@@ -67,29 +67,29 @@ class PackedBatch:
         return torch.where(self._has_next(), next_token_scores, 0.0).roll(1, dims=1)
 
     def split(self, per_token: Tensor) -> list[Tensor]:
-        """A per-token row [1, T] as one tensor a sample, [its tokens], without the padding."""
+        """Split a per-token row [1, T] into one tensor [length] per sample, without the padding."""
         self._check(per_token, "per_token")
         row = per_token[0, : sum(self.lengths)]
         return list(torch.split(row, list(self.lengths)))
 
     def per_token(self, values: Tensor) -> Tensor:
-        """One value a sample [n] as one a token, [1, T]; 0 in the padding."""
+        """Expand one value per sample, [n], to one per token, [1, T]; 0 in the padding."""
         if values.shape != (self.num_segments,):
             raise ValueError(f"{tuple(values.shape)} values for the {self.num_segments} samples of the row")
         return torch.cat([values, values.new_zeros(1)])[self.segments][None]
 
     def loss_inputs(self) -> dict[str, Any]:
-        """The mapping that the loss functions of the objective take: columns, segments, num_segments."""
+        """Return the mapping that the loss functions take: columns, segments, num_segments."""
         return {**self.columns, "segments": self.segments, "num_segments": self.num_segments}
 
     def empty_like(self, multiple: int) -> PackedBatch:
-        """A row of `multiple` padding tokens with the same columns, to run where a rank's bin is empty."""
+        """Return a row of `multiple` padding tokens with the same columns, to run when a rank's bin is empty."""
         values = {name: column.new_zeros(0) for name, column in self.columns.items()}
         routes = None if self.routes is None else self.routes[:0]
         return _assemble(self.tokens.new_zeros(0), values, (), multiple, routes=routes)
 
     def to(self, device: torch.device | str, *, non_blocking: bool = False) -> PackedBatch:
-        """The same row on a device."""
+        """Return the same row on a device."""
 
         def move(tensor: Tensor) -> Tensor:
             return tensor.to(device, non_blocking=non_blocking)
@@ -123,24 +123,23 @@ def pack_rows(
 ) -> PackedBatch:
     """Put samples side by side and pad the row to a multiple of `multiple`.
 
-    token_ids: int64 [length] of each sample. columns: for each sample the same keys, each value [length], or
-    a scalar tensor, such as sample_mask, which every token of the sample gets.
-    names: what to call the samples in messages; as many as there are samples, or none. routes: int16 [length - 1,
-    layers, experts of a token] of each sample.
-    Raises ValueError, naming the sample and the column, where keys or shapes do not fit, and if there is no
-    sample: a row without one is made by `empty_like`.
+    token_ids: int64 [length] of each sample. columns: the same keys for each sample, each value [length] or a scalar
+    tensor, such as sample_mask, that every token of the sample gets. names: of the samples, for messages; one each, or
+    none. routes: int16 [length - 1, layers, experts per token] of each sample.
+    Raises ValueError, naming the sample and the column, if keys or shapes do not fit, and if there is no sample
+    (`empty_like` makes a row without samples).
     """
     count = len(token_ids)
     if not count or len(columns) != count or len(names) not in (0, count):
         raise ValueError(
-            f"{count} samples, {len(columns)} sets of columns and {len(names)} names; want as many of each, "
+            f"{count} samples, {len(columns)} sets of columns and {len(names)} names; need equally many of each, "
             "and at least one sample"
         )
     keys = list(columns[0])
     expanded: dict[str, list[Tensor]] = {key: [] for key in keys}
     for sample, (ids, values) in enumerate(zip(token_ids, columns, strict=True)):
         if ids.ndim != 1 or ids.numel() == 0:
-            raise ValueError(f"sample {sample}: token ids have shape {tuple(ids.shape)}; want 1-d and not empty")
+            raise ValueError(f"sample {sample}: token ids have shape {tuple(ids.shape)}; must be 1-d and not empty")
         if set(values) != set(keys):
             odd = ", ".join(sorted(set(values) ^ set(keys)))
             raise ValueError(f"sample {sample}: its columns differ from those of sample 0 in: {odd}")
@@ -156,7 +155,7 @@ def pack_rows(
 
 
 def _with_last(routes: Tensor) -> Tensor:
-    """With a row for the last token, which predicts nothing."""
+    """Append a row for the last token, which predicts nothing."""
     return torch.cat([routes, routes.new_full((1, *routes.shape[1:]), -1)])
 
 

@@ -11,7 +11,7 @@ PACKING_ALGORITHMS: tuple[str, ...] = (*FITTERS, "balanced")
 
 
 class PackingError(ValueError):
-    """The samples cannot be packed as asked."""
+    """The samples cannot be packed with these arguments."""
 
 
 def pack(
@@ -23,14 +23,12 @@ def pack(
     min_bins: int = 1,
     seed: int = 0,
 ) -> Bins:
-    """Bins of sample indices: every sample exactly once, no bin empty or over its room, the same for the same
-    input.
+    """Return bins of sample indices: every sample exactly once, no bin empty or over its room. Deterministic.
 
-    lengths: tokens of each sample. capacity: tokens of a bin. multiple: rows are padded to a multiple of it,
-    so a bin may fill the capacity rounded up to it. min_bins: at least so many bins. seed: for
-    first_fit_shuffle. "balanced" takes as many bins as first-fit decreasing and fills them evenly, as far as
-    the samples allow. Raises PackingError for an unknown algorithm, a sample longer than a bin, a length
-    below 1, or fewer samples than min_bins.
+    lengths: tokens of each sample. capacity: tokens of a bin. multiple: rows are padded to a multiple of it, so a bin
+    may hold the capacity rounded up to it. min_bins: minimum number of bins. seed: for first_fit_shuffle. "balanced"
+    takes as many bins as first-fit decreasing and fills them as evenly as the samples allow. Raises PackingError for an
+    unknown algorithm, a sample longer than a bin, a length below 1, or fewer samples than min_bins.
     """
     if algorithm not in PACKING_ALGORITHMS:
         raise PackingError(f"unknown packing algorithm {algorithm!r}; choose one of: {', '.join(PACKING_ALGORITHMS)}")
@@ -47,13 +45,14 @@ def pack(
 
 
 def round_up(value: int, multiple: int) -> int:
-    """The least multiple of `multiple` that is not below value."""
+    """Return the smallest multiple of `multiple` that is at least `value`."""
     return -(-value // multiple) * multiple
 
 
 def spread(order: Iterable[int], weights: Sequence[float], count: int) -> Bins:
-    """Each sample, in the given order, joins the lightest of `count` bins: from the heaviest down this is
-    LPT, whose heaviest bin is at most 4/3 of the best possible (Graham, 1969).
+    """Put each sample, in the given order, into the lightest of `count` bins.
+
+    From the heaviest sample down this is LPT, whose heaviest bin is at most 4/3 of the best possible (Graham, 1969).
     """
     bins: Bins = [[] for _ in range(count)]
     heap: list[tuple[float, int]] = [(0.0, position) for position in range(count)]
@@ -65,14 +64,14 @@ def spread(order: Iterable[int], weights: Sequence[float], count: int) -> Bins:
 
 
 def bin_room(capacity: int, multiple: int) -> int:
-    """Tokens that a bin may hold: the capacity, rounded up since its row is padded to `multiple` anyway."""
+    """Return the tokens that a bin may hold: the capacity rounded up, since its row is padded to `multiple` anyway."""
     if capacity < 1 or multiple < 1:
         raise PackingError(f"capacity {capacity} and multiple {multiple} must be at least 1")
     return round_up(capacity, multiple)
 
 
 def check_sizes(sizes: Sequence[int], room: int) -> None:
-    """Raises PackingError for a sample without tokens or with more than `room`, by its position."""
+    """Raise PackingError, naming its position, for a sample without tokens or with more than `room`."""
     for sample, size in enumerate(sizes):
         if size < 1:
             raise PackingError(f"sample {sample} has {size} tokens; every sample needs at least one")
@@ -96,7 +95,7 @@ def _balanced(sizes: list[int], room: int, min_bins: int) -> Bins:
 
 
 def _split(bins: Bins, sizes: list[int], count: int) -> Bins:
-    """At least `count` bins, by halving the fullest bin that has two samples: so the rows stay alike."""
+    """Return at least `count` bins, halving the fullest bin with two samples each time, so that rows stay similar."""
     bins = list(bins)
     if len(bins) >= count:
         return bins

@@ -1,4 +1,4 @@
-"""The plan of a step: samples -> optimizer steps -> data-parallel ranks -> bins, from lengths alone."""
+"""The plan of a step, from lengths alone: samples -> optimizer steps -> data-parallel ranks -> bins."""
 
 from __future__ import annotations
 
@@ -13,10 +13,10 @@ Bin = tuple[int, ...]
 
 @dataclass(frozen=True)
 class CostModel:
-    """Predicted time of a sample in any unit: linear * length + quadratic * length**2 (attention).
+    """Predicted time of a sample, in any unit: linear * length + quadratic * length**2 (attention).
 
-    The default ratio is that of a dense transformer of hidden size 2048: 12 * hidden**2 weights a layer
-    against hidden * length multiplications of causal attention.
+    The default ratio is that of a dense transformer of hidden size 2048: 12 * hidden**2 weights per layer against
+    hidden * length multiplications of causal attention.
     """
 
     linear: float = 1.0
@@ -28,15 +28,13 @@ class CostModel:
 
 @dataclass(frozen=True)
 class BatchPlan:
-    """One optimizer step's global batch: `ranks[rank][bin]` holds sample indices; all ranks have as many
-    bins.
-    """
+    """The global batch of one optimizer step: `ranks[rank][bin]` holds sample indices; bins per rank are equal."""
 
     ranks: tuple[tuple[Bin, ...], ...]
 
     @property
     def num_bins(self) -> int:
-        """Bins (micro-batches) of every rank."""
+        """Number of bins (micro-batches) per rank."""
         return len(self.ranks[0])
 
     @property
@@ -47,11 +45,11 @@ class BatchPlan:
 
 @dataclass(frozen=True)
 class StepPlan:
-    """What every rank computes in a step, in order. Plain ints, so it can be sent, compared and hashed."""
+    """The samples that every rank computes in a step, in order. Plain ints: it can be sent, compared and hashed."""
 
     lengths: tuple[int, ...]
     batches: tuple[BatchPlan, ...]
-    """One for each optimizer step."""
+    """One per optimizer step."""
     cost: CostModel
 
     @property
@@ -59,17 +57,17 @@ class StepPlan:
         return len(self.batches[0].ranks)
 
     def for_rank(self, rank: int) -> tuple[tuple[Bin, ...], ...]:
-        """The rank's bins for each optimizer step."""
+        """Return the rank's bins for each optimizer step."""
         return tuple(batch.ranks[rank] for batch in self.batches)
 
     def samples_of(self, rank: int) -> tuple[int, ...]:
-        """The samples the rank needs, in order."""
+        """Return the samples that the rank needs, in order."""
         return tuple(sorted(sample for bins in self.for_rank(rank) for bin in bins for sample in bin))
 
     def report(self) -> dict[str, float]:
-        """Figures for the log: bins a rank has over the step, tokens of the longest bin and of the mean one.
+        """Return figures for the log: bins per rank over the step, and tokens of the longest and the mean bin.
 
-        rank_imbalance: the time that waiting for the slowest rank adds, as a share of the work; 0 is perfect.
+        rank_imbalance: time added by waiting for the slowest rank, as a share of the work; 0 is perfect.
         """
         tokens = [sum(self.lengths[i] for i in bin) for batch in self.batches for r in batch.ranks for bin in r]
         slowest = work = 0.0
@@ -97,18 +95,17 @@ def plan_step(
     cost: CostModel | None = None,
     seed: int = 0,
 ) -> StepPlan:
-    """Deal the samples out: each exactly once, as many bins on every rank, ranks balanced by predicted cost.
+    """Distribute samples over ranks and bins: each exactly once, equally many bins per rank, balanced predicted cost.
 
-    Samples are cut in order into `optimizer_steps` global batches, equal in size (they differ by one where
-    failed samples left a number that does not divide). Each batch is dealt to `dp` ranks from the costliest
-    sample down, and each rank packs its own: with `capacity`, bins of so many tokens by `algorithm` (see
-    `pack` for these, `multiple` and `seed`); with `micro_batch_size` (packing disabled), bins of so many
-    samples of similar length. Bins come in the order of falling size, so that a row that does not fit in
-    memory shows at once. Samples in a bin are in order. A bin is empty only where a batch has too few samples
-    for one in every bin; it is last, and run as padding.
+    Samples are cut in order into `optimizer_steps` global batches of equal size (sizes differ by one if the number does
+    not divide, because samples failed). Each batch is distributed over `dp` ranks from the costliest sample down, and
+    each rank packs its own samples: with `capacity`, into bins of that many tokens by `algorithm` (see `pack` for
+    these, `multiple` and `seed`); with `micro_batch_size` (packing disabled), into bins of that many samples of similar
+    length. Bins are in order of decreasing size, so that a row that does not fit in memory fails at once. Samples in a
+    bin are in order. A bin is empty only if a batch has fewer samples than bins; it is last, and runs as padding.
 
-    Raises PackingError as `pack` does, if an optimizer step has fewer samples than there are ranks, or unless
-    exactly one of capacity and micro_batch_size is given.
+    Raises PackingError as `pack` does, if an optimizer step has fewer samples than there are ranks, and unless exactly
+    one of capacity and micro_batch_size is given.
     """
     fill = _bin_maker(capacity, algorithm, multiple, micro_batch_size, seed)
     sizes = tuple(int(length) for length in lengths)
@@ -128,18 +125,18 @@ def forward_plan(
     micro_batch_size: int | None = None,
     seed: int = 0,
 ) -> StepPlan:
-    """The same samples on the same ranks in one batch with bins of another size, for a forward-only pass.
+    """Pack each rank's samples of a step into one batch with bins of another size, for a forward-only pass.
 
-    A forward pass needs less memory, so its bins may be larger than those it is trained in; no sample changes
-    rank. Arguments as for `plan_step`.
+    A forward pass needs less memory, so its bins may be larger than those of training. No sample changes rank.
+    Arguments are those of `plan_step`.
     """
     fill = _bin_maker(capacity, algorithm, multiple, micro_batch_size, seed)
-    dealt = [list(plan.samples_of(rank)) for rank in range(plan.dp)]
-    return StepPlan(plan.lengths, (_bins_of_ranks(dealt, plan.lengths, fill),), plan.cost)
+    shares = [list(plan.samples_of(rank)) for rank in range(plan.dp)]
+    return StepPlan(plan.lengths, (_bins_of_ranks(shares, plan.lengths, fill),), plan.cost)
 
 
 BinMaker = Callable[[Sequence[int], int], list[list[int]]]
-"""(lengths of a rank's samples, wanted number of bins) -> at least so many bins of positions in that list."""
+"""(lengths of a rank's samples, minimum number of bins) -> bins of positions in that list."""
 
 
 def _bin_maker(
@@ -178,12 +175,12 @@ def _plan_batch(
     plan = _bins_of_ranks(spread(order, costs, dp), sizes, fill)
     if all(bin for bins in plan.ranks for bin in bins):
         return plan
-    # A rank got fewer samples than another one needs bins. With equal shares that happens only if it must.
+    # A rank has fewer samples than another one needs bins. With equal shares that happens only if it is unavoidable.
     return _bins_of_ranks(_equal_shares(order, costs, dp), sizes, fill)
 
 
 def _equal_shares(order: list[int], costs: Sequence[float], dp: int) -> list[list[int]]:
-    """In rounds of one sample a rank, the costliest of the round to the rank with the least cost so far."""
+    """Distribute in rounds of one sample per rank, the costliest to the rank with the least cost so far."""
     shares: list[list[int]] = [[] for _ in range(dp)]
     loads = [0.0] * dp
     for start in range(0, len(order), dp):
@@ -194,13 +191,13 @@ def _equal_shares(order: list[int], costs: Sequence[float], dp: int) -> list[lis
     return shares
 
 
-def _bins_of_ranks(dealt: list[list[int]], sizes: Sequence[int], fill: BinMaker) -> BatchPlan:
-    dealt = [sorted(samples) for samples in dealt]
-    lengths = [[sizes[i] for i in samples] for samples in dealt]
+def _bins_of_ranks(shares: list[list[int]], sizes: Sequence[int], fill: BinMaker) -> BatchPlan:
+    shares = [sorted(samples) for samples in shares]
+    lengths = [[sizes[i] for i in samples] for samples in shares]
     packed = [fill(rank_lengths, 1) for rank_lengths in lengths]
     count = max(len(bins) for bins in packed)
     ranks = []
-    for samples, rank_lengths, bins in zip(dealt, lengths, packed, strict=True):
+    for samples, rank_lengths, bins in zip(shares, lengths, packed, strict=True):
         if len(bins) < count:
             bins = fill(rank_lengths, min(count, len(samples)))
         named = [tuple(sorted(samples[position] for position in bin)) for bin in bins]
@@ -210,5 +207,5 @@ def _bins_of_ranks(dealt: list[list[int]], sizes: Sequence[int], fill: BinMaker)
 
 
 def _cut(total: int, parts: int) -> list[range]:
-    """range(total) in `parts` runs whose lengths differ by at most one."""
+    """Cut range(total) into `parts` ranges whose lengths differ by at most one."""
     return [range(total * part // parts, total * (part + 1) // parts) for part in range(parts)]
