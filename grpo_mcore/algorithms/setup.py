@@ -24,7 +24,6 @@ from grpo_mcore.algorithms.training_step.policy_group import PolicyGroup
 from grpo_mcore.algorithms.training_step.policy_worker import PolicyWorker
 from grpo_mcore.algorithms.weight_sync.refit_parity import LIMITS, ParityCheck
 from grpo_mcore.cluster import Cluster, Worker, gather, open_cluster
-from grpo_mcore.cluster.platform import cpu_threads, runs_on_gpu
 from grpo_mcore.data import AllTaskProcessedDataset, build_dataloader, build_train_dataloader
 from grpo_mcore.environments import create_env_class
 from grpo_mcore.families import (
@@ -39,6 +38,7 @@ from grpo_mcore.generation import EngineConfig, engine_environment
 from grpo_mcore.objective import ClippedPGLossFn
 from grpo_mcore.observe import Logger
 from grpo_mcore.parallel.mesh import Layout
+from grpo_mcore.parallel.platform import Platform, cpu_threads
 from grpo_mcore.parallel.policy import layout_of
 from grpo_mcore.recipe import (
     MasterConfig,
@@ -131,7 +131,7 @@ def check_run(config: MasterConfig) -> Model:
     Raises what `check_model` raises, SetupError for a model that vLLM's CPU build cannot run and for engines that do
     not fit the devices, FamilyError for a model that vLLM cannot split over an engine's ranks.
     """
-    model, gpu = check_model(config), runs_on_gpu(config.cluster)
+    model, gpu = check_model(config), Platform.detect(config.cluster.platform).on_gpu
     shape = model.shape
     check_engine_places(config, gpu=gpu)
     vllm = config.policy.generation.vllm_cfg
@@ -170,7 +170,7 @@ def start_policy(config: MasterConfig, cluster: Cluster, model: Model) -> Policy
     errors."""
     layout = model.layout
     policy = config.policy.model_copy(update={"model_name": model.folder})
-    gpu, pool = runs_on_gpu(config.cluster), policy_pool(config)
+    gpu, pool = Platform.detect(config.cluster.platform).on_gpu, policy_pool(config)
     colocated = policy.generation.colocated.enabled
     reference = needs_reference(config)
     arguments = (policy, cluster.store, config.grpo.seed, config.cluster.step_timeout_s, reference)
@@ -248,7 +248,7 @@ def start_engines(config: MasterConfig, cluster: Cluster, model: Model, policy: 
 
     `model`: from `check_run`.
     """
-    generation, gpu = config.policy.generation, runs_on_gpu(config.cluster)
+    generation, gpu = config.policy.generation, Platform.detect(config.cluster.platform).on_gpu
     vllm, nodes = generation.vllm_cfg, engine_nodes(config)
     count, tensor, colocated = num_engines(config, gpu=gpu), vllm.tensor_parallel_size, generation.colocated.enabled
     pauses = config.grpo.async_grpo.pauses
@@ -294,9 +294,11 @@ def start_engines(config: MasterConfig, cluster: Cluster, model: Model, policy: 
         }
         if nodes == 1:
             neighbours = places[0] if places else ()
-            return [cluster.spawn(engine.name, EngineWorker, engine, cluster.store, beside=neighbours, **how)]
+            return [cluster.spawn(engine.name, EngineWorker, engine, cluster.store, colocate_with=neighbours, **how)]
         arguments = engine, cluster.store, secrets.token_hex(16)
-        return cluster.spawn_group(engine.name, node_of_engine, [arguments] * nodes, nodes=nodes, beside=places, **how)
+        return cluster.spawn_group(
+            engine.name, node_of_engine, [arguments] * nodes, nodes=nodes, colocate_with=places, **how
+        )
 
     layout = EngineLayout(tensor, expert_parallel=vllm.expert_parallel_size > 1, replicas=count, nodes=nodes)
     started = [start(index) for index in range(count)]
@@ -342,7 +344,7 @@ def _start_environment(name: str, section: dict[str, Any], config: MasterConfig,
     if not isinstance(timeout_s, int | float) or isinstance(timeout_s, bool) or timeout_s <= 0:
         raise SetupError(f"env.{name}.verdict_timeout_s must be a number of seconds above 0, got {timeout_s!r}")
     cls, _ = create_env_class(str(section.pop("environment", name)))
-    needs, gpu = cls.resources(section), runs_on_gpu(config.cluster)
+    needs, gpu = cls.resources(section), Platform.detect(config.cluster.platform).on_gpu
     patience_s = cls.patience_s(section)
     runs_agents = patience_s is not None
     built = (AgentWorker, cls, section) if runs_agents else (cls, section)

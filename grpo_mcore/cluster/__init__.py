@@ -1,14 +1,16 @@
 """Workers and how to reach them: Ray actors, or objects in this process, behind one interface.
 
-Nothing here knows what a worker computes. Every wait has a deadline and a name.
+The interface is in `grpo_mcore.rollout.workers`. Nothing here knows what a worker computes. Every wait has a deadline
+and a name.
 """
 
 from __future__ import annotations
 
-from grpo_mcore.cluster.faults import is_fault
+from pathlib import Path
+from typing import TYPE_CHECKING
+
 from grpo_mcore.cluster.gather import BackgroundWork, call_all, gather
 from grpo_mcore.cluster.local_cluster import LocalCluster
-from grpo_mcore.cluster.opening import open_cluster
 from grpo_mcore.rollout.workers import (
     Cluster,
     DeadlineExceeded,
@@ -24,18 +26,22 @@ from grpo_mcore.rollout.workers import (
     Worker,
     WorkerDied,
     WorkerFailed,
+    is_fault,
 )
 
+if TYPE_CHECKING:  # every worker process imports this file
+    from grpo_mcore.recipe import ClusterConfig
+
 __all__ = [
+    "BackgroundWork",
     "Cluster",
     "DeadlineExceeded",
+    "Future",
     "LocalCluster",
-    "BackgroundWork",
     "NotEnoughResources",
     "ObjectLost",
     "ObjectStore",
     "Parcel",
-    "Future",
     "Place",
     "Ref",
     "Rendezvous",
@@ -48,3 +54,17 @@ __all__ = [
     "is_fault",
     "open_cluster",
 ]
+
+
+def open_cluster(config: ClusterConfig, log_dir: Path) -> Cluster:
+    """Return the cluster that the recipe's section `cluster` asks for. Workers print to `log_dir`/NAME.log."""
+    if config.backend == "local":
+        return LocalCluster(call_timeout_s=config.step_timeout_s)
+    from grpo_mcore.cluster.ray_cluster import RayCluster  # Ray takes half a second to import
+
+    return RayCluster(
+        log_dir,
+        env_vars=config.env_vars,
+        start_timeout_s=config.start_timeout_s,
+        call_timeout_s=config.step_timeout_s,
+    )

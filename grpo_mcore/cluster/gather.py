@@ -1,4 +1,4 @@
-"""One call to many workers: all answers in order, or the error of the one that failed."""
+"""Call many workers and wait for all answers, with one deadline and one error."""
 
 from __future__ import annotations
 
@@ -9,17 +9,22 @@ from typing import Any, Protocol
 from grpo_mcore.rollout.workers import Cluster, DeadlineExceeded, Future, Stream, Worker, WorkerDied, WorkerFailed
 
 GRACE_S = 10.0
-"""How long the others are waited for once one has failed. Ranks of a group mostly fail together."""
+"""Seconds to wait for the other workers once one has failed: ranks of a group mostly fail together, and the error of
+the rank that failed first explains the others'."""
 
 
 class BackgroundWork(Protocol):
-    """Work of the driver that goes on while it waits for something else."""
+    """Work that the driver goes on with while it waits for `gather`, such as rollouts during a training step.
+
+    It has remote calls of its own under way. `gather` waits for them together with its own, and hands each that is
+    ready to `take`, on the same thread; so background work goes on without threads and never runs by itself.
+    """
 
     def awaited(self) -> Sequence[Future | Stream]:
-        """What it waits for now."""
+        """Return the futures and streams that it waits for at this moment."""
 
     def take(self, ready: Any) -> None:
-        """One of these has something: goes on with it."""
+        """Process one of these that has an answer, an item, an end or an error; may start further calls."""
 
 
 def call_all(
@@ -31,74 +36,71 @@ def call_all(
     timeout_s: float | None = None,
     what: str | None = None,
     grace_s: float = GRACE_S,
-    meanwhile: BackgroundWork | None = None,
+    background: BackgroundWork | None = None,
 ) -> list[Any]:
-    """`method(*args)` on every worker, or `method(*args_per_worker[i])` on worker i; the results by worker.
-
-    Raises as `gather`.
-    """
+    """Call `method(*args)` on every worker at once, or `method(*args_per_worker[i])` on worker i. Return the results by
+    worker. Other arguments and errors: see `gather`."""
     if args_per_worker is None:
         args_per_worker = [args] * len(workers)
     timeout_s = cluster.call_timeout_s if timeout_s is None else timeout_s
-    pendings = [
+    futures = [
         worker.call(method, *own, timeout_s=timeout_s, what=what)
         for worker, own in zip(workers, args_per_worker, strict=True)
     ]
-    return gather(cluster, pendings, timeout_s=timeout_s, what=what or method, grace_s=grace_s, meanwhile=meanwhile)
+    return gather(cluster, futures, timeout_s=timeout_s, what=what or method, grace_s=grace_s, background=background)
 
 
 def gather(
     cluster: Cluster,
-    pendings: Sequence[Future],
+    futures: Sequence[Future],
     *,
     timeout_s: float,
     what: str,
     grace_s: float = GRACE_S,
-    meanwhile: BackgroundWork | None = None,
+    background: BackgroundWork | None = None,
 ) -> list[Any]:
-    """The results in the order of `pendings`, with one deadline for all. What `meanwhile` waits for is handed to it as
-    it comes.
+    """Wait for all futures, with one deadline, and return their results in order. `background` goes on meanwhile.
 
-    Raises DeadlineExceeded that names those who have not answered; WorkerFailed of the first that died, else of the
-    first that failed, with a note on each other that failed or was still at work `grace_s` later.
+    Raises DeadlineExceeded that names the workers without an answer; or the WorkerFailed of a worker that died, else of
+    the first that failed, with a note on each other that failed or was still at work `grace_s` later.
     """
     results: dict[int, Any] = {}
-    waiting = list(pendings)
+    waiting = list(futures)
     start = time.monotonic()
     deadline = start + timeout_s
     failure: WorkerFailed | None = None
     while waiting:
         left = max(deadline - time.monotonic(), 0.0)
-        others = meanwhile.awaited() if meanwhile and left and failure is None else ()
+        others = background.awaited() if background and left and failure is None else ()
         try:
             ready: Any = cluster.next_ready([*waiting, *others], left, what)
         except DeadlineExceeded as error:
             if failure is not None:
                 break
-            late = ", ".join(pending.whom for pending in waiting)
+            late = ", ".join(future.whom for future in waiting)
             raise DeadlineExceeded(what, late, timeout_s, error.detail) from None
-        pending = next((pending for pending in waiting if pending is ready), None)
-        if pending is None:
-            assert meanwhile is not None
-            meanwhile.take(ready)
+        future = next((future for future in waiting if future is ready), None)
+        if future is None:
+            assert background is not None
+            background.take(ready)
             continue
-        waiting.remove(pending)
+        waiting.remove(future)
         try:
-            results[id(pending)] = pending.result()
+            results[id(future)] = future.result()
         except WorkerFailed as error:
             if failure is None:
                 deadline = min(deadline, time.monotonic() + grace_s)
-            failure = _culprit(failure, error)
+            failure = _merged(failure, error)
     if failure is not None:
-        for pending in waiting:
-            failure.add_note(f"{pending.whom} was still at work on {pending.what} {grace_s:.6g} s later")
+        for future in waiting:
+            failure.add_note(f"{future.whom} was still at work on {future.what} {grace_s:.6g} s later")
         raise failure
-    return [results[id(pending)] for pending in pendings]
+    return [results[id(future)] for future in futures]
 
 
-def _culprit(failure: WorkerFailed | None, error: WorkerFailed) -> WorkerFailed:
-    """The one of two failures to raise, with a note on the other. Where a rank has died the others fail in what they
-    did together with it, and may be heard of first."""
+def _merged(failure: WorkerFailed | None, error: WorkerFailed) -> WorkerFailed:
+    """Return the failure to raise, with a note on the other. A rank's death comes first: it makes the other ranks fail
+    in their collectives, and their errors may arrive before it."""
     if failure is None:
         return error
     if isinstance(error, WorkerDied) and not isinstance(failure, WorkerDied):

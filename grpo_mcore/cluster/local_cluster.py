@@ -1,4 +1,4 @@
-"""Everything in this process, so that a debugger steps from the loop into the kernel.
+"""A cluster without other processes, so that a debugger steps from the loop into the kernel.
 
 No threads and no deadlines: a call runs when it is made, a stream when its items are asked for.
 """
@@ -14,7 +14,7 @@ from grpo_mcore.processes import free_port
 from grpo_mcore.rollout.workers import ObjectStore, Place, Ref, Rendezvous, T, Worker, WorkerFailed
 
 
-class LocalPending:
+class LocalFuture:
     """A call that has already run."""
 
     def __init__(self, whom: str, what: str, run: Callable[[], Any]) -> None:
@@ -61,14 +61,14 @@ class LocalWorker:
         self.name = name
         self.target = target
 
-    def ready(self) -> LocalPending:
-        return LocalPending(self.name, "its constructor", lambda: None)
+    def ready(self) -> LocalFuture:
+        return LocalFuture(self.name, "its constructor", lambda: None)
 
     def place(self) -> Place:
         return Place("local", "127.0.0.1", os.getpid(), (), "")
 
-    def call(self, method: str, *args: Any, timeout_s: float | None = None, what: str | None = None) -> LocalPending:
-        return LocalPending(self.name, what or method, lambda: getattr(self.target, method)(*args))
+    def call(self, method: str, *args: Any, timeout_s: float | None = None, what: str | None = None) -> LocalFuture:
+        return LocalFuture(self.name, what or method, lambda: getattr(self.target, method)(*args))
 
     def stream(self, method: str, *args: Any, timeout_s: float | None = None, what: str | None = None) -> LocalStream:
         return LocalStream(self.name, what or method, lambda: getattr(self.target, method)(*args))
@@ -107,13 +107,13 @@ class LocalCluster:
         env: Mapping[str, str] | None = None,
         concurrency: int = 1,
         streams: int = 0,
-        beside: Sequence[Worker] = (),
+        colocate_with: Sequence[Worker] = (),
     ) -> LocalWorker:
-        """`env` is set in this process until shutdown; what was read at import time keeps its old value."""
+        """Construct a worker. `env` is set in this process until shutdown; values read at import time do not change."""
         for key, value in (env or {}).items():
             self._environment_before.setdefault(key, os.environ.get(key))
             os.environ[key] = value
-        built = LocalPending(name, "its constructor", lambda: cls(*args)).result()
+        built = LocalFuture(name, "its constructor", lambda: cls(*args)).result()
         worker = LocalWorker(name, built)
         self._workers.append(worker)
         return worker
@@ -130,7 +130,7 @@ class LocalCluster:
         nodes: int = 1,
         concurrency: int = 1,
         streams: int = 0,
-        beside: Sequence[Sequence[Worker]] = (),
+        colocate_with: Sequence[Sequence[Worker]] = (),
     ) -> Sequence[LocalWorker]:
         if len(args_per_rank) != 1:
             raise ValueError(
@@ -152,7 +152,7 @@ class LocalCluster:
         return things[0]
 
     def stop(self, workers: Sequence[Worker]) -> None:
-        for worker in reversed(workers):  # the last to start may rest on what was there before it
+        for worker in reversed(workers):  # a later worker may depend on an earlier one
             assert isinstance(worker, LocalWorker)
             self._workers.remove(worker)
             getattr(worker.target, "shutdown", lambda: None)()
@@ -176,5 +176,5 @@ class LocalCluster:
 
 
 def _failed(worker: str, what: str, error: Exception) -> WorkerFailed:
-    """The traceback is not copied: it is the `__cause__`, in this process."""
+    """Return the error as a WorkerFailed, without its traceback: the caller raises it from `error`."""
     return WorkerFailed(worker, what, f"{type(error).__name__}: {error}")

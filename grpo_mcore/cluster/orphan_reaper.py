@@ -1,8 +1,8 @@
-"""Ends what a run has left behind. As a program it stands beside a driver, in case that is killed:
+"""End the processes that a run leaves behind. As a program it waits for the end of a driver, in case that is killed:
 
-    python -I orphan_reaper.py DRIVER_PID MARK FOLDER
+    python -I orphan_reaper.py DRIVER_PID MARKER=VALUE FOLDER
 
-Runs on the standard library alone, so that it costs little and can wait as long as the driver lives.
+Uses the standard library alone, so that the program starts fast and needs little memory.
 """
 
 from __future__ import annotations
@@ -13,27 +13,64 @@ import signal
 import subprocess
 import sys
 import time
+import uuid
 from pathlib import Path
 
+MARKER = "GRPO_MCORE_RUN"
+"""Variable that is set in every process of a Ray that a run has started, and inherited by their children: by it the
+last ones are found and ended when the run is over."""
 
-def marked(entry: str) -> list[int]:
-    """Processes whose environment has `entry` ("NAME=value"), but this one. Needs /proc: [] without it."""
+SOCKETS = "VLLM_RPC_BASE_PATH"
+"""Variable that names the folder of the sockets of vLLM's ranks, whose files they leave behind."""
+
+
+class OrphanReaper:
+    """Ends everything that carries the marker of one run, and removes `folder`: on `close`, or when this process ends.
+
+    `variables`: to be set in the processes that the run starts. `mark`: one of them, as "NAME=value".
+    """
+
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
+        value = uuid.uuid4().hex
+        self.mark = f"{MARKER}={value}"
+        self.variables = {MARKER: value, SOCKETS: os.environ.get(SOCKETS, str(folder))}
+        self._program = subprocess.Popen(
+            [sys.executable, "-I", "-S", __file__, str(os.getpid()), self.mark, str(folder)],
+            stdin=subprocess.DEVNULL,
+            stdout=subprocess.DEVNULL,
+            stderr=subprocess.DEVNULL,
+            env={},
+            start_new_session=True,  # Ctrl-C is for the driver
+        )
+
+    def close(self) -> list[int]:
+        """End the marked processes and remove the folder. Return the processes that could not be ended."""
+        surviving = end_marked(self.mark)
+        self._program.terminate()
+        self._program.wait()
+        shutil.rmtree(self.folder, ignore_errors=True)
+        return surviving
+
+
+def marked(mark: str) -> list[int]:
+    """Return the processes whose environment has `mark` ("NAME=value"), except this one. Returns [] without /proc."""
     found = []
-    wanted = entry.encode()
+    wanted = mark.encode()
     for folder in Path("/proc").glob("[0-9]*"):
         try:
             variables = (folder / "environ").read_bytes().split(b"\0")
-        except OSError:  # ended meanwhile, or another user's
+        except OSError:  # it has ended, or is another user's
             continue
         if wanted in variables and int(folder.name) != os.getpid():
             found.append(int(folder.name))
     return found
 
 
-def sweep(entry: str, patience_s: float = 5.0) -> list[int]:
-    """Kills all processes that carry `entry`, and those they start meanwhile. Returns those that resist."""
-    deadline = time.monotonic() + patience_s
-    while (pids := marked(entry)) and time.monotonic() < deadline:
+def end_marked(mark: str, timeout_s: float = 5.0) -> list[int]:
+    """Kill all processes that carry `mark`, also those that they start meanwhile. Return those left at the timeout."""
+    deadline = time.monotonic() + timeout_s
+    while (pids := marked(mark)) and time.monotonic() < deadline:
         for pid in pids:
             try:
                 os.kill(pid, signal.SIGKILL)
@@ -43,23 +80,11 @@ def sweep(entry: str, patience_s: float = 5.0) -> list[int]:
     return pids
 
 
-def start_beside(mark: str, folder: Path) -> subprocess.Popen[bytes]:
-    """This file as a program that waits for the end of the caller, however it comes, and then sweeps."""
-    return subprocess.Popen(
-        [sys.executable, "-I", "-S", __file__, str(os.getpid()), mark, str(folder)],
-        stdin=subprocess.DEVNULL,
-        stdout=subprocess.DEVNULL,
-        stderr=subprocess.DEVNULL,
-        env={},
-        start_new_session=True,  # Ctrl-C is for the driver
-    )
-
-
 def main() -> None:
-    driver, entry, folder = int(sys.argv[1]), sys.argv[2], sys.argv[3]
+    driver, mark, folder = int(sys.argv[1]), sys.argv[2], sys.argv[3]
     while os.getppid() == driver:
         time.sleep(0.5)
-    sweep(entry)
+    end_marked(mark)
     shutil.rmtree(folder, ignore_errors=True)
 
 

@@ -5,7 +5,6 @@ from __future__ import annotations
 import atexit
 import logging
 import os
-import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
@@ -17,22 +16,22 @@ from ray.exceptions import RayActorError, RayError
 from ray.util.placement_group import PlacementGroup, remove_placement_group
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy, PlacementGroupSchedulingStrategy
 
+from grpo_mcore.cluster.diagnostics import wait_graph
 from grpo_mcore.cluster.environment import chosen
-from grpo_mcore.cluster.host import Host
+from grpo_mcore.cluster.ray_actor import WorkerActor
 from grpo_mcore.cluster.ray_placement import asked, check_room, nodes_of, rank_order, reserve, room
 from grpo_mcore.cluster.ray_session import RaySession
-from grpo_mcore.cluster.ray_worker import RayPending, RayStore, RayStream, RayWorker
-from grpo_mcore.cluster.wait_graph import wait_graph
+from grpo_mcore.cluster.ray_worker import RayFuture, RayStore, RayStream, RayWorker
 from grpo_mcore.rollout.workers import DeadlineExceeded, ObjectStore, Ref, T, Worker
 
 CLOSE_S = 3.0
-"""How long workers get for their own end before they are killed. One that is in a call does not answer."""
+"""Seconds that workers get for their `shutdown` before they are killed. One that is in a call does not answer."""
 
 STREAMS = "streams"
-"""Name of an actor's threads for streams, in Ray's word a concurrency group."""
+"""Name of the concurrency group of an actor's streams."""
 
 IGNORE_UNHANDLED = "RAY_IGNORE_UNHANDLED_ERRORS"
-"""Ray looks at it whenever the last handle of an answer goes that holds an error nobody has seen."""
+"""Ray reads this variable whenever the last reference to an error that nobody has seen is dropped."""
 
 _log = logging.getLogger(__name__)
 
@@ -40,10 +39,10 @@ _log = logging.getLogger(__name__)
 class RayCluster:
     """The Cluster interface over Ray.
 
-    `log_dir`: each worker prints to `log_dir`/NAME.log; when one dies, Ray's own logs are copied to
-    `log_dir`/ray. `address`: a running Ray; else that of RAY_ADDRESS; else, or with "local", one is started
-    here. `env_vars`: names of further variables that workers may see; their values are the driver's.
-    `num_cpus`, `num_gpus`: of a Ray started here, where the machine's own are not meant.
+    `log_dir`: each worker prints to `log_dir`/NAME.log; when one dies, Ray's own logs are copied to `log_dir`/ray.
+    `address`: a running Ray; by default that of RAY_ADDRESS; without one, or with "local", Ray is started here.
+    `env_vars`: names of further variables that workers may see; their values are the driver's. `num_cpus`,
+    `num_gpus`: resources of a Ray started here, in place of the machine's.
     """
 
     def __init__(
@@ -81,11 +80,11 @@ class RayCluster:
         env: Mapping[str, str] | None = None,
         concurrency: int = 1,
         streams: int = 0,
-        beside: Sequence[Worker] = (),
+        colocate_with: Sequence[Worker] = (),
     ) -> RayWorker:
         check_room(name, 1, cpus, gpus)
-        strategy, env = _beside(name, beside, env)
-        worker = self._host(name, cpus, gpus, env, strategy, concurrency, streams)
+        strategy, env = _colocated(name, colocate_with, env)
+        worker = self._start_actor(name, cpus, gpus, env, strategy, concurrency, streams)
         worker.build(cls, *args)
         return worker
 
@@ -101,25 +100,26 @@ class RayCluster:
         nodes: int = 1,
         concurrency: int = 1,
         streams: int = 0,
-        beside: Sequence[Sequence[Worker]] = (),
+        colocate_with: Sequence[Sequence[Worker]] = (),
     ) -> Sequence[RayWorker]:
         size = len(args_per_rank)
         names = [f"{name}-{rank}" for rank in range(size)]
-        if beside:
+        if colocate_with:
             check_room(name, size, cpus, gpus)
-            locals_, spots = [0] * size, [_beside(*where, env) for where in zip(names, beside, strict=True)]
+            local_ranks = [0] * size
+            spots = [_colocated(*where, env) for where in zip(names, colocate_with, strict=True)]
         else:
             group = reserve(name, size, cpus, gpus, self._start_timeout_s, nodes)
             self._groups.append((group, set(names)))
             places = rank_order(nodes_of(group), size)
-            locals_ = [local for _, local in places]
+            local_ranks = [local for _, local in places]
             spots = [(PlacementGroupSchedulingStrategy(group, bundle), dict(env or {})) for bundle, _ in places]
         workers = [
-            self._host(rank_name, cpus, gpus, variables, strategy, concurrency, streams)
+            self._start_actor(rank_name, cpus, gpus, variables, strategy, concurrency, streams)
             for rank_name, (strategy, variables) in zip(names, spots, strict=True)
         ]
         meeting_point = workers[0].actor.meeting_point.remote()
-        for rank, (worker, local, args) in enumerate(zip(workers, locals_, args_per_rank, strict=True)):
+        for rank, (worker, local, args) in enumerate(zip(workers, local_ranks, args_per_rank, strict=True)):
             worker.build_rank(cls, meeting_point, rank, size, 0 if gpus else local, *args)
         return workers
 
@@ -132,7 +132,7 @@ class RayCluster:
     def next_ready(self, things: Sequence[T], timeout_s: float, what: str) -> T:
         if not things:
             raise ValueError(f"{what}: nothing to wait for")
-        mine = cast("Sequence[RayPending | RayStream]", things)
+        mine = cast("Sequence[RayFuture | RayStream]", things)
         handles = [thing.handle for thing in mine]
         ready, _ = ray.wait(handles, num_returns=1, timeout=timeout_s, fetch_local=False)
         if not ready:
@@ -143,13 +143,13 @@ class RayCluster:
         return things[handles.index(ready[0])]
 
     def stop(self, workers: Sequence[Worker]) -> None:
-        self._watch(workers)
+        self._print_wait_graph(workers)
         mine = [self._workers.pop(worker.name) for worker in workers]
         closing = {worker.actor.close.remote(): worker for worker in mine}
         if closing:
             ended, _ = ray.wait(list(closing), num_returns=len(closing), timeout=CLOSE_S)
             for handle in ended:
-                _report_end(closing[handle].name, handle)
+                _log_failed_shutdown(closing[handle].name, handle)
         for worker in mine:
             ray.kill(worker.actor)
         gone = {worker.name for worker in mine}
@@ -164,7 +164,7 @@ class RayCluster:
             return
         session, self._session = self._session, None
         atexit.unregister(self.shutdown)
-        with _left_calls_fail_silently():
+        with _abandoned_calls_fail_silently():
             try:
                 self.stop(list(self._workers.values()))
             finally:
@@ -178,7 +178,7 @@ class RayCluster:
     ) -> None:
         self.shutdown()
 
-    def _host(
+    def _start_actor(
         self,
         name: str,
         cpus: float,
@@ -192,7 +192,7 @@ class RayCluster:
             raise ValueError(f"there is a worker called {name} already")
         env = {**chosen(os.environ, self._env_vars), **env}
         remote: Any = ray.remote  # its types do not know concurrency groups
-        make = remote(concurrency_groups={STREAMS: streams})(Host) if streams else remote(Host)
+        make = remote(concurrency_groups={STREAMS: streams})(WorkerActor) if streams else remote(WorkerActor)
         actor = make.options(
             num_cpus=cpus,
             num_gpus=gpus,
@@ -211,38 +211,38 @@ class RayCluster:
         )
         return self._workers[name]
 
-    def _watch(self, workers: Sequence[Worker]) -> None:
-        """Where one of those that are about to be ended is late, tells who waits for whom."""
+    def _print_wait_graph(self, workers: Sequence[Worker]) -> None:
+        """Print who waits for whom if one of `workers`, which are about to be ended, is late."""
         late = {worker.name for worker in workers} & {
             wait.whom for worker in self._workers.values() for wait in worker.waits() if wait.late
         }
         if late:
             waits = [wait for worker in self._workers.values() for wait in worker.waits()]
             names = dict.fromkeys(wait.whom for wait in waits)
-            told = wait_graph(waits, {name: self._workers[name].frames() for name in names})
-            print(told, file=sys.stderr, flush=True)
+            graph = wait_graph(waits, {name: self._workers[name].frames() for name in names})
+            _log.error("%s", graph)
 
     def _save_ray_logs(self) -> None:
         if self._session is not None:
             self._session.copy_logs(self.log_dir / "ray")
 
 
-def _beside(name: str, workers: Sequence[Worker], env: Mapping[str, str] | None) -> tuple[Any, dict[str, str]]:
-    """(where Ray puts a worker that runs beside these, its variables). Without any: wherever there is room."""
+def _colocated(name: str, workers: Sequence[Worker], env: Mapping[str, str] | None) -> tuple[Any, dict[str, str]]:
+    """Return (scheduling strategy, environment) of a worker on the node of these; without any, Ray chooses the node."""
     env, places = dict(env or {}), [worker.place() for worker in workers]
     if not places:
         return "DEFAULT", env
     if len({place.node for place in places}) > 1:
-        raise ValueError(f"{name} cannot be beside workers of several nodes: {places}")
+        raise ValueError(f"{name} cannot run next to workers of several nodes: {places}")
     if shared := dict.fromkeys(gpu for place in places for gpu in place.gpus):
         env["CUDA_VISIBLE_DEVICES"] = ",".join(shared)
     return NodeAffinitySchedulingStrategy(places[0].node, soft=False), env
 
 
 @contextmanager
-def _left_calls_fail_silently() -> Iterator[None]:
-    """Inside, Ray does not print the errors of calls that nobody waits for any more: their workers are being ended, and
-    why is told by who ends them."""
+def _abandoned_calls_fail_silently() -> Iterator[None]:
+    """Keep Ray from printing the errors of calls that nobody waits for any more, inside the block: their workers are
+    being ended, and whoever ends them says why."""
     before = os.environ.get(IGNORE_UNHANDLED)
     os.environ[IGNORE_UNHANDLED] = "1"
     try:
@@ -253,10 +253,10 @@ def _left_calls_fail_silently() -> Iterator[None]:
             os.environ[IGNORE_UNHANDLED] = before
 
 
-def _report_end(name: str, handle: ray.ObjectRef) -> None:
+def _log_failed_shutdown(name: str, handle: ray.ObjectRef) -> None:
     try:
         ray.get(handle)
-    except RayActorError:  # it is gone already, which was to be reached
+    except RayActorError:  # it has ended already
         pass
     except RayError as error:
         _log.warning("%s: its shutdown failed: %s", name, error)

@@ -1,39 +1,37 @@
-"""One node of a Ray cluster that a launcher puts together, and the wait until it is complete:
+"""Run one node of a Ray cluster that a launcher starts, or wait until the cluster is complete:
 
     python -m grpo_mcore.cluster.ray_node head --address IP:PORT --cpus 64 --gpus 8
     python -m grpo_mcore.cluster.ray_node worker --address IP:PORT --cpus 64 --gpus 8
     python -m grpo_mcore.cluster.ray_node wait --address IP:PORT --nodes 2 --gpus 16 --within 600
 
-A node lives as long as its program: no process and no file of it is left, however it ends. Ray's own `ray stop` is of
-no use for that, since it ends every Ray of the machine.
+A node lives as long as its program and leaves no process and no file behind, however it ends. Ray's own `ray stop` ends
+every Ray of the machine and cannot be used.
 """
 
 from __future__ import annotations
 
 import argparse
 import os
-import shutil
 import signal
 import socket
 import subprocess
 import sys
 import time
-import uuid
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 from grpo_mcore import processes
-from grpo_mcore.cluster import orphan_reaper
-from grpo_mcore.cluster.environment import MARKER, of_the_run, only_allowed
+from grpo_mcore.cluster.environment import only_allowed
+from grpo_mcore.cluster.orphan_reaper import OrphanReaper
 from grpo_mcore.rollout.workers import DeadlineExceeded, NotEnoughResources
 
 END_S = 8.0
-"""How long Ray gets to end its processes by itself."""
+"""Seconds that Ray gets to end its processes by itself."""
 
 
 def main(words: Sequence[str] | None = None) -> int:
-    """Exit code: 0 when it was asked to end, else Ray's own or 1."""
+    """Run one role. Return the exit code: 0 when asked to end, else Ray's own or 1."""
     args = _parser().parse_args(words)
     host, port = args.address.rsplit(":", 1)
     try:
@@ -41,9 +39,9 @@ def main(words: Sequence[str] | None = None) -> int:
             print(wait_for_nodes(args.address, args.nodes, args.gpus, args.within), flush=True)
             return 0
         if args.role == "worker":
-            knock(host, int(port), args.within)
+            wait_for_head(host, int(port), args.within)
         else:
-            check_free(host, int(port))
+            check_ports(host, int(port))
     except (DeadlineExceeded, NotEnoughResources, OSError) as error:
         print(f"ray {args.role} on {socket.gethostname()}: {error}", file=sys.stderr, flush=True)
         return 1
@@ -51,8 +49,8 @@ def main(words: Sequence[str] | None = None) -> int:
 
 
 def start_command(args: argparse.Namespace) -> list[str]:
-    """`ray start` that stays in the foreground. Workers listen on ports that the kernel chooses, so that nodes and jobs
-    on one machine do not meet."""
+    """Return `ray start` in the foreground. Workers listen on ports that the kernel chooses, so that nodes and jobs on
+    one machine do not collide."""
     host, port = args.address.rsplit(":", 1)
     where = ["--head", f"--node-ip-address={host}", f"--port={port}", "--include-dashboard=false"]
     if args.role == "worker":
@@ -74,13 +72,11 @@ def start_command(args: argparse.Namespace) -> list[str]:
 
 
 def run_node(command: Sequence[str], folder: Path) -> int:
-    """Runs `command` until it ends or a signal comes, then ends all that it has started and removes `folder`."""
-    mark = f"{MARKER}={uuid.uuid4().hex}"
+    """Run `command` until it ends or a signal comes, then end everything it has started and remove `folder`."""
     asked: list[int] = []
-    with only_allowed():  # secrets stay with the driver
-        of_this_run = of_the_run(mark.partition("=")[2], folder, os.environ)
-        child = subprocess.Popen([*command], env={**os.environ, **of_this_run})
-    guard = orphan_reaper.start_beside(mark, folder)
+    reaper = OrphanReaper(folder)
+    with only_allowed(added=reaper.variables):  # secrets stay with the driver
+        child = subprocess.Popen([*command])
     for number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGUSR2):  # the last one passes through srun
         signal.signal(number, lambda got, _frame: asked.append(got))
     try:
@@ -89,18 +85,15 @@ def run_node(command: Sequence[str], folder: Path) -> int:
                 processes.end([child], grace_s=END_S)
             time.sleep(0.2)
     finally:
-        resisting = orphan_reaper.sweep(mark)
-        guard.terminate()
-        guard.wait()
-        shutil.rmtree(folder, ignore_errors=True)
-    if resisting:
-        print(f"processes of Ray could not be ended: {resisting}", file=sys.stderr, flush=True)
+        surviving = reaper.close()
+    if surviving:
+        print(f"processes of Ray could not be ended: {surviving}", file=sys.stderr, flush=True)
         return 1
     return 0 if asked else code or 1
 
 
-def knock(host: str, port: int, seconds: float) -> None:
-    """Waits until somebody listens. Raises DeadlineExceeded."""
+def wait_for_head(host: str, port: int, seconds: float) -> None:
+    """Wait until something listens there. Raises DeadlineExceeded."""
     deadline = time.monotonic() + seconds
     while True:
         try:
@@ -112,11 +105,11 @@ def knock(host: str, port: int, seconds: float) -> None:
             time.sleep(0.3)
 
 
-def check_free(host: str, port: int) -> None:
-    """Raises OSError, with what to do, where a port that the head needs is taken."""
+def check_ports(host: str, port: int) -> None:
+    """Raise OSError, with the remedy, if a port that the head needs is taken."""
     for wanted in (port, port + 9):
         with socket.socket() as probe:
-            probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)  # an ended job's may linger
+            probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)  # an ended job's port may linger
             try:
                 probe.bind((host, wanted))
             except OSError as error:
@@ -125,13 +118,13 @@ def check_free(host: str, port: int) -> None:
 
 
 def wait_for_nodes(address: str, nodes: int, gpus: float, seconds: float) -> str:
-    """Waits until so many nodes with so many GPUs in all have joined; returns what there is.
+    """Wait until `nodes` nodes with `gpus` GPUs in total have joined. Return a summary of the cluster.
 
-    Raises DeadlineExceeded with what is there and what is missing.
+    Raises DeadlineExceeded with what has joined and what is missing.
     """
     deadline = time.monotonic() + seconds
     host, port = address.rsplit(":", 1)
-    knock(host, int(port), seconds)
+    wait_for_head(host, int(port), seconds)
     import ray
 
     ray.init(address=address, log_to_driver=False, logging_level="ERROR")

@@ -1,4 +1,4 @@
-"""Room for workers: what is asked, what there is, and which rank runs where."""
+"""Resources of workers: what is requested, what the cluster has, and which rank runs where."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from grpo_mcore.rollout.workers import DeadlineExceeded, NotEnoughResources
 
 
 def check_room(name: str, count: int, cpus: float, gpus: float) -> None:
-    """Raises NotEnoughResources when `count` workers do not fit into the whole cluster, were it empty."""
+    """Raise NotEnoughResources if `count` workers do not fit into the whole cluster even when it is empty."""
     there = ray.cluster_resources()
     short = [unit for unit, each in (("CPU", cpus), ("GPU", gpus)) if count * each > there.get(unit, 0.0) + 1e-9]
     if short:
@@ -27,9 +27,9 @@ def check_room(name: str, count: int, cpus: float, gpus: float) -> None:
 
 
 def reserve(name: str, count: int, cpus: float, gpus: float, timeout_s: float, nodes: int = 1) -> PlacementGroup:
-    """A place for each of `count` workers: on as few nodes as possible, or as many on each of `nodes` nodes.
+    """Reserve places for `count` workers: on as few nodes as possible, or equally many on each of `nodes` nodes.
 
-    Raises NotEnoughResources, or DeadlineExceeded when the room stays taken.
+    Raises NotEnoughResources, or DeadlineExceeded if the resources stay in use.
     """
     check_room(name, count, cpus, gpus)
     each, rest = divmod(count, nodes)
@@ -50,8 +50,8 @@ def reserve(name: str, count: int, cpus: float, gpus: float, timeout_s: float, n
 
 
 def rank_order(nodes: Sequence[str], count: int | None = None) -> list[tuple[int, int]]:
-    """(bundle, place on its node) by rank, given the node of each bundle: nodes in order of appearance, the
-    bundles of a node in a row, so that neighbouring ranks share a node. `count`: workers, where a bundle holds
+    """Return (bundle, index on its node) by rank, given the node of each bundle: nodes in order of appearance, the
+    bundles of a node in a row, so that neighbouring ranks share a node. `count`: number of workers, if a bundle holds
     several."""
     share = (count or len(nodes)) // len(nodes)
     order = sorted(range(len(nodes)), key=lambda bundle: (nodes.index(nodes[bundle]), bundle))
@@ -59,7 +59,7 @@ def rank_order(nodes: Sequence[str], count: int | None = None) -> list[tuple[int
 
 
 def nodes_of(group: PlacementGroup) -> list[str]:
-    """The node of each bundle."""
+    """Return the node of each bundle."""
     by_bundle = placement_group_table(group)["bundles_to_node_id"]
     return [by_bundle[bundle] for bundle in sorted(by_bundle)]
 

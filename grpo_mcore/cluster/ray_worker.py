@@ -10,13 +10,12 @@ from typing import Any, NoReturn
 import ray
 from ray.exceptions import GetTimeoutError, RayActorError, RayError, RayTaskError
 
-from grpo_mcore.cluster.host import ParcelHead, RemoteFailure, in_stream
-from grpo_mcore.cluster.reports import frames, log_tail, stacks
-from grpo_mcore.cluster.wait_graph import Wait
+from grpo_mcore.cluster.diagnostics import Wait, frames, log_tail, stacks
+from grpo_mcore.cluster.ray_actor import ParcelHead, RemoteFailure, in_stream
 from grpo_mcore.rollout.workers import DeadlineExceeded, ObjectLost, Parcel, Place, Ref, WorkerDied, WorkerFailed
 
 
-class RayPending:
+class RayFuture:
     """The answer of one actor call. `handle`: its ObjectRef."""
 
     def __init__(self, worker: RayWorker, what: str, handle: ray.ObjectRef, timeout_s: float) -> None:
@@ -27,19 +26,19 @@ class RayPending:
         self._deadline = self._began + timeout_s
 
     def wait(self) -> Wait | None:
-        """For the driver's watchdog. None: the answer is there."""
+        """Return how long the answer is overdue, for the wait graph. None: it is there."""
         if ray.wait([self.handle], timeout=0, fetch_local=False)[0]:
             return None
         now = time.monotonic()
         return Wait(self.whom, self.what, now - self._began, now >= self._deadline)
 
     def result(self) -> Any:
-        """An answer that came in time is given whenever it is asked for."""
+        """Return the answer. One that came in time is returned however late it is asked for."""
         left = max(self._deadline - time.monotonic(), 0.0)
         ready, _ = ray.wait([self.handle], timeout=left, fetch_local=False)
         if not ready:
             raise DeadlineExceeded(self.what, self.whom, self._timeout_s, self.worker.state())
-        return self.worker.fetched(self.what, self.handle)
+        return self.worker.fetch(self.what, self.handle)
 
 
 class RayStream:
@@ -49,37 +48,37 @@ class RayStream:
         self.worker, self.whom, self.what = worker, worker.name, what
         self.handle = handle
         self._timeout_s = timeout_s
-        self._moved, self._over = time.monotonic(), False
+        self._last_item, self._ended = time.monotonic(), False
 
     def wait(self) -> Wait | None:
-        """For the driver's watchdog. None: it is over, or an item is there."""
-        if self._over or ray.wait([self.handle], timeout=0, fetch_local=False)[0]:
+        """Return how long the next item is overdue, for the wait graph. None: it is there, or the stream has ended."""
+        if self._ended or ray.wait([self.handle], timeout=0, fetch_local=False)[0]:
             return None
-        seconds = time.monotonic() - self._moved
+        seconds = time.monotonic() - self._last_item
         return Wait(self.whom, self.what, seconds, seconds >= self._timeout_s)
 
     def __iter__(self) -> Iterator[Any]:
         return self
 
     def __next__(self) -> Any:
-        item = self.worker.fetched(self.what, self._next_reference())
+        item = self.worker.fetch(self.what, self._next_reference())
         return Parcel(item.label, self._next_reference()) if isinstance(item, ParcelHead) else item
 
     def _next_reference(self) -> ray.ObjectRef:
         ready, _ = ray.wait([self.handle], timeout=self._timeout_s, fetch_local=False)
         if not ready:
             raise DeadlineExceeded(self.what, self.whom, self._timeout_s, self.worker.state())
-        self._moved = time.monotonic()
+        self._last_item = time.monotonic()
         try:
             return next(self.handle)
         except StopIteration:
-            self._over = True
+            self._ended = True
             raise
 
 
 class RayWorker:
-    """A handle on one `Host` actor. `waiting_for`: says why its process may not be up yet; `on_death`: called
-    when it turns out to be dead; `stream_options`: Ray's, of a call that streams."""
+    """A handle on one `WorkerActor`. `waiting_for`: returns why its process may not be up yet; `on_death`: called when
+    it turns out to be dead; `stream_options`: Ray's options of calls that stream."""
 
     def __init__(
         self,
@@ -98,34 +97,34 @@ class RayWorker:
         self._waiting_for = waiting_for
         self._on_death = on_death
         self._stream_options = stream_options
-        self._place = RayPending(self, "start of its process", actor.place.remote(), start_timeout_s)
+        self._place = RayFuture(self, "start of its process", actor.place.remote(), start_timeout_s)
         self._start_timeout_s = start_timeout_s
-        self._ready: RayPending | None = None
-        self._calls: weakref.WeakSet[RayPending | RayStream] = weakref.WeakSet()
+        self._ready: RayFuture | None = None
+        self._calls: weakref.WeakSet[RayFuture | RayStream] = weakref.WeakSet()
 
     def build(self, cls: Callable[..., Any], *args: Any) -> None:
-        """Starts the constructor."""
-        self._started(self.actor.build.remote(cls, *args))
+        """Start the constructor."""
+        self._expect(self.actor.build.remote(cls, *args))
 
     def build_rank(self, cls: Callable[..., Any], *args: Any) -> None:
-        """Starts the constructor of a group's worker; see Host.build_rank."""
-        self._started(self.actor.build_rank.remote(cls, *args))
+        """Start the constructor of a group's worker; see WorkerActor.build_rank."""
+        self._expect(self.actor.build_rank.remote(cls, *args))
 
-    def _started(self, built: ray.ObjectRef) -> None:
-        self._ready = RayPending(self, "its constructor", built, self._start_timeout_s)
+    def _expect(self, built: ray.ObjectRef) -> None:
+        self._ready = RayFuture(self, "its constructor", built, self._start_timeout_s)
 
-    def ready(self) -> RayPending:
+    def ready(self) -> RayFuture:
         assert self._ready is not None
         return self._ready
 
     def place(self) -> Place:
         return self._place.result()
 
-    def call(self, method: str, *args: Any, timeout_s: float | None = None, what: str | None = None) -> RayPending:
+    def call(self, method: str, *args: Any, timeout_s: float | None = None, what: str | None = None) -> RayFuture:
         timeout_s = self._call_timeout_s if timeout_s is None else timeout_s
-        pending = RayPending(self, what or method, self.actor.call.remote(method, *args), timeout_s)
-        self._calls.add(pending)
-        return pending
+        future = RayFuture(self, what or method, self.actor.call.remote(method, *args), timeout_s)
+        self._calls.add(future)
+        return future
 
     def stream(self, method: str, *args: Any, timeout_s: float | None = None, what: str | None = None) -> RayStream:
         timeout_s = self._call_timeout_s if timeout_s is None else timeout_s
@@ -135,16 +134,16 @@ class RayWorker:
         return stream
 
     def waits(self) -> list[Wait]:
-        """The calls that are waited for."""
+        """Return the calls without an answer."""
         return [wait for call in self._calls if (wait := call.wait()) is not None]
 
     def frames(self) -> str | None:
-        """What its threads are doing; None where that cannot be found out here."""
+        """Return what its threads are doing, or None if that cannot be found out from here."""
         place = self.known_place()
         return None if place is None else frames(place)
 
     def known_place(self) -> Place | None:
-        """The place if the process is up; does not wait."""
+        """Return its place if the process is up, without waiting."""
         ready, _ = ray.wait([self._place.handle], timeout=0)
         try:
             return ray.get(self._place.handle) if ready else None
@@ -152,14 +151,14 @@ class RayWorker:
             return None
 
     def state(self) -> str:
-        """What it is doing, for an error about its lateness."""
+        """Return what it is doing, for an error about its lateness."""
         place = self.known_place()
         if place is None:
             return f"{self.name} has no process yet: {self._waiting_for()}"
         return stacks(self.name, place)
 
-    def fetched(self, what: str, reference: ray.ObjectRef) -> Any:
-        """What a call has returned: brought here, or its error raised."""
+    def fetch(self, what: str, reference: ray.ObjectRef) -> Any:
+        """Return the value of an answer, or raise its error."""
         try:
             return ray.get(reference, timeout=self._call_timeout_s)
         except GetTimeoutError:
@@ -169,7 +168,7 @@ class RayWorker:
             self.fail(what, error)
 
     def fail(self, what: str, error: RayError) -> NoReturn:
-        """Raises the WorkerFailed that `error` amounts to."""
+        """Raise `error` as a WorkerFailed."""
         cause, detail, original = _explain(error)
         died = isinstance(error, RayActorError)
         if died:
@@ -207,7 +206,7 @@ class RayStore:
 
 
 def _explain(error: RayError) -> tuple[str, str, BaseException | None]:
-    """(cause in a line, details, the exception itself) of what Ray raised."""
+    """Return (cause in one line, details, the exception itself) of an error that Ray raised."""
     if isinstance(error, RayTaskError):
         if isinstance(error.cause, RemoteFailure):
             return error.cause.cause, error.cause.trace, error.cause.original()
@@ -218,7 +217,7 @@ def _explain(error: RayError) -> tuple[str, str, BaseException | None]:
     return f"{type(error).__name__}: {str(error).strip()}", "", error
 
 
-def _reason_of_death(told: str) -> str:
-    """Ray's text without the ids before the reason and without the general advice after it."""
-    _, _, reason = told.rpartition("The actor is dead because ")
+def _reason_of_death(text: str) -> str:
+    """Return Ray's text without the ids before the reason and the general advice after it."""
+    _, _, reason = text.rpartition("The actor is dead because ")
     return reason.partition(" Some common causes include")[0].strip()

@@ -2,11 +2,16 @@
 
 from __future__ import annotations
 
+import os
 from dataclasses import dataclass
 from importlib.util import find_spec
 from typing import Literal
 
 import torch
+
+
+class PlatformError(RuntimeError):
+    """The recipe asks for GPUs and there are none."""
 
 
 @dataclass(frozen=True)
@@ -32,9 +37,16 @@ class Platform:
 
     @classmethod
     def detect(cls, wanted: Literal["auto", "cpu", "gpu"] = "auto") -> Platform:
-        """Return this process's platform. `wanted`: cluster.platform; gpu without one is a RuntimeError."""
+        """Return this process's platform. `wanted`: cluster.platform; gpu without one is a PlatformError."""
         if wanted == "cpu" or not torch.cuda.is_available():
             if wanted == "gpu":
-                raise RuntimeError("cluster.platform is gpu, but torch sees no GPU here; set it to cpu or auto")
+                raise PlatformError(
+                    "cluster.platform is gpu, but torch sees no GPU here; set it to cpu or auto, or check the driver"
+                )
             return cls("cpu")
         return cls("gpu", transformer_engine=find_spec("transformer_engine") is not None)
+
+
+def cpu_threads(processes: int) -> int:
+    """Return the number of threads for each of `processes` processes that share this machine's cores."""
+    return max(1, len(os.sched_getaffinity(0)) // max(1, processes))

@@ -1,4 +1,4 @@
-"""What a cluster offers, and the errors it raises. Two implementations: LocalCluster, RayCluster."""
+"""The protocols of workers and clusters, and their errors. Two implementations: LocalCluster, RayCluster."""
 
 from __future__ import annotations
 
@@ -8,11 +8,11 @@ from types import TracebackType
 from typing import Any, Protocol, Self, TypeVar
 
 Ref = Any
-"""An object in the cluster's store. Under Ray an ObjectRef; in process the object itself."""
+"""A reference to an object in the cluster's store. Under Ray an ObjectRef; in process the object itself."""
 
 
 class DeadlineExceeded(TimeoutError):
-    """Something did not happen in time. `what` was waited for, from `whom`, for `seconds`."""
+    """A wait was too long. `what` was waited for, from `whom`, for `seconds`."""
 
     def __init__(self, what: str, whom: str, seconds: float, detail: str = "") -> None:
         super().__init__(what, whom, seconds, detail)  # as `args`, so that it can be pickled
@@ -24,10 +24,9 @@ class DeadlineExceeded(TimeoutError):
 
 
 class WorkerFailed(RuntimeError):
-    """A worker raised or died. `what`: the method, or the name that the caller gave the call; `cause`: the
-    exception's type and message; `detail`: its traceback and the end of the worker's log.
-
-    Where the exception itself could travel, it is `__cause__`.
+    """A worker raised or died. `what`: the method, or the name that the caller gave the call; `cause`: the exception's
+    type and message; `detail`: its traceback and the end of the worker's log. `__cause__` is the exception itself if it
+    could be pickled.
     """
 
     def __init__(self, worker: str, what: str, cause: str, detail: str = "") -> None:
@@ -44,16 +43,29 @@ class WorkerDied(WorkerFailed):
 
 
 class ObjectLost(WorkerFailed):
-    """The store no longer has an object, because a process or a machine that held it has gone."""
+    """The store no longer has an object, because a process or a machine that held it is gone."""
 
 
 class NotEnoughResources(RuntimeError):
-    """More processors or accelerators were asked for than there are."""
+    """More processors or accelerators are requested than the cluster has."""
+
+
+def is_fault(error: BaseException) -> bool:
+    """Return whether a loss is behind `error`, which another attempt may not meet: of a process, a machine or Ray, or a
+    wait that was too long. False for a mistake in the recipe, the data, the model or a program."""
+    cause: BaseException | None = error
+    while cause is not None:
+        if isinstance(cause, WorkerDied | ObjectLost | DeadlineExceeded | ConnectionError):
+            return True
+        if type(cause).__module__.partition(".")[0] == "ray":
+            return True
+        cause = cause.__cause__
+    return False
 
 
 @dataclass(frozen=True)
 class Place:
-    """Where a worker runs. `gpus`: ids of its accelerators on that node; `log`: file of all it prints."""
+    """Where a worker runs. `gpus`: ids of its accelerators on that node; `log`: the file of everything it prints."""
 
     node: str
     address: str
@@ -66,8 +78,8 @@ class Place:
 class Rendezvous:
     """Where the ranks of one group meet: the first constructor argument of every worker of a group.
 
-    `local_rank` is the index of the rank's accelerator among those its process sees: 0 under Ray, which shows
-    each rank only its own. Without accelerators it counts the group's ranks on one node.
+    `local_rank` is the index of the rank's accelerator among those its process sees: 0 under Ray, which shows each rank
+    only its own. Without accelerators it is the rank's index among the group's ranks on its node.
     """
 
     rank: int
@@ -79,7 +91,7 @@ class Rendezvous:
 
 @dataclass(frozen=True)
 class Parcel:
-    """An item of a stream that stays in the store: a worker yields `Parcel(label, content)`, its caller
+    """An item of a stream whose content stays in the store: a worker yields `Parcel(label, content)`, its caller
     receives `Parcel(label, reference to the content)`, and only the label is copied. Keep labels small."""
 
     label: Any
@@ -87,25 +99,19 @@ class Parcel:
 
 
 class Future(Protocol):
-    """The answer of one call."""
+    """The answer of one call. `whom`: the worker's name; `what`: the call's name in errors."""
 
     whom: str
     what: str
 
     def result(self) -> Any:
-        """Waits for the answer.
-
-        Raises DeadlineExceeded when it is not there `timeout_s` after the call, WorkerFailed when the worker
-        raised or died.
-        """
+        """Wait for the answer. Raises DeadlineExceeded if it is not there `timeout_s` after the call, and WorkerFailed
+        if the worker raised or died."""
 
 
 class Stream(Protocol):
-    """The items of one remote generator, as they come; see Parcel for large ones. Each item has the call's
-    `timeout_s` to arrive.
-
-    Raises as `Future.result` does.
-    """
+    """The items of one remote generator, as they come; see Parcel for large ones. Each item has the call's `timeout_s`
+    to arrive. Raises as `Future.result` does."""
 
     whom: str
     what: str
@@ -116,33 +122,33 @@ class Stream(Protocol):
 
 
 class Worker(Protocol):
-    """A handle on one object somewhere. Calls run in the order in which they were made, one at a time, unless it was
-    spawned with more `concurrency` or with `streams`."""
+    """A handle on an object in another process, or in this one. Calls run one at a time, in the order in which they
+    were made, unless it was spawned with more `concurrency` or with `streams`."""
 
     name: str
 
     def ready(self) -> Future:
-        """None, once the constructor has returned. Calls made before that wait for it."""
+        """Return a future that is None once the constructor has returned. Calls made before that wait for it."""
 
     def place(self) -> Place:
-        """Where it runs. Waits until its process is up."""
+        """Return where it runs, once its process is up."""
 
     def call(self, method: str, *args: Any, timeout_s: float | None = None, what: str | None = None) -> Future:
-        """Starts `method(*args)`. A reference given as an argument arrives as the object; inside another
-        argument it stays a reference, for `ObjectStore.fetch`. `what` names the call in errors."""
+        """Start `method(*args)`. A reference given as an argument arrives as the object; inside another argument it
+        stays a reference, for `ObjectStore.fetch`. `what` names the call in errors."""
 
     def stream(self, method: str, *args: Any, timeout_s: float | None = None, what: str | None = None) -> Stream:
-        """Starts the generator `method(*args)`."""
+        """Start the generator `method(*args)`."""
 
 
 class ObjectStore(Protocol):
-    """The cluster's store, for workers: small and picklable, so it goes in as a constructor argument.
+    """The cluster's store, for workers: small and picklable, so it can be a constructor argument.
 
-    An object that a worker puts is lost with that worker; what is returned, or yielded as Parcel, is not.
+    An object that a worker puts is lost with that worker; one that it returns, or yields as a Parcel, is not.
     """
 
     def put(self, obj: Any) -> Ref:
-        """Not inside a stream: yield a Parcel there."""
+        """Store an object. Not allowed inside a stream: yield a Parcel there."""
 
     def fetch(self, ref: Ref) -> Any: ...
 
@@ -159,7 +165,7 @@ class Cluster(Protocol):
     call_timeout_s: float
     """Deadline of calls that give none, in seconds."""
     address: str
-    """Of this process, on the interface through which the cluster's nodes reach each other."""
+    """Address of this process, on the interface through which the cluster's nodes reach each other."""
 
     def spawn(
         self,
@@ -171,14 +177,14 @@ class Cluster(Protocol):
         env: Mapping[str, str] | None = None,
         concurrency: int = 1,
         streams: int = 0,
-        beside: Sequence[Worker] = (),
+        colocate_with: Sequence[Worker] = (),
     ) -> Worker:
-        """Starts a worker built by `cls(*args)` and returns at once: `ready()` waits for it.
+        """Start a worker constructed by `cls(*args)` and return at once: `ready()` waits for it.
 
-        `env`: variables of its process, set before anything is imported there. `concurrency`: calls that may
-        run at a time, in threads. `streams`: so many streams run beside the calls, in threads of their own, and more
-        wait for one of these to end; 0: streams count as calls. `beside`: on the node of these workers, seeing their
-        accelerators. Raises NotEnoughResources when the whole cluster is too small.
+        `env`: variables of its process, set before anything is imported there. `concurrency`: maximum number of calls
+        that run at the same time, in threads. `streams`: maximum number of streams that run in addition to the calls,
+        in threads of their own; further streams queue. 0: streams count as calls. `colocate_with`: workers on whose
+        node it runs, with their accelerators visible. Raises NotEnoughResources if the whole cluster is too small.
         """
 
     def spawn_group(
@@ -193,25 +199,25 @@ class Cluster(Protocol):
         nodes: int = 1,
         concurrency: int = 1,
         streams: int = 0,
-        beside: Sequence[Sequence[Worker]] = (),
+        colocate_with: Sequence[Sequence[Worker]] = (),
     ) -> Sequence[Worker]:
-        """Starts `name-0`, `name-1`, ... built by `cls(Rendezvous, *args_per_rank[rank])`, and returns them
-        by rank as soon as each has its place: on as few nodes as possible, or as many on each of `nodes` nodes,
-        the ranks of a node in a row. `cpus` and `gpus` are for each rank. `concurrency`, `streams`: as in `spawn`.
-        `beside`: for each rank, the workers on whose node it runs, whatever `nodes` says. `cls` may be a function."""
+        """Start `name-0`, `name-1`, ... constructed by `cls(Rendezvous, *args_per_rank[rank])`, and return them by rank
+        as soon as each has its place: on as few nodes as possible, or equally many on each of `nodes` nodes, with
+        consecutive ranks on a node. `cpus` and `gpus` are for each rank. `concurrency`, `streams`: as in `spawn`.
+        `colocate_with`: the workers on whose node each rank runs; overrides `nodes`. `cls` may be a function."""
 
     def put(self, obj: Any) -> Ref: ...
 
     def fetch(self, ref: Ref) -> Any: ...
 
     def next_ready(self, things: Sequence[T], timeout_s: float, what: str) -> T:
-        """The first of `things` that has something: an answer, an item, an end or an error."""
+        """Wait for the first of `things` that has an answer, an item, an end or an error, and return it."""
 
     def stop(self, workers: Sequence[Worker]) -> None:
-        """Ends these workers. Each gets a moment for its method `shutdown`, where it has one."""
+        """End these workers. Each gets a moment for its method `shutdown`, if it has one."""
 
     def shutdown(self) -> None:
-        """Ends all workers and what this cluster started. May be called again."""
+        """End all workers and everything else that this cluster has started. May be called again."""
 
     def __enter__(self) -> Self: ...
 

@@ -23,8 +23,7 @@ from grpo_mcore.cluster import (
     call_all,
     gather,
 )
-from grpo_mcore.cluster.environment import MARKER, SOCKETS
-from grpo_mcore.cluster.orphan_reaper import marked
+from grpo_mcore.cluster.orphan_reaper import MARKER, SOCKETS, marked
 from grpo_mcore.cluster.ray_cluster import RayCluster
 from tests.distributed.ray_workers import Abacus, BadStart, Rank, Record
 
@@ -290,10 +289,12 @@ def test_accelerators_are_shown_to_their_rank_and_to_who_is_beside(cluster):
     places = [worker.place() for worker in group]
     assert sorted(gpu for place in places for gpu in place.gpus) == ["0", "1"]
     assert [fact.local_rank for fact, _ in call_all(cluster, group, "facts")] == [0, 0]
-    engine = cluster.spawn("beside", Abacus, cpus=0.1, beside=group)
+    engine = cluster.spawn("beside", Abacus, cpus=0.1, colocate_with=group)
     assert engine.place().node == places[0].node
     assert engine.place().gpus == places[0].gpus + places[1].gpus
-    parts = cluster.spawn_group("parts", Rank, [("a",), ("b",)], cpus=0.1, beside=[group[:1], group[1:]], concurrency=2)
+    parts = cluster.spawn_group(
+        "parts", Rank, [("a",), ("b",)], cpus=0.1, colocate_with=[group[:1], group[1:]], concurrency=2
+    )
     assert [part.place().gpus for part in parts] == [place.gpus for place in places]
     assert [fact.rank for fact, _ in call_all(cluster, parts, "facts")] == [0, 1]
     cluster.stop([*group, engine, *parts])
@@ -380,7 +381,7 @@ DRIVER = """
         streams = [worker.stream("work", timeout_s=500)]
         try:
             next(streams[0])
-            print(cluster._session._mark, cluster._session.folder, flush=True)
+            print(cluster._session.reaper.mark, cluster._session.reaper.folder, flush=True)
             time.sleep(500)
         finally:  # the last handle of its error goes while the worker ends
             threading.Timer(0.3, streams.clear).start()

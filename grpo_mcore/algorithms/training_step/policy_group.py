@@ -15,6 +15,7 @@ from grpo_mcore.families import ModelShape
 from grpo_mcore.objective import combine_metrics, step_metrics
 from grpo_mcore.objective.config import KLType
 from grpo_mcore.parallel.mesh import Layout
+from grpo_mcore.parallel.policy import LossFn, TrainReport
 from grpo_mcore.refit import TrainerLayout, Verify
 
 
@@ -32,7 +33,7 @@ class ParityCheck:
 class PolicyGroup:
     """All ranks of the policy.
 
-    `updates`: steps trained since the run began; the next weight version is `updates` + 1. `meanwhile`: work that goes
+    `updates`: steps trained since the run began; the next weight version is `updates` + 1. `background`: work that goes
     on while the driver waits for the ranks. `colocated`: engines share the ranks' devices.
     """
 
@@ -48,17 +49,17 @@ class PolicyGroup:
     refit_parity: ParityCheck | None = None
     colocated: bool = True
     updates: int = 0
-    meanwhile: BackgroundWork | None = None
+    background: BackgroundWork | None = None
     connected: tuple[tuple[str, int], ...] = ()  # (node, pid) of the workers to which the ranks have a network group
 
     @contextmanager
     def run_alongside(self, other: BackgroundWork) -> Iterator[None]:
         """Let `other` go on whenever the driver waits for the ranks, inside the context."""
-        self.meanwhile = other
+        self.background = other
         try:
             yield
         finally:
-            self.meanwhile = None
+            self.background = None
 
     def receive(self, steps: Sequence[RankStep]) -> None:
         """Give every rank the samples of its data-parallel rank. `steps`: by data-parallel rank."""
@@ -70,7 +71,7 @@ class PolicyGroup:
             "receive",
             args_per_worker=shares,
             what="receiving the step's samples",
-            meanwhile=self.meanwhile,
+            background=self.background,
         )
 
     def infer_logprobs(self, samples: int, *, prev: bool, reference: bool, kl_kind: KLType | None) -> dict[str, Tensor]:
@@ -83,7 +84,7 @@ class PolicyGroup:
                 stats.setdefault(name, values.new_zeros(samples))[index] = values
         return stats
 
-    def train(self, loss_fn: Any, targets: TrainTargets) -> dict[str, float]:
+    def train(self, loss_fn: LossFn, targets: TrainTargets) -> dict[str, float]:
         """Run every optimizer step of the step received. Return metrics over all ranks and optimizer steps."""
         reports = self._all("train", loss_fn, targets, what="training")
         self.updates += 1
@@ -97,11 +98,11 @@ class PolicyGroup:
         self._all("skip", what="leaving out a step")
         self.updates += 1
 
-    def evaluate(self, loss_fn: Any, targets: TrainTargets) -> dict[str, float]:
+    def evaluate(self, loss_fn: LossFn, targets: TrainTargets) -> dict[str, float]:
         """Return the metrics of the step received under the current weights, without training."""
         return self._combined(self._all("evaluate", loss_fn, targets, what="evaluation"))
 
-    def _combined(self, reports: list[Any]) -> dict[str, float]:
+    def _combined(self, reports: Sequence[Sequence[TrainReport]]) -> dict[str, float]:
         """Combine over data-parallel ranks, then over optimizer steps. One rank reports for all with its samples."""
         reporting = [ranks for rank, ranks in enumerate(reports) if self.layout.is_reporting_rank(rank)]
         by_optimizer_step = zip(*reporting, strict=True)
@@ -157,7 +158,7 @@ class PolicyGroup:
         self._all("export_hf", folder, what=f"exporting the policy to {folder}")
 
     def _all(self, method: str, *args: Any, what: str) -> list[Any]:
-        return call_all(self.cluster, self.workers, method, *args, what=what, meanwhile=self.meanwhile)
+        return call_all(self.cluster, self.workers, method, *args, what=what, background=self.background)
 
 
 def _processes(workers: Sequence[Worker]) -> tuple[tuple[str, int], ...]:

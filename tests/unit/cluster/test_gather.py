@@ -102,14 +102,14 @@ class Others:
 def test_other_work_goes_on_while_it_waits(script):
     others = Others(1, 2, 2.5, 7)
     answers = [Answer("a", 3, "A"), Answer("b", 5, "B")]
-    assert gather(script, answers, timeout_s=10, what="work", meanwhile=others) == ["A", "B"]
+    assert gather(script, answers, timeout_s=10, what="work", background=others) == ["A", "B"]
     assert [other.at for other in others.taken] == [1, 2, 2.5] and script.now == 5
 
 
 def test_other_work_moves_no_deadline_and_takes_no_blame(script):
     others = Others(*range(1, 50))
     with pytest.raises(DeadlineExceeded) as caught:
-        gather(script, [Answer("a", 99)], timeout_s=10, what="work", meanwhile=others)
+        gather(script, [Answer("a", 99)], timeout_s=10, what="work", background=others)
     assert script.now == 10 and caught.value.whom == "a" and len(others.taken) < 11
 
 

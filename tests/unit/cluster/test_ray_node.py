@@ -1,4 +1,4 @@
-"""A launcher's Ray node: its ports and options, and that nothing of it is left."""
+"""Nodes of Ray: a launcher's node has ports of its own and leaves nothing behind; which rank runs on which node."""
 
 from __future__ import annotations
 
@@ -13,7 +13,8 @@ from pathlib import Path
 import pytest
 
 from grpo_mcore.cluster import ray_node
-from grpo_mcore.cluster.environment import MARKER
+from grpo_mcore.cluster.orphan_reaper import MARKER
+from grpo_mcore.cluster.ray_placement import rank_order
 from grpo_mcore.rollout.workers import DeadlineExceeded
 
 
@@ -40,13 +41,13 @@ def test_a_taken_port_is_named() -> None:
         taken.listen()
         port = taken.getsockname()[1]
         with pytest.raises(OSError, match=f"port {port} of 127.0.0.1 cannot be used: .*RAY_PORT"):
-            ray_node.check_free("127.0.0.1", port)
+            ray_node.check_ports("127.0.0.1", port)
 
 
 @pytest.mark.slow
 def test_a_head_that_does_not_answer_is_named(capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(DeadlineExceeded, match="Ray's head"):
-        ray_node.knock("127.0.0.1", 1, 0.2)
+        ray_node.wait_for_head("127.0.0.1", 1, 0.2)
     assert ray_node.main(["worker", "--address=127.0.0.1:1", "--within=0.1"]) == 1
     assert "ray worker on" in capsys.readouterr().err
 
@@ -83,3 +84,10 @@ def test_a_node_that_ends_by_itself_is_a_failure(tmp_path: Path) -> None:
         f"sys.exit(run_node(['bash', '-c', 'exit 0'], Path({str(tmp_path / 'ray')!r})))"
     )
     assert subprocess.run([sys.executable, "-c", code], timeout=60).returncode == 1
+
+
+def test_neighbouring_ranks_share_a_node() -> None:
+    assert rank_order(["x", "x"]) == [(0, 0), (1, 1)]
+    assert rank_order(["y", "x", "y", "x"]) == [(0, 0), (2, 1), (1, 0), (3, 1)]
+    # A bundle that is a node's share of the ranks holds several.
+    assert rank_order(["y", "x"], 4) == [(0, 0), (0, 1), (1, 0), (1, 1)]

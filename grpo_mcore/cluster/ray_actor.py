@@ -1,7 +1,7 @@
-"""The actor around a worker's object: sets up its process, then passes calls on.
+"""The Ray actor around a worker's object: sets up its process, then passes calls on.
 
-Runs in the worker's process and imports nothing heavy: the environment is set before the worker's own
-modules are imported.
+Runs in the worker's process and imports nothing heavy: the environment is set before the worker's own modules are
+imported.
 """
 
 from __future__ import annotations
@@ -24,18 +24,18 @@ from grpo_mcore.processes import free_port
 from grpo_mcore.rollout.workers import Parcel, Place, Rendezvous
 
 in_stream = threading.local()
-"""`in_stream.now` is set while this thread runs a worker's generator."""
+"""`in_stream.now` is True while this thread runs a worker's generator."""
 
 
 @dataclass(frozen=True)
 class ParcelHead:
-    """First of the two items as which a Parcel travels; the second is its content."""
+    """The first of the two items that a Parcel is sent as; the second is its content."""
 
     label: Any
 
 
 class RemoteFailure(Exception):
-    """Carries a worker's exception to the driver: as text, and as itself where it can be pickled."""
+    """Carries a worker's exception to the driver: as text, and pickled if it can be."""
 
     def __init__(self, cause: str, trace: str, pickled: bytes | None) -> None:
         super().__init__(cause, trace, pickled)
@@ -43,7 +43,7 @@ class RemoteFailure(Exception):
 
     @classmethod
     def of(cls, error: Exception) -> RemoteFailure:
-        """Its first frame is this file's and is left out."""
+        """Describe `error`, without its first frame, which is this file's."""
         frames = error.__traceback__.tb_next if error.__traceback__ else None
         trace = "".join(traceback.format_exception(type(error), error, frames)).rstrip()
         pickled: bytes | None
@@ -63,8 +63,8 @@ class RemoteFailure(Exception):
             return None
 
 
-class Host:
-    """Built at once in a fresh process; `build` then makes the worker's object."""
+class WorkerActor:
+    """Is created in a fresh process; `build` then constructs the worker's object."""
 
     def __init__(self, name: str, log: str, extra_allowed: Sequence[str], env: Mapping[str, str], gpus: float) -> None:
         self._name, self._log = name, log
@@ -75,7 +75,7 @@ class Host:
         _print_to(log)
         faulthandler.enable()
         faulthandler.register(signal.SIGUSR1, all_threads=True)  # the driver asks what a late worker is doing
-        gc.disable()  # until the object is there: looking for garbage is a fifth of the time of imports
+        gc.disable()  # until the object is built: garbage collection takes a fifth of the time of imports
 
     def __repr__(self) -> str:
         return self._name
@@ -93,14 +93,14 @@ class Host:
         )
 
     def meeting_point(self) -> tuple[str, int]:
-        """This node's address and a free port on it."""
+        """Return this node's address and a free port on it."""
         import ray
 
         address = ray.util.get_node_ip_address()
         return address, free_port(address)
 
     def build(self, cls: Callable[..., Any], *args: Any) -> None:
-        """Makes the worker's object. A failure is raised here, and again by every call."""
+        """Construct the worker's object. A failure is raised here, and again by every call."""
         try:
             self._target = cls(*args)
         except Exception as error:
@@ -108,7 +108,7 @@ class Host:
             raise RemoteFailure.of(error) from None
         finally:
             gc.collect()
-            gc.freeze()  # modules and weights stay: later searches leave them out
+            gc.freeze()  # modules and weights stay, so later collections skip them
             gc.enable()
             self._built.set()
 
@@ -121,7 +121,7 @@ class Host:
         local_rank: int,
         *args: Any,
     ) -> None:
-        """`build` for a worker of a group."""
+        """Construct a worker of a group: its first argument is its Rendezvous."""
         self.build(cls, Rendezvous(rank, world_size, local_rank, *meeting_point), *args)
 
     def call(self, method: str, *args: Any) -> Any:
@@ -147,7 +147,7 @@ class Host:
             in_stream.now = False
 
     def close(self) -> None:
-        """The object's own end, where it has one."""
+        """Call the object's `shutdown`, if it has one."""
         if self._target is not None and hasattr(self._target, "shutdown"):
             self._target.shutdown()
 
@@ -169,7 +169,7 @@ def _set_environment(extra_allowed: Sequence[str], env: Mapping[str, str], gpus:
 
 
 def _print_to(log: str) -> None:
-    """Sends all that this process and its children print to the file `log`."""
+    """Redirect everything that this process and its children print to the file `log`."""
     Path(log).parent.mkdir(parents=True, exist_ok=True)
     file = os.open(log, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o644)
     sys.stdout.flush()

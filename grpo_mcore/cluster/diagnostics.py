@@ -1,0 +1,135 @@
+"""Text for error messages: the end of a worker's log, what a late worker is doing, and who waits for whom."""
+
+from __future__ import annotations
+
+import os
+import re
+import signal
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from grpo_mcore.rollout.workers import Place
+
+TAIL_LINES = 15
+DUMP_S = 2.0
+"""Seconds that a late worker gets to write its stacks."""
+
+IN_COLLECTIVE = re.compile(r'File "[^"]*/torch/distributed/[^"]*", line \d+ in (\w+)')
+FRAME = re.compile(r'File "([^"]*)", line (\d+) in (\S+)')
+
+
+def log_tail(log: str, lines: int = TAIL_LINES) -> str:
+    """Return the end of a worker's log, with its path."""
+    path = Path(log)
+    try:
+        text = _read_from(path, max(0, path.stat().st_size - 16384))
+    except OSError:
+        return f"its log is on its node: {log}"
+    last = [line for line in text.splitlines() if not line.startswith((":job_id:", ":actor_name:"))][-lines:]
+    if not last:
+        return f"its log is empty: {log}"
+    return "\n".join([f"end of its log, {log}:", *(f"    {line}" for line in last)])
+
+
+def stacks(name: str, place: Place) -> str:
+    """Return what the threads of a worker are doing, or where it is if that is not on this machine."""
+    found = frames(place)
+    if found is None:
+        return f"{name} is on {place.address}, its log: {place.log}"
+    found = found or "no stack: it does not run Python"
+    return f"{name} (process {place.pid}) is at, innermost first:\n{found}\nits log: {place.log}"
+
+
+def frames(place: Place) -> str | None:
+    """Return the stacks of a worker, which it writes to its log on SIGUSR1. None: its process is on another machine."""
+    path = Path(place.log)
+    if not _is_worker(place):
+        return None
+    before = path.stat().st_size
+    os.kill(place.pid, signal.SIGUSR1)
+    deadline = time.monotonic() + DUMP_S
+    size = before
+    while time.monotonic() < deadline:
+        time.sleep(0.1)
+        if size == (size := path.stat().st_size) and size > before:
+            break
+    return own_frames(_read_from(path, before))
+
+
+def own_frames(dump: str) -> str:
+    """Return the part of faulthandler's dump that matters: leave out the threads of Python's and Ray's own machinery,
+    and the frames that called the worker's method."""
+    threads = []
+    for thread in re.split(r"\n\n(?=(?:Current t|T)hread 0x)", dump.strip()):
+        frames = [line for line in thread.splitlines() if line.startswith("  File ")]
+        called = [index for index, frame in enumerate(frames) if "/grpo_mcore/cluster/ray_actor.py" in frame]
+        frames = frames[: called[0]] if called else frames
+        if not all(re.search(r"/ray/|/threading\.py|/concurrent/futures/", frame) for frame in frames):
+            threads.append("\n".join(frames))
+    return "\n  another thread:\n".join(threads)
+
+
+@dataclass(frozen=True)
+class Wait:
+    """A call without an answer. `seconds`: since it was made, or since its last item; `late`: past its deadline."""
+
+    whom: str
+    what: str
+    seconds: float
+    late: bool
+
+
+def wait_graph(waits: Sequence[Wait], frames: Mapping[str, str | None]) -> str:
+    """Return a line for each worker that is waited for, and the culprits: late workers that wait for no other.
+
+    `frames`: what each worker is doing, as `own_frames` returns it; None if its process could not be asked.
+    """
+    lines = ["who waits for whom:"]
+    for wait in sorted(waits, key=lambda wait: (not wait.late, -wait.seconds)):
+        overdue = ", past its deadline" if wait.late else ""
+        lines.append(f"  the driver waits for {wait.whom}: {wait.what}, for {wait.seconds:.0f} s{overdue}")
+    names = list(dict.fromkeys(wait.whom for wait in waits))
+    collectives = {name: _collective(frames.get(name)) for name in names}
+    for name in names:
+        lines.append(f"  {name} {_activity(frames.get(name), collectives[name])}")
+    late = [name for name in names if any(wait.late for wait in waits if wait.whom == name)]
+    alone = [name for name in late if collectives[name] is None]
+    if alone:
+        lines.append(f"culprit: {', '.join(alone)}")
+    elif late:
+        lines.append(f"culprit: none of {', '.join(late)} alone: each waits for another in a collective")
+    return "\n".join(lines)
+
+
+def _collective(frames: str | None) -> str | None:
+    """Return the name of the collective in which a worker waits for its group."""
+    found = IN_COLLECTIVE.findall(frames or "")
+    return found[-1] if found else None
+
+
+def _activity(frames: str | None, collective: str | None) -> str:
+    if frames is None:
+        return "cannot be asked what it is doing: its process has ended, or is on another machine"
+    if collective is not None:
+        return f"waits for its group in {collective}"
+    where = FRAME.search(frames)
+    if where is None:
+        return "runs no Python of its own"
+    path, line, function = where.groups()
+    return f"is at {path}:{line} in {function}"
+
+
+def _read_from(path: Path, offset: int) -> str:
+    with path.open("rb") as file:
+        file.seek(offset)
+        return file.read().decode(errors="replace")
+
+
+def _is_worker(place: Place) -> bool:
+    """Return whether the process with that pid on this machine prints to that log. No other process is signalled."""
+    try:
+        return os.path.samefile(f"/proc/{place.pid}/fd/2", place.log)
+    except OSError:
+        return False

@@ -1,0 +1,90 @@
+"""Text for error messages: stacks, the end of a log, who waits for whom."""
+
+from __future__ import annotations
+
+import os
+
+from grpo_mcore.cluster.diagnostics import Wait, log_tail, own_frames, stacks, wait_graph
+from grpo_mcore.rollout.workers import Place
+
+DUMP = """\
+Thread 0x00007f606a7fc6c0 (most recent call first):
+  File "/usr/lib/python3.11/threading.py", line 327 in wait
+  File "/venv/lib/site-packages/ray/_private/gc_collect_manager.py", line 29 in run
+  File "/usr/lib/python3.11/threading.py", line 1002 in _bootstrap
+
+Thread 0x00007f606a7fc6c1 (most recent call first):
+  File "/venv/lib/site-packages/vllm/engine.py", line 5 in poll
+  File "/usr/lib/python3.11/threading.py", line 1002 in _bootstrap
+
+Current thread 0x00007f60b3450b80 (most recent call first):
+  File "/venv/lib/site-packages/torch/distributed/distributed_c10d.py", line 97 in barrier
+  File "/src/policy.py", line 7 in train
+  File "/src/grpo_mcore/cluster/ray_actor.py", line 113 in call
+  File "/venv/lib/site-packages/ray/_private/worker.py", line 1069 in main_loop
+"""
+
+
+def test_stacks_show_what_is_ours():
+    assert own_frames(DUMP) == (
+        '  File "/venv/lib/site-packages/vllm/engine.py", line 5 in poll\n'
+        '  File "/usr/lib/python3.11/threading.py", line 1002 in _bootstrap\n'
+        "  another thread:\n"
+        '  File "/venv/lib/site-packages/torch/distributed/distributed_c10d.py", line 97 in barrier\n'
+        '  File "/src/policy.py", line 7 in train'
+    )
+    assert own_frames("") == ""
+
+
+def test_no_other_process_is_asked_for_its_stacks(tmp_path):
+    log = tmp_path / "worker.log"
+    log.write_text("")
+    # this very process: a signal would end it
+    place = Place("node", "10.0.0.1", os.getpid(), (), str(log))
+    assert stacks("policy-0", place) == f"policy-0 is on 10.0.0.1, its log: {log}"
+
+
+def test_the_end_of_a_log(tmp_path):
+    log = tmp_path / "worker.log"
+    assert log_tail(str(log)) == f"its log is on its node: {log}"
+    log.write_text(":job_id:01\n:actor_name:x\n")
+    assert log_tail(str(log)) == f"its log is empty: {log}"
+    log.write_text("\n".join(f"line {number}" for number in range(5000)))
+    assert log_tail(str(log), lines=2) == f"end of its log, {log}:\n    line 4998\n    line 4999"
+
+
+IN_REDUCE = """  File "/lib/torch/distributed/distributed_c10d.py", line 3000 in all_reduce
+  File "/lib/torch/distributed/c10d_logger.py", line 83 in wrapper
+  File "/app/policy.py", line 12 in train_step"""
+AT_WORK = """  File "/app/data.py", line 7 in read
+  File "/app/policy_worker.py", line 40 in receive"""
+
+
+def test_the_rank_that_is_not_in_the_collective_is_the_culprit() -> None:
+    waits = [
+        Wait("engine-0", "samples of step 3", 4.2, late=False),
+        Wait("policy-0", "training", 61.0, late=True),
+        Wait("policy-1", "training", 61.0, late=True),
+    ]
+    told = wait_graph(waits, {"policy-0": IN_REDUCE, "policy-1": AT_WORK, "engine-0": ""})
+    assert told.splitlines() == [
+        "who waits for whom:",
+        "  the driver waits for policy-0: training, for 61 s, past its deadline",
+        "  the driver waits for policy-1: training, for 61 s, past its deadline",
+        "  the driver waits for engine-0: samples of step 3, for 4 s",
+        "  engine-0 runs no Python of its own",
+        "  policy-0 waits for its group in wrapper",
+        "  policy-1 is at /app/data.py:7 in read",
+        "culprit: policy-1",
+    ]
+
+
+def test_where_all_are_in_a_collective_none_is_accused() -> None:
+    told = wait_graph([Wait(f"policy-{rank}", "training", 9, late=True) for rank in (0, 1)], dict.fromkeys(
+        ("policy-0", "policy-1"), IN_REDUCE))  # fmt: skip
+    assert told.endswith("culprit: none of policy-0, policy-1 alone: each waits for another in a collective")
+
+
+def test_a_process_that_is_gone_is_the_culprit() -> None:
+    told = wait_graph([Wait("engine-0", "health", 60, late=True)], {"engine-0": None})
+    assert "engine-0 cannot be asked what it is doing: its process has ended" in told and told.endswith("engine-0")

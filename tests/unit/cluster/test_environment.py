@@ -1,0 +1,56 @@
+"""Workers see allowed environment variables only."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+
+import pytest
+
+from grpo_mcore.cluster.environment import chosen, is_allowed, only_allowed
+
+
+@pytest.mark.parametrize("name", ["PATH", "HF_HOME", "LC_ALL", "OMP_NUM_THREADS", "NCCL_SOCKET_IFNAME"])
+def test_what_workers_need_is_allowed(name):
+    assert is_allowed(name)
+
+
+@pytest.mark.parametrize(
+    "name", ["HF_TOKEN", "WANDB_API_KEY", "AWS_SECRET_ACCESS_KEY", "MY_PATH", "PATHX", "SSH_AUTH_SOCK"]
+)
+def test_secrets_and_strangers_are_not(name):
+    assert not is_allowed(name)
+    assert is_allowed(name, extra=[name])
+
+
+def test_more_variables_by_name_and_pattern():
+    environ = {"A_ONE": "1", "A_TWO": "2", "B": "3"}
+    assert chosen(environ, ["A_*"]) == {"A_ONE": "1", "A_TWO": "2"}
+    assert chosen(environ, ["B", "MISSING"]) == {"B": "3"}
+    assert chosen(environ, []) == {}
+
+
+def test_the_rest_is_hidden_inside_only(monkeypatch):
+    monkeypatch.setenv("GRPO_TEST_SECRET", "x")
+    monkeypatch.setenv("GRPO_TEST_WANTED", "y")
+    with pytest.raises(KeyError), only_allowed(["GRPO_TEST_WANTED"]):
+        assert "GRPO_TEST_SECRET" not in os.environ
+        child = subprocess.run(["env"], capture_output=True, text=True, check=True).stdout
+        assert "GRPO_TEST_SECRET" not in child and "GRPO_TEST_WANTED=y" in child and "PATH=" in child
+        raise KeyError
+    assert os.environ["GRPO_TEST_SECRET"] == "x"
+
+
+def test_variables_are_added_inside_only(monkeypatch):
+    monkeypatch.setenv("GRPO_TEST_ONE", "before")
+    with only_allowed(added={"GRPO_TEST_ONE": "inside", "GRPO_TEST_TWO": "inside"}):
+        assert os.environ["GRPO_TEST_ONE"] == os.environ["GRPO_TEST_TWO"] == "inside"
+        os.environ["GRPO_TEST_THREE"] = "stays"
+    assert os.environ["GRPO_TEST_ONE"] == "before" and "GRPO_TEST_TWO" not in os.environ
+    assert os.environ.pop("GRPO_TEST_THREE") == "stays"
+
+
+def test_the_room_loads_without_ray_and_torch():
+    code = "import sys, grpo_mcore.cluster; sys.exit(any(m in sys.modules for m in ('ray', 'torch')))"
+    assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0

@@ -1,0 +1,61 @@
+"""The processes and files of a run are removed, even when its driver is killed."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+from grpo_mcore.cluster import orphan_reaper
+
+needs_proc = pytest.mark.skipif(not Path("/proc/self/environ").exists(), reason="needs /proc")
+
+
+@needs_proc
+def test_marked_processes_are_ended_and_no_others():
+    mark = f"GRPO_TEST_MARK={os.getpid()}-{time.time_ns()}"
+    name, _, value = mark.partition("=")
+    other = subprocess.Popen(["sleep", "60"])
+    one = subprocess.Popen(["sleep", "60"], env={**os.environ, name: value}, start_new_session=True)
+    longer = subprocess.Popen(["sleep", "60"], env={**os.environ, name: f"{value}0"})
+    try:
+        assert orphan_reaper.marked(mark) == [one.pid]
+        assert orphan_reaper.end_marked(mark) == []
+        assert one.wait(5) == -9 and other.poll() is None and longer.poll() is None
+    finally:
+        for process in (other, longer):
+            process.kill()
+            process.wait()
+
+
+@pytest.mark.slow
+@needs_proc
+def test_the_program_acts_when_its_driver_is_gone(tmp_path):
+    mark = f"GRPO_TEST_MARK={os.getpid()}-{time.time_ns()}"
+    folder = tmp_path / "session"
+    folder.mkdir()
+    driver = f"""
+import os, subprocess, sys, time
+orphan_reaper = [sys.executable, "-I", "-S", {orphan_reaper.__file__!r}, str(os.getpid()), {mark!r}, {str(folder)!r}]
+subprocess.Popen(orphan_reaper, start_new_session=True)
+name, _, value = {mark!r}.partition("=")
+subprocess.Popen(["sleep", "60"], env={{name: value}})
+print("up", flush=True)
+time.sleep(60)
+"""
+    process = subprocess.Popen([sys.executable, "-c", driver], stdout=subprocess.PIPE, env={"PATH": os.environ["PATH"]})
+    assert process.stdout is not None and process.stdout.readline() == b"up\n"
+    time.sleep(0.6)
+    assert len(orphan_reaper.marked(mark)) == 1 and folder.exists()  # it waits as long as the driver lives
+    process.kill()
+    process.wait()
+    deadline = time.monotonic() + 10
+    while (orphan_reaper.marked(mark) or folder.exists()) and time.monotonic() < deadline:
+        time.sleep(0.05)
+    assert not orphan_reaper.marked(mark) and not folder.exists()
+    shutil.rmtree(folder, ignore_errors=True)
