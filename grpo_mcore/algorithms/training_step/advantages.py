@@ -1,9 +1,9 @@
-"""What a step learns from its samples: rewards made into advantages, and who counts in the loss. Pure."""
+"""Turn a step's rewards into advantages, and decide which samples count in the loss. Pure functions."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Any
+from typing import TypeVar
 
 import torch
 from torch import Tensor
@@ -12,7 +12,6 @@ from grpo_mcore.algorithms.training_step.rank_step import TrainTargets, counts
 from grpo_mcore.algorithms.training_step.step_batch import StepBatch
 from grpo_mcore.objective import (
     CORRECT,
-    AdvantageEstimate,
     SampleKL,
     clip_advantages,
     estimate_advantages,
@@ -20,52 +19,59 @@ from grpo_mcore.objective import (
     scale_reward_values,
     shape_rewards,
 )
+from grpo_mcore.recipe import MasterConfig, RewardScalingConfig
 
 Stats = Mapping[str, Tensor]
+T = TypeVar("T")
 
 
 class TargetsError(ValueError):
-    """Rewards or log-probs of which nothing can be learned; says what to look at."""
+    """Rewards or log-probs that cannot be trained on; the message says what to check."""
 
 
-def compute_targets(batch: StepBatch, stats: Stats, config: Any) -> tuple[TrainTargets, dict[str, float]]:
-    """TrainTargets and metrics of a step. `stats`: what the log-prob passes found, float64 [samples] each, see
-    objective.sample_stats; empty where no pass was run. `config`: the whole recipe.
+def compute_targets(batch: StepBatch, stats: Stats, config: MasterConfig) -> tuple[TrainTargets, dict[str, float]]:
+    """Return the TrainTargets and the metrics of a step. `stats`: results of the log-prob passes, float64 [samples]
+    each, see objective.sample_stats; empty if no pass was run.
 
-    Raises TargetsError where the estimator needs rewards that the environments do not give, and where engine and policy
-    do not agree on a single sample.
+    Raises TargetsError if the estimator needs rewards that the environments do not give, and if engine and policy
+    disagree on every sample.
     """
     grpo, loss = config.grpo, config.loss_fn
     weights, metrics = _mask_mismatched(batch, stats, grpo.seq_logprob_error_threshold)
-    rewards = learned_rewards(batch.rewards, batch, config)
+    rewards = shaped_rewards(batch.rewards, batch, config)
     estimator = grpo.adv_estimator
     kl_in_reward = loss.use_kl_in_reward and bool(stats)
-    found = _estimated(
-        estimator.name,
-        rewards,
-        group_index([group.uid for group in batch.groups for _ in group.samples]),
-        ~rewards.isnan(),
-        normalize=_first(estimator.normalize_rewards, grpo.normalize_rewards),
-        leave_one_out=_first(estimator.use_leave_one_out_baseline, grpo.use_leave_one_out_baseline),
-        minus_baseline=estimator.minus_baseline,
-        rewards_by_name=_named_rewards(batch, config) if estimator.name == "gdpo" else None,
-        reward_weights=estimator.reward_weights,
-        tokens=batch.trained_tokens * (weights > 0),
-        kl=_kl(stats) if kl_in_reward else None,
-        kl_penalty=loss.reference_policy_kl_penalty if kl_in_reward else 0.0,
-    )
+    assert estimator.name != "opd", "the recipe refuses it here"
+    named_rewards = _named_rewards(batch, config) if estimator.name == "gdpo" else None
+    try:
+        estimate = estimate_advantages(
+            estimator.name,
+            rewards,
+            group_index([group.uid for group in batch.groups for _ in group.samples]),
+            ~rewards.isnan(),
+            normalize=_first(estimator.normalize_rewards, grpo.normalize_rewards),
+            leave_one_out=_first(estimator.use_leave_one_out_baseline, grpo.use_leave_one_out_baseline),
+            minus_baseline=estimator.minus_baseline,
+            rewards_by_name=named_rewards,
+            reward_weights=estimator.reward_weights,
+            tokens=batch.trained_tokens * (weights > 0),
+            kl=_sample_kl(stats) if kl_in_reward else None,
+            kl_penalty=loss.reference_policy_kl_penalty if kl_in_reward else 0.0,
+        )
+    except ValueError as error:
+        raise TargetsError(f"grpo.adv_estimator {estimator.name}: {error}") from error
     clip = (grpo.advantage_clip_low, grpo.advantage_clip_high)
     seqs, toks = counts(batch.batches, weights, batch.trained_tokens)
     targets = TrainTargets(
         weights=weights,
         valid_seqs=tuple(seqs),
         valid_toks=tuple(toks),
-        advantages=found.advantages,
-        kl_weight=found.kl_weight,
+        advantages=estimate.advantages,
+        kl_weight=estimate.kl_weight,
         clip=clip,
         rewards=batch.rewards.nan_to_num() if loss.positive_example_nll_weight > 0 else None,
     )
-    metrics |= _rollout_metrics(batch, weights, clip_advantages(found.advantages, *clip))
+    metrics |= _rollout_metrics(batch, weights, clip_advantages(estimate.advantages, *clip))
     metrics["num_valid_tokens"] = float(sum(toks))
     if grpo.reward_shaping.enabled or grpo.reward_scaling.enabled:
         metrics["shaped_reward"] = _mean(rewards[~rewards.isnan()])
@@ -74,8 +80,8 @@ def compute_targets(batch: StepBatch, stats: Stats, config: Any) -> tuple[TrainT
     return targets, metrics
 
 
-def learned_rewards(rewards: Tensor, batch: StepBatch, config: Any) -> Tensor:
-    """Rewards [samples] as they are learned from: scaled, then shaped by the length. NaN stays NaN."""
+def shaped_rewards(rewards: Tensor, batch: StepBatch, config: MasterConfig) -> Tensor:
+    """Return the rewards [samples] to learn from: scaled, then shaped by the length. NaN stays NaN."""
     rewards = _scaled(rewards, config.grpo.reward_scaling)
     shaping = config.grpo.reward_shaping
     if not shaping.enabled:
@@ -91,12 +97,12 @@ def learned_rewards(rewards: Tensor, batch: StepBatch, config: Any) -> Tensor:
     )
 
 
-def _scaled(rewards: Tensor, scaling: Any) -> Tensor:
+def _scaled(rewards: Tensor, scaling: RewardScalingConfig) -> Tensor:
     return scale_reward_values(rewards, **scaling.model_dump(exclude={"enabled"})) if scaling.enabled else rewards
 
 
-def _named_rewards(batch: StepBatch, config: Any) -> dict[str, Tensor]:
-    """Each named reward of all samples, NaN for failed ones."""
+def _named_rewards(batch: StepBatch, config: MasterConfig) -> dict[str, Tensor]:
+    """Return each named reward of all samples, NaN for failed ones."""
     scores = [score for group in batch.groups for score in group.scores]
     names = sorted({name for score in scores for name in score.rewards_by_name})
     for sample, score in zip(batch.samples, scores, strict=True):
@@ -119,7 +125,7 @@ def _named_rewards(batch: StepBatch, config: Any) -> dict[str, Tensor]:
 
 
 def _mask_mismatched(batch: StepBatch, stats: Stats, threshold: float | None) -> tuple[Tensor, dict[str, float]]:
-    """Weights without the samples whose log-probs differ too much between engine and policy."""
+    """Return the weights with 0 for samples whose log-probs differ too much between engine and policy, and metrics."""
     if threshold is None or not stats:
         return batch.weights, {}
     error = stats["mult_error"]
@@ -143,14 +149,7 @@ def _mask_mismatched(batch: StepBatch, stats: Stats, threshold: float | None) ->
     return torch.where(above, 0.0, batch.weights), metrics
 
 
-def _estimated(name: Any, *args: Any, **kwargs: Any) -> AdvantageEstimate:
-    try:
-        return estimate_advantages(name, *args, **kwargs)
-    except ValueError as error:
-        raise TargetsError(f"grpo.adv_estimator {name}: {error}") from error
-
-
-def _kl(stats: Stats) -> SampleKL:
+def _sample_kl(stats: Stats) -> SampleKL:
     return SampleKL(stats["kl_sum"], stats["kl_to_go_sum"], stats["kl_to_go_square"])
 
 
@@ -194,5 +193,5 @@ def _mean(values: Tensor) -> float:
     return values.mean().item() if len(values) else 0.0
 
 
-def _first(value: Any, otherwise: Any) -> Any:
+def _first(value: T | None, otherwise: T) -> T:
     return otherwise if value is None else value

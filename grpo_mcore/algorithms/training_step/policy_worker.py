@@ -1,4 +1,4 @@
-"""One policy rank with its data: turns trajectories into packed micro-batches and keeps log-probs between phases."""
+"""A policy rank with its data: packs trajectories into micro-batches and keeps log-probs between phases."""
 
 from __future__ import annotations
 
@@ -13,24 +13,29 @@ from grpo_mcore.algorithms.training_step.rank_step import RankStep, TrainTargets
 from grpo_mcore.batching.packed_batch import PackedBatch, pack_rows
 from grpo_mcore.objective import kl_to_go, sample_stats, token_advantages
 from grpo_mcore.objective.config import KLType
+from grpo_mcore.parallel.mesh import Address
 from grpo_mcore.parallel.policy import LossFn, Policy, TrainReport
+from grpo_mcore.recipe import PolicyConfig
 from grpo_mcore.refit.sender import RefitSender
 from grpo_mcore.rollout.trajectory import Trajectory
+from grpo_mcore.rollout.workers import ObjectStore
 
 
 @dataclass(frozen=True)
 class Bin:
-    """A packed micro-batch, and which samples of the step it holds."""
+    """A packed micro-batch, and the indices of its samples in the step."""
 
     batch: PackedBatch
     samples: Tensor  # int64 [samples of the bin]
 
 
 class PolicyWorker(Policy):
-    """A policy rank that also holds the data of its step. Runs in a Ray actor, or in the driver's process."""
+    """A policy rank that holds the data of its step. Runs in a Ray actor or in the driver's process."""
 
-    def __init__(self, address: Any, config: Any, store: Any, seed: int, timeout_s: float, reference: bool) -> None:
-        """`config`: the recipe's policy section. `store`: fetches trajectories by reference."""
+    def __init__(
+        self, address: Address, config: PolicyConfig, store: ObjectStore, seed: int, timeout_s: float, reference: bool
+    ) -> None:
+        """`store`: to fetch trajectories by reference. `reference`: keep the reference policy's weights too."""
         super().__init__(config, address, seed=seed, timeout_s=timeout_s, reference=reference)
         self.is_reporting_rank = self.layout.is_reporting_rank(address.rank)
         self._store = store
@@ -39,7 +44,7 @@ class PolicyWorker(Policy):
         self._sender = RefitSender(self.weights, address.rank, through_host=self.layout.world_size > 1)
 
     def receive(self, step: RankStep, weight_version: int) -> None:
-        """Fetches the step's trajectories and packs them. `weight_version`: of the weights that will train on them."""
+        """Fetch the step's trajectories and pack them. `weight_version`: of the weights that will train on them."""
         trajectories = dict(
             zip(step.trajectories, self._store.fetch_many(list(step.trajectories.values())), strict=True)
         )
@@ -51,7 +56,7 @@ class PolicyWorker(Policy):
                 for bin in bins
                 if bin
             ]
-            # Every rank runs as many micro-batches; where a rank has too few samples, the last are padding.
+            # Every rank runs equally many micro-batches; if a rank has too few samples, its last ones are padding.
             padding = Bin(rows[0].batch.empty_like(multiple), torch.empty(0, dtype=torch.int64))
             self._bins.append(rows + [padding] * (len(bins) - len(rows)))
 
@@ -73,10 +78,10 @@ class PolicyWorker(Policy):
     def infer_logprobs(
         self, prev: bool, reference: bool, kl_kind: KLType | None
     ) -> tuple[Tensor, dict[str, Tensor]] | None:
-        """Adds log-probs under the weights of now, and under the reference, to the micro-batches.
+        """Add log-probs under the current weights, and under the reference, to the micro-batches.
 
-        `kl_kind`: estimator of the KL in the reward, None where there is none. Returns (sample indices [n], what
-        objective.sample_stats says about each of them, [n]), on one rank of those that hold the same samples.
+        `kl_kind`: estimator of the KL in the reward, None without it. One rank of those with the same samples returns
+        (sample indices [n], their objective.sample_stats, [n] each); the others return None.
         """
         self._kl_kind = kl_kind
         bins = [bin for bins in self._bins for bin in bins]
@@ -96,10 +101,9 @@ class PolicyWorker(Policy):
         }
 
     def train(self, loss_fn: LossFn, targets: TrainTargets) -> list[TrainReport]:
-        """One optimizer step for every batch of the step received, but for those in which no token counts; then the
-        step's data is dropped."""
+        """Run an optimizer step for every batch in which a token counts, then drop the step's data."""
         reports = [
-            self.train_step(self._aimed(bins, targets), loss_fn, global_valid_seqs=seqs, global_valid_toks=toks)
+            self.train_step(self._with_targets(bins, targets), loss_fn, global_valid_seqs=seqs, global_valid_toks=toks)
             for bins, seqs, toks in zip(self._bins, targets.valid_seqs, targets.valid_toks, strict=True)
             if toks
         ]
@@ -108,19 +112,19 @@ class PolicyWorker(Policy):
         return reports
 
     def skip(self) -> None:
-        """A step that trains nothing: only the learning rate moves on, and the step's data is dropped."""
+        """Advance the learning rate schedule without training, and drop the step's data."""
         self.advance_schedule()
         self._bins = []
 
     def evaluate(self, loss_fn: LossFn, targets: TrainTargets) -> list[TrainReport]:
-        """The loss of the step received, without training."""
+        """Return the loss of the step received, without training."""
         return [
-            self.eval_step(self._aimed(bins, targets), loss_fn, global_valid_seqs=seqs, global_valid_toks=toks)
+            self.eval_step(self._with_targets(bins, targets), loss_fn, global_valid_seqs=seqs, global_valid_toks=toks)
             for bins, seqs, toks in zip(self._bins, targets.valid_seqs, targets.valid_toks, strict=True)
         ]
 
-    def _aimed(self, bins: Sequence[Bin], targets: TrainTargets) -> list[PackedBatch]:
-        """The micro-batches with the columns that `targets` gives each token."""
+    def _with_targets(self, bins: Sequence[Bin], targets: TrainTargets) -> list[PackedBatch]:
+        """Return the micro-batches, with the columns that `targets` gives each token."""
         for bin in bins:
             batch, columns = bin.batch, bin.batch.columns
             columns["sample_mask"] = batch.per_token(targets.weights[bin.samples])

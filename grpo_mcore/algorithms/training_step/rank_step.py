@@ -1,16 +1,17 @@
-"""What the driver tells the policy's ranks about a step: first which samples, later what to learn from them.
+"""What the driver sends to the policy's ranks in a step: first the samples, later the targets to train towards.
 
-Samples are named by their index in the step, so that values of all of them travel as one tensor each.
+Samples are known by their index in the step, so that each value of all samples travels as one tensor.
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any
 
 import torch
 from torch import Tensor
+
+from grpo_mcore.rollout.workers import Ref
 
 
 @dataclass(frozen=True)
@@ -18,32 +19,32 @@ class RankStep:
     """The samples of one data-parallel rank."""
 
     batches: tuple[tuple[tuple[int, ...], ...], ...]
-    """Sample indices in bins, for every optimizer step."""
-    trajectories: Mapping[int, Any]
-    """Sample index -> its trajectory's place in the object store."""
+    """Sample indices by optimizer step and bin."""
+    trajectories: Mapping[int, Ref]
+    """Sample index -> reference to its trajectory in the object store."""
 
 
 @dataclass(frozen=True)
 class TrainTargets:
-    """What every rank trains towards. Tensors are float64 [samples of the step], by sample index."""
+    """Targets of a step, the same for every rank. Tensors are float64 [samples of the step], by sample index."""
 
     weights: Tensor
     """1 where the sample counts in the loss, 0 where it is masked."""
     valid_seqs: tuple[int, ...]
-    """Samples that count, over all ranks, one number an optimizer step."""
+    """Samples that count, over all ranks, by optimizer step."""
     valid_toks: tuple[int, ...]
-    """Their trained tokens."""
+    """Trained tokens of these, by optimizer step."""
     advantages: Tensor | None = None
     kl_weight: float = 0.0
-    """Token t trains with its sample's advantage minus this weight times the KL from t to the end of the sample."""
+    """The advantage of token t is its sample's, minus this weight times the KL from t to the end of the sample."""
     clip: tuple[float | None, float | None] = (None, None)
     """Bounds of a token's advantage."""
     rewards: Tensor | None = None
-    """As the environment gave them, for terms of the loss that ask for them."""
+    """Rewards of the environment, if a term of the loss needs them."""
 
 
 def counts(batches: tuple[tuple[int, ...], ...], weights: Tensor, tokens: Tensor) -> tuple[list[int], list[int]]:
-    """(samples, trained tokens) that count in each optimizer step, exact.
+    """Return the exact numbers of (samples, trained tokens) that count in each optimizer step.
 
     `batches`: sample indices of each optimizer step over all ranks; `weights` 0 or 1, `tokens` int64, both [samples].
     """

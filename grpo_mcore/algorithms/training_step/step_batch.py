@@ -1,10 +1,9 @@
-"""From scored groups to the samples that every policy rank works on: rewards, filters, bins. Pure."""
+"""From scored groups to the samples of every policy rank: rewards, filters, bins. Pure functions."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -13,21 +12,23 @@ from grpo_mcore.algorithms.training_step.rank_step import RankStep
 from grpo_mcore.batching.plan import StepPlan, plan_step
 from grpo_mcore.objective import overlong_filter
 from grpo_mcore.parallel.mesh import Layout
+from grpo_mcore.recipe import MasterConfig
 from grpo_mcore.rollout.group import Group
 from grpo_mcore.rollout.trajectory import TrajectoryRef
+from grpo_mcore.rollout.workers import Ref
 
 
 @dataclass(frozen=True)
 class StepBatch:
-    """The samples of a step and where they go. Tensors are [samples], by sample index."""
+    """The samples of a step and how they are distributed. Tensors are [samples], by sample index."""
 
     groups: tuple[Group, ...]
     rewards: Tensor
-    """float64: as the environment gave them, NaN for a failed sample."""
+    """float64: rewards of the environment, NaN for a failed sample."""
     weights: Tensor
-    """float64: 1 where a sample counts in the loss, 0 where it failed, is empty or is filtered."""
+    """float64: 1 if a sample counts in the loss, 0 if it failed, is empty or is filtered."""
     ranks: tuple[RankStep, ...]
-    """By data-parallel rank; empty where too few samples are left for one each."""
+    """By data-parallel rank; empty if fewer samples are left than ranks."""
     batches: tuple[tuple[int, ...], ...]
     """Sample indices of each optimizer step, over all ranks."""
     plan_metrics: dict[str, float]
@@ -38,21 +39,21 @@ class StepBatch:
 
     @property
     def trained_tokens(self) -> Tensor:
-        """int64: tokens of each sample that the loss counts."""
+        """int64: generated tokens of each sample, which the loss counts."""
         return torch.tensor([sample.generated_length for sample in self.samples], dtype=torch.int64)
 
     @property
     def tokens(self) -> int:
-        """Of all samples that the ranks work on, prompts included."""
+        """Tokens of all samples that the ranks process, prompts included."""
         samples = self.samples
         return sum(samples[i].length for indices in self.batches for i in indices)
 
 
-def build_step_batch(groups: Sequence[Group], config: Any, layout: Layout) -> StepBatch:
-    """`config`: the whole recipe. Samples without a reward, and filtered ones, take no part.
+def build_step_batch(groups: Sequence[Group], config: MasterConfig, layout: Layout) -> StepBatch:
+    """Build a step from scored groups, without failed and filtered samples.
 
-    Fewer samples than the recipe's batches need make fewer optimizer steps. Raises PackingError where one is longer
-    than a bin.
+    If fewer samples are left than the recipe's batches need, there are fewer optimizer steps. Raises PackingError for a
+    sample that is longer than a bin.
     """
     samples = [sample for group in groups for sample in group.samples]
     scores = [score for group in groups for score in group.scores]
@@ -61,9 +62,9 @@ def build_step_batch(groups: Sequence[Group], config: Any, layout: Layout) -> St
     weights = (~rewards.isnan() & generated).to(torch.float64)
     if config.grpo.overlong_filtering:
         weights = overlong_filter(weights, torch.tensor([sample.truncated for sample in samples]))
-    # With the KL in the reward a filtered sample still counts in the baseline of its group, for which its KL is needed.
-    worked_on = ~rewards.isnan() & generated if config.loss_fn.use_kl_in_reward else weights > 0
-    used = worked_on.nonzero().flatten().tolist()
+    # With the KL in the reward a filtered sample still counts in its group's baseline, which needs its KL.
+    processed = ~rewards.isnan() & generated if config.loss_fn.use_kl_in_reward else weights > 0
+    used = processed.nonzero().flatten().tolist()
     possible = min(optimizer_steps(config), len(used) // layout.data)
     if not possible:
         return StepBatch(tuple(groups), rewards, weights, (), (), {})
@@ -79,24 +80,24 @@ def build_step_batch(groups: Sequence[Group], config: Any, layout: Layout) -> St
     return StepBatch(tuple(groups), rewards, weights, ranks, batches, plan_metrics)
 
 
-def optimizer_steps(config: Any) -> int:
-    """Optimizer steps of one step."""
+def optimizer_steps(config: MasterConfig) -> int:
+    """Return the number of optimizer steps in a step."""
     samples = config.grpo.num_prompts_per_step * config.grpo.num_generations_per_prompt
     return max(1, samples // config.policy.train_global_batch_size)
 
 
 def rank_steps(
-    trajectories: dict[int, Any],
+    trajectories: dict[int, Ref],
     lengths: Sequence[int],
-    config: Any,
+    config: MasterConfig,
     layout: Layout,
     *,
     optimizer_steps: int,
 ) -> tuple[StepPlan, tuple[RankStep, ...]]:
-    """Deals samples to optimizer steps, data-parallel ranks and bins, as the recipe packs them.
+    """Distribute samples over optimizer steps, data-parallel ranks and bins, as the recipe packs them.
 
-    `trajectories`: sample index -> place in the object store; `lengths`: tokens of each, in that order. The plan
-    counts positions in that order, the rank steps hold sample indices.
+    `trajectories`: sample index -> reference in the object store; `lengths`: tokens of each, in the same order. The
+    plan refers to samples by their position in that order, the rank steps by sample index.
     """
     packing, index = config.policy.sequence_packing, list(trajectories)
     plan = plan_step(

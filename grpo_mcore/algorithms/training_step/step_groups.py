@@ -1,4 +1,4 @@
-"""Scored groups between their verdict and their step, and dynamic sampling's rule for which of them train."""
+"""Scored groups that wait for their training step, and dynamic sampling's rule for which of them train."""
 
 from __future__ import annotations
 
@@ -14,8 +14,8 @@ from grpo_mcore.rollout.schedule import Train
 
 
 class StepGroups:
-    """Holds the finished groups until they train. With dynamic sampling, one that is not informative is dropped at
-    once, and with it its trajectories; only its rewards are remembered, for the metrics of the step."""
+    """Holds finished groups until they train. With dynamic sampling a group that is not informative is dropped at once
+    with its trajectories; its rewards are kept for the metrics of the step."""
 
     def __init__(self, config: MasterConfig) -> None:
         estimator = config.grpo.adv_estimator
@@ -40,18 +40,19 @@ class StepGroups:
         return True
 
     def waiting(self) -> list[Group]:
-        """Those that no step has taken yet."""
+        """Return the groups that no step has taken yet."""
         return list(self._groups.values())
 
     def fail(self, group: Group) -> None:
-        """Counts the samples of a group of which not one has a reward; its prompt is replaced."""
+        """Count the samples of a group without any reward; its prompt is replaced."""
         self._dropped["failed"] += 1
         if self._filters:
             self._rewards += [score.reward for score in group.scores]
 
     def take(self, command: Train, version: int) -> tuple[list[Group], dict[str, float]]:
-        """(groups to train on under weight version `version`, metrics of dynamic sampling and of what waits for later
-        steps: none without these). Surplus is dropped."""
+        """Return (the groups to train on under weight version `version`, metrics). Surplus groups are dropped.
+
+        The metrics are those of dynamic sampling and of the groups that wait for later steps, if there are such."""
         trained = [self._groups.pop(uid) for uid in command.groups]
         finished = [uid for uid in command.surplus if self._groups.pop(uid, None)]
         self._dropped["too_old_finished"] += len(finished)
@@ -67,9 +68,9 @@ class StepGroups:
         rewards = [reward for reward in self._rewards if reward is not None]
         kept = [score.reward for group in trained for score in group.scores if score.reward is not None]
         of_all: dict[str, float] = {}
-        if rewards:  # generated ahead, all groups of a step may have come before the last one
-            right = sum(reward >= CORRECT for reward in rewards)
-            of_all = {"reward": sum(rewards) / len(rewards), "accuracy": right / len(rewards)}
+        if rewards:  # with generation ahead, all groups may have finished before the last step
+            correct = sum(reward >= CORRECT for reward in rewards)
+            of_all = {"reward": sum(rewards) / len(rewards), "accuracy": correct / len(rewards)}
         generated = len(trained) + len(command.surplus) + command.filtered
         return of_all | {
             "filtered_reward": sum(kept) / len(kept),
@@ -81,7 +82,7 @@ class StepGroups:
         }
 
     def _buffer_metrics(self, version: int) -> dict[str, float]:
-        """Of the finished groups that wait for later steps, and of those that were dropped since the last step."""
+        """Return metrics of the groups that wait for later steps, and of those dropped since the last step."""
         waiting = list(self._groups.values())
         ages = [version - group.weight_version for group in waiting]
         reasons = ("failed", "too_old_finished", "too_old_under_way", "equal_rewards")
@@ -95,10 +96,10 @@ class StepGroups:
 
 
 def is_informative(group: Group, *, by_name: bool = False, weights: RewardWeights | None = None) -> bool:
-    """Whether the environment's rewards of the scored samples differ, by more than rounding.
+    """Return whether the rewards of the scored samples differ by more than rounding.
 
-    `by_name`: any of their named rewards instead, for an estimator that learns from each by itself; but not one that
-    has weight 0 in `weights`. Raises ValueError where the weights do not fit the names.
+    `by_name`: whether any of their named rewards differs, for an estimator that learns from each separately; rewards
+    with weight 0 in `weights` do not count. Raises ValueError if the weights do not fit the names.
     """
     scores = [score for score in group.scores if score.reward is not None]
     columns: list[list[Any]] = [[score.reward for score in scores]]

@@ -1,4 +1,4 @@
-"""Engines that fail, die or hang while samples are generated: who is replaced, what is generated anew and where."""
+"""Engines that fail, die or hang during generation: which are replaced, what is generated again and where."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ class Broken(RuntimeError):
 
 
 def failing(world: World, engine: int, *calls: int) -> None:
-    """These calls of an engine yield their first sample, and then fail."""
+    """Let these calls of an engine (1 is the first) fail after their first sample."""
     target, numbers = world.engines.workers[engine].target, iter(range(1, 99))
     generate = target.generate_refs
 
@@ -36,7 +36,7 @@ def failing(world: World, engine: int, *calls: int) -> None:
 
 
 @pytest.mark.parametrize("engines", [1, 2])
-def test_the_groups_of_a_failed_call_are_generated_anew_as_a_whole(engines: int) -> None:
+def test_all_samples_of_a_failed_calls_groups_are_generated_again(engines: int) -> None:
     retried: list[tuple[str, str]] = []
     world = World(engines=engines, max_turns=1)
     world.rollouts = Rollouts(
@@ -45,19 +45,21 @@ def test_the_groups_of_a_failed_call_are_generated_anew_as_a_whole(engines: int)
     )  # fmt: skip
     failing(world, 0, 1)
     groups = world.run(range(4))
-    calm = World(engines=engines, max_turns=1)
-    for uid, group in calm.run(range(4)).items():
-        assert [calm.trajectory(group, i) for i in range(3)] == [world.trajectory(groups[uid], i) for i in range(3)]
+    undisturbed = World(engines=engines, max_turns=1)
+    for uid, group in undisturbed.run(range(4)).items():
+        assert [undisturbed.trajectory(group, i) for i in range(3)] == [
+            world.trajectory(groups[uid], i) for i in range(3)
+        ]
     lost = {request.uid for request in world.calls()[0][0]}
     assert {uid for uid, _ in retried} == lost and len(retried) == len(lost) == 4 // engines
     assert {why for _, why in retried} == {"engine-0: Broken: out of memory"}
-    assert len(world.environment.calls) == 4  # nobody judged what was thrown away
+    assert len(world.environment.calls) == 4  # discarded samples are not scored
 
 
 @pytest.mark.parametrize("engines", [1, 2])
 @pytest.mark.parametrize("seed", range(6))
-def test_in_a_game_only_those_whose_turn_was_lost_begin_anew(engines: int, seed: int) -> None:
-    """Others wait for their next turn meanwhile, and keep what they have."""
+def test_with_several_turns_only_groups_of_the_failed_call_start_again(engines: int, seed: int) -> None:
+    """Groups that wait for their next turn keep what they have."""
     retried: list[str] = []
     world = World(engines=engines, seed=seed)
     world.rollouts = Rollouts(
@@ -66,14 +68,16 @@ def test_in_a_game_only_those_whose_turn_was_lost_begin_anew(engines: int, seed:
     )  # fmt: skip
     failing(world, 0, 2)
     groups = world.run(range(5))
-    calm = World(engines=engines, seed=seed)
-    for uid, group in calm.run(range(5)).items():
-        assert [calm.trajectory(group, i) for i in range(3)] == [world.trajectory(groups[uid], i) for i in range(3)]
+    undisturbed = World(engines=engines, seed=seed)
+    for uid, group in undisturbed.run(range(5)).items():
+        assert [undisturbed.trajectory(group, i) for i in range(3)] == [
+            world.trajectory(groups[uid], i) for i in range(3)
+        ]
         assert group.scores == groups[uid].scores
     assert retried and len(retried) == len(set(retried))
 
 
-def test_a_failure_more_than_tolerated_ends_it() -> None:
+def test_one_failure_more_than_tolerated_is_raised() -> None:
     world = World(max_turns=1)
     world.rollouts = Rollouts(
         world.engines, world.rollouts.environments, None, TurnLimits(1, 99), seed=5, retries=Retries(1, 0.0)
@@ -84,8 +88,8 @@ def test_a_failure_more_than_tolerated_ends_it() -> None:
 
 
 def dying(world: World, *, starts: list[int], hangs: bool = False) -> list[str]:
-    """Engine 0 dies in its first call, after its first sample, or hangs there; a successor takes its place. Returns the
-    ledger's entries."""
+    """Let engine 0 die, or hang, in its first call after its first sample; a successor takes its place. Return the list
+    to which retries, restarts and refits are added."""
     entries: list[str] = []
     worker = world.engines.workers[0]
     generate, next_ready = worker.target.generate_refs, world.cluster.next_ready
@@ -126,7 +130,7 @@ def dying(world: World, *, starts: list[int], hangs: bool = False) -> list[str]:
     return entries
 
 
-def test_a_lost_engine_gets_its_groups_again_after_a_refit() -> None:
+def test_the_successor_of_a_lost_engine_gets_its_groups_after_a_refit() -> None:
     world, starts = World(max_turns=1), []
     entries = dying(world, starts=starts)
     groups = world.run(range(3))
@@ -138,21 +142,21 @@ def test_a_lost_engine_gets_its_groups_again_after_a_refit() -> None:
         "p2 anew",
         "refit",
     ]
-    assert len(world.engines.workers[0].target.calls) == 1  # the successor has generated all of it
+    assert len(world.engines.workers[0].target.calls) == 1  # the successor has generated everything
     assert not world.engines.lost and len(world.environment.calls) == 3
 
 
-def test_the_groups_of_a_lost_engine_go_to_the_others_meanwhile() -> None:
+def test_the_groups_of_a_lost_engine_go_to_the_others() -> None:
     world, starts = World(engines=2, max_turns=1), []
     entries = dying(world, starts=starts)
     world.run(range(4))
     assert starts == [0] and "refit" not in entries and len(entries) == 3
     assert world.engines.serving() == [1]
-    world.run(range(4, 6), step=2)  # nothing is sent to it before a refit
+    world.run(range(4, 6), step=2)  # the successor gets nothing before a refit
     assert not world.engines.workers[0].target.calls
 
 
-def test_an_engine_that_hangs_is_replaced_though_it_lives() -> None:
+def test_an_engine_that_hangs_is_replaced() -> None:
     world, starts = World(max_turns=1), []
     entries = dying(world, starts=starts, hangs=True)
     groups = world.run(range(3))
@@ -161,7 +165,7 @@ def test_an_engine_that_hangs_is_replaced_though_it_lives() -> None:
     assert len(world.engines.workers[0].target.calls) == 1
 
 
-def test_an_engine_that_hangs_leaves_the_others_alone() -> None:
+def test_an_engine_that_hangs_does_not_affect_the_others() -> None:
     world, starts = World(engines=2, max_turns=1), []
     entries = dying(world, starts=starts, hangs=True)
     world.run(range(4))
@@ -169,7 +173,7 @@ def test_an_engine_that_hangs_leaves_the_others_alone() -> None:
 
 
 @pytest.mark.parametrize("unwanted", [["p1"], ["p0", "p1", "p2"]])
-def test_what_is_given_up_while_it_waits_for_an_engine_is_not_generated(unwanted: list[str]) -> None:
+def test_prompts_given_up_while_waiting_for_an_engine_are_not_generated(unwanted: list[str]) -> None:
     world, starts = World(max_turns=1), []
     entries = dying(world, starts=starts)
     world.rollouts.dispatch([prompt(number) for number in range(3)], SAMPLING, generations=3, step=1)
@@ -185,11 +189,12 @@ def test_what_is_given_up_while_it_waits_for_an_engine_is_not_generated(unwanted
 
 
 @pytest.mark.parametrize("engines", [1, 2])
-def test_samples_are_given_up_on_an_engine_that_has_just_died(engines: int) -> None:
-    """Nobody knows yet that it is dead: the others are generated anew, and what was given up may come again."""
+def test_prompts_are_given_up_on_an_engine_that_has_just_died(engines: int) -> None:
+    """The driver does not know yet that it is dead. The other prompts are generated again; those given up may be
+    dispatched again."""
     world, starts = World(engines=engines, max_turns=1), []
     dying(world, starts=starts)
-    dead, told = world.engines.workers[0], []
+    dead, aborts = world.engines.workers[0], []
 
     class Dead:
         def result(self) -> None:
@@ -198,19 +203,19 @@ def test_samples_are_given_up_on_an_engine_that_has_just_died(engines: int) -> N
     def call(method: str, *args: Any, **how: Any) -> Any:
         if method != "give_up":
             return LocalWorker.call(dead, method, *args, **how)
-        told.append(args)
+        aborts.append(args)
         return Dead()
 
     dead.call = call  # type: ignore[method-assign]
     world.rollouts.dispatch([prompt(number) for number in range(4)], SAMPLING, generations=3, step=1)
     world.rollouts.give_up(["p0"])
-    assert told == [(("p0",),)]
+    assert aborts == [(("p0",),)]
     world.rollouts.dispatch([prompt(0)], SAMPLING, generations=3, step=2)
     assert {world.rollouts.next_group().uid for _ in range(4)} == {"p0", "p1", "p2", "p3"}
     assert starts == [0] and not world.rollouts.generating
 
 
-def test_engines_that_only_die_end_the_run() -> None:
+def test_too_many_deaths_end_the_run() -> None:
     world = World(max_turns=1)
     dying(world, starts=[])
     world.engines.restarts = Retries(0, 0.0)
@@ -218,7 +223,7 @@ def test_engines_that_only_die_end_the_run() -> None:
         world.run(range(2))
 
 
-def test_a_request_that_cannot_be_met_is_not_tried_again() -> None:
+def test_an_invalid_request_is_not_retried() -> None:
     world = World(max_turns=1)
     world.rollouts = Rollouts(
         world.engines, world.rollouts.environments, None, TurnLimits(1, 99), seed=5, retries=Retries(5, 0.0)

@@ -1,4 +1,4 @@
-"""Beside which ranks of the policy each engine runs, and which engines are refused."""
+"""Next to which policy ranks each engine runs, and which engines are refused."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""How often something may fail, and how long each next try waits."""
+"""How many failures are tolerated, and how long each retry waits."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ def test_each_wait_is_twice_the_last_up_to_a_minute() -> None:
         retries.failed(RuntimeError("the tenth"))
 
 
-def test_a_success_between_begins_anew() -> None:
+def test_a_success_resets_the_count() -> None:
     waits: list[float] = []
     retries = Retries(1, 3.0, waits.append)
     for _ in range(4):
@@ -26,6 +26,6 @@ def test_a_success_between_begins_anew() -> None:
     assert waits == [3, 3, 3, 3]
 
 
-def test_none_is_tolerated_where_none_may_be() -> None:
+def test_with_a_limit_of_0_the_first_failure_is_raised() -> None:
     with pytest.raises(RuntimeError, match="at once"):
         Retries(0, 1.0, lambda seconds: pytest.fail("it waited")).failed(RuntimeError("at once"))

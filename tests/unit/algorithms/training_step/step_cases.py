@@ -10,7 +10,7 @@ from grpo_mcore.rollout.trajectory import Score, TrajectoryRef
 
 
 def config(loss_fn: dict[str, Any] | None = None, **grpo: Any) -> MasterConfig:
-    """2 prompts x 4 generations, 2 optimizer steps."""
+    """Return a recipe with 2 prompts x 4 generations and 2 optimizer steps."""
     return MasterConfig.model_validate(
         {
             "policy": {"model_name": "m", "train_global_batch_size": 4, "max_total_sequence_length": 64},
@@ -28,7 +28,7 @@ def group(
     parts: list[dict[str, float]] | None = None,
     lengths: list[int] | None = None,
 ) -> Group:
-    """Sample i has a prompt of 4 tokens and `lengths[i]` generated ones (6 + i where not given)."""
+    """Return a group whose sample i has 4 prompt tokens and `lengths[i]` generated ones (default: 6 + i)."""
     lengths = lengths or [6 + i for i in range(len(rewards))]
     samples = tuple(
         TrajectoryRef(

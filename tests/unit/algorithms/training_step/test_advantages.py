@@ -1,4 +1,4 @@
-"""What a step learns: each key of the recipe changes the targets as it says."""
+"""Targets of a step: each key of the recipe changes them as documented."""
 
 from __future__ import annotations
 
@@ -58,12 +58,12 @@ def test_the_estimator_and_its_keys(estimator: dict[str, Any], expected: list[fl
     assert found[6] == 0
 
 
-def test_keys_of_grpo_stand_for_those_that_the_estimator_leaves_out() -> None:
+def test_grpo_keys_apply_where_the_estimator_sets_none() -> None:
     plain = advantages(config(normalize_rewards=False, use_leave_one_out_baseline=False))
     assert plain[:4] == pytest.approx([0.75, *[-0.25] * 3])
 
 
-def test_scaling_and_shaping_change_what_is_learned_and_not_what_is_reported() -> None:
+def test_scaling_and_shaping_change_the_targets_and_not_the_reported_reward() -> None:
     scaling = {"enabled": True, "target_min": -1.0, "target_max": 1.0}
     shaping = {"enabled": True, "overlong_buffer_length": 4, "max_response_length": 10, "overlong_buffer_penalty": 0.5}
     found, metrics = targets(
@@ -95,12 +95,12 @@ def test_mismatched_samples_are_masked_but_stay_in_the_baseline() -> None:
     assert metrics["seq_logprob_error_above_threshold"] == pytest.approx(2 / 7)
 
 
-def test_where_engine_and_policy_agree_on_no_sample_nothing_is_trained_in_silence() -> None:
+def test_it_is_an_error_if_engine_and_policy_agree_on_no_sample() -> None:
     with pytest.raises(TargetsError, match="all 7 samples of the step are above .* do not compute the same model"):
         targets(config(seq_logprob_error_threshold=2.0), stats={"mult_error": [3.0, math.nan, *[9.0] * 6]})
 
 
-def test_kl_in_the_reward_of_a_group_estimator() -> None:
+def test_kl_in_the_reward_with_a_group_estimator() -> None:
     recipe = config({"use_kl_in_reward": True, "reference_policy_kl_penalty": 0.5}, adv_estimator={"name": "dr_grpo"})
     kl = [0.2, 0.4, 0.0, 0.6, 0, 0, 0, 0]
     stats = {"kl_sum": kl, "kl_to_go_sum": kl, "kl_to_go_square": kl}
@@ -120,7 +120,7 @@ def test_reinforce_plus_plus_is_standardised_over_the_trained_tokens() -> None:
     assert abs(mean) < 1e-9 and variance == pytest.approx(1, rel=1e-2)
 
 
-def test_gdpo_reads_the_named_rewards() -> None:
+def test_gdpo_uses_the_named_rewards() -> None:
     parts = [{"correct": r, "format": f} for r, f in ((1.0, 0.0), (0.0, 1.0), (0.0, 0.0), (1.0, 1.0))]
     recipe = config(adv_estimator={"name": "gdpo", "reward_weights": {"correct": 1.0, "format": 0.5}})
     found, metrics = targets(recipe, [group("a", [1, 0, 0, 1], parts=parts)])
@@ -130,7 +130,7 @@ def test_gdpo_reads_the_named_rewards() -> None:
     assert metrics["reward/correct"] == metrics["reward/format"] == 0.5
 
 
-def test_gdpo_without_named_rewards_says_whose_are_missing() -> None:
+def test_gdpo_names_the_sample_whose_named_rewards_are_missing() -> None:
     with pytest.raises(TargetsError, match="named rewards"):
         targets(config(adv_estimator={"name": "gdpo"}))
     parts: list[dict[str, float]] = [{"x": 1.0, "y": 0.0}, {"x": 1.0}, {"x": 0.0, "y": 1.0}, {"x": 0.0, "y": 0.0}]
@@ -138,18 +138,18 @@ def test_gdpo_without_named_rewards_says_whose_are_missing() -> None:
         targets(config(adv_estimator={"name": "gdpo"}), [group("a", [1, 0, 0, 1], parts=parts)])
 
 
-def test_clipping_is_handed_to_the_tokens_and_shown() -> None:
+def test_clipping_is_passed_on_and_reported() -> None:
     found, metrics = targets(config(advantage_clip_low=-0.5, advantage_clip_high=0.25))
     assert found.clip == (-0.5, 0.25)
     assert metrics["advantage_max"] == 0.25 and metrics["advantage_min"] == -0.5
 
 
-def test_rewards_travel_where_the_loss_asks_for_them() -> None:
+def test_rewards_are_passed_on_if_the_loss_needs_them() -> None:
     found, _ = targets(config({"positive_example_nll_weight": 0.1}))
     assert found.rewards is not None and found.rewards.tolist() == [1, 0, 0, 0, 1, 1, 0, 0]
 
 
-def test_a_step_with_nothing_left_has_metrics_and_no_counts() -> None:
+def test_a_step_without_samples_has_metrics_and_no_counts() -> None:
     recipe = config(
         {"use_kl_in_reward": True},
         overlong_filtering=True,

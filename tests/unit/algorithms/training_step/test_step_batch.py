@@ -1,4 +1,4 @@
-"""From scored groups to the ranks' work: who is dealt where, failures, thin steps."""
+"""From scored groups to the ranks' samples: distribution, failures, steps with few samples."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from grpo_mcore.parallel.mesh import Layout
 from tests.unit.algorithms.training_step.step_cases import config, group
 
 
-def test_every_scored_sample_is_dealt_once() -> None:
+def test_every_scored_sample_is_distributed_once() -> None:
     batch = build_step_batch([group("a", [1, 0, 0, 0]), group("b", [1, 1, None, 0])], config(), Layout(1, 1, 1))
     (rank,) = batch.ranks
     dealt = [i for bins in rank.batches for bin in bins for i in bin]
@@ -23,7 +23,7 @@ def test_every_scored_sample_is_dealt_once() -> None:
     assert batch.tokens == sum(4 + 6 + i for i in range(4)) + sum(4 + 6 + i for i in (0, 1, 3))
 
 
-def test_ranks_share_the_samples_in_as_many_bins() -> None:
+def test_ranks_share_the_samples_in_equally_many_bins() -> None:
     groups = [group("a", [1, 0, 0, 1]), group("b", [0, 1, 0, 0])]
     first, second = build_step_batch(groups, config(), Layout(1, 1, 2)).ranks
     assert [len(bins) for bins in first.batches] == [len(bins) for bins in second.batches]
@@ -31,19 +31,19 @@ def test_ranks_share_the_samples_in_as_many_bins() -> None:
     assert len(first.trajectories) == len(second.trajectories) == 4
 
 
-def test_a_sample_without_tokens_takes_no_part() -> None:
+def test_a_sample_without_tokens_is_left_out() -> None:
     batch = build_step_batch([group("a", [1, 0, 0, 1], lengths=[3, 0, 2, 2])], config(), Layout(1, 1, 1))
     assert batch.weights.tolist() == [1, 0, 1, 1] and 1 not in batch.ranks[0].trajectories
 
 
 @pytest.mark.parametrize("data_parallel", [1, 2])
-def test_a_step_with_nothing_left_has_no_ranks(data_parallel: int) -> None:
+def test_a_step_without_samples_has_no_ranks(data_parallel: int) -> None:
     groups = [group("a", [1, 0, 0, 0], truncated=True), group("b", [1, 0, 1, 0], truncated=True)]
     batch = build_step_batch(groups, config(overlong_filtering=True), Layout(1, 1, data_parallel))
     assert batch.ranks == () and batch.tokens == 0 and batch.weights.sum() == 0
 
 
-def test_filtered_samples_are_worked_on_where_their_kl_is_part_of_a_baseline() -> None:
+def test_filtered_samples_are_processed_if_a_baseline_needs_their_kl() -> None:
     groups = [group("a", [1, 0, 0, 0], truncated=True), group("b", [1, 0, None, 0])]
     recipe = config({"use_kl_in_reward": True}, overlong_filtering=True, normalize_rewards=False)
     batch = build_step_batch(groups, recipe, Layout(1, 1, 1))
@@ -57,7 +57,7 @@ def test_few_samples_make_fewer_optimizer_steps() -> None:
     assert [len(rank.batches) for rank in batch.ranks] == [1, 1]
 
 
-def test_counts_are_of_what_counts_and_exact() -> None:
+def test_counts_exclude_masked_samples_and_are_exact() -> None:
     big = 2**24 + 1
     weights, tokens = torch.tensor([1.0, 0.0, 1.0, 1.0]), torch.tensor([big, 5, 1, 2**54 + 1])
     assert counts(((0, 1), (2, 3)), weights, tokens) == ([1, 2], [big, 2**54 + 2])

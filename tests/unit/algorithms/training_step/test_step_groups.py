@@ -1,4 +1,4 @@
-"""Which groups inform, and what a step reports of those that it did not train on."""
+"""Which groups are informative, and what a step reports of those that it did not train on."""
 
 from __future__ import annotations
 
@@ -15,30 +15,30 @@ from tests.unit.algorithms.training_step.step_cases import config, group
 
 
 @pytest.mark.parametrize(
-    ("rewards", "informs"),
+    ("rewards", "informative"),
     [
         ([1, 0, 0, 1], True),
         ([0, 0, 0, 0], False),
         ([1, 1, None, 1], False),
         ([1, 0, None, None], True),
-        ([None, None, None, 1], False),  # one scored sample has nothing to be compared with
+        ([None, None, None, 1], False),  # one scored sample cannot be compared with another
         ([0.1, 0.1 + 1e-9, 0.1, 0.1 - 1e-9], False),  # float32 rounding
         ([-2.0, -2.0, -2.0, -1.9], True),
     ],
 )
-def test_a_group_informs_where_rewards_differ(rewards: list[float | None], informs: bool) -> None:
-    assert is_informative(group("a", rewards)) == informs
+def test_a_group_is_informative_if_its_rewards_differ(rewards: list[float | None], informative: bool) -> None:
+    assert is_informative(group("a", rewards)) == informative
 
 
-def test_named_rewards_count_only_where_they_are_learned_from_by_themselves() -> None:
+def test_named_rewards_count_only_if_the_estimator_uses_them_separately() -> None:
     parts = [{"correct": 1.0, "format": 0.0}, {"correct": 0.0, "format": 1.0}]
     balanced = group("a", [1, 1], parts=parts)
     assert not is_informative(balanced) and is_informative(balanced, by_name=True)
     assert not is_informative(group("a", [1, 1], parts=parts[:1] * 2), by_name=True)
     assert not is_informative(group("a", [1, None], parts=parts), by_name=True)
     only_format = group("a", [1, 2], parts=[{"correct": 1.0, "format": 0.0}, {"correct": 1.0, "format": 1.0}])
-    for weights, informs in (({"correct": 1.0, "format": 0.0}, False), ([1.0, 0.5], True), ([0.0, -1.0], True)):
-        assert is_informative(only_format, by_name=True, weights=weights) == informs
+    for weights, informative in (({"correct": 1.0, "format": 0.0}, False), ([1.0, 0.5], True), ([0.0, -1.0], True)):
+        assert is_informative(only_format, by_name=True, weights=weights) == informative
     unweighted = {"name": "gdpo", "reward_weights": {"correct": 2.0, "format": 0.0}}
     assert not StepGroups(config(use_dynamic_sampling=True, adv_estimator=unweighted)).add(only_format)
     for estimator, kept in (("grpo", False), ("gdpo", True)):
@@ -46,7 +46,7 @@ def test_named_rewards_count_only_where_they_are_learned_from_by_themselves() ->
         assert step.add(balanced) == kept
 
 
-def test_the_metrics_are_of_all_that_was_generated() -> None:
+def test_the_metrics_cover_all_generated_samples() -> None:
     step = StepGroups(config(use_dynamic_sampling=True, batch_multiplier=1.5))
     groups = [
         group("a", [0, 0, 0, None]), group("b", [1, 0, 0, 0]), group("c", [1, 1, 1, 1]),
@@ -65,11 +65,11 @@ def test_the_metrics_are_of_all_that_was_generated() -> None:
         "num_surplus_prompts": 1.0,
         "num_gen_batches": 2.0,
     }
-    step.add(group("f", [1, 0, 1, 0]))  # the next step has its own
+    step.add(group("f", [1, 0, 1, 0]))  # the next step counts its own samples
     assert step.take(Train(2, ("f",)), version=2)[1]["num_generated_samples"] == 4
 
 
-def test_of_generation_ahead_it_reports_what_waits_and_what_was_dropped_and_why() -> None:
+def test_with_generation_ahead_it_reports_waiting_and_dropped_groups() -> None:
     corrected = {"use_importance_sampling_correction": True}
     step = StepGroups(config(corrected, use_dynamic_sampling=True, async_grpo={"enabled": True}))
     found = {uid: group(uid, [0, 1, 0, 1], lengths=[2] * 4) for uid in "abcd"}
@@ -85,7 +85,9 @@ def test_of_generation_ahead_it_reports_what_waits_and_what_was_dropped_and_why(
     assert {name: metrics[f"buffer/{name}"] for name in expected} == expected
     _, metrics = step.take(Train(4, ("d",)), version=4)
     assert not any(metrics[f"buffer/{name}"] for name in expected)
-    assert "reward" not in metrics  # nothing was generated since the last step: that of the trained samples stands
+    assert (
+        "reward" not in metrics
+    )  # nothing was generated since the last step: the report uses the trained samples' reward
 
 
 def test_without_dynamic_sampling_every_group_trains_and_no_metric_is_added() -> None:
@@ -95,7 +97,7 @@ def test_without_dynamic_sampling_every_group_trains_and_no_metric_is_added() ->
     assert step.take(Train(1, ("a",)), version=1) == ([equal], {})
 
 
-def test_what_is_not_trained_on_is_let_go() -> None:
+def test_trajectories_that_are_not_trained_on_are_released() -> None:
     class Object:
         """A trajectory in the store."""
 
@@ -117,7 +119,7 @@ def test_what_is_not_trained_on_is_let_go() -> None:
     assert seen[1]() is None
 
 
-def test_the_schedule_knows_the_size_of_a_generation_batch() -> None:
+def test_the_schedule_gets_the_size_of_a_generation_batch() -> None:
     plain = schedule_config(config(), validates=False)
     assert plain.prompts_per_dispatch is None
     grpo = {"use_dynamic_sampling": True, "batch_multiplier": 1.25, "dynamic_sampling_max_gen_batches": 4}

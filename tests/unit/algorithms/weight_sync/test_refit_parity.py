@@ -11,7 +11,7 @@ from grpo_mcore.cluster import Parcel
 
 
 class Policy:
-    """Keeps what it receives. Sample i has i + 1 tokens and an error of 1 + i / 10, for the second engine 1 + i."""
+    """Records what it receives. Sample i has i + 1 tokens and an error of 1 + i / 10, with the second engine 1 + i."""
 
     def __init__(self, data: int) -> None:
         self.layout, self.shape = SimpleNamespace(data=data), SimpleNamespace(vocab_size=50)
@@ -54,7 +54,7 @@ def measure(data: int, max_length: int = 64) -> tuple[Policy, list[Worker], Pari
 
 
 @pytest.mark.parametrize(("data", "samples"), [(1, 8), (3, 9), (16, 16)])
-def test_every_rank_gets_as_many_and_every_sample_goes_to_one(data: int, samples: int) -> None:
+def test_ranks_get_equally_many_samples_and_each_sample_goes_to_one(data: int, samples: int) -> None:
     policy, _, parity = measure(data)
     assert policy.log == ["release", "onload", "offload", "prepare"]
     for engine, steps in zip(("engine-0", "engine-1"), policy.received, strict=True):
@@ -83,7 +83,7 @@ def test_errors_are_means_over_tokens() -> None:
     assert [line.split()[-1] for line in parity.table().splitlines()] == ["1.7", "ok", "DIFFERS"]
 
 
-def test_what_is_not_finite_differs() -> None:
+def test_an_error_that_is_not_finite_differs() -> None:
     assert not Parity(1, 2.0, (EngineParity("engine-0", 8, 8, float("nan"), float("nan")),)).ok
 
 

@@ -27,10 +27,10 @@ class Engine:
 
 
 class World:
-    """`deaths`: for each refit in turn, the numbers of the engines that die in it."""
+    """`deaths`: the engines that die in each refit, in order."""
 
     def __init__(self, count: int, *deaths: tuple[int, ...], tolerated: int = 3) -> None:
-        self.cluster, self.deaths, self.told, self.refits = LocalCluster(), list(deaths), [], []
+        self.cluster, self.deaths, self.restarts, self.refits = LocalCluster(), list(deaths), [], []
         self.engines = EngineGroup(
             self.cluster,
             [engine for n in range(count) for engine in self.start(n)],
@@ -58,26 +58,26 @@ class World:
         return "report"
 
     def run(self, **how: Any) -> Any:
-        return refit_until_done(self.engines, self.refit, lambda *what: self.told.append(what), **how)
+        return refit_until_done(self.engines, self.refit, lambda *what: self.restarts.append(what), **how)
 
 
-def test_it_begins_again_with_a_successor() -> None:
+def test_it_is_repeated_with_a_successor() -> None:
     world = World(2, (1,), (0, 1))
     assert world.run() == "report"
     assert world.refits == [["engine-0", "engine-1"]] * 3
-    assert world.told == [(f"engine-{n}", "stage_bucket 1 failed") for n in (1, 0, 1)]
+    assert world.restarts == [(f"engine-{n}", "stage_bucket 1 failed") for n in (1, 0, 1)]
     assert not world.engines.lost and world.engines.weight_version == 1
     world.engines.prepare()
 
 
-def test_lost_ones_come_back_at_a_version_of_their_own() -> None:
-    """Until the next refit, which is of all."""
+def test_lost_engines_come_back_with_their_own_version() -> None:
+    """They have it until the next refit of all engines."""
     world = World(2)
     world.run()
     world.engines.workers[0].target.alive = False
     assert world.engines.replace_dead(RuntimeError("it died\nlong story")) == [0]
     assert world.engines.lost == {0: "it died"} and world.engines.serving() == [1]
-    world.engines.prepare()  # of the one that serves
+    world.engines.prepare()  # only of the engine that is not lost
     world.version = 2
     world.run(lost_only=True)
     assert world.refits[-1] == ["engine-0"] and world.engines.weight_version == 1
@@ -88,16 +88,16 @@ def test_lost_ones_come_back_at_a_version_of_their_own() -> None:
     world.engines.prepare()
 
 
-def test_where_all_live_the_error_is_the_refits_own() -> None:
+def test_if_all_engines_live_the_refits_error_is_raised() -> None:
     world = World(1)
     world.refit = lambda group: (_ for _ in ()).throw(RefitError("the checksums differ"))  # type: ignore[method-assign]
     with pytest.raises(RefitError, match="checksums differ"):
         world.run()
-    assert not world.told
+    assert not world.restarts
 
 
 def test_too_many_deaths_in_a_row_are_raised() -> None:
     world = World(1, (0,), (0,), (0,), tolerated=2)
     with pytest.raises(RefitError, match="stage_bucket 1"):
         world.run()
-    assert len(world.told) == 2
+    assert len(world.restarts) == 2
