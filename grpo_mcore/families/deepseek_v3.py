@@ -18,17 +18,13 @@ from grpo_mcore.families.spec import (
     Param,
     Split,
     YarnShape,
+    require,
 )
 
 
 def shape(config: dict[str, Any]) -> ModelShape:
     """Read a ModelShape from `config.json`."""
-    wanted = {"attention_bias": False, "rope_interleave": True, "norm_topk_prob": True, "rms_norm_eps": 1e-6}
-    for key, value in wanted.items():
-        if config.get(key, value) != value:
-            raise FamilyError(
-                f"config.json: {key} {config[key]!r} is not supported for deepseek_v3 models; only {value}"
-            )
+    require(config, attention_bias=False, rope_interleave=True, norm_topk_prob=True, rms_norm_eps=1e-6)
     if config.get("quantization_config"):
         raise FamilyError(
             "config.json: quantization_config of a deepseek_v3 model; convert the checkpoint to bfloat16 first"

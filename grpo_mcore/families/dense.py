@@ -17,6 +17,7 @@ from grpo_mcore.families.spec import (
     Param,
     Split,
     Stage,
+    require,
 )
 
 
@@ -30,10 +31,7 @@ def dense_shape(
     latent: LatentShape | None = None,
 ) -> ModelShape:
     """Read a ModelShape from a Hugging Face `config.json`. Raises FamilyError for unsupported values."""
-    if config.get("hidden_act", "silu") != "silu":
-        raise FamilyError(f"config.json: hidden_act {config['hidden_act']!r} of a {family} model; only silu is built")
-    if config.get("use_sliding_window"):
-        raise FamilyError("config.json: use_sliding_window true is not supported; full attention only")
+    require(config, hidden_act="silu", use_sliding_window=False)
     heads = config["num_attention_heads"]
     # Latent attention has its own scaling (YaRN), and one head size for queries and keys.
     theta, scaling = _rope(config) if latent is None else (float(rope_settings(config)["rope_theta"]), None)
@@ -78,13 +76,13 @@ def _rope(config: dict[str, Any]) -> tuple[float, float | None]:
 
 
 class Layer:
-    """Declares the parameters of one layer."""
+    """Declares the parameters of one layer. `root`: first part of the tensors' names in the checkpoint."""
 
-    def __init__(self, shape: ModelShape, index: int) -> None:
-        self.shape, self.index = shape, index
+    def __init__(self, shape: ModelShape, index: int, root: str = "model") -> None:
+        self.shape, self.index, self.root = shape, index, root
 
     def hf(self, name: str, *size: int, float32: bool = False) -> HfTensor:
-        return HfTensor(f"model.layers.{self.index}.{name}", size, float32)
+        return HfTensor(f"{self.root}.layers.{self.index}.{name}", size, float32)
 
     def param(
         self,
@@ -95,9 +93,10 @@ class Layer:
         form: EngineForm = SAME_FORM,
         expert: tuple[int, int] | None = None,
         buffer: bool = False,
+        parts: tuple[int, ...] = (),
     ) -> Param:
-        """`fused`: name of vLLM's parameter if it fuses several tensors or experts, else it has the tensor's name."""
-        engine = tensors[0].name if fused is None else f"model.layers.{self.index}.{fused}"
+        """`fused`: vLLM's name within the layer if it fuses tensors or experts, or differs; else the tensor's name."""
+        engine = f"model.layers.{self.index}.{fused}" if fused else tensors[0].name.replace(self.root, "model", 1)
         return Param(
             "decoder.layers.{layer}." + name,
             tensors,
@@ -108,6 +107,7 @@ class Layer:
             engine=engine,
             engine_form=form,
             buffer=buffer,
+            parts=parts,
         )
 
 

@@ -6,13 +6,12 @@ from typing import Any
 
 from grpo_mcore.families.dense import attention_params, decoder_params, dense_shape
 from grpo_mcore.families.experts import expert_count, expert_params
-from grpo_mcore.families.spec import ExpertShape, FamilyError, ModelShape, Param
+from grpo_mcore.families.spec import ExpertShape, ModelShape, Param, require
 
 
 def shape(config: dict[str, Any]) -> ModelShape:
     """Read a ModelShape from `config.json`."""
-    if config.get("sliding_window"):
-        raise FamilyError("config.json: sliding_window is not supported for mixtral models; full attention only")
+    require(config, sliding_window=None)
     experts = ExpertShape(
         count=expert_count(config),
         active=config["num_experts_per_tok"],

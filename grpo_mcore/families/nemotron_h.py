@@ -3,12 +3,11 @@ have squared ReLU and no gate."""
 
 from __future__ import annotations
 
-from dataclasses import replace
 from typing import Any
 
+from grpo_mcore.families.dense import Layer
 from grpo_mcore.families.experts import expert_count
 from grpo_mcore.families.spec import (
-    SAME_FORM,
     Block,
     EngineForm,
     ExpertShape,
@@ -19,6 +18,7 @@ from grpo_mcore.families.spec import (
     Param,
     Split,
     Stage,
+    require,
 )
 
 _BLOCKS = {
@@ -31,16 +31,11 @@ _BLOCKS = {
 
 def shape(config: dict[str, Any]) -> ModelShape:
     """Read a ModelShape from `config.json`."""
-    wanted = {
-        "attention_bias": False, "mlp_bias": False, "use_bias": False, "mamba_proj_bias": False, "use_conv_bias": True,
-        "mlp_hidden_act": "relu2", "mamba_hidden_act": "silu", "sliding_window": None, "moe_latent_size": None,
-        "residual_in_fp32": False, "norm_topk_prob": True, "tie_word_embeddings": False,
-    }  # fmt: skip
-    for key, value in wanted.items():
-        if config.get(key, value) != value:
-            raise FamilyError(
-                f"config.json: {key} {config[key]!r} is not supported for nemotron_h models; only {value}"
-            )
+    require(
+        config, attention_bias=False, mlp_bias=False, use_bias=False, mamba_proj_bias=False, use_conv_bias=True,
+        mlp_hidden_act="relu2", mamba_hidden_act="silu", sliding_window=None, moe_latent_size=None,
+        residual_in_fp32=False, norm_topk_prob=True, tie_word_embeddings=False,
+    )  # fmt: skip
     kinds = config.get("layers_block_type") or config["hybrid_override_pattern"]
     if unknown := sorted(set(kinds) - set(_BLOCKS)):
         raise FamilyError(f"config.json: layers of {', '.join(unknown)} are not supported for nemotron_h models")
@@ -94,17 +89,10 @@ def params(shape: ModelShape) -> tuple[Param, ...]:
     """Declare every parameter of the model, in the order of the forward pass."""
     h, v = shape.hidden_size, shape.vocab_size
     embedding = HfTensor("backbone.embeddings.weight", (v, h))
-    found = [
-        Param(
-            "embedding.word_embeddings.weight",
-            (embedding,),
-            Split.VOCAB,
-            Stage.FIRST,
-            engine="model.embed_tokens.weight",
-        )
-    ]
-    for layer, block in enumerate(shape.blocks):
-        found += _layer(shape, layer, block)
+    word_embeddings, engine = "embedding.word_embeddings.weight", "model.embed_tokens.weight"
+    found = [Param(word_embeddings, (embedding,), Split.VOCAB, Stage.FIRST, engine=engine)]
+    for index, block in enumerate(shape.blocks):
+        found += _block_params(Layer(shape, index, root="backbone"), block)
     norm = HfTensor("backbone.norm_f.weight", (h,))
     head = HfTensor("lm_head.weight", (v, h))
     return (
@@ -114,52 +102,17 @@ def params(shape: ModelShape) -> tuple[Param, ...]:
     )
 
 
-def _layer(shape: ModelShape, layer: int, block: Block) -> list[Param]:
+def _block_params(layer: Layer, block: Block) -> list[Param]:
+    shape, hf, param = layer.shape, layer.hf, layer.param
     h = shape.hidden_size
-
-    def hf(name: str, *size: int, float32: bool = False) -> HfTensor:
-        return HfTensor(f"backbone.layers.{layer}.{name}", size, float32)
-
-    def param(
-        name: str,
-        split: Split,
-        *tensors: HfTensor,
-        engine: str | None = None,
-        form: EngineForm = SAME_FORM,
-        expert: tuple[int, int] | None = None,
-        buffer: bool = False,
-    ) -> Param:
-        """`engine`: vLLM's name within the layer, if it differs from the tensor's."""
-        return Param(
-            "decoder.layers.{layer}." + name,
-            tensors,
-            split,
-            Stage.LAYER,
-            layer,
-            expert=expert,
-            engine=f"model.layers.{layer}.{engine}" if engine else tensors[0].name.replace("backbone", "model", 1),
-            engine_form=form,
-            buffer=buffer,
-        )
 
     def network(megatron: str, name: str, size: int, expert: tuple[int, int] | None = None) -> list[Param]:
         up, down = hf(f"{name}up_proj.weight", size, h), hf(f"{name}down_proj.weight", h, size)
-        fused = "mixer.experts.routed_experts."  # vLLM fuses all experts
+        # vLLM fuses all experts.
+        fused = [f"mixer.experts.routed_experts.{part}_weight" if expert else None for part in ("w13", "w2")]
         return [
-            param(
-                f"{megatron}.linear_fc1.weight",
-                Split.ROWS,
-                up,
-                engine=f"{fused}w13_weight" if expert else None,
-                expert=expert,
-            ),
-            param(
-                f"{megatron}.linear_fc2.weight",
-                Split.COLUMNS,
-                down,
-                engine=f"{fused}w2_weight" if expert else None,
-                expert=expert,
-            ),
+            param(f"{megatron}.linear_fc1.weight", Split.ROWS, up, fused=fused[0], expert=expert),
+            param(f"{megatron}.linear_fc2.weight", Split.COLUMNS, down, fused=fused[1], expert=expert),
         ]
 
     attends = block in (Block.MAMBA, Block.ATTENTION)
@@ -171,8 +124,8 @@ def _layer(shape: ModelShape, layer: int, block: Block) -> list[Param]:
             mamba = shape.mamba
             assert mamba is not None
 
-            def part(name: str, split: Split, *size: int, parts: tuple[int, ...] = (), **how: Any) -> Param:
-                return replace(param(f"self_attention.{name}", split, hf(f"mixer.{name}", *size), **how), parts=parts)
+            def part(name: str, split: Split, *size: int, **how: Any) -> Param:
+                return param(f"self_attention.{name}", split, hf(f"mixer.{name}", *size), **how)
 
             # Split by heads, and by groups with their B and C.
             convolved, projected = mamba.convolved_parts, mamba.projected_parts
@@ -181,7 +134,7 @@ def _layer(shape: ModelShape, layer: int, block: Block) -> list[Param]:
                 part("conv1d.weight", Split.PARTS, mamba.convolved, 1, mamba.kernel, parts=convolved),
                 part("conv1d.bias", Split.PARTS, mamba.convolved, parts=convolved),
                 part("dt_bias", Split.ROWS, mamba.heads),
-                part("A_log", Split.ROWS, mamba.heads, engine="mixer.A", form=EngineForm(negative_exp=True)),
+                part("A_log", Split.ROWS, mamba.heads, fused="mixer.A", form=EngineForm(negative_exp=True)),
                 part("D", Split.ROWS, mamba.heads),
                 part("norm.weight", Split.ROWS, mamba.inner),
                 part("out_proj.weight", Split.COLUMNS, h, mamba.inner),
@@ -191,7 +144,7 @@ def _layer(shape: ModelShape, layer: int, block: Block) -> list[Param]:
             sizes = {"q": query, "k": key_value, "v": key_value}
             qkv = [hf(f"mixer.{part}_proj.weight", size, h) for part, size in sizes.items()]
             mixer = [
-                param("self_attention.linear_qkv.weight", Split.QKV, *qkv, engine="mixer.qkv_proj.weight"),
+                param("self_attention.linear_qkv.weight", Split.QKV, *qkv, fused="mixer.qkv_proj.weight"),
                 param("self_attention.linear_proj.weight", Split.COLUMNS, hf("mixer.o_proj.weight", h, query)),
             ]
         case Block.MLP:

@@ -6,13 +6,12 @@ from typing import Any
 
 from grpo_mcore.families.dense import attention_params, decoder_params, dense_shape
 from grpo_mcore.families.experts import expert_count, expert_params
-from grpo_mcore.families.spec import ExpertShape, FamilyError, ModelShape, Param
+from grpo_mcore.families.spec import ExpertShape, ModelShape, Param, require
 
 
 def shape(config: dict[str, Any]) -> ModelShape:
     """Read a ModelShape from `config.json`."""
-    if config.get("attention_bias"):
-        raise FamilyError("config.json: attention_bias true is not supported for qwen3_moe models")
+    require(config, attention_bias=False)
     layers, every = range(config["num_hidden_layers"]), config.get("decoder_sparse_step", 1)
     dense = set(config.get("mlp_only_layers") or ()) | {i for i in layers if (i + 1) % every}
     experts = ExpertShape(

@@ -7,12 +7,25 @@ import math
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from enum import Enum
+from typing import Any
 
 Box = tuple[tuple[int, int], ...]  # (start, stop) of every dimension
 
 
 class FamilyError(ValueError):
     """No family here can build this Hugging Face config, or the model does not allow this layout."""
+
+
+def require(config: dict[str, Any], **supported: Any) -> None:
+    """Raise FamilyError if a key of the config has another value than the only one that its family supports.
+
+    A missing key has that value; null equals false.
+    """
+    for key, value in supported.items():
+        if (config.get(key, value) or None) != (value or None):
+            raise FamilyError(
+                f"config.json: {key} {config[key]!r} is not supported for {config['model_type']} models; only {value}"
+            )
 
 
 @dataclass(frozen=True)

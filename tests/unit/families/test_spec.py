@@ -137,8 +137,8 @@ def test_the_27m_model_has_its_parameters() -> None:
     ("change", "message"),
     [
         ({"model_type": "bert"}, "model_type 'bert' is not supported; choose one of"),
-        ({"hidden_act": "gelu"}, "only silu"),
-        ({"use_sliding_window": True}, "full attention only"),
+        ({"hidden_act": "gelu"}, "hidden_act 'gelu' is not supported for qwen3 models; only silu"),
+        ({"use_sliding_window": True}, "use_sliding_window True .*; only False"),
         ({"rope_parameters": {"rope_type": "yarn", "factor": 4.0}}, "RoPE scaling"),
         ({"attention_bias": True}, "attention_bias"),
     ],
