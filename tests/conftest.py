@@ -1,4 +1,4 @@
-"""What holds for every test: one thread a process, no hub, markers by folder, cheap tests first."""
+"""Settings of every test: one thread per process, no hub, markers by folder, cheap tests first."""
 
 from __future__ import annotations
 
@@ -13,10 +13,10 @@ from typing import Any
 import hypothesis
 import pytest
 
-gc.disable()  # until all is collected: looking for garbage is a fifth of the time of every import
+gc.disable()  # until all tests are collected: garbage collection is a fifth of the time of every import
 
-# Before torch is imported. Two cores are shared by ranks, engines and Ray: more threads would only get in
-# the way. Rank and engine processes inherit these.
+# Set before torch is imported. Ranks, engines and Ray share two cores, and more threads would slow them down. The
+# processes of ranks and engines inherit these.
 for _name, _value in {
     "OMP_NUM_THREADS": "1",
     "MKL_NUM_THREADS": "1",
@@ -34,11 +34,11 @@ for _name, _value in {
 if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
     signal.signal(signal.SIGINT, signal.default_int_handler)
 
-# Each of some hundred processes would compile torch, vLLM and Ray anew.
+# Without bytecode files, each of some hundred processes would compile torch, vLLM and Ray again.
 os.environ.pop("PYTHONDONTWRITEBYTECODE", None)
 sys.dont_write_bytecode = False
 
-# No deadline: the first example of a test may take long. In CI the same examples every time.
+# No deadline: the first example of a test may take long. CI runs the same examples every time.
 hypothesis.settings.register_profile("shared machine", deadline=None, derandomize="CI" in os.environ)
 hypothesis.settings.load_profile("shared machine")
 
@@ -54,7 +54,7 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    """Marks each test with its folder's name, skips tests that lack a GPU, and runs the cheap ones first."""
+    """Mark each test with its folder's name, skip GPU tests without a GPU, and run cheap tests first."""
     for item in items:
         item.add_marker(_folder(item))
     no_gpu = any(_folder(item) == "gpu" for item in items) and _why_no_gpu()
@@ -73,8 +73,8 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
 
 @pytest.hookimpl(optionalhook=True)
 def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
-    """With `-n`: a file is run by one worker, in the order of the collection. tests/distributed goes to one worker as a
-    whole, since its files share the processes of a mesh."""
+    """With `-n`, give each file to one worker, in the order of collection. tests/distributed goes to one worker as a
+    whole, because its files share the processes of a mesh."""
     from xdist.scheduler import LoadScopeScheduling
 
     class ByFile(LoadScopeScheduling):
@@ -102,7 +102,7 @@ def _why_no_gpu() -> str | None:
 
 
 def pytest_collection_finish(session: pytest.Session) -> None:
-    """What was collected stays: no garbage is looked for among it."""
+    """Exclude everything that exists now from garbage collection: it lives until the end."""
     gc.freeze()
     gc.enable()
 

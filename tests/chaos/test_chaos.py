@@ -17,7 +17,7 @@ import pytest
 from grpo_mcore.observe import audit, read_ledger, read_metrics
 from tests.chaos.kills import DRIVER, GCS, RAYLET, Kill
 from tests.chaos.runs import LOG, write_plan
-from tests.functional.runs import OF_TIME, Run, Task, grpo_recipe, run_here, write_recipe
+from tests.functional.runs import TIME_DEPENDENT, Run, Task, grpo_recipe, run_here, write_recipe
 
 DEADLINE_S = 2400.0
 """Of a whole campaign, on a machine that others use too. A hang is a failure."""
@@ -83,7 +83,7 @@ def survive(folder: Path, recipe: dict[str, Any], kills: list[Kill]) -> Run:
 def steps_of(run: Run) -> list[dict[str, Any]]:
     """What every step came to, as the last to do it has left it."""
     rows = read_metrics(run.logs / "metrics.jsonl", "train")
-    return [{name: value for name, value in row.items() if not name.startswith(OF_TIME)} for row in rows]
+    return [{name: value for name, value in row.items() if not name.startswith(TIME_DEPENDENT)} for row in rows]
 
 
 @pytest.mark.timeout(DEADLINE_S + 60)

@@ -9,7 +9,7 @@ from tests.functional.runs import Run, Task, make_task, run_here, sft_recipe
 
 @pytest.fixture(scope="session")
 def task(tmp_path_factory: pytest.TempPathFactory) -> Task:
-    """In a folder whose name is always the same: uids come of it, and from them the seeds of all samples."""
+    """Make the task, in a folder with a fixed name: uids, and so the seeds of all samples, derive from it."""
     folder = tmp_path_factory.mktemp("shared") / "task0"
     folder.mkdir()
     return make_task(folder)
@@ -22,6 +22,6 @@ def sft_run(task: Task, tmp_path_factory: pytest.TempPathFactory) -> Run:
 
 @pytest.fixture(scope="session")
 def model(sft_run: Run) -> Path:
-    """A model that answers 0 or 1, right about half of the time."""
+    """Return a model that answers 0 or 1 and is right about half of the time."""
     assert sft_run.code == 0, sft_run.err
     return sft_run.checkpoints / "hf"

@@ -1,5 +1,8 @@
-"""What runs in this process import, imported once and kept out of every search for garbage. vLLM asks for four in the
-life of an engine, and a policy for one at its end: among their modules alone each takes half a second."""
+"""Import once what runs in this process need, and exclude it from garbage collection.
+
+vLLM collects garbage four times in the life of an engine, and a policy once at its end. Each collection takes half a
+second over the imported modules alone.
+"""
 
 from __future__ import annotations
 
@@ -22,7 +25,7 @@ _MODULES = (
 
 @functools.cache
 def preload() -> None:
-    """In the order and the environment in which a run does it."""
+    """Import in the order and the environment of a run."""
     gc.collect()
     gc.disable()
     cpu_platform.install()
@@ -34,4 +37,4 @@ def preload() -> None:
             importlib.import_module(module)
     gc.freeze()
     gc.enable()
-    gc.freeze = gc.unfreeze = lambda: None  # vLLM would freeze policies of this process too, and thaw all
+    gc.freeze = gc.unfreeze = lambda: None  # vLLM would freeze policies too, and unfreeze all

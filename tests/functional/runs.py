@@ -20,13 +20,13 @@ from grpo_mcore.cli.main import main
 from grpo_mcore.data.arithmetic import make_base_config, make_tokenizer
 from tests.functional.preload import preload
 
-# What two equal runs may differ in.
-OF_TIME = ("unix_time", "timing/", "tokens_per_second", "seconds", "refit/")
+# Prefixes of metrics in which two equal runs may differ.
+TIME_DEPENDENT = ("unix_time", "timing/", "tokens_per_second", "seconds", "refit/")
 
 
 @dataclass(frozen=True)
 class Task:
-    """Files of the task, and a model with random weights that was never taught it."""
+    """Files of the task, and a model with random weights that is not trained on it."""
 
     folder: Path
 
@@ -57,7 +57,7 @@ def make_task(folder: Path) -> Task:
 
 
 def sft_recipe(task: Task) -> dict[str, Any]:
-    """20 steps over all 128 demonstrations: the model learns to say 0 or 1, and not yet when."""
+    """Return a recipe of 20 steps over all 128 demonstrations: the model learns to say 0 or 1, but not when."""
     return {
         "sft": {"max_num_steps": 20, "max_num_epochs": 20, "val_period": 0, "val_at_start": True, "val_at_end": True},
         "policy": _policy(task.untrained, 64, 3.0e-3),
@@ -67,7 +67,7 @@ def sft_recipe(task: Task) -> dict[str, Any]:
 
 
 def grpo_recipe(task: Task, model: Path) -> dict[str, Any]:
-    """4 prompts x 4 generations, in process, one optimizer step a step."""
+    """Return a recipe with 4 prompts x 4 generations, in process, with one optimizer step per RL step."""
     return {
         "grpo": {"num_prompts_per_step": 4, "num_generations_per_prompt": 4, "max_num_steps": 4, "max_num_epochs": 9}
         | {"val_period": 0, "max_val_samples": 8, "val_batch_size": 4, "seed": 1},
@@ -97,7 +97,7 @@ def _policy(model: Path, batch: int, lr: float) -> dict[str, Any]:
 
 @dataclass(frozen=True)
 class Run:
-    """A finished run. `folder`: of its recipe, with `logs` and `checkpoints`."""
+    """A finished run. `folder` holds its recipe, `logs` and `checkpoints`."""
 
     folder: Path
     code: int
@@ -113,20 +113,20 @@ class Run:
         return self.folder / "checkpoints"
 
     def metrics(self, prefix: str = "train") -> list[dict[str, Any]]:
-        """The lines of metrics.jsonl in the order in which they were written."""
+        """Return the lines of metrics.jsonl with this prefix, in the order in which they were written."""
         lines = map(json.loads, (self.logs / "metrics.jsonl").read_text().splitlines())
         return [line for line in lines if line["prefix"] == prefix]
 
     def outcome(self, prefix: str = "train") -> list[dict[str, Any]]:
-        """`metrics` without what depends on the clock."""
+        """Return `metrics` without the values that depend on the clock."""
         return [
-            {name: value for name, value in line.items() if not name.startswith(OF_TIME)}
+            {name: value for name, value in line.items() if not name.startswith(TIME_DEPENDENT)}
             for line in self.metrics(prefix)
         ]
 
 
 def write_recipe(folder: Path, recipe: dict[str, Any], name: str = "recipe.yaml") -> Path:
-    """The recipe as a file; logs and checkpoints go beside it."""
+    """Write the recipe to a file; logs and checkpoints go beside it."""
     folder.mkdir(parents=True, exist_ok=True)
     recipe = recipe | {
         "logger": recipe.get("logger", {}) | {"log_dir": str(folder / "logs")},
@@ -138,7 +138,7 @@ def write_recipe(folder: Path, recipe: dict[str, Any], name: str = "recipe.yaml"
 
 
 def run_here(verb: str, folder: Path, recipe: dict[str, Any], *words: str) -> Run:
-    """`grpo-mcore VERB recipe.yaml words` in this process: torch and vLLM are imported only once."""
+    """Run `grpo-mcore VERB recipe.yaml words` in this process, so that torch and vLLM are imported only once."""
     preload()
     path = write_recipe(folder, recipe)
     out, err = io.StringIO(), io.StringIO()
@@ -148,7 +148,7 @@ def run_here(verb: str, folder: Path, recipe: dict[str, Any], *words: str) -> Ru
 
 
 def start_command(verb: str, folder: Path, recipe: dict[str, Any], *words: str) -> subprocess.Popen[str]:
-    """The same as a program of its own; what it prints comes line by line."""
+    """Start the same command as a process of its own. Its output arrives line by line."""
     path = write_recipe(folder, recipe)
     return subprocess.Popen(
         [sys.executable, "-m", "grpo_mcore.cli.main", verb, str(path), *words],
@@ -157,7 +157,7 @@ def start_command(verb: str, folder: Path, recipe: dict[str, Any], *words: str) 
         stderr=subprocess.PIPE,
         text=True,
         env={**os.environ, "PYTHONUNBUFFERED": "1"},
-        start_new_session=True,  # a terminal's Ctrl-C for the tests is not one for the run
+        start_new_session=True,  # Ctrl-C in the terminal of the tests does not reach the run
     )
 
 
@@ -172,7 +172,7 @@ def run_command(verb: str, folder: Path, recipe: dict[str, Any], *words: str, ti
 
 
 def assert_one_message(run: Run, code: int, *texts: str) -> None:
-    """The run ended with this exit code, and said these things on standard error, without a traceback."""
+    """Assert that the run ended with this exit code, and printed these texts on standard error without a traceback."""
     assert run.code == code, run.err
     assert "Traceback" not in run.err + run.out
     message = run.err[run.err.index("grpo-mcore ") :]

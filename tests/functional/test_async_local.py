@@ -1,4 +1,4 @@
-"""Whole runs with look-ahead in one process: to the end of the data, refits under way included, and through a crash."""
+"""Whole asynchronous runs in one process: to the end of the data, with refits in flight, and through a crash."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ CORRECTED = {"reference_policy_kl_penalty": 0.0, "use_importance_sampling_correc
 
 @pytest.fixture(scope="module")
 def recipe(task: Task, model: Path) -> dict[str, Any]:
-    """4 steps of 4 prompts: all the data, once."""
+    """Return a recipe of 4 steps of 4 prompts, which is all the data once."""
     data = task.folder / "short.jsonl"
     data.write_text("".join(task.train.read_text().splitlines(keepends=True)[:PROMPTS]))
     recipe = grpo_recipe(task, model)
@@ -48,7 +48,7 @@ def audited(run: Run) -> Audit:
 
 
 def trained_uids(run: Run) -> list[list[str]]:
-    """By step, of what still counts."""
+    """Return the uids trained on in each step, without ledger entries that a resume made void."""
     entries = valid_entries(read_ledger(run.checkpoints / "ledger.jsonl"))
     return [entry["uids"] for entry in entries if entry["event"] == "trained"]
 
@@ -56,7 +56,7 @@ def trained_uids(run: Run) -> list[list[str]]:
 def test_every_prompt_trains_once_and_none_is_older_than_the_limit(whole: Run) -> None:
     found = audited(whole)
     assert found.fates["trained on"] == PROMPTS and sum(found.fates.values()) == PROMPTS
-    assert found.by_age == {0: 4, 1: PROMPTS - 4}  # of the first step, and of all later ones
+    assert found.by_age == {0: 4, 1: PROMPTS - 4}  # the first step, and all later ones
     assert [line["trajectory_age_max"] for line in whole.metrics()] == [0, 1, 1, 1]
     assert [line["num_groups_ahead"] for line in whole.metrics()] == [4, 4, 4, 0]
     for line in whole.metrics():
@@ -71,7 +71,7 @@ def test_every_prompt_trains_once_and_none_is_older_than_the_limit(whole: Run) -
 def test_a_crash_loses_and_doubles_nothing(
     recipe: dict[str, Any], whole: Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """In the third step, with the groups of two steps under way: they are generated anew, in the same order."""
+    """The run crashes in the third step, with the groups of two steps in flight: they are generated again in order."""
     train, calls = grpo.train_on_groups, []
 
     def broken(*args: Any) -> Any:
@@ -96,8 +96,8 @@ def test_a_crash_loses_and_doubles_nothing(
 def test_samples_go_on_under_new_weights(
     recipe: dict[str, Any], task: Task, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The answers of a model that was never taught the task have all lengths; the engine takes six at a time. They
-    stand still while the policy trains."""
+    """Answers of an untrained model have all lengths, and the engine runs six at a time. They pause while the policy
+    trains."""
     seen: list[Trajectory] = []
     generate = EngineWorker.generate
 
@@ -130,7 +130,7 @@ def test_age_0_is_the_synchronous_run(recipe: dict[str, Any], tmp_path: Path) ->
     off = run_here("train", tmp_path / "off", recipe, *words, "grpo.async_grpo.enabled=false")
     assert zero.code == off.code == 0, zero.err + off.err
     assert zero.outcome() == off.outcome() and len(off.metrics()) == 2
-    assert not audit(read_ledger(off.logs / "ledger.jsonl")).flaws  # without checkpoints it lies with the logs
+    assert not audit(read_ledger(off.logs / "ledger.jsonl")).flaws  # without checkpoints it is with the logs
 
 
 def test_without_the_correction_it_does_not_start(recipe: dict[str, Any], tmp_path: Path) -> None:

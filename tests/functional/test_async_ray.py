@@ -1,5 +1,5 @@
-"""A run with look-ahead as a user starts it, under Ray, the engine with a pool of its own: killed on its way, gone on
-with to the end of the data, then with dynamic sampling."""
+"""An asynchronous run as a user starts it, under Ray, with a pool of its own for the engine: killed, resumed to the end
+of the data, then with dynamic sampling."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ GONE_S = 120.0
 
 @pytest.fixture(scope="module")
 def recipe(task: Task, model: Path) -> dict[str, Any]:
-    """6 steps of 4 prompts: one policy rank, and one engine in a pool of its own; all the data once."""
+    """Return a recipe of 6 steps of 4 prompts, all the data once; the one engine has a pool of its own."""
     data = task.folder / "short-24.jsonl"
     data.write_text("".join(task.train.read_text().splitlines(keepends=True)[:PROMPTS]))
     recipe = grpo_recipe(task, model)

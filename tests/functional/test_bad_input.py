@@ -1,5 +1,5 @@
-"""Runs in which something breaks on the way: what can be left out is, else one message says why and the last
-checkpoint stays. What shows before anything starts is in tests/unit/cli/test_bad_input.py."""
+"""Runs in which something breaks: what can be left out is left out; otherwise one message says why, and the last
+checkpoint stays. Errors that show before anything starts are in tests/unit/cli/test_bad_input.py."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ def recipe(task: Task, model: Path) -> dict[str, Any]:
 
 
 def test_samples_and_prompts_without_a_reward(tmp_path: Path, task: Task, recipe: dict[str, Any]) -> None:
-    """A sample is left out and counted; a prompt none of whose samples has a reward is replaced by the next one."""
+    """A sample without a reward is left out and counted. A prompt without any reward is replaced by the next one."""
     path = tmp_path / "train.jsonl"
     lines = task.train.read_text().splitlines(keepends=True)[:12]
     path.write_text("".join(lines))
@@ -38,7 +38,7 @@ def test_samples_and_prompts_without_a_reward(tmp_path: Path, task: Task, recipe
 
 
 def test_a_model_with_broken_weights(tmp_path: Path, model: Path, recipe: dict[str, Any]) -> None:
-    """One token's embedding is NaN: the samples that have it are named, and nothing is trained."""
+    """The embedding of one token is NaN: the error names the samples with it, and nothing is trained."""
     import torch
     from transformers import AutoModelForCausalLM, AutoTokenizer
 

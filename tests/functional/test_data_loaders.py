@@ -1,5 +1,5 @@
-"""Runs on several datasets: one loader each, a function that mixes them by the last step's metrics, and validation
-sets that are reported apart; in one go and in two."""
+"""Runs on several datasets, uninterrupted and resumed: one loader each, a function that mixes them by the last step's
+metrics, and validation sets that are reported separately."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ seen: list[dict[str, Any]] = []
 
 
 def by_step(data_iterators, dataloaders, expected_num_prompts, step=0, **records):
-    """The first two steps a batch of each; then, when the records say that two steps are done, the second set alone."""
+    """Take a batch of each dataset in the first two steps, and only the second dataset after them."""
     seen.append({"step": step, **records})
     first, second = dataloaders
     batches = []
@@ -66,7 +66,7 @@ def test_a_run_and_its_two_halves(recipe: dict[str, Any], tmp_path: Path, monkey
     steps, validation = asked[:4], asked[4:]
     assert steps == [
         ["few:1", "few:2", "many:1", "many:2"],
-        ["few:1@2", "few:2@2", "many:3", "many:4"],  # few:3 fills no batch
+        ["few:1@2", "few:2@2", "many:3", "many:4"],  # few:3 does not fill a batch
         ["many:5", "many:6", "many:7", "many:8"],
         ["many:9", "many:10", "many:11", "many:12"],
     ]
@@ -96,7 +96,7 @@ def test_a_run_and_its_two_halves(recipe: dict[str, Any], tmp_path: Path, monkey
 def test_another_way_to_load_the_data_does_not_go_on(recipe: dict[str, Any], tmp_path: Path) -> None:
     assert run_here("train", tmp_path, recipe, "grpo.max_num_steps=2").code == 0
     run = run_here("train", tmp_path, recipe, "--resume", "data.use_multiple_dataloader=false")
-    assert_one_message(run, 1, "the checkpoint is of a run with data.use_multiple_dataloader: true")
+    assert_one_message(run, 1, "the checkpoint comes from a run with data.use_multiple_dataloader: true")
 
 
 def test_a_function_that_is_not_there(recipe: dict[str, Any], tmp_path: Path) -> None:
@@ -106,7 +106,7 @@ def test_a_function_that_is_not_there(recipe: dict[str, Any], tmp_path: Path) ->
 
 
 def test_the_documented_example(recipe: dict[str, Any], tmp_path: Path) -> None:
-    """The override of the documents, word for word."""
+    """The documented override works as written."""
     data = recipe["data"] | {"custom_dataloader": None}
     word = "data.custom_dataloader=examples.custom_dataloader.custom_dataloader.example_custom_dataloader"
     run = run_here("train", tmp_path, recipe | {"data": data}, word, "grpo.max_num_steps=1")

@@ -1,4 +1,4 @@
-"""A whole run with dynamic sampling, ended by a validation metric, resumed, and gone on with."""
+"""A whole run with dynamic sampling that a validation metric ends and that is then resumed."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ STOP = ("grpo.stop_at_validation_metric=val:accuracy", "grpo.stop_at_validation_
 
 @dataclass
 class Inside:
-    """What the loop did: groups trained on by step, uids taken from the data and put back, in order."""
+    """Record of the loop: groups trained on by step, uids taken from the data and put back, in order."""
 
     trained: list[list[Group]] = field(default_factory=list)
     taken: list[str] = field(default_factory=list)
@@ -61,7 +61,7 @@ def looking_inside() -> Iterator[Inside]:
 
 @pytest.fixture(scope="module")
 def recipe(task: Task, model: Path) -> dict[str, Any]:
-    """4 prompts a step out of batches of 12: on any machine some are left over, and some are filtered."""
+    """Return a recipe of 4 prompts a step from batches of 12: on any machine some are left over, and some filtered."""
     recipe = grpo_recipe(task, model)
     recipe["grpo"] |= {"use_dynamic_sampling": True, "batch_multiplier": 3, "val_at_end": True}
     recipe["grpo"] |= {"val_num_generations_per_prompt": 2, "val_period": 2}
@@ -70,7 +70,7 @@ def recipe(task: Task, model: Path) -> dict[str, Any]:
 
 @pytest.fixture(scope="module")
 def stopped(recipe: dict[str, Any], tmp_path_factory: pytest.TempPathFactory) -> tuple[Run, Inside]:
-    """Ended by its first validation, after step 2 of 4."""
+    """Run until its first validation ends it, after step 2 of 4."""
     with looking_inside() as inside:
         run = run_here("train", tmp_path_factory.mktemp("dynamic"), recipe, *STOP)
     assert run.code == 0, run.err
@@ -107,7 +107,7 @@ def test_every_prompt_has_one_end(stopped: tuple[Run, Inside]) -> None:
 
 def test_a_validation_metric_ends_the_run(stopped: tuple[Run, Inside]) -> None:
     run, _ = stopped
-    (validation,) = run.metrics("validation")  # not again at the end
+    (validation,) = run.metrics("validation")  # there is no second one at the end
     assert validation["step"] == 2 and 0 <= validation["pass@1"] <= validation["pass@2"] <= 1
     assert validation["pass@1"] == pytest.approx(validation["accuracy"])
     reason = f"validation accuracy {validation['accuracy']:.4g} has reached 0"
@@ -131,6 +131,6 @@ def test_resumed_it_ends_again_unless_the_threshold_is_higher(
     assert [len(groups) for groups in later.trained] == [4, 4]
     assert max(line["num_gen_batches"] for line in longer.metrics()[2:]) > 1, "this seed should take several batches"
     last = int(run.metrics()[1]["num_surplus_prompts"])
-    assert later.taken[:last] == inside.put_back[-last:]  # what was handed back comes first
+    assert later.taken[:last] == inside.put_back[-last:]  # the prompts that were put back come first
     assert not set(later.trained_uids) & set(inside.trained_uids)
     assert [line["step"] for line in longer.metrics("validation")] == [2, 4]

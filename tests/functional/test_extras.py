@@ -1,5 +1,6 @@
-"""Every extra of pyproject.toml resolves, and the image's pins exist: asked of the package index, so only where that is
-asked for: pytest --registry tests/functional/test_extras.py
+"""Every extra of pyproject.toml resolves, and the image's pins exist.
+
+These tests ask the package index and run only on request: pytest --registry tests/functional/test_extras.py
 """
 
 from __future__ import annotations
@@ -22,7 +23,7 @@ pytestmark = [pytest.mark.registry, pytest.mark.timeout(900)]
 
 @pytest.fixture(scope="module")
 def python(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """An interpreter with the newest pip; skipped where there is no index to get it from."""
+    """Return an interpreter with the newest pip; skip the tests if no package index can be reached."""
     folder = tmp_path_factory.mktemp("resolver")
     subprocess.run([sys.executable, "-m", "venv", folder], check=True)
     python = folder / "bin" / "python"
@@ -40,7 +41,7 @@ def resolve(python: Path, *wanted: str) -> None:
 
 @pytest.mark.parametrize("extra", sorted(PROJECT["optional-dependencies"]))
 def test_an_extra_resolves(python: Path, extra: str) -> None:
-    """Together with what the project itself needs; `launch` by itself, as `make launch-env` takes it."""
+    """Resolve the extra together with the dependencies of the project; `launch` alone, as in `make launch-env`."""
     own = [] if extra == "launch" else PROJECT["dependencies"]
     resolve(python, *own, *PROJECT["optional-dependencies"][extra])
 

@@ -1,4 +1,4 @@
-"""scripts/setup_cpu.sh where something is wrong: it says what, and calls no half-made environment ready."""
+"""scripts/setup_cpu.sh when something is wrong: it says what, and does not mark an unfinished environment as ready."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ OFFLINE = {"PYTHON": sys.executable, "PIP_CONFIG_FILE": os.devnull, "PIP_NO_INDE
 
 @pytest.fixture
 def checkout(tmp_path: Path) -> Path:
-    """What the set-up reads of the repository, without an environment."""
+    """Copy what the set-up reads of the repository, without an environment."""
     for name in ("scripts", "requirements"):
         shutil.copytree(ROOT / name, tmp_path / name)
     shutil.copy(ROOT / "pyproject.toml", tmp_path)
@@ -51,7 +51,7 @@ def test_no_network(checkout: Path) -> None:
 
 
 def test_no_cpu_build_of_torch(checkout: Path) -> None:
-    """Neither pip's configuration nor the index has it: the CUDA build is not taken instead."""
+    """Neither pip's configuration nor the index has the CPU build: the CUDA build is not taken instead."""
     lock = checkout / "requirements" / "cpu.lock"
     lock.write_text(re.sub(r"^pip==.*$", f"pip=={ensurepip.version()}", lock.read_text(), flags=re.M))
     done = set_up(checkout, **OFFLINE, TORCH_CPU_INDEX="http://127.0.0.1:9/nothing")
@@ -72,7 +72,7 @@ def test_a_finished_one_is_left_alone(checkout: Path) -> None:
 
 
 def install_bubblewrap(folder: Path, **programs: str) -> tuple[int, str, str]:
-    """The function of the script alone, among these programs only: exit code, what it says, its log."""
+    """Run one function of the script with only these programs in PATH. Return exit code, output and log."""
     text = (ROOT / "scripts" / "setup_cpu.sh").read_text()
     [function] = re.findall(r"^install_bubblewrap\(\) \{\n.*?^\}\n", text, flags=re.M | re.S)
     for name, body in {"timeout": 'shift\n"$@"\n', **programs}.items():

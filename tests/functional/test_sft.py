@@ -16,7 +16,7 @@ def test_the_loss_falls(sft_run: Run) -> None:
     losses = [line["loss"] for line in sft_run.metrics()]
     assert len(losses) == 20
     assert losses[0] == pytest.approx(math.log(32), abs=0.3)  # a random model over 32 tokens
-    assert losses[-1] < 0.6  # ln(2) / 2: which of 0 and 1 is open, that the answer then ends is not
+    assert losses[-1] < 0.6  # ln(2) / 2: the digit is open, the end after it is certain
     before, after = sft_run.metrics("validation")
     assert (before["step"], after["step"]) == (0, 20)
     assert before["num_tokens"] == after["num_tokens"] == 64  # 32 x (digit, end)

@@ -1,4 +1,4 @@
-"""A script as one writes it against the documented API: plain dict, environments of its own process."""
+"""A script written against the documented API: a plain dict, and environments in its own process."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ def test_a_script_written_against_the_documented_api(
     monkeypatch.chdir(tmp_path)
     master_config: dict[str, Any] = grpo_recipe(task, model)
     master_config["grpo"]["max_num_steps"] = 2
-    # The flat layout of the first documents.
+    # The flat layout of `data` in the first documents.
     master_config["data"] = {
         "dataset_name": "ResponseDataset",
         "train_data_path": str(task.train),
@@ -44,14 +44,14 @@ def test_a_script_written_against_the_documented_api(
         task_to_env = {name: environment for name in data.env_names}
         val_task_to_env = {name: environment for name in data.val_env_names}
 
-        for size in (None, 0.001):  # may be called again
+        for size in (None, 0.001):  # it may be called again
             grpo.refit_policy_generation(
                 policy, generation, colocated_inference=True, _refit_buffer_size_gb=size, timer=None
             )
         metrics, timing = grpo.validate(generation, val_dataloader, tokenizer, val_task_to_env, 0, config)
         assert metrics["num_samples"] == 8 and 0 <= metrics["accuracy"] <= 1 and timing["total"] > 0
         again, _ = grpo.validate(generation, val_dataloader, tokenizer, val_task_to_env, 0, master_config=config)
-        assert again == metrics  # the same weights, the same samples
+        assert again == metrics  # the same weights give the same samples
 
         grpo.grpo_train(
             policy, generation, dataloader, val_dataloader, tokenizer, loss_fn,

@@ -1,6 +1,7 @@
-"""The recipes of the documents that the project was created from run a step, with only the model and paths changed.
+"""The recipes of the documents that the project was created from run one step.
 
-Also changed: one step, no wandb (it is not part of the test environment), and everything in this process.
+The tests change only the model, the paths, the number of steps, wandb (not part of the test environment), and run
+everything in this process.
 """
 
 from __future__ import annotations
@@ -20,7 +21,7 @@ from tests.unit.recipe.test_spec_recipes import DPO_TEMPLATE, GRPO_TEMPLATE, GYM
 
 @pytest.fixture(scope="module")
 def model(task: Task, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Random weights, room for the 1024 tokens of the templates."""
+    """Return a model with random weights and room for the 1024 tokens of the templates."""
     folder = tmp_path_factory.mktemp("model")
     sizes = {"hidden_size": 64, "intermediate_size": 96, "num_layers": 1, "num_heads": 2, "num_kv_heads": 2}
     make_base_config(folder, task.folder / "tokenizer", **sizes, head_dim=32, max_positions=1024)
@@ -29,7 +30,7 @@ def model(task: Task, tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture
 def run(tmp_path: Path, task: Task, model: Path, monkeypatch: pytest.MonkeyPatch):
-    """run(verb, template, words) in a folder with the files that the templates name."""
+    """Return run(verb, template, words), which works in a folder with the files that the templates name."""
     monkeypatch.chdir(tmp_path)
     rows = [json.loads(line) for line in task.train.read_text().splitlines()]
     gym = [{**row, "ground_truth": row["output"], "output": f"It is {row['output']}"} for row in rows]
@@ -69,7 +70,7 @@ def test_grpo(run, template: str) -> None:
     assert "32 prompts x 16 generations = 512 samples = 1 optimizer step x 512" in done.out
     [line] = done.metrics()
     assert (line["step"], line["num_samples"]) == (1, 512)
-    assert line["num_trained_samples"] >= 508, done.out  # random text makes the verifier fail now and then
+    assert line["num_trained_samples"] >= 508, done.out  # random text occasionally makes the verifier fail
     assert Path("results/gym_grpo/step_1/training_info.json").is_file()
 
 

@@ -1,5 +1,5 @@
-"""GRPO with LoRA: the engine generates from merged weights, the reference is the model without them, and a run goes on
-from its checkpoint."""
+"""GRPO with LoRA: the engine generates from merged weights, the reference is the model without adapters, and a run
+resumes from its checkpoint."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ def test_adapters_are_trained_refitted_and_resumed(tmp_path: Path, task: Task) -
     short = run_here("train", tmp_path / "a", recipe, "grpo.max_num_steps=2", "checkpointing.save_period=2")
     assert short.code == 0, short.err
     first, second = short.metrics()
-    # Nothing is added before the first update; then engine and policy agree on what is, far from the reference.
+    # The adapters add nothing before the first update. After it engine and policy agree, and differ from the reference.
     assert first["grad_norm"] > 0 and abs(first["kl_penalty"]) < 1e-6 < second["kl_penalty"]
     assert max(line["token_mult_prob_error"] for line in (first, second)) < 1.0001
     longer = run_here("train", tmp_path / "a", recipe, "grpo.max_num_steps=3", "--resume")

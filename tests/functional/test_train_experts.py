@@ -1,4 +1,4 @@
-"""GRPO on models with experts, latent attention or Mamba2 mixers: after every refit engine and policy say the same."""
+"""GRPO on models with experts, latent attention or Mamba2 mixers: engine and policy agree after every refit."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ from tests.functional.runs import Task, grpo_recipe, run_here
 def test_the_engines_experts_follow_the_policys(
     tmp_path: Path, task: Task, family: str, precision: str, replay: bool, agreement: float
 ) -> None:
-    """In bfloat16 vLLM has another kernel, which packs the experts in another order, and packs convolutions."""
+    """In bfloat16 vLLM uses another kernel, which packs experts in another order, and it packs convolutions too."""
     folder, sizes = tmp_path / "model", {"vocab_size": 32, "num_attention_heads": 2, "eos_token_id": 2}
     if family != "nemotron_h":
         sizes["num_hidden_layers"] = 2
@@ -40,6 +40,6 @@ def test_the_engines_experts_follow_the_policys(
     run = run_here("train", tmp_path, recipe, "grpo.max_num_steps=3", "checkpointing.enabled=false")
     assert run.code == 0, run.err
     lines = run.metrics()
-    assert len(lines) == 3 and all(line["grad_norm"] > 0 for line in lines[:2])  # by then one may have learned it all
+    assert len(lines) == 3 and all(line["grad_norm"] > 0 for line in lines[:2])  # by the third all may be solved
     for line in lines:
         assert line["token_mult_prob_error"] < agreement

@@ -31,7 +31,7 @@ from tests.functional.runs import (
 
 @dataclass
 class Inside:
-    """What happened in a run of this process. `samples`: (weight version, prompt, generation) -> tokens, log-probs.
+    """Record of a run in this process. `samples`: (weight version, prompt, generation) -> tokens, log-probs.
     `optimizer_steps`: the metrics of each."""
 
     samples: dict[tuple[int, str, int], tuple[list[int], list[float]]] = field(default_factory=dict)
@@ -69,7 +69,7 @@ def recipe(task: Task, model: Path) -> dict[str, Any]:
 
 @pytest.fixture(scope="module")
 def whole(recipe: dict[str, Any], tmp_path_factory: pytest.TempPathFactory) -> tuple[Run, Inside]:
-    """4 steps at a stretch, in this process."""
+    """Run all 4 steps in this process."""
     with looking_inside() as inside:
         run = run_here("train", tmp_path_factory.mktemp("whole"), recipe, "grpo.val_at_start=true")
     assert run.code == 0, run.err
@@ -78,7 +78,7 @@ def whole(recipe: dict[str, Any], tmp_path_factory: pytest.TempPathFactory) -> t
 
 @pytest.fixture(scope="module")
 def half(recipe: dict[str, Any], tmp_path_factory: pytest.TempPathFactory) -> Run:
-    """The first 2 of these steps, in a process of its own."""
+    """Run the first 2 of these steps in a process of its own."""
     words = ("grpo.max_num_steps=2", "logger.tensorboard_enabled=true", "grpo.val_at_end=true")
     run = run_command("train", tmp_path_factory.mktemp("half"), recipe, *words)
     assert run.code == 0, run.err
@@ -87,7 +87,7 @@ def half(recipe: dict[str, Any], tmp_path_factory: pytest.TempPathFactory) -> Ru
 
 @pytest.fixture(scope="module")
 def resumed(recipe: dict[str, Any], half: Run) -> tuple[Run, Inside]:
-    """The other 2, from the checkpoint of `half`. Another run has logged there in the meantime."""
+    """Run the other 2 from the checkpoint of `half`, after another run has made a log folder there."""
     (half.folder / "logs" / "exp_002").mkdir()
     with looking_inside() as inside:
         run = run_here("train", half.folder, recipe, "--resume")
@@ -97,7 +97,7 @@ def resumed(recipe: dict[str, Any], half: Run) -> tuple[Run, Inside]:
 
 @pytest.fixture(scope="module")
 def penalised(recipe: dict[str, Any], tmp_path_factory: pytest.TempPathFactory) -> tuple[Run, Inside]:
-    """Another seed, 2 optimizer steps a step, and a KL penalty."""
+    """Run with another seed, 2 optimizer steps per RL step, and a KL penalty."""
     words = ["grpo.seed=2", "grpo.max_num_steps=2", "policy.train_global_batch_size=8"]
     words += ["loss_fn.reference_policy_kl_penalty=0.05", "checkpointing.enabled=false"]
     with looking_inside() as inside:
@@ -113,7 +113,7 @@ def test_one_seed_gives_the_same_run_in_another_process(whole: tuple[Run, Inside
     run, _ = whole
     first, again = run.outcome()[:2], half.outcome()[:2]
     assert again == first
-    assert any(line["grad_norm"] > 0 for line in first)  # something was learnt
+    assert any(line["grad_norm"] > 0 for line in first)  # something was learned
     for line in run.metrics():
         assert line["token_mult_prob_error"] <= 1.02
         assert line["num_trained_samples"] == 16
@@ -138,9 +138,11 @@ def test_a_group_holds_different_samples(whole: tuple[Run, Inside]) -> None:
 # Checkpoints.
 
 
-def test_a_resumed_run_is_the_whole_run(whole: tuple[Run, Inside], half: Run, resumed: tuple[Run, Inside]) -> None:
+def test_a_resumed_run_equals_an_uninterrupted_one(
+    whole: tuple[Run, Inside], half: Run, resumed: tuple[Run, Inside]
+) -> None:
     run, inside = resumed
-    assert run.logs == half.logs  # it goes on in the same files
+    assert run.logs == half.logs  # it continues in the same files
     assert [line["step"] for line in run.metrics()] == [1, 2, 3, 4]
     assert run.outcome() == whole[0].outcome()
     later = {key: sample for key, sample in whole[1].samples.items() if key[0] in (3, 4)}
@@ -148,7 +150,7 @@ def test_a_resumed_run_is_the_whole_run(whole: tuple[Run, Inside], half: Run, re
     assert "3 to 4, resumed after step 2" in run.out
 
 
-def test_checkpoints_are_whole_and_the_older_ones_go(resumed: tuple[Run, Inside]) -> None:
+def test_checkpoints_are_complete_and_older_ones_are_removed(resumed: tuple[Run, Inside]) -> None:
     run, _ = resumed
     assert sorted(path.name for path in run.checkpoints.iterdir()) == ["ledger.jsonl", "step_3", "step_4"]
     newest = run.checkpoints / "step_4"
@@ -175,10 +177,10 @@ def test_the_recipe_in_a_checkpoint_is_the_recipe_of_the_run(resumed: tuple[Run,
     assert saved == load_recipe(run.folder / "recipe.yaml").config
 
 
-def test_a_full_disk_and_sigterm_cost_nothing(
+def test_a_run_survives_a_full_disk_and_sigterm(
     tmp_path: Path, recipe: dict[str, Any], whole: tuple[Run, Inside], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """No file may get long when step 2 is saved. In the middle of step 4 the run is asked to leave at once."""
+    """Limit the size of files while step 2 is saved, and send SIGTERM in the middle of step 4."""
     save, generate, versions = PolicyWorker.start_save, EngineWorker.generate, []
 
     def save_on_a_full_disk(self: PolicyWorker, folder: str) -> None:
@@ -189,7 +191,7 @@ def test_a_full_disk_and_sigterm_cost_nothing(
         finally:
             resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
 
-    def asked_to_leave(self: EngineWorker, *args: Any) -> Iterator[Any]:
+    def terminated_in_step_4(self: EngineWorker, *args: Any) -> Iterator[Any]:
         for trajectory in generate(self, *args):
             versions.append(trajectory.weight_version)
             if versions.count(4) == 6:
@@ -198,11 +200,11 @@ def test_a_full_disk_and_sigterm_cost_nothing(
 
     with monkeypatch.context() as patch:
         patch.setattr(PolicyWorker, "start_save", save_on_a_full_disk)
-        patch.setattr(EngineWorker, "generate", asked_to_leave)
+        patch.setattr(EngineWorker, "generate", terminated_in_step_4)
         run = run_here("train", tmp_path, recipe, "checkpointing.save_period=2", "grpo.val_at_start=true")
     assert run.code == 128 + signal.SIGTERM, run.err
-    told = " ".join(run.out.split())
-    assert "the checkpoint of step 2 was not written" in told and "the run goes on" in told
+    printed = " ".join(run.out.split())
+    assert "the checkpoint of step 2 was not written" in printed and "the run goes on" in printed
     assert "SIGTERM: what is trained so far is saved, then the run ends" in run.out
     assert sorted(path.name for path in run.checkpoints.iterdir()) == ["ledger.jsonl", "step_3"]
     resumed = run_here("train", tmp_path, recipe, "--resume")
@@ -231,7 +233,7 @@ def test_a_checkpoint_of_another_model(tmp_path: Path, recipe: dict[str, Any], t
     assert_one_message(run, 1, f"{checkpoint / 'policy'} holds another model", "num_layers")
 
 
-# What is left behind, and what is printed.
+# Files and output of a run.
 
 
 def test_files_and_summary(resumed: tuple[Run, Inside]) -> None:
@@ -289,8 +291,8 @@ def test_the_ratio_is_one_until_the_policy_moves_within_the_step(penalised: tupl
         assert second[0] < 1 < second[1]
 
 
-def test_a_step_that_teaches_nothing_says_so(tmp_path: Path, recipe: dict[str, Any], task: Task) -> None:
-    """An untrained model never solves the task: no reward, no gradient, and the user is told why, once."""
+def test_a_step_without_a_gradient_is_explained_once(tmp_path: Path, recipe: dict[str, Any], task: Task) -> None:
+    """An untrained model never solves the task, so there is no reward and no gradient. The user is told why, once."""
     recipe = recipe | {"policy": recipe["policy"] | {"model_name": str(task.untrained)}}
     path = tmp_path / "train.jsonl"
     path.write_text('{"input": "1%2=", "output": "123456"}\n' * 4)
@@ -303,7 +305,7 @@ def test_a_step_that_teaches_nothing_says_so(tmp_path: Path, recipe: dict[str, A
 def test_a_step_without_a_sample_in_the_loss_changes_nothing_and_can_be_saved(
     tmp_path: Path, recipe: dict[str, Any]
 ) -> None:
-    """An answer of one token is cut off before its end: the optimizer has made no step at the checkpoint."""
+    """Answers of one token are truncated and filtered: the checkpoint is of an optimizer without a step."""
     words = ["grpo.max_num_steps=1", "grpo.overlong_filtering=true", "policy.generation.max_new_tokens=1"]
     words += ["policy.generation.temperature=0.05"]
     run = run_here("train", tmp_path, recipe, *words)
@@ -312,5 +314,5 @@ def test_a_step_without_a_sample_in_the_loss_changes_nothing_and_can_be_saved(
     assert (run.checkpoints / "step_1" / "training_info.json").is_file()
 
 
-def test_log_probs_are_not_computed_where_nothing_needs_them(whole: tuple[Run, Inside]) -> None:
+def test_log_probs_are_not_computed_if_nothing_needs_them(whole: tuple[Run, Inside]) -> None:
     assert not any("timing/logprobs" in line for line in whole[0].metrics())

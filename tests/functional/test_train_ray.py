@@ -27,7 +27,7 @@ def recipe(task: Task, model: Path) -> dict[str, Any]:
     recipe["grpo"] |= {"max_num_steps": 3, "val_at_start": True, "val_at_end": True}
     recipe["policy"]["megatron_cfg"] |= {"tensor_model_parallel_size": 2}
     recipe["logger"] |= {"tensorboard_enabled": True}
-    # Every process of the run gets this variable, and is found by it.
+    # Every process of the run gets this variable, by which the test finds it.
     recipe["cluster"] = {"platform": "cpu", "gpus_per_node": 2, "env_vars": [VARIABLE]}
     return recipe
 
@@ -39,13 +39,13 @@ def mark(monkeypatch: pytest.MonkeyPatch) -> str:
     return f"{VARIABLE}={value}"
 
 
-def others(mark: str) -> list[int]:
-    """The run's processes that still live."""
+def living(mark: str) -> list[int]:
+    """Return the processes of the run that are still alive."""
     return [pid for pid in marked(mark) if "Z" not in Path(f"/proc/{pid}/stat").read_text().split(")")[-1].split()[0]]
 
 
 def shared_files(pids: list[int]) -> set[Path]:
-    """What these processes have mapped of /dev/shm and is still there."""
+    """Return the files of /dev/shm that these processes have mapped and that still exist."""
     found = set()
     for pid in pids:
         try:
@@ -60,7 +60,7 @@ def test_a_run_from_the_command_line(tmp_path: Path, recipe: dict[str, Any], mar
     run = run_command("train", tmp_path, recipe)
     print(run.out, run.err)
     assert run.code == 0, run.err
-    assert others(mark) == []
+    assert living(mark) == []
     _check_files(run)
     _check_output(run)
 
@@ -94,7 +94,7 @@ def _check_output(run: Run) -> None:
 
 
 def test_ctrl_c(tmp_path: Path, recipe: dict[str, Any], mark: str) -> None:
-    """In the middle of a run, as a terminal sends it: to the command and all that share its terminal."""
+    """Send SIGINT in the middle of a run to the whole process group, as a terminal does."""
     process = start_command("train", tmp_path, recipe, "grpo.max_num_steps=100000", "checkpointing.save_period=2")
     assert process.stdout is not None
     seen: list[str] = []
@@ -104,7 +104,7 @@ def test_ctrl_c(tmp_path: Path, recipe: dict[str, Any], mark: str) -> None:
             if line.lstrip().startswith("3/"):
                 break
         assert process.poll() is None, "".join(seen) + process.communicate()[1]
-        running = others(mark)
+        running = living(mark)
         assert len(running) > 5
         files = shared_files(running)
         assert files
@@ -120,6 +120,6 @@ def test_ctrl_c(tmp_path: Path, recipe: dict[str, Any], mark: str) -> None:
     newest = f"step_{max(int(path.name[5:]) for path in run.checkpoints.glob('step_*'))}"
     assert_one_message(run, 130, "interrupted; every process that it started has ended", f"{newest}; `--resume`")
     assert err.count("\n") <= 3
-    assert others(mark) == []
+    assert living(mark) == []
     assert not {path for path in files if path.exists()}
     assert not list(run.checkpoints.glob("tmp_*"))

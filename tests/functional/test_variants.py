@@ -1,4 +1,4 @@
-"""Every recipe of recipes/variants trains for two steps, in one process and with one engine, and does what makes it."""
+"""Every recipe of recipes/variants trains for two steps in one process, and computes what its paper says."""
 
 from __future__ import annotations
 
@@ -27,14 +27,14 @@ from grpo_mcore.parallel import policy as parallel_policy
 from grpo_mcore.recipe import MasterConfig, load_recipe, samples_per_step
 from tests.functional.runs import Task
 
-pytestmark = pytest.mark.filterwarnings("ignore:::megatron.core.*")  # what it says of its own future
+pytestmark = pytest.mark.filterwarnings("ignore:::megatron.core.*")  # its own deprecations
 VARIANTS = Path(__file__).resolve().parents[2] / "recipes" / "variants"
-SAMPLES = 32  # of a step, where the recipes have 256
+SAMPLES = 32  # per step; the recipes have 256
 
 
 @dataclass
 class Term:
-    """One call of the loss: a whole optimizer step, because one bin holds it. Tensors [tokens]."""
+    """One call of the loss, which is a whole optimizer step because one bin holds it. Tensors are [tokens]."""
 
     term: PolicyTerm
     curr: Tensor
@@ -44,7 +44,7 @@ class Term:
 
 @dataclass
 class Variant:
-    """What a run of two steps did."""
+    """Record of a run of two steps."""
 
     config: MasterConfig
     batches: list[StepBatch] = field(default_factory=list)
@@ -54,11 +54,11 @@ class Variant:
     lines: list[dict[str, Any]] = field(default_factory=list)
 
     def rewards(self, step: int) -> Tensor:
-        """[groups, samples]."""
+        """Return the rewards of a step, [groups, samples]."""
         return self.batches[step].rewards.reshape(-1, self.config.grpo.num_generations_per_prompt)
 
     def advantages(self, step: int) -> Tensor:
-        """[groups, samples]."""
+        """Return the advantages of a step, [groups, samples]."""
         advantages = self.targets[step].advantages
         assert advantages is not None
         return advantages.reshape_as(self.rewards(step))
@@ -104,7 +104,7 @@ class Stage:
             "logger.tensorboard_enabled": False,
             "cluster": "{backend: local, gpus_per_node: 1}",
         }
-        if name == "dapo":  # the answers are one digit and the end: 2 tokens
+        if name == "dapo":  # an answer is one digit and the end token
             words |= {"grpo.reward_shaping": "{max_response_length: 3, overlong_buffer_length: 2}"}
         if name == "gdpo":
             words |= {"env.math.format_pattern": '"1"'}
@@ -126,7 +126,7 @@ class Stage:
         start = grpo.GRPOSaveState(
             consumed_samples=0, current_step=0, current_epoch=0, total_steps=0, total_valid_tokens=0
         )
-        with closing(Logger(config.logger)) as logger, in_the_mesh_of_the_first(), looking_inside(config) as variant:
+        with closing(Logger(config.logger)) as logger, sharing_the_first_mesh(), looking_inside(config) as variant:
             policy = setup.start_policy(config, self.cluster, self.shared)
             grpo.grpo_train(
                 policy, self.engines, dataloader, None, self.tokenizer, setup.make_loss(config), environments, None,
@@ -141,8 +141,8 @@ class Stage:
 
 
 @contextmanager
-def in_the_mesh_of_the_first() -> Iterator[None]:
-    """A policy joins no mesh of its own: in process the engine lives in the one that the first policy joined."""
+def sharing_the_first_mesh() -> Iterator[None]:
+    """Keep policies from joining a mesh of their own: the engine of this process uses the first policy's."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(parallel_policy, "join_mesh", lambda *_: torch.device("cpu"))
         patch.setattr(parallel_policy, "leave_mesh", lambda: None)
@@ -200,14 +200,14 @@ def test_it_trains(stage: Stage, name: str) -> None:
     assert len(variant.optimizer_steps) == 2 * (2 if name in ("dapo", "gspo", "cispo") else 1)
 
 
-def test_grpo_divides_by_the_deviation_of_the_group_and_pays_for_kl(stage: Stage) -> None:
+def test_grpo_divides_by_the_std_of_the_group_and_penalises_kl(stage: Stage) -> None:
     variant = stage.ran("grpo")
     rewards = variant.rewards(0)
     std = rewards.std(1, keepdim=True)
     near(variant.advantages(0), (rewards - rewards.mean(1, keepdim=True)) / (std + 1e-6) * (std > 0))
     penalties = [step["kl_penalty"] for step in variant.optimizer_steps]
     assert penalties[0] == pytest.approx(0, abs=1e-9) and penalties[1] > 1e-6
-    # by sequence, and the ratio is 1: what is left of the policy's loss is the sum of the advantages, which is 0
+    # The mean is by sequence and the ratio is 1, so the policy loss is the sum of the advantages, which is 0.
     assert variant.optimizer_steps[0]["policy_loss"] == pytest.approx(0, abs=1e-6)
 
 
@@ -229,7 +229,7 @@ def test_dapo_trains_on_groups_that_differ_and_shapes_long_answers(stage: Stage)
     assert 1.2 < clipped.max() <= 1.28 + 1e-9 and clipped.min() >= 0.8 - 1e-9
 
 
-def test_async_trains_on_samples_of_the_version_before_and_weighs_them(stage: Stage) -> None:
+def test_async_trains_on_samples_of_the_previous_version_and_weights_them(stage: Stage) -> None:
     variant = stage.ran("async")
     assert [line["trajectory_age_max"] for line in variant.lines] == [0, 1]
     assert [line["num_groups_ahead"] for line in variant.lines] == [8, 0]
@@ -249,7 +249,7 @@ def test_dr_grpo_divides_by_constants(stage: Stage) -> None:
 
 def test_gspo_has_one_ratio_a_sequence_and_clips_it(stage: Stage) -> None:
     variant = stage.ran("gspo")
-    assert [step["clip_fraction_high"] for step in variant.optimizer_steps[::2]] == [0, 0]  # it has not moved yet
+    assert [step["clip_fraction_high"] for step in variant.optimizer_steps[::2]] == [0, 0]  # it has not moved
     for term, step in zip(variant.terms[1::2], variant.optimizer_steps[1::2], strict=True):
         highest, lowest = (
             term.tokens.maximum_by_sequence(term.term.ratio),
@@ -264,17 +264,17 @@ def test_gspo_has_one_ratio_a_sequence_and_clips_it(stage: Stage) -> None:
         assert step["clip_fraction_low"] + step["clip_fraction_high"] > 0
 
 
-def test_cispo_weighs_every_token_by_its_bounded_ratio(stage: Stage) -> None:
+def test_cispo_weights_every_token_by_its_bounded_ratio(stage: Stage) -> None:
     variant = stage.ran("cispo")
     for term in variant.terms:
         ratio = term.term.ratio
         near(term.term.loss, -term.advantages * ratio.clamp(0, 6) * term.curr, 1e-12)
     moved = torch.cat([term.term.ratio for term in variant.terms[1::2]])
-    assert moved.max() > 1.2  # where the others would have stopped
+    assert moved.max() > 1.2  # where clipping would have stopped the others
     assert {step["clip_fraction_low"] for step in variant.optimizer_steps} == {0.0}
 
 
-def test_rloo_compares_with_the_others_after_paying_for_kl(stage: Stage) -> None:
+def test_rloo_subtracts_the_mean_of_the_others_after_the_kl_penalty(stage: Stage) -> None:
     variant = stage.ran("rloo")
     rewards = variant.rewards(0)  # the policy is the reference: no KL yet
     near(variant.advantages(0), rewards - (rewards.sum(1, keepdim=True) - rewards) / 3, 1e-4)
@@ -302,7 +302,7 @@ def test_reinforce_plus_plus_standardises_over_the_tokens_of_the_step(stage: Sta
     assert abs(variant.lines[1]["kl_in_reward"]) > 1e-5
 
 
-def test_gdpo_compares_each_named_reward_by_itself(stage: Stage) -> None:
+def test_gdpo_normalises_each_named_reward_by_itself(stage: Stage) -> None:
     variant = stage.ran("gdpo")
     scores = [score.rewards_by_name for group in variant.batches[0].groups for score in group.scores]
     total = torch.zeros(SAMPLES // 4, 4, dtype=torch.float64)

@@ -1,4 +1,4 @@
-"""Environments of the tests, named by import path."""
+"""Environments that tests name by import path."""
 
 from __future__ import annotations
 
@@ -9,8 +9,8 @@ from grpo_mcore.environments.interfaces import EnvironmentInterface, Environment
 
 
 class Faulty(EnvironmentInterface):
-    """Scores like the math environment, but for two questions: of `config["infinite"]` the first sample gets an
-    infinite reward, as where a reward divides by zero; of `config["down"]` no sample gets any."""
+    """Score like the math environment, except for two questions: the first sample of `config["infinite"]` gets an
+    infinite reward, as after a division by zero; no sample of `config["down"]` gets a reward."""
 
     def step(
         self, message_log_batch: Sequence[Sequence[Mapping[str, Any]]], metadata: Sequence[dict[str, Any]]
@@ -31,7 +31,7 @@ class Faulty(EnvironmentInterface):
 
 
 class Talkative(EnvironmentInterface):
-    """`config["each"]` for every character."""
+    """Reward every character with `config["each"]`."""
 
     def step(
         self, message_log_batch: Sequence[Sequence[Mapping[str, Any]]], metadata: Sequence[dict[str, Any]]
