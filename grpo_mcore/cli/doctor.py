@@ -43,7 +43,7 @@ def run(args: argparse.Namespace) -> int:
 
 def needs_of(config: MasterConfig | None, ports: tuple[int, ...] = ()) -> Needs:
     """What a recipe asks of a node."""
-    from grpo_mcore.environments.sandbox import TRUST
+    from grpo_mcore.environments.sandbox.sandboxes import TRUST
     from grpo_mcore.tools.doctor import Needs
 
     if config is None:

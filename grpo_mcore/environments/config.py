@@ -8,20 +8,23 @@ from typing import Any, ClassVar, Self
 
 from pydantic import BaseModel, ConfigDict, ValidationError
 
-from grpo_mcore.environments.registry import EnvironmentConfigError
+
+class EnvironmentConfigError(ValueError):
+    """An environment's name or its `env.<name>` section is wrong."""
 
 
 class EnvConfig(BaseModel):
-    """Known keys with typed values."""
+    """A section with known keys and typed values."""
 
     model_config = ConfigDict(extra="forbid")
 
     section: ClassVar[str]
-    """Its place in a recipe, such as `env.math`."""
+    """The section's place in a recipe, such as `env.math`."""
 
     @classmethod
     def read(cls, section: Mapping[str, Any]) -> Self:
-        """Raises EnvironmentConfigError that names the key and, for an unknown one, the nearest known."""
+        """Return the validated section. Raises EnvironmentConfigError that names the wrong key and, for an unknown one,
+        the nearest known key."""
         for key in section:
             if key not in cls.model_fields:
                 near = difflib.get_close_matches(key, cls.model_fields, n=1)

@@ -1,8 +1,8 @@
 r"""Math answers compared as strings, for data whose answers are short (DAPO, arXiv 2503.14476, section 3.4): the
-answer stands in a last line "Answer: ...", and the reward is 1 where it is the truth, -1 elsewhere (equation 7).
+answer is in a last line "Answer: ...", and the reward is 1 where it is the truth, -1 elsewhere (equation 7).
 
-Before they are compared, truth and answer are brought to one way of writing: no units and no dollar signs,
-\frac{1}{2} for \dfrac12, 1000 for 1,000.
+Truth and answer are normalised before they are compared: no units and no dollar signs, \frac{1}{2} for \dfrac12, 1000
+for 1,000.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ _UNIT = re.compile(rf"(?<=[\d}})])(?:\s*\\?(?:{'|'.join(_UNITS.split())})\b(?:\s
 
 
 def dapo_math_verify(response: str, truth: str) -> tuple[float, str | None]:
-    """(1 or -1, the answer as compared)."""
+    """Return (1 or -1, the answer as compared)."""
     answer = find_answer(response)
     if answer is None:
         return -1.0, None
@@ -39,13 +39,13 @@ def dapo_math_verify(response: str, truth: str) -> tuple[float, str | None]:
 
 
 def find_answer(response: str) -> str | None:
-    """What stands after the last "Answer:" of the last 300 characters, to the end of its line."""
+    """Return the text after the last "Answer:" of the last 300 characters, to the end of its line."""
     found = _ANSWER.findall(response[-_TAIL:])
     return found[-1].strip() if found else None
 
 
 def normalized(answer: str) -> str:
-    r"""One way of writing for what means the same. Of an equation, its right side: "x = 5" is "5"."""
+    r"""Return the normal form of an answer; of an equation the right side: "x = 5" is "5"."""
     box = _BOX.findall(answer)
     text = box[-1] if box else answer
     text = text.rpartition("=")[2].strip().strip("*").rstrip(".").strip()

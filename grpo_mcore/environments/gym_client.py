@@ -1,4 +1,4 @@
-"""The HTTP side of NeMo Gym's contract: where its agents are, and one rollout after another asked of them."""
+"""The HTTP client of a NeMo Gym: finds its agents and requests rollouts from them."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import asyncio
 import json
 import time
 from collections.abc import Mapping
-from typing import Any
+from typing import Any, Protocol
 
 import aiohttp
 import yaml
@@ -14,16 +14,29 @@ import yaml
 from grpo_mcore.environments.gym_result import GymFailure
 
 SHORT_TIMEOUT_S = 60.0
-"""Of requests that no rollout hangs on."""
+"""Time limit of requests other than rollouts."""
+
+
+class PolicyEndpoint(Protocol):
+    """The address of the policy's own chat endpoint. `url` ends before the API's `/v1`."""
+
+    @property
+    def url(self) -> str: ...
+
+    @property
+    def token(self) -> str: ...
 
 
 class GymError(RuntimeError):
-    """The Gym is not there, or does not know an agent."""
+    """The Gym does not answer, or does not have an agent."""
 
 
 class GymClient:
-    """`agents`: name -> URL of agents that need not be asked for. `head_server_url`: of the server that knows the
-    others; it may take `start_timeout_s` to come up. `timeout_s`: of one rollout. Used within one event loop."""
+    """A connection to one Gym, used within one event loop.
+
+    `agents`: name -> URL of agents that are known already. `head_server_url`: the server that knows the others; it may
+    take `start_timeout_s` to come up. `timeout_s`: limit of one rollout.
+    """
 
     def __init__(
         self, head_server_url: str | None, agents: Mapping[str, str], *, start_timeout_s: float, timeout_s: float
@@ -33,7 +46,7 @@ class GymClient:
         self._session: aiohttp.ClientSession | None = None
 
     async def open(self) -> None:
-        """Cookies name a Gym's sessions: each rollout has its own, so none is kept here."""
+        """Open the HTTP session. It keeps no cookies: they name a Gym's sessions, of which each rollout has its own."""
         connector = aiohttp.TCPConnector(limit=0)
         self._session = aiohttp.ClientSession(connector=connector, cookie_jar=aiohttp.DummyCookieJar())
 
@@ -42,7 +55,7 @@ class GymClient:
             await self._session.close()
 
     async def agent_url(self, name: str) -> str:
-        """Raises GymError, which ends the run, for an agent that the Gym does not have."""
+        """Return an agent's URL. Raises GymError, which ends the run, for an agent that the Gym does not have."""
         if name not in self._agents:
             if self._head is None:
                 raise GymError(f"env.nemo_gym: no URL for the agent {name!r}; set agents, or head_server_url")
@@ -69,10 +82,10 @@ class GymClient:
             found = yaml.safe_load(text)
             return yaml.safe_load(found) if isinstance(found, str) else found  # JSON of the YAML's text
         except (aiohttp.ClientError, TimeoutError, yaml.YAMLError) as error:
-            raise GymError(f"the Gym's head server does not answer at {url}: {_named(error)}") from error
+            raise GymError(f"the Gym's head server does not answer at {url}: {_describe(error)}") from error
 
     async def run(self, agent: str, row: Mapping[str, Any]) -> Any:
-        """The reply to one rollout. Raises GymFailure: 5xx and a broken connection may be tried again, 4xx not."""
+        """Return the reply to a rollout. Raises GymFailure: 5xx and a broken connection may be tried again, 4xx not."""
         url = await self.agent_url(agent)
         assert self._session is not None
         try:
@@ -81,7 +94,7 @@ class GymClient:
         except TimeoutError as error:
             raise GymFailure(f"no result of the agent {agent} within {self._timeout.total:g} s") from error
         except aiohttp.ClientError as error:
-            raise GymFailure(f"the agent {agent} at {url}: {_named(error)}", again=True) from error
+            raise GymFailure(f"the agent {agent} at {url}: {_describe(error)}", again=True) from error
         if reply.status >= 400:
             said = content[:300].decode(errors="replace")
             raise GymFailure(f"the agent {agent} answers {reply.status}: {said}", again=reply.status >= 500)
@@ -90,9 +103,9 @@ class GymClient:
         except ValueError as error:
             raise GymFailure(f"the agent {agent} answers with no JSON: {content[:80]!r}") from error
 
-    async def weight_versions(self, endpoint: Any, fingerprints: list[str]) -> list[Any]:
-        """Of each, which weights read and generated its tokens, as the endpoint knows them. Raises GymFailure for
-        tokens that are not the policy's."""
+    async def weight_versions(self, endpoint: PolicyEndpoint, fingerprints: list[str]) -> list[Any]:
+        """Return for each call which weights read and generated its tokens, as the endpoint has recorded them. Raises
+        GymFailure for tokens that the endpoint has not generated."""
         assert self._session is not None
         try:
             async with self._session.post(
@@ -104,7 +117,7 @@ class GymClient:
                 reply.raise_for_status()
                 found = (await reply.json())["weight_versions"]
         except (aiohttp.ClientError, TimeoutError) as error:
-            raise GymFailure(f"the policy's endpoint at {endpoint.url}: {_named(error)}") from error
+            raise GymFailure(f"the policy's endpoint at {endpoint.url}: {_describe(error)}") from error
         if None in found:
             raise GymFailure(
                 f"the policy's endpoint has not generated these tokens (turn {found.index(None) + 1}): the Gym's model "
@@ -114,7 +127,7 @@ class GymClient:
 
 
 def agents_of(config: Any) -> dict[str, str]:
-    """Name -> URL of all agents in a Gym's configuration: {name: {responses_api_agents: {kind: {host, port}}}}."""
+    """Return name -> URL of a Gym's agents. `config`: {name: {responses_api_agents: {kind: {host, port}}}}."""
     agents = {}
     for name, section in config.items() if isinstance(config, dict) else ():
         kinds = section.get("responses_api_agents") if isinstance(section, dict) else None
@@ -124,11 +137,11 @@ def agents_of(config: Any) -> dict[str, str]:
     return agents
 
 
-def _named(error: Exception) -> str:
+def _describe(error: Exception) -> str:
     return f"{type(error).__name__}: {error}" if str(error) else type(error).__name__
 
 
 async def backoff(attempt: int) -> None:
-    """Waits before attempt number `attempt` (from 1)."""
+    """Wait before a retry: `attempt` counts from 0, the first attempt, before which there is no wait."""
     if attempt:
         await asyncio.sleep(min(2.0 ** (attempt - 1), 30.0) * 0.5)

@@ -1,4 +1,4 @@
-"""What a NeMo Gym sends back for one rollout, as a trajectory: the very tokens that the policy's engines generated."""
+"""Reads the result of a NeMo Gym rollout as a trajectory, with the exact tokens that the policy's engines generated."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ FAILURE, NOT_KEPT, TERMINAL = "_ng_failure_class", "_ng_no_persist", "_ng_failur
 
 
 class GymFailure(Exception):
-    """A rollout without a reward that could be learned from. The text says why; `again`: another attempt may do."""
+    """A rollout that gives no reward to learn from. The text says why; `again`: another attempt may succeed."""
 
     def __init__(self, why: str, again: bool = False) -> None:
         super().__init__(why, again)
@@ -28,7 +28,7 @@ class GymFailure(Exception):
 
 @dataclass(frozen=True)
 class ModelCall:
-    """One call of the policy, as an item of the output brings it: the whole prompt, and what was generated."""
+    """One call of the policy, from an item of the output: the whole prompt, and the generated tokens."""
 
     prompt: list[int]
     generated: list[int]
@@ -42,7 +42,8 @@ class ModelCall:
 
 @dataclass(frozen=True)
 class GymRollout:
-    """`calls`: those that continue each other, from the first on. `cut_calls`: how many came after them and do not."""
+    """`calls`: from the first on, as long as each continues the one before. `cut_calls`: the number of calls after
+    these, which are left out."""
 
     calls: tuple[ModelCall, ...]
     cut_calls: int
@@ -51,20 +52,20 @@ class GymRollout:
     prompt_text: str
 
     def fingerprints(self) -> list[str]:
-        """Of each call's tokens, for the endpoint that generated them."""
+        """Return the fingerprint of each call's tokens, by which the endpoint that generated them knows them."""
         return [fingerprint(call.tokens) for call in self.calls]
 
     def trajectory(
         self, uid: str, generation_index: int, weight_versions: Sequence[Sequence[Sequence[int]]]
     ) -> Trajectory:
-        """`weight_versions`: of each call, as the endpoint has them."""
+        """Build the trajectory. `weight_versions`: spans of (version, first, last) for each call, from the endpoint."""
         turns: list[Turn] = []
         spans: list[tuple[int, int, int]] = []
         length = 0
         for call, versions in zip(self.calls, weight_versions, strict=True):
-            said = call.prompt[length:]
+            added = call.prompt[length:]
             role = "user" if not turns else "environment"
-            turns.append(Turn(role, torch.tensor(said, dtype=torch.int64), text="" if turns else self.prompt_text))
+            turns.append(Turn(role, torch.tensor(added, dtype=torch.int64), text="" if turns else self.prompt_text))
             turns.append(
                 Turn(
                     "assistant",
@@ -91,9 +92,9 @@ class GymRollout:
 
 
 def read_result(result: Any, seconds: float) -> GymRollout:
-    """`result`: the reply of the agent's /run. Raises GymFailure."""
+    """Read the reply of the agent's /run. Raises GymFailure."""
     if not isinstance(result, dict):
-        raise GymFailure(f"the Gym's result is no object, but {type(result).__name__}")
+        raise GymFailure(f"the Gym's result is not an object, but {type(result).__name__}")
     if FAILURE in result:
         final = bool(result.get(TERMINAL))
         raise GymFailure(f"the Gym says {result[FAILURE]!r}", again=not final)
@@ -113,7 +114,7 @@ def read_result(result: Any, seconds: float) -> GymRollout:
         raise GymFailure(
             "no item of the output has generation_token_ids: set return_token_id_information for the Gym's model server"
         )
-    kept = _continuing(calls)
+    kept = _continued(calls)
     details = response.get("incomplete_details")
     reason = details.get("reason") if isinstance(details, dict) else None
     cut = len(calls) - len(kept)
@@ -136,7 +137,7 @@ def _calls(output: Sequence[Any]) -> list[ModelCall]:
         generated = _ids(item, "generation_token_ids")
         logprobs = item.get("generation_log_probs")
         if not isinstance(logprobs, list) or len(logprobs) != len(generated):
-            raise GymFailure(f"{len(generated)} tokens were generated, their generation_log_probs are others")
+            raise GymFailure(f"generation_log_probs must have one entry for each of the {len(generated)} tokens")
         numbers = [_number(value) for value in logprobs]
         if None in numbers:
             raise GymFailure(f"a log-prob is {logprobs[numbers.index(None)]!r}")
@@ -145,8 +146,8 @@ def _calls(output: Sequence[Any]) -> list[ModelCall]:
     return calls
 
 
-def _continuing(calls: Sequence[ModelCall]) -> list[ModelCall]:
-    """Those from the first on of which each prompt begins with all tokens before."""
+def _continued(calls: Sequence[ModelCall]) -> list[ModelCall]:
+    """Return the calls from the first on, as long as each prompt begins with all tokens of the call before."""
     kept = [calls[0]]
     for call in calls[1:]:
         before = kept[-1].tokens
@@ -159,26 +160,26 @@ def _continuing(calls: Sequence[ModelCall]) -> list[ModelCall]:
 def _ids(item: Mapping[str, Any], name: str) -> list[int]:
     ids = item.get(name)
     if not isinstance(ids, list) or not ids or not all(type(token) is int and token >= 0 for token in ids):
-        raise GymFailure(f"{name} is no list of token ids")
+        raise GymFailure(f"{name} is not a list of token ids")
     return ids
 
 
 def _number(value: Any) -> float | None:
-    """None for what is no finite number."""
+    """Return a finite number as a float, anything else as None."""
     if isinstance(value, bool) or not isinstance(value, int | float):
         return None
     return float(value) if math.isfinite(value) else None
 
 
 def _parts(result: Mapping[str, Any]) -> dict[str, float]:
-    """`reward_components`, where they are numbers."""
+    """Return those `reward_components` that are numbers."""
     parts = result.get("reward_components")
     found = {str(name): _number(value) for name, value in parts.items()} if isinstance(parts, dict) else {}
     return {name: value for name, value in found.items() if value is not None}
 
 
 def _text(item: Mapping[str, Any]) -> str:
-    """What the policy says in an item, for people."""
+    """Return the policy's text of an item, for people to read."""
     if item.get("type") == "function_call":
         return f"{item.get('name')}({item.get('arguments')})"
     if item.get("role") != "assistant":

@@ -1,4 +1,4 @@
-"""What an environment is: it reads conversations and gives observations, rewards and an end."""
+"""The interface of an environment: it reads conversations and returns observations, rewards and whether they end."""
 
 from __future__ import annotations
 
@@ -12,14 +12,14 @@ from grpo_mcore.rollout.trajectory import Outcome, Trajectory
 
 
 class EnvironmentReturn(NamedTuple):
-    """One entry a conversation in every list.
+    """The results of one step. Every list has one entry per conversation.
 
-    `observations`: {"role", "content"}, what the world says next; the role `tool` is kept where the chat template
-    has it, any other becomes `user`. `metadata`: what the next step gets, None: the same again.
-    `next_stop_strings`: of the next turn, None: the same again. `terminateds`: the conversation is over.
-    `rewards`: of this turn alone, those of a conversation are added up; None where the environment failed
-    (excluded and counted, never 0). `answers`: what was taken for the answer. `reasons`: why it got that reward.
-    `rewards_by_name`: the parts of a reward that has several.
+    `observations`: {"role", "content"}, the environment's next message; the role `tool` is kept where the chat
+    template has it, any other becomes `user`. `metadata`: passed to the next step; None: unchanged.
+    `next_stop_strings`: of the next turn; None: unchanged. `terminateds`: whether the conversation is over.
+    `rewards`: of this turn alone, a conversation's turns are added up; None where the environment failed (excluded
+    and counted, never 0). `answers`: the extracted answer. `reasons`: why it got that reward. `seconds`: that scoring
+    took. `rewards_by_name`: the parts of a reward that has several.
     """
 
     observations: list[dict[str, str]]
@@ -34,38 +34,38 @@ class EnvironmentReturn(NamedTuple):
 
 
 class EnvironmentBase:
-    """Built from its section of the recipe, `env.<name>`. Several threads may use one instance."""
+    """The base of all environments, built from a recipe's section `env.<name>`. Several threads may use an instance."""
 
     needs: ClassVar[dict[str, float]] = {"cpus": 1.0, "gpus": 0.0}
-    """What one instance asks of the cluster."""
+    """Processors and accelerators that one instance needs."""
     concurrent_calls: ClassVar[int] = 1
-    """Calls that may run at a time, in threads, where it is a worker of its own."""
+    """Maximum concurrent calls of one instance, each in a thread, where the instance is a cluster worker."""
     config_class: ClassVar[type[EnvConfig] | None] = None
-    """What `config` becomes. None: it stays a dict, with any keys."""
+    """The type of `config`. None: a dict with any keys."""
 
     def __init__(self, config: Mapping[str, Any] | None = None) -> None:
         self.config: Any = self.read_config(config or {})
 
     @classmethod
     def patience_s(cls, config: Mapping[str, Any]) -> float | None:
-        """Of one that plays whole samples itself, as a NeMo Gym does: the longest that it works on them, in seconds.
-        None: it scores turns of the rollouts here."""
+        """Return the longest time, in seconds, that an environment may work on a sample that it plays itself, as a NeMo
+        Gym does. None: the environment scores turns of our own rollouts."""
         return None
 
     @classmethod
     def read_config(cls, config: Mapping[str, Any]) -> Any:
-        """A section of the recipe as instances have it. Raises EnvironmentConfigError that names the key."""
+        """Return a recipe's section in the form of `config`. Raises EnvironmentConfigError that names the key."""
         return dict(config) if cls.config_class is None else cls.config_class.read(config)
 
     @classmethod
     def resources(cls, config: Mapping[str, Any]) -> dict[str, float]:
-        """What an instance with this section of the recipe asks of the cluster: {"cpus", "gpus"}. Raises
+        """Return what an instance with this section needs of the cluster: {"cpus", "gpus"}. Raises
         EnvironmentConfigError where the section is wrong, before anything is started."""
         cls.read_config(config)
         return dict(cls.needs)
 
     def shutdown(self) -> None:
-        """Frees what the environment holds; it is not used afterwards."""
+        """Free what the environment holds. It is not used afterwards."""
 
 
 class EnvironmentInterface(EnvironmentBase, ABC):
@@ -75,12 +75,12 @@ class EnvironmentInterface(EnvironmentBase, ABC):
     def step(
         self, message_log_batch: Sequence[Sequence[Mapping[str, Any]]], metadata: Sequence[dict[str, Any]]
     ) -> EnvironmentReturn:
-        """The world's answer to each conversation. `message_log_batch[i]`: messages {"role", "content"} so
-        far; `metadata[i]`: the prompt's `extra_env_info`, or what the last step returned for it."""
+        """Return the environment's answer to each conversation. `message_log_batch[i]`: the messages {"role",
+        "content"} so far; `metadata[i]`: the prompt's `extra_env_info`, or what the last step returned for it."""
 
     def advance(self, metadata: Sequence[dict[str, Any]], *trajectories: Trajectory) -> list[Outcome]:
-        """`step` on these trajectories, in order: the verdicts on their last turns. They come as separate arguments
-        so that object references in their place are resolved by the cluster."""
+        """Call `step` on these trajectories and return the outcomes of their last turns, in order. Trajectories are
+        separate arguments so that the cluster resolves object references in their place."""
         if len(metadata) != len(trajectories):
             raise ValueError(f"advance: {len(metadata)} metadata for {len(trajectories)} trajectories")
         start = time.perf_counter()
@@ -94,14 +94,14 @@ class EnvironmentInterface(EnvironmentBase, ABC):
                 answer=answer,
                 reason=reason,
                 seconds=taken,
-                rewards_by_name=named,
+                rewards_by_name=parts,
                 terminated=bool(terminated),
-                observation=said.get("content"),
-                role=said.get("role", "user"),
+                observation=message.get("content"),
+                role=message.get("role", "user"),
                 stop_strings=None if stops is None else tuple(stops),
                 metadata=state,
             )
-            for reward, answer, reason, taken, named, terminated, said, stops, state in zip(
+            for reward, answer, reason, taken, parts, terminated, message, stops, state in zip(
                 result.rewards,
                 result.answers,
                 result.reasons,
@@ -116,17 +116,17 @@ class EnvironmentInterface(EnvironmentBase, ABC):
         ]
 
     def global_post_process_and_metrics(self, batch: Mapping[str, Sequence[Any]]) -> dict[str, float]:
-        """Metrics over a whole batch of samples; `batch` has the columns `rewards` and `uid`."""
+        """Return metrics over a whole batch of samples. `batch` has the columns `rewards` and `uid`."""
         return {}
 
 
 def conversation(trajectory: Trajectory) -> list[dict[str, Any]]:
-    """A trajectory as messages; `generated` tells the policy's words from those of a prompt."""
+    """Return a trajectory as messages. `generated` marks those that the policy wrote."""
     return [{"role": turn.role, "content": turn.text, "generated": turn.loss_mask} for turn in trajectory.turns]
 
 
 def response_text(messages: Sequence[Mapping[str, Any]]) -> str:
-    """What the policy said: the generated messages where they are marked, else those of the assistant."""
+    """Return the policy's text: of the generated messages where they are marked, else of those of the assistant."""
     marked = [message for message in messages if message.get("generated")]
-    said = marked or [message for message in messages if message["role"] == "assistant"]
-    return "".join(message["content"] for message in said)
+    chosen = marked or [message for message in messages if message["role"] == "assistant"]
+    return "".join(message["content"] for message in chosen)

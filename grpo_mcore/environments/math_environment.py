@@ -14,9 +14,8 @@ from typing import Any, ClassVar, Literal, NamedTuple
 
 from pydantic import Field
 
-from grpo_mcore.environments.config import EnvConfig
+from grpo_mcore.environments.config import EnvConfig, EnvironmentConfigError
 from grpo_mcore.environments.interfaces import EnvironmentInterface, EnvironmentReturn, response_text
-from grpo_mcore.environments.registry import EnvironmentConfigError
 from grpo_mcore.environments.verifier_pool import Result, VerifierPool, WorkerSpec
 from grpo_mcore.environments.verifiers import (
     HF_MATH_VERIFY,
@@ -34,28 +33,28 @@ class MathEnvConfig(EnvConfig):
     section: ClassVar[str] = "env.math"
 
     num_workers: int = Field(8, ge=1)
-    """Processes that verify at the same time."""
+    """Number of worker processes."""
     verifier_type: Literal["math", "english_multichoice", "multilingual_multichoice"] = "math"
-    """What answers are: math, checked by math_verify_impl, or the letter of a multiple choice after "Answer:"."""
+    """Kind of answer: math, checked by math_verify_impl, or the letter of a multiple choice after "Answer:"."""
     math_verify_impl: str = HF_MATH_VERIFY
     """`hf_math_verify`; `dapo_math_verify`, which compares what follows "Answer:" as a string and gives 1 or -1; or
     the import path of `fn(response, truth) -> bool | float | (bool | float, answer)`."""
     verify_timeout_s: float = Field(5.0, gt=0)
-    """Seconds that one verification may take; then its process is killed and the sample has no reward."""
+    """Seconds of wall-clock time for one verification; then its process is killed and the sample has no reward."""
     verify_memory_gb: float = Field(2.0, gt=0)
     """GiB that one verification process may use."""
     stop_strings: list[str] | None = None
     """Strings that end a generation for this environment."""
     format_pattern: str | None = None
-    """Regular expression (Python's) that the whole response must match for the part `format`, 0 or 1. null: no
-    parts. Write it so that it cannot backtrack without end: it has no time limit of its own."""
+    """Python regular expression that the whole response must match for the part `format`, 0 or 1. null: no parts.
+    Write it so that it cannot backtrack without end: it has no time limit of its own."""
     format_reward: float = Field(0.0, ge=0, lt=1)
-    """What a response in the right format adds to the reward, right or wrong: below 1, so that 1 is still reached
-    by right answers alone (where the verifier says 0 or 1). Needs format_pattern."""
+    """Reward of a response in the right format, added whether the answer is right or wrong. It is below 1, so that
+    only right answers reach 1 (with a verifier that says 0 or 1). Needs format_pattern."""
 
     @classmethod
     def read(cls, section: Mapping[str, Any]) -> MathEnvConfig:
-        """Raises EnvironmentConfigError that names the key and, for an unknown one, the nearest known."""
+        """Return the validated section. Raises EnvironmentConfigError that names the wrong key."""
         config = super().read(section)
         if config.verifier_type != "math" and config.math_verify_impl != HF_MATH_VERIFY:
             raise EnvironmentConfigError(
@@ -68,13 +67,13 @@ class MathEnvConfig(EnvConfig):
             re.compile(config.format_pattern or "")
         except re.error as error:
             raise EnvironmentConfigError(
-                f"env.math.format_pattern: {config.format_pattern!r} is no regular expression: {error}"
+                f"env.math.format_pattern: {config.format_pattern!r} is not a regular expression: {error}"
             ) from error
         return config
 
 
 class Verdict(NamedTuple):
-    """`reward` None: the verification itself failed, and `reason` says how. `seconds`: that it took."""
+    """The result of one verification. `reward` None: the verification itself failed, and `reason` says how."""
 
     reward: float | None
     answer: str | None
@@ -83,8 +82,8 @@ class Verdict(NamedTuple):
 
 
 class MathEnvironment(EnvironmentInterface):
-    """Single-turn. Each conversation's metadata holds `ground_truth`; the answer is taken from all that the
-    policy said. With `format_pattern`, `rewards_by_name` is {"correct": 0 or 1, "format": 0 or 1}."""
+    """Single-turn. Each conversation's metadata holds `ground_truth`; the answer is taken from all of the policy's
+    text. With `format_pattern`, `rewards_by_name` is {"correct": 0 or 1, "format": 0 or 1}."""
 
     concurrent_calls = 32
     config_class = MathEnvConfig
@@ -151,8 +150,8 @@ class MathEnvironment(EnvironmentInterface):
         return verdict.reward + self.config.format_reward * parts.get("format", 0.0)
 
     def global_post_process_and_metrics(self, batch: Mapping[str, Sequence[Any]]) -> dict[str, float]:
-        """`accuracy` and `pass@k` over the samples that have a reward, and how many have none (`num_failed`). A
-        reward of 1 or more is that of a right answer.
+        """Return `accuracy` and `pass@k` over the samples that have a reward, and how many have none (`num_failed`). A
+        reward of 1 or more means a right answer.
 
         `batch["rewards"]`: floats or None; `batch["uid"]` (only for pass@k): the prompt of each sample, and
         `batch["k"]`: the numbers k wanted.
@@ -182,7 +181,7 @@ def _verdict(result: Result, truth: str) -> Verdict:
 
 
 def _right_by_prompt(uids: Sequence[str], rewards: Sequence[float | None]) -> list[list[bool]]:
-    """For each prompt, of every sample that has a reward whether it is right."""
+    """Return for each prompt whether its samples are right, without those that have no reward."""
     by_prompt: dict[str, list[bool]] = defaultdict(list)
     for uid, reward in zip(uids, rewards, strict=True):
         if reward is not None:

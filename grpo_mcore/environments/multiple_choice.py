@@ -1,6 +1,6 @@
 """Multiple choice: the letter after the last "Answer:" is compared with that of the truth; reward 1 or 0.
 
-Multilingual: the word for answer in any of the languages below, and letters in their scripts.
+The multilingual verifier knows the word for answer in the languages below, and letters in their scripts.
 """
 
 from __future__ import annotations
@@ -46,7 +46,7 @@ _BEFORE = r"(?:\s|\*|\$|\\boxed\{|\\text\{|[(（\[])*"  # what may stand between
 
 
 def _pattern(words: str, letters: str) -> re.Pattern[str]:
-    """A word, a colon and a letter that is not the beginning of another word."""
+    """Match a word, a colon and a letter that is not the beginning of another word."""
     names = "|".join(word.replace("_", r"\s") for word in sorted(words.split(), key=len, reverse=True))
     return re.compile(rf"(?:{names})\W{{0,3}}[:：]{_BEFORE}([{letters}])(?!\w)", re.IGNORECASE)
 
@@ -57,12 +57,12 @@ _TRUTH = re.compile(rf"{_BEFORE}([{''.join(_LETTER)}])\W*", re.IGNORECASE)
 
 
 def english_choice(response: str, truth: str) -> tuple[bool, str | None]:
-    """(right, the letter). Raises ValueError where the truth is no letter from A to J."""
+    """Return (right, the letter). Raises ValueError where the truth is no letter from A to J."""
     return _choice(_ENGLISH, response, truth)
 
 
 def multilingual_choice(response: str, truth: str) -> tuple[bool, str | None]:
-    """(right, the letter, as a Latin one). Raises ValueError where the truth is no such letter."""
+    """Return (right, the letter, as a Latin one). Raises ValueError where the truth is not such a letter."""
     return _choice(_ANY_LANGUAGE, response, truth)
 
 

@@ -1,7 +1,8 @@
 """NeMo Gym: its agents play whole samples, the policy's endpoint generates their turns, their verifier scores them.
 
-The Gym runs by itself, in a Python of its own; only its HTTP contract is spoken here. What fails has no reward and a
-reason, and is never scored 0: an agent that does not answer, a result that is none, tokens that are not the policy's.
+The Gym runs by itself, in a Python of its own; this module only speaks its HTTP interface. A rollout that fails has no
+reward but a reason, and is never scored 0: the agent does not answer, the result is malformed, or its tokens are not
+the policy's.
 """
 
 from __future__ import annotations
@@ -11,21 +12,20 @@ import json
 import queue
 import threading
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Coroutine, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
 from pydantic import Field
 
-from grpo_mcore.environments.config import EnvConfig
-from grpo_mcore.environments.gym_client import GymClient, GymError, backoff
+from grpo_mcore.environments.config import EnvConfig, EnvironmentConfigError
+from grpo_mcore.environments.gym_client import GymClient, GymError, PolicyEndpoint, backoff
 from grpo_mcore.environments.gym_result import GymFailure, read_result
 from grpo_mcore.environments.interfaces import EnvironmentBase
-from grpo_mcore.environments.registry import EnvironmentConfigError
 from grpo_mcore.rollout.trajectory import Sampling, Score, Trajectory
 
 # Keys of a Gym's own configuration, which NeMo RL passes on to the Gym that it starts.
-_OF_A_GYM = ("config_paths", "is_trajectory_collection", "head_server", "default_host")
+_GYM_KEYS = ("config_paths", "is_trajectory_collection", "head_server", "default_host")
 
 
 class NemoGymConfig(EnvConfig):
@@ -34,27 +34,27 @@ class NemoGymConfig(EnvConfig):
     section: ClassVar[str] = "env.nemo_gym"
 
     head_server_url: str | None = None
-    """Where the Gym's head server is, such as http://10.0.0.5:11000: it says where the agents are."""
+    """URL of the Gym's head server, such as http://10.0.0.5:11000. It knows the agents' URLs."""
     agents: dict[str, str] = Field(default_factory=dict)
-    """Name -> URL of agents, in place of what the head server says."""
+    """Name -> URL of agents, instead of those that the head server has."""
     agent_name: str | None = None
-    """The agent of tasks that have no agent_ref."""
+    """Agent of tasks that have no agent_ref."""
     start_timeout_s: float = Field(600.0, ge=0)
     """Seconds that the head server may take to come up."""
     rollout_timeout_s: float = Field(600.0, gt=0)
     """Seconds of one rollout, from the request to its result; then the sample has no reward."""
     max_row_attempts: int = Field(3, ge=1)
-    """Attempts of one rollout where the Gym fails (5xx, broken connections, failures that it does not call final)."""
+    """Attempts of one rollout when the Gym fails (5xx, broken connections, failures that it does not call final)."""
     num_samples_in_parallel: int | None = Field(None, ge=1)
-    """Rollouts that run at the same time. null: all."""
+    """Maximum concurrent rollouts. null: all."""
     responses_create_params: dict[str, Any] = Field(default_factory=dict)
     """Replaces these fields of every task's responses_create_params."""
 
     @classmethod
     def read(cls, section: Mapping[str, Any]) -> NemoGymConfig:
-        """Raises EnvironmentConfigError that names the key."""
+        """Return the validated section. Raises EnvironmentConfigError that names the wrong key."""
         for key in section:
-            if key in _OF_A_GYM or key not in cls.model_fields and isinstance(section[key], Mapping):
+            if key in _GYM_KEYS or key not in cls.model_fields and isinstance(section[key], Mapping):
                 raise EnvironmentConfigError(
                     f"env.nemo_gym.{key}: a key of the Gym's own configuration. The Gym is not started from here (it "
                     "needs a Python of its own): start it with `gym env start`, and set head_server_url"
@@ -71,7 +71,7 @@ class NemoGymConfig(EnvConfig):
 
 @dataclass(frozen=True)
 class GymSample:
-    """A rollout to ask for: `task` as its file has it, `task_index` and `generation_index` to know it by."""
+    """A rollout to request: `task` as its file has it; `task_index` and `generation_index` identify it."""
 
     uid: str
     generation_index: int
@@ -82,7 +82,8 @@ class GymSample:
 
 @dataclass(frozen=True)
 class GymOutcome:
-    """`trajectory` None: there is none, `score` says why. `result`: what the agent sent, where it was asked for."""
+    """The outcome of one rollout. `trajectory` None: it failed, `score` says why. `result`: the agent's reply, when
+    `keep_results` was set."""
 
     uid: str
     generation_index: int
@@ -93,7 +94,7 @@ class GymOutcome:
 
 
 class NemoGymEnvironment(EnvironmentBase):
-    """Plays whole samples. Several threads may use one instance."""
+    """Has whole samples played by the Gym's agents. Several threads may use one instance."""
 
     concurrent_calls = 4
     config_class = NemoGymConfig
@@ -115,17 +116,17 @@ class NemoGymEnvironment(EnvironmentBase):
 
     @classmethod
     def patience_s(cls, config: Mapping[str, Any]) -> float:
-        """The longest that it works on one sample, all attempts together."""
+        """Return the maximum seconds for one sample, all attempts together."""
         read = cls.read_config(config)
         return read.start_timeout_s + read.max_row_attempts * (read.rollout_timeout_s + 60.0)
 
-    def _call(self, work: Any) -> Any:
-        return asyncio.run_coroutine_threadsafe(work, self._loop).result(60.0)
+    def _call(self, work: Coroutine[Any, Any, None]) -> None:
+        asyncio.run_coroutine_threadsafe(work, self._loop).result(60.0)
 
     def play(
-        self, samples: Sequence[GymSample], sampling: Sampling, endpoint: Any, keep_results: bool = False
+        self, samples: Sequence[GymSample], sampling: Sampling, endpoint: PolicyEndpoint, keep_results: bool = False
     ) -> Iterator[GymOutcome]:
-        """Yields each as it ends, in any order. `endpoint`: url and token of the policy's.
+        """Yield each outcome as it ends, in any order. `endpoint`: url and token of the policy's endpoint.
 
         Raises GymError where there is no Gym, or no such agent: then no other sample would do better.
         """
@@ -148,7 +149,7 @@ class NemoGymEnvironment(EnvironmentBase):
             for work in asked:
                 work.cancel()
 
-    async def _play(self, sample: GymSample, sampling: Sampling, endpoint: Any, keep: bool) -> GymOutcome:
+    async def _play(self, sample: GymSample, sampling: Sampling, endpoint: PolicyEndpoint, keep: bool) -> GymOutcome:
         began = time.perf_counter()
         row = self.row(sample, sampling)
         agent = row["agent_ref"]["name"]
@@ -172,7 +173,7 @@ class NemoGymEnvironment(EnvironmentBase):
         return GymOutcome(sample.uid, sample.generation_index, None, score)
 
     def row(self, sample: GymSample, sampling: Sampling) -> dict[str, Any]:
-        """What the agent is asked: the task, with the policy's sampling and a seed of its own. Raises GymError for a
+        """Return the agent's request: the task, with the policy's sampling and a seed of its own. Raises GymError for a
         task without an agent."""
         row = dict(sample.task)
         if not isinstance(row.get("agent_ref"), dict) or "name" not in row["agent_ref"]:

@@ -7,12 +7,13 @@ from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
 from grpo_mcore import imports
+from grpo_mcore.environments.config import EnvironmentConfigError
 
-if TYPE_CHECKING:
+if TYPE_CHECKING:  # it imports torch, which verifier processes do without
     from grpo_mcore.environments.interfaces import EnvironmentBase
 
 _ENVIRONMENTS: dict[str, str] = {
-    "code": "grpo_mcore.environments.code_environment:CodeEnvironment",
+    "code": "grpo_mcore.environments.code.environment:CodeEnvironment",
     "math": "grpo_mcore.environments.math_environment:MathEnvironment",
     "nemo_gym": "grpo_mcore.environments.nemo_gym:NemoGymEnvironment",
     "reward_model": "grpo_mcore.environments.reward_model:RewardModelEnvironment",
@@ -21,13 +22,8 @@ _ENVIRONMENTS: dict[str, str] = {
 }
 
 
-class EnvironmentConfigError(ValueError):
-    """An environment's name or its `env.<name>` section is wrong."""
-
-
 def register_env(env_name: str, import_path: str) -> None:
-    """Makes `import_path` known as `env_name` in this process, for `data.*.env_name` and the key under
-    `env`."""
+    """Make `import_path` known as `env_name` in this process, for `data.*.env_name` and the key under `env`."""
     known = _ENVIRONMENTS.get(env_name, import_path)
     if known != import_path:
         raise EnvironmentConfigError(f"environment name {env_name!r} is taken by {known}; take another")
@@ -35,7 +31,7 @@ def register_env(env_name: str, import_path: str) -> None:
 
 
 def create_env_class(env_name: str) -> tuple[type[EnvironmentBase], dict[str, float]]:
-    """The class behind a name or an import path, and what one instance needs: {"cpus": ..., "gpus": ...}."""
+    """Return the class behind a name or an import path, and what one instance needs: {"cpus": ..., "gpus": ...}."""
     path = _ENVIRONMENTS.get(env_name)
     if path is None:
         if not {".", ":"} & set(env_name):
@@ -51,7 +47,7 @@ def create_env_class(env_name: str) -> tuple[type[EnvironmentBase], dict[str, fl
 
 
 def create_env(env_name: str, env_config: Mapping[str, Any] | None = None) -> EnvironmentBase:
-    """An environment in this process; `env_config` is the recipe's section `env.<env_name>`."""
+    """Build an environment in this process. `env_config` is the recipe's section `env.<env_name>`."""
     cls, _ = create_env_class(env_name)
     return cls(env_config)
 

@@ -1,7 +1,7 @@
 """Rewards by a model: a sequence classifier reads the conversation, and its logit is the reward.
 
-The model lives in worker processes of its own, which score in batches. A batch that fails or takes too long is scored
-again one by one, so that it costs only the sample that it is due to; that one is excluded and counted.
+The model runs in worker processes, which score in batches. A batch that fails or exceeds its time limit is scored again
+one by one, so that only the sample that caused it is lost; that one is excluded and counted.
 """
 
 from __future__ import annotations
@@ -28,29 +28,29 @@ class RewardModelConfig(EnvConfig):
     label: int | None = Field(None, ge=0)
     """Which of the model's outputs is the reward. null: the only one."""
     sigmoid: bool = False
-    """The reward is the logit's sigmoid, from 0 to 1."""
+    """Whether the reward is the logit's sigmoid, from 0 to 1."""
     text_template: str | None = None
-    """What the model reads, with {prompt} and {response} in it. null: its own chat template makes it."""
+    """The model's input, with {prompt} and {response} in it. null: the model's own chat template."""
     max_length: int = Field(4096, ge=1)
-    """Tokens that the model can read. A longer conversation gets no reward: cut, it would be another one."""
+    """Maximum tokens of a conversation. A longer one gets no reward, because truncated it would be another one."""
     batch_size: int = Field(8, ge=1)
     """Conversations in one forward pass."""
     num_workers: int = Field(1, ge=1)
-    """Processes, each with a model of its own."""
+    """Number of worker processes, each with a model of its own."""
     threads_per_worker: int = Field(1, ge=1)
-    """Processor threads of each."""
+    """Processor threads of each worker."""
     device: Literal["cpu", "cuda"] = "cpu"
-    """Where the model runs. cuda: on a GPU besides those of the policy; all workers share it."""
+    """Device of the model. cuda: one GPU besides those of the policy, shared by all workers."""
     dtype: Literal["float32", "bfloat16"] = "float32"
-    """Of the weights."""
+    """Type of the weights."""
     timeout_s: float = Field(120.0, gt=0)
-    """Seconds that one batch may take."""
+    """Seconds of wall-clock time for one batch."""
     start_timeout_s: float = Field(600.0, gt=0)
-    """Seconds until a worker has loaded the model."""
+    """Seconds for a worker to load the model."""
 
 
 class RewardModelEnvironment(EnvironmentInterface):
-    """Single-turn. A conversation is the prompt's `messages` in the metadata, then what the policy said."""
+    """Single-turn. A conversation is the prompt's `messages` in the metadata, then the policy's text."""
 
     concurrent_calls = 32
     config_class = RewardModelConfig
@@ -107,7 +107,7 @@ class RewardModelEnvironment(EnvironmentInterface):
         self._pool.close()
 
     def _score(self, conversations: list[Messages]) -> list[Result]:
-        """A score or a failure for each."""
+        """Return a score or a failure for each conversation."""
         size = self.config.batch_size
         batches = [conversations[first : first + size] for first in range(0, len(conversations), size)]
         results = self._pool.run([(batch,) for batch in batches])
@@ -116,17 +116,17 @@ class RewardModelEnvironment(EnvironmentInterface):
         scored: list[Result] = []
         for batch, result in zip(batches, results, strict=True):
             if result.failure and len(batch) > 1:
-                scored += [_only(next(alone)) for _ in batch]
+                scored += [_score_of_one(next(alone)) for _ in batch]
             elif result.failure:
                 scored.append(result)
             else:
                 share = result.seconds / len(batch)
-                scored += [_only(Result([value], None, share)) for value in result.value]
+                scored += [_score_of_one(Result([value], None, share)) for value in result.value]
         return scored
 
 
-def _only(result: Result) -> Result:
-    """Of a batch of one; what is no number is why there is none."""
+def _score_of_one(result: Result) -> Result:
+    """Return the result of a batch of one without its list. A string in place of a number is a failure."""
     if result.failure:
         return result
     (value,) = result.value
@@ -140,5 +140,5 @@ def _conversation(messages: Sequence[Mapping[str, Any]], metadata: Mapping[str, 
             f"the reward model needs the prompt as 'messages' in extra_env_info, got {sorted(metadata)}; set "
             "processor: chat_data_processor for the dataset under data"
         )
-    said = [{"role": message["role"], "content": message["content"]} for message in prompt]
-    return [*said, {"role": "assistant", "content": response_text(messages)}]
+    asked = [{"role": message["role"], "content": message["content"]} for message in prompt]
+    return [*asked, {"role": "assistant", "content": response_text(messages)}]

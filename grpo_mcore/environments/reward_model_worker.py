@@ -1,4 +1,4 @@
-"""What a reward model's worker process does: loads a sequence classifier, scores batches of conversations."""
+"""The worker process of a reward model: it loads a sequence classifier and scores batches of conversations."""
 
 from __future__ import annotations
 
@@ -20,7 +20,8 @@ def load_classifier(
     device: str,
     dtype: str,
 ) -> Callable[[Sequence[Conversation]], list[float | str]]:
-    """Conversations -> a score for each, or why there is none. Raises ValueError where the keys do not fit it."""
+    """Return conversations -> a score for each, or the reason why there is none. Raises ValueError where the keys do
+    not fit the model."""
     from transformers import AutoModelForSequenceClassification, AutoTokenizer
 
     tokenizer = AutoTokenizer.from_pretrained(model_name)
@@ -36,7 +37,7 @@ def load_classifier(
 
 
 class Classifier:
-    """Scores conversations; those of one call go through the model together."""
+    """Scores conversations. Those of one call go through the model together."""
 
     def __init__(
         self, model: Any, tokenizer: Any, label: int, sigmoid: bool, text_template: str | None, max_length: int
@@ -75,8 +76,8 @@ class Classifier:
         return (logits.sigmoid() if self.sigmoid else logits).tolist()
 
     def padding_for(self, sequences: Sequence[Sequence[int]]) -> int:
-        """A token that is in none of the sequences: decoders take the last one that is not padding for the end, and
-        where padding is also what ends a text, that would be the wrong one."""
+        """Return a token that is in none of the sequences. A decoder takes the last token that is not padding for the
+        end of the text; that would be the wrong one where the padding token also ends texts."""
         present = {token for tokens in sequences for token in tokens}
         own = self.tokenizer.pad_token_id
         padding = own if own is not None and own not in present else next(t for t in range(10**9) if t not in present)

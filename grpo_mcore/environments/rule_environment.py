@@ -1,6 +1,6 @@
 """Rewards by rules, without any model: several named components, each in `rewards_by_name`, summed by their weights.
 
-Where a component crashes, hangs or gives no finite number, the sample has no reward: it is excluded and counted.
+Where a component crashes, hangs or returns no finite number, the sample has no reward: it is excluded and counted.
 """
 
 from __future__ import annotations
@@ -23,11 +23,11 @@ class RuleEnvConfig(EnvConfig):
     section: ClassVar[str] = "env.rules"
 
     components: dict[str, Component] = Field(min_length=1)
-    """Name -> {type: regex | length | contains | verifier | function, weight, and what that type takes}."""
+    """Name -> {type: regex | length | contains | verifier | function, weight, and the keys of that type}."""
     num_workers: int = Field(4, ge=1)
-    """Processes that apply the rules at the same time."""
+    """Number of worker processes."""
     timeout_s: float = Field(5.0, gt=0)
-    """Seconds that all components of one sample may take together."""
+    """Seconds of wall-clock time for all components of one sample together."""
     memory_gb: float = Field(2.0, gt=0)
     """GiB that one process may use."""
     stop_strings: list[str] | None = None
@@ -35,7 +35,7 @@ class RuleEnvConfig(EnvConfig):
 
 
 class RuleEnvironment(EnvironmentInterface):
-    """Single-turn. The rules see all that the policy said, and the conversation's metadata."""
+    """Single-turn. The rules see all of the policy's text, and the conversation's metadata."""
 
     concurrent_calls = 32
     config_class = RuleEnvConfig
@@ -82,7 +82,7 @@ class RuleEnvironment(EnvironmentInterface):
         self._pool.close()
 
     def _verdict(self, result: Result) -> tuple[float | None, dict[str, float], str]:
-        """Reward, its parts, reason."""
+        """Return the reward, its parts and the reason."""
         if result.failure is not None:
             return None, {}, result.failure
         if "failed" in result.value:

@@ -1,7 +1,7 @@
 """Rewards by rules: named components, each a number that is computed from a response and its prompt's fields.
 
-No torch here: the components run in worker processes, because a regular expression can take for ever and a function of
-the user's can do anything.
+The components run in verifier processes, without torch, because a regular expression can take for ever and a user's
+function can do anything.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ class RegexComponent(_Component):
 
     type: Literal["regex"]
     pattern: str
-    """A regular expression of Python's."""
+    """Python regular expression."""
     match: Literal["full", "search"] = "full"
     """Whether the whole response has to match, or some part of it."""
 
@@ -46,7 +46,7 @@ class RegexComponent(_Component):
         try:
             re.compile(pattern)
         except re.error as error:
-            raise ValueError(f"is no regular expression: {error}") from error
+            raise ValueError(f"is not a regular expression: {error}") from error
         return pattern
 
     def rule(self) -> Rule:
@@ -60,11 +60,11 @@ class LengthComponent(_Component):
 
     type: Literal["length"]
     unit: Literal["characters", "words", "lines"] = "characters"
-    """What is counted. Words are separated by white space."""
+    """Unit of min and max. Words are separated by white space."""
     min: int = Field(0, ge=0)
-    """At least so many."""
+    """Minimum length."""
     max: int | None = Field(None, ge=0)
-    """At most so many. null: any number."""
+    """Maximum length. null: none."""
 
     @model_validator(mode="after")
     def _in_order(self) -> LengthComponent:
@@ -83,17 +83,17 @@ class LengthComponent(_Component):
 
 
 class ContainsComponent(_Component):
-    """1 where all of `all`, at least one of `any` and none of `none` is in the response, else 0."""
+    """1 where the response contains all of `all`, at least one of `any` and none of `none`, else 0."""
 
     type: Literal["contains"]
     all: list[str] = Field(default_factory=list)
-    """Texts that have to be there."""
+    """Texts that must all be there."""
     any: list[str] = Field(default_factory=list)
-    """Texts of which one has to be there. Empty: nothing is asked."""
+    """Texts of which at least one must be there. Empty: no condition."""
     none: list[str] = Field(default_factory=list)
     """Texts that must not be there."""
     ignore_case: bool = False
-    """Whether small letters are as good as capital ones."""
+    """Whether case is ignored."""
 
     @model_validator(mode="after")
     def _asks_something(self) -> ContainsComponent:
@@ -106,15 +106,15 @@ class ContainsComponent(_Component):
         all_, any_, none = ([fold(text) for text in texts] for texts in (self.all, self.any, self.none))
 
         def contains(response: str, _: Info) -> float:
-            said = fold(response)
-            found = all(text in said for text in all_) and not any(text in said for text in none)
-            return float(found and (not any_ or any(text in said for text in any_)))
+            content = fold(response)
+            found = all(text in content for text in all_) and not any(text in content for text in none)
+            return float(found and (not any_ or any(text in content for text in any_)))
 
         return contains
 
 
 class VerifierComponent(_Component):
-    """What a verifier gives for the response and the prompt's `ground_truth`."""
+    """The reward of a verifier for the response and the prompt's `ground_truth`."""
 
     type: Literal["verifier"]
     verifier: str
@@ -135,7 +135,7 @@ class VerifierComponent(_Component):
 
 
 class FunctionComponent(_Component):
-    """What a function gives."""
+    """The value of a user's function."""
 
     type: Literal["function"]
     path: str
@@ -156,7 +156,7 @@ Component = Annotated[
 
 
 class Components(BaseModel):
-    """By name."""
+    """The section `components` by itself, for the verifier processes."""
 
     model_config = ConfigDict(extra="forbid")
 
@@ -164,8 +164,8 @@ class Components(BaseModel):
 
 
 def make_rules(components: Mapping[str, Mapping[str, Any]]) -> Callable[[str, Info], dict[str, Any]]:
-    """(response, info) -> {"values": by name} of components as a recipe has them; or {"failed": name, "why"} for the
-    first that raises, or gives no finite number."""
+    """Return (response, info) -> {"values": by name}, for components as a recipe has them. The result is {"failed":
+    name, "why"} for the first component that raises or returns no finite number."""
     rules = {
         name: part.rule() for name, part in Components.model_validate({"components": components}).components.items()
     }

@@ -40,7 +40,8 @@ from typing import Any
 import pebble
 
 from grpo_mcore import processes
-from grpo_mcore.environments.registry import EnvironmentConfigError, import_by_path
+from grpo_mcore.environments.config import EnvironmentConfigError
+from grpo_mcore.environments.registry import import_by_path
 from grpo_mcore.environments.verifiers import shorten
 
 # The environment variables that workers see. The rest stays out, secrets (HF_TOKEN, WANDB_API_KEY) above all.

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from grpo_mcore.environments.sandbox import BUBBLEWRAP, Limits, SandboxError, Sandboxes
+from grpo_mcore.environments.sandbox.sandboxes import BUBBLEWRAP, Limits, SandboxError, Sandboxes
 
 
 def _why_not() -> tuple[str, bool]:

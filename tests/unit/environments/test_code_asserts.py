@@ -9,10 +9,10 @@ from typing import Any
 import pytest
 
 from grpo_mcore.environments import create_env
-from grpo_mcore.environments.code_asserts import take_apart
-from grpo_mcore.environments.code_environment import CodeEnvironment
-from grpo_mcore.environments.sandbox import BUBBLEWRAP, TRUST
-from grpo_mcore.environments.sandbox_program import plain, take
+from grpo_mcore.environments.code.asserts import take_apart
+from grpo_mcore.environments.code.environment import CodeEnvironment
+from grpo_mcore.environments.sandbox.program import plain, take
+from grpo_mcore.environments.sandbox.sandboxes import BUBBLEWRAP, TRUST
 from tests.unit.environments.sandbox_here import needs_sandbox
 from tests.unit.environments.test_code_environment import judge
 

@@ -10,10 +10,11 @@ from typing import Any
 
 import pytest
 
-from grpo_mcore.environments import create_env, sandbox_command
-from grpo_mcore.environments.code_environment import CodeEnvConfig, CodeEnvironment
-from grpo_mcore.environments.registry import EnvironmentConfigError
-from grpo_mcore.environments.sandbox import BUBBLEWRAP, TRUST, SandboxError
+from grpo_mcore.environments import create_env
+from grpo_mcore.environments.code.environment import CodeEnvConfig, CodeEnvironment, last_program
+from grpo_mcore.environments.config import EnvironmentConfigError
+from grpo_mcore.environments.sandbox import command as sandbox_command
+from grpo_mcore.environments.sandbox.sandboxes import BUBBLEWRAP, TRUST, SandboxError
 from tests.unit.environments.sandbox_here import needs_sandbox
 
 SECTION = {"num_workers": 2, "cpu_limit_s": 5.0, "output_limit_mb": 0.1, "stop_strings": ["</code>"]}
@@ -204,3 +205,35 @@ def test_the_example_problems_are_solved_by_their_own_answers() -> None:
     result = env.step([[{"role": "assistant", "content": row["output"]}] for row in rows], rows)
     env.shutdown()
     assert len(rows) == 16 and result.rewards == [1.0] * 16, result.reasons
+
+
+@pytest.mark.parametrize(
+    ("response", "program"),
+    [
+        ("```python\nprint(1)\n```", "print(1)\n"),
+        ("so:\n```\nprint(1)\n```\nwhich prints 1", "print(1)\n"),
+        ("```py\n1\n```\nbetter:\n```python3\n2\n```", "2\n"),
+        ("```python\n1\n```\nit prints\n```text\n5\n```", "1\n"),
+        ("```Python\r\nif 1:\r\n    2\r\n```", "if 1:\n    2\n"),
+        ("  1. so\n     ```python\n     if 1:\n         2\n     ```", "if 1:\n    2\n"),
+        ("~~~python\n'''```'''\n~~~", "'''```'''\n"),
+        ("````python\n'''\n```\n'''\n````", "'''\n```\n'''\n"),
+        ("```python title=a\n1\n```", "1\n"),
+        ("``` python\n1\n```  ", "1\n"),
+        ("```python\n```", "\n"),
+        ("```python\nprint(1)", None),  # it was cut off
+        ("```python\n1\n```\n```python\n2", "1\n"),
+        ("```c\nint main;\n```", None),
+        ("`print(1)` and ```print(2)```", None),
+        ("print(1)", None),
+        ("", None),
+    ],
+)
+def test_the_last_closed_block_of_python(response: str, program: str | None) -> None:
+    assert last_program(response) == program
+
+
+@pytest.mark.parametrize("line", ["``` " + " " * 10**6 + "`", "`" * 10**6 + "a`", " " * 10**6, "~~~" + "`" * 10**6])
+def test_no_line_takes_for_ever(line: str) -> None:
+    """With backtracking the first of them would take an hour."""
+    assert last_program(line) is None

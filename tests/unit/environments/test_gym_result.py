@@ -90,7 +90,7 @@ def test_a_limit_of_the_last_turn() -> None:
 @pytest.mark.parametrize(
     ("found", "why", "again"),
     [
-        ([], "no object, but list", False),
+        ([], "not an object, but list", False),
         ({"_ng_failure_class": "judge_failed", "reward": 0.0}, "'judge_failed'", True),
         ({"_ng_failure_class": "timeout", "_ng_failure_terminal": True}, "'timeout'", False),
         ({"_ng_no_persist": True}, "was killed", True),
@@ -103,10 +103,14 @@ def test_a_limit_of_the_last_turn() -> None:
         (result(*TWO, reward="1"), "reward is '1'", False),
         (result(), "no item of the output has generation_token_ids", False),
         (result({"type": "reasoning"}, None, 3), "no item of the output", False),
-        (result(item([], [1])), "prompt_token_ids is no list of token ids", False),
-        (result(item([1], [1.5])), "generation_token_ids is no list", False),
-        (result(item([1], [-1])), "generation_token_ids is no list", False),
-        (result(item([1], [1], generation_log_probs=[])), "1 tokens were generated, their", False),
+        (result(item([], [1])), "prompt_token_ids is not a list of token ids", False),
+        (result(item([1], [1.5])), "generation_token_ids is not a list", False),
+        (result(item([1], [-1])), "generation_token_ids is not a list", False),
+        (
+            result(item([1], [1], generation_log_probs=[])),
+            "generation_log_probs must have one entry for each of the 1 tokens",
+            False,
+        ),
         (result(item([1], [1], generation_log_probs=[float("nan")])), "a log-prob is nan", False),
         (result(item([1], [1], generation_log_probs=["-1"])), "a log-prob is '-1'", False),
     ],

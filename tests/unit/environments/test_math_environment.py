@@ -10,8 +10,8 @@ import pytest
 import torch
 
 from grpo_mcore.environments import create_env
+from grpo_mcore.environments.config import EnvironmentConfigError
 from grpo_mcore.environments.math_environment import MathEnvConfig, MathEnvironment, Verdict, response_text
-from grpo_mcore.environments.registry import EnvironmentConfigError
 from grpo_mcore.rollout.trajectory import Score, Trajectory, Turn
 
 
@@ -177,7 +177,7 @@ def test_one_reward_has_no_parts(env):
         ({"num_worker": 2}, "env.math.num_worker: unknown key; did you mean 'num_workers'?"),
         ({"num_workers": 0}, "env.math.num_workers: Input should be greater than or equal to 1, got 0"),
         ({"verify_timeout_s": "soon"}, "env.math.verify_timeout_s: Input should be a valid number"),
-        ({"format_pattern": "(0"}, r"env.math.format_pattern: '\(0' is no regular expression: missing \)"),
+        ({"format_pattern": "(0"}, r"env.math.format_pattern: '\(0' is not a regular expression: missing \)"),
         ({"format_reward": 0.5}, "env.math.format_reward has no effect without env.math.format_pattern"),
         ({"format_pattern": ".", "format_reward": 1}, "env.math.format_reward: Input should be less than 1, got 1"),
     ],

@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import pytest
-from grpo_mcore.environments.hf_math_verify import hf_math_verify
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
+from grpo_mcore.environments.hf_math_verify import hf_math_verify
 from grpo_mcore.environments.verifiers import compare_plain_numbers, plain_answer
 
 # No zeros after the minus: math-verify 0.9 fails on "-05" (see the last test).

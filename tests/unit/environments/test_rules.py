@@ -8,8 +8,8 @@ from typing import Any
 import pytest
 
 from grpo_mcore.environments import create_env
+from grpo_mcore.environments.config import EnvironmentConfigError
 from grpo_mcore.environments.interfaces import EnvironmentInterface
-from grpo_mcore.environments.registry import EnvironmentConfigError
 from grpo_mcore.environments.rule_environment import RuleEnvConfig, RuleEnvironment
 from grpo_mcore.environments.rules import make_rules
 
@@ -116,7 +116,10 @@ def test_a_sample_that_cannot_be_scored_has_no_reward(env: EnvironmentInterface,
         ({}, "env.rules.components: Dictionary should have at least 1 item"),
         ({"a": {"type": "regexp", "pattern": ""}}, "env.rules.components.a: Input tag 'regexp' found"),
         ({"a": {"type": "regex"}}, "env.rules.components.a.regex.pattern: Field required"),
-        ({"a": {"type": "regex", "pattern": "("}}, "env.rules.components.a.regex.pattern: Value error, is no regular"),
+        (
+            {"a": {"type": "regex", "pattern": "("}},
+            "env.rules.components.a.regex.pattern: Value error, is not a regular",
+        ),
         ({"a": {"type": "regex", "pattern": "", "max": 1}}, "env.rules.components.a.regex.max: Extra inputs are not"),
         ({"a": {"type": "length", "min": 2, "max": 1}}, "env.rules.components.a.length: Value error, max 1 is below"),
         ({"a": {"type": "contains"}}, "env.rules.components.a.contains: Value error, give texts in all, any or none"),

@@ -18,8 +18,8 @@ from typing import Any
 import psutil
 import pytest
 
-from grpo_mcore.environments import sandbox_command
-from grpo_mcore.environments.sandbox import BUBBLEWRAP, TRUST, Limits, Sandbox, SandboxError, Sandboxes
+from grpo_mcore.environments.sandbox import command as sandbox_command
+from grpo_mcore.environments.sandbox.sandboxes import BUBBLEWRAP, TRUST, Limits, Sandbox, SandboxError, Sandboxes
 from tests.unit.environments.sandbox_cases import ATTEMPTS, SECRET, Attempt
 from tests.unit.environments.sandbox_here import HAS_PROC, needs_sandbox
 
@@ -240,7 +240,7 @@ def test_sandboxes_that_are_closed_end_what_runs() -> None:
 @needs_sandbox
 def test_a_sandbox_does_not_outlive_its_parent() -> None:
     program = (
-        "from grpo_mcore.environments.sandbox import *\n"
+        "from grpo_mcore.environments.sandbox.sandboxes import *\n"
         "sandbox = Sandboxes(BUBBLEWRAP, Limits(wall_s=60)).open()\n"
         "sandbox.run('print()')\n"
         "print(sandbox._process.pid, flush=True)\n"
@@ -272,15 +272,15 @@ def test_it_holds_for_an_ordinary_user_too(tmp_path: Path, facts: dict[str, obje
         if folder.stat().st_mode & 0o001:
             break
         folder.chmod(0o755)
-    names = ("sandbox", "sandbox_command", "sandbox_program", "sandbox_worker", "seccomp")
+    names = ("sandboxes", "command", "program", "worker", "seccomp")
     for name in names:
-        shutil.copy(ROOT / f"grpo_mcore/environments/{name}.py", tmp_path)
-        text = (tmp_path / f"{name}.py").read_text().replace("from grpo_mcore.environments.", "from ")
+        shutil.copy(ROOT / f"grpo_mcore/environments/sandbox/{name}.py", tmp_path)
+        text = (tmp_path / f"{name}.py").read_text().replace("from grpo_mcore.environments.sandbox.", "from ")
         (tmp_path / f"{name}.py").write_text(text)
     shutil.copy(ROOT / "tests/unit/environments/sandbox_cases.py", tmp_path)
     (tmp_path / "main.py").write_text(
-        "import sys, sandbox, sandbox_cases as cases\n"
-        f"maker = sandbox.Sandboxes(sandbox.BUBBLEWRAP, sandbox.{LIMITS!r})\n"
+        "import sys, sandboxes, sandbox_cases as cases\n"
+        f"maker = sandboxes.Sandboxes(sandboxes.BUBBLEWRAP, sandboxes.{LIMITS!r})\n"
         "with maker.open() as box:\n"
         "    for attempt in cases.ATTEMPTS:\n"
         "        if attempt.how == 'wall' or attempt.needs_proc and not maker.proc: continue\n"
@@ -309,7 +309,7 @@ def test_it_holds_without_a_proc_of_its_own(monkeypatch: pytest.MonkeyPatch, fac
         refused = ("/bin/sh", "-c", "echo 'bwrap: Can not mount proc' >&2; exit 1")
         return replace(start, command=refused) if proc else start
 
-    monkeypatch.setattr("grpo_mcore.environments.sandbox.sandboxed", without)
+    monkeypatch.setattr("grpo_mcore.environments.sandbox.sandboxes.sandboxed", without)
     maker = Sandboxes(BUBBLEWRAP, replace(SHORT, wall_s=3.0))
     assert not maker.proc
     with maker.open() as sandbox:
@@ -358,7 +358,7 @@ def test_a_sandbox_with_a_hole_is_refused(hole: str, tmp_path: Path, monkeypatch
             del command[place : place + 2]
         return sandbox_command.Start(tuple(command), start.environment, start.folder, start.uid)
 
-    monkeypatch.setattr("grpo_mcore.environments.sandbox.sandboxed", with_hole)
+    monkeypatch.setattr("grpo_mcore.environments.sandbox.sandboxes.sandboxed", with_hole)
     with pytest.raises(SandboxError, match="the sandbox leaks: it "):
         Sandboxes(BUBBLEWRAP, LIMITS)
 

@@ -7,7 +7,7 @@ import struct
 
 import pytest
 
-from grpo_mcore.environments.seccomp import filter_program
+from grpo_mcore.environments.sandbox.seccomp import filter_program
 
 X86, ARM = 0xC000003E, 0xC00000B7
 KILLED, ALLOWED = "killed", "allowed"

@@ -6,6 +6,7 @@ tests cannot be read, the sample has no reward: it is excluded and counted.
 
 from __future__ import annotations
 
+import re
 import time
 from collections.abc import Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -13,17 +14,27 @@ from typing import Any, ClassVar, Literal, NamedTuple
 
 from pydantic import Field
 
-from grpo_mcore.environments.code_asserts import TakenApart, take_apart
-from grpo_mcore.environments.code_blocks import last_program
-from grpo_mcore.environments.code_compare import same_text, same_value
-from grpo_mcore.environments.code_tests import AssertTest, CallTest, CodeTest, CodeTestError, StdinTest, read_tests
+from grpo_mcore.environments.code.asserts import TakenApart, take_apart
+from grpo_mcore.environments.code.tests import (
+    AssertTest,
+    CallTest,
+    CodeTest,
+    CodeTestError,
+    StdinTest,
+    read_tests,
+    same_text,
+    same_value,
+)
 from grpo_mcore.environments.config import EnvConfig
 from grpo_mcore.environments.interfaces import EnvironmentInterface, EnvironmentReturn, response_text
-from grpo_mcore.environments.sandbox import BUBBLEWRAP, TRUST, Limits, Sandbox, SandboxError, Sandboxes
+from grpo_mcore.environments.sandbox.sandboxes import BUBBLEWRAP, TRUST, Limits, Sandbox, SandboxError, Sandboxes
 from grpo_mcore.environments.verifiers import shorten
 
 _REASONS = 3  # failed tests that are told
 _NO_TEST = "the program ended before its test"
+# Possessive: a line of a model's must not make it backtrack.
+_FENCE = re.compile(r"\s*+(?P<fence>`{3,}+|~{3,}+)\s*+(?P<language>[^`\s]*+)[^`]*+$")
+_PYTHON = {"", "python", "python3", "py", "py3"}
 
 
 class CodeEnvConfig(EnvConfig):
@@ -198,3 +209,25 @@ def _failure(apart: TakenApart | None, result: dict[str, Any] | None) -> str | N
 
 def _shown(value: Any) -> str:
     return repr(shorten(value)) if isinstance(value, str) else shorten(repr(value))
+
+
+def last_program(response: str) -> str | None:
+    """The text between the last pair of fences that is marked as Python or as nothing; None where there is none.
+
+    A fence is a line of three or more backticks or tildes; a block ends at a line with as many or more of the same and
+    nothing else. The indentation of the opening fence is taken off every line.
+    """
+    program, inside, fence, language, indent = None, [], "", "", 0
+    for line in response.replace("\r\n", "\n").split("\n"):
+        match = _FENCE.match(line)
+        if not fence:
+            if match:
+                fence, language, inside = match["fence"], match["language"].lower(), []
+                indent = len(line) - len(line.lstrip())
+        elif match and not match["language"] and match["fence"].startswith(fence):
+            if language in _PYTHON:
+                program = "\n".join(inside) + "\n"
+            fence = ""
+        else:
+            inside.append(line[min(indent, len(line) - len(line.lstrip())) :])
+    return program

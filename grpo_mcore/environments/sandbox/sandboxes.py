@@ -17,9 +17,9 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, Self
 
-from grpo_mcore.environments.sandbox_command import Start, sandboxed, unprotected
-from grpo_mcore.environments.sandbox_worker import STRETCH
-from grpo_mcore.environments.seccomp import filter_program
+from grpo_mcore.environments.sandbox.command import Start, sandboxed, unprotected
+from grpo_mcore.environments.sandbox.seccomp import filter_program
+from grpo_mcore.environments.sandbox.worker import STRETCH
 
 BUBBLEWRAP, TRUST = "bubblewrap", "none_i_trust_the_code"
 _ATTEMPTS = 3

@@ -29,7 +29,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-PROGRAM = Path(__file__).with_name("sandbox_program.py")
+PROGRAM = Path(__file__).with_name("program.py")
 _found = importlib.util.spec_from_file_location("sandbox_program", PROGRAM)  # no package, where this runs
 assert _found is not None and _found.loader is not None
 program = importlib.util.module_from_spec(_found)

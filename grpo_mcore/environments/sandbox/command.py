@@ -16,8 +16,8 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
-WORKER = Path(__file__).with_name("sandbox_worker.py")
-PROGRAM = WORKER.with_name("sandbox_program.py")  # it looks for it beside itself
+WORKER = Path(__file__).with_name("worker.py")
+PROGRAM = WORKER.with_name("program.py")  # it looks for it beside itself
 SCRATCH = "/scratch"
 _DEVICES = ("null", "zero", "full", "random", "urandom")
 _VARIABLES = {
@@ -63,7 +63,7 @@ def sandboxed(scratch_bytes: int, filter_fd: int, *, proc: bool) -> Start:
         command += ["--symlink", os.readlink(source), source] if os.path.islink(source) else _read_only(source)
     for folder in sorted(set(_packages())):
         command += ["--size", "4096", "--tmpfs", folder, "--remount-ro", folder]
-    command += ["--ro-bind", str(WORKER), "/worker.py", "--ro-bind", str(PROGRAM), f"/{PROGRAM.name}", "--dir", "/dev"]
+    command += ["--ro-bind", str(WORKER), "/worker.py", "--ro-bind", str(PROGRAM), "/program.py", "--dir", "/dev"]
     for device in _DEVICES:
         command += ["--dev-bind", f"/dev/{device}", f"/dev/{device}"]
     for number, name in enumerate(("stdin", "stdout", "stderr")):
