@@ -17,6 +17,7 @@ from __future__ import annotations
 import socket
 import sys
 import tempfile
+import warnings
 from pathlib import Path
 
 import torch
@@ -117,4 +118,5 @@ def train(model: str, steps: int) -> list[float]:
 
 
 if __name__ == "__main__":
+    warnings.filterwarnings("ignore")  # Megatron-Core names optional packages that a CPU has no use for
     main(*map(int, sys.argv[1:]))
