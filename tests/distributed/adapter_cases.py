@@ -1,4 +1,4 @@
-"""What the ranks compute in test_adapters.py."""
+"""The functions that test_adapters.py runs on the ranks."""
 
 from __future__ import annotations
 
@@ -22,9 +22,10 @@ Parts = dict[tuple[str, str], list[tuple[str, Any, Tensor]]]  # (weight, "up" or
 def adapted_policy(
     address: Address, model: str, case: LayoutCase, peft: dict[str, Any], *, adam: bool = False
 ) -> Policy:
-    """With adapters that do something: `up` is drawn, by the names of its tensors and so on every layout alike.
+    """Build a policy with adapters whose `up` is random, drawn from tensor names and so the same on every layout.
 
-    `adam`: learns as usual, instead of moving by the gradient."""
+    `adam`: train as usual, instead of moving by the gradient.
+    """
     config = policy_config(model, case)
     megatron = config.megatron_cfg
     megatron.peft = megatron.peft.model_copy(update=PEFT | peft)
@@ -53,7 +54,7 @@ def additions(policy: Policy) -> list[LowRank]:
 
 
 def slices(policy: Policy, addition: LowRank, part: str) -> list[tuple[str, Any, Tensor]]:
-    """(tensor, box in it, the view that this rank holds)."""
+    """Return (tensor, box in it, view of the values on this rank)."""
     param, local = getattr(addition.adapter, part), getattr(addition, part).detach()
     return [
         (piece.hf, piece.hf_box, local[tuple(slice(*span) for span in piece.local_box)])
@@ -72,7 +73,7 @@ def parts(policy: Policy) -> Parts:
 
 
 def logprobs_of(policy: Policy, *, reference: bool = False) -> dict[int, Tensor]:
-    """By sequence, on the last stage."""
+    """Return log-probs by sequence; only the last stage has any."""
     batches, found = micro_batches(policy), {}
     rows = policy.reference_logprobs(batches) if reference else policy.logprobs(batches)
     for batch, row in zip(batches, rows or (), strict=False):
@@ -81,7 +82,7 @@ def logprobs_of(policy: Policy, *, reference: bool = False) -> dict[int, Tensor]
 
 
 def step(policy: Policy) -> float:
-    """The gradient norm."""
+    """Train one step and return the gradient norm."""
     toks, batches = sum(LENGTHS) - len(LENGTHS), micro_batches(policy)
     report = policy.train_step(batches, compared_loss(), global_valid_seqs=len(LENGTHS), global_valid_toks=toks)
     policy.advance_schedule()
@@ -89,8 +90,10 @@ def step(policy: Policy) -> float:
 
 
 def learn(address: Address, model: str, case: LayoutCase, peft: dict[str, Any], folder: str) -> dict[str, Any]:
-    """One step: log-probs of policy and reference, adapters before and after, whether anything else moved. The merged
-    model is written to `folder`, if there is one."""
+    """Train one step. Return log-probs of policy and reference, adapters before and after, and whether others changed.
+
+    The merged model is written to `folder`, unless that is empty.
+    """
     policy = adapted_policy(address, model, case, peft)
     if folder:
         policy.export_hf(folder)

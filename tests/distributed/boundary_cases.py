@@ -1,4 +1,4 @@
-"""What the ranks compute in test_boundaries.py."""
+"""The function that test_boundaries.py runs on the ranks."""
 
 from __future__ import annotations
 
@@ -11,11 +11,11 @@ from grpo_mcore.parallel.mesh import Address
 from grpo_mcore.tools.parity.rank import LayoutCase, make_policy, owned_slices
 
 ROW = (7, 13, 4, 9)  # lengths of the sequences of one row
-CHANGED = 1  # all its tokens change
+CHANGED = 1  # the sequence whose tokens all change
 
 
 def score_and_differentiate(address: Address, model: str, case: LayoutCase, change: bool) -> dict[str, Any]:
-    """Log-probs of each sequence of a row, and the gradient of those of all but CHANGED."""
+    """Return the log-probs of each sequence of a row, and the gradient of the sum over all sequences but CHANGED."""
     policy = make_policy(address, model, case)
     generator = torch.Generator().manual_seed(3)
     tokens = [torch.randint(0, 131, (n,), generator=generator) for n in ROW]

@@ -1,4 +1,4 @@
-"""What a rank of a policy really allocates, for the tests of `plan`: tensors counted by their storage."""
+"""Measures what a policy rank allocates, for the tests of `plan`, by the storages of its tensors."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ MICRO_BATCHES = 4
 
 
 class SavedTensors:
-    """Bytes that autograd keeps for the backward pass, weights left out; each storage counts once."""
+    """Counts the bytes that autograd keeps for the backward pass, without weights; each storage counts once."""
 
     def __init__(self, weights: Iterable[Tensor]) -> None:
         self._weights = {storage_key(tensor) for tensor in weights}
@@ -32,7 +32,7 @@ class SavedTensors:
         self._bytes = self.peak = 0
 
     def __enter__(self) -> SavedTensors:
-        self._hooks = torch.autograd.graph.saved_tensors_hooks(lambda tensor: _Kept(tensor.detach(), self), _Kept.get)
+        self._hooks = torch.autograd.graph.saved_tensors_hooks(lambda tensor: _Saved(tensor.detach(), self), _Saved.get)
         self._hooks.__enter__()
         return self
 
@@ -50,18 +50,18 @@ class SavedTensors:
             self.peak = max(self.peak, self._bytes)
 
 
-class _Kept:
-    """Tells `SavedTensors` when autograd takes a tensor and when it lets go of it."""
+class _Saved:
+    """Reports to `SavedTensors` when autograd saves a tensor and when it releases it."""
 
-    def __init__(self, tensor: Tensor, books: SavedTensors) -> None:
-        self.tensor, self.books = tensor, books
-        books.add(tensor, 1)
+    def __init__(self, tensor: Tensor, counter: SavedTensors) -> None:
+        self.tensor, self.counter = tensor, counter
+        counter.add(tensor, 1)
 
     def get(self) -> Tensor:
         return self.tensor
 
     def __del__(self) -> None:
-        self.books.add(self.tensor, -1)
+        self.counter.add(self.tensor, -1)
 
 
 def rows(policy: Policy) -> list[PackedBatch]:
@@ -76,8 +76,10 @@ def rows(policy: Policy) -> list[PackedBatch]:
 
 
 def measured_bytes(address: Address, config: PolicyConfig) -> dict[str, int]:
-    """weights, gradients, optimizer, activations (peak), all after an optimizer step on this rank; on the first rank
-    the refit buffer too."""
+    """Return this rank's bytes of weights, gradients, optimizer and activations (peak) after an optimizer step.
+
+    The first rank also returns the refit buffer.
+    """
     policy = Policy(config, address, seed=1, timeout_s=240, reference=False)
     loss_fn = ClippedPGLossFn(ClippedPGLossConfig(reference_policy_kl_penalty=0.0), prev_equals_curr=True)
     with SavedTensors(weight for chunk in policy.chunks for weight in chunk.parameters()) as saved:
@@ -91,7 +93,7 @@ def measured_bytes(address: Address, config: PolicyConfig) -> dict[str, int]:
 
 
 def refit_buffer(policy: Policy) -> dict[str, int]:
-    """The buffer that the first rank creates."""
+    """Return the size of the buffer that the first rank creates."""
     if policy.here != policy.layout.coordinates(0):
         return {}
     config = policy.config

@@ -1,4 +1,4 @@
-"""What the ranks compute in test_policy_state.py."""
+"""The functions that test_policy_state.py runs on the ranks."""
 
 from __future__ import annotations
 
@@ -37,14 +37,14 @@ def adam_policy(
 
 
 def step(policy: Policy) -> tuple[float, float]:
-    """(gradient norm, this rank's part of the loss)."""
+    """Train one step and return (gradient norm, this rank's share of the loss)."""
     loss_fn = ClippedPGLossFn(ClippedPGLossConfig(reference_policy_kl_penalty=0.0), prev_equals_curr=True)
     report = policy.train_step(
         micro_batches(policy), loss_fn, global_valid_seqs=len(LENGTHS), global_valid_toks=sum(LENGTHS) - len(LENGTHS)
     )
     policy.advance_schedule()
-    speaks = policy.layout.is_reporting_rank(torch.distributed.get_rank())
-    return report.grad_norm, report.metrics["loss"] if speaks else 0.0
+    reports = policy.layout.is_reporting_rank(torch.distributed.get_rank())
+    return report.grad_norm, report.metrics["loss"] if reports else 0.0
 
 
 def train_save_train(address: Address, model: str, case: LayoutCase, folder: str) -> list[tuple[float, float]]:
@@ -52,16 +52,16 @@ def train_save_train(address: Address, model: str, case: LayoutCase, folder: str
     for _ in range(3):
         step(policy)
     policy.start_save(folder)
-    later = [step(policy) for _ in range(3)]  # while it is written
+    later = [step(policy) for _ in range(3)]  # while the checkpoint is written
     policy.is_saved(wait=True)
     return later
 
 
-def save_where_rank_1_cannot(address: Address, model: str, case: LayoutCase, folder: str) -> str:
-    """What every rank raises; the policy trains on meanwhile, and saves again."""
+def save_failing_on_rank_1(address: Address, model: str, case: LayoutCase, folder: str) -> str:
+    """Train on during a save that fails, then save again. Return the failure's message."""
     policy = adam_policy(address, model, case)
     soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
-    if address.rank == 1:  # not even its weights are so short
+    if address.rank == 1:  # its weights alone are larger
         resource.setrlimit(resource.RLIMIT_FSIZE, (20_000, hard))
     policy.start_save(f"{folder}/torn")
     resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
@@ -71,7 +71,7 @@ def save_where_rank_1_cannot(address: Address, model: str, case: LayoutCase, fol
     except SaveError as error:
         policy.save(f"{folder}/whole")
         return str(error)
-    return "it was written"
+    return "no error"
 
 
 def load_train(address: Address, model: str, case: LayoutCase, folder: str) -> list[tuple[float, float]]:
@@ -148,11 +148,11 @@ def train_on_a_broken_sample(address: Address, model: str, case: LayoutCase) -> 
         after = owned_slices(policy)
         same = all(torch.equal(a, b) for (*_, a), (*_, b) in zip(before, after, strict=True))
         return str(error), same
-    return "it was trained on", False
+    return "no error", False
 
 
 def train_with_a_frozen_router(address: Address, model: str, case: LayoutCase) -> tuple[bool, bool]:
-    """Whether the routers' weights moved, and whether others did."""
+    """Train one step and return whether the routers' weights changed, and whether others did."""
     config = policy_config(model, case)
     config.megatron_cfg.freeze_moe_router = True
     policy = Policy(config, address, seed=1, timeout_s=60, reference=False)

@@ -1,4 +1,4 @@
-"""Workers that do what the tests of the Ray cluster ask of them."""
+"""Workers for the tests of the Ray cluster."""
 
 from __future__ import annotations
 
@@ -13,14 +13,14 @@ from grpo_mcore.cluster import ObjectStore, Parcel, Rendezvous
 
 
 def wait_at(gate: str) -> None:
-    """Until the file is there."""
+    """Wait until the file exists."""
     while not Path(gate).exists():
         time.sleep(0.005)
 
 
 @dataclass(frozen=True)
 class Record:
-    """A small thing that points at a big one."""
+    """A small object that refers to a large one."""
 
     size: int
     ref: object
@@ -50,7 +50,7 @@ class Abacus:
         yield from range(upto)
 
     def count_behind(self, upto: int, gate: str) -> Iterator[int]:
-        """What comes after the first waits for the file `gate`."""
+        """Yield 0, then wait for the file `gate` before each further item."""
         for value in range(upto):
             yield value
             wait_at(gate)

@@ -1,4 +1,4 @@
-"""What the ranks of a mesh do in the refit tests; module-level, so that the rank processes find it."""
+"""The function that the refit tests run on the ranks."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from grpo_mcore.tools.parity.rank import LayoutCase, make_policy
 
 
 def parameters(address: Address, model: str, case: LayoutCase) -> dict[str, np.ndarray]:
-    """What a rank of a real policy offers to a refit."""
+    """Return the tensors that a policy rank offers to a refit."""
     policy = make_policy(address, model, case)
     try:
         return {name: tensor.numpy().copy() for name, tensor in policy.weights.parameters().items()}

@@ -1,4 +1,4 @@
-"""What the ranks compute in test_router_replay.py."""
+"""The function that test_router_replay.py runs on the ranks."""
 
 from __future__ import annotations
 
@@ -13,8 +13,8 @@ from grpo_mcore.parallel.mesh import Address
 from grpo_mcore.tools.parity.rank import LENGTHS, LayoutCase, make_policy, micro_batches, owned_slices
 
 
-def any_routes(batch: PackedBatch, layers: int, experts: int, active: int) -> PackedBatch:
-    """With experts drawn at random for each token of a sequence, the same wherever the sequence is packed."""
+def random_routes(batch: PackedBatch, layers: int, experts: int, active: int) -> PackedBatch:
+    """Add random experts for each token of a sequence, the same in whichever row the sequence is packed."""
     found = torch.full((batch.tokens.size(1), layers, active), -1, dtype=torch.int16)
     start = 0
     for name, length in zip(batch.names, batch.lengths, strict=True):
@@ -26,13 +26,13 @@ def any_routes(batch: PackedBatch, layers: int, experts: int, active: int) -> Pa
 
 
 def replayed(address: Address, model: str, case: LayoutCase, replay: bool) -> dict[str, Any]:
-    """As `parity_rank.logprobs_and_gradients`, with routers that follow `any_routes`."""
+    """Return the same as `tools.parity.rank.logprobs_and_gradients`, with routers that replay `random_routes`."""
     policy = make_policy(address, model, case, router_replay={"enabled": True})
     experts = policy.shape.experts
     assert experts is not None
     batches = micro_batches(policy)
     if replay:
-        batches = [any_routes(batch, policy.shape.num_layers, experts.count, experts.active) for batch in batches]
+        batches = [random_routes(batch, policy.shape.num_layers, experts.count, experts.active) for batch in batches]
     found: dict[int, torch.Tensor] = {}
     for batch, row in zip(batches, policy.logprobs(batches) or (), strict=False):
         found |= {int(name): part for name, part in zip(batch.names, batch.split(row), strict=True)}

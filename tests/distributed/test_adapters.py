@@ -1,5 +1,5 @@
-"""LoRA: the policy with adapters is the model with merged weights, its gradients are those of the merged weights seen
-through the adapters, and nothing else is trained."""
+"""LoRA: the policy with adapters equals the model with merged weights, the adapters' gradients follow from those of the
+merged weights by the chain rule, and nothing else is trained."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ PARITY = [
 
 @pytest.fixture(scope="module")
 def references(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Reference]:
-    """Of the models without adapters."""
+    """References of the models without adapters."""
     return {
         family: reference_of(make_tiny_model(family, tmp_path_factory.mktemp(family), tie_word_embeddings=tied))
         for family, tied in (("qwen3", True), ("qwen3_moe", False), ("deepseek_v3", False), ("nemotron_h_moe", False))
@@ -44,7 +44,7 @@ def references(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Reference]
 
 
 @pytest.mark.parametrize(("family", "case", "peft"), PARITY, ids=[f"{each[0]}-{each[1].name}" for each in PARITY])
-def test_adapters_act_and_learn_as_the_merged_model_says(
+def test_logprobs_and_gradients_follow_from_the_merged_model(
     ranks: RankPool,
     references: dict[str, Reference],
     tmp_path: Path,
@@ -79,14 +79,14 @@ def test_adapters_act_and_learn_as_the_merged_model_says(
     if not peft:
         assert seen == {name for name in matrices if not name.endswith("gate.weight")}
     for result in results:
-        assert result["norm"] == pytest.approx(squares**0.5, rel=1e-4), "what clipping goes by"
+        assert result["norm"] == pytest.approx(squares**0.5, rel=1e-4), "clipping uses this norm"
         trained, of_adapters = result["trained"]
         assert result["frozen"] and not result["copies"] and trained == of_adapters
-        assert trained <= result["gradients"] < trained + 4096  # and padding
+        assert trained <= result["gradients"] < trained + 4096  # with padding
 
 
 def assembled(of_ranks: list[Parts]) -> dict[tuple[str, str], dict[str, Tensor]]:
-    """Whole tensors from the slices of all ranks; ranks that hold the same slice must agree."""
+    """Assemble whole tensors from the slices of all ranks; ranks that hold the same slice must agree."""
     sizes: dict[tuple[str, str], dict[str, list[int]]] = {}
     for key, held in (item for one in of_ranks for item in one.items()):
         for name, box, _ in held:

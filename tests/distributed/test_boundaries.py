@@ -1,4 +1,4 @@
-"""Sequences of a packed row know nothing of each other: bit for bit in dense models."""
+"""Sequences of a packed row do not influence each other: bit for bit in dense models."""
 
 from __future__ import annotations
 
@@ -26,8 +26,8 @@ def test_another_sequence_changes_nothing(ranks: RankPool, models: dict[str, Pat
     case = LayoutCase(f"CP{context}", context=context)
     target = "tests.distributed.boundary_cases:score_and_differentiate"
     before, after = (ranks.run(case.world_size, target, str(models[family]), case, change) for change in (False, True))
-    # The products of an expert's weights go over the tokens routed to it, of every sequence: their number changes how
-    # they are summed, in the last bit.
+    # An expert multiplies the tokens of all sequences at once: their number changes the order of summation, and with it
+    # the last bit.
     tolerance = 1e-6 if family == "qwen3_moe" else 0.0
     for one, other in zip(before, after, strict=True):
         for i, (was, now) in enumerate(zip(one["logprobs"], other["logprobs"], strict=True)):

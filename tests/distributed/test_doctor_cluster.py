@@ -1,4 +1,4 @@
-"""`doctor --cluster` on a real Ray: every node's own findings, a clock that is off, the network."""
+"""`doctor --cluster` on a real Ray: each node's findings, a wrong clock, the network."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ def address() -> Iterator[str]:
     ray.shutdown()
 
 
-def test_every_node_is_looked_at(address: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_every_node_is_examined(address: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(nodes, "_now", lambda: time.time() + 60)
     (tmp_path / "file").write_text("")
     folders = {"checkpoints": str(tmp_path / "shared"), "logs": str(tmp_path / "file" / "logs")}
@@ -37,11 +37,13 @@ def test_every_node_is_looked_at(address: str, tmp_path: Path, monkeypatch: pyte
 
 
 def test_nodes_that_reach_each_other_and_nodes_that_do_not(address: str) -> None:
-    """The one node twice: two tasks that know of each other only a host and a port."""
+    """Test the one node against itself: two tasks that know each other only by host and port."""
     (node,) = ray.nodes()
     one, host = node["NodeID"], node["NodeManagerAddress"]
     names = {one: "node1"}
     (good,) = nodes._links(ray, [(one, one)], {one: host}, names, "gloo")
     assert (good.check, good.state) == ("network", "ok") and good.saw.startswith("gloo node1-node1: ")
-    (bad,) = nodes._links(ray, [(one, one)], {one: "192.0.2.77"}, names, "gloo", seconds=1.0)  # nobody's address
+    (bad,) = nodes._links(
+        ray, [(one, one)], {one: "192.0.2.77"}, names, "gloo", seconds=1.0
+    )  # unused
     assert (bad.check, bad.state) == ("network", "fault") and "GLOO_SOCKET_IFNAME" in bad.advice

@@ -25,5 +25,5 @@ def test_every_layout_packed_and_not(
         assert 0 < case["max_logprob_diff"] == max(case["logprob_diff_by_sequence"]) < 1e-4
         assert 0 < case["max_grad_rel_diff"] == max(case["grad_rel_diff_by_layer"].values()) < 1e-3
         assert set(case["grad_rel_diff_by_layer"]) > {"layer 0", "layer 3", "lm_head.weight"}
-    assert code == 1, "a layout that was asked for cannot be"
+    assert code == 1, "a requested layout is impossible"
     assert list(found["refused"]) == ["VPP3"] and "does not divide the layers" in found["refused"]["VPP3"]

@@ -1,5 +1,5 @@
-"""`plan` predicts what a policy really allocates, rank by rank: weights, gradients, optimizer state and refit buffer
-within 2 %, activations within 15 %."""
+"""`plan` against a policy's allocations, rank by rank: weights, gradients, optimizer state and refit buffer within 2 %,
+activations within 15 %."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ CASES = [
 
 @pytest.fixture(scope="module")
 def models(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], str]:
-    """Tied and untied embeddings, with and without norms of the heads, experts, latent attention, Mamba2 mixers."""
+    """Models with tied and untied embeddings, with and without head norms, experts, latent attention, Mamba2 mixers."""
     folder = tmp_path_factory.mktemp("models")
 
     @cache
@@ -64,14 +64,14 @@ def test_predicted_bytes_are_those_of_every_rank(
 
 
 EP2 = "policy.megatron_cfg.expert_model_parallel_size=2"
-# Of four layers, as uneven as the 61: the first stage has that without experts too, the last one layer.
+# Four layers, split as unevenly as the recipe's 61: three with the one without experts, then one.
 PP2 = [
     "policy.megatron_cfg.pipeline_model_parallel_size=2",
     "policy.megatron_cfg.num_layers_in_first_pipeline_stage=3",
 ]
 ENGINE2 = [f"policy.generation.vllm_cfg.{key}_parallel_size=2" for key in ("tensor", "expert")]
-# Recipe, a tiny model of its family, ranks, what is smaller too. The policy side alone: vLLM's CPU build has no kernel
-# for the experts of Nemotron-H.
+# Recipe, family of the tiny model, ranks, further reductions. Only the policy: vLLM's CPU build has no kernel for the
+# experts of Nemotron-H.
 TWINS = [
     ("grpo-math-8B", "qwen3", 2, []),
     ("grpo-qwen3-30BA3B-4n8g", "qwen3_moe", 4, [EP2]),
@@ -83,10 +83,10 @@ TWINS = [
 
 
 @pytest.mark.parametrize(("recipe", "family", "world", "overrides"), TWINS, ids=[each[0] for each in TWINS])
-def test_the_tiny_twin_of_a_recipe_trains_and_is_as_large_as_planned(
+def test_a_recipe_with_a_tiny_model_trains_and_is_as_large_as_planned(
     ranks: RankPool, models: Callable[[str], str], recipe: str, family: str, world: int, overrides: list[str]
 ) -> None:
-    """The policy as the recipe has it, on a model small enough for CPU."""
+    """The recipe's policy section, with a model small enough for CPU."""
     small = [f"policy.model_name={models(family)}", "policy.max_total_sequence_length=256", *overrides]
     compare(ranks, load_recipe(recipe, small).config.policy, world)
 
@@ -114,7 +114,7 @@ def compare(ranks: RankPool, policy: PolicyConfig, world: int) -> None:
         }
         if "refit buffer" in found:
             predicted["refit buffer"] = refit_traffic(load).buffer
-        # Tokens are taken to go to all experts alike: that holds for the ranks of a stage together.
+        # The prediction assumes even routing, which holds for the ranks of a stage together.
         stage_ranks = range(stage * load.layout.stage_size, (stage + 1) * load.layout.stage_size)
         kept = [measured[other]["activations"] for other in stage_ranks]
         found = found | {"activations": sum(kept) / len(kept)}
@@ -123,7 +123,7 @@ def compare(ranks: RankPool, policy: PolicyConfig, world: int) -> None:
         for name in found:
             bound = 0.15 if name == "activations" else 0.02
             if name == "activations" and policy.megatron_cfg.peft.enabled:
-                # Too high by a sixth, for a reason that is still to be found; never too low.
+                # Too high by a sixth, for an unknown reason; never too low.
                 assert found[name] <= predicted[name] < 1.25 * found[name], f"{name} of rank {rank}"
                 continue
             assert predicted[name] == pytest.approx(found[name], rel=bound), f"{name} of rank {rank}"

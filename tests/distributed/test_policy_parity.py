@@ -1,4 +1,4 @@
-"""The policy against transformers in float32: every family, on every layout, packed rows of uneven lengths."""
+"""The policy against transformers in float32: every family on every layout, with packed rows of uneven lengths."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ FEW = ("TP1", "TP2", "TP2-SP", "PP2", "CP2", "TP2xPP2", "PP2xCP2", "ETP2", "EP2x
 
 
 def layouts_of(family: str) -> tuple[LayoutCase, ...]:
-    """All; of families that differ from another one in little, one for each dimension."""
+    """Return all layouts, or for a family that differs little from another one only FEW."""
     layouts = MOE_LAYOUTS if family in MOE or family == "nemotron_h_moe" else LAYOUTS
     return tuple(case for case in layouts if case.name in FEW) if family in LIKE_ANOTHER else layouts
 
@@ -60,5 +60,5 @@ def test_logprobs_and_gradients_equal_transformers(
     assert gradient < GRADIENT_LIMIT, f"{name}: relative error {gradient:.2e}"
     norm = torch.stack([gradient.norm() for gradient in reference.gradients.values()]).norm().item()
     assert [result["grad_norm"] for result in results] == pytest.approx([norm] * len(results), rel=1e-4), (
-        "what clipping goes by"
+        "clipping uses this norm"
     )

@@ -1,4 +1,4 @@
-"""Checkpoints, exports, the reference, and what happens when a loss is not finite, on real meshes."""
+"""Checkpoints, exports, offloading, the reference, and losses that are not finite, on real meshes."""
 
 from __future__ import annotations
 
@@ -41,14 +41,14 @@ def model(models: dict[str, str]) -> str:
 
 
 def steps_of(ranks: list[list[tuple[float, float]]]) -> list[tuple[float, float]]:
-    """By step: the gradient norm, and the loss summed over those ranks that have a part of it."""
+    """Return for each step the gradient norm, and the loss summed over the ranks that have a share of it."""
     return [(parts[0][0], sum(loss for _, loss in parts)) for parts in zip(*ranks, strict=True)]
 
 
 @pytest.mark.parametrize(
     ("saved", "loaded"), [(TP1, TP1), (TP2, TP2), (TP1, TP2), (DP2, TP1), (TP2, DP2)], ids=lambda case: case.name
 )
-def test_a_loaded_checkpoint_goes_on_as_if_nothing_had_happened(
+def test_training_continues_from_a_checkpoint_as_without_interruption(
     ranks: RankPool, model: str, tmp_path: Path, saved: LayoutCase, loaded: LayoutCase
 ) -> None:
     through = ranks.run(saved.world_size, f"{CASES}:train_save_train", model, saved, str(tmp_path / "ckpt"))
@@ -83,9 +83,9 @@ def test_a_checkpoint_loads_on_another_layout(
         assert after == (before if exact else pytest.approx(before, rel=1e-3)), (through, resumed)
 
 
-def test_a_rank_that_cannot_write_beside_training_is_named_by_all(ranks: RankPool, model: str, tmp_path: Path) -> None:
-    told = ranks.run(2, f"{CASES}:save_where_rank_1_cannot", model, TP2, str(tmp_path))
-    for message in told:
+def test_a_failed_background_save_is_reported_on_all_ranks(ranks: RankPool, model: str, tmp_path: Path) -> None:
+    messages = ranks.run(2, f"{CASES}:save_failing_on_rank_1", model, TP2, str(tmp_path))
+    for message in messages:
         assert message.startswith("weights and optimizer could not be written: rank 1: ") and "rank 0" not in message
     assert (tmp_path / "whole" / "metadata.json").is_file()
     assert not (tmp_path / "torn" / "metadata.json").exists()
@@ -105,7 +105,7 @@ def test_offloading_changes_nothing_that_is_trained(
         assert moved and views_kept
 
 
-def test_a_frozen_router_stays(ranks: RankPool, models: dict[str, str]) -> None:
+def test_a_frozen_router_does_not_change(ranks: RankPool, models: dict[str, str]) -> None:
     for routers_moved, others_moved in ranks.run(2, f"{CASES}:train_with_a_frozen_router", models["qwen3_moe"], EP2):
         assert others_moved and not routers_moved
 
@@ -132,7 +132,7 @@ def test_a_checkpoint_of_another_model_is_refused(ranks: RankPool, model: str, t
     ],
     ids=lambda value: value if isinstance(value, str) else value.name,
 )
-def test_an_export_is_what_was_loaded_bit_for_bit(
+def test_an_export_equals_the_loaded_checkpoint_bit_for_bit(
     ranks: RankPool, models: dict[str, str], tmp_path: Path, family: str, case: LayoutCase
 ) -> None:
     model = models[family]
@@ -148,7 +148,7 @@ def test_an_export_is_what_was_loaded_bit_for_bit(
         assert torch.equal(found[name], tensor), name
 
 
-def test_the_reference_stays_while_the_policy_moves(ranks: RankPool, model: str) -> None:
+def test_the_reference_does_not_change_while_the_policy_does(ranks: RankPool, model: str) -> None:
     for first, reference, now in ranks.run(2, f"{CASES}:reference_after_training", model, TP2):
         assert torch.equal(first, reference)
         assert (first - now).abs().max() > 1e-4

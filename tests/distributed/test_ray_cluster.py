@@ -35,7 +35,7 @@ def cluster(tmp_path_factory: pytest.TempPathFactory) -> Iterator[RayCluster]:
     os.environ["GRPO_TEST_SECRET"] = "hunter2"
     os.environ["GRPO_TEST_WANTED"] = "yes"
     try:
-        # Accelerators that are only counted: enough to see who is shown which.
+        # Ray only counts these GPUs, which is enough to test which worker sees which.
         with RayCluster(
             tmp_path_factory.mktemp("logs"),
             address="local",
@@ -63,7 +63,7 @@ def second(cluster: RayCluster):
 def test_calls_run_in_order_on_one_object(abacus):
     first, second = abacus.call("add", 1), abacus.call("add", 2)
     assert (second.result(), first.result()) == (13, 11)
-    assert first.result() == 11  # an answer can be asked for again
+    assert first.result() == 11  # a result can be read again
 
 
 def test_driver_keeps_its_environment_and_workers_get_the_allowed_part(abacus, second):
@@ -77,7 +77,7 @@ def test_driver_keeps_its_environment_and_workers_get_the_allowed_part(abacus, s
         assert seen["PATH"] == os.environ["PATH"]
         assert seen["CUDA_VISIBLE_DEVICES"] == ""
         assert (Path(seen[SOCKETS]) / "session_latest").exists(), "the folder that goes with the run"
-    assert "hunter2" not in abacus.call("kernel_environment").result()  # nor where a debugger would look
+    assert "hunter2" not in abacus.call("kernel_environment").result()  # nor does /proc show it
 
 
 def test_a_reference_as_argument_arrives_as_the_object(cluster, abacus):
@@ -108,10 +108,10 @@ def test_parcels_outlive_their_worker(cluster, second):
     assert second.call("sum_fetched", records).result() == 3 + sum(range(50_000))
 
 
-def test_what_ray_may_lose_is_refused(abacus):
+def test_a_reference_in_a_stream_is_rejected_because_ray_may_lose_it(abacus):
     with pytest.raises(WorkerFailed, match="yield Parcel"):
         next(abacus.stream("put_in_stream"))
-    assert abacus.call("stored_list", 1).result().size == 1  # a call may
+    assert abacus.call("stored_list", 1).result().size == 1  # a call may return a reference
 
 
 def test_items_of_a_stream_come_while_it_runs(abacus, tmp_path):
@@ -165,14 +165,14 @@ def test_a_stream_that_fails_gives_its_items_first(abacus):
         next(stream)
 
 
-def test_a_late_answer_says_who_what_and_where_it_hangs(abacus, tmp_path):
+def test_an_exceeded_deadline_names_the_worker_the_call_and_the_line(abacus, tmp_path):
     pending = abacus.call("nap_in_the_middle", str(tmp_path / "gate"), timeout_s=0.5, what="the nap")
     with pytest.raises(DeadlineExceeded) as caught:
         pending.result()
     assert (caught.value.what, caught.value.whom, caught.value.seconds) == ("the nap", "abacus", 0.5)
     assert re.search(r'ray_workers.py", line \d+ in nap_in_the_middle', str(caught.value))
     (tmp_path / "gate").touch()
-    assert abacus.call("add", 0).result() == 13  # asking did not harm it
+    assert abacus.call("add", 0).result() == 13  # the late call did not harm the worker
 
 
 def test_an_answer_in_time_can_be_asked_for_later(abacus, cluster):
@@ -182,7 +182,7 @@ def test_an_answer_in_time_can_be_asked_for_later(abacus, cluster):
     assert pending.result() == 13
 
 
-def test_streams_run_beside_each_other_and_beside_calls(cluster, tmp_path):
+def test_streams_and_calls_run_concurrently(cluster, tmp_path):
     host = cluster.spawn("host", Abacus, 5, None, cpus=0.1, streams=2)
     gates = [tmp_path / name for name in "abc"]
     first, second, third = (host.stream("count_behind", 3, str(gate)) for gate in gates)
@@ -197,7 +197,7 @@ def test_streams_run_beside_each_other_and_beside_calls(cluster, tmp_path):
     cluster.stop([host])
 
 
-def test_a_late_item_and_a_late_crowd_are_named(cluster, abacus, second, tmp_path):
+def test_a_late_item_and_a_late_group_are_named(cluster, abacus, second, tmp_path):
     gate = str(tmp_path / "gate")
     stream = abacus.stream("count_behind", 2, gate, timeout_s=2.0)
     assert next(stream) == 0
@@ -212,7 +212,7 @@ def test_a_late_item_and_a_late_crowd_are_named(cluster, abacus, second, tmp_pat
 
 def test_a_dead_worker_is_named_with_the_end_of_its_log(cluster):
     doomed = cluster.spawn("doomed", Abacus, cpus=0.1)
-    doomed.ready().result()  # what it says of itself as it starts would be lost with it
+    doomed.ready().result()  # otherwise its start-up report would be lost with it
     doomed.place()
     with pytest.raises(WorkerFailed, match="doomed: die failed: ActorDiedError") as caught:
         doomed.call("die").result()
@@ -241,7 +241,7 @@ def test_spawn_does_not_wait_and_calls_wait_for_the_constructor(cluster, tmp_pat
 
 def test_concurrent_calls_share_one_object(cluster, tmp_path):
     pair = cluster.spawn("pair", Abacus, 5, None, cpus=0.1, concurrency=2)
-    pair.ready().result()  # the start of an actor has a deadline of its own, which is long
+    pair.ready().result()  # an actor's start has its own, long deadline
     nap, count = pair.call("nap_in_the_middle", str(tmp_path / "gate")), pair.call("add", 1)
     assert cluster.next_ready([nap, count], 60, "the quick one") is count
     (tmp_path / "gate").touch()
@@ -254,7 +254,7 @@ def ranks(cluster: RayCluster):
     return cluster.spawn_group("rank", Rank, [("a",), ("b",)], cpus=0.1, env={"OMP_NUM_THREADS": "1"})
 
 
-def test_a_group_meets(cluster, ranks):
+def test_a_group_forms_a_process_group(cluster, ranks):
     facts = call_all(cluster, ranks, "facts")
     assert [worker.name for worker in ranks] == ["rank-0", "rank-1"]
     assert [word for _, word in facts] == ["a", "b"]
@@ -284,7 +284,7 @@ def test_arguments_per_worker(cluster, abacus, second):
     assert call_all(cluster, [abacus, second], "sum", args_per_worker=[([1],), ([2, 3],)]) == [1, 5]
 
 
-def test_accelerators_are_shown_to_their_rank_and_to_who_is_beside(cluster):
+def test_gpus_are_visible_to_their_rank_and_to_colocated_workers(cluster):
     group = cluster.spawn_group("gpu", Rank, [("a",), ("b",)], cpus=0.1, gpus=1)
     places = [worker.place() for worker in group]
     assert sorted(gpu for place in places for gpu in place.gpus) == ["0", "1"]
@@ -298,19 +298,19 @@ def test_accelerators_are_shown_to_their_rank_and_to_who_is_beside(cluster):
     assert [part.place().gpus for part in parts] == [place.gpus for place in places]
     assert [fact.rank for fact, _ in call_all(cluster, parts, "facts")] == [0, 1]
     cluster.stop([*group, engine, *parts])
-    again = cluster.spawn("gpu-again", Abacus, cpus=0.1, gpus=2)  # their room is free again
+    again = cluster.spawn("gpu-again", Abacus, cpus=0.1, gpus=2)  # their GPUs are free again
     assert again.place().gpus == ("0", "1")
     cluster.stop([again])
 
 
-def test_too_much_is_refused_at_once_with_what_there_is(cluster):
+def test_a_request_that_cannot_be_met_fails_at_once(cluster):
     with pytest.raises(NotEnoughResources, match=r"big: too few GPUs: 3 x \(0.1 CPU, 1 GPU\) asked .* 4 CPU, 2 GPU"):
         cluster.spawn_group("big", Rank, [()] * 3, cpus=0.1, gpus=1)
     with pytest.raises(NotEnoughResources, match="huge: too few CPUs: 1 x"):
         cluster.spawn("huge", Abacus, cpus=64)
 
 
-def test_room_that_stays_taken_has_a_deadline(cluster, monkeypatch):
+def test_waiting_for_occupied_resources_has_a_deadline(cluster, monkeypatch):
     holder = cluster.spawn("holder", Abacus, cpus=0.1, gpus=2)
     holder.place()
     monkeypatch.setattr(cluster, "_start_timeout_s", 1.0)
@@ -364,7 +364,7 @@ DRIVER = """
 
     class Parent:
         def __init__(self):
-            # A child that left the session, as servers do.
+            # A child in a session of its own, like a server's.
             self.child = subprocess.Popen(["sleep", "600"], start_new_session=True)
             self.ended = threading.Event()
         def work(self):
@@ -389,7 +389,7 @@ DRIVER = """
 
 
 @pytest.mark.parametrize("kind", [signal.SIGINT, signal.SIGKILL])
-def test_nothing_is_left_of_a_run_that_was_ended(kind, tmp_path):
+def test_a_killed_run_leaves_nothing_behind(kind, tmp_path):
     driver = subprocess.Popen(
         [sys.executable, "-c", textwrap.dedent(DRIVER), str(tmp_path)],
         stdout=subprocess.PIPE,
@@ -405,14 +405,14 @@ def test_nothing_is_left_of_a_run_that_was_ended(kind, tmp_path):
         mark, folder = line.split()
         names = [_command(pid) for pid in marked(mark)]
         assert b"sleep" in names and any(b"raylet" in name for name in names) and len(names) >= 6
-        os.killpg(driver.pid, kind)  # to the whole group, as a terminal does
+        os.killpg(driver.pid, kind)  # to the whole process group, as a terminal does
         _, errors = driver.communicate(timeout=60)
     finally:
         driver.kill()
     if kind == signal.SIGINT:
         assert driver.returncode == -signal.SIGINT and "KeyboardInterrupt" in errors
-        assert "shut down while" not in errors  # what ending a worker does to its calls is no news
-        assert marked(mark) == [] and not Path(folder).exists()  # at once: nothing is left to wait for
+        assert "shut down while" not in errors  # errors of calls to stopped workers are not reported
+        assert marked(mark) == [] and not Path(folder).exists()  # immediately, without waiting
     deadline = time.monotonic() + 20
     while (marked(mark) or Path(folder).exists()) and time.monotonic() < deadline:
         time.sleep(0.2)

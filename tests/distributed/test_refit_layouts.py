@@ -1,5 +1,4 @@
-"""Real Megatron-Core ranks -> plan -> what every engine rank has to hold, bit for bit, split from the checkpoint by
-hand."""
+"""A refit plan from real Megatron-Core ranks gives every engine rank its part of the checkpoint, bit for bit."""
 
 from __future__ import annotations
 
@@ -34,7 +33,7 @@ PAIRS: list[tuple[str, LayoutCase, int]] = [
 
 
 @pytest.mark.parametrize(("family", "case", "engine"), PAIRS, ids=lambda value: getattr(value, "name", None))
-def test_the_engines_get_what_the_checkpoint_holds(
+def test_the_engines_receive_the_checkpoint(
     ranks: RankPool, tmp_path: Path, family: str, case: LayoutCase, engine: int
 ) -> None:
     folder = make_tiny_model(family, tmp_path, tie_word_embeddings=family == "qwen3", num_hidden_layers=6)

@@ -1,4 +1,4 @@
-"""Rollouts of several turns over Ray: trajectories stay in its store, and later requests refer to them."""
+"""Multi-turn rollouts over Ray: trajectories stay in its object store, and later requests refer to them."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ pytestmark = pytest.mark.distributed
 
 
 def length(request: GenerationRequest) -> int:
-    """Many tokens: Ray keeps small objects elsewhere."""
+    """Many tokens for the first sample, because Ray does not keep small objects in its store."""
     return 20_000 if request.generation_index == 0 else 5
 
 
@@ -59,7 +59,7 @@ def misbehave(trajectory: Trajectory, metadata: dict[str, Any]) -> Outcome:
 
 
 class LongEngine:
-    """Every sample has so many tokens as the sampling allows."""
+    """An engine whose samples all have the maximum number of tokens."""
 
     def generate_refs(self, requests: list[GenerationRequest], sampling: Sampling) -> Iterator[Parcel]:
         for request in requests:
@@ -72,7 +72,7 @@ class LongEngine:
 
 
 class Rank:
-    """Of a policy, as far as it takes samples."""
+    """A policy rank that only receives samples."""
 
     def __init__(self, store: Any) -> None:
         self.store = store
@@ -147,7 +147,7 @@ def test_an_environment_that_dies_or_hangs_costs_its_own_sample(cluster: RayClus
 
 
 class ChatEngine:
-    """Speaks chat as an engine does; its tokens are drawn from the request's seed."""
+    """An engine with a chat API whose tokens are drawn from the request's seed."""
 
     def __init__(self, folder: str) -> None:
         tokenizer = load_tokenizer(folder)
@@ -211,7 +211,7 @@ def test_a_gym_plays_over_ray_and_survives_the_death_of_its_worker(
 
 
 def test_the_drivers_memory_does_not_grow_with_the_length_of_samples(cluster: RayCluster) -> None:
-    """Over 50 steps of 16 samples, 16 times longer than in the 50 steps before: together they have 160 MB."""
+    """Run 50 steps of 16 samples, then 50 with samples 16 times longer, which have 160 MB in total."""
     engines = EngineGroup(cluster, [cluster.spawn("long", LongEngine, cpus=0.1)], sleeps=False)
     judge = cluster.spawn("at-once", FakeEnvironment, decide_at_once, cpus=0.1)
     rank = cluster.spawn("rank", Rank, cluster.store, cpus=0.1)

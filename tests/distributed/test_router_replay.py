@@ -1,4 +1,4 @@
-"""Routers that follow given choices: every token gets its own experts, wherever the layout puts it."""
+"""Routers that replay given choices: every token gets its own experts on every layout."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ LAYOUTS = (
 
 
 def joined(pieces: list[tuple[str, tuple[tuple[int, int], ...], torch.Tensor]]) -> dict[str, torch.Tensor]:
-    """Whole tensors of what is trained, from the slices of one rank that has all."""
+    """Assemble the whole trained tensors from the slices of a rank that has all of them."""
     found: dict[str, torch.Tensor] = {}
     for name, box, _ in pieces:
         size = [stop for _, stop in box]
@@ -34,7 +34,7 @@ def joined(pieces: list[tuple[str, tuple[tuple[int, int], ...], torch.Tensor]]) 
 
 
 @pytest.mark.parametrize("family", ["qwen3_moe", "deepseek_v3"])
-def test_every_layout_follows_the_same_routes(ranks: RankPool, tmp_path: Path, family: str) -> None:
+def test_every_layout_replays_the_same_routes(ranks: RankPool, tmp_path: Path, family: str) -> None:
     folder = make_tiny_model(family, tmp_path)
     (alone,) = ranks.run(1, TARGET, str(folder), LayoutCase("TP1"), True)
     (free,) = ranks.run(1, TARGET, str(folder), LayoutCase("TP1"), False)

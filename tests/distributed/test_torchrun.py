@@ -16,7 +16,7 @@ from grpo_mcore.tools.parity.rank import LayoutCase
 ROOT = Path(__file__).resolve().parents[2]
 
 
-def test_two_ranks_under_torchrun_compute_what_the_pool_computes(ranks: RankPool, tmp_path: Path) -> None:
+def test_two_ranks_under_torchrun_compute_the_same_as_in_the_pool(ranks: RankPool, tmp_path: Path) -> None:
     model = str(make_tiny_model("qwen3", tmp_path / "model", tie_word_embeddings=True))
     command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2"]
     done = subprocess.run(
@@ -32,7 +32,7 @@ def test_two_ranks_under_torchrun_compute_what_the_pool_computes(ranks: RankPool
     assert norm == pytest.approx(pool["grad_norm"], rel=1e-5)
 
 
-def test_outside_torchrun_it_says_what_is_missing(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_outside_torchrun_the_error_names_the_missing_variable(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv("RANK", raising=False)
     with pytest.raises(RendezvousError, match="not under torchrun: RANK"):
         Address.from_environment()

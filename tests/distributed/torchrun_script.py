@@ -1,4 +1,4 @@
-"""A script of a user's own: the policy under torchrun. Prints a log-prob sum and the gradient norm of a step."""
+"""A user's script under torchrun: prints a sum of log-probs and the gradient norm of a step."""
 
 from __future__ import annotations
 
