@@ -14,7 +14,7 @@ if TYPE_CHECKING:
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Options of this verb."""
+    """Add the options of this verb."""
     parser.add_argument("--json", action="store_true", help="print JSON")
     parser.add_argument("--recipe", help="check for this recipe: its folders, model, nodes and accelerators")
     parser.add_argument("--cluster", action="store_true", help="check every node of the Ray cluster at RAY_ADDRESS")
@@ -22,7 +22,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    """0 where all is well, 1 where there is a fault."""
+    """Print the findings. Return 0 without a fault, else 1."""
     config = load_recipe(args.recipe, args.overrides).config if args.recipe else None
 
     from grpo_mcore.tools.doctor import examine
@@ -42,7 +42,7 @@ def run(args: argparse.Namespace) -> int:
 
 
 def needs_of(config: MasterConfig | None, ports: tuple[int, ...] = ()) -> Needs:
-    """What a recipe asks of a node."""
+    """Return what a recipe needs from a node."""
     from grpo_mcore.environments.sandbox.sandboxes import TRUST
     from grpo_mcore.tools.doctor import Needs
 

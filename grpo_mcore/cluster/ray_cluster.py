@@ -33,7 +33,7 @@ STREAMS = "streams"
 IGNORE_UNHANDLED = "RAY_IGNORE_UNHANDLED_ERRORS"
 """Ray reads this variable whenever the last reference to an error that nobody has seen is dropped."""
 
-_log = logging.getLogger(__name__)
+logger = logging.getLogger(__name__)
 
 
 class RayCluster:
@@ -220,7 +220,7 @@ class RayCluster:
             waits = [wait for worker in self._workers.values() for wait in worker.waits()]
             names = dict.fromkeys(wait.whom for wait in waits)
             graph = wait_graph(waits, {name: self._workers[name].frames() for name in names})
-            _log.error("%s", graph)
+            logger.error("%s", graph)
 
     def _save_ray_logs(self) -> None:
         if self._session is not None:
@@ -259,4 +259,4 @@ def _log_failed_shutdown(name: str, handle: ray.ObjectRef) -> None:
     except RayActorError:  # it has ended already
         pass
     except RayError as error:
-        _log.warning("%s: its shutdown failed: %s", name, error)
+        logger.warning("%s: its shutdown failed: %s", name, error)

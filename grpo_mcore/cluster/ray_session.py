@@ -26,7 +26,7 @@ KNOCK_S = 10.0
 TOO_SLOW = "timed out during startup"
 """Part of Ray's message when its processes did not start in time."""
 
-_log = logging.getLogger(__name__)
+logger = logging.getLogger(__name__)
 
 
 class RaySession:
@@ -81,7 +81,7 @@ class RaySession:
                 end_marked(self.reaper.mark)
                 if time.monotonic() > deadline:
                     raise DeadlineExceeded("start of Ray", "its processes", timeout_s) from error
-                _log.warning("Ray's processes were not up within 30 s; starting them again")
+                logger.warning("Ray's processes were not up within 30 s; starting them again")
 
     @property
     def address(self) -> str:

@@ -1,5 +1,5 @@
-"""What is wrong with a machine, found in under a minute: thin probes look, and pure checks (`checks.py`) say ok or what
-to do."""
+"""Find what is wrong with a machine in under a minute: probes (`probes.py`) look at it, and pure checks (`checks.py`)
+turn what they saw into findings."""
 
 from __future__ import annotations
 

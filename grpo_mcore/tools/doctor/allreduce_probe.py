@@ -1,5 +1,5 @@
-"""One of two processes that sum a tensor: `python -m ... BACKEND HOST:PORT SECONDS PARENT RANK DEVICE`, with the pid of
-the process that starts it. Exit code 0: the sum is right."""
+"""One of two processes that all-reduce a tensor: `python -m ... BACKEND HOST:PORT SECONDS PARENT_PID RANK DEVICE`. Exit
+code 0: the sum is correct."""
 
 from __future__ import annotations
 

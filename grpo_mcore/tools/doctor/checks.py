@@ -1,4 +1,4 @@
-"""From what a probe saw to a finding: ok, or a fault with what to do. Pure."""
+"""Turn what a probe saw into a finding: ok, a note, or a fault with its remedy. Pure functions."""
 
 from __future__ import annotations
 
@@ -13,16 +13,17 @@ GB = 10**9
 MIN_DRIVER = 580
 """The first driver branch for CUDA 13, which the `gpu` extra's wheels are built for."""
 MIN_OPEN_FILES = 4096
-"""Ray's own advice is 65536; below this a run of a few dozen workers ends with "too many open files"."""
+"""Minimum limit of open files. Ray advises 65536; below this a run of a few dozen workers fails with "too many open
+files"."""
 MAX_CLOCK_OFFSET_S = 1.0
 MAX_FILE_SECONDS = 1.0
 USED_BEFORE = 0.05
-"""Share of a GPU's memory that may be taken before a run."""
+"""Share of a GPU's memory that may be in use before a run."""
 
 
 @dataclass(frozen=True)
 class Finding:
-    """One line. `state`: a note is no fault, but worth knowing. `advice`: what to do about a fault."""
+    """The outcome of one check. A note is worth knowing and not a fault. `advice`: the remedy."""
 
     check: str
     state: Literal["ok", "note", "fault"]
@@ -36,7 +37,7 @@ class Finding:
 
 @dataclass(frozen=True)
 class Gpu:
-    """A line of nvidia-smi. Memory in bytes; `errors`: uncorrected ECC errors, None where it does not count them."""
+    """A GPU as nvidia-smi lists it. Memory in bytes; `errors`: uncorrected ECC errors, None if they are not counted."""
 
     index: int
     name: str
@@ -48,8 +49,8 @@ class Gpu:
 
 @dataclass(frozen=True)
 class FileTimes:
-    """Seconds of writing, renaming and reading back a small file; `error` where it failed; `clock`: seconds by which
-    the file system's clock is ahead of this machine's."""
+    """Seconds of writing, renaming and reading back a small file, or the `error`. `clock`: seconds by which the file
+    system's clock is ahead of this machine's."""
 
     folder: str
     write: float = 0.0
@@ -62,7 +63,7 @@ class FileTimes:
 def versions(
     pins: Sequence[str], installed: Mapping[str, str], source: str = "pip install -e .[cpu|gpu]"
 ) -> list[Finding]:
-    """`pins`: requirements such as "torch==2.13.*"; `installed`: versions by normalised name."""
+    """Compare requirements such as "torch==2.13.*" with the `installed` versions by normalised name."""
     wrong = []
     for pin in pins:
         requirement = Requirement(pin)
@@ -78,7 +79,7 @@ def versions(
 
 
 def gpus(found: Sequence[Gpu] | None, wanted: int, seen_by_torch: int | None = None) -> list[Finding]:
-    """`found`: None where there is no nvidia-smi. `wanted`: GPUs of this node that the recipe asks for (0: any)."""
+    """Check the GPUs of a node. `found`: None without nvidia-smi. `wanted`: GPUs that the recipe needs (0: any)."""
     if not found:
         if wanted:
             reason = "no nvidia-smi" if found is None else "no device"
@@ -114,7 +115,7 @@ def gpus(found: Sequence[Gpu] | None, wanted: int, seen_by_torch: int | None = N
 def pair(
     backend: str, ranks: tuple[int, int] | tuple[str, str], seconds: float | None, error: str | None, *, of: str
 ) -> Finding:
-    """A sum over two processes. `seconds`: None where it did not come to an end. `of`: what is checked by it."""
+    """Check an all-reduce over two processes. `seconds`: None if it did not end. `of`: name of the check."""
     who = f"{backend} {ranks[0]}-{ranks[1]}"
     if error is not None or seconds is None:
         variables = (
@@ -127,7 +128,7 @@ def pair(
 
 
 def shared_memory(total: int, free: int, needed: int) -> Finding:
-    """/dev/shm, in bytes. `needed`: what refit buffer and collectives take."""
+    """Check /dev/shm, in bytes. `needed`: what refit buffer and collectives take."""
     saw = f"{total / GB:.2f} GB, {free / GB:.2f} GB free"
     if total < needed:
         advice = f"{needed / GB:.1f} GB are needed: docker run --shm-size, or a Memory emptyDir at /dev/shm"
@@ -139,7 +140,7 @@ def shared_memory(total: int, free: int, needed: int) -> Finding:
 
 
 def folder(times: FileTimes, what: str) -> list[Finding]:
-    """A folder that all nodes share."""
+    """Check a folder that all nodes share."""
     if times.error is not None:
         return [Finding(what, "fault", f"{times.folder}: {times.error}", "give a folder that every node may write")]
     slowest = max(times.write, times.rename, times.read)
@@ -150,7 +151,7 @@ def folder(times: FileTimes, what: str) -> list[Finding]:
 
 
 def seen(what: str, path: str, nodes: Mapping[str, bool]) -> Finding:
-    """A file that one node wrote. `nodes`: does each see it."""
+    """Check that a file of one node is seen by the others. `nodes`: whether each sees it."""
     blind = sorted(name for name, sees in nodes.items() if not sees)
     if blind:
         advice = "it must be one file system, mounted at the same path on every node"
@@ -159,7 +160,7 @@ def seen(what: str, path: str, nodes: Mapping[str, bool]) -> Finding:
 
 
 def clock(offset: float, uncertainty: float, of: str) -> Finding:
-    """Seconds by which another clock is ahead, known to within `uncertainty`."""
+    """Check another clock, which is `offset` seconds ahead, known to within `uncertainty`."""
     if abs(offset) - uncertainty > MAX_CLOCK_OFFSET_S:
         advice = "tokens and leases expire by the clock: run chrony or ntpd on both"
         return Finding("clock", "fault", f"{of} is {offset:+.1f} s off", advice)
@@ -167,7 +168,7 @@ def clock(offset: float, uncertainty: float, of: str) -> Finding:
 
 
 def ports(taken: Mapping[int, str], wanted: Sequence[int]) -> Finding:
-    """`taken`: those of `wanted` that are in use, with who has them."""
+    """Check ports. `taken`: those of `wanted` that are in use, with their holder."""
     if taken:
         saw = ", ".join(f"{port} is taken by {who}" for port, who in sorted(taken.items()))
         return Finding("ports", "fault", saw, "end that process, or give another port (RAY_PORT, --port)")
@@ -175,7 +176,7 @@ def ports(taken: Mapping[int, str], wanted: Sequence[int]) -> Finding:
 
 
 def disk(path: str, total: int, free: int, needed: int) -> Finding:
-    """Space for checkpoints or logs, in bytes."""
+    """Check the space for checkpoints or logs, in bytes."""
     saw = f"{path}: {free / GB:.1f} of {total / GB:.1f} GB free"
     if free < needed:
         return Finding("disk", "fault", saw, f"make room for {needed / GB:.0f} GB, or take another folder")
@@ -183,14 +184,15 @@ def disk(path: str, total: int, free: int, needed: int) -> Finding:
 
 
 def open_files(limit: int) -> Finding:
-    """The soft limit of this process."""
+    """Check the soft limit of open files of this process."""
     if limit < MIN_OPEN_FILES:
         return Finding("open files", "fault", f"limit {limit}", f"ulimit -n 65536 (at least {MIN_OPEN_FILES})")
     return Finding("open files", "ok", f"limit {limit}")
 
 
 def sandbox(problem: str | None, needed: bool) -> Finding:
-    """Bubblewrap, in which env.code runs programs. `problem`: why it makes no sandbox. `needed`: by the recipe."""
+    """Check bubblewrap, in which env.code runs programs. `problem`: why it makes no sandbox. `needed`: by the
+    recipe."""
     if problem is None:
         return Finding("sandbox", "ok", "bubblewrap makes one")
     if "not installed" in problem:
@@ -203,7 +205,7 @@ def sandbox(problem: str | None, needed: bool) -> Finding:
 
 
 def load(average: float, cores: int) -> Finding:
-    """Processes that want to run, over the last minute, against the cores."""
+    """Compare the processes that want to run, averaged over the last minute, with the cores."""
     saw = f"{average:.0f} processes for {cores} cores"
     if average > 4 * cores:
         return Finding("load", "note", saw, "others are busy here: starts may run into their time limits")
@@ -211,14 +213,15 @@ def load(average: float, cores: int) -> Finding:
 
 
 def cache(times: FileTimes) -> Finding:
-    """The Hugging Face cache."""
+    """Check the Hugging Face cache."""
     if times.error is not None:
         return Finding("HF cache", "fault", f"{times.folder}: {times.error}", "set HF_HOME to a folder you may write")
     return Finding("HF cache", "ok", times.folder)
 
 
 def model(name: str | None, present: bool, offline: bool, token: bool) -> Finding:
-    """`present`: in a folder or the cache. `token`: are there credentials; their value is never looked at."""
+    """Check a model. `present`: in a folder or the cache. `token`: whether there are credentials; they are never
+    read."""
     credentials = "with credentials" if token else "without credentials"
     if name is None:
         return Finding("HF hub", "ok" if token else "note", f"{credentials}; gated models need them")
@@ -236,7 +239,7 @@ def model(name: str | None, present: bool, offline: bool, token: bool) -> Findin
 def ray_cluster(
     address: str | None, error: str | None, nodes: int, gpus_found: float, want: tuple[int, int]
 ) -> Finding:
-    """`address`: of RAY_ADDRESS. `nodes`, `gpus_found`: of the cluster. `want`: nodes and GPUs of the recipe."""
+    """Check the Ray cluster at `address` (RAY_ADDRESS). `want`: the nodes and GPUs that the recipe needs."""
     if address is None:
         if want[0] > 1:
             advice = "start Ray on all nodes (ray start) and set RAY_ADDRESS"

@@ -1,4 +1,4 @@
-"""Runs every probe at once and judges what it saw; one that hangs is a fault by itself."""
+"""Run all probes at once and check what they saw. A probe that hangs is a fault."""
 
 from __future__ import annotations
 
@@ -20,9 +20,9 @@ RAY_PORTS = (6379, 8265)
 
 @dataclass(frozen=True)
 class Needs:
-    """What a recipe asks of a node. Without one: what any run needs."""
+    """What a recipe needs from a node. The defaults are what any run needs."""
 
-    gpu: bool | None = None  # None: where there are any
+    gpu: bool | None = None  # None: if there are any
     nodes: int = 1
     gpus_per_node: int = 0
     folders: dict[str, str] = field(default_factory=lambda: {"checkpoints": "results", "logs": "logs"})
@@ -30,14 +30,14 @@ class Needs:
     shm_bytes: int = 2 * GB
     disk_bytes: int = 10 * GB
     ports: tuple[int, ...] = ()
-    sandbox: bool = False  # programs that the model writes are run
+    sandbox: bool = False  # the recipe runs programs that the model writes
 
 
 Check = Callable[[], Sequence[Finding]]
 
 
 def examine(needs: Needs, *, deadline_s: float = DEADLINE_S, checks: dict[str, Check] | None = None) -> list[Finding]:
-    """All findings of this node, in the order of the checks. Takes `deadline_s` at most."""
+    """Return all findings of this node, in the order of the checks. Takes `deadline_s` at most."""
     checks = _checks(needs) if checks is None else checks
     found: dict[str, Sequence[Finding]] = {}
     end = time.monotonic() + deadline_s
@@ -45,7 +45,7 @@ def examine(needs: Needs, *, deadline_s: float = DEADLINE_S, checks: dict[str, C
     def look(name: str, check: Check) -> None:
         try:
             found[name] = check()
-        except Exception as error:  # a probe that breaks is a finding, and the others go on
+        except Exception as error:  # a probe that fails is a finding; the others go on
             found[name] = [Finding(name, "fault", f"{type(error).__name__}: {error}", "the check itself failed")]
 
     threads = {
@@ -76,7 +76,7 @@ def _checks(needs: Needs) -> dict[str, Check]:
         "GPUs": lambda: _gpus(needs),
         "/dev/shm": lambda: [checks.shared_memory(*probes.space("/dev/shm"), needs.shm_bytes)],
         **{what: each_folder(what, path) for what, path in folders.items()},
-        "disk": lambda: [checks.disk(path, *probes.space(path), _room(path, needs)) for path in places],
+        "disk": lambda: [checks.disk(path, *probes.space(path), _space(path, needs)) for path in places],
         "ports": lambda: [checks.ports(probes.taken_ports(asked), asked)],
         "open files": lambda: [checks.open_files(resource.getrlimit(resource.RLIMIT_NOFILE)[0])],
         "sandbox": lambda: [checks.sandbox(probes.sandbox(), needs.sandbox)],
@@ -88,8 +88,9 @@ def _checks(needs: Needs) -> dict[str, Check]:
     }
 
 
-def _room(path: str, needs: Needs) -> int:
-    """Checkpoints need room for the model; the temporary folder for Ray's logs and spilled objects."""
+def _space(path: str, needs: Needs) -> int:
+    """Return the bytes needed: by checkpoints and logs, or in the temporary folder by Ray's logs and spilled
+    objects."""
     return needs.disk_bytes if path in needs.folders.values() else 2 * GB
 
 
@@ -115,7 +116,7 @@ def _gpus(needs: Needs) -> list[Finding]:
 
 
 def _collectives(needs: Needs) -> Iterator[Finding]:
-    """gloo on this host; with GPUs each next to its neighbour, so that every link is used once."""
+    """Test gloo on this host, or with several GPUs NCCL between neighbours, so that every link is used once."""
     count = len(probes.gpus() or ()) if needs.gpu is not False else 0
     pairs = [(rank, rank + 1) for rank in range(count - 1)] or [(0, 1)]
     backend = "nccl" if count > 1 else "gloo"
@@ -142,13 +143,13 @@ def _model(needs: Needs) -> Finding:
 
 
 def _ray(needs: Needs, address: str | None) -> Finding:
-    """Only whether it answers: `--cluster` looks at its nodes."""
+    """Check only whether Ray answers: `--cluster` examines its nodes."""
     want = (needs.nodes, needs.nodes * needs.gpus_per_node if needs.gpu else 0)
-    if address is None or (error := probes.answers(address)) is not None:
+    if address is None or (error := probes.why_no_answer(address)) is not None:
         return checks.ray_cluster(address, None if address is None else error, 0, 0, want)
     return Finding("Ray", "ok", f"{address} answers")
 
 
 def shared_files(needs: Needs) -> dict[str, Path]:
-    """The folders of a run that every node must see."""
+    """Return the folders of a run that every node must see."""
     return {what: Path(path).absolute() for what, path in needs.folders.items() if path}

@@ -1,5 +1,5 @@
-"""The same checks on every node of a running Ray cluster, and what only several nodes show: clocks, shared folders, the
-network between them."""
+"""Run the checks on every node of a running Ray cluster, and check what concerns several nodes: clocks, shared folders,
+the network between them."""
 
 from __future__ import annotations
 
@@ -20,25 +20,26 @@ from grpo_mcore.tools.doctor.checks import Finding
 from grpo_mcore.tools.doctor.examine import Needs, examine, shared_files
 
 NODE_S = 55.0
-"""Until a node's checks must have come back, start of the worker included."""
+"""Seconds until a node's checks must have come back, including the start of the worker."""
 
 CHECKS_S = 40.0
-"""Of that, for the checks themselves."""
+"""Seconds of NODE_S for the checks themselves."""
 
 LINK_S = 30.0
-"""For a sum over two nodes, start of its processes included."""
+"""Seconds for an all-reduce over two nodes, including the start of its processes."""
 
 
 def examine_cluster(needs: Needs, address: str | None = None) -> dict[str, list[Finding]]:
-    """Findings by node; those of the cluster as a whole under "cluster". Attaches to `address` or RAY_ADDRESS.
+    """Return the findings by node, and those of the whole cluster under "cluster". Attaches to `address` or
+    RAY_ADDRESS.
 
-    Raises DeadlineExceeded where a node does not answer.
+    Raises DeadlineExceeded if a node does not answer.
     """
     import ray
 
     address = address or os.environ.get("RAY_ADDRESS")
     want = (needs.nodes, needs.nodes * needs.gpus_per_node if needs.gpu else 0)
-    if address is None or (error := probes.answers(address)) is not None:
+    if address is None or (error := probes.why_no_answer(address)) is not None:
         advised = checks.ray_cluster(
             address or "RAY_ADDRESS is not set", error if address else "no cluster", 0, 0, want
         )
@@ -90,7 +91,7 @@ def _examine_all(ray: Any, needs: Needs, address: str, want: tuple[int, int]) ->
 
 
 def _look(needs: Needs, marks: dict[str, str]) -> tuple[list[Finding], dict[str, bool]]:
-    """On a node: its own findings (Ray's ports and answers are the cluster's), and which marks it sees."""
+    """Run on a node. Return its findings, without those about Ray, and which marks it sees."""
     seen = {what: os.path.exists(path) for what, path in marks.items()}
     return [finding for finding in examine(needs, deadline_s=CHECKS_S) if finding.check not in {"ports", "Ray"}], seen
 
@@ -100,7 +101,8 @@ def _now() -> float:
 
 
 def _clock(ray: Any, node: str, name: str) -> Finding:
-    """The best of three: the other clock was read between asking and answer."""
+    """Compare a node's clock with this one's, by the most precise of three readings: each was taken between the request
+    and the answer."""
     task, best = _task(ray, node, _now), (0.0, float("inf"))
     for _ in range(3):
         asked = time.time()
@@ -118,14 +120,14 @@ def _links(
     backend: str,
     seconds: float = LINK_S,
 ) -> list[Finding]:
-    """Whether the first accelerator (or gloo) of one node reaches that of another, over the network that a refit and
+    """Check that the first accelerator of one node (or gloo) reaches that of another, over the network that refits and
     data-parallel ranks use."""
     sums = []
     for first, second in pairs:
         port = ray.get(_task(ray, first, processes.free_port).remote(""), timeout=NODE_S)
         where = (backend, f"{hosts[first]}:{port}")
         ranks = enumerate((first, second))
-        sums.append([_task(ray, node, probes.summed).remote(*where, {rank: 0}, seconds) for rank, node in ranks])
+        sums.append([_task(ray, node, probes.all_reduce).remote(*where, {rank: 0}, seconds) for rank, node in ranks])
     found = []
     for (first, second), refs in zip(pairs, sums, strict=True):
         answers = ray.get(refs, timeout=NODE_S + seconds)
@@ -142,7 +144,7 @@ def _task(ray: Any, node: str, function: Any) -> Any:
 
 
 def _names(alive: dict[str, Any]) -> dict[str, str]:
-    """Host names, told apart where several nodes run on one host."""
+    """Return host names by node; with a port if several nodes run on one host."""
     hosts = [node["NodeManagerHostname"] for node in alive.values()]
     return {
         node: found["NodeManagerHostname"]
@@ -152,7 +154,7 @@ def _names(alive: dict[str, Any]) -> dict[str, str]:
 
 
 def _touch(path: Path) -> bool:
-    """Whether the file could be made: an unwritable folder is a finding of the nodes."""
+    """Create a file. Return whether that worked: an unwritable folder is a finding of its node."""
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
         path.touch()

@@ -1,4 +1,4 @@
-"""What the judges read, looked up on this machine. Each probe is short and has a limit in seconds."""
+"""Look at this machine for the checks. Each probe is short and has a timeout."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from grpo_mcore.tools.doctor.checks import FileTimes, Gpu
 
 
 def pins(extra: str) -> list[str]:
-    """This package's own requirements, those of `extra` included."""
+    """Return this package's requirements, including those of `extra`."""
     found = []
     for line in importlib.metadata.requires("grpo-mcore") or ():
         requirement = Requirement(line)
@@ -32,7 +32,8 @@ def pins(extra: str) -> list[str]:
 
 
 def installed(path: list[str] | None = None) -> dict[str, str]:
-    """Versions of the distributions on `path` (None: sys.path) by normalised name; the first of a name counts."""
+    """Return the versions of the distributions on `path` (None: sys.path) by normalised name. The first of a name
+    counts."""
     found: dict[str, str] = {}
     for distribution in importlib.metadata.distributions(path=sys.path if path is None else path):
         name = distribution.metadata["Name"]
@@ -42,7 +43,7 @@ def installed(path: list[str] | None = None) -> dict[str, str]:
 
 
 def gpus(timeout_s: float = 15.0) -> list[Gpu] | None:
-    """What nvidia-smi lists; None where it is not installed. Raises OSError with its message where it fails."""
+    """Return what nvidia-smi lists, or None if it is not installed. Raises OSError with its message if it fails."""
     if shutil.which("nvidia-smi") is None:
         return None
     fields = "index,name,driver_version,memory.total,memory.used,ecc.errors.uncorrected.volatile.total"
@@ -62,12 +63,14 @@ def gpus(timeout_s: float = 15.0) -> list[Gpu] | None:
 
 
 def pair(backend: str, devices: tuple[int, int], timeout_s: float = 40.0) -> tuple[float | None, str | None]:
-    """Two processes here sum a tensor. (seconds, None), or (None, what went wrong)."""
-    return summed(backend, f"127.0.0.1:{processes.free_port()}", dict(enumerate(devices)), timeout_s)
+    """All-reduce a tensor over two processes on this machine. Return (seconds, None), or (None, the error)."""
+    return all_reduce(backend, f"127.0.0.1:{processes.free_port()}", dict(enumerate(devices)), timeout_s)
 
 
-def summed(backend: str, address: str, devices: dict[int, int], timeout_s: float) -> tuple[float | None, str | None]:
-    """The processes of a sum of two that run here: `devices` by rank. `address`: HOST:PORT of rank 0."""
+def all_reduce(
+    backend: str, address: str, devices: dict[int, int], timeout_s: float
+) -> tuple[float | None, str | None]:
+    """Run the local ranks of an all-reduce over two processes. `devices`: by rank. `address`: HOST:PORT of rank 0."""
     began = time.monotonic()
     program = [sys.executable, "-m", "grpo_mcore.tools.doctor.allreduce_probe"]
     command = [*program, backend, address, str(timeout_s), str(os.getpid())]
@@ -90,7 +93,7 @@ def summed(backend: str, address: str, devices: dict[int, int], timeout_s: float
 
 
 def space(path: str) -> tuple[int, int]:
-    """(total, free) bytes of the file system that `path` lies or will lie on."""
+    """Return (total, free) bytes of the file system of `path`, which need not exist yet."""
     place = Path(path).absolute()
     while not place.exists():
         place = place.parent
@@ -99,7 +102,7 @@ def space(path: str) -> tuple[int, int]:
 
 
 def file_times(folder: str, now: Callable[[], float] = time.time, nbytes: int = 1 << 20) -> FileTimes:
-    """Writes, renames, reads and deletes a file. Folders that do not exist are made, and removed again if empty."""
+    """Write, rename, read and delete a file. Folders that do not exist are created, and removed again if empty."""
     place = Path(folder).expanduser().absolute()
     missing = [parent for parent in (place, *place.parents) if not parent.exists()]
     name = f".doctor-{uuid.uuid4().hex[:8]}"
@@ -121,11 +124,11 @@ def file_times(folder: str, now: Callable[[], float] = time.time, nbytes: int = 
     except OSError as error:
         return FileTimes(str(folder), error=error.strerror or str(error))
     finally:
-        _forget((first, second), missing)
+        _remove((first, second), missing)
 
 
-def _forget(files: Iterable[Path], folders: Iterable[Path]) -> None:
-    """Removes what a probe made; where it could not make it there is nothing to remove."""
+def _remove(files: Iterable[Path], folders: Iterable[Path]) -> None:
+    """Remove what a probe has created, if it could."""
     for file in files:
         if file.parent.is_dir():
             file.unlink(missing_ok=True)
@@ -135,7 +138,7 @@ def _forget(files: Iterable[Path], folders: Iterable[Path]) -> None:
 
 
 def taken_ports(wanted: Sequence[int]) -> dict[int, str]:
-    """Which of these cannot be listened on, and by whom they are held."""
+    """Return the ports that cannot be listened on, with their holder."""
     taken = {}
     for port in wanted:
         with socket.socket() as sock:
@@ -148,7 +151,7 @@ def taken_ports(wanted: Sequence[int]) -> dict[int, str]:
 
 
 def sandbox(timeout_s: float = 20.0) -> str | None:
-    """Why bubblewrap makes no sandbox here, with namespaces of its own; None where it does."""
+    """Return why bubblewrap cannot make a sandbox with its own namespaces here, or None if it can."""
     program = shutil.which("bwrap")
     if program is None:
         return "bubblewrap (bwrap) is not installed"
@@ -170,7 +173,7 @@ def _holder(port: int) -> str:
 
 
 def hub_cache() -> str:
-    """The folder of the Hugging Face cache, as its own libraries find it."""
+    """Return the folder of the Hugging Face cache, found as its own libraries do."""
     home = os.environ.get("HF_HOME") or os.path.join(
         os.environ.get("XDG_CACHE_HOME") or os.path.expanduser("~/.cache"), "huggingface"
     )
@@ -178,18 +181,19 @@ def hub_cache() -> str:
 
 
 def has_model(name: str) -> bool:
-    """A folder, or a snapshot in the cache."""
+    """Return whether `name` is a folder or has a snapshot in the cache."""
     return Path(name).is_dir() or any(Path(hub_cache(), f"models--{name.replace('/', '--')}", "snapshots").glob("*"))
 
 
 def has_token() -> bool:
-    """Whether there are credentials for the hub. They are not read."""
+    """Return whether there are credentials for the hub. They are not read."""
     stored = os.environ.get("HF_TOKEN_PATH") or os.path.join(os.path.dirname(hub_cache()), "token")
     return bool(os.environ.get("HF_TOKEN")) or os.path.isfile(stored)
 
 
-def answers(address: str, timeout_s: float = 5.0) -> str | None:
-    """Why nobody answers at host:port; None where somebody does, or where the address is a word that Ray resolves."""
+def why_no_answer(address: str, timeout_s: float = 5.0) -> str | None:
+    """Return why nothing answers at host:port; None if something does, or if the address is a name that Ray
+    resolves."""
     host, _, port = address.removeprefix("ray://").rpartition(":")
     if not port.isdigit():
         return None

@@ -1,4 +1,5 @@
-"""The doctor finds planted faults: planted for real where this machine allows, in what a probe saw otherwise."""
+"""The doctor finds faults: real ones where this machine lets a test make them, otherwise in what a probe would
+return."""
 
 from __future__ import annotations
 
@@ -30,14 +31,14 @@ def write_package(folder: Path, name: str, version: str) -> None:
 
 
 def fault(findings: Finding | list[Finding], *words: str) -> None:
-    """One fault that has these words and says what to do."""
+    """Assert that there is one fault, with these words and a remedy."""
     faults = [each for each in ([findings] if isinstance(findings, Finding) else findings) if each.state == "fault"]
     assert len(faults) == 1, findings
     assert all(word in str(faults[0]) for word in words) and faults[0].advice, faults[0]
 
 
 def look(name: str, needs: Needs | None = None) -> list[Finding]:
-    """One of the real checks, alone."""
+    """Run one of the real checks."""
     return examine(needs := needs or Needs(), checks={name: _checks(needs)[name]})
 
 
