@@ -1,4 +1,4 @@
-"""Functions for data.custom_dataloader: how the prompts of a step are taken from one data loader a dataset.
+"""Functions for data.custom_dataloader, which take the prompts of a step from one data loader per dataset.
 
     grpo-mcore train RECIPE data.use_multiple_dataloader=true data.num_prompts_per_dataloader=16 \\
         data.custom_dataloader=examples.custom_dataloader.custom_dataloader.easier_first
@@ -24,15 +24,15 @@ def easier_first(
     accuracy: float = 0.0,
     **_records: Any,
 ) -> tuple[BatchedDataDict, Iterators]:
-    """Of two datasets, an easier and a harder one, the easier alone until half of the last step's samples were right,
-    then both by turns. `accuracy` is a metric of the last step: the loop hands them all over with `set_records`."""
+    """Take prompts from the easier (first) dataset alone until half of the last step's samples were right, then from
+    both datasets in turn. `accuracy` is a metric of the last step; the loop passes all of them with `set_records`."""
     easier, harder = dataloaders
     order = [easier] if accuracy < 0.5 else [harder, easier]
     batches, count = [], 0
     while count < expected_num_prompts:
         name = order[len(batches) % len(order)]
         batch = next(data_iterators[name], None)
-        if batch is None:  # the dataset has ended: it begins anew
+        if batch is None:  # the dataset has ended: start it again
             data_iterators[name] = iter(dataloaders[name])
             batch = next(data_iterators[name])
         batches.append(batch)

@@ -1,5 +1,5 @@
-"""`grpo-mcore data gym-to-grpo|gym-to-sft|gym-to-dpo|check|collect ...`: data made of NeMo Gym rollouts, data checked,
-rollouts collected."""
+"""`grpo-mcore data gym-to-grpo|gym-to-sft|gym-to-dpo|check|collect ...`: convert NeMo Gym rollouts to training data,
+check data, collect rollouts."""
 
 from __future__ import annotations
 
@@ -9,13 +9,17 @@ import os
 import sys
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING
 
-from grpo_mcore.recipe.merge import is_override
+from grpo_mcore.recipe import is_override
+
+if TYPE_CHECKING:
+    from grpo_mcore.data.gym import Summary
+    from grpo_mcore.rollout.group import Group
 
 
 def parse(words: Sequence[str]) -> argparse.Namespace:
-    """The command line after `grpo-mcore data`."""
+    """Parse the command line after `grpo-mcore data`."""
     parser = argparse.ArgumentParser(prog="grpo-mcore data", description="Make and check training data.")
     commands = parser.add_subparsers(dest="command", metavar="COMMAND", required=True)
     for name, (purpose, add_arguments, _) in COMMANDS.items():
@@ -30,7 +34,7 @@ def parse(words: Sequence[str]) -> argparse.Namespace:
 
 
 def run(args: argparse.Namespace) -> int:
-    """Exit code 1 where nothing was written, or where the checked data cannot be used."""
+    """Run the command. Return exit code 1 where nothing was written, or where the checked data cannot be used."""
     return COMMANDS[args.command][2](args)
 
 
@@ -45,7 +49,7 @@ def _prompt_format(parser: argparse.ArgumentParser) -> None:
         "--prompt_format",
         choices=("text", "messages"),
         default="text",
-        help="what stands for the prompt: the user's last text, or all of the input as chat messages (default: text)",
+        help="the prompt: the user's last text, or the whole input as chat messages (default: text)",
     )
 
 
@@ -55,7 +59,7 @@ def _grpo_arguments(parser: argparse.ArgumentParser) -> None:
         "--reward_threshold",
         type=_finite,
         default=0.0,
-        help="least reward of a rollout that is kept (default: 0.0 = all rollouts, also those with a reward below 0)",
+        help="least reward of a rollout that is kept (default: 0.0 = all rollouts, negative rewards included)",
     )
     parser.add_argument("--no_ground_truth", action="store_true", help="leave the ground truth out of the output")
     parser.add_argument(
@@ -63,8 +67,8 @@ def _grpo_arguments(parser: argparse.ArgumentParser) -> None:
         action="append",
         default=[],
         metavar="PATH",
-        help="where the ground truth stands, such as expected_answer or verifier_metadata.answer; looked at before the "
-        "usual places; may be given several times",
+        help="field of the ground truth, such as expected_answer or verifier_metadata.answer; searched before the "
+        "usual fields; may be given several times",
     )
     _prompt_format(parser)
 
@@ -95,12 +99,26 @@ def _dpo_arguments(parser: argparse.ArgumentParser) -> None:
         help="the best answer to a prompt with the worst one, or answers above the high threshold with answers to the "
         "same prompt below the low one (default: same_prompt)",
     )
-    parser.add_argument("--high_threshold", type=_finite, default=0.7, help="of stratified pairs (default: 0.7)")
-    parser.add_argument("--low_threshold", type=_finite, default=0.4, help="of stratified pairs (default: 0.4)")
     parser.add_argument(
-        "--max_pairs_per_prompt", type=int, default=8, metavar="N", help="of stratified pairs (default: 8)"
+        "--high_threshold",
+        type=_finite,
+        default=0.7,
+        help="least reward of a stratified pair's better answer (default: 0.7)",
     )
-    parser.add_argument("--seed", type=int, default=0, help="of the choice among too many such pairs (default: 0)")
+    parser.add_argument(
+        "--low_threshold",
+        type=_finite,
+        default=0.4,
+        help="largest reward of a stratified pair's worse answer (default: 0.4)",
+    )
+    parser.add_argument(
+        "--max_pairs_per_prompt",
+        type=int,
+        default=8,
+        metavar="N",
+        help="most stratified pairs of a prompt (default: 8)",
+    )
+    parser.add_argument("--seed", type=int, default=0, help="seed of the choice of stratified pairs (default: 0)")
     _prompt_format(parser)
 
 
@@ -123,10 +141,10 @@ def _collect_arguments(parser: argparse.ArgumentParser) -> None:
     )
     parser.add_argument("--num_prompts", type=_positive, metavar="N", help="the first N prompts (default: all)")
     parser.add_argument(
-        "--num_repeats", type=_positive, metavar="N", help="rollouts of each (default: the recipe's generations)"
+        "--num_repeats", type=_positive, metavar="N", help="rollouts per prompt (default: the recipe's generations)"
     )
-    parser.add_argument("--validation", action="store_true", help="the validation data, sampled as in validation")
-    parser.add_argument("--token_ids", action="store_true", help="with the tokens and log-probs of every turn")
+    parser.add_argument("--validation", action="store_true", help="use the validation data and its sampling")
+    parser.add_argument("--token_ids", action="store_true", help="write the tokens and log-probs of every turn")
 
 
 def _gym_to_grpo(args: argparse.Namespace) -> int:
@@ -182,15 +200,15 @@ def _gym_to_dpo(args: argparse.Namespace) -> int:
 def _print(text: object) -> None:
     try:
         print(text, flush=True)
-    except BrokenPipeError:  # the reader, such as `head`, has seen enough
+    except BrokenPipeError:  # the reader, such as `head`, has closed the pipe
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
 
 
-def _report(summary: Any) -> int:
+def _report(summary: Summary) -> int:
     _print(summary)
     if summary.written:
         return 0
-    print(f"grpo-mcore data: no row is left, so {summary.target} was not written", file=sys.stderr)
+    print(f"grpo-mcore data: no row was kept, so {summary.target} was not written", file=sys.stderr)
     return 1
 
 
@@ -212,7 +230,7 @@ def _collect(args: argparse.Namespace) -> int:
     config = load_recipe(args.recipe, args.overrides).config
     console, done = RunConsole(), 0
 
-    def progress(group: Any) -> None:
+    def progress(group: Group) -> None:
         nonlocal done
         done += 1
         console.progress("prompts", done, max(done, args.num_prompts or 0))

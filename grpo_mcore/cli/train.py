@@ -61,6 +61,7 @@ def train(config: MasterConfig, resume: str | bool | None = None, began: float |
     from grpo_mcore.algorithms.lifecycle.stopping import on_signal, on_sigterm
     from grpo_mcore.algorithms.setup import check_run, start_cluster, start_run
     from grpo_mcore.data import TurnTemplate, build_task_data, load_tokenizer
+    from grpo_mcore.data.processors import longest_prompt
     from grpo_mcore.observe import Logger
     from grpo_mcore.tools.plan.measured import compare
 
@@ -69,10 +70,8 @@ def train(config: MasterConfig, resume: str | bool | None = None, began: float |
     checkpointer.open(resume)
     names = config.policy.tokenizer
     tokenizer = load_tokenizer(names.name, names.chat_template, names.chat_template_kwargs)
-    longest = min(config.data.max_input_seq_length, config.policy.generation.vllm_cfg.max_model_len)
-    data = build_task_data(
-        config.data.train, config.data.validation, tokenizer, longest, separate=config.data.use_multiple_dataloader
-    )
+    separate, limit = config.data.use_multiple_dataloader, longest_prompt(config)
+    data = build_task_data(config.data.train, config.data.validation, tokenizer, limit, separate=separate)
     if config.grpo.max_rollout_turns > 1:
         TurnTemplate(tokenizer)  # raises where the chat template cannot hold several turns
     save_by = config.checkpointing.seconds_to_save_by

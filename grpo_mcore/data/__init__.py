@@ -8,7 +8,6 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from grpo_mcore.data.assemble import TaskData, build_task_data
     from grpo_mcore.data.batched_data_dict import BatchedDataDict
     from grpo_mcore.data.datasets import ResponseDataset, load_preference_dataset, load_response_dataset
     from grpo_mcore.data.interfaces import DataError, TaskDataSpec
@@ -18,7 +17,7 @@ if TYPE_CHECKING:
         build_train_dataloader,
         example_custom_dataloader,
     )
-    from grpo_mcore.data.task_datasets import AllTaskProcessedDataset, Excluded
+    from grpo_mcore.data.task_datasets import AllTaskProcessedDataset, Excluded, TaskData, build_task_data
     from grpo_mcore.data.tokenizer import load_tokenizer
     from grpo_mcore.data.turn_tokens import TurnTemplate
     from grpo_mcore.rollout.datum import DatumSpec
@@ -31,11 +30,11 @@ _MODULES = {
     "Excluded": "grpo_mcore.data.task_datasets",
     "MultipleDataloaderWrapper": "grpo_mcore.data.multiple_loaders",
     "ResponseDataset": "grpo_mcore.data.datasets",
-    "TaskData": "grpo_mcore.data.assemble",
+    "TaskData": "grpo_mcore.data.task_datasets",
     "TaskDataSpec": "grpo_mcore.data.interfaces",
     "TurnTemplate": "grpo_mcore.data.turn_tokens",
     "build_dataloader": "grpo_mcore.data.loader",
-    "build_task_data": "grpo_mcore.data.assemble",
+    "build_task_data": "grpo_mcore.data.task_datasets",
     "build_train_dataloader": "grpo_mcore.data.multiple_loaders",
     "example_custom_dataloader": "grpo_mcore.data.multiple_loaders",
     "load_preference_dataset": "grpo_mcore.data.datasets",

@@ -1,8 +1,7 @@
-"""A task that needs no download: two-digit addition, its tokenizer, and a small Qwen3 base model to be
-taught it.
+"""A task that needs no download: two-digit addition, its tokenizer, and a small untrained Qwen3 model.
 
-Answers have a fixed width ("37+45=" -> "082"): the model then always has the same number of digits to say,
-and a reader of numbers takes 082 for 82.
+Answers have a fixed width ("37+45=" -> "082"), so that the model always generates the same number of digits; verifiers
+read 082 as 82.
 """
 
 from __future__ import annotations
@@ -17,7 +16,7 @@ from typing import Any
 
 SPECIAL_TOKENS = {"pad_token": "<pad>", "bos_token": "<bos>", "eos_token": "<eos>", "unk_token": "<unk>"}
 ROLE_TOKENS = ("<system>", "<user>", "<assistant>")
-CHARACTERS = "0123456789+-*/=().,:?%^ \n"  # with the 7 others 32 tokens, which tensor parallelism divides
+CHARACTERS = "0123456789+-*/=().,:?%^ \n"  # with the 7 special tokens 32, divisible by tensor-parallel sizes
 CHAT_TEMPLATE = (
     "{{ bos_token }}"
     "{% for message in messages %}"
@@ -32,7 +31,7 @@ _WIDTH = 3
 
 @dataclass(frozen=True)
 class ArithmeticTask:
-    """Where everything lies."""
+    """The paths of the task's files."""
 
     train: Path
     """Prompts for GRPO: {"input": "37+45=", "output": "82"}."""
@@ -52,11 +51,10 @@ def make_arithmetic_task(
     demonstrations_per_problem: int = 4,
     wrong_share: float = 0.55,
 ) -> ArithmeticTask:
-    """Writes `train.jsonl`, `val.jsonl`, `sft.jsonl` and `tokenizer/` into `folder`; the same for the same
-    seed.
+    """Write `train.jsonl`, `val.jsonl`, `sft.jsonl` and `tokenizer/` into `folder`; `seed` determines their contents.
 
-    All sums 0..99 + 0..99, `num_val` of them held out. `wrong_share` of the demonstrations have wrong digits, so
-    that the right answer is what they agree on, and sampling is what errs.
+    The problems are all sums 0..99 + 0..99, `num_val` of them held out. A share `wrong_share` of the demonstrations has
+    wrong digits: the most likely answer is still right, but a sampled one often is not.
     """
     folder = Path(folder)
     folder.mkdir(parents=True, exist_ok=True)
@@ -79,10 +77,10 @@ def make_arithmetic_task(
 
 
 def demonstration(total: int, draw: random.Random, wrong_share: float) -> str:
-    """The answer in fixed width, wrong with probability `wrong_share`: each digit may be another one.
+    """Return the answer in fixed width, with wrong digits with probability `wrong_share`.
 
-    The digits err independently of each other, so that a model that has learnt these answers perfectly is right
-    with probability 1 - `wrong_share` when it samples, and always when it takes the likeliest digit.
+    Each digit is wrong independently, so a model that fits these answers perfectly is right with probability
+    1 - `wrong_share` when it samples, and always when it takes the most likely digit.
     """
     keep = (1.0 - wrong_share) ** (1.0 / _WIDTH)
     return "".join(
@@ -92,8 +90,7 @@ def demonstration(total: int, draw: random.Random, wrong_share: float) -> str:
 
 
 def make_tokenizer(folder: str | Path, characters: str = CHARACTERS, words: Sequence[str] = ()) -> None:
-    """Saves a tokenizer with one token a character and one for each of `words`, short role tokens and a chat
-    template."""
+    """Save a tokenizer with one token per character and per word of `words`, role tokens and a chat template."""
     from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers
     from transformers import PreTrainedTokenizerFast
 
@@ -130,14 +127,13 @@ def make_base_config(
     max_positions: int = 512,
     vocab_size: int | None = None,
 ) -> int:
-    """Writes a Hugging Face folder with a randomly initialised Qwen3 model (float32) and the tokenizer;
-    returns its number of parameters (1.1 M with the defaults). `vocab_size`: the tokenizer's, unless larger
-    is wanted."""
+    """Write a Hugging Face folder with a randomly initialised Qwen3 model (float32) and the tokenizer. Return the
+    number of parameters (1.1 M with the defaults). `vocab_size` is at least the tokenizer's."""
     import torch
     from transformers import AutoTokenizer, GenerationConfig, Qwen3Config, Qwen3ForCausalLM
     from transformers.utils import logging
 
-    logging.disable_progress_bar()  # for a file of a few MB
+    logging.disable_progress_bar()  # not worth it for a few MB
     tokenizer = AutoTokenizer.from_pretrained(str(tokenizer_folder))
     config = Qwen3Config(
         vocab_size=max(vocab_size or 0, len(tokenizer)),

@@ -1,4 +1,4 @@
-"""Samples by column, for scripts that work on a whole batch at a time: a dict of tensors and lists of one length."""
+"""A batch of samples by column, for scripts that work on whole batches: a dict of tensors and lists of one length."""
 
 from __future__ import annotations
 
@@ -12,13 +12,14 @@ from torch.nn.functional import pad
 
 
 class BatchedDataDict(dict[str, Any]):
-    """Entries are tensors [N, ...] or lists of N items. Entries may be set one after the other; whatever needs the
-    length raises ValueError, naming the entries, where lengths differ, and TypeError for an entry of another type.
+    """A dict whose entries are tensors [N, ...] or lists of N items. Entries may be set one after the other.
+
+    Every method that needs N raises ValueError where lengths differ, and TypeError for an entry of another type.
     """
 
     @property
     def size(self) -> int:
-        """N; 0 without any entry."""
+        """The number of samples N; 0 without any entry."""
         lengths = {name: _length(name, values) for name, values in self.items()}
         if len(set(lengths.values())) > 1:
             found = ", ".join(f"{name} {length}" for name, length in lengths.items())
@@ -26,13 +27,13 @@ class BatchedDataDict(dict[str, Any]):
         return next(iter(lengths.values()), 0)
 
     def slice(self, start: int, end: int) -> Self:
-        """Samples start .. end - 1. Raises ValueError where the batch has no such samples."""
+        """Return samples start .. end - 1. Raises ValueError where the batch has no such samples."""
         if not 0 <= start <= end <= self.size:
             raise ValueError(f"samples {start} .. {end} of a batch of {self.size}")
         return type(self)({name: values[start:end] for name, values in self.items()})
 
     def select_indices(self, indices: Sequence[int] | Tensor) -> Self:
-        """The samples with these indices, int, in this order."""
+        """Return the samples with these integer indices, in this order."""
         index = torch.as_tensor(indices)
         if index.dtype == torch.bool:
             raise TypeError("select_indices takes indices, not a mask: use mask.nonzero().reshape(-1)")
@@ -47,7 +48,7 @@ class BatchedDataDict(dict[str, Any]):
         return type(self)({name: chosen(values) for name, values in self.items()})
 
     def repeat_interleave(self, num_repeats: int) -> Self:
-        """Each sample `num_repeats` times in a row. Items of lists are copied, so that each repeat is its own."""
+        """Return each sample `num_repeats` times in a row. Items of lists are copied deeply."""
         _ = self.size
 
         def repeated(values: Any) -> Any:
@@ -61,7 +62,7 @@ class BatchedDataDict(dict[str, Any]):
     def from_batches(
         cls, batches: Sequence[Mapping[str, Any]], pad_value_dict: Mapping[str, float] | None = None
     ) -> Self:
-        """The samples of all batches, one after the other.
+        """Concatenate batches.
 
         Tensors with two or more dimensions are padded at the end of dimension 1 to the widest, with 0 or with the
         entry's value in pad_value_dict. Raises ValueError without a batch, and where the batches' entries differ.
@@ -77,7 +78,7 @@ class BatchedDataDict(dict[str, Any]):
         return cls({name: _joined([batch[name] for batch in batches], values.get(name, 0)) for name in batches[0]})
 
     def get_dict(self) -> dict[str, Any]:
-        """The entries as a plain dict."""
+        """Return the entries as a plain dict."""
         return dict(self)
 
 

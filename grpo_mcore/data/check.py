@@ -20,10 +20,8 @@ from grpo_mcore.data.gym.histogram import Histogram
 from grpo_mcore.data.gym.lines import LineReader
 from grpo_mcore.data.gym.run import Progress
 from grpo_mcore.data.interfaces import DataError
-from grpo_mcore.data.processors import find_processor
-from grpo_mcore.recipe import DatasetEntry, MasterConfig
-from grpo_mcore.recipe.data import FILE_DATASETS, dataset_by_name
-from grpo_mcore.recipe.master import runs_grpo
+from grpo_mcore.data.processors import find_processor, longest_prompt
+from grpo_mcore.recipe import FILE_DATASETS, DatasetEntry, MasterConfig, dataset_by_name, runs_grpo
 from grpo_mcore.rollout.datum import DatumSpec
 
 _CLOCK_EVERY = 64  # lines between two looks at the clock
@@ -225,7 +223,7 @@ class _RowCheck:
         try:
             return self._data.processor(chat, self._data.task_spec, self._tokenizer, self._report.limit, 0)
         except DataError as error:
-            raise Unusable("the processor refuses it", _without(f"{chat['uid']}: ", error)) from error
+            raise Unusable("the processor rejects it", _without(f"{chat['uid']}: ", error)) from error
         except Exception as error:  # a processor may be the user's own program
             raise Unusable("the processor fails", f"{type(error).__name__}: {error}") from error
 
@@ -276,8 +274,7 @@ def _limits(config: MasterConfig, trains_on_answers: bool) -> tuple[int, int]:
     longest = config.policy.max_total_sequence_length
     if trains_on_answers:
         return longest, longest
-    limits = (config.data.max_input_seq_length, config.policy.generation.vllm_cfg.max_model_len)
-    return min(longest, *(limit for limit in limits if limit is not None)), longest
+    return longest_prompt(config), longest
 
 
 def _parsed(line: bytes | None, place: str) -> Row:

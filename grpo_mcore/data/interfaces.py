@@ -12,13 +12,12 @@ from grpo_mcore.rollout.datum import DatumSpec
 
 
 class DataError(ValueError):
-    """Data that cannot be used: says which file, line or row, and what to do."""
+    """Data that cannot be used. The text names the file, line or row, and the remedy."""
 
 
 @dataclass
 class TaskDataSpec:
-    """What is the same for all rows of a task. The prompt files are read at once; a bad one is a
-    DataError."""
+    """The properties that all rows of a task share. The prompt files are read at once; a bad one is a DataError."""
 
     task_name: str = "default"
     prompt_file: str | None = None
@@ -37,7 +36,7 @@ class TaskDataSpec:
             raise DataError(f"prompt_file {self.prompt_file}: no {{}} in it where the problem would go")
 
     def format_problem(self, problem: str) -> str:
-        """The problem within the prompt file's text, or alone."""
+        """Return the problem inside the prompt file's text, or alone where there is none."""
         if self.prompt is None:
             return problem
         try:
@@ -50,7 +49,7 @@ class TaskDataSpec:
 
 
 TaskDataProcessFnCallable = Callable[[dict[str, Any], TaskDataSpec, Any, int | None, int], DatumSpec]
-"""(row, task spec, tokenizer, max_seq_length, idx) -> DatumSpec. Never cuts: what is too long gets
+"""(row, task spec, tokenizer, max_seq_length, idx) -> DatumSpec. It never truncates: a prompt that is too long gets
 loss_multiplier 0."""
 
 

@@ -1,4 +1,4 @@
-"""Batches of prompts: always full ones in training, in an order that only the seed and the epoch decide."""
+"""The data loader of one dataset. Training batches are always full; only the seed and the epoch decide their order."""
 
 from __future__ import annotations
 
@@ -26,14 +26,14 @@ def build_dataloader(
     drop_last: bool = True,
     collate: Callable[[list[DatumSpec], int], Any] | None = None,
 ) -> StatefulDataLoader:
-    """A loader whose batches are `list[DatumSpec]`; one pass over it is one epoch.
+    """Return a loader whose batches are `list[DatumSpec]`; one pass over it is one epoch.
 
-    Unusable prompts are passed over, so a batch is never short of them. What does not fill a last batch is
-    dropped with `drop_last` (training; see `loader.batch_sampler.dropped`) and is a smaller batch without
-    (validation). `state_dict()` between two batches and `load_state_dict()` in a new loader give exactly the
-    following batches. The driver reads the data itself: a prompt is tokenised in well under a millisecond.
+    Unusable prompts are skipped, so they never make a batch smaller. With `drop_last` (training) prompts that do not
+    fill the last batch are dropped and counted in `loader.batch_sampler.dropped`; without (validation) they are a
+    smaller batch. After `state_dict()` between two batches and `load_state_dict()` in a new loader, exactly the
+    following batches come. The driver reads the data itself: a prompt is tokenised in well under a millisecond.
 
-    `collate(batch, epoch)`: what to give in place of the list.
+    `collate(batch, epoch)` converts the list of a batch.
     """
     if drop_last and dataset.usable_at_most() < batch_size:
         raise DataError(
@@ -51,19 +51,21 @@ def build_dataloader(
 
 
 class PromptLoader(StatefulDataLoader):
+    """The loader of a run with one data loader."""
+
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Raises DataError for a state of several loaders."""
+        """Restore a state. Raises DataError for the state of several loaders."""
         if "loaders" in state_dict:
             raise DataError(
-                "cannot go on with this data: the checkpoint is of a run with data.use_multiple_dataloader: true; "
-                "restore it, or start a new run"
+                "cannot continue with this data: the checkpoint comes from a run with data.use_multiple_dataloader: "
+                "true; restore it, or start a new run"
             )
         super().load_state_dict(state_dict)
 
 
 class PromptBatchSampler(Sampler[list[int]]):
-    """Draws the indices of batches. `epoch` is that of the pass under way, or else the one that the next pass reads;
-    a pass that is given up before its end is an epoch too. `dropped` counts the prompts that did not fill a batch."""
+    """Draws the row indices of batches. `epoch` is that of the current pass, or of the next one between passes; a pass
+    that is abandoned counts as an epoch. `dropped` is the number of prompts that did not fill a last batch."""
 
     def __init__(
         self, dataset: AllTaskProcessedDataset, batch_size: int, shuffle: bool, seed: int, drop_last: bool
@@ -78,44 +80,44 @@ class PromptBatchSampler(Sampler[list[int]]):
         self._pass: _Pass | None = None
 
     def __iter__(self) -> Iterator[list[int]]:
-        if self._pass is not None and self._pass.is_under_way:
+        if self._pass is not None and self._pass.is_running:
             self.epoch += 1
         self._pass = _Pass(self)
         return self._pass
 
     def __len__(self) -> int:
-        """Batches of one epoch; at most, where not all prompts are checked yet."""
+        """Number of batches in one epoch; an upper bound while not all prompts are checked."""
         usable = self.dataset.usable_at_most()
         return usable // self.batch_size if self.drop_last else -(-usable // self.batch_size)
 
     def order(self, epoch: int) -> np.ndarray:
-        """int64 [rows]: the row indices in the order of that epoch."""
+        """Return the row indices in the order of an epoch, int64 [rows]."""
         if not self.shuffle:
             return np.arange(len(self.dataset))
         return np.random.default_rng([self.seed, epoch]).permutation(len(self.dataset))
 
 
 class _Pass(Iterator[list[int]]):
-    """One epoch's batches. Its state is a place: the epoch, and the rows of its order that are behind."""
+    """The batches of one epoch. Its state is the epoch and `position`, the number of rows of its order already read."""
 
     def __init__(self, sampler: PromptBatchSampler) -> None:
         self.sampler = sampler
         self.epoch = sampler.epoch
-        self.behind = 0
+        self.position = 0
         self.batches = 0
         self._order = sampler.order(self.epoch)
-        self._over = False
+        self._finished = False
 
     @property
-    def is_under_way(self) -> bool:
-        return self.batches > 0 and not self._over
+    def is_running(self) -> bool:
+        return self.batches > 0 and not self._finished
 
     def __next__(self) -> list[int]:
         sampler = self.sampler
         batch: list[int] = []
-        while self.behind < len(self._order) and len(batch) < sampler.batch_size:
-            index = int(self._order[self.behind])
-            self.behind += 1
+        while self.position < len(self._order) and len(batch) < sampler.batch_size:
+            index = int(self._order[self.position])
+            self.position += 1
             if sampler.dataset.usable(index):
                 batch.append(index)
         if len(batch) == sampler.batch_size or (batch and not sampler.drop_last):
@@ -125,9 +127,9 @@ class _Pass(Iterator[list[int]]):
         raise StopIteration
 
     def _finish(self, left_over: int) -> None:
-        if self._over:
+        if self._finished:
             return
-        self._over = True
+        self._finished = True
         self.sampler.epoch = self.epoch + 1
         self.sampler.dropped += left_over
         if self.batches == 0:
@@ -142,9 +144,9 @@ class _Pass(Iterator[list[int]]):
     def state_dict(self) -> dict[str, Any]:
         return {
             "epoch": self.epoch,
-            "behind": self.behind,
+            "behind": self.position,
             "batches": self.batches,
-            "over": self._over,
+            "over": self._finished,
             "dropped": self.sampler.dropped,
             "rows": len(self._order),
             "seed": self.sampler.seed,
@@ -152,18 +154,18 @@ class _Pass(Iterator[list[int]]):
         }
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Raises DataError where the data or its order is not the one that the state speaks of."""
+        """Restore a state. Raises DataError where the data or its order differs from that of the state."""
         now = {"rows": len(self._order), "seed": self.sampler.seed, "shuffle": self.sampler.shuffle}
         for key, value in now.items():
             if state[key] != value:
                 raise DataError(
-                    f"cannot go on with this data: {key} is {value}, at the checkpoint it was {state[key]}; "
+                    f"cannot continue with this data: {key} is {value}, at the checkpoint it was {state[key]}; "
                     f"restore it, or start a new run"
                 )
         self.epoch = state["epoch"]
-        self.behind = state["behind"]
+        self.position = state["behind"]
         self.batches = state["batches"]
-        self._over = state["over"]
-        self.sampler.epoch = self.epoch + self._over
+        self._finished = state["over"]
+        self.sampler.epoch = self.epoch + self._finished
         self.sampler.dropped = state["dropped"]
         self._order = self.sampler.order(self.epoch)

@@ -1,9 +1,9 @@
-"""One data loader a dataset, and the function that makes the prompts of a step from them."""
+"""One data loader per dataset, and the function that combines their batches into the prompts of a step."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
-from typing import Any, Protocol
+from typing import Any
 
 from torchdata.stateful_dataloader import StatefulDataLoader
 
@@ -12,16 +12,16 @@ from grpo_mcore.data.interfaces import DataError
 from grpo_mcore.data.loader import build_dataloader
 from grpo_mcore.data.task_datasets import AllTaskProcessedDataset
 from grpo_mcore.imports import import_by_path
+from grpo_mcore.recipe import DataConfig
 from grpo_mcore.rollout.datum import DatumSpec
 
 Iterators = dict[str, Iterator[BatchedDataDict]]
 CustomDataloader = Callable[..., tuple[BatchedDataDict, Iterators]]
-"""(data_iterators, dataloaders, **records) -> (the prompts of one step, the iterators to go on with). Iterators and
-loaders are by task name, and their batches by column.
+"""(data_iterators, dataloaders, **records) -> (the prompts of one step, the iterators to continue with). Iterators and
+loaders are dicts by task name; their batches are by column.
 
-`records`: what `set_records` gave, and `expected_num_prompts`. An exhausted iterator is replaced by
-`iter(dataloaders[name])`. What it remembers from call to call must be in the iterators and the records: nothing else
-is in a checkpoint.
+`records` holds the values of `set_records`, and `expected_num_prompts`. The function replaces an exhausted iterator by
+`iter(dataloaders[name])`. It must keep no state besides the iterators and the records: nothing else is in a checkpoint.
 """
 
 _FIELDS = ("message_log", "length", "extra_env_info", "loss_multiplier", "idx", "task_name", "uid", "stop_strings")
@@ -30,36 +30,27 @@ _FIELDS = ("message_log", "length", "extra_env_info", "loss_multiplier", "idx", 
 def example_custom_dataloader(
     data_iterators: Iterators, dataloaders: Mapping[str, StatefulDataLoader], **_records: Any
 ) -> tuple[BatchedDataDict, Iterators]:
-    """A batch of each data loader, in the order of `data.train`."""
+    """Return a batch of each data loader, in the order of `data.train`."""
     batches = []
     for name in data_iterators:
         batch = next(data_iterators[name], None)
-        if batch is None:  # the dataset has ended: it begins anew
+        if batch is None:  # the dataset has ended: start it again
             data_iterators[name] = iter(dataloaders[name])
             batch = next(data_iterators[name])
         batches.append(batch)
     return BatchedDataDict.from_batches(batches), data_iterators
 
 
-class LoaderSettings(Protocol):
-    """The keys of `data` that decide how training data is loaded."""
-
-    shuffle: bool
-    use_multiple_dataloader: bool
-    num_prompts_per_dataloader: int | None
-    custom_dataloader: str | None
-
-
 def build_train_dataloader(
     dataset: AllTaskProcessedDataset | Mapping[str, AllTaskProcessedDataset],
-    settings: LoaderSettings,
+    settings: DataConfig,
     num_prompts_per_step: int,
     seed: int,
 ) -> StatefulDataLoader | MultipleDataloaderWrapper:
-    """One loader over all of `dataset`, or one for each of several datasets, as `settings` says. Raises DataError."""
+    """Return one loader over all of `dataset`, or one per dataset where `settings` says so. Raises DataError."""
     if not settings.use_multiple_dataloader:
         if isinstance(dataset, Mapping):
-            raise DataError("several training datasets apart need data.use_multiple_dataloader: true")
+            raise DataError("separate training datasets need data.use_multiple_dataloader: true")
         return build_dataloader(dataset, num_prompts_per_step, settings.shuffle, seed)
     if not isinstance(dataset, Mapping):
         raise DataError(
@@ -80,9 +71,10 @@ def build_train_dataloader(
 
 
 class MultipleDataloaderWrapper:
-    """Batches without end, as `list[DatumSpec]`. A prompt's uid gets `@2`, `@3`, ... with every pass over its dataset.
+    """An endless iterator of batches, as `list[DatumSpec]`. A prompt's uid gets `@2`, `@3`, ... with every further pass
+    over its dataset.
 
-    Raises DataError where the function lets a loader run out, or gives another number of prompts than expected.
+    Raises DataError where the function lets a loader run out, or returns another number of prompts than expected.
     """
 
     def __init__(
@@ -91,7 +83,7 @@ class MultipleDataloaderWrapper:
         custom_dataloader: CustomDataloader,
         dataloaders: Mapping[str, StatefulDataLoader],
     ) -> None:
-        """`dataloaders`: of `build_dataloader` with batches by column, by task name."""
+        """`dataloaders` are loaders with batches by column, by task name."""
         self.expected_num_prompts = expected_num_prompts
         self.custom_dataloader = custom_dataloader
         self.dataloaders = dict(dataloaders)
@@ -109,37 +101,37 @@ class MultipleDataloaderWrapper:
             batch, self._iterators = self.custom_dataloader(self._iterators, self.dataloaders, **records)
         except StopIteration as error:
             raise DataError(
-                f"{self._name} let a data loader run out: it must go on with iter(dataloaders[name]), as "
+                f"{self._name} let a data loader run out: it must continue with iter(dataloaders[name]), as "
                 "grpo_mcore.data.multiple_loaders.example_custom_dataloader does"
             ) from error
         prompts = _by_prompt(batch, self._name)
         if len(prompts) != self.expected_num_prompts:
             raise DataError(
-                f"{self._name} gave {len(prompts)} prompts where grpo.num_prompts_per_step is "
-                f"{self.expected_num_prompts}; there are {len(self.dataloaders)} data loaders, whose batches are of "
+                f"{self._name} returned {len(prompts)} prompts where grpo.num_prompts_per_step is "
+                f"{self.expected_num_prompts}; there are {len(self.dataloaders)} data loaders, whose batches have "
                 "data.num_prompts_per_dataloader prompts"
             )
         return prompts
 
     def set_records(self, records: Mapping[str, Any]) -> None:
-        """Values that the function gets by name from its next call on, such as the metrics of the last step."""
+        """Add values that the function gets by name from its next call on, such as the metrics of the last step."""
         self.records.update(records)
 
     def state_dict(self) -> dict[str, Any]:
-        """The place of every loader, and the records."""
+        """Return the state of every loader, and the records."""
         loaders = {name: loader.state_dict() for name, loader in self.dataloaders.items()}
         return {"loaders": loaders, "records": dict(self.records)}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Raises DataError where the datasets are not those that the state speaks of."""
+        """Restore a state. Raises DataError where the datasets differ from those of the state."""
         if "loaders" not in state:
             raise DataError(
-                "cannot go on with this data: the checkpoint is of a run with data.use_multiple_dataloader: false; "
-                "restore it, or start a new run"
+                "cannot continue with this data: the checkpoint comes from a run with data.use_multiple_dataloader: "
+                "false; restore it, or start a new run"
             )
         if set(state["loaders"]) != set(self.dataloaders):
             raise DataError(
-                f"cannot go on with this data: the datasets are {sorted(self.dataloaders)}, at the checkpoint they "
+                f"cannot continue with this data: the datasets are {sorted(self.dataloaders)}, at the checkpoint they "
                 f"were {sorted(state['loaders'])}; restore them, or start a new run"
             )
         for name, loader in self.dataloaders.items():
@@ -154,7 +146,7 @@ class MultipleDataloaderWrapper:
 
 
 def _by_column(batch: list[DatumSpec], epoch: int) -> BatchedDataDict:
-    """A column for each field of DatumSpec; fields of a processor's own are in the column `others`."""
+    """Return a column for each field of DatumSpec; a processor's extra fields are in the column `others`."""
     suffix = f"@{epoch + 1}" if epoch else ""
     columns: dict[str, list[Any]] = {name: [datum.get(name) for datum in batch] for name in _FIELDS}
     columns["uid"] = [datum["uid"] + suffix for datum in batch]
@@ -163,7 +155,7 @@ def _by_column(batch: list[DatumSpec], epoch: int) -> BatchedDataDict:
 
 
 def _by_prompt(batch: Any, name: str) -> list[DatumSpec]:
-    """The rows of `_by_column`'s batches."""
+    """Return the rows of a batch that was made of `_by_column`'s batches."""
     if not isinstance(batch, BatchedDataDict) or not {*_FIELDS, "others"} <= set(batch):
         raise DataError(
             f"{name} must return (BatchedDataDict.from_batches(batches of the data loaders), data_iterators), "

@@ -1,8 +1,7 @@
-"""From a row to a DatumSpec: the chat template is applied and the text becomes tokens, once.
+"""Processors, which make a row a DatumSpec: they apply the chat template and tokenise the text, once.
 
-A processor is `fn(datum_dict, task_data_spec, tokenizer, max_seq_length, idx) -> DatumSpec`, known by name
-or import path. None of them cuts: what does not fit is marked with loss_multiplier 0, and the dataset
-excludes and counts it.
+A processor is `fn(datum_dict, task_data_spec, tokenizer, max_seq_length, idx) -> DatumSpec`, given by name or import
+path. None of them truncates: a prompt that does not fit gets loss_multiplier 0, and the dataset excludes and counts it.
 """
 
 from __future__ import annotations
@@ -11,6 +10,7 @@ from typing import Any
 
 from grpo_mcore.data.interfaces import DataError, TaskDataProcessFnCallable, TaskDataSpec
 from grpo_mcore.imports import import_by_path
+from grpo_mcore.recipe import MasterConfig
 from grpo_mcore.rollout.datum import DatumSpec, Message
 
 _RESERVED_KEYS = ("messages", "task_name", "uid")
@@ -24,8 +24,8 @@ def math_hf_data_processor(
     max_seq_length: int | None,
     idx: int,
 ) -> DatumSpec:
-    """Rows in chat format: all before the last assistant message is the prompt. The truth is `ground_truth`,
-    or else that last message."""
+    """Process a row in chat format: the prompt is everything before a last assistant message. The truth is
+    `ground_truth`, or else that message."""
     prompt, answer = _split_answer(datum_dict["messages"])
     return _prompt_datum(prompt, answer, datum_dict, task_data_spec, tokenizer, max_seq_length, idx)
 
@@ -37,7 +37,7 @@ def math_data_processor(
     max_seq_length: int | None,
     idx: int,
 ) -> DatumSpec:
-    """Rows with `problem` and `expected_answer`; rows in chat format as math_hf_data_processor."""
+    """Process a row with `problem` and `expected_answer`, or one in chat format like math_hf_data_processor."""
     if "problem" not in datum_dict:
         return math_hf_data_processor(datum_dict, task_data_spec, tokenizer, max_seq_length, idx)
     prompt = [{"role": "user", "content": str(datum_dict["problem"])}]
@@ -52,8 +52,8 @@ def chat_data_processor(
     max_seq_length: int | None,
     idx: int,
 ) -> DatumSpec:
-    """Rows in chat format for environments that need no truth, as reward models, rules and code. They get the prompt's
-    `messages`, and a truth where there is one."""
+    """Process a row in chat format for an environment that needs no truth, such as a reward model, rules or code. It
+    gets the prompt's `messages`, and a truth where there is one."""
     prompt, answer = _split_answer(datum_dict["messages"])
     return _prompt_datum(prompt, answer, datum_dict, task_data_spec, tokenizer, max_seq_length, idx, chat=True)
 
@@ -65,10 +65,10 @@ def nemo_gym_data_processor(
     max_seq_length: int | None,
     idx: int,
 ) -> DatumSpec:
-    """Tasks of the dataset NemoGymDataset. The Gym gets the task as it is; its tokens here are for its length alone."""
+    """Process a task of NemoGymDataset. The Gym gets the task unchanged; it is tokenised here only to measure it."""
     row = {key: value for key, value in datum_dict.items() if key != "gym_task"}
     task = datum_dict["gym_task"]
-    spec = TaskDataSpec(task_data_spec.task_name)  # without prompt files: nobody puts them around it
+    spec = TaskDataSpec(task_data_spec.task_name)  # without prompt files, which the Gym does not use
     if row["messages"]:
         datum = _prompt_datum(row["messages"], None, row, spec, tokenizer, max_seq_length, idx, chat=True)
     else:
@@ -85,10 +85,10 @@ def sft_processor(
     max_seq_length: int | None,
     idx: int,
 ) -> DatumSpec:
-    """Whole conversations; the assistant's messages are trained on, up to and including what ends them.
+    """Process a whole conversation for SFT: the assistant's messages are trained on, including their end tokens.
 
     An answer begins where a generation would begin, after the template's generation prompt, and is tokenised
-    apart from it: the prompt has the very tokens that a rollout of it has.
+    separately, so that the prompt has exactly the tokens that it has in a rollout.
     """
     uid = _uid(datum_dict, task_data_spec, idx)
     messages = _with_task_prompts(datum_dict["messages"], task_data_spec)
@@ -107,8 +107,8 @@ def sft_processor(
         turns += [("user", before[len(done) :]), ("assistant", after[len(before) :])]
         done = after
     if not turns:
-        raise DataError(f"{uid}: no assistant message in it, nothing to learn from")
-    import torch  # not before a row is tokenised: fields are checked without it
+        raise DataError(f"{uid}: it has no assistant message, so there is nothing to train on")
+    import torch  # heavy, and not needed where rows are only checked
 
     log = _tokenise(turns, tokenizer)
     for turn in log:
@@ -127,6 +127,12 @@ PROCESSORS: dict[str, TaskDataProcessFnCallable] = {
     "nemo_gym": nemo_gym_data_processor,
     "sft_processor": sft_processor,
 }
+
+
+def longest_prompt(config: MasterConfig) -> int:
+    """Return the maximum number of tokens of a prompt in a GRPO run."""
+    limits = (config.data.max_input_seq_length, config.policy.generation.vllm_cfg.max_model_len)
+    return min(limit for limit in (*limits, config.policy.max_total_sequence_length) if limit is not None)
 
 
 def find_processor(name: str) -> TaskDataProcessFnCallable:
@@ -150,8 +156,8 @@ def _prompt_datum(
     *,
     chat: bool = False,
 ) -> DatumSpec:
-    """The prompt as one message of tokens, ready to be continued. Truth: `ground_truth`, else `answer`. `chat`: it may
-    be missing, and the environment gets the prompt's `messages`."""
+    """Return the prompt as one message of tokens. The truth is `ground_truth`, else `answer`. With `chat` it may be
+    missing, and the environment gets the prompt's `messages`."""
     uid = _uid(row, spec, idx)
     truth = answer if row.get("ground_truth") is None else row["ground_truth"]
     if truth is None and not chat:
@@ -198,7 +204,7 @@ def _split_answer(messages: list[dict[str, Any]]) -> tuple[list[dict[str, Any]],
 
 
 def _with_task_prompts(messages: list[dict[str, Any]], spec: TaskDataSpec) -> list[dict[str, Any]]:
-    """The last question put into the prompt file's text; the system prompt first, if the row has none."""
+    """Put the last question into the prompt file's text, and the system prompt first where the row has none."""
     messages = list(messages)
     if spec.prompt is not None:
         last = max((i for i, message in enumerate(messages) if message["role"] == "user"), default=None)
@@ -213,18 +219,18 @@ def _with_task_prompts(messages: list[dict[str, Any]], spec: TaskDataSpec) -> li
 def _render(
     tokenizer: Any, messages: list[dict[str, Any]], uid: str, row: dict[str, Any], *, add_generation_prompt: bool
 ) -> str:
-    """The messages, and the row's `tools` where it has some, as the chat template writes them."""
+    """Return the messages, with the row's `tools` if any, as the chat template writes them."""
     tools = {"tools": row["tools"]} if row.get("tools") else {}
     try:
         return tokenizer.apply_chat_template(
             messages, tokenize=False, add_generation_prompt=add_generation_prompt, **tools
         )
-    except Exception as error:  # a template is a program of the model's author and raises what it likes
-        raise DataError(f"{uid}: the chat template refuses it: {type(error).__name__}: {error}") from error
+    except Exception as error:  # a template is code of the model's author and may raise anything
+        raise DataError(f"{uid}: the chat template rejects it: {type(error).__name__}: {error}") from error
 
 
 def _tokenise(turns: list[tuple[str, str]], tokenizer: Any) -> list[Message]:
-    """(role, text) pairs as messages. The template has put in all special tokens; the tokenizer adds none."""
+    """Return (role, text) pairs as messages. The text has all special tokens already; the tokenizer adds none."""
     import torch
 
     encoded = tokenizer([text for _, text in turns], add_special_tokens=False)["input_ids"]

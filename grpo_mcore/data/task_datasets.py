@@ -1,7 +1,7 @@
-"""Rows of one or several tasks as prompts. What cannot be used is excluded and counted.
+"""The rows of one or several tasks as prompts: `build_task_data` loads them from a recipe's entries.
 
-Up to `CHECK_AT_ONCE` rows, all are tokenised when the dataset is made, so that the count is known before
-training; beyond that, each is checked when a loader first comes to it.
+Unusable rows are excluded and counted. A dataset of up to `CHECK_AT_ONCE` rows is tokenised when it is made, so that
+the count is known before training. Rows of a larger one are checked when a loader first reaches them.
 """
 
 from __future__ import annotations
@@ -14,11 +14,13 @@ from typing import Any
 
 from torch.utils.data import Dataset
 
+from grpo_mcore.data.datasets import DEFAULT_PROCESSOR, Entry, ResponseData, load_response_dataset, setting
+from grpo_mcore.data.datasets.rows import InTurn, Joined
 from grpo_mcore.data.interfaces import DataError, TaskDataProcessFnCallable, TaskDataSpec
 from grpo_mcore.rollout.datum import DatumSpec
 
 CHECK_AT_ONCE = 20_000
-# Tokenised rows are kept for the next epoch up to here: some 100 MB at most.
+# Limits of the tokenised rows that are kept for the next epoch: about 100 MB.
 KEEP_ROWS = 50_000
 KEEP_TOKENS = 5_000_000
 _UIDS_SHOWN = 5
@@ -29,8 +31,8 @@ log = logging.getLogger(__name__)
 
 @dataclass(frozen=True)
 class Excluded:
-    """What was left out so far: `count` of `checked` rows, of `total` in the dataset; the first few uids; how many for
-    each reason."""
+    """The rows excluded so far: `count` of the `checked` rows, of `total` in the dataset; the first few uids; counts by
+    reason."""
 
     count: int
     uids: tuple[str, ...]
@@ -48,10 +50,10 @@ class Excluded:
 
 
 class AllTaskProcessedDataset(Dataset[DatumSpec]):
-    """`dataset[i]` is row i as a DatumSpec; `usable(i)` says whether a loader may take it.
+    """The dataset that loaders read: `dataset[i]` is row i as a DatumSpec, `usable(i)` whether a loader may take it.
 
-    `task_data_processors`: task name -> (task spec, processor), or one processor for all with
-    `default_task_data_spec`. `max_seq_length`: tokens; None for no limit.
+    `task_data_processors` maps task names to (task spec, processor), or is one processor for all rows, used with
+    `default_task_data_spec`. `max_seq_length` is in tokens; None means no limit.
     """
 
     def __init__(
@@ -78,7 +80,7 @@ class AllTaskProcessedDataset(Dataset[DatumSpec]):
             self._check_all()
 
     def __len__(self) -> int:
-        """Rows, excluded ones included."""
+        """Number of rows, including excluded ones."""
         return len(self.dataset)
 
     def __getitem__(self, idx: int) -> DatumSpec:
@@ -88,33 +90,33 @@ class AllTaskProcessedDataset(Dataset[DatumSpec]):
             if len(self._kept) < KEEP_ROWS and self._kept_tokens + datum["length"] <= KEEP_TOKENS:
                 self._kept[idx] = datum
                 self._kept_tokens += datum["length"]
-        # The caller may add messages and notes to its own copy; the tensors are never written to.
+        # The caller may change its copy of the lists and dicts; tensors are never written to.
         log_copy = [message.copy() for message in datum["message_log"]]
         return {**datum, "message_log": log_copy, "extra_env_info": dict(datum["extra_env_info"])}
 
     def _process(self, idx: int) -> DatumSpec:
         row = self.dataset[idx]
         if "unusable" in row:
-            return _nothing(row, idx)
+            return _excluded_datum(row, idx)
         if callable(self.task_data_processors):
             spec, processor = self.default_task_data_spec, self.task_data_processors
         else:
-            spec, processor = self._of_task(row, idx)
+            spec, processor = self._task_processor(row, self.task_data_processors, idx)
         return processor(row, spec, self.tokenizer, self.max_seq_length, idx)
 
     def usable(self, idx: int) -> bool:
-        """False where the row is too long or invalid. Remembered: it is tokenised for this only once."""
+        """Return False where the row is too long or invalid. The answer is kept: a row is checked only once."""
         if self._state[idx] == _UNCHECKED:
             datum = self[idx]
             excluded = datum["loss_multiplier"] == 0
             self._state[idx] = _EXCLUDED if excluded else _USABLE
             if excluded:
                 self._reasons[datum["extra_env_info"].get("unusable", "too long or invalid")] += 1
-                self._note(datum)
+                self._report_excluded(datum)
         return self._state[idx] == _USABLE
 
     def usable_at_most(self) -> int:
-        """Usable rows, counting those not checked yet."""
+        """Number of usable rows, counting those that are not checked yet."""
         return len(self) - self._state.count(_EXCLUDED)
 
     @property
@@ -127,11 +129,14 @@ class AllTaskProcessedDataset(Dataset[DatumSpec]):
             reasons=dict(self._reasons),
         )
 
-    def _of_task(self, row: dict[str, Any], idx: int) -> tuple[TaskDataSpec, TaskDataProcessFnCallable]:
+    @staticmethod
+    def _task_processor(
+        row: dict[str, Any], processors: Mapping[str, tuple[TaskDataSpec, TaskDataProcessFnCallable]], idx: int
+    ) -> tuple[TaskDataSpec, TaskDataProcessFnCallable]:
         try:
-            return self.task_data_processors[row["task_name"]]  # type: ignore[index]
+            return processors[row["task_name"]]
         except KeyError as error:
-            known = sorted(self.task_data_processors)  # type: ignore[arg-type]
+            known = sorted(processors)
             raise DataError(f"row {idx}: no processor for task_name {row.get('task_name')!r}, only {known}") from error
 
     def _check_all(self) -> None:
@@ -142,7 +147,7 @@ class AllTaskProcessedDataset(Dataset[DatumSpec]):
         if self.excluded.count:
             log.warning("%s; the limit is %s tokens", self.excluded, self.max_seq_length)
 
-    def _note(self, datum: DatumSpec) -> None:
+    def _report_excluded(self, datum: DatumSpec) -> None:
         if len(self._first_excluded) < _UIDS_SHOWN:
             self._first_excluded.append(datum["uid"])
         if len(self) > CHECK_AT_ONCE and self._state.count(_EXCLUDED) == 1:
@@ -150,8 +155,8 @@ class AllTaskProcessedDataset(Dataset[DatumSpec]):
             log.warning("prompt %s is excluded: %s; if more follow, they are counted per epoch", datum["uid"], reason)
 
 
-def _nothing(row: dict[str, Any], idx: int) -> DatumSpec:
-    """Stands for a row that its dataset calls unusable."""
+def _excluded_datum(row: dict[str, Any], idx: int) -> DatumSpec:
+    """Return the datum that stands for a row that its dataset marks as unusable."""
     return DatumSpec(
         message_log=[],
         length=0,
@@ -161,3 +166,74 @@ def _nothing(row: dict[str, Any], idx: int) -> DatumSpec:
         task_name=row["task_name"],
         uid=row["uid"],
     )
+
+
+@dataclass(frozen=True)
+class TaskData:
+    """The data of a run. `train` is one dataset, or one per task name. `env_names` and `val_env_names` map task names
+    to the entry's env_name; None stands for the recipe's only environment."""
+
+    train: AllTaskProcessedDataset | dict[str, AllTaskProcessedDataset]
+    validation: AllTaskProcessedDataset | None
+    env_names: dict[str, str | None]
+    val_env_names: dict[str, str | None]
+
+
+def build_task_data(
+    train: Sequence[Entry],
+    validation: Sequence[Entry],
+    tokenizer: Any,
+    max_seq_length: int | None,
+    default_processor: str = DEFAULT_PROCESSOR,
+    *,
+    separate: bool = False,
+) -> TaskData:
+    """Load all entries of `data.train` and `data.validation`. The rows that `split_validation_size` takes from training
+    datasets are added to the validation data.
+
+    The validation data has one row of each dataset in turn, so that its first grpo.max_val_samples rows have an equal
+    share of each. `separate` keeps the training datasets apart, for data.use_multiple_dataloader.
+    """
+    if not train:
+        raise DataError("data.train is empty: name at least one dataset")
+    loaded = _load(train, default_processor)
+    held_out = [data for data in loaded if data.val_dataset is not None]
+    loaded_val = _load(validation, default_processor, taken={data.task_name for data in loaded})
+
+    def processed(rows: Sequence[dict[str, Any]], datasets: list[ResponseData]) -> AllTaskProcessedDataset:
+        processors = {data.task_name: (data.task_spec, data.processor) for data in datasets}
+        return AllTaskProcessedDataset(rows, tokenizer, None, processors, max_seq_length=max_seq_length)
+
+    train_set: AllTaskProcessedDataset | dict[str, AllTaskProcessedDataset]
+    if separate:
+        train_set = {data.task_name: processed(data.dataset, [data]) for data in loaded}
+    else:
+        train_set = processed(_combined(Joined, [data.dataset for data in loaded]), loaded)
+    val_rows = [*(data.val_dataset for data in held_out), *(data.dataset for data in loaded_val)]
+    val_datasets = [*held_out, *loaded_val]
+    return TaskData(
+        train=train_set,
+        validation=processed(_combined(InTurn, val_rows), val_datasets) if val_rows else None,
+        env_names={data.task_name: data.env_name for data in loaded},
+        val_env_names={data.task_name: data.env_name for data in val_datasets},
+    )
+
+
+def _load(entries: Sequence[Entry], default_processor: str, taken: set[str] | None = None) -> list[ResponseData]:
+    """Load every dataset and give it a task name of its own, since prompts are named after it."""
+    names = set(taken or ())
+    loaded = []
+    for entry in entries:
+        data = load_response_dataset(entry, default_processor)
+        if data.task_name in names:
+            split = setting(entry, "split")
+            further = [f"{data.task_name}-{split}"] if split and split.isidentifier() else []
+            further += [f"{data.task_name}-{number}" for number in range(2, len(names) + 3)]
+            data.task_name = data.task_spec.task_name = next(name for name in further if name not in names)
+        names.add(data.task_name)
+        loaded.append(data)
+    return loaded
+
+
+def _combined(join: type[Joined | InTurn], parts: list[Any]) -> Sequence[dict[str, Any]]:
+    return parts[0] if len(parts) == 1 else join(parts)

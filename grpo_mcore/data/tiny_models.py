@@ -1,4 +1,4 @@
-"""Tiny random models of every family, as Hugging Face folders: for tests, and for `grpo-mcore parity tiny:FAMILY`."""
+"""Tiny random models of every family, as Hugging Face folders, for tests and `grpo-mcore parity tiny:FAMILY`."""
 
 from __future__ import annotations
 
@@ -81,7 +81,7 @@ FAMILY_SIZES: dict[str, dict[str, Any]] = {
 
 
 ROUTED = {"topk_method": "noaux_tc", "scoring_func": "sigmoid"}
-"""Of DeepSeek-V3: what published configs say. vLLM goes by it, transformers takes it for granted."""
+"""DeepSeek-V3's routing as in published configs. vLLM reads it, transformers assumes it."""
 
 ENGINE_SIZES: dict[str, dict[str, Any]] = {
     "qwen2": {"hidden_size": 128},
@@ -90,16 +90,16 @@ ENGINE_SIZES: dict[str, dict[str, Any]] = {
     "deepseek_v3": ROUTED | {"kv_lora_rank": 512, "qk_rope_head_dim": 64},
     "nemotron_h": {"head_dim": 32},
 }
-"""What vLLM's CPU kernels ask of a model: heads of 32, 64 or 128; latents of one size."""
+"""Sizes that vLLM's CPU kernels support: heads of 32, 64 or 128, and one size of latents."""
 
 
 class UnknownFamily(ValueError):
-    """No tiny model of such a family."""
+    """There is no tiny model of the family."""
 
 
 def make_tiny_model(family: str, folder: Path, *, seed: int = 0, words: bool = False, **overrides: Any) -> Path:
-    """Writes a model of `family` (one of CLASSES) whose weights are far from their usual small start. `words`: with a
-    tokenizer, in which token 1 ends a sequence and every other is a word. Raises UnknownFamily."""
+    """Write a model of `family` (one of CLASSES) with weights far from the usual small initial ones. With `words`, also
+    write a tokenizer, in which token 1 ends a sequence and every other token is a word. Raises UnknownFamily."""
     import transformers
 
     if family not in CLASSES:
@@ -115,7 +115,7 @@ def make_tiny_model(family: str, folder: Path, *, seed: int = 0, words: bool = F
             if "norm" in name:
                 parameter.uniform_(0.5, 1.5)
             elif name.endswith("gate.weight"):
-                parameter.normal_(0, 0.5)  # a router that is sure of its choice
+                parameter.normal_(0, 0.5)  # so that the router's choice is clear
             elif "conv1d" in name:
                 parameter.normal_(0, 0.4)
             else:
@@ -128,7 +128,7 @@ def make_tiny_model(family: str, folder: Path, *, seed: int = 0, words: bool = F
 
 
 def _write_words(folder: Path, vocabulary: int) -> None:
-    """A tokenizer whose token n is the word "wn"."""
+    """Write a tokenizer whose token n is the word "wn"."""
     from tokenizers import Tokenizer, models, pre_tokenizers
     from transformers import PreTrainedTokenizerFast
 

@@ -1,4 +1,4 @@
-"""The tokenizer, with the recipe's chat template and the arguments that the template always gets."""
+"""The tokenizer, with the recipe's chat template and its arguments."""
 
 from __future__ import annotations
 
@@ -13,11 +13,10 @@ from grpo_mcore.data.interfaces import DataError
 def load_tokenizer(
     name: str, chat_template: str | None = None, chat_template_kwargs: Mapping[str, Any] | None = None
 ) -> Any:
-    """A Hugging Face tokenizer from a name or folder, sure to have an end and a padding token.
+    """Load a Hugging Face tokenizer by name or folder and make sure that it has an end and a padding token.
 
-    `chat_template`: Jinja text or a file that holds it, in place of the tokenizer's own.
-    `chat_template_kwargs`: extra arguments of every `apply_chat_template` call, so that processors of one's
-    own get them too.
+    `chat_template` is Jinja text, or a file with it, that replaces the tokenizer's own. `chat_template_kwargs` are
+    added to every `apply_chat_template` call, also to those of the user's processors. Raises DataError.
     """
     from transformers import AutoTokenizer
 
@@ -26,7 +25,7 @@ def load_tokenizer(
     except (OSError, ValueError) as error:
         raise DataError(f"cannot load the tokenizer {name!r}: {error}") from error
     if tokenizer.eos_token_id is None:
-        raise DataError(f"the tokenizer {name!r} has no end-of-sequence token; no answer could ever end")
+        raise DataError(f"the tokenizer {name!r} has no end-of-sequence token, so no answer could end")
     if tokenizer.pad_token_id is None:
         tokenizer.pad_token = tokenizer.eos_token
     if chat_template is not None:
@@ -39,7 +38,7 @@ def load_tokenizer(
 
 
 def template_text(chat_template: str) -> str:
-    """The text of a chat template: itself, or that of the file it names. Raises DataError."""
+    """Return the text of a chat template, given the text or the file that holds it. Raises DataError."""
     if "{" in chat_template:
         return chat_template
     try:

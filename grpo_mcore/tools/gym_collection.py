@@ -1,6 +1,7 @@
-"""Rollouts without training: the model's samples on a recipe's prompts, scored, as a rollouts file of NeMo Gym's form.
+"""Collection of rollouts without training: samples a recipe's prompts, scores the samples and writes them to a file in
+NeMo Gym's format.
 
-What a Gym's agents play is written as they send it. Samples without a reward go to NAME_failures.jsonl.
+Rollouts of a Gym's agents are written unchanged. Samples without a reward go to NAME_failures.jsonl.
 """
 
 from __future__ import annotations
@@ -8,7 +9,7 @@ from __future__ import annotations
 import contextlib
 import json
 import tempfile
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import closing
 from dataclasses import dataclass
 from pathlib import Path
@@ -19,23 +20,25 @@ from grpo_mcore.algorithms.engines.policy_endpoint import open_endpoint
 from grpo_mcore.algorithms.engines.sampling_config import sampling_of, turn_limits
 from grpo_mcore.algorithms.rollouts.rollouts import Rollouts
 from grpo_mcore.algorithms.setup import check_run, start_cluster, start_engines, start_environments, wait_until_ready
-from grpo_mcore.data import DataError, build_task_data, load_tokenizer
-from grpo_mcore.data.gym.collected import failure, rollout_line
+from grpo_mcore.data import AllTaskProcessedDataset, DataError, build_task_data, load_tokenizer
 from grpo_mcore.data.gym.whole_file import WholeFile
+from grpo_mcore.data.processors import longest_prompt
 from grpo_mcore.environments.nemo_gym import GymOutcome
 from grpo_mcore.recipe import MasterConfig
 from grpo_mcore.rollout.datum import DatumSpec
 from grpo_mcore.rollout.group import Group
+from grpo_mcore.rollout.trajectory import Score, Trajectory
 
-IN_FLIGHT = 4
-"""Steps' worth of prompts that are under way at a time."""
+FAILURE = "_ng_failure_class"
+STEPS_IN_FLIGHT = 4
+"""Maximum number of prompts in flight, in multiples of grpo.num_prompts_per_step."""
 
-OWN = ("messages", "task_name", "uid", "tools", "unusable")
+_NOT_OF_THE_TASK = ("messages", "task_name", "uid", "tools", "unusable")  # fields of a row in chat format
 
 
 @dataclass
 class Collected:
-    """What came out. `rewards`: their sum over `rows`."""
+    """The counts of a collection. `rewards` is the sum over all `rows`."""
 
     output: Path
     failures: Path
@@ -63,19 +66,19 @@ def collect(
     token_ids: bool = False,
     on_group: Callable[[Group], None] = lambda group: None,
 ) -> Collected:
-    """Samples of policy.model_name on the first `num_prompts` training prompts (None: all), or validation prompts with
-    the sampling of validation; `generations` of each, None: as many as the recipe says.
+    """Sample policy.model_name on the first `num_prompts` training prompts (None: all), or with `validation` on the
+    validation prompts with their sampling. Each prompt gets `generations` samples (None: the recipe's number).
 
-    The file appears whole or not at all. Raises what a run's start raises, DataError where there is no prompt.
+    The file appears whole or not at all. Raises what the start of a run raises, and DataError where there is no prompt.
     """
     model = check_run(config)
     names = config.policy.tokenizer
-    tokenizer = load_tokenizer(names.name, names.chat_template, names.chat_template_kwargs)
-    longest = min(config.data.max_input_seq_length, config.policy.generation.vllm_cfg.max_model_len)
-    data = build_task_data(config.data.train, config.data.validation, tokenizer, longest)
+    tokenizer = load_tokenizer(names.name or config.policy.model_name, names.chat_template, names.chat_template_kwargs)
+    data = build_task_data(config.data.train, config.data.validation, tokenizer, longest_prompt(config))
     dataset, env_names = (data.validation, data.val_env_names) if validation else (data.train, data.env_names)
     if dataset is None:
         raise DataError("there is no validation data: set data.validation, or leave --validation out")
+    assert not isinstance(dataset, dict), "the training datasets are joined"
     grpo = config.grpo
     count = generations or (grpo.val_num_generations_per_prompt if validation else grpo.num_generations_per_prompt)
     failures = output.with_name(output.stem + "_failures.jsonl")
@@ -101,32 +104,33 @@ def collect(
             on_outcome=lambda outcome: results.update({(outcome.uid, outcome.generation_index): outcome}),
         )
         sampling = sampling_of(config.policy.generation, tokenizer.eos_token_id, validation=validation)
-        kept, lost = stack.enter_context(WholeFile(output)), stack.enter_context(WholeFile(failures))
+        kept, failed = stack.enter_context(WholeFile(output)), stack.enter_context(WholeFile(failures))
         prompts = _usable(dataset, num_prompts)
-        under_way = 0
+        most_in_flight = STEPS_IN_FLIGHT * grpo.num_prompts_per_step
+        in_flight = 0
         while True:
-            while under_way < IN_FLIGHT * grpo.num_prompts_per_step and (prompt := next(prompts, None)) is not None:
+            while in_flight < most_in_flight and (prompt := next(prompts, None)) is not None:
                 rollouts.dispatch([prompt], sampling, generations=count, step=0)
-                under_way += 1
-            if not under_way:
+                in_flight += 1
+            if not in_flight:
                 break
             group = rollouts.next_group()
-            under_way -= 1
+            in_flight -= 1
             found.prompts += 1
             agent = env_names[group.prompt["task_name"]] or ""
             shown = {"temperature": sampling.temperature, "top_p": sampling.top_p}
             row = dataset.dataset[group.prompt["idx"]]
             for line in _lines(group, row, results, engines, agent, shown, config.policy.model_name, token_ids):
-                _note(found, line, kept, lost)
+                _write(found, line, kept, failed)
             on_group(group)
         if not found.prompts:
             raise DataError("there is no usable prompt to collect rollouts of")
         if not found.failed:
-            lost.discard()
+            failed.discard()
     return found
 
 
-def _usable(dataset: Any, limit: int | None) -> Iterator[DatumSpec]:
+def _usable(dataset: AllTaskProcessedDataset, limit: int | None) -> Iterator[DatumSpec]:
     count = 0
     for index in range(len(dataset)):
         if limit is not None and count >= limit:
@@ -146,7 +150,7 @@ def _lines(
     model: str,
     token_ids: bool,
 ) -> Iterator[dict[str, Any]]:
-    """A line for each sample of a group; `row`: that of its prompt."""
+    """Yield a line for each sample of a group; `row` is its prompt's row of the dataset."""
     for index, (sample, score) in enumerate(zip(group.samples, group.scores, strict=True)):
         outcome = results.pop((group.uid, index), None)
         if outcome is not None:
@@ -155,10 +159,10 @@ def _lines(
             yield outcome.result if outcome.result is not None else {**task, **indices, **failure(score)}
             continue
         messages = row["messages"]
-        if messages[-1]["role"] == "assistant":  # its answer, which is the truth
+        if messages[-1]["role"] == "assistant":  # the answer, which is the truth
             messages = messages[:-1]
         truth = group.prompt["extra_env_info"].get("ground_truth")
-        task = {key: value for key, value in row.items() if key not in OWN}
+        task = {key: value for key, value in row.items() if key not in _NOT_OF_THE_TASK}
         task |= {} if truth is None else {"expected_answer": truth}
         yield rollout_line(
             messages,
@@ -173,13 +177,80 @@ def _lines(
         )
 
 
-def _note(found: Collected, line: dict[str, Any], kept: WholeFile, lost: WholeFile) -> None:
+def _write(found: Collected, line: dict[str, Any], kept: WholeFile, failed: WholeFile) -> None:
     text = json.dumps(line, ensure_ascii=False).encode() + b"\n"
-    if line.get("_ng_failure_class") is None:
+    if line.get(FAILURE) is None:
         kept.write(text)
         found.rows += 1
         found.rewards += line["reward"]
         return
-    lost.write(text)
+    failed.write(text)
     found.failed += 1
     found.first_failure = found.first_failure or str(line.get("_ng_failure_message"))
+
+
+def rollout_line(
+    messages: Sequence[Mapping[str, Any]],
+    trajectory: Trajectory,
+    score: Score,
+    *,
+    task: Mapping[str, Any],
+    task_index: int,
+    agent: str,
+    sampling: Mapping[str, float],
+    model: str,
+    token_ids: bool,
+) -> dict[str, Any]:
+    """Return a sample as NeMo Gym writes it. `messages` are the prompt, `task` the row's fields for the verifier. With
+    `token_ids`, the tokens and log-probs of every turn are included.
+
+    A sample without a reward gets the fields of a failed rollout: `_ng_failure_class` and the reason.
+    """
+    output = []
+    seen = trajectory.turns[0].token_ids.tolist()
+    first = next((i for i, turn in enumerate(trajectory.turns) if turn.loss_mask), len(trajectory.turns))
+    for turn in trajectory.turns[1:first]:
+        seen += turn.token_ids.tolist()
+    for number, turn in enumerate(trajectory.turns[first:]):
+        if not turn.loss_mask:
+            output.append({"type": "message", "role": "user", "content": turn.text})
+            seen += turn.token_ids.tolist()
+            continue
+        text = {"type": "output_text", "text": turn.text, "annotations": []}
+        item: dict[str, Any] = {
+            "id": f"msg_{trajectory.generation_index}_{number}",
+            "type": "message",
+            "role": "assistant",
+            "status": "incomplete" if trajectory.truncated and turn is trajectory.turns[-1] else "completed",
+            "content": [text],
+        }
+        if token_ids:
+            assert turn.logprobs is not None
+            item["prompt_token_ids"] = list(seen)
+            item["generation_token_ids"] = turn.token_ids.tolist()
+            item["generation_log_probs"] = turn.logprobs.tolist()
+        output.append(item)
+        seen += turn.token_ids.tolist()
+    line = {
+        **task,
+        "responses_create_params": {"input": [dict(message) for message in messages], **sampling},
+        "response": {
+            "id": f"resp_{trajectory.name}",
+            "object": "response",
+            "model": model,
+            "output": output,
+            "incomplete_details": {"reason": "max_output_tokens"} if trajectory.truncated else None,
+        },
+        "reward": score.reward,
+        "extracted_answer": score.answer,
+        "reward_components": score.rewards_by_name or None,
+        "_ng_task_index": task_index,
+        "_ng_rollout_index": trajectory.generation_index,
+        "agent_ref": {"type": "responses_api_agents", "name": agent},
+    }
+    return line if score.reward is not None else line | failure(score)
+
+
+def failure(score: Score) -> dict[str, Any]:
+    """Return the fields that mark the line of a sample without a reward."""
+    return {"reward": None, FAILURE: "no_reward", "_ng_failure_message": score.reason}

@@ -9,7 +9,7 @@ from grpo_mcore.data.datasets.rows import Repeated, Rows
 from grpo_mcore.data.datasets.source import Source, missing
 from grpo_mcore.data.interfaces import DataError, TaskDataSpec
 from grpo_mcore.data.processors import find_processor
-from grpo_mcore.recipe.data import DatasetEntry
+from grpo_mcore.recipe import DatasetEntry
 
 RESERVED_KEYS = ("messages", "task_name", "uid")  # of a row in chat format
 

@@ -15,7 +15,7 @@ from grpo_mcore.data.datasets.mapped import Entry, MappedDataset, Row, ToChat, a
 from grpo_mcore.data.datasets.messages import as_messages, assistant, conversation, user
 from grpo_mcore.data.datasets.source import Source, joined, missing, open_source
 from grpo_mcore.data.interfaces import DataError
-from grpo_mcore.recipe.data import UNSET_KEYS
+from grpo_mcore.recipe import UNSET_KEYS
 
 
 @dataclass(frozen=True)

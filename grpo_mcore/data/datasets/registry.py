@@ -17,7 +17,7 @@ from grpo_mcore.data.datasets.source import open_source
 from grpo_mcore.data.interfaces import DataError, TaskDataProcessFnCallable, TaskDataSpec
 from grpo_mcore.data.processors import find_processor
 from grpo_mcore.imports import import_by_path
-from grpo_mcore.recipe.data import PREFERENCE_DATASETS, dataset_by_name, unknown_dataset
+from grpo_mcore.recipe import PREFERENCE_DATASETS, dataset_by_name, unknown_dataset
 
 DEFAULT_PROCESSOR = "math_hf_data_processor"
 SLIDING_PUZZLE = "examples.sliding_puzzle.dataset:SlidingPuzzleDataset"  # for dataset_name: SlidingPuzzle

@@ -14,7 +14,7 @@ from typing import Any
 from grpo_mcore.data.datasets.jsonl import SUFFIXES, Check, is_json, read_json
 from grpo_mcore.data.datasets.rows import Joined
 from grpo_mcore.data.interfaces import DataError
-from grpo_mcore.recipe.errors import nearest
+from grpo_mcore.recipe import nearest
 
 _FILE_TYPES = {".parquet": "parquet", ".csv": "csv", ".arrow": "arrow"}
 

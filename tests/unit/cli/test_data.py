@@ -62,9 +62,9 @@ def test_the_documented_commands(rollouts: Path, command: str) -> None:
         (
             "gym-to-sft --input rollouts.jsonl --output o.jsonl --reward_threshold 9",
             1,
-            "no row is left, so o.jsonl was not",
+            "no row was kept, so o.jsonl was not",
         ),
-        ("gym-to-dpo --input rollouts.jsonl --output o.jsonl --min_gap 9", 1, "no row is left"),
+        ("gym-to-dpo --input rollouts.jsonl --output o.jsonl --min_gap 9", 1, "no row was kept"),
         ("gym-to-grpo --input missing.jsonl --output o.jsonl", 1, "grpo-mcore data: missing.jsonl: cannot be read"),
         ("gym-to-grpo --input bad.jsonl --output o.jsonl --strict", 1, "bad.jsonl:1: not JSON"),
     ],

@@ -188,8 +188,8 @@ def test_a_processor_that_fails_is_a_finding(check: Check) -> None:
 def test_a_template_that_refuses_is_a_finding(check: Check) -> None:
     Path("t.jinja").write_text("{{ raise_exception('no') }}")
     report = check([row()], "++policy.tokenizer.chat_template=t.jinja")
-    (said,) = report.problems["the processor refuses it"]
-    assert "line 1: the chat template refuses it" in said and said.endswith("no")
+    (said,) = report.problems["the processor rejects it"]
+    assert "line 1: the chat template rejects it" in said and said.endswith("no")
 
 
 def test_datasets_that_are_no_files_and_files_that_are_not_there(check: Check, recipe: Path) -> None:

@@ -14,8 +14,7 @@ from grpo_mcore.data.datasets import DATASET_CLASSES, PREFERENCE_CLASSES
 from grpo_mcore.data.datasets.rows import InTurn, Joined, Repeated
 from grpo_mcore.data.interfaces import TaskDataSpec
 from grpo_mcore.data.processors import find_processor, math_data_processor, math_hf_data_processor, sft_processor
-from grpo_mcore.recipe import load_recipe
-from grpo_mcore.recipe.data import DATASETS
+from grpo_mcore.recipe import DATASETS, load_recipe
 from tests.unit.data.conftest import sums
 
 

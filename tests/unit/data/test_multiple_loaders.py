@@ -189,9 +189,9 @@ def test_a_state_of_other_data_is_refused() -> None:
     with pytest.raises(DataError, match="rows is 5, at the checkpoint it was 4"):
         next(grown)
     one = build_train_dataloader(dataset(DIGITS), settings(use_multiple_dataloader=False), 4, 0)
-    with pytest.raises(DataError, match="the checkpoint is of a run with data.use_multiple_dataloader: true"):
+    with pytest.raises(DataError, match="the checkpoint comes from a run with data.use_multiple_dataloader: true"):
         one.load_state_dict(state)
-    with pytest.raises(DataError, match="the checkpoint is of a run with data.use_multiple_dataloader: false"):
+    with pytest.raises(DataError, match="the checkpoint comes from a run with data.use_multiple_dataloader: false"):
         loader().load_state_dict(one.state_dict())
 
 
@@ -210,8 +210,8 @@ def a_list(data_iterators, dataloaders, **_records):
 @pytest.mark.parametrize(
     ("function", "message"),
     [
-        ("runs_out", r"runs_out let a data loader run out: it must go on with iter\(dataloaders\[name\]\)"),
-        ("too_few", "too_few gave 2 prompts where grpo.num_prompts_per_step is 4; there are 2 data loaders"),
+        ("runs_out", r"runs_out let a data loader run out: it must continue with iter\(dataloaders\[name\]\)"),
+        ("too_few", "too_few returned 2 prompts where grpo.num_prompts_per_step is 4; there are 2 data loaders"),
         ("a_list", r"a_list must return \(BatchedDataDict.*, data_iterators\), got list"),
     ],
 )

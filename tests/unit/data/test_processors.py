@@ -159,13 +159,13 @@ def test_a_template_that_rewrites_earlier_turns_is_refused(tokenizer, monkeypatc
 @pytest.mark.parametrize("processor", [math_hf_data_processor, sft_processor])
 def test_a_row_without_an_answer_names_itself(tokenizer, processor):
     row = {**ROW, "messages": ROW["messages"][:1]}
-    with pytest.raises(DataError, match="^sums:7: (neither an answer|no assistant message)"):
+    with pytest.raises(DataError, match="^sums:7: (neither an answer|it has no assistant message)"):
         processor(row, TaskDataSpec(), tokenizer, 64, 0)
 
 
 def test_a_template_that_raises_names_the_row(tokenizer, monkeypatch):
     monkeypatch.setattr(tokenizer, "chat_template", "{{ raise_exception('only users') }}")
-    with pytest.raises(DataError, match="sums:7: the chat template refuses it: TemplateError: only users"):
+    with pytest.raises(DataError, match="sums:7: the chat template rejects it: TemplateError: only users"):
         math_hf_data_processor(ROW, TaskDataSpec(), tokenizer, 64, 0)
 
 

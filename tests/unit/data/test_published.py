@@ -10,8 +10,7 @@ import pytest
 
 from grpo_mcore.data import AllTaskProcessedDataset, DataError, load_preference_dataset, load_response_dataset
 from grpo_mcore.data.datasets.published import PUBLISHED
-from grpo_mcore.recipe import DatasetEntry
-from grpo_mcore.recipe.data import dataset_by_name
+from grpo_mcore.recipe import DatasetEntry, dataset_by_name
 
 OPEN_MATH = {
     "problem": "What is 2+3?",

@@ -183,7 +183,7 @@ def test_a_template_without_special_tokens(bpe: Any) -> None:
         ("{% for m in messages[::-1] %}{{ m.content }}{% endfor %}", "shows an answer after the message that follows"),
         (
             "{% if messages | length > 2 %}{{ raise_exception('one question only') }}{% endif %}",
-            "refuses a conversation of several turns: TemplateError: one question only",
+            "rejects a conversation of several turns: TemplateError: one question only",
         ),
     ],
 )
