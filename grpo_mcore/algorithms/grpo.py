@@ -30,7 +30,6 @@ from grpo_mcore.algorithms.engines.sampling_config import sampling_of, turn_limi
 from grpo_mcore.algorithms.lifecycle.run_record import RunRecord, start_record
 from grpo_mcore.algorithms.lifecycle.run_report import Compare, RunReport
 from grpo_mcore.algorithms.lifecycle.stopping import StopRequest
-from grpo_mcore.algorithms.logprob_passes import needs_prev, needs_reference
 from grpo_mcore.algorithms.nemo_rl_api import (
     TokenizerType,
     _default_grpo_save_state,
@@ -59,6 +58,8 @@ from grpo_mcore.recipe import (
     GRPOLoggerConfig,
     MasterConfig,
     RewardScalingConfig,
+    needs_prev,
+    needs_reference,
 )
 from grpo_mcore.rollout import schedule as s
 from grpo_mcore.rollout.group import Group

@@ -17,7 +17,6 @@ from grpo_mcore.algorithms.checkpointing.checkpoints import (
 from grpo_mcore.algorithms.engines.engine_group import EngineGroup, EngineWorker, node_of_engine
 from grpo_mcore.algorithms.engines.policy_endpoint import REQUESTS, chat_config, open_endpoint
 from grpo_mcore.algorithms.engines.retries import Retries
-from grpo_mcore.algorithms.logprob_passes import needs_prev, needs_reference
 from grpo_mcore.algorithms.rollouts.agent_rollouts import AgentWorker
 from grpo_mcore.algorithms.rollouts.scoring import EnvironmentWorker
 from grpo_mcore.algorithms.training_step.policy_group import PolicyGroup
@@ -45,6 +44,8 @@ from grpo_mcore.recipe import (
     MegatronConfig,
     engine_nodes,
     engine_pool,
+    needs_prev,
+    needs_reference,
     num_engines,
     policy_pool,
     world_size,

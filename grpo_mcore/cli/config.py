@@ -1,11 +1,29 @@
-"""`grpo-mcore config RECIPE [key=value ...]`: the resolved recipe as YAML, with the source of every value."""
+"""`grpo-mcore config RECIPE [key=value ...]`: the resolved recipe as YAML, with the source of every value.
+`grpo-mcore config --reference`: every key with its type, default and meaning, as Markdown."""
 
 from __future__ import annotations
 
 import argparse
+from typing import Any
 
-from grpo_mcore.recipe import batch_equation, load_recipe, resolved_yaml
-from grpo_mcore.recipe.master import runs_grpo
+from grpo_mcore.recipe import batch_equation, load_recipe, resolved_yaml, runs_grpo
+
+
+class _PrintReference(argparse.Action):
+    """Prints the reference and exits, as --version does, because no recipe is needed."""
+
+    def __call__(self, parser: argparse.ArgumentParser, *_: Any) -> None:
+        from grpo_mcore.recipe.loading.reference import reference
+
+        print(reference(), end="", flush=True)
+        parser.exit()
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Add --reference."""
+    parser.add_argument(
+        "--reference", action=_PrintReference, nargs=0, help="print every key of recipes as Markdown, and exit"
+    )
 
 
 def run(args: argparse.Namespace) -> int:

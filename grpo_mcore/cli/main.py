@@ -8,14 +8,15 @@ from __future__ import annotations
 
 import argparse
 import logging
+import os
+import select
 import sys
 import warnings
 from collections.abc import Callable, Sequence
 from importlib import import_module
 
 import grpo_mcore
-from grpo_mcore.recipe import RecipeError
-from grpo_mcore.recipe.merge import is_override
+from grpo_mcore.recipe import RecipeError, is_override
 
 # Verb: (what it does, does it take a recipe).
 VERBS = {
@@ -34,7 +35,27 @@ VERBS = {
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Run a verb. Exit code: the verb's own, or 2 where the command line or the recipe is wrong."""
+    """Run a verb. Return its exit code, 2 if the command line or the recipe is wrong, or 141 if the reader of standard
+    output has gone away (`grpo-mcore config X | head -1`)."""
+    try:
+        code = _run(argv)
+        sys.stdout.flush()
+        return code
+    except BrokenPipeError:
+        if not _reader_is_gone():
+            raise
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # what is left is flushed at exit
+        return 141
+
+
+def _reader_is_gone() -> bool:
+    """Return whether standard output is the broken pipe, rather than a pipe to another process."""
+    poll = select.poll()
+    poll.register(sys.stdout, 0)
+    return any(event & select.POLLERR for _, event in poll.poll(0))
+
+
+def _run(argv: Sequence[str] | None) -> int:
     words = list(sys.argv[1:] if argv is None else argv)
     verb = words[0] if words and words[0] in VERBS else None
     module = import_module(f"grpo_mcore.cli.{verb}") if verb else None

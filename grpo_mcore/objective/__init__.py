@@ -1,4 +1,4 @@
-"""The objective: losses, advantages, rewards and metrics as pure functions on tensors."""
+"""Losses, advantages, rewards and metrics as pure functions on tensors."""
 
 from __future__ import annotations
 
@@ -10,17 +10,15 @@ from grpo_mcore.objective.advantages import (
     group_stats,
     grpo_advantages,
 )
-from grpo_mcore.objective.checks import nonfinite_samples
 from grpo_mcore.objective.combine import METRIC_REDUCTIONS, CombinedMetrics, combine_metrics, step_metrics
-from grpo_mcore.objective.config import ClippedPGLossConfig
 from grpo_mcore.objective.estimators import RewardWeights, estimate_advantages, weights_by_name
 from grpo_mcore.objective.kl_in_reward import SampleKL, kl_to_go, token_advantages
-from grpo_mcore.objective.loss import ClippedPGLossFn
-from grpo_mcore.objective.pass_at_k import CORRECT, pass_at_k, pass_numbers
+from grpo_mcore.objective.loss import ClippedPGLossFn, NLLLossFn
+from grpo_mcore.objective.metrics import CORRECT, pass_at_k, pass_numbers
 from grpo_mcore.objective.reduce import valid_counts
 from grpo_mcore.objective.rewards import overlong_filter, scale_reward_values, shape_rewards
-from grpo_mcore.objective.sample_stats import sample_stats
-from grpo_mcore.objective.sft_loss import NLLLossFn
+from grpo_mcore.objective.sample_stats import nonfinite_samples, sample_stats
+from grpo_mcore.recipe import ClippedPGLossConfig
 
 __all__ = [
     "METRIC_REDUCTIONS",

@@ -1,6 +1,6 @@
-"""Advantages relative to the group: one value a sample, computed in float64.
+"""Advantages relative to the group: one value per sample, computed in float64.
 
-Groups are told apart by an id, not by equal prompts. A failed sample is left out of its group.
+Groups are identified by an id, not by equal prompts. A failed sample is left out of its group.
 """
 
 from __future__ import annotations
@@ -12,35 +12,32 @@ import torch
 from torch import Tensor
 
 EQUAL_REWARDS_TOLERANCE = 1e-6
-"""Rewards of a group that differ by less than this share of the largest are equal: float32 rounding, not
-signal.
-"""
+"""Rewards of a group that differ by less than this share of the largest are equal: that is float32 rounding."""
 
 ROUNDING_SCALE = 0.1
-"""Rewards smaller than this are compared as if they were as large: a 0 that came of 0.3 - 0.1 - 0.2 is off by 1e-8."""
+"""Rewards below this are compared as if they were this large: a 0 computed as 0.3 - 0.1 - 0.2 is off by 1e-8."""
 
 
 @dataclass(frozen=True)
 class GroupStats:
-    """Rewards by group; N samples, K groups. Failed samples (not valid) take no part."""
+    """Statistics of rewards by group: N samples, K groups. Failed samples (not valid) are ignored."""
 
     index: Tensor
     """int64 [N]: the group of each sample, 0 .. K - 1, in the order of the sorted ids."""
     valid: Tensor
-    """bool [N]."""
+    """bool [N]: samples that did not fail."""
     deviation: Tensor
-    """float64 [N]: reward - mean of the group; exactly 0 for failed samples and in groups with equal rewards.
-    """
+    """float64 [N]: reward - mean of the group; exactly 0 for failed samples and in groups with equal rewards."""
     size: Tensor
-    """int64 [K]: valid samples."""
+    """int64 [K]: number of valid samples."""
     mean: Tensor
-    """float64 [K]; 0 for a group without a valid sample."""
+    """float64 [K]: 0 for a group without a valid sample."""
     std: Tensor
-    """float64 [K]: of the whole group, with n - 1; exactly 0 where all rewards are equal or n < 2."""
+    """float64 [K]: over the whole group, with n - 1; exactly 0 if all rewards are equal or n < 2."""
 
     @property
     def informative(self) -> Tensor:
-        """bool [K]: groups whose rewards differ, the ones that give a gradient."""
+        """bool [K]: groups whose rewards differ. Only these give a gradient."""
         return self.std > 0
 
 
@@ -51,21 +48,21 @@ class AdvantageEstimate:
     advantages: Tensor
     """float64 [N]; 0 for failed samples."""
     groups: GroupStats
-    """Of the rewards that the advantages were computed from."""
+    """Statistics of the rewards from which the advantages were computed."""
     kl_weight: float = 0.0
-    """Above 0 only where the KL is taken from the advantage token by token."""
+    """Above 0 only if the KL is subtracted from the advantage token by token."""
 
 
 def group_index(keys: Sequence[Hashable]) -> Tensor:
-    """int64 [N]: group ids for any keys, such as prompt uids, numbered by first appearance."""
+    """Return int64 [N]: group ids for any keys, such as prompt uids, numbered by first appearance."""
     numbers: dict[Hashable, int] = {}
     return torch.tensor([numbers.setdefault(key, len(numbers)) for key in keys], dtype=torch.int64)
 
 
 def group_stats(rewards: Tensor, group_ids: Tensor, valid: Tensor | None = None) -> GroupStats:
-    """Two-pass statistics of each group.
+    """Return two-pass statistics of each group.
 
-    rewards [N] (any float; failed samples may hold NaN), group_ids int [N], valid bool [N] (None: all).
+    rewards [N] (any float; NaN is allowed for failed samples), group_ids int [N], valid bool [N] (None: all).
     Raises ValueError if shapes differ or a valid reward is not finite.
     """
     if rewards.ndim != 1 or group_ids.shape != rewards.shape or (valid is not None and valid.shape != rewards.shape):
@@ -105,9 +102,9 @@ def grpo_advantages(
     leave_one_out: bool = True,
     eps: float = 1e-6,
 ) -> AdvantageEstimate:
-    """A = r - baseline, divided by (std + eps) of the whole group when `normalize`.
+    """Return A = r - baseline, divided by (std + eps) of the whole group if `normalize`.
 
-    The baseline is the group's mean, or the mean of its other samples (leave_one_out): then
+    The baseline is the group's mean or, with leave_one_out, the mean of its other samples: then
     A = (r - mean) * n / (n - 1). A group with equal rewards, or with one sample, gives exactly 0.
     Arguments as for `group_stats`. GRPO: arXiv 2402.03300, section 4.1.2.
     """
@@ -123,7 +120,7 @@ def grpo_advantages(
 
 
 def clip_advantages(advantages: Tensor, low: float | None = None, high: float | None = None) -> Tensor:
-    """Advantages bounded to [low, high]; None leaves a side open. Raises ValueError if low > high."""
+    """Return the advantages clamped to [low, high]; None leaves a side open. Raises ValueError if low > high."""
     if low is not None and high is not None and low > high:
         raise ValueError(f"advantage_clip_low={low} is above advantage_clip_high={high}")
     return advantages if low is None and high is None else advantages.clamp(low, high)

@@ -1,6 +1,6 @@
-"""From the metrics of micro-batches to those of a step: over micro-batches, ranks and optimizer steps.
+"""Combines the metrics of micro-batches, ranks and optimizer steps into those of a step.
 
-Each part is a share of its global mean, already divided by the global count, so most parts add up.
+Each part is a share of a global mean, already divided by the global count, so most parts are summed.
 """
 
 from __future__ import annotations
@@ -47,18 +47,17 @@ METRIC_REDUCTIONS: dict[str, Reduction] = {
     "trajectory_age_max": "max",
     "token_share": "sum",
 }
-"""How the parts of each metric are combined; `name/age_a` goes by `name`. A quantile needs all its values: a part
-holds one a sequence, -inf where there is none."""
+"""How the parts of each metric are combined; `name/age_a` is combined as `name`. A quantile needs all values: a part
+holds one per sequence, -inf for a sequence without any."""
 
 _EMPTY = {"min": math.inf, "max": -math.inf}
 
 
 def combine_metrics(parts: Sequence[Mapping[str, Any]]) -> CombinedMetrics:
-    """The parts of micro-batches (tensors) or of ranks (floats, lists of floats) as one.
+    """Return the parts of micro-batches (tensors) or of ranks (floats, lists of floats) combined into one part.
 
-    Costs one copy from the device, however many parts and metrics there are. Empty parts are skipped. The
-    result is a part again. Without a valid token a minimum is +inf and a maximum -inf, which change nothing
-    when combined further. Raises ValueError if names differ or are not in METRIC_REDUCTIONS.
+    Costs a single copy from the device. Empty parts are skipped. Without a valid token a minimum is +inf and a maximum
+    -inf, which change nothing when combined further. Raises ValueError if names differ or are not in METRIC_REDUCTIONS.
     """
     parts = [part for part in parts if part]
     if not parts:
@@ -82,11 +81,11 @@ def combine_metrics(parts: Sequence[Mapping[str, Any]]) -> CombinedMetrics:
 
 
 def step_metrics(by_optimizer_step: Sequence[Mapping[str, Any]]) -> dict[str, float]:
-    """What a step reports, from the combined metrics of each of its optimizer steps.
+    """Return the metrics of a step from the combined metrics of each of its optimizer steps.
 
-    Means are averaged over the optimizer steps; num_* add up, and extremes are the extreme. The p95 is over the
-    sequences of all of them. A mean by age is that of the tokens of this age: the sum over the token share.
-    A minimum, maximum, quantile or mean over nothing is left out.
+    Means are averaged over the optimizer steps, num_* are summed, minima and maxima are those of all steps, and the p95
+    is over all sequences. A mean by age is over the tokens of this age: their sum divided by the token share. Minima,
+    maxima, quantiles and means over nothing are left out.
     """
     count = sum(1 for metrics in by_optimizer_step if metrics)
     combined = combine_metrics(by_optimizer_step)

@@ -1,4 +1,4 @@
-"""The advantage estimators by name. All compute in float64, one value a sample; failed samples take no part."""
+"""The advantage estimators by name. All compute one value per sample in float64 and ignore failed samples."""
 
 from __future__ import annotations
 
@@ -37,36 +37,38 @@ def estimate_advantages(
     kl_penalty: float = 0.0,
     eps: float = 1e-6,
 ) -> AdvantageEstimate:
-    """Advantages of the samples of one step.
+    """Return the advantages of the samples of one step.
 
     rewards [N], group_ids int [N], valid bool [N] (None: all), see `group_stats`. `kl` with a `kl_penalty` above 0
-    puts the KL in the reward. r is the reward, mean and std are of the group:
+    puts the KL in the reward. r is the reward, mean and std are those of the group:
 
     grpo (arXiv 2402.03300): `grpo_advantages` with `normalize` and `leave_one_out`.
-    dr_grpo (arXiv 2503.20783): r - mean. Never divided by a std, which weighs groups by their difficulty.
-    rloo (arXiv 2402.14740): r - mean of the others of the group. Never divided by a std.
-    With these three, r is the reward minus kl_penalty * KL of the whole sample, before the baseline.
+    dr_grpo (arXiv 2503.20783): r - mean. Never divided by a std, which would weight groups by their difficulty.
+    rloo (arXiv 2402.14740): r - mean of the other samples of the group. Never divided by a std.
+    For these three, r is the reward minus kl_penalty * KL of the whole sample, before the baseline.
 
     reinforce_plus_plus: `reinforce_plus_plus_advantages`, with `minus_baseline`, `tokens` and, by token, `kl`.
     gdpo: `gdpo_advantages`, with `rewards_by_name`, `reward_weights`, `normalize` and `leave_one_out`.
 
-    What an estimator does not name here has no effect on it. Raises ValueError where an input is missing or has the
-    wrong shape, and where a valid reward or its KL is not finite.
+    Other arguments have no effect on an estimator. Raises ValueError if an input is missing or has the wrong shape, or
+    if a valid reward or its KL is not finite.
     """
     if name not in get_args(AdvantageEstimator):
         raise ValueError(f"unknown estimator {name!r}; choose one of {', '.join(get_args(AdvantageEstimator))}")
     if kl_penalty and kl is None:
-        raise ValueError(f"the KL in the reward has weight {kl_penalty}, but the KL of the samples is not given")
+        raise ValueError(f"the KL in the reward has weight {kl_penalty}, but the KL of the samples is missing")
     if name == "reinforce_plus_plus":
         if tokens is None:
-            raise ValueError("reinforce_plus_plus standardises over tokens: give the trained tokens of each sample")
+            raise ValueError(
+                "reinforce_plus_plus standardises over tokens: pass the number of trained tokens of each sample"
+            )
         return reinforce_plus_plus_advantages(
             rewards, group_ids, tokens, valid, minus_baseline=minus_baseline, kl=kl, kl_penalty=kl_penalty, eps=eps
         )
     if name == "gdpo":
         if kl_penalty:
             raise ValueError(
-                "gdpo normalises each named reward by itself, so there is no one reward to take the KL from: "
+                "gdpo normalises each named reward by itself, so there is no single reward to subtract the KL from: "
                 "keep the KL in the loss (use_kl_in_reward=false)"
             )
         total = gdpo_advantages(
@@ -106,9 +108,9 @@ def reinforce_plus_plus_advantages(
 
     A_t = r - kl_penalty * (sum over i >= t of KL_i), where with `minus_baseline` r is the reward minus the mean of
     its group (the variant for groups), and then (A_t - mean) / (std + eps) over all trained tokens of the step.
-    tokens [N]: trained tokens of each sample, 0 for one that is masked: it counts in its group's mean but not in the
-    standardisation. std: by token, of the whole (not n - 1). The KL part of A_t is left to the tokens: see
-    `AdvantageEstimate` and `token_advantages`. Where all A_t are equal the result is exactly 0.
+    tokens [N]: number of trained tokens of each sample. A masked sample has 0: it counts in its group's mean but not in
+    the standardisation. std: over all tokens, with n (not n - 1). The KL part of A_t is applied to tokens later: see
+    `AdvantageEstimate` and `token_advantages`. If all A_t are equal, the result is exactly 0.
     """
     if tokens.shape != rewards.shape:
         raise ValueError(f"tokens has shape {tuple(tokens.shape)}, the rewards {tuple(rewards.shape)}")
@@ -134,10 +136,10 @@ def gdpo_advantages(
     """GDPO (arXiv 2601.05242): float64 [N], 0 for failed samples.
 
     A_k = (r_k - mean) / std of the group, for each named reward by itself (`grpo_advantages`); A = sum of w_k A_k;
-    then A / (std(A) + eps) over all valid samples of the step (std with n - 1). The mean over the step is 0 as it is in
-    every group, so it is not subtracted, and a group in which every named reward is equal stays exactly 0.
-    weights: by name, or in the order of the sorted names; None: 1 each. Raises ValueError with fewer than two names,
-    or where the weights do not fit them.
+    then A / (std(A) + eps) over all valid samples of the step (std with n - 1). The mean is 0 in every group, so over
+    the step too; it is not subtracted, so that a group in which every named reward is equal stays exactly 0.
+    weights: by name, or in the order of the sorted names; None: 1 each. Raises ValueError if there are fewer than two
+    names or the weights do not match them.
     """
     names = sorted(rewards_by_name)
     if len(names) < 2:
@@ -147,7 +149,7 @@ def gdpo_advantages(
         )
     weight_of = weights_by_name(names, weights)
     parts = []
-    # No eps in a group: where named rewards cancel each other, it would leave a rest for the step's std to blow up.
+    # No eps within a group: where named rewards cancel out, it would leave a remainder that the step's std amplifies.
     compared = partial(grpo_advantages, normalize=normalize, leave_one_out=leave_one_out, eps=0.0)
     for name in names:
         try:
@@ -163,7 +165,7 @@ def gdpo_advantages(
 
 
 def weights_by_name(names: Sequence[str], weights: RewardWeights | None) -> dict[str, float]:
-    """The weight of each of the sorted names. Raises ValueError where the weights do not fit them."""
+    """Return the weight of each of the sorted names. Raises ValueError if the weights do not match them."""
     if weights is None:
         return dict.fromkeys(names, 1.0)
     if isinstance(weights, Mapping):

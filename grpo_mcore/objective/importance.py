@@ -1,4 +1,4 @@
-"""Ratios between two policies, by token or by sequence, and the bounded importance-sampling weights."""
+"""Ratios between two policies, by token or by sequence, and bounded importance-sampling weights."""
 
 from __future__ import annotations
 
@@ -7,8 +7,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from grpo_mcore.objective.config import ClippedPGLossConfig
 from grpo_mcore.objective.reduce import MaskedTokens
+from grpo_mcore.recipe import ClippedPGLossConfig
 
 _LARGEST_LOG = 700.0  # exp of it is still a float64
 
@@ -18,23 +18,22 @@ class ImportanceWeights:
     """pi_prev / pi_generation of each token, float64 [N], without gradient."""
 
     weight: Tensor
-    """After truncation: what the policy term is multiplied by."""
+    """After truncation: the factor of the policy term."""
     raw: Tensor
     """Before truncation."""
     outside: Tensor | None
-    """bool [N]: outside the bounds; None without a truncation type."""
+    """bool [N]: outside of the bounds; None without a truncation type."""
     by_sequence: bool
-    """The weight is one a sequence."""
+    """All tokens of a sequence have the same weight."""
     outside_by_sequence: bool
-    """The bound is on a value that is one a sequence."""
+    """The bounded value is the same for all tokens of a sequence."""
 
 
 def log_ratio(numerator: Tensor, denominator: Tensor, tokens: MaskedTokens, *, by_sequence: bool) -> Tensor:
-    """log(pi_numerator / pi_denominator) of each token, [N].
+    """Return log(pi_numerator / pi_denominator) of each token, [N].
 
-    by_sequence: the mean over the sequence, given to each of its tokens. Its exponential is the geometric
-    mean of the token ratios (GSPO, arXiv 2507.18071), which does not shrink or grow with the length as their
-    product does.
+    by_sequence: the mean over the sequence, for each of its tokens. Its exponential is the geometric mean of the token
+    ratios (GSPO, arXiv 2507.18071). Unlike their product it does not shrink or grow with the length.
     """
     difference = numerator - denominator
     return tokens.expand(tokens.mean_by_sequence(difference)) if by_sequence else difference
@@ -43,13 +42,13 @@ def log_ratio(numerator: Tensor, denominator: Tensor, tokens: MaskedTokens, *, b
 def importance_weights(
     prev: Tensor, generation: Tensor, tokens: MaskedTokens, cfg: ClippedPGLossConfig, ages: Tensor | None = None
 ) -> ImportanceWeights:
-    """w = exp(prev - generation), by token or (sequence_level_importance_ratios) by sequence: the geometric mean
-    of the sequence's token weights, or with sequence_importance_weight=product their product.
+    """Return w = exp(prev - generation) by token or, with sequence_level_importance_ratios, by sequence: the geometric
+    mean of the sequence's token weights, or with sequence_importance_weight=product their product.
 
-    tis: w clamped to [low, high]. icepop: w where it lies inside, else 0. seq-mask-tis: token weights, 0 for
-    all tokens of a sequence whose geometric mean lies outside. A log-weight that is not finite gives 0.
+    tis: w clamped to [low, high]. icepop: w if it is within the bounds, else 0. seq-mask-tis: token weights, but 0 for
+    all tokens of a sequence whose geometric mean is out of bounds. A log-weight that is not finite gives weight 0.
 
-    ages: float64 [N], trajectory age of each token; read for truncated_importance_sampling_ratio_by_age.
+    ages: float64 [N], trajectory age of each token; needed for truncated_importance_sampling_ratio_by_age.
     """
     by_sequence = cfg.sequence_level_importance_ratios
     prev, generation = prev.detach(), generation.detach()
@@ -74,18 +73,18 @@ def importance_weights(
 def upper_bound(
     tokens: MaskedTokens, cfg: ClippedPGLossConfig, ages: Tensor | None, *, by_sequence: bool
 ) -> float | Tensor:
-    """The bound that weights are held to: one number, or by age one a token, float64 [N].
+    """Return the upper bound of the weights: one number or, with bounds by age, one per token, float64 [N].
 
-    Age a has the bound at entry min(a, last). by_sequence: the age is that of the sequence's oldest counting token.
+    Age a has the bound at entry min(a, last). by_sequence: the age is that of the sequence's oldest valid token.
     """
     by_age = cfg.truncated_importance_sampling_ratio_by_age
     if by_age is None:
-        assert cfg.truncated_importance_sampling_ratio is not None  # the config sees to it
+        assert cfg.truncated_importance_sampling_ratio is not None  # checked_loss made sure
         return cfg.truncated_importance_sampling_ratio
-    assert ages is not None  # the loss refuses a batch without them
+    assert ages is not None  # the loss checked the batch
     if by_sequence:
         ages = tokens.expand(tokens.maximum_by_sequence(ages))
-    # Not a table to look up: that would be a copy to the device in every micro-batch.
+    # A lookup table would need a copy to the device in every micro-batch.
     bound = torch.full_like(ages, by_age[0])
     for age, value in enumerate(by_age[1:], start=1):
         bound = torch.where(ages >= age, value, bound)

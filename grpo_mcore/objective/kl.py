@@ -7,11 +7,11 @@ import math
 import torch
 from torch import Tensor
 
-from grpo_mcore.objective.config import KLType
+from grpo_mcore.recipe import KLType
 
 
 def kl_estimate(logprobs: Tensor, reference: Tensor, kind: KLType) -> Tensor:
-    """KL(pi || reference) of each token, given the log-probs of a token sampled from pi.
+    """Return KL(pi || reference) of each token, given log-probs of tokens sampled from pi.
 
     With x = reference - logprobs:  k1 = -x,  k2 = x**2 / 2,  k3 = exp(x) - 1 - x.
     """
@@ -27,13 +27,12 @@ def kl_penalty(
     input_clamp: float | None = None,
     output_clamp: float | None = None,
 ) -> Tensor:
-    """The KL term of the loss, per token: clamp(f * k(clamp(reference - logprobs))).
+    """Return the KL term of the loss, per token: clamp(f * k(clamp(reference - logprobs))).
 
-    The factor f is exp(logprobs - generation) where `generation` is given (on-policy approximation: the
-    expectation is then over the generating policy), else exp(logprobs - stopgrad(logprobs)): 1 in value. Its
-    gradient is the score-function term without which the gradient of the estimator is not that of the KL
-    (arXiv 2506.09477). Where the input clamp cuts, f carries no gradient either. A factor that is not finite
-    counts as 0.
+    The factor f is exp(logprobs - generation) if `generation` is given (on-policy approximation: the expectation is
+    then over the generating policy), else exp(logprobs - stopgrad(logprobs)), which is 1 in value. Its gradient is the
+    score-function term, without which the gradient of the estimator is not that of the KL (arXiv 2506.09477). Where the
+    input clamp is active, f has no gradient. A factor that is not finite counts as 0.
     """
     x = reference - logprobs
     inside = torch.ones_like(x, dtype=torch.bool)
@@ -48,7 +47,7 @@ def kl_penalty(
 
 
 def js_divergence(logprobs: Tensor, other: Tensor) -> Tensor:
-    """Jensen-Shannon divergence of each token: the mean of k3 from each to the mixture M = (p + q) / 2."""
+    """Return the Jensen-Shannon divergence of each token: the mean of k3 from p and from q to (p + q) / 2."""
     mixture = torch.logaddexp(logprobs, other) - math.log(2.0)
     return 0.5 * (_estimate(logprobs - mixture, "k3") + _estimate(other - mixture, "k3"))
 

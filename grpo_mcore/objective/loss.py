@@ -1,4 +1,4 @@
-"""The clipped policy-gradient loss of GRPO and its relatives, for padded and for packed rows alike."""
+"""The clipped policy-gradient loss of GRPO and its variants, and the loss of SFT, for padded and packed rows alike."""
 
 from __future__ import annotations
 
@@ -9,16 +9,16 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from grpo_mcore.objective.config import ClippedPGLossConfig
 from grpo_mcore.objective.importance import ImportanceWeights, importance_weights, log_ratio
 from grpo_mcore.objective.kl import kl_penalty
 from grpo_mcore.objective.metrics import age_metrics, mismatch_by_token, mismatch_metrics, ratio_metrics
 from grpo_mcore.objective.reduce import Count, MaskedTokens
+from grpo_mcore.recipe import ClippedPGLossConfig, checked_loss
 
 
 @dataclass(frozen=True)
 class PolicyTerm:
-    """The policy term of each token and what it was made of, float64 [N]."""
+    """The policy term of each token and its ratios, float64 [N]."""
 
     loss: Tensor
     ratio: Tensor
@@ -28,15 +28,22 @@ class PolicyTerm:
 class ClippedPGLossFn:
     """loss = mean(w * policy term) + beta * mean(KL) + mu * mean(NLL of positive samples) - eta * mean(entropy).
 
-    `prev_equals_curr` says that the previous policy is the current one (the first and only optimizer step of
-    a step), so that a batch needs no prev_logprobs. `max_age`: report by trajectory age from 0 to this one, for
-    batches with `ages`.
+    `cfg`: the recipe's section `loss_fn`, or a mapping of its keys; raises RecipeError as a recipe would.
+    `prev_equals_curr`: the previous policy is the current one (the first and only optimizer step of a step), so that
+    batches need no prev_logprobs. `max_age`: report metrics by trajectory age from 0 to this age, for batches with
+    `ages`.
     """
 
-    def __init__(self, cfg: Any, *, prev_equals_curr: bool = False, max_age: int | None = None) -> None:
+    def __init__(
+        self,
+        cfg: ClippedPGLossConfig | Mapping[str, Any],
+        *,
+        prev_equals_curr: bool = False,
+        max_age: int | None = None,
+    ) -> None:
         if max_age is not None and max_age < 0:
-            raise ValueError(f"max_age is {max_age}; the youngest trajectories have age 0")
-        self.cfg = ClippedPGLossConfig.from_any(cfg)
+            raise ValueError(f"max_age is {max_age}; it must be 0 or more")
+        self.cfg = checked_loss(cfg)
         self.prev_equals_curr = prev_equals_curr
         self.max_age = max_age
         self.needs_entropy = self.cfg.entropy_coeff is not None
@@ -48,22 +55,21 @@ class ClippedPGLossFn:
         global_valid_seqs: Count,
         global_valid_toks: Count,
     ) -> tuple[Tensor, dict[str, Tensor]]:
-        """The part of one micro-batch in the loss of the global batch, and its metrics.
+        """Return this micro-batch's part of the loss of the global batch, and its metrics.
 
-        curr_logprobs: [B, S], or [1, T] with `segments` int64 [T] and `num_segments` (int) in the batch;
-        element t belongs to token t, and the first token of a sequence is never trained. batch: advantages,
-        token_mask (as curr_logprobs), sample_mask ([B], or as curr_logprobs), and as the config asks:
-        prev_logprobs, generation_logprobs, reference_policy_logprobs (as curr_logprobs), rewards ([B], or as
-        curr_logprobs), entropies (as curr_logprobs, with their gradient), ages (int64, as curr_logprobs, or [T] like
-        segments: trajectory age of each token).
-        generation_logprobs and ages also give metrics where they are present.
-        global_valid_seqs, global_valid_toks: counts over all micro-batches and data-parallel ranks, numbers
-        or tensors, see `valid_counts`.
+        curr_logprobs: [B, S], or [1, T] with `segments` int64 [T] and `num_segments` (int) in the batch. Element t
+        belongs to token t; the first token of a sequence is never trained. batch: advantages, token_mask (as
+        curr_logprobs), sample_mask ([B], or as curr_logprobs), and those that the config needs: prev_logprobs,
+        generation_logprobs, reference_policy_logprobs (as curr_logprobs), rewards ([B], or as curr_logprobs), entropies
+        (as curr_logprobs, with their gradient), ages (int64, as curr_logprobs, or [T] like segments: trajectory age of
+        each token). generation_logprobs and ages, if present, also give metrics.
+        global_valid_seqs, global_valid_toks: counts over all micro-batches and data-parallel ranks, numbers or
+        tensors, see `valid_counts`.
 
-        Returns the loss, a scalar, and the metrics: scalars, but for sequence_mult_prob_error_p95, which is one
-        value a sequence. All float64, on the device and without a copy to the host. Losses add up over
-        micro-batches and ranks; metrics are for `combine_metrics` and `step_metrics`. Raises ValueError where an
-        entry is missing or has the wrong shape.
+        The loss is a scalar. Metrics are scalars, except that sequence_mult_prob_error_p95 has one value per sequence.
+        All are float64 on the device, without a copy to the host. Losses are summed over micro-batches and ranks;
+        metrics are for `combine_metrics` and `step_metrics`. Raises ValueError if an entry is missing or has the wrong
+        shape.
         """
         cfg = self.cfg
         tokens = MaskedTokens.from_batch(curr_logprobs.shape, batch, global_valid_seqs, global_valid_toks)
@@ -146,11 +152,11 @@ class ClippedPGLossFn:
 
 
 def objective_mean(values: Tensor, tokens: MaskedTokens, cfg: ClippedPGLossConfig) -> Tensor:
-    """This batch's part of the mean that the loss takes of its terms [N], a scalar.
+    """Return this batch's part of the mean of the loss's terms [N], a scalar.
 
-    token_level_loss: sum over all tokens / their number (DAPO, arXiv 2503.14476). Else the mean over sequences of
-    their means; with sequence_length_normalizer of their sums / this constant (Dr. GRPO, arXiv 2503.20783), which
-    does not favour short right answers and long wrong ones.
+    token_level_loss: sum over all tokens / their number (DAPO, arXiv 2503.14476). Otherwise the mean over sequences of
+    their means or, with sequence_length_normalizer, of their sums / this constant (Dr. GRPO, arXiv 2503.20783), which
+    does not favour short correct answers and long wrong ones.
     """
     if cfg.sequence_length_normalizer is not None:
         return tokens.sum(values) / (cfg.sequence_length_normalizer * tokens.global_seqs)
@@ -160,9 +166,9 @@ def objective_mean(values: Tensor, tokens: MaskedTokens, cfg: ClippedPGLossConfi
 def policy_term(
     curr: Tensor, prev: Tensor, advantages: Tensor, tokens: MaskedTokens, cfg: ClippedPGLossConfig
 ) -> PolicyTerm:
-    """The policy term of each token, [N]; r = exp(curr - prev) and c(r) = clamp(r, 1 - min, 1 + max).
+    """Return the policy term of each token, [N], with r = exp(curr - prev) and c(r) = clamp(r, 1 - min, 1 + max).
 
-    default: max(-A r, -A c(r)); with ratio_clip_c, where A < 0, at most -A ratio_clip_c (arXiv 1912.09729).
+    default: max(-A r, -A c(r)); with ratio_clip_c at most -A ratio_clip_c where A < 0 (arXiv 1912.09729).
     sequence_level_importance_ratios: r is the geometric mean of the sequence (GSPO, arXiv 2507.18071).
     force_on_policy_ratio: prev = stopgrad(curr). disable_ppo_ratio: -A curr (REINFORCE).
     use_cispo: -A stopgrad(c(r)) curr (arXiv 2506.13585).
@@ -181,9 +187,10 @@ def policy_term(
 
 
 def positive_nll(curr: Tensor, rewards: Tensor, tokens: MaskedTokens) -> Tensor:
-    """Sum of -curr over the tokens of samples with a positive reward / global_valid_toks (arXiv 2504.05118).
+    """Return the sum of -curr over the tokens of samples with a positive reward / global_valid_toks (arXiv 2504.05118).
 
-    The paper divides by the tokens of the positive samples; over all tokens a rare one does not weigh more.
+    The paper divides by the tokens of positive samples. Divided by all tokens, a rare positive sample does not weigh
+    more than others.
     """
     positive = tokens.expand((tokens.per_sequence(rewards, "rewards") > 0).to(torch.float64))
     return tokens.mean(-curr * positive)
@@ -192,9 +199,33 @@ def positive_nll(curr: Tensor, rewards: Tensor, tokens: MaskedTokens) -> Tensor:
 def _needed(batch: Mapping[str, Any], name: str, needed_by: str) -> Tensor:
     value = batch.get(name)
     if value is None:
-        raise ValueError(f"{needed_by} needs {name!r}, which the batch lacks; it has: {', '.join(sorted(batch))}")
+        raise ValueError(f"{needed_by} needs {name!r}, which is not in the batch; it has: {', '.join(sorted(batch))}")
     return value
 
 
 def _column(batch: Mapping[str, Any], name: str, tokens: MaskedTokens, needed_by: str) -> Tensor:
     return tokens.column(_needed(batch, name, needed_by).detach(), name)
+
+
+class NLLLossFn:
+    """Supervised loss: sum of -log-prob over valid tokens / global_valid_toks."""
+
+    def __call__(
+        self,
+        curr_logprobs: Tensor,
+        batch: Mapping[str, Any],
+        global_valid_seqs: Count,
+        global_valid_toks: Count,
+    ) -> tuple[Tensor, dict[str, Tensor]]:
+        """Return this micro-batch's part of the loss, and metrics to be summed. All are float64 scalars.
+
+        Shapes, masks and counts as for `ClippedPGLossFn`; the batch needs token_mask and sample_mask.
+        """
+        tokens = MaskedTokens.from_batch(curr_logprobs.shape, batch, global_valid_seqs, global_valid_toks)
+        loss = tokens.mean(-tokens.column(curr_logprobs, "curr_logprobs"))
+        metrics = {
+            "loss": loss.detach(),
+            "num_valid_samples": (tokens.sample_weight > 0).sum().to(torch.float64),
+            "num_valid_tokens": tokens.valid.sum().to(torch.float64),
+        }
+        return loss, metrics

@@ -1,28 +1,33 @@
-"""What the loss reports of one micro-batch: each metric is its part, already divided by its own global count.
+"""Metrics of the loss for one micro-batch, and pass@k.
 
-So parts add up over micro-batches and data-parallel ranks; the exceptions are declared in combine.py.
+Each metric of the loss is a part of a global mean, already divided by its global count, so that parts are summed over
+micro-batches and data-parallel ranks. combine.py declares the exceptions.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import math
+from collections.abc import Iterable, Mapping, Sequence
 
 import torch
 from torch import Tensor
 
-from grpo_mcore.objective.config import ClippedPGLossConfig, KLType
 from grpo_mcore.objective.importance import ImportanceWeights
 from grpo_mcore.objective.kl import js_divergence, kl_estimate
 from grpo_mcore.objective.reduce import MaskedTokens
+from grpo_mcore.recipe import ClippedPGLossConfig, KLType
+
+CORRECT = 1.0
+"""Reward from which a sample counts as correct."""
 
 
 def ratio_metrics(
     ratio: Tensor, clipped: Tensor, advantages: Tensor, tokens: MaskedTokens, cfg: ClippedPGLossConfig
 ) -> dict[str, Tensor]:
-    """Mean and extremes of the policy ratio, and the shares of tokens that a bound cuts.
+    """Return mean, minimum and maximum of the policy ratio, and the shares of clipped tokens.
 
-    With the clipped surrogate a bound cuts where it stops the gradient: the lower one for negative
-    advantages, the upper one for positive ones. CISPO cuts on both sides whatever the sign.
+    With the clipped surrogate a token is clipped where a bound stops its gradient: the lower bound for negative
+    advantages, the upper bound for positive ones. With CISPO both bounds apply whatever the sign.
     """
     low = high = torch.zeros_like(ratio)
     if not cfg.disable_ppo_ratio:
@@ -47,10 +52,10 @@ def ratio_metrics(
 
 
 def mismatch_by_token(prev: Tensor, generation: Tensor, weights: ImportanceWeights, kind: KLType) -> dict[str, Tensor]:
-    """How far the engine's log-probs g of the sampled tokens are from the policy's p (prev), for each token, [N].
+    """Return how far the engine's log-probs g of sampled tokens are from the policy's p (prev), for each token, [N].
 
     token_mult_prob_error: exp|g - p|. gen_kl_error: KL(gen || policy) with the configured estimator.
-    sampling_importance_ratio: the weight after truncation. is_oob_ratio: 1 where it was outside its bounds.
+    sampling_importance_ratio: the weight after truncation. is_oob_ratio: 1 where the weight was out of bounds.
     """
     columns = {
         "token_mult_prob_error": torch.exp((generation - prev).abs()),
@@ -71,12 +76,12 @@ def mismatch_metrics(
     tokens: MaskedTokens,
     kind: KLType,
 ) -> dict[str, Tensor]:
-    """Means of the mismatch of engine and policy; `by_token` is that of `mismatch_by_token`.
+    """Return means of the mismatch between engine and policy. `by_token` comes from `mismatch_by_token`.
 
     policy_kl_error: gen_kl_error with the roles swapped. js_divergence_error: Jensen-Shannon. approx_entropy:
     -exp(curr - g) * curr. sequence_mult_prob_error: the mean of exp|g - p| of a sequence, as mean over sequences,
-    as maximum, and for the p95 as one value a sequence, float64 [num_segments]. Importance weights and their share
-    out of bounds are means over tokens, or over sequences where the weight (or its bound) is one a sequence.
+    as maximum and, for the p95, as one value per sequence, float64 [num_segments]. Importance weights and their share
+    out of bounds are means over tokens, or over sequences if the weight (or its bound) is one per sequence.
     """
     error = by_token["token_mult_prob_error"]
     counts = (tokens.sample_weight > 0) & (tokens.tokens_by_sequence > 0)
@@ -103,11 +108,11 @@ def mismatch_metrics(
 def age_metrics(
     ages: Tensor, by_token: Mapping[str, Tensor], tokens: MaskedTokens, max_age: int | None
 ) -> dict[str, Tensor]:
-    """Mean and greatest trajectory age of the tokens and, for the ages 0 .. max_age, how they differ.
+    """Return mean and maximum trajectory age of the tokens and, for each age from 0 to max_age, their metrics.
 
-    ages: float64 [N]. Older tokens count as max_age, so that the names do not depend on the data.
-    token_share/age_a: share of the tokens that have this age. Each column of `by_token`: its sum over these tokens /
-    global_valid_toks; divided by the share (`step_metrics`) it is their mean.
+    ages: float64 [N]. Older tokens count as max_age, so that the names do not depend on the data. token_share/age_a:
+    share of the tokens with this age. For each column of `by_token`: its sum over these tokens / global_valid_toks,
+    which `step_metrics` divides by the share to get their mean.
     """
     metrics = {"trajectory_age_mean": tokens.mean(ages), "trajectory_age_max": tokens.maximum(ages)}
     if max_age is None:
@@ -118,3 +123,24 @@ def age_metrics(
     for name, of_name in zip(("token_share", *by_token), sums, strict=True):
         metrics |= {f"{name}/age_{age}": value for age, value in enumerate(of_name)}
     return metrics
+
+
+def pass_at_k(results: Iterable[Sequence[bool]], k: int) -> float | None:
+    """Return the probability that at least one of k samples of a prompt is correct: the mean over prompts of
+    1 - C(n - c, k) / C(n, k), for n scored samples of which c are correct.
+
+    This is the unbiased estimate of arXiv 2107.03374, equation 1. `results`: for each prompt, whether each of its
+    scored samples is correct. Prompts with fewer than k are left out; None if none is left.
+    """
+    estimates = [
+        1.0 - math.comb(len(result) - sum(result), k) / math.comb(len(result), k)
+        for result in results
+        if len(result) >= k
+    ]
+    return math.fsum(estimates) / len(estimates) if estimates else None
+
+
+def pass_numbers(samples: int) -> list[int]:
+    """Return the numbers k for which pass@k is reported: 1, 2, 4, ... and `samples`, the number of one prompt."""
+    powers = [2**exponent for exponent in range(samples.bit_length())]
+    return powers if powers[-1] == samples else [*powers, samples]

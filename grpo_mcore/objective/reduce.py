@@ -1,7 +1,7 @@
 """Masked sums and means by token and by sequence, normalised by global counts.
 
-Padded rows [B, S] and packed rows [1, T] take one path: both are seen as N flat tokens with a segment each.
-Everything is float64, so that the split into micro-batches, ranks and bins does not show in the result.
+Padded rows [B, S] and packed rows [1, T] take one path: both are N flat tokens with a segment each. Everything is
+float64, so that the result does not depend on the split into micro-batches, ranks and bins.
 """
 
 from __future__ import annotations
@@ -19,20 +19,20 @@ Count: TypeAlias = int | float | Tensor
 
 @dataclass(frozen=True)
 class MaskedTokens:
-    """The tokens of one micro-batch, flat, with their weights. The last slot takes padding."""
+    """The tokens of one micro-batch, flat, with their weights. The last slot of per-sequence tensors is for padding."""
 
     shape: torch.Size
     segment: Tensor
-    """int64 [N]: the sequence of each token; `num_segments` for padding of a packed row."""
+    """int64 [N]: sequence of each token; `num_segments` for padding of a packed row."""
     num_segments: int
     token_weight: Tensor
     """float64 [N]: token_mask, and 0 for the first token of each sequence."""
     sample_weight: Tensor
     """float64 [num_segments + 1]: sample_mask, and 0 in the padding slot."""
     weight: Tensor
-    """float64 [N]: how much each token counts: token_weight times its sequence's sample_weight."""
+    """float64 [N]: weight of each token: its token_weight times its sequence's sample_weight."""
     valid: Tensor
-    """bool [N]: tokens that count."""
+    """bool [N]: tokens with a weight above 0."""
     global_seqs: float | Tensor
     global_toks: float | Tensor
 
@@ -42,13 +42,13 @@ class MaskedTokens:
     ) -> MaskedTokens:
         """Read token_mask, sample_mask and, for packed rows, segments and num_segments.
 
-        sample_mask is one value a sequence, or one a token (of which the sequence's first is read).
-        Masks are 0 or 1, or weights. Raises ValueError where an entry is missing or has the wrong shape.
+        sample_mask has one value per sequence, or one per token, of which the sequence's first is read.
+        Masks are 0 or 1, or weights. Raises ValueError if an entry is missing or has the wrong shape.
         """
         mask = _entry(batch, "token_mask")
         if mask.shape != shape or len(shape) != 2:
             raise ValueError(
-                f"token_mask has shape {tuple(mask.shape)}, the log-probs {tuple(shape)}; want one 2-d shape"
+                f"token_mask has shape {tuple(mask.shape)}, the log-probs {tuple(shape)}; they must be the same, 2-d"
             )
         segment, num_segments = _segments(shape, batch, mask.device)
         first = _is_first(segment)
@@ -68,30 +68,30 @@ class MaskedTokens:
         )
 
     def column(self, values: Tensor, name: str) -> Tensor:
-        """A per-token tensor as float64 [N]; 0 where the token does not count, even if NaN stands there."""
+        """Return a per-token tensor as float64 [N], with 0 for tokens that are not valid, even if they are NaN."""
         if values.shape != self.shape:
             raise ValueError(f"{name} has shape {tuple(values.shape)}, the log-probs {tuple(self.shape)}")
         return torch.where(self.valid, values.to(torch.float64).reshape(-1), 0.0)
 
     def per_sequence(self, values: Tensor, name: str) -> Tensor:
-        """One value a sequence (given so, or for each token) as float64 [num_segments + 1]."""
+        """Return values given per sequence or per token as float64 [num_segments + 1], one per sequence."""
         first = _is_first(self.segment)
         return _per_sequence(values, name, self.shape, self.segment, self.num_segments, first)
 
     def sum_by_sequence(self, values: Tensor) -> Tensor:
-        """Sum of the sequence's counting tokens: [N] -> [num_segments + 1]."""
+        """Return the sum over each sequence's weighted tokens: [N] -> [num_segments + 1]."""
         return self._add_up(values * self.token_weight)
 
     @cached_property
     def tokens_by_sequence(self) -> Tensor:
-        """Number of counting tokens of each sequence, [num_segments + 1]."""
+        """Number of weighted tokens of each sequence, [num_segments + 1]."""
         return self._add_up(self.token_weight)
 
     def _add_up(self, values: Tensor) -> Tensor:
         return values.new_zeros(self.num_segments + 1).index_add(0, self.segment, values)
 
     def mean_by_sequence(self, values: Tensor) -> Tensor:
-        """Mean over the sequence's counting tokens, 0 where it has none: [N] -> [num_segments + 1]."""
+        """Return the mean over each sequence's weighted tokens, 0 if it has none: [N] -> [num_segments + 1]."""
         count = self.tokens_by_sequence
         return self.sum_by_sequence(values) / torch.where(count > 0, count, 1.0)
 
@@ -100,16 +100,16 @@ class MaskedTokens:
         return by_sequence.index_select(0, self.segment)
 
     def maximum_by_sequence(self, values: Tensor) -> Tensor:
-        """The greatest value of the sequence's counting tokens, -inf without one: [N] -> [num_segments + 1]."""
+        """Return the maximum over each sequence's valid tokens, -inf if it has none: [N] -> [num_segments + 1]."""
         least = values.new_full((self.num_segments + 1,), -torch.inf)
         return least.scatter_reduce(0, self.segment, torch.where(self.valid, values, -torch.inf), "amax")
 
     def sum(self, values: Tensor) -> Tensor:
-        """Sum over the tokens that count, a scalar."""
+        """Return the weighted sum over all tokens, a scalar."""
         return torch.dot(values, self.weight)
 
     def mean(self, values: Tensor, *, by_sequence: bool = False) -> Tensor:
-        """This batch's part of the global mean, a scalar.
+        """Return this batch's part of the global mean, a scalar.
 
         by_sequence=False: sum over tokens / global_valid_toks.
         by_sequence=True: the mean of each sequence, summed / global_valid_seqs.
@@ -120,24 +120,24 @@ class MaskedTokens:
 
     @cached_property
     def _sequence_mean_weight(self) -> Tensor:
-        """float64 [N]: what each token weighs in the sum of the means of the sequences."""
+        """float64 [N]: weight of each token in the sum of the sequences' means."""
         count = self.tokens_by_sequence
         return self.weight / self.expand(torch.where(count > 0, count, 1.0))
 
     def minimum(self, values: Tensor) -> Tensor:
-        """The least value of a counting token; +inf without one."""
+        """Return the minimum over valid tokens, +inf if there is none."""
         return torch.where(self.valid, values, torch.inf).amin()
 
     def maximum(self, values: Tensor) -> Tensor:
-        """The greatest value of a counting token; -inf without one."""
+        """Return the maximum over valid tokens, -inf if there is none."""
         return torch.where(self.valid, values, -torch.inf).amax()
 
 
 def valid_counts(batch: Mapping[str, Any]) -> tuple[Tensor, Tensor]:
-    """(sequences, tokens) of a batch that count, float64 scalars, exact up to 2**53.
+    """Return the numbers of valid sequences and tokens of a batch, float64 scalars, exact up to 2**53.
 
-    Summed over micro-batches and data-parallel ranks these are the loss's global_valid_seqs and
-    global_valid_toks. The first token of a sequence never counts.
+    Summed over micro-batches and data-parallel ranks they are the loss's global_valid_seqs and global_valid_toks. The
+    first token of a sequence is never valid.
     """
     tokens = MaskedTokens.from_batch(_entry(batch, "token_mask").shape, batch, 1, 1)
     return tokens.sample_weight.sum(), tokens.weight.sum()
@@ -158,7 +158,7 @@ def _segments(shape: torch.Size, batch: Mapping[str, Any], device: torch.device)
         raise ValueError(f"segments has {segment.numel()} entries for {rows * length} tokens")
     num_segments = batch.get("num_segments")
     if not isinstance(num_segments, int):
-        # A tensor here would cost a copy from the device in every micro-batch.
+        # A tensor would cost a copy from the device in every micro-batch.
         raise ValueError(f"a batch with segments needs num_segments as an int, not {type(num_segments).__name__}")
     return segment.to(torch.int64), num_segments
 
@@ -177,14 +177,14 @@ def _per_sequence(
         values = sums.index_add(0, segment, torch.where(first, values.reshape(-1), 0.0))[:num_segments]
     elif values.shape != (num_segments,):
         raise ValueError(
-            f"{name} has shape {tuple(values.shape)}; want one value a sequence ({num_segments},) "
-            f"or one a token {tuple(shape)}"
+            f"{name} has shape {tuple(values.shape)}; it must have one value per sequence ({num_segments},) "
+            f"or per token {tuple(shape)}"
         )
     return torch.cat([values, values.new_zeros(1)])
 
 
 def _divisor(count: Count) -> float | Tensor:
-    """The count as a divisor. A batch without anything valid has the sum 0, and is divided by 1."""
+    """Return the count as a divisor. A batch with nothing valid has sum 0 and is divided by 1."""
     if isinstance(count, Tensor):
         count = count.detach().to(torch.float64).reshape(())
         return torch.where(count > 0, count, 1.0)

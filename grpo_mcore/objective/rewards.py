@@ -14,8 +14,7 @@ def scale_reward_values(
     target_min: float = 0.0,
     target_max: float = 1.0,
 ) -> Tensor:
-    """Rewards clamped to [source_min, source_max] and mapped linearly to [target_min, target_max], dtype
-    kept.
+    """Return rewards clamped to [source_min, source_max] and mapped linearly to [target_min, target_max], same dtype.
 
     NaN (a failed sample) stays NaN. Raises ValueError if the source range is empty.
     """
@@ -36,13 +35,13 @@ def shape_rewards(
     overlong_buffer_penalty: float = 1.0,
     stop_properly_penalty_coef: float | None = None,
 ) -> Tensor:
-    """Rewards [N] with a penalty on answers that are too long; dtype kept, NaN (a failed sample) stays NaN.
+    """Return rewards [N] with a penalty on answers that are too long, same dtype. NaN (a failed sample) stays NaN.
 
-    With L the generated tokens of a sample, all turns together, M = max_response_length and B =
-    overlong_buffer_length: r + penalty * clamp((M - B - L) / B, -1, 0), the soft overlong punishment of DAPO (arXiv
-    2503.14476, eq. 13): nothing up to M - B, then linear, -penalty from M on.
-    With stop_properly_penalty_coef: r * coef for truncated samples instead, and no penalty on the length. Meant for
-    rewards >= 0: of a negative one a coefficient below 1 takes a part of the punishment away.
+    L: number of generated tokens of a sample in all its turns. M = max_response_length, B = overlong_buffer_length.
+    r + penalty * clamp((M - B - L) / B, -1, 0), the soft overlong punishment of DAPO (arXiv 2503.14476, eq. 13): no
+    penalty up to M - B, then linear, -penalty from M on.
+    With stop_properly_penalty_coef: r * coef for truncated samples instead, and no penalty on length. Meant for
+    rewards >= 0: for a negative reward, a coefficient below 1 reduces the punishment.
     generated_lengths int [N], truncated bool [N]. Raises ValueError if shapes differ, or if not 0 < B <= M.
     """
     if generated_lengths.shape != rewards.shape or truncated.shape != rewards.shape:
@@ -61,5 +60,5 @@ def shape_rewards(
 
 
 def overlong_filter(sample_mask: Tensor, truncated: Tensor) -> Tensor:
-    """sample_mask [N] with 0 for samples cut off at the length limit (truncated, bool [N]); dtype kept."""
+    """Return sample_mask [N] with 0 for samples cut off at the length limit (truncated, bool [N]), same dtype."""
     return torch.where(truncated.to(torch.bool), torch.zeros_like(sample_mask), sample_mask)

@@ -1,4 +1,4 @@
-"""What a policy rank tells the driver of each sample: a few float64 numbers, none of them by token."""
+"""Statistics per sample that a policy rank reports to the driver."""
 
 from __future__ import annotations
 
@@ -8,17 +8,18 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from grpo_mcore.objective.config import KLType
 from grpo_mcore.objective.kl_in_reward import every_sample, suffix_sums, token_kl
+from grpo_mcore.objective.reduce import MaskedTokens
+from grpo_mcore.recipe import KLType
 
 
 def sample_stats(batch: Mapping[str, Any], kl_kind: KLType | None = None) -> dict[str, Tensor]:
-    """Statistics of the batch's samples over their trained tokens, float64 [num_segments] each (or [B]), on the device.
+    """Return statistics of each sample over its trained tokens, float64 [num_segments] (or [B]) each, on the device.
 
-    tokens: how many. mult_error, where generation_logprobs g and prev_logprobs p are there: mean of exp|g - p|.
+    tokens: their number. mult_error, if generation_logprobs g and prev_logprobs p are present: mean of exp|g - p|.
     With kl_kind, from prev_logprobs and reference_policy_logprobs: kl_sum, kl_to_go_sum and kl_to_go_square, the
-    fields of `SampleKL`. A sample without a trained token has 0 everywhere. sample_mask is not asked. What is not
-    finite stays with its sample. Shapes as for `kl_to_go`; raises ValueError where an entry is missing.
+    fields of `SampleKL`. A sample without a trained token has 0 everywhere. sample_mask is ignored. A value that is not
+    finite affects only its sample. Shapes as for `kl_to_go`; raises ValueError if an entry is missing.
     """
     tokens = every_sample(batch)
     stats = {"tokens": tokens.tokens_by_sequence}
@@ -34,3 +35,15 @@ def sample_stats(batch: Mapping[str, Any], kl_kind: KLType | None = None) -> dic
         stats["kl_to_go_sum"] = tokens.sum_by_sequence(to_go)
         stats["kl_to_go_square"] = tokens.sum_by_sequence(deviation.square())
     return {name: values.detach()[: tokens.num_segments] for name, values in stats.items()}
+
+
+def nonfinite_samples(logprobs: Tensor, batch: Mapping[str, Any]) -> Tensor:
+    """Return bool [samples]: the samples with a NaN or infinite log-prob at a valid token.
+
+    logprobs: [B, S], or [1, T] with segments and num_segments in the batch; token_mask and sample_mask as in the loss.
+    The result stays on the device; reading it costs the caller one copy.
+    """
+    tokens = MaskedTokens.from_batch(logprobs.shape, batch, 1, 1)
+    bad = tokens.valid & ~torch.isfinite(logprobs.detach().reshape(-1))
+    by_sample = bad.new_zeros(tokens.num_segments + 1, dtype=torch.int64)
+    return by_sample.index_add(0, tokens.segment, bad.to(torch.int64))[: tokens.num_segments] > 0

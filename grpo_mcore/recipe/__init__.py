@@ -1,32 +1,71 @@
-"""The typed configuration. `load_recipe` reads YAML, `MasterConfig.model_validate` a dict; neither needs
-torch."""
+"""The typed configuration of a run: `load_recipe` reads a YAML file, `MasterConfig.model_validate` a dict.
 
-from grpo_mcore.recipe.batch_sizes import (
+schema/      the sections: every key with its type, default and meaning
+loading/     YAML files, `defaults:`, overrides, interpolation; prints resolved recipes and the reference
+validation/  what must hold between keys, by topic
+derived.py   numbers that follow from a configuration: batch sizes, devices, engines, log-prob passes
+
+Imports neither torch nor any other room.
+"""
+
+from grpo_mcore.recipe.derived import (
+    DevicePool,
     batch_equation,
     data_parallel_size,
+    engine_nodes,
+    engine_pool,
     model_parallel_size,
+    needs_prev,
+    needs_reference,
+    num_engines,
+    policy_pool,
     prompts_per_generation_batch,
     samples_per_step,
     world_size,
 )
-from grpo_mcore.recipe.cluster import ClusterConfig
-from grpo_mcore.recipe.data import DataConfig, DatasetEntry
-from grpo_mcore.recipe.errors import Problem, RecipeError
-from grpo_mcore.recipe.generation import GenerationConfig, VllmConfig
-from grpo_mcore.recipe.grpo import AsyncGRPOConfig, GRPOConfig, RewardScalingConfig, RewardShapingConfig
-from grpo_mcore.recipe.launch import KubernetesConfig, LaunchConfig, SlurmConfig
-from grpo_mcore.recipe.load import Recipe, find_recipe, load_recipe
-from grpo_mcore.recipe.loss import ClippedPGLossConfig
+from grpo_mcore.recipe.errors import DEFAULT, Finding, Problem, RecipeError, nearest, nearest_hint
+from grpo_mcore.recipe.loading.load import Recipe, find_recipe, load_recipe, shown
+from grpo_mcore.recipe.loading.merge import is_override
+from grpo_mcore.recipe.loading.show import resolved_yaml
 from grpo_mcore.recipe.master import MasterConfig
-from grpo_mcore.recipe.megatron import MegatronConfig, OptimizerConfig, SchedulerConfig
-from grpo_mcore.recipe.outputs import CheckpointingConfig, GRPOLoggerConfig
-from grpo_mcore.recipe.policy import PolicyConfig, SequencePackingConfig, TokenizerConfig
-from grpo_mcore.recipe.pools import DevicePool, engine_nodes, engine_pool, num_engines, policy_pool
-from grpo_mcore.recipe.section import Section
-from grpo_mcore.recipe.sft import SFTConfig
-from grpo_mcore.recipe.show import resolved_yaml
+from grpo_mcore.recipe.schema.cluster import ClusterConfig
+from grpo_mcore.recipe.schema.data import (
+    DATASETS,
+    FILE_DATASETS,
+    PREFERENCE_DATASETS,
+    UNSET_KEYS,
+    DataConfig,
+    DatasetEntry,
+    dataset_by_name,
+    unknown_dataset,
+)
+from grpo_mcore.recipe.schema.generation import GenerationConfig, VllmConfig
+from grpo_mcore.recipe.schema.grpo import (
+    AdvEstimatorConfig,
+    AsyncGRPOConfig,
+    GRPOConfig,
+    RewardScalingConfig,
+    RewardShapingConfig,
+)
+from grpo_mcore.recipe.schema.launch import KubernetesConfig, LaunchConfig, SlurmConfig
+from grpo_mcore.recipe.schema.loss import ClippedPGLossConfig, KLType
+from grpo_mcore.recipe.schema.master import RecipeSections, runs_grpo
+from grpo_mcore.recipe.schema.megatron import MegatronConfig, OptimizerConfig, PeftConfig, SchedulerConfig
+from grpo_mcore.recipe.schema.outputs import CheckpointingConfig, GRPOLoggerConfig
+from grpo_mcore.recipe.schema.policy import PolicyConfig, SequencePackingConfig, TokenizerConfig
+from grpo_mcore.recipe.schema.section import Section
+from grpo_mcore.recipe.schema.sft import SFTConfig
+from grpo_mcore.recipe.validation.run import VALIDATION_METRICS
+from grpo_mcore.recipe.validation.validate import checked_loss
 
 __all__ = [
+    "DATASETS",
+    "DEFAULT",
+    "FILE_DATASETS",
+    "PREFERENCE_DATASETS",
+    "UNSET_KEYS",
+    "VALIDATION_METRICS",
+    "AdvEstimatorConfig",
     "AsyncGRPOConfig",
     "CheckpointingConfig",
     "ClippedPGLossConfig",
@@ -34,38 +73,52 @@ __all__ = [
     "DataConfig",
     "DatasetEntry",
     "DevicePool",
+    "Finding",
     "GRPOConfig",
     "GRPOLoggerConfig",
     "GenerationConfig",
+    "KLType",
     "KubernetesConfig",
     "LaunchConfig",
     "MasterConfig",
     "MegatronConfig",
     "OptimizerConfig",
+    "PeftConfig",
     "PolicyConfig",
     "Problem",
     "Recipe",
     "RecipeError",
+    "RecipeSections",
     "RewardScalingConfig",
     "RewardShapingConfig",
     "SFTConfig",
     "SchedulerConfig",
     "Section",
-    "SlurmConfig",
     "SequencePackingConfig",
+    "SlurmConfig",
     "TokenizerConfig",
     "VllmConfig",
     "batch_equation",
+    "checked_loss",
     "data_parallel_size",
+    "dataset_by_name",
     "engine_nodes",
     "engine_pool",
     "find_recipe",
+    "is_override",
     "load_recipe",
     "model_parallel_size",
+    "nearest",
+    "nearest_hint",
+    "needs_prev",
+    "needs_reference",
     "num_engines",
     "policy_pool",
     "prompts_per_generation_batch",
-    "samples_per_step",
     "resolved_yaml",
+    "runs_grpo",
+    "samples_per_step",
+    "shown",
+    "unknown_dataset",
     "world_size",
 ]

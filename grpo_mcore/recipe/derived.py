@@ -1,83 +1,132 @@
-"""Values that follow from others where a recipe leaves them null."""
+"""Numbers that follow from a configuration: devices and ranks, engines, batch sizes, and the log-prob passes of a
+step."""
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+import math
+from dataclasses import dataclass
+from fractions import Fraction
+from typing import Literal
 
-from grpo_mcore.recipe.interpolate import InterpolationError, resolve_text
-
-if TYPE_CHECKING:
-    from grpo_mcore.recipe.master import MasterConfig
-
-# In this order: an expression may use keys that stand above it.
-DERIVED: dict[str, str | int] = {
-    "policy.tokenizer.name": "${policy.model_name}",
-    "policy.logprob_batch_size": "${policy.train_micro_batch_size}",
-    "policy.logprob_chunk_size": 1024,
-    "policy.sequence_packing.train_mb_tokens": (
-        "${mul:${policy.max_total_sequence_length},${policy.train_micro_batch_size}}"
-    ),
-    "policy.sequence_packing.logprob_mb_tokens": (
-        "${mul:${policy.max_total_sequence_length},${policy.logprob_batch_size}}"
-    ),
-    "policy.megatron_cfg.pipeline_dtype": "${policy.precision}",
-    "policy.megatron_cfg.optimizer.clip_grad": "${policy.max_grad_norm}",
-    "policy.megatron_cfg.scheduler.start_weight_decay": "${policy.megatron_cfg.optimizer.weight_decay}",
-    "policy.megatron_cfg.scheduler.end_weight_decay": "${policy.megatron_cfg.optimizer.weight_decay}",
-    "policy.generation.max_new_tokens": "${policy.max_total_sequence_length}",
-    "policy.generation.val_temperature": "${policy.generation.temperature}",
-    "policy.generation.val_top_p": "${policy.generation.top_p}",
-    "policy.generation.val_top_k": "${policy.generation.top_k}",
-    "policy.generation.vllm_cfg.max_model_len": "${policy.max_total_sequence_length}",
-    "policy.generation.vllm_cfg.precision": "${policy.precision}",
-    "data.max_input_seq_length": "${policy.max_total_sequence_length}",
-    "grpo.reward_shaping.max_response_length": "${policy.max_total_sequence_length}",
-    "sft.val_global_batch_size": "${policy.train_global_batch_size}",
-}
+from grpo_mcore.recipe.schema.master import RecipeSections
 
 
-def value_at(config: Any, key: str) -> Any:
-    """The value of a full key of a configuration; None where a section of it is missing."""
-    for part in key.split("."):
-        config = config[int(part)] if isinstance(config, list) else config[part]
-    return config
+@dataclass(frozen=True)
+class DevicePool:
+    """Devices of the policy or of the engines. `per_node`: accelerators of each node (on CPU: processes)."""
+
+    nodes: int
+    per_node: int
+
+    @property
+    def ranks(self) -> int:
+        return self.nodes * self.per_node
 
 
-def fill_derived(config: MasterConfig) -> None:
-    """Give every null key of DERIVED its value, and datasets without `env_name` the only environment."""
-    for key, expression in DERIVED.items():
-        section, name = _parent(config, key)
-        if section[name] is None:
-            section[name] = _evaluate(expression, config)
-    if config.policy.megatron_cfg.optimizer.bf16 is None:
-        config.policy.megatron_cfg.optimizer.bf16 = config.policy.precision == "bfloat16"
-    if len(config.env) == 1:
-        for entry in [*config.data.train, *config.data.validation]:
-            if entry.env_name is None:
-                entry.env_name = next(iter(config.env))
+def policy_pool(config: RecipeSections) -> DevicePool:
+    """Return the policy's devices: those of the cluster without the engines' own."""
+    cluster, colocated = config.cluster, config.policy.generation.colocated
+    nodes, per_node, taken = cluster.num_nodes, cluster.gpus_per_node, colocated.resources
+    if colocated.enabled:
+        return DevicePool(nodes, per_node)
+    if taken.num_nodes is not None:
+        return DevicePool(max(0, nodes - taken.num_nodes), per_node)
+    return DevicePool(nodes, max(0, per_node - (taken.gpus_per_node or 0)))
 
 
-def missing_value(key: str, null: bool) -> Any:
-    """What an interpolation finds at a key that a recipe does not set, or sets to null: the expression that
-    it is derived from, else null or its default. Raises InterpolationError where there is none."""
-    from grpo_mcore.recipe.schema import default_of, suggestion
-
-    if key in DERIVED:
-        return DERIVED[key]
-    if null:
+def engine_pool(config: RecipeSections) -> DevicePool | None:
+    """Return the engines' own devices, or None if they share the policy's."""
+    cluster, colocated = config.cluster, config.policy.generation.colocated
+    if colocated.enabled:
         return None
-    try:
-        return default_of(key)
-    except KeyError:
-        near = suggestion(key)
-        hint = f"; nearest known key: {near}" if near and near != key else ""
-        raise InterpolationError(f"{key} has no value{hint}") from None
+    resources = colocated.resources
+    if resources.num_nodes is not None:
+        return DevicePool(resources.num_nodes, resources.gpus_per_node or cluster.gpus_per_node)
+    return DevicePool(cluster.num_nodes, resources.gpus_per_node or 0)
 
 
-def _evaluate(expression: str | int, config: MasterConfig) -> Any:
-    return resolve_text(expression, lambda key: value_at(config, key)) if isinstance(expression, str) else expression
+def num_engines(config: RecipeSections, *, gpu: bool) -> int:
+    """Return the number of engines: policy.generation.num_engines, or as many as fit their devices, which may be 0. On
+    CPU engines without devices of their own are one by default."""
+    pool, generation = engine_pool(config), config.policy.generation
+    if generation.num_engines is not None:
+        return generation.num_engines
+    if pool is None and not gpu:
+        return 1
+    return (pool or policy_pool(config)).ranks // generation.vllm_cfg.tensor_parallel_size
 
 
-def _parent(config: MasterConfig, key: str) -> tuple[Any, str]:
-    section, _, name = key.rpartition(".")
-    return value_at(config, section), name
+def engine_nodes(config: RecipeSections) -> int:
+    """Return the number of nodes over which one engine extends: more than 1 if a node has fewer devices than ranks."""
+    pool = engine_pool(config) or policy_pool(config)
+    needed = -(-config.policy.generation.vllm_cfg.tensor_parallel_size // max(1, pool.per_node))
+    return max(1, min(pool.nodes, needed))
+
+
+def world_size(config: RecipeSections) -> int:
+    """Return the number of policy ranks."""
+    return policy_pool(config).ranks
+
+
+def model_parallel_size(config: RecipeSections) -> int:
+    """Return the number of ranks that hold one copy of the policy: TP x PP x CP."""
+    megatron = config.policy.megatron_cfg
+    return megatron.tensor_model_parallel_size * megatron.pipeline_model_parallel_size * megatron.context_parallel_size
+
+
+def data_parallel_size(config: RecipeSections) -> int:
+    """Return the number of copies of the policy (DP)."""
+    return world_size(config) // model_parallel_size(config)
+
+
+def samples_per_step(config: RecipeSections) -> int:
+    """Return the number of samples of one step."""
+    return config.grpo.num_prompts_per_step * config.grpo.num_generations_per_prompt
+
+
+def prompts_per_generation_batch(config: RecipeSections) -> int:
+    """Return the number of prompts of a generation batch of dynamic sampling: num_prompts_per_step x batch_multiplier,
+    rounded up."""
+    multiplier = Fraction(str(config.grpo.batch_multiplier))  # the decimal as written: 10 x 1.1 is 11, not 12
+    return math.ceil(config.grpo.num_prompts_per_step * multiplier)
+
+
+def needs_reference(config: RecipeSections) -> bool:
+    """Return whether reference log-probs are computed at all."""
+    return config.loss_fn.reference_policy_kl_penalty > 0
+
+
+def needs_prev(config: RecipeSections) -> bool:
+    """Return whether log-probs from before the step's first update are computed: the policy changes within the step, or
+    rewards or masks depend on these log-probs."""
+    grpo, loss = config.grpo, config.loss_fn
+    changes = samples_per_step(config) > config.policy.train_global_batch_size
+    return changes or loss.use_kl_in_reward or grpo.seq_logprob_error_threshold is not None
+
+
+def batch_equation(config: RecipeSections, algorithm: Literal["grpo", "sft"] = "grpo") -> str:
+    """Return one line, such as "32 prompts x 16 generations = 512 samples = 2 optimizer steps x 256 = 2 x DP 4 x 64
+    samples, packed into bins of at most 2,048 tokens"."""
+    policy, dp = config.policy, data_parallel_size(config)
+    per_rank = policy.train_global_batch_size // dp
+    if algorithm == "sft":
+        head, factor = f"{policy.train_global_batch_size} samples", ""
+    else:
+        samples = samples_per_step(config)
+        steps = samples // policy.train_global_batch_size
+        head = (
+            f"{_count(config.grpo.num_prompts_per_step, 'prompt')} x "
+            f"{_count(config.grpo.num_generations_per_prompt, 'generation')} = {_count(samples, 'sample')} = "
+            f"{_count(steps, 'optimizer step')} x {policy.train_global_batch_size}"
+        )
+        factor = f"{steps} x " if steps > 1 else ""
+    equation = f"{head} = {factor}DP {dp} x "
+    if policy.sequence_packing.enabled:
+        capacity = policy.sequence_packing.train_mb_tokens
+        return f"{equation}{_count(per_rank, 'sample')}, packed into bins of at most {capacity:,} tokens"
+    micro = policy.train_micro_batch_size
+    return f"{equation}{_count(per_rank // micro, 'micro-batch', 'es')} x {_count(micro, 'sample')}"
+
+
+def _count(number: int, noun: str, plural: str = "s") -> str:
+    return f"{number} {noun}" if number == 1 else f"{number} {noun}{plural}"

@@ -1,4 +1,4 @@
-"""What is wrong with a recipe: one `Problem` a finding, all of them in one `RecipeError`."""
+"""Errors of a recipe: a `Problem` for each thing that is wrong, and one `RecipeError` that reports all of them."""
 
 from __future__ import annotations
 
@@ -13,7 +13,8 @@ COMMAND_LINE = "command line"
 
 @dataclass(frozen=True)
 class Problem:
-    """One finding. `source`: where the value was written ("recipes/x.yaml:12", "command line", "default")."""
+    """Something wrong at one place. `source` is where the value was written: "recipes/x.yaml:12", "command line" or
+    "default"."""
 
     source: str
     key: str
@@ -25,15 +26,14 @@ class Problem:
 
 @dataclass(frozen=True)
 class Finding:
-    """Something wrong with the values of `keys` (full keys, the one to change first), not yet tied to a
-    place."""
+    """Values of `keys` (full keys, the one to change first) that are wrong together, not yet tied to a place."""
 
     keys: tuple[str, ...]
     message: str
 
 
 class RecipeError(ValueError):
-    """A recipe that cannot be used. `str()` has a line for each problem; `problems` has them one by one."""
+    """A recipe that cannot be used. `str()` has a line for each problem; `problems` holds them one by one."""
 
     def __init__(self, problems: Iterable[Problem], recipe: str = "the recipe") -> None:
         self.problems = tuple(dict.fromkeys(problems))
@@ -44,14 +44,13 @@ class RecipeError(ValueError):
         count = f"{len(self.problems)} problem{'s' if len(self.problems) > 1 else ''}"
         return "\n".join([f"{count} in {self.recipe}", *(f"  {problem}" for problem in self.problems)])
 
-    def __reduce__(
-        self,
-    ) -> tuple[Any, ...]:  # an exception with arguments of its own must say how to be pickled
+    # Exceptions are pickled by their message unless they say otherwise.
+    def __reduce__(self) -> tuple[Any, ...]:
         return RecipeError, (self.problems, self.recipe)
 
 
 def in_yaml(value: Any, limit: int = 60) -> str:
-    """A value as it would stand in a recipe, cut to `limit` characters, for messages."""
+    """Return a value as a recipe would write it, cut to `limit` characters, for messages."""
     if value is None:
         return "null"
     if isinstance(value, bool):
@@ -65,7 +64,18 @@ def in_yaml(value: Any, limit: int = 60) -> str:
     return text if len(text) <= limit else text[: limit - 3] + "..."
 
 
+def joined(path: str, name: str) -> str:
+    """Return the dotted key of `name` under `path`."""
+    return f"{path}.{name}" if path else name
+
+
 def nearest(word: str, known: Iterable[str]) -> str | None:
-    """The known word most like `word`, if any is alike."""
+    """Return the known word most like `word`, or None if none is similar."""
     matches = difflib.get_close_matches(word, list(known), n=1, cutoff=0.6)
     return matches[0] if matches else None
+
+
+def nearest_hint(word: str, known: Iterable[str]) -> str:
+    """Return "; nearest: WORD" to end a message with, or "" if no known word is similar."""
+    near = nearest(word, known)
+    return f"; nearest: {near}" if near else ""

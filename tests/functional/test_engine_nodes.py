@@ -23,8 +23,7 @@ from grpo_mcore.cluster.ray_cluster import RayCluster
 from grpo_mcore.families import read_hf_config, shape_of
 from grpo_mcore.generation import Engine
 from grpo_mcore.parallel.mesh import Layout
-from grpo_mcore.recipe import MasterConfig
-from grpo_mcore.recipe.load import load_recipe
+from grpo_mcore.recipe import MasterConfig, load_recipe
 from grpo_mcore.refit import TrainerLayout
 from grpo_mcore.rollout.trajectory import Sampling
 from tests.functional import engine_cases

@@ -13,7 +13,7 @@ import pytest
 from grpo_mcore.cluster.ray_cluster import RayCluster
 from grpo_mcore.data.arithmetic import make_tokenizer
 from grpo_mcore.data.tiny_models import ENGINE_SIZES, make_tiny_model
-from grpo_mcore.recipe.load import load_recipe
+from grpo_mcore.recipe import load_recipe
 from grpo_mcore.tools.refit_verify import refit_and_compare
 from tests.functional.runs import Task, grpo_recipe, write_recipe
 

@@ -13,9 +13,9 @@ from grpo_mcore.algorithms.training_step.rank_step import RankStep, TrainTargets
 from grpo_mcore.cluster import BackgroundWork, Cluster, Worker, call_all
 from grpo_mcore.families import ModelShape
 from grpo_mcore.objective import combine_metrics, step_metrics
-from grpo_mcore.objective.config import KLType
 from grpo_mcore.parallel.mesh import Layout
 from grpo_mcore.parallel.policy import LossFn, TrainReport
+from grpo_mcore.recipe import KLType
 from grpo_mcore.refit import TrainerLayout, Verify
 
 

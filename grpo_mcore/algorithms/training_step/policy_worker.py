@@ -12,10 +12,9 @@ from torch import Tensor
 from grpo_mcore.algorithms.training_step.rank_step import RankStep, TrainTargets
 from grpo_mcore.batching.packed_batch import PackedBatch, pack_rows
 from grpo_mcore.objective import kl_to_go, sample_stats, token_advantages
-from grpo_mcore.objective.config import KLType
 from grpo_mcore.parallel.mesh import Address
 from grpo_mcore.parallel.policy import LossFn, Policy, TrainReport
-from grpo_mcore.recipe import PolicyConfig
+from grpo_mcore.recipe import KLType, PolicyConfig
 from grpo_mcore.refit.sender import RefitSender
 from grpo_mcore.rollout.trajectory import Trajectory
 from grpo_mcore.rollout.workers import ObjectStore

@@ -6,9 +6,7 @@ import re
 from dataclasses import dataclass
 from pathlib import Path
 
-from grpo_mcore.recipe import KubernetesConfig, MasterConfig, Recipe, SlurmConfig, resolved_yaml
-from grpo_mcore.recipe.load import shown
-from grpo_mcore.recipe.master import runs_grpo
+from grpo_mcore.recipe import KubernetesConfig, MasterConfig, Recipe, SlurmConfig, resolved_yaml, runs_grpo, shown
 from grpo_mcore.tools.launch.validation import Mount, Target, seconds, validate
 
 FROM_SUBMITTER = ("HF_HOME", "HF_HUB_OFFLINE", "HF_TOKEN", "WANDB_API_KEY")

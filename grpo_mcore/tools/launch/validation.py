@@ -10,10 +10,7 @@ from pathlib import PurePosixPath
 from typing import Literal
 
 from grpo_mcore.cluster.environment import is_allowed
-from grpo_mcore.recipe import MasterConfig, Problem, Recipe, RecipeError
-from grpo_mcore.recipe.errors import DEFAULT, Finding
-from grpo_mcore.recipe.load import shown
-from grpo_mcore.recipe.master import runs_grpo
+from grpo_mcore.recipe import DEFAULT, Finding, MasterConfig, Problem, Recipe, RecipeError, runs_grpo, shown
 
 Target = Literal["slurm", "k8s", "local"]
 

@@ -80,7 +80,7 @@ def refuse(
         ),
         (
             "policy.megatron_cfg.tensor_model_parallel_size=4",
-            "policy.megatron_cfg.tensor_model_parallel_size: one copy of the policy takes TP 4 x PP 1 x CP 1 = 4 "
+            "policy.megatron_cfg.tensor_model_parallel_size: one copy of the policy needs TP 4 x PP 1 x CP 1 = 4 "
             "ranks, but the cluster has num_nodes 1 x gpus_per_node 2 = 2",
         ),
     ],

@@ -1,4 +1,4 @@
-"""Layouts that a model does not allow are refused with the key to change."""
+"""Layouts that a model does not allow are rejected with the key to change."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ import dataclasses
 import pytest
 
 from grpo_mcore.families import ExpertShape, FamilyError, ModelShape, check_fit, shape_of
-from grpo_mcore.recipe.megatron import MegatronConfig
+from grpo_mcore.recipe import MegatronConfig
 
 DENSE = shape_of(
     {
@@ -37,7 +37,7 @@ FIRST, LAST = "num_layers_in_first_pipeline_stage", "num_layers_in_last_pipeline
         (SECOND_HALF, {PP: 2, FIRST: 4}),
     ],
 )
-def test_what_fits(shape: ModelShape, keys: dict) -> None:
+def test_allowed_layouts(shape: ModelShape, keys: dict) -> None:
     check_fit(shape, MegatronConfig.model_validate(keys))
 
 
@@ -62,6 +62,6 @@ def test_what_fits(shape: ModelShape, keys: dict) -> None:
         (EXPERTS, {"moe_router_bias_update_rate": 0.001}, "not supported; set it to 0.0"),
     ],
 )
-def test_what_does_not_fit_is_refused(shape: ModelShape, keys: dict, message: str) -> None:
+def test_rejected_layouts(shape: ModelShape, keys: dict, message: str) -> None:
     with pytest.raises(FamilyError, match=message):
         check_fit(shape, MegatronConfig.model_validate(keys))

@@ -6,7 +6,7 @@ from collections.abc import Iterator
 from itertools import product
 from typing import Any
 
-from grpo_mcore.objective import ClippedPGLossConfig
+from grpo_mcore.recipe import checked_loss
 
 IS = {"use_importance_sampling_correction": True}
 TIS = {**IS, "truncated_importance_sampling_type": "tis", "truncated_importance_sampling_ratio": 1.3}
@@ -120,7 +120,7 @@ def other_settings() -> Iterator[dict[str, Any]]:
     """Every allowed combination of the KL and the negative log-likelihood of positive samples."""
     for nll, approximation, kl in product(BOOL, BOOL, ("none", "in reward", "k1", "k2", "k3")):
         for input_clamp, output_clamp in product((None, 0.3), (None, 0.1)) if kl.startswith("k") else ((None, None),):
-            yield {
+            settings = {
                 "positive_example_nll_weight": 0.5 * nll,
                 "use_on_policy_kl_approximation": approximation,
                 "reference_policy_kl_penalty": 0.0 if kl == "none" else 0.7,
@@ -129,11 +129,13 @@ def other_settings() -> Iterator[dict[str, Any]]:
                 "kl_input_clamp_value": input_clamp,
                 "kl_output_clamp_value": output_clamp,
             }
+            if is_allowed(settings):
+                yield settings
 
 
 def is_allowed(settings: dict[str, Any]) -> bool:
     try:
-        ClippedPGLossConfig(**settings)
+        checked_loss(settings)
     except ValueError:
         return False
     return True

@@ -12,8 +12,14 @@ import pytest
 import torch
 
 from grpo_mcore.objective import METRIC_REDUCTIONS
-from grpo_mcore.recipe import ClippedPGLossConfig, load_recipe
-from grpo_mcore.recipe.grpo import AdvEstimatorConfig, GRPOConfig, RewardScalingConfig, RewardShapingConfig
+from grpo_mcore.recipe import (
+    AdvEstimatorConfig,
+    ClippedPGLossConfig,
+    GRPOConfig,
+    RewardScalingConfig,
+    RewardShapingConfig,
+    load_recipe,
+)
 
 ROOT = Path(__file__).resolve().parents[3]
 TEXT = (ROOT / "docs" / "objective.md").read_text()

@@ -277,7 +277,7 @@ def test_what_is_missing_is_said() -> None:
         ("reinforce_plus_plus", {}, "trained tokens"),
         ("reinforce_plus_plus", {"tokens": torch.ones(3)}, "tokens has shape"),
         ("reinforce_plus_plus", {"tokens": tokens, "kl": kl, "kl_penalty": 0.1}, r"KL of samples \[1\]"),
-        ("rloo", {"kl_penalty": 0.1}, "KL of the samples is not given"),
+        ("rloo", {"kl_penalty": 0.1}, "KL of the samples is missing"),
         ("rloo", {"kl": kl, "kl_penalty": 0.1}, r"KL of samples \[1\]"),
         ("gdpo", {}, "at least two named rewards, not 0"),
         ("gdpo", {"rewards_by_name": {"a": rewards}}, r"not 1 \(a\)"),

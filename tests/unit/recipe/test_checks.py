@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-from grpo_mcore.recipe.not_yet import NOT_YET
-from grpo_mcore.recipe.schema import known_keys
+from grpo_mcore.recipe.schema.keys import known_keys
+from grpo_mcore.recipe.validation.unsupported_keys import UNSUPPORTED
 from tests.unit.recipe.conftest import MINIMAL
 
 
@@ -44,13 +44,13 @@ def batch(gbs: int = 512, prompts: int = 32, generations: int = 16, gpus: int = 
             batch(gbs=100, prompts=30, generations=10, gpus=8),
             "r.yaml:3: policy.train_global_batch_size: 30 prompts x 10 generations = 300 samples = 3 x "
             "100 do not "
-            "divide over DP 8 = 8 ranks / 1 a copy; nearest num_prompts_per_step: 28 or 32",
+            "divide over DP 8 = 8 ranks / 1 per copy; nearest num_prompts_per_step: 28 or 32",
         ),
         (
             batch(gbs=4, prompts=32, generations=16, gpus=16, tensor_model_parallel_size=2),
             "r.yaml:3: policy.train_global_batch_size: 32 prompts x 16 generations = 512 samples = 128 x "
             "4 do not "
-            "divide over DP 8 = 16 ranks / 2 a copy; nearest train_global_batch_size that does: 8",
+            "divide over DP 8 = 16 ranks / 2 per copy; nearest train_global_batch_size that does: 8",
         ),
     ],
 )
@@ -66,7 +66,7 @@ def test_micro_batches_matter_only_without_packing(load, problems) -> None:
     assert problems(batch(), "policy.train_micro_batch_size=3", "policy.sequence_packing.enabled=false") == [
         "command line: policy.train_micro_batch_size: the 512 samples of a data-parallel rank do not "
         "divide into "
-        "micro-batches of 3; nearest that does: 2 or 4"
+        "micro-batches of 3; nearest size that does: 2 or 4"
     ]
 
 
@@ -74,7 +74,7 @@ def test_sft_has_no_rollout_batch(load, problems) -> None:
     sft = "policy: {model_name: m, train_global_batch_size: 48}\ndata: {train: {data_path: x}}\nsft: {}\n"
     load(sft)
     assert problems(sft, "cluster.gpus_per_node=5") == [
-        "r.yaml:1: policy.train_global_batch_size: 48 samples do not divide over DP 5 = 5 ranks / 1 a copy; "
+        "r.yaml:1: policy.train_global_batch_size: 48 samples do not divide over DP 5 = 5 ranks / 1 per copy; "
         "nearest train_global_batch_size that does: 45 or 50"
     ]
     assert len(problems(sft + "grpo: {seed: 1}\n")) == 1, "a recipe with both sections is checked for both"
@@ -86,7 +86,7 @@ def test_sft_has_no_rollout_batch(load, problems) -> None:
         (
             ["policy.megatron_cfg.tensor_model_parallel_size=2"],
             [
-                "policy.megatron_cfg.tensor_model_parallel_size: one copy of the policy takes "
+                "policy.megatron_cfg.tensor_model_parallel_size: one copy of the policy needs "
                 "TP 2 x PP 1 x CP 1 = 2 ranks, but the cluster has num_nodes 1 x gpus_per_node 1 = 1"
             ],
         ),
@@ -111,14 +111,14 @@ def test_sft_has_no_rollout_batch(load, problems) -> None:
         (
             ["policy.megatron_cfg.virtual_pipeline_model_parallel_size=2"],
             [
-                "policy.megatron_cfg.virtual_pipeline_model_parallel_size: 2 model chunks a stage need "
+                "policy.megatron_cfg.virtual_pipeline_model_parallel_size: 2 model chunks per stage need "
                 "pipeline_model_parallel_size above 1"
             ],
         ),
         (
             ["policy.megatron_cfg.context_parallel_size=2"],
             [
-                "policy.megatron_cfg.context_parallel_size: one copy of the policy takes TP 1 x PP 1 x CP 2 = "
+                "policy.megatron_cfg.context_parallel_size: one copy of the policy needs TP 1 x PP 1 x CP 2 = "
                 "2 ranks, but the cluster has num_nodes 1 x gpus_per_node 1 = 1"
             ],
         ),
@@ -141,7 +141,7 @@ def test_sft_has_no_rollout_batch(load, problems) -> None:
             ["policy.generation.vllm_cfg.expert_parallel_size=4", "policy.generation.vllm_cfg.tensor_parallel_size=2"],
             [
                 "policy.generation.vllm_cfg.expert_parallel_size: 4 is neither 1 nor tensor_parallel_size = 2; experts "
-                "are dealt to all ranks of an engine or to none"
+                "are divided among all ranks of an engine or none"
             ],
         ),
         (
@@ -151,7 +151,7 @@ def test_sft_has_no_rollout_batch(load, problems) -> None:
                 "policy.megatron_cfg.pipeline_model_parallel_size=2",
                 "cluster.gpus_per_node=2",
             ],
-            ["policy.router_replay.enabled: does not go with activation_checkpointing and pipeline stages together"],
+            ["policy.router_replay.enabled: cannot be combined with both activation_checkpointing and pipeline stages"],
         ),
         (
             ["cluster.backend=local", "cluster.gpus_per_node=2"],
@@ -172,14 +172,14 @@ def test_sft_has_no_rollout_batch(load, problems) -> None:
             ],
         ),
         (["loss_fn.sequence_level_importance_ratios=true"], ["needs token_level_loss: false"]),
-        (["loss_fn.use_cispo=true", "loss_fn.ratio_clip_c=3"], ["does not go with ratio_clip_c: 3.0"]),
+        (["loss_fn.use_cispo=true", "loss_fn.ratio_clip_c=3"], ["cannot be combined with ratio_clip_c: 3.0; CISPO"]),
         (
             ["loss_fn.use_cispo=true", "loss_fn.token_level_loss=false"],
-            ["does not go with token_level_loss: false"],
+            ["cannot be combined with token_level_loss: false; CISPO"],
         ),
         (
             ["loss_fn.use_cispo=true", "loss_fn.force_on_policy_ratio=true"],
-            ["does not go with force_on_policy"],
+            ["cannot be combined with force_on_policy"],
         ),
         (
             [
@@ -187,7 +187,7 @@ def test_sft_has_no_rollout_batch(load, problems) -> None:
                 "loss_fn.sequence_level_importance_ratios=true",
                 "loss_fn.token_level_loss=false",
             ],
-            ["does not go with sequence_level", "does not go with token_level_loss"],
+            ["cannot be combined with sequence_level", "cannot be combined with token_level_loss"],
         ),
         (
             [
@@ -212,7 +212,7 @@ def test_sft_has_no_rollout_batch(load, problems) -> None:
                 "loss_fn.sequence_level_importance_ratios=true",
                 "loss_fn.token_level_loss=false",
             ],
-            ["seq-mask-tis does not go with sequence_level_importance_ratios"],
+            ["seq-mask-tis keeps token weights"],
         ),
         (
             [
@@ -231,7 +231,10 @@ def test_sft_has_no_rollout_batch(load, problems) -> None:
         (["loss_fn.ratio_clip_c=1"], ["must be above 1, got 1"]),
         (
             ["loss_fn.force_on_policy_ratio=true", "policy.train_global_batch_size=256"],
-            ["loss_fn.force_on_policy_ratio: needs one optimizer step a step: train_global_batch_size 512, got 256"],
+            [
+                "loss_fn.force_on_policy_ratio: requires exactly one optimizer step per RL step: "
+                "train_global_batch_size 512, got 256"
+            ],
         ),
         (["grpo.num_generations_per_prompt=1", "policy.train_global_batch_size=32"], ["a group of 1"]),
         (
@@ -345,9 +348,9 @@ ASKING = {  # a value of each key that asks for the feature
 }
 
 
-@pytest.mark.parametrize("key", NOT_YET)
+@pytest.mark.parametrize("key", UNSUPPORTED)
 def test_what_is_not_supported_yet_says_so(problems, key: str) -> None:
-    neutral, feature = NOT_YET[key]
+    neutral, feature = UNSUPPORTED[key]
     value = ASKING.get(key) or {"True": "false", "False": "true", "1": "2", "None": "3", "0.0": "0.5"}[str(neutral)]
     found = [line for line in problems(MINIMAL, f"{key}={value}") if "not supported yet" in line]
     assert len(found) == 1
@@ -366,12 +369,12 @@ AHEAD = "loss_fn: {use_importance_sampling_correction: true}\ngrpo:\n  num_promp
         (AHEAD.replace("true", "false", 1) + "{enabled: true, max_trajectory_age_steps: 0}\n", []),
         (
             AHEAD.replace("true", "false", 1) + "{enabled: true, max_trajectory_age_steps: 2}\n",
-            ["grpo.async_grpo.enabled: trains on trajectories of age 2 (in weight versions), which needs "
+            ["grpo.async_grpo.enabled: training on trajectories of age 2 (in weight versions) needs "
              "loss_fn.use_importance_sampling_correction: true"],
         ),
         (
             AHEAD + "{enabled: true, max_groups_in_flight: 31}\n",
-            ["grpo.async_grpo.max_groups_in_flight: 31 groups are less than the 32 of a step"],
+            ["grpo.async_grpo.max_groups_in_flight: 31 groups are fewer than the 32 of a step"],
         ),
         (AHEAD + "{enabled: true, max_buffer_gb: 8}\n  use_dynamic_sampling: true\n  batch_multiplier: 1.5\n", []),
         (AHEAD + "{enabled: true, partial_rollouts: true, in_flight_weight_updates: true}\n", []),
@@ -379,18 +382,18 @@ AHEAD = "loss_fn: {use_importance_sampling_correction: true}\ngrpo:\n  num_promp
         (
             AHEAD + "{enabled: true, min_samples_per_group: 17}\n  max_rollout_turns: 2\n",
             ["grpo.async_grpo.min_samples_per_group: 17 samples are more than the 16 of a group",
-             "grpo.async_grpo.min_samples_per_group: goes with samples of one turn only: set grpo.max_rollout_turns "
+             "grpo.async_grpo.min_samples_per_group: works only with samples of one turn: set grpo.max_rollout_turns "
              "to 1"],
         ),
         (
             AHEAD + "{enabled: true, partial_rollouts: true}\n",
             ["grpo.async_grpo.partial_rollouts: needs in_flight_weight_updates: true: without it a refit waits for "
-             "every sample under way"],
+             "every unfinished sample"],
         ),
         (
             AHEAD + "{enabled: true, recompute_kv_cache_after_weight_updates: true}\n",
             ["grpo.async_grpo.recompute_kv_cache_after_weight_updates: has no effect without "
-             "in_flight_weight_updates: true: nothing is under way at a refit"],
+             "in_flight_weight_updates: true: no sample is unfinished at a refit"],
         ),
     ],
 )  # fmt: skip
@@ -410,5 +413,7 @@ def test_the_order_of_groups_is_one_of_three(problems) -> None:
 def test_a_run_that_goes_on_by_itself_needs_checkpoints(load, problems) -> None:
     words = ("cluster.max_restarts=2", "checkpointing.enabled=false")
     (found,) = problems(MINIMAL, *words)
-    assert found.endswith("a run goes on from its newest checkpoint: set checkpointing.enabled, or max_restarts to 0")
+    assert found.endswith(
+        "a run restarts from its newest checkpoint: set checkpointing.enabled: true, or max_restarts: 0"
+    )
     assert load(MINIMAL, words[0]).config.cluster.max_restarts == 2

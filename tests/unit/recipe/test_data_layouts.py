@@ -149,8 +149,8 @@ def test_problems_name_the_key_as_it_was_written(problems) -> None:
 
 def test_two_layouts_in_one_file(problems) -> None:
     assert problems(NESTED + "  train_data_path: x.jsonl\n") == [
-        "r.yaml:18: data.train_data_path: one layout at a time: data.train (r.yaml:4) is the nested one, "
-        "this key the flat one"
+        "r.yaml:18: data.train_data_path: use one layout: data.train (r.yaml:4) belongs to the nested one, "
+        "this key to the flat one"
     ]
 
 
@@ -176,7 +176,7 @@ def test_environments_of_datasets(load, problems) -> None:
     assert problems(text, "data.train.env_name=mth") == [
         "command line: data.train.env_name: 'mth' is not in env, which has math; nearest: math"
     ]
-    assert problems(text + "  code: {}\n") == ["r.yaml:2: data.train: which of env scores it: math, code?"]
+    assert problems(text + "  code: {}\n") == ["r.yaml:2: data.train: name the environment that scores it: math, code"]
 
 
 def test_a_file_takes_the_place_of_a_dataset_with_a_name_of_its_own(write) -> None:

@@ -48,9 +48,9 @@ def test_switched_off_there_is_no_gym() -> None:
     [
         ({"env": {"should_use_nemo_gym": True}}, "there is no section env.nemo_gym"),
         ({"env__should_use_nemo_gym": "yes"}, "env.should_use_nemo_gym: expected true or false"),
-        ({"env__should_mask_flagged_samples": False}, "samples that the Gym flags"),
+        ({"env__should_mask_flagged_samples": False}, "samples that NeMo Gym flags"),
         ({"policy__generation__vllm_cfg__expose_http_server": False}, "expose_http_server: .* set it to true"),
-        ({"policy__generation__stop_strings": ["x"]}, "cannot be asked for through a NeMo Gym"),
+        ({"policy__generation__stop_strings": ["x"]}, "cannot be requested through NeMo Gym"),
         ({"policy__generation__vllm_cfg__http_server_host": "0.0.0.0"}, "the endpoint listens on one interface"),
         (
             {"policy__generation__vllm_cfg__http_server_serving_chat_kwargs": {"tool_parser": "hermes"}},

@@ -2,7 +2,7 @@ from __future__ import annotations
 
 import pytest
 
-from grpo_mcore.recipe.interpolate import InterpolationError, resolve_text
+from grpo_mcore.recipe.loading.interpolate import InterpolationError, resolve_text
 from tests.unit.recipe.conftest import MINIMAL
 
 VALUES = {"a.n": 6, "a.m": 4, "a.f": 0.5, "a.s": "x", "a.none": None, "a.t": True}

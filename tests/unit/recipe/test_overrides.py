@@ -2,7 +2,7 @@ from __future__ import annotations
 
 import pytest
 
-from grpo_mcore.recipe.merge import is_override
+from grpo_mcore.recipe import is_override
 from tests.unit.recipe.conftest import MINIMAL
 
 
@@ -76,7 +76,7 @@ def test_a_list_needs_a_position(problems) -> None:
     text = "policy: {model_name: m}\ndata: {train: [{data_path: a}, {data_path: b}]}\n"
     assert problems(text, "data.train.data_path=c", "data.train.7.data_path=c") == [
         f"command line: data.train.{rest}: data.train is a list of 2, set at r.yaml:2: "
-        "name one by its position, such as data.train.0.data_path"
+        "name an entry by its position, such as data.train.0.data_path"
         for rest in ("data_path", "7.data_path")
     ]
 

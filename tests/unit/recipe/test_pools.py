@@ -54,7 +54,7 @@ def test_pools(pool: dict[str, Any] | None, policy: DevicePool, engines: DeviceP
         ({}, {}, "say what the engines get"),
         ({"num_nodes": 3}, {}, "takes all of cluster.num_nodes 3: none is left to train"),
         ({"gpus_per_node": 8}, {}, "takes all of cluster.gpus_per_node 8: none is left to train"),
-        ({"gpus_per_node": 4}, {"tensor": 6}, "4 ranks a node are not engines of 6 ranks each, nor parts"),
+        ({"gpus_per_node": 4}, {"tensor": 6}, "4 ranks per node are neither a multiple nor a divisor of the 6 ranks"),
         ({"num_nodes": 1}, {"tensor": 16}, "1 engines x TP 16 do not fit the 1 x 8 ranks of their pool"),
         ({"num_nodes": 1}, {"num_engines": 9}, "9 engines x TP 1 do not fit the 1 x 8 ranks of their pool"),
     ],
@@ -90,5 +90,5 @@ def test_engines_of_their_own_need_not_stand_still() -> None:
     plain = config(1, 4, {"gpus_per_node": 1}).model_dump()
     plain["loss_fn"]["use_importance_sampling_correction"] = True
     plain["grpo"]["async_grpo"] |= {"enabled": True, "in_flight_weight_updates": True, "partial_rollouts": True}
-    with pytest.raises(RecipeError, match="partial_rollouts: engines with devices of their own need not stand still"):
+    with pytest.raises(RecipeError, match="partial_rollouts: engines with their own devices need not pause"):
         MasterConfig.model_validate(plain)

@@ -69,7 +69,8 @@ def test_checks_between_keys_run_beside_other_errors_but_not_on_faulty_values(pr
     text = MINIMAL + "grpo: {sed: 1}\nloss_fn: {use_cispo: true, disable_ppo_ratio: true}\n"
     assert problems(text) == [
         "r.yaml:6: grpo.sed: unknown key; nearest known key: grpo.seed",
-        "r.yaml:7: loss_fn.use_cispo: does not go with disable_ppo_ratio: true",
+        "r.yaml:7: loss_fn.use_cispo: cannot be combined with disable_ppo_ratio: true; CISPO weights tokens by the "
+        "clipped ratio",
     ]
     # 32 prompts x 16 generations would not divide by 500, but the real number of generations is not known.
     text = MINIMAL + "grpo:\n  num_generations_per_prompts: 50\n"

@@ -3,7 +3,7 @@ from __future__ import annotations
 import pytest
 
 from grpo_mcore.recipe import RecipeError
-from grpo_mcore.recipe.yaml_tree import Node, parse_file, parse_text
+from grpo_mcore.recipe.loading.yaml_tree import Node, parse_file, parse_text
 
 
 @pytest.mark.parametrize(
@@ -59,7 +59,7 @@ def test_a_key_given_twice_is_reported_with_both_lines(write) -> None:
     with pytest.raises(RecipeError) as error:
         parse_file(write("grpo:\n  seed: 1\n  seed: 2\n"), "r.yaml")
     assert str(error.value).splitlines()[1] == (
-        "  r.yaml:3: grpo.seed: the key is given twice; the first is at r.yaml:2"
+        "  r.yaml:3: grpo.seed: the key is given twice; the first time at r.yaml:2"
     )
 
 

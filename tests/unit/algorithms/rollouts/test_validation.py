@@ -11,8 +11,7 @@ import pytest
 from grpo_mcore.algorithms.rollouts.validation import run_validation, stop_reason, validation_metrics
 from grpo_mcore.cluster import LocalCluster
 from grpo_mcore.data import DataError
-from grpo_mcore.recipe import RecipeError
-from grpo_mcore.recipe.checks import VALIDATION_METRICS
+from grpo_mcore.recipe import VALIDATION_METRICS, RecipeError
 from grpo_mcore.rollout.group import Group
 from tests.unit.algorithms.training_step.step_cases import config, group
 

@@ -1,0 +1,183 @@
+"""Reads a recipe: the chain of `defaults:`, then overrides, interpolation and validation."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import grpo_mcore
+from grpo_mcore.recipe.errors import DEFAULT, Problem, RecipeError, in_yaml, joined, nearest_hint
+from grpo_mcore.recipe.loading.interpolate import InterpolationError, resolve_tree
+from grpo_mcore.recipe.loading.merge import apply_overrides, merge
+from grpo_mcore.recipe.loading.yaml_tree import Node, parse_file
+from grpo_mcore.recipe.master import MasterConfig
+from grpo_mcore.recipe.schema.keys import default_of, nearest_key
+from grpo_mcore.recipe.schema.master import null_means
+from grpo_mcore.recipe.validation.validate import validated
+
+_SUFFIXES = ("", ".yaml", ".yml")
+# Base recipes of NeMo RL whose algorithm is not supported.
+_UNSUPPORTED = {"dpo": "DPO", "rm": "training a reward model"}
+# Keys that name a file. A file that does not exist relative to the working directory is taken from the folder of the
+# recipe that names it.
+_FILE_KEYS = {
+    "data_path",
+    "train_data_path",
+    "val_data_path",
+    "prompt_file",
+    "system_prompt_file",
+    "chat_template",
+}
+
+
+@dataclass(frozen=True)
+class Recipe:
+    """A recipe, resolved and checked.
+
+    `provenance`: for every key of `config`, where its value was written: "recipes/x.yaml:12", "command line" or
+    "default". `files`: the files that it was read from, the recipe itself first."""
+
+    config: MasterConfig
+    provenance: dict[str, str]
+    path: Path
+    files: tuple[Path, ...]
+    overrides: tuple[str, ...]
+
+
+def load_recipe(path: str | os.PathLike[str], overrides: Sequence[str] = ()) -> Recipe:
+    """Return the recipe of a YAML file (a path, or a name in recipes/) with the overrides of a command line. Raises
+    RecipeError with all problems."""
+    file = find_recipe(str(path))
+    name = shown(file)
+    files: list[Path] = []
+    problems: list[Problem] = []
+    tree = apply_overrides(_load(file, files, ()), overrides, problems)
+    tree = resolve_tree(tree, _missing_value, problems)
+    config, tree = validated(MasterConfig, tree, name, problems)
+    provenance = {
+        key: node.source if (node := tree.find(key)) is not None else DEFAULT for key in leaves(config.model_dump())
+    }
+    return Recipe(config, provenance, file, tuple(reversed(files)), tuple(overrides))
+
+
+def recipe_folders() -> list[Path]:
+    """Return the folders in which recipes are found by name: in the working directory, the checkout, the installed
+    package."""
+    package = Path(grpo_mcore.__file__).parent
+    return [Path("recipes"), package.parent / "recipes", package / "_recipes"]
+
+
+def find_recipe(name: str) -> Path:
+    """Return the file of a recipe given by path or by name. Raises RecipeError."""
+    return _find(name, [Path(), *recipe_folders()], ("", ""), name)
+
+
+def shown(path: Path) -> str:
+    """Return a path for messages: relative if it is below the working directory."""
+    relative = os.path.relpath(path)
+    return str(path) if relative.startswith("..") else relative
+
+
+def leaves(value: Any, path: str = "") -> list[str]:
+    """Return the full keys of all values in nested dicts and lists of dicts. A list of scalars is one value."""
+    if isinstance(value, dict) and value:
+        return [key for name, item in value.items() for key in leaves(item, joined(path, str(name)))]
+    if isinstance(value, list) and value and isinstance(value[0], dict):
+        return [key for position, item in enumerate(value) for key in leaves(item, joined(path, str(position)))]
+    return [path]
+
+
+def _missing_value(key: str, null: bool) -> Any:
+    """Return the value of a key that a recipe does not set, or sets to null, for an interpolation of it: the
+    interpolation that it follows, else null or its default. Raises InterpolationError for an unknown key."""
+    if (meaning := null_means(key)) is not None:
+        return meaning
+    if null:
+        return None
+    try:
+        return default_of(key)
+    except KeyError:
+        near = nearest_key(key)
+        hint = f"; nearest known key: {near}" if near and near != key else ""
+        raise InterpolationError(f"{key} has no value{hint}") from None
+
+
+def _load(file: Path, files: list[Path], chain: tuple[Path, ...]) -> Node:
+    """Return the tree of a file, merged into the recipes that its `defaults:` names."""
+    name = shown(file)
+    tree = parse_file(file, name)
+    if tree.value is None:
+        tree = Node({}, tree.source, "")
+    if not tree.is_mapping:
+        raise RecipeError([Problem(name, "", f"expected a mapping of keys, got {in_yaml(tree.plain())}")], name)
+    _find_files_beside(tree, file.parent)
+    defaults = tree.value.pop("defaults", None)
+    base: Node | None = None
+    self_merged = False
+    for entry in _entries(defaults, name):
+        if entry.value == "_self_":
+            layer, self_merged = tree, True
+        else:
+            parent = _find(
+                entry.value,
+                [file.parent, *recipe_folders()],
+                (entry.source, "defaults"),
+                name,
+                other_than=file,
+            )
+            if parent in (*chain, file):
+                circle = " -> ".join(shown(step) for step in (*chain, file, parent))
+                problem = Problem(entry.source, "defaults", f"the recipes inherit in a circle: {circle}")
+                raise RecipeError([problem], name)
+            layer = _load(parent, files, (*chain, file))
+        base = layer if base is None else merge(base, layer)
+    if file not in files:
+        files.append(file)
+    if base is None:
+        return tree
+    return base if self_merged else merge(base, tree)
+
+
+def _entries(defaults: Node | None, name: str) -> list[Node]:
+    if defaults is None or defaults.value is None:
+        return []
+    entries = defaults.value if defaults.is_list else [defaults]
+    wrong = [entry for entry in entries if not isinstance(entry.value, str)]
+    if wrong:
+        raise RecipeError(
+            [
+                Problem(entry.source, "defaults", f"expected the name of a recipe, got {in_yaml(entry.plain())}")
+                for entry in wrong
+            ],
+            name,
+        )
+    return list(entries)
+
+
+def _find(
+    name: str, folders: Sequence[Path], place: tuple[str, str], recipe: str, other_than: Path | None = None
+) -> Path:
+    for folder in folders:
+        for suffix in _SUFFIXES:
+            file = folder / Path(name + suffix).expanduser()
+            if file.is_file() and file.resolve() != other_than:
+                return file.resolve()
+    if (algorithm := _UNSUPPORTED.get(Path(name).stem)) is not None:
+        raise RecipeError([Problem(*place, f"no recipe {in_yaml(name)}: {algorithm} is not supported yet")], recipe)
+    known = sorted({file.stem for folder in folders[1:] if folder.is_dir() for file in folder.glob("*.yaml")})
+    places = list(dict.fromkeys(shown(folder.resolve()) for folder in folders if folder.is_dir()))
+    message = f"no recipe {in_yaml(name)} in {', '.join(places)}" + nearest_hint(Path(name).stem, known)
+    raise RecipeError([Problem(*place, message)], recipe)
+
+
+def _find_files_beside(node: Node, folder: Path) -> None:
+    for name, child in node.children():
+        if name in _FILE_KEYS and isinstance(child.value, str) and "\n" not in child.value and "{" not in child.value:
+            beside = folder / child.value
+            if not os.path.exists(child.value) and os.path.exists(beside):
+                child.value = shown(beside)
+        else:
+            _find_files_beside(child, folder)

@@ -1,0 +1,87 @@
+"""Writes the reference of all keys as Markdown, from the types, defaults and docstrings of the schema."""
+
+from __future__ import annotations
+
+import inspect
+import types
+from collections.abc import Iterator
+from typing import Annotated, Any, Literal, Union, get_args, get_origin
+
+from pydantic.fields import FieldInfo
+
+from grpo_mcore.recipe.errors import in_yaml, joined
+from grpo_mcore.recipe.schema.keys import docstrings, section_of
+from grpo_mcore.recipe.schema.master import RecipeSections
+from grpo_mcore.recipe.schema.section import Section
+
+_NAMES = {int: "integer", float: "number", bool: "boolean", str: "text", Any: "any", type(None): "null"}
+_SIGNS = (("gt", ">"), ("ge", ">="), ("lt", "<"), ("le", "<="))
+_HEAD = """\
+# Recipe keys
+
+<!-- Written by `grpo-mcore config --reference > docs/recipe.md`. Edit the docstrings in grpo_mcore/recipe/schema/. -->
+
+Every key of a recipe, by section. "Read by" names the rooms of the package that use a key. `grpo-mcore config RECIPE`
+prints a recipe with all values and the place where each was written. Keys of NeMo RL that do not exist here are
+accepted where they change nothing; otherwise the error says what to use instead.
+"""
+
+
+def reference() -> str:
+    """Return the reference: a table of keys for each section."""
+    return _HEAD + "".join(f"\n{text}" for text in _sections(RecipeSections, "", {}))
+
+
+def _sections(section: type[Section], path: str, written: dict[type[Section], str]) -> Iterator[str]:
+    """Yield the text of a section, then those of the sections in it. `written`: where sections were written before."""
+    if section in written:
+        yield f"## `{path}`\n\nSame keys as `{written[section]}`.\n"
+        return
+    written[section] = path
+    inner: list[tuple[type[Section], str]] = []
+    rows = []
+    for name, field in section.model_fields.items():
+        found, is_list = section_of(field.annotation)
+        key = joined(path, name)
+        if found is None:
+            kind = _type(field.annotation, field.metadata)
+            rows.append((f"`{name}`", kind, _default(field), docstrings(section)[name]))
+        else:
+            inner.append((found, key + ".*" if is_list else key))
+    purpose = " ".join((inspect.getdoc(section) or "").split()).removeprefix(f"`{path}`").lstrip(":. ")
+    if path and rows:
+        yield f"## `{path}`\n\n{purpose[:1].upper()}{purpose[1:]}\n\n{_table(rows)}"
+    elif rows:
+        yield f"## Top level\n\n{_table(rows)}"
+    for found, key in inner:
+        yield from _sections(found, key, written)
+
+
+def _table(rows: list[tuple[str, str, str, str]]) -> str:
+    lines = ["| key | type | default | meaning |", "|---|---|---|---|"]
+    for row in rows:
+        lines.append(f"| {' | '.join(cell.replace('|', chr(92) + '|') for cell in row)} |")
+    return "\n".join(lines) + "\n"
+
+
+def _type(annotation: Any, metadata: Any = ()) -> str:
+    origin, arguments = get_origin(annotation), get_args(annotation)
+    if origin is Annotated:
+        return _type(arguments[0], arguments[1].metadata if isinstance(arguments[1], FieldInfo) else arguments[1:])
+    if origin is Literal:
+        return ", ".join(f"`{choice if isinstance(choice, str) else in_yaml(choice)}`" for choice in arguments)
+    if origin in (Union, types.UnionType):
+        return " or ".join(_type(argument) for argument in arguments)
+    if origin is list:
+        return f"list of {_type(arguments[0])}"
+    if origin is dict:
+        return "mapping" if arguments[1] is Any else f"mapping to {_type(arguments[1])}"
+    limits = [f"{sign} {getattr(item, name):g}" for item in metadata for name, sign in _SIGNS if hasattr(item, name)]
+    return f"{_NAMES[annotation]} {', '.join(limits)}".rstrip()
+
+
+def _default(field: FieldInfo) -> str:
+    if field.is_required():
+        return "required"
+    value = field.get_default(call_default_factory=True)
+    return f"`{value if isinstance(value, str) else in_yaml(value)}`"

@@ -1,0 +1,69 @@
+"""Writes a resolved recipe as YAML, with the source of every value as a comment."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import yaml
+
+from grpo_mcore.recipe.errors import DEFAULT, joined
+from grpo_mcore.recipe.loading.load import Recipe, shown
+from grpo_mcore.recipe.loading.yaml_tree import FLOAT
+from grpo_mcore.recipe.schema.master import null_means, runs_grpo
+
+_WIDEST = 72
+
+
+class _Dumper(yaml.SafeDumper):
+    """Quotes text that YAML 1.2 would read as a number, and keeps each value on one line."""
+
+
+def _text(dumper: yaml.SafeDumper, text: str) -> yaml.ScalarNode:
+    return dumper.represent_scalar("tag:yaml.org,2002:str", text, style=None if text.isprintable() else '"')
+
+
+_Dumper.add_representer(str, _text)
+_Dumper.add_implicit_resolver("tag:yaml.org,2002:float", FLOAT, None)
+
+
+def resolved_yaml(recipe: Recipe, *, sources: bool = True, without: frozenset[str] = frozenset()) -> str:
+    """Return YAML that loads to the same configuration. With `sources`, a comment after each value says where it was
+    written. Sections of the algorithm that the recipe does not run, and those in `without`, are left out."""
+    unused = set(without) | (set() if "sft" in recipe.config.model_fields_set else {"sft"})
+    unused |= set() if runs_grpo(recipe.config) else {"grpo", "loss_fn"}
+    lines = list(_lines(recipe.config.model_dump(exclude=unused), "", 0, recipe.provenance))
+    column = max((len(text) for text, source in lines if source and len(text) <= _WIDEST), default=0) + 2
+    head = f"# {shown(recipe.path)}" + "".join(f" {override}" for override in recipe.overrides)
+    body = (f"{text.ljust(column)}# {source}" if source and sources else text for text, source in lines)
+    return "\n".join([" ".join(head.splitlines()), *body]) + "\n"
+
+
+def _lines(value: dict[str, Any], path: str, depth: int, provenance: dict[str, str]) -> Iterator[tuple[str, str]]:
+    indent = "  " * depth
+    for name, item in value.items():
+        key = joined(path, str(name))
+        if isinstance(item, dict) and item:
+            yield f"{indent}{_scalar(name)}:", ""
+            yield from _lines(item, key, depth + 1, provenance)
+        elif isinstance(item, list) and item and isinstance(item[0], dict):
+            yield f"{indent}{_scalar(name)}:", ""
+            for position, entry in enumerate(item):
+                inner = list(_lines(entry, joined(key, str(position)), depth + 2, provenance))
+                (first, source), rest = inner[0], inner[1:]
+                yield f"{indent}  - {first.lstrip()}", source
+                yield from rest
+        else:
+            yield f"{indent}{_scalar(name)}: {_scalar(item)}", _origin(key, provenance)
+
+
+def _origin(key: str, provenance: dict[str, str]) -> str:
+    source = provenance.get(key, DEFAULT)
+    meaning = null_means(key)
+    return f"{DEFAULT} = {meaning}" if source == DEFAULT and isinstance(meaning, str) else source
+
+
+def _scalar(value: Any) -> str:
+    """Return a scalar or a list of scalars on one line, which YAML 1.1 and YAML 1.2 read alike."""
+    text = yaml.dump(value, Dumper=_Dumper, default_flow_style=True, width=10**9, allow_unicode=True).rstrip()
+    return text.removesuffix("\n...").rstrip()

@@ -1,0 +1,193 @@
+"""YAML as a tree in which every value knows where it was written. Scalars follow YAML 1.2: `1e-6` is a number and
+`no` is text."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+from grpo_mcore.recipe.errors import Problem, RecipeError, in_yaml, joined
+
+_TAG = "tag:yaml.org,2002:"
+_MERGE = _TAG + "merge"
+OVERRIDE_KEY = "_override_"
+
+
+class _Loader(yaml.SafeLoader):
+    yaml_implicit_resolvers: dict[str, list[Any]] = {}
+
+
+FLOAT = re.compile(r"^(?:[-+]?(\.[0-9]+|[0-9][0-9_]*(\.[0-9]*)?)([eE][-+]?[0-9]+)?|[-+]?\.(inf|Inf)|\.(nan|NaN))$")
+for _name, _pattern in {
+    "null": re.compile(r"^(?:~|null|Null|NULL|)$"),
+    "bool": re.compile(r"^(?:true|True|TRUE|false|False|FALSE)$"),
+    "int": re.compile(r"^(?:[-+]?[0-9][0-9_]*|0x[0-9a-fA-F]+)$"),
+    "float": FLOAT,
+    "merge": re.compile(r"^<<$"),
+}.items():
+    _Loader.add_implicit_resolver(_TAG + _name, _pattern, None)
+
+
+@dataclass
+class Node:
+    """A value of a recipe: a scalar, a mapping of nodes or a list of nodes.
+
+    `source`: where it was written ("recipes/x.yaml:12"). `key`: its full key as it was written there. `replaces`: this
+    mapping replaces the inherited one instead of being merged into it."""
+
+    value: Any
+    source: str
+    key: str
+    replaces: bool = False
+
+    @property
+    def is_mapping(self) -> bool:
+        return isinstance(self.value, dict)
+
+    @property
+    def is_list(self) -> bool:
+        return isinstance(self.value, list)
+
+    def children(self) -> Iterator[tuple[str, Node]]:
+        """Yield (name or position, node) for each item of a mapping or a list."""
+        if isinstance(self.value, dict):
+            yield from self.value.items()
+        elif isinstance(self.value, list):
+            yield from ((str(position), item) for position, item in enumerate(self.value))
+
+    def find(self, path: str) -> Node | None:
+        """Return the node at a dotted path, or None."""
+        node = self
+        for part in path.split(".") if path else ():
+            found = dict(node.children()).get(part)
+            if found is None:
+                return None
+            node = found
+        return node
+
+    def plain(self) -> Any:
+        """Return the value as plain dicts, lists and scalars."""
+        if isinstance(self.value, dict):
+            return {name: node.plain() for name, node in self.value.items()}
+        if isinstance(self.value, list):
+            return [node.plain() for node in self.value]
+        return self.value
+
+    def copy(self) -> Node:
+        """Return the same tree in new nodes."""
+        value = self.value
+        if isinstance(value, dict):
+            value = {name: node.copy() for name, node in value.items()}
+        elif isinstance(value, list):
+            value = [node.copy() for node in value]
+        return Node(value, self.source, self.key, self.replaces)
+
+    @staticmethod
+    def of(value: Any, source: str, key: str = "") -> Node:
+        """Return the tree of a plain value, all from one source."""
+        if isinstance(value, dict):
+            value = {str(name): Node.of(item, source, joined(key, str(name))) for name, item in value.items()}
+        elif isinstance(value, list | tuple):
+            value = [Node.of(item, source, joined(key, str(position))) for position, item in enumerate(value)]
+        return Node(value, source, key)
+
+
+def parse_file(path: Path, name: str) -> Node:
+    """Return the tree of a YAML file. Sources and errors call the file `name`. Raises RecipeError."""
+    try:
+        text = path.read_text(encoding="utf-8-sig")
+    except UnicodeDecodeError as error:
+        raise RecipeError([Problem(name, "", f"not UTF-8 text: {error}")], name) from None
+    return _parse(text, "", lambda line: f"{name}:{line}", name)
+
+
+def parse_text(text: str, key: str, source: str) -> Node:
+    """Return the tree of YAML text that is the value of `key`, all of it from `source`. Raises RecipeError."""
+    return _parse(text, key, lambda _line: source, source)
+
+
+def _parse(text: str, key: str, source_of: Any, name: str) -> Node:
+    try:
+        root = yaml.compose(text, Loader=_Loader)
+    except yaml.MarkedYAMLError as error:
+        mark = error.problem_mark or error.context_mark
+        what = ", ".join(part for part in (error.context, error.problem) if part)
+        source = source_of(mark.line + 1) if mark else name
+        raise RecipeError([Problem(source, key, f"not valid YAML: {what}")], name) from None
+    except yaml.YAMLError as error:
+        raise RecipeError([Problem(name, key, f"not valid YAML: {error}")], name) from None
+    if root is None:
+        return Node(None, source_of(1), key)
+    problems: list[Problem] = []
+    node = _convert(root, root.start_mark.line + 1, key, source_of, problems)
+    if problems:
+        raise RecipeError(problems, name)
+    return node
+
+
+def _convert(node: yaml.Node, line: int, key: str, source_of: Any, problems: list[Problem]) -> Node:
+    source = source_of(line)
+    if isinstance(node, yaml.SequenceNode):
+        items = [
+            _convert(item, item.start_mark.line + 1, joined(key, str(position)), source_of, problems)
+            for position, item in enumerate(node.value)
+        ]
+        return Node(items, source, key)
+    if isinstance(node, yaml.MappingNode):
+        return _convert_mapping(node, source, key, source_of, problems)
+    try:
+        return Node(_scalar(node), source, key)
+    except ValueError as error:
+        problems.append(Problem(source, key, str(error)))
+        return Node(None, source, key)
+
+
+def _convert_mapping(node: yaml.MappingNode, source: str, key: str, source_of: Any, problems: list[Problem]) -> Node:
+    own: dict[str, Node] = {}
+    inherited: dict[str, Node] = {}
+    replaces = False
+    for key_node, value_node in node.value:
+        line = key_node.start_mark.line + 1
+        if key_node.tag == _MERGE:
+            merged = value_node.value if isinstance(value_node, yaml.SequenceNode) else [value_node]
+            for item in merged:
+                for name, child in _convert(item, line, key, source_of, problems).children():
+                    inherited.setdefault(name, child)
+            continue
+        if not isinstance(key_node, yaml.ScalarNode):
+            problems.append(Problem(source_of(line), key, "a key must be a single word"))
+            continue
+        name = str(key_node.value)
+        child = _convert(value_node, line, joined(key, name), source_of, problems)
+        if name == OVERRIDE_KEY:
+            if not isinstance(child.value, bool):
+                message = f"expected true or false, got {in_yaml(child.plain())}"
+                problems.append(Problem(child.source, child.key, message))
+            replaces = child.value is True
+        elif name in own:
+            message = f"the key is given twice; the first time at {own[name].source}"
+            problems.append(Problem(child.source, child.key, message))
+        else:
+            own[name] = child
+    return Node({**inherited, **own}, source, key, replaces)
+
+
+def _scalar(node: yaml.Node) -> Any:
+    text = str(node.value)
+    kind = node.tag.removeprefix(_TAG)
+    if kind == "str":
+        return text
+    if kind == "null":
+        return None
+    if kind == "bool":
+        return text.lower() == "true"
+    if kind == "int":
+        return int(text.replace("_", ""), 16 if text.startswith("0x") else 10)
+    if kind == "float":
+        return float(re.sub(r"\.(?=inf|nan)", "", text.replace("_", ""), flags=re.IGNORECASE))
+    raise ValueError(f"a value of kind {node.tag} cannot stand in a recipe")

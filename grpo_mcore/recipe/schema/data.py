@@ -1,0 +1,137 @@
+"""`data`: datasets and their loading, in the nested layout. loading/data_layouts.py converts the flat layout."""
+
+from __future__ import annotations
+
+import re
+from typing import Any
+
+from pydantic import Field
+
+from grpo_mcore.recipe.errors import nearest_hint
+from grpo_mcore.recipe.schema.section import NonNegative, NonNegativeFloat, Positive, Section
+
+# Datasets that are read from `data_path`. Any other name is a dataset of its own.
+FILE_DATASETS = ("ResponseDataset", "openai_format", "BinaryPreferenceDataset", "NemoGymDataset")
+# Datasets with a better and a worse answer to each prompt, which neither GRPO nor SFT can use.
+PREFERENCE_DATASETS = ("BinaryPreferenceDataset",)
+# All names of datasets. data/datasets.py loads them.
+DATASETS = (
+    *FILE_DATASETS,
+    "SlidingPuzzle",
+    "OpenMathInstruct-2",
+    "DeepScaler",
+    "DAPOMath17K",
+    "DAPOMathAIME2024",
+    "AIME2024",
+    "AIME2025",
+    "GSM8K",
+    "NuminaMath",
+    "Squad",
+    "OpenAssistant",
+    "Tulu3SftMixture",
+    "HelpSteer3",
+)
+UNSET_KEYS = ("input", "output")  # input_key and output_key of an entry that sets neither
+
+
+def dataset_by_name(written: str) -> str | None:
+    """Return the name in DATASETS that `written` means, ignoring case, `-`, `_`, a version and a final "Dataset"."""
+    return {_plain(name): name for name in DATASETS}.get(_plain(written))
+
+
+def unknown_dataset(written: str) -> str:
+    """Return the error message for a name that no dataset has."""
+    hint = nearest_hint(written, DATASETS)
+    return f"{written!r} is not known{hint}; known are {', '.join(DATASETS)}, or a dataset class by import path"
+
+
+def _plain(name: str) -> str:
+    letters = "".join(letter for letter in re.sub(r"-\d+\.\d+$", "", name).lower() if letter.isalnum())
+    return letters.removesuffix("dataset")
+
+
+class DatasetEntry(Section):
+    """One dataset: an entry of `data.train` or `data.validation`, with `data.default` applied. Read by data/."""
+
+    dataset_name: str = "ResponseDataset"
+    """Name of a known dataset, ResponseDataset for a file of your own, or the import path of a dataset class."""
+    data_path: str | None = None
+    """A JSON, JSONL or Parquet file, or organisation/name of a Hugging Face dataset. For a known dataset: a copy of
+    it."""
+    task_name: str | None = None
+    """Name of the dataset in metrics and logs. null: the name of the dataset or of its file."""
+    subset: str | None = None
+    """Subset of a Hugging Face dataset. null: the dataset's default."""
+    split: str | None = None
+    """Split of a Hugging Face dataset, or part of one, such as `train[:5%]`. null: the dataset's default."""
+    download_dir: str | None = None
+    """Folder for downloaded data. null: the Hugging Face cache."""
+    input_key: str = "input"
+    """Field of a row that holds the question. At the default, a known dataset uses its own field."""
+    output_key: str = "output"
+    """Field of a row that holds the answer. At the default, a known dataset uses its own field."""
+    chat_key: str = "messages"
+    """Field of a row that holds the messages. Only for openai_format."""
+    system_key: str | None = None
+    """Field of a row that holds its system prompt. Only for openai_format."""
+    system_prompt: str | None = None
+    """System prompt of rows without one. Only for openai_format."""
+    tool_key: str | None = "tools"
+    """Field of a row that holds its tools. Only for openai_format. null: tools."""
+    use_preserving_dataset: bool = False
+    """No effect, accepted for recipes of NeMo RL: rows of JSON files always keep all their fields."""
+    prompt_key: str = "prompt"
+    """Field of a row that holds the prompt. Only for BinaryPreferenceDataset."""
+    chosen_key: str = "chosen"
+    """Field of a row that holds the better answer. Only for BinaryPreferenceDataset."""
+    rejected_key: str = "rejected"
+    """Field of a row that holds the worse answer. Only for BinaryPreferenceDataset."""
+    prompt_file: str | None = None
+    """File with a prompt template; the question replaces {} in it. null: the question alone."""
+    system_prompt_file: str | None = None
+    """File with the system prompt. null: none."""
+    processor: str | None = None
+    """Data processor by name or import path. null: the default of the algorithm."""
+    env_name: str | None = None
+    """Entry of `env` that scores this dataset. null: the only entry. Also read by algorithms/."""
+    split_validation_size: NonNegativeFloat = 0.0
+    """Part of the training data that becomes validation data: a share if below 1, otherwise a number of rows."""
+    seed: int = 42
+    """Seed of the split by split_validation_size and of a generated dataset."""
+    dataset_kwargs: dict[str, Any] = Field(default_factory=dict)
+    """Options of a generated dataset, such as SlidingPuzzle, or of a dataset class."""
+    repeat: Positive = 1
+    """Number of times that each row occurs."""
+
+
+class DataConfig(Section):
+    """`data`. Read by data/."""
+
+    max_input_seq_length: Positive | None = None
+    """Maximum length of a prompt, in tokens; longer ones are excluded and counted. null:
+    policy.max_total_sequence_length."""
+    shuffle: bool = True
+    """Read the training data in an order drawn from the seed."""
+    num_workers: NonNegative = 1
+    """No effect, accepted for recipes of NeMo RL: the driver tokenises a prompt in well under a millisecond."""
+    add_bos: bool = True
+    """No effect, accepted for recipes of NeMo RL: only the chat template adds special tokens."""
+    add_eos: bool = True
+    """No effect, accepted for recipes of NeMo RL: see add_bos."""
+    add_generation_prompt: bool = False
+    """No effect, accepted for recipes of NeMo RL: SFT trains on what follows the generation prompt."""
+    use_multiple_dataloader: bool = False
+    """Use one data loader per dataset, for GRPO. There are no epochs then: a dataset that has ended starts again, and
+    the run ends at grpo.max_num_steps."""
+    num_prompts_per_dataloader: Positive | None = None
+    """Prompts in a batch of each data loader; grpo.num_prompts_per_step must be a multiple. No effect without
+    use_multiple_dataloader."""
+    custom_dataloader: str | None = None
+    """Import path of the function that composes a step's prompts from the data loaders. null: one batch of each. No
+    effect without use_multiple_dataloader."""
+    train: list[DatasetEntry] = Field(default_factory=list)
+    """Training datasets, at least one."""
+    validation: list[DatasetEntry] = Field(default_factory=list)
+    """Validation datasets, besides the part of the training data that split_validation_size takes."""
+    default: dict[str, Any] = Field(default_factory=dict)
+    """Values of dataset keys for entries that do not set them. Already applied to `train` and `validation`."""

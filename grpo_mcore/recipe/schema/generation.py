@@ -1,0 +1,125 @@
+"""`policy.generation`: sampling and the vLLM engines."""
+
+from __future__ import annotations
+
+from typing import Annotated, Any, Literal
+
+from pydantic import Field
+
+from grpo_mcore.recipe.schema.section import (
+    NonNegativeFloat,
+    OffWhenNull,
+    Positive,
+    PositiveFloat,
+    PositiveShare,
+    Section,
+)
+
+
+class ColocatedResourcesConfig(Section):
+    """`policy.generation.colocated.resources`: devices of the engines' own. No effect while colocated.enabled is
+    true."""
+
+    gpus_per_node: Positive | None = None
+    """Accelerators (on CPU: processes) of each node that belong to engines. Without num_nodes they are taken from
+    cluster.gpus_per_node on every node. With num_nodes, null means all accelerators of the engines' nodes."""
+    num_nodes: Positive | None = None
+    """Nodes of cluster.num_nodes that belong to engines."""
+
+
+class ColocatedConfig(Section):
+    """`policy.generation.colocated`: whether engines and policy share accelerators."""
+
+    enabled: bool = True
+    """Engines and policy share the same accelerators. false: each has its own, and refits go over the network."""
+    resources: ColocatedResourcesConfig = Field(default_factory=ColocatedResourcesConfig)
+    """The engines' own devices when enabled is false."""
+
+
+class ServingChatConfig(Section):
+    """`policy.generation.vllm_cfg.http_server_serving_chat_kwargs`: how the endpoint parses answers."""
+
+    enable_auto_tools: bool = False
+    """Parse tool calls in the policy's answers. Needs tool_parser."""
+    tool_parser: str | None = None
+    """vLLM's name of the tool-call parser, such as hermes. null: tool calls stay text."""
+    reasoning_parser: str | None = None
+    """vLLM's name of the reasoning parser, such as deepseek_r1. null: reasoning stays text."""
+
+
+class VllmConfig(Section):
+    """`policy.generation.vllm_cfg`: one vLLM engine. Read by generation/."""
+
+    tensor_parallel_size: Positive = 1
+    """Ranks of one engine (TP). On GPUs they are part of one node, or all GPUs of several nodes."""
+    pipeline_parallel_size: Positive = 1
+    """Pipeline stages of one engine. Above 1: not supported yet."""
+    expert_parallel_size: Positive = 1
+    """Ranks among which the whole experts of one engine are divided: 1 or tensor_parallel_size. 1: each rank holds a
+    slice of every expert."""
+    gpu_memory_utilization: PositiveShare = 0.6
+    """Share of a GPU's memory that an engine may take. No effect on CPU."""
+    kv_cache_memory_gb: PositiveFloat | None = None
+    """Size of one engine rank's KV cache in GiB. null: what gpu_memory_utilization leaves; on CPU 1 GiB."""
+    max_model_len: Positive | None = None
+    """Maximum length of a sequence in an engine, in tokens. null: policy.max_total_sequence_length."""
+    precision: Literal["bfloat16", "float32"] | None = None
+    """Number format of the engine's weights and activations. null: policy.precision."""
+    kv_cache_dtype: str = "auto"
+    """Number format of the KV cache. Only auto is supported yet."""
+    enforce_eager: bool = False
+    """Run without CUDA graphs and without compilation. No effect on CPU."""
+    load_format: Literal["auto", "dummy"] = "auto"
+    """First weights of an engine: auto reads the model's files, dummy waits for the first refit."""
+    expose_http_server: bool = False
+    """Serve the policy through an OpenAI-compatible endpoint. Agents of NeMo Gym need it."""
+    http_server_host: str | None = None
+    """Address at which the endpoint listens. null: the driver's address on the cluster's network."""
+    http_server_port: Positive | None = None
+    """Port of the endpoint. null: a free port."""
+    http_server_api_key_env_var: str | None = None
+    """Environment variable of the driver that holds the endpoint's access token. null: a random token, written to
+    endpoint.json in the run's logs."""
+    http_server_serving_chat_kwargs: Annotated[ServingChatConfig, OffWhenNull] = Field(
+        default_factory=ServingChatConfig
+    )
+    """How the endpoint parses the policy's answers."""
+    tool_parser_plugin: str | None = None
+    """Python file that registers more tool parsers with vLLM. null: none."""
+    reasoning_parser_plugin: str | None = None
+    """Python file that registers more reasoning parsers with vLLM. null: none."""
+    enable_return_routed_experts: bool = False
+    """Record the experts chosen for each token. policy.router_replay.enabled implies it."""
+
+
+class GenerationConfig(Section):
+    """`policy.generation`. Read by generation/ and rollout/."""
+
+    backend: Literal["vllm"] = "vllm"
+    """The inference engine."""
+    num_engines: Positive | None = None
+    """Number of engines. null: as many as fit their accelerators; on CPU 1, or as many as fit their own pool."""
+    max_new_tokens: Positive | None = None
+    """Maximum length of an answer, in tokens. null: policy.max_total_sequence_length."""
+    temperature: PositiveFloat = 1.0
+    """Sampling temperature in training. The policy's logits are divided by it too. Also read by parallel/."""
+    top_p: PositiveShare = 1.0
+    """Sample from the smallest set of tokens with this total probability. Below 1: not supported yet in training."""
+    top_k: Positive | None = None
+    """Sample from this many most likely tokens. null: from all; a number is not supported yet in training."""
+    val_temperature: NonNegativeFloat | None = None
+    """Sampling temperature in validation. 0 takes the most likely token. null: temperature."""
+    val_top_p: PositiveShare | None = None
+    """top_p in validation. null: top_p."""
+    val_top_k: Positive | None = None
+    """top_k in validation. null: top_k."""
+    stop_token_ids: list[int] | None = None
+    """Tokens that end an answer. null: the tokenizer's end-of-sequence token."""
+    stop_strings: list[str] | None = None
+    """Strings that end an answer. null: none."""
+    colocated: ColocatedConfig = Field(default_factory=ColocatedConfig)
+    """Devices of the engines."""
+    vllm_cfg: VllmConfig = Field(default_factory=VllmConfig)
+    """Settings of each engine."""
+    vllm_kwargs: dict[str, Any] = Field(default_factory=dict)
+    """Further engine arguments, passed to vLLM unchanged."""

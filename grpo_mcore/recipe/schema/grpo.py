@@ -1,0 +1,199 @@
+"""`grpo`: the RL loop."""
+
+from __future__ import annotations
+
+import math
+from typing import Annotated, Any, Literal
+
+from pydantic import BeforeValidator, Field
+
+from grpo_mcore.recipe.schema.section import (
+    NonNegative,
+    NonNegativeFloat,
+    OffWhenNull,
+    Positive,
+    PositiveFloat,
+    Probability,
+    Section,
+)
+
+
+def _weights(value: Any) -> Any:
+    entries = list(value.values()) if isinstance(value, dict) else value
+    if entries is not None and not (
+        isinstance(entries, list)
+        and entries
+        and all(type(entry) in (int, float) and math.isfinite(entry) for entry in entries)
+    ):
+        raise ValueError("expected numbers by reward name, a list of numbers or null")
+    return value
+
+
+# Checked before the union below, which would report an error for each of its members.
+_WEIGHTS = BeforeValidator(_weights)
+
+
+class RewardScalingConfig(Section):
+    """`grpo.reward_scaling`: clamp rewards to the source interval, then map it linearly to the target
+    interval. Read by objective/."""
+
+    enabled: bool = False
+    """Scale rewards."""
+    source_min: float = 0.0
+    """Lower end of the source interval."""
+    source_max: float = 1.0
+    """Upper end of the source interval."""
+    target_min: float = 0.0
+    """Lower end of the target interval."""
+    target_max: float = 1.0
+    """Upper end of the target interval."""
+
+
+class RewardShapingConfig(Section):
+    """`grpo.reward_shaping`: penalties for answers that are too long, applied after scaling. Read by objective/."""
+
+    enabled: bool = False
+    """Shape rewards."""
+    overlong_buffer_length: Positive = 128
+    """Number of generated tokens, ending at max_response_length, over which the penalty grows from 0 to its maximum."""
+    overlong_buffer_penalty: NonNegativeFloat = 1.0
+    """Maximum penalty, subtracted from the reward. 0: none."""
+    max_response_length: Positive | None = None
+    """Number of generated tokens from which the penalty is at its maximum. null: policy.max_total_sequence_length."""
+    stop_properly_penalty_coef: Probability | None = None
+    """Factor on the reward of truncated samples, instead of the penalty on length. null: no factor."""
+
+
+class AdvEstimatorConfig(Section):
+    """`grpo.adv_estimator`: how rewards become advantages. Read by objective/."""
+
+    name: Literal["grpo", "dr_grpo", "rloo", "reinforce_plus_plus", "gdpo", "opd"] = "grpo"
+    """Estimator. grpo: relative to the group. dr_grpo: reward minus the group's mean. rloo: reward minus the mean of
+    the others. reinforce_plus_plus: standardised over all trained tokens of the step. gdpo: each named reward by
+    itself, then summed. opd: not supported yet."""
+    normalize_rewards: bool | None = None
+    """Divide by the standard deviation of the group. Only for grpo and gdpo. null: grpo.normalize_rewards."""
+    use_leave_one_out_baseline: bool | None = None
+    """Leave the sample itself out of its baseline. Only for grpo and gdpo. null: grpo.use_leave_one_out_baseline."""
+    minus_baseline: bool = True
+    """Subtract the group's mean before standardising. false: use the rewards as they are, only for
+    reinforce_plus_plus."""
+    reward_weights: Annotated[dict[str, float] | list[float] | None, _WEIGHTS] = None
+    """Weights of the named rewards, for gdpo only: by name, or in the order of the sorted names. null: all 1."""
+
+
+class AsyncGRPOConfig(Section):
+    """`grpo.async_grpo`: engines generate for later steps while the policy trains. No key has an effect while enabled
+    is false."""
+
+    enabled: bool = False
+    """Generate ahead of training. Needs loss_fn.use_importance_sampling_correction: true."""
+    max_trajectory_age_steps: NonNegative = 1
+    """Maximum age of a trajectory that is trained on, in weight versions, and maximum number of steps that generation
+    is ahead. 0: same as enabled: false."""
+    max_groups_in_flight: Positive | None = None
+    """Maximum number of groups that are being generated or wait to be trained on. null: what the age allows,
+    num_prompts_per_step x (1 + max_trajectory_age_steps)."""
+    max_buffer_gb: PositiveFloat | None = None
+    """Maximum size of groups in the object store, in GiB. Groups in generation count as much as the largest group so
+    far. Beyond it only the prompts of the next step are dispatched. null: no limit."""
+    group_order: Literal["in_order", "oldest_first", "freshest_first"] = "in_order"
+    """Order in which steps take groups. in_order: as they were dispatched; a step waits for them. oldest_first and
+    freshest_first: finished groups by weight version; a step waits only for groups that would become too old, so short
+    answers are preferred."""
+    max_generation_failures: NonNegative = 0
+    """Maximum number of failed generation calls in a row. Their groups are generated again as a whole; one more failure
+    ends the run."""
+    in_flight_weight_updates: bool = False
+    """Refit while engines generate: unfinished samples continue with the new weights. false: finish them first."""
+    recompute_kv_cache_after_weight_updates: bool = False
+    """Compute the KV cache of unfinished samples again after a refit. Only with in_flight_weight_updates."""
+    min_samples_per_group: Annotated[int, Field(ge=2)] | None = None
+    """Number of samples with which a group is finished, whichever come first; the others are abandoned. A step then
+    does not wait for the longest answers, so short ones are preferred. null: all num_generations_per_prompt."""
+    partial_rollouts: bool = False
+    """Pause unfinished samples while the policy trains on the engines' devices, and resume them after the refit. On
+    GPUs the engines free their memory in between. With group_order oldest_first and max_groups_in_flight below what the
+    age allows, no step waits for its longest samples. Only with in_flight_weight_updates."""
+
+    @property
+    def pauses(self) -> bool:
+        """Whether unfinished samples are paused while the policy trains."""
+        return self.partial_rollouts and self.max_age > 0
+
+    @property
+    def max_age(self) -> int:
+        """Maximum trajectory age in weight versions; 0 unless enabled."""
+        return self.max_trajectory_age_steps if self.enabled else 0
+
+
+class GRPOConfig(Section):
+    """`grpo`. Read by algorithms/ unless stated otherwise."""
+
+    num_prompts_per_step: Positive = 32
+    """Number of prompts of one step."""
+    num_generations_per_prompt: Positive = 16
+    """Number of samples of one prompt, which form its group."""
+    max_num_epochs: Positive = 1
+    """Maximum number of passes over the training data."""
+    max_num_steps: Positive = 1_000_000
+    """Maximum number of steps."""
+    max_rollout_turns: Positive = 1
+    """Maximum number of generated turns of a trajectory. An environment may end it earlier."""
+    normalize_rewards: bool = True
+    """Divide advantages by the standard deviation of their group, for estimators with this option. Read by
+    objective/."""
+    use_leave_one_out_baseline: bool = True
+    """Use the mean reward of the other samples of the group as baseline, not of all, for estimators with this option.
+    Read by objective/."""
+    advantage_clip_low: float | None = None
+    """Lower bound of the advantages. null: none. Read by objective/."""
+    advantage_clip_high: float | None = None
+    """Upper bound of the advantages. null: none. Read by objective/."""
+    val_period: NonNegative = 10
+    """Steps between two validations. 0: never."""
+    val_start_at: Annotated[int, Field(ge=-1)] = -1
+    """First step at which a periodic validation may happen. -1: the first step."""
+    val_at_start: bool = False
+    """Validate before the first step."""
+    val_at_end: bool = False
+    """Validate after the last step."""
+    val_batch_size: Positive | None = 256
+    """Maximum number of prompts in generation at one time in validation. null: all."""
+    max_val_samples: Positive | None = 256
+    """Maximum number of prompts of one validation. null: the whole validation data."""
+    val_num_generations_per_prompt: Positive = 1
+    """Number of samples of one prompt in validation. Above 1, pass@k is reported too: k = 1, 2, 4, ... and this
+    number."""
+    stop_at_validation_metric: str | None = None
+    """Validation metric that ends the run once it is at or above stop_at_validation_threshold, under the name that is
+    printed: accuracy, pass@4 or TASK/accuracy, with or without `val:`. Only for metrics that should rise."""
+    stop_at_validation_threshold: float | None = None
+    """Value of stop_at_validation_metric that ends the run."""
+    skip_reference_policy_logprobs_calculation: bool = False
+    """State that no reference log-probs are computed. Needs loss_fn.reference_policy_kl_penalty: 0, which skips them
+    anyway."""
+    seed: int = 42
+    """Seed of the data order and, together with step, prompt and generation index, of sampling."""
+    overlong_filtering: bool = False
+    """Leave truncated samples out of the loss. Read by objective/."""
+    use_dynamic_sampling: bool = False
+    """Train only on groups whose rewards, as given by the environment, differ. Generation continues until there are
+    num_prompts_per_step of them; surplus prompts are generated again later."""
+    dynamic_sampling_max_gen_batches: Positive = 10
+    """Maximum number of batches generated for one step; if they are not enough, the run ends. No effect without
+    use_dynamic_sampling."""
+    batch_multiplier: Annotated[float, Field(ge=1)] = 1.0
+    """Number of prompts of one generation batch, as a multiple of num_prompts_per_step. Above 1 only with
+    use_dynamic_sampling."""
+    seq_logprob_error_threshold: Annotated[float, Field(gt=1)] | None = None
+    """Leave samples out of the loss whose probabilities differ by more than this between engine and policy: the mean of
+    exp|difference of log-probs| over their tokens, which is 1 if they agree. null: keep all."""
+    reward_scaling: Annotated[RewardScalingConfig, OffWhenNull] = Field(default_factory=RewardScalingConfig)
+    """Linear scaling of rewards."""
+    reward_shaping: Annotated[RewardShapingConfig, OffWhenNull] = Field(default_factory=RewardShapingConfig)
+    """Penalties for long answers."""
+    adv_estimator: Annotated[AdvEstimatorConfig, OffWhenNull] = Field(default_factory=AdvEstimatorConfig)
+    """How rewards become advantages."""
+    async_grpo: Annotated[AsyncGRPOConfig, OffWhenNull] = Field(default_factory=AsyncGRPOConfig)
+    """Generation ahead of training."""

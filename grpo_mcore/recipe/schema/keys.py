@@ -1,0 +1,100 @@
+"""The schema as data: every key with its type, default and docstring."""
+
+from __future__ import annotations
+
+import ast
+import inspect
+import types
+from collections.abc import Iterator
+from functools import cache
+from typing import Any, Literal, Union, get_args, get_origin
+
+from pydantic.fields import FieldInfo
+
+from grpo_mcore.recipe.errors import joined, nearest
+from grpo_mcore.recipe.schema.master import RecipeSections
+from grpo_mcore.recipe.schema.section import Section
+
+
+def section_of(annotation: Any) -> tuple[type[Section] | None, bool]:
+    """Return the section that a field holds, if any, and whether it holds a list of them."""
+    if get_origin(annotation) is list:
+        return section_of(get_args(annotation)[0])[0], True
+    if isinstance(annotation, type) and issubclass(annotation, Section):
+        return annotation, False
+    return None, False
+
+
+@cache
+def known_keys() -> dict[str, FieldInfo]:
+    """Return every key of the schema, sections included. `*` stands for a list position: "data.train.*.data_path"."""
+    return dict(_walk(RecipeSections, ""))
+
+
+def _walk(section: type[Section], path: str) -> Iterator[tuple[str, FieldInfo]]:
+    for name, field in section.model_fields.items():
+        key = joined(path, name)
+        yield key, field
+        inner, is_list = section_of(field.annotation)
+        if inner is not None:
+            yield from _walk(inner, key + ".*" if is_list else key)
+
+
+def field_at(key: str) -> FieldInfo | None:
+    """Return the field of a full key, in which list positions are numbers."""
+    return known_keys().get(".".join("*" if part.isdecimal() else part for part in key.split(".")))
+
+
+def default_of(key: str) -> Any:
+    """Return the plain default of a key. Raises KeyError if the schema has no such key or the key has no default."""
+    field = field_at(key)
+    if field is None or field.is_required():
+        raise KeyError(key)
+    value = field.get_default(call_default_factory=True)
+    return value.model_dump() if isinstance(value, Section) else value
+
+
+def nullable(key: str) -> bool:
+    """Return whether the key may be null."""
+    field = field_at(key)
+    origin = get_origin(field.annotation) if field is not None else None
+    return field is not None and origin in (Union, types.UnionType) and type(None) in get_args(field.annotation)
+
+
+def choices(key: str) -> tuple[Any, ...]:
+    """Return the allowed values of a key that has a fixed set of them, otherwise ()."""
+    field = field_at(key)
+    parts = [field.annotation, *get_args(field.annotation)] if field is not None else []
+    return next((get_args(part) for part in parts if get_origin(part) is Literal), ())
+
+
+def nearest_key(key: str) -> str | None:
+    """Return the known key that an unknown key most likely means, or None.
+
+    That is the only key of the same name elsewhere, else a similar name in the same section, else the same or a similar
+    name elsewhere."""
+    section, _, name = key.rpartition(".")
+    generic = ".".join("*" if part.isdecimal() else part for part in section.split("."))
+    siblings = [path.rpartition(".")[2] for path in known_keys() if path.rpartition(".")[0] == generic]
+    elsewhere: dict[str, list[str]] = {}
+    for path in known_keys():
+        elsewhere.setdefault(path.rpartition(".")[2], []).append(path.replace(".*", ""))
+    if len(elsewhere.get(name, ())) == 1:
+        return elsewhere[name][0]
+    if found := nearest(name, siblings):
+        return joined(section, found)
+    found = name if name in elsewhere else nearest(name, elsewhere)
+    return elsewhere[found][0] if found else None
+
+
+@cache
+def docstrings(section: type[Section]) -> dict[str, str]:
+    """Return the docstring of each field of a section, on one line."""
+    (tree,) = ast.parse(inspect.getsource(section)).body
+    assert isinstance(tree, ast.ClassDef)
+    found = {}
+    for field, after in zip(tree.body, tree.body[1:], strict=False):
+        if isinstance(field, ast.AnnAssign) and isinstance(field.target, ast.Name) and isinstance(after, ast.Expr):
+            if isinstance(after.value, ast.Constant) and isinstance(after.value.value, str):
+                found[field.target.id] = " ".join(after.value.value.split())
+    return found

@@ -1,0 +1,89 @@
+"""`launch`: the cluster job of a run. What is specific to one site belongs on the command line or in a recipe that
+inherits."""
+
+from __future__ import annotations
+
+from typing import Annotated, Literal
+
+from pydantic import Field
+
+from grpo_mcore.recipe.schema.section import NonNegative, Positive, Section
+
+
+class SlurmConfig(Section):
+    """`launch.slurm`. Read by tools/launch/."""
+
+    account: str | None = None
+    """Account that is charged."""
+    partition: str | None = None
+    """Partition. null: the site's default."""
+    options: list[str] = Field(default_factory=list)
+    """Further options of sbatch, such as "--qos=high"."""
+
+
+class KubernetesConfig(Section):
+    """`launch.k8s`. Read by tools/launch/."""
+
+    namespace: str | None = None
+    """Namespace. null: the current one when the manifest is applied."""
+    service_account: str | None = None
+    """Service account of the pods."""
+    image_pull_secrets: list[str] = Field(default_factory=list)
+    """Secrets that pull the image."""
+    secrets: dict[str, str] = Field(default_factory=dict)
+    """Environment variables of the driver taken from secrets: name -> "SECRET/KEY", such as HF_TOKEN: hf/token."""
+    volume_claim: str | None = None
+    """PersistentVolumeClaim (ReadWriteMany) that all pods mount: checkpoints, logs, data, model cache."""
+    volume_path: str = "/shared"
+    """Mount point of the volume. It is also the working directory, to which relative paths refer."""
+    scheduler: Literal["none", "kueue", "volcano", "yunikorn", "kai"] = "none"
+    """Gang scheduler, which starts all pods of a job together or none."""
+    queue: str | None = None
+    """Queue of the gang scheduler."""
+    priority_class: str | None = None
+    """PriorityClass of the pods."""
+    node_selector: dict[str, str] = Field(default_factory=dict)
+    """Labels of the nodes on which accelerator pods run."""
+    rdma_resource: str | None = None
+    """Extended resource of the RDMA device plugin, such as rdma/hca_shared_devices_a. null: no RDMA."""
+    rdma_count: Positive = 1
+    """Units of rdma_resource for each pod."""
+    host_network: bool = False
+    """Give pods the node's own network, which some RDMA installations need."""
+    shm_gb: Positive = 64
+    """Size of /dev/shm in GiB. It counts towards the pod's memory."""
+    gcs_redis_address: str | None = None
+    """HOST:PORT of a Redis that keeps Ray's state, so that the head pod may be restarted. null: a lost head pod costs a
+    restart from the checkpoint."""
+    gcs_redis_secret: str | None = None
+    """Password of that Redis, as "SECRET/KEY"."""
+
+
+class LaunchConfig(Section):
+    """`launch`. Read by tools/launch/."""
+
+    name: Annotated[str, Field(pattern=r"^[a-z]([-a-z0-9]*[a-z0-9])?$", max_length=40)] | None = None
+    """Name of the job. null: from the recipe's file name."""
+    container: str | None = None
+    """Image with its tag or digest. Slurm runs it with pyxis; null runs on bare metal."""
+    mounts: list[str] = Field(default_factory=list)
+    """Folders of the nodes that a Slurm container sees: "FROM:TO" or "FROM:TO:ro"."""
+    time_limit: Annotated[str, Field(pattern=r"^(\d+-)?\d{1,3}:[0-5]\d:[0-5]\d$")] = "04:00:00"
+    """Wall-clock limit of the job: "HH:MM:SS" or "D-HH:MM:SS"."""
+    save_before_end_s: Positive = 600
+    """Seconds before the time limit at which the run is asked to end its step and save. Must be longer than the longest
+    step and a checkpoint together."""
+    max_restarts: NonNegative = 3
+    """Maximum number of times that a job which was preempted, lost a node or ran out of time resumes from its
+    checkpoint."""
+    cpus_per_node: Positive = 64
+    """CPU cores of each node."""
+    memory_gb_per_node: Positive = 512
+    """Memory of each node in GiB, /dev/shm included."""
+    env: dict[str, str] = Field(default_factory=dict)
+    """Environment variables of the job. Not for secrets: use launch.k8s.secrets; Slurm takes them by name from the
+    environment of the submitter."""
+    slurm: SlurmConfig = Field(default_factory=SlurmConfig)
+    """Settings for Slurm only."""
+    k8s: KubernetesConfig = Field(default_factory=KubernetesConfig)
+    """Settings for Kubernetes only."""

@@ -1,0 +1,114 @@
+"""All sections of a recipe in one object, and the values of keys that a recipe leaves null."""
+
+from __future__ import annotations
+
+import math
+from typing import Any, Self
+
+from pydantic import Field, model_validator
+
+from grpo_mcore.recipe.schema.cluster import ClusterConfig
+from grpo_mcore.recipe.schema.data import DataConfig
+from grpo_mcore.recipe.schema.grpo import GRPOConfig
+from grpo_mcore.recipe.schema.launch import LaunchConfig
+from grpo_mcore.recipe.schema.loss import ClippedPGLossConfig
+from grpo_mcore.recipe.schema.outputs import CheckpointingConfig, GRPOLoggerConfig
+from grpo_mcore.recipe.schema.policy import PolicyConfig
+from grpo_mcore.recipe.schema.section import Section
+from grpo_mcore.recipe.schema.sft import SFTConfig
+
+
+class RecipeSections(Section):
+    """A whole recipe whose keys and types are checked. `MasterConfig` is one whose values go together, too."""
+
+    policy: PolicyConfig
+    """The model that is trained, and how it generates."""
+    data: DataConfig
+    """Datasets and their loading."""
+    loss_fn: ClippedPGLossConfig = Field(default_factory=ClippedPGLossConfig)
+    """The policy loss."""
+    grpo: GRPOConfig = Field(default_factory=GRPOConfig)
+    """The RL loop."""
+    sft: SFTConfig = Field(default_factory=SFTConfig)
+    """Supervised fine-tuning."""
+    env: dict[str, dict[str, Any]] = Field(default_factory=dict)
+    """Environments by name, each with the keys of its class. Read by environments/."""
+    cluster: ClusterConfig = Field(default_factory=ClusterConfig)
+    """Nodes and deadlines."""
+    launch: LaunchConfig = Field(default_factory=LaunchConfig)
+    """The cluster job that runs this recipe."""
+    logger: GRPOLoggerConfig = Field(default_factory=GRPOLoggerConfig)
+    """Logs."""
+    checkpointing: CheckpointingConfig = Field(default_factory=CheckpointingConfig)
+    """Checkpoints."""
+
+    @model_validator(mode="after")
+    def _fill_nulls(self) -> Self:
+        fill_nulls(self)
+        return self
+
+
+def runs_grpo(config: RecipeSections) -> bool:
+    """Return whether the recipe describes a GRPO run: it has a section `grpo`, or no section `sft`."""
+    return "grpo" in config.model_fields_set or "sft" not in config.model_fields_set
+
+
+def value_at(config: Any, key: str) -> Any:
+    """Return the value of a full key of a configuration."""
+    for part in key.split("."):
+        config = config[int(part)] if isinstance(config, list) else config[part]
+    return config
+
+
+NULL_MEANS: dict[str, tuple[str, ...] | int] = {
+    "policy.tokenizer.name": ("policy.model_name",),
+    "policy.logprob_batch_size": ("policy.train_micro_batch_size",),
+    "policy.logprob_chunk_size": 1024,
+    "policy.sequence_packing.train_mb_tokens": (
+        "policy.max_total_sequence_length",
+        "policy.train_micro_batch_size",
+    ),
+    "policy.sequence_packing.logprob_mb_tokens": ("policy.max_total_sequence_length", "policy.logprob_batch_size"),
+    "policy.megatron_cfg.pipeline_dtype": ("policy.precision",),
+    "policy.megatron_cfg.optimizer.clip_grad": ("policy.max_grad_norm",),
+    "policy.megatron_cfg.scheduler.start_weight_decay": ("policy.megatron_cfg.optimizer.weight_decay",),
+    "policy.megatron_cfg.scheduler.end_weight_decay": ("policy.megatron_cfg.optimizer.weight_decay",),
+    "policy.generation.max_new_tokens": ("policy.max_total_sequence_length",),
+    "policy.generation.val_temperature": ("policy.generation.temperature",),
+    "policy.generation.val_top_p": ("policy.generation.top_p",),
+    "policy.generation.val_top_k": ("policy.generation.top_k",),
+    "policy.generation.vllm_cfg.max_model_len": ("policy.max_total_sequence_length",),
+    "policy.generation.vllm_cfg.precision": ("policy.precision",),
+    "data.max_input_seq_length": ("policy.max_total_sequence_length",),
+    "grpo.reward_shaping.max_response_length": ("policy.max_total_sequence_length",),
+    "sft.val_global_batch_size": ("policy.train_global_batch_size",),
+}
+"""Values of keys that a recipe leaves null: a number, the key whose value they take, or the keys whose product they
+are. In this order: an entry may use the entries above it."""
+
+
+def null_means(key: str) -> str | int | None:
+    """Return the value of a key that is null, as a recipe would write it: 1024, "${a}" or "${mul:${a},${b}}". None if
+    null is a value of its own."""
+    meaning = NULL_MEANS.get(key)
+    if not isinstance(meaning, tuple):
+        return meaning
+    sources = [f"${{{source}}}" for source in meaning]
+    return f"${{mul:{','.join(sources)}}}" if len(sources) > 1 else sources[0]
+
+
+def fill_nulls(config: RecipeSections) -> None:
+    """Give keys that are null the values that follow from other keys, and each dataset the only environment."""
+    for key, meaning in NULL_MEANS.items():
+        parent, _, name = key.rpartition(".")
+        section = value_at(config, parent)
+        if section[name] is None:
+            values = [value_at(config, source) for source in meaning] if isinstance(meaning, tuple) else [meaning]
+            section[name] = math.prod(values) if len(values) > 1 else values[0]
+    policy = config.policy
+    if policy.megatron_cfg.optimizer.bf16 is None:
+        policy.megatron_cfg.optimizer.bf16 = policy.precision == "bfloat16"
+    if len(config.env) == 1:
+        for entry in [*config.data.train, *config.data.validation]:
+            if entry.env_name is None:
+                entry.env_name = next(iter(config.env))

@@ -1,0 +1,182 @@
+"""`policy.megatron_cfg`: layout, memory, optimizer and learning rate of the Megatron-Core policy."""
+
+from __future__ import annotations
+
+from typing import Annotated, Any, Literal
+
+from pydantic import Field
+
+from grpo_mcore.recipe.schema.section import (
+    NonNegative,
+    NonNegativeFloat,
+    OffWhenNull,
+    Positive,
+    PositiveFloat,
+    Probability,
+    Section,
+)
+
+
+class OptimizerConfig(Section):
+    """`policy.megatron_cfg.optimizer`. Read by parallel/."""
+
+    optimizer: Literal["adam", "sgd"] = "adam"
+    """Optimizer. adam with weight_decay above 0 is AdamW."""
+    lr: PositiveFloat = 5.0e-6
+    """Maximum learning rate, reached at the end of the warm-up."""
+    min_lr: NonNegativeFloat = 5.0e-7
+    """Learning rate at the end of the decay."""
+    weight_decay: NonNegativeFloat = 0.01
+    """Decoupled weight decay, per optimizer step and unit of learning rate."""
+    bf16: bool | None = None
+    """Weights in bfloat16 with float32 copies in the optimizer. Must agree with policy.precision. null: follow it."""
+    params_dtype: Literal["float32"] = "float32"
+    """Number format of the optimizer's copy of the weights."""
+    adam_beta1: Probability = 0.9
+    """Decay of Adam's mean of the gradients."""
+    adam_beta2: Probability = 0.999
+    """Decay of Adam's mean of the squared gradients."""
+    adam_eps: PositiveFloat = 1.0e-8
+    """Added to the root of Adam's second moment."""
+    sgd_momentum: Probability = 0.9
+    """Momentum. Only with optimizer: sgd."""
+    use_distributed_optimizer: bool = True
+    """Shard the optimizer state over the data-parallel ranks. false: not supported yet."""
+    use_precision_aware_optimizer: bool = False
+    """Keep the optimizer state in lower precision. No effect yet."""
+    clip_grad: NonNegativeFloat | None = None
+    """Same as policy.max_grad_norm. null: its value. Two different values are an error."""
+    optimizer_cpu_offload: bool = False
+    """Keep the optimizer state on the host and step there. Not supported yet."""
+    optimizer_offload_fraction: Probability = 0.0
+    """Share of the optimizer state that is kept on the host. Not supported yet."""
+
+
+class SchedulerConfig(Section):
+    """`policy.megatron_cfg.scheduler`: learning rate and weight decay over time, in RL steps (each may have several
+    optimizer steps) or, in SFT, in optimizer steps. Read by parallel/."""
+
+    lr_decay_style: Literal["constant", "linear", "cosine", "inverse-square-root"] = "constant"
+    """Shape of the decay from lr to min_lr, after the warm-up."""
+    lr_decay_iters: Positive = 1000
+    """Steps until the learning rate is at min_lr. With lr_decay_style: constant it only limits the warm-up."""
+    lr_warmup_iters: NonNegative = 13
+    """Steps of linear warm-up from lr_warmup_init to lr."""
+    lr_warmup_init: NonNegativeFloat = 5.0e-7
+    """Learning rate of the first step of the warm-up."""
+    start_weight_decay: NonNegativeFloat | None = None
+    """Weight decay at the first step. null: optimizer.weight_decay."""
+    end_weight_decay: NonNegativeFloat | None = None
+    """Weight decay after lr_decay_iters steps. null: optimizer.weight_decay."""
+    weight_decay_incr_style: Literal["constant", "linear", "cosine"] = "constant"
+    """Shape of the change from start_weight_decay to end_weight_decay."""
+
+
+class DistributedDataParallelConfig(Section):
+    """`policy.megatron_cfg.distributed_data_parallel_config`. Read by parallel/."""
+
+    grad_reduce_in_fp32: bool = True
+    """Sum gradients over micro-batches and data-parallel ranks in float32. false: in policy.precision; with bfloat16
+    the gradient then depends on the number of micro-batches by about half a percent."""
+    overlap_grad_reduce: bool = True
+    """Reduce gradients while the backward pass runs."""
+    overlap_param_gather: bool = True
+    """Gather updated weights while the next forward pass runs. No effect yet: a refit reads all weights right after the
+    step."""
+
+
+class PeftConfig(Section):
+    """`policy.megatron_cfg.peft`: LoRA. The model is frozen, and each linear layer W learns a low-rank update:
+    W + alpha / dim x B A. Engines get the merged weights. The reference policy is the model without the updates."""
+
+    enabled: bool = False
+    """Train adapters instead of the model. Read by parallel/."""
+    target_modules: list[str] = Field(default_factory=list)
+    """Linear layers with an adapter: names (linear_qkv, linear_proj, linear_fc1, linear_fc2; in a Mamba2 mixer in_proj,
+    out_proj) or patterns of full names ("*.layers.0.*"). []: all. Read by families/."""
+    exclude_modules: list[str] = Field(default_factory=list)
+    """Linear layers without an adapter, written the same way, such as "*.local_experts.*". Read by families/."""
+    dim: Positive = 8
+    """Rank of the update. Read by families/."""
+    alpha: PositiveFloat = 32.0
+    """The update is scaled by alpha / dim. Read by families/."""
+    dropout: NonNegativeFloat = 0.0
+    """Must be 0: with dropout, log-probs before and during training would differ."""
+    lora_A_init_method: Literal["xavier", "kaiming", "normal"] = "xavier"
+    """Initialisation of A. Read by parallel/."""
+    lora_B_init_method: Literal["zero"] = "zero"
+    """Initialisation of B. Zero means that training starts at the model itself."""
+
+
+class MegatronConfig(Section):
+    """`policy.megatron_cfg`. Ranks = tensor x pipeline x context x data parallel; the data-parallel size follows from
+    the cluster's size. Read by parallel/."""
+
+    enabled: Literal[True] = True
+    """Must be true: the policy is always Megatron-Core."""
+    tensor_model_parallel_size: Positive = 1
+    """Ranks that share each layer (TP)."""
+    pipeline_model_parallel_size: Positive = 1
+    """Stages into which the layers are divided (PP)."""
+    virtual_pipeline_model_parallel_size: Positive | None = None
+    """Model chunks of each stage (VPP): the interleaved schedule, with smaller bubbles and more messages. Needs PP
+    above 1. null: 1."""
+    context_parallel_size: Positive = 1
+    """Ranks that share each sequence (CP). Each computes two chunks, one from the front and one from the back."""
+    expert_model_parallel_size: Positive = 1
+    """Ranks that share the experts of a layer (EP). EP x ETP must divide TP x CP x DP, the ranks of a pipeline
+    stage."""
+    expert_tensor_parallel_size: Positive = 1
+    """Ranks that share each expert (ETP)."""
+    num_layers_in_first_pipeline_stage: Positive | None = None
+    """Layers of the first pipeline stage. null: an even split."""
+    num_layers_in_last_pipeline_stage: Positive | None = None
+    """Layers of the last pipeline stage. null: an even split."""
+    sequence_parallel: bool = False
+    """Split activations by token outside of the tensor-parallel layers. Needs TP above 1."""
+    pipeline_dtype: Literal["bfloat16", "float32"] | None = None
+    """Number format between pipeline stages. Must agree with policy.precision. null: follow it."""
+    activation_checkpointing: bool = False
+    """Recompute activations in the backward pass instead of keeping them."""
+    recompute_granularity: Literal["full", "selective"] = "full"
+    """What activation_checkpointing recomputes. selective: not supported yet."""
+    recompute_modules: list[str] | None = None
+    """Modules of selective recomputation. Not supported yet."""
+    empty_unused_memory_level: Literal[0, 1, 2] = 1
+    """Free cached device memory when the engines take over: 0 never, 1 and 2 always. No effect on CPU."""
+    model_overrides: dict[str, Any] = Field(default_factory=dict)
+    """Values that replace those of the family's Megatron-Core settings. Not supported yet."""
+    apply_rope_fusion: bool = True
+    """Fuse the rotary embedding. Only with TransformerEngine on a GPU; elsewhere no effect."""
+    bias_activation_fusion: bool = True
+    """Fuse bias and activation. Only with TransformerEngine on a GPU; elsewhere no effect."""
+    gradient_accumulation_fusion: bool = False
+    """Fuse the accumulation of weight gradients. Only with TransformerEngine on a GPU; elsewhere no effect."""
+    freeze_moe_router: bool = True
+    """Do not train the expert router. No effect on a dense model."""
+    moe_router_dtype: Literal["fp32", "fp64"] | None = "fp64"
+    """Number format of the expert router's scores. No effect on a dense model."""
+    moe_router_load_balancing_type: Literal["none", "aux_loss", "seq_aux_loss", "sinkhorn"] = "none"
+    """Load balancing of the experts. Must be none on a mixture-of-experts model: the others change the log-probs. No
+    effect on a dense model."""
+    moe_router_bias_update_rate: NonNegativeFloat = 0.0
+    """Update rate of the router's balancing bias. No effect on a dense model."""
+    moe_token_dispatcher_type: Literal["alltoall", "allgather"] = "alltoall"
+    """How tokens are sent to their experts. allgather pads rows to the longest of all ranks and does not go with PP. No
+    effect on a dense model."""
+    moe_permute_fusion: bool = False
+    """Fuse the reordering of tokens by expert where the device has the kernel. No effect on a dense model."""
+    moe_grouped_gemm: bool = True
+    """Compute all experts of a rank in one matrix product where the device has it. No effect on a dense model."""
+    moe_shared_expert_overlap: bool = False
+    """Compute the shared expert while tokens are being sent. No effect on a dense model."""
+    optimizer: OptimizerConfig = Field(default_factory=OptimizerConfig)
+    """The optimizer."""
+    peft: Annotated[PeftConfig, OffWhenNull] = Field(default_factory=PeftConfig)
+    """LoRA."""
+    scheduler: SchedulerConfig = Field(default_factory=SchedulerConfig)
+    """Learning rate and weight decay over time."""
+    distributed_data_parallel_config: DistributedDataParallelConfig = Field(
+        default_factory=DistributedDataParallelConfig
+    )
+    """Gradient reduction over the data-parallel ranks."""

@@ -1,0 +1,81 @@
+"""`logger` and `checkpointing`: what a run writes."""
+
+from __future__ import annotations
+
+from typing import Annotated
+
+from pydantic import Field
+
+from grpo_mcore.recipe.schema.section import NonNegative, Positive, Section
+
+
+class WandbConfig(Section):
+    """`logger.wandb`. Read by observe/."""
+
+    project: str | None = None
+    """Project of Weights & Biases."""
+    name: str | None = None
+    """Name of the run in the project."""
+    entity: str | None = None
+    """User or team that owns the project."""
+
+
+class TensorBoardConfig(Section):
+    """`logger.tensorboard`. Read by observe/."""
+
+    log_dir: str | None = None
+    """Folder of the event files, inside the run's log folder. null: tensorboard."""
+
+
+class GRPOLoggerConfig(Section):
+    """`logger`. A JSONL file with all metrics is always written. Read by observe/."""
+
+    log_dir: str = "logs"
+    """Folder of the logs, relative to the working directory. Each run gets its own folder in it."""
+    wandb_enabled: bool = False
+    """Log to Weights & Biases."""
+    tensorboard_enabled: bool = False
+    """Log to TensorBoard."""
+    num_val_samples_to_print: NonNegative = 0
+    """Number of samples printed at each validation. Also read by algorithms/."""
+    wandb: WandbConfig = Field(default_factory=WandbConfig)
+    """Destination of wandb_enabled."""
+    tensorboard: TensorBoardConfig = Field(default_factory=TensorBoardConfig)
+    """Destination of tensorboard_enabled."""
+
+
+class CheckpointingConfig(Section):
+    """`checkpointing`. Read by algorithms/ and parallel/."""
+
+    enabled: bool = True
+    """Write checkpoints."""
+    checkpoint_dir: str = "results/grpo"
+    """Folder of the checkpoints, relative to the working directory. It must be the same on all nodes."""
+    metric_name: Annotated[str, Field(pattern=r"^(val|train):.+")] | None = "val:accuracy"
+    """Metric that ranks checkpoints: "val:" or "train:" and its name. null: the newest are kept."""
+    higher_is_better: bool = True
+    """A higher metric ranks higher."""
+    keep_top_k: Positive | None = 3
+    """Number of checkpoints to keep, by rank. The newest is always kept. null: all."""
+    save_period: Positive = 10
+    """Steps between two checkpoints."""
+    save_optimizer: bool = True
+    """Write the optimizer state too. A run cannot be resumed exactly without it. false: not supported yet."""
+    is_async: bool = False
+    """Write a checkpoint during the steps that follow it: training waits only until the values are copied. A run that
+    dies may lose the checkpoint that was being written. false: training waits until it is written."""
+    checkpoint_must_save_by: Annotated[str, Field(pattern=r"^\d+:\d\d:\d\d:\d\d$")] | None = None
+    """Time after its start, "DD:HH:MM:SS", at which a run finishes its step, saves and ends. Leave room for the longest
+    step and a save. null: no limit. Read by cli/."""
+    ft_save_period: Positive | None = None
+    """Steps between extra checkpoints for crash recovery. Not supported yet."""
+    ft_keep_latest_k: Positive | None = None
+    """Number of crash-recovery checkpoints to keep. Not supported yet."""
+
+    @property
+    def seconds_to_save_by(self) -> int | None:
+        """checkpoint_must_save_by in seconds."""
+        if self.checkpoint_must_save_by is None:
+            return None
+        days, hours, minutes, seconds = map(int, self.checkpoint_must_save_by.split(":"))
+        return ((days * 24 + hours) * 60 + minutes) * 60 + seconds

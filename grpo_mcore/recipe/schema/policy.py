@@ -1,0 +1,116 @@
+"""`policy`: the model that is trained, its batch sizes and how its batches are packed."""
+
+from __future__ import annotations
+
+from typing import Annotated, Any, Literal
+
+from pydantic import Field
+
+from grpo_mcore.recipe.schema.generation import GenerationConfig
+from grpo_mcore.recipe.schema.megatron import MegatronConfig
+from grpo_mcore.recipe.schema.section import NonNegativeFloat, OffWhenNull, Positive, PositiveFloat, Section
+
+PackingAlgorithm = Literal[
+    "concatenative",
+    "first_fit_decreasing",
+    "first_fit_shuffle",
+    "modified_first_fit_decreasing",
+    "balanced",
+]
+
+
+class TokenizerConfig(Section):
+    """`policy.tokenizer`: the tokenizer and its chat template."""
+
+    name: str | None = None
+    """Hugging Face name or folder of the tokenizer. null: policy.model_name. Read by data/ and generation/."""
+    chat_template: str | None = None
+    """Chat template (Jinja text or a file with it) that replaces the tokenizer's own. Read by data/."""
+    chat_template_kwargs: dict[str, Any] | None = None
+    """Extra variables for the chat template, such as {enable_thinking: true}. Read by data/."""
+
+
+class SequencePackingConfig(Section):
+    """`policy.sequence_packing`: several sequences in one bin of tokens, instead of padding."""
+
+    enabled: bool = True
+    """Pack sequences into bins. false: padded micro-batches. Read by batching/ and parallel/."""
+    train_mb_tokens: Positive | None = None
+    """Capacity of a training bin, in tokens. null: max_total_sequence_length x train_micro_batch_size.
+    Read by batching/."""
+    logprob_mb_tokens: Positive | None = None
+    """Capacity of a bin of the log-prob passes, in tokens. No effect yet: they use the bins of training. null:
+    max_total_sequence_length x logprob_batch_size."""
+    algorithm: PackingAlgorithm = "modified_first_fit_decreasing"
+    """Packing algorithm. Read by batching/."""
+
+
+class DynamicBatchingConfig(Section):
+    """`policy.dynamic_batching`: micro-batches of equal token count without packing. Not supported yet."""
+
+    enabled: bool = False
+    """Sort by length and fill micro-batches up to a token budget. Not supported yet."""
+    train_mb_tokens: Positive | None = None
+    """Token budget of a training micro-batch. No effect while enabled is false."""
+    logprob_mb_tokens: Positive | None = None
+    """Token budget of a log-prob micro-batch. No effect while enabled is false."""
+    sequence_length_round: Positive = 64
+    """Padded lengths are multiples of this many tokens. No effect while enabled is false."""
+
+
+class RouterReplayConfig(Section):
+    """`policy.router_replay`: training with the experts that the engine chose."""
+
+    enabled: bool = False
+    """Record the engine's expert choices and replay them in training and in the log-prob passes. Read by parallel/ and
+    generation/."""
+
+
+class PolicyConfig(Section):
+    """`policy`: the model that is trained."""
+
+    model_name: str
+    """Hugging Face name or folder of the model. Read by families/, parallel/ and generation/."""
+    tokenizer: TokenizerConfig = Field(default_factory=TokenizerConfig)
+    """The tokenizer and its chat template."""
+    hf_config_overrides: dict[str, Any] = Field(default_factory=dict)
+    """Values that replace those of the model's Hugging Face config. Not supported yet."""
+    train_global_batch_size: Positive = 512
+    """Samples of one optimizer step, over all data-parallel ranks. Read by algorithms/ and batching/."""
+    train_micro_batch_size: Positive = 4
+    """Samples of one micro-batch. With packing it only sets the default bin capacity. Read by batching/."""
+    logprob_batch_size: Positive | None = None
+    """Samples of one forward pass for log-probs. No effect yet: the log-prob passes use the bins of training. null:
+    train_micro_batch_size."""
+    max_total_sequence_length: Positive = 512
+    """Maximum length of prompt plus answer, in tokens. Read by data/, generation/ and batching/."""
+    precision: Literal["bfloat16", "float32"] = "bfloat16"
+    """Number format of weights and activations. Read by parallel/ and, by default, generation/."""
+    logprob_chunk_size: Positive | None = 1024
+    """Number of tokens whose logits exist at one time when log-probs are computed. null: 1024. Read by parallel/."""
+    offload_optimizer_for_logprob: bool = False
+    """Move the optimizer state to the host during the log-prob passes. Not supported yet."""
+    refit_buffer_size_gb: PositiveFloat = 0.5
+    """Size of the refit buffer in GiB. Read by refit/."""
+    refit_verify: Literal["off", "sample", "full"] = "sample"
+    """Checksums of the weights that a refit moved, compared before the engines use them. off: none. sample: all weights
+    in an engine's first refit, later a rotating sixteenth of the parameters. full: all weights. Read by refit/."""
+    refit_parity: Annotated[float, Field(gt=1)] | None = None
+    """Maximum mean of exp|difference of log-probs| between engines and policy, checked on a few samples after every
+    refit; above it the run ends. A check takes as long as a small step. null: no check. Read by algorithms/."""
+    make_sequence_length_divisible_by: Positive | None = None
+    """Pad packed rows to multiples of this many tokens, besides the multiple that the layout needs. null: only the
+    layout's. Read by parallel/."""
+    max_grad_norm: NonNegativeFloat | None = 1.0
+    """Maximum global L2 norm of the gradients; larger ones are scaled down. null or 0: no clipping. Read by
+    parallel/."""
+    sequence_packing: SequencePackingConfig = Field(default_factory=SequencePackingConfig)
+    """Packing of sequences into bins."""
+    dynamic_batching: Annotated[DynamicBatchingConfig, OffWhenNull] = Field(default_factory=DynamicBatchingConfig)
+    """Micro-batches by token budget. Not supported yet."""
+    router_replay: Annotated[RouterReplayConfig, OffWhenNull] = Field(default_factory=RouterReplayConfig)
+    """Replay of the engine's expert choices."""
+    megatron_cfg: MegatronConfig = Field(default_factory=MegatronConfig)
+    """The Megatron-Core policy: layout, optimizer, learning rate."""
+    generation: GenerationConfig = Field(default_factory=GenerationConfig)
+    """How the engines generate."""

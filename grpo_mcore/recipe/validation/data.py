@@ -1,0 +1,79 @@
+"""Rules of `data`: datasets and environments must exist, and data loaders must fill a step."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from grpo_mcore.recipe.errors import Finding, in_yaml, nearest_hint
+from grpo_mcore.recipe.schema.data import (
+    FILE_DATASETS,
+    PREFERENCE_DATASETS,
+    DatasetEntry,
+    dataset_by_name,
+    unknown_dataset,
+)
+from grpo_mcore.recipe.schema.master import RecipeSections, runs_grpo
+
+
+def check_data(config: RecipeSections) -> Iterator[Finding]:
+    """There must be training data, and each dataset must have what it needs and an environment."""
+    if not config.data.train:
+        yield Finding(
+            ("data.train",),
+            "no training dataset; give data.train, or data.dataset_name and data.train_data_path",
+        )
+    for part, entries in (("train", config.data.train), ("validation", config.data.validation)):
+        for position, entry in enumerate(entries):
+            at = f"data.{part}.{position}."
+            yield from _check_dataset(entry, at)
+            if entry.env_name is None and runs_grpo(config) and len(config.env) > 1:
+                yield Finding(
+                    (at + "env_name", f"data.{part}"), f"name the environment that scores it: {', '.join(config.env)}"
+                )
+            if entry.env_name is not None and entry.env_name not in config.env:
+                hint = nearest_hint(entry.env_name, config.env)
+                known = ", ".join(config.env) or "no entries"
+                yield Finding((at + "env_name",), f"{in_yaml(entry.env_name)} is not in env, which has {known}{hint}")
+
+
+def _check_dataset(entry: DatasetEntry, at: str) -> Iterator[Finding]:
+    name = dataset_by_name(entry.dataset_name)
+    if name is None and not {".", ":"} & set(entry.dataset_name):
+        yield Finding((at + "dataset_name",), unknown_dataset(entry.dataset_name))
+    elif name in PREFERENCE_DATASETS:
+        yield Finding(
+            (at + "dataset_name",),
+            f"{name} holds pairs of answers for DPO, which is not supported yet; GRPO and SFT cannot use them",
+        )
+    elif name in FILE_DATASETS and not entry.data_path:
+        yield Finding((at + "data_path", at + "dataset_name"), f"{entry.dataset_name} needs a data_path")
+
+
+def check_loaders(config: RecipeSections) -> Iterator[Finding]:
+    """With one data loader per dataset, a step consists of whole batches."""
+    data, at = config.data, "data.num_prompts_per_dataloader"
+    if not data.use_multiple_dataloader:
+        return
+    if not runs_grpo(config):
+        yield Finding(("data.use_multiple_dataloader",), "SFT reads all datasets with one data loader; leave it false")
+        return
+    size, prompts = data.num_prompts_per_dataloader, config.grpo.num_prompts_per_step
+    if size is None:
+        yield Finding(
+            (at, "data.use_multiple_dataloader"),
+            "required with use_multiple_dataloader: the number of prompts per loader",
+        )
+    elif prompts % size:
+        below = prompts // size * size
+        sizes = " or ".join(str(number) for number in (below, below + size) if number)
+        yield Finding(
+            (at, "grpo.num_prompts_per_step"),
+            f"grpo.num_prompts_per_step = {prompts} is not a multiple of {size}; nearest that is: {sizes}",
+        )
+    elif data.custom_dataloader is None and data.train and prompts != size * len(data.train):
+        yield Finding(
+            (at, "grpo.num_prompts_per_step"),
+            f"one batch of each of {len(data.train)} datasets is {len(data.train)} x {size} = "
+            f"{size * len(data.train)} prompts, but grpo.num_prompts_per_step is {prompts}; make them equal, or name a "
+            "custom_dataloader that mixes the datasets differently",
+        )

@@ -1,0 +1,94 @@
+"""Devices, experts and endpoint of the engines."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from grpo_mcore.recipe.derived import engine_pool, policy_pool
+from grpo_mcore.recipe.errors import Finding, in_yaml
+from grpo_mcore.recipe.schema.master import RecipeSections
+
+GYM = "nemo_gym"
+_ANY_INTERFACE = ("0.0.0.0", "::", "*", "")
+_COLOCATED = "policy.generation.colocated."
+_NODES, _GPUS = _COLOCATED + "resources.num_nodes", _COLOCATED + "resources.gpus_per_node"
+_VLLM = "policy.generation.vllm_cfg."
+_CHAT = _VLLM + "http_server_serving_chat_kwargs."
+
+
+def check_pools(config: RecipeSections) -> Iterator[Finding]:
+    """The engines' own devices must hold the engines and leave some to the policy."""
+    pool, cluster = engine_pool(config), config.cluster
+    if pool is None:
+        return
+    generation, resources = config.policy.generation, config.policy.generation.colocated.resources
+    tensor, key = generation.vllm_cfg.tensor_parallel_size, _VLLM + "tensor_parallel_size"
+    if cluster.backend == "local":
+        yield Finding(
+            (_COLOCATED + "enabled", "cluster.backend"),
+            "engines with their own devices need processes of their own, and the local backend has one; set "
+            "cluster.backend: ray",
+        )
+    if resources.num_nodes is None and resources.gpus_per_node is None:
+        yield Finding(
+            (_COLOCATED + "enabled", _NODES, _GPUS),
+            f"say what the engines get: {_NODES} (of cluster.num_nodes), or {_GPUS} alone (of each node's "
+            "cluster.gpus_per_node)",
+        )
+    elif not policy_pool(config).ranks:
+        have, of = ("num_nodes", _NODES) if resources.num_nodes is not None else ("gpus_per_node", _GPUS)
+        yield Finding((of, f"cluster.{have}"), f"takes all of cluster.{have} {cluster[have]}: none is left to train")
+    elif pool.per_node % tensor and tensor % pool.per_node:
+        yield Finding(
+            (key, _GPUS, _NODES),
+            f"the engines' {pool.per_node} ranks per node are neither a multiple nor a divisor of the {tensor} ranks "
+            "of one engine",
+        )
+    elif (generation.num_engines or 1) * tensor > pool.ranks:
+        yield Finding(
+            ("policy.generation.num_engines", key, _GPUS, _NODES),
+            f"{generation.num_engines or 1} engines x TP {tensor} do not fit the {pool.nodes} x {pool.per_node} ranks "
+            "of their pool",
+        )
+
+
+def check_engine_experts(config: RecipeSections) -> Iterator[Finding]:
+    """Whole experts are divided among all ranks of an engine, or not at all."""
+    vllm = config.policy.generation.vllm_cfg
+    if vllm.expert_parallel_size not in (1, vllm.tensor_parallel_size):
+        yield Finding(
+            (_VLLM + "expert_parallel_size", _VLLM + "tensor_parallel_size"),
+            f"{vllm.expert_parallel_size} is neither 1 nor tensor_parallel_size = {vllm.tensor_parallel_size}; experts "
+            "are divided among all ranks of an engine or none",
+        )
+
+
+def check_endpoint(config: RecipeSections) -> Iterator[Finding]:
+    """The endpoint's keys must fit each other, and NeMo Gym needs an endpoint that samples as training does."""
+    generation = config.policy.generation
+    vllm = generation.vllm_cfg
+    chat = vllm.http_server_serving_chat_kwargs
+    if vllm.http_server_host in _ANY_INTERFACE:
+        yield Finding(
+            (_VLLM + "http_server_host",),
+            "the endpoint listens on one interface; give its address, or null for the cluster's",
+        )
+    if chat.enable_auto_tools != (chat.tool_parser is not None):
+        yield Finding(
+            (_CHAT + "tool_parser", _CHAT + "enable_auto_tools"),
+            "tool calls are parsed only if both are set: enable_auto_tools: true and a tool_parser, such as hermes",
+        )
+    gyms = [name for name, section in config.env.items() if section.get("environment", name) == GYM]
+    if not gyms:
+        return
+    at = f"env.{gyms[0]}"
+    if not vllm.expose_http_server:
+        yield Finding(
+            (_VLLM + "expose_http_server", at), "agents of NeMo Gym query the policy's endpoint: set it to true"
+        )
+    for name in ("stop_strings", "val_top_k"):
+        if generation[name] is not None:
+            yield Finding(
+                (f"policy.generation.{name}", at),
+                f"{in_yaml(generation[name])} cannot be requested through NeMo Gym; leave it null",
+            )

@@ -1,0 +1,124 @@
+"""Rules of a run over time: generation ahead of training, early stop, restarts, optimizer and learning rate."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from grpo_mcore.recipe.errors import Finding, in_yaml, nearest_hint
+from grpo_mcore.recipe.schema.master import RecipeSections
+
+VALIDATION_METRICS = ("accuracy", "reward", "num_samples", "num_failed_samples", "generated_length", "truncation_rate")
+"""Metrics of every validation, over all its data and per task (`TASK/accuracy`). pass@k comes with several samples."""
+
+
+def check_ages(config: RecipeSections) -> Iterator[Finding]:
+    """Requirements of generation ahead of training, and of its options."""
+    ahead, prompts = config.grpo.async_grpo, config.grpo.num_prompts_per_step
+    at, enabled, age_key = "grpo.async_grpo.", "grpo.async_grpo.enabled", "grpo.async_grpo.max_trajectory_age_steps"
+    if not ahead.max_age:
+        return
+    if not config.loss_fn.use_importance_sampling_correction:
+        yield Finding(
+            (enabled, age_key, "loss_fn.use_importance_sampling_correction"),
+            f"training on trajectories of age {ahead.max_age} (in weight versions) needs "
+            "loss_fn.use_importance_sampling_correction: true",
+        )
+    if ahead.max_groups_in_flight is not None and ahead.max_groups_in_flight < prompts:
+        yield Finding(
+            (at + "max_groups_in_flight", "grpo.num_prompts_per_step"),
+            f"{ahead.max_groups_in_flight} groups are fewer than the {prompts} of a step",
+        )
+    if ahead.recompute_kv_cache_after_weight_updates and not ahead.in_flight_weight_updates:
+        yield Finding(
+            (at + "recompute_kv_cache_after_weight_updates", at + "in_flight_weight_updates"),
+            "has no effect without in_flight_weight_updates: true: no sample is unfinished at a refit",
+        )
+    if ahead.min_samples_per_group is not None:
+        samples = config.grpo.num_generations_per_prompt
+        if ahead.min_samples_per_group > samples:
+            yield Finding(
+                (at + "min_samples_per_group", "grpo.num_generations_per_prompt"),
+                f"{ahead.min_samples_per_group} samples are more than the {samples} of a group",
+            )
+        if config.grpo.max_rollout_turns > 1:
+            yield Finding(
+                (at + "min_samples_per_group", "grpo.max_rollout_turns"),
+                "works only with samples of one turn: set grpo.max_rollout_turns to 1",
+            )
+    if ahead.partial_rollouts and not ahead.in_flight_weight_updates:
+        yield Finding(
+            (at + "partial_rollouts", at + "in_flight_weight_updates"),
+            "needs in_flight_weight_updates: true: without it a refit waits for every unfinished sample",
+        )
+    if ahead.partial_rollouts and not config.policy.generation.colocated.enabled:
+        yield Finding(
+            (at + "partial_rollouts", "policy.generation.colocated.enabled"),
+            "engines with their own devices need not pause while the policy trains; switch it off",
+        )
+
+
+def check_early_stop(config: RecipeSections) -> Iterator[Finding]:
+    """Early stop needs a metric, a threshold and validations."""
+    grpo, metric_key = config.grpo, "grpo.stop_at_validation_metric"
+    threshold_key = "grpo.stop_at_validation_threshold"
+    if grpo.stop_at_validation_metric is None:
+        if grpo.stop_at_validation_threshold is not None:
+            yield Finding((threshold_key, metric_key), "needs stop_at_validation_metric (such as accuracy)")
+        return
+    name = grpo.stop_at_validation_metric.removeprefix("val:").rpartition("/")[2]
+    several = grpo.val_num_generations_per_prompt > 1
+    if name not in VALIDATION_METRICS and not (several and name.startswith("pass@")):
+        known = ", ".join((*VALIDATION_METRICS, *(["pass@k"] if several else [])))
+        hint = nearest_hint(name, VALIDATION_METRICS)
+        yield Finding((metric_key,), f"{in_yaml(name)} is not a validation metric; known: {known}{hint}")
+    if grpo.stop_at_validation_threshold is None:
+        yield Finding((metric_key, threshold_key), "needs stop_at_validation_threshold (such as 0.9)")
+    if not grpo.val_period and not grpo.val_at_start:
+        yield Finding((metric_key, "grpo.val_period"), "there is no validation before the end: set val_period above 0")
+    if not config.data.validation and not any(entry.split_validation_size for entry in config.data.train):
+        yield Finding((metric_key, "data.validation"), "there is nothing to validate on: set data.validation")
+
+
+def check_restarts(config: RecipeSections) -> Iterator[Finding]:
+    """A run that restarts by itself needs checkpoints."""
+    if config.cluster.max_restarts and not config.checkpointing.enabled:
+        yield Finding(
+            ("cluster.max_restarts", "checkpointing.enabled"),
+            "a run restarts from its newest checkpoint: set checkpointing.enabled: true, or max_restarts: 0",
+        )
+
+
+def check_optimizer(config: RecipeSections) -> Iterator[Finding]:
+    """Requirements of Megatron-Core on optimizer and learning rate, and keys that must agree with policy."""
+    policy, megatron = config.policy, config.policy.megatron_cfg
+    optimizer, scheduler = megatron.optimizer, megatron.scheduler
+    at = "policy.megatron_cfg.optimizer."
+    schedule = "policy.megatron_cfg.scheduler."
+    if optimizer.min_lr > optimizer.lr:
+        yield Finding((at + "min_lr", at + "lr"), f"{optimizer.min_lr:g} is above lr = {optimizer.lr:g}")
+    if scheduler.lr_warmup_init > optimizer.lr:
+        yield Finding(
+            (schedule + "lr_warmup_init", at + "lr"),
+            f"{scheduler.lr_warmup_init:g} is above {at}lr = {optimizer.lr:g}",
+        )
+    if scheduler.lr_warmup_iters >= scheduler.lr_decay_iters:
+        yield Finding(
+            (schedule + "lr_warmup_iters", schedule + "lr_decay_iters"),
+            f"{scheduler.lr_warmup_iters} steps of warm-up must be fewer than "
+            f"lr_decay_iters = {scheduler.lr_decay_iters}",
+        )
+    if (optimizer.clip_grad or 0) != (policy.max_grad_norm or 0):
+        yield Finding(
+            (at + "clip_grad", "policy.max_grad_norm"),
+            f"{optimizer.clip_grad} contradicts policy.max_grad_norm = {policy.max_grad_norm}; set only that",
+        )
+    if optimizer.bf16 != (policy.precision == "bfloat16"):
+        yield Finding(
+            (at + "bf16", "policy.precision"),
+            f"{in_yaml(optimizer.bf16)} contradicts policy.precision = {policy.precision}; set only that",
+        )
+    if megatron.pipeline_dtype != policy.precision:
+        yield Finding(
+            ("policy.megatron_cfg.pipeline_dtype", "policy.precision"),
+            f"{megatron.pipeline_dtype} contradicts policy.precision = {policy.precision}; set only that",
+        )

@@ -1,0 +1,41 @@
+"""Keys whose feature does not exist yet. Only the neutral value is accepted; delete a line when you add its feature."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+from grpo_mcore.recipe.errors import Finding, in_yaml
+from grpo_mcore.recipe.schema.master import RecipeSections, value_at
+
+# Key: (neutral value, missing feature).
+UNSUPPORTED: dict[str, tuple[Any, str]] = {
+    "policy.hf_config_overrides": ({}, "overriding the model's Hugging Face config"),
+    "policy.offload_optimizer_for_logprob": (False, "offloading the optimizer for the log-prob passes"),
+    "policy.dynamic_batching.enabled": (False, "dynamic batching"),
+    "policy.megatron_cfg.recompute_granularity": ("full", "selective recomputation"),
+    "policy.megatron_cfg.recompute_modules": (None, "selective recomputation"),
+    "policy.megatron_cfg.model_overrides": ({}, "overriding the family's Megatron-Core settings"),
+    "policy.megatron_cfg.peft.dropout": (0.0, "dropout in adapters"),
+    "policy.megatron_cfg.optimizer.use_distributed_optimizer": (True, "an optimizer that is not distributed"),
+    "policy.megatron_cfg.optimizer.optimizer_cpu_offload": (False, "the optimizer on the host"),
+    "policy.megatron_cfg.optimizer.optimizer_offload_fraction": (0.0, "the optimizer on the host"),
+    "policy.generation.top_p": (1.0, "training on samples of a truncated distribution"),
+    "policy.generation.top_k": (None, "training on samples of a truncated distribution"),
+    "policy.generation.vllm_cfg.pipeline_parallel_size": (1, "pipeline parallelism in the engine"),
+    "policy.generation.vllm_cfg.kv_cache_dtype": ("auto", "other number formats of the KV cache"),
+    "checkpointing.save_optimizer": (True, "checkpoints without the optimizer"),
+    "checkpointing.ft_save_period": (None, "crash-recovery checkpoints"),
+    "checkpointing.ft_keep_latest_k": (None, "crash-recovery checkpoints"),
+    "cluster.segment_size": (None, "placement by NVLink domain"),
+}
+
+
+def check_unsupported(config: RecipeSections) -> Iterator[Finding]:
+    """No key may ask for a feature that does not exist."""
+    for key, (neutral, feature) in UNSUPPORTED.items():
+        value = value_at(config, key)
+        if value != neutral:
+            yield Finding(
+                (key,), f"not supported yet ({feature}); got {in_yaml(value)}, leave it at {in_yaml(neutral)}"
+            )

@@ -1,0 +1,191 @@
+"""From a resolved tree to a typed configuration, with every problem tied to the place where its value was written."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any, TypeVar
+
+from pydantic import ValidationError
+
+from grpo_mcore.recipe.errors import Problem, RecipeError, in_yaml, joined, nearest_hint
+from grpo_mcore.recipe.loading.data_layouts import nested_layout
+from grpo_mcore.recipe.loading.yaml_tree import Node
+from grpo_mcore.recipe.schema.keys import choices, nearest_key, nullable
+from grpo_mcore.recipe.schema.loss import ClippedPGLossConfig
+from grpo_mcore.recipe.schema.master import RecipeSections
+from grpo_mcore.recipe.schema.section import Section
+from grpo_mcore.recipe.validation import batch_sizes, data, engines, layout, objective, run
+from grpo_mcore.recipe.validation.nemo_rl_keys import apply_gym_switches, without_nemo_rl_keys
+from grpo_mcore.recipe.validation.unsupported_keys import check_unsupported
+
+ConfigT = TypeVar("ConfigT", bound=RecipeSections)
+SectionT = TypeVar("SectionT", bound=Section)
+
+CHECKS = (
+    check_unsupported,
+    engines.check_pools,
+    layout.check_layout,
+    layout.check_stages,
+    layout.check_experts,
+    engines.check_engine_experts,
+    layout.check_router_replay,
+    batch_sizes.check_batches,
+    batch_sizes.check_lengths,
+    objective.check_loss,
+    objective.check_kl,
+    objective.check_rewards,
+    objective.check_shaping_acts,
+    objective.check_advantages,
+    objective.check_dynamic_sampling,
+    run.check_ages,
+    run.check_early_stop,
+    run.check_restarts,
+    run.check_optimizer,
+    data.check_data,
+    data.check_loaders,
+    engines.check_endpoint,
+)
+"""Checks between keys. Each yields findings; the first key of a finding that a file or the command line sets gives it
+its place."""
+
+_EXPECTED = {
+    "int_type": "a whole number",
+    "int_from_float": "a whole number",
+    "float_type": "a number",
+    "finite_number": "a finite number",
+    "bool_type": "true or false",
+    "string_type": "text",
+    "list_type": "a list",
+    "dict_type": "a mapping of keys",
+    "model_type": "a mapping of keys",
+    "model_attributes_type": "a mapping of keys",
+}
+_BOUNDS = {
+    "greater_than": ("gt", "above"),
+    "greater_than_equal": ("ge", "at least"),
+    "less_than": ("lt", "below"),
+    "less_than_equal": ("le", "at most"),
+}
+
+
+def validated(
+    kind: type[ConfigT], tree: Node, recipe: str = "", earlier: list[Problem] | None = None
+) -> tuple[ConfigT, Node]:
+    """Return the configuration of a tree, and the tree in the nested data layout without keys of NeMo RL. Raises
+    RecipeError with all problems, `earlier` ones included."""
+    problems = list(earlier or ())
+    if not tree.is_mapping:
+        message = f"expected a mapping of keys, got {in_yaml(tree.plain())}"
+        raise RecipeError([*problems, Problem(tree.source, "", message)], recipe or "the configuration")
+    tree = apply_gym_switches(tree, problems)
+    tree = nested_layout(tree, problems)
+    tree = without_nemo_rl_keys(tree, problems)
+    config, faulty = _typed(kind, "", tree, recipe, problems)
+    if config is not None:
+        for finding in (finding for check in CHECKS for finding in check(config)):
+            if not any(_overlap(key, bad) for key in finding.keys for bad in faulty):
+                problems.append(_placed(finding.keys, finding.message, tree, recipe))
+    if problems or config is None:
+        raise RecipeError(sorted(problems, key=_place), recipe or "the configuration")
+    return config, tree
+
+
+def checked_loss(values: ClippedPGLossConfig | Mapping[str, Any]) -> ClippedPGLossConfig:
+    """Return the section `loss_fn` of values given in Python. Raises RecipeError with the problems that a recipe with
+    this section would have."""
+    plain = values.model_dump() if isinstance(values, ClippedPGLossConfig) else dict(values)
+    tree, problems = Node.of({"loss_fn": plain}, ""), list[Problem]()
+    loss, _ = _typed(ClippedPGLossConfig, "loss_fn", tree, "", problems)
+    if loss is not None and not problems:
+        problems += [Problem("", finding.keys[0], finding.message) for finding in objective.loss_findings(loss)]
+    if problems or loss is None:
+        raise RecipeError(problems, "the loss")
+    return loss
+
+
+def _place(problem: Problem) -> tuple[str, int]:
+    """Sort key: by file and line, the command line first."""
+    file, _, line = problem.source.rpartition(":")
+    return (file, int(line)) if line.isdecimal() else ("", 0)
+
+
+def _typed(
+    kind: type[SectionT], at: str, tree: Node, recipe: str, problems: list[Problem]
+) -> tuple[SectionT | None, set[str]]:
+    """Return the section `kind` at the key `at` of a tree, and the keys with faulty values.
+
+    Faulty values are added to `problems` and replaced by their defaults, so that the checks between keys can still run.
+    The section is None if it does not even exist without them."""
+    faulty: set[str] = {problem.key for problem in problems}
+    section, errors = _attempt(kind, at, tree)
+    if section is not None:
+        return section, faulty
+    tree = tree.copy()
+    keys = [".".join([*([at] if at else []), *(str(part) for part in error["loc"])]) for error in errors]
+    for error, key in zip(errors, keys, strict=True):
+        problem = _problem(error, key, tree, recipe)
+        problems.append(problem)
+        faulty |= {key, problem.key, *([near] if (near := nearest_key(key)) else [])}
+    for key in keys:
+        _drop(tree, key)
+    return _attempt(kind, at, tree)[0], faulty
+
+
+def _attempt(kind: type[SectionT], at: str, tree: Node) -> tuple[SectionT | None, list[Any]]:
+    node = tree.find(at)
+    assert node is not None
+    try:
+        return kind(**node.plain()), []
+    except ValidationError as error:
+        return None, list(error.errors(include_url=False))
+
+
+def _drop(tree: Node, key: str) -> None:
+    head, _, name = key.rpartition(".")
+    parent = tree.find(head)
+    if parent is not None and parent.is_mapping:
+        parent.value.pop(name, None)
+
+
+def _problem(error: Any, key: str, tree: Node, recipe: str) -> Problem:
+    node = tree.find(key)
+    written = node.key if node else key
+    return Problem(node.source or recipe if node else recipe, written, _message(error, key, written))
+
+
+def _message(error: Any, key: str, written: str) -> str:
+    kind, value, context = error["type"], error["input"], error.get("ctx", {})
+    if kind == "extra_forbidden":
+        near = nearest_key(key)
+        if near and near.rpartition(".")[0] == key.rpartition(".")[0]:  # in this section: name it as it is written
+            near = joined(written.rpartition(".")[0], near.rpartition(".")[2])
+        return "unknown key" + (f"; nearest known key: {near}" if near else "")
+    if kind == "missing":
+        return "this key is required"
+    null = " or null" if nullable(key) else ""
+    if kind == "literal_error":
+        known = [in_yaml(choice) for choice in choices(key)]
+        hint = nearest_hint(in_yaml(value), known) if isinstance(value, str) else ""
+        expected = known[0] if len(known) == 1 else f"one of {', '.join(known)}"
+        return f"expected {expected}{null}, got {in_yaml(value)}{hint}"
+    if kind in _EXPECTED:
+        return f"expected {_EXPECTED[kind]}{null}, got {in_yaml(value)}"
+    if kind in _BOUNDS:
+        name, words = _BOUNDS[kind]
+        return f"must be {words} {context[name]:g}, got {in_yaml(value)}"
+    if kind == "string_pattern_mismatch" and key == "checkpointing.metric_name":
+        return f'expected "val:" or "train:" and a metric, such as "val:accuracy", got {in_yaml(value)}'
+    reason = context["error"] if kind == "value_error" else error["msg"]  # value_error: a validator of ours
+    return f"{reason}, got {in_yaml(value)}"
+
+
+def _placed(keys: tuple[str, ...], message: str, tree: Node, recipe: str) -> Problem:
+    for key in keys:
+        node = tree.find(key)
+        if node is not None:
+            return Problem(node.source or recipe, node.key, message)
+    return Problem(recipe, keys[0], message)
+
+
+def _overlap(key: str, other: str) -> bool:
+    return key == other or key.startswith(other + ".") or other.startswith(key + ".")

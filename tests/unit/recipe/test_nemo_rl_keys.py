@@ -1,0 +1,191 @@
+"""Recipes written for NeMo RL load, or say what to use instead."""
+
+from __future__ import annotations
+
+import pytest
+
+from grpo_mcore.recipe.schema.keys import field_at
+from grpo_mcore.recipe.validation.nemo_rl_keys import DROPPED, REFUSED, REFUSED_UNLESS
+from tests.unit.recipe.conftest import MINIMAL
+
+KEYS = [*DROPPED, *REFUSED, *REFUSED_UNLESS]
+
+# A whole file in NeMo RL's keys, Megatron policy, features off.
+WHOLE = """\
+grpo:
+  num_prompts_per_step: 32
+  num_generations_per_prompt: 16
+  max_rollout_turns: 1
+  max_num_epochs: 1
+  max_num_steps: 1000000
+  normalize_rewards: true
+  use_leave_one_out_baseline: true
+  val_period: 10
+  val_at_start: false
+  overlong_filtering: false
+  max_val_samples: 256
+  val_batch_size: 256
+  use_dynamic_sampling: false
+  dynamic_sampling_max_gen_batches: 10
+  batch_multiplier: 1
+  calculate_advantages_on_gpu: false
+  seed: 42
+  adv_estimator: {name: grpo, minus_baseline: true, reward_weights: null}
+  reward_shaping: {enabled: false, overlong_buffer_length: 128, overlong_buffer_penalty: 1}
+  async_grpo: {enabled: false, max_trajectory_age_steps: 1}
+loss_fn:
+  reference_policy_kl_penalty: 0.01
+  ratio_clip_min: 0.2
+  ratio_clip_max: 0.2
+  ratio_clip_c: null
+  use_kl_in_reward: false
+  truncated_importance_sampling_ratio: null
+checkpointing:
+  enabled: true
+  metric_name: "val:accuracy"
+  checkpoint_must_save_by: null
+  model_save_format: safetensors
+  save_consolidated: false
+policy:
+  model_name: "Qwen/Qwen2.5-1.5B"
+  tokenizer: {name: "${policy.model_name}"}
+  generation_batch_size: 32
+  logprob_batch_size: 4
+  logprob_chunk_size: null
+  offload_optimizer_for_logprob: false
+  dtensor_cfg: {_v2: true, enabled: false, tensor_parallel_size: 4, cpu_offload: true}
+  megatron_cfg:
+    enabled: true
+    converter_type: Qwen2ForCausalLM
+    pipeline_dtype: ${policy.precision}
+    moe_router_dtype: fp64
+    moe_enable_deepep: false
+    apply_rope_fusion: True
+    defer_fp32_logits: null
+    mtp_num_layers: 0
+    env_vars: null
+    fp8_cfg: {enabled: false, fp8: e4m3, fp8_recipe: blockwise}
+    peft: {enabled: false, dim: 8, alpha: 32, lora_dtype: None}
+    optimizer:
+      fp16: false
+      bf16: true
+      use_precision_aware_optimizer: true
+      clip_grad: ${policy.max_grad_norm}
+    distributed_data_parallel_config:
+      use_custom_fsdp: false
+      average_in_collective: true
+      data_parallel_sharding_strategy: optim_grads_params
+  dynamic_batching:
+    enabled: False
+    train_mb_tokens: ${mul:${policy.max_total_sequence_length}, ${policy.train_micro_batch_size}}
+    sequence_length_round: 64
+  sequence_packing: {enabled: True, sequence_length_round: 64, algorithm: modified_first_fit_decreasing}
+  make_sequence_length_divisible_by: ${policy.megatron_cfg.tensor_model_parallel_size}
+  optimizer: null
+  scheduler: null
+  precision: bfloat16
+  generation:
+    backend: vllm
+    port_range_low: 3000
+    vllm_cfg:
+      async_engine: false
+      precision: ${policy.precision}
+      use_deep_gemm: False
+      num_last_layers_in_bf16: 0
+    colocated: {enabled: true, resources: {gpus_per_node: null, num_nodes: null}}
+data:
+  train: {dataset_name: OpenMathInstruct-2, split_validation_size: 0.05, seed: 42, num_frames: null}
+  validation: null
+  default: {prompt_file: null, processor: math_hf_data_processor, env_name: math}
+env:
+  math: {num_workers: 8, math_verify_impl: hf_math_verify}
+logger:
+  mlflow_enabled: false
+  swanlab_enabled: false
+  monitor_gpus: false
+  tensorboard: {}
+  mlflow: {experiment_name: grpo-dev, run_name: x}
+  gpu_monitoring: {collection_interval: 10, flush_interval: 10}
+  wandb: {project: grpo-dev, name: x}
+cluster: {gpus_per_node: 1, num_nodes: 1, master_port_range_low: 1400}
+data_plane: {enabled: false}
+async_rl: null
+"""
+
+
+def test_a_whole_file_loads(load) -> None:
+    config = load(WHOLE).config
+    assert config.policy.logprob_chunk_size == 1024
+    assert config.policy.make_sequence_length_divisible_by == 1
+    assert not hasattr(config.policy, "dtensor_cfg")
+
+
+@pytest.mark.parametrize(
+    ("text", "line"),
+    [
+        (
+            "policy.dtensor_cfg={enabled: true}",
+            "policy.dtensor_cfg.enabled: a key of NeMo RL; the policy is Megatron-Core; use "
+            "policy.megatron_cfg "
+            "(tensor_model_parallel_size, activation_checkpointing, ...)",
+        ),
+        (
+            "policy.dtensor_cfg={activation_checkpointing: true}",
+            "policy.dtensor_cfg.activation_checkpointing: a key of NeMo RL; the policy is Megatron-Core; "
+            "use policy.megatron_cfg (tensor_model_parallel_size, activation_checkpointing, ...)",
+        ),
+        (
+            "policy.optimizer={name: torch.optim.AdamW}",
+            "policy.optimizer.name: a key of NeMo RL; use policy.megatron_cfg.optimizer "
+            "(lr, weight_decay, adam_beta1, ...)",
+        ),
+        (
+            "policy.megatron_cfg.peft={enabled: true, a2a_experimental: true}",
+            "policy.megatron_cfg.peft.a2a_experimental: a key of NeMo RL; not supported; remove the key",
+        ),
+        (
+            "policy.megatron_cfg.fp8_cfg={enabled: true}",
+            "policy.megatron_cfg.fp8_cfg.enabled: a key of NeMo RL; FP8 is not supported yet; remove the key",
+        ),
+        (
+            "policy.megatron_cfg.env_vars={A: b}",
+            "policy.megatron_cfg.env_vars.A: a key of NeMo RL; only listed environment variables are passed on; "
+            "list them in cluster.env_vars",
+        ),
+        (
+            "data.train.num_frames=8",
+            "data.train.num_frames: a key of NeMo RL; images, audio and video are not supported; remove the key",
+        ),
+        (
+            "async_rl={sampler: {name: in_order}}",
+            "async_rl.sampler.name: a key of NeMo RL; use grpo.async_grpo",
+        ),
+        ("dpo={}", "dpo: a key of NeMo RL; this algorithm is not supported yet; remove the section"),
+        (
+            "logger.monitor_gpus=true",
+            "logger.monitor_gpus: a key of NeMo RL; the step's metrics have the seconds of each phase; set it to false",
+        ),
+    ],
+)
+def test_what_asks_for_something_else_is_refused(problems, text: str, line: str) -> None:
+    assert problems(MINIMAL, text) == [f"command line: {line}"]
+
+
+def test_other_engines_are_refused(problems) -> None:
+    assert problems(MINIMAL, "policy.generation.backend=sglang", "policy.generation.sglang_cfg={x: 1}") == [
+        "command line: policy.generation.backend: expected 'vllm', got 'sglang'"
+    ]
+
+
+def test_each_key_is_in_one_table() -> None:
+    assert len(KEYS) == len(set(KEYS))
+
+
+def test_no_key_is_in_the_schema_too() -> None:
+    assert [path for path in KEYS if field_at(path.replace("*", "0")) is not None] == []
+
+
+def test_each_key_has_a_section_that_exists() -> None:
+    for path in KEYS:
+        section = path.rpartition(".")[0].removesuffix(".*")
+        assert not section or field_at(section) is not None, path
