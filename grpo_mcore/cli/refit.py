@@ -8,8 +8,16 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from grpo_mcore.recipe import MasterConfig, engine_nodes, engine_pool, load_recipe, num_engines, policy_pool, world_size
-from grpo_mcore.recipe.merge import is_override
+from grpo_mcore.recipe import (
+    MasterConfig,
+    engine_nodes,
+    engine_pool,
+    is_override,
+    load_recipe,
+    num_engines,
+    policy_pool,
+    world_size,
+)
 
 if TYPE_CHECKING:
     from grpo_mcore.refit.layout import EngineLayout, TrainerLayout
