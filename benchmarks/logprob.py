@@ -1,10 +1,10 @@
-"""Log-probs of tokens in chunks beside full float32 logits: peak memory and time, forward and backward.
+"""Token log-probs in chunks against full float32 logits: peak memory and time, forward and backward.
 
     python benchmarks/logprob.py [--tokens 8192] [--vocabulary 151936] [--hidden 512] [--dtype bfloat16|float32]
                                  [--device cpu|cuda] [--json FILE]
 
-Each path runs in a process of its own, so that its peak is its own: resident memory on CPU, allocated memory on CUDA,
-above what inputs and gradients take. The full path of 8,192 tokens takes about 20 GB.
+Each path runs in its own process, so that their peaks do not mix: resident memory on CPU, allocated memory on CUDA,
+minus inputs and gradients. The full path of 8,192 tokens takes about 20 GB.
 """
 
 from __future__ import annotations
@@ -46,7 +46,7 @@ def full(hidden: Tensor, weight: Tensor, targets: Tensor) -> Tensor:
 
 
 def run(path: str, arguments: argparse.Namespace) -> dict[str, Any]:
-    """In this process: {seconds (the best of the repeats), peak_bytes, checksum of the log-probs and gradients}."""
+    """Run one path: {seconds (the best of the repeats), peak_bytes, checksum of the log-probs and gradients}."""
     device = torch.device(arguments.device)
     draw = torch.Generator().manual_seed(0)
     dtype = getattr(torch, arguments.dtype)
@@ -56,7 +56,7 @@ def run(path: str, arguments: argparse.Namespace) -> dict[str, Any]:
 
     hidden, weight = leaf(arguments.tokens), leaf(arguments.vocabulary)
     targets = torch.randint(arguments.vocabulary, (arguments.tokens,), generator=draw).to(device)
-    for tensor in (hidden, weight):  # there in both paths, and not what is compared
+    for tensor in (hidden, weight):  # allocated in both paths, and not part of the comparison
         tensor.grad = torch.zeros_like(tensor)
     compute = {"chunked": chunked, "full": full}[path]
     before = _allocated(device)

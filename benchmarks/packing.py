@@ -1,10 +1,10 @@
-"""Packing and dealing of a step's samples: `balanced` beside the four classic algorithms dealt round-robin.
+"""Packing of a step's samples: `balanced` against the four classic algorithms distributed round-robin.
 
 Two long-tailed sets of 4,096 lengths (log-normal, median 800, cap 8,192 tokens): independent ones, and 256 prompts x 16
 generations whose lengths are correlated within a group. For each number of data-parallel ranks:
 
-useful/padded   tokens of samples over tokens of rows. Classic rows are padded to the longest row of the step, as a
-                pipeline with static shapes needs; ours only to a multiple of 16 tokens
+useful/padded   tokens of samples over tokens of rows. Classic rows are padded to the longest row of the step, as
+                static shapes in a pipeline require; ours only to a multiple of 16 tokens
 busiest/mean    predicted cost of the busiest rank over the mean (linear + quadratic in the lengths of the samples)
 plan            seconds to plan 4,096 samples; once for 100,000 samples below the table
 
@@ -36,7 +36,7 @@ def independent(count: int, seed: int = 0) -> list[int]:
 
 
 def by_group(prompts: int, generations: int, seed: int = 0) -> list[int]:
-    """Half of the variance is the prompt's, half the sample's."""
+    """Draw lengths of which half the variance is between prompts, half between the samples of a prompt."""
     draw, share = random.Random(seed), SIGMA / 2**0.5
     return [
         _length(median * draw.lognormvariate(0.0, share))
@@ -50,13 +50,13 @@ def _length(value: float) -> int:
 
 
 def ours(lengths: Sequence[int], dp: int) -> list[list[list[int]]]:
-    """Bins of sample indices by rank."""
+    """Plan with `balanced`: bins of sample indices by rank."""
     plan = plan_step(lengths, dp=dp, capacity=CAPACITY, algorithm="balanced", multiple=MULTIPLE)
     return [[list(bin) for bin in bins] for bins in plan.batches[0].ranks]
 
 
 def classic(algorithm: str) -> Callable[[Sequence[int], int], list[list[list[int]]]]:
-    """All samples packed, and the bins dealt round-robin; as many on every rank."""
+    """Return a planner that packs all samples and distributes the bins round-robin, equally many per rank."""
 
     def plan(lengths: Sequence[int], dp: int) -> list[list[list[int]]]:
         bins = pack(lengths, CAPACITY, algorithm, MULTIPLE, min_bins=dp)

@@ -1,10 +1,10 @@
-"""Where a GRPO step's seconds go on CPU: tokens/s and the share of each phase, for the demo's model and a 27 M one.
+"""Time of a GRPO step on CPU: tokens/s and the share of each phase, for the demo's model and a 27 M one.
 
     python benchmarks/step_cpu.py [--steps 3] [--size demo|27m|both] [--json FILE]
 
 Random weights, real parts: two Megatron-Core ranks, a vLLM engine, Ray, math-verify, a refit a step. 32 prompts x 8
 generations; up to 8 new tokens for the demo model (float32, TP 2), up to 128 for the 27 M one (Qwen3, hidden 512,
-8 layers, vocabulary 4096, bfloat16, DP 2, two engines). The first step loads kernels and is left out.
+8 layers, vocabulary 4096, bfloat16, DP 2, two engines). The first step loads kernels and is not counted.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ PHASES = ("generate", "reward", "prepare", "logprobs", "train", "refit", "everyt
 
 
 def measure(size: str, steps: int, extra: list[str]) -> dict[str, object]:
-    """Medians over the steps after the first."""
+    """Return medians over the steps after the first."""
     shape, overrides = SIZES[size]
     with tempfile.TemporaryDirectory() as tmp:
         folder = Path(tmp)

@@ -76,7 +76,7 @@ def test_alignment_against_a_loop(row) -> None:
     assert about_next.grad is not None and about_next.grad[0].tolist() == expected
 
 
-def test_what_nobody_predicts_does_not_leak() -> None:
+def test_tokens_that_nothing_predicts_do_not_leak() -> None:
     _, _, packed = make([2, 1, 3], 8)
     about_next = torch.full((1, 8), float("nan"))
     about_next[0, [0, 3, 4]] = -1.0
@@ -143,7 +143,7 @@ def test_routes_stay_with_their_tokens() -> None:
     routes = [torch.full((n - 1, 2, 3), 10 * i, dtype=torch.int16) for i, n in enumerate(lengths)]
     packed = pack_rows(ids, columns, 16, routes=routes)
     assert packed.routes is not None and packed.routes.shape == (16, 2, 3)
-    # No token follows the last one of a sample: where it goes is of no consequence, as for padding.
+    # The last token of a sample predicts nothing, so its experts do not matter, as for padding.
     assert packed.routes[:, 0, 0].tolist() == [0, 0, -1, -1, 20, 20, 20, -1, *[-1] * 8]
     assert (packed.to("cpu").routes == packed.routes).all()
     empty = packed.empty_like(8).routes

@@ -1,4 +1,4 @@
-"""Packing algorithms: laws for all of them, their published behaviour, their speed."""
+"""Packing algorithms: properties of all of them, their published behaviour, their speed."""
 
 from __future__ import annotations
 
@@ -66,7 +66,7 @@ def mffd_by_hand(lengths: list[int], room: int) -> list[list[int]]:
 @pytest.mark.parametrize("algorithm", PACKING_ALGORITHMS)
 @QUICK
 @given(lengths=LENGTHS, slack=st.integers(0, 80), multiple=st.sampled_from([1, 2, 8]), min_bins=st.integers(1, 6))
-def test_laws(algorithm: str, lengths: list[int], slack: int, multiple: int, min_bins: int) -> None:
+def test_properties(algorithm: str, lengths: list[int], slack: int, multiple: int, min_bins: int) -> None:
     capacity = max(lengths) + slack
     min_bins = min(min_bins, len(lengths))
     bins = pack(lengths, capacity, algorithm, multiple, min_bins=min_bins, seed=3)
@@ -76,14 +76,14 @@ def test_laws(algorithm: str, lengths: list[int], slack: int, multiple: int, min
     assert max(loads(bins, lengths)) <= room
     assert bins == pack(lengths, capacity, algorithm, multiple, min_bins=min_bins, seed=3)
     if algorithm != "concatenative" and min_bins == 1 and len(bins) > 1:
-        # No two bins could be one: true of every any-fit algorithm.
+        # No two bins could be merged, which holds for every any-fit algorithm.
         lightest = sorted(loads(bins, lengths))[:2]
         assert sum(lightest) > room or algorithm == "balanced"
 
 
 @QUICK
 @given(lengths=LENGTHS, slack=st.integers(0, 80))
-def test_first_fit_decreasing_is_its_definition(lengths: list[int], slack: int) -> None:
+def test_first_fit_decreasing_follows_its_definition(lengths: list[int], slack: int) -> None:
     room = max(lengths) + slack
     order = sorted(range(len(lengths)), key=lambda i: -lengths[i])
     assert pack(lengths, room, "first_fit_decreasing") == first_fit_by_hand(order, lengths, room)
@@ -91,7 +91,7 @@ def test_first_fit_decreasing_is_its_definition(lengths: list[int], slack: int) 
 
 @QUICK
 @given(lengths=LENGTHS, slack=st.integers(0, 80))
-def test_modified_first_fit_decreasing_is_its_definition(lengths: list[int], slack: int) -> None:
+def test_modified_first_fit_decreasing_follows_its_definition(lengths: list[int], slack: int) -> None:
     room = max(lengths) + slack
     actual = pack(lengths, room, "modified_first_fit_decreasing")
     expected = mffd_by_hand(lengths, room)
@@ -118,7 +118,7 @@ def test_first_fit_shuffle_depends_on_the_seed_only() -> None:
     assert pack(lengths, 60, "first_fit_shuffle", seed=1) != pack(lengths, 60, "first_fit_shuffle", seed=2)
 
 
-def test_balanced_fills_as_many_bins_evenly() -> None:
+def test_balanced_fills_the_same_number_of_bins_evenly() -> None:
     generator = random.Random(0)
     lengths = [generator.randint(20, 200) for _ in range(30)]
     fitted, even = (pack(lengths, 1000, name) for name in ("first_fit_decreasing", "balanced"))
@@ -128,7 +128,7 @@ def test_balanced_fills_as_many_bins_evenly() -> None:
 
 
 def test_balanced_falls_back_where_even_bins_do_not_fit() -> None:
-    # 3 + 3 + 3 | 5 + 4: evenly dealt, one bin would hold 5 + 3 + 3.
+    # Must be 3 + 3 + 3 | 5 + 4; distributed evenly, one bin would hold 5 + 3 + 3.
     lengths = [5, 4, 3, 3, 3]
     assert sorted(loads(pack(lengths, 9, "balanced"), lengths)) == [9, 9]
 

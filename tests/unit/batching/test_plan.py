@@ -1,4 +1,4 @@
-"""plan_step: every sample once, as many bins on every rank, balanced, deterministic."""
+"""plan_step: every sample once, equally many bins on every rank, balanced, deterministic."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ def check(plan: StepPlan, lengths: list[int], dp: int, room: int | None, most: i
     algorithm=st.sampled_from(PACKING_ALGORITHMS),
     multiple=st.sampled_from([1, 4]),
 )
-def test_laws(lengths, dp, optimizer_steps, slack, algorithm, multiple) -> None:
+def test_properties(lengths, dp, optimizer_steps, slack, algorithm, multiple) -> None:
     capacity = max(lengths) + slack
     arguments = {
         "dp": dp,
@@ -72,7 +72,7 @@ def test_laws(lengths, dp, optimizer_steps, slack, algorithm, multiple) -> None:
     dp=st.integers(1, 6),
     size=st.integers(1, 9),
 )
-def test_laws_without_packing(lengths, dp, size) -> None:
+def test_properties_without_packing(lengths, dp, size) -> None:
     if len(lengths) < dp:
         return
     plan = plan_step(lengths, dp=dp, micro_batch_size=size)
@@ -107,7 +107,7 @@ def test_report() -> None:
     }
 
 
-def test_a_rank_with_one_long_sample_gets_company_rather_than_an_empty_bin() -> None:
+def test_a_rank_with_one_long_sample_gets_another_rather_than_an_empty_bin() -> None:
     # By cost alone: [100] against [50, 50, 50], which needs three bins of 60 or two of 100.
     lengths = [100, 60, 60, 60]
     plan = plan_step(lengths, dp=2, capacity=100, algorithm="balanced", cost=CostModel(0.0, 1.0))
@@ -115,7 +115,7 @@ def test_a_rank_with_one_long_sample_gets_company_rather_than_an_empty_bin() -> 
     check(plan, lengths, 2, 100)
 
 
-def test_an_empty_bin_only_where_it_must_be() -> None:
+def test_a_bin_is_empty_only_if_unavoidable() -> None:
     plan = plan_step([100, 100, 100], dp=2, capacity=100, algorithm="balanced")
     assert sorted(len(b) for rank in plan.batches[0].ranks for b in rank) == [0, 1, 1, 1]
     assert all(rank[0] for rank in plan.batches[0].ranks)

@@ -1,4 +1,4 @@
-"""Which weights get an adapter, how its parts are cut, and what is refused."""
+"""Which weights get an adapter, how its parts are split, and which choices are rejected."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ def adapted(shape, **patterns: tuple[str, ...]) -> list[str]:
     return [layer_name(weight) for weight in adapters_of(params_of(shape), AdapterShape(16, 32.0, **patterns))]
 
 
-def test_without_names_every_linear_layer_has_one() -> None:
+def test_without_names_every_linear_layer_has_an_adapter() -> None:
     kinds = ("self_attention.linear_qkv", "self_attention.linear_proj", "mlp.linear_fc1", "mlp.linear_fc2")
     assert adapted(DENSE) == [f"decoder.layers.{layer}.{kind}" for layer in range(36) for kind in kinds]
     found = {name.split(".", 3)[3].replace("experts.127", "experts.0") for name in adapted(NANO)}
@@ -24,14 +24,14 @@ def test_without_names_every_linear_layer_has_one() -> None:
     assert not [name for name in found if "router" in name or "conv1d" in name or "norm" in name]
 
 
-def test_names_and_patterns_choose() -> None:
+def test_names_and_patterns_choose_layers() -> None:
     assert len(adapted(NANO, excluded=("*.local_experts.*",))) == 23 * 2 + 6 * 2 + 23 * 2
     assert len(adapted(NANO, targets=("in_proj", "linear_qkv"))) == 23 + 6
     assert len(adapted(NANO, targets=("linear_fc1",), excluded=("*.shared_experts.*",))) == 23 * 128
     assert adapted(DENSE, targets=("*.layers.3.*.linear_proj",)) == ["decoder.layers.3.self_attention.linear_proj"]
 
 
-def test_the_part_on_the_split_side_is_split() -> None:
+def test_the_part_on_the_split_side_of_the_weight_is_split() -> None:
     found = {layer_name(w): each for w, each in adapters_of(params_of(DENSE), AdapterShape(16, 32.0)).items()}
     qkv = found["decoder.layers.0.self_attention.linear_qkv"]
     assert (qkv.down.split, qkv.up.split) == (Split.REPLICATED, Split.QKV)
@@ -51,7 +51,7 @@ def test_the_part_on_the_split_side_is_split() -> None:
         ({}, 2, "experts that expert_tensor_parallel_size 2 splits cannot have adapters; set it to 1, or exclude"),
     ],
 )  # fmt: skip
-def test_what_cannot_be_is_refused(patterns: dict[str, tuple[str, ...]], split: int, message: str) -> None:
+def test_impossible_choices_are_rejected(patterns: dict[str, tuple[str, ...]], split: int, message: str) -> None:
     with pytest.raises(FamilyError, match=message):
         check_adapters(params_of(NANO), NANO, AdapterShape(16, 32.0, **patterns), split)
     check_adapters(params_of(NANO), NANO, AdapterShape(16, 32.0, excluded=("*.local_experts.*",)), 2)

@@ -1,4 +1,4 @@
-"""Shapes by name, and the parameters of a stage."""
+"""Published configs, and the layers of pipeline stages."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from grpo_mcore.families import FamilyError, parameter_count, read_hf_config, sh
 from grpo_mcore.families.known import FOLDERS, known_config
 from grpo_mcore.families.shards import chunk_layers, stage_layers
 
-# As the model cards and the index files of the checkpoints say.
+# From the model cards and the checkpoints' index files.
 PUBLISHED = {
     "Qwen/Qwen2.5-0.5B-Instruct": 494_032_768,
     "Qwen/Qwen2.5-1.5B": 1_543_714_304,
@@ -32,11 +32,11 @@ def test_known_shapes_have_the_published_number_of_parameters(name: str, count: 
     assert parameter_count(shape_of(known_config(name))) == count
 
 
-def test_an_unknown_name_is_not_guessed() -> None:
+def test_an_unknown_name_has_no_config() -> None:
     assert known_config("Qwen/Qwen3-9B") is None
 
 
-def test_the_demo_has_the_shape_that_it_makes() -> None:
+def test_the_demos_config_has_the_shape_of_its_model() -> None:
     import inspect
 
     from grpo_mcore.data.arithmetic import make_base_config

@@ -143,7 +143,7 @@ def test_the_27m_model_has_its_parameters() -> None:
         ({"attention_bias": True}, "attention_bias"),
     ],
 )
-def test_what_is_not_modelled_is_refused(change: dict, message: str) -> None:
+def test_unsupported_config_values_are_rejected(change: dict, message: str) -> None:
     with pytest.raises(FamilyError, match=message):
         shape_of(QWEN3 | change)
 

@@ -63,7 +63,7 @@ def test_equals_a_masked_softmax_per_sequence(lengths: list[int]) -> None:
 
 
 def kernel(query, key, value, query_ends, key_ends, longest_query, longest_key, *, scale, window_size) -> torch.Tensor:
-    """torch's `varlen_attn` before it had `enable_gqa`: a masked softmax per sequence, last query beside last key."""
+    """Stand-in for `varlen_attn` of torch 2.11: a masked softmax per sequence, the last query sees the last key."""
     assert query.size(1) == key.size(1) and query.shape[-1] == value.shape[-1] and window_size == (-1, 0)
     assert longest_query == query_ends.diff().max() and longest_key == key_ends.diff().max()
     outputs = []
@@ -76,7 +76,7 @@ def kernel(query, key, value, query_ends, key_ends, longest_query, longest_key, 
 
 
 def grouped_kernel(query, key, value, *arguments, enable_gqa: bool = False, **options) -> torch.Tensor:
-    """torch's `varlen_attn` since then."""
+    """Stand-in for a later `varlen_attn`, which takes `enable_gqa`."""
     assert enable_gqa == (query.size(1) != key.size(1))
     key, value = (t.repeat_interleave(query.size(1) // key.size(1), 1) for t in (key, value))
     return kernel(query, key, value, *arguments, **options)
@@ -95,7 +95,7 @@ def test_the_gpu_branch_equals_the_cpu_branch(
     torch.testing.assert_close(found, attend(query, key, value[..., :width], lengths), atol=1e-5, rtol=0)
 
 
-def test_a_sequence_knows_nothing_of_its_neighbours() -> None:
+def test_a_sequence_does_not_influence_its_neighbours() -> None:
     lengths = [6, 11, 4]
     query, key, value = (t.detach() for t in inputs(sum(lengths)))
     before = attend(query, key, value, lengths)

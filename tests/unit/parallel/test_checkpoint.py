@@ -1,3 +1,5 @@
+"""Parts of checkpointing that need no process group."""
+
 from __future__ import annotations
 
 import os

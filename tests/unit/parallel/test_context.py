@@ -21,7 +21,7 @@ def cumulative(lengths: list[int]) -> torch.Tensor:
     st.integers(0, 200),
 )
 @settings(max_examples=100, deadline=None)
-def test_the_shares_are_the_row(lengths: list[int], size: int, multiple: int, length: int) -> None:
+def test_the_shares_of_all_ranks_make_up_the_row(lengths: list[int], size: int, multiple: int, length: int) -> None:
     starts, total = cumulative(lengths), sum(lengths)
     shares = [share_of_row(starts, rank, size, multiple, length) for rank in range(size)]
     tokens = [share.index[share.index < total] for share in shares]
@@ -33,7 +33,7 @@ def test_the_shares_are_the_row(lengths: list[int], size: int, multiple: int, le
         assert int(padded[-1]) == padded_length(lengths, size, multiple)
     for share in shares:
         assert len(share.index) == int(padded[-1]) // size and len(share.index) % multiple == 0
-    # Keys gathered rank after rank, then put in order, are the sequences one after another, each with its padding.
+    # Keys gathered rank after rank and reordered are the sequences one after another, each with its padding.
     row = torch.cat([share.index for share in shares])[shares[0].key_order]
     for i, size_of in enumerate(lengths):
         sequence = row[int(padded[i]) : int(padded[i + 1])]

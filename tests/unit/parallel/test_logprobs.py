@@ -63,7 +63,7 @@ def test_bfloat16_keeps_its_dtype_and_float32_results() -> None:
     torch.testing.assert_close(found[0].double(), expected, atol=0.06, rtol=0)
 
 
-def test_no_token_is_wanted() -> None:
+def test_without_tokens() -> None:
     hidden, weight, _ = case(torch.float32)
     none = torch.zeros(0, dtype=torch.int64)
     found = token_scores(hidden[:0], weight, none, **WHOLE)

@@ -1,4 +1,4 @@
-"""The chunked scan against the recurrence that it stands for."""
+"""The chunked scan against the recurrence that it computes."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from grpo_mcore.parallel.mamba import scan  # noqa: E402
 
 @pytest.mark.parametrize("length", [1, 7, 8, 30])
 @pytest.mark.parametrize("chunk", [1, 8, 64])
-def test_the_scan_is_the_recurrence(length: int, chunk: int) -> None:
+def test_the_scan_equals_the_recurrence(length: int, chunk: int) -> None:
     generator = torch.Generator().manual_seed(5)
     x, b, c = (torch.randn(length, 3, n, generator=generator) for n in (4, 5, 5))
     dt, decay = torch.rand(length, 3, generator=generator), -torch.rand(3, generator=generator) * 3

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+from types import SimpleNamespace
+
 import pytest
 import torch
 from torch import Tensor
 
 from grpo_mcore.parallel import norm
-from grpo_mcore.parallel.norm import rms_norm
+from grpo_mcore.parallel.norm import CpuRMSNorm, RMSNorm, rms_norm
 
 EPS = 1e-6
 
@@ -37,7 +39,7 @@ def test_the_derivative(shape: tuple[int, ...]) -> None:
 
 @pytest.mark.parametrize(("dtype", "tolerance"), [(torch.float32, 3e-7), (torch.bfloat16, 2**-8)])
 def test_against_float64(dtype: torch.dtype, tolerance: float) -> None:
-    """Within one rounding of the output's format; the sum over rows within one of its largest element."""
+    """Outputs are within one rounding; gradients are within one rounding of their largest element."""
     x, weight = inputs((70, 2, 24), dtype)
     grad = torch.randn(x.shape).to(dtype)
     before = x.clone(), weight.clone(), grad.clone()
@@ -55,8 +57,18 @@ def test_against_float64(dtype: torch.dtype, tolerance: float) -> None:
     assert all(torch.equal(was, now) for was, now in zip(before, (x, weight, grad), strict=True)), "inputs changed"
 
 
-def test_rows_that_do_not_lie_in_a_row() -> None:
-    """As query and key come, views of the output of one projection, and their gradients."""
+def test_the_gpu_module_equals_the_cpu_module() -> None:
+    config = SimpleNamespace(params_dtype=torch.float32, sequence_parallel=False)
+    x, weight = inputs((7, 12), torch.float32)
+    outputs = []
+    for module in (RMSNorm(config, 12, EPS), CpuRMSNorm(config, 12, EPS)):
+        module.weight.data.copy_(weight)
+        outputs.append(module(x))
+    torch.testing.assert_close(*outputs)
+
+
+def test_rows_that_are_not_contiguous() -> None:
+    """Query and key are such views, of the output of one projection."""
     whole, weight = inputs((9, 2, 24), torch.float64)
     whole.requires_grad_()
     part = whole[:, :, 8:16]

@@ -1,4 +1,4 @@
-"""Megatron-Core's settings of every recipe, on every platform: what it refuses, it refuses when they are built."""
+"""Megatron-Core accepts the settings of every recipe on every platform; it checks them when they are built."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ PLATFORMS = {
 
 @pytest.fixture
 def transformer_engine_kernels(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The fused kernels that Megatron-Core imports from TransformerEngine, as far as its settings look at them."""
+    """Stand-ins for TransformerEngine's fused kernels, of which Megatron-Core's settings check only the presence."""
     for module in (rope_utils, moe_utils):
         for name in [name for name in vars(module) if name.startswith("fused_")]:
             monkeypatch.setattr(module, name, object())
@@ -52,7 +52,7 @@ def test_the_settings_of_every_recipe_are_accepted(recipe: Path, platform: Platf
     assert model.use_cpu_initialization is not platform.on_gpu
     if not platform.transformer_engine:
         fusions = (model.bias_activation_fusion, model.apply_rope_fusion, model.moe_permute_fusion)
-        assert not any(fusions), "the kernels are TransformerEngine's"
+        assert not any(fusions), "only TransformerEngine has these kernels"
     ddp = ddp_config(policy.megatron_cfg, platform)
     assert platform.on_gpu or not ddp.overlap_grad_reduce, "Gloo has no streams"
     assert optimizer_config(policy).params_dtype == dtype
