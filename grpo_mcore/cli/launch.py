@@ -67,5 +67,5 @@ def _check(files: list[str], crd: str | None) -> int:
         findings = check_file(Path(file), schema)
         wrong += bool(findings)
         print("\n".join([f"{file}: {'ok' if not findings else f'{len(findings)} problems'}", *findings]))
-    print(f"rules that no schema holds: kubectl apply --dry-run=server -f {' -f '.join(files)}")
+    print(f"rules that no schema holds: kubectl create --dry-run=server -f {' -f '.join(files)}")
     return 1 if wrong else 0

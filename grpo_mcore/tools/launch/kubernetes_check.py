@@ -1,7 +1,7 @@
 """Validate RayJob manifests against KubeRay's own schema, without a cluster.
 
 The schema does not hold the rules that the API server, KubeRay's operator and the kubelet have in code. Where a cluster
-can be reached, `kubectl apply --dry-run=server -f FILE` asks the server itself.
+can be reached, `kubectl create --dry-run=server -f FILE` asks the server itself.
 """
 
 from __future__ import annotations
