@@ -57,7 +57,7 @@ class BackgroundSave:
         with _raise_on_all_ranks("RNG state"):
             torch.save(policy.rng_state(), folder / _rng_file())
         # Without this, an error in these functions would be raised on one rank only.
-        finish = [functools.partial(_call_on_all_ranks, WEIGHTS, function) for function in writing.finalize_fns]
+        finish = [_raise_on_all_ranks(WEIGHTS)(function) for function in writing.finalize_fns]
         write = writing.async_fn and functools.partial(_write_ignoring_signals, writing.async_fn)
         with _raise_on_all_ranks(WEIGHTS):
             self._calls.schedule_async_request(writing._replace(async_fn=write, finalize_fns=finish))
@@ -107,11 +107,6 @@ def _write_ignoring_signals(write: Callable[..., None], *args: Any) -> None:
     for number in (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1):
         signal.signal(number, signal.SIG_IGN)
     write(*args)
-
-
-def _call_on_all_ranks(what: str, function: Callable[[], None]) -> None:
-    with _raise_on_all_ranks(what):
-        function()
 
 
 @contextlib.contextmanager
@@ -170,16 +165,18 @@ def _chunks(policy: Any) -> list[tuple[str, Any]]:
 
 
 def _make_moments(optimizer: Any) -> None:
-    """Create the state tensors to load into, which torch's Adam would create in its first step."""
+    """Create the state tensors to load into, which Adam would create in its first step.
+
+    torch's Adam counts steps per parameter. TransformerEngine's counts them per group, and its `state_dict` fails on
+    names other than the moments.
+    """
     for distributed in optimizer.chained_optimizers:
         adam = distributed.optimizer
         for param in (param for group in adam.param_groups for param in group["params"]):
             if not adam.state[param]:
-                adam.state[param] = {
-                    "step": torch.zeros((), dtype=torch.float32),
-                    "exp_avg": torch.zeros_like(param),
-                    "exp_avg_sq": torch.zeros_like(param),
-                }
+                adam.state[param] = {"exp_avg": torch.zeros_like(param), "exp_avg_sq": torch.zeros_like(param)}
+                if isinstance(adam, torch.optim.Adam | torch.optim.AdamW):
+                    adam.state[param]["step"] = torch.zeros((), dtype=torch.float32)
 
 
 def _load_optimizer(optimizer: Any, state: dict[Any, Any]) -> None:
