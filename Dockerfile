@@ -1,15 +1,15 @@
 # Two images from one file:
 #   docker build --target gpu -t grpo-mcore:0.1.0 .         H100 and newer, CUDA 13 (driver R580 or newer)
 #   docker build --target cpu -t grpo-mcore:0.1.0-cpu .     the same code with CPU engines, for tests and plans
-# One environment for policy, engines and driver: vLLM's binary fixes torch, all else follows. No secret belongs in
+# One environment for policy, engines and driver: vLLM's binary determines torch, and torch the rest. Secrets do not belong
 # here: tokens come at run time, from the shell (Slurm) or from secrets by reference (Kubernetes).
-# Every pin is that of pyproject.toml; tests/unit/test_dockerfile.py compares them.
+# The pins are those of pyproject.toml; tests/unit/test_dockerfile.py compares them.
 
 ARG BASE_IMAGE=nvcr.io/nvidia/cuda-dl-base:26.05-cuda13.2-devel-ubuntu24.04
 ARG CPU_BASE_IMAGE=python:3.11-slim-bookworm
 
 # ---- GPU -------------------------------------------------------------------------------------------------------------
-# A devel image: TransformerEngine is compiled against the installed torch, and FlashInfer compiles as it runs.
+# A devel image: TransformerEngine is compiled against the installed torch, and FlashInfer compiles at run time.
 FROM ${BASE_IMAGE} AS gpu
 # Ubuntu 24.04 has 3.12; pyproject.toml allows 3.11 to 3.13.
 RUN apt-get update \
@@ -30,11 +30,11 @@ RUN pip install "torch==${TORCH_VERSION}" "vllm==${VLLM_VERSION}" "ray[default]=
     "megatron-core==${MEGATRON_CORE_VERSION}" "transformers==${TRANSFORMERS_VERSION}" \
     "math-verify==${MATH_VERIFY_VERSION}" "setuptools>=78.1.1,<81" "wheel" "ninja" "pybind11"
 
-# 90 is H100 and H200; "90;100" adds B200. An empty version leaves it out: the local layer spec then runs.
+# 90 is H100 and H200; "90;100" adds B200. An empty version omits TransformerEngine: the local layer spec is used then.
 ARG TRANSFORMER_ENGINE_VERSION=2.20.2
 ARG NVTE_CUDA_ARCHS=90
 ARG MAX_JOBS=8
-# cuDNN is that of torch: with the system's, TransformerEngine and torch would load two.
+# Use torch's cuDNN: with the system's, TransformerEngine and torch would load two different ones.
 ENV CUDNN_HOME=/opt/venv/lib/python3.12/site-packages/nvidia/cudnn \
     LD_LIBRARY_PATH=/opt/venv/lib/python3.12/site-packages/nvidia/cudnn/lib:${LD_LIBRARY_PATH}
 RUN if [ -n "${TRANSFORMER_ENGINE_VERSION}" ]; then \
@@ -54,7 +54,7 @@ ENV RAY_USAGE_STATS_ENABLED=0 RAY_ENABLE_UV_RUN_RUNTIME_ENV=0 RAY_ACCEL_ENV_VAR_
 LABEL org.opencontainers.image.title="grpo-mcore" \
       org.opencontainers.image.description="GRPO with Megatron-Core policies, vLLM engines and Ray, for GPUs" \
       org.opencontainers.image.licenses="Apache-2.0"
-# 1000 is what the Kubernetes manifests run as. Ubuntu's image has a user of that number already.
+# The Kubernetes manifests run as user 1000. Ubuntu's image already has a user with that id.
 RUN (userdel --remove ubuntu 2>/dev/null || true) && useradd --uid 1000 --create-home grpo
 USER 1000
 WORKDIR /home/grpo
@@ -62,13 +62,13 @@ CMD ["grpo-mcore", "--help"]
 
 # ---- CPU -------------------------------------------------------------------------------------------------------------
 FROM ${CPU_BASE_IMAGE} AS cpu
-# vLLM compiles small kernels for the processor that it finds. bubblewrap is the sandbox of env.code.
+# vLLM compiles small kernels for the processor at run time. bubblewrap is the sandbox of env.code.
 RUN apt-get update \
     && apt-get install -y --no-install-recommends build-essential bubblewrap \
     && rm -rf /var/lib/apt/lists/*
 ENV VIRTUAL_ENV=/opt/venv PATH=/opt/venv/bin:$PATH PIP_NO_CACHE_DIR=1 PIP_DISABLE_PIP_VERSION_CHECK=1
 RUN python -m venv /opt/venv
-# The exact set that the tests run on, without resolution.
+# The exact versions that the tests use, without dependency resolution.
 ARG TORCH_CPU_INDEX=https://download.pytorch.org/whl/cpu
 COPY requirements/cpu.lock /opt/grpo-mcore/requirements/cpu.lock
 RUN pip install --no-deps --index-url "${TORCH_CPU_INDEX}" "$(grep '^torch==' /opt/grpo-mcore/requirements/cpu.lock)" \

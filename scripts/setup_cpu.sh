@@ -1,9 +1,9 @@
 #!/usr/bin/env bash
-# Makes .venv: the exact CPU environment of requirements/cpu.lock and the project itself, editable.
-# Run by `make`; does nothing when .venv is up to date. An interrupted or failed run is started afresh by the next one.
+# Make .venv: the exact CPU environment of requirements/cpu.lock and the project itself, editable.
+# Run by `make`; does nothing if .venv is up to date. After an interrupted or failed run the next one starts over.
 #
-#   PYTHON=/path/to/python    another interpreter than the first of python3.11, python3, python3.12, ...
-#   TORCH_CPU_INDEX=URL       where to ask for torch's CPU build when pip's own configuration does not know it
+#   PYTHON=/path/to/python    interpreter, instead of the first of python3.11, python3, python3.12, ...
+#   TORCH_CPU_INDEX=URL       index of torch's CPU build, used if pip's own configuration does not have it
 set -euo pipefail
 cd "$(dirname "$0")/.."
 exec 9<scripts/setup_cpu.sh && flock 9 # one set-up at a time in one checkout
@@ -25,7 +25,7 @@ fail() {
     exit 1
 }
 
-# The name of the step, what to do when it fails, the command. Output goes to the log.
+# step NAME ADVICE COMMAND...: run the command; its output goes to the log. ADVICE is printed if it fails.
 step() {
     local name=$1 advice=$2
     shift 2
@@ -53,14 +53,14 @@ find_python() {
     return 1
 }
 
-# What .venv was made from; the folder counts because a virtual environment cannot be moved.
+# Digest of everything that .venv depends on; also of the folder, because a virtual environment cannot be moved.
 digest() { { pwd && cat pyproject.toml "$LOCK" scripts/setup_cpu.sh; } | sha256sum; }
 
-# Exact versions need no resolution. Bytecode is compiled on first import: compiling all of it here takes longer than
-# the download.
+# Exact versions need no dependency resolution. Bytecode is compiled on first import: compiling all of it here would
+# take longer than the download.
 install() { .venv/bin/python -m pip install --no-deps --no-compile "$@"; }
 
-# The local version +cpu exists only as a CPU build, so that no attempt can end with a CUDA build.
+# The local version +cpu exists only as a CPU build, so neither attempt can install a CUDA build.
 install_torch() {
     install "$TORCH" || install --index-url "$TORCH_CPU_INDEX" "$TORCH"
 }
@@ -88,7 +88,7 @@ print("ray", ray.__version__, Qwen3ForCausalLM.__name__)
 EOF
 }
 
-# The sandbox of env.code, which nothing else needs: without it that environment refuses, and its tests are skipped.
+# Install the sandbox of env.code. Nothing else needs it: without it that environment refuses, its tests are skipped.
 install_bubblewrap() {
     command -v bwrap >/dev/null && return
     if [ "$(id -u)" = 0 ] && command -v apt-get >/dev/null; then

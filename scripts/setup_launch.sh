@@ -1,9 +1,9 @@
 #!/usr/bin/env bash
-# Makes .venv-launch: NeMo-Run for the machine that submits jobs, exactly requirements/launch.lock. NeMo-Run and vLLM
-# cannot share an environment. Run by `make launch-env`; does nothing when it is up to date.
+# Make .venv-launch, exactly requirements/launch.lock: NeMo-Run for the machine that submits jobs. NeMo-Run and vLLM
+# cannot share an environment. Run by `make launch-env`; does nothing if it is up to date.
 #
-#   PYTHON=/path/to/python    another interpreter than python3.11 or python3
-#   LAUNCH_ENV=FOLDER         another place
+#   PYTHON=/path/to/python    interpreter, instead of python3.11 or python3
+#   LAUNCH_ENV=FOLDER         folder, instead of .venv-launch
 set -euo pipefail
 cd "$(dirname "$0")/.."
 
@@ -26,7 +26,7 @@ rm -rf "$ENV"
     echo "[launch-env] FAILED; is there a package index? The message of pip is above" >&2
     exit 1
 }
-# This checkout, for what reads recipes and writes jobs; not its programs, which belong to the environment that trains.
+# Add this checkout for the code that reads recipes and writes jobs; its programs belong to the environment that trains.
 pwd >"$("$ENV/bin/python" -c 'import sysconfig; print(sysconfig.get_path("purelib"))')/grpo_mcore.pth"
 "$ENV/bin/python" -c 'import nemo_run, grpo_mcore.tools.launch.nemo_run'
 digest >"$ENV/.ready"

@@ -1,11 +1,11 @@
-"""A recipe through NeMo-Run: on this machine, on Slurm or on Kubernetes.
+"""Run a recipe through NeMo-Run: on this machine, on Slurm or on Kubernetes.
 
     make launch-env                                             # once: .venv-launch
     .venv-launch/bin/python launchers/nemo_run/grpo.py --yes job=grpo_math_1B to=slurm \\
         job.overrides="['launch.time_limit=08:00:00']"
 
-`--dryrun` prints the script that would run, `--detach` does not wait (Slurm). Ends with 1 where the job does not
-succeed, and says where it wrote why.
+`--dryrun` prints the script that would run, `--detach` does not wait (Slurm). Exits with 1 if the job fails, and prints
+the end of its log.
 """
 
 import sys
@@ -23,16 +23,15 @@ from grpo_mcore.tools.launch.spec import Target
 
 TARGETS = ("local", "slurm", "k8s")
 
-
 finished = False
 
 
 @run.cli.entrypoint(type="experiment")
 def grpo(ctx: run.cli.RunContext, job: Job, to: str = "local") -> None:
-    """Submits the job of a recipe. to: local, slurm or k8s."""
+    """Submit the job of a recipe. to: local, slurm or k8s."""
     global finished
     if to not in TARGETS:
-        fail(f"to={to}: there are {', '.join(TARGETS)}")
+        fail(f"to={to}: expected one of {', '.join(TARGETS)}")
     try:
         spec = launch_spec(load_recipe(job.recipe, job.overrides), to)
     except RecipeError as error:
@@ -52,21 +51,21 @@ def submit(spec: LaunchSpec, to: Target, detach: bool) -> None:
         experiment.add(fdl.build(script(spec, to)), executor=fdl.build(executor(spec, to)), name=nemo_run.TASK)
         experiment.run(detach=detach, tail_logs=not detach)
     if not detach:
-        judge(experiment)
+        exit_if_failed(experiment)
 
 
-def judge(experiment: run.Experiment) -> None:
-    """NeMo-Run tells of a failed task and ends with 0; this ends with 1."""
+def exit_if_failed(experiment: run.Experiment) -> None:
+    """Exit with 1 if a task has failed: NeMo-Run itself reports it and exits with 0."""
     failed = [task for task in experiment.status(return_dict=True).values() if str(task["status"]) != "SUCCEEDED"]
     for task in failed:
-        words = last_words(Path(task["local_dir"]))
+        words = log_tail(Path(task["local_dir"]))
         print(f"grpo: {task['name']} (job {task['job_id']}) ended as {task['status']}; {words}", file=sys.stderr)
     if failed:
         sys.exit(1)
 
 
-def last_words(folder: Path, lines: int = 15) -> str:
-    """The end of the task's log."""
+def log_tail(folder: Path, lines: int = 15) -> str:
+    """Return the end of the task's log."""
     logs = [file for pattern in ("sbatch_*.out", "**/combined.log") for file in folder.glob(pattern)]
     if not logs:
         return f"it left no log in {folder}"
@@ -82,6 +81,6 @@ def fail(message: str, code: int = 2) -> NoReturn:
 if __name__ == "__main__":
     register_recipes()
     run.cli.main(grpo)
-    # NeMo-Run prints what it could not parse or submit, and ends with 0.
+    # NeMo-Run prints what it could not parse or submit, and exits with 0.
     if not finished and "--help" not in sys.argv and not any(word.startswith("--to-") for word in sys.argv):
         fail("nothing was submitted, or it was not followed to its end", code=1)

@@ -1,4 +1,4 @@
-"""Jobs as NeMo-Run configures them: `run.Config` of a recipe, of its script and of the executor that takes it."""
+"""Configure jobs for NeMo-Run: `run.Config` of a recipe, of its script and of the executor that runs it."""
 
 import os
 import re
@@ -17,14 +17,14 @@ RECIPES = Path(__file__).resolve().parents[2] / "recipes"
 
 @dataclass
 class Job:
-    """A recipe: a path or the name of one in recipes/, and overrides as on grpo-mcore's command line."""
+    """A recipe, as a path or the name of one in recipes/, and overrides as on grpo-mcore's command line."""
 
     recipe: str
     overrides: list[str] = field(default_factory=list)
 
 
 def register_recipes() -> None:
-    """Makes a factory of every file in recipes/: grpo-llama3.1-8B-2n8g.yaml is job=grpo_llama3_1_8B_2n8g."""
+    """Register a factory for every file in recipes/: grpo-llama3.1-8B-2n8g.yaml is job=grpo_llama3_1_8B_2n8g."""
     for file in RECIPES.rglob("*.yaml"):
         name = re.sub(r"\W", "_", str(file.relative_to(RECIPES).with_suffix("")))
         run.cli.factory(_factory(file), name=name)
@@ -39,7 +39,7 @@ def _factory(file: Path) -> Callable[[], run.Config[Job]]:
 
 @dataclass(kw_only=True)
 class OneLog(SlurmJobDetails):
-    """The job writes one file, by Slurm itself."""
+    """Tells NeMo-Run that Slurm itself writes the job's output to one file."""
 
     @property
     def ls_term(self) -> str:
@@ -51,14 +51,14 @@ def script(spec: LaunchSpec, to: Target) -> run.Config[run.Script]:
 
 
 def executor(spec: LaunchSpec, to: Target) -> run.Config[run.Executor]:
-    """Kubernetes takes a manifest: what runs here is kubectl."""
+    """Return the executor. For Kubernetes it is the local one: what runs here is kubectl."""
     if to != "slurm":
         return run.Config(run.LocalExecutor)
     return run.Config(
         run.SlurmExecutor,
         **nemo_run.slurm_fields(spec),
         job_details=run.Config(OneLog),
-        packager=run.Config(run.Packager),  # the code is where the job finds it: on the shared disk or in the image
+        packager=run.Config(run.Packager),  # copies no code: it is on the shared disk or in the image
         tunnel=run.Config(run.LocalTunnel, job_dir=""),
         poll_estimated_start_time=False,
     )

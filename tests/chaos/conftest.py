@@ -11,6 +11,6 @@ __all__ = ["model", "sft_run", "task"]
 
 @pytest.fixture(autouse=True)
 def only_its_own_deadline() -> None:
-    """A campaign takes longer than the time after which the ini file ends what hangs in a library call. It waits for
-    another process, so pytest-timeout can interrupt it."""
+    """Cancel the ini file's timeout of calls into libraries: a campaign takes longer. The test waits for another
+    process, so pytest-timeout can interrupt it."""
     faulthandler.cancel_dump_traceback_later()

@@ -1,6 +1,6 @@
-"""Kills processes of a run from within its driver, at a named place: when a certain call is made.
+"""Kill processes of a run from within its driver, when a certain call is made.
 
-Real processes, real signals: nothing in the run knows of it.
+Real processes, real signals: no code of the run knows about it.
 """
 
 from __future__ import annotations
@@ -21,15 +21,17 @@ from grpo_mcore.cluster.ray_worker import RayWorker
 
 DRIVER, GCS, RAYLET = "driver", "gcs_server", "raylet"
 NOTICED_WITHIN_S = 60.0
-"""How long a step takes in which Ray's head goes: Ray ends the driver only after a while; a short run would be over."""
+"""Seconds that the driver pauses after it has killed Ray's head: Ray ends the driver only later, and a short run would
+have ended before."""
 
 
 @dataclass(frozen=True)
 class Kill:
-    """`victim`: the name of a worker, DRIVER, or a process of Ray's head. `at`: the method of any worker that is
-    called, with its first argument where that is a bucket ("stage_bucket 1"); "rename" is the moment before a
-    checkpoint gets its name. `nth` such call since the last kill; `steps`: so many steps must have begun to train since
-    then, so that the run gets on: 2, that one of them has a whole checkpoint. `hangs`: it is stopped, not ended."""
+    """One kill. `victim`: the name of a worker, DRIVER, or a process of Ray's head. `at`: the method that is called on
+    any worker, with its first argument if that is a bucket ("stage_bucket 1"); "rename" is the moment before a
+    checkpoint gets its name. `nth`: which such call since the last kill. `steps`: how many steps must have begun to
+    train since the last kill, so that the run makes progress; 2, so that one of them has a whole checkpoint. `hangs`:
+    the victim is stopped instead of killed."""
 
     victim: str
     at: str
@@ -43,8 +45,8 @@ class Kill:
 
 
 class Reaper:
-    """Carries out `kills` one after the other. Each is written into `log` first, so that a later process of the same
-    run goes on with the next."""
+    """Carries out `kills` one after the other. Writes each to `log` first, so that a later process of the same run
+    continues with the next."""
 
     def __init__(self, kills: Sequence[Kill], log: Path) -> None:
         self._log = log
@@ -53,7 +55,7 @@ class Reaper:
         self._steps = self._seen = 0
 
     def install(self, patch: Any) -> None:
-        """`patch`: a pytest.MonkeyPatch."""
+        """Watch the calls of workers and the renaming of checkpoints. `patch`: a pytest.MonkeyPatch."""
         for cls in (RayWorker, LocalWorker):
             for kind in ("call", "stream"):
                 patch.setattr(cls, kind, self._watched(getattr(cls, kind)))
@@ -71,7 +73,7 @@ class Reaper:
             self._workers[worker.name] = worker
             if method == "train" and worker.name == "policy-0":
                 self._steps += 1
-            if isinstance(worker, LocalWorker):  # its calls are over when they return
+            if isinstance(worker, LocalWorker):  # its call has ended when it returns
                 self._reach(method, *args[:1])
                 return original(worker, method, *args, **options)
             answer = original(worker, method, *args, **options)

@@ -1,4 +1,4 @@
-"""Runs with kills, each in a process of its own under the supervisor."""
+"""Start a run with planned kills under the supervisor."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ PLAN, LOG = "kills.json", "killed.txt"
 
 
 def attempt(config: MasterConfig, resume: str | bool | None, began: float) -> tuple[int, str | None]:
-    """`grpo-mcore train`, with what is left of the kills in the folder of its checkpoints."""
+    """Run `grpo-mcore train` with the remaining kills of the plan next to its checkpoints."""
     folder = Path(config.checkpointing.checkpoint_dir).parent
     kills = [Kill(**fields) for fields in json.loads((folder / PLAN).read_text())]
     with pytest.MonkeyPatch.context() as patch:

@@ -1,4 +1,4 @@
-"""Runs whose processes are killed, one after the other, go on by themselves to their planned end.
+"""Runs whose processes are killed, one after the other, reach their planned end by themselves.
 
 `make test` kills a driver. `pytest --chaos tests/chaos` kills one process of each kind, and then at every state of the
 step and of the refit; that takes minutes.
@@ -20,11 +20,11 @@ from tests.chaos.runs import LOG, write_plan
 from tests.functional.runs import TIME_DEPENDENT, Run, Task, grpo_recipe, run_here, write_recipe
 
 DEADLINE_S = 2400.0
-"""Of a whole campaign, on a machine that others use too. A hang is a failure."""
+"""Seconds for a whole campaign, on a busy machine. A hang is a failure."""
 
 ENGINE, ENVIRONMENT, POLICY = "engine-0", "environment-math", "policy-0"
 
-# The refit, in its order: open the plan, stage buckets, commit, let the old weights go; then engines are asked for it.
+# The calls of a refit in order: open the plan, stage buckets, commit, release the old weights, prepare the engines.
 REFIT = ("start_refit", "stage_bucket 0", "stage_bucket 1", "commit_refit", "finish_refit", "prepare")
 
 CAMPAIGNS = {
@@ -32,7 +32,9 @@ CAMPAIGNS = {
     "engine-in-a-refit": [Kill(ENGINE, at) for at in REFIT],
     "engine-in-a-step": [
         *(Kill(ENGINE, at) for at in ("generate_refs", "advance", "receive")),
-        *(Kill(ENGINE, at, steps=2) for at in ("train", "start_save")),  # the one before is found in the next refit
+        *(
+            Kill(ENGINE, at, steps=2) for at in ("train", "start_save")
+        ),  # noticed in the next refit
     ],
     "engine-hangs": [Kill(ENGINE, at, hangs=True) for at in ("generate_refs", "commit_refit")],
     "environment": [Kill(ENVIRONMENT, at) for at in ("generate_refs", "advance", "train", "commit_refit")],
@@ -43,7 +45,7 @@ CAMPAIGNS = {
 DRIVER_STATES = [("stage_bucket 1", "commit_refit", "generate_refs", "advance"), ("train", "start_save", "is_saved")]
 CASES = sum(map(len, [*CAMPAIGNS.values(), *DRIVER_STATES])) + 1
 PATIENCE_S = 40.0
-"""Of a call to an engine that hangs."""
+"""Deadline in seconds of a call to an engine that hangs."""
 
 
 def recipe_of(task: Task, model: Path, steps: int, **cluster: Any) -> dict[str, Any]:
@@ -55,7 +57,7 @@ def recipe_of(task: Task, model: Path, steps: int, **cluster: Any) -> dict[str, 
 
 
 def survive(folder: Path, recipe: dict[str, Any], kills: list[Kill]) -> Run:
-    """The run with these kills: it ends as planned, no prompt was lost, and every kill has happened."""
+    """Run with these kills. Assert that it ends as planned, no prompt was lost, and every kill has happened."""
     write_plan(folder, kills)
     path = write_recipe(folder, recipe)
     done = subprocess.run(
@@ -81,7 +83,7 @@ def survive(folder: Path, recipe: dict[str, Any], kills: list[Kill]) -> Run:
 
 
 def steps_of(run: Run) -> list[dict[str, Any]]:
-    """What every step came to, as the last to do it has left it."""
+    """Return the metrics of every step, as the last process that did it has written them."""
     rows = read_metrics(run.logs / "metrics.jsonl", "train")
     return [{name: value for name, value in row.items() if not name.startswith(TIME_DEPENDENT)} for row in rows]
 
@@ -104,9 +106,8 @@ def test_processes_are_killed_and_the_run_goes_on(tmp_path: Path, task: Task, mo
 def test_a_driver_is_killed_and_every_step_comes_out_the_same(
     tmp_path: Path, task: Task, model: Path, states: tuple[str, ...]
 ) -> None:
-    """All in one process: what it was doing is done again from the last checkpoint, bit for bit. Checkpoints are
-    written beside the steps, and the last kill comes just before one has its name: it is none, and that of the step
-    before is used."""
+    """The run, all in one process, is bit-identical to an uninterrupted one. Checkpoints are written during the next
+    steps; the last kill comes just before one gets its name, so the checkpoint of the step before is used."""
     recipe = recipe_of(task, model, 2 * len(states) + 4, backend="local")
     kills = [*(Kill(DRIVER, at, steps=2) for at in states), Kill(DRIVER, "rename", nth=2, steps=2)]
     run = survive(tmp_path / "killed", recipe, kills)

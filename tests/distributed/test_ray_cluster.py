@@ -147,7 +147,7 @@ def test_an_exception_comes_with_its_cause_and_the_log(abacus, cluster):
     assert caught.value.cause == "ValueError: beads are gone"
     assert isinstance(caught.value.__cause__, ValueError)
     text = str(caught.value)
-    assert "in fail\n" in text and "host.py" not in text
+    assert "in fail\n" in text and "ray_actor.py" not in text
     assert "about to fail" in text and str(cluster.log_dir / "abacus.log") in text
     assert abacus.call("add", 0).result() == 13  # and the worker goes on
 

@@ -15,13 +15,13 @@ from contextlib import contextmanager
 from pathlib import Path
 
 PACKAGES = ("slurmctld", "slurmd", "slurm-client", "munge")
-"""Of Debian and Ubuntu. Their services are not used, nor what lies in /etc/slurm and /etc/munge."""
+"""Packages of Debian and Ubuntu. Their services and the files in /etc/slurm and /etc/munge are not used."""
 PROGRAMS = ("munged", "munge", "slurmctld", "slurmd", "sbatch", "srun", "scontrol", "scancel")
 CTLD, SLURMD = 16817, 16900
 
 
 def why_not() -> str | None:
-    """Why there can be no Slurm here, or None. Installs it from Debian's packages where this may."""
+    """Return why there can be no Slurm here, or None. Installs it from Debian's packages if permitted."""
     if (missing := _missing()) and os.geteuid() == 0 and shutil.which("apt-get"):
         for words in (("update",), ("install", "-y", "--no-install-recommends", *PACKAGES)):
             done = subprocess.run(("apt-get", *words), capture_output=True, text=True, timeout=300)
@@ -46,7 +46,8 @@ def _path(program: str) -> str | None:
 
 
 class Slurm:
-    """`with Slurm(folder)`: two nodes that claim 64 cores and 8 GPUs each; a GPU is a link to /dev/null."""
+    """A Slurm with two nodes that claim 64 cores and 8 GPUs each; a GPU is a link to /dev/null. `with
+    Slurm(folder)`."""
 
     def __init__(self, folder: Path) -> None:
         self.folder = folder  # short: sockets live in it
@@ -91,7 +92,7 @@ class Slurm:
         self._daemon("slurmd", "-f", str(self.conf), "-N", node)
 
     def wait_until_idle(self, seconds: float) -> None:
-        """Until both nodes are there and no job, nor what is left of one, is on them."""
+        """Wait until both nodes are up and neither a job nor the rest of one is on them."""
 
         def states() -> list[str]:
             return self._run("sinfo", "-hNo", "%T").stdout.split()
@@ -99,12 +100,12 @@ class Slurm:
         wait_for(lambda: states() == ["idle"] * 2, seconds, "two idle nodes", lambda: f"{states()}{self.logs()}")
 
     def logs(self) -> str:
-        """The end of what each daemon wrote."""
+        """Return the end of each daemon's log."""
         files = sorted((self.folder / "log").glob("slurm*.log"))
         return "".join(f"\n== {file.name}\n{file.read_text()[-2500:]}" for file in files)
 
     def __exit__(self, *_: object) -> None:
-        """Ends the daemons that it started; each wrote its id into the folder."""
+        """End the daemons that it has started; each has written its pid into the folder."""
         if (self.folder / "pid/slurmctld.pid").exists():
             self._run("scancel", f"--user={getpass.getuser()}")
             deadline = time.monotonic() + 20
@@ -129,17 +130,17 @@ class Slurm:
         file.unlink(missing_ok=True)
 
     def submit(self, script: Path, folder: Path, *options: str, **variables: str) -> str:
-        """`sbatch OPTIONS SCRIPT` in a folder; returns the job's number."""
+        """Run `sbatch OPTIONS SCRIPT` in a folder. Return the job's number."""
         out = self.run("sbatch", "--parsable", *options, str(script), cwd=folder, variables=variables)
         return out.stdout.strip().split(";")[0]
 
     def job(self, number: str) -> dict[str, str]:
-        """What scontrol says of a job."""
+        """Return the fields that scontrol shows of a job."""
         text = self.run("scontrol", "-o", "show", "job", number).stdout
         return dict(word.partition("=")[::2] for word in text.split() if "=" in word)
 
     def wait(self, number: str, *states: str, seconds: float) -> dict[str, str]:
-        """Waits until the job is in one of these states."""
+        """Wait until the job is in one of these states. Return its fields."""
         seen: dict[str, str] = {}
 
         def there() -> bool:
@@ -172,7 +173,7 @@ class Slurm:
 
 @contextmanager
 def loopback() -> Iterator[Slurm]:
-    """A Slurm in a folder of its own, which is gone afterwards."""
+    """Start a Slurm in a folder of its own, which is removed afterwards."""
     folder = Path(tempfile.mkdtemp(prefix="slurm-", dir="/tmp"))
     try:
         with Slurm(folder) as running:

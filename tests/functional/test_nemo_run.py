@@ -1,6 +1,6 @@
 """launchers/nemo_run through NeMo-Run itself: its local executor, and its Slurm executor on a real Slurm of two nodes.
 
-Makes .venv-launch (0.5 GB) and takes minutes, so it is asked for:
+Makes .venv-launch (0.5 GB) and takes minutes, so it runs only on request:
 pytest --nemo-run -o faulthandler_timeout=1600 tests/functional/test_nemo_run.py
 """
 
@@ -19,14 +19,14 @@ from tests.functional.runs import Run, Task, grpo_recipe, write_recipe
 from tests.functional.slurm import Slurm, loopback, why_not
 
 ROOT = Path(__file__).resolve().parents[2]
-# A folder below /tmp would be refused: it is on one node only.
+# A folder below /tmp would be rejected: it is on one node only.
 OVERRIDES = "job.overrides=['grpo.max_num_steps=2', 'checkpointing.checkpoint_dir=checkpoints']"
 pytestmark = [pytest.mark.nemo_run, pytest.mark.timeout(1500)]
 
 
 @pytest.fixture(scope="module")
 def python() -> Path:
-    """Of the environment that submits."""
+    """Return the interpreter of the environment that submits."""
     done = subprocess.run([ROOT / "scripts" / "setup_launch.sh"], capture_output=True, text=True)
     if done.returncode:
         pytest.skip(f"no environment for NeMo-Run: {done.stderr[-500:]}")
@@ -42,7 +42,7 @@ def slurm() -> Iterator[Slurm]:
 
 
 def submit(python: Path, folder: Path, recipe: dict[str, Any], *words: str, **variables: str) -> Run:
-    """`python launchers/nemo_run/grpo.py` in the folder of the recipe."""
+    """Run `python launchers/nemo_run/grpo.py` in the folder of the recipe."""
     path = write_recipe(folder, recipe)
     env = os.environ | {
         "PATH": f"{Path(__file__).parent}:{Path(sys.executable).parent}:{os.environ['PATH']}",  # sacct, grpo-mcore

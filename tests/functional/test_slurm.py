@@ -1,7 +1,7 @@
-"""launchers/slurm/grpo_2n8g.sh as it stands, on a real Slurm of two nodes: to the end, cancelled, out of time, a lost
+"""launchers/slurm/grpo_2n8g.sh, unchanged, on a real Slurm of two nodes: to the end, cancelled, out of time, a lost
 node.
 
-The first test runs wherever Slurm is or can be installed. The others take minutes, so they are asked for:
+The first test runs wherever Slurm is or can be installed. The others take minutes and run only on request:
 pytest --slurm -o faulthandler_timeout=1600 tests/functional/test_slurm.py
 """
 
@@ -23,7 +23,7 @@ from tests.functional.runs import Run, Task, grpo_recipe, write_recipe
 from tests.functional.slurm import Slurm, loopback, wait_for, why_not
 
 SCRIPT = Path(__file__).resolve().parents[2] / "launchers" / "slurm" / "grpo_2n8g.sh"
-START_S = 420.0  # most of it is the start of the engine, which shares the cores with all else
+START_S = 420.0  # mostly the start of the engine, which shares the cores with everything else
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(1500)]
 
@@ -57,7 +57,7 @@ class Job:
             "PYTHONPATH": str(SCRIPT.parents[2]),
             "COMMAND": f"python -m grpo_mcore.cli.main train {path.name} --resume=auto",
             "OBJECT_STORE_GB": "0.1",
-            "HF_HOME": self.mark,  # every process of the job has it, and is found by it; nothing is read there
+            "HF_HOME": self.mark,  # marks every process of the job; nothing is read there
         } | variables
         self.number = slurm.submit(SCRIPT, folder, *options, **variables)
 
@@ -89,8 +89,8 @@ class Job:
         return self.slurm.job(self.number)["Restarts"] != "0"
 
     def start_again(self) -> None:
-        """What Slurm does by itself two minutes after a job was queued again, once its nodes are free. Not in the
-        second in which a node's part of it ended: slurmd takes the new start for the old one and refuses it."""
+        """Start a requeued job as soon as its nodes are free; Slurm itself waits two minutes. Not in the second in
+        which a node's part of the job ended: slurmd would mistake the new start for the old one and reject it."""
         wait_for(lambda: self.slurm.job(self.number)["JobState"] == "PENDING", 60, "the requeued job")
         self.slurm.wait_until_idle(90)
         self.slurm.run("scontrol", "update", f"jobid={self.number}", "timelimit=240", "starttime=now+5")
@@ -116,7 +116,7 @@ def _recipe(task: Task, steps: int, engines: int, save_period: int) -> dict[str,
 
 
 def test_to_the_end_over_both_nodes(slurm: Slurm, task: Task, tmp_path: Path) -> None:
-    """An engine on each node; what the ranks of the other node hold of its weights comes over a wire."""
+    """An engine on each node gets the weights that only ranks of the other node hold over the network."""
     job = Job(slurm, task, tmp_path, 3, engines=2)
     end = slurm.wait(job.number, "COMPLETED", "FAILED", "CANCELLED", "TIMEOUT", seconds=START_S)
     assert end["JobState"] == "COMPLETED", job.out + job.logs() + slurm.logs()
