@@ -14,11 +14,11 @@ ranks need a `Policy` in every process (torchrun, or the cluster room) and the b
 
 from __future__ import annotations
 
-import socket
 import sys
 import tempfile
 import warnings
 from pathlib import Path
+from typing import Any
 
 import torch
 
@@ -30,6 +30,7 @@ from grpo_mcore.generation import Engine, EngineConfig
 from grpo_mcore.objective import ClippedPGLossFn, group_index, grpo_advantages
 from grpo_mcore.parallel.mesh import Address
 from grpo_mcore.parallel.policy import Policy
+from grpo_mcore.processes import free_port
 from grpo_mcore.recipe import load_recipe
 from grpo_mcore.refit import EngineLayout, RefitSender, TrainerLayout, plan_model_refit, refit
 from grpo_mcore.rollout.trajectory import GenerationRequest, Sampling, Trajectory, Turn
@@ -42,6 +43,17 @@ def reward(trajectory: Trajectory) -> float:
     """Share of the generated characters that are even digits; an empty answer scores 0."""
     text = trajectory.generated_text
     return sum(character in "02468" for character in text) / SAMPLING.max_new_tokens
+
+
+def make_requests(tokenizer: Any, step: int) -> list[GenerationRequest]:
+    """Ask for GENERATIONS samples of each prompt, each with a seed of its own."""
+    requests = []
+    for prompt in range(PROMPTS):
+        tokens = torch.tensor(tokenizer.encode(f"<bos><user>{prompt}<assistant>", add_special_tokens=False))
+        for index in range(GENERATIONS):
+            seed = (step * PROMPTS + prompt) * GENERATIONS + index
+            requests.append(GenerationRequest(f"prompt-{prompt}", index, (Turn("user", tokens),), seed))
+    return requests
 
 
 def pack(trajectories: list[Trajectory], rewards: list[float], multiple: int) -> PackedBatch:
@@ -78,11 +90,7 @@ def train(model: str, steps: int) -> list[float]:
     ]
     words += ["policy.megatron_cfg.optimizer.lr=2e-3", "policy.megatron_cfg.scheduler.lr_warmup_init=2e-3"]
     config = load_recipe("grpo-arithmetic-cpu", words).config
-    with socket.socket() as probe:  # a free port, at which the policy's only rank meets itself
-        probe.bind(("127.0.0.1", 0))
-        address = Address(
-            rank=0, world_size=1, local_rank=0, master_addr="127.0.0.1", master_port=probe.getsockname()[1]
-        )
+    address = Address(rank=0, world_size=1, local_rank=0, master_addr="127.0.0.1", master_port=free_port())
     policy = Policy(config.policy, address, seed=0, timeout_s=60, reference=False)
     engine = Engine(EngineConfig(model, dtype="float32", max_model_len=32, load_format="dummy", kv_cache_memory_gb=0.1))
     sender = RefitSender(policy.weights, rank=0)
@@ -94,13 +102,7 @@ def train(model: str, steps: int) -> list[float]:
         for step in range(1, steps + 1):
             refit([LocalWorker("policy-0", sender)], [LocalWorker("engine-0", engine)], plan, version=step)
             engine.prepare(step)
-            requests = []
-            for prompt in range(PROMPTS):
-                tokens = torch.tensor(tokenizer.encode(f"<bos><user>{prompt}<assistant>", add_special_tokens=False))
-                for index in range(GENERATIONS):
-                    seed = (step * PROMPTS + prompt) * GENERATIONS + index
-                    requests.append(GenerationRequest(f"prompt-{prompt}", index, (Turn("user", tokens),), seed))
-            trajectories = list(engine.generate(requests, SAMPLING))
+            trajectories = list(engine.generate(make_requests(tokenizer, step), SAMPLING))
             rewards = [reward(trajectory) for trajectory in trajectories]
             batch = pack(trajectories, rewards, policy.row_multiple)
             tokens_trained = sum(trajectory.generated_length for trajectory in trajectories)
