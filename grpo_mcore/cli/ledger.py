@@ -1,4 +1,4 @@
-"""`grpo-mcore ledger RUN`: audits what a run wrote down of its prompts. Exit code 1 where something does not add up."""
+"""`grpo-mcore ledger RUN`: audit the ledger of a run's prompts. Exit code 1 if it is inconsistent."""
 
 from __future__ import annotations
 
@@ -11,16 +11,17 @@ SHOWN = 20
 
 
 def parse(words: Sequence[str]) -> argparse.Namespace:
-    """The command line after `grpo-mcore ledger`."""
+    """Parse the command line after `grpo-mcore ledger`."""
     parser = argparse.ArgumentParser(
-        prog="grpo-mcore ledger", description="Audits a run: every prompt has exactly one end, none is too old."
+        prog="grpo-mcore ledger",
+        description="Audit a run: every prompt is used exactly once, no sample is too old.",
     )
     parser.add_argument("run", type=Path, metavar="RUN", help="the run's folder of checkpoints, or its ledger.jsonl")
     return parser.parse_args(list(words))
 
 
 def run(args: argparse.Namespace) -> int:
-    """Prints what became of the prompts, and each flaw."""
+    """Print what became of the prompts, and each flaw. Return 1 if there is a flaw, else 0."""
     from grpo_mcore.observe import LEDGER_FILE, LedgerError, audit, read_ledger
 
     path = args.run / LEDGER_FILE if args.run.is_dir() else args.run

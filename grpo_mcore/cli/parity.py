@@ -1,4 +1,4 @@
-"""`grpo-mcore parity MODEL`: one model through transformers, the policy on several layouts, and an engine, compared."""
+"""`grpo-mcore parity MODEL`: compare a model in transformers, in the policy on several layouts, and in an engine."""
 
 from __future__ import annotations
 
@@ -17,17 +17,17 @@ TINY = "tiny:"
 
 
 def parse(words: Sequence[str]) -> argparse.Namespace:
-    """The command line after `grpo-mcore parity`."""
+    """Parse the command line after `grpo-mcore parity`."""
     parser = argparse.ArgumentParser(
         prog="grpo-mcore parity",
-        description="Log-probs and gradients of the policy against transformers, in float32 on CPU. Exit code 1 where "
+        description="Compare the policy's log-probs and gradients with transformers, in float32 on CPU. Exit code 1 if "
         "they differ.",
     )
     parser.add_argument(
         "model", metavar="MODEL", help=f"a Hugging Face folder, or {TINY}FAMILY for a small random model"
     )
     parser.add_argument(
-        "--layouts", metavar="A,B", help="such as TP2,PP2xCP2,EP2xTP2-SP; without it those that the model allows"
+        "--layouts", metavar="A,B", help="such as TP2,PP2xCP2,EP2xTP2-SP; default: all that the model allows"
     )
     parser.add_argument("--engine", action="store_true", help="compare a vLLM engine too")
     parser.add_argument("--json", action="store_true", help="print JSON instead of a table")
@@ -35,7 +35,7 @@ def parse(words: Sequence[str]) -> argparse.Namespace:
 
 
 def run(args: argparse.Namespace) -> int:
-    """Exit code: 1 where something differs, or a layout that was asked for is refused."""
+    """Print the comparison. Return 1 if anything differs or a layout given by --layouts is refused, else 0."""
     with tempfile.TemporaryDirectory(prefix="grpo-mcore-parity-") as scratch:
         return _run(args, _folder(args.model, Path(scratch), args.engine))
 
@@ -61,8 +61,7 @@ def _run(args: argparse.Namespace, folder: Path) -> int:
         print(json.dumps(plain, indent=1))
     else:
         print("\n".join([*_table(cases), *(f"{name}: refused: {reason}" for name, reason in refused.items())]))
-    asked_in_vain = bool(refused) and bool(args.layouts)
-    return 0 if all(case.ok for case in cases) and not asked_in_vain else 1
+    return 1 if (refused and args.layouts) or not all(case.ok for case in cases) else 0
 
 
 def _folder(model: str, scratch: Path, engine: bool) -> Path:
@@ -75,7 +74,7 @@ def _folder(model: str, scratch: Path, engine: bool) -> Path:
 
 
 def _table(cases: Sequence[ParityCase]) -> list[str]:
-    """One line a case: the sequence and the layer that differ most."""
+    """Return one line for each case: the sequence and the layer that differ most."""
     lines = [f"{'layout':14} {'rows':9} {'log-probs':>9} {'sequence':>8}  {'gradients':>9}  parameter"]
     for case in cases:
         rows = {True: "packed", False: "unpacked", None: "-"}[case.packed]

@@ -1,4 +1,4 @@
-"""`grpo-mcore plan RECIPE [options] [key=value ...]`: memory, time and refit of a recipe before anything starts."""
+"""`grpo-mcore plan RECIPE [options] [key=value ...]`: predict a recipe's memory, step time and refit."""
 
 from __future__ import annotations
 
@@ -10,23 +10,27 @@ from grpo_mcore.recipe import load_recipe
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Options of this verb."""
+    """Add the options of this command."""
     parser.add_argument("--json", action="store_true", help="print JSON")
-    parser.add_argument("--device", metavar="NAME", help="A100-40GB, A100, H100, H200, B200 or cpu; H100 unless told")
-    parser.add_argument("--memory-gb", type=float, metavar="GB", help="memory of the device, where it differs")
+    parser.add_argument("--device", metavar="NAME", help="A100-40GB, A100, H100 (default), H200, B200 or cpu")
+    parser.add_argument("--memory-gb", type=float, metavar="GB", help="memory of the device, if it differs")
     parser.add_argument(
-        "--mean-length", type=int, metavar="TOKENS", help="expected prompt and answer; half the longest"
+        "--mean-length",
+        type=int,
+        metavar="TOKENS",
+        help="expected prompt and answer; default: half of the longest",
     )
     parser.add_argument("--config-json", metavar="PATH", help="the model's Hugging Face config.json")
-    parser.add_argument("--search", type=int, metavar="NODES", help="layouts that fit so many nodes, best first")
+    parser.add_argument("--search", type=int, metavar="NODES", help="list the fastest layouts that fit on NODES nodes")
 
 
 def run(args: argparse.Namespace) -> int:
-    """0 where it fits, 1 where it does not (with --search: where nothing does)."""
+    """Print the plan. Return 0 if it fits, with --search if anything fits, else 1."""
     config = load_recipe(args.recipe, args.overrides).config
 
-    from grpo_mcore.tools.plan import make_plan, plan_device, plan_shape, search
+    from grpo_mcore.tools.plan.plan import make_plan, plan_device, plan_shape
     from grpo_mcore.tools.plan.report import plan_text, search_text
+    from grpo_mcore.tools.plan.search import search
 
     shape, device = plan_shape(config, args.config_json), plan_device(config, args.device, args.memory_gb)
     plan = make_plan(config, shape, device, mean_length=args.mean_length)

@@ -1,5 +1,5 @@
-"""`grpo-mcore refit plan RECIPE`: which bytes a refit of this recipe moves, from whom to whom.
-`grpo-mcore refit verify RECIPE`: one refit with the real parts, then log-probs of the engines against the policy's."""
+"""`grpo-mcore refit plan RECIPE`: show which bytes a refit of this recipe moves between which ranks.
+`grpo-mcore refit verify RECIPE`: refit once, then compare the log-probs of engines and policy."""
 
 from __future__ import annotations
 
@@ -24,8 +24,8 @@ if TYPE_CHECKING:
 
 
 def parse(words: Sequence[str]) -> argparse.Namespace:
-    """The command line after `grpo-mcore refit`."""
-    parser = argparse.ArgumentParser(prog="grpo-mcore refit", description="How a refit moves the weights.")
+    """Parse the command line after `grpo-mcore refit`."""
+    parser = argparse.ArgumentParser(prog="grpo-mcore refit", description="Plan or verify a refit.")
     commands = parser.add_subparsers(dest="command", metavar="COMMAND", required=True)
     plan = commands.add_parser(
         "plan",
@@ -35,7 +35,7 @@ def parse(words: Sequence[str]) -> argparse.Namespace:
     plan.add_argument("--picture", type=Path, metavar="FILE", help="draw bytes by link into this PNG")
     verify = commands.add_parser(
         "verify",
-        help="start policy and engines, refit, and compare their log-probs; exit code 1 where they differ",
+        help="start policy and engines, refit, and compare their log-probs; exit code 1 if they differ",
         usage="grpo-mcore refit verify RECIPE [key=value ...]",
     )
     for command in (plan, verify):
@@ -49,14 +49,17 @@ def parse(words: Sequence[str]) -> argparse.Namespace:
 
 
 def run(args: argparse.Namespace) -> int:
-    """Exit code: 1 where log-probs differ."""
+    """Run the command. Return 1 if log-probs differ, else 0."""
     return _plan(args) if args.command == "plan" else _verify(args)
 
 
 def _verify(args: argparse.Namespace) -> int:
     from grpo_mcore.tools.refit_verify import verify_refit
 
-    report, parity = verify_refit(load_recipe(args.recipe, args.overrides).config)
+    config = load_recipe(args.recipe, args.overrides).config
+    logs = Path(config.logger.log_dir) / "refit-verify"
+    print(f"starting policy and engines (logs: {logs}) ...", flush=True)
+    report, parity = verify_refit(config, logs)
     print(
         f"refit {report.bytes / 1e9:.3f} GB in {report.seconds:.3g} s, pause {report.pause_seconds:.3g} s; "
         f"{report.checked} checksums agree"
@@ -67,7 +70,7 @@ def _verify(args: argparse.Namespace) -> int:
 
 
 def _plan(args: argparse.Namespace) -> int:
-    """Print the plan, and draw it where that is asked for."""
+    """Print the plan, and draw it with --picture."""
     from grpo_mcore.families import check_engine_parallel, check_tensor_parallel, shape_of
     from grpo_mcore.refit.overview import Overview, draw
 
@@ -111,7 +114,7 @@ def _trainer(config: MasterConfig) -> TrainerLayout:
 
 
 def _engine(config: MasterConfig) -> EngineLayout:
-    """Of one node, or of those that an engine lies on."""
+    """Return the layout of the engines on one node, or on the nodes that one engine spans."""
     from grpo_mcore.refit.layout import EngineLayout
 
     vllm = config.policy.generation.vllm_cfg
@@ -126,7 +129,7 @@ def _engine(config: MasterConfig) -> EngineLayout:
 
 
 def _model_config(name: str) -> dict[str, Any]:
-    """From the model's folder, by its name, or from the Hugging Face hub."""
+    """Return the model's config from its folder, by its name, or from the Hugging Face hub."""
     from grpo_mcore.families import read_hf_config
     from grpo_mcore.families.known import known_config
 

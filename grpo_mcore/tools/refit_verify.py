@@ -1,4 +1,4 @@
-"""One refit of a recipe with its real parts, checked: every checksum, then log-probs of the engines and the policy."""
+"""Verify one refit of a recipe with the real parts: every checksum, then the log-probs of engines and policy."""
 
 from __future__ import annotations
 
@@ -21,20 +21,17 @@ from grpo_mcore.recipe import MasterConfig
 from grpo_mcore.refit import RefitReport
 
 
-def verify_refit(config: MasterConfig) -> tuple[RefitReport, Parity]:
-    """`refit_and_compare` on a cluster of its own."""
+def verify_refit(config: MasterConfig, logs: Path) -> tuple[RefitReport, Parity]:
+    """Run `refit_and_compare` on its own cluster, whose workers log to `logs`."""
     model = check_run(config)
-    logs = Path(config.logger.log_dir) / "refit-verify"
-    print(f"starting policy and engines (logs: {logs}) ...", flush=True)
     with start_cluster(config, logs) as cluster, on_sigterm(StopRequest()):
         return refit_and_compare(config, model, cluster)
 
 
 def refit_and_compare(config: MasterConfig, model: Model, cluster: Cluster) -> tuple[RefitReport, Parity]:
-    """Starts policy and engines, refits, compares, and ends both. Raises RefitError, SetupError and what a worker
-    raises.
+    """Start policy and engines, refit, compare, and end both. Raises RefitError, SetupError and what a worker raises.
 
-    The engines start with random weights, whatever the recipe says: what they have in the end came by the refit.
+    The engines always start with random weights, so all their final weights come from the refit.
     """
     check = parity_check(config)
     config = config.model_copy(deep=True)

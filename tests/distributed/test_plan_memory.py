@@ -17,7 +17,7 @@ from grpo_mcore.parallel.rank_pool import RankPool
 from grpo_mcore.recipe import MasterConfig, PolicyConfig, load_recipe
 from grpo_mcore.tools.parity.rank import LayoutCase, policy_config
 from grpo_mcore.tools.plan.memory import activation_bytes, gradient_bytes, optimizer_bytes, weight_bytes
-from grpo_mcore.tools.plan.refit_traffic import refit_traffic
+from grpo_mcore.tools.plan.timing import refit_traffic
 from grpo_mcore.tools.plan.workload import workload_of
 from tests.distributed.plan_cases import LENGTHS, MICRO_BATCHES, TOKENS
 

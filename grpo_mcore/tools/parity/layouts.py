@@ -1,4 +1,4 @@
-"""Layouts by name, such as TP2xPP2 or EP2xTP2-SP: what `grpo-mcore parity` is asked for."""
+"""Names of layouts, such as TP2xPP2 or EP2xTP2-SP, for `grpo-mcore parity`."""
 
 from __future__ import annotations
 
@@ -13,12 +13,16 @@ DIMENSIONS = ("TP", "PP", "VPP", "CP", "DP", "EP", "ETP")
 
 
 class LayoutNameError(ValueError):
-    """A name that is no layout."""
+    """A name that does not denote a layout."""
 
 
 def layout_named(name: str, shape: ModelShape) -> LayoutCase:
-    """The smallest layout with these sizes. Sequence parallelism is added where experts under tensor parallelism need
-    it, data parallelism where EP x ETP wants more ranks. Raises LayoutNameError."""
+    """Return the smallest layout with these sizes. Upper and lower case are equal: tp2 is TP2.
+
+    Sequence parallelism is added if experts under tensor parallelism need it, data parallelism if EP x ETP needs more
+    ranks. Raises LayoutNameError.
+    """
+    name = name.upper().replace("X", "x")
     sizes = dict.fromkeys(DIMENSIONS, 0)
     for part in name.replace("-SP", "").split("x"):
         found = re.fullmatch(r"([A-Z]+)([1-9]\d*)", part)

@@ -1,6 +1,6 @@
-"""The same tokens through transformers, through the policy on several layouts, and through an engine, in float32.
+"""Run the same tokens through transformers, the policy on several layouts, and an engine, in float32.
 
-Weights, kernels, parallelism: what of them is wrong shows in which cases differ, and in which sequences and layers.
+Which cases, sequences and layers differ tells whether weights, kernels or parallelism are wrong.
 """
 
 from __future__ import annotations
@@ -27,14 +27,14 @@ from grpo_mcore.tools.parity.rank import (
 )
 
 LOGPROB_LIMIT, GRADIENT_LIMIT = 1e-4, 1e-3
-"""Largest difference of a log-prob, and largest relative error of a parameter's gradient, that count as equal."""
+"""Largest difference of a log-prob, and largest relative error of a parameter's gradient, that are accepted."""
 NEW_TOKENS, RANK_TIMEOUT_S = 24, 600.0
 
 
 @dataclass(frozen=True)
 class Reference:
-    """What transformers says. `logprobs`: of each token given those before, by sequence, 0 for the first; `gradients`
-    of the loss that `parity_rank` trains on, by name in the checkpoint."""
+    """Results of transformers. `logprobs`: by sequence, of each token given those before, 0 for the first; `gradients`:
+    of the loss in `rank.py`, by name in the checkpoint."""
 
     folder: Path
     family: str
@@ -46,7 +46,7 @@ class Reference:
 @dataclass(frozen=True)
 class ParityCase:
     """One comparison. `logprobs`: largest absolute difference by sequence; `gradients`: relative error by parameter,
-    empty for an engine, which is neither packed nor not."""
+    empty for an engine; `packed`: None for an engine."""
 
     family: str
     layout: str
@@ -56,13 +56,13 @@ class ParityCase:
 
     @property
     def ok(self) -> bool:
-        """False for NaN too."""
+        """Whether all differences are within the limits. False for NaN."""
         return all(found <= LOGPROB_LIMIT for found in self.logprobs.values()) and all(
             found <= GRADIENT_LIMIT for found in self.gradients.values()
         )
 
     def by_layer(self) -> dict[str, tuple[float, str]]:
-        """(largest relative error, its parameter) of each layer; what is in none is under its own name."""
+        """Return (largest relative error, its parameter) by layer; a parameter outside the layers has its own entry."""
         found: dict[str, tuple[float, str]] = {}
         for name, error in self.gradients.items():
             layer = re.search(r"\.layers\.(\d+)\.", name)
@@ -71,7 +71,7 @@ class ParityCase:
         return found
 
     def plain(self) -> dict[str, Any]:
-        """For JSON."""
+        """Return the case as plain values, for --json."""
         return {
             "family": self.family,
             "layout": self.layout,
@@ -84,7 +84,7 @@ class ParityCase:
 
 
 def reference_of(folder: Path) -> Reference:
-    """Runs transformers forward and backward. Raises FamilyError for a model without a family."""
+    """Run transformers forward and backward. Raises FamilyError for a model without a family."""
     from transformers import AutoModelForCausalLM
 
     shape = shape_of(read_hf_config(folder))
@@ -101,7 +101,7 @@ def reference_of(folder: Path) -> Reference:
 
 
 def fitting(folder: Path, layouts: Iterable[LayoutCase]) -> tuple[list[LayoutCase], dict[str, str]]:
-    """(the layouts that the model allows, of the others name -> why not)."""
+    """Return (the layouts that the model allows, reasons by name for the others)."""
     shape, allowed, refused = shape_of(read_hf_config(folder)), [], {}
     for case in layouts:
         try:
@@ -113,19 +113,19 @@ def fitting(folder: Path, layouts: Iterable[LayoutCase]) -> tuple[list[LayoutCas
 
 
 def compare_layouts(reference: Reference, layouts: Sequence[LayoutCase], pool: RankPool) -> list[ParityCase]:
-    """Each layout with packed rows and without. Raises RankFailed."""
+    """Compare each layout with packed rows and without. Raises RankFailed."""
     return [measure(reference, case, packed, pool) for case in layouts for packed in (False, True)]
 
 
 def measure(reference: Reference, case: LayoutCase, packed: bool, pool: RankPool) -> ParityCase:
-    """One of them."""
+    """Compare one layout."""
     target = "grpo_mcore.tools.parity.rank:logprobs_and_gradients"
     ranks = pool.run(case.world_size, target, str(reference.folder), case, packed, timeout_s=RANK_TIMEOUT_S)
     return compare(reference, ranks, case.name, packed)
 
 
 def compare(reference: Reference, ranks: Sequence[dict[str, Any]], layout: str, packed: bool) -> ParityCase:
-    """What the ranks of one mesh computed, with transformers. Raises ValueError where they do not cover it."""
+    """Compare the results of all ranks of a mesh with transformers. Raises ValueError if they are not complete."""
     logprobs: dict[int, Tensor] = {}
     for result in ranks:
         logprobs |= result["logprobs"]
@@ -135,7 +135,7 @@ def compare(reference: Reference, ranks: Sequence[dict[str, Any]], layout: str, 
     for name, box, part in (piece for result in ranks for piece in result["gradients"]):
         if name not in moved:  # a buffer
             if part.any():
-                raise ValueError(f"{layout}: {name} is not trained, but moved")
+                raise ValueError(f"{layout}: {name} is not trained, but changed")
             continue
         there = moved[name][tuple(slice(*span) for span in box)]
         if not there.isnan().all():
@@ -150,7 +150,8 @@ def compare(reference: Reference, ranks: Sequence[dict[str, Any]], layout: str, 
 
 
 def compare_engine(reference: Reference) -> tuple[ParityCase | None, str | None]:
-    """(samples of a vLLM engine on CPU, whose log-probs transformers computes too; None), or (None, why not)."""
+    """Compare the log-probs of samples of a vLLM engine on CPU with transformers. Return (case, None), or
+    (None, reason) if the engine cannot run the model."""
     from grpo_mcore.generation import Engine, EngineConfig
 
     shape = shape_of(read_hf_config(reference.folder))
@@ -184,13 +185,13 @@ def compare_engine(reference: Reference) -> tuple[ParityCase | None, str | None]
 
 
 def checkpoint_gradients(family: str, network: torch.nn.Module) -> dict[str, torch.Tensor]:
-    """The gradients of a transformers model by the names of its checkpoint, which has every expert by itself."""
+    """Return the gradients of a transformers model by the names of its checkpoint, in which experts are separate."""
     block, gate, up, down = "mlp", "gate_proj", "up_proj", "down_proj"
     if family == "mixtral":
         block, gate, up, down = "block_sparse_moe", "w1", "w3", "w2"
     if family.startswith("nemotron_h"):
         return _nemotron_gradients(network)
-    found = {}
+    found: dict[str, torch.Tensor] = {}
     for name, parameter in network.named_parameters():
         gradient = parameter.grad
         layer, _, rest = name.rpartition(".mlp.")
@@ -210,7 +211,7 @@ def checkpoint_gradients(family: str, network: torch.nn.Module) -> dict[str, tor
 
 
 def _nemotron_gradients(network: torch.nn.Module) -> dict[str, torch.Tensor]:
-    found = {}
+    found: dict[str, torch.Tensor] = {}
     for name, parameter in network.named_parameters():
         name = name.replace("model.", "backbone.", 1)
         if ".experts." in name:

@@ -1,6 +1,6 @@
-"""What a rank of the policy computes when it is compared with transformers: log-probs, and the gradients of a loss.
+"""One policy rank in the comparison with transformers: log-probs, and the gradients of a loss.
 
-Module-level, so that the processes of a `RankPool` find it.
+The functions are module-level, so that the processes of a `RankPool` can import them.
 """
 
 from __future__ import annotations
@@ -18,12 +18,12 @@ from grpo_mcore.parallel.policy import Policy
 from grpo_mcore.recipe import PolicyConfig
 
 LENGTHS = (5, 17, 9, 30, 2, 12, 23, 3)
-BINS = ((0, 3), (1, 2, 4), (5, 7), (6,))  # micro-batches; dealt in order to data-parallel ranks
+BINS = ((0, 3), (1, 2, 4), (5, 7), (6,))  # micro-batches, distributed over the data-parallel ranks in order
 
 
 @dataclass(frozen=True)
 class LayoutCase:
-    """A layout to compare on, by name."""
+    """A layout to compare, with its name."""
 
     name: str
     tensor: int = 1
@@ -33,7 +33,7 @@ class LayoutCase:
     recompute: bool = False
     context: int = 1
     virtual: int | None = None
-    first_stage: int | None = None  # its layers
+    first_stage: int | None = None  # layers of the first pipeline stage
     expert: int = 1
     expert_tensor: int = 1
     dispatcher: str = "alltoall"
@@ -44,28 +44,29 @@ class LayoutCase:
 
 
 def sequences(vocab_size: int) -> list[torch.Tensor]:
-    """int64 [n] each: random tokens, always the same."""
+    """Return sequences of random tokens, int64 [n] each, always the same."""
     generator = torch.Generator().manual_seed(7)
     return [torch.randint(0, vocab_size, (n,), generator=generator) for n in LENGTHS]
 
 
 ENTROPY_COEFF = 0.1
-"""Of the loss, so that gradients of log-probs and of entropies are compared."""
+"""The loss has an entropy term, so that gradients of log-probs and of entropies are compared."""
 
 
 def advantages() -> list[float]:
-    """Of each sequence, in the loss."""
+    """Return the advantage of each sequence."""
     return [(-1) ** i * (0.5 + 0.25 * i) for i in range(len(LENGTHS))]
 
 
 def compared_loss() -> ClippedPGLossFn:
-    """What `parity.reference_of` computes with transformers."""
+    """Return the loss that `parity.reference_of` computes with transformers."""
     settings = ClippedPGLossConfig(reference_policy_kl_penalty=0.0, entropy_coeff=ENTROPY_COEFF)
     return ClippedPGLossFn(settings, prev_equals_curr=True)
 
 
 def policy_config(model: Path | str, case: LayoutCase, **overrides: Any) -> PolicyConfig:
-    """Adam with eps far above every gradient and lr = eps: the first step moves a weight by g / (1 + |g| / 1e4)."""
+    """Return a policy section whose first step changes a weight by g / (1 + |g| / 1e4): Adam with lr = eps, far above
+    every gradient."""
     return PolicyConfig.model_validate(
         {
             "model_name": str(model),
@@ -93,7 +94,7 @@ def policy_config(model: Path | str, case: LayoutCase, **overrides: Any) -> Poli
 
 
 def micro_batches(policy: Policy, packed: bool = True) -> list[PackedBatch]:
-    """The rows of this data-parallel rank: several sequences in each, or one."""
+    """Return the rows of this data-parallel rank; `packed`: with several sequences in each, else one."""
     tokens, weights = sequences(policy.shape.vocab_size), advantages()
     bins = BINS if packed else tuple((i,) for i in range(len(LENGTHS)))
     mine = [bin for i, bin in enumerate(bins) if i % policy.layout.data == policy.here.data]
@@ -116,17 +117,17 @@ def micro_batches(policy: Policy, packed: bool = True) -> list[PackedBatch]:
 
 
 def make_policy(address: Address, model: str, case: LayoutCase, **overrides: Any) -> Policy:
-    """This rank of it; `model`: a Hugging Face folder."""
+    """Build this rank of the policy. `model`: a Hugging Face folder."""
     return Policy(policy_config(model, case, **overrides), address, seed=1, timeout_s=60, reference=False)
 
 
 def owned_slices(policy: Policy) -> list[tuple[str, Any, torch.Tensor]]:
-    """(Hugging Face name, box in it, values): every slice from exactly one rank of the mesh."""
+    """Return (Hugging Face name, box in it, values) of the slices that this rank of the mesh owns."""
     return [(name, box, view.clone()) for name, box, view in policy.weights.slices(owned_only=True)]
 
 
 def logprobs_and_gradients(address: Address, model: str, case: LayoutCase, packed: bool = True) -> dict[str, Any]:
-    """Log-probs by sequence (last stage), and the gradient of a loss as the owned slices of the weights' move."""
+    """Return the log-probs by sequence (last stage), and the gradient of the loss: the change of the owned slices."""
     policy = make_policy(address, model, case)
     batches = micro_batches(policy, packed)
     found: dict[int, torch.Tensor] = {}

@@ -1,4 +1,4 @@
-"""What `plan` predicts of a run against what the run measured, for its closing report."""
+"""Compare what `plan` predicts with what a run measured, for the run's closing report."""
 
 from __future__ import annotations
 
@@ -9,17 +9,17 @@ from typing import Any
 
 from grpo_mcore.families import ModelShape
 from grpo_mcore.recipe import MasterConfig
-from grpo_mcore.tools.plan import Plan, make_plan
-from grpo_mcore.tools.plan.devices import DEVICES, Device
 from grpo_mcore.tools.plan.memory import gradient_bytes, optimizer_bytes, weight_bytes
+from grpo_mcore.tools.plan.plan import Plan, make_plan
+from grpo_mcore.tools.plan.workload import DEVICES, Device
 
-# A phase of the plan, and the run's timer of it.
 TIMERS = {"refit": "refit", "generation": "generate", "log-probs": "logprobs", "training": "train"}
+"""Phase of the plan -> timer of the run."""
 
 
 @dataclass(frozen=True)
 class Compared:
-    """One line. Seconds of a step, or bytes of the rank that has most of them."""
+    """One line of the comparison: seconds per step, or bytes on the rank with the most."""
 
     what: str
     predicted: float
@@ -29,18 +29,18 @@ class Compared:
 
 @dataclass(frozen=True)
 class Comparison:
-    """`device`: whose data sheet the seconds follow. `mean_length`: of the samples that were trained on."""
+    """`device`: its data sheet gives the predicted seconds. `mean_length`: of the samples that were trained on."""
 
     device: Device
     mean_length: int
     lines: tuple[Compared, ...]
 
     def plain(self) -> list[dict[str, Any]]:
-        """For summary.json."""
+        """Return the lines as plain values, for summary.json."""
         return [vars(line) for line in self.lines]
 
     def text(self) -> list[str]:
-        """A small table."""
+        """Return the lines of a small table."""
         device = self.device
         of = "a rule of thumb for a core of any CPU" if device.name == "cpu" else f"the data sheet of {device.name}"
         roofline = f"{device.flops / 1e12:g} TFLOP/s and {device.memory_bandwidth / 1e9:g} GB/s a rank, {of}"
@@ -60,8 +60,8 @@ def compare(
     memory: Sequence[Mapping[str, Any]],
     mean_length: int,
 ) -> Comparison | None:
-    """`steps`: seconds by timer of each step. `memory`: of each rank, see `Policy.memory`. None where nothing was
-    trained, or the accelerator is none that the plan knows."""
+    """Compare a run with its plan. `steps`: seconds by timer, for each step. `memory`: of each rank, see
+    `Policy.memory`. Return None if nothing was trained, or if the plan does not know the accelerator."""
     if not steps or not memory or not all(memory):
         return None
     device = _device(memory[0])
@@ -72,7 +72,7 @@ def compare(
 
 
 def _device(memory: Mapping[str, Any]) -> Device | None:
-    """The device by the name that its driver gives it."""
+    """Return the device with the name that its driver reports, and the nearest memory."""
     if "device" not in memory:
         return DEVICES["cpu"]
     known = [device for device in DEVICES.values() if device.name.partition("-")[0] in memory["device"]]
@@ -80,7 +80,7 @@ def _device(memory: Mapping[str, Any]) -> Device | None:
 
 
 def _seconds(plan: Plan, steps: Sequence[Mapping[str, float]]) -> list[Compared]:
-    """Without the first step, in which everything is warmed up, where there are others."""
+    """Compare the seconds, without the first step, which warms everything up, if there are others."""
     steps = steps[1:] or steps
     found = []
     for phase in plan.times.phases:

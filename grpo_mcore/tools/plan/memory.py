@@ -1,4 +1,4 @@
-"""Memory of a rank: what a stage holds in each phase of a step, in bytes, against its device."""
+"""Memory of a rank in each phase of a step, in bytes, compared with its device."""
 
 from __future__ import annotations
 
@@ -15,20 +15,18 @@ from grpo_mcore.families.activations import (
     logits_bytes,
 )
 from grpo_mcore.parallel.mesh import Coordinates
-from grpo_mcore.tools.plan.devices import Device
-from grpo_mcore.tools.plan.workload import Workload
+from grpo_mcore.tools.plan.workload import Device, Workload
 
 ENGINE_OVERHEAD = 3 * 2**30
-"""What an engine takes inside its share besides weights and KV cache: activations of the largest batch, CUDA graphs."""
-
+"""What an engine needs besides weights and KV cache: activations of the largest batch, CUDA graphs."""
 
 CLOSE = 0.92
-"""Share of the memory above which fragmentation alone can end a run."""
+"""Share of the memory above which fragmentation alone can cause an out-of-memory error."""
 
 
 @dataclass(frozen=True)
 class Phase:
-    """One phase on one rank: its parts by name, in bytes."""
+    """Memory of one rank in one phase: its parts by name, in bytes."""
 
     name: str
     parts: dict[str, int]
@@ -40,7 +38,7 @@ class Phase:
 
 @dataclass(frozen=True)
 class StageMemory:
-    """A pipeline stage: all its ranks hold as much (the largest share of the optimizer is counted)."""
+    """Memory of a rank of a pipeline stage; of the optimizer the largest share is counted."""
 
     stage: int
     phases: tuple[Phase, ...]
@@ -52,8 +50,7 @@ class StageMemory:
 
 @dataclass(frozen=True)
 class EngineMemory:
-    """One rank of an engine, in bytes. `sequences`: of the longest length that the KV cache holds at one time.
-    `state_bytes`: of one sequence, however long: the states of Mamba layers."""
+    """Memory of one rank of an engine, in bytes. `state_bytes`: states of Mamba layers, per sequence of any length."""
 
     weights: int
     kv_cache: int
@@ -61,38 +58,39 @@ class EngineMemory:
     state_bytes: int = 0
 
     def sequences(self, length: int) -> int:
+        """Return how many sequences of this length the KV cache holds at a time."""
         each = self.kv_bytes_per_token * length + self.state_bytes
         return int(self.kv_cache // each) if self.kv_cache > 0 else 0
 
 
 def weight_bytes(load: Workload, stage: int) -> int:
-    """The buffers that the parameters live in, with Megatron-Core's padding, and parameters that are not trained."""
+    """Return the bytes of the parameter buffers, with Megatron-Core's padding, and of frozen parameters."""
     params = load.params(stage)
     return (params.buffer + params.frozen) * load.element
 
 
 def gradient_bytes(load: Workload, stage: int) -> int:
-    """The gradient buffers: as long as those of the parameters."""
+    """Return the bytes of the gradient buffers, which have the length of the parameter buffers."""
     return load.params(stage).buffer * load.gradient
 
 
 def optimizer_bytes(load: Workload, stage: int, here: Coordinates | None = None) -> int:
-    """State of the distributed optimizer on a rank (None: the one with most): two float32 moments (momentum: one), and
-    a float32 copy of the weights where these are bfloat16."""
+    """Return the bytes of the distributed optimizer on a rank (None: the one with most): two float32 moments (SGD with
+    momentum: one), and a float32 copy of bfloat16 weights."""
     state = 8 if load.optimizer == "adam" else 4 * load.momentum
     return load.params(stage).owned(load.layout, here) * (state + (4 if load.element < 4 else 0))
 
 
 def activation_bytes(load: Workload, stage: int, tokens: int | None = None, *, padding: float = 1.0) -> int:
-    """Peak of what the backward pass keeps: every micro-batch in flight on this stage, rows of `tokens` (None: full
-    bins), of which a context-parallel rank has its part."""
+    """Return the peak of what is kept for the backward pass, over all micro-batches in flight on this stage. `tokens`:
+    length of a row, shared by the context-parallel ranks; None: full bins."""
     rank, layout = load.rank, load.layout
     here = (tokens or load.bin_tokens) / layout.context
     chunks = _in_flight(load, stage)
     ends = first_stage_bytes(here) if stage == 0 else 0.0
     last = stage == layout.pipeline - 1
     head = last_stage_bytes(load.shape, rank, here) if last else 0.0
-    heads = chunks[-1] if layout.virtual == 1 else 1  # interleaved, the last stage turns around at once
+    heads = chunks[-1] if layout.virtual == 1 else 1  # interleaved: the last stage starts the backward pass at once
     kept = layer_input_bytes(load.shape, rank, here)
     found, largest = chunks[0] * ends, 0.0
     for flying, layers in zip(chunks, load.chunks[stage], strict=True):
@@ -103,15 +101,15 @@ def activation_bytes(load: Workload, stage: int, tokens: int | None = None, *, p
         largest = max([largest, *each])
     if not load.recompute:
         return int(found + heads * head)
-    # One layer at a time is computed again, when the head's are gone.
+    # One layer at a time is recomputed, after the head's activations are freed.
     return int(found + max(head, largest - kept if largest else 0.0))
 
 
 def _in_flight(load: Workload, stage: int) -> list[int]:
-    """Micro-batches of which the backward pass is still to come, of each model chunk at the peak.
+    """Return, for each model chunk, the micro-batches at the peak whose backward pass is still to come.
 
-    1F1B has as many as there are stages from this one to the end. Interleaved (arXiv 2104.04473, section 2.2), groups
-    of as many micro-batches as there are stages go through the chunks in turn.
+    With 1F1B their number is that of the stages from this one to the last. Interleaved (arXiv 2104.04473, section 2.2),
+    groups of as many micro-batches as there are stages go through the chunks in turn.
     """
     stages, chunks, count = load.layout.pipeline, load.layout.virtual, load.micro_batches
     if chunks == 1:
@@ -125,8 +123,8 @@ def _in_flight(load: Workload, stage: int) -> list[int]:
 
 
 def engine_memory(load: Workload, device: Device) -> EngineMemory:
-    """One rank of an engine: vLLM splits as Megatron-Core does, and experts and Mamba mixers too; each rank has one
-    key-value head at least, and the whole of a latent."""
+    """Return the memory of one rank of an engine. vLLM splits parameters as Megatron-Core does, also experts and Mamba
+    mixers; each rank has at least one key-value head, and the whole of a latent."""
     shape, tensor = load.shape, load.engine_tensor
     weights = _engine_numel(shape, tensor)
     attention = shape.blocks.count(Block.ATTENTION) if shape.blocks else shape.num_layers
@@ -152,10 +150,10 @@ def _engine_numel(shape: ModelShape, tensor: int) -> int:
 
 
 def stage_memory(load: Workload, device: Device, stage: int, engine: EngineMemory) -> StageMemory:
-    """All phases on a rank of one stage. The order in a step: refit, generation, log-probs, training.
+    """Return the memory of a rank of one stage in all phases, in their order: refit, generation, log-probs, training.
 
-    Engines that generate while the policy trains (a trajectory age above 0) keep their memory in every phase; those
-    with devices of their own take none of the policy's.
+    Engines that generate while the policy trains (a trajectory age above 0) keep their memory in every phase. Engines
+    on other devices take none of the policy's.
     """
     weights, gradients = weight_bytes(load, stage), gradient_bytes(load, stage)
     optimizer = optimizer_bytes(load, stage)
@@ -169,21 +167,21 @@ def stage_memory(load: Workload, device: Device, stage: int, engine: EngineMemor
     last = stage == load.layout.pipeline - 1
     here = load.bin_tokens / load.layout.context
     each = (layer_bytes(load.shape, load.rank, here, layer, length=load.mean_length) for layer in load.layers[stage])
-    forward = int(max(each))  # one layer's; more than it needs
+    forward = int(max(each))  # of one layer; an upper bound
     chunk = min(load.logprob_chunk, math.ceil(here))
     phases = []
     if load.grpo:
-        # The buffer lies in host memory where there are several policy ranks.
+        # With several policy ranks the buffer is in host memory.
         shared = load.colocated and load.world == 1 and device.memory is not None
         buffer = {"refit buffer": load.refit_buffer} if shared else {}
         engines = {"engine weights": engine.weights} if load.colocated else {}
-        # The optimizer has made room for the engines by then, where there is memory to save.
+        # The optimizer has been offloaded for the engines by then, if there is device memory to save.
         kept = base if load.colocated and load.engines_sleep and device.memory is not None else state
         phases.append(Phase("refit", {**kept, **buffer, **engines}))
         if load.colocated:
             phases.append(Phase("generation", {**base, **buffer, **cached}))
         if load.prev or load.reference:
-            aside = load.reference and load.adapters is None  # else it is the model without them
+            aside = load.reference and load.adapters is None  # with adapters the reference is the model without them
             clone = {"weights set aside for the reference": weights} if aside else {}
             logits = {"logits": int(logits_bytes(load.shape, load.rank, chunk, backward=False))} if last else {}
             phases.append(Phase("log-probs", {**state, **clone, "activations": forward, **logits}))
@@ -193,7 +191,7 @@ def stage_memory(load: Workload, device: Device, stage: int, engine: EngineMemor
 
 
 def memory(load: Workload, device: Device) -> tuple[EngineMemory, tuple[StageMemory, ...]]:
-    """One rank of an engine, and every stage of the policy, as if an engine's rank lived beside each of its ranks."""
+    """Return the memory of an engine rank, and of every stage, as if each policy rank shared its device with one."""
     engine = engine_memory(load, device)
     return engine, tuple(stage_memory(load, device, stage, engine) for stage in range(load.layout.pipeline))
 
@@ -201,6 +199,6 @@ def memory(load: Workload, device: Device) -> tuple[EngineMemory, tuple[StageMem
 def fits(
     stages: tuple[StageMemory, ...], engine: EngineMemory, load: Workload, device: Device, margin: float = 1.0
 ) -> bool:
-    """Every phase of every stage within `margin` of the device, and a KV cache for one longest sample at least."""
+    """Return whether every phase fits `margin` times the device, and the KV cache at least one longest sample."""
     room = device.memory is None or all(stage.peak.total <= margin * device.memory for stage in stages)
     return room and (not load.grpo or engine.sequences(load.max_length) >= 1)

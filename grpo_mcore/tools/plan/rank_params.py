@@ -1,4 +1,4 @@
-"""The parameters of a policy rank, in the buffers that Megatron-Core keeps them in."""
+"""The parameters of a policy rank, as Megatron-Core arranges them in buffers."""
 
 from __future__ import annotations
 
@@ -14,8 +14,8 @@ from grpo_mcore.parallel.mesh import Coordinates, Layout
 
 @dataclass(frozen=True)
 class RankParams:
-    """Of one rank, by model chunk: what all data- and context-parallel ranks hold, and experts, which fewer ranks hold.
-    `frozen`: elements that are not trained, which have no gradient and no optimizer state."""
+    """Parameters of one rank, by model chunk. `common`: replicated over data- and context-parallel ranks; `experts`:
+    replicated over fewer ranks; `frozen`: number of elements without gradient and optimizer state."""
 
     common: tuple[Shard, ...]
     experts: tuple[Shard, ...]
@@ -23,7 +23,7 @@ class RankParams:
 
     @property
     def numel(self) -> int:
-        """Elements, without padding."""
+        """Number of elements, without padding."""
         return sum(shard.numel for shard in (*self.common, *self.experts)) + self.frozen
 
     @property
@@ -32,11 +32,11 @@ class RankParams:
 
     @property
     def buffer(self) -> int:
-        """Elements of the weight and of the gradient buffers, with padding."""
+        """Number of elements of the weight buffers, or of the gradient buffers, with padding."""
         return sum(shard.buffer for shard in (*self.common, *self.experts))
 
     def owned(self, layout: Layout, here: Coordinates | None) -> int:
-        """Elements whose optimizer state a rank keeps; None: the most that any keeps."""
+        """Return the number of elements whose optimizer state a rank keeps; None: the largest of any rank."""
         if here is None:
             return sum(shard.most_owned for shard in (*self.common, *self.experts))
         among = here.data * layout.context + here.context
@@ -53,8 +53,8 @@ def rank_params(
     frozen_router: bool,
     adapters: AdapterShape | None = None,
 ) -> RankParams:
-    """The parameters of a rank of this pipeline stage, which holds model chunks of these layers."""
-    # Patterns of adapters may tell layers apart that are alike.
+    """Return the parameters of a rank of this pipeline stage. `chunks`: layers of its model chunks."""
+    # Adapters may be attached to some of several layers that are alike otherwise.
     kinds = chunks if adapters else tuple(tuple(_first_alike(shape)[layer] for layer in each) for each in chunks)
     return _rank_params(
         shape, layout, stage == 0, stage == layout.pipeline - 1, tuple(map(tuple, kinds)), frozen_router, adapters
@@ -71,7 +71,7 @@ def _rank_params(
     frozen_router: bool,
     adapters: AdapterShape | None,
 ) -> RankParams:
-    """`chunks`: each layer by the first one like it, so that stages that are alike are counted once."""
+    """Cached: `chunks` names each layer by the first one like it, so that stages that are alike are counted once."""
     copies = layout.stage_size // (layout.expert * layout.expert_tensor)
     common, experts, frozen = [], [], 0
     for index, layers in enumerate(chunks):
@@ -103,25 +103,26 @@ def _is_frozen(param: Param, frozen_router: bool, adapters: AdapterShape | None)
 
 
 def _of_chunk(shape: ModelShape, layers: Sequence[int], *, first: bool, last: bool) -> list[Param]:
-    """In the order of the forward pass."""
+    """Return the parameters of a model chunk, in the order of the forward pass."""
     before, by_layer, behind = _sorted(shape)
     found = [*before] if first else []
     found += [param for layer in layers for param in by_layer[layer]]
-    # Of tied embeddings the last stage has a copy, where it is not the first one too.
+    # The last stage has a copy of tied embeddings, unless it is the first one too.
     return found + [param for param in behind if last and not (param.copy and first)]
 
 
 @cache
 def _first_alike(shape: ModelShape) -> tuple[int, ...]:
-    """Of each layer, the first one with parameters of the same sizes."""
+    """Return, for each layer, the first one with parameters of the same sizes."""
     kinds = [shape.blocks[i] if shape.blocks else shape.is_expert_layer(i) for i in range(shape.num_layers)]
     return tuple(kinds.index(kind) for kind in kinds)
 
 
 @cache
 def _sorted(shape: ModelShape) -> tuple[Sequence[Param], Sequence[Sequence[Param]], Sequence[Param]]:
-    """Before the layers, of each layer, behind the layers."""
-    before, behind = [], []
+    """Return the parameters before the layers, by layer, and behind the layers."""
+    before: list[Param] = []
+    behind: list[Param] = []
     by_layer: list[list[Param]] = [[] for _ in range(shape.num_layers)]
     for param in params_of(shape):
         if param.layer is not None:

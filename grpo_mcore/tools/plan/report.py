@@ -5,11 +5,12 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 
 from grpo_mcore.families import parameter_count
-from grpo_mcore.tools.plan import Candidate, Plan, ranks_of
+from grpo_mcore.tools.plan.plan import Plan, ranks_of
+from grpo_mcore.tools.plan.search import Candidate
 
 
 def plan_text(plan: Plan) -> str:
-    """All of it, a few dozen lines."""
+    """Return the whole plan, a few dozen lines."""
     load, device = plan.load, plan.device
     room = "the host's memory" if device.memory is None else f"{device.memory / 1e9:.0f} GB"
     lines = [
@@ -45,7 +46,7 @@ def plan_text(plan: Plan) -> str:
 
 
 def search_text(found: Sequence[Candidate], nodes: int) -> str:
-    """Candidates, best first, each with its overrides."""
+    """Return the candidates, best first, each with its overrides."""
     if not found:
         return (
             f"no layout fits {nodes} nodes: take more nodes, a device with more memory, a smaller "
@@ -58,7 +59,7 @@ def search_text(found: Sequence[Candidate], nodes: int) -> str:
 
 
 def _memory(plan: Plan) -> list[str]:
-    """One table a kind of stage: first, middle ones, last."""
+    """Return one table for each kind of stage: the first, those between, the last."""
     count, lines = len(plan.stages), ["memory of a rank, GB"]
     shown = sorted({0, min(1, count - 1), count - 1})
     for index in shown:

@@ -1,4 +1,4 @@
-"""Layouts of a recipe's model on so many nodes that fit, fastest first."""
+"""Search the layouts of a recipe's model that fit a number of nodes."""
 
 from __future__ import annotations
 
@@ -7,13 +7,12 @@ from dataclasses import dataclass, replace
 
 from grpo_mcore.families import FamilyError, check_engine_parallel, check_tensor_parallel
 from grpo_mcore.parallel.mesh import Layout
-from grpo_mcore.tools.plan.devices import Device
 from grpo_mcore.tools.plan.memory import CLOSE, fits, memory
 from grpo_mcore.tools.plan.timing import step_time
-from grpo_mcore.tools.plan.workload import Workload
+from grpo_mcore.tools.plan.workload import Device, Workload
 
 SHARES = (0.85, 0.7, 0.6, 0.5, 0.4)
-"""Of gpu_memory_utilization that are tried, the largest that fits wins: more KV cache, more samples at once."""
+"""Values of gpu_memory_utilization to try, in this order: more KV cache allows more samples at a time."""
 
 
 @dataclass(frozen=True)
@@ -28,20 +27,20 @@ class Candidate:
 
 
 def search(load: Workload, device: Device, nodes: int, best: int = 5) -> list[Candidate]:
-    """The `best` fastest layouts of the policy on `nodes` nodes, each with the engines that are fastest beside it.
+    """Return the `best` fastest layouts of the policy on `nodes` nodes, each with the engines that are fastest with it.
 
-    Empty where none fits.
+    Empty if none fits.
     """
     fastest: dict[Layout, Candidate] = {}
     for option in _options(load, nodes):
-        found = _judged(option, device)
+        found = _candidate(option, device)
         if found is not None and (option.layout not in fastest or found.seconds < fastest[option.layout].seconds):
             fastest[option.layout] = found
     return sorted(fastest.values(), key=lambda candidate: candidate.seconds)[:best]
 
 
 def _options(load: Workload, nodes: int) -> Iterator[Workload]:
-    """The recipe's own layout among them, where it is one of so many nodes."""
+    """Yield workloads to try; also the recipe's own, if it has this number of nodes."""
     if nodes == load.nodes:
         yield load
     for layout in _layouts(load, nodes * load.gpus_per_node):
@@ -60,7 +59,7 @@ def _options(load: Workload, nodes: int) -> Iterator[Workload]:
 
 
 def _layouts(load: Workload, world: int) -> Iterator[Layout]:
-    """Of the policy: TP and EP within a node, PP that divides the layers, CP as the recipe has it."""
+    """Yield layouts of the policy: TP and EP within a node, PP that divides the layers, CP as in the recipe."""
     shape, context = load.shape, load.layout.context
     for tensor in _powers(load.gpus_per_node):
         if not _splits(load, tensor):
@@ -101,7 +100,7 @@ def _engine_splits(load: Workload, tensor: int) -> bool:
     return True
 
 
-def _judged(load: Workload, device: Device) -> Candidate | None:
+def _candidate(load: Workload, device: Device) -> Candidate | None:
     shares = SHARES if load.grpo and load.kv_cache is None and device.memory is not None else (load.engine_share,)
     for share in shares:
         option = replace(load, engine_share=share)
@@ -119,7 +118,7 @@ def _judged(load: Workload, device: Device) -> Candidate | None:
         f"{peak / 1e9:.1f}{room} GB in {where}; bubble {times.bubble:.0%}"
     )
     at = "policy.megatron_cfg."
-    overrides = (
+    overrides: tuple[str, ...] = (
         f"{at}tensor_model_parallel_size={layout.tensor}",
         f"{at}pipeline_model_parallel_size={layout.pipeline}",
         f"{at}sequence_parallel={str(layout.sequence_parallel).lower()}",

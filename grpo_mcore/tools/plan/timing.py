@@ -1,28 +1,30 @@
-"""FLOPs and seconds of each phase of a step: a floor from the data sheet, and what is likely."""
+"""FLOPs and seconds of each phase of a step, a floor from the data sheet and a likely value; bytes of the refit."""
 
 from __future__ import annotations
 
 import math
+from collections import Counter
 from dataclasses import dataclass
 
-from grpo_mcore.families import Block, forward_flops
-from grpo_mcore.tools.plan.devices import Device
+from grpo_mcore.families import Block, forward_flops, params_of
+from grpo_mcore.refit.layout import EngineLayout, TrainerLayout
+from grpo_mcore.refit.plan import DTYPE_BYTES, plan_refit, wire_dtype
 from grpo_mcore.tools.plan.memory import EngineMemory, gradient_bytes, weight_bytes
-from grpo_mcore.tools.plan.refit_traffic import RefitTraffic
-from grpo_mcore.tools.plan.workload import Workload
+from grpo_mcore.tools.plan.workload import Device, Workload
 
 COMPUTE_EFFICIENCY = 0.40
 """Share of a device's peak FLOP/s that dense training reaches in practice."""
 MEMORY_EFFICIENCY = 0.60
 """Share of the memory bandwidth that decoding reaches."""
 LINK_EFFICIENCY = 0.80
+"""Share of a link's bandwidth that is reached."""
 MAX_SEQUENCES = 256
-"""Samples that an engine runs together at most."""
+"""Maximum number of samples that an engine generates at a time."""
 
 
 @dataclass(frozen=True)
 class PhaseTime:
-    """A phase of a step. `flops`: of all ranks. `floor`, `likely`: seconds. `bound`: what the time goes into."""
+    """A phase of a step. `flops`: of all ranks. `floor`, `likely`: seconds. `bound`: what takes most of the time."""
 
     name: str
     flops: float
@@ -35,7 +37,7 @@ class PhaseTime:
 class StepTime:
     phases: tuple[PhaseTime, ...]
     bubble: float
-    """Share of a training rank's time that it waits for other stages."""
+    """Share of the training time in which a rank waits for other stages."""
 
     @property
     def likely(self) -> float:
@@ -47,12 +49,12 @@ class StepTime:
 
 
 def pipeline_bubble(stages: int, micro_batches: int, chunks: int = 1) -> float:
-    """(p - 1) / (v m + p - 1) of 1F1B (arXiv 2104.04473, section 2.2, as a share of the whole time)."""
+    """Return the share of the time that 1F1B waits: (p - 1) / (v m + p - 1) (arXiv 2104.04473, section 2.2)."""
     return (stages - 1) / (chunks * micro_batches + stages - 1)
 
 
 def step_time(load: Workload, device: Device, engine: EngineMemory, traffic: RefitTraffic | None) -> StepTime:
-    """All phases of one step of the loop."""
+    """Return the time of all phases of one step."""
     lengths = [load.mean_length]
     forward = forward_flops(load.shape, lengths) * load.samples
     bubble = pipeline_bubble(load.layout.pipeline, load.micro_batches, load.layout.virtual)
@@ -65,8 +67,7 @@ def step_time(load: Workload, device: Device, engine: EngineMemory, traffic: Ref
         passes = int(load.prev) + int(load.reference)
         if passes:
             phases.append(_pass("log-probs", passes * forward, load, device, bubble, passes, gradients=False))
-    # Forward, gradients of the activations, those of the weights (of which adapters have next to none), and once more
-    # forward.
+    # Forward, gradients of the activations, gradients of the weights (negligible for adapters), recomputed forward.
     sweeps = 2 + (load.adapters is None) + load.recompute
     phases.append(_pass("training", sweeps * forward, load, device, bubble, sweeps, gradients=True))
     return StepTime(tuple(phases), bubble)
@@ -75,7 +76,7 @@ def step_time(load: Workload, device: Device, engine: EngineMemory, traffic: Ref
 def _pass(
     name: str, flops: float, load: Workload, device: Device, bubble: float, sweeps: int, *, gradients: bool
 ) -> PhaseTime:
-    """Forward (and backward) passes over the step's samples. `sweeps`: passes through the layers, for TP's traffic."""
+    """Return the time of passes over the step's samples. `sweeps`: passes through the layers, for the traffic."""
     compute = flops / load.world / device.flops
     tensor = _tensor_parallel_seconds(load, device) * sweeps
     context, experts = _context_seconds(load, device) * sweeps, _expert_seconds(load, device) * sweeps
@@ -95,19 +96,19 @@ def _pass(
 
 
 def _tensor_parallel_seconds(load: Workload, device: Device) -> float:
-    """Per sweep: each layer sums its activations twice over the TP ranks (with sequence parallelism a reduce-scatter
-    and an all-gather move as many bytes)."""
+    """Return the seconds per sweep. Each layer sums its activations twice over the TP ranks; with sequence parallelism
+    a reduce-scatter and an all-gather move equally many bytes."""
     tp = load.layout.tensor
     if tp == 1:
         return 0.0
     layers = max(len(layers) for layers in load.layers)
-    nbytes = 2 * layers * _tokens_of_a_rank(load) * load.shape.hidden_size * load.element * 2 * (tp - 1) / tp
+    nbytes = 2 * layers * _tokens_per_rank(load) * load.shape.hidden_size * load.element * 2 * (tp - 1) / tp
     return nbytes / _link(load, device, tp)
 
 
 def _context_seconds(load: Workload, device: Device) -> float:
-    """Per sweep: every attention layer gathers the keys and values of the other ranks, and of a Mamba mixer all that it
-    scans."""
+    """Return the seconds per sweep. Every attention layer gathers the keys and values of the other ranks, every Mamba
+    mixer all of its inputs."""
     layout, shape = load.layout, load.shape
     if layout.context == 1:
         return 0.0
@@ -118,34 +119,34 @@ def _context_seconds(load: Workload, device: Device) -> float:
     widths = {None: width, Block.ATTENTION: width, Block.MAMBA: scanned}
     blocks = shape.blocks or (None,) * shape.num_layers
     each = max(sum(widths.get(blocks[layer], 0.0) for layer in layers) for layers in load.layers)
-    nbytes = each * _tokens_of_a_rank(load) * (layout.context - 1) * load.element
+    nbytes = each * _tokens_per_rank(load) * (layout.context - 1) * load.element
     return nbytes / _link(load, device, layout.tensor * layout.context)
 
 
 def _expert_seconds(load: Workload, device: Device) -> float:
-    """Per sweep: each expert layer sends a token's copies to its experts' ranks and gets them back."""
+    """Return the seconds per sweep. Each expert layer sends a token's copies to its experts' ranks and back."""
     layout, experts = load.layout, load.shape.experts
     size = layout.expert * layout.expert_tensor
     if experts is None or size == 1:
         return 0.0
     layers = max(sum(load.shape.is_expert_layer(layer) for layer in layers) for layers in load.layers)
-    tokens = _tokens_of_a_rank(load) * load.rank.share
+    tokens = _tokens_per_rank(load) * load.rank.share
     nbytes = 2 * layers * tokens * experts.active * load.shape.hidden_size * load.element * (size - 1) / layout.expert
     return nbytes / _link(load, device, size)
 
 
-def _tokens_of_a_rank(load: Workload) -> float:
-    """Of a step."""
+def _tokens_per_rank(load: Workload) -> float:
+    """Return the tokens of a step that one rank processes."""
     return load.samples * load.mean_length / load.layout.data / load.layout.context
 
 
 def _link(load: Workload, device: Device, ranks: int) -> float:
-    """Bandwidth among neighbouring ranks."""
+    """Return the bandwidth in a group of this many neighbouring ranks."""
     return device.peer_bandwidth if ranks <= load.gpus_per_node else device.node_bandwidth
 
 
 def _data_parallel_seconds(load: Workload, device: Device) -> float:
-    """Per step: reduce-scatter of the gradients and all-gather of the weights, once an optimizer step."""
+    """Return the seconds per step. Every optimizer step reduce-scatters the gradients and all-gathers the weights."""
     dp = load.layout.data * load.layout.context
     if dp == 1:
         return 0.0
@@ -154,9 +155,10 @@ def _data_parallel_seconds(load: Workload, device: Device) -> float:
 
 
 def _generation(load: Workload, device: Device, engine: EngineMemory) -> PhaseTime:
-    """Prefill, then one token a sample and pass: a pass reads the weights once and every sample's keys and values."""
+    """Return the time of prefill and decoding. A decoding pass generates one token a sample; it reads the weights once
+    and every sample's keys and values."""
     flops = forward_flops(load.shape, [load.mean_length]) * load.samples
-    prompt = max(load.mean_length // 4, load.mean_length - load.max_new_tokens)  # a quarter, where nothing says more
+    prompt = max(load.mean_length // 4, load.mean_length - load.max_new_tokens)  # at least a quarter
     new_tokens = load.mean_length - prompt
     each = math.ceil(load.samples / load.engines)
     together = max(1, min(each, MAX_SEQUENCES, engine.sequences(load.mean_length) or 1))
@@ -173,3 +175,66 @@ def _generation(load: Workload, device: Device, engine: EngineMemory) -> PhaseTi
     )
     bound = "memory bandwidth of decoding" if memory_s > compute_s else "compute of decoding"
     return PhaseTime("generation", flops, floor, likely, bound)
+
+
+DTYPE = {2: "bfloat16", 4: "float32"}
+
+
+@dataclass(frozen=True)
+class RefitTraffic:
+    """Bytes of a refit. `written`: by each policy rank into the buffer; `read`: by the engine rank that reads most;
+    `to_other_nodes`: over the busiest node's network link. `link`: the kind of link that it depends on."""
+
+    buckets: int
+    buffer: int
+    tensor_bytes: int
+    written: tuple[int, ...]
+    read: int
+    to_other_nodes: int
+    link: str
+
+    def seconds(self, load: Workload, device: Device) -> float:
+        """Return the seconds of the slowest link."""
+        through_host = load.world > 1
+        bandwidth = device.host_bandwidth if through_host else device.memory_bandwidth
+        return max(max(self.written) / bandwidth, self.read / bandwidth, self.to_other_nodes / device.node_bandwidth)
+
+
+def refit_traffic(load: Workload) -> RefitTraffic:
+    """Plan the refit of a workload and count its bytes. Raises RefitError if a row does not fit the buffer, LayoutError
+    if the layouts do not fit the model."""
+    layout = load.layout
+    trainer = TrainerLayout(
+        layout.tensor, layout.pipeline, layout.data, layout.context, layout.expert, layout.expert_tensor,
+        layout.virtual, first_layers=load.first_layers or 0, last_layers=load.last_layers or 0,
+    )  # fmt: skip
+    span = load.engine_span
+    replicas = max(1, load.engines * span // load.engine_nodes)
+    engine = EngineLayout(load.engine_tensor, 1, load.engine_whole_experts, replicas, span)
+    dtype = DTYPE[load.element]
+    params = [param for param in params_of(load.shape) if not param.copy]
+    plan = plan_refit(params, load.shape, trainer, engine, dtype=dtype, buffer_bytes=load.refit_buffer, copies=span > 1)
+    written: Counter[int] = Counter()
+    held: Counter[tuple[int, frozenset[int]]] = Counter()  # by who holds it, and which nodes of an engine read it
+    for block in plan.blocks():
+        written[block.source] += block.nbytes
+        parts = frozenset(read.rank * span // engine.ranks for read in block.reads) or frozenset((0,))
+        held[block.holders, parts] += block.nbytes
+    read = engine.bytes_by_rank(params, load.shape, lambda param: DTYPE_BYTES[wire_dtype(param, dtype)])
+    homes = [{rank * load.nodes // load.world for rank in ranks} if load.colocated else () for ranks in plan.holders]
+    other_nodes = max(
+        sum(nbytes for (holders, parts), nbytes in held.items() if node % span in parts and node not in homes[holders])
+        for node in range(load.nodes)
+    )
+    link = (
+        "network between nodes" if other_nodes else "host memory (PCIe)" if load.world > 1 else "memory of the device"
+    )
+    return RefitTraffic(
+        len(plan.buckets),
+        plan.buffer_bytes,
+        plan.block_bytes,
+        tuple(written[rank] for rank in range(load.world)),
+        max(read),
+        other_nodes,
+        link,
+    )

@@ -1,29 +1,81 @@
-"""What a plan reads of a recipe, as plain values that a search can replace."""
+"""What a plan is computed from: an accelerator's data sheet, and a recipe's step as plain values."""
 
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Literal
 
-from grpo_mcore.algorithms.logprob_passes import needs_prev, needs_reference
 from grpo_mcore.families import AdapterShape, ModelShape, adapter_shape, check_fit
 from grpo_mcore.families.activations import Kernels, Rank
 from grpo_mcore.families.shards import chunk_layers
 from grpo_mcore.parallel.mesh import Layout
 from grpo_mcore.parallel.policy import layout_of
-from grpo_mcore.recipe import MasterConfig, engine_nodes, engine_pool, num_engines, policy_pool, samples_per_step
-from grpo_mcore.recipe.master import runs_grpo
+from grpo_mcore.recipe import (
+    MasterConfig,
+    engine_nodes,
+    engine_pool,
+    needs_prev,
+    needs_reference,
+    num_engines,
+    policy_pool,
+    runs_grpo,
+    samples_per_step,
+)
 from grpo_mcore.tools.plan.rank_params import RankParams, rank_params
 
 BYTES = {"bfloat16": 2, "float32": 4}
+GIB = 2**30
+
+
+class PlanError(ValueError):
+    """A plan that cannot be made; the message says what is missing and how to provide it."""
+
+
+@dataclass(frozen=True)
+class Device:
+    """One accelerator: memory in bytes (None: that of the host, not checked), dense bfloat16 FLOP/s, and bandwidths in
+    bytes/s in one direction: of its memory, to peers in the node, to other nodes, to the host. `reserved`: memory that
+    the driver, NCCL and sleeping engines keep."""
+
+    name: str
+    memory: int | None
+    flops: float
+    memory_bandwidth: float
+    peer_bandwidth: float
+    node_bandwidth: float
+    host_bandwidth: float
+    reserved: int = 3 * GIB
+
+
+DEVICES = {
+    device.name: device
+    for device in (
+        Device("A100-40GB", 40 * 10**9, 312e12, 1.555e12, 300e9, 25e9, 25e9),
+        Device("A100", 80 * 10**9, 312e12, 2.0e12, 300e9, 25e9, 25e9),
+        Device("H100", 80 * 10**9, 989e12, 3.35e12, 450e9, 50e9, 55e9),
+        Device("H200", 141 * 10**9, 989e12, 4.8e12, 450e9, 50e9, 55e9),
+        Device("B200", 180 * 10**9, 2250e12, 8.0e12, 900e9, 50e9, 55e9),
+        # One rank on a shared host, with a core or two.
+        Device("cpu", None, 5e10, 1e10, 5e9, 1e9, 1e10, reserved=0),
+    )
+}
+
+
+def device_named(name: str, memory_gb: float | None = None) -> Device:
+    """Return the device of this name, with `memory_gb` (10^9 bytes) of memory if given. Raises PlanError."""
+    by_name = {known.lower(): device for known, device in DEVICES.items()}
+    device = by_name.get(name.lower())
+    if device is None:
+        raise PlanError(f"--device {name}: known are {', '.join(DEVICES)}; for another, the nearest with --memory-gb")
+    return device if memory_gb is None else replace(device, memory=int(memory_gb * 1e9))
 
 
 @dataclass(frozen=True)
 class Workload:
-    """A recipe's step on a model. Lengths in tokens; `mean_length`: prompt and answer of the sample that is expected,
-    which no recipe knows; `bin_tokens`: of a training micro-batch."""
+    """A recipe's step on a model. Lengths are in tokens. `mean_length`: expected length of prompt and answer, which is
+    in no recipe; `bin_tokens`: capacity of a training micro-batch."""
 
     shape: ModelShape
     layout: Layout
@@ -33,14 +85,14 @@ class Workload:
     last_layers: int | None
     recompute: bool
     frozen_router: bool
-    adapters: AdapterShape | None  # None: the model itself is trained
+    adapters: AdapterShape | None  # None: all weights are trained
     element: int  # bytes of a weight or activation
     gradient: int  # bytes of a gradient
     optimizer: Literal["adam", "sgd"]
     momentum: bool
     kernels: Kernels
-    samples: int  # of a step
-    batch: int  # samples of an optimizer step
+    samples: int  # per step
+    batch: int  # samples per optimizer step
     max_length: int
     mean_length: int
     max_new_tokens: int
@@ -50,20 +102,20 @@ class Workload:
     reference: bool
     prev: bool
     engine_tensor: int
-    engine_whole_experts: bool  # each rank of an engine has whole ones
-    engine_span: int  # nodes that one engine lies on
+    engine_whole_experts: bool  # experts are not split over the ranks of an engine
+    engine_span: int  # nodes per engine
     engines: int
     engine_element: int
     engine_share: float  # gpu_memory_utilization
-    kv_cache: int | None  # bytes a rank; None: what engine_share leaves
+    kv_cache: int | None  # bytes per rank; None: what engine_share leaves
     refit_buffer: int
     colocated: bool  # engines and policy share devices
-    engine_nodes: int  # that hold engines
-    engines_sleep: bool  # and the engines give their memory away while the policy trains
+    engine_nodes: int  # nodes with engines
+    engines_sleep: bool  # the engines give their memory to the policy while it trains
 
     @property
     def engines_stay(self) -> bool:
-        """Whether the policy's devices hold the engines' memory in every phase. (On CPU there is only the host's.)"""
+        """Whether the engines keep their memory on the policy's devices in every phase. False on CPU."""
         return self.grpo and self.colocated and not self.engines_sleep and self.kernels != "cpu"
 
     @property
@@ -83,33 +135,33 @@ class Workload:
 
     @property
     def micro_batches(self) -> int:
-        """Of one rank in an optimizer step: bins of whole samples of the mean length."""
+        """Micro-batches of one rank in an optimizer step, if each bin is filled with samples of the mean length."""
         per_bin = max(1, self.bin_tokens // max(1, self.mean_length))
         return max(1, math.ceil(self.batch / self.layout.data / per_bin))
 
     @cached_property
     def chunks(self) -> tuple[tuple[range, ...], ...]:
-        """Layers of each model chunk of each stage. Raises FamilyError."""
+        """Layers by stage and model chunk. Raises FamilyError."""
         layout = self.layout
         return chunk_layers(self.shape.num_layers, layout.pipeline, layout.virtual, self.first_layers, self.last_layers)
 
     @cached_property
     def layers(self) -> tuple[tuple[int, ...], ...]:
-        """Layers of each stage."""
+        """Layers by stage."""
         return tuple(tuple(layer for chunk in chunks for layer in chunk) for chunks in self.chunks)
 
     def params(self, stage: int) -> RankParams:
-        """The parameters of a rank of this stage."""
+        """Return the parameters of a rank of this stage."""
         return rank_params(self.shape, self.layout, stage, self.chunks[stage], self.frozen_router, self.adapters)
 
 
 def workload_of(
     config: MasterConfig, shape: ModelShape, *, kernels: Kernels, mean_length: int | None = None
 ) -> Workload:
-    """The workload of a recipe. Raises FamilyError for a layout that the model does not allow, LayoutError for one that
-    the ranks do not.
+    """Return the workload of a recipe. Raises FamilyError for a layout that the model does not allow, LayoutError for
+    one that does not fit the number of ranks.
 
-    `mean_length`: tokens of an expected sample; None: half of policy.max_total_sequence_length.
+    `mean_length`: expected tokens of a sample; None: half of policy.max_total_sequence_length.
     """
     policy, generation = config.policy, config.policy.generation
     megatron, vllm = policy.megatron_cfg, generation.vllm_cfg

@@ -1,4 +1,4 @@
-"""`grpo-mcore plan`: every recipe, a thousand GPUs, the search, and what it says of layouts that cannot be."""
+"""`grpo-mcore plan`: every recipe, a thousand GPUs, the search, and warnings about layouts that do not fit."""
 
 from __future__ import annotations
 
@@ -21,11 +21,12 @@ from grpo_mcore.parallel.mesh import Layout
 from grpo_mcore.recipe import load_recipe
 from grpo_mcore.refit import EngineLayout, TrainerLayout, plan_model_refit
 from grpo_mcore.refit.delivery import Deliveries, readers_by_node
-from grpo_mcore.tools.plan import Plan, make_plan, plan_device, plan_shape, ranks_of, search
 from grpo_mcore.tools.plan.measured import compare
 from grpo_mcore.tools.plan.memory import optimizer_bytes
+from grpo_mcore.tools.plan.plan import Plan, make_plan, plan_device, plan_shape, ranks_of
 from grpo_mcore.tools.plan.rank_params import rank_params
 from grpo_mcore.tools.plan.report import plan_text, search_text
+from grpo_mcore.tools.plan.search import search
 from grpo_mcore.tools.plan.timing import pipeline_bubble
 
 ROOT = Path(__file__).resolve().parents[3]
@@ -58,8 +59,8 @@ def test_every_recipe_has_a_plan_in_time(recipe: str) -> None:
 
 
 @pytest.mark.parametrize("recipe", RECIPES)
-def test_a_recipes_name_says_what_it_takes(recipe: str) -> None:
-    """3B of 30BA3B: billions of parameters that a token passes. 4n8g: nodes and GPUs of each."""
+def test_a_recipes_name_gives_its_model_size_and_nodes(recipe: str) -> None:
+    """30BA3B: billions of parameters, and those that a token passes. 4n8g: nodes, and GPUs of each."""
     config, name = load_recipe(recipe).config, Path(recipe).stem
     if size := re.search(r"-(\d+)B", name):
         assert parameter_count(plan_shape(config)) / 1e9 == pytest.approx(float(size[1]), rel=0.1)
@@ -89,7 +90,7 @@ def test_a_thousand_gpus() -> None:
     )  # fmt: skip
     assert found.load.world == 1024 and found.fits
     assert len(found.stages) == 4 and sum(len(layers) for layers in found.load.layers) == 80
-    # Over TP and PP the model is there once; the norms, two a layer and the last one, are on every TP rank.
+    # TP and PP hold the model once; the norms, two a layer and the last one, are on every TP rank.
     held = 8 * sum(found.load.params(stage).numel for stage in range(4))
     assert held == 70_553_706_496 + 7 * (2 * 80 + 1) * 8192
 
@@ -100,7 +101,7 @@ def test_stages_and_ranks_are_those_of_the_mesh() -> None:
         assert all(load.layout.coordinates(rank).pipeline == stage for rank in ranks_of(load, stage))
 
 
-def test_the_optimizer_is_split_over_data_parallel_ranks_without_rest() -> None:
+def test_the_optimizer_is_split_over_data_parallel_ranks_without_remainder() -> None:
     load = plan(LLAMA).load
     total = sum(optimizer_bytes(load, 0, load.layout.coordinates(rank)) for rank in range(8))
     assert total == 12 * load.params(0).numel
@@ -116,7 +117,7 @@ def test_the_optimizer_is_split_over_data_parallel_ranks_without_rest() -> None:
         (["policy.generation.num_engines=3"], "the engines use 3 of 16 accelerators"),
     ],
 )
-def test_what_does_not_fit_names_the_key(overrides: list[str], words: str) -> None:
+def test_a_plan_that_does_not_fit_names_the_key(overrides: list[str], words: str) -> None:
     found = plan(LLAMA, *overrides)
     assert any(words in warning for warning in found.warnings), found.warnings
     assert found.fits == ("num_engines" in overrides[0])
@@ -125,8 +126,8 @@ def test_what_does_not_fit_names_the_key(overrides: list[str], words: str) -> No
 AHEAD = ("grpo.async_grpo={enabled: true}", "loss_fn.use_importance_sampling_correction=true")
 
 
-def test_each_node_of_an_engine_gets_what_is_read_there() -> None:
-    """Against every block's delivery, and against the same engines inside nodes that are four times as large."""
+def test_each_node_of_an_engine_gets_the_bytes_that_it_reads() -> None:
+    """Compare with the delivery of every block, and with the same engines on nodes four times as large."""
     found = plan(DEEPSEEK)
     load, refit = found.load, found.refit
     assert refit is not None and (load.engine_span, load.engines) == (4, 8)
@@ -145,7 +146,7 @@ def test_each_node_of_an_engine_gets_what_is_read_there() -> None:
     assert whole is not None and whole.tensor_bytes == refit.tensor_bytes and whole.read == refit.read
 
 
-def test_the_search_knows_the_recipes_own_layout() -> None:
+def test_the_search_includes_the_recipes_own_layout() -> None:
     found = plan(DEEPSEEK)
     (option, *_) = search(found.load, found.device, nodes=32)
     again = plan(DEEPSEEK, *option.overrides)
@@ -161,7 +162,7 @@ def test_engines_that_generate_ahead_keep_their_memory_while_the_policy_trains()
     assert not found.fits and any("gpu_memory_utilization (now" in warning for warning in found.warnings)
 
 
-def test_engines_with_a_pool_of_their_own_take_nothing_of_the_policys_devices() -> None:
+def test_engines_with_their_own_pool_take_no_memory_of_the_policys_devices() -> None:
     pool = "policy.generation.colocated={enabled: false, resources: {num_nodes: 1}}"
     found = plan(LLAMA, *AHEAD, "cluster.num_nodes=3", pool)
     assert (found.load.world, found.load.engines, found.load.nodes) == (16, 8, 2) and found.fits
@@ -170,7 +171,7 @@ def test_engines_with_a_pool_of_their_own_take_nothing_of_the_policys_devices() 
     assert found.refit is not None and found.refit.to_other_nodes == found.refit.tensor_bytes
 
 
-def test_a_pipeline_that_waits() -> None:
+def test_a_large_pipeline_bubble_is_a_warning() -> None:
     found = plan(LLAMA, f"{AT}pipeline_model_parallel_size=16", "policy.train_global_batch_size=16")
     assert found.times.bubble == pipeline_bubble(16, 8) == 15 / 23
     assert any("the pipeline waits 65%" in warning for warning in found.warnings)
@@ -181,14 +182,14 @@ def test_a_smaller_device_does_not_fit_and_a_larger_one_does() -> None:
     assert plan(LLAMA, device="H200").fits
 
 
-def test_recomputing_trades_memory_for_time() -> None:
+def test_recomputation_trades_memory_for_time() -> None:
     kept, again = plan(LLAMA), plan(LLAMA, f"{AT}activation_checkpointing=true")
     assert again.stages[0].phases[-1].parts["activations"] < kept.stages[0].phases[-1].parts["activations"] / 5
     assert again.times.phases[-1].flops == pytest.approx(kept.times.phases[-1].flops * 4 / 3)
 
 
 @pytest.mark.slow
-def test_the_search_gives_layouts_that_fit_fastest_first() -> None:
+def test_the_search_returns_layouts_that_fit_fastest_first() -> None:
     found = plan(LLAMA)
     options = search(found.load, found.device, nodes=4)
     assert options and [option.seconds for option in options] == sorted(option.seconds for option in options)
@@ -214,7 +215,7 @@ def test_the_search_gives_layouts_that_fit_fastest_first() -> None:
         ((LLAMA, "policy.dtensor_cfg.enabled=true", "policy.fsdp1_enabled=true"), 2, "2 problems"),
     ],
 )
-def test_what_cannot_be_planned_is_one_message(
+def test_errors_are_one_message(
     capsys: pytest.CaptureFixture[str], words: tuple[str, ...], code: int, message: str
 ) -> None:
     words = tuple(f"+{word}" if "dtensor" in word or "fsdp" in word else word for word in words)
@@ -251,7 +252,7 @@ def test_experts_lie_on_fewer_ranks_than_the_rest() -> None:
     of_one = 3 * 2048 * 768  # an expert's three matrices
     assert found.expert_numel == 48 * 128 // 8 * of_one
     total = [optimizer_bytes(load, 0, load.layout.coordinates(rank)) for rank in range(32)]
-    # Together the 32 ranks own what TP 2 splits once for each of its ranks, and every expert once.
+    # Together the 32 ranks own each TP rank's parameters once, and every expert once.
     assert sum(total) == 12 * (2 * (found.numel - found.expert_numel - found.frozen) + 8 * found.expert_numel)
 
 
@@ -268,10 +269,10 @@ def test_layouts_of_a_thousand_gpus_with_experts() -> None:
     assert found.load.world == 1024 and len(found.stages) == 16
     assert time.process_time() - began < 5
     latent = 61 * (512 + 64) * 2
-    assert found.engine.kv_bytes_per_token == latent  # the same on every rank of an engine
+    assert found.engine.kv_bytes_per_token == latent  # equal on every rank of an engine
 
 
-def test_interleaved_stages_wait_less_and_keep_more() -> None:
+def test_interleaved_stages_wait_less_and_keep_more_activations() -> None:
     words = [f"{AT}pipeline_model_parallel_size=4", "policy.train_global_batch_size=256"]
     plain, chunks = plan(LLAMA, *words), plan(LLAMA, *words, f"{AT}virtual_pipeline_model_parallel_size=4")
     assert chunks.times.bubble < plain.times.bubble
@@ -293,7 +294,7 @@ def test_a_layout_that_the_model_does_not_allow_is_refused() -> None:
 
 
 @pytest.mark.slow
-def test_the_search_knows_experts() -> None:
+def test_the_search_tries_expert_parallelism() -> None:
     found = plan(MOE)
     options = search(found.load, found.device, nodes=2)
     assert options and len({option.layout for option in options}) == len(options)
@@ -302,7 +303,7 @@ def test_the_search_knows_experts() -> None:
     assert any(f"{AT}expert_model_parallel_size=1" not in option.overrides for option in options)
 
 
-def test_what_a_run_measured_stands_beside_the_prediction() -> None:
+def test_a_runs_measurements_are_compared_with_the_prediction() -> None:
     config = load_recipe("recipes/grpo-arithmetic-cpu.yaml").config
     shape = plan_shape(config)
     steps = [{"refit": 9.0, "generate": 9.0, "train": 9.0}, *[{"refit": 0.1, "generate": 2.0, "train": 1.0}] * 3]
@@ -310,14 +311,16 @@ def test_what_a_run_measured_stands_beside_the_prediction() -> None:
     found = compare(config, shape, steps, memory, 20)
     assert found is not None and found.device.name == "cpu"
     lines = {line.what: line for line in found.lines}
-    assert lines["training"].measured == 1.0 and lines["optimizer"].measured == 301  # without the first step; the most
+    assert (
+        lines["training"].measured == 1.0 and lines["optimizer"].measured == 301
+    )  # without the first step; the largest
     assert lines["weights"].predicted == plan("recipes/grpo-arithmetic-cpu.yaml").stages[0].phases[0].parts["weights"]
     text = "\n".join(found.text())
     assert "a rule of thumb for a core of any CPU" in text and "samples of 20 tokens" in text
     json.dumps(found.plain())
 
 
-def test_nothing_is_compared_where_nothing_is_known() -> None:
+def test_nothing_is_compared_if_memory_or_device_is_unknown() -> None:
     config = load_recipe("recipes/grpo-arithmetic-cpu.yaml").config
     shape, step = plan_shape(config), {"train": 1.0}
     assert compare(config, shape, [step], [{}, {}], 20) is None

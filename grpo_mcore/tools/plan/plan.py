@@ -1,0 +1,232 @@
+"""`make_plan`: a recipe's batch, layout, memory, time and refit, and warnings with the key to change."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator, Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+from grpo_mcore.families import ModelShape, parameter_count, read_hf_config, shape_of
+from grpo_mcore.families.activations import Kernels
+from grpo_mcore.families.known import CONFIGS, known_config
+from grpo_mcore.recipe import MasterConfig, batch_equation
+from grpo_mcore.refit.layout import LayoutError
+from grpo_mcore.refit.plan import RefitError
+from grpo_mcore.tools.plan.memory import CLOSE, EngineMemory, StageMemory, fits, memory
+from grpo_mcore.tools.plan.timing import MAX_SEQUENCES, RefitTraffic, StepTime, refit_traffic, step_time
+from grpo_mcore.tools.plan.workload import Device, PlanError, Workload, device_named, workload_of
+
+MEGATRON = "policy.megatron_cfg."
+VLLM = "policy.generation.vllm_cfg."
+
+
+@dataclass(frozen=True)
+class Plan:
+    """What is known before a run. Bytes, FLOPs, seconds."""
+
+    model: str
+    batch: str
+    load: Workload
+    device: Device
+    engine: EngineMemory
+    stages: tuple[StageMemory, ...]
+    times: StepTime
+    refit: RefitTraffic | None
+    warnings: tuple[str, ...]
+
+    @property
+    def fits(self) -> bool:
+        possible = self.refit is not None or not self.load.grpo
+        return possible and fits(self.stages, self.engine, self.load, self.device)
+
+    @property
+    def bottleneck(self) -> str:
+        """Name the slowest phase and what it spends its time on."""
+        slowest, total = self.times.slowest, self.times.likely
+        return (
+            f"{slowest.name} takes {slowest.likely / total:.0%} of a step (about {slowest.likely:.3g} s of "
+            f"{total:.3g} s), and most of that is {slowest.bound}"
+        )
+
+    def plain(self) -> dict[str, Any]:
+        """Return the plan as plain values, for --json."""
+        load, layout = self.load, self.load.layout
+        return {
+            "model": self.model,
+            "parameters": parameter_count(load.shape),
+            "batch": self.batch,
+            "device": asdict(self.device),
+            "layout": asdict(layout) | {"world_size": layout.world_size, "describe": layout.describe()},
+            "mean_length": load.mean_length,
+            "micro_batches": load.micro_batches,
+            "stages": [
+                {
+                    "stage": stage.stage,
+                    "ranks": list(ranks_of(load, stage.stage)),
+                    "layers": [[chunk.start, chunk.stop] for chunk in load.chunks[stage.stage]],
+                    "parameters": load.params(stage.stage).numel,
+                    "expert_parameters": load.params(stage.stage).expert_numel,
+                    "memory": {phase.name: phase.parts | {"total": phase.total} for phase in stage.phases},
+                    "peak": stage.peak.name,
+                }
+                for stage in self.stages
+            ],
+            "engine": asdict(self.engine) | {"longest_samples_at_once": self.engine.sequences(load.max_length)}
+            if load.grpo
+            else None,
+            "time": {"phases": [asdict(phase) for phase in self.times.phases], "likely": self.times.likely,
+                     "pipeline_bubble": self.times.bubble},
+            "refit": asdict(self.refit) if self.refit else None,
+            "fits": self.fits,
+            "bottleneck": self.bottleneck,
+            "warnings": list(self.warnings),
+        }  # fmt: skip
+
+
+def ranks_of(load: Workload, stage: int) -> range:
+    """Return the policy ranks of a pipeline stage. The order of ranks is tensor, context, data, pipeline."""
+    each = load.layout.stage_size
+    return range(stage * each, (stage + 1) * each)
+
+
+def plan_device(config: MasterConfig, name: str | None, memory_gb: float | None) -> Device:
+    """Return the device called `name`; None: cpu if cluster.platform is cpu, else an H100. Raises PlanError."""
+    return device_named(name or ("cpu" if config.cluster.platform == "cpu" else "H100"), memory_gb)
+
+
+def plan_shape(config: MasterConfig, config_json: str | Path | None = None) -> ModelShape:
+    """Return the model's shape: from `config_json`, from its folder, or by its name. Raises PlanError, FamilyError."""
+    name = config.policy.model_name
+    if config_json is not None:
+        path = Path(config_json)
+        if not path.is_file():
+            raise PlanError(f"--config-json {path}: no such file")
+        return shape_of(json.loads(path.read_text()))
+    if Path(name).is_dir():
+        return shape_of(read_hf_config(name))
+    if (known := known_config(name)) is None:
+        raise PlanError(
+            f"policy.model_name {name!r} is neither a folder here nor among the models known by name "
+            f"({', '.join(CONFIGS)}); give its Hugging Face config.json with --config-json PATH"
+        )
+    return shape_of(known)
+
+
+def make_plan(
+    config: MasterConfig,
+    shape: ModelShape,
+    device: Device,
+    *,
+    mean_length: int | None = None,
+    kernels: Kernels | None = None,
+) -> Plan:
+    """Plan a recipe. Raises FamilyError for a layout that the model does not allow. If no refit is possible, the plan
+    has a warning and does not fit."""
+    kernels = kernels or ("cpu" if device.name == "cpu" else "transformer_engine")
+    load = workload_of(config, shape, kernels=kernels, mean_length=mean_length)
+    engine, stages = memory(load, device)
+    impossible, traffic = [], None
+    if load.grpo:
+        try:
+            traffic = refit_traffic(load)
+        except (RefitError, LayoutError) as error:
+            impossible.append(f"no refit: {error}")
+    times = step_time(load, device, engine, traffic)
+    found = [*impossible, *warnings(load, device, engine, stages, times, traffic)]
+    equation = batch_equation(config, "grpo" if load.grpo else "sft")
+    return Plan(config.policy.model_name, equation, load, device, engine, stages, times, traffic, tuple(found))
+
+
+def warnings(
+    load: Workload,
+    device: Device,
+    engine: EngineMemory,
+    stages: Sequence[StageMemory],
+    times: StepTime,
+    traffic: RefitTraffic | None,
+) -> list[str]:
+    """Return warnings: each says what is wrong and which key changes it."""
+    return [
+        *_memory(load, device, stages),
+        *_engines(load, device, engine),
+        *_layout(load, times),
+        *([f"{traffic.buckets} refit buckets: a larger policy.refit_buffer_size_gb makes fewer of them"]
+          if traffic is not None and traffic.buckets > 64 else []),
+    ]  # fmt: skip
+
+
+def _memory(load: Workload, device: Device, stages: Sequence[StageMemory]) -> Iterator[str]:
+    if device.memory is None:
+        return
+    for stage in stages:
+        peak = stage.peak
+        share = peak.total / device.memory
+        if share <= CLOSE:
+            continue
+        largest = max(peak.parts, key=lambda part: peak.parts[part])
+        state = "does not fit" if share > 1 else "is close to the limit"
+        yield (
+            f"stage {stage.stage} {state}: {peak.name} needs {peak.total / 1e9:.1f} of {device.memory / 1e9:.0f} GB, "
+            f"most of it {largest} ({peak.parts[largest] / 1e9:.1f} GB); {_remedy(peak.name, largest, load)}"
+        )
+
+
+def _remedy(phase: str, part: str, load: Workload) -> str:
+    if phase == "generation" or part in ("KV cache", "engine overhead"):
+        return f"lower {VLLM}gpu_memory_utilization (now {load.engine_share:g})"
+    if part == "activations" and not load.recompute:
+        return f"set {MEGATRON}activation_checkpointing: true, or lower policy.sequence_packing.train_mb_tokens"
+    if part == "activations":
+        return "lower policy.sequence_packing.train_mb_tokens"
+    if part == "logits":
+        return f"raise {MEGATRON}tensor_model_parallel_size, or lower policy.logprob_chunk_size"
+    if part == "gradients" and load.gradient > load.element:
+        return (
+            f"raise {MEGATRON}tensor_model_parallel_size or pipeline_model_parallel_size, or set "
+            f"{MEGATRON}distributed_data_parallel_config.grad_reduce_in_fp32: false"
+        )
+    if part == "optimizer":
+        return "add data-parallel ranks (cluster.num_nodes), over which the optimizer is split"
+    if part == "engine weights":
+        return f"raise {VLLM}tensor_parallel_size"
+    return f"raise {MEGATRON}tensor_model_parallel_size or pipeline_model_parallel_size"
+
+
+def _engines(load: Workload, device: Device, engine: EngineMemory) -> Iterator[str]:
+    if not load.grpo:
+        return
+    together = engine.sequences(load.max_length)
+    each = -(-load.samples // load.engines)
+    key = f"{VLLM}gpu_memory_utilization" if load.kv_cache is None else f"{VLLM}kv_cache_memory_gb"
+    if together < 1:
+        yield (
+            f"an engine's KV cache cannot hold one sample of {load.max_length:,} tokens: raise {key} or "
+            f"{VLLM}tensor_parallel_size"
+        )
+    elif together < min(each, MAX_SEQUENCES) // 4:
+        yield f"an engine's KV cache holds {together} longest samples of the {each} it gets: raise {key}"
+    used = load.engines * load.engine_tensor
+    if load.colocated and load.kernels != "cpu" and used < load.world:
+        yield (
+            f"the engines use {used} of {load.world} accelerators: policy.generation.num_engines {load.engines} x "
+            f"{VLLM}tensor_parallel_size {load.engine_tensor}"
+        )
+
+
+def _layout(load: Workload, times: StepTime) -> Iterator[str]:
+    tensor = load.layout.tensor
+    if tensor > load.gpus_per_node:
+        yield (
+            f"{MEGATRON}tensor_model_parallel_size {tensor} crosses nodes of {load.gpus_per_node}: every layer waits "
+            "for the network; use pipeline_model_parallel_size instead"
+        )
+    if tensor > 1 and not load.layout.sequence_parallel:
+        yield f"{MEGATRON}sequence_parallel: true would also split the activations between TP regions, at no cost"
+    if times.bubble > 0.2:
+        yield (
+            f"the pipeline waits {times.bubble:.0%} of the time: {load.micro_batches} micro-batches for "
+            f"{load.layout.pipeline} stages; lower {MEGATRON}pipeline_model_parallel_size or "
+            "policy.sequence_packing.train_mb_tokens, or raise policy.train_global_batch_size"
+        )
