@@ -1,13 +1,12 @@
-"""Speed and memory of the Gym transformations, beside the script of the documentation on the same file.
+"""Measures speed and memory of the Gym transformations and of the documented script on the same file.
 
     python benchmarks/gym_transforms.py --script grpo.md [--rows 1000000] [--rounds 3] [--folder DIR] [--json FILE]
 
 Makes a rollouts file of about 2 kB a row (four rollouts a prompt, `output` at the top, as the documented script reads
-it) and runs, in turn: the script, gym-to-grpo, gym-to-sft, gym-to-dpo, each in a process of its own. Reported are the
-medians of wall and CPU seconds, the peak of resident memory (of all processes of a run together, pages that they share
-counted for each), and how many times faster than the script. `--script`: a
-.py file, or a document with the script in a block of Python code; without it only ours are measured. The script holds
-the whole file in memory: some 6 kB a row.
+it) and runs in turn the script, gym-to-grpo, gym-to-sft and gym-to-dpo, each in its own process. Reports the medians of
+wall and CPU seconds, the peak of resident memory (summed over the processes of a run, with shared pages counted for
+each), and the speed-up over the script. `--script` is a .py file, or a document with the script in a block of Python
+code; without it only our commands are measured. The script holds the whole file in memory, about 6 kB per row.
 """
 
 from __future__ import annotations
@@ -40,7 +39,7 @@ WORDS = (
 ).split()
 GROUP = 4
 ROW_WORDS = 240
-LOOK_EVERY_S = 0.05  # at the memory
+MEMORY_EVERY_S = 0.05
 
 
 def make_rollouts(path: Path, rows: int) -> None:
@@ -83,7 +82,7 @@ def make_rollouts(path: Path, rows: int) -> None:
 
 
 def script_in(path: Path, folder: Path) -> Path:
-    """The script as a file: as it is, or the block of a document that reads --reward_threshold."""
+    """Return the script as a file, taken from a document's code block that reads --reward_threshold if need be."""
     if path.suffix == ".py":
         return path
     blocks = re.findall(r"```python\n(.*?)```", path.read_text(), re.DOTALL)
@@ -101,7 +100,7 @@ def measure(command: list[str]) -> dict[str, float]:
     peak = 0
     while not (ended := os.wait4(process.pid, os.WNOHANG))[0]:
         peak = max(peak, resident(process))
-        time.sleep(LOOK_EVERY_S)
+        time.sleep(MEMORY_EVERY_S)
     _, status, usage = ended
     if os.waitstatus_to_exitcode(status):
         raise SystemExit(f"failed: {' '.join(command)}")
@@ -113,7 +112,7 @@ def measure(command: list[str]) -> dict[str, float]:
 
 
 def resident(process: psutil.Process) -> int:
-    """Bytes, of the process and its children."""
+    """Return the resident bytes of the process and its children."""
     total = 0
     with contextlib.suppress(psutil.Error):
         for one in (process, *process.children(recursive=True)):

@@ -49,7 +49,9 @@ def recipe(task: Task, model: Path, tmp_path_factory: pytest.TempPathFactory) ->
     return recipe
 
 
-def test_a_run_and_its_two_halves(recipe: dict[str, Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_resumed_run_equals_an_uninterrupted_one(
+    recipe: dict[str, Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     from grpo_mcore.algorithms.rollouts.rollouts import Rollouts
 
     asked: list[list[str]] = []
@@ -93,13 +95,13 @@ def test_a_run_and_its_two_halves(recipe: dict[str, Any], tmp_path: Path, monkey
     assert resumed.outcome() == whole.outcome()
 
 
-def test_another_way_to_load_the_data_does_not_go_on(recipe: dict[str, Any], tmp_path: Path) -> None:
+def test_a_run_cannot_resume_with_another_way_to_load_the_data(recipe: dict[str, Any], tmp_path: Path) -> None:
     assert run_here("train", tmp_path, recipe, "grpo.max_num_steps=2").code == 0
     run = run_here("train", tmp_path, recipe, "--resume", "data.use_multiple_dataloader=false")
     assert_one_message(run, 1, "the checkpoint comes from a run with data.use_multiple_dataloader: true")
 
 
-def test_a_function_that_is_not_there(recipe: dict[str, Any], tmp_path: Path) -> None:
+def test_a_missing_function(recipe: dict[str, Any], tmp_path: Path) -> None:
     run = run_here("train", tmp_path, recipe, "data.custom_dataloader=no.such_function")
     assert_one_message(run, 1, "cannot import the custom_dataloader 'no.such_function'")
     assert not list((tmp_path / "logs").glob("*/metrics.jsonl")) or not run.metrics()

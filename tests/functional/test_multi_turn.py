@@ -1,5 +1,5 @@
-"""Several turns on a real vLLM engine: every token as it was said, its log-prob that of the whole conversation, and a
-run that trains on them."""
+"""Several turns on a real vLLM engine: tokens are kept exactly, log-probs are those of the whole conversation, and a
+run trains on them."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ STOPS = (("a", "e", "o"), ("u", "1", "2"), ("</action>", "up", "down", "left")) 
 
 
 class Talk(EnvironmentInterface):
-    """Goes on until turn TURNS, with other stop strings every turn."""
+    """Continues until turn TURNS, with other stop strings in every turn."""
 
     def step(self, message_log_batch: Sequence[Sequence[Any]], metadata: Sequence[dict[str, Any]]) -> EnvironmentReturn:
         turns = [sum(message["generated"] for message in messages) for messages in message_log_batch]
@@ -75,8 +75,8 @@ def engines(folder: Path, cluster: LocalCluster) -> EngineGroup:
 
 
 def play(engines: EngineGroup, tokenizer: Any, *, prompts: int, turns: int = TURNS) -> list[Group]:
-    """Groups of 4 samples, in order of their prompts. Long prompts, each another one: the prompts of one call have more
-    tokens than vLLM reads at a time."""
+    """Return groups of 4 samples, in order of their prompts. The prompts are long and distinct: one call has more
+    tokens than vLLM prefills at a time."""
     rollouts = Rollouts(
         engines, as_workers({"talk": Talk()}, engines.cluster), tokenizer, TurnLimits(turns, CONTEXT), seed=3
     )
@@ -112,7 +112,7 @@ def test_turns_follow_each_other_token_by_token(groups: list[Group], tokenizer: 
         assert len(prompt) == 150 and sample.turns == len(generated) == len(between) + 1
         for number, turn in enumerate(generated):
             assert turn.loss_mask and turn.role == "assistant" and len(turn) <= 60
-            # The text ends with the stop string, even within a token; the tokens are as they were sampled.
+            # The text ends with the stop string, even within a token; the tokens stay as they were sampled.
             assert tokenizer.decode(turn.token_ids, skip_special_tokens=True).startswith(turn.text)
             by_token, by_string = turn.token_ids[-1] == eos, turn.text.endswith(STOPS[number % len(STOPS)])
             ends["token" if by_token else "string" if by_string else "limit"] += 1
@@ -143,7 +143,7 @@ def test_columns_cover_what_was_generated_and_nothing_else(groups: list[Group]) 
 
 @torch.no_grad()
 def test_log_probs_are_those_of_the_whole_conversation(groups: list[Group], folder: Path) -> None:
-    """By transformers, in one pass over all turns. The engine saw them turn by turn, most of them from its cache."""
+    """Compare with transformers in one pass over all turns. The engine saw them turn by turn, mostly from its cache."""
     reference, worst = load_reference(folder), 0.0
     for sample in samples(groups):
         tokens, mask = sample.ref.token_ids(), sample.ref.loss_mask()
@@ -155,7 +155,7 @@ def test_log_probs_are_those_of_the_whole_conversation(groups: list[Group], fold
 def test_the_first_turn_is_that_of_a_rollout_of_one_turn(
     groups: list[Group], engines: EngineGroup, tokenizer: Any
 ) -> None:
-    """And a rollout again draws the same tokens, whatever else is in the engine's batch."""
+    """A repeated rollout also draws the same tokens, whatever else is in the engine's batch."""
     once = play(engines, tokenizer, prompts=3, turns=1)
     again = play(engines, tokenizer, prompts=3)
     for mine, one, same in zip(samples(groups[:3]), samples(once), samples(again), strict=True):
@@ -165,7 +165,7 @@ def test_the_first_turn_is_that_of_a_rollout_of_one_turn(
 
 
 def test_versions_of_a_trajectory_that_outlives_a_refit(tmp_path: Path) -> None:
-    """What the environment says counts to the weights that read it."""
+    """The environment's tokens count towards the weights that read them."""
     folder = engine_cases.make_model(tmp_path)
     policy = Policy(folder)
     with LocalCluster() as cluster:
@@ -189,7 +189,7 @@ def test_versions_of_a_trajectory_that_outlives_a_refit(tmp_path: Path) -> None:
     policy.close()
 
 
-# The recipes of the sliding puzzle, smaller.
+# Smaller versions of the recipes of the sliding puzzle.
 
 
 def recipe(name: str, **policy: Any) -> dict[str, Any]:
@@ -199,7 +199,7 @@ def recipe(name: str, **policy: Any) -> dict[str, Any]:
 
 @pytest.fixture(scope="module")
 def base(folder: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Makes moves, some of them good ones."""
+    """Return a model that makes moves, some of them good ones."""
     words = ["sft.max_num_steps=60", "policy.megatron_cfg.scheduler.lr_decay_iters=60"]
     words += ["data.train.dataset_kwargs.right_share=1.0"]
     sft = recipe("sft-sliding-puzzle-cpu", model_name=str(folder))

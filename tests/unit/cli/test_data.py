@@ -29,7 +29,7 @@ def rollouts(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return tmp_path
 
 
-# The commands of the specification, word by word.
+# The commands of the specification, verbatim.
 COMMANDS = [
     "transform_gym_to_grpo.py --input rollouts.jsonl --output grpo_train.jsonl --reward_threshold 0.0",
     "transform_gym_to_grpo.py --input rollouts.jsonl --output train.jsonl",

@@ -1,4 +1,4 @@
-"""A task's folder with its small tokenizer, made once."""
+"""The arithmetic task's tokenizer, made once, and a writer of JSONL files."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ def tokenizer(tmp_path_factory: pytest.TempPathFactory) -> Any:
 
 @pytest.fixture
 def write_jsonl(tmp_path: Path) -> Callable[..., str]:
-    """write_jsonl("train.jsonl", rows) -> path. A row that is text is written as it is."""
+    """Return a function write_jsonl(name, rows) -> path. Text rows are written unchanged."""
 
     def write(name: str, rows: Iterable[dict[str, Any] | str]) -> str:
         path = tmp_path / name
@@ -34,5 +34,5 @@ def write_jsonl(tmp_path: Path) -> Callable[..., str]:
 
 
 def sums(count: int, **extra: Any) -> list[dict[str, Any]]:
-    """Rows "n+1=" -> "n+1"."""
+    """Return rows "n+1=" -> "n+1"."""
     return [{"input": f"{n}+1=", "output": str(n + 1), **extra} for n in range(count)]

@@ -1,4 +1,4 @@
-"""The demo's task: disjoint problems, right truths, wrong demonstrations, a tokenizer and a model."""
+"""The arithmetic task: disjoint problems, correct truths, wrong demonstrations, a tokenizer and a model."""
 
 from __future__ import annotations
 
@@ -27,14 +27,14 @@ def total(row: dict[str, str]) -> int:
     return int(first) + int(second)
 
 
-def test_problems_are_all_there_and_held_out_ones_nowhere_else(task):
+def test_problems_are_complete_and_held_out_ones_are_not_trained_on(task):
     train, val, sft = ({row["input"] for row in rows(path)} for path in (task.train, task.val, task.sft))
     assert len(rows(task.train)) == len(train) == 9500 and len(rows(task.val)) == len(val) == 500
     assert not train & val and sft == train
     assert all(int(row["output"]) == total(row) for path in (task.train, task.val) for row in rows(path))
 
 
-def test_the_share_asked_of_the_demonstrations_is_wrong_digit_by_digit(task):
+def test_wrong_share_of_the_demonstrations_have_independent_wrong_digits(task):
     shown = rows(task.sft)
     assert len(shown) == 2 * 9500
     misses = [[a != b for a, b in zip(row["output"], f"{total(row):03d}", strict=True)] for row in shown]
@@ -45,7 +45,7 @@ def test_the_share_asked_of_the_demonstrations_is_wrong_digit_by_digit(task):
     assert abs(sum(map(all, misses)) / len(misses) - one_digit**3) < 0.01
 
 
-def test_the_seed_decides(task, tmp_path):
+def test_the_seed_determines_the_files(task, tmp_path):
     again = make_arithmetic_task(tmp_path / "again", seed=1, num_val=500, demonstrations_per_problem=2)
     other = make_arithmetic_task(tmp_path / "other", seed=2, num_val=500, demonstrations_per_problem=2)
     for name in ("train", "val", "sft"):
@@ -58,7 +58,7 @@ def test_no_noise_means_right_answers():
     assert demonstration(82, random.Random(0), 1.0) != "082"
 
 
-def test_prompts_and_demonstrations_are_one_token_a_character(task):
+def test_text_has_one_token_per_character(task):
     tokenizer = load_tokenizer(str(task.tokenizer))
     data = build_task_data([{"data_path": str(task.val)}], [], tokenizer, 16).train
     prompt = data[0]["message_log"][0]
@@ -73,7 +73,7 @@ def test_prompts_and_demonstrations_are_one_token_a_character(task):
     assert tokenizer.decode(tokenizer("1 + 2 = 3", add_special_tokens=False)["input_ids"]) == "1 + 2 = 3"
 
 
-def test_the_base_model_loads_and_has_the_size_promised(task, tmp_path):
+def test_the_base_model_loads_and_has_the_documented_size(task, tmp_path):
     from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
 
     count = make_base_config(tmp_path / "model", task.tokenizer, seed=3)

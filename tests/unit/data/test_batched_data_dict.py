@@ -1,4 +1,4 @@
-"""Batches as dicts of columns."""
+"""BatchedDataDict: batches as dicts of columns."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ def as_lists(found: BatchedDataDict) -> dict[str, list]:
     return {name: values.tolist() if isinstance(values, torch.Tensor) else values for name, values in found.items()}
 
 
-def test_size_and_lengths_that_differ() -> None:
+def test_size_and_different_lengths() -> None:
     assert batch().size == 3 and BatchedDataDict().size == 0
     odd = batch()
     odd["total_reward"] = torch.zeros(2)
@@ -53,7 +53,7 @@ def test_select_indices() -> None:
         batch().select_indices(torch.tensor([True, False, True]))
 
 
-def test_repeat_interleave_copies_what_can_change() -> None:
+def test_repeat_interleave_copies_items_of_lists() -> None:
     logs = [[{"role": "user"}], [{"role": "user"}], []]
     found = batch(message_log=logs).repeat_interleave(2)
     assert found["idx"] == [3, 3, 4, 4, 5, 5] and found["length"].tolist() == [1, 1, 2, 2, 3, 3]

@@ -28,7 +28,7 @@ def tokenizer_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture
 def recipe(tmp_path: Path, tokenizer_folder: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """A GRPO recipe for train.jsonl, with prompts of at most 23 tokens."""
+    """Write a GRPO recipe for train.jsonl, with prompts of at most 23 tokens."""
     monkeypatch.chdir(tmp_path)
     policy = {"model_name": "m", "tokenizer": {"name": str(tokenizer_folder)}, "max_total_sequence_length": 24}
     (tmp_path / "train.jsonl").write_text('{"input": "1+1=", "output": "2"}\n')
@@ -38,7 +38,7 @@ def recipe(tmp_path: Path, tokenizer_folder: Path, monkeypatch: pytest.MonkeyPat
 
 @pytest.fixture
 def check(recipe: Path) -> Check:
-    """check(rows, *overrides) -> report, of a file with these rows (text: as it is) and the recipe."""
+    """Return a function check(rows, *overrides) -> report of these rows; text rows are written unchanged."""
 
     def run(rows: list[Any], *overrides: str, **options: Any) -> CheckReport:
         lines = [row if isinstance(row, str) else json.dumps(row) for row in rows]
@@ -53,7 +53,7 @@ def row(question: Any = "1+1=", answer: Any = "2", **more: Any) -> dict[str, Any
 
 
 def broken(datum_dict: dict[str, Any], *_: Any) -> Any:
-    """A processor."""
+    """A processor that fails."""
     return datum_dict["no_such_field"]
 
 
@@ -102,14 +102,14 @@ def test_rows_that_cannot_be_used(check: Check, bad: Any, kind: str, said: str) 
     assert f"cannot be used, 1 rows: {kind}" in str(report)
 
 
-def test_many_bad_rows_are_counted_and_some_named(check: Check) -> None:
+def test_many_bad_rows_are_counted_and_the_first_are_named(check: Check) -> None:
     report = check([row(answer="")] * 50)
     assert report.counts == {"no answer": 50} and len(report.problems["no answer"]) == 5 and not report.samples
     assert "..." in str(report)
 
 
 def test_the_limit_is_that_of_a_run(check: Check, recipe: Path, tokenizer_folder: Path) -> None:
-    """The rows that a run excludes are those that are called too long."""
+    """The report counts exactly the rows that a run excludes."""
     rows = [row("+".join("1" * count) + "=") for count in range(1, 40)]
     for overrides in ([], ["data.max_input_seq_length=11"], ["policy.generation.vllm_cfg.max_model_len=20"]):
         report = check(rows, *overrides)
@@ -168,7 +168,7 @@ def test_the_entry_of_the_file_is_used(recipe: Path) -> None:
     Path("val.jsonl").write_text('{"q": "1+1=", "a": "2"}\n')
     config = load_recipe(recipe).config
     assert check_file(Path("val.jsonl"), config).read_as == "data.validation[0]: ResponseDataset"
-    report = check_file(Path("train.jsonl"), config)  # one row, as it is: neither split nor repeated
+    report = check_file(Path("train.jsonl"), config)  # one row, neither split nor repeated
     assert report.usable and report.rows == 1
     Path("other.jsonl").write_text('{"q": "1+1=", "a": "2"}\n')
     assert check_file(Path("other.jsonl"), config).counts == {"no conversation can be made of it": 1}
@@ -185,14 +185,14 @@ def test_a_processor_that_fails_is_a_finding(check: Check) -> None:
     assert report.problems == {"the processor fails": ["line 1: KeyError: 'no_such_field'"]}
 
 
-def test_a_template_that_refuses_is_a_finding(check: Check) -> None:
+def test_a_template_that_raises_is_a_finding(check: Check) -> None:
     Path("t.jinja").write_text("{{ raise_exception('no') }}")
     report = check([row()], "++policy.tokenizer.chat_template=t.jinja")
     (said,) = report.problems["the processor rejects it"]
     assert "line 1: the chat template rejects it" in said and said.endswith("no")
 
 
-def test_datasets_that_are_no_files_and_files_that_are_not_there(check: Check, recipe: Path) -> None:
+def test_datasets_without_a_file_and_missing_files(check: Check, recipe: Path) -> None:
     with pytest.raises(DataError, match="'GSM8K', which has rows of its own"):
         check([row()], "data.train={dataset_name: GSM8K}")
     with pytest.raises(DataError, match="missing.jsonl: cannot be read"):
@@ -243,7 +243,7 @@ def test_neither_megatron_nor_an_engine_is_imported(recipe: Path) -> None:
 
 
 def test_tasks_of_nemo_gym(recipe: Path, tmp_path: Path) -> None:
-    """They need no answer here, and may leave the question to their environment."""
+    """Tasks of NeMo Gym need no answer, and may leave the question to their environment."""
     tasks = [
         {"responses_create_params": {"input": "1+1="}, "agent_ref": {"name": "a"}},
         {"responses_create_params": {"input": "1+1="}, "agent_ref": {"name": "b"}},

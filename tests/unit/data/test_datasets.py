@@ -1,4 +1,4 @@
-"""Rows from files and tables, and every way in which a file can be wrong."""
+"""Rows of files and tables, and the errors for files that cannot be used."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from grpo_mcore.recipe import DATASETS, load_recipe
 from tests.unit.data.conftest import sums
 
 
-def test_rows_are_conversations_with_a_task_a_uid_and_their_other_fields(write_jsonl):
+def test_rows_become_conversations_with_task_uid_and_other_fields(write_jsonl):
     path = write_jsonl(
         "train.jsonl",
         [
@@ -62,14 +62,14 @@ def test_an_entry_may_be_an_object_and_names_its_task_after_its_file(write_jsonl
     assert load_response_dataset({"data_path": entry.data_path}, "sft_processor").processor is sft_processor
 
 
-def test_questions_may_be_conversations_and_a_ground_truth_may_stand_for_the_answer(write_jsonl):
+def test_a_question_may_be_a_conversation_and_a_ground_truth_may_replace_the_answer(write_jsonl):
     messages = [{"role": "system", "content": "add"}, {"role": "user", "content": "1+1="}]
     data = load_response_dataset({"data_path": write_jsonl("a.jsonl", [{"input": messages, "ground_truth": "2"}])})
     assert data.dataset[0]["messages"] == messages
     assert data.dataset[0]["ground_truth"] == "2"
 
 
-def test_an_answer_of_parts_is_a_ground_truth(write_jsonl):
+def test_an_answer_that_is_no_text_is_a_ground_truth(write_jsonl):
     tests = ["assert add(1, 2) == 3", "assert add(0, 0) == 0"]
     path = write_jsonl("code.jsonl", [{"input": "write add", "output": tests}])
     [row] = load_response_dataset({"data_path": path}).dataset
@@ -108,7 +108,7 @@ def test_openai_format_with_tools(write_jsonl):
         assert row["messages"][2:] == messages[2:]
 
 
-def test_tools_of_a_table_are_without_what_other_rows_have(tmp_path):
+def test_tools_of_a_table_lose_the_null_fields_of_other_rows(tmp_path):
     def tool(name, **properties):
         return {"type": "function", "function": {"name": name, "parameters": {"properties": properties}}}
 
@@ -140,14 +140,14 @@ def test_tools_of_a_table_are_without_what_other_rows_have(tmp_path):
         ({"message": ONE}, r"no 'messages' in it; .*; nearest: 'message'"),
     ],
 )
-def test_what_is_no_conversation_names_its_line(write_jsonl, row, message):
+def test_a_bad_conversation_names_its_line(write_jsonl, row, message):
     path = write_jsonl("chat.jsonl", [row])
     with pytest.raises(DataError, match=rf"chat\.jsonl:1: .*{message}"):
         load_response_dataset({"dataset_name": "openai_format", "data_path": path})
 
 
 @pytest.mark.parametrize(("size", "held_out"), [(0.05, 2), (0.5, 20), (7, 7), (1, 1)])
-def test_split_is_disjoint_complete_in_order_and_of_the_size_asked(write_jsonl, size, held_out):
+def test_the_split_is_disjoint_complete_in_order_and_has_the_requested_size(write_jsonl, size, held_out):
     path = write_jsonl("train.jsonl", sums(40))
     data = load_response_dataset({"data_path": path, "split_validation_size": size, "seed": 3})
     train, val = [[row["uid"] for row in part] for part in (data.dataset, data.val_dataset)]
@@ -174,7 +174,7 @@ def test_repeat_gives_each_occurrence_a_uid(write_jsonl):
         data.dataset[6]
 
 
-def test_joined_goes_through_all_parts():
+def test_joined_concatenates_all_parts():
     parts = [[{"n": 0}], [{"n": 1}, {"n": 2}], [{"n": 3}]]
     joined = Joined(parts)
     assert [row["n"] for row in joined] == [0, 1, 2, 3] and len(joined) == 4
@@ -182,7 +182,7 @@ def test_joined_goes_through_all_parts():
     assert [row["uid"] for row in Repeated([{"uid": "a"}], 2)] == ["a", "a~1"]
 
 
-def test_in_turn_shares_out_the_first_rows():
+def test_in_turn_shares_the_first_rows_evenly():
     rows = InTurn([[{"n": 0}], [{"n": 1}, {"n": 2}, {"n": 3}], [{"n": 4}, {"n": 5}]])
     assert [row["n"] for row in rows] == [0, 1, 4, 2, 5, 3] and len(rows) == 6
 
@@ -209,7 +209,7 @@ def test_tables_of_the_datasets_library(write_jsonl, tmp_path, kind):
         load_response_dataset({"data_path": path, "input_key": "question", "download_dir": str(tmp_path / "cache")})
 
 
-def test_a_table_with_holes_names_the_row(tmp_path):
+def test_a_null_in_a_table_names_the_row(tmp_path):
     rows = [
         {"input": "1", "output": "2", "ground_truth": None},
         {"input": None, "output": "2", "ground_truth": "3"},
@@ -221,7 +221,7 @@ def test_a_table_with_holes_names_the_row(tmp_path):
         data.dataset[1]
 
 
-def test_a_split_that_is_not_there_names_those_that_are(tmp_path):
+def test_an_unknown_split_names_the_known_ones(tmp_path):
     tables = hf_datasets.DatasetDict({name: hf_datasets.Dataset.from_list(sums(2)) for name in ("train", "test")})
     tables.save_to_disk(str(tmp_path / "saved"))
     path = str(tmp_path / "saved")
@@ -287,14 +287,14 @@ def test_text_that_is_not_utf8_is_an_error(tmp_path):
         ({"prompt_file": "no_such.txt"}, "prompt_file no_such.txt: No such file"),
     ],
 )
-def test_a_wrong_entry_says_what_is_wrong(write_jsonl, entry, message):
+def test_a_wrong_entry_names_the_key(write_jsonl, entry, message):
     path = {"data_path": write_jsonl("a.jsonl", sums(4))} if entry and "data_path" not in entry else {}
     with pytest.raises(DataError, match=message):
         load_response_dataset({**path, **entry})
 
 
 class OwnDataset:
-    """A dataset class by import path: it gets the entry."""
+    """A dataset class that a recipe names by import path; it gets the entry."""
 
     def __init__(self, entry):
         self.dataset = [{"messages": [{"role": "user", "content": entry["data_path"]}], "task_name": "own"}]
@@ -327,14 +327,14 @@ def test_each_name_of_a_recipe_has_a_class() -> None:
     assert {*DATASET_CLASSES, *PREFERENCE_CLASSES, "SlidingPuzzle"} == set(DATASETS)
 
 
-def test_every_dataset_that_a_recipe_of_the_project_names_is_known() -> None:
+def test_datasets_of_the_projects_recipes_are_known() -> None:
     for file in Path(__file__).resolve().parents[3].glob("recipes/*.yaml"):
         config = load_recipe(str(file)).config
         for entry in [*config.data.train, *config.data.validation]:
             assert entry.dataset_name in DATASET_CLASSES or load_response_dataset(entry).dataset, file
 
 
-def test_tasks_of_nemo_gym_come_whole(write_jsonl):
+def test_tasks_of_nemo_gym_stay_unchanged(write_jsonl):
     tool = {"type": "function", "name": "look", "parameters": {}, "strict": True}
     items = [
         {"role": "developer", "content": "be brief"},
@@ -365,6 +365,6 @@ def test_tasks_of_nemo_gym_come_whole(write_jsonl):
         ({"responses_create_params": {"input": [{"type": "web_search"}]}}, "an item of type 'web_search'"),
     ],
 )
-def test_what_is_no_task_of_nemo_gym(write_jsonl, row, why):
+def test_a_bad_task_of_nemo_gym(write_jsonl, row, why):
     with pytest.raises(DataError, match=f"tasks.jsonl:1: .*{why}"):
         load_response_dataset({"dataset_name": "NemoGymDataset", "data_path": write_jsonl("tasks.jsonl", [row])})

@@ -1,4 +1,4 @@
-"""Files as they are: every row is found again, and whatever is no row names its line."""
+"""JSON and JSONL files: every row is read back, and an error names the line."""
 
 from __future__ import annotations
 
@@ -61,16 +61,16 @@ def test_rows_and_their_lines(tmp_path, name, data, numbers) -> None:
         (b"", r"a\.jsonl: the dataset is empty"),
     ],
 )
-def test_what_is_no_row(tmp_path, data, message) -> None:
+def test_a_line_that_is_not_a_row(tmp_path, data, message) -> None:
     with pytest.raises(DataError, match=message):
         read(tmp_path / "a.jsonl", data)
 
 
-def test_whole_surrogate_pairs_are_text(tmp_path) -> None:
+def test_complete_surrogate_pairs_are_text(tmp_path) -> None:
     assert read(tmp_path / "a.jsonl", b'{"a": "\\ud83d\\ude00"}')[0] == [{"a": "\U0001f600"}]
 
 
-def test_half_a_gzip_file(tmp_path) -> None:
+def test_a_truncated_gzip_file(tmp_path) -> None:
     (tmp_path / "a.jsonl.gz").write_bytes(gzip.compress(b"\n".join(LINES * 100))[:-20])
     with pytest.raises(DataError, match=r"a\.jsonl\.gz: not a whole gzip file"):
         read_json(tmp_path / "a.jsonl.gz", no_check)

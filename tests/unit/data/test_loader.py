@@ -1,4 +1,4 @@
-"""Batches: full, in an order that the seed decides, and resumable at any of them."""
+"""Batches are full, ordered by the seed, and can be resumed at any point."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from grpo_mcore.data import (
 
 
 def by_length(datum_dict, task_data_spec, tokenizer, max_seq_length, idx) -> DatumSpec:
-    """A processor for rows {"length": n}."""
+    """Process rows {"length": n}."""
     n = datum_dict["length"]
     by_length.calls += 1
     return DatumSpec(
@@ -50,7 +50,7 @@ def forever(loader) -> Iterator[list[str]]:
 
 
 @pytest.mark.parametrize("at_once", [True, False])
-def test_batches_are_full_without_the_excluded_and_what_is_left_over_is_counted(monkeypatch, caplog, at_once):
+def test_batches_skip_excluded_prompts_and_leftover_prompts_are_counted(monkeypatch, caplog, at_once):
     monkeypatch.setattr(task_datasets, "CHECK_AT_ONCE", 100 if at_once else 0)
     caplog.set_level("INFO")
     data = dataset(23, too_long=(0, 3, 4, 9))
@@ -74,7 +74,7 @@ def test_validation_keeps_the_order_and_the_last_smaller_batch():
     assert len(loader) == 2 and loader.batch_sampler.dropped == 0
 
 
-def test_each_epoch_has_an_order_of_its_own_that_the_seed_decides():
+def test_the_seed_determines_a_different_order_for_each_epoch():
     def epochs(seed: int) -> list[list[str]]:
         loader = build_dataloader(dataset(16), 4, shuffle=True, seed=seed)
         return [[uid for batch in [[d["uid"] for d in b] for b in loader] for uid in batch] for _ in range(3)]
@@ -88,7 +88,7 @@ def test_each_epoch_has_an_order_of_its_own_that_the_seed_decides():
 @pytest.mark.parametrize("taken", range(11))
 @pytest.mark.parametrize("drop_last", [True, False])
 def test_a_resumed_loader_gives_exactly_the_following_batches(taken, drop_last):
-    """At every place: before the first batch, within an epoch, after its last batch, in later epochs."""
+    """Resume at every point: before the first batch, within an epoch, after its last batch, in later epochs."""
 
     def loader():
         return build_dataloader(dataset(18, too_long=(2, 11)), 4, shuffle=True, seed=3, drop_last=drop_last)
@@ -102,12 +102,12 @@ def test_a_resumed_loader_gives_exactly_the_following_batches(taken, drop_last):
 
     resumed = loader()
     resumed.load_state_dict(copy.deepcopy(state))
-    assert resumed.state_dict() == state  # asking before the first batch changes nothing
+    assert resumed.state_dict() == state  # reading the state before the first batch changes nothing
     assert list(itertools.islice(forever(resumed), 10)) == expected
     assert resumed.batch_sampler.dropped == first.batch_sampler.dropped
 
 
-def test_a_state_taken_when_an_epoch_has_just_ended_leads_to_the_next():
+def test_a_state_at_the_end_of_an_epoch_resumes_with_the_next():
     loader = build_dataloader(dataset(8), 4, shuffle=True, seed=3)
     assert len(list(loader)) == 2
     state = loader.state_dict()
@@ -125,7 +125,7 @@ def test_a_state_taken_when_an_epoch_has_just_ended_leads_to_the_next():
         ({"shuffle": False}, "shuffle is False, at the checkpoint it was True"),
     ],
 )
-def test_a_state_of_other_data_is_refused(changed, message):
+def test_a_state_of_other_data_is_rejected(changed, message):
     settings = {"count": 8, "seed": 3, "shuffle": True}
 
     def loader(count, seed, shuffle):
@@ -147,21 +147,21 @@ def test_fewer_prompts_than_a_batch_is_an_error(monkeypatch):
         list(build_dataloader(dataset(4, too_long=(0,)), 4, shuffle=True, seed=0))
 
 
-def test_nothing_usable_and_nothing_at_all_are_errors():
+def test_no_usable_row_and_no_row_are_errors():
     with pytest.raises(DataError, match="no usable prompt is left: 2 of 2 prompts excluded.*limit is 10 tokens"):
         dataset(2, too_long=(0, 1))
     with pytest.raises(DataError, match="the dataset is empty"):
         dataset(0)
 
 
-def test_an_unknown_task_names_the_known(monkeypatch):
+def test_an_unknown_task_names_the_known_ones(monkeypatch):
     processors = {"t": (TaskDataSpec("t"), by_length)}
     with pytest.raises(DataError, match=r"row 0: no processor for task_name 'u', only \['t'\]"):
         AllTaskProcessedDataset([{"task_name": "u"}], None, None, processors, max_seq_length=10)
 
 
 @pytest.mark.parametrize(("keep_rows", "calls"), [(100, 12), (0, 36)])
-def test_rows_are_tokenised_once_while_there_is_room_for_them(monkeypatch, keep_rows, calls):
+def test_rows_are_tokenised_once_within_the_cache_limit(monkeypatch, keep_rows, calls):
     monkeypatch.setattr(task_datasets, "KEEP_ROWS", keep_rows)
     by_length.calls = 0
     loader = build_dataloader(dataset(12), 4, shuffle=True, seed=0)

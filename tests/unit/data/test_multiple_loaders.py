@@ -1,4 +1,4 @@
-"""One loader a dataset: the batches of the documented example, of functions of one's own, and after a restart."""
+"""One loader per dataset: the batches of the documented example, of the user's functions, and after a resume."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ LETTERS, DIGITS = "abcd", "12345678"
 
 
 def named(datum_dict, task_data_spec, tokenizer, max_seq_length, idx) -> DatumSpec:
-    """A processor for rows {"name": uid}; letters have a field of their own."""
+    """Process rows {"name": uid}; letters get an extra field."""
     name = datum_dict["name"]
     own = {"case": "lower"} if name in LETTERS else {"stop_strings": ["."]}
     usable = float(name != "x")
@@ -63,7 +63,7 @@ EXAMPLE = "examples.custom_dataloader.custom_dataloader.example_custom_dataloade
 def test_the_documented_batches_of_several_loaders(custom, monkeypatch) -> None:
     batches = uids(loader(custom_dataloader=custom), 6)
     assert batches[:3] == [["a", "b", "1", "2"], ["c", "d", "3", "4"], ["a@2", "b@2", "5", "6"]]
-    # Every dataset begins anew by itself, and no prompt of the run has the name of another.
+    # Each dataset starts again independently, and no two prompts of the run have the same uid.
     assert batches[3:] == [["c@2", "d@2", "7", "8"], ["a@3", "b@3", "1@2", "2@2"], ["c@3", "d@3", "3@2", "4@2"]]
 
 
@@ -86,7 +86,7 @@ def test_the_wrapper_never_ends_and_has_no_length() -> None:
     assert len({datum["uid"] for datum in PromptStream(loader(), 1).take(400)}) == 400
 
 
-def test_prompts_come_through_with_their_fields() -> None:
+def test_prompts_keep_all_their_fields() -> None:
     batch = next(loader())
     assert [datum.get("case") for datum in batch] == ["lower", "lower", None, None]
     assert [datum.get("stop_strings") for datum in batch] == [None, None, ["."], ["."]]
@@ -94,13 +94,13 @@ def test_prompts_come_through_with_their_fields() -> None:
     assert [datum["idx"] for datum in batch] == [0, 1, 0, 1]
 
 
-def test_unusable_prompts_are_passed_over_and_what_fills_no_batch_is_dropped() -> None:
+def test_unusable_prompts_are_skipped_and_leftover_ones_dropped() -> None:
     wrapped = loader(sets={"letters": dataset("axbxc"), "digits": dataset(DIGITS)})
     assert uids(wrapped, 3) == [["a", "b", "1", "2"], ["a@2", "b@2", "3", "4"], ["a@3", "b@3", "5", "6"]]
 
 
 def by_reward(data_iterators, dataloaders, expected_num_prompts, reward=0.0, **records):
-    """The documented signature: digits only, once the reward is high."""
+    """A function with the documented signature that takes digits only, once the reward is high."""
     chosen = ["digits", "digits"] if reward > 0.5 else ["letters", "digits"]
     batches = []
     for name in chosen:
@@ -116,7 +116,7 @@ def by_reward(data_iterators, dataloaders, expected_num_prompts, reward=0.0, **r
 BY_REWARD = f"{__name__}.by_reward"
 
 
-def test_a_function_of_ones_own_sees_the_records_until_there_are_others() -> None:
+def test_a_custom_function_sees_the_latest_records() -> None:
     wrapped = loader(custom_dataloader=BY_REWARD)
     assert uids(wrapped, 1) == [["a", "b", "1", "2"]]
     wrapped.set_records({"reward": 0.9, "loss": 1.0})
@@ -134,21 +134,21 @@ def test_the_example_that_begins_with_the_easier_dataset() -> None:
 
 
 def from_the_start(data_iterators, dataloaders, **_records):
-    """Gives up a pass before its end."""
+    """Abandon a pass before its end."""
     return next(iter(dataloaders["digits"])), data_iterators
 
 
-def test_a_pass_that_is_given_up_is_a_pass_too() -> None:
+def test_an_abandoned_pass_counts_as_a_pass() -> None:
     wrapped = loader(2, custom_dataloader=f"{__name__}.from_the_start", shuffle=True)
     batches = uids(wrapped, 4)
     assert [uid[1:] for uid, _ in batches] == ["", "@2", "@3", "@4"]
-    assert len({uid[0] for uid, _ in batches}) > 1  # an order of its own each
+    assert len({uid[0] for uid, _ in batches}) > 1  # each pass has its own order
 
 
 @pytest.mark.parametrize("taken", range(10))
 @pytest.mark.parametrize("custom", [None, BY_REWARD])
 def test_a_restored_state_gives_exactly_the_following_batches(taken, custom) -> None:
-    """At every place: before the first batch, in the middle and at the end of either dataset, in later passes."""
+    """Resume at every point: before the first batch, within and at the end of either dataset, in later passes."""
 
     def made() -> MultipleDataloaderWrapper:
         return loader(4, seed=3, shuffle=True, custom_dataloader=custom)
@@ -162,17 +162,17 @@ def test_a_restored_state_gives_exactly_the_following_batches(taken, custom) -> 
 
     restored = made()
     restored.load_state_dict(state)
-    assert restored.state_dict() == state  # asking before the first batch changes nothing
+    assert restored.state_dict() == state  # reading the state before the first batch changes nothing
     assert uids(restored, 12) == expected
 
-    used = made()  # also in one that has been used
+    used = made()  # also in a loader that was already used
     uids(used, 5)
     used.load_state_dict(state)
     assert uids(used, 12) == expected
 
 
 @pytest.mark.parametrize("taken", [0, 1, 3, 4, 6, 11])
-def test_a_stream_over_several_loaders_goes_on_where_it_was(taken) -> None:
+def test_a_stream_over_several_loaders_resumes_exactly(taken) -> None:
     stream = PromptStream(loader(seed=5, shuffle=True), 1)
     stream.mark_done(datum["uid"] for datum in stream.take(taken))
     state = pickle.loads(pickle.dumps(stream.state_dict()))
@@ -180,7 +180,7 @@ def test_a_stream_over_several_loaders_goes_on_where_it_was(taken) -> None:
     assert [datum["uid"] for datum in restored.take(30)] == [datum["uid"] for datum in stream.take(30)]
 
 
-def test_a_state_of_other_data_is_refused() -> None:
+def test_a_state_of_other_data_is_rejected() -> None:
     state = loader().state_dict()
     with pytest.raises(DataError, match=r"datasets are \['digits', 'more'.*at the checkpoint they were \['digits', 'l"):
         loader(sets={"digits": dataset(DIGITS), "more": dataset(LETTERS)}).load_state_dict(state)
@@ -215,7 +215,7 @@ def a_list(data_iterators, dataloaders, **_records):
         ("a_list", r"a_list must return \(BatchedDataDict.*, data_iterators\), got list"),
     ],
 )
-def test_a_function_that_does_it_wrong_is_told_so(function, message) -> None:
+def test_errors_of_a_custom_function_name_it(function, message) -> None:
     wrapped = loader(custom_dataloader=f"{__name__}:{function}")
     with pytest.raises(DataError, match=message):
         uids(wrapped, 3)

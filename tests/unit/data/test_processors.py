@@ -1,4 +1,4 @@
-"""From rows to tokens: what the model sees, what the environment gets, and what is trained on."""
+"""Processors: the tokens that the model sees, the environment's metadata, and the trained tokens."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ def text_of(datum, tokenizer) -> list[str]:
     return [tokenizer.decode(message["token_ids"]) for message in datum["message_log"]]
 
 
-def test_a_prompt_is_ready_to_be_continued(tokenizer):
+def test_a_prompt_ends_with_the_generation_prompt(tokenizer):
     datum = math_hf_data_processor(ROW, TaskDataSpec("sums"), tokenizer, 10, 5)
     [message] = datum["message_log"]
     assert text_of(datum, tokenizer) == ["<bos><user>37+45=<assistant>"] == [message["content"]]
@@ -45,13 +45,13 @@ def test_a_ground_truth_wins_over_the_answer(tokenizer):
 
 
 @pytest.mark.parametrize(("limit", "multiplier"), [(10, 1.0), (9, 0.0), (3, 0.0), (None, 1.0)])
-def test_a_prompt_that_leaves_no_room_is_marked_and_not_cut(tokenizer, limit, multiplier):
+def test_a_prompt_that_is_too_long_is_marked_and_not_truncated(tokenizer, limit, multiplier):
     datum = math_hf_data_processor(ROW, TaskDataSpec(), tokenizer, limit, 0)
     assert datum["loss_multiplier"] == multiplier
     assert datum["length"] == 9 == len(datum["message_log"][0]["token_ids"])
 
 
-def test_a_task_of_a_gym_goes_there_whole(tokenizer):
+def test_a_task_of_a_gym_stays_unchanged(tokenizer):
     task = {"responses_create_params": {"input": "1+1="}, "expected_answer": 0}
     row = {"messages": ROW["messages"][:1], "gym_task": task, "uid": "t:1", "task_name": "t"}
     datum = find_processor("nemo_gym")(row, TaskDataSpec("t"), tokenizer, 9, 3)
@@ -81,7 +81,7 @@ def test_an_environment_without_a_truth_gets_the_prompt(tokenizer):
     assert find_processor("chat_data_processor") is chat_data_processor
 
 
-def test_prompt_files_go_round_the_question_and_before_it(tokenizer, tmp_path):
+def test_prompt_files_wrap_the_question_and_add_a_system_prompt(tokenizer, tmp_path):
     (tmp_path / "prompt.txt").write_text("= {} =")
     (tmp_path / "system.txt").write_text("+")
     spec = TaskDataSpec("t", str(tmp_path / "prompt.txt"), str(tmp_path / "system.txt"))
@@ -145,7 +145,7 @@ def test_sft_uses_the_whole_length(tokenizer, limit, multiplier):
     assert (datum["length"], datum["loss_multiplier"]) == (13, multiplier)
 
 
-def test_a_template_that_rewrites_earlier_turns_is_refused(tokenizer, monkeypatch):
+def test_a_template_that_rewrites_earlier_turns_is_rejected(tokenizer, monkeypatch):
     forgetful = (
         "{% for m in messages %}{% if loop.last or m.role != 'assistant' %}<{{ m.role }}>{{ m.content }}"
         "{% endif %}{% endfor %}{% if add_generation_prompt %}<assistant>{% endif %}"
@@ -157,7 +157,7 @@ def test_a_template_that_rewrites_earlier_turns_is_refused(tokenizer, monkeypatc
 
 
 @pytest.mark.parametrize("processor", [math_hf_data_processor, sft_processor])
-def test_a_row_without_an_answer_names_itself(tokenizer, processor):
+def test_a_row_without_an_answer_is_named(tokenizer, processor):
     row = {**ROW, "messages": ROW["messages"][:1]}
     with pytest.raises(DataError, match="^sums:7: (neither an answer|it has no assistant message)"):
         processor(row, TaskDataSpec(), tokenizer, 64, 0)

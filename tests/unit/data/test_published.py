@@ -1,4 +1,4 @@
-"""Published datasets by name, on rows of their published schemas. They are served by a stand-in for the hub."""
+"""Published datasets by name, on rows of their published schemas, served by a fake hub."""
 
 from __future__ import annotations
 
@@ -87,7 +87,7 @@ HELPSTEER3 = [
     }
     for preference in (-2, 0, 3)
 ]
-# (message, its parent, role): a tree with an answer that was deleted and a question that nobody answered.
+# (message, its parent, role): a tree with a deleted answer and an unanswered question.
 TREE = [
     ("q", None, "prompter", False),
     ("a1", "q", "assistant", False),
@@ -121,7 +121,7 @@ OASST = [
     for name, parent, role, deleted in TREE
 ]
 
-# What the hub has: (path, subset) -> {split: rows}.
+# The contents of the hub: (path, subset) -> {split: rows}.
 HUB: dict[tuple[str, str | None], dict[str, list[dict[str, Any]]]] = {
     ("nvidia/OpenMathInstruct-2", None): {
         "train": [OPEN_MATH] * 3,
@@ -163,7 +163,7 @@ def said(row: dict[str, Any]) -> list[tuple[str, str]]:
     return [(message["role"], message["content"]) for message in row["messages"]]
 
 
-def test_the_stand_in_has_all_of_them() -> None:
+def test_the_fake_hub_has_every_dataset() -> None:
     assert {(found.path, subset) for found in PUBLISHED.values() for subset in found.subsets} == set(HUB)
 
 
@@ -206,7 +206,7 @@ def test_conversations() -> None:
     assert [role for role, _ in said(rows_of("HelpSteer3")[0])] == ["user", "assistant", "user", "assistant"]
 
 
-def test_trees_become_the_ways_from_question_to_last_answer() -> None:
+def test_trees_become_paths_from_question_to_last_answer() -> None:
     rows = rows_of("OpenAssistant")
     assert [said(row) for row in rows] == [
         [("user", "text of q"), ("assistant", "text of a1"), ("user", "text of q2"), ("assistant", "text of a3")],
@@ -223,7 +223,7 @@ def test_pairs_of_helpsteer3() -> None:
     assert rows[1]["unusable"] == "a pair of which neither answer is preferred"
 
 
-def test_rows_of_no_use_are_excluded_and_counted(tokenizer) -> None:
+def test_useless_rows_are_excluded_and_counted(tokenizer) -> None:
     for name, usable, reasons in (
         ("DeepScaler", 1, {"without an answer (answer is '')": 1}),
         (
@@ -250,7 +250,7 @@ def test_an_entry_may_choose_columns_subset_and_split() -> None:
     assert [row["ground_truth"] for row in rows_of("AIME2025")] == ["70", "468", "49"]
     assert [row["uid"] for row in rows_of("AIME2025")] == ["AIME2025:0", "AIME2025:1", "AIME2025:2"]
     assert [row["ground_truth"] for row in rows_of("AIME2025", subset="AIME2025-II")] == ["468", "49"]
-    # An answer to train on that is not the one to check: a proof is one.
+    # The answer to train on may differ from the one to verify: here it is a proof.
     solutions = rows_of("NuminaMath", output_key="solution")
     assert [said(row)[1][1] for row in solutions] == ["x is 7."] * 4
     assert [row.get("ground_truth") for row in solutions] == ["7", None, None, None]
@@ -265,7 +265,7 @@ def test_split_repeat_and_task_name() -> None:
 
 
 @pytest.mark.parametrize("kind", ["jsonl", "parquet"])
-def test_a_copy_of_ones_own(tmp_path, write_jsonl, kind) -> None:
+def test_a_local_copy(tmp_path, write_jsonl, kind) -> None:
     if kind == "jsonl":
         path = write_jsonl("gsm8k.jsonl", [GSM8K])
         expected = f"{path}:1: no 'question' in it; it has"
@@ -295,14 +295,14 @@ def test_a_copy_of_ones_own(tmp_path, write_jsonl, kind) -> None:
         ({"name": "DAPOMath17K", "prompt": [{"role": "user"}]}, "row 0: message 0 of 'prompt' has no content"),
     ],
 )
-def test_a_row_of_another_layout_names_itself(monkeypatch, change, message) -> None:
+def test_a_row_with_another_layout_is_named(monkeypatch, change, message) -> None:
     name = change.pop("name")
     monkeypatch.setitem(HUB, (PUBLISHED[name].path, None), {"train": [{**DAPO, **change}]})
     with pytest.raises(DataError, match=message):
         rows_of(name)
 
 
-def test_what_the_hub_refuses() -> None:
+def test_errors_of_the_hub() -> None:
     with pytest.raises(DataError, match="cannot load the dataset 'openai/gsm8k', subset 'min': ValueError: Builder"):
         rows_of("GSM8K", subset="min")
     with pytest.raises(DataError, match=r"no split 'valid'; set split to one of \['train', 'validation'\]"):
@@ -329,7 +329,7 @@ def test_spellings(written: str, name: str | None) -> None:
 
 
 def test_every_dataset_tokenises(tokenizer) -> None:
-    """With the processor of its algorithm, and no row is refused."""
+    """Every dataset passes the processor of its algorithm; no row is rejected."""
     for name in PUBLISHED:
         load: Callable[..., Any] = load_response_dataset
         data = load({"dataset_name": name, "processor": "sft_processor"})

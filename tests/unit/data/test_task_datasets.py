@@ -1,4 +1,4 @@
-"""Several datasets for training and validation, and the tokenizer they are read with."""
+"""Several datasets for training and validation, and the tokenizer."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ def test_datasets_are_joined_and_keep_their_tasks(write_jsonl, tokenizer, tmp_pa
     assert [datum["task_name"] for datum in data.train] == [a] * 4 + [b] * 3
     assert data.train[4]["message_log"][0]["content"] == "<bos><user>= 0+1=<assistant>"
     assert data.env_names == {a: "math", b: None}
-    # Held-out rows of a, in turn with b once more, under a name that no training prompt has.
+    # Held-out rows of a alternate with b, which is loaded again under a name that no training prompt has.
     assert [datum["task_name"] for datum in data.validation] == [a, f"{b}-2", a, f"{b}-2", f"{b}-2"]
     assert data.val_env_names == {a: "math", f"{b}-2": None}
     uids = [datum["uid"] for part in (data.train, data.validation) for datum in part]
@@ -28,7 +28,7 @@ def test_datasets_are_joined_and_keep_their_tasks(write_jsonl, tokenizer, tmp_pa
     assert len(next(iter(build_dataloader(data.train, 7, shuffle=True, seed=0)))) == 7
 
 
-def test_training_data_may_stay_apart(write_jsonl, tokenizer, tmp_path):
+def test_training_datasets_may_be_kept_separate(write_jsonl, tokenizer, tmp_path):
     entries = [{"data_path": write_jsonl(f"{name}.jsonl", sums(count))} for name, count in (("a", 4), ("b", 2))]
     data = build_task_data(entries, [], tokenizer, 32, separate=True)
     assert {name: len(rows) for name, rows in data.train.items()} == {f"{tmp_path.name}-a": 4, f"{tmp_path.name}-b": 2}

@@ -1,4 +1,4 @@
-"""The tokens between two generated turns, against chat templates' own rendering of whole conversations."""
+"""The tokens between two generated turns, compared with the chat templates' rendering of whole conversations."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ LLAMA3 = """\
 {%- endfor %}
 {%- if add_generation_prompt %}{{ '<|start_header_id|>assistant<|end_header_id|>\n\n' }}{% endif %}"""
 
-# Thoughts of earlier turns are left out; a generation begins with none.
+# Drops the thoughts of earlier turns; a generation begins with an empty thought.
 THINKING = """\
 {%- for message in messages %}
 {%- set content = message.content.split('</think>')[-1].lstrip('\n') if not loop.last else message.content %}
@@ -35,7 +35,7 @@ THINKING = """\
 {%- endfor %}
 {%- if add_generation_prompt %}{{ '<|im_start|>assistant\n<think>\n\n</think>\n\n' }}{% endif %}"""
 
-# A space before the end marker, none for a generation, and roles that must take turns.
+# A space before the end marker but not before a generation; roles must alternate.
 INSTRUCT = """\
 {%- for message in messages %}
 {%- if (message.role == 'user') != (loop.index0 % 2 == 0) %}{{ raise_exception('take turns') }}{% endif %}
@@ -50,7 +50,7 @@ PLAIN = "{% for m in messages %}{{ m.role + ': ' + m.content + '\n' }}{% endfor 
 class Case:
     template: str
     end: str  # the token that ends an answer
-    before_generation: str = ""  # in the prompt of a generation, but not in an answer that was given
+    before_generation: str = ""  # in the prompt of a generation, but not in an earlier answer
 
 
 CASES = {
@@ -65,7 +65,7 @@ TEXTS = ["How much is 12+30?", "Forty-two, I say.", "Wrong! Again:\n1 2\n3 _", "
 
 @pytest.fixture(scope="module")
 def bpe() -> Any:
-    """Bytes in pairs, so that neighbours merge where nothing keeps them apart."""
+    """A tokenizer that merges pairs of bytes, so that neighbouring texts merge unless they are tokenised separately."""
     from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 
     tokenizer = Tokenizer(models.BPE())
@@ -97,13 +97,13 @@ def messages(*texts: str) -> list[dict[str, str]]:
 
 
 @pytest.mark.parametrize("name", CASES)
-def test_a_conversation_of_turns_is_what_the_template_renders(bpe: Any, name: str) -> None:
+def test_a_conversation_of_turns_has_the_templates_text(bpe: Any, name: str) -> None:
     case = CASES[name]
     tokenizer = tokenizer_of(bpe, case.template, case.end)
     template, end = TurnTemplate(tokenizer), tokenizer.eos_token_id
     question, answer, said, second, said_again = TEXTS
     prompt = tokenizer.apply_chat_template(messages(question), tokenize=False, add_generation_prompt=True)
-    space = " " if name == "instruct" else ""  # the template's own, before an answer and after it
+    space = " " if name == "instruct" else ""  # the template adds it before and after an answer
     generated = [ids(tokenizer, f"{space}{text}{space}") + [end] for text in (answer, second)]
     turns = [template.turn(text, stop_token=end) for text in (said, said_again)]
     tokens = ids(tokenizer, prompt)
@@ -113,15 +113,15 @@ def test_a_conversation_of_turns_is_what_the_template_renders(bpe: Any, name: st
     whole = tokenizer.apply_chat_template(messages(*TEXTS), tokenize=False, add_generation_prompt=True)
     shown, marker = tokenizer.decode(tokens, skip_special_tokens=False), case.before_generation
     assert shown.replace(marker, "") == whole.replace(marker, "")
-    assert shown.count(marker) == (3 if marker else len(shown) + 1)  # once a generation, as it was generated with
+    assert shown.count(marker) == (3 if marker else len(shown) + 1)  # once per generation, as in its prompt
     if not marker:
         assert tokens == ids(tokenizer, whole)
 
 
 @pytest.mark.parametrize("name", CASES)
 @pytest.mark.parametrize("role", ["user", "environment", "tool"])
-def test_each_piece_is_tokenised_apart(bpe: Any, name: str, role: str) -> None:
-    """And the end marker is put in where the policy did not say it, whatever else ended its turn."""
+def test_each_turn_is_tokenised_separately(bpe: Any, name: str, role: str) -> None:
+    """The end marker is inserted where the policy did not generate it, whatever else ended its turn."""
     case = CASES[name]
     tokenizer = tokenizer_of(bpe, case.template, case.end)
     template, end = TurnTemplate(tokenizer), tokenizer.eos_token_id
@@ -135,7 +135,7 @@ def test_each_piece_is_tokenised_apart(bpe: Any, name: str, role: str) -> None:
     assert rest.token_ids.tolist() == ids(tokenizer, whole.text.partition(case.end)[2])
 
 
-def test_a_tool_has_words_of_its_own_where_the_template_has_them(bpe: Any) -> None:
+def test_the_role_tool_is_used_where_the_template_has_it(bpe: Any) -> None:
     found = {}
     for name, case in CASES.items():
         turn = TurnTemplate(tokenizer_of(bpe, case.template, case.end)).turn("2", "tool")
@@ -154,8 +154,8 @@ def test_a_tool_has_words_of_its_own_where_the_template_has_them(bpe: Any) -> No
     assert TurnTemplate(tokenizer_of(bpe, needs_a_call)).turn("2", "tool").role == "user"
 
 
-def test_the_text_of_a_message_is_not_looked_into(bpe: Any) -> None:
-    """A policy can make an environment say anything."""
+def test_the_text_of_a_message_may_contain_anything(bpe: Any) -> None:
+    """An environment's text may contain anything, since a policy can influence it."""
     tokenizer = tokenizer_of(bpe, CHATML, "<|im_end|>")
     template = TurnTemplate(tokenizer)
     for text in ("@@answer@@", "@@said@@ @@answer@@", "", "{{ 1 }}"):
@@ -163,7 +163,7 @@ def test_the_text_of_a_message_is_not_looked_into(bpe: Any) -> None:
 
 
 def test_a_template_without_special_tokens(bpe: Any) -> None:
-    """Its end of an answer is a line break. Only where that is the token that ended the turn is it not said again."""
+    """The template ends an answer with a line break, which is omitted only where that token ended the turn."""
     tokenizer = tokenizer_of(bpe, PLAIN)
     template = TurnTemplate(tokenizer)
     line_break = ids(tokenizer, "\n")[0]

@@ -1,4 +1,4 @@
-"""The puzzle's rules, on the whole of the 2 x 2 board and on samples of larger ones."""
+"""The puzzle's rules, on all 2 x 2 boards and on samples of larger ones."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ from examples.sliding_puzzle.puzzle import (
 
 
 def reachable(size: int, depth: int = 100) -> dict[Board, int]:
-    """Boards and their distances from the solved one, by breadth-first search."""
+    """Return boards and their distances from the solved one, by breadth-first search."""
     found = {solved_board(size): 0}
     edge = list(found)
     for distance in range(1, depth + 1):
@@ -34,7 +34,7 @@ def reachable(size: int, depth: int = 100) -> dict[Board, int]:
 
 
 def is_solvable(board: Board) -> bool:
-    """By parity (Johnson and Story, 1879): a move swaps two squares and takes the empty one to a neighbour."""
+    """Decide by parity (Johnson and Story, 1879): a move swaps the empty square with a neighbour."""
     size = size_of(board)
     odd = sum(a > b > 0 for i, a in enumerate(board) for b in board[i:]) % 2
     rows_from_bottom = size - 1 - board.index(0) // size
@@ -48,7 +48,7 @@ def test_every_2_x_2_board_is_solvable_or_out_of_reach() -> None:
         assert (board in boards) == is_solvable(board), board
 
 
-def test_3_x_3_boards_within_reach_are_solvable_and_no_others() -> None:
+def test_3_x_3_boards_within_reach_are_solvable() -> None:
     """The numbers of 3 x 3 boards at distances 0, 1, ... are known (OEIS A089473)."""
     boards = reachable(3, depth=9)
     counts = [list(boards.values()).count(distance) for distance in range(10)]
@@ -69,7 +69,7 @@ def test_moves_can_be_taken_back(size: int) -> None:
             assert moves(after)[OPPOSITE[direction]] == board
 
 
-def test_a_tile_slides_in_the_direction_that_is_said() -> None:
+def test_a_tile_slides_in_the_named_direction() -> None:
     board = (1, 2, 3, 4, 0, 5, 7, 8, 6)  # 1 2 3 / 4 _ 5 / 7 8 6
     assert moves(board) == {
         "up": (1, 2, 3, 4, 8, 5, 7, 0, 6),
@@ -84,7 +84,7 @@ def test_a_tile_slides_in_the_direction_that_is_said() -> None:
     assert direction_of((0, 1, 2, 3), "down") is None  # no tile above the empty square
 
 
-def test_how_boards_and_actions_are_written() -> None:
+def test_the_text_of_boards_and_actions() -> None:
     assert write_board((1, 2, 3, 0)) == "1 2\n3 _"
     assert write_board((*range(1, 16), 0)).splitlines()[2:] == [" 9 10 11 12", "13 14 15  _"]
     assert [find_action(f"I think {write_action(d)}") for d in DIRECTIONS] == list(DIRECTIONS)
@@ -94,7 +94,7 @@ def test_how_boards_and_actions_are_written() -> None:
 
 @pytest.mark.parametrize("size", [2, 3, 4])
 @pytest.mark.parametrize("count", [1, 2, 5, 12, 30])
-def test_a_shuffled_board_is_unsolved_and_its_way_home_solves_it(size: int, count: int) -> None:
+def test_a_shuffled_board_is_unsolved_and_its_solution_solves_it(size: int, count: int) -> None:
     for seed in range(20):
         board, home = shuffled(size, count, random.Random(seed))
         assert board != solved_board(size) and is_solvable(board)
@@ -131,12 +131,12 @@ def test_demonstrations(share: float) -> None:
     if share == 1.0:
         assert (solved, right, shown) == (200, 200, 800)
     elif share == 0.0:
-        assert solved < 60 and 60 < right < 120  # by chance: one of 2 to 4 moves
+        assert solved < 60 and 60 < right < 120  # random: one of 2 to 4 moves
     else:
         assert 60 < solved < 190 and 110 < right < 180
 
 
-def test_a_board_that_is_none() -> None:
+def test_invalid_boards() -> None:
     for wrong in ([1, 2, 0], [1, 1, 2, 0], [1, 2, 3, 4], [0], []):
         with pytest.raises(ValueError, match="no n x n board"):
             size_of(wrong)

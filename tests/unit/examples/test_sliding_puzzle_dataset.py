@@ -17,7 +17,7 @@ def rows(**fields) -> list[dict]:
     return list(load_response_dataset(entry(**fields)).dataset)
 
 
-def test_the_seed_decides_about_every_puzzle() -> None:
+def test_the_seed_determines_every_puzzle() -> None:
     options = {"size": 3, "num_puzzles": 50, "shuffle_moves": 20}
     first = rows(seed=1, dataset_kwargs=options)
     assert first == rows(seed=1, dataset_kwargs=options)
@@ -79,7 +79,7 @@ def test_demonstrations_are_games(tokenizer) -> None:
     assert {message["role"] for message in datum["message_log"]} == {"user", "assistant"}
 
 
-def test_a_part_for_validation_and_repetition() -> None:
+def test_validation_split_and_repetition() -> None:
     data = load_response_dataset(entry(split_validation_size=3, repeat=2, dataset_kwargs={"num_puzzles": 10}))
     assert (len(data.dataset), len(data.val_dataset or [])) == (14, 3)
 

@@ -1,4 +1,4 @@
-"""The puzzle as an environment: played turn by turn, from the metadata alone."""
+"""The puzzle as an environment: games are played turn by turn, with all state in the metadata."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from grpo_mcore.rollout.trajectory import Trajectory, Turn
 
 
 def said(*texts: str) -> Trajectory:
-    """A trajectory whose generated turns are these."""
+    """Return a trajectory with these generated turns."""
     turns = [Turn("user", torch.tensor([1]), text="the board <action>left</action>")]
     for text in texts:
         turns += [Turn("assistant", torch.tensor([2]), torch.zeros(1), loss_mask=True, text=text)]
@@ -30,7 +30,7 @@ def test_a_game_from_start_to_end() -> None:
         texts.append(write_action(direction))
         before = dict(metadata)
         (outcome,) = env.advance([metadata], said(*texts))
-        assert metadata == before  # groups share it
+        assert metadata == before  # the samples of a group share it
         assert outcome.metadata is not None and outcome.stop_strings == ("</action>",)
         metadata = outcome.metadata
         board = moves(board)[direction]
@@ -41,7 +41,7 @@ def test_a_game_from_start_to_end() -> None:
     assert board == solved_board(3) and outcome.reason == "solved in 4 moves"
 
 
-def test_what_is_no_move_counts_as_one() -> None:
+def test_an_illegal_action_counts_as_a_move() -> None:
     env = create_env("sliding_puzzle", {"max_moves": 3})
     metadata = {"board": [1, 2, 0, 3]}
     expected = [

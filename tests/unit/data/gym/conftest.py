@@ -1,4 +1,4 @@
-"""Rollouts as Gym writes them, files of them, and the three transformations under one signature."""
+"""Rollouts as NeMo Gym writes them, files of them, and the three transformations with one signature."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ import pytest
 from grpo_mcore.data.gym import Summary, gym_to_dpo, gym_to_grpo, gym_to_sft
 
 Transform = Callable[[Path, Path], Summary]
-# Each keeps all that it can, so that a lost row shows.
+# Each keeps as much as it can, so that a lost row is noticed.
 TRANSFORMS: dict[str, Callable[..., Summary]] = {
     "grpo": gym_to_grpo,
     "grpo messages": partial(gym_to_grpo, prompt_format="messages"),
@@ -47,8 +47,8 @@ def thought(text: str) -> dict[str, Any]:
 def rollout(
     question: Any = "1+1?", output: Any = "2", reward: Any = 1.0, params: dict[str, Any] | None = None, **more: Any
 ) -> dict[str, Any]:
-    """As Gym writes it. `question`: text of one user message, or the whole input; `output`: text of one message, or
-    the list of items."""
+    """Return a rollout as NeMo Gym writes it. `question` is the text of one user message, or the whole input; `output`
+    the text of one message, or the list of items."""
     asked = [{"role": "user", "content": question}] if isinstance(question, str) else question
     done = [message(output)] if isinstance(output, str) else output
     return {
@@ -60,13 +60,13 @@ def rollout(
 
 
 def spec_rollout(question: str = "1+1?", output: str = "2", reward: float = 1.0, **params: Any) -> dict[str, Any]:
-    """With `output` at the top."""
+    """Return a rollout with `output` at the top."""
     asked = [{"role": "user", "content": question}]
     return {"responses_create_params": {"input": asked, **params}, "output": [message(output)], "reward": reward}
 
 
 def write(path: Path, rows: Iterable[Any]) -> Path:
-    """A line for each row; bytes as they are."""
+    """Write a line for each row; bytes are written unchanged."""
     lines = [row if isinstance(row, bytes) else json.dumps(row).encode() for row in rows]
     path.write_bytes(b"".join(line + b"\n" for line in lines))
     return path
@@ -78,8 +78,7 @@ def read(path: Path) -> list[dict[str, Any]]:
 
 @pytest.fixture(autouse=True, scope="module")
 def no_waiting_for_the_disk() -> Iterator[None]:
-    """Two thousand small files: where others use the disk, most of the time would go there. What a crash of the machine
-    leaves is not what these tests look at."""
+    """Skip fsync: with two thousand small files it would take most of the time, and no test crashes the machine."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(os, "fsync", lambda _: None)
         yield
@@ -87,7 +86,7 @@ def no_waiting_for_the_disk() -> Iterator[None]:
 
 @pytest.fixture
 def run(tmp_path: Path) -> Callable[..., tuple[Summary, list[dict[str, Any]]]]:
-    """run("grpo", rows, **options) -> (summary, rows of the output; none where nothing was written)."""
+    """Return a function run("grpo", rows, **options) -> (summary, rows of the output)."""
 
     def run_it(name: str, rows: Iterable[Any], **options: Any) -> tuple[Summary, list[dict[str, Any]]]:
         shutil.rmtree(tmp_path / "out", ignore_errors=True)

@@ -1,4 +1,4 @@
-"""Lines that nobody thought of: random values at random places of a rollout, and random damage to its bytes."""
+"""Random input: random values at random places of a rollout, and random damage to its bytes."""
 
 from __future__ import annotations
 
@@ -66,10 +66,10 @@ def damaged_rollouts(draw: st.DrawFn) -> bytes:
     lines=st.lists(odd_rollouts() | damaged_rollouts() | ANY.map(lambda value: json.dumps(value).encode()), max_size=4)
 )
 def test_every_line_is_accounted_for(lines: list[bytes]) -> None:
-    """By every transformation of one file: it is the file that takes time to make."""
+    """Every transformation reads the same file, since making it takes the time."""
     with tempfile.TemporaryDirectory() as folder:
         source = Path(folder, "rollouts.jsonl")
-        source.write_bytes(b"\n" + b"\n".join(lines))  # the first bytes of a file say how it is packed
+        source.write_bytes(b"\n" + b"\n".join(lines))  # a first byte that cannot be mistaken for gzip
         rows = [line for line in lines if line.strip()]
         for name, transform in TRANSFORMS.items():
             target = Path(folder, f"{name}.jsonl")

@@ -63,7 +63,7 @@ def test_the_gap(run: Any, high: float, low: float, gap: float, paired: bool) ->
         assert summary.filtered == {f"rewards for its prompt differ by less than {gap:g}": 2}
 
 
-def test_answers_to_one_prompt_are_those_to_the_same_whole_input(run: Any) -> None:
+def test_only_answers_to_the_same_whole_input_are_paired(run: Any) -> None:
     tools = [{"type": "function", "name": "f"}]
     others = [
         rollout([message("be kind", "system"), message("q", "user")], "a", 1.0),
@@ -79,7 +79,7 @@ def test_answers_to_one_prompt_are_those_to_the_same_whole_input(run: Any) -> No
     assert rows == [] and summary.filtered == {"the only answer to its prompt": 8}
 
 
-def test_what_differs_by_rollout_does_not_part_answers(run: Any) -> None:
+def test_fields_that_differ_by_rollout_do_not_separate_answers(run: Any) -> None:
     rows = [
         rollout("q", "a", 1.0, params={"seed": 1}, _ng_task_index=3, _ng_rollout_index=0),
         rollout("q", "b", 0.0, params={"seed": 2}, _ng_task_index=3, _ng_rollout_index=1),
@@ -96,7 +96,7 @@ def test_what_differs_by_rollout_does_not_part_answers(run: Any) -> None:
         ([("x", 1.0), ("x", 0.9), ("y", 0.8)], ("x", "y")),
     ],
 )
-def test_the_same_text_is_no_pair(run: Any, answers: Any, expected: Any) -> None:
+def test_equal_texts_are_not_paired(run: Any, answers: Any, expected: Any) -> None:
     summary, rows = run("dpo", [rollout("q", text, reward) for text, reward in answers])
     assert [(row["chosen"], row["rejected"]) for row in rows] == ([expected] if expected else [])
     if not expected:
@@ -111,11 +111,11 @@ def test_rollouts_that_cannot_be_ranked(run: Any) -> None:
 
 
 @pytest.mark.parametrize("transform", ["sft", "dpo", "grpo"])
-def test_masked_samples_teach_nothing(run: Any, transform: str) -> None:
+def test_masked_samples_are_not_trained_on(run: Any, transform: str) -> None:
     rows = [rollout("q", "a", 1.0), rollout("q", "b", 0.0), rollout("q", "c", -1.0, mask_sample=True)]
     summary, found = run(transform, [*rows, rollout("p", "d", 0.0, mask_sample=False)])
     masked = sum(count for reason, count in summary.filtered.items() if "mask_sample" in reason)
-    assert masked == (0 if transform == "grpo" else 1)  # its prompt is as good as any
+    assert masked == (0 if transform == "grpo" else 1)  # its prompt is still usable
     assert transform == "grpo" or '"c"' not in str(found)
 
 
@@ -167,7 +167,7 @@ def test_options_that_make_no_sense(run: Any, options: dict[str, Any]) -> None:
 
 
 def _reference(rollouts: list[tuple[int, str, float]], min_gap: float) -> list[tuple[str, float, float]]:
-    """(prompt, reward of the chosen, reward of the rejected), by the definition."""
+    """Return (prompt, reward of the chosen, reward of the rejected) by brute force."""
     found = []
     for prompt in dict.fromkeys(prompt for prompt, _, _ in rollouts):
         answers = [(reward, text) for other, text, reward in rollouts if other == prompt]
@@ -230,7 +230,7 @@ def test_signs_of_zero_and_ties_keep_the_order_of_the_file(tmp_path: Path) -> No
 
 
 def test_two_processes_make_the_same_file(tmp_path: Path) -> None:
-    """Python's hashes differ between processes."""
+    """The result does not depend on Python's hashes, which differ between processes."""
     rows = [rollout(f"q{n % 50}", f"a{n}", n % 7 / 6) for n in range(1000)]
     source = write(tmp_path / "in.jsonl", rows)
     code = "import sys; from pathlib import Path; from grpo_mcore.data.gym import gym_to_dpo as f; "

@@ -1,4 +1,4 @@
-"""What is read and what appears: gzip, encodings, line ends; whole outputs, lists of rejected lines, --strict."""
+"""Input and output files: gzip, encodings, line ends; whole outputs, lists of rejected lines, --strict."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ def folder(path: Path) -> list[str]:
 def test_gzip_by_its_content(source: Path, tmp_path: Path, transform: str, name: str) -> None:
     plain, text = tmp_path / "plain.jsonl", source.read_bytes()
     packed = tmp_path / name
-    packed.write_bytes(gzip.compress(text[:5000]) + gzip.compress(text[5000:]))  # members of one file
+    packed.write_bytes(gzip.compress(text[:5000]) + gzip.compress(text[5000:]))  # two gzip members
     one = TRANSFORMS[transform](source, plain)
     other = TRANSFORMS[transform](packed, tmp_path / "out.jsonl")
     assert (one.rows, one.kept) == (other.rows, other.kept)
@@ -43,7 +43,7 @@ def test_gzip_by_its_content(source: Path, tmp_path: Path, transform: str, name:
 
 
 @pytest.mark.parametrize("damage", ["cut off", "changed", "more behind it", "not gzip"])
-def test_damaged_gzip_is_refused(source: Path, tmp_path: Path, damage: str) -> None:
+def test_damaged_gzip_is_rejected(source: Path, tmp_path: Path, damage: str) -> None:
     packed = bytearray(gzip.compress(source.read_bytes()))
     if damage == "cut off":
         del packed[-20:]
@@ -59,7 +59,7 @@ def test_damaged_gzip_is_refused(source: Path, tmp_path: Path, damage: str) -> N
     assert folder(tmp_path) == ["rollouts.jsonl"]
 
 
-def test_utf_16_is_refused(tmp_path: Path) -> None:
+def test_utf_16_is_rejected(tmp_path: Path) -> None:
     for encoding in ("utf-16-le", "utf-16-be"):
         source = tmp_path / "rollouts.jsonl"
         source.write_bytes(("\ufeff" + '{"a": 1}\n').encode(encoding))
@@ -101,7 +101,7 @@ def test_lines_and_their_numbers(tmp_path: Path) -> None:
         ("rollouts.jsonl", "rollouts.jsonl/out.jsonl", "cannot be written"),
     ],
 )
-def test_paths_that_cannot_be(source: Path, tmp_path: Path, source_name: str, target_name: str, message: str) -> None:
+def test_impossible_paths(source: Path, tmp_path: Path, source_name: str, target_name: str, message: str) -> None:
     (tmp_path / "link.jsonl").symlink_to(source)
     before = source.read_bytes()
     with pytest.raises(DataError, match=message):
@@ -109,12 +109,12 @@ def test_paths_that_cannot_be(source: Path, tmp_path: Path, source_name: str, ta
     assert source.read_bytes() == before and folder(tmp_path) == ["link.jsonl", "rollouts.jsonl"]
 
 
-def test_a_device_is_no_output(source: Path) -> None:
+def test_a_device_is_rejected_as_output(source: Path) -> None:
     with pytest.raises(DataError, match="must be a file"):
         gym_to_grpo(source, Path(os.devnull))
 
 
-def test_the_output_replaces_what_was_there_and_makes_folders(source: Path, tmp_path: Path) -> None:
+def test_the_output_replaces_a_file_and_makes_folders(source: Path, tmp_path: Path) -> None:
     target = tmp_path / "a" / "b" / "out.jsonl"
     gym_to_grpo(source, target)
     target.write_text("old")
@@ -122,7 +122,7 @@ def test_the_output_replaces_what_was_there_and_makes_folders(source: Path, tmp_
     assert len(read(target)) == 41 and folder(target.parent) == ["out.jsonl"]
 
 
-def test_where_nothing_is_kept_the_old_file_stays(source: Path, tmp_path: Path) -> None:
+def test_the_old_file_stays_where_no_row_is_kept(source: Path, tmp_path: Path) -> None:
     (tmp_path / "out.jsonl").write_text("old")
     summary = gym_to_sft(source, tmp_path / "out.jsonl", reward_threshold=5.0)
     assert summary.kept == summary.written == 0 and (tmp_path / "out.jsonl").read_text() == "old"
@@ -158,7 +158,7 @@ def test_all_rejected_lines_are_listed_and_the_first_are_printed(tmp_path: Path,
     assert "501  listed in" in str(summary) and "1 blank lines" in str(summary)
 
     gym_to_grpo(write(source, ROWS), tmp_path / "out.jsonl")
-    assert folder(tmp_path) == ["out.jsonl", "rollouts.jsonl"]  # an old list would be of other lines
+    assert folder(tmp_path) == ["out.jsonl", "rollouts.jsonl"]  # the old list of rejected lines is deleted
 
 
 def test_the_summary(tmp_path: Path) -> None:

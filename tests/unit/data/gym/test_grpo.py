@@ -11,7 +11,7 @@ from tests.unit.data.gym.conftest import call, message, rollout, spec_rollout
 
 
 def test_the_documented_rows(run: Any) -> None:
-    """The layout of the specification, and exactly the fields that it shows."""
+    """The output has exactly the fields that the specification shows."""
     _, rows = run("grpo", [spec_rollout("What is 2+2?", "4", ground_truth="4"), spec_rollout("Say hi", "hi")])
     assert rows == [
         {"input": "What is 2+2?", "output": "4", "ground_truth": "4"},
@@ -19,8 +19,8 @@ def test_the_documented_rows(run: Any) -> None:
     ]
 
 
-def test_as_the_documented_script(run: Any) -> None:
-    """On rollouts that the documented script is right about, the same rows."""
+def test_the_same_rows_as_the_documented_script(run: Any) -> None:
+    """The rows are those of the documented script, for rollouts that it handles correctly."""
     rollouts = [
         {
             "responses_create_params": {
@@ -65,19 +65,19 @@ def test_as_the_documented_script(run: Any) -> None:
         ({}, {"expected_answer": []}, [], "expected_answer"),
     ],
 )
-def test_where_the_ground_truth_stands(run: Any, params: Any, more: Any, found: Any, place: str) -> None:
+def test_the_places_of_the_ground_truth(run: Any, params: Any, more: Any, found: Any, place: str) -> None:
     summary, rows = run("grpo", [rollout(params=params, **more)])
     assert rows[0]["ground_truth"] == found and type(rows[0]["ground_truth"]) is type(found)
     assert summary.ground_truth_from == {place: 1} and summary.without_ground_truth == 0
 
 
-def test_what_the_policy_said_is_no_ground_truth(run: Any) -> None:
+def test_the_policys_answer_is_not_a_ground_truth(run: Any) -> None:
     summary, rows = run("grpo", [rollout(answer="x", extracted_answer="x", predicted="x")])
     assert "ground_truth" not in rows[0] and summary.without_ground_truth == 1
     assert summary.notes[NO_TRUTH_AT_ALL] == 1
 
 
-def test_a_place_of_ones_own(run: Any) -> None:
+def test_a_place_given_by_the_user(run: Any) -> None:
     rows = [
         rollout(**{"expected_answer": "usual", "reward_model": {"ground-truth": "own"}}),
         rollout(**{"expected_answer": "usual"}),
@@ -90,7 +90,7 @@ def test_a_place_of_ones_own(run: Any) -> None:
 
 
 @pytest.mark.parametrize("key", ["", "a..b", "responses_create_params", "response.output", "reward", "output"])
-def test_places_that_are_none(run: Any, key: str) -> None:
+def test_invalid_places(run: Any, key: str) -> None:
     with pytest.raises(DataError, match="ground truth's key"):
         run("grpo", [rollout()], ground_truth_keys=[key])
 
@@ -110,14 +110,14 @@ def test_no_ground_truth(run: Any) -> None:
     assert summary.without_ground_truth is None and "ground truth" not in str(summary)
 
 
-def test_0_means_all_rollouts(run: Any) -> None:
+def test_a_threshold_of_0_keeps_all_rollouts(run: Any) -> None:
     rows = [rollout(str(reward), reward=reward) for reward in (-2.0, 0.0, 19.4)] + [rollout("none")]
     del rows[-1]["reward"]
     assert [row["input"] for row in run("grpo", rows)[1]] == ["-2.0", "0.0", "19.4", "none"]
     assert [row["input"] for row in run("grpo", rows, reward_threshold=0.0)[1]] == ["-2.0", "0.0", "19.4", "none"]
 
 
-def test_the_threshold_forgives_rounding(run: Any) -> None:
+def test_the_threshold_tolerates_rounding(run: Any) -> None:
     rewards = [1.0, 0.9999999999999998, 0.999999, 0.5]
     summary, rows = run("grpo", [rollout(str(reward), reward=reward) for reward in rewards], reward_threshold=1.0)
     assert [row["input"] for row in rows] == ["1.0", "0.9999999999999998"]
@@ -135,7 +135,7 @@ def test_the_agents_last_message_is_the_output(run: Any) -> None:
     assert run("grpo", [rollout(output=done)])[1][0]["output"] == "mine"
 
 
-def test_what_cannot_be_used_is_counted(run: Any) -> None:
+def test_unusable_rollouts_are_counted(run: Any) -> None:
     no_question = rollout([message("be brief", "system")])
     no_answer = rollout(output=[call("f", "{}")])
     summary, rows = run("grpo", [no_question, no_answer, rollout("1?", output=[], expected_answer="2")])
@@ -143,7 +143,7 @@ def test_what_cannot_be_used_is_counted(run: Any) -> None:
     assert rows == [{"input": "1?", "output": "", "ground_truth": "2"}]
 
 
-def test_context_is_left_out_with_a_note_or_kept_as_messages(run: Any) -> None:
+def test_context_is_dropped_with_a_note_or_kept_as_messages(run: Any) -> None:
     tools = [{"type": "function", "name": "add", "parameters": {"type": "object"}}]
     whole = rollout(
         [message("be brief", "developer"), message("1+1?", "user"), message("2"), message("and 1+2?", "user")],
@@ -164,7 +164,7 @@ def test_context_is_left_out_with_a_note_or_kept_as_messages(run: Any) -> None:
     assert CONTEXT_LEFT_OUT not in summary.notes
 
 
-def test_text_is_written_as_it_is(run: Any, tmp_path: Any) -> None:
+def test_text_is_written_unchanged(run: Any, tmp_path: Any) -> None:
     run("grpo", [rollout("é 漢 \U0001f600", 'say "x"\n')])
     raw = (tmp_path / "out" / "train.jsonl").read_bytes()
     assert "é 漢 \U0001f600".encode() in raw and raw.count(b"\n") == 1

@@ -7,7 +7,7 @@ import pytest
 from grpo_mcore.data.gym.histogram import MOST_VALUES, Histogram
 
 
-def test_few_values_are_counted_one_by_one() -> None:
+def test_few_values_are_counted_exactly() -> None:
     histogram = Histogram()
     histogram.add({1.0: 2, 0.0: 3})
     histogram.add({1.0: 1, -2.0: 1, 0.9999999999999998: 1})

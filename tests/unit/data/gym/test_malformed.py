@@ -1,5 +1,5 @@
-"""Input as it really comes. Whatever stands in a line, there is no traceback, the rows around it survive, and rows in =
-rows kept + rows accounted for."""
+"""Malformed input. Whatever a line holds, there is no traceback, the rows around it survive, and every row is either
+kept or accounted for."""
 
 from __future__ import annotations
 
@@ -19,8 +19,8 @@ TRUTH = {"expected_answer": "2"}
 
 @dataclass
 class Case:
-    """`data`: the lines, without the last line's end. Of its `rows`, so many are `malformed` for every transformation,
-    unless `but` says otherwise, and so many `kept` for GRPO. `text`: what GRPO's row has as output."""
+    """One file. `data` holds its lines, without the last line's end; `malformed` is the number of malformed `rows` for
+    every transformation that `but` does not list, `kept` the number of GRPO's rows, `text` the output of GRPO's row."""
 
     name: str
     data: bytes
@@ -30,7 +30,7 @@ class Case:
     text: str | None = None
     but: dict[str, int] | None = None
     images: int = 0
-    """Of the rows, so many are kept as messages only."""
+    """Number of rows that are kept only as messages."""
 
 
 def line(row: Any) -> bytes:
@@ -38,7 +38,7 @@ def line(row: Any) -> bytes:
 
 
 def changed(path: str, value: Any, **more: Any) -> bytes:
-    """A good rollout with one field replaced, or removed where `value` is `...`."""
+    """Return a good rollout with one field replaced, or removed where `value` is `...`."""
     row = rollout(**TRUTH, **more)
     *way, last = path.split(".")
     place: Any = row
@@ -195,12 +195,12 @@ CASES = [*_json_cases(), *_reward_cases(), *_input_cases(), *_output_cases()]
 
 
 @pytest.mark.parametrize("case", CASES, ids=lambda case: case.name)
-def test_nothing_is_lost(case: Case, run: Any, tmp_path: Path, caplog: Any) -> None:
+def test_every_row_is_accounted_for(case: Case, run: Any, tmp_path: Path, caplog: Any) -> None:
     for transform in TRANSFORMS:
-        _nothing_is_lost(case, transform, run, tmp_path, caplog)
+        _check_every_row(case, transform, run, tmp_path, caplog)
 
 
-def _nothing_is_lost(case: Case, transform: str, run: Any, tmp_path: Path, caplog: Any) -> None:
+def _check_every_row(case: Case, transform: str, run: Any, tmp_path: Path, caplog: Any) -> None:
     summary, rows = run(transform, [GOOD, case.data, BAD])
     assert summary.adds_up
     assert summary.rows == case.rows + 2
@@ -243,7 +243,7 @@ def test_a_line_of_50_mb(transform: str, tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("transform", ["grpo", "sft", "dpo"])
-def test_a_line_that_is_too_long_to_hold(transform: str, tmp_path: Path, monkeypatch: Any) -> None:
+def test_a_line_that_is_too_long(transform: str, tmp_path: Path, monkeypatch: Any) -> None:
     monkeypatch.setattr(lines.LineReader.__init__, "__defaults__", (1 << 20,))
     source = tmp_path / "rollouts.jsonl"
     write(source, [GOOD, b"x" * (3 << 20), rollout("long?", "y" * (2 << 20)), BAD])

@@ -1,4 +1,4 @@
-"""A file that several processes read at once gives what one that is read line by line gives."""
+"""A file read by several processes gives the same results as one read line by line."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ Forks = list[int]
 
 @pytest.fixture
 def forks(monkeypatch: Any) -> Iterator[Forks]:
-    """Every file is read by three processes; how many did, for each run."""
+    """Let three processes read every file. Return the number of processes of each run."""
     seen: Forks = []
     monkeypatch.setattr(parts, "PARALLEL_BYTES", 1)
     monkeypatch.setattr(os, "sched_getaffinity", lambda _: {0, 1, 2})
@@ -42,7 +42,7 @@ def forks(monkeypatch: Any) -> Iterator[Forks]:
 
 
 def corpus(path: Path) -> Path:
-    """Good rows in groups, and between them what a line can have: malformed, blank, long, another line end."""
+    """Write groups of good rows with malformed, blank and long lines and other line ends between them."""
     rng = random.Random(3)
     odd = [b"{", b"", b"   ", b"\xff\xfe", b'{"a": 1}', b"\xef\xbb\xbf{}", b"x" * 5000, b"[" * 2000]
     rows: list[Any] = []
@@ -105,7 +105,7 @@ def test_strict_names_the_first_bad_line(tmp_path: Path, forks: Forks, monkeypat
     assert forks and os.listdir(tmp_path) == ["in.jsonl"]
 
 
-def test_utf_16_is_refused_by_the_process_that_reads_it(tmp_path: Path, forks: Forks) -> None:
+def test_utf_16_is_rejected_by_the_process_that_reads_it(tmp_path: Path, forks: Forks) -> None:
     (tmp_path / "in.jsonl").write_bytes(('\ufeff{"a": 1}\n' * 90).encode("utf-16-le"))
     with pytest.raises(DataError, match="UTF-16"):
         gym_to_grpo(tmp_path / "in.jsonl", tmp_path / "out.jsonl")
@@ -129,7 +129,7 @@ def test_a_process_that_is_killed_ends_the_run(tmp_path: Path, forks: Forks, mon
     assert forks and os.listdir(tmp_path) == ["in.jsonl"]
 
 
-def test_beside_other_threads_nothing_is_forked(tmp_path: Path, forks: Forks) -> None:
+def test_no_fork_while_other_threads_run(tmp_path: Path, forks: Forks) -> None:
     done = threading.Event()
     thread = threading.Thread(target=done.wait)
     thread.start()

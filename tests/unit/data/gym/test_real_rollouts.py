@@ -1,4 +1,4 @@
-"""Rollouts that NeMo Gym wrote, where a copy lies beside the project; and what our own datasets make of the result."""
+"""Rollouts that NeMo Gym wrote, where a copy is available, and the datasets that read the results."""
 
 from __future__ import annotations
 

@@ -12,7 +12,7 @@ TOOL = {"name": "add", "description": "adds", "parameters": {"type": "object"}, 
 
 
 def messages_of(run: Any, output: Any, asked: Any = "1+1?", **options: Any) -> list[dict[str, Any]]:
-    """What comes after the question."""
+    """Return the messages after the question."""
     _, rows = run("sft", [rollout(asked, output)], **options)
     return rows[0]["messages"][1:] if rows else []
 
@@ -69,7 +69,7 @@ def test_turns(run: Any, output: Any, expected: Any) -> None:
     assert got == expected
 
 
-def test_results_keep_parts_that_are_no_text(run: Any) -> None:
+def test_results_keep_parts_that_are_not_text(run: Any) -> None:
     image = {"type": "input_image", "image_url": "u"}
     _, result = messages_of(run, [call("f", "{}"), call_output([{"type": "input_text", "text": "see"}, image])])
     assert result["content"] == [{"type": "text", "text": "see"}, {"type": "image_url", "image_url": {"url": "u"}}]
@@ -123,7 +123,7 @@ def test_an_input_of_many_turns(run: Any) -> None:
     ]
 
 
-def test_an_answer_does_not_grow_out_of_the_input(run: Any) -> None:
+def test_an_answer_is_separate_from_the_inputs_last_message(run: Any) -> None:
     asked = [message("q", "user"), message("prefill")]
     assert messages_of(run, [call("f", "{}")], asked) == [
         {"role": "assistant", "content": "prefill"},
@@ -131,7 +131,7 @@ def test_an_answer_does_not_grow_out_of_the_input(run: Any) -> None:
     ]
 
 
-def test_parts_that_are_no_text_are_kept(run: Any) -> None:
+def test_parts_that_are_not_text_are_kept(run: Any) -> None:
     asked = [
         {"role": "user", "content": [{"type": "input_text", "text": "see"}, {"type": "input_image", "image_url": "u"}]}
     ]
@@ -148,7 +148,7 @@ def test_both_forms_of_tools(run: Any, tool: Any) -> None:
     assert rows[0]["tools"] == [{"type": "function", "function": TOOL}]
 
 
-def test_tools_that_are_no_functions_and_none(run: Any) -> None:
+def test_tools_that_are_not_functions_and_no_tools(run: Any) -> None:
     web = {"type": "web_search_preview"}
     _, rows = run("sft", [rollout(params={"tools": [web]}), rollout(params={"tools": []})])
     assert rows[0]["tools"] == [web] and "tools" not in rows[1]
@@ -160,7 +160,7 @@ def test_rollouts_without_a_turn_of_the_agent(run: Any, output: Any) -> None:
     assert rows == [] and summary.filtered == {NO_TURN: 1}
 
 
-def test_an_item_that_chat_has_no_place_for_is_said(run: Any) -> None:
+def test_an_item_that_chat_cannot_hold_is_named(run: Any) -> None:
     summary, _ = run("sft", [rollout(output=[{"type": "web_search_call"}, message("x")])])
     assert summary.filtered == {"an item of type 'web_search_call', which chat messages cannot hold": 1}
 
