@@ -47,7 +47,7 @@ class EnvironmentBase:
         self.config: Any = self.read_config(config or {})
 
     @classmethod
-    def patience_s(cls, config: Mapping[str, Any]) -> float | None:
+    def play_timeout_s(cls, config: Mapping[str, Any]) -> float | None:
         """Return the longest time, in seconds, that an environment may work on a sample that it plays itself, as a NeMo
         Gym does. None: the environment scores turns of our own rollouts."""
         return None

@@ -115,7 +115,7 @@ class NemoGymEnvironment(EnvironmentBase):
         self._room = asyncio.Semaphore(self.config.num_samples_in_parallel or 10**9)
 
     @classmethod
-    def patience_s(cls, config: Mapping[str, Any]) -> float:
+    def play_timeout_s(cls, config: Mapping[str, Any]) -> float:
         """Return the maximum seconds for one sample, all attempts together."""
         read = cls.read_config(config)
         return read.start_timeout_s + read.max_row_attempts * (read.rollout_timeout_s + 60.0)

@@ -1,17 +1,17 @@
-"""Assertions taken apart: the sandbox gives the value of an expression, and what it is compared with stays outside. So
-only the right value passes, whatever a program makes of `==`, of built-in functions and of the process that it runs in;
-and the expected one is nowhere that it could look for it.
+"""Assertions split in two: the sandbox evaluates an expression, and the value is compared outside. So only the right
+value passes, whatever a program does to `==`, to built-in functions and to the process that it runs in; and the
+expected value is nowhere that the program could look for it.
 
-These shapes are taken apart, also behind `not` and joined by `and`:
+These shapes are split, also behind `not` and joined by `and`:
 
     assert EXPRESSION == LITERAL     also !=, and with the literal on the left
     assert EXPRESSION is None        also True, False, `is not`
-    assert CALL                      as true or false
+    assert CALL                      its truth value
     assert abs(EXPRESSION - NUMBER) < NUMBER, <=
     assert math.isclose(EXPRESSION, NUMBER, rel_tol=NUMBER, abs_tol=NUMBER)
 
-where they stand at the top of a test, or in a function such as `def check(candidate)` that the test's last line calls.
-Any other assertion runs as it is, in the program's process.
+at the top level of a test, or in a function such as `def check(candidate)` that the test's last line calls. Any other
+assertion runs as it is, in the program's process.
 """
 
 from __future__ import annotations
@@ -25,11 +25,11 @@ from fractions import Fraction
 from typing import Any
 
 Step = tuple[str, ...]
-"""What the sandbox does: ("run", statements), ("value" | "truth", expression), ("scope", expression, name): from here
-on in a scope of its own, in which the name has that value."""
+"""An instruction to the sandbox: ("run", statements), ("value" | "truth", expression), or ("scope", expression, name),
+which opens a scope for the rest, in which the name has that value."""
 
 Claim = Any
-"""A value as sandbox_program.plain gives it; from a program's process, so it may be anything."""
+"""A value as sandbox/program.py's `plain` encodes it. It comes from a program's process, so it may be anything."""
 
 Condition = Callable[[Claim], bool]
 
@@ -37,8 +37,8 @@ _CONTAINERS: dict[type, str] = {tuple: "tuple", set: "set", dict: "dict"}
 
 
 @dataclass(frozen=True)
-class TakenApart:
-    """`conditions`: of the values of the steps "value" and "truth", in their order."""
+class SplitTest:
+    """A test's steps, and one condition for each step "value" or "truth", in their order."""
 
     steps: tuple[Step, ...]
     conditions: tuple[Condition, ...]
@@ -50,22 +50,22 @@ class TakenApart:
 
 
 @functools.lru_cache(maxsize=256)
-def take_apart(code: str) -> TakenApart | None:
-    """None where there is nothing to take out, or the code is no Python."""
+def split_test(code: str) -> SplitTest | None:
+    """Split a test's assertions. Return None where none can be split, or the code is not valid Python."""
     try:
-        steps, conditions = _Steps().of(ast.parse(code).body)
+        steps, conditions = _Splitter().split(ast.parse(code).body)
     except (SyntaxError, ValueError, RecursionError, MemoryError):
         return None
-    return TakenApart(tuple(steps), tuple(conditions)) if conditions else None
+    return SplitTest(tuple(steps), tuple(conditions)) if conditions else None
 
 
-class _Steps:
+class _Splitter:
     def __init__(self) -> None:
         self.steps: list[Step] = []
         self.conditions: list[Condition] = []
         self.rest: list[ast.stmt] = []
 
-    def of(self, statements: list[ast.stmt]) -> tuple[list[Step], list[Condition]]:
+    def split(self, statements: list[ast.stmt]) -> tuple[list[Step], list[Condition]]:
         check = _checker(statements)
         if check is None:
             self.add(statements)
@@ -80,12 +80,12 @@ class _Steps:
 
     def add(self, statements: list[ast.stmt]) -> None:
         for statement in statements:
-            taken = _taken(statement.test) if isinstance(statement, ast.Assert) else None
-            if taken is None:
+            parts = _parts(statement.test) if isinstance(statement, ast.Assert) else None
+            if parts is None:
                 self.rest.append(statement)
                 continue
             self.run_rest()
-            for kind, expression, condition in taken:
+            for kind, expression, condition in parts:
                 self.steps.append((kind, ast.unparse(expression)))
                 self.conditions.append(condition)
 
@@ -96,36 +96,36 @@ class _Steps:
 
 
 def _checker(statements: list[ast.stmt]) -> tuple[ast.FunctionDef, ast.expr] | None:
-    """The function of one argument that the last statement calls, and that argument; None where there is none whose
-    body could as well stand at the top."""
+    """Return the function of one argument that the last statement calls, and that argument. None where there is no such
+    function whose body could be moved to the top level."""
     match statements[-1:]:
         case [ast.Expr(ast.Call(ast.Name(name), [argument], []))]:
             named = [one for one in statements if isinstance(one, ast.FunctionDef) and one.name == name]
             uses = sum(isinstance(node, ast.Name) and node.id == name for one in statements for node in ast.walk(one))
-            if len(named) == uses == 1 and _may_stand_at_the_top(named[0]):
+            if len(named) == uses == 1 and _can_be_inlined(named[0]):
                 return named[0], argument
     return None
 
 
-def _may_stand_at_the_top(function: ast.FunctionDef) -> bool:
+def _can_be_inlined(function: ast.FunctionDef) -> bool:
     given = function.args
     only_one = len(given.args) == 1 and not (given.posonlyargs or given.kwonlyargs or given.vararg or given.kwarg)
-    of_a_function = (ast.Return, ast.Yield, ast.YieldFrom, ast.Global, ast.Nonlocal)
+    needs_function = (ast.Return, ast.Yield, ast.YieldFrom, ast.Global, ast.Nonlocal)
     inside = [node for statement in function.body for node in ast.walk(statement)]
-    return only_one and not function.decorator_list and not any(isinstance(node, of_a_function) for node in inside)
+    return only_one and not function.decorator_list and not any(isinstance(node, needs_function) for node in inside)
 
 
-Taken = tuple[str, ast.expr, Condition]
+Part = tuple[str, ast.expr, Condition]
 
 
-def _taken(test: ast.expr) -> list[Taken] | None:
-    """(kind of step, expression, condition) for each part of an assertion; None where it is to run as it is."""
+def _parts(test: ast.expr) -> list[Part] | None:
+    """Return (kind of step, expression, condition) for each part of an assertion. None where it must run as it is."""
     match test:
         case ast.BoolOp(ast.And(), parts):
-            found = [_taken(part) for part in parts]
+            found = [_parts(part) for part in parts]
             return None if None in found else [one for part in found for one in part or []]
         case ast.UnaryOp(ast.Not(), operand):
-            inner = _taken(operand)
+            inner = _parts(operand)
             if inner is None or len(inner) != 1:
                 return None
             kind, expression, condition = inner[0]
@@ -133,7 +133,7 @@ def _taken(test: ast.expr) -> list[Taken] | None:
     return next(_shapes(test), None)
 
 
-def _shapes(test: ast.expr) -> Iterator[list[Taken]]:
+def _shapes(test: ast.expr) -> Iterator[list[Part]]:
     match test:
         case ast.Compare(left, [ast.Eq() | ast.NotEq() as operator], [right]):
             for expression, other in ((left, right), (right, left)):
@@ -183,8 +183,8 @@ def _is_true(claim: Claim) -> bool:
     return claim is True
 
 
-def _false_where_odd(condition: Callable[..., bool]) -> Callable[..., bool]:
-    """A claim that is no value at all fulfils no condition."""
+def _false_on_error(condition: Callable[..., bool]) -> Callable[..., bool]:
+    """Make a condition False for a claim that does not encode a value."""
 
     @functools.wraps(condition)
     def safe(claim: Claim, **of: Any) -> bool:
@@ -196,7 +196,7 @@ def _false_where_odd(condition: Callable[..., bool]) -> Callable[..., bool]:
     return safe
 
 
-@_false_where_odd
+@_false_on_error
 def _same(claim: Claim, *, expected: Any) -> bool:
     return _equal(claim, expected)
 
@@ -205,20 +205,20 @@ def _differs(claim: Claim, *, expected: Any) -> bool:
     return not _same(claim, expected=expected)
 
 
-@_false_where_odd
+@_false_on_error
 def _near(claim: Claim, *, expected: Any, most: Any, below: bool) -> bool:
     distance = abs(_scalar(claim) - expected)
     return bool(distance < most if below else distance <= most)
 
 
-@_false_where_odd
+@_false_on_error
 def _close(claim: Claim, *, expected: Any, tolerances: dict[str, Any]) -> bool:
     return math.isclose(_scalar(claim), expected, **tolerances)
 
 
 def _equal(claim: Claim, expected: Any) -> bool:
-    """As Python compares the claimed value with the expected one. No more keys are hashed than are expected: they may
-    have been chosen to collide."""
+    """Compare a claimed value with the expected one as Python does. No more keys are hashed than are expected, because
+    they may have been chosen to collide."""
     kind, items = _CONTAINERS.get(type(expected)), claim
     if kind is not None:
         items = claim.get(kind) if isinstance(claim, dict) else None
@@ -241,7 +241,7 @@ def _key(claim: Claim) -> Any:
 
 
 def _scalar(claim: Claim) -> Any:
-    """Raises ValueError, TypeError or ArithmeticError for what is none."""
+    """Decode a scalar. Raises ValueError, TypeError or ArithmeticError for anything else."""
     if not isinstance(claim, dict | list):
         return claim
     match claim:
@@ -251,4 +251,4 @@ def _scalar(claim: Claim) -> Any:
             return complex(real, imaginary)
         case {"ratio": [int(above), int(below)]}:
             return Fraction(above, below)
-    raise ValueError("no plain value")
+    raise ValueError("not a plain value")

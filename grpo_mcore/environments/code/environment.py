@@ -1,7 +1,7 @@
 """Programs that are run on tests: reward 1 where all pass, else 0, or with `partial_credit` the share that passes.
 
-What a program does wrong, and be it to run into a limit, fails its test. Where the sandbox itself breaks, or a prompt's
-tests cannot be read, the sample has no reward: it is excluded and counted.
+A program that fails or exceeds a limit fails its test. Where the sandbox itself breaks, or a prompt's tests cannot be
+read, the sample has no reward: it is excluded and counted.
 """
 
 from __future__ import annotations
@@ -10,11 +10,11 @@ import re
 import time
 from collections.abc import Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from typing import Any, ClassVar, Literal, NamedTuple
+from typing import Any, ClassVar, NamedTuple
 
 from pydantic import Field
 
-from grpo_mcore.environments.code.asserts import TakenApart, take_apart
+from grpo_mcore.environments.code.asserts import SplitTest, split_test
 from grpo_mcore.environments.code.tests import (
     AssertTest,
     CallTest,
@@ -27,12 +27,20 @@ from grpo_mcore.environments.code.tests import (
 )
 from grpo_mcore.environments.config import EnvConfig
 from grpo_mcore.environments.interfaces import EnvironmentInterface, EnvironmentReturn, response_text
-from grpo_mcore.environments.sandbox.sandboxes import BUBBLEWRAP, TRUST, Limits, Sandbox, SandboxError, Sandboxes
+from grpo_mcore.environments.sandbox.sandboxes import (
+    BUBBLEWRAP,
+    TRUST,
+    Limits,
+    Sandbox,
+    SandboxError,
+    Sandboxes,
+    SandboxKind,
+)
 from grpo_mcore.environments.verifiers import shorten
 
-_REASONS = 3  # failed tests that are told
+_REASONS = 3  # failed tests that a reason names
 _NO_TEST = "the program ended before its test"
-# Possessive: a line of a model's must not make it backtrack.
+# Possessive quantifiers: no line that a model writes makes it backtrack.
 _FENCE = re.compile(r"\s*+(?P<fence>`{3,}+|~{3,}+)\s*+(?P<language>[^`\s]*+)[^`]*+$")
 _PYTHON = {"", "python", "python3", "py", "py3"}
 
@@ -43,38 +51,38 @@ class CodeEnvConfig(EnvConfig):
     section: ClassVar[str] = "env.code"
 
     num_workers: int = Field(8, ge=1)
-    """Programs that run at the same time."""
-    sandbox: Literal["bubblewrap", "none_i_trust_the_code"] = BUBBLEWRAP
-    """Where programs run. bubblewrap: without network, files, processes and users of this machine.
+    """Maximum programs that run at the same time."""
+    sandbox: SandboxKind = BUBBLEWRAP
+    """Where programs run. bubblewrap: without this machine's network, files, processes and users.
     none_i_trust_the_code: with the rights of this process, and only the limits below."""
     partial_credit: bool = False
-    """The reward is the share of tests that pass. false: 1 where all of them do, else 0; the rest of an answer's tests
-    is then left out after the first that fails."""
+    """Whether the reward is the share of tests that pass. false: 1 where all pass, else 0; an answer's tests are then
+    skipped after the first that fails."""
     max_tests: int | None = Field(None, ge=1)
-    """Tests of a prompt that are made, from its first. null: all."""
+    """Maximum tests of a prompt, from its first. null: all."""
     cpu_limit_s: float = Field(5.0, gt=0)
     """Seconds of processor time of one test."""
     wall_limit_s: float = Field(20.0, gt=0)
-    """Seconds that one test may take, waiting and sleeping included."""
+    """Seconds of wall-clock time of one test, waiting and sleeping included."""
     answer_limit_s: float = Field(120.0, gt=0)
-    """Seconds after which no further test of an answer is begun; those that are left have failed."""
+    """Seconds after which no further test of an answer is started; the rest count as failed."""
     memory_limit_gb: float = Field(0.5, gt=0)
     """GiB of memory of all processes of one test together."""
     max_processes: int = Field(16, ge=1)
-    """Processes and threads of one test. In none_i_trust_the_code it does not hold."""
+    """Processes and threads of one test. Not enforced with none_i_trust_the_code."""
     output_limit_mb: float = Field(1.0, gt=0)
     """MiB that one test may print."""
     scratch_limit_mb: float = Field(64.0, gt=0)
     """MiB of files in the scratch folder."""
     float_tolerance: float = Field(0.0, ge=0)
-    """By how much, relative or absolute, numbers with a point may differ from the expected ones."""
+    """Maximum difference, relative or absolute, between numbers with a point and the expected ones."""
     stop_strings: list[str] | None = None
     """Strings that end a generation for this environment."""
 
 
 class Report(NamedTuple):
-    """`failed`: a reason for each test that failed, those that were left out included. `broken`: why there is no
-    reward."""
+    """The result of an answer's tests. `failed`: a reason for each test that failed, skipped ones included. `broken`:
+    why there is no reward."""
 
     program: str | None
     passed: int
@@ -94,13 +102,13 @@ class Report(NamedTuple):
             return self.broken
         if self.program is None:
             return "no code block found"
-        told = self.failed[:_REASONS] + (["..."] if len(self.failed) > _REASONS else [])
-        return "; ".join([f"{self.passed} of {self.tests} tests passed", *told])
+        named = self.failed[:_REASONS] + (["..."] if len(self.failed) > _REASONS else [])
+        return "; ".join([f"{self.passed} of {self.tests} tests passed", *named])
 
 
 class CodeEnvironment(EnvironmentInterface):
     """Single-turn. The program is the last block of Python between code fences; each conversation's metadata holds its
-    tests, see code_tests.py."""
+    tests, see tests.py."""
 
     concurrent_calls = 32
     config_class = CodeEnvConfig
@@ -120,7 +128,7 @@ class CodeEnvironment(EnvironmentInterface):
             self._sandboxes = Sandboxes(self.config.sandbox, limits)
         except SandboxError as error:
             raise SandboxError(
-                f"{error}\nFor code that you trust as your own there is env.code.sandbox: {TRUST}"
+                f"{error}\nFor code that you trust as your own, set env.code.sandbox: {TRUST}"
             ) from error
         self._threads = ThreadPoolExecutor(self.config.num_workers, thread_name_prefix="code")
 
@@ -146,7 +154,7 @@ class CodeEnvironment(EnvironmentInterface):
         self._threads.shutdown(cancel_futures=True)
 
     def _report(self, program: str | None, metadata: Mapping[str, Any]) -> Report:
-        """One sandbox for all tests of an answer, made anew for the next."""
+        """Run all tests of an answer in one sandbox, which no other answer uses."""
         try:
             tests = read_tests(metadata)[: self.config.max_tests]
         except CodeTestError as error:
@@ -171,7 +179,7 @@ class CodeEnvironment(EnvironmentInterface):
         return Report(program, passed, len(tests), failed, None, time.perf_counter() - start)
 
     def _problem(self, sandbox: Sandbox, program: str, test: CodeTest) -> str | None:
-        """Why a test failed; None where it passed."""
+        """Return why a test failed; None where it passed."""
         limits, tolerance = self._sandboxes.limits, self.config.float_tolerance
         match test:
             case StdinTest(given, expected):
@@ -191,20 +199,20 @@ class CodeEnvironment(EnvironmentInterface):
                         trouble = f"{function} returned {_shown(value)}, expected {_shown(outputs[0])}"
                 return trouble
             case AssertTest(code):
-                apart = take_apart(code)
-                check = {"assert": code} if apart is None else {"steps": apart.steps}
+                split = split_test(code)
+                check = {"assert": code} if split is None else {"steps": split.steps}
                 ended = sandbox.run(test.program(program), check=check)
                 trouble = ended.trouble(limits)
                 if trouble is None:
-                    trouble = _failure(apart, ended.result)
+                    trouble = _failure(split, ended.result)
                 return trouble and f"{trouble} in {_shown(code)}"
 
 
-def _failure(apart: TakenApart | None, result: dict[str, Any] | None) -> str | None:
-    """Of an assertion; None where it holds."""
-    if result is None or ("passed" if apart is None else "values") not in result:
+def _failure(split: SplitTest | None, result: dict[str, Any] | None) -> str | None:
+    """Return why an assertion failed; None where it holds."""
+    if result is None or ("passed" if split is None else "values") not in result:
         return _NO_TEST
-    return None if apart is None or apart.holds(result["values"]) else "crashed: AssertionError"
+    return None if split is None or split.holds(result["values"]) else "crashed: AssertionError"
 
 
 def _shown(value: Any) -> str:
@@ -212,12 +220,13 @@ def _shown(value: Any) -> str:
 
 
 def last_program(response: str) -> str | None:
-    """The text between the last pair of fences that is marked as Python or as nothing; None where there is none.
+    """Return the last closed block that is marked as Python or not marked; None where there is none.
 
     A fence is a line of three or more backticks or tildes; a block ends at a line with as many or more of the same and
-    nothing else. The indentation of the opening fence is taken off every line.
+    nothing else. The indentation of the opening fence is removed from every line.
     """
-    program, inside, fence, language, indent = None, [], "", "", 0
+    inside: list[str] = []
+    program, fence, language, indent = None, "", "", 0
     for line in response.replace("\r\n", "\n").split("\n"):
         match = _FENCE.match(line)
         if not fence:

@@ -1,6 +1,6 @@
-"""The tests of a program, as the public code benchmarks write them, in one form.
+"""Reads a program's tests as the public code benchmarks write them, and compares its outputs with the expected ones.
 
-Of a prompt's fields (`extra_env_info`) the first that is there is taken:
+The first of these fields that a prompt's `extra_env_info` has is read:
 
 tests                    [{"input", "output"} | {"call", "args", "output"} | {"assert"}, ...]; also as a JSON string
 input_output             {"inputs": [...], "outputs": [...], "fn_name"?}, or that as a JSON string (APPS, TACO)
@@ -24,12 +24,12 @@ _FRACTION = re.compile(r"[+-]?(?:\d+\.\d*|\.\d+|\d+)(?:[eE][+-]?\d+)?")
 
 
 class CodeTestError(ValueError):
-    """A prompt whose tests cannot be read."""
+    """A prompt's tests cannot be read."""
 
 
 @dataclass(frozen=True)
 class StdinTest:
-    """The program reads `input` and prints `output`."""
+    """The program reads `input` and must print `output`."""
 
     input: str
     output: str
@@ -37,7 +37,7 @@ class StdinTest:
 
 @dataclass(frozen=True)
 class CallTest:
-    """`function`(*`args`), of the program or of its class Solution, returns one of `outputs`; all as JSON."""
+    """`function`(*`args`), of the program or of its class Solution, must return one of `outputs`; all as JSON."""
 
     function: str
     args: list[Any]
@@ -46,8 +46,8 @@ class CallTest:
 
 @dataclass(frozen=True)
 class AssertTest:
-    """`code` runs after the program, among its names, and raises nothing; code_asserts.py says what of it is
-    compared outside the sandbox. `before`: code that runs before the program, where that does not define `defines`."""
+    """`code` runs after the program, in its namespace, and must not raise; asserts.py says which values are compared
+    outside the sandbox. `before`: code that runs before a program that does not define `defines`."""
 
     code: str
     before: str = ""
@@ -65,7 +65,7 @@ Row = Mapping[str, Any]
 
 
 def read_tests(row: Row) -> list[CodeTest]:
-    """At least one. Raises CodeTestError that says what is missing or wrong."""
+    """Return at least one test. Raises CodeTestError that says what is missing or wrong."""
     for field, reader in _READERS.items():
         if row.get(field) is not None:
             try:
@@ -84,7 +84,7 @@ def read_tests(row: Row) -> list[CodeTest]:
     )
 
 
-def _own(row: Row) -> Iterator[CodeTest]:
+def _native(row: Row) -> Iterator[CodeTest]:
     for number, test in enumerate(_parsed(row["tests"])):
         kind = next((kind for kind in ("call", "assert", "input") if kind in test), None)
         if kind == "call":
@@ -101,7 +101,7 @@ def _apps(row: Row) -> Iterator[CodeTest]:
     content = _parsed(row["input_output"])
     for given, expected in zip(content["inputs"], content["outputs"], strict=True):
         if content.get("fn_name"):
-            wrapped = expected[:1] if isinstance(expected, list) else []  # as many results are, but not all
+            wrapped = expected[:1] if isinstance(expected, list) else []  # many results are in a list, but not all
             yield CallTest(content["fn_name"], list(given), (expected, *wrapped))
         else:
             yield StdinTest(_lines(given), _lines(expected))
@@ -132,7 +132,7 @@ def _human_eval(row: Row) -> Iterator[CodeTest]:
 
 
 _READERS: dict[str, Callable[[Row], Iterator[CodeTest]]] = {
-    "tests": _own,
+    "tests": _native,
     "input_output": _apps,
     "public_test_cases": _live_code_bench,
     "test_list": _mbpp,
@@ -147,30 +147,30 @@ def _parsed(value: Any) -> Any:
         return json.loads(value)
     except ValueError as error:
         raise CodeTestError(
-            f"not JSON: {value[:60]!r}; tests that are packed (LiveCodeBench's private ones) have to be unpacked in "
-            "the dataset"
+            f"not JSON: {value[:60]!r}; packed tests (LiveCodeBench's private ones) must be unpacked in the dataset"
         ) from error
 
 
 def _lines(value: Any) -> str:
-    """Inputs and outputs also come as lists of lines."""
+    """Return an input or output as text; it may also be a list of lines."""
     return "\n".join(str(line) for line in value) if isinstance(value, list) else str(value)
 
 
-def same_text(said: str, expected: str, tolerance: float = 0.0) -> bool:
-    """Equal up to spaces at the ends of lines and empty lines at the end. With a `tolerance`, relative or absolute,
-    numbers may differ by it where the expected one is written with a point or an exponent."""
-    said_lines, expected_lines = _trimmed_lines(said), _trimmed_lines(expected)
-    if said_lines == expected_lines or not tolerance:
-        return said_lines == expected_lines
-    if len(said_lines) != len(expected_lines):
+def same_text(printed: str, expected: str, tolerance: float = 0.0) -> bool:
+    """Return whether texts are equal but for spaces at the ends of lines and empty lines at the end. Numbers may differ
+    by `tolerance`, relative or absolute, where the expected one is written with a point or an exponent."""
+    lines, expected_lines = _trimmed_lines(printed), _trimmed_lines(expected)
+    if lines == expected_lines or not tolerance:
+        return lines == expected_lines
+    if len(lines) != len(expected_lines):
         return False
-    pairs = zip(said_lines, expected_lines, strict=True)
+    pairs = zip(lines, expected_lines, strict=True)
     return all(_same_words(line.split(), other.split(), tolerance) for line, other in pairs)
 
 
 def same_value(value: Any, expected: Any, tolerance: float = 0.0) -> bool:
-    """Of values as JSON has them. True is not 1; 1 is 1.0; floats may differ by `tolerance`, relative or absolute."""
+    """Return whether JSON values are equal. True is not 1; 1 is 1.0; floats may differ by `tolerance`, relative or
+    absolute."""
     if isinstance(expected, bool) or isinstance(value, bool):
         return value is expected
     if isinstance(expected, list) and isinstance(value, list):
@@ -188,10 +188,10 @@ def _trimmed_lines(text: str) -> list[str]:
     return "\n".join(line.rstrip() for line in text.split("\n")).rstrip("\n").split("\n")
 
 
-def _same_words(said: list[str], expected: list[str], tolerance: float) -> bool:
-    return len(said) == len(expected) and all(
+def _same_words(words: list[str], expected: list[str], tolerance: float) -> bool:
+    return len(words) == len(expected) and all(
         word == other or _is_fraction(other) and _is_number(word) and _near(float(word), float(other), tolerance)
-        for word, other in zip(said, expected, strict=True)
+        for word, other in zip(words, expected, strict=True)
     )
 
 

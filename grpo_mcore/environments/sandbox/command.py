@@ -1,7 +1,7 @@
-"""How the sandbox is started: bubblewrap's command line, and what of this machine a program gets to see.
+"""The command line that starts a sandbox, and with it what a program sees of this machine.
 
 That is a Python interpreter with its standard library and the system's shared libraries, all read-only, /dev/null and
-its like, and a scratch folder. No network, no other process, no user, no capability.
+similar devices, and a scratch folder. No network, no other process, no user, no capability.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 WORKER = Path(__file__).with_name("worker.py")
-PROGRAM = WORKER.with_name("program.py")  # it looks for it beside itself
+PROGRAM = WORKER.with_name("program.py")  # the worker looks for it beside itself
 SCRATCH = "/scratch"
 _DEVICES = ("null", "zero", "full", "random", "urandom")
 _VARIABLES = {
@@ -35,7 +35,7 @@ _UIDS = range(30_000, 60_000)
 
 @dataclass(frozen=True)
 class Start:
-    """What to run, with which variables and in which folder (None: any); `uid`: the user as which programs run there,
+    """A command with its environment variables and its folder (None: any). `uid`: the user as which programs run there,
     0: the worker's own."""
 
     command: tuple[str, ...]
@@ -45,8 +45,9 @@ class Start:
 
 
 def sandboxed(scratch_bytes: int, filter_fd: int, *, proc: bool) -> Start:
-    """In bubblewrap. As root, programs get a user of their own, who owns nothing; others, a user namespace. `proc`:
-    with a /proc of the sandbox's own processes. `filter_fd`: from which the system call filter is read.
+    """Return the command of a sandbox in bubblewrap. Started by root, programs run as a user of their own who owns
+    nothing; otherwise in a user namespace. `proc`: whether the sandbox has a /proc of its own processes. `filter_fd`:
+    file descriptor from which bubblewrap reads the system call filter.
 
     Raises FileNotFoundError where bubblewrap is not installed.
     """
@@ -58,7 +59,7 @@ def sandboxed(scratch_bytes: int, filter_fd: int, *, proc: bool) -> Start:
     for name, value in _VARIABLES.items():
         command += ["--setenv", name, value]
     for folder in sorted({str(parent) for source in _system() for parent in Path(source).parents if parent.name}):
-        command += ["--perms", "0755", "--dir", folder]  # else as closed to others as it is here
+        command += ["--perms", "0755", "--dir", folder]  # else with this machine's permissions
     for source in _system():
         command += ["--symlink", os.readlink(source), source] if os.path.islink(source) else _read_only(source)
     for folder in sorted(set(_packages())):
@@ -76,7 +77,7 @@ def sandboxed(scratch_bytes: int, filter_fd: int, *, proc: bool) -> Start:
 
 
 def unprotected(folder: str) -> Start:
-    """Without a sandbox, in a folder of its own."""
+    """Return the command of a worker without a sandbox, in a folder of its own."""
     variables = _VARIABLES | {"HOME": folder, "TMPDIR": folder}
     return Start((*_python(), str(WORKER), "trusted", "0"), variables, folder)
 
@@ -86,7 +87,7 @@ def _walls(uid: int) -> list[str]:
     walls = [f"--unshare-{name}" for name in (namespaces if uid else ["user", *namespaces])]
     walls += ["--die-with-parent", "--new-session", "--as-pid-1", "--hostname", "sandbox", "--clearenv"]
     walls += ["--cap-drop", "ALL"]
-    if uid:  # its first process is to start programs as another user, and to end them
+    if uid:  # the first process starts programs as another user, and ends them
         return walls + [part for cap in ("SETUID", "SETGID", "KILL") for part in ("--cap-add", f"CAP_{cap}")]
     return [*walls, "--uid", "65534", "--gid", "65534"]
 
@@ -96,12 +97,12 @@ def _python() -> list[str]:
 
 
 def _interpreter() -> str:
-    """The one under the virtual environment, if this is one."""
+    """Return the interpreter's path, in a virtual environment that of the interpreter below it."""
     return os.path.realpath(getattr(sys, "_base_executable", sys.executable))
 
 
 def _system() -> Iterator[str]:
-    """Files and folders of the interpreter and of shared libraries; links are made again as links."""
+    """Yield files and folders of the interpreter and of shared libraries; links become links in the sandbox."""
     prefix = sys.base_prefix
     yield _interpreter()
     if prefix == "/usr":
@@ -113,12 +114,12 @@ def _system() -> Iterator[str]:
     found = [folder for folder in by_architecture if multiarch and os.path.isdir(folder)] or ["/usr/lib"]
     for folder in (*found, "/usr/lib64", "/lib64", "/lib"):
         if os.path.islink(folder) or (os.path.isdir(folder) and folder != "/lib") or folder == "/usr/lib":
-            if not os.path.islink(os.path.dirname(folder)):  # else it is there by that link
+            if not os.path.islink(os.path.dirname(folder)):  # else that link brings it
                 yield folder
 
 
 def _packages() -> Iterator[str]:
-    """Folders of installed packages in what is seen: they are not for programs."""
+    """Yield the folders of installed packages below `_system()`, which programs must not see."""
     for folder in _system():
         if os.path.isdir(folder) and not os.path.islink(folder):
             for name in ("site-packages", "dist-packages"):

@@ -1,5 +1,5 @@
-"""The life of a program's process in the sandbox: limits, the program, its test, the end. Loaded by sandbox_worker.py,
-which lies beside it; it sees nothing of this package, only Python's standard library."""
+"""A program's process in the sandbox: sets the limits, runs the program and its test, and ends. worker.py, beside this
+file, loads it; it uses nothing of this package, only Python's standard library."""
 
 from __future__ import annotations
 
@@ -27,7 +27,8 @@ prctl = ctypes.CDLL(None).prctl
 
 
 def be_program(job: dict[str, Any], ends: dict[int, int], isolated: bool, uid: int) -> NoReturn:
-    """In a process of its own. `ends`: what its file descriptors become; `isolated`, `uid`: see sandbox_worker.py."""
+    """Turn this process into the program's. `ends`: file descriptor -> the pipe's end that it becomes; `isolated`,
+    `uid`: see worker.py."""
     for fd, end in ends.items():
         os.dup2(end, fd)
     os.closerange(CHECK + 1, ALL_DESCRIPTORS)
@@ -37,11 +38,11 @@ def be_program(job: dict[str, Any], ends: dict[int, int], isolated: bool, uid: i
     set_limits(job["limits"])
     prctl(PR_SET_DUMPABLE, 1, 0, 0, 0)  # else its own /proc/self, and with it /dev/stdin, is closed to it
     with contextlib.suppress(OSError), open("/proc/self/oom_score_adj", "w") as adjust:
-        adjust.write("1000")  # the first to go where the machine itself runs out of memory
+        adjust.write("1000")  # killed first when the machine itself runs out of memory
     if uid:
         os.setgroups([])
         os.setresgid(uid, uid, uid)
-        os.setresuid(uid, uid, uid)  # and with the user go all capabilities
+        os.setresuid(uid, uid, uid)  # this drops all capabilities too
         prctl(PR_SET_DUMPABLE, 1, 0, 0, 0)
     if not isolated:
         prctl(PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
@@ -62,7 +63,7 @@ def set_limits(limits: Mapping[str, Any]) -> None:
     for which, soft, hard in (
         (resource.RLIMIT_CPU, whole_s, whole_s + 1),
         (resource.RLIMIT_DATA, memory, memory),
-        (resource.RLIMIT_AS, memory + 2**30, memory + 2**30),  # what is shared or only reserved counts here alone
+        (resource.RLIMIT_AS, memory + 2**30, memory + 2**30),  # only here shared and reserved memory counts
         (resource.RLIMIT_STACK, 2**26, 2**26),
         (resource.RLIMIT_FSIZE, limits["scratch_bytes"], limits["scratch_bytes"]),
         (resource.RLIMIT_NOFILE, 128, 128),
@@ -78,7 +79,7 @@ def set_limits(limits: Mapping[str, Any]) -> None:
 
 
 def execute(job: dict[str, Any]) -> None:
-    """The program as a script; where a test follows, as a module."""
+    """Run the program as a script; where a test follows, as a module."""
     module = types.ModuleType("solution" if job["checked"] else "__main__")
     module.__file__ = "solution.py"
     sys.modules[module.__name__] = module
@@ -90,13 +91,13 @@ def execute(job: dict[str, Any]) -> None:
     run_source(job["program"], "solution.py", module.__dict__)
     if job["checked"]:
         with open(CHECK, "rb") as end:
-            carry_out(json.loads(end.read()), module)
+            run_test(json.loads(end.read()), module)
 
 
-def carry_out(check: dict[str, Any], module: types.ModuleType) -> None:
-    """Makes the test, and reports."""
+def run_test(check: dict[str, Any], module: types.ModuleType) -> None:
+    """Run the test and write its result."""
     if "steps" in check:
-        result = {"values": take(check["steps"], module), "passed": check["secret"]}
+        result = {"values": evaluate(check["steps"], module), "passed": check["secret"]}
     elif "assert" in check:
         run_source(check["assert"], "test.py", module.__dict__)
         result = {"passed": check["secret"]}
@@ -112,8 +113,8 @@ def carry_out(check: dict[str, Any], module: types.ModuleType) -> None:
         text = text[os.write(RESULT, text) :]
 
 
-def take(steps: list[list[str]], module: types.ModuleType) -> list[Any]:
-    """The values of a test's expressions, which are compared elsewhere; see code_asserts.py."""
+def evaluate(steps: list[list[str]], module: types.ModuleType) -> list[Any]:
+    """Return the values of a test's expressions, which are compared outside; see code/asserts.py."""
     scope, values = module.__dict__, []
     for kind, source, *name in steps:
         if kind == "run":
@@ -127,7 +128,7 @@ def take(steps: list[list[str]], module: types.ModuleType) -> list[Any]:
 
 
 def plain(value: Any) -> Any:
-    """As JSON; what JSON does not have, under the name of its kind."""
+    """Encode a value as JSON. A kind that JSON does not have becomes {kind: content}."""
     if value is None or isinstance(value, bool | int | float | str):
         return value
     if isinstance(value, list):
@@ -163,7 +164,7 @@ def exit_code(stop: SystemExit) -> int:
 
 
 def finish(code: int) -> NoReturn:
-    """As an interpreter ends: other threads, functions registered for the end, buffers."""
+    """End as an interpreter does: wait for threads, run exit functions, flush buffers."""
     for step in (threading._shutdown, atexit._run_exitfuncs, flush):  # type: ignore[attr-defined]
         try:
             step()

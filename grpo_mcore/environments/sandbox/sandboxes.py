@@ -1,4 +1,4 @@
-"""Runs programs that nobody has read: in bubblewrap, with limits, one sandbox for the tests of one program."""
+"""Runs programs that nobody has read in bubblewrap, with limits; one sandbox for the tests of one program."""
 
 from __future__ import annotations
 
@@ -15,16 +15,18 @@ import tempfile
 import time
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any, Self
+from typing import Any, Final, Literal, Self
 
 from grpo_mcore.environments.sandbox.command import Start, sandboxed, unprotected
 from grpo_mcore.environments.sandbox.seccomp import filter_program
 from grpo_mcore.environments.sandbox.worker import STRETCH
 
-BUBBLEWRAP, TRUST = "bubblewrap", "none_i_trust_the_code"
+SandboxKind = Literal["bubblewrap", "none_i_trust_the_code"]
+BUBBLEWRAP: Final = "bubblewrap"
+TRUST: Final = "none_i_trust_the_code"
 _ATTEMPTS = 3
-_MARGIN_S = 30.0  # for a busy machine, beyond the time that a program has
-_SHOWN = 200
+_MARGIN_S = 30.0  # for a busy machine, beyond a program's time limit
+_SHOWN = 200  # characters of an error in a reason
 _HINTS = (
     "- in a container: its seccomp profile must allow unshare and mount, or give it CAP_SYS_ADMIN (docker: "
     "--cap-add SYS_ADMIN --security-opt seccomp=unconfined --security-opt apparmor=unconfined)\n"
@@ -34,13 +36,13 @@ _HINTS = (
 
 
 class SandboxError(RuntimeError):
-    """There is no sandbox, or it broke. Nothing is said about the program."""
+    """There is no sandbox, or it broke. This says nothing about the program."""
 
 
 @dataclass(frozen=True)
 class Limits:
-    """Of one run of a program, over all its processes: seconds of processor time and of wall time, GiB of memory,
-    processes and threads, MiB of output and of files."""
+    """Limits of a program's run, for all its processes together: seconds of processor time and of wall time, GiB of
+    memory, processes and threads, MiB of output and of files."""
 
     cpu_s: float = 5.0
     wall_s: float = 20.0
@@ -53,7 +55,7 @@ class Limits:
 @dataclass(frozen=True)
 class Ended:
     """How a program ended. `how`: "exit", or the limit that ended it: cpu, wall, memory, output. `code`: its exit code,
-    or below 0 the signal. `result`: {"value"} of a call, {"passed": True} after an assertion, {"values"} of
+    or minus the signal's number. `result`: {"value"} of a call, {"passed": True} after an assertion, {"values"} of
     expressions."""
 
     how: str
@@ -65,7 +67,7 @@ class Ended:
     wall_s: float
 
     def trouble(self, limits: Limits) -> str | None:
-        """What went wrong, in words; None where the program ended by itself and well."""
+        """Say what went wrong; None where the program ended by itself with exit code 0."""
         match self.how:
             case "cpu":
                 return f"processor time limit of {limits.cpu_s:g} s"
@@ -85,12 +87,12 @@ class Ended:
 
 
 class Sandboxes:
-    """Makes sandboxes. The constructor tries one: raises SandboxError where it does not hold what it promises.
+    """Makes sandboxes. The constructor tries one, and raises SandboxError where it does not start or isolate.
 
-    `kind`: `bubblewrap`, or `none_i_trust_the_code`: limits without walls.
+    `kind`: `bubblewrap`, or `none_i_trust_the_code`: limits without isolation.
     """
 
-    def __init__(self, kind: str, limits: Limits) -> None:
+    def __init__(self, kind: SandboxKind, limits: Limits) -> None:
         self.kind, self.limits = kind, limits
         self.proc = True
         self._running: set[subprocess.Popen[bytes]] = set()
@@ -104,31 +106,34 @@ class Sandboxes:
                     raise SandboxError(problem)
 
     def open(self) -> Sandbox:
-        """A new one, not yet started."""
+        """Return a new sandbox, not yet started."""
         return Sandbox(self)
 
     def close(self) -> None:
-        """Ends all of them, and with them what is run."""
+        """End all sandboxes, with the programs in them."""
         self._closed = True
         for process in list(self._running):
             process.kill()
 
-    def ended(self, process: subprocess.Popen[bytes]) -> None:
+    def forget(self, process: subprocess.Popen[bytes]) -> None:
+        """Take note that a sandbox's process has ended."""
         self._running.discard(process)
 
     def start(self) -> tuple[subprocess.Popen[bytes], socket.socket, Start]:
-        """A worker, and our end of the socket to it."""
-        limits, pipe = self.limits, None
+        """Start a worker. Return it and our end of the socket to it."""
+        limits = self.limits
+        passed: tuple[int, ...] = ()
         if self._closed:
             raise SandboxError("the sandboxes are closed")
         if self.kind == BUBBLEWRAP:
-            pipe, writing = os.pipe()
+            filter_fd, writing = os.pipe()
+            passed = (filter_fd,)
             with open(writing, "wb") as end:
                 end.write(self._filter)
             try:
-                start = sandboxed(int(limits.scratch_mb * 2**20), pipe, proc=self.proc)
+                start = sandboxed(int(limits.scratch_mb * 2**20), filter_fd, proc=self.proc)
             except FileNotFoundError as error:
-                os.close(pipe)
+                os.close(filter_fd)
                 raise SandboxError(
                     "bubblewrap (bwrap) is not installed, and programs are run in nothing less; Debian, Ubuntu: "
                     "apt-get install bubblewrap; Fedora, RHEL: dnf install bubblewrap"
@@ -140,16 +145,16 @@ class Sandboxes:
             with theirs:
                 process = subprocess.Popen(
                     start.command,
-                    stdin=theirs,
+                    stdin=theirs.fileno(),
                     stdout=subprocess.DEVNULL,
                     stderr=subprocess.PIPE,
                     env=start.environment,
                     cwd=start.folder or "/",
-                    pass_fds=() if pipe is None else (pipe,),
+                    pass_fds=passed,
                 )
         finally:
-            if pipe is not None:
-                os.close(pipe)
+            for fd in passed:
+                os.close(fd)
         self._running.add(process)
         return process, ours, start
 
@@ -169,7 +174,7 @@ class Sandboxes:
         }
 
     def _problem(self) -> str:
-        """What is wrong with a sandbox as they are now; "" where it holds."""
+        """Try a sandbox. Return what is wrong with it; "" where it isolates."""
         try:
             with self.open() as sandbox:
                 ended = sandbox.run(_PROBE, check={"call": "probe", "args": []})
@@ -178,15 +183,15 @@ class Sandboxes:
                 return str(error)
             return f"{error}\nWhat bubblewrap needs:\n{_HINTS}"
         if ended.result is None:
-            trouble = ended.trouble(self.limits) or "it says nothing"
+            trouble = ended.trouble(self.limits) or "no result"
             return f"the sandbox does not run a program with a thread: {trouble}; is env.code.max_processes too low?"
         leaks = ended.result["value"]
         return f"the sandbox leaks: {', '.join(leaks)}" if leaks else ""
 
 
 class Sandbox:
-    """One sandbox; programs run in it one after the other. It is started when it is needed, and anew where a program
-    has left too much behind."""
+    """A sandbox in which programs run one after the other. It starts with the first program, and again after one that
+    left too much behind."""
 
     def __init__(self, maker: Sandboxes) -> None:
         self._maker = maker
@@ -195,9 +200,9 @@ class Sandbox:
         self._start: Start | None = None
 
     def run(self, program: str, stdin: str = "", check: Mapping[str, Any] | None = None) -> Ended:
-        """`program` as a script that reads `stdin`. With `check` as a module: then {"assert": code} runs after it,
-        among its names, {"call": name, "args": [...]} calls a function of it (or of its class Solution), or {"steps"}
-        (see code_asserts.py) take values of expressions.
+        """Run `program` as a script that reads `stdin`; with `check` as a module. Then {"assert": code} runs in its
+        namespace, {"call": name, "args": [...]} calls a function of it (or of its class Solution), or {"steps"} (see
+        code/asserts.py) evaluate expressions.
 
         Raises SandboxError.
         """
@@ -206,17 +211,17 @@ class Sandbox:
             try:
                 return self._once(program, stdin, check)
             except (OSError, EOFError) as error:
-                problem = self._said() or f"{type(error).__name__}: {error}"
+                problem = self._last_words() or f"{type(error).__name__}: {error}"
                 self.close()
         raise SandboxError(f"the sandbox broke {_ATTEMPTS} times in a row: {problem}")
 
     def close(self) -> None:
-        """Ends it and all that runs in it."""
+        """End the sandbox and all that runs in it."""
         if self._process is not None and self._socket is not None and self._start is not None:
             self._process.kill()
             self._process.wait()
-            self._maker.ended(self._process)
-            self._wait_for_the_last(self._socket)
+            self._maker.forget(self._process)
+            self._wait_until_gone(self._socket)
             if self._process.stderr:
                 self._process.stderr.close()
             if self._start.folder:
@@ -242,9 +247,9 @@ class Sandbox:
         }
         self._socket.settimeout(STRETCH * self._maker.limits.wall_s + _MARGIN_S)
         self._socket.sendall(_frame(job) + _frame({**(check or {}), "secret": secret}))
-        told = json.loads(self._read(*struct.unpack("<I", self._read(4))))
-        told["result"] = _result(told["result"], secret)
-        return Ended(**told)
+        report = json.loads(self._read(*struct.unpack("<I", self._read(4))))
+        report["result"] = _result(report["result"], secret)
+        return Ended(**report)
 
     def _read(self, size: int) -> bytes:
         assert self._socket is not None
@@ -252,20 +257,20 @@ class Sandbox:
         while len(parts) < size:
             part = self._socket.recv(min(size - len(parts), 2**20))
             if not part:
-                raise EOFError("it ended")
+                raise EOFError("the sandbox ended")
             parts += part
         return bytes(parts)
 
-    def _said(self) -> str:
-        """The last words of a worker that has ended, or of bubblewrap."""
+    def _last_words(self) -> str:
+        """Return the last output of a worker that has ended, or of bubblewrap."""
         if self._process is None or self._process.stderr is None:
             return ""
         os.set_blocking(self._process.stderr.fileno(), False)
         return (self._process.stderr.read() or b"").decode(errors="replace").strip()[-1000:]
 
     @staticmethod
-    def _wait_for_the_last(ours: socket.socket) -> None:
-        """Until the worker, which alone holds the other end, and with it its sandbox, is gone."""
+    def _wait_until_gone(ours: socket.socket) -> None:
+        """Wait until the worker, the only holder of the other end, is gone, and its sandbox with it."""
         deadline = time.monotonic() + _MARGIN_S
         ours.settimeout(_MARGIN_S)
         try:
@@ -282,7 +287,7 @@ def _frame(content: Any) -> bytes:
 
 
 def _result(text: str, secret: str) -> dict[str, Any] | None:
-    """What a program's process has reported, which may be anything."""
+    """Validate what a program's process has reported, which may be anything."""
     try:
         result = json.loads(text)
     except (ValueError, RecursionError):

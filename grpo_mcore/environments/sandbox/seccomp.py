@@ -1,6 +1,6 @@
-"""The system calls that a sandboxed program does not get, as a filter for the kernel (seccomp-BPF).
+"""The system calls that a sandboxed program may not use, as a filter for the kernel (seccomp-BPF).
 
-Namespaces already hide the machine. The filter takes away what they do not cover, such as sockets of families without
+Namespaces already hide the machine. The filter refuses what they do not cover, such as sockets of families without
 namespaces and memory that no limit counts, and the calls through which kernels get attacked.
 """
 
@@ -10,9 +10,9 @@ import errno
 import platform
 import struct
 
-# Name: (number on x86_64, number on aarch64); None: not there.
+# Name: (number on x86_64, number on aarch64); None: it has no such call.
 _REFUSED: dict[str, tuple[int, int | None]] = {
-    # talking to anybody; socketpair stays, asyncio needs it
+    # communication; socketpair is allowed, asyncio needs it
     "socket": (41, 198),
     # memory and queues outside the limits of a process
     "shmget": (29, 194), "shmat": (30, 196), "shmctl": (31, 195), "semget": (64, 190), "msgget": (68, 186),
@@ -51,9 +51,9 @@ _KILL, _ALLOW = 0x80000000, 0x7FFF0000
 
 
 def filter_program(machine: str = "") -> bytes:
-    """The filter for this machine, or for `machine` (as platform.machine() writes it): struct sock_filter one after the
-    other, as bubblewrap reads them. Refused calls fail with EPERM; calls that are newer than the list, and clone3, with
-    ENOSYS, upon which the C library falls back to older ones. A foreign architecture's calls end the process.
+    """Return the filter for this machine, or for `machine` (as platform.machine() writes it): consecutive structs
+    sock_filter, as bubblewrap reads them. Refused calls fail with EPERM; clone3 and calls that are newer than the list
+    with ENOSYS, upon which the C library falls back to older ones. A call of another architecture ends the process.
 
     Raises KeyError for another machine than x86_64 and aarch64.
     """
@@ -80,7 +80,7 @@ def filter_program(machine: str = "") -> bytes:
 
 
 def _if_argument(call: int, test: bytes, verdict: bytes) -> list[bytes]:
-    """`verdict` where the first argument of `call` passes the test, which skips it otherwise."""
+    """Return `verdict` for a `call` whose first argument passes the test; the test skips it otherwise."""
     return [
         _instruction(_EQUAL, call, 0, 4),
         _instruction(_LOAD, _FIRST_ARGUMENT),

@@ -1,14 +1,14 @@
-"""Runs programs one after the other inside a sandbox, each in a process of its own, with limits. A script by itself:
-it sees nothing of this package, only Python's standard library.
+"""Runs programs one after the other inside a sandbox, each in a process of its own, with limits. This is a script that
+uses nothing of this package, only Python's standard library.
 
 It is the sandbox's first process, so that all others end with it; programs can neither stop nor read it.
 
-    python sandbox_worker.py isolated UID   in a sandbox; programs run as this user, 0: as the worker's own
-    python sandbox_worker.py trusted 0      without one: the limits hold, but nothing is hidden
+    python worker.py isolated UID   in a sandbox; programs run as this user, 0: as the worker's own
+    python worker.py trusted 0      without one: the limits hold, but nothing is hidden
 
-Over the socket at standard input come pairs of frames (4 bytes of length, then JSON): a program with its input and
-limits, and the test that is made of it afterwards. One frame goes back for each pair. What a program's process does is
-in sandbox_program.py, beside this file.
+Requests come over the socket at standard input as pairs of frames (4 bytes of length, then JSON): a program with its
+input and limits, and the test that runs after it. One frame goes back for each pair. program.py, beside this file, is
+what a program's process does.
 """
 
 from __future__ import annotations
@@ -30,23 +30,23 @@ from pathlib import Path
 from typing import Any
 
 PROGRAM = Path(__file__).with_name("program.py")
-_found = importlib.util.spec_from_file_location("sandbox_program", PROGRAM)  # no package, where this runs
+_found = importlib.util.spec_from_file_location("program", PROGRAM)  # there is no package where this runs
 assert _found is not None and _found.loader is not None
 program = importlib.util.module_from_spec(_found)
 _found.loader.exec_module(program)
 
 RESULT, CHECK, ALL_DESCRIPTORS, prctl = program.RESULT, program.CHECK, program.ALL_DESCRIPTORS, program.prctl
 PR_SET_PDEATHSIG, PR_SET_DUMPABLE, PR_SET_CHILD_SUBREAPER = 1, 4, 36
-FIRST = 10  # the worker's own are above
+FIRST = 10  # the worker's own file descriptors start here
 TICK_S = 0.02
 STDERR_KEPT = 4096
-STRETCH = 5.0
-MANY_FILES = 1000  # a new sandbox is quicker than removing so many
+STRETCH = 5.0  # wall time limits after which a program ends even if it only waited for a processor
+MANY_FILES = 1000  # a new sandbox is quicker than removing more
 CLOCK = os.sysconf("SC_CLK_TCK")
 
 
 class Worker:
-    """Serves at the socket that is its standard input."""
+    """Serves requests that come over the socket at standard input."""
 
     def __init__(self, isolated: bool, uid: int) -> None:
         self.isolated, self.uid = isolated, uid
@@ -56,7 +56,7 @@ class Worker:
         os.dup2(nothing, 1)
         os.closerange(3, FIRST)
         os.closerange(self.socket + 1, ALL_DESCRIPTORS)
-        self.woken, wake = out_of_the_way(os.pipe2(os.O_NONBLOCK))
+        self.woken, wake = move_up(os.pipe2(os.O_NONBLOCK))
         signal.signal(signal.SIGCHLD, lambda *_: None)
         signal.set_wakeup_fd(wake, warn_on_full_buffer=False)
         prctl(PR_SET_DUMPABLE, 0, 0, 0, 0)
@@ -65,7 +65,7 @@ class Worker:
             prctl(PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
 
     def serve(self) -> None:
-        """Until the other end closes, or a program has left more behind than can be removed."""
+        """Run programs until the other end closes, or one has left more behind than can be removed."""
         while (job := self.read_frame()) is not None:
             answer = json.dumps(self.run(json.loads(job))).encode()
             answer = struct.pack("<I", len(answer)) + answer
@@ -91,7 +91,7 @@ class Worker:
         ours: dict[int, int] = {}
         theirs: dict[int, int] = {}
         for fd in (0, 1, 2, RESULT, CHECK):
-            reading, writing = out_of_the_way(os.pipe2(0))
+            reading, writing = move_up(os.pipe2(0))
             theirs[fd], ours[fd] = (reading, writing) if fd in (0, CHECK) else (writing, reading)
             os.fchmod(theirs[fd], 0o666)  # the program's user may open /dev/stdin anew
         pid = os.fork()
@@ -113,7 +113,7 @@ class Worker:
         )
 
     def processes(self) -> list[int]:
-        """Those of programs: all in the sandbox but this one, else this one's descendants."""
+        """Return the programs' processes: all in the sandbox but this one; without a sandbox this one's descendants."""
         if self.isolated:
             try:
                 return [int(name) for name in os.listdir("/proc") if name.isdigit() and name != "1"]
@@ -126,7 +126,7 @@ class Worker:
         return found
 
     def end_all(self) -> None:
-        """Ends and collects every process of a program."""
+        """Kill and reap every process of a program."""
         while True:
             if self.isolated and os.getpid() == 1:
                 with contextlib.suppress(ProcessLookupError):
@@ -142,13 +142,13 @@ class Worker:
 
 
 class Watch:
-    """A running program: its streams, its use of the machine, its end."""
+    """Watches a running program: its streams, its use of memory and processors, its end."""
 
     def __init__(self, worker: Worker, limits: Mapping[str, Any], pid: int, ends: dict[int, int]) -> None:
         self.worker, self.limits, self.pid, self.ends = worker, limits, pid, ends
         self.room: int = limits["output_bytes"]
         self.text = {1: bytearray(), 2: bytearray(), RESULT: bytearray()}
-        self.used_s = 0.0  # by processes that are gone
+        self.used_s = 0.0  # processor time of processes that have ended
         self.status: int | None = None
         self.started = time.monotonic()
         self.selector = selectors.DefaultSelector()
@@ -179,12 +179,12 @@ class Watch:
         }
 
     def was_stopped_by_kernel(self, code: int | None) -> bool:
-        """Whether the limit of processor time ended it, before this process saw that it was over. SIGKILL: the program
-        ignored the first signal."""
+        """Return whether the kernel's limit of processor time ended the program, before this process noticed. SIGKILL:
+        the program ignored the first signal."""
         return code == -signal.SIGXCPU or (code == -signal.SIGKILL and self.used_s >= self.limits["cpu_s"])
 
     def follow(self) -> str:
-        """Until the program's own process ends, or a limit ends it: which."""
+        """Wait until the program exits or exceeds a limit. Return which of the two happened."""
         next_look = 0.0
         while True:
             for key, _ in self.selector.select(TICK_S):
@@ -207,8 +207,8 @@ class Watch:
                     return "cpu"
 
     def is_late(self, wall_s: float) -> bool:
-        """Whether its time is up. What it waited for a processor does not count, up to five times the limit: a busy
-        machine is not the program's fault."""
+        """Return whether the wall time limit is exceeded. Time spent waiting for a processor does not count, up to five
+        times the limit, because a busy machine is not the program's fault."""
         limit = self.limits["wall_s"]
         if wall_s <= limit or wall_s > STRETCH * limit:
             return wall_s > limit
@@ -219,10 +219,10 @@ class Watch:
                 ran, waited, _ = (int(number) / 1e9 for number in times.read().split())
         except (OSError, ValueError, IndexError):
             return True
-        return (ran if state == "R" else wall_s - waited) > limit  # the kernel adds a wait when it is over
+        return (ran if state == "R" else wall_s - waited) > limit  # the kernel counts a wait when it is over
 
     def transfer(self, key: selectors.SelectorKey) -> bool:
-        """Moves what there is to move. False: the program has said too much."""
+        """Read or write what is possible now. Return False where the program has written too much."""
         fd, left = key.data
         try:
             if left is None:
@@ -247,18 +247,18 @@ class Watch:
         return self.room >= 0
 
     def drain(self) -> bool:
-        """What was said before the end; nobody is left who could say more. False: too much."""
+        """Read what was written before the end. Return False where it is too much."""
         deadline = time.monotonic() + 1.0
         while any(key.data is not None and key.data[1] is None for key in self.selector.get_map().values()):
             for key, event in self.selector.select(0):
                 if key.data is not None and event & selectors.EVENT_READ and not self.transfer(key):
                     return False
-            if time.monotonic() > deadline:  # without a sandbox somebody may be
+            if time.monotonic() > deadline:  # without a sandbox a process may be left that holds the pipe
                 return True
         return True
 
     def collect(self) -> None:
-        """Takes note of processes that have ended."""
+        """Reap processes that have ended."""
         while True:
             try:
                 pid, status, used = os.wait4(-1, os.WNOHANG)
@@ -271,7 +271,7 @@ class Watch:
                 self.status = status
 
     def usage(self) -> tuple[int, float]:
-        """Bytes of memory and seconds of processor time of all processes of the program, as of now."""
+        """Return the bytes of memory and seconds of processor time of the program's processes, as of now."""
         memory = ticks = 0
         for process in self.worker.processes():
             try:
@@ -285,8 +285,8 @@ class Watch:
         return 1024 * memory, ticks / CLOCK
 
 
-def out_of_the_way(pipe: tuple[int, int]) -> list[int]:
-    """The same pipe, above the file descriptors that programs have."""
+def move_up(pipe: tuple[int, int]) -> list[int]:
+    """Move a pipe above the file descriptors that programs have."""
     ends = [fcntl.fcntl(end, fcntl.F_DUPFD_CLOEXEC, FIRST) for end in pipe]
     for end in pipe:
         os.close(end)
@@ -302,7 +302,7 @@ def children(pid: int) -> list[int]:
 
 
 def clean() -> None:
-    """Empties the scratch folder. Ends this worker where that would be long: a new one is quicker."""
+    """Empty the scratch folder, or end this worker where a new one is quicker."""
     try:
         for number, entry in enumerate(os.scandir(".")):
             if number > MANY_FILES or entry.is_dir(follow_symlinks=False) and not removed(entry.path):
@@ -314,7 +314,7 @@ def clean() -> None:
 
 
 def removed(folder: str) -> bool:
-    """Removes a small folder, or else says no."""
+    """Remove a small folder. Return whether it is gone."""
     if sum(len(files) + 1 for _, _, files in os.walk(folder)) > MANY_FILES:
         return False
     shutil.rmtree(folder, ignore_errors=True)

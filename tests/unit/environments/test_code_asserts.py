@@ -1,4 +1,4 @@
-"""Assertions taken apart: the same verdicts as Python's own on honest programs, and none that a program can forge."""
+"""Split assertions: the same verdicts as Python's own on honest programs, and none that a program can forge."""
 
 from __future__ import annotations
 
@@ -9,9 +9,9 @@ from typing import Any
 import pytest
 
 from grpo_mcore.environments import create_env
-from grpo_mcore.environments.code.asserts import take_apart
+from grpo_mcore.environments.code.asserts import split_test
 from grpo_mcore.environments.code.environment import CodeEnvironment
-from grpo_mcore.environments.sandbox.program import plain, take
+from grpo_mcore.environments.sandbox.program import evaluate, plain
 from grpo_mcore.environments.sandbox.sandboxes import BUBBLEWRAP, TRUST
 from tests.unit.environments.sandbox_here import needs_sandbox
 from tests.unit.environments.test_code_environment import judge
@@ -53,8 +53,8 @@ def env(request: pytest.FixtureRequest) -> Iterator[CodeEnvironment]:
     ],
 )
 def test_what_is_taken_out(code: str, steps: list[tuple[str, ...]]) -> None:
-    apart = take_apart(code)
-    assert apart is not None and list(apart.steps) == steps
+    split = split_test(code)
+    assert split is not None and list(split.steps) == steps
 
 
 @pytest.mark.parametrize(
@@ -80,7 +80,7 @@ def test_what_is_taken_out(code: str, steps: list[tuple[str, ...]]) -> None:
     ],
 )
 def test_what_runs_as_it_is(code: str) -> None:
-    assert take_apart(code) is None
+    assert split_test(code) is None
 
 
 VALUES = {
@@ -136,7 +136,7 @@ ASSERTIONS = [
 
 @pytest.mark.parametrize("name", VALUES)
 def test_the_verdicts_are_those_of_python(name: str) -> None:
-    """In this process: every value against every assertion, whole and taken apart."""
+    """In this process: every value against every assertion, whole and split."""
     for code in ASSERTIONS:
         names: dict[str, Any] = {"value": eval(VALUES[name])}
         try:
@@ -144,11 +144,11 @@ def test_the_verdicts_are_those_of_python(name: str) -> None:
             passes = True
         except AssertionError:
             passes = False
-        apart = take_apart(code)
-        assert apart is not None
+        split = split_test(code)
+        assert split is not None
         module = type(pytest)("solution")
         vars(module).update(names)
-        assert apart.holds(take([list(step) for step in apart.steps], module)) is passes, code
+        assert split.holds(evaluate([list(step) for step in split.steps], module)) is passes, code
 
 
 NUMBERS = ["3", "3.0000001", "3.1", "True", "None", "'3'", "float('nan')", "[3]", "10**400"]
@@ -170,8 +170,8 @@ def test_numbers_that_are_close(number: str) -> None:
             passes = True
         except (AssertionError, TypeError, OverflowError):
             passes = False
-        apart = take_apart(code)
-        assert apart is not None and apart.holds([plain(names["value"])]) is passes, code
+        split = split_test(code)
+        assert split is not None and split.holds([plain(names["value"])]) is passes, code
 
 
 @pytest.mark.parametrize(
@@ -183,18 +183,18 @@ def test_numbers_that_are_close(number: str) -> None:
 )  # fmt: skip
 def test_claims_that_are_no_values(claim: Any) -> None:
     for literal in ("5", "[1]", "{1}", "{1: 2}", "(1, 2)", "b'1'", "{(1,)}"):
-        apart = take_apart(f"assert f() == {literal}")
-        assert apart is not None and not apart.holds(claim)
+        split = split_test(f"assert f() == {literal}")
+        assert split is not None and not split.holds(claim)
 
 
 def test_a_claim_cannot_keep_the_judge_busy() -> None:
     """Keys that collide: comparing a million of them would take hours."""
     keys = [number * (2**61 - 1) for number in range(100_000)]
-    apart = take_apart("assert f() == {1, 2}")
-    nested = take_apart("assert f() == [{(1, 2): 3}]")
-    assert apart is not None and nested is not None
+    split = split_test("assert f() == {1, 2}")
+    nested = split_test("assert f() == [{(1, 2): 3}]")
+    assert split is not None and nested is not None
     start = time.process_time()
-    assert not apart.holds([{"set": keys}])
+    assert not split.holds([{"set": keys}])
     assert not nested.holds([[{"dict": [[{"set": keys}, 3]]}]])
     assert time.process_time() - start < 1
 

@@ -121,8 +121,8 @@ def test_a_prompt_whose_tests_cannot_be_read_has_no_reward(env: CodeEnvironment)
     result = env.step(said(*[CORRECT] * 3), [{"ground_truth": "3"}, {"tests": SUM}, {"tests": "[{"}])
     assert result.rewards == [None, 1.0, None]
     assert result.reasons[0].startswith("the code environment needs tests in one of tests, input_output")
-    assert result.reasons[2] == "not JSON: '[{'; tests that are packed (LiveCodeBench's private ones) have to be " + (
-        "unpacked in the dataset"
+    assert result.reasons[2] == (
+        "not JSON: '[{'; packed tests (LiveCodeBench's private ones) must be unpacked in the dataset"
     )
 
 
@@ -177,7 +177,7 @@ def test_a_sandbox_that_breaks_gives_no_reward(monkeypatch: pytest.MonkeyPatch) 
 
 def test_without_bubblewrap_it_refuses_and_says_what_there_is(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(sandbox_command.shutil, "which", lambda _: None)
-    wanted = rf"(?s)bubblewrap \(bwrap\) is not installed.*there is env\.code\.sandbox: {TRUST}"
+    wanted = rf"(?s)bubblewrap \(bwrap\) is not installed.*set env\.code\.sandbox: {TRUST}"
     with pytest.raises(SandboxError, match=wanted):
         CodeEnvironment({})
     CodeEnvironment({"sandbox": TRUST}).shutdown()

@@ -55,7 +55,7 @@ def test_live_code_bench() -> None:
     assert read_tests(row) == [StdinTest("1\n", "2\n"), CallTest("add", [[1, 2], "a"], ([3],))]
     with pytest.raises(CodeTestError, match="private_test_cases: a functional test needs func_name in 'metadata'"):
         read_tests(row | {"metadata": "{}"})
-    with pytest.raises(CodeTestError, match="not JSON: 'eJwr.*have to be unpacked in the dataset"):
+    with pytest.raises(CodeTestError, match="not JSON: 'eJwr.*must be unpacked in the dataset"):
         read_tests(row | {"private_test_cases": "eJwrSS0uAQAEXQHB"})
 
 
