@@ -346,8 +346,8 @@ def _start_environment(name: str, section: dict[str, Any], config: MasterConfig,
         raise SetupError(f"env.{name}.verdict_timeout_s must be a number of seconds above 0, got {timeout_s!r}")
     cls, _ = create_env_class(str(section.pop("environment", name)))
     needs, gpu = cls.resources(section), Platform.detect(config.cluster.platform).on_gpu
-    patience_s = cls.patience_s(section)
-    runs_agents = patience_s is not None
+    play_timeout_s = cls.play_timeout_s(section)
+    runs_agents = play_timeout_s is not None
     built = (AgentWorker, cls, section) if runs_agents else (cls, section)
 
     def start() -> Worker:
@@ -360,7 +360,7 @@ def _start_environment(name: str, section: dict[str, Any], config: MasterConfig,
             streams=REQUESTS if runs_agents else 0,
         )
 
-    timeout_s = min(float(timeout_s), cluster.call_timeout_s) if patience_s is None else patience_s
+    timeout_s = min(float(timeout_s), cluster.call_timeout_s) if play_timeout_s is None else play_timeout_s
     return EnvironmentWorker(cluster, start, calls=cls.concurrent_calls, timeout_s=timeout_s, runs_agents=runs_agents)
 
 
