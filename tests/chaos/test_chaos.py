@@ -32,9 +32,7 @@ CAMPAIGNS = {
     "engine-in-a-refit": [Kill(ENGINE, at) for at in REFIT],
     "engine-in-a-step": [
         *(Kill(ENGINE, at) for at in ("generate_refs", "advance", "receive")),
-        *(
-            Kill(ENGINE, at, steps=2) for at in ("train", "start_save")
-        ),  # noticed in the next refit
+        *(Kill(ENGINE, at, steps=2) for at in ("train", "start_save")),  # noticed in the next refit
     ],
     "engine-hangs": [Kill(ENGINE, at, hangs=True) for at in ("generate_refs", "commit_refit")],
     "environment": [Kill(ENVIRONMENT, at) for at in ("generate_refs", "advance", "train", "commit_refit")],

@@ -20,7 +20,7 @@ RAY_PORTS = (6379, 8265)
 
 @dataclass(frozen=True)
 class Needs:
-    """What a recipe needs from a node. The defaults are what any run needs."""
+    """The needs of a recipe on a node. The defaults are what any run needs."""
 
     gpu: bool | None = None  # None: if there are any
     nodes: int = 1

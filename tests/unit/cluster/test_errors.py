@@ -1,4 +1,4 @@
-"""Errors of workers travel between processes, and losses are told from mistakes."""
+"""Errors of workers can be pickled, and losses are distinguished from mistakes."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ def test_a_failure_carries_text_and_the_exception_itself():
 
 
 class TwoArguments(Exception):
-    """Can be pickled but not unpickled, as many libraries' exceptions."""
+    """Can be pickled but not unpickled, like many libraries' exceptions."""
 
     def __init__(self, one: int, two: int) -> None:
         super().__init__(f"{one} and {two}")

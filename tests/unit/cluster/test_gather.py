@@ -1,4 +1,4 @@
-"""One deadline and one error for many workers, against a cluster whose clock and answers the test decides."""
+"""Many workers have one deadline and one error. The test controls the cluster's clock and answers."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ class Answer:
 
 
 class Script:
-    """A cluster of which only next_ready is needed."""
+    """A cluster that has only next_ready."""
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
         self.now = 0.0
@@ -59,7 +59,7 @@ def test_the_deadline_is_one_for_all_and_names_the_missing(script):
     with pytest.raises(DeadlineExceeded) as caught:
         gather(script, answers, timeout_s=10, what="work")
     assert script.now == 10
-    assert (caught.value.whom, caught.value.seconds) == ("b, d", 10)  # not what was left for the last wait
+    assert (caught.value.whom, caught.value.seconds) == ("b, d", 10)  # the whole timeout, not that of the last wait
     assert str(caught.value) == "work: no answer from b, d within 10 s\nstacks"
 
 
@@ -85,7 +85,7 @@ def test_the_grace_does_not_outlast_the_deadline(script):
 
 
 class Others:
-    """Work with answers of its own; each brings the next one about."""
+    """Background work whose answers each start the next call."""
 
     def __init__(self, *at: float) -> None:
         self.left = [Answer(f"other at {time:g}", time) for time in at]

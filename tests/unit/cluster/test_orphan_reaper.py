@@ -51,7 +51,7 @@ time.sleep(60)
     process = subprocess.Popen([sys.executable, "-c", driver], stdout=subprocess.PIPE, env={"PATH": os.environ["PATH"]})
     assert process.stdout is not None and process.stdout.readline() == b"up\n"
     time.sleep(0.6)
-    assert len(orphan_reaper.marked(mark)) == 1 and folder.exists()  # it waits as long as the driver lives
+    assert len(orphan_reaper.marked(mark)) == 1 and folder.exists()  # it waits while the driver lives
     process.kill()
     process.wait()
     deadline = time.monotonic() + 10

@@ -1,4 +1,4 @@
-"""Nodes of Ray: a launcher's node has ports of its own and leaves nothing behind; which rank runs on which node."""
+"""A launcher's Ray node has its own ports and leaves nothing behind; neighbouring ranks share a node."""
 
 from __future__ import annotations
 
@@ -55,7 +55,7 @@ def test_a_head_that_does_not_answer_is_named(capsys: pytest.CaptureFixture[str]
 @pytest.mark.slow
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGUSR2])
 def test_what_a_node_has_started_ends_with_it(tmp_path: Path, number: int) -> None:
-    """Also what left its family, as Ray's processes may."""
+    """Also processes that left its process group, as Ray's may."""
     folder, seen = tmp_path / "ray", tmp_path / "seen"
     folder.mkdir()
     inner = f"(setsid sleep 300 & echo $! > {seen}; env > {tmp_path}/env); sleep 300"
@@ -72,7 +72,7 @@ def test_what_a_node_has_started_ends_with_it(tmp_path: Path, number: int) -> No
     node.send_signal(number)
     assert node.wait(60) == 0
     command = Path(f"/proc/{int(seen.read_text())}/cmdline")
-    assert not command.exists() or not command.read_bytes()  # gone, or dead and not yet collected
+    assert not command.exists() or not command.read_bytes()  # it has ended, or is a zombie
     assert not folder.exists()
     environment = (tmp_path / "env").read_text()
     assert MARKER in environment and "MY_SECRET" not in environment
@@ -89,5 +89,5 @@ def test_a_node_that_ends_by_itself_is_a_failure(tmp_path: Path) -> None:
 def test_neighbouring_ranks_share_a_node() -> None:
     assert rank_order(["x", "x"]) == [(0, 0), (1, 1)]
     assert rank_order(["y", "x", "y", "x"]) == [(0, 0), (2, 1), (1, 0), (3, 1)]
-    # A bundle that is a node's share of the ranks holds several.
+    # A bundle may hold all ranks of a node.
     assert rank_order(["y", "x"], 4) == [(0, 0), (0, 1), (1, 0), (1, 1)]

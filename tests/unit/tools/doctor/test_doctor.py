@@ -1,5 +1,4 @@
-"""The doctor finds faults: real ones where this machine lets a test make them, otherwise in what a probe would
-return."""
+"""The doctor finds faults: real ones if a test can make them on this machine, otherwise simulated probe results."""
 
 from __future__ import annotations
 
@@ -121,8 +120,8 @@ def test_a_slow_file_system() -> None:
 def test_a_clock_that_is_off(tmp_path: Path) -> None:
     times = probes.file_times(str(tmp_path), now=lambda: time.time() - 90)
     fault(checks.folder(times, "checkpoints"), "clock", " s off", "chrony")
-    assert times.clock == pytest.approx(90, abs=2)  # the probe's own writing takes its time
-    assert checks.clock(1.2, 0.5, "node-1").state == "ok"  # not known well enough
+    assert times.clock == pytest.approx(90, abs=2)  # the probe itself takes a moment
+    assert checks.clock(1.2, 0.5, "node-1").state == "ok"  # not measured precisely enough
     fault(checks.clock(-7.0, 0.5, "node-1"), "node-1", "-7.0 s")
 
 

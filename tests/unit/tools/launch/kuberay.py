@@ -1,4 +1,4 @@
-"""KubeRay's own schema of a RayJob, from the folder of test data that lies beside the project where it is there."""
+"""KubeRay's own schema of a RayJob, if the folder of test data next to the project has it."""
 
 from __future__ import annotations
 

@@ -1,6 +1,6 @@
-"""Every recipe as a job of each kind, compared with files. After a change that is meant:
+"""Every recipe, rendered as a job of each kind, equals its golden file. After an intended change:
 
-python -m tests.unit.tools.launch.test_golden    # writes them and launchers/ anew; then read the diff
+python -m tests.unit.tools.launch.test_golden    # rewrites them and launchers/; then read the diff
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ GOLDEN = Path(__file__).parent / "golden"
 RECIPES = sorted(str(file.relative_to(ROOT)) for file in (ROOT / "recipes").rglob("*.yaml"))
 IMAGE = "launch.container=ghcr.io/your-org/grpo-mcore:0.1.0"
 CLAIM = "launch.k8s.volume_claim=grpo-runs"
-# What the manifests in launchers/k8s show of a cluster of H100 nodes with RDMA and gang scheduling.
+# The manifests in launchers/k8s are for a cluster of H100 nodes with RDMA and gang scheduling.
 H100 = (
     IMAGE, CLAIM, "launch.k8s.scheduler=kueue", "launch.k8s.queue=training", "launch.k8s.rdma_resource=rdma/ib",
     "launch.k8s.rdma_count=8", "launch.cpus_per_node=96", "launch.memory_gb_per_node=1024", "launch.k8s.shm_gb=256",
@@ -31,7 +31,7 @@ H100 = (
     "launch.k8s.node_selector={nvidia.com/gpu.product: NVIDIA-H100-80GB-HBM3}",
 )  # fmt: skip
 TWO_NODES = "recipes/grpo-llama3.1-8B-2n8g.yaml"
-# Two nodes train, a third one generates.
+# Two nodes train, a third generates.
 DISAGGREGATED = (
     "launch.name=grpo-3n8g-disaggregated", "cluster.num_nodes=3",
     "policy.generation.colocated={enabled: false, resources: {num_nodes: 1}}",
@@ -50,7 +50,7 @@ def golden(recipe: str, suffix: str) -> Path:
 
 
 def of_processes(recipe: str) -> tuple[str, ...]:
-    """Some recipes are for a debugger: one process, which no cluster would start."""
+    """Return overrides for recipes that run in one process for a debugger: a launcher rejects them."""
     return ("cluster.backend=ray",) if load_recipe(recipe).config.cluster.backend == "local" else ()
 
 
@@ -61,7 +61,7 @@ def slurm(recipe: str) -> str:
 
 
 def through_nemo_run(recipe: str) -> str:
-    """What NeMo-Run's Slurm executor gets, and the script for its local one where the recipe is of one node."""
+    """Render the values for NeMo-Run's Slurm executor, and for a recipe of one node the script for its local one."""
     loaded = load_recipe(recipe, of_processes(recipe))
     spec = launch_spec(loaded, "slurm")
     script = nemo_run.script(spec, "slurm").replace(BODY.read_text(), BODY_HERE)
@@ -72,7 +72,7 @@ def through_nemo_run(recipe: str) -> str:
 
 
 class _Blocks(yaml.SafeDumper):
-    """Texts of several lines line by line."""
+    """Writes texts of several lines as blocks."""
 
 
 _Blocks.add_representer(
@@ -86,7 +86,7 @@ def k8s(recipe: str, *overrides: str) -> LaunchSpec:
 
 
 def without_recipe(text: str) -> str:
-    """The resolved recipe has tests of its own; here it would change with every new key."""
+    """Leave the resolved recipe out: it has its own tests, and would change the golden files with every new key."""
     head = "".join(line for line in text.splitlines(keepends=True) if line.startswith("#"))
     parts = list(yaml.safe_load_all(text))
     assert MasterConfig.model_validate(yaml.safe_load(parts[0]["data"]["recipe.yaml"]))
@@ -112,7 +112,7 @@ def test_nemo_run(recipe: str) -> None:
 
 
 def shipped() -> dict[str, str]:
-    """launchers/: what people use as it stands."""
+    """Return the files of launchers/, which people use unchanged."""
     return {
         "slurm/grpo_2n8g.sh": sbatch_script(launch_spec(load_recipe(TWO_NODES), "slurm")),
         "k8s/grpo-2n8g.yaml": manifest(k8s(TWO_NODES, *H100)),

@@ -89,7 +89,7 @@ def test_what_the_server_fills_in_is_accepted(job: Job, change: Callable[[Job], 
 
 @pytest.mark.parametrize("overrides", [(), DISAGGREGATED])
 def test_the_rules_that_the_schema_does_not_hold(overrides: tuple[str, ...]) -> None:
-    """The operator and the kubelet would refuse the job, or its pods, only later."""
+    """The operator and the kubelet would reject the job, or its pods, only later."""
     job = documents(launch_spec(load_recipe(str(ROOT / TWO_NODES), [*H100, *overrides]), "k8s"))[1]
     assert len(job["metadata"]["name"]) <= 47, "the operator makes the names of services and pods from it"
     assert spec(job)["submissionMode"] == "SidecarMode"

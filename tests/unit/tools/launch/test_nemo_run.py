@@ -1,4 +1,4 @@
-"""What NeMo-Run gets of a job, as far as that needs no NeMo-Run: its values, and the script that follows a RayJob."""
+"""The values and scripts that NeMo-Run gets, tested without NeMo-Run."""
 
 from __future__ import annotations
 
@@ -65,7 +65,7 @@ def test_here_the_run_is_the_program_itself(tmp_path: Path) -> None:
     assert done.returncode == 127 and "activate the environment that trains" in done.stderr
 
 
-# What kubectl says of the RayJob, call by call; "" is a call that fails.
+# The RayJob's status by kubectl, call by call; "" is a call that fails.
 @pytest.mark.slow
 @pytest.mark.parametrize(
     ("answers", "code", "said"),
@@ -79,7 +79,7 @@ def test_here_the_run_is_the_program_itself(tmp_path: Path) -> None:
     ],
 )
 def test_a_rayjob_is_followed_to_its_end(tmp_path: Path, answers: list[str], code: int, said: str) -> None:
-    """There is no Kubernetes here: a program in kubectl's place."""
+    """A script stands in for kubectl."""
     (tmp_path / "answers").write_text("\n".join(answers) + "\n")
     kubectl = tmp_path / "kubectl"
     kubectl.write_text(
