@@ -22,5 +22,5 @@ def import_by_path(path: str, what: str, error: type[Exception]) -> Any:
     except (ImportError, AttributeError, ValueError) as cause:
         hint = "write it as 'package.module:name'"
         if path.startswith("examples.") and isinstance(cause, ModuleNotFoundError):
-            hint = "examples/ is no part of the installed package; run this in the root of a checkout of the project"
+            hint = "examples/ is not part of the installed package; run this in the root of a checkout of the project"
         raise error(f"cannot import the {what} {path!r}: {cause}; {hint}") from cause

@@ -8,7 +8,11 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from grpo_mcore.rollout.datum import DatumSpec
+from grpo_mcore.rollout.datum import DatumSpec, LLMMessageLogType, Message
+
+__all__ = ["DataError", "DatumSpec", "LLMMessageLogType", "Message", "TaskDataProcessFnCallable", "TaskDataSpec"]
+
+RESERVED_KEYS = ("messages", "task_name", "uid")  # of a row in chat format; its other fields are the user's
 
 
 class DataError(ValueError):

@@ -8,12 +8,11 @@ from __future__ import annotations
 
 from typing import Any
 
-from grpo_mcore.data.interfaces import DataError, TaskDataProcessFnCallable, TaskDataSpec
+from grpo_mcore.data.interfaces import RESERVED_KEYS, DataError, TaskDataProcessFnCallable, TaskDataSpec
 from grpo_mcore.imports import import_by_path
 from grpo_mcore.recipe import MasterConfig
 from grpo_mcore.rollout.datum import DatumSpec, Message
 
-_RESERVED_KEYS = ("messages", "task_name", "uid")
 SLIDING_PUZZLE = "examples.sliding_puzzle.dataset:sliding_puzzle_processor"
 
 
@@ -167,7 +166,7 @@ def _prompt_datum(
     log = _tokenise([("user", text)], tokenizer)
     length = len(log[0]["token_ids"])
     fits = max_seq_length is None or length < max_seq_length
-    extra = {key: value for key, value in row.items() if key not in _RESERVED_KEYS}
+    extra = {key: value for key, value in row.items() if key not in RESERVED_KEYS}
     extra |= {} if truth is None else {"ground_truth": truth}
     extra |= {"messages": messages} if chat else {}
     return _datum(log, length, fits, extra, row, spec, idx)

@@ -7,12 +7,12 @@ from typing import Any
 
 import msgspec
 
-from grpo_mcore.data.datasets.mapped import RESERVED_KEYS, Row
+from grpo_mcore.data.datasets.mapped import Row
 from grpo_mcore.data.datasets.messages import as_messages, assistant, conversation, without_nulls
 from grpo_mcore.data.datasets.source import missing
 from grpo_mcore.data.gym.conversation import chat_messages, chat_tools, with_instructions
 from grpo_mcore.data.gym.rollout import BadRow, Filtered, Item
-from grpo_mcore.data.interfaces import DataError
+from grpo_mcore.data.interfaces import RESERVED_KEYS, DataError
 
 
 def question_and_answer(row: Row, *, question: str, answer: str) -> Row:

@@ -118,7 +118,7 @@ def parse(text: bytes, where: str, kind: type = dict) -> Any:
     except UnicodeDecodeError as error:
         raise DataError(f"{where}: not UTF-8 text ({error.reason}, byte {error.start})") from error
     except UnicodeEncodeError as error:
-        raise DataError(f"{where}: half a surrogate pair in a text, such as \\ud800; it stands for nothing") from error
+        raise DataError(f"{where}: half a surrogate pair in a text, such as \\ud800") from error
     except json.JSONDecodeError as error:
         raise DataError(f"{where}: not JSON ({error.msg}, column {error.colno}); one JSON object a line") from error
     except (ValueError, RecursionError) as error:

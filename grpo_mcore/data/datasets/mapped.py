@@ -11,8 +11,6 @@ from grpo_mcore.data.interfaces import DataError, TaskDataSpec
 from grpo_mcore.data.processors import find_processor
 from grpo_mcore.recipe import DatasetEntry
 
-RESERVED_KEYS = ("messages", "task_name", "uid")  # of a row in chat format
-
 Entry = DatasetEntry | Mapping[str, Any]
 """An entry of `data.train` or `data.validation`, or a mapping with some of its keys."""
 Row = dict[str, Any]

@@ -1,0 +1,37 @@
+"""Import paths in recipes: found in the working directory too; the error says what to do."""
+
+from __future__ import annotations
+
+import os
+import sys
+from pathlib import Path
+
+import pytest
+
+from grpo_mcore.imports import import_by_path
+
+
+def test_both_ways_to_write_a_path() -> None:
+    assert import_by_path("os.path:join", "function", ValueError) is os.path.join
+    assert import_by_path("os.path.join", "function", ValueError) is os.path.join
+
+
+def test_a_module_of_the_working_directory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "my_rewards.py").write_text("best = 1\n")
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(sys, "path", [path for path in sys.path if path])
+    assert import_by_path("my_rewards:best", "reward", ValueError) == 1
+
+
+@pytest.mark.parametrize(
+    ("path", "message"),
+    [
+        ("no_such_module:f", "cannot import the reward 'no_such_module:f': No module .* as 'package.module:name'"),
+        ("os.path:no_such", "has no attribute 'no_such'; write it as"),
+        ("no_path", "write it as 'package.module:name'"),
+        ("examples.no_such:f", "examples/ is not part of the installed package; run this in the root of a checkout"),
+    ],
+)
+def test_an_error_names_the_path_and_the_remedy(path: str, message: str) -> None:
+    with pytest.raises(KeyError, match=message):
+        import_by_path(path, "reward", KeyError)
