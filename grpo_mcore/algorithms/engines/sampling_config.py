@@ -10,7 +10,6 @@ from grpo_mcore.rollout.trajectory import Sampling
 def turn_limits(config: MasterConfig) -> TurnLimits:
     """Return the limits of a sample's turns."""
     max_model_len = config.policy.generation.vllm_cfg.max_model_len
-    assert max_model_len is not None, "the recipe derives it"
     return TurnLimits(config.grpo.max_rollout_turns, max_model_len)
 
 
@@ -19,7 +18,6 @@ def sampling_of(generation: GenerationConfig, eos_token_id: int, *, validation: 
     stop_ids, max_new_tokens = generation.stop_token_ids, generation.max_new_tokens
     temperature = generation.val_temperature if validation else generation.temperature
     top_p = generation.val_top_p if validation else generation.top_p
-    assert max_new_tokens is not None and temperature is not None and top_p is not None, "the recipe derives them"
     return Sampling(
         max_new_tokens=max_new_tokens,
         temperature=temperature,

@@ -8,7 +8,7 @@ from typing import Any
 from pydantic import Field
 
 from grpo_mcore.recipe.errors import nearest_hint
-from grpo_mcore.recipe.schema.section import NonNegative, NonNegativeFloat, Positive, Section
+from grpo_mcore.recipe.schema.section import NULL, Derived, NonNegative, NonNegativeFloat, Positive, Section
 
 # Datasets that are read from `data_path`. Any other name is a dataset of its own.
 FILE_DATASETS = ("ResponseDataset", "openai_format", "BinaryPreferenceDataset", "NemoGymDataset")
@@ -107,7 +107,7 @@ class DatasetEntry(Section):
 class DataConfig(Section):
     """`data`. Read by data/."""
 
-    max_input_seq_length: Positive | None = None
+    max_input_seq_length: Derived[Positive] = NULL
     """Maximum length of a prompt, in tokens; longer ones are excluded and counted. null:
     policy.max_total_sequence_length."""
     shuffle: bool = True

@@ -7,6 +7,8 @@ from typing import Annotated, Any, Literal
 from pydantic import Field
 
 from grpo_mcore.recipe.schema.section import (
+    NULL,
+    Derived,
     NonNegativeFloat,
     OffWhenNull,
     Positive,
@@ -61,9 +63,9 @@ class VllmConfig(Section):
     """Share of a GPU's memory that an engine may take. No effect on CPU."""
     kv_cache_memory_gb: PositiveFloat | None = None
     """Size of one engine rank's KV cache in GiB. null: what gpu_memory_utilization leaves; on CPU 1 GiB."""
-    max_model_len: Positive | None = None
+    max_model_len: Derived[Positive] = NULL
     """Maximum length of a sequence in an engine, in tokens. null: policy.max_total_sequence_length."""
-    precision: Literal["bfloat16", "float32"] | None = None
+    precision: Derived[Literal["bfloat16", "float32"]] = NULL
     """Number format of the engine's weights and activations. null: policy.precision."""
     kv_cache_dtype: str = "auto"
     """Number format of the KV cache. Only auto is supported yet."""
@@ -99,7 +101,7 @@ class GenerationConfig(Section):
     """The inference engine."""
     num_engines: Positive | None = None
     """Number of engines. null: as many as fit their accelerators; on CPU 1, or as many as fit their own pool."""
-    max_new_tokens: Positive | None = None
+    max_new_tokens: Derived[Positive] = NULL
     """Maximum length of an answer, in tokens. null: policy.max_total_sequence_length."""
     temperature: PositiveFloat = 1.0
     """Sampling temperature in training. The policy's logits are divided by it too. Also read by parallel/."""
@@ -107,9 +109,9 @@ class GenerationConfig(Section):
     """Sample from the smallest set of tokens with this total probability. Below 1: not supported yet in training."""
     top_k: Positive | None = None
     """Sample from this many most likely tokens. null: from all; a number is not supported yet in training."""
-    val_temperature: NonNegativeFloat | None = None
+    val_temperature: Derived[NonNegativeFloat] = NULL
     """Sampling temperature in validation. 0 takes the most likely token. null: temperature."""
-    val_top_p: PositiveShare | None = None
+    val_top_p: Derived[PositiveShare] = NULL
     """top_p in validation. null: top_p."""
     val_top_k: Positive | None = None
     """top_k in validation. null: top_k."""

@@ -7,6 +7,8 @@ from typing import Annotated, Any, Literal
 from pydantic import Field
 
 from grpo_mcore.recipe.schema.section import (
+    NULL,
+    Derived,
     NonNegative,
     NonNegativeFloat,
     OffWhenNull,
@@ -28,7 +30,7 @@ class OptimizerConfig(Section):
     """Learning rate at the end of the decay."""
     weight_decay: NonNegativeFloat = 0.01
     """Decoupled weight decay, per optimizer step and unit of learning rate."""
-    bf16: bool | None = None
+    bf16: Derived[bool] = NULL
     """Weights in bfloat16 with float32 copies in the optimizer. Must agree with policy.precision. null: follow it."""
     params_dtype: Literal["float32"] = "float32"
     """Number format of the optimizer's copy of the weights."""
@@ -44,7 +46,7 @@ class OptimizerConfig(Section):
     """Shard the optimizer state over the data-parallel ranks. false: not supported yet."""
     use_precision_aware_optimizer: bool = False
     """Keep the optimizer state in lower precision. No effect yet."""
-    clip_grad: NonNegativeFloat | None = None
+    clip_grad: Derived[NonNegativeFloat] = NULL
     """Same as policy.max_grad_norm. null: its value. Two different values are an error."""
     optimizer_cpu_offload: bool = False
     """Keep the optimizer state on the host and step there. Not supported yet."""
@@ -64,9 +66,9 @@ class SchedulerConfig(Section):
     """Steps of linear warm-up from lr_warmup_init to lr."""
     lr_warmup_init: NonNegativeFloat = 5.0e-7
     """Learning rate of the first step of the warm-up."""
-    start_weight_decay: NonNegativeFloat | None = None
+    start_weight_decay: Derived[NonNegativeFloat] = NULL
     """Weight decay at the first step. null: optimizer.weight_decay."""
-    end_weight_decay: NonNegativeFloat | None = None
+    end_weight_decay: Derived[NonNegativeFloat] = NULL
     """Weight decay after lr_decay_iters steps. null: optimizer.weight_decay."""
     weight_decay_incr_style: Literal["constant", "linear", "cosine"] = "constant"
     """Shape of the change from start_weight_decay to end_weight_decay."""
@@ -134,7 +136,7 @@ class MegatronConfig(Section):
     """Layers of the last pipeline stage. null: an even split."""
     sequence_parallel: bool = False
     """Split activations by token outside of the tensor-parallel layers. Needs TP above 1."""
-    pipeline_dtype: Literal["bfloat16", "float32"] | None = None
+    pipeline_dtype: Derived[Literal["bfloat16", "float32"]] = NULL
     """Number format between pipeline stages. Must agree with policy.precision. null: follow it."""
     activation_checkpointing: bool = False
     """Recompute activations in the backward pass instead of keeping them."""

@@ -8,7 +8,15 @@ from pydantic import Field
 
 from grpo_mcore.recipe.schema.generation import GenerationConfig
 from grpo_mcore.recipe.schema.megatron import MegatronConfig
-from grpo_mcore.recipe.schema.section import NonNegativeFloat, OffWhenNull, Positive, PositiveFloat, Section
+from grpo_mcore.recipe.schema.section import (
+    NULL,
+    Derived,
+    NonNegativeFloat,
+    OffWhenNull,
+    Positive,
+    PositiveFloat,
+    Section,
+)
 
 PackingAlgorithm = Literal[
     "concatenative",
@@ -22,7 +30,7 @@ PackingAlgorithm = Literal[
 class TokenizerConfig(Section):
     """`policy.tokenizer`: the tokenizer and its chat template."""
 
-    name: str | None = None
+    name: Derived[str] = NULL
     """Hugging Face name or folder of the tokenizer. null: policy.model_name. Read by data/ and generation/."""
     chat_template: str | None = None
     """Chat template (Jinja text or a file with it) that replaces the tokenizer's own. Read by data/."""
@@ -35,10 +43,10 @@ class SequencePackingConfig(Section):
 
     enabled: bool = True
     """Pack sequences into bins. false: padded micro-batches. Read by batching/ and parallel/."""
-    train_mb_tokens: Positive | None = None
+    train_mb_tokens: Derived[Positive] = NULL
     """Capacity of a training bin, in tokens. null: max_total_sequence_length x train_micro_batch_size.
     Read by batching/."""
-    logprob_mb_tokens: Positive | None = None
+    logprob_mb_tokens: Derived[Positive] = NULL
     """Capacity of a bin of the log-prob passes, in tokens. No effect yet: they use the bins of training. null:
     max_total_sequence_length x logprob_batch_size."""
     algorithm: PackingAlgorithm = "modified_first_fit_decreasing"
@@ -79,7 +87,7 @@ class PolicyConfig(Section):
     """Samples of one optimizer step, over all data-parallel ranks. Read by algorithms/ and batching/."""
     train_micro_batch_size: Positive = 4
     """Samples of one micro-batch. With packing it only sets the default bin capacity. Read by batching/."""
-    logprob_batch_size: Positive | None = None
+    logprob_batch_size: Derived[Positive] = NULL
     """Samples of one forward pass for log-probs. No effect yet: the log-prob passes use the bins of training. null:
     train_micro_batch_size."""
     max_total_sequence_length: Positive = 512

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from typing import Annotated, Any
+from typing import Annotated, Any, TypeVar
 
-from pydantic import BaseModel, BeforeValidator, ConfigDict, Field
+from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, WrapValidator
 
 Positive = Annotated[int, Field(gt=0)]
 NonNegative = Annotated[int, Field(ge=0)]
@@ -15,6 +15,13 @@ PositiveShare = Annotated[float, Field(gt=0, le=1)]
 
 # For sections whose default is "off": `async_grpo: null` means the same as leaving the section out.
 OffWhenNull = BeforeValidator(lambda value: {} if value is None else value)
+
+
+T = TypeVar("T")
+Derived = Annotated[T, WrapValidator(lambda value, validate: None if value is None else validate(value))]
+"""A value that a recipe may leave null: MasterConfig then derives it from others, so code reads it as set."""
+NULL: Any = None
+"""The default of a Derived value."""
 
 
 class Section(BaseModel):

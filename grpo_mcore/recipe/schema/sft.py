@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from grpo_mcore.recipe.schema.section import NonNegative, Positive, Section
+from grpo_mcore.recipe.schema.section import NULL, Derived, NonNegative, Positive, Section
 
 
 class SFTConfig(Section):
@@ -16,7 +16,7 @@ class SFTConfig(Section):
     """Steps between two validations. 0: never."""
     val_batches: Positive | None = 8
     """Batches of one validation. null: the whole validation data."""
-    val_global_batch_size: Positive | None = None
+    val_global_batch_size: Derived[Positive] = NULL
     """Samples of one validation batch. null: policy.train_global_batch_size."""
     val_at_start: bool = True
     """Validate before the first step."""

@@ -180,7 +180,7 @@ def check_shaping_acts(config: RecipeSections) -> Iterator[Finding]:
     longest, turns = shaping.max_response_length, config.grpo.max_rollout_turns
     if not shaping.enabled or shaping.stop_properly_penalty_coef is not None or longest is None:
         return
-    possible = (generation.max_new_tokens or config.policy.max_total_sequence_length) * turns
+    possible = generation.max_new_tokens * turns
     free = longest - shaping.overlong_buffer_length
     if free >= possible:
         yield Finding(
