@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from grpo_mcore.batching.packing import PACKING_ALGORITHMS, PackingError, pack
-from grpo_mcore.batching.plan import BatchPlan, CostModel, StepPlan, forward_plan, plan_step
+from grpo_mcore.batching.plan import BatchPlan, CostModel, StepPlan, plan_step
 
 __all__ = [
     "PACKING_ALGORITHMS",
@@ -11,7 +11,6 @@ __all__ = [
     "CostModel",
     "PackingError",
     "StepPlan",
-    "forward_plan",
     "pack",
     "plan_step",
 ]

@@ -40,11 +40,6 @@ class PackedBatch:
         return len(self.lengths)
 
     @property
-    def max_seqlen(self) -> int:
-        """Length of the longest sequence, padding included; variable-length kernels need it."""
-        return max(*self.lengths, self.padding, 0)
-
-    @property
     def padding(self) -> int:
         """Tokens of padding at the end of the row."""
         return self.tokens.shape[1] - sum(self.lengths)

@@ -116,25 +116,6 @@ def plan_step(
     return StepPlan(sizes, batches, cost)
 
 
-def forward_plan(
-    plan: StepPlan,
-    *,
-    capacity: int | None = None,
-    algorithm: str = "balanced",
-    multiple: int = 1,
-    micro_batch_size: int | None = None,
-    seed: int = 0,
-) -> StepPlan:
-    """Pack each rank's samples of a step into one batch with bins of another size, for a forward-only pass.
-
-    A forward pass needs less memory, so its bins may be larger than those of training. No sample changes rank.
-    Arguments are those of `plan_step`.
-    """
-    fill = _bin_maker(capacity, algorithm, multiple, micro_batch_size, seed)
-    shares = [list(plan.samples_of(rank)) for rank in range(plan.dp)]
-    return StepPlan(plan.lengths, (_bins_of_ranks(shares, plan.lengths, fill),), plan.cost)
-
-
 BinMaker = Callable[[Sequence[int], int], list[list[int]]]
 """(lengths of a rank's samples, minimum number of bins) -> bins of positions in that list."""
 

@@ -1,6 +1,6 @@
 """Model families: their shapes, parameters, splits and FLOPs, as plain values. One file a family.
 
-To add a family, write a module and register it in `registry.FAMILIES` under its `model_type`. The module defines
+To add a family, write a module named after its `model_type` and add it to `registry.MODULES`. The module defines
 
 - `shape(config) -> ModelShape`: reads `config.json`, and raises FamilyError for values that it does not support;
 - `params(shape) -> tuple[Param, ...]`: declares every parameter: its Hugging Face tensors, Megatron-Core's name, vLLM's
@@ -17,14 +17,7 @@ from __future__ import annotations
 from grpo_mcore.families.adapters import AdapterShape, adapter_shape, adapters_of, is_adapted
 from grpo_mcore.families.engine import check_engine_parallel, engine_pieces, engine_shape, missing_on_cpu
 from grpo_mcore.families.fits import check_fit
-from grpo_mcore.families.registry import (
-    FAMILIES,
-    forward_flops,
-    parameter_count,
-    params_of,
-    read_hf_config,
-    shape_of,
-)
+from grpo_mcore.families.registry import FAMILIES, forward_flops, parameter_count, params_of, read_hf_config, shape_of
 from grpo_mcore.families.spec import (
     Block,
     Box,

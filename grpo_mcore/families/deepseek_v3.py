@@ -93,7 +93,6 @@ def _attention(layer: Layer) -> list[Param]:
         form, fused = EngineForm(start=fused_at), "self_attn.fused_qkv_a_proj.weight"
         return layer.param(f"self_attention.{megatron}.weight", split, tensor, fused=fused, form=form)
 
-    key_values_at = latent.query_rank
     if latent.query_rank is None:
         query = [param("linear_q_proj", Split.ROWS, "q_proj", heads * shape.head_dim, h)]
     else:
@@ -102,16 +101,10 @@ def _attention(layer: Layer) -> list[Param]:
             param("q_layernorm", Split.REPLICATED, "q_a_layernorm", latent.query_rank),
             param("linear_q_up_proj", Split.ROWS, "q_b_proj", heads * shape.head_dim, latent.query_rank),
         ]
+    down, width = "kv_a_proj_with_mqa", rank + latent.rotary_dim
     return [
         *query,
-        param(
-            "linear_kv_down_proj",
-            Split.REPLICATED,
-            "kv_a_proj_with_mqa",
-            rank + latent.rotary_dim,
-            h,
-            fused_at=key_values_at,
-        ),
+        param("linear_kv_down_proj", Split.REPLICATED, down, width, h, fused_at=latent.query_rank),
         param("kv_layernorm", Split.REPLICATED, "kv_a_layernorm", rank),
         param("linear_kv_up_proj", Split.ROWS, "kv_b_proj", heads * (latent.plain_dim + latent.value_dim), rank),
         param("linear_proj", Split.COLUMNS, "o_proj", h, heads * latent.value_dim),

@@ -97,18 +97,11 @@ class Layer:
     ) -> Param:
         """`fused`: vLLM's name within the layer if it fuses tensors or experts, or differs; else the tensor's name."""
         engine = f"model.layers.{self.index}.{fused}" if fused else tensors[0].name.replace(self.root, "model", 1)
+        name = "decoder.layers.{layer}." + name
         return Param(
-            "decoder.layers.{layer}." + name,
-            tensors,
-            split,
-            Stage.LAYER,
-            self.index,
-            expert=expert,
-            engine=engine,
-            engine_form=form,
-            buffer=buffer,
-            parts=parts,
-        )
+            name, tensors, split, Stage.LAYER, self.index,
+            expert=expert, engine=engine, engine_form=form, buffer=buffer, parts=parts,
+        )  # fmt: skip
 
 
 LayerPart = Callable[[Layer], list[Param]]

@@ -13,16 +13,9 @@ from grpo_mcore.families import deepseek_v3, llama, mixtral, nemotron_h, qwen2, 
 from grpo_mcore.families.dense import dense_flops
 from grpo_mcore.families.spec import FamilyError, ModelShape, Param
 
-FAMILIES: dict[str, ModuleType] = {
-    "qwen2": qwen2,
-    "qwen3": qwen3,
-    "llama": llama,
-    "qwen3_moe": qwen3_moe,
-    "mixtral": mixtral,
-    "deepseek_v3": deepseek_v3,
-    "nemotron_h": nemotron_h,
-}
-"""Modules by the `model_type` of `config.json`."""
+MODULES = (qwen2, qwen3, llama, qwen3_moe, mixtral, deepseek_v3, nemotron_h)
+FAMILIES: dict[str, ModuleType] = {module.__name__.rpartition(".")[2]: module for module in MODULES}
+"""Modules by name, which is the `model_type` of `config.json`."""
 
 
 def read_hf_config(folder: str | Path) -> dict[str, Any]:

@@ -59,7 +59,6 @@ class Shard:
     numel: int
     buffer: int
     owned: tuple[int, ...]
-    tensors: int
 
     @property
     def most_owned(self) -> int:
@@ -102,7 +101,7 @@ def shard_of(params: Sequence[Param], shape: ModelShape, tensor: int, data: int,
                 continue
             for rank in range((begin - low) // share, min(data, (end - 1 - low) // share + 1)):
                 owned[rank] += min(end, low + (rank + 1) * share) - max(begin, low + rank * share)
-    return Shard(sum(end - begin for begin, end in spans), bucket_start, tuple(owned), len(spans))
+    return Shard(sum(end - begin for begin, end in spans), bucket_start, tuple(owned))
 
 
 def _up(number: int, multiple: int) -> int:
