@@ -130,12 +130,7 @@ class Policy:
             return self.logprobs(batches)
 
     def train_step(
-        self,
-        batches: Sequence[PackedBatch],
-        loss_fn: LossFn,
-        *,
-        global_valid_seqs: int,
-        global_valid_toks: int,
+        self, batches: Sequence[PackedBatch], loss_fn: LossFn, *, global_valid_seqs: int, global_valid_toks: int
     ) -> TrainReport:
         """Run one optimizer step over `batches`, whose `columns` hold what `loss_fn` reads.
 
@@ -176,12 +171,7 @@ class Policy:
         self.scheduler.step(increment=1)
 
     def _run(
-        self,
-        batches: Sequence[PackedBatch],
-        compute: Callable[..., Any],
-        *,
-        forward_only: bool,
-        entropy: bool = False,
+        self, batches: Sequence[PackedBatch], compute: Callable[..., Any], *, forward_only: bool, entropy: bool = False
     ) -> list[Any]:
         """Run Megatron-Core's schedule (1F1B if there are stages) over the micro-batches.
 
