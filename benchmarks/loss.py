@@ -1,17 +1,17 @@
-"""What a packed loss costs against a loop over its sequences: forward, backward and all metrics of one packed row.
+"""Compares a packed loss with a loop over its sequences: forward, backward and all metrics of one packed row.
 
     python benchmarks/loss.py [--tokens 32768] [--sequences 256] [--device cpu] [--json FILE]
 
-Three ways to the same numbers, compared before they are timed:
+Three ways to compute the same numbers. Their results are compared before they are timed:
 
-packed       ClippedPGLossFn on the whole row, float64; metrics brought to the host by one copy.
-sequences    the same loss function, called for each sequence on a slice of the row with the global counts, as systems
-             do whose loss takes one padded sequence; metrics likewise.
-by hand      the same formulas for each sequence, written out in float32 with nothing that a loop can do without: no
-             checks, no choice of terms, no reading of single metrics.
+packed       ClippedPGLossFn on the whole row, float64; one copy brings the metrics to the host.
+sequences    the same loss function, called for each sequence on a slice of the row with the global counts, as in
+             systems whose loss takes one padded sequence; metrics as above.
+by hand      the same formulas for each sequence, written out in float32 with the minimum a loop needs: no checks, no
+             choice of terms, no separate reads of metrics.
 
-The loss: asymmetric clip, k3 KL to the reference, truncated importance sampling, token-level mean. Lengths are uneven,
-and the first fifth of a sequence is its prompt. Medians over the repeats.
+The loss has an asymmetric clip, the k3 KL to the reference, truncated importance sampling and a token-level mean.
+Lengths are uneven, and the first fifth of a sequence is its prompt. Times are medians over the repeats.
 """
 
 from __future__ import annotations
@@ -47,7 +47,7 @@ COLUMNS = ("prev_logprobs", "generation_logprobs", "reference_policy_logprobs", 
 
 
 class Row:
-    """A packed row with random contents, and the counts it is normalised by."""
+    """A packed row with random contents, and the counts that normalise it."""
 
     def __init__(self, tokens: int, sequences: int, device: torch.device) -> None:
         generator = torch.Generator().manual_seed(0)
@@ -146,7 +146,7 @@ def by_hand(row: Row, curr: Tensor) -> tuple[Tensor, dict[str, float]]:
 
 
 def check(row: Row, ways: dict[str, Callable[..., Any]]) -> None:
-    """The ways give the same loss, gradient and metrics, as far as their precision goes. Also warms them up."""
+    """Exit unless all ways give the same loss, gradient and metrics within their precision. Also warms them up."""
     found = {}
     for name, way in ways.items():
         curr = row.curr.clone().requires_grad_()
@@ -158,11 +158,11 @@ def check(row: Row, ways: dict[str, Callable[..., Any]]) -> None:
         close = math.isclose(loss, other_loss, rel_tol=1e-4) and torch.allclose(grad, other_grad, rtol=1e-3, atol=1e-8)
         odd = [m for m in metrics if not math.isclose(metrics[m], other_metrics.get(m, math.nan), rel_tol=1e-3)]
         if not close or odd:
-            raise SystemExit(f"{name} does not compute what packed does: loss {other_loss} and {loss}, metrics {odd}")
+            raise SystemExit(f"{name} differs from packed: loss {other_loss} and {loss}, metrics {odd}")
 
 
 def milliseconds(row: Row, ways: dict[str, Callable[..., Any]], repeats: int) -> dict[str, float]:
-    """Median of one forward and backward with metrics. The ways take turns, so that a busy machine slows all alike."""
+    """Return the median times of forward, backward and metrics. The ways alternate, so that other load slows all alike."""
     spent: dict[str, list[float]] = {name: [] for name in ways}
     for _ in range(repeats):
         for name, way in ways.items():
@@ -179,12 +179,18 @@ def milliseconds(row: Row, ways: dict[str, Callable[..., Any]], repeats: int) ->
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--tokens", type=int, default=32768, help="length of the row")
-    parser.add_argument("--sequences", type=int, default=256, help="sequences in it")
+    parser.add_argument("--tokens", type=int, default=32768, help="number of tokens of the row")
+    parser.add_argument("--sequences", type=int, default=256, help="number of its sequences")
     parser.add_argument("--device", default="cpu", help="cpu, cuda, cuda:1, ...")
-    parser.add_argument("--threads", type=int, help="CPU threads of torch (default: torch's own choice)")
-    parser.add_argument("--repeats", type=int, default=10, help="runs that are counted, of each way")
-    parser.add_argument("--json", nargs="?", const=Path("/dev/stdout"), type=Path, help="print the figures, or to FILE")
+    parser.add_argument("--threads", type=int, help="CPU threads of torch (default: torch's)")
+    parser.add_argument("--repeats", type=int, default=10, help="timed runs of each way")
+    parser.add_argument(
+        "--json",
+        nargs="?",
+        const=Path("/dev/stdout"),
+        type=Path,
+        help="write the results to standard output, or to FILE",
+    )
     args = parser.parse_args()
     if args.threads:
         torch.set_num_threads(args.threads)

@@ -1,4 +1,4 @@
-"""The pictures of docs/objective.md, computed by the objective itself: `python scripts/plot_objective.py [folder]`."""
+"""Draws the pictures of docs/objective.md from the loss itself: `python scripts/plot_objective.py [folder]`."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ PLAIN = "black"
 
 @dataclass(frozen=True)
 class Curve:
-    """y over x, float64 [n] each. `style`: matplotlib's, colour and dashes."""
+    """y over x, float64 [n] each. `style`: arguments of matplotlib, such as color and linestyle."""
 
     x: Tensor
     y: Tensor
@@ -39,8 +39,8 @@ class Panel:
 
 
 def push(ratio: Tensor, advantage: float, **config: Any) -> Tensor:
-    """How hard the loss pushes the log-prob up: minus its gradient, summed over a sequence whose tokens all have this
-    ratio to the policy before the step and weigh 1 together. ratio [n] -> [n], of n sequences."""
+    """Return how hard the loss pushes the log-prob up: minus its gradient, summed over a sequence. All tokens of a
+    sequence have the same ratio to the policy before the step and a total weight of 1. ratio [n] -> [n], n sequences."""
     curr = _rows(ratio.log()).requires_grad_()
     _loss(curr, _rows(torch.zeros_like(ratio)), None, advantage, config).backward()
     assert curr.grad is not None
@@ -48,7 +48,7 @@ def push(ratio: Tensor, advantage: float, **config: Any) -> Tensor:
 
 
 def weight(raw: Tensor, age: int | None = None, **config: Any) -> Tensor:
-    """The importance weight that the loss uses where pi_prev / pi_generation is `raw` at every token, [n] -> [n]."""
+    """Return the importance weight in the loss if pi_prev / pi_generation is `raw` at every token, [n] -> [n]."""
     curr = _rows(torch.zeros_like(raw)).requires_grad_()
     options = {"disable_ppo_ratio": True} | IS | config  # then the gradient is the weight
     _loss(curr, torch.zeros_like(curr).detach(), _rows(-raw.log()), 1.0, options, age).backward()
@@ -57,7 +57,7 @@ def weight(raw: Tensor, age: int | None = None, **config: Any) -> Tensor:
 
 
 def _rows(values: Tensor) -> Tensor:
-    """The same value at TOKENS tokens of a sequence, after a first token, which is never trained: [n, 1 + TOKENS]."""
+    """Return sequences with the same value at TOKENS tokens after a first, untrained token: [n, 1 + TOKENS]."""
     return torch.cat([torch.zeros(len(values), 1), values[:, None].expand(-1, TOKENS)], 1)
 
 
@@ -204,7 +204,7 @@ def overlong_panels() -> list[Panel]:
 
 
 def figures() -> dict[str, list[Panel]]:
-    """The panels of every picture, by the name of its file."""
+    """Return the panels of each picture by the name of its file."""
     default = torch.get_default_dtype()
     torch.set_default_dtype(torch.float64)
     try:
@@ -219,7 +219,7 @@ def figures() -> dict[str, list[Panel]]:
 
 
 def draw(panels: list[Panel], path: Path) -> None:
-    """Writes a small PNG; needs no display."""
+    """Write a small PNG. Needs no display."""
     import numpy as np
     from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure
