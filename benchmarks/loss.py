@@ -162,7 +162,7 @@ def check(row: Row, ways: dict[str, Callable[..., Any]]) -> None:
 
 
 def milliseconds(row: Row, ways: dict[str, Callable[..., Any]], repeats: int) -> dict[str, float]:
-    """Return the median times of forward, backward and metrics. The ways alternate, so that other load slows all alike."""
+    """Return the median times of forward, backward and metrics. The ways alternate, so that other load is shared."""
     spent: dict[str, list[float]] = {name: [] for name in ways}
     for _ in range(repeats):
         for name, way in ways.items():
@@ -189,7 +189,7 @@ def main() -> None:
         nargs="?",
         const=Path("/dev/stdout"),
         type=Path,
-        help="write the results to standard output, or to FILE",
+        help="write results to stdout, or to FILE",
     )
     args = parser.parse_args()
     if args.threads:

@@ -40,7 +40,7 @@ class Panel:
 
 def push(ratio: Tensor, advantage: float, **config: Any) -> Tensor:
     """Return how hard the loss pushes the log-prob up: minus its gradient, summed over a sequence. All tokens of a
-    sequence have the same ratio to the policy before the step and a total weight of 1. ratio [n] -> [n], n sequences."""
+    sequence have the same ratio to the policy before the step and a total weight of 1. ratio [n] -> [n]."""
     curr = _rows(ratio.log()).requires_grad_()
     _loss(curr, _rows(torch.zeros_like(ratio)), None, advantage, config).backward()
     assert curr.grad is not None
