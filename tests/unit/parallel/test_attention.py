@@ -14,6 +14,7 @@ from grpo_mcore.parallel import cpu_platform
 cpu_platform.install()
 
 from grpo_mcore.parallel.attention import PackedAttention, bucket_by_length, describe_row  # noqa: E402
+from grpo_mcore.parallel.context import ContextShare, share_of_row  # noqa: E402
 from grpo_mcore.parallel.platform import Platform  # noqa: E402
 
 CPU = Platform("cpu")
@@ -93,6 +94,32 @@ def test_the_gpu_branch_equals_the_cpu_branch(
     query, key, value = (t.detach() for t in inputs(sum(lengths), groups=groups))
     found = attend(query, key, value[..., :width], lengths, Platform("gpu"))
     torch.testing.assert_close(found, attend(query, key, value[..., :width], lengths), atol=1e-5, rtol=0)
+
+
+@pytest.mark.parametrize("rank", [0, 1])
+@pytest.mark.parametrize("platform", [CPU, Platform("gpu")], ids=["cpu", "gpu"])
+def test_a_context_parallel_rank_computes_its_share(
+    rank: int, platform: Platform, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    lengths = [3, 9, 1, 30]
+    total, row_of_all = sum(lengths), [t.detach() for t in inputs(sum(lengths))]
+    shares = [share_of_row(row(lengths), each, 2) for each in (0, 1)]
+
+    def part(values: torch.Tensor, share: ContextShare) -> torch.Tensor:
+        return torch.cat([values, torch.zeros_like(values[:1])]).index_select(0, share.index)
+
+    gathered = [torch.cat([part(values, share) for share in shares]) for values in row_of_all[1:]]
+    monkeypatch.setattr("grpo_mcore.parallel.attention._gather_context", lambda *_: gathered)
+    monkeypatch.setattr("torch.nn.attention.varlen.varlen_attn", kernel)
+    share = shares[rank]
+    found = PackedAttention(Config, 1, None, "self", platform=platform)(
+        *(part(values, share) for values in row_of_all),
+        None,
+        packed_seq_params=describe_row(row(lengths), platform, share, object()),
+    )
+    real = share.index < total
+    expected = attend(*row_of_all, lengths)[share.index[real]]
+    torch.testing.assert_close(found[real], expected, atol=1e-5, rtol=0)
 
 
 def test_a_sequence_does_not_influence_its_neighbours() -> None:
