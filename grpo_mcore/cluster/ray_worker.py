@@ -26,7 +26,7 @@ class RayFuture:
         self._deadline = self._began + timeout_s
 
     def wait(self) -> Wait | None:
-        """Return how long the answer is overdue, for the wait graph. None: it is there."""
+        """Return since when the answer is waited for, for the wait graph; None if it is there."""
         if ray.wait([self.handle], timeout=0, fetch_local=False)[0]:
             return None
         now = time.monotonic()
@@ -51,7 +51,8 @@ class RayStream:
         self._last_item, self._ended = time.monotonic(), False
 
     def wait(self) -> Wait | None:
-        """Return how long the next item is overdue, for the wait graph. None: it is there, or the stream has ended."""
+        """Return since when the next item is waited for, for the wait graph; None if it is there or the stream has
+        ended."""
         if self._ended or ray.wait([self.handle], timeout=0, fetch_local=False)[0]:
             return None
         seconds = time.monotonic() - self._last_item

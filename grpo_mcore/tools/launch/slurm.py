@@ -56,9 +56,9 @@ def _header(spec: LaunchSpec) -> list[str]:
     return [
         f"# {spec.recipe_file} on Slurm. Written by: grpo-mcore launch slurm {spec.recipe_file} --dry-run",
         "#",
-        "# As it stands: sbatch FILE, from a shell in which `grpo-mcore` is found, or with a container (pyxis):",
+        "# Usage: sbatch FILE, from a shell in which `grpo-mcore` is in PATH, or with a container (pyxis):",
         '#   CONTAINER=image.sqsh MOUNTS="$PWD:$PWD" COMMAND="grpo-mcore train ... --resume=auto" sbatch FILE',
-        "# Options on sbatch's own command line go before those below.",
+        "# Options on sbatch's own command line override those below.",
         *lines,
         *[f"#SBATCH {option}" for option in spec.slurm.options],
     ]
@@ -78,11 +78,11 @@ def _settings(spec: LaunchSpec) -> list[str]:
     meaning = {
         "CONTAINER": "image for pyxis; empty: bare metal",
         "MOUNTS": "FROM:TO[:ro],... for the container",
-        "RESTARTS": "how often a run that was stopped by the time limit is queued again",
+        "RESTARTS": "maximum number of times that a run stopped by the time limit is queued again",
         "LOGS": "on the shared file system",
-        "START_TIMEOUT": "seconds until all nodes must be there",
+        "START_TIMEOUT": "seconds until all nodes must have joined Ray",
     }
-    lines = ["", "# Settings: a variable of this name in the shell that submits goes first."]
+    lines = ["", "# Settings: a variable of the same name in the submitting shell overrides the value."]
     for name, value in values.items():
         line = f"[[ -n ${{{name}:-}} ]] || {name}={shlex.quote(value)}"
         lines.append(line + (f" # {meaning[name]}" if name in meaning else ""))

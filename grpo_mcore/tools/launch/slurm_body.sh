@@ -1,13 +1,13 @@
 # ----------------------------------------------------------------------------------------------------------------------
-# How it works: a Ray head on the first node and a Ray node on each of the others, all by srun; then the command on the
-# first node. Whichever ends first decides. Nothing here needs Python outside the container.
+# Starts a Ray head on the first node and a Ray node on each of the others, all by srun; then the command on the first
+# node. When any of them ends, the job ends. Nothing here needs Python outside the container.
 
 set -uo pipefail
 restart=${SLURM_RESTART_COUNT:-0}
 say() { echo "[$(date +%H:%M:%S)] $*"; }
 
 export RAY_USAGE_STATS_ENABLED=0 RAY_ENABLE_UV_RUN_RUNTIME_ENV=0 RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO=1
-export RAY_memory_monitor_refresh_ms=0 # Ray's guard shoots workers that hold a model
+export RAY_memory_monitor_refresh_ms=0 # Ray's memory monitor kills workers that hold a model
 ulimit -Sn "$(ulimit -Hn)" 2>/dev/null || true
 
 mapfile -t nodes < <(scontrol show hostnames "$SLURM_JOB_NODELIST")
@@ -16,12 +16,12 @@ gpus=${SLURM_GPUS_ON_NODE:-0}
 logs=$(realpath -m "$LOGS")/$SLURM_JOB_ID-$restart
 mkdir -p "$logs"
 
-# Only who holds this job's token may talk to its Ray. A start whose node was lost has left one behind.
+# Ray answers only to holders of this job's token. A previous start whose node was lost has left its token behind.
 rm -f "$(realpath -m "$LOGS")/$SLURM_JOB_ID"-*/token
 export RAY_AUTH_MODE=token RAY_AUTH_TOKEN_PATH=$logs/token
 (umask 077 && head -c 32 /dev/urandom | od -An -vtx1 | tr -d ' \n' >"$RAY_AUTH_TOKEN_PATH")
 
-# Ten ports for each job, below those that the kernel gives to outgoing connections and above Ray's own range.
+# Each job has ten ports, below those that the kernel gives to outgoing connections and above Ray's own range.
 port=${RAY_PORT:-$((30000 + SLURM_JOB_ID % 270 * 10))}
 folder=/tmp/grpo-$SLURM_JOB_ID-$restart
 
@@ -30,7 +30,7 @@ if [[ -n $CONTAINER ]]; then
     inside=(--container-image="$CONTAINER" --container-name="grpo-$SLURM_JOB_ID"
         --container-mounts="$logs:$logs${MOUNTS:+,$MOUNTS}" --container-workdir="$PWD" --no-container-mount-home)
 fi
-export SRUN_CPUS_PER_TASK=${SLURM_CPUS_PER_TASK:-1} # else a step has one core
+export SRUN_CPUS_PER_TASK=${SLURM_CPUS_PER_TASK:-1} # by default a step has one core
 on_head=(srun --overlap --export=ALL --nodes=1 --ntasks=1 --nodelist="$head")
 
 head_ip=${HEAD_IP:-$("${on_head[@]}" hostname -I | awk '{print $1}')}
@@ -43,10 +43,10 @@ address=$head_ip:$port
 node="exec $PYTHON -m grpo_mcore.cluster.ray_node \$0 --address=$address --index=\$SLURM_NODEID --folder=$folder-\$1 \
 --cpus=\${SLURM_CPUS_ON_NODE:-1} --gpus=$gpus --within=$START_TIMEOUT --object-store-gb=${OBJECT_STORE_GB:-0} >'$logs'/ray-\$SLURMD_NODENAME.log 2>&1"
 
-# ---- the end, whatever brings it -------------------------------------------------------------------------------------
+# ---- shutdown --------------------------------------------------------------------------------------------------------
 head_pid="" workers_pid="" driver_pid=""
 gone() { [[ -z $1 ]] || ! kill -0 "$1" 2>/dev/null; }
-end() { # PID SIGNAL SECONDS: ask it to end, and wait. On SIGTERM srun kills its step at once; others it hands on.
+end() { # PID SIGNAL SECONDS: send the signal and wait. SIGTERM makes srun kill its step; it forwards other signals.
     gone "$1" && return
     [[ $2 == none ]] || kill "-$2" "$1" 2>/dev/null
     for _ in $(seq $(($3 * 5))); do gone "$1" && return; sleep 0.2; done
@@ -54,7 +54,7 @@ end() { # PID SIGNAL SECONDS: ask it to end, and wait. On SIGTERM srun kills its
     for _ in $(seq 50); do gone "$1" && return; sleep 0.2; done
     kill -KILL "$1" 2>/dev/null
 }
-finish() { # HOW LONG THE RUN MAY STILL TAKE TO SAY WHAT HAPPENED; less if Slurm ends the job meanwhile
+finish() { # SECONDS that the run gets to end by itself; fewer if Slurm ends the job meanwhile
     trap '' USR1
     end "$driver_pid" none "${1:-0}"
     end "$workers_pid" USR2 15
@@ -74,7 +74,7 @@ on_usr1() {
 on_term() {
     trap '' USR1 TERM
     say "Slurm: the job is cancelled or preempted; a requeued job goes on from its newest checkpoint"
-    # Slurm itself ends the steps now; an srun may wait for its own longer than this script is given.
+    # Slurm itself ends the steps now; an srun may wait for its step longer than Slurm gives this script.
     for _ in $(seq 25); do gone "$driver_pid" && gone "$workers_pid" && gone "$head_pid" && break; sleep 0.2; done
     for pid in $driver_pid $workers_pid $head_pid; do kill -KILL "$pid" 2>/dev/null; done
     rm -rf "$RAY_AUTH_TOKEN_PATH" "$folder"-*
@@ -90,12 +90,12 @@ say "job $SLURM_JOB_ID, start $((restart + 1)): ${#nodes[@]} nodes (${nodes[*]})
 head_pid=$!
 if ((${#nodes[@]} > 1)); then
     others=$((${#nodes[@]} - 1))
-    # A step counts its own nodes; on machines with several nodes the index must differ from the head's.
+    # A step numbers its nodes from 0; if several nodes are on one machine, the index must differ from the head's.
     srun --overlap --export=ALL --nodes=$others --ntasks=$others --ntasks-per-node=1 --exclude="$head" \
         "${inside[@]}" bash -c "SLURM_NODEID=\$((SLURM_NODEID + 1)); ${node//\$1/\$SLURM_NODEID}" worker 1 &
     workers_pid=$!
 fi
-for _ in $(seq "$START_TIMEOUT"); do # not before the head answers: what waits needs its container
+for _ in $(seq "$START_TIMEOUT"); do # until the head answers: the program that waits runs in its container
     (exec 3<>"/dev/tcp/$head_ip/$port") 2>/dev/null && break
     gone "$head_pid" && break
     sleep 1
@@ -115,12 +115,12 @@ say "Ray is ready: $(tail -n 1 "$logs/ready.log")"
 
 # ---- the run ---------------------------------------------------------------------------------------------------------
 say "$COMMAND"
-# The shell around the command lives on when the signal to save comes; Python has a handler of its own.
+# The shell around the command survives SIGUSR1, the signal to save; Python has its own handler.
 "${on_head[@]}" "${inside[@]}" --export="ALL,RAY_ADDRESS=$address" bash -c "trap : USR1; $COMMAND" &
 driver_pid=$!
 until gone "$driver_pid" || gone "$head_pid" || { [[ -n $workers_pid ]] && gone "$workers_pid"; }; do
     sleep 1 &
-    wait $! # a trap runs at once
+    wait $! # a trap interrupts wait at once
 done
 
 if gone "$driver_pid"; then
