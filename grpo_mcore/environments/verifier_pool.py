@@ -8,8 +8,8 @@ program of its own, the host, because workers must not be forked from a process 
 because multiprocessing would import the run's `__main__` in each worker; and because workers read what a model wrote,
 so the run's environment variables, its secrets among them, and its pickle loader stay out of their reach.
 
-The processes end in this order when the run closes the pool, or dies: the host reads the end of its connection and
-stops its workers; the kernel kills those that are left when the fork server ends (PR_SET_PDEATHSIG).
+When the run closes the pool, or dies, the host sees its connection close and stops its workers. When the host dies, the
+fork server sees that and ends, and the kernel kills the workers with it (PR_SET_PDEATHSIG).
 """
 
 from __future__ import annotations
@@ -34,6 +34,7 @@ from concurrent.futures import Future
 from concurrent.futures.process import BrokenProcessPool
 from dataclasses import dataclass
 from functools import partial
+from multiprocessing import forkserver
 from multiprocessing.connection import Connection
 from typing import Any
 
@@ -50,9 +51,9 @@ _INHERITED = (
     *("CUDA_VISIBLE_DEVICES", "HF_HOME", "HF_HUB_OFFLINE"),
 )
 _THREAD_VARIABLES = ("OMP_NUM_THREADS", "MKL_NUM_THREADS", "OPENBLAS_NUM_THREADS")
-_ATTEMPTS = 3  # of a job whose host ends
+_ATTEMPTS = 3  # hosts that a job is sent to
 _STOP_S = 10.0  # seconds that a host has to stop its workers
-_POLL_S = 0.5  # how often the host looks whether its parent and its workers are there
+_POLL_S = 0.5  # how often the host checks its parent and its pool
 _TERMINATE_S = 0.3  # from SIGTERM to SIGKILL; Pebble's 3 s would hold up all workers where one is stopped
 _OUT_OF_MEMORY = 86  # exit code of a worker whose job ran out of memory
 _IMPORTED_IN = os.getpid()  # in a worker: the fork server, which imports this module before it forks
@@ -162,11 +163,10 @@ class _Host:
                 | {"PYTHONPATH": os.pathsep.join(sys.path)},
                 start_new_session=True,  # Ctrl-C at the terminal is for the run
             )
-        self._connection = Connection(ours.detach())
+        self._socket, self._connection = ours, Connection(os.dup(ours.fileno()))
         try:
             self._wait_until_ready(spec)
         except BaseException as error:
-            self._connection.close()
             ends_itself = isinstance(error, EnvironmentConfigError | WorkerStartError)
             self._end(_STOP_S if ends_itself else 0.0)
             raise
@@ -204,24 +204,25 @@ class _Host:
 
     def stop(self) -> None:
         """End the host and its workers. May be called again."""
-        with self._lock, contextlib.suppress(OSError):
-            self._connection.send(None)
         self._end(_STOP_S)
         self._reader.join()
+        self._connection.close()
+        self._socket.close()
 
     def _read(self) -> None:
-        """Hand results to those who wait for them, until the host ends."""
-        with contextlib.suppress(EOFError, OSError):
+        """Set the futures' results until the host ends. A malformed answer ends the host too."""
+        with contextlib.suppress(EOFError, OSError, ValueError, TypeError, KeyError):
             while True:
                 number, result = json.loads(self._connection.recv_bytes())
                 self._futures.pop(number).set_result(Result(**result))
         with self._lock:
             self.ended = True
-            self._connection.close()
             for future in self._futures.values():
                 future.set_result(None)
 
     def _end(self, grace_s: float) -> None:
+        with contextlib.suppress(OSError):
+            self._socket.shutdown(socket.SHUT_RDWR)  # the host's next read, ours and a blocked send end
         try:
             self._process.wait(grace_s)
         except subprocess.TimeoutExpired:
@@ -234,6 +235,7 @@ def serve(descriptor: int) -> None:
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     connection = Connection(descriptor)
     spec, parent = connection.recv()
+    threading.Thread(target=_end_with, args=(parent,), daemon=True).start()
     pebble.CONSTS.term_timeout = _TERMINATE_S
     context = multiprocessing.get_context("forkserver")
     context.set_forkserver_preload([__name__, *spec.preload])
@@ -242,12 +244,20 @@ def serve(descriptor: int) -> None:
         state = _wait_until_ready(pool, spec)
         connection.send_bytes(json.dumps(state).encode())
         if state[0] == "ready":
-            _answer_jobs(connection, pool, spec, parent)
+            _answer_jobs(connection, pool, spec)
     except (EOFError, OSError):
         pass  # the run has ended
     finally:
         pool.stop()
         pool.join()
+
+
+def _end_with(parent: int) -> None:
+    """End the host when its parent has ended, even while it starts workers or another process holds the connection."""
+    while os.getppid() == parent:
+        time.sleep(_POLL_S)
+    time.sleep(_STOP_S)  # as a rule the host has noticed the end of its connection, and ends cleanly
+    os._exit(1)
 
 
 def _wait_until_ready(pool: pebble.ProcessPool, spec: WorkerSpec) -> tuple[str, str]:
@@ -266,9 +276,9 @@ def _wait_until_ready(pool: pebble.ProcessPool, spec: WorkerSpec) -> tuple[str, 
         return "not started", f"one ended before it was ready ({_described(error)})"
 
 
-def _answer_jobs(connection: Connection, pool: pebble.ProcessPool, spec: WorkerSpec, parent: int) -> None:
-    """Return when the run closes the pool or dies, or when Pebble gives up, as when all idle workers were killed: the
-    run starts another host then."""
+def _answer_jobs(connection: Connection, pool: pebble.ProcessPool, spec: WorkerSpec) -> None:
+    """Answer jobs until Pebble gives up, as it does when all idle workers were killed; the run then starts a new host.
+    Raises EOFError or OSError when the connection closes."""
     sending = threading.Lock()
 
     def answer(number: int, future: Future[str]) -> None:
@@ -279,12 +289,9 @@ def _answer_jobs(connection: Connection, pool: pebble.ProcessPool, spec: WorkerS
         with sending, contextlib.suppress(OSError):
             connection.send_bytes(f"[{number}, {result}]".encode())
 
-    while pool.active and os.getppid() == parent:
+    while pool.active:
         if connection.poll(_POLL_S):
-            message = connection.recv()
-            if message is None:
-                return
-            number, payload = message
+            number, payload = connection.recv()
             try:
                 future = pool.schedule(_work, args=(payload,), timeout=spec.timeout_s)
             except RuntimeError:
@@ -310,13 +317,15 @@ def _result(value: Any = None, failure: str | None = None, seconds: float = 0.0)
 # From here on: in a worker.
 
 _function: Callable[..., Any] | None = None
-_problem = ""  # why the function did not load
+_problem = ""  # why it did not load
 
 
 def _start_worker(spec: WorkerSpec) -> None:
-    """Load the function. A problem is told to the first who asks: Pebble would only say that the worker died."""
+    """Load the function. A problem is kept for `_load_problem`: Pebble would only report that the worker died."""
     global _function, _problem
     processes.die_with_parent(_IMPORTED_IN)
+    # The fork server lives until the last copy of this pipe is closed. Without ours it ends with the host, and we with it.
+    os.close(forkserver._forkserver._forkserver_alive_fd)  # type: ignore[attr-defined]
     signal.signal(signal.SIGTERM, signal.SIG_DFL)  # Pebble's handler would wait until C code returns to Python
     resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
     logging.disable(logging.CRITICAL)  # math-verify logs each answer that it cannot read

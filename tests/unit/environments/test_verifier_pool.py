@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import signal
 import subprocess
 import sys
 import textwrap
@@ -22,7 +23,7 @@ JOBS = "tests.unit.environments.pool_jobs"
 
 
 def spec(loader: str = "make", *arguments: Any, **limits: Any) -> WorkerSpec:
-    settings = {"num_workers": 2, "timeout_s": 1.0, "memory_gb": 0.25, "preload": (JOBS,)} | limits
+    settings = {"num_workers": 2, "timeout_s": 2.0, "memory_gb": 0.25, "preload": (JOBS,)} | limits
     return WorkerSpec("these jobs", f"{JOBS}:{loader}", arguments, **settings)
 
 
@@ -60,10 +61,10 @@ def test_values_come_in_order_and_to_several_threads(pool: VerifierPool) -> None
 @pytest.mark.parametrize(
     ("job", "reason"),
     [
-        ("sleep", "timed out after 1 s"),
-        ("spin", "timed out after 1 s"),
-        ("compute", "timed out after 1 s"),  # in C code, where no Python signal handler runs
-        ("stop", "timed out after 1 s"),
+        ("sleep", "timed out after 2 s"),
+        ("spin", "timed out after 2 s"),
+        ("compute", "timed out after 2 s"),  # in C code, where no Python signal handler runs
+        ("stop", "timed out after 2 s"),
         ("leave", "crashed: the worker process ended: exit code 3"),
         ("leave_politely", "crashed: SystemExit: 5"),
         ("die", "crashed: the worker process ended: killed by SIGKILL"),
@@ -151,7 +152,8 @@ def test_close_ends_the_workers_whatever_they_do() -> None:
         pool.run([("square", 2)])
 
 
-def test_nothing_outlives_a_driver_that_was_killed() -> None:
+@pytest.mark.parametrize("first", ["driver", "host"])
+def test_nothing_outlives_a_driver_that_was_killed(first: str) -> None:
     """The driver's script has no `if __name__ == "__main__"`: workers must not run it again."""
     script = f"""
         import threading, time
@@ -168,6 +170,9 @@ def test_nothing_outlives_a_driver_that_was_killed() -> None:
     host = psutil.Process(int(driver.stdout.readline()))
     family = [host, *host.children(recursive=True)]
     assert len(family) == 6  # with the fork server, multiprocessing's resource tracker and three workers
+    if first == "host":
+        driver.send_signal(signal.SIGSTOP)  # it must not start another one
+        host.kill()
     driver.kill()
     driver.communicate()
     assert not processes.wait(family, 20.0)
