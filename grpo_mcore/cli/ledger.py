@@ -36,9 +36,9 @@ def run(args: argparse.Namespace) -> int:
         if count:
             print(f"{count:9,} prompts {fate}")
     if found.retries:
-        print(f"{found.retries:9,} times a prompt was generated anew")
+        print(f"{found.retries:9,} times a prompt was generated again")
     if found.restarts:
-        print(f"{found.restarts:9,} times an engine or an environment was started anew")
+        print(f"{found.restarts:9,} times an engine or an environment was restarted")
     ages = ", ".join(f"{count:,} at age {age}" for age, count in found.by_age.items())
     if ages:
         print(f"trained on: {ages}")

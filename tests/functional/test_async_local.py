@@ -135,4 +135,4 @@ def test_age_0_is_the_synchronous_run(recipe: dict[str, Any], tmp_path: Path) ->
 
 def test_without_the_correction_it_does_not_start(recipe: dict[str, Any], tmp_path: Path) -> None:
     run = run_here("train", tmp_path, recipe, "loss_fn.use_importance_sampling_correction=false")
-    assert_one_message(run, 2, "trains on trajectories of age 1 (in weight versions), which needs")
+    assert_one_message(run, 2, "training on trajectories of age 1 (in weight versions) needs")

@@ -60,7 +60,7 @@ def first_save_state() -> GRPOSaveState:
 
 @dataclass(frozen=True)
 class RunSnapshot:
-    """What a checkpoint holds besides the policy. `save_state`: see GRPOSaveState; `data_state`: the position in the
+    """The contents of a checkpoint besides the policy. `save_state`: see GRPOSaveState; `data_state`: position in the
     data, the prompts in flight and the length of the ledger; `metrics`: of the last step."""
 
     save_state: GRPOSaveState
@@ -143,7 +143,7 @@ class CheckpointManager:
             message = f"checkpoint {found} is damaged: {problem}; it is now {aside.name}"
             older = self.latest()
             if older is None:
-                raise ResumeError(f"{message}, and there is no older one: start anew, without --resume")
+                raise ResumeError(f"{message}, and there is no older one: start without --resume")
             logger.warning("%s, and %s is used", message, older.name)
             if (older_problem := damage(older)) is None:
                 return older

@@ -11,7 +11,7 @@ from grpo_mcore.rollout.datum import DatumSpec
 
 
 class PromptStream:
-    """Takes batches from a stateful data loader and hands out as many prompts as are asked for.
+    """Takes batches from a stateful data loader and hands out any number of prompts.
 
     A prompt that was taken is remembered until `mark_done`: a checkpoint holds it among those that come next. So a
     resumed run neither loses a prompt that was under way nor repeats one that was done.

@@ -384,7 +384,7 @@ class Rollouts:
             self._on_retry(uid, why)
             requests += self._open_group(group.prompt, failed.sampling, len(group.conversations), group.step, engine)
         if requests:
-            self._send(engine, failed.step, requests, failed.sampling, f"{len(requests)} samples anew")
+            self._send(engine, failed.step, requests, failed.sampling, f"{len(requests)} samples again")
 
     def _move_groups(self, lost: int, target: int) -> None:
         """Let engine `target` generate the later turns of a lost engine's groups; it gets their trajectories so far."""

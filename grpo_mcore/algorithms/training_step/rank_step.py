@@ -1,4 +1,4 @@
-"""What the driver sends to the policy's ranks in a step: first the samples, later the targets to train towards.
+"""The data that the driver sends to the policy's ranks in a step: first the samples, later their targets.
 
 Samples are known by their index in the step, so that each value of all samples travels as one tensor.
 """
@@ -29,7 +29,7 @@ class TrainTargets:
     """Targets of a step, the same for every rank. Tensors are float64 [samples of the step], by sample index."""
 
     weights: Tensor
-    """1 where the sample counts in the loss, 0 where it is masked."""
+    """1 if the sample counts in the loss, 0 if it is masked."""
     valid_seqs: tuple[int, ...]
     """Samples that count, over all ranks, by optimizer step."""
     valid_toks: tuple[int, ...]

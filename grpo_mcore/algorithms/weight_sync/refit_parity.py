@@ -15,7 +15,7 @@ from grpo_mcore.algorithms.training_step.rank_step import RankStep
 from grpo_mcore.rollout.trajectory import GenerationRequest, Sampling, TrajectoryRef, Turn
 
 SAMPLES, PROMPT_TOKENS, NEW_TOKENS = 8, 16, 32
-"""Of each engine; fewer tokens if the context is shorter, more samples if there are more data-parallel ranks."""
+"""For each engine. Fewer tokens if the context is shorter, more samples if there are more data-parallel ranks."""
 
 LIMITS = {"bfloat16": 1.05, "float32": 1.001}
 """Limit of `refit verify` by the policy's precision, if the recipe sets none."""

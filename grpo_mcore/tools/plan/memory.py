@@ -18,7 +18,7 @@ from grpo_mcore.parallel.mesh import Coordinates
 from grpo_mcore.tools.plan.workload import Device, Workload
 
 ENGINE_OVERHEAD = 3 * 2**30
-"""What an engine needs besides weights and KV cache: activations of the largest batch, CUDA graphs."""
+"""Memory that an engine needs besides weights and KV cache: activations of the largest batch, CUDA graphs."""
 
 CLOSE = 0.92
 """Share of the memory above which fragmentation alone can cause an out-of-memory error."""

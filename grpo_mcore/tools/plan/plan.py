@@ -24,7 +24,7 @@ VLLM = "policy.generation.vllm_cfg."
 
 @dataclass(frozen=True)
 class Plan:
-    """What is known before a run. Bytes, FLOPs, seconds."""
+    """Everything that can be predicted of a run, in bytes, FLOPs and seconds."""
 
     model: str
     batch: str

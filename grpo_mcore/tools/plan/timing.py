@@ -221,9 +221,15 @@ def refit_traffic(load: Workload) -> RefitTraffic:
         parts = frozenset(read.rank * span // engine.ranks for read in block.reads) or frozenset((0,))
         held[block.holders, parts] += block.nbytes
     read = engine.bytes_by_rank(params, load.shape, lambda param: DTYPE_BYTES[wire_dtype(param, dtype)])
-    homes = [{rank * load.nodes // load.world for rank in ranks} if load.colocated else () for ranks in plan.holders]
+    holder_nodes = [
+        {rank * load.nodes // load.world for rank in ranks} if load.colocated else () for ranks in plan.holders
+    ]
     other_nodes = max(
-        sum(nbytes for (holders, parts), nbytes in held.items() if node % span in parts and node not in homes[holders])
+        sum(
+            nbytes
+            for (holders, parts), nbytes in held.items()
+            if node % span in parts and node not in holder_nodes[holders]
+        )
         for node in range(load.nodes)
     )
     link = (

@@ -1,4 +1,4 @@
-"""What a plan is computed from: an accelerator's data sheet, and a recipe's step as plain values."""
+"""The input of a plan: an accelerator's data sheet, and a recipe's step as plain values that a search can replace."""
 
 from __future__ import annotations
 

@@ -134,12 +134,14 @@ def test_each_node_of_an_engine_gets_the_bytes_that_it_reads() -> None:
     trainer = TrainerLayout(1, 16, 16, 1, 16, 1, first_layers=4, last_layers=1)
     engine = EngineLayout(32, expert_parallel=True)
     moved = plan_model_refit(load.shape, trainer, engine, dtype="bfloat16", buffer_bytes=load.refit_buffer)
-    homes = [rank // 8 for rank in range(256)]
-    deliveries = Deliveries(moved, homes, readers_by_node([range(first, first + 4) for first in range(0, 32, 4)], 32))
+    node_of_rank = [rank // 8 for rank in range(256)]
+    deliveries = Deliveries(
+        moved, node_of_rank, readers_by_node([range(first, first + 4) for first in range(0, 32, 4)], 32)
+    )
     over_the_wire = [0] * 32
     for block in moved.blocks():
         for node, sender in deliveries.of(block):
-            over_the_wire[node] += block.nbytes * (homes[sender] != node)
+            over_the_wire[node] += block.nbytes * (node_of_rank[sender] != node)
     assert refit.to_other_nodes == max(over_the_wire)
     assert refit.to_other_nodes < 0.3 * refit.tensor_bytes
     whole = plan(DEEPSEEK, "cluster.num_nodes=8", "cluster.gpus_per_node=32").refit
@@ -311,9 +313,8 @@ def test_a_runs_measurements_are_compared_with_the_prediction() -> None:
     found = compare(config, shape, steps, memory, 20)
     assert found is not None and found.device.name == "cpu"
     lines = {line.what: line for line in found.lines}
-    assert (
-        lines["training"].measured == 1.0 and lines["optimizer"].measured == 301
-    )  # without the first step; the largest
+    assert lines["training"].measured == 1.0  # without the first step
+    assert lines["optimizer"].measured == 301  # the largest of the ranks
     assert lines["weights"].predicted == plan("recipes/grpo-arithmetic-cpu.yaml").stages[0].phases[0].parts["weights"]
     text = "\n".join(found.text())
     assert "a rule of thumb for a core of any CPU" in text and "samples of 20 tokens" in text

@@ -153,7 +153,7 @@ def test_if_a_checkpoint_is_damaged_the_one_before_is_used(
     assert re.search(f"step_3 is damaged: .*{message}.*; it is now damaged_step_3, and step_2 is used", told[0])
     assert "step_2 is damaged" in told[1] and kept(tmp_path) == ["damaged_step_2", "damaged_step_3", "step_1"]
     DAMAGES[message](tmp_path / "step_1")
-    with pytest.raises(ResumeError, match="there is no older one: start anew"):
+    with pytest.raises(ResumeError, match="there is no older one: start without"):
         checkpoints.find(True)
 
 
