@@ -94,7 +94,7 @@ class CheckReport:
             if count > len(self.problems[kind]):
                 lines.append("    ...")
         if not self.rows:
-            lines.append("cannot be used: there is no row in it")
+            lines.append("cannot be used: it has no rows")
         for number, sample in enumerate(self.samples, start=1):
             cut = sample if len(sample) <= _LONGEST_SAMPLE else sample[:_LONGEST_SAMPLE] + " ..."
             lines.append(f"\nsample {number}, {cut}")
@@ -249,8 +249,8 @@ def _entry(path: Path, config: MasterConfig | None, first: Row) -> tuple[Entry, 
     name = dataset_by_name(entry.dataset_name)
     if name not in FILE_DATASETS:
         raise DataError(
-            f"{path}: {place} of the recipe is {entry.dataset_name!r}, which has rows of its own. A file like this one "
-            f"is {' or '.join(FILE_DATASETS)}: data.train.dataset_name=... data.train.data_path={path}"
+            f"{path}: {place} of the recipe is {entry.dataset_name!r}, which is not read from a file. This file "
+            f"could be {' or ''.join(FILE_DATASETS)}: data.train.dataset_name=... data.train.data_path={path}"
         )
     whole = {key: value for key, value in _WHOLE_FILE.items() if setting(entry, key) is not None}
     return entry.model_copy(update={**whole, "data_path": str(path)}), str(name), place

@@ -101,7 +101,7 @@ def sft_processor(
         if not (before.startswith(done) and after.startswith(before)):
             raise DataError(
                 f"{uid}: the chat template renders earlier turns differently once later ones follow; "
-                f"give each answer a row of its own, or use another chat template"
+                f"give each answer its own row, or use another chat template"
             )
         turns += [("user", before[len(done) :]), ("assistant", after[len(before) :])]
         done = after

@@ -220,7 +220,7 @@ def build_task_data(
 
 
 def _load(entries: Sequence[Entry], default_processor: str, taken: set[str] | None = None) -> list[ResponseData]:
-    """Load every dataset and give it a task name of its own, since prompts are named after it."""
+    """Load every dataset and give it a unique task name, since prompts are named after it."""
     names = set(taken or ())
     loaded = []
     for entry in entries:

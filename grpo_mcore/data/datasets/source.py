@@ -53,7 +53,7 @@ def open_source(
 
 
 def joined(sources: Sequence[Source]) -> Source:
-    """Concatenate several sources; rows are numbered anew."""
+    """Concatenate several sources; rows are renumbered."""
     rows = Joined([source.rows for source in sources])
 
     def place(index: int) -> str:

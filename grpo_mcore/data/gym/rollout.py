@@ -176,8 +176,8 @@ def input_items(params: Any) -> list[Item]:
 
 
 def output_items(rollout: Any) -> list[Any]:
-    """Return the items, of the parser's output type, of `response.output`, else of `output`, which a verifier may use
-    as a field of its own. Null is an empty output. Raises BadRow where there is neither."""
+    """Return the items, of the parser's output type, of `response.output`, else of `output`, which may be a field
+    of the verifier. Null is an empty output. Raises BadRow where there is neither."""
     response = rollout.response
     if response is not None and response.output is not UNSET and response.output is not None:
         return _as_items(response.output, "assistant")

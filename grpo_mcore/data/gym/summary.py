@@ -59,7 +59,7 @@ class Summary:
 
     def __str__(self) -> str:
         lines = [f"{self.source} -> {self.target if self.written else 'nothing written'}"]
-        lines += _row("rows in", self.rows, f"{self.blank:,} blank lines passed over" if self.blank else "")
+        lines += _row("rows in", self.rows, f"{self.blank:,} blank lines skipped" if self.blank else "")
         pairs = f"in {self.written:,} {self.what}" if self.what != "rows" else ""
         lines += _row("kept", self.kept, pairs)
         lines += _row("filtered", self.filtered.total(), "")

@@ -193,7 +193,7 @@ def test_a_template_that_raises_is_a_finding(check: Check) -> None:
 
 
 def test_datasets_without_a_file_and_missing_files(check: Check, recipe: Path) -> None:
-    with pytest.raises(DataError, match="'GSM8K', which has rows of its own"):
+    with pytest.raises(DataError, match="'GSM8K', which is not read from a file"):
         check([row()], "data.train={dataset_name: GSM8K}")
     with pytest.raises(DataError, match="missing.jsonl: cannot be read"):
         check_file(Path("missing.jsonl"))
@@ -203,7 +203,7 @@ def test_datasets_without_a_file_and_missing_files(check: Check, recipe: Path) -
 
 def test_an_empty_file_cannot_be_used(check: Check) -> None:
     report = check([])
-    assert not report.usable and "there is no row in it" in str(report)
+    assert not report.usable and "it has no rows" in str(report)
 
 
 @pytest.mark.parametrize(

@@ -77,11 +77,11 @@ def _json_cases() -> Iterator[Case]:
     yield Case("a control character in a text", GOOD.replace(b"yes", b"y\x01s"))
     yield Case("a raw vertical tab in a text", GOOD.replace(b"yes", b"y\x0bs"))
     yield Case("invalid UTF-8 in the answer", GOOD.replace(b"yes", b"y\xffs"))
-    yield Case("invalid UTF-8 where nobody looks", GOOD.replace(b'"usage": null', b'"usage": "\xff"'))
+    yield Case("invalid UTF-8 in an ignored field", GOOD.replace(b'"usage": null', b'"usage": "\xff"'))
     yield Case("Latin-1", GOOD.replace(b"yes", "schön".encode("latin-1")))
     yield Case("a surrogate in UTF-8", GOOD.replace(b"yes", b"\xed\xa0\x80"))
     yield Case("half a surrogate pair in the answer", GOOD.replace(b"yes", rb"\ud83d"))
-    yield Case("half a surrogate pair where nobody looks", GOOD.replace(b'"usage": null', rb'"usage": "\ud83d"'), 0, 1)
+    yield Case("half a surrogate pair in an ignored field", GOOD.replace(b'"usage": null', rb'"usage": "\ud83d"'), 0, 1)
     yield Case("a surrogate pair", GOOD.replace(b"yes", rb"\ud83d\ude00"), 0, 1, text="\U0001f600")
     yield Case("zero bytes", b"\0" * 4096)
     yield Case("binary", bytes(byte for byte in range(256) if byte != 10))
@@ -95,17 +95,17 @@ def _json_cases() -> Iterator[Case]:
     yield Case("escaped line ends in a text", GOOD.replace(b"yes", rb"a\r\n\u2028\u0000b"), 0, 1, text="a\r\n\u2028\0b")
     yield Case("nested 100,000 deep", b"[" * 100_000)
     yield Case(
-        "nested deep where nobody looks",
+        "nested deep in an ignored field",
         changed("response.usage", 0).replace(b"0}", b"[" * 99999 + b"]" * 99999 + b"}"),
     )
     yield Case("a key twice", GOOD.replace(b'"reward": 1.0', b'"reward": "x", "reward": 1.0'), 0, 1)
-    yield Case("a number of 40 digits where nobody looks", changed("response.usage", 10**40), 0, 1)
+    yield Case("a number of 40 digits in an ignored field", changed("response.usage", 10**40), 0, 1)
     digits = b"1" * 5000
     yield Case(
-        "a number of 5,000 digits where nobody looks", GOOD.replace(b'null}, "reward', digits + b'}, "reward'), 0, 1
+        "a number of 5,000 digits in an ignored field", GOOD.replace(b'null}, "reward', digits + b'}, "reward'), 0, 1
     )
     logprobs = GOOD.replace(b'"usage": null', b'"usage": [NaN, -Infinity, 1e999]')
-    yield Case("NaN and infinities where nobody looks", logprobs, 0, 1, text="yes")
+    yield Case("NaN and infinities in an ignored field", logprobs, 0, 1, text="yes")
 
 
 def _reward_cases() -> Iterator[Case]:
@@ -172,7 +172,7 @@ def _output_cases() -> Iterator[Case]:
     yield Case("answer: several parts", changed(SAID, [{"text": "a"}, {"text": "b"}, "c"]), 0, 1, text="abc")
     for name, value in (("a number", 5), ("an object", {}), ("null in it", [None]), ("text 5", [{"text": 5}])):
         yield Case(f"answer: {name}", changed(SAID, value))
-    yield Case("items nested by turns", changed("response.output", [[message("a")], [message("b")]]), 0, 1, text="b")
+    yield Case("items nested by turn", changed("response.output", [[message("a")], [message("b")]]), 0, 1, text="b")
     web = [{"type": "web_search_call", "id": "w"}, message("2")]
     yield Case("an item of another kind", changed("response.output", web), 0, 1, text="2")
     yield Case("an item's type: a number", changed("response.output.0.type", 5))
