@@ -1,6 +1,6 @@
-"""A NeMo Gym for tests: head, agent, resources and model server on ports of their own, by the letter of its contract.
+"""A NeMo Gym for tests: head, agent, resources and model server on ports of their own, exactly as in its contract.
 
-What a row's `behave` says, its servers do, in the rollout of the index `rollout` or in all: fail in every way that the
+A row's `behave` makes its servers misbehave, in the rollout with index `rollout` or in all: fail in every way that the
 contract has, or break the history of a conversation. The agent plays `turns` turns: after each answer the environment
 says something, as a user or as a tool.
 """
@@ -23,18 +23,18 @@ TOKEN_FIELDS = ("prompt_token_ids", "generation_token_ids", "generation_log_prob
 
 
 class GymServer:
-    """Runs from construction to `close`. `policy_url`, `policy_key`, `policy_model`: of the policy's endpoint."""
+    """Run from construction to `close`. `policy_url`, `policy_key` and `policy_model` describe the policy's endpoint."""
 
     def __init__(self, policy_url: str, policy_key: str, policy_model: str, head_port: int = 0) -> None:
         self.policy_url, self.policy_key, self.policy_model = policy_url, policy_key, policy_model
         self.requests: list[dict[str, Any]] = []
-        """Bodies of the requests to the policy."""
+        """Bodies of requests to the policy."""
         self.runs: Counter[tuple[int, int]] = Counter()
-        """(task, rollout) -> times that the agent was asked to run it."""
+        """(task, rollout) -> number of times that the agent was asked to run it."""
         self.sessions: dict[str, str] = {}
-        """session -> task and rollout that seeded it."""
+        """session -> the task and rollout that seeded it."""
         self.faults: list[str] = []
-        """What the contract forbids and happened all the same."""
+        """Violations of the contract that were seen."""
         self._gate = asyncio.Event()
         self._loop = asyncio.new_event_loop()
         self._thread = threading.Thread(target=self._loop.run_forever, daemon=True)
@@ -48,7 +48,7 @@ class GymServer:
         return f"http://127.0.0.1:{self.ports['head']}"
 
     def open_gate(self) -> None:
-        """Rollouts that wait for it (`behave: waits`) after their first turn go on."""
+        """Let rollouts continue that wait after their first turn (`behave: waits`)."""
         self._loop.call_soon_threadsafe(self._gate.set)
 
     async def _start(self, head_port: int) -> None:
@@ -95,7 +95,7 @@ class GymServer:
             },
             AGENT: {"responses_api_agents": {"simple_agent": agent}},
         }
-        return web.json_response(yaml.safe_dump(config))  # as Gym: YAML, as a JSON text
+        return web.json_response(yaml.safe_dump(config))  # as in NeMo Gym: YAML in a JSON string
 
     async def _post(self, server: str, path: str, body: Any, cookies: Any) -> tuple[Any, dict[str, str]]:
         async with self._client.post(
@@ -144,9 +144,9 @@ class GymServer:
         for turn in range(body["turns"]):
             if behave == "waits" and turn == 1:
                 await self._gate.wait()
-            if behave == "forgets" and turn == 2:  # goes on from its first question, without what came after
+            if behave == "forgets" and turn == 2:  # continues from its first question, without what followed it
                 history = history[:1]
-            elif behave == "rewrites" and turn == 1:  # tells its own words again, as text
+            elif behave == "rewrites" and turn == 1:  # repeats its own words as text, without token ids
                 history = [{k: v for k, v in item.items() if k not in TOKEN_FIELDS} for item in history]
                 history[-2]["content"] = [{"type": "output_text", "text": "something else"}]
             response, model_cookies = await self._post(
@@ -209,7 +209,7 @@ class GymServer:
                 items[0]["generation_log_probs"][0] = float("nan")
         return web.json_response(result)
 
-    # Model, as Gym's vllm_model with return_token_id_information
+    # Model, like NeMo Gym's vllm_model with return_token_id_information
 
     async def _model_responses(self, request: web.Request) -> web.Response:
         params = await request.json()

@@ -1,4 +1,4 @@
-"""Several environments in one run: each prompt is scored by that of its dataset, and all train together."""
+"""Several environments in one run: each prompt is scored by the one of its dataset, and all train together."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ TESTS = [{"input": "1\n", "output": "2\n"}]
 
 @pytest.fixture(scope="module")
 def recipe(task: Task, model: Path, tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
-    """Four datasets of two prompts; the model answers 0 or 1."""
+    """Return a recipe with four datasets of two prompts. The model answers 0 or 1."""
     folder = tmp_path_factory.mktemp("data")
     rows = [json.loads(line) for line in task.train.read_text().splitlines()]
     entries = []
@@ -63,7 +63,9 @@ def test_each_prompt_is_scored_by_its_environment(
     assert run.code == 0, run.err
     seen: dict[str, int] = {}
     for group in groups:
-        task_name = group.prompt["task_name"].removesuffix("-2")  # the second of its name is the validation set
+        task_name = group.prompt["task_name"].removesuffix(
+            "-2"
+        )  # the second dataset with this name is the validation set
         for sample, score in zip(group.samples, group.scores, strict=True):
             said = sample.ref.turns[-1].text
             seen[task_name] = seen.get(task_name, 0) + 1
@@ -77,7 +79,7 @@ def test_each_prompt_is_scored_by_its_environment(
                 assert (score.reward, score.reason) == (0.0, "no code block found")
             else:
                 assert (score.reward, score.reason) == (0.25 * len(said), "talkative")
-    # 2 steps x 2 prompts x 4 samples of each, and the validation of two of them: 2 prompts, 1 sample each.
+    # 2 steps x 2 prompts x 4 samples of each dataset, and the validation of two: 2 prompts x 1 sample.
     assert seen == {"sums": 18, "ones": 18, "programs": 16, "own": 16}
     assert [line["num_samples"] for line in run.metrics()] == [32, 32]
     assert [line["num_failed_samples"] for line in run.metrics()] == [0, 0]
@@ -97,14 +99,14 @@ def test_each_prompt_is_scored_by_its_environment(
 def test_a_wrong_section_ends_the_run_before_it_starts(
     recipe: dict[str, Any], tmp_path: Path, words: list[str], message: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("grpo_mcore.algorithms.grpo.setup", None)  # the policy would start there
+    monkeypatch.setattr("grpo_mcore.algorithms.grpo.setup", None)  # setup would start the policy
     assert_one_message(run_here("train", tmp_path, recipe, *words), 1, message)
 
 
 @needs_sandbox
 def test_the_recipe_for_programs_runs_a_step(task: Task, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """With a model that says nothing of use, and the example's problems."""
-    monkeypatch.chdir(ROOT)  # where its data lies
+    """Use a model with random weights, and the problems of examples/code_problems."""
+    monkeypatch.chdir(ROOT)  # the recipe names its data relative to it
     sizes = {"hidden_size": 64, "intermediate_size": 96, "num_layers": 1, "num_heads": 2, "num_kv_heads": 2}
     make_base_config(tmp_path / "model", task.folder / "tokenizer", **sizes, head_dim=32, max_positions=1024)
     recipe = yaml.safe_load((ROOT / "recipes" / "grpo-code-cpu.yaml").read_text())

@@ -1,4 +1,4 @@
-"""GRPO on what a NeMo Gym's agents play: its servers ask the policy's endpoint, over HTTP, as Gym's contract has it."""
+"""GRPO on samples that agents of a NeMo Gym play: its servers call the policy's endpoint over HTTP, as in its contract."""
 
 from __future__ import annotations
 
@@ -146,7 +146,7 @@ def behaviour(group: Group) -> str:
 
 
 def test_the_contract_is_kept(played: Played) -> None:
-    """Sessions are not mixed up, all sources of token ids agree, and what failed was tried as often as it may be."""
+    """Sessions are not mixed up, all sources of token ids agree, and failed rollouts get all their attempts."""
     assert played.gym.faults == []
     by_task = {row.get("behave"): number for number, row in enumerate(tasks()) if "behave" in row}
     tried = {name: played.gym.runs[number, 1] for name, number in by_task.items()}
@@ -166,7 +166,7 @@ def test_what_fails_is_excluded_and_counted_never_scored_0(played: Played) -> No
 
 
 def test_conversations_are_exact_token_by_token(played: Played, recipe: dict[str, Any]) -> None:
-    """What was generated is what the engine sampled; each prompt after it begins with all that was there."""
+    """Generated tokens are those that the engine sampled, and every later prompt begins with all tokens before it."""
     tokenizer = load_tokenizer(recipe["policy"]["model_name"])
     eos, cut_off = tokenizer.eos_token_id, 0
     for name in ("user 3", "tool 3", "user 40", "5xx once", "killed once"):
@@ -201,7 +201,7 @@ def group_turns(group: Group) -> int:
     return group.prompt["extra_env_info"]["gym_task"]["turns"]
 
 
-def test_a_conversation_ends_where_the_context_does(played: Played) -> None:
+def test_a_conversation_ends_with_the_context(played: Played) -> None:
     for sample in played.groups["user 40"].samples:
         assert sample.truncated and 2 < sample.turns < 40 and sample.length > 160 - 40
 
@@ -218,7 +218,7 @@ def test_a_turn_that_does_not_continue_is_cut_off_and_counted(played: Played) ->
 
 
 def test_the_policy_learns_from_the_engines_own_log_probs(played: Played) -> None:
-    """Its log-probs of these tokens are those that came through the Gym: no token is another one."""
+    """The policy's log-probs of these tokens equal those that came through the Gym, so no token was changed."""
     [line] = played.run.metrics()
     assert line["token_mult_prob_error"] == pytest.approx(1.0, abs=1e-4)
     assert line["turns_max"] > 2 and line["grad_norm"] > 0
@@ -228,7 +228,7 @@ def test_the_policy_learns_from_the_engines_own_log_probs(played: Played) -> Non
                 assert torch.isfinite(sample.ref.logprobs()).all()
 
 
-def test_samples_of_a_prompt_draw_apart(played: Played) -> None:
+def test_samples_of_a_prompt_differ(played: Played) -> None:
     seeds = [request["seed"] for request in played.gym.requests]
     assert len(set(seeds)) > len(tasks())
     first, second = (sample.ref.token_ids().tolist() for sample in played.groups["user 3"].samples)
@@ -251,10 +251,12 @@ def test_the_address_of_the_endpoint_is_the_users_alone(played: Played, recipe: 
 def test_rollouts_are_collected_and_read_back(
     recipe: dict[str, Any], gym: GymServer, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Those of a Gym as it sent them, and those of an environment here in the same form; then both become data."""
+    """Collect rollouts of a Gym as it sent them, and of a built-in environment in the same form, and read both as data."""
     monkeypatch.setenv(VARIABLE, TOKEN)
     tasks_file, rows_file = tmp_path / "gym.jsonl", tmp_path / "rows.jsonl"
-    tasks_file.write_text("".join(json.dumps(tasks()[n]) + "\n" for n in (0, len(PLAYED))))  # the second fails once
+    tasks_file.write_text(
+        "".join(json.dumps(tasks()[n]) + "\n" for n in (0, len(PLAYED)))
+    )  # the second task fails once
     rows_file.write_text(json.dumps({"input": "say a", "output": "a", "level": 3}) + "\n")
     entries = [
         {"dataset_name": "NemoGymDataset", "data_path": str(tasks_file), "env_name": "nemo_gym"},
@@ -293,8 +295,7 @@ def test_rollouts_are_collected_and_read_back(
 def test_samples_are_played_ahead_of_the_policy(
     recipe: dict[str, Any], gym: GymServer, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Those of the second step begin with the first step's, are under way when the weights change, and go on under the
-    new ones."""
+    """Samples of the second step start together with the first step's, and continue under the new weights."""
     monkeypatch.setenv(VARIABLE, TOKEN)
     ahead = json.loads(json.dumps(recipe))
     rows = [
