@@ -1,4 +1,4 @@
-"""Settings of the loss: one by name for each term and for the combinations that matter, and all that are allowed."""
+"""Settings of the loss: named ones for each term and important combinations, and all combinations that are allowed."""
 
 from __future__ import annotations
 
@@ -94,7 +94,7 @@ REDUCTIONS: tuple[dict[str, Any], ...] = ({}, {"token_level_loss": False}, DR_GR
 
 
 def policy_settings() -> Iterator[dict[str, Any]]:
-    """Every allowed combination of ratio, clip, reduction and importance weights."""
+    """Yield every allowed combination of ratio, clip, reduction and importance weights."""
     for reduction, sequence_ratio, disabled, cispo, forced, dual in product(REDUCTIONS, BOOL, BOOL, BOOL, BOOL, BOOL):
         for corrected, kind, by_age, low, product_weight in product(
             BOOL, (None, "tis", "icepop", "seq-mask-tis"), BOOL, BOOL, BOOL
@@ -117,7 +117,7 @@ def policy_settings() -> Iterator[dict[str, Any]]:
 
 
 def other_settings() -> Iterator[dict[str, Any]]:
-    """Every allowed combination of the KL and the negative log-likelihood of positive samples."""
+    """Yield every allowed combination of the KL and the negative log-likelihood of positive samples."""
     for nll, approximation, kl in product(BOOL, BOOL, ("none", "in reward", "k1", "k2", "k3")):
         for input_clamp, output_clamp in product((None, 0.3), (None, 0.1)) if kl.startswith("k") else ((None, None),):
             settings = {

@@ -1,4 +1,4 @@
-"""A make-believe device, to count what crosses to the host on a machine that has no other.
+"""A fake device that counts copies to the host, for machines without a GPU.
 
 Its tensors say `meta`, which torch lets any machine have, and hold their values in a CPU tensor besides. So code that
 reads a value, by whichever way, has to ask for it, and code that mixes the two places by mistake is found.
@@ -19,7 +19,7 @@ DATA_DEPENDENT = ("nonzero", "masked_select", "_unique", "bincount", "repeat_int
 
 
 class OnDevice(Tensor):
-    """A tensor on the device; `held` are its values."""
+    """A tensor on the device. `held`: its values."""
 
     held: Tensor
 
@@ -37,7 +37,7 @@ class OnDevice(Tensor):
 
 
 class CountHostCopies(TorchDispatchMode):
-    """Runs what happens on the device, and counts what makes it wait for the host or the host for it."""
+    """Runs operations on the device, and counts those at which device and host wait for each other."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -74,5 +74,5 @@ class CountHostCopies(TorchDispatchMode):
 
 
 def on_device(value: Any) -> Any:
-    """The tensors of a batch, moved."""
+    """Return a batch with its tensors on the device."""
     return tree_map_only(Tensor, lambda t: OnDevice(t.detach()), value)

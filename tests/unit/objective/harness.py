@@ -1,4 +1,4 @@
-"""The loss as the loop runs it, over micro-batches, ranks and layouts, and what its results are held to."""
+"""Runs the loss as the training loop does, over micro-batches, ranks and layouts, and compares the results."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ MAX_AGE = OLDEST - 1  # so that some tokens are older than the last age reported
 class Result:
     loss: float
     gradients: list[Tensor]
-    """[length] of each sample."""
+    """One tensor [length] for each sample."""
     metrics: dict[str, float]
 
 
@@ -34,7 +34,7 @@ def run(
     ranks: Sequence[Sequence[Sequence[int]]] | None = None,
     max_age: int | None = MAX_AGE,
 ) -> Result:
-    """One optimizer step: every rank has its micro-batches, each the numbers of its samples. None: one batch."""
+    """Run one optimizer step. `ranks`: for each rank its micro-batches, as lists of sample numbers."""
     seqs, toks = counts(samples)
     loss_fn = ClippedPGLossFn(cfg, max_age=max_age)
     result = Result(0.0, [torch.empty(0)] * len(samples), {})
@@ -54,7 +54,7 @@ def run(
 
 
 def expected(cfg: ClippedPGLossConfig, samples: list[Sample], max_age: int | None = MAX_AGE) -> Result:
-    """What the formulas say."""
+    """Return the result according to the formulas."""
     losses, grads = reference_loss(cfg, samples)
     return Result(losses["loss"], grads, losses | reference_metrics(cfg, samples, max_age))
 
@@ -64,7 +64,7 @@ def close(actual: float, wanted: float, rel: float = 1e-6) -> bool:
 
 
 def assert_same(actual: Result, wanted: Result, *, gradient: float = 1e-5, rel: float = 1e-6) -> None:
-    """Loss and every metric within `rel`, the gradient within `gradient` of its greatest element."""
+    """Assert that loss and metrics agree within `rel`, and gradients within `gradient` of their largest element."""
     assert close(actual.loss, wanted.loss, rel), (actual.loss, wanted.loss)
     assert set(actual.metrics) == set(wanted.metrics)
     for name, value in wanted.metrics.items():

@@ -19,7 +19,7 @@ from .samples import LOGPROBS, Sample, counts
 
 @dataclass
 class Token:
-    """A token that counts: log-probs under current, previous, generating and reference policy, advantage, age."""
+    """A valid token: log-probs under current, previous, generating and reference policy, advantage, age."""
 
     at: int
     curr: float
@@ -29,25 +29,25 @@ class Token:
     advantage: float
     age: int
     log_ratio: float = 0.0
-    """log(curr / prev), or its mean over the sequence."""
+    """Return log(curr / prev), or its mean over the sequence."""
 
 
 @dataclass
 class Term:
-    """The value of one token in one term of the loss, and its derivatives."""
+    """Value of one token in one term of the loss, and its derivatives."""
 
     value: float
     by_log_ratio: float = 0.0
-    """With respect to `log_ratio`, which may be shared by the sequence."""
+    """Derivative by `log_ratio`, which the sequence may share."""
     by_curr: float = 0.0
-    """With respect to this token's own log-prob, past the ratio."""
+    """Derivative by this token's own log-prob, apart from the ratio."""
 
 
 Sequences = list[list[Token]]
 
 
 def sequences_of(cfg: Any, samples: list[Sample]) -> Sequences:
-    """The counting tokens of each sample (an empty list where there is none)."""
+    """Return the valid tokens of each sample, possibly none."""
     found = []
     for s in samples:
         prev, gen, ref = (s.columns[name].tolist() for name in LOGPROBS)
@@ -65,13 +65,13 @@ def sequences_of(cfg: Any, samples: list[Sample]) -> Sequences:
 
 
 def reference_loss(cfg: Any, samples: list[Sample]) -> tuple[dict[str, float], list[Tensor]]:
-    """The loss and its terms by name, and the loss's gradient of each sample's log-probs: over all samples at once."""
+    """Return the loss and its terms by name, and its gradient by each sample's log-probs, over all samples at once."""
     valid_seqs, valid_toks = (max(count, 1) for count in counts(samples))
     sequences = sequences_of(cfg, samples)
     grads = [[0.0] * len(s.curr) for s in samples]
 
     def total(terms: list[list[Term]], factor: float, coefficient: Any) -> float:
-        """Sum of coefficient(length) * value; adds factor times its gradient to `grads`."""
+        """Return the sum of coefficient(length) * value, and add factor times its gradient to `grads`."""
         values = []
         for grad, tokens, row in zip(grads, sequences, terms, strict=True):
             weight = coefficient(len(tokens)) if tokens else 0.0
@@ -115,7 +115,7 @@ def reference_loss(cfg: Any, samples: list[Sample]) -> tuple[dict[str, float], l
 
 
 def policy_terms(cfg: Any, tokens: list[Token]) -> list[Term]:
-    """The weighted policy term of each token of one sequence."""
+    """Return the weighted policy term of each token of one sequence."""
     terms = []
     for token in tokens:
         a, r = token.advantage, math.exp(token.log_ratio)
@@ -137,7 +137,7 @@ def policy_terms(cfg: Any, tokens: list[Token]) -> list[Term]:
 
 
 def weight(cfg: Any, tokens: list[Token], token: Token) -> tuple[float, float, bool]:
-    """pi_prev / pi_gen of a token: (raw, after truncation, outside the bounds)."""
+    """Return pi_prev / pi_gen of a token: (raw, after truncation, out of bounds)."""
     logs = [t.prev - t.gen for t in tokens]
     geometric, product = math.exp(math.fsum(logs) / len(logs)), math.exp(math.fsum(logs))
     raw = math.exp(token.prev - token.gen)
@@ -160,7 +160,7 @@ def weight(cfg: Any, tokens: list[Token], token: Token) -> tuple[float, float, b
 
 
 def kl(kind: str, x: float) -> tuple[float, float]:
-    """An estimator of the KL and its derivative, x = log reference - log policy."""
+    """Return an estimate of the KL and its derivative, x = log reference - log policy."""
     if kind == "k1":
         return -x, -1.0
     if kind == "k2":
@@ -169,7 +169,7 @@ def kl(kind: str, x: float) -> tuple[float, float]:
 
 
 def kl_term(cfg: Any, token: Token) -> Term:
-    """f * k(x): f = pi / pi_gen, or 1 with the gradient of the log-prob (the score function)."""
+    """Return f * k(x): f = pi / pi_gen, or 1 with the gradient of the log-prob (the score function)."""
     x, bound = token.ref - token.curr, cfg.kl_input_clamp_value
     inside = bound is None or abs(x) <= bound
     x = x if inside else math.copysign(bound, x)

@@ -1,4 +1,4 @@
-"""The metrics of a step written once more, by their definitions: plain Python floats over all samples at once."""
+"""The metrics of a step implemented again from their definitions: plain Python floats, all samples together."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from .samples import Sample, counts
 
 
 def reference_metrics(cfg: Any, samples: list[Sample], max_age: int | None) -> dict[str, float]:
-    """What the step reports beside its losses. Extremes, quantiles and means by age over nothing are left out."""
+    """Return the metrics of a step except its losses. Extremes, quantiles and means over nothing are left out."""
     sequences = sequences_of(cfg, samples)
     valid_seqs, valid_toks = counts(samples)
     found: dict[str, float] = {"num_valid_samples": valid_seqs}
@@ -85,7 +85,7 @@ def reference_metrics(cfg: Any, samples: list[Sample], max_age: int | None) -> d
 
 
 def cut_by(cfg: Any, token: Token, low: float, high: float) -> tuple[bool, bool, bool]:
-    """Whether the lower bound, the upper bound, the dual clip stops this token."""
+    """Return whether the lower bound, the upper bound and the dual clip stop this token."""
     r, a = math.exp(token.log_ratio), token.advantage
     dual = cfg.ratio_clip_c is not None and r > cfg.ratio_clip_c and a < 0
     if cfg.disable_ppo_ratio:
@@ -96,13 +96,13 @@ def cut_by(cfg: Any, token: Token, low: float, high: float) -> tuple[bool, bool,
 
 
 def jensen_shannon(p: float, g: float) -> float:
-    """Mean of the k3 estimates of KL(p || m) and KL(g || m), m the mixture of both probabilities."""
+    """Return the mean of the k3 estimates of KL(p || m) and KL(g || m), m = mixture of both probabilities."""
     m = math.log((math.exp(p) + math.exp(g)) / 2)
     return (kl("k3", p - m)[0] + kl("k3", g - m)[0]) / 2
 
 
 def quantile(values: list[float], q: float) -> float:
-    """Linear between the two values at which it lies."""
+    """Return the quantile, interpolated linearly between its two neighbours."""
     ordered, at = sorted(values), q * (len(values) - 1)
     below = math.floor(at)
     above = min(below + 1, len(ordered) - 1)

@@ -1,4 +1,4 @@
-"""Random samples, and the layouts in which the tests give them to the loss: padded, packed, in micro-batches."""
+"""Random samples, and the layouts in which tests pass them to the loss: padded, packed, in micro-batches."""
 
 from __future__ import annotations
 
@@ -15,13 +15,13 @@ COLUMNS = (*LOGPROBS, "advantages", "token_mask", "entropies", "ages")
 OLDEST = 3
 
 Batch = tuple[Tensor, dict[str, Any]]
-"""Log-probs of the current policy (a leaf), and what goes with them."""
+"""Log-probs of the current policy (a leaf tensor), and the rest of the batch."""
 Layout = Callable[[list["Sample"]], Batch]
 
 
 @dataclass
 class Sample:
-    """One sequence: per-token tensors [length] and what holds for the whole of it."""
+    """One sequence: per-token tensors [length] and values of the whole sequence."""
 
     curr: Tensor
     columns: dict[str, Tensor]
@@ -37,7 +37,7 @@ class Sample:
 def draw(
     seed: int, count: int, longest: int = 12, spread: float = 0.5, dtype: torch.dtype = torch.float32
 ) -> list[Sample]:
-    """Random samples: some masked, some with little or nothing to train, ratios on both sides of usual bounds.
+    """Return random samples: some masked, some with few or no trained tokens, ratios on both sides of usual bounds.
 
     The age falls within a sample, as when weights change while it is generated. What no loss may read, such as the
     age of a token that is not trained, has a value that would show.
@@ -73,7 +73,7 @@ def draw(
 
 
 def all_trained(samples: list[Sample]) -> list[Sample]:
-    """Every token but the first of every sample counts."""
+    """Make every token but the first of every sample valid."""
     for s in samples:
         s.sample_mask = 1.0
         s.columns["ages"] = s.columns["ages"].clamp(max=OLDEST)
@@ -82,12 +82,12 @@ def all_trained(samples: list[Sample]) -> list[Sample]:
 
 
 def counts(samples: list[Sample]) -> tuple[int, int]:
-    """(sequences, tokens) that count."""
+    """Return the numbers of valid (sequences, tokens)."""
     return sum(s.sample_mask > 0 for s in samples), sum(len(s.trained) for s in samples)
 
 
 def padded(samples: list[Sample], extra: int = 0) -> Batch:
-    """Rows [B, S]; what stands in the padding is NaN (age 9), to see that nobody reads it."""
+    """Return rows [B, S]. The padding is NaN (age 9), to detect that it is read."""
     width = max(len(s.curr) for s in samples) + extra
 
     def rows(name: str, values: list[Tensor]) -> Tensor:
@@ -101,7 +101,7 @@ def padded(samples: list[Sample], extra: int = 0) -> Batch:
 
 
 def packed(samples: list[Sample], padding: int = 0) -> Batch:
-    """One row [1, T] with segments; padding is one more segment, filled with NaN. Ages are [T], like segments."""
+    """Return one row [1, T] with segments. Padding is one more segment of NaN. Ages are [T], like segments."""
 
     def row(name: str, values: list[Tensor]) -> Tensor:
         return torch.cat([*values, values[0].new_full((padding,), _fill(name))])[None]
@@ -126,7 +126,7 @@ def _by_sample(samples: list[Sample]) -> dict[str, Tensor]:
 
 
 def gradients(samples: list[Sample], curr: Tensor, batch: dict[str, Any]) -> list[Tensor]:
-    """The gradient of each sample's log-probs, from either layout."""
+    """Return the gradient by each sample's log-probs, from either layout."""
     grad = curr.grad
     assert grad is not None
     lengths = [len(s.curr) for s in samples]
@@ -140,5 +140,5 @@ def gradients(samples: list[Sample], curr: Tensor, batch: dict[str, Any]) -> lis
 def micro_batches(
     samples: list[Sample], parts: Iterable[Sequence[int]], layout: Layout
 ) -> list[tuple[Sequence[int], Tensor, dict[str, Any]]]:
-    """The samples of each part, by number, in a layout of their own: (numbers, curr, batch)."""
+    """Yield each part in its own layout: (sample numbers, curr, batch)."""
     return [(part, *layout([samples[i] for i in part])) for part in parts]

@@ -69,7 +69,7 @@ def test_group_stats_by_id() -> None:
 
 @pytest.mark.parametrize("value", [0.0, 0.1, 0.35, 0.95, -1e6, 1e-30])
 @pytest.mark.parametrize("leave_one_out", [False, True])
-def test_equal_rewards_give_exactly_nothing(value: float, leave_one_out: bool) -> None:
+def test_equal_rewards_give_exactly_zero(value: float, leave_one_out: bool) -> None:
     for rewards in (torch.full((7,), value), torch.full((7,), value, dtype=torch.float64)):
         result = grpo_advantages(rewards, torch.zeros(7, dtype=torch.int64), leave_one_out=leave_one_out)
         assert not result.advantages.any()
@@ -112,7 +112,7 @@ def test_group_of_one_and_failed_groups() -> None:
     assert not result.groups.informative.any()
 
 
-def test_a_failed_sample_does_not_move_its_group() -> None:
+def test_a_failed_sample_does_not_change_its_group() -> None:
     kept = grpo_advantages(torch.tensor([1.0, 0.0, 1.0]), torch.zeros(3, dtype=torch.int64))
     with_failed = grpo_advantages(
         torch.tensor([1.0, 0.0, -100.0, 1.0]),

@@ -17,7 +17,7 @@ from .harness import assert_same, expected, run
 from .samples import draw, packed, padded
 
 SHARE = 11
-"""Of the pairs (policy settings, other settings) every eleventh is tried. 1: all of them, in a minute or so."""
+"""Every eleventh pair (policy settings, other settings) is tested. 1 tests all of them, in about a minute."""
 
 
 @pytest.mark.slow
@@ -33,7 +33,7 @@ def test_every_combination_of_terms_is_the_formula() -> None:
 
 @st.composite
 def configs(draw_from: st.DrawFn) -> ClippedPGLossConfig:
-    """Any settings with any values: drawn until none of the rules refuses them."""
+    """Draw settings with any values until they are allowed."""
     rng = draw_from(st.randoms(use_true_random=True))
     while True:
         found = random_settings(rng)

@@ -1,4 +1,4 @@
-"""Metrics of micro-batches, ranks and optimizer steps as those of a step."""
+"""Metrics of micro-batches, ranks and optimizer steps are combined into those of a step."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ def test_values_are_kept_until_the_step() -> None:
 
 
 def test_a_step_of_several_optimizer_steps() -> None:
-    """Means are averaged, counts add up, extremes are extremes, the p95 is over all sequences."""
+    """Means are averaged, counts summed, extremes are those of all steps, the p95 is over all sequences."""
     name = "sequence_mult_prob_error_p95"
     first = {
         "loss": 1.0,
@@ -57,7 +57,7 @@ def test_a_step_of_several_optimizer_steps() -> None:
 
 
 def test_means_by_age_are_over_the_tokens_of_that_age() -> None:
-    """Two optimizer steps of 10 tokens: of age 1 are 2 with error 1.5 and 6 with error 2.5; nobody has age 2."""
+    """Two optimizer steps of 10 tokens: 2 tokens of age 1 have error 1.5, 6 have error 2.5; none has age 2."""
     first = {"token_share/age_1": 0.2, "gen_kl_error/age_1": 2 * 1.5 / 10, "token_share/age_2": 0.0}
     second = {"token_share/age_1": 0.6, "gen_kl_error/age_1": 6 * 2.5 / 10, "token_share/age_2": 0.0}
     found = step_metrics([m | {"gen_kl_error/age_2": 0.0} for m in (first, second)])
@@ -77,7 +77,7 @@ def test_combining_in_two_stages_is_combining_at_once() -> None:
 
 
 def test_optimizer_steps_of_equal_counts_are_their_mean() -> None:
-    """The same samples twice, under the same weights, are no other step."""
+    """The same samples twice, under the same weights, give the metrics of one step."""
     samples = draw(seed=1, count=8)
     once = combine_metrics([ClippedPGLossFn(BY_AGE, max_age=MAX_AGE)(*packed(samples), *counts(samples))[1]])
     single, double = step_metrics([once]), step_metrics([once, once])
@@ -94,7 +94,7 @@ def test_the_mean_over_optimizer_steps_is_the_plain_one() -> None:
     assert step_metrics([{"loss": loss} for loss in losses]) == {"loss": fmean(losses)}
 
 
-def test_extremes_are_named_and_reduced_alike() -> None:
+def test_extremes_have_matching_names_and_reductions() -> None:
     by_suffix = {"_min": "min", "_max": "max", "_p95": "values"}
     for name, reduction in METRIC_REDUCTIONS.items():
         assert reduction == next((r for suffix, r in by_suffix.items() if name.endswith(suffix)), "sum")

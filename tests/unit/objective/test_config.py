@@ -54,7 +54,7 @@ from .cases import BY_AGE, DR_GRPO, GSPO, ICEPOP, IS, SEQ_MASK, TIS
         ({"use_kl_in_reward": True, "use_on_policy_kl_approximation": True}, "use_kl_in_reward: true removes"),
     ],
 )
-def test_refused_combinations_say_why(cfg, reason: str) -> None:
+def test_rejected_combinations_say_why(cfg, reason: str) -> None:
     with pytest.raises(RecipeError, match=reason):
         ClippedPGLossFn(cfg)
 

@@ -1,4 +1,4 @@
-"""Global counts: exact where float32 is not, and the loss divides by exactly these."""
+"""Global counts are exact where float32 is not, and the loss divides by exactly these."""
 
 from __future__ import annotations
 
@@ -19,8 +19,8 @@ def test_counts_are_those_of_the_samples() -> None:
             assert tuple(map(float, valid_counts(layout(samples)[1]))) == counts(samples)
 
 
-def test_counts_add_up_past_two_to_the_24() -> None:
-    """As ranks and micro-batches do: 2**24 tokens are there, and three more come one by one."""
+def test_counts_above_two_to_the_24_are_summed_exactly() -> None:
+    """Sum as ranks and micro-batches do: 2**24 tokens, then three more one by one."""
     one = {"token_mask": torch.ones(1, 2), "sample_mask": torch.ones(1)}
     narrow, total = torch.tensor(float(2**24)), torch.tensor(float(2**24), dtype=torch.float64)
     for _ in range(3):
@@ -32,15 +32,15 @@ def test_counts_add_up_past_two_to_the_24() -> None:
 
 
 def test_a_count_within_a_batch_is_exact_too() -> None:
-    """Weights stand for that many tokens."""
+    """A token weight w counts as w tokens."""
     weights = torch.tensor([[0.0, 2.0**24, 1.0]])
     assert float(weights.sum()) == 2**24
     assert float(valid_counts({"token_mask": weights, "sample_mask": torch.ones(1)})[1]) == PAST
 
 
 @pytest.mark.parametrize("cfg", [{}, {"token_level_loss": False}, DR_GRPO])
-def test_the_loss_divides_by_counts_past_two_to_the_24(cfg) -> None:
-    """As ints, as the driver sends them, and as int64 tensors."""
+def test_the_loss_divides_by_counts_above_two_to_the_24(cfg) -> None:
+    """Counts may be ints, as the driver sends them, or int64 tensors."""
     samples = all_trained(draw(seed=3, count=4, dtype=torch.float64))
 
     def loss_for(seqs, toks) -> float:
@@ -54,7 +54,7 @@ def test_the_loss_divides_by_counts_past_two_to_the_24(cfg) -> None:
 
 
 def test_ranks_with_more_than_two_to_the_24_tokens_between_them_report_means() -> None:
-    """The mean over all tokens of something that is 1 everywhere is 1."""
+    """The mean of 1 over all tokens is 1."""
     samples = all_trained(draw(seed=3, count=4, dtype=torch.float64))
     for s in samples:
         s.columns["prev_logprobs"] = s.curr.clone()

@@ -1,4 +1,4 @@
-"""Little, nothing or nonsense to train on."""
+"""Batches with few, no or invalid values to train on."""
 
 from __future__ import annotations
 
@@ -41,8 +41,8 @@ def test_nothing_valid_is_a_finite_zero(name: str, layout) -> None:
         assert not [n for n in reported if n.endswith(("_min", "_max", "_p95")) or n.startswith("gen_kl_error/age")]
 
 
-def test_nothing_valid_on_one_rank_changes_nothing() -> None:
-    """A row of padding alone, as a rank with too few samples runs."""
+def test_a_rank_without_valid_tokens_changes_nothing() -> None:
+    """A row of padding only, as a rank with too few samples runs it."""
     samples = draw(seed=4, count=4)
     for name in ("dual clip", "gspo, product, tis by age"):
         loss_fn = ClippedPGLossFn(CONFIGS[name], max_age=MAX_AGE)
@@ -89,7 +89,7 @@ def test_sequences_of_one_token_train_nothing(name: str, layout) -> None:
 
 @pytest.mark.parametrize("layout", [padded, packed])
 @pytest.mark.parametrize("name", CONFIGS)
-def test_nonsense_where_nothing_counts_is_harmless(name: str, layout) -> None:
+def test_nan_at_an_invalid_token_is_harmless(name: str, layout) -> None:
     clean, dirty = draw(seed=21, count=8), draw(seed=21, count=8)
     for i, s in enumerate(dirty):
         untrained = [t for t in range(len(s.curr)) if t not in s.trained]
@@ -105,7 +105,7 @@ def test_nonsense_where_nothing_counts_is_harmless(name: str, layout) -> None:
 
 @pytest.mark.parametrize("layout", [padded, packed])
 @pytest.mark.parametrize("value", NONSENSE)
-def test_nonsense_where_it_counts_shows_and_the_samples_are_named(value: float, layout) -> None:
+def test_nan_at_a_valid_token_is_visible_and_its_sample_named(value: float, layout) -> None:
     samples = all_trained(draw(seed=9, count=8))
     bad = [i for i, s in enumerate(samples) if len(s.curr) > 2][1:3]
     for i in bad:

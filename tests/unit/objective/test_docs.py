@@ -1,4 +1,4 @@
-"""docs/objective.md names what there is, and nothing else; its pictures show what the papers say."""
+"""docs/objective.md names all keys and metrics and no others, and its pictures agree with the papers."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Each estimator against its paper's formula, one sample at a time in exact fractions. REINFORCE++ token by token."""
+"""Each estimator against its paper's formula, sample by sample (REINFORCE++: token by token) in exact fractions."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ def std(values: list, correction: int) -> float:
 
 
 def sample_kl(kls: list[list[float]]) -> SampleKL:
-    """The statistics from the KL of each token, in exact arithmetic."""
+    """Return the statistics of the KL of each token, in exact arithmetic."""
     rows = []
     for kl in kls:
         to_go = [sum(map(Fraction, kl[t:])) for t in range(len(kl))]
@@ -43,7 +43,7 @@ def sample_kl(kls: list[list[float]]) -> SampleKL:
 
 
 def columns(rows: list) -> tuple[Tensor, Tensor, Tensor, Tensor, list[list[float]]]:
-    """ids, rewards and other rewards (NaN for failed samples), valid, KL by token."""
+    """Return ids, rewards and other rewards (NaN for failed samples), valid, KL by token."""
     ids, first, second, valid, kls = (list(column) for column in zip(*rows, strict=True))
     ok = torch.tensor(valid)
     rewards = [torch.where(ok, torch.tensor(r, dtype=torch.float64), math.nan) for r in (first, second)]
@@ -74,7 +74,7 @@ def test_group_baselines_with_the_kl_in_the_reward(rows: list, name: str, beta: 
 
 
 def reference_reinforce_plus_plus(rows: list, minus_baseline: bool, beta: float) -> list[list[float]]:
-    """The advantage of every token of every valid sample; eq. 8 to 10 of the paper, token by token."""
+    """Return the advantage of every token of every valid sample: eq. 8 to 10 of the paper, token by token."""
     tokens = []
     for i, (_, reward, _, valid, kl) in enumerate(rows):
         r = Fraction(reward)
@@ -90,7 +90,7 @@ def reference_reinforce_plus_plus(rows: list, minus_baseline: bool, beta: float)
 
 
 def by_token(found: AdvantageEstimate, kls: list[list[float]]) -> list[list[float]]:
-    """What every token trains with."""
+    """Return the advantage that each token trains with."""
     return [
         [found.advantages[i].item() - found.kl_weight * float(sum(map(Fraction, kl[t:]))) for t in range(len(kl))]
         for i, kl in enumerate(kls)
@@ -128,7 +128,7 @@ def test_a_masked_sample_counts_in_its_groups_mean_only() -> None:
 
 
 def test_token_moments_keep_their_digits() -> None:
-    """A large KL at the last token of every sample is the same in all sums to go: squares about 0 would cancel."""
+    """A large KL at the last token of every sample is in all sums to go: squares around 0 would lose the digits."""
     kls = [[0.001 * ((7 * i + t) % 5) for t in range(20)] + [1000.0] for i in range(6)]
     rows = [(i // 3, 1024.0 + (i % 3) / 128, 0.0, True, kl) for i, kl in enumerate(kls)]
     ids, rewards, _, valid, _ = columns(rows)
@@ -204,7 +204,7 @@ ALL = ["grpo", "dr_grpo", "rloo", "reinforce_plus_plus", "gdpo"]
 
 
 def estimate(name: str, rewards: Tensor, ids: Tensor, valid: Tensor | None = None, **options) -> Tensor:
-    """With 10 tokens a sample, and for gdpo the reward twice."""
+    """Estimate with 10 tokens per sample and, for gdpo, the same reward twice."""
     tokens = torch.full(rewards.shape, 10)
     named = {"a": rewards, "b": rewards}
     return estimate_advantages(name, rewards, ids, valid, tokens=tokens, rewards_by_name=named, **options).advantages
@@ -258,7 +258,7 @@ def test_neither_order_nor_names_of_groups_matter(seed: int, name: str) -> None:
     torch.testing.assert_close(found, estimate(name, rewards, ids, valid)[order], rtol=1e-12, atol=1e-12)
 
 
-def test_the_groups_are_those_of_the_rewards() -> None:
+def test_groups_are_those_of_the_rewards() -> None:
     rewards, ids = torch.tensor([1.0, 0.0, 2.0, 2.0]), torch.tensor([0, 0, 1, 1])
     for name in ALL:
         found = estimate_advantages(
@@ -268,7 +268,7 @@ def test_the_groups_are_those_of_the_rewards() -> None:
         assert found.groups.std.tolist() == group_stats(rewards, ids).std.tolist()
 
 
-def test_what_is_missing_is_said() -> None:
+def test_missing_inputs_are_named() -> None:
     rewards, ids = torch.tensor([1.0, 0.0]), torch.tensor([0, 0])
     kl = SampleKL(*torch.tensor([[1.0, math.nan], [1.0, 1.0], [0.0, math.inf]], dtype=torch.float64))
     tokens = torch.tensor([1, 1])

@@ -1,4 +1,4 @@
-"""At most one copy from the device to the host a micro-batch: the loss makes none, its metrics one in all."""
+"""The loss makes no copy from the device to the host, and the metrics of all micro-batches need a single one."""
 
 from __future__ import annotations
 
@@ -84,15 +84,15 @@ def test_the_other_functions_of_a_micro_batch_make_none() -> None:
         lambda t: torch.zeros(3).to(t.device),
     ],
 )
-def test_the_counter_sees_it(read) -> None:
-    """What would make a GPU wait is counted, by whichever way it is asked for. (`tolist` torch refuses by itself.)"""
+def test_copies_are_counted(read) -> None:
+    """Every way to make a GPU wait is counted, except `tolist`, which torch itself rejects on this device."""
     there = on_device(torch.tensor([1.0, -2.0, 3.0]))
     with CountHostCopies() as seen:
         read(there)
     assert len(seen.copies) == 1
 
 
-def test_the_counter_lets_work_on_the_device_pass() -> None:
+def test_work_on_the_device_is_not_counted() -> None:
     there = on_device(torch.tensor([1.0, -2.0, 3.0]))
     with CountHostCopies() as seen:
         out = (there.double() * 2).sum() + there.new_zeros(3).amax() + torch.arange(3, device=DEVICE).amin()
@@ -103,7 +103,7 @@ def test_the_counter_lets_work_on_the_device_pass() -> None:
 
 
 def test_a_loss_that_reads_a_value_is_caught(monkeypatch) -> None:
-    """The proof that the test above can fail: a mean that asks for its value."""
+    """The test above can fail: here a mean reads its value."""
     from grpo_mcore.objective.reduce import MaskedTokens
 
     plain = MaskedTokens.sum

@@ -1,4 +1,4 @@
-"""How samples are laid out does not show: micro-batches, ranks, packing, order, padding."""
+"""Results do not depend on the layout of samples: micro-batches, ranks, packing, order, padding."""
 
 from __future__ import annotations
 
@@ -25,13 +25,13 @@ def cut(numbers: list[int], size: int) -> list[list[int]]:
 
 
 def uneven(numbers: list[int], rng: Random) -> list[list[int]]:
-    """Parts of any size, as bins of different lengths are."""
+    """Return parts of any size, like bins of different lengths."""
     edges = sorted(rng.sample(range(1, len(numbers)), min(6, len(numbers) - 1)))
     return [numbers[a:b] for a, b in zip([0, *edges], [*edges, len(numbers)], strict=True)]
 
 
 def layouts(name: str) -> Iterator[tuple[str, Layout, Ranks]]:
-    """Each size of micro-batches is tried with one of the settings, and the other layouts with all of them."""
+    """Test each size of micro-batches with one of the settings, and the other layouts with all of them."""
     rng = Random(3)
     order = rng.sample(WHOLE, COUNT)
     yield "packed", packed, [[WHOLE]]
@@ -53,7 +53,7 @@ def layouts(name: str) -> Iterator[tuple[str, Layout, Ranks]]:
 
 @pytest.fixture(scope="module")
 def samples() -> list[Sample]:
-    """64 samples of 1 to 24 tokens, some masked, one without a trained token."""
+    """Return 64 samples of 1 to 24 tokens, some masked, one without a trained token."""
     drawn = draw(seed=7, count=COUNT, longest=24)
     drawn[20].columns["token_mask"].zero_()
     assert any(not s.sample_mask for s in drawn) and min(len(s.curr) for s in drawn) == 1
@@ -63,7 +63,7 @@ def samples() -> list[Sample]:
 @pytest.mark.parametrize(
     "name", ["grpo", *(pytest.param(name, marks=pytest.mark.slow) for name in NAMES if name != "grpo")]
 )
-def test_the_layout_does_not_show(name: str, samples: list[Sample]) -> None:
+def test_the_layout_has_no_influence(name: str, samples: list[Sample]) -> None:
     cfg = ClippedPGLossConfig(**CONFIGS[name])
     whole = run(cfg, samples, padded)
     assert_same(whole, expected(cfg, samples))

@@ -1,4 +1,4 @@
-"""ClippedPGLossFn: each term against its formula and its derivative, and what it asks of a batch."""
+"""ClippedPGLossFn: each term against its formula and its derivative, and the entries that a batch needs."""
 
 from __future__ import annotations
 
@@ -111,7 +111,7 @@ def test_gradient_past_a_stop_gradient_by_hand(cfg, gradient: list[float]) -> No
 
 
 def test_kl_gradient_is_the_gradient_of_the_kl() -> None:
-    """In expectation over tokens drawn from the policy: an exact sum over a vocabulary."""
+    """Compare expectations over tokens drawn from the policy: exact sums over a vocabulary."""
     logits = torch.randn(7, generator=torch.Generator().manual_seed(0), dtype=torch.float64).requires_grad_()
     reference = torch.log_softmax(torch.linspace(-1, 1, 7, dtype=torch.float64), -1)
     logprobs = torch.log_softmax(logits, -1)
@@ -134,7 +134,7 @@ def test_kl_gradient_is_the_gradient_of_the_kl() -> None:
 
 
 def test_a_product_that_overflows_is_a_large_weight() -> None:
-    """exp(800) is no float64: tis holds it to its upper bound, icepop drops it."""
+    """exp(800) is not a float64: tis clamps it to its upper bound, icepop drops it."""
     (sample,) = all_trained(draw(seed=0, count=1, longest=1, dtype=torch.float64))
     sample.curr = torch.full((9,), -1.0, dtype=torch.float64)
     sample.columns = {name: column.expand(9).clone() for name, column in sample.columns.items()}
@@ -216,7 +216,7 @@ def test_a_missing_input_is_named_with_the_key_that_needs_it(cfg, entry: str, ke
         assert key in str(error.value)
 
 
-def test_no_metrics_of_what_a_batch_lacks() -> None:
+def test_metrics_need_their_entries_in_the_batch() -> None:
     curr, batch = padded(draw(seed=1, count=2))
     del batch["generation_logprobs"]
     _, metrics = ClippedPGLossFn({}, max_age=1)(curr, batch, 2, 5)
@@ -247,7 +247,7 @@ def test_the_loss_of_one_batch_is_the_loss_it_reports() -> None:
 
 
 @pytest.mark.parametrize("layout", [padded, packed])
-def test_the_entropy_of_each_token_is_rewarded_alike(layout) -> None:
+def test_the_entropy_of_each_token_has_equal_weight(layout) -> None:
     samples = draw(seed=3, count=7)
     curr, batch = layout(samples)
     batch["entropies"].requires_grad_()

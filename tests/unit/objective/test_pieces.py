@@ -60,7 +60,7 @@ def test_kl_penalty_ignores_a_factor_that_is_not_finite() -> None:
     assert curr.grad is not None and curr.grad.tolist() == [0.0, 2.0]
 
 
-def test_reductions_see_only_tokens_that_count() -> None:
+def test_reductions_ignore_invalid_tokens() -> None:
     batch = {
         "token_mask": torch.tensor([[1.0, 1.0, 0.0, 1.0], [1.0, 0.0, 0.0, 0.0], [1.0, 1.0, 1.0, 1.0]]),
         "sample_mask": torch.tensor([1.0, 1.0, 0.0]),

@@ -23,7 +23,7 @@ def test_scaled_rewards_are_clamped_and_hit_the_ends() -> None:
 
 
 def overlong(length: int, longest: int, buffer: int) -> float:
-    """DAPO, eq. 13, as it stands in the paper."""
+    """Return the reward of DAPO, eq. 13, as written in the paper."""
     if length <= longest - buffer:
         return 0.0
     if length <= longest:
@@ -69,14 +69,14 @@ def test_the_penalty_has_a_floor_and_failed_samples_stay_failed() -> None:
     assert found[[0, 1, 3]].tolist() == [0.5, 0.0, 0.0] and found[2].isnan()
 
 
-def test_stop_properly_takes_the_place_of_the_penalty_on_length() -> None:
+def test_stop_properly_replaces_the_penalty_on_length() -> None:
     options = {"stop_properly_penalty_coef": 0.25}
     found = shaped([1.0, 1.0, math.nan, 0.5], [100, 100, 100, 10], [True, False, True, True], **options)
     assert found[[0, 1, 3]].tolist() == [0.25, 1.0, 0.125] and found[2].isnan()
     assert shaped([2.0], [500], [True], stop_properly_penalty_coef=0.0).tolist() == [0.0]
 
 
-def test_limits_that_do_not_fit_are_refused() -> None:
+def test_limits_that_do_not_fit_are_rejected() -> None:
     for buffer in (0, 101):
         with pytest.raises(ValueError, match="overlong_buffer_length"):
             shaped([1.0], [1], [False], overlong_buffer_length=buffer)

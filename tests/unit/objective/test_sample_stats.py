@@ -1,4 +1,4 @@
-"""What a rank reports of its samples, and the KL from a token to the end, against plain loops, in every layout."""
+"""Statistics of samples, and the KL from a token to the end, against plain loops, in every layout."""
 
 from __future__ import annotations
 
@@ -20,12 +20,12 @@ KINDS = ["k1", "k2", "k3"]
 
 
 def tokens_of(sample: Sample) -> list[int]:
-    """Trained tokens, whether or not the sample is masked."""
+    """Return the trained tokens, whether or not the sample is masked."""
     return [t for t in range(1, len(sample.curr)) if sample.columns["token_mask"][t] > 0]
 
 
 def reference(sample: Sample, kind: str) -> tuple[dict[str, float], list[float]]:
-    """Statistics of the sample, and the KL to go of all its tokens."""
+    """Return statistics of the sample, and the KL to go of all its tokens."""
     prev, gen, ref = (
         sample.columns[name].tolist() for name in ("prev_logprobs", "generation_logprobs", "reference_policy_logprobs")
     )
@@ -79,8 +79,8 @@ def test_statistics_and_kl_to_go_in_every_layout(seed: int, count: int, kind: st
         assert bits == [row.tolist() for row in found]  # to the last digit, whatever the layout
 
 
-def test_a_long_sequence_and_one_beside_it() -> None:
-    """Lengths around powers of two; a neighbour with a huge or infinite KL does not show."""
+def test_a_long_sequence_beside_another() -> None:
+    """Lengths around powers of two: a neighbour with a huge or infinite KL has no influence."""
     generator = torch.Generator().manual_seed(0)
     for length in (1, 2, 3, 4, 7, 8, 9, 1000, 1024, 1025):
         prev = torch.randn(1, 4 + length, generator=generator, dtype=torch.float64)
@@ -113,7 +113,7 @@ def test_masked_samples_have_statistics_too() -> None:
         assert sample_stats(batch)["tokens"].tolist() == [len(tokens_of(s)) for s in samples]
 
 
-def test_only_what_is_there_is_reported() -> None:
+def test_only_present_entries_are_reported() -> None:
     batch = padded(draw(seed=3, count=2))[1]
     assert set(sample_stats(batch)) == {"tokens", "mult_error"}
     del batch["generation_logprobs"]
@@ -126,7 +126,7 @@ def test_only_what_is_there_is_reported() -> None:
             kl_to_go(batch, "k3")
 
 
-def test_a_row_without_samples() -> None:
+def test_a_row_of_padding() -> None:
     column = {"token_mask": torch.ones(3), "prev_logprobs": torch.ones(3), "reference_policy_logprobs": torch.ones(3)}
     row = pack_rows([torch.arange(3)], [column]).empty_like(4)
     stats = sample_stats(row.loss_inputs(), "k3")
@@ -147,8 +147,8 @@ def test_token_advantages() -> None:
 
 @pytest.mark.parametrize("minus_baseline", [True, False])
 def test_reinforce_plus_plus_from_the_ranks_to_the_tokens(minus_baseline: bool) -> None:
-    """The whole way of the KL: two ranks' statistics, the driver's estimate, the tokens of each rank; against all
-    tokens of the step standardised at once."""
+    """Follow the KL from the statistics of two ranks over the driver's estimate to the tokens of each rank, and compare
+    with standardising all tokens of the step at once."""
     samples = [s for s in draw(seed=5, count=12, longest=30, dtype=torch.float64) if tokens_of(s)]
     ids = torch.arange(len(samples)) // 3
     rewards = torch.tensor([s.reward for s in samples], dtype=torch.float64)

@@ -1,4 +1,4 @@
-"""Recipes in temporary files. The working directory is the temporary folder, so that sources are short."""
+"""Fixtures for recipes in temporary files. The working directory is the temporary folder, so that sources are short."""
 
 from __future__ import annotations
 

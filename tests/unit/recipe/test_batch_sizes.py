@@ -35,7 +35,7 @@ def test_grpo(load, overrides: list[str], equation: str) -> None:
 
 
 @pytest.mark.parametrize(("prompts", "multiplier", "size"), [(32, 1, 32), (3, 1.5, 5), (10, 1.1, 11), (100, 1.15, 115)])
-def test_a_generation_batch_is_rounded_up_as_a_reader_would(load, prompts: int, multiplier: float, size: int) -> None:
+def test_a_generation_batch_is_rounded_up_in_decimal(load, prompts: int, multiplier: float, size: int) -> None:
     words = [f"grpo.num_prompts_per_step={prompts}", f"policy.train_global_batch_size={prompts * 16}"]
     config = load(MINIMAL, *words, "grpo.use_dynamic_sampling=true", f"grpo.batch_multiplier={multiplier}").config
     assert prompts_per_generation_batch(config) == size

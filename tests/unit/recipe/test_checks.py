@@ -1,4 +1,4 @@
-"""What must hold between keys, with the messages as they are printed."""
+"""Rules between keys, with the messages as they are printed."""
 
 from __future__ import annotations
 
@@ -294,7 +294,7 @@ def test_sft_has_no_rollout_batch(load, problems) -> None:
         (["policy.megatron_cfg.pipeline_dtype=float32"], ["float32 contradicts policy.precision = bfloat16"]),
     ],
 )
-def test_combinations(problems, override: list[str], lines: list[str]) -> None:
+def test_rejected_combinations(problems, override: list[str], lines: list[str]) -> None:
     found = problems(MINIMAL, *override)
     assert len(found) == len(lines)
     for got, expected in zip(found, lines, strict=True):
@@ -349,7 +349,7 @@ ASKING = {  # a value of each key that asks for the feature
 
 
 @pytest.mark.parametrize("key", UNSUPPORTED)
-def test_what_is_not_supported_yet_says_so(problems, key: str) -> None:
+def test_unsupported_keys_are_reported(problems, key: str) -> None:
     neutral, feature = UNSUPPORTED[key]
     value = ASKING.get(key) or {"True": "false", "False": "true", "1": "2", "None": "3", "0.0": "0.5"}[str(neutral)]
     found = [line for line in problems(MINIMAL, f"{key}={value}") if "not supported yet" in line]
@@ -405,12 +405,12 @@ def test_generation_ahead_of_training(load, problems, text: str, lines: list[str
     assert [line.partition(": ")[2] for line in found] == lines
 
 
-def test_the_order_of_groups_is_one_of_three(problems) -> None:
+def test_unknown_group_order(problems) -> None:
     (line,) = problems(MINIMAL + AHEAD + "{enabled: true, group_order: fresh_first}\n")
     assert "expected one of 'in_order', 'oldest_first', 'freshest_first', got 'fresh_first'" in line
 
 
-def test_a_run_that_goes_on_by_itself_needs_checkpoints(load, problems) -> None:
+def test_restarts_need_checkpoints(load, problems) -> None:
     words = ("cluster.max_restarts=2", "checkpointing.enabled=false")
     (found,) = problems(MINIMAL, *words)
     assert found.endswith(

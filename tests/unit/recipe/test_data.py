@@ -48,16 +48,16 @@ def test_one_loader_a_dataset(load) -> None:
         (["~grpo", "+sft.seed=1"], "r.yaml:10: data.use_multiple_dataloader: SFT reads all datasets with one"),
     ],
 )
-def test_loaders_that_fill_no_step(problems, words: list[str], expected: str) -> None:
+def test_loaders_must_fill_a_step(problems, words: list[str], expected: str) -> None:
     [found] = problems(TEXT, *words)
     assert expected in found
 
 
-def test_keys_of_several_loaders_rest_while_there_is_one(load) -> None:
+def test_keys_of_several_loaders_have_no_effect_with_one(load) -> None:
     load(TEXT, "data.use_multiple_dataloader=false", "data.num_prompts_per_dataloader=7", "data.custom_dataloader=x.y")
 
 
-def test_a_dataset_that_nobody_knows(problems, load) -> None:
+def test_unknown_dataset(problems, load) -> None:
     [found] = problems(TEXT.replace("DeepScaler", "DeepScalar"))
     assert found.startswith("r.yaml:6: data.train.1.dataset_name: 'DeepScalar' is not known; nearest: DeepScaler; ")
     assert found.endswith(f"{', '.join(DATASETS)}, or a dataset class by import path")
@@ -65,7 +65,7 @@ def test_a_dataset_that_nobody_knows(problems, load) -> None:
         assert load(TEXT.replace("DeepScaler", name)).config.data.train[1].dataset_name == name
 
 
-def test_pairs_of_answers_are_for_dpo(problems) -> None:
+def test_preference_data_is_for_dpo(problems) -> None:
     for name in ("BinaryPreferenceDataset", "binary_preference_dataset"):
         text = f"policy: {{model_name: m}}\ndata:\n  train:\n    dataset_name: {name}\n    data_path: x.jsonl\n"
         assert problems(text) == [

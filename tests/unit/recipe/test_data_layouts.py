@@ -106,7 +106,7 @@ def test_flat_validation_data_alone_replaces_only_that(write) -> None:
     assert data.train[0].data_path == "t.jsonl" and data.validation[0].data_path == "w.jsonl"
 
 
-def test_shared_flat_keys_speak_for_all_datasets(write) -> None:
+def test_shared_flat_keys_apply_to_all_datasets(write) -> None:
     write(NESTED, "nested.yaml")
     data = load_recipe(write("defaults: nested\ndata: {prompt_file: q.txt, input_key: x}\n")).config.data
     assert (data.train[0].prompt_file, data.validation[0].prompt_file) == ("q.txt", "q.txt")
@@ -129,7 +129,7 @@ def test_flat_over_flat_merges_key_by_key(write) -> None:
     assert data.validation[0].data_path == "v.jsonl"
 
 
-def test_null_is_no_dataset(load) -> None:
+def test_null_is_not_a_dataset(load) -> None:
     text = FLAT.replace("v.jsonl", "null")
     assert load(text).config.data.validation == []
     text = NESTED.replace("  validation:\n    data_path: v.jsonl\n", "  validation: null\n")
@@ -154,7 +154,7 @@ def test_two_layouts_in_one_file(problems) -> None:
     ]
 
 
-def test_an_entry_that_is_no_dataset(problems) -> None:
+def test_an_entry_that_is_not_a_dataset(problems) -> None:
     assert problems("policy: {model_name: m}\ndata:\n  train:\n    - train.jsonl\n    - {data_path: x}\n") == [
         "r.yaml:4: data.train.0: expected a dataset (a mapping of keys) or a list of them, got 'train.jsonl'"
     ]
@@ -179,7 +179,7 @@ def test_environments_of_datasets(load, problems) -> None:
     assert problems(text + "  code: {}\n") == ["r.yaml:2: data.train: name the environment that scores it: math, code"]
 
 
-def test_a_file_takes_the_place_of_a_dataset_with_a_name_of_its_own(write) -> None:
+def test_a_file_replaces_a_known_dataset(write) -> None:
     def train(inherited: str) -> tuple[str, float]:
         write(
             f"policy: {{model_name: m}}\ndata: {{train: {{{inherited}, split_validation_size: 0.3}}}}\n",

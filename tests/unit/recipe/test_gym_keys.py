@@ -16,7 +16,7 @@ RECIPE: dict[str, Any] = {
 
 
 def recipe(**changes: Any) -> dict[str, Any]:
-    """With dotted keys (`__` for a dot) set."""
+    """Return the recipe with dotted keys (`__` for a dot) set."""
     found = copy.deepcopy(RECIPE)
     for key, value in changes.items():
         *sections, name = key.split("__")
@@ -27,7 +27,7 @@ def recipe(**changes: Any) -> dict[str, Any]:
     return found
 
 
-def test_the_switch_gives_datasets_to_the_gym() -> None:
+def test_the_switch_assigns_datasets_to_the_gym() -> None:
     config = MasterConfig.model_validate(recipe())
     assert [entry.env_name for entry in config.data.train] == ["nemo_gym"]
     assert sorted(config.env) == ["math", "nemo_gym"]
@@ -38,7 +38,7 @@ def test_the_switch_gives_datasets_to_the_gym() -> None:
     assert again == config
 
 
-def test_switched_off_there_is_no_gym() -> None:
+def test_the_switch_removes_the_gym() -> None:
     config = MasterConfig.model_validate(recipe(env__should_use_nemo_gym=False))
     assert list(config.env) == ["math"] and config.data.train[0].env_name == "math"
 
@@ -58,6 +58,6 @@ def test_switched_off_there_is_no_gym() -> None:
         ),
     ],
 )
-def test_what_does_not_go_together(changes: dict[str, Any], why: str) -> None:
+def test_rejected_combinations(changes: dict[str, Any], why: str) -> None:
     with pytest.raises(RecipeError, match=why):
         MasterConfig.model_validate(recipe(**changes))

@@ -65,7 +65,7 @@ def test_a_reference_to_a_key_that_is_not_set_takes_its_default(load) -> None:
     assert load(nulls).config.sft.val_batches is None, "null, not the default 20"
 
 
-def test_whole_sections_can_be_taken_over(load) -> None:
+def test_whole_sections_can_be_interpolated(load) -> None:
     text = "policy: {model_name: m}\ndata: {train: {data_path: a, input_key: q}, validation: '${data.train}'}\n"
     assert load(text).config.data.validation[0].input_key == "q"
 

@@ -69,7 +69,7 @@ def test_inheritance_by_name_path_and_list(write) -> None:
     }
 
 
-def test_self_in_the_list_says_when_the_file_itself_counts(write) -> None:
+def test_self_in_the_list_sets_the_order(write) -> None:
     write("grpo: {seed: 5}\n", "late.yaml")
     child = write("defaults: [_self_, late]\n" + MINIMAL + "grpo: {seed: 1}\n")
     assert load_recipe(child).config.grpo.seed == 5

@@ -1,4 +1,4 @@
-"""Recipes written for NeMo RL load, or say what to use instead."""
+"""Recipes written for NeMo RL load, or the error says what to use instead."""
 
 from __future__ import annotations
 
@@ -167,11 +167,11 @@ def test_a_whole_file_loads(load) -> None:
         ),
     ],
 )
-def test_what_asks_for_something_else_is_refused(problems, text: str, line: str) -> None:
+def test_keys_with_an_effect_are_rejected(problems, text: str, line: str) -> None:
     assert problems(MINIMAL, text) == [f"command line: {line}"]
 
 
-def test_other_engines_are_refused(problems) -> None:
+def test_other_engines_are_rejected(problems) -> None:
     assert problems(MINIMAL, "policy.generation.backend=sglang", "policy.generation.sglang_cfg={x: 1}") == [
         "command line: policy.generation.backend: expected 'vllm', got 'sglang'"
     ]

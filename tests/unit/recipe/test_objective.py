@@ -56,7 +56,7 @@ def test_a_loss_built_in_python_gets_the_problems_of_a_recipe(problems) -> None:
         checked_loss({"ratio_clip_mim": 0.1})
 
 
-def test_the_key_that_is_wrong_has_its_line(problems) -> None:
+def test_a_wrong_key_is_reported_with_its_line(problems) -> None:
     text = MINIMAL + (
         "loss_fn:\n"
         "  sequence_importance_weight: product\n"
@@ -179,7 +179,7 @@ def test_the_key_that_is_wrong_has_its_line(problems) -> None:
         (["grpo.seq_logprob_error_threshold=1"], "grpo.seq_logprob_error_threshold: must be above 1, got 1"),
     ],
 )
-def test_combinations_that_are_refused(problems, overrides: list[str], line: str) -> None:
+def test_rejected_combinations(problems, overrides: list[str], line: str) -> None:
     base = ["policy.train_global_batch_size=32"] if any("prompt=1" in text for text in overrides) else []
     (found,) = problems(MINIMAL, *base, *overrides)
     assert line in found and found.startswith("command line: ")
@@ -218,7 +218,7 @@ def test_combinations_that_are_refused(problems, overrides: list[str], line: str
         ],
     ],
 )
-def test_combinations_that_are_not(load, overrides: list[str]) -> None:
+def test_allowed_combinations(load, overrides: list[str]) -> None:
     load(MINIMAL, *overrides)
 
 
@@ -226,8 +226,8 @@ def test_the_overlong_penalty_is_largest_at_the_longest_sequence_by_default(load
     assert load(MINIMAL, "policy.max_total_sequence_length=300").config.grpo.reward_shaping.max_response_length == 300
 
 
-def test_the_keys_that_the_fields_long_runs_set_together(load) -> None:
-    """ProRL v2 as NeMo RL has it: REINFORCE++ with a baseline, dynamic sampling, clip-higher, IcePop, stop-properly."""
+def test_the_settings_of_prorl_load(load) -> None:
+    """The settings of ProRL v2 in NeMo RL: REINFORCE++ with baseline, dynamic sampling, IcePop, shaping."""
     config = load(
         """\
         defaults: grpo_math_1B

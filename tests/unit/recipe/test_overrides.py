@@ -87,5 +87,5 @@ def test_words_that_are_overrides(word: str) -> None:
 
 
 @pytest.mark.parametrize("word", ["a.yaml", "recipes/a=b.yaml", "grpo_math_1B", "+a.b", "=c", "--a=b", "./x=y"])
-def test_words_that_are_not(word: str) -> None:
+def test_words_that_are_not_overrides(word: str) -> None:
     assert not is_override(word)

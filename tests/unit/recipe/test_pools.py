@@ -1,4 +1,4 @@
-"""Which devices the policy has, which the engines, and what is refused."""
+"""Devices of the policy and of the engines, and divisions that are rejected."""
 
 from __future__ import annotations
 
@@ -59,7 +59,7 @@ def test_pools(pool: dict[str, Any] | None, policy: DevicePool, engines: DeviceP
         ({"num_nodes": 1}, {"num_engines": 9}, "9 engines x TP 1 do not fit the 1 x 8 ranks of their pool"),
     ],
 )
-def test_pools_that_cannot_be(pool: dict[str, Any], changes: dict[str, Any], message: str) -> None:
+def test_impossible_pools(pool: dict[str, Any], changes: dict[str, Any], message: str) -> None:
     with pytest.raises(RecipeError, match=message):
         config(3, 8, pool, **changes)
 
@@ -71,14 +71,12 @@ def test_pools_that_cannot_be(pool: dict[str, Any], changes: dict[str, Any], mes
         ({"gpus_per_node": 4}, 8, 2, 2), ({"gpus_per_node": 4}, 4, 1, 4),
     ],
 )  # fmt: skip
-def test_an_engine_lies_on_as_many_nodes_as_it_needs(
-    pool: dict[str, Any] | None, tensor: int, nodes: int, count: int
-) -> None:
+def test_nodes_of_an_engine(pool: dict[str, Any] | None, tensor: int, nodes: int, count: int) -> None:
     found = config(4, 8, pool, tensor=tensor)
     assert engine_nodes(found) == nodes and num_engines(found, gpu=True) == count
 
 
-def test_a_debuggers_process_has_no_second_pool() -> None:
+def test_the_local_backend_has_no_engine_pool() -> None:
     plain = config(1, 1, None).model_dump()
     plain["cluster"]["backend"] = "local"
     plain["policy"]["generation"]["colocated"] = {"enabled": False, "resources": {"gpus_per_node": 1}}
@@ -86,7 +84,7 @@ def test_a_debuggers_process_has_no_second_pool() -> None:
         MasterConfig.model_validate(plain)
 
 
-def test_engines_of_their_own_need_not_stand_still() -> None:
+def test_engines_with_their_own_devices_need_not_pause() -> None:
     plain = config(1, 4, {"gpus_per_node": 1}).model_dump()
     plain["loss_fn"]["use_importance_sampling_correction"] = True
     plain["grpo"]["async_grpo"] |= {"enabled": True, "in_flight_weight_updates": True, "partial_rollouts": True}

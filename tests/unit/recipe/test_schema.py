@@ -13,10 +13,10 @@ import grpo_mcore.recipe
 from grpo_mcore.recipe.schema.keys import docstrings, known_keys, nearest_key
 from grpo_mcore.recipe.schema.section import Section
 
-ROOM = Path(grpo_mcore.recipe.__file__).parent
+PACKAGE = Path(grpo_mcore.recipe.__file__).parent
 
 
-def test_the_room_imports_fast_and_without_torch() -> None:
+def test_the_package_imports_fast_and_without_torch() -> None:
     code = (
         "import sys, time; start = time.process_time(); import grpo_mcore.recipe; "
         "print(time.process_time() - start); "
@@ -32,9 +32,9 @@ def test_the_room_imports_fast_and_without_torch() -> None:
     assert min(runs) < 0.5
 
 
-def test_the_room_imports_nothing_above_it() -> None:
+def test_the_package_imports_no_other_room() -> None:
     allowed = {"grpo_mcore", "grpo_mcore.recipe", "pydantic", "yaml"} | sys.stdlib_module_names
-    for file in ROOM.rglob("*.py"):
+    for file in PACKAGE.rglob("*.py"):
         for node in ast.walk(ast.parse(file.read_text())):
             names = [alias.name for alias in node.names] if isinstance(node, ast.Import) else []
             names += [node.module or ""] if isinstance(node, ast.ImportFrom) else []
@@ -48,7 +48,7 @@ def test_the_room_imports_nothing_above_it() -> None:
 
 def sections() -> list[type[Section]]:
     found = []
-    for file in sorted((ROOM / "schema").glob("*.py")):
+    for file in sorted((PACKAGE / "schema").glob("*.py")):
         module = importlib.import_module(f"grpo_mcore.recipe.schema.{file.stem}")
         for _, member in inspect.getmembers(module, inspect.isclass):
             if issubclass(member, Section) and member is not Section and member.__module__ == module.__name__:

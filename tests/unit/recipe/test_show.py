@@ -17,7 +17,7 @@ SFT = "policy: {model_name: m, train_global_batch_size: 48}\ndata: {train: {data
 
 
 @pytest.mark.parametrize("text", [GRPO, SFT])
-def test_what_is_printed_loads_to_the_same_configuration(load, write, text: str) -> None:
+def test_printed_recipes_load_to_the_same_configuration(load, write, text: str) -> None:
     first = load(text, "policy.megatron_cfg.optimizer.lr=1e-6")
     again = load_recipe(write(resolved_yaml(first), "again.yaml"))
     assert again.config == first.config
@@ -54,7 +54,7 @@ VALUES = st.recursive(
 
 @settings(max_examples=200, deadline=None)
 @given(VALUES)
-def test_any_value_is_read_back_as_it_was(value: object) -> None:
+def test_any_value_is_read_back_unchanged(value: object) -> None:
     text = _scalar(value)
     assert "\n" not in text
     assert parse_text(f"k: {text}  # here", "", "").plain() == {"k": value}

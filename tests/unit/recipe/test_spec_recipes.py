@@ -1,4 +1,4 @@
-"""The recipes of the documents that the project was created from load as they stand there."""
+"""The recipes in the documents that the project was created from load unchanged."""
 
 from __future__ import annotations
 
@@ -137,7 +137,7 @@ def test_sft_template(load) -> None:
     assert config.policy.train_global_batch_size == 32
 
 
-def test_dpo_template_says_that_it_is_not_there_yet(problems) -> None:
+def test_dpo_template_is_reported_as_unsupported(problems) -> None:
     assert problems(DPO_TEMPLATE) == ["r.yaml:2: defaults: no recipe 'dpo': DPO is not supported yet"]
     refusal = (
         "r.yaml:4: data.dataset_name: BinaryPreferenceDataset holds pairs of answers for DPO, which is not supported "

@@ -1,4 +1,4 @@
-"""Types, unknown keys and how several problems are told."""
+"""Types, unknown keys, and reports of several problems."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from grpo_mcore.recipe import MasterConfig, RecipeError
 from tests.unit.recipe.conftest import MINIMAL
 
 
-def test_all_problems_of_a_recipe_are_told_at_once(problems) -> None:
+def test_all_problems_of_a_recipe_are_reported_at_once(problems) -> None:
     assert problems(
         """\
         polcy: {x: 1}
@@ -58,14 +58,14 @@ def test_all_problems_of_a_recipe_are_told_at_once(problems) -> None:
     ]
 
 
-def test_a_true_is_no_number_and_a_number_no_text(problems) -> None:
+def test_booleans_are_not_numbers_and_numbers_not_text(problems) -> None:
     assert problems(MINIMAL.replace("models/tiny", "5") + "grpo: {seed: true}\n") == [
         "r.yaml:2: policy.model_name: expected text, got 5",
         "r.yaml:6: grpo.seed: expected a whole number, got true",
     ]
 
 
-def test_checks_between_keys_run_beside_other_errors_but_not_on_faulty_values(problems) -> None:
+def test_checks_between_keys_skip_faulty_values(problems) -> None:
     text = MINIMAL + "grpo: {sed: 1}\nloss_fn: {use_cispo: true, disable_ppo_ratio: true}\n"
     assert problems(text) == [
         "r.yaml:6: grpo.sed: unknown key; nearest known key: grpo.seed",

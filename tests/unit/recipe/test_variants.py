@@ -1,4 +1,4 @@
-"""recipes/variants: one small recipe an algorithm, over the demo's, with only the keys that make it."""
+"""recipes/variants: one small recipe per algorithm that inherits from the demo and sets only the algorithm's keys."""
 
 from __future__ import annotations
 
@@ -16,12 +16,12 @@ OF_AN_ALGORITHM = ("grpo.", "loss_fn.", "policy.train_global_batch_size", "env.m
 OF_PLACES = {"checkpointing.checkpoint_dir", "logger.log_dir"}
 
 
-def test_there_is_one_for_each_algorithm() -> None:
+def test_each_algorithm_has_a_variant() -> None:
     assert [path.stem for path in VARIANTS] == NAMES
 
 
 @pytest.mark.parametrize("path", VARIANTS, ids=lambda path: path.stem)
-def test_a_variant_loads_and_sets_only_what_makes_it(path: Path) -> None:
+def test_a_variant_sets_only_its_algorithm(path: Path) -> None:
     recipe = load_recipe(path)
     demo = load_recipe(FOLDER.parent / "grpo-arithmetic-cpu.yaml").config
     assert [file.stem for file in recipe.files] == [path.stem, "grpo-arithmetic-cpu"]

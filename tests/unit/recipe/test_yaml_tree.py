@@ -76,6 +76,6 @@ def test_a_file_that_is_not_text(tmp_path) -> None:
         parse_file(file, "r.yaml")
 
 
-def test_unknown_tags_are_refused(write) -> None:
+def test_unknown_tags_are_rejected(write) -> None:
     with pytest.raises(RecipeError, match=r"r.yaml:1: a: a value of kind !python/name:os cannot stand"):
         parse_file(write("a: !python/name:os x\n"), "r.yaml")
