@@ -18,10 +18,18 @@ NODE_LOCAL = ("/tmp", "/var/tmp", "/dev/shm", "/run")
 SECRET = re.compile(r"(TOKEN|SECRET|PASSWORD|PASSWD|CREDENTIAL|API_?KEY|PRIVATE_KEY)", re.IGNORECASE)
 RESERVED_VARIABLES = re.compile(r"^(SLURM_|SBATCH_|RAY_|GRPO_MCORE_|CUDA_VISIBLE_DEVICES$)")
 RESERVED_OPTIONS = ("nodes", "ntasks", "ntasks-per-node", "gpus-per-node", "gres", "time", "signal", "export", "output")
-DNS_LABEL = re.compile(r"^[a-z0-9]([-a-z0-9]*[a-z0-9])?$")
-SUBDOMAIN = re.compile(r"^[a-z0-9]([-a-z0-9.]*[a-z0-9])?$")
-REFERENCE = re.compile(r"^[a-z0-9]([-a-z0-9.]*[a-z0-9])?/[-._a-zA-Z0-9]+$")
-RESOURCE = re.compile(r"^[a-z0-9.-]+/[A-Za-z0-9]([-._A-Za-z0-9]*[A-Za-z0-9])?$")
+K8S_NAME = "[a-z0-9]([-a-z0-9.]*[a-z0-9])?"
+K8S_VALUES = {
+    **dict.fromkeys(
+        ("namespace", "service_account", "volume_claim", "priority_class"),
+        (K8S_NAME, "a Kubernetes name (lower-case letters, digits and -)"),
+    ),
+    "gcs_redis_address": (r"(redis://)?[-\w.]+:\d+", "HOST:PORT"),
+    "rdma_resource": (f"{K8S_NAME}/[A-Za-z0-9]([-._A-Za-z0-9]*[A-Za-z0-9])?", '"DOMAIN/NAME" of a device plugin'),
+    "volume_path": (r"/.+", "an absolute folder"),
+}
+"""For each key of launch.k8s: pattern, and what it stands for."""
+
 Check = Callable[[MasterConfig], Iterator[Finding]]
 
 
@@ -79,27 +87,18 @@ def _backend(config: MasterConfig) -> Iterator[Finding]:
 
 def _nodes(config: MasterConfig) -> Iterator[Finding]:
     """Tensor-parallel groups must fit in a node; an engine may also span whole nodes."""
-    cluster, gpus = config.cluster, config.cluster.gpus_per_node
-    if cluster.platform == "cpu":
+    if config.cluster.platform == "cpu":
         return
-    for key, size, what in (
-        (
-            "policy.megatron_cfg.tensor_model_parallel_size",
-            config.policy.megatron_cfg.tensor_model_parallel_size,
-            "the policy's tensor-parallel groups",
-        ),
-        (
-            "policy.generation.vllm_cfg.tensor_parallel_size",
-            config.policy.generation.vllm_cfg.tensor_parallel_size,
-            "the engines",
-        ),
-    ):
-        whole_nodes = what == "the engines" and size % gpus == 0
-        if gpus % size and not whole_nodes and (runs_grpo(config) or what != "the engines"):
-            yield Finding(
-                (key, "cluster.gpus_per_node"),
-                f"cluster.gpus_per_node {gpus} is not a multiple of {size}: {what} would lie across nodes",
-            )
+    gpus = config.cluster.gpus_per_node
+    message = "cluster.gpus_per_node {} is not a multiple of {}: {} would lie across nodes"
+    size = config.policy.megatron_cfg.tensor_model_parallel_size
+    if gpus % size:
+        keys = ("policy.megatron_cfg.tensor_model_parallel_size", "cluster.gpus_per_node")
+        yield Finding(keys, message.format(gpus, size, "the policy's tensor-parallel groups"))
+    size = config.policy.generation.vllm_cfg.tensor_parallel_size
+    if runs_grpo(config) and gpus % size and size % gpus:
+        keys = ("policy.generation.vllm_cfg.tensor_parallel_size", "cluster.gpus_per_node")
+        yield Finding(keys, message.format(gpus, size, "the engines"))
 
 
 def _time(config: MasterConfig) -> Iterator[Finding]:
@@ -194,23 +193,17 @@ def _image(config: MasterConfig) -> Iterator[Finding]:
 
 
 def _kubernetes(config: MasterConfig) -> Iterator[Finding]:
-    k8s, at = config.launch.k8s, "launch.k8s."
-    for key in ("namespace", "service_account", "volume_claim", "priority_class"):
-        name = getattr(k8s, key)
-        rule = DNS_LABEL if key == "namespace" else SUBDOMAIN
-        if name is not None and not rule.match(name):
-            yield Finding((at + key,), f"{name!r} is not a valid Kubernetes name: lower-case letters, digits and -")
-    for name, reference in k8s.secrets.items():
-        if not REFERENCE.match(reference):
-            yield Finding((at + f"secrets.{name}",), 'expected "SECRET/KEY", the place of the value and not the value')
-    if k8s.gcs_redis_secret and not REFERENCE.match(k8s.gcs_redis_secret):
-        yield Finding((at + "gcs_redis_secret",), 'expected "SECRET/KEY"')
-    if k8s.gcs_redis_address and not re.fullmatch(r"(redis://)?[-\w.]+:\d+", k8s.gcs_redis_address):
-        yield Finding((at + "gcs_redis_address",), f"expected HOST:PORT, got {k8s.gcs_redis_address!r}")
-    if k8s.rdma_resource is not None and not RESOURCE.match(k8s.rdma_resource):
-        yield Finding((at + "rdma_resource",), f'expected "DOMAIN/NAME" of a device plugin, got {k8s.rdma_resource!r}')
-    if not PurePosixPath(k8s.volume_path).is_absolute() or k8s.volume_path == "/":
-        yield Finding((at + "volume_path",), f"expected an absolute folder, got {k8s.volume_path!r}")
+    """Check values that the API server accepts inside a RayJob and that would fail later, when its pods are created."""
+    k8s = config.launch.k8s
+    for key, (pattern, expected) in K8S_VALUES.items():
+        value = getattr(k8s, key)
+        if value is not None and not re.fullmatch(pattern, value):
+            yield Finding((f"launch.k8s.{key}",), f"expected {expected}, got {value!r}")
+    secrets = {f"secrets.{name}": reference for name, reference in k8s.secrets.items()}
+    secrets |= {"gcs_redis_secret": k8s.gcs_redis_secret} if k8s.gcs_redis_secret else {}
+    for key, reference in secrets.items():
+        if not re.fullmatch(rf"{K8S_NAME}/[-._a-zA-Z0-9]+", reference):
+            yield Finding((f"launch.k8s.{key}",), 'expected "SECRET/KEY", the place of the value and not the value')
 
 
 def _gang(config: MasterConfig) -> Iterator[Finding]:

@@ -131,7 +131,7 @@ WRONG = {
         "k8s",
         ["launch.k8s.volume_claim=My_Claim"],
         "launch.k8s.volume_claim",
-        "not a valid",
+        "a Kubernetes name",
     ),
     "a bad device": ("k8s", [*ON_K8S, "launch.k8s.rdma_resource=ib"], "launch.k8s.rdma_resource", "DOMAIN/NAME"),
     "no queue": ("k8s", [*ON_K8S, "launch.k8s.scheduler=kueue"], "launch.k8s.scheduler", "needs launch.k8s.queue"),
