@@ -2,25 +2,31 @@
 
 from __future__ import annotations
 
+from dataclasses import fields, is_dataclass
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 
 from grpo_mcore.families import shape_of
-from grpo_mcore.families.known import known_config
+from grpo_mcore.families.known import CONFIGS, known_config
 from grpo_mcore.parallel import cpu_platform
 
 cpu_platform.install()
 
+from megatron.core.extensions import transformer_engine as te  # noqa: E402
 from megatron.core.models.common.embeddings import rope_utils  # noqa: E402
+from megatron.core.transformer import ModuleSpec  # noqa: E402
 from megatron.core.transformer.moe import moe_utils  # noqa: E402
 
+from grpo_mcore.parallel import model, norm  # noqa: E402
+from grpo_mcore.parallel.mesh import Layout  # noqa: E402
 from grpo_mcore.parallel.optimizer import ddp_config, optimizer_config  # noqa: E402
 from grpo_mcore.parallel.platform import Platform  # noqa: E402
 from grpo_mcore.parallel.policy import layout_of  # noqa: E402
 from grpo_mcore.parallel.settings import transformer_config  # noqa: E402
-from grpo_mcore.recipe import load_recipe, world_size  # noqa: E402
+from grpo_mcore.recipe import MegatronConfig, load_recipe, world_size  # noqa: E402
 
 RECIPES = sorted((Path(__file__).parents[3] / "recipes").rglob("*.yaml"))
 PLATFORMS = {
@@ -48,14 +54,42 @@ def test_the_settings_of_every_recipe_are_accepted(recipe: Path, platform: Platf
     shape = shape_of(hf_config)
     layout = layout_of(policy, world_size(config))
     dtype = getattr(torch, policy.precision)
-    model = transformer_config(shape, layout, policy.megatron_cfg, dtype, platform)
-    assert model.use_cpu_initialization is not platform.on_gpu
+    settings = transformer_config(shape, layout, policy.megatron_cfg, dtype, platform)
+    assert settings.use_cpu_initialization is not platform.on_gpu
     if not platform.transformer_engine:
-        fusions = (model.bias_activation_fusion, model.apply_rope_fusion, model.moe_permute_fusion)
+        fusions = (settings.bias_activation_fusion, settings.apply_rope_fusion, settings.moe_permute_fusion)
         assert not any(fusions), "only TransformerEngine has these kernels"
     ddp = ddp_config(policy.megatron_cfg, platform)
     assert platform.on_gpu or not ddp.overlap_grad_reduce, "Gloo has no streams"
     assert optimizer_config(policy).params_dtype == dtype
+
+
+def classes_of(spec: Any) -> set[Any]:
+    """Return every class and function that a layer spec names."""
+    if isinstance(spec, ModuleSpec):
+        return classes_of(spec.module) | classes_of(spec.submodules) | classes_of(list(spec.params.values()))
+    if isinstance(spec, list):
+        return set().union(*map(classes_of, spec))
+    if is_dataclass(spec) and not isinstance(spec, type):
+        return classes_of([getattr(spec, field.name) for field in fields(spec)])
+    return {spec} if callable(spec) else set()  # without TransformerEngine, its classes are mocks
+
+
+@pytest.mark.usefixtures("transformer_engine_kernels")
+@pytest.mark.parametrize("platform", PLATFORMS.values(), ids=PLATFORMS)
+@pytest.mark.parametrize("name", ["Qwen3-8B", "DeepSeek-V3", "NVIDIA-Nemotron-3-Nano-30B-A3B-BF16"])
+def test_layers_are_those_of_the_platform(name: str, platform: Platform, monkeypatch: pytest.MonkeyPatch) -> None:
+    shape = shape_of(CONFIGS[name])
+    monkeypatch.setattr(model, "get_transformer_layer_offset", lambda config, vp_stage: 0)  # these ask process groups
+    monkeypatch.setattr(model, "get_num_layers_to_build", lambda config, vp_stage: config.num_layers)
+    config = transformer_config(shape, Layout(1, 1, 1), MegatronConfig(), torch.bfloat16, platform)
+    found = classes_of(model.block_spec(shape, config, None, platform))
+    theirs = {te.TENorm, te.TEColumnParallelLinear, te.TERowParallelLinear, te.TEDotProductAttention}
+    local = {norm.RMSNorm if platform.on_gpu else norm.CpuRMSNorm, model.PackedAttention, model.RowParallelLinear}
+    ours, others = (theirs, local) if platform.transformer_engine else (local, theirs)
+    assert ours <= found and not others & found
+    assert platform.on_gpu or norm.RMSNorm not in found
+    assert (model.MambaMixer in found) == bool(shape.mamba)
 
 
 def test_detection(monkeypatch: pytest.MonkeyPatch) -> None:
