@@ -23,7 +23,7 @@ TOKEN_FIELDS = ("prompt_token_ids", "generation_token_ids", "generation_log_prob
 
 
 class GymServer:
-    """Run from construction to `close`. `policy_url`, `policy_key` and `policy_model` describe the policy's endpoint."""
+    """Run from construction to `close`. `policy_url`, `policy_key`, `policy_model` describe the policy's endpoint."""
 
     def __init__(self, policy_url: str, policy_key: str, policy_model: str, head_port: int = 0) -> None:
         self.policy_url, self.policy_key, self.policy_model = policy_url, policy_key, policy_model

@@ -1,4 +1,4 @@
-"""GRPO on samples that agents of a NeMo Gym play: its servers call the policy's endpoint over HTTP, as in its contract."""
+"""GRPO on samples that agents of a NeMo Gym play: its servers call the policy's endpoint over HTTP."""
 
 from __future__ import annotations
 
@@ -251,7 +251,7 @@ def test_the_address_of_the_endpoint_is_the_users_alone(played: Played, recipe: 
 def test_rollouts_are_collected_and_read_back(
     recipe: dict[str, Any], gym: GymServer, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Collect rollouts of a Gym as it sent them, and of a built-in environment in the same form, and read both as data."""
+    """Collect rollouts of a Gym as it sent them, and of an environment here in the same form; read both as data."""
     monkeypatch.setenv(VARIABLE, TOKEN)
     tasks_file, rows_file = tmp_path / "gym.jsonl", tmp_path / "rows.jsonl"
     tasks_file.write_text(
