@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-import difflib
 from collections.abc import Mapping
 from typing import Any, ClassVar, Self
 
 from pydantic import BaseModel, ConfigDict, ValidationError
+
+from grpo_mcore.recipe import nearest
 
 
 class EnvironmentConfigError(ValueError):
@@ -27,8 +28,8 @@ class EnvConfig(BaseModel):
         the nearest known key."""
         for key in section:
             if key not in cls.model_fields:
-                near = difflib.get_close_matches(key, cls.model_fields, n=1)
-                hint = f"did you mean {near[0]!r}? " if near else ""
+                near = nearest(key, cls.model_fields)
+                hint = f"did you mean {near!r}? " if near else ""
                 known = ", ".join(cls.model_fields)
                 raise EnvironmentConfigError(f"{cls.section}.{key}: unknown key; {hint}known: {known}")
         try:

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-import difflib
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
 from grpo_mcore import imports
 from grpo_mcore.environments.config import EnvironmentConfigError
+from grpo_mcore.recipe import nearest
 
 if TYPE_CHECKING:  # it imports torch, which verifier processes do without
     from grpo_mcore.environments.interfaces import EnvironmentBase
@@ -35,8 +35,8 @@ def create_env_class(env_name: str) -> tuple[type[EnvironmentBase], dict[str, fl
     path = _ENVIRONMENTS.get(env_name)
     if path is None:
         if not {".", ":"} & set(env_name):
-            near = difflib.get_close_matches(env_name, _ENVIRONMENTS, n=1)
-            hint = f"did you mean {near[0]!r}? " if near else ""
+            near = nearest(env_name, _ENVIRONMENTS)
+            hint = f"did you mean {near!r}? " if near else ""
             raise EnvironmentConfigError(
                 f"unknown environment {env_name!r}: {hint}known are {sorted(_ENVIRONMENTS)}, "
                 f"or an import path such as 'package.module:Class'"

@@ -141,7 +141,7 @@ class MegatronConfig(Section):
     activation_checkpointing: bool = False
     """Recompute activations in the backward pass instead of keeping them."""
     recompute_granularity: Literal["full", "selective"] = "full"
-    """What activation_checkpointing recomputes. selective: not supported yet."""
+    """Scope of activation_checkpointing. selective: not supported yet."""
     recompute_modules: list[str] | None = None
     """Modules of selective recomputation. Not supported yet."""
     empty_unused_memory_level: Literal[0, 1, 2] = 1
