@@ -324,7 +324,7 @@ def _start_worker(spec: WorkerSpec) -> None:
     """Load the function. A problem is kept for `_load_problem`: Pebble would only report that the worker died."""
     global _function, _problem
     processes.die_with_parent(_IMPORTED_IN)
-    # The fork server lives until the last copy of this pipe is closed. Without ours it ends with the host, and we with it.
+    # The fork server lives until the last copy of this pipe is closed: without ours it ends with the host, and we too.
     os.close(forkserver._forkserver._forkserver_alive_fd)  # type: ignore[attr-defined]
     signal.signal(signal.SIGTERM, signal.SIG_DFL)  # Pebble's handler would wait until C code returns to Python
     resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
