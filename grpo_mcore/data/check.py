@@ -250,7 +250,7 @@ def _entry(path: Path, config: MasterConfig | None, first: Row) -> tuple[Entry, 
     if name not in FILE_DATASETS:
         raise DataError(
             f"{path}: {place} of the recipe is {entry.dataset_name!r}, which is not read from a file. This file "
-            f"could be {' or ''.join(FILE_DATASETS)}: data.train.dataset_name=... data.train.data_path={path}"
+            f"could be {' or '.join(FILE_DATASETS)}: data.train.dataset_name=... data.train.data_path={path}"
         )
     whole = {key: value for key, value in _WHOLE_FILE.items() if setting(entry, key) is not None}
     return entry.model_copy(update={**whole, "data_path": str(path)}), str(name), place
