@@ -17,7 +17,7 @@ from grpo_mcore.data.datasets.source import open_source
 from grpo_mcore.data.interfaces import DataError, TaskDataProcessFnCallable, TaskDataSpec
 from grpo_mcore.data.processors import find_processor
 from grpo_mcore.imports import import_by_path
-from grpo_mcore.recipe import PREFERENCE_DATASETS, dataset_by_name, unknown_dataset
+from grpo_mcore.recipe import FILE_DATASETS, PREFERENCE_DATASETS, dataset_by_name, unknown_dataset
 
 DEFAULT_PROCESSOR = "math_hf_data_processor"
 SLIDING_PUZZLE = "examples.sliding_puzzle.dataset:SlidingPuzzleDataset"  # for dataset_name: SlidingPuzzle
@@ -73,18 +73,6 @@ def _find(written: str, name: str | None, classes: dict[str, DatasetClass]) -> D
     raise DataError(f"dataset_name {unknown_dataset(written)}")
 
 
-class FileDataset(MappedDataset):
-    """The rows of `data_path`: a JSON or JSONL file, or a table of the `datasets` library."""
-
-    def __init__(self, entry: Entry, to_chat: ToChat, default_processor: str) -> None:
-        path = setting(entry, "data_path")
-        if not path:
-            raise DataError("data_path is missing: name a JSONL file or a Hugging Face dataset")
-        options = {key: setting(entry, key) for key in ("subset", "split", "download_dir")}
-        source = open_source(path, partial(as_chat, to_chat), **options)
-        super().__init__(entry, source, to_chat, task_name=name_of(path), default_processor=default_processor)
-
-
 def rows_of_file(entry: Entry, name: str) -> ToChat:
     """Return the function that makes a file's row a conversation. `name` is one of recipe.data.FILE_DATASETS."""
     if name == "openai_format":
@@ -105,42 +93,31 @@ def rows_of_file(entry: Entry, name: str) -> ToChat:
     return partial(question_and_answer, **keys)
 
 
-class ResponseDataset(FileDataset):
-    """Questions and answers under `input_key` and `output_key`."""
+class FileDataset(MappedDataset):
+    """The rows of `data_path`: a JSON or JSONL file, or a table of the `datasets` library. `name` is the layout of its
+    rows, one of recipe.data.FILE_DATASETS."""
 
-    def __init__(self, entry: Entry, default_processor: str = DEFAULT_PROCESSOR) -> None:
-        super().__init__(entry, rows_of_file(entry, "ResponseDataset"), default_processor)
-
-
-class OpenAIFormatDataset(FileDataset):
-    """Whole conversations under `chat_key`, with the tools that they may call under `tool_key`."""
-
-    def __init__(self, entry: Entry, default_processor: str = DEFAULT_PROCESSOR) -> None:
-        super().__init__(entry, rows_of_file(entry, "openai_format"), default_processor)
-
-
-class BinaryPreferenceDataset(FileDataset):
-    """A prompt with a better and a worse answer, under `prompt_key`, `chosen_key` and `rejected_key`."""
-
-    def __init__(self, entry: Entry, default_processor: str = DEFAULT_PROCESSOR) -> None:
-        super().__init__(entry, rows_of_file(entry, "BinaryPreferenceDataset"), default_processor)
+    def __init__(
+        self, entry: Entry, default_processor: str = DEFAULT_PROCESSOR, *, name: str = "ResponseDataset"
+    ) -> None:
+        path = setting(entry, "data_path")
+        if not path:
+            raise DataError("data_path is missing: name a JSONL file or a Hugging Face dataset")
+        to_chat = rows_of_file(entry, name)
+        options = {key: setting(entry, key) for key in ("subset", "split", "download_dir")}
+        source = open_source(path, partial(as_chat, to_chat), **options)
+        super().__init__(entry, source, to_chat, task_name=name_of(path), default_processor=default_processor)
+        if name == "NemoGymDataset":
+            self.processor = find_processor("nemo_gym_data_processor")  # data.default is for other datasets
 
 
-class NemoGymDataset(FileDataset):
-    """Tasks of NeMo Gym, a JSON object each: `responses_create_params`, `agent_ref`, and what their verifier needs."""
-
-    def __init__(self, entry: Entry, default_processor: str = DEFAULT_PROCESSOR) -> None:
-        super().__init__(entry, rows_of_file(entry, "NemoGymDataset"), default_processor)
-        self.processor = find_processor("nemo_gym_data_processor")  # data.default is for other datasets
-
+ResponseDataset = FileDataset  # questions and answers under `input_key` and `output_key`
 
 DATASET_CLASSES: dict[str, DatasetClass] = {
-    "ResponseDataset": ResponseDataset,
-    "openai_format": OpenAIFormatDataset,
-    "NemoGymDataset": NemoGymDataset,
+    **{name: partial(FileDataset, name=name) for name in FILE_DATASETS if name not in PREFERENCE_DATASETS},
     **{name: partial(PublishedDataset, name=name, published=found) for name, found in PUBLISHED.items()},
 }
 PREFERENCE_CLASSES: dict[str, DatasetClass] = {
-    "BinaryPreferenceDataset": BinaryPreferenceDataset,
+    **{name: partial(FileDataset, name=name) for name in PREFERENCE_DATASETS},
     "HelpSteer3": partial(PublishedDataset, name="HelpSteer3", published=HELPSTEER3_PAIRS),
 }
