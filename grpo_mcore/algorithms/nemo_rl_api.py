@@ -26,6 +26,7 @@ from grpo_mcore.objective import ClippedPGLossFn, scale_reward_values
 from grpo_mcore.observe import Logger, Timeline
 from grpo_mcore.recipe import GRPOConfig, MasterConfig, RewardScalingConfig
 from grpo_mcore.refit import RefitReport
+from grpo_mcore.refit.refit import Timer
 from grpo_mcore.rollout import schedule as s
 
 TokenizerType = TypeVar("TokenizerType")
@@ -137,13 +138,13 @@ def refit_policy_generation(
     policy_generation: EngineGroup,
     colocated_inference: bool = True,
     _refit_buffer_size_gb: float | None = None,
-    timer: Timeline | None = None,
+    timer: Timer | None = None,
 ) -> RefitReport:
     """Make every engine's weights equal the policy's, as weight version `policy.updates` + 1.
 
     `colocated_inference` False: send everything over the network, as to engines with devices of their own.
-    `_refit_buffer_size_gb`: size in GiB in place of policy.refit_buffer_size_gb. Raises RefitError; the engines then
-    have their old weights, or refuse to generate from mixed ones.
+    `_refit_buffer_size_gb`: size in GiB in place of policy.refit_buffer_size_gb. `timer`: times the stages.
+    Raises RefitError; the engines then have their old weights, or refuse to generate from mixed ones.
     """
     return refit_once(
         policy, policy_generation, colocated=colocated_inference, buffer_gb=_refit_buffer_size_gb, timeline=timer
