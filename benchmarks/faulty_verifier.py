@@ -1,4 +1,4 @@
-"""math-verify, but for answers that are told to do what answers may do to a verifier."""
+"""math-verify, but some answers make it do what an answer can do to a verifier."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ import time
 from grpo_mcore.environments.hf_math_verify import hf_math_verify
 
 MARK = "FAULT "
-"""Begins a faulty answer; what it does follows."""
+"""Beginning of a faulty answer; the name of its fault follows."""
 FAULTS: dict[str, str | tuple[str, ...]] = {
     "hangs in C": "timed out after",
     "is killed": "crashed: the worker process ended: killed by SIGKILL",
@@ -22,7 +22,7 @@ FAULTS: dict[str, str | tuple[str, ...]] = {
     "raises": "crashed: RuntimeError: no verdict",
     "asks for too much memory": "out of memory: more than",
 }
-"""What it does -> how the reason begins that it has to be given."""
+"""Fault -> the beginning of the reason that it must get."""
 
 
 def verify(response: str, truth: str) -> tuple[bool, str | None]:

@@ -27,7 +27,7 @@ GROUP, CALLERS = 16, 32  # answers of one call, and calls at a time, as in a run
 
 @dataclass(frozen=True)
 class Answer:
-    """What a model said, what is true, and the reward that is due. None: the answer is faulty."""
+    """A response, its ground truth and the expected reward. None: the answer is faulty."""
 
     response: str
     truth: str
@@ -36,7 +36,7 @@ class Answer:
 
 @dataclass
 class Soak:
-    """Seconds of the clean and of the faulty step; `limit_s`: what the faulty one may take."""
+    """Seconds of the clean and of the faulty step; `limit_s`: the maximum for the faulty one."""
 
     answers: int
     faulty: int
@@ -71,7 +71,7 @@ def clean_answers(count: int, seed: int) -> list[Answer]:
 
 
 def with_faults(clean: list[Answer], share: float, seed: int) -> list[Answer]:
-    """Return the same answers with `share` of them faulty, of each kind as many."""
+    """Return the same answers with `share` of them faulty, equally many of each kind."""
     mixed, kinds = list(clean), list(FAULTS)
     places = random.Random(seed).sample(range(len(mixed)), round(share * len(mixed)))
     for number, place in enumerate(places):
@@ -92,6 +92,7 @@ def soak(count: int, share: float, workers: int, timeout_s: float, memory_gb: fl
         }
     )
     try:
+        verify(environment, clean_answers(GROUP * workers, seed=3))  # fills the workers' caches
         clean_s, clean_verdicts = verify(environment, clean)
         faulty_s, faulty_verdicts = verify(environment, faulty)
     finally:
@@ -124,7 +125,7 @@ def verify(environment: MathEnvironment, answers: list[Answer]) -> tuple[float, 
 
 
 def is_due(answer: Answer, reward: float | None, reason: str) -> bool:
-    """A faulty answer has no reward and the reason of its fault, any other its reward."""
+    """Return whether a verdict is right: a faulty answer has no reward and the reason of its fault."""
     if answer.reward is not None:
         return reward == answer.reward
     return reward is None and reason.startswith(FAULTS[answer.response.removeprefix(MARK)])

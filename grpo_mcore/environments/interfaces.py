@@ -33,6 +33,30 @@ class EnvironmentReturn(NamedTuple):
     rewards_by_name: list[dict[str, float]] | None = None
 
 
+def single_turn_return(
+    metadata: Sequence[dict[str, Any]],
+    rewards: Sequence[float | None],
+    reasons: Sequence[str],
+    seconds: Sequence[float],
+    *,
+    answers: Sequence[str | None] | None = None,
+    stop_strings: list[str] | None = None,
+    rewards_by_name: list[dict[str, float]] | None = None,
+) -> EnvironmentReturn:
+    """Return the results of a step that ends every conversation. The observation is the reason."""
+    return EnvironmentReturn(
+        observations=[{"role": "environment", "content": f"Environment: {reason}"} for reason in reasons],
+        metadata=list(metadata),
+        next_stop_strings=[stop_strings] * len(rewards),
+        rewards=list(rewards),
+        terminateds=[True] * len(rewards),
+        answers=[None] * len(rewards) if answers is None else list(answers),
+        reasons=list(reasons),
+        seconds=list(seconds),
+        rewards_by_name=rewards_by_name,
+    )
+
+
 class EnvironmentBase:
     """The base of all environments, built from a recipe's section `env.<name>`. Several threads may use an instance."""
 

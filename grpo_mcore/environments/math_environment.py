@@ -15,7 +15,12 @@ from typing import Any, ClassVar, Literal, NamedTuple
 from pydantic import Field
 
 from grpo_mcore.environments.config import EnvConfig, EnvironmentConfigError
-from grpo_mcore.environments.interfaces import EnvironmentInterface, EnvironmentReturn, response_text
+from grpo_mcore.environments.interfaces import (
+    EnvironmentInterface,
+    EnvironmentReturn,
+    response_text,
+    single_turn_return,
+)
 from grpo_mcore.environments.verifier_pool import Result, VerifierPool, WorkerSpec
 from grpo_mcore.environments.verifiers import (
     HF_MATH_VERIFY,
@@ -112,15 +117,13 @@ class MathEnvironment(EnvironmentInterface):
         truths = [ground_truth(entry, "math") for entry in metadata]
         verdicts = self._verify(responses, truths)
         parts = [self._parts(verdict, response) for verdict, response in zip(verdicts, responses, strict=True)]
-        return EnvironmentReturn(
-            observations=[{"role": "environment", "content": f"Environment: {v.reason}"} for v in verdicts],
-            metadata=list(metadata),
-            next_stop_strings=[self.config.stop_strings] * len(verdicts),
+        return single_turn_return(
+            metadata,
             rewards=[self._reward(verdict, named) for verdict, named in zip(verdicts, parts, strict=True)],
-            terminateds=[True] * len(verdicts),
-            answers=[verdict.answer for verdict in verdicts],
             reasons=[verdict.reason for verdict in verdicts],
             seconds=[verdict.seconds for verdict in verdicts],
+            answers=[verdict.answer for verdict in verdicts],
+            stop_strings=self.config.stop_strings,
             rewards_by_name=parts,
         )
 

@@ -12,7 +12,12 @@ from typing import Any, ClassVar, Literal
 from pydantic import Field
 
 from grpo_mcore.environments.config import EnvConfig
-from grpo_mcore.environments.interfaces import EnvironmentInterface, EnvironmentReturn, response_text
+from grpo_mcore.environments.interfaces import (
+    EnvironmentInterface,
+    EnvironmentReturn,
+    response_text,
+    single_turn_return,
+)
 from grpo_mcore.environments.verifier_pool import Result, VerifierPool, WorkerSpec
 
 Messages = list[dict[str, str]]
@@ -90,16 +95,10 @@ class RewardModelEnvironment(EnvironmentInterface):
     ) -> EnvironmentReturn:
         pairs = zip(message_log_batch, metadata, strict=True)
         results = self._score([_conversation(messages, entry) for messages, entry in pairs])
-        rewards = [None if result.failure else result.value for result in results]
-        reasons = [result.failure or f"reward model: {result.value:.4g}" for result in results]
-        return EnvironmentReturn(
-            observations=[{"role": "environment", "content": f"Environment: {reason}"} for reason in reasons],
-            metadata=list(metadata),
-            next_stop_strings=[None] * len(results),
-            rewards=rewards,
-            terminateds=[True] * len(results),
-            answers=[None] * len(results),
-            reasons=reasons,
+        return single_turn_return(
+            metadata,
+            rewards=[None if result.failure else result.value for result in results],
+            reasons=[result.failure or f"reward model: {result.value:.4g}" for result in results],
             seconds=[result.seconds for result in results],
         )
 

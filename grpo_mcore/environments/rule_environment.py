@@ -11,7 +11,12 @@ from typing import Any, ClassVar
 from pydantic import Field
 
 from grpo_mcore.environments.config import EnvConfig
-from grpo_mcore.environments.interfaces import EnvironmentInterface, EnvironmentReturn, response_text
+from grpo_mcore.environments.interfaces import (
+    EnvironmentInterface,
+    EnvironmentReturn,
+    response_text,
+    single_turn_return,
+)
 from grpo_mcore.environments.rules import Component
 from grpo_mcore.environments.verifier_pool import Result, VerifierPool, WorkerSpec
 from grpo_mcore.environments.verifiers import shorten
@@ -66,15 +71,12 @@ class RuleEnvironment(EnvironmentInterface):
         responses = [response_text(messages) for messages in message_log_batch]
         results = self._pool.run(list(zip(responses, metadata, strict=True)))
         verdicts = [self._verdict(result) for result in results]
-        return EnvironmentReturn(
-            observations=[{"role": "environment", "content": f"Environment: {reason}"} for _, _, reason in verdicts],
-            metadata=list(metadata),
-            next_stop_strings=[self.config.stop_strings] * len(verdicts),
+        return single_turn_return(
+            metadata,
             rewards=[reward for reward, _, _ in verdicts],
-            terminateds=[True] * len(verdicts),
-            answers=[None] * len(verdicts),
             reasons=[reason for _, _, reason in verdicts],
             seconds=[result.seconds for result in results],
+            stop_strings=self.config.stop_strings,
             rewards_by_name=[values for _, values, _ in verdicts],
         )
 

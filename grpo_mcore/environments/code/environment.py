@@ -26,7 +26,12 @@ from grpo_mcore.environments.code.tests import (
     same_value,
 )
 from grpo_mcore.environments.config import EnvConfig
-from grpo_mcore.environments.interfaces import EnvironmentInterface, EnvironmentReturn, response_text
+from grpo_mcore.environments.interfaces import (
+    EnvironmentInterface,
+    EnvironmentReturn,
+    response_text,
+    single_turn_return,
+)
 from grpo_mcore.environments.sandbox.sandboxes import (
     BUBBLEWRAP,
     TRUST,
@@ -137,16 +142,13 @@ class CodeEnvironment(EnvironmentInterface):
     ) -> EnvironmentReturn:
         programs = [last_program(response_text(messages)) for messages in message_log_batch]
         reports = list(self._threads.map(self._report, programs, metadata))
-        rewards = [report.reward(self.config.partial_credit) for report in reports]
-        return EnvironmentReturn(
-            observations=[{"role": "environment", "content": f"Environment: {report.reason}"} for report in reports],
-            metadata=list(metadata),
-            next_stop_strings=[self.config.stop_strings] * len(reports),
-            rewards=rewards,
-            terminateds=[True] * len(reports),
-            answers=programs,
+        return single_turn_return(
+            metadata,
+            rewards=[report.reward(self.config.partial_credit) for report in reports],
             reasons=[report.reason for report in reports],
             seconds=[report.seconds for report in reports],
+            answers=programs,
+            stop_strings=self.config.stop_strings,
         )
 
     def shutdown(self) -> None:

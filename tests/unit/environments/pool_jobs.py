@@ -1,4 +1,4 @@
-"""What the worker processes of these tests do, by the name of the job; and verifiers by import path."""
+"""Jobs for the worker processes of the tests, by name, and a verifier by import path."""
 
 from __future__ import annotations
 

@@ -8,7 +8,7 @@ from typing import Any
 
 
 def share_of_words(response: str, info: Mapping[str, Any]) -> float:
-    """Of the prompt's `words`, how many are there."""
+    """Return the share of the prompt's `words` that are in the response."""
     return sum(word in response for word in info["words"]) / len(info["words"])
 
 
@@ -17,7 +17,7 @@ def nan(response: str, info: Mapping[str, Any]) -> float:
 
 
 def as_told(response: str, info: Mapping[str, Any]) -> float:
-    """Does what the response says."""
+    """Do what the response says."""
     if response == "sleep":
         time.sleep(3600)
     if response == "allocate":

@@ -1,4 +1,4 @@
-"""What a program may try against the sandbox, and how each attempt has to end.
+"""Attempts of programs against the sandbox, and how each one must end.
 
 An attempt runs to its end and prints what it has got hold of, or "nothing" — unless a limit is to end it.
 """
@@ -22,15 +22,15 @@ class Attempt:
     how: str = "exit"
     reason: str = ""
     or_else: tuple[str, str] = ("cpu", "processor time limit")
-    """Another `how` and `reason`: of the limit that comes first on a slow machine."""
+    """Another accepted `how` and `reason`: those of the limit that is reached first on a slow machine."""
 
     @property
     def needs_proc(self) -> bool:
-        """Whether it makes sense only in a sandbox with a /proc: of several processes nothing is known without."""
+        """Whether it needs a sandbox with a /proc, without which limits over several processes do not hold."""
         return "/proc" in self.program or self.how == "memory"
 
     def ended_well(self, ended: Any, trouble: str) -> bool:
-        """Whether its limit ended it with that reason, or else it got hold of nothing."""
+        """Whether its limit ended it with that reason, or without a limit it reached nothing."""
         if not self.reason:
             return (ended.how, trouble, ended.stdout) == ("exit", "", "nothing\n")
         return any(ended.how == how and reason in trouble for how, reason in ((self.how, self.reason), self.or_else))
@@ -46,7 +46,7 @@ PRELUDE = '''\
 import errno, glob, os, sys, time
 REFUSED = (OSError, ImportError, ValueError, AttributeError)
 def tried(*attempts):
-    """Prints what succeeded of (name, function, arguments...)."""
+    """Print the names of those (name, function, arguments...) that succeed."""
     got = []
     for name, function, *arguments in attempts:
         try:

@@ -1,4 +1,4 @@
-"""Whether this machine lets us make sandboxes. A sandbox that leaks is no reason to skip: its test fails."""
+"""Whether sandboxes work on this machine. A sandbox that leaks is no reason to skip: its test fails."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ def _why_not() -> tuple[str, bool]:
 
 
 WHY_NOT, HAS_PROC = _why_not()
-"""The reason, or nothing; whether a sandbox here may have a /proc of its own."""
+"""Why sandboxes do not work here, or ""; and whether they may have a /proc of their own."""
 LEAKS = WHY_NOT.startswith("the sandbox leaks")
 
 needs_sandbox = pytest.mark.skipif(bool(WHY_NOT) and not LEAKS, reason=WHY_NOT)

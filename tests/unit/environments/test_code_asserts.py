@@ -52,7 +52,7 @@ def env(request: pytest.FixtureRequest) -> Iterator[CodeEnvironment]:
         ),
     ],
 )
-def test_what_is_taken_out(code: str, steps: list[tuple[str, ...]]) -> None:
+def test_assertions_that_are_split(code: str, steps: list[tuple[str, ...]]) -> None:
     split = split_test(code)
     assert split is not None and list(split.steps) == steps
 
@@ -79,7 +79,7 @@ def test_what_is_taken_out(code: str, steps: list[tuple[str, ...]]) -> None:
         "x" + "+x" * 100_000,
     ],
 )
-def test_what_runs_as_it_is(code: str) -> None:
+def test_assertions_that_run_whole(code: str) -> None:
     assert split_test(code) is None
 
 
@@ -136,7 +136,7 @@ ASSERTIONS = [
 
 @pytest.mark.parametrize("name", VALUES)
 def test_the_verdicts_are_those_of_python(name: str) -> None:
-    """In this process: every value against every assertion, whole and split."""
+    """Every value is tried with every assertion, whole and split, in this process."""
     for code in ASSERTIONS:
         names: dict[str, Any] = {"value": eval(VALUES[name])}
         try:
@@ -188,7 +188,7 @@ def test_claims_that_are_no_values(claim: Any) -> None:
 
 
 def test_a_claim_cannot_keep_the_judge_busy() -> None:
-    """Keys that collide: comparing a million of them would take hours."""
+    """Keys may be chosen to collide: comparing a million of them would take hours."""
     keys = [number * (2**61 - 1) for number in range(100_000)]
     split = split_test("assert f() == {1, 2}")
     nested = split_test("assert f() == [{(1, 2): 3}]")

@@ -1,4 +1,4 @@
-"""Answers with programs: what they are worth, and why. In a sandbox, and without one where the code is trusted."""
+"""Rewards and reasons of answers with programs, in a sandbox and, for trusted code, without one."""
 
 from __future__ import annotations
 
@@ -154,7 +154,7 @@ def test_a_tolerance() -> None:
 
 
 def test_a_sandbox_that_breaks_gives_no_reward(monkeypatch: pytest.MonkeyPatch) -> None:
-    """For that answer; it is excluded and counted."""
+    """The sample is excluded and counted."""
     env = CodeEnvironment(SECTION | {"sandbox": TRUST})
     start = env._sandboxes.start
     calls = iter(range(100))
@@ -198,7 +198,7 @@ def test_a_wrong_section_names_its_key(section: dict[str, Any], message: str) ->
 
 
 def test_the_example_problems_are_solved_by_their_own_answers() -> None:
-    """Of recipes/grpo-code-cpu.yaml."""
+    """The problems of recipes/grpo-code-cpu.yaml."""
     path = Path(__file__).resolve().parents[3] / "examples" / "code_problems" / "problems.jsonl"
     rows = [json.loads(line) for line in path.read_text().splitlines()]
     env = CodeEnvironment({"num_workers": 2, "sandbox": TRUST})
@@ -235,5 +235,5 @@ def test_the_last_closed_block_of_python(response: str, program: str | None) -> 
 
 @pytest.mark.parametrize("line", ["``` " + " " * 10**6 + "`", "`" * 10**6 + "a`", " " * 10**6, "~~~" + "`" * 10**6])
 def test_no_line_takes_for_ever(line: str) -> None:
-    """With backtracking the first of them would take an hour."""
+    """With backtracking the first line would take an hour."""
     assert last_program(line) is None

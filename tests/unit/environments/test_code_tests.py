@@ -1,4 +1,4 @@
-"""Rows of the public benchmarks, as published, become tests."""
+"""Rows of the public benchmarks, as published, become tests; and outputs are compared with the expected ones."""
 
 from __future__ import annotations
 

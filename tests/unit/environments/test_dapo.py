@@ -1,4 +1,4 @@
-r"""Answers as strings: the same in another writing is right, anything else is not."""
+r"""Answers compared as strings: another notation of the truth is right, anything else is wrong."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ def test_reward(response: str, truth: str, reward: float) -> None:
     assert dapo_math_verify(response, truth)[0] == reward
 
 
-def test_the_answer_is_told_as_it_was_compared() -> None:
+def test_the_answer_is_returned_as_it_was_compared() -> None:
     assert dapo_math_verify("Answer: $ 1,000 $", "7") == (-1.0, "1000")
     assert dapo_math_verify("34", "34") == (-1.0, None)
 

@@ -1,4 +1,4 @@
-"""What a Gym sends back, as a trajectory: exact, or with a reason why there is none."""
+"""A Gym's result becomes a trajectory with exact tokens, or a failure with its reason."""
 
 from __future__ import annotations
 

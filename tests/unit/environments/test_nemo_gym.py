@@ -1,4 +1,4 @@
-"""The Gym environment against a Gym that fails, or is not there. What it plays: tests/functional/test_nemo_gym.py."""
+"""The Gym environment with a Gym that fails or is not there. tests/functional/test_nemo_gym.py has whole rollouts."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The short cut for plain numbers agrees with math-verify wherever it answers."""
+"""The shortcut for plain numbers agrees with math-verify wherever it gives a verdict."""
 
 from __future__ import annotations
 

@@ -45,7 +45,7 @@ def section(folder: Path) -> dict[str, Any]:
 
 
 class Here:
-    """The workers' function in this process, which has torch already."""
+    """Runs the workers' function in this process, which has torch already."""
 
     def __init__(self, folder: Path) -> None:
         self.score = load_classifier(str(folder), None, False, None, 40, "cpu", "float32")
@@ -64,7 +64,7 @@ def env(folder: Path) -> RewardModelEnvironment:
 
 @torch.no_grad()
 def logit(folder: Path, text: str, label: int = 0) -> float:
-    """By itself, without padding."""
+    """Return the model's logit for one text, without padding."""
     tokenizer = AutoTokenizer.from_pretrained(folder)
     model = AutoModelForSequenceClassification.from_pretrained(folder, dtype=torch.float32).eval()
     ids = torch.tensor([tokenizer(text, add_special_tokens=False)["input_ids"]])
@@ -76,7 +76,7 @@ def conversations(*answers: str) -> list[list[dict[str, str]]]:
 
 
 def test_rewards_are_the_models_logits(env: RewardModelEnvironment, folder: Path) -> None:
-    """Of conversations as the chat template writes them, with what ends an answer; in batches of other lengths."""
+    """Conversations are as the chat template writes them, with the end of the answer; batches have other lengths."""
     result = env.step([[{"role": "assistant", "content": answer}] for answer in ANSWERS], [{"messages": PROMPT}] * 6)
     expected = [logit(folder, f"<bos><system>+<user>37+45=<assistant>{answer}<eos>") for answer in ANSWERS]
     assert result.rewards == pytest.approx(expected, abs=1e-5)
@@ -134,7 +134,7 @@ def test_a_label_that_does_not_fit(two: Path, label: int | None, message: str) -
 
 
 class Pool:
-    """Fails on every batch with one of these answers in it."""
+    """A pool that fails on every batch that contains one of these answers."""
 
     def __init__(self, *poison: str) -> None:
         self.poison, self.sizes = poison, []  # type: ignore[var-annotated]
@@ -165,7 +165,7 @@ def test_a_model_that_is_not_there_is_an_error_at_the_start(tmp_path: Path) -> N
         create_env("reward_model", {"model_name": str(tmp_path / "nowhere")})
 
 
-def test_what_it_asks_of_the_cluster() -> None:
+def test_resources() -> None:
     section = {"model_name": "x", "num_workers": 3, "threads_per_worker": 2}
     assert RewardModelEnvironment.resources(section) == {"cpus": 6.0, "gpus": 0.0}
     assert RewardModelEnvironment.resources(section | {"device": "cuda"})["gpus"] == 1.0

@@ -39,7 +39,7 @@ def sandboxes() -> Iterator[Sandboxes]:
 
 @pytest.fixture(scope="module")
 def sandbox(sandboxes: Sandboxes) -> Iterator[Sandbox]:
-    """One for many programs, as for the tests of an answer."""
+    """Return one sandbox for many programs, as for the tests of an answer."""
     with sandboxes.open() as sandbox:
         yield sandbox
 
@@ -52,7 +52,7 @@ def short(sandboxes: Sandboxes) -> Iterator[Sandbox]:
 
 @pytest.fixture(scope="module")
 def facts(tmp_path_factory: pytest.TempPathFactory) -> Iterator[dict[str, object]]:
-    """What there is to reach: a file, a TCP port, an abstract Unix socket, a process."""
+    """Things outside to reach: a file, a TCP port, an abstract Unix socket, a process."""
     outside = tmp_path_factory.mktemp("outside") / "file"
     outside.write_text(SECRET)
     outside.parent.chmod(0o777)
@@ -93,7 +93,7 @@ def inside(sandbox: Sandbox) -> list[psutil.Process]:
 
 @needs_sandbox
 def test_a_program_does_what_programs_do(sandbox: Sandbox) -> None:
-    """Reads its input in all the usual ways, uses threads, processes, files, the whole standard library, exits."""
+    """The program reads its input in all usual ways, uses threads, processes, files, the whole library, and exits."""
     for reading in (
         "input()",
         "sys.stdin.readline().strip()",
@@ -264,7 +264,7 @@ def test_a_sandbox_does_not_outlive_its_parent() -> None:
 @needs_sandbox
 @pytest.mark.skipif(os.geteuid() != 0, reason="runs as another user, which only root can start")
 def test_it_holds_for_an_ordinary_user_too(tmp_path: Path, facts: dict[str, object]) -> None:
-    """In a user namespace, where it is the worker's own user that programs run as."""
+    """Programs then run as the worker's own user, in a user namespace."""
     python = shutil.which("python3", path="/usr/bin")
     if python is None:
         pytest.skip("there is no Python of the system, and this one may be root's alone")
@@ -301,7 +301,7 @@ def test_it_holds_for_an_ordinary_user_too(tmp_path: Path, facts: dict[str, obje
 @pytest.mark.slow
 @needs_sandbox
 def test_it_holds_without_a_proc_of_its_own(monkeypatch: pytest.MonkeyPatch, facts: dict[str, object]) -> None:
-    """As in containers that forbid a new one; what needs one is the limits over several processes."""
+    """Some containers forbid a new /proc. Only the limits over several processes need one."""
     whole = sandbox_command.sandboxed
 
     def without(*arguments: Any, proc: bool) -> sandbox_command.Start:
@@ -340,7 +340,7 @@ def test_a_bubblewrap_that_may_not_make_namespaces_says_so(tmp_path: Path, monke
 @needs_sandbox
 @pytest.mark.parametrize("hole", ["sockets", "files", "packages"])
 def test_a_sandbox_with_a_hole_is_refused(hole: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The trial at the start finds what a change of the command line, or another bubblewrap, would let through."""
+    """The trial at the start finds a leak that a change of the command line, or another bubblewrap, would open."""
     whole = sandbox_command.sandboxed
 
     def with_hole(*arguments: object, **keywords: object) -> sandbox_command.Start:
@@ -370,7 +370,7 @@ def trusting() -> Iterator[Sandbox]:
 
 
 class TestTrust:
-    """Without a sandbox the limits hold, and only they."""
+    """Without a sandbox only the limits hold."""
 
     @pytest.mark.parametrize(
         ("program", "how"),

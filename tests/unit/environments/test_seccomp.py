@@ -1,4 +1,4 @@
-"""The system call filter, read by an interpreter of our own: what the kernel would say to a call."""
+"""The system call filter, run by a small BPF interpreter: the kernel's verdict on each call."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ EPERM, ENOSYS = errno.EPERM, errno.ENOSYS
 
 
 def verdict(machine: str, architecture: int, number: int, argument: int = 0) -> str | int:
-    """As the manual of BPF defines the five instructions that are used."""
+    """Run the filter. The five instructions are those of the BPF manual."""
     data = struct.pack("<IIQQQQQQQ", number, architecture, 0, argument, 0, 0, 0, 0, 0)
     program = list(struct.iter_unpack("=HBBI", filter_program(machine)))
     value, place = 0, 0
