@@ -19,7 +19,7 @@ from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy, Place
 from grpo_mcore.cluster.diagnostics import wait_graph
 from grpo_mcore.cluster.environment import chosen
 from grpo_mcore.cluster.ray_actor import WorkerActor
-from grpo_mcore.cluster.ray_placement import asked, check_room, nodes_of, rank_order, reserve, room
+from grpo_mcore.cluster.ray_placement import check_room, nodes_of, rank_order, request_text, reserve, resources_text
 from grpo_mcore.cluster.ray_session import RaySession
 from grpo_mcore.cluster.ray_worker import RayFuture, RayStore, RayStream, RayWorker
 from grpo_mcore.rollout.workers import DeadlineExceeded, ObjectStore, Ref, T, Worker
@@ -205,7 +205,9 @@ class RayCluster:
             actor,
             start_timeout_s=self._start_timeout_s,
             call_timeout_s=self.call_timeout_s,
-            waiting_for=lambda: f"asks for {asked(1, cpus, gpus)}, free: {room(ray.available_resources())}",
+            waiting_for=lambda: (
+                f"asks for {request_text(1, cpus, gpus)}, free: {resources_text(ray.available_resources())}"
+            ),
             on_death=self._save_ray_logs,
             stream_options={"concurrency_group": STREAMS} if streams else {},
         )

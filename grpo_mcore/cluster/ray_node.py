@@ -73,15 +73,15 @@ def start_command(args: argparse.Namespace) -> list[str]:
 
 def run_node(command: Sequence[str], folder: Path) -> int:
     """Run `command` until it ends or a signal comes, then end everything it has started and remove `folder`."""
-    asked: list[int] = []
+    signals: list[int] = []
     reaper = OrphanReaper(folder)
     with only_allowed(added=reaper.variables):  # secrets stay with the driver
         child = subprocess.Popen([*command])
     for number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGUSR2):  # the last one passes through srun
-        signal.signal(number, lambda got, _frame: asked.append(got))
+        signal.signal(number, lambda got, _frame: signals.append(got))
     try:
         while (code := child.poll()) is None:
-            if asked:
+            if signals:
                 processes.end([child], grace_s=END_S)
             time.sleep(0.2)
     finally:
@@ -89,7 +89,7 @@ def run_node(command: Sequence[str], folder: Path) -> int:
     if surviving:
         print(f"processes of Ray could not be ended: {surviving}", file=sys.stderr, flush=True)
         return 1
-    return 0 if asked else code or 1
+    return 0 if signals else code or 1
 
 
 def wait_for_head(host: str, port: int, seconds: float) -> None:

@@ -21,8 +21,8 @@ def check_room(name: str, count: int, cpus: float, gpus: float) -> None:
     short = [unit for unit, each in (("CPU", cpus), ("GPU", gpus)) if count * each > there.get(unit, 0.0) + 1e-9]
     if short:
         raise NotEnoughResources(
-            f"{name}: too few {' and '.join(short)}s: {asked(count, cpus, gpus)} asked for, the cluster has "
-            f"{room(there)}; ask for less or add nodes"
+            f"{name}: too few {' and '.join(short)}s: {request_text(count, cpus, gpus)} asked for, the cluster has "
+            f"{resources_text(there)}; ask for less or add nodes"
         )
 
 
@@ -41,10 +41,11 @@ def reserve(name: str, count: int, cpus: float, gpus: float, timeout_s: float, n
     bundle = {unit: share * amount for unit, amount in (("CPU", cpus), ("GPU", gpus)) if amount > 0}
     group = placement_group([bundle] * (count // share), strategy="PACK" if nodes == 1 else "STRICT_SPREAD")
     if not group.wait(timeout_s):
-        free = room(ray.available_resources())
+        free = resources_text(ray.available_resources())
         remove_placement_group(group)
         over = f" on each of {nodes} nodes" if nodes > 1 else ""
-        detail = f"asked for: {asked(count, cpus, gpus)}{over}; free: {free} of {room(ray.cluster_resources())}"
+        total = resources_text(ray.cluster_resources())
+        detail = f"asked for: {request_text(count, cpus, gpus)}{over}; free: {free} of {total}"
         raise DeadlineExceeded(f"room for {name}", "Ray's scheduler", timeout_s, detail)
     return group
 
@@ -64,9 +65,9 @@ def nodes_of(group: PlacementGroup) -> list[str]:
     return [by_bundle[bundle] for bundle in sorted(by_bundle)]
 
 
-def asked(count: int, cpus: float, gpus: float) -> str:
+def request_text(count: int, cpus: float, gpus: float) -> str:
     return f"{count} x ({cpus:g} CPU, {gpus:g} GPU)"
 
 
-def room(resources: dict[str, float]) -> str:
+def resources_text(resources: dict[str, float]) -> str:
     return f"{resources.get('CPU', 0.0):g} CPU, {resources.get('GPU', 0.0):g} GPU"
