@@ -11,6 +11,16 @@ from grpo_mcore.recipe.schema.master import RecipeSections, runs_grpo
 _ESTIMATOR = "grpo.adv_estimator."
 _LOSS = "loss_fn."
 _TRUNCATION = "loss_fn.truncated_importance_sampling_"
+# Keys of the loss that exclude each other, and why.
+_EXCLUSIVE = (
+    ("use_cispo", "disable_ppo_ratio", "CISPO weights tokens by the clipped ratio"),
+    ("use_cispo", "force_on_policy_ratio", "with a ratio of 1 there is nothing to clip"),
+    ("use_cispo", "sequence_level_importance_ratios", "CISPO clips token ratios"),
+    ("use_cispo", "ratio_clip_c", "CISPO has no surrogate to clip twice"),
+    ("ratio_clip_c", "disable_ppo_ratio", "it leaves no ratio to bound"),
+    ("sequence_length_normalizer", "token_level_loss", "it divides the sum over each sequence"),
+    ("sequence_length_normalizer", "sequence_level_importance_ratios", "it has one term per sequence"),
+)
 # Estimators with fixed options: their (normalize_rewards, use_leave_one_out_baseline, what they compute).
 _FIXED: dict[str, tuple[bool, bool, str]] = {
     "dr_grpo": (False, False, "takes the reward minus the group's mean"),
@@ -26,50 +36,26 @@ def loss_findings(loss: ClippedPGLossConfig) -> list[Finding]:
 
 def _policy_term(loss: ClippedPGLossConfig) -> Iterator[Finding]:
     """Terms of the loss that exclude or need each other."""
-    at = _LOSS
+    for name, other, reason in _EXCLUSIVE:
+        if loss[name] not in (None, False) and loss[other] not in (None, False):
+            message = f"cannot be combined with {other}: {in_yaml(loss[other])}; {reason}"
+            yield Finding((_LOSS + name, _LOSS + other), message)
+    if loss.use_cispo and not loss.token_level_loss:
+        message = "cannot be combined with token_level_loss: false; CISPO is a token-level loss"
+        yield Finding((_LOSS + "use_cispo", _LOSS + "token_level_loss"), message)
     if loss.sequence_level_importance_ratios and loss.token_level_loss:
         yield Finding(
-            (at + "sequence_level_importance_ratios", at + "token_level_loss"),
+            (_LOSS + "sequence_level_importance_ratios", _LOSS + "token_level_loss"),
             "needs token_level_loss: false, because one ratio per sequence goes with a mean over sequences",
         )
-    for name, clashes, reason in (
-        ("disable_ppo_ratio", loss.disable_ppo_ratio, "CISPO weights tokens by the clipped ratio"),
-        ("force_on_policy_ratio", loss.force_on_policy_ratio, "with a ratio of 1 there is nothing to clip"),
-        ("sequence_level_importance_ratios", loss.sequence_level_importance_ratios, "CISPO clips token ratios"),
-        ("ratio_clip_c", loss.ratio_clip_c is not None, "CISPO has no surrogate to clip twice"),
-        ("token_level_loss", not loss.token_level_loss, "CISPO is a token-level loss"),
-    ):
-        if loss.use_cispo and clashes:
-            yield Finding(
-                (at + "use_cispo", at + name), f"cannot be combined with {name}: {in_yaml(loss[name])}; {reason}"
-            )
-    if loss.ratio_clip_c is not None and loss.disable_ppo_ratio:
-        yield Finding(
-            (at + "ratio_clip_c", at + "disable_ppo_ratio"),
-            "cannot be combined with disable_ppo_ratio: true, which leaves no ratio to bound",
-        )
-    if loss.sequence_length_normalizer is not None:
-        for name, clashes, reason in (
-            ("token_level_loss", loss.token_level_loss, "it divides the sum over each sequence"),
-            (
-                "sequence_level_importance_ratios",
-                loss.sequence_level_importance_ratios,
-                "it has one term per sequence",
-            ),
-        ):
-            if clashes:
-                yield Finding(
-                    (at + "sequence_length_normalizer", at + name), f"cannot be combined with {name}: true; {reason}"
-                )
 
 
 def _importance_weights(loss: ClippedPGLossConfig) -> Iterator[Finding]:
     """Importance weights of the loss and their bounds."""
-    at = _LOSS
     if loss.sequence_importance_weight == "product":
         for name in ("sequence_level_importance_ratios", "use_importance_sampling_correction"):
             if not loss[name]:
-                yield Finding((at + "sequence_importance_weight", at + name), f"product needs {name}: true")
+                yield Finding((_LOSS + "sequence_importance_weight", _LOSS + name), f"product needs {name}: true")
     kind, kind_key = loss.truncated_importance_sampling_type, _TRUNCATION + "type"
     high, low = loss.truncated_importance_sampling_ratio, loss.truncated_importance_sampling_ratio_min
     by_age = loss.truncated_importance_sampling_ratio_by_age
@@ -84,7 +70,7 @@ def _importance_weights(loss: ClippedPGLossConfig) -> Iterator[Finding]:
         return
     if not loss.use_importance_sampling_correction:
         yield Finding(
-            (kind_key, at + "use_importance_sampling_correction"),
+            (kind_key, _LOSS + "use_importance_sampling_correction"),
             f"{kind} needs use_importance_sampling_correction: true",
         )
     if high is None and by_age is None:
@@ -100,7 +86,7 @@ def _importance_weights(loss: ClippedPGLossConfig) -> Iterator[Finding]:
         yield Finding((kind_key,), f"{kind} needs a lower bound: truncated_importance_sampling_ratio_min")
     if kind == "seq-mask-tis" and loss.sequence_level_importance_ratios:
         yield Finding(
-            (kind_key, at + "sequence_level_importance_ratios"),
+            (kind_key, _LOSS + "sequence_level_importance_ratios"),
             "seq-mask-tis keeps token weights, which sequence_level_importance_ratios does not have; use icepop",
         )
     bounds = {"ratio": high, "ratio_by_age": min(by_age, default=None) if by_age is not None else None}

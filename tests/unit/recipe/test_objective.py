@@ -76,8 +76,7 @@ def test_a_wrong_key_is_reported_with_its_line(problems) -> None:
         "r.yaml:12: loss_fn.truncated_importance_sampling_ratio_by_age: replaces "
         "truncated_importance_sampling_ratio; set only one of the two",
         "r.yaml:13: loss_fn.truncated_importance_sampling_ratio_min: the lower bound 1.75 is above the upper bound 1.5",
-        "r.yaml:15: loss_fn.ratio_clip_c: cannot be combined with disable_ppo_ratio: true, which leaves no ratio to "
-        "bound",
+        "r.yaml:15: loss_fn.ratio_clip_c: cannot be combined with disable_ppo_ratio: true; it leaves no ratio to bound",
     ]
 
 
