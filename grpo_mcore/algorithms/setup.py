@@ -174,7 +174,9 @@ def start_policy(config: MasterConfig, cluster: Cluster, model: Model) -> Policy
     gpu, pool = Platform.detect(config.cluster.platform).on_gpu, policy_pool(config)
     colocated = policy.generation.colocated.enabled
     reference = needs_reference(config)
-    arguments = (policy, cluster.store, config.grpo.seed, config.cluster.step_timeout_s, reference)
+    arguments = (
+        policy, cluster.store, config.grpo.seed, config.cluster.step_timeout_s, reference, config.cluster.platform,
+    )  # fmt: skip
     workers = cluster.spawn_group(
         "policy",
         PolicyWorker,

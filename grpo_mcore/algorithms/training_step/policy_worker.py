@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Literal
 
 import torch
 from torch import Tensor
@@ -13,6 +13,7 @@ from grpo_mcore.algorithms.training_step.rank_step import RankStep, TrainTargets
 from grpo_mcore.batching.packed_batch import PackedBatch, pack_rows
 from grpo_mcore.objective import kl_to_go, sample_stats, token_advantages
 from grpo_mcore.parallel.mesh import Address
+from grpo_mcore.parallel.platform import Platform
 from grpo_mcore.parallel.policy import LossFn, Policy, TrainReport
 from grpo_mcore.recipe import KLType, PolicyConfig
 from grpo_mcore.refit.sender import RefitSender
@@ -32,10 +33,19 @@ class PolicyWorker(Policy):
     """A policy rank that holds the data of its step. Runs in a Ray actor or in the driver's process."""
 
     def __init__(
-        self, address: Address, config: PolicyConfig, store: ObjectStore, seed: int, timeout_s: float, reference: bool
+        self,
+        address: Address,
+        config: PolicyConfig,
+        store: ObjectStore,
+        seed: int,
+        timeout_s: float,
+        reference: bool,
+        platform: Literal["auto", "cpu", "gpu"],
     ) -> None:
-        """`store`: to fetch trajectories by reference. `reference`: keep the reference policy's weights too."""
-        super().__init__(config, address, seed=seed, timeout_s=timeout_s, reference=reference)
+        """`store`: to fetch trajectories by reference. `reference`: keep the reference policy's weights too.
+        `platform`: the recipe's cluster.platform."""
+        detected = Platform.detect(platform)
+        super().__init__(config, address, seed=seed, timeout_s=timeout_s, reference=reference, platform=detected)
         self.is_reporting_rank = self.layout.is_reporting_rank(address.rank)
         self._store = store
         self._bins: list[list[Bin]] = []  # by optimizer step
@@ -136,8 +146,8 @@ class PolicyWorker(Policy):
             columns["advantages"] = token_advantages(advantages, to_go, targets.kl_weight, *targets.clip)
         return [bin.batch for bin in bins]
 
-    def host_link(self, *arguments: Any) -> dict[str, Any]:
-        return self._sender.host_link(*arguments)
+    def host_network(self, *arguments: Any) -> dict[str, Any]:
+        return self._sender.host_network(*arguments)
 
     def memory(self) -> dict[str, Any]:
         found = super().memory()
@@ -147,9 +157,9 @@ class PolicyWorker(Policy):
         self._sender.close_refit()
 
     def open_refit(
-        self, transport: dict[str, Any] | None, plan: str, link: dict[str, Any] | None = None
+        self, transport: dict[str, Any] | None, plan: str, network: dict[str, Any] | None = None
     ) -> dict[str, Any]:
-        return self._sender.open_refit(transport, plan, link)
+        return self._sender.open_refit(transport, plan, network)
 
     def fill_bucket(self, index: int, *checked: Any) -> dict[str, Any]:
         return self._sender.fill_bucket(index, *checked)

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import yaml
 
-from grpo_mcore.algorithms import grpo, setup
+from grpo_mcore.algorithms import setup
 from grpo_mcore.cli.main import main
 from grpo_mcore.data.arithmetic import make_tokenizer
 
@@ -43,8 +43,7 @@ def refuse(
     def never(*_: Any, **__: Any) -> None:
         raise AssertionError("a cluster was started")
 
-    for module in (setup, grpo):
-        monkeypatch.setattr(module, "start_cluster", never)
+    monkeypatch.setattr(setup, "start_cluster", never)
     monkeypatch.chdir(tmp_path)
     Path("model").mkdir()
     Path("model/config.json").write_text(json.dumps(CONFIG))
@@ -117,7 +116,7 @@ def test_model_without_config(refuse: Refuse, verb: str) -> None:
 @pytest.mark.parametrize("name", ["nobody/no-such-model", "./no/such/folder"])
 def test_wrong_model_name(refuse: Refuse, name: str) -> None:
     said = refuse(f"policy.model_name={name}", code=1)
-    assert said.startswith(f"policy.model_name {name!r} is no folder here, and could not be fetched from the")
+    assert said.startswith(f"policy.model_name {name!r} is not a folder here, and could not be fetched from the")
     assert "\n" not in said
 
 
