@@ -223,7 +223,7 @@ class EngineGroup:
         """Wait until the successors of lost engines are up. Raises what a constructor raised, or DeadlineExceeded."""
         if self.lost:
             starting = [host.ready() for number in sorted(self.lost) for host in self.hosts(number)]
-            gather(self.cluster, starting, timeout_s=self.start_timeout_s, what="start of an engine anew")
+            gather(self.cluster, starting, timeout_s=self.start_timeout_s, what="restart of an engine")
 
     def _all(self, method: str, args_per_worker: Sequence[tuple[Any, ...]]) -> None:
         """Call a method of the engines that can take requests."""

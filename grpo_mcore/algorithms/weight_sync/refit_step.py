@@ -9,9 +9,9 @@ from grpo_mcore.algorithms.engines.engine_group import EngineGroup
 from grpo_mcore.algorithms.training_step.policy_group import PolicyGroup
 from grpo_mcore.algorithms.weight_sync.refit_parity import measure_parity
 from grpo_mcore.cluster import DeadlineExceeded, WorkerFailed
-from grpo_mcore.observe import Timeline
 from grpo_mcore.recipe import MasterConfig
 from grpo_mcore.refit import RefitError, RefitReport, plan_model_refit, refit
+from grpo_mcore.refit.refit import Timer
 
 GIB = 2**30
 
@@ -73,7 +73,7 @@ def refit_once(
     *,
     colocated: bool = True,
     buffer_gb: float | None = None,
-    timeline: Timeline | None = None,
+    timeline: Timer | None = None,
     recompute_kv: bool = False,
 ) -> RefitReport:
     """Make every engine's weights equal the policy's, as weight version `policy.updates` + 1.
