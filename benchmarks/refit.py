@@ -125,8 +125,8 @@ class PolicyRank:
     def open_refit(self, *args: Any) -> Any:
         return self.sender.open_refit(*args)
 
-    def host_link(self, *args: Any) -> Any:
-        return self.sender.host_link(*args)
+    def host_network(self, *args: Any) -> Any:
+        return self.sender.host_network(*args)
 
     def close_refit(self) -> None:
         self.sender.close_refit()

@@ -1,5 +1,6 @@
-"""Making the engines' weights equal the policy's: layouts -> plan -> buffer -> stage -> proof -> commit. Knows nothing
-of GRPO or Megatron-Core, and of vLLM only in `vllm_backend` and `engine_weights`."""
+"""Make the engines' weights equal the policy's: layouts -> plan -> buffer -> stage -> proof -> commit.
+
+This package does not know GRPO or Megatron-Core; vLLM appears only in `vllm_backend` and the `engine_*` modules."""
 
 from grpo_mcore.refit.layout import EngineLayout, LayoutError, TrainerLayout
 from grpo_mcore.refit.plan import RefitError, RefitPlan, plan_model_refit, plan_refit

@@ -1,4 +1,4 @@
-"""The refit buffer as both sides see it: bytes that several processes map, and a tensor view of each block."""
+"""The refit buffer: bytes that several processes map, and a tensor view of each block."""
 
 from __future__ import annotations
 
@@ -17,14 +17,14 @@ class RefitBuffer(Protocol):
     description: dict[str, Any]  # what another process needs to attach
 
     def synchronize(self) -> None:
-        """Returns when everything written here is visible to the other processes."""
+        """Wait until everything written here is visible to the other processes."""
 
     def close(self) -> None:
-        """Unmap; the process that created the buffer also frees it. Idempotent."""
+        """Unmap the buffer; the process that created it also frees it. Idempotent."""
 
 
 def create_buffer(nbytes: int, device: torch.device, run_id: str) -> RefitBuffer:
-    """POSIX shared memory for policy weights in host memory, CUDA IPC for weights on a GPU."""
+    """Create a buffer in POSIX shared memory for weights on the host, by CUDA IPC for weights on a GPU."""
     if device.type == "cpu":
         from grpo_mcore.refit.shared_memory import SharedMemoryBuffer
 
@@ -52,7 +52,7 @@ def attach_buffer(description: dict[str, Any]) -> RefitBuffer:
 
 
 def block_view(buffer: RefitBuffer, plan: RefitPlan, bucket: int, block: Block) -> Tensor:
-    """The place of `block`, as a view of the buffer in the block's dtype and shape."""
+    """Return the part of the buffer that holds `block`, as a view in the block's dtype and shape."""
     start = plan.start(bucket) + block.offset
     if start + block.nbytes > buffer.flat.numel():
         raise RefitError(

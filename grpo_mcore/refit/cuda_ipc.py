@@ -1,13 +1,15 @@
 """The refit buffer in the memory of one GPU, shared by CUDA IPC: the GPU transport of a colocated refit.
 
-Every rank of the node writes to, or reads from, the one buffer; ranks on other GPUs do so over NVLink or
-PCIe, and must see that GPU (no CUDA_VISIBLE_DEVICES that hides it).
+All ranks of the node share the one buffer. Ranks on other GPUs access it over NVLink or PCIe and must see its GPU
+(CUDA_VISIBLE_DEVICES must not hide it).
 """
 
 from __future__ import annotations
 
 import socket
+import uuid
 from typing import Any
+from weakref import WeakValueDictionary
 
 import torch
 from torch import Tensor
@@ -19,7 +21,10 @@ _DEVICE_ARGUMENT = 6  # of rebuild_cuda_tensor: the device index, which differs 
 
 
 class CudaIpcBuffer:
-    """See `RefitBuffer`. The creator must outlive the others' use of it."""
+    """A `RefitBuffer` on one GPU. The creator must live as long as any other process uses it."""
+
+    _created: WeakValueDictionary[str, CudaIpcBuffer] = WeakValueDictionary()
+    """Buffers created by this process, by id: CUDA cannot open an IPC handle in the process that exported it."""
 
     def __init__(self, flat: Tensor, description: dict[str, Any]) -> None:
         self.flat = flat
@@ -29,22 +34,27 @@ class CudaIpcBuffer:
     def create(cls, nbytes: int, device: torch.device) -> CudaIpcBuffer:
         flat = torch.empty(nbytes, dtype=torch.uint8, device=device)
         _, arguments = reduce_tensor(flat)
-        return cls(flat, {
+        buffer = cls(flat, {
             "kind": "cuda_ipc",
+            "id": uuid.uuid4().hex,
             "gpu": _uuid(flat.device.index),
             "nbytes": nbytes,
             "host": socket.gethostname(),
             "handle": arguments,
         })  # fmt: skip
+        cls._created[buffer.description["id"]] = buffer
+        return buffer
 
     @classmethod
     def attach(cls, description: dict[str, Any]) -> CudaIpcBuffer:
+        if (own := cls._created.get(description["id"])) is not None:
+            return cls(own.flat, description)
         visible = {_uuid(index): index for index in range(torch.cuda.device_count())}
         if description["gpu"] not in visible:
             raise RefitError(
                 f"the refit buffer is on GPU {description['gpu']} of {description['host']}, which this "
                 f"process on {socket.gethostname()} does not see (it sees {sorted(visible) or 'none'}): a "
-                "colocated refit needs policy ranks and engines on one node, each seeing all GPUs of it"
+                "colocated refit needs policy ranks and engines on one node, and each must see all its GPUs"
             )
         arguments = list(description["handle"])
         arguments[_DEVICE_ARGUMENT] = visible[description["gpu"]]

@@ -1,4 +1,4 @@
-"""Which policy rank brings which block to which node: pure, the same on every side."""
+"""Decide which policy rank brings which block to which node. Pure: every process computes the same answer."""
 
 from __future__ import annotations
 
@@ -8,21 +8,21 @@ from grpo_mcore.refit.plan import Block, RefitError, RefitPlan
 
 
 def engine_ranks(plan: RefitPlan) -> int:
-    """Of one engine: each of them reads something."""
+    """Return the number of ranks of one engine. Each rank reads something."""
     return 1 + max((read.rank for block in plan.blocks() for read in block.reads), default=0)
 
 
 def bytes_to(plan: RefitPlan, ranks: Iterable[int]) -> int:
-    """Of the blocks that one of these engine ranks reads."""
+    """Return the bytes of all blocks that at least one of these engine ranks reads."""
     wanted = frozenset(ranks)
     return sum(block.nbytes for block in plan.blocks() if any(read.rank in wanted for read in block.reads))
 
 
 def readers_by_node(engines: Sequence[Sequence[int]], ranks: int) -> list[list[int]]:
-    """The engine ranks on each node: what they read is what the node needs.
+    """Return the engine ranks on each node. The node needs what these ranks read.
 
-    `engines`: of each engine the numbers of its nodes, with as many of its `ranks` on each, in their order. Raises
-    RefitError where the ranks do not divide, or a number between two nodes has no engine.
+    `engines`: the node numbers of each engine; its `ranks` are spread over them evenly and in order. Raises RefitError
+    if the ranks do not divide evenly, or the node numbers have a gap.
     """
     found: dict[int, set[int]] = {}
     for nodes in engines:
@@ -32,25 +32,28 @@ def readers_by_node(engines: Sequence[Sequence[int]], ranks: int) -> list[list[i
         for place, node in enumerate(nodes):
             found.setdefault(node, set()).update(range(place * each, (place + 1) * each))
     if sorted(found) != list(range(len(found))):
-        raise RefitError(f"the nodes with engines are to be numbered from 0 on, not {sorted(found)}")
+        raise RefitError(f"the nodes with engines must be numbered 0, 1, 2, ..., not {sorted(found)}")
     return [sorted(found[node]) for node in range(len(found))]
 
 
 class Deliveries:
-    """Every node gets the blocks that an engine rank there reads, each once.
+    """Assigns senders so that each node gets every block that an engine rank there reads exactly once.
 
-    `homes`: the node of each policy rank among those with engines, or -1; empty: none is on one. `readers`: the engine
-    ranks on each node; empty: there is one node, with all engine and policy ranks.
+    `node_of_rank`: the node of each policy rank, -1 if it has no engines; empty: no policy rank shares a node with an
+    engine. `readers`: the engine ranks on each node; empty: all engine and policy ranks are on one node.
     """
 
-    def __init__(self, plan: RefitPlan, homes: Sequence[int] = (), readers: Sequence[Sequence[int]] = ()) -> None:
-        self._holders, self._homes = plan.holders, homes
+    def __init__(
+        self, plan: RefitPlan, node_of_rank: Sequence[int] = (), readers: Sequence[Sequence[int]] = ()
+    ) -> None:
+        self._holders, self._node_of_rank = plan.holders, node_of_rank
         self._readers = [frozenset(ranks) for ranks in readers]
         self._found: dict[tuple[int, int, frozenset[int]], list[tuple[int, int]]] = {}  # most blocks are alike
 
     def of(self, block: Block) -> list[tuple[int, int]]:
-        """(node, the policy rank that brings the block there): one of its holders on the node, where there is one, else
-        the nodes take turns with all of them."""
+        """Return (node, the policy rank that brings the block there) for each node that needs it.
+
+        The sender is a holder on that node if there is one; otherwise the nodes share all holders round-robin."""
         if not self._readers:
             return [(0, block.source)]
         key = block.holders, block.source, frozenset(read.rank for read in block.reads)
@@ -61,6 +64,6 @@ class Deliveries:
 
     def _sender(self, block: Block, node: int, turn: int) -> int:
         holders = self._holders[block.holders]
-        near = [rank for rank in holders if self._homes and self._homes[rank] == node]
+        near = [rank for rank in holders if self._node_of_rank and self._node_of_rank[rank] == node]
         ranks = near or holders
         return ranks[(holders.index(block.source) + turn) % len(ranks)]

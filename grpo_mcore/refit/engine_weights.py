@@ -34,14 +34,14 @@ from grpo_mcore.refit.proof import Sums, checksum
 
 @dataclass(eq=False)
 class Target:
-    """One parameter that slices arrive for, in the shape in which vLLM loads it. `homes`: the modules that use it,
+    """One parameter that slices arrive for, in the shape in which vLLM loads it. `used_by`: the modules that use it,
     with its name there; tied embeddings have two."""
 
     name: str
     shape: tuple[int, ...]
     dtype: torch.dtype
     expected: int  # elements; vLLM's padding of the vocabulary is not among them
-    homes: list[tuple[nn.Module, str]]
+    used_by: list[tuple[nn.Module, str]]
     transient: bool  # vLLM keeps only a packed copy
     tensor: Tensor | None = None
     borrowed: bool = False  # `tensor` is a view of the buffer
@@ -94,12 +94,12 @@ class EngineWeights:
                 elif read.rank == rank:
                     name, ends = read.param.removeprefix(WHOLE), [stop for _, stop in read.box]
                     self._whole_shapes[name] = list(map(max, ends, self._whole_shapes.get(name, ends)))
-        homes: dict[int, list[tuple[nn.Module, str]]] = {}
+        used_by: dict[int, list[tuple[nn.Module, str]]] = {}
         by_name: dict[str, nn.Parameter] = {}
         for path, module in self._model.named_modules():
             for name, parameter in module.named_parameters(recurse=False):
                 by_name[f"{path}.{name}" if path else name] = parameter
-                homes.setdefault(id(parameter), []).append((module, name))
+                used_by.setdefault(id(parameter), []).append((module, name))
         if unknown := sorted(set(filled) - set(by_name)):
             raise RefitError(f"the engine has no parameters {', '.join(unknown)}, which the refit plan fills")
         planned = {id(by_name[name]) for name in filled}
@@ -109,13 +109,13 @@ class EngineWeights:
             for name, found in by_name.items()
             if id(found) not in planned | self._derived.parameters
             and first_names[id(found)] == name
-            and _elements(homes, found)
+            and _elements(used_by, found)
         ]
         if self.unplanned and not plan.fallbacks:
             raise RefitError(f"the refit plan leaves parameters of the engine unfilled: {', '.join(self.unplanned)}")
         targets = {}
         for name, count in filled.items():
-            places = homes[id(by_name[name])]
+            places = used_by[id(by_name[name])]
             target = _target(name, by_name[name], places)
             target.transient = target.transient and self._device.type == "cpu" and not current_platform.is_zen_cpu()
             if count != target.expected:
@@ -132,9 +132,9 @@ class EngineWeights:
         """Target -> all targets of its module: they are put to use together (a bias is packed with its weight)."""
         by_module: dict[int, list[Target]] = {}
         for target in self._targets.values():
-            by_module.setdefault(id(target.homes[0][0]), []).append(target)
+            by_module.setdefault(id(target.used_by[0][0]), []).append(target)
         self._layers_of = set(by_module)
-        return {target.name: by_module[id(target.homes[0][0])] for target in self._targets.values()}
+        return {target.name: by_module[id(target.used_by[0][0])] for target in self._targets.values()}
 
     @torch.no_grad()
     def receive(
@@ -174,7 +174,7 @@ class EngineWeights:
                 target.tensor, target.borrowed = target.tensor.clone(), False
 
     def tied(self) -> dict[str, list[nn.Module]]:
-        """Name of a parameter with several homes -> the modules beside the first that compute with a packed copy."""
+        """Name of a parameter with several used_by -> the modules beside the first that compute with a packed copy."""
         found: dict[int, tuple[str, list[nn.Module]]] = {}
         for path, module in self._model.named_modules():
             for name, parameter in module.named_parameters(recurse=False):
@@ -222,9 +222,9 @@ class EngineWeights:
                 self._exchanges.append(exchange)
 
     def _to_prepare(self, target: Target) -> list[tuple[nn.Module, str]]:
-        """The homes of a target whose modules have to be prepared for it. Another one that is prepared for parameters
+        """The used_by of a target whose modules have to be prepared for it. Another one that is prepared for parameters
         of its own only refers to it (experts to the bias of their router)."""
-        first, *others = target.homes
+        first, *others = target.used_by
         return [first, *(home for home in others if id(home[0]) not in self._layers_of)]
 
     def _prepare(self, module: nn.Module, shadow: nn.Module) -> Iterable[Exchange]:
@@ -257,12 +257,12 @@ class EngineWeights:
             torch.cuda.synchronize(self._device)
 
 
-def _target(name: str, parameter: nn.Parameter, homes: list[tuple[nn.Module, str]]) -> Target:
-    module, attribute = homes[0]
+def _target(name: str, parameter: nn.Parameter, used_by: list[tuple[nn.Module, str]]) -> Target:
+    module, attribute = used_by[0]
     recorded = get_layerwise_info(module).restore_metadata[0].get(attribute)
     loaded = parameter if recorded is None else recorded
     transient = parameter.numel() == 0 and isinstance(getattr(module, "quant_method", None), UnquantizedLinearMethod)
-    return Target(name, tuple(loaded.shape), loaded.dtype, _loaded_elements(module, loaded), homes, transient)
+    return Target(name, tuple(loaded.shape), loaded.dtype, _loaded_elements(module, loaded), used_by, transient)
 
 
 def _loaded_elements(module: nn.Module, loaded: Tensor) -> int:
@@ -271,9 +271,9 @@ def _loaded_elements(module: nn.Module, loaded: Tensor) -> int:
     return loaded.numel()
 
 
-def _elements(homes: dict[int, list[tuple[nn.Module, str]]], parameter: nn.Parameter) -> int:
+def _elements(used_by: dict[int, list[tuple[nn.Module, str]]], parameter: nn.Parameter) -> int:
     """Elements of a parameter that a checkpoint would fill."""
-    module, attribute = homes[id(parameter)][0]
+    module, attribute = used_by[id(parameter)][0]
     recorded = get_layerwise_info(module).restore_metadata[0].get(attribute)
     return _loaded_elements(module, parameter if recorded is None else recorded)
 

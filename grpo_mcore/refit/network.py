@@ -1,9 +1,9 @@
-"""The wire between policy ranks and engines that share no memory: send and receive, from one rank to one node, by Gloo
-where the weights are in host memory and by NCCL where they are on GPUs.
+"""The network between policy ranks and engines that share no memory: messages from one rank to one node, by Gloo for
+weights in host memory and by NCCL for weights on GPUs.
 
-The policy's ranks are the first members, and send. One member receives for each node with engines: a policy rank there,
-where policy and engines share nodes, else an engine, a member after them. Two members exchange messages in the order of
-the blocks; where both send to each other, the lower one sends first, so they cannot wait for each other.
+The policy's ranks are the first members, and send. One member receives for each node with engines: a policy rank on
+that node if there is one, otherwise an engine, which is a member after them. See `call_order` for why members never
+wait for each other in a circle.
 """
 
 from __future__ import annotations
@@ -20,12 +20,13 @@ from torch.distributed import PrefixStore, ProcessGroupGloo, TCPStore
 from grpo_mcore.refit.plan import RefitError
 
 DEVICES = {"gloo": "cpu", "nccl": "cuda"}
-"""Where the messages of each kind of link lie."""
+"""Device type of the messages of each kind of network."""
 
 
-class Link:
-    """A group beside torch's default one. It forms at the first bucket, when every member has to be there; from then on
-    nobody waits for anyone with whom it exchanges nothing."""
+class Network:
+    """A process group of its own, next to torch's default one.
+
+    All members meet at the first bucket. After that a member waits only for members with which it exchanges data."""
 
     def __init__(self, description: dict[str, Any], member: int, store: TCPStore | None = None) -> None:
         self.description = description
@@ -40,44 +41,48 @@ class Link:
         cls,
         members: int,
         receivers: Sequence[int],
-        homes: Sequence[int],
+        node_of_rank: Sequence[int],
         readers: Sequence[Sequence[int]],
         timeout_s: float,
         device: torch.device,
-    ) -> Link:
-        """Member 0, at whose address the others meet. `receivers`: the member that receives for each node with engines.
-        `homes`: the node of each policy rank among these, or -1. `readers`: the engine ranks on each. `device`: where
-        the weights are. Waits on the link end after `timeout_s`."""
+    ) -> Network:
+        """Create the network as member 0, at whose address the others meet.
+
+        `receivers`: the member that receives for each node with engines. `node_of_rank`: the node of each policy rank
+        among these, or -1. `readers`: the engine ranks on each. `device`: where the weights are. `timeout_s`: longest
+        wait for another member."""
         address = _address()
         store = TCPStore(address, 0, members, True, timedelta(seconds=timeout_s), wait_for_workers=False)
         (kind,) = (kind for kind, type_ in DEVICES.items() if type_ == device.type)
         description = {
             "kind": kind, "host": address, "port": store.port, "members": members, "receivers": list(receivers),
-            "homes": list(homes), "readers": [list(ranks) for ranks in readers], "timeout_s": timeout_s,
+            "node_of_rank": list(node_of_rank), "readers": [list(ranks) for ranks in readers], "timeout_s": timeout_s,
         }  # fmt: skip
         return cls(description, 0, store)
 
     def exchange(self, sent: Sequence[tuple[Tensor, int]], received: Sequence[tuple[Tensor, int]]) -> None:
-        """Sends each (contiguous tensor, to member) and fills each (contiguous tensor, from member), in the order in
-        which the other sends or fills; returns when all is done. Places may be in host memory though messages are not.
-        """
+        """Send each (contiguous tensor, to member) and fill each (contiguous tensor, from member); return when all is
+        done. Two members must list the tensors between them in the same order. Places may be in host memory even if
+        messages are on a GPU."""
         group = self._joined()
         landed = [
             (place if place.device.type == self.device.type else torch.empty_like(place, device=self.device), member)
             for place, member in received
         ]
-        first = [(group.send, part) for part in sent if self._member < part[1]]
-        first += [(group.recv, part) for part in landed if self._member > part[1]]
-        last = [(group.send, part) for part in sent if self._member > part[1]]
-        last += [(group.recv, part) for part in landed if self._member < part[1]]
-        self._wait([call([tensor], member, 0) for call, (tensor, member) in first + last])
+        work = []
+        for is_send, index in call_order(self._member, [to for _, to in sent], [sender for _, sender in received]):
+            tensor, other = sent[index] if is_send else landed[index]
+            work.append((group.send if is_send else group.recv)([tensor], other, 0))
+        for one in work:
+            # With a timeout, NCCL's wait blocks the host and not only the stream.
+            one.wait() if self.device.type == "cpu" else one.wait(self._timeout)
         for (place, _), (tensor, _) in zip(received, landed, strict=True):
             if place is not tensor:
                 place.copy_(tensor)
 
     def message(self, values: Tensor, dtype: torch.dtype) -> Tensor:
-        """What travels of a slice, as bytes: the values themselves where they are contiguous, in the wire's format and
-        on its device."""
+        """Return a slice as bytes on the network's device. Does not copy values that already are contiguous, in
+        `dtype` and on the device."""
         return values.to(dtype).contiguous().to(self.device).view(-1).view(torch.uint8)
 
     def close(self) -> None:
@@ -93,7 +98,7 @@ class Link:
                 self._group = self._make_group(store)
             except Exception as error:
                 raise RefitError(
-                    f"member {self._member} of the refit link waited {found['timeout_s']:g} s at {found['host']}:"
+                    f"member {self._member} of the refit network waited {found['timeout_s']:g} s at {found['host']}:"
                     f"{found['port']} for the other {found['members'] - 1}: {error}"
                 ) from error
         return self._group
@@ -108,14 +113,24 @@ class Link:
         options._timeout = self._timeout
         return ProcessGroupNCCL(store, self._member, members, options)
 
-    def _wait(self, work: Sequence[Any]) -> None:
-        for one in work:
-            # With a timeout NCCL's wait is one of the host too, not of the stream alone.
-            one.wait() if self.device.type == "cpu" else one.wait(self._timeout)
+
+def call_order(member: int, receivers: Sequence[int], senders: Sequence[int]) -> list[tuple[bool, int]]:
+    """Return the order in which `member` starts its sends to `receivers` and receives from `senders`, as
+    (is a send, index).
+
+    Pairs of members follow one global order, (lower, higher) ascending; within a pair the lower member sends first. So
+    no set of members can wait for each other in a circle, even if starting a call blocks until the other side starts
+    its own: NCCL does that when it connects a pair for the first time.
+    """
+    calls = [((min(member, to), max(member, to), member > to), (True, index)) for index, to in enumerate(receivers)] + [
+        ((min(member, sender), max(member, sender), sender > member), (False, index))
+        for index, sender in enumerate(senders)
+    ]
+    return [call for _, call in sorted(calls, key=lambda entry: entry[0])]
 
 
 def _address() -> str:
-    """Where other machines reach this one; Gloo itself listens at the host's name."""
+    """Return the address at which other machines reach this one; Gloo itself listens at the host's name."""
     try:
         return socket.gethostbyname(socket.gethostname())
     except OSError:

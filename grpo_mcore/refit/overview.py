@@ -64,7 +64,7 @@ class Overview:
         span = self.engine.nodes
         return readers_by_node([range(first, first + span) for first in range(0, self.nodes, span)], self.engine.ranks)
 
-    def links(self) -> np.ndarray:
+    def traffic(self) -> np.ndarray:
         """int64 [policy ranks, nodes / nodes of an engine, ranks of an engine]: bytes that a rank reads of what a
         policy rank wrote. A slice that several policy ranks hold comes to each node from another of them."""
         shape = self.trainer.world_size, self.nodes // self.engine.nodes, self.engine.ranks
@@ -93,7 +93,7 @@ class Overview:
 
     def text(self) -> str:
         """Several lines."""
-        plan, links, sent = self.plan, self.links(), self.sent()
+        plan, links, sent = self.plan, self.traffic(), self.sent()
         moved = plan.block_bytes
         read = links.sum(axis=0)  # [engines, ranks]
         span = self.engine.nodes
@@ -130,7 +130,7 @@ def draw(path: Path, overview: Overview) -> None:
     from matplotlib.figure import Figure
     from matplotlib.ticker import MaxNLocator
 
-    links = overview.links().reshape(overview.trainer.world_size, -1) / 1e6
+    links = overview.traffic().reshape(overview.trainer.world_size, -1) / 1e6
     figure = Figure(figsize=(9, 6), layout="constrained")
     FigureCanvasAgg(figure)
     axes, bars = figure.subplots(1, 2, sharey=True, width_ratios=[3, 1])

@@ -1,6 +1,6 @@
-"""The proof of a refit: every copy of the plan has a checksum, computed where the values come from and where they end.
+"""The proof of a refit: each copy of the plan has a checksum, computed at its source and at its destination.
 
-The two never meet: a policy rank sums up its own parameter, an engine rank what lies in the place that the plan names.
+The two are independent: a policy rank checks its own parameter, an engine rank the place that the plan names.
 """
 
 from __future__ import annotations
@@ -15,14 +15,14 @@ from grpo_mcore.refit.plan import Block, RefitPlan
 
 Verify = Literal["off", "sample", "full"]
 SAMPLE_PERIOD = 16
-"""Of this many parameters one is checked; after as many refits every one was."""
+"""Sampling checks one in this many parameters; after as many refits each was checked once."""
 
 Sums = dict[tuple[int, int, int], int]
 """(bucket, block of the bucket, copy of the block) -> checksum."""
 
 
 def checked_parameters(plan: RefitPlan, verify: Verify, version: int) -> set[str]:
-    """The engine parameters whose copies are checked in the refit to `version`."""
+    """Return the engine parameters whose copies are checked in the refit to `version`."""
     if verify == "off":
         return set()
     names = plan.destinations
@@ -30,19 +30,18 @@ def checked_parameters(plan: RefitPlan, verify: Verify, version: int) -> set[str
 
 
 def sum_dtype(plan: RefitPlan, block: Block, engine_dtype: str) -> torch.dtype:
-    """In which format the copies of a block are summed up: the engine's, but that of a block which is float32 whatever
-    the precision."""
+    """Return the dtype of the checksums of a block: the engine's, or float32 for a block that always is float32."""
     return getattr(torch, engine_dtype if block.dtype == plan.dtype else block.dtype)
 
 
 def checksum(values: Tensor, dtype: torch.dtype) -> int:
-    """CRC-32 of the values in row-major order, as `dtype`."""
+    """Return the CRC-32 of the values in row-major order, converted to `dtype`."""
     flat = values.to(dtype).contiguous().view(-1).view(torch.uint8)
     return zlib.crc32(flat.cpu().numpy())
 
 
 def first_difference(plan: RefitPlan, sent: Sums, found: dict[str, Sums]) -> str | None:
-    """What to say about the first copy that did not arrive as sent. `found`: by engine rank's name."""
+    """Describe the first copy that did not arrive as sent. `found`: checksums by the engine rank's name."""
     for rank, sums in found.items():
         for key, value in sums.items():
             bucket, block, copy = key

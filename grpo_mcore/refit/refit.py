@@ -1,7 +1,6 @@
-"""One refit, as the driver runs it: open the plan on every side, stage the buckets, commit the new version.
+"""One refit, as the driver runs it: open the plan on every worker, stage the buckets, commit the new version.
 
-The driver holds handles only: a handle has a `name` and `call(method, *args, timeout_s, what)`, whose answer
-is waited for with `.result()` (`cluster.Worker`). All sides leave a failed refit together, on the old weights.
+If a refit fails, all workers leave it together, on the old weights.
 """
 
 from __future__ import annotations
@@ -11,44 +10,76 @@ from collections import Counter, defaultdict
 from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
+from enum import Enum
 from typing import Any, Protocol
 
 from grpo_mcore.refit.delivery import bytes_to, engine_ranks, readers_by_node
 from grpo_mcore.refit.plan import RefitError, RefitPlan
 from grpo_mcore.refit.proof import Sums, Verify, first_difference
-from grpo_mcore.refit.protocol import RefitProtocol, RefitState
+from grpo_mcore.rollout.workers import Future, Worker
 
-
-class Future(Protocol):
-    def result(self) -> Any: ...
-
-
-class Worker(Protocol):
-    name: str
-
-    def call(self, method: str, *args: Any, timeout_s: float | None = None, what: str | None = None) -> Future: ...
+ABORT_TIMEOUT_S = 60.0
 
 
 class Timer(Protocol):
     def time(self, label: str) -> AbstractContextManager[Any]: ...
 
 
-ABORT_TIMEOUT_S = 60.0
+class RefitState(Enum):
+    IDLE = "idle"
+    PLANNED = "planned"  # every worker has opened the same plan on the same buffer
+    STAGING = "staging"  # buckets move; the engines may generate with the old weights
+    STAGED = "staged"  # the engines hold the new weights, checked, in addition to the old ones
+    COMMITTING = "committing"  # the engines pause and swap old for new; each can still go back
+    COMMITTED = "committed"
+    ABORTED = "aborted"  # every living engine is on the old weights
+
+
+_ORDER = (
+    RefitState.IDLE,
+    RefitState.PLANNED,
+    RefitState.STAGING,
+    RefitState.STAGED,
+    RefitState.COMMITTING,
+    RefitState.COMMITTED,
+)
+NEXT: dict[RefitState, frozenset[RefitState]] = {
+    **{state: frozenset({after, RefitState.ABORTED}) for state, after in zip(_ORDER, _ORDER[1:], strict=False)},
+    RefitState.COMMITTED: frozenset(),
+    RefitState.ABORTED: frozenset(),
+}
+
+
+class RefitProtocol:
+    """The state of one refit to `version`; only the transitions in `NEXT` are allowed."""
+
+    def __init__(self, version: int) -> None:
+        self.version = version
+        self.state = RefitState.IDLE
+
+    def advance(self, to: RefitState) -> None:
+        """Change the state. Raises RefitError for a transition that does not exist."""
+        if to not in NEXT[self.state]:
+            raise RefitError(
+                f"refit to weight version {self.version}: no way from {self.state.value} to {to.value}; "
+                f"possible: {sorted(state.value for state in NEXT[self.state]) or 'none, it has ended'}"
+            )
+        self.state = to
 
 
 @dataclass(frozen=True, eq=False)
 class Call:
-    """A call under way."""
+    """A call whose answer has not been taken."""
 
     worker: Worker
     what: str
-    pending: Future
+    future: Future
 
 
 @dataclass(frozen=True)
 class EngineNodes:
-    """Where the ranks of the engines lie. `engines`: of each engine the numbers of its nodes, with as many of its ranks
-    on each, in their order. `hosts`: by node, a worker there that can receive."""
+    """Placement of the engines. `engines`: the node numbers of each engine, over which its ranks are spread evenly and
+    in order. `hosts`: for each node a worker there that can receive."""
 
     engines: Sequence[Sequence[int]]
     hosts: Sequence[Worker]
@@ -56,12 +87,14 @@ class EngineNodes:
 
 @dataclass(frozen=True)
 class RefitReport:
-    """What a committed refit did. `bytes`: weights that moved, without gaps. `seconds`: of the whole refit.
-    `pause_seconds`: in which the engines could not generate. `stage_seconds`: open, stage, commit on the driver's
-    clock; fill, load: the slowest rank's, summed over the buckets (they overlap). `checked`: copies whose checksums
-    were compared. `in_place`: engines that had no memory to stage in, so that all of their refit was a pause.
-    `fallbacks`: tensors that travelled whole, for vLLM's own loading. `mult_prob_error`: the largest mean over an
-    engine's tokens of exp|its log-prob - the policy's|, where they were compared."""
+    """What a committed refit did.
+
+    `bytes`: weights that moved, without gaps. `seconds`: whole refit. `pause_seconds`: time in which the engines could
+    not generate. `stage_seconds`: open, stage, commit on the driver's clock; fill, load: the slowest rank's, summed
+    over the buckets (they overlap). `checked`: number of copies whose checksums were compared. `in_place`: engines that
+    had no memory to stage in; their whole refit was a pause. `fallbacks`: tensors that were sent whole, for vLLM's own
+    loading. `mult_prob_error`: the largest mean over an engine's tokens of exp|its log-prob - the policy's|; None if
+    they were not compared."""
 
     version: int
     bytes: int
@@ -84,14 +117,14 @@ def refit(
     verify: Verify = "sample",
     recompute_kv: bool = False,
     nodes: EngineNodes | None = None,
-    homes: Sequence[int] = (),
+    node_of_rank: Sequence[int] = (),
     timeline: Timer | None = None,
     timeout_s: float = 600.0,
 ) -> RefitReport:
-    """Make every engine's weights equal the policy's, as weight version `version`: a whole `Refit` in a row.
+    """Make every engine's weights equal the policy's, as weight version `version`: stage and commit a `Refit`.
 
-    Raises RefitError; every engine that lives is then on its old weights and can generate, except one that had to
-    replace layers in place.
+    Raises RefitError. Every living engine is then on its old weights and can generate, except one that had to replace
+    layers in place.
     """
     run = Refit(
         policy_workers,
@@ -100,7 +133,7 @@ def refit(
         version,
         verify=verify,
         nodes=nodes,
-        homes=homes,
+        node_of_rank=node_of_rank,
         timeline=timeline,
         timeout_s=timeout_s,
     )
@@ -111,7 +144,7 @@ def refit(
 class Refit:
     """One refit in two steps: `stage` while the engines generate, `commit` in a short pause.
 
-    Either raises RefitError after all sides have left the refit.
+    Both raise RefitError, after all workers have left the refit.
     """
 
     def __init__(
@@ -123,16 +156,16 @@ class Refit:
         *,
         verify: Verify = "sample",
         nodes: EngineNodes | None = None,
-        homes: Sequence[int] = (),
+        node_of_rank: Sequence[int] = (),
         timeline: Timer | None = None,
         timeout_s: float = 600.0,
     ) -> None:
         """`policy_workers`: all policy ranks. Each call waits at most `timeout_s`.
 
         `verify`: "sample" checks everything in an engine's first refit and a rotating sample of parameters later.
-        `nodes`: where the engines lie, if not all of them are on one node with all policy ranks. `homes`: the number in
-        `nodes` of each policy rank's node, or -1; the first rank of each node then creates its buffer and receives for
-        it. Without `homes` no policy rank is on a node of engines, and the node's host does that.
+        `nodes`: placement of the engines; None: all of them share one node with all policy ranks. `node_of_rank`: the
+        number in `nodes` of each policy rank's node, or -1; the first rank of each node then creates its buffer and
+        receives for it. Empty: no policy rank is on a node with engines, and the node's host does both.
         `timeline` times the stages refit/open, refit/stage and refit/commit.
         """
         if not policy_workers or not engines:
@@ -142,11 +175,11 @@ class Refit:
         self._engine_nodes = nodes.engines if nodes else [(0,)] * len(engines)
         self._nodes = readers_by_node(nodes.engines, engine_ranks(plan)) if nodes else []  # engine ranks, by node
         if len(self._engine_nodes) != len(engines) or (nodes and len(nodes.hosts) != len(self._nodes)):
-            raise RefitError(f"not one place for each of {len(engines)} engines, and one host a node: {nodes}")
-        self._homes = list(homes)
-        if missing := set(range(len(self._nodes))) - set(homes) if homes else None:
-            raise RefitError(f"no policy rank is on the nodes {sorted(missing)} of those with engines")
-        self._receivers = list(nodes.hosts) if nodes and not homes else []
+            raise RefitError(f"{len(engines)} engines need one placement each, and each node one host; got {nodes}")
+        self._node_of_rank = list(node_of_rank)
+        if missing := set(range(len(self._nodes))) - set(node_of_rank) if node_of_rank else None:
+            raise RefitError(f"no policy rank is on the engine nodes {sorted(missing)}")
+        self._receivers = list(nodes.hosts) if nodes and not node_of_rank else []
         self._protocol = RefitProtocol(version)
         self._timeline, self._timeout_s = timeline, timeout_s
         self._seconds: dict[str, float] = defaultdict(float)
@@ -161,7 +194,7 @@ class Refit:
         return self._protocol.state
 
     def stage(self) -> None:
-        """Opens the plan on every side and moves all buckets. The engines may generate meanwhile."""
+        """Open the plan on every worker and move all buckets. The engines may generate meanwhile."""
         with self._or_abort():
             with self._stage("open"):
                 self._open()
@@ -172,7 +205,7 @@ class Refit:
             self._protocol.advance(RefitState.STAGED)
 
     def commit(self, *, recompute_kv: bool = False) -> RefitReport:
-        """The pause: every engine takes the new weights, and only when all have do they go on."""
+        """Pause the engines, switch all of them to the new weights, then let them go on together."""
         with self._or_abort():
             self._protocol.advance(RefitState.COMMITTING)
             with self._stage("commit"):
@@ -191,7 +224,7 @@ class Refit:
         )
 
     def _open(self) -> None:
-        """Every side takes the plan and maps the buffer; both digests are compared."""
+        """Give every worker the plan and the buffer, and compare their digests of the plan."""
         text, version = self._plan.to_json(), self._protocol.version
         manifest = {"plan": text, "digest": self._plan.digest, "version": version, "verify": self._verify}
         made, opening, transports = self._open_policy(text)
@@ -227,44 +260,50 @@ class Refit:
         self._protocol.advance(RefitState.PLANNED)
 
     def _planned_bytes(self) -> int:
-        """To all nodes together."""
+        """Return the bytes that the plan brings to all nodes together."""
         if not self._nodes:
             return self._plan.block_bytes
         alike = Counter(tuple(ranks) for ranks in self._nodes)
         return sum(count * bytes_to(self._plan, ranks) for ranks, count in alike.items())
 
     def _open_policy(self, text: str) -> tuple[dict[int, Any], list[Call], list[Any]]:
-        """(answers of the ranks that made a buffer, calls of the others, the buffer of each node with engines)."""
-        ranks, link = range(len(self._policy)), None
+        """Return (answers of the ranks that made a buffer, calls of the others, the buffer of each engine node)."""
+        ranks, network = range(len(self._policy)), None
         if self._receivers:
-            homes = [-1] * len(ranks)
+            node_of_rank = [-1] * len(ranks)
             receivers = [len(ranks) + node for node in range(len(self._nodes))]
         else:
-            homes = self._homes or [0] * len(ranks)
-            receivers = [homes.index(node) for node in range(max(1, len(self._nodes)))]
+            node_of_rank = self._node_of_rank or [0] * len(ranks)
+            receivers = [node_of_rank.index(node) for node in range(max(1, len(self._nodes)))]
         if self._nodes:
             members = len(ranks) + len(self._receivers)
-            (link,) = self._all(self._policy[:1], "host_link", members, receivers, homes, self._nodes, self._timeout_s)
+            (network,) = self._all(
+                self._policy[:1], "host_network", members, receivers, node_of_rank, self._nodes, self._timeout_s
+            )
         receiving = [
             call
             for node, receiver in enumerate(self._receivers)
-            for call in self._start([receiver], "open_receiver", link, text, node)
+            for call in self._start([receiver], "open_receiver", network, text, node)
         ]
         makers = [rank for rank in receivers if rank in ranks]
-        made = self._all([self._policy[rank] for rank in makers], "open_refit", None, text, link)
+        made = self._all([self._policy[rank] for rank in makers], "open_refit", None, text, network)
         transports = [answer["transport"] for answer in (self._wait(receiving) or made)]
         opening = [
             call
             for rank in ranks
             if rank not in makers
             for call in self._start(
-                [self._policy[rank]], "open_refit", transports[homes[rank]] if homes[rank] >= 0 else None, text, link
+                [self._policy[rank]],
+                "open_refit",
+                transports[node_of_rank[rank]] if node_of_rank[rank] >= 0 else None,
+                text,
+                network,
             )
         ]
         return dict(zip(makers, made, strict=True)), opening, transports
 
     def _move(self) -> None:
-        """Bucket i + 1 is filled in one half of the buffer while the engines take bucket i from the other."""
+        """Move all buckets: bucket i + 1 is filled in one half of the buffer while the engines read bucket i."""
         filling, receiving = self._fill(0)
         for index in range(len(self._plan.buckets)):
             self._wait(receiving)
@@ -286,7 +325,7 @@ class Refit:
         return filling, self._start(self._receivers, "receive_bucket", index)
 
     def _check(self) -> None:
-        """The proof: what lies in the engines is what the policy ranks hold."""
+        """Compare the checksums: the engines must hold what the policy ranks hold."""
         if difference := first_difference(self._plan, self._sent, self._found):
             raise RefitError(f"refit to weight version {self._protocol.version}: {difference}")
 
@@ -299,7 +338,7 @@ class Refit:
                 raise RefitError(f"{call.worker.name} committed weight version {answer['version']}, not {version}")
             if answer["fallbacks"]:
                 fallbacks = self._plan.fallbacks
-        # From here on nobody goes back: an engine that does not answer is on the new version, or lost.
+        # The point of no return: an engine that does not answer now is on the new version, or dead.
         self._protocol.advance(RefitState.COMMITTED)
         self._all(self._engines, "finish_refit")
         return fallbacks
@@ -316,13 +355,13 @@ class Refit:
             raise
 
     def _abort(self, error: Exception) -> None:
-        """Close what is open on every engine. What fails here is added to `error` as a note."""
+        """Close what is open on every worker. Failures here become notes of `error`."""
         self._protocol.advance(RefitState.ABORTED)
-        # First the calls still under way: nobody may fill or take a bucket any more when an engine closes its update.
+        # Wait for open calls first: nobody may fill or read a bucket when an engine closes its update.
         self._drain(error)
         self._timeout_s = min(self._timeout_s, ABORT_TIMEOUT_S)
         leaving = [(engine, "abort_refit") for engine in self._engines]
-        if self._nodes:  # a link on which a message is missing is of no use to the next refit
+        if self._nodes:  # the next refit cannot use a network that lost a message
             leaving += [(worker, "close_refit") for worker in self._policy]
             leaving += [(receiver, "close_receiver") for receiver in self._receivers]
         for worker, method in leaving:
@@ -342,17 +381,17 @@ class Refit:
         return calls
 
     def _tensors(self, bucket: int) -> str:
-        """The policy's parameters of a bucket, for an error."""
+        """Name the first and last policy parameter of a bucket, for an error."""
         names = list(dict.fromkeys(block.param for block in self._plan.buckets[bucket].blocks))
         return names[0] if len(names) == 1 else f"{names[0]} to {names[-1]}"
 
     def _wait(self, calls: list[Call]) -> list[Any]:
-        """All answers, in order. The first that fails is raised, with who and what."""
+        """Return all answers in order. Raises RefitError for the first that fails, naming the worker and the call."""
         answers = []
         for call in calls:
             self._outstanding.remove(call)
             try:
-                answers.append(call.pending.result())
+                answers.append(call.future.result())
             except Exception as error:
                 raise RefitError(f"{call.what} failed on {call.worker.name}: {error}") from error
         return answers
@@ -364,7 +403,7 @@ class Refit:
         while self._outstanding:
             call = self._outstanding.pop(0)
             try:
-                call.pending.result()
+                call.future.result()
             except Exception as failure:
                 error.add_note(f"{call.what} failed on {call.worker.name} too: {failure}")
 

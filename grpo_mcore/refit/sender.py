@@ -1,4 +1,4 @@
-"""The policy rank's side of a refit: it copies blocks of its own parameters to their places in the buffer."""
+"""The policy rank's side of a refit: it copies blocks of its own parameters into the buffer."""
 
 from __future__ import annotations
 
@@ -14,24 +14,23 @@ from torch import Tensor
 from grpo_mcore.families import Box
 from grpo_mcore.refit.buffer import RefitBuffer, attach_buffer, block_view, create_buffer
 from grpo_mcore.refit.delivery import Deliveries
-from grpo_mcore.refit.network import Link
+from grpo_mcore.refit.network import Network
 from grpo_mcore.refit.plan import Block, RefitError, RefitPlan
 from grpo_mcore.refit.proof import Sums, Verify, checked_parameters, checksum, sum_dtype
 
-_DELIVERY = ("homes", "receivers", "readers")
-"""What a link's description says of who brings what to whom."""
+_DELIVERY = ("node_of_rank", "receivers", "readers")
+"""Keys of a network's description that say who sends what to whom."""
 
 
 class WeightSource(Protocol):
-    """A policy rank's weights as its family declares them. They may be merged ones, base and adapter: the plan moves
-    what it is given."""
+    """A policy rank's weights, as its model family declares them. A base and an adapter may come merged."""
 
     def parameters(self) -> Mapping[str, Tensor]:
-        """Every parameter of this rank by its Megatron-Core name, with stage-local indices."""
+        """Return every parameter of this rank by its Megatron-Core name, with stage-local indices."""
 
 
 class Sent(NamedTuple):
-    """A block that this rank brings to the nodes `to`; `number`: of the block in its bucket."""
+    """A block that this rank brings to the nodes `to`. `number`: index of the block in its bucket."""
 
     number: int
     block: Block
@@ -39,21 +38,21 @@ class Sent(NamedTuple):
 
 
 class RefitSender:
-    """Called by the driver in this order: `open_refit`, `fill_bucket` for each bucket; `close_refit` at the end of the
-    run. The buffer stays mapped from the first refit to the last."""
+    """Sends one policy rank's blocks. Each refit calls `open_refit`, then `fill_bucket` for each bucket; `close_refit`
+    comes at the end of the run. The buffer stays mapped over all refits."""
 
     def __init__(
         self, source: WeightSource, rank: int, run_id: str | None = None, *, through_host: bool = False
     ) -> None:
-        """`rank`: of the policy, as the plan counts. `through_host`: the sides do not all see one accelerator, so the
-        buffer lies in host memory."""
+        """`rank`: number of this policy rank in the plan. `through_host`: put the buffer into host memory, because
+        not all processes see one common accelerator."""
         self._source = source
         self._rank = rank
         self._through_host = through_host
         self._run_id = run_id or uuid.uuid4().hex[:12]
         self._plan: RefitPlan | None = None
         self._buffer: RefitBuffer | None = None
-        self._link: Link | None = None
+        self._network: Network | None = None
         self._parameters: Mapping[str, Tensor] = {}
         self._here = 0  # number of this rank's node among those with engines, or -1
         self._blocks: list[list[Sent]] = []  # by bucket
@@ -61,45 +60,44 @@ class RefitSender:
 
     @property
     def buffer_bytes(self) -> int:
-        """Of the buffer that is mapped; 0 without one."""
+        """Size of the mapped buffer; 0 without one."""
         return self._buffer.flat.numel() if self._buffer is not None else 0
 
-    def host_link(
+    def host_network(
         self,
         members: int,
         receivers: Sequence[int],
-        homes: Sequence[int],
+        node_of_rank: Sequence[int],
         readers: Sequence[Sequence[int]],
         timeout_s: float,
     ) -> dict[str, Any]:
-        """The link's description, for every member: see `Link.host`. Made once."""
-        if self._link is None:
+        """Create the network once and return its description for all members; see `Network.host`."""
+        if self._network is None:
             device = next(iter(self._source.parameters().values())).device
-            self._link = Link.host(members, receivers, homes, readers, timeout_s, device)
-        return self._link.description
+            self._network = Network.host(members, receivers, node_of_rank, readers, timeout_s, device)
+        return self._network.description
 
     def open_refit(
-        self, transport: dict[str, Any] | None, plan: str, link: dict[str, Any] | None = None
+        self, transport: dict[str, Any] | None, plan: str, network: dict[str, Any] | None = None
     ) -> dict[str, Any]:
-        """Take the plan (JSON), map the buffer of this node, join the link, look up the parameters.
+        """Take the plan (JSON), map this node's buffer, prepare the network, look up the parameters.
 
-        `transport`: the description of the buffer to attach, or None to create it here, unless `link` says that there
-        are no engines on this node. `link`: where not all engines are on one node with all policy ranks. Returns
-        {digest, transport, bytes (that this rank brings to all nodes)}. Raises RefitError for a parameter that it does
-        not hold as the plan says.
+        `transport`: description of the buffer to attach; None: create it here, unless `network` shows that this node
+        has no engines. `network`: None if all engines and policy ranks share one node. Returns {digest, transport,
+        bytes (that this rank brings to all nodes)}. Raises RefitError if a parameter is missing or has another shape.
         """
         new = _parsed(plan)
         if unseen := self._plan is not new:
             self._close_buffer()
             self._plan = new
         self._parameters = self._source.parameters()
-        homes, receivers, readers = ((), (), ()) if link is None else (link[key] for key in _DELIVERY)
-        deliveries = Deliveries(new, homes, readers)
-        if link is None:
-            self._leave_link()
-        elif self._link is None or self._link.description != link:
-            self._link = Link(link, self._rank)
-        self._here = homes[self._rank] if homes else 0
+        node_of_rank, receivers, readers = ((), (), ()) if network is None else (network[key] for key in _DELIVERY)
+        deliveries = Deliveries(new, node_of_rank, readers)
+        if network is None:
+            self._leave_network()
+        elif self._network is None or self._network.description != network:
+            self._network = Network(network, self._rank)
+        self._here = node_of_rank[self._rank] if node_of_rank else 0
         if self._here >= 0 and (self._buffer is None or transport not in (None, self._buffer.description)):
             self._map(transport, self._parameters)
         self._blocks, self._from, nbytes = [], [], 0
@@ -109,11 +107,11 @@ class RefitSender:
             for number, block in enumerate(bucket.blocks):
                 if to := [node for node, sender in deliveries.of(block) if sender == self._rank]:
                     if unseen:
-                        self._values(block)  # must be there
+                        self._values(block)  # raises if it is missing
                     self._blocks[-1].append(Sent(number, block, to))
                     nbytes += block.nbytes * len(to)
                 for node, sender in deliveries.of(block) if receivers else ():
-                    if receivers[node] == self._rank and homes[sender] != node:
+                    if receivers[node] == self._rank and node_of_rank[sender] != node:
                         self._from[-1].append((block, sender))
         found = None if self._buffer is None else self._buffer.description
         return {"digest": new.digest, "transport": found, "bytes": nbytes}
@@ -129,7 +127,7 @@ class RefitSender:
             self._buffer = create_buffer(self._plan.buffer_bytes, device, self._run_id)
 
     def _values(self, block: Block) -> Tensor:
-        """Looked up when they are needed: what a source merges for it lives no longer than its bucket."""
+        """Look up the values of a block. What a source merges for it is freed after the bucket."""
         name, box = block.param, block.box
         if name not in self._parameters:
             raise RefitError(f"policy rank {self._rank} holds no {name!r}, which the refit plan takes from it")
@@ -146,8 +144,8 @@ class RefitSender:
 
         Returns {bytes, seconds, sums: of the checked copies, as the engines will hold them in `engine_dtype`}.
         """
-        if self._plan is None or (self._buffer is None and self._link is None):
-            raise RefitError(f"bucket {index} is to be filled, but no refit is open on policy rank {self._rank}")
+        if self._plan is None or (self._buffer is None and self._network is None):
+            raise RefitError(f"cannot fill bucket {index}: no refit is open on policy rank {self._rank}")
         began, nbytes = time.perf_counter(), 0
         checked = checked_parameters(self._plan, verify, version)
         sums: Sums = {}
@@ -161,27 +159,27 @@ class RefitSender:
                     raise RefitError(f"policy rank {self._rank}: {what} failed: {error}") from error
             nbytes += block.nbytes
             sums |= self._sums((index, number), block, values, checked, engine_dtype or self._plan.dtype)
-        if self._link is not None:
+        if self._network is not None:
             self._exchange(index, blocks)
         if self._buffer is not None:
             self._buffer.synchronize()
         return {"bytes": nbytes, "seconds": time.perf_counter() - began, "sums": sums}
 
     def _exchange(self, index: int, blocks: list[tuple[Sent, Tensor]]) -> None:
-        """The blocks of one bucket to every other node that gets them from here, and what comes to this node."""
-        assert self._link is not None and self._plan is not None
+        """Send this rank's blocks of one bucket to the other nodes, and receive those for this node."""
+        assert self._network is not None and self._plan is not None
         messages = []
         for (_, block, nodes), values in blocks:
             if away := [node for node in nodes if node != self._here]:
-                message = self._link.message(as_engine_holds(values, block), getattr(torch, block.dtype))
-                messages += [(message, self._link.description["receivers"][node]) for node in away]
+                message = self._network.message(as_engine_holds(values, block), getattr(torch, block.dtype))
+                messages += [(message, self._network.description["receivers"][node]) for node in away]
         places = []
         for block, sender in self._from[index]:
             assert self._buffer is not None
             place = block_view(self._buffer, self._plan, index, block)
             places.append((place.view(-1).view(torch.uint8), sender))
         try:
-            self._link.exchange(messages, places)
+            self._network.exchange(messages, places)
         except RuntimeError as error:
             raise RefitError(f"policy rank {self._rank}: exchanging bucket {index} failed: {error}") from error
 
@@ -199,16 +197,16 @@ class RefitSender:
         return found
 
     def close_refit(self) -> None:
-        """Unmap the buffer, leave the link; the rank that created one frees it. Idempotent."""
+        """Unmap the buffer and leave the network; the rank that created the buffer frees it. Idempotent."""
         self._blocks, self._from, self._parameters = [], [], {}
         self._plan = None
         self._close_buffer()
-        self._leave_link()
+        self._leave_network()
 
-    def _leave_link(self) -> None:
-        if self._link is not None:
-            self._link.close()
-            self._link = None
+    def _leave_network(self) -> None:
+        if self._network is not None:
+            self._network.close()
+            self._network = None
 
     def _close_buffer(self) -> None:
         if self._buffer is not None:
@@ -217,7 +215,7 @@ class RefitSender:
 
 
 def as_engine_holds(values: Tensor, block: Block) -> Tensor:
-    """The values that the engine computes with, not yet in its number format."""
+    """Return the values that the engine computes with, not yet in its dtype."""
     return values.float().exp().neg() if block.negative_exp else values
 
 

@@ -1,7 +1,7 @@
 """The refit buffer in POSIX shared memory: the CPU transport.
 
-A segment is freed by its creator, else by the creator's resource tracker, else by the next run that creates
-one: the creator holds a lock on it for as long as it lives.
+A segment is freed by its creator, else by the creator's resource tracker, else by the next run that creates a
+segment: the creator holds a lock on its segment as long as it lives.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ _NUMBER = itertools.count()
 
 
 class SharedMemoryBuffer:
-    """See `RefitBuffer`. Every process of the node that knows the name may attach, read and write."""
+    """A `RefitBuffer` in host memory. Every process of the node that knows its name may attach, read and write."""
 
     def __init__(self, name: str, nbytes: int, fd: int, owner: bool) -> None:
         self._fd: int | None = fd
@@ -39,7 +39,7 @@ class SharedMemoryBuffer:
 
     @classmethod
     def create(cls, nbytes: int, run_id: str) -> SharedMemoryBuffer:
-        """A segment of `nbytes`, all of it reserved now: a later write cannot run out of memory.
+        """Create a segment of `nbytes`, all reserved now so that a later write cannot run out of memory.
 
         `run_id`: letters, digits, "_", "." and "-"; it tells whose segment this is.
         """
@@ -48,7 +48,7 @@ class SharedMemoryBuffer:
         remove_stale_segments()
         name = f"{PREFIX}-{run_id}-{os.getpid()}-{next(_NUMBER)}"
         fd = os.open(SEGMENTS / name, os.O_CREAT | os.O_EXCL | os.O_RDWR, 0o600)
-        fcntl.flock(fd, fcntl.LOCK_EX)  # while the segment is still empty, which no clean-up touches
+        fcntl.flock(fd, fcntl.LOCK_EX)  # clean-ups skip segments that are still empty
         try:
             os.posix_fallocate(fd, 0, nbytes)
         except OSError as error:
@@ -74,7 +74,7 @@ class SharedMemoryBuffer:
         except FileNotFoundError:
             raise RefitError(
                 f"refit segment {name} of {description['host']} is not on {socket.gethostname()}: either its "
-                "owner has ended, or policy ranks and engines of a colocated refit are on different machines"
+                "owner has exited, or policy ranks and engines of a colocated refit are on different machines"
             ) from None
         if os.fstat(fd).st_size != nbytes:
             found = os.fstat(fd).st_size
@@ -83,12 +83,12 @@ class SharedMemoryBuffer:
         return cls(name, nbytes, fd, owner=False)
 
     def synchronize(self) -> None:
-        """Nothing to wait for: a store to shared memory is visible once it is done."""
+        """Return at once: a store to shared memory is visible when it is done."""
 
     def close(self) -> None:
         if self._fd is None:
             return
-        # The mapping goes with the last tensor that views it; unmapping here would pull it from under them.
+        # The mapping ends with the last tensor that views it; unmapping here would break the others.
         self.flat = torch.empty(0, dtype=torch.uint8)
         os.close(self._fd)
         self._fd = None
@@ -102,7 +102,7 @@ class SharedMemoryBuffer:
 
 
 def remove_stale_segments() -> list[str]:
-    """Free the segments whose creator no longer lives (a killed run). Returns their names."""
+    """Free the segments whose creator is dead (a killed run). Returns their names."""
     stale = []
     for path in SEGMENTS.glob(f"{PREFIX}-*"):
         try:

@@ -26,7 +26,7 @@ from vllm.model_executor.model_loader.reload import finalize_layerwise_reload, i
 from grpo_mcore.refit.buffer import RefitBuffer, attach_buffer, block_view
 from grpo_mcore.refit.engine_weights import EngineWeights
 from grpo_mcore.refit.plan import RefitError, RefitPlan
-from grpo_mcore.refit.proof import Sums, checked_parameters, sum_dtype
+from grpo_mcore.refit.proof import Sums, Verify, checked_parameters, sum_dtype
 
 BACKEND = "grpo_mcore"
 
@@ -50,7 +50,7 @@ class RefitInit(WeightTransferInitInfo):
 
     plan: str
     transports: list[dict[str, Any]]
-    verify: str = "off"
+    verify: Verify = "off"
     version: int = 0
     in_place: bool | None = None
 
@@ -108,7 +108,7 @@ class RefitWeightEngine(WeightTransferEngine[RefitInit, RefitUpdate]):
             in_place = not self._has_room(self._plan)
         rank = get_tensor_model_parallel_rank()
         # An engine's first refit is checked throughout.
-        self._verify: Any = "full" if self._init.verify == "sample" and not self.refits else self._init.verify
+        self._verify: Verify = "full" if self._init.verify == "sample" and not self.refits else self._init.verify
         self._checked = checked_parameters(self._plan, self._verify, self._init.version)
         self._weights = EngineWeights(
             self.model, self._plan, rank, self.device, self.model_config.dtype, in_place=in_place

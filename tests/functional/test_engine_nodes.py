@@ -38,8 +38,8 @@ SAMPLING = Sampling(max_new_tokens=24)
 
 
 class Rank(PolicyRank):
-    def host_link(self, *arguments: Any) -> Any:
-        return self.sender.host_link(*arguments)
+    def host_network(self, *arguments: Any) -> Any:
+        return self.sender.host_network(*arguments)
 
     def close_refit(self) -> None:
         self.sender.close_refit()
@@ -113,7 +113,7 @@ def tokens(engine: Engine) -> dict[str, list[int]]:
 
 def tokens_of(cluster: RayCluster, engines: EngineGroup) -> dict[str, list[int]]:
     stream = engines.workers[0].stream("generate_refs", REQUESTS, SAMPLING, timeout_s=DEADLINE_S)
-    return {parcel.label.uid: cluster.fetch(parcel.content).token_ids().tolist() for parcel in stream}
+    return {parcel.label.uid: cluster.store.fetch(parcel.content).token_ids().tolist() for parcel in stream}
 
 
 def ranks_of(host: Any) -> list[psutil.Process]:

@@ -41,8 +41,8 @@ class PolicyRank(Policy):
         self.size = rendezvous.world_size
         self.sender = RefitSender(self.source(rendezvous.rank), rendezvous.rank, run_id=f"ray.{os.getppid()}")
 
-    def open_refit(self, transport: dict[str, Any] | None, plan: str, link: Any = None) -> dict[str, Any]:
-        return self.sender.open_refit(transport, plan, link)
+    def open_refit(self, transport: dict[str, Any] | None, plan: str, network: Any = None) -> dict[str, Any]:
+        return self.sender.open_refit(transport, plan, network)
 
     def fill_bucket(self, index: int, *checked: Any) -> dict[str, Any]:
         return self.sender.fill_bucket(index, *checked)
@@ -103,7 +103,7 @@ class Traffic:
                     continue
                 open_uids.remove(parcel.label.uid)  # KeyError: another stream's sample
                 with self._changed:
-                    self.samples.append(self._cluster.fetch(parcel.content))
+                    self.samples.append(self._cluster.store.fetch(parcel.content))
                     self.begun += len(open_uids) == 5
                     self._changed.notify_all()
         except BaseException as error:

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 
-from grpo_mcore.refit.network import Link
+from grpo_mcore.refit.network import Network
 
 MESSAGES, MESSAGE_MIB = 16, 256  # 4 GiB
 TIMEOUT_S = 120.0
@@ -25,30 +25,30 @@ def values(number: int, device: int) -> torch.Tensor:
 def receive(pipe: Any) -> None:
     """The engines' node, on the second GPU."""
     torch.cuda.set_device(1)
-    link = Link(pipe.recv(), 1)
+    network = Network(pipe.recv(), 1)
     places = [torch.empty(MESSAGE_MIB * 2**20, dtype=torch.uint8, device="cuda:1") for _ in range(MESSAGES)]
-    link.exchange((), [(place, 0) for place in places])
+    network.exchange((), [(place, 0) for place in places])
     torch.cuda.synchronize()
     pipe.send([torch.equal(place, values(i, 1).view(torch.uint8)) for i, place in enumerate(places)])
-    link.close()
+    network.close()
 
 
 @pytest.mark.skipif(torch.cuda.device_count() < 2, reason="NCCL wants a GPU for each of its ranks: two are needed")
 def test_what_is_sent_arrives() -> None:
     torch.cuda.set_device(0)
-    link = Link.host(2, [1], [-1], [[0]], TIMEOUT_S, torch.device("cuda", 0))
-    assert link.description["kind"] == "nccl" and link.device.type == "cuda"
+    network = Network.host(2, [1], [-1], [[0]], TIMEOUT_S, torch.device("cuda", 0))
+    assert network.description["kind"] == "nccl" and network.device.type == "cuda"
     pipe, there = multiprocessing.get_context("spawn").Pipe()
     process = multiprocessing.get_context("spawn").Process(target=receive, args=(there,), daemon=True)
     process.start()
-    pipe.send(link.description)
-    messages = [(link.message(values(i, 0), torch.bfloat16), 1) for i in range(MESSAGES)]
+    pipe.send(network.description)
+    messages = [(network.message(values(i, 0), torch.bfloat16), 1) for i in range(MESSAGES)]
     torch.cuda.synchronize()
     began = time.perf_counter()
-    link.exchange(messages, ())
+    network.exchange(messages, ())
     torch.cuda.synchronize()
     seconds = time.perf_counter() - began
     assert pipe.poll(TIMEOUT_S) and pipe.recv() == [True] * MESSAGES
     print(f"\nover NCCL {MESSAGES * MESSAGE_MIB * 2**20 / seconds / 1e9:.1f} GB/s, the group's start included")
     process.join(30)
-    link.close()
+    network.close()

@@ -39,8 +39,8 @@ class _RefitReceiverMixin:
         self._receiver = RefitReceiver()
         super().__init__(*arguments)
 
-    def open_receiver(self, link: dict[str, Any], plan: str, node: int) -> dict[str, Any]:
-        return self._receiver.open_receiver(link, plan, node)
+    def open_receiver(self, network: dict[str, Any], plan: str, node: int) -> dict[str, Any]:
+        return self._receiver.open_receiver(network, plan, node)
 
     def receive_bucket(self, index: int) -> dict[str, Any]:
         return self._receiver.receive_bucket(index)

@@ -113,7 +113,7 @@ def refit_once(
         verify=policy.refit_verify,
         recompute_kv=recompute_kv,
         nodes=None if on_one_node else nodes,
-        homes=[] if on_one_node else rank_nodes,
+        node_of_rank=[] if on_one_node else rank_nodes,
         timeline=timeline,
         timeout_s=policy.cluster.call_timeout_s,
     )

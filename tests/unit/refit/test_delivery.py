@@ -24,17 +24,17 @@ def random_nodes(case: Case, seed: int) -> tuple[list[list[int]], list[int]]:
         engines = [[engine // 2] for engine in range(count)]  # two on a node
     nodes = 1 + max(node for places in engines for node in places)
     world = case.trainer.world_size
-    homes = [] if pick.random() < 0.3 else [pick.randint(-1, nodes - 1) for _ in range(world)]
-    return engines, homes
+    node_of_rank = [] if pick.random() < 0.3 else [pick.randint(-1, nodes - 1) for _ in range(world)]
+    return engines, node_of_rank
 
 
 @pytest.mark.parametrize("seed", range(60))
 def test_every_rank_finds_what_it_reads_in_the_buffer_of_its_node(seed: int) -> None:
     case = random_case(seed)
     plan = plan_of(case)
-    engines, homes = random_nodes(case, seed)
+    engines, node_of_rank = random_nodes(case, seed)
     readers = readers_by_node(engines, case.engine.ranks)
-    deliveries = Deliveries(plan, homes, readers)
+    deliveries = Deliveries(plan, node_of_rank, readers)
     policy = [on_the_policy(case, rank) for rank in range(case.trainer.world_size)]
     ranks = [(nodes, rank) for nodes in engines for rank in range(case.engine.ranks)]
     found = [
@@ -47,7 +47,7 @@ def test_every_rank_finds_what_it_reads_in_the_buffer_of_its_node(seed: int) -> 
         for node, sender in deliveries.of(block):
             assert node not in buffers, "a block comes once to a node"
             assert sender in holders
-            near = [rank for rank in holders if homes and homes[rank] == node]
+            near = [rank for rank in holders if node_of_rank and node_of_rank[rank] == node]
             assert not near or sender in near, "what is on the node does not travel"
             buffers[node] = policy[sender][block.param][index(block.box)]
             moved += block.nbytes
@@ -91,5 +91,5 @@ def test_readers_by_node() -> None:
     assert readers_by_node([[0, 0]], 2) == [[0, 1]]
     with pytest.raises(RefitError, match="3 ranks of an engine do not divide over its 2 nodes"):
         readers_by_node([[0, 1]], 3)
-    with pytest.raises(RefitError, match="numbered from 0"):
+    with pytest.raises(RefitError, match="must be numbered 0, 1, 2"):
         readers_by_node([[0, 2]], 2)

@@ -21,10 +21,10 @@ RECIPES = Path(__file__).resolve().parents[3] / "recipes"
 def test_what_is_read_is_what_every_rank_needs(tmp_path: Path) -> None:
     shape = shape_of(QWEN)
     found = Overview.of(shape, TrainerLayout(2, 1, 2), EngineLayout(2), dtype="bfloat16", buffer_gb=0.5, nodes=3)
-    links, sent = found.links(), found.sent()
+    links, sent = found.traffic(), found.sent()
     assert found.plan.block_bytes == found.needed_bytes and sent.sum() == 3 * found.needed_bytes
     whole = Overview.of(shape, TrainerLayout(), EngineLayout(2), dtype="bfloat16", buffer_gb=0.5)
-    needs = whole.links().sum(axis=(0, 1))  # of each engine rank
+    needs = whole.traffic().sum(axis=(0, 1))  # of each engine rank
     assert np.array_equal(links.sum(axis=0), np.stack([needs] * 3))
     # Another node takes a replicated slice from another policy rank.
     assert links[0, 0].sum() and links[2, 1].sum() and sent.max() < 1.4 * sent.min()
@@ -39,7 +39,9 @@ def test_engines_over_nodes_get_each_byte_where_it_is_read() -> None:
     layout = EngineLayout(4, nodes=2)
     found = Overview.of(shape, TrainerLayout(2, 1, 2), layout, dtype="bfloat16", buffer_gb=0.5, nodes=4)
     inside = Overview.of(shape, TrainerLayout(2, 1, 2), EngineLayout(4), dtype="bfloat16", buffer_gb=0.5, nodes=2)
-    assert np.array_equal(found.links().sum(axis=0), inside.links().sum(axis=0)), "a rank reads what it reads anywhere"
+    assert np.array_equal(found.traffic().sum(axis=0), inside.traffic().sum(axis=0)), (
+        "a rank reads what it reads anywhere"
+    )
     assert found.sent().sum() == 2 * sum(bytes_to(found.plan, ranks) for ranks in ((0, 1), (2, 3)))
     assert found.needed_bytes < found.sent().sum() / 2 < 1.5 * found.needed_bytes  # 2 key-value heads, norms
     text = found.text()

@@ -5,7 +5,7 @@ from itertools import product
 import pytest
 
 from grpo_mcore.refit.plan import RefitError
-from grpo_mcore.refit.protocol import NEXT, RefitProtocol, RefitState
+from grpo_mcore.refit.refit import NEXT, RefitProtocol, RefitState
 
 PAIRS = list(product(RefitState, RefitState))
 

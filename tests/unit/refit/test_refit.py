@@ -11,8 +11,7 @@ import pytest
 
 from grpo_mcore.refit.layout import EngineLayout, TrainerLayout
 from grpo_mcore.refit.plan import RefitError, plan_refit
-from grpo_mcore.refit.protocol import RefitState
-from grpo_mcore.refit.refit import Refit, refit
+from grpo_mcore.refit.refit import Refit, RefitState, refit
 from tests.unit.refit.whole_split import make_shape, params_of
 
 SHAPE = make_shape(num_layers=1)
@@ -100,7 +99,7 @@ class World:
             raise RuntimeError(f"{worker} is ill")
         return answer
 
-    def open_refit(self, worker: str, transport: dict | None, plan: str, link: dict | None = None) -> dict:
+    def open_refit(self, worker: str, transport: dict | None, plan: str, network: dict | None = None) -> dict:
         assert (transport is None) == (worker == "policy-0")
         sent = sum(block.nbytes for block in self.plan.blocks() if worker == f"policy-{block.source}")
         return {"digest": self.plan.digest, "transport": {"kind": "simulated"}, "bytes": sent}

@@ -67,7 +67,7 @@ def test_blocks_are_the_ranks_parameters_bit_for_bit(size: int, dtype: str) -> N
                 assert torch.equal(block_view(buffer, wanted, number, block), expected.to(getattr(torch, dtype)))
     for sender in senders:
         sender.close_refit()
-    with pytest.raises(RefitError, match="owner has ended"):
+    with pytest.raises(RefitError, match="owner has exited"):
         attach_buffer(transport)
 
 
@@ -106,7 +106,7 @@ def test_another_plan_makes_another_buffer() -> None:
     first = sender.open_refit(None, plan().to_json())
     second = sender.open_refit(None, plan(dtype="bfloat16").to_json())
     assert first["transport"] != second["transport"] and first["digest"] != second["digest"]
-    with pytest.raises(RefitError, match="owner has ended"):
+    with pytest.raises(RefitError, match="owner has exited"):
         attach_buffer(first["transport"])
     sender.close_refit()
     sender.close_refit()

@@ -58,7 +58,7 @@ def test_another_process_reads_and_writes_and_its_end_frees_nothing(run_id: str)
     buffer.close()
     buffer.close()
     assert not segments(run_id)
-    with pytest.raises(RefitError, match="its owner has ended"):
+    with pytest.raises(RefitError, match="its owner has exited"):
         attach_buffer(buffer.description)
 
 

@@ -1,4 +1,4 @@
-"""Policy ranks and nodes that share no memory, as threads of this process with a real Gloo link between them."""
+"""Policy ranks and nodes that share no memory, as threads of this process with a real Gloo network between them."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from grpo_mcore.families import params_of
 from grpo_mcore.refit.buffer import attach_buffer, block_view
 from grpo_mcore.refit.delivery import Deliveries
 from grpo_mcore.refit.layout import EngineLayout, TrainerLayout
-from grpo_mcore.refit.network import Link
+from grpo_mcore.refit.network import Network
 from grpo_mcore.refit.plan import RefitError, RefitPlan, plan_refit
 from grpo_mcore.refit.receiver import RefitReceiver
 from grpo_mcore.refit.refit import EngineNodes, refit
@@ -81,10 +81,10 @@ class Node(RefitReceiver):
 
 
 class Setting:
-    """`homes`: the node of each policy rank, where policy and engines share nodes. `span`: nodes of one engine."""
+    """`node_of_rank`: the node of each policy rank if policy and engines share nodes. `span`: nodes of one engine."""
 
-    def __init__(self, nodes: int, homes: Sequence[int] = (), span: int = 1) -> None:
-        self.homes, self.span = homes, span
+    def __init__(self, nodes: int, node_of_rank: Sequence[int] = (), span: int = 1) -> None:
+        self.node_of_rank, self.span = node_of_rank, span
         layout = TrainerLayout(2, 1, 2)
         self.plan = plan_refit(params_of(SHAPE), SHAPE, layout, EngineLayout(RANKS), dtype="float32", buffer_bytes=8192)
         self.sources = [Source(rank % 2, 2) for rank in range(4)]
@@ -97,7 +97,9 @@ class Setting:
         numbers = range(0, len(hosts), self.span)
         nodes = EngineNodes([range(first, first + self.span) for first in numbers], hosts)
         engines = [hosts[first] for first in numbers]
-        return refit(policy, engines, self.plan, version, nodes=nodes, homes=self.homes, timeout_s=timeout_s)
+        return refit(
+            policy, engines, self.plan, version, nodes=nodes, node_of_rank=self.node_of_rank, timeout_s=timeout_s
+        )
 
     def needed(self) -> list[tuple[int, int]]:
         """(node, bytes) of each block on each node, that an engine rank there reads."""
@@ -141,18 +143,18 @@ def test_every_node_gets_every_block(nodes: int) -> None:
 def sent(monkeypatch: pytest.MonkeyPatch) -> list[int]:
     """The bytes of every message over the wire, from now on."""
     found: list[int] = []
-    honest = Link.exchange
+    honest = Network.exchange
 
-    def exchange(self: Link, messages: Any, places: Any) -> None:
+    def exchange(self: Network, messages: Any, places: Any) -> None:
         found.extend(message.numel() for message, _ in messages)
         honest(self, messages, places)
 
-    monkeypatch.setattr(Link, "exchange", exchange)
+    monkeypatch.setattr(Network, "exchange", exchange)
     return found
 
 
 @pytest.mark.parametrize(
-    ("nodes", "homes", "over_the_wire"),
+    ("nodes", "node_of_rank", "over_the_wire"),
     [
         (2, (0, 0, 1, 1), False),  # a whole copy of the policy on each node
         (2, (0, 1, 0, 1), True),  # tensor parallel over the boundary: half of two copies
@@ -161,11 +163,12 @@ def sent(monkeypatch: pytest.MonkeyPatch) -> list[int]:
     ],
 )
 def test_policy_ranks_bring_what_their_node_holds_and_send_the_rest(
-    nodes: int, homes: Sequence[int], over_the_wire: bool, sent: list[int]
+    nodes: int, node_of_rank: Sequence[int], over_the_wire: bool, sent: list[int]
 ) -> None:
-    setting = Setting(nodes, homes)
+    setting = Setting(nodes, node_of_rank)
     held = [
-        (block.nbytes, {homes[rank] for rank in setting.plan.holders[block.holders]}) for block in setting.plan.blocks()
+        (block.nbytes, {node_of_rank[rank] for rank in setting.plan.holders[block.holders]})
+        for block in setting.plan.blocks()
     ]
     missing = sum(nbytes for node in range(nodes) for nbytes, where in held if node not in where)
     assert (missing > 0) == over_the_wire
@@ -179,13 +182,13 @@ def test_policy_ranks_bring_what_their_node_holds_and_send_the_rest(
 
 
 @pytest.mark.parametrize(
-    ("nodes", "homes"),
+    ("nodes", "node_of_rank"),
     [(2, (0, 0, 1, 1)), (2, (0, 1, 0, 1)), (2, (1, 0, -1, -1)), (4, (0, 1, 2, 3)), (2, ()), (4, ())],
 )
 def test_a_node_of_an_engine_over_several_gets_what_its_ranks_read(
-    nodes: int, homes: Sequence[int], sent: list[int]
+    nodes: int, node_of_rank: Sequence[int], sent: list[int]
 ) -> None:
-    setting = Setting(nodes, homes, span=2)
+    setting = Setting(nodes, node_of_rank, span=2)
     needed = setting.needed()
     assert sum(nbytes for _, nbytes in needed) < nodes * setting.plan.block_bytes
     for version in (1, 2):
@@ -193,7 +196,7 @@ def test_a_node_of_an_engine_over_several_gets_what_its_ranks_read(
         assert setting.refit(version).version == version
         setting.check()
         assert sum(len(node.seen) for node in setting.nodes) == len(needed)
-        if not homes:
+        if not node_of_rank:
             assert sum(sent) == sum(nbytes for _, nbytes in needed), "moved bytes are the planned ones"
         else:
             assert sum(sent) < sum(nbytes for _, nbytes in needed)
@@ -201,13 +204,13 @@ def test_a_node_of_an_engine_over_several_gets_what_its_ranks_read(
 
 
 def test_a_node_of_engines_without_a_policy_rank_is_refused() -> None:
-    with pytest.raises(RefitError, match=r"no policy rank is on the nodes \[1\]"):
+    with pytest.raises(RefitError, match=r"no policy rank is on the engine nodes \[1\]"):
         Setting(2, (0, 0, 0, 0)).refit(1)
 
 
-@pytest.mark.parametrize("homes", [(), (0, 1, 0, 1)])
-def test_a_rank_that_fails_ends_it_for_all_and_the_next_refit_works(homes: Sequence[int]) -> None:
-    setting = Setting(2, homes)
+@pytest.mark.parametrize("node_of_rank", [(), (0, 1, 0, 1)])
+def test_a_rank_that_fails_ends_it_for_all_and_the_next_refit_works(node_of_rank: Sequence[int]) -> None:
+    setting = Setting(2, node_of_rank)
     setting.refit(1)
     honest = setting.senders[3].fill_bucket
 
