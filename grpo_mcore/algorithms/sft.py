@@ -94,7 +94,7 @@ def _rank_steps(
 ) -> tuple[tuple[RankStep, ...], TrainTargets]:
     trajectories = [as_trajectory(datum) for datum in batch]
     _, ranks = rank_steps(
-        {i: policy.cluster.put(trajectory) for i, trajectory in enumerate(trajectories)},
+        {i: policy.cluster.store.put(trajectory) for i, trajectory in enumerate(trajectories)},
         [trajectory.length for trajectory in trajectories],
         config,
         policy.layout,

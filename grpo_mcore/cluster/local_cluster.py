@@ -140,12 +140,6 @@ class LocalCluster:
         rendezvous = Rendezvous(0, 1, 0, "127.0.0.1", free_port())
         return [self.spawn(f"{name}-0", cls, rendezvous, *args_per_rank[0], env=env)]
 
-    def put(self, obj: Any) -> Ref:
-        return obj
-
-    def fetch(self, ref: Ref) -> Any:
-        return ref
-
     def next_ready(self, things: Sequence[T], timeout_s: float, what: str) -> T:
         if not things:
             raise ValueError(f"{what}: nothing to wait for")

@@ -22,7 +22,7 @@ from grpo_mcore.cluster.ray_actor import WorkerActor
 from grpo_mcore.cluster.ray_placement import check_room, nodes_of, rank_order, request_text, reserve, resources_text
 from grpo_mcore.cluster.ray_session import RaySession
 from grpo_mcore.cluster.ray_worker import RayFuture, RayStore, RayStream, RayWorker
-from grpo_mcore.rollout.workers import DeadlineExceeded, ObjectStore, Ref, T, Worker
+from grpo_mcore.rollout.workers import DeadlineExceeded, ObjectStore, T, Worker
 
 CLOSE_S = 3.0
 """Seconds that workers get for their `shutdown` before they are killed. One that is in a call does not answer."""
@@ -122,12 +122,6 @@ class RayCluster:
         for rank, (worker, local, args) in enumerate(zip(workers, local_ranks, args_per_rank, strict=True)):
             worker.build_rank(cls, meeting_point, rank, size, 0 if gpus else local, *args)
         return workers
-
-    def put(self, obj: Any) -> Ref:
-        return self.store.put(obj)
-
-    def fetch(self, ref: Ref) -> Any:
-        return self.store.fetch(ref)
 
     def next_ready(self, things: Sequence[T], timeout_s: float, what: str) -> T:
         if not things:

@@ -206,10 +206,6 @@ class Cluster(Protocol):
         consecutive ranks on a node. `cpus` and `gpus` are for each rank. `concurrency`, `streams`: as in `spawn`.
         `colocate_with`: the workers on whose node each rank runs; overrides `nodes`. `cls` may be a function."""
 
-    def put(self, obj: Any) -> Ref: ...
-
-    def fetch(self, ref: Ref) -> Any: ...
-
     def next_ready(self, things: Sequence[T], timeout_s: float, what: str) -> T:
         """Wait for the first of `things` that has an answer, an item, an end or an error, and return it."""
 

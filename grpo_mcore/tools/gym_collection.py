@@ -166,7 +166,7 @@ def _lines(
         task |= {} if truth is None else {"expected_answer": truth}
         yield rollout_line(
             messages,
-            engines.cluster.fetch(sample.ref),
+            engines.cluster.store.fetch(sample.ref),
             score,
             task=task,
             task_index=group.prompt["idx"],

@@ -81,12 +81,12 @@ def test_driver_keeps_its_environment_and_workers_get_the_allowed_part(abacus, s
 
 
 def test_a_reference_as_argument_arrives_as_the_object(cluster, abacus):
-    assert abacus.call("sum", cluster.put([1, 2, 3])).result() == 6
+    assert abacus.call("sum", cluster.store.put([1, 2, 3])).result() == 6
 
 
 def test_a_worker_stores_an_object_and_hands_over_the_reference(cluster, abacus, second):
     records = [abacus.call("stored_list", size).result() for size in (3, 100_000)]
-    assert cluster.fetch(records[0].ref) == [0, 1, 2]
+    assert cluster.store.fetch(records[0].ref) == [0, 1, 2]
     assert second.call("sum_fetched", records).result() == 3 + sum(range(100_000))
 
 
@@ -95,7 +95,7 @@ def test_parcels_of_a_stream_go_from_worker_to_worker_and_none_is_lost(cluster, 
     for _ in range(3):
         parcels = list(abacus.stream("lists", sizes))
         assert [parcel.label for parcel in parcels] == sizes
-        assert cluster.fetch(parcels[0].content) == [0, 1, 2]
+        assert cluster.store.fetch(parcels[0].content) == [0, 1, 2]
         records = [Record(parcel.label, parcel.content) for parcel in parcels]
         assert second.call("sum_fetched", records).result() == 3 + 100 * sum(range(30_000))
 

@@ -113,7 +113,7 @@ def test_turns_over_ray(cluster: RayCluster) -> None:
         for index, (sample, score) in enumerate(zip(group.samples, group.scores, strict=True)):
             turns = 1 + (index + number) % 3
             assert isinstance(sample.ref, ray.ObjectRef)
-            trajectory = cluster.fetch(sample.ref)
+            trajectory = cluster.store.fetch(sample.ref)
             assert (sample.turns, score.reward, sample.length) == (turns, turns, trajectory.length)
             generated = [turn for turn in trajectory.turns if turn.loss_mask]
             assert [len(turn) for turn in generated] == [20_000 if index == 0 else 5] * turns
@@ -200,7 +200,7 @@ def test_a_gym_plays_over_ray_and_survives_the_death_of_its_worker(
                 if (group.uid, index) == ("p3", 1):
                     assert score.reward is None and sample.ref is None and "422" in score.reason
                     continue
-                trajectory = cluster.fetch(sample.ref)
+                trajectory = cluster.store.fetch(sample.ref)
                 assert (sample.turns, sample.cut_turns, score.reward in (0.0, 1.0)) == (3, 0, True)
                 assert trajectory.weight_versions == ((4, 0, sample.length),)
                 assert [len(turn) for turn in trajectory.turns if turn.loss_mask] == [8, 8, 8]

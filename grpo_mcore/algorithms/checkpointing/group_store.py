@@ -29,7 +29,7 @@ def write_groups(folder: Path, groups: Iterable[Group], cluster: Cluster) -> Non
     """Write groups with their trajectories to `folder`/groups."""
     for number, group in enumerate(groups):
         (folder / FOLDER).mkdir(exist_ok=True)
-        samples = [(replace(sample, ref=None), cluster.fetch(sample.ref)) for sample in group.samples]
+        samples = [(replace(sample, ref=None), cluster.store.fetch(sample.ref)) for sample in group.samples]
         torch.save({"uid": group.uid, "samples": samples, "scores": group.scores}, folder / FOLDER / f"{number:05d}.pt")
 
 
@@ -43,7 +43,9 @@ def read_groups(
     for path in sorted((folder / FOLDER).glob("*.pt")):
         saved = torch.load(path, weights_only=False)
         if saved["uid"] in wanted:
-            samples = tuple(replace(sample, ref=cluster.put(trajectory)) for sample, trajectory in saved["samples"])
+            samples = tuple(
+                replace(sample, ref=cluster.store.put(trajectory)) for sample, trajectory in saved["samples"]
+            )
             groups[saved["uid"]] = Group(by_uid[saved["uid"]], samples, saved["scores"])
     return groups
 

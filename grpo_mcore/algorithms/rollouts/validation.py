@@ -126,7 +126,7 @@ def _scores(groups: list[Group]) -> dict[str, float | None]:
 
 def _shown(engines: EngineGroup, group: Group) -> ShownSample:
     reference, score = group.samples[0].ref, group.scores[0]
-    turns = engines.cluster.fetch(reference).turns if reference is not None else ()  # None: its rollout failed
+    turns = engines.cluster.store.fetch(reference).turns if reference is not None else ()  # None: its rollout failed
     first = next((i for i, turn in enumerate(turns) if turn.loss_mask), len(turns))
     return ShownSample(
         uid=group.uid,

@@ -112,10 +112,10 @@ def test_a_method_that_streams_nothing_is_an_error_of_the_worker(cluster):
 
 def test_references_are_the_objects(cluster):
     content = [1, 2]
-    assert cluster.fetch(cluster.put(content)) is content
+    assert cluster.store.fetch(cluster.store.put(content)) is content
     assert cluster.store.fetch_many([cluster.store.put(content)])[0] is content
     [parcel] = cluster.spawn("abacus", Abacus, 0).stream("parcels")
-    assert parcel.label == "three" and cluster.fetch(parcel.content) == [0, 1, 2]
+    assert parcel.label == "three" and cluster.store.fetch(parcel.content) == [0, 1, 2]
 
 
 def test_next_ready_takes_the_first(cluster):

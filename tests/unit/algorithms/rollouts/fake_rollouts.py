@@ -46,9 +46,6 @@ class Shuffling(LocalCluster):
         self.store: Any = Handles()
         self._draw = random.Random(seed)
 
-    def fetch(self, ref: Any) -> Any:
-        return self.store.fetch(ref)
-
     def next_ready(self, things: Any, timeout_s: float, what: str) -> Any:
         first = {thing.whom: thing for thing in reversed(things) if isinstance(thing, LocalStream)}
         answers = [thing for thing in things if not isinstance(thing, LocalStream)]
@@ -188,7 +185,7 @@ class World:
         return {group.uid: group for group in groups}
 
     def trajectory(self, group: Group, index: int) -> Trajectory:
-        return self.cluster.fetch(group.samples[index].ref)
+        return self.cluster.store.fetch(group.samples[index].ref)
 
     def calls(self) -> list[Any]:
         return [call for worker in self.engines.workers for call in worker.target.calls]

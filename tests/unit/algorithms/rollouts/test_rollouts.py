@@ -197,7 +197,7 @@ def test_prompts_of_a_later_step_while_turns_are_under_way() -> None:
         for request in requests:
             step = 1 if request.uid in ("p0", "p1", "p2") else 2
             assert sampling == (SAMPLING if step == 1 else hotter)
-            turns = 0 if request.continues is None else turns_of(world.cluster.fetch(request.continues))
+            turns = 0 if request.continues is None else turns_of(world.cluster.store.fetch(request.continues))
             assert request.seed == sample_seed(5, step, request.uid, request.generation_index, turns)
 
 
@@ -294,7 +294,7 @@ def test_a_group_may_be_complete_without_its_last_samples(engines: int, seed: in
         for group in groups:
             assert len(group.samples) == len(group.scores) == 3 and group.failure is None
             for sample in group.samples:
-                trajectory = world.cluster.fetch(sample.ref)
+                trajectory = world.cluster.store.fetch(sample.ref)
                 assert trajectory == undisturbed.trajectory(whole[group.uid], sample.generation_index)
     while awaited := world.rollouts.awaited():
         world.rollouts.take(world.cluster.next_ready(awaited, 1.0, "ends"))
