@@ -1,4 +1,4 @@
-"""vLLM engines: start, generate, take new weights, release. Knows nothing of Megatron-Core or rewards."""
+"""vLLM engines: start, generate, take new weights, release. Does not know Megatron-Core or rewards."""
 
 from grpo_mcore.generation.config import EngineConfig, EngineNode, engine_environment
 from grpo_mcore.generation.engine import Engine, EngineError

@@ -1,4 +1,4 @@
-"""What an engine is started with, and the environment that its process needs: plain values, no vLLM here."""
+"""Configuration of an engine and the environment of its process: plain values, no vLLM."""
 
 from __future__ import annotations
 
@@ -14,11 +14,11 @@ GIB = 2**30
 
 @dataclass(frozen=True)
 class ChatConfig:
-    """How engines speak chat, for the OpenAI-compatible endpoint. `model`: the name under which the policy is served.
+    """Chat settings for the OpenAI-compatible endpoint. `model`: the name under which the policy is served.
 
-    `samplings`: those that a request may ask for, the first for one that does not say. `chat_template`: the text of
-    one in place of the tokenizer's. Parsers by vLLM's names; `plugins`: (files that register more tool parsers,
-    reasoning parsers). `tool_parser` None: what the policy says stays text.
+    `samplings`: allowed sampling settings; the first is the default. `chat_template`: text that replaces the
+    tokenizer's. Parsers have vLLM's names; `plugins`: (file that registers more tool parsers, more reasoning parsers).
+    `tool_parser` None: tool calls stay text.
     """
 
     model: str
@@ -32,8 +32,8 @@ class ChatConfig:
 
 @dataclass(frozen=True)
 class EngineNode:
-    """One of the nodes of an engine: number `rank` of `count`, with as many of the engine's ranks on each. At
-    `address`:`port` the first one waits for the others, which show it `token`."""
+    """Node number `rank` of the `count` nodes of an engine, each with as many of its ranks. The first node waits at
+    `address`:`port` for the others, which present `token`."""
 
     rank: int = 0
     count: int = 1
@@ -47,7 +47,7 @@ class EngineConfig:
     """One engine. Paths are local folders or names on the Hugging Face hub.
 
     `load_format`: "auto" reads the model's weights; "dummy" leaves them random, and the engine generates
-    nothing until a refit has filled them. `threads`: CPU threads of each tensor-parallel rank. `vllm_kwargs`:
+    nothing before the first refit. `threads`: CPU threads of each tensor-parallel rank. `vllm_kwargs`:
     more arguments of `vllm.EngineArgs`, which win over the ones set here.
     """
 
@@ -89,7 +89,7 @@ class EngineConfig:
 
 
 def engine_environment(config: EngineConfig) -> dict[str, str]:
-    """Environment variables for the engine's process, to be set before it starts Python."""
+    """Return environment variables for the engine's process, to be set before it starts Python."""
     environment = {
         # The engine steps in the caller's process; only tensor-parallel ranks are processes of their own.
         "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
@@ -111,14 +111,14 @@ def engine_environment(config: EngineConfig) -> dict[str, str]:
             # vLLM compiles a sampling helper even in eager mode: 3 to 24 s of C++ compiler at the first
             # request.
             "TORCH_COMPILE_DISABLE": "1",
-            # Ranks that are told to end need not be waited for: they hold nothing to save.
+            # Do not wait long for ranks to exit: they hold nothing to save.
             "VLLM_WORKER_SHUTDOWN_TIMEOUT_SECONDS": "2",
         }
     return environment
 
 
 def engine_arguments(config: EngineConfig, meeting_port: int = 0) -> dict[str, Any]:
-    """Keyword arguments of `vllm.EngineArgs`. `meeting_port`: on the first node of several, for the engine's ranks."""
+    """Return keyword arguments of `vllm.EngineArgs`. `meeting_port`: port at which the ranks of several nodes meet."""
     cpu = config.platform == "cpu"
     kv_cache_gb = config.kv_cache_memory_gb or (1.0 if cpu else None)
     arguments: dict[str, Any] = {
@@ -129,7 +129,7 @@ def engine_arguments(config: EngineConfig, meeting_port: int = 0) -> dict[str, A
         "enable_expert_parallel": config.expert_parallel,
         "max_model_len": config.max_model_len,
         "load_format": config.load_format,
-        # What is found in the cache is not computed, and so not recorded on CPU.
+        # Cached tokens are not computed, so on CPU their experts would not be recorded.
         "enable_prefix_caching": config.prefix_caching and not (cpu and config.record_routes),
         "enable_return_routed_experts": config.record_routes and not cpu,
         "enforce_eager": cpu or config.enforce_eager,
@@ -142,12 +142,12 @@ def engine_arguments(config: EngineConfig, meeting_port: int = 0) -> dict[str, A
         "weight_transfer_config": {"backend": "grpo_mcore"},
     }
     if cpu:
-        # After a part of a prompt vLLM winds the request's seeded generator back, which torch's on CPU cannot do.
+        # After a chunk of a prompt vLLM rewinds the request's seeded generator, which torch cannot do on CPU.
         arguments["enable_chunked_prefill"] = False
         arguments["ir_op_priority"] = dict(PRIORITY)
         if config.dtype == "float32":
-            # Of latent attention: with AMX vLLM takes its kernel for bfloat16 whatever the format is. Other models have
-            # but one backend.
+            # For latent attention: with AMX, vLLM would take its bfloat16 kernel for any dtype. Other models have only
+            # one backend.
             arguments["attention_backend"] = "CPU_MLA"
     else:
         arguments["gpu_memory_utilization"] = config.gpu_memory_utilization

@@ -1,6 +1,6 @@
-"""RMS norms of engines on CPU by the kernels of vLLM's own CPU build.
+"""RMS norms of engines on CPU with the kernels of vLLM's own CPU build.
 
-vLLM takes its plain PyTorch norms there and counts on the compiler to fuse them; engines on CPU run without it. Per
+On CPU, vLLM uses plain PyTorch norms and relies on the compiler to fuse them, but our CPU engines run without it. Per
 norm that is six passes over float32 copies: 190 to 330 us against 50 for 128 rows of 512 in bfloat16.
 """
 
@@ -14,7 +14,7 @@ PRIORITY = {"rms_norm": [PROVIDER], "fused_add_rms_norm": [PROVIDER]}  # vLLM's 
 
 
 def register_cpu_kernels() -> None:
-    """Make them known to vLLM in this process, once."""
+    """Register the kernels with vLLM in this process, once."""
     from vllm import ir
     from vllm.platforms import current_platform
 

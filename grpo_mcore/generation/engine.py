@@ -18,28 +18,27 @@ from grpo_mcore.generation.chat.engine_chat import EngineChat, Reply
 from grpo_mcore.generation.config import EngineConfig, engine_arguments, engine_environment
 from grpo_mcore.generation.engine_lock import EngineLock
 from grpo_mcore.generation.engine_nodes import Lifeline, await_followers, bind_vllm_to, deaths
-from grpo_mcore.generation.routes import record_routes, take_routes
 from grpo_mcore.generation.shared_steps import Caller, SharedSteps
-from grpo_mcore.generation.worker_calls import refit_step, unlink_shared_segments
+from grpo_mcore.generation.worker_calls import record_routes, refit_step, take_routes, unlink_shared_segments
 from grpo_mcore.rollout.trajectory import GenerationRequest, Sampling, Trajectory
 
 REFIT_TIMEOUT_S = 600.0
 POLL_S = 0.002
-LAST_WORD_S = 3.0
-"""In which the word of a death on another node comes after what its ranks' absence causes here."""
+LOSS_REPORT_S = 3.0
+"""Seconds to wait for another node's report of a dead rank, after its absence has already caused an error here."""
 
 
 class EngineError(RuntimeError):
-    """An engine that cannot do what was asked; the message names the engine."""
+    """An engine cannot do what it was asked for; the message names the engine."""
 
 
 class Engine:
-    """One engine with its tensor-parallel ranks: in process or as a Ray actor; on each of its other nodes, where it
-    lies on several, an EngineFollower has the ranks there. Several threads may call it: each
-    `generate` gets its own samples, and a refit or `health` comes between two steps of generation.
+    """One engine with its tensor-parallel ranks, in process or as a Ray actor. If it spans several nodes, an
+    EngineFollower runs the ranks on each further node. Several threads may call it: each `generate` gets its own
+    samples, and a refit or `health` runs between two steps of generation.
 
-    `weight_version`: number of the last committed refit, 0 for the weights it was started with. None when they
-    are of no version (never filled, or half replaced by a refit that failed): it then generates nothing.
+    `weight_version`: number of the last committed refit; 0: the weights it was started with; None: no valid weights
+    (never filled, or half replaced by a failed refit), so it generates nothing.
     """
 
     def __init__(self, config: EngineConfig) -> None:
@@ -48,19 +47,19 @@ class Engine:
         self.name = config.name
         self.weight_version: int | None = 0 if config.load_format == "auto" else None
         self._refit_open = False
-        self._in_place = False  # the open refit replaces layer by layer
-        self._way_back = True  # a commit of the open refit can be taken back
+        self._in_place = False  # the open refit replaces layers one by one
+        self._can_go_back = True  # a commit of the open refit can be taken back
         self._half_replaced = False
-        self._version_before: int | None = None  # of a commit that may still be taken back
+        self._version_before: int | None = None  # before a commit that may still be taken back
         self._unreleased = False
-        self._turns = EngineLock(REFIT_TIMEOUT_S)
-        self._steps = SharedSteps(self._take_step, REFIT_TIMEOUT_S, lambda: self._turns.paused)
+        self._lock = EngineLock(REFIT_TIMEOUT_S)
+        self._steps = SharedSteps(self._take_step, REFIT_TIMEOUT_S, lambda: self._lock.paused)
         self._callers = itertools.count()
-        self._asked: dict[str, GenerationRequest] = {}  # by request id, of all callers
-        self._asleep: list[str] = []  # which memory is given away: vLLM's tags
+        self._requests: dict[str, GenerationRequest] = {}  # by request id, of all callers
+        self._asleep: list[str] = []  # vLLM's tags of the memory that was given away
         self._others: list[Lifeline] = []  # the engine's other nodes
         self._lost: str | None = None  # what happened on one of them
-        self._heard = threading.Event()
+        self._loss_reported = threading.Event()
         self._llm_engine: Any = None
         for key, value in engine_environment(config).items():
             os.environ.setdefault(key, value)
@@ -87,7 +86,7 @@ class Engine:
         port = 0
         if self.config.node.count > 1:
             bind_vllm_to(self.config.node.address)
-            self._others, port = await_followers(self.config, self._lose)
+            self._others, port = await_followers(self.config, self._node_lost)
             for other in self._others:
                 other.watch()
         if self.config.platform == "cpu":
@@ -101,7 +100,7 @@ class Engine:
         try:
             engine = LLMEngine.from_engine_args(arguments, usage_context=UsageContext.LLM_CLASS)
         except Exception as error:
-            if self._hears_of_a_loss():
+            if self._other_node_is_lost():
                 raise EngineError(f"{self.name}: {self._lost}") from error
             raise
         if self.config.platform == "cpu" and self.config.tensor_parallel_size > 1:
@@ -111,9 +110,9 @@ class Engine:
         return engine
 
     def generate(self, requests: list[GenerationRequest], sampling: Sampling) -> Iterator[Trajectory]:
-        """Yields each sample as it finishes, in any order. A caller that stops early aborts the rest of its own.
+        """Yield each sample as it finishes, in any order. A caller that stops early aborts its other samples.
 
-        Raises EngineError when the weights are of no version, ValueError when a prompt exceeds the context.
+        Raises EngineError if there are no valid weights, ValueError if a prompt exceeds the context.
         """
         from vllm.inputs.engine import tokens_input
 
@@ -125,11 +124,11 @@ class Engine:
         params = {key: sampling_params(request, sampling, room) for key, request in asked.items()}
         engine, tokenizer = self._llm_engine, self._llm_engine.get_tokenizer()
         caller, engine_ids = Caller(), {}
-        self._asked |= asked
+        self._requests |= asked
         try:
             for key, request in asked.items():
                 prompt = tokens_input(request.token_ids().tolist())
-                with self._turns.call():
+                with self._lock.call():
                     self._refuse_to_generate()
                     engine_ids[key] = engine.add_request(key, prompt, params[key])
                     self._steps.add(caller, key, engine_ids[key])
@@ -138,33 +137,33 @@ class Engine:
                     output.outputs[0].routed_experts = self._routes([engine_ids.pop(output.request_id)])[0]
                 yield to_trajectory(asked[output.request_id], output, tokenizer)
         finally:
-            with self._turns.call():
+            with self._lock.call():
                 if (unfinished := self._steps.drop(caller)) and self._llm_engine is not None:
                     engine.abort_request(unfinished, internal=True)
                 if self._records_routes and engine_ids and self._llm_engine is not None:
                     self._routes(list(engine_ids.values()))  # nobody asks for them any more
                 for key in asked:
-                    del self._asked[key]
+                    del self._requests[key]
 
     @property
     def _records_routes(self) -> bool:
-        """By our own recorder; on GPU vLLM hands them over with a sample."""
+        """Return whether our own recorder records experts; on GPU vLLM returns them with a sample."""
         return self.config.record_routes and self.config.platform == "cpu"
 
     def _routes(self, requests: list[str]) -> list[Any]:
-        """Of vLLM's requests with these ids, forgotten by the ranks."""
-        with self._turns.call(), self._rank_deaths():
+        """Return the experts recorded for vLLM's requests with these ids; the ranks forget them."""
+        with self._lock.call(), self._rank_deaths():
             return self._llm_engine.collective_rpc(take_routes, args=(requests,))[0]
 
     def give_up(self, uids: Collection[str]) -> None:
-        """Nobody wants the unfinished samples of these prompts any more: their callers get only the others."""
-        with self._turns.call():
-            unwanted = [key for key, request in list(self._asked.items()) if request.uid in uids]
+        """Abort the unfinished samples of these prompts. Their callers get only the others."""
+        with self._lock.call():
+            unwanted = [key for key, request in list(self._requests.items()) if request.uid in uids]
             if unfinished := self._steps.give_up(unwanted):
                 self._llm_engine.abort_request(unfinished, internal=True)
 
     def chat(self, kind: str, body: Any, seed: int = 0) -> Iterator[Reply]:
-        """The reply to a request of the endpoint's, as the only item of a stream. `kind`: complete or tokenize."""
+        """Answer a request of the endpoint, as a stream of one item. `kind`: complete or tokenize."""
         if self._chat is None:
             raise EngineError(f"{self.name} serves no endpoint")
         try:
@@ -174,17 +173,17 @@ class Engine:
         yield reply
 
     def _refuse_to_generate(self) -> None:
-        """Raises EngineError where this engine cannot take a request now."""
+        """Raise EngineError if this engine cannot take a request now."""
         if self.weight_version is None:
             raise EngineError(f"{self.name} holds weights of no version: it generates after the next refit")
-        if self._turns.paused:
-            return  # it waits until the pause is over
+        if self._lock.paused:
+            return  # the request waits until the pause is over
         refitting = self._refit_open and self._in_place
         if refitting or self._asleep:
             raise EngineError(f"{self.name} cannot generate: it is {'in a refit' if refitting else 'asleep'}")
 
     def _take_step(self, deliver: Callable[[Iterable[Any]], None]) -> None:
-        with self._turns.step():
+        with self._lock.step():
             if self._llm_engine is None:
                 raise EngineError(f"{self.name} was shut down while it generated")
             torch.get_num_threads()  # sets OpenMP up for a thread that is new to it; vLLM relies on that
@@ -193,14 +192,13 @@ class Engine:
             deliver(output for output in outputs if output.finished)
 
     def start_refit(self, manifest: Mapping[str, Any]) -> dict[str, Any]:
-        """Open a weight update. `manifest`: plan (JSON), digest, transports (of each of the engine's nodes), version,
-        verify. What is open is closed first.
+        """Open a refit; abort an open one first. `manifest`: plan (JSON), digest, transports (one for each node of the
+        engine), version, verify.
 
-        Returns {digest of the plan as every rank understood it, version: the current one, dtype, in_place, verify:
-        "full" in the first refit that samples}. Raises EngineError where the engine generates and has no memory to
-        stage in.
+        Returns {digest of the plan as every rank read it, version: the current one, dtype, in_place, verify: "full" in
+        the first refit that samples}. Raises EngineError if the engine generates and has no memory to stage in.
         """
-        with self._turns.call():  # no request comes between the answer of the ranks and what follows from it
+        with self._lock.call():  # no request may come between the ranks' answers and the decision about them
             self.abort_refit()
             if "weights" in self._asleep:
                 self._llm_engine.wake_up(["weights"])
@@ -212,8 +210,8 @@ class Engine:
                 self.abort_refit()
                 raise EngineError(f"{self.name}: ranks read plan {manifest['digest'][:12]} as {sorted(digests)}")
             self._in_place = any(report["in_place"] for report in reports)
-            self._way_back = not self._in_place and not reports[0]["fallbacks"]
-            if self._in_place and self._steps.generating and not self._turns.paused:
+            self._can_go_back = not self._in_place and not reports[0]["fallbacks"]
+            if self._in_place and self._steps.generating and not self._lock.paused:
                 self.abort_refit()
                 raise EngineError(f"{self.name} generates, and has no memory for a second copy of its weights")
         first = reports[0]
@@ -226,9 +224,9 @@ class Engine:
         }
 
     def stage_bucket(self, index: int) -> dict[str, Any]:
-        """Take what the refit buffer holds as bucket `index`. Returns {seconds, sums: by rank, of the checked copies}.
+        """Read bucket `index` from the refit buffer. Returns {seconds, sums: by rank, of the checked copies}.
 
-        While other threads generate, the ranks do this beside them.
+        The ranks do this in the background while other threads generate.
         """
         began = time.perf_counter()
         if not self._refit_open:
@@ -245,18 +243,18 @@ class Engine:
         return {"seconds": time.perf_counter() - began, "sums": sums}
 
     def commit_refit(self, version: int, recompute_kv: bool = False) -> dict[str, Any]:
-        """Put what was staged to use as weight version `version`. Generation then stands still until `finish_refit`, or
-        until `abort_refit` brings the old weights back. Requests under way go on with the new weights.
+        """Switch to the staged weights as weight version `version`. Generation then pauses until `finish_refit`, or
+        until `abort_refit` restores the old weights. Open requests continue with the new weights.
 
-        `recompute_kv`: what the old weights computed of them is computed again. Returns {version, parameters (on a
-        rank), fallbacks (tensors that vLLM's own loading placed), seconds}.
+        `recompute_kv`: recompute their keys and values with the new weights. Returns {version, parameters (on a rank),
+        fallbacks (tensors that vLLM's own loading placed), seconds}.
         """
         if not self._refit_open:
             raise EngineError(f"{self.name}: weight version {version} cannot be committed, no refit is open")
         began = time.perf_counter()
-        with self._turns.call():
-            self._turns.hold(True)
-            self._half_replaced = not self._way_back
+        with self._lock.call():
+            self._lock.hold(True)
+            self._half_replaced = not self._can_go_back
             report = self._refit_step("finish")[0]
             self._refit_open, self._unreleased = False, True
             self._version_before, self.weight_version = self.weight_version, None
@@ -267,25 +265,25 @@ class Engine:
         return found | {"version": version, "seconds": time.perf_counter() - began}
 
     def _forget_cache(self, recompute_kv: bool) -> None:
-        """What the old weights computed must not serve a prompt of the new ones."""
+        """Clear the prefix cache: keys and values of the old weights must not serve new prompts."""
         in_flight = self._llm_engine.get_num_unfinished_requests()
         cleared = self._llm_engine.reset_prefix_cache(reset_running_requests=recompute_kv and in_flight > 0)
         if not cleared and not in_flight:
             raise EngineError(f"{self.name}: the prefix cache of the old weights could not be cleared")
 
     def finish_refit(self) -> None:
-        """Every engine has committed: let the old weights go, and generation on. No-op when nothing is open."""
+        """Free the old weights and resume generation, after every engine has committed. No-op if nothing is open."""
         if not self._unreleased:
             return
         self._unreleased = self._half_replaced = False
         self._refit_step("release")
-        self._turns.hold(False)
+        self._lock.hold(False)
 
     def abort_refit(self) -> None:
-        """Close what is open, on the old weights. No-op when nothing is.
+        """Close an open refit and keep, or restore, the old weights. No-op if none is open.
 
-        Where layers were replaced one by one, the old weights are gone: the engine then generates nothing until a
-        refit succeeds.
+        If layers were replaced one by one, the old weights are gone: the engine generates nothing until a refit
+        succeeds.
         """
         if not self._refit_open and not self._unreleased:
             return
@@ -301,11 +299,11 @@ class Engine:
                 self._forget_cache(recompute_kv=True)
                 self._llm_engine.set_weight_version(str(self.weight_version or 0))
         finally:
-            self._turns.hold(False)
+            self._lock.hold(False)
 
     def _refit_step(self, step: str, argument: Any = None) -> list[dict[str, Any]]:
-        """On every rank. Raises EngineError with the first rank's error."""
-        with self._turns.call(), self._rank_deaths():
+        """Run one step of a refit on every rank. Raises EngineError with the first rank's error."""
+        with self._lock.call(), self._rank_deaths():
             reports = self._llm_engine.collective_rpc(refit_step, args=(step, argument))
         for rank, report in enumerate(reports):
             if "error" in report:
@@ -316,37 +314,37 @@ class Engine:
         return reports
 
     def prepare(self, version: int) -> None:
-        """Be ready to generate with weight version `version`. Raises EngineError if it holds another."""
+        """Get ready to generate with weight version `version`. Raises EngineError if the engine holds another."""
         if self.weight_version != version:
             raise EngineError(f"{self.name} holds weight version {self.weight_version}, not {version}")
         self.finish_refit()  # whoever asks for this version has committed it
-        with self._turns.call():
+        with self._lock.call():
             if self._asleep:
                 self._llm_engine.wake_up(self._asleep)
                 self._asleep = []
             self._steps.resumed()
-            self._turns.pause(False)
+            self._lock.pause(False)
 
     def release(self, pause: bool = False) -> None:
-        """While the policy trains: an engine that sleeps moves its weights to the host, drops its KV cache.
+        """Free memory for training: an engine that sleeps moves its weights to the host and drops its KV cache.
 
-        `pause`: what it generates stands still until `prepare`, and then goes on; where the KV cache was dropped, keys
-        and values are computed again. Otherwise it raises EngineError while it generates.
+        `pause`: generation pauses until `prepare` and then continues; keys and values that were dropped are computed
+        again. Without `pause`, raises EngineError if the engine is generating.
         """
-        with self._turns.call():
-            self._turns.pause(pause)
+        with self._lock.call():
+            self._lock.pause(pause)
             if not self.config.sleep_between_phases or self._asleep:
                 return
             if self._steps.generating and not pause:
-                raise EngineError(f"{self.name} cannot give its memory away: it generates")
+                raise EngineError(f"{self.name} cannot give its memory away while it generates")
             if pause:
                 self._forget_cache(recompute_kv=True)
             self._llm_engine.sleep(level=1, mode="keep" if pause else "abort")
             self._asleep = ["weights", "kv_cache"]
 
     def health(self) -> dict[str, Any]:
-        """{name, weight_version, requests (unfinished), state, pid}. Raises if a rank does not answer."""
-        with self._turns.call(), self._rank_deaths():
+        """Return {name, weight_version, requests (unfinished), state, pid}. Raises if a rank does not answer."""
+        with self._lock.call(), self._rank_deaths():
             self._llm_engine.model_executor.check_health()
         state = "refit" if self._refit_open else "asleep" if self._asleep else "ready"
         return {
@@ -363,9 +361,9 @@ class Engine:
         vLLM also destroys the default torch.distributed group of this process: in process, shut the policy
         down first.
         """
-        with self._turns.call():
+        with self._lock.call():
             engine, self._llm_engine = getattr(self, "_llm_engine", None), None
-            self._turns.pause(False)
+            self._lock.pause(False)
             if engine is not None:
                 for other in self._others:
                     other.close()
@@ -374,26 +372,26 @@ class Engine:
 
     @contextmanager
     def _rank_deaths(self) -> Iterator[None]:
-        """vLLM says only "cancelled" when one of its processes has died: say what happened."""
+        """Replace vLLM's error, which says only "cancelled" when one of its processes died, by what happened."""
         try:
             yield
         except Exception as error:
-            if self._hears_of_a_loss():
+            if self._other_node_is_lost():
                 raise EngineError(f"{self.name}: {self._lost}") from error
             if getattr(self._llm_engine.model_executor, "is_failed", False):
                 gone = {rank: process.exitcode for rank, process in enumerate(self._ranks)}
                 raise EngineError(f"{self.name}: {deaths(gone, self.config.tensor_parallel_size)}") from error
             raise
 
-    def _lose(self, what: str) -> None:
-        """A thread of its own has heard what happened on another node: as where vLLM misses a rank on this one."""
+    def _node_lost(self, what: str) -> None:
+        """Shut down as vLLM does when it loses a local rank. Called by the thread that watches another node."""
         self._lost = self._lost or what
-        self._heard.set()
+        self._loss_reported.set()
         if (engine := self._llm_engine) is not None:
             engine.model_executor.is_failed = True
             engine.model_executor.shutdown()
 
-    def _hears_of_a_loss(self) -> bool:
-        """Whether another node is lost: the ranks here may miss it before its own word comes."""
+    def _other_node_is_lost(self) -> bool:
+        """Return whether another node is lost. Waits for its report, which may come after the error here."""
         failed = getattr(getattr(self._llm_engine, "model_executor", None), "is_failed", False)
-        return self._heard.wait(LAST_WORD_S if self._others and not failed else 0.0)
+        return self._loss_reported.wait(LOSS_REPORT_S if self._others and not failed else 0.0)

@@ -1,4 +1,4 @@
-"""A further node of an engine that lies on several: its ranks, which take their orders from the engine on the first."""
+"""A further node of an engine that spans several: runs the ranks there, driven by the engine on the first node."""
 
 from __future__ import annotations
 
@@ -20,11 +20,11 @@ REAP_S = 1.0
 
 
 class EngineFollower:
-    """Built on every node of an engine but the first, at the same time as the engine there. It ends its ranks when the
-    first node is gone, and tells the first node when one of them has died."""
+    """Runs an engine's ranks on a node other than its first; start it at the same time as the Engine there. It ends its
+    ranks when the first node is gone, and reports to the first node when one of them dies."""
 
     def __init__(self, config: EngineConfig) -> None:
-        """Returns when the ranks of all nodes are up. Raises NodeLost where the first node does not come."""
+        """Wait until the ranks of all nodes are up. Raises NodeLost if the first node cannot be reached."""
         began = time.perf_counter()
         self.config = config
         self._executor: Any = None
@@ -66,7 +66,7 @@ class EngineFollower:
             self._lose(f"{deaths(codes, self.config.tensor_parallel_size)} on {socket.gethostname()}")
 
     def _lose(self, what: str) -> None:
-        """The engine is of no use any more: a rank here has died, or the first node is gone."""
+        """Shut down, because a rank here has died or the first node is gone."""
         self._first.tell(what)
         self.shutdown()
 

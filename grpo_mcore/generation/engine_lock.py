@@ -1,4 +1,4 @@
-"""Who may use vLLM's engine now: the thread that takes the steps of generation, or a call from another thread."""
+"""The lock of vLLM's engine, for the thread that runs generation steps and for calls from other threads."""
 
 from __future__ import annotations
 
@@ -8,10 +8,10 @@ from contextlib import contextmanager
 
 
 class EngineLock:
-    """A lock under which generation lets others go first, and which can hold generation back altogether."""
+    """A lock in which calls go before generation steps, and which can hold generation back altogether."""
 
     def __init__(self, timeout_s: float) -> None:
-        """`timeout_s`: the longest wait for a turn."""
+        """`timeout_s`: longest wait for the lock."""
         self._timeout_s = timeout_s
         self._lock = threading.RLock()
         self._changed = threading.Condition()
@@ -21,8 +21,8 @@ class EngineLock:
 
     @contextmanager
     def step(self) -> Iterator[None]:
-        """One step of generation, when nobody else asks. Raises TimeoutError when it is held back too long; a pause is
-        as long as who pauses wants it to be."""
+        """Hold the lock for one generation step, once no call waits. Raises TimeoutError if `hold` lasts too long; a
+        `pause` may last as long as the caller wants."""
         while True:
             with self._changed:
                 self._changed.wait_for(lambda: not self._paused)
@@ -31,13 +31,13 @@ class EngineLock:
                         f"generation was held back for {self._timeout_s:g} s by a refit that did not end"
                     )
             with self._lock:
-                if not self._held and not self._paused:  # by a call that was faster to the lock
+                if not self._held and not self._paused:  # by a call that took the lock first
                     yield
                     return
 
     @contextmanager
     def call(self) -> Iterator[None]:
-        """A call between two steps. Raises TimeoutError when the step before does not end."""
+        """Hold the lock for a call between two steps. Raises TimeoutError if the step before does not end."""
         with self._changed:
             self._asking += 1
         try:
@@ -53,7 +53,7 @@ class EngineLock:
                 self._changed.notify_all()
 
     def hold(self, held: bool) -> None:
-        """Whether generation stands still between calls, for a moment."""
+        """Hold generation back, or let it go on, over a few calls."""
         with self._changed:
             self._held = held
             self._changed.notify_all()
@@ -63,7 +63,7 @@ class EngineLock:
         return self._paused
 
     def pause(self, paused: bool) -> None:
-        """Whether generation stands still, for as long as somebody else needs what it runs on."""
+        """Pause or resume generation, for as long as somebody else needs the device."""
         with self._changed:
             self._paused = paused
             self._changed.notify_all()

@@ -1,7 +1,7 @@
-"""What holds the nodes of an engine together: a wire from each further node to the first, on which deaths are told.
+"""Connections from each further node of an engine to its first node, over which deaths are reported.
 
-A node that is gone, or has lost a rank, leaves the ranks of the others waiting for it inside a collective. The wire is
-how they learn of it. Each end has a thread that reads; the wire's end is the other node's end.
+If a node is gone or has lost a rank, the ranks of the other nodes wait for it inside a collective. The connection tells
+them. Each side has a thread that reads; a closed connection means that the other node is gone.
 """
 
 from __future__ import annotations
@@ -18,19 +18,19 @@ from grpo_mcore.generation.config import EngineConfig
 from grpo_mcore.processes import free_port
 
 JOIN_TIMEOUT_S = 600.0
-"""In which all nodes of an engine come together: their processes start at the same time."""
+"""Longest wait for all nodes of an engine, whose processes start at the same time."""
 RETRY_S = 0.1
 KEEPALIVE = {socket.TCP_KEEPIDLE: 15, socket.TCP_KEEPINTVL: 5, socket.TCP_KEEPCNT: 3}
-"""A machine that goes without a word is missed after half a minute."""
+"""A machine that vanishes silently is noticed after half a minute."""
 
 
 class NodeLost(RuntimeError):
-    """Nodes of an engine that did not find each other; the message says which."""
+    """Nodes of an engine did not find each other; the message says which."""
 
 
 class Lifeline:
-    """One end of the wire to another node, `whom` in errors. After `watch`, a thread calls `on_loss` with what the
-    other node said, or with that it is gone."""
+    """One end of the connection to another node, `whom` in errors. After `watch`, a thread calls `on_loss` with the
+    other node's report, or with the news that it is gone."""
 
     def __init__(self, wire: socket.socket, whom: str, on_loss: Callable[[str], None]) -> None:
         self._wire, self._whom, self._on_loss = wire, whom, on_loss
@@ -44,14 +44,14 @@ class Lifeline:
         threading.Thread(target=self._read, daemon=True, name=f"lifeline to {self._whom}").start()
 
     def tell(self, what: str) -> None:
-        """The last word of this end. A wire that has ended is no error: the other node knows."""
+        """Send a last report. A closed connection is no error: the other node knows already."""
         try:
             self._wire.sendall(what.encode() + b"\n")
         except OSError:
             pass
 
     def close(self) -> None:
-        """Idempotent. The other end hears that this node is gone."""
+        """Close the connection, which tells the other node that this one is gone. Idempotent."""
         self._closed = True
         try:
             self._wire.shutdown(socket.SHUT_RDWR)  # wakes the reader
@@ -71,9 +71,9 @@ class Lifeline:
 def await_followers(
     config: EngineConfig, on_loss: Callable[[str], None], timeout_s: float = JOIN_TIMEOUT_S
 ) -> tuple[list[Lifeline], int]:
-    """On the first node: (a wire to each other node, the free port of this node at which the engine's ranks meet).
+    """On the first node: wait for the others. Return (a connection to each, the free port here for the ranks to meet).
 
-    Raises NodeLost where not all have come in time.
+    Raises NodeLost if not all have come in time.
     """
     node, deadline = config.node, time.monotonic() + timeout_s
     found: dict[int, socket.socket] = {}
@@ -104,7 +104,7 @@ def await_followers(
 def join_first(
     config: EngineConfig, on_loss: Callable[[str], None], timeout_s: float = JOIN_TIMEOUT_S
 ) -> tuple[Lifeline, int]:
-    """On a further node: (the wire to the first, its port at which the engine's ranks meet). Raises NodeLost."""
+    """On a further node: return (the connection to the first, its port at which the ranks meet). Raises NodeLost."""
     node, deadline = config.node, time.monotonic() + timeout_s
     wire: socket.socket | None = None
     while True:
@@ -115,7 +115,7 @@ def join_first(
             wire.sendall(f"{node.token} {node.rank}\n".encode())
             port = int(_line(wire))
             return Lifeline(wire, node_name(config, 0, node.address), on_loss), port
-        except (OSError, ValueError) as error:  # the first node does not listen yet, or has let go of the wire
+        except (OSError, ValueError) as error:  # the first node does not listen yet, or has closed the connection
             if wire is not None:
                 wire.close()
             if time.monotonic() + RETRY_S > deadline:
@@ -127,27 +127,27 @@ def join_first(
 
 
 def node_name(config: EngineConfig, rank: int, address: str) -> str:
-    """Of a node of an engine, for errors."""
+    """Return the name of a node of an engine, for errors."""
     each = config.tensor_parallel_size // config.node.count
     return f"its node {rank} of {config.node.count} (ranks {rank * each} to {(rank + 1) * each - 1}, at {address})"
 
 
 def deaths(exit_codes: Mapping[int, int | None], of: int) -> str:
-    """What to say of the ranks with these exit codes, by rank; None: it lives. `of`: ranks of the engine."""
-    # The first to go: vLLM then terminates the others, which may still end in order.
+    """Describe dead ranks. `exit_codes`: by rank, None if it lives. `of`: ranks of the engine."""
+    # Name the ranks that died first: vLLM then terminates the others, which may still exit cleanly.
     dead = [rank for rank, code in exit_codes.items() if code not in (None, 0, -signal.SIGTERM)] or list(exit_codes)
     return "; ".join(f"rank {rank} of {of} has died (exit code {exit_codes[rank]})" for rank in dead)
 
 
 def bind_vllm_to(address: str) -> None:
-    """vLLM's own wires between nodes start where this machine reaches `address`, that of the engine's first node."""
+    """Make vLLM use the network interface through which this machine reaches `address`, the engine's first node."""
     with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:  # sends nothing
         probe.connect((address, 1))
         os.environ["VLLM_HOST_IP"] = probe.getsockname()[0]
 
 
 def _line(wire: socket.socket) -> str:
-    """Up to a line's end; empty where the wire ends before. Nothing follows a line before it is answered."""
+    """Read one line; empty if the connection ends first. The other side sends nothing more before an answer."""
     found = b""
     while not found.endswith(b"\n"):
         if not (part := wire.recv(4096)):

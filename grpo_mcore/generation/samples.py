@@ -1,4 +1,4 @@
-"""Between our requests and trajectories and vLLM's: how a sample is asked for, and what comes back."""
+"""Conversion of our requests to vLLM's, and of vLLM's outputs to trajectories."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ _Span = tuple[int, int, int]  # weight version, first token, last token + 1
 
 
 def sampling_params(request: GenerationRequest, sampling: Sampling, max_model_len: int) -> SamplingParams:
-    """Raises ValueError for a prompt that leaves no room in the context, or a seed out of range."""
+    """Return vLLM's parameters. Raises ValueError if a prompt fills the context or a seed is out of range."""
     where = f"prompt {request.uid!r}, generation {request.generation_index}"
     prompt_length = sum(len(turn) for turn in request.turns)
     room = max_model_len - prompt_length
@@ -46,7 +46,7 @@ def sampling_params(request: GenerationRequest, sampling: Sampling, max_model_le
 
 
 def to_trajectory(request: GenerationRequest, output: RequestOutput, tokenizer: Any) -> Trajectory:
-    """All turns before, and the generated one: all tokens as sampled, the end-of-sequence token included."""
+    """Return all earlier turns and the generated one, with its tokens as sampled, end-of-sequence included."""
     completion = output.outputs[0]
     token_ids = list(completion.token_ids)
     assert completion.logprobs is not None and len(completion.logprobs) == len(token_ids)
@@ -74,15 +74,15 @@ def to_trajectory(request: GenerationRequest, output: RequestOutput, tokenizer: 
 
 
 def _routes(recorded: Any, tokens: int) -> Tensor | None:
-    """Of all tokens but the last, which was sampled and never read."""
+    """Return the experts of all tokens but the last, which was sampled but never read."""
     if recorded is None:
         return None
     return torch.from_numpy(recorded[: tokens - 1].astype("int16"))
 
 
 def _spans(before: Sequence[_Span], spans: Sequence[Any], prompt_length: int) -> tuple[_Span, ...]:
-    """`before`: of the turns that were there already. vLLM counts from the first generated token; what the prompt
-    has more than `before` counts to the version that first read it."""
+    """Append vLLM's spans, counted from the first generated token, to those of the earlier turns, `before`. Prompt
+    tokens after `before` belong to the version that first read them."""
     joined = list(before)
     start = joined[-1][2] if joined else 0
     for span in spans:

@@ -1,6 +1,6 @@
-"""Several callers of one engine: one of those who wait takes the steps for all, and each gets its own samples.
+"""Several callers of one engine: one waiting caller runs the steps for all, and each gets its own samples.
 
-No thread of its own: with one caller every step runs on that caller's thread.
+There is no extra thread: with one caller every step runs on that caller's thread.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from typing import Any
 
 @dataclass(eq=False)
 class Caller:
-    """Who waits for samples. `running`: request id -> the engine's id of it; `finished`: outputs to be fetched."""
+    """A thread that waits for samples. `running`: request id -> the engine's id; `finished`: outputs not yet taken."""
 
     running: dict[str, str] = field(default_factory=dict)
     finished: deque[Any] = field(default_factory=deque)
@@ -23,7 +23,8 @@ class Caller:
 
 
 class SharedSteps:
-    """`add` requests, then `next` until nothing is left. A step's error reaches every caller who waits for requests."""
+    """Shares the engine's steps: `add` requests, then call `next` until it returns None. A step's error reaches every
+    waiting caller."""
 
     def __init__(
         self,
@@ -31,19 +32,19 @@ class SharedSteps:
         timeout_s: float,
         paused: Callable[[], bool] = lambda: False,
     ) -> None:
-        """`step(deliver)`: one step of the engine; calls `deliver` with the finished outputs (each has a `request_id`)
-        before anybody else may use the engine. `timeout_s`: the longest that a caller waits for a step of another's,
+        """`step(deliver)`: runs one step of the engine and calls `deliver` with the finished outputs (each has a
+        `request_id`) before anybody else may use the engine. `timeout_s`: longest wait for another caller's step,
         unless generation is `paused`.
         """
         self._step, self._timeout_s, self._paused = step, timeout_s, paused
         self._changed = threading.Condition()
         self._owners: dict[str, Caller] = {}
-        self._leading = False  # somebody takes steps
+        self._leading = False  # a caller is running steps
         self._stepped_at = 0.0
 
     @property
     def generating(self) -> bool:
-        """Whether a request of any caller is unfinished."""
+        """Return whether a request of any caller is unfinished."""
         return bool(self._owners)
 
     def add(self, caller: Caller, request_id: str, engine_id: str) -> None:
@@ -52,7 +53,7 @@ class SharedSteps:
             self._owners[request_id] = caller
 
     def drop(self, caller: Caller) -> list[str]:
-        """The caller wants no more. Returns the engine's ids of what is unfinished; outputs of it go nowhere."""
+        """Remove a caller. Returns the engine's ids of its unfinished requests, whose outputs are discarded."""
         with self._changed:
             for request_id in caller.running:
                 del self._owners[request_id]
@@ -60,7 +61,7 @@ class SharedSteps:
             return unfinished
 
     def give_up(self, request_ids: Iterable[str]) -> list[str]:
-        """Nobody wants these any more, whoever asked for them. Returns the engine's ids of the unfinished ones."""
+        """Remove requests of any caller. Returns the engine's ids of the unfinished ones."""
         with self._changed:
             unfinished = []
             for request_id in request_ids:
@@ -70,14 +71,14 @@ class SharedSteps:
             return unfinished
 
     def resumed(self) -> None:
-        """After a pause: who waits for another's step has as long as before."""
+        """Restart the timeout of waiting callers after a pause."""
         self._stepped_at = time.monotonic()
 
     def next(self, caller: Caller) -> Any:
-        """The next finished output of the caller's; None where nothing is to come.
+        """Return the caller's next finished output, or None if none is left.
 
-        Raises what a step raised; another's step that failed is the cause of a RuntimeError. Raises TimeoutError when
-        another's step does not end.
+        Raises the error of its own step, a RuntimeError caused by the error of another caller's step, or TimeoutError
+        if another caller's step does not end.
         """
         while not caller.finished:
             if not caller.running:
@@ -99,7 +100,7 @@ class SharedSteps:
         return caller.finished.popleft()
 
     def _wait_to_lead(self, caller: Caller) -> bool:
-        """True: it is on the caller to step. False: there is an output for it, or nothing to wait for."""
+        """Wait. Return True if this caller must run the steps, False if it has an output or nothing to wait for."""
         with self._changed:
             while not self._changed.wait_for(
                 lambda: caller.finished or caller.error or not caller.running or not self._leading, self._timeout_s
@@ -124,5 +125,5 @@ class SharedSteps:
                     del caller.running[output.request_id]
                     caller.finished.append(output)
                     found = True
-            if found:  # there may be hundreds who wait
+            if found:  # hundreds of threads may be waiting
                 self._changed.notify_all()

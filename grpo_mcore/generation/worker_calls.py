@@ -1,18 +1,29 @@
-"""What an engine runs on each of its tensor-parallel ranks."""
+"""Functions that an engine runs on each of its tensor-parallel ranks, with vLLM's worker as first argument: steps of a
+refit, and recording of the experts to which each token was routed.
+
+On GPU vLLM records experts itself; its recorder needs a model runner that its CPU build lacks. Ours uses the routers'
+hook.
+"""
 
 from __future__ import annotations
 
 import os
 import traceback
+from collections.abc import Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
+import numpy as np
+import torch
+from torch import Tensor
+
 
 def refit_step(worker: Any, step: str, argument: Any = None) -> dict[str, Any]:
-    """One step of a weight update through vLLM's worker. Returns the weight-transfer backend's report.
+    """Run one step of a refit through vLLM's worker. Returns the weight-transfer backend's report.
 
-    An error comes back as text under "error": raised, it would leave the other ranks' answers unread in
-    vLLM's queue, and every answer after them would belong to the call before.
+    An error is returned as text under "error". If it were raised, the other ranks' answers would stay in vLLM's queue,
+    and every later call would get the answer of the call before it.
     """
     backend = worker.weight_transfer_engine
     try:
@@ -41,10 +52,51 @@ def refit_step(worker: Any, step: str, argument: Any = None) -> dict[str, Any]:
 
 
 def unlink_shared_segments(worker: Any) -> None:
-    """Remove the names of the segments in which vLLM's CPU ranks exchange data, which vLLM itself never does.
+    """Remove the names of the segments in which vLLM's CPU ranks exchange data, which vLLM never does.
 
-    Every rank has mapped them when the model is loaded; the memory goes with the last rank.
+    Every rank has mapped them once the model is loaded; the memory is freed with the last rank.
     """
     if worker.rank == 0:
         for segment in Path("/dev/shm").glob(f"{os.environ['VLLM_DIST_IDENT']}-*-cpushm_*"):
             segment.unlink()
+
+
+class RouteRecorder:
+    """Experts of every request that has not been taken: int16 [context, layers, experts of a token], -1 in layers
+    without experts. A token that is computed again (preemption, new weights) is recorded again."""
+
+    def __init__(self, runner: Any) -> None:
+        """`runner`: vLLM's model runner."""
+        from vllm.model_executor.layers.fused_moe.runner.moe_runner import MoERunner
+
+        self._runner, config = runner, runner.model_config
+        self._shape = (config.max_model_len, config.get_total_num_hidden_layers(), config.get_num_experts_per_tok())
+        self._found: dict[str, np.ndarray] = {}
+        for module in runner.model.modules():
+            if isinstance(module, MoERunner):
+                module.router.set_capture_fn(partial(self._capture, module.layer_id))
+
+    def _capture(self, layer: int, chosen: Tensor) -> None:
+        """chosen: int [tokens of the step, experts of a token]."""
+        batch, starts = self._runner.input_batch, self._runner.query_start_loc.np
+        values = chosen.to("cpu", torch.int16).numpy()
+        for index, request in enumerate(batch.req_ids):
+            first, rows = int(batch.num_computed_tokens_cpu[index]), values[starts[index] : starts[index + 1]]
+            if request not in self._found:
+                self._found[request] = np.full(self._shape, -1, dtype=np.int16)
+            self._found[request][first : first + len(rows), layer] = rows
+
+    def take(self, requests: Sequence[str]) -> list[np.ndarray | None]:
+        """Return and forget what was recorded for each request; None if nothing was."""
+        return [self._found.pop(request, None) for request in requests]
+
+
+def record_routes(worker: Any) -> None:
+    """Record the experts of all tokens from now on."""
+    worker.route_recorder = RouteRecorder(worker.model_runner)
+
+
+def take_routes(worker: Any, requests: Sequence[str]) -> list[np.ndarray | None]:
+    """Take the records. Only the first rank returns them: all ranks have the same."""
+    found = worker.route_recorder.take(requests)
+    return found if worker.rank == 0 else []
