@@ -14,7 +14,7 @@ from grpo_mcore.recipe.schema.section import NULL, Derived, NonNegative, NonNega
 FILE_DATASETS = ("ResponseDataset", "openai_format", "BinaryPreferenceDataset", "NemoGymDataset")
 # Datasets with a better and a worse answer to each prompt, which neither GRPO nor SFT can use.
 PREFERENCE_DATASETS = ("BinaryPreferenceDataset",)
-# All names of datasets. data/datasets.py loads them.
+# All names of datasets. data/datasets/ loads them.
 DATASETS = (
     *FILE_DATASETS,
     "SlidingPuzzle",

@@ -54,7 +54,7 @@ def sequences_of(cfg: Any, samples: list[Sample]) -> Sequences:
         curr, advantages, ages = s.curr.tolist(), s.columns["advantages"].tolist(), s.columns["ages"].tolist()
         tokens = [Token(t, curr[t], prev[t], gen[t], ref[t], advantages[t], ages[t]) for t in s.trained]
         for token in tokens:
-            # On-policy by force: the previous policy is the current one.
+            # force_on_policy_ratio: the previous policy is the current one.
             token.log_ratio = 0.0 if cfg.force_on_policy_ratio else token.curr - token.prev
         if cfg.sequence_level_importance_ratios and tokens:
             mean = math.fsum(t.log_ratio for t in tokens) / len(tokens)
@@ -175,7 +175,7 @@ def kl_term(cfg: Any, token: Token) -> Term:
     x = x if inside else math.copysign(bound, x)
     factor = math.exp(token.curr - token.gen) if cfg.use_on_policy_kl_approximation else 1.0
     k, slope = kl(cfg.reference_policy_kl_type, x)
-    # f' = f, x' = -1. Past the bound of x both stand still.
+    # f' = f, x' = -1. Beyond the bound of x both are constant.
     term = Term(factor * k, by_curr=factor * (k - slope) if inside else 0.0)
     bound = cfg.kl_output_clamp_value
     return term if bound is None or abs(term.value) <= bound else Term(math.copysign(bound, term.value))

@@ -10,7 +10,7 @@ from grpo_mcore.objective import ClippedPGLossFn, valid_counts
 from .cases import DR_GRPO
 from .samples import all_trained, counts, draw, packed, padded
 
-PAST = 2**24 + 1  # the first integer that float32 has not
+PAST = 2**24 + 1  # the first integer that float32 cannot represent
 
 
 def test_counts_are_those_of_the_samples() -> None:
@@ -28,7 +28,7 @@ def test_counts_above_two_to_the_24_are_summed_exactly() -> None:
         assert (float(seqs), float(toks), toks.dtype) == (1, 1, torch.float64)
         narrow, total = narrow + toks.float(), total + toks
     assert int(total) == 2**24 + 3
-    assert int(narrow) == 2**24  # what a float32 count would have said
+    assert int(narrow) == 2**24  # a float32 count would be wrong
 
 
 def test_a_count_within_a_batch_is_exact_too() -> None:

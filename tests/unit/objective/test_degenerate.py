@@ -37,7 +37,7 @@ def test_nothing_valid_is_a_finite_zero(name: str, layout) -> None:
         assert float(loss.detach()) == 0.0
         assert curr.grad is not None and not curr.grad.any()
         reported = step_metrics([combine_metrics([metrics])])
-        assert set(reported.values()) == {0.0}  # and what has no mean or extreme is left out
+        assert set(reported.values()) == {0.0}  # metrics without a mean or extreme are left out
         assert not [n for n in reported if n.endswith(("_min", "_max", "_p95")) or n.startswith("gen_kl_error/age")]
 
 

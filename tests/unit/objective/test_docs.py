@@ -159,7 +159,7 @@ def test_the_pictures_hold_curves_over_their_whole_range(tmp_path: Path) -> None
     value, implemented, alone = figures["kl"]
     x = value.curves[2].x
     near(implemented.curves[2].y, x.tolist())  # k3 with the score-function term: the gradient of the KL itself
-    near(alone.curves[0].y, [1.0] * len(x))  # k1 without it teaches nothing
+    near(alone.curves[0].y, [1.0] * len(x))  # without it k1 has no effect
     right, wrong, stopped = figures["overlong"][0].curves
     assert (right.y.min(), wrong.y.min(), stopped.y.min()) == (0.0, -1.0, 0.5)  # the penalty has a floor
     PLOT.draw(figures["overlong"], tmp_path / "overlong.png")

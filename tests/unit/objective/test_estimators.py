@@ -103,7 +103,7 @@ def by_token(found: AdvantageEstimate, kls: list[list[float]]) -> list[list[floa
 def test_reinforce_plus_plus_from_sums_is_that_of_tokens(rows: list, minus_baseline: bool, beta: float) -> None:
     ids, rewards, _, valid, kls = columns(rows)
     kl = sample_kl(kls)
-    kl.sum[~valid] = kl.to_go_sum[~valid] = kl.to_go_square[~valid] = math.nan  # nobody looked at failed samples
+    kl.sum[~valid] = kl.to_go_sum[~valid] = kl.to_go_square[~valid] = math.nan  # of failed samples it is unknown
     found = estimate_advantages(
         "reinforce_plus_plus", rewards, ids, valid, minus_baseline=minus_baseline,
         tokens=torch.tensor([len(k) for k in kls]), kl=kl, kl_penalty=beta,
@@ -186,8 +186,8 @@ def test_gdpo_with_a_failed_sample_and_a_reward_that_is_equal_in_a_group() -> No
         rewards_by_name={"right": right, "format": format},
     ).advantages  # fmt: skip
     assert found[[2, 6, 7]].tolist() == [0, 0, 0]  # failed; a group in which everything is equal
-    assert found[4] == -found[5] < 0  # the group whose `right` is equal learns from `format`
-    assert found[0].item() == pytest.approx(found[1].item())  # right and not well formed, or the other way round
+    assert found[4] == -found[5] < 0  # a group with equal `right` learns from `format`
+    assert found[0].item() == pytest.approx(found[1].item())  # correct but badly formatted, or the reverse
     assert found[3] > found[0] and found.sum().item() == pytest.approx(0, abs=1e-12)
     assert found[[0, 1, 3, 4, 5, 6, 7]].std().item() == pytest.approx(1, rel=1e-5)
 
@@ -222,7 +222,7 @@ def test_degenerate_groups(name: str) -> None:
     assert estimate(name, torch.zeros(0), one[:0]).shape == (0,)
     two = torch.tensor([0] * 4 + [1] * 4)
     rewards = torch.tensor([math.nan] * 4 + [1.0, 0.0, 1.0, 1.0])
-    found = estimate(name, rewards, two, ~rewards.isnan())  # one group failed: it changes nothing for the other
+    found = estimate(name, rewards, two, ~rewards.isnan())  # a failed group does not change the other
     alone = estimate(name, rewards[4:], two[4:])
     assert not found[:4].any() and found[4:].tolist() == pytest.approx(alone.tolist(), rel=1e-14)
     rewards = torch.where(valid, torch.tensor([1.0, math.nan] + [0.0, math.nan] * 3), math.nan)

@@ -88,7 +88,7 @@ def test_gradient_is_the_derivative(name: str) -> None:
         ({"disable_ppo_ratio": True, "reference_policy_kl_type": "k1"}, [(-2 + 0.014) / 2, (2 + 0.014) / 2]),
         ({"disable_ppo_ratio": True, "reference_policy_kl_type": "k2"}, [(-2 + 0.0048) / 2, (2 + 0.0048) / 2]),
         ({"disable_ppo_ratio": True, "reference_policy_kl_type": "k3"}, [(-2 + 0.004) / 2, (2 + 0.004) / 2]),
-        # At the input clamp nothing of the KL moves; the bounds are on |x| = 0.4.
+        # At the input clamp the KL is constant; the bounds are on |x| = 0.4.
         ({"disable_ppo_ratio": True, "kl_input_clamp_value": 0.39}, [-2 / 2, 2 / 2]),
         ({"disable_ppo_ratio": True, "kl_input_clamp_value": 0.41}, [(-2 + 0.004) / 2, (2 + 0.004) / 2]),
     ],

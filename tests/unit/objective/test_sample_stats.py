@@ -76,7 +76,7 @@ def test_statistics_and_kl_to_go_in_every_layout(seed: int, count: int, kind: st
         for row, (_, to_go) in zip(found, expected, strict=True):
             assert row.tolist() == pytest.approx(to_go, rel=1e-12, abs=1e-12)
         bits = bits or [row.tolist() for row in found]
-        assert bits == [row.tolist() for row in found]  # to the last digit, whatever the layout
+        assert bits == [row.tolist() for row in found]  # bit-identical in every layout
 
 
 def test_a_long_sequence_beside_another() -> None:

@@ -22,7 +22,7 @@ data:
 def test_one_loader_a_dataset(load) -> None:
     data = load(TEXT).config.data
     assert (data.use_multiple_dataloader, data.num_prompts_per_dataloader, data.custom_dataloader) == (True, 16, None)
-    # As the documents write it, on the command line.
+    # As in the documents, on the command line.
     words = ("grpo.num_prompts_per_step=64", "data.num_prompts_per_dataloader=16", "data.custom_dataloader=my.mix")
     assert load(TEXT, *words).config.data.custom_dataloader == "my.mix"
 
