@@ -248,6 +248,7 @@ def serve(descriptor: int) -> None:
     except (EOFError, OSError):
         pass  # the run has ended
     finally:
+        connection.close()  # first: the run need not wait for what follows
         pool.stop()
         pool.join()
 
