@@ -98,7 +98,9 @@ def grpo_train(
     ledger_folder = checkpointer.folder if config.checkpointing.enabled else logger.log_dir
     record = start_record(config, dataloader, ledger_folder, report, position, validates=val_dataloader is not None)
     refit = partial(refit_engines, policy, engines, config, record.restarted)
-    faults = {"restore_engines": partial(refit, lost_only=True), "on_restart": record.restarted}
+    faults = {
+        "restore_engines": partial(refit, lost_only=True), "on_restart": record.restarted, "waiting": stop.waiting,
+    }  # fmt: skip
     rollouts = make_rollouts(config, engines, task_to_env, tokenizer, record, faults)
     sampling = sampling_of(config.policy.generation, tokenizer.eos_token_id)
     generate = partial(rollouts.dispatch, sampling=sampling, generations=config.grpo.num_generations_per_prompt)

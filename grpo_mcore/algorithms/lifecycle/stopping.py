@@ -17,7 +17,7 @@ logger = logging.getLogger(__name__)
 
 
 class StopNow(BaseException):
-    """Raised in the main thread to interrupt a wait, only inside `StopRequest.interruptible`."""
+    """Raised in the main thread to interrupt a wait, only inside `StopRequest.waiting`."""
 
 
 class StopRequest:
@@ -29,7 +29,7 @@ class StopRequest:
         self._reason: str | None = None
         self._save_by = save_by
         self._heeded = 0
-        self._interruptible = False
+        self._interruptible = self._waiting = False
 
     @property
     def reason(self) -> str | None:
@@ -45,7 +45,7 @@ class StopRequest:
     def ask(self, reason: str, *, at_once: bool = False) -> None:
         self._reason = self._reason or reason
         self.at_once = self.at_once or at_once
-        if at_once and self._interruptible:
+        if at_once and self._waiting:
             raise StopNow
 
     @contextmanager
@@ -58,8 +58,8 @@ class StopRequest:
             self._heeded -= 1
 
     def interruptible(self, wait: Callable[[], T]) -> T | None:
-        """Return what `wait` returns, or None where an urgent request has interrupted it or was there before. The
-        caller must not depend on what an interrupted `wait` has done."""
+        """Return what `wait` returns, or None where an urgent request was there before or has interrupted it at one of
+        its `waiting` blocks."""
         if self.at_once:
             return None
         self._interruptible = True
@@ -69,6 +69,18 @@ class StopRequest:
             return None
         finally:
             self._interruptible = False
+
+    @contextmanager
+    def waiting(self) -> Iterator[None]:
+        """Mark the block in which an interruptible wait only waits. An urgent request raises nowhere else: between the
+        reads of a stream it would leave the rollouts half updated, and they go on while the checkpoint is saved."""
+        self._waiting = self._interruptible
+        try:
+            if self._waiting and self.at_once:
+                raise StopNow
+            yield
+        finally:
+            self._waiting = False
 
 
 @contextmanager

@@ -38,22 +38,43 @@ def test_in_a_thread_it_is_asked_by_hand() -> None:
     assert reasons == ["enough"]
 
 
-def test_sigterm_cuts_a_wait_short_where_a_loop_runs() -> None:
+def test_sigterm_interrupts_a_wait_of_a_running_loop() -> None:
     stop = StopRequest()
 
     def wait() -> str:
-        os.kill(os.getpid(), signal.SIGTERM)
-        time.sleep(60)
+        with stop.waiting():
+            os.kill(os.getpid(), signal.SIGTERM)
+            time.sleep(60)
         return "over"
 
     with on_sigterm(stop), stop.heeded():
         assert stop.interruptible(lambda: "in time") == "in time"
         assert stop.interruptible(wait) is None
         assert stop.at_once and stop.reason == "SIGTERM asked the run to stop"
-        assert stop.interruptible(wait) is None  # it is not begun
+        assert stop.interruptible(wait) is None  # it does not begin
         with pytest.raises(KeyboardInterrupt):
             os.kill(os.getpid(), signal.SIGTERM)
             time.sleep(60)
+
+
+def test_sigterm_between_waits_interrupts_the_next_one() -> None:
+    """What the loop does with a sample that has arrived is never interrupted."""
+    stop, done = StopRequest(), []
+
+    def read_two_samples() -> str:
+        with stop.waiting():
+            done.append("first is ready")
+        os.kill(os.getpid(), signal.SIGTERM)
+        done.append("first is read")
+        with stop.waiting():
+            done.append("second is ready")
+        return "over"
+
+    with on_sigterm(stop), stop.heeded():
+        assert stop.interruptible(read_two_samples) is None
+    assert done == ["first is ready", "first is read"]
+    with stop.waiting():  # outside of an interruptible wait nothing is raised
+        pass
 
 
 def test_sigterm_outside_of_a_wait_only_asks() -> None:
