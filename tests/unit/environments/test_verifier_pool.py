@@ -110,9 +110,9 @@ def test_processes_that_were_killed_are_replaced(victim: str) -> None:
         host, server, workers = pool_processes(pool)
         for process in {"host": [host], "fork server": [server], "idle workers": workers}[victim]:
             process.kill()
+        assert len(workers) == 2 and not processes.wait(workers, 10.0)
         for _ in range(2):
             assert [result.value for result in pool.run([("square", n) for n in range(4)])] == [0, 1, 4, 9]
-        assert len(workers) == 2 and not processes.wait(workers, 10.0)
 
 
 def test_a_job_whose_host_was_killed_is_done_by_the_next() -> None:
