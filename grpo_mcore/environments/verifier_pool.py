@@ -30,7 +30,7 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Sequence
-from concurrent.futures import Future
+from concurrent.futures import Future, wait
 from concurrent.futures.process import BrokenProcessPool
 from dataclasses import dataclass
 from functools import partial
@@ -263,11 +263,17 @@ def _end_with(parent: int) -> None:
 
 def _wait_until_ready(pool: pebble.ProcessPool, spec: WorkerSpec) -> tuple[str, str]:
     """Return "ready", "not loaded" or "not started", and the problem."""
+    deadline = time.monotonic() + spec.start_s
     try:
-        problem = pool.schedule(_load_problem).result(spec.start_s)
+        answer = pool.schedule(_load_problem)
+        while not answer.done() and time.monotonic() < deadline:
+            wait([answer], _POLL_S)
+            if not pool.active and not answer.done():  # Pebble may give up before it has seen the task
+                raise BrokenProcessPool("all workers ended")
+        if not answer.done():
+            return "not started", f"none is ready after {spec.start_s:g} s"
+        problem = answer.result()
         return "not loaded" if problem else "ready", problem
-    except TimeoutError:
-        return "not started", f"none is ready after {spec.start_s:g} s"
     except (BrokenProcessPool, RuntimeError, OSError) as error:
         for module in spec.preload:  # a fork server that cannot import one ends without a word
             try:
