@@ -1,7 +1,7 @@
-"""What vLLM computes with that no checkpoint holds: tensors that one of its modules derives from another's weight.
+"""Tensors that vLLM derives from another module's weight and that no checkpoint holds.
 
 Latent attention multiplies by parts of `kv_b_proj`, and a Mamba2 mixer convolves with a view of `conv1d.weight`. Both
-must follow when that weight is exchanged.
+must be updated when that weight is exchanged.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from grpo_mcore.refit.exchange import Exchange, exchange_attributes, exchange_pa
 
 
 class DerivedWeights:
-    """Of one model, in number format `dtype`. `parameters`: ids of the derived ones; no plan fills them."""
+    """Derived weights of one model, in `dtype`. `parameters`: ids of derived parameters, which no plan fills."""
 
     def __init__(self, model: nn.Module, dtype: torch.dtype) -> None:
         self._dtype = dtype
@@ -28,7 +28,7 @@ class DerivedWeights:
         }
 
     def follow(self, module: nn.Module, shadow: nn.Module, plain: Tensor | None) -> Iterator[Exchange]:
-        """What else is to be exchanged when `module` becomes `shadow`; `plain`: its new weight, not packed."""
+        """Yield what else must be exchanged when `module` becomes `shadow`. `plain`: its new weight, not packed."""
         if plain is not None and id(module) in self._mixers:
             live = self._mixers[id(module)]._buffers["conv_weights"]
             assert live is not None
@@ -56,7 +56,7 @@ class DerivedWeights:
 
 
 def _follows_by_itself(derived: Tensor, module: nn.Module) -> bool:
-    """On CUDA the contents of a weight are exchanged: what is a view of it has them too."""
+    """Return whether `derived` is a view of the weight on CUDA, where contents are exchanged and views see them."""
     weight = module._parameters["weight"]
     assert weight is not None
     return derived.is_cuda and derived.untyped_storage().data_ptr() == weight.untyped_storage().data_ptr()

@@ -1,7 +1,7 @@
-"""The weights of one vLLM rank: slices are gathered beside the ones in use, and exchanged with them in one go.
+"""The weights of one vLLM rank: new slices are collected next to the weights in use, then all are exchanged at once.
 
-vLLM's CPU build computes with packed copies of its linear weights and drops the plain ones. So a layer is packed, on a
-shadow of it, as soon as its slices are complete, and the exchange only swaps what the layer refers to.
+vLLM's CPU build computes with packed copies of its linear weights and drops the plain ones. So a shadow of each layer
+is packed as soon as its slices are complete, and the exchange only swaps what the layer refers to.
 """
 
 from __future__ import annotations
@@ -34,8 +34,8 @@ from grpo_mcore.refit.proof import Sums, checksum
 
 @dataclass(eq=False)
 class Target:
-    """One parameter that slices arrive for, in the shape in which vLLM loads it. `used_by`: the modules that use it,
-    with its name there; tied embeddings have two."""
+    """One parameter to fill, in the shape in which vLLM loads it. `used_by`: the modules that use it, with its name
+    there; tied embeddings have two."""
 
     name: str
     shape: tuple[int, ...]
@@ -46,7 +46,7 @@ class Target:
     tensor: Tensor | None = None
     borrowed: bool = False  # `tensor` is a view of the buffer
     arrived: int = 0
-    copies: list[tuple[tuple[int, int, int], Box, torch.dtype]] = field(default_factory=list)  # to be summed up
+    copies: list[tuple[tuple[int, int, int], Box, torch.dtype]] = field(default_factory=list)  # need a checksum
 
     @property
     def complete(self) -> bool:
@@ -54,9 +54,9 @@ class Target:
 
 
 class EngineWeights:
-    """`receive` for every copy of a bucket, `settle` at its end; then `exchange` puts all of it to use, and a second
-    `exchange` takes it back. With `in_place` off memory for a second copy of the weights is needed; with it each layer
-    is exchanged as soon as it is complete, and there is no way back."""
+    """Collects new weights: `receive` for each copy of a bucket, `mark_done` after the bucket; finally `exchange` puts
+    all to use, and a second `exchange` undoes that. Needs memory for a second copy of the weights, except with
+    `in_place`: then each layer is exchanged as soon as it is complete, which cannot be undone."""
 
     def __init__(
         self,
@@ -68,8 +68,7 @@ class EngineWeights:
         *,
         in_place: bool,
     ) -> None:
-        """`dtype`: the engine's. Raises RefitError for parameters that the plan does not fill, or that slices cannot be
-        put into."""
+        """`dtype`: the engine's. Raises RefitError if a parameter stays unfilled or cannot take slices."""
         self._model, self._device, self.in_place = model, device, in_place
         self.wholes: dict[str, Tensor] = {}  # tensors for vLLM's own loading
         self._whole_shapes: dict[str, list[int]] = {}
@@ -129,7 +128,7 @@ class EngineWeights:
         return targets
 
     def _find_layers(self) -> dict[str, list[Target]]:
-        """Target -> all targets of its module: they are put to use together (a bias is packed with its weight)."""
+        """Return, for each target's name, all targets of its module: a bias is packed with its weight."""
         by_module: dict[int, list[Target]] = {}
         for target in self._targets.values():
             by_module.setdefault(id(target.used_by[0][0]), []).append(target)
@@ -140,8 +139,8 @@ class EngineWeights:
     def receive(
         self, key: tuple[int, int, int], name: str, box: Box, values: Tensor, summed: torch.dtype | None
     ) -> None:
-        """Takes the slice `box` of the parameter `name`, or of a whole tensor. `values`: a view of the buffer.
-        `summed`: the format in which its checksum is wanted, None where it is not."""
+        """Take the slice `box` of the parameter `name`, or of a whole tensor. `values`: a view of the buffer.
+        `summed`: dtype of the checksum; None: no checksum."""
         if name.startswith(WHOLE):
             self._receive_whole(name.removeprefix(WHOLE), box, values)
             return
@@ -168,13 +167,13 @@ class EngineWeights:
         self.wholes[name][_index(box)] = values
 
     def mark_done(self) -> None:
-        """The buffer will be written again: what still views it is copied."""
+        """Copy whatever still views the buffer, which will be overwritten."""
         for target in self._targets.values():
             if target.borrowed and target.tensor is not None:
                 target.tensor, target.borrowed = target.tensor.clone(), False
 
     def tied(self) -> dict[str, list[nn.Module]]:
-        """Name of a parameter with several used_by -> the modules beside the first that compute with a packed copy."""
+        """Return, for each parameter of several modules, those after the first that compute with a packed copy."""
         found: dict[int, tuple[str, list[nn.Module]]] = {}
         for path, module in self._model.named_modules():
             for name, parameter in module.named_parameters(recurse=False):
@@ -194,7 +193,7 @@ class EngineWeights:
         return [target.name for target in self._targets.values() if not target.complete]
 
     def _finish(self, layer: Sequence[Target]) -> None:
-        """All slices of a module have come: check and prepare what it will refer to."""
+        """Compute the checksums of a complete module, and prepare its exchange."""
         for target in layer:
             assert target.tensor is not None
             for key, box, dtype in target.copies:
@@ -222,13 +221,13 @@ class EngineWeights:
                 self._exchanges.append(exchange)
 
     def _to_prepare(self, target: Target) -> list[tuple[nn.Module, str]]:
-        """The used_by of a target whose modules have to be prepared for it. Another one that is prepared for parameters
-        of its own only refers to it (experts to the bias of their router)."""
+        """Return the users of a target whose modules must be prepared for it. A module that is prepared for its own
+        parameters only refers to this one (experts to the bias of their router)."""
         first, *others = target.used_by
-        return [first, *(home for home in others if id(home[0]) not in self._layers_of)]
+        return [first, *(user for user in others if id(user[0]) not in self._layers_of)]
 
     def _prepare(self, module: nn.Module, shadow: nn.Module) -> Iterable[Exchange]:
-        """What is to be exchanged for `module` to become `shadow`, once vLLM has processed that."""
+        """Let vLLM process `shadow`, and yield the exchanges that make `module` equal to it."""
         method = getattr(module, "quant_method", None)
         # vLLM looks embeddings up in the plain weight; a head of its own has the packed one.
         lookup = type(module) is VocabParallelEmbedding and self._has_head
@@ -243,7 +242,7 @@ class EngineWeights:
         yield from exchange_parameters(module, shadow)
 
     def exchange(self) -> None:
-        """New for old, or old for new. After an error everything is as it was."""
+        """Swap new for old weights, or old for new. An error leaves everything as it was."""
         done: list[Exchange] = []
         try:
             for exchange in self._exchanges:
@@ -272,7 +271,7 @@ def _loaded_elements(module: nn.Module, loaded: Tensor) -> int:
 
 
 def _elements(used_by: dict[int, list[tuple[nn.Module, str]]], parameter: nn.Parameter) -> int:
-    """Elements of a parameter that a checkpoint would fill."""
+    """Return the number of elements of a parameter that a checkpoint would fill."""
     module, attribute = used_by[id(parameter)][0]
     recorded = get_layerwise_info(module).restore_metadata[0].get(attribute)
     return _loaded_elements(module, parameter if recorded is None else recorded)

@@ -1,4 +1,4 @@
-"""Exchanges of what a vLLM model computes with: run once they bring the new values in, run again the old ones."""
+"""Exchanges of values that a vLLM model computes with: one run brings in the new values, a second the old ones."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ _MISSING = object()
 
 
 class Exchange(ABC):
-    key: Any  # of what is exchanged: two exchanges of one thing have the same
+    key: Any  # identifies what is exchanged
 
     @abstractmethod
     def run(self) -> None: ...
@@ -34,7 +34,7 @@ class _Attribute(Exchange):
 
 
 class _Swap(Exchange):
-    """On CPU nothing holds on to the memory of a parameter."""
+    """Replaces the memory of a parameter: on CPU nothing else refers to it."""
 
     def __init__(self, live: Tensor, value: Tensor) -> None:
         self.key = id(live)
@@ -47,7 +47,7 @@ class _Swap(Exchange):
 
 
 class _Copy(_Swap):
-    """CUDA graphs read the memory that was there when they were captured: its contents are exchanged."""
+    """Exchanges the contents: CUDA graphs read the memory that they were captured with."""
 
     def run(self) -> None:
         old = self._live.data.clone()
@@ -56,7 +56,7 @@ class _Copy(_Swap):
 
 
 def shadow_of(module: nn.Module) -> nn.Module:
-    """A module of the same class and settings whose parameters and attributes can be set without touching it."""
+    """Return a module of the same class and settings whose parameters and attributes can be set independently."""
     shadow = object.__new__(type(module))
     shadow.__dict__.update(module.__dict__)
     for name in ("_parameters", "_buffers", "_modules"):
@@ -65,12 +65,12 @@ def shadow_of(module: nn.Module) -> nn.Module:
 
 
 def exchange_tensor(live: Tensor, value: Tensor) -> Exchange:
-    """`value` for what `live` holds."""
+    """Return the exchange of `live`'s contents with `value`."""
     return _Swap(live, value) if live.device.type == "cpu" else _Copy(live, value)
 
 
 def exchange_parameters(live: nn.Module, shadow: nn.Module) -> Iterator[Exchange]:
-    """Every parameter of `shadow` that is another one in `live`."""
+    """Yield an exchange for every parameter in which `shadow` differs from `live`."""
     for name, parameter in shadow._parameters.items():
         ours = live._parameters.get(name)
         if parameter is not None and ours is not None and parameter is not ours:
@@ -78,7 +78,7 @@ def exchange_parameters(live: nn.Module, shadow: nn.Module) -> Iterator[Exchange
 
 
 def exchange_attributes(live: Any, shadow: Any) -> Iterator[Exchange]:
-    """Every attribute of `shadow` that is not one of modules and parameters, and another one in `live`."""
+    """Yield an exchange for every attribute in which `shadow` differs from `live`, except modules and parameters."""
     for name, value in shadow.__dict__.items():
         if name not in _STRUCTURE and live.__dict__.get(name, _MISSING) is not value:
             yield _Attribute(live.__dict__, name, value)

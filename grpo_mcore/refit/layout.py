@@ -1,6 +1,6 @@
-"""Who holds which slice of a model: the ranks of the policy in Megatron-Core, the ranks of one engine in vLLM.
+"""Layouts: which slices of a model the policy's ranks hold in Megatron-Core, and one engine's ranks in vLLM.
 
-Both are read off the families' declaration; no process group and no model is needed.
+Both follow from the model families' declarations, without a process group or a model.
 """
 
 from __future__ import annotations
@@ -16,16 +16,16 @@ from grpo_mcore.families import ModelShape, Param, Piece, Split, Stage, engine_p
 from grpo_mcore.families.shards import stage_layers
 
 WHOLE = "hf:"
-"""Prefix of a destination that is not an engine parameter but a whole tensor for vLLM's own loading."""
+"""Prefix of destinations that are whole tensors for vLLM's own loading instead of engine parameters."""
 
 
 class LayoutError(ValueError):
-    """Parallel sizes that do not fit each other or the model."""
+    """The parallel sizes do not fit each other or the model."""
 
 
 @dataclass(frozen=True)
 class Part:
-    """One of the slices that a parameter is cut into on the policy. `ranks` all hold it, as their `name`."""
+    """One slice of a parameter on the policy. All of `ranks` hold it, under `name`."""
 
     name: str
     ranks: tuple[int, ...]
@@ -37,8 +37,8 @@ class TrainerLayout:
     """Sizes of the policy's parallel dimensions. Ranks run tensor, context, data, then pipeline; experts lie across
     the tensor x context x data ranks of a stage: expert-tensor first, then expert, then their replicas.
 
-    `virtual`: model chunks on each pipeline rank; `expert_tensor` 0 means as `tensor`. `first_layers`, `last_layers`:
-    layers of the first and last pipeline stage, where they have another number than the others.
+    `virtual`: model chunks on each pipeline rank; `expert_tensor` 0: same as `tensor`. `first_layers`, `last_layers`:
+    number of layers of the first and last pipeline stage if it differs from the others.
     """
 
     tensor: int = 1
@@ -70,15 +70,15 @@ class TrainerLayout:
         return self.stage_ranks * self.pipeline
 
     def split(self, param: Param) -> int:
-        """Into how many slices the parameter is cut."""
+        """Return the number of slices that the parameter is cut into."""
         if param.split is Split.REPLICATED:
             return 1
         return self.expert_split if param.expert else self.tensor
 
     def parts(self, param: Param, shape: ModelShape) -> list[Part]:
-        """Every slice of the parameter, with the ranks that hold it. Raises LayoutError or FamilyError where it cannot
-        be cut."""
-        stage, name = self._home(param, shape.num_layers)
+        """Return every slice of the parameter with the ranks that hold it. Raises LayoutError or FamilyError if it
+        cannot be cut."""
+        stage, name = self._stage_and_name(param, shape.num_layers)
         first, width = stage * self.stage_ranks, self.split(param)
         if param.expert is None:
             groups = [list(range(first + part, first + self.stage_ranks, width)) for part in range(width)]
@@ -98,8 +98,8 @@ class TrainerLayout:
             ]
         return [Part(name, tuple(ranks), part) for part, ranks in enumerate(groups)]
 
-    def _home(self, param: Param, num_layers: int) -> tuple[int, str]:
-        """(pipeline stage, name of the parameter there)."""
+    def _stage_and_name(self, param: Param, num_layers: int) -> tuple[int, str]:
+        """Return (pipeline stage, name of the parameter there)."""
         chunks = self.pipeline * self.virtual
         layer = 0
         if param.stage is Stage.LAYER:
@@ -126,8 +126,8 @@ class TrainerLayout:
 @dataclass(frozen=True)
 class EngineLayout:
     """The ranks of one engine: tensor first, then data. With `expert_parallel` each rank has whole experts, else
-    a slice of every one. `nodes`: on which one engine lies, as many ranks on each, in their order. `replicas`: engines
-    on a node, or on those nodes; they read the same bytes."""
+    a slice of every one. `nodes`: number of nodes of one engine, over which its ranks are spread evenly and in order.
+    `replicas`: engines on the same node or nodes; they read the same bytes."""
 
     tensor: int = 1
     data: int = 1
@@ -137,11 +137,11 @@ class EngineLayout:
 
     @property
     def ranks(self) -> int:
-        """Of one engine."""
+        """Number of ranks of one engine."""
         return self.tensor * self.data
 
     def split(self, param: Param) -> int:
-        """Into how many slices the parameter is cut."""
+        """Return the number of slices that the parameter is cut into."""
         if param.engine_split is Split.REPLICATED or param.engine is None:
             return 1
         if param.expert:
@@ -149,7 +149,7 @@ class EngineLayout:
         return self.tensor
 
     def readers(self, param: Param) -> list[tuple[int, ...]]:
-        """The engine ranks that read each slice of the parameter, by slice."""
+        """Return the engine ranks that read each slice of the parameter, by slice."""
         if param.expert and param.engine is not None:
             index, count = param.expert
             if self.expert_parallel:
@@ -161,8 +161,8 @@ class EngineLayout:
         return [tuple(range(part, self.ranks, width)) for part in range(width)]
 
     def places(self, param: Param, shape: ModelShape, part: int) -> list[tuple[str, Piece]]:
-        """(destination, slice) for a reader of slice `part`. A destination is an engine parameter, or `WHOLE` and a
-        tensor's name. An expert's slice of an engine parameter has one more dimension in front: the expert.
+        """Return (destination, slice) for a reader of slice `part`. A destination is an engine parameter, or `WHOLE` +
+        a tensor's name. An expert's slice of an engine parameter has one more dimension in front: the expert.
         """
         if param.engine is None:
             boxes = {tensor.name: tuple((0, size) for size in tensor.shape) for tensor in param.hf}
@@ -175,7 +175,7 @@ class EngineLayout:
         return [(param.engine, piece) for piece in found]
 
     def bytes_by_rank(self, params: Iterable[Param], shape: ModelShape, width: Callable[[Param], int]) -> list[int]:
-        """What each rank reads of all these parameters. `width`: bytes of an element."""
+        """Return the bytes that each rank reads of all these parameters. `width`: bytes of an element."""
         alike: dict[object, tuple[Param, int]] = {}  # one of each kind, and the width of all of them
         for param in params:
             shapes, expert = tuple(tensor.shape for tensor in param.hf), param.expert is not None
@@ -201,7 +201,7 @@ class EngineLayout:
 
 @lru_cache(maxsize=8)  # asked for each of a model's parameters
 def _first_layers(layout: TrainerLayout, num_layers: int) -> list[int]:
-    """Of every model chunk, its first layer."""
+    """Return the first layer of every model chunk."""
     first, last = layout.first_layers or None, layout.last_layers or None
     counts = [len(layers) for layers in stage_layers(num_layers, layout.pipeline, first, last)]
     if any(count % layout.virtual for count in counts):
@@ -211,5 +211,5 @@ def _first_layers(layout: TrainerLayout, num_layers: int) -> list[int]:
 
 
 def trainer_pieces(layout: TrainerLayout, param: Param, shape: ModelShape, part: int) -> list[Piece]:
-    """The slices of the Hugging Face tensors in slice `part` of the policy's parameter."""
+    """Return the slices of the Hugging Face tensors in slice `part` of the policy's parameter."""
     return pieces(param, shape, part, layout.split(param))

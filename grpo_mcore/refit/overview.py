@@ -1,4 +1,4 @@
-"""What a refit will move, for people: bytes by link and by rank, the buffer, the floor, and a picture of it."""
+"""Overview of what a refit moves: bytes by pair of ranks and by rank, buffer, fastest possible time, a picture."""
 
 from __future__ import annotations
 
@@ -16,15 +16,15 @@ from grpo_mcore.refit.layout import EngineLayout, TrainerLayout
 from grpo_mcore.refit.plan import DTYPE_BYTES, GIB, RefitPlan, plan_refit, read_bytes, wire_dtype
 
 LINKS = {"a 400 Gb/s network card": 50e9, "NVLink of an H100": 450e9}
-"""Bytes/s and direction, for the floor."""
+"""Bytes/s in one direction, for the fastest possible time."""
 SHOWN = 16
-"""Ranks that are listed one by one."""
+"""Maximum number of ranks that are listed one by one."""
 
 
 @dataclass(frozen=True)
 class Overview:
-    """A plan with what it is of. Every node has the same engines, and the plan brings the weights to each node once; or
-    each engine lies on as many nodes, and each of these gets what is read there."""
+    """A plan with its layouts. All nodes have the same engines and get the weights once; if an engine spans several
+    nodes, each gets what is read there."""
 
     trainer: TrainerLayout
     engine: EngineLayout
@@ -45,7 +45,7 @@ class Overview:
         nodes: int = 1,
         params: Sequence[Param] | None = None,
     ) -> Overview:
-        """`params`: in place of the family's own. Raises RefitError, LayoutError."""
+        """Plan a refit. `params`: instead of the family's own. Raises RefitError, LayoutError."""
         began = time.perf_counter()
         params = params_of(shape) if params is None else params
         plan = plan_refit(params, shape, trainer, engine, dtype=dtype, buffer_bytes=int(buffer_gb * GIB))
@@ -66,7 +66,7 @@ class Overview:
 
     def traffic(self) -> np.ndarray:
         """int64 [policy ranks, nodes / nodes of an engine, ranks of an engine]: bytes that a rank reads of what a
-        policy rank wrote. A slice that several policy ranks hold comes to each node from another of them."""
+        policy rank wrote. Nodes share the policy ranks that hold the same slice."""
         shape = self.trainer.world_size, self.nodes // self.engine.nodes, self.engine.ranks
         found = np.zeros(shape, dtype=np.int64)
         deliveries = Deliveries(self.plan, (), self.readers)
@@ -83,7 +83,7 @@ class Overview:
         return found
 
     def sent(self) -> np.ndarray:
-        """int64 [policy ranks]: bytes that each writes, over all nodes."""
+        """Return int64 [policy ranks]: bytes that each writes, over all nodes."""
         found = np.zeros(self.trainer.world_size, dtype=np.int64)
         deliveries = Deliveries(self.plan, (), self.readers)
         for block in self.plan.blocks():
@@ -92,7 +92,7 @@ class Overview:
         return found
 
     def text(self) -> str:
-        """Several lines."""
+        """Return the overview as several lines of text."""
         plan, links, sent = self.plan, self.traffic(), self.sent()
         moved = plan.block_bytes
         read = links.sum(axis=0)  # [engines, ranks]
@@ -125,7 +125,7 @@ class Overview:
 
 
 def draw(path: Path, overview: Overview) -> None:
-    """A PNG: who writes, and which engine rank reads how much of it. Needs no display."""
+    """Draw a PNG of what each policy rank writes and each engine rank reads. Needs no display."""
     from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure
     from matplotlib.ticker import MaxNLocator
@@ -152,7 +152,7 @@ def draw(path: Path, overview: Overview) -> None:
 
 
 def _table(links: np.ndarray, span: int) -> list[str]:
-    """Bytes by link, one line a policy rank. `span`: nodes of one engine."""
+    """Return bytes by pair of ranks, one line for each policy rank. `span`: nodes of one engine."""
     _, engines, ranks = links.shape
     names = [
         f"node {engine * span + rank * span // ranks} rank {rank}" if engines * span > 1 else f"rank {rank}"

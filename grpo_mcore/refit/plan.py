@@ -1,4 +1,4 @@
-"""Which bytes move from which policy rank to which engine rank: pure, torch-free, the same on every side.
+"""Plan which bytes move from which policy rank to which engine rank. Pure, torch-free, the same in every process.
 
 A policy rank copies blocks of its own parameters into a buffer; every engine rank copies what it needs of each block to
 its place in its own parameters. The buffer has two halves used in turn, so that one bucket of blocks is filled while
@@ -24,7 +24,7 @@ ALIGNMENT = 64
 
 
 class RefitError(RuntimeError):
-    """A refit that cannot be planned, or that failed: the message names the tensor or bucket."""
+    """A refit cannot be planned, or failed; the message names the tensor or bucket."""
 
 
 class Read(NamedTuple):
@@ -53,12 +53,12 @@ class Block(NamedTuple):
 
 
 def read_bytes(block: Block, read: Read) -> int:
-    """Of one copy."""
+    """Return the bytes of one copy."""
     return _volume(read.at) * DTYPE_BYTES[block.dtype]
 
 
 class Bucket(NamedTuple):
-    """What is filled, and then read, in one go. `nbytes` includes the alignment gaps."""
+    """Blocks that are filled, then read, together. `nbytes` includes the alignment gaps."""
 
     blocks: tuple[Block, ...]
     nbytes: int
@@ -68,8 +68,8 @@ class Bucket(NamedTuple):
 class RefitPlan:
     """Every byte that an engine needs exactly once, in buckets that fit half the buffer.
 
-    `half_bytes`: the largest bucket. Bucket i lies in half i % 2 of the buffer. `dtype`: of all blocks but those of
-    parameters that are float32 whatever the precision.
+    `half_bytes`: the largest bucket. Bucket i lies in half i % 2 of the buffer. `dtype`: of all blocks except those
+    of parameters that always are float32.
     """
 
     buckets: tuple[Bucket, ...]
@@ -89,7 +89,7 @@ class RefitPlan:
 
     @cached_property
     def fallbacks(self) -> tuple[str, ...]:
-        """The Hugging Face tensors that travel whole, for vLLM's own loading to split."""
+        """The Hugging Face tensors that are sent whole, for vLLM's own loading."""
         return tuple(name.removeprefix(WHOLE) for name in self.destinations if name.startswith(WHOLE))
 
     @cached_property
@@ -116,7 +116,7 @@ class RefitPlan:
         return json.dumps(plain, separators=(",", ":"))
 
     def to_json(self) -> str:
-        """Canonical: two equal plans give the same text."""
+        """Return the plan as canonical JSON: equal plans give equal text."""
         return self._json
 
     @classmethod
@@ -147,7 +147,7 @@ class RefitPlan:
 def plan_model_refit(
     shape: ModelShape, trainer: TrainerLayout, engine: EngineLayout, *, dtype: str, buffer_bytes: int
 ) -> RefitPlan:
-    """`plan_refit` of every parameter of a model; computed once for the same arguments."""
+    """Return `plan_refit` of all parameters of a model, cached by arguments."""
     return plan_refit(params_of(shape), shape, trainer, engine, dtype=dtype, buffer_bytes=buffer_bytes)
 
 
@@ -162,11 +162,11 @@ def plan_refit(
     alignment: int = ALIGNMENT,
     copies: bool = True,
 ) -> RefitPlan:
-    """Every slice of `params` from the least loaded of the policy ranks that hold it to the engine ranks that need it.
+    """Plan each slice of `params` from the least loaded policy rank that holds it to the engine ranks that need it.
 
-    `dtype`: "bfloat16" or "float32", of the bytes that move; parameters that are float32 whatever the precision stay
-    so. Blocks start at multiples of `alignment` bytes; those of one parameter share a bucket where one holds them all,
-    and a block larger than half the buffer is cut by rows. `copies` False: blocks without their reads, to be counted.
+    `dtype`: "bfloat16" or "float32", of the bytes that move; parameters that always are float32 stay so.
+    Blocks start at multiples of `alignment` bytes. Those of one parameter share a bucket if they fit, and a block
+    larger than half the buffer is cut by rows. `copies` False: omit the blocks' reads, for callers that only count blocks.
     Raises RefitError for a row larger than that, a slice that nobody holds or reads, or no parameters; LayoutError.
     """
     moved = [param for param in params if not param.copy]
@@ -208,20 +208,20 @@ def plan_refit(
 
 
 def wire_dtype(param: Param, dtype: str) -> str:
-    """In which format a parameter moves in a refit in `dtype`."""
+    """Return the dtype in which a parameter is sent in a refit in `dtype`."""
     return "float32" if param.travels_in_float32 and DTYPE_BYTES[dtype] < DTYPE_BYTES["float32"] else dtype
 
 
 class _Template(NamedTuple):
-    """What moves of one slice of a parameter, the same in every layer: (reader's slice, number of the destination,
-    box in it, box in the block) of each copy."""
+    """The copies of one slice of a parameter, equal in all layers: (reader's slice, number of the destination, box in
+    it, box in the block)."""
 
     box: Box
     reads: list[tuple[int, int, Box, Box]]
 
 
 def _templates(param: Param, shape: ModelShape, trainer: TrainerLayout, engine: EngineLayout) -> list[_Template]:
-    """For each slice of the policy's parameter. Every overlap of a held and a needed slice is one copy."""
+    """Return a template for each slice of the policy's parameter. Each overlap of held and needed slices is a copy."""
     names, expert = _destinations(param, engine)
     needed = [engine.places(param, shape, reader) for reader in range(engine.split(param))]
     got = [0] * len(needed)
@@ -258,7 +258,7 @@ def _templates(param: Param, shape: ModelShape, trainer: TrainerLayout, engine: 
 
 
 def _destinations(param: Param, engine: EngineLayout) -> tuple[list[str], Box]:
-    """(names of what the parameter fills, the expert dimension in front of its boxes)."""
+    """Return (names of what the parameter fills, the expert dimension in front of its boxes)."""
     if param.engine is None:
         return [WHOLE + tensor.name for tensor in param.hf], ()
     if param.expert is None:
@@ -269,7 +269,7 @@ def _destinations(param: Param, engine: EngineLayout) -> tuple[list[str], Box]:
 
 
 class _Packer:
-    """Puts blocks one after the other into buckets of at most half the buffer."""
+    """Packs blocks in order into buckets of at most half the buffer."""
 
     def __init__(self, buffer_bytes: int, alignment: int) -> None:
         self.buffer_bytes, self.alignment = buffer_bytes, alignment
@@ -279,7 +279,7 @@ class _Packer:
         self.end = 0
 
     def add(self, blocks: list[Block]) -> None:
-        """The blocks of one parameter: together in one bucket where they fit."""
+        """Add the blocks of one parameter, in one bucket if they fit."""
         room = sum(self._room(block.nbytes) for block in blocks)
         if room <= self.half and self.end + room > self.half:
             self._next()
@@ -324,7 +324,7 @@ class _Packer:
 
 
 def _rows_of(reads: Iterable[Read], start: int, stop: int) -> Iterator[Read]:
-    """What the copies read of rows start..stop of their block, as copies out of these rows alone."""
+    """Restrict the copies to rows start..stop of their block, with boxes relative to these rows."""
     for read in reads:
         low, high = max(read.at[0][0], start), min(read.at[0][1], stop)
         if low < high:
@@ -337,7 +337,7 @@ def _rows_of(reads: Iterable[Read], start: int, stop: int) -> Iterator[Read]:
 
 
 def _merged(copies: list[tuple[Box, Box]]) -> list[tuple[Box, Box]]:
-    """As few (source, target) boxes as touching ones allow."""
+    """Merge touching (source, target) boxes."""
     copies = sorted(copies)
     index = 0
     while index + 1 < len(copies):
@@ -351,7 +351,7 @@ def _merged(copies: list[tuple[Box, Box]]) -> list[tuple[Box, Box]]:
 
 
 def _joined(one: tuple[Box, Box], other: tuple[Box, Box]) -> tuple[Box, Box] | None:
-    """Two copies as one, where they touch along one dimension on both sides."""
+    """Return two copies as one if they touch along one dimension on both sides, else None."""
     dims = range(len(one[0]))
     differ = [d for d in dims if one[0][d] != other[0][d] or one[1][d] != other[1][d]]
     if len(differ) != 1:
@@ -369,7 +369,7 @@ def _overlap(one: Box, other: Box) -> Box | None:
 
 
 def _moved(box: Box, origin: Box, target: Box) -> Box:
-    """`box`, which lies in `origin`, where `origin` is moved onto `target`."""
+    """Return `box`, which lies in `origin`, shifted as `origin` is shifted onto `target`."""
     return _shifted(box, [start - to for (start, _), (to, _) in zip(origin, target, strict=True)])
 
 
@@ -393,5 +393,5 @@ def _box(found: Iterable[Sequence[int]]) -> Box:
 
 
 def _gib_up(nbytes: int) -> float:
-    """GiB, rounded up to four decimals, so that the number in the message really is enough."""
+    """Return GiB rounded up to four decimals, so that the number in the message is enough."""
     return math.ceil(nbytes / GIB * 10_000) / 10_000

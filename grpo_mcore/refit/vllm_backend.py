@@ -1,6 +1,6 @@
-"""vLLM's side of a refit: a weight-transfer engine that takes slices out of the refit buffer.
+"""vLLM's side of a refit: a weight-transfer engine that reads slices from the refit buffer.
 
-It lives in every vLLM worker process. vLLM finds it by the entry point `vllm.general_plugins`.
+Every vLLM worker process has one. vLLM finds it by the entry point `vllm.general_plugins`.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ BACKEND = "grpo_mcore"
 
 @cache
 def register() -> None:
-    """Make the backend known to vLLM in this process."""
+    """Register the backend with vLLM in this process."""
     WeightTransferEngineFactory.register_engine(BACKEND, RefitWeightEngine)
 
 
@@ -44,9 +44,9 @@ def _parsed(text: str) -> RefitPlan:
 
 @dataclass
 class RefitInit(WeightTransferInitInfo):
-    """`plan`: JSON of the RefitPlan. `transports`: the buffer to attach on each of the engine's nodes, with as many
-    ranks on each, in their order. `verify`, `version`: which copies are checked. `in_place`: True and False; None:
-    where there is no memory for a second copy of the weights."""
+    """`plan`: JSON of the RefitPlan. `transports`: the buffer to attach on each of the engine's nodes, over which its
+    ranks are spread evenly and in order. `verify`, `version`: which copies are checked. `in_place` None: only without
+    memory for a second copy of the weights."""
 
     plan: str
     transports: list[dict[str, Any]]
@@ -57,18 +57,19 @@ class RefitInit(WeightTransferInitInfo):
 
 @dataclass
 class RefitUpdate(WeightTransferUpdateInfo):
-    """`bucket`: index of the bucket that the buffer now holds. `background`: return at once; `report` tells when it
-    is done."""
+    """`bucket`: index of the bucket that the buffer now holds. `background`: return at once; `report` shows
+    when it is done."""
 
     bucket: int
     background: bool = False
 
 
 class RefitWeightEngine(WeightTransferEngine[RefitInit, RefitUpdate]):
-    """init (plan and buffer, kept) -> start -> one update a bucket, in order -> finish, the commit -> release.
+    """Called in this order: init (plan and buffer, kept), start, one update for each bucket in order, finish (the
+    commit), release.
 
-    Until the finish the model is as it was, unless the update is in place. `abort` closes whatever is open: after a
-    finish it brings the old weights back.
+    Before finish the model is unchanged, unless the update is in place. `abort` closes whatever is open; after a finish
+    it restores the old weights.
     """
 
     init_info_cls = RefitInit
@@ -101,13 +102,13 @@ class RefitWeightEngine(WeightTransferEngine[RefitInit, RefitUpdate]):
 
     def start_weight_update(self) -> None:
         if self._plan is None or self._init is None:
-            raise RefitError("a refit is to start, but no plan has been given to this engine rank")
+            raise RefitError("cannot start a refit: this engine rank has no plan")
         self._next_bucket, self._seconds, self._error, self._committed = 0, 0.0, None, False
         in_place = self._init.in_place
         if in_place is None:
             in_place = not self._has_room(self._plan)
         rank = get_tensor_model_parallel_rank()
-        # An engine's first refit is checked throughout.
+        # Check everything in an engine's first refit.
         self._verify: Verify = "full" if self._init.verify == "sample" and not self.refits else self._init.verify
         self._checked = checked_parameters(self._plan, self._verify, self._init.version)
         self._weights = EngineWeights(
@@ -117,21 +118,21 @@ class RefitWeightEngine(WeightTransferEngine[RefitInit, RefitUpdate]):
         self.in_session = True
 
     def _has_room(self, plan: RefitPlan) -> bool:
-        """Whether a second copy of the weights fits; on CPU every rank of the engine lies in the same memory."""
+        """Return whether a second copy of the weights fits. On CPU all ranks of the engine share the memory."""
         ranks = self.parallel_config.tensor_parallel_size
         if self.device.type == "cpu":
             return psutil.virtual_memory().available > 1.5 * plan.block_bytes
         return torch.cuda.mem_get_info(self.device)[0] > 1.1 * plan.block_bytes / ranks
 
     def update_weights(self, update_info: dict[str, Any]) -> None:
-        """As the base class, but that nothing is on an accelerator's stream: `receive_weights` waits itself."""
+        """Override the base class, which also waits for an accelerator's stream: `receive_weights` does that itself."""
         self.receive_weights(self.parse_update_info(update_info))
 
     def receive_weights(self, update_info: RefitUpdate) -> None:
         assert self._plan is not None
         if update_info.bucket != self._next_bucket:
             self.in_session = False  # the worker ends it on an error
-            raise RefitError(f"bucket {update_info.bucket} came, bucket {self._next_bucket} was expected")
+            raise RefitError(f"got bucket {update_info.bucket}, expected bucket {self._next_bucket}")
         if update_info.background:
             self._work = threading.Thread(target=self._receive_quietly, args=(update_info.bucket,), daemon=True)
             self._work.start()
@@ -188,9 +189,9 @@ class RefitWeightEngine(WeightTransferEngine[RefitInit, RefitUpdate]):
         self._seconds += time.perf_counter() - began
 
     def _load_wholes(self) -> None:
-        """What slices cannot express goes through vLLM's own loading, tensor by tensor."""
+        """Load the tensors that slices cannot express with vLLM's own loading."""
         assert self._weights is not None
-        tied = self._weights.tied()  # the reload gives each home a tensor of its own, so this is asked before
+        tied = self._weights.tied()  # before the reload, which gives each module its own tensor
         initialize_layerwise_reload(self.model)
         try:
             with disable_mtp_completeness_check():
@@ -204,13 +205,13 @@ class RefitWeightEngine(WeightTransferEngine[RefitInit, RefitUpdate]):
             raise RefitError(f"the refit plan leaves parameters of the engine unfilled: {', '.join(missing)}")
 
     def release(self) -> None:
-        """The commit stands: the old weights are let go."""
+        """Free the old weights: the commit is final."""
         self._weights, self._committed = None, False
         if self.device.type == "cuda":
-            torch.cuda.empty_cache()  # the memory of what was staged is wanted for the key-value cache
+            torch.cuda.empty_cache()  # the key-value cache needs the staged weights' memory
 
     def abort(self) -> None:
-        """Close an open update, or take a commit back that was not released. No-op when nothing is open."""
+        """Close an open update, or undo a commit that was not released. No-op if nothing is open."""
         if self._work is not None:
             self._work.join()
             self._work = None
@@ -221,11 +222,11 @@ class RefitWeightEngine(WeightTransferEngine[RefitInit, RefitUpdate]):
 
     @property
     def can_go_back(self) -> bool:
-        """Whether a commit can be taken back: not where layers were replaced one by one."""
+        """Whether a commit can be undone: not if layers were replaced one by one or loaded by vLLM."""
         return self._weights is not None and not self._weights.in_place and not self._weights.wholes
 
     def report(self) -> dict[str, Any]:
-        """What the current or last update has done."""
+        """Report on the current or last update."""
         if self._plan is None:
             return {}
         busy = self._work is not None and self._work.is_alive()
@@ -252,7 +253,7 @@ class RefitWeightEngine(WeightTransferEngine[RefitInit, RefitUpdate]):
 
     @property
     def _dtype(self) -> str:
-        """The engine's number format."""
+        """Dtype of the engine, by name."""
         return str(self.model_config.dtype).removeprefix("torch.")
 
     def shutdown(self) -> None:

@@ -120,7 +120,7 @@ class Policy:
     def refit_wrongly(self, engine: Engine) -> None:
         """A bucket out of order: every rank of the engine refuses it."""
         engine.start_refit(self.manifest(engine))
-        with pytest.raises(EngineError, match="bucket 1 came, bucket 0 was expected"):
+        with pytest.raises(EngineError, match="got bucket 1, expected bucket 0"):
             engine.stage_bucket(1)
         engine.abort_refit()
 

@@ -369,7 +369,7 @@ def test_calls_out_of_order(engine: Engine, policy: Policy) -> None:
     with pytest.raises(EngineError, match="read plan wrong as"):
         engine.start_refit(manifest | {"digest": "wrong"})
     engine.start_refit(manifest)
-    with pytest.raises(EngineError, match="bucket 1 came, bucket 0 was expected"):
+    with pytest.raises(EngineError, match="got bucket 1, expected bucket 0"):
         engine.stage_bucket(1)
     engine.start_refit(manifest)  # closes the half-open one
     with pytest.raises(EngineError, match="only 0 of"):
