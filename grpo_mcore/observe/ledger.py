@@ -15,7 +15,7 @@ LEDGER_FILE = "ledger.jsonl"
 
 
 class LedgerError(ValueError):
-    """A ledger that cannot be read: says where it stands."""
+    """A ledger cannot be read; the message says where."""
 
 
 class Ledger:
@@ -45,7 +45,7 @@ class Ledger:
         self.write("started", step=step, kept=kept - missing, missing=missing, max_age=max_age, time=round(time.time()))
 
     def write(self, event: str, **fields: Any) -> None:
-        """Appends an entry. It survives the end of this process."""
+        """Append an entry, which survives the end of this process."""
         self._file.write(json.dumps({"event": event, **fields}) + "\n")
         self._file.flush()
         self.entries += 1
@@ -55,7 +55,7 @@ class Ledger:
         self.write("retried", uid=uid, why=why, times=self._retries[uid])
 
     def sync(self) -> int:
-        """Brings all entries to the disk. Returns their number."""
+        """Flush all entries to the disk. Returns their number."""
         os.fsync(self._file.fileno())
         return self.entries
 
@@ -65,7 +65,7 @@ class Ledger:
 
 
 def _cut_torn_end(path: Path) -> int:
-    """Removes a last line that a kill cut off. Returns the number of whole lines."""
+    """Remove a last line that a kill cut off. Returns the number of whole lines."""
     text = path.read_bytes()
     whole = text.rfind(b"\n") + 1
     if whole < len(text):

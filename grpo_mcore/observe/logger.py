@@ -1,4 +1,4 @@
-"""Metrics by step: always as JSONL, on wish to TensorBoard and Weights & Biases."""
+"""Metrics by step: always as JSONL, optionally to TensorBoard and Weights & Biases."""
 
 from __future__ import annotations
 
@@ -71,7 +71,7 @@ class Logger:
             self._wandb.config.update(json.loads(text))
 
     def close(self) -> None:
-        """Writes what is left. May be called again."""
+        """Write what is left and close all loggers. Idempotent."""
         self._file.close()
         if self._tensorboard is not None:
             self._tensorboard.close()

@@ -20,7 +20,7 @@ class Timeline:
         self.reset()
 
     def reset(self) -> None:
-        """Starts a step anew. Raises RuntimeError inside a phase."""
+        """Start a new step. Raises RuntimeError inside a phase."""
         if self._open:
             raise RuntimeError(f"the phase {'/'.join(self._open)!r} is not over")
         self._start = self._clock()
@@ -29,7 +29,7 @@ class Timeline:
 
     @contextmanager
     def phase(self, name: str) -> Iterator[None]:
-        """Adds the seconds inside to the phase `name`."""
+        """Add the seconds inside to the phase `name`."""
         self._open.append(name)
         path = "/".join(self._open)
         start, paused = self._clock(), self._paused
@@ -42,7 +42,7 @@ class Timeline:
 
     @contextmanager
     def pause(self) -> Iterator[None]:
-        """The seconds inside belong to no step: validation, a checkpoint."""
+        """Exclude the seconds inside from the step (validation, a checkpoint)."""
         start, paused = self._clock(), self._paused
         try:
             yield
@@ -50,19 +50,19 @@ class Timeline:
             self._paused = paused + self._clock() - start
 
     def seconds(self) -> dict[str, float]:
-        """Seconds by phase, of everything else, and in total."""
+        """Return the seconds by phase, of everything else, and in total."""
         total = self._clock() - self._start - self._paused
         outer = sum(spent for path, spent in self._seconds.items() if "/" not in path)
         return {**self._seconds, EVERYTHING_ELSE: total - outer, TOTAL: total}
 
     def take(self) -> dict[str, float]:
-        """`seconds()`, then a reset: one step's end is the next one's start."""
+        """Return `seconds()`, then reset: one step's end is the next one's start."""
         seconds = self.seconds()
         self.reset()
         return seconds
 
 
 def shares(seconds: dict[str, float]) -> dict[str, float]:
-    """Each phase's share of the total, and everything else's; those without "/" add up to 1."""
+    """Return each phase's share of the total; those without "/" and everything_else add up to 1."""
     total = seconds[TOTAL]
     return {name: spent / total if total else 0.0 for name, spent in seconds.items() if name != TOTAL}

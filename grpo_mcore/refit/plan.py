@@ -166,7 +166,7 @@ def plan_refit(
 
     `dtype`: "bfloat16" or "float32", of the bytes that move; parameters that always are float32 stay so.
     Blocks start at multiples of `alignment` bytes. Those of one parameter share a bucket if they fit, and a block
-    larger than half the buffer is cut by rows. `copies` False: omit the blocks' reads, for callers that only count blocks.
+    larger than half the buffer is cut by rows. `copies` False: omit the reads, to count blocks only.
     Raises RefitError for a row larger than that, a slice that nobody holds or reads, or no parameters; LayoutError.
     """
     moved = [param for param in params if not param.copy]

@@ -13,9 +13,9 @@ def fingerprint(token_ids: Sequence[int]) -> str:
 
 
 def said_already(ids: Sequence[int], end: Sequence[int], stop_token: int | None, eos_token_id: int | None) -> int:
-    """How many of `ids`, what the chat template puts after an answer, the generated turn ended with.
+    """Return how many of `ids`, the tokens that the chat template puts after an answer, the generated turn has already.
 
-    `end`: how an answer ends, whatever follows. `stop_token`: the token that ended the turn, None where none did.
+    `end`: tokens that end every answer. `stop_token`: the token that ended the turn, None where none did.
     """
     if stop_token is None or stop_token not in end:
         return 0

@@ -22,17 +22,17 @@ class Group:
 
     @property
     def weight_version(self) -> int:
-        """The oldest that generated any of its tokens."""
+        """The oldest weight version that generated any of its tokens."""
         return min(sample.weight_version for sample in self.samples)
 
     @property
     def nbytes(self) -> int:
-        """Of its trajectories in the object store."""
+        """Bytes of its trajectories in the object store."""
         return sum(sample.nbytes for sample in self.samples)
 
     @property
     def scored(self) -> int:
-        """Samples that have a reward."""
+        """Number of samples that have a reward."""
         return sum(score.reward is not None for score in self.scores)
 
     @property
