@@ -3,9 +3,8 @@ collects the samples as they come."""
 
 from __future__ import annotations
 
-from collections import deque
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from grpo_mcore.algorithms.engines.engine_group import EngineGroup
@@ -15,7 +14,7 @@ from grpo_mcore.data import DatumSpec
 from grpo_mcore.environments.nemo_gym import GymOutcome, GymSample
 from grpo_mcore.rollout.group import Group
 from grpo_mcore.rollout.seeds import sample_seed
-from grpo_mcore.rollout.trajectory import Sampling, TrajectoryRef
+from grpo_mcore.rollout.trajectory import Sampling, Score, TrajectoryRef
 
 _MAX_FAILURES = 3
 """Consecutive failures of the environments that are tolerated; the next one ends the run."""
@@ -50,17 +49,16 @@ class AgentBatch:
 
     worker: EnvironmentWorker
     sampling: Sampling
+    stream: Stream
     expected: dict[tuple[str, int], GymSample]
     num_given_up: int = 0
-    stream: Stream | None = None
 
 
 @dataclass
 class _OpenGroup:
     prompt: DatumSpec
-    samples: dict[int, TrajectoryRef]
-    outcomes: dict[int, GymOutcome]
     generations: int
+    samples: dict[int, tuple[TrajectoryRef, Score]] = field(default_factory=dict)  # by generation index
 
 
 class AgentRollouts:
@@ -70,24 +68,24 @@ class AgentRollouts:
         self,
         environments: Mapping[str, EnvironmentWorker],
         engines: EngineGroup,
-        *,
         seed: int,
+        on_group: Callable[[Group], None],
         on_sample: Callable[[], None],
         on_outcome: Callable[[GymOutcome], None] | None = None,
     ) -> None:
-        """`environments`: by task name, those that run agents. `on_outcome`: gets every outcome; if given, the
-        environments are asked to send the agents' results with it. Raises ValueError without an endpoint."""
+        """`environments`: by task name, those that run agents. `on_group`: gets every complete group.
+        `on_outcome`: gets every outcome; if given, the environments are asked to send the agents' results with it.
+        Raises ValueError without an endpoint."""
         if environments and engines.endpoint is None:
             raise ValueError(
                 f"the environments of {', '.join(environments)} play samples themselves, which needs the policy's "
                 "endpoint: set policy.generation.vllm_cfg.expose_http_server"
             )
         self._environments, self._engines, self._seed = environments, engines, seed
-        self._on_sample, self._on_outcome = on_sample, on_outcome
+        self._on_group, self._on_sample, self._on_outcome = on_group, on_sample, on_outcome
         self._open: dict[str, _OpenGroup] = {}
         self._batches: dict[int, AgentBatch] = {}  # by id of the stream
         self._failures = 0
-        self._finished: deque[Group] = deque()
 
     def handles(self, prompt: DatumSpec) -> bool:
         """Return whether the prompt's environment runs agents."""
@@ -95,7 +93,7 @@ class AgentRollouts:
 
     def awaited(self) -> list[Stream]:
         """Return the streams under way."""
-        return [batch.stream for batch in self._batches.values() if batch.stream is not None]
+        return [batch.stream for batch in self._batches.values()]
 
     def dispatch(self, prompts: Sequence[DatumSpec], sampling: Sampling, *, generations: int, step: int) -> None:
         """Ask for `generations` samples of each prompt. Does not wait. Raises ValueError for a prompt without a task
@@ -108,22 +106,22 @@ class AgentRollouts:
                     f"{uid}: the environment of task {prompt['task_name']!r} plays the tasks of a Gym, "
                     "which dataset_name: NemoGymDataset reads"
                 )
-            self._open[uid] = _OpenGroup(prompt, {}, {}, generations)
+            self._open[uid] = _OpenGroup(prompt, generations)
             worker = self._environments[prompt["task_name"]]
             by_worker.setdefault(id(worker), (worker, []))[1].extend(
                 GymSample(uid, index, task, prompt["idx"], sample_seed(self._seed, step, uid, index))
                 for index in range(generations)
             )
         for worker, samples in by_worker.values():
-            self._start(AgentBatch(worker, sampling, {(s.uid, s.generation_index): s for s in samples}))
+            self._start(worker, sampling, samples)
 
-    def _start(self, batch: AgentBatch) -> None:
+    def _start(self, worker: EnvironmentWorker, sampling: Sampling, samples: list[GymSample]) -> None:
         assert self._engines.endpoint is not None
-        samples = list(batch.expected.values())
-        arguments = (samples, batch.sampling, self._engines.endpoint.address, self._on_outcome is not None)
-        what = f"{len(samples)} samples that {batch.worker.name} plays"
-        batch.stream = batch.worker.stream("run_agents", *arguments, timeout_s=batch.worker.timeout_s, what=what)
-        self._batches[id(batch.stream)] = batch
+        arguments = (samples, sampling, self._engines.endpoint.address, self._on_outcome is not None)
+        what = f"{len(samples)} samples that {worker.name} plays"
+        stream = worker.stream("run_agents", *arguments, timeout_s=worker.timeout_s, what=what)
+        expected = {(sample.uid, sample.generation_index): sample for sample in samples}
+        self._batches[id(stream)] = AgentBatch(worker, sampling, stream, expected)
 
     def take(self, ready: Future | Stream) -> bool:
         """Take the next item of a stream; return False if it is not one of `awaited`. Raises what the stream raises.
@@ -132,7 +130,6 @@ class AgentRollouts:
         batch = self._batches.get(id(ready))
         if batch is None:
             return False
-        assert batch.stream is not None
         try:
             item = next(batch.stream)
         except (WorkerDied, DeadlineExceeded):
@@ -145,8 +142,10 @@ class AgentRollouts:
         if isinstance(item, Parcel):
             sample, outcome = item.label
             self._record(batch, replace(sample, ref=item.content), outcome)
-        else:
-            self._record(batch, self._aborted_sample(item), item)
+        else:  # a sample without a trajectory
+            version = self._engines.weight_version
+            aborted = TrajectoryRef(item.uid, item.generation_index, 0, 0, 0, version, False, "abort", None, turns=0)
+            self._record(batch, aborted, item)
         if not batch.expected and not batch.num_given_up:
             del self._batches[id(ready)]
             next(batch.stream, None)  # its end
@@ -160,7 +159,6 @@ class AgentRollouts:
             wanted = {key: sample for key, sample in batch.expected.items() if key[0] not in uids}
             batch.num_given_up += len(batch.expected) - len(wanted)
             batch.expected = wanted
-        self._finished = deque(group for group in self._finished if group.uid not in uids)
 
     def _restart(self, worker: EnvironmentWorker) -> None:
         """Restart an environment and ask it again for the samples of all its batches that did not come."""
@@ -169,15 +167,8 @@ class AgentRollouts:
             del self._batches[id(batch.stream)]
         worker.restart()
         for batch in batches:
-            batch.num_given_up = 0
             if batch.expected:
-                self._start(batch)
-
-    def _aborted_sample(self, outcome: GymOutcome) -> TrajectoryRef:
-        """Return what stands for a sample without a trajectory."""
-        return TrajectoryRef(
-            outcome.uid, outcome.generation_index, 0, 0, 0, self._engines.weight_version, False, "abort", None, turns=0
-        )
+                self._start(worker, batch.sampling, list(batch.expected.values()))
 
     def _record(self, batch: AgentBatch, sample: TrajectoryRef, outcome: GymOutcome) -> None:
         if batch.expected.pop((outcome.uid, outcome.generation_index), None) is None:
@@ -187,15 +178,8 @@ class AgentRollouts:
         if self._on_outcome is not None:
             self._on_outcome(outcome)
         group = self._open[outcome.uid]
-        group.samples[outcome.generation_index] = sample
-        group.outcomes[outcome.generation_index] = outcome
+        group.samples[outcome.generation_index] = sample, outcome.score
         if len(group.samples) == group.generations:
             del self._open[outcome.uid]
-            order = range(group.generations)
-            scores = tuple(group.outcomes[index].score for index in order)
-            self._finished.append(Group(group.prompt, tuple(group.samples[index] for index in order), scores))
-
-    def finished(self) -> Iterator[Group]:
-        """Yield the groups that are complete, each once."""
-        while self._finished:
-            yield self._finished.popleft()
+            samples, scores = zip(*(group.samples[index] for index in range(group.generations)), strict=True)
+            self._on_group(Group(group.prompt, samples, scores))

@@ -55,17 +55,6 @@ class _EngineCall:
     expected: Counter[str]
 
 
-@dataclass
-class _ParkedCall:
-    """Requests that wait because their engine is lost and there is no other."""
-
-    engine: int
-    step: int
-    requests: list[GenerationRequest]
-    sampling: Sampling
-    what: str
-
-
 class Rollouts:
     """Generates and scores groups. Several prompts are in flight; groups come back in the order in which they finish.
 
@@ -125,21 +114,26 @@ class Rollouts:
             for task, worker in environments.items()
             if isinstance(worker, EnvironmentWorker) and worker.runs_agents
         }
-        self._agents = AgentRollouts(agents, engines, seed=seed, on_sample=on_sample, on_outcome=on_outcome)
+        self._finished: deque[Group] = deque()
+        self._agents = AgentRollouts(
+            agents, engines, seed, lambda group: self._finished.append(group), on_sample, on_outcome
+        )
         scored = {task: worker for task, worker in environments.items() if task not in agents}
         self._scorer = RewardScorer(scored, self.cluster, on_restart)
         self._groups: dict[str, _OpenGroup] = {}  # by uid
         self._calls: dict[int, _EngineCall] = {}  # by id of the stream
-        self._parked: list[_ParkedCall] = []
         self._aborts: list[tuple[Future, int]] = []  # not answered yet, with the number of the engine
-        # (engine, step, sampling) -> requests of the next turn, not sent yet
-        self._next_turns: dict[tuple[int, int, Sampling], list[GenerationRequest]] = defaultdict(list)
-        self._finished: deque[Group] = deque()
+        # (engine, step, sampling) -> requests not sent yet: of a next turn, or of a lost engine when there is no other
+        self._queued: dict[tuple[int, int, Sampling], list[GenerationRequest]] = defaultdict(list)
 
     @property
     def generating(self) -> bool:
         """Whether samples are still being generated; otherwise only rewards are waited for."""
-        return bool(self._calls or self._parked or self._agents.awaited())
+        return bool(self._calls or self._without_engine() or self._agents.awaited())
+
+    def _without_engine(self) -> int:
+        """Return the number of requests that wait for a lost engine."""
+        return sum(len(requests) for key, requests in self._queued.items() if key[0] in self.engines.lost)
 
     def dispatch(self, prompts: Sequence[DatumSpec], sampling: Sampling, *, generations: int, step: int) -> None:
         """Send `generations` requests for each prompt to the engines. Does not wait for samples."""
@@ -162,7 +156,7 @@ class Rollouts:
             load[engine] += self._groups[prompt["uid"]].load
         for engine, share in enumerate(requests):
             if share:
-                self._send(engine, step, share, sampling, f"samples of step {step}")
+                self._send(engine, step, sampling, share, f"samples of step {step}")
         self._agents.dispatch(for_agents, sampling, generations=generations, step=step)
 
     def _open_group(
@@ -187,11 +181,8 @@ class Rollouts:
         """Drop these prompts and abort their samples. They may be dispatched again."""
         self._scorer.give_up(uids)
         self._finished = deque(group for group in self._finished if group.uid not in uids)
-        for key, requests in self._next_turns.items():
-            self._next_turns[key] = [request for request in requests if request.uid not in uids]
-        for parked in self._parked:
-            parked.requests = [request for request in parked.requests if request.uid not in uids]
-        self._parked = [parked for parked in self._parked if parked.requests]
+        for requests in self._queued.values():
+            requests[:] = [request for request in requests if request.uid not in uids]
         self._agents.give_up(uids)
         engines = set()
         for call in self._calls.values():
@@ -222,8 +213,10 @@ class Rollouts:
         while not self._finished:
             for engine, error in list(self.engines.deaths.items()):
                 self._handle_failure(engine, error)
-            if self._parked or (self._agents.awaited() and not self.engines.reachable()):
-                self._restore_engines()
+            waiting = self._without_engine()
+            if waiting or (self._agents.awaited() and not self.engines.reachable()):
+                self._faults.restore(waiting)
+                self._send_queued()
             ready = self._wait()
             if ready is None:
                 self._advance_scored()
@@ -258,9 +251,7 @@ class Rollouts:
         if abort := next((entry for entry in self._aborts if entry[0] is ready), None):
             self._aborts.remove(abort)
             self._confirm_abort(*abort)
-        elif self._agents.take(ready):
-            self._finished.extend(self._agents.finished())
-        elif not self._scorer.take(ready):
+        elif not (self._agents.take(ready) or self._scorer.take(ready)):
             self._take_sample(self._calls[id(ready)])
         self._advance_scored()
 
@@ -322,7 +313,7 @@ class Rollouts:
             self._queue_next_turns(self._groups[uid], outcomes)
             if not self._groups[uid].unfinished:
                 self._finished.append(self._close_group(uid))
-        self._send_next_turns()
+        self._send_queued()
 
     def _queue_next_turns(self, group: _OpenGroup, outcomes: Sequence[Outcome]) -> None:
         for conversation, outcome in zip(group.live(), outcomes, strict=True):
@@ -335,30 +326,29 @@ class Rollouts:
                 seed = sample_seed(self.seed, group.step, sample.uid, sample.generation_index, sample.turns)
                 request = conversation.next_request(said, seed, self.limits)
             if request is not None:
-                self._next_turns[group.engine, group.step, group.sampling].append(request)
+                self._queued[group.engine, group.step, group.sampling].append(request)
                 group.unfinished += 1
             elif sample.turns < self.limits.max_turns:
                 self._on_sample()
 
-    def _send_next_turns(self) -> None:
-        """Send the queued turns of each engine and step of which nothing is being generated or scored."""
-        if not self._next_turns:
+    def _send_queued(self) -> None:
+        """Send the queued requests of each engine and step of which nothing is being generated or scored."""
+        if not self._queued:
             return
         busy = {(call.engine, call.step) for call in self._calls.values()}
         busy |= {(group.engine, group.step) for group in map(self._groups.__getitem__, self._scorer.uids())}
-        for engine, step, sampling in [key for key in self._next_turns if key[:2] not in busy]:
-            requests = self._next_turns.pop((engine, step, sampling))
-            if requests:
-                self._send(engine, step, requests, sampling, f"later turns of {len(requests)} samples")
+        for key in [key for key in self._queued if key[:2] not in busy and key[0] not in self.engines.lost]:
+            if requests := self._queued.pop(key):
+                self._send(*key, requests, f"{len(requests)} samples")
 
     def _close_group(self, uid: str) -> Group:
         group = self._groups.pop(uid)
         finished = [(each.sample, each.score) for each in group.conversations if each.sample and each.score]
         return Group(group.prompt, tuple(sample for sample, _ in finished), tuple(score for _, score in finished))
 
-    def _send(self, engine: int, step: int, requests: list[GenerationRequest], sampling: Sampling, what: str) -> None:
+    def _send(self, engine: int, step: int, sampling: Sampling, requests: list[GenerationRequest], what: str) -> None:
         if engine in self.engines.lost:
-            self._parked.append(_ParkedCall(engine, step, requests, sampling, what))
+            self._queued[engine, step, sampling] += requests
             return
         stream = self.engines.workers[engine].stream("generate_refs", requests, sampling, what=what)
         expected = Counter(request.uid for request in requests)
@@ -387,18 +377,11 @@ class Rollouts:
             self._on_retry(uid, why)
             requests += self._open_group(group.prompt, failed.sampling, len(group.conversations), group.step, engine)
         if requests:
-            self._send(engine, failed.step, requests, failed.sampling, f"{len(requests)} samples again")
+            self._send(engine, failed.step, failed.sampling, requests, f"{len(requests)} samples again")
 
     def _move_groups(self, lost: int, target: int) -> None:
         """Let engine `target` generate the later turns of a lost engine's groups; it gets their trajectories so far."""
         for group in self._groups.values():
             group.engine = target if group.engine == lost else group.engine
-        for key in [key for key in self._next_turns if key[0] == lost and lost != target]:
-            self._next_turns[target, *key[1:]] += self._next_turns.pop(key)
-
-    def _restore_engines(self) -> None:
-        """Bring lost engines back and send them the requests that waited for them."""
-        self._faults.restore(sum(len(parked.requests) for parked in self._parked))
-        parked, self._parked = self._parked, []
-        for call in parked:
-            self._send(call.engine, call.step, call.requests, call.sampling, call.what)
+        for key in [key for key in self._queued if key[0] == lost and lost != target]:
+            self._queued[target, *key[1:]] += self._queued.pop(key)

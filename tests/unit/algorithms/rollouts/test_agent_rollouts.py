@@ -16,6 +16,7 @@ from grpo_mcore.cluster import Parcel, WorkerDied
 from grpo_mcore.cluster.local_cluster import LocalWorker
 from grpo_mcore.environments.nemo_gym import GymOutcome, GymSample
 from grpo_mcore.rollout.conversation import TurnLimits
+from grpo_mcore.rollout.group import Group
 from grpo_mcore.rollout.trajectory import Sampling, Score, TrajectoryRef
 from tests.unit.algorithms.rollouts.fake_rollouts import Shuffling, engine_group, prompt
 
@@ -45,6 +46,7 @@ class Gym(EnvironmentWorker):
     def __init__(self) -> None:
         self.name, self.timeout_s, self.runs_agents, self.restarts = "gym", 9.0, True, 0
         self.streams: list[Stream] = []
+        self.groups: list[Group] = []
 
     def stream(self, method: str, samples: list[GymSample], *_: Any, **__: Any) -> Stream:  # type: ignore[override]
         self.streams.append(Stream(samples))
@@ -62,7 +64,7 @@ def gym() -> Gym:
 @pytest.fixture
 def agents(gym: Gym) -> AgentRollouts:
     engines: Any = SimpleNamespace(endpoint=SimpleNamespace(address="here"), weight_version=1)
-    return AgentRollouts({"game": gym}, engines, seed=5, on_sample=lambda: None)
+    return AgentRollouts({"game": gym}, engines, 5, gym.groups.append, lambda: None)
 
 
 def dispatch(agents: AgentRollouts, *numbers: int, step: int = 1) -> None:
@@ -70,37 +72,29 @@ def dispatch(agents: AgentRollouts, *numbers: int, step: int = 1) -> None:
     agents.dispatch(prompts, Sampling(8), generations=2, step=step)
 
 
-def play(agents: AgentRollouts, stream: Stream, count: int) -> list[tuple[str, list[Any]]]:
+def play(agents: AgentRollouts, gym: Gym, stream: Stream, count: int) -> list[tuple[str, list[Any]]]:
     """Finish the next samples of a call. Return the groups that this completes, as (uid, trajectories)."""
     for sample in stream.asked[:count]:
         stream.play(sample)
         assert agents.take(stream)
     del stream.asked[:count]
-    return [(group.uid, [sample.ref for sample in group.samples]) for group in agents.finished()]
+    found = [(group.uid, [sample.ref for sample in group.samples]) for group in gym.groups]
+    gym.groups.clear()
+    return found
 
 
 def test_samples_given_up_still_finish_and_do_not_count(agents: AgentRollouts, gym: Gym) -> None:
     dispatch(agents, 0, 1)
-    assert play(agents, gym.streams[0], 1) == []
+    assert play(agents, gym, gym.streams[0], 1) == []
     agents.give_up(["p0"])
     dispatch(agents, 0, step=2)
     old, new = gym.streams
     anew = [f"seed {sample.seed}" for sample in new.asked]
-    assert play(agents, new, 1) == []
-    assert [uid for uid, _ in play(agents, old, 3)] == ["p1"]  # the second sample of p0 belongs to no group
+    assert play(agents, gym, new, 1) == []
+    assert [uid for uid, _ in play(agents, gym, old, 3)] == ["p1"]  # the second sample of p0 belongs to no group
     assert agents.awaited() == [new]
-    assert play(agents, new, 1) == [("p0", anew)]
+    assert play(agents, gym, new, 1) == [("p0", anew)]
     assert agents.awaited() == []
-
-
-def test_a_finished_group_may_be_given_up(agents: AgentRollouts, gym: Gym) -> None:
-    dispatch(agents, 0)
-    (stream,) = gym.streams
-    for sample in stream.asked:
-        stream.play(sample)
-        agents.take(stream)
-    agents.give_up(["p0"])
-    assert list(agents.finished()) == [] and agents.awaited() == []
 
 
 @pytest.mark.parametrize("unwanted", [["p0"], ["p0", "p1"]])
@@ -115,7 +109,7 @@ def test_an_environment_that_dies_is_asked_again_only_for_samples_not_given_up(
     assert asked == (["p1", "p1"] if "p1" not in unwanted else [])
     assert len(agents.awaited()) == len(asked) // 2
     for stream in gym.streams[1:]:
-        assert [uid for uid, _ in play(agents, stream, 2)] == ["p1"]
+        assert [uid for uid, _ in play(agents, gym, stream, 2)] == ["p1"]
     assert agents.awaited() == []
 
 
