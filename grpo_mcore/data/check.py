@@ -4,10 +4,8 @@ tokenised and measured against the recipe's limits, as in a run. Without a recip
 from __future__ import annotations
 
 import json
-import sqlite3
 from collections import Counter, defaultdict
 from collections.abc import Callable
-from contextlib import closing
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -16,15 +14,13 @@ from grpo_mcore.data.datasets import DEFAULT_PROCESSOR, rows_of_file
 from grpo_mcore.data.datasets.jsonl import parse
 from grpo_mcore.data.datasets.mapped import Entry, MappedDataset, name_of, setting
 from grpo_mcore.data.datasets.source import Source
-from grpo_mcore.data.gym.histogram import Histogram
-from grpo_mcore.data.gym.lines import LineReader
-from grpo_mcore.data.gym.run import Progress
+from grpo_mcore.data.gym.files import read_lines
+from grpo_mcore.data.gym.summary import Histogram
 from grpo_mcore.data.interfaces import DataError
 from grpo_mcore.data.processors import find_processor, longest_prompt
 from grpo_mcore.recipe import FILE_DATASETS, DatasetEntry, MasterConfig, dataset_by_name, runs_grpo
 from grpo_mcore.rollout.datum import DatumSpec
 
-_CLOCK_EVERY = 64  # lines between two looks at the clock
 _REPEATED_LINES = 5  # line numbers that are named for a repeated prompt
 _NAMED = 5  # rows that are named for each kind of problem
 _FIELDS = 20
@@ -127,30 +123,29 @@ def check_file(path: Path, config: MasterConfig | None = None, samples: int = 2)
     """
     report = CheckReport(str(path))
     check: _RowCheck | None = None
-    with LineReader(path) as lines, closing(sqlite3.connect("")) as prompts:  # "": in a temporary file once it is large
-        prompts.execute("CREATE TABLE prompts (prompt INTEGER, answer INTEGER, line INTEGER)")
-        progress = Progress(lines.size, path.name)
-        for number, line in lines:
-            if line is not None and not line.strip():
-                continue
-            report.rows += 1
-            try:
-                row = _parsed(line, f"line {number}")
-                report.fields.update(row.keys())
-                check = check or _RowCheck(path, config, row, report)
-                _count_rewards(row, report)
-                prompt, answer, shown = check(row, number)
-            except Unusable as problem:
-                report.add_problem(problem.kind, f"line {number}: {problem.details}")
-            else:
-                report.usable_rows += 1
-                prompts.execute("INSERT INTO prompts VALUES (?, ?, ?)", (prompt, answer, number))
-                if len(report.samples) < samples:
-                    report.samples.append(f"line {number}\n{shown()}")
-            if not number % _CLOCK_EVERY:
-                progress.show(lines.position, report.rows)
-        progress.end()
-        _count_repeated(prompts, report)
+    seen: defaultdict[int, list[tuple[int, int]]] = defaultdict(list)
+    """(line, hash of the answer) of every usable row, by the hash of its prompt."""
+    for number, line in read_lines(path):
+        if line is not None and not line.strip():
+            continue
+        report.rows += 1
+        try:
+            row = _parsed(line, f"line {number}")
+            report.fields.update(row.keys())
+            check = check or _RowCheck(path, config, row, report)
+            _count_rewards(row, report)
+            prompt, answer, shown = check(row, number)
+        except Unusable as problem:
+            report.add_problem(problem.kind, f"line {number}: {problem.details}")
+        else:
+            report.usable_rows += 1
+            seen[prompt].append((number, answer))
+            if len(report.samples) < samples:
+                report.samples.append(f"line {number}\n{shown()}")
+    repeated = [rows for rows in seen.values() if len(rows) > 1]  # in the order of their first lines
+    report.repeated = sum(len(rows) - 1 for rows in repeated)
+    report.with_other_answers = sum(len({answer for _, answer in rows}) > 1 for rows in repeated)
+    report.first_repeated = [line for line, _ in repeated[0][:_REPEATED_LINES]] if repeated else []
     return report
 
 
@@ -229,7 +224,7 @@ class _RowCheck:
 
     def _measure(self, data: list[DatumSpec]) -> None:
         length = max(datum["length"] for datum in data)
-        self._report.lengths.add({length: 1})
+        self._report.lengths.add(length)
         if any(datum["loss_multiplier"] == 0 for datum in data):
             raise Unusable("too long", f"{length:,} tokens; the limit is {self._report.limit:,}")
 
@@ -294,22 +289,7 @@ def _count_rewards(row: Row, report: CheckReport) -> None:
     for key in _REWARDS:
         reward = row.get(key)
         if isinstance(reward, int | float) and abs(reward) < float("inf"):
-            report.rewards[key].add({float(reward): 1})
-
-
-def _count_repeated(prompts: sqlite3.Connection, report: CheckReport) -> None:
-    first_line = None
-    query = (
-        "SELECT count(*), count(DISTINCT answer), min(line), prompt FROM prompts GROUP BY prompt HAVING count(*) > 1"
-    )
-    for rows, answers, line, prompt in prompts.execute(query):
-        report.repeated += rows - 1
-        report.with_other_answers += answers > 1
-        if first_line is None or line < first_line:
-            first_line, first_prompt = line, prompt
-    if first_line is not None:
-        query = f"SELECT line FROM prompts WHERE prompt = ? ORDER BY line LIMIT {_REPEATED_LINES}"
-        report.first_repeated = [line for (line,) in prompts.execute(query, (first_prompt,))]
+            report.rewards[key].add(reward)
 
 
 def _prompt_and_truth(chat: Row) -> tuple[list[Row], list[Any]]:

@@ -13,7 +13,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import closing
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, BinaryIO
 
 from grpo_mcore.algorithms.engines.engine_group import EngineGroup
 from grpo_mcore.algorithms.engines.policy_endpoint import open_endpoint
@@ -21,7 +21,7 @@ from grpo_mcore.algorithms.engines.sampling_config import sampling_of, turn_limi
 from grpo_mcore.algorithms.rollouts.rollouts import Rollouts
 from grpo_mcore.algorithms.setup import check_run, start_cluster, start_engines, start_environments, wait_until_ready
 from grpo_mcore.data import AllTaskProcessedDataset, DataError, build_task_data, load_tokenizer
-from grpo_mcore.data.gym.whole_file import WholeFile
+from grpo_mcore.data.gym.files import whole_file
 from grpo_mcore.data.processors import longest_prompt
 from grpo_mcore.environments.nemo_gym import GymOutcome
 from grpo_mcore.recipe import MasterConfig
@@ -104,7 +104,7 @@ def collect(
             on_outcome=lambda outcome: results.update({(outcome.uid, outcome.generation_index): outcome}),
         )
         sampling = sampling_of(config.policy.generation, tokenizer.eos_token_id, validation=validation)
-        kept, failed = stack.enter_context(WholeFile(output)), stack.enter_context(WholeFile(failures))
+        kept, failed = stack.enter_context(whole_file(output)), stack.enter_context(whole_file(failures))
         prompts = _usable(dataset, num_prompts)
         most_in_flight = STEPS_IN_FLIGHT * grpo.num_prompts_per_step
         in_flight = 0
@@ -125,8 +125,6 @@ def collect(
             on_group(group)
         if not found.prompts:
             raise DataError("there is no usable prompt to collect rollouts of")
-        if not found.failed:
-            failed.discard()
     return found
 
 
@@ -177,7 +175,7 @@ def _lines(
         )
 
 
-def _write(found: Collected, line: dict[str, Any], kept: WholeFile, failed: WholeFile) -> None:
+def _write(found: Collected, line: dict[str, Any], kept: BinaryIO, failed: BinaryIO) -> None:
     text = json.dumps(line, ensure_ascii=False).encode() + b"\n"
     if line.get(FAILURE) is None:
         kept.write(text)

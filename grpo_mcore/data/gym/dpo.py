@@ -5,31 +5,17 @@ Both answers of a pair are to the same prompt: the same whole input and, where t
 
 from __future__ import annotations
 
-import functools
+from functools import partial
 from pathlib import Path
-from typing import Any, NamedTuple
 
 from grpo_mcore.data.gym.grpo import CONTEXT_LEFT_OUT, NO_ANSWER, prompt_of
-from grpo_mcore.data.gym.pair_index import Answer, PairIndex
-from grpo_mcore.data.gym.pairing import SamePrompt, Stratified
-from grpo_mcore.data.gym.parts import Part
-from grpo_mcore.data.gym.rollout import (
-    Filtered,
-    RolloutParser,
-    TextItem,
-    encode,
-    final_text,
-    input_items,
-    is_plain,
-    output_items,
-)
-from grpo_mcore.data.gym.run import Transformation
+from grpo_mcore.data.gym.pairing import Answer, Chooser, PairIndex, best_and_worst, pair_index, stratified
+from grpo_mcore.data.gym.rollout import Filtered, Rollout, encode, final_text, input_items, is_plain, output_items
+from grpo_mcore.data.gym.run import transformation
 from grpo_mcore.data.gym.sft import MASKED
 from grpo_mcore.data.gym.summary import Summary
 from grpo_mcore.data.interfaces import DataError
 
-_REMEMBERED = 1024  # prompts
-_SHORT = 16 << 10  # bytes of a prompt that is remembered
 NO_PAIR = "no pair: more rollouts of each prompt, a lower --min_gap or other thresholds give some"
 NO_REWARD = "no reward to rank it by"
 ANSWER_LEFT_OUT = "thoughts, calls or earlier turns of an answer are left out: pairs hold its last text"
@@ -60,17 +46,24 @@ def gym_to_dpo(
         raise DataError(
             "min_gap must not be negative, low_threshold not above high_threshold, max_pairs_per_prompt at least 1"
         )
-    parse = RolloutParser(output=TextItem, raw_params=True)
-    prompt = _Prompts(parse, prompt_format)
-    chooser = (
-        SamePrompt(min_gap)
-        if strategy == "same_prompt"
-        else Stratified(min_gap, high_threshold, low_threshold, max_pairs_per_prompt, seed)
-    )
-    with Transformation(source, target, what="pairs", strict=strict) as run, PairIndex(run.out.target.parent) as index:
+    prompt = prompt_of(prompt_format, "prompt")
+    choose: Chooser = partial(best_and_worst, min_gap=min_gap)
+    if strategy == "stratified":
+        choose = partial(
+            stratified,
+            min_gap=min_gap,
+            high=high_threshold,
+            low=low_threshold,
+            most=max_pairs_per_prompt,
+            seed=seed,
+        )
+    with (
+        transformation(source, target, what="pairs", strict=strict) as run,
+        pair_index(target.resolve().parent) as index,
+    ):
         summary = run.summary
 
-        def handle(rollout: Any, reward: float | None, part: Part) -> tuple[int, float, int, bytes, bytes]:
+        def handle(rollout: Rollout, reward: float | None) -> tuple[int, float, bytes, bytes]:
             if rollout.mask_sample is True:
                 raise Filtered(MASKED)
             if reward is None:
@@ -79,21 +72,23 @@ def gym_to_dpo(
             answer = final_text(done)
             if not answer.strip():
                 raise Filtered(NO_ANSWER)
-            asked, text = prompt(rollout), encode(answer)
-            if not asked.whole:
-                part.notes[CONTEXT_LEFT_OUT] += 1
+            text, params = encode(answer), rollout.responses_create_params
+            asked = input_items(params)
+            row, whole = prompt(params, asked)
+            head = encode(row)[:-1]  # the answers are appended
+            identity = hash(encode((rollout.task_index, asked, params.instructions, params.tools)))
+            if not whole:
+                summary.notes[CONTEXT_LEFT_OUT] += 1
             if not is_plain(done):
-                part.notes[ANSWER_LEFT_OUT] += 1
-            return asked.identity, reward, hash(text), asked.head, text
+                summary.notes[ANSWER_LEFT_OUT] += 1
+            return identity, reward, head, text
 
-        run.each(parse, handle, index.add)
+        run.each(handle, index.add)
         summary.kept = 0
-        for group in index.groups():
-            pairs, used, reasons = chooser(group)
-            summary.kept += used
-            for why, count in reasons.items():
-                if count:
-                    summary.filtered[why] += count
+        for answers in index.groups():
+            pairs, reasons = choose(answers)
+            summary.kept += len({answer for pair in pairs for answer in pair})
+            summary.filtered.update({why: count for why, count in reasons.items() if count})
             for chosen, rejected in pairs:
                 run.write(_pair(index, chosen, rejected))
         if not summary.kept and summary.rewards.total:
@@ -110,33 +105,3 @@ def _pair(index: PairIndex, chosen: Answer, rejected: Answer) -> bytes:
         "rejected_reward": rejected.reward,
     }
     return b"".join((head, b',"chosen":', better, b',"rejected":', worse, b",", encode(numbers)[1:]))
-
-
-class _Prompt(NamedTuple):
-    """A rollout's prompt. `identity` hashes what answers must share to be compared. `head` is {"prompt": ...} as JSON
-    without its closing brace; the answers are appended to it. `whole`: it holds all of the input."""
-
-    identity: int
-    head: bytes
-    whole: bool
-
-
-class _Prompts:
-    """Reads the prompts of rollouts. The latest are cached: the rollouts of one prompt mostly stand close together."""
-
-    def __init__(self, parse: RolloutParser, prompt_format: str) -> None:
-        self._parse = parse
-        self._row = prompt_of(prompt_format, "prompt")
-        self._remembered = functools.lru_cache(maxsize=_REMEMBERED)(self._read)
-
-    def __call__(self, rollout: Any) -> _Prompt:
-        """Return the rollout's prompt. Raises BadRow, and Filtered where there is no question."""
-        raw = bytes(rollout.responses_create_params)
-        return (self._remembered if len(raw) <= _SHORT else self._read)(raw, rollout.task_index)
-
-    def _read(self, raw: bytes, task: int | str | None) -> _Prompt:
-        params = self._parse.params(raw)
-        asked = input_items(params)
-        row, whole = self._row(params, asked)
-        identity = hash(encode((task, asked, params.instructions, params.tools)))
-        return _Prompt(identity, encode(row)[:-1], whole)

@@ -1,25 +1,89 @@
-"""The choice of pairs among the answers to one prompt. The answers come best first and are not all held in memory."""
+"""The answers to each prompt in a temporary SQLite database, so that memory does not grow with the file, and the choice
+of pairs among the answers to one prompt."""
 
 from __future__ import annotations
 
 import random
-from collections.abc import Iterable, Sequence
+import sqlite3
+import tempfile
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import closing, contextmanager
+from pathlib import Path
 from typing import NamedTuple
 
-from grpo_mcore.data.gym.pair_index import Answer
 from grpo_mcore.data.gym.rollout import ROUNDING
+from grpo_mcore.data.interfaces import DataError
 
-_STRATUM = 1000  # answers of one stratum of one prompt that are held; of more, a random part
 _COMBINATIONS = 10_000  # most pairs of a high and a low answer that are considered
 
+# The database is private and deleted at the end: it needs neither a journal nor fsync. `reward` has no type, which
+# would turn -0.0 into 0.0.
+_SCHEMA = """
+PRAGMA journal_mode = OFF;
+PRAGMA synchronous = OFF;
+PRAGMA locking_mode = EXCLUSIVE;
+PRAGMA cache_size = -32768;
+CREATE TABLE answers (place INTEGER PRIMARY KEY, prompt INTEGER, reward, text INTEGER, head BLOB, answer BLOB);
+BEGIN;
+"""
 
-class Choice(NamedTuple):
-    """The pairs (chosen, rejected) of one prompt, the number of its answers in them, and the number of the others by
-    reason."""
 
-    pairs: list[tuple[Answer, Answer]]
-    used: int
-    reasons: dict[str, int]
+class Answer(NamedTuple):
+    """One answer. `place` is the number of bytes of text before it, `text` a 64-bit hash of its text."""
+
+    place: int
+    reward: float
+    text: int
+
+
+class PairIndex:
+    """Collects answers with `add`, then gives them back by prompt. Made by `pair_index`."""
+
+    def __init__(self, database: sqlite3.Connection) -> None:
+        self._database = database
+        self._database.executescript(_SCHEMA)
+        self._size = 0
+
+    def add(self, answer: tuple[int, float, bytes, bytes]) -> None:
+        """Add (prompt's hash, reward, the prompt as it will be written, the answer's text)."""
+        prompt, reward, head, text = answer
+        row = (self._size, prompt, reward, hash(text), head, text)
+        self._database.execute("INSERT INTO answers VALUES (?, ?, ?, ?, ?, ?)", row)
+        self._size += len(head) + len(text)
+
+    def groups(self) -> Iterator[list[Answer]]:
+        """Yield the answers of each prompt, in the order in which prompts first occur; best answer first, equally good
+        ones in the order of the file."""
+        self._database.execute("CREATE INDEX by_prompt ON answers (prompt, reward DESC, place, text)")
+        prompts = self._database.execute("SELECT prompt FROM answers GROUP BY prompt ORDER BY min(place)")
+        query = "SELECT place, reward, text FROM answers WHERE prompt = ? ORDER BY reward DESC, place"
+        for prompt in prompts:
+            yield [Answer(*row) for row in self._database.execute(query, prompt)]
+
+    def texts(self, answer: Answer) -> tuple[bytes, bytes]:
+        """Return the prompt and the text of an answer, as they were added."""
+        query = "SELECT head, answer FROM answers WHERE place = ?"
+        head, text = self._database.execute(query, (answer.place,)).fetchone()
+        return head, text
+
+
+@contextmanager
+def pair_index(folder: Path) -> Iterator[PairIndex]:
+    """Open an index in `folder`, deleted when the `with` block ends. An error of the database, such as a full disk,
+    leaves the block as a DataError."""
+    with tempfile.TemporaryDirectory(prefix=".pairs-", dir=folder) as name:
+        path = Path(name, "pairs.sqlite")
+        try:
+            with closing(sqlite3.connect(path, isolation_level=None)) as database:
+                yield PairIndex(database)
+        except sqlite3.Error as error:
+            raise DataError(f"the temporary database {path} failed: {error}") from error
+
+
+Choice = tuple[list[tuple[Answer, Answer]], dict[str, int]]
+"""The pairs (chosen, rejected) of one prompt, and the number of its other answers by reason."""
+Chooser = Callable[[Sequence[Answer]], Choice]
+"""(answers to one prompt, best first) -> the choice"""
 
 
 def _is_pair(chosen: Answer, rejected: Answer, min_gap: float) -> bool:
@@ -27,79 +91,38 @@ def _is_pair(chosen: Answer, rejected: Answer, min_gap: float) -> bool:
     return gap > 0 and gap >= min_gap - ROUNDING and chosen.text != rejected.text
 
 
-class SamePrompt:
-    """Pairs the best answer with the worst. Where both have the same text, pairs one of them with the best or worst
+def best_and_worst(answers: Sequence[Answer], *, min_gap: float) -> Choice:
+    """Pair the best answer with the worst. Where both have the same text, pair one of them with the best or worst
     answer of another text, whichever differs more in reward."""
-
-    def __init__(self, min_gap: float) -> None:
-        self.min_gap = min_gap
-        self.too_close = f"rewards for its prompt differ by less than {min_gap:g}"
-
-    def __call__(self, answers: Iterable[Answer]) -> Choice:
-        count = 0
-        best = worst = other_best = other_worst = None  # other: among those whose text is not the best one's
-        for worst in answers:
-            count += 1
-            if best is None:
-                best = worst
-            elif worst.text != best.text:
-                other_best = other_best or worst
-                other_worst = worst
-        if count == 1:
-            return Choice([], 0, {"the only answer to its prompt": 1})
-        if best is None or worst is None or other_best is None or other_worst is None:
-            return Choice([], 0, {"all answers to its prompt are the same text": count})
-        pair = best, other_worst
-        if worst.text == best.text:
-            pair = max(pair, (other_best, worst), key=lambda two: two[0].reward - two[1].reward)
-        if not _is_pair(*pair, self.min_gap):
-            return Choice([], 0, {self.too_close: count})
-        return Choice([pair], 2, {"neither best nor worst of its prompt": count - 2})
+    count, best, worst = len(answers), answers[0], answers[-1]
+    if count == 1:
+        return [], {"the only answer to its prompt": 1}
+    others = [answer for answer in answers if answer.text != best.text]
+    if not others:
+        return [], {"all answers to its prompt are the same text": count}
+    pair = best, others[-1]
+    if worst.text == best.text:
+        pair = max(pair, (others[0], worst), key=lambda two: two[0].reward - two[1].reward)
+    if not _is_pair(*pair, min_gap):
+        return [], {f"rewards for its prompt differ by less than {min_gap:g}": count}
+    return [pair], {"neither best nor worst of its prompt": count - 2}
 
 
-class Stratified:
-    """Pairs answers with a high reward with answers with a low one: at most `most` pairs, drawn at random by `seed`."""
-
-    def __init__(self, min_gap: float, high: float, low: float, most: int, seed: int) -> None:
-        self.min_gap, self.high, self.low, self.most, self.seed = min_gap, high, low, most, seed
-        self.between = "reward between the thresholds"
-        self.too_close = f"no answer to its prompt of another text and a reward that differs by {min_gap:g}"
-
-    def __call__(self, answers: Iterable[Answer]) -> Choice:
-        rng: random.Random | None = None  # made only when needed, which is seldom
-        high: list[Answer] = []
-        low: list[Answer] = []
-        highs = lows = between = 0
-        seed: int | None = None
-        for answer in answers:
-            if seed is None:
-                seed = hash((self.seed, answer.place))
-            if answer.reward >= self.high - ROUNDING:
-                stratum, seen = high, (highs := highs + 1)
-            elif answer.reward <= self.low + ROUNDING:
-                stratum, seen = low, (lows := lows + 1)
-            else:
-                between += 1
-                continue
-            if seen <= _STRATUM:
-                stratum.append(answer)
-            else:  # reservoir sampling: every answer so far is held with the same probability
-                rng = rng or random.Random(seed)
-                if (held := rng.randrange(seen)) < _STRATUM:
-                    stratum[held] = answer
-        if not high or not low:
-            return Choice([], 0, {self.between: between, "no answer of the other stratum to its prompt": highs + lows})
-        pairs = self._draw(high, low, seed)
-        used = len({id(answer) for pair in pairs for answer in pair})
-        why = "in no pair that was drawn" if pairs else self.too_close
-        return Choice(pairs, used, {self.between: between, why: highs + lows - used})
-
-    def _draw(self, high: list[Answer], low: list[Answer], seed: int | None) -> list[tuple[Answer, Answer]]:
-        combinations: Sequence[int] = range(len(high) * len(low))
-        if len(combinations) > _COMBINATIONS:
-            combinations = random.Random(seed).sample(combinations, _COMBINATIONS)
-        pairs = [(high[number // len(low)], low[number % len(low)]) for number in combinations]
-        fit = [pair for pair in pairs if _is_pair(*pair, self.min_gap)]
-        if len(fit) <= self.most:
-            return fit
-        return [fit[number] for number in sorted(random.Random(seed).sample(range(len(fit)), self.most))]
+def stratified(answers: Sequence[Answer], *, min_gap: float, high: float, low: float, most: int, seed: int) -> Choice:
+    """Pair answers with a high reward with answers with a low one: at most `most` pairs, drawn at random by `seed`."""
+    good = [answer for answer in answers if answer.reward >= high - ROUNDING]
+    bad = [answer for answer in answers[len(good) :] if answer.reward <= low + ROUNDING]
+    left_out = {"reward between the thresholds": len(answers) - len(good) - len(bad)}
+    if not good or not bad:
+        return [], left_out | {"no answer of the other stratum to its prompt": len(good) + len(bad)}
+    draw = hash((seed, answers[0].place))
+    combinations: Sequence[int] = range(len(good) * len(bad))
+    if len(combinations) > _COMBINATIONS:
+        combinations = random.Random(draw).sample(combinations, _COMBINATIONS)
+    pairs = [(good[number // len(bad)], bad[number % len(bad)]) for number in combinations]
+    fit = [pair for pair in pairs if _is_pair(*pair, min_gap)]
+    if len(fit) > most:
+        fit = [fit[number] for number in sorted(random.Random(draw).sample(range(len(fit)), most))]
+    why = f"no answer to its prompt of another text and a reward that differs by {min_gap:g}"
+    unused = len(good) + len(bad) - len({answer for pair in fit for answer in pair})
+    return fit, left_out | {"in no pair that was drawn" if fit else why: unused}

@@ -5,11 +5,11 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import msgspec
-from msgspec import UNSET, Struct, UnsetType
+from msgspec import UNSET, Struct, UnsetType, field
 
 ROUNDING = 1e-9
 """Tolerance of comparisons of rewards: 0.9999999999999998 counts as 1, and 0.7 - 0.5 as 0.2."""
@@ -21,14 +21,6 @@ class BadRow(ValueError):
 
 class Filtered(Exception):
     """A rollout that is not used. The text is the reason, identical for all such rows, which are counted by it."""
-
-
-class TextItem(Struct, gc=False):
-    """The fields of an item that the text of a conversation needs."""
-
-    type: str | None = None
-    role: str | None = None
-    content: Any = None
 
 
 class Item(Struct, omit_defaults=True, gc=False):
@@ -51,116 +43,78 @@ class Item(Struct, omit_defaults=True, gc=False):
         return self.type == "message" or (self.type is None and self.role is not None)
 
 
-AnyItem = Item | TextItem
+class Params(Struct, gc=False):
+    """The request of a rollout."""
+
+    input: str | list[Item] | None
+    instructions: Any = None
+    tools: Any = None
 
 
-# JSON name -> attribute, of `responses_create_params` and of the whole rollout.
-_PARAMS = {"input": "input", "instructions": "instructions", "tools": "tools"}
-_ROLLOUT = {
-    "responses_create_params": "responses_create_params",
-    "output": "output",
-    "response": "response",
-    "reward": "reward",
-    "_ng_task_index": "task_index",
-    "mask_sample": "mask_sample",
-}
-_OPTIONAL = (Any, None)
-_TASK = (int | str | None, None)
+Output = str | list[Item] | None | UnsetType
 
 
-def attribute_of(field: str, in_params: bool) -> str:
-    """Return the attribute of a parsed rollout, or of its `responses_create_params`, for a field of any name."""
-    return (_PARAMS if in_params else _ROLLOUT).get(field) or "field_" + field.encode().hex()
+class Response(Struct, gc=False):
+    output: Output = UNSET
 
 
-class RolloutParser:
-    """Parses lines to rollouts: objects with `responses_create_params` (`input`, `instructions`, `tools`), `output`,
-    `response`, `reward`, `task_index`, `mask_sample`, and the `more` fields: (name, whether it is one of
-    responses_create_params).
+class Rollout(Struct, gc=False):
+    """The fields of a line that are needed. `row` is the whole line as parsed."""
 
-    `output` is the type of the output's items. With `raw_params`, `responses_create_params` stays JSON, to be parsed
-    by `params`.
-    """
+    responses_create_params: Params
+    output: Output = UNSET
+    response: Response | None = None
+    reward: Any = None
+    task_index: int | str | None = field(name="_ng_task_index", default=None)
+    mask_sample: Any = None
+    row: Any = None
 
-    def __init__(
-        self,
-        more: Iterable[tuple[str, bool]] = (),
-        *,
-        output: type[AnyItem] = Item,
-        raw_params: bool = False,
-    ) -> None:
-        params, top = dict(_PARAMS), dict(_ROLLOUT)
-        for field, in_params in more:
-            (params if in_params else top)[field] = attribute_of(field, in_params)
-        outputs = (str | list[output] | None | UnsetType, UNSET)  # type: ignore[valid-type]
-        params_type = _struct("Params", params, {"input": (str | list[Item] | None,)})
-        response_type = _struct("Response", {"output": "output"}, {"output": outputs})
-        types = {
-            "responses_create_params": (msgspec.Raw if raw_params else params_type,),
-            "output": outputs,
-            "response": (response_type | None, None),
-            "task_index": _TASK,
-        }
-        self._type = _struct("Rollout", top, types)
-        self._decode = msgspec.json.Decoder(self._type).decode
-        self._decode_params = msgspec.json.Decoder(params_type).decode
-        self._raw_params = raw_params
 
-    def __call__(self, line: bytes) -> Any:
-        """Parse a line. Raises BadRow."""
+def parse_rollout(line: bytes) -> Rollout:
+    """Parse a line. Raises BadRow."""
+    row = _parse_json(line)
+    try:
         try:
-            if not line.isascii():
-                line.decode()  # the decoder does not check fields that it skips
-            return self._decode(line)
-        except UnicodeDecodeError as error:
-            raise BadRow(f"not UTF-8 text ({error.reason} at byte {error.start})") from error
-        except (msgspec.DecodeError, RecursionError):
-            return self._parse_leniently(line)
-
-    def params(self, raw: bytes) -> Any:
-        """Parse `responses_create_params` that was left as JSON. Raises BadRow."""
-        try:
-            return self._decode_params(raw)
-        except (msgspec.DecodeError, RecursionError) as error:
-            raise BadRow(f"responses_create_params: {error}") from error
-
-    def _parse_leniently(self, line: bytes) -> Any:
-        """Parse a line that the strict parser rejects but that may be usable: NaN and infinities in fields that are not
-        needed (the log-probs), a verifier's own `output` or `response` beside the one that counts, items nested by
-        turn."""
-        try:
-            row = json.loads(line.decode())
-        except json.JSONDecodeError as error:
-            raise BadRow(f"not JSON ({error.msg}, column {error.colno})") from error
-        except RecursionError as error:
-            raise BadRow("not usable JSON (nested too deeply)") from error
-        except ValueError as error:
-            raise BadRow(f"not usable JSON ({str(error).partition(';')[0]})") from error
-        try:
-            return msgspec.convert(self._tidy(row) if isinstance(row, dict) else row, self._type)
-        except msgspec.ValidationError as error:
-            raise BadRow(str(error)) from error
-        except RecursionError as error:
-            raise BadRow("not usable JSON (nested too deeply)") from error
-
-    def _tidy(self, row: dict[str, Any]) -> dict[str, Any]:
-        response = row.get("response")
-        if isinstance(response, dict) and response.get("output") is not None:
-            row = {**row, "output": None, "response": {**response, "output": _flat(response["output"])}}
-        elif "output" in row:
-            row = {**row, "output": _flat(row["output"]), "response": response if isinstance(response, dict) else None}
-        params = row.get("responses_create_params")
-        if isinstance(params, dict) and "input" in params:
-            params = {**params, "input": _flat(params["input"])}
-        if "responses_create_params" in row:
-            row["responses_create_params"] = msgspec.Raw(encode(params)) if self._raw_params else params
-        return row
+            rollout = msgspec.convert(row, Rollout)
+        except msgspec.ValidationError:
+            rollout = msgspec.convert(_tidy(row) if isinstance(row, dict) else row, Rollout)
+    except msgspec.ValidationError as error:
+        raise BadRow(str(error)) from error
+    rollout.row = row
+    return rollout
 
 
-def _struct(name: str, fields: dict[str, str], types: dict[str, tuple[Any, ...]]) -> type[Struct]:
-    """Define a type with the attributes `fields` (by JSON name). Each is optional and of any type unless in `types`."""
-    attributes = [(attribute, *types.get(attribute, _OPTIONAL)) for attribute in fields.values()]
-    return msgspec.defstruct(name, attributes, rename={name: field for field, name in fields.items()}, gc=False)
+def _parse_json(line: bytes) -> Any:
+    """Parse a line with msgspec, which is fast, or else with Python's parser, which accepts NaN and infinities in
+    fields that are not needed (the log-probs), half surrogate pairs and numbers of any length."""
+    try:
+        text = line.decode()
+    except UnicodeDecodeError as error:
+        raise BadRow(f"not UTF-8 text ({error.reason} at byte {error.start})") from error
+    try:
+        return msgspec.json.decode(text)
+    except (msgspec.DecodeError, RecursionError):
+        pass
+    try:
+        return json.loads(text, parse_int=lambda digits: int(digits) if len(digits) < 4300 else float(digits))
+    except json.JSONDecodeError as error:
+        raise BadRow(f"not JSON ({error.msg}, column {error.colno})") from error
+    except RecursionError as error:
+        raise BadRow("not usable JSON (nested too deeply)") from error
+
+
+def _tidy(row: dict[str, Any]) -> dict[str, Any]:
+    """Return the row without a verifier's own `output` or `response` beside the one that counts, and with items that
+    are nested by turn in one list."""
+    row = dict(row)
+    response, params = row.get("response"), row.get("responses_create_params")
+    if isinstance(response, dict) and response.get("output") is not None:
+        row |= {"output": None, "response": {**response, "output": _flat(response["output"])}}
+    elif "output" in row:
+        row |= {"output": _flat(row["output"]), "response": response if isinstance(response, dict) else None}
+    if isinstance(params, dict) and "input" in params:
+        row["responses_create_params"] = {**params, "input": _flat(params["input"])}
+    return row
 
 
 def _flat(items: Any) -> Any:
@@ -170,14 +124,14 @@ def _flat(items: Any) -> Any:
     return [one for item in items for one in (item if isinstance(item, list) else [item])]
 
 
-def input_items(params: Any) -> list[Item]:
+def input_items(params: Params) -> list[Item]:
     """Return the input items of a rollout's `responses_create_params`."""
     return _as_items(params.input, "user")
 
 
-def output_items(rollout: Any) -> list[Any]:
-    """Return the items, of the parser's output type, of `response.output`, else of `output`, which may be a field
-    of the verifier. Null is an empty output. Raises BadRow where there is neither."""
+def output_items(rollout: Rollout) -> list[Item]:
+    """Return the items of `response.output`, else of `output`, which may be a field of the verifier. Null is an empty
+    output. Raises BadRow where there is neither."""
     response = rollout.response
     if response is not None and response.output is not UNSET and response.output is not None:
         return _as_items(response.output, "assistant")
@@ -188,13 +142,13 @@ def output_items(rollout: Any) -> list[Any]:
     return _as_items(rollout.output, "assistant")
 
 
-def _as_items(items: Any, role: str) -> list[Any]:
+def _as_items(items: Any, role: str) -> list[Item]:
     if type(items) is list:
         return items
     return [Item(type="message", role=role, content=items)] if isinstance(items, str) else []
 
 
-def reward_of(rollout: Any) -> float | None:
+def reward_of(rollout: Rollout) -> float | None:
     """Return the reward; None where there is none. Raises BadRow for anything but a finite number."""
     reward = rollout.reward
     if reward is None:
@@ -251,7 +205,7 @@ def last_user_text(items: Sequence[Item]) -> str:
     return ""
 
 
-def final_text(items: Sequence[AnyItem]) -> str:
+def final_text(items: Sequence[Item]) -> str:
     """Return the text of the agent's last message."""
     for item in reversed(items):
         kind, role = item.type, item.role
@@ -260,7 +214,7 @@ def final_text(items: Sequence[AnyItem]) -> str:
     return ""
 
 
-def is_plain(items: Sequence[AnyItem]) -> bool:
+def is_plain(items: Sequence[Item]) -> bool:
     """Return whether the items are one message with text parts only, so that its text loses nothing."""
     if len(items) != 1:
         return False

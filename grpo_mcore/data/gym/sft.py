@@ -7,20 +7,17 @@ from typing import Any
 
 from grpo_mcore.data.gym.conversation import asked_and_done, chat_tools, with_instructions
 from grpo_mcore.data.gym.grpo import NO_ANSWER, prompt_of
-from grpo_mcore.data.gym.parts import Part
 from grpo_mcore.data.gym.rollout import (
     ROUNDING,
     Filtered,
-    Item,
-    RolloutParser,
-    TextItem,
+    Rollout,
     encode,
     final_text,
     input_items,
     is_plain,
     output_items,
 )
-from grpo_mcore.data.gym.run import Transformation
+from grpo_mcore.data.gym.run import transformation
 from grpo_mcore.data.gym.summary import Summary
 
 FEW = 100
@@ -45,11 +42,11 @@ def gym_to_sft(
     DataError.
     """
     too_low = f"reward below {reward_threshold:g}"
-    with Transformation(source, target, strict=strict) as run:
+    with transformation(source, target, strict=strict) as run:
         summary = run.summary
         prompt = prompt_of("text", "input")
 
-        def conversation(rollout: Any, _: Part) -> dict[str, Any]:
+        def conversation(rollout: Rollout) -> dict[str, Any]:
             params = rollout.responses_create_params
             asked, done = asked_and_done(input_items(params), output_items(rollout), reasoning)
             if not any(message["role"] == "assistant" for message in done):
@@ -59,28 +56,27 @@ def gym_to_sft(
                 row["tools"] = tools
             return row
 
-        def texts(rollout: Any, part: Part) -> dict[str, Any]:
+        def texts(rollout: Rollout) -> dict[str, Any]:
             params, done = rollout.responses_create_params, output_items(rollout)
             row, whole = prompt(params, input_items(params))
             answer = final_text(done)
             if not answer.strip():
                 raise Filtered(NO_ANSWER)
             if not (whole and is_plain(done)):
-                part.notes[LEFT_OUT] += 1
+                summary.notes[LEFT_OUT] += 1
             row["output"] = answer
             return row
 
-        openai = format == "openai"
-        make = conversation if openai else texts
+        make = conversation if format == "openai" else texts
 
-        def handle(rollout: Any, reward: float | None, part: Part) -> bytes:
+        def handle(rollout: Rollout, reward: float | None) -> bytes:
             if rollout.mask_sample is True:
                 raise Filtered(MASKED)
             if (reward or 0.0) < reward_threshold - ROUNDING:
                 raise Filtered(too_low)
-            return encode(make(rollout, part))
+            return encode(make(rollout))
 
-        run.each(RolloutParser(output=Item if openai else TextItem), handle)
+        run.each(handle)
         if 0 < summary.kept < FEW:
             summary.notes[f"fewer than {FEW} demonstrations; a lower --reward_threshold keeps more"] = summary.kept
     return summary

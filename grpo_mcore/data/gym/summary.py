@@ -1,14 +1,68 @@
-"""The summary of a transformation: the fate of every line."""
+"""The summary of a transformation: the fate of every line, and a histogram of the rewards."""
 
 from __future__ import annotations
 
+import math
 from collections import Counter
 from dataclasses import dataclass, field
 
-from grpo_mcore.data.gym.histogram import Histogram
-from grpo_mcore.data.gym.parts import Part
-
 _SHOWN = 600  # characters of the first row
+_LISTED = 10  # lines of a printed histogram
+_BAR = 40  # characters of its longest bar
+
+
+class Histogram:
+    """Counts of values, which are rounded to four significant digits unless they are whole numbers. `mean` is exact."""
+
+    def __init__(self) -> None:
+        self.counts: Counter[float] = Counter()
+        self.total = 0
+        self.sum = 0.0
+
+    def add(self, value: float) -> None:
+        """Count a finite number."""
+        self.total += 1
+        self.sum += value
+        self.counts[value if value % 1 == 0 else float(f"{value:.4g}")] += 1
+
+    @property
+    def low(self) -> float:
+        return min(self.counts)
+
+    @property
+    def high(self) -> float:
+        return max(self.counts)
+
+    @property
+    def mean(self) -> float:
+        return self.sum / self.total
+
+    def quantile(self, share: float) -> float:
+        """Return the smallest value that at least this share of all values does not exceed."""
+        left = share * self.total
+        for value, count in sorted(self.counts.items()):
+            left -= count
+            if left <= 0:
+                return value
+        return self.high
+
+    def bins(self) -> list[tuple[str, int]]:
+        """Return (label, count) of each value where they are few, else of ten ranges of equal width."""
+        if len(self.counts) <= _LISTED:
+            return [(f"{value:.4g}", count) for value, count in sorted(self.counts.items())]
+        low, width = self.low, self.high / _LISTED - self.low / _LISTED
+        counts = [0] * _LISTED
+        for value, count in self.counts.items():
+            counts[min(int(value / width - low / width), _LISTED - 1)] += count
+        edges = [low + width * number for number in range(_LISTED + 1)]
+        return [(f"{edges[number]:.4g} to {edges[number + 1]:.4g}", count) for number, count in enumerate(counts)]
+
+    def lines(self) -> list[str]:
+        """Return a line with a bar for each bin."""
+        bins = self.bins()
+        label = max((len(text) for text, _ in bins), default=0)
+        most = max((count for _, count in bins), default=1)
+        return [f"{text:>{label}}  {count:>11,}  {'#' * math.ceil(_BAR * count / most)}" for text, count in bins]
 
 
 @dataclass
@@ -45,17 +99,6 @@ class Summary:
     @property
     def adds_up(self) -> bool:
         return self.rows == self.kept + self.filtered.total() + self.malformed
-
-    def add(self, part: Part) -> None:
-        """Add the counts of a part, except its malformed lines and its rewards."""
-        self.rows += part.lines - part.blank
-        self.blank += part.blank
-        self.kept += len(part.results)
-        self.filtered += part.filtered
-        self.notes += part.notes
-        self.ground_truth_from += part.ground_truth_from
-        if self.without_ground_truth is not None:
-            self.without_ground_truth += part.without_ground_truth
 
     def __str__(self) -> str:
         lines = [f"{self.source} -> {self.target if self.written else 'nothing written'}"]

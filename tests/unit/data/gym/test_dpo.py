@@ -1,7 +1,6 @@
 from __future__ import annotations
 
 import os
-import random
 import subprocess
 import sys
 from pathlib import Path
@@ -11,7 +10,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from grpo_mcore.data.gym import gym_to_dpo, pair_index
+from grpo_mcore.data.gym import gym_to_dpo
+from grpo_mcore.data.gym.pairing import PairIndex, pair_index
 from grpo_mcore.data.interfaces import DataError
 from tests.unit.data.gym.conftest import call, message, read, rollout, write
 
@@ -198,30 +198,18 @@ def test_against_the_definition(tmp_path_factory: Any, rollouts: list[tuple[int,
     assert summary.adds_up and all(row["chosen"] != row["rejected"] for row in found)
 
 
-@pytest.mark.parametrize("strategy", ["same_prompt", "stratified"])
-def test_written_in_small_batches_the_pairs_are_the_same(tmp_path: Path, strategy: str, monkeypatch: Any) -> None:
-    rng = random.Random(0)
-    rows = [rollout(f"q{rng.randrange(300)}", f"a{n}", rng.choice([0.0, 0.3, 1.0])) for n in range(2000)]
-    source = write(tmp_path / "in.jsonl", rows)
-    gym_to_dpo(source, tmp_path / "one.jsonl", strategy=strategy)
-    monkeypatch.setattr(pair_index, "BATCH_BYTES", 100)
-    gym_to_dpo(source, tmp_path / "many.jsonl", strategy=strategy)
-    assert (tmp_path / "one.jsonl").read_bytes() == (tmp_path / "many.jsonl").read_bytes()
-    assert sorted(os.listdir(tmp_path)) == ["in.jsonl", "many.jsonl", "one.jsonl"]
-
-
 def test_the_index_is_deleted_after_an_error(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     source = write(tmp_path / "in.jsonl", rewarded("q", {"a": 1.0, "b": 0.0}))
-    monkeypatch.setattr(pair_index.PairIndex, "texts", lambda index, answer: index._database.execute("SELECT * FROM x"))
+    monkeypatch.setattr(PairIndex, "texts", lambda index, answer: index._database.execute("SELECT * FROM x"))
     with pytest.raises(DataError, match="temporary database .* failed: no such table: x"):
         gym_to_dpo(source, tmp_path / "out.jsonl")
     assert os.listdir(tmp_path) == ["in.jsonl"]
 
 
 def test_signs_of_zero_and_ties_keep_the_order_of_the_file(tmp_path: Path) -> None:
-    with pair_index.PairIndex(tmp_path) as index:
+    with pair_index(tmp_path) as index:
         for number, reward in enumerate([0.0, -0.0, 1.0, -1.0, 0.0, 1.0]):
-            index.add((7, reward, -(2**63) + number, b"prompt", f"{number}".encode()))
+            index.add((7, reward, b"prompt", f"{number}".encode()))
         (group,) = [list(group) for group in index.groups()]
         assert [str(answer.reward) for answer in group] == ["1.0", "1.0", "0.0", "-0.0", "0.0", "-1.0"]
         assert [index.texts(answer) for answer in group] == [

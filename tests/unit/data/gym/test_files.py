@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 
 from grpo_mcore.data.gym import gym_to_dpo, gym_to_grpo, gym_to_sft
-from grpo_mcore.data.gym.lines import LineReader
+from grpo_mcore.data.gym.files import read_lines
 from grpo_mcore.data.interfaces import DataError
 from tests.unit.data.gym.conftest import TRANSFORMS, read, rollout, write
 
@@ -82,11 +82,11 @@ def test_empty_files(tmp_path: Path, text: bytes) -> None:
     assert folder(tmp_path) == ["empty.jsonl"]
 
 
-def test_lines_and_their_numbers(tmp_path: Path) -> None:
+def test_lines_and_their_numbers(tmp_path: Path, monkeypatch: Any) -> None:
     (tmp_path / "f").write_bytes(b"a\n\nbb\r\n" + b"c" * 20 + b"\n" + b"d" * 10 + b"\n" + b"e" * 11)
-    with LineReader(tmp_path / "f", longest=10) as lines:
-        assert list(lines) == [(1, b"a\n"), (2, b"\n"), (3, b"bb\r\n"), (4, None), (5, b"d" * 10 + b"\n"), (6, None)]
-        assert lines.position == lines.size
+    monkeypatch.setattr("grpo_mcore.data.gym.files.LONGEST_LINE", 10)
+    lines = [(1, b"a\n"), (2, b"\n"), (3, b"bb\r\n"), (4, None), (5, b"d" * 10 + b"\n"), (6, None)]
+    assert list(read_lines(tmp_path / "f")) == lines
 
 
 @pytest.mark.parametrize(

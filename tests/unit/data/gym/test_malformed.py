@@ -11,7 +11,8 @@ from typing import Any
 
 import pytest
 
-from grpo_mcore.data.gym import lines
+from grpo_mcore.data.gym import files
+from grpo_mcore.data.gym import run as one_pass
 from tests.unit.data.gym.conftest import TRANSFORMS, call, message, read, rollout, spec_rollout, thought, write
 
 TRUTH = {"expected_answer": "2"}
@@ -244,7 +245,8 @@ def test_a_line_of_50_mb(transform: str, tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("transform", ["grpo", "sft", "dpo"])
 def test_a_line_that_is_too_long(transform: str, tmp_path: Path, monkeypatch: Any) -> None:
-    monkeypatch.setattr(lines.LineReader.__init__, "__defaults__", (1 << 20,))
+    for module in (files, one_pass):
+        monkeypatch.setattr(module, "LONGEST_LINE", 1 << 20)
     source = tmp_path / "rollouts.jsonl"
     write(source, [GOOD, b"x" * (3 << 20), rollout("long?", "y" * (2 << 20)), BAD])
     summary = TRANSFORMS[transform](source, tmp_path / "out.jsonl")
