@@ -9,7 +9,7 @@ import os
 import sys
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from grpo_mcore.recipe import is_override
 
@@ -38,88 +38,74 @@ def run(args: argparse.Namespace) -> int:
     return COMMANDS[args.command][2](args)
 
 
-def _transformation(parser: argparse.ArgumentParser) -> None:
+def _transformation(parser: argparse.ArgumentParser, *options: tuple[str, Any, Any, str]) -> None:
+    """Add the options of a transformation: those of all, and (name, type or choices, default, help)."""
     parser.add_argument("--input", required=True, type=Path, metavar="FILE", help="rollouts, JSONL, may be gzip")
     parser.add_argument("--output", required=True, type=Path, metavar="FILE", help="JSONL; appears whole or not at all")
     parser.add_argument("--strict", action="store_true", help="stop at the first malformed line and write nothing")
+    for name, kind, default, text in options:
+        kinds = {"choices": kind} if isinstance(kind, tuple) else {"type": kind}
+        parser.add_argument(name, default=default, help=f"{text} (default: {default})", **kinds)
 
 
-def _prompt_format(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument(
-        "--prompt_format",
-        choices=("text", "messages"),
-        default="text",
-        help="the prompt: the user's last text, or the whole input as chat messages (default: text)",
-    )
+_PROMPT_FORMAT = (
+    "--prompt_format",
+    ("text", "messages"),
+    "text",
+    "the prompt: the user's last text, or the whole input as chat messages",
+)
 
 
 def _grpo_arguments(parser: argparse.ArgumentParser) -> None:
-    _transformation(parser)
+    least = "least reward of a rollout that is kept; 0.0 keeps all rollouts, negative rewards included"
+    _transformation(parser, ("--reward_threshold", _finite, 0.0, least), _PROMPT_FORMAT)
     parser.add_argument(
-        "--reward_threshold",
-        type=_finite,
-        default=0.0,
-        help="least reward of a rollout that is kept (default: 0.0 = all rollouts, negative rewards included)",
+        "--no_ground_truth",
+        dest="ground_truth",
+        action="store_false",
+        help="leave the ground truth out of the output",
     )
-    parser.add_argument("--no_ground_truth", action="store_true", help="leave the ground truth out of the output")
     parser.add_argument(
         "--ground_truth_key",
+        dest="ground_truth_keys",
         action="append",
         default=[],
         metavar="PATH",
         help="field of the ground truth, such as expected_answer or verifier_metadata.answer; searched before the "
         "usual fields; may be given several times",
     )
-    _prompt_format(parser)
 
 
 def _sft_arguments(parser: argparse.ArgumentParser) -> None:
-    _transformation(parser)
-    parser.add_argument(
-        "--reward_threshold", type=_finite, default=0.95, help="least reward of a rollout that is kept (default: 0.95)"
+    formats = "whole conversations with tool calls, or the last question and the last answer as text"
+    _transformation(
+        parser,
+        ("--reward_threshold", _finite, 0.95, "least reward of a rollout that is kept"),
+        ("--format", ("openai", "simple"), "openai", formats),
     )
     parser.add_argument(
-        "--format",
-        choices=("openai", "simple"),
-        default="openai",
-        help="whole conversations with tool calls, or the last question and the last answer as text (default: openai)",
+        "--no_reasoning",
+        dest="reasoning",
+        action="store_false",
+        help="leave the agent's thoughts out of the messages",
     )
-    parser.add_argument("--no_reasoning", action="store_true", help="leave the agent's thoughts out of the messages")
 
 
 def _dpo_arguments(parser: argparse.ArgumentParser) -> None:
-    _transformation(parser)
-    parser.add_argument(
-        "--min_gap", type=_finite, default=0.2, help="least difference of the rewards of a pair (default: 0.2)"
+    strategies = (
+        "the best answer to a prompt with the worst one, or answers above the high threshold with answers to the same "
+        "prompt below the low one"
     )
-    parser.add_argument(
-        "--strategy",
-        choices=("same_prompt", "stratified"),
-        default="same_prompt",
-        help="the best answer to a prompt with the worst one, or answers above the high threshold with answers to the "
-        "same prompt below the low one (default: same_prompt)",
+    _transformation(
+        parser,
+        ("--min_gap", _finite, 0.2, "least difference of the rewards of a pair"),
+        ("--strategy", ("same_prompt", "stratified"), "same_prompt", strategies),
+        ("--high_threshold", _finite, 0.7, "least reward of a stratified pair's better answer"),
+        ("--low_threshold", _finite, 0.4, "largest reward of a stratified pair's worse answer"),
+        ("--max_pairs_per_prompt", int, 8, "most stratified pairs of a prompt"),
+        ("--seed", int, 0, "seed of the choice of stratified pairs"),
+        _PROMPT_FORMAT,
     )
-    parser.add_argument(
-        "--high_threshold",
-        type=_finite,
-        default=0.7,
-        help="least reward of a stratified pair's better answer (default: 0.7)",
-    )
-    parser.add_argument(
-        "--low_threshold",
-        type=_finite,
-        default=0.4,
-        help="largest reward of a stratified pair's worse answer (default: 0.4)",
-    )
-    parser.add_argument(
-        "--max_pairs_per_prompt",
-        type=int,
-        default=8,
-        metavar="N",
-        help="most stratified pairs of a prompt (default: 8)",
-    )
-    parser.add_argument("--seed", type=int, default=0, help="seed of the choice of stratified pairs (default: 0)")
-    _prompt_format(parser)
 
 
 def _check_arguments(parser: argparse.ArgumentParser) -> None:
@@ -147,56 +133,6 @@ def _collect_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--token_ids", action="store_true", help="write the tokens and log-probs of every turn")
 
 
-def _gym_to_grpo(args: argparse.Namespace) -> int:
-    from grpo_mcore.data.gym import gym_to_grpo
-
-    return _report(
-        gym_to_grpo(
-            args.input,
-            args.output,
-            reward_threshold=args.reward_threshold,
-            ground_truth=not args.no_ground_truth,
-            ground_truth_keys=args.ground_truth_key,
-            prompt_format=args.prompt_format,
-            strict=args.strict,
-        )
-    )
-
-
-def _gym_to_sft(args: argparse.Namespace) -> int:
-    from grpo_mcore.data.gym import gym_to_sft
-
-    return _report(
-        gym_to_sft(
-            args.input,
-            args.output,
-            reward_threshold=args.reward_threshold,
-            format=args.format,
-            reasoning=not args.no_reasoning,
-            strict=args.strict,
-        )
-    )
-
-
-def _gym_to_dpo(args: argparse.Namespace) -> int:
-    from grpo_mcore.data.gym import gym_to_dpo
-
-    return _report(
-        gym_to_dpo(
-            args.input,
-            args.output,
-            min_gap=args.min_gap,
-            strategy=args.strategy,
-            high_threshold=args.high_threshold,
-            low_threshold=args.low_threshold,
-            max_pairs_per_prompt=args.max_pairs_per_prompt,
-            seed=args.seed,
-            prompt_format=args.prompt_format,
-            strict=args.strict,
-        )
-    )
-
-
 def _print(text: object) -> None:
     try:
         print(text, flush=True)
@@ -204,7 +140,11 @@ def _print(text: object) -> None:
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
 
 
-def _report(summary: Summary) -> int:
+def _transform(args: argparse.Namespace) -> int:
+    from grpo_mcore.data import gym
+
+    options = {name: value for name, value in vars(args).items() if name not in ("command", "input", "output")}
+    summary: Summary = getattr(gym, args.command.replace("-", "_"))(args.input, args.output, **options)
     _print(summary)
     if summary.written:
         return 0
@@ -264,9 +204,9 @@ def _finite(text: str) -> float:
 
 Command = tuple[str, Callable[[argparse.ArgumentParser], None], Callable[[argparse.Namespace], int]]
 COMMANDS: dict[str, Command] = {
-    "gym-to-grpo": ("NeMo Gym rollouts to prompts for GRPO", _grpo_arguments, _gym_to_grpo),
-    "gym-to-sft": ("NeMo Gym rollouts to demonstrations for SFT", _sft_arguments, _gym_to_sft),
-    "gym-to-dpo": ("NeMo Gym rollouts to pairs of answers for DPO", _dpo_arguments, _gym_to_dpo),
+    "gym-to-grpo": ("NeMo Gym rollouts to prompts for GRPO", _grpo_arguments, _transform),
+    "gym-to-sft": ("NeMo Gym rollouts to demonstrations for SFT", _sft_arguments, _transform),
+    "gym-to-dpo": ("NeMo Gym rollouts to pairs of answers for DPO", _dpo_arguments, _transform),
     "collect": ("sample a recipe's prompts, score the samples, write rollouts", _collect_arguments, _collect),
     "check": ("check a data file against a recipe", _check_arguments, _check),
 }
