@@ -73,8 +73,8 @@ class _Call:
     request: ScoreRequest
     positions: list[int]
     alone: bool = False
-    pending: Future | None = None
-    deadline: float = 0.0
+    pending: Future = field(init=False)
+    deadline: float = field(init=False)
 
 
 @dataclass(eq=False)
@@ -102,7 +102,7 @@ class RewardScorer:
         cluster: Cluster,
         on_restart: Callable[[str, str], None] = lambda worker, why: None,
     ) -> None:
-        self._cluster, self._on_restart = cluster, on_restart
+        self._on_restart = on_restart
         queues: dict[int, EnvQueue] = {}
         for worker in environments.values():
             limits = (float("inf"), cluster.call_timeout_s)
@@ -135,7 +135,7 @@ class RewardScorer:
 
     def awaited(self) -> list[Future]:
         """Return the calls under way."""
-        return [call.pending for queue in self._queues for call in queue.running if call.pending is not None]
+        return [call.pending for queue in self._queues for call in queue.running]
 
     def seconds_left(self) -> float:
         """Return the seconds until the first deadline of a call."""
@@ -145,7 +145,10 @@ class RewardScorer:
 
     def next(self) -> tuple[str, list[Outcome]] | None:
         """Return the uid and the outcomes of a group whose rewards have all come; None if there is no such group."""
-        self._expire()
+        now = time.monotonic()
+        for queue in self._queues:
+            while late := next((call for call in queue.running if now >= call.deadline), None):
+                self._take(queue, late)
         if not self._scored:
             return None
         request = self._scored.popleft()
@@ -162,11 +165,13 @@ class RewardScorer:
         return False
 
     def _take(self, queue: EnvQueue, call: _Call) -> None:
-        assert call.pending is not None
         try:
             outcomes = call.pending.result()
         except WorkerDied as error:
             self._recover(queue, call, f"the environment died: {error.cause}", error)
+            return
+        except DeadlineExceeded as error:
+            self._recover(queue, call, f"no verdict within {queue.timeout_s:g} s", error)
             return
         queue.failures = 0
         queue.running.remove(call)
@@ -191,18 +196,6 @@ class RewardScorer:
             call.deadline = time.monotonic() + queue.timeout_s
             call.pending = queue.worker.call("advance", metadata, *references, timeout_s=queue.timeout_s, what=what)
             queue.running.append(call)
-
-    def _expire(self) -> None:
-        """Recover every environment that has exceeded the deadline of a call."""
-        now = time.monotonic()
-        for queue in self._queues:
-            for call in [call for call in queue.running if now >= call.deadline]:
-                assert call.pending is not None
-                try:  # its answer may have come in time and only not been taken yet
-                    self._cluster.next_ready([call.pending], 0.0, call.pending.what)
-                except DeadlineExceeded as error:
-                    self._recover(queue, call, f"no verdict within {queue.timeout_s:g} s", error)
-                    break
 
     def _recover(self, queue: EnvQueue, culprit: _Call, reason: str, error: Exception) -> None:
         """Restart an environment that died or exceeded the deadline of `culprit`.

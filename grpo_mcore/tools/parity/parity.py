@@ -86,6 +86,7 @@ class ParityCase:
 def reference_of(folder: Path) -> Reference:
     """Run transformers forward and backward. Raises FamilyError for a model without a family."""
     from transformers import AutoModelForCausalLM
+    from transformers.core_model_loading import revert_weight_conversion
 
     shape = shape_of(read_hf_config(folder))
     network = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
@@ -97,7 +98,8 @@ def reference_of(folder: Path) -> Reference:
         entropies = -(scores.exp() * scores).sum(-1)
         loss = loss - (advantage * chosen + ENTROPY_COEFF * entropies).sum() / (sum(LENGTHS) - len(LENGTHS))
     loss.backward()
-    return Reference(folder, shape.family, network, logprobs, checkpoint_gradients(shape.family, network))
+    gradients = {name: parameter.grad for name, parameter in network.named_parameters()}
+    return Reference(folder, shape.family, network, logprobs, revert_weight_conversion(network, gradients))
 
 
 def fitting(folder: Path, layouts: Iterable[LayoutCase]) -> tuple[list[LayoutCase], dict[str, str]]:
@@ -114,14 +116,12 @@ def fitting(folder: Path, layouts: Iterable[LayoutCase]) -> tuple[list[LayoutCas
 
 def compare_layouts(reference: Reference, layouts: Sequence[LayoutCase], pool: RankPool) -> list[ParityCase]:
     """Compare each layout with packed rows and without. Raises RankFailed."""
-    return [measure(reference, case, packed, pool) for case in layouts for packed in (False, True)]
-
-
-def measure(reference: Reference, case: LayoutCase, packed: bool, pool: RankPool) -> ParityCase:
-    """Compare one layout."""
-    target = "grpo_mcore.tools.parity.rank:logprobs_and_gradients"
-    ranks = pool.run(case.world_size, target, str(reference.folder), case, packed, timeout_s=RANK_TIMEOUT_S)
-    return compare(reference, ranks, case.name, packed)
+    target, found = "grpo_mcore.tools.parity.rank:logprobs_and_gradients", []
+    for case in layouts:
+        for packed in (False, True):
+            ranks = pool.run(case.world_size, target, str(reference.folder), case, packed, timeout_s=RANK_TIMEOUT_S)
+            found.append(compare(reference, ranks, case.name, packed))
+    return found
 
 
 def compare(reference: Reference, ranks: Sequence[dict[str, Any]], layout: str, packed: bool) -> ParityCase:
@@ -182,42 +182,3 @@ def compare_engine(reference: Reference) -> tuple[ParityCase | None, str | None]
     finally:
         engine.shutdown()
     return ParityCase(reference.family, "engine", None, differences, {}), None
-
-
-def checkpoint_gradients(family: str, network: torch.nn.Module) -> dict[str, torch.Tensor]:
-    """Return the gradients of a transformers model by the names of its checkpoint, in which experts are separate."""
-    block, gate, up, down = "mlp", "gate_proj", "up_proj", "down_proj"
-    if family == "mixtral":
-        block, gate, up, down = "block_sparse_moe", "w1", "w3", "w2"
-    if family.startswith("nemotron_h"):
-        return _nemotron_gradients(network)
-    found: dict[str, torch.Tensor] = {}
-    for name, parameter in network.named_parameters():
-        gradient = parameter.grad
-        layer, _, rest = name.rpartition(".mlp.")
-        if rest == "experts.gate_up_proj":
-            for i, expert in enumerate(gradient):
-                halves = expert.chunk(2)
-                found[f"{layer}.{block}.experts.{i}.{gate}.weight"] = halves[0]
-                found[f"{layer}.{block}.experts.{i}.{up}.weight"] = halves[1]
-        elif rest == "experts.down_proj":
-            for i, expert in enumerate(gradient):
-                found[f"{layer}.{block}.experts.{i}.{down}.weight"] = expert
-        elif layer:
-            found[f"{layer}.{block}.{rest}"] = gradient
-        else:
-            found[name] = gradient
-    return found
-
-
-def _nemotron_gradients(network: torch.nn.Module) -> dict[str, torch.Tensor]:
-    found: dict[str, torch.Tensor] = {}
-    for name, parameter in network.named_parameters():
-        name = name.replace("model.", "backbone.", 1)
-        if ".experts." in name:
-            found |= {
-                name.replace("experts", f"experts.{i}") + ".weight": part for i, part in enumerate(parameter.grad)
-            }
-        else:
-            found[name] = parameter.grad
-    return found

@@ -38,7 +38,8 @@ class Answer:
         return self.worker.dead or "hangs" not in self.samples
 
     def result(self) -> list[Outcome]:
-        assert self.is_there()
+        if not self.is_there():
+            raise DeadlineExceeded(self.what, self.whom, TIMEOUT_S)
         self.worker.dead |= "dies" in self.samples
         if self.worker.dead:
             raise WorkerDied("environment", self.what, "it was killed")
