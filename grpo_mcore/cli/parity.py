@@ -43,8 +43,8 @@ def run(args: argparse.Namespace) -> int:
 def _run(args: argparse.Namespace, folder: Path) -> int:
     from grpo_mcore.families import read_hf_config, shape_of
     from grpo_mcore.parallel.rank_pool import RankPool
-    from grpo_mcore.tools.parity.layouts import DEFAULT_LAYOUTS, layout_named
     from grpo_mcore.tools.parity.parity import compare_engine, compare_layouts, fitting, reference_of
+    from grpo_mcore.tools.parity.rank import DEFAULT_LAYOUTS, layout_named
 
     shape = shape_of(read_hf_config(folder))
     names = args.layouts.split(",") if args.layouts else DEFAULT_LAYOUTS

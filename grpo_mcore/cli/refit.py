@@ -6,21 +6,8 @@ from __future__ import annotations
 import argparse
 from collections.abc import Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
 
-from grpo_mcore.recipe import (
-    MasterConfig,
-    engine_nodes,
-    engine_pool,
-    is_override,
-    load_recipe,
-    num_engines,
-    policy_pool,
-    world_size,
-)
-
-if TYPE_CHECKING:
-    from grpo_mcore.refit.layout import EngineLayout, TrainerLayout
+from grpo_mcore.recipe import is_override, load_recipe
 
 
 def parse(words: Sequence[str]) -> argparse.Namespace:
@@ -71,72 +58,31 @@ def _verify(args: argparse.Namespace) -> int:
 
 def _plan(args: argparse.Namespace) -> int:
     """Print the plan, and draw it with --picture."""
-    from grpo_mcore.families import check_engine_parallel, check_tensor_parallel, shape_of
+    from grpo_mcore.families import check_engine_parallel
+    from grpo_mcore.families.known import known_config
     from grpo_mcore.refit.overview import Overview, draw
+    from grpo_mcore.tools.plan.plan import plan_shape
+    from grpo_mcore.tools.plan.workload import workload_of
 
     config = load_recipe(args.recipe, args.overrides).config
-    shape = shape_of(_model_config(config.policy.model_name))
+    name, config_json = config.policy.model_name, None
+    if not Path(name).is_dir() and known_config(name) is None:
+        from huggingface_hub import hf_hub_download
+
+        config_json = hf_hub_download(name, "config.json")
+    shape = plan_shape(config, config_json)
+    load = workload_of(config, shape, kernels="cpu" if config.cluster.platform == "cpu" else "transformer_engine")
+    check_engine_parallel(shape, load.engine_tensor, load.engine_whole_experts)
     overview = Overview.of(
         shape,
-        _trainer(config),
-        _engine(config),
+        load.trainer_layout,
+        load.engine_layout,
         dtype=config.policy.precision,
         buffer_gb=config.policy.refit_buffer_size_gb,
-        nodes=(engine_pool(config) or policy_pool(config)).nodes,
+        nodes=load.engine_nodes,
     )
-    check_tensor_parallel(shape, overview.trainer.tensor)
-    check_engine_parallel(shape, overview.engine.tensor, overview.engine.expert_parallel)
     print(overview.text())
     if args.picture:
         draw(args.picture, overview)
         print(f"picture {args.picture}")
     return 0
-
-
-def _trainer(config: MasterConfig) -> TrainerLayout:
-    from grpo_mcore.refit.layout import TrainerLayout
-
-    megatron = config.policy.megatron_cfg
-    model_parallel = (
-        megatron.tensor_model_parallel_size * megatron.pipeline_model_parallel_size * megatron.context_parallel_size
-    )
-    return TrainerLayout(
-        megatron.tensor_model_parallel_size,
-        megatron.pipeline_model_parallel_size,
-        max(1, world_size(config) // model_parallel),
-        megatron.context_parallel_size,
-        megatron.expert_model_parallel_size,
-        megatron.expert_tensor_parallel_size,
-        megatron.virtual_pipeline_model_parallel_size or 1,
-        first_layers=megatron.num_layers_in_first_pipeline_stage or 0,
-        last_layers=megatron.num_layers_in_last_pipeline_stage or 0,
-    )
-
-
-def _engine(config: MasterConfig) -> EngineLayout:
-    """Return the layout of the engines on one node, or on the nodes that one engine spans."""
-    from grpo_mcore.refit.layout import EngineLayout
-
-    vllm = config.policy.generation.vllm_cfg
-    engines = num_engines(config, gpu=config.cluster.platform != "cpu")
-    nodes = (engine_pool(config) or policy_pool(config)).nodes
-    return EngineLayout(
-        vllm.tensor_parallel_size,
-        expert_parallel=vllm.expert_parallel_size > 1,
-        replicas=max(1, engines * engine_nodes(config) // nodes),
-        nodes=engine_nodes(config),
-    )
-
-
-def _model_config(name: str) -> dict[str, Any]:
-    """Return the model's config from its folder, by its name, or from the Hugging Face hub."""
-    from grpo_mcore.families import read_hf_config
-    from grpo_mcore.families.known import known_config
-
-    if Path(name).is_dir():
-        return read_hf_config(name)
-    if (known := known_config(name)) is not None:
-        return known
-    from huggingface_hub import hf_hub_download
-
-    return read_hf_config(Path(hf_hub_download(name, "config.json")).parent)

@@ -5,13 +5,16 @@ The functions are module-level, so that the processes of a `RankPool` can import
 
 from __future__ import annotations
 
+import re
 from dataclasses import dataclass
+from math import ceil
 from pathlib import Path
 from typing import Any
 
 import torch
 
 from grpo_mcore.batching.packed_batch import PackedBatch, pack_rows
+from grpo_mcore.families import ModelShape
 from grpo_mcore.objective import ClippedPGLossConfig, ClippedPGLossFn
 from grpo_mcore.parallel.mesh import Address
 from grpo_mcore.parallel.policy import Policy
@@ -19,6 +22,10 @@ from grpo_mcore.recipe import PolicyConfig
 
 LENGTHS = (5, 17, 9, 30, 2, 12, 23, 3)
 BINS = ((0, 3), (1, 2, 4), (5, 7), (6,))  # micro-batches, distributed over the data-parallel ranks in order
+
+
+DEFAULT_LAYOUTS = ("TP1", "TP2", "PP2", "VPP2", "CP2", "EP2", "ETP2", "TP2xPP2", "TP2xCP2", "EP2xPP2", "EP2xTP2")
+DIMENSIONS = ("TP", "PP", "VPP", "CP", "DP", "EP", "ETP")
 
 
 @dataclass(frozen=True)
@@ -41,6 +48,38 @@ class LayoutCase:
     @property
     def world_size(self) -> int:
         return self.tensor * self.pipeline * self.data * self.context
+
+
+class LayoutNameError(ValueError):
+    """A name that does not denote a layout."""
+
+
+def layout_named(name: str, shape: ModelShape) -> LayoutCase:
+    """Return the smallest layout with these sizes. Upper and lower case are equal: tp2 is TP2.
+
+    Sequence parallelism is added if experts under tensor parallelism need it, data parallelism if EP x ETP needs more
+    ranks. Raises LayoutNameError.
+    """
+    name = name.upper().replace("X", "x")
+    sizes = dict.fromkeys(DIMENSIONS, 0)
+    for part in name.replace("-SP", "").split("x"):
+        found = re.fullmatch(r"([A-Z]+)([1-9]\d*)", part)
+        if found is None or found[1] not in sizes:
+            raise LayoutNameError(f"--layouts: {name!r}: {part!r} is not one of {', '.join(DIMENSIONS)} with a number")
+        sizes[found[1]] = int(found[2])
+    tensor = sizes["TP"] or sizes["ETP"] or 1
+    context, expert, expert_tensor = (sizes[dimension] or 1 for dimension in ("CP", "EP", "ETP"))
+    return LayoutCase(
+        name,
+        tensor=tensor,
+        pipeline=sizes["PP"] or (2 if sizes["VPP"] > 1 else 1),
+        data=sizes["DP"] or ceil(expert * expert_tensor / (tensor * context)),
+        sequence_parallel="-SP" in name or (shape.experts is not None and tensor > 1),
+        context=context,
+        virtual=sizes["VPP"] if sizes["VPP"] > 1 else None,
+        expert=expert,
+        expert_tensor=expert_tensor,
+    )
 
 
 def sequences(vocab_size: int) -> list[torch.Tensor]:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterator, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -16,7 +16,7 @@ from grpo_mcore.refit.layout import LayoutError
 from grpo_mcore.refit.plan import RefitError
 from grpo_mcore.tools.plan.memory import CLOSE, EngineMemory, StageMemory, fits, memory
 from grpo_mcore.tools.plan.timing import MAX_SEQUENCES, RefitTraffic, StepTime, refit_traffic, step_time
-from grpo_mcore.tools.plan.workload import Device, PlanError, Workload, device_named, workload_of
+from grpo_mcore.tools.plan.workload import DEVICES, Device, PlanError, Workload, workload_of
 
 MEGATRON = "policy.megatron_cfg."
 VLLM = "policy.generation.vllm_cfg."
@@ -35,6 +35,7 @@ class Plan:
     times: StepTime
     refit: RefitTraffic | None
     warnings: tuple[str, ...]
+    """Each says what is wrong and which key changes it."""
 
     @property
     def fits(self) -> bool:
@@ -92,8 +93,13 @@ def ranks_of(load: Workload, stage: int) -> range:
 
 
 def plan_device(config: MasterConfig, name: str | None, memory_gb: float | None) -> Device:
-    """Return the device called `name`; None: cpu if cluster.platform is cpu, else an H100. Raises PlanError."""
-    return device_named(name or ("cpu" if config.cluster.platform == "cpu" else "H100"), memory_gb)
+    """Return the device called `name`, with `memory_gb` (10^9 bytes) of memory if given. None: cpu if cluster.platform
+    is cpu, else an H100. Raises PlanError."""
+    name = name or ("cpu" if config.cluster.platform == "cpu" else "H100")
+    device = next((device for known, device in DEVICES.items() if known.lower() == name.lower()), None)
+    if device is None:
+        raise PlanError(f"--device {name}: known are {', '.join(DEVICES)}; for another, the nearest with --memory-gb")
+    return device if memory_gb is None else replace(device, memory=int(memory_gb * 1e9))
 
 
 def plan_shape(config: MasterConfig, config_json: str | Path | None = None) -> ModelShape:
@@ -127,34 +133,18 @@ def make_plan(
     kernels = kernels or ("cpu" if device.name == "cpu" else "transformer_engine")
     load = workload_of(config, shape, kernels=kernels, mean_length=mean_length)
     engine, stages = memory(load, device)
-    impossible, traffic = [], None
+    warnings, traffic = [], None
     if load.grpo:
         try:
             traffic = refit_traffic(load)
         except (RefitError, LayoutError) as error:
-            impossible.append(f"no refit: {error}")
+            warnings.append(f"no refit: {error}")
     times = step_time(load, device, engine, traffic)
-    found = [*impossible, *warnings(load, device, engine, stages, times, traffic)]
+    warnings += [*_memory(load, device, stages), *_engines(load, device, engine), *_layout(load, times)]
+    if traffic is not None and traffic.buckets > 64:
+        warnings.append(f"{traffic.buckets} refit buckets: a larger policy.refit_buffer_size_gb makes fewer of them")
     equation = batch_equation(config, "grpo" if load.grpo else "sft")
-    return Plan(config.policy.model_name, equation, load, device, engine, stages, times, traffic, tuple(found))
-
-
-def warnings(
-    load: Workload,
-    device: Device,
-    engine: EngineMemory,
-    stages: Sequence[StageMemory],
-    times: StepTime,
-    traffic: RefitTraffic | None,
-) -> list[str]:
-    """Return warnings: each says what is wrong and which key changes it."""
-    return [
-        *_memory(load, device, stages),
-        *_engines(load, device, engine),
-        *_layout(load, times),
-        *([f"{traffic.buckets} refit buckets: a larger policy.refit_buffer_size_gb makes fewer of them"]
-          if traffic is not None and traffic.buckets > 64 else []),
-    ]  # fmt: skip
+    return Plan(config.policy.model_name, equation, load, device, engine, stages, times, traffic, tuple(warnings))
 
 
 def _memory(load: Workload, device: Device, stages: Sequence[StageMemory]) -> Iterator[str]:

@@ -81,12 +81,12 @@ def _rank_params(
             for param in params
             if not param.buffer and not (param.expert and param.expert[0] >= param.expert[1] // layout.expert)
         ]
-        trained = [param for param in here if not _is_frozen(param, frozen_router, adapters)]
-        frozen += sum(
-            math.prod(local_shape(param, shape, layout.expert_tensor if param.expert else layout.tensor))
-            for param in here
-            if _is_frozen(param, frozen_router, adapters)
-        )
+        trained = []
+        for param in here:
+            if adapters is None and not (frozen_router and param.megatron.endswith("mlp.router.weight")):
+                trained.append(param)
+                continue
+            frozen += math.prod(local_shape(param, shape, layout.expert_tensor if param.expert else layout.tensor))
         if adapters is not None:
             trained = [part for each in adapters_of(here, adapters).values() for part in (each.down, each.up)]
         shared_apart = shape.tied_embeddings and layout.pipeline > 1
@@ -96,10 +96,6 @@ def _rank_params(
         if own:
             experts.append(shard_of(own, shape, layout.expert_tensor, copies, shared_apart=False))
     return RankParams(tuple(common), tuple(experts), frozen)
-
-
-def _is_frozen(param: Param, frozen_router: bool, adapters: AdapterShape | None) -> bool:
-    return adapters is not None or (frozen_router and param.megatron.endswith("mlp.router.weight"))
 
 
 def _of_chunk(shape: ModelShape, layers: Sequence[int], *, first: bool, last: bool) -> list[Param]:

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
+from typing import Any
 
 from grpo_mcore.families import FamilyError, check_engine_parallel, check_tensor_parallel
 from grpo_mcore.parallel.mesh import Layout
@@ -48,7 +49,8 @@ def _options(load: Workload, nodes: int) -> Iterator[Workload]:
         for recompute in (False, True):
             sizes = {*_powers(load.gpus_per_node), load.engine_tensor} if load.colocated else {load.engine_tensor}
             for engine_tensor in sorted(sizes):
-                if load.grpo and not _engine_splits(load, engine_tensor) or not load.grpo and engine_tensor > 1:
+                split = (load.shape, engine_tensor, load.engine_whole_experts)
+                if not (_allows(check_engine_parallel, *split) if load.grpo else engine_tensor == 1):
                     continue
                 engines = max(1, world // engine_tensor) if load.colocated else load.engines
                 span = max(1, engine_tensor // load.gpus_per_node) if load.colocated else load.engine_span
@@ -62,7 +64,7 @@ def _layouts(load: Workload, world: int) -> Iterator[Layout]:
     """Yield layouts of the policy: TP and EP within a node, PP that divides the layers, CP as in the recipe."""
     shape, context = load.shape, load.layout.context
     for tensor in _powers(load.gpus_per_node):
-        if not _splits(load, tensor):
+        if not _allows(check_tensor_parallel, shape, tensor):
             continue
         for pipeline in (size for size in range(1, shape.num_layers + 1) if shape.num_layers % size == 0):
             data = world // (tensor * pipeline * context)
@@ -77,24 +79,14 @@ def _layouts(load: Workload, world: int) -> Iterator[Layout]:
                     yield Layout(tensor, pipeline, data, tensor > 1, context, expert)
 
 
-def _powers(limit: int) -> Iterator[int]:
-    size = 1
-    while size <= limit:
-        yield size
-        size *= 2
+def _powers(limit: int) -> list[int]:
+    return [1 << bit for bit in range(limit.bit_length())]
 
 
-def _splits(load: Workload, tensor: int) -> bool:
+def _allows(check: Callable[..., None], *sizes: Any) -> bool:
+    """Return whether a check of a model's sizes passes."""
     try:
-        check_tensor_parallel(load.shape, tensor)
-    except FamilyError:
-        return False
-    return True
-
-
-def _engine_splits(load: Workload, tensor: int) -> bool:
-    try:
-        check_engine_parallel(load.shape, tensor, load.engine_whole_experts)
+        check(*sizes)
     except FamilyError:
         return False
     return True

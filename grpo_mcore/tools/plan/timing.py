@@ -7,7 +7,6 @@ from collections import Counter
 from dataclasses import dataclass
 
 from grpo_mcore.families import Block, forward_flops, params_of
-from grpo_mcore.refit.layout import EngineLayout, TrainerLayout
 from grpo_mcore.refit.plan import DTYPE_BYTES, plan_refit, wire_dtype
 from grpo_mcore.tools.plan.memory import EngineMemory, gradient_bytes, weight_bytes
 from grpo_mcore.tools.plan.workload import Device, Workload
@@ -78,20 +77,17 @@ def _pass(
 ) -> PhaseTime:
     """Return the time of passes over the step's samples. `sweeps`: passes through the layers, for the traffic."""
     compute = flops / load.world / device.flops
-    tensor = _tensor_parallel_seconds(load, device) * sweeps
-    context, experts = _context_seconds(load, device) * sweeps, _expert_seconds(load, device) * sweeps
-    links = tensor + context + experts
-    data = _data_parallel_seconds(load, device) if gradients else 0.0
-    floor = max(compute, links + data)
-    likely = (compute / COMPUTE_EFFICIENCY + links / LINK_EFFICIENCY) / (1 - bubble) + data / LINK_EFFICIENCY
-    shares = {
-        "compute": compute / COMPUTE_EFFICIENCY,
-        "tensor-parallel traffic": tensor / LINK_EFFICIENCY,
-        "context-parallel traffic": context / LINK_EFFICIENCY,
-        "tokens to experts and back": experts / LINK_EFFICIENCY,
-        "gradient and weight traffic": data / LINK_EFFICIENCY,
-        "pipeline bubble": likely * bubble,
+    links = {
+        "tensor-parallel traffic": _tensor_parallel_seconds(load, device) * sweeps,
+        "context-parallel traffic": _context_seconds(load, device) * sweeps,
+        "tokens to experts and back": _expert_seconds(load, device) * sweeps,
     }
+    data, busy = _data_parallel_seconds(load, device) if gradients else 0.0, sum(links.values())
+    floor = max(compute, busy + data)
+    likely = (compute / COMPUTE_EFFICIENCY + busy / LINK_EFFICIENCY) / (1 - bubble) + data / LINK_EFFICIENCY
+    links["gradient and weight traffic"] = data
+    shares = {"compute": compute / COMPUTE_EFFICIENCY, "pipeline bubble": likely * bubble}
+    shares |= {name: seconds / LINK_EFFICIENCY for name, seconds in links.items()}
     return PhaseTime(name, flops, floor, likely, max(shares, key=lambda name: shares[name]))
 
 
@@ -203,14 +199,7 @@ class RefitTraffic:
 def refit_traffic(load: Workload) -> RefitTraffic:
     """Plan the refit of a workload and count its bytes. Raises RefitError if a row does not fit the buffer, LayoutError
     if the layouts do not fit the model."""
-    layout = load.layout
-    trainer = TrainerLayout(
-        layout.tensor, layout.pipeline, layout.data, layout.context, layout.expert, layout.expert_tensor,
-        layout.virtual, first_layers=load.first_layers or 0, last_layers=load.last_layers or 0,
-    )  # fmt: skip
-    span = load.engine_span
-    replicas = max(1, load.engines * span // load.engine_nodes)
-    engine = EngineLayout(load.engine_tensor, 1, load.engine_whole_experts, replicas, span)
+    trainer, engine, span = load.trainer_layout, load.engine_layout, load.engine_span
     dtype = DTYPE[load.element]
     params = [param for param in params_of(load.shape) if not param.copy]
     plan = plan_refit(params, load.shape, trainer, engine, dtype=dtype, buffer_bytes=load.refit_buffer, copies=span > 1)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import cached_property
 from typing import Literal
 
@@ -23,6 +23,7 @@ from grpo_mcore.recipe import (
     runs_grpo,
     samples_per_step,
 )
+from grpo_mcore.refit.layout import EngineLayout, TrainerLayout
 from grpo_mcore.tools.plan.rank_params import RankParams, rank_params
 
 BYTES = {"bfloat16": 2, "float32": 4}
@@ -61,15 +62,6 @@ DEVICES = {
         Device("cpu", None, 5e10, 1e10, 5e9, 1e9, 1e10, reserved=0),
     )
 }
-
-
-def device_named(name: str, memory_gb: float | None = None) -> Device:
-    """Return the device of this name, with `memory_gb` (10^9 bytes) of memory if given. Raises PlanError."""
-    by_name = {known.lower(): device for known, device in DEVICES.items()}
-    device = by_name.get(name.lower())
-    if device is None:
-        raise PlanError(f"--device {name}: known are {', '.join(DEVICES)}; for another, the nearest with --memory-gb")
-    return device if memory_gb is None else replace(device, memory=int(memory_gb * 1e9))
 
 
 @dataclass(frozen=True)
@@ -138,6 +130,21 @@ class Workload:
         """Micro-batches of one rank in an optimizer step, if each bin is filled with samples of the mean length."""
         per_bin = max(1, self.bin_tokens // max(1, self.mean_length))
         return max(1, math.ceil(self.batch / self.layout.data / per_bin))
+
+    @property
+    def trainer_layout(self) -> TrainerLayout:
+        """The policy's layout as the refit plan describes it."""
+        of = self.layout
+        return TrainerLayout(
+            of.tensor, of.pipeline, of.data, of.context, of.expert, of.expert_tensor, of.virtual,
+            first_layers=self.first_layers or 0, last_layers=self.last_layers or 0,
+        )  # fmt: skip
+
+    @property
+    def engine_layout(self) -> EngineLayout:
+        """The layout of the engines on one node, or on the nodes that one engine spans."""
+        replicas = max(1, self.engines * self.engine_span // self.engine_nodes)
+        return EngineLayout(self.engine_tensor, 1, self.engine_whole_experts, replicas, self.engine_span)
 
     @cached_property
     def chunks(self) -> tuple[tuple[range, ...], ...]:

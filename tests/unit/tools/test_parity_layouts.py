@@ -3,8 +3,8 @@ from __future__ import annotations
 import pytest
 
 from grpo_mcore.families import ExpertShape
-from grpo_mcore.tools.parity.layouts import LayoutNameError, layout_named
 from grpo_mcore.tools.parity.parity import ParityCase
+from grpo_mcore.tools.parity.rank import LayoutNameError, layout_named
 from tests.unit.refit.whole_split import make_shape
 
 DENSE, EXPERTS = make_shape(), make_shape(experts=ExpertShape(4, 2, 8))
