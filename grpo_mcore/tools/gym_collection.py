@@ -15,7 +15,6 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, BinaryIO
 
-from grpo_mcore.algorithms.engines.engine_group import EngineGroup
 from grpo_mcore.algorithms.engines.policy_endpoint import open_endpoint
 from grpo_mcore.algorithms.engines.sampling_config import sampling_of, turn_limits
 from grpo_mcore.algorithms.rollouts.rollouts import Rollouts
@@ -117,10 +116,17 @@ def collect(
             group = rollouts.next_group()
             in_flight -= 1
             found.prompts += 1
-            agent = env_names[group.prompt["task_name"]] or ""
-            shown = {"temperature": sampling.temperature, "top_p": sampling.top_p}
             row = dataset.dataset[group.prompt["idx"]]
-            for line in _lines(group, row, results, engines, agent, shown, config.policy.model_name, token_ids):
+            for line in _lines(
+                group,
+                row,
+                results,
+                cluster.store.fetch,
+                agent=env_names[group.prompt["task_name"]] or "",
+                sampling={"temperature": sampling.temperature, "top_p": sampling.top_p},
+                model=config.policy.model_name,
+                token_ids=token_ids,
+            ):
                 _write(found, line, kept, failed)
             on_group(group)
         if not found.prompts:
@@ -142,13 +148,11 @@ def _lines(
     group: Group,
     row: Mapping[str, Any],
     results: dict[tuple[str, int], GymOutcome],
-    engines: EngineGroup,
-    agent: str,
-    sampling: Mapping[str, float],
-    model: str,
-    token_ids: bool,
+    fetch: Callable[[Any], Trajectory],
+    **shown: Any,
 ) -> Iterator[dict[str, Any]]:
-    """Yield a line for each sample of a group; `row` is its prompt's row of the dataset."""
+    """Yield a line for each sample of a group. `row` is its prompt's row of the dataset; `shown` is as in
+    `rollout_line`."""
     for index, (sample, score) in enumerate(zip(group.samples, group.scores, strict=True)):
         outcome = results.pop((group.uid, index), None)
         if outcome is not None:
@@ -162,17 +166,8 @@ def _lines(
         truth = group.prompt["extra_env_info"].get("ground_truth")
         task = {key: value for key, value in row.items() if key not in _NOT_OF_THE_TASK}
         task |= {} if truth is None else {"expected_answer": truth}
-        yield rollout_line(
-            messages,
-            engines.cluster.store.fetch(sample.ref),
-            score,
-            task=task,
-            task_index=group.prompt["idx"],
-            agent=agent,
-            sampling=sampling,
-            model=model,
-            token_ids=token_ids,
-        )
+        trajectory = fetch(sample.ref)
+        yield rollout_line(messages, trajectory, score, task=task, task_index=group.prompt["idx"], **shown)
 
 
 def _write(found: Collected, line: dict[str, Any], kept: BinaryIO, failed: BinaryIO) -> None:
@@ -204,19 +199,18 @@ def rollout_line(
 
     A sample without a reward gets the fields of a failed rollout: `_ng_failure_class` and the reason.
     """
-    output = []
-    seen = trajectory.turns[0].token_ids.tolist()
-    first = next((i for i, turn in enumerate(trajectory.turns) if turn.loss_mask), len(trajectory.turns))
-    for turn in trajectory.turns[1:first]:
-        seen += turn.token_ids.tolist()
-    for number, turn in enumerate(trajectory.turns[first:]):
+    output: list[dict[str, Any]] = []
+    seen: list[int] = []
+    for turn in trajectory.turns:
+        ids = turn.token_ids.tolist()
         if not turn.loss_mask:
-            output.append({"type": "message", "role": "user", "content": turn.text})
-            seen += turn.token_ids.tolist()
+            if output:  # turns before the first answer are the prompt
+                output.append({"type": "message", "role": "user", "content": turn.text})
+            seen += ids
             continue
         text = {"type": "output_text", "text": turn.text, "annotations": []}
         item: dict[str, Any] = {
-            "id": f"msg_{trajectory.generation_index}_{number}",
+            "id": f"msg_{trajectory.generation_index}_{len(output)}",
             "type": "message",
             "role": "assistant",
             "status": "incomplete" if trajectory.truncated and turn is trajectory.turns[-1] else "completed",
@@ -225,10 +219,10 @@ def rollout_line(
         if token_ids:
             assert turn.logprobs is not None
             item["prompt_token_ids"] = list(seen)
-            item["generation_token_ids"] = turn.token_ids.tolist()
+            item["generation_token_ids"] = ids
             item["generation_log_probs"] = turn.logprobs.tolist()
         output.append(item)
-        seen += turn.token_ids.tolist()
+        seen += ids
     line = {
         **task,
         "responses_create_params": {"input": [dict(message) for message in messages], **sampling},
