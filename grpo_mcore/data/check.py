@@ -109,11 +109,7 @@ class CheckReport:
 
 
 class Unusable(Exception):
-    """A row that a run cannot use: the kind of problem, and its details in this row."""
-
-    def __init__(self, kind: str, details: str) -> None:
-        super().__init__(kind, details)
-        self.kind, self.details = kind, details
+    """A row that a run cannot use. Its arguments are the kind of problem, and the details in this row."""
 
 
 def check_file(path: Path, config: MasterConfig | None = None, samples: int = 2) -> CheckReport:
@@ -136,7 +132,8 @@ def check_file(path: Path, config: MasterConfig | None = None, samples: int = 2)
             _count_rewards(row, report)
             prompt, answer, shown = check(row, number)
         except Unusable as problem:
-            report.add_problem(problem.kind, f"line {number}: {problem.details}")
+            kind, details = problem.args
+            report.add_problem(kind, f"line {number}: {details}")
         else:
             report.usable_rows += 1
             seen[prompt].append((number, answer))
@@ -173,7 +170,8 @@ class _RowCheck:
         self._tokenizer = None
         if config is None:
             return
-        report.limit, report.longest_sequence = _limits(config, self._trains_on_answers)
+        report.longest_sequence = config.policy.max_total_sequence_length
+        report.limit = report.longest_sequence if self._trains_on_answers else longest_prompt(config)
         from grpo_mcore.data.tokenizer import load_tokenizer
 
         names = config.policy.tokenizer
@@ -187,7 +185,7 @@ class _RowCheck:
         try:
             chat = self._data.dataset[0]
         except DataError as error:
-            raise Unusable("no conversation can be made of it", _without(f"line {number}: ", error)) from error
+            raise Unusable("no conversation can be made of it", str(error).removeprefix(f"line {number}: ")) from error
         if "unusable" in chat:
             raise Unusable("the dataset leaves it out", chat["unusable"])
         if self._pairs:
@@ -202,31 +200,24 @@ class _RowCheck:
             raise Unusable("no question", "the prompt is blank")
         if not all(_text(answer).strip() for answer in answers):
             raise Unusable("no answer", "blank, or not there")
-        data = [self._process(one) for one in self._conversations(chat)] if self._tokenizer is not None else []
-        if data:
-            self._measure(data)
+        data = []
+        if self._tokenizer is not None:
+            sides = [[*prompt, *answer] for answer in answers] if self._pairs else [chat["messages"]]
+            data = [self._process({**chat, "messages": messages}) for messages in sides]
+            length = max(datum["length"] for datum in data)
+            self._report.lengths.add(length)
+            if any(datum["loss_multiplier"] == 0 for datum in data):
+                raise Unusable("too long", f"{length:,} tokens; the limit is {self._report.limit:,}")
         asked = chat["gym_task"] if self._is_gym_task else [prompt, chat.get("tools")]
         return _hash(asked), _hash(answers), lambda: _shown(prompt, answers, data)
-
-    def _conversations(self, chat: Row) -> list[Row]:
-        """Return what is tokenised: for a pair, the prompt with each of the answers."""
-        if not self._pairs:
-            return [chat]
-        return [{**chat, "messages": [*chat["messages"], *chat[side]]} for side in ("chosen", "rejected")]
 
     def _process(self, chat: Row) -> DatumSpec:
         try:
             return self._data.processor(chat, self._data.task_spec, self._tokenizer, self._report.limit, 0)
         except DataError as error:
-            raise Unusable("the processor rejects it", _without(f"{chat['uid']}: ", error)) from error
+            raise Unusable("the processor rejects it", str(error).removeprefix(f"{chat['uid']}: ")) from error
         except Exception as error:  # a processor may be the user's own program
             raise Unusable("the processor fails", f"{type(error).__name__}: {error}") from error
-
-    def _measure(self, data: list[DatumSpec]) -> None:
-        length = max(datum["length"] for datum in data)
-        self._report.lengths.add(length)
-        if any(datum["loss_multiplier"] == 0 for datum in data):
-            raise Unusable("too long", f"{length:,} tokens; the limit is {self._report.limit:,}")
 
 
 def _entry(path: Path, config: MasterConfig | None, first: Row) -> tuple[Entry, str, str]:
@@ -263,26 +254,13 @@ def _is_file(path: Path, named: str | None) -> bool:
     return named is not None and Path(named).exists() and path.samefile(named)
 
 
-def _limits(config: MasterConfig, trains_on_answers: bool) -> tuple[int, int]:
-    """Return the most tokens of a prompt (of a whole conversation where answers are trained on), and of prompt and
-    answer together."""
-    longest = config.policy.max_total_sequence_length
-    if trains_on_answers:
-        return longest, longest
-    return longest_prompt(config), longest
-
-
 def _parsed(line: bytes | None, place: str) -> Row:
     if line is None:
         raise Unusable("not JSON", "the line is too long to be read")
     try:
         return parse(line.rstrip(b"\r\n"), place)
     except DataError as error:
-        raise Unusable("not JSON", _without(f"{place}: ", error)) from error
-
-
-def _without(place: str, error: Exception) -> str:
-    return str(error).removeprefix(place)
+        raise Unusable("not JSON", str(error).removeprefix(f"{place}: ")) from error
 
 
 def _count_rewards(row: Row, report: CheckReport) -> None:
