@@ -4,15 +4,14 @@
 
 Makes a rollouts file of about 2 kB a row (four rollouts a prompt, `output` at the top, as the documented script reads
 it) and runs in turn the script, gym-to-grpo, gym-to-sft and gym-to-dpo, each in its own process. Reports the medians of
-wall and CPU seconds, the peak of resident memory (summed over the processes of a run, with shared pages counted for
-each), and the speed-up over the script. `--script` is a .py file, or a document with the script in a block of Python
-code; without it only our commands are measured. The script holds the whole file in memory, about 6 kB per row.
+wall and CPU seconds, the peak of resident memory, and the speed-up over the script. `--script` is a .py file, or a
+document with the script in a block of Python code; without it only our commands are measured. The script holds the
+whole file in memory, about 6 kB per row.
 """
 
 from __future__ import annotations
 
 import argparse
-import contextlib
 import json
 import os
 import random
@@ -23,8 +22,6 @@ import tempfile
 import time
 from pathlib import Path
 from statistics import median
-
-import psutil
 
 COMMANDS = {
     "gym-to-grpo": ["gym-to-grpo"],
@@ -39,7 +36,6 @@ WORDS = (
 ).split()
 GROUP = 4
 ROW_WORDS = 240
-MEMORY_EVERY_S = 0.05
 
 
 def make_rollouts(path: Path, rows: int) -> None:
@@ -96,29 +92,16 @@ def script_in(path: Path, folder: Path) -> Path:
 
 def measure(command: list[str]) -> dict[str, float]:
     began = time.perf_counter()
-    process = psutil.Popen(command, stdout=subprocess.DEVNULL)
-    peak = 0
-    while not (ended := os.wait4(process.pid, os.WNOHANG))[0]:
-        peak = max(peak, resident(process))
-        time.sleep(MEMORY_EVERY_S)
-    _, status, usage = ended
-    if os.waitstatus_to_exitcode(status):
+    process = subprocess.Popen(command, stdout=subprocess.DEVNULL)
+    _, status, usage = os.wait4(process.pid, 0)
+    process.returncode = os.waitstatus_to_exitcode(status)
+    if process.returncode:
         raise SystemExit(f"failed: {' '.join(command)}")
     return {
         "wall_s": time.perf_counter() - began,
         "cpu_s": usage.ru_utime + usage.ru_stime,
-        "peak_mb": max(peak / 2**20, usage.ru_maxrss / 1024),
+        "peak_mb": usage.ru_maxrss / 1024,
     }
-
-
-def resident(process: psutil.Process) -> int:
-    """Return the resident bytes of the process and its children."""
-    total = 0
-    with contextlib.suppress(psutil.Error):
-        for one in (process, *process.children(recursive=True)):
-            with contextlib.suppress(psutil.Error):
-                total += one.memory_info().rss
-    return total
 
 
 def main() -> None:
