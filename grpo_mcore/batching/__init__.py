@@ -4,13 +4,3 @@ from __future__ import annotations
 
 from grpo_mcore.batching.packing import PACKING_ALGORITHMS, PackingError, pack
 from grpo_mcore.batching.plan import BatchPlan, CostModel, StepPlan, plan_step
-
-__all__ = [
-    "PACKING_ALGORITHMS",
-    "BatchPlan",
-    "CostModel",
-    "PackingError",
-    "StepPlan",
-    "pack",
-    "plan_step",
-]

@@ -32,29 +32,6 @@ from grpo_mcore.rollout.workers import (
 if TYPE_CHECKING:  # every worker process imports this file
     from grpo_mcore.recipe import ClusterConfig
 
-__all__ = [
-    "BackgroundWork",
-    "Cluster",
-    "DeadlineExceeded",
-    "Future",
-    "LocalCluster",
-    "NotEnoughResources",
-    "ObjectLost",
-    "ObjectStore",
-    "Parcel",
-    "Place",
-    "Ref",
-    "Rendezvous",
-    "Stream",
-    "Worker",
-    "WorkerDied",
-    "WorkerFailed",
-    "call_all",
-    "gather",
-    "is_fault",
-    "open_cluster",
-]
-
 
 def open_cluster(config: ClusterConfig, log_dir: Path) -> Cluster:
     """Return the cluster that the recipe's section `cluster` asks for. Workers print to `log_dir`/NAME.log."""

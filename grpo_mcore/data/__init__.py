@@ -42,26 +42,6 @@ _MODULES = {
     "load_tokenizer": "grpo_mcore.data.tokenizer",
 }
 
-__all__ = [
-    "AllTaskProcessedDataset",
-    "BatchedDataDict",
-    "DataError",
-    "DatumSpec",
-    "Excluded",
-    "MultipleDataloaderWrapper",
-    "ResponseDataset",
-    "TaskData",
-    "TaskDataSpec",
-    "TurnTemplate",
-    "build_dataloader",
-    "build_task_data",
-    "build_train_dataloader",
-    "example_custom_dataloader",
-    "load_preference_dataset",
-    "load_response_dataset",
-    "load_tokenizer",
-]
-
 
 def __getattr__(name: str) -> Any:
     if name not in _MODULES:

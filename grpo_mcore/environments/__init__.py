@@ -4,5 +4,3 @@ Imports stay light here, without torch and Ray: verifier processes import this p
 """
 
 from grpo_mcore.environments.registry import create_env, create_env_class, register_env
-
-__all__ = ["create_env", "create_env_class", "register_env"]

@@ -34,10 +34,3 @@ from grpo_mcore.families.spec import (
     local_shape,
     pieces,
 )
-
-__all__ = [
-    "FAMILIES", "AdapterShape", "Block", "Box", "ExpertShape", "FamilyError", "HfTensor", "MambaShape", "ModelShape",
-    "Param", "Piece", "Split", "Stage", "adapter_shape", "adapters_of", "check_engine_parallel", "check_fit",
-    "check_tensor_parallel", "engine_pieces", "engine_shape", "forward_flops", "is_adapted", "local_shape",
-    "missing_on_cpu", "parameter_count", "params_of", "pieces", "read_hf_config", "shape_of",
-]  # fmt: skip

@@ -3,5 +3,3 @@
 from grpo_mcore.generation.config import EngineConfig, EngineNode, engine_environment
 from grpo_mcore.generation.engine import Engine, EngineError
 from grpo_mcore.generation.engine_follower import EngineFollower
-
-__all__ = ["Engine", "EngineConfig", "EngineError", "EngineFollower", "EngineNode", "engine_environment"]

@@ -10,22 +10,3 @@ from grpo_mcore.observe.plots import reward_curve_png
 from grpo_mcore.observe.step_table import StepRow
 from grpo_mcore.observe.summary import write_summary
 from grpo_mcore.observe.timeline import Timeline
-
-__all__ = [
-    "LEDGER_FILE",
-    "Audit",
-    "Ledger",
-    "LedgerError",
-    "Logger",
-    "MissingPackage",
-    "RunConsole",
-    "ShownSample",
-    "StepRow",
-    "Timeline",
-    "audit",
-    "read_ledger",
-    "read_metrics",
-    "reward_curve_png",
-    "run_folder",
-    "write_summary",
-]

@@ -57,16 +57,3 @@ from grpo_mcore.recipe.schema.section import Section
 from grpo_mcore.recipe.schema.sft import SFTConfig
 from grpo_mcore.recipe.validation.run import VALIDATION_METRICS
 from grpo_mcore.recipe.validation.validate import checked_loss
-
-__all__ = [
-    "DATASETS", "DEFAULT", "FILE_DATASETS", "PREFERENCE_DATASETS", "UNSET_KEYS", "VALIDATION_METRICS",
-    "AdvEstimatorConfig", "AsyncGRPOConfig", "CheckpointingConfig", "ClippedPGLossConfig", "ClusterConfig",
-    "DataConfig", "DatasetEntry", "DevicePool", "Finding", "GRPOConfig", "GRPOLoggerConfig", "GenerationConfig",
-    "KLType", "KubernetesConfig", "LaunchConfig", "MasterConfig", "MegatronConfig", "OptimizerConfig", "PeftConfig",
-    "PolicyConfig", "Problem", "Recipe", "RecipeError", "RecipeSections", "RewardScalingConfig",
-    "RewardShapingConfig", "SFTConfig", "SchedulerConfig", "Section", "SequencePackingConfig", "SlurmConfig",
-    "TokenizerConfig", "VllmConfig", "batch_equation", "checked_loss", "data_parallel_size", "dataset_by_name",
-    "engine_nodes", "engine_pool", "find_recipe", "is_override", "load_recipe", "model_parallel_size", "nearest",
-    "nearest_hint", "needs_prev", "needs_reference", "num_engines", "policy_pool", "prompts_per_generation_batch",
-    "resolved_yaml", "runs_grpo", "samples_per_step", "shown", "unknown_dataset", "world_size",
-]  # fmt: skip

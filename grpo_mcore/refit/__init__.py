@@ -8,8 +8,3 @@ from grpo_mcore.refit.proof import Verify
 from grpo_mcore.refit.receiver import RefitReceiver
 from grpo_mcore.refit.refit import EngineNodes, Refit, RefitReport, refit
 from grpo_mcore.refit.sender import RefitSender, WeightSource
-
-__all__ = [
-    "EngineLayout", "EngineNodes", "LayoutError", "Refit", "RefitError", "RefitPlan", "RefitReceiver", "RefitReport",
-    "RefitSender", "TrainerLayout", "Verify", "WeightSource", "plan_model_refit", "plan_refit", "refit",
-]  # fmt: skip

@@ -12,18 +12,3 @@ from grpo_mcore.data.datasets.registry import (
     rows_of_file,
 )
 from grpo_mcore.data.datasets.source import Source
-
-__all__ = [
-    "DATASET_CLASSES",
-    "DEFAULT_PROCESSOR",
-    "Entry",
-    "MappedDataset",
-    "PREFERENCE_CLASSES",
-    "ResponseData",
-    "ResponseDataset",
-    "Source",
-    "load_preference_dataset",
-    "load_response_dataset",
-    "rows_of_file",
-    "setting",
-]

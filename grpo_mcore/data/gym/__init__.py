@@ -4,5 +4,3 @@ from grpo_mcore.data.gym.dpo import gym_to_dpo
 from grpo_mcore.data.gym.grpo import gym_to_grpo
 from grpo_mcore.data.gym.sft import gym_to_sft
 from grpo_mcore.data.gym.summary import Summary
-
-__all__ = ["Summary", "gym_to_dpo", "gym_to_grpo", "gym_to_sft"]

@@ -7,5 +7,3 @@ from __future__ import annotations
 
 from grpo_mcore.tools.launch.spec import LaunchSpec, Pool, launch_spec
 from grpo_mcore.tools.launch.validation import Mount
-
-__all__ = ["LaunchSpec", "Mount", "Pool", "launch_spec"]
