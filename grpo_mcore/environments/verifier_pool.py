@@ -24,7 +24,6 @@ import os
 import pickle
 import resource
 import signal
-import socket
 import subprocess
 import sys
 import threading
@@ -33,7 +32,6 @@ from collections.abc import Callable, Sequence
 from concurrent.futures import Future, wait
 from concurrent.futures.process import BrokenProcessPool
 from dataclasses import dataclass
-from functools import partial
 from multiprocessing import forkserver
 from multiprocessing.connection import Connection
 from typing import Any
@@ -51,9 +49,8 @@ _INHERITED = (
     *("CUDA_VISIBLE_DEVICES", "HF_HOME", "HF_HUB_OFFLINE"),
 )
 _THREAD_VARIABLES = ("OMP_NUM_THREADS", "MKL_NUM_THREADS", "OPENBLAS_NUM_THREADS")
-_ATTEMPTS = 3  # hosts that a job is sent to
 _STOP_S = 10.0  # seconds that a host has to stop its workers
-_POLL_S = 0.5  # how often the host checks its parent and its pool
+_POLL_S = 0.5  # how often the host checks that its parent and its pool are there
 _TERMINATE_S = 0.3  # from SIGTERM to SIGKILL; Pebble's 3 s would hold up all workers where one is stopped
 _OUT_OF_MEMORY = 86  # exit code of a worker whose job ran out of memory
 _IMPORTED_IN = os.getpid()  # in a worker: the fork server, which imports this module before it forks
@@ -110,19 +107,16 @@ class VerifierPool:
         self._host = _Host(spec)
 
     def run(self, jobs: Sequence[Sequence[Any]]) -> list[Result]:
-        """Apply the function to each job's arguments. Return the results in order, when the last is there."""
+        """Apply the function to each job's arguments. Return the results in order, when the last is there. If the host
+        dies, a new one does all these jobs again, once."""
         payloads = [pickle.dumps(tuple(arguments)) for arguments in jobs]
-        results: dict[int, Result] = {}
-        for attempt in range(_ATTEMPTS):
-            if self._closed and attempt:
-                break
-            host = self._running_host()
-            futures = {n: host.submit(payload) for n, payload in enumerate(payloads) if n not in results}
-            results |= {n: result for n, future in futures.items() if (result := future.result()) is not None}
-            if len(results) == len(payloads):
-                break
-        lost = "not done: the verifier pool was closed" if self._closed else "crashed: its processes were ended"
-        return [results.get(n, Result(None, lost, 0.0)) for n in range(len(payloads))]
+        for _ in range(2):
+            results = self._running_host().submit(payloads).result()
+            if results is not None:
+                return results
+            if self._closed:
+                return [Result(None, "not done: the verifier pool was closed", 0.0)] * len(payloads)
+        return [Result(None, "crashed: its processes were ended", 0.0)] * len(payloads)
 
     def close(self) -> None:
         """End the workers, whatever they are doing. Jobs that are not done fail."""
@@ -148,10 +142,11 @@ class _Host:
 
     def __init__(self, spec: WorkerSpec) -> None:
         self.ended = False
-        self._futures: dict[int, Future[Result | None]] = {}
+        self._futures: dict[int, Future[list[Result] | None]] = {}
         self._numbers = itertools.count()
         self._lock = threading.Lock()
-        ours, theirs = socket.socketpair()
+        self._connection, theirs = multiprocessing.Pipe()
+        self._reader = threading.Thread(target=self._read, name="verifier results", daemon=True)
         with theirs:
             self._process = subprocess.Popen(
                 [sys.executable, "-P", "-c", f"from {__name__} import serve; serve({theirs.fileno()})"],
@@ -163,15 +158,12 @@ class _Host:
                 | {"PYTHONPATH": os.pathsep.join(sys.path)},
                 start_new_session=True,  # Ctrl-C at the terminal is for the run
             )
-        self._socket, self._connection = ours, Connection(os.dup(ours.fileno()))
         try:
             self._wait_until_ready(spec)
-        except BaseException as error:
-            ends_itself = isinstance(error, EnvironmentConfigError | WorkerStartError)
-            self._end(_STOP_S if ends_itself else 0.0)
+            self._reader.start()
+        except BaseException:
+            self.stop()
             raise
-        self._reader = threading.Thread(target=self._read, name="verifier results", daemon=True)
-        self._reader.start()
 
     def _wait_until_ready(self, spec: WorkerSpec) -> None:
         state, problem = "not started", f"their host did not answer within {spec.start_s:g} s"
@@ -189,9 +181,9 @@ class _Host:
                 "overloaded, or num_workers too large for it"
             )
 
-    def submit(self, payload: bytes) -> Future[Result | None]:
-        """Send a job. The future's result is None when the host ends before the job does."""
-        future: Future[Result | None] = Future()
+    def submit(self, payloads: list[bytes]) -> Future[list[Result] | None]:
+        """Send jobs. The future's result is None when the host ends before the last job does."""
+        future: Future[list[Result] | None] = Future()
         with self._lock:
             if self.ended:
                 future.set_result(None)
@@ -199,43 +191,39 @@ class _Host:
             number = next(self._numbers)
             self._futures[number] = future
             with contextlib.suppress(OSError):  # the host has ended: the reader notices
-                self._connection.send((number, payload))
+                self._connection.send((number, payloads))
         return future
 
     def stop(self) -> None:
         """End the host and its workers. May be called again."""
-        self._end(_STOP_S)
-        self._reader.join()
+        self._process.terminate()
+        try:
+            self._process.wait(_STOP_S)
+        except subprocess.TimeoutExpired:
+            os.killpg(self._process.pid, signal.SIGKILL)
+            self._process.wait()
+        if self._reader.is_alive():
+            self._reader.join()
         self._connection.close()
-        self._socket.close()
 
     def _read(self) -> None:
         """Set the futures' results until the host ends. A malformed answer ends the host too."""
         with contextlib.suppress(EOFError, OSError, ValueError, TypeError, KeyError):
             while True:
-                number, result = json.loads(self._connection.recv_bytes())
-                self._futures.pop(number).set_result(Result(**result))
+                number, results = json.loads(self._connection.recv_bytes())
+                self._futures.pop(number).set_result([Result(**result) for result in results])
         with self._lock:
             self.ended = True
             for future in self._futures.values():
                 future.set_result(None)
 
-    def _end(self, grace_s: float) -> None:
-        with contextlib.suppress(OSError):
-            self._socket.shutdown(socket.SHUT_RDWR)  # the host's next read, ours and a blocked send end
-        try:
-            self._process.wait(grace_s)
-        except subprocess.TimeoutExpired:
-            os.killpg(self._process.pid, signal.SIGKILL)
-            self._process.wait()
-
 
 def serve(descriptor: int) -> None:
-    """Run the host program: take jobs from the connection, and answer each with [number, result]."""
+    """Run the host program: take jobs from the connection, and answer them with [number, results]."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit())
     connection = Connection(descriptor)
     spec, parent = connection.recv()
-    threading.Thread(target=_end_with, args=(parent,), daemon=True).start()
     pebble.CONSTS.term_timeout = _TERMINATE_S
     context = multiprocessing.get_context("forkserver")
     context.set_forkserver_preload([__name__, *spec.preload])
@@ -244,21 +232,15 @@ def serve(descriptor: int) -> None:
         state = _wait_until_ready(pool, spec)
         connection.send_bytes(json.dumps(state).encode())
         if state[0] == "ready":
-            _answer_jobs(connection, pool, spec)
+            _answer_jobs(connection, pool, spec, parent)
     except (EOFError, OSError):
         pass  # the run has ended
     finally:
+        signal.signal(signal.SIGTERM, signal.SIG_IGN)
+        signal.alarm(int(_STOP_S))  # the workers die with this process
         connection.close()  # first: the run need not wait for what follows
         pool.stop()
         pool.join()
-
-
-def _end_with(parent: int) -> None:
-    """End the host when its parent has ended, even while it starts workers or another process holds the connection."""
-    while os.getppid() == parent:
-        time.sleep(_POLL_S)
-    time.sleep(_STOP_S)  # as a rule the host has noticed the end of its connection, and ends cleanly
-    os._exit(1)
 
 
 def _wait_until_ready(pool: pebble.ProcessPool, spec: WorkerSpec) -> tuple[str, str]:
@@ -283,38 +265,41 @@ def _wait_until_ready(pool: pebble.ProcessPool, spec: WorkerSpec) -> tuple[str, 
         return "not started", f"one ended before it was ready ({_described(error)})"
 
 
-def _answer_jobs(connection: Connection, pool: pebble.ProcessPool, spec: WorkerSpec) -> None:
-    """Answer jobs until Pebble gives up, as it does when all idle workers were killed; the run then starts a new host.
-    Raises EOFError or OSError when the connection closes."""
+def _answer_jobs(connection: Connection, pool: pebble.ProcessPool, spec: WorkerSpec, parent: int) -> None:
+    """Answer jobs until the run has ended, or Pebble gives up, as it does when all idle workers were killed; the run
+    then starts a new host. Raises EOFError or OSError when the connection closes."""
     sending = threading.Lock()
 
-    def answer(number: int, future: Future[str]) -> None:
-        error = future.exception()
-        if isinstance(error, BrokenProcessPool):
-            return
-        result = future.result() if error is None else _failure_of_process(error, spec)
-        with sending, contextlib.suppress(OSError):
-            connection.send_bytes(f"[{number}, {result}]".encode())
+    def answer(number: int, futures: list[Future[str]]) -> None:
+        with contextlib.suppress(BrokenProcessPool, OSError):
+            results = ", ".join(_result_of(future, spec) for future in futures)
+            with sending:
+                connection.send_bytes(f"[{number}, [{results}]]".encode())
 
-    while pool.active:
+    while pool.active and os.getppid() == parent:  # a fork of the run may keep the connection open
         if connection.poll(_POLL_S):
-            number, payload = connection.recv()
+            number, payloads = connection.recv()
             try:
-                future = pool.schedule(_work, args=(payload,), timeout=spec.timeout_s)
+                futures = [pool.schedule(_work, args=(payload,), timeout=spec.timeout_s) for payload in payloads]
             except RuntimeError:
                 return  # Pebble has given up
-            future.add_done_callback(partial(answer, number))
+            threading.Thread(target=answer, args=(number, futures), daemon=True).start()
 
 
-def _failure_of_process(error: BaseException, spec: WorkerSpec) -> str:
-    if isinstance(error, TimeoutError):
+def _result_of(future: Future[str], spec: WorkerSpec) -> str:
+    """Wait for a job. Return its result as JSON. Raises BrokenProcessPool."""
+    try:
+        return future.result()
+    except BrokenProcessPool:
+        raise
+    except TimeoutError:
         return _result(failure=f"timed out after {spec.timeout_s:g} s", seconds=spec.timeout_s)
-    code = getattr(error, "exitcode", None)
-    if code == _OUT_OF_MEMORY:
-        return _result(failure=f"out of memory: more than {spec.memory_gb:g} GiB")
-    if code is not None:
-        return _result(failure=f"crashed: the worker process ended: {processes.describe_exit(code)}")
-    return _result(failure=f"crashed: {_described(error)}")
+    except BaseException as error:
+        code = getattr(error, "exitcode", None)
+        if code == _OUT_OF_MEMORY:
+            return _result(failure=f"out of memory: more than {spec.memory_gb:g} GiB")
+        ended = _described(error) if code is None else f"the worker process ended: {processes.describe_exit(code)}"
+        return _result(failure=f"crashed: {ended}")
 
 
 def _result(value: Any = None, failure: str | None = None, seconds: float = 0.0) -> str:
