@@ -83,13 +83,13 @@ def main(steps: int = 30) -> list[float]:
 
 def train(model: str, steps: int) -> list[float]:
     """Train the Hugging Face model in the folder `model`. This is the loop."""
-    words = [
+    overrides = [
         f"policy.model_name={model}",
         "policy.megatron_cfg.tensor_model_parallel_size=1",
         "cluster.gpus_per_node=1",
     ]
-    words += ["policy.megatron_cfg.optimizer.lr=2e-3", "policy.megatron_cfg.scheduler.lr_warmup_init=2e-3"]
-    config = load_recipe("grpo-arithmetic-cpu", words).config
+    overrides += ["policy.megatron_cfg.optimizer.lr=2e-3", "policy.megatron_cfg.scheduler.lr_warmup_init=2e-3"]
+    config = load_recipe("grpo-arithmetic-cpu", overrides).config
     address = Address(rank=0, world_size=1, local_rank=0, master_addr="127.0.0.1", master_port=free_port())
     policy = Policy(config.policy, address, seed=0, timeout_s=60, reference=False)
     engine = Engine(EngineConfig(model, dtype="float32", max_model_len=32, load_format="dummy", kv_cache_memory_gb=0.1))
