@@ -14,8 +14,7 @@ import torch
 from grpo_mcore.algorithms.checkpointing.checkpoints import CheckpointManager, GRPOSaveState, RunSnapshot
 from grpo_mcore.algorithms.rollouts.prompt_stream import PromptStream
 from grpo_mcore.algorithms.training_step.policy_group import PolicyGroup
-from grpo_mcore.algorithms.training_step.rank_step import RankStep, TrainTargets
-from grpo_mcore.algorithms.training_step.step_batch import rank_steps
+from grpo_mcore.algorithms.training_step.step_batch import RankStep, TrainTargets, rank_steps
 from grpo_mcore.objective import NLLLossFn
 from grpo_mcore.observe import Logger, RunConsole, Timeline
 from grpo_mcore.recipe import MasterConfig

@@ -16,8 +16,7 @@ from torch import Tensor
 from grpo_mcore.algorithms import grpo, setup
 from grpo_mcore.algorithms.checkpointing.checkpoints import CheckpointManager
 from grpo_mcore.algorithms.training_step.policy_worker import PolicyWorker
-from grpo_mcore.algorithms.training_step.rank_step import TrainTargets
-from grpo_mcore.algorithms.training_step.step_batch import StepBatch
+from grpo_mcore.algorithms.training_step.step_batch import StepBatch, TrainTargets
 from grpo_mcore.data import build_dataloader, build_task_data, load_tokenizer
 from grpo_mcore.objective import loss
 from grpo_mcore.objective.loss import PolicyTerm

@@ -98,56 +98,46 @@ class CheckpointManager:
         """Choose the checkpoint to resume from, see `find`. Raises ResumeError; also if there is none and the folder
         holds another run's checkpoints."""
         self.resumed_from = self.find(resume)
-        if self.resumed_from is None:
-            self._refuse_to_mix()
+        if self.resumed_from is None and self.config.enabled and (found := self.latest()):
+            raise ResumeError(
+                f"checkpointing.checkpoint_dir {self.folder} holds {found.name} of another run: go on from it with "
+                "--resume, or choose another folder"
+            )
 
     def latest(self) -> Path | None:
         """Return the newest complete checkpoint."""
         steps = self._steps()
         return self.folder / f"step_{max(steps)}" if steps else None
 
-    def _refuse_to_mix(self) -> None:
-        """Raise ResumeError if a run that does not resume would write among the checkpoints of another."""
-        if self.config.enabled and (found := self.latest()):
-            raise ResumeError(
-                f"checkpointing.checkpoint_dir {self.folder} holds {found.name} of another run: go on from it with "
-                "--resume, or choose another folder"
-            )
-
     def find(self, resume: str | Path | bool | None) -> Path | None:
         """Return the checkpoint that `--resume` names: a folder, True for the newest, "auto" for the newest or None if
         there is none.
 
-        If the newest is damaged, the one before it is returned. Raises ResumeError."""
+        A newest checkpoint that is damaged is renamed, and the one before it is returned. Raises ResumeError."""
         if not resume:
             return None
-        if resume == AUTO and self.latest() is None:
-            return None
-        found = self.latest() if resume is True or resume == AUTO else Path(resume)
+        named = None if resume is True or resume == AUTO else Path(resume)
+        found = named or self.latest()
         if found is None:
+            if resume == AUTO:
+                return None
             raise ResumeError(f"--resume: there is no step_N folder in {self.folder}; start without --resume")
         if not (found / "training_info.json").is_file():
             raise ResumeError(f"--resume: {found} is no checkpoint: training_info.json is missing")
-        if (problem := damage(found)) is None:
-            return found
-        if isinstance(resume, str) and resume != AUTO:
-            raise ResumeError(f"--resume: {found} is damaged: {problem}; choose another checkpoint, or --resume alone")
-        return self._newest_undamaged(found, problem)
-
-    def _newest_undamaged(self, found: Path, problem: str) -> Path:
-        """Rename the damaged checkpoint `found`, and older ones that are damaged too; return the next older one."""
-        while True:
+        while (problem := damage(found)) is not None:
+            if named:
+                raise ResumeError(
+                    f"--resume: {found} is damaged: {problem}; choose another checkpoint, or --resume alone"
+                )
             aside = found.with_name(f"damaged_{found.name}")
             shutil.rmtree(aside, ignore_errors=True)
             os.replace(found, aside)
             message = f"checkpoint {found} is damaged: {problem}; it is now {aside.name}"
-            older = self.latest()
-            if older is None:
+            found = self.latest()
+            if found is None:
                 raise ResumeError(f"{message}, and there is no older one: start without --resume")
-            logger.warning("%s, and %s is used", message, older.name)
-            if (older_problem := damage(older)) is None:
-                return older
-            found, problem = older, older_problem
+            logger.warning("%s, and %s is used", message, found.name)
+        return found
 
     def log_run(self) -> str | None:
         """Return the log folder (exp_NNN) of the run that this one resumes, or None."""

@@ -8,8 +8,7 @@ from typing import TypeVar
 import torch
 from torch import Tensor
 
-from grpo_mcore.algorithms.training_step.rank_step import TrainTargets, counts
-from grpo_mcore.algorithms.training_step.step_batch import StepBatch
+from grpo_mcore.algorithms.training_step.step_batch import StepBatch, TrainTargets
 from grpo_mcore.objective import (
     CORRECT,
     SampleKL,
@@ -55,7 +54,7 @@ def compute_targets(batch: StepBatch, stats: Stats, config: MasterConfig) -> tup
             rewards_by_name=named_rewards,
             reward_weights=estimator.reward_weights,
             tokens=batch.trained_tokens * (weights > 0),
-            kl=_sample_kl(stats) if kl_in_reward else None,
+            kl=SampleKL(stats["kl_sum"], stats["kl_to_go_sum"], stats["kl_to_go_square"]) if kl_in_reward else None,
             kl_penalty=loss.reference_policy_kl_penalty if kl_in_reward else 0.0,
         )
     except ValueError as error:
@@ -78,6 +77,20 @@ def compute_targets(batch: StepBatch, stats: Stats, config: MasterConfig) -> tup
     if kl_in_reward:
         metrics["kl_in_reward"] = _mean(stats["kl_sum"][weights > 0])
     return targets, metrics
+
+
+def counts(batches: tuple[tuple[int, ...], ...], weights: Tensor, tokens: Tensor) -> tuple[list[int], list[int]]:
+    """Return the exact numbers of (samples, trained tokens) that count in each optimizer step.
+
+    `batches`: sample indices of each optimizer step over all ranks; `weights` 0 or 1, `tokens` int64, both [samples].
+    """
+    seqs, toks = [], []
+    for indices in batches:
+        index = torch.tensor(indices, dtype=torch.int64)
+        counting = weights[index] > 0
+        seqs.append(int(counting.sum()))
+        toks.append(int(tokens[index][counting].sum()))
+    return seqs, toks
 
 
 def shaped_rewards(rewards: Tensor, batch: StepBatch, config: MasterConfig) -> Tensor:
@@ -147,10 +160,6 @@ def _mask_mismatched(batch: StepBatch, stats: Stats, threshold: float | None) ->
         "num_masked_by_seq_logprob_error": float(above.sum()),
     }
     return torch.where(above, 0.0, batch.weights), metrics
-
-
-def _sample_kl(stats: Stats) -> SampleKL:
-    return SampleKL(stats["kl_sum"], stats["kl_to_go_sum"], stats["kl_to_go_square"])
 
 
 def _rollout_metrics(batch: StepBatch, weights: Tensor, advantages: Tensor) -> dict[str, float]:

@@ -9,7 +9,7 @@ from typing import Any
 
 from torch import Tensor
 
-from grpo_mcore.algorithms.training_step.rank_step import RankStep, TrainTargets
+from grpo_mcore.algorithms.training_step.step_batch import RankStep, TrainTargets
 from grpo_mcore.cluster import BackgroundWork, Cluster, Worker, call_all
 from grpo_mcore.families import ModelShape
 from grpo_mcore.objective import combine_metrics, step_metrics

@@ -9,7 +9,7 @@ from typing import Any, Literal
 import torch
 from torch import Tensor
 
-from grpo_mcore.algorithms.training_step.rank_step import RankStep, TrainTargets
+from grpo_mcore.algorithms.training_step.step_batch import RankStep, TrainTargets
 from grpo_mcore.batching.packed_batch import PackedBatch, pack_rows
 from grpo_mcore.objective import kl_to_go, sample_stats, token_advantages
 from grpo_mcore.parallel.mesh import Address

@@ -1,14 +1,17 @@
-"""From scored groups to the samples of every policy rank: rewards, filters, bins. Pure functions."""
+"""From scored groups to the samples of every policy rank: rewards, filters, bins. Pure functions.
+
+The driver first sends the ranks their samples, later the targets of these. Samples are known by their index in the
+step, so that each value of all samples travels as one tensor.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
-from grpo_mcore.algorithms.training_step.rank_step import RankStep
 from grpo_mcore.batching.plan import StepPlan, plan_step
 from grpo_mcore.objective import overlong_filter
 from grpo_mcore.parallel.mesh import Layout
@@ -16,6 +19,35 @@ from grpo_mcore.recipe import MasterConfig
 from grpo_mcore.rollout.group import Group
 from grpo_mcore.rollout.trajectory import TrajectoryRef
 from grpo_mcore.rollout.workers import Ref
+
+
+@dataclass(frozen=True)
+class RankStep:
+    """The samples of one data-parallel rank."""
+
+    batches: tuple[tuple[tuple[int, ...], ...], ...]
+    """Sample indices by optimizer step and bin."""
+    trajectories: Mapping[int, Ref]
+    """Sample index -> reference to its trajectory in the object store."""
+
+
+@dataclass(frozen=True)
+class TrainTargets:
+    """Targets of a step, the same for every rank. Tensors are float64 [samples of the step], by sample index."""
+
+    weights: Tensor
+    """1 if the sample counts in the loss, 0 if it is masked."""
+    valid_seqs: tuple[int, ...]
+    """Samples that count, over all ranks, by optimizer step."""
+    valid_toks: tuple[int, ...]
+    """Trained tokens of these, by optimizer step."""
+    advantages: Tensor | None = None
+    kl_weight: float = 0.0
+    """The advantage of token t is its sample's, minus this weight times the KL from t to the end of the sample."""
+    clip: tuple[float | None, float | None] = (None, None)
+    """Bounds of a token's advantage."""
+    rewards: Tensor | None = None
+    """Rewards of the environment, if a term of the loss needs them."""
 
 
 @dataclass(frozen=True)

@@ -28,26 +28,19 @@ class StepGroups:
 
     def add(self, group: Group) -> bool:
         """Take in a group that is scored or has failed. Return whether a step may train on it."""
-        if group.failure is not None:
-            self.fail(group)
-            return False
         if self._filters:
             self._rewards += [score.reward for score in group.scores]
-            if not is_informative(group, by_name=self._by_name, weights=self._weights):
-                self._dropped["equal_rewards"] += 1
-                return False
-        self._groups[group.uid] = group
-        return True
+        if group.failure is not None:  # no sample has a reward
+            self._dropped["failed"] += 1
+        elif self._filters and not is_informative(group, by_name=self._by_name, weights=self._weights):
+            self._dropped["equal_rewards"] += 1
+        else:
+            self._groups[group.uid] = group
+        return group.uid in self._groups
 
     def waiting(self) -> list[Group]:
         """Return the groups that no step has taken yet."""
         return list(self._groups.values())
-
-    def fail(self, group: Group) -> None:
-        """Count the samples of a group without any reward; its prompt is replaced."""
-        self._dropped["failed"] += 1
-        if self._filters:
-            self._rewards += [score.reward for score in group.scores]
 
     def take(self, command: Train, version: int) -> tuple[list[Group], dict[str, float]]:
         """Return (the groups to train on under weight version `version`, metrics). Surplus groups are dropped.

@@ -11,7 +11,7 @@ import torch
 
 from grpo_mcore.algorithms.engines.engine_group import EngineGroup
 from grpo_mcore.algorithms.training_step.policy_group import ParityCheck, PolicyGroup
-from grpo_mcore.algorithms.training_step.rank_step import RankStep
+from grpo_mcore.algorithms.training_step.step_batch import RankStep
 from grpo_mcore.rollout.trajectory import GenerationRequest, Sampling, TrajectoryRef, Turn
 
 SAMPLES, PROMPT_TOKENS, NEW_TOKENS = 8, 16, 32

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import replace
+from functools import partial
 
 from grpo_mcore.algorithms.engines.engine_group import EngineGroup
 from grpo_mcore.algorithms.training_step.policy_group import PolicyGroup
@@ -30,10 +31,7 @@ def refit_engines(
     """Refit all engines, as the training loop does; with `lost_only` those that are lost. Engines that die in it are
     restarted. Engines may be generating if grpo.async_grpo.in_flight_weight_updates allows it."""
     recompute_kv = config.grpo.async_grpo.recompute_kv_cache_after_weight_updates
-
-    def once(group: EngineGroup) -> RefitReport:
-        return refit_once(policy, group, recompute_kv=recompute_kv)
-
+    once = partial(refit_once, policy, recompute_kv=recompute_kv)
     return refit_until_done(engines, once, on_restart, lost_only=lost_only)
 
 
@@ -54,8 +52,7 @@ def refit_until_done(
         try:
             engines.await_successors()
             numbers = sorted(engines.lost) if lost_only else list(range(len(engines.workers)))
-            group = engines.subset(numbers)
-            report = refit_group(group)
+            report = refit_group(group := engines.subset(numbers))
         except (RefitError, WorkerFailed, DeadlineExceeded) as error:
             dead = engines.replace_dead(error)
             if not dead:

@@ -9,8 +9,7 @@ import pytest
 import torch
 
 from grpo_mcore.algorithms.training_step.advantages import TargetsError, compute_targets
-from grpo_mcore.algorithms.training_step.rank_step import TrainTargets
-from grpo_mcore.algorithms.training_step.step_batch import build_step_batch
+from grpo_mcore.algorithms.training_step.step_batch import TrainTargets, build_step_batch
 from grpo_mcore.parallel.mesh import Layout
 from grpo_mcore.recipe import MasterConfig
 from grpo_mcore.rollout.group import Group

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from grpo_mcore.algorithms.training_step.rank_step import counts
+from grpo_mcore.algorithms.training_step.advantages import counts
 from grpo_mcore.algorithms.training_step.step_batch import build_step_batch
 from grpo_mcore.parallel.mesh import Layout
 from tests.unit.algorithms.training_step.step_cases import config, group

@@ -76,7 +76,7 @@ def test_with_generation_ahead_it_reports_waiting_and_dropped_groups() -> None:
     for one in found.values():
         step.add(one)
     step.add(group("dull", [1, 1, 1, 1]))
-    step.fail(group("lost", [None] * 4))
+    step.add(group("lost", [None] * 4))
     trained, metrics = step.take(Train(3, ("a", "b"), ("c", "under way"), filtered=1), version=3)
     assert trained == [found["a"], found["b"]]
     expected = {"groups": 1, "bytes": 4 * (8 * 6 + 4 * 2), "age_mean": 2, "age_max": 2}
