@@ -15,7 +15,7 @@ from typing import Any
 from torch.utils.data import Dataset
 
 from grpo_mcore.data.datasets import DEFAULT_PROCESSOR, Entry, ResponseData, load_response_dataset, setting
-from grpo_mcore.data.datasets.rows import InTurn, Joined
+from grpo_mcore.data.datasets.rows import Joined
 from grpo_mcore.data.interfaces import DataError, TaskDataProcessFnCallable, TaskDataSpec
 from grpo_mcore.rollout.datum import DatumSpec
 
@@ -96,12 +96,24 @@ class AllTaskProcessedDataset(Dataset[DatumSpec]):
 
     def _process(self, idx: int) -> DatumSpec:
         row = self.dataset[idx]
-        if "unusable" in row:
-            return _excluded_datum(row, idx)
-        if callable(self.task_data_processors):
-            spec, processor = self.default_task_data_spec, self.task_data_processors
+        if "unusable" in row:  # marked by its dataset
+            return DatumSpec(
+                message_log=[],
+                length=0,
+                extra_env_info={"unusable": row["unusable"]},
+                loss_multiplier=0.0,
+                idx=idx,
+                task_name=row["task_name"],
+                uid=row["uid"],
+            )
+        processors = self.task_data_processors
+        name: Any = row.get("task_name")
+        if callable(processors):
+            spec, processor = self.default_task_data_spec, processors
+        elif name in processors:
+            spec, processor = processors[name]
         else:
-            spec, processor = self._task_processor(row, self.task_data_processors, idx)
+            raise DataError(f"row {idx}: no processor for task_name {name!r}, only {sorted(processors)}")
         return processor(row, spec, self.tokenizer, self.max_seq_length, idx)
 
     def usable(self, idx: int) -> bool:
@@ -129,16 +141,6 @@ class AllTaskProcessedDataset(Dataset[DatumSpec]):
             reasons=dict(self._reasons),
         )
 
-    @staticmethod
-    def _task_processor(
-        row: dict[str, Any], processors: Mapping[str, tuple[TaskDataSpec, TaskDataProcessFnCallable]], idx: int
-    ) -> tuple[TaskDataSpec, TaskDataProcessFnCallable]:
-        try:
-            return processors[row["task_name"]]
-        except KeyError as error:
-            known = sorted(processors)
-            raise DataError(f"row {idx}: no processor for task_name {row.get('task_name')!r}, only {known}") from error
-
     def _check_all(self) -> None:
         for idx in range(len(self)):
             self.usable(idx)
@@ -153,19 +155,6 @@ class AllTaskProcessedDataset(Dataset[DatumSpec]):
         if len(self) > CHECK_AT_ONCE and self._state.count(_EXCLUDED) == 1:
             reason = datum["extra_env_info"].get("unusable", f"it has {datum['length']} tokens")
             log.warning("prompt %s is excluded: %s; if more follow, they are counted per epoch", datum["uid"], reason)
-
-
-def _excluded_datum(row: dict[str, Any], idx: int) -> DatumSpec:
-    """Return the datum that stands for a row that its dataset marks as unusable."""
-    return DatumSpec(
-        message_log=[],
-        length=0,
-        extra_env_info={"unusable": row["unusable"]},
-        loss_multiplier=0.0,
-        idx=idx,
-        task_name=row["task_name"],
-        uid=row["uid"],
-    )
 
 
 @dataclass(frozen=True)
@@ -208,12 +197,13 @@ def build_task_data(
     if separate:
         train_set = {data.task_name: processed(data.dataset, [data]) for data in loaded}
     else:
-        train_set = processed(_combined(Joined, [data.dataset for data in loaded]), loaded)
-    val_rows = [*(data.val_dataset for data in held_out), *(data.dataset for data in loaded_val)]
+        train_set = processed(Joined([data.dataset for data in loaded]), loaded)
+    val_rows = [data.val_dataset for data in loaded if data.val_dataset is not None]
+    val_rows += [data.dataset for data in loaded_val]
     val_datasets = [*held_out, *loaded_val]
     return TaskData(
         train=train_set,
-        validation=processed(_combined(InTurn, val_rows), val_datasets) if val_rows else None,
+        validation=processed(Joined(val_rows, in_turn=True), val_datasets) if val_rows else None,
         env_names={data.task_name: data.env_name for data in loaded},
         val_env_names={data.task_name: data.env_name for data in val_datasets},
     )
@@ -233,7 +223,3 @@ def _load(entries: Sequence[Entry], default_processor: str, taken: set[str] | No
         names.add(data.task_name)
         loaded.append(data)
     return loaded
-
-
-def _combined(join: type[Joined | InTurn], parts: list[Any]) -> Sequence[dict[str, Any]]:
-    return parts[0] if len(parts) == 1 else join(parts)

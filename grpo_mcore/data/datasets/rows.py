@@ -63,37 +63,24 @@ class Repeated(Sequence[dict[str, Any]]):
 
 
 class Joined(Sequence[dict[str, Any]]):
-    """The concatenation of several datasets."""
+    """The rows of several datasets, one dataset after the other. With `in_turn`, one row of each in turn until all have
+    ended, so that the first n rows are shared evenly."""
 
-    def __init__(self, parts: Sequence[Sequence[dict[str, Any]]]) -> None:
+    def __init__(self, parts: Sequence[Sequence[dict[str, Any]]], *, in_turn: bool = False) -> None:
         self._parts = parts
-        self._ends = np.cumsum([len(part) for part in parts])
-
-    def __len__(self) -> int:
-        return int(self._ends[-1])
-
-    def __getitem__(self, index: int) -> dict[str, Any]:  # type: ignore[override]
-        part, at = self.locate(range(len(self))[index])
-        return self._parts[part][at]
-
-    def locate(self, index: int) -> tuple[int, int]:
-        """Return (index of the dataset, index in it)."""
-        part = int(np.searchsorted(self._ends, index, side="right"))
-        return part, index - (int(self._ends[part - 1]) if part else 0)
-
-
-class InTurn(Sequence[dict[str, Any]]):
-    """One row of each dataset in turn until all have ended, so that the first n rows are shared evenly."""
-
-    def __init__(self, parts: Sequence[Sequence[dict[str, Any]]]) -> None:
-        self._parts = parts
-        part = np.repeat(np.arange(len(parts)), [len(rows) for rows in parts])
-        at = np.concatenate([np.arange(len(rows)) for rows in parts])
-        order = np.lexsort((part, at))
-        self._part, self._at = part[order], at[order]
+        self._part = np.repeat(np.arange(len(parts)), [len(rows) for rows in parts])
+        self._at = np.concatenate([np.arange(len(rows)) for rows in parts])
+        if in_turn:
+            order = np.lexsort((self._part, self._at))
+            self._part, self._at = self._part[order], self._at[order]
 
     def __len__(self) -> int:
         return len(self._part)
 
     def __getitem__(self, index: int) -> dict[str, Any]:  # type: ignore[override]
-        return self._parts[int(self._part[index])][int(self._at[index])]
+        part, at = self.locate(index)
+        return self._parts[part][at]
+
+    def locate(self, index: int) -> tuple[int, int]:
+        """Return (index of the dataset, index in it)."""
+        return int(self._part[index]), int(self._at[index])

@@ -11,7 +11,7 @@ import pytest
 
 from grpo_mcore.data import DataError, load_preference_dataset, load_response_dataset
 from grpo_mcore.data.datasets import DATASET_CLASSES, PREFERENCE_CLASSES
-from grpo_mcore.data.datasets.rows import InTurn, Joined, Repeated
+from grpo_mcore.data.datasets.rows import Joined, Repeated
 from grpo_mcore.data.interfaces import TaskDataSpec
 from grpo_mcore.data.processors import find_processor, math_data_processor, math_hf_data_processor, sft_processor
 from grpo_mcore.recipe import DATASETS, load_recipe
@@ -183,7 +183,7 @@ def test_joined_concatenates_all_parts():
 
 
 def test_in_turn_shares_the_first_rows_evenly():
-    rows = InTurn([[{"n": 0}], [{"n": 1}, {"n": 2}, {"n": 3}], [{"n": 4}, {"n": 5}]])
+    rows = Joined([[{"n": 0}], [{"n": 1}, {"n": 2}, {"n": 3}], [{"n": 4}, {"n": 5}]], in_turn=True)
     assert [row["n"] for row in rows] == [0, 1, 4, 2, 5, 3] and len(rows) == 6
 
 
