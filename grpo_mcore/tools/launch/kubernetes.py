@@ -9,6 +9,7 @@ from typing import Any
 import yaml
 
 from grpo_mcore.tools.launch.spec import LaunchSpec, Pool
+from grpo_mcore.tools.launch.validation import seconds
 
 RECIPE_FOLDER = "/etc/grpo-mcore"
 UID = 1000
@@ -39,49 +40,23 @@ def manifest(spec: LaunchSpec) -> str:
 
 
 def documents(spec: LaunchSpec) -> list[dict[str, Any]]:
-    """Return the ConfigMap and the RayJob."""
-    return [_config_map(spec), _ray_job(spec)]
-
-
-def _metadata(spec: LaunchSpec, name: str, labels: dict[str, str] | None = None) -> dict[str, Any]:
-    found: dict[str, Any] = {"name": name}
-    if spec.k8s.namespace:
-        found["namespace"] = spec.k8s.namespace
-    return found | {"labels": {"app.kubernetes.io/name": "grpo-mcore"} | (labels or {})}
-
-
-def _config_map(spec: LaunchSpec) -> dict[str, Any]:
-    data = {"recipe.yaml": spec.recipe_yaml} | {f"text-{i}": text for i, (_, text) in enumerate(spec.texts)}
-    return {
-        "apiVersion": "v1",
-        "kind": "ConfigMap",
-        "metadata": _metadata(spec, f"{spec.name}-recipe"),
-        "data": data,
-    }
-
-
-def _ray_job(spec: LaunchSpec) -> dict[str, Any]:
-    k8s = spec.k8s
+    """Return the ConfigMap, which holds the recipe and the texts that it names, and the RayJob."""
+    k8s = spec.launch.k8s
+    labels = {"app.kubernetes.io/name": "grpo-mcore"}
     queue = {label: k8s.queue for label in GANG_LABELS[k8s.scheduler] if k8s.queue}
     if k8s.scheduler == "yunikorn":
         queue |= {"ray.io/gang-scheduling-enabled": "true", "yunikorn.apache.org/app-id": spec.name}
     if k8s.priority_class:
         queue["ray.io/priority-class-name"] = k8s.priority_class
-    job: dict[str, Any] = {
-        "submissionMode": "SidecarMode" if k8s.gcs_redis_address is None else "HTTPMode",
-        "entrypoint": shlex.join(spec.command(f"{RECIPE_FOLDER}/recipe.yaml")),
-        # The pods are deleted when the run has ended; checkpoints and logs are on the volume.
-        "shutdownAfterJobFinishes": True,
-        "ttlSecondsAfterFinished": 300,
-        # A failed run starts again on new pods and resumes from its newest checkpoint.
-        "backoffLimit": spec.restarts,
-        "activeDeadlineSeconds": spec.time_limit_s * (spec.restarts + 1),
-        # Limits the wait for pods that cannot be scheduled.
-        "preRunningDeadlineSeconds": max(1800, 3 * spec.start_timeout_s),
+    recipe = {
+        "apiVersion": "v1",
+        "kind": "ConfigMap",
+        "metadata": {"name": f"{spec.name}-recipe", "namespace": k8s.namespace, "labels": labels},
+        "data": {"recipe.yaml": spec.recipe_yaml} | {f"text-{i}": text for i, (_, text) in enumerate(spec.texts)},
     }
-    if k8s.scheduler == "kueue":
-        job["suspend"] = True  # Kueue starts it when there is room for all pods
-    cluster: dict[str, Any] = {
+    password = {"valueFrom": _secret(k8s.gcs_redis_secret)} if k8s.gcs_redis_secret else None
+    groups = [(pool, pool.nodes - (pool == spec.pools[0])) for pool in spec.pools]
+    cluster = {
         "rayVersion": _ray_version(),
         "authOptions": {"mode": "token"},
         # The head is the run's first node: the driver looks for accelerators where it runs, and a head without any
@@ -90,106 +65,110 @@ def _ray_job(spec: LaunchSpec) -> dict[str, Any]:
             "rayStartParams": {"num-gpus": str(spec.pools[0].gpus_per_node), "dashboard-host": "0.0.0.0"},
             "template": {"spec": _pod(spec, spec.pools[0], head=True)},
         },
+        # The sizes of worker groups are fixed: training does not shrink.
+        "workerGroupSpecs": [
+            {
+                "groupName": pool.name,
+                **dict.fromkeys(("replicas", "minReplicas", "maxReplicas"), size),
+                "rayStartParams": {"num-gpus": str(pool.gpus_per_node)},
+                "template": {"spec": _pod(spec, pool)},
+            }
+            for pool, size in groups
+            if size
+        ]
+        or None,
+        "gcsFaultToleranceOptions": (
+            {"redisAddress": k8s.gcs_redis_address, "redisPassword": password} if k8s.gcs_redis_address else None
+        ),
     }
-    if groups := _groups(spec):
-        cluster["workerGroupSpecs"] = groups
-    if k8s.gcs_redis_address:
-        cluster["gcsFaultToleranceOptions"] = _gcs(spec)
-    job["rayClusterSpec"] = cluster
-    return {"apiVersion": "ray.io/v1", "kind": "RayJob", "metadata": _metadata(spec, spec.name, queue), "spec": job}
+    job = {
+        "apiVersion": "ray.io/v1",
+        "kind": "RayJob",
+        "metadata": {"name": spec.name, "namespace": k8s.namespace, "labels": labels | queue},
+        "spec": {
+            "submissionMode": "SidecarMode" if k8s.gcs_redis_address is None else "HTTPMode",
+            "entrypoint": shlex.join(spec.command(f"{RECIPE_FOLDER}/recipe.yaml")),
+            # The pods are deleted when the run has ended; checkpoints and logs are on the volume.
+            "shutdownAfterJobFinishes": True,
+            "ttlSecondsAfterFinished": 300,
+            # A failed run starts again on new pods and resumes from its newest checkpoint.
+            "backoffLimit": spec.restarts,
+            "activeDeadlineSeconds": seconds(spec.launch.time_limit) * (spec.restarts + 1),
+            # Limits the wait for pods that cannot be scheduled.
+            "preRunningDeadlineSeconds": max(1800, 3 * spec.start_timeout_s),
+            "suspend": True if k8s.scheduler == "kueue" else None,  # Kueue starts it when there is room for all pods
+            "rayClusterSpec": cluster,
+        },
+    }
+    return [_without_none(recipe), _without_none(job)]
 
 
-def _gcs(spec: LaunchSpec) -> dict[str, Any]:
-    options: dict[str, Any] = {"redisAddress": spec.k8s.gcs_redis_address}
-    if spec.k8s.gcs_redis_secret:
-        options["redisPassword"] = {"valueFrom": _secret(spec.k8s.gcs_redis_secret)}
-    return options
-
-
-def _groups(spec: LaunchSpec) -> list[dict[str, Any]]:
-    """Return the worker groups of all nodes but the head. Their sizes are fixed: training does not shrink."""
-    sizes = [pool.nodes - (pool == spec.pools[0]) for pool in spec.pools]
-    return [
-        {
-            "groupName": pool.name,
-            "replicas": size,
-            "minReplicas": size,
-            "maxReplicas": size,
-            "rayStartParams": {"num-gpus": str(pool.gpus_per_node)},
-            "template": {"spec": _pod(spec, pool)},
-        }
-        for pool, size in zip(spec.pools, sizes, strict=True)
-        if size
-    ]
+def _without_none(value: Any) -> Any:
+    """Leave out the fields that are None."""
+    if isinstance(value, list):
+        return [_without_none(each) for each in value]
+    if isinstance(value, dict):
+        return {key: _without_none(each) for key, each in value.items() if each is not None}
+    return value
 
 
 def _pod(spec: LaunchSpec, pool: Pool, *, head: bool = False) -> dict[str, Any]:
-    """Return the pod spec of one node."""
-    k8s = spec.k8s
-    pod: dict[str, Any] = {"restartPolicy": "Never"}
-    if head and k8s.gcs_redis_address:
-        pod["restartPolicy"] = "Always"
-    if k8s.service_account:
-        pod["serviceAccountName"] = k8s.service_account
-    if k8s.priority_class:
-        pod["priorityClassName"] = k8s.priority_class
-    if k8s.image_pull_secrets:
-        pod["imagePullSecrets"] = [{"name": name} for name in k8s.image_pull_secrets]
-    if pool.gpus_per_node:
-        if k8s.node_selector:
-            pod["nodeSelector"] = dict(k8s.node_selector)
-        pod["tolerations"] = [{"key": "nvidia.com/gpu", "operator": "Exists", "effect": "NoSchedule"}]
-    if k8s.host_network:
-        pod |= {"hostNetwork": True, "dnsPolicy": "ClusterFirstWithHostNet"}
-    pod |= {
+    """Return the pod spec of one node. Text files are mounted next to the recipe, under the names that it uses."""
+    launch, k8s, gpus = spec.launch, spec.launch.k8s, pool.gpus_per_node
+    amounts = {"cpu": str(launch.cpus_per_node), "memory": f"{launch.memory_gb_per_node}Gi"}
+    if gpus:
+        amounts["nvidia.com/gpu"] = str(gpus)
+    rdma = k8s.rdma_resource if gpus else None
+    if rdma:
+        amounts[rdma] = str(k8s.rdma_count)
+    variables = ENVIRONMENT | dict(sorted(launch.env.items()))
+    if k8s.volume_claim:
+        variables["HF_HOME"] = f"{k8s.volume_path}/huggingface"
+    files = [("recipe.yaml", "recipe.yaml"), *((f"text-{i}", name) for i, (name, _) in enumerate(spec.texts))]
+    volumes: list[dict[str, Any]] = [
+        {
+            "name": "recipe",
+            "configMap": {"name": f"{spec.name}-recipe", "items": [{"key": key, "path": name} for key, name in files]},
+        },
+        {"name": "shm", "emptyDir": {"medium": "Memory", "sizeLimit": f"{k8s.shm_gb}Gi"}},
+    ]
+    mounts: list[dict[str, Any]] = [
+        {"name": "recipe", "mountPath": RECIPE_FOLDER, "readOnly": True},
+        {"name": "shm", "mountPath": "/dev/shm"},
+    ]
+    if k8s.volume_claim:
+        volumes.append({"name": "shared", "persistentVolumeClaim": {"claimName": k8s.volume_claim}})
+        mounts.append({"name": "shared", "mountPath": k8s.volume_path})
+    container = {
+        "name": "ray-head" if head else "ray-worker",
+        "image": launch.container,
+        "workingDir": k8s.volume_path if k8s.volume_claim else "/tmp",
+        "env": [
+            *({"name": key, "value": value} for key, value in variables.items()),
+            *({"name": key, "valueFrom": _secret(where)} for key, where in sorted(k8s.secrets.items())),
+        ],
+        "resources": {"limits": amounts, "requests": amounts},
+        "securityContext": {
+            "allowPrivilegeEscalation": bool(rdma),
+            # RDMA needs pinned memory.
+            "capabilities": {"drop": ["ALL"], "add": ["IPC_LOCK"] if rdma else None},
+        },
+        "volumeMounts": mounts,
+    }
+    return {
+        "restartPolicy": "Always" if head and k8s.gcs_redis_address else "Never",
+        "serviceAccountName": k8s.service_account,
+        "priorityClassName": k8s.priority_class,
+        "imagePullSecrets": [{"name": name} for name in k8s.image_pull_secrets] or None,
+        "nodeSelector": (k8s.node_selector if gpus else None) or None,
+        "tolerations": [{"key": "nvidia.com/gpu", "operator": "Exists", "effect": "NoSchedule"}] if gpus else None,
+        "hostNetwork": True if k8s.host_network else None,
+        "dnsPolicy": "ClusterFirstWithHostNet" if k8s.host_network else None,
         "automountServiceAccountToken": False,
         "securityContext": {"runAsNonRoot": True, "runAsUser": UID, "fsGroup": UID},
-        "containers": [_container(spec, pool, "ray-head" if head else "ray-worker")],
-        "volumes": _volumes(spec),
+        "containers": [container],
+        "volumes": volumes,
     }
-    return pod
-
-
-def _container(spec: LaunchSpec, pool: Pool, name: str) -> dict[str, Any]:
-    k8s = spec.k8s
-    amounts: dict[str, Any] = {"cpu": str(spec.cpus_per_node), "memory": f"{spec.memory_gb_per_node}Gi"}
-    capabilities: dict[str, Any] = {"drop": ["ALL"]}
-    if pool.gpus_per_node:
-        amounts["nvidia.com/gpu"] = str(pool.gpus_per_node)
-        if k8s.rdma_resource:
-            amounts[k8s.rdma_resource] = str(k8s.rdma_count)
-            capabilities["add"] = ["IPC_LOCK"]  # RDMA needs pinned memory
-    variables = ENVIRONMENT | dict(spec.environment)
-    environment: list[dict[str, Any]] = [{"name": key, "value": value} for key, value in variables.items()]
-    if k8s.volume_claim:
-        environment.append({"name": "HF_HOME", "value": f"{k8s.volume_path}/huggingface"})
-    environment += [{"name": name, "valueFrom": _secret(where)} for name, where in sorted(k8s.secrets.items())]
-    return {
-        "name": name,
-        "image": spec.container,
-        "workingDir": k8s.volume_path if k8s.volume_claim else "/tmp",
-        "env": environment,
-        "resources": {"limits": dict(amounts), "requests": dict(amounts)},
-        "securityContext": {"allowPrivilegeEscalation": bool(capabilities.get("add")), "capabilities": capabilities},
-        "volumeMounts": [
-            {"name": "recipe", "mountPath": RECIPE_FOLDER, "readOnly": True},
-            {"name": "shm", "mountPath": "/dev/shm"},
-            *([{"name": "shared", "mountPath": k8s.volume_path}] if k8s.volume_claim else []),
-        ],
-    }
-
-
-def _volumes(spec: LaunchSpec) -> list[dict[str, Any]]:
-    """Return the volumes. Text files are mounted next to the recipe, under the names that it uses."""
-    items = [{"key": "recipe.yaml", "path": "recipe.yaml"}]
-    items += [{"key": f"text-{i}", "path": name} for i, (name, _) in enumerate(spec.texts)]
-    volumes: list[dict[str, Any]] = [
-        {"name": "recipe", "configMap": {"name": f"{spec.name}-recipe", "items": items}},
-        {"name": "shm", "emptyDir": {"medium": "Memory", "sizeLimit": f"{spec.k8s.shm_gb}Gi"}},
-    ]
-    if spec.k8s.volume_claim:
-        volumes.append({"name": "shared", "persistentVolumeClaim": {"claimName": spec.k8s.volume_claim}})
-    return volumes
 
 
 def _secret(reference: str) -> dict[str, Any]:

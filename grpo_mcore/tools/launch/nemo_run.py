@@ -58,10 +58,10 @@ def script(spec: LaunchSpec, target: Target) -> str:
         case "slurm":
             return job_script(spec)
         case "k8s":
-            namespace = f" --namespace={spec.k8s.namespace}" if spec.k8s.namespace else ""
+            namespace = f" --namespace={spec.launch.k8s.namespace}" if spec.launch.k8s.namespace else ""
             return KUBECTL.format(manifest=manifest(spec), namespace=namespace)
         case "local":
-            variables = [f"export {name}={shlex.quote(value)}\n" for name, value in spec.environment]
+            variables = [f"export {name}={shlex.quote(value)}\n" for name, value in sorted(spec.launch.env.items())]
             command = shlex.join(spec.command(spec.recipe_file, spec.overrides))
             return "".join([LOCAL, *variables, f"exec {command}\n"])
 
@@ -74,7 +74,7 @@ def slurm_fields(spec: LaunchSpec) -> dict[str, Any]:
     """
     options = sbatch_options(spec)
     further = {key: value for key, value in options.items() if key not in (*FIELDS, *SET_BY_NEMO_RUN)}
-    for option in spec.slurm.options:
+    for option in spec.launch.slurm.options:
         key, _, value = option.removeprefix("--").partition("=")
         further[key] = value
     # NeMo-Run always submits with --requeue.

@@ -33,15 +33,15 @@ def sbatch_options(spec: LaunchSpec) -> dict[str, str | int]:
     passed = dict.fromkeys((*PASSED, *SETTINGS, *OTHERS, *spec.from_submitter))
     options: dict[str, str | int | None] = {
         "job-name": spec.name,
-        "account": spec.slurm.account,
-        "partition": spec.slurm.partition,
+        "account": spec.launch.slurm.account,
+        "partition": spec.launch.slurm.partition,
         "nodes": spec.nodes,
         "ntasks-per-node": 1,
         "gpus-per-node": gpus or None,
-        "cpus-per-task": spec.cpus_per_node,
-        "mem": f"{spec.memory_gb_per_node}G",
-        "time": _clock(spec.time_limit_s),
-        "signal": f"B:USR1@{spec.save_before_end_s}",
+        "cpus-per-task": spec.launch.cpus_per_node,
+        "mem": f"{spec.launch.memory_gb_per_node}G",
+        "time": spec.launch.time_limit,
+        "signal": f"B:USR1@{spec.launch.save_before_end_s}",
         "requeue": "" if spec.restarts else None,
         "no-requeue": None if spec.restarts else "",
         "open-mode": "append",
@@ -60,15 +60,15 @@ def _header(spec: LaunchSpec) -> list[str]:
         '#   CONTAINER=image.sqsh MOUNTS="$PWD:$PWD" COMMAND="grpo-mcore train ... --resume=auto" sbatch FILE',
         "# Options on sbatch's own command line override those below.",
         *lines,
-        *[f"#SBATCH {option}" for option in spec.slurm.options],
+        *[f"#SBATCH {option}" for option in spec.launch.slurm.options],
     ]
 
 
 def _settings(spec: LaunchSpec) -> list[str]:
     command = shlex.join(spec.command(spec.recipe_file, spec.overrides))
     values = {
-        "CONTAINER": spec.container or "",
-        "MOUNTS": ",".join(map(str, spec.mounts)),
+        "CONTAINER": spec.launch.container or "",
+        "MOUNTS": ",".join(spec.launch.mounts),
         "COMMAND": command,
         "RESTARTS": str(spec.restarts),
         "LOGS": "logs/slurm",
@@ -86,11 +86,5 @@ def _settings(spec: LaunchSpec) -> list[str]:
     for name, value in values.items():
         line = f"[[ -n ${{{name}:-}} ]] || {name}={shlex.quote(value)}"
         lines.append(line + (f" # {meaning[name]}" if name in meaning else ""))
-    lines += [f"export {name}={shlex.quote(value)}" for name, value in spec.environment]
+    lines += [f"export {name}={shlex.quote(value)}" for name, value in sorted(spec.launch.env.items())]
     return lines
-
-
-def _clock(seconds: int) -> str:
-    days, rest = divmod(seconds, 86400)
-    text = f"{rest // 3600:02}:{rest // 60 % 60:02}:{rest % 60:02}"
-    return f"{days}-{text}" if days else text

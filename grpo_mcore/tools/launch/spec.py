@@ -6,8 +6,8 @@ import re
 from dataclasses import dataclass
 from pathlib import Path
 
-from grpo_mcore.recipe import KubernetesConfig, MasterConfig, Recipe, SlurmConfig, resolved_yaml, runs_grpo, shown
-from grpo_mcore.tools.launch.validation import Mount, Target, seconds, validate
+from grpo_mcore.recipe import LaunchConfig, MasterConfig, Recipe, resolved_yaml, runs_grpo, shown
+from grpo_mcore.tools.launch.validation import Target, validate
 
 FROM_SUBMITTER = ("HF_HOME", "HF_HUB_OFFLINE", "HF_TOKEN", "WANDB_API_KEY")
 """Variables of the submitting shell that a job inherits if they are set, in addition to those of cluster.env_vars."""
@@ -26,7 +26,7 @@ class Pool:
 
 @dataclass(frozen=True)
 class LaunchSpec:
-    """A job. Times in seconds, memory in GiB. `restarts` is 0 if the run writes no checkpoint to resume from.
+    """A job. `launch`: that section of the recipe. `restarts` is 0 if the run writes no checkpoint to resume from.
 
     `recipe_yaml` is the resolved recipe and `texts` the files it names, as (name relative to it, content), for nodes
     that do not see the checkout.
@@ -34,23 +34,15 @@ class LaunchSpec:
 
     name: str
     pools: tuple[Pool, ...]
-    cpus_per_node: int
-    memory_gb_per_node: int
-    environment: tuple[tuple[str, str], ...]
     from_submitter: tuple[str, ...]
     verb: str
     recipe_file: str
     overrides: tuple[str, ...]
     recipe_yaml: str
     texts: tuple[tuple[str, str], ...]
-    container: str | None
-    mounts: tuple[Mount, ...]
-    time_limit_s: int
-    save_before_end_s: int
     restarts: int
     start_timeout_s: int
-    slurm: SlurmConfig
-    k8s: KubernetesConfig
+    launch: LaunchConfig
 
     @property
     def nodes(self) -> int:
@@ -71,23 +63,15 @@ def launch_spec(recipe: Recipe, target: Target) -> LaunchSpec:
     return LaunchSpec(
         name=launch.name or job_name(recipe.path.stem),
         pools=pools(config),
-        cpus_per_node=launch.cpus_per_node,
-        memory_gb_per_node=launch.memory_gb_per_node,
-        environment=tuple(sorted(launch.env.items())),
         from_submitter=tuple(dict.fromkeys([*FROM_SUBMITTER, *cluster.env_vars])),
         verb="train" if runs_grpo(config) else "sft",
         recipe_file=shown(recipe.path),
         overrides=tuple(word for word in recipe.overrides if not word.lstrip("+~").startswith("launch.")),
         recipe_yaml=resolved_yaml(recipe, sources=False, without=frozenset({"launch"})),
         texts=_texts(config),
-        container=launch.container,
-        mounts=tuple(Mount.parse(text) for text in launch.mounts),
-        time_limit_s=seconds(launch.time_limit),
-        save_before_end_s=launch.save_before_end_s,
         restarts=launch.max_restarts if resumes else 0,
         start_timeout_s=int(cluster.start_timeout_s),
-        slurm=launch.slurm,
-        k8s=launch.k8s,
+        launch=launch,
     )
 
 

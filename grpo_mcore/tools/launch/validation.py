@@ -5,7 +5,6 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
 from pathlib import PurePosixPath
 from typing import Literal
 
@@ -33,26 +32,7 @@ K8S_VALUES = {
 Check = Callable[[MasterConfig], Iterator[Finding]]
 
 
-@dataclass(frozen=True)
-class Mount:
-    """A folder `source` of the nodes, seen as `target` in the container."""
-
-    source: str
-    target: str
-    read_only: bool = False
-
-    @classmethod
-    def parse(cls, text: str) -> Mount:
-        """Parse "FROM:TO" or "FROM:TO:ro". Raises ValueError."""
-        parts = text.split(":")
-        if len(parts) not in (2, 3) or not all(parts[:2]) or parts[2:] not in ([], ["ro"], ["rw"]):
-            raise ValueError(f'expected "FROM:TO" or "FROM:TO:ro", got "{text}"')
-        if not parts[1].startswith("/"):
-            raise ValueError(f'in "{text}" the folder in the container must be absolute')
-        return cls(parts[0], parts[1], parts[2:] == ["ro"])
-
-    def __str__(self) -> str:
-        return f"{self.source}:{self.target}" + (":ro" if self.read_only else "")
+MOUNT = re.compile(r"[^:]+:(/[^:]*)(:ro|:rw)?")
 
 
 def seconds(limit: str) -> int:
@@ -132,14 +112,14 @@ def _environment(config: MasterConfig) -> Iterator[Finding]:
 def _mounts(config: MasterConfig) -> Iterator[Finding]:
     launch, targets = config.launch, set()
     for text in launch.mounts:
-        try:
-            mount = Mount.parse(text)
-        except ValueError as error:
-            yield Finding(("launch.mounts",), str(error))
+        mount = MOUNT.fullmatch(text)
+        if mount is None:
+            expected = '"FROM:TO" or "FROM:TO:ro" with an absolute folder TO in the container'
+            yield Finding(("launch.mounts",), f'expected {expected}, got "{text}"')
             continue
-        if mount.target in targets:
-            yield Finding(("launch.mounts",), f"{mount.target} is the target of two mounts")
-        targets.add(mount.target)
+        if mount[1] in targets:
+            yield Finding(("launch.mounts",), f"{mount[1]} is the target of two mounts")
+        targets.add(mount[1])
     if launch.mounts and not launch.container:
         yield Finding(("launch.mounts", "launch.container"), "mounts need launch.container: bare metal has none")
 
