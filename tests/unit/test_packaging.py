@@ -99,6 +99,7 @@ def test_a_wheel_carries_the_recipes(tmp_path: Path) -> None:
     (wheel,) = tmp_path.glob("*.whl")
     files = set(zipfile.ZipFile(wheel).namelist())
     assert {f"grpo_mcore/_recipes/{file.name}" for file in (ROOT / "recipes").glob("*.yaml")} <= files
+    assert {str(file.relative_to(ROOT)) for file in (ROOT / "grpo_mcore").rglob("*.yaml")} <= files
     assert "grpo_mcore/cli/main.py" in files
     assert not [file for file in files if file.startswith(("tests/", "recipes/", "scripts/"))]
 

@@ -5,10 +5,10 @@ from __future__ import annotations
 import pytest
 
 from grpo_mcore.recipe.schema.keys import field_at
-from grpo_mcore.recipe.validation.nemo_rl_keys import DROPPED, REFUSED, REFUSED_UNLESS
+from grpo_mcore.recipe.validation.nemo_rl_keys import key_tables
 from tests.unit.recipe.conftest import MINIMAL
 
-KEYS = [*DROPPED, *REFUSED, *REFUSED_UNLESS]
+KEYS = [key for table in key_tables().values() for key in table]
 
 # A whole file in NeMo RL's keys, Megatron policy, features off.
 WHOLE = """\
