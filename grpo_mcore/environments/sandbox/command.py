@@ -47,21 +47,17 @@ class Start:
 def sandboxed(scratch_bytes: int, filter_fd: int, *, proc: bool) -> Start:
     """Return the command of a sandbox in bubblewrap. Started by root, programs run as a user of their own who owns
     nothing; otherwise in a user namespace. `proc`: whether the sandbox has a /proc of its own processes. `filter_fd`:
-    file descriptor from which bubblewrap reads the system call filter.
-
-    Raises FileNotFoundError where bubblewrap is not installed.
-    """
-    bubblewrap = shutil.which("bwrap")
-    if bubblewrap is None:
-        raise FileNotFoundError("bwrap")
+    file descriptor from which bubblewrap reads the system call filter."""
     uid = random.choice(_UIDS) if os.geteuid() == 0 else 0
-    command = [bubblewrap, *_walls(uid)]
+    command = [shutil.which("bwrap") or "bwrap", *_walls(uid)]
     for name, value in _VARIABLES.items():
         command += ["--setenv", name, value]
     for folder in sorted({str(parent) for source in _system() for parent in Path(source).parents if parent.name}):
         command += ["--perms", "0755", "--dir", folder]  # else with this machine's permissions
     for source in _system():
-        command += ["--symlink", os.readlink(source), source] if os.path.islink(source) else _read_only(source)
+        command += (
+            ["--symlink", os.readlink(source), source] if os.path.islink(source) else ["--ro-bind", source, source]
+        )
     for folder in sorted(set(_packages())):
         command += ["--size", "4096", "--tmpfs", folder, "--remount-ro", folder]
     command += ["--ro-bind", str(WORKER), "/worker.py", "--ro-bind", str(PROGRAM), "/program.py", "--dir", "/dev"]
@@ -73,13 +69,13 @@ def sandboxed(scratch_bytes: int, filter_fd: int, *, proc: bool) -> Start:
     command += ["--proc", "/proc"] if proc else []
     command += ["--size", str(scratch_bytes), "--perms", "0777", "--tmpfs", SCRATCH]
     command += ["--remount-ro", "/", "--chdir", SCRATCH, "--seccomp", str(filter_fd)]
-    return Start((*command, *_python(), "/worker.py", "isolated", str(uid)), {}, None, uid)
+    return Start((*command, _interpreter(), "-s", "-P", "/worker.py", "isolated", str(uid)), {}, None, uid)
 
 
 def unprotected(folder: str) -> Start:
     """Return the command of a worker without a sandbox, in a folder of its own."""
     variables = _VARIABLES | {"HOME": folder, "TMPDIR": folder}
-    return Start((*_python(), str(WORKER), "trusted", "0"), variables, folder)
+    return Start((_interpreter(), "-s", "-P", str(WORKER), "trusted", "0"), variables, folder)
 
 
 def _walls(uid: int) -> list[str]:
@@ -90,10 +86,6 @@ def _walls(uid: int) -> list[str]:
     if uid:  # the first process starts programs as another user, and ends them
         return walls + [part for cap in ("SETUID", "SETGID", "KILL") for part in ("--cap-add", f"CAP_{cap}")]
     return [*walls, "--uid", "65534", "--gid", "65534"]
-
-
-def _python() -> list[str]:
-    return [_interpreter(), "-s", "-P"]
 
 
 def _interpreter() -> str:
@@ -125,7 +117,3 @@ def _packages() -> Iterator[str]:
             for name in ("site-packages", "dist-packages"):
                 yield from glob.glob(f"{glob.escape(folder)}/{name}")
                 yield from glob.glob(f"{glob.escape(folder)}/python3*/{name}")
-
-
-def _read_only(path: str) -> list[str]:
-    return ["--ro-bind", path, path]

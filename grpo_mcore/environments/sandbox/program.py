@@ -59,13 +59,14 @@ def be_program(job: dict[str, Any], ends: dict[int, int], isolated: bool, uid: i
 
 
 def set_limits(limits: Mapping[str, Any]) -> None:
-    whole_s, memory = math.ceil(limits["cpu_s"]), limits["memory_bytes"]
+    whole_s, memory = math.ceil(limits["cpu_s"]), int(limits["memory_gb"] * 2**30)
+    scratch = int(limits["scratch_mb"] * 2**20)
     for which, soft, hard in (
         (resource.RLIMIT_CPU, whole_s, whole_s + 1),
         (resource.RLIMIT_DATA, memory, memory),
         (resource.RLIMIT_AS, memory + 2**30, memory + 2**30),  # only here shared and reserved memory counts
         (resource.RLIMIT_STACK, 2**26, 2**26),
-        (resource.RLIMIT_FSIZE, limits["scratch_bytes"], limits["scratch_bytes"]),
+        (resource.RLIMIT_FSIZE, scratch, scratch),
         (resource.RLIMIT_NOFILE, 128, 128),
         (resource.RLIMIT_NPROC, limits["processes"], limits["processes"]),
         (resource.RLIMIT_CORE, 0, 0),

@@ -3,18 +3,18 @@
 from __future__ import annotations
 
 import json
+import multiprocessing
 import os
 import platform
 import secrets
 import shutil
 import signal
-import socket
-import struct
 import subprocess
 import tempfile
-import time
 from collections.abc import Mapping
-from dataclasses import dataclass
+from contextlib import suppress
+from dataclasses import asdict, dataclass
+from multiprocessing.connection import Connection
 from typing import Any, Final, Literal, Self
 
 from grpo_mcore.environments.sandbox.command import Start, sandboxed, unprotected
@@ -78,7 +78,8 @@ class Ended:
             case "output":
                 return f"output limit of {limits.output_mb:g} MiB"
         if self.code is not None and self.code < 0:
-            return f"was ended by {signal.Signals(-self.code).name}"
+            names = {number.value: number.name for number in signal.Signals}
+            return f"was ended by {names.get(-self.code, f'signal {-self.code}')}"
         if self.code:
             last = self.stderr.rstrip().rpartition("\n")[2].strip()
             last = last if len(last) <= _SHOWN else last[:_SHOWN] + " ..."
@@ -95,10 +96,19 @@ class Sandboxes:
     def __init__(self, kind: SandboxKind, limits: Limits) -> None:
         self.kind, self.limits = kind, limits
         self.proc = True
-        self._running: set[subprocess.Popen[bytes]] = set()
+        self.running: set[subprocess.Popen[bytes]] = set()
+        """The processes of open sandboxes."""
         self._closed = False
         if kind == BUBBLEWRAP:
-            self._filter = _filter()
+            if shutil.which("bwrap") is None:
+                raise SandboxError(
+                    "bubblewrap (bwrap) is not installed, and programs are run in nothing less; Debian, Ubuntu: "
+                    "apt-get install bubblewrap; Fedora, RHEL: dnf install bubblewrap"
+                )
+            try:
+                self._filter = filter_program()
+            except KeyError as error:
+                raise SandboxError(f"there is no system call filter for {platform.machine()}") from error
             problem = self._problem()
             if problem:
                 self.proc = False  # containers often forbid a new /proc
@@ -112,66 +122,40 @@ class Sandboxes:
     def close(self) -> None:
         """End all sandboxes, with the programs in them."""
         self._closed = True
-        for process in list(self._running):
+        for process in list(self.running):
             process.kill()
 
-    def forget(self, process: subprocess.Popen[bytes]) -> None:
-        """Take note that a sandbox's process has ended."""
-        self._running.discard(process)
-
-    def start(self) -> tuple[subprocess.Popen[bytes], socket.socket, Start]:
-        """Start a worker. Return it and our end of the socket to it."""
-        limits = self.limits
-        passed: tuple[int, ...] = ()
+    def start(self) -> tuple[subprocess.Popen[bytes], Connection, Start]:
+        """Start a worker. Return it and our end of the connection to it."""
         if self._closed:
             raise SandboxError("the sandboxes are closed")
-        if self.kind == BUBBLEWRAP:
-            filter_fd, writing = os.pipe()
-            passed = (filter_fd,)
-            with open(writing, "wb") as end:
-                end.write(self._filter)
-            try:
-                start = sandboxed(int(limits.scratch_mb * 2**20), filter_fd, proc=self.proc)
-            except FileNotFoundError as error:
-                os.close(filter_fd)
-                raise SandboxError(
-                    "bubblewrap (bwrap) is not installed, and programs are run in nothing less; Debian, Ubuntu: "
-                    "apt-get install bubblewrap; Fedora, RHEL: dnf install bubblewrap"
-                ) from error
-        else:
-            start = unprotected(tempfile.mkdtemp(prefix="program-"))
-        ours, theirs = socket.socketpair()
-        try:
-            with theirs:
-                process = subprocess.Popen(
-                    start.command,
-                    stdin=theirs.fileno(),
-                    stdout=subprocess.DEVNULL,
-                    stderr=subprocess.PIPE,
-                    env=start.environment,
-                    cwd=start.folder or "/",
-                    pass_fds=passed,
-                )
-        finally:
-            for fd in passed:
-                os.close(fd)
-        self._running.add(process)
+        ours, theirs = multiprocessing.Pipe()
+        with theirs, tempfile.TemporaryFile() as filter_file:
+            passed: tuple[int, ...] = ()
+            if self.kind == BUBBLEWRAP:
+                filter_file.write(self._filter)
+                filter_file.seek(0)
+                passed = (filter_file.fileno(),)
+                start = sandboxed(int(self.limits.scratch_mb * 2**20), filter_file.fileno(), proc=self.proc)
+            else:
+                start = unprotected(tempfile.mkdtemp(prefix="program-"))
+            process = subprocess.Popen(
+                start.command,
+                stdin=theirs.fileno(),
+                stdout=subprocess.DEVNULL,
+                stderr=subprocess.PIPE,
+                env=start.environment,
+                cwd=start.folder or "/",
+                pass_fds=passed,
+            )
+        self.running.add(process)
         return process, ours, start
 
     def limits_for_worker(self, start: Start) -> dict[str, Any]:
-        limits = self.limits
+        """Return the limits, where `processes` also counts the worker if it is of the programs' user."""
         if self.kind == TRUST:
-            processes = -1  # no limit: the kernel would count all processes of this user
-        else:
-            processes = limits.processes + (0 if start.uid else 1)  # the worker is of the same user
-        return {
-            "cpu_s": limits.cpu_s,
-            "wall_s": limits.wall_s,
-            "memory_bytes": int(limits.memory_gb * 2**30),
-            "output_bytes": int(limits.output_mb * 2**20),
-            "scratch_bytes": int(limits.scratch_mb * 2**20),
-            "processes": processes,
-        }
+            return asdict(self.limits) | {"processes": -1}  # the kernel would count all processes of this user
+        return asdict(self.limits) | {"processes": self.limits.processes + (0 if start.uid else 1)}
 
     def _problem(self) -> str:
         """Try a sandbox. Return what is wrong with it; "" where it isolates."""
@@ -179,8 +163,6 @@ class Sandboxes:
             with self.open() as sandbox:
                 ended = sandbox.run(_PROBE, check={"call": "probe", "args": []})
         except SandboxError as error:
-            if isinstance(error.__cause__, FileNotFoundError):
-                return str(error)
             return f"{error}\nWhat bubblewrap needs:\n{_HINTS}"
         if ended.result is None:
             trouble = ended.trouble(self.limits) or "no result"
@@ -196,7 +178,7 @@ class Sandbox:
     def __init__(self, maker: Sandboxes) -> None:
         self._maker = maker
         self._process: subprocess.Popen[bytes] | None = None
-        self._socket: socket.socket | None = None
+        self._connection: Connection | None = None
         self._start: Start | None = None
 
     def run(self, program: str, stdin: str = "", check: Mapping[str, Any] | None = None) -> Ended:
@@ -217,16 +199,19 @@ class Sandbox:
 
     def close(self) -> None:
         """End the sandbox and all that runs in it."""
-        if self._process is not None and self._socket is not None and self._start is not None:
+        if self._process is not None and self._connection is not None and self._start is not None:
             self._process.kill()
             self._process.wait()
-            self._maker.forget(self._process)
-            self._wait_until_gone(self._socket)
+            self._maker.running.discard(self._process)
+            with suppress(EOFError, OSError):  # the worker, the only holder of the other end, is gone
+                while self._connection.poll(_MARGIN_S):
+                    self._connection.recv_bytes()
+            self._connection.close()
             if self._process.stderr:
                 self._process.stderr.close()
             if self._start.folder:
                 shutil.rmtree(self._start.folder, ignore_errors=True)
-        self._process = self._socket = self._start = None
+        self._process = self._connection = self._start = None
 
     def __enter__(self) -> Self:
         return self
@@ -236,30 +221,18 @@ class Sandbox:
 
     def _once(self, program: str, stdin: str, check: Mapping[str, Any] | None) -> Ended:
         if self._process is None:
-            self._process, self._socket, self._start = self._maker.start()
-        assert self._socket is not None and self._start is not None
+            self._process, self._connection, self._start = self._maker.start()
+        assert self._connection is not None and self._start is not None
         secret = secrets.token_hex(8)
-        job = {
-            "program": program,
-            "stdin": stdin,
-            "limits": self._maker.limits_for_worker(self._start),
-            "checked": check is not None,
-        }
-        self._socket.settimeout(STRETCH * self._maker.limits.wall_s + _MARGIN_S)
-        self._socket.sendall(_frame(job) + _frame({**(check or {}), "secret": secret}))
-        report = json.loads(self._read(*struct.unpack("<I", self._read(4))))
+        limits = self._maker.limits_for_worker(self._start)
+        job = {"program": program, "stdin": stdin, "limits": limits, "checked": check is not None}
+        self._connection.send_bytes(json.dumps(job).encode())
+        self._connection.send_bytes(json.dumps({**(check or {}), "secret": secret}).encode())
+        if not self._connection.poll(STRETCH * self._maker.limits.wall_s + _MARGIN_S):
+            raise TimeoutError("the sandbox does not answer")
+        report = json.loads(self._connection.recv_bytes())
         report["result"] = _result(report["result"], secret)
         return Ended(**report)
-
-    def _read(self, size: int) -> bytes:
-        assert self._socket is not None
-        parts = bytearray()
-        while len(parts) < size:
-            part = self._socket.recv(min(size - len(parts), 2**20))
-            if not part:
-                raise EOFError("the sandbox ended")
-            parts += part
-        return bytes(parts)
 
     def _last_words(self) -> str:
         """Return the last output of a worker that has ended, or of bubblewrap."""
@@ -267,23 +240,6 @@ class Sandbox:
             return ""
         os.set_blocking(self._process.stderr.fileno(), False)
         return (self._process.stderr.read() or b"").decode(errors="replace").strip()[-1000:]
-
-    @staticmethod
-    def _wait_until_gone(ours: socket.socket) -> None:
-        """Wait until the worker, the only holder of the other end, is gone, and its sandbox with it."""
-        deadline = time.monotonic() + _MARGIN_S
-        ours.settimeout(_MARGIN_S)
-        try:
-            while ours.recv(2**16) and time.monotonic() < deadline:
-                pass
-        except OSError:
-            pass
-        ours.close()
-
-
-def _frame(content: Any) -> bytes:
-    text = json.dumps(content).encode()
-    return struct.pack("<I", len(text)) + text
 
 
 def _result(text: str, secret: str) -> dict[str, Any] | None:
@@ -299,13 +255,6 @@ def _result(text: str, secret: str) -> dict[str, Any] | None:
     if result.get("passed") != secret:
         return None
     return {"values": result["values"]} if "values" in result else {"passed": True}
-
-
-def _filter() -> bytes:
-    try:
-        return filter_program()
-    except KeyError as error:
-        raise SandboxError(f"there is no system call filter for {platform.machine()}") from error
 
 
 _PROBE = """

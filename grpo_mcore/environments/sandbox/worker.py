@@ -6,9 +6,9 @@ It is the sandbox's first process, so that all others end with it; programs can 
     python worker.py isolated UID   in a sandbox; programs run as this user, 0: as the worker's own
     python worker.py trusted 0      without one: the limits hold, but nothing is hidden
 
-Requests come over the socket at standard input as pairs of frames (4 bytes of length, then JSON): a program with its
-input and limits, and the test that runs after it. One frame goes back for each pair. program.py, beside this file, is
-what a program's process does.
+Requests come over the socket at standard input as pairs of frames, as multiprocessing's Connection sends bytes (4 bytes
+of length, then JSON): a program with its input and limits, and the test that runs after it. One frame goes back for
+each pair. program.py, beside this file, is what a program's process does.
 """
 
 from __future__ import annotations
@@ -68,14 +68,14 @@ class Worker:
         """Run programs until the other end closes, or one has left more behind than can be removed."""
         while (job := self.read_frame()) is not None:
             answer = json.dumps(self.run(json.loads(job))).encode()
-            answer = struct.pack("<I", len(answer)) + answer
+            answer = struct.pack("!i", len(answer)) + answer
             while answer:
                 answer = answer[os.write(self.socket, answer) :]
             clean()
 
     def read_frame(self) -> bytes | None:
         head = self.read_exactly(4)
-        return None if head is None else self.read_exactly(*struct.unpack("<I", head))
+        return None if head is None else self.read_exactly(*struct.unpack("!i", head))
 
     def read_exactly(self, size: int) -> bytes | None:
         parts = []
@@ -146,7 +146,7 @@ class Watch:
 
     def __init__(self, worker: Worker, limits: Mapping[str, Any], pid: int, ends: dict[int, int]) -> None:
         self.worker, self.limits, self.pid, self.ends = worker, limits, pid, ends
-        self.room: int = limits["output_bytes"]
+        self.room = int(limits["output_mb"] * 2**20)
         self.text = {1: bytearray(), 2: bytearray(), RESULT: bytearray()}
         self.used_s = 0.0  # processor time of processes that have ended
         self.status: int | None = None
@@ -201,7 +201,7 @@ class Watch:
             if now >= next_look:
                 next_look = now + TICK_S
                 memory, running_s = self.usage()
-                if memory > self.limits["memory_bytes"]:
+                if memory > self.limits["memory_gb"] * 2**30:
                     return "memory"
                 if self.used_s + running_s > self.limits["cpu_s"]:
                     return "cpu"

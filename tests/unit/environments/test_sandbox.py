@@ -136,6 +136,7 @@ exit(7)
         ("import sys; sys.exit(3)", 3, "exit code 3"),
         ("import os; os.abort()", -6, "was ended by SIGABRT"),
         ("a b", 1, "crashed: SyntaxError: invalid syntax"),
+        ("import os; os.kill(os.getpid(), 40)", -40, "was ended by signal 40"),
         ("print('\\ud800')", 1, "crashed: UnicodeEncodeError"),
         ("\ud800", 1, "crashed: "),
         ("a\0b", 1, "crashed: "),
