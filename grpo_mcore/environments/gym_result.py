@@ -159,7 +159,7 @@ def _continued(calls: Sequence[ModelCall]) -> list[ModelCall]:
 
 def _ids(item: Mapping[str, Any], name: str) -> list[int]:
     ids = item.get(name)
-    if not isinstance(ids, list) or not ids or not all(type(token) is int and token >= 0 for token in ids):
+    if not isinstance(ids, list) or not ids or not all(type(token) is int and 0 <= token < 2**31 for token in ids):
         raise GymFailure(f"{name} is not a list of token ids")
     return ids
 
@@ -168,7 +168,10 @@ def _number(value: Any) -> float | None:
     """Return a finite number as a float, anything else as None."""
     if isinstance(value, bool) or not isinstance(value, int | float):
         return None
-    return float(value) if math.isfinite(value) else None
+    try:
+        return float(value) if math.isfinite(value) else None
+    except OverflowError:  # an integer that is larger than all floats
+        return None
 
 
 def _parts(result: Mapping[str, Any]) -> dict[str, float]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import time
 from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
@@ -112,6 +113,7 @@ class EnvironmentInterface(EnvironmentBase, ABC):
         mean_seconds = (time.perf_counter() - start) / max(len(trajectories), 1)
         seconds = result.seconds or [mean_seconds] * len(trajectories)
         by_name = result.rewards_by_name or [{} for _ in trajectories]
+        checked = [_checked(*one) for one in zip(result.rewards, by_name, result.reasons, strict=True)]
         return [
             Outcome(
                 reward=reward,
@@ -125,12 +127,10 @@ class EnvironmentInterface(EnvironmentBase, ABC):
                 stop_strings=None if stops is None else tuple(stops),
                 metadata=state,
             )
-            for reward, answer, reason, taken, parts, terminated, message, stops, state in zip(
-                result.rewards,
+            for (reward, parts, reason), answer, taken, terminated, message, stops, state in zip(
+                checked,
                 result.answers,
-                result.reasons,
                 seconds,
-                by_name,
                 result.terminateds,
                 result.observations,
                 result.next_stop_strings,
@@ -142,6 +142,21 @@ class EnvironmentInterface(EnvironmentBase, ABC):
     def global_post_process_and_metrics(self, batch: Mapping[str, Sequence[Any]]) -> dict[str, float]:
         """Return metrics over a whole batch of samples. `batch` has the columns `rewards` and `uid`."""
         return {}
+
+
+def _checked(reward: Any, parts: Mapping[str, Any], reason: str) -> tuple[float | None, dict[str, float], str]:
+    """Return a reward, its parts and its reason; no reward where one of the numbers is not finite, or not a number."""
+    try:
+        total = None if reward is None else _finite(reward)
+        return total, {name: _finite(value) for name, value in parts.items()}, reason
+    except (TypeError, ValueError, ArithmeticError) as error:
+        return None, {}, f"the environment's reward is no finite number: {error}"
+
+
+def _finite(value: Any) -> float:
+    if isinstance(value, str | bytes) or not math.isfinite(value):
+        raise ValueError(f"{value!r:.80}")
+    return float(value)
 
 
 def conversation(trajectory: Trajectory) -> list[dict[str, Any]]:

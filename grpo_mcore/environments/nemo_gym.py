@@ -161,12 +161,17 @@ class NemoGymEnvironment(EnvironmentBase):
                     result = await self._client.run(agent, row)
                 rollout = read_result(result, time.perf_counter() - began)
                 versions = await self._client.weight_versions(endpoint, rollout.fingerprints())
+                trajectory = rollout.trajectory(sample.uid, sample.generation_index, versions)
+            except GymError:
+                raise
             except GymFailure as error:
                 failure = error
                 if not error.again:
                     break
                 continue
-            trajectory = rollout.trajectory(sample.uid, sample.generation_index, versions)
+            except Exception as error:  # a reply of an unforeseen form costs its own sample
+                failure = GymFailure(f"the Gym's result cannot be read: {type(error).__name__}: {error}")
+                break
             kept = result | _indices(sample, row) if keep else None
             return GymOutcome(sample.uid, sample.generation_index, trajectory, rollout.score, rollout.cut_calls, kept)
         score = Score(None, None, f"{failure}", time.perf_counter() - began, terminated=False)

@@ -45,7 +45,7 @@ def make_verifier(name: str) -> Callable[[str, str], tuple[float, str | None]]:
     def verify(response: str, truth: str) -> tuple[float, str | None]:
         outcome = verifier(response, truth)
         reward, answer = outcome if isinstance(outcome, tuple) else (outcome, None)
-        return float(reward), answer
+        return float(reward), None if answer is None else str(answer)
 
     return verify
 

@@ -170,7 +170,12 @@ class CodeEnvironment(EnvironmentInterface):
                     if time.perf_counter() - start > self.config.answer_limit_s:
                         failed.append(f"tests from {number} on: limit of {self.config.answer_limit_s:g} s an answer")
                         break
-                    problem = self._problem(sandbox, program, test)
+                    try:
+                        problem = self._problem(sandbox, program, test)
+                    except SandboxError:
+                        raise
+                    except Exception as error:  # a value that can be neither compared nor shown
+                        problem = f"its result cannot be compared: {type(error).__name__}"
                     passed += problem is None
                     if problem is not None:
                         failed.append(f"test {number}: {problem}")

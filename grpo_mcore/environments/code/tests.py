@@ -180,7 +180,10 @@ def same_value(value: Any, expected: Any, tolerance: float = 0.0) -> bool:
     if isinstance(expected, dict) and isinstance(value, dict):
         return value.keys() == expected.keys() and all(same_value(value[k], expected[k], tolerance) for k in expected)
     if isinstance(expected, float) and isinstance(value, int | float):
-        return value == expected or _near(float(value), expected, tolerance)
+        try:
+            return value == expected or _near(float(value), expected, tolerance)
+        except OverflowError:  # an integer that is larger than all floats
+            return False
     return bool(value == expected)
 
 

@@ -100,6 +100,15 @@ def test_a_program_that_ends_before_its_test_has_failed_it(env: CodeEnvironment,
         assert reward == 0.0 and reason.startswith("0 of 1 tests passed; test 1: ")
 
 
+def test_an_answer_that_cannot_be_compared_has_failed(env: CodeEnvironment) -> None:
+    call = {"tests": [{"call": "f", "args": [], "output": 1.5}]}
+    for value in ("10**400", "10**5000", "float('nan')", "object()", "'\\ud800'"):
+        assert judge(env, f"def f(): return {value}", **call)[0] == 0.0, value
+    deep = "def f():\n    value = []\n    for _ in range(900): value = [value]\n    return value"
+    assert judge(env, deep, **call)[0] == 0.0
+    assert judge(env, "import os\nos.kill(os.getpid(), 40)", **call)[0] == 0.0
+
+
 def test_limits_fail_their_test_with_a_reason(env: CodeEnvironment) -> None:
     program = "n = int(input())\nif n == 1: print('x' * 10**6)\nif n == 2: raise ValueError('two')\nprint(2 * n + 1)"
     assert judge(env, program, tests=SUM) == (

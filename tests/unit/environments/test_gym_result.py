@@ -100,6 +100,8 @@ def test_a_limit_of_the_last_turn() -> None:
         (result(*TWO, reward=None), "reward is None", False),
         (result(*TWO, reward=True), "reward is True", False),
         (result(*TWO, reward=float("inf")), "reward is inf", False),
+        (result(*TWO, reward=10**400), "reward is 1000", False),
+        (result(item([1], [2**70])), "generation_token_ids is not a list", False),
         (result(*TWO, reward="1"), "reward is '1'", False),
         (result(), "no item of the output has generation_token_ids", False),
         (result({"type": "reasoning"}, None, 3), "no item of the output", False),

@@ -11,6 +11,7 @@ from grpo_mcore.environments import create_env, create_env_class, register_env
 from grpo_mcore.environments.config import EnvironmentConfigError
 from grpo_mcore.environments.interfaces import EnvironmentInterface, EnvironmentReturn
 from grpo_mcore.environments.math_environment import MathEnvironment
+from grpo_mcore.rollout.trajectory import Trajectory
 
 
 class EchoEnvironment(EnvironmentInterface):
@@ -23,6 +24,28 @@ class EchoEnvironment(EnvironmentInterface):
 
 def test_by_name():
     assert create_env_class("math") == (MathEnvironment, {"cpus": 1.0, "gpus": 0.0})
+
+
+class GivenEnvironment(EnvironmentInterface):
+    """Gives each conversation the reward and the parts in its metadata."""
+
+    def step(self, message_log_batch, metadata):
+        n = len(metadata)
+        rewards, parts = [row["reward"] for row in metadata], [row.get("parts", {}) for row in metadata]
+        return EnvironmentReturn(
+            [{}] * n, list(metadata), [None] * n, rewards, [True] * n, [None] * n, ["right"] * n, rewards_by_name=parts
+        )
+
+
+def test_a_reward_that_is_no_finite_number_costs_its_own_sample():
+    rows = [{"reward": reward} for reward in ("1.0", float("nan"), float("inf"), 10**400, [1.0], None)]
+    rows += [{"reward": 1.0, "parts": {"a": part}} for part in (float("nan"), "1.0", None)]
+    rows.append({"reward": True, "parts": {"a": 1}})
+    outcomes = GivenEnvironment().advance(rows, *[Trajectory("a", 0, (), (), "stop", False)] * len(rows))
+    assert [outcome.reward for outcome in outcomes] == [None] * 9 + [1.0]
+    assert outcomes[0].reason == "the environment's reward is no finite number: '1.0'"
+    assert outcomes[5].reason == "right" and outcomes[6].rewards_by_name == {}
+    assert outcomes[9].rewards_by_name == {"a": 1.0}
 
 
 @pytest.mark.parametrize("path", [f"{__name__}:EchoEnvironment", f"{__name__}.EchoEnvironment"])
