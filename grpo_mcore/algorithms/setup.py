@@ -36,9 +36,8 @@ from grpo_mcore.families import (
 from grpo_mcore.generation import EngineConfig, engine_environment
 from grpo_mcore.objective import ClippedPGLossFn
 from grpo_mcore.observe import Logger
-from grpo_mcore.parallel.mesh import Layout
+from grpo_mcore.parallel.layout import Layout, layout_of
 from grpo_mcore.parallel.platform import Platform, cpu_threads
-from grpo_mcore.parallel.policy import layout_of
 from grpo_mcore.recipe import (
     MasterConfig,
     MegatronConfig,
@@ -50,7 +49,7 @@ from grpo_mcore.recipe import (
     policy_pool,
     world_size,
 )
-from grpo_mcore.refit import EngineLayout, TrainerLayout
+from grpo_mcore.refit.layout import EngineLayout, TrainerLayout
 
 VERDICT_TIMEOUT_S = 600.0
 """Seconds that an environment has to score a group, where its section does not set verdict_timeout_s."""
@@ -94,6 +93,8 @@ def model_folder(name: str) -> str:
     """
     if Path(name).is_dir():
         return name
+    if name.count("/") > 1 or name.startswith((".", "/", "~")):  # no name of the hub
+        raise SetupError(f"policy.model_name: there is no folder {name!r}; the working directory is {Path.cwd()}")
     from huggingface_hub import snapshot_download
 
     try:
