@@ -19,12 +19,41 @@ OTHERS = ("RAY_PORT", "HEAD_IP", "OBJECT_STORE_GB")
 
 def sbatch_script(spec: LaunchSpec) -> str:
     """Return the script: sbatch's options, the settings with their values, and the body that all jobs share."""
-    return "\n".join(["#!/bin/bash", *_header(spec), job_script(spec)])
+    head = [
+        "#!/bin/bash",
+        f"# {spec.recipe_file} on Slurm. Written by: grpo-mcore launch slurm {spec.recipe_file} --dry-run",
+        "#",
+        "# Usage: sbatch FILE, from a shell in which `grpo-mcore` is in PATH, or with a container (pyxis):",
+        '#   CONTAINER=image.sqsh MOUNTS="$PWD:$PWD" COMMAND="grpo-mcore train ... --resume=auto" sbatch FILE',
+        "# Options on sbatch's own command line override those below.",
+        *[f"#SBATCH --{key}={value}".rstrip("=") for key, value in sbatch_options(spec).items()],
+        *[f"#SBATCH {option}" for option in spec.launch.slurm.options],
+    ]
+    return "\n".join([*head, job_script(spec)])
 
 
 def job_script(spec: LaunchSpec) -> str:
     """Return the script without sbatch's options."""
-    return "\n".join([*_settings(spec), "", BODY.read_text()])
+    settings = {
+        "CONTAINER": (spec.launch.container or "", " # image for pyxis; empty: bare metal"),
+        "MOUNTS": (",".join(spec.launch.mounts), " # FROM:TO[:ro],... for the container"),
+        "COMMAND": (shlex.join(spec.command(spec.recipe_file, spec.overrides)), ""),
+        "RESTARTS": (
+            str(spec.restarts),
+            " # maximum number of times that a run stopped by the time limit is queued again",
+        ),
+        "LOGS": ("logs/slurm", " # on the shared file system"),
+        "PYTHON": ("python", ""),
+        "START_TIMEOUT": (str(spec.start_timeout_s), " # seconds until all nodes must have joined Ray"),
+    }
+    lines = [
+        "",
+        "# Settings: a variable of the same name in the submitting shell overrides the value.",
+        *[f"[[ -n ${{{key}:-}} ]] || {key}={shlex.quote(value)}{note}" for key, (value, note) in settings.items()],
+        *[f"export {name}={shlex.quote(value)}" for name, value in sorted(spec.launch.env.items())],
+        "",
+    ]
+    return "\n".join([*lines, BODY.read_text()])
 
 
 def sbatch_options(spec: LaunchSpec) -> dict[str, str | int]:
@@ -49,42 +78,3 @@ def sbatch_options(spec: LaunchSpec) -> dict[str, str | int]:
         "export": ",".join(passed),
     }
     return {key: value for key, value in options.items() if value is not None}
-
-
-def _header(spec: LaunchSpec) -> list[str]:
-    lines = [f"#SBATCH --{key}={value}".rstrip("=") for key, value in sbatch_options(spec).items()]
-    return [
-        f"# {spec.recipe_file} on Slurm. Written by: grpo-mcore launch slurm {spec.recipe_file} --dry-run",
-        "#",
-        "# Usage: sbatch FILE, from a shell in which `grpo-mcore` is in PATH, or with a container (pyxis):",
-        '#   CONTAINER=image.sqsh MOUNTS="$PWD:$PWD" COMMAND="grpo-mcore train ... --resume=auto" sbatch FILE',
-        "# Options on sbatch's own command line override those below.",
-        *lines,
-        *[f"#SBATCH {option}" for option in spec.launch.slurm.options],
-    ]
-
-
-def _settings(spec: LaunchSpec) -> list[str]:
-    command = shlex.join(spec.command(spec.recipe_file, spec.overrides))
-    values = {
-        "CONTAINER": spec.launch.container or "",
-        "MOUNTS": ",".join(spec.launch.mounts),
-        "COMMAND": command,
-        "RESTARTS": str(spec.restarts),
-        "LOGS": "logs/slurm",
-        "PYTHON": "python",
-        "START_TIMEOUT": str(spec.start_timeout_s),
-    }
-    meaning = {
-        "CONTAINER": "image for pyxis; empty: bare metal",
-        "MOUNTS": "FROM:TO[:ro],... for the container",
-        "RESTARTS": "maximum number of times that a run stopped by the time limit is queued again",
-        "LOGS": "on the shared file system",
-        "START_TIMEOUT": "seconds until all nodes must have joined Ray",
-    }
-    lines = ["", "# Settings: a variable of the same name in the submitting shell overrides the value."]
-    for name, value in values.items():
-        line = f"[[ -n ${{{name}:-}} ]] || {name}={shlex.quote(value)}"
-        lines.append(line + (f" # {meaning[name]}" if name in meaning else ""))
-    lines += [f"export {name}={shlex.quote(value)}" for name, value in sorted(spec.launch.env.items())]
-    return lines
