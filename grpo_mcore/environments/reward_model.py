@@ -22,6 +22,8 @@ from grpo_mcore.environments.verifier_pool import Result, VerifierPool, WorkerSp
 
 Messages = list[dict[str, str]]
 
+_MODEL_KEYS = ("model_name", "label", "sigmoid", "text_template", "max_length", "device", "dtype")
+
 
 class RewardModelConfig(EnvConfig):
     """The recipe's section `env.reward_model`."""
@@ -67,16 +69,8 @@ class RewardModelEnvironment(EnvironmentInterface):
         self._pool = VerifierPool(
             WorkerSpec(
                 what=f"reward model {section.model_name!r}",
-                loader="grpo_mcore.environments.reward_model_worker:load_classifier",
-                arguments=(
-                    section.model_name,
-                    section.label,
-                    section.sigmoid,
-                    section.text_template,
-                    section.max_length,
-                    section.device,
-                    section.dtype,
-                ),
+                loader="grpo_mcore.environments.reward_model_worker:Classifier",
+                arguments=tuple(getattr(section, key) for key in _MODEL_KEYS),
                 num_workers=section.num_workers,
                 timeout_s=section.timeout_s,
                 start_s=section.start_timeout_s,

@@ -3,49 +3,44 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
-from typing import Any
+from collections.abc import Sequence
 
 import torch
 
 Conversation = Sequence[dict[str, str]]
 
 
-def load_classifier(
-    model_name: str,
-    label: int | None,
-    sigmoid: bool,
-    text_template: str | None,
-    max_length: int,
-    device: str,
-    dtype: str,
-) -> Callable[[Sequence[Conversation]], list[float | str]]:
-    """Return conversations -> a score for each, or the reason why there is none. Raises ValueError where the keys do
-    not fit the model."""
-    from transformers import AutoModelForSequenceClassification, AutoTokenizer
-
-    tokenizer = AutoTokenizer.from_pretrained(model_name)
-    if text_template is None and tokenizer.chat_template is None:
-        raise ValueError("its tokenizer has no chat template; set env.reward_model.text_template")
-    model = AutoModelForSequenceClassification.from_pretrained(model_name, dtype=getattr(torch, dtype)).to(device)
-    outputs = model.config.num_labels
-    if label is None and outputs != 1:
-        raise ValueError(f"it has {outputs} outputs; set env.reward_model.label to one of 0 to {outputs - 1}")
-    if label is not None and label >= outputs:
-        raise ValueError(f"env.reward_model.label is {label}, and it has {outputs} outputs")
-    return Classifier(model.eval(), tokenizer, label or 0, sigmoid, text_template, max_length)
-
-
 class Classifier:
-    """Scores conversations. Those of one call go through the model together."""
+    """Scores conversations. Those of one call go through the model together. The arguments are keys of the section
+    `env.reward_model`. Raises ValueError where they do not fit the model."""
 
     def __init__(
-        self, model: Any, tokenizer: Any, label: int, sigmoid: bool, text_template: str | None, max_length: int
+        self,
+        model_name: str,
+        label: int | None,
+        sigmoid: bool,
+        text_template: str | None,
+        max_length: int,
+        device: str,
+        dtype: str,
     ) -> None:
-        self.model, self.tokenizer, self.label, self.sigmoid = model, tokenizer, label, sigmoid
+        from transformers import AutoModelForSequenceClassification, AutoTokenizer
+
+        self.tokenizer = AutoTokenizer.from_pretrained(model_name)
+        if text_template is None and self.tokenizer.chat_template is None:
+            raise ValueError("its tokenizer has no chat template; set env.reward_model.text_template")
+        weights = AutoModelForSequenceClassification.from_pretrained(model_name, dtype=getattr(torch, dtype))
+        self.model = weights.to(device).eval()
+        outputs = self.model.config.num_labels
+        if label is None and outputs != 1:
+            raise ValueError(f"it has {outputs} outputs; set env.reward_model.label to one of 0 to {outputs - 1}")
+        if label is not None and label >= outputs:
+            raise ValueError(f"env.reward_model.label is {label}, and it has {outputs} outputs")
+        self.label, self.sigmoid = label or 0, sigmoid
         self.text_template, self.max_length = text_template, max_length
 
     def __call__(self, conversations: Sequence[Conversation]) -> list[float | str]:
+        """Return for each conversation its score, or the reason why there is none."""
         ids = [self.tokens(conversation) for conversation in conversations]
         scores: list[float | str] = [
             f"{len(tokens)} tokens are more than env.reward_model.max_length, {self.max_length}" for tokens in ids

@@ -11,7 +11,7 @@ import re
 from collections.abc import Callable, Mapping
 from typing import Annotated, Any, Literal
 
-from pydantic import BaseModel, ConfigDict, Field, field_validator, model_validator
+from pydantic import BaseModel, ConfigDict, Field, TypeAdapter, field_validator, model_validator
 
 from grpo_mcore.environments.registry import import_by_path
 from grpo_mcore.environments.verifiers import make_verifier, verifier_module
@@ -155,20 +155,11 @@ Component = Annotated[
 ]
 
 
-class Components(BaseModel):
-    """The section `components` by itself, for the verifier processes."""
-
-    model_config = ConfigDict(extra="forbid")
-
-    components: dict[str, Component] = Field(min_length=1)
-
-
 def make_rules(components: Mapping[str, Mapping[str, Any]]) -> Callable[[str, Info], dict[str, Any]]:
     """Return (response, info) -> {"values": by name}, for components as a recipe has them. The result is {"failed":
     name, "why"} for the first component that raises or returns no finite number."""
-    rules = {
-        name: part.rule() for name, part in Components.model_validate({"components": components}).components.items()
-    }
+    parts = TypeAdapter(dict[str, Component]).validate_python(components)
+    rules = {name: part.rule() for name, part in parts.items()}
 
     def apply(response: str, info: Info) -> dict[str, Any]:
         values = {}

@@ -168,8 +168,11 @@ class Watch:
                 os.close(key.fd)
         self.selector.close()
         code = None if self.status is None else os.waitstatus_to_exitcode(self.status)
+        # The kernel's limit may have ended the program before this process noticed. SIGKILL: it ignored SIGXCPU.
+        over = code == -signal.SIGXCPU or (code == -signal.SIGKILL and self.used_s >= self.limits["cpu_s"])
+        how = "cpu" if how == "exit" and over else how
         return {
-            "how": "cpu" if how == "exit" and self.was_stopped_by_kernel(code) else how,
+            "how": how,
             "code": code,
             "stdout": self.text[1].decode("utf-8", "replace"),
             "stderr": self.text[2].decode("utf-8", "replace"),
@@ -177,11 +180,6 @@ class Watch:
             "cpu_s": round(self.used_s, 3),
             "wall_s": round(time.monotonic() - self.started, 3),
         }
-
-    def was_stopped_by_kernel(self, code: int | None) -> bool:
-        """Return whether the kernel's limit of processor time ended the program, before this process noticed. SIGKILL:
-        the program ignored the first signal."""
-        return code == -signal.SIGXCPU or (code == -signal.SIGKILL and self.used_s >= self.limits["cpu_s"])
 
     def follow(self) -> str:
         """Wait until the program exits or exceeds a limit. Return which of the two happened."""

@@ -14,7 +14,7 @@ from grpo_mcore.data.arithmetic import make_tokenizer
 from grpo_mcore.environments import create_env
 from grpo_mcore.environments.config import EnvironmentConfigError
 from grpo_mcore.environments.reward_model import RewardModelConfig, RewardModelEnvironment
-from grpo_mcore.environments.reward_model_worker import load_classifier
+from grpo_mcore.environments.reward_model_worker import Classifier
 from grpo_mcore.environments.verifier_pool import Result
 
 PROMPT = [{"role": "system", "content": "+"}, {"role": "user", "content": "37+45="}]
@@ -48,7 +48,7 @@ class Here:
     """Runs the workers' function in this process, which has torch already."""
 
     def __init__(self, folder: Path) -> None:
-        self.score = load_classifier(str(folder), None, False, None, 40, "cpu", "float32")
+        self.score = Classifier(str(folder), None, False, None, 40, "cpu", "float32")
 
     def run(self, jobs: Sequence[Any]) -> list[Result]:
         return [Result(self.score(*job), None, 0.0) for job in jobs]
@@ -108,7 +108,7 @@ def test_the_prompt_is_needed(env: RewardModelEnvironment) -> None:
 
 
 def classifier(folder: Path, label: int | None = None, sigmoid: bool = False, template: str | None = None) -> Any:
-    return load_classifier(str(folder), label, sigmoid, template, 100, "cpu", "float32")
+    return Classifier(str(folder), label, sigmoid, template, 100, "cpu", "float32")
 
 
 def test_one_of_several_outputs_and_its_sigmoid(two: Path) -> None:
