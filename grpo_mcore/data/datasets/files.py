@@ -10,7 +10,7 @@ import msgspec
 from grpo_mcore.data.datasets.mapped import Row
 from grpo_mcore.data.datasets.messages import as_messages, assistant, conversation, without_nulls
 from grpo_mcore.data.datasets.source import missing
-from grpo_mcore.data.gym.conversation import chat_messages, chat_tools, with_instructions
+from grpo_mcore.data.gym.conversation import Chat, chat_tools, with_instructions
 from grpo_mcore.data.gym.rollout import BadRow, Filtered, Item
 from grpo_mcore.data.interfaces import RESERVED_KEYS, DataError
 
@@ -58,7 +58,7 @@ def gym_task(row: Row) -> Row:
     asked = params.get("input")
     items = [{"role": "user", "content": asked}] if isinstance(asked, str) else asked
     try:
-        messages = chat_messages(msgspec.convert(items or [], list[Item]))
+        messages = Chat().take(msgspec.convert(items or [], list[Item]))
         tools = chat_tools(params.get("tools"))
         messages = with_instructions(messages, params.get("instructions"))
     except (BadRow, Filtered, msgspec.ValidationError) as error:

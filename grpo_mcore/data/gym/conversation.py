@@ -11,30 +11,10 @@ _ROLES = {"user": "user", "system": "system", "developer": "system", "assistant"
 Message = dict[str, Any]
 
 
-def chat_messages(items: Iterable[Item], reasoning: bool = True) -> list[Message]:
-    """Convert a conversation. A thought, a text and calls that follow each other are one assistant message.
+class Chat:
+    """A conversation that is converted part by part; `turn` is the assistant's message that may still grow."""
 
-    Calls get the chat API's form, with the arguments as the policy wrote them; results name their call. Thoughts become
-    `reasoning_content`, or are dropped without `reasoning`. `developer` becomes `system`, which templates know. An
-    assistant that neither says nor calls anything (a generation cut off while it thought) gets no message. Raises
-    BadRow for a malformed item, Filtered for a kind of item that chat messages cannot hold.
-    """
-    return asked_and_done(items, (), reasoning)[0]
-
-
-def asked_and_done(
-    asked: Iterable[Item], done: Iterable[Item], reasoning: bool = True
-) -> tuple[list[Message], list[Message]]:
-    """Return the messages of a rollout's input, and those of its output."""
-    chat = _Chat(reasoning)
-    before = chat.take(asked)
-    return before, chat.take(done)
-
-
-class _Chat:
-    """The messages converted so far; `turn` is the assistant's message that may still grow."""
-
-    def __init__(self, reasoning: bool) -> None:
+    def __init__(self, reasoning: bool = True) -> None:
         self.messages: list[Message] = []
         self.turn: Message | None = None
         self.reasoning = reasoning
@@ -42,7 +22,13 @@ class _Chat:
         self.unnamed_results = 0
 
     def take(self, items: Iterable[Item]) -> list[Message]:
-        """Convert items to messages."""
+        """Convert the next items. A thought, a text and calls that follow each other are one assistant message.
+
+        Calls get the chat API's form, with the arguments as the policy wrote them; results name their call. Thoughts
+        become `reasoning_content`, or are dropped without `reasoning`. `developer` becomes `system`, which templates
+        know. An assistant that neither says nor calls anything (a generation cut off while it thought) gets no message.
+        Raises BadRow for a malformed item, Filtered for a kind of item that chat messages cannot hold.
+        """
         self.messages, self.turn = [], None
         for item in items:
             kind = item.type
@@ -119,11 +105,11 @@ class _Chat:
 
 
 _HANDLERS = {
-    None: _Chat.message,
-    "message": _Chat.message,
-    "reasoning": _Chat.thought,
-    "function_call": _Chat.function_call,
-    "function_call_output": _Chat.call_output,
+    None: Chat.message,
+    "message": Chat.message,
+    "reasoning": Chat.thought,
+    "function_call": Chat.function_call,
+    "function_call_output": Chat.call_output,
 }
 
 

@@ -6,7 +6,7 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
-from grpo_mcore.data.gym.conversation import chat_messages, chat_tools, with_instructions
+from grpo_mcore.data.gym.conversation import Chat, chat_tools, with_instructions
 from grpo_mcore.data.gym.rollout import (
     ROUNDING,
     Filtered,
@@ -125,7 +125,7 @@ def prompt_of(prompt_format: str, key: str) -> Callable[[Params, list[Item]], tu
         return {key: question}, is_plain(asked) and not params.instructions
 
     def messages(params: Params, asked: list[Item]) -> tuple[dict[str, Any], bool]:
-        chat = with_instructions(chat_messages(asked), params.instructions)
+        chat = with_instructions(Chat().take(asked), params.instructions)
         if not any(message["role"] == "user" and message["content"] for message in chat):
             raise Filtered(NO_QUESTION)
         row: dict[str, Any] = {key: chat}

@@ -5,7 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
-from grpo_mcore.data.gym.conversation import asked_and_done, chat_tools, with_instructions
+from grpo_mcore.data.gym.conversation import Chat, chat_tools, with_instructions
 from grpo_mcore.data.gym.grpo import NO_ANSWER, prompt_of
 from grpo_mcore.data.gym.rollout import (
     ROUNDING,
@@ -48,7 +48,8 @@ def gym_to_sft(
 
         def conversation(rollout: Rollout) -> dict[str, Any]:
             params = rollout.responses_create_params
-            asked, done = asked_and_done(input_items(params), output_items(rollout), reasoning)
+            chat = Chat(reasoning)
+            asked, done = chat.take(input_items(params)), chat.take(output_items(rollout))
             if not any(message["role"] == "assistant" for message in done):
                 raise Filtered(NO_TURN)
             row: dict[str, Any] = {"messages": [*with_instructions(asked, params.instructions), *done]}
