@@ -33,7 +33,10 @@ from grpo_mcore import processes
 from grpo_mcore.algorithms.engines.engine_group import EngineWorker
 from grpo_mcore.families import parameter_count, params_of, read_hf_config, shape_of
 from grpo_mcore.generation import EngineConfig, engine_environment
-from grpo_mcore.refit import EngineLayout, EngineNodes, RefitSender, TrainerLayout, plan_refit, refit
+from grpo_mcore.refit.layout import EngineLayout, TrainerLayout
+from grpo_mcore.refit.plan import plan_refit
+from grpo_mcore.refit.refit import EngineNodes, refit
+from grpo_mcore.refit.sender import RefitSender
 
 GIB = 2**30
 QWEN = {
@@ -102,7 +105,8 @@ class PolicyRank:
     """One rank of a Megatron-Core policy without an optimizer."""
 
     def __init__(self, folder: str, layout: dict[str, int], rank: int, port: int) -> None:
-        from grpo_mcore.parallel.mesh import Address, Layout, join_mesh
+        from grpo_mcore.parallel.layout import Layout
+        from grpo_mcore.parallel.mesh import Address, join_mesh
         from grpo_mcore.parallel.model import build_model
         from grpo_mcore.parallel.platform import Platform
         from grpo_mcore.parallel.weights import ShardedWeights

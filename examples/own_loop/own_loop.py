@@ -32,7 +32,10 @@ from grpo_mcore.parallel.mesh import Address
 from grpo_mcore.parallel.policy import Policy
 from grpo_mcore.processes import free_port
 from grpo_mcore.recipe import load_recipe
-from grpo_mcore.refit import EngineLayout, RefitSender, TrainerLayout, plan_model_refit, refit
+from grpo_mcore.refit.layout import EngineLayout, TrainerLayout
+from grpo_mcore.refit.plan import plan_model_refit
+from grpo_mcore.refit.refit import refit
+from grpo_mcore.refit.sender import RefitSender
 from grpo_mcore.rollout.trajectory import GenerationRequest, Sampling, Trajectory, Turn
 
 PROMPTS, GENERATIONS = 8, 16  # groups a step, samples a group

@@ -25,8 +25,7 @@ from grpo_mcore.data import AllTaskProcessedDataset, BatchedDataDict
 from grpo_mcore.objective import ClippedPGLossFn, scale_reward_values
 from grpo_mcore.observe import Logger, Timeline
 from grpo_mcore.recipe import GRPOConfig, MasterConfig, RewardScalingConfig
-from grpo_mcore.refit import RefitReport
-from grpo_mcore.refit.refit import Timer
+from grpo_mcore.refit.refit import RefitReport, Timer
 from grpo_mcore.rollout import schedule as s
 
 TokenizerType = TypeVar("TokenizerType")

@@ -26,7 +26,7 @@ from torch.nn.functional import linear
 
 from grpo_mcore.families import AdapterShape, FamilyError, Param, Split, adapters_of, params_of, pieces
 from grpo_mcore.families.adapters import Adapter, layer_name
-from grpo_mcore.parallel.mesh import Coordinates, Layout
+from grpo_mcore.parallel.layout import Coordinates, Layout
 from grpo_mcore.parallel.sharded_parts import sharded_in_parts
 from grpo_mcore.parallel.weights import ShardedWeights
 

@@ -26,9 +26,9 @@ from grpo_mcore.batching.packed_batch import PackedBatch
 from grpo_mcore.families import Block, ModelShape
 from grpo_mcore.parallel.attention import LatentAttention, PackedAttention, describe_row
 from grpo_mcore.parallel.context import join_shares, share_of_row, take_share
+from grpo_mcore.parallel.layout import Layout
 from grpo_mcore.parallel.logprobs import TILES, token_scores
 from grpo_mcore.parallel.mamba import MambaMixer
-from grpo_mcore.parallel.mesh import Layout
 from grpo_mcore.parallel.norm import CpuRMSNorm, RMSNorm
 from grpo_mcore.parallel.platform import Platform
 from grpo_mcore.parallel.router_replay import RoutersOfChunk

@@ -18,8 +18,9 @@ from grpo_mcore.batching.packed_batch import PackedBatch
 from grpo_mcore.families import adapter_shape, check_fit, read_hf_config, shape_of
 from grpo_mcore.objective import CombinedMetrics, combine_metrics, nonfinite_samples
 from grpo_mcore.parallel.context import padded_length
+from grpo_mcore.parallel.layout import layout_of
 from grpo_mcore.parallel.memory import accelerator, move_optimizer, resident_bytes
-from grpo_mcore.parallel.mesh import Address, Layout, LayoutError, join_mesh, leave_mesh
+from grpo_mcore.parallel.mesh import Address, join_mesh, leave_mesh
 from grpo_mcore.parallel.platform import Platform
 from grpo_mcore.recipe import PolicyConfig
 
@@ -343,36 +344,6 @@ class Policy:
             self._saving.abort()
         clear_routers()
         leave_mesh()
-
-
-def layout_of(config: PolicyConfig, world_size: int) -> Layout:
-    """Return the layout that config.megatron_cfg describes on `world_size` ranks. Raises LayoutError."""
-    megatron = config.megatron_cfg
-    tensor, pipeline = megatron.tensor_model_parallel_size, megatron.pipeline_model_parallel_size
-    context = megatron.context_parallel_size
-    copy = tensor * pipeline * context
-    if world_size % copy:
-        raise LayoutError(
-            f"{world_size} policy ranks are not TP {tensor} x PP {pipeline} x CP {context} x DP; the number of ranks "
-            f"must be a multiple of {copy}"
-        )
-    layout = Layout(
-        tensor,
-        pipeline,
-        world_size // copy,
-        megatron.sequence_parallel,
-        context=context,
-        expert=megatron.expert_model_parallel_size,
-        expert_tensor=megatron.expert_tensor_parallel_size,
-        virtual=megatron.virtual_pipeline_model_parallel_size or 1,
-    )
-    if layout.stage_size % (layout.expert * layout.expert_tensor):
-        raise LayoutError(
-            f"the {layout.stage_size} ranks of a pipeline stage (TP {tensor} x CP {context} x DP {layout.data}) are "
-            f"not EP {layout.expert} x ETP {layout.expert_tensor} x copies of the experts; their number must be a "
-            f"multiple of {layout.expert * layout.expert_tensor}"
-        )
-    return layout
 
 
 def _loss_of(loss_fn: LossFn, seqs: int, toks: int) -> Callable[..., tuple[Tensor, Mapping[str, Tensor]]]:

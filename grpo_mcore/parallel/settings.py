@@ -10,7 +10,7 @@ from megatron.core.transformer import TransformerConfig
 from megatron.core.transformer.transformer_config import MLATransformerConfig
 
 from grpo_mcore.families import ModelShape
-from grpo_mcore.parallel.mesh import Layout
+from grpo_mcore.parallel.layout import Layout
 from grpo_mcore.parallel.platform import Platform
 from grpo_mcore.recipe import MegatronConfig
 

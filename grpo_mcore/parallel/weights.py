@@ -17,7 +17,7 @@ from safetensors import safe_open
 from torch import Tensor
 
 from grpo_mcore.families import Box, HfTensor, ModelShape, Param, Split, Stage, params_of, pieces
-from grpo_mcore.parallel.mesh import Coordinates, Layout
+from grpo_mcore.parallel.layout import Coordinates, Layout
 
 SAFETENSORS_NAMES = {torch.float32: "F32", torch.bfloat16: "BF16", torch.float16: "F16"}
 

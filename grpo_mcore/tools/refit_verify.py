@@ -18,7 +18,7 @@ from grpo_mcore.algorithms.weight_sync.refit_parity import Parity, measure_parit
 from grpo_mcore.algorithms.weight_sync.refit_step import refit_once
 from grpo_mcore.cluster import Cluster
 from grpo_mcore.recipe import MasterConfig
-from grpo_mcore.refit import RefitReport
+from grpo_mcore.refit.refit import RefitReport
 
 
 def verify_refit(config: MasterConfig, logs: Path) -> tuple[RefitReport, Parity]:

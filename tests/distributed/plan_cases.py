@@ -16,7 +16,9 @@ from grpo_mcore.parallel.memory import storage_key
 from grpo_mcore.parallel.mesh import Address
 from grpo_mcore.parallel.policy import Policy
 from grpo_mcore.recipe import PolicyConfig
-from grpo_mcore.refit import EngineLayout, RefitSender, plan_model_refit
+from grpo_mcore.refit.layout import EngineLayout
+from grpo_mcore.refit.plan import plan_model_refit
+from grpo_mcore.refit.sender import RefitSender
 
 LENGTHS = (48, 61, 70, 77)  # of each micro-batch
 TOKENS = sum(LENGTHS)

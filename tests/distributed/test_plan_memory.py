@@ -12,7 +12,7 @@ import pytest
 
 from grpo_mcore.data.tiny_models import make_tiny_model
 from grpo_mcore.families import read_hf_config, shape_of
-from grpo_mcore.parallel.policy import layout_of
+from grpo_mcore.parallel.layout import layout_of
 from grpo_mcore.parallel.rank_pool import RankPool
 from grpo_mcore.recipe import MasterConfig, PolicyConfig, load_recipe
 from grpo_mcore.tools.parity.rank import LayoutCase, policy_config

@@ -11,7 +11,7 @@ from safetensors.numpy import load_file
 from grpo_mcore.algorithms.setup import trainer_layout
 from grpo_mcore.data.tiny_models import make_tiny_model
 from grpo_mcore.families import params_of, read_hf_config, shape_of
-from grpo_mcore.parallel.policy import layout_of
+from grpo_mcore.parallel.layout import layout_of
 from grpo_mcore.parallel.rank_pool import RankPool
 from grpo_mcore.refit.layout import EngineLayout
 from grpo_mcore.refit.plan import plan_refit

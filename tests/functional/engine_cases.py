@@ -16,7 +16,10 @@ from torch import Tensor
 from grpo_mcore.data.tiny_models import SIZES, make_tiny_model
 from grpo_mcore.families import params_of, read_hf_config, shape_of
 from grpo_mcore.generation import Engine, EngineConfig, EngineError
-from grpo_mcore.refit import EngineLayout, Refit, RefitPlan, RefitReport, RefitSender, TrainerLayout, plan_refit, refit
+from grpo_mcore.refit.layout import EngineLayout, TrainerLayout
+from grpo_mcore.refit.plan import RefitPlan, plan_refit
+from grpo_mcore.refit.refit import Refit, RefitReport, refit
+from grpo_mcore.refit.sender import RefitSender
 from grpo_mcore.rollout.trajectory import GenerationRequest, Sampling, Trajectory, Turn
 from tests.functional.preload import preload
 from tests.unit.refit.shards import Handle, ShardedModel

@@ -12,7 +12,10 @@ from safetensors.torch import load_file
 from grpo_mcore.algorithms.engines.engine_group import EngineWorker
 from grpo_mcore.data.tiny_models import ENGINE_SIZES, make_tiny_model
 from grpo_mcore.families import params_of, read_hf_config, shape_of
-from grpo_mcore.refit import EngineLayout, RefitSender, TrainerLayout, plan_refit, refit
+from grpo_mcore.refit.layout import EngineLayout, TrainerLayout
+from grpo_mcore.refit.plan import plan_refit
+from grpo_mcore.refit.refit import refit
+from grpo_mcore.refit.sender import RefitSender
 from tests.functional.engine_cases import config, generate, load_reference, request, worst_difference
 from tests.unit.refit.shards import Handle, ShardedModel
 

@@ -22,9 +22,9 @@ from grpo_mcore.cluster import WorkerFailed
 from grpo_mcore.cluster.ray_cluster import RayCluster
 from grpo_mcore.families import read_hf_config, shape_of
 from grpo_mcore.generation import Engine
-from grpo_mcore.parallel.mesh import Layout
+from grpo_mcore.parallel.layout import Layout
 from grpo_mcore.recipe import MasterConfig, load_recipe
-from grpo_mcore.refit import TrainerLayout
+from grpo_mcore.refit.layout import TrainerLayout
 from grpo_mcore.rollout.trajectory import Sampling
 from tests.functional import engine_cases
 from tests.functional.engine_cases import CONTEXT, Policy, make_model, request, wait_until

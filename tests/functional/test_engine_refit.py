@@ -14,8 +14,10 @@ import torch
 from grpo_mcore.data.tiny_models import EOS
 from grpo_mcore.families import params_of
 from grpo_mcore.generation import Engine, EngineError
-from grpo_mcore.refit import RefitError, RefitSender, refit
 from grpo_mcore.refit.buffer import block_view
+from grpo_mcore.refit.plan import RefitError
+from grpo_mcore.refit.refit import refit
+from grpo_mcore.refit.sender import RefitSender
 from grpo_mcore.rollout.trajectory import Sampling, Trajectory
 from tests.functional.engine_cases import (
     CONTEXT,

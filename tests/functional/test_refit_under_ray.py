@@ -20,9 +20,11 @@ from grpo_mcore.algorithms.training_step.policy_group import PolicyGroup
 from grpo_mcore.cluster import Rendezvous, WorkerFailed
 from grpo_mcore.cluster.ray_cluster import RayCluster
 from grpo_mcore.families import read_hf_config, shape_of
-from grpo_mcore.parallel.mesh import Layout
+from grpo_mcore.parallel.layout import Layout
 from grpo_mcore.recipe import MasterConfig, load_recipe
-from grpo_mcore.refit import RefitError, RefitSender, TrainerLayout
+from grpo_mcore.refit.layout import TrainerLayout
+from grpo_mcore.refit.plan import RefitError
+from grpo_mcore.refit.sender import RefitSender
 from grpo_mcore.rollout.trajectory import Sampling, Trajectory
 from tests.functional.engine_cases import CONTEXT, Policy, check_spans, load_reference, make_model, request
 from tests.functional.runs import write_recipe

@@ -18,7 +18,7 @@ from grpo_mcore.algorithms.lifecycle.run_record import RunRecord
 from grpo_mcore.algorithms.training_step.step_groups import StepGroups
 from grpo_mcore.cluster import Cluster
 from grpo_mcore.data import DatumSpec
-from grpo_mcore.refit import RefitReport
+from grpo_mcore.refit.refit import RefitReport
 from grpo_mcore.rollout import schedule as s
 from grpo_mcore.rollout.group import Group
 

@@ -24,7 +24,9 @@ from grpo_mcore.cluster import (
 )
 from grpo_mcore.generation import Engine, EngineConfig, EngineFollower, EngineNode
 from grpo_mcore.generation.chat.endpoint import ChatEngine, Endpoint
-from grpo_mcore.refit import EngineLayout, EngineNodes, RefitReceiver
+from grpo_mcore.refit.layout import EngineLayout
+from grpo_mcore.refit.receiver import RefitReceiver
+from grpo_mcore.refit.refit import EngineNodes
 from grpo_mcore.rollout.trajectory import GenerationRequest, Sampling, TrajectoryRef
 
 HEALTH_S = 60.0

@@ -15,7 +15,7 @@ from grpo_mcore.algorithms.rollouts.validation import Validation, stop_reason
 from grpo_mcore.data import DatumSpec
 from grpo_mcore.observe import LEDGER_FILE, Ledger, Timeline
 from grpo_mcore.recipe import MasterConfig, prompts_per_generation_batch
-from grpo_mcore.refit import RefitReport
+from grpo_mcore.refit.refit import RefitReport
 from grpo_mcore.rollout import schedule as s
 from grpo_mcore.rollout.group import Group
 

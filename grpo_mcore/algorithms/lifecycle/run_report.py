@@ -15,7 +15,7 @@ from grpo_mcore.algorithms.training_step.policy_group import PolicyGroup
 from grpo_mcore.families import ModelShape, parameter_count
 from grpo_mcore.observe import Logger, RunConsole, StepRow, Timeline, read_metrics, reward_curve_png, write_summary
 from grpo_mcore.recipe import MasterConfig, batch_equation, prompts_per_generation_batch, samples_per_step
-from grpo_mcore.refit import RefitReport
+from grpo_mcore.refit.refit import RefitReport
 from grpo_mcore.rollout.group import Group
 
 

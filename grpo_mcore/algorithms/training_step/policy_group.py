@@ -13,10 +13,11 @@ from grpo_mcore.algorithms.training_step.step_batch import RankStep, TrainTarget
 from grpo_mcore.cluster import BackgroundWork, Cluster, Worker, call_all
 from grpo_mcore.families import ModelShape
 from grpo_mcore.objective import combine_metrics, step_metrics
-from grpo_mcore.parallel.mesh import Layout
+from grpo_mcore.parallel.layout import Layout
 from grpo_mcore.parallel.policy import LossFn, TrainReport
 from grpo_mcore.recipe import KLType
-from grpo_mcore.refit import TrainerLayout, Verify
+from grpo_mcore.refit.layout import TrainerLayout
+from grpo_mcore.refit.proof import Verify
 
 
 @dataclass(frozen=True)

@@ -14,7 +14,7 @@ from torch import Tensor
 
 from grpo_mcore.batching.plan import StepPlan, plan_step
 from grpo_mcore.objective import overlong_filter
-from grpo_mcore.parallel.mesh import Layout
+from grpo_mcore.parallel.layout import Layout
 from grpo_mcore.recipe import MasterConfig
 from grpo_mcore.rollout.group import Group
 from grpo_mcore.rollout.trajectory import TrajectoryRef

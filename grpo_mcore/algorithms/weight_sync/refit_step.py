@@ -11,8 +11,8 @@ from grpo_mcore.algorithms.training_step.policy_group import PolicyGroup
 from grpo_mcore.algorithms.weight_sync.refit_parity import measure_parity
 from grpo_mcore.cluster import DeadlineExceeded, WorkerFailed
 from grpo_mcore.recipe import MasterConfig
-from grpo_mcore.refit import RefitError, RefitReport, plan_model_refit, refit
-from grpo_mcore.refit.refit import Timer
+from grpo_mcore.refit.plan import RefitError, plan_model_refit
+from grpo_mcore.refit.refit import RefitReport, Timer, refit
 
 GIB = 2**30
 

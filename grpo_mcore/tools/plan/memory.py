@@ -14,7 +14,7 @@ from grpo_mcore.families.activations import (
     layer_input_bytes,
     logits_bytes,
 )
-from grpo_mcore.parallel.mesh import Coordinates
+from grpo_mcore.parallel.layout import Coordinates
 from grpo_mcore.tools.plan.workload import Device, Workload
 
 ENGINE_OVERHEAD = 3 * 2**30

@@ -9,7 +9,7 @@ from functools import cache, lru_cache
 
 from grpo_mcore.families import AdapterShape, ModelShape, Param, Stage, adapters_of, local_shape, params_of
 from grpo_mcore.families.shards import Shard, shard_of
-from grpo_mcore.parallel.mesh import Coordinates, Layout
+from grpo_mcore.parallel.layout import Coordinates, Layout
 
 
 @dataclass(frozen=True)

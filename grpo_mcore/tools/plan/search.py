@@ -7,7 +7,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from grpo_mcore.families import FamilyError, check_engine_parallel, check_tensor_parallel
-from grpo_mcore.parallel.mesh import Layout
+from grpo_mcore.parallel.layout import Layout
 from grpo_mcore.tools.plan.memory import CLOSE, fits, memory
 from grpo_mcore.tools.plan.timing import step_time
 from grpo_mcore.tools.plan.workload import Device, Workload

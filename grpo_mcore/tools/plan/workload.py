@@ -10,8 +10,7 @@ from typing import Literal
 from grpo_mcore.families import AdapterShape, ModelShape, adapter_shape, check_fit
 from grpo_mcore.families.activations import Kernels, Rank
 from grpo_mcore.families.shards import chunk_layers
-from grpo_mcore.parallel.mesh import Layout
-from grpo_mcore.parallel.policy import layout_of
+from grpo_mcore.parallel.layout import Layout, layout_of
 from grpo_mcore.recipe import (
     MasterConfig,
     engine_nodes,

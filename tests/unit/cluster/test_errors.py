@@ -9,7 +9,7 @@ from ray.exceptions import ObjectLostError
 
 from grpo_mcore.cluster import DeadlineExceeded, ObjectLost, WorkerDied, WorkerFailed, is_fault
 from grpo_mcore.cluster.ray_actor import RemoteFailure
-from grpo_mcore.refit import RefitError
+from grpo_mcore.refit.plan import RefitError
 
 
 @pytest.mark.parametrize(

@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from grpo_mcore.families import shape_of
-from grpo_mcore.families.known import CONFIGS, known_config
+from grpo_mcore.families.known import known_config, known_configs
 from grpo_mcore.parallel import cpu_platform
 
 cpu_platform.install()
@@ -21,10 +21,9 @@ from megatron.core.transformer import ModuleSpec  # noqa: E402
 from megatron.core.transformer.moe import moe_utils  # noqa: E402
 
 from grpo_mcore.parallel import model, norm  # noqa: E402
-from grpo_mcore.parallel.mesh import Layout  # noqa: E402
+from grpo_mcore.parallel.layout import Layout, layout_of  # noqa: E402
 from grpo_mcore.parallel.optimizer import ddp_config, optimizer_config  # noqa: E402
 from grpo_mcore.parallel.platform import Platform  # noqa: E402
-from grpo_mcore.parallel.policy import layout_of  # noqa: E402
 from grpo_mcore.parallel.settings import transformer_config  # noqa: E402
 from grpo_mcore.recipe import MegatronConfig, load_recipe, world_size  # noqa: E402
 
@@ -79,7 +78,7 @@ def classes_of(spec: Any) -> set[Any]:
 @pytest.mark.parametrize("platform", PLATFORMS.values(), ids=PLATFORMS)
 @pytest.mark.parametrize("name", ["Qwen3-8B", "DeepSeek-V3", "NVIDIA-Nemotron-3-Nano-30B-A3B-BF16"])
 def test_layers_are_those_of_the_platform(name: str, platform: Platform, monkeypatch: pytest.MonkeyPatch) -> None:
-    shape = shape_of(CONFIGS[name])
+    shape = shape_of(known_configs()[name])
     monkeypatch.setattr(model, "get_transformer_layer_offset", lambda config, vp_stage: 0)  # these ask process groups
     monkeypatch.setattr(model, "get_num_layers_to_build", lambda config, vp_stage: config.num_layers)
     config = transformer_config(shape, Layout(1, 1, 1), MegatronConfig(), torch.bfloat16, platform)

@@ -17,10 +17,11 @@ from grpo_mcore.cli.main import main
 from grpo_mcore.families import FamilyError, forward_flops, parameter_count, shape_of
 from grpo_mcore.families.known import CONFIGS
 from grpo_mcore.families.shards import chunk_layers
-from grpo_mcore.parallel.mesh import Layout
+from grpo_mcore.parallel.layout import Layout
 from grpo_mcore.recipe import load_recipe
-from grpo_mcore.refit import EngineLayout, TrainerLayout, plan_model_refit
 from grpo_mcore.refit.delivery import Deliveries, readers_by_node
+from grpo_mcore.refit.layout import EngineLayout, TrainerLayout
+from grpo_mcore.refit.plan import plan_model_refit
 from grpo_mcore.tools.plan.measured import compare
 from grpo_mcore.tools.plan.memory import optimizer_bytes
 from grpo_mcore.tools.plan.plan import Plan, make_plan, plan_device, plan_shape, ranks_of
@@ -72,14 +73,15 @@ def test_a_recipes_name_gives_its_model_size_and_nodes(recipe: str) -> None:
 
 
 @pytest.mark.slow
-def test_a_plan_needs_neither_megatron_nor_vllm_nor_ray() -> None:
+@pytest.mark.parametrize("command", [["plan", "grpo_math_1B", "--json"], ["refit", "plan", LLAMA]])
+def test_a_plan_imports_none_of_the_large_libraries(command: list[str]) -> None:
     program = (
-        "import sys; from grpo_mcore.cli.main import main; code = main(['plan', 'grpo_math_1B', '--json']); "
-        "print([name for name in ('megatron', 'vllm', 'ray', 'transformers') if name in sys.modules], file=sys.stderr)"
+        f"import sys; from grpo_mcore.cli.main import main; code = main({command}); print("
+        "[n for n in ('torch', 'megatron', 'vllm', 'ray', 'transformers') if n in sys.modules], file=sys.stderr)"
     )
     done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, cwd=ROOT)
     assert done.stderr.splitlines()[-1] == "[]", done.stderr
-    assert json.loads(done.stdout)["parameters"] == 1_543_714_304
+    assert command[0] == "refit" or json.loads(done.stdout)["parameters"] == 1_543_714_304
 
 
 def test_a_thousand_gpus() -> None:

@@ -26,14 +26,13 @@ def group(cluster: Shuffling, number: int) -> Group:
 
 def test_groups_come_back_with_their_trajectories(tmp_path: Path) -> None:
     first, then = Shuffling(0), Shuffling(0)
-    then.put = then.store.put  # type: ignore[method-assign]
     then.store.put("something else")
     write_groups(tmp_path, [group(first, 4), group(first, 2), group(first, 9)], first)
     found = read_groups(tmp_path, [prompt(2), prompt(4)], then, {"p2": 3, "p4": 3})
     assert list(found) == ["p4", "p2"]
     back = found["p2"]
     assert back.prompt["uid"] == "p2" and back.weight_version == 3 and back.scores == group(first, 2).scores
-    assert [then.fetch(sample.ref).token_ids().tolist() for sample in back.samples] == [[2, 0], [2, 1]]
+    assert [then.store.fetch(sample.ref).token_ids().tolist() for sample in back.samples] == [[2, 0], [2, 1]]
 
 
 def test_none_were_written(tmp_path: Path) -> None:

@@ -10,7 +10,7 @@ import torch
 
 from grpo_mcore.algorithms.training_step.advantages import TargetsError, compute_targets
 from grpo_mcore.algorithms.training_step.step_batch import TrainTargets, build_step_batch
-from grpo_mcore.parallel.mesh import Layout
+from grpo_mcore.parallel.layout import Layout
 from grpo_mcore.recipe import MasterConfig
 from grpo_mcore.rollout.group import Group
 from tests.unit.algorithms.training_step.step_cases import config, group

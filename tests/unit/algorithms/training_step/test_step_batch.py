@@ -7,7 +7,7 @@ import torch
 
 from grpo_mcore.algorithms.training_step.advantages import counts
 from grpo_mcore.algorithms.training_step.step_batch import build_step_batch
-from grpo_mcore.parallel.mesh import Layout
+from grpo_mcore.parallel.layout import Layout
 from tests.unit.algorithms.training_step.step_cases import config, group
 
 

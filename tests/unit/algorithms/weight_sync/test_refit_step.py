@@ -11,7 +11,7 @@ from grpo_mcore.algorithms.engines.retries import Retries
 from grpo_mcore.algorithms.weight_sync.refit_step import refit_until_done
 from grpo_mcore.cluster import LocalCluster
 from grpo_mcore.cluster.local_cluster import LocalWorker
-from grpo_mcore.refit import RefitError
+from grpo_mcore.refit.plan import RefitError
 
 
 class Engine:
