@@ -47,10 +47,6 @@ class EngineFaults:
         active = (max(self._last_active[engine], prepared_at) for engine in busy)
         return min((max(0.0, timeout_s - now + since) for since in active), default=timeout_s)
 
-    def timed_out(self, busy: Collection[int]) -> list[int]:
-        """Return those of these engines that have timed out."""
-        return [engine for engine in busy if not self.seconds_left([engine])]
-
     def handle(self, error: WorkerFailed | DeadlineExceeded, engine: int) -> bool:
         """Decide about a call of this engine that failed or timed out. Return True if the engine is lost with all its
         calls and its successor is starting, False if it is alive and the call may be repeated.

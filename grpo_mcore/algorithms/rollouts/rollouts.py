@@ -233,7 +233,7 @@ class Rollouts:
             with self._waiting():
                 return self.cluster.next_ready(self.awaited(), min(left_s, timeout_s), "samples and verdicts")
         except DeadlineExceeded as error:
-            if late := self._faults.timed_out(busy):
+            if late := [engine for engine in busy if not self._faults.seconds_left([engine])]:
                 name = self.engines.workers[late[0]].name
                 self._handle_failure(late[0], DeadlineExceeded("samples", name, timeout_s, error.detail))
             elif left_s == timeout_s:

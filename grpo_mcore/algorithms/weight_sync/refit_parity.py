@@ -5,14 +5,14 @@ log-probs. Unlike the checksums of a refit this also covers the model's code on 
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any
 
 import torch
 
 from grpo_mcore.algorithms.engines.engine_group import EngineGroup
 from grpo_mcore.algorithms.training_step.policy_group import ParityCheck, PolicyGroup
 from grpo_mcore.algorithms.training_step.step_batch import RankStep
-from grpo_mcore.rollout.trajectory import GenerationRequest, Sampling, TrajectoryRef, Turn
+from grpo_mcore.rollout.trajectory import GenerationRequest, Sampling, Turn
+from grpo_mcore.rollout.workers import Ref
 
 SAMPLES, PROMPT_TOKENS, NEW_TOKENS = 8, 16, 32
 """For each engine. Fewer tokens if the context is shorter, more samples if there are more data-parallel ranks."""
@@ -84,9 +84,7 @@ def measure_parity(policy: PolicyGroup, engines: EngineGroup, check: ParityCheck
         worker.stream("generate_refs", requests, sampling, what="samples to compare engine and policy by")
         for worker in engines.workers
     ]
-    by_engine: list[list[tuple[TrajectoryRef, Any]]] = [
-        [(parcel.label, parcel.content) for parcel in stream] for stream in streams
-    ]
+    by_engine = [[parcel.content for parcel in stream] for stream in streams]
     engines.release()
     policy.onload()
     found = [_compare(policy, worker.name, samples) for worker, samples in zip(engines.workers, by_engine, strict=True)]
@@ -114,18 +112,18 @@ def _prompt_tokens(max_length: int) -> int:
     return min(PROMPT_TOKENS, max(1, max_length // 2))
 
 
-def _compare(policy: PolicyGroup, name: str, samples: list[tuple[TrajectoryRef, Any]]) -> EngineParity:
+def _compare(policy: PolicyGroup, name: str, trajectories: list[Ref]) -> EngineParity:
     """Each sample is a bin of its own; every data-parallel rank gets equally many."""
     data = policy.layout.data
     steps = [
         RankStep(
-            batches=(tuple((index,) for index in range(rank, len(samples), data)),),
-            trajectories={index: samples[index][1] for index in range(rank, len(samples), data)},
+            batches=(tuple((index,) for index in range(rank, len(trajectories), data)),),
+            trajectories={index: trajectories[index] for index in range(rank, len(trajectories), data)},
         )
         for rank in range(data)
     ]
     policy.receive(steps)
-    stats = policy.infer_logprobs(len(samples), prev=True, reference=False, kl_kind=None)
+    stats = policy.infer_logprobs(len(trajectories), prev=True, reference=False, kl_kind=None)
     tokens, errors = stats["tokens"], stats["mult_error"]
     mean = ((tokens * errors).sum() / tokens.sum()).item()
-    return EngineParity(name, len(samples), int(tokens.sum()), mean, errors.max().item())
+    return EngineParity(name, len(trajectories), int(tokens.sum()), mean, errors.max().item())
