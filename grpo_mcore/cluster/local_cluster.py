@@ -7,11 +7,10 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from types import TracebackType
-from typing import Any, Self
+from typing import Any
 
 from grpo_mcore.processes import free_port
-from grpo_mcore.rollout.workers import ObjectStore, Place, Ref, Rendezvous, T, Worker, WorkerFailed
+from grpo_mcore.rollout.workers import Cluster, ObjectStore, Place, Ref, Rendezvous, T, Worker, WorkerFailed
 
 
 class LocalFuture:
@@ -87,7 +86,7 @@ class LocalStore:
         return list(refs)
 
 
-class LocalCluster:
+class LocalCluster(Cluster):
     """The Cluster interface without other processes. A failing constructor raises from spawn."""
 
     def __init__(self, call_timeout_s: float = 3600.0) -> None:
@@ -159,14 +158,6 @@ class LocalCluster:
             else:
                 os.environ[key] = value
         self._environment_before.clear()
-
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        self.shutdown()
 
 
 def _failed(worker: str, what: str, error: Exception) -> WorkerFailed:

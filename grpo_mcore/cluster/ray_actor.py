@@ -99,8 +99,13 @@ class WorkerActor:
         address = ray.util.get_node_ip_address()
         return address, free_port(address)
 
-    def build(self, cls: Callable[..., Any], *args: Any) -> None:
-        """Construct the worker's object. A failure is raised here, and again by every call."""
+    def build(self, rank: tuple[int, int, int] | None, cls: Callable[..., Any], *args: Any) -> None:
+        """Construct the worker's object. A failure is raised here, and again by every call.
+
+        `rank`: (rank, world size, local rank) in a group, whose first argument is then the `meeting_point`.
+        """
+        if rank is not None:
+            args = (Rendezvous(*rank, *args[0]), *args[1:])
         try:
             self._target = cls(*args)
         except Exception as error:
@@ -111,18 +116,6 @@ class WorkerActor:
             gc.freeze()  # modules and weights stay, so later collections skip them
             gc.enable()
             self._built.set()
-
-    def build_rank(
-        self,
-        cls: Callable[..., Any],
-        meeting_point: tuple[str, int],
-        rank: int,
-        world_size: int,
-        local_rank: int,
-        *args: Any,
-    ) -> None:
-        """Construct a worker of a group: its first argument is its Rendezvous."""
-        self.build(cls, Rendezvous(rank, world_size, local_rank, *meeting_point), *args)
 
     def call(self, method: str, *args: Any) -> Any:
         target = self._wait_for_target()

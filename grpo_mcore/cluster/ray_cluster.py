@@ -8,8 +8,7 @@ import os
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
-from types import TracebackType
-from typing import Any, Self, cast
+from typing import Any, cast
 
 import ray
 from ray.exceptions import RayActorError, RayError
@@ -22,7 +21,7 @@ from grpo_mcore.cluster.ray_actor import WorkerActor
 from grpo_mcore.cluster.ray_placement import check_room, nodes_of, rank_order, request_text, reserve, resources_text
 from grpo_mcore.cluster.ray_session import RaySession
 from grpo_mcore.cluster.ray_worker import RayFuture, RayStore, RayStream, RayWorker
-from grpo_mcore.rollout.workers import DeadlineExceeded, ObjectStore, T, Worker
+from grpo_mcore.rollout.workers import Cluster, DeadlineExceeded, ObjectStore, T, Worker
 
 CLOSE_S = 3.0
 """Seconds that workers get for their `shutdown` before they are killed. One that is in a call does not answer."""
@@ -36,7 +35,7 @@ IGNORE_UNHANDLED = "RAY_IGNORE_UNHANDLED_ERRORS"
 logger = logging.getLogger(__name__)
 
 
-class RayCluster:
+class RayCluster(Cluster):
     """The Cluster interface over Ray.
 
     `log_dir`: each worker prints to `log_dir`/NAME.log; when one dies, Ray's own logs are copied to `log_dir`/ray.
@@ -120,7 +119,7 @@ class RayCluster:
         ]
         meeting_point = workers[0].actor.meeting_point.remote()
         for rank, (worker, local, args) in enumerate(zip(workers, local_ranks, args_per_rank, strict=True)):
-            worker.build_rank(cls, meeting_point, rank, size, 0 if gpus else local, *args)
+            worker.build(cls, meeting_point, *args, rank=(rank, size, 0 if gpus else local))
         return workers
 
     def next_ready(self, things: Sequence[T], timeout_s: float, what: str) -> T:
@@ -164,14 +163,6 @@ class RayCluster:
             finally:
                 session.close()
 
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        self.shutdown()
-
     def _start_actor(
         self,
         name: str,
@@ -209,13 +200,10 @@ class RayCluster:
 
     def _print_wait_graph(self, workers: Sequence[Worker]) -> None:
         """Print who waits for whom if one of `workers`, which are about to be ended, is late."""
-        late = {worker.name for worker in workers} & {
-            wait.whom for worker in self._workers.values() for wait in worker.waits() if wait.late
-        }
-        if late:
-            waits = [wait for worker in self._workers.values() for wait in worker.waits()]
-            names = dict.fromkeys(wait.whom for wait in waits)
-            graph = wait_graph(waits, {name: self._workers[name].frames() for name in names})
+        waits = [wait for worker in self._workers.values() for wait in worker.waits()]
+        ending = {worker.name for worker in workers}
+        if any(wait.late and wait.whom in ending for wait in waits):
+            graph = wait_graph(waits, {wait.whom: self._workers[wait.whom].frames() for wait in waits})
             logger.error("%s", graph)
 
     def _save_ray_logs(self) -> None:

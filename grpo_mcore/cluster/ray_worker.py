@@ -15,48 +15,47 @@ from grpo_mcore.cluster.ray_actor import ParcelHead, RemoteFailure, in_stream
 from grpo_mcore.rollout.workers import DeadlineExceeded, ObjectLost, Parcel, Place, Ref, WorkerDied, WorkerFailed
 
 
-class RayFuture:
-    """The answer of one actor call. `handle`: its ObjectRef."""
+class _RayCall:
+    """A call of an actor. `handle`: Ray's reference to what it answers; `since`: when it was made, or its last item
+    came."""
 
-    def __init__(self, worker: RayWorker, what: str, handle: ray.ObjectRef, timeout_s: float) -> None:
+    def __init__(self, worker: RayWorker, what: str, handle: Any, timeout_s: float) -> None:
         self.worker, self.whom, self.what = worker, worker.name, what
         self.handle = handle
+        self.since = time.monotonic()
         self._timeout_s = timeout_s
-        self._began = time.monotonic()
-        self._deadline = self._began + timeout_s
+
+    def has_answer(self, timeout_s: float = 0.0) -> bool:
+        return bool(ray.wait([self.handle], timeout=timeout_s, fetch_local=False)[0])
 
     def wait(self) -> Wait | None:
-        """Return since when the answer is waited for, for the wait graph; None if it is there."""
-        if ray.wait([self.handle], timeout=0, fetch_local=False)[0]:
+        """Return since when it is waited for, for the wait graph; None if there is an answer."""
+        if self.has_answer():
             return None
-        now = time.monotonic()
-        return Wait(self.whom, self.what, now - self._began, now >= self._deadline)
+        seconds = time.monotonic() - self.since
+        return Wait(self.whom, self.what, seconds, seconds >= self._timeout_s)
+
+    def _await_answer(self, seconds: float) -> None:
+        if not self.has_answer(seconds):
+            raise DeadlineExceeded(self.what, self.whom, self._timeout_s, self.worker.state())
+
+
+class RayFuture(_RayCall):
+    """The answer of one actor call. `handle`: its ObjectRef."""
 
     def result(self) -> Any:
         """Return the answer. One that came in time is returned however late it is asked for."""
-        left = max(self._deadline - time.monotonic(), 0.0)
-        ready, _ = ray.wait([self.handle], timeout=left, fetch_local=False)
-        if not ready:
-            raise DeadlineExceeded(self.what, self.whom, self._timeout_s, self.worker.state())
+        self._await_answer(max(self.since + self._timeout_s - time.monotonic(), 0.0))
         return self.worker.fetch(self.what, self.handle)
 
 
-class RayStream:
+class RayStream(_RayCall):
     """The items of one actor generator. `handle`: its ObjectRefGenerator."""
 
-    def __init__(self, worker: RayWorker, what: str, handle: ray.ObjectRefGenerator, timeout_s: float) -> None:
-        self.worker, self.whom, self.what = worker, worker.name, what
-        self.handle = handle
-        self._timeout_s = timeout_s
-        self._last_item, self._ended = time.monotonic(), False
+    _ended = False
 
-    def wait(self) -> Wait | None:
-        """Return since when the next item is waited for, for the wait graph; None if it is there or the stream has
-        ended."""
-        if self._ended or ray.wait([self.handle], timeout=0, fetch_local=False)[0]:
-            return None
-        seconds = time.monotonic() - self._last_item
-        return Wait(self.whom, self.what, seconds, seconds >= self._timeout_s)
+    def has_answer(self, timeout_s: float = 0.0) -> bool:
+        return self._ended or super().has_answer(timeout_s)
 
     def __iter__(self) -> Iterator[Any]:
         return self
@@ -66,10 +65,8 @@ class RayStream:
         return Parcel(item.label, self._next_reference()) if isinstance(item, ParcelHead) else item
 
     def _next_reference(self) -> ray.ObjectRef:
-        ready, _ = ray.wait([self.handle], timeout=self._timeout_s, fetch_local=False)
-        if not ready:
-            raise DeadlineExceeded(self.what, self.whom, self._timeout_s, self.worker.state())
-        self._last_item = time.monotonic()
+        self._await_answer(self._timeout_s)
+        self.since = time.monotonic()
         try:
             return next(self.handle)
         except StopIteration:
@@ -103,15 +100,9 @@ class RayWorker:
         self._ready: RayFuture | None = None
         self._calls: weakref.WeakSet[RayFuture | RayStream] = weakref.WeakSet()
 
-    def build(self, cls: Callable[..., Any], *args: Any) -> None:
-        """Start the constructor."""
-        self._expect(self.actor.build.remote(cls, *args))
-
-    def build_rank(self, cls: Callable[..., Any], *args: Any) -> None:
-        """Start the constructor of a group's worker; see WorkerActor.build_rank."""
-        self._expect(self.actor.build_rank.remote(cls, *args))
-
-    def _expect(self, built: ray.ObjectRef) -> None:
+    def build(self, cls: Callable[..., Any], *args: Any, rank: tuple[int, int, int] | None = None) -> None:
+        """Start the constructor. `rank`: see WorkerActor.build."""
+        built = self.actor.build.remote(rank, cls, *args)
         self._ready = RayFuture(self, "its constructor", built, self._start_timeout_s)
 
     def ready(self) -> RayFuture:

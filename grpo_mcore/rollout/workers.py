@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from types import TracebackType
 from typing import Any, Protocol, Self, TypeVar
 
 Ref = Any
@@ -215,8 +214,8 @@ class Cluster(Protocol):
     def shutdown(self) -> None:
         """End all workers and everything else that this cluster has started. May be called again."""
 
-    def __enter__(self) -> Self: ...
+    def __enter__(self) -> Self:
+        return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None: ...
+    def __exit__(self, *error: object) -> None:
+        self.shutdown()
