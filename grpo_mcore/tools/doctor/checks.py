@@ -353,11 +353,9 @@ def sandbox(needed: bool, timeout_s: float = 20.0) -> Iterator[Finding]:
 def load() -> Iterator[Finding]:
     """Compare the processes that want to run, averaged over the last minute, with the cores."""
     average, cores = os.getloadavg()[0], len(os.sched_getaffinity(0))
-    saw = f"{average:.0f} processes for {cores} cores"
-    if average > 4 * cores:
-        yield Finding("load", "note", saw, "others are busy here: starts may run into their time limits")
-    else:
-        yield Finding("load", "ok", saw)
+    busy = average > 4 * cores
+    advice = "others are busy here: starts may run into their time limits" if busy else ""
+    yield Finding("load", "note" if busy else "ok", f"{average:.0f} processes for {cores} cores", advice)
 
 
 def hub_cache() -> Iterator[Finding]:
@@ -382,7 +380,7 @@ def model(name: str | None) -> Iterator[Finding]:
     if name is None:
         yield Finding("HF hub", "ok" if token else "note", f"{credentials}; gated models need them")
     elif Path(name).is_dir() or any(
-        Path(constants.HF_HUB_CACHE, f"models--{name.replace('/', '--')}", "snapshots").glob("*")
+        Path(constants.HF_HUB_CACHE).glob(f"models--{name.replace('/', '--')}/snapshots/*")
     ):
         yield Finding("HF hub", "ok", f"{name} is here")
     elif name.startswith((".", "/", "~")) or name.count("/") > 1:  # a name of the hub is OWNER/MODEL

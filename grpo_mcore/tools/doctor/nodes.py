@@ -16,17 +16,8 @@ from typing import Any
 
 from grpo_mcore import processes
 from grpo_mcore.rollout.workers import DeadlineExceeded
-from grpo_mcore.tools.doctor.checks import (
-    Finding,
-    Needs,
-    all_reduce,
-    clock,
-    examine,
-    fault,
-    judged,
-    pair_reduced,
-    ray_answers,
-)
+from grpo_mcore.tools.doctor import checks
+from grpo_mcore.tools.doctor.checks import Finding, Needs, examine, fault, judged
 
 NODE_S = 55.0
 """Seconds until a node's checks must have come back, including the start of the worker."""
@@ -50,7 +41,7 @@ def examine_cluster(needs: Needs, address: str | None = None) -> dict[str, list[
     if address is None:
         advice = "start it, or unset RAY_ADDRESS to have one started"
         return {"cluster": [fault("Ray", "RAY_ADDRESS is not set: no cluster", advice)]}
-    if (answer := ray_answers(address)).state == "fault":
+    if (answer := checks.ray_answers(address)).state == "fault":
         return {"cluster": [answer]}
     ours = not ray.is_initialized()
     if ours:
@@ -132,7 +123,7 @@ def _compare_clock(ray: Any, node: str, name: str) -> Finding:
         theirs = ray.get(task.remote(), timeout=NODE_S)
         answered = time.time()
         best = min(best, (theirs - (asked + answered) / 2, (answered - asked) / 2), key=lambda each: each[1])
-    return clock(*best, name)
+    return checks.clock(*best, name)
 
 
 def _links(
@@ -149,11 +140,13 @@ def _links(
     for pair in pairs:
         port = ray.get(_task(ray, pair[0], processes.free_port).remote(""), timeout=NODE_S)
         where = f"{hosts[pair[0]]}:{port}"
-        reduce = [_task(ray, node, all_reduce).remote(backend, [(where, i, 0)], seconds) for i, node in enumerate(pair)]
-        sums.append(reduce)
+        ranks = [
+            _task(ray, node, checks.all_reduce).remote(backend, [(where, i, 0)], seconds) for i, node in enumerate(pair)
+        ]
+        sums.append(ranks)
     for (first, second), refs in zip(pairs, sums, strict=True):
         answers = [answer for (answer,) in ray.get(refs, timeout=NODE_S + seconds)]
-        yield pair_reduced("network", f"{backend} {names[first]}-{names[second]}", answers)
+        yield checks.pair_reduced("network", f"{backend} {names[first]}-{names[second]}", answers)
 
 
 def _task(ray: Any, node: str, function: Any) -> Any:
