@@ -139,9 +139,3 @@ def agents_of(config: Any) -> dict[str, str]:
 
 def _describe(error: Exception) -> str:
     return f"{type(error).__name__}: {error}" if str(error) else type(error).__name__
-
-
-async def backoff(attempt: int) -> None:
-    """Wait before a retry: `attempt` counts from 0, the first attempt, before which there is no wait."""
-    if attempt:
-        await asyncio.sleep(min(2.0 ** (attempt - 1), 30.0) * 0.5)

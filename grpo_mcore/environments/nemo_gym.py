@@ -19,7 +19,7 @@ from typing import Any, ClassVar
 from pydantic import Field
 
 from grpo_mcore.environments.config import EnvConfig, EnvironmentConfigError
-from grpo_mcore.environments.gym_client import GymClient, GymError, PolicyEndpoint, backoff
+from grpo_mcore.environments.gym_client import GymClient, GymError, PolicyEndpoint
 from grpo_mcore.environments.gym_result import GymFailure, read_result
 from grpo_mcore.environments.interfaces import EnvironmentBase
 from grpo_mcore.rollout.trajectory import Sampling, Score, Trajectory
@@ -155,8 +155,9 @@ class NemoGymEnvironment(EnvironmentBase):
         agent = row["agent_ref"]["name"]
         failure: GymFailure | None = None
         for attempt in range(self.config.max_row_attempts):
+            if attempt:
+                await asyncio.sleep(min(2.0 ** (attempt - 1), 30.0) * 0.5)
             try:
-                await backoff(attempt)
                 async with self._room:
                     result = await self._client.run(agent, row)
                 rollout = read_result(result, time.perf_counter() - began)
