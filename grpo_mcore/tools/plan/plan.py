@@ -10,7 +10,7 @@ from typing import Any
 
 from grpo_mcore.families import ModelShape, parameter_count, read_hf_config, shape_of
 from grpo_mcore.families.activations import Kernels
-from grpo_mcore.families.known import CONFIGS, known_config
+from grpo_mcore.families.known import known_config, known_configs
 from grpo_mcore.recipe import MasterConfig, batch_equation
 from grpo_mcore.refit.layout import LayoutError
 from grpo_mcore.refit.plan import RefitError
@@ -115,7 +115,7 @@ def plan_shape(config: MasterConfig, config_json: str | Path | None = None) -> M
     if (known := known_config(name)) is None:
         raise PlanError(
             f"policy.model_name {name!r} is neither a folder here nor among the models known by name "
-            f"({', '.join(CONFIGS)}); give its Hugging Face config.json with --config-json PATH"
+            f"({', '.join(known_configs())}); give its Hugging Face config.json with --config-json PATH"
         )
     return shape_of(known)
 

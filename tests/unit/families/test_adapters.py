@@ -6,10 +6,10 @@ import pytest
 
 from grpo_mcore.families import AdapterShape, FamilyError, Split, adapters_of, local_shape, params_of, shape_of
 from grpo_mcore.families.adapters import check_adapters, layer_name
-from grpo_mcore.families.known import CONFIGS
+from grpo_mcore.families.known import known_configs
 
-NANO = shape_of(CONFIGS["NVIDIA-Nemotron-3-Nano-30B-A3B-BF16"])
-DENSE = shape_of(CONFIGS["Qwen3-8B"])
+NANO = shape_of(known_configs()["NVIDIA-Nemotron-3-Nano-30B-A3B-BF16"])
+DENSE = shape_of(known_configs()["Qwen3-8B"])
 
 
 def adapted(shape, **patterns: tuple[str, ...]) -> list[str]:

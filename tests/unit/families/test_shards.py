@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from grpo_mcore.families import FamilyError, parameter_count, read_hf_config, shape_of
-from grpo_mcore.families.known import FOLDERS, known_config
+from grpo_mcore.families.known import known_config, known_configs
 from grpo_mcore.families.shards import chunk_layers, stage_layers
 
 # From the model cards and the checkpoints' index files.
@@ -43,7 +43,7 @@ def test_the_demos_config_has_the_shape_of_its_model() -> None:
 
     made = {name: parameter.default for name, parameter in inspect.signature(make_base_config).parameters.items()}
     for name in ("results/demo/base/hf", "results/demo/untrained"):
-        shape = shape_of(FOLDERS[name])
+        shape = shape_of(known_configs("folders")[name])
         assert (shape.hidden_size, shape.ffn_hidden_size) == (made["hidden_size"], made["intermediate_size"])
         assert (shape.num_layers, shape.num_heads) == (made["num_layers"], made["num_heads"])
         assert (shape.num_kv_heads, shape.head_dim) == (made["num_kv_heads"], made["head_dim"])
@@ -54,8 +54,9 @@ def test_the_puzzle_model_has_the_shape_that_is_made(tmp_path: Path) -> None:
     from examples.sliding_puzzle.make_model import make_puzzle_model
 
     make_puzzle_model(tmp_path)
-    assert shape_of(FOLDERS["results/puzzle/untrained"]) == replace(
-        shape_of(read_hf_config(tmp_path)), max_positions=shape_of(FOLDERS["results/puzzle/untrained"]).max_positions
+    assert shape_of(known_configs("folders")["results/puzzle/untrained"]) == replace(
+        shape_of(read_hf_config(tmp_path)),
+        max_positions=shape_of(known_configs("folders")["results/puzzle/untrained"]).max_positions,
     )
 
 

@@ -15,7 +15,7 @@ import pytest
 
 from grpo_mcore.cli.main import main
 from grpo_mcore.families import FamilyError, forward_flops, parameter_count, shape_of
-from grpo_mcore.families.known import CONFIGS
+from grpo_mcore.families.known import known_configs
 from grpo_mcore.families.shards import chunk_layers
 from grpo_mcore.parallel.layout import Layout
 from grpo_mcore.recipe import load_recipe
@@ -238,7 +238,7 @@ def test_a_config_from_a_file(tmp_path: Path, capsys: pytest.CaptureFixture[str]
 @pytest.mark.parametrize("name", ["Qwen3-8B", "Qwen2.5-1.5B", "Qwen3-30B-A3B"])
 @pytest.mark.parametrize("data", [1, 3, 64])
 def test_every_element_is_owned_once(name: str, data: int) -> None:
-    shape = shape_of(CONFIGS[name])
+    shape = shape_of(known_configs()[name])
     for stage, chunks in enumerate(chunk_layers(shape.num_layers, 4, 1)):
         found = rank_params(shape, Layout(2, 4, data), stage, chunks, False)
         for shard in (*found.common, *found.experts):
