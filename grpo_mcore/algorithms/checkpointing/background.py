@@ -71,13 +71,29 @@ class BackgroundCheckpoints:
         if not self._recipe.checkpointing.is_async:
             self.wait()
 
-    def poll(self) -> None:
-        """Complete the checkpoint under way, if its parts are written by now. The loop calls this between commands."""
-        self._advance(wait=False)
-
     def wait(self) -> None:
         """Wait until the checkpoint under way is complete. Raises DeadlineExceeded, and WorkerFailed of a lost rank."""
-        self._advance(wait=True)
+        self.poll(wait=True)
+
+    def poll(self, wait: bool = False) -> None:
+        """Complete the checkpoint under way, if its parts are written by now, or after a `wait` for them. The
+        loop calls this between commands."""
+        if (current := self._unfinished) is None:
+            return
+        try:
+            with self._manager.writing(current.step):
+                if current.publishing is None:
+                    if not self._policy.is_saved(wait):
+                        return
+                    current.publishing = self._thread.submit(self._manager.publish, current.step)
+                if not wait and not current.publishing.done():
+                    return
+                folder = self._published(current, current.publishing)
+        except NotWritten as error:
+            self._on_failure(current.step, error)
+        else:
+            self._on_saved(current.step, folder)
+        self._unfinished = None
 
     def __enter__(self) -> Self:
         return self
@@ -95,24 +111,6 @@ class BackgroundCheckpoints:
         self._thread.shutdown()
         if self._unfinished is not None and self._unfinished.publishing is None:
             shutil.rmtree(self._unfinished.tmp, ignore_errors=True)
-
-    def _advance(self, wait: bool) -> None:
-        if (current := self._unfinished) is None:
-            return
-        try:
-            with self._manager.writing(current.step):
-                if current.publishing is None:
-                    if not self._policy.is_saved(wait):
-                        return
-                    current.publishing = self._thread.submit(self._manager.publish, current.step)
-                if not wait and not current.publishing.done():
-                    return
-                folder = self._published(current, current.publishing)
-        except NotWritten as error:
-            self._on_failure(current.step, error)
-        else:
-            self._on_saved(current.step, folder)
-        self._unfinished = None
 
     def _published(self, current: _Unfinished, publishing: Future[Path]) -> Path:
         timeout_s = self._policy.cluster.call_timeout_s
