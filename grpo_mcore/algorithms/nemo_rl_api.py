@@ -23,7 +23,7 @@ from grpo_mcore.algorithms.weight_sync.refit_step import refit_once
 from grpo_mcore.cluster import Cluster
 from grpo_mcore.data import AllTaskProcessedDataset, BatchedDataDict
 from grpo_mcore.objective import ClippedPGLossFn, scale_reward_values
-from grpo_mcore.observe import Logger, Timeline
+from grpo_mcore.observe import Logger
 from grpo_mcore.recipe import GRPOConfig, MasterConfig, RewardScalingConfig
 from grpo_mcore.refit.refit import RefitReport, Timer
 from grpo_mcore.rollout import schedule as s
@@ -171,7 +171,7 @@ def dynamic_sampling(
     baseline: Tensor,
     dynamic_sampling_num_gen_batches: int,
     master_config: MasterConfig | Mapping[str, Any],
-    timer: Timeline | None = None,
+    timer: Timer | None = None,
     batch_cache: BatchedDataDict | None = None,
 ) -> tuple[BatchedDataDict, bool, BatchedDataDict | None]:
     """Keeps the groups of a generation batch whose rewards differ, until there are num_prompts_per_step of them.
@@ -196,7 +196,7 @@ def dynamic_sampling(
     if not grpo["use_dynamic_sampling"]:
         return repeated_batch, True, batch_cache
     generations = grpo["num_generations_per_prompt"]
-    with timer.phase("dynamic_sampling") if timer else nullcontext():
+    with timer.time("dynamic_sampling") if timer else nullcontext():
         kept = repeated_batch.select_indices(_kept_samples(repeated_batch, generations))
         kept["filtered_reward"] = kept["total_reward"]
         found = [batch for batch in (batch_cache, kept) if batch is not None and batch.size]
@@ -213,7 +213,7 @@ def dynamic_sampling(
 
 
 def _next_command(grpo: Mapping[str, Any], kept: int, *, batch: int, batches: int) -> s.Command:
-    """What the loop's own schedule does after `batches` generation batches of `batch` groups gave `kept` groups."""
+    """Return what the loop's own schedule does after `batches` batches of `batch` groups gave `kept` groups."""
     default = GRPOConfig.model_fields["dynamic_sampling_max_gen_batches"].default
     config = s.ScheduleConfig(
         grpo["num_prompts_per_step"],

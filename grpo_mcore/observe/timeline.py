@@ -40,6 +40,8 @@ class Timeline:
             spent = self._clock() - start - (self._paused - paused)
             self._seconds[path] = self._seconds.get(path, 0.0) + spent
 
+    time = phase  # under the name that NeMo RL's Timer has, which the refit and scripts use
+
     @contextmanager
     def pause(self) -> Iterator[None]:
         """Exclude the seconds inside from the step (validation, a checkpoint)."""

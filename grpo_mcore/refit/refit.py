@@ -87,7 +87,7 @@ class EngineNodes:
 
 @dataclass(frozen=True)
 class RefitReport:
-    """What a committed refit did.
+    """The result of a committed refit.
 
     `bytes`: weights that moved, without gaps. `seconds`: whole refit. `pause_seconds`: time in which the engines could
     not generate. `stage_seconds`: open, stage, commit on the driver's clock; fill, load: the slowest rank's, summed

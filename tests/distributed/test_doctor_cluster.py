@@ -43,7 +43,5 @@ def test_nodes_that_reach_each_other_and_nodes_that_do_not(address: str) -> None
     names = {one: "node1"}
     (good,) = nodes._links(ray, [(one, one)], {one: host}, names, "gloo")
     assert (good.check, good.state) == ("network", "ok") and good.saw.startswith("gloo node1-node1: ")
-    (bad,) = nodes._links(
-        ray, [(one, one)], {one: "192.0.2.77"}, names, "gloo", seconds=1.0
-    )  # unused
+    (bad,) = nodes._links(ray, [(one, one)], {one: "192.0.2.77"}, names, "gloo", seconds=1.0)  # unused
     assert (bad.check, bad.state) == ("network", "fault") and "GLOO_SOCKET_IFNAME" in bad.advice

@@ -76,3 +76,10 @@ def test_a_phase_ends_with_its_error_and_cannot_be_reset_away(clock):
 
 def test_shares_of_no_time_at_all(clock):
     assert shares(Timeline(clock).seconds()) == {"everything_else": 0.0}
+
+
+def test_a_phase_under_the_name_of_nemo_rl(clock):
+    timeline = Timeline(clock)
+    with timeline.time("refit"):
+        clock.now += 2.0
+    assert timeline.seconds()["refit"] == 2.0
