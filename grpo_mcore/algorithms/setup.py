@@ -108,11 +108,12 @@ def model_folder(name: str) -> str:
 
 @dataclass(frozen=True)
 class Model:
-    """The policy's model: its local folder, its shape, and its layout over the policy's ranks."""
+    """The policy's model: its local folder, its shape and its layout. `gpu`: its ranks run on GPUs."""
 
     folder: str
     shape: ModelShape
     layout: Layout
+    gpu: bool
 
 
 def check_model(config: MasterConfig) -> Model:
@@ -124,7 +125,7 @@ def check_model(config: MasterConfig) -> Model:
     shape = shape_of(read_hf_config(folder))
     layout = layout_of(config.policy, world_size(config))
     check_fit(shape, config.policy.megatron_cfg)
-    return Model(folder, shape, layout)
+    return Model(folder, shape, layout, Platform.detect(config.cluster.platform).on_gpu)
 
 
 def check_run(config: MasterConfig) -> Model:
@@ -133,9 +134,9 @@ def check_run(config: MasterConfig) -> Model:
     Raises what `check_model` raises, SetupError for a model that vLLM's CPU build cannot run and for engines that do
     not fit the devices, FamilyError for a model that vLLM cannot split over an engine's ranks.
     """
-    model, gpu = check_model(config), Platform.detect(config.cluster.platform).on_gpu
+    model = check_model(config)
     shape = model.shape
-    check_engine_places(config, gpu=gpu)
+    check_engine_places(config, gpu=model.gpu)
     vllm = config.policy.generation.vllm_cfg
     for key, wanted in (
         ("policy.router_replay.enabled", config.policy.router_replay.enabled),
@@ -145,7 +146,7 @@ def check_run(config: MasterConfig) -> Model:
             raise SetupError(f"{key}: this {shape.family} model has no experts; switch it off")
     whole_experts = vllm.expert_parallel_size > 1
     check_engine_parallel(shape, vllm.tensor_parallel_size, whole_experts)
-    if not gpu and (missing := missing_on_cpu(shape, whole_experts)):
+    if not model.gpu and (missing := missing_on_cpu(shape, whole_experts)):
         raise SetupError(f"policy.model_name: vLLM's CPU build cannot run this {shape.family} model: {missing}")
     return model
 
@@ -167,16 +168,34 @@ def check_engine_places(config: MasterConfig, *, gpu: bool) -> None:
         )
 
 
-def start_policy(config: MasterConfig, cluster: Cluster, model: Model) -> PolicyGroup:
+def start_policy_and_engines(config: MasterConfig, cluster: Cluster, model: Model) -> tuple[PolicyGroup, EngineGroup]:
+    """Start both and wait until they are ready. `model`: from `check_run`.
+
+    On GPUs that they share the engines come first: vLLM measures the free memory while it starts, and fails when a
+    neighbour takes some meanwhile. They give their memory away before the policy takes its own.
+    """
+    engines_first = model.gpu and config.policy.generation.colocated.enabled
+    policy = start_policy(config, cluster, model, build_later=engines_first)
+    engines = start_engines(config, cluster, model, policy)
+    if engines_first:
+        wait_until_ready(config, cluster, engines.all_hosts(), "start of the engines")
+        engines.release()
+        policy.build(config.cluster.start_timeout_s)
+    wait_until_ready(config, cluster, [*policy.workers, *engines.all_hosts()])
+    return policy, engines
+
+
+def start_policy(config: MasterConfig, cluster: Cluster, model: Model, *, build_later: bool = False) -> PolicyGroup:
     """Spawn the policy's ranks. Calls to them wait until they hold their weights; `wait_until_ready` raises their
-    errors."""
+    errors. `build_later`: they take no memory before `PolicyGroup.build`."""
     layout = model.layout
     policy = config.policy.model_copy(update={"model_name": model.folder})
-    gpu, pool = Platform.detect(config.cluster.platform).on_gpu, policy_pool(config)
+    gpu, pool = model.gpu, policy_pool(config)
     colocated = policy.generation.colocated.enabled
     reference = needs_reference(config)
     arguments = (
         policy, cluster.store, config.grpo.seed, config.cluster.step_timeout_s, reference, config.cluster.platform,
+        build_later,
     )  # fmt: skip
     workers = cluster.spawn_group(
         "policy",
@@ -252,7 +271,7 @@ def start_engines(config: MasterConfig, cluster: Cluster, model: Model, policy: 
 
     `model`: from `check_run`.
     """
-    generation, gpu = config.policy.generation, Platform.detect(config.cluster.platform).on_gpu
+    generation, gpu = config.policy.generation, model.gpu
     vllm, nodes = generation.vllm_cfg, engine_nodes(config)
     count, tensor, colocated = num_engines(config, gpu=gpu), vllm.tensor_parallel_size, generation.colocated.enabled
     pauses = config.grpo.async_grpo.pauses
@@ -413,9 +432,7 @@ def start_run(
         size = grpo.val_batch_size or len(val_dataset)
         val_dataloader = build_dataloader(val_dataset, size, False, grpo.seed, drop_last=False)
     environments = start_environments(config, cluster, env_names or {})
-    policy = start_policy(config, cluster, model)
-    engines = start_engines(config, cluster, model, policy)
-    wait_until_ready(config, cluster, [*policy.workers, *engines.all_hosts()])
+    policy, engines = start_policy_and_engines(config, cluster, model)
     save_state = first_save_state()
     if (folder := checkpointer.resumed_from) is not None:
         save_state = checkpointer.read(folder)[0]

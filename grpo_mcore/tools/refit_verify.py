@@ -10,9 +10,7 @@ from grpo_mcore.algorithms.setup import (
     check_run,
     parity_check,
     start_cluster,
-    start_engines,
-    start_policy,
-    wait_until_ready,
+    start_policy_and_engines,
 )
 from grpo_mcore.algorithms.weight_sync.refit_parity import Parity, measure_parity
 from grpo_mcore.algorithms.weight_sync.refit_step import refit_once
@@ -37,12 +35,9 @@ def refit_and_compare(config: MasterConfig, model: Model, cluster: Cluster) -> t
     config = config.model_copy(deep=True)
     config.policy.refit_verify, config.policy.refit_parity = "full", None
     config.policy.generation.vllm_cfg.load_format = "dummy"
-    policy = start_policy(config, cluster, model)
-    engines = start_engines(config, cluster, model, policy)
-    workers = [*policy.workers, *engines.all_hosts()]
+    policy, engines = start_policy_and_engines(config, cluster, model)
     try:
-        wait_until_ready(config, cluster, workers)
         report = refit_once(policy, engines)
         return report, measure_parity(policy, engines, check)
     finally:
-        cluster.stop(workers)
+        cluster.stop([*policy.workers, *engines.all_hosts()])

@@ -94,8 +94,8 @@ def with_trajectories(requests: Sequence[GenerationRequest], store: ObjectStore)
 class EngineGroup:
     """All engines of a run, each known by its number.
 
-    An engine that dies is replaced: its successor starts at once, but counts as `lost` and gets no requests until a
-    refit has given it the policy's weights.
+    An engine that dies is replaced. Its successor counts as `lost` and gets no requests until a refit has given it the
+    policy's weights. It starts at once, unless the policy may hold the memory that it needs: then in the next refit.
     """
 
     cluster: Cluster
@@ -114,6 +114,7 @@ class EngineGroup:
     restarts: Retries = field(default_factory=lambda: Retries(0, 0.0))
     lost: dict[int, str] = field(default_factory=dict)  # engine -> reason
     deaths: dict[int, WorkerDied] = field(default_factory=dict)  # that only the endpoint has noticed so far
+    to_start: set[int] = field(default_factory=set)  # lost engines whose successors wait for the policy's memory
     restored: dict[int, int] = field(default_factory=dict)  # engine that came back since the last full refit -> version
 
     def hosts(self, number: int) -> list[Worker]:
@@ -181,7 +182,7 @@ class EngineGroup:
         workers = [self.workers[number] for number in numbers]
         followers = [self.followers[number] for number in numbers] if self.followers else ()
         layout = replace(self.layout, replicas=len(workers))
-        return replace(self, workers=workers, followers=followers, layout=layout, lost={}, restored={})
+        return replace(self, workers=workers, followers=followers, layout=layout, lost={}, to_start=set(), restored={})
 
     def mark_refitted(self, numbers: Sequence[int], version: int) -> None:
         """Record that these engines have the weights of `version` and can take requests."""
@@ -217,12 +218,22 @@ class EngineGroup:
             self.lost[number] = str(error).partition("\n")[0]
             self.deaths.pop(number, None)
             self.cluster.stop(self.hosts(number))
+            self.to_start.add(number)
+        if not self.sleeps:
+            self._start_successors()
+
+    def _start_successors(self) -> None:
+        for number in sorted(self.to_start):
+            assert self.start is not None, "replace has checked it"
             successor, *followers = self.start(number)
             self.workers = [successor if index == number else worker for index, worker in enumerate(self.workers)]
             self.followers = [followers if index == number else old for index, old in enumerate(self.followers)]
+        self.to_start.clear()
 
     def await_successors(self) -> None:
-        """Wait until the successors of lost engines are up. Raises what a constructor raised, or DeadlineExceeded."""
+        """Wait until the successors of lost engines are up; the policy must have given its memory away. Raises what a
+        constructor raised, or DeadlineExceeded."""
+        self._start_successors()
         if self.lost:
             starting = [host.ready() for number in sorted(self.lost) for host in self.hosts(number)]
             gather(self.cluster, starting, timeout_s=self.start_timeout_s, what="restart of an engine")

@@ -53,6 +53,10 @@ class PolicyGroup:
     background: BackgroundWork | None = None
     connected: tuple[tuple[str, int], ...] = ()  # (node, pid) of the workers to which the ranks have a network group
 
+    def build(self, timeout_s: float) -> None:
+        """Let ranks that were spawned with `build_later` build the model and load its weights."""
+        call_all(self.cluster, self.workers, "build", timeout_s=timeout_s, what="start of the policy")
+
     @contextmanager
     def run_alongside(self, other: BackgroundWork) -> Iterator[None]:
         """Let `other` go on whenever the driver waits for the ranks, inside the context."""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, Literal
 
 import torch
@@ -41,16 +42,26 @@ class PolicyWorker(Policy):
         timeout_s: float,
         reference: bool,
         platform: Literal["auto", "cpu", "gpu"],
+        build_later: bool = False,
     ) -> None:
         """`store`: to fetch trajectories by reference. `reference`: keep the reference policy's weights too.
-        `platform`: the recipe's cluster.platform."""
-        detected = Platform.detect(platform)
-        super().__init__(config, address, seed=seed, timeout_s=timeout_s, reference=reference, platform=detected)
-        self.is_reporting_rank = self.layout.is_reporting_rank(address.rank)
+        `platform`: the recipe's cluster.platform. `build_later`: take no memory before `build` is called."""
         self._store = store
         self._bins: list[list[Bin]] = []  # by optimizer step
         self._kl_kind: KLType | None = None
-        self._sender = RefitSender(self.weights, address.rank, through_host=self.layout.world_size > 1)
+        self._address = address
+        self._build_policy = partial(
+            super().__init__, config, address, seed=seed, timeout_s=timeout_s, reference=reference,
+            platform=Platform.detect(platform),
+        )  # fmt: skip
+        if not build_later:
+            self.build()
+
+    def build(self) -> None:
+        """Build the model and load its weights."""
+        self._build_policy()
+        self.is_reporting_rank = self.layout.is_reporting_rank(self._address.rank)
+        self._sender = RefitSender(self.weights, self._address.rank, through_host=self.layout.world_size > 1)
 
     def receive(self, step: RankStep, weight_version: int) -> None:
         """Fetch the step's trajectories and pack them. `weight_version`: of the weights that will train on them."""

@@ -32,6 +32,8 @@ def refit_engines(
     restarted. Engines may be generating if grpo.async_grpo.in_flight_weight_updates allows it."""
     recompute_kv = config.grpo.async_grpo.recompute_kv_cache_after_weight_updates
     once = partial(refit_once, policy, recompute_kv=recompute_kv)
+    if engines.to_start:
+        policy.offload()  # the successors of lost engines take its memory
     return refit_until_done(engines, once, on_restart, lost_only=lost_only)
 
 

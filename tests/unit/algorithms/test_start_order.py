@@ -1,0 +1,103 @@
+"""On GPUs that policy and engines share, the engines take their memory first and give it away; elsewhere both start at
+once. A replaced engine waits until the policy has given its memory away."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from grpo_mcore.algorithms.engines.engine_group import EngineGroup
+from grpo_mcore.algorithms.engines.retries import Retries
+from grpo_mcore.algorithms.setup import Model, start_policy_and_engines
+from grpo_mcore.algorithms.weight_sync import refit_step
+from grpo_mcore.cluster import WorkerDied
+from grpo_mcore.families import shape_of
+from grpo_mcore.families.known import known_configs
+from grpo_mcore.parallel.layout import layout_of
+from grpo_mcore.recipe import MasterConfig
+
+
+class Answer:
+    def __init__(self, events: list[str], event: str, whom: str) -> None:
+        self._events, self._event, self.whom, self.what = events, event, whom, event
+
+    def result(self) -> None:
+        self._events.append(self._event)
+
+
+class Node:
+    """A cluster that writes down who is spawned, who is called and whose start is waited for."""
+
+    def __init__(self) -> None:
+        self.events: list[str] = []
+        self.store, self.call_timeout_s, self.address = None, 60.0, "here"
+
+    def worker(self, name: str) -> Any:
+        return SimpleNamespace(
+            name=name,
+            ready=lambda: Answer(self.events, f"{name} is ready", name),
+            call=lambda method, *_, **__: Answer(self.events, f"{name} {method}", name),
+        )
+
+    def spawn(self, name: str, *_: Any, **__: Any) -> Any:
+        self.events.append(f"spawn {name}")
+        return self.worker(name)
+
+    def spawn_group(self, name: str, cls: Any, arguments: list[Any], **_: Any) -> list[Any]:
+        self.events.append(f"spawn {name}" + (", built later" if arguments[0][-1] is True else ""))
+        return [self.worker(f"{name}-{rank}") for rank in range(len(arguments))]
+
+    def next_ready(self, things: list[Any], timeout_s: float, what: str) -> Any:
+        return things[0]
+
+    def stop(self, workers: list[Any]) -> None:
+        self.events += [f"stop {worker.name}" for worker in workers]
+
+
+def config(**grpo: Any) -> MasterConfig:
+    return MasterConfig.model_validate(
+        {
+            "policy": {"model_name": "m", "train_global_batch_size": 8},
+            "data": {"train": {"data_path": "x.jsonl"}},
+            "grpo": {"num_prompts_per_step": 2, "num_generations_per_prompt": 4, **grpo},
+            "cluster": {"gpus_per_node": 1},
+        }
+    )
+
+
+def started(recipe: MasterConfig, *, gpu: bool) -> list[str]:
+    node, shape = Node(), shape_of(next(iter(known_configs().values())))
+    start_policy_and_engines(recipe, node, Model("m", shape, layout_of(recipe.policy, 1), gpu))  # type: ignore[arg-type]
+    return node.events
+
+
+def test_engines_come_first_on_shared_gpus_and_sleep_before_the_policy_is_built() -> None:
+    assert started(config(), gpu=True) == [
+        "spawn policy, built later", "spawn engine-0", "engine-0 is ready", "engine-0 release", "policy-0 build",
+        "policy-0 is ready", "engine-0 is ready",
+    ]  # fmt: skip
+
+
+def test_on_cpu_both_start_at_once() -> None:
+    assert started(config(), gpu=False) == [
+        "spawn policy", "spawn engine-0", "policy-0 is ready", "engine-0 is ready",
+    ]  # fmt: skip
+
+
+@pytest.mark.parametrize("shared", [True, False])
+def test_a_successor_waits_for_the_policys_memory(shared: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    node = Node()
+    engines = EngineGroup(
+        node, [node.worker("engine-0")], sleeps=shared, start=lambda number: [node.spawn(f"engine-{number}")],
+        restarts=Retries(1, 0.0),
+    )  # type: ignore[arg-type]  # fmt: skip
+    engines.replace([0], WorkerDied("engine-0", "generate_refs", "its process ended"))
+    assert node.events == ["stop engine-0"] + ([] if shared else ["spawn engine-0"])
+
+    policy = SimpleNamespace(offload=lambda: node.events.append("offload"))
+    monkeypatch.setattr(refit_step, "refit_once", lambda policy, group, **_: node.events.append("refit"))
+    refit_step.refit_engines(policy, engines, config())  # type: ignore[arg-type]
+    assert node.events[1:] == [*(["offload"] if shared else []), "spawn engine-0", "engine-0 is ready", "refit"]
+    assert not engines.lost
