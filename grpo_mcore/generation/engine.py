@@ -167,7 +167,7 @@ class Engine:
         if self._chat is None:
             raise EngineError(f"{self.name} serves no endpoint")
         try:
-            reply = self._chat.tokenize(body) if kind == "tokenize" else self._chat.complete(body, seed)
+            reply = self._chat.answer(kind, body, seed)
         except EngineError as error:  # asleep, or in a refit: an agent that was given up may still ask
             reply = Reply(503, {"error": {"message": str(error), "type": "ServiceUnavailableError", "code": 503}})
         yield reply

@@ -164,7 +164,7 @@ class ChatEngine:
             yield Trajectory(request.uid, 0, turns, spans, "stop", False, stop_token=self.eos)
 
     def chat(self, kind: str, body: Any, seed: int) -> Iterator[Reply]:
-        yield self._chat.complete(body, seed) if kind == "complete" else self._chat.tokenize(body)
+        yield self._chat.answer(kind, body, seed)
 
 
 def test_a_gym_plays_over_ray_and_survives_the_death_of_its_worker(

@@ -1,4 +1,4 @@
-"""Chat completions of one engine, in its process."""
+"""Chat requests to one engine, answered in the engine's process."""
 
 from __future__ import annotations
 
@@ -19,8 +19,8 @@ from grpo_mcore.rollout.trajectory import GenerationRequest, Sampling, Trajector
 
 @dataclass(frozen=True)
 class Reply:
-    """What the endpoint sends back: `status` and `body` of HTTP. Of a completion: the `fingerprint` of its prompt and
-    answer together, and which weight versions read and generated these tokens, as Trajectory.weight_versions."""
+    """HTTP `status` and `body` that the endpoint returns. For a completion also the `fingerprint` of its prompt and
+    answer together, and the weight versions that read and generated these tokens, as in Trajectory.weight_versions."""
 
     status: int
     body: dict[str, Any]
@@ -32,37 +32,35 @@ Generate = Callable[[list[GenerationRequest], Sampling], Iterator[Trajectory]]
 
 
 class EngineChat:
-    """`generate`: the engine's. `max_model_len`: its context, in tokens. `vocab_size`: of its model. Several threads
-    may use one."""
+    """Answers chat requests. Several threads may call it. `generate`: Engine.generate. `max_model_len`: length of the
+    context in tokens. `vocab_size`: number of tokens in the model."""
 
     def __init__(
         self, config: ChatConfig, tokenizer: Any, generate: Generate, *, max_model_len: int, vocab_size: int
     ) -> None:
         self._config, self._generate, self._max_model_len = config, generate, max_model_len
-        self._prompts = ChatPrompts(
-            tokenizer,
-            chat_template=config.chat_template,
-            chat_template_kwargs=config.chat_template_kwargs,
-            stop_token_ids=config.samplings[0].stop_token_ids,
-            vocab_size=vocab_size,
-        )
+        self._prompts = ChatPrompts(tokenizer, config, vocab_size)
         self._reader = AnswerReader(tokenizer, config)
 
-    def complete(self, body: Any, seed: int) -> Reply:
-        """A chat completion. `seed`: of the request, where its body has none."""
+    def answer(self, kind: str, body: Any, seed: int) -> Reply:
+        """Answer a request. `kind`: "complete" or "tokenize". `seed`: used if the body has none."""
         try:
             request = ChatRequest.read(body, self._config)
-            sampling = request.sampling(self._config)
+            sampling = request.sampling(self._config) if kind == "complete" else None
             ids = self._prompts.tokens(request)
+            if sampling is None:
+                return Reply(200, {"count": len(ids), "max_model_len": self._max_model_len, "tokens": ids})
             if len(ids) >= self._max_model_len:
                 raise RequestError(
                     f"This model's maximum context length is {self._max_model_len} tokens, and the messages have "
                     f"{len(ids)}: there is no room for an answer"
                 )
         except RequestError as error:
-            return refusal(error)
+            type_ = "NotFoundError" if error.status == 404 else "BadRequestError"
+            details = {"message": str(error), "type": type_, "code": error.status}
+            return Reply(error.status, {"error": details, "object": "error", "message": str(error)})
         turn = Turn("user", torch.tensor(ids, dtype=torch.int64))
-        # An agent may ask with one seed again and again: each place in the conversation draws anew.
+        # An agent may send the same seed with every request: the length of the prompt makes each turn draw anew.
         seed = sample_seed(seed if request.seed is None else request.seed, 0, "chat", len(ids))
         [trajectory] = self._generate([GenerationRequest("chat", 0, (turn,), seed)], sampling)
         return Reply(
@@ -71,21 +69,3 @@ class EngineChat:
             fingerprint(trajectory.token_ids().tolist()),
             trajectory.weight_versions,
         )
-
-    def tokenize(self, body: Any) -> Reply:
-        """The tokens of the prompt that these messages would have."""
-        try:
-            ids = self._prompts.tokens(ChatRequest.read(body, self._config))
-        except RequestError as error:
-            return refusal(error)
-        return Reply(200, {"count": len(ids), "max_model_len": self._max_model_len, "tokens": ids})
-
-
-def refusal(error: RequestError) -> Reply:
-    """In the form that OpenAI's clients read."""
-    kind = "NotFoundError" if error.status == 404 else "BadRequestError"
-    return Reply(
-        error.status,
-        {"error": {"message": error.message, "type": kind, "code": error.status}, "object": "error"}
-        | {"message": error.message},
-    )

@@ -1,18 +1,19 @@
-"""From chat messages to the tokens of a prompt, exact over turns.
+"""Conversion of chat messages to the tokens of a prompt, exact over turns.
 
-An assistant's message that comes back carries the token ids of its prompt and of itself. A prompt that holds such a
-message begins with these very tokens; the chat template only says what comes after it. So nothing that was generated is
-tokenised again, and thoughts that a template would strip from earlier turns stay where they were.
+An assistant's message that a client sends back carries the token ids of its prompt and of itself. The next prompt
+begins with exactly these tokens; the chat template only renders what follows. So generated tokens are never tokenised
+again, and reasoning that a template would strip from earlier turns stays in the prompt.
 """
 
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from os.path import commonprefix
 from typing import Any
 
 from grpo_mcore.generation.chat.request import ChatRequest, RequestError
+from grpo_mcore.generation.config import ChatConfig
 from grpo_mcore.rollout.exact_tokens import said_already
 
 TOKEN_FIELDS = ("prompt_token_ids", "generation_token_ids", "generation_log_probs", "routed_experts")
@@ -20,28 +21,19 @@ _ANSWER = "@@answer@@"
 
 
 class ChatPrompts:
-    """Makes prompts for one tokenizer. `stop_token_ids`: tokens that may have ended an answer. `vocab_size`: of the
-    model, which may have more tokens than the tokenizer."""
+    """Builds prompts for one tokenizer. `vocab_size`: of the model, which may have more tokens than the tokenizer."""
 
-    def __init__(
-        self,
-        tokenizer: Any,
-        *,
-        chat_template: str | None,
-        chat_template_kwargs: Mapping[str, Any],
-        stop_token_ids: Sequence[int],
-        vocab_size: int,
-    ) -> None:
-        """`chat_template`: the text of one in place of the tokenizer's own."""
-        self._tokenizer = tokenizer
-        self._options = {**chat_template_kwargs, **({"chat_template": chat_template} if chat_template else {})}
-        self._stop_token_ids = frozenset(stop_token_ids)
-        self._vocab_size = vocab_size
+    def __init__(self, tokenizer: Any, config: ChatConfig, vocab_size: int) -> None:
+        self._tokenizer, self._vocab_size = tokenizer, vocab_size
+        self._options = dict(config.chat_template_kwargs)
+        if config.chat_template:
+            self._options["chat_template"] = config.chat_template
+        self._stop_token_ids = config.samplings[0].stop_token_ids
 
     def tokens(self, request: ChatRequest) -> list[int]:
-        """Raises RequestError where messages or token ids cannot be used."""
+        """Return the prompt's tokens. Raises RequestError if messages or token ids cannot be used."""
         position, before = self._recorded(request)
-        messages = [_as_template_has_it(message) for message in request.messages]
+        messages = [_template_message(message) for message in request.messages]
         if before is not None and position is not None:
             after = self._after(messages, position, before[-1], request)
             if after is not None:
@@ -49,15 +41,14 @@ class ChatPrompts:
         return self._ids(self._render(messages, request))
 
     def _recorded(self, request: ChatRequest) -> tuple[int | None, list[int] | None]:
-        """(index of the last message that came with its tokens, these tokens with those of its prompt)."""
+        """Return (index of the last message with recorded tokens, the tokens of its prompt and of itself)."""
         for position in reversed(range(len(request.messages))):
             message = request.messages[position]
             if message.get("role") == "assistant" and message.get("generation_token_ids"):
                 parts = message.get("prompt_token_ids"), message["generation_token_ids"]
                 for name, ids in zip(TOKEN_FIELDS, parts, strict=False):
                     self._check(f"messages.{position}.{name}", ids)
-                recorded = [*parts[0], *parts[1]]  # type: ignore[misc]
-                return position, recorded
+                return position, [*parts[0], *parts[1]]  # type: ignore[misc]
         required = request.required_prefix_token_ids
         if not required:
             return None, None
@@ -72,12 +63,12 @@ class ChatPrompts:
     def _after(
         self, messages: list[dict[str, Any]], position: int, last_token: int, request: ChatRequest
     ) -> list[int] | None:
-        """The tokens after the answer at `position`. None: the template does not show where that answer ends."""
+        """Return the tokens after the answer at `position`; None if the rendered text does not show where it ends."""
         shown = [*messages[:position], {"role": "assistant", "content": _ANSWER}]
         try:
             whole = self._render([*shown, *messages[position + 1 :]], request)
-            alone = self._render(shown, request, add_generation_prompt=False)
-        except RequestError:  # one that wants to see the calls, say: then it renders the conversation as it is
+            alone = self._render(shown, request.model_copy(update={"add_generation_prompt": False}))
+        except RequestError:  # such as a template that requires tool calls: it then renders the conversation as it is
             return None
         if whole.count(_ANSWER) != 1 or alone.count(_ANSWER) != 1:
             return None
@@ -86,26 +77,22 @@ class ChatPrompts:
         stop_token = last_token if last_token in self._stop_token_ids else None
         return ids[said_already(ids, end_ids, stop_token, self._tokenizer.eos_token_id) :]
 
-    def _render(
-        self, messages: list[dict[str, Any]], request: ChatRequest, *, add_generation_prompt: bool | None = None
-    ) -> str:
-        if add_generation_prompt is None:
-            add_generation_prompt = request.add_generation_prompt
+    def _render(self, messages: list[dict[str, Any]], request: ChatRequest) -> str:
         options = self._options | (request.chat_template_kwargs or {})
         tools = request.tools if request.tools and request.tool_choice != "none" else None
         try:
             return self._tokenizer.apply_chat_template(
-                messages, tools=tools, tokenize=False, add_generation_prompt=add_generation_prompt, **options
+                messages, tools=tools, tokenize=False, add_generation_prompt=request.add_generation_prompt, **options
             )
-        except Exception as error:  # a template is a program of the model's author and raises what it likes
+        except Exception as error:  # a template may raise anything
             raise RequestError(f"the chat template refuses the messages: {type(error).__name__}: {error}") from error
 
     def _ids(self, text: str) -> list[int]:
         return list(self._tokenizer(text, add_special_tokens=False)["input_ids"])
 
 
-def _as_template_has_it(message: Mapping[str, Any]) -> dict[str, Any]:
-    """Text for content, objects for the arguments of calls, a role that templates know; without token ids."""
+def _template_message(message: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the message as templates expect it: content as text, arguments of calls as objects, no token ids."""
     found = {key: value for key, value in message.items() if key not in TOKEN_FIELDS}
     if found.get("role") == "developer":
         found["role"] = "system"
@@ -140,5 +127,5 @@ def _call(call: Any) -> Any:
     try:
         arguments = json.loads(function["arguments"] or "{}")
     except ValueError:
-        return call  # what the policy said, as it said it
+        return call  # keep the policy's text as it is
     return {**call, "function": {**function, "arguments": arguments}} if isinstance(arguments, dict) else call

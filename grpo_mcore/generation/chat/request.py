@@ -1,7 +1,8 @@
-"""A chat completion request: what of the API is served, and a refusal with its reason for the rest."""
+"""A chat completion request: checks which part of the API is served, and refuses the rest with a reason."""
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
@@ -9,49 +10,31 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError
 from grpo_mcore.generation.config import ChatConfig
 from grpo_mcore.rollout.trajectory import Sampling
 
-# Any value but these draws tokens from another distribution than the one that is trained, or constrains them.
 _NEUTRAL: dict[str, tuple[Any, ...]] = {
-    "n": (None, 1),
-    "best_of": (None, 1),
-    "stream": (None, False),
-    "echo": (None, False),
-    "use_beam_search": (None, False),
-    "continue_final_message": (None, False),
-    "ignore_eos": (None, False),
-    "presence_penalty": (None, 0),
-    "frequency_penalty": (None, 0),
-    "repetition_penalty": (None, 1),
-    "length_penalty": (None, 1),
-    "min_p": (None, 0),
-    "min_tokens": (None, 0),
-    "top_logprobs": (None, 0),
-    "logit_bias": (None, {}),
-    "bad_words": (None, []),
-    "allowed_token_ids": (None,),
-    "structured_outputs": (None,),
-    "guided_json": (None,),
-    "guided_regex": (None,),
-    "guided_choice": (None,),
-    "guided_grammar": (None,),
-    "truncate_prompt_tokens": (None,),
-    "tool_choice": (None, "auto", "none"),
-    "response_format": (None, {"type": "text"}),
+    **dict.fromkeys(("n", "best_of", "repetition_penalty", "length_penalty"), (1,)),
+    **dict.fromkeys(("stream", "echo", "use_beam_search", "continue_final_message", "ignore_eos"), (False,)),
+    **dict.fromkeys(("presence_penalty", "frequency_penalty", "min_p", "min_tokens", "top_logprobs"), (0,)),
+    **dict.fromkeys(("allowed_token_ids", "structured_outputs", "truncate_prompt_tokens"), (None,)),
+    **dict.fromkeys(("guided_json", "guided_regex", "guided_choice", "guided_grammar"), (None,)),
+    "logit_bias": ({},),
+    "bad_words": ([],),
+    "tool_choice": ("auto", "none"),
+    "response_format": ({"type": "text"},),
 }
+"""Accepted values of fields, besides null. Any other value constrains the tokens or draws them from a distribution that
+is not trained."""
 
 
 class RequestError(ValueError):
-    """A request that is not served. `status`: of HTTP."""
+    """A request is not served. `status`: HTTP status of the answer."""
 
     def __init__(self, message: str, status: int = 400) -> None:
-        super().__init__(message, status)
-        self.message, self.status = message, status
-
-    def __str__(self) -> str:
-        return self.message
+        super().__init__(message)
+        self.status = status
 
 
 class ChatRequest(BaseModel):
-    """The fields that are read; others have no effect, or must be neutral."""
+    """Fields of a request that have an effect. Other fields are ignored, or must have their neutral value."""
 
     model_config = ConfigDict(extra="allow")
 
@@ -75,7 +58,7 @@ class ChatRequest(BaseModel):
 
     @classmethod
     def read(cls, body: Any, config: ChatConfig) -> ChatRequest:
-        """Raises RequestError that names the field."""
+        """Check a request's body. Raises RequestError, which names the field."""
         try:
             request = cls.model_validate(body)
         except ValidationError as error:
@@ -84,36 +67,25 @@ class ChatRequest(BaseModel):
         if request.model not in (None, config.model):
             raise RequestError(f"the model {request.model!r} is not served here, {config.model!r} is", 404)
         for name, neutral in _NEUTRAL.items():
-            if name in body and body[name] not in neutral:
+            if body.get(name) is not None and body[name] not in neutral:
                 raise RequestError(f"{name}: {body[name]!r} is not served, leave it at {neutral[-1]!r}")
         return request
 
     def sampling(self, config: ChatConfig) -> Sampling:
-        """How tokens are drawn: as in training or in validation. Raises RequestError for any other way."""
+        """Return the sampling settings: those of training or of validation. Raises RequestError for any other."""
         for known in config.samplings:
-            if (
-                _is(self.temperature, known.temperature)
-                and _is(self.top_p, known.top_p)
-                and (self.top_k in (None, -1, 0) or self.top_k == known.top_k)
-            ):
-                asked = self.max_completion_tokens or self.max_tokens or known.max_new_tokens
-                return Sampling(
-                    min(asked, known.max_new_tokens),
-                    known.temperature,
-                    known.top_p,
-                    known.top_k,
-                    known.stop_token_ids,
-                    (*known.stop_strings, *self._stops()),
+            pairs = ((self.temperature, known.temperature), (self.top_p, known.top_p))
+            same_top_k = self.top_k in (None, -1, 0, known.top_k)
+            if same_top_k and all(asked is None or abs(asked - value) < 1e-6 for asked, value in pairs):
+                tokens = self.max_completion_tokens or self.max_tokens or known.max_new_tokens
+                stops = [self.stop] if isinstance(self.stop, str) else self.stop or []
+                return replace(
+                    known,
+                    max_new_tokens=min(tokens, known.max_new_tokens),
+                    stop_strings=(*known.stop_strings, *stops),
                 )
         served = " or ".join(f"({s.temperature:g}, {s.top_p:g}, {s.top_k})" for s in config.samplings)
         raise RequestError(
             f"(temperature, top_p, top_k) must be those of training or validation, {served}, or left out; got "
             f"({self.temperature}, {self.top_p}, {self.top_k}): of other samples the policy cannot learn"
         )
-
-    def _stops(self) -> tuple[str, ...]:
-        return (self.stop,) if isinstance(self.stop, str) else tuple(self.stop or ())
-
-
-def _is(asked: float | None, known: float) -> bool:
-    return asked is None or abs(asked - known) < 1e-6

@@ -1,4 +1,4 @@
-"""The prompt of a later turn begins with the very tokens of the turns before."""
+"""The prompt of a later turn begins with exactly the tokens of the earlier turns."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from grpo_mcore.generation.config import ChatConfig
 from grpo_mcore.rollout.trajectory import Sampling
 
 CONFIG = ChatConfig("policy", (Sampling(8),))
-# Strips what an earlier answer thought, as templates of reasoning models do.
+# Strips the reasoning of earlier answers, as templates of reasoning models do.
 THINKING = (
     "{% for m in messages %}<{{ m.role }}>{% if m.role == 'assistant' and not loop.last %}"
     "{{ m.content.split('/')[-1] }}{% else %}{{ m.content }}{% endif %}"
@@ -33,13 +33,8 @@ def tokenizer(tmp_path_factory: pytest.TempPathFactory) -> Any:
 
 
 def prompts(tokenizer: Any, template: str | None = None) -> ChatPrompts:
-    return ChatPrompts(
-        tokenizer,
-        chat_template=template,
-        chat_template_kwargs={},
-        stop_token_ids=[tokenizer.eos_token_id],
-        vocab_size=64,
-    )
+    sampling = Sampling(8, stop_token_ids=(tokenizer.eos_token_id,))
+    return ChatPrompts(tokenizer, ChatConfig("policy", (sampling,), template), vocab_size=64)
 
 
 def request(*messages: dict[str, Any], **more: Any) -> ChatRequest:
@@ -53,15 +48,15 @@ def ids(tokenizer: Any, text: str) -> list[int]:
 USER = {"role": "user", "content": "ab"}
 
 
-def test_a_first_turn_is_what_the_template_says(tokenizer: Any) -> None:
+def test_a_first_turn_follows_the_template(tokenizer: Any) -> None:
     assert prompts(tokenizer).tokens(request(USER)) == ids(tokenizer, "<bos><user>ab<assistant>")
     parts = {"role": "developer", "content": [{"type": "text", "text": "a"}, {"type": "input_text", "text": "b"}]}
     assert prompts(tokenizer).tokens(request(parts)) == ids(tokenizer, "<bos><system>ab<assistant>")
 
 
 @pytest.mark.parametrize("ended", [True, False])
-def test_recorded_tokens_stand_as_they_were(tokenizer: Any, ended: bool) -> None:
-    """The answer's own tokens are none that its text would have: `<action>` letter by letter."""
+def test_recorded_tokens_are_kept(tokenizer: Any, ended: bool) -> None:
+    """The recorded tokens differ from those of the same text: `<action>` letter by letter."""
     eos = [tokenizer.eos_token_id]
     asked, said = ids(tokenizer, "<bos><user>ab<assistant>"), [ids(tokenizer, c)[0] for c in "<action>"]
     assert said != ids(tokenizer, "<action>")
@@ -71,10 +66,10 @@ def test_recorded_tokens_stand_as_they_were(tokenizer: Any, ended: bool) -> None
     assert found == [*asked, *said, *eos, *ids(tokenizer, "<user>cd<assistant>")]
 
 
-def test_thoughts_that_the_template_strips_stay(tokenizer: Any) -> None:
+def test_reasoning_that_the_template_strips_is_kept(tokenizer: Any) -> None:
     asked, said = ids(tokenizer, "<user>ab<assistant>"), ids(tokenizer, "think/yes<eos>")
     answer = {"role": "assistant", "content": "think/yes", "prompt_token_ids": asked, "generation_token_ids": said}
-    later = {"role": "assistant", "content": "x/no"}  # by the environment: without tokens
+    later = {"role": "assistant", "content": "x/no"}  # written by the environment: it has no tokens
     found = prompts(tokenizer, THINKING).tokens(request(USER, answer, USER, later, USER))
     assert found == [*asked, *said, *ids(tokenizer, "<user>ab<assistant>no<eos><user>ab<assistant>")]
     plain = {"role": "assistant", "content": "think/yes"}
@@ -82,7 +77,7 @@ def test_thoughts_that_the_template_strips_stay(tokenizer: Any) -> None:
     assert without == ids(tokenizer, "<user>ab<assistant>yes<eos><user>ab<assistant>")
 
 
-def test_the_last_recorded_answer_counts(tokenizer: Any) -> None:
+def test_the_last_recorded_answer_is_the_prefix(tokenizer: Any) -> None:
     first = {"role": "assistant", "content": "a", "prompt_token_ids": [8], "generation_token_ids": [9]}
     second = {"role": "assistant", "content": "b", "prompt_token_ids": [8, 9, 10], "generation_token_ids": [11, 2]}
     assert tokenizer.eos_token_id == 2
@@ -90,19 +85,19 @@ def test_the_last_recorded_answer_counts(tokenizer: Any) -> None:
     assert found == [8, 9, 10, 11, 2, *ids(tokenizer, "<tool>c<assistant>")]
 
 
-def test_a_prefix_may_come_beside_the_messages(tokenizer: Any) -> None:
+def test_a_prefix_may_come_in_a_field_of_its_own(tokenizer: Any) -> None:
     answer = {"role": "assistant", "content": "a"}
     found = prompts(tokenizer).tokens(request(USER, answer, USER, required_prefix_token_ids=[8, 9, 2]))
     assert found == [8, 9, 2, *ids(tokenizer, "<user>ab<assistant>")]
 
 
-def test_a_template_that_hides_earlier_answers_is_taken_as_it_is(tokenizer: Any) -> None:
+def test_a_template_that_hides_earlier_answers_renders_the_whole_prompt(tokenizer: Any) -> None:
     last_only = "<user>{{ messages[-1].content }}{% if add_generation_prompt %}<assistant>{% endif %}"
     answer = {"role": "assistant", "content": "a", "prompt_token_ids": [8], "generation_token_ids": [9]}
     assert prompts(tokenizer, last_only).tokens(request(USER, answer, USER)) == ids(tokenizer, "<user>ab<assistant>")
 
 
-def test_arguments_of_calls_reach_the_template_as_objects(tokenizer: Any) -> None:
+def test_the_template_gets_the_arguments_of_calls_as_objects(tokenizer: Any) -> None:
     template = (
         "{% for m in messages %}{% for c in m.tool_calls or [] %}{{ c.function.arguments.x }}{% endfor %}{% endfor %}"
     )
@@ -126,11 +121,11 @@ def test_arguments_of_calls_reach_the_template_as_objects(tokenizer: Any) -> Non
         ([{"role": "user", "content": 3}], {}, "content must be text"),
     ],
 )
-def test_what_cannot_be_a_prompt(tokenizer: Any, messages: list[Any], more: dict[str, Any], why: str) -> None:
+def test_invalid_messages_are_refused(tokenizer: Any, messages: list[Any], more: dict[str, Any], why: str) -> None:
     with pytest.raises(RequestError, match=why):
         prompts(tokenizer).tokens(request(*messages, **more))
 
 
-def test_a_template_that_refuses(tokenizer: Any) -> None:
+def test_an_error_in_the_template_is_a_refusal(tokenizer: Any) -> None:
     with pytest.raises(RequestError, match="the chat template refuses the messages: TemplateError: no"):
         prompts(tokenizer, "{{ raise_exception('no') }}").tokens(request(USER))

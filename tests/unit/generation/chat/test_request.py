@@ -17,7 +17,7 @@ def read(**body: Any) -> ChatRequest:
     return ChatRequest.read({"messages": [{"role": "user", "content": "a"}], **body}, CONFIG)
 
 
-def test_a_request_draws_as_training_or_validation_does() -> None:
+def test_a_request_samples_as_training_or_validation_does() -> None:
     assert read().sampling(CONFIG) == TRAINING
     assert read(temperature=1.0, top_p=1.0, top_k=-1).sampling(CONFIG) == TRAINING
     assert read(temperature=0).sampling(CONFIG) == VALIDATION
@@ -37,7 +37,7 @@ def test_other_distributions_are_refused(other: dict[str, Any]) -> None:
     [{"n": 2}, {"stream": True}, {"logit_bias": {"3": 1}}, {"presence_penalty": 0.1}, {"min_p": 0.1}]
     + [{"top_logprobs": 5}, {"tool_choice": "required"}, {"response_format": {"type": "json_object"}}],
 )
-def test_what_would_constrain_the_policy_is_refused(body: dict[str, Any]) -> None:
+def test_fields_that_would_constrain_the_policy_are_refused(body: dict[str, Any]) -> None:
     with pytest.raises(RequestError, match=f"{next(iter(body))}: .* is not served"):
         read(**body)
 
