@@ -1,1 +1,1 @@
-"""The policy behind an OpenAI-compatible endpoint: engines that speak chat, and an HTTP server in front of them."""
+"""The policy behind an OpenAI-compatible endpoint: chat requests to the engines, and an HTTP server."""

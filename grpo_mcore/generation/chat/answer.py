@@ -1,5 +1,5 @@
-"""From a generated sample to the answer of a chat completion: text, calls and thoughts, read with vLLM's parsers, and
-the tokens themselves."""
+"""Conversion of a generated sample to a chat completion: its tokens, and the text, tool calls and reasoning that vLLM's
+parsers find in them."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from grpo_mcore.rollout.trajectory import Trajectory
 
 
 class AnswerReader:
-    """Reads answers for one tokenizer. Raises ValueError for a parser that vLLM does not know."""
+    """Reads answers with one tokenizer. Raises ValueError if vLLM does not know a parser."""
 
     def __init__(self, tokenizer: Any, config: ChatConfig) -> None:
         self._tokenizer, self._config = tokenizer, config
@@ -25,21 +25,22 @@ class AnswerReader:
 
             if tool_plugin:
                 ToolParserManager.import_tool_parser(tool_plugin)
-            self._tool_parser = _known(ToolParserManager.get_tool_parser, config.tool_parser, "tool_parser")
+            self._tool_parser = _find_parser(ToolParserManager.get_tool_parser, config.tool_parser, "tool_parser")
         if config.reasoning_parser:
             from vllm.reasoning import ReasoningParserManager
 
             if reasoning_plugin:
                 ReasoningParserManager.import_reasoning_parser(reasoning_plugin)
-            find = ReasoningParserManager.get_reasoning_parser
-            self._reasoning_parser = _known(find, config.reasoning_parser, "reasoning_parser")
+            get = ReasoningParserManager.get_reasoning_parser
+            self._reasoning_parser = _find_parser(get, config.reasoning_parser, "reasoning_parser")
 
     def completion(self, request: ChatRequest, trajectory: Trajectory) -> dict[str, Any]:
-        """The body of the answer, in the form of the OpenAI API and of vLLM's extensions of it."""
+        """Return the body of the answer in the form of the OpenAI API with vLLM's extensions."""
         generated = trajectory.turns[-1]
         assert generated.logprobs is not None
         ids, logprobs = generated.token_ids.tolist(), generated.logprobs.tolist()
-        prompt = trajectory.token_ids()[: -len(ids)].tolist() if ids else trajectory.token_ids().tolist()
+        all_ids = trajectory.token_ids().tolist()
+        prompt = all_ids[: len(all_ids) - len(ids)]
         message = self.message(request, ids, trajectory.stop_token)
         reason = {"length": "length", "abort": "abort"}.get(trajectory.finish_reason, "stop")
         choice: dict[str, Any] = {
@@ -51,12 +52,14 @@ class AnswerReader:
             message["prompt_token_ids"] = prompt
             message["generation_token_ids"] = ids
             message["generation_log_probs"] = logprobs
-            name = (lambda i: f"token_id:{i}") if request.return_tokens_as_token_ids else self._token
-            content = [
-                {"token": name(i), "logprob": value, "bytes": None, "top_logprobs": []}
-                for i, value in zip(ids, logprobs, strict=True)
-            ]
-            choice["logprobs"] = {"content": content}
+            as_ids, decode = request.return_tokens_as_token_ids, self._tokenizer.decode
+            names = [f"token_id:{i}" if as_ids else decode([i]) for i in ids]
+            choice["logprobs"] = {
+                "content": [
+                    {"token": name, "logprob": value, "bytes": None, "top_logprobs": []}
+                    for name, value in zip(names, logprobs, strict=True)
+                ]
+            }
         body = {
             "id": f"chatcmpl-{uuid.uuid4().hex}",
             "object": "chat.completion",
@@ -74,13 +77,13 @@ class AnswerReader:
         return body
 
     def message(self, request: ChatRequest, ids: list[int], stop_token: int | None) -> dict[str, Any]:
-        """The assistant's message: `content`, and where a parser finds them `tool_calls` and `reasoning_content`."""
-        said = ids[:-1] if stop_token is not None and ids else ids
+        """Return the assistant's message: `content`, plus `tool_calls` and `reasoning_content` if parsers find any."""
         message: dict[str, Any] = {"role": "assistant"}
         tools = request.tools if self._tool_parser is not None and request.tool_choice != "none" else None
         parsed: Any = None
         parser: Any = None
         keep_special = False
+        text_ids = ids if stop_token is None else ids[:-1]
         if tools or self._reasoning_parser is not None:
             from vllm.entrypoints.openai.chat_completion.protocol import ChatCompletionRequest
 
@@ -88,13 +91,13 @@ class AnswerReader:
             parsed = ChatCompletionRequest(model=self._config.model, messages=[], **fields)
         if tools:
             parser = self._tool_parser(self._tokenizer, parsed.tools)
-            parsed = parser.adjust_request(parsed)  # says whether it needs to see special tokens
+            parsed = parser.adjust_request(parsed)  # sets skip_special_tokens as the parser needs it
             keep_special = not parsed.skip_special_tokens
-        content: str | None = self._tokenizer.decode(said, skip_special_tokens=not keep_special)
+        content: str | None = self._tokenizer.decode(text_ids, skip_special_tokens=not keep_special)
         if self._reasoning_parser is not None:
-            thought, content = self._reasoning_parser(self._tokenizer).extract_reasoning(content, parsed)
-            if thought:
-                message["reasoning_content"] = thought
+            reasoning, content = self._reasoning_parser(self._tokenizer).extract_reasoning(content, parsed)
+            if reasoning:
+                message["reasoning_content"] = reasoning
         if parser is not None and content:
             found = parser.extract_tool_calls(content, parsed)
             content = found.content
@@ -103,13 +106,10 @@ class AnswerReader:
         message["content"] = content or ("" if "tool_calls" not in message else None)
         return message
 
-    def _token(self, token_id: int) -> str:
-        return self._tokenizer.decode([token_id])
 
-
-def _known(find: Any, name: str, key: str) -> Any:
+def _find_parser(get: Any, name: str, key: str) -> Any:
     try:
-        return find(name)
+        return get(name)
     except KeyError as error:
         raise ValueError(
             f"policy.generation.vllm_cfg.http_server_serving_chat_kwargs.{key}: {error.args[0]}"

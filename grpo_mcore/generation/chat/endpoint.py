@@ -1,10 +1,10 @@
 """The OpenAI-compatible endpoint: an HTTP server in front of the engines.
 
-    POST /v1/chat/completions, GET /v1/models, POST /tokenize     as vLLM has them
-    POST /weight_versions {"fingerprints": [...]}                 which weights generated these tokens; null: none here
-    GET  /health                                                  without a token
+    POST /v1/chat/completions, GET /v1/models, POST /tokenize     as in vLLM
+    POST /weight_versions {"fingerprints": [...]}                 weights that generated these tokens; null: none here
+    GET  /health                                                  needs no token, unlike all others
 
-It runs in the driver, in threads: each request waits for one engine. Every other request needs the token.
+It runs in the driver, in threads: each request waits for one engine.
 """
 
 from __future__ import annotations
@@ -18,6 +18,7 @@ import time
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, Protocol
 
 from aiohttp import web
@@ -28,10 +29,10 @@ from grpo_mcore.generation.chat.record import ChatRecord
 from grpo_mcore.rollout.exact_tokens import fingerprint
 
 MAX_BODY_BYTES = 512 * 2**20
-"""Of a request: a long conversation comes with all its tokens, as JSON."""
+"""Maximum size of a request: a long conversation carries all its tokens as JSON."""
 
-DETOUR = 4
-"""So many more unanswered requests may an engine have, and still get one whose conversation it has in its cache."""
+MAX_EXTRA_PENDING = 4
+"""How many extra pending requests an engine may have and still be preferred because it has the conversation cached."""
 
 START_TIMEOUT_S = 30.0
 POLL_S = 0.1
@@ -40,7 +41,7 @@ log = logging.getLogger(__name__)
 
 
 class EndpointError(RuntimeError):
-    """The endpoint cannot listen where it should."""
+    """The endpoint cannot listen at its address."""
 
 
 class ChatEngine(Protocol):
@@ -52,8 +53,8 @@ class ChatEngine(Protocol):
 
 
 class ChatEngines(Protocol):
-    """Handles on engines that were started with a ChatConfig; always as many, each perhaps in place of one that has
-    died. `weight_version`: of the last refit."""
+    """Handles on engines that were started with a ChatConfig. Their number is fixed; a new engine takes the place of a
+    dead one. `weight_version`: number of the last refit."""
 
     @property
     def workers(self) -> Sequence[ChatEngine]: ...
@@ -62,19 +63,19 @@ class ChatEngines(Protocol):
     def weight_version(self) -> int: ...
 
     def reachable(self) -> list[int]:
-        """The numbers of those that may be asked."""
+        """Return the numbers of the engines that can take requests."""
 
     @property
     def returning(self) -> bool:
-        """Somebody is at work to make one reachable again."""
+        """Return whether an engine is being restarted."""
 
     def unanswered(self, engine: ChatEngine, error: Exception) -> bool:
-        """Takes note that a request has ended so. Whether the engine is gone, and another may be asked instead."""
+        """Record a failed request. Return whether the engine is gone, so that another can take the request."""
 
 
 @dataclass(frozen=True)
 class EndpointAddress:
-    """What a client needs. `url` ends before the API's `/v1`."""
+    """Address for clients. `url` ends before the API's `/v1`."""
 
     url: str
     token: str
@@ -84,9 +85,10 @@ class EndpointAddress:
 class Endpoint:
     """Listens from its construction until `close`.
 
-    A request goes to the engine with the fewest unanswered, or to that which has generated its last turn; where that
-    has died, to another. While none can be asked and one is on its way back, requests wait. `timeout_s`: of one
-    request. `max_requests`: that engines work on at a time, more wait. Raises EndpointError where it cannot listen.
+    A request goes to the engine that generated its last turn, or to the engine with the fewest pending requests. If the
+    engine dies, another one takes the request. While no engine is reachable but one is being restarted, requests wait.
+    `timeout_s`: limit for one request. `max_requests`: maximum concurrent requests; further ones queue. Raises
+    EndpointError if it cannot listen.
     """
 
     def __init__(
@@ -104,7 +106,7 @@ class Endpoint:
         self._engines, self._model, self._token = engines, model, token
         self._timeout_s = timeout_s
         self._record = ChatRecord(seed)
-        self._outstanding = [0] * len(engines.workers)
+        self._pending = [0] * len(engines.workers)
         self._lock = threading.Lock()
         self._warned: set[str] = set()
         self._pool = ThreadPoolExecutor(max_requests, thread_name_prefix="endpoint")
@@ -128,8 +130,8 @@ class Endpoint:
             [
                 web.get("/health", self._health),
                 web.get("/v1/models", self._models),
-                web.post("/v1/chat/completions", self._complete),
-                web.post("/tokenize", self._tokenize),
+                web.post("/v1/chat/completions", partial(self._ask, "complete")),
+                web.post("/tokenize", partial(self._ask, "tokenize")),
                 web.post("/weight_versions", self._weight_versions),
             ]
         )
@@ -144,7 +146,7 @@ class Endpoint:
         return runner, runner.addresses[0][1]
 
     def close(self) -> None:
-        """Ends it; what is unanswered is cut off. Idempotent."""
+        """Stop listening and cut off pending requests. Idempotent."""
         if self._thread.is_alive():
             self._wait(self._runner.cleanup())
             self._end()
@@ -161,7 +163,7 @@ class Endpoint:
     async def _guard(
         self, request: web.Request, handler: Callable[[web.Request], Awaitable[web.StreamResponse]]
     ) -> web.StreamResponse:
-        """Only who has the token is served; what goes wrong is told in the API's form."""
+        """Refuse requests without the token, and turn HTTP errors into the API's form."""
         given = request.headers.get("Authorization", "").removeprefix("Bearer ")
         if request.path != "/health" and not hmac.compare_digest(given.encode(), self._token.encode()):
             return _error(401, "this endpoint asks for its token: Authorization: Bearer ...")
@@ -176,12 +178,6 @@ class Endpoint:
     async def _models(self, request: web.Request) -> web.Response:
         model = {"id": self._model, "object": "model", "created": 0, "owned_by": "grpo_mcore"}
         return web.json_response({"object": "list", "data": [model]})
-
-    async def _complete(self, request: web.Request) -> web.Response:
-        return await self._ask("complete", request)
-
-    async def _tokenize(self, request: web.Request) -> web.Response:
-        return await self._ask("tokenize", request)
 
     async def _weight_versions(self, request: web.Request) -> web.Response:
         body = await _json(request)
@@ -206,15 +202,15 @@ class Endpoint:
                     "chat", kind, body, seed, timeout_s=self._timeout_s, what=f"a chat {kind} request"
                 )
                 reply = next(stream)
-                next(stream, None)  # nothing is left but its end
-            except Exception as error:  # of whatever kind: it must reach who asked, and the log
+                next(stream, None)  # the end of the stream
+            except Exception as error:  # any error must reach the client and the log
                 self._warn(f"{engine.name} did not answer: {type(error).__name__}: {error}")
                 if self._engines.unanswered(engine, error):
                     continue
                 return _no_reply(502, type(error).__name__, str(error))
             finally:
                 with self._lock:
-                    self._outstanding[index] -= 1
+                    self._pending[index] -= 1
             if reply.fingerprint is not None:
                 self._record.note(reply.fingerprint, reply.weight_versions, index)
             elif reply.status == 400:
@@ -223,24 +219,23 @@ class Endpoint:
         return _no_reply(503, "NoEngine", "no engine is there now")
 
     def _choose(self, before: list[int] | None) -> int | None:
-        """The engine for a request that continues the tokens `before`; it counts as unanswered there from now on. None:
-        there is none, and none will be soon."""
-        known = self._record.engine_of(fingerprint(before)) if before and len(self._outstanding) > 1 else None
+        """Choose an engine for a request that continues the tokens `before`, and count the request as pending there.
+        Return None if no engine is reachable or being restarted."""
+        known = self._record.engine_of(fingerprint(before)) if before and len(self._pending) > 1 else None
         deadline = time.monotonic() + self._timeout_s
         while not (open_now := self._engines.reachable()):
             if not self._engines.returning or time.monotonic() > deadline:
                 return None
             time.sleep(POLL_S)
         with self._lock:
-            least = min(open_now, key=self._outstanding.__getitem__)
-            index = least
-            if known in open_now and self._outstanding[known] <= self._outstanding[least] + DETOUR:
+            index = min(open_now, key=self._pending.__getitem__)
+            if known in open_now and self._pending[known] <= self._pending[index] + MAX_EXTRA_PENDING:
                 index = known
-            self._outstanding[index] += 1
+            self._pending[index] += 1
         return index
 
     def _warn(self, text: str) -> None:
-        """Once for each text: agents ask often."""
+        """Log each text once: agents ask often."""
         with self._lock:
             new = text not in self._warned and len(self._warned) < 1000
             self._warned.add(text)
@@ -253,7 +248,7 @@ def _no_reply(status: int, kind: str, why: str) -> Reply:
 
 
 def recorded_tokens(body: Mapping[str, Any]) -> list[int] | None:
-    """The tokens, prompt and answer, that the last answer of the conversation came with."""
+    """Return the tokens of prompt and answer that are recorded in the conversation's last answer."""
     messages = body.get("messages")
     for message in reversed(messages if isinstance(messages, list) else []):
         parts = [message.get(name) for name in TOKEN_FIELDS[:2]] if isinstance(message, dict) else [None]

@@ -1,4 +1,4 @@
-"""What the endpoint remembers: which weights and which engine generated which tokens, how often the same was asked."""
+"""The endpoint's memory: the weights and the engine that generated each completion, and the count of equal requests."""
 
 from __future__ import annotations
 
@@ -14,11 +14,11 @@ from grpo_mcore.rollout.seeds import sample_seed
 Spans = tuple[tuple[int, int, int], ...]
 
 KEPT = 200_000
-"""Completions that are remembered, some 50 MB: more than are in flight at any time."""
+"""Maximum number of remembered completions (about 50 MB): more than are ever in flight."""
 
 
 class ChatRecord:
-    """Several threads may use one. `seed`: of the run."""
+    """Remembers completions. Several threads may use it. `seed`: seed of the run."""
 
     def __init__(self, seed: int) -> None:
         self._seed = seed
@@ -28,8 +28,8 @@ class ChatRecord:
         self._version = 0
 
     def seed(self, body: Any, weight_version: int) -> int:
-        """For a request without one: of the run's seed, the weight version, the request, and how many equal ones there
-        were before. So the samples of a prompt differ, and a rerun draws the same ones."""
+        """Derive a seed for a request from the run's seed, the weight version, the request and the number of equal
+        requests before it. So the samples of a prompt differ, and a rerun draws the same ones."""
         key = blake2b(json.dumps(body, sort_keys=True).encode(), digest_size=16)
         with self._lock:
             if weight_version != self._version:
@@ -40,20 +40,20 @@ class ChatRecord:
         return sample_seed(self._seed, weight_version, key.hexdigest(), number)
 
     def note(self, fingerprint: str, spans: Spans, engine: int) -> None:
-        """`fingerprint`: of a prompt with its answer."""
+        """Remember a completion. `fingerprint`: of its prompt and answer together."""
         with self._lock:
             self._generated[fingerprint] = spans, engine
             while len(self._generated) > KEPT:
                 self._generated.popitem(last=False)
 
     def weight_versions(self, fingerprints: Sequence[str]) -> list[Spans | None]:
-        """None for tokens that were not generated here."""
+        """Return the weight versions of each completion; None for tokens that were not generated here."""
         with self._lock:
             found = [self._generated.get(fingerprint) for fingerprint in fingerprints]
         return [known and known[0] for known in found]
 
     def engine_of(self, fingerprint: str) -> int | None:
-        """Which engine generated it, and so may have it in its prefix cache."""
+        """Return the engine that generated a completion, and so may have it in its prefix cache."""
         with self._lock:
             known = self._generated.get(fingerprint)
         return known and known[1]
