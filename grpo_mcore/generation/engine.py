@@ -97,12 +97,8 @@ class Engine:
         from vllm.v1.engine.llm_engine import LLMEngine
 
         arguments = EngineArgs(**engine_arguments(self.config, port))
-        try:
+        with self._rank_deaths():
             engine = LLMEngine.from_engine_args(arguments, usage_context=UsageContext.LLM_CLASS)
-        except Exception as error:
-            if self._other_node_is_lost():
-                raise EngineError(f"{self.name}: {self._lost}") from error
-            raise
         if self.config.platform == "cpu" and self.config.tensor_parallel_size > 1:
             engine.collective_rpc(unlink_shared_segments)
         if self._records_routes:
@@ -214,14 +210,8 @@ class Engine:
             if self._in_place and self._steps.generating and not self._lock.paused:
                 self.abort_refit()
                 raise EngineError(f"{self.name} generates, and has no memory for a second copy of its weights")
-        first = reports[0]
-        return {
-            "digest": manifest["digest"],
-            "version": self.weight_version,
-            "dtype": first["dtype"],
-            "in_place": self._in_place,
-            "verify": first["verify"],
-        }
+        found = {name: reports[0][name] for name in ("dtype", "verify")}
+        return found | {"digest": manifest["digest"], "version": self.weight_version, "in_place": self._in_place}
 
     def stage_bucket(self, index: int) -> dict[str, Any]:
         """Read bucket `index` from the refit buffer. Returns {seconds, sums: by rank, of the checked copies}.
@@ -376,9 +366,11 @@ class Engine:
         try:
             yield
         except Exception as error:
-            if self._other_node_is_lost():
+            executor = getattr(self._llm_engine, "model_executor", None)
+            expects_report = bool(self._others) and not getattr(executor, "is_failed", False)
+            if self._loss_reported.wait(LOSS_REPORT_S if expects_report else 0.0):
                 raise EngineError(f"{self.name}: {self._lost}") from error
-            if getattr(self._llm_engine.model_executor, "is_failed", False):
+            if getattr(executor, "is_failed", False):
                 gone = {rank: process.exitcode for rank, process in enumerate(self._ranks)}
                 raise EngineError(f"{self.name}: {deaths(gone, self.config.tensor_parallel_size)}") from error
             raise
@@ -390,8 +382,3 @@ class Engine:
         if (engine := self._llm_engine) is not None:
             engine.model_executor.is_failed = True
             engine.model_executor.shutdown()
-
-    def _other_node_is_lost(self) -> bool:
-        """Return whether another node is lost. Waits for its report, which may come after the error here."""
-        failed = getattr(getattr(self._llm_engine, "model_executor", None), "is_failed", False)
-        return self._loss_reported.wait(LOSS_REPORT_S if self._others and not failed else 0.0)

@@ -61,23 +61,20 @@ def to_trajectory(request: GenerationRequest, output: RequestOutput, tokenizer: 
     reason = completion.finish_reason
     by_token = reason == "stop" and not isinstance(completion.stop_reason, str)
     before = request.continues.weight_versions if request.continues is not None else ()
+    prompt_length = len(output.prompt_token_ids or ())
+    routes: Tensor | None = None
+    if completion.routed_experts is not None:  # of all tokens but the last, which was sampled but never read
+        routes = torch.from_numpy(completion.routed_experts[: prompt_length + len(token_ids) - 1].astype("int16"))
     return Trajectory(
         uid=request.uid,
         generation_index=request.generation_index,
         turns=(*request.turns, generated),
-        weight_versions=_spans(before, completion.weight_versions or (), len(output.prompt_token_ids or ())),
+        weight_versions=_spans(before, completion.weight_versions or (), prompt_length),
         finish_reason=reason if reason in ("stop", "length") else "abort",
         truncated=reason == "length",
         stop_token=token_ids[-1] if by_token else None,
-        routed_experts=_routes(completion.routed_experts, len(output.prompt_token_ids or ()) + len(token_ids)),
+        routed_experts=routes,
     )
-
-
-def _routes(recorded: Any, tokens: int) -> Tensor | None:
-    """Return the experts of all tokens but the last, which was sampled but never read."""
-    if recorded is None:
-        return None
-    return torch.from_numpy(recorded[: tokens - 1].astype("int16"))
 
 
 def _spans(before: Sequence[_Span], spans: Sequence[Any], prompt_length: int) -> tuple[_Span, ...]:
