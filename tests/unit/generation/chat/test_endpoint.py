@@ -1,4 +1,4 @@
-"""The HTTP server in front of the engines: who is served, which engine answers, what errors look like."""
+"""The HTTP server in front of the engines: access, choice of the engine, form of errors."""
 
 from __future__ import annotations
 
@@ -11,9 +11,8 @@ from typing import Any
 import httpx
 import pytest
 
-from grpo_mcore.generation.chat.endpoint import Endpoint, EndpointError
+from grpo_mcore.generation.chat.endpoint import ChatRecord, Endpoint, EndpointError
 from grpo_mcore.generation.chat.engine_chat import Reply
-from grpo_mcore.generation.chat.record import ChatRecord
 from grpo_mcore.rollout.exact_tokens import fingerprint
 
 HEADERS = {"Authorization": "Bearer secret"}
@@ -42,7 +41,7 @@ class Engine:
 
 
 class Engines:
-    """Two of them. `gone`: those that have died; `returning`: a successor is on its way."""
+    """Two engines. `gone`: the dead ones; `returning`: one is being restarted."""
 
     def __init__(self) -> None:
         self.workers = [Engine("engine-0"), Engine("engine-1")]
@@ -90,7 +89,7 @@ def until(happened: Callable[[], object]) -> None:
         time.sleep(0.005)
 
 
-def test_only_who_has_the_token_is_served(endpoint: Endpoint, engines: Engines) -> None:
+def test_requests_without_the_token_are_refused(endpoint: Endpoint, engines: Engines) -> None:
     for headers in ({}, {"Authorization": "Bearer other"}, {"Authorization": "secret2"}):
         reply = post(endpoint, headers=headers)
         assert reply.status_code == 401 and "asks for its token" in reply.json()["error"]["message"]
@@ -102,7 +101,7 @@ def test_only_who_has_the_token_is_served(endpoint: Endpoint, engines: Engines) 
     assert post(endpoint, "/tokenize").json() == {"tokens": [1]}
 
 
-def test_the_engine_with_the_fewest_unanswered_is_asked(endpoint: Endpoint, engines: Engines) -> None:
+def test_the_engine_with_the_fewest_pending_requests_is_chosen(endpoint: Endpoint, engines: Engines) -> None:
     engines[0].hold.clear()
     waiting = threading.Thread(target=post, args=(endpoint,))
     waiting.start()
@@ -126,7 +125,7 @@ def test_a_conversation_stays_with_its_engine_unless_that_is_busy(endpoint: Endp
     assert post(endpoint, body={"messages": [answer | {"generation_token_ids": [4]}]}).json()["by"] == "engine-0"
 
 
-def test_it_knows_which_weights_generated_what(endpoint: Endpoint) -> None:
+def test_weight_versions_of_generated_tokens(endpoint: Endpoint) -> None:
     post(endpoint, body={"ids": [4, 5]})
     names = [fingerprint([4, 5]), fingerprint([5, 4])]
     found = post(endpoint, "/weight_versions", {"fingerprints": names})
@@ -134,7 +133,7 @@ def test_it_knows_which_weights_generated_what(endpoint: Endpoint) -> None:
     assert post(endpoint, "/weight_versions", {"fingerprints": 3}).status_code == 400
 
 
-def test_what_goes_wrong_is_told_and_logged_once(endpoint: Endpoint, caplog: pytest.LogCaptureFixture) -> None:
+def test_errors_are_returned_and_logged_once(endpoint: Endpoint, caplog: pytest.LogCaptureFixture) -> None:
     assert post(endpoint, content=b"{", json=None).json()["error"]["message"].startswith("the body is not JSON")
     assert post(endpoint, content=b"[1]", json=None).status_code == 400
     for _ in range(2):
@@ -146,17 +145,17 @@ def test_what_goes_wrong_is_told_and_logged_once(endpoint: Endpoint, caplog: pyt
     assert post(endpoint).status_code == 200
 
 
-def test_what_a_dead_engine_leaves_is_asked_of_another(endpoint: Endpoint, engines: Engines) -> None:
+def test_another_engine_takes_the_requests_of_a_dead_one(endpoint: Endpoint, engines: Engines) -> None:
     engines[0].dead = True
     assert [post(endpoint).json()["by"] for _ in range(3)] == ["engine-1"] * 3
     assert engines[0].asked == 1
     answer = {"role": "assistant", "prompt_token_ids": [1], "generation_token_ids": []}
     engines.replace(0)
-    assert post(endpoint).json()["by"] == "engine-0"  # nothing that it left counts against its successor
+    assert post(endpoint).json()["by"] == "engine-0"  # its pending requests do not count for its successor
     assert post(endpoint, body={"messages": [answer]}).json()["by"] == "engine-0"
 
 
-def test_without_any_engine_requests_wait_for_one_that_comes_back(endpoint: Endpoint, engines: Engines) -> None:
+def test_requests_wait_while_an_engine_is_being_restarted(endpoint: Endpoint, engines: Engines) -> None:
     engines[0].dead = engines[1].dead = True
     reply = post(endpoint)
     assert (reply.status_code, reply.json()["error"]["message"]) == (503, "no engine is there now")
@@ -186,7 +185,7 @@ def test_nobody_listens_after_close(engines: Engines) -> None:
         post(endpoint)
 
 
-def test_seeds_tell_equal_requests_apart_and_come_back_in_a_rerun() -> None:
+def test_equal_requests_get_different_seeds_and_a_rerun_the_same() -> None:
     def seeds(record: ChatRecord) -> list[int]:
         asked = [({"m": 1}, 1), ({"m": 1}, 1), ({"m": 2}, 1), ({"m": 1}, 2)]
         return [record.seed(body, version) for body, version in asked]
