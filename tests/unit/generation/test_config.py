@@ -42,7 +42,7 @@ def test_arguments_on_cpu_and_gpu() -> None:
     assert exact["attention_backend"] == "CPU_MLA" and exact["enable_expert_parallel"]
 
 
-def test_what_no_engine_can_be() -> None:
+def test_invalid_configurations() -> None:
     with pytest.raises(ValueError, match="engine-3: an engine on CPU cannot sleep"):
         EngineConfig("model", name="engine-3", sleep_between_phases=True)
     with pytest.raises(ValueError, match="threads 0 must be at least 1"):

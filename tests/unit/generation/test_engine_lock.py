@@ -9,11 +9,11 @@ from grpo_mcore.generation.engine_lock import EngineLock
 
 
 def test_a_call_comes_between_two_steps_and_does_not_starve() -> None:
-    turns, inside, ended = EngineLock(5.0), [], threading.Event()
+    lock, inside, ended = EngineLock(5.0), [], threading.Event()
 
     def generate() -> None:
         while not ended.is_set():
-            with turns.step():
+            with lock.step():
                 inside.append("step")
                 time.sleep(0.001)
                 inside.append("step ends")
@@ -21,10 +21,10 @@ def test_a_call_comes_between_two_steps_and_does_not_starve() -> None:
     thread = threading.Thread(target=generate)
     thread.start()
     for _ in range(20):
-        with turns.call():
+        with lock.call():
             inside.append("call")
             time.sleep(0.001)
-            with turns.call():  # one call may need another
+            with lock.call():  # one call may need another
                 inside.append("call ends")
     ended.set()
     thread.join(5)
@@ -33,61 +33,61 @@ def test_a_call_comes_between_two_steps_and_does_not_starve() -> None:
     assert all(inside[index - 1] != "step" for index in calls if index), "never in the middle of a step"
 
 
-def test_generation_stands_still_while_it_is_held() -> None:
-    turns, steps = EngineLock(60.0), []
-    turns.hold(True)
+def test_no_step_runs_while_generation_is_held() -> None:
+    lock, steps = EngineLock(60.0), []
+    lock.hold(True)
 
     def generate() -> None:
-        with turns.step():
+        with lock.step():
             steps.append(1)
 
     thread = threading.Thread(target=generate)
     thread.start()
-    with turns.call():
+    with lock.call():
         time.sleep(0.02)
     assert not steps
-    turns.hold(False)
+    lock.hold(False)
     thread.join(5)
     assert steps == [1]
 
 
 def test_a_pause_may_last_longer_than_any_refit() -> None:
-    turns, steps = EngineLock(0.05), []
-    turns.pause(True)
+    lock, steps = EngineLock(0.05), []
+    lock.pause(True)
 
     def generate() -> None:
-        with turns.step():
+        with lock.step():
             steps.append(1)
 
     thread = threading.Thread(target=generate)
     thread.start()
     thread.join(0.2)
-    with turns.call():
-        assert thread.is_alive() and turns.paused and not steps
-    turns.pause(False)
+    with lock.call():
+        assert thread.is_alive() and lock.paused and not steps
+    lock.pause(False)
     thread.join(5)
     assert steps == [1]
 
 
 def test_every_wait_has_a_deadline() -> None:
-    turns = EngineLock(0.05)
-    turns.hold(True)
-    with pytest.raises(TimeoutError, match=r"held back for 0.05 s by a refit"), turns.step():
+    lock = EngineLock(0.05)
+    lock.hold(True)
+    with pytest.raises(TimeoutError, match=r"held back for 0.05 s by a refit"), lock.step():
         pass
-    turns.hold(False)
+    lock.hold(False)
     failures: list[Exception] = []
 
     def call() -> None:
         try:
-            with turns.call():
+            with lock.call():
                 pass
         except TimeoutError as error:
             failures.append(error)
 
-    with turns.step():
+    with lock.step():
         thread = threading.Thread(target=call)
         thread.start()
         thread.join(60)
     assert "did not end within 0.05 s" in str(failures[0])
-    with turns.step():  # who gave up no longer holds generation back
+    with lock.step():  # a call that timed out no longer holds generation back
         pass

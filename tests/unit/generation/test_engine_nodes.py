@@ -1,4 +1,4 @@
-"""The wire between the nodes of an engine, on real sockets."""
+"""Connections between the nodes of an engine, on real sockets."""
 
 from __future__ import annotations
 
@@ -23,38 +23,38 @@ def nodes(count: int, token: str = "secret") -> list[EngineConfig]:
     return [replace(whole, node=EngineNode(rank, count, HOST, port, token)) for rank in range(count)]
 
 
-def together(configs: list[EngineConfig]) -> tuple[list[Any], list[queue.Queue[str]]]:
-    """(what each node's end gave, what each has heard)."""
-    heard: list[queue.Queue[str]] = [queue.Queue() for _ in configs]
+def connect(configs: list[EngineConfig]) -> tuple[list[Any], list[queue.Queue[str]]]:
+    """Connect the nodes. Return (each node's result, the reports that each one received)."""
+    reports: list[queue.Queue[str]] = [queue.Queue() for _ in configs]
     found: list[Any] = [None] * len(configs)
 
     def follow(rank: int) -> None:
-        found[rank] = join_first(configs[rank], heard[rank].put, 10.0)
+        found[rank] = join_first(configs[rank], reports[rank].put, 10.0)
 
     threads = [threading.Thread(target=follow, args=(rank,)) for rank in range(1, len(configs))]
     for thread in threads:
         thread.start()
-    found[0] = await_followers(configs[0], heard[0].put, 10.0)
+    found[0] = await_followers(configs[0], reports[0].put, 10.0)
     for thread in threads:
         thread.join()
     for line in [*found[0][0], *(line for line, _ in found[1:])]:
         line.watch()
-    return found, heard
+    return found, reports
 
 
-def test_the_nodes_meet_and_hear_of_deaths() -> None:
-    (first, second, third), heard = together(nodes(3))
+def test_nodes_connect_and_report_deaths() -> None:
+    (first, second, third), reports = connect(nodes(3))
     assert first[1] == second[1] == third[1] > 0, "one port for the ranks of all"
     second[0].tell("rank 2 of 6 has died")
-    assert heard[0].get(timeout=5) == "rank 2 of 6 has died"
+    assert reports[0].get(timeout=5) == "rank 2 of 6 has died"
     third[0].close()
-    assert heard[0].get(timeout=5) == "its node 2 of 3 (ranks 4 to 5, at 127.0.0.1) is gone"
+    assert reports[0].get(timeout=5) == "its node 2 of 3 (ranks 4 to 5, at 127.0.0.1) is gone"
     for line in first[0]:
         line.close()
         line.close()
-    assert heard[1].get(timeout=5) == "its node 0 of 3 (ranks 0 to 1, at 127.0.0.1) is gone"
+    assert reports[1].get(timeout=5) == "its node 0 of 3 (ranks 0 to 1, at 127.0.0.1) is gone"
     second[0].tell("nobody is there any more")
-    assert heard[2].empty(), "whoever closes a wire hears nothing"
+    assert reports[2].empty(), "a node that closes a connection gets no report"
 
 
 def test_a_node_that_does_not_come_is_named() -> None:
@@ -64,7 +64,7 @@ def test_a_node_that_does_not_come_is_named() -> None:
         join_first(nodes(2)[1], print, 0.3)
 
 
-def test_who_does_not_know_the_token_is_not_let_in() -> None:
+def test_a_node_without_the_token_is_rejected() -> None:
     first, second = nodes(2)
     stranger = replace(second, node=replace(second.node, token="guess"))
     failures: list[Exception] = []
@@ -83,13 +83,13 @@ def test_who_does_not_know_the_token_is_not_let_in() -> None:
     assert len(failures) == 1
 
 
-def test_what_is_said_of_dead_ranks() -> None:
+def test_the_description_of_dead_ranks() -> None:
     assert deaths({2: None, 3: -9}, 4) == "rank 3 of 4 has died (exit code -9)"
     assert deaths({0: -signal.SIGTERM, 1: 1}, 2) == "rank 1 of 2 has died (exit code 1)"
     assert deaths({0: 0}, 1) == "rank 0 of 1 has died (exit code 0)"
 
 
-def test_what_vllm_is_told() -> None:
+def test_vllm_arguments_of_several_nodes() -> None:
     second = nodes(2)[1]
     found = engine_arguments(second, 1234)
     assert {key: found[key] for key in ("nnodes", "node_rank", "master_addr", "master_port")} == {

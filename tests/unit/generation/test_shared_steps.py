@@ -48,17 +48,17 @@ def test_one_caller_steps_on_its_own_thread_until_its_outputs_are_there() -> Non
     assert threads == {threading.get_ident()} and not machine.steps.generating
 
 
-def test_what_others_wait_for_is_kept_for_them() -> None:
+def test_outputs_of_other_callers_are_kept_for_them() -> None:
     machine = Machine()
     first, second = machine.ask("a", 5), machine.ask("b", 2, 9)
     assert machine.steps.next(first).request_id == "a-0"
     assert machine.left == {"b-1": 4}
     assert machine.steps.next(second).request_id == "b-0"
-    assert machine.left == {"b-1": 4}, "it was there already: no step"
+    assert machine.left == {"b-1": 4}, "the output was already there: no step"
     assert machine.steps.next(second).request_id == "b-1"
 
 
-def test_many_threads_get_their_own() -> None:
+def test_each_of_many_threads_gets_its_own_outputs() -> None:
     machine, got = Machine(), Counter()
     callers = {f"c{number}": machine.ask(f"c{number}", *range(1, 40)) for number in range(8)}
 
@@ -74,7 +74,7 @@ def test_many_threads_get_their_own() -> None:
     assert got == {(name, name): 39 for name in callers}
 
 
-def test_who_stops_early_drops_its_own_only() -> None:
+def test_a_caller_that_stops_early_drops_only_its_own_requests() -> None:
     machine = Machine()
     first, second = machine.ask("a", 1, 7), machine.ask("b", 7)
     machine.steps.next(first)
@@ -84,7 +84,7 @@ def test_who_stops_early_drops_its_own_only() -> None:
     assert not first.finished and not machine.steps.generating
 
 
-def test_a_failing_step_reaches_everybody_who_waits() -> None:
+def test_the_error_of_a_step_reaches_every_waiting_caller() -> None:
     machine, failures = Machine(), []
     entered, go = threading.Event(), threading.Event()
 
@@ -112,7 +112,7 @@ def test_a_failing_step_reaches_everybody_who_waits() -> None:
     assert sorted(type(error).__name__ for error in failures) == ["OSError", "RuntimeError", "RuntimeError"]
     assert all("the rank is gone" in str(error) for error in failures)
 
-    machine.before_step = lambda: None  # who comes later is not concerned
+    machine.before_step = lambda: None  # later callers do not see the error
     for caller in callers:
         machine.steps.drop(caller)
     assert machine.steps.next(machine.ask("d", 1)).request_id == "d-0"
@@ -130,10 +130,10 @@ def test_a_step_that_does_not_end_is_not_waited_for_forever() -> None:
         machine.steps.next(second)
     go.set()
     thread.join(60)
-    assert machine.steps.next(second).request_id == "b-0", "it came in the meantime"
+    assert machine.steps.next(second).request_id == "b-0", "the output arrived in the meantime"
 
 
-def test_what_is_given_up_does_not_come_and_nobody_waits_for_it() -> None:
+def test_nobody_waits_for_requests_that_were_given_up() -> None:
     machine = Machine()
     first, second = machine.ask("a", 2, 9), machine.ask("b", 9)
     assert machine.steps.give_up(["a-1", "b-0", "gone"]) == ["engine a-1", "engine b-0"]
@@ -142,15 +142,15 @@ def test_what_is_given_up_does_not_come_and_nobody_waits_for_it() -> None:
     assert not machine.steps.generating
 
 
-def test_who_steps_stops_when_all_that_it_waits_for_is_given_up() -> None:
+def test_the_leader_stops_when_all_its_requests_are_given_up() -> None:
     machine = Machine()
     caller = machine.ask("a", 10**9)
     machine.before_step = lambda: machine.steps.give_up(["a-0"]) and None
     assert machine.steps.next(caller) is None
 
 
-def test_a_pause_is_no_hang() -> None:
-    """Another's step that does not end is an error after `timeout_s`, but not while generation is paused."""
+def test_a_pause_does_not_time_out() -> None:
+    """Another caller's unfinished step is an error after `timeout_s`, but not while generation is paused."""
     machine, paused = Machine(), [True]
     machine.steps = SharedSteps(machine.step, 0.05, lambda: paused[0])
     leader, other = machine.ask("a", 1), machine.ask("b", 2)
@@ -163,7 +163,7 @@ def test_a_pause_is_no_hang() -> None:
     waiting = threading.Thread(target=lambda: found.append(machine.steps.next(other)))
     waiting.start()
     waiting.join(0.3)
-    assert waiting.is_alive(), "it went on waiting through the pause"
+    assert waiting.is_alive(), "the caller keeps waiting through the pause"
     go_on.set()
     leading.join(10)
     waiting.join(10)
