@@ -150,7 +150,7 @@ def _checked(reward: Any, parts: Mapping[str, Any], reason: str) -> tuple[float 
         total = None if reward is None else _finite(reward)
         return total, {name: _finite(value) for name, value in parts.items()}, reason
     except (TypeError, ValueError, ArithmeticError) as error:
-        return None, {}, f"the environment's reward is no finite number: {error}"
+        return None, {}, f"the environment's reward is not a finite number: {error}"
 
 
 def _finite(value: Any) -> float:

@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 
+from grpo_mcore.algorithms.setup import check_run
 from grpo_mcore.cluster.ray_cluster import RayCluster
 from grpo_mcore.data.arithmetic import make_tokenizer
 from grpo_mcore.data.tiny_models import ENGINE_SIZES, make_tiny_model
@@ -80,7 +81,7 @@ def test_the_engines_hold_and_say_what_the_policy_does(
 ) -> None:
     pair = PAIRS[name]
     config = load_recipe(write_recipe(tmp_path, recipe_of(pair, task, tmp_path)), []).config
-    report, parity = refit_and_compare(config, cluster)
+    report, parity = refit_and_compare(config, check_run(config), cluster)
     assert report.checked > 0 and not report.fallbacks and not report.in_place
     assert len(parity.engines) == pair.engines
     for engine in parity.engines:

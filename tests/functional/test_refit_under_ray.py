@@ -17,6 +17,7 @@ from grpo_mcore.algorithms.engines.engine_group import EngineGroup
 from grpo_mcore.algorithms.grpo import refit_policy_generation
 from grpo_mcore.algorithms.setup import check_run, start_engines, wait_until_ready
 from grpo_mcore.algorithms.training_step.policy_group import PolicyGroup
+from grpo_mcore.algorithms.weight_sync.refit_step import refit_once
 from grpo_mcore.cluster import Rendezvous, WorkerFailed
 from grpo_mcore.cluster.ray_cluster import RayCluster
 from grpo_mcore.families import read_hf_config, shape_of
@@ -210,7 +211,7 @@ def test_refits_beside_streams(
         traffic.wait()
         for version in range(2, 12):
             weights[version] = change(policy, twin, version)
-            report = refit_policy_generation(policy, engines, recompute_kv=True)
+            report = refit_once(policy, engines, recompute_kv=True)
             assert (report.version, report.in_place) == (version, ()) and report.pause_seconds < report.seconds
             traffic.wait()
             health = engines.workers[0].call("health").result()
