@@ -26,7 +26,6 @@ from grpo_mcore.objective import ClippedPGLossFn, scale_reward_values
 from grpo_mcore.observe import Logger
 from grpo_mcore.recipe import GRPOConfig, MasterConfig, RewardScalingConfig
 from grpo_mcore.refit.refit import RefitReport, Timer
-from grpo_mcore.rollout import schedule as s
 
 TokenizerType = TypeVar("TokenizerType")
 """A tokenizer of transformers."""
@@ -201,39 +200,22 @@ def dynamic_sampling(
         kept["filtered_reward"] = kept["total_reward"]
         found = [batch for batch in (batch_cache, kept) if batch is not None and batch.size]
         kept = BatchedDataDict.from_batches(found) if found else kept
-    command = _next_command(
-        grpo,
-        kept.size // generations,
-        batch=repeated_batch.size // generations,
-        batches=dynamic_sampling_num_gen_batches,
-    )
-    if isinstance(command, s.Train):
-        return kept.slice(0, len(command.groups) * generations), True, None
+    batches, needed = dynamic_sampling_num_gen_batches, grpo["num_prompts_per_step"]
+    default = GRPOConfig.model_fields["dynamic_sampling_max_gen_batches"].default
+    if kept.size >= needed * generations:
+        return kept.slice(0, needed * generations), True, None
+    if batches >= grpo.get("dynamic_sampling_max_gen_batches", default):
+        raise ValueError(
+            f"dynamic sampling: {batches} generation batches gave too little to train on: "
+            f"{batches * repeated_batch.size // generations} prompts were generated, {kept.size // generations} of "
+            f"them informative (their rewards differ), {needed} are needed; raise "
+            "grpo.dynamic_sampling_max_gen_batches or grpo.batch_multiplier, or train on easier or harder data"
+        )
     return kept, False, kept if kept.size else None
 
 
-def _next_command(grpo: Mapping[str, Any], kept: int, *, batch: int, batches: int) -> s.Command:
-    """Return what the loop's own schedule does after `batches` batches of `batch` groups gave `kept` groups."""
-    default = GRPOConfig.model_fields["dynamic_sampling_max_gen_batches"].default
-    config = s.ScheduleConfig(
-        grpo["num_prompts_per_step"],
-        max_steps=1,
-        prompts_per_dispatch=batch,
-        max_gen_batches=grpo.get("dynamic_sampling_max_gen_batches", default),
-    )
-    schedule = s.Schedule(config, engine_version=1)
-    uids = [str(group) for group in range(max(kept, batch * batches))]
-    schedule.record(s.Dispatched(tuple(uids)))
-    for number, uid in enumerate(uids):
-        schedule.record(s.GroupFinished(uid, informative=number < kept))
-    try:
-        return schedule.next()
-    except s.ScheduleError as error:
-        raise ValueError(f"dynamic sampling: {str(error).partition(': ')[2]}") from error
-
-
 def _kept_samples(batch: BatchedDataDict, generations: int) -> list[int]:
-    """Indices of the samples of informative groups, group by group in order of appearance."""
+    """Return the indices of the samples of informative groups, group by group in order of appearance."""
     groups: dict[Hashable, list[int]] = {}
     for sample, key in enumerate(_group_keys(batch, generations)):
         groups.setdefault(key, []).append(sample)
@@ -260,9 +242,7 @@ def _items(values: Tensor | list[Any]) -> list[Any]:
     return values.tolist() if isinstance(values, Tensor) else values
 
 
-def _default_grpo_save_state() -> GRPOSaveState:
-    """Return the save state of a run that has not begun."""
-    return first_save_state()
+_default_grpo_save_state = first_save_state
 
 
 def _should_use_async_rollouts(master_config: MasterConfig | Mapping[str, Any]) -> bool:

@@ -23,27 +23,20 @@ if TYPE_CHECKING:
     from grpo_mcore.rollout.datum import DatumSpec
 
 _MODULES = {
-    "AllTaskProcessedDataset": "grpo_mcore.data.task_datasets",
-    "BatchedDataDict": "grpo_mcore.data.batched_data_dict",
-    "DataError": "grpo_mcore.data.interfaces",
-    "DatumSpec": "grpo_mcore.rollout.datum",
-    "Excluded": "grpo_mcore.data.task_datasets",
-    "MultipleDataloaderWrapper": "grpo_mcore.data.multiple_loaders",
-    "ResponseDataset": "grpo_mcore.data.datasets",
-    "TaskData": "grpo_mcore.data.task_datasets",
-    "TaskDataSpec": "grpo_mcore.data.interfaces",
-    "TurnTemplate": "grpo_mcore.data.turn_tokens",
-    "build_dataloader": "grpo_mcore.data.loader",
-    "build_task_data": "grpo_mcore.data.task_datasets",
-    "build_train_dataloader": "grpo_mcore.data.multiple_loaders",
-    "example_custom_dataloader": "grpo_mcore.data.multiple_loaders",
-    "load_preference_dataset": "grpo_mcore.data.datasets",
-    "load_response_dataset": "grpo_mcore.data.datasets",
-    "load_tokenizer": "grpo_mcore.data.tokenizer",
+    "grpo_mcore.data.batched_data_dict": "BatchedDataDict",
+    "grpo_mcore.data.datasets": "ResponseDataset load_preference_dataset load_response_dataset",
+    "grpo_mcore.data.interfaces": "DataError TaskDataSpec",
+    "grpo_mcore.data.loader": "build_dataloader",
+    "grpo_mcore.data.multiple_loaders": "MultipleDataloaderWrapper build_train_dataloader example_custom_dataloader",
+    "grpo_mcore.data.task_datasets": "AllTaskProcessedDataset Excluded TaskData build_task_data",
+    "grpo_mcore.data.tokenizer": "load_tokenizer",
+    "grpo_mcore.data.turn_tokens": "TurnTemplate",
+    "grpo_mcore.rollout.datum": "DatumSpec",
 }
 
 
 def __getattr__(name: str) -> Any:
-    if name not in _MODULES:
-        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    return getattr(import_module(_MODULES[name]), name)
+    for module, names in _MODULES.items():
+        if name in names.split():
+            return getattr(import_module(module), name)
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

@@ -12,8 +12,7 @@ from typing import Any
 import torch
 
 from grpo_mcore.data.interfaces import DataError
-from grpo_mcore.rollout.exact_tokens import said_already
-from grpo_mcore.rollout.trajectory import Turn
+from grpo_mcore.rollout.trajectory import Turn, said_already
 
 _QUESTION, _ANSWER, _REPLY = "question", "@@answer@@", "@@reply@@"
 

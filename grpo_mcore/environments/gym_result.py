@@ -9,8 +9,7 @@ from typing import Any
 
 import torch
 
-from grpo_mcore.rollout.exact_tokens import fingerprint
-from grpo_mcore.rollout.trajectory import Score, Trajectory, Turn
+from grpo_mcore.rollout.trajectory import Score, Trajectory, Turn, fingerprint
 
 FAILURE, NOT_KEPT, TERMINAL = "_ng_failure_class", "_ng_no_persist", "_ng_failure_terminal"
 

@@ -1,12 +1,11 @@
-"""What a person and a program see of a run: metrics, seconds by phase, tables, curves, the summary."""
+"""The outputs of a run for people and programs: metrics, seconds by phase, tables, curves, the summary."""
 
 from __future__ import annotations
 
 from grpo_mcore.observe.console import RunConsole, ShownSample
 from grpo_mcore.observe.ledger import LEDGER_FILE, Ledger, LedgerError, read_ledger
 from grpo_mcore.observe.ledger_audit import Audit, audit
-from grpo_mcore.observe.logger import Logger, MissingPackage, read_metrics, run_folder
+from grpo_mcore.observe.logger import Logger, MissingPackage, read_metrics, run_folder, write_summary
 from grpo_mcore.observe.plots import reward_curve_png
 from grpo_mcore.observe.step_table import StepRow
-from grpo_mcore.observe.summary import write_summary
 from grpo_mcore.observe.timeline import Timeline

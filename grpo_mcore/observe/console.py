@@ -1,4 +1,4 @@
-"""What a person sees of a run: banner, table of steps, validation, samples, and where everything lies."""
+"""The console of a run: banner, table of steps, validation, samples, and the paths of its files."""
 
 from __future__ import annotations
 
@@ -6,36 +6,33 @@ import sys
 import textwrap
 import time
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Protocol, TextIO
+from typing import TextIO
 
 from grpo_mcore.observe.step_table import HEADER_EVERY, StepRow, header_lines, row_line
 
 WIDTH = 120
 LONGEST_TEXT = 2000
-"""Characters of a prompt or response that are shown."""
+"""Maximum number of characters shown of a prompt or response."""
 PROGRESS_S = 0.2
 
 
-class ShownSample(Protocol):
-    """One validation sample. `answer`: what was found in the response; `reward`: None where scoring failed."""
+@dataclass(frozen=True)
+class ShownSample:
+    """One validation sample as text. `answer`: found in the response; `reward`: None if scoring failed."""
 
-    @property
-    def prompt(self) -> str: ...
-    @property
-    def response(self) -> str: ...
-    @property
-    def truth(self) -> str: ...
-    @property
-    def answer(self) -> str | None: ...
-    @property
-    def reward(self) -> float | None: ...
-    @property
-    def reason(self) -> str: ...
+    uid: str
+    prompt: str
+    response: str
+    truth: str
+    answer: str | None
+    reward: float | None
+    reason: str
 
 
 class RunConsole:
-    """Plain text to `stream` (standard output), line by line; a moving line only where that is a terminal."""
+    """Prints plain lines to `stream` (standard output), and a progress line if that is a terminal."""
 
     def __init__(self, stream: TextIO | None = None, clock: Callable[[], float] = time.monotonic) -> None:
         self._stream = sys.stdout if stream is None else stream
@@ -46,28 +43,28 @@ class RunConsole:
         self._rows = 0
 
     def banner(self, title: str, facts: Mapping[str, object]) -> None:
-        """What runs: `facts` by name, such as the batch equation, the layout, the engines, the model size."""
+        """Print what runs: `facts` by name, such as the batch equation, the layout, the engines, the model size."""
         self._print("", f"== {title} ".ljust(WIDTH, "="), *_listed(facts), "=" * WIDTH, "")
 
     def note(self, text: str) -> None:
-        """One line, or a few."""
+        """Print a line, or a few."""
         self._print(text)
         self._rows = 0  # the table has been interrupted
 
     def step(self, row: StepRow) -> None:
-        """A line of the table; the header comes again every 20 lines and after anything else."""
+        """Print a line of the table; the header is repeated every 20 lines and after anything else."""
         if self._rows % HEADER_EVERY == 0:
             self._print(*header_lines())
         self._rows += 1
         self._print(row_line(row))
 
     def validation(self, step: int, metrics: Mapping[str, float | None], seconds: float) -> None:
-        """The outcome of a validation in one line. It stands in the table without interrupting it."""
+        """Print the metrics of a validation as one line of the table."""
         found = "  ".join(f"{name} {'-' if value is None else f'{value:.4g}'}" for name, value in metrics.items())
         self._print(*textwrap.wrap(f"validation after step {step}: {found}  ({seconds:.1f} s)", WIDTH))
 
     def samples(self, step: int, samples: Sequence[ShownSample]) -> None:
-        """Validation samples in full, up to LONGEST_TEXT characters a text."""
+        """Print validation samples, each text up to LONGEST_TEXT characters."""
         for number, sample in enumerate(samples, start=1):
             reward = "not scored" if sample.reward is None else f"{sample.reward:g}"
             self._print(
@@ -83,7 +80,7 @@ class RunConsole:
             self._rows = 0
 
     def progress(self, what: str, done: int, total: int) -> None:
-        """How far a long phase is, such as samples generated. Nothing where the output is not a terminal."""
+        """Show the progress of a long phase, such as generation; nothing if the output is not a terminal."""
         if not self._moves or (self._clock() - self._moved_at < PROGRESS_S and done < total):
             return
         self._moved_at = self._clock()
@@ -93,7 +90,7 @@ class RunConsole:
         self._moving = len(line)
 
     def summary(self, title: str, facts: Mapping[str, object], paths: Mapping[str, Path | str | None]) -> None:
-        """The end: what came out, and where everything lies. A path of None does not exist in this run."""
+        """Print the results and the paths of a run. A path of None does not exist in this run."""
         where = {name: path for name, path in paths.items() if path is not None}
         self._print("", f"== {title} ".ljust(WIDTH, "="), *_listed(facts))
         if where:

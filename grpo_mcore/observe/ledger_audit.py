@@ -1,4 +1,4 @@
-"""Does a ledger add up? Every prompt that was dispatched has exactly one end, and none was passed over. Pure."""
+"""Audit a ledger: every prompt that was dispatched has exactly one end, and none was passed over. Pure."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ ENDS = (TRAINED, FILTERED, FAILED)
 
 @dataclass(frozen=True)
 class Flaw:
-    """`uid`: the prompt; empty where it is not about one."""
+    """A violation. `uid`: its prompt, empty if it is not about one."""
 
     uid: str
     what: str
@@ -40,7 +40,7 @@ class Audit:
 
 
 def audit(entries: Sequence[Mapping[str, Any]]) -> Audit:
-    """What the entries of a ledger (`read_ledger`) say. No flaw: nothing was lost, nothing was done twice."""
+    """Audit the entries of a ledger (`read_ledger`). Without flaws, nothing was lost and nothing was done twice."""
     counted = valid_entries(entries)
     books = _Books()
     for entry in counted:
@@ -56,7 +56,7 @@ def audit(entries: Sequence[Mapping[str, Any]]) -> Audit:
 
 
 def valid_entries(entries: Sequence[Mapping[str, Any]]) -> list[Mapping[str, Any]]:
-    """Without those that a later start has declared void."""
+    """Return the entries that no later start has declared void."""
     valid: list[int] = []
     for index, entry in enumerate(entries):
         if entry["event"] == "started":
@@ -110,7 +110,7 @@ class _Books:
                 self.data_ended = entry["data_ended"]
 
     def close(self) -> None:
-        """What is still open when the ledger ends."""
+        """Check what is still open when the ledger ends."""
         for uid, (fate, _) in self.fates.items():
             if fate in ENDS:
                 continue
@@ -120,7 +120,7 @@ class _Books:
                 self.flaws.append(Flaw(uid, "lost: it went back to the data, and others came instead"))
 
     def _start(self, entry: Mapping[str, Any]) -> None:
-        """What was under way at the checkpoint is to be generated anew."""
+        """Expect the prompts that were in flight at the checkpoint to be generated again."""
         self.starts += 1
         self.max_age = entry["max_age"]
         if entry["missing"]:

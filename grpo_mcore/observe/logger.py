@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+import os
 import time
 from collections.abc import Iterator, Mapping
 from pathlib import Path
@@ -149,3 +150,18 @@ def _import_wandb() -> Any:
     except ImportError as error:
         raise MissingPackage("logger.wandb_enabled needs wandb: pip install wandb, or set it to false") from error
     return wandb
+
+
+def write_summary(path: Path, summary: Mapping[str, Any]) -> None:
+    """Write summary.json, whole or not at all. Raises ValueError for NaN and infinities."""
+    text = json.dumps(dict(summary), indent=2, allow_nan=False)
+    path.parent.mkdir(parents=True, exist_ok=True)
+    partial = path.with_name(f".{path.name}.{os.getpid()}")
+    try:
+        with partial.open("w") as file:
+            file.write(text + "\n")
+            file.flush()
+            os.fsync(file.fileno())
+        partial.replace(path)
+    finally:
+        partial.unlink(missing_ok=True)

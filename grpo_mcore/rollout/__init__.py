@@ -1,1 +1,1 @@
-"""What a rollout is made of: requests, turns, trajectories, scores, and the schedule that asks for them."""
+"""The parts of a rollout: requests, turns, trajectories, scores, and the schedule that asks for them."""

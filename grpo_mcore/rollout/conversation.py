@@ -1,4 +1,4 @@
-"""One sample's way through its turns: what it has earned so far, whether it goes on, and with what. Pure."""
+"""One sample's turns: its score so far, whether it goes on, and its next request. Pure."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from grpo_mcore.rollout.trajectory import GenerationRequest, Outcome, Score, Tra
 
 
 class TurnError(ValueError):
-    """An environment's answer after which a sample can neither end nor go on."""
+    """An environment's answer with which a sample can neither end nor go on."""
 
 
 @dataclass(frozen=True)
@@ -23,7 +23,7 @@ class TurnLimits:
 
 @dataclass
 class Conversation:
-    """A sample under way. Its turn is generated, then judged, then either it is `over` or a next turn is asked for.
+    """A sample under way. Its turn is generated and scored; then it is `over`, or its next turn is requested.
 
     `metadata` and `stop_strings`: of the turn under way. `sample`: up to the last generated turn. `score`: over the
     turns judged so far, rewards added up.
@@ -36,7 +36,7 @@ class Conversation:
     over: bool = False
 
     def judged(self, outcome: Outcome, limits: TurnLimits) -> bool:
-        """Takes the verdict on the last turn; returns whether the sample goes on.
+        """Add the verdict on the last turn. Return whether the sample goes on.
 
         It does not where the environment ended it or failed, the engine aborted it or cut it at a length limit, or no
         turn is left. Raises TurnError where it would, and the environment says nothing.
@@ -60,8 +60,8 @@ class Conversation:
         return True
 
     def next_request(self, said: Turn, seed: int, limits: TurnLimits) -> GenerationRequest | None:
-        """The request for the next turn, after the environment's words `said`. None where the context has no room for
-        it: the sample is over then, and truncated."""
+        """Return the request for the next turn, after the environment's message `said`. None if the context has no room
+        for it: the sample is then over, and truncated."""
         sample = self.sample
         assert sample is not None and not self.over
         if sample.length + len(said) >= limits.max_model_len:
@@ -74,7 +74,7 @@ class Conversation:
 
 
 def _checked(sample: TrajectoryRef, outcome: Outcome) -> Outcome:
-    """The verdict, without a reward where that of an aborted sample or one that is no number would be trained on."""
+    """Return the verdict, without its reward if the sample was aborted or the reward is not a finite number."""
     if sample.finish_reason == "abort":
         return replace(outcome, reward=None, reason="the engine aborted the sample")
     if outcome.reward is not None and not math.isfinite(outcome.reward):
@@ -83,7 +83,7 @@ def _checked(sample: TrajectoryRef, outcome: Outcome) -> Outcome:
 
 
 def _added(before: Score | None, verdict: Outcome) -> Score:
-    """The score with this turn's. A turn without a reward leaves none for the whole."""
+    """Add a turn's score to the sample's. A turn without a reward leaves the whole sample without one."""
     reward, by_name, seconds = verdict.reward, dict(verdict.rewards_by_name), verdict.seconds
     if before is not None:
         seconds += before.seconds

@@ -29,7 +29,7 @@ class DatumSpec(TypedDict):
     length: int
     """Tokens of all messages."""
     extra_env_info: dict[str, Any]
-    """What the environment needs, such as `ground_truth`, and the row's other fields."""
+    """Values for the environment, such as `ground_truth`, and the row's other fields."""
     loss_multiplier: float
     """0 marks a prompt that is too long or invalid. It is excluded from the batches and counted."""
     idx: int

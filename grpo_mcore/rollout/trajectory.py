@@ -1,11 +1,14 @@
-"""What is asked of an engine, what it gives back, and what an environment says about it.
+"""Requests to an engine, its trajectories, and an environment's verdict on them.
 
 Tokens stay tokens: a turn carries the ids that were prompted or sampled; nothing decoded is tokenised again.
 """
 
 from __future__ import annotations
 
+from array import array
+from collections.abc import Sequence
 from dataclasses import dataclass, field
+from hashlib import blake2b
 from typing import Any, Literal
 
 import torch
@@ -98,17 +101,17 @@ class Trajectory:
 
     @property
     def name(self) -> str:
-        """For messages: `uid#generation_index`."""
+        """Name of the sample in messages: `uid#generation_index`."""
         return f"{self.uid}#{self.generation_index}"
 
     @property
     def length(self) -> int:
-        """Tokens of all turns."""
+        """Number of tokens of all turns."""
         return sum(len(turn) for turn in self.turns)
 
     @property
     def prompt_length(self) -> int:
-        """Tokens before the first generated turn (all of them where nothing was generated)."""
+        """Number of tokens before the first generated turn; of all turns if nothing was generated."""
         count = 0
         for turn in self.turns:
             if turn.loss_mask:
@@ -118,7 +121,7 @@ class Trajectory:
 
     @property
     def generated_length(self) -> int:
-        """Tokens that the policy generated, over all turns."""
+        """Number of tokens that the policy generated, over all turns."""
         return sum(len(turn) for turn in self.turns if turn.loss_mask)
 
     @property
@@ -162,7 +165,7 @@ class Trajectory:
 
 @dataclass(frozen=True)
 class TrajectoryRef:
-    """What the driver holds of a trajectory: plain numbers, and `ref`, its place in the object store.
+    """A trajectory as the driver holds it: plain numbers, and `ref`, its place in the object store.
 
     `turns`: those that the policy generated. `truncated`: also where the context had no room for a next turn.
     `cut_turns`: turns after the last one here, which did not continue it and are not trained on.
@@ -183,12 +186,12 @@ class TrajectoryRef:
 
     @property
     def nbytes(self) -> int:
-        """Of its tensors in the object store: token ids (int64), log-probs of the generated ones (float32)."""
+        """Bytes of its tensors in the object store: token ids (int64), log-probs of generated tokens (float32)."""
         return 8 * self.length + 4 * self.generated_length
 
     @property
     def environment_tokens(self) -> int:
-        """Tokens between the generated turns: what the environment said, in the chat template's words."""
+        """Number of tokens between the generated turns: the environment's messages in the chat template."""
         return self.length - self.prompt_length - self.generated_length
 
     @classmethod
@@ -235,7 +238,7 @@ class GenerationRequest:
 
 @dataclass(frozen=True)
 class Sampling:
-    """How tokens are drawn. `max_new_tokens` is per turn; `top_k` None: no limit."""
+    """Sampling parameters. `max_new_tokens` is per turn; `top_k` None: no limit."""
 
     max_new_tokens: int
     temperature: float = 1.0
@@ -264,7 +267,7 @@ class Score:
 
 @dataclass(frozen=True)
 class Outcome(Score):
-    """An environment's verdict on one turn, and what it says next.
+    """An environment's verdict on one turn, and its next message.
 
     `observation`: its next message, None where it has nothing to say; `role`: whose words they are. `metadata`:
     what the next call gets; None: the same again. `stop_strings`: of the next turn; None: the same again.
@@ -274,3 +277,27 @@ class Outcome(Score):
     role: str = "user"
     stop_strings: tuple[str, ...] | None = None
     metadata: dict[str, Any] | None = None
+
+
+def sample_seed(seed: int, step: int, uid: str, generation_index: int, turn: int = 0) -> int:
+    """Return the seed of one turn of a sample, in 0 .. 2^63 - 1: a hash of (grpo.seed, step, prompt uid, generation
+    index) and, after the first, of the turn (DESIGN law 5)."""
+    text = f"{seed}/{step}/{uid}/{generation_index}" + (f"/{turn}" if turn else "")
+    return int.from_bytes(blake2b(text.encode(), digest_size=8).digest(), "little") >> 1
+
+
+def fingerprint(token_ids: Sequence[int]) -> str:
+    """Return a hash of a sequence of tokens."""
+    return blake2b(array("q", token_ids).tobytes(), digest_size=16).hexdigest()
+
+
+def said_already(ids: Sequence[int], end: Sequence[int], stop_token: int | None, eos_token_id: int | None) -> int:
+    """Return how many of `ids`, the tokens that the chat template puts after an answer, the generated turn has already.
+
+    `end`: tokens that end every answer. `stop_token`: the token that ended the turn, None if none did.
+    """
+    if stop_token is None or stop_token not in end:
+        return 0
+    count = list(end).index(stop_token) + 1
+    is_marker = count == 1 or stop_token == eos_token_id
+    return count if is_marker and list(ids[:count]) == list(end[:count]) else 0

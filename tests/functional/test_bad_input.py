@@ -30,7 +30,10 @@ def test_samples_and_prompts_without_a_reward(tmp_path: Path, task: Task, recipe
     run = run_here("train", tmp_path, recipe, "grpo.max_num_steps=2")
     assert run.code == 0, run.err
     uid = f"{tmp_path.name}-train"
-    assert f"samples without a reward, left out: 1; the first, {uid}:6#0: the environment's reward is not a finite number: inf" in run.out
+    assert (
+        f"samples without a reward, left out: 1; the first, {uid}:6#0: the environment's reward is "
+        "not a finite number: inf" in run.out
+    )
     assert f"prompt {uid}:7 failed and is replaced: the server is down" in run.out
     second = run.metrics()[1]
     assert (second["num_samples"], second["num_failed_samples"], second["num_trained_samples"]) == (16, 1, 15)

@@ -9,19 +9,16 @@ from grpo_mcore.rollout.trajectory import Sampling
 
 def turn_limits(config: MasterConfig) -> TurnLimits:
     """Return the limits of a sample's turns."""
-    max_model_len = config.policy.generation.vllm_cfg.max_model_len
-    return TurnLimits(config.grpo.max_rollout_turns, max_model_len)
+    return TurnLimits(config.grpo.max_rollout_turns, config.policy.generation.vllm_cfg.max_model_len)
 
 
 def sampling_of(generation: GenerationConfig, eos_token_id: int, *, validation: bool = False) -> Sampling:
     """Return the sampling parameters of policy.generation, for training or for validation."""
-    stop_ids, max_new_tokens = generation.stop_token_ids, generation.max_new_tokens
-    temperature = generation.val_temperature if validation else generation.temperature
-    top_p = generation.val_top_p if validation else generation.top_p
+    stop_ids = generation.stop_token_ids
     return Sampling(
-        max_new_tokens=max_new_tokens,
-        temperature=temperature,
-        top_p=top_p,
+        max_new_tokens=generation.max_new_tokens,
+        temperature=generation.val_temperature if validation else generation.temperature,
+        top_p=generation.val_top_p if validation else generation.top_p,
         top_k=generation.val_top_k if validation else generation.top_k,
         stop_token_ids=tuple([eos_token_id] if stop_ids is None else stop_ids),
         stop_strings=tuple(generation.stop_strings or ()),

@@ -13,8 +13,7 @@ from grpo_mcore.cluster import DeadlineExceeded, Future, Parcel, Stream, WorkerD
 from grpo_mcore.data import DatumSpec
 from grpo_mcore.environments.nemo_gym import GymOutcome, GymSample
 from grpo_mcore.rollout.group import Group
-from grpo_mcore.rollout.seeds import sample_seed
-from grpo_mcore.rollout.trajectory import Sampling, Score, TrajectoryRef
+from grpo_mcore.rollout.trajectory import Sampling, Score, TrajectoryRef, sample_seed
 
 _MAX_FAILURES = 3
 """Consecutive failures of the environments that are tolerated; the next one ends the run."""

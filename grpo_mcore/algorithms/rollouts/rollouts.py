@@ -19,8 +19,7 @@ from grpo_mcore.data import DatumSpec, TurnTemplate
 from grpo_mcore.environments.nemo_gym import GymOutcome
 from grpo_mcore.rollout.conversation import Conversation, TurnLimits
 from grpo_mcore.rollout.group import Group
-from grpo_mcore.rollout.seeds import sample_seed
-from grpo_mcore.rollout.trajectory import GenerationRequest, Outcome, Sampling, TrajectoryRef, Turn
+from grpo_mcore.rollout.trajectory import GenerationRequest, Outcome, Sampling, TrajectoryRef, Turn, sample_seed
 
 
 @dataclass

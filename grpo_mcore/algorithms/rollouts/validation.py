@@ -14,21 +14,9 @@ from grpo_mcore.algorithms.rollouts.rollouts import Rollouts
 from grpo_mcore.cluster import Worker
 from grpo_mcore.data import DataError
 from grpo_mcore.objective import CORRECT, pass_at_k, pass_numbers
+from grpo_mcore.observe import ShownSample
 from grpo_mcore.recipe import GRPOConfig, MasterConfig, Problem, RecipeError
 from grpo_mcore.rollout.group import Group
-
-
-@dataclass(frozen=True)
-class ShownSample:
-    """A validation sample as text, for people."""
-
-    uid: str
-    prompt: str
-    response: str
-    truth: str
-    answer: str | None
-    reward: float | None
-    reason: str
 
 
 @dataclass(frozen=True)

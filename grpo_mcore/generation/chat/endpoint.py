@@ -27,8 +27,7 @@ from aiohttp import web
 
 from grpo_mcore.generation.chat.engine_chat import Reply
 from grpo_mcore.generation.chat.prompt import TOKEN_FIELDS
-from grpo_mcore.rollout.exact_tokens import fingerprint
-from grpo_mcore.rollout.seeds import sample_seed
+from grpo_mcore.rollout.trajectory import fingerprint, sample_seed
 
 Spans = tuple[tuple[int, int, int], ...]
 

@@ -12,9 +12,7 @@ from grpo_mcore.generation.chat.answer import AnswerReader
 from grpo_mcore.generation.chat.prompt import ChatPrompts
 from grpo_mcore.generation.chat.request import ChatRequest, RequestError
 from grpo_mcore.generation.config import ChatConfig
-from grpo_mcore.rollout.exact_tokens import fingerprint
-from grpo_mcore.rollout.seeds import sample_seed
-from grpo_mcore.rollout.trajectory import GenerationRequest, Sampling, Trajectory, Turn
+from grpo_mcore.rollout.trajectory import GenerationRequest, Sampling, Trajectory, Turn, fingerprint, sample_seed
 
 
 @dataclass(frozen=True)

@@ -14,7 +14,7 @@ from typing import Any
 
 from grpo_mcore.generation.chat.request import ChatRequest, RequestError
 from grpo_mcore.generation.config import ChatConfig
-from grpo_mcore.rollout.exact_tokens import said_already
+from grpo_mcore.rollout.trajectory import said_already
 
 TOKEN_FIELDS = ("prompt_token_ids", "generation_token_ids", "generation_log_probs", "routed_experts")
 _ANSWER = "@@answer@@"

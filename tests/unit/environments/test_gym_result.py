@@ -10,7 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from grpo_mcore.environments.gym_result import GymFailure, read_result
-from grpo_mcore.rollout.exact_tokens import fingerprint
+from grpo_mcore.rollout.trajectory import fingerprint
 
 
 def item(prompt: list[int], generated: list[int], text: str = "a", **more: Any) -> dict[str, Any]:

@@ -2,7 +2,7 @@ from __future__ import annotations
 
 import pytest
 
-from grpo_mcore.rollout.exact_tokens import fingerprint, said_already
+from grpo_mcore.rollout.trajectory import fingerprint, said_already
 
 END, EOS = [7, 9], 7
 

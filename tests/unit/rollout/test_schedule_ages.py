@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 from grpo_mcore.rollout import schedule as s
-from grpo_mcore.rollout.window import choose
+from grpo_mcore.rollout.schedule import choose
 
 ENGINES = 2
 

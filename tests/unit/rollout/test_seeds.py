@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from itertools import product
 
-from grpo_mcore.rollout.seeds import sample_seed
+from grpo_mcore.rollout.trajectory import sample_seed
 
 
 def test_the_first_turn_has_the_seed_of_a_sample_without_turns() -> None:

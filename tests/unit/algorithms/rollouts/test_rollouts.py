@@ -12,8 +12,7 @@ from grpo_mcore.cluster import WorkerFailed
 from grpo_mcore.cluster.local_cluster import LocalStream
 from grpo_mcore.data import DataError
 from grpo_mcore.rollout.conversation import TurnError, TurnLimits
-from grpo_mcore.rollout.seeds import sample_seed
-from grpo_mcore.rollout.trajectory import Outcome, Sampling, Score, Trajectory
+from grpo_mcore.rollout.trajectory import Outcome, Sampling, Score, Trajectory, sample_seed
 from tests.unit.algorithms.rollouts.fake_rollouts import (
     END,
     SAMPLING,

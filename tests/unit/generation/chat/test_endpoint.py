@@ -13,7 +13,7 @@ import pytest
 
 from grpo_mcore.generation.chat.endpoint import ChatRecord, Endpoint, EndpointError
 from grpo_mcore.generation.chat.engine_chat import Reply
-from grpo_mcore.rollout.exact_tokens import fingerprint
+from grpo_mcore.rollout.trajectory import fingerprint
 
 HEADERS = {"Authorization": "Bearer secret"}
 
