@@ -75,7 +75,7 @@ def schedule_of(mode: runs.Mode, steps: int) -> ScheduleConfig:
 
 
 def durations_of(seen: runs.Measured) -> Durations:
-    """Of a run of age 0. Not below 0: where the fit says so, all is given to the other."""
+    """Fit the durations of a run of age 0. Where one would be negative it is 0, and the other gets all."""
     tokens, waits = np.array(seen.tokens), np.array(seen.waits)
     (token, sample), *_ = np.linalg.lstsq(np.stack([seen.longest, tokens], 1), waits, rcond=None)
     if sample < 0:

@@ -130,7 +130,7 @@ def recipe(folder: Path, task: ArithmeticTask, mode: Mode, steps: int) -> Master
 
 
 def measured(rows: Sequence[Mapping[str, Any]]) -> Measured:
-    """Of the lines of a run's metrics.jsonl."""
+    """Return the measurements in the lines of a run's metrics.jsonl."""
     # A step ahead of which everything was there has waited for nothing.
     waits = [row.get("timing/generate", 0.0) + row.get("timing/reward", 0.0) for row in rows]
     tokens = [row["generated_length"] * row["num_samples"] for row in rows]

@@ -32,7 +32,7 @@ def lognormal(median: float, sigma: float, longest: int) -> Callable[[random.Ran
 
 
 def geometric(stop: float, longest: int) -> Callable[[random.Random], float]:
-    """Of a model that ends an answer after each token with probability `stop`; cut at `longest`."""
+    """Draw lengths of a model that ends an answer after each token with probability `stop`; cut at `longest`."""
     return lambda draw: min(longest, 1 + int(math.log(1 - draw.random()) / math.log(1 - stop)))
 
 
@@ -77,7 +77,7 @@ class Cluster:
         self.idle += seconds * len(self.engines)
 
     def pass_time(self, until: float) -> None:
-        """Until the clock shows `until`, or, with infinity, until a group has finished."""
+        """Run until the clock shows `until`, or, with infinity, until a group has finished."""
         while self.clock < until and not (until == float("inf") and self.finished):
             step = min(until - self.clock, min(engine.next_end() for engine in self.engines))
             assert step < float("inf"), "nothing is generated, and somebody waits for it"

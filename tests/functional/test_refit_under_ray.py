@@ -115,7 +115,7 @@ class Traffic:
                 self._changed.notify_all()
 
     def wait(self) -> None:
-        """Until one more stream has begun."""
+        """Wait until one more stream has begun."""
         with self._changed:
             target = self.begun + 1
             assert self._changed.wait_for(lambda: self.begun >= target or self._error, DEADLINE_S)

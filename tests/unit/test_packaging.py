@@ -1,4 +1,4 @@
-"""What a newcomer relies on: the lock holds what pyproject.toml asks for, a wheel carries the recipes, every
+"""Packaging: the lock holds what pyproject.toml asks for, a wheel carries the recipes, every
 imported library is declared."""
 
 from __future__ import annotations

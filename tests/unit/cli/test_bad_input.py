@@ -1,4 +1,4 @@
-"""What is wrong with recipe, model or data shows before anything starts: one message, no traceback."""
+"""Mistakes in recipe, model or data show before anything starts: one message, no traceback."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What is printed, with and without a terminal."""
+"""The console's output, with and without a terminal."""
 
 from __future__ import annotations
 

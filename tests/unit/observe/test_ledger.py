@@ -80,7 +80,7 @@ def test_what_does_not_add_up_is_named(entries: list[dict[str, Any]], flaw: str)
 
 
 def test_a_resume_takes_back_what_came_after_its_checkpoint() -> None:
-    """What was under way at the checkpoint is generated anew, before anything else."""
+    """Prompts that were in flight at the checkpoint are generated again, before any other."""
     before = [started(), dispatched("a", "b", "c"), finished("a"), finished("b"), trained(1, "a")]
     crashed = [*before, trained(2, "b"), dispatched("d", version=3)]
     resumed = [*crashed, started(1, kept=5), dispatched("b", "c", "d", version=2)]

@@ -1,4 +1,4 @@
-"""Who brings which block to which node, against the plan carried out on arrays with a buffer for each node."""
+"""The sender of each block to each node, against the plan carried out on arrays with a buffer for each node."""
 
 from __future__ import annotations
 

@@ -23,7 +23,7 @@ from tests.unit.refit.shards import index
 from tests.unit.refit.test_sender import SHAPE, Source
 
 RANKS = 2
-"""Of an engine."""
+"""The calls of an engine."""
 
 
 class ThreadHandle:

@@ -1,4 +1,4 @@
-"""What test_supervise.py starts in processes of their own, in place of a run."""
+"""Functions that test_supervise.py starts in processes of their own, in place of a run."""
 
 from __future__ import annotations
 
@@ -53,7 +53,7 @@ def mistaken(config: Any, resume: Any, began: float) -> tuple[int, str | None]:
 
 
 def waiting(config: Any, resume: Any, began: float) -> tuple[int, str | None]:
-    """Until a signal comes."""
+    """Wait for a signal."""
     Path(config.checkpointing.checkpoint_dir, str(os.getpid())).touch()
     try:
         time.sleep(100)

@@ -58,7 +58,7 @@ def test_sigterm_interrupts_a_wait_of_a_running_loop() -> None:
 
 
 def test_sigterm_between_waits_interrupts_the_next_one() -> None:
-    """What the loop does with a sample that has arrived is never interrupted."""
+    """The handling of a sample that has arrived is never interrupted."""
     stop, done = StopRequest(), []
 
     def read_two_samples() -> str:
