@@ -60,7 +60,8 @@ class Branches:
 
 class World:
     """The state that the calls act on. Each worker runs its calls in order; `branches` decides which worker
-    is next, whenever the driver waits. `fail`: (worker, method, which of its calls of it, "before" or "after" it has acted)."""
+    is next, whenever the driver waits. `fail`: (worker, method, which of its calls of it, "before" or "after" it has
+    acted)."""
 
     def __init__(
         self, plan: Any, branches: Branches | None = None, fail: tuple[str, str, int, str] | None = None
