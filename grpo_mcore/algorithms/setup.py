@@ -252,17 +252,12 @@ def parity_check(config: MasterConfig) -> ParityCheck:
 
 def trainer_layout(layout: Layout, megatron: MegatronConfig) -> TrainerLayout:
     """Return the policy's layout as the refit plan describes it."""
+    of = layout
     return TrainerLayout(
-        layout.tensor,
-        layout.pipeline,
-        layout.data,
-        layout.context,
-        layout.expert,
-        layout.expert_tensor,
-        layout.virtual,
+        of.tensor, of.pipeline, of.data, of.context, of.expert, of.expert_tensor, of.virtual,
         first_layers=megatron.num_layers_in_first_pipeline_stage or 0,
         last_layers=megatron.num_layers_in_last_pipeline_stage or 0,
-    )
+    )  # fmt: skip
 
 
 def start_engines(config: MasterConfig, cluster: Cluster, model: Model, policy: PolicyGroup | None) -> EngineGroup:

@@ -10,6 +10,8 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any, TextIO
 
+from grpo_mcore.recipe import GRPOLoggerConfig
+
 METRICS_FILE = "metrics.jsonl"
 HYPERPARAMS_FILE = "hyperparams.json"
 RESERVED = ("step", "prefix", "unix_time")
@@ -26,7 +28,7 @@ class Logger:
     Raises MissingPackage.
     """
 
-    def __init__(self, config: Any, *, run: str | None = None) -> None:
+    def __init__(self, config: GRPOLoggerConfig, *, run: str | None = None) -> None:
         wandb = _import_wandb() if config.wandb_enabled else None
         self.log_dir = run_folder(Path(config.log_dir), run)
         self._file: TextIO = (self.log_dir / METRICS_FILE).open("a")

@@ -3,16 +3,16 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any
 
+from grpo_mcore.rollout.datum import DatumSpec
 from grpo_mcore.rollout.trajectory import Score, TrajectoryRef
 
 
 @dataclass(frozen=True)
 class Group:
-    """A prompt (its DatumSpec) with its finished samples and their scores, in order of the generation index."""
+    """A prompt with its finished samples and their scores, in order of the generation index."""
 
-    prompt: Any
+    prompt: DatumSpec
     samples: tuple[TrajectoryRef, ...]
     scores: tuple[Score, ...]
 
