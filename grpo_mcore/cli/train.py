@@ -5,10 +5,11 @@ from __future__ import annotations
 import argparse
 import signal
 import time
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from contextlib import closing
+from pathlib import Path
 
-from grpo_mcore.recipe import MasterConfig, load_recipe
+from grpo_mcore.recipe import Change, MasterConfig, load_recipe
 
 STOPPED_EARLY = 75
 """Exit code of a run that saved and stopped on request; the same command with --resume goes on (EX_TEMPFAIL)."""
@@ -51,6 +52,16 @@ def exit_code(summary: Mapping[str, object]) -> int:
     return TERMINATED if summary["terminated"] else STOPPED_EARLY if summary["stopped_early"] else 0
 
 
+def resumed(folder: Path, changes: Sequence[Change]) -> str:
+    """Return the lines that say what a resumed run changes."""
+    if not changes:
+        return f"resuming from {folder}, with the same recipe"
+    rows = [("key", "checkpoint", "now, takes effect"), *((change.key, change.saved, change.new) for change in changes)]
+    widths = [max(len(row[column]) for row in rows) for column in (0, 1)]
+    table = (f"  {key:<{widths[0]}}  {saved:<{widths[1]}}  {new}" for key, saved, new in rows)
+    return "\n".join([f"resuming from {folder}, with {len(changes)} values of the recipe changed:", *table])
+
+
 def train(config: MasterConfig, resume: str | bool | None = None, began: float | None = None) -> dict[str, object]:
     """Run a recipe to its end and return the summary. Everything that was started ends with it, also on errors.
 
@@ -68,6 +79,8 @@ def train(config: MasterConfig, resume: str | bool | None = None, began: float |
     model = check_run(config)
     checkpointer = CheckpointManager(config.checkpointing)
     checkpointer.open(resume)
+    if checkpointer.resumed_from is not None:
+        print(resumed(checkpointer.resumed_from, checkpointer.changes(config)))
     names = config.policy.tokenizer
     tokenizer = load_tokenizer(names.name, names.chat_template, names.chat_template_kwargs)
     separate, limit = config.data.use_multiple_dataloader, longest_prompt(config)

@@ -149,7 +149,10 @@ def load_checkpoint(policy: Any, folder: Path) -> None:
     state = dist_checkpointing.load(_state(policy, loading=True), str(folder))
     for name, chunk in _chunks(policy):
         chunk.module.load_state_dict(state[name], strict=False)
+    settings = [_settings(group) for group in policy.optimizer.param_groups]
     _load_optimizer(policy.optimizer, state["optimizer"])
+    for group, own in zip(policy.optimizer.param_groups, settings, strict=True):
+        group.update(own)  # the recipe's learning rates, betas and so on, which may have changed since
     policy.scheduler.load_state_dict(state["scheduler"])
     rng = folder / _rng_file()
     if rng.is_file():
@@ -162,6 +165,11 @@ def _chunks(policy: Any) -> list[tuple[str, Any]]:
     """Return the model chunks with the names that Megatron-Core expects."""
     chunks = policy.chunks
     return [("model", chunks[0])] if len(chunks) == 1 else [(f"model{i}", chunk) for i, chunk in enumerate(chunks)]
+
+
+def _settings(group: dict[str, Any]) -> dict[str, Any]:
+    """Return the part of a parameter group that the recipe decides."""
+    return {key: value for key, value in group.items() if key not in ("params", "step")}
 
 
 def _make_moments(optimizer: Any) -> None:

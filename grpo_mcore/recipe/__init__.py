@@ -3,11 +3,13 @@
 schema/      the sections: every key with its type, default and meaning
 loading/     YAML files, `defaults:`, overrides, interpolation; prints resolved recipes and the reference
 validation/  what must hold between keys, by topic
+changes.py   what a resumed run changes
 derived.py   numbers that follow from a configuration: batch sizes, devices, engines, log-prob passes
 
 Imports neither torch nor any other room.
 """
 
+from grpo_mcore.recipe.changes import Change, changes
 from grpo_mcore.recipe.derived import (
     DevicePool,
     batch_equation,

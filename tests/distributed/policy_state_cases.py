@@ -22,6 +22,7 @@ from grpo_mcore.tools.parity.rank import (
 )
 
 ADAM = {"lr": 1e-2, "min_lr": 1e-3, "adam_eps": 1e-3, "weight_decay": 0.01}
+MOMENTS = ("exp_avg", "exp_avg_sq")
 SCHEDULE = {"lr_decay_style": "cosine", "lr_decay_iters": 10, "lr_warmup_iters": 2, "lr_warmup_init": 1e-3}
 
 
@@ -162,3 +163,40 @@ def train_with_a_frozen_router(address: Address, model: str, case: LayoutCase) -
     for (name, _, was), (_, _, now) in zip(before, owned_slices(policy), strict=True):
         moved[name.endswith("mlp.gate.weight")] |= not torch.equal(was, now)
     return moved[True], moved[False]
+
+
+def step_with_other_settings(address: Address, model: str, folder: str, changed: dict[str, float]) -> float:
+    """Load a checkpoint with other settings of the optimizer, train one step and return the largest difference between
+    the weights and AdamW's formula (Loshchilov & Hutter 2019, Algorithm 2) with these settings, in float64."""
+    config = policy_config(model, LayoutCase("TP1"), precision="float32")
+    megatron = config.megatron_cfg
+    megatron.optimizer = megatron.optimizer.model_copy(update=ADAM | changed)
+    rate = changed["lr"]
+    megatron.scheduler = megatron.scheduler.model_copy(
+        update={
+            "lr_warmup_iters": 0,
+            "lr_warmup_init": rate,
+            "start_weight_decay": changed["weight_decay"],
+            "end_weight_decay": changed["weight_decay"],
+        }
+    )
+    policy = Policy(config, address, seed=1, timeout_s=60, reference=False)
+    policy.load(folder)
+    (part,) = policy.optimizer.chained_optimizers
+    adam = part.optimizer
+    beta1, beta2, eps = changed["adam_beta1"], changed["adam_beta2"], changed["adam_eps"]
+    decays = {id(param): group["weight_decay"] for group in adam.param_groups for param in group["params"]}
+    before = {param: (param.double(), *(adam.state[param][name].double() for name in MOMENTS)) for param in adam.state}
+    step(policy)
+    assert set(decays.values()) <= {0.0, changed["weight_decay"]}
+    difference = 0.0
+    for param, (weight, mean, square) in before.items():
+        mean_now, square_now = (adam.state[param][name].double() for name in MOMENTS)
+        gradient = (mean_now - beta1 * mean) / (1 - beta1)
+        expected_square = beta2 * square + (1 - beta2) * gradient**2
+        count = float(adam.state[param]["step"])
+        unbiased = mean_now / (1 - beta1**count), expected_square / (1 - beta2**count)
+        decay = rate * decays[id(param)] * weight
+        expected = weight - decay - rate * unbiased[0] / (unbiased[1].sqrt() + eps)
+        difference = max(difference, float((param.double() - expected).abs().max()))
+    return difference

@@ -40,6 +40,14 @@ def model(models: dict[str, str]) -> str:
     return models["qwen3"]
 
 
+@pytest.fixture(scope="module")
+def checkpoint(ranks: RankPool, model: str, tmp_path_factory: pytest.TempPathFactory) -> str:
+    """A checkpoint after three steps."""
+    folder = str(tmp_path_factory.mktemp("saved") / "ckpt")
+    ranks.run(1, f"{CASES}:train_save_train", model, TP1, folder)
+    return folder
+
+
 def steps_of(ranks: list[list[tuple[float, float]]]) -> list[tuple[float, float]]:
     """Return for each step the gradient norm, and the loss summed over the ranks that have a share of it."""
     return [(parts[0][0], sum(loss for _, loss in parts)) for parts in zip(*ranks, strict=True)]
@@ -56,6 +64,26 @@ def test_training_continues_from_a_checkpoint_as_without_interruption(
     exact = saved == loaded
     for before, after in zip(steps_of(through), steps_of(resumed), strict=True):
         assert after == (before if exact else pytest.approx(before, rel=1e-4)), (through, resumed)
+
+
+@pytest.mark.parametrize(
+    "changed",
+    [
+        {"lr": 0.02},
+        {"lr": 0.003, "weight_decay": 0.5},
+        {"adam_beta1": 0.5},
+        {"adam_beta2": 0.9},
+        {"adam_eps": 0.1},
+    ],
+    ids=lambda changed: "-".join(changed),
+)
+def test_settings_that_changed_since_the_checkpoint_take_effect(
+    ranks: RankPool, model: str, checkpoint: str, changed: dict[str, float]
+) -> None:
+    settings = {"lr": 0.01, "weight_decay": 0.01, "adam_beta1": 0.9, "adam_beta2": 0.999, "adam_eps": 1e-3} | changed
+    assert ranks.run(1, f"{CASES}:step_with_other_settings", model, checkpoint, settings) == [
+        pytest.approx(0.0, abs=1e-6)
+    ]
 
 
 @pytest.mark.parametrize(

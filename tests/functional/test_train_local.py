@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import resource
 import signal
 from collections.abc import Iterator
@@ -257,6 +258,14 @@ def test_resuming_a_finished_run_changes_nothing(recipe: dict[str, Any], resumed
     assert again.code == 0, again.err
     assert "none is left: grpo.max_num_steps is 4, resumed after step 4" in again.out
     assert again.logs == run.logs and [(run.logs / name).read_bytes() for name in names] == before
+
+
+def test_changed_values_are_shown_or_refused(recipe: dict[str, Any], resumed: tuple[Run, Inside]) -> None:
+    run, _ = resumed
+    assert "resuming from" in run.out and "with 3 values of the recipe changed" in run.out
+    assert re.search(r"^  grpo.max_num_steps +2 +4$", run.out, re.MULTILINE)
+    refused = run_here("train", run.folder, recipe, "--resume", "grpo.seed=5", "data.shuffle=false")
+    assert_one_message(refused, 1, "data.shuffle: true -> false; grpo.seed: 1 -> 5", "which a resumed run keeps")
 
 
 def test_what_the_user_sees(half: Run) -> None:

@@ -16,7 +16,7 @@ from functools import cache
 from pathlib import Path
 from typing import Any, TypedDict
 
-from grpo_mcore.recipe import CheckpointingConfig, MasterConfig
+from grpo_mcore.recipe import Change, CheckpointingConfig, MasterConfig, changes
 
 logger = logging.getLogger(__name__)
 
@@ -142,6 +142,21 @@ class CheckpointManager:
     def log_run(self) -> str | None:
         """Return the log folder (exp_NNN) of the run that this one resumes, or None."""
         return _read_info(self.resumed_from)["save_state"].get("log_run") if self.resumed_from else None
+
+    def changes(self, recipe: MasterConfig) -> list[Change]:
+        """Return the values of the recipe that differ from those of the checkpoint that this run resumes. Raises
+        ResumeError if one of them is fixed when a run resumes."""
+        if self.resumed_from is None:
+            return []
+        import yaml
+
+        found = changes(yaml.safe_load((self.resumed_from / "config.yaml").read_text()), recipe)
+        if refused := [f"{change.key}: {change.saved} -> {change.new}" for change in found if change.fixed]:
+            raise ResumeError(
+                f"--resume: {self.resumed_from} was written with other values, which a resumed run keeps; restore "
+                f"them, or start a new run from its exported model: {'; '.join(refused)}"
+            )
+        return found
 
     def position(self) -> SavedPosition | None:
         """Return where the run stood in the checkpoint that this one resumes, None for a new run."""

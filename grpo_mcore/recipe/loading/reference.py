@@ -12,7 +12,7 @@ from pydantic.fields import FieldInfo
 from grpo_mcore.recipe.errors import in_yaml, joined
 from grpo_mcore.recipe.schema.keys import docstrings, section_of
 from grpo_mcore.recipe.schema.master import RecipeSections
-from grpo_mcore.recipe.schema.section import Section
+from grpo_mcore.recipe.schema.section import FIXED, Section
 
 _NAMES = {int: "integer", float: "number", bool: "boolean", str: "text", Any: "any", type(None): "null"}
 _SIGNS = (("gt", ">"), ("ge", ">="), ("lt", "<"), ("le", "<="))
@@ -24,6 +24,8 @@ _HEAD = """\
 Every key of a recipe, by section. "Read by" names the rooms of the package that use a key. `grpo-mcore config RECIPE`
 prints a recipe with all values and the place where each was written. Keys of NeMo RL that do not exist here are
 accepted where they change nothing; otherwise the error says what to use instead.
+
+A run that resumes may change every value but those marked as fixed; `train --resume` prints what changed.
 """
 
 
@@ -45,7 +47,8 @@ def _sections(section: type[Section], path: str, written: dict[type[Section], st
         key = joined(path, name)
         if found is None:
             kind = _type(field.annotation, field.metadata)
-            rows.append((f"`{name}`", kind, _default(field), docstrings(section)[name]))
+            fixed = " Fixed when a run resumes." if FIXED in field.metadata else ""
+            rows.append((f"`{name}`", kind, _default(field), docstrings(section)[name] + fixed))
         else:
             inner.append((found, key + ".*" if is_list else key))
     purpose = " ".join((inspect.getdoc(section) or "").split()).removeprefix(f"`{path}`").lstrip(":. ")

@@ -8,7 +8,7 @@ from typing import Any
 from pydantic import Field
 
 from grpo_mcore.recipe.errors import nearest_hint
-from grpo_mcore.recipe.schema.section import NULL, Derived, NonNegative, NonNegativeFloat, Positive, Section
+from grpo_mcore.recipe.schema.section import NULL, Derived, Fixed, NonNegative, NonNegativeFloat, Positive, Section
 
 # Datasets that are read from `data_path`. Any other name is a dataset of its own.
 FILE_DATASETS = ("ResponseDataset", "openai_format", "BinaryPreferenceDataset", "NemoGymDataset")
@@ -110,7 +110,7 @@ class DataConfig(Section):
     max_input_seq_length: Derived[Positive] = NULL
     """Maximum length of a prompt, in tokens; longer ones are excluded and counted. null:
     policy.max_total_sequence_length."""
-    shuffle: bool = True
+    shuffle: Fixed[bool] = True
     """Read the training data in an order drawn from the seed."""
     num_workers: NonNegative = 1
     """No effect, accepted for recipes of NeMo RL: the driver tokenises a prompt in well under a millisecond."""
@@ -120,7 +120,7 @@ class DataConfig(Section):
     """No effect, accepted for recipes of NeMo RL: see add_bos."""
     add_generation_prompt: bool = False
     """No effect, accepted for recipes of NeMo RL: SFT trains on what follows the generation prompt."""
-    use_multiple_dataloader: bool = False
+    use_multiple_dataloader: Fixed[bool] = False
     """Use one data loader per dataset, for GRPO. There are no epochs then: a dataset that has ended starts again, and
     the run ends at grpo.max_num_steps."""
     num_prompts_per_dataloader: Positive | None = None

@@ -13,7 +13,7 @@ from pydantic.fields import FieldInfo
 
 from grpo_mcore.recipe.errors import joined, nearest
 from grpo_mcore.recipe.schema.master import RecipeSections
-from grpo_mcore.recipe.schema.section import Section
+from grpo_mcore.recipe.schema.section import FIXED, Section
 
 
 def section_of(annotation: Any) -> tuple[type[Section] | None, bool]:
@@ -52,6 +52,12 @@ def default_of(key: str) -> Any:
         raise KeyError(key)
     value = field.get_default(call_default_factory=True)
     return value.model_dump() if isinstance(value, Section) else value
+
+
+def fixed_on_resume(key: str) -> bool:
+    """Return whether a run keeps the value of this key when it resumes."""
+    field = field_at(key)
+    return field is not None and FIXED in field.metadata
 
 
 def nullable(key: str) -> bool:

@@ -9,6 +9,7 @@ from pydantic import Field
 from grpo_mcore.recipe.schema.section import (
     NULL,
     Derived,
+    Fixed,
     NonNegative,
     NonNegativeFloat,
     OffWhenNull,
@@ -22,7 +23,7 @@ from grpo_mcore.recipe.schema.section import (
 class OptimizerConfig(Section):
     """`policy.megatron_cfg.optimizer`. Read by parallel/."""
 
-    optimizer: Literal["adam", "sgd"] = "adam"
+    optimizer: Fixed[Literal["adam", "sgd"]] = "adam"
     """Optimizer. adam with weight_decay above 0 is AdamW."""
     lr: PositiveFloat = 5.0e-6
     """Maximum learning rate, reached at the end of the warm-up."""
@@ -91,16 +92,16 @@ class PeftConfig(Section):
     """`policy.megatron_cfg.peft`: LoRA. The model is frozen, and each linear layer W learns a low-rank update:
     W + alpha / dim x B A. Engines get the merged weights. The reference policy is the model without the updates."""
 
-    enabled: bool = False
+    enabled: Fixed[bool] = False
     """Train adapters instead of the model. Read by parallel/."""
-    target_modules: list[str] = Field(default_factory=list)
+    target_modules: Fixed[list[str]] = Field(default_factory=list)
     """Linear layers with an adapter: names (linear_qkv, linear_proj, linear_fc1, linear_fc2; in a Mamba2 mixer in_proj,
     out_proj) or patterns of full names ("*.layers.0.*"). []: all. Read by families/."""
-    exclude_modules: list[str] = Field(default_factory=list)
+    exclude_modules: Fixed[list[str]] = Field(default_factory=list)
     """Linear layers without an adapter, written the same way, such as "*.local_experts.*". Read by families/."""
-    dim: Positive = 8
+    dim: Fixed[Positive] = 8
     """Rank of the update. Read by families/."""
-    alpha: PositiveFloat = 32.0
+    alpha: Fixed[PositiveFloat] = 32.0
     """The update is scaled by alpha / dim. Read by families/."""
     dropout: NonNegativeFloat = 0.0
     """Must be 0: with dropout, log-probs before and during training would differ."""

@@ -11,6 +11,7 @@ from grpo_mcore.recipe.schema.megatron import MegatronConfig
 from grpo_mcore.recipe.schema.section import (
     NULL,
     Derived,
+    Fixed,
     NonNegativeFloat,
     OffWhenNull,
     Positive,
@@ -92,7 +93,7 @@ class PolicyConfig(Section):
     train_micro_batch_size."""
     max_total_sequence_length: Positive = 512
     """Maximum length of prompt plus answer, in tokens. Read by data/, generation/ and batching/."""
-    precision: Literal["bfloat16", "float32"] = "bfloat16"
+    precision: Fixed[Literal["bfloat16", "float32"]] = "bfloat16"
     """Number format of weights and activations. Read by parallel/ and, by default, generation/."""
     logprob_chunk_size: Positive | None = 1024
     """Number of tokens whose logits exist at one time when log-probs are computed. null: 1024. Read by parallel/."""

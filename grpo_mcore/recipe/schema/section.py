@@ -23,6 +23,10 @@ Derived = Annotated[T, WrapValidator(lambda value, validate: None if value is No
 NULL: Any = None
 """The default of a Derived value."""
 
+FIXED = "fixed when a run resumes"
+Fixed = Annotated[T, FIXED]
+"""A value that a run keeps when it resumes from a checkpoint. All other values may change, and take effect."""
+
 
 class Section(BaseModel):
     """A mapping of known keys to typed values. Attributes are the keys. For scripts that treat the configuration as a
