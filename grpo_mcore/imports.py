@@ -6,6 +6,7 @@ from __future__ import annotations
 import importlib
 import os
 import sys
+import traceback
 from typing import Any
 
 
@@ -24,3 +25,8 @@ def import_by_path(path: str, what: str, error: type[Exception]) -> Any:
         if path.startswith("examples.") and isinstance(cause, ModuleNotFoundError):
             hint = "examples/ is not part of the installed package; run this in the root of a checkout of the project"
         raise error(f"cannot import the {what} {path!r}: {cause}; {hint}") from cause
+    except Exception as cause:  # the module's own code failed
+        where = traceback.extract_tb(cause.__traceback__)[-1]
+        raise error(
+            f"cannot import the {what} {path!r}: {type(cause).__name__}: {cause} ({where.filename}:{where.lineno})"
+        ) from cause

@@ -1,4 +1,4 @@
-"""Check a recipe and start its run: the only place where engines, environments, policy, data and refit meet."""
+"""Start a run: the only place where engines, environments, policy, data and refit meet."""
 
 from __future__ import annotations
 
@@ -17,6 +17,7 @@ from grpo_mcore.algorithms.checkpointing.checkpoints import (
 from grpo_mcore.algorithms.engines.engine_group import EngineGroup, EngineWorker, node_of_engine
 from grpo_mcore.algorithms.engines.policy_endpoint import REQUESTS, chat_config, open_endpoint
 from grpo_mcore.algorithms.engines.retries import Retries
+from grpo_mcore.algorithms.lifecycle.checks import Model, environment_of
 from grpo_mcore.algorithms.rollouts.agent_rollouts import AgentWorker
 from grpo_mcore.algorithms.rollouts.scoring import EnvironmentWorker
 from grpo_mcore.algorithms.training_step.policy_group import PolicyGroup
@@ -24,19 +25,11 @@ from grpo_mcore.algorithms.training_step.policy_worker import PolicyWorker
 from grpo_mcore.algorithms.weight_sync.refit_parity import LIMITS, ParityCheck
 from grpo_mcore.cluster import Cluster, Worker, gather, open_cluster
 from grpo_mcore.data import AllTaskProcessedDataset, build_dataloader, build_train_dataloader
-from grpo_mcore.environments import create_env_class
-from grpo_mcore.families import (
-    ModelShape,
-    check_engine_parallel,
-    check_fit,
-    missing_on_cpu,
-    read_hf_config,
-    shape_of,
-)
+from grpo_mcore.environments.interfaces import EnvironmentBase
 from grpo_mcore.generation import EngineConfig, engine_environment
 from grpo_mcore.objective import ClippedPGLossFn
 from grpo_mcore.observe import Logger
-from grpo_mcore.parallel.layout import Layout, layout_of
+from grpo_mcore.parallel.layout import Layout
 from grpo_mcore.parallel.platform import Platform, cpu_threads
 from grpo_mcore.recipe import (
     MasterConfig,
@@ -47,12 +40,8 @@ from grpo_mcore.recipe import (
     needs_reference,
     num_engines,
     policy_pool,
-    world_size,
 )
 from grpo_mcore.refit.layout import EngineLayout, TrainerLayout
-
-VERDICT_TIMEOUT_S = 600.0
-"""Seconds that an environment has to score a group, where its section does not set verdict_timeout_s."""
 
 ENGINE_CALLS, ENGINE_STREAMS = 4, 64
 """Threads of an engine's process. Calls: reading a bucket, receiving the next one, health checks, and aborting a refit
@@ -77,95 +66,9 @@ class Run:
     master_config: MasterConfig
 
 
-class SetupError(ValueError):
-    """A recipe that this machine cannot run, or not with this model."""
-
-
 def start_cluster(config: MasterConfig, log_dir: Path) -> Cluster:
     """Start the cluster of the recipe; workers log to `log_dir`/workers."""
     return open_cluster(config.cluster, log_dir / "workers")
-
-
-def model_folder(name: str) -> str:
-    """Return the local folder of policy.model_name: the folder itself, or the snapshot of a model on the hub.
-
-    Raises SetupError for a name that is neither.
-    """
-    if Path(name).is_dir():
-        return name
-    if name.count("/") > 1 or name.startswith((".", "/", "~")):  # no name of the hub
-        raise SetupError(f"policy.model_name: there is no folder {name!r}; the working directory is {Path.cwd()}")
-    from huggingface_hub import snapshot_download
-
-    try:
-        return snapshot_download(name, allow_patterns=["*.json", "*.safetensors", "*.txt", "*.model", "*.jinja"])
-    except Exception as error:
-        raise SetupError(
-            f"policy.model_name {name!r} is not a folder here, and could not be fetched from the Hugging Face hub: "
-            f"{type(error).__name__}: {error}".splitlines()[0]
-        ) from error
-
-
-@dataclass(frozen=True)
-class Model:
-    """The policy's model: its local folder, its shape and its layout. `gpu`: its ranks run on GPUs."""
-
-    folder: str
-    shape: ModelShape
-    layout: Layout
-    gpu: bool
-
-
-def check_model(config: MasterConfig) -> Model:
-    """Find the model, and check that it fits its layout. Quick, and nothing is started.
-
-    Raises FamilyError, LayoutError or SetupError for a model or a layout that is not possible.
-    """
-    folder = model_folder(config.policy.model_name)
-    shape = shape_of(read_hf_config(folder))
-    layout = layout_of(config.policy, world_size(config))
-    check_fit(shape, config.policy.megatron_cfg)
-    return Model(folder, shape, layout, Platform.detect(config.cluster.platform).on_gpu)
-
-
-def check_run(config: MasterConfig) -> Model:
-    """Check all that can be checked of policy and engines before anything is started.
-
-    Raises what `check_model` raises, SetupError for a model that vLLM's CPU build cannot run and for engines that do
-    not fit the devices, FamilyError for a model that vLLM cannot split over an engine's ranks.
-    """
-    model = check_model(config)
-    shape = model.shape
-    check_engine_places(config, gpu=model.gpu)
-    vllm = config.policy.generation.vllm_cfg
-    for key, wanted in (
-        ("policy.router_replay.enabled", config.policy.router_replay.enabled),
-        ("policy.generation.vllm_cfg.enable_return_routed_experts", vllm.enable_return_routed_experts),
-    ):
-        if wanted and shape.experts is None:
-            raise SetupError(f"{key}: this {shape.family} model has no experts; switch it off")
-    whole_experts = vllm.expert_parallel_size > 1
-    check_engine_parallel(shape, vllm.tensor_parallel_size, whole_experts)
-    if not model.gpu and (missing := missing_on_cpu(shape, whole_experts)):
-        raise SetupError(f"policy.model_name: vLLM's CPU build cannot run this {shape.family} model: {missing}")
-    return model
-
-
-def check_engine_places(config: MasterConfig, *, gpu: bool) -> None:
-    """Raise SetupError where colocated engines do not fit the devices of the policy."""
-    vllm, gpus = config.policy.generation.vllm_cfg, world_size(config)
-    count, colocated = num_engines(config, gpu=gpu), config.policy.generation.colocated.enabled
-    if colocated and (count < 1 or (gpu and count * vllm.tensor_parallel_size > gpus)):
-        raise SetupError(
-            f"{count or 1} engines x TP {vllm.tensor_parallel_size} do not fit the {gpus} GPUs of "
-            "cluster.num_nodes x gpus_per_node; lower policy.generation.num_engines or vllm_cfg.tensor_parallel_size"
-        )
-    per_node, tensor = config.cluster.gpus_per_node, vllm.tensor_parallel_size
-    if tensor % engine_nodes(config) or (colocated and gpu and per_node % tensor and tensor % per_node):
-        raise SetupError(
-            f"policy.generation.vllm_cfg.tensor_parallel_size {tensor} neither divides cluster.gpus_per_node "
-            f"{per_node} nor is a multiple of it: an engine uses a part of one node, or whole nodes"
-        )
 
 
 def start_policy_and_engines(config: MasterConfig, cluster: Cluster, model: Model) -> tuple[PolicyGroup, EngineGroup]:
@@ -334,6 +237,21 @@ def start_engines(config: MasterConfig, cluster: Cluster, model: Model, policy: 
     )
 
 
+def build_loaders(
+    config: MasterConfig,
+    dataset: AllTaskProcessedDataset | Mapping[str, AllTaskProcessedDataset],
+    val_dataset: AllTaskProcessedDataset | None,
+) -> tuple[Any, Any]:
+    """Return the loaders of training and validation data, the latter None without validation data. Raises DataError
+    for too few rows."""
+    grpo = config.grpo
+    loader = build_train_dataloader(dataset, config.data, grpo.num_prompts_per_step, grpo.seed)
+    if val_dataset is None:
+        return loader, None
+    size = grpo.val_batch_size or len(val_dataset)
+    return loader, build_dataloader(val_dataset, size, False, grpo.seed, drop_last=False)
+
+
 def start_environments(
     config: MasterConfig, cluster: Cluster, env_names: Mapping[str, str | None]
 ) -> dict[str, EnvironmentWorker]:
@@ -346,22 +264,21 @@ def start_environments(
     workers: dict[str, EnvironmentWorker] = {}
     by_task = {}
     for task, name in env_names.items():
-        if name is None:
-            raise SetupError(
-                f"dataset {task!r} has no env_name and `env` holds {sorted(config.env) or 'nothing'}; "
-                "name one under data.train / data.validation / data.default"
-            )
-        if name not in workers:
-            workers[name] = _start_environment(name, dict(config.env.get(name, {})), config, cluster)
-        by_task[task] = workers[name]
+        cls, section, timeout_s = environment_of(task, name, config)
+        if str(name) not in workers:
+            workers[str(name)] = _start_environment(str(name), cls, section, timeout_s, config, cluster)
+        by_task[task] = workers[str(name)]
     return by_task
 
 
-def _start_environment(name: str, section: dict[str, Any], config: MasterConfig, cluster: Cluster) -> EnvironmentWorker:
-    timeout_s = section.pop("verdict_timeout_s", VERDICT_TIMEOUT_S)
-    if not isinstance(timeout_s, int | float) or isinstance(timeout_s, bool) or timeout_s <= 0:
-        raise SetupError(f"env.{name}.verdict_timeout_s must be a number of seconds above 0, got {timeout_s!r}")
-    cls, _ = create_env_class(str(section.pop("environment", name)))
+def _start_environment(
+    name: str,
+    cls: type[EnvironmentBase],
+    section: dict[str, Any],
+    timeout_s: float,
+    config: MasterConfig,
+    cluster: Cluster,
+) -> EnvironmentWorker:
     needs, gpu = cls.resources(section), Platform.detect(config.cluster.platform).on_gpu
     play_timeout_s = cls.play_timeout_s(section)
     runs_agents = play_timeout_s is not None
@@ -377,7 +294,7 @@ def _start_environment(name: str, section: dict[str, Any], config: MasterConfig,
             streams=REQUESTS if runs_agents else 0,
         )
 
-    timeout_s = min(float(timeout_s), cluster.call_timeout_s) if play_timeout_s is None else play_timeout_s
+    timeout_s = min(timeout_s, cluster.call_timeout_s) if play_timeout_s is None else play_timeout_s
     return EnvironmentWorker(cluster, start, calls=cls.concurrent_calls, timeout_s=timeout_s, runs_agents=runs_agents)
 
 
@@ -420,12 +337,7 @@ def start_run(
     `model`: from `check_run`. `dataset`: several by task name for data.use_multiple_dataloader. `env_names`: task name
     -> environment; None where the caller has environments of its own. Raises what the workers' constructors raise.
     """
-    grpo = config.grpo
-    dataloader = build_train_dataloader(dataset, config.data, grpo.num_prompts_per_step, grpo.seed)
-    val_dataloader = None
-    if val_dataset is not None:
-        size = grpo.val_batch_size or len(val_dataset)
-        val_dataloader = build_dataloader(val_dataset, size, False, grpo.seed, drop_last=False)
+    dataloader, val_dataloader = build_loaders(config, dataset, val_dataset)
     environments = start_environments(config, cluster, env_names or {})
     policy, engines = start_policy_and_engines(config, cluster, model)
     save_state = first_save_state()

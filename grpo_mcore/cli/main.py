@@ -153,16 +153,6 @@ def _parsers(verb: str | None) -> tuple[argparse.ArgumentParser, argparse.Argume
         if takes_recipe:
             recipe_help = "the recipe: a YAML file, or the name of one in recipes/"
             sub.add_argument("--config", metavar="RECIPE", help=recipe_help)
-        if name == "train":
-            sub.add_argument(
-                "--resume",
-                nargs="?",
-                const=True,
-                default=None,
-                metavar="PATH",
-                help="go on from a checkpoint: PATH, or the newest in checkpointing.checkpoint_dir; "
-                "auto: the newest where there is one, else from the start",
-            )
         if name == verb:
             chosen = sub
     return parser, chosen

@@ -18,7 +18,8 @@ def run(args: argparse.Namespace) -> int:
 def fine_tune(config: MasterConfig) -> Path:
     """Run once. Return the folder of the model in Hugging Face's format: `hf` in checkpointing.checkpoint_dir."""
     from grpo_mcore.algorithms.checkpointing.checkpoints import CheckpointManager
-    from grpo_mcore.algorithms.setup import check_model, start_cluster, start_policy, wait_until_ready
+    from grpo_mcore.algorithms.lifecycle.checks import check_model
+    from grpo_mcore.algorithms.setup import start_cluster, start_policy, wait_until_ready
     from grpo_mcore.algorithms.sft import sft_train
     from grpo_mcore.data import build_dataloader, build_task_data, build_train_dataloader, load_tokenizer
     from grpo_mcore.observe import Logger, RunConsole

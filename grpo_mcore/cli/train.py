@@ -5,9 +5,12 @@ from __future__ import annotations
 import argparse
 import signal
 import time
-from collections.abc import Mapping, Sequence
-from contextlib import closing
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, closing, contextmanager, nullcontext
+from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
+from typing import Any
 
 from grpo_mcore.recipe import Change, MasterConfig, load_recipe
 
@@ -18,10 +21,34 @@ TERMINATED = 128 + signal.SIGTERM
 """Exit code of a run that saved and ended on SIGTERM."""
 
 
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument(
+        "--resume",
+        nargs="?",
+        const=True,
+        default=None,
+        metavar="PATH",
+        help="go on from a checkpoint: PATH, or the newest in checkpointing.checkpoint_dir; "
+        "auto: the newest where there is one, else from the start",
+    )
+    only = parser.add_mutually_exclusive_group()
+    only.add_argument("--check", action="store_true", help="check all that can be checked in seconds, and end")
+    only.add_argument("--validate-only", action="store_true", help="validate the model or the checkpoint, and end")
+
+
 def run(args: argparse.Namespace) -> int:
     """Train as the recipe says; with cluster.max_restarts, in a process of its own that can be restarted."""
     config = load_recipe(args.recipe, args.overrides).config
     began = time.time()
+    if args.check:
+        prepared = prepare(config, args.resume)
+        if (folder := prepared.checkpointer.resumed_from) is not None:
+            print(resumed(folder, prepared.changes))
+        print(f"all checks passed; {prepared.steps_left()} steps are left, nothing was started")
+        return 0
+    if args.validate_only:
+        validate_only(config, args.resume)
+        return 0
     if config.cluster.max_restarts == 0:
         return exit_code(train(config, args.resume, began))
     from grpo_mcore.algorithms.lifecycle.supervise import supervise
@@ -62,44 +89,123 @@ def resumed(folder: Path, changes: Sequence[Change]) -> str:
     return "\n".join([f"resuming from {folder}, with {len(changes)} values of the recipe changed:", *table])
 
 
-def train(config: MasterConfig, resume: str | bool | None = None, began: float | None = None) -> dict[str, object]:
-    """Run a recipe to its end and return the summary. Everything that was started ends with it, also on errors.
+@dataclass
+class Prepared:
+    """A run whose recipe, model, data and folders are checked. Nothing is started yet."""
 
-    What is wrong with the model, the data or the checkpoint shows before anything starts.
-    """
+    config: MasterConfig
+    model: Any
+    checkpointer: Any
+    tokenizer: Any
+    data: Any
+    changes: Sequence[Change]
+
+    @property
+    def env_names(self) -> dict[str, str | None]:
+        """Environment of each task."""
+        return self.data.env_names | self.data.val_env_names
+
+    def steps_left(self) -> int:
+        """Return the number of steps that are left to do."""
+        folder = self.checkpointer.resumed_from
+        done = self.checkpointer.read(folder)[0]["current_step"] if folder else 0
+        return max(self.config.grpo.max_num_steps - done, 0)
+
+
+def prepare(config: MasterConfig, resume: str | bool | None = None) -> Prepared:
+    """Check all that can be checked in seconds: what is wrong with the model, the data, the checkpoint, the rewards or
+    the folders shows before anything starts."""
     from grpo_mcore.algorithms.checkpointing.checkpoints import CheckpointManager
-    from grpo_mcore.algorithms.grpo import grpo_train
-    from grpo_mcore.algorithms.lifecycle.stopping import on_signal, on_sigterm
-    from grpo_mcore.algorithms.setup import check_run, start_cluster, start_run
+    from grpo_mcore.algorithms.lifecycle.checks import check_environments, check_run, check_writable
+    from grpo_mcore.algorithms.setup import build_loaders
     from grpo_mcore.data import TurnTemplate, build_task_data, load_tokenizer
     from grpo_mcore.data.processors import longest_prompt
-    from grpo_mcore.observe import Logger
-    from grpo_mcore.tools.plan.measured import compare
 
     model = check_run(config)
     checkpointer = CheckpointManager(config.checkpointing)
     checkpointer.open(resume)
-    if checkpointer.resumed_from is not None:
-        print(resumed(checkpointer.resumed_from, checkpointer.changes(config)))
+    changes = checkpointer.changes(config)
+    check_writable(config)
     names = config.policy.tokenizer
     tokenizer = load_tokenizer(names.name, names.chat_template, names.chat_template_kwargs)
     separate, limit = config.data.use_multiple_dataloader, longest_prompt(config)
     data = build_task_data(config.data.train, config.data.validation, tokenizer, limit, separate=separate)
+    prepared = Prepared(config, model, checkpointer, tokenizer, data, changes)
+    check_environments(config, prepared.env_names)
+    build_loaders(config, data.train, data.validation)  # raises where the data has too few rows
     if config.grpo.max_rollout_turns > 1:
         TurnTemplate(tokenizer)  # raises where the chat template cannot hold several turns
+    return prepared
+
+
+def train(config: MasterConfig, resume: str | bool | None = None, began: float | None = None) -> dict[str, object]:
+    """Run a recipe to its end and return the summary. Everything that was started ends with it, also on errors."""
+    from grpo_mcore.algorithms.grpo import grpo_train
+    from grpo_mcore.algorithms.lifecycle.stopping import on_signal, on_sigterm
+    from grpo_mcore.tools.plan.measured import compare
+
+    prepared = prepare(config, resume)
+    checkpointer = prepared.checkpointer
+    if checkpointer.resumed_from is not None:
+        print(resumed(checkpointer.resumed_from, prepared.changes))
+        if not prepared.steps_left():
+            print(f"nothing is left to do: grpo.max_num_steps is {config.grpo.max_num_steps}; raise it to go on")
+            return {"stopped_early": False, "terminated": False}
     save_by = config.checkpointing.seconds_to_save_by
     deadline = None if save_by is None else (began or time.time()) + save_by
-    with on_signal(deadline) as stop, closing(Logger(config.logger, run=checkpointer.log_run())) as logger:
-        print(f"starting policy and engines (logs: {logger.log_dir}) ...", flush=True)
+    with on_signal(deadline) as stop:
         try:
-            with start_cluster(config, logger.log_dir) as cluster, on_sigterm(stop):
-                env_names = data.env_names | data.val_env_names
-                run = start_run(
-                    config, model, cluster, tokenizer, data.train, data.validation, logger, checkpointer, env_names
-                )
-                with closing(run.policy_generation):
-                    return grpo_train(**vars(run), stop=stop, compare=compare)
+            with started(prepared, checkpointer.log_run(), around=partial(on_sigterm, stop)) as run:
+                return grpo_train(**vars(run), stop=stop, compare=compare)
         except BaseException as error:
             if (newest := checkpointer.latest()) is not None:
                 error.add_note(f"the last checkpoint is {newest}; `--resume` goes on from there")
             raise
+
+
+def validate_only(config: MasterConfig, resume: str | bool | None = None) -> dict[str, float | None]:
+    """Validate the model, or a checkpoint, as a run would, and return the metrics. No step is trained or saved."""
+    from grpo_mcore.algorithms.rollouts.validation import run_validation
+    from grpo_mcore.algorithms.weight_sync.refit_step import refit_engines
+    from grpo_mcore.observe import RunConsole
+
+    prepared, console = prepare(config, resume), RunConsole()
+    with started(prepared, None) as run:
+        step = run.grpo_save_state["current_step"]
+        refit_engines(run.policy, run.policy_generation, config)
+        found = run_validation(
+            run.policy_generation, run.val_dataloader, run.val_task_to_env, config, tokenizer=run.tokenizer
+        )
+        run.logger.log_hyperparams(config)
+        run.logger.log_metrics(found.metrics | {"seconds": found.seconds}, step, "validation")
+        console.samples(step, found.samples)
+        console.validation(step, found.metrics, found.seconds)
+    return found.metrics
+
+
+@contextmanager
+def started(
+    prepared: Prepared, log_run: str | None, around: Callable[[], AbstractContextManager[Any]] = nullcontext
+) -> Iterator[Any]:
+    """Start a run, a `setup.Run`, and end all of its processes with the context. `log_run`: folder of the logs to go on
+    in; None: a new one. `around`: entered once the cluster is started."""
+    from grpo_mcore.algorithms.setup import start_cluster, start_run
+    from grpo_mcore.observe import Logger
+
+    config, data = prepared.config, prepared.data
+    with closing(Logger(config.logger, run=log_run)) as logger:
+        print(f"starting policy and engines (logs: {logger.log_dir}) ...", flush=True)
+        with start_cluster(config, logger.log_dir) as cluster, around():
+            run = start_run(
+                config,
+                prepared.model,
+                cluster,
+                prepared.tokenizer,
+                data.train,
+                data.validation,
+                logger,
+                prepared.checkpointer,
+                prepared.env_names,
+            )
+            with closing(run.policy_generation):
+                yield run

@@ -89,6 +89,12 @@ class EnvironmentBase:
         cls.read_config(config)
         return dict(cls.needs)
 
+    @classmethod
+    def check(cls, config: Mapping[str, Any]) -> None:
+        """Raise EnvironmentConfigError where an instance with this section could not be built. Quick: called before
+        anything is started."""
+        cls.read_config(config)
+
     def shutdown(self) -> None:
         """Free what the environment holds. It is not used afterwards."""
 

@@ -26,6 +26,7 @@ from grpo_mcore.environments.verifiers import (
     HF_MATH_VERIFY,
     compare_plain_numbers,
     ground_truth,
+    make_verifier,
     reason_for,
     verifier_module,
 )
@@ -109,6 +110,12 @@ class MathEnvironment(EnvironmentInterface):
                 preload=(verifier_module(self._verifier),),
             )
         )
+
+    @classmethod
+    def check(cls, config: Mapping[str, Any]) -> None:
+        section = MathEnvConfig.read(config)
+        if {".", ":"} & set(section.math_verify_impl):  # an import path
+            make_verifier(section.math_verify_impl)
 
     def step(
         self, message_log_batch: Sequence[Sequence[Mapping[str, Any]]], metadata: Sequence[dict[str, Any]]

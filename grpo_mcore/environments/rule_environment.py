@@ -65,6 +65,11 @@ class RuleEnvironment(EnvironmentInterface):
             )
         )
 
+    @classmethod
+    def check(cls, config: Mapping[str, Any]) -> None:
+        for part in RuleEnvConfig.read(config).components.values():
+            part.rule()  # imports what it names
+
     def step(
         self, message_log_batch: Sequence[Sequence[Mapping[str, Any]]], metadata: Sequence[dict[str, Any]]
     ) -> EnvironmentReturn:

@@ -72,7 +72,8 @@ def recipe(task: Task, model: Path) -> dict[str, Any]:
 def whole(recipe: dict[str, Any], tmp_path_factory: pytest.TempPathFactory) -> tuple[Run, Inside]:
     """Run all 4 steps in this process."""
     with looking_inside() as inside:
-        run = run_here("train", tmp_path_factory.mktemp("whole"), recipe, "grpo.val_at_start=true")
+        words = ("grpo.val_at_start=true", "grpo.val_at_end=true")
+        run = run_here("train", tmp_path_factory.mktemp("whole"), recipe, *words)
     assert run.code == 0, run.err
     return run, inside
 
@@ -230,7 +231,7 @@ def test_a_checkpoint_of_another_model(tmp_path: Path, recipe: dict[str, Any], t
     make_base_config(other, task.folder / "tokenizer", **sizes, head_dim=32)
     checkpoint = whole[0].checkpoints / "step_4"
     recipe = recipe | {"policy": recipe["policy"] | {"model_name": str(other)}}
-    run = run_here("train", tmp_path, recipe, "--resume", str(checkpoint))
+    run = run_here("train", tmp_path, recipe, "--resume", str(checkpoint), "grpo.max_num_steps=5")
     assert_one_message(run, 1, f"{checkpoint / 'policy'} holds another model", "num_layers")
 
 
@@ -256,7 +257,8 @@ def test_resuming_a_finished_run_changes_nothing(recipe: dict[str, Any], resumed
     before = [(run.logs / name).read_bytes() for name in names]
     again = run_here("train", run.folder, recipe, "--resume")
     assert again.code == 0, again.err
-    assert "none is left: grpo.max_num_steps is 4, resumed after step 4" in again.out
+    assert "nothing is left to do: grpo.max_num_steps is 4; raise it to go on" in again.out
+    assert "starting policy and engines" not in again.out
     assert again.logs == run.logs and [(run.logs / name).read_bytes() for name in names] == before
 
 
@@ -266,6 +268,16 @@ def test_changed_values_are_shown_or_refused(recipe: dict[str, Any], resumed: tu
     assert re.search(r"^  grpo.max_num_steps +2 +4$", run.out, re.MULTILINE)
     refused = run_here("train", run.folder, recipe, "--resume", "grpo.seed=5", "data.shuffle=false")
     assert_one_message(refused, 1, "data.shuffle: true -> false; grpo.seed: 1 -> 5", "which a resumed run keeps")
+
+
+def test_validating_a_checkpoint_alone(whole: tuple[Run, Inside], recipe: dict[str, Any], tmp_path: Path) -> None:
+    """The numbers equal those of the run, and nothing but them is written."""
+    checkpoint = whole[0].checkpoints / "step_4"
+    run = run_here("train", tmp_path, recipe, "--validate-only", "--resume", str(checkpoint))
+    assert run.code == 0, run.err
+    assert run.outcome("validation") == [line for line in whole[0].outcome("validation") if line["step"] == 4]
+    assert "validation after step 4: accuracy" in run.out
+    assert not run.metrics() and not list(run.checkpoints.iterdir())
 
 
 def test_what_the_user_sees(half: Run) -> None:

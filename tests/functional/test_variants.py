@@ -15,6 +15,7 @@ from torch import Tensor
 
 from grpo_mcore.algorithms import grpo, setup
 from grpo_mcore.algorithms.checkpointing.checkpoints import CheckpointManager
+from grpo_mcore.algorithms.lifecycle.checks import check_run
 from grpo_mcore.algorithms.training_step.policy_worker import PolicyWorker
 from grpo_mcore.algorithms.training_step.step_batch import StepBatch, TrainTargets
 from grpo_mcore.data import build_dataloader, build_task_data, load_tokenizer
@@ -71,7 +72,7 @@ class Stage:
         config = self.config("grpo")
         self.tokenizer = load_tokenizer(str(model))
         self.cluster = setup.start_cluster(config, folder)
-        self.shared = setup.check_run(config)
+        self.shared = check_run(config)
         first = setup.start_policy(config, self.cluster, self.shared)
         self.engines = setup.start_engines(config, self.cluster, self.shared, first)
         self._ran: dict[str, Variant] = {}

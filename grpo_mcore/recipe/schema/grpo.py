@@ -137,8 +137,8 @@ class GRPOConfig(Section):
     """Number of samples of one prompt, which form its group."""
     max_num_epochs: Positive = 1
     """Maximum number of passes over the training data."""
-    max_num_steps: Positive = 1_000_000
-    """Maximum number of steps."""
+    max_num_steps: NonNegative = 1_000_000
+    """Maximum number of steps. 0: only validate, if val_at_start or val_at_end says so."""
     max_rollout_turns: Positive = 1
     """Maximum number of generated turns of a trajectory. An environment may end it earlier."""
     normalize_rewards: bool = True

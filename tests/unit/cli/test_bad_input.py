@@ -134,6 +134,46 @@ def test_tensor_parallel_size_that_does_not_divide_the_heads(refuse: Refuse) -> 
     assert said.endswith("it can be one of [1, 2]")
 
 
+def test_a_model_that_is_right_passes_the_check(refuse: Refuse, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["train", "r.yaml", "--check", "grpo.max_num_steps=3"]) == 0
+    assert capsys.readouterr().out.endswith("all checks passed; 3 steps are left, nothing was started\n")
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        (
+            ["env.math.math_verify_impl=no_such_module:reward"],
+            "cannot import the verifier 'no_such_module:reward': No module named 'no_such_module'; write it as",
+        ),
+        (
+            ["env.math.math_verify_impl=broken:reward"],
+            "cannot import the verifier 'broken:reward': ZeroDivisionError: division by zero (",
+        ),
+        (
+            ["~env.math", "+env.rules={components: {own: {type: function, path: 'reward:sum_of'}}}"],
+            "cannot import the reward function 'reward:sum_of': module 'reward' has no attribute 'sum_of'",
+        ),
+        (["~env.math", "+env.maths={}"], "unknown environment 'maths': did you mean 'math'?"),
+        (
+            ["grpo.num_prompts_per_step=16", "policy.train_global_batch_size=64"],
+            "the dataset has 8 usable prompts, fewer than one batch of 16",
+        ),
+        (["logger.log_dir=data.jsonl/logs"], "logger.log_dir: data.jsonl/logs cannot be written: Not a directory"),
+        (
+            ["checkpointing.checkpoint_dir=data.jsonl"],
+            "checkpointing.checkpoint_dir: data.jsonl cannot be written: File exists",
+        ),
+        (["--resume"], "--resume: there is no step_N folder in results/grpo; start without --resume"),
+    ],
+)
+def test_the_check_finds(refuse: Refuse, words: list[str], message: str) -> None:
+    Path("reward.py").write_text("def sum_of_digits(response, info):\n    return 1.0\n")
+    Path("broken.py").write_text("def reward(response, truth): ...\nONE = 1 / 0\n")
+    assert refuse("--check", *words, code=1).startswith(message)
+    assert refuse(*words, code=1).startswith(message)
+
+
 LATENT = {
     "model_type": "deepseek_v3", "num_key_value_heads": 6, "kv_lora_rank": 8, "qk_nope_head_dim": 16,
     "qk_rope_head_dim": 8, "v_head_dim": 16, "n_routed_experts": 4, "num_experts_per_tok": 2,

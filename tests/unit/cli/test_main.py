@@ -9,6 +9,7 @@ import pytest
 
 import grpo_mcore
 from grpo_mcore.cli import main as command
+from grpo_mcore.cli import train
 from grpo_mcore.recipe import MasterConfig
 
 RECIPE = "policy: {model_name: m}\ndata: {train: {data_path: x.jsonl}}\n"
@@ -20,7 +21,8 @@ def called(monkeypatch: pytest.MonkeyPatch) -> list[argparse.Namespace]:
     calls: list[argparse.Namespace] = []
 
     def verb(name: str) -> types.SimpleNamespace:
-        return types.SimpleNamespace(run=lambda args: calls.append(args) or 7)
+        options = {"add_arguments": train.add_arguments} if name == train.__name__ else {}
+        return types.SimpleNamespace(run=lambda args: calls.append(args) or 7, **options)
 
     monkeypatch.setattr(command, "import_module", verb)
     return calls

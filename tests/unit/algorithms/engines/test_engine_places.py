@@ -6,7 +6,8 @@ from typing import Any
 
 import pytest
 
-from grpo_mcore.algorithms.setup import SetupError, check_engine_places, engine_ranks
+from grpo_mcore.algorithms.lifecycle.checks import SetupError, check_engine_places
+from grpo_mcore.algorithms.setup import engine_ranks
 from grpo_mcore.recipe import MasterConfig, num_engines
 
 

@@ -1,0 +1,152 @@
+"""Check a recipe against the model, the machine and the environments, before anything is started."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from tempfile import TemporaryFile
+from typing import Any
+
+from grpo_mcore.environments import create_env_class
+from grpo_mcore.environments.interfaces import EnvironmentBase
+from grpo_mcore.families import (
+    ModelShape,
+    check_engine_parallel,
+    check_fit,
+    missing_on_cpu,
+    read_hf_config,
+    shape_of,
+)
+from grpo_mcore.parallel.layout import Layout, layout_of
+from grpo_mcore.parallel.platform import Platform
+from grpo_mcore.recipe import MasterConfig, engine_nodes, num_engines, world_size
+
+VERDICT_TIMEOUT_S = 600.0
+"""Seconds that an environment has to score a group, where its section does not set verdict_timeout_s."""
+
+
+class SetupError(ValueError):
+    """A recipe that this machine cannot run, or not with this model."""
+
+
+def model_folder(name: str) -> str:
+    """Return the local folder of policy.model_name: the folder itself, or the snapshot of a model on the hub.
+
+    Raises SetupError for a name that is neither.
+    """
+    if Path(name).is_dir():
+        return name
+    if name.count("/") > 1 or name.startswith((".", "/", "~")):  # no name of the hub
+        raise SetupError(f"policy.model_name: there is no folder {name!r}; the working directory is {Path.cwd()}")
+    from huggingface_hub import snapshot_download
+
+    try:
+        return snapshot_download(name, allow_patterns=["*.json", "*.safetensors", "*.txt", "*.model", "*.jinja"])
+    except Exception as error:
+        raise SetupError(
+            f"policy.model_name {name!r} is not a folder here, and could not be fetched from the Hugging Face hub: "
+            f"{type(error).__name__}: {error}".splitlines()[0]
+        ) from error
+
+
+@dataclass(frozen=True)
+class Model:
+    """The policy's model: its local folder, its shape and its layout. `gpu`: its ranks run on GPUs."""
+
+    folder: str
+    shape: ModelShape
+    layout: Layout
+    gpu: bool
+
+
+def check_model(config: MasterConfig) -> Model:
+    """Find the model, and check that it fits its layout. Quick, and nothing is started.
+
+    Raises FamilyError, LayoutError or SetupError for a model or a layout that is not possible.
+    """
+    folder = model_folder(config.policy.model_name)
+    shape = shape_of(read_hf_config(folder))
+    layout = layout_of(config.policy, world_size(config))
+    check_fit(shape, config.policy.megatron_cfg)
+    return Model(folder, shape, layout, Platform.detect(config.cluster.platform).on_gpu)
+
+
+def check_run(config: MasterConfig) -> Model:
+    """Check all that can be checked of policy and engines before anything is started.
+
+    Raises what `check_model` raises, SetupError for a model that vLLM's CPU build cannot run and for engines that do
+    not fit the devices, FamilyError for a model that vLLM cannot split over an engine's ranks.
+    """
+    model = check_model(config)
+    shape = model.shape
+    check_engine_places(config, gpu=model.gpu)
+    vllm = config.policy.generation.vllm_cfg
+    for key, wanted in (
+        ("policy.router_replay.enabled", config.policy.router_replay.enabled),
+        ("policy.generation.vllm_cfg.enable_return_routed_experts", vllm.enable_return_routed_experts),
+    ):
+        if wanted and shape.experts is None:
+            raise SetupError(f"{key}: this {shape.family} model has no experts; switch it off")
+    whole_experts = vllm.expert_parallel_size > 1
+    check_engine_parallel(shape, vllm.tensor_parallel_size, whole_experts)
+    if not model.gpu and (missing := missing_on_cpu(shape, whole_experts)):
+        raise SetupError(f"policy.model_name: vLLM's CPU build cannot run this {shape.family} model: {missing}")
+    return model
+
+
+def check_engine_places(config: MasterConfig, *, gpu: bool) -> None:
+    """Raise SetupError where colocated engines do not fit the devices of the policy."""
+    vllm, gpus = config.policy.generation.vllm_cfg, world_size(config)
+    count, colocated = num_engines(config, gpu=gpu), config.policy.generation.colocated.enabled
+    if colocated and (count < 1 or (gpu and count * vllm.tensor_parallel_size > gpus)):
+        raise SetupError(
+            f"{count or 1} engines x TP {vllm.tensor_parallel_size} do not fit the {gpus} GPUs of "
+            "cluster.num_nodes x gpus_per_node; lower policy.generation.num_engines or vllm_cfg.tensor_parallel_size"
+        )
+    per_node, tensor = config.cluster.gpus_per_node, vllm.tensor_parallel_size
+    if tensor % engine_nodes(config) or (colocated and gpu and per_node % tensor and tensor % per_node):
+        raise SetupError(
+            f"policy.generation.vllm_cfg.tensor_parallel_size {tensor} neither divides cluster.gpus_per_node "
+            f"{per_node} nor is a multiple of it: an engine uses a part of one node, or whole nodes"
+        )
+
+
+def check_writable(config: MasterConfig) -> None:
+    """Make the folders of logs and checkpoints, and raise SetupError for one that cannot be written."""
+    folders = {"logger.log_dir": config.logger.log_dir}
+    if config.checkpointing.enabled:
+        folders["checkpointing.checkpoint_dir"] = config.checkpointing.checkpoint_dir
+    for key, folder in folders.items():
+        try:
+            Path(folder).mkdir(parents=True, exist_ok=True)
+            with TemporaryFile(dir=folder) as file:
+                file.write(b"0")
+        except OSError as error:
+            raise SetupError(f"{key}: {folder} cannot be written: {error.strerror or error}") from error
+
+
+def check_environments(config: MasterConfig, env_names: Mapping[str, str | None]) -> None:
+    """Check the sections of the environments that tasks use, and import the rewards that they name. Nothing is started.
+
+    Raises SetupError or EnvironmentConfigError.
+    """
+    for task, name in env_names.items():
+        cls, section, _ = environment_of(task, name, config)
+        cls.check(section)
+
+
+def environment_of(
+    task: str, name: str | None, config: MasterConfig
+) -> tuple[type[EnvironmentBase], dict[str, Any], float]:
+    """Return the class of a task's environment, its section and its deadline."""
+    if name is None:
+        raise SetupError(
+            f"dataset {task!r} has no env_name and `env` holds {sorted(config.env) or 'nothing'}; "
+            "name one under data.train / data.validation / data.default"
+        )
+    section = dict(config.env.get(name, {}))
+    timeout_s = section.pop("verdict_timeout_s", VERDICT_TIMEOUT_S)
+    if not isinstance(timeout_s, int | float) or isinstance(timeout_s, bool) or timeout_s <= 0:
+        raise SetupError(f"env.{name}.verdict_timeout_s must be a number of seconds above 0, got {timeout_s!r}")
+    return create_env_class(str(section.pop("environment", name)))[0], section, float(timeout_s)
