@@ -139,7 +139,20 @@ def prepare(config: MasterConfig, resume: str | bool | None = None) -> Prepared:
 
 
 def train(config: MasterConfig, resume: str | bool | None = None, began: float | None = None) -> dict[str, object]:
-    """Run a recipe to its end and return the summary. Everything that was started ends with it, also on errors."""
+    """Run a recipe to its end, export what checkpointing.save_hf asks for, and return the summary. Everything that was
+    started ends with it, also on errors. A run that stops early exports nothing: it is not over."""
+    summary = _train(config, resume, began)
+    if config.checkpointing.save_hf == "none" or summary["stopped_early"]:
+        return summary
+    from grpo_mcore.tools.export import export_run
+
+    folders = [str(folder) for folder in export_run(config.checkpointing)]
+    print("\n".join(f"model in Hugging Face's format: {folder}" for folder in folders), flush=True)
+    return summary | {"exported": folders}
+
+
+def _train(config: MasterConfig, resume: str | bool | None, began: float | None) -> dict[str, object]:
+    """Run a recipe to its end and return the summary."""
     from grpo_mcore.algorithms.grpo import grpo_train
     from grpo_mcore.algorithms.lifecycle.stopping import on_signal, on_sigterm
     from grpo_mcore.tools.plan.measured import compare

@@ -6,24 +6,16 @@ them in place into files that all ranks share.
 
 from __future__ import annotations
 
-import json
-import os
 import shutil
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from pathlib import Path
 
 import torch
-from safetensors import safe_open
 from torch import Tensor
 
-from grpo_mcore.families import Box, HfTensor, ModelShape, Param, Split, Stage, params_of, pieces
+from grpo_mcore.families import Box, ModelShape, Param, Split, Stage, params_of, pieces
+from grpo_mcore.parallel.hf_folder import SHARD_BYTES, HfFolderWriter, SafetensorsFolder, index_of, put_in_place
 from grpo_mcore.parallel.layout import Coordinates, Layout
-
-SAFETENSORS_NAMES = {torch.float32: "F32", torch.bfloat16: "BF16", torch.float16: "F16"}
-
-
-class WeightsError(ValueError):
-    """A Hugging Face checkpoint lacks what the model needs."""
 
 
 class ShardedWeights:
@@ -83,19 +75,22 @@ class ShardedWeights:
             return self.here.expert_copy == 0
         return not (self.here.data or self.here.context or (param.split is Split.REPLICATED and self.here.tensor))
 
-    def slices(self, *, owned_only: bool) -> Iterator[tuple[str, Box, Tensor]]:
+    def slices(
+        self, *, owned_only: bool, among: Collection[Param] | None = None, values: Mapping[str, Tensor] | None = None
+    ) -> Iterator[tuple[str, Box, Tensor]]:
         """Yield (Hugging Face name, box in that tensor, values); the values are a view unless there is an adapter.
 
         `owned_only`, for export: yield every slice on exactly one rank of the whole mesh, that is on data-parallel and
         context-parallel rank 0, for replicated tensors on tensor-parallel rank 0, and no copies of tied embeddings.
+        `among`: only of these parameters. `values`: by parameter name, in place of `parameters()`.
         """
-        merged = self.parameters()
+        values = self.parameters() if values is None else values
         for name, (param, _) in zip(self.names, self.local, strict=True):
-            if owned_only and not self._owns(param):
+            if (among is not None and param not in among) or (owned_only and not self._owns(param)):
                 continue
-            values = merged[name]
+            whole = values[name]
             for piece in pieces(param, self.shape, *self.split(param)):
-                yield piece.hf, piece.hf_box, values[_index(piece.local_box)]
+                yield piece.hf, piece.hf_box, whole[index_of(piece.local_box)]
 
     def parameters(self) -> Mapping[str, Tensor]:
         """Return this rank's tensors by Megatron-Core's name, prefixed by the model chunk if there are several.
@@ -108,37 +103,29 @@ class ShardedWeights:
     @torch.no_grad()
     def load_hf(self, folder: str | Path) -> None:
         """Read this rank's slices of the safetensors files in `folder`. Raises WeightsError if one is missing."""
-        reader = _SafetensorsFolder(Path(folder))
+        reader = SafetensorsFolder(Path(folder))
         for _, tensor in self.local:
             tensor.zero_()  # vocabulary padding stays zero
         for name, box, view in self.slices(owned_only=False):
             view.copy_(reader.read(name, box))
 
-    def export_hf(self, folder: str | Path, source: str | Path, *, shard_bytes: int = 4 << 30) -> None:
+    def export_hf(self, folder: str | Path, source: str | Path, *, shard_bytes: int = SHARD_BYTES) -> None:
         """Write a folder that transformers and vLLM can load. Collective; all ranks need to see its file system.
 
         `source`: the folder that the model came from; its config, tokenizer and generation settings are copied.
         """
         folder, rank = Path(folder), torch.distributed.get_rank()
-        dtype = self.local[0][1].dtype
-        files = plan_files(hf_tensors(self.shape), dtype.itemsize, shard_bytes)
+        partial = folder.with_name(f"tmp_{folder.name}")
+        writer = HfFolderWriter(partial, self.shape, self.local[0][1].dtype, shard_bytes)
         if rank == 0:
-            folder.mkdir(parents=True, exist_ok=True)
-            for path in Path(source).iterdir():
-                if path.is_file() and not path.name.endswith((".safetensors", ".bin", ".index.json")):
-                    shutil.copy(path, folder / path.name)
-            for name, tensors in files.items():
-                _create_file(folder / name, tensors, dtype)
-            if len(files) > 1:
-                where = {tensor.name: name for name, tensors in files.items() for tensor in tensors}
-                (folder / "model.safetensors.index.json").write_text(json.dumps({"metadata": {}, "weight_map": where}))
+            shutil.rmtree(partial, ignore_errors=True)  # left by an export that was killed
+            writer.create(Path(source))
         torch.distributed.barrier()
-        targets: dict[str, Tensor] = {}
-        for name, tensors in files.items():
-            targets |= _map_file(folder / name, tensors, dtype)
-        for hf_name, box, view in self.slices(owned_only=True):
-            targets[hf_name][_index(box)].copy_(view)
-        del targets
+        for name, params in writer.files.items():
+            writer.write(name, self.slices(owned_only=True, among=set(params)))
+        torch.distributed.barrier()
+        if rank == 0:
+            put_in_place(partial, folder)
         torch.distributed.barrier()
 
 
@@ -160,84 +147,3 @@ class Merged(Mapping[str, Tensor]):
 
     def __len__(self) -> int:
         return len(self._tensors)
-
-
-def hf_tensors(shape: ModelShape) -> list[HfTensor]:
-    """Return every tensor of the Hugging Face checkpoint once, in the order of the forward pass."""
-    return [tensor for param in params_of(shape) if not param.copy for tensor in param.hf]
-
-
-def plan_files(tensors: list[HfTensor], itemsize: int, shard_bytes: int) -> dict[str, list[HfTensor]]:
-    """Assign tensors, in order, to safetensors files of at most `shard_bytes`, unless one tensor is larger."""
-    groups: list[list[HfTensor]] = [[]]
-    size = 0
-    for tensor in tensors:
-        if size and size + tensor.numel * itemsize > shard_bytes:
-            groups.append([])
-            size = 0
-        groups[-1].append(tensor)
-        size += tensor.numel * itemsize
-    if len(groups) == 1:
-        return {"model.safetensors": groups[0]}
-    return {f"model-{i + 1:05d}-of-{len(groups):05d}.safetensors": group for i, group in enumerate(groups)}
-
-
-class _SafetensorsFolder:
-    """Reads boxes of tensors from whichever file of the folder holds them."""
-
-    def __init__(self, folder: Path) -> None:
-        self.folder = folder
-        paths = sorted(folder.glob("*.safetensors"))
-        if not paths:
-            raise WeightsError(f"policy.model_name: {folder} contains no .safetensors file")
-        self.files = [safe_open(path, framework="pt") for path in paths]
-        self.where = {name: file for file in self.files for name in file.keys()}  # noqa: SIM118
-
-    def read(self, name: str, box: Box) -> Tensor:
-        if name not in self.where:
-            raise WeightsError(f"{self.folder} lacks the tensor {name}; it has {len(self.where)} others")
-        tensor = self.where[name].get_slice(name)
-        shape = tensor.get_shape()
-        if len(shape) != len(box) or any(stop > size for (_, stop), size in zip(box, shape, strict=True)):
-            raise WeightsError(f"{self.folder}: {name} has shape {shape}, which contradicts config.json")
-        return tensor[_index(box)]
-
-
-def _dtype_of(tensor: HfTensor, dtype: torch.dtype) -> torch.dtype:
-    return torch.float32 if tensor.float32 else dtype
-
-
-def _header(tensors: list[HfTensor], dtype: torch.dtype) -> tuple[bytes, dict[str, tuple[int, int]]]:
-    """Return the safetensors header, padded to 8 bytes, and the byte range of each tensor after it."""
-    ranges, at = {}, 0
-    for tensor in tensors:
-        ranges[tensor.name] = (at, at + tensor.numel * _dtype_of(tensor, dtype).itemsize)
-        at = ranges[tensor.name][1]
-    entries = {
-        t.name: {
-            "dtype": SAFETENSORS_NAMES[_dtype_of(t, dtype)],
-            "shape": t.shape,
-            "data_offsets": ranges[t.name],
-        }
-        for t in tensors
-    }
-    text = json.dumps({"__metadata__": {"format": "pt"}, **entries}).encode()
-    text += b" " * (-len(text) % 8)
-    return len(text).to_bytes(8, "little") + text, ranges
-
-
-def _create_file(path: Path, tensors: list[HfTensor], dtype: torch.dtype) -> None:
-    header, ranges = _header(tensors, dtype)
-    with open(path, "wb") as file:
-        file.write(header)
-        os.ftruncate(file.fileno(), len(header) + max(stop for _, stop in ranges.values()))
-
-
-def _map_file(path: Path, tensors: list[HfTensor], dtype: torch.dtype) -> dict[str, Tensor]:
-    header, ranges = _header(tensors, dtype)
-    flat = torch.from_file(str(path), shared=True, size=path.stat().st_size, dtype=torch.uint8)[len(header) :]
-    return {t.name: flat[slice(*ranges[t.name])].view(_dtype_of(t, dtype)).view(t.shape) for t in tensors}
-
-
-def _index(box: Box) -> tuple[slice, ...]:
-    return tuple(slice(start, stop) for start, stop in box)

@@ -154,7 +154,7 @@ class CheckpointManager:
         if refused := [f"{change.key}: {change.saved} -> {change.new}" for change in found if change.fixed]:
             raise ResumeError(
                 f"--resume: {self.resumed_from} was written with other values, which a resumed run keeps; restore "
-                f"them, or start a new run from its exported model: {'; '.join(refused)}"
+                f"them, or start a new run from its exported model (grpo-mcore export): {'; '.join(refused)}"
             )
         return found
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Annotated
+from typing import Annotated, Literal
 
 from pydantic import Field
 
@@ -61,6 +61,9 @@ class CheckpointingConfig(Section):
     """Steps between two checkpoints."""
     save_optimizer: bool = True
     """Write the optimizer state too. A run cannot be resumed exactly without it. false: not supported yet."""
+    save_hf: Literal["last", "best", "all", "none"] = "none"
+    """Kept checkpoints that `train` also writes in Hugging Face's format when it ends, as `hf_step_N` beside them: the
+    newest, the best by metric_name, all or none. Read by cli/. `sft` always writes its last weights, as `hf`."""
     is_async: bool = False
     """Write a checkpoint during the steps that follow it: training waits only until the values are copied. A run that
     dies may lose the checkpoint that was being written. false: training waits until it is written."""

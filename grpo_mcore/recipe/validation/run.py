@@ -88,6 +88,23 @@ def check_restarts(config: RecipeSections) -> Iterator[Finding]:
         )
 
 
+def check_exports(config: RecipeSections) -> Iterator[Finding]:
+    """What is exported at the end of a run is one of its checkpoints."""
+    saving = config.checkpointing
+    if saving.save_hf == "none":
+        return
+    if not saving.enabled:
+        yield Finding(
+            ("checkpointing.save_hf", "checkpointing.enabled"),
+            "exports a checkpoint: set checkpointing.enabled: true, or save_hf: none",
+        )
+    if saving.save_hf == "best" and saving.metric_name is None:
+        yield Finding(
+            ("checkpointing.save_hf", "checkpointing.metric_name"),
+            "needs checkpointing.metric_name (such as val:accuracy) to know the best; or set save_hf: last",
+        )
+
+
 def check_optimizer(config: RecipeSections) -> Iterator[Finding]:
     """Requirements of Megatron-Core on optimizer and learning rate, and keys that must agree with policy."""
     policy, megatron = config.policy, config.policy.megatron_cfg

@@ -40,6 +40,7 @@ CHECKS = (
     run.check_ages,
     run.check_early_stop,
     run.check_restarts,
+    run.check_exports,
     run.check_optimizer,
     data.check_data,
     data.check_loaders,

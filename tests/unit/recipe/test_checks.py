@@ -417,3 +417,11 @@ def test_restarts_need_checkpoints(load, problems) -> None:
         "a run restarts from its newest checkpoint: set checkpointing.enabled: true, or max_restarts: 0"
     )
     assert load(MINIMAL, words[0]).config.cluster.max_restarts == 2
+
+
+def test_an_export_at_the_end_needs_a_checkpoint_and_for_the_best_a_metric(load, problems) -> None:
+    (found,) = problems(MINIMAL, "checkpointing.save_hf=last", "checkpointing.enabled=false")
+    assert found.endswith("exports a checkpoint: set checkpointing.enabled: true, or save_hf: none")
+    (found,) = problems(MINIMAL, "checkpointing.save_hf=best", "checkpointing.metric_name=null")
+    assert "needs checkpointing.metric_name" in found
+    assert load(MINIMAL, "checkpointing.save_hf=best").config.checkpointing.save_hf == "best"

@@ -1,0 +1,280 @@
+"""A policy checkpoint as a Hugging Face folder, made by one process on the CPU, whatever layout wrote the checkpoint.
+
+The network is built without memory for its weights. It only says where each parameter lies in the checkpoint; the
+values are read for one safetensors file at a time, so memory holds at most the weights of the largest file, twice.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import math
+import warnings
+from collections import Counter, defaultdict
+from collections.abc import Collection, Iterable, Iterator, Mapping
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.distributed.checkpoint import DefaultLoadPlanner, FileSystemReader, LoadPlan
+from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, MetadataIndex, TensorStorageMetadata
+from torch.distributed.checkpoint.planner_helpers import create_read_items_for_chunk_list
+
+from grpo_mcore import processes
+from grpo_mcore.families import AdapterShape, ModelShape, Param, adapter_shape, pieces, read_hf_config, shape_of
+from grpo_mcore.parallel.hf_folder import SHARD_BYTES, HfFolderWriter, index_of
+from grpo_mcore.parallel.layout import Coordinates, Layout
+from grpo_mcore.parallel.mesh import Address, join_mesh, leave_mesh
+from grpo_mcore.parallel.platform import Platform
+from grpo_mcore.recipe import MegatronConfig, PolicyConfig
+
+ONE_RANK = Layout(1, 1, 1)
+JOIN_TIMEOUT_S = 60.0
+PEFT_PREFIX = "base_model.model."
+
+
+class ExportError(ValueError):
+    """A checkpoint cannot be written in the format asked for."""
+
+
+def export_merged(
+    checkpoint: Path,
+    config: PolicyConfig,
+    source: Path,
+    target: Path,
+    *,
+    tokenizer: Path | None = None,
+    shard_bytes: int = SHARD_BYTES,
+) -> None:
+    """Write the weights of `checkpoint`, merged with their adapters, as a folder that transformers and vLLM load.
+
+    `checkpoint`: the policy's part of a checkpoint. `config`: the policy section of its recipe. `source`: the folder of
+    the model that the run started from, for the config and the tokenizer; `tokenizer`: that of the tokenizer, if it is
+    another one. Raises ExportError if a tensor is missing or unreadable.
+    """
+    with one_rank():
+        reader = CheckpointReader(checkpoint, config, shape_of(read_hf_config(source)))
+        writer = HfFolderWriter(target, reader.shape, reader.dtype, shard_bytes)
+        writer.create(source, tokenizer)
+        for name, params in writer.files.items():
+            writer.write(name, reader.slices(set(params)))
+
+
+def export_adapter(checkpoint: Path, config: PolicyConfig, source: Path, base: str, target: Path) -> None:
+    """Write the adapters of `checkpoint` into the folder `target`, in the format of PEFT.
+
+    `base`: the name of the model that the adapters belong to. Raises ExportError if there are none, if one belongs to
+    an expert, or if a tensor is missing.
+    """
+    from safetensors.torch import save_file
+
+    with one_rank():
+        reader = CheckpointReader(checkpoint, config, shape_of(read_hf_config(source)))
+        tensors = reader.peft_tensors()
+    assert reader.adapters is not None
+    save_file(tensors, target / "adapter_model.safetensors", metadata={"format": "pt"})
+    modules = {name.removeprefix(PEFT_PREFIX).partition(".lora_")[0] for name in tensors}
+    settings = {
+        "peft_type": "LORA",
+        "task_type": "CAUSAL_LM",
+        "base_model_name_or_path": base,
+        "r": reader.adapters.rank,
+        "lora_alpha": reader.adapters.alpha,
+        "lora_dropout": 0.0,
+        "bias": "none",
+        "target_modules": sorted(modules),
+        "inference_mode": True,
+    }
+    (target / "adapter_config.json").write_text(json.dumps(settings, indent=2) + "\n")
+
+
+@contextlib.contextmanager
+def one_rank() -> Iterator[None]:
+    """Be the only rank of a mesh on the CPU; Megatron-Core needs one to build a network and to read a checkpoint."""
+    address = Address(0, 1, 0, "127.0.0.1", processes.free_port())
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # of Megatron-Core and torch, on which no reader can act
+        join_mesh(ONE_RANK, address, seed=0, timeout_s=JOIN_TIMEOUT_S, platform=Platform("cpu"))
+        try:
+            yield
+        finally:
+            leave_mesh()
+
+
+class CheckpointReader:
+    """Reads the parameters of a policy checkpoint, a few at a time. Needs a mesh of one rank."""
+
+    def __init__(self, folder: Path, config: PolicyConfig, shape: ModelShape) -> None:
+        """Raises ExportError if `folder` is no checkpoint of this model, or lacks a tensor."""
+        from grpo_mcore.parallel.adapters import attach_adapters
+        from grpo_mcore.parallel.model import build_model
+        from grpo_mcore.parallel.weights import ShardedWeights
+
+        if not (folder / "metadata.json").is_file():
+            raise ExportError(f"{folder} is not a policy checkpoint: metadata.json is missing")
+        self.folder, self.shape = folder, shape
+        self.dtype = {"bfloat16": torch.bfloat16, "float32": torch.float32}[config.precision]
+        self.adapters: AdapterShape | None = adapter_shape(config.megatron_cfg.peft)
+        # Only these settings decide which parameters there are; the others may not suit a single rank.
+        peft = config.megatron_cfg.peft
+        with torch.device("meta"):
+            networks = build_model(shape, ONE_RANK, MegatronConfig(peft=peft), self.dtype, Platform("cpu"))
+        self.weights = ShardedWeights(networks, shape, ONE_RANK, Coordinates(0, 0, 0))
+        if self.adapters is not None:
+            attach_adapters(networks, self.weights, self.adapters, peft.lora_A_init_method, seed=0)
+        self._additions = {}  # name of a weight -> (its adapter, the names of its parts)
+        for index, addition in enumerate(networks[0].adapters.all if self.adapters is not None else ()):
+            by_param = dict(zip((param for param, _ in self.weights.local), self.weights.names, strict=True))
+            name = by_param[addition.adapter.weight]
+            self._additions[name] = (addition.adapter, f"adapters.all.{index}.down", f"adapters.all.{index}.up")
+        self._entries: dict[str, Any] = networks[0].sharded_state_dict()
+        self._saved = SavedTensors(folder)
+        self._check()
+
+    def slices(self, params: Collection[Param]) -> Iterator[tuple[str, Any, Tensor]]:
+        """Yield (Hugging Face tensor, box in it, values) of these parameters, merged with their adapters."""
+        from grpo_mcore.parallel.weights import Merged
+
+        names = [
+            name for name, (param, _) in zip(self.weights.names, self.weights.local, strict=True) if param in params
+        ]
+        parts = [part for name in names if name in self._additions for part in self._additions[name][1:]]
+        values = self.read([*names, *parts])
+        scale = self.adapters.scale if self.adapters is not None else 0.0
+
+        def product(down: str, up: str) -> Tensor:
+            return scale * (values[up].float() @ values[down].float())
+
+        additions = {name: partial(product, *names) for name, (_, *names) in self._additions.items() if name in values}
+        yield from self.weights.slices(owned_only=True, among=params, values=Merged(values, additions))
+
+    def peft_tensors(self) -> dict[str, Tensor]:
+        """Return the adapters by PEFT's names. Where our adapter spans several of the model's layers (query, key and
+        value; gate and up), each gets a copy of `down` and its rows of `up`."""
+        if self.adapters is None:
+            raise ExportError("the checkpoint has no adapters (policy.megatron_cfg.peft); leave --adapter out")
+        if experts := [name for name, (adapter, *_) in self._additions.items() if adapter.weight.expert is not None]:
+            raise ExportError(
+                f"{len(experts)} adapters belong to experts, which transformers keeps fused and PEFT cannot adapt one "
+                "by one; leave --adapter out to export the merged model"
+            )
+        values = self.read([part for _, *parts in self._additions.values() for part in parts])
+        found = {}
+        for adapter, down, up in self._additions.values():
+            for piece in pieces(adapter.up, self.shape, 0, 1):
+                layer = PEFT_PREFIX + piece.hf.removesuffix(".weight.up")
+                if f"{layer}.lora_B.weight" not in found:
+                    tensor = next(tensor for tensor in adapter.up.hf if tensor.name == piece.hf)
+                    found[f"{layer}.lora_A.weight"] = values[down].clone()
+                    found[f"{layer}.lora_B.weight"] = values[up].new_empty(tensor.shape)
+                found[f"{layer}.lora_B.weight"][index_of(piece.hf_box)] = values[up][index_of(piece.local_box)]
+        return found
+
+    def read(self, names: Iterable[str]) -> dict[str, Tensor]:
+        """Return these entries of the checkpoint, whole."""
+        from megatron.core.dist_checkpointing.dict_utils import dict_list_map_outplace
+
+        built = {name: _built(self._entries[name]) for name in names}
+        values = self._saved.read([part for structure in built.values() for part in _parts(structure)])
+        found = {}
+        for name, structure in built.items():
+            loaded = dict_list_map_outplace(lambda part: values[part.key, part.global_offset], structure)
+            merge = getattr(self._entries[name], "merge_fn", None)  # of an entry that is saved in several parts
+            found[name] = loaded if merge is None else merge(loaded)
+        return found
+
+    def _check(self) -> None:
+        """Raise ExportError if the checkpoint lacks a tensor that this model has."""
+        hf_names = {
+            name: ", ".join(tensor.name for tensor in param.hf)
+            for name, (param, _) in zip(self.weights.names, self.weights.local, strict=True)
+        }
+        for adapter, down, up in self._additions.values():
+            hf_names |= {part: f"the adapter of {adapter.weight.hf[0].name}" for part in (down, up)}
+        saved, lacking = self._saved.tensors, dict[str, str]()
+        for name, meaning in hf_names.items():
+            if name not in self._entries:
+                raise ExportError(f"Megatron-Core saves no {name}, which holds {meaning}")
+            lacking |= {part.key: meaning for part in _parts(_built(self._entries[name])) if part.key not in saved}
+        if lacking:
+            key, meaning = next(iter(lacking.items()))
+            more = f", and {len(lacking) - 1} others" if len(lacking) > 1 else ""
+            raise ExportError(f"{self.folder} lacks the tensor {key} ({meaning}){more}; it has {len(saved)} others")
+
+
+class SavedTensors:
+    """The tensors of a checkpoint by name, of which any box can be read, whichever ranks wrote its parts.
+
+    Megatron-Core's own loading wants every shard of a tensor at once, and all layers of a kind are one tensor there.
+    """
+
+    def __init__(self, folder: Path) -> None:
+        self.folder, self._reader = folder, FileSystemReader(folder)
+        try:
+            metadata = self._reader.read_metadata()
+        except Exception as error:  # it unpickles, so a damaged file can raise anything
+            raise ExportError(f"{folder}/.metadata cannot be read: {type(error).__name__}: {error}") from error
+        self._reader.set_up_storage_reader(metadata, is_coordinator=True)
+        found = metadata.state_dict_metadata.items()
+        self.tensors = {name: tensor for name, tensor in found if isinstance(tensor, TensorStorageMetadata)}
+
+    def read(self, parts: Iterable[Any]) -> dict[tuple[str, tuple[int, ...]], Tensor]:
+        """Return the values of Megatron-Core's ShardedTensors by (name, offset). Raises ExportError."""
+        values, chunks = dict[tuple[str, tuple[int, ...]], Tensor](), defaultdict[str, list[ChunkStorageMetadata]](list)
+        for part in parts:
+            values[part.key, part.global_offset] = torch.empty(part.local_shape, dtype=part.dtype)
+            size = (*[1] * part.prepend_axis_num, *part.local_shape)  # the number of the layer or expert comes first
+            chunks[part.key].append(ChunkStorageMetadata(torch.Size(part.global_offset), torch.Size(size)))
+        items = [
+            item
+            for key, wanted in chunks.items()
+            for item in create_read_items_for_chunk_list(key, self.tensors[key], wanted)
+        ]
+        covered = Counter[tuple[str, tuple[int, ...]]]()
+        for item in items:
+            covered[_key(item.dest_index)] += math.prod(item.lengths)
+        for key, tensor in values.items():
+            if covered[key] != tensor.numel():
+                raise ExportError(f"{self.folder}: {key[0]} at {list(key[1])} is not complete in the checkpoint")
+        try:
+            self._reader.read_data(LoadPlan(items), _Into(values))
+        except (OSError, RuntimeError, ValueError, EOFError) as error:
+            names = ", ".join(list(chunks)[:3])
+            raise ExportError(f"{self.folder}: {names}, ... cannot be read: {error}") from error
+        return values
+
+
+class _Into(DefaultLoadPlanner):
+    """Gives torch's reader the tensors to read into."""
+
+    def __init__(self, values: Mapping[tuple[str, tuple[int, ...]], Tensor]) -> None:
+        super().__init__()
+        self._values = values
+
+    def lookup_tensor(self, index: MetadataIndex) -> Tensor:
+        tensor = self._values[_key(index)]
+        assert index.offset is not None
+        return tensor.view(*[1] * (len(index.offset) - tensor.dim()), *tensor.shape)
+
+
+def _key(index: MetadataIndex) -> tuple[str, tuple[int, ...]]:
+    assert index.offset is not None
+    return index.fqn, tuple(index.offset)
+
+
+def _built(entry: Any) -> Any:
+    """Return the ShardedTensor of an entry, or those that it is saved as, in dicts and lists."""
+    from megatron.core.dist_checkpointing.mapping import ShardedTensorFactory
+
+    return entry.build() if isinstance(entry, ShardedTensorFactory) else entry
+
+
+def _parts(structure: Any) -> Iterator[Any]:
+    """Yield every ShardedTensor of `_built`."""
+    if isinstance(structure, dict | list):
+        for inner in structure.values() if isinstance(structure, dict) else structure:
+            yield from _parts(inner)
+    else:
+        yield structure

@@ -1,0 +1,175 @@
+"""A model's folder in Hugging Face's format: read slice by slice, and written file by file, by one process or by all
+ranks of a mesh together."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+from collections.abc import Iterable, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors import safe_open
+from torch import Tensor
+
+from grpo_mcore.families import Box, HfTensor, ModelShape, Param, params_of
+
+SAFETENSORS_NAMES = {torch.float32: "F32", torch.bfloat16: "BF16", torch.float16: "F16"}
+SHARD_BYTES = 2 << 30
+NOT_COPIED = (".safetensors", ".bin", ".pt", ".pth", ".gguf", ".index.json", ".md")
+"""Endings of files that do not go from the source's folder into an export: other weights, and their description."""
+
+
+class WeightsError(ValueError):
+    """A Hugging Face checkpoint lacks what the model needs."""
+
+
+class SafetensorsFolder:
+    """Reads boxes of tensors from whichever file of the folder holds them."""
+
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
+        paths = sorted(folder.glob("*.safetensors"))
+        if not paths:
+            raise WeightsError(f"policy.model_name: {folder} contains no .safetensors file")
+        self.files = [safe_open(path, framework="pt") for path in paths]
+        self.where = {name: file for file in self.files for name in file.keys()}  # noqa: SIM118
+
+    def read(self, name: str, box: Box) -> Tensor:
+        if name not in self.where:
+            raise WeightsError(f"{self.folder} lacks the tensor {name}; it has {len(self.where)} others")
+        tensor = self.where[name].get_slice(name)
+        shape = tensor.get_shape()
+        if len(shape) != len(box) or any(stop > size for (_, stop), size in zip(box, shape, strict=True)):
+            raise WeightsError(f"{self.folder}: {name} has shape {shape}, which contradicts config.json")
+        return tensor[index_of(box)]
+
+
+class HfFolderWriter:
+    """Writes a model's weights into `folder`, with the other files of `source`.
+
+    `files`: the parameters of each safetensors file, in the order of the forward pass. One process calls `create`,
+    then every process writes its slices.
+    """
+
+    def __init__(self, folder: Path, shape: ModelShape, dtype: torch.dtype, shard_bytes: int = SHARD_BYTES) -> None:
+        self.folder, self.dtype = folder, dtype
+        self.files = plan_files(shape, dtype, shard_bytes)
+
+    def create(self, source: Path, tokenizer: Path | None = None) -> None:
+        """Write everything but the weights: config, generation settings and tokenizer, and files of the right size.
+
+        `tokenizer`: the folder of the tokenizer's files, if not `source`. Raises OSError if the disk is full.
+        """
+        self.folder.mkdir(parents=True, exist_ok=True)
+        for folder in (source, *([tokenizer] if tokenizer is not None else [])):
+            for path in folder.iterdir():
+                config = path.name in ("config.json", "generation_config.json") and folder != source
+                if path.is_file() and not path.name.endswith(NOT_COPIED) and not config:
+                    shutil.copy(path, self.folder / path.name)
+        _set_dtype(self.folder / "config.json", self.dtype)
+        for name, params in self.files.items():
+            _create_file(self.folder / name, tensors_of(params), self.dtype)
+        if len(self.files) > 1:
+            tensors = {name: tensors_of(params) for name, params in self.files.items()}
+            where = {tensor.name: name for name, found in tensors.items() for tensor in found}
+            size = sum(_nbytes(tensor, self.dtype) for found in tensors.values() for tensor in found)
+            index = {"metadata": {"total_size": size}, "weight_map": where}
+            (self.folder / "model.safetensors.index.json").write_text(json.dumps(index))
+
+    def write(self, name: str, slices: Iterable[tuple[str, Box, Tensor]]) -> None:
+        """Write slices of tensors of file `name` in place."""
+        targets = _map_file(self.folder / name, tensors_of(self.files[name]), self.dtype)
+        for hf_name, box, values in slices:
+            targets[hf_name][index_of(box)].copy_(values)
+
+
+def put_in_place(partial: Path, folder: Path) -> None:
+    """Make the complete folder `partial` appear as `folder`, in place of an older one."""
+    doomed = folder.with_name(f"tmp_old_{folder.name}")
+    shutil.rmtree(doomed, ignore_errors=True)
+    if folder.exists():
+        os.replace(folder, doomed)
+    os.replace(partial, folder)
+    shutil.rmtree(doomed, ignore_errors=True)
+
+
+def plan_files(shape: ModelShape, dtype: torch.dtype, shard_bytes: int) -> dict[str, list[Param]]:
+    """Assign the model's parameters, in order, to files of at most `shard_bytes`, unless one parameter is larger. The
+    tensors of one parameter are in one file."""
+    groups: list[list[Param]] = [[]]
+    size = 0
+    for param in params_of(shape):
+        if param.copy:
+            continue
+        more = sum(_nbytes(tensor, dtype) for tensor in param.hf)
+        if size and size + more > shard_bytes:
+            groups.append([])
+            size = 0
+        groups[-1].append(param)
+        size += more
+    if len(groups) == 1:
+        return {"model.safetensors": groups[0]}
+    return {f"model-{i + 1:05d}-of-{len(groups):05d}.safetensors": group for i, group in enumerate(groups)}
+
+
+def tensors_of(params: Sequence[Param]) -> list[HfTensor]:
+    """Return the Hugging Face tensors of these parameters, in order."""
+    return [tensor for param in params for tensor in param.hf]
+
+
+def index_of(box: Box) -> tuple[slice, ...]:
+    """Return the box as an index."""
+    return tuple(slice(start, stop) for start, stop in box)
+
+
+def _set_dtype(path: Path, dtype: torch.dtype) -> None:
+    """Make config.json name the number format of the weights, so that transformers keeps it by default."""
+    config: dict[str, Any] = json.loads(path.read_text())
+    name = str(dtype).removeprefix("torch.")
+    for key in [key for key in ("dtype", "torch_dtype") if key in config] or ["dtype"]:
+        config[key] = name
+    path.write_text(json.dumps(config, indent=2) + "\n")
+
+
+def _dtype_of(tensor: HfTensor, dtype: torch.dtype) -> torch.dtype:
+    return torch.float32 if tensor.float32 else dtype
+
+
+def _nbytes(tensor: HfTensor, dtype: torch.dtype) -> int:
+    return tensor.numel * _dtype_of(tensor, dtype).itemsize
+
+
+def _header(tensors: list[HfTensor], dtype: torch.dtype) -> tuple[bytes, dict[str, tuple[int, int]]]:
+    """Return the safetensors header, padded to 8 bytes, and the byte range of each tensor after it."""
+    ranges, at = {}, 0
+    for tensor in tensors:
+        ranges[tensor.name] = (at, at + _nbytes(tensor, dtype))
+        at = ranges[tensor.name][1]
+    entries = {
+        t.name: {
+            "dtype": SAFETENSORS_NAMES[_dtype_of(t, dtype)],
+            "shape": t.shape,
+            "data_offsets": ranges[t.name],
+        }
+        for t in tensors
+    }
+    text = json.dumps({"__metadata__": {"format": "pt"}, **entries}).encode()
+    text += b" " * (-len(text) % 8)
+    return len(text).to_bytes(8, "little") + text, ranges
+
+
+def _create_file(path: Path, tensors: list[HfTensor], dtype: torch.dtype) -> None:
+    header, ranges = _header(tensors, dtype)
+    with open(path, "wb") as file:
+        # The blocks are reserved: writing to a mapped file on a full disk would kill the process.
+        os.posix_fallocate(file.fileno(), 0, len(header) + max(stop for _, stop in ranges.values()))
+        file.write(header)
+
+
+def _map_file(path: Path, tensors: list[HfTensor], dtype: torch.dtype) -> dict[str, Tensor]:
+    header, ranges = _header(tensors, dtype)
+    flat = torch.from_file(str(path), shared=True, size=path.stat().st_size, dtype=torch.uint8)[len(header) :]
+    return {t.name: flat[slice(*ranges[t.name])].view(_dtype_of(t, dtype)).view(t.shape) for t in tensors}

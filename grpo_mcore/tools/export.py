@@ -1,0 +1,168 @@
+"""Export a checkpoint of a run: to a Hugging Face folder with a model card, or its adapters alone."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from grpo_mcore.algorithms.checkpointing.checkpoints import CheckpointManager, policy_folder
+from grpo_mcore.algorithms.lifecycle.checks import SetupError, model_folder
+from grpo_mcore.data.tokenizer import template_text
+from grpo_mcore.parallel.export import ExportError, export_adapter, export_merged
+from grpo_mcore.parallel.hf_folder import SHARD_BYTES, put_in_place
+from grpo_mcore.recipe import CheckpointingConfig, MasterConfig, load_recipe
+
+INFO, RECIPE, CARD = "training_info.json", "config.yaml", "README.md"
+
+
+@dataclass(frozen=True)
+class Checkpoint:
+    """A complete checkpoint of a run. `metrics`: of its step, among them those of its validation as `val:NAME`."""
+
+    folder: Path
+    step: int
+    metrics: Mapping[str, Any]
+    recipe: MasterConfig
+
+
+def find_checkpoint(path: Path) -> Checkpoint:
+    """Return the checkpoint at `path`: a folder step_N, or the newest of a checkpoint_dir. Raises ExportError."""
+    folder = path
+    if not (folder / INFO).is_file():
+        newest = CheckpointManager(CheckpointingConfig(checkpoint_dir=str(path))).latest()
+        if newest is None:
+            what = "holds no checkpoint (step_N with training_info.json)" if path.is_dir() else "does not exist"
+            raise ExportError(f"{path} {what}; give a folder step_N, or the folder of a run's checkpoints")
+        folder = newest
+    if not (folder / RECIPE).is_file():
+        raise ExportError(f"{folder} has no {RECIPE}, which says what model it holds")
+    info = json.loads((folder / INFO).read_text())
+    recipe = load_recipe(str(folder / RECIPE), []).config
+    return Checkpoint(folder, info["save_state"]["current_step"], info["metrics"], recipe)
+
+
+def is_checkpoint(path: Path) -> bool:
+    """Return whether `path` is a checkpoint or a folder of checkpoints, rather than a model."""
+    return (path / INFO).is_file() or any(path.glob(f"step_*/{INFO}"))
+
+
+def export(
+    path: Path,
+    output: Path,
+    *,
+    model: str | None = None,
+    adapter: bool = False,
+    replace: bool = False,
+    shard_bytes: int = SHARD_BYTES,
+) -> Path:
+    """Write the checkpoint at `path` to the folder `output`, which must not exist or be empty. Return the checkpoint.
+
+    `model`: the model that the run started from, if it is no longer where the recipe says; only its config and
+    tokenizer are used. `adapter`: write the adapters alone, in PEFT's format. `replace`: overwrite an older export.
+    Raises ExportError and SetupError, and leaves nothing half written.
+    """
+    if not replace and output.exists() and (not output.is_dir() or any(output.iterdir())):
+        raise ExportError(f"--output {output} exists and is not empty; choose another folder, or delete it")
+    found = find_checkpoint(path)
+    policy, part = found.recipe.policy, Path(policy_folder(found.folder))
+    name = model or policy.model_name
+    try:
+        source = Path(model_folder(name))
+    except SetupError as error:
+        hint = "give the folder that the run started from with --model" if model is None else "see --model"
+        raise ExportError(f"{error}; its config and tokenizer are needed: {hint}") from error
+    own = policy.tokenizer.name
+    tokenizer = None if own == policy.model_name else Path(model_folder(own))
+    partial = output.with_name(f"tmp_{output.name}")
+    try:
+        shutil.rmtree(partial, ignore_errors=True)  # left by an export that was killed
+        partial.mkdir(parents=True)
+        if adapter:
+            export_adapter(part, policy, source, name, partial)
+        else:
+            export_merged(part, policy, source, partial, tokenizer=tokenizer, shard_bytes=shard_bytes)
+            if policy.tokenizer.chat_template is not None:
+                text = template_text(policy.tokenizer.chat_template)
+                (partial / "chat_template.jinja").write_text(text, encoding="utf-8")
+        (partial / CARD).write_text(model_card(found, "peft" if adapter else "transformers"), encoding="utf-8")
+        put_in_place(partial, output)
+    except OSError as error:
+        raise ExportError(f"{output} could not be written: {error}") from error
+    finally:
+        shutil.rmtree(partial, ignore_errors=True)
+    return found.folder
+
+
+def best_checkpoint(config: CheckpointingConfig) -> Path | None:
+    """Return the kept checkpoint with the best checkpointing.metric_name; without that metric the newest."""
+    folders = kept_checkpoints(config)
+    if not folders:
+        return None
+    sign = 1.0 if config.higher_is_better else -1.0
+
+    def rank(folder: Path) -> tuple[float, int]:
+        value = json.loads((folder / INFO).read_text())["metrics"].get(config.metric_name)
+        return (float("-inf") if value is None else sign * value, step_of(folder))
+
+    return max(folders, key=rank)
+
+
+def kept_checkpoints(config: CheckpointingConfig) -> list[Path]:
+    """Return the complete checkpoints of a run, oldest first."""
+    found = [path.parent for path in Path(config.checkpoint_dir).glob(f"step_*/{INFO}")]
+    return sorted((path for path in found if path.name.removeprefix("step_").isdigit()), key=step_of)
+
+
+def step_of(folder: Path) -> int:
+    return int(folder.name.removeprefix("step_"))
+
+
+def export_run(config: CheckpointingConfig) -> list[Path]:
+    """Export what checkpointing.save_hf asks for, as `hf_step_N` beside the checkpoints. Return the folders."""
+    kept = kept_checkpoints(config)
+    best = best_checkpoint(config)
+    wanted = {"none": [], "all": kept, "last": kept[-1:], "best": [best] if best else []}[config.save_hf]
+    targets = []
+    for folder in wanted:
+        target = folder.with_name(f"hf_{folder.name}")
+        export(folder, target, replace=True)
+        targets.append(target)
+    return targets
+
+
+def model_card(checkpoint: Checkpoint, library: str) -> str:
+    """Return the text of README.md: where the weights come from, the metrics of their step, and the recipe."""
+    policy = checkpoint.recipe.policy
+    # The header names the base model only where a hub could know it.
+    base = [] if Path(policy.model_name).is_dir() else [f"base_model: {policy.model_name}"]
+    numbers = {name: value for name, value in checkpoint.metrics.items() if isinstance(value, int | float)}
+    shown = sorted(numbers.items(), key=lambda item: (not item[0].startswith("val:"), item[0]))
+    return "\n".join(
+        [
+            "---",
+            *base,
+            f"library_name: {library}",
+            "tags: [grpo-mcore, reinforcement-learning]",
+            "---",
+            "",
+            f"# {Path(policy.model_name).name}, step {checkpoint.step}",
+            "",
+            f"Trained from `{policy.model_name}` with grpo-mcore for {checkpoint.step} steps; weights in "
+            f"{policy.precision}.",
+            "",
+            "| metric | value |",
+            "|---|---|",
+            *[f"| {name} | {value:.6g} |" for name, value in shown],
+            "",
+            "The recipe, with every value:",
+            "",
+            "```yaml",
+            (checkpoint.folder / RECIPE).read_text(encoding="utf-8").rstrip(),
+            "```",
+            "",
+        ]
+    )

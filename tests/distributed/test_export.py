@@ -1,0 +1,168 @@
+"""Exports of checkpoints: every family from several layouts, merged adapters, PEFT's format, and what is refused."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import yaml
+from safetensors.torch import load_file
+from torch import Tensor
+
+from grpo_mcore.data.tiny_models import make_tiny_model
+from grpo_mcore.parallel.rank_pool import RankFailed, RankPool
+from grpo_mcore.recipe import MasterConfig
+from grpo_mcore.tools.parity.rank import LayoutCase, policy_config, sequences
+from tests.distributed.adapter_cases import PEFT
+
+CASES = "tests.distributed.export_cases"
+TP1 = LayoutCase("TP1")
+TP2_PP2 = LayoutCase("TP2xPP2", tensor=2, pipeline=2)
+EP2 = LayoutCase("EP2", data=2, expert=2)
+EP2_TP2 = LayoutCase("EP2xTP2-SP", tensor=2, data=2, sequence_parallel=True, expert=2)
+EP2_PP2 = LayoutCase("EP2xPP2", pipeline=2, data=2, expert=2)
+LIMIT = 1e-5  # largest difference of a log-prob in float32
+
+Checkpoint = tuple[Path, dict[int, Tensor]]
+
+
+def checkpoint(
+    ranks: RankPool, folder: Path, model: Path, case: LayoutCase, peft: dict[str, Any] | None = None
+) -> Checkpoint:
+    """Train a step on a layout and save it as a run would: (the checkpoint's folder, the policy's log-probs)."""
+    target = driver_files(folder, model, case, peft)
+    results = ranks.run(
+        case.world_size, f"{CASES}:train_and_save", str(model), case, str(target / "policy"), peft
+    )  # fmt: skip
+    return target, {i: values for result in results for i, values in result.items()}
+
+
+def driver_files(folder: Path, model: Path, case: LayoutCase, peft: dict[str, Any] | None = None) -> Path:
+    """Write the files of a checkpoint that the driver writes."""
+    policy = policy_config(model, case)
+    policy.megatron_cfg.peft = policy.megatron_cfg.peft.model_copy(update=(PEFT | peft) if peft is not None else {})
+    world = {"num_nodes": 1, "gpus_per_node": case.world_size}
+    recipe = MasterConfig.model_validate(
+        {
+            "policy": policy.model_dump() | {"train_global_batch_size": 8, "train_micro_batch_size": 1},
+            "grpo": {"num_prompts_per_step": 4, "num_generations_per_prompt": 2},
+            "data": {"train": [{"data_path": "data.jsonl"}]},
+            "env": {"math": {}},
+            "cluster": world,
+        }
+    )
+    target = folder / "step_1"
+    target.mkdir(parents=True)
+    info = {"save_state": {"current_step": 1}, "metrics": {"loss": 0.5, "val:accuracy": 0.25}}
+    (target / "training_info.json").write_text(json.dumps(info))
+    (target / "config.yaml").write_text(yaml.safe_dump(recipe.model_dump(mode="json"), sort_keys=False))
+    return target
+
+
+def logprobs_of_transformers(folder: Path) -> dict[int, Tensor]:
+    from transformers import AutoModelForCausalLM
+
+    network = AutoModelForCausalLM.from_pretrained(folder)
+    assert network.dtype == torch.float32
+    found = {}
+    for i, tokens in enumerate(sequences(network.config.vocab_size)):
+        with torch.no_grad():
+            scores = torch.log_softmax(network(tokens[None]).logits[0, :-1], -1)
+        found[i] = torch.cat([torch.zeros(1), scores.gather(1, tokens[1:, None]).squeeze(1)])
+    return found
+
+
+def furthest(one: dict[int, Tensor], other: dict[int, Tensor]) -> float:
+    assert one.keys() == other.keys()
+    return max((one[i] - other[i]).abs().max().item() for i in one)
+
+
+def tensors_in(folder: Path) -> dict[str, Tensor]:
+    return {name: tensor for file in folder.glob("*.safetensors") for name, tensor in load_file(file).items()}
+
+
+@pytest.mark.parametrize(
+    ("family", "case", "peft"),
+    [
+        ("qwen3", TP2_PP2, None),
+        ("qwen2", TP2_PP2, None),
+        ("llama", TP2_PP2, {}),
+        ("qwen3_moe", EP2_PP2, {}),
+        ("mixtral", EP2, None),
+        ("deepseek_v3", EP2_TP2, None),
+        ("nemotron_h", TP2_PP2, {}),
+        ("nemotron_h_moe", EP2_TP2, None),
+    ],
+    ids=lambda value: value if isinstance(value, str) else getattr(value, "name", "lora" if value == {} else "full"),
+)
+def test_transformers_on_the_export_equals_the_policy(
+    ranks: RankPool, tmp_path: Path, family: str, case: LayoutCase, peft: dict[str, Any] | None
+) -> None:
+    model = make_tiny_model(family, tmp_path / "model", words=True, tie_word_embeddings=family == "qwen3")
+    folder, expected = checkpoint(ranks, tmp_path, model, case, peft)
+    out = tmp_path / "out"
+    (loaded,) = ranks.run(1, f"{CASES}:export_here", str(folder), str(out), {"shard_bytes": 100_000})
+    assert not loaded, "an export starts no engine and no Ray"
+    assert furthest(logprobs_of_transformers(out), expected) < LIMIT
+    assert tensors_in(out).keys() == tensors_in(model).keys()
+    assert len(list(out.glob("*.safetensors"))) > 1
+    names = {path.name for path in model.iterdir()} - {"model.safetensors"}
+    assert names <= {path.name for path in out.iterdir()}
+    card = (out / "README.md").read_text()
+    assert "step 1" in card and "| val:accuracy | 0.25 |" in card and str(model) in card
+    assert not list(tmp_path.glob("tmp_*"))
+
+
+def test_a_new_run_starts_from_an_export(ranks: RankPool, tmp_path: Path) -> None:
+    model = make_tiny_model("qwen3", tmp_path / "model")
+    folder, expected = checkpoint(ranks, tmp_path, model, TP1)
+    out = tmp_path / "out"
+    ranks.run(1, f"{CASES}:export_here", str(folder.parent), str(out), {})  # the newest of the run
+    again = ranks.run(1, "grpo_mcore.tools.parity.rank:logprobs_and_gradients", str(out), TP1)
+    assert furthest(again[0]["logprobs"], expected) < LIMIT
+
+
+def test_adapters_in_the_format_of_peft_add_up_to_the_merged_export(ranks: RankPool, tmp_path: Path) -> None:
+    model = make_tiny_model("qwen3", tmp_path / "model", tie_word_embeddings=False)
+    folder, _ = checkpoint(ranks, tmp_path, model, TP2_PP2, {"exclude_modules": ["*.layers.0.*linear_proj"]})
+    for name, options in (("merged", {}), ("adapter", {"adapter": True})):
+        ranks.run(1, f"{CASES}:export_here", str(folder), str(tmp_path / name), options)
+    base, merged, parts = (tensors_in(tmp_path / name) for name in ("model", "merged", "adapter"))
+    settings = json.loads((tmp_path / "adapter" / "adapter_config.json").read_text())
+    scale = settings["lora_alpha"] / settings["r"]
+    seen = set()
+    for layer in settings["target_modules"]:
+        up, down = (parts.pop(f"base_model.model.{layer}.lora_{part}.weight") for part in "BA")
+        torch.testing.assert_close(merged[f"{layer}.weight"], base[f"{layer}.weight"] + scale * up @ down)
+        seen.add(f"{layer}.weight")
+    assert not parts and len(seen) == 7 * 4 - 1
+    assert all(torch.equal(merged[name], base[name]) for name in base.keys() - seen)
+    assert settings["base_model_name_or_path"] == str(model)
+
+
+def test_what_cannot_be_exported_is_refused_and_leaves_nothing(ranks: RankPool, tmp_path: Path) -> None:
+    model = make_tiny_model("qwen3_moe", tmp_path / "model")
+    full, _ = checkpoint(ranks, tmp_path / "full", model, TP1)
+    lora, _ = checkpoint(ranks, tmp_path / "lora", model, TP1, {})
+    torn = driver_files(tmp_path / "torn", model, TP1)
+    ranks.run(1, f"{CASES}:save_without", str(model), TP1, str(torn / "policy"), "final_layernorm.weight")
+    (tmp_path / "taken").mkdir()
+    (tmp_path / "taken" / "file").touch()
+    lost, _ = checkpoint(ranks, tmp_path / "lost", model, TP1)
+    next((lost / "policy").glob("*.distcp")).unlink()
+    for source, output, options, message in (
+        (full, "out", {"adapter": True}, "ExportError: the checkpoint has no adapters"),
+        (lora, "out", {"adapter": True}, "ExportError: .* adapters belong to experts"),
+        (torn, "out", {}, r"lacks the tensor decoder.final_layernorm.weight \(model.norm.weight\)"),
+        (lost, "out", {}, r"ExportError: .*cannot be read"),
+        (full, "taken", {}, "exists and is not empty"),
+        (tmp_path / "nowhere", "out", {}, "nowhere does not exist"),
+        (model, "out", {}, "holds no checkpoint"),
+        (full, "out", {"model": str(tmp_path / "gone")}, "there is no folder .*gone.*see --model"),
+    ):
+        with pytest.raises(RankFailed, match=message):
+            ranks.run(1, f"{CASES}:export_here", str(source), str(tmp_path / output), options)
+        assert not (tmp_path / "out").exists() and not list(tmp_path.glob("tmp_*"))

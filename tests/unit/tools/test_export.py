@@ -1,0 +1,65 @@
+"""Which checkpoints of a run are exported, and what the command refuses before it reads a weight."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from grpo_mcore.cli.main import main
+from grpo_mcore.recipe import CheckpointingConfig
+from grpo_mcore.tools import export as tools
+
+
+def checkpoints(folder: Path, accuracies: dict[int, float | None]) -> None:
+    for step, accuracy in accuracies.items():
+        metrics = {} if accuracy is None else {"val:accuracy": accuracy}
+        (folder / f"step_{step}").mkdir(parents=True)
+        info = {"save_state": {"current_step": step}, "metrics": metrics}
+        (folder / f"step_{step}" / "training_info.json").write_text(json.dumps(info))
+
+
+@pytest.mark.parametrize(
+    ("save_hf", "higher_is_better", "steps"),
+    [
+        ("none", True, []),
+        ("last", True, [10]),
+        ("best", True, [2]),
+        ("best", False, [4]),
+        ("all", True, [2, 4, 8, 10]),
+    ],
+)
+def test_save_hf_chooses_among_the_kept_checkpoints(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, save_hf: Any, higher_is_better: bool, steps: list[int]
+) -> None:
+    checkpoints(tmp_path, {10: None, 8: 0.5, 2: 0.75, 4: 0.25})
+    (tmp_path / "tmp_step_12").mkdir()
+    done = []
+    monkeypatch.setattr(tools, "export", lambda folder, target, replace: done.append((folder.name, target.name)))
+    config = CheckpointingConfig(checkpoint_dir=str(tmp_path), save_hf=save_hf, higher_is_better=higher_is_better)
+    found = tools.export_run(config)
+    assert done == [(f"step_{step}", f"hf_step_{step}") for step in steps]
+    assert found == [tmp_path / target for _, target in done]
+
+
+def test_of_equal_checkpoints_the_newest_is_the_best(tmp_path: Path) -> None:
+    checkpoints(tmp_path, {2: 0.5, 4: 0.5})
+    best = tools.best_checkpoint(CheckpointingConfig(checkpoint_dir=str(tmp_path)))
+    assert best == tmp_path / "step_4"
+
+
+def test_the_command_says_what_is_wrong_and_writes_nothing(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    checkpoints(tmp_path, {2: 0.5})
+    for words, message in (
+        ([str(tmp_path / "nowhere")], "does not exist; give a folder step_N"),
+        ([str(tmp_path / "step_2")], "has no config.yaml"),
+        ([str(tmp_path)], "has no config.yaml"),
+    ):
+        assert main(["export", *words, "--output", str(tmp_path / "out")]) == 1
+        said = capsys.readouterr().err
+        assert message in said and said.count("\n") == 1
+        assert not (tmp_path / "out").exists()
+    with pytest.raises(SystemExit, match="2"):
+        main(["export", str(tmp_path)])
