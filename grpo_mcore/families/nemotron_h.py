@@ -66,7 +66,6 @@ def shape(config: dict[str, Any]) -> ModelShape:
             state_size=config["ssm_state_size"],
             kernel=config.get("conv_kernel", 4),
             chunk=config.get("chunk_size", 128),
-            min_step=config.get("time_step_min", 0.001),
         ),
     )
 

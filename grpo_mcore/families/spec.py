@@ -87,7 +87,6 @@ class MambaShape:
     state_size: int
     kernel: int  # width of the convolution, in tokens
     chunk: int  # tokens that the scan computes at a time
-    min_step: float  # lower bound of the time step
 
     @property
     def inner(self) -> int:

@@ -95,7 +95,7 @@ class MambaMixer(torch.nn.Module):
         x = x.unflatten(-1, (mamba.heads, mamba.head_dim))
         shared = mamba.heads // mamba.groups
         b, c = (t.unflatten(-1, (mamba.groups, -1)).repeat_interleave(shared, 1) for t in (b, c))
-        dt = torch.nn.functional.softplus(dt + self.dt_bias).float().clamp(min=mamba.min_step)
+        dt = self.time_steps(dt)
         decay = -self.A_log.float().exp()
         parts = zip(*(t.split(lengths) for t in (x, dt, b, c)), strict=True)
         y = torch.cat([scan(x, dt, decay, b, c, mamba.chunk) for x, dt, b, c in parts])
@@ -103,6 +103,13 @@ class MambaMixer(torch.nn.Module):
         y = (y * torch.nn.functional.silu(gate.float())).unflatten(-1, (mamba.groups, -1))
         y = y * torch.rsqrt(y.square().mean(-1, keepdim=True) + self.eps)
         return self.norm.weight * y.flatten(1).to(projected.dtype)
+
+    def time_steps(self, dt: Tensor) -> Tensor:
+        """Return softplus(dt + bias) in float32, as vLLM's and mamba_ssm's kernels compute it.
+
+        There is no lower limit: the engine has none. transformers limits dt to `time_step_min`.
+        """
+        return torch.nn.functional.softplus(dt.float() + self.dt_bias.float())
 
     def _convolve(self, x: Tensor, cu_seqlens: Tensor) -> Tensor:
         """Apply the depthwise causal convolution within each sequence; x [T, channels]."""

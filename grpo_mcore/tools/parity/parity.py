@@ -90,6 +90,9 @@ def reference_of(folder: Path) -> Reference:
 
     shape = shape_of(read_hf_config(folder))
     network = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
+    for module in network.modules():
+        if hasattr(module, "time_step_limit"):  # of Mamba2; the engine and the policy have none
+            module.time_step_limit = (0.0, float("inf"))
     logprobs, loss = {}, torch.zeros(())
     for i, (tokens, advantage) in enumerate(zip(sequences(shape.vocab_size), advantages(), strict=True)):
         scores = torch.log_softmax(network(tokens[None]).logits[0, :-1], -1)

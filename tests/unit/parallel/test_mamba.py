@@ -1,15 +1,23 @@
-"""The chunked scan against the recurrence that it computes."""
+"""The Mamba2 mixer: its scan against the recurrence, and the mixer against float64 and against vLLM's operators."""
 
 from __future__ import annotations
+
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
 
+from grpo_mcore.families import MambaShape
 from grpo_mcore.parallel import cpu_platform
 
 cpu_platform.install()
 
-from grpo_mcore.parallel.mamba import scan  # noqa: E402
+from grpo_mcore.parallel import mamba as mamba_module  # noqa: E402
+from grpo_mcore.parallel.mamba import MambaMixer, scan  # noqa: E402
+
+SHAPE = MambaShape(heads=4, head_dim=8, groups=2, state_size=16, kernel=4, chunk=8)
+LENGTHS = (13, 1, 22)
 
 
 @pytest.mark.parametrize("length", [1, 7, 8, 30])
@@ -18,10 +26,136 @@ def test_the_scan_equals_the_recurrence(length: int, chunk: int) -> None:
     generator = torch.Generator().manual_seed(5)
     x, b, c = (torch.randn(length, 3, n, generator=generator) for n in (4, 5, 5))
     dt, decay = torch.rand(length, 3, generator=generator), -torch.rand(3, generator=generator) * 3
-    state, expected = torch.zeros(3, 4, 5, dtype=torch.float64), []
-    for t in range(length):
-        kept = torch.exp(dt[t].double() * decay)[:, None, None]
-        state = kept * state + torch.einsum("hp,hn->hpn", dt[t, :, None].double() * x[t], b[t].double())
-        expected.append(torch.einsum("hpn,hn->hp", state, c[t].double()))
     found = scan(x, dt, decay, b, c, chunk)
-    torch.testing.assert_close(found.double(), torch.stack(expected), atol=1e-5, rtol=1e-5)
+    torch.testing.assert_close(found.double(), recurrence(x, dt, decay, b, c), atol=1e-5, rtol=1e-5)
+
+
+@pytest.mark.parametrize(("dtype", "limit"), [(torch.float32, 1e-5), (torch.bfloat16, 1e-2)])
+def test_the_mixer_equals_the_formula_in_float64(
+    monkeypatch: pytest.MonkeyPatch, dtype: torch.dtype, limit: float
+) -> None:
+    mixer, row = small_mixer(monkeypatch, dtype), torch.randn(sum(LENGTHS), sum(SHAPE.projected_parts)).to(dtype)
+    found = run(mixer, row)
+    expected = torch.cat([reference(mixer, part) for part in row.double().split(LENGTHS)])
+    assert relative_error(found, expected) < limit
+
+
+@pytest.mark.parametrize(("dtype", "limit"), [(torch.float32, 1e-6), (torch.bfloat16, 1e-6)])
+def test_time_steps_equal_vllms(monkeypatch: pytest.MonkeyPatch, dtype: torch.dtype, limit: float) -> None:
+    """vLLM adds the bias and applies softplus in float32, and does not limit dt. A state after one token with B = x = 1
+    is dt itself."""
+    from vllm.model_executor.layers.mamba.ops.cpu.mamba_ssm import _mamba_chunk_scan_combined_fwd_cpu
+
+    mixer = small_mixer(monkeypatch, dtype)
+    for value in torch.linspace(-4, 4, 41):
+        raw = torch.full((1, SHAPE.heads), value).to(dtype)
+        ones = torch.ones(1, SHAPE.heads, SHAPE.head_dim)
+        states = _mamba_chunk_scan_combined_fwd_cpu(
+            ones,
+            raw,
+            torch.zeros(SHAPE.heads),
+            *[torch.ones(1, SHAPE.groups, SHAPE.state_size)] * 2,
+            SHAPE.chunk,
+            torch.empty_like(ones),
+            dt_bias=mixer.dt_bias.detach(),
+            dt_softplus=True,
+            cu_seqlens=torch.tensor([0, 1]),
+        )
+        assert relative_error(mixer.time_steps(raw)[0], states[0, :, 0, 0]) < limit
+
+
+@pytest.mark.parametrize(("dtype", "limit"), [(torch.float32, 1e-5), (torch.bfloat16, 1e-2)])
+def test_the_mixer_equals_vllms_operators(monkeypatch: pytest.MonkeyPatch, dtype: torch.dtype, limit: float) -> None:
+    from vllm.model_executor.layers.mamba.ops.cpu.mamba_ssm import _mamba_chunk_scan_combined_fwd_cpu
+
+    mixer, row = small_mixer(monkeypatch, dtype), torch.randn(sum(LENGTHS), sum(SHAPE.projected_parts)).to(dtype)
+    gate, convolved, dt = row.split([SHAPE.inner, SHAPE.convolved, SHAPE.heads], -1)
+    parts = [torch.nn.functional.silu(convolve(mixer, part)).to(dtype) for part in convolved.float().split(LENGTHS)]
+    x, b, c = torch.cat(parts).split(SHAPE.convolved_parts, -1)
+    y = torch.empty(len(row), SHAPE.heads, SHAPE.head_dim, dtype=dtype)
+    _mamba_chunk_scan_combined_fwd_cpu(  # as vLLM's MambaMixer2 calls it, with its default dt_limit=(0, inf)
+        x.unflatten(-1, (SHAPE.heads, -1)).contiguous(),
+        dt,
+        -mixer.A_log.detach().float().exp(),
+        b.unflatten(-1, (SHAPE.groups, -1)).contiguous(),
+        c.unflatten(-1, (SHAPE.groups, -1)).contiguous(),
+        SHAPE.chunk,
+        y,
+        D=mixer.D.detach(),
+        dt_bias=mixer.dt_bias.detach(),
+        dt_softplus=True,
+        cu_seqlens=offsets(),
+    )
+    assert relative_error(run(mixer, row), gated_norm(mixer, y.flatten(1), gate)) < limit
+
+
+def small_mixer(monkeypatch: pytest.MonkeyPatch, dtype: torch.dtype) -> MambaMixer:
+    """Build a mixer without projections, whose time steps lie on both sides of 0.001."""
+
+    class Nothing(torch.nn.Identity):
+        def forward(self, x: torch.Tensor) -> tuple[torch.Tensor, None]:
+            return x, None
+
+    group = SimpleNamespace(size=lambda: 1)
+    monkeypatch.setattr(mamba_module.parallel_state, "get_tensor_model_parallel_group", lambda: group)
+    config: Any = SimpleNamespace(
+        layernorm_epsilon=1e-5, params_dtype=dtype, hidden_size=8, init_method=None, output_layer_init_method=None
+    )
+    mixer = MambaMixer(config, 1, SHAPE, column=Nothing, row=Nothing)
+    torch.manual_seed(7)
+    for parameter in mixer.parameters():
+        torch.nn.init.normal_(parameter, std=0.5)
+    torch.nn.init.uniform_(mixer.dt_bias, -9.0, -5.0)
+    return mixer
+
+
+@torch.no_grad()
+def run(mixer: MambaMixer, row: torch.Tensor) -> torch.Tensor:
+    packed: Any = SimpleNamespace(cu_seqlens_q=offsets(), context_group=None, key_order=None)
+    return mixer(row[:, None], packed_seq_params=packed)[0][:, 0]
+
+
+def offsets() -> torch.Tensor:
+    return torch.tensor([0, *LENGTHS]).cumsum(0).int()
+
+
+def recurrence(
+    x: torch.Tensor, dt: torch.Tensor, decay: torch.Tensor, b: torch.Tensor, c: torch.Tensor
+) -> torch.Tensor:
+    """Return the scan of one sequence, token by token in float64; shapes as for `scan`."""
+    x, dt, decay, b, c = (t.double() for t in (x, dt, decay, b, c))
+    state, found = x.new_zeros(*x.shape[1:], b.size(-1)), []
+    for t in range(len(x)):
+        kept = torch.exp(dt[t] * decay)[:, None, None]
+        state = kept * state + torch.einsum("hp,hn->hpn", dt[t, :, None] * x[t], b[t])
+        found.append(torch.einsum("hpn,hn->hp", state, c[t]))
+    return torch.stack(found)
+
+
+def convolve(mixer: MambaMixer, x: torch.Tensor) -> torch.Tensor:
+    weight, bias = (p.detach().to(x.dtype) for p in (mixer.conv1d.weight, mixer.conv1d.bias))
+    padded = torch.nn.functional.pad(x.T, (SHAPE.kernel - 1, 0))
+    return torch.nn.functional.conv1d(padded, weight, bias, groups=SHAPE.convolved).T
+
+
+def gated_norm(mixer: MambaMixer, y: torch.Tensor, gate: torch.Tensor) -> torch.Tensor:
+    y = (y.double() * torch.nn.functional.silu(gate.double())).unflatten(-1, (SHAPE.groups, -1))
+    y = y * torch.rsqrt(y.square().mean(-1, keepdim=True) + mixer.eps)
+    return mixer.norm.weight.detach().double() * y.flatten(1)
+
+
+def reference(mixer: MambaMixer, row: torch.Tensor) -> torch.Tensor:
+    """Return the mixer's output for one sequence in float64, of Dao and Gu's formula."""
+    gate, convolved, dt = row.split([SHAPE.inner, SHAPE.convolved, SHAPE.heads], -1)
+    x, b, c = torch.nn.functional.silu(convolve(mixer, convolved)).split(SHAPE.convolved_parts, -1)
+    x = x.unflatten(-1, (SHAPE.heads, -1))
+    b, c = (t.unflatten(-1, (SHAPE.groups, -1)).repeat_interleave(SHAPE.heads // SHAPE.groups, 1) for t in (b, c))
+    dt_bias, a_log, d = (p.detach().double() for p in (mixer.dt_bias, mixer.A_log, mixer.D))
+    dt = torch.log1p(torch.exp(dt + dt_bias))
+    assert (dt < 0.001).any() and (dt > 0.001).any()
+    y = recurrence(x, dt, -a_log.exp(), b, c) + d[:, None] * x
+    return gated_norm(mixer, y.flatten(1), gate)
+
+
+def relative_error(found: torch.Tensor, expected: torch.Tensor) -> float:
+    return ((found.detach().double() - expected).norm() / expected.double().norm()).item()
