@@ -26,7 +26,7 @@ CPU, LAUNCH = ROOT / "requirements" / "cpu.lock", ROOT / "requirements" / "launc
 LEFT_OUT = {"torchvision", "torchaudio", "torchcodec", "triton"}
 
 # All that grpo_mcore.tools.launch and grpo_mcore.recipe import.
-TO_RENDER = {"pydantic", "pyyaml"}
+TO_RENDER = {"omegaconf", "pydantic", "pyyaml"}
 
 HEADER = """\
 # The CPU environment, exactly: Python 3.11, Linux, x86_64. Written by scripts/lock.py, installed without

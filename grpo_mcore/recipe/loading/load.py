@@ -10,12 +10,12 @@ from typing import Any
 
 import grpo_mcore
 from grpo_mcore.recipe.errors import DEFAULT, Problem, RecipeError, in_yaml, joined, nearest_hint
-from grpo_mcore.recipe.loading.interpolate import InterpolationError, resolve_tree
+from grpo_mcore.recipe.loading.interpolate import resolve_tree
 from grpo_mcore.recipe.loading.merge import apply_overrides, merge
 from grpo_mcore.recipe.loading.yaml_tree import Node, parse_file
 from grpo_mcore.recipe.master import MasterConfig
-from grpo_mcore.recipe.schema.keys import default_of, nearest_key
-from grpo_mcore.recipe.schema.master import null_means
+from grpo_mcore.recipe.schema.keys import nearest_key, plain_defaults
+from grpo_mcore.recipe.schema.master import NULL_MEANS, null_means
 from grpo_mcore.recipe.validation.validate import validated
 
 _SUFFIXES = ("", ".yaml", ".yml")
@@ -55,7 +55,7 @@ def load_recipe(path: str | os.PathLike[str], overrides: Sequence[str] = ()) -> 
     files: list[Path] = []
     problems: list[Problem] = []
     tree = apply_overrides(_load(file, files, ()), overrides, problems)
-    tree = resolve_tree(tree, _missing_value, problems)
+    tree = resolve_tree(tree, _with_defaults, nearest_key, problems)
     config, tree = validated(MasterConfig, tree, name, problems)
     provenance = {
         key: node.source if (node := tree.find(key)) is not None else DEFAULT for key in leaves(config.model_dump())
@@ -90,19 +90,27 @@ def leaves(value: Any, path: str = "") -> list[str]:
     return [path]
 
 
-def _missing_value(key: str, null: bool) -> Any:
-    """Return the value of a key that a recipe does not set, or sets to null, for an interpolation of it: the
-    interpolation that it follows, else null or its default. Raises InterpolationError for an unknown key."""
-    if (meaning := null_means(key)) is not None:
-        return meaning
-    if null:
-        return None
-    try:
-        return default_of(key)
-    except KeyError:
-        near = nearest_key(key)
-        hint = f"; nearest known key: {near}" if near and near != key else ""
-        raise InterpolationError(f"{key} has no value{hint}") from None
+def _with_defaults(values: dict[str, Any]) -> dict[str, Any]:
+    """Return the values of a recipe, completed by those that an interpolation of a key gives that the recipe does not
+    set, or sets to null: the interpolation that null stands for, else the key's default."""
+    complete = _filled(values, plain_defaults())
+    for key in NULL_MEANS:
+        *sections, name = key.split(".")
+        section: Any = complete
+        for part in sections:
+            section = section.get(part) if isinstance(section, dict) else None
+        if isinstance(section, dict) and section.get(name) is None:
+            section[name] = null_means(key)
+    return complete
+
+
+def _filled(values: dict[str, Any], defaults: dict[str, Any]) -> dict[str, Any]:
+    """Return nested dicts with the defaults of keys that they do not have."""
+    filled = {**defaults, **values}
+    for name, default in defaults.items():
+        if isinstance(default, dict) and isinstance(values.get(name), dict):
+            filled[name] = _filled(values[name], default)
+    return filled
 
 
 def _load(file: Path, files: list[Path], chain: tuple[Path, ...]) -> Node:

@@ -45,13 +45,16 @@ def field_at(key: str) -> FieldInfo | None:
     return known_keys().get(".".join("*" if part.isdecimal() else part for part in key.split(".")))
 
 
-def default_of(key: str) -> Any:
-    """Return the plain default of a key. Raises KeyError if the schema has no such key or the key has no default."""
-    field = field_at(key)
-    if field is None or field.is_required():
-        raise KeyError(key)
-    value = field.get_default(call_default_factory=True)
-    return value.model_dump() if isinstance(value, Section) else value
+def plain_defaults(section: type[Section] = RecipeSections) -> dict[str, Any]:
+    """Return the default of every key that has one, as nested dicts."""
+    found = {}
+    for name, field in section.model_fields.items():
+        inner, is_list = section_of(field.annotation)
+        if inner is not None and not is_list:
+            found[name] = plain_defaults(inner)
+        elif not field.is_required():
+            found[name] = field.get_default(call_default_factory=True)
+    return found
 
 
 def fixed_on_resume(key: str) -> bool:

@@ -1,11 +1,24 @@
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 
-from grpo_mcore.recipe.loading.interpolate import InterpolationError, resolve_text
+from grpo_mcore.recipe.errors import Problem
+from grpo_mcore.recipe.loading.interpolate import resolve_tree
+from grpo_mcore.recipe.loading.yaml_tree import Node
 from tests.unit.recipe.conftest import MINIMAL
 
-VALUES = {"a.n": 6, "a.m": 4, "a.f": 0.5, "a.s": "x", "a.none": None, "a.t": True}
+VALUES = {"n": 6, "m": 4, "f": 0.5, "s": "x", "none": None, "t": True, "inner": {"k": 2}, "rows": [{"k": 3}]}
+
+
+def resolved(text: str) -> tuple[Any, list[Problem]]:
+    """Return the value of a text that stands at a.inner.text, and the problems."""
+    tree = Node.of({"a": {**VALUES, "inner": {"k": 2, "text": text}}}, "r.yaml:1")
+    problems: list[Problem] = []
+    node = resolve_tree(tree, lambda values: values, lambda key: None, problems).find("a.inner.text")
+    assert node is not None
+    return node.plain(), problems
 
 
 @pytest.mark.parametrize(
@@ -16,39 +29,54 @@ VALUES = {"a.n": 6, "a.m": 4, "a.f": 0.5, "a.s": "x", "a.none": None, "a.t": Tru
         ("${a.s}", "x"),
         ("${a.none}", None),
         ("${a.t}", True),
+        ("${.k}", 2),
+        ("${..n}", 6),
+        ("${...a.n}", 6),
+        ("${a.rows[0].k}", 3),
+        ("${a.rows}", [{"k": 3}]),
         ("run-${a.s}-${a.n}", "run-x-6"),
-        ("${a.t}!", "true!"),
         ("${mul:${a.n},${a.m}}", 24),
         ("${mul:${a.n}, 2, 3}", 36),
+        ("${mul:${..n},${.k}}", 12),
         ("${mul:a.n,a.m}", 24),
         ("${mul:a.n,a.f}", 3.0),
+        ("${add:a.n,1,0.5}", 7.5),
+        ("${sub:a.n,1}", 5),
+        ("${max:a.n,a.m}", 6),
+        ("${min:a.n,a.m}", 4),
         ("${div:${mul:a.n,a.m},8}", 3),
         ("${div:a.n,4}", 1.5),
         ("${div:a.n,1.5}", 4.0),
+        ("${floordiv:a.n,4}", 1),
         ("plain", "plain"),
         ("", ""),
     ],
 )
 def test_values(text: str, value: object) -> None:
-    result = resolve_text(text, VALUES.__getitem__)
-    assert result == value and type(result) is type(value)
+    result, problems = resolved(text)
+    assert not problems and result == value and type(result) is type(value)
 
 
 @pytest.mark.parametrize(
     ("text", "message"),
     [
         ("${div:a.n,0}", "division by 0"),
+        ("${floordiv:a.n,0}", "division by 0"),
         ("${div:a.n}", "div takes 2 arguments, got 1"),
         ("${mul:a.n,a.s}", "expected a number, but a.s is 'x'"),
         ("${mul:a.n,a.t}", "expected a number, but a.t is true"),
-        ("${sub:a.n,1}", "there is no function 'sub'; known: mul, div"),
-        ("${.n}", "expected a full key such as"),
-        ("${a.n", "is not closed"),
+        ("${mul:a.n,${a.none}}", "expected a number, but got null"),
+        ("${pow:a.n,1}", "there is no function 'pow'; known: add, sub, mul, div, floordiv, max, min"),
+        ("${.x}", "x has no value"),
+        ("${a.n", "not an interpolation such as ${policy.model_name}: "),
+        ("${a n}", "not an interpolation such as ${policy.model_name}: "),
+        ("${.text}", "the keys refer to each other in a circle"),
     ],
 )
 def test_errors(text: str, message: str) -> None:
-    with pytest.raises(InterpolationError, match=message):
-        resolve_text(text, VALUES.__getitem__)
+    value, (problem,) = resolved(text)
+    assert value is None and (problem.source, problem.key) == ("r.yaml:1", "a.inner.text")
+    assert problem.message.startswith(f"'{text}': ") and message in problem.message
 
 
 def test_a_reference_keeps_its_own_source_and_follows_overrides(load) -> None:
@@ -77,7 +105,4 @@ def test_errors_have_their_place(problems) -> None:
     lines = problems(text)
     assert "r.yaml:7: grpo.seed: '${policy.model_nam}': policy.model_nam has no value; " in lines[0]
     assert lines[0].endswith("nearest known key: policy.model_name")
-    assert (
-        "r.yaml:8: grpo.val_period: '${grpo.max_num_steps}': the keys refer to each other in a circle: "
-        "grpo.max_num_steps -> grpo.val_period -> grpo.max_num_steps"
-    ) in lines
+    assert ("r.yaml:8: grpo.val_period: '${grpo.max_num_steps}': the keys refer to each other in a circle") in lines
