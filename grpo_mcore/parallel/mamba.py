@@ -88,17 +88,12 @@ class MambaMixer(torch.nn.Module):
     def _mix(self, projected: Tensor, cu_seqlens: Tensor) -> Tensor:
         mamba = self.mamba
         gate, convolved, dt = projected.split([mamba.inner, mamba.convolved, mamba.heads], -1)
-        starts = cu_seqlens.tolist()
-        lengths = [stop - start for start, stop in zip(starts, starts[1:], strict=False)]
-        convolved = torch.nn.functional.silu(self._convolve(convolved, cu_seqlens))
-        x, b, c = convolved.float().split(mamba.convolved_parts, -1)
+        tokens = torch.arange(projected.size(0), device=projected.device)
+        sequence = torch.searchsorted(cu_seqlens[1:].contiguous(), tokens, right=True)
+        x, b, c = self._convolve(convolved, sequence, cu_seqlens.numel() - 1).float().split(mamba.convolved_parts, -1)
         x = x.unflatten(-1, (mamba.heads, mamba.head_dim))
-        shared = mamba.heads // mamba.groups
-        b, c = (t.unflatten(-1, (mamba.groups, -1)).repeat_interleave(shared, 1) for t in (b, c))
-        dt = self.time_steps(dt)
-        decay = -self.A_log.float().exp()
-        parts = zip(*(t.split(lengths) for t in (x, dt, b, c)), strict=True)
-        y = torch.cat([scan(x, dt, decay, b, c, mamba.chunk) for x, dt, b, c in parts])
+        b, c = (t.unflatten(-1, (mamba.groups, -1)) for t in (b, c))
+        y = scan(x, self.time_steps(dt), -self.A_log.float().exp(), b, c, sequence, mamba.chunk)
         y = (y + self.D[:, None].float() * x).flatten(1)
         y = (y * torch.nn.functional.silu(gate.float())).unflatten(-1, (mamba.groups, -1))
         y = y * torch.rsqrt(y.square().mean(-1, keepdim=True) + self.eps)
@@ -111,17 +106,17 @@ class MambaMixer(torch.nn.Module):
         """
         return torch.nn.functional.softplus(dt.float() + self.dt_bias.float())
 
-    def _convolve(self, x: Tensor, cu_seqlens: Tensor) -> Tensor:
-        """Apply the depthwise causal convolution within each sequence; x [T, channels]."""
-        tokens, kernel = torch.arange(x.size(0), device=x.device), self.mamba.kernel
-        sequence = torch.searchsorted(cu_seqlens[1:].contiguous(), tokens, right=True)
-        position = tokens - cu_seqlens[sequence]
-        out = self.conv1d.bias.expand_as(x)
-        for back in range(kernel):
-            earlier = torch.nn.functional.pad(x, (0, 0, back, 0))[: x.size(0)]
-            seen = (position >= back)[:, None]
-            out = out + torch.where(seen, earlier, 0.0) * self.conv1d.weight[:, 0, kernel - 1 - back]
-        return out
+    def _convolve(self, x: Tensor, sequence: Tensor, count: int) -> Tensor:
+        """Apply the depthwise causal convolution within each of `count` sequences, and SiLU; x [T, channels].
+
+        In float32, as vLLM's and causal-conv1d's kernels; zeros between the sequences keep them apart.
+        """
+        kernel = self.mamba.kernel
+        places = torch.arange(len(x), device=x.device) + (kernel - 1) * (sequence + 1)
+        apart = x.new_zeros(len(x) + (kernel - 1) * count, x.size(1)).index_copy(0, places, x)
+        weight, bias = self.conv1d.weight.float(), self.conv1d.bias.float()
+        out = torch.nn.functional.conv1d(apart.float().T[None], weight, bias, groups=x.size(1))[0].T
+        return torch.nn.functional.silu(out.index_select(0, places - (kernel - 1))).to(x.dtype)
 
 
 class _Weights(torch.nn.Module):
@@ -140,21 +135,36 @@ def _split(values: Tensor) -> Parameter:
     return parameter
 
 
-def scan(x: Tensor, dt: Tensor, decay: Tensor, b: Tensor, c: Tensor, chunk: int) -> Tensor:
-    """Scan one sequence: x [L, heads, d], dt [L, heads], decay [heads], b and c [L, heads, n] -> [L, heads, d].
+def scan(x: Tensor, dt: Tensor, decay: Tensor, b: Tensor, c: Tensor, sequence: Tensor, chunk: int) -> Tensor:
+    """Scan the sequences of a row: x [T, heads, d], dt [T, heads], decay [heads], b and c [T, groups, n] -> [T, heads,
+    d]. `sequence` int64 [T]: the sequence of each token; those of one sequence are adjacent. In float32.
 
-    In float32; quadratic within a chunk of tokens, recurrent between chunks.
+    Quadratic within a chunk of tokens and between chunks, for all chunks at once (Dao and Gu, section 6), so that the
+    number of kernels depends neither on the row's length nor on its sequences. Masks keep the sequences apart.
     """
-    state = x.new_zeros(x.size(1), x.size(2), b.size(2))
-    outputs = []
-    for values, steps, inputs, readouts in zip(*(t.split(chunk) for t in (x, dt, b, c)), strict=True):
-        log_decay = (steps * decay).cumsum(0)
-        values = values * steps[..., None]
-        between = (log_decay[:, None] - log_decay).permute(2, 0, 1)  # [heads, to, from]
-        future = torch.ones(len(values), len(values), dtype=torch.bool, device=x.device).triu(1)
-        weights = torch.einsum("ihn,jhn->hij", readouts, inputs) * between.masked_fill(future, -torch.inf).exp()
-        y = torch.einsum("hij,jhp->ihp", weights, values)
-        outputs.append(y + torch.einsum("ihn,hpn->ihp", readouts, state) * log_decay.exp()[..., None])
-        rest = inputs * (log_decay[-1] - log_decay).exp()[..., None]
-        state = state * log_decay[-1].exp()[:, None, None] + torch.einsum("jhn,jhp->hpn", rest, values)
-    return torch.cat(outputs)
+    tokens, heads = dt.shape
+    pad = -tokens % chunk
+    x, dt, b, c = (torch.nn.functional.pad(t, (0, 0) * (t.dim() - 1) + (0, pad)) for t in (x, dt, b, c))
+    seq = torch.nn.functional.pad(sequence, (0, pad), value=-1).unflatten(0, (-1, chunk))  # [chunks, i]
+    # Axes of einsum: k, m chunks; i, j tokens of a chunk; g groups; h heads of a group; p, n sizes of x and b.
+    grouped = (b.size(1), heads // b.size(1))
+    b, c = (t.unflatten(0, (-1, chunk)) for t in (b, c))
+    log_decay = (dt * decay).unflatten(0, (-1, chunk)).cumsum(1).movedim(1, 2).unflatten(1, grouped)  # kghi
+    x = (x * dt[..., None]).unflatten(0, (-1, chunk)).unflatten(2, grouped)
+
+    seen = ((seq[:, :, None] == seq[:, None]).tril())[:, None, None]
+    between = (log_decay[..., :, None] - log_decay[..., None, :]).masked_fill(~seen, -torch.inf).exp()
+    weights = torch.einsum("kign,kjgn->kgij", c, b)[:, :, None] * between
+    y = torch.einsum("kghij,kjghp->kighp", weights, x)
+
+    first, last, whole = seq[:, :1], seq[:, -1:], log_decay[..., -1]
+    kept = (whole[..., None] - log_decay).masked_fill((seq != last)[:, None, None], -torch.inf).exp()
+    states = torch.einsum("kjgn,kjghp->kghpn", b, x * kept.movedim(-1, 1)[..., None])  # at the end of each chunk
+    ends = whole.double().cumsum(0)  # float64: differences of long sums
+    carried = ends[:, None] - whole[:, None].double() - ends  # from the end of chunk m to the start of chunk k
+    reached = (first == last.T).tril(-1)[..., None, None]
+    carried = carried.masked_fill(~reached, -torch.inf).exp().float()
+    incoming = torch.einsum("kmgh,mghpn->kghpn", carried, states)
+    read = log_decay.masked_fill((seq != first)[:, None, None], -torch.inf).exp().movedim(-1, 1)
+    y = y + torch.einsum("kign,kghpn->kighp", c, incoming) * read[..., None]
+    return y.flatten(2, 3).flatten(0, 1)[:tokens]

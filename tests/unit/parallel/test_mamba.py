@@ -20,14 +20,52 @@ SHAPE = MambaShape(heads=4, head_dim=8, groups=2, state_size=16, kernel=4, chunk
 LENGTHS = (13, 1, 22)
 
 
-@pytest.mark.parametrize("length", [1, 7, 8, 30])
+@pytest.mark.parametrize("lengths", [(1,), (7,), (8,), (30,), (3, 1, 8, 2, 17, 5), (16, 16), (8, 40, 1)], ids=str)
 @pytest.mark.parametrize("chunk", [1, 8, 64])
-def test_the_scan_equals_the_recurrence(length: int, chunk: int) -> None:
+@pytest.mark.parametrize("groups", [1, 2, 4])
+def test_the_scan_equals_the_recurrence(lengths: tuple[int, ...], chunk: int, groups: int) -> None:
+    """Values and gradients, for sequences that begin and end anywhere in a chunk."""
     generator = torch.Generator().manual_seed(5)
-    x, b, c = (torch.randn(length, 3, n, generator=generator) for n in (4, 5, 5))
-    dt, decay = torch.rand(length, 3, generator=generator), -torch.rand(3, generator=generator) * 3
-    found = scan(x, dt, decay, b, c, chunk)
-    torch.testing.assert_close(found.double(), recurrence(x, dt, decay, b, c), atol=1e-5, rtol=1e-5)
+    x, b, c = (torch.randn(sum(lengths), *s, generator=generator) for s in ((4, 3), (groups, 5), (groups, 5)))
+    dt, decay = torch.rand(sum(lengths), 4, generator=generator), -torch.rand(4, generator=generator) * 3
+    sequence = torch.arange(len(lengths)).repeat_interleave(torch.tensor(lengths))
+    inputs = [t.requires_grad_() for t in (x, dt, decay, b, c)]
+    found = scan(*inputs, sequence, chunk)
+    every_head = [*inputs[:3], *(t.repeat_interleave(4 // groups, 1) for t in (b, c))]
+    parts = [[t if t is decay else t.split(lengths)[i] for t in every_head] for i in range(len(lengths))]
+    expected = torch.cat([recurrence(*part) for part in parts])
+    torch.testing.assert_close(found.double(), expected, atol=1e-5, rtol=1e-5)
+    weights = torch.randn(found.shape, generator=generator)
+    ours, exact = (torch.autograd.grad((y * weights).sum(), inputs) for y in (found, expected))
+    for gradient, formula in zip(ours, exact, strict=True):
+        torch.testing.assert_close(gradient, formula, atol=1e-4, rtol=2e-5)
+
+
+def test_the_scan_keeps_its_precision_over_a_long_row() -> None:
+    """The decay summed over the row is far above what float32 resolves beside a decay of one chunk."""
+    x, b, c = torch.randn(8192, 1, 2), torch.randn(8192, 1, 3), torch.randn(8192, 1, 3)
+    dt, decay = torch.rand(8192, 1) + 0.5, torch.tensor([-1.0])
+    dt[4090:4102] = 1e-3  # little decay across the border of two chunks, deep in the row
+    found = scan(x, dt, decay, b, c, torch.zeros(8192, dtype=torch.int64), 128)
+    torch.testing.assert_close(found.double(), recurrence(x, dt, decay, b, c), atol=2e-5, rtol=2e-5)
+
+
+@pytest.mark.parametrize("length", [200, 4096])
+def test_the_number_of_operators_does_not_depend_on_the_row(length: int) -> None:
+    from torch.utils._python_dispatch import TorchDispatchMode
+
+    class Count(TorchDispatchMode):
+        calls = 0
+
+        def __torch_dispatch__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+            self.calls += 1
+            return function(*args, **(kwargs or {}))
+
+    x, b, c = torch.randn(length, 2, 4), torch.randn(length, 1, 4), torch.randn(length, 1, 4)
+    sequence = torch.arange(length) // 50
+    with Count() as count:
+        scan(x, torch.rand(length, 2), -torch.ones(2), b, c, sequence, 64)
+    assert count.calls < 150
 
 
 @pytest.mark.parametrize(("dtype", "limit"), [(torch.float32, 1e-5), (torch.bfloat16, 1e-2)])
