@@ -106,7 +106,11 @@ def start_policy(config: MasterConfig, cluster: Cluster, model: Model, *, build_
         [arguments] * layout.world_size,
         cpus=1.0 if gpu else 0.1,
         gpus=1.0 if gpu else 0.0,
-        env={"OMP_NUM_THREADS": str(rank_threads(config, layout.world_size)), "OMP_WAIT_POLICY": "PASSIVE"},
+        env={
+            "OMP_NUM_THREADS": str(rank_threads(config, layout.world_size)),
+            "OMP_WAIT_POLICY": "PASSIVE",
+            **policy.megatron_cfg.env_vars,
+        },
         nodes=pool.nodes,
     )
     return PolicyGroup(
@@ -209,7 +213,7 @@ def start_engines(config: MasterConfig, cluster: Cluster, model: Model, policy: 
         how: dict[str, Any] = {
             "cpus": 1.0 if gpu else 0.1,
             "gpus": tensor / nodes if gpu and not shares_devices else 0.0,
-            "env": engine_environment(engine),
+            "env": {**engine_environment(engine), **vllm.env_vars},
             "concurrency": ENGINE_CALLS,
             "streams": ENGINE_STREAMS + (REQUESTS if chat else 0),
         }

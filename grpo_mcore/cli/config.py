@@ -1,4 +1,5 @@
 """`grpo-mcore config RECIPE [key=value ...]`: the resolved recipe as YAML, with the source of every value.
+`grpo-mcore config --imported RECIPE`: what became of the keys of NeMo RL that it sets.
 `grpo-mcore config --reference`: every key with its type, default and meaning, as Markdown."""
 
 from __future__ import annotations
@@ -20,15 +21,24 @@ class _PrintReference(argparse.Action):
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Add --reference."""
+    """Add --reference and --imported."""
     parser.add_argument(
         "--reference", action=_PrintReference, nargs=0, help="print every key of recipes as Markdown, and exit"
+    )
+    parser.add_argument(
+        "--imported", action="store_true", help="print a line for each key of NeMo RL that is used or dropped"
     )
 
 
 def run(args: argparse.Namespace) -> int:
     """Print the recipe."""
     recipe = load_recipe(args.recipe, args.overrides)
+    if args.imported:
+        for note in recipe.imported:
+            print(note)
+        return 0
     print(f"# {batch_equation(recipe.config, 'grpo' if runs_grpo(recipe.config) else 'sft')}")
+    if recipe.imported:
+        print(f"# {len(recipe.imported)} keys of NeMo RL are used under another name or dropped: --imported lists them")
     print(resolved_yaml(recipe), end="")
     return 0

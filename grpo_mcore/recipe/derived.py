@@ -29,9 +29,18 @@ def policy_pool(config: RecipeSections) -> DevicePool:
     nodes, per_node, taken = cluster.num_nodes, cluster.gpus_per_node, colocated.resources
     if colocated.enabled:
         return DevicePool(nodes, per_node)
-    if taken.num_nodes is not None:
+    if taken.num_nodes is not None and not divides_nodes(config):
         return DevicePool(max(0, nodes - taken.num_nodes), per_node)
     return DevicePool(nodes, max(0, per_node - (taken.gpus_per_node or 0)))
+
+
+def divides_nodes(config: RecipeSections) -> bool:
+    """Return whether engines with their own devices have some of each node, and the policy the others."""
+    resources, cluster = config.policy.generation.colocated.resources, config.cluster
+    if resources.num_nodes is None:
+        return True
+    share = resources.gpus_per_node
+    return resources.num_nodes == cluster.num_nodes and share is not None and share < cluster.gpus_per_node
 
 
 def engine_pool(config: RecipeSections) -> DevicePool | None:

@@ -38,13 +38,15 @@ class Recipe:
     """A recipe, resolved and checked.
 
     `provenance`: for every key of `config`, where its value was written: "recipes/x.yaml:12", "command line" or
-    "default". `files`: the files that it was read from, the recipe itself first."""
+    "default". `files`: the files that it was read from, the recipe itself first. `imported`: what became of the keys
+    of NeMo RL that it sets."""
 
     config: MasterConfig
     provenance: dict[str, str]
     path: Path
     files: tuple[Path, ...]
     overrides: tuple[str, ...]
+    imported: tuple[Problem, ...] = ()
 
 
 def load_recipe(path: str | os.PathLike[str], overrides: Sequence[str] = ()) -> Recipe:
@@ -54,13 +56,14 @@ def load_recipe(path: str | os.PathLike[str], overrides: Sequence[str] = ()) -> 
     name = shown(file)
     files: list[Path] = []
     problems: list[Problem] = []
+    notes: list[Problem] = []
     tree = apply_overrides(_load(file, files, ()), overrides, problems)
     tree = resolve_tree(tree, _with_defaults, nearest_key, problems)
-    config, tree = validated(MasterConfig, tree, name, problems)
+    config, tree = validated(MasterConfig, tree, name, problems, notes)
     provenance = {
         key: node.source if (node := tree.find(key)) is not None else DEFAULT for key in leaves(config.model_dump())
     }
-    return Recipe(config, provenance, file, tuple(reversed(files)), tuple(overrides))
+    return Recipe(config, provenance, file, tuple(reversed(files)), tuple(overrides), tuple(notes))
 
 
 def recipe_folders() -> list[Path]:
@@ -182,10 +185,13 @@ def _find(
 
 
 def _find_files_beside(node: Node, folder: Path) -> None:
+    """Give a file that is not in the working directory its path in `folder`, or in a folder of recipes: prompts/x.txt
+    there, which recipes of NeMo RL call examples/prompts/x.txt."""
     for name, child in node.children():
         if name in _FILE_KEYS and isinstance(child.value, str) and "\n" not in child.value and "{" not in child.value:
-            beside = folder / child.value
-            if not os.path.exists(child.value) and os.path.exists(beside):
-                child.value = shown(beside)
+            places = [folder, *recipe_folders()]
+            beside = [place / child.value.removeprefix("examples/") for place in places]
+            if not os.path.exists(child.value) and (found := next(filter(Path.exists, beside), None)):
+                child.value = shown(found.resolve())
         else:
             _find_files_beside(child, folder)

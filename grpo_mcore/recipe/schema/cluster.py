@@ -21,7 +21,7 @@ class ClusterConfig(Section):
     gpus_per_node: Positive = 1
     """GPUs of each node, one policy rank each. On CPU: policy processes of each node."""
     segment_size: Positive | None = None
-    """Nodes of one NVLink domain. Not supported yet."""
+    """No effect, accepted for recipes of NeMo RL: nodes are chosen without regard to NVLink domains."""
     start_timeout_s: PositiveFloat = 600.0
     """Seconds within which all workers and engines must have started."""
     step_timeout_s: PositiveFloat = 3600.0

@@ -23,10 +23,10 @@ class ColocatedResourcesConfig(Section):
     true."""
 
     gpus_per_node: Positive | None = None
-    """Accelerators (on CPU: processes) of each node that belong to engines. Without num_nodes they are taken from
-    cluster.gpus_per_node on every node. With num_nodes, null means all accelerators of the engines' nodes."""
+    """Accelerators (on CPU: processes) of each node that belong to engines. Without num_nodes, or with the num_nodes of
+    the cluster, they are taken from cluster.gpus_per_node on every node. null: all of the engines' nodes."""
     num_nodes: Positive | None = None
-    """Nodes of cluster.num_nodes that belong to engines."""
+    """Nodes of cluster.num_nodes that belong to engines; all of them are divided by gpus_per_node."""
 
 
 class ColocatedConfig(Section):
@@ -90,6 +90,8 @@ class VllmConfig(Section):
     """Python file that registers more tool parsers with vLLM. null: none."""
     reasoning_parser_plugin: str | None = None
     """Python file that registers more reasoning parsers with vLLM. null: none."""
+    env_vars: Annotated[dict[str, str], OffWhenNull] = Field(default_factory=dict)
+    """Environment variables of the engines, with their values. Read by algorithms/."""
     enable_return_routed_experts: bool = False
     """Record the experts chosen for each token. policy.router_replay.enabled implies it."""
 

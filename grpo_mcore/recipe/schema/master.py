@@ -106,6 +106,10 @@ def fill_nulls(config: RecipeSections) -> None:
             values = [value_at(config, source) for source in meaning] if isinstance(meaning, tuple) else [meaning]
             section[name] = math.prod(values) if len(values) > 1 else values[0]
     policy = config.policy
+    scheduler = policy.megatron_cfg.scheduler
+    if scheduler.lr_decay_iters is None:
+        steps = config.grpo.max_num_steps if runs_grpo(config) else config.sft.max_num_steps
+        scheduler.lr_decay_iters = max(steps, scheduler.lr_warmup_iters + 1)
     if policy.megatron_cfg.optimizer.bf16 is None:
         policy.megatron_cfg.optimizer.bf16 = policy.precision == "bfloat16"
     if len(config.env) == 1:

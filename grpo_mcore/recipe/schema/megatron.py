@@ -61,8 +61,9 @@ class SchedulerConfig(Section):
 
     lr_decay_style: Literal["constant", "linear", "cosine", "inverse-square-root"] = "constant"
     """Shape of the decay from lr to min_lr, after the warm-up."""
-    lr_decay_iters: Positive = 1000
-    """Steps until the learning rate is at min_lr. With lr_decay_style: constant it only limits the warm-up."""
+    lr_decay_iters: Derived[Positive] = 1000
+    """Steps until the learning rate is at min_lr. With lr_decay_style: constant it only limits the warm-up. null: the
+    steps of the run, max_num_steps of grpo or sft, and more than lr_warmup_iters."""
     lr_warmup_iters: NonNegative = 13
     """Steps of linear warm-up from lr_warmup_init to lr."""
     lr_warmup_init: NonNegativeFloat = 5.0e-7
@@ -173,6 +174,8 @@ class MegatronConfig(Section):
     """Compute all experts of a rank in one matrix product where the device has it. No effect on a dense model."""
     moe_shared_expert_overlap: bool = False
     """Compute the shared expert while tokens are being sent. No effect on a dense model."""
+    env_vars: Annotated[dict[str, str], OffWhenNull] = Field(default_factory=dict)
+    """Environment variables of the policy's ranks, with their values. Read by algorithms/."""
     optimizer: OptimizerConfig = Field(default_factory=OptimizerConfig)
     """The optimizer."""
     peft: Annotated[PeftConfig, OffWhenNull] = Field(default_factory=PeftConfig)

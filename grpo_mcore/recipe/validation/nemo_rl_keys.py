@@ -1,5 +1,6 @@
-"""Keys of NeMo RL that do not exist here, from the tables of nemo_rl_keys.yaml. A key whose value changes nothing is
-dropped; otherwise the recipe is refused with what to use instead."""
+"""Keys of NeMo RL that do not exist here, from the tables of nemo_rl_keys.yaml. A key that exists under another name is
+moved there, one whose value changes nothing is dropped, and each leaves a note for `grpo-mcore config --imported`.
+Otherwise the recipe is refused with what to use instead."""
 
 from __future__ import annotations
 
@@ -17,21 +18,70 @@ from grpo_mcore.recipe.validation.engines import GYM
 
 @cache
 def key_tables() -> dict[str, dict[str, Any]]:
-    """Return the tables of nemo_rl_keys.yaml: `dropped`, `refused`, `refused_unless`."""
+    """Return the tables of nemo_rl_keys.yaml by name."""
     return yaml.safe_load(Path(__file__).with_suffix(".yaml").read_text(encoding="utf-8"))
 
 
-def without_nemo_rl_keys(tree: Node, problems: list[Problem]) -> Node:
-    """Return the tree without the keys of the tables. Those that would change something are added to `problems`."""
-    tree = tree.copy()
-    for table, keys in key_tables().items():
-        for path, entry in keys.items():
+def without_nemo_rl_keys(tree: Node, problems: list[Problem], notes: list[Problem]) -> Node:
+    """Return the tree without the keys of the tables. Those that would change something are added to `problems`, and
+    what became of the others to `notes`."""
+    tree, tables = tree.copy(), key_tables()
+    for path, entry in tables["mapped"].items():
+        _move(tree, path, entry, problems, notes)
+    for path, entry in tables["values"].items():
+        _replace_value(tree, path, entry, notes)
+    for path, entry in tables["dropped_while"].items():
+        node = tree.find(entry["key"])
+        if (None if node is None else node.value) in entry["is"]:
+            for section, name in _places(tree, path.split(".")):
+                _note(notes, section.value.pop(name), f"dropped: {entry['why']}")
+    for table in ("dropped", "refused", "refused_unless"):
+        for path, entry in tables[table].items():
             for section, name in _places(tree, path.split(".")):
                 node = section.value.pop(name)
                 if (instead := _instead(table, entry, node.plain())) is not None:
                     culprit = _switched_on(node)
                     problems.append(Problem(culprit.source, culprit.key, f"a key of NeMo RL; {instead}"))
+                else:
+                    _note(notes, node, f"dropped: {entry}" if table == "dropped" else "dropped: no effect here")
     return tree
+
+
+def _note(notes: list[Problem], node: Node, message: str) -> None:
+    """Note what became of a key, unless its value switches nothing on."""
+    if not is_off(node.plain()):
+        notes.append(Problem(node.source, node.key, message))
+
+
+def _move(tree: Node, path: str, entry: dict[str, str], problems: list[Problem], notes: list[Problem]) -> None:
+    """Give the key `entry["to"]` the value at `path`, which keeps its place and its name in messages."""
+    if "unless_set" in entry and tree.find(entry["unless_set"]) is not None:
+        return
+    *sections, name = entry["to"].split(".")
+    for section, old in _places(tree, path.split(".")):
+        node, there = section.value.pop(old), tree.find(entry["to"])
+        if there is not None and there.value is not None and there.plain() != node.plain():
+            message = f"a key of NeMo RL; contradicts {there.key} = {in_yaml(there.plain())} ({there.source})"
+            problems.append(Problem(node.source, node.key, message))
+            continue
+        target = tree
+        for depth, part in enumerate(sections):
+            inner = target.value.get(part)
+            if inner is None or inner.value is None:
+                inner = target.value[part] = Node({}, node.source, ".".join(sections[: depth + 1]))
+            target = inner
+        target.value[name] = node
+        _note(notes, node, f"used as {entry['to']}")
+
+
+def _replace_value(tree: Node, path: str, entry: dict[str, Any], notes: list[Problem]) -> None:
+    """Replace the value at `path` where NeMo RL writes it differently."""
+    for section, name in _places(tree, path.split(".")):
+        node = section.value[name]
+        for written, meant in entry["values"]:
+            if node.value == written and type(node.value) is type(written):
+                section.value[name] = Node(meant, node.source, node.key)
+                notes.append(Problem(node.source, node.key, f"{in_yaml(written)} is {in_yaml(meant)}: {entry['why']}"))
 
 
 def _instead(table: str, entry: Any, value: Any) -> str | None:

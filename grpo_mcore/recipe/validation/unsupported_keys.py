@@ -27,7 +27,6 @@ UNSUPPORTED: dict[str, tuple[Any, str]] = {
     "checkpointing.save_optimizer": (True, "checkpoints without the optimizer"),
     "checkpointing.ft_save_period": (None, "crash-recovery checkpoints"),
     "checkpointing.ft_keep_latest_k": (None, "crash-recovery checkpoints"),
-    "cluster.segment_size": (None, "placement by NVLink domain"),
 }
 
 

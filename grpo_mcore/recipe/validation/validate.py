@@ -70,17 +70,21 @@ _BOUNDS = {
 
 
 def validated(
-    kind: type[ConfigT], tree: Node, recipe: str = "", earlier: list[Problem] | None = None
+    kind: type[ConfigT],
+    tree: Node,
+    recipe: str = "",
+    earlier: list[Problem] | None = None,
+    notes: list[Problem] | None = None,
 ) -> tuple[ConfigT, Node]:
-    """Return the configuration of a tree, and the tree in the nested data layout without keys of NeMo RL. Raises
-    RecipeError with all problems, `earlier` ones included."""
+    """Return the configuration of a tree, and the tree in the nested data layout without keys of NeMo RL. What became
+    of these is added to `notes`. Raises RecipeError with all problems, `earlier` ones included."""
     problems = list(earlier or ())
     if not tree.is_mapping:
         message = f"expected a mapping of keys, got {in_yaml(tree.plain())}"
         raise RecipeError([*problems, Problem(tree.source, "", message)], recipe or "the configuration")
     tree = apply_gym_switches(tree, problems)
     tree = nested_layout(tree, problems)
-    tree = without_nemo_rl_keys(tree, problems)
+    tree = without_nemo_rl_keys(tree, problems, [] if notes is None else notes)
     config, faulty = _typed(kind, "", tree, recipe, problems)
     if config is not None:
         for finding in (finding for check in CHECKS for finding in check(config)):

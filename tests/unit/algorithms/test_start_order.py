@@ -34,6 +34,7 @@ class Node:
     def __init__(self) -> None:
         self.events: list[str] = []
         self.store, self.call_timeout_s, self.address = None, 60.0, "here"
+        self.variables: dict[str, Any] = {}
 
     def worker(self, name: str) -> Any:
         return SimpleNamespace(
@@ -42,11 +43,13 @@ class Node:
             call=lambda method, *_, **__: Answer(self.events, f"{name} {method}", name),
         )
 
-    def spawn(self, name: str, *_: Any, **__: Any) -> Any:
+    def spawn(self, name: str, *_: Any, env: Any = None, **__: Any) -> Any:
+        self.variables[name] = env
         self.events.append(f"spawn {name}")
         return self.worker(name)
 
-    def spawn_group(self, name: str, cls: Any, arguments: list[Any], **_: Any) -> list[Any]:
+    def spawn_group(self, name: str, cls: Any, arguments: list[Any], env: Any, **_: Any) -> list[Any]:
+        self.variables[name] = env
         self.events.append(f"spawn {name}" + (", built later" if arguments[0][-1] is True else ""))
         return [self.worker(f"{name}-{rank}") for rank in range(len(arguments))]
 
@@ -85,6 +88,16 @@ def test_on_cpu_both_start_at_once() -> None:
     assert started(config(), gpu=False) == [
         "spawn policy", "spawn engine-0", "policy-0 is ready", "engine-0 is ready",
     ]  # fmt: skip
+
+
+def test_policy_and_engines_have_the_environment_variables_of_the_recipe() -> None:
+    recipe = config()
+    recipe.policy.megatron_cfg.env_vars = {"OMP_WAIT_POLICY": "ACTIVE", "A": "1"}
+    recipe.policy.generation.vllm_cfg.env_vars = {"B": "2"}
+    node, shape = Node(), shape_of(next(iter(known_configs().values())))
+    start_policy_and_engines(recipe, node, Model("m", shape, layout_of(recipe.policy, 1), False))  # type: ignore[arg-type]
+    assert node.variables["policy"].items() >= {"OMP_WAIT_POLICY": "ACTIVE", "A": "1"}.items()
+    assert node.variables["engine-0"]["B"] == "2" and "A" not in node.variables["engine-0"]
 
 
 @pytest.mark.parametrize("shared", [True, False])

@@ -5,10 +5,12 @@ from __future__ import annotations
 import pytest
 
 from grpo_mcore.recipe.schema.keys import field_at
+from grpo_mcore.recipe.schema.master import value_at
 from grpo_mcore.recipe.validation.nemo_rl_keys import key_tables
 from tests.unit.recipe.conftest import MINIMAL
 
-KEYS = [key for table in key_tables().values() for key in table]
+TABLES = key_tables()
+REMOVED = [key for table in ("mapped", "dropped", "refused", "refused_unless") for key in TABLES[table]]
 
 # A whole file in NeMo RL's keys, Megatron policy, features off.
 WHOLE = """\
@@ -130,11 +132,6 @@ def test_a_whole_file_loads(load) -> None:
             "(tensor_model_parallel_size, activation_checkpointing, ...)",
         ),
         (
-            "policy.dtensor_cfg={activation_checkpointing: true}",
-            "policy.dtensor_cfg.activation_checkpointing: a key of NeMo RL; the policy is Megatron-Core; "
-            "use policy.megatron_cfg (tensor_model_parallel_size, activation_checkpointing, ...)",
-        ),
-        (
             "policy.optimizer={name: torch.optim.AdamW}",
             "policy.optimizer.name: a key of NeMo RL; use policy.megatron_cfg.optimizer "
             "(lr, weight_decay, adam_beta1, ...)",
@@ -148,9 +145,14 @@ def test_a_whole_file_loads(load) -> None:
             "policy.megatron_cfg.fp8_cfg.enabled: a key of NeMo RL; FP8 is not supported yet; remove the key",
         ),
         (
-            "policy.megatron_cfg.env_vars={A: b}",
-            "policy.megatron_cfg.env_vars.A: a key of NeMo RL; only listed environment variables are passed on; "
-            "list them in cluster.env_vars",
+            "policy.megatron_cfg.dynamic_context_parallel={enabled: true, max_size: 4}",
+            "policy.megatron_cfg.dynamic_context_parallel.enabled: a key of NeMo RL; context parallelism with a size "
+            "per sequence is not supported yet; set context_parallel_size",
+        ),
+        (
+            "policy.megatron_cfg.moe_aux_loss_coeff=0.01",
+            "policy.megatron_cfg.moe_aux_loss_coeff: a key of NeMo RL; a balancing loss changes the log-probs; "
+            "leave it 0",
         ),
         (
             "data.train.num_frames=8",
@@ -161,10 +163,6 @@ def test_a_whole_file_loads(load) -> None:
             "async_rl.sampler.name: a key of NeMo RL; use grpo.async_grpo",
         ),
         ("dpo={}", "dpo: a key of NeMo RL; this algorithm is not supported yet; remove the section"),
-        (
-            "logger.monitor_gpus=true",
-            "logger.monitor_gpus: a key of NeMo RL; the step's metrics have the seconds of each phase; set it to false",
-        ),
     ],
 )
 def test_keys_with_an_effect_are_rejected(problems, text: str, line: str) -> None:
@@ -178,14 +176,118 @@ def test_other_engines_are_rejected(problems) -> None:
 
 
 def test_each_key_is_in_one_table() -> None:
-    assert len(KEYS) == len(set(KEYS))
+    assert len(REMOVED) == len(set(REMOVED))
 
 
 def test_no_key_is_in_the_schema_too() -> None:
-    assert [path for path in KEYS if field_at(path.replace("*", "0")) is not None] == []
+    assert [path for path in REMOVED if field_at(path.replace("*", "0")) is not None] == []
 
 
-def test_each_key_has_a_section_that_exists() -> None:
-    for path in KEYS:
-        section = path.rpartition(".")[0].removesuffix(".*")
-        assert not section or field_at(section) is not None, path
+def test_every_other_key_exists() -> None:
+    ours = [entry["to"].removesuffix(".enable_prefix_caching") for entry in TABLES["mapped"].values()]
+    assert [key for key in [*ours, *TABLES["values"]] if field_at(key) is None] == []
+    theirs = [*TABLES["dropped_while"], *(entry["key"] for entry in TABLES["dropped_while"].values())]
+    known = {key for path in REMOVED for key in (path, path.rpartition(".")[0])}
+    known |= {"policy.dtensor_cfg.enabled"}
+    assert [key for key in theirs if field_at(key) is None and key not in known] == []
+
+
+@pytest.mark.parametrize(
+    ("overrides", "key", "value", "note"),
+    [
+        (
+            ["policy.megatron_cfg.checkpoint={async_save: true, ckpt_fully_parallel_save_process_group: dp}"],
+            "checkpointing.is_async",
+            True,
+            "policy.megatron_cfg.checkpoint.async_save: used as checkpointing.is_async",
+        ),
+        (
+            ["policy.generation.vllm_cfg.enable_prefix_caching=true"],
+            "policy.generation.vllm_kwargs.enable_prefix_caching",
+            True,
+            "policy.generation.vllm_cfg.enable_prefix_caching: used as "
+            "policy.generation.vllm_kwargs.enable_prefix_caching",
+        ),
+        (
+            ["policy.dtensor_cfg={activation_checkpointing: true}"],
+            "policy.megatron_cfg.activation_checkpointing",
+            True,
+            "policy.dtensor_cfg.activation_checkpointing: used as policy.megatron_cfg.activation_checkpointing",
+        ),
+        (
+            ["policy.dtensor_cfg={enabled: false}", "policy.optimizer={name: torch.optim.AdamW}"],
+            "policy.megatron_cfg.optimizer.optimizer",
+            "adam",
+            "policy.optimizer: dropped: policy.megatron_cfg.optimizer is used",
+        ),
+        (
+            ["policy.generation.refit_cfg={nixl: {device: cuda}}"],
+            "policy.refit_buffer_size_gb",
+            0.5,
+            "policy.generation.refit_cfg: dropped: tunes a transport that is not chosen",
+        ),
+        (
+            ["loss_fn.use_on_policy_kl_approximation=true", "loss_fn.reference_policy_kl_penalty=0"],
+            "loss_fn.use_on_policy_kl_approximation",
+            False,
+            "loss_fn.use_on_policy_kl_approximation: dropped: no effect at a penalty of 0",
+        ),
+        (
+            ["policy.sequence_packing={enabled: false, algorithm: modified_ffd}"],
+            "policy.sequence_packing.enabled",
+            False,
+            "policy.sequence_packing.algorithm: dropped: no effect without packing",
+        ),
+        (["grpo.val_period=-1"], "grpo.val_period", 0, "grpo.val_period: -1 is 0: no validation"),
+        (
+            ["policy.megatron_cfg.moe_token_dispatcher_type=flex"],
+            "policy.megatron_cfg.moe_token_dispatcher_type",
+            "alltoall",
+            "policy.megatron_cfg.moe_token_dispatcher_type: 'flex' is 'alltoall': the kernels of DeepEP and HybridEP "
+            "are not used; the results are the same",
+        ),
+        (
+            ["policy.megatron_cfg.moe_router_enable_expert_bias=true", "policy.megatron_cfg.moe_aux_loss_coeff=0.0"],
+            "policy.megatron_cfg.moe_router_load_balancing_type",
+            "none",
+            "policy.megatron_cfg.moe_router_enable_expert_bias: dropped: the model's own config says whether its "
+            "router has a bias",
+        ),
+        (["policy.megatron_cfg.env_vars={A: b}"], "policy.megatron_cfg.env_vars", {"A": "b"}, None),
+        (["policy.megatron_cfg.env_vars=null"], "policy.megatron_cfg.env_vars", {}, None),
+    ],
+)
+def test_keys_that_change_nothing_are_accepted_with_a_note(load, overrides, key: str, value, note: str | None) -> None:
+    recipe = load(MINIMAL, *overrides)
+    assert value_at(recipe.config, key) == value
+    notes = [str(line) for line in recipe.imported]
+    assert f"command line: {note}" in notes if note else notes == []
+
+
+def test_a_key_that_is_off_needs_no_note(load) -> None:
+    assert load(MINIMAL, "policy.megatron_cfg.moe_aux_loss_coeff=0.0", "logger.monitor_gpus=false").imported == ()
+
+
+def test_a_key_under_both_names_must_agree(load, problems) -> None:
+    both = ["policy.megatron_cfg.checkpoint={async_save: true}", "checkpointing.is_async"]
+    assert load(MINIMAL, both[0], both[1] + "=true").config.checkpointing.is_async
+    assert problems(MINIMAL, both[0], both[1] + "=false") == [
+        "command line: policy.megatron_cfg.checkpoint.async_save: a key of NeMo RL; contradicts "
+        "checkpointing.is_async = false (command line)"
+    ]
+
+
+def test_a_wrong_value_is_reported_under_the_name_that_was_written(problems) -> None:
+    assert problems(MINIMAL, "policy.megatron_cfg.checkpoint={async_save: 3}") == [
+        "command line: policy.megatron_cfg.checkpoint.async_save: expected true or false, got 3"
+    ]
+
+
+@pytest.mark.parametrize(
+    ("overrides", "steps"),
+    [(["grpo.max_num_steps=500"], 500), (["grpo.max_num_steps=5"], 14), (["sft.max_num_steps=60", "~grpo"], 60)],
+)
+def test_a_decay_of_null_lasts_as_long_as_the_run(load, overrides: list[str], steps: int) -> None:
+    text = MINIMAL + ("grpo: {max_num_steps: 9}\n" if "~grpo" in overrides else "")
+    config = load(text, "policy.megatron_cfg.scheduler.lr_decay_iters=null", *overrides).config
+    assert config.policy.megatron_cfg.scheduler.lr_decay_iters == steps

@@ -97,10 +97,6 @@ def test_a_wrong_key_is_reported_with_its_line(problems) -> None:
         ),
         (["loss_fn.use_kl_in_reward=true"], "use_kl_in_reward: with normalize_rewards the differences in KL"),
         (
-            ["loss_fn.use_on_policy_kl_approximation=true", "loss_fn.reference_policy_kl_penalty=0"],
-            "use_on_policy_kl_approximation: weights the KL term of the loss, which reference_policy_kl_penalty: 0",
-        ),
-        (
             ["grpo.reward_shaping.enabled=true", "grpo.reward_shaping.max_response_length=512"]
             + ["policy.generation.max_new_tokens=64"],
             "the penalty begins above 384 = 512 - 128 generated tokens, but an answer has at most 64",

@@ -38,6 +38,7 @@ def config(nodes: int, gpus: int, pool: dict[str, Any] | None, tensor: int = 1, 
         ({"num_nodes": 1}, DevicePool(2, 8), DevicePool(1, 8), 4),
         ({"num_nodes": 1, "gpus_per_node": 4}, DevicePool(2, 8), DevicePool(1, 4), 2),
         ({"gpus_per_node": 4}, DevicePool(3, 4), DevicePool(3, 4), 6),
+        ({"num_nodes": 3, "gpus_per_node": 4}, DevicePool(3, 4), DevicePool(3, 4), 6),
     ],
 )
 def test_pools(pool: dict[str, Any] | None, policy: DevicePool, engines: DevicePool | None, count: int) -> None:

@@ -30,7 +30,7 @@ def test_all_problems_of_a_recipe_are_reported_at_once(problems) -> None:
           reward_scaling: 7
           advantage_clip_low: low
         env: [math]
-        checkpointing: {metric_name: val_reward}
+        checkpointing: {metric_name: val_score}
         """
     ) == [
         "r.yaml:1: polcy: unknown key; nearest known key: policy",
@@ -54,7 +54,7 @@ def test_all_problems_of_a_recipe_are_reported_at_once(problems) -> None:
         "r.yaml:17: env: expected a mapping of keys, got ['math']",
         'r.yaml:18: checkpointing.metric_name: expected "val:" or "train:" and a metric, '
         'such as "val:accuracy", '
-        "got 'val_reward'",
+        "got 'val_score'",
     ]
 
 
