@@ -14,6 +14,7 @@ import sys
 import warnings
 from collections.abc import Callable, Sequence
 from importlib import import_module
+from pathlib import Path
 
 import grpo_mcore
 from grpo_mcore.recipe import RecipeError, is_override
@@ -47,6 +48,15 @@ def main(argv: Sequence[str] | None = None) -> int:
             raise
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # what is left is flushed at exit
         return 141
+
+
+def run_script(verb: str, default: str) -> int:
+    """Run a verb for a script in examples/, whose words are options and overrides. `default`: the recipe in its folder
+    `configs` where the words name none. Return the exit code."""
+    words = sys.argv[1:]
+    if not any(word == "--config" or word.startswith("--config=") for word in words):
+        words = ["--config", str(Path(sys.argv[0]).resolve().parent / "configs" / default), *words]
+    return main([verb, *words])
 
 
 def _reader_is_gone() -> bool:

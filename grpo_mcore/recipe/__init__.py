@@ -14,6 +14,7 @@ from grpo_mcore.recipe.derived import (
     DevicePool,
     batch_equation,
     data_parallel_size,
+    divides_nodes,
     engine_nodes,
     engine_pool,
     model_parallel_size,

@@ -204,3 +204,17 @@ def test_two_jobs_on_one_node_do_not_meet(slurm: Slurm, task: Task, tmp_path: Pa
 def _is_raylet(pid: int, folder_end: str) -> bool:
     words = Path(f"/proc/{pid}/cmdline").read_bytes().split(b"\0")
     return words[0].endswith(b"/raylet") and any(f"{folder_end}/session".encode() in word for word in words)
+
+
+@pytest.mark.slurm
+def test_ray_sub_runs_any_command(slurm: Slurm, tmp_path: Path) -> None:
+    """`COMMAND=... sbatch --nodes=2 --gres=gpu:8 ray.sub`, as the documents write it."""
+    count = "import ray; ray.init(log_to_driver=False); print('nodes:', len(ray.nodes()))"
+    number = slurm.submit(
+        SCRIPT.parents[2] / "ray.sub", tmp_path, "--nodes=2", "--gres=gpu:8",
+        PATH=f"{Path(sys.executable).parent}:{os.environ['PATH']}", PYTHONPATH=str(SCRIPT.parents[2]),
+        COMMAND=f'python -c "{count}"', OBJECT_STORE_GB="0.1",
+    )  # fmt: skip
+    slurm.wait(number, "COMPLETED", "FAILED", seconds=START_S)
+    out = "".join(file.read_text() for file in tmp_path.glob(f"*-{number}.out"))
+    assert "nodes: 2" in out and "the run is over" in out, out + slurm.logs()

@@ -176,6 +176,11 @@ def _find(
             file = folder / Path(name + suffix).expanduser()
             if file.is_file() and file.resolve() != other_than:
                 return file.resolve()
+    written = name.replace("_", "-").removesuffix(".yaml")
+    for folder in folders[1:]:
+        for file in sorted(folder.glob("*.yaml")):
+            if file.stem.replace("_", "-") == written and file.resolve() != other_than:
+                return file.resolve()
     if (algorithm := _UNSUPPORTED.get(Path(name).stem)) is not None:
         raise RecipeError([Problem(*place, f"no recipe {in_yaml(name)}: {algorithm} is not supported yet")], recipe)
     known = sorted({file.stem for folder in folders[1:] if folder.is_dir() for file in folder.glob("*.yaml")})

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import shlex
+from collections.abc import Mapping
 from pathlib import Path
 
-from grpo_mcore.tools.launch.spec import LaunchSpec
+from grpo_mcore.tools.launch.spec import FROM_SUBMITTER, LaunchSpec
 
 BODY = Path(__file__).with_name("slurm_body.sh")
 
@@ -34,23 +35,58 @@ def sbatch_script(spec: LaunchSpec) -> str:
 
 def job_script(spec: LaunchSpec) -> str:
     """Return the script without sbatch's options."""
-    settings = {
-        "CONTAINER": (spec.launch.container or "", " # image for pyxis; empty: bare metal"),
-        "MOUNTS": (",".join(spec.launch.mounts), " # FROM:TO[:ro],... for the container"),
-        "COMMAND": (shlex.join(spec.command(spec.recipe_file, spec.overrides)), ""),
-        "RESTARTS": (
-            str(spec.restarts),
-            " # maximum number of times that a run stopped by the time limit is queued again",
-        ),
+    command = shlex.join(spec.command(spec.recipe_file, spec.overrides))
+    container, mounts = spec.launch.container or "", ",".join(spec.launch.mounts)
+    return _script(_settings(command, container, mounts, spec.restarts, spec.start_timeout_s), spec.launch.env)
+
+
+def any_command_script() -> str:
+    """Return ray.sub: a job for the command in the variable COMMAND, whose nodes and GPUs are sbatch's own options."""
+    passed = dict.fromkeys((*PASSED, *SETTINGS, *OTHERS, *FROM_SUBMITTER))
+    head = [
+        "#!/bin/bash",
+        "# Any command on Slurm, with Ray on every node of the job. Written by grpo_mcore.tools.launch.slurm.",
+        "#",
+        '# Usage: COMMAND="uv run python examples/run_grpo.py --config RECIPE cluster.num_nodes=2" \\',
+        '#   CONTAINER=image.sqsh MOUNTS="$PWD:$PWD" sbatch --nodes=2 --gres=gpu:8 ray.sub',
+        "# `grpo-mcore launch slurm RECIPE` writes a script with the options that a recipe needs.",
+        "#SBATCH --job-name=grpo",
+        "#SBATCH --ntasks-per-node=1",
+        "#SBATCH --exclusive",
+        "#SBATCH --signal=B:USR1@600",
+        "#SBATCH --requeue",
+        "#SBATCH --open-mode=append",
+        "#SBATCH --output=%x-%j.out",
+        f"#SBATCH --export={','.join(passed)}",
+        "",
+        "if [[ -z ${COMMAND:-} ]]; then",
+        "    echo 'ray.sub: give the command in the variable COMMAND, such as "
+        'COMMAND="grpo-mcore train RECIPE --resume=auto"\' >&2',
+        "    exit 2",
+        "fi",
+    ]
+    return "\n".join([*head, _script(_settings("", "", "", 3, 600), {})])
+
+
+def _settings(command: str, container: str, mounts: str, restarts: int, timeout_s: int) -> dict[str, tuple[str, str]]:
+    """Return the value of each setting, and a note about it."""
+    return {
+        "CONTAINER": (container, " # image for pyxis; empty: bare metal"),
+        "MOUNTS": (mounts, " # FROM:TO[:ro],... for the container"),
+        "COMMAND": (command, ""),
+        "RESTARTS": (str(restarts), " # maximum number of times that a run stopped by the time limit is queued again"),
         "LOGS": ("logs/slurm", " # on the shared file system"),
         "PYTHON": ("python", ""),
-        "START_TIMEOUT": (str(spec.start_timeout_s), " # seconds until all nodes must have joined Ray"),
+        "START_TIMEOUT": (str(timeout_s), " # seconds until all nodes must have joined Ray"),
     }
+
+
+def _script(settings: Mapping[str, tuple[str, str]], variables: Mapping[str, str]) -> str:
     lines = [
         "",
         "# Settings: a variable of the same name in the submitting shell overrides the value.",
         *[f"[[ -n ${{{key}:-}} ]] || {key}={shlex.quote(value)}{note}" for key, (value, note) in settings.items()],
-        *[f"export {name}={shlex.quote(value)}" for name, value in sorted(spec.launch.env.items())],
+        *[f"export {name}={shlex.quote(value)}" for name, value in sorted(variables.items())],
         "",
     ]
     return "\n".join([*lines, BODY.read_text()])

@@ -6,10 +6,10 @@ import re
 from dataclasses import dataclass
 from pathlib import Path
 
-from grpo_mcore.recipe import LaunchConfig, MasterConfig, Recipe, resolved_yaml, runs_grpo, shown
+from grpo_mcore.recipe import LaunchConfig, MasterConfig, Recipe, divides_nodes, resolved_yaml, runs_grpo, shown
 from grpo_mcore.tools.launch.validation import Target, validate
 
-FROM_SUBMITTER = ("HF_HOME", "HF_HUB_OFFLINE", "HF_TOKEN", "WANDB_API_KEY")
+FROM_SUBMITTER = ("HF_HOME", "HF_DATASETS_CACHE", "HF_HUB_OFFLINE", "HF_TOKEN", "WANDB_API_KEY")
 """Variables of the submitting shell that a job inherits if they are set, in addition to those of cluster.env_vars."""
 
 _TEXT_FILES = ("prompt_file", "system_prompt_file")
@@ -80,7 +80,7 @@ def pools(config: MasterConfig) -> tuple[Pool, ...]:
     cluster, colocated = config.cluster, config.policy.generation.colocated
     gpus = 0 if cluster.platform == "cpu" else cluster.gpus_per_node
     engines = colocated.resources.num_nodes
-    if colocated.enabled or not engines:
+    if colocated.enabled or not engines or divides_nodes(config):
         return (Pool("workers", cluster.num_nodes, gpus),)
     engine_gpus = 0 if cluster.platform == "cpu" else colocated.resources.gpus_per_node or gpus
     return (Pool("policy", cluster.num_nodes - engines, gpus), Pool("engines", engines, engine_gpus))

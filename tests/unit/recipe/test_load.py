@@ -148,6 +148,12 @@ def test_files_are_found_beside_the_recipe_that_names_them(write, tmp_path) -> N
     assert second.data_path == "here.jsonl" and third.data_path == "org/on-the-hub"
 
 
+@pytest.mark.parametrize("name", ["grpo_math_8B", "grpo-math-1B", "grpo_llama3.1_8B_2n8g.yaml"])
+def test_names_are_found_with_either_dash(name: str) -> None:
+    found = load_recipe(name).path.stem
+    assert found.replace("_", "-") == name.replace("_", "-").removesuffix(".yaml")
+
+
 def test_every_recipe_of_the_project_loads() -> None:
     folder = Path(__file__).parents[3] / "recipes"
     for name in ("grpo_math_1B", "grpo_math_1B_megatron", "sft", "grpo-llama3.1-8B-2n8g"):

@@ -15,7 +15,7 @@ from grpo_mcore.recipe import MasterConfig, load_recipe
 from grpo_mcore.tools.launch import LaunchSpec, launch_spec, nemo_run
 from grpo_mcore.tools.launch.kubernetes import documents, manifest
 from grpo_mcore.tools.launch.kubernetes_check import check, check_file
-from grpo_mcore.tools.launch.slurm import BODY, sbatch_script
+from grpo_mcore.tools.launch.slurm import BODY, any_command_script, sbatch_script
 from tests.unit.tools.launch.kuberay import crd
 
 ROOT = Path(__file__).resolve().parents[4]
@@ -36,7 +36,7 @@ DISAGGREGATED = (
     "launch.name=grpo-3n8g-disaggregated", "cluster.num_nodes=3",
     "policy.generation.colocated={enabled: false, resources: {num_nodes: 1}}",
 )  # fmt: skip
-SHIPPED = ("slurm/grpo_2n8g.sh", "k8s/grpo-2n8g.yaml", "k8s/grpo-3n8g-disaggregated.yaml")
+SHIPPED = ("../ray.sub", "slurm/grpo_2n8g.sh", "k8s/grpo-2n8g.yaml", "k8s/grpo-3n8g-disaggregated.yaml")
 BODY_HERE = "# (the body is grpo_mcore/tools/launch/slurm_body.sh)\n"
 
 
@@ -112,8 +112,9 @@ def test_nemo_run(recipe: str) -> None:
 
 
 def shipped() -> dict[str, str]:
-    """Return the files of launchers/, which people use unchanged."""
+    """Return the files of launchers/, and ray.sub beside it, which people use unchanged."""
     return {
+        "../ray.sub": any_command_script(),
         "slurm/grpo_2n8g.sh": sbatch_script(launch_spec(load_recipe(TWO_NODES), "slurm")),
         "k8s/grpo-2n8g.yaml": manifest(k8s(TWO_NODES, *H100)),
         "k8s/grpo-3n8g-disaggregated.yaml": manifest(k8s(TWO_NODES, *H100, *DISAGGREGATED)),
@@ -123,7 +124,7 @@ def shipped() -> dict[str, str]:
 @pytest.mark.parametrize("name", SHIPPED)
 def test_shipped_launchers_are_up_to_date(name: str) -> None:
     file, text = ROOT / "launchers" / name, shipped()[name]
-    if name == "slurm/grpo_2n8g.sh":
+    if name in ("../ray.sub", "slurm/grpo_2n8g.sh"):
         assert file.read_text() == text
     elif "disaggregated" in name:
         assert list(yaml.safe_load_all(file.read_text()))[1] == list(yaml.safe_load_all(text))[1]
