@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from typing import Any
 
 import torch
 from torch import Tensor
 
+from grpo_mcore.host_memory import HostCopies
 from grpo_mcore.parallel.platform import Platform
 
 
@@ -37,23 +38,43 @@ def resident_bytes(chunks: Iterable[Any], optimizer: Any) -> dict[str, int]:
     }
 
 
-def move_optimizer(optimizer: Any, weights: Iterable[Tensor], device: torch.device) -> None:
-    """Move moments and float32 copies of weights to `device`.
+class OptimizerOffload:
+    """Moves moments and float32 copies of weights to the host and back. The room on the host is kept and used again.
 
     Views of weights stay: the optimizer updates float32 weights in place, and a copy of them would be one more. Scalars
-    stay: torch's Adam counts its steps on the host. (Megatron-Core's `offload_to_cpu` moves both.)
+    stay: torch's Adam counts its steps on the host. (Megatron-Core's `offload_to_cpu` moves both, to pageable memory.)
     """
-    own = {storage_key(weight) for weight in weights}
-    for part in optimizer.chained_optimizers:
-        if part.optimizer is None:
-            continue
-        for parameter in (p for group in part.optimizer.param_groups for p in group["params"]):
-            if storage_key(parameter) not in own:
-                parameter.data = parameter.data.to(device, copy=True)
-        for state in part.optimizer.state.values():
-            for name, value in state.items():
-                if torch.is_tensor(value) and value.dim():
-                    state[name] = value.to(device, copy=True)
+
+    def __init__(self, optimizer: Any, weights: Iterable[Tensor], platform: Platform) -> None:
+        self._optimizer, self._weights, self._pinned = optimizer, list(weights), platform.on_gpu
+        self._room: HostCopies | None = None
+
+    def offload(self) -> None:
+        """Move them to the host, into pinned memory if they are on a GPU."""
+        moved = list(self._tensors())
+        if self._room is None or not self._room.fit(moved):  # the first time, and after the first optimizer step
+            if self._room is not None:
+                self._room.close()
+            self._room = HostCopies(moved, pinned=self._pinned)
+        self._room.store(moved)
+        for tensor, copy in zip(moved, self._room.tensors, strict=True):
+            tensor.data = copy
+
+    def onload(self, device: torch.device) -> None:
+        """Move them to `device`."""
+        for tensor in self._tensors():
+            tensor.data = tensor.data.to(device, copy=True)
+
+    def _tensors(self) -> Iterator[Tensor]:
+        own = {storage_key(weight) for weight in self._weights}
+        for part in self._optimizer.chained_optimizers:
+            if part.optimizer is None:
+                continue
+            for parameter in (p for group in part.optimizer.param_groups for p in group["params"]):
+                if storage_key(parameter) not in own:
+                    yield parameter
+            for state in part.optimizer.state.values():
+                yield from (value for value in state.values() if torch.is_tensor(value) and value.dim())
 
 
 def accelerator(platform: Platform) -> dict[str, Any]:

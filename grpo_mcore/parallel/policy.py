@@ -16,10 +16,11 @@ from torch import Tensor
 
 from grpo_mcore.batching.packed_batch import PackedBatch
 from grpo_mcore.families import adapter_shape, check_fit, read_hf_config, shape_of
+from grpo_mcore.host_memory import HostCopies
 from grpo_mcore.objective import CombinedMetrics, combine_metrics, nonfinite_samples
 from grpo_mcore.parallel.context import padded_length
 from grpo_mcore.parallel.layout import layout_of
-from grpo_mcore.parallel.memory import accelerator, move_optimizer, resident_bytes
+from grpo_mcore.parallel.memory import OptimizerOffload, accelerator, resident_bytes
 from grpo_mcore.parallel.mesh import Address, join_mesh, leave_mesh
 from grpo_mcore.parallel.platform import Platform
 from grpo_mcore.recipe import PolicyConfig
@@ -92,7 +93,11 @@ class Policy:
         if self.adapters is not None:
             attach_adapters(networks, self.weights, self.adapters, megatron.peft.lora_A_init_method, seed)
             reference = False  # the reference is the network without its adapters
-        self._reference = [p.detach().to("cpu", copy=True) for p in _parameters(networks)] if reference else None
+        self._reference: HostCopies | None = None
+        self._set_aside: HostCopies | None = None  # the current weights during a pass with the reference's
+        if reference:
+            self._reference = HostCopies(_parameters(networks), pinned=self.platform.on_gpu)
+            self._reference.store(_parameters(networks))
         self.chunks = [wrap_model(network, megatron, self.platform) for network in networks]
         self.optimizer = build_optimizer(self.chunks, config)
         self.scheduler = build_scheduler(self.optimizer, megatron)
@@ -106,6 +111,7 @@ class Policy:
         )
         self._forward_backward = get_forward_backward_func()
         self._resident: dict[str, int] = {}
+        self._offload: OptimizerOffload | None = None
         self._saving: Any = None  # a BackgroundSave, created by the first save
         self._offloaded = False
 
@@ -270,12 +276,13 @@ class Policy:
         if self._reference is None:
             raise RuntimeError("this policy was built without a reference (reference=False)")
         params = _parameters(self.chunks)
-        current = [p.detach().clone() for p in params]
-        _copy_into(params, self._reference)
+        self._set_aside = self._set_aside or HostCopies(params, pinned=self.platform.on_gpu)
+        self._set_aside.store(params)
         try:
+            self._reference.restore(params)
             yield
         finally:
-            _copy_into(params, current)
+            self._set_aside.restore(params)
 
     def export_hf(self, folder: str | Path) -> None:
         """Write the weights as a Hugging Face folder that transformers and vLLM can load."""
@@ -310,17 +317,18 @@ class Policy:
             self._offloaded = True
             for chunk in self.chunks:
                 chunk.offload_grad_buffers(empty_cache=False)
-            move_optimizer(self.optimizer, _parameters(self.chunks), torch.device("cpu"))
+            self._offload = self._offload or OptimizerOffload(self.optimizer, _parameters(self.chunks), self.platform)
+            self._offload.offload()
             if self.config.megatron_cfg.empty_unused_memory_level > 0:
                 torch.cuda.empty_cache()
 
     def onload(self) -> None:
         """Undo `offload`."""
-        if self._offloaded:
+        if self._offloaded and self._offload is not None:
             self._offloaded = False
             for chunk in self.chunks:
                 chunk.restore_grad_buffers()
-            move_optimizer(self.optimizer, _parameters(self.chunks), self.device)
+            self._offload.onload(self.device)
 
     def memory(self) -> dict[str, Any]:
         """Return the bytes of weights, gradients and optimizer during training; {} before the first step.
@@ -376,9 +384,3 @@ def _is_finite(values: Tensor) -> bool:
     """
     extremes = [extreme for part in values.split(1 << 30) if len(part) for extreme in torch.aminmax(part)]
     return all(math.isfinite(extreme.item()) for extreme in extremes)
-
-
-@torch.no_grad()
-def _copy_into(params: Sequence[Tensor], values: Sequence[Tensor]) -> None:
-    for param, value in zip(params, values, strict=True):
-        param.copy_(value)

@@ -7,6 +7,7 @@ from typing import Any
 
 import torch
 
+from grpo_mcore import host_memory
 from grpo_mcore.objective import ClippedPGLossConfig, ClippedPGLossFn
 from grpo_mcore.parallel.checkpoint import SaveError
 from grpo_mcore.parallel.memory import storage_key
@@ -108,15 +109,19 @@ def bfloat16_logprobs(address: Address, model: str, case: LayoutCase) -> dict[in
 def train_offload_train(
     address: Address, model: str, case: LayoutCase, precision: str, offload: bool
 ) -> tuple[list[tuple[float, float]], bool, bool]:
-    """Train, offload and onload twice, as on a GPU but with CPU tensors: (steps, optimizer moved, views kept)."""
+    """Train, offload and onload twice, as on a GPU but with CPU tensors: (steps, optimizer moved to pinned memory that
+    is used again, views kept)."""
     policy = adam_policy(address, model, case, precision=precision)
     steps, moved, views = [step(policy)], True, _views_of_weights(policy)
+    pinned: list[torch.Tensor] = []
+    host_memory.pin, host_memory.unpin = pinned.append, pinned.remove  # torch for CPUs cannot lock pages
     for _ in range(2 if offload else 0):
         before = _moments(policy)
         policy.platform = Platform("gpu")
         policy.offload()
-        moved &= before != _moments(policy)
+        moved &= not before & _moments(policy) and len(pinned) == 1 and _moments(policy) == {storage_key(pinned[0])}
         policy.onload()
+        moved &= _moments(policy).isdisjoint({storage_key(pinned[0])})
         steps.append(step(policy))
     steps += [step(policy) for _ in range(3 - len(steps))]
     return steps, moved, views == _views_of_weights(policy)

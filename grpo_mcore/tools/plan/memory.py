@@ -181,7 +181,8 @@ def stage_memory(load: Workload, device: Device, stage: int, engine: EngineMemor
         if load.colocated:
             phases.append(Phase("generation", {**base, **buffer, **cached}))
         if load.prev or load.reference:
-            aside = load.reference and load.adapters is None  # with adapters the reference is the model without them
+            # With adapters the reference is the model without them. On a GPU the current weights wait on the host.
+            aside = load.reference and load.adapters is None and device.memory is None
             clone = {"weights set aside for the reference": weights} if aside else {}
             logits = {"logits": int(logits_bytes(load.shape, load.rank, chunk, backward=False))} if last else {}
             phases.append(Phase("log-probs", {**state, **clone, "activations": forward, **logits}))

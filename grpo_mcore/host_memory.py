@@ -1,0 +1,80 @@
+"""Host memory that a GPU copies from and to at the full speed of its link, and copies of tensors kept in it."""
+
+from __future__ import annotations
+
+import mmap
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+_ALIGNMENT = 64  # bytes; a multiple of every element size
+
+
+def pin(flat: Tensor) -> None:
+    """Lock the pages of host tensor `flat`, so that the GPU accesses them without a detour. It must start at a page.
+
+    Locking takes about as long as writing the memory once: keep what is locked. `unpin` before the memory is freed.
+    (torch's own pinned allocator rounds up to a power of two, and cannot lock memory shared with other processes.)
+    """
+    _check(torch.cuda.cudart().cudaHostRegister(flat.data_ptr(), flat.numel() * flat.element_size(), 0))
+
+
+def unpin(flat: Tensor) -> None:
+    """Undo `pin`."""
+    _check(torch.cuda.cudart().cudaHostUnregister(flat.data_ptr()))
+
+
+def _check(status: int) -> None:
+    torch.cuda.check_error(int(status))
+
+
+class HostCopies:
+    """Room on the host for copies of some tensors, allocated once and used again for every copy of the same tensors."""
+
+    def __init__(self, tensors: Sequence[Tensor], *, pinned: bool) -> None:
+        """Reserve room for tensors of these shapes and dtypes. `pinned`: they are on a GPU."""
+        self._signature = _signature(tensors)
+        starts, end = [], 0
+        for tensor in tensors:
+            starts.append(end)
+            end += -(-tensor.numel() * tensor.element_size() // _ALIGNMENT) * _ALIGNMENT
+        self.nbytes, self._pinned = end, pinned and end > 0
+        self._flat = torch.frombuffer(mmap.mmap(-1, max(1, end)), dtype=torch.uint8)
+        if self._pinned:
+            pin(self._flat)
+        self.tensors = [
+            self._flat[start : start + tensor.numel() * tensor.element_size()].view(tensor.dtype).view(tensor.shape)
+            for start, tensor in zip(starts, tensors, strict=True)
+        ]
+        """The copies, views of one block of memory."""
+
+    def fit(self, tensors: Sequence[Tensor]) -> bool:
+        """Whether these tensors have the shapes and dtypes that the room was made for."""
+        return self._signature == _signature(tensors)
+
+    @torch.no_grad()
+    def store(self, tensors: Sequence[Tensor]) -> None:
+        """Copy the values of `tensors` here."""
+        for copy, tensor in zip(self.tensors, tensors, strict=True):
+            copy.copy_(tensor)
+
+    @torch.no_grad()
+    def restore(self, tensors: Sequence[Tensor]) -> None:
+        """Give `tensors` the values of the copies."""
+        for copy, tensor in zip(self.tensors, tensors, strict=True):
+            tensor.copy_(copy)
+
+    def close(self) -> None:
+        """Unlock the memory; it is freed with the last tensor that views it. Idempotent."""
+        if self._pinned:
+            self._pinned = False
+            unpin(self._flat)
+
+    def __del__(self) -> None:
+        if getattr(self, "_pinned", False):
+            self.close()
+
+
+def _signature(tensors: Sequence[Tensor]) -> list[tuple[torch.Size, torch.dtype]]:
+    return [(tensor.shape, tensor.dtype) for tensor in tensors]

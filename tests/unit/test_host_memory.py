@@ -1,0 +1,68 @@
+"""Copies of tensors in host memory that is allocated once; pages are locked if the tensors are on a GPU."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import Tensor
+
+from grpo_mcore import host_memory
+from grpo_mcore.host_memory import HostCopies
+
+
+@pytest.fixture
+def pinned(monkeypatch: pytest.MonkeyPatch) -> list[Tensor]:
+    """The memory that is locked now. Locking itself needs a GPU: tests/gpu."""
+    found: list[Tensor] = []
+    monkeypatch.setattr(host_memory, "pin", found.append)
+    monkeypatch.setattr(host_memory, "unpin", lambda flat: found.remove(next(t for t in found if t is flat)))
+    return found
+
+
+def some_tensors() -> list[Tensor]:
+    return [torch.randn(3, 5).bfloat16(), torch.randn(7), torch.empty(0), torch.tensor(2.5), torch.randn(4, 6)[:, 1:3]]
+
+
+@pytest.mark.parametrize("on_gpu", [False, True])
+def test_copies_come_back_bit_for_bit_through_the_same_memory(on_gpu: bool, pinned: list[Tensor]) -> None:
+    tensors = some_tensors()
+    room = HostCopies(tensors, pinned=on_gpu)
+    addresses = [copy.data_ptr() for copy in room.tensors]
+    assert len(pinned) == on_gpu
+    for _ in range(2):
+        expected = [tensor.clone() for tensor in tensors]
+        room.store(tensors)
+        for tensor in tensors:
+            tensor.zero_()
+        room.restore(tensors)
+        assert all(torch.equal(now, was) for now, was in zip(tensors, expected, strict=True))
+        for tensor in tensors:
+            tensor.add_(1)
+    assert [copy.data_ptr() for copy in room.tensors] == addresses and len(pinned) == on_gpu
+    if on_gpu:
+        assert pinned[0].data_ptr() % 4096 == 0, "cudaHostRegister locks whole pages"
+        assert pinned[0].numel() == room.nbytes < sum(t.numel() * t.element_size() for t in tensors) + 64 * len(tensors)
+    room.close()
+    room.close()
+    assert not pinned
+
+
+def test_the_room_fits_tensors_of_the_same_shapes_and_dtypes_only(pinned: list[Tensor]) -> None:
+    room = HostCopies(some_tensors(), pinned=True)
+    assert room.fit(some_tensors())
+    assert not room.fit(some_tensors()[:-1]) and not room.fit([tensor.double() for tensor in some_tensors()])
+    del room
+    assert not pinned, "the memory is unlocked when nobody uses it"
+    HostCopies([], pinned=True).close()
+    assert not pinned
+
+
+def test_a_failure_of_the_driver_is_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
+    class Driver:
+        cudaHostRegister = staticmethod(lambda address, nbytes, flags: 1)
+        cudaHostUnregister = staticmethod(lambda address: 0)
+
+    monkeypatch.setattr(torch.cuda, "cudart", Driver)
+    monkeypatch.setattr(torch.cuda, "check_error", lambda status: (_ for _ in ()).throw(RuntimeError(str(status))))
+    with pytest.raises(RuntimeError, match="1"):
+        host_memory.pin(torch.zeros(4))
