@@ -7,7 +7,10 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor
 
+from grpo_mcore.families import Box
 from grpo_mcore.refit.plan import Block, RefitError, RefitPlan
+
+CPU = torch.device("cpu")
 
 
 class RefitBuffer(Protocol):
@@ -23,12 +26,17 @@ class RefitBuffer(Protocol):
         """Unmap the buffer; the process that created it also frees it. Idempotent."""
 
 
-def create_buffer(nbytes: int, device: torch.device, run_id: str) -> RefitBuffer:
-    """Create a buffer in POSIX shared memory for weights on the host, by CUDA IPC for weights on a GPU."""
-    if device.type == "cpu":
+def create_buffer(nbytes: int, device: torch.device, run_id: str, *, through_host: bool = False) -> RefitBuffer:
+    """Create a buffer in POSIX shared memory for weights on the host, by CUDA IPC for weights on a GPU.
+
+    `through_host`: in shared memory in any case, pinned if the weights are on a GPU."""
+    if device.type == "cpu" or through_host:
         from grpo_mcore.refit.shared_memory import SharedMemoryBuffer
 
-        return SharedMemoryBuffer.create(nbytes, run_id)
+        buffer = SharedMemoryBuffer.create(nbytes, run_id)
+        if device.type == "cuda":
+            buffer.pin()
+        return buffer
     if device.type == "cuda":
         from grpo_mcore.refit.cuda_ipc import CudaIpcBuffer
 
@@ -36,19 +44,33 @@ def create_buffer(nbytes: int, device: torch.device, run_id: str) -> RefitBuffer
     raise RefitError(f"no refit transport for weights on {device}")
 
 
-def attach_buffer(description: dict[str, Any]) -> RefitBuffer:
-    """Map the buffer that another process created."""
+def attach_buffer(description: dict[str, Any], device: torch.device = CPU) -> RefitBuffer:
+    """Map the buffer that another process created. `device`: where this process's weights are."""
     match description.get("kind"):
         case "shared_memory":
             from grpo_mcore.refit.shared_memory import SharedMemoryBuffer
 
-            return SharedMemoryBuffer.attach(description)
+            buffer = SharedMemoryBuffer.attach(description)
+            if device.type == "cuda":
+                buffer.pin()
+            return buffer
         case "cuda_ipc":
             from grpo_mcore.refit.cuda_ipc import CudaIpcBuffer
 
             return CudaIpcBuffer.attach(description)
         case kind:
             raise RefitError(f"unknown refit transport {kind!r}")
+
+
+def read_slice(view: Tensor, at: Box, device: torch.device) -> Tensor:
+    """Return the part `at` of a block in the buffer, for copying to `device`.
+
+    A part with gaps comes back on `device`: from host memory to a GPU, the whole block crosses the link first, because
+    closing the gaps on the CPU is slower."""
+    values = view[tuple(slice(*span) for span in at)]
+    if view.device.type != "cpu" or device.type == "cpu" or values.is_contiguous():
+        return values
+    return view.to(device)[tuple(slice(*span) for span in at)]
 
 
 def block_view(buffer: RefitBuffer, plan: RefitPlan, bucket: int, block: Block) -> Tensor:

@@ -44,8 +44,8 @@ class RefitSender:
     def __init__(
         self, source: WeightSource, rank: int, run_id: str | None = None, *, through_host: bool = False
     ) -> None:
-        """`rank`: number of this policy rank in the plan. `through_host`: put the buffer into host memory, because
-        not all processes see one common accelerator."""
+        """`rank`: number of this policy rank in the plan. `through_host`: put the buffer into host memory, pinned on
+        GPUs, because not all processes see one common accelerator."""
         self._source = source
         self._rank = rank
         self._through_host = through_host
@@ -120,11 +120,11 @@ class RefitSender:
         assert self._plan is not None
         if self._buffer is not None:
             self._buffer.close()
+        device = next(iter(parameters.values())).device
         if transport is not None:
-            self._buffer = attach_buffer(transport)
+            self._buffer = attach_buffer(transport, device)
         else:
-            device = torch.device("cpu") if self._through_host else next(iter(parameters.values())).device
-            self._buffer = create_buffer(self._plan.buffer_bytes, device, self._run_id)
+            self._buffer = create_buffer(self._plan.buffer_bytes, device, self._run_id, through_host=self._through_host)
 
     def _values(self, block: Block) -> Tensor:
         """Look up the values of a block. What a source merges for it is freed after the bucket."""
@@ -153,7 +153,8 @@ class RefitSender:
         for (number, block, to), values in blocks:
             if self._buffer is not None and self._here in to:
                 try:
-                    block_view(self._buffer, self._plan, index, block).copy_(as_engine_holds(values, block))
+                    place = block_view(self._buffer, self._plan, index, block)
+                    place.copy_(as_engine_holds(values, block), non_blocking=True)
                 except Exception as error:
                     what = f"filling bucket {index} with {block.param!r} {block.box}"
                     raise RefitError(f"policy rank {self._rank}: {what} failed: {error}") from error

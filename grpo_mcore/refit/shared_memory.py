@@ -1,4 +1,4 @@
-"""The refit buffer in POSIX shared memory: the CPU transport.
+"""The refit buffer in POSIX shared memory: the transport on CPU, and between several GPUs through the host.
 
 A segment is freed by its creator, else by the creator's resource tracker, else by the next run that creates a
 segment: the creator holds a lock on its segment as long as it lives.
@@ -19,6 +19,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from grpo_mcore.host_memory import pin, unpin
 from grpo_mcore.refit.plan import RefitError
 
 SEGMENTS = Path("/dev/shm")
@@ -31,6 +32,7 @@ class SharedMemoryBuffer:
 
     def __init__(self, name: str, nbytes: int, fd: int, owner: bool) -> None:
         self._fd: int | None = fd
+        self._pinned = False
         self._owner_pid = os.getpid() if owner else None
         self.flat: Tensor = torch.frombuffer(mmap.mmap(fd, nbytes), dtype=torch.uint8)
         self.description: dict[str, Any] = {
@@ -82,12 +84,23 @@ class SharedMemoryBuffer:
             raise RefitError(f"refit segment {name} has {found:,} bytes, expected {nbytes:,}")
         return cls(name, nbytes, fd, owner=False)
 
+    def pin(self) -> None:
+        """Lock the segment for this process's GPU, which then copies at the full speed of its link. Idempotent."""
+        if not self._pinned:
+            pin(self.flat)
+            self._pinned = True
+
     def synchronize(self) -> None:
-        """Return at once: a store to shared memory is visible when it is done."""
+        """Wait for this process's GPU. Without one, return at once: a store is visible when it is done."""
+        if self._pinned:
+            torch.cuda.current_stream().synchronize()
 
     def close(self) -> None:
         if self._fd is None:
             return
+        if self._pinned:
+            self._pinned = False
+            unpin(self.flat)
         # The mapping ends with the last tensor that views it; unmapping here would break the others.
         self.flat = torch.empty(0, dtype=torch.uint8)
         os.close(self._fd)

@@ -23,7 +23,7 @@ from vllm.distributed.weight_transfer.factory import WeightTransferEngineFactory
 from vllm.model_executor.model_loader.mtp_validation import disable_mtp_completeness_check
 from vllm.model_executor.model_loader.reload import finalize_layerwise_reload, initialize_layerwise_reload
 
-from grpo_mcore.refit.buffer import RefitBuffer, attach_buffer, block_view
+from grpo_mcore.refit.buffer import RefitBuffer, attach_buffer, block_view, read_slice
 from grpo_mcore.refit.engine_weights import EngineWeights
 from grpo_mcore.refit.plan import RefitError, RefitPlan
 from grpo_mcore.refit.proof import Sums, Verify, checked_parameters, sum_dtype
@@ -97,7 +97,7 @@ class RefitWeightEngine(WeightTransferEngine[RefitInit, RefitUpdate]):
         transport = init_info.transports[rank * len(init_info.transports) // ranks]
         if self._buffer is None or self._buffer.description != transport:
             self.shutdown()
-            self._buffer = attach_buffer(transport)
+            self._buffer = attach_buffer(transport, self.device)
         self._plan, self._init = plan, init_info
 
     def start_weight_update(self) -> None:
@@ -158,7 +158,7 @@ class RefitWeightEngine(WeightTransferEngine[RefitInit, RefitUpdate]):
                     continue
                 if view is None:
                     view = block_view(self._buffer, self._plan, index, block)
-                values = view[tuple(slice(*span) for span in read.at)]
+                values = read_slice(view, read.at, self.device)
                 summed = sum_dtype(self._plan, block, self._dtype) if read.param in self._checked else None
                 try:
                     self._weights.receive((index, number, copy), read.param, read.box, values, summed)
