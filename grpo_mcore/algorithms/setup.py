@@ -106,11 +106,7 @@ def start_policy(config: MasterConfig, cluster: Cluster, model: Model, *, build_
         [arguments] * layout.world_size,
         cpus=1.0 if gpu else 0.1,
         gpus=1.0 if gpu else 0.0,
-        env={
-            "OMP_NUM_THREADS": str(rank_threads(config, layout.world_size)),
-            "OMP_WAIT_POLICY": "PASSIVE",
-            **policy.megatron_cfg.env_vars,
-        },
+        env=rank_environment(config, layout.world_size, gpu=gpu),
         nodes=pool.nodes,
     )
     return PolicyGroup(
@@ -139,6 +135,17 @@ def engine_ranks(index: int, config: MasterConfig, *, gpu: bool) -> list[slice]:
     if pool.nodes == 1:
         return [slice(0)]
     return [slice(part % pool.nodes * pool.per_node, (part % pool.nodes + 1) * pool.per_node) for part in parts]
+
+
+def rank_environment(config: MasterConfig, ranks: int, *, gpu: bool) -> dict[str, str]:
+    """Return the environment variables of a policy rank, to be set before it starts Python; the recipe's win."""
+    settings = config.policy.megatron_cfg
+    return {
+        "OMP_NUM_THREADS": str(rank_threads(config, ranks)),
+        "OMP_WAIT_POLICY": "PASSIVE",
+        **Platform("gpu" if gpu else "cpu").environment(settings.tensor_model_parallel_size),
+        **settings.env_vars,
+    }
 
 
 def rank_threads(config: MasterConfig, ranks: int) -> int:

@@ -21,6 +21,8 @@ ALLOWED = (
     # the machine: threads, accelerators, network
     *("OMP_*", "MKL_*", "KMP_*", "OPENBLAS_NUM_THREADS", "CUDA_VISIBLE_DEVICES", "CUDA_DEVICE_*"),
     *("NVIDIA_VISIBLE_DEVICES", "NVIDIA_DRIVER_CAPABILITIES", "NCCL_*", "GLOO_*", "UCX_*"),
+    # settings of libraries on GPUs: kernels, allocator, logs
+    *("NVTE_*", "TORCH_*", "PYTORCH_*"),
     # Ray's own, and those that an OrphanReaper sets
     *("RAY_*", MARKER, SOCKETS),
 )

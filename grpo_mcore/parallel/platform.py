@@ -35,6 +35,14 @@ class Platform:
         """Return the device of the rank with this index among those that share its visible accelerators."""
         return torch.device("cuda", local_rank) if self.on_gpu else torch.device("cpu")
 
+    def environment(self, tensor: int) -> dict[str, str]:
+        """Return variables of a rank's process, to be set before CUDA starts. `tensor`: the tensor-parallel size."""
+        if not self.on_gpu or tensor == 1:
+            return {}
+        # One queue to the GPU: kernels start in the order of their launch, so that a tensor-parallel collective gets
+        # its multiprocessors before the matrix product that it should overlap with.
+        return {"CUDA_DEVICE_MAX_CONNECTIONS": "1"}
+
     @classmethod
     def detect(cls, wanted: Literal["auto", "cpu", "gpu"] = "auto") -> Platform:
         """Return this process's platform. `wanted`: cluster.platform; gpu without one is a PlatformError."""

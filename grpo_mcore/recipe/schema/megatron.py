@@ -175,7 +175,8 @@ class MegatronConfig(Section):
     moe_shared_expert_overlap: bool = False
     """Compute the shared expert while tokens are being sent. No effect on a dense model."""
     env_vars: Annotated[dict[str, str], OffWhenNull] = Field(default_factory=dict)
-    """Environment variables of the policy's ranks, with their values. Read by algorithms/."""
+    """Environment variables of the policy's ranks, such as {NCCL_NVLS_ENABLE: "0"}. With TP above 1 on GPUs the ranks
+    have CUDA_DEVICE_MAX_CONNECTIONS: "1" too, unless it is set here. Not for secrets. Read by algorithms/."""
     optimizer: OptimizerConfig = Field(default_factory=OptimizerConfig)
     """The optimizer."""
     peft: Annotated[PeftConfig, OffWhenNull] = Field(default_factory=PeftConfig)

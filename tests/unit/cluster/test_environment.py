@@ -11,13 +11,19 @@ import pytest
 from grpo_mcore.cluster.environment import chosen, is_allowed, only_allowed
 
 
-@pytest.mark.parametrize("name", ["PATH", "HF_HOME", "LC_ALL", "OMP_NUM_THREADS", "NCCL_SOCKET_IFNAME"])
+@pytest.mark.parametrize(
+    "name",
+    [
+        *("PATH", "HF_HOME", "LC_ALL", "OMP_NUM_THREADS", "NCCL_SOCKET_IFNAME", "CUDA_DEVICE_MAX_CONNECTIONS"),
+        *("NVTE_FUSED_ATTN", "TORCH_NCCL_AVOID_RECORD_STREAMS", "PYTORCH_CUDA_ALLOC_CONF"),
+    ],
+)
 def test_what_workers_need_is_allowed(name):
     assert is_allowed(name)
 
 
 @pytest.mark.parametrize(
-    "name", ["HF_TOKEN", "WANDB_API_KEY", "AWS_SECRET_ACCESS_KEY", "MY_PATH", "PATHX", "SSH_AUTH_SOCK"]
+    "name", ["HF_TOKEN", "WANDB_API_KEY", "AWS_SECRET_ACCESS_KEY", "MY_PATH", "PATHX", "SSH_AUTH_SOCK", "MY_TORCH_HOME"]
 )
 def test_secrets_and_strangers_are_not(name):
     assert not is_allowed(name)
