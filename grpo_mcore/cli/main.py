@@ -23,6 +23,7 @@ from grpo_mcore.recipe import RecipeError, is_override
 VERBS = {
     "train": ("train a model with GRPO", True),
     "sft": ("fine-tune a model on examples", True),
+    "eval": ("measure how well models or checkpoints solve tasks", False),
     "export": ("write a checkpoint as a model in Hugging Face's format", False),
     "plan": ("predict memory, time and refit of a recipe before anything is started", True),
     "doctor": ("find what is wrong with this machine, or with every node of a cluster", False),

@@ -12,6 +12,7 @@ from grpo_mcore.objective.advantages import (
 )
 from grpo_mcore.objective.combine import METRIC_REDUCTIONS, CombinedMetrics, combine_metrics, step_metrics
 from grpo_mcore.objective.estimators import RewardWeights, estimate_advantages, weights_by_name
+from grpo_mcore.objective.evaluation import majority_at_k, mean_interval
 from grpo_mcore.objective.kl_in_reward import SampleKL, kl_to_go, token_advantages
 from grpo_mcore.objective.loss import ClippedPGLossFn, NLLLossFn
 from grpo_mcore.objective.metrics import CORRECT, pass_at_k, pass_numbers

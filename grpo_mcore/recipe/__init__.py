@@ -42,6 +42,7 @@ from grpo_mcore.recipe.schema.data import (
     dataset_by_name,
     unknown_dataset,
 )
+from grpo_mcore.recipe.schema.evaluation import EvalConfig
 from grpo_mcore.recipe.schema.generation import GenerationConfig, VllmConfig
 from grpo_mcore.recipe.schema.grpo import (
     AdvEstimatorConfig,
@@ -52,7 +53,7 @@ from grpo_mcore.recipe.schema.grpo import (
 )
 from grpo_mcore.recipe.schema.launch import KubernetesConfig, LaunchConfig, SlurmConfig
 from grpo_mcore.recipe.schema.loss import ClippedPGLossConfig, KLType
-from grpo_mcore.recipe.schema.master import RecipeSections, runs_grpo
+from grpo_mcore.recipe.schema.master import RecipeSections, only_evaluates, runs_grpo
 from grpo_mcore.recipe.schema.megatron import MegatronConfig, OptimizerConfig, PeftConfig, SchedulerConfig
 from grpo_mcore.recipe.schema.outputs import CheckpointingConfig, GRPOLoggerConfig
 from grpo_mcore.recipe.schema.policy import PolicyConfig, SequencePackingConfig, TokenizerConfig

@@ -11,6 +11,7 @@ from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
 
+from grpo_mcore.data.datasets.benchmarks import gpqa, human_eval, ifeval, math500, mbpp, mmlu_pro
 from grpo_mcore.data.datasets.mapped import Entry, MappedDataset, Row, ToChat, as_chat, setting, unusable
 from grpo_mcore.data.datasets.messages import as_messages, assistant, conversation, user
 from grpo_mcore.data.datasets.source import Source, joined, missing, open_source
@@ -227,6 +228,12 @@ PUBLISHED: dict[str, Published] = {
         "opencompass/AIME2025", Columns(question="question"), subsets=("AIME2025-I", "AIME2025-II"), split="test"
     ),
     "GSM8K": Published("openai/gsm8k", gsm8k, subsets=("main",)),
+    "MATH-500": Published("HuggingFaceH4/MATH-500", math500, split="test"),
+    "GPQA": Published("Idavidrein/gpqa", gpqa, subsets=("gpqa_diamond",)),
+    "MMLU-Pro": Published("TIGER-Lab/MMLU-Pro", mmlu_pro, split="test"),
+    "HumanEval": Published("openai/openai_humaneval", human_eval, split="test"),
+    "MBPP": Published("google-research-datasets/mbpp", mbpp, subsets=("full",), split="test"),
+    "IFEval": Published("google/IFEval", ifeval),
     "NuminaMath": Published("AI-MO/NuminaMath-1.5", _NUMINA),
     "Squad": Published("rajpurkar/squad", squad),
     "OpenAssistant": Published("OpenAssistant/oasst1", open_assistant, view=threads),

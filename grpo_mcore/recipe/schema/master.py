@@ -9,6 +9,7 @@ from pydantic import Field, model_validator
 
 from grpo_mcore.recipe.schema.cluster import ClusterConfig
 from grpo_mcore.recipe.schema.data import DataConfig
+from grpo_mcore.recipe.schema.evaluation import EvalConfig
 from grpo_mcore.recipe.schema.grpo import GRPOConfig
 from grpo_mcore.recipe.schema.launch import LaunchConfig
 from grpo_mcore.recipe.schema.loss import ClippedPGLossConfig
@@ -31,6 +32,8 @@ class RecipeSections(Section):
     """The RL loop."""
     sft: SFTConfig = Field(default_factory=SFTConfig)
     """Supervised fine-tuning."""
+    eval: EvalConfig = Field(default_factory=EvalConfig)
+    """Evaluation."""
     env: dict[str, dict[str, Any]] = Field(default_factory=dict)
     """Environments by name, each with the keys of its class. Read by environments/."""
     cluster: ClusterConfig = Field(default_factory=ClusterConfig)
@@ -49,8 +52,13 @@ class RecipeSections(Section):
 
 
 def runs_grpo(config: RecipeSections) -> bool:
-    """Return whether the recipe describes a GRPO run: it has a section `grpo`, or no section `sft`."""
-    return "grpo" in config.model_fields_set or "sft" not in config.model_fields_set
+    """Return whether the recipe describes a GRPO run: it has a section `grpo`, or neither `sft` nor `eval`."""
+    return "grpo" in config.model_fields_set or not {"sft", "eval"} & config.model_fields_set
+
+
+def only_evaluates(config: RecipeSections) -> bool:
+    """Return whether the recipe describes an evaluation and no training."""
+    return "eval" in config.model_fields_set and not {"grpo", "sft"} & config.model_fields_set
 
 
 def value_at(config: Any, key: str) -> Any:

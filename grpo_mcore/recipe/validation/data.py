@@ -12,12 +12,14 @@ from grpo_mcore.recipe.schema.data import (
     dataset_by_name,
     unknown_dataset,
 )
-from grpo_mcore.recipe.schema.master import RecipeSections, runs_grpo
+from grpo_mcore.recipe.schema.master import RecipeSections, only_evaluates, runs_grpo
 
 
 def check_data(config: RecipeSections) -> Iterator[Finding]:
     """There must be training data, and each dataset must have what it needs and an environment."""
-    if not config.data.train:
+    if only_evaluates(config) and not config.data.validation:
+        yield Finding(("data.validation",), "no data to evaluate on; give data.dataset_name, or data.validation")
+    if not config.data.train and not only_evaluates(config):
         yield Finding(
             ("data.train",),
             "no training dataset; give data.train, or data.dataset_name and data.train_data_path",
@@ -26,7 +28,7 @@ def check_data(config: RecipeSections) -> Iterator[Finding]:
         for position, entry in enumerate(entries):
             at = f"data.{part}.{position}."
             yield from _check_dataset(entry, at)
-            if entry.env_name is None and runs_grpo(config) and len(config.env) > 1:
+            if entry.env_name is None and (runs_grpo(config) or only_evaluates(config)) and len(config.env) > 1:
                 yield Finding(
                     (at + "env_name", f"data.{part}"), f"name the environment that scores it: {', '.join(config.env)}"
                 )

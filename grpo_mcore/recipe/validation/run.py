@@ -105,6 +105,22 @@ def check_exports(config: RecipeSections) -> Iterator[Finding]:
         )
 
 
+def check_eval(config: RecipeSections) -> Iterator[Finding]:
+    """The metric needs enough samples, and several samples need a temperature above 0."""
+    evaluation, generation = config.eval, config.policy.generation
+    samples = evaluation.samples_per_prompt
+    if evaluation.k_value > samples:
+        yield Finding(
+            ("eval.k_value", "eval.num_tests_per_prompt"),
+            f"{evaluation.k_value} is more than the {samples} samples of a prompt (num_tests_per_prompt x num_seeds)",
+        )
+    if samples > 1 and generation.val_temperature == 0:
+        yield Finding(
+            ("eval.num_tests_per_prompt", "policy.generation.val_temperature", "generation.temperature"),
+            f"the {samples} samples of a prompt would be equal: the sampling temperature is 0",
+        )
+
+
 def check_optimizer(config: RecipeSections) -> Iterator[Finding]:
     """Requirements of Megatron-Core on optimizer and learning rate, and keys that must agree with policy."""
     policy, megatron = config.policy, config.policy.megatron_cfg

@@ -9,6 +9,7 @@ from pydantic import ValidationError
 
 from grpo_mcore.recipe.errors import Problem, RecipeError, in_yaml, joined, nearest_hint
 from grpo_mcore.recipe.loading.data_layouts import nested_layout
+from grpo_mcore.recipe.loading.eval_layout import eval_layout
 from grpo_mcore.recipe.loading.yaml_tree import Node
 from grpo_mcore.recipe.schema.keys import choices, nearest_key, nullable
 from grpo_mcore.recipe.schema.loss import ClippedPGLossConfig
@@ -41,6 +42,7 @@ CHECKS = (
     run.check_early_stop,
     run.check_restarts,
     run.check_exports,
+    run.check_eval,
     run.check_optimizer,
     data.check_data,
     data.check_loaders,
@@ -83,6 +85,7 @@ def validated(
         message = f"expected a mapping of keys, got {in_yaml(tree.plain())}"
         raise RecipeError([*problems, Problem(tree.source, "", message)], recipe or "the configuration")
     tree = apply_gym_switches(tree, problems)
+    tree = eval_layout(tree, problems)
     tree = nested_layout(tree, problems)
     tree = without_nemo_rl_keys(tree, problems, [] if notes is None else notes)
     config, faulty = _typed(kind, "", tree, recipe, problems)

@@ -6,7 +6,16 @@ import re
 from dataclasses import dataclass
 from pathlib import Path
 
-from grpo_mcore.recipe import LaunchConfig, MasterConfig, Recipe, divides_nodes, resolved_yaml, runs_grpo, shown
+from grpo_mcore.recipe import (
+    LaunchConfig,
+    MasterConfig,
+    Recipe,
+    divides_nodes,
+    only_evaluates,
+    resolved_yaml,
+    runs_grpo,
+    shown,
+)
 from grpo_mcore.tools.launch.validation import Target, validate
 
 FROM_SUBMITTER = ("HF_HOME", "HF_DATASETS_CACHE", "HF_HUB_OFFLINE", "HF_TOKEN", "WANDB_API_KEY")
@@ -64,7 +73,7 @@ def launch_spec(recipe: Recipe, target: Target) -> LaunchSpec:
         name=launch.name or job_name(recipe.path.stem),
         pools=pools(config),
         from_submitter=tuple(dict.fromkeys([*FROM_SUBMITTER, *cluster.env_vars])),
-        verb="train" if runs_grpo(config) else "sft",
+        verb="train" if runs_grpo(config) else "eval" if only_evaluates(config) else "sft",
         recipe_file=shown(recipe.path),
         overrides=tuple(word for word in recipe.overrides if not word.lstrip("+~").startswith("launch.")),
         recipe_yaml=resolved_yaml(recipe, sources=False, without=frozenset({"launch"})),

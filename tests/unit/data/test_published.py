@@ -10,6 +10,8 @@ import pytest
 
 from grpo_mcore.data import AllTaskProcessedDataset, DataError, load_preference_dataset, load_response_dataset
 from grpo_mcore.data.datasets.published import PUBLISHED
+from grpo_mcore.environments.code.tests import read_tests
+from grpo_mcore.environments.instructions import followed
 from grpo_mcore.recipe import DatasetEntry, dataset_by_name
 
 OPEN_MATH = {
@@ -121,6 +123,33 @@ OASST = [
     for name, parent, role, deleted in TREE
 ]
 
+GPQA = {"Question": "Which? ", "Correct Answer": "this", "Incorrect Answer 1": "that"} | {
+    f"Incorrect Answer {number}": f"no {number}" for number in (2, 3)
+}
+MMLU_PRO = {"question": "Pick.", "options": ["w", "x", "y"], "answer": "C", "answer_index": 2, "category": "law"}
+MATH_500 = {"problem": "1+1", "solution": "It is $2$.", "answer": "2", "subject": "Algebra", "level": 1}
+HUMAN_EVAL = {
+    "task_id": "HumanEval/0",
+    "prompt": "def one():\n",
+    "canonical_solution": "    return 1\n",
+    "test": "def check(candidate):\n    assert candidate() == 1\n",
+    "entry_point": "one",
+}
+MBPP = {
+    "task_id": 11,
+    "text": "Write one.",
+    "code": "def one(): return 1",
+    "test_list": ["assert one() == 1"],
+    "test_setup_code": "",
+    "challenge_test_list": [],
+}
+IFEVAL = {
+    "key": 1,
+    "prompt": "Say it without commas.",
+    "instruction_id_list": ["punctuation:no_comma", "length_constraints:number_words"],
+    "kwargs": [{"num_words": None, "relation": None}, {"num_words": 3, "relation": "at least"}],
+}
+
 # The contents of the hub: (path, subset) -> {split: rows}.
 HUB: dict[tuple[str, str | None], dict[str, list[dict[str, Any]]]] = {
     ("nvidia/OpenMathInstruct-2", None): {
@@ -135,6 +164,12 @@ HUB: dict[tuple[str, str | None], dict[str, list[dict[str, Any]]]] = {
     ("opencompass/AIME2025", "AIME2025-I"): {"test": [AIME_2025]},
     ("opencompass/AIME2025", "AIME2025-II"): {"test": [{**AIME_2025, "answer": "468"}, {**AIME_2025, "answer": "49"}]},
     ("openai/gsm8k", "main"): {"train": [GSM8K] * 20, "test": [GSM8K]},
+    ("HuggingFaceH4/MATH-500", None): {"test": [MATH_500]},
+    ("Idavidrein/gpqa", "gpqa_diamond"): {"train": [GPQA]},
+    ("TIGER-Lab/MMLU-Pro", None): {"test": [MMLU_PRO], "validation": [MMLU_PRO]},
+    ("openai/openai_humaneval", None): {"test": [HUMAN_EVAL]},
+    ("google-research-datasets/mbpp", "full"): {"train": [MBPP], "test": [MBPP]},
+    ("google/IFEval", None): {"train": [IFEVAL]},
     ("AI-MO/NuminaMath-1.5", None): {"train": NUMINA},
     ("rajpurkar/squad", None): {"train": [SQUAD], "validation": [SQUAD]},
     ("OpenAssistant/oasst1", None): {"train": OASST, "validation": OASST},
@@ -330,9 +365,37 @@ def test_spellings(written: str, name: str | None) -> None:
 
 def test_every_dataset_tokenises(tokenizer) -> None:
     """Every dataset passes the processor of its algorithm; no row is rejected."""
-    for name in PUBLISHED:
+    for name in PUBLISHED.keys() - {"HumanEval", "MBPP", "IFEval"}:  # prompts without an answer
         load: Callable[..., Any] = load_response_dataset
         data = load({"dataset_name": name, "processor": "sft_processor"})
         processors = {data.task_name: (data.task_spec, data.processor)}
         dataset = AllTaskProcessedDataset(data.dataset, tokenizer, None, processors, max_seq_length=4000)
         assert dataset.usable(0) and dataset[0]["task_name"] == name
+
+
+def test_benchmarks_have_what_their_environments_read() -> None:
+    (choice,) = rows_of("GPQA")
+    assert choice["messages"][0]["content"].startswith("Which?\n\nA) ")
+    letter = choice["ground_truth"]
+    assert f"{letter}) this" in choice["messages"][0]["content"] and choice["messages"][1]["content"] == letter
+    (law,) = rows_of("mmlu-pro")
+    assert said(law) == [("user", "Pick.\n\nA) w\nB) x\nC) y"), ("assistant", "C")] and law["category"] == "law"
+    (algebra,) = rows_of("math500")
+    assert algebra["ground_truth"] == "2" and algebra["subject"] == "Algebra"
+    (rules,) = rows_of("IFEval")
+    assert [check["name"] for check in rules["instructions"]] == IFEVAL["instruction_id_list"]
+    assert followed("one two three", rules) == 1.0 and followed("one two, three", rules) == 0.0
+    for name in ("HumanEval", "MBPP"):
+        (task,) = rows_of(name)
+        (test,) = read_tests(task)
+        scope: dict[str, Any] = {}
+        exec(test.program("def one():\n    return 1\n") + test.code, scope)  # type: ignore[union-attr]
+
+
+def test_benchmark_rows_that_cannot_be_used(monkeypatch: pytest.MonkeyPatch) -> None:
+    spoken = {**IFEVAL, "instruction_id_list": ["language:response_language"], "kwargs": [{"language": "de"}]}
+    monkeypatch.setitem(HUB, ("google/IFEval", None), {"train": [IFEVAL, spoken]})
+    assert [row.get("unusable") for row in rows_of("IFEval")] == [None, "with an instruction on the answer's language"]
+    monkeypatch.setitem(HUB, ("TIGER-Lab/MMLU-Pro", None), {"test": [{**MMLU_PRO, "options": ["w"]}]})
+    with pytest.raises(DataError, match="choice 2 of 1"):
+        rows_of("MMLU-Pro")

@@ -1,0 +1,231 @@
+"""Evaluate models: sample answers to prompts, score them, and average.
+
+Consumes: the prompts of data.validation.
+Produces: one line of samples.jsonl for each sample, written as soon as its prompt's group is scored; the scores follow
+from these lines alone, so an evaluation that was interrupted goes on where it stopped and gives the same table.
+
+Not here: exporting checkpoints, and the report (tools/evaluation.py).
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+from collections import defaultdict
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import ExitStack, closing
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from grpo_mcore.algorithms.engines.sampling_config import sampling_of, turn_limits
+from grpo_mcore.algorithms.lifecycle.checks import check_environments, check_run
+from grpo_mcore.algorithms.rollouts.rollouts import Rollouts
+from grpo_mcore.algorithms.setup import start_cluster, start_engines, start_environments, wait_until_ready
+from grpo_mcore.cluster import Cluster
+from grpo_mcore.data import AllTaskProcessedDataset, DataError, DatumSpec, build_task_data, load_tokenizer
+from grpo_mcore.data.processors import longest_prompt
+from grpo_mcore.objective import CORRECT, majority_at_k, mean_interval, pass_at_k, pass_numbers
+from grpo_mcore.recipe import MasterConfig
+from grpo_mcore.rollout.group import Group
+
+logger = logging.getLogger(__name__)
+
+IN_FLIGHT = 256
+"""Prompts that are generated or scored at a time."""
+PROGRESS_EVERY = 100
+"""Prompts between two lines of progress."""
+
+Sample = dict[str, Any]
+"""A line of samples.jsonl, see `_samples`."""
+
+
+class EvalError(ValueError):
+    """An evaluation cannot be made, or not into this folder."""
+
+
+class SampleLog:
+    """The samples of an evaluation, in a JSONL file. A prompt's samples with one seed are written together."""
+
+    def __init__(self, path: Path, samples_per_seed: int) -> None:
+        """Read what the file holds, and drop groups that an interruption left incomplete."""
+        self.path = path
+        self.groups: dict[tuple[str, int, str], list[Sample]] = {}  # by (model, seed, uid)
+        found: dict[tuple[str, int, str], list[Sample]] = defaultdict(list)
+        for sample in _lines(path):
+            found[sample["model"], sample["seed"], sample["uid"]].append(sample)
+        self.groups = {key: samples for key, samples in found.items() if len(samples) == samples_per_seed}
+        partial = path.with_name(f"tmp_{path.name}")
+        partial.write_text("".join(_line(sample) for samples in self.groups.values() for sample in samples))
+        partial.replace(path)
+        self._file = path.open("a", encoding="utf-8")
+
+    def add(self, samples: Sequence[Sample]) -> None:
+        """Write the samples of one prompt with one seed."""
+        first = samples[0]
+        self.groups[first["model"], first["seed"], first["uid"]] = list(samples)
+        self._file.write("".join(map(_line, samples)))
+        self._file.flush()
+
+    def close(self) -> None:
+        self._file.close()
+
+
+def _lines(path: Path) -> Iterator[Sample]:
+    """Yield the lines of a file, if there is one. A last line that was not written whole is left out."""
+    for line in path.read_text(encoding="utf-8").splitlines() if path.is_file() else ():
+        try:
+            yield json.loads(line)
+        except ValueError:
+            continue
+
+
+def _line(sample: Sample) -> str:
+    return json.dumps(sample, ensure_ascii=False) + "\n"
+
+
+def evaluate_model(config: MasterConfig, name: str, log: SampleLog, logs: Path) -> None:
+    """Sample and score what `log` lacks of the model policy.model_name. `name`: of the model in `log`; `logs`: folder
+    of the workers' logs.
+
+    Raises what `check_run` raises, DataError, SetupError, EnvironmentConfigError.
+    """
+    names, evaluation, model = config.policy.tokenizer, config.eval, check_run(config)
+    tokenizer = load_tokenizer(names.name, names.chat_template, names.chat_template_kwargs)
+    data = build_task_data(config.data.validation, [], tokenizer, longest_prompt(config))
+    assert isinstance(data.train, AllTaskProcessedDataset)
+    prompts = _prompts(data.train, evaluation.num_prompts)
+    seeds = range(evaluation.seed, evaluation.seed + evaluation.num_seeds)
+    missing = {seed: [p for p in prompts if (name, seed, p["uid"]) not in log.groups] for seed in seeds}
+    count = sum(map(len, missing.values()))
+    logger.info("%s: %d prompts x %d seeds, %d to do", name, len(prompts), len(seeds), count)
+    if not count:
+        return
+    check_environments(config, data.env_names)
+    with ExitStack() as stack:
+        cluster = stack.enter_context(start_cluster(config, logs))
+        environments = start_environments(config, cluster, data.env_names)
+        engines = start_engines(config, cluster, model, None)
+        stack.enter_context(closing(engines))
+        workers = {worker.name: worker for worker in environments.values()}
+        wait_until_ready(
+            config, cluster, [*engines.all_hosts(), *workers.values()], "start of engines and environments"
+        )
+        sampling = sampling_of(config.policy.generation, tokenizer.eos_token_id, validation=True)
+        done = 0
+        for seed, wanted in missing.items():
+            rollouts = Rollouts(engines, environments, tokenizer, turn_limits(config), seed=seed)
+            waiting, in_flight = iter(wanted), 0
+            while True:
+                while in_flight < IN_FLIGHT and (prompt := next(waiting, None)) is not None:
+                    rollouts.dispatch([prompt], sampling, generations=evaluation.num_tests_per_prompt, step=0)
+                    in_flight += 1
+                if not in_flight:
+                    break
+                log.add(_samples(rollouts.next_group(), name, seed, cluster))
+                in_flight, done = in_flight - 1, done + 1
+                if done % PROGRESS_EVERY == 0 or done == count:
+                    logger.info("%s: %d of %d prompts", name, done, count)
+
+
+def _prompts(dataset: AllTaskProcessedDataset, limit: int | None) -> list[DatumSpec]:
+    usable = (dataset[index] for index in range(len(dataset)) if dataset.usable(index))
+    found = [prompt for prompt, _ in zip(usable, range(len(dataset) if limit is None else limit), strict=False)]
+    if not found:
+        raise DataError("there is no usable prompt to evaluate on: check data.validation")
+    return found
+
+
+def _samples(group: Group, name: str, seed: int, cluster: Cluster) -> list[Sample]:
+    """Return the lines of a group's samples."""
+    truth = group.prompt["extra_env_info"].get("ground_truth")
+    lines = []
+    for index, (sample, score) in enumerate(zip(group.samples, group.scores, strict=True)):
+        response = cluster.store.fetch(sample.ref).generated_text if sample.ref is not None else None
+        lines.append(
+            {
+                "model": name,
+                "task": group.prompt["task_name"],
+                "uid": group.uid,
+                "seed": seed,
+                "index": index,
+                "prompt": "".join(message["content"] for message in group.prompt["message_log"]),
+                "response": response,
+                "answer": score.answer,
+                "truth": None if truth is None else str(truth),
+                "reward": score.reward,
+                "reason": score.reason,
+                "tokens": sample.generated_length,
+                "truncated": sample.truncated,
+            }
+        )
+    return lines
+
+
+@dataclass(frozen=True)
+class TaskScore:
+    """The scores of one model on one task. `accuracy`: (mean, lower, upper end of the 95 % interval); `metrics`:
+    pass@k and cons@k by name; None where too few samples were scored."""
+
+    model: str
+    task: str
+    prompts: int
+    samples: int
+    accuracy: tuple[float, float, float] | None
+    reward: float | None
+    metrics: Mapping[str, float | None]
+    failed: int
+    truncated: float
+    tokens: float
+
+    def plain(self) -> dict[str, Any]:
+        """Return it for report.json."""
+        mean, low, high = self.accuracy or (None, None, None)
+        return {
+            "model": self.model,
+            "task": self.task,
+            "num_prompts": self.prompts,
+            "num_samples": self.samples,
+            "num_failed_samples": self.failed,
+            "accuracy": mean,
+            "accuracy_low": low,
+            "accuracy_high": high,
+            "reward": self.reward,
+            **self.metrics,
+            "truncation_rate": self.truncated,
+            "generated_length": self.tokens,
+        }
+
+
+def task_scores(samples: Iterable[Sample], samples_per_prompt: int, k: int) -> list[TaskScore]:
+    """Return the scores of each model on each task, in order of appearance. `k`: eval.k_value."""
+    by_task: dict[tuple[str, str], dict[str, list[Sample]]] = defaultdict(lambda: defaultdict(list))
+    for sample in samples:
+        by_task[sample["model"], sample["task"]][sample["uid"]].append(sample)
+    return [_score(model, task, groups, samples_per_prompt, k) for (model, task), groups in by_task.items()]
+
+
+def _score(model: str, task: str, groups: Mapping[str, list[Sample]], number: int, k: int) -> TaskScore:
+    ordered = [sorted(groups[uid], key=lambda sample: (sample["seed"], sample["index"])) for uid in sorted(groups)]
+    scored = [[sample for sample in group if sample["reward"] is not None] for group in ordered]
+    right = [[sample["reward"] >= CORRECT for sample in group] for group in scored]
+    votes = [
+        [(sample["answer"], correct) for sample, correct in zip(group, marks, strict=True)]
+        for group, marks in zip(scored, right, strict=True)
+    ]
+    everything = [sample for group in ordered for sample in group]
+    rewards = [sample["reward"] for group in scored for sample in group]
+    numbers = sorted({*pass_numbers(number), k})
+    return TaskScore(
+        model=model,
+        task=task,
+        prompts=len(ordered),
+        samples=len(everything),
+        accuracy=mean_interval([[float(mark) for mark in marks] for marks in right]),
+        reward=sum(rewards) / len(rewards) if rewards else None,
+        metrics={f"pass@{n}": pass_at_k(right, n) for n in numbers}
+        | {f"cons@{n}": majority_at_k(votes, n) for n in numbers},
+        failed=len(everything) - len(rewards),
+        truncated=sum(sample["truncated"] for sample in everything) / len(everything),
+        tokens=sum(sample["tokens"] for sample in everything) / len(everything),
+    )

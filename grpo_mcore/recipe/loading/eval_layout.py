@@ -1,0 +1,91 @@
+"""Converts an evaluation in NeMo RL's form to a recipe: `generation` and `tokenizer` stand at its top, and
+`data.dataset_name` names one or several datasets, whose other keys are in `eval.sets`."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from grpo_mcore.recipe.errors import Problem, in_yaml
+from grpo_mcore.recipe.loading.yaml_tree import Node
+from grpo_mcore.recipe.schema.data import DatasetEntry, dataset_by_name
+
+_SAMPLING = ("temperature", "top_p", "top_k")
+# Values by which NeMo RL says "no limit" or "as it is".
+_NEUTRAL: dict[str, Any] = {"top_k": -1, "chat_template": "default"}
+
+
+def eval_layout(tree: Node, problems: list[Problem]) -> Node:
+    """Return the tree with `policy` and `data.validation` made of these keys. Idempotent; a tree without `eval` stays
+    as it is."""
+    if "eval" not in tree.value or not ({"generation", "tokenizer"} & set(tree.value) or _named(tree)):
+        return tree
+    value = dict(tree.value)
+    policy = dict(value["policy"].value) if "policy" in value and value["policy"].is_mapping else {}
+    generation = value.pop("generation", None)
+    if generation is not None and generation.is_mapping:
+        policy = _policy(dict(generation.value), policy)
+    if (tokenizer := value.pop("tokenizer", None)) is not None and tokenizer.is_mapping:
+        policy["tokenizer"] = _without_neutral(tokenizer)
+    value["policy"] = Node(policy, generation.source if generation else tree.source, "policy")
+    if _named(tree):
+        value["data"] = _data(tree, problems)
+    return Node(value, tree.source, tree.key)
+
+
+def _named(tree: Node) -> bool:
+    data = tree.value.get("data")
+    return data is not None and data.is_mapping and "dataset_name" in data.value and "validation" not in data.value
+
+
+def _policy(generation: dict[str, Node], policy: dict[str, Node]) -> dict[str, Node]:
+    """Return the section `policy` for this section `generation`."""
+    generation.pop("num_prompts_per_step", None)  # prompts go to the engines as these have room
+    if "model_name" in generation:
+        policy["model_name"] = generation.pop("model_name")
+    for name in _SAMPLING:
+        if name in generation:
+            generation[f"val_{name}"] = _neutral(name, generation.pop(name))
+    vllm = generation.get("vllm_cfg")
+    if vllm is not None and vllm.is_mapping:
+        if "precision" in vllm.value:
+            policy.setdefault("precision", vllm.value["precision"])
+        if "max_model_len" in vllm.value:
+            policy.setdefault("max_total_sequence_length", vllm.value["max_model_len"])
+    inner = policy.get("generation")
+    kept = dict(inner.value) if inner is not None and inner.is_mapping else {}
+    policy["generation"] = Node({**kept, **generation}, "", "generation")
+    return policy
+
+
+def _data(tree: Node, problems: list[Problem]) -> Node:
+    """Return the section `data` with a dataset in `validation` for each name of `dataset_name`."""
+    data, sets = tree.value["data"], tree.find("eval.sets")
+    written = data.value["dataset_name"]
+    names = written.plain() if written.is_list else str(written.value).split(",")
+    of_entry = {key for key in data.value if key in DatasetEntry.model_fields and key != "dataset_name"}
+    given = {key: data.value[key] for key in of_entry if data.value[key].value is not None}
+    presets = {_canonical(name): node for name, node in (sets.children() if sets is not None else ())}
+    entries = []
+    for name in (str(name).strip() for name in names):
+        preset = presets.get(_canonical(name))
+        if preset is not None and not preset.is_mapping:
+            problems.append(
+                Problem(preset.source, preset.key, f"expected keys of a dataset, got {in_yaml(preset.value)}")
+            )
+            continue
+        entry = {"dataset_name": Node(name, written.source, written.key)}
+        entries.append(Node({**entry, **(dict(preset.value) if preset else {}), **given}, written.source, written.key))
+    rest = {key: node for key, node in data.value.items() if key not in {*of_entry, "dataset_name"}}
+    return Node({**rest, "validation": Node(entries, written.source, written.key)}, data.source, data.key)
+
+
+def _canonical(name: str) -> str:
+    return dataset_by_name(name) or name
+
+
+def _without_neutral(section: Node) -> Node:
+    return Node({name: _neutral(name, node) for name, node in section.value.items()}, section.source, section.key)
+
+
+def _neutral(name: str, node: Node) -> Node:
+    return Node(None, node.source, node.key) if name in _NEUTRAL and node.value == _NEUTRAL[name] else node

@@ -1,0 +1,77 @@
+"""`grpo-mcore eval` with a real engine: a model and its checkpoint, an interruption, and other settings."""
+
+from __future__ import annotations
+
+import contextlib
+import io
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from grpo_mcore.cli.main import main
+from tests.functional.preload import preload
+from tests.functional.runs import Run, Task, grpo_recipe, write_recipe
+
+SAMPLES = 4
+
+
+def evaluate(recipe: Path, *words: str) -> tuple[int, str, str]:
+    preload()
+    out, err = io.StringIO(), io.StringIO()
+    with contextlib.redirect_stdout(out), contextlib.redirect_stderr(err):
+        code = main(["eval", *words, "--config", str(recipe)])
+    return code, out.getvalue(), err.getvalue()
+
+
+def test_a_checkpoint_equals_its_export_and_an_interrupted_evaluation_goes_on(
+    task: Task, model: Path, sft_run: Run, tmp_path: Path
+) -> None:
+    folder = tmp_path / "eval"
+    section: dict[str, Any] = {"num_tests_per_prompt": 2, "num_seeds": 2, "k_value": 2, "save_path": str(folder)}
+    recipe = write_recipe(tmp_path, grpo_recipe(task, model) | {"eval": section})
+    code, out, err = evaluate(recipe, str(model), str(sft_run.checkpoints), "eval.num_prompts=24")
+    assert code == 0, err
+    first, second = json.loads((folder / "report.json").read_text())["scores"]
+    assert first["model"] == str(model) and second["model"] == "checkpoints/step_20"
+    assert {**first, "model": ""} == {**second, "model": ""}, "the checkpoint holds the weights of the model"
+    assert first["num_prompts"] == 24 and first["num_samples"] == 24 * SAMPLES
+    assert 0.2 < first["accuracy_low"] < first["accuracy"] < first["accuracy_high"] < 0.8
+    assert first["pass@1"] <= first["pass@2"] <= first["pass@4"]
+
+    report, samples = (folder / "report.md").read_text(), folder / "samples.jsonl"
+    assert [line for line in out.splitlines() if line.startswith("|")] == report.splitlines()[2:6]
+    lines = [json.loads(line) for line in samples.read_text().splitlines()]
+    assert len(lines) == 2 * 24 * SAMPLES
+    assert {(line["truth"], line["reward"]) for line in lines if line["answer"] == "1"} == {("1", 1.0), ("0", 0.0)}
+
+    whole = samples.read_text()
+    kept = whole.splitlines(keepends=True)[: len(lines) // 3]
+    samples.write_text("".join(kept)[:-20])  # as if it had been killed while it wrote
+    code, out, _ = evaluate(recipe, str(model), str(sft_run.checkpoints), "eval.num_prompts=24")
+    assert code == 0 and (folder / "report.md").read_text() == report
+    assert sorted(samples.read_text().splitlines()) == sorted(whole.splitlines())
+
+    code, _, err = evaluate(recipe, str(model), "policy.generation.val_temperature=0.5")
+    assert code == 1 and "holds samples that differ in temperature; choose another folder" in err
+    assert "Traceback" not in err and (folder / "report.md").read_text() == report
+
+
+@pytest.mark.parametrize(
+    ("words", "code", "message"),
+    [
+        (["nowhere/model"], 1, "'nowhere/model' is not a folder here, and could not be fetched"),
+        (["./nowhere"], 1, "there is no folder './nowhere'"),
+        (["eval.k_value=3"], 2, "eval.k_value: 3 is more than the 1 samples of a prompt"),
+        (["data.validation=null"], 1, "data.validation is empty"),
+    ],
+)
+def test_mistakes_are_one_message(
+    task: Task, model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, words: list[str], code: int, message: str
+) -> None:
+    monkeypatch.setenv("HF_HUB_OFFLINE", "1")
+    monkeypatch.chdir(tmp_path)
+    recipe = write_recipe(tmp_path, grpo_recipe(task, model))
+    found, _, err = evaluate(recipe, *words)
+    assert found == code and message in err and "Traceback" not in err, err

@@ -1,0 +1,66 @@
+"""Every instruction with an answer that follows it and one that does not."""
+
+from __future__ import annotations
+
+import pytest
+
+from grpo_mcore.environments.instructions import INSTRUCTIONS, followed
+
+CASES = [
+    ("keywords:existence", {"keywords": ["sun", "moon"]}, "Moon and sun.", "Only the sun."),
+    ("keywords:frequency", {"keyword": "a", "frequency": 2, "relation": "less than"}, "an egg", "a banana"),
+    ("keywords:forbidden_words", {"forbidden_words": ["cat"]}, "concatenate", "A Cat."),
+    ("keywords:letter_frequency", {"letter": "z", "let_frequency": 2, "let_relation": "at least"}, "Zzz", "z"),
+    ("length_constraints:number_words", {"num_words": 3, "relation": "at least"}, "one two three", "one two"),
+    ("length_constraints:number_sentences", {"num_sentences": 2, "relation": "less than"}, "One 1.5?", "One. Two."),
+    ("length_constraints:number_paragraphs", {"num_paragraphs": 2}, "a\n***\nb", "a\n***\n\n***\nb"),
+    (
+        "length_constraints:nth_paragraph_first_word",
+        {"num_paragraphs": 2, "nth_paragraph": 2, "first_word": "so"},
+        'We see.\n\n"So" it is.',
+        "So.\n\nWe see.",
+    ),
+    ("detectable_content:number_placeholders", {"num_placeholders": 2}, "[name] lives in [town]", "[name]"),
+    ("detectable_content:postscript", {"postscript_marker": "P.S."}, "Bye.\nP.S. Hello", "Bye."),
+    ("detectable_content:postscript", {"postscript_marker": "P.P.S"}, "Bye.\nP.P.S. Hello", "P.S. Hello"),
+    ("detectable_format:number_bullet_lists", {"num_bullets": 2}, "* a\n- b", "* a\n**b**"),
+    ("detectable_format:constrained_response", {}, "My answer is no.", "No."),
+    ("detectable_format:number_highlighted_sections", {"num_highlights": 2}, "*a* and **b**", "*a* only"),
+    (
+        "detectable_format:multiple_sections",
+        {"section_spliter": "Section", "num_sections": 2},
+        "Section 1 a Section 2 b",
+        "Section 1 a",
+    ),
+    ("detectable_format:json_format", {}, '```json\n{"a": 1}\n```', "{a: 1}"),
+    ("detectable_format:title", {}, "<<A title>> text", "<< >> text"),
+    ("combination:two_responses", {}, "one ****** two", "one ****** one"),
+    ("combination:repeat_prompt", {"prompt_to_repeat": "Say hi."}, "say hi. Hi!", "Hi!"),
+    ("startend:end_checker", {"end_phrase": "The end."}, "All. the end.", "The end. Or not."),
+    ("startend:quotation", {}, '"quoted"', '"'),
+    (
+        "change_case:capital_word_frequency",
+        {"capital_frequency": 2, "capital_relation": "at least"},
+        "THIS IS loud",
+        "This IS",
+    ),
+    ("change_case:english_capital", {}, "LOUD 1!", "Loud"),
+    ("change_case:english_lowercase", {}, "quiet 1!", "Quiet"),
+    ("punctuation:no_comma", {}, "a; b", "a, b"),
+]
+
+
+@pytest.mark.parametrize(("name", "settings", "good", "bad"), CASES, ids=[case[0] for case in CASES])
+def test_instruction(name: str, settings: dict, good: str, bad: str) -> None:
+    assert followed(good, {"instructions": [{"name": name, **settings}]}) == 1.0
+    assert followed(bad, {"instructions": [{"name": name, **settings}]}) == 0.0
+
+
+def test_every_instruction_is_tested_and_all_must_be_followed() -> None:
+    assert {case[0] for case in CASES} == INSTRUCTIONS.keys()
+    both = [{"name": "punctuation:no_comma"}, {"name": "change_case:english_lowercase"}]
+    assert followed("quiet", {"instructions": both}) == 1.0
+    assert followed("Loud", {"instructions": both}) == 0.0
+    assert followed(" ", {"instructions": both}) == 0.0
+    with pytest.raises(ValueError, match="neither 'at least' nor 'less than'"):
+        followed("a", {"instructions": [{"name": CASES[4][0], "num_words": 1, "relation": "about"}]})

@@ -1,0 +1,64 @@
+"""Majority votes against all that a reader can count, and intervals against simulation."""
+
+from __future__ import annotations
+
+import random
+
+import pytest
+
+from grpo_mcore.objective import majority_at_k, mean_interval
+
+Z = 1.959963984540054
+
+
+def test_the_answer_of_most_samples_decides() -> None:
+    wrong_wins = [("7", False), ("8", True), ("7", False)]
+    right_wins = [("8", True), (None, False), (None, False)]
+    assert majority_at_k([wrong_wins], 3) == 0.0
+    assert majority_at_k([right_wins], 3) == 1.0, "samples without an answer do not vote"
+    assert majority_at_k([wrong_wins, right_wins], 3) == 0.5
+    assert majority_at_k([wrong_wins], 1) == pytest.approx(1 / 3), "with k = 1 it is the accuracy"
+
+
+def test_ties_go_to_the_first_and_a_rest_does_not_vote() -> None:
+    samples = [("1", True), ("2", False), ("2", False), ("1", True), ("1", True)]
+    assert majority_at_k([samples], 2) == 0.5  # 1 before 2, then 2 before 1; the fifth is left over
+    assert majority_at_k([samples[:1]], 2) is None
+    assert majority_at_k([[(None, True)] * 2], 2) is None, "an environment that names no answers"
+    assert majority_at_k([[(None, False)] * 2, [("1", True)] * 2], 2) == 0.5
+
+
+def test_the_interval_of_one_sample_a_prompt_is_wilsons() -> None:
+    n, right = 50, 35
+    found = mean_interval([[1.0]] * right + [[0.0]] * (n - right))
+    assert found is not None
+    mean, low, high = found
+    p, n = right / n, n - 1  # the unbiased variance p (1 - p) / (n - 1)
+    half = Z * ((p * (1 - p) + Z * Z / (4 * n)) / n) ** 0.5
+    centre = p + Z * Z / (2 * n)
+    assert mean == pytest.approx(0.7)
+    assert low == pytest.approx((centre - half) / (1 + Z * Z / n))
+    assert high == pytest.approx((centre + half) / (1 + Z * Z / n))
+
+
+def test_an_interval_of_prompts_that_agree_is_no_point() -> None:
+    for score in (0.0, 1.0, 0.5):
+        found = mean_interval([[score] * 4] * 20)
+        assert found is not None
+        mean, low, high = found
+        assert mean == score and low <= score <= high and high - low > 0.1
+    assert mean_interval([[], []]) is None
+    assert mean_interval([[1.0], []]) == mean_interval([[1.0]])
+
+
+@pytest.mark.parametrize("samples", [1, 8])
+def test_about_95_percent_of_the_intervals_hold_the_mean(samples: int) -> None:
+    """Prompts differ in difficulty, so samples of one prompt are alike: an interval that took them for independent
+    would be far too narrow with 8 samples."""
+    draw, held = random.Random(0), 0
+    for _ in range(400):
+        prompts = [draw.betavariate(0.6, 0.4) for _ in range(60)]
+        found = mean_interval([[float(draw.random() < p) for _ in range(samples)] for p in prompts])
+        assert found is not None
+        held += found[1] <= 0.6 <= found[2]
+    assert 0.92 <= held / 400 <= 0.98
