@@ -17,9 +17,8 @@ _FROM = {"up": (1, 0), "down": (-1, 0), "left": (0, 1), "right": (0, -1)}
 OPPOSITE = {"up": "down", "down": "up", "left": "right", "right": "left"}
 DIRECTIONS = tuple(_FROM)
 
-ACTION_END = "</action>"
-_ACTION = re.compile(r"<action>(.*?)</action>", re.DOTALL)
-_SLIDE = re.compile(r"slide\s+(\d+)")
+ACTION, ACTION_END = "<action>", "</action>"
+_SLIDE = re.compile(r"slide\s+0*(\d{1,9})")
 
 RULES = """\
 Solve a sliding puzzle: bring the tiles into rising order, row by row, with the empty square (_) last. A tile next to \
@@ -71,12 +70,12 @@ def direction_of(board: Board, action: str) -> str | None:
 
 def find_action(text: str) -> str | None:
     """Return the content of the last <action>...</action> of a text; None where there is none."""
-    found = _ACTION.findall(text)
-    return found[-1].strip() if found else None
+    *closed, _ = text.split(ACTION_END)  # in linear time, unlike a regular expression
+    return next((part.partition(ACTION)[2].strip() for part in reversed(closed) if ACTION in part), None)
 
 
 def write_action(direction: str) -> str:
-    return f"<action>{direction}{ACTION_END}"
+    return f"{ACTION}{direction}{ACTION_END}"
 
 
 def write_board(board: Board) -> str:

@@ -28,8 +28,8 @@ in_stream = threading.local()
 
 
 @dataclass(frozen=True)
-class ParcelHead:
-    """The first of the two items that a Parcel is sent as; the second is its content."""
+class ParcelLabel:
+    """The label of a Parcel, as it is sent after the content."""
 
     label: Any
 
@@ -125,15 +125,15 @@ class WorkerActor:
             raise RemoteFailure.of(error) from None
 
     def stream(self, method: str, *args: Any) -> Iterator[Any]:
+        """Send each item as two: the content of a Parcel (else None), then its label (else the item). A label that
+        arrives proves that its content was sent; the other way round the content could be the worker's death."""
         target = self._wait_for_target()
         try:
             in_stream.now = True
             for item in getattr(target, method)(*args):  # not `yield from`: Ray sends values into its generators
-                if isinstance(item, Parcel):
-                    yield ParcelHead(item.label)
-                    yield item.content
-                else:
-                    yield item
+                parcel = isinstance(item, Parcel)
+                yield item.content if parcel else None
+                yield ParcelLabel(item.label) if parcel else item
         except Exception as error:
             raise RemoteFailure.of(error) from None
         finally:

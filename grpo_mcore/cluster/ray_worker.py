@@ -11,7 +11,7 @@ import ray
 from ray.exceptions import GetTimeoutError, RayActorError, RayError, RayTaskError
 
 from grpo_mcore.cluster.diagnostics import Wait, frames, log_tail, stacks
-from grpo_mcore.cluster.ray_actor import ParcelHead, RemoteFailure, in_stream
+from grpo_mcore.cluster.ray_actor import ParcelLabel, RemoteFailure, in_stream
 from grpo_mcore.rollout.workers import DeadlineExceeded, ObjectLost, Parcel, Place, Ref, WorkerDied, WorkerFailed
 
 
@@ -61,8 +61,14 @@ class RayStream(_RayCall):
         return self
 
     def __next__(self) -> Any:
-        item = self.worker.fetch(self.what, self._next_reference())
-        return Parcel(item.label, self._next_reference()) if isinstance(item, ParcelHead) else item
+        content = self._next_reference()  # see WorkerActor.stream
+        try:
+            label = self._next_reference()
+        except StopIteration:  # then what came first is the error that ended the stream
+            self.worker.fetch(self.what, content)
+            raise WorkerFailed(self.whom, self.what, "its stream ended in the middle of an item") from None
+        item = self.worker.fetch(self.what, label)
+        return Parcel(item.label, content) if isinstance(item, ParcelLabel) else item
 
     def _next_reference(self) -> ray.ObjectRef:
         self._await_answer(self._timeout_s)

@@ -116,6 +116,8 @@ class EnvironmentInterface(EnvironmentBase, ABC):
             raise ValueError(f"advance: {len(metadata)} metadata for {len(trajectories)} trajectories")
         start = time.perf_counter()
         result = self.step([conversation(trajectory) for trajectory in trajectories], metadata)
+        if len(result.rewards) != len(trajectories):
+            raise ValueError(f"step returned {len(result.rewards)} rewards for {len(trajectories)} conversations")
         mean_seconds = (time.perf_counter() - start) / max(len(trajectories), 1)
         seconds = result.seconds or [mean_seconds] * len(trajectories)
         by_name = result.rewards_by_name or [{} for _ in trajectories]
@@ -128,7 +130,7 @@ class EnvironmentInterface(EnvironmentBase, ABC):
                 seconds=taken,
                 rewards_by_name=parts,
                 terminated=bool(terminated),
-                observation=message.get("content"),
+                observation=_text_or_none(message.get("content"), "an observation's content"),
                 role=message.get("role", "user"),
                 stop_strings=None if stops is None else tuple(stops),
                 metadata=state,
@@ -163,6 +165,12 @@ def _finite(value: Any) -> float:
     if isinstance(value, str | bytes) or not math.isfinite(value):
         raise ValueError(f"{value!r:.80}")
     return float(value)
+
+
+def _text_or_none(value: Any, what: str) -> str | None:
+    if value is None or isinstance(value, str):
+        return value
+    raise TypeError(f"{what} must be text or None, and is {type(value).__name__}")
 
 
 def conversation(trajectory: Trajectory) -> list[dict[str, Any]]:

@@ -8,9 +8,10 @@ from typing import Any
 
 from grpo_mcore.rollout.trajectory import GenerationRequest, Outcome, Score, TrajectoryRef, Turn
 
-
-class TurnError(ValueError):
-    """An environment's answer with which a sample can neither end nor go on."""
+_SAID_NOTHING = (
+    "after turn {} the environment neither ended the conversation nor said anything; return terminated, or an "
+    "observation with its content"
+)
 
 
 @dataclass(frozen=True)
@@ -39,20 +40,17 @@ class Conversation:
         """Add the verdict on the last turn. Return whether the sample goes on.
 
         It does not where the environment ended it or failed, the engine aborted it or cut it at a length limit, or no
-        turn is left. Raises TurnError where it would, and the environment says nothing.
+        turn is left. Where it would and the environment says nothing, the environment has failed.
         """
         sample = self.sample
         assert sample is not None and not self.over, "a turn is judged once, after it was generated"
         verdict = _checked(sample, outcome)
-        self.score = _added(self.score, verdict)
         self.over = verdict.terminated or verdict.reward is None or sample.truncated or sample.turns >= limits.max_turns
+        if not self.over and outcome.observation is None:
+            verdict, self.over = replace(verdict, reward=None, reason=_SAID_NOTHING.format(sample.turns)), True
+        self.score = _added(self.score, verdict)
         if self.over:
             return False
-        if outcome.observation is None:
-            raise TurnError(
-                f"{sample.uid}#{sample.generation_index}: after turn {sample.turns} the environment neither ended the "
-                "conversation nor said anything; return terminated, or an observation with its content"
-            )
         if outcome.metadata is not None:
             self.metadata = outcome.metadata
         if outcome.stop_strings is not None:

@@ -18,6 +18,20 @@ def wait_at(gate: str) -> None:
         time.sleep(0.005)
 
 
+@dataclass
+class Fatal:
+    """Ends the process that sends it, or cannot be sent (`how` "fails")."""
+
+    how: str
+
+    def __reduce__(self) -> str:
+        if self.how == "fails":
+            raise TypeError("cannot be sent")
+        time.sleep(0.2)  # what was sent before has arrived
+        os.kill(os.getpid(), signal.SIGKILL)
+        return ""
+
+
 @dataclass(frozen=True)
 class Record:
     """A small object that refers to a large one."""
@@ -62,6 +76,11 @@ class Abacus:
     def lists(self, sizes: list[int]) -> Iterator[Parcel]:
         for size in sizes:
             yield Parcel(size, list(range(size)))
+
+    def last_parcel_is_fatal(self, part: str, how: str) -> Iterator[Parcel]:
+        """Yield a list, then a parcel that cannot be sent whole. `part`: "label" or "content"."""
+        yield Parcel(3, [0, 1, 2])
+        yield Parcel(**{"label": 4, "content": [0, 1, 2, 3]} | {part: Fatal(how)})
 
     def stored_list(self, size: int) -> Record:
         assert self.store is not None

@@ -108,6 +108,19 @@ def test_parcels_outlive_their_worker(cluster, second):
     assert second.call("sum_fetched", records).result() == 3 + sum(range(50_000))
 
 
+@pytest.mark.parametrize(("how", "error"), [("fails", "cannot be sent"), ("dies", "ActorDiedError")])
+@pytest.mark.parametrize("part", ["label", "content"])
+def test_a_worker_that_dies_in_the_middle_of_a_parcel_is_reported(cluster, part, how, error):
+    """Its error must not pass for the parcel's content, nor for the end of the stream."""
+    mortal = cluster.spawn("mortal", Abacus, cpus=0.1)
+    stream = mortal.stream("last_parcel_is_fatal", part, how)
+    assert cluster.store.fetch(next(stream).content) == [0, 1, 2]
+    with pytest.raises(WorkerFailed, match=error):
+        next(stream)
+    assert next(stream, "ended") == "ended"
+    cluster.stop([mortal])
+
+
 def test_a_reference_in_a_stream_is_rejected_because_ray_may_lose_it(abacus):
     with pytest.raises(WorkerFailed, match="yield Parcel"):
         next(abacus.stream("put_in_stream"))

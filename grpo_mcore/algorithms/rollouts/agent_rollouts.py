@@ -4,12 +4,13 @@ collects the samples as they come."""
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from typing import Any
 
 from grpo_mcore.algorithms.engines.engine_group import EngineGroup
 from grpo_mcore.algorithms.rollouts.scoring import EnvironmentWorker
-from grpo_mcore.cluster import DeadlineExceeded, Future, Parcel, Stream, WorkerDied
+from grpo_mcore.cluster import DeadlineExceeded, Future, Parcel, Stream, WorkerFailed
 from grpo_mcore.data import DatumSpec
 from grpo_mcore.environments.nemo_gym import GymOutcome, GymSample
 from grpo_mcore.rollout.group import Group
@@ -125,13 +126,16 @@ class AgentRollouts:
     def take(self, ready: Future | Stream) -> bool:
         """Take the next item of a stream; return False if it is not one of `awaited`. Raises what the stream raises.
 
-        An environment that dies or hangs is restarted and asked again for the samples that did not come."""
+        An environment that fails, dies or hangs is restarted and asked again for the samples that did not come."""
         batch = self._batches.get(id(ready))
         if batch is None:
             return False
         try:
-            item = next(batch.stream)
-        except (WorkerDied, DeadlineExceeded):
+            item = next(batch.stream, None)
+            if item is None:
+                why = f"it ended without {len(batch.expected)} samples"
+                raise WorkerFailed(batch.worker.name, batch.stream.what, why)
+        except (WorkerFailed, DeadlineExceeded):
             self._failures += 1
             if self._failures > _MAX_FAILURES:
                 raise
@@ -147,7 +151,8 @@ class AgentRollouts:
             self._record(batch, aborted, item)
         if not batch.expected and not batch.num_given_up:
             del self._batches[id(ready)]
-            next(batch.stream, None)  # its end
+            with suppress(WorkerFailed, DeadlineExceeded):  # nothing is missing; the next call finds out
+                next(batch.stream, None)  # its end
         return True
 
     def give_up(self, uids: Collection[str]) -> None:

@@ -263,8 +263,13 @@ class Rollouts:
             self._handle_failure(call.engine, error, call)
             return
         self._faults.mark_active(call.engine)
-        if parcel is None:  # the end: its last samples were aborted
-            del self._calls[id(stream)]
+        if parcel is None:
+            missing = call.expected.total()
+            if not missing:  # its last samples were aborted
+                del self._calls[id(stream)]
+                return
+            name, why = self.engines.workers[call.engine].name, f"its stream ended without {missing} samples"
+            self._handle_failure(call.engine, WorkerFailed(name, stream.what, why), call)
             return
         if not call.expected[parcel.label.uid]:  # the sample finished before its abort arrived
             return
@@ -273,11 +278,19 @@ class Rollouts:
         if self._completes_group(sample.uid):
             del call.expected[sample.uid]
             self._abort_missing(sample, call.engine)
+        self._record_sample(sample)
         if not call.expected.total():
             self._faults.reset()
-            if next(stream, None) is None:  # its end; otherwise aborted samples still come
-                del self._calls[id(stream)]
-        self._record_sample(sample)
+            self._take_end(call)
+
+    def _take_end(self, call: _EngineCall) -> None:
+        """Take the end of a call whose samples have all come, or one that was aborted and comes all the same. The
+        engine may die before the end: its samples stay."""
+        try:
+            if next(call.stream, None) is None:
+                del self._calls[id(call.stream)]
+        except (WorkerFailed, DeadlineExceeded) as error:
+            self._handle_failure(call.engine, error, call)
 
     def _completes_group(self, uid: str) -> bool:
         """Whether one more sample is enough for this group, although others are missing."""

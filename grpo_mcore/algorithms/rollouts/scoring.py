@@ -1,23 +1,38 @@
 """Ask environments for rewards, each call with a deadline, and keep the damage small when one hangs or dies.
 
 An environment that exceeds its deadline, or whose process ends, is restarted and asked about each sample separately.
-The sample on which it fails again has no reward, but a reason; the others have their rewards.
+One that raises is asked about each sample of that call separately. The sample on which it fails again has no reward,
+but a reason; the others have their rewards. An environment that raises for every sample ends the run all the same: the
+schedule tolerates few prompts without any reward.
 """
 
 from __future__ import annotations
 
+import logging
 import time
 from collections import deque
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from grpo_mcore.cluster import Cluster, DeadlineExceeded, Future, ObjectStore, Place, Stream, Worker, WorkerDied
+from grpo_mcore.cluster import (
+    Cluster,
+    DeadlineExceeded,
+    Future,
+    ObjectStore,
+    Place,
+    Stream,
+    Worker,
+    WorkerDied,
+    WorkerFailed,
+)
 from grpo_mcore.cluster.local_cluster import LocalWorker
 from grpo_mcore.rollout.trajectory import Outcome
 
 _MAX_FAILURES = 20
 """Consecutive failures of one environment that are tolerated; the next one ends the run."""
+
+logger = logging.getLogger(__name__)
 
 
 class EnvironmentWorker:
@@ -92,8 +107,8 @@ class EnvQueue:
 class RewardScorer:
     """Collects the rewards of groups from several environments.
 
-    `environments`: by task name. An EnvironmentWorker is restarted when it fails; the errors of other workers are
-    raised. `on_restart`: gets the name of each worker that is restarted, and the reason.
+    `environments`: by task name. An EnvironmentWorker is restarted when it hangs or dies; other workers cannot be, and
+    the error is raised. `on_restart`: gets the name of each worker that is restarted, and the reason.
     """
 
     def __init__(
@@ -112,6 +127,7 @@ class RewardScorer:
         self._queues = list(queues.values())
         self._by_task = {task: queues[id(worker)] for task, worker in environments.items()}
         self._scored: deque[ScoreRequest] = deque()
+        self._exceptions: set[str] = set()  # that were logged
 
     def submit(self, uid: str, task: str, metadata: Sequence[dict[str, Any]], references: Sequence[Any]) -> None:
         """Request the rewards of a group's trajectories, given by reference. Does not wait."""
@@ -155,8 +171,7 @@ class RewardScorer:
         return request.uid, [request.outcomes[position] for position in range(len(request.references))]
 
     def take(self, ready: Future | Stream) -> bool:
-        """Process an answer that has come; return False if it is not one of `awaited`. Raises what the environment
-        raised."""
+        """Process an answer that has come; return False if it is not one of `awaited`."""
         for queue in self._queues:
             for call in queue.running:
                 if call.pending is ready:
@@ -172,6 +187,9 @@ class RewardScorer:
             return
         except DeadlineExceeded as error:
             self._recover(queue, call, f"no verdict within {queue.timeout_s:g} s", error)
+            return
+        except WorkerFailed as error:
+            self._record_exception(queue, call, error)
             return
         queue.failures = 0
         queue.running.remove(call)
@@ -196,6 +214,19 @@ class RewardScorer:
             call.deadline = time.monotonic() + queue.timeout_s
             call.pending = queue.worker.call("advance", metadata, *references, timeout_s=queue.timeout_s, what=what)
             queue.running.append(call)
+
+    def _record_exception(self, queue: EnvQueue, call: _Call, error: WorkerFailed) -> None:
+        """Give the sample on which an environment raised no reward. Ask again about each sample of several."""
+        queue.running.remove(call)
+        if len(call.positions) > 1:
+            queue.waiting.extendleft(_Call(call.request, [position]) for position in reversed(call.positions))
+        else:
+            reason = f"the environment raised {error.cause}"
+            if reason not in self._exceptions:
+                self._exceptions.add(reason)
+                logger.warning("%s: no reward for a sample of %s: %s", queue.worker.name, call.request.uid, error)
+            self._record(call, [Outcome(None, None, reason, 0.0)])
+        self._send(queue)
 
     def _recover(self, queue: EnvQueue, culprit: _Call, reason: str, error: Exception) -> None:
         """Restart an environment that died or exceeded the deadline of `culprit`.

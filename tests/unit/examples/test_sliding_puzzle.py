@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+import time
 from itertools import permutations
 
 import pytest
@@ -90,6 +91,19 @@ def test_the_text_of_boards_and_actions() -> None:
     assert [find_action(f"I think {write_action(d)}") for d in DIRECTIONS] == list(DIRECTIONS)
     assert find_action("<action>up</action> no: <action>\n left </action>") == "left"
     assert find_action("<action>up") is None and find_action("<action></action>") == ""
+    assert find_action("<action>up</action> or </action>") == "up" and find_action("</action><action>") is None
+    assert find_action("<action>up <action>left</action>") == "up <action>left"
+
+
+def test_an_action_of_any_length_is_read_in_linear_time() -> None:
+    board = solved_board(3)
+    start = time.perf_counter()
+    assert direction_of(board, "slide " + "9" * 4400) is None
+    assert direction_of(board, "slide" + " " * 50_000) is None
+    assert direction_of(board, "slide " + "0" * 50_000 + "8") == "right"
+    assert find_action("<action>" * 20_000) is None
+    assert find_action("<action>" * 20_000 + "</action>" * 20_000) is not None
+    assert time.perf_counter() - start < 1.0
 
 
 @pytest.mark.parametrize("size", [2, 3, 4])

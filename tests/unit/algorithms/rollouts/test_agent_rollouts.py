@@ -12,7 +12,7 @@ from grpo_mcore.algorithms.engines.retries import Retries
 from grpo_mcore.algorithms.rollouts.agent_rollouts import AgentRollouts
 from grpo_mcore.algorithms.rollouts.rollouts import Rollouts
 from grpo_mcore.algorithms.rollouts.scoring import EnvironmentWorker
-from grpo_mcore.cluster import Parcel, WorkerDied
+from grpo_mcore.cluster import Parcel, WorkerDied, WorkerFailed
 from grpo_mcore.cluster.local_cluster import LocalWorker
 from grpo_mcore.environments.nemo_gym import GymOutcome, GymSample
 from grpo_mcore.rollout.conversation import TurnLimits
@@ -24,10 +24,11 @@ from tests.unit.algorithms.rollouts.fake_rollouts import Shuffling, engine_group
 class Stream:
     """The samples of one call, in the order in which the test lets them finish."""
 
-    whom = "gym"
+    whom, what = "gym", "samples"
 
     def __init__(self, samples: list[GymSample]) -> None:
-        self.asked, self.played, self.dead = samples, deque[Any](), False
+        self.asked, self.played = samples, deque[Any]()
+        self.error: type[WorkerFailed] | None = None
 
     def play(self, sample: GymSample) -> None:
         ref = TrajectoryRef(sample.uid, sample.generation_index, 3, 2, 0, 1, False, "stop", None, turns=1)
@@ -35,8 +36,8 @@ class Stream:
         self.played.append(Parcel((ref, outcome), f"seed {sample.seed}"))
 
     def __next__(self) -> Any:
-        if self.dead:
-            raise WorkerDied("gym", "samples", "its process ended")
+        if self.error:
+            raise self.error("gym", "samples", "its process ended")
         if not self.played:
             raise StopIteration
         return self.played.popleft()
@@ -97,13 +98,14 @@ def test_samples_given_up_still_finish_and_do_not_count(agents: AgentRollouts, g
     assert agents.awaited() == []
 
 
+@pytest.mark.parametrize("error", [WorkerDied, WorkerFailed, None], ids=["dies", "raises", "ends early"])
 @pytest.mark.parametrize("unwanted", [["p0"], ["p0", "p1"]])
-def test_an_environment_that_dies_is_asked_again_only_for_samples_not_given_up(
-    agents: AgentRollouts, gym: Gym, unwanted: list[str]
+def test_an_environment_that_fails_is_asked_again_only_for_samples_not_given_up(
+    agents: AgentRollouts, gym: Gym, unwanted: list[str], error: type[WorkerFailed] | None
 ) -> None:
     dispatch(agents, 0, 1)
     agents.give_up(unwanted)
-    gym.streams[0].dead = True
+    gym.streams[0].error = error
     assert agents.take(gym.streams[0]) and gym.restarts == 1
     asked = [sample.uid for stream in gym.streams[1:] for sample in stream.asked]
     assert asked == (["p1", "p1"] if "p1" not in unwanted else [])
@@ -111,6 +113,21 @@ def test_an_environment_that_dies_is_asked_again_only_for_samples_not_given_up(
     for stream in gym.streams[1:]:
         assert [uid for uid, _ in play(agents, gym, stream, 2)] == ["p1"]
     assert agents.awaited() == []
+
+
+def test_an_environment_that_dies_after_its_last_sample_costs_nothing(agents: AgentRollouts, gym: Gym) -> None:
+    dispatch(agents, 0)
+    (stream,) = gym.streams
+    take = stream.played.popleft
+
+    def last() -> Any:
+        stream.error = WorkerDied
+        return take()
+
+    assert play(agents, gym, stream, 1) == []
+    stream.played = SimpleNamespace(append=stream.played.append, popleft=last)  # type: ignore[assignment]
+    assert [uid for uid, _ in play(agents, gym, stream, 1)] == ["p0"]
+    assert agents.awaited() == [] and gym.restarts == 0
 
 
 @pytest.mark.parametrize("engines", [1, 2])

@@ -8,10 +8,9 @@ from typing import Any
 import pytest
 
 from grpo_mcore.algorithms.rollouts.rollouts import Rollouts
-from grpo_mcore.cluster import WorkerFailed
 from grpo_mcore.cluster.local_cluster import LocalStream
 from grpo_mcore.data import DataError
-from grpo_mcore.rollout.conversation import TurnError, TurnLimits
+from grpo_mcore.rollout.conversation import TurnLimits
 from grpo_mcore.rollout.trajectory import Outcome, Sampling, Score, Trajectory, sample_seed
 from tests.unit.algorithms.rollouts.fake_rollouts import (
     END,
@@ -200,18 +199,24 @@ def test_prompts_of_a_later_step_while_turns_are_under_way() -> None:
             assert request.seed == sample_seed(5, step, request.uid, request.generation_index, turns)
 
 
-def test_errors_name_the_sample_or_the_worker() -> None:
-    world = World(lambda trajectory, metadata: Outcome(0.0, None, "", 0.0, terminated=False))
-    with pytest.raises(TurnError, match="p0#0: after turn 1"):
-        world.run(range(1))
+def test_what_an_environment_raises_costs_its_sample() -> None:
+    """Each sample whose second turn cannot be scored has no reward, with the reason; the others go on."""
 
     def broken(trajectory: Trajectory, metadata: dict[str, Any]) -> Outcome:
-        if turns_of(trajectory) == 2:
+        if turns_of(trajectory) == 2 and trajectory.generation_index == 1:
             raise KeyError("state")
-        return Outcome(0.0, None, "", 0.0, terminated=False, observation="on")
+        return play(trajectory, metadata)
 
-    with pytest.raises(WorkerFailed, match="game: the verdict on p0 failed: KeyError"):
-        World(broken).run(range(1))
+    groups, calm = World(broken).run(range(3)), World().run(range(3))
+    for uid, group in groups.items():
+        for index, (score, expected) in enumerate(zip(group.scores, calm[uid].scores, strict=True)):
+            if index == 1 and wanted(uid, index) > 1:
+                assert (score.reward, score.reason) == (None, "the environment raised KeyError: 'state'")
+            else:
+                assert score == expected
+
+
+def test_a_prompt_without_an_environment_is_named() -> None:
     with pytest.raises(ValueError, match="p0: no environment for task 'other'"):
         World().run(range(1), task_name="other")
 

@@ -170,7 +170,22 @@ class TestFaults:
             world.score(["1"], [fault])
 
 
-def test_what_an_environment_raises_ends_the_run(world: World) -> None:
-    """An exception is a mistake in the recipe, the data or the environment, and not due to one sample."""
-    with pytest.raises(WorkerFailed, match="no tests"):
-        world.score(["1"], ["raises"])
+@pytest.mark.parametrize("plain", [True, False])
+def test_an_exception_costs_only_the_sample_on_which_it_is_raised(world: World, plain: bool) -> None:
+    """The environment is not restarted, and may be one that cannot be."""
+    if plain:
+        worker = FakeWorker(world)
+        world.scorer = RewardScorer({"task": worker, "other": worker}, world)  # type: ignore[dict-item, arg-type]
+    scored = world.score(["1", "2"], ["3", "raises", "4"], ["raises"], ["raises"] * 30, ["5"])
+    assert rewards(scored) == [[1, 2], [3, None, 4], [None], [None] * 30, [5]]
+    reasons = {outcome.reason for group in scored.values() for outcome in group if outcome.reward is None}
+    assert reasons == {"the environment raised ValueError: no tests"}
+    assert world.stopped == [] and world.asked.count(["raises"]) == 1 + 1 + 30
+
+
+def test_each_exception_is_logged_once(world: World, caplog: pytest.LogCaptureFixture) -> None:
+    world.score(["1", "raises"])
+    world.score(["raises"])
+    assert [record.getMessage() for record in caplog.records] == [
+        "environment: no reward for a sample of p0: environment: the verdict on p0 failed: ValueError: no tests"
+    ]
