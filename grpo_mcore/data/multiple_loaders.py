@@ -20,7 +20,8 @@ CustomDataloader = Callable[..., tuple[BatchedDataDict, Iterators]]
 """(data_iterators, dataloaders, **records) -> (the prompts of one step, the iterators to continue with). Iterators and
 loaders are dicts by task name; their batches are by column.
 
-`records` holds the values of `set_records`, and `expected_num_prompts`. The function replaces an exhausted iterator by
+`records` holds the values of `set_records` (`reward`, 0 before the first step, and the step's other metrics), and
+`expected_num_prompts`. The function replaces an exhausted iterator by
 `iter(dataloaders[name])`. It must keep no state besides the iterators and the records: nothing else is in a checkpoint.
 """
 
@@ -87,7 +88,7 @@ class MultipleDataloaderWrapper:
         self.expected_num_prompts = expected_num_prompts
         self.custom_dataloader = custom_dataloader
         self.dataloaders = dict(dataloaders)
-        self.records: dict[str, Any] = {}
+        self.records: dict[str, Any] = {"reward": 0.0}  # until the first step
         self._iterators: Iterators | None = None
 
     def __iter__(self) -> MultipleDataloaderWrapper:

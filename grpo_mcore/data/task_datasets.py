@@ -10,7 +10,7 @@ import logging
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, cast
 
 from torch.utils.data import Dataset
 
@@ -110,11 +110,17 @@ class AllTaskProcessedDataset(Dataset[DatumSpec]):
         name: Any = row.get("task_name")
         if callable(processors):
             spec, processor = self.default_task_data_spec, processors
-        elif name in processors:
-            spec, processor = processors[name]
         else:
-            raise DataError(f"row {idx}: no processor for task_name {name!r}, only {sorted(processors)}")
-        return processor(row, spec, self.tokenizer, self.max_seq_length, idx)
+            try:
+                spec, processor = processors[name]  # a defaultdict has one for every name
+            except KeyError:
+                message = f"row {idx}: no processor for task_name {name!r}, only {sorted(processors)}"
+                raise DataError(message) from None
+        spec = spec or self.default_task_data_spec
+        datum = processor(row, spec, self.tokenizer, self.max_seq_length, idx)
+        task = datum.get("task_name") or name or spec.task_name
+        uid = datum.get("uid") or row.get("uid") or f"{task}:{idx}"
+        return cast(DatumSpec, {**datum, "task_name": task, "uid": uid})
 
     def usable(self, idx: int) -> bool:
         """Return False where the row is too long or invalid. The answer is kept: a row is checked only once."""

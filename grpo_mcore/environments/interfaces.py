@@ -8,7 +8,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
 from typing import Any, ClassVar, NamedTuple
 
-from grpo_mcore.environments.config import EnvConfig
+from grpo_mcore.environments.config import EnvConfig, EnvironmentConfigError
 from grpo_mcore.rollout.trajectory import Outcome, Trajectory
 
 
@@ -95,8 +95,28 @@ class EnvironmentBase:
         anything is started."""
         cls.read_config(config)
 
+    @classmethod
+    def remote(cls, config: Mapping[str, Any] | None = None) -> RemoteEnvironment:
+        """Return this environment as an actor of the run's cluster, for `task_to_env`."""
+        return RemoteEnvironment(cls, config or {})
+
     def shutdown(self) -> None:
         """Free what the environment holds. It is not used afterwards."""
+
+
+class RemoteEnvironment:
+    """An environment that runs as an actor of the run's cluster. It is started when a loop first uses it; a wrong
+    configuration is an EnvironmentConfigError at once."""
+
+    def __init__(self, cls: type[EnvironmentBase], config: Mapping[str, Any]) -> None:
+        cls.check(config)
+        if cls.play_timeout_s(config) is not None:
+            raise EnvironmentConfigError(
+                f"{cls.__name__} plays whole samples itself: name it in the recipe's section env"
+            )
+        self.cls, self.config = cls, dict(config)
+        self.workers: dict[int, Any] = {}
+        """The worker on each cluster that it was started on, by the cluster's id."""
 
 
 class EnvironmentInterface(EnvironmentBase, ABC):

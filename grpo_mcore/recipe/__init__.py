@@ -40,6 +40,7 @@ from grpo_mcore.recipe.schema.data import (
     DataConfig,
     DatasetEntry,
     dataset_by_name,
+    extract_necessary_env_names,
     unknown_dataset,
 )
 from grpo_mcore.recipe.schema.evaluation import EvalConfig

@@ -27,6 +27,8 @@ from grpo_mcore.cluster import (
     WorkerFailed,
 )
 from grpo_mcore.cluster.local_cluster import LocalWorker
+from grpo_mcore.environments.interfaces import RemoteEnvironment
+from grpo_mcore.parallel.platform import Platform
 from grpo_mcore.rollout.trajectory import Outcome
 
 _MAX_FAILURES = 20
@@ -260,8 +262,30 @@ class _LocalEnvironment:
 
 
 def as_workers(environments: Mapping[str, Any], cluster: Cluster) -> dict[str, Worker]:
-    """Return a worker for each task: environments that are objects of this process are wrapped."""
-    return {
-        task: env if hasattr(env, "call") else LocalWorker(task, _LocalEnvironment(env, cluster.store))
-        for task, env in environments.items()
-    }
+    """Return a worker for each task. Environments that are objects of this process are wrapped, and those of
+    `Environment.remote` are started on the cluster, once."""
+    return {task: _as_worker(task, env, cluster) for task, env in environments.items()}
+
+
+def _as_worker(task: str, env: Any, cluster: Cluster) -> Worker:
+    if isinstance(env, RemoteEnvironment):
+        if id(cluster) not in env.workers:
+            env.workers[id(cluster)] = _start_remote(f"environment-{task}", env, cluster)
+        return env.workers[id(cluster)]
+    return env if hasattr(env, "call") else LocalWorker(task, _LocalEnvironment(env, cluster.store))
+
+
+def _start_remote(name: str, env: RemoteEnvironment, cluster: Cluster) -> EnvironmentWorker:
+    needs, gpu = env.cls.resources(env.config), Platform.detect("auto").on_gpu
+
+    def start() -> Worker:
+        return cluster.spawn(
+            name,
+            env.cls,
+            env.config,
+            cpus=needs["cpus"] if gpu else 0.1,
+            gpus=needs["gpus"] if gpu else 0.0,
+            concurrency=env.cls.concurrent_calls,
+        )
+
+    return EnvironmentWorker(cluster, start, calls=env.cls.concurrent_calls, timeout_s=cluster.call_timeout_s)

@@ -5,6 +5,7 @@ from grpo_mcore.data.datasets.registry import (
     DATASET_CLASSES,
     DEFAULT_PROCESSOR,
     PREFERENCE_CLASSES,
+    RawDataset,
     ResponseData,
     ResponseDataset,
     load_preference_dataset,

@@ -5,7 +5,7 @@ To add a dataset by name, add the name to recipe/data.py and a class that takes 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from typing import Any, Protocol
 
@@ -13,6 +13,7 @@ from grpo_mcore.data.datasets.files import gym_task, openai_row, preference_pair
 from grpo_mcore.data.datasets.jsonl import is_json
 from grpo_mcore.data.datasets.mapped import Entry, MappedDataset, ToChat, as_chat, name_of, setting
 from grpo_mcore.data.datasets.published import HELPSTEER3_PAIRS, PUBLISHED, PublishedDataset
+from grpo_mcore.data.datasets.rows import Rows
 from grpo_mcore.data.datasets.source import open_source
 from grpo_mcore.data.interfaces import DataError, TaskDataProcessFnCallable, TaskDataSpec
 from grpo_mcore.data.processors import find_processor
@@ -24,7 +25,7 @@ SLIDING_PUZZLE = "examples.sliding_puzzle.dataset:SlidingPuzzleDataset"  # for d
 
 
 class ResponseData(Protocol):
-    """The attributes of a loaded dataset, which a dataset class by import path must have too."""
+    """The attributes of a loaded dataset. A dataset class by import path needs only `dataset` and `task_name`."""
 
     dataset: Sequence[dict[str, Any]]
     """Rows in chat format: `messages`, `task_name`, `uid`, and what the environment needs."""
@@ -69,8 +70,50 @@ def _find(written: str, name: str | None, classes: dict[str, DatasetClass]) -> D
     path = SLIDING_PUZZLE if name == "SlidingPuzzle" else written
     if {".", ":"} & set(path):
         own = import_by_path(path, "dataset_name", DataError)
-        return lambda entry, _processor: own(entry)
+        return lambda entry, processor: completed(own(entry), entry, processor)
     raise DataError(f"dataset_name {unknown_dataset(written)}")
+
+
+class RawDataset:
+    """A base for a dataset class of one's own, which sets `dataset` (rows in chat format) and `task_name`."""
+
+    dataset: Any
+    task_name: str
+    val_dataset: Sequence[dict[str, Any]] | None = None
+
+    def split_train_validation(self, split_validation_size: float, seed: int) -> None:
+        """Move a random part of `dataset` to `val_dataset`: a share of the rows if below 1, else a number. 0: none."""
+        if split_validation_size:
+            rows = Rows(self.dataset, lambda row, _: row)
+            self.dataset, self.val_dataset = rows.split(split_validation_size, seed)
+
+
+def completed(data: Any, entry: Entry, default_processor: str) -> ResponseData:
+    """Return a dataset of one's own with the attributes that it leaves out: those of its entry, and for each row
+    a uid and the task's name. Its `dataset` may be a mapping with `train` and `validation`. Raises DataError."""
+    missing = [name for name in ("dataset", "task_name") if getattr(data, name, None) is None]
+    if missing:
+        raise DataError(f"{type(data).__name__}: a dataset class needs the attributes {' and '.join(missing)}")
+    if isinstance(data.dataset, Mapping):
+        if data.dataset.get("train") is None:
+            raise DataError(f"{type(data).__name__}.dataset: it has no 'train', only {sorted(data.dataset)}")
+        data.dataset, data.val_dataset = data.dataset["train"], data.dataset.get("validation")
+    if not hasattr(data, "val_dataset"):
+        data.val_dataset = None
+    if not hasattr(data, "env_name"):
+        data.env_name = setting(entry, "env_name")
+    if not hasattr(data, "task_spec"):
+        files = {key: setting(entry, key) for key in ("prompt_file", "system_prompt_file")}
+        data.task_spec = TaskDataSpec(task_name=data.task_name, env_name=data.env_name, **files)
+    if not hasattr(data, "processor"):
+        data.processor = find_processor(setting(entry, "processor") or default_processor)
+
+    def named(rows: Any, part: str) -> Rows:
+        return Rows(rows, lambda row, at: {"uid": f"{data.task_name}{part}:{at}", **row, "task_name": data.task_name})
+
+    data.dataset = named(data.dataset, "")
+    data.val_dataset = None if data.val_dataset is None else named(data.val_dataset, "-validation")
+    return data
 
 
 def rows_of_file(entry: Entry, name: str) -> ToChat:

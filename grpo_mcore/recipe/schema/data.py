@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from collections.abc import Mapping
 from typing import Any
 
 from pydantic import Field
@@ -141,3 +142,21 @@ class DataConfig(Section):
     """Validation datasets, besides the part of the training data that split_validation_size takes."""
     default: dict[str, Any] = Field(default_factory=dict)
     """Values of dataset keys for entries that do not set them. Already applied to `train` and `validation`."""
+
+    def __getitem__(self, key: str) -> Any:
+        """Return a value as recipes write it: of `train` and `validation` the only dataset, a list of several, or
+        None."""
+        value = super().__getitem__(key)
+        return (value or [None])[0] if key in ("train", "validation") and len(value) < 2 else value
+
+
+def extract_necessary_env_names(data_config: DataConfig | Mapping[str, Any]) -> list[str]:
+    """Return the names of the environments that the datasets of a section `data` name, without repetition. Accepts the
+    section of a MasterConfig, or a mapping with `train`, `validation` and `default`."""
+    found: dict[str, None] = {}
+    for name in ("train", "validation", "default"):
+        value = data_config.get(name)
+        for entry in value if isinstance(value, list) else [value]:
+            if entry is not None and (env_name := entry.get("env_name")) is not None:
+                found[env_name] = None
+    return list(found)

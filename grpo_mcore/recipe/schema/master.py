@@ -64,7 +64,10 @@ def only_evaluates(config: RecipeSections) -> bool:
 def value_at(config: Any, key: str) -> Any:
     """Return the value of a full key of a configuration."""
     for part in key.split("."):
-        config = config[int(part)] if isinstance(config, list) else config[part]
+        if isinstance(config, Section):
+            config = getattr(config, part)
+        else:
+            config = config[int(part)] if isinstance(config, list) else config[part]
     return config
 
 

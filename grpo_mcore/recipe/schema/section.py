@@ -50,9 +50,13 @@ class Section(BaseModel):
             raise KeyError(key)
         setattr(self, key, value)
 
+    def keys(self) -> list[str]:
+        """Return the names of the keys, so that `**section` and `dict(section)` work."""
+        return list(type(self).model_fields)
+
     def __contains__(self, key: object) -> bool:
         return key in type(self).model_fields
 
     def get(self, key: str, default: Any = None) -> Any:
         """Return the value of `key`, or `default` if the section has no such key."""
-        return getattr(self, key) if key in self else default
+        return self[key] if key in self else default
