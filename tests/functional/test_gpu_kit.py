@@ -1,0 +1,63 @@
+"""The kit for a bare GPU machine, on CPU at tiny sizes, without what such a machine lacks (docs/gpu.md)."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).resolve().parents[2]
+MISSING = (
+    "ray",
+    "vllm",
+    "transformer_engine",
+    "mamba_ssm",
+    "datasets",
+    "torchdata",
+    "pebble",
+    "math_verify",
+    "jsonschema",
+)
+"""Packages of the project that a machine with torch alone does not have and that the kit does not carry."""
+WITHOUT_THEM = f"""
+from importlib.machinery import PathFinder
+
+found = PathFinder.find_spec
+PathFinder.find_spec = staticmethod(lambda name, path=None, target=None: (
+    None if name.partition(".")[0] in {MISSING} else found(name, path, target)
+))
+"""
+GPU_TESTS = "import tests.gpu.test_cuda_ipc, tests.gpu.test_kit, tests.gpu.test_nccl_network, tests.gpu.test_policy"
+
+
+@pytest.fixture
+def bare(tmp_path: Path) -> dict[str, str]:
+    """The environment of a Python, and of its child processes, that finds none of MISSING."""
+    (tmp_path / "sitecustomize.py").write_text(WITHOUT_THEM)
+    return os.environ | {"PYTHONPATH": f"{tmp_path}:{ROOT}"}
+
+
+def test_everything_is_measured_and_what_is_compared_agrees(tmp_path: Path, bare: dict[str, str]) -> None:
+    code = f"import sys; {GPU_TESTS}; from benchmarks.gpu.proof import main; sys.exit(main())"
+    out = tmp_path / "out"
+    command = [sys.executable, "-W", "ignore", "-c", code, "--device", "cpu", "--tiny", "--out", str(out)]
+    run = subprocess.run(command, env=bare, cwd=ROOT, capture_output=True, text=True, check=False)
+    assert run.returncode == 0, run.stdout + run.stderr
+    rows = [json.loads(line) for line in (out / "rows.jsonl").read_text().splitlines()]
+    compared = [row["part"] for row in rows if row["ok"]]
+    assert {part: compared.count(part) for part in compared} == {
+        "scan": 1, "experts": 2, "attention": 1, "refit": 1, "cycle": 2, "nanov3 slice": 3, "dense 1.5B": 3,
+    }  # fmt: skip
+    kinds = {row["what"].partition(":")[0] for row in rows if row["part"] == "nanov3 slice"}
+    assert kinds >= {"Mamba layer", "expert layer", "attention layer", "training step", "MFU (without recomputation)"}
+    assert run.stdout == (out / "table.txt").read_text()
+
+
+def test_without_a_gpu_the_command_says_so(bare: dict[str, str]) -> None:
+    command = [sys.executable, "-W", "ignore", "-m", "benchmarks.gpu.proof"]
+    run = subprocess.run(command, env=bare | {"CUDA_VISIBLE_DEVICES": ""}, cwd=ROOT, capture_output=True, text=True)
+    assert run.returncode == 2 and "torch sees no GPU here; --device cpu --tiny tries the same code" in run.stderr
