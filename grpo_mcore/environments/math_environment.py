@@ -1,7 +1,8 @@
 """Math with one checkable answer: reward 1 where the answer equals the ground truth, 0 where it is wrong or absent.
 
 With `format_pattern` the reward has two parts, `correct` and `format`, which the estimator gdpo reads one by one.
-A verification that times out or crashes gives no reward at all, and no parts: the sample is excluded and counted.
+A verification that runs out of its time gives `verify_timeout_reward`, so that hanging the verifier is no way out. One
+whose process is lost gives no reward at all, and no parts: the sample is excluded and counted.
 """
 
 from __future__ import annotations
@@ -46,7 +47,9 @@ class MathEnvConfig(EnvConfig):
     """`hf_math_verify`; `dapo_math_verify`, which compares what follows "Answer:" as a string and gives 1 or -1; or
     the import path of `fn(response, truth) -> bool | float | (bool | float, answer)`."""
     verify_timeout_s: float = Field(5.0, gt=0)
-    """Seconds of wall-clock time for one verification; then its process is killed and the sample has no reward."""
+    """Seconds of wall-clock time for one verification; then its process is killed."""
+    verify_timeout_reward: float = 0.0
+    """Reward of an answer whose verification runs out of its time."""
     verify_memory_gb: float = Field(2.0, gt=0)
     """GiB that one verification process may use."""
     stop_strings: list[str] | None = None
@@ -138,7 +141,14 @@ class MathEnvironment(EnvironmentInterface):
         pairs = list(zip(responses, truths, strict=True))
         plain = [self._verify_plain_number(response, truth) for response, truth in pairs]
         results = iter(self._pool.run([pair for pair, done in zip(pairs, plain, strict=True) if done is None]))
-        return [done or _verdict(next(results), truth) for (_, truth), done in zip(pairs, plain, strict=True)]
+        return [done or self._verdict(next(results), truth) for (_, truth), done in zip(pairs, plain, strict=True)]
+
+    def _verdict(self, result: Result, truth: str) -> Verdict:
+        if result.failure is not None:
+            reward = self.config.verify_timeout_reward if result.timed_out else None
+            return Verdict(reward, None, result.failure, result.seconds)
+        reward, answer = result.value
+        return Verdict(reward, answer, reason_for(reward, answer, truth), result.seconds)
 
     def _verify_plain_number(self, response: str, truth: str) -> Verdict | None:
         start = time.perf_counter()
@@ -181,13 +191,6 @@ class MathEnvironment(EnvironmentInterface):
 
     def shutdown(self) -> None:
         self._pool.close()
-
-
-def _verdict(result: Result, truth: str) -> Verdict:
-    if result.failure is not None:
-        return Verdict(None, None, result.failure, result.seconds)
-    reward, answer = result.value
-    return Verdict(reward, answer, reason_for(reward, answer, truth), result.seconds)
 
 
 def _right_by_prompt(uids: Sequence[str], rewards: Sequence[float | None]) -> list[list[bool]]:

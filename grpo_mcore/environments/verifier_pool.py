@@ -91,6 +91,8 @@ class Result:
     value: Any
     failure: str | None
     seconds: float
+    timed_out: bool = False
+    """The job itself ran out of its time; False where its worker was lost."""
 
 
 class VerifierPool:
@@ -293,7 +295,7 @@ def _result_of(future: Future[str], spec: WorkerSpec) -> str:
     except BrokenProcessPool:
         raise
     except TimeoutError:
-        return _result(failure=f"timed out after {spec.timeout_s:g} s", seconds=spec.timeout_s)
+        return _result(failure=f"timed out after {spec.timeout_s:g} s", seconds=spec.timeout_s, timed_out=True)
     except BaseException as error:
         code = getattr(error, "exitcode", None)
         if code == _OUT_OF_MEMORY:
@@ -302,8 +304,8 @@ def _result_of(future: Future[str], spec: WorkerSpec) -> str:
         return _result(failure=f"crashed: {ended}")
 
 
-def _result(value: Any = None, failure: str | None = None, seconds: float = 0.0) -> str:
-    return json.dumps({"value": value, "failure": failure, "seconds": seconds})
+def _result(value: Any = None, failure: str | None = None, seconds: float = 0.0, timed_out: bool = False) -> str:
+    return json.dumps({"value": value, "failure": failure, "seconds": seconds, "timed_out": timed_out})
 
 
 # From here on: in a worker.

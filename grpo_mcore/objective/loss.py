@@ -124,7 +124,7 @@ class ClippedPGLossFn:
         return loss, metrics
 
     def _prev(self, curr: Tensor, batch: Mapping[str, Any], tokens: MaskedTokens) -> Tensor:
-        if batch.get("prev_logprobs") is None and (self.cfg.force_on_policy_ratio or self.prev_equals_curr):
+        if self.cfg.force_on_policy_ratio or (batch.get("prev_logprobs") is None and self.prev_equals_curr):
             return curr.detach()
         return _column(batch, "prev_logprobs", tokens, "the policy ratio (without loss_fn.force_on_policy_ratio)")
 
@@ -170,11 +170,10 @@ def policy_term(
 
     default: max(-A r, -A c(r)); with ratio_clip_c at most -A ratio_clip_c where A < 0 (arXiv 1912.09729).
     sequence_level_importance_ratios: r is the geometric mean of the sequence (GSPO, arXiv 2507.18071).
-    force_on_policy_ratio: prev = stopgrad(curr). disable_ppo_ratio: -A curr (REINFORCE).
+    With force_on_policy_ratio the caller gives prev = stopgrad(curr). disable_ppo_ratio: -A curr (REINFORCE).
     use_cispo: -A stopgrad(c(r)) curr (arXiv 2506.13585).
     """
-    denominator = curr.detach() if cfg.force_on_policy_ratio else prev
-    ratio = torch.exp(log_ratio(curr, denominator, tokens, by_sequence=cfg.sequence_level_importance_ratios))
+    ratio = torch.exp(log_ratio(curr, prev, tokens, by_sequence=cfg.sequence_level_importance_ratios))
     if cfg.disable_ppo_ratio:
         return PolicyTerm(-advantages * curr, ratio, ratio)
     clipped = ratio.clamp(1 - cfg.ratio_clip_min, 1 + cfg.ratio_clip_max)

@@ -158,6 +158,7 @@ def _mask_mismatched(batch: StepBatch, stats: Stats, threshold: float | None) ->
         "seq_logprob_error_above_threshold": above.sum().item() / max(1.0, counted.sum().item()),
         "num_nonfinite_seq_logprob_error": float((counted & ~error.isfinite()).sum()),
         "num_masked_by_seq_logprob_error": float(above.sum()),
+        "masked_correct_pct": 100 * _mean((batch.rewards[above] >= CORRECT).double()),
     }
     return torch.where(above, 0.0, batch.weights), metrics
 

@@ -31,8 +31,15 @@ class Columns:
     """Texts that mean that there is no answer."""
     kept: tuple[str, ...] = ()
     """Further columns, for the environment."""
+    checks: tuple[str, ...] = ()
+    """Columns that say "Yes" where the dataset's own check of the row passed."""
 
     def __call__(self, row: Row) -> Row:
+        for column in self.checks:
+            if row.get(column, "Yes") != "Yes":
+                return unusable(f"marked by the dataset ({column} is {row[column]!r})")
+        if self.answer == self.truth and row.get("question_type") == "proof":
+            return unusable("a proof, which has no answer to check")
         question, answer, truth = row[self.question], self._text(row[self.answer]), self._text(row[self.truth])
         if answer is None:
             return unusable(f"without an answer ({self.answer} is {row[self.answer]!r})")
@@ -215,7 +222,11 @@ class PublishedDataset(MappedDataset):
         super().__init__(entry, source, to_chat, task_name=name, default_processor=default_processor)
 
 
-_NUMINA = Columns(none=frozenset({"", "proof", "notfound"}), kept=("problem_type", "question_type", "source"))
+_NUMINA = Columns(
+    none=frozenset({"", "proof", "notfound"}),
+    kept=("problem_type", "question_type", "source"),
+    checks=("problem_is_valid", "solution_is_valid"),
+)
 _OPEN_MATH = Columns(answer="expected_answer", truth="expected_answer", kept=("problem_source",))
 
 PUBLISHED: dict[str, Published] = {

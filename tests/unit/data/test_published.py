@@ -58,6 +58,12 @@ NUMINA = [
     }
     for answer in ("7", "proof", "notfound", None)
 ]
+NUMINA += [
+    NUMINA[0] | {"problem_is_valid": "Incomplete"},
+    NUMINA[0] | {"solution_is_valid": "No"},
+    NUMINA[0] | {"question_type": "proof"},
+]
+FLAGS = ("problem_is_valid is 'Incomplete'", "solution_is_valid is 'No'")
 SQUAD = {
     "id": "5733be284776f41900661182",
     "title": "Notre_Dame",
@@ -264,7 +270,9 @@ def test_useless_rows_are_excluded_and_counted(tokenizer) -> None:
         (
             "NuminaMath",
             1,
-            {f"without an answer (answer is {answer!r})": 1 for answer in ("proof", "notfound", None)},
+            {f"without an answer (answer is {answer!r})": 1 for answer in ("proof", "notfound", None)}
+            | {f"marked by the dataset ({flag})": 1 for flag in FLAGS}
+            | {"a proof, which has no answer to check": 1},
         ),
         ("Tulu3SftMixture", 1, {"without an answer (the last message is not the assistant's)": 1}),
     ):
@@ -286,9 +294,9 @@ def test_an_entry_may_choose_columns_subset_and_split() -> None:
     assert [row["uid"] for row in rows_of("AIME2025")] == ["AIME2025:0", "AIME2025:1", "AIME2025:2"]
     assert [row["ground_truth"] for row in rows_of("AIME2025", subset="AIME2025-II")] == ["468", "49"]
     # The answer to train on may differ from the one to verify: here it is a proof.
-    solutions = rows_of("NuminaMath", output_key="solution")
-    assert [said(row)[1][1] for row in solutions] == ["x is 7."] * 4
-    assert [row.get("ground_truth") for row in solutions] == ["7", None, None, None]
+    solutions = [row for row in rows_of("NuminaMath", output_key="solution") if "unusable" not in row]
+    assert [said(row)[1][1] for row in solutions] == ["x is 7."] * 5
+    assert [row.get("ground_truth") for row in solutions] == ["7", None, None, None, "7"]
 
 
 def test_split_repeat_and_task_name() -> None:

@@ -37,7 +37,7 @@ def test_step_answers_every_conversation(env):
         for text in ("082", "81", "none", "9**9**9**9")
     ]
     result = env.step(logs, [{"ground_truth": 82, "level": 3}] * 4)
-    assert result.rewards == [1.0, 0.0, 0.0, None]
+    assert result.rewards == [1.0, 0.0, 0.0, 0.0]
     assert result.answers == ["082", "81", None, None]
     assert result.reasons == ["correct", "wrong: 81 != 82", "no answer found", "timed out after 1 s"]
     assert result.terminateds == [True] * 4
@@ -54,7 +54,7 @@ def test_step_answers_every_conversation(env):
         (r"\boxed{x^2+1}", r"\boxed{(x+1)^2}", 0.0, "x^2+1", r"wrong: x^2+1 != \boxed{(x+1)^2}"),
         ("I do not know", "82", 0.0, None, "no answer found"),
         ("", "82", 0.0, None, "no answer found"),
-        (r"\boxed{10!!!}", "7", None, None, "timed out after 1 s"),
+        (r"\boxed{10!!!}", "7", 0.0, None, "timed out after 1 s"),
     ],
 )
 def test_answer_reward_and_reason(env, response, truth, reward, answer, reason):
@@ -71,14 +71,21 @@ def test_plain_numbers_do_not_go_to_the_workers(env, monkeypatch):
 def test_a_verifier_of_ones_own_by_import_path():
     """It may return a number, or an answer too; one that fails costs its own sample."""
     jobs = "tests.unit.environments.pool_jobs"
-    section = {"num_workers": 2, "verify_timeout_s": 0.5, "math_verify_impl": f"{jobs}:verify"}
+    section = {
+        "num_workers": 2,
+        "verify_timeout_s": 0.5,
+        "verify_timeout_reward": -1,
+        "math_verify_impl": f"{jobs}:verify",
+    }
     env = create_env("math", section)
     try:
         said = ["half", "82", "81", "die", "sleep"]
         result = env.step([[{"role": "assistant", "content": text}] for text in said], [{"ground_truth": 82}] * 5)
     finally:
         env.shutdown()
-    assert result.rewards == [0.5, 1.0, 0.0, None, None]
+    assert result.rewards == [0.5, 1.0, 0.0, None, -1.0], (
+        "a lost worker has no reward, a slow answer has verify_timeout_reward"
+    )
     assert result.answers == [None, "82", "81", None, None]
     assert result.reasons == [
         "partly correct: 0.5",
@@ -162,7 +169,7 @@ def test_a_format_is_a_second_named_reward(env):
         batch = {"rewards": result.rewards, "uid": ["p"] * 5, "k": [1]}
         metrics = env.global_post_process_and_metrics(batch)
         assert metrics["accuracy"] == metrics["pass@1"] == pytest.approx(2 / 5)  # the format alone is not right
-    failed = Verdict(None, None, "timed out after 1 s", 1.0)
+    failed = Verdict(None, None, "crashed: the worker process ended", 1.0)
     assert formatted._parts(failed, "none") == {} and formatted._reward(failed, {}) is None
 
 

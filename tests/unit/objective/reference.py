@@ -52,10 +52,10 @@ def sequences_of(cfg: Any, samples: list[Sample]) -> Sequences:
     for s in samples:
         prev, gen, ref = (s.columns[name].tolist() for name in LOGPROBS)
         curr, advantages, ages = s.curr.tolist(), s.columns["advantages"].tolist(), s.columns["ages"].tolist()
+        prev = curr if cfg.force_on_policy_ratio else prev  # the previous policy is the current one
         tokens = [Token(t, curr[t], prev[t], gen[t], ref[t], advantages[t], ages[t]) for t in s.trained]
         for token in tokens:
-            # force_on_policy_ratio: the previous policy is the current one.
-            token.log_ratio = 0.0 if cfg.force_on_policy_ratio else token.curr - token.prev
+            token.log_ratio = token.curr - token.prev
         if cfg.sequence_level_importance_ratios and tokens:
             mean = math.fsum(t.log_ratio for t in tokens) / len(tokens)
             for token in tokens:

@@ -83,7 +83,7 @@ def test_gradient_is_the_derivative(name: str) -> None:
         # With r = exp(-1.0 + 1.3) = 1.3499, prev -1.3, gen -1.1, ref -1.4; A = 2, then A = -2; two tokens.
         ({"use_cispo": True, "ratio_clip_max": 0.2, **NO_KL}, [-2 * 1.2 / 2, 2 * 1.2 / 2]),
         ({"force_on_policy_ratio": True, **NO_KL}, [-2 / 2, 2 / 2]),
-        ({"force_on_policy_ratio": True, **NO_KL, **IS}, [-0.81873075307798 * 2 / 2, 0.81873075307798 * 2 / 2]),
+        ({"force_on_policy_ratio": True, **NO_KL, **IS}, [-1.1051709180756 * 2 / 2, 1.1051709180756 * 2 / 2]),
         # d/dcurr of curr.detach-weighted k(x), x = -0.4: k1 = 0.4, plus 1; k2 = 0.08, minus 0.4; k3: minus x.
         ({"disable_ppo_ratio": True, "reference_policy_kl_type": "k1"}, [(-2 + 0.014) / 2, (2 + 0.014) / 2]),
         ({"disable_ppo_ratio": True, "reference_policy_kl_type": "k2"}, [(-2 + 0.0048) / 2, (2 + 0.0048) / 2]),

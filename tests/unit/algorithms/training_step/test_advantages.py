@@ -91,6 +91,7 @@ def test_mismatched_samples_are_masked_but_stay_in_the_baseline() -> None:
     assert found.valid_seqs == (2, 3) and sum(found.valid_toks) == 6 + 7 + 9 + 7 + 9
     assert found.advantages is not None and found.advantages[:4].tolist() == pytest.approx([2, *[-2 / 3] * 3], rel=1e-5)
     assert metrics["num_masked_by_seq_logprob_error"] == 2
+    assert metrics["masked_correct_pct"] == 50.0
     assert metrics["seq_logprob_error_above_threshold"] == pytest.approx(2 / 7)
 
 
