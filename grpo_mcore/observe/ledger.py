@@ -6,10 +6,11 @@
 from __future__ import annotations
 
 import json
-import os
 import time
 from pathlib import Path
-from typing import IO, Any
+from typing import Any
+
+from grpo_mcore.observe.append_file import AppendFile
 
 LEDGER_FILE = "ledger.jsonl"
 
@@ -37,40 +38,31 @@ class Ledger:
     def __init__(self, path: Path, *, step: int, kept: int, max_age: int) -> None:
         """`kept`: what `sync` gave when the checkpoint that this run goes on from was saved, 0 for a new run."""
         self.path = path
-        path.parent.mkdir(parents=True, exist_ok=True)
-        self.entries = _cut_torn_end(path) if path.exists() else 0
         self._retries: dict[str, int] = {}
-        self._file: IO[str] = path.open("a")
+        self._file = AppendFile(path)
         missing = max(0, kept - self.entries)
         self.write("started", step=step, kept=kept - missing, missing=missing, max_age=max_age, time=round(time.time()))
 
     def write(self, event: str, **fields: Any) -> None:
-        """Append an entry, which survives the end of this process."""
-        self._file.write(json.dumps({"event": event, **fields}) + "\n")
-        self._file.flush()
-        self.entries += 1
+        """Append an entry, which survives the end of this process; on a full disk it is written later."""
+        self._file.write(json.dumps({"event": event, **fields}))
+
+    @property
+    def entries(self) -> int:
+        """Number of entries so far."""
+        return self._file.lines
 
     def retried(self, uid: str, why: str) -> None:
         self._retries[uid] = self._retries.get(uid, 0) + 1
         self.write("retried", uid=uid, why=why, times=self._retries[uid])
 
     def sync(self) -> int:
-        """Flush all entries to the disk. Returns their number."""
-        os.fsync(self._file.fileno())
-        return self.entries
+        """Flush all entries to the disk. Returns their number. Raises OSError on a full disk."""
+        return self._file.sync()
 
     def close(self) -> None:
         """May be called again."""
         self._file.close()
-
-
-def _cut_torn_end(path: Path) -> int:
-    """Remove a last line that a kill cut off. Returns the number of whole lines."""
-    text = path.read_bytes()
-    whole = text.rfind(b"\n") + 1
-    if whole < len(text):
-        os.truncate(path, whole)
-    return text.count(b"\n")
 
 
 def read_ledger(path: Path) -> list[dict[str, Any]]:

@@ -6,6 +6,8 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+from grpo_mcore.observe.ledger import LedgerError
+
 UNDER_WAY, FINISHED, RETURNED = "under way", "finished", "returned to the data"
 TRAINED, FILTERED, FAILED = "trained on", "filtered", "failed"
 ENDS = (TRAINED, FILTERED, FAILED)
@@ -40,12 +42,17 @@ class Audit:
 
 
 def audit(entries: Sequence[Mapping[str, Any]]) -> Audit:
-    """Audit the entries of a ledger (`read_ledger`). Without flaws, nothing was lost and nothing was done twice."""
-    counted = valid_entries(entries)
+    """Audit the entries of a ledger (`read_ledger`). Without flaws, nothing was lost and nothing was done twice. Raises
+    LedgerError for an entry that no run has written."""
     books = _Books()
-    for entry in counted:
-        books.enter(entry)
-    books.close()
+    entry: Mapping[str, Any] = {}
+    try:
+        for entry in (counted := valid_entries(entries)):
+            books.enter(entry)
+        books.close()
+    except (KeyError, TypeError, AttributeError) as error:
+        cause = f"{type(error).__name__}: {error}"
+        raise LedgerError(f"no entry of a ledger ({cause}): {str(entry)[:120]}") from error
     fates = {fate: 0 for fate in (*ENDS, RETURNED, FINISHED, UNDER_WAY)}
     for fate, _ in books.fates.values():
         fates[fate] += 1

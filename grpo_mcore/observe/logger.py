@@ -3,14 +3,19 @@
 from __future__ import annotations
 
 import json
+import logging
 import math
 import os
 import time
 from collections.abc import Iterator, Mapping
+from contextlib import suppress
 from pathlib import Path
-from typing import Any, TextIO
+from typing import Any
 
+from grpo_mcore.observe.append_file import AppendFile
 from grpo_mcore.recipe import GRPOLoggerConfig
+
+log = logging.getLogger(__name__)
 
 METRICS_FILE = "metrics.jsonl"
 HYPERPARAMS_FILE = "hyperparams.json"
@@ -31,7 +36,7 @@ class Logger:
     def __init__(self, config: GRPOLoggerConfig, *, run: str | None = None) -> None:
         wandb = _import_wandb() if config.wandb_enabled else None
         self.log_dir = run_folder(Path(config.log_dir), run)
-        self._file: TextIO = (self.log_dir / METRICS_FILE).open("a")
+        self._file = AppendFile(self.log_dir / METRICS_FILE)
         self._tensorboard: Any = None
         self._wandb: Any = None
         self.tensorboard_dir: Path | None = None
@@ -54,14 +59,25 @@ class Logger:
             raise ValueError(f"{taken} cannot be names of metrics: the lines of {METRICS_FILE} use them")
         head = {"step": step, "prefix": prefix, "unix_time": round(time.time(), 3)}
         finite = {name: value if value is None or math.isfinite(value) else None for name, value in values.items()}
-        self._file.write(json.dumps(head | finite) + "\n")
-        self._file.flush()
+        self._file.write(json.dumps(head | finite))
         named = {f"{prefix}/{name}" if prefix else name: v for name, v in values.items() if v is not None}
-        if self._tensorboard is not None:
-            for name, value in named.items():
-                self._tensorboard.add_scalar(name, value, step)
+        if self.tensorboard_dir is not None:
+            self._to_tensorboard(named, step)
         if self._wandb is not None:
             self._wandb.log(named, step=step)
+
+    def _to_tensorboard(self, metrics: Mapping[str, float], step: int) -> None:
+        """Write to TensorBoard. On a full disk its writer gives up for good: these values are left out there, and the
+        next ones get a new writer."""
+        assert self.tensorboard_dir is not None
+        try:
+            if self._tensorboard is None:
+                self._tensorboard = _open_tensorboard(self.tensorboard_dir)
+            for name, value in metrics.items():
+                self._tensorboard.add_scalar(name, value, step)
+        except OSError as error:
+            self._tensorboard = None
+            log.warning("TensorBoard lacks step %d: %s; %s has it", step, error.strerror or error, METRICS_FILE)
 
     def log_hyperparams(self, params: Any) -> None:
         """The resolved recipe: a mapping or a pydantic model, to `hyperparams.json` and the other loggers."""
@@ -77,7 +93,8 @@ class Logger:
         """Write what is left and close all loggers. Idempotent."""
         self._file.close()
         if self._tensorboard is not None:
-            self._tensorboard.close()
+            with suppress(OSError):  # a full disk: metrics.jsonl has said so
+                self._tensorboard.close()
             self._tensorboard = None
         if self._wandb is not None:
             self._wandb.finish()
@@ -104,18 +121,16 @@ def run_folder(parent: Path, run: str | None = None) -> Path:
 def read_metrics(path: Path, prefix: str) -> list[dict[str, Any]]:
     """The lines of a `metrics.jsonl` with this prefix, by step. A resumed run repeats steps: the last counts.
 
-    A last line that was cut off by a crash is left out; ValueError for any other that is not JSON.
+    A line that a crash has cut off is left out with a warning.
     """
     by_step: dict[int, dict[str, Any]] = {}
-    lines = path.read_text().splitlines(keepends=True)
-    for number, line in enumerate(lines, start=1):
+    for number, line in enumerate(path.read_text(errors="replace").splitlines(), start=1):
         try:
             row = json.loads(line)
         except json.JSONDecodeError as error:
-            if number == len(lines) and not line.endswith("\n"):
-                break
-            raise ValueError(f"{path}:{number}: not JSON: {error}") from error
-        if row["prefix"] == prefix:
+            log.warning("%s:%d is left out, it is not JSON: %s", path, number, error)
+            continue
+        if isinstance(row, dict) and row.get("prefix") == prefix and "step" in row:
             by_step[row["step"]] = by_step.get(row["step"], {}) | row
     return [by_step[step] for step in sorted(by_step)]
 

@@ -92,14 +92,25 @@ def test_a_resumed_run_appends_and_its_repeated_steps_count(tmp_path):
     assert [row["accuracy"] for row in read_metrics(path, "validation")] == [0.5]
 
 
-def test_a_line_cut_off_by_a_crash_is_left_out_and_another_is_an_error(tmp_path):
+def test_a_line_cut_off_by_a_crash_is_left_out_also_after_a_resume(tmp_path, package_log):
+    """A version before this one has appended the next line to it."""
     path = tmp_path / "metrics.jsonl"
     whole = '{"step": 1, "prefix": "train"}\n'
     path.write_text(whole + '{"step": 2, "pre')
     assert len(read_metrics(path, "train")) == 1
-    path.write_text('{"step": 2, "pre\n' + whole)
-    with pytest.raises(ValueError, match=r"metrics.jsonl:1: not JSON"):
-        read_metrics(path, "train")
+    path.write_text('{"step": 2, "pre' + whole + whole)
+    assert len(read_metrics(path, "train")) == 1
+    assert "metrics.jsonl:1 is left out, it is not JSON" in package_log.text
+
+
+def test_a_resumed_run_begins_a_new_line_after_one_that_was_cut_off(tmp_path):
+    folder = tmp_path / "exp_001"
+    folder.mkdir()
+    (folder / "metrics.jsonl").write_text('{"step": 1, "prefix": "train"}\n{"step": 2, "pre')
+    logger = Logger(config(tmp_path), run="exp_001")
+    logger.log_metrics({"reward": 1.0}, 2, "train")
+    logger.close()
+    assert [row["step"] for row in read_metrics(folder / "metrics.jsonl", "train")] == [1, 2]
 
 
 def test_hyperparams_of_a_model_or_a_mapping(tmp_path):

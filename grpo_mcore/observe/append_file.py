@@ -1,0 +1,73 @@
+"""A file of lines that only grows, and outlives a kill and a full disk."""
+
+from __future__ import annotations
+
+import logging
+import os
+from pathlib import Path
+
+logger = logging.getLogger(__name__)
+
+
+class AppendFile:
+    """Appends lines. Each is handed to the system at once, so it survives the end of this process.
+
+    Lines that the disk has no room for are kept in memory and written with the next one, so that nothing is missing in
+    between. `lines`: number of whole lines in the file and in memory.
+    """
+
+    def __init__(self, path: Path) -> None:
+        """Open for appending, without a last line that a kill has cut off: the next line would be joined to it."""
+        self.path = path
+        path.parent.mkdir(parents=True, exist_ok=True)
+        self.lines = _cut_torn_end(path) if path.exists() else 0
+        self._file = path.open("ab", buffering=0)
+        self._unwritten = b""
+        self._complained = False
+
+    def write(self, line: str) -> None:
+        """Append a line, given without its end."""
+        self._unwritten += line.encode() + b"\n"
+        self.lines += 1
+        try:
+            self._flush()
+        except OSError as error:
+            if not self._complained:
+                self._complained = True
+                logger.warning(
+                    "%s cannot be written: %s; its lines are kept in memory, and written when there is room",
+                    *(self.path, error.strerror or error),
+                )
+
+    def sync(self) -> int:
+        """Flush all lines to the disk. Return their number. Raises OSError if there is no room for them."""
+        self._flush()
+        os.fsync(self._file.fileno())
+        return self.lines
+
+    def close(self) -> None:
+        """May be called again."""
+        if self._file.closed:
+            return
+        try:
+            self._flush()
+        except OSError as error:
+            lost = self._unwritten.count(b"\n")
+            logger.error("the last %d lines of %s could not be written: %s", lost, self.path, error.strerror or error)
+        self._file.close()
+
+    def _flush(self) -> None:
+        while self._unwritten:
+            self._unwritten = self._unwritten[self._file.write(self._unwritten) :]
+        if self._complained:
+            self._complained = False
+            logger.warning("%s can be written again; no line is missing", self.path)
+
+
+def _cut_torn_end(path: Path) -> int:
+    """Remove a last line that a kill cut off. Return the number of whole lines."""
+    text = path.read_bytes()
+    whole = text.rfind(b"\n") + 1
+    if whole < len(text):
+        os.truncate(path, whole)
+    return text.count(b"\n")

@@ -1,0 +1,80 @@
+"""Lines survive a kill and a full disk: none is missing, none is torn."""
+
+from __future__ import annotations
+
+import errno
+import os
+import resource
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import pytest
+
+from grpo_mcore.observe import Ledger, audit, read_ledger
+from grpo_mcore.observe.append_file import AppendFile
+
+
+@contextmanager
+def full_at(size: int) -> Iterator[None]:
+    """Let every file end at `size` bytes, as if the disk were full there."""
+    before = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (size, before[1]))
+    try:
+        yield
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, before)
+
+
+def test_what_has_no_room_is_written_later(tmp_path: Path, package_log: pytest.LogCaptureFixture) -> None:
+    path = tmp_path / "lines"
+    file = AppendFile(path)
+    with full_at(10):  # in the middle of the second line
+        for number in range(4):
+            file.write(f"line {number}")
+        assert path.read_text() == "line 0\nlin" and file.lines == 4
+        with pytest.raises(OSError) as raised:
+            file.sync()
+        assert raised.value.errno == errno.EFBIG
+    file.write("line 4")
+    assert path.read_text().split("\n") == [f"line {number}" for number in range(5)] + [""]
+    assert package_log.text.count("cannot be written") == 1 and "no line is missing" in package_log.text
+    assert file.sync() == 5
+    file.close()
+    file.close()
+
+
+def test_a_line_that_was_cut_off_is_removed(tmp_path: Path) -> None:
+    path = tmp_path / "lines"
+    path.write_text("one\ntw")
+    file = AppendFile(path)
+    assert file.lines == 1
+    file.write("two")
+    file.close()
+    assert path.read_text() == "one\ntwo\n"
+
+
+def test_what_is_lost_at_the_end_is_said(tmp_path: Path, package_log: pytest.LogCaptureFixture) -> None:
+    file = AppendFile(tmp_path / "lines")
+    with full_at(1):
+        file.write("one")
+        file.write("two")
+        file.close()
+    assert "the last 2 lines of" in package_log.text
+
+
+def test_a_ledger_on_a_disk_that_fills_and_empties_has_no_flaw(tmp_path: Path) -> None:
+    path = tmp_path / "ledger.jsonl"
+    ledger = Ledger(path, step=0, kept=0, max_age=0)
+    for step in range(1, 9):
+        with full_at(os.stat(path).st_size + 40 if step % 3 else 10**9):
+            ledger.write("dispatched", uids=[f"p{step}"], version=step)
+            ledger.write("finished", uid=f"p{step}", version=step, scored=4)
+            ledger.write("trained", uids=[f"p{step}"], step=step, version=step)
+            if step % 3:
+                with pytest.raises(OSError):
+                    ledger.sync()
+    assert ledger.sync() == 25
+    ledger.close()
+    found = audit(read_ledger(path))
+    assert not found.flaws and found.steps == 8
