@@ -19,6 +19,8 @@ import psutil
 import torch
 from torch.distributed.checkpoint.api import CheckpointException
 
+from grpo_mcore import tensor_files
+
 WEIGHTS = "weights and optimizer"
 
 
@@ -55,7 +57,7 @@ class BackgroundSave:
         _make_moments(policy.optimizer)  # there are none before the first optimizer step
         writing = dist_checkpointing.save(_state(policy, loading=False), str(folder), async_sharded_save=True)
         with _raise_on_all_ranks("RNG state"):
-            torch.save(policy.rng_state(), folder / _rng_file())
+            tensor_files.save(policy.rng_state(), folder / _rng_file())
         # Without this, an error in these functions would be raised on one rank only.
         finish = [_raise_on_all_ranks(WEIGHTS)(function) for function in writing.finalize_fns]
         write = writing.async_fn and functools.partial(_write_ignoring_signals, writing.async_fn)
@@ -156,7 +158,7 @@ def load_checkpoint(policy: Any, folder: Path) -> None:
     policy.scheduler.load_state_dict(state["scheduler"])
     rng = folder / _rng_file()
     if rng.is_file():
-        policy.set_rng_state(torch.load(rng, weights_only=False))
+        policy.set_rng_state(tensor_files.load(rng))
     else:  # saved by another number of ranks; training draws nothing from these generators
         warnings.warn(f"{rng} is missing; this rank keeps its initial RNG state", stacklevel=2)
 

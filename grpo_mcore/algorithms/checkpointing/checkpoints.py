@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import errno
 import hashlib
+import itertools
 import json
 import logging
+import math
 import os
 import shutil
 from collections.abc import Callable, Iterator, Mapping
@@ -16,6 +18,7 @@ from functools import cache
 from pathlib import Path
 from typing import Any, TypedDict
 
+from grpo_mcore.algorithms.checkpointing.lease import Lease
 from grpo_mcore.recipe import Change, CheckpointingConfig, MasterConfig, changes
 
 logger = logging.getLogger(__name__)
@@ -93,6 +96,7 @@ class CheckpointManager:
         self.folder = Path(config.checkpoint_dir)
         self.resumed_from: Path | None = None
         """The checkpoint that this run resumes; None for a new run."""
+        self._lease: Lease | None = None
 
     def open(self, resume: str | bool | None) -> None:
         """Choose the checkpoint to resume from, see `find`. Raises ResumeError; also if there is none and the folder
@@ -103,6 +107,38 @@ class CheckpointManager:
                 f"checkpointing.checkpoint_dir {self.folder} holds {found.name} of another run: go on from it with "
                 "--resume, or choose another folder"
             )
+
+    @contextmanager
+    def held(self) -> Iterator[None]:
+        """Hold the folder for a run that trains, until the end of the context, and set aside what it does not go on
+        from. Raises FolderInUse if another run holds it."""
+        if not self.config.enabled:
+            yield
+            return
+        with Lease(self.folder) as self._lease:
+            self._set_newer_aside()
+            yield
+        self._lease = None
+
+    def _set_newer_aside(self) -> None:
+        """Rename the checkpoints that are newer than the one that this run resumes: after a rollback, a later
+        `--resume` must not go on from them."""
+        if self.resumed_from is None:
+            return
+        resumed = int(_read_info(self.resumed_from)["save_state"]["current_step"])
+        if newer := [step for step in self._steps() if step > resumed]:
+            names = [self._set_aside(step).name for step in newer]
+            logger.warning(
+                "the run goes back to %s: what was saved after step %d is set aside as %s",
+                *(self.resumed_from, resumed, ", ".join(names)),
+            )
+
+    def _set_aside(self, step: int) -> Path:
+        """Rename a checkpoint to the first free abandoned_step_N, abandoned_step_N.2, ... and return that."""
+        names = (f"abandoned_step_{step}" + (f".{number}" if number > 1 else "") for number in itertools.count(1))
+        aside = next(path for path in map(self.folder.joinpath, names) if not path.exists())
+        os.replace(self.folder / f"step_{step}", aside)
+        return aside
 
     def latest(self) -> Path | None:
         """Return the newest complete checkpoint."""
@@ -200,9 +236,12 @@ class CheckpointManager:
         Return the folder."""
         tmp, final = self.folder / f"tmp_step_{step}", self.folder / f"step_{step}"
         write_digests(tmp)
+        if self._lease is not None:
+            self._lease.check()
         if final.exists():
-            self._delete(step)
+            self._set_aside(step)  # not deleted: until the new one has its name, it is the only one
         os.replace(tmp, final)
+        sync_folder(self.folder)
         self._prune(just_saved=step)
         return final
 
@@ -218,9 +257,9 @@ class CheckpointManager:
     @staticmethod
     def read(folder: Path) -> tuple[GRPOSaveState, dict[str, Any]]:
         """Return (save state, data state) of a checkpoint."""
-        import torch
+        from grpo_mcore import tensor_files
 
-        return _read_info(folder)["save_state"], torch.load(folder / "data.pt", weights_only=False)
+        return _read_info(folder)["save_state"], tensor_files.load(folder / "data.pt")
 
     def _steps(self) -> list[int]:
         names = (path.parent.name.removeprefix("step_") for path in self.folder.glob("step_*/training_info.json"))
@@ -244,11 +283,11 @@ class CheckpointManager:
             self._delete(step)
 
     def _metric(self, step: int) -> float:
-        """Return the metric for the ranking: higher is better; a checkpoint without the metric ranks last."""
+        """Return the metric for the ranking: higher is better; without the metric, or with NaN, it ranks last."""
         if self.config.metric_name is None:
             return 0.0
         value = _read_info(self.folder / f"step_{step}")["metrics"].get(self.config.metric_name)
-        if value is None:
+        if value is None or math.isnan(value):
             return float("-inf")
         return value if self.config.higher_is_better else -value
 
@@ -260,10 +299,11 @@ def policy_folder(folder: Path) -> str:
 
 def write_driver_files(folder: Path, snapshot: RunSnapshot, recipe: MasterConfig) -> None:
     """Write the driver's part of a checkpoint: data.pt, training_info.json and config.yaml."""
-    import torch
     import yaml
 
-    torch.save(snapshot.data_state, folder / "data.pt")
+    from grpo_mcore import tensor_files
+
+    tensor_files.save(snapshot.data_state, folder / "data.pt")
     info = {"save_state": snapshot.save_state, "metrics": snapshot.metrics}
     (folder / "training_info.json").write_text(json.dumps(info, indent=1))
     (folder / "config.yaml").write_text(yaml.safe_dump(recipe.model_dump(mode="json"), sort_keys=False))
@@ -283,6 +323,17 @@ def write_digests(folder: Path) -> None:
         json.dump({"files": files}, file, indent=1)
         file.flush()
         os.fsync(file.fileno())
+    for inner in {folder, *((folder / name).parent for name in names)}:
+        sync_folder(inner)
+
+
+def sync_folder(folder: Path) -> None:
+    """Flush the names in a folder to disk: without this, a loss of power can undo a rename."""
+    opened = os.open(folder, os.O_RDONLY)
+    try:
+        os.fsync(opened)
+    finally:
+        os.close(opened)
 
 
 def damage(folder: Path) -> str | None:
@@ -297,17 +348,18 @@ def _damage(folder: Path, _stamps: tuple[tuple[str, int, int], ...]) -> str | No
     if not (folder / DIGESTS).is_file():
         return f"{DIGESTS} is missing"
     try:
-        files = json.loads((folder / DIGESTS).read_text())["files"]
-    except (ValueError, KeyError, TypeError) as error:
-        return f"{DIGESTS} cannot be read: {error}"
-    for name, saved in files.items():
+        found = json.loads((folder / DIGESTS).read_text())["files"]
+        files = {name: (int(saved["bytes"]), str(saved["sha256"])) for name, saved in found.items()}
+    except (ValueError, KeyError, TypeError, AttributeError) as error:
+        return f"{DIGESTS} cannot be read: {type(error).__name__}: {error}"
+    for name, (saved_size, _) in files.items():
         if not (folder / name).is_file():
             return f"{name} is missing"
-        if (size := (folder / name).stat().st_size) != saved["bytes"]:
-            return f"{name} has {size:,} bytes, {saved['bytes']:,} were saved"
+        if (size := (folder / name).stat().st_size) != saved_size:
+            return f"{name} has {size:,} bytes, {saved_size:,} were saved"
     with ThreadPoolExecutor(THREADS) as pool:
         digests = pool.map(lambda name: _digest(folder / name)[1], files)
-        changed = [name for name, digest in zip(files, digests, strict=True) if digest != files[name]["sha256"]]
+        changed = [name for name, digest in zip(files, digests, strict=True) if digest != files[name][1]]
     return f"{changed[0]} is not what was saved (its digest differs)" if changed else None
 
 

@@ -11,8 +11,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 
-import torch
-
+from grpo_mcore import tensor_files
 from grpo_mcore.algorithms.checkpointing.checkpoints import SavedPosition
 from grpo_mcore.algorithms.lifecycle.run_record import RunRecord
 from grpo_mcore.algorithms.training_step.step_groups import StepGroups
@@ -21,8 +20,12 @@ from grpo_mcore.data import DatumSpec
 from grpo_mcore.refit.refit import RefitReport
 from grpo_mcore.rollout import schedule as s
 from grpo_mcore.rollout.group import Group
+from grpo_mcore.rollout.trajectory import Score, Trajectory, TrajectoryRef, Turn
 
 FOLDER = "groups"
+
+TYPES = (TrajectoryRef, Trajectory, Turn, Score)
+"""Classes in the files of groups."""
 
 
 def write_groups(folder: Path, groups: Iterable[Group], cluster: Cluster) -> None:
@@ -30,7 +33,8 @@ def write_groups(folder: Path, groups: Iterable[Group], cluster: Cluster) -> Non
     for number, group in enumerate(groups):
         (folder / FOLDER).mkdir(exist_ok=True)
         samples = [(replace(sample, ref=None), cluster.store.fetch(sample.ref)) for sample in group.samples]
-        torch.save({"uid": group.uid, "samples": samples, "scores": group.scores}, folder / FOLDER / f"{number:05d}.pt")
+        contents = {"uid": group.uid, "samples": samples, "scores": group.scores}
+        tensor_files.save(contents, folder / FOLDER / f"{number:05d}.pt", TYPES)
 
 
 def read_groups(
@@ -41,7 +45,7 @@ def read_groups(
     by_uid = {prompt["uid"]: prompt for prompt in prompts}
     groups = {}
     for path in sorted((folder / FOLDER).glob("*.pt")):
-        saved = torch.load(path, weights_only=False)
+        saved = tensor_files.load(path, TYPES)
         if saved["uid"] in wanted:
             samples = tuple(
                 replace(sample, ref=cluster.store.put(trajectory)) for sample, trajectory in saved["samples"]

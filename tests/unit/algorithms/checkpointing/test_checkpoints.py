@@ -134,6 +134,10 @@ DAMAGES = {
     "policy/weights is missing": lambda folder: (folder / "policy" / "weights").unlink(),
     "digests.json is missing": lambda folder: (folder / "digests.json").unlink(),
     "digests.json cannot be read": lambda folder: os.truncate(folder / "digests.json", 20),
+    "digests.json cannot be read: AttributeError": lambda folder: (folder / "digests.json").write_text('{"files": []}'),
+    "digests.json cannot be read: TypeError": lambda folder: (folder / "digests.json").write_text(
+        '{"files": {"data.pt": 7}}'
+    ),
 }
 
 
@@ -174,3 +178,71 @@ def test_resume_auto_resumes_if_there_is_a_checkpoint(tmp_path: Path) -> None:
     assert manager(tmp_path).find("auto") is None
     saved = save(manager(tmp_path), 4)
     assert manager(tmp_path).find("auto") == saved
+
+
+def resuming(folder: Path, resume: str | bool | None) -> CheckpointManager:
+    checkpoints = manager(folder)
+    checkpoints.open(resume)
+    return checkpoints
+
+
+def test_after_a_rollback_what_was_saved_later_is_set_aside(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    for step in (2, 4, 6):
+        save(manager(tmp_path), step)
+    for _ in range(2):
+        with resuming(tmp_path, str(tmp_path / "step_2")).held():
+            assert manager(tmp_path).find("auto") == tmp_path / "step_2"
+            save(manager(tmp_path), 4)
+    names = ["abandoned_step_4", "abandoned_step_4.2", "abandoned_step_6", "step_2", "step_4"]
+    assert kept(tmp_path) == names
+    assert "saved after step 2 is set aside as abandoned_step_4, abandoned_step_6" in caplog.text
+    with resuming(tmp_path, True).held():
+        assert kept(tmp_path) == [
+            "abandoned_step_4",
+            "abandoned_step_4.2",
+            "abandoned_step_6",
+            "in_use.json",
+            *names[3:],
+        ]
+
+
+def test_looking_at_an_older_checkpoint_changes_nothing(tmp_path: Path) -> None:
+    for step in (2, 4):
+        save(manager(tmp_path), step)
+    resuming(tmp_path, str(tmp_path / "step_2"))
+    assert kept(tmp_path) == ["step_2", "step_4"]
+
+
+def test_a_published_checkpoint_is_never_deleted_for_another(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The new one cannot get its name: the old one is still there, whole."""
+    save(manager(tmp_path), 4)
+    replace = os.replace
+
+    def lost_power(source: Path, target: Path) -> None:
+        if source.name == "tmp_step_4":
+            raise KeyboardInterrupt
+        replace(source, target)
+
+    monkeypatch.setattr(module.os, "replace", lost_power)
+    with pytest.raises(KeyboardInterrupt):
+        save(manager(tmp_path), 4)
+    assert module.damage(tmp_path / "abandoned_step_4") is None
+
+
+def test_a_metric_that_is_nan_ranks_last(tmp_path: Path) -> None:
+    checkpoints = manager(tmp_path, keep_top_k=1, metric_name="val:accuracy")
+    for step, accuracy in ((1, 0.5), (2, float("nan")), (3, 0.1)):
+        save(checkpoints, step, val_accuracy=accuracy)
+    assert kept(tmp_path) == ["step_1", "step_3"]
+
+
+def test_a_rename_is_on_the_disk_before_an_old_checkpoint_is_deleted(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    checkpoints, events = manager(tmp_path, keep_top_k=1, metric_name=None), list[str]()
+    save(checkpoints, 1)
+    monkeypatch.setattr(module, "sync_folder", lambda folder: events.append(folder.name))
+    monkeypatch.setattr(module.shutil, "rmtree", lambda folder, **options: events.append(f"delete {folder.name}"))
+    save(checkpoints, 2)
+    assert events.index("tmp_step_2") < events.index(tmp_path.name) < events.index("delete tmp_old_step_1")
+    assert "policy" in events

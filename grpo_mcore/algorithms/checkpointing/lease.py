@@ -1,0 +1,193 @@
+"""One run at a time in a checkpoint folder: a file says who holds it, and beats while that run lives.
+
+Ranks of two runs in one folder would mix their parts of one checkpoint. The kernel's file locks do not work on every
+shared file system; creating a link fails on all of them if the name is taken. No clock is compared with another's: a
+holder on another machine is watched for STALE_S seconds, and is dead if its beat stands still.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import logging
+import os
+import secrets
+import socket
+import threading
+import time
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Self
+
+logger = logging.getLogger(__name__)
+
+LEASE_FILE = "in_use.json"
+
+BEAT_S = 5.0
+"""Seconds between two beats."""
+
+STALE_S = 30.0
+"""Seconds without a beat after which a holder on another machine is dead."""
+
+
+class FolderInUse(RuntimeError):
+    """Another run holds the checkpoint folder."""
+
+
+class LeaseLost(RuntimeError):
+    """Another run has taken the checkpoint folder over while this one stood still."""
+
+
+@dataclass(frozen=True)
+class Holder:
+    """The run that holds a folder. `machine`: identifies the kernel and its process ids: two containers of one node
+    differ in it. `start_tick`: when its process started, in ticks since the machine's boot. `since`: when it took the
+    folder, for the reader. `token`: differs for each run."""
+
+    host: str
+    machine: str
+    pid: int
+    start_tick: int
+    since: str
+    token: str
+
+    @staticmethod
+    def this_process() -> Holder:
+        return Holder(
+            host=socket.gethostname(),
+            machine=_machine(),
+            pid=os.getpid(),
+            start_tick=_start_tick(os.getpid()) or 0,
+            since=time.strftime("%Y-%m-%d %H:%M:%S"),
+            token=secrets.token_hex(8),
+        )
+
+    def __str__(self) -> str:
+        return f"process {self.pid} on {self.host} since {self.since}"
+
+
+class Lease:
+    """Holds `folder` for this process until `release`, or until the process ends. Raises FolderInUse."""
+
+    def __init__(self, folder: Path, *, beat_s: float = BEAT_S, stale_s: float = STALE_S) -> None:
+        self.file, self._me = folder / LEASE_FILE, Holder.this_process()
+        self._beat_s, self._stale_s = beat_s, stale_s
+        self._ended = threading.Event()
+        folder.mkdir(parents=True, exist_ok=True)
+        self._take()
+        self._thread = threading.Thread(target=self._beat, name="lease", daemon=True)
+        self._thread.start()
+
+    def check(self) -> None:
+        """Raise LeaseLost if another run holds the folder by now."""
+        found = _read(self.file)
+        if found is not None and found.token != self._me.token:
+            raise LeaseLost(
+                f"{self.file.parent} is held by another run by now ({found}): this one stood still for more than "
+                f"{self._stale_s:g} s and was taken for dead; nothing more is saved"
+            )
+
+    def release(self) -> None:
+        """May be called again."""
+        self._ended.set()
+        self._thread.join(self._beat_s)
+        found = _read(self.file)
+        if found is not None and found.token == self._me.token:
+            self.file.unlink(missing_ok=True)
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        self.release()
+
+    def _take(self) -> None:
+        mine = self.file.with_name(f".{LEASE_FILE}.{self._me.token}")
+        try:
+            with mine.open("w") as file:
+                json.dump(asdict(self._me), file)
+                file.flush()
+                os.fsync(file.fileno())
+            while not _link(mine, self.file):
+                self._take_over()
+        finally:
+            mine.unlink(missing_ok=True)
+
+    def _take_over(self) -> None:
+        """Remove the file of a run that is dead. Raises FolderInUse if it lives."""
+        seen, beat = _read(self.file), _beat_of(self.file)
+        if seen is not None and self._lives(seen, beat):
+            raise FolderInUse(
+                f"checkpointing.checkpoint_dir {self.file.parent} is in use by {seen}; wait for its end, end it, or "
+                "choose another folder"
+            )
+        aside = self.file.with_name(f".{LEASE_FILE}.{self._me.token}.dead")
+        with contextlib.suppress(FileNotFoundError):  # its holder has just released it
+            os.rename(self.file, aside)
+        removed = _read(aside)
+        if removed is not None and (seen is None or removed.token != seen.token):  # another start was quicker
+            _link(aside, self.file)
+        elif seen is not None:
+            logger.info("%s was held by %s, which is dead; this run takes it over", self.file.parent, seen)
+        aside.unlink(missing_ok=True)
+
+    def _lives(self, holder: Holder, beat: int | None) -> bool:
+        """Whether this holder lives: a process of this machine can be asked, one of another is watched."""
+        if holder.machine == self._me.machine:
+            return _start_tick(holder.pid) == holder.start_tick
+        logger.info("%s is held by %s; watching it for %g s", self.file.parent, holder, self._stale_s)
+        deadline = time.monotonic() + self._stale_s
+        while time.monotonic() < deadline:
+            time.sleep(min(self._beat_s / 5, self._stale_s / 10))
+            if _beat_of(self.file) not in (beat, None):
+                return True
+        return False
+
+    def _beat(self) -> None:
+        """Change the file's time until the end. A disk that is full or away for a moment costs only that beat."""
+        while not self._ended.wait(self._beat_s):
+            with contextlib.suppress(OSError):
+                found = _read(self.file)
+                if found is not None and found.token == self._me.token:
+                    os.utime(self.file)
+
+
+def _machine() -> str:
+    """Return what is equal for two processes only if both see the same process ids."""
+    return f"{Path('/proc/sys/kernel/random/boot_id').read_text().strip()} {os.readlink('/proc/self/ns/pid')}"
+
+
+def _start_tick(pid: int) -> int | None:
+    """Return when a process started, None if it has ended. Of the kernel's text, not of psutil: its times move with the
+    clock."""
+    try:
+        fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
+    except (FileNotFoundError, ProcessLookupError):
+        return None
+    return None if fields[0] in "ZX" else int(fields[19])
+
+
+def _link(source: Path, target: Path) -> bool:
+    """Give a file a second name. Return False if the name is taken."""
+    try:
+        os.link(source, target)
+    except FileExistsError:
+        return False
+    return True
+
+
+def _read(file: Path) -> Holder | None:
+    """Return the holder that a lease file names; None for no file, or one that was damaged."""
+    try:
+        return Holder(**json.loads(file.read_text()))
+    except (FileNotFoundError, ValueError, TypeError):
+        return None
+
+
+def _beat_of(file: Path) -> int | None:
+    """Return the time of the last beat. Opened first: NFS asks its server for the attributes only then."""
+    try:
+        with file.open() as opened:
+            return os.fstat(opened.fileno()).st_mtime_ns
+    except FileNotFoundError:
+        return None

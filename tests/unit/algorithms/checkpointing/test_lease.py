@@ -1,0 +1,118 @@
+"""Only one run at a time works in a folder; one that died does not block the next."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+import threading
+import time
+from dataclasses import asdict, replace
+from pathlib import Path
+
+import pytest
+
+from grpo_mcore.algorithms.checkpointing.checkpoints import CheckpointManager, RunSnapshot
+from grpo_mcore.algorithms.checkpointing.lease import LEASE_FILE, FolderInUse, Holder, Lease, LeaseLost
+from tests.unit.algorithms.checkpointing.test_checkpoints import RECIPE, manager, write_policy
+
+HOLD = "import sys, pathlib, time; from grpo_mcore.algorithms.checkpointing.lease import Lease; "
+HOLD += "lease = Lease(pathlib.Path(sys.argv[1])); print('held', flush=True); time.sleep(100)"
+
+
+def write(folder: Path, holder: Holder) -> None:
+    (folder / LEASE_FILE).write_text(json.dumps(asdict(holder)))
+
+
+def test_the_second_run_is_told_who_holds_the_folder(tmp_path: Path) -> None:
+    with Lease(tmp_path) as lease:
+        with pytest.raises(FolderInUse, match=rf"{tmp_path} is in use by process {os.getpid()} on .* since 2"):
+            Lease(tmp_path)
+        lease.check()
+        assert os.listdir(tmp_path) == [LEASE_FILE]
+    assert not os.listdir(tmp_path)
+    lease.release()
+    with Lease(tmp_path):
+        pass
+
+
+def test_a_run_that_was_killed_does_not_block_the_next(tmp_path: Path) -> None:
+    first = subprocess.Popen([sys.executable, "-c", HOLD, str(tmp_path)], stdout=subprocess.PIPE, text=True)
+    assert first.stdout is not None and first.stdout.readline() == "held\n"
+    with pytest.raises(FolderInUse, match=f"process {first.pid} on"):
+        Lease(tmp_path)
+    first.kill()
+    while Path(f"/proc/{first.pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z":
+        time.sleep(0.01)
+    with Lease(tmp_path):  # it is dead, also if its parent has not waited for it yet
+        pass
+    first.wait()
+
+
+def test_another_process_with_the_same_number_is_not_the_holder(tmp_path: Path) -> None:
+    write(tmp_path, replace(Holder.this_process(), start_tick=1))
+    with Lease(tmp_path) as lease:
+        lease.check()
+
+
+def test_a_holder_on_another_machine_is_watched(tmp_path: Path) -> None:
+    other = replace(Holder.this_process(), machine="another", host="node-7")
+    write(tmp_path, other)
+    ended = threading.Event()
+
+    def beat() -> None:
+        while not ended.wait(0.05):
+            os.utime(tmp_path / LEASE_FILE)
+
+    thread = threading.Thread(target=beat)
+    thread.start()
+    with pytest.raises(FolderInUse, match="on node-7"):
+        Lease(tmp_path, beat_s=0.05, stale_s=0.5)
+    ended.set()
+    thread.join()
+    os.utime(tmp_path / LEASE_FILE, (2e9, 2e9))  # its clock is ahead: no clock is compared
+    with Lease(tmp_path, beat_s=0.05, stale_s=0.2) as lease:
+        lease.check()
+
+
+def test_it_beats(tmp_path: Path) -> None:
+    with Lease(tmp_path, beat_s=0.01):
+        file = tmp_path / LEASE_FILE
+        os.utime(file, (0, 0))
+        deadline = time.monotonic() + 10
+        while file.stat().st_mtime == 0:
+            assert time.monotonic() < deadline
+            time.sleep(0.01)
+
+
+def test_of_many_starts_at_a_time_one_gets_a_dead_runs_folder(tmp_path: Path) -> None:
+    """Whether the thread that looked first or last takes it over, no two hold it."""
+    for _ in range(20):
+        write(tmp_path, replace(Holder.this_process(), start_tick=1))
+        leases, refused = list[Lease](), list[Exception]()
+
+        def take(leases: list[Lease] = leases, refused: list[Exception] = refused) -> None:
+            try:
+                leases.append(Lease(tmp_path))
+            except FolderInUse as error:
+                refused.append(error)
+
+        threads = [threading.Thread(target=take) for _ in range(4)]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join()
+        assert (len(leases), len(refused)) == (1, 3)
+        leases[0].check()
+        leases[0].release()
+    assert not os.listdir(tmp_path)
+
+
+def test_a_run_that_stood_still_and_lost_the_folder_publishes_nothing(tmp_path: Path) -> None:
+    checkpoints: CheckpointManager = manager(tmp_path)
+    with checkpoints.held():
+        write(tmp_path, replace(Holder.this_process(), token="another", host="node-8"))
+        with pytest.raises(LeaseLost, match="held by another run by now .*on node-8"):
+            checkpoints.save(1, write_policy, RunSnapshot({}, {}, {}), RECIPE)
+    assert not list(tmp_path.glob("step_*")) and (tmp_path / LEASE_FILE).is_file()
