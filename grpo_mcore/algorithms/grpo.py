@@ -99,7 +99,7 @@ def grpo_train(
     record = start_record(config, dataloader, ledger_folder, report, position, validates=val_dataloader is not None)
     refit = partial(refit_engines, policy, engines, config, record.restarted)
     faults = {
-        "restore_engines": partial(refit, lost_only=True), "on_restart": record.restarted, "waiting": stop.waiting,
+        "restore_engines": partial(refit, lost_only=True), "on_restart": record.restarted, "watch": stop.check,
     }  # fmt: skip
     rollouts = make_rollouts(config, engines, task_to_env, tokenizer, record, faults)
     sampling = sampling_of(config.policy.generation, tokenizer.eos_token_id)
@@ -152,12 +152,11 @@ def grpo_train(
                 case s.Checkpoint(step):
                     with clock.pause():
                         finished = partial(write_groups, groups=groups.waiting(), cluster=policy.cluster)
-                        checkpoints.start(step, record.snapshot(), finished)
+                        checkpoints.start(step, record.snapshot, finished)
                     record.checkpoint_begun(step)
 
                 case s.Finish(reason):
-                    checkpoints.wait()
-                    return record.ended(reason, stop)
+                    return record.ended(reason, stop, unsaved=checkpoints.finish())
 
 
 def train_on_groups(

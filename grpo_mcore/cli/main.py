@@ -100,7 +100,7 @@ def guarded(verb: str, work: Callable[[], int]) -> int:
     except KeyboardInterrupt as interrupt:
         ended = f"\ngrpo-mcore {verb}: interrupted; every process that it started has ended"
         print("\n".join([ended, *_notes(interrupt)]), file=sys.stderr)
-        return 130
+        return getattr(interrupt, "exit_code", 130)
     except Exception as error:
         if not _is_ours(error):
             raise

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import logging
 import signal
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -14,11 +15,17 @@ from typing import Any
 
 from grpo_mcore.recipe import Change, MasterConfig, load_recipe
 
+logger = logging.getLogger(__name__)
+
 STOPPED_EARLY = 75
 """Exit code of a run that saved and stopped on request; the same command with --resume goes on (EX_TEMPFAIL)."""
 
 TERMINATED = 128 + signal.SIGTERM
 """Exit code of a run that saved and ended on SIGTERM."""
+
+
+UNSAVED = 73
+"""Exit code of a run that ended in order, but could not write its last checkpoint (EX_CANTCREAT)."""
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -76,6 +83,9 @@ def attempt(config: MasterConfig, resume: str | bool | None, began: float) -> tu
 
 def exit_code(summary: Mapping[str, object]) -> int:
     """Return the exit code of a run that came to its end."""
+    if (step := summary.get("unsaved")) is not None:
+        logger.error("grpo-mcore train: step %s is trained but not saved, see above; exit code %d", step, UNSAVED)
+        return UNSAVED
     return TERMINATED if summary["terminated"] else STOPPED_EARLY if summary["stopped_early"] else 0
 
 
@@ -141,7 +151,12 @@ def prepare(config: MasterConfig, resume: str | bool | None = None) -> Prepared:
 def train(config: MasterConfig, resume: str | bool | None = None, began: float | None = None) -> dict[str, object]:
     """Run a recipe to its end, export what checkpointing.save_hf asks for, and return the summary. Everything that was
     started ends with it, also on errors. A run that stops early exports nothing: it is not over."""
-    summary = _train(config, resume, began)
+    save_by = config.checkpointing.seconds_to_save_by
+    deadline = None if save_by is None else (began or time.time()) + save_by
+    from grpo_mcore.algorithms.lifecycle.stopping import on_signal, on_sigterm
+
+    with on_signal(deadline) as stop, on_sigterm(stop):
+        summary = _train(config, resume, stop)
     if config.checkpointing.save_hf == "none" or summary["stopped_early"]:
         return summary
     from grpo_mcore.tools.export import export_run
@@ -151,10 +166,10 @@ def train(config: MasterConfig, resume: str | bool | None = None, began: float |
     return summary | {"exported": folders}
 
 
-def _train(config: MasterConfig, resume: str | bool | None, began: float | None) -> dict[str, object]:
-    """Run a recipe to its end and return the summary."""
+def _train(config: MasterConfig, resume: str | bool | None, stop: Any) -> dict[str, object]:
+    """Run a recipe to its end and return the summary. `stop`: the run's StopRequest."""
     from grpo_mcore.algorithms.grpo import grpo_train
-    from grpo_mcore.algorithms.lifecycle.stopping import on_signal, on_sigterm
+    from grpo_mcore.algorithms.lifecycle.stopping import Terminated, on_sigterm
     from grpo_mcore.tools.plan.measured import compare
 
     prepared = prepare(config, resume)
@@ -164,16 +179,19 @@ def _train(config: MasterConfig, resume: str | bool | None, began: float | None)
         if not prepared.steps_left():
             print(f"nothing is left to do: grpo.max_num_steps is {config.grpo.max_num_steps}; raise it to go on")
             return {"stopped_early": False, "terminated": False}
-    save_by = config.checkpointing.seconds_to_save_by
-    deadline = None if save_by is None else (began or time.time()) + save_by
-    with on_signal(deadline) as stop:
-        try:
-            with started(prepared, checkpointer.log_run(), around=partial(on_sigterm, stop)) as run:
-                return grpo_train(**vars(run), stop=stop, compare=compare)
-        except BaseException as error:
-            if (newest := checkpointer.latest()) is not None:
-                error.add_note(f"the last checkpoint is {newest}; `--resume` goes on from there")
-            raise
+    try:
+        with (
+            checkpointer.held(),
+            started(prepared, checkpointer.log_run(), around=partial(on_sigterm, stop)) as run,
+        ):
+            return grpo_train(**vars(run), stop=stop, compare=compare)
+    except BaseException as error:
+        if (newest := checkpointer.latest()) is not None:
+            error.add_note(f"the last checkpoint is {newest}; `--resume` goes on from there")
+        by_ray = isinstance(error, SystemExit) and error.code == signal.SIGTERM  # its handler, while it starts
+        if stop.stage == "start" and (by_ray or (stop.at_once and isinstance(error, KeyboardInterrupt))):
+            raise Terminated from error
+        raise
 
 
 def validate_only(config: MasterConfig, resume: str | bool | None = None) -> dict[str, float | None]:

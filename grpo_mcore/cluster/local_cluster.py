@@ -139,9 +139,12 @@ class LocalCluster(Cluster):
         rendezvous = Rendezvous(0, 1, 0, "127.0.0.1", free_port())
         return [self.spawn(f"{name}-0", cls, rendezvous, *args_per_rank[0], env=env)]
 
-    def next_ready(self, things: Sequence[T], timeout_s: float, what: str) -> T:
+    def next_ready(
+        self, things: Sequence[T], timeout_s: float, what: str, watch: Callable[[], None] = lambda: None
+    ) -> T:
         if not things:
             raise ValueError(f"{what}: nothing to wait for")
+        watch()
         return things[0]
 
     def stop(self, workers: Sequence[Worker]) -> None:

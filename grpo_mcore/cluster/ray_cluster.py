@@ -5,6 +5,7 @@ from __future__ import annotations
 import atexit
 import logging
 import os
+import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
@@ -25,6 +26,10 @@ from grpo_mcore.rollout.workers import Cluster, DeadlineExceeded, ObjectStore, T
 
 CLOSE_S = 3.0
 """Seconds that workers get for their `shutdown` before they are killed. One that is in a call does not answer."""
+
+WATCH_S = 0.2
+"""Seconds between two calls of `watch` in a wait. An exception that a signal's handler raises inside of Ray's own wait
+would become a SystemError at its end."""
 
 STREAMS = "streams"
 """Name of the concurrency group of an actor's streams."""
@@ -122,12 +127,21 @@ class RayCluster(Cluster):
             worker.build(cls, meeting_point, *args, rank=(rank, size, 0 if gpus else local))
         return workers
 
-    def next_ready(self, things: Sequence[T], timeout_s: float, what: str) -> T:
+    def next_ready(
+        self, things: Sequence[T], timeout_s: float, what: str, watch: Callable[[], None] = lambda: None
+    ) -> T:
         if not things:
             raise ValueError(f"{what}: nothing to wait for")
         mine = cast("Sequence[RayFuture | RayStream]", things)
         handles = [thing.handle for thing in mine]
-        ready, _ = ray.wait(handles, num_returns=1, timeout=timeout_s, fetch_local=False)
+        ready: list[ray.ObjectRef] = []
+        deadline = time.monotonic() + timeout_s
+        while not ready:
+            watch()
+            left_s = max(deadline - time.monotonic(), 0.0)
+            ready, _ = ray.wait(handles, num_returns=1, timeout=min(left_s, WATCH_S), fetch_local=False)
+            if left_s <= WATCH_S:
+                break
         if not ready:
             workers = list({thing.whom: thing.worker for thing in mine}.values())
             names = ", ".join(worker.name for worker in workers)

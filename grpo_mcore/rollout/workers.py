@@ -205,8 +205,11 @@ class Cluster(Protocol):
         consecutive ranks on a node. `cpus` and `gpus` are for each rank. `concurrency`, `streams`: as in `spawn`.
         `colocate_with`: the workers on whose node each rank runs; overrides `nodes`. `cls` may be a function."""
 
-    def next_ready(self, things: Sequence[T], timeout_s: float, what: str) -> T:
-        """Wait for the first of `things` that has an answer, an item, an end or an error, and return it."""
+    def next_ready(
+        self, things: Sequence[T], timeout_s: float, what: str, watch: Callable[[], None] = lambda: None
+    ) -> T:
+        """Wait for the first of `things` that has an answer, an item, an end or an error, and return it. `watch` is
+        called several times a second meanwhile; what it raises ends the wait."""
 
     def stop(self, workers: Sequence[Worker]) -> None:
         """End these workers. Each gets a moment for its method `shutdown`, if it has one."""

@@ -207,7 +207,7 @@ def test_a_run_survives_a_full_disk_and_sigterm(
     assert run.code == 128 + signal.SIGTERM, run.err
     printed = " ".join(run.out.split())
     assert "the checkpoint of step 2 was not written" in printed and "the run goes on" in printed
-    assert "SIGTERM: what is trained so far is saved, then the run ends" in run.out
+    assert "SIGTERM asked the run to stop: what is trained so far is saved, then the run ends" in run.out
     assert sorted(path.name for path in run.checkpoints.iterdir()) == ["ledger.jsonl", "step_3"]
     resumed = run_here("train", tmp_path, recipe, "--resume")
     assert resumed.code == 0, resumed.err

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import shutil
+import time
 from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
@@ -21,6 +22,10 @@ from grpo_mcore.algorithms.training_step.policy_group import PolicyGroup
 from grpo_mcore.cluster import DeadlineExceeded, WorkerFailed
 from grpo_mcore.recipe import MasterConfig
 
+RETRY_S = (1.0, 5.0, 20.0)
+"""Seconds to wait before each further attempt to write the last checkpoint of a run. A batch system ends a run about 30
+seconds after SIGTERM."""
+
 
 @dataclass
 class _Unfinished:
@@ -29,6 +34,15 @@ class _Unfinished:
     step: int
     tmp: Path
     publishing: Future[Path] | None = None
+
+
+@dataclass(frozen=True)
+class _Contents:
+    """What `start` was given, to try again."""
+
+    step: int
+    snapshot: Callable[[], RunSnapshot]
+    write_more: Callable[[Path], None]
 
 
 class BackgroundCheckpoints:
@@ -53,16 +67,18 @@ class BackgroundCheckpoints:
         self._manager, self._policy, self._recipe = manager, policy, recipe
         self._on_saved, self._on_failure = on_saved, on_failure
         self._unfinished: _Unfinished | None = None
+        self._last: _Contents | None = None  # None once it is saved
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="checkpoint")
 
-    def start(self, step: int, snapshot: RunSnapshot, write_more: Callable[[Path], None]) -> None:
+    def start(self, step: int, snapshot: Callable[[], RunSnapshot], write_more: Callable[[Path], None]) -> None:
         """Begin to write `step_N`, after the checkpoint before it is complete. `write_more` adds to its folder."""
         self.wait()
+        self._last = _Contents(step, snapshot, write_more)
         try:
             with self._manager.writing(step) as tmp:
                 self._manager.make_room(tmp)
                 write_more(tmp)
-                write_driver_files(tmp, snapshot, self._recipe)
+                write_driver_files(tmp, snapshot(), self._recipe)
                 self._policy.start_save(policy_folder(tmp))
         except NotWritten as error:
             self._on_failure(step, error)
@@ -74,6 +90,18 @@ class BackgroundCheckpoints:
     def wait(self) -> None:
         """Wait until the checkpoint under way is complete. Raises DeadlineExceeded, and WorkerFailed of a lost rank."""
         self.poll(wait=True)
+
+    def finish(self) -> int | None:
+        """Wait as `wait` does. If the last checkpoint could not be written, try again: what it holds is still the state
+        of the run. Return its step if that fails too, None if everything is saved."""
+        self.wait()
+        for seconds in RETRY_S:
+            if self._last is None:
+                break
+            time.sleep(seconds)
+            self.start(self._last.step, self._last.snapshot, self._last.write_more)
+            self.wait()
+        return None if self._last is None else self._last.step
 
     def poll(self, wait: bool = False) -> None:
         """Complete the checkpoint under way, if its parts are written by now, or after a `wait` for them. The
@@ -92,6 +120,7 @@ class BackgroundCheckpoints:
         except NotWritten as error:
             self._on_failure(current.step, error)
         else:
+            self._last = None
             self._on_saved(current.step, folder)
         self._unfinished = None
 

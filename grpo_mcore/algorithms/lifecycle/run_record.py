@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Sequence
 from pathlib import Path
 from types import TracebackType
@@ -18,6 +19,8 @@ from grpo_mcore.recipe import MasterConfig, prompts_per_generation_batch
 from grpo_mcore.refit.refit import RefitReport
 from grpo_mcore.rollout import schedule as s
 from grpo_mcore.rollout.group import Group
+
+logger = logging.getLogger(__name__)
 
 GIB = 2**30
 
@@ -63,6 +66,8 @@ class RunRecord:
         urgent = stop.at_once and not self._stops_at_once
         if stop.reason and (self.schedule.asked is None or urgent):
             self._stops_at_once = stop.at_once
+            what = "what is trained so far is saved" if urgent else "the step that has begun is finished and saved"
+            logger.info("%s: %s, then the run ends", stop.reason, what)
             self.schedule.record(s.StopAsked(stop.reason, at_once=stop.at_once))
 
     def refitted(self, report: RefitReport) -> None:
@@ -163,12 +168,16 @@ class RunRecord:
         self.report.not_saved(error)
         self.ledger.write("not_saved", step=step, why=str(error.__cause__))
 
-    def ended(self, reason: str, stop: StopRequest) -> dict[str, Any]:
-        """Record the end of the run and return its summary."""
+    def ended(self, reason: str, stop: StopRequest, unsaved: int | None = None) -> dict[str, Any]:
+        """Record the end of the run and return its summary. `unsaved`: the last step, if it could not be saved."""
         schedule = self.schedule
         self.ledger.write("ended", why=reason, data_ended=schedule.data_ended and not schedule.in_flight)
         early = reason == schedule.asked
-        return self.report.finish(reason) | {"stopped_early": early, "terminated": early and stop.at_once}
+        return self.report.finish(reason) | {
+            "stopped_early": early,
+            "terminated": early and stop.at_once,
+            "unsaved": unsaved,
+        }
 
 
 def start_record(

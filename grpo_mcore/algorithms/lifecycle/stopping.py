@@ -3,33 +3,42 @@ second SIGTERM, or Ctrl-C: exit in order without saving."""
 
 from __future__ import annotations
 
-import logging
 import signal
 import threading
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from types import FrameType
-from typing import TypeVar
+from typing import Literal, TypeVar
 
 T = TypeVar("T")
-logger = logging.getLogger(__name__)
 
 
-class StopNow(BaseException):
-    """Raised in the main thread to interrupt a wait, only inside `StopRequest.waiting`."""
+class StopNow(Exception):
+    """Ends a wait of the driver that an urgent request interrupts. Raised by `StopRequest.check`, never by a signal."""
+
+
+class Terminated(KeyboardInterrupt):
+    """SIGTERM came before the run had anything to save that is not saved."""
+
+    exit_code = 128 + signal.SIGTERM
 
 
 class StopRequest:
-    """A request to stop. `reason`: why, None as long as nobody has asked; `at_once`: do not finish the current step."""
+    """A request to stop. `reason`: why, None as long as nobody has asked; `at_once`: do not finish the current step.
+
+    A signal only leaves a note here, since it may come between any two instructions: while a sample is being recorded,
+    or while a line is printed. The loop reads the note between its commands, and `check` reads it during waits.
+    """
 
     def __init__(self, save_by: float | None = None) -> None:
         """`save_by`: unix time after which the run stops by itself."""
         self.at_once = False
+        self.stage: Literal["start", "loop", "end"] = "start"
+        """Before, in or after the loop that reacts to requests."""
         self._reason: str | None = None
         self._save_by = save_by
-        self._heeded = 0
-        self._interruptible = self._waiting = False
+        self._interruptible = False
 
     @property
     def reason(self) -> str | None:
@@ -37,29 +46,22 @@ class StopRequest:
             self.ask("checkpointing.checkpoint_must_save_by has come")
         return self._reason
 
-    @property
-    def is_heeded(self) -> bool:
-        """Whether a loop is running that reacts to requests."""
-        return self._heeded > 0
-
     def ask(self, reason: str, *, at_once: bool = False) -> None:
         self._reason = self._reason or reason
         self.at_once = self.at_once or at_once
-        if at_once and self._waiting:
-            raise StopNow
 
     @contextmanager
     def heeded(self) -> Iterator[None]:
-        """Mark the block in which a loop reacts to requests."""
-        self._heeded += 1
+        """Mark the block in which a loop reacts to requests. After it the run only ends its processes."""
+        self.stage = "loop"
         try:
             yield
         finally:
-            self._heeded -= 1
+            self.stage = "end"
 
     def interruptible(self, wait: Callable[[], T]) -> T | None:
         """Return what `wait` returns, or None where an urgent request was there before or has interrupted it at one of
-        its `waiting` blocks."""
+        its calls of `check`."""
         if self.at_once:
             return None
         self._interruptible = True
@@ -70,22 +72,16 @@ class StopRequest:
         finally:
             self._interruptible = False
 
-    @contextmanager
-    def waiting(self) -> Iterator[None]:
-        """Mark the block in which an interruptible wait only waits. An urgent request raises nowhere else: between the
-        reads of a stream it would leave the rollouts half updated, and they go on while the checkpoint is saved."""
-        self._waiting = self._interruptible
-        try:
-            if self._waiting and self.at_once:
-                raise StopNow
-            yield
-        finally:
-            self._waiting = False
+    def check(self) -> None:
+        """Raise StopNow if an urgent request interrupts this wait. To be called only where nothing is half done."""
+        if self._interruptible and self.at_once:
+            raise StopNow
 
 
 @contextmanager
 def on_signal(save_by: float | None = None) -> Iterator[StopRequest]:
-    """Let SIGUSR1 ask the run to stop after its step. Batch systems send it before the time limit.
+    """Let SIGUSR1 ask the run to stop after its step. Batch systems send it before the time limit, also to a run that
+    only starts: one that came while the signal was blocked (`supervise`) is heard too.
 
     Threads other than the main one get no signals; there, only `ask` makes the request.
     """
@@ -95,10 +91,10 @@ def on_signal(save_by: float | None = None) -> Iterator[StopRequest]:
         return
 
     def note(number: int, _frame: FrameType | None) -> None:
-        request.ask(f"{signal.Signals(number).name} asked the run to stop")
-        logger.info("%s: this step is finished and saved, then the run ends", signal.Signals(number).name)
+        request.ask("SIGUSR1 asked the run to stop")
 
     before = signal.signal(signal.SIGUSR1, note)
+    signal.pthread_sigmask(signal.SIG_UNBLOCK, [signal.SIGUSR1, signal.SIGINT])
     try:
         yield request
     finally:
@@ -107,20 +103,22 @@ def on_signal(save_by: float | None = None) -> Iterator[StopRequest]:
 
 @contextmanager
 def on_sigterm(request: StopRequest) -> Iterator[None]:
-    """Let SIGTERM ask the run to save and stop at once. The second time, and while no loop is running, it raises
-    KeyboardInterrupt. Importing Ray installs a handler too, so enter this block afterwards."""
+    """Let SIGTERM ask the run to save and stop at once. Before the loop it raises Terminated, and the second time
+    KeyboardInterrupt. Ray installs a handler of its own when it starts, so enter this block again afterwards."""
     if threading.current_thread() is not threading.main_thread():
         yield
         return
 
     def note(number: int, frame: FrameType | None) -> None:
-        signal.signal(signal.SIGTERM, signal.default_int_handler)
-        if not request.is_heeded:
+        if request.at_once:
+            signal.signal(signal.SIGTERM, signal.SIG_IGN)
             raise KeyboardInterrupt
-        logger.info("SIGTERM: what is trained so far is saved, then the run ends")
         request.ask("SIGTERM asked the run to stop", at_once=True)
+        if request.stage == "start":
+            raise Terminated
 
     before = signal.signal(signal.SIGTERM, note)
+    signal.pthread_sigmask(signal.SIG_UNBLOCK, [signal.SIGTERM])
     try:
         yield
     finally:

@@ -30,12 +30,16 @@ logger = logging.getLogger(__name__)
 
 FORWARDED = (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1)
 
+EXIT_S = 60.0
+"""Seconds that the process of a run gets to end once the run is over."""
+
 REAPER_S = 10.0
 """Seconds to wait until the orphan reaper of a killed run has ended Ray and removed its files."""
 
 Attempt = Callable[[MasterConfig, "str | bool | None", float], "tuple[int, str | None]"]
 """(recipe, checkpoint to resume from, unix time at which the first attempt began) -> (exit code, the loss that ended
-the run or None). Must be a function of a module, so that another process can call it."""
+the run or None). Must be a function of a module, so that another process can call it, and unblock
+signals by `stopping.on_signal` and `on_sigterm`."""
 
 
 @dataclass
@@ -61,7 +65,7 @@ def supervise(attempt: Attempt, config: MasterConfig, resume: str | bool | None,
             if loss is None or child.asked is not None:
                 return code
             if (found := checkpoints.latest()) != newest:
-                newest, resume = found, str(found)
+                newest, resume = found, True  # the newest: if it is damaged, the one before it
                 retries.reset()
             if retries.exhausted:
                 times = f"{config.cluster.max_restarts + 1} times in a row (cluster.max_restarts)"
@@ -84,20 +88,30 @@ def _run(
     context = multiprocessing.get_context("spawn")
     here, there = context.Pipe(duplex=False)
     child.process = context.Process(target=_serve, args=(os.getpid(), there, attempt, config, resume, began))
-    child.process.start()
+    before = signal.pthread_sigmask(signal.SIG_BLOCK, FORWARDED)  # in the child until `stopping` handles them
+    try:
+        child.process.start()
+    finally:
+        signal.pthread_sigmask(signal.SIG_SETMASK, before)
     own = [process for process in processes.descendants() if process.pid != child.process.pid]
     there.close()
-    child.process.join()
-    _end_orphans(own)
-    number = child.process.exitcode
-    code = number if number >= 0 else 128 - number
     try:
-        ended = here.recv() if here.poll() else None
+        ended = here.recv()  # when the run is over, or its process has ended
     except (EOFError, OSError):
         ended = None
     here.close()
+    child.process.join(None if ended is None else EXIT_S)
+    if child.process.is_alive():
+        logger.warning(
+            "grpo-mcore train: the run is over, but its process did not end within %g s; it is killed", EXIT_S
+        )
+        child.process.kill()
+        child.process.join()
+    _end_orphans(own)
     if ended is not None:
-        return code, ended["loss"]
+        return ended["code"], ended["loss"]
+    number = child.process.exitcode
+    code = number if number >= 0 else 128 - number
     return code, f"its driver was {processes.describe_exit(number)}" if number < 0 else "Ray ended its driver"
 
 
@@ -131,8 +145,10 @@ def _serve(
     try:
         code, loss = attempt(config, resume, began)
     finally:
+        signal.pthread_sigmask(signal.SIG_BLOCK, FORWARDED)  # it is over: a signal must not change its exit code
         sys.stdout.flush()
-        pipe.send({"loss": loss})  # without this it did not end by itself
+        pipe.send({"loss": loss, "code": code})  # without this it did not end by itself
+        pipe.close()
     sys.exit(code)
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import copy
 from collections import Counter, defaultdict, deque
 from collections.abc import Callable, Collection, Mapping, Sequence
-from contextlib import AbstractContextManager, nullcontext, suppress
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -90,7 +90,7 @@ class Rollouts:
         on_restart: Callable[[str, str], None] = lambda worker, why: None,
         on_outcome: Callable[[GymOutcome], None] | None = None,
         enough_samples: int | None = None,
-        waiting: Callable[[], AbstractContextManager[None]] = nullcontext,
+        watch: Callable[[], None] = lambda: None,
     ) -> None:
         """`environments`: by task name. `on_sample`: called for each sample when its last turn is generated.
         `retries`: limit for calls that fail while their engine is alive; `on_retry` gets the uid of each prompt that is
@@ -98,7 +98,7 @@ class Rollouts:
         `next_group`, when the policy is idle. `on_restart`: gets the name of each worker that is restarted, and the
         reason. `on_outcome`: gets every outcome of environments that run agents. `enough_samples`: a group is complete
         with this many samples and its other samples are aborted; None: with all of them. Only for samples of one turn.
-        `waiting`: entered while `next_group` only waits; nothing is lost if it raises.
+        `watch`: called again and again while `next_group` only waits; nothing is lost if it raises.
 
         Raises DataError if samples may have several turns and the tokenizer's chat template cannot hold them.
         """
@@ -106,7 +106,7 @@ class Rollouts:
         self.cluster: Cluster = engines.cluster
         self._on_sample, self._on_retry = on_sample, on_retry
         self._faults = EngineFaults(engines, retries or Retries(0, 0.0), restore_engines, on_restart)
-        self._enough_samples, self._waiting = enough_samples, waiting
+        self._enough_samples, self._watch = enough_samples, watch
         self._template = TurnTemplate(tokenizer) if limits.max_turns > 1 else None
         agents = {
             task: worker
@@ -229,8 +229,7 @@ class Rollouts:
         timeout_s = self.cluster.call_timeout_s
         left_s = min(self._scorer.seconds_left(), self._faults.seconds_left(busy))
         try:
-            with self._waiting():
-                return self.cluster.next_ready(self.awaited(), min(left_s, timeout_s), "samples and verdicts")
+            return self.cluster.next_ready(self.awaited(), min(left_s, timeout_s), "samples and verdicts", self._watch)
         except DeadlineExceeded as error:
             if late := [engine for engine in busy if not self._faults.seconds_left([engine])]:
                 name = self.engines.workers[late[0]].name

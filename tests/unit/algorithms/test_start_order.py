@@ -53,7 +53,7 @@ class Node:
         self.events.append(f"spawn {name}" + (", built later" if arguments[0][-1] is True else ""))
         return [self.worker(f"{name}-{rank}") for rank in range(len(arguments))]
 
-    def next_ready(self, things: list[Any], timeout_s: float, what: str) -> Any:
+    def next_ready(self, things: list[Any], timeout_s: float, what: str, watch: Any = None) -> Any:
         return things[0]
 
     def stop(self, workers: list[Any]) -> None:

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from grpo_mcore.algorithms.checkpointing import checkpoints
+from grpo_mcore.algorithms.checkpointing import background, checkpoints
 from grpo_mcore.algorithms.checkpointing.background import BackgroundCheckpoints
 from grpo_mcore.algorithms.checkpointing.checkpoints import CheckpointManager, RunSnapshot
 from grpo_mcore.cluster import DeadlineExceeded, WorkerFailed
@@ -57,7 +57,7 @@ class World:
         )
 
     def start(self, step: int, write_more: Any = lambda folder: None) -> None:
-        self.saves.start(step, RunSnapshot({"current_step": step}, {"place": step}, {}), write_more)
+        self.saves.start(step, lambda: RunSnapshot({"current_step": step}, {"place": step}, {}), write_more)
 
     def files(self) -> list[str]:
         return sorted(path.name for path in self.folder.iterdir())
@@ -162,3 +162,28 @@ def test_it_is_renamed_at_the_end_of_the_run_if_everything_is_written(tmp_path: 
     with world.saves:
         world.saves.poll()
     assert world.files() == ["step_1"]
+
+
+def test_the_last_checkpoint_is_tried_again_at_the_end(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(background, "RETRY_S", (0.0, 0.0))
+    world = World(tmp_path)
+    full = OSError(errno.ENOSPC, "No space left on device")
+    with world.saves:
+        world.ranks.error = full
+        world.start(1)
+        assert world.saves.finish() is None  # there is room again
+    assert world.files() == ["step_1"] and world.events[-1] == "saved 1"
+
+
+def test_the_end_knows_that_the_last_checkpoint_is_missing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(background, "RETRY_S", (0.0, 0.0))
+    world = World(tmp_path)
+
+    def full(folder: Path) -> None:
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    with world.saves:
+        world.start(1)
+        world.start(2, full)
+        assert world.saves.finish() == 2
+    assert world.files() == ["step_1"] and world.events.count("not_saved 2") == 3

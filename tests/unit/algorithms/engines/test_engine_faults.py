@@ -102,7 +102,7 @@ def dying(world: World, *, starts: list[int], hangs: bool = False) -> list[str]:
         worker.target.health = lambda: 1 / 0
         raise Broken("its process ended")
 
-    def awake(things: Any, timeout_s: float, what: str) -> Any:
+    def awake(things: Any, timeout_s: float, what: str, watch: Any = None) -> Any:
         if not (left := [thing for thing in things if thing not in hung]):
             raise DeadlineExceeded(what, "all of them", timeout_s)
         return next_ready(left, timeout_s, what)

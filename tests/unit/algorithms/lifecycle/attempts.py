@@ -5,10 +5,12 @@ from __future__ import annotations
 import os
 import signal
 import subprocess
+import threading
 import time
 from pathlib import Path
 from typing import Any
 
+from grpo_mcore.algorithms.lifecycle.stopping import on_signal, on_sigterm
 from grpo_mcore.recipe import MasterConfig
 
 DIED = "policy-1: train failed: its process ended"
@@ -30,7 +32,7 @@ def lost(config: Any, resume: Any, began: float) -> tuple[int, str | None]:
     folder = Path(config.checkpointing.checkpoint_dir)
     number = len(list(folder.glob("step_*")))
     with (folder / "resumed.txt").open("a") as file:
-        print(Path(resume).name if resume else resume, file=file)
+        print(resume, file=file)
     if number == 3:
         return 7, None
     (folder / f"step_{number + 1}").mkdir()
@@ -53,11 +55,14 @@ def mistaken(config: Any, resume: Any, began: float) -> tuple[int, str | None]:
 
 
 def waiting(config: Any, resume: Any, began: float) -> tuple[int, str | None]:
-    """Wait for a signal."""
-    Path(config.checkpointing.checkpoint_dir, str(os.getpid())).touch()
-    try:
-        time.sleep(100)
-    except KeyboardInterrupt:
-        time.sleep(0.5)  # as for the end of its workers
-        raise
-    return 0, None
+    """Wait for a signal. On SIGUSR1 end in order with code 75, but with a thread that never ends."""
+    with on_signal() as stop, on_sigterm(stop):
+        Path(config.checkpointing.checkpoint_dir, str(os.getpid())).touch()
+        try:
+            while not stop.reason:
+                time.sleep(0.02)
+        except KeyboardInterrupt:
+            time.sleep(0.5)  # as for the end of its workers
+            raise
+    threading.Thread(target=time.sleep, args=(1000,)).start()
+    return 75, None

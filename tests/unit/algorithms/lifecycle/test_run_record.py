@@ -136,7 +136,7 @@ def test_a_request_to_stop_is_recorded_again_when_it_becomes_urgent(tmp_path: Pa
         record.stop_asked(stop)
         assert record.schedule.last_step == 0
         assert record.ended("the time is up", stop) == {
-            "end": "the time is up", "stopped_early": True, "terminated": True,
+            "end": "the time is up", "stopped_early": True, "terminated": True, "unsaved": None,
         }  # fmt: skip
 
 

@@ -212,7 +212,7 @@ class World(LocalCluster):
         self.lost_rewards += kind in ("dies", "raises")  # of an environment: at most one sample's
         return kind
 
-    def next_ready(self, things: Any, timeout_s: float, what: str) -> Any:
+    def next_ready(self, things: Any, timeout_s: float, what: str, watch: Any = None) -> Any:
         """Choose what is ready: of each engine its first stream, any answer. Or something hangs from now on."""
         assert things, "it waits for something that nobody produces"
         first: dict[Any, Any] = {}
