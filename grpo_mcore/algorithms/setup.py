@@ -209,7 +209,9 @@ def start_engines(config: MasterConfig, cluster: Cluster, model: Model, policy: 
             kv_cache_memory_gb=vllm.kv_cache_memory_gb,
             sleep_between_phases=sleeps,
             threads=rank_threads(config, count * vllm.tensor_parallel_size),
-            vllm_kwargs=generation.vllm_kwargs,
+            vllm_kwargs={"hf_overrides": config.policy.hf_config_overrides, **generation.vllm_kwargs}
+            if config.policy.hf_config_overrides
+            else generation.vllm_kwargs,
             chat=chat,
         )
         places = (

@@ -17,7 +17,15 @@ from __future__ import annotations
 from grpo_mcore.families.adapters import AdapterShape, adapter_shape, adapters_of, is_adapted
 from grpo_mcore.families.engine import check_engine_parallel, engine_pieces, engine_shape, missing_on_cpu
 from grpo_mcore.families.fits import check_fit
-from grpo_mcore.families.registry import FAMILIES, forward_flops, parameter_count, params_of, read_hf_config, shape_of
+from grpo_mcore.families.registry import (
+    FAMILIES,
+    forward_flops,
+    parameter_count,
+    params_of,
+    read_hf_config,
+    shape_of,
+    with_overrides,
+)
 from grpo_mcore.families.spec import (
     Block,
     Box,

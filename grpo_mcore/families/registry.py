@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
+from difflib import get_close_matches
 from functools import lru_cache
 from pathlib import Path
-from types import ModuleType
+from types import MappingProxyType, ModuleType
 from typing import Any
 
 from grpo_mcore.families import deepseek_v3, llama, mixtral, nemotron_h, qwen2, qwen3, qwen3_moe
@@ -17,15 +18,35 @@ MODULES = (qwen2, qwen3, llama, qwen3_moe, mixtral, deepseek_v3, nemotron_h)
 FAMILIES: dict[str, ModuleType] = {module.__name__.rpartition(".")[2]: module for module in MODULES}
 """Modules by name, which is the `model_type` of `config.json`."""
 
+OPTIONAL = ("rope_parameters", "rope_scaling", "rope_theta", "max_position_embeddings", "sliding_window")
+"""Keys of a Hugging Face config that many models leave at their default."""
 
-def read_hf_config(folder: str | Path) -> dict[str, Any]:
-    """Read `config.json` of a local Hugging Face folder. Raises FamilyError if it is missing."""
+
+def read_hf_config(folder: str | Path, overrides: Mapping[str, Any] = MappingProxyType({})) -> dict[str, Any]:
+    """Read `config.json` of a local Hugging Face folder, with `overrides` (policy.hf_config_overrides). Raises
+    FamilyError if it is missing, or for an override of a key that it does not have."""
     path = Path(folder) / "config.json"
     if not path.is_file():
         raise FamilyError(
             f"policy.model_name: {folder} holds no config.json; give a Hugging Face folder, or a name of the hub"
         )
-    return json.loads(path.read_text())
+    return with_overrides(json.loads(path.read_text()), overrides)
+
+
+def with_overrides(
+    config: Mapping[str, Any], overrides: Mapping[str, Any], at: str = "policy.hf_config_overrides"
+) -> dict[str, Any]:
+    """Return a Hugging Face config with values replaced; mappings are merged. Raises FamilyError for a key that it does
+    not have, except one of OPTIONAL."""
+    replaced = dict(config)
+    for key, value in overrides.items():
+        if key not in config and key not in OPTIONAL:
+            near = get_close_matches(key, config, n=1)
+            hint = f"; nearest: {near[0]}" if near else ""
+            raise FamilyError(f"{at}.{key}: the model's config.json has no such key{hint}")
+        both = isinstance(value, Mapping) and isinstance(config.get(key), Mapping)
+        replaced[key] = {**config[key], **value} if both else value
+    return replaced
 
 
 def shape_of(config: dict[str, Any]) -> ModelShape:

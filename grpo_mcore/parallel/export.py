@@ -55,9 +55,9 @@ def export_merged(
     another one. Raises ExportError if a tensor is missing or unreadable.
     """
     with one_rank():
-        reader = CheckpointReader(checkpoint, config, shape_of(read_hf_config(source)))
+        reader = CheckpointReader(checkpoint, config, shape_of(read_hf_config(source, config.hf_config_overrides)))
         writer = HfFolderWriter(target, reader.shape, reader.dtype, shard_bytes)
-        writer.create(source, tokenizer)
+        writer.create(source, tokenizer, config.hf_config_overrides)
         for name, params in writer.files.items():
             writer.write(name, reader.slices(set(params)))
 
@@ -71,7 +71,7 @@ def export_adapter(checkpoint: Path, config: PolicyConfig, source: Path, base: s
     from safetensors.torch import save_file
 
     with one_rank():
-        reader = CheckpointReader(checkpoint, config, shape_of(read_hf_config(source)))
+        reader = CheckpointReader(checkpoint, config, shape_of(read_hf_config(source, config.hf_config_overrides)))
         tensors = reader.peft_tensors()
     assert reader.adapters is not None
     save_file(tensors, target / "adapter_model.safetensors", metadata={"format": "pt"})

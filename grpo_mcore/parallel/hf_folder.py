@@ -6,15 +6,16 @@ from __future__ import annotations
 import json
 import os
 import shutil
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any
 
 import torch
 from safetensors import safe_open
 from torch import Tensor
 
-from grpo_mcore.families import Box, HfTensor, ModelShape, Param, params_of
+from grpo_mcore.families import Box, HfTensor, ModelShape, Param, params_of, with_overrides
 
 SAFETENSORS_NAMES = {torch.float32: "F32", torch.bfloat16: "BF16", torch.float16: "F16"}
 SHARD_BYTES = 2 << 30
@@ -58,10 +59,13 @@ class HfFolderWriter:
         self.folder, self.dtype = folder, dtype
         self.files = plan_files(shape, dtype, shard_bytes)
 
-    def create(self, source: Path, tokenizer: Path | None = None) -> None:
+    def create(
+        self, source: Path, tokenizer: Path | None = None, overrides: Mapping[str, Any] = MappingProxyType({})
+    ) -> None:
         """Write everything but the weights: config, generation settings and tokenizer, and files of the right size.
 
-        `tokenizer`: the folder of the tokenizer's files, if not `source`. Raises OSError if the disk is full.
+        `tokenizer`: the folder of the tokenizer's files, if not `source`. `overrides`:
+        policy.hf_config_overrides, which become part of the config. Raises OSError if the disk is full.
         """
         self.folder.mkdir(parents=True, exist_ok=True)
         for folder in (source, *([tokenizer] if tokenizer is not None else [])):
@@ -69,7 +73,7 @@ class HfFolderWriter:
                 config = path.name in ("config.json", "generation_config.json") and folder != source
                 if path.is_file() and not path.name.endswith(NOT_COPIED) and not config:
                     shutil.copy(path, self.folder / path.name)
-        _set_dtype(self.folder / "config.json", self.dtype)
+        _write_config(self.folder / "config.json", self.dtype, overrides)
         for name, params in self.files.items():
             _create_file(self.folder / name, tensors_of(params), self.dtype)
         if len(self.files) > 1:
@@ -125,9 +129,10 @@ def index_of(box: Box) -> tuple[slice, ...]:
     return tuple(slice(start, stop) for start, stop in box)
 
 
-def _set_dtype(path: Path, dtype: torch.dtype) -> None:
-    """Make config.json name the number format of the weights, so that transformers keeps it by default."""
-    config: dict[str, Any] = json.loads(path.read_text())
+def _write_config(path: Path, dtype: torch.dtype, overrides: Mapping[str, Any]) -> None:
+    """Make config.json name the number format of the weights, so that transformers keeps it by default, and have the
+    overridden values that the weights were trained with."""
+    config = with_overrides(json.loads(path.read_text()), overrides)
     name = str(dtype).removeprefix("torch.")
     for key in [key for key in ("dtype", "torch_dtype") if key in config] or ["dtype"]:
         config[key] = name

@@ -65,7 +65,7 @@ class Policy:
         """
         self.config, self.seed, self.platform = config, seed, platform or Platform.detect()
         self.layout = layout_of(config, address.world_size)
-        self.shape = shape_of(read_hf_config(config.model_name))
+        self.shape = shape_of(read_hf_config(config.model_name, config.hf_config_overrides))
         check_fit(self.shape, config.megatron_cfg)
         self.device = join_mesh(self.layout, address, seed, timeout_s, self.platform)
         self.here = self.layout.coordinates(address.rank)
@@ -286,7 +286,7 @@ class Policy:
 
     def export_hf(self, folder: str | Path) -> None:
         """Write the weights as a Hugging Face folder that transformers and vLLM can load."""
-        self.weights.export_hf(folder, self.config.model_name)
+        self.weights.export_hf(folder, self.config.model_name, overrides=self.config.hf_config_overrides)
 
     def save(self, folder: str | Path) -> None:
         """Save weights, optimizer, schedule and RNG to `folder` with Megatron-Core's distributed checkpointing."""

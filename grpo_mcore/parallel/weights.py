@@ -9,6 +9,8 @@ from __future__ import annotations
 import shutil
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from pathlib import Path
+from types import MappingProxyType
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -109,17 +111,25 @@ class ShardedWeights:
         for name, box, view in self.slices(owned_only=False):
             view.copy_(reader.read(name, box))
 
-    def export_hf(self, folder: str | Path, source: str | Path, *, shard_bytes: int = SHARD_BYTES) -> None:
+    def export_hf(
+        self,
+        folder: str | Path,
+        source: str | Path,
+        *,
+        shard_bytes: int = SHARD_BYTES,
+        overrides: Mapping[str, Any] = MappingProxyType({}),
+    ) -> None:
         """Write a folder that transformers and vLLM can load. Collective; all ranks need to see its file system.
 
         `source`: the folder that the model came from; its config, tokenizer and generation settings are copied.
+        `overrides`: policy.hf_config_overrides.
         """
         folder, rank = Path(folder), torch.distributed.get_rank()
         partial = folder.with_name(f"tmp_{folder.name}")
         writer = HfFolderWriter(partial, self.shape, self.local[0][1].dtype, shard_bytes)
         if rank == 0:
             shutil.rmtree(partial, ignore_errors=True)  # left by an export that was killed
-            writer.create(Path(source))
+            writer.create(Path(source), overrides=overrides)
         torch.distributed.barrier()
         for name, params in writer.files.items():
             writer.write(name, self.slices(owned_only=True, among=set(params)))

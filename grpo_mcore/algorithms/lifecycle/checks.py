@@ -66,7 +66,7 @@ def check_model(config: MasterConfig) -> Model:
     Raises FamilyError, LayoutError or SetupError for a model or a layout that is not possible.
     """
     folder = model_folder(config.policy.model_name)
-    shape = shape_of(read_hf_config(folder))
+    shape = shape_of(read_hf_config(folder, config.policy.hf_config_overrides))
     layout = layout_of(config.policy, world_size(config))
     check_fit(shape, config.policy.megatron_cfg)
     return Model(folder, shape, layout, Platform.detect(config.cluster.platform).on_gpu)

@@ -83,7 +83,8 @@ class PolicyConfig(Section):
     tokenizer: TokenizerConfig = Field(default_factory=TokenizerConfig)
     """The tokenizer and its chat template."""
     hf_config_overrides: dict[str, Any] = Field(default_factory=dict)
-    """Values that replace those of the model's Hugging Face config. Not supported yet."""
+    """Values that replace those of the model's Hugging Face config, for the policy and the engines, such as
+    {max_position_embeddings: 16384}. Exported models have them too. Read by families/ and generation/."""
     train_global_batch_size: Positive = 512
     """Samples of one optimizer step, over all data-parallel ranks. Read by algorithms/ and batching/."""
     train_micro_batch_size: Positive = 4

@@ -8,7 +8,7 @@ from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from grpo_mcore.families import ModelShape, parameter_count, read_hf_config, shape_of
+from grpo_mcore.families import ModelShape, parameter_count, read_hf_config, shape_of, with_overrides
 from grpo_mcore.families.activations import Kernels
 from grpo_mcore.families.known import known_config, known_configs
 from grpo_mcore.recipe import MasterConfig, batch_equation
@@ -109,15 +109,15 @@ def plan_shape(config: MasterConfig, config_json: str | Path | None = None) -> M
         path = Path(config_json)
         if not path.is_file():
             raise PlanError(f"--config-json {path}: no such file")
-        return shape_of(json.loads(path.read_text()))
+        return shape_of(with_overrides(json.loads(path.read_text()), config.policy.hf_config_overrides))
     if Path(name).is_dir():
-        return shape_of(read_hf_config(name))
+        return shape_of(read_hf_config(name, config.policy.hf_config_overrides))
     if (known := known_config(name)) is None:
         raise PlanError(
             f"policy.model_name {name!r} is neither a folder here nor among the models known by name "
             f"({', '.join(known_configs())}); give its Hugging Face config.json with --config-json PATH"
         )
-    return shape_of(known)
+    return shape_of(with_overrides(known, config.policy.hf_config_overrides))
 
 
 def make_plan(
