@@ -50,8 +50,8 @@ from grpo_mcore.algorithms.training_step.policy_group import PolicyGroup
 from grpo_mcore.algorithms.training_step.step_batch import build_step_batch
 from grpo_mcore.algorithms.training_step.step_groups import StepGroups
 from grpo_mcore.algorithms.weight_sync.refit_step import refit_engines
-from grpo_mcore.objective import ClippedPGLossFn
 from grpo_mcore.observe import Logger, Timeline
+from grpo_mcore.parallel.policy import LossFn
 from grpo_mcore.recipe import (
     AsyncGRPOConfig,
     GRPOConfig,
@@ -77,7 +77,7 @@ def grpo_train(
     dataloader: Any,
     val_dataloader: Any,
     tokenizer: Any,
-    loss_fn: ClippedPGLossFn,
+    loss_fn: LossFn,
     task_to_env: Mapping[str, Any],
     val_task_to_env: Mapping[str, Any] | None,
     logger: Logger,
@@ -163,7 +163,7 @@ def train_on_groups(
     policy: PolicyGroup,
     engines: EngineGroup,
     groups: list[Group],
-    loss_fn: ClippedPGLossFn,
+    loss_fn: LossFn,
     config: MasterConfig,
     clock: Timeline,
 ) -> dict[str, float]:

@@ -23,8 +23,9 @@ from grpo_mcore.algorithms.training_step.policy_group import PolicyGroup
 from grpo_mcore.algorithms.weight_sync.refit_step import refit_once
 from grpo_mcore.cluster import Cluster
 from grpo_mcore.data import AllTaskProcessedDataset, BatchedDataDict
-from grpo_mcore.objective import ClippedPGLossFn, scale_reward_values
+from grpo_mcore.objective import scale_reward_values
 from grpo_mcore.observe import Logger
+from grpo_mcore.parallel.policy import LossFn
 from grpo_mcore.recipe import GRPOConfig, MasterConfig, RewardScalingConfig
 from grpo_mcore.refit.refit import RefitReport, Timer
 
@@ -48,7 +49,7 @@ def setup(
     tuple[Cluster, Cluster],
     Any,
     Any,
-    ClippedPGLossFn,
+    LossFn,
     Logger,
     CheckpointManager,
     GRPOSaveState,
@@ -86,7 +87,7 @@ def async_grpo_train(
     dataloader: Any,
     val_dataloader: Any,
     tokenizer: Any,
-    loss_fn: ClippedPGLossFn,
+    loss_fn: LossFn,
     task_to_env: Mapping[str, Any],
     val_task_to_env: Mapping[str, Any] | None,
     logger: Logger,

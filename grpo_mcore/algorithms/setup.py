@@ -27,7 +27,7 @@ from grpo_mcore.cluster import Cluster, Worker, gather, open_cluster
 from grpo_mcore.data import AllTaskProcessedDataset, build_dataloader, build_train_dataloader
 from grpo_mcore.environments.interfaces import EnvironmentBase
 from grpo_mcore.generation import EngineConfig, engine_environment
-from grpo_mcore.objective import ClippedPGLossFn
+from grpo_mcore.objective import ClippedPGLossFn, OwnLoss, build_loss
 from grpo_mcore.observe import Logger
 from grpo_mcore.parallel.layout import Layout
 from grpo_mcore.parallel.platform import Platform, cpu_threads
@@ -57,7 +57,7 @@ class Run:
     dataloader: Any
     val_dataloader: Any
     tokenizer: Any
-    loss_fn: ClippedPGLossFn
+    loss_fn: ClippedPGLossFn | OwnLoss
     task_to_env: Mapping[str, EnvironmentWorker]
     val_task_to_env: Mapping[str, EnvironmentWorker]
     logger: Logger
@@ -324,10 +324,10 @@ def wait_until_ready(
     )
 
 
-def make_loss(config: MasterConfig) -> ClippedPGLossFn:
+def make_loss(config: MasterConfig) -> ClippedPGLossFn | OwnLoss:
     """Build the recipe's loss. With one optimizer step per RL step, the log-probs before the update are those of the
     training pass itself."""
-    return ClippedPGLossFn(
+    return build_loss(
         config.loss_fn,
         prev_equals_curr=not needs_prev(config),
         max_age=config.grpo.async_grpo.max_age,

@@ -6,6 +6,7 @@ path. None of them truncates: a prompt that does not fit gets loss_multiplier 0,
 
 from __future__ import annotations
 
+import inspect
 from typing import Any
 
 from grpo_mcore.data.interfaces import RESERVED_KEYS, DataError, TaskDataProcessFnCallable, TaskDataSpec
@@ -141,7 +142,15 @@ def find_processor(name: str) -> TaskDataProcessFnCallable:
         return PROCESSORS[name]
     if not {".", ":"} & set(name):
         raise DataError(f"unknown processor {name!r}: known are {sorted(PROCESSORS)}, or an import path")
-    return import_by_path(name, "processor", DataError)
+    found = import_by_path(name, "processor", DataError)
+    try:
+        inspect.signature(found).bind({}, None, None, None, 0)
+    except TypeError as error:
+        raise DataError(
+            f"the processor {name!r} cannot be called as fn(datum_dict, task_data_spec, tokenizer, max_seq_length, "
+            f"idx): {error}"
+        ) from error
+    return found
 
 
 def _prompt_datum(

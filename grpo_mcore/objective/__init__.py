@@ -14,9 +14,20 @@ from grpo_mcore.objective.combine import METRIC_REDUCTIONS, CombinedMetrics, com
 from grpo_mcore.objective.estimators import RewardWeights, estimate_advantages, weights_by_name
 from grpo_mcore.objective.evaluation import majority_at_k, mean_interval
 from grpo_mcore.objective.kl_in_reward import SampleKL, kl_to_go, token_advantages
-from grpo_mcore.objective.loss import ClippedPGLossFn, NLLLossFn
+from grpo_mcore.objective.loss import ClippedPGLossFn, NLLLossFn, PolicyTerm
 from grpo_mcore.objective.metrics import CORRECT, pass_at_k, pass_numbers
-from grpo_mcore.objective.reduce import valid_counts
+from grpo_mcore.objective.own import (
+    LOSS_INPUTS,
+    OwnLoss,
+    OwnPart,
+    StepSamples,
+    build_loss,
+    check_call,
+    check_own_objective,
+    own_advantages,
+    own_shaping,
+)
+from grpo_mcore.objective.reduce import MaskedTokens, valid_counts
 from grpo_mcore.objective.rewards import overlong_filter, scale_reward_values, shape_rewards
 from grpo_mcore.objective.sample_stats import nonfinite_samples, sample_stats
 from grpo_mcore.recipe import ClippedPGLossConfig

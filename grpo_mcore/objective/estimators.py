@@ -22,7 +22,7 @@ RewardWeights: TypeAlias = Mapping[str, float] | Sequence[float]
 
 
 def estimate_advantages(
-    name: AdvantageEstimator,
+    name: str,
     rewards: Tensor,
     group_ids: Tensor,
     valid: Tensor | None = None,

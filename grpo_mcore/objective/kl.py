@@ -3,17 +3,22 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
+from functools import cache
+from typing import Any
 
 import torch
 from torch import Tensor
 
-from grpo_mcore.recipe import KLType
+from grpo_mcore.imports import import_by_path
+from grpo_mcore.recipe import KLType, is_path
 
 
 def kl_estimate(logprobs: Tensor, reference: Tensor, kind: KLType) -> Tensor:
     """Return KL(pi || reference) of each token, given log-probs of tokens sampled from pi.
 
-    With x = reference - logprobs:  k1 = -x,  k2 = x**2 / 2,  k3 = exp(x) - 1 - x.
+    With x = reference - logprobs:  k1 = -x,  k2 = x**2 / 2,  k3 = exp(x) - 1 - x. An import path: the function there,
+    of x.
     """
     return _estimate(reference - logprobs, kind)
 
@@ -59,7 +64,15 @@ def _estimate(x: Tensor, kind: KLType) -> Tensor:
         return x.square() / 2
     if kind == "k3":
         return torch.expm1(x) - x
+    if is_path(kind):
+        return own_kl_estimate(kind)(x)
     raise ValueError(f"unknown KL estimator {kind!r}; choose k1, k2 or k3")
+
+
+@cache
+def own_kl_estimate(path: str) -> Callable[[Tensor], Any]:
+    """Return the user's estimator at an import path: a function of x = reference - logprobs, token by token."""
+    return import_by_path(path, "code of loss_fn.reference_policy_kl_type", ValueError)
 
 
 def _finite_exp(x: Tensor) -> Tensor:

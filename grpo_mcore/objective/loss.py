@@ -79,7 +79,7 @@ class ClippedPGLossFn:
         ages = self._ages(batch, tokens)
         advantages = _column(batch, "advantages", tokens, "the policy term")
 
-        term = policy_term(curr, prev, advantages, tokens, cfg)
+        term = self.policy_term(curr, prev, advantages, tokens)
         weights = None if generation is None else importance_weights(prev, generation, tokens, cfg, ages)
         policy_loss = objective_mean(self._weighted(term.loss, weights), tokens, cfg)
         loss = policy_loss
@@ -122,6 +122,12 @@ class ClippedPGLossFn:
             if ages is not None:
                 metrics |= age_metrics(ages, by_token, tokens, self.max_age)
         return loss, metrics
+
+    def policy_term(self, curr: Tensor, prev: Tensor, advantages: Tensor, tokens: MaskedTokens) -> PolicyTerm:
+        """Return the policy term of each token and its ratios. A loss of your own derives from this class and overrides
+        this method; importance weights, KL, entropy, means and metrics stay. All float64 [N], flat: log-probs under the
+        policy and before the step's first update, and advantages."""
+        return policy_term(curr, prev, advantages, tokens, self.cfg)
 
     def _prev(self, curr: Tensor, batch: Mapping[str, Any], tokens: MaskedTokens) -> Tensor:
         if self.cfg.force_on_policy_ratio or (batch.get("prev_logprobs") is None and self.prev_equals_curr):

@@ -5,7 +5,15 @@ from __future__ import annotations
 from grpo_mcore.observe.console import RunConsole, ShownSample
 from grpo_mcore.observe.ledger import LEDGER_FILE, Ledger, LedgerError, read_ledger
 from grpo_mcore.observe.ledger_audit import Audit, audit
-from grpo_mcore.observe.logger import Logger, MissingPackage, read_metrics, run_folder, write_summary
+from grpo_mcore.observe.logger import (
+    Logger,
+    MissingPackage,
+    OwnLoggerError,
+    check_own_logger,
+    read_metrics,
+    run_folder,
+    write_summary,
+)
 from grpo_mcore.observe.plots import reward_curve_png
 from grpo_mcore.observe.step_table import StepRow
 from grpo_mcore.observe.timeline import Timeline

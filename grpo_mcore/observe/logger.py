@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 import json
 import logging
 import math
@@ -12,8 +13,9 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
+from grpo_mcore.imports import import_by_path
 from grpo_mcore.observe.append_file import AppendFile
-from grpo_mcore.recipe import GRPOLoggerConfig
+from grpo_mcore.recipe import GRPOLoggerConfig, OwnLoggerConfig
 
 log = logging.getLogger(__name__)
 
@@ -24,6 +26,28 @@ RESERVED = ("step", "prefix", "unix_time")
 
 class MissingPackage(RuntimeError):
     """The recipe asks for a logger whose package is not installed."""
+
+
+class OwnLoggerError(ValueError):
+    """A class under logger.own that is no logger."""
+
+
+def check_own_logger(own: OwnLoggerConfig) -> Any:
+    """Return the class of a logger of the user's own. It is built as `Class(log_dir, **options)` and has
+    `log_metrics(metrics, step, prefix)`, `log_hyperparams(params)` and `close()`. Raises OwnLoggerError for another."""
+    what = f"logger.own {own.path}"
+    cls = import_by_path(own.path, "logger", OwnLoggerError)
+    try:
+        inspect.signature(cls).bind("log_dir", **own.options)
+        inspect.signature(cls.log_metrics).bind(None, {}, 1, "train")
+        inspect.signature(cls.log_hyperparams).bind(None, {})
+        inspect.signature(cls.close).bind(None)
+    except (AttributeError, TypeError) as error:
+        raise OwnLoggerError(
+            f"{what}: {error}; a logger is a class, built as Class(log_dir, **options), with "
+            "log_metrics(metrics, step, prefix), log_hyperparams(params) and close()"
+        ) from error
+    return cls
 
 
 class Logger:
@@ -43,6 +67,7 @@ class Logger:
         if config.tensorboard_enabled:
             self.tensorboard_dir = self.log_dir / (config.tensorboard.log_dir or "tensorboard")
             self._tensorboard = _open_tensorboard(self.tensorboard_dir)
+        self._own = [check_own_logger(own)(self.log_dir, **own.options) for own in config.own]
         if wandb is not None:
             where = config.wandb
             self._wandb = wandb.init(project=where.project, name=where.name, entity=where.entity, dir=str(self.log_dir))
@@ -65,6 +90,8 @@ class Logger:
             self._to_tensorboard(named, step)
         if self._wandb is not None:
             self._wandb.log(named, step=step)
+        for own in self._own:
+            own.log_metrics(dict(values), step, prefix)
 
     def _to_tensorboard(self, metrics: Mapping[str, float], step: int) -> None:
         """Write to TensorBoard. On a full disk its writer gives up for good: these values are left out there, and the
@@ -88,6 +115,8 @@ class Logger:
             self._tensorboard.add_text("hyperparams", f"```json\n{text}\n```")
         if self._wandb is not None:
             self._wandb.config.update(json.loads(text))
+        for own in self._own:
+            own.log_hyperparams(json.loads(text))
 
     def close(self) -> None:
         """Write what is left and close all loggers. Idempotent."""
@@ -99,6 +128,8 @@ class Logger:
         if self._wandb is not None:
             self._wandb.finish()
             self._wandb = None
+        while self._own:
+            self._own.pop().close()
 
 
 def run_folder(parent: Path, run: str | None = None) -> Path:

@@ -56,9 +56,9 @@ from grpo_mcore.recipe.schema.launch import KubernetesConfig, LaunchConfig, Slur
 from grpo_mcore.recipe.schema.loss import ClippedPGLossConfig, KLType
 from grpo_mcore.recipe.schema.master import RecipeSections, only_evaluates, runs_grpo
 from grpo_mcore.recipe.schema.megatron import MegatronConfig, OptimizerConfig, PeftConfig, SchedulerConfig
-from grpo_mcore.recipe.schema.outputs import CheckpointingConfig, GRPOLoggerConfig
+from grpo_mcore.recipe.schema.outputs import CheckpointingConfig, GRPOLoggerConfig, OwnLoggerConfig
 from grpo_mcore.recipe.schema.policy import PolicyConfig, SequencePackingConfig, TokenizerConfig
-from grpo_mcore.recipe.schema.section import Section
+from grpo_mcore.recipe.schema.section import Section, is_path
 from grpo_mcore.recipe.schema.sft import SFTConfig
 from grpo_mcore.recipe.validation.run import VALIDATION_METRICS
 from grpo_mcore.recipe.validation.validate import checked_loss

@@ -47,6 +47,31 @@ def test_a_run_with_the_reward_of_your_own(task: Task, model: Path, tmp_path: Pa
     assert "share " in run.out and "length 1" in run.out  # the reasons of the validation samples that are shown
 
 
+def test_a_run_with_the_objective_of_your_own(task: Task, model: Path, tmp_path: Path) -> None:
+    """All six parts of the example; where one does not fit, nothing starts."""
+    words = [
+        f"policy.model_name={model}",
+        f"data.train.data_path={task.train}",
+        f"data.validation.data_path={task.val}",
+    ]
+    words += ["policy.megatron_cfg.tensor_model_parallel_size=1", "cluster.gpus_per_node=1", "cluster.backend=local"]
+    words += ["grpo.num_prompts_per_step=8", "grpo.num_generations_per_prompt=4", "policy.train_global_batch_size=32"]
+    words += ["grpo.max_num_steps=2", "grpo.val_period=0", "policy.generation.vllm_cfg.kv_cache_memory_gb=0.1"]
+    words += ["checkpointing.enabled=false", "grpo.val_at_end=false"]
+    recipe = {"defaults": str(EXAMPLES / "own_objective" / "recipe.yaml")}
+    refused = run_here("train", tmp_path, recipe, *words, "grpo.reward_shaping.options={fine: 2}")
+    assert refused.code == 1
+    assert "grpo.reward_shaping.path examples.own_objective.objective:brevity is called with" in refused.err
+    assert "starting" not in refused.out
+    run = run_here("train", tmp_path, recipe, *words)
+    assert run.code == 0, run.err
+    first, second = run.metrics()
+    assert second["kl_penalty"] >= 0 and second["grad_norm"] > 0
+    assert -1 <= first["advantage_min"] < 0 < first["advantage_max"] <= 1  # ranks
+    [lines] = [path.read_text().splitlines() for path in tmp_path.rglob("train.csv")]
+    assert len(lines) == 3 and lines[0].startswith("step,reward,")
+
+
 @pytest.mark.parametrize(
     ("expression", "value"), [("37*45", "1665"), ("1+2", "3"), ("2-30", "-28"), ("2**9", "?"), ("", "?"), ("1*2?", "?")]
 )
@@ -89,9 +114,10 @@ def test_a_run_with_the_environment_of_your_own(tmp_path: Path) -> None:
 
 
 def test_every_example_has_a_test() -> None:
-    """The others: test_data_loaders (custom_dataloader), test_environments (code_problems), test_multi_turn."""
-    here = {"own_environment", "own_loop", "own_reward"}
-    elsewhere = {"custom_dataloader", "code_problems", "sliding_puzzle"}
+    """The others: test_data_loaders (custom_dataloader), test_environments (code_problems), test_multi_turn,
+    test_spec_commands (configs)."""
+    here = {"own_environment", "own_loop", "own_objective", "own_reward"}
+    elsewhere = {"code_problems", "configs", "custom_dataloader", "sliding_puzzle"}
     assert {
         path.name for path in EXAMPLES.iterdir() if path.is_dir() and path.name != "__pycache__"
     } <= here | elsewhere

@@ -18,9 +18,11 @@ from grpo_mcore.families import (
     read_hf_config,
     shape_of,
 )
+from grpo_mcore.objective import LOSS_INPUTS, OwnPart, check_own_objective
+from grpo_mcore.observe import check_own_logger
 from grpo_mcore.parallel.layout import Layout, layout_of
 from grpo_mcore.parallel.platform import Platform
-from grpo_mcore.recipe import MasterConfig, engine_nodes, num_engines, world_size
+from grpo_mcore.recipe import MasterConfig, engine_nodes, is_path, num_engines, world_size
 
 VERDICT_TIMEOUT_S = 600.0
 """Seconds that an environment has to score a group, where its section does not set verdict_timeout_s."""
@@ -78,6 +80,7 @@ def check_run(config: MasterConfig) -> Model:
     Raises what `check_model` raises, SetupError for a model that vLLM's CPU build cannot run and for engines that do
     not fit the devices, FamilyError for a model that vLLM cannot split over an engine's ranks.
     """
+    check_own_code(config)
     model = check_model(config)
     shape = model.shape
     check_engine_places(config, gpu=model.gpu)
@@ -93,6 +96,22 @@ def check_run(config: MasterConfig) -> Model:
     if not model.gpu and (missing := missing_on_cpu(shape, whole_experts)):
         raise SetupError(f"policy.model_name: vLLM's CPU build cannot run this {shape.family} model: {missing}")
     return model
+
+
+def check_own_code(config: MasterConfig) -> None:
+    """Import what the recipe names by import path for objective and logging, and check how it can be called. Raises
+    OwnCodeError or OwnLoggerError."""
+    estimator, shaping, loss = config.grpo.adv_estimator, config.grpo.reward_shaping, config.loss_fn
+    parts = []
+    if is_path(estimator.name):
+        parts.append(OwnPart("grpo.adv_estimator.name", estimator.name, ("samples",), estimator.options))
+    if shaping.path is not None:
+        parts.append(OwnPart("grpo.reward_shaping.path", shaping.path, ("samples",), shaping.options))
+    if loss.path is not None:
+        parts.append(OwnPart("loss_fn.path", loss.path, LOSS_INPUTS, loss.options))
+    check_own_objective(parts, loss.reference_policy_kl_type)
+    for own in config.logger.own:
+        check_own_logger(own)
 
 
 def check_engine_places(config: MasterConfig, *, gpu: bool) -> None:

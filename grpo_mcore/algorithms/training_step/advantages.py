@@ -12,13 +12,16 @@ from grpo_mcore.algorithms.training_step.step_batch import StepBatch, TrainTarge
 from grpo_mcore.objective import (
     CORRECT,
     SampleKL,
+    StepSamples,
     clip_advantages,
     estimate_advantages,
     group_index,
+    own_advantages,
+    own_shaping,
     scale_reward_values,
     shape_rewards,
 )
-from grpo_mcore.recipe import MasterConfig, RewardScalingConfig
+from grpo_mcore.recipe import MasterConfig, RewardScalingConfig, is_path
 
 Stats = Mapping[str, Tensor]
 T = TypeVar("T")
@@ -42,21 +45,27 @@ def compute_targets(batch: StepBatch, stats: Stats, config: MasterConfig) -> tup
     kl_in_reward = loss.use_kl_in_reward and bool(stats)
     assert estimator.name != "opd", "the recipe refuses it here"
     named_rewards = _named_rewards(batch, config) if estimator.name == "gdpo" else None
+    kl = SampleKL(stats["kl_sum"], stats["kl_to_go_sum"], stats["kl_to_go_square"]) if kl_in_reward else None
+    penalty = loss.reference_policy_kl_penalty if kl_in_reward else 0.0
     try:
-        estimate = estimate_advantages(
-            estimator.name,
-            rewards,
-            group_index([group.uid for group in batch.groups for _ in group.samples]),
-            ~rewards.isnan(),
-            normalize=_first(estimator.normalize_rewards, grpo.normalize_rewards),
-            leave_one_out=_first(estimator.use_leave_one_out_baseline, grpo.use_leave_one_out_baseline),
-            minus_baseline=estimator.minus_baseline,
-            rewards_by_name=named_rewards,
-            reward_weights=estimator.reward_weights,
-            tokens=batch.trained_tokens * (weights > 0),
-            kl=SampleKL(stats["kl_sum"], stats["kl_to_go_sum"], stats["kl_to_go_square"]) if kl_in_reward else None,
-            kl_penalty=loss.reference_policy_kl_penalty if kl_in_reward else 0.0,
-        )
+        if is_path(estimator.name):
+            samples = step_samples(rewards, batch, config, weights > 0, kl, penalty)
+            estimate = own_advantages(estimator.name, samples, estimator.options)
+        else:
+            estimate = estimate_advantages(
+                estimator.name,
+                rewards,
+                _group_ids(batch),
+                ~rewards.isnan(),
+                normalize=_first(estimator.normalize_rewards, grpo.normalize_rewards),
+                leave_one_out=_first(estimator.use_leave_one_out_baseline, grpo.use_leave_one_out_baseline),
+                minus_baseline=estimator.minus_baseline,
+                rewards_by_name=named_rewards,
+                reward_weights=estimator.reward_weights,
+                tokens=batch.trained_tokens * (weights > 0),
+                kl=kl,
+                kl_penalty=penalty,
+            )
     except ValueError as error:
         raise TargetsError(f"grpo.adv_estimator {estimator.name}: {error}") from error
     clip = (grpo.advantage_clip_low, grpo.advantage_clip_high)
@@ -94,11 +103,13 @@ def counts(batches: tuple[tuple[int, ...], ...], weights: Tensor, tokens: Tensor
 
 
 def shaped_rewards(rewards: Tensor, batch: StepBatch, config: MasterConfig) -> Tensor:
-    """Return the rewards [samples] to learn from: scaled, then shaped by the length. NaN stays NaN."""
+    """Return the rewards [samples] to learn from: scaled, then shaped. NaN stays NaN."""
     rewards = _scaled(rewards, config.grpo.reward_scaling)
     shaping = config.grpo.reward_shaping
     if not shaping.enabled:
         return rewards
+    if shaping.path is not None:
+        return own_shaping(shaping.path, step_samples(rewards, batch, config, batch.weights > 0), shaping.options)
     return shape_rewards(
         rewards,
         generated_lengths=batch.trained_tokens,
@@ -110,16 +121,46 @@ def shaped_rewards(rewards: Tensor, batch: StepBatch, config: MasterConfig) -> T
     )
 
 
+def step_samples(
+    rewards: Tensor,
+    batch: StepBatch,
+    config: MasterConfig,
+    trained: Tensor,
+    kl: SampleKL | None = None,
+    kl_penalty: float = 0.0,
+) -> StepSamples:
+    """Return what a user's own estimator or reward shaping gets. `rewards`, `trained`: [samples]."""
+    samples = batch.samples
+    return StepSamples(
+        rewards=rewards,
+        group_ids=_group_ids(batch),
+        valid=~rewards.isnan(),
+        rewards_by_name=_named_rewards(batch, config, complete=False),
+        prompt_lengths=torch.tensor([sample.prompt_length for sample in samples]),
+        generated_lengths=batch.trained_tokens,
+        truncated=torch.tensor([sample.truncated for sample in samples]),
+        turns=torch.tensor([sample.turns for sample in samples]),
+        trained=trained,
+        kl=kl,
+        kl_penalty=kl_penalty,
+    )
+
+
+def _group_ids(batch: StepBatch) -> Tensor:
+    return group_index([group.uid for group in batch.groups for _ in group.samples])
+
+
 def _scaled(rewards: Tensor, scaling: RewardScalingConfig) -> Tensor:
     return scale_reward_values(rewards, **scaling.model_dump(exclude={"enabled"})) if scaling.enabled else rewards
 
 
-def _named_rewards(batch: StepBatch, config: MasterConfig) -> dict[str, Tensor]:
-    """Return each named reward of all samples, NaN for failed ones."""
+def _named_rewards(batch: StepBatch, config: MasterConfig, *, complete: bool = True) -> dict[str, Tensor]:
+    """Return each named reward of all samples, NaN for failed ones. `complete`: raise TargetsError where a sample does
+    not have all of them; else it is NaN there."""
     scores = [score for group in batch.groups for score in group.scores]
     names = sorted({name for score in scores for name in score.rewards_by_name})
     for sample, score in zip(batch.samples, scores, strict=True):
-        if score.reward is not None and sorted(score.rewards_by_name) != names:
+        if complete and score.reward is not None and sorted(score.rewards_by_name) != names:
             raise TargetsError(
                 f"grpo.adv_estimator gdpo needs the same named rewards of every sample: the step has "
                 f"{names or 'none'}, {sample.uid}#{sample.generation_index} has "
@@ -129,7 +170,7 @@ def _named_rewards(batch: StepBatch, config: MasterConfig) -> dict[str, Tensor]:
     return {
         name: _scaled(
             torch.tensor(
-                [nan if score.reward is None else score.rewards_by_name[name] for score in scores], dtype=torch.float64
+                [nan if s.reward is None else s.rewards_by_name.get(name, nan) for s in scores], dtype=torch.float64
             ),
             config.grpo.reward_scaling,
         )

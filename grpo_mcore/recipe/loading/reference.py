@@ -12,7 +12,7 @@ from pydantic.fields import FieldInfo
 from grpo_mcore.recipe.errors import in_yaml, joined
 from grpo_mcore.recipe.schema.keys import docstrings, section_of
 from grpo_mcore.recipe.schema.master import RecipeSections
-from grpo_mcore.recipe.schema.section import FIXED, Section
+from grpo_mcore.recipe.schema.section import FIXED, NameOrPath, Section
 
 _NAMES = {int: "integer", float: "number", bool: "boolean", str: "text", Any: "any", type(None): "null"}
 _SIGNS = (("gt", ">"), ("ge", ">="), ("lt", "<"), ("le", "<="))
@@ -71,6 +71,8 @@ def _type(annotation: Any, metadata: Any = ()) -> str:
     origin, arguments = get_origin(annotation), get_args(annotation)
     if origin is Annotated:
         return _type(arguments[0], arguments[1].metadata if isinstance(arguments[1], FieldInfo) else arguments[1:])
+    if named := next((item for item in metadata if isinstance(item, NameOrPath)), None):
+        return ", ".join([*(f"`{name}`" for name in named.names), "import path"])
     if origin is Literal:
         return ", ".join(f"`{choice if isinstance(choice, str) else in_yaml(choice)}`" for choice in arguments)
     if origin in (Union, types.UnionType):

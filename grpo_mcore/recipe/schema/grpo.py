@@ -9,6 +9,8 @@ from pydantic import BeforeValidator, Field
 
 from grpo_mcore.recipe.schema.section import (
     Fixed,
+    ImportPath,
+    NameOrPath,
     NonNegative,
     NonNegativeFloat,
     OffWhenNull,
@@ -51,10 +53,15 @@ class RewardScalingConfig(Section):
 
 
 class RewardShapingConfig(Section):
-    """`grpo.reward_shaping`: penalties for answers that are too long, applied after scaling. Read by objective/."""
+    """`grpo.reward_shaping`: penalties for answers that are too long, applied after scaling, or a function of your own.
+    Read by objective/."""
 
     enabled: bool = False
     """Shape rewards."""
+    path: ImportPath | None = None
+    """Import path of a function of your own that shapes rewards, instead of the penalties: docs/extending.md."""
+    options: dict[str, Any] = Field(default_factory=dict)
+    """Keyword arguments of the function at path."""
     overlong_buffer_length: Positive = 128
     """Number of generated tokens, ending at max_response_length, over which the penalty grows from 0 to its maximum."""
     overlong_buffer_penalty: NonNegativeFloat = 1.0
@@ -68,10 +75,12 @@ class RewardShapingConfig(Section):
 class AdvEstimatorConfig(Section):
     """`grpo.adv_estimator`: how rewards become advantages. Read by objective/."""
 
-    name: Literal["grpo", "dr_grpo", "rloo", "reinforce_plus_plus", "gdpo", "opd"] = "grpo"
+    name: Annotated[str, NameOrPath(("grpo", "dr_grpo", "rloo", "reinforce_plus_plus", "gdpo", "opd"))] = "grpo"
     """Estimator. grpo: relative to the group. dr_grpo: reward minus the group's mean. rloo: reward minus the mean of
     the others. reinforce_plus_plus: standardised over all trained tokens of the step. gdpo: each named reward by
-    itself, then summed. opd: not supported yet."""
+    itself, then summed. opd: not supported yet. An import path: a function of your own, see docs/extending.md."""
+    options: dict[str, Any] = Field(default_factory=dict)
+    """Keyword arguments of an estimator of your own."""
     normalize_rewards: bool | None = None
     """Divide by the standard deviation of the group. Only for grpo and gdpo. null: grpo.normalize_rewards."""
     use_leave_one_out_baseline: bool | None = None

@@ -3,13 +3,20 @@ docs/objective.md explains them. validation/objective.py checks which keys go to
 
 from __future__ import annotations
 
-from typing import Annotated, Literal
+from typing import Annotated, Any, Literal
 
 from pydantic import Field
 
-from grpo_mcore.recipe.schema.section import NonNegativeFloat, Positive, PositiveFloat, Section
+from grpo_mcore.recipe.schema.section import (
+    ImportPath,
+    NameOrPath,
+    NonNegativeFloat,
+    Positive,
+    PositiveFloat,
+    Section,
+)
 
-KLType = Literal["k1", "k2", "k3"]
+KLType = Annotated[str, NameOrPath(("k1", "k2", "k3"))]
 
 
 class ClippedPGLossConfig(Section):
@@ -17,6 +24,11 @@ class ClippedPGLossConfig(Section):
     Its importance weight is its probability before the step's first update over that under the engine. Read by
     objective/."""
 
+    path: ImportPath | None = None
+    """Import path of a loss of your own: a class derived from ClippedPGLossFn, or a function (docs/extending.md). null:
+    the loss that this section describes. Read by algorithms/."""
+    options: dict[str, Any] = Field(default_factory=dict)
+    """Keyword arguments of the function or class at path."""
     disable_ppo_ratio: bool = False
     """REINFORCE: weight the log-prob itself by the advantage, without a ratio."""
     token_level_loss: bool = True
@@ -39,7 +51,7 @@ class ClippedPGLossConfig(Section):
     reference_policy_kl_penalty: NonNegativeFloat = 0.01
     """Weight of the KL divergence to the reference. 0: the reference is not computed. Also read by algorithms/."""
     reference_policy_kl_type: KLType = "k3"
-    """Estimator of the KL divergence."""
+    """Estimator of the KL divergence. An import path: a function of your own, see docs/extending.md."""
     kl_input_clamp_value: PositiveFloat | None = 20.0
     """Bound on the absolute log-ratio inside the KL estimator. null: no bound."""
     kl_output_clamp_value: PositiveFloat | None = 10.0

@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from typing import Annotated, Literal
+from typing import Annotated, Any, Literal
 
 from pydantic import Field
 
-from grpo_mcore.recipe.schema.section import NonNegative, Positive, Section
+from grpo_mcore.recipe.schema.section import ImportPath, NonNegative, Positive, Section
 
 
 class WandbConfig(Section):
@@ -27,6 +27,15 @@ class TensorBoardConfig(Section):
     """Folder of the event files, inside the run's log folder. null: tensorboard."""
 
 
+class OwnLoggerConfig(Section):
+    """An entry of `logger.own`: a logger of your own. Read by observe/."""
+
+    path: ImportPath
+    """Import path of its class: docs/extending.md."""
+    options: dict[str, Any] = Field(default_factory=dict)
+    """Keyword arguments of the class."""
+
+
 class GRPOLoggerConfig(Section):
     """`logger`. A JSONL file with all metrics is always written. Read by observe/."""
 
@@ -42,6 +51,8 @@ class GRPOLoggerConfig(Section):
     """Destination of wandb_enabled."""
     tensorboard: TensorBoardConfig = Field(default_factory=TensorBoardConfig)
     """Destination of tensorboard_enabled."""
+    own: list[OwnLoggerConfig] = Field(default_factory=list)
+    """Loggers of your own, which get the same metrics."""
 
 
 class CheckpointingConfig(Section):

@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
+import re
+from dataclasses import dataclass
 from typing import Annotated, Any, TypeVar
 
-from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, WrapValidator
+from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Field, GetCoreSchemaHandler, WrapValidator
+
+from grpo_mcore.recipe.errors import nearest_hint
 
 Positive = Annotated[int, Field(gt=0)]
 NonNegative = Annotated[int, Field(ge=0)]
@@ -26,6 +30,36 @@ NULL: Any = None
 FIXED = "fixed when a run resumes"
 Fixed = Annotated[T, FIXED]
 """A value that a run keeps when it resumes from a checkpoint. All other values may change, and take effect."""
+
+
+_PATH = re.compile(r"[A-Za-z_][\w.]*:[A-Za-z_]\w*")
+
+
+@dataclass(frozen=True)
+class NameOrPath:
+    """The type of a text that is one of `names`, or the import path "package.module:name" of a user's object."""
+
+    names: tuple[str, ...] = ()
+
+    def check(self, value: str) -> str:
+        """Return the value. Raises ValueError for one that is neither."""
+        if value not in self.names and not _PATH.fullmatch(value):
+            known = f"one of {', '.join(self.names)}, or " if self.names else ""
+            hint = nearest_hint(value, self.names)
+            raise ValueError(f"expected {known}an import path such as package.module:name{hint}")
+        return value
+
+    def __get_pydantic_core_schema__(self, source: Any, handler: GetCoreSchemaHandler) -> Any:
+        return handler(Annotated[source, AfterValidator(self.check)])
+
+
+ImportPath = Annotated[str, NameOrPath()]
+"""The import path "package.module:name" of a user's function or class: docs/extending.md."""
+
+
+def is_path(name: str) -> bool:
+    """Return whether a NameOrPath is an import path."""
+    return ":" in name
 
 
 class Section(BaseModel):

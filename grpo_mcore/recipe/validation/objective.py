@@ -7,6 +7,7 @@ from collections.abc import Iterator
 from grpo_mcore.recipe.errors import Finding, in_yaml
 from grpo_mcore.recipe.schema.loss import ClippedPGLossConfig
 from grpo_mcore.recipe.schema.master import RecipeSections, runs_grpo
+from grpo_mcore.recipe.schema.section import is_path
 
 _ESTIMATOR = "grpo.adv_estimator."
 _LOSS = "loss_fn."
@@ -31,7 +32,13 @@ _FIXED: dict[str, tuple[bool, bool, str]] = {
 
 def loss_findings(loss: ClippedPGLossConfig) -> list[Finding]:
     """Return what is wrong with the section `loss_fn` by itself, whatever the rest of the recipe."""
-    return [*_policy_term(loss), *_importance_weights(loss), *_kl_in_loss(loss)]
+    return [*_own_loss(loss), *_policy_term(loss), *_importance_weights(loss), *_kl_in_loss(loss)]
+
+
+def _own_loss(loss: ClippedPGLossConfig) -> Iterator[Finding]:
+    """Options are those of a loss of one's own."""
+    if loss.options and loss.path is None:
+        yield Finding((_LOSS + "options", _LOSS + "path"), "are for a loss of your own: set loss_fn.path")
 
 
 def _policy_term(loss: ClippedPGLossConfig) -> Iterator[Finding]:
@@ -153,6 +160,16 @@ def check_rewards(config: RecipeSections) -> Iterator[Finding]:
             f"the source interval [{scaling.source_min:g}, {scaling.source_max:g}] is empty",
         )
     longest, buffer = shaping.max_response_length, shaping.overlong_buffer_length
+    if shaping.path is not None and not shaping.enabled:
+        yield Finding(
+            ("grpo.reward_shaping.path", "grpo.reward_shaping.enabled"), "has no effect without enabled: true"
+        )
+    if shaping.options and shaping.path is None:
+        yield Finding(
+            ("grpo.reward_shaping.options", "grpo.reward_shaping.path"), "are for a function of your own: set path"
+        )
+    if shaping.path is not None:
+        return
     if shaping.enabled and shaping.stop_properly_penalty_coef is None and longest is not None and buffer > longest:
         yield Finding(
             tuple(f"grpo.reward_shaping.{key}" for key in ("overlong_buffer_length", "max_response_length", "enabled")),
@@ -164,7 +181,12 @@ def check_shaping_acts(config: RecipeSections) -> Iterator[Finding]:
     """Some answers must be able to become long enough for the penalty on long answers."""
     shaping, generation = config.grpo.reward_shaping, config.policy.generation
     longest, turns = shaping.max_response_length, config.grpo.max_rollout_turns
-    if not shaping.enabled or shaping.stop_properly_penalty_coef is not None or longest is None:
+    if (
+        not shaping.enabled
+        or shaping.path is not None
+        or shaping.stop_properly_penalty_coef is not None
+        or longest is None
+    ):
         return
     possible = generation.max_new_tokens * turns
     free = longest - shaping.overlong_buffer_length
@@ -185,6 +207,17 @@ def check_advantages(config: RecipeSections) -> Iterator[Finding]:
             (_ESTIMATOR + "name",),
             "opd is not supported yet (on-policy distillation needs a teacher); use another estimator",
         )
+    if estimator.options and not is_path(name):
+        yield Finding(
+            (_ESTIMATOR + "options", _ESTIMATOR + "name"), f"are for an estimator of your own; {name} has none"
+        )
+    if is_path(name):
+        for key in ("normalize_rewards", "use_leave_one_out_baseline", "reward_weights"):
+            if estimator[key] is not None:
+                yield Finding(
+                    (_ESTIMATOR + key, _ESTIMATOR + "name"),
+                    f"has no effect on the estimator of your own {name}; pass it in options",
+                )
     if name in _FIXED:
         *values, reason = _FIXED[name]
         for key, fixed in zip(("normalize_rewards", "use_leave_one_out_baseline"), values, strict=True):
@@ -213,7 +246,7 @@ def check_advantages(config: RecipeSections) -> Iterator[Finding]:
             ("grpo.reward_shaping.enabled", _ESTIMATOR + "name"),
             "the estimator gdpo reads the named rewards, which shaping does not change",
         )
-    no_group = name == "reinforce_plus_plus" and not estimator.minus_baseline
+    no_group = is_path(name) or (name == "reinforce_plus_plus" and not estimator.minus_baseline)
     if runs_grpo(config) and grpo.num_generations_per_prompt == 1 and not no_group:
         yield Finding(
             ("grpo.num_generations_per_prompt",),

@@ -12,7 +12,15 @@ import numpy as np
 import pytest
 import torch
 
-from grpo_mcore.observe.logger import Logger, MissingPackage, read_metrics, run_folder
+from grpo_mcore.observe.logger import (
+    Logger,
+    MissingPackage,
+    OwnLoggerError,
+    check_own_logger,
+    read_metrics,
+    run_folder,
+)
+from grpo_mcore.recipe import OwnLoggerConfig
 
 
 def config(folder: Path, **values: Any) -> SimpleNamespace:
@@ -22,6 +30,7 @@ def config(folder: Path, **values: Any) -> SimpleNamespace:
         "tensorboard_enabled": False,
         "wandb": SimpleNamespace(project="p", name="n", entity=None),
         "tensorboard": SimpleNamespace(log_dir=None),
+        "own": [],
     }
     return SimpleNamespace(**(defaults | values))
 
@@ -163,3 +172,42 @@ def test_the_room_loads_without_torch_and_matplotlib():
 
     code = "import sys, grpo_mcore.observe as o; sys.exit(any(m in sys.modules for m in ('torch', 'matplotlib')))"
     assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0
+
+
+EXAMPLE = "examples.own_objective.csv_logger:CsvLogger"
+
+
+class WithoutClose:
+    def __init__(self, log_dir: Path) -> None:
+        self.log_dir = log_dir
+
+    def log_metrics(self, metrics: Any, step: int, prefix: str) -> None:
+        raise NotImplementedError
+
+    def log_hyperparams(self, params: Any) -> None:
+        raise NotImplementedError
+
+
+def test_a_logger_of_your_own_gets_the_same_metrics(tmp_path: Path) -> None:
+    own = [OwnLoggerConfig(path=EXAMPLE, options={"delimiter": ";"})]
+    logger = Logger(config(tmp_path, own=own))
+    logger.log_hyperparams({"grpo": {"seed": 3}})
+    for step in (1, 2):
+        logger.log_metrics({"loss": torch.tensor(step / 4), "timing": {"train": 1.5}}, step, "train")
+    logger.close()
+    logger.close()
+    assert (logger.log_dir / "train.csv").read_text().split() == ["step;loss;timing/train", "1;0.25;1.5", "2;0.5;1.5"]
+    assert json.loads((logger.log_dir / "recipe.json").read_text()) == {"grpo": {"seed": 3}}
+
+
+@pytest.mark.parametrize(
+    ("path", "options", "message"),
+    [
+        ("nowhere.at_all:Logger", {}, "cannot import the logger 'nowhere.at_all:Logger'"),
+        (EXAMPLE, {"columns": 3}, "unexpected keyword argument 'columns'"),
+        (f"{__name__}:WithoutClose", {}, "has no attribute 'close'; a logger is a class"),
+    ],
+)
+def test_a_class_that_is_no_logger_is_refused(path: str, options: dict[str, Any], message: str) -> None:
+    with pytest.raises(OwnLoggerError, match=message):
+        check_own_logger(OwnLoggerConfig(path=path, options=options))

@@ -1,0 +1,211 @@
+"""Parts of the objective that a user wrote: a recipe names them by import path, docs/extending.md describes them.
+
+An estimator and a reward shaping get a `StepSamples` and return one value per sample. A KL estimator gets log-ratios. A
+loss is a class derived from `ClippedPGLossFn`, or a function. What they return is checked: a wrong shape or a value
+that is not finite is an OwnCodeError that names the recipe's key and the function.
+"""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from grpo_mcore.imports import import_by_path
+from grpo_mcore.objective.advantages import AdvantageEstimate, group_stats
+from grpo_mcore.objective.combine import METRIC_REDUCTIONS, OWN
+from grpo_mcore.objective.kl import own_kl_estimate
+from grpo_mcore.objective.kl_in_reward import SampleKL
+from grpo_mcore.objective.loss import ClippedPGLossFn
+from grpo_mcore.objective.reduce import Count
+from grpo_mcore.recipe import ClippedPGLossConfig, is_path
+
+LOSS_INPUTS = ("curr_logprobs", "batch", "global_valid_seqs", "global_valid_toks")
+
+
+class OwnCodeError(ValueError):
+    """Code that a recipe names by import path and that does not do what its key asks for."""
+
+
+@dataclass(frozen=True)
+class StepSamples:
+    """The N samples of a step, as an estimator or a reward shaping of a user's own gets them."""
+
+    rewards: Tensor
+    """float64 [N]: scaled and, for an estimator, shaped; NaN for a failed sample."""
+    group_ids: Tensor
+    """int64 [N]: 0, 1, ... in the order of the groups; samples of one prompt have the same."""
+    valid: Tensor
+    """bool [N]: samples that have a reward."""
+    rewards_by_name: Mapping[str, Tensor]
+    """float64 [N] by name: the parts of rewards; NaN for samples without this part."""
+    prompt_lengths: Tensor
+    """int64 [N]: tokens of the prompt."""
+    generated_lengths: Tensor
+    """int64 [N]: tokens that the policy generated, over all turns."""
+    truncated: Tensor
+    """bool [N]: samples cut off at a length limit."""
+    turns: Tensor
+    """int64 [N]: turns that the policy generated."""
+    trained: Tensor
+    """bool [N]: samples that count in the loss: neither failed, empty nor filtered."""
+    kl: SampleKL | None = None
+    """KL of the samples to the reference, with loss_fn.use_kl_in_reward."""
+    kl_penalty: float = 0.0
+    """loss_fn.reference_policy_kl_penalty where the KL is in the reward, else 0."""
+
+
+def own_advantages(path: str, samples: StepSamples, options: Mapping[str, Any]) -> AdvantageEstimate:
+    """Return what the estimator at `path` makes of the samples: `fn(samples, **options)` returns a tensor [N] or an
+    AdvantageEstimate. Failed samples get 0. Raises OwnCodeError."""
+    key = f"grpo.adv_estimator.name {path}"
+    found = own_function(path, key)(samples, **options)
+    if isinstance(found, AdvantageEstimate):
+        return found
+    values = _values(found, samples.valid, key)
+    stats = group_stats(samples.rewards, samples.group_ids, samples.valid)
+    return AdvantageEstimate(torch.where(samples.valid, values, 0.0), stats)
+
+
+def own_shaping(path: str, samples: StepSamples, options: Mapping[str, Any]) -> Tensor:
+    """Return the rewards [N] that the function at `path` makes of the samples: `fn(samples, **options)`. Failed samples
+    keep NaN. Raises OwnCodeError."""
+    key = f"grpo.reward_shaping.path {path}"
+    values = _values(own_function(path, key)(samples, **options), samples.valid, key)
+    return torch.where(samples.valid, values, torch.nan)
+
+
+def _values(found: Any, valid: Tensor, key: str) -> Tensor:
+    if not isinstance(found, Tensor) or found.shape != valid.shape:
+        what = f"a tensor of shape {tuple(found.shape)}" if isinstance(found, Tensor) else type(found).__name__
+        raise OwnCodeError(f"{key} returned {what}; expected a tensor of shape {tuple(valid.shape)}: one per sample")
+    found = found.detach().to(torch.float64)
+    bad = (valid & ~found.isfinite()).nonzero().flatten().tolist()
+    if bad:
+        raise OwnCodeError(f"{key} returned values that are not finite, for samples {bad[:8]} which have a reward")
+    return found
+
+
+class OwnLoss:
+    """The loss at `path`: an instance of the class there, or the function there. Pickled by its path, so that the
+    policy's ranks import it themselves. `options`: keyword arguments of the function, or of the class after those of
+    ClippedPGLossFn."""
+
+    def __init__(self, cfg: ClippedPGLossConfig, *, prev_equals_curr: bool = False, max_age: int | None = None) -> None:
+        assert cfg.path is not None
+        self.cfg, self._how = cfg, {"prev_equals_curr": prev_equals_curr, "max_age": max_age}
+        self._key = f"loss_fn.path {cfg.path}"
+        found = own_function(cfg.path, self._key)
+        self._fills_prev = prev_equals_curr and not isinstance(found, type)
+        self._loss: Callable[..., tuple[Tensor, Mapping[str, Any]]] = (
+            found(cfg, **self._how, **cfg.options) if isinstance(found, type) else found
+        )
+        self._options = {} if isinstance(found, type) else cfg.options
+        self.needs_entropy = bool(getattr(self._loss, "needs_entropy", cfg.entropy_coeff is not None))
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return _load_loss, (self.cfg, self._how)
+
+    def __call__(
+        self, curr_logprobs: Tensor, batch: Mapping[str, Any], global_valid_seqs: Count, global_valid_toks: Count
+    ) -> tuple[Tensor, dict[str, Any]]:
+        """Return loss and metrics as `ClippedPGLossFn` does. Names of metrics that are not built in get `own/`."""
+        if self._fills_prev and batch.get("prev_logprobs") is None:
+            batch = {**batch, "prev_logprobs": curr_logprobs.detach()}
+        found = self._loss(
+            curr_logprobs,
+            batch,
+            global_valid_seqs=global_valid_seqs,
+            global_valid_toks=global_valid_toks,
+            **self._options,
+        )
+        if not isinstance(found, tuple) or len(found) != 2 or not isinstance(found[0], Tensor) or found[0].numel() != 1:
+            raise OwnCodeError(
+                f"{self._key} must return (loss, metrics): a scalar tensor and a dict, got {found!r:.200}"
+            )
+        loss, metrics = found
+        named = {name if name in METRIC_REDUCTIONS or "/" in name else OWN + name: v for name, v in metrics.items()}
+        return loss.reshape(()), {"loss": loss.detach().to(torch.float64)} | named
+
+
+def _load_loss(cfg: ClippedPGLossConfig, how: Mapping[str, Any]) -> OwnLoss:
+    return OwnLoss(cfg, **how)
+
+
+def build_loss(
+    cfg: ClippedPGLossConfig, *, prev_equals_curr: bool = False, max_age: int | None = None
+) -> ClippedPGLossFn | OwnLoss:
+    """Return the loss of the recipe's section `loss_fn`; the arguments are those of ClippedPGLossFn."""
+    kind = ClippedPGLossFn if cfg.path is None else OwnLoss
+    return kind(cfg, prev_equals_curr=prev_equals_curr, max_age=max_age)
+
+
+def own_function(path: str, key: str) -> Any:
+    """Import the function or class at `path`, which the recipe names under `key`. Raises OwnCodeError."""
+    found = import_by_path(path, f"code of {key.split()[0]}", OwnCodeError)
+    if not callable(found):
+        raise OwnCodeError(f"{key} is {type(found).__name__}; expected a function or a class")
+    return found
+
+
+@dataclass(frozen=True)
+class OwnPart:
+    """One use of own code: the key that names it, its path, the arguments by position that it gets, its options."""
+
+    key: str
+    path: str
+    takes: tuple[str, ...]
+    options: Mapping[str, Any] = field(default_factory=dict)
+
+    def check(self) -> Any:
+        """Import it and return it. Raises OwnCodeError where it cannot be called with these arguments."""
+        found = own_function(self.path, f"{self.key} {self.path}")
+        if isinstance(found, type) and self.key == "loss_fn.path":
+            if not issubclass(found, ClippedPGLossFn):
+                raise OwnCodeError(
+                    f"{self.key} {self.path}: a loss is a function ({', '.join(LOSS_INPUTS)}) or a class derived from "
+                    "grpo_mcore.objective.ClippedPGLossFn"
+                )
+            options = {"prev_equals_curr": True, "max_age": None, **self.options}
+            check_call(found, ("cfg",), options, f"{self.key} {self.path}")
+            return found
+        check_call(found, self.takes, self.options, f"{self.key} {self.path}")
+        return found
+
+
+def check_call(function: Callable[..., Any], takes: tuple[str, ...], options: Mapping[str, Any], what: str) -> None:
+    """Raise OwnCodeError where `function` cannot be called with these arguments and options."""
+    try:
+        signature = inspect.signature(function)
+    except (TypeError, ValueError):  # written in C: it shows when it is called
+        return
+    try:
+        signature.bind(*takes, **options)
+    except TypeError as error:
+        given = ", ".join([*takes, *(f"{name}=" for name in options)])
+        raise OwnCodeError(f"{what} is called with ({given}), but it takes {signature}: {error}") from error
+
+
+def check_own_kl(path: str) -> None:
+    """Try the KL estimator at `path` on three log-ratios. Raises OwnCodeError."""
+    key = f"loss_fn.reference_policy_kl_type {path}"
+    OwnPart("loss_fn.reference_policy_kl_type", path, ("log_ratio",)).check()
+    ratios = torch.tensor([-0.5, 0.0, 0.5], dtype=torch.float64, requires_grad=True)
+    try:
+        found = own_kl_estimate(path)(ratios)
+    except Exception as error:
+        raise OwnCodeError(f"{key} raised {type(error).__name__}: {error}") from error
+    if not isinstance(found, Tensor) or found.shape != ratios.shape or not found.requires_grad:
+        raise OwnCodeError(f"{key} must return a tensor of its argument's shape, with a gradient; got {found!r:.100}")
+
+
+def check_own_objective(parts: list[OwnPart], kl: str) -> None:
+    """Check the user's parts of an objective, and its KL estimator where that is one. Raises OwnCodeError."""
+    for part in parts:
+        part.check()
+    if is_path(kl):
+        check_own_kl(kl)
