@@ -12,7 +12,7 @@ from grpo_mcore.recipe import load_recipe
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Add the options of this command."""
     parser.add_argument("--json", action="store_true", help="print JSON")
-    parser.add_argument("--device", metavar="NAME", help="A100-40GB, A100, H100 (default), H200, B200 or cpu")
+    parser.add_argument("--device", metavar="NAME", help="A100-40GB, A100, H100 (default), H200, B200, RTX4090 or cpu")
     parser.add_argument("--memory-gb", type=float, metavar="GB", help="memory of the device, if it differs")
     parser.add_argument(
         "--mean-length",

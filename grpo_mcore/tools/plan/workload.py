@@ -57,6 +57,8 @@ DEVICES = {
         Device("H100", 80 * 10**9, 989e12, 3.35e12, 450e9, 50e9, 55e9),
         Device("H200", 141 * 10**9, 989e12, 4.8e12, 450e9, 50e9, 55e9),
         Device("B200", 180 * 10**9, 2250e12, 8.0e12, 900e9, 50e9, 55e9),
+        # A card of 24 GB without NVLink.
+        Device("RTX4090", 24 * 10**9, 165e12, 1.0e12, 25e9, 12e9, 25e9),
         # One rank on a shared host, with a core or two.
         Device("cpu", None, 5e10, 1e10, 5e9, 1e9, 1e10, reserved=0),
     )

@@ -59,6 +59,27 @@ def test_every_recipe_has_a_plan_in_time(recipe: str) -> None:
     assert found.fits, found.warnings
 
 
+@pytest.mark.parametrize(
+    ("recipe", "model", "device", "count", "adapters"),
+    [
+        ("grpo-qwen2.5-3B-1n1g-lora", None, "RTX4090", 1, True),
+        ("grpo-qwen2.5-3B-1n1g-lora", "Qwen/Qwen2.5-1.5B", "RTX4090", 1, True),
+        ("grpo-qwen3-8B-1n1g-lora", None, "A100", 1, True),
+        ("grpo-qwen3-8B-1n2g", None, "A100", 2, False),
+        ("grpo-qwen3-32B-1n4g-lora", None, "A100", 4, True),
+        ("grpo-qwen3-32B-1n8g", None, "H100", 8, False),
+    ],
+)
+def test_there_is_a_recipe_for_every_row_of_the_memory_table(
+    recipe: str, model: str | None, device: str, count: int, adapters: bool
+) -> None:
+    """Models of 1 to 3 B on 24 GB, of 7 to 8 B on one or two cards of 80 GB, of 32 B on four to eight."""
+    found = plan(recipe, *([f"policy.model_name={model}"] if model else []), device=device)
+    assert found.fits and found.load.world == count and (found.load.adapters is not None) == adapters
+    assert not any("close to the limit" in warning for warning in found.warnings), found.warnings
+    assert not plan(recipe, "policy.megatron_cfg.peft.enabled=false", device=device).fits or not adapters
+
+
 @pytest.mark.parametrize("recipe", RECIPES)
 def test_a_recipes_name_gives_its_model_size_and_nodes(recipe: str) -> None:
     """30BA3B: billions of parameters, and those that a token passes. 4n8g: nodes, and GPUs of each."""
