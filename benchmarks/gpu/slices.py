@@ -68,7 +68,8 @@ def measure(name: str, rank: Policy, config: MasterConfig, setting: Setting, len
         torch.cuda.reset_peak_memory_stats()
     seconds = setting.seconds(lambda: train(rank, rows), 2)
     sheet = setting.data_sheet()
-    plan = make_plan(config, rank.shape, sheet, mean_length=length // 4)
+    kernels = "torch" if setting.platform.on_gpu else "cpu"
+    plan = make_plan(config, rank.shape, sheet, mean_length=length // 4, kernels=kernels)
     flops = forward_flops(rank.shape, [length // 4] * 4) * count
     recompute = config.policy.megatron_cfg.activation_checkpointing
     tokens = count * length
