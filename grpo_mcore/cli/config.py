@@ -7,7 +7,7 @@ from __future__ import annotations
 import argparse
 from typing import Any
 
-from grpo_mcore.recipe import batch_equation, load_recipe, resolved_yaml, runs_grpo
+from grpo_mcore.recipe import batch_equation, load_recipe, resolved_yaml
 
 
 class _PrintReference(argparse.Action):
@@ -37,7 +37,7 @@ def run(args: argparse.Namespace) -> int:
         for note in recipe.imported:
             print(note)
         return 0
-    print(f"# {batch_equation(recipe.config, 'grpo' if runs_grpo(recipe.config) else 'sft')}")
+    print(f"# {batch_equation(recipe.config)}")
     if recipe.imported:
         print(f"# {len(recipe.imported)} keys of NeMo RL are used under another name or dropped: --imported lists them")
     print(resolved_yaml(recipe), end="")

@@ -18,6 +18,7 @@ def run(args: argparse.Namespace) -> int:
     grpo = load_recipe("grpo-arithmetic-cpu", args.overrides)  # a wrong override shows before anything runs
     sft = load_recipe("sft-arithmetic-cpu")
 
+    from grpo_mcore.algorithms.sft import SFT
     from grpo_mcore.cli.sft import fine_tune
     from grpo_mcore.cli.train import train
     from grpo_mcore.data.arithmetic import make_arithmetic_task, make_base_config
@@ -28,7 +29,7 @@ def run(args: argparse.Namespace) -> int:
     parameters = make_base_config(sft.config.policy.model_name, task.tokenizer, seed=sft.config.sft.seed)
     print(f"1/3  task and untrained Qwen3 with {parameters / 1e6:.1f} M parameters in {FOLDER}", flush=True)
     print("2/3  supervised warm-up, most demonstrations are wrong (recipes/sft-arithmetic-cpu.yaml)", flush=True)
-    fine_tune(sft.config)
+    fine_tune(SFT, sft.config)
     print("3/3  GRPO (recipes/grpo-arithmetic-cpu.yaml)", flush=True)
     summary = train(grpo.config)
     summary |= {"seconds": round(time.perf_counter() - began, 2), "grpo_seconds": summary["seconds"]}

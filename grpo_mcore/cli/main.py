@@ -23,6 +23,7 @@ from grpo_mcore.recipe import RecipeError, is_override
 VERBS = {
     "train": ("train a model with GRPO", True),
     "sft": ("fine-tune a model on examples", True),
+    "dpo": ("train a model on pairs of a chosen and a rejected answer", True),
     "eval": ("measure how well models or checkpoints solve tasks", False),
     "export": ("write a checkpoint as a model in Hugging Face's format", False),
     "plan": ("predict memory, time and refit of a recipe before anything is started", True),

@@ -29,6 +29,14 @@ UNSAVED = 73
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
+    add_resume(parser)
+    only = parser.add_mutually_exclusive_group()
+    only.add_argument("--check", action="store_true", help="check all that can be checked in seconds, and end")
+    only.add_argument("--validate-only", action="store_true", help="validate the model or the checkpoint, and end")
+
+
+def add_resume(parser: argparse.ArgumentParser) -> None:
+    """Add --resume."""
     parser.add_argument(
         "--resume",
         nargs="?",
@@ -38,9 +46,6 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         help="go on from a checkpoint: PATH, or the newest in checkpointing.checkpoint_dir; "
         "auto: the newest where there is one, else from the start",
     )
-    only = parser.add_mutually_exclusive_group()
-    only.add_argument("--check", action="store_true", help="check all that can be checked in seconds, and end")
-    only.add_argument("--validate-only", action="store_true", help="validate the model or the checkpoint, and end")
 
 
 def run(args: argparse.Namespace) -> int:

@@ -90,15 +90,47 @@ def sft_processor(
     An answer begins where a generation would begin, after the template's generation prompt, and is tokenised
     separately, so that the prompt has exactly the tokens that it has in a rollout.
     """
-    uid = _uid(datum_dict, task_data_spec, idx)
     messages = _with_task_prompts(datum_dict["messages"], task_data_spec)
+    log = _answered_log(messages, 0, _uid(datum_dict, task_data_spec, idx), datum_dict, tokenizer)
+    length = sum(len(turn["token_ids"]) for turn in log)
+    fits = max_seq_length is None or length <= max_seq_length
+    return _datum(log, length, fits, {}, datum_dict, task_data_spec, idx)
+
+
+def preference_processor(
+    datum_dict: dict[str, Any],
+    task_data_spec: TaskDataSpec,
+    tokenizer: Any,
+    max_seq_length: int | None,
+    idx: int,
+) -> DatumSpec:
+    """Process a prompt with a chosen and a rejected answer for DPO. The assistant's messages of the answers are trained
+    on, including their end tokens, and nothing of the prompt. Both answers must fit."""
+    prompt = _with_task_prompts(datum_dict["messages"], task_data_spec)
+    uid = _uid(datum_dict, task_data_spec, idx)
+    logs = [
+        _answered_log([*prompt, *datum_dict[answer]], len(prompt), f"{uid} ({answer})", datum_dict, tokenizer)
+        for answer in ("chosen", "rejected")
+    ]
+    lengths = [sum(len(turn["token_ids"]) for turn in log) for log in logs]
+    fits = max_seq_length is None or max(lengths) <= max_seq_length
+    datum = _datum(logs[0], sum(lengths), fits, {}, datum_dict, task_data_spec, idx)
+    datum["rejected_log"] = logs[1]
+    return datum
+
+
+def _answered_log(
+    messages: list[dict[str, Any]], first: int, uid: str, row: dict[str, Any], tokenizer: Any
+) -> list[Message]:
+    """Return the conversation up to its last answer, as tokens with their loss masks. The assistant's messages from
+    index `first` on are answers, each tokenised separately; all else is context."""
     turns: list[tuple[str, str]] = []
     done = ""
     for index, message in enumerate(messages):
-        if message["role"] != "assistant":
+        if message["role"] != "assistant" or index < first:
             continue
-        before = _render(tokenizer, messages[:index], uid, datum_dict, add_generation_prompt=True)
-        after = _render(tokenizer, messages[: index + 1], uid, datum_dict, add_generation_prompt=False)
+        before = _render(tokenizer, messages[:index], uid, row, add_generation_prompt=True)
+        after = _render(tokenizer, messages[: index + 1], uid, row, add_generation_prompt=False)
         if not (before.startswith(done) and after.startswith(before)):
             raise DataError(
                 f"{uid}: the chat template renders earlier turns differently once later ones follow; "
@@ -113,9 +145,7 @@ def sft_processor(
     log = _tokenise(turns, tokenizer)
     for turn in log:
         turn["token_loss_mask"] = torch.full_like(turn["token_ids"], turn["role"] == "assistant")
-    length = sum(len(turn["token_ids"]) for turn in log)
-    fits = max_seq_length is None or length <= max_seq_length
-    return _datum(log, length, fits, {}, datum_dict, task_data_spec, idx)
+    return log
 
 
 PROCESSORS: dict[str, TaskDataProcessFnCallable] = {
@@ -126,6 +156,7 @@ PROCESSORS: dict[str, TaskDataProcessFnCallable] = {
     "nemo_gym_data_processor": nemo_gym_data_processor,
     "nemo_gym": nemo_gym_data_processor,
     "sft_processor": sft_processor,
+    "preference_processor": preference_processor,
 }
 
 

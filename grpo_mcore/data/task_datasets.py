@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import logging
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, cast
 
@@ -182,18 +182,20 @@ def build_task_data(
     default_processor: str = DEFAULT_PROCESSOR,
     *,
     separate: bool = False,
+    load: Callable[[Entry, str], ResponseData] = load_response_dataset,
 ) -> TaskData:
     """Load all entries of `data.train` and `data.validation`. The rows that `split_validation_size` takes from training
     datasets are added to the validation data.
 
     The validation data has one row of each dataset in turn, so that its first grpo.max_val_samples rows have an equal
-    share of each. `separate` keeps the training datasets apart, for data.use_multiple_dataloader.
+    share of each. `separate` keeps the training datasets apart, for data.use_multiple_dataloader. `load` loads the
+    dataset of an entry, given the name of the default processor.
     """
     if not train:
         raise DataError("data.train is empty: name at least one dataset")
-    loaded = _load(train, default_processor)
+    loaded = _load(train, default_processor, load)
     held_out = [data for data in loaded if data.val_dataset is not None]
-    loaded_val = _load(validation, default_processor, taken={data.task_name for data in loaded})
+    loaded_val = _load(validation, default_processor, load, taken={data.task_name for data in loaded})
 
     def processed(rows: Sequence[dict[str, Any]], datasets: list[ResponseData]) -> AllTaskProcessedDataset:
         processors = {data.task_name: (data.task_spec, data.processor) for data in datasets}
@@ -215,12 +217,17 @@ def build_task_data(
     )
 
 
-def _load(entries: Sequence[Entry], default_processor: str, taken: set[str] | None = None) -> list[ResponseData]:
+def _load(
+    entries: Sequence[Entry],
+    default_processor: str,
+    load: Callable[[Entry, str], ResponseData],
+    taken: set[str] | None = None,
+) -> list[ResponseData]:
     """Load every dataset and give it a unique task name, since prompts are named after it."""
     names = set(taken or ())
     loaded = []
     for entry in entries:
-        data = load_response_dataset(entry, default_processor)
+        data = load(entry, default_processor)
         if data.task_name in names:
             split = setting(entry, "split")
             further = [f"{data.task_name}-{split}"] if split and split.isidentifier() else []

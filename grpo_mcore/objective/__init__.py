@@ -27,6 +27,7 @@ from grpo_mcore.objective.own import (
     own_advantages,
     own_shaping,
 )
+from grpo_mcore.objective.preference import PreferenceLossFn, dpo_loss, ipo_loss, simpo_loss
 from grpo_mcore.objective.reduce import MaskedTokens, valid_counts
 from grpo_mcore.objective.rewards import overlong_filter, scale_reward_values, shape_rewards
 from grpo_mcore.objective.sample_stats import nonfinite_samples, sample_stats

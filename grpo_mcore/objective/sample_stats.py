@@ -17,6 +17,7 @@ def sample_stats(batch: Mapping[str, Any], kl_kind: KLType | None = None) -> dic
     """Return statistics of each sample over its trained tokens, float64 [num_segments] (or [B]) each, on the device.
 
     tokens: their number. mult_error, if generation_logprobs g and prev_logprobs p are present: mean of exp|g - p|.
+    reference_sum, if reference_policy_logprobs are present: their sum.
     With kl_kind, from prev_logprobs and reference_policy_logprobs: kl_sum, kl_to_go_sum and kl_to_go_square, the
     fields of `SampleKL`. A sample without a trained token has 0 everywhere. sample_mask is ignored. A value that is not
     finite affects only its sample. Shapes as for `kl_to_go`; raises ValueError if an entry is missing.
@@ -27,6 +28,8 @@ def sample_stats(batch: Mapping[str, Any], kl_kind: KLType | None = None) -> dic
     if generation is not None and prev is not None:
         gap = tokens.column(generation, "generation_logprobs") - tokens.column(prev, "prev_logprobs")
         stats["mult_error"] = tokens.mean_by_sequence(torch.exp(gap.abs()))
+    if (reference := batch.get("reference_policy_logprobs")) is not None:
+        stats["reference_sum"] = tokens.sum_by_sequence(tokens.column(reference, "reference_policy_logprobs"))
     if kl_kind is not None:
         kl = token_kl(batch, tokens, kl_kind)
         to_go = suffix_sums(kl, tokens)

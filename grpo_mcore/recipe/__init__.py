@@ -13,6 +13,7 @@ from grpo_mcore.recipe.changes import Change, changes
 from grpo_mcore.recipe.derived import (
     DevicePool,
     batch_equation,
+    bin_tokens,
     data_parallel_size,
     divides_nodes,
     engine_nodes,
@@ -24,6 +25,7 @@ from grpo_mcore.recipe.derived import (
     policy_pool,
     prompts_per_generation_batch,
     samples_per_step,
+    samples_together,
     world_size,
 )
 from grpo_mcore.recipe.errors import DEFAULT, Finding, Problem, RecipeError, nearest, nearest_hint
@@ -43,6 +45,7 @@ from grpo_mcore.recipe.schema.data import (
     extract_necessary_env_names,
     unknown_dataset,
 )
+from grpo_mcore.recipe.schema.dpo import DPOConfig
 from grpo_mcore.recipe.schema.evaluation import EvalConfig
 from grpo_mcore.recipe.schema.generation import GenerationConfig, VllmConfig
 from grpo_mcore.recipe.schema.grpo import (
@@ -54,7 +57,7 @@ from grpo_mcore.recipe.schema.grpo import (
 )
 from grpo_mcore.recipe.schema.launch import KubernetesConfig, LaunchConfig, SlurmConfig
 from grpo_mcore.recipe.schema.loss import ClippedPGLossConfig, KLType
-from grpo_mcore.recipe.schema.master import RecipeSections, only_evaluates, runs_grpo
+from grpo_mcore.recipe.schema.master import Algorithm, RecipeSections, algorithm_of, only_evaluates, runs_grpo
 from grpo_mcore.recipe.schema.megatron import MegatronConfig, OptimizerConfig, PeftConfig, SchedulerConfig
 from grpo_mcore.recipe.schema.outputs import CheckpointingConfig, GRPOLoggerConfig, OwnLoggerConfig
 from grpo_mcore.recipe.schema.policy import PolicyConfig, SequencePackingConfig, TokenizerConfig

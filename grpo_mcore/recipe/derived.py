@@ -6,9 +6,8 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass
 from fractions import Fraction
-from typing import Literal
 
-from grpo_mcore.recipe.schema.master import RecipeSections
+from grpo_mcore.recipe.schema.master import Algorithm, RecipeSections, algorithm_of
 
 
 @dataclass(frozen=True)
@@ -102,6 +101,8 @@ def prompts_per_generation_batch(config: RecipeSections) -> int:
 
 def needs_reference(config: RecipeSections) -> bool:
     """Return whether reference log-probs are computed at all."""
+    if (algorithm := algorithm_of(config)) != "grpo":
+        return algorithm == "dpo" and config.dpo.preference_loss != "simpo"
     return config.loss_fn.reference_policy_kl_penalty > 0
 
 
@@ -113,13 +114,26 @@ def needs_prev(config: RecipeSections) -> bool:
     return changes or loss.use_kl_in_reward or grpo.seq_logprob_error_threshold is not None
 
 
-def batch_equation(config: RecipeSections, algorithm: Literal["grpo", "sft"] = "grpo") -> str:
+def samples_together(algorithm: Algorithm) -> int:
+    """Return how many samples stay in one micro-batch: 2 for DPO, whose loss compares the answers of a pair."""
+    return 2 if algorithm == "dpo" else 1
+
+
+def bin_tokens(config: RecipeSections, algorithm: Algorithm) -> int | None:
+    """Return the tokens of a packed row in training: train_mb_tokens, and twice as many for pairs of answers, since
+    policy.train_micro_batch_size counts pairs. None without sequence packing."""
+    packing = config.policy.sequence_packing
+    return samples_together(algorithm) * packing.train_mb_tokens if packing.enabled else None
+
+
+def batch_equation(config: RecipeSections, algorithm: Algorithm | None = None) -> str:
     """Return one line, such as "32 prompts x 16 generations = 512 samples = 2 optimizer steps x 256 = 2 x DP 4 x 64
-    samples, packed into bins of at most 2,048 tokens"."""
-    policy, dp = config.policy, data_parallel_size(config)
+    samples, packed into bins of at most 2,048 tokens". `algorithm`: None for that of the recipe."""
+    policy, dp, algorithm = config.policy, data_parallel_size(config), algorithm or algorithm_of(config)
     per_rank = policy.train_global_batch_size // dp
-    if algorithm == "sft":
-        head, factor = f"{policy.train_global_batch_size} samples", ""
+    noun = "pair" if algorithm == "dpo" else "sample"
+    if algorithm != "grpo":
+        head, factor = _count(policy.train_global_batch_size, noun), ""
     else:
         samples = samples_per_step(config)
         steps = samples // policy.train_global_batch_size
@@ -131,10 +145,11 @@ def batch_equation(config: RecipeSections, algorithm: Literal["grpo", "sft"] = "
         factor = f"{steps} x " if steps > 1 else ""
     equation = f"{head} = {factor}DP {dp} x "
     if policy.sequence_packing.enabled:
-        capacity = policy.sequence_packing.train_mb_tokens
-        return f"{equation}{_count(per_rank, 'sample')}, packed into bins of at most {capacity:,} tokens"
+        capacity = bin_tokens(config, algorithm)
+        assert capacity is not None
+        return f"{equation}{_count(per_rank, noun)}, packed into bins of at most {capacity:,} tokens"
     micro = policy.train_micro_batch_size
-    return f"{equation}{_count(per_rank // micro, 'micro-batch', 'es')} x {_count(micro, 'sample')}"
+    return f"{equation}{_count(per_rank // micro, 'micro-batch', 'es')} x {_count(micro, noun)}"
 
 
 def _count(number: int, noun: str, plural: str = "s") -> str:

@@ -37,5 +37,7 @@ class DatumSpec(TypedDict):
     task_name: str
     uid: str
     """Names the prompt for the whole run by its task and line or row, for example `data-train:17`."""
+    rejected_log: NotRequired[LLMMessageLogType]
+    """DPO only. The prompt with the rejected answer; `message_log` has the chosen one, `length` counts both."""
     stop_strings: NotRequired[list[str] | None]
     """Strings that end a generation, besides the recipe's; an environment may change them for later turns."""

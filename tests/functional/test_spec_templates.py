@@ -15,7 +15,7 @@ import pytest
 
 from grpo_mcore.cli.main import main
 from grpo_mcore.data.arithmetic import make_base_config
-from tests.functional.runs import Run, Task, assert_one_message
+from tests.functional.runs import Run, Task
 from tests.unit.recipe.test_spec_recipes import DPO_TEMPLATE, GRPO_TEMPLATE, GYM_GRPO, SFT_TEMPLATE
 
 
@@ -81,6 +81,18 @@ def test_sft(run) -> None:
     assert Path("results/gym_sft/hf/config.json").is_file()
 
 
-@pytest.mark.parametrize("verb", ["train", "sft"])
-def test_dpo_is_refused(run, verb: str) -> None:
-    assert_one_message(run(verb, DPO_TEMPLATE), 2, "recipe.yaml:2: defaults: no recipe 'dpo': DPO is not supported yet")
+def test_dpo_on_pairs_of_gym_rollouts(run) -> None:
+    rollouts = [
+        {"responses_create_params": {"input": [_message("user", f"{n}%2=")]}, "reward": reward,
+         "response": {"output": [{"type": "message", "role": "assistant", "content": [
+             {"type": "output_text", "text": str(answer), "annotations": []}]}]}}
+        for n in range(140) for answer, reward in ((1 - n % 2, 1.0), (n % 2, 0.0))
+    ]  # fmt: skip
+    Path("rollouts.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rollouts))
+    with contextlib.redirect_stdout(io.StringIO()):
+        assert main(["data", "gym-to-dpo", "--input", "rollouts.jsonl", "--output", "dpo_train.jsonl"]) == 0
+    done = run("dpo", DPO_TEMPLATE, "dpo.max_num_steps=1")
+    assert done.code == 0, done.err
+    [line] = done.metrics()
+    assert (line["step"], line["num_valid_samples"]) == (1, 128)
+    assert Path("results/gym_dpo/hf/config.json").is_file()

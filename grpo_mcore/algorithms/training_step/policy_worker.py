@@ -150,6 +150,8 @@ class PolicyWorker(Policy):
             columns["sample_mask"] = batch.per_token(targets.weights[bin.samples])
             if targets.rewards is not None:
                 columns["rewards"] = batch.per_token(targets.rewards[bin.samples])
+            if targets.reference_sums is not None:
+                columns["reference_sums"] = batch.per_token(targets.reference_sums[bin.samples])
             if targets.advantages is None or not self.is_last_stage:
                 continue
             to_go = kl_to_go(batch.loss_inputs(), self._kl_kind) if targets.kl_weight and self._kl_kind else None

@@ -6,7 +6,7 @@ step, so that each value of all samples travels as one tensor.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -15,7 +15,7 @@ from torch import Tensor
 from grpo_mcore.batching.plan import StepPlan, plan_step
 from grpo_mcore.objective import overlong_filter
 from grpo_mcore.parallel.layout import Layout
-from grpo_mcore.recipe import MasterConfig
+from grpo_mcore.recipe import Algorithm, MasterConfig, bin_tokens, samples_together
 from grpo_mcore.rollout.group import Group
 from grpo_mcore.rollout.trajectory import TrajectoryRef
 from grpo_mcore.rollout.workers import Ref
@@ -48,6 +48,8 @@ class TrainTargets:
     """Bounds of a token's advantage."""
     rewards: Tensor | None = None
     """Rewards of the environment, if a term of the loss needs them."""
+    reference_sums: Tensor | None = None
+    """Log-prob of each sample's trained tokens under the reference, if the loss needs it by sample."""
 
 
 @dataclass(frozen=True)
@@ -125,26 +127,32 @@ def rank_steps(
     layout: Layout,
     *,
     optimizer_steps: int,
+    algorithm: Algorithm = "grpo",
 ) -> tuple[StepPlan, tuple[RankStep, ...]]:
     """Distribute samples over optimizer steps, data-parallel ranks and bins, as the recipe packs them.
 
-    `trajectories`: sample index -> reference in the object store; `lengths`: tokens of each, in the same order. The
-    plan refers to samples by their position in that order, the rank steps by sample index.
+    `trajectories`: sample index -> reference in the object store; `lengths`: tokens of each, in the same order.
+    `algorithm`: DPO's pairs, two samples in a row, are planned as one of their joint length. The plan refers to samples
+    (or pairs) by their position in that order, the rank steps by sample index.
     """
-    packing, index = config.policy.sequence_packing, list(trajectories)
+    packing, index, together = config.policy.sequence_packing, list(trajectories), samples_together(algorithm)
+
+    def samples(positions: Iterable[int]) -> tuple[int, ...]:
+        return tuple(index[i] for first in positions for i in range(together * first, together * (first + 1)))
+
     plan = plan_step(
-        lengths,
+        [sum(lengths[i : i + together]) for i in range(0, len(lengths), together)],
         dp=layout.data,
         optimizer_steps=optimizer_steps,
-        capacity=packing.train_mb_tokens if packing.enabled else None,
+        capacity=bin_tokens(config, algorithm),
         algorithm=packing.algorithm,
         micro_batch_size=None if packing.enabled else config.policy.train_micro_batch_size,
         seed=config.grpo.seed,
     )
     steps = tuple(
         RankStep(
-            batches=tuple(tuple(tuple(index[i] for i in bin) for bin in bins) for bins in plan.for_rank(rank)),
-            trajectories={index[i]: trajectories[index[i]] for i in plan.samples_of(rank)},
+            batches=tuple(tuple(samples(bin) for bin in bins) for bins in plan.for_rank(rank)),
+            trajectories={i: trajectories[i] for i in samples(plan.samples_of(rank))},
         )
         for rank in range(plan.dp)
     )

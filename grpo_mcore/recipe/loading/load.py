@@ -20,7 +20,7 @@ from grpo_mcore.recipe.validation.validate import validated
 
 _SUFFIXES = ("", ".yaml", ".yml")
 # Base recipes of NeMo RL whose algorithm is not supported.
-_UNSUPPORTED = {"dpo": "DPO", "rm": "training a reward model"}
+_UNSUPPORTED = {"rm": "training a reward model"}
 # Keys that name a file. A file that does not exist relative to the working directory is taken from the folder of the
 # recipe that names it.
 _FILE_KEYS = {

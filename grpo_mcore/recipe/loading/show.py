@@ -30,7 +30,7 @@ _Dumper.add_implicit_resolver("tag:yaml.org,2002:float", FLOAT, None)
 def resolved_yaml(recipe: Recipe, *, sources: bool = True, without: frozenset[str] = frozenset()) -> str:
     """Return YAML that loads to the same configuration. With `sources`, a comment after each value says where it was
     written. Sections of the algorithm that the recipe does not run, and those in `without`, are left out."""
-    unused = set(without) | ({"sft", "eval"} - recipe.config.model_fields_set)
+    unused = set(without) | ({"sft", "dpo", "eval"} - recipe.config.model_fields_set)
     unused |= set() if runs_grpo(recipe.config) else {"grpo", "loss_fn"}
     lines = list(_lines(recipe.config.model_dump(exclude=unused), "", 0, recipe.provenance))
     column = max((len(text) for text, source in lines if source and len(text) <= _WIDEST), default=0) + 2

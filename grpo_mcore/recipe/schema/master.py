@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import math
-from typing import Any, Self
+from typing import Any, Literal, Self
 
 from pydantic import Field, model_validator
 
 from grpo_mcore.recipe.schema.cluster import ClusterConfig
 from grpo_mcore.recipe.schema.data import DataConfig
+from grpo_mcore.recipe.schema.dpo import DPOConfig
 from grpo_mcore.recipe.schema.evaluation import EvalConfig
 from grpo_mcore.recipe.schema.grpo import GRPOConfig
 from grpo_mcore.recipe.schema.launch import LaunchConfig
@@ -32,6 +33,8 @@ class RecipeSections(Section):
     """The RL loop."""
     sft: SFTConfig = Field(default_factory=SFTConfig)
     """Supervised fine-tuning."""
+    dpo: DPOConfig = Field(default_factory=DPOConfig)
+    """Preference training."""
     eval: EvalConfig = Field(default_factory=EvalConfig)
     """Evaluation."""
     env: dict[str, dict[str, Any]] = Field(default_factory=dict)
@@ -51,14 +54,24 @@ class RecipeSections(Section):
         return self
 
 
+Algorithm = Literal["grpo", "sft", "dpo", "eval"]
+
+
+def algorithm_of(config: RecipeSections) -> Algorithm:
+    """Return what the recipe describes: the first algorithm that it has a section of, training before evaluation; GRPO
+    where it has none."""
+    algorithms: tuple[Algorithm, ...] = ("grpo", "dpo", "sft", "eval")
+    return next((name for name in algorithms if name in config.model_fields_set), "grpo")
+
+
 def runs_grpo(config: RecipeSections) -> bool:
-    """Return whether the recipe describes a GRPO run: it has a section `grpo`, or neither `sft` nor `eval`."""
-    return "grpo" in config.model_fields_set or not {"sft", "eval"} & config.model_fields_set
+    """Return whether the recipe describes a GRPO run, see `algorithm_of`."""
+    return algorithm_of(config) == "grpo"
 
 
 def only_evaluates(config: RecipeSections) -> bool:
     """Return whether the recipe describes an evaluation and no training."""
-    return "eval" in config.model_fields_set and not {"grpo", "sft"} & config.model_fields_set
+    return algorithm_of(config) == "eval"
 
 
 def value_at(config: Any, key: str) -> Any:
@@ -93,6 +106,8 @@ NULL_MEANS: dict[str, tuple[str, ...] | int] = {
     "data.max_input_seq_length": ("policy.max_total_sequence_length",),
     "grpo.reward_shaping.max_response_length": ("policy.max_total_sequence_length",),
     "sft.val_global_batch_size": ("policy.train_global_batch_size",),
+    "dpo.val_global_batch_size": ("policy.train_global_batch_size",),
+    "dpo.sft_average_log_probs": ("dpo.preference_average_log_probs",),
 }
 """Values of keys that a recipe leaves null: a number, the key whose value they take, or the keys whose product they
 are. In this order: an entry may use the entries above it."""

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from grpo_mcore.recipe.schema.section import NULL, Derived, NonNegative, Positive, Section
+from grpo_mcore.recipe.schema.section import NULL, Derived, Fixed, NonNegative, Positive, Section
 
 
 class SFTConfig(Section):
@@ -22,5 +22,5 @@ class SFTConfig(Section):
     """Validate before the first step."""
     val_at_end: bool = False
     """Validate after the last step."""
-    seed: int = 42
+    seed: Fixed[int] = 42
     """Seed of the data order."""

@@ -12,7 +12,7 @@ from grpo_mcore.recipe.schema.data import (
     dataset_by_name,
     unknown_dataset,
 )
-from grpo_mcore.recipe.schema.master import RecipeSections, only_evaluates, runs_grpo
+from grpo_mcore.recipe.schema.master import Algorithm, RecipeSections, algorithm_of, only_evaluates, runs_grpo
 
 
 def check_data(config: RecipeSections) -> Iterator[Finding]:
@@ -27,7 +27,7 @@ def check_data(config: RecipeSections) -> Iterator[Finding]:
     for part, entries in (("train", config.data.train), ("validation", config.data.validation)):
         for position, entry in enumerate(entries):
             at = f"data.{part}.{position}."
-            yield from _check_dataset(entry, at)
+            yield from _check_dataset(entry, at, algorithm_of(config))
             if entry.env_name is None and (runs_grpo(config) or only_evaluates(config)) and len(config.env) > 1:
                 yield Finding(
                     (at + "env_name", f"data.{part}"), f"name the environment that scores it: {', '.join(config.env)}"
@@ -38,14 +38,14 @@ def check_data(config: RecipeSections) -> Iterator[Finding]:
                 yield Finding((at + "env_name",), f"{in_yaml(entry.env_name)} is not in env, which has {known}{hint}")
 
 
-def _check_dataset(entry: DatasetEntry, at: str) -> Iterator[Finding]:
+def _check_dataset(entry: DatasetEntry, at: str, algorithm: Algorithm) -> Iterator[Finding]:
     name = dataset_by_name(entry.dataset_name)
     if name is None and not {".", ":"} & set(entry.dataset_name):
         yield Finding((at + "dataset_name",), unknown_dataset(entry.dataset_name))
-    elif name in PREFERENCE_DATASETS:
+    elif name in PREFERENCE_DATASETS and algorithm != "dpo":
         yield Finding(
             (at + "dataset_name",),
-            f"{name} holds pairs of answers for DPO, which is not supported yet; GRPO and SFT cannot use them",
+            f"{name} holds pairs of answers for DPO; GRPO and SFT cannot use them. A recipe for DPO has a section dpo",
         )
     elif name in FILE_DATASETS and not entry.data_path:
         yield Finding((at + "data_path", at + "dataset_name"), f"{entry.dataset_name} needs a data_path")
@@ -57,7 +57,10 @@ def check_loaders(config: RecipeSections) -> Iterator[Finding]:
     if not data.use_multiple_dataloader:
         return
     if not runs_grpo(config):
-        yield Finding(("data.use_multiple_dataloader",), "SFT reads all datasets with one data loader; leave it false")
+        yield Finding(
+            ("data.use_multiple_dataloader",),
+            f"{algorithm_of(config).upper()} reads all datasets with one data loader; leave it false",
+        )
         return
     size, prompts = data.num_prompts_per_dataloader, config.grpo.num_prompts_per_step
     if size is None:

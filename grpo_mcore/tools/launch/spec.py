@@ -10,8 +10,8 @@ from grpo_mcore.recipe import (
     LaunchConfig,
     MasterConfig,
     Recipe,
+    algorithm_of,
     divides_nodes,
-    only_evaluates,
     resolved_yaml,
     runs_grpo,
     shown,
@@ -59,7 +59,7 @@ class LaunchSpec:
 
     def command(self, recipe: str, overrides: tuple[str, ...] = ()) -> tuple[str, ...]:
         """Return the command that trains. It resumes if there is a checkpoint, so a restart is the same command."""
-        resume = ("--resume=auto",) if self.verb == "train" and self.restarts else ()
+        resume = ("--resume=auto",) if self.restarts else ()
         return ("grpo-mcore", self.verb, recipe, *overrides, *resume)
 
 
@@ -68,12 +68,12 @@ def launch_spec(recipe: Recipe, target: Target) -> LaunchSpec:
     config = recipe.config
     validate(recipe, target)
     launch, cluster = config.launch, config.cluster
-    resumes = runs_grpo(config) and config.checkpointing.enabled
+    resumes = config.checkpointing.enabled and algorithm_of(config) != "eval"
     return LaunchSpec(
         name=launch.name or job_name(recipe.path.stem),
         pools=pools(config),
         from_submitter=tuple(dict.fromkeys([*FROM_SUBMITTER, *cluster.env_vars])),
-        verb="train" if runs_grpo(config) else "eval" if only_evaluates(config) else "sft",
+        verb="train" if runs_grpo(config) else algorithm_of(config),
         recipe_file=shown(recipe.path),
         overrides=tuple(word for word in recipe.overrides if not word.lstrip("+~").startswith("launch.")),
         recipe_yaml=resolved_yaml(recipe, sources=False, without=frozenset({"launch"})),

@@ -143,7 +143,7 @@ def make_plan(
     warnings += [*_memory(load, device, stages), *_engines(load, device, engine), *_layout(load, times)]
     if traffic is not None and traffic.buckets > 64:
         warnings.append(f"{traffic.buckets} refit buckets: a larger policy.refit_buffer_size_gb makes fewer of them")
-    equation = batch_equation(config, "grpo" if load.grpo else "sft")
+    equation = batch_equation(config)
     return Plan(config.policy.model_name, equation, load, device, engine, stages, times, traffic, tuple(warnings))
 
 

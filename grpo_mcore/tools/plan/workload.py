@@ -13,14 +13,16 @@ from grpo_mcore.families.shards import chunk_layers
 from grpo_mcore.parallel.layout import Layout, layout_of
 from grpo_mcore.recipe import (
     MasterConfig,
+    algorithm_of,
+    bin_tokens,
     engine_nodes,
     engine_pool,
     needs_prev,
     needs_reference,
     num_engines,
     policy_pool,
-    runs_grpo,
     samples_per_step,
+    samples_together,
 )
 from grpo_mcore.refit.layout import EngineLayout, TrainerLayout
 from grpo_mcore.tools.plan.rank_params import RankParams, rank_params
@@ -176,8 +178,8 @@ def workload_of(
     check_fit(shape, megatron)
     pool, cpu = policy_pool(config), kernels == "cpu"
     layout = layout_of(policy, pool.ranks)
-    longest, grpo = policy.max_total_sequence_length, runs_grpo(config)
-    packing = policy.sequence_packing
+    longest, algorithm = policy.max_total_sequence_length, algorithm_of(config)
+    grpo, together = algorithm == "grpo", samples_together(algorithm)
     element = BYTES[policy.precision]
     kv_cache_gb = vllm.kv_cache_memory_gb or (1.0 if cpu else None)
     return Workload(
@@ -195,12 +197,12 @@ def workload_of(
         optimizer=megatron.optimizer.optimizer,
         momentum=megatron.optimizer.sgd_momentum > 0,
         kernels=kernels,
-        samples=samples_per_step(config) if grpo else policy.train_global_batch_size,
-        batch=policy.train_global_batch_size,
+        samples=samples_per_step(config) if grpo else together * policy.train_global_batch_size,
+        batch=together * policy.train_global_batch_size,
         max_length=longest,
         mean_length=min(longest, mean_length or max(1, longest // 2)),
         max_new_tokens=generation.max_new_tokens or longest,
-        bin_tokens=(packing.train_mb_tokens if packing.enabled else None) or longest * policy.train_micro_batch_size,
+        bin_tokens=bin_tokens(config, algorithm) or together * longest * policy.train_micro_batch_size,
         logprob_chunk=policy.logprob_chunk_size or 1024,
         grpo=grpo,
         reference=grpo and needs_reference(config),

@@ -122,5 +122,18 @@ def test_the_command_imports_without_torch() -> None:
 
 def test_names_of_the_public_api_are_there() -> None:
     assert set(MasterConfig.model_fields) == {
-        *("policy", "loss_fn", "env", "data", "grpo", "sft", "eval", "logger", "cluster", "checkpointing", "launch")
+        *(
+            "policy",
+            "loss_fn",
+            "env",
+            "data",
+            "grpo",
+            "sft",
+            "dpo",
+            "eval",
+            "logger",
+            "cluster",
+            "checkpointing",
+            "launch",
+        )
     }

@@ -12,6 +12,7 @@ from grpo_mcore.recipe.schema.keys import fixed_on_resume, known_keys
 FIXED = {
     "data.shuffle",
     "data.use_multiple_dataloader",
+    "dpo.seed",
     "grpo.seed",
     "policy.megatron_cfg.optimizer.optimizer",
     "policy.megatron_cfg.peft.alpha",
@@ -20,6 +21,7 @@ FIXED = {
     "policy.megatron_cfg.peft.exclude_modules",
     "policy.megatron_cfg.peft.target_modules",
     "policy.precision",
+    "sft.seed",
 }
 
 

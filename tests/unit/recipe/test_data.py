@@ -69,6 +69,6 @@ def test_preference_data_is_for_dpo(problems) -> None:
     for name in ("BinaryPreferenceDataset", "binary_preference_dataset"):
         text = f"policy: {{model_name: m}}\ndata:\n  train:\n    dataset_name: {name}\n    data_path: x.jsonl\n"
         assert problems(text) == [
-            "r.yaml:4: data.train.dataset_name: BinaryPreferenceDataset holds pairs of answers for DPO, which is not "
-            "supported yet; GRPO and SFT cannot use them"
+            "r.yaml:4: data.train.dataset_name: BinaryPreferenceDataset holds pairs of answers for DPO; GRPO and SFT "
+            "cannot use them. A recipe for DPO has a section dpo"
         ]

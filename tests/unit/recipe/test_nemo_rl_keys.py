@@ -162,7 +162,7 @@ def test_a_whole_file_loads(load) -> None:
             "async_rl={sampler: {name: in_order}}",
             "async_rl.sampler.name: a key of NeMo RL; use grpo.async_grpo",
         ),
-        ("dpo={}", "dpo: a key of NeMo RL; this algorithm is not supported yet; remove the section"),
+        ("rm={}", "rm: a key of NeMo RL; this algorithm is not supported yet; remove the section"),
     ],
 )
 def test_keys_with_an_effect_are_rejected(problems, text: str, line: str) -> None:

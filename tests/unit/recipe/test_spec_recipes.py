@@ -137,11 +137,16 @@ def test_sft_template(load) -> None:
     assert config.policy.train_global_batch_size == 32
 
 
-def test_dpo_template_is_reported_as_unsupported(problems) -> None:
-    assert problems(DPO_TEMPLATE) == ["r.yaml:2: defaults: no recipe 'dpo': DPO is not supported yet"]
+def test_dpo_template(load, problems) -> None:
+    config = load(DPO_TEMPLATE).config
+    (train,) = config.data.train
+    assert (train.dataset_name, train.data_path) == ("BinaryPreferenceDataset", "dpo_train.jsonl")
+    assert (train.prompt_key, train.chosen_key, train.rejected_key) == ("prompt", "chosen", "rejected")
+    assert config.data.validation == [] and train.processor == "preference_processor"
+    assert config.dpo.sft_average_log_probs is False and config.dpo.val_global_batch_size == 128
     refusal = (
-        "r.yaml:4: data.dataset_name: BinaryPreferenceDataset holds pairs of answers for DPO, which is not supported "
-        "yet; GRPO and SFT cannot use them"
+        "r.yaml:4: data.dataset_name: BinaryPreferenceDataset holds pairs of answers for DPO; GRPO and SFT cannot use "
+        "them. A recipe for DPO has a section dpo"
     )
     for base in ("sft", "grpo_math_1B"):
         assert problems(DPO_TEMPLATE.replace("- dpo", f"- {base}")) == [refusal]

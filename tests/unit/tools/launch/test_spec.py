@@ -43,8 +43,8 @@ def test_what_cannot_resume_is_not_restarted() -> None:
     assert spec().restarts == 3
     assert spec("checkpointing.enabled=false").restarts == 0
     found = spec(recipe="sft")
-    assert (found.verb, found.restarts) == ("sft", 0)
-    assert found.command("x") == ("grpo-mcore", "sft", "x")
+    assert (found.verb, found.restarts) == ("sft", 3)
+    assert found.command("x") == ("grpo-mcore", "sft", "x", "--resume=auto")
 
 
 def test_on_cpu_there_are_no_gpus() -> None:

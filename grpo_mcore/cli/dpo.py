@@ -1,0 +1,26 @@
+"""`grpo-mcore dpo RECIPE [key=value ...] [--resume [PATH]]`: train a model on pairs of answers, a chosen and a rejected
+one, and export it to a Hugging Face folder."""
+
+from __future__ import annotations
+
+import argparse
+
+from grpo_mcore.cli.sft import fine_tune
+from grpo_mcore.cli.train import add_resume, exit_code
+from grpo_mcore.recipe import DEFAULT, Problem, RecipeError, algorithm_of, load_recipe, shown
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    add_resume(parser)
+
+
+def run(args: argparse.Namespace) -> int:
+    """Train as the recipe says."""
+    recipe = load_recipe(args.recipe, args.overrides)
+    if algorithm_of(recipe.config) != "dpo":
+        problem = Problem(DEFAULT, "dpo", "the recipe needs a section dpo, and none for grpo; inherit recipes/dpo.yaml")
+        raise RecipeError([problem], shown(recipe.path))
+
+    from grpo_mcore.algorithms.dpo import DPO
+
+    return exit_code(fine_tune(DPO, recipe.config, args.resume))

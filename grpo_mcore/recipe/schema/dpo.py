@@ -1,0 +1,58 @@
+"""`dpo`: preference training on pairs of answers. Its batch sizes are those of `policy`, counted in pairs."""
+
+from __future__ import annotations
+
+from typing import Literal
+
+from grpo_mcore.recipe.schema.section import (
+    NULL,
+    Derived,
+    Fixed,
+    NonNegative,
+    NonNegativeFloat,
+    Positive,
+    PositiveFloat,
+    Section,
+)
+
+PreferenceLoss = Literal["dpo", "ipo", "simpo"]
+
+
+class DPOConfig(Section):
+    """`dpo`. A step is one optimizer step on policy.train_global_batch_size pairs. Read by algorithms/dpo.py, the loss
+    by objective/preference.py. The loss of a pair is preference_loss_weight x preference loss + sft_loss_weight x the
+    negative log-prob of the chosen answer."""
+
+    max_num_epochs: Positive = 1
+    """Maximum number of passes over the training data."""
+    max_num_steps: Positive = 150
+    """Maximum number of steps."""
+    val_period: NonNegative = 25
+    """Steps between two validations. 0: never."""
+    val_batches: Positive | None = 8
+    """Batches of one validation. null: the whole validation data."""
+    val_global_batch_size: Derived[Positive] = NULL
+    """Pairs of one validation batch. null: policy.train_global_batch_size."""
+    val_at_start: bool = True
+    """Validate before the first step."""
+    val_at_end: bool = False
+    """Validate after the last step."""
+    seed: Fixed[int] = 42
+    """Seed of the data order."""
+    preference_loss: PreferenceLoss = "dpo"
+    """dpo: -log sigmoid(beta m), where m is the difference of the log-ratios to the reference (arXiv 2305.18290). ipo:
+    (m - 1 / (2 beta))^2 (arXiv 2310.12036). simpo: as dpo, with mean log-probs, a target margin and no reference (arXiv
+    2405.14734)."""
+    reference_policy_kl_penalty: PositiveFloat = 0.05
+    """beta: how strongly the policy is kept near the reference. Values of ipo and simpo differ in size: the papers use
+    0.1 and 2."""
+    preference_average_log_probs: bool = False
+    """Divide the log-prob of an answer by its tokens in the preference loss. simpo always does."""
+    simpo_margin: NonNegativeFloat = 0.0
+    """gamma: the difference of rewards that simpo aims at. No effect on other losses."""
+    preference_loss_weight: NonNegativeFloat = 1.0
+    """Weight of the preference loss."""
+    sft_loss_weight: NonNegativeFloat = 0.0
+    """Weight of the chosen answer's negative log-prob, which keeps that answer likely."""
+    sft_average_log_probs: Derived[bool] = NULL
+    """Divide the log-prob by the tokens in that term. null: dpo.preference_average_log_probs."""

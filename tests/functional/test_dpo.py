@@ -1,0 +1,136 @@
+"""Preference training from the command line, in process: it prefers the chosen answer, and resumes bit for bit."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.functional.runs import Run, Task, assert_one_message, run_here, sft_recipe
+
+GYM_ROWS = 24
+
+
+@pytest.fixture(scope="module")
+def pairs(task: Task, tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
+    """Write files of pairs: the right digit is chosen, the wrong one is rejected."""
+    folder = tmp_path_factory.mktemp("pairs")
+    found = {}
+    for name, source in (("train", task.train), ("val", task.val)):
+        rows = [json.loads(line) for line in source.read_text().splitlines()]
+        lines = [
+            {"prompt": row["input"], "chosen": row["output"], "rejected": str(1 - int(row["output"]))} for row in rows
+        ]
+        found[name] = folder / f"{name}.jsonl"
+        found[name].write_text("".join(json.dumps(line) + "\n" for line in lines))
+    return found
+
+
+def dpo_recipe(task: Task, pairs: dict[str, Path], **dpo: Any) -> dict[str, Any]:
+    """Return a recipe of 7 steps of 48 pairs over 128 rows: the third epoch begins within it."""
+    base = sft_recipe(task)
+    dataset = {"dataset_name": "BinaryPreferenceDataset"}
+    del base["sft"]
+    return base | {
+        "dpo": {"max_num_steps": 7, "max_num_epochs": 4, "val_period": 0, "val_at_end": True}
+        | {"reference_policy_kl_penalty": 0.5, "sft_loss_weight": 0.1}
+        | dpo,
+        "policy": base["policy"] | {"train_global_batch_size": 48},
+        "data": {
+            "train": dataset | {"data_path": str(pairs["train"])},
+            "validation": dataset | {"data_path": str(pairs["val"])},
+        },
+        "checkpointing": {"save_period": 3, "keep_top_k": 9},
+    }
+
+
+@pytest.fixture(scope="module")
+def dpo_run(task: Task, pairs: dict[str, Path], tmp_path_factory: pytest.TempPathFactory) -> Run:
+    return run_here("dpo", tmp_path_factory.mktemp("dpo"), dpo_recipe(task, pairs))
+
+
+def test_the_margin_rises(dpo_run: Run) -> None:
+    assert dpo_run.code == 0, dpo_run.err
+    first, *_, last = dpo_run.metrics()
+    assert first["loss"] == pytest.approx(0.6931472 + 0.1 * first["sft_loss"], abs=1e-6)
+    assert first["rewards_margin_mean"] == pytest.approx(0, abs=1e-6), "before training it is the reference"
+    assert last["rewards_margin_mean"] > 0.2 and last["accuracy"] > 0.6
+    assert last["rewards_margin_mean"] == pytest.approx(last["rewards_chosen_mean"] - last["rewards_rejected_mean"])
+    before, after = dpo_run.metrics("validation")
+    assert before["num_valid_samples"] == after["num_valid_samples"] == 32
+    assert before["rewards_margin_mean"] == pytest.approx(0, abs=1e-6)
+    assert after["rewards_margin_mean"] > 0.1
+    assert after["validation-default_loss"] == after["loss"] < before["loss"]
+
+
+def test_what_the_user_sees(dpo_run: Run) -> None:
+    for text in ("48 pairs = DP 1 x 48 pairs", "bins of at most 128 tokens", "rewards_margin_mean", "DPO is over"):
+        assert text in dpo_run.out
+    assert dpo_run.err == ""
+    assert (dpo_run.checkpoints / "hf" / "config.json").is_file()
+    assert sorted(path.name for path in dpo_run.checkpoints.glob("step_*")) == ["step_3", "step_6", "step_7"]
+
+
+def test_resumes_bit_for_bit(dpo_run: Run, task: Task, pairs: dict[str, Path], tmp_path: Path) -> None:
+    whole = dpo_run.outcome()
+    recipe = dpo_recipe(task, pairs)
+    assert run_here("dpo", tmp_path, recipe, "dpo.max_num_steps=3", "dpo.val_at_end=false").code == 0
+    resumed = run_here("dpo", tmp_path, recipe, "--resume")
+    assert resumed.code == 0, resumed.err
+    assert "resuming from" in resumed.out
+    assert resumed.outcome() == whole
+    assert resumed.outcome("validation")[-1] == dpo_run.outcome("validation")[-1]
+
+
+@pytest.mark.parametrize(
+    ("overrides", "message"),
+    [
+        (("dpo.preference_loss=kto",), "expected one of 'dpo', 'ipo', 'simpo', got 'kto'"),
+        (("data.train.chosen_key=better",), "'better'"),
+        (("data.train.dataset_name=ResponseDataset",), "has no pairs of answers"),
+        (("policy.train_global_batch_size=4000",), "fewer than one batch of 4000"),
+    ],
+    ids=lambda value: value[0] if isinstance(value, tuple) else "",
+)
+def test_bad_input(
+    task: Task, pairs: dict[str, Path], tmp_path: Path, overrides: tuple[str, ...], message: str
+) -> None:
+    found = run_here("dpo", tmp_path, dpo_recipe(task, pairs), *overrides)
+    assert_one_message(found, found.code, message)
+    assert found.code != 0 and not (tmp_path / "checkpoints" / "hf").exists()
+
+
+def test_a_recipe_for_sft_is_refused(task: Task, tmp_path: Path) -> None:
+    found = run_here("dpo", tmp_path, sft_recipe(task))
+    assert_one_message(found, 2, "the recipe needs a section dpo")
+
+
+@pytest.mark.parametrize("loss", ["ipo", "simpo"])
+def test_other_losses_train(loss: str, task: Task, pairs: dict[str, Path], tmp_path: Path) -> None:
+    changes = {"preference_loss": loss, "max_num_steps": 3, "val_at_start": False}
+    run = run_here("dpo", tmp_path, dpo_recipe(task, pairs, **changes))
+    assert run.code == 0, run.err
+    first, *_, last = run.metrics()
+    assert last["rewards_margin_mean"] > first["rewards_margin_mean"]
+
+
+def test_a_stopped_run_saves_and_goes_on(task: Task, pairs: dict[str, Path], tmp_path: Path) -> None:
+    stop = ("checkpointing.checkpoint_must_save_by=00:00:00:00",)
+    stopped = run_here("dpo", tmp_path, dpo_recipe(task, pairs, val_at_start=False, max_num_steps=2), *stop)
+    assert stopped.code == 75, stopped.err
+    assert [line["step"] for line in stopped.metrics()] == [1]
+    assert not (stopped.checkpoints / "hf").exists()
+    resumed = run_here("dpo", tmp_path, dpo_recipe(task, pairs, max_num_steps=2), "--resume")
+    assert resumed.code == 0 and [line["step"] for line in resumed.metrics()] == [1, 2]
+
+
+def test_the_script(tmp_path: Path) -> None:
+    script = Path(__file__).parents[2] / "examples" / "run_dpo.py"
+    found = subprocess.run(
+        [sys.executable, str(script), "--config", "no.yaml"], cwd=tmp_path, capture_output=True, text=True, check=False
+    )
+    assert found.returncode == 2 and "no.yaml" in found.stderr
