@@ -29,6 +29,10 @@ ALLOWED = (
 """Names and patterns. Others are named in the recipe (`cluster.env_vars`) or given with the worker."""
 
 
+RAYS_OWN = "r"
+"""Name of the folder that Ray gets inside a private one: Ray lets everybody read and write its own."""
+
+
 def is_allowed(name: str, extra: Sequence[str] = ()) -> bool:
     """Return whether a worker may see the variable `name`. `extra`: more names and patterns."""
     return any(fnmatchcase(name, pattern) for pattern in (*ALLOWED, *extra))
@@ -53,3 +57,14 @@ def only_allowed(extra: Sequence[str] = (), added: Mapping[str, str] = MappingPr
         for key in added:
             os.environ.pop(key, None)
         os.environ.update(hidden)
+
+
+@contextmanager
+def private_files() -> Iterator[int]:
+    """Let this process and those that it starts create files that only their owner can read, inside the block. Yield
+    the umask outside of it."""
+    before = os.umask(0o077)
+    try:
+        yield before
+    finally:
+        os.umask(before)

@@ -66,7 +66,11 @@ class RemoteFailure(Exception):
 class WorkerActor:
     """Is created in a fresh process; `build` then constructs the worker's object."""
 
-    def __init__(self, name: str, log: str, extra_allowed: Sequence[str], env: Mapping[str, str], gpus: float) -> None:
+    def __init__(
+        self, name: str, log: str, extra_allowed: Sequence[str], env: Mapping[str, str], gpus: float, umask: int
+    ) -> None:
+        """`umask`: the driver's, in place of Ray's: what a worker writes for the user has the user's permissions."""
+        os.umask(umask)
         self._name, self._log = name, log
         self._target: Any = None
         self._failure: str | None = None

@@ -69,7 +69,7 @@ class RayCluster(Cluster):
         self._groups: list[tuple[PlacementGroup, set[str]]] = []
         self._process = os.getpid()
         self._session: RaySession | None = RaySession(
-            address or os.environ.get("RAY_ADDRESS"), self._env_vars, num_cpus, num_gpus, start_timeout_s
+            address or os.environ.get("RAY_ADDRESS"), num_cpus, num_gpus, start_timeout_s
         )
         self.address = self._session.address
         atexit.register(self.shutdown)
@@ -189,7 +189,9 @@ class RayCluster(Cluster):
     ) -> RayWorker:
         if name in self._workers:
             raise ValueError(f"there is a worker called {name} already")
-        env = {**chosen(os.environ, self._env_vars), **env}
+        # Ray writes a runtime environment to its logs, but not an actor's arguments, which may have secrets.
+        assert self._session is not None
+        given = {**chosen(os.environ, self._env_vars), **env}
         remote: Any = ray.remote  # its types do not know concurrency groups
         make = remote(concurrency_groups={STREAMS: streams})(WorkerActor) if streams else remote(WorkerActor)
         actor = make.options(
@@ -197,8 +199,8 @@ class RayCluster(Cluster):
             num_gpus=gpus,
             max_concurrency=concurrency,
             scheduling_strategy=strategy,
-            runtime_env={"env_vars": env},
-        ).remote(name, str(self.log_dir / f"{name}.log"), self._env_vars, env, gpus)
+            runtime_env={"env_vars": dict(env)},
+        ).remote(name, str(self.log_dir / f"{name}.log"), self._env_vars, given, gpus, self._session.umask)
         self._workers[name] = RayWorker(
             name,
             actor,
@@ -222,7 +224,7 @@ class RayCluster(Cluster):
 
     def _save_ray_logs(self) -> None:
         if self._session is not None:
-            self._session.copy_logs(self.log_dir / "ray")
+            self._session.copy_logs(self.log_dir / "ray", chosen(os.environ, self._env_vars).values())
 
 
 def _colocated(name: str, workers: Sequence[Worker], env: Mapping[str, str] | None) -> tuple[Any, dict[str, str]]:

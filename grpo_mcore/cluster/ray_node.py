@@ -16,13 +16,14 @@ import signal
 import socket
 import subprocess
 import sys
+import tempfile
 import time
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 from grpo_mcore import processes
-from grpo_mcore.cluster.environment import only_allowed
+from grpo_mcore.cluster.environment import RAYS_OWN, only_allowed, private_files
 from grpo_mcore.cluster.orphan_reaper import OrphanReaper
 from grpo_mcore.rollout.workers import DeadlineExceeded, NotEnoughResources
 
@@ -45,10 +46,11 @@ def main(words: Sequence[str] | None = None) -> int:
     except (DeadlineExceeded, NotEnoughResources, OSError) as error:
         print(f"ray {args.role} on {socket.gethostname()}: {error}", file=sys.stderr, flush=True)
         return 1
-    return run_node(start_command(args), Path(args.folder))
+    folder = Path(tempfile.mkdtemp(prefix="ray-", dir="/tmp"))  # a short path, and only the owner may enter
+    return run_node(start_command(args, folder / RAYS_OWN), folder)
 
 
-def start_command(args: argparse.Namespace) -> list[str]:
+def start_command(args: argparse.Namespace, folder: Path) -> list[str]:
     """Return `ray start` in the foreground. Workers listen on ports that the kernel chooses, so that nodes and jobs on
     one machine do not collide."""
     host, port = args.address.rsplit(":", 1)
@@ -58,7 +60,7 @@ def start_command(args: argparse.Namespace) -> list[str]:
     options = {
         "num-cpus": args.cpus,
         "num-gpus": args.gpus,
-        "temp-dir": args.folder,
+        "temp-dir": folder,
         "min-worker-port": 0,
         "max-worker-port": 0,
         "dashboard-agent-listen-port": int(port) + 1 + args.index % 8,
@@ -75,7 +77,7 @@ def run_node(command: Sequence[str], folder: Path) -> int:
     """Run `command` until it ends or a signal comes, then end everything it has started and remove `folder`."""
     signals: list[int] = []
     reaper = OrphanReaper(folder)
-    with only_allowed(added=reaper.variables):  # secrets stay with the driver
+    with only_allowed(added=reaper.variables), private_files():  # secrets stay with the driver
         child = subprocess.Popen([*command])
     for number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGUSR2):  # the last one passes through srun
         signal.signal(number, lambda got, _frame: signals.append(got))
@@ -154,7 +156,6 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--gpus", type=int, default=0, help="of this node; with wait, of all")
     parser.add_argument("--nodes", type=int, default=1, help="to wait for")
     parser.add_argument("--index", type=int, default=0, help="of this node in the job")
-    parser.add_argument("--folder", default=f"/tmp/ray-{os.getpid()}", help="of Ray's own files; keep it short")
     parser.add_argument("--object-store-gb", type=float, default=0.0, help="0: Ray's own choice")
     parser.add_argument("--within", type=float, default=600.0, help="seconds until the others must be there")
     return parser

@@ -3,21 +3,24 @@
 from __future__ import annotations
 
 import logging
+import os
+import secrets
 import shutil
 import socket
 import tempfile
 import time
-from collections.abc import Sequence
+from collections.abc import Collection
 from pathlib import Path
 
 import ray
+from ray._raylet import AuthenticationTokenLoader  # type: ignore[attr-defined]
 
-from grpo_mcore.cluster.environment import only_allowed
+from grpo_mcore.cluster.environment import RAYS_OWN, only_allowed, private_files
 from grpo_mcore.cluster.orphan_reaper import OrphanReaper, end_marked
 from grpo_mcore.rollout.workers import DeadlineExceeded
 
-LONGEST_TEMPORARY = 30
-"""Maximum characters of the temporary folder's path: Ray puts Unix sockets 75 characters below it, and their paths may
+LONGEST_TEMPORARY = 28
+"""Maximum characters of the temporary folder's path: Ray puts Unix sockets 77 characters below it, and their paths may
 have 107 in all."""
 
 KNOCK_S = 10.0
@@ -26,25 +29,35 @@ KNOCK_S = 10.0
 TOO_SLOW = "timed out during startup"
 """Part of Ray's message when its processes did not start in time."""
 
+TOKEN_PATH, TOKEN = "RAY_AUTH_TOKEN_PATH", "RAY_AUTH_TOKEN"
+"""Variables in which Ray looks for the token that its processes ask for."""
+
+SHORTEST_SECRET = 6
+"""Characters. A shorter value is not looked for in logs: it would be found everywhere."""
+
 logger = logging.getLogger(__name__)
 
 
 class RaySession:
     """Attaches to `address`, or starts Ray on this machine when `address` is None or "local".
 
-    A Ray started here gets only the allowed environment variables and asks for Ray's token. Its OrphanReaper leaves
-    neither process nor file behind, even when this process is killed.
+    A Ray started here gets only the allowed environment variables, which have no secrets. It asks for a token of its
+    own, unless the environment names one, and its files can be read by their owner alone. Its OrphanReaper leaves
+    neither process nor file behind, even when this process is killed. `umask`: the one of this process.
     """
 
     def __init__(
         self,
         address: str | None,
-        env_vars: Sequence[str] = (),
         num_cpus: int | None = None,
         num_gpus: int | None = None,
         start_timeout_s: float = 600.0,
     ) -> None:
         self.started_here = False
+        with private_files() as self.umask:
+            self._connect(address, num_cpus, num_gpus, start_timeout_s)
+
+    def _connect(self, address: str | None, num_cpus: int | None, num_gpus: int | None, start_timeout_s: float) -> None:
         if ray.is_initialized():
             return
         if address and address != "local":
@@ -53,7 +66,8 @@ class RaySession:
         self.started_here = True
         self.reaper = OrphanReaper(_short_folder())
         try:
-            with only_allowed(env_vars, self.reaper.variables):
+            with only_allowed(added={**self.reaper.variables, **_token(self.reaper.folder)}):
+                AuthenticationTokenLoader.instance().reset_cache()  # of an earlier Ray of this process
                 self._start(start_timeout_s, num_cpus, num_gpus)
         except BaseException:
             self.close()
@@ -71,7 +85,7 @@ class RaySession:
                     include_dashboard=False,
                     log_to_driver=False,
                     logging_level=logging.ERROR,
-                    _temp_dir=str(self.reaper.folder),
+                    _temp_dir=str(self.reaper.folder / RAYS_OWN),
                 )
                 return
             except Exception as error:
@@ -96,10 +110,21 @@ class RaySession:
         if surviving := self.reaper.close():
             raise RuntimeError(f"processes of this run could not be ended: {surviving}")
 
-    def copy_logs(self, to: Path) -> None:
-        """Save the logs of a Ray that was started here."""
+    def copy_logs(self, to: Path, hidden: Collection[str] = ()) -> None:
+        """Save the logs of a Ray that was started here, for their owner alone, without the values in `hidden`."""
+
+        def copy(source: str, target: str) -> None:
+            content = Path(source).read_bytes()
+            for value in hidden:
+                content = content.replace(value.encode(), b"(hidden)") if len(value) >= SHORTEST_SECRET else content
+            with open(target, "wb", opener=lambda path, flags: os.open(path, flags, 0o600)) as file:
+                file.write(content)
+
         if self.started_here:
-            shutil.copytree(self.reaper.folder / "session_latest" / "logs", to, dirs_exist_ok=True)
+            shutil.copytree(
+                self.reaper.folder / RAYS_OWN / "session_latest" / "logs", to, dirs_exist_ok=True, copy_function=copy
+            )
+            to.chmod(0o700)
 
 
 def _attach(address: str) -> None:
@@ -114,6 +139,15 @@ def _attach(address: str) -> None:
         ray.init(address=address, log_to_driver=False, logging_level=logging.ERROR)
     except ConnectionError as error:
         raise ConnectionError(f"no Ray answers at {address} (RAY_ADDRESS): {advice}") from error
+
+
+def _token(folder: Path) -> dict[str, str]:
+    """Return the variable of a new token in `folder`; nothing if the environment names a token."""
+    if TOKEN in os.environ or TOKEN_PATH in os.environ:
+        return {}
+    path = folder / "token"
+    path.write_text(secrets.token_hex(32))
+    return {TOKEN_PATH: str(path)}
 
 
 def _short_folder() -> Path:

@@ -29,11 +29,13 @@ from tests.distributed.ray_workers import Abacus, BadStart, Rank, Record
 
 pytestmark = pytest.mark.distributed
 
+WANTED = "a-secret-that-workers-need"
+
 
 @pytest.fixture(scope="module")
 def cluster(tmp_path_factory: pytest.TempPathFactory) -> Iterator[RayCluster]:
     os.environ["GRPO_TEST_SECRET"] = "hunter2"
-    os.environ["GRPO_TEST_WANTED"] = "yes"
+    os.environ["GRPO_TEST_WANTED"] = WANTED
     try:
         # Ray only counts these GPUs, which is enough to test which worker sees which.
         with RayCluster(
@@ -72,12 +74,47 @@ def test_driver_keeps_its_environment_and_workers_get_the_allowed_part(abacus, s
     for worker, threads in ((abacus, "1"), (second, "3")):
         seen = worker.call("environment").result()
         assert "GRPO_TEST_SECRET" not in seen
-        assert seen["GRPO_TEST_WANTED"] == "yes"
+        assert seen["GRPO_TEST_WANTED"] == WANTED
         assert seen["OMP_NUM_THREADS"] == threads
         assert seen["PATH"] == os.environ["PATH"]
         assert seen["CUDA_VISIBLE_DEVICES"] == ""
-        assert (Path(seen[SOCKETS]) / "session_latest").exists(), "the folder that goes with the run"
+        assert (Path(seen[SOCKETS]) / "r" / "session_latest").exists(), "the folder that goes with the run"
     assert "hunter2" not in abacus.call("kernel_environment").result()  # nor does /proc show it
+
+
+def folder(cluster: RayCluster) -> Path:
+    """Return the folder of Ray's own files."""
+    return cluster._session.reaper.folder
+
+
+def test_no_file_has_a_secret_and_only_their_owner_can_read_rays(cluster, abacus, tmp_path):
+    """Neither the values of `env_vars` nor Ray's token; the files that workers write have the user's permissions."""
+    assert abacus.call("environment").result()["GRPO_TEST_WANTED"] == WANTED
+    token = folder(cluster) / "token"
+    assert abacus.call("environment").result()["RAY_AUTH_TOKEN_PATH"] == str(token)
+    copied = tmp_path / "ray"
+    cluster._session.copy_logs(copied, [WANTED])
+    files = [path for place in (folder(cluster), copied, cluster.log_dir) for path in place.rglob("*")]
+    files = [path for path in files if path.is_file() and not path.is_symlink() and path != token]
+    assert any(path.name == "runtime_env_agent.log" for path in files) and len(files) > 20
+    for path in files:
+        content = path.read_bytes()
+        assert not any(secret in content for secret in (WANTED.encode(), b"hunter2", token.read_bytes())), path
+    for place in (folder(cluster), copied):  # Ray lets everybody read its folders below it
+        assert place.stat().st_mode & 0o077 == 0
+    assert all(path.stat().st_mode & 0o077 == 0 for path in copied.rglob("*") if path.is_file())
+    assert token.stat().st_mode & 0o077 == 0
+    umask = os.umask(0o077)
+    os.umask(umask)
+    assert (cluster.log_dir / "abacus.log").stat().st_mode & 0o777 == 0o644 & ~umask
+
+
+def test_copied_logs_are_redacted(cluster, tmp_path):
+    log = folder(cluster) / "r" / "session_latest" / "logs" / "chatty.log"
+    log.write_text(f"token={WANTED}; on=1")
+    cluster._session.copy_logs(tmp_path / "ray", [WANTED, "1"])
+    assert (tmp_path / "ray" / "chatty.log").read_text() == "token=(hidden); on=1"
+    log.unlink()
 
 
 def test_a_reference_as_argument_arrives_as_the_object(cluster, abacus):
@@ -356,7 +393,11 @@ GUEST = """
 
 def test_a_second_driver_attaches_and_leaves_the_rest_alone(cluster, abacus, tmp_path):
     address = ray.get_runtime_context().gcs_address
-    names = {"RAY_ADDRESS": address, "RAY_AUTH_MODE": "token", "GRPO_TEST_SECRET": "hunter3"}
+    names = {
+        "RAY_ADDRESS": address,
+        "RAY_AUTH_TOKEN_PATH": str(folder(cluster) / "token"),
+        "GRPO_TEST_SECRET": "hunter3",
+    }
     guest = subprocess.run(
         [sys.executable, "-c", textwrap.dedent(GUEST), str(tmp_path)],
         capture_output=True,
@@ -365,7 +406,7 @@ def test_a_second_driver_attaches_and_leaves_the_rest_alone(cluster, abacus, tmp
         timeout=120,
     )
     assert guest.returncode == 0, guest.stderr
-    # not GRPO_TEST_WANTED: Ray's processes have it, but the guest's recipe does not allow it
+    # not GRPO_TEST_WANTED: the guest's recipe does not allow it
     assert guest.stdout.strip() == "{'GRPO_TEST_GIVEN': 'given'}"
     assert (tmp_path / "guest.log").exists()
     assert abacus.call("add", 0).result() == 13

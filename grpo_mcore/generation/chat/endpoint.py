@@ -4,7 +4,8 @@
     POST /weight_versions {"fingerprints": [...]}                 weights that generated these tokens; null: none here
     GET  /health                                                  needs no token, unlike all others
 
-It runs in the driver, in threads: each request waits for one engine.
+It runs in the driver, in threads: each request waits for one engine. Clients without the token get no further than
+their headers, for which they have HEADER_S seconds, and cannot take all of the driver's file descriptors.
 """
 
 from __future__ import annotations
@@ -13,6 +14,7 @@ import asyncio
 import hmac
 import json
 import logging
+import resource
 import threading
 import time
 from collections import Counter, OrderedDict
@@ -39,6 +41,15 @@ MAX_BODY_BYTES = 512 * 2**20
 
 MAX_EXTRA_PENDING = 4
 """How many extra pending requests an engine may have and still be preferred because it has the conversation cached."""
+
+HEADER_S, BODY_S = 10.0, 300.0
+"""Seconds in which a new connection must have sent the headers of its first request, and a request its body."""
+
+MAX_CONNECTIONS = 4096
+"""Maximum number of open connections; at most half of the process's file descriptors. Further ones are closed."""
+
+MAX_NESTING = 100
+"""Maximum depth of a request's JSON. Python's own limit differs between parsing, hashing and sending to an engine."""
 
 START_TIMEOUT_S = 30.0
 POLL_S = 0.1
@@ -157,6 +168,7 @@ class Endpoint:
         self._pending = [0] * len(engines.workers)
         self._lock = threading.Lock()
         self._warned: set[str] = set()
+        self._silent: set[asyncio.BaseProtocol] = set()  # connections that have not sent a request yet
         self._pool = ThreadPoolExecutor(max_requests, thread_name_prefix="endpoint")
         self._loop = asyncio.new_event_loop()
         self._thread = threading.Thread(target=self._loop.run_forever, name="endpoint", daemon=True)
@@ -185,18 +197,39 @@ class Endpoint:
         )
         runner = web.AppRunner(app, access_log=None, shutdown_timeout=1.0)
         await runner.setup()
-        site = web.TCPSite(runner, host, port)
         try:
-            await site.start()
+            self._server = await self._loop.create_server(partial(self._connect, runner), host, port)
         except OSError:
             await runner.cleanup()
             raise
-        return runner, runner.addresses[0][1]
+        return runner, self._server.sockets[0].getsockname()[1]
+
+    def _connect(self, runner: web.AppRunner) -> asyncio.BaseProtocol:
+        """Return the protocol of a new connection."""
+        assert runner.server is not None
+        descriptors, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
+        if len(runner.server.connections) >= min(MAX_CONNECTIONS, descriptors // 2):
+            self._warn("too many connections; further ones are closed")
+            return _Refused()
+        protocol = runner.server()
+        self._silent.add(protocol)
+        self._loop.call_later(HEADER_S, self._close_if_silent, protocol)
+        return protocol
+
+    def _close_if_silent(self, connection: web.RequestHandler) -> None:
+        if connection in self._silent:
+            self._silent.remove(connection)
+            if connection.transport is not None:
+                connection.transport.abort()
+
+    async def _stop(self) -> None:
+        self._server.close()
+        await self._runner.cleanup()
 
     def close(self) -> None:
         """Stop listening and cut off pending requests. Idempotent."""
         if self._thread.is_alive():
-            self._wait(self._runner.cleanup())
+            self._wait(self._stop())
             self._end()
 
     def _end(self) -> None:
@@ -211,14 +244,21 @@ class Endpoint:
     async def _guard(
         self, request: web.Request, handler: Callable[[web.Request], Awaitable[web.StreamResponse]]
     ) -> web.StreamResponse:
-        """Refuse requests without the token, and turn HTTP errors into the API's form."""
-        given = request.headers.get("Authorization", "").removeprefix("Bearer ")
-        if request.path != "/health" and not hmac.compare_digest(given.encode(), self._token.encode()):
-            return _error(401, "this endpoint asks for its token: Authorization: Bearer ...")
-        try:
-            return await handler(request)
-        except web.HTTPException as error:
-            return _error(error.status, error.reason)
+        """Refuse requests without the token, and turn HTTP errors into the API's form. Only those with the token may
+        keep their connection."""
+        self._silent.discard(request.protocol)
+        given = request.headers.get("Authorization", "").removeprefix("Bearer ").encode(errors="surrogateescape")
+        known = hmac.compare_digest(given, self._token.encode())
+        if not known and request.path != "/health":
+            response: web.StreamResponse = _error(401, "this endpoint asks for its token: Authorization: Bearer ...")
+        else:
+            try:
+                response = await handler(request)
+            except web.HTTPException as error:
+                response = _error(error.status, error.reason)
+        if not known:
+            response.force_close()
+        return response
 
     async def _health(self, request: web.Request) -> web.Response:
         return web.Response()
@@ -305,11 +345,28 @@ def recorded_tokens(body: Mapping[str, Any]) -> list[int] | None:
     return None
 
 
+class _Refused(asyncio.Protocol):
+    """A connection too many."""
+
+    def connection_made(self, transport: Any) -> None:
+        transport.abort()
+
+
 async def _json(request: web.Request) -> Any:
     try:
-        return json.loads(await request.read())
-    except ValueError as error:
+        async with asyncio.timeout(BODY_S):
+            body = json.loads(await request.read())
+    except TimeoutError as error:
+        raise web.HTTPRequestTimeout(reason=f"the body did not come within {BODY_S:g} s") from error
+    except (ValueError, RecursionError) as error:
         raise web.HTTPBadRequest(reason=f"the body is not JSON: {str(error).splitlines()[0]}") from error
+    level = [body]
+    for _ in range(MAX_NESTING):
+        inner = (child for each in level for child in (each.values() if isinstance(each, dict) else each))
+        level = [child for child in inner if isinstance(child, dict | list)] if isinstance(body, dict | list) else []
+        if not level:
+            return body
+    raise web.HTTPBadRequest(reason=f"the body is nested deeper than {MAX_NESTING} levels")
 
 
 def _error(status: int, message: str) -> web.Response:

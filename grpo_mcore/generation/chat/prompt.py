@@ -7,7 +7,9 @@ again, and reasoning that a template would strip from earlier turns stays in the
 
 from __future__ import annotations
 
+import inspect
 import json
+import re
 from collections.abc import Mapping
 from os.path import commonprefix
 from typing import Any
@@ -18,6 +20,7 @@ from grpo_mcore.rollout.trajectory import said_already
 
 TOKEN_FIELDS = ("prompt_token_ids", "generation_token_ids", "generation_log_probs", "routed_experts")
 _ANSWER = "@@answer@@"
+_LONGEST_VALUE = 10_000
 
 
 class ChatPrompts:
@@ -28,6 +31,7 @@ class ChatPrompts:
         self._options = dict(config.chat_template_kwargs)
         if config.chat_template:
             self._options["chat_template"] = config.chat_template
+        self._variables = _template_variables(tokenizer, self._options.get("chat_template"))
         self._stop_token_ids = config.samplings[0].stop_token_ids
 
     def tokens(self, request: ChatRequest) -> list[int]:
@@ -78,7 +82,7 @@ class ChatPrompts:
         return ids[said_already(ids, end_ids, stop_token, self._tokenizer.eos_token_id) :]
 
     def _render(self, messages: list[dict[str, Any]], request: ChatRequest) -> str:
-        options = self._options | (request.chat_template_kwargs or {})
+        options = self._options | self._chosen_variables(request.chat_template_kwargs or {})
         tools = request.tools if request.tools and request.tool_choice != "none" else None
         try:
             return self._tokenizer.apply_chat_template(
@@ -87,8 +91,32 @@ class ChatPrompts:
         except Exception as error:  # a template may raise anything
             raise RequestError(f"the chat template refuses the messages: {type(error).__name__}: {error}") from error
 
+    def _chosen_variables(self, given: Mapping[str, Any]) -> dict[str, Any]:
+        """Return those of a request's `chat_template_kwargs` that the template uses. Raises RequestError for arguments
+        of the tokenizer, such as another template, and for values that are neither text, numbers nor booleans."""
+        for name, value in given.items():
+            if name in _reserved(self._tokenizer):
+                raise RequestError(f"chat_template_kwargs.{name}: only variables of the chat template may be set")
+            if isinstance(value, dict | list) or isinstance(value, str) and len(value) > _LONGEST_VALUE:
+                raise RequestError(
+                    f"chat_template_kwargs.{name}: must be a boolean, a number or a text of at most {_LONGEST_VALUE} "
+                    "characters"
+                )
+        return {name: value for name, value in given.items() if name in self._variables}
+
     def _ids(self, text: str) -> list[int]:
         return list(self._tokenizer(text, add_special_tokens=False)["input_ids"])
+
+
+def _reserved(tokenizer: Any) -> set[str]:
+    """Return the names that `apply_chat_template` gives a meaning."""
+    return {*inspect.signature(tokenizer.apply_chat_template).parameters, *getattr(tokenizer, "special_tokens_map", {})}
+
+
+def _template_variables(tokenizer: Any, template: str | None) -> set[str]:
+    """Return every name in the chat template; the tokenizer may have several templates."""
+    texts = template or getattr(tokenizer, "chat_template", None) or ""
+    return set(re.findall(r"[^\W\d]\w*", " ".join(texts.values()) if isinstance(texts, dict) else texts))
 
 
 def _template_message(message: Mapping[str, Any]) -> dict[str, Any]:

@@ -165,7 +165,13 @@ def _pod(spec: LaunchSpec, pool: Pool, *, head: bool = False) -> dict[str, Any]:
         "hostNetwork": True if k8s.host_network else None,
         "dnsPolicy": "ClusterFirstWithHostNet" if k8s.host_network else None,
         "automountServiceAccountToken": False,
-        "securityContext": {"runAsNonRoot": True, "runAsUser": UID, "fsGroup": UID},
+        "securityContext": {
+            "runAsNonRoot": True,
+            "runAsUser": UID,
+            "fsGroup": UID,
+            # The default profile refuses bubblewrap its namespaces; it confines programs with a filter of its own.
+            "seccompProfile": {"type": "Unconfined" if spec.sandboxes else "RuntimeDefault"},
+        },
         "containers": [container],
         "volumes": volumes,
     }

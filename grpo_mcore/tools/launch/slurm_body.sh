@@ -23,7 +23,6 @@ export RAY_AUTH_MODE=token RAY_AUTH_TOKEN_PATH=$logs/token
 
 # Each job has ten ports, below those that the kernel gives to outgoing connections and above Ray's own range.
 port=${RAY_PORT:-$((30000 + SLURM_JOB_ID % 270 * 10))}
-folder=/tmp/grpo-$SLURM_JOB_ID-$restart
 
 inside=()
 if [[ -n $CONTAINER ]]; then
@@ -40,7 +39,7 @@ if [[ -z $head_ip ]]; then
 fi
 address=$head_ip:$port
 
-node="exec $PYTHON -m grpo_mcore.cluster.ray_node \$0 --address=$address --index=\$SLURM_NODEID --folder=$folder-\$1 \
+node="exec $PYTHON -m grpo_mcore.cluster.ray_node \$0 --address=$address --index=\$SLURM_NODEID \
 --cpus=\${SLURM_CPUS_ON_NODE:-1} --gpus=$gpus --within=$START_TIMEOUT --object-store-gb=${OBJECT_STORE_GB:-0} >'$logs'/ray-\$SLURMD_NODENAME.log 2>&1"
 
 # ---- shutdown --------------------------------------------------------------------------------------------------------
@@ -59,7 +58,7 @@ finish() { # SECONDS that the run gets to end by itself; fewer if Slurm ends the
     end "$driver_pid" none "${1:-0}"
     end "$workers_pid" USR2 15
     end "$head_pid" USR2 15
-    rm -rf "$RAY_AUTH_TOKEN_PATH" "$folder"-*
+    rm -rf "$RAY_AUTH_TOKEN_PATH"
     trap '' TERM # scontrol requeue sends it
 }
 on_usr1() {
@@ -77,7 +76,7 @@ on_term() {
     # Slurm itself ends the steps now; an srun may wait for its step longer than Slurm gives this script.
     for _ in $(seq 25); do gone "$driver_pid" && gone "$workers_pid" && gone "$head_pid" && break; sleep 0.2; done
     for pid in $driver_pid $workers_pid $head_pid; do kill -KILL "$pid" 2>/dev/null; done
-    rm -rf "$RAY_AUTH_TOKEN_PATH" "$folder"-*
+    rm -rf "$RAY_AUTH_TOKEN_PATH"
     say "everything has ended"
     exit 143
 }

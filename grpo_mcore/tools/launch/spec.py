@@ -38,7 +38,7 @@ class LaunchSpec:
     """A job. `launch`: that section of the recipe. `restarts` is 0 if the run writes no checkpoint to resume from.
 
     `recipe_yaml` is the resolved recipe and `texts` the files it names, as (name relative to it, content), for nodes
-    that do not see the checkout.
+    that do not see the checkout. `sandboxes`: programs run in sandboxes, which need namespaces of their own.
     """
 
     name: str
@@ -52,6 +52,7 @@ class LaunchSpec:
     restarts: int
     start_timeout_s: int
     launch: LaunchConfig
+    sandboxes: bool = False
 
     @property
     def nodes(self) -> int:
@@ -81,6 +82,10 @@ def launch_spec(recipe: Recipe, target: Target) -> LaunchSpec:
         restarts=launch.max_restarts if resumes else 0,
         start_timeout_s=int(cluster.start_timeout_s),
         launch=launch,
+        sandboxes=any(
+            section.get("environment", name) == "code" and section.get("sandbox") != "none_i_trust_the_code"
+            for name, section in config.env.items()
+        ),
     )
 
 

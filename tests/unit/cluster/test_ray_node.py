@@ -19,12 +19,12 @@ from grpo_mcore.rollout.workers import DeadlineExceeded
 
 
 def options(*words: str) -> list[str]:
-    return ray_node.start_command(ray_node._parser().parse_args(words))
+    return ray_node.start_command(ray_node._parser().parse_args(words), Path("/tmp/a"))
 
 
 def test_nodes_of_one_machine_do_not_meet() -> None:
-    head = options("head", "--address=10.0.0.1:30120", "--gpus=8", "--cpus=64", "--folder=/tmp/a")
-    first = options("worker", "--address=10.0.0.1:30120", "--index=1", "--folder=/tmp/b", "--object-store-gb=0.5")
+    head = options("head", "--address=10.0.0.1:30120", "--gpus=8", "--cpus=64")
+    first = options("worker", "--address=10.0.0.1:30120", "--index=1", "--object-store-gb=0.5")
     for words in (head, first):
         assert {"--min-worker-port=0", "--max-worker-port=0", "--block"} <= set(words)
     assert {"--head", "--port=30120", "--num-gpus=8", "--num-cpus=64", "--temp-dir=/tmp/a"} <= set(head)
@@ -50,6 +50,19 @@ def test_a_head_that_does_not_answer_is_named(capsys: pytest.CaptureFixture[str]
         ray_node.wait_for_head("127.0.0.1", 1, 0.2)
     assert ray_node.main(["worker", "--address=127.0.0.1:1", "--within=0.1"]) == 1
     assert "ray worker on" in capsys.readouterr().err
+
+
+def test_rays_files_are_in_a_new_private_folder(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Nobody else can make it before, or read it."""
+    folders = list[Path]()
+    monkeypatch.setattr(ray_node, "run_node", lambda command, folder: folders.append(folder))
+    monkeypatch.setattr(ray_node, "check_ports", lambda host, port: None)
+    for _ in range(2):
+        ray_node.main(["head", "--address=127.0.0.1:30120"])
+    for folder in folders:
+        assert folder.stat().st_mode & 0o777 == 0o700 and list(folder.iterdir()) == []
+        folder.rmdir()
+    assert len(set(folders)) == 2
 
 
 @pytest.mark.slow

@@ -11,6 +11,7 @@ from typing import Any
 import httpx
 import pytest
 
+from grpo_mcore.generation.chat import endpoint as endpoints
 from grpo_mcore.generation.chat.endpoint import ChatRecord, Endpoint, EndpointError
 from grpo_mcore.generation.chat.engine_chat import Reply
 from grpo_mcore.rollout.trajectory import fingerprint
@@ -99,6 +100,80 @@ def test_requests_without_the_token_are_refused(endpoint: Endpoint, engines: Eng
     models = httpx.get(endpoint.address.url + "/v1/models", headers=HEADERS).json()
     assert [model["id"] for model in models["data"]] == ["policy"]
     assert post(endpoint, "/tokenize").json() == {"tokens": [1]}
+
+
+def connect(endpoint: Endpoint, said: bytes = b"") -> socket.socket:
+    host, port = endpoint.address.url.removeprefix("http://").split(":")
+    connection = socket.create_connection((host, int(port)), timeout=30)
+    connection.sendall(said)
+    return connection
+
+
+def is_closed(connection: socket.socket) -> bool:
+    try:
+        return connection.recv(1) == b""
+    except ConnectionResetError:
+        return True
+
+
+def test_half_sent_requests_do_not_keep_their_connections(engines: Engines, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(endpoints, "HEADER_S", 0.2)
+    endpoint = Endpoint(engines, model="policy", token="secret", host="127.0.0.1")
+    silent = [connect(endpoint, said) for said in (b"", b"POST /v1/chat/completions HTTP/1.1\r\nHost: here\r\n") * 20]
+    with httpx.Client(base_url=endpoint.address.url, headers=HEADERS) as client:
+        assert client.post("/tokenize", json={}).status_code == 200
+        assert all(is_closed(connection) for connection in silent)
+        time.sleep(0.3)
+        assert client.post("/tokenize", json={}).status_code == 200  # on the same connection, which was heard
+        assert len(endpoint._runner.server.connections) == 1
+    for connection in silent:
+        connection.close()
+    endpoint.close()
+
+
+def test_clients_without_the_token_cannot_keep_a_connection(endpoint: Endpoint) -> None:
+    for path in ("/health", "/v1/models"):
+        connection = connect(endpoint, f"GET {path} HTTP/1.1\r\nHost: here\r\n\r\n".encode())
+        assert b"Connection: close" in connection.recv(4096)
+        connection.close()
+
+
+def test_connections_have_a_limit(engines: Engines, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(endpoints, "MAX_CONNECTIONS", 3)
+    endpoint = Endpoint(engines, model="policy", token="secret", host="127.0.0.1")
+    held = [connect(endpoint) for _ in range(3)]
+    until(lambda: len(endpoint._runner.server.connections) == 3)
+    one_more = connect(endpoint)
+    assert is_closed(one_more)
+    held.pop().close()
+    until(lambda: len(endpoint._runner.server.connections) == 2)
+    assert post(endpoint, "/tokenize").status_code == 200
+    for connection in (*held, one_more):
+        connection.close()
+    endpoint.close()
+
+
+def test_a_body_must_come_in_time(endpoint: Endpoint, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(endpoints, "BODY_S", 0.1)
+    head = b"POST /tokenize HTTP/1.1\r\nHost: here\r\nAuthorization: Bearer secret\r\nContent-Length: 9\r\n\r\n{"
+    connection = connect(endpoint, head)
+    assert connection.recv(4096).startswith(b"HTTP/1.1 408 ")
+    connection.close()
+
+
+@pytest.mark.parametrize("depth", [101, 900, 100_000])
+def test_deeply_nested_json_is_refused(endpoint: Endpoint, engines: Engines, depth: int) -> None:
+    body = b'{"a": ' + b"[" * depth + b"]" * depth + b"}"
+    reply = post(endpoint, json=None, content=body)
+    assert reply.status_code == 400 and "nested" in reply.json()["error"]["message"] or "JSON" in reply.text
+    assert post(endpoint, body={"a": [[[[1]]]]}).status_code == 200
+
+
+def test_a_token_in_any_bytes_is_refused(endpoint: Endpoint) -> None:
+    said = b"POST /tokenize HTTP/1.1\r\nHost: here\r\nAuthorization: Bearer \xff\xfe\r\nContent-Length: 0\r\n\r\n"
+    connection = connect(endpoint, said)
+    assert connection.recv(4096).startswith(b"HTTP/1.1 401 ")
+    connection.close()
 
 
 def test_the_engine_with_the_fewest_pending_requests_is_chosen(endpoint: Endpoint, engines: Engines) -> None:

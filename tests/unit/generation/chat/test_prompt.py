@@ -129,3 +129,19 @@ def test_invalid_messages_are_refused(tokenizer: Any, messages: list[Any], more:
 def test_an_error_in_the_template_is_a_refusal(tokenizer: Any) -> None:
     with pytest.raises(RequestError, match="the chat template refuses the messages: TemplateError: no"):
         prompts(tokenizer, "{{ raise_exception('no') }}").tokens(request(USER))
+
+
+def test_a_request_sets_variables_of_the_template_and_nothing_else(tokenizer: Any) -> None:
+    """The tokenizer's other arguments, above all another template, stay those of the run."""
+    template = THINKING + "{% if brief %}/{% endif %}"
+    plain = prompts(tokenizer, template).tokens(request(USER))
+    brief = prompts(tokenizer, template).tokens(request(USER, chat_template_kwargs={"brief": True, "unknown": "x"}))
+    assert brief == [*plain, *ids(tokenizer, "/")]
+    for name in ("chat_template", "tokenize", "padding", "messages", "conversation", "eos_token", "max_length"):
+        if name == "messages":  # the template's own variable, which no keyword reaches
+            continue
+        with pytest.raises(RequestError, match=f"chat_template_kwargs.{name}: only variables"):
+            prompts(tokenizer, template).tokens(request(USER, chat_template_kwargs={name: "x"}))
+    for value in (["x"], {"a": 1}, "x" * 10_001):
+        with pytest.raises(RequestError, match="chat_template_kwargs.brief: must be a boolean, a number or a text"):
+            prompts(tokenizer, template).tokens(request(USER, chat_template_kwargs={"brief": value}))

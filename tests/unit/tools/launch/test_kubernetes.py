@@ -148,3 +148,20 @@ def test_the_command(job: Job, tmp_path: Path, capsys: pytest.CaptureFixture[str
     assert (tmp_path / "job.sh").read_text().startswith("#!/bin/bash")
     with pytest.raises(SystemExit):
         main(["launch", "nowhere", TWO_NODES])
+
+
+@pytest.mark.parametrize(
+    ("env", "profile"),
+    [
+        ("{math: {}}", "RuntimeDefault"),
+        ("{math: {}, code: {}}", "Unconfined"),
+        ("{math: {}, programs: {environment: code}}", "Unconfined"),
+        ("{math: {}, code: {sandbox: none_i_trust_the_code}}", "RuntimeDefault"),
+    ],
+)
+def test_pods_have_a_system_call_filter_unless_they_hold_sandboxes(env: str, profile: str) -> None:
+    recipe = load_recipe(str(ROOT / TWO_NODES), [*H100, f"env={env}"])
+    job = documents(launch_spec(recipe, "k8s"))[1]
+    for part in (head(job), group(job)):
+        security = part["template"]["spec"]["securityContext"]
+        assert security["seccompProfile"] == {"type": profile} and security["runAsNonRoot"]
