@@ -1,8 +1,9 @@
 """A reward of your own: one Python function, named in a recipe by its import path.
 
-The function takes the text of an answer and the fields of its prompt's row, and returns a number. recipe.yaml beside
-this file names it as a component of the built-in environment `rules`, which runs it in a process of its own: an answer
-on which it crashes or hangs is left out of the step and counted, never scored 0.
+The function takes the text of an answer and the fields of its prompt's row, and returns a number. It may ask for more
+by the names of its parameters, or have TRL's signature: docs/environments.md. recipe.yaml beside this file names it
+as a component of the built-in environment `rules`, which runs it in a process of its own: an answer on which it
+crashes or hangs is left out of the step and counted, never scored 0.
 
 What it is not: a reward that needs a model, a server or several turns. For these see the environment `reward_model` and
 examples/own_environment.

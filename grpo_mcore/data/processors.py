@@ -195,8 +195,8 @@ def _prompt_datum(
     *,
     chat: bool = False,
 ) -> DatumSpec:
-    """Return the prompt as one message of tokens. The truth is `ground_truth`, else `answer`. With `chat` it may be
-    missing, and the environment gets the prompt's `messages`."""
+    """Return the prompt as one message of tokens. The environment gets the row's columns, the prompt's `messages` and
+    the truth: `ground_truth`, else `answer`, which may be missing with `chat`."""
     uid = _uid(row, spec, idx)
     truth = answer if row.get("ground_truth") is None else row["ground_truth"]
     if truth is None and not chat:
@@ -208,7 +208,7 @@ def _prompt_datum(
     fits = max_seq_length is None or length < max_seq_length
     extra = {key: value for key, value in row.items() if key not in RESERVED_KEYS}
     extra |= {} if truth is None else {"ground_truth": truth}
-    extra |= {"messages": messages} if chat else {}
+    extra["messages"] = messages
     return _datum(log, length, fits, extra, row, spec, idx)
 
 

@@ -194,8 +194,15 @@ def _text_or_none(value: Any, what: str) -> str | None:
 
 
 def conversation(trajectory: Trajectory) -> list[dict[str, Any]]:
-    """Return a trajectory as messages. `generated` marks those that the policy wrote."""
-    return [{"role": turn.role, "content": turn.text, "generated": turn.loss_mask} for turn in trajectory.turns]
+    """Return a trajectory as messages. `generated` marks those that the policy wrote; `tokens` is the number of tokens
+    of each; the last one has the sample's `finish_reason`."""
+    messages: list[dict[str, Any]] = [
+        {"role": turn.role, "content": turn.text, "generated": turn.loss_mask, "tokens": len(turn)}
+        for turn in trajectory.turns
+    ]
+    if messages:
+        messages[-1]["finish_reason"] = trajectory.finish_reason
+    return messages
 
 
 def response_text(messages: Sequence[Mapping[str, Any]]) -> str:

@@ -5,6 +5,8 @@ Where a component crashes, hangs or returns no finite number, the sample has no 
 
 from __future__ import annotations
 
+import logging
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from typing import Any, ClassVar
 
@@ -17,9 +19,12 @@ from grpo_mcore.environments.interfaces import (
     response_text,
     single_turn_return,
 )
+from grpo_mcore.environments.reward_functions import Sample
 from grpo_mcore.environments.rules import Component
 from grpo_mcore.environments.verifier_pool import Result, VerifierPool, WorkerSpec
 from grpo_mcore.environments.verifiers import shorten
+
+log = logging.getLogger(__name__)
 
 
 class RuleEnvConfig(EnvConfig):
@@ -48,6 +53,7 @@ class RuleEnvironment(EnvironmentInterface):
 
     def __init__(self, config: Mapping[str, Any] | None = None) -> None:
         super().__init__(config)
+        self._lost: Counter[str] = Counter()  # samples without a reward, by component that raised
         self._weights = {name: part.weight for name, part in self.config.components.items()}
         components = {name: part.model_dump() for name, part in self.config.components.items()}
         self._pool = VerifierPool(
@@ -74,7 +80,8 @@ class RuleEnvironment(EnvironmentInterface):
         self, message_log_batch: Sequence[Sequence[Mapping[str, Any]]], metadata: Sequence[dict[str, Any]]
     ) -> EnvironmentReturn:
         responses = [response_text(messages) for messages in message_log_batch]
-        results = self._pool.run(list(zip(responses, metadata, strict=True)))
+        turns = zip(message_log_batch, metadata, responses, strict=True)
+        results = self._pool.run([(Sample.of(messages, info, response),) for messages, info, response in turns])
         verdicts = [self._verdict(result) for result in results]
         return single_turn_return(
             metadata,
@@ -93,7 +100,15 @@ class RuleEnvironment(EnvironmentInterface):
         if result.failure is not None:
             return None, {}, result.failure
         if "failed" in result.value:
-            return None, {}, f"component {result.value['failed']!r} crashed: {shorten(result.value['why'])}"
+            return None, {}, self._lose(**result.value)
         values = result.value["values"]
         reward = sum(self._weights[name] * value for name, value in values.items())
         return reward, values, ", ".join(f"{name} {value:g}" for name, value in values.items())
+
+    def _lose(self, failed: str, why: str, where: str = "", traceback: str | None = None) -> str:
+        """Count a sample that a component cost, show the traceback of the first one, and return the reason."""
+        self._lost[failed] += 1
+        count = self._lost[failed]
+        if traceback is not None and count == 1:
+            log.warning("component %r raised, so its sample has no reward:\n%s", failed, traceback.rstrip())
+        return f"component {failed!r} crashed: {shorten(why)}{where}" + (f", {count} answers lost" if count > 1 else "")

@@ -8,16 +8,18 @@ from __future__ import annotations
 
 import math
 import re
+import traceback
 from collections.abc import Callable, Mapping
 from typing import Annotated, Any, Literal
 
 from pydantic import BaseModel, ConfigDict, Field, TypeAdapter, field_validator, model_validator
 
+from grpo_mcore.environments.config import EnvironmentConfigError
 from grpo_mcore.environments.registry import import_by_path
+from grpo_mcore.environments.reward_functions import Sample, reward_call, where_raised
 from grpo_mcore.environments.verifiers import make_verifier, verifier_module
 
-Info = Mapping[str, Any]
-Rule = Callable[[str, Info], float]
+Rule = Callable[[Sample], float]
 
 
 class _Component(BaseModel):
@@ -52,7 +54,7 @@ class RegexComponent(_Component):
     def rule(self) -> Rule:
         expression = re.compile(self.pattern)
         match = expression.fullmatch if self.match == "full" else expression.search
-        return lambda response, _: float(match(response) is not None)
+        return lambda sample: float(match(sample.response) is not None)
 
 
 class LengthComponent(_Component):
@@ -79,7 +81,7 @@ class LengthComponent(_Component):
             "lines": lambda text: len(text.splitlines()),
         }[self.unit]
         most = math.inf if self.max is None else self.max
-        return lambda response, _: float(self.min <= count(response) <= most)
+        return lambda sample: float(self.min <= count(sample.response) <= most)
 
 
 class ContainsComponent(_Component):
@@ -105,8 +107,8 @@ class ContainsComponent(_Component):
         fold: Callable[[str], str] = str.casefold if self.ignore_case else str
         all_, any_, none = ([fold(text) for text in texts] for texts in (self.all, self.any, self.none))
 
-        def contains(response: str, _: Info) -> float:
-            content = fold(response)
+        def contains(sample: Sample) -> float:
+            content = fold(sample.response)
             found = all(text in content for text in all_) and not any(text in content for text in none)
             return float(found and (not any_ or any(text in content for text in any_)))
 
@@ -126,10 +128,11 @@ class VerifierComponent(_Component):
     def rule(self) -> Rule:
         verify = make_verifier(self.verifier)
 
-        def verified(response: str, info: Info) -> float:
+        def verified(sample: Sample) -> float:
+            info = sample.info
             if info.get("ground_truth") is None:
                 raise ValueError(f"the prompt has no 'ground_truth', only {sorted(info)}")
-            return verify(response, str(info["ground_truth"]))[0]
+            return verify(sample.response, str(info["ground_truth"]))[0]
 
         return verified
 
@@ -139,14 +142,18 @@ class FunctionComponent(_Component):
 
     type: Literal["function"]
     path: str
-    """Import path of `fn(response, info) -> float`; `info` has the prompt's fields."""
+    """Import path of the function. It gets what its parameters name: `reward_functions.reward_call`."""
+    trl_messages: bool = False
+    """Whether a function with TRL's signature gets prompts and completions as messages, instead of texts."""
 
     def module(self) -> str:
         return verifier_module(self.path)
 
     def rule(self) -> Rule:
-        function: Rule = import_by_path(self.path, what="reward function")
-        return lambda response, info: float(function(response, info))
+        function = import_by_path(self.path, what="reward function")
+        if not callable(function):
+            raise EnvironmentConfigError(f"the reward function {self.path!r} is {type(function).__name__}, no function")
+        return reward_call(function, as_messages=self.trl_messages)
 
 
 Component = Annotated[
@@ -155,21 +162,22 @@ Component = Annotated[
 ]
 
 
-def make_rules(components: Mapping[str, Mapping[str, Any]]) -> Callable[[str, Info], dict[str, Any]]:
-    """Return (response, info) -> {"values": by name}, for components as a recipe has them. The result is {"failed":
-    name, "why"} for the first component that raises or returns no finite number."""
+def make_rules(components: Mapping[str, Mapping[str, Any]]) -> Callable[[Sample], dict[str, Any]]:
+    """Return sample -> {"values": by name}, for components as a recipe has them. The result is {"failed": name, "why",
+    "where", "traceback"} for the first component that raises or returns no finite number."""
     parts = TypeAdapter(dict[str, Component]).validate_python(components)
     rules = {name: part.rule() for name, part in parts.items()}
 
-    def apply(response: str, info: Info) -> dict[str, Any]:
+    def apply(sample: Sample) -> dict[str, Any]:
         values = {}
         for name, rule in rules.items():
             try:
-                values[name] = rule(response, info)
+                values[name] = rule(sample)
             except MemoryError:
                 raise
             except Exception as error:
-                return {"failed": name, "why": f"{type(error).__name__}: {error}"}
+                why, where = f"{type(error).__name__}: {error}", where_raised(error)
+                return {"failed": name, "why": why, "where": where, "traceback": traceback.format_exc()}
             if not math.isfinite(values[name]):
                 return {"failed": name, "why": f"its value is {values[name]}"}
         return {"values": values}

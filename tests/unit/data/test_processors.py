@@ -32,7 +32,7 @@ def test_a_prompt_ends_with_the_generation_prompt(tokenizer):
     assert text_of(datum, tokenizer) == ["<bos><user>37+45=<assistant>"] == [message["content"]]
     assert message["role"] == "user" and message["token_ids"].dtype == torch.int64
     assert datum["length"] == 9 == len(message["token_ids"])
-    assert datum["extra_env_info"] == {"ground_truth": "082", "level": 2}
+    assert datum["extra_env_info"] == {"ground_truth": "082", "level": 2, "messages": ROW["messages"][:1]}
     assert (datum["idx"], datum["task_name"], datum["uid"]) == (5, "sums", "sums:7")
     assert datum["loss_multiplier"] == 1.0
 

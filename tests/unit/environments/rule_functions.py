@@ -27,3 +27,9 @@ def as_told(response: str, info: Mapping[str, Any]) -> float:
     if response == "inf":
         return float("inf")
     return 0.5
+
+
+async def by_name(finish_reason: str, level: int, response_tokens: int, prompt_tokens: int) -> float:
+    """Asynchronous, and with what it needs by name."""
+    assert finish_reason == "length"
+    return level + response_tokens / 10 + prompt_tokens / 100

@@ -2,23 +2,29 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
 from grpo_mcore.environments import create_env
 from grpo_mcore.environments.config import EnvironmentConfigError
 from grpo_mcore.environments.interfaces import EnvironmentInterface
+from grpo_mcore.environments.reward_functions import Sample
 from grpo_mcore.environments.rule_environment import RuleEnvConfig, RuleEnvironment
 from grpo_mcore.environments.rules import make_rules
+from grpo_mcore.rollout.trajectory import Trajectory, Turn
+from tests.unit.environments import rule_functions
 
 FUNCTIONS = "tests.unit.environments.rule_functions"
 
 
 def value(rule: dict[str, Any], response: str, **info: Any) -> Any:
-    found = make_rules({"it": rule})(response, info)
-    return found["values"]["it"] if "values" in found else found
+    found = make_rules({"it": rule})(Sample(response, info))
+    return found["values"]["it"] if "values" in found else {name: found[name] for name in ("failed", "why")}
 
 
 @pytest.mark.parametrize(
@@ -106,8 +112,40 @@ def test_a_reward_and_its_parts(env: EnvironmentInterface) -> None:
 def test_a_sample_that_cannot_be_scored_has_no_reward(env: EnvironmentInterface, response: str, reason: str) -> None:
     result = env.step(said("<a>", response, "<b>"), [{}] * 3)
     assert result.rewards == [1.5, None, 1.5]
-    assert result.reasons[1] == reason
+    assert re.sub(r" \(.*\)|, \d+ answers lost", "", result.reasons[1]) == reason
     assert result.rewards_by_name is not None and result.rewards_by_name[1] == {}
+
+
+def test_what_a_function_raised_says_where_and_how_many_answers_it_cost(caplog: pytest.LogCaptureFixture) -> None:
+    own = {"type": "function", "path": f"{FUNCTIONS}:as_told"}
+    env = create_env("rules", {"num_workers": 1, "components": {"own": own}})
+    assert isinstance(env, EnvironmentInterface)
+    try:
+        with caplog.at_level("WARNING", "grpo_mcore"):
+            first, second = env.step(said("raise"), [{}]), env.step(said("raise", "fine"), [{}] * 2)
+    finally:
+        env.shutdown()
+    file = rule_functions.__file__
+    line = next(n for n, text in enumerate(Path(file).read_text().splitlines(), 1) if "raise Runtime" in text)
+    where = f"RuntimeError: not today ({file}:{line})"
+    assert first.reasons == [f"component 'own' crashed: {where}"]
+    assert second.reasons == [f"component 'own' crashed: {where}, 2 answers lost", "own 0.5"]
+    [shown] = [record.getMessage() for record in caplog.records]
+    assert "Traceback (most recent call last)" in shown and f'rule_functions.py", line {line}' in shown
+
+
+def test_a_function_sees_the_finish_reason_and_the_columns() -> None:
+    own = {"type": "function", "path": f"{FUNCTIONS}:by_name"}
+    env = create_env("rules", {"num_workers": 1, "components": {"it": own}})
+    assert isinstance(env, EnvironmentInterface)
+    trajectory = Trajectory(
+        "a", 0, (Turn("user", torch.arange(3)), Turn("assistant", torch.arange(2), None, True, "x")), (), "length", True
+    )
+    try:
+        [outcome] = env.advance([{"level": 3}], trajectory)
+    finally:
+        env.shutdown()
+    assert outcome.reward == 3 + 2 / 10 + 3 / 100
 
 
 @pytest.mark.parametrize(

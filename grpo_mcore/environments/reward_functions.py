@@ -1,0 +1,152 @@
+"""How a user's reward function is called: with what it asks for by the names of its parameters.
+
+Nothing here imports torch: it runs in verifier processes.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import inspect
+import traceback
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+Info = Mapping[str, Any]
+
+
+@dataclass(frozen=True)
+class Sample:
+    """One sample, as rules and reward functions see it."""
+
+    response: str
+    """What the policy wrote, over all turns."""
+    info: Info
+    """The prompt's fields: the columns of its row, `ground_truth`, and what its environment keeps."""
+    prompt: str = ""
+    """The prompt as the chat template writes it."""
+    turns: Sequence[Mapping[str, Any]] = ()
+    """The messages after the prompt, {"role", "content"}, the environment's among them."""
+    finish_reason: str | None = None
+    """Why the last turn ended: stop, length or abort."""
+    prompt_tokens: int = 0
+    response_tokens: int = 0
+    """Tokens that the policy generated, over all turns."""
+
+    @classmethod
+    def of(cls, messages: Sequence[Mapping[str, Any]], info: Info, response: str) -> Sample:
+        """Build it of a conversation, as `interfaces.conversation` gives it."""
+        start = next((i for i, message in enumerate(messages) if _is_answer(message)), len(messages))
+        return cls(
+            response=response,
+            info=info,
+            prompt="".join(str(message["content"]) for message in messages[:start]),
+            turns=[{"role": message["role"], "content": message["content"]} for message in messages[start:]],
+            finish_reason=messages[-1].get("finish_reason") if messages else None,
+            prompt_tokens=sum(message.get("tokens", 0) for message in messages[:start]),
+            response_tokens=sum(message.get("tokens", 0) for message in messages if message.get("generated")),
+        )
+
+    @property
+    def messages(self) -> list[Mapping[str, Any]]:
+        """The prompt as messages."""
+        return list(self.info.get("messages") or [{"role": "user", "content": self.prompt}])
+
+    def named(self) -> dict[str, Any]:
+        """Return all that a function may ask for by name: these names first, then the columns of the row."""
+        own = {
+            "response": self.response,
+            "info": self.info,
+            "prompt": self.prompt,
+            "messages": self.messages,
+            "turns": list(self.turns),
+            "finish_reason": self.finish_reason,
+            "truncated": self.finish_reason == "length",
+            "prompt_tokens": self.prompt_tokens,
+            "response_tokens": self.response_tokens,
+        }
+        return {**self.info, **own}
+
+
+def _is_answer(message: Mapping[str, Any]) -> bool:
+    return bool(message.get("generated", message["role"] == "assistant"))
+
+
+def reward_call(function: Callable[..., Any], *, as_messages: bool = False) -> Callable[[Sample], float]:
+    """Return `function` as a function of a sample. It may be synchronous or asynchronous, with one of these signatures:
+
+    - fn(response, ground_truth, finish_reason, ...): any names of `Sample.named`, columns of the row among them; with
+      **columns it gets all columns;
+    - fn(response, info): two parameters, whatever their names;
+    - fn(prompts, completions, **columns): TRL's, called with lists of one entry. `as_messages`: prompts and completions
+      are lists of messages, as in TRL's conversational datasets, instead of texts.
+
+    The call raises TypeError for a name that a sample does not have, and whatever the function raises.
+    """
+    parameters = inspect.signature(function).parameters.values()
+    named = [p for p in parameters if p.kind in (p.POSITIONAL_OR_KEYWORD, p.KEYWORD_ONLY)]
+    by_position = [p for p in parameters if p.kind in (p.POSITIONAL_ONLY, p.POSITIONAL_OR_KEYWORD)]
+    takes_all = any(p.kind is p.VAR_KEYWORD for p in parameters)
+    is_trl = any(p.name == "completions" for p in named)
+    two = len(by_position) == 2 and not takes_all and all(p.default is p.empty for p in by_position)
+
+    def call(sample: Sample) -> float:
+        if is_trl:
+            return _first(_finished(function(**_of_trl(sample, named, takes_all, as_messages))))
+        offered = sample.named()
+        missing = [p.name for p in named if p.default is p.empty and p.name not in offered]
+        missing += [p.name for p in by_position if p.kind is p.POSITIONAL_ONLY]
+        if missing and two:
+            return float(_finished(function(sample.response, sample.info)))
+        if missing:
+            raise TypeError(f"it asks for {', '.join(missing)}, but a sample has {', '.join(sorted(offered))}")
+        chosen = offered if takes_all else {p.name: offered[p.name] for p in named if p.name in offered}
+        return float(_finished(function(**chosen)))
+
+    return call
+
+
+def _of_trl(
+    sample: Sample, named: Sequence[inspect.Parameter], takes_all: bool, as_messages: bool
+) -> dict[str, list[Any]]:
+    """Return the arguments of a reward function of TRL, for one sample."""
+    prompt: Any = sample.messages if as_messages else sample.prompt
+    completion: Any = [{"role": "assistant", "content": sample.response}] if as_messages else sample.response
+    if as_messages and len(sample.turns) > 1:
+        completion = list(sample.turns)
+    offered = {name: [value] for name, value in sample.info.items() if name != "messages"}
+    offered |= {"prompts": [prompt], "completions": [completion]}
+    missing = [p.name for p in named if p.default is p.empty and p.name not in offered]
+    if missing:
+        raise TypeError(f"it asks for {', '.join(missing)}, but the columns are {', '.join(sorted(offered))}")
+    return offered if takes_all else {p.name: offered[p.name] for p in named if p.name in offered}
+
+
+def _first(found: Any) -> float:
+    if not isinstance(found, Sequence) or isinstance(found, str) or len(found) != 1:
+        raise TypeError(f"it must return a list with one number for each completion, here one; got {found!r:.80}")
+    if found[0] is None:
+        raise ValueError("it returned None: it does not apply to this sample")
+    return float(found[0])
+
+
+def _finished(value: Any) -> Any:
+    """Return a value, or what an asynchronous function returns in the end."""
+    if not inspect.isawaitable(value):
+        return value
+
+    async def wait() -> Any:
+        return await value
+
+    return asyncio.run(wait())
+
+
+_PACKAGE = str(Path(__file__).resolve().parents[1])
+
+
+def where_raised(error: BaseException) -> str:
+    """Return " (file:line)" of the user's code that raised, or "" where it was this package's own."""
+    frames = [one for one in traceback.extract_tb(error.__traceback__) if not one.filename.startswith(_PACKAGE)]
+    own = [frame for frame in frames if "/lib/python" not in frame.filename] or frames
+    return f" ({own[-1].filename}:{own[-1].lineno})" if own else ""

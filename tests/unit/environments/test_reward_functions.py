@@ -1,0 +1,120 @@
+"""A user's reward function gets what its parameters name."""
+
+from __future__ import annotations
+
+import asyncio
+from typing import Any
+
+import pytest
+import torch
+
+from grpo_mcore.environments.interfaces import conversation, response_text
+from grpo_mcore.environments.reward_functions import Sample, reward_call
+from grpo_mcore.rollout.trajectory import Trajectory, Turn
+
+TURNS = (
+    Turn("user", torch.arange(3), text="<user>6*7=<bot>"),
+    Turn("assistant", torch.arange(2), torch.zeros(2), True, "6*7?"),
+    Turn("tool", torch.arange(4), text="42"),
+    Turn("assistant", torch.arange(5), torch.zeros(5), True, "42"),
+)
+TRAJECTORY = Trajectory("a", 0, TURNS, ((0, 0, 14),), "length", True)
+INFO = {"ground_truth": "42", "level": 3, "messages": [{"role": "user", "content": "6*7="}]}
+MESSAGES = conversation(TRAJECTORY)
+SAMPLE = Sample.of(MESSAGES, INFO, response_text(MESSAGES))
+
+
+def test_a_sample_has_all_of_the_conversation() -> None:
+    assert (SAMPLE.prompt, SAMPLE.response) == ("<user>6*7=<bot>", "6*7?42")
+    assert [turn["role"] for turn in SAMPLE.turns] == ["assistant", "tool", "assistant"]
+    assert (SAMPLE.prompt_tokens, SAMPLE.response_tokens, SAMPLE.finish_reason) == (3, 7, "length")
+    assert SAMPLE.messages == INFO["messages"]
+
+
+def old(response: str, info: Any) -> float:
+    return float(response.endswith(info["ground_truth"]))
+
+
+def old_with_other_names(text: str, row: Any) -> float:
+    return row["level"]
+
+
+def by_name(
+    response: str, ground_truth: str, finish_reason: str, *, truncated: bool, response_tokens: int = 0
+) -> float:
+    return response_tokens + 10 * (finish_reason == "length") + 100 * truncated + 1000 * (ground_truth in response)
+
+
+def with_columns(prompt: str, turns: list[Any], messages: list[Any], **columns: Any) -> float:
+    assert messages[-1]["content"] in prompt
+    return len(turns) + columns["level"]
+
+
+async def asynchronous(response: str, level: int) -> float:
+    await asyncio.sleep(0)
+    return level / 2
+
+
+def trl(prompts: list[str], completions: list[str], level: list[int], **kwargs: Any) -> list[float]:
+    assert kwargs["ground_truth"] == ["42"] and prompts == ["<user>6*7=<bot>"]
+    return [len(text) + one for text, one in zip(completions, level, strict=True)]
+
+
+def trl_of_completions(completions: list[str]) -> list[float]:
+    return [float("42" in text) for text in completions]
+
+
+async def trl_asynchronous(completions: list[str], **kwargs: Any) -> list[float]:
+    return [0.25 for _ in completions]
+
+
+@pytest.mark.parametrize(
+    ("function", "reward"),
+    [
+        (old, 1.0),
+        (old_with_other_names, 3.0),
+        (by_name, 1117.0),
+        (with_columns, 6.0),
+        (asynchronous, 1.5),
+        (trl, 9.0),
+        (trl_of_completions, 1.0),
+        (trl_asynchronous, 0.25),
+    ],
+)
+def test_signatures(function: Any, reward: float) -> None:
+    assert reward_call(function)(SAMPLE) == reward
+
+
+def test_trl_with_messages() -> None:
+    def function(prompts: Any, completions: Any) -> list[float]:
+        assert prompts == [INFO["messages"]]
+        return [len(completions[0]) + float(completions[0][-1]["content"])]
+
+    assert reward_call(function, as_messages=True)(SAMPLE) == 3 + 42
+    one = Sample("42", {}, "2*21=", [{"role": "assistant", "content": "42"}])
+    assert reward_call(lambda completions: [float(completions[0][0]["content"])], as_messages=True)(one) == 42
+
+
+def none_of_it(completions: list[str]) -> list[Any]:
+    return [None]
+
+
+def no_list(completions: list[str]) -> Any:
+    return 1.0
+
+
+def unknown(response: str, answer: str, other: str) -> float:
+    return 0.0
+
+
+@pytest.mark.parametrize(
+    ("function", "error", "message"),
+    [
+        (none_of_it, ValueError, "returned None"),
+        (no_list, TypeError, "must return a list with one number"),
+        (unknown, TypeError, "it asks for answer, other, but a sample has finish_reason, ground_truth, info, level"),
+    ],
+)
+def test_what_it_returns_or_asks_for_is_wrong(function: Any, error: type[Exception], message: str) -> None:
+    with pytest.raises(error, match=message):
+        reward_call(function)(SAMPLE)
