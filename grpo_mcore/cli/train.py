@@ -131,11 +131,18 @@ def prepare(config: MasterConfig, resume: str | bool | None = None) -> Prepared:
     """Check all that can be checked in seconds: what is wrong with the model, the data, the checkpoint, the rewards or
     the folders shows before anything starts."""
     from grpo_mcore.algorithms.checkpointing.checkpoints import CheckpointManager
-    from grpo_mcore.algorithms.lifecycle.checks import check_environments, check_run, check_writable
+    from grpo_mcore.algorithms.lifecycle.checks import (
+        check_checkpointing,
+        check_environments,
+        check_run,
+        check_writable,
+    )
+    from grpo_mcore.algorithms.rollouts.prompt_stream import check_same_data
     from grpo_mcore.algorithms.setup import build_loaders
     from grpo_mcore.data import TurnTemplate, build_task_data, load_tokenizer
     from grpo_mcore.data.processors import longest_prompt
 
+    check_checkpointing(config)
     model = check_run(config)
     checkpointer = CheckpointManager(config.checkpointing)
     checkpointer.open(resume)
@@ -147,7 +154,9 @@ def prepare(config: MasterConfig, resume: str | bool | None = None) -> Prepared:
     data = build_task_data(config.data.train, config.data.validation, tokenizer, limit, separate=separate)
     prepared = Prepared(config, model, checkpointer, tokenizer, data, changes)
     check_environments(config, prepared.env_names)
-    build_loaders(config, data.train, data.validation)  # raises where the data has too few rows
+    loader, _ = build_loaders(config, data.train, data.validation)  # raises where the data has too few rows
+    if (position := checkpointer.position()) is not None:
+        check_same_data(position.stream, loader)
     if config.grpo.max_rollout_turns > 1:
         TurnTemplate(tokenizer)  # raises where the chat template cannot hold several turns
     return prepared

@@ -50,6 +50,20 @@ def build_dataloader(
         return PromptLoader(dataset, batch_sampler=sampler, collate_fn=collated, num_workers=0)
 
 
+FINGERPRINT_ROWS = 20_000
+"""Rows that a fingerprint reads, evenly spread over a larger dataset: it is computed in a second or two."""
+
+
+def fingerprint(dataloader: Any) -> str | None:
+    """Return a digest of the rows that a loader reads, or all of its loaders; None for a loader of another class. Names
+    do not count, so that a file may move. It is computed once for each dataset."""
+    loaders = getattr(dataloader, "dataloaders", {"": dataloader})
+    datasets = [getattr(loader, "dataset", None) for _, loader in sorted(loaders.items())]
+    if not all(isinstance(dataset, AllTaskProcessedDataset) for dataset in datasets):
+        return None
+    return " ".join(dataset.fingerprint(FINGERPRINT_ROWS) for dataset in datasets if dataset is not None)
+
+
 class PromptLoader(StatefulDataLoader):
     """The loader of a run with one data loader."""
 

@@ -6,6 +6,8 @@ the count is known before training. Rows of a larger one are checked when a load
 
 from __future__ import annotations
 
+import hashlib
+import json
 import logging
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
@@ -76,6 +78,7 @@ class AllTaskProcessedDataset(Dataset[DatumSpec]):
         self._reasons: Counter[str] = Counter()
         self._kept: dict[int, DatumSpec] = {}
         self._kept_tokens = 0
+        self._fingerprint: str | None = None
         if len(dataset) <= CHECK_AT_ONCE:
             self._check_all()
 
@@ -132,6 +135,16 @@ class AllTaskProcessedDataset(Dataset[DatumSpec]):
                 self._reasons[datum["extra_env_info"].get("unusable", "too long or invalid")] += 1
                 self._report_excluded(datum)
         return self._state[idx] == _USABLE
+
+    def fingerprint(self, rows: int) -> str:
+        """Return a digest of at most `rows` rows, evenly spread, before a processor has changed them."""
+        if self._fingerprint is None:
+            digest = hashlib.sha256(str(len(self)).encode())
+            for index in range(0, len(self), -(-len(self) // rows)):
+                row = {name: value for name, value in self.dataset[index].items() if name not in ("uid", "task_name")}
+                digest.update(json.dumps(row, sort_keys=True, default=lambda value: type(value).__name__).encode())
+            self._fingerprint = digest.hexdigest()[:16]
+        return self._fingerprint
 
     def usable_at_most(self) -> int:
         """Number of usable rows, counting those that are not checked yet."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -22,7 +23,7 @@ from grpo_mcore.objective import LOSS_INPUTS, OwnPart, check_own_objective
 from grpo_mcore.observe import check_own_logger
 from grpo_mcore.parallel.layout import Layout, layout_of
 from grpo_mcore.parallel.platform import Platform
-from grpo_mcore.recipe import MasterConfig, engine_nodes, is_path, num_engines, world_size
+from grpo_mcore.recipe import VALIDATION_METRICS, MasterConfig, engine_nodes, is_path, num_engines, world_size
 
 VERDICT_TIMEOUT_S = 600.0
 """Seconds that an environment has to score a group, where its section does not set verdict_timeout_s."""
@@ -128,6 +129,22 @@ def check_engine_places(config: MasterConfig, *, gpu: bool) -> None:
         raise SetupError(
             f"policy.generation.vllm_cfg.tensor_parallel_size {tensor} neither divides cluster.gpus_per_node "
             f"{per_node} nor is a multiple of it: an engine uses a part of one node, or whole nodes"
+        )
+
+
+def check_checkpointing(config: MasterConfig) -> None:
+    """Raise SetupError for a folder that no run should fill, and for a metric that no validation has."""
+    saving = config.checkpointing
+    if not saving.enabled:
+        return
+    if Path(saving.checkpoint_dir).resolve() == Path("/"):
+        raise SetupError("checkpointing.checkpoint_dir: / is no folder for checkpoints; name one of their own")
+    kind, _, name = (saving.metric_name or "").partition(":")
+    known = VALIDATION_METRICS + (("pass@k",) if config.grpo.val_num_generations_per_prompt > 1 else ())
+    short = re.sub(r"^pass@\d+$", "pass@k", name.rpartition("/")[2])
+    if kind == "val" and short not in known:
+        raise SetupError(
+            f"checkpointing.metric_name: there is no validation metric {name!r}; known: {', '.join(known)}; or null"
         )
 
 

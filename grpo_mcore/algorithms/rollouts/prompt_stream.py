@@ -6,8 +6,19 @@ from collections import deque
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any, cast
 
-from grpo_mcore.data import MultipleDataloaderWrapper
+from grpo_mcore.data import DataError, MultipleDataloaderWrapper
+from grpo_mcore.data.loader import fingerprint
 from grpo_mcore.rollout.datum import DatumSpec
+
+
+def check_same_data(state: Mapping[str, Any], dataloader: Any) -> None:
+    """Raise DataError if a run with this state (`PromptStream.state_dict`) read other rows."""
+    saved, now = state.get("data"), fingerprint(dataloader)
+    if saved is not None and saved != now:
+        raise DataError(
+            f"cannot continue with this data: its rows are not those of the checkpoint (digest {now}, at the "
+            f"checkpoint {saved}); restore them, or start a new run"
+        )
 
 
 class PromptStream:
@@ -28,6 +39,7 @@ class PromptStream:
         self._taken: dict[str, DatumSpec] = {}
         self._batches: Iterator[list[DatumSpec]] | None = None
         if state is not None:
+            check_same_data(state, dataloader)
             self.epoch = state["epoch"]
             self._waiting.extend(state["waiting"])
             self.dataloader.load_state_dict(state["dataloader"])
@@ -65,4 +77,9 @@ class PromptStream:
 
     def state_dict(self) -> dict[str, Any]:
         waiting = [*self._taken.values(), *self._waiting]
-        return {"epoch": self.epoch, "waiting": waiting, "dataloader": self.dataloader.state_dict()}
+        return {
+            "epoch": self.epoch,
+            "waiting": waiting,
+            "dataloader": self.dataloader.state_dict(),
+            "data": fingerprint(self.dataloader),
+        }

@@ -121,10 +121,15 @@ def _parse(text: str, key: str, source_of: Any, name: str) -> Node:
         raise RecipeError([Problem(source, key, f"not valid YAML: {what}")], name) from None
     except yaml.YAMLError as error:
         raise RecipeError([Problem(name, key, f"not valid YAML: {error}")], name) from None
+    except RecursionError:
+        raise RecipeError([Problem(name, key, "nested too deeply")], name) from None
     if root is None:
         return Node(None, source_of(1), key)
     problems: list[Problem] = []
-    node = _convert(root, root.start_mark.line + 1, key, source_of, problems)
+    try:
+        node = _convert(root, root.start_mark.line + 1, key, source_of, problems)
+    except RecursionError:
+        raise RecipeError([Problem(name, key, "an alias (*name) stands inside of what it names")], name) from None
     if problems:
         raise RecipeError(problems, name)
     return node

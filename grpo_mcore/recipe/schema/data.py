@@ -103,7 +103,7 @@ class DatasetEntry(Section):
     """Entry of `env` that scores this dataset. null: the only entry. Also read by algorithms/."""
     split_validation_size: NonNegativeFloat = 0.0
     """Part of the training data that becomes validation data: a share if below 1, otherwise a number of rows."""
-    seed: int = 42
+    seed: NonNegative = 42
     """Seed of the split by split_validation_size and of a generated dataset."""
     dataset_kwargs: dict[str, Any] = Field(default_factory=dict)
     """Options of a generated dataset, such as SlidingPuzzle, or of a dataset class."""

@@ -6,7 +6,7 @@ from typing import Any, Literal
 
 from pydantic import Field
 
-from grpo_mcore.recipe.schema.section import Positive, Section
+from grpo_mcore.recipe.schema.section import NonNegative, Positive, Section
 
 
 class EvalConfig(Section):
@@ -20,7 +20,7 @@ class EvalConfig(Section):
     """Number k of the metric: at most the samples of a prompt."""
     num_tests_per_prompt: Positive = 1
     """Number of samples of one prompt with one seed."""
-    seed: int = 42
+    seed: NonNegative = 42
     """Seed of sampling, together with prompt and generation index."""
     num_seeds: Positive = 1
     """Number of repetitions of all samples, with the seeds seed, seed + 1, ..."""

@@ -183,7 +183,7 @@ class GRPOConfig(Section):
     skip_reference_policy_logprobs_calculation: bool = False
     """State that no reference log-probs are computed. Needs loss_fn.reference_policy_kl_penalty: 0, which skips them
     anyway."""
-    seed: Fixed[int] = 42
+    seed: Fixed[NonNegative] = 42
     """Seed of the data order and, together with step, prompt and generation index, of sampling."""
     overlong_filtering: bool = False
     """Leave truncated samples out of the loss. Read by objective/."""

@@ -8,6 +8,7 @@ from pydantic import Field
 
 from grpo_mcore.recipe.schema.section import (
     NULL,
+    Decay,
     Derived,
     Fixed,
     NonNegative,
@@ -25,7 +26,7 @@ class OptimizerConfig(Section):
 
     optimizer: Fixed[Literal["adam", "sgd"]] = "adam"
     """Optimizer. adam with weight_decay above 0 is AdamW."""
-    lr: PositiveFloat = 5.0e-6
+    lr: Annotated[float, Field(gt=0, le=10)] = 5.0e-6
     """Maximum learning rate, reached at the end of the warm-up."""
     min_lr: NonNegativeFloat = 5.0e-7
     """Learning rate at the end of the decay."""
@@ -35,13 +36,13 @@ class OptimizerConfig(Section):
     """Weights in bfloat16 with float32 copies in the optimizer. Must agree with policy.precision. null: follow it."""
     params_dtype: Literal["float32"] = "float32"
     """Number format of the optimizer's copy of the weights."""
-    adam_beta1: Probability = 0.9
+    adam_beta1: Decay = 0.9
     """Decay of Adam's mean of the gradients."""
-    adam_beta2: Probability = 0.999
+    adam_beta2: Decay = 0.999
     """Decay of Adam's mean of the squared gradients."""
     adam_eps: PositiveFloat = 1.0e-8
     """Added to the root of Adam's second moment."""
-    sgd_momentum: Probability = 0.9
+    sgd_momentum: Decay = 0.9
     """Momentum. Only with optimizer: sgd."""
     use_distributed_optimizer: bool = True
     """Shard the optimizer state over the data-parallel ranks. false: not supported yet."""

@@ -22,5 +22,5 @@ class SFTConfig(Section):
     """Validate before the first step."""
     val_at_end: bool = False
     """Validate after the last step."""
-    seed: Fixed[int] = 42
+    seed: Fixed[NonNegative] = 42
     """Seed of the data order."""

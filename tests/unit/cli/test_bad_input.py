@@ -70,6 +70,12 @@ def refuse(
     ("word", "message"),
     [
         ("grpo.sed=1", "grpo.sed: unknown key; nearest known key: grpo.seed"),
+        ("grpo.seed=-1", "grpo.seed: must be at least 0, got -1"),
+        (
+            "policy.megatron_cfg.optimizer.adam_beta1=1.0",
+            "policy.megatron_cfg.optimizer.adam_beta1: must be below 1, got 1.0",
+        ),
+        ("policy.megatron_cfg.optimizer.lr=1e30", "policy.megatron_cfg.optimizer.lr: must be at most 10, got 1e+30"),
         ("grpo.seed=one", "grpo.seed: expected a whole number, got 'one'"),
         (
             "policy.train_global_batch_size=6",
@@ -86,6 +92,17 @@ def refuse(
 )
 def test_wrong_recipe(refuse: Refuse, word: str, message: str) -> None:
     assert refuse(word, code=2) == f"1 problem in r.yaml\n  command line: {message}"
+
+
+@pytest.mark.parametrize(
+    ("word", "message"),
+    [
+        ("checkpointing.checkpoint_dir=/", "checkpoint_dir: / is no folder for checkpoints; name one of their own"),
+        ("checkpointing.metric_name=val:nope", "metric_name: there is no validation metric 'nope'; known: accuracy, "),
+    ],
+)
+def test_checkpoints_that_nobody_can_want(refuse: Refuse, word: str, message: str) -> None:
+    assert refuse(word, code=1).startswith(f"checkpointing.{message}")
 
 
 @pytest.mark.parametrize("verb", ["train", "sft"])

@@ -150,3 +150,13 @@ def test_what_was_started_anew_counts_though_a_resume_takes_back_what_came_of_it
     restart = {"event": "restarted", "worker": "environment-math", "why": "it died"}
     found = audit([started(), restart, started(), dispatched("a"), finished("a"), trained(1, "a"), restart, ended()])
     assert not found.flaws and (found.restarts, found.void, found.starts) == (2, 2, 1)
+
+
+@pytest.mark.parametrize(
+    "entry",
+    [{"event": "dispatched"}, {"event": "dispatched", "uids": 7}, {"event": "trained", "uids": ["a"]},
+     {"event": "started", "step": 0, "kept": "x"}, {"event": "dispatched", "uids": [["a"]]}],
+)  # fmt: skip
+def test_an_entry_that_no_run_has_written_is_named(entry: dict[str, Any]) -> None:
+    with pytest.raises(LedgerError, match="no entry of a ledger"):
+        audit([started(), entry])

@@ -46,7 +46,7 @@ def test_all_problems_of_a_recipe_are_reported_at_once(problems) -> None:
         "nearest: 'modified_first_fit_decreasing'",
         "r.yaml:10: policy.megatron_cfg.optimizer.lr: must be above 0, got -1.0",
         "r.yaml:10: policy.megatron_cfg.optimizer.weight_decay: expected a finite number, got nan",
-        "r.yaml:10: policy.megatron_cfg.optimizer.adam_beta1: must be at most 1, got 1.5",
+        "r.yaml:10: policy.megatron_cfg.optimizer.adam_beta1: must be below 1, got 1.5",
         "r.yaml:13: grpo.num_prompts_per_step: expected a whole number, got 3.0",
         "r.yaml:14: grpo.seed: expected a whole number, got null",
         "r.yaml:15: grpo.reward_scaling: expected a mapping of keys, got 7",

@@ -6,6 +6,12 @@ from grpo_mcore.recipe import RecipeError
 from grpo_mcore.recipe.loading.yaml_tree import Node, parse_file, parse_text
 
 
+@pytest.mark.parametrize("text", ["a: &x {b: *x}", "a: &x [1, *x]", "a: &x {<<: *x}", "a: " + "[" * 1000])
+def test_yaml_that_refers_to_itself_or_has_no_end_is_refused(text: str) -> None:
+    with pytest.raises(RecipeError, match="an alias .* stands inside of what it names|nested too deeply"):
+        parse_text(text, "k", "here")
+
+
 @pytest.mark.parametrize(
     ("text", "value"),
     [

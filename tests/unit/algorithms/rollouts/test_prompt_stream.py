@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 
 from grpo_mcore.algorithms.rollouts.prompt_stream import PromptStream
+from grpo_mcore.data import AllTaskProcessedDataset, DataError, TaskDataSpec, build_dataloader
 
 
 class Loader:
@@ -74,3 +75,24 @@ def test_prompts_under_way_come_next_in_a_resumed_run() -> None:
     second = PromptStream(Loader(), max_epochs=2, state=pickle.loads(pickle.dumps(first.state_dict())))
     assert uids(second.take(99)) == "a c a@2 b@2 c@2 d@2"
     assert uids(first.take(99)) == "a@2 b@2 c@2 d@2"  # the run itself continues after them
+
+
+def stream_of(answers: str, state: Any = None) -> PromptStream:
+    rows = [{"question": "q", "answer": answer, "task_name": "t", "uid": f"t:{n}"} for n, answer in enumerate(answers)]
+
+    def process(row: Any, spec: Any, tokenizer: Any, limit: Any, idx: int) -> Any:
+        return {"length": 1, "loss_multiplier": 1.0, "uid": row["uid"], "message_log": [], "extra_env_info": {}}
+
+    data = AllTaskProcessedDataset(rows, None, None, {"t": (TaskDataSpec("t"), process)}, max_seq_length=10)
+    return PromptStream(build_dataloader(data, 2, True, 0), 1, state)
+
+
+def test_a_resumed_run_refuses_other_rows_as_many_as_before() -> None:
+    before = stream_of("abcd")
+    before.take(2)
+    state = before.state_dict()
+    assert len(stream_of("abcd", state).take(4)) == 4
+    with pytest.raises(DataError, match="its rows are not those of the checkpoint .*; restore them"):
+        stream_of("abcx", state)
+    del state["data"]  # of a checkpoint before this version
+    stream_of("abcx", state)
