@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import secrets
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -23,12 +24,13 @@ from grpo_mcore.algorithms.rollouts.scoring import EnvironmentWorker
 from grpo_mcore.algorithms.training_step.policy_group import PolicyGroup
 from grpo_mcore.algorithms.training_step.policy_worker import PolicyWorker
 from grpo_mcore.algorithms.weight_sync.refit_parity import LIMITS, ParityCheck
-from grpo_mcore.cluster import Cluster, Worker, gather, open_cluster
+from grpo_mcore.cluster import Cluster, Worker, gather, is_fault, open_cluster
 from grpo_mcore.data import AllTaskProcessedDataset, build_dataloader, build_train_dataloader
 from grpo_mcore.environments.interfaces import EnvironmentBase
 from grpo_mcore.generation import EngineConfig, engine_environment
 from grpo_mcore.objective import ClippedPGLossFn, OwnLoss, build_loss
 from grpo_mcore.observe import Logger
+from grpo_mcore.observe.machine import MachineMonitor, peak_flops
 from grpo_mcore.parallel.layout import Layout
 from grpo_mcore.parallel.platform import Platform, cpu_threads
 from grpo_mcore.recipe import (
@@ -43,6 +45,10 @@ from grpo_mcore.recipe import (
 )
 from grpo_mcore.refit.layout import EngineLayout, TrainerLayout
 
+log = logging.getLogger(__name__)
+
+MONITOR_S = 30.0
+"""Deadline of asking the monitors for their metrics, in seconds."""
 ENGINE_CALLS, ENGINE_STREAMS = 4, 64
 """Threads of an engine's process. Calls: reading a bucket, receiving the next one, health checks, and aborting a refit
 that hangs. Streams: one for each dispatch whose samples are under way."""
@@ -334,6 +340,34 @@ def make_loss(config: MasterConfig) -> ClippedPGLossFn | OwnLoss:
     )
 
 
+def watch_machines(config: MasterConfig, cluster: Cluster, logger: Logger) -> None:
+    """Start a monitor on each node, whose metrics the logger takes with each step. A monitor that is lost ends the
+    monitoring, not the run."""
+    nodes, interval = config.cluster.num_nodes, config.logger.gpu_monitoring.collection_interval
+    monitors = cluster.spawn_group("monitor", MachineMonitor, [(interval,)] * nodes, cpus=0.01, nodes=nodes)
+    names = gather(
+        cluster, [monitor.call("gpu_names") for monitor in monitors], timeout_s=config.cluster.start_timeout_s,
+        what="start of the monitors",
+    )  # fmt: skip
+    found = [peak_flops(name) for node in names for name in node]
+    logger.peak_flops = found[0] if found else None
+
+    def take() -> dict[str, float]:
+        try:
+            taken = gather(
+                cluster, [monitor.call("take") for monitor in monitors], timeout_s=MONITOR_S, what="machine metrics"
+            )
+        except Exception as error:
+            if not is_fault(error):
+                raise
+            log.warning("the machines are not monitored any more: %s", str(error).partition("\n")[0])
+            logger.machines = dict
+            return {}
+        return {f"node.{node}.{name}": value for node, values in enumerate(taken) for name, value in values.items()}
+
+    logger.machines = take
+
+
 def start_run(
     config: MasterConfig,
     model: Model,
@@ -358,6 +392,8 @@ def start_run(
         save_state = checkpointer.read(folder)[0]
         policy.load(policy_folder(folder))
         policy.updates = save_state["current_step"]
+    if config.logger.monitor_gpus:
+        watch_machines(config, cluster, logger)
     engines.endpoint = open_endpoint(config, engines, Path(logger.log_dir))
     distinct: dict[str, Worker] = {worker.name: worker for worker in environments.values()}  # tasks may share one
     wait_until_ready(config, cluster, list(distinct.values()), "start of the environments")

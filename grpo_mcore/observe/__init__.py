@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
+from grpo_mcore.observe.backends import MissingPackage
 from grpo_mcore.observe.console import RunConsole, ShownSample
 from grpo_mcore.observe.ledger import LEDGER_FILE, Ledger, LedgerError, read_ledger
 from grpo_mcore.observe.ledger_audit import Audit, audit
 from grpo_mcore.observe.logger import (
     Logger,
-    MissingPackage,
     OwnLoggerError,
     check_own_logger,
     read_metrics,

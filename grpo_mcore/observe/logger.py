@@ -1,4 +1,4 @@
-"""Metrics by step: always as JSONL, optionally to TensorBoard and Weights & Biases."""
+"""Metrics by step: always as JSONL, and to the backends that the recipe asks for (backends.py)."""
 
 from __future__ import annotations
 
@@ -8,13 +8,13 @@ import logging
 import math
 import os
 import time
-from collections.abc import Iterator, Mapping
-from contextlib import suppress
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
 from grpo_mcore.imports import import_by_path
 from grpo_mcore.observe.append_file import AppendFile
+from grpo_mcore.observe.backends import Backend, chosen_backends
 from grpo_mcore.recipe import GRPOLoggerConfig, OwnLoggerConfig
 
 log = logging.getLogger(__name__)
@@ -22,10 +22,6 @@ log = logging.getLogger(__name__)
 METRICS_FILE = "metrics.jsonl"
 HYPERPARAMS_FILE = "hyperparams.json"
 RESERVED = ("step", "prefix", "unix_time")
-
-
-class MissingPackage(RuntimeError):
-    """The recipe asks for a logger whose package is not installed."""
 
 
 class OwnLoggerError(ValueError):
@@ -58,19 +54,17 @@ class Logger:
     """
 
     def __init__(self, config: GRPOLoggerConfig, *, run: str | None = None) -> None:
-        wandb = _import_wandb() if config.wandb_enabled else None
+        chosen = chosen_backends(config)
         self.log_dir = run_folder(Path(config.log_dir), run)
         self._file = AppendFile(self.log_dir / METRICS_FILE)
-        self._tensorboard: Any = None
-        self._wandb: Any = None
-        self.tensorboard_dir: Path | None = None
-        if config.tensorboard_enabled:
-            self.tensorboard_dir = self.log_dir / (config.tensorboard.log_dir or "tensorboard")
-            self._tensorboard = _open_tensorboard(self.tensorboard_dir)
+        tensorboard = self.log_dir / (config.tensorboard.log_dir or "tensorboard")
+        self.tensorboard_dir = tensorboard if config.tensorboard_enabled else None
+        self._backends: list[Backend] = [cls(package, config, self.log_dir) for package, cls in chosen]
         self._own = [check_own_logger(own)(self.log_dir, **own.options) for own in config.own]
-        if wandb is not None:
-            where = config.wandb
-            self._wandb = wandb.init(project=where.project, name=where.name, entity=where.entity, dir=str(self.log_dir))
+        self.machines: Callable[[], Mapping[str, float]] = dict
+        """Returns the metrics of the run's machines since the last call; none unless logger.monitor_gpus is set."""
+        self.peak_flops: float | None = None
+        """FLOP/s of a device, where it is known."""
 
     def log_metrics(self, metrics: Mapping[str, Any], step: int, prefix: str = "") -> None:
         """One line of `metrics.jsonl`: {"step", "prefix", "unix_time", and the metrics}. Values are numbers,
@@ -86,48 +80,26 @@ class Logger:
         finite = {name: value if value is None or math.isfinite(value) else None for name, value in values.items()}
         self._file.write(json.dumps(head | finite))
         named = {f"{prefix}/{name}" if prefix else name: v for name, v in values.items() if v is not None}
-        if self.tensorboard_dir is not None:
-            self._to_tensorboard(named, step)
-        if self._wandb is not None:
-            self._wandb.log(named, step=step)
+        for backend in self._backends:
+            backend.log(named, step)
         for own in self._own:
             own.log_metrics(dict(values), step, prefix)
-
-    def _to_tensorboard(self, metrics: Mapping[str, float], step: int) -> None:
-        """Write to TensorBoard. On a full disk its writer gives up for good: these values are left out there, and the
-        next ones get a new writer."""
-        assert self.tensorboard_dir is not None
-        try:
-            if self._tensorboard is None:
-                self._tensorboard = _open_tensorboard(self.tensorboard_dir)
-            for name, value in metrics.items():
-                self._tensorboard.add_scalar(name, value, step)
-        except OSError as error:
-            self._tensorboard = None
-            log.warning("TensorBoard lacks step %d: %s; %s has it", step, error.strerror or error, METRICS_FILE)
 
     def log_hyperparams(self, params: Any) -> None:
         """The resolved recipe: a mapping or a pydantic model, to `hyperparams.json` and the other loggers."""
         plain = params.model_dump(mode="json") if hasattr(params, "model_dump") else dict(params)
         text = json.dumps(plain, indent=2, default=str)
         (self.log_dir / HYPERPARAMS_FILE).write_text(text + "\n")
-        if self._tensorboard is not None:
-            self._tensorboard.add_text("hyperparams", f"```json\n{text}\n```")
-        if self._wandb is not None:
-            self._wandb.config.update(json.loads(text))
+        for backend in self._backends:
+            backend.params(json.loads(text))
         for own in self._own:
             own.log_hyperparams(json.loads(text))
 
     def close(self) -> None:
         """Write what is left and close all loggers. Idempotent."""
         self._file.close()
-        if self._tensorboard is not None:
-            with suppress(OSError):  # a full disk: metrics.jsonl has said so
-                self._tensorboard.close()
-            self._tensorboard = None
-        if self._wandb is not None:
-            self._wandb.finish()
-            self._wandb = None
+        while self._backends:
+            self._backends.pop().close()
         while self._own:
             self._own.pop().close()
 
@@ -180,24 +152,6 @@ def _flat(metrics: Mapping[str, Any], path: str = "") -> Iterator[tuple[str, flo
         if value is not None and not isinstance(value, int | float):
             raise TypeError(f"metric {name!r} is no number but {type(value).__name__}: {value!r}")
         yield name, value
-
-
-def _open_tensorboard(folder: Path) -> Any:
-    try:
-        from torch.utils.tensorboard import SummaryWriter
-    except ImportError as error:
-        raise MissingPackage(
-            "logger.tensorboard_enabled needs tensorboard: pip install tensorboard, or set it to false"
-        ) from error
-    return SummaryWriter(str(folder))
-
-
-def _import_wandb() -> Any:
-    try:
-        import wandb
-    except ImportError as error:
-        raise MissingPackage("logger.wandb_enabled needs wandb: pip install wandb, or set it to false") from error
-    return wandb
 
 
 def write_summary(path: Path, summary: Mapping[str, Any]) -> None:

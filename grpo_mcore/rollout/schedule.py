@@ -49,6 +49,7 @@ class ScheduleConfig:
     val_at_start: bool = False
     val_at_end: bool = False
     save_period: int = 0
+    ft_save_period: int = 0  # further checkpoints, for recovery
 
     def __post_init__(self) -> None:
         if self.max_groups_in_flight is not None and self.max_groups_in_flight < self.num_prompts:
@@ -295,10 +296,9 @@ class Schedule:
         )
 
     def _checkpoint_due(self, over: str | None) -> bool:
-        period = self.config.save_period
-        return self.step > 0 and period > 0 and self.saved_step != self.step and (
-            self.step % period == 0 or bool(over)
-        )  # fmt: skip
+        periods = [period for period in (self.config.save_period, self.config.ft_save_period) if period > 0]
+        due = bool(over) or any(self.step % period == 0 for period in periods)
+        return self.step > 0 and bool(periods) and self.saved_step != self.step and due
 
     def _refit_first(self, command: Command) -> Command:
         if self.engine_version == self.policy_version:

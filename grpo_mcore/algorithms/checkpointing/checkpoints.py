@@ -273,14 +273,19 @@ class CheckpointManager:
         shutil.rmtree(doomed)
 
     def _prune(self, just_saved: int) -> None:
-        """Keep the best keep_top_k by the metric, and always the one just saved and the newest."""
-        keep = self.config.keep_top_k
-        steps = self._steps()
-        if keep is None or len(steps) <= keep:
-            return
-        ranked = sorted(steps, key=lambda step: (self._metric(step), step), reverse=True)
-        for step in set(steps) - set(ranked[:keep]) - {max(steps), just_saved}:
+        """Keep the best keep_top_k by the metric, the newest ft_keep_latest_k of those for recovery, and always the one
+        just saved and the newest."""
+        keep, steps = self.config.keep_top_k, self._steps()
+        recovery = [step for step in steps if self._is_for_recovery(step)]
+        ranked = sorted(set(steps) - set(recovery), key=lambda step: (self._metric(step), step), reverse=True)
+        kept = {*ranked[:keep], *recovery[-(self.config.ft_keep_latest_k or 1) :], max(steps), just_saved}
+        for step in set(steps) - kept:
             self._delete(step)
+
+    def _is_for_recovery(self, step: int) -> bool:
+        """Return whether only ft_save_period asked for this checkpoint."""
+        period = self.config.ft_save_period
+        return period is not None and step % period == 0 and step % self.config.save_period != 0
 
     def _metric(self, step: int) -> float:
         """Return the metric for the ranking: higher is better; without the metric, or with NaN, it ranks last."""

@@ -181,7 +181,8 @@ def train_loop(
                 )
             if val_dataloader is not None and _due(step, settings.val_period, ended and settings.val_at_end):
                 validate()
-            if saving.enabled and _due(step, saving.save_period, last):
+            recovery = _due(step, saving.ft_save_period or 0, False)
+            if saving.enabled and (recovery or _due(step, saving.save_period, last)):
                 state = GRPOSaveState(current_step=step, total_steps=step, log_run=log.log_dir.name)
                 data_state = examples.state_dict() | {"tuning": tuning.state}
                 snapshot = partial(RunSnapshot, state, data_state, dict(metrics))

@@ -223,4 +223,5 @@ def schedule_config(config: MasterConfig, *, validates: bool) -> s.ScheduleConfi
         val_at_start=grpo.val_at_start and validates,
         val_at_end=grpo.val_at_end and validates,
         save_period=save.save_period if save.enabled else 0,
+        ft_save_period=(save.ft_save_period or 0) if save.enabled else 0,
     )

@@ -12,9 +12,16 @@ from grpo_mcore.algorithms.checkpointing.checkpoints import GRPOSaveState
 from grpo_mcore.algorithms.engines.engine_group import EngineGroup
 from grpo_mcore.algorithms.rollouts.validation import Validation
 from grpo_mcore.algorithms.training_step.policy_group import PolicyGroup
-from grpo_mcore.families import ModelShape, parameter_count
+from grpo_mcore.families import ModelShape, forward_flops, parameter_count
 from grpo_mcore.observe import Logger, RunConsole, StepRow, Timeline, read_metrics, reward_curve_png, write_summary
-from grpo_mcore.recipe import MasterConfig, batch_equation, prompts_per_generation_batch, samples_per_step
+from grpo_mcore.observe.machine import throughput
+from grpo_mcore.recipe import (
+    MasterConfig,
+    batch_equation,
+    prompts_per_generation_batch,
+    samples_per_step,
+    world_size,
+)
 from grpo_mcore.refit.refit import RefitReport
 from grpo_mcore.rollout.group import Group
 
@@ -57,6 +64,7 @@ class RunReport:
         self._began = time.perf_counter()
         self._first_step = self.state["current_step"] + 1
         self._rewards: dict[int, float] = {}
+        self._shape = policy.shape
         self._accuracies: dict[int, float] = {}
         self._mult_errors: dict[int, float] = {}
         self._failed_prompts = 0
@@ -144,6 +152,7 @@ class RunReport:
         self.state["total_valid_tokens"] += int(metrics["num_valid_tokens"])
         metrics = metrics | {f"timing/{name}": spent for name, spent in seconds.items()}
         metrics["tokens_per_second"] = metrics["tokens"] / seconds["total"]
+        metrics |= self._throughput(groups, metrics, seconds)
         if self._refit is not None:
             metrics |= {f"refit/{name}_seconds": spent for name, spent in self._refit.stage_seconds.items()}
             metrics["refit/bytes"] = float(self._refit.bytes)
@@ -158,6 +167,8 @@ class RunReport:
         self._rewards[step] = metrics["reward"]
         self.last_metrics = {f"train:{name}": value for name, value in metrics.items()}
         self.logger.log_metrics(metrics, step, "train")
+        if machines := self.logger.machines():
+            self.logger.log_metrics(machines, step, "machine")
         self.console.step(
             StepRow(
                 step=step,
@@ -190,6 +201,21 @@ class RunReport:
             )
         if failed := _failed(groups):
             self.console.note(f"samples without a reward, left out: {len(failed)}; the first, {failed[0]}")
+
+    def _throughput(
+        self, groups: Sequence[Group], metrics: dict[str, float], seconds: dict[str, float]
+    ) -> dict[str, float]:
+        """Return throughput and FLOPs of a step: three forward passes' worth for forward and backward."""
+        lengths = [sample.length for group in groups for sample in group.samples] if "loss" in metrics else []
+        return throughput(
+            tokens=metrics["tokens"],
+            flops=3 * forward_flops(self._shape, lengths) if lengths else 0.0,
+            total_s=seconds["total"],
+            train_s=seconds.get("train", 0.0),
+            devices=self.config.cluster.num_nodes * self.config.cluster.gpus_per_node,
+            ranks=world_size(self.config),
+            peak=self.logger.peak_flops,
+        )
 
     def group_failed(self, uid: str, reason: str) -> None:
         self._failed_prompts += 1

@@ -6,7 +6,7 @@ from typing import Annotated, Any, Literal
 
 from pydantic import Field
 
-from grpo_mcore.recipe.schema.section import ImportPath, NonNegative, Positive, Section
+from grpo_mcore.recipe.schema.section import ImportPath, NonNegative, OffWhenNull, Positive, PositiveFloat, Section
 
 
 class WandbConfig(Section):
@@ -18,6 +18,43 @@ class WandbConfig(Section):
     """Name of the run in the project."""
     entity: str | None = None
     """User or team that owns the project."""
+
+
+class MLflowConfig(Section):
+    """`logger.mlflow`. Read by observe/."""
+
+    experiment_name: str | None = None
+    """Experiment; it is made if it does not exist. null: grpo."""
+    run_name: str | None = None
+    """Name of the run. null: the run's log folder."""
+    run_id: str | None = None
+    """Run to go on in. null: a new one."""
+    tracking_uri: str | None = None
+    """Address of the tracking server, or sqlite:///FILE. null: MLFLOW_TRACKING_URI, or MLflow's own default."""
+    artifact_location: str | None = None
+    """Folder or address of a new experiment's artifacts. null: MLflow's default."""
+
+
+class SwanLabConfig(Section):
+    """`logger.swanlab`. Read by observe/."""
+
+    project: str | None = None
+    """Project of SwanLab."""
+    name: str | None = None
+    """Name of the experiment in the project."""
+    workspace: str | None = None
+    """User or team that owns the project."""
+    mode: Literal["cloud", "local", "offline", "disabled"] | None = None
+    """Where SwanLab writes. null: SwanLab's default."""
+
+
+class GpuMonitoringConfig(Section):
+    """`logger.gpu_monitoring`. Read by algorithms/."""
+
+    collection_interval: PositiveFloat = 10.0
+    """Seconds between two samples."""
+    flush_interval: PositiveFloat = 10.0
+    """No effect, accepted for recipes of NeMo RL: the metrics are written with those of each step."""
 
 
 class TensorBoardConfig(Section):
@@ -45,6 +82,14 @@ class GRPOLoggerConfig(Section):
     """Log to Weights & Biases."""
     tensorboard_enabled: bool = False
     """Log to TensorBoard."""
+    mlflow_enabled: bool = False
+    """Log to MLflow."""
+    swanlab_enabled: bool = False
+    """Log to SwanLab."""
+    monitor_gpus: bool = False
+    """Log utilisation, memory and power of each node's GPUs, and its processors and memory, with each step, under the
+    prefix `machine`. GPUs need the package nvidia-ml-py. A small worker on each node samples them. Read by
+    algorithms/."""
     num_val_samples_to_print: NonNegative = 0
     """Number of samples printed at each validation. Also read by algorithms/."""
     wandb: WandbConfig = Field(default_factory=WandbConfig)
@@ -53,6 +98,12 @@ class GRPOLoggerConfig(Section):
     """Destination of tensorboard_enabled."""
     own: list[OwnLoggerConfig] = Field(default_factory=list)
     """Loggers of your own, which get the same metrics."""
+    mlflow: Annotated[MLflowConfig, OffWhenNull] = Field(default_factory=MLflowConfig)
+    """Destination of mlflow_enabled."""
+    swanlab: Annotated[SwanLabConfig, OffWhenNull] = Field(default_factory=SwanLabConfig)
+    """Destination of swanlab_enabled."""
+    gpu_monitoring: Annotated[GpuMonitoringConfig, OffWhenNull] = Field(default_factory=GpuMonitoringConfig)
+    """How monitor_gpus samples."""
 
 
 class CheckpointingConfig(Section):
@@ -82,9 +133,10 @@ class CheckpointingConfig(Section):
     """Time after its start, "DD:HH:MM:SS", at which a run finishes its step, saves and ends. Leave room for the longest
     step and a save. null: no limit. Read by cli/."""
     ft_save_period: Positive | None = None
-    """Steps between extra checkpoints for crash recovery. Not supported yet."""
+    """Steps between further checkpoints, for recovery from a crash. They do not compete for keep_top_k: the newest
+    ft_keep_latest_k of them are kept. null: none."""
     ft_keep_latest_k: Positive | None = None
-    """Number of crash-recovery checkpoints to keep. Not supported yet."""
+    """Number of checkpoints of ft_save_period to keep. null: 1."""
 
     @property
     def seconds_to_save_by(self) -> int | None:

@@ -121,6 +121,16 @@ def check_eval(config: RecipeSections) -> Iterator[Finding]:
         )
 
 
+def check_recovery(config: RecipeSections) -> Iterator[Finding]:
+    """The number of recovery checkpoints needs their period."""
+    saving = config.checkpointing
+    if saving.ft_keep_latest_k is not None and saving.ft_save_period is None:
+        yield Finding(
+            ("checkpointing.ft_keep_latest_k", "checkpointing.ft_save_period"),
+            "has no effect without checkpointing.ft_save_period: the steps between recovery checkpoints",
+        )
+
+
 def check_optimizer(config: RecipeSections) -> Iterator[Finding]:
     """Requirements of Megatron-Core on optimizer and learning rate, and keys that must agree with policy."""
     policy, megatron = config.policy, config.policy.megatron_cfg

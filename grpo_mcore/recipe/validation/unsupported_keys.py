@@ -24,8 +24,6 @@ UNSUPPORTED: dict[str, tuple[Any, str]] = {
     "policy.generation.vllm_cfg.pipeline_parallel_size": (1, "pipeline parallelism in the engine"),
     "policy.generation.vllm_cfg.kv_cache_dtype": ("auto", "other number formats of the KV cache"),
     "checkpointing.save_optimizer": (True, "checkpoints without the optimizer"),
-    "checkpointing.ft_save_period": (None, "crash-recovery checkpoints"),
-    "checkpointing.ft_keep_latest_k": (None, "crash-recovery checkpoints"),
 }
 
 

@@ -43,6 +43,7 @@ CHECKS = (
     run.check_restarts,
     run.check_exports,
     run.check_eval,
+    run.check_recovery,
     run.check_optimizer,
     data.check_data,
     data.check_loaders,

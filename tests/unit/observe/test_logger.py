@@ -12,9 +12,9 @@ import numpy as np
 import pytest
 import torch
 
+from grpo_mcore.observe.backends import MissingPackage
 from grpo_mcore.observe.logger import (
     Logger,
-    MissingPackage,
     OwnLoggerError,
     check_own_logger,
     read_metrics,
@@ -28,6 +28,8 @@ def config(folder: Path, **values: Any) -> SimpleNamespace:
         "log_dir": str(folder),
         "wandb_enabled": False,
         "tensorboard_enabled": False,
+        "mlflow_enabled": False,
+        "swanlab_enabled": False,
         "wandb": SimpleNamespace(project="p", name="n", entity=None),
         "tensorboard": SimpleNamespace(log_dir=None),
         "own": [],
@@ -211,3 +213,38 @@ def test_a_logger_of_your_own_gets_the_same_metrics(tmp_path: Path) -> None:
 def test_a_class_that_is_no_logger_is_refused(path: str, options: dict[str, Any], message: str) -> None:
     with pytest.raises(OwnLoggerError, match=message):
         check_own_logger(OwnLoggerConfig(path=path, options=options))
+
+
+@pytest.mark.parametrize("name", ["mlflow", "swanlab"])
+def test_other_packages_are_named_too(tmp_path, monkeypatch, name: str):
+    monkeypatch.setitem(sys.modules, name, None)
+    with pytest.raises(MissingPackage, match=f"logger.{name}_enabled needs {name}: pip install {name}"):
+        Logger(config(tmp_path, **{f"{name}_enabled": True}))
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_mlflow_has_the_same_numbers(tmp_path, monkeypatch):
+    mlflow = pytest.importorskip("mlflow")
+    monkeypatch.setenv("MLFLOW_ALLOW_FILE_STORE", "true")  # a database needs more packages
+    uri = (tmp_path / "mlruns").as_uri()
+    where = SimpleNamespace(
+        experiment_name="e", run_name="r", run_id=None, tracking_uri=uri, artifact_location=str(tmp_path / "artifacts")
+    )
+    logger = Logger(config(tmp_path, mlflow_enabled=True, mlflow=where))
+    logger.log_hyperparams({"a": 1})
+    logger.log_metrics({"loss": 0.5, "pass@4": 1.0}, step=1, prefix="train")
+    logger.close()
+    client = mlflow.MlflowClient(tracking_uri=uri)
+    (run,) = client.search_runs([client.get_experiment_by_name("e").experiment_id])
+    assert run.data.metrics == {"train/loss": 0.5, "train/pass_4": 1.0}
+    assert (run.info.run_name, run.info.status) == ("r", "FINISHED")
+
+
+def test_swanlab_takes_the_same_numbers(tmp_path):
+    pytest.importorskip("swanlab")
+    where = SimpleNamespace(project="p", name="n", workspace=None, mode="local")
+    logger = Logger(config(tmp_path, swanlab_enabled=True, swanlab=where))
+    logger.log_hyperparams({"a": 1})
+    logger.log_metrics({"loss": 0.5}, step=1, prefix="train")
+    logger.close()
+    assert list((logger.log_dir / "swanlab").iterdir())

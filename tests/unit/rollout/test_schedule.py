@@ -63,6 +63,13 @@ def test_periodic_validation_starts_where_it_is_told_to() -> None:
     assert [c for c in run_in_order(config) if isinstance(c, s.Validate)] == [s.Validate(3), s.Validate(4)]
 
 
+def test_checkpoints_for_recovery_come_between_the_others() -> None:
+    config = s.ScheduleConfig(num_prompts=1, max_steps=5, save_period=4, ft_save_period=2)
+    assert [c for c in run_in_order(config) if isinstance(c, s.Checkpoint)] == [
+        s.Checkpoint(2), s.Checkpoint(4), s.Checkpoint(5),
+    ]  # fmt: skip
+
+
 def test_a_validation_can_end_the_run() -> None:
     """With a checkpoint if any is ever due, and without a second validation at the end."""
     config = s.ScheduleConfig(num_prompts=1, max_steps=9, val_period=1, val_at_end=True, save_period=5)

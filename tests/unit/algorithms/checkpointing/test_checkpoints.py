@@ -58,6 +58,22 @@ def test_a_lower_metric_can_be_the_better_one(tmp_path: Path) -> None:
     assert kept(tmp_path) == ["step_1", "step_3"]
 
 
+def test_checkpoints_for_recovery_do_not_compete_with_the_best(tmp_path: Path) -> None:
+    checkpoints = manager(tmp_path, keep_top_k=1, save_period=4, ft_save_period=1, ft_keep_latest_k=2)
+    for step in range(1, 8):
+        save(checkpoints, step, val_accuracy=1.0 / step)
+    assert kept(tmp_path) == ["step_4", "step_6", "step_7"]
+    save(checkpoints, 8, val_accuracy=0.9)
+    assert kept(tmp_path) == ["step_6", "step_7", "step_8"]
+
+
+def test_one_for_recovery_is_kept_by_default(tmp_path: Path) -> None:
+    checkpoints = manager(tmp_path, keep_top_k=None, save_period=3, ft_save_period=1)
+    for step in range(1, 6):
+        save(checkpoints, step)
+    assert kept(tmp_path) == ["step_3", "step_5"]
+
+
 def test_the_one_just_saved_is_always_kept(tmp_path: Path) -> None:
     checkpoints = manager(tmp_path, keep_top_k=1)
     save(checkpoints, 90, val_accuracy=0.9)

@@ -1,0 +1,149 @@
+"""Where metrics go besides the run's JSONL file: TensorBoard, Weights & Biases, MLflow, SwanLab. A package is imported
+only where the recipe asks for it."""
+
+from __future__ import annotations
+
+import json
+import logging
+import re
+import time
+from collections.abc import Callable, Mapping
+from contextlib import suppress
+from importlib import import_module
+from pathlib import Path
+from typing import Any, Protocol
+
+from grpo_mcore.recipe import GRPOLoggerConfig
+
+log = logging.getLogger(__name__)
+
+
+class MissingPackage(RuntimeError):
+    """The recipe asks for a logger whose package is not installed."""
+
+
+class Backend(Protocol):
+    """One destination of metrics."""
+
+    def log(self, values: Mapping[str, float], step: int) -> None:
+        """Log the metrics of a step by their full names."""
+
+    def params(self, plain: dict[str, Any]) -> None:
+        """Log the resolved recipe."""
+
+    def close(self) -> None:
+        """Write what is left."""
+
+
+class TensorBoard:
+    """Event files in the run's folder. On a full disk the writer gives up for good: these values are left out, and the
+    next ones get a new writer."""
+
+    def __init__(self, package: Any, config: GRPOLoggerConfig, folder: Path) -> None:
+        self._package, self._folder = package, str(folder / (config.tensorboard.log_dir or "tensorboard"))
+        self._writer: Any = package.SummaryWriter(self._folder)
+
+    def log(self, values: Mapping[str, float], step: int) -> None:
+        try:
+            if self._writer is None:
+                self._writer = self._package.SummaryWriter(self._folder)
+            for name, value in values.items():
+                self._writer.add_scalar(name, value, step)
+        except OSError as error:
+            self._writer = None
+            log.warning("TensorBoard lacks step %d: %s; metrics.jsonl has it", step, error.strerror or error)
+
+    def params(self, plain: dict[str, Any]) -> None:
+        if self._writer is not None:
+            self._writer.add_text("hyperparams", f"```json\n{json.dumps(plain, indent=2)}\n```")
+
+    def close(self) -> None:
+        if self._writer is not None:
+            with suppress(OSError):  # a full disk: metrics.jsonl has said so
+                self._writer.close()
+
+
+class Wandb:
+    """A run of Weights & Biases."""
+
+    def __init__(self, package: Any, config: GRPOLoggerConfig, folder: Path) -> None:
+        where = config.wandb
+        self._run = package.init(project=where.project, name=where.name, entity=where.entity, dir=str(folder))
+
+    def log(self, values: Mapping[str, float], step: int) -> None:
+        self._run.log(dict(values), step=step)
+
+    def params(self, plain: dict[str, Any]) -> None:
+        self._run.config.update(plain)
+
+    def close(self) -> None:
+        self._run.finish()
+
+
+class MLflow:
+    """A run of MLflow, through a client of its own, so that a run that the process has open stays as it is."""
+
+    def __init__(self, package: Any, config: GRPOLoggerConfig, folder: Path) -> None:
+        where = config.mlflow
+        self._client = package.MlflowClient(tracking_uri=where.tracking_uri)
+        self._metric, self._run_id = package.entities.Metric, where.run_id
+        if self._run_id is None:
+            name = where.experiment_name or "grpo"
+            found = self._client.get_experiment_by_name(name)
+            number = found.experiment_id if found else self._client.create_experiment(name, where.artifact_location)
+            self._run_id = self._client.create_run(number, run_name=where.run_name or folder.name).info.run_id
+
+    def log(self, values: Mapping[str, float], step: int) -> None:
+        now = int(time.time() * 1000)
+        named = {re.sub(r"[^\w\-./: ]", "_", name): value for name, value in values.items()}
+        metrics = [self._metric(name, float(value), now, step) for name, value in named.items()]
+        for first in range(0, len(metrics), 1000):  # the server's limit
+            self._client.log_batch(self._run_id, metrics=metrics[first : first + 1000])
+
+    def params(self, plain: dict[str, Any]) -> None:
+        self._client.log_dict(self._run_id, plain, "hyperparams.json")
+
+    def close(self) -> None:
+        self._client.set_terminated(self._run_id)
+
+
+class SwanLab:
+    """An experiment of SwanLab."""
+
+    def __init__(self, package: Any, config: GRPOLoggerConfig, folder: Path) -> None:
+        where, self._package = config.swanlab, package
+        names = {"project": where.project, "experiment_name": where.name, "workspace": where.workspace}
+        options = {key: value for key, value in (names | {"mode": where.mode}).items() if value is not None}
+        self._run = package.init(logdir=str(folder / "swanlab"), **options)
+
+    def log(self, values: Mapping[str, float], step: int) -> None:
+        self._package.log(dict(values), step=step)
+
+    def params(self, plain: dict[str, Any]) -> None:
+        self._package.config.update(plain)
+
+    def close(self) -> None:
+        self._package.finish()
+
+
+BACKENDS: dict[str, tuple[str, str, Callable[[Any, GRPOLoggerConfig, Path], Backend]]] = {
+    "tensorboard_enabled": ("torch.utils.tensorboard", "tensorboard", TensorBoard),
+    "wandb_enabled": ("wandb", "wandb", Wandb),
+    "mlflow_enabled": ("mlflow", "mlflow", MLflow),
+    "swanlab_enabled": ("swanlab", "swanlab", SwanLab),
+}
+"""Key of `logger`: (module, package to install, class)."""
+
+
+def chosen_backends(config: GRPOLoggerConfig) -> list[tuple[Any, Callable[[Any, GRPOLoggerConfig, Path], Backend]]]:
+    """Return (module, class) of each destination that the recipe asks for. Raises MissingPackage."""
+    found = []
+    for key, (module, package, cls) in BACKENDS.items():
+        if getattr(config, key):
+            try:
+                found.append((import_module(module), cls))
+            except ImportError as error:
+                raise MissingPackage(
+                    f"logger.{key} needs {package}: pip install {package}, or set it to false"
+                ) from error
+    return found

@@ -1,0 +1,139 @@
+"""What the machines of a run do: utilisation, memory and power of each GPU by NVML, processors and memory by psutil."""
+
+from __future__ import annotations
+
+import threading
+from importlib import import_module
+from typing import Any
+
+import psutil
+
+GIB = 2**30
+
+
+class MachineMonitor:
+    """Samples this node every `interval_s` seconds in a thread. Packages are imported when it is made.
+
+    `_rendezvous`: of the worker group that it may be part of; not used.
+    """
+
+    def __init__(self, _rendezvous: object, interval_s: float) -> None:
+        self.interval_s = interval_s
+        self._gpus = _Gpus.find()
+        self._samples: list[dict[str, float]] = []
+        self._lock, self._end = threading.Lock(), threading.Event()
+        psutil.cpu_percent()  # the first call has nothing to compare with
+        self._thread = threading.Thread(target=self._run, name="machine-monitor", daemon=True)
+        self._thread.start()
+
+    def take(self) -> dict[str, float]:
+        """Return the metrics since the last call: means, and of memory the largest. `gpu.0.util` and `cpu.util` are
+        percent, `mem_gb` GiB, `gpu.0.power_w` watts."""
+        now = self._sample()
+        with self._lock:
+            samples, self._samples = [*self._samples, now], []
+        return {
+            name: (max if name.endswith("mem_gb") else _mean)([sample[name] for sample in samples if name in sample])
+            for name in now
+        }
+
+    def gpu_names(self) -> list[str]:
+        """Return the name of each GPU, none without NVML."""
+        return self._gpus.names() if self._gpus else []
+
+    def shutdown(self) -> None:
+        """End the thread."""
+        self._end.set()
+        self._thread.join()
+
+    def _run(self) -> None:
+        while not self._end.wait(self.interval_s):
+            sample = self._sample()
+            with self._lock:
+                self._samples.append(sample)
+
+    def _sample(self) -> dict[str, float]:
+        memory = psutil.virtual_memory()
+        found = {
+            "cpu.util": psutil.cpu_percent(),
+            "mem_gb": (memory.total - memory.available) / GIB,
+            "mem_total_gb": memory.total / GIB,
+        }
+        return found | (self._gpus.sample() if self._gpus else {})
+
+
+class _Gpus:
+    """The node's GPUs through NVML."""
+
+    def __init__(self, nvml: Any) -> None:
+        self._nvml = nvml
+        self._handles = [nvml.nvmlDeviceGetHandleByIndex(index) for index in range(nvml.nvmlDeviceGetCount())]
+
+    @classmethod
+    def find(cls) -> _Gpus | None:
+        """Return None without the package, without a driver, or without a GPU."""
+        try:
+            pynvml = import_module("pynvml")  # of the package nvidia-ml-py
+        except ImportError:
+            return None
+        try:
+            pynvml.nvmlInit()
+            return cls(pynvml) if pynvml.nvmlDeviceGetCount() else None
+        except pynvml.NVMLError:
+            return None
+
+    def names(self) -> list[str]:
+        names = [self._nvml.nvmlDeviceGetName(handle) for handle in self._handles]
+        return [name.decode() if isinstance(name, bytes) else name for name in names]
+
+    def sample(self) -> dict[str, float]:
+        """Return the metrics of each GPU; without one that the device does not report."""
+        found: dict[str, float] = {}
+        readings = {"util": self._utilization, "mem_gb": self._memory_gb, "power_w": self._power_w}
+        for index, handle in enumerate(self._handles):
+            for name, read in readings.items():
+                try:
+                    found[f"gpu.{index}.{name}"] = read(handle)
+                except self._nvml.NVMLError_NotSupported:
+                    continue
+        return found
+
+    def _utilization(self, handle: Any) -> float:
+        return float(self._nvml.nvmlDeviceGetUtilizationRates(handle).gpu)
+
+    def _memory_gb(self, handle: Any) -> float:
+        return self._nvml.nvmlDeviceGetMemoryInfo(handle).used / GIB
+
+    def _power_w(self, handle: Any) -> float:
+        return self._nvml.nvmlDeviceGetPowerUsage(handle) / 1000
+
+
+def _mean(values: list[float]) -> float:
+    return sum(values) / len(values)
+
+
+PEAK_FLOPS = {
+    "GB300": 2.5e15, "B300": 2.5e15, "GB200": 2.5e15, "B200": 2.25e15, "GH200": 989.4e12, "H200": 989.4e12,
+    "H100": 989.4e12, "A100": 312e12, "L40S": 362e12, "L4": 121e12,
+}  # fmt: skip
+"""Dense bfloat16 FLOP/s of a GPU by a part of its name, from NVIDIA's data sheets. The longest fitting part counts."""
+
+
+def peak_flops(gpu_name: str) -> float | None:
+    """Return the dense bfloat16 FLOP/s of a GPU, None for one that is not known."""
+    parts = [part for part in PEAK_FLOPS if part in gpu_name.upper().replace("-", " ")]
+    return PEAK_FLOPS[max(parts, key=len)] if parts else None
+
+
+def throughput(
+    *, tokens: float, flops: float, total_s: float, train_s: float, devices: int, ranks: int, peak: float | None
+) -> dict[str, float]:
+    """Return the throughput of a step under NeMo RL's names. `tokens`: that were trained on; `flops`: of the training
+    pass on all ranks; `devices`: of the run; `ranks`: of the policy; `peak`: FLOP/s of a device."""
+    found = {"tokens_per_sec_per_gpu": tokens / total_s / devices}
+    if train_s > 0 and flops:
+        found["policy_training_tokens_per_sec_per_gpu"] = tokens / train_s / ranks
+        found["train_tflops_per_gpu"] = flops / train_s / ranks / 1e12
+        if peak:
+            found["train_fp_utilization"] = flops / train_s / ranks / peak
+    return found
