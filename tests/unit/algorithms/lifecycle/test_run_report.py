@@ -1,0 +1,64 @@
+"""What a run reports of each step: throughput, and the metrics of its machines."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from grpo_mcore.algorithms.checkpointing.checkpoints import first_save_state
+from grpo_mcore.algorithms.lifecycle.run_report import RunReport
+from grpo_mcore.families import forward_flops, shape_of
+from grpo_mcore.families.known import known_configs
+from grpo_mcore.observe import Logger
+from grpo_mcore.parallel.layout import layout_of
+from grpo_mcore.recipe import MasterConfig
+
+SHAPE = shape_of(next(iter(known_configs().values())))
+STEP = {
+    "num_samples": 2.0,
+    "num_failed_samples": 0.0,
+    "num_trained_samples": 0.0,
+    "truncation_rate": 0.0,
+    "reward": 0.5,
+    "accuracy": 0.5,
+    "generated_length": 3.0,
+    "zero_advantage_rate": 0.0,
+    "num_valid_tokens": 6.0,
+}
+
+
+@pytest.mark.parametrize("trained", [True, False])
+def test_throughput_and_machines_of_a_step(tmp_path: Path, trained: bool) -> None:
+    config = MasterConfig.model_validate(
+        {
+            "policy": {"model_name": "m", "train_global_batch_size": 8},
+            "data": {"train": {"data_path": "x.jsonl"}},
+            "grpo": {"num_prompts_per_step": 2, "num_generations_per_prompt": 4},
+            "logger": {"log_dir": str(tmp_path)},
+            "cluster": {"gpus_per_node": 2},
+        }
+    )
+    logger = Logger(config.logger)
+    logger.machines, logger.peak_flops = lambda: {"node.0.cpu.util": 7.0}, 1e12
+    policy: Any = SimpleNamespace(
+        shape=SHAPE, precision="bfloat16", layout=layout_of(config.policy, 2), cluster=None, workers=[]
+    )
+    engines: Any = SimpleNamespace(colocated=True, workers=[], nodes=lambda: [], places=lambda: [])
+    report = RunReport.__new__(RunReport)
+    report._banner = lambda *_: None  # type: ignore[method-assign]  # what it prints asks the workers where they are
+    report.__init__(logger, config, first_save_state(), policy, engines, None)  # type: ignore[misc]
+    samples = [SimpleNamespace(length=length, cut_turns=0) for length in (10, 30)]
+    groups: Any = [SimpleNamespace(samples=samples, scores=[SimpleNamespace(reward=1.0)] * 2)]
+    clock: Any = SimpleNamespace(take=lambda: {"total": 8.0, "train": 2.0})
+    metrics = STEP | {"tokens": 40.0} | ({"loss": 0.1} if trained else {})
+    report.step(1, groups, metrics, clock)
+    logger.close()
+    machine, train = sorted(map(json.loads, (logger.log_dir / "metrics.jsonl").read_text().splitlines()), key=str)
+    assert train["tokens_per_sec_per_gpu"] == 40 / 8 / 2 and machine["node.0.cpu.util"] == 7.0
+    tflops = 3 * forward_flops(SHAPE, [10, 30]) / 2 / 2 / 1e12
+    assert train.get("train_tflops_per_gpu") == (pytest.approx(tflops) if trained else None)
+    assert train.get("train_fp_utilization") == (pytest.approx(tflops) if trained else None)
