@@ -1,5 +1,6 @@
 """`grpo-mcore config RECIPE [key=value ...]`: the resolved recipe as YAML, with the source of every value.
 `grpo-mcore config --imported RECIPE`: what became of the keys of NeMo RL that it sets.
+`grpo-mcore config --explain KEY`: what a key means, its type, default and readers.
 `grpo-mcore config --reference`: every key with its type, default and meaning, as Markdown."""
 
 from __future__ import annotations
@@ -20,8 +21,25 @@ class _PrintReference(argparse.Action):
         parser.exit()
 
 
+class _Explain(argparse.Action):
+    """Prints what a key means, and exits."""
+
+    def __call__(self, parser: argparse.ArgumentParser, _: Any, key: Any, option: str | None = None) -> None:
+        from grpo_mcore.recipe.loading.reference import explain
+
+        try:
+            text = explain(key)
+        except KeyError as error:
+            parser.error(error.args[0])
+        print(text, end="", flush=True)
+        parser.exit()
+
+
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Add --reference and --imported."""
+    """Add --explain, --reference and --imported."""
+    parser.add_argument(
+        "--explain", action=_Explain, metavar="KEY", help="print what a key or a section means, and exit"
+    )
     parser.add_argument(
         "--reference", action=_PrintReference, nargs=0, help="print every key of recipes as Markdown, and exit"
     )

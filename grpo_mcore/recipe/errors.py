@@ -69,9 +69,9 @@ def joined(path: str, name: str) -> str:
     return f"{path}.{name}" if path else name
 
 
-def nearest(word: str, known: Iterable[str]) -> str | None:
-    """Return the known word most like `word`, or None if none is similar."""
-    matches = difflib.get_close_matches(word, list(known), n=1, cutoff=0.6)
+def nearest(word: str, known: Iterable[str], cutoff: float = 0.6) -> str | None:
+    """Return the known word most like `word`, or None if none is similar: `cutoff` from 0, any, to 1, equal."""
+    matches = difflib.get_close_matches(word, list(known), n=1, cutoff=cutoff)
     return matches[0] if matches else None
 
 

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import inspect
+import re
+import textwrap
 import types
 from collections.abc import Iterator
 from typing import Annotated, Any, Literal, Union, get_args, get_origin
@@ -10,7 +12,7 @@ from typing import Annotated, Any, Literal, Union, get_args, get_origin
 from pydantic.fields import FieldInfo
 
 from grpo_mcore.recipe.errors import in_yaml, joined
-from grpo_mcore.recipe.schema.keys import docstrings, section_of
+from grpo_mcore.recipe.schema.keys import docstrings, known_keys, nearest_key, section_of
 from grpo_mcore.recipe.schema.master import RecipeSections
 from grpo_mcore.recipe.schema.section import FIXED, NameOrPath, Section
 
@@ -32,6 +34,70 @@ A run that resumes may change every value but those marked as fixed; `train --re
 def reference() -> str:
     """Return the reference: a table of keys for each section."""
     return _HEAD + "".join(f"\n{text}" for text in _sections(RecipeSections, "", {}))
+
+
+def explain(key: str) -> str:
+    """Return what a key means: type, default, meaning, who reads it, where it has an effect, whether a resumed run may
+    change it. For a section, its purpose and its keys. The last parts of a key suffice where only one ends with them,
+    such as `optimizer.lr`.
+
+    Raises KeyError with a message, for a key that is unknown, with the nearest known one, or not the only one.
+    """
+    path = _full_key(key)
+    above, _, name = path.rpartition(".")
+    field, section = known_keys()[path], _section_at(above)
+    inner, is_list = section_of(field.annotation)
+    meaning = docstrings(section).get(name, "")
+    if inner is not None:
+        each = " (a list; each entry has these keys)" if is_list else ""
+        keys = docstrings(inner)
+        width = max(map(len, keys))
+        rows = [f"  {inside:<{width}}  {_first_sentence(text)}" for inside, text in keys.items()]
+        return "\n".join([path + each, *_wrapped(_purpose(inner) or meaning), "", *rows]) + "\n"
+    facts = [("type", _type(field.annotation, field.metadata)), ("default", _default(field))]
+    facts += [("read by", reader) for reader in _READ_BY.findall(meaning) or _READ_BY.findall(_purpose(section))]
+    facts += [("effect", effect) for effect in _EFFECT.findall(meaning)]
+    if "enabled" in section.model_fields and name != "enabled":
+        facts.append(("effect", f"only with {joined(above, 'enabled')}: true"))
+    facts.append(("on --resume", "must stay as it was" if FIXED in field.metadata else "may change, and takes effect"))
+    rows = [f"  {fact:<12} {value.replace('`', '')}" for fact, value in facts]
+    return "\n".join([path, *_wrapped(meaning), "", *rows]) + "\n"
+
+
+_READ_BY = re.compile(r"[Rr]ead by ([^.]*/)")
+_EFFECT = re.compile(r"((?:No effect|Only (?:with|for)|Needs)[^.]*)")
+
+
+def _full_key(key: str) -> str:
+    """Return the known key, with `*` for positions in lists, that is written as `key` or ends with it."""
+    wanted = "." + ".".join(part for part in key.split(".") if not part.isdecimal() and part != "*")
+    ends = {f".{path}".replace(".*", ""): path for path in known_keys()}
+    found = [ends[wanted]] if wanted in ends else [path for plain, path in ends.items() if plain.endswith(wanted)]
+    if len(found) == 1:
+        return found[0]
+    if found:
+        raise KeyError(f"{key}: which one? {', '.join(found)}")
+    near = nearest_key(key)
+    raise KeyError(f"{key}: unknown key" + (f"; nearest known key: {near}" if near else ""))
+
+
+def _section_at(path: str) -> type[Section]:
+    section = section_of(known_keys()[path.removesuffix(".*")].annotation)[0] if path else RecipeSections
+    assert section is not None
+    return section
+
+
+def _purpose(section: type[Section]) -> str:
+    """Return the docstring of a section on one line, without its own name."""
+    return re.sub(r"^`[^`]*`[.:]? ?", "", " ".join((inspect.getdoc(section) or "").split()))
+
+
+def _first_sentence(text: str) -> str:
+    return re.split(r"(?<!\bDr)\. ", text)[0].rstrip(".")
+
+
+def _wrapped(text: str) -> list[str]:
+    return textwrap.wrap(text, 100, initial_indent="  ", subsequent_indent="  ")
 
 
 def _sections(section: type[Section], path: str, written: dict[type[Section], str]) -> Iterator[str]:

@@ -80,20 +80,49 @@ def choices(key: str) -> tuple[Any, ...]:
 def nearest_key(key: str) -> str | None:
     """Return the known key that an unknown key most likely means, or None.
 
-    That is the only key of the same name elsewhere, else a similar name in the same section, else the same or a similar
-    name elsewhere."""
+    That is a key of the same section with the same words or initials (`learning_rate`: `lr`), else the only key of the
+    same name elsewhere, else a similar name in the same section, else the same or a similar name elsewhere. A section
+    that is written by its last part alone (`optimizer`) is found."""
     section, _, name = key.rpartition(".")
+    section = _section_meant(section)
     generic = ".".join("*" if part.isdecimal() else part for part in section.split("."))
+    if generic in known_keys() and section_of(known_keys()[generic].annotation)[1]:
+        generic += ".*"  # one entry of a list may be written without its position
     siblings = [path.rpartition(".")[2] for path in known_keys() if path.rpartition(".")[0] == generic]
     elsewhere: dict[str, list[str]] = {}
     for path in known_keys():
         elsewhere.setdefault(path.rpartition(".")[2], []).append(path.replace(".*", ""))
+    if found := nearest(name, [sibling for sibling in siblings if _same_words(name, sibling)], cutoff=0.0):
+        return joined(section, found)
     if len(elsewhere.get(name, ())) == 1:
         return elsewhere[name][0]
     if found := nearest(name, siblings):
         return joined(section, found)
-    found = name if name in elsewhere else nearest(name, elsewhere)
+    alike = [known for known in elsewhere if _same_words(name, known)]
+    found = name if name in elsewhere else nearest(name, alike, cutoff=0.0) or nearest(name, elsewhere, cutoff=0.75)
     return elsewhere[found][0] if found else None
+
+
+def _section_meant(section: str) -> str:
+    """Return the known section that ends with the parts of `section`, if that is only one; else `section`."""
+    if section in known_keys() or not section:
+        return section
+    ends = [
+        path for path in known_keys() if path.endswith(f".{section}") and section_of(known_keys()[path].annotation)[0]
+    ]
+    return ends[0] if len(ends) == 1 else section
+
+
+def _same_words(name: str, known: str) -> bool:
+    """Return whether all words of one are in the other, or one is the other's initials."""
+    words, others = name.split("_"), known.split("_")
+    initials = ("".join(word[:1] for word in words), "".join(word[:1] for word in others))
+    return (
+        set(words) <= set(others)
+        or set(others) <= set(words)
+        or (len(words) > 1 and initials[0] == known)
+        or (len(others) > 1 and initials[1] == name)
+    )
 
 
 @cache

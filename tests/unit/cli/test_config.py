@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from grpo_mcore.cli.main import main
-from grpo_mcore.recipe.loading.reference import reference
+from grpo_mcore.recipe.loading.reference import explain, reference
 from grpo_mcore.recipe.schema.keys import known_keys, section_of
 
 ROOT = Path(__file__).resolve().parents[3]
@@ -51,3 +51,41 @@ def test_a_reader_that_goes_away_ends_the_command_quietly(words: list[str]) -> N
     finally:
         os.close(writing)
     assert (done.returncode, done.stderr) == (141, "")
+
+
+def explained(capsys: pytest.CaptureFixture[str], key: str) -> tuple[int, str]:
+    with pytest.raises(SystemExit) as end:
+        main(["config", "--explain", key])
+    shown = capsys.readouterr()
+    return int(end.value.code or 0), shown.out or shown.err
+
+
+@pytest.mark.parametrize(
+    ("key", "lines"),
+    [
+        ("optimizer.lr", ["policy.megatron_cfg.optimizer.lr", "type number > 0", "read by parallel/"]),
+        ("grpo.seed", ["default 42", "on --resume must stay as it was"]),
+        ("moe_router_dtype", ["effect No effect on a dense model"]),
+        ("sequence_packing.algorithm", ["effect only with policy.sequence_packing.enabled: true"]),
+        ("data.train.0.data_path", ["data.train.*.data_path"]),
+        ("loss_fn", ["loss_fn", "sequence_length_normalizer Dr. GRPO: divide the sum"]),
+    ],
+)
+def test_a_key_is_explained(capsys: pytest.CaptureFixture[str], key: str, lines: list[str]) -> None:
+    code, text = explained(capsys, key)
+    plain = [" ".join(line.split()) for line in text.splitlines()]
+    assert code == 0
+    assert all(any(line.startswith(wanted) for line in plain) for wanted in lines), text
+
+
+@pytest.mark.parametrize(
+    ("key", "message"),
+    [("optimizer.learning_rate", "nearest known key: policy.megatron_cfg.optimizer.lr"), ("seed", "which one? ")],
+)
+def test_an_unknown_key_is_not_explained(capsys: pytest.CaptureFixture[str], key: str, message: str) -> None:
+    code, text = explained(capsys, key)
+    assert code == 2 and message in text
+
+
+def test_every_key_can_be_explained() -> None:
+    assert all(explain(key).startswith(key) for key in known_keys())

@@ -45,7 +45,7 @@ from .cases import BY_AGE, DR_GRPO, GSPO, ICEPOP, IS, SEQ_MASK, TIS
         ),
         ({**BY_AGE, "use_importance_sampling_correction": False}, "needs use_importance_sampling_correction: true"),
         ({**ICEPOP, "truncated_importance_sampling_ratio_min": -0.1}, "must be at least 0"),
-        ({"reference_policy_kl_type": "k4"}, "one of 'k1', 'k2', 'k3'"),
+        ({"reference_policy_kl_type": "k4"}, "one of k1, k2, k3"),
         ({"truncated_importance_sampling_type": "no"}, "one of 'tis', 'icepop'"),
         ({"kl_input_clamp_value": 0.0}, "kl_input_clamp_value"),
         ({"ratio_clip_min": -0.1}, "ratio_clip_min"),

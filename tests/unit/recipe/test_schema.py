@@ -76,6 +76,11 @@ def test_there_are_sections() -> None:
         ("policy.generation.gpu_memory_utilisation", "policy.generation.vllm_cfg.gpu_memory_utilization"),
         ("data.train.0.datapath", "data.train.0.data_path"),
         ("grpo.qqqqqqqq", None),
+        ("optimizer.learning_rate", "policy.megatron_cfg.optimizer.lr"),
+        ("grpo.learning_rate", "policy.megatron_cfg.optimizer.lr"),
+        ("generation.temprature", "policy.generation.temperature"),
+        ("policy.generation.max_tokens", "policy.generation.max_new_tokens"),
+        ("data.train.path", "data.train.data_path"),
     ],
 )
 def test_the_nearest_known_key(wrong: str, right: str | None) -> None:
