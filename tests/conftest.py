@@ -40,6 +40,7 @@ sys.dont_write_bytecode = False
 
 # No deadline: the first example of a test may take long. CI runs the same examples every time.
 hypothesis.settings.register_profile("shared machine", deadline=None, derandomize="CI" in os.environ)
+hypothesis.settings.register_profile("thorough", hypothesis.settings.get_profile("shared machine"))
 hypothesis.settings.load_profile("shared machine")
 
 FOLDERS = ("unit", "distributed", "functional", "chaos", "gpu")

@@ -173,8 +173,8 @@ def _find(
 ) -> Path:
     for folder in folders:
         for suffix in _SUFFIXES:
-            file = folder / Path(name + suffix).expanduser()
-            if file.is_file() and file.resolve() != other_than:
+            file = folder / os.path.expanduser(name + suffix)
+            if os.path.isfile(file) and file.resolve() != other_than:  # False for names that no file can have
                 return file.resolve()
     written = name.replace("_", "-").removesuffix(".yaml")
     for folder in folders[1:]:
@@ -196,7 +196,7 @@ def _find_files_beside(node: Node, folder: Path) -> None:
         if name in _FILE_KEYS and isinstance(child.value, str) and "\n" not in child.value and "{" not in child.value:
             places = [folder, *recipe_folders()]
             beside = [place / child.value.removeprefix("examples/") for place in places]
-            if not os.path.exists(child.value) and (found := next(filter(Path.exists, beside), None)):
+            if not os.path.exists(child.value) and (found := next(filter(os.path.exists, beside), None)):
                 child.value = shown(found.resolve())
         else:
             _find_files_beside(child, folder)
