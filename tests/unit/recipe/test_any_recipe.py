@@ -41,7 +41,7 @@ def refused_or_loaded(path: Path, text: bytes) -> None:
         assert str(error)
 
 
-@examples(15)
+@examples(8)
 @given(key=st.sampled_from(KEYS), value=JSON)
 def test_any_value(folder: Path, key: str, value: Any) -> None:
     recipe: Any = yaml.safe_load(MINIMAL)
