@@ -30,7 +30,11 @@ def _check(status: int) -> None:
 
 
 class HostCopies:
-    """Room on the host for copies of some tensors, allocated once and used again for every copy of the same tensors."""
+    """Room on the host for copies of some tensors, allocated once and used again for every copy of the same tensors.
+
+    A forked process does not have the room if it is pinned: after a fork the first write to a page would move it away
+    from where the GPU writes.
+    """
 
     def __init__(self, tensors: Sequence[Tensor], *, pinned: bool) -> None:
         """Reserve room for tensors of these shapes and dtypes. `pinned`: they are on a GPU."""
@@ -40,8 +44,10 @@ class HostCopies:
             starts.append(end)
             end += -(-tensor.numel() * tensor.element_size() // _ALIGNMENT) * _ALIGNMENT
         self.nbytes, self._pinned = end, pinned and end > 0
-        self._flat = torch.frombuffer(mmap.mmap(-1, max(1, end)), dtype=torch.uint8)
+        pages = mmap.mmap(-1, max(1, end), flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+        self._flat = torch.frombuffer(pages, dtype=torch.uint8)
         if self._pinned:
+            pages.madvise(mmap.MADV_DONTFORK)
             pin(self._flat)
         self.tensors = [
             self._flat[start : start + tensor.numel() * tensor.element_size()].view(tensor.dtype).view(tensor.shape)

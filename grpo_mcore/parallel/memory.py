@@ -60,6 +60,12 @@ class OptimizerOffload:
         for tensor, copy in zip(moved, self._room.tensors, strict=True):
             tensor.data = copy
 
+    def leave_room(self) -> None:
+        """Put copies in ordinary memory in place of those in the room, for a forked process to write them to disk: it
+        does not have pinned memory, and the next `offload` fills the room anew."""
+        for tensor in self._tensors():
+            tensor.data = tensor.data.clone()
+
     def onload(self, device: torch.device) -> None:
         """Move them to `device`."""
         for tensor in self._tensors():

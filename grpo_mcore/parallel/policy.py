@@ -297,6 +297,8 @@ class Policy:
         """Start a `save` in the background and return; training may continue. Only one may run: see `is_saved`."""
         from grpo_mcore.parallel.checkpoint import BackgroundSave
 
+        if self._offloaded and self._offload is not None:
+            self._offload.leave_room()
         self._saving = self._saving or BackgroundSave()
         self._saving.start(self, Path(folder))
 

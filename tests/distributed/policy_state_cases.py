@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import resource
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -14,6 +15,7 @@ from grpo_mcore.parallel.memory import storage_key
 from grpo_mcore.parallel.mesh import Address
 from grpo_mcore.parallel.platform import Platform
 from grpo_mcore.parallel.policy import NonFiniteLoss, Policy
+from grpo_mcore.processes import free_port
 from grpo_mcore.tools.parity.rank import (
     LENGTHS,
     LayoutCase,
@@ -125,6 +127,29 @@ def train_offload_train(
         steps.append(step(policy))
     steps += [step(policy) for _ in range(3 - len(steps))]
     return steps, moved, views == _views_of_weights(policy)
+
+
+def save_offloaded_load_train(
+    address: Address, model: str, case: LayoutCase, folder: str
+) -> tuple[tuple[float, float], tuple[float, float], bool]:
+    """Save while the optimizer is offloaded, and offload again during the save: (the step after the save, the same
+    step after loading, what was saved lay in ordinary memory)."""
+    policy = adam_policy(address, model, case)
+    pinned: list[torch.Tensor] = []
+    host_memory.pin, host_memory.unpin = pinned.append, pinned.remove
+    policy.platform = Platform("gpu")
+    step(policy)
+    policy.offload()
+    policy.start_save(folder)
+    ordinary = len(pinned) == 1 and storage_key(pinned[0]) not in _moments(policy)
+    policy.onload()
+    after = step(policy)
+    policy.offload()
+    policy.is_saved(wait=True)
+    policy.shutdown()
+    resumed = adam_policy(replace(address, master_port=free_port()), model, case)
+    resumed.load(folder)
+    return after, step(resumed), ordinary
 
 
 def _moments(policy: Policy) -> set[int]:

@@ -133,6 +133,13 @@ def test_offloading_changes_nothing_that_is_trained(
         assert moved and views_kept
 
 
+def test_a_save_of_an_offloaded_optimizer_is_not_changed_by_the_next_offload(
+    ranks: RankPool, model: str, tmp_path: Path
+) -> None:
+    ((after, resumed, ordinary),) = ranks.run(1, f"{CASES}:save_offloaded_load_train", model, TP1, str(tmp_path))
+    assert resumed == after and ordinary
+
+
 def test_a_frozen_router_does_not_change(ranks: RankPool, models: dict[str, str]) -> None:
     for routers_moved, others_moved in ranks.run(2, f"{CASES}:train_with_a_frozen_router", models["qwen3_moe"], EP2):
         assert others_moved and not routers_moved

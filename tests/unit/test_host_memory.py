@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import os
+
 import pytest
 import torch
 from torch import Tensor
@@ -55,6 +57,21 @@ def test_the_room_fits_tensors_of_the_same_shapes_and_dtypes_only(pinned: list[T
     assert not pinned, "the memory is unlocked when nobody uses it"
     HostCopies([], pinned=True).close()
     assert not pinned
+
+
+def test_a_forked_process_never_shares_the_room(pinned: list[Tensor]) -> None:
+    """It has a copy of its own; pinned memory it does not have at all: touching that ends it."""
+    for on_gpu in (False, True):
+        tensors = some_tensors()
+        room = HostCopies(tensors, pinned=on_gpu)
+        room.store(tensors)
+        if not (child := os.fork()):
+            room.tensors[1].fill_(7)
+            os._exit(0)
+        _, status = os.waitpid(child, 0)
+        assert os.WIFSIGNALED(status) == on_gpu
+        assert torch.equal(room.tensors[1], tensors[1]), "what the child wrote is not seen here"
+        room.close()
 
 
 def test_a_failure_of_the_driver_is_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
