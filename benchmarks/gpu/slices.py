@@ -43,7 +43,13 @@ def models(setting: Setting) -> dict[str, tuple[dict[str, Any], list[str]]]:
             "moe_shared_expert_intermediate_size": 48,
         }  # fmt: skip
         dense |= common | {"num_hidden_layers": 2, "intermediate_size": 96}
-    return {"nanov3 slice": (nano, [f"{MEGATRON}activation_checkpointing=true", *frugal]), "dense 1.5B": (dense, [])}
+    return {
+        "nanov3 slice": (
+            nano,
+            [f"{MEGATRON}activation_checkpointing=true", f"{MEGATRON}moe_router_dtype=fp32", *frugal],
+        ),
+        "dense 1.5B": (dense, []),
+    }
 
 
 def run(setting: Setting) -> Iterator[Row]:
