@@ -21,7 +21,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from grpo_mcore.parallel.logprobs import TILES, token_scores
+from grpo_mcore.families.activations import TILES
+from grpo_mcore.parallel.logprobs import token_scores
 
 TEMPERATURE, CHUNK, REPEATS = 0.8, 1024, 2
 

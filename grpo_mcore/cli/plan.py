@@ -5,8 +5,13 @@ from __future__ import annotations
 import argparse
 import json
 from dataclasses import asdict
+from typing import TYPE_CHECKING
 
-from grpo_mcore.recipe import load_recipe
+from grpo_mcore.recipe import MasterConfig, load_recipe
+
+if TYPE_CHECKING:
+    from grpo_mcore.families import ModelShape
+    from grpo_mcore.tools.plan.workload import Device
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -21,6 +26,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         help="expected prompt and answer; default: half of the longest",
     )
     parser.add_argument("--config-json", metavar="PATH", help="the model's Hugging Face config.json")
+    parser.add_argument(
+        "--trace", action="store_true", help="let one rank run a step without values, and count memory and kernels"
+    )
     parser.add_argument("--search", type=int, metavar="NODES", help="list the fastest layouts that fit on NODES nodes")
 
 
@@ -33,6 +41,8 @@ def run(args: argparse.Namespace) -> int:
     from grpo_mcore.tools.plan.search import search
 
     shape, device = plan_shape(config, args.config_json), plan_device(config, args.device, args.memory_gb)
+    if args.trace:
+        return _trace(args, config, shape, device)
     plan = make_plan(config, shape, device, mean_length=args.mean_length)
     if args.search is None:
         print(json.dumps(plan.plain(), indent=2) if args.json else plan_text(plan))
@@ -44,3 +54,18 @@ def run(args: argparse.Namespace) -> int:
         else search_text(found, args.search)
     )
     return 0 if found else 1
+
+
+def _trace(args: argparse.Namespace, config: MasterConfig, shape: ModelShape, device: Device) -> int:
+    """Print what a rank does in a step. Return 0 if it fits the device."""
+    from grpo_mcore.tools.plan.plan import make_plan, plan_config
+    from grpo_mcore.tools.plan.report import trace_text
+    from grpo_mcore.tools.plan.trace import trace
+
+    plan = make_plan(config, shape, device, mean_length=args.mean_length, kernels="torch")
+    traced = trace(config, plan, plan_config(config, args.config_json))
+    if args.json:
+        print(json.dumps({"model": plan.model, "phases": [asdict(phase) for phase in traced]}, indent=2))
+    else:
+        print(trace_text(traced, device))
+    return int(any(device.memory is not None and phase.peak_bytes > device.memory for phase in traced))

@@ -11,6 +11,10 @@ Kernels = Literal["cpu", "torch", "transformer_engine"]
 """cpu: attention in float32 on gathered rows. torch: the same layers on a GPU, with fused norm and variable-length
 attention. transformer_engine: also fused SwiGLU and rotary embedding."""
 
+TILES = {"cpu": 2048, "gpu": 16384}
+"""Rows of the output layer that have logits at a time (parallel/logprobs.py): on CPU their logits stay in a core's
+cache, on GPU the kernels are large enough to be efficient."""
+
 LOSS_BYTES_PER_TOKEN = 60
 """Masks and float64 columns that the clipped loss keeps."""
 
@@ -120,16 +124,17 @@ def _latents(latent: LatentShape, rank: Rank) -> float:
 
 
 def _mamba(mamba: MambaShape, rank: Rank) -> float:
-    """The scan in plain PyTorch: the convolution's inputs at each lag, all heads' states in float32, and within a chunk
-    the weights of every token for every later one."""
+    """The scan in plain PyTorch: the convolution's inputs and outputs, the states between chunks, and within a chunk
+    the weights of every token for every later one, in float32."""
     b, f = rank.element, 4
-    convolution = b * mamba.convolved * (mamba.kernel + 1) + f * mamba.convolved
-    gate = f * mamba.inner if b < f else b * (mamba.inner + mamba.convolved + mamba.heads)
-    states = 3 * f * mamba.heads * mamba.state_size + f * mamba.inner * mamba.state_size / mamba.chunk
-    within = 3 * f * mamba.heads * mamba.chunk + 6 * f * mamba.heads
-    outputs = (5 * f + b) * mamba.inner
+    projected = b * (mamba.inner + mamba.convolved + mamba.heads)
+    convolution = 3 * f * mamba.convolved
+    inner = 9 * f * mamba.inner + (b * mamba.inner if b < f else 0)
+    states = 2 * f * mamba.inner * mamba.state_size / mamba.chunk
+    keys = f * mamba.groups * (mamba.chunk + 4 * mamba.state_size)
+    within = 2 * f * mamba.heads * mamba.chunk + 8 * f * mamba.heads
     # Every context-parallel rank scans whole sequences and projects its own tokens.
-    return rank.context * (convolution + gate + states + within + outputs) + b * mamba.inner
+    return rank.context * (projected + convolution + inner + states + keys + within) + b * mamba.inner
 
 
 def _head_norms(query: float, key_value: float, shape: ModelShape, rank: Rank) -> float:
@@ -161,13 +166,14 @@ def last_stage_bytes(shape: ModelShape, rank: Rank, tokens: float) -> float:
 
 
 def logits_bytes(shape: ModelShape, rank: Rank, chunk: int, *, backward: bool) -> float:
-    """Return the bytes of the largest temporary of the log-probs: logits of `chunk` tokens, as computed and in float32.
+    """Return the bytes of the largest temporary of the log-probs: logits of `chunk` tokens for a tile of the output
+    layer's rows, as computed and in float32.
 
-    In the backward pass also the output layer's gradient, in float32 and in the weights' format.
+    In the backward pass also the output layer's gradient, and a tile of it in float32.
     """
     rows = shape.padded_vocab_size(rank.tensor) / rank.tensor
-    logits = chunk * rows * (4 + (rank.element if rank.element < 4 else 0))
+    tile = min(rows, TILES["cpu" if rank.kernels == "cpu" else "gpu"])
+    logits = chunk * tile * (4 + (rank.element if rank.element < 4 else 0))
     if not backward:
         return logits
-    copy = rank.element if rank.element < 4 else 0
-    return logits + rows * shape.hidden_size * (4 + copy)
+    return logits + rows * shape.hidden_size * rank.element + tile * shape.hidden_size * (4 + rank.element)

@@ -54,7 +54,7 @@ class BackgroundSave:
         if torch.distributed.get_rank() == 0:
             folder.mkdir(parents=True, exist_ok=True)
         torch.distributed.barrier()
-        _make_moments(policy.optimizer)  # there are none before the first optimizer step
+        make_moments(policy.optimizer)  # there are none before the first optimizer step
         writing = dist_checkpointing.save(_state(policy, loading=False), str(folder), async_sharded_save=True)
         with _raise_on_all_ranks("RNG state"):
             tensor_files.save(policy.rng_state(), folder / _rng_file())
@@ -147,7 +147,7 @@ def load_checkpoint(policy: Any, folder: Path) -> None:
         if (saved.get(key) or None) != (here.get(key) or None)
     }:
         raise CheckpointError(f"{folder} holds another model; (saved, present) values: {different}")
-    _make_moments(policy.optimizer)
+    make_moments(policy.optimizer)
     state = dist_checkpointing.load(_state(policy, loading=True), str(folder))
     for name, chunk in _chunks(policy):
         chunk.module.load_state_dict(state[name], strict=False)
@@ -174,7 +174,7 @@ def _settings(group: dict[str, Any]) -> dict[str, Any]:
     return {key: value for key, value in group.items() if key not in ("params", "step")}
 
 
-def _make_moments(optimizer: Any) -> None:
+def make_moments(optimizer: Any) -> None:
     """Create the state tensors to load into, which Adam would create in its first step.
 
     torch's Adam counts steps per parameter. TransformerEngine's counts them per group, and its `state_dict` fails on

@@ -113,6 +113,7 @@ def _type_as_on_cuda(original: Any) -> Any:
     def type_as_on_cuda(self: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
         if args or kwargs:
             return original(self, *args, **kwargs)
-        return original(self).replace("torch.", "torch.cuda.", 1)
+        # Under a TorchFunctionMode `original` looks this function up again.
+        return original(self).replace("torch.cuda.", "torch.").replace("torch.", "torch.cuda.", 1)
 
     return type_as_on_cuda

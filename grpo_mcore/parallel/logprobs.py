@@ -13,10 +13,6 @@ import torch
 from torch import Tensor
 from torch.distributed import ProcessGroup, ReduceOp, all_reduce
 
-TILES = {"cpu": 2048, "gpu": 16384}
-"""Rows of the output layer that have logits at a time: on CPU their logits stay in a core's cache, on GPU the kernels
-are large enough to be efficient."""
-
 
 def token_scores(
     hidden: Tensor,
@@ -37,7 +33,7 @@ def token_scores(
 
     hidden [N, H], the same on every rank of `group`; weight [rows, H], this rank's rows of the output layer, the first
     of which is token `vocab_start`; rows at or past `vocab_size` are padding and get no probability; targets int64 [N].
-    `chunk` tokens and `tile` rows of the output layer (see TILES) have logits at a time.
+    `chunk` tokens and `tile` rows of the output layer (families.activations.TILES) have logits at a time.
     The gradient of `hidden` is this rank's part: the caller's region function sums it over the group.
     """
     return _TokenScores.apply(

@@ -14,7 +14,7 @@ from grpo_mcore.parallel.platform import Platform
 
 def storage_key(tensor: Tensor) -> int:
     """Identify the storage behind a tensor."""
-    return tensor.untyped_storage().data_ptr()
+    return tensor.untyped_storage()._cdata
 
 
 def storage_bytes(tensors: Iterable[Tensor]) -> int:
@@ -29,12 +29,11 @@ def resident_bytes(chunks: Iterable[Any], optimizer: Any) -> dict[str, int]:
     """
     chunks = list(chunks)
     weights = [weight for chunk in chunks for weight in chunk.parameters()]
-    own = {storage_key(weight) for weight in weights}
     buffers = [buffer for chunk in chunks for buffer in (*chunk.buffers, *chunk.expert_parallel_buffers)]
     return {
         "weights": storage_bytes(weights),
         "gradients": storage_bytes(buffer.grad_data for buffer in buffers),
-        "optimizer": storage_bytes(t for t in _optimizer_tensors(optimizer) if storage_key(t) not in own),
+        "optimizer": storage_bytes(optimizer_tensors(optimizer, chunks)),
     }
 
 
@@ -46,7 +45,7 @@ class OptimizerOffload:
     """
 
     def __init__(self, optimizer: Any, weights: Iterable[Tensor], platform: Platform) -> None:
-        self._optimizer, self._weights, self._pinned = optimizer, list(weights), platform.on_gpu
+        self._optimizer, self._weights, self._pinned = optimizer, list(weights), platform.pins_memory
         self._room: HostCopies | None = None
 
     def offload(self) -> None:
@@ -91,11 +90,12 @@ def accelerator(platform: Platform) -> dict[str, Any]:
     return {"device": found.name, "device bytes": found.total_memory, "peak": torch.cuda.max_memory_allocated()}
 
 
-def _optimizer_tensors(optimizer: Any) -> list[Tensor]:
-    """Return the moments, and the float32 copies of the weights if there are any."""
+def optimizer_tensors(optimizer: Any, chunks: Iterable[Any]) -> list[Tensor]:
+    """Return the moments, and the float32 copies of the weights of `chunks` if there are any."""
+    own = {storage_key(weight) for chunk in chunks for weight in chunk.parameters()}
     found: list[Tensor] = []
     for part in getattr(optimizer, "chained_optimizers", [optimizer]):
         inner = part.optimizer
         found += [parameter for group in inner.param_groups for parameter in group["params"]]
         found += [value for state in inner.state.values() for value in state.values() if torch.is_tensor(value)]
-    return found
+    return [tensor for tensor in found if storage_key(tensor) not in own]

@@ -8,6 +8,7 @@ import warnings
 from collections.abc import Callable
 from dataclasses import dataclass
 from datetime import timedelta
+from typing import Any
 
 import torch
 
@@ -47,19 +48,19 @@ def join_mesh(layout: Layout, address: Address, seed: int, timeout_s: float, pla
     """
     if layout.world_size != address.world_size:
         raise ValueError(f"{layout.describe()} needs {layout.world_size} ranks, there are {address.world_size}")
-    if not platform.on_gpu:
+    device = platform.torch_device(address.local_rank)
+    if device.type == "cpu":
         cpu_platform.install()
     warnings.filterwarnings("ignore", module=r"megatron\.core")  # it warns of its fallbacks for TransformerEngine
     from megatron.core import parallel_state, tensor_parallel
 
     cpu_platform.fill_in_transformer_engine()
-    device = platform.torch_device(address.local_rank)
-    if platform.on_gpu:
+    if device.type == "cuda":
         torch.cuda.set_device(device)
     try:
         torch.distributed.init_process_group(
             platform.backend,
-            init_method=f"tcp://{address.master_addr}:{address.master_port}",
+            **_meeting_point(address, platform),
             rank=address.rank,
             world_size=address.world_size,
             timeout=timedelta(seconds=timeout_s),
@@ -90,6 +91,15 @@ def join_mesh(layout: Layout, address: Address, seed: int, timeout_s: float, pla
     )
     assert here == layout.coordinates(address.rank), f"Megatron-Core orders ranks differently: {here}"
     return device
+
+
+def _meeting_point(address: Address, platform: Platform) -> dict[str, Any]:
+    """Return where the ranks meet, as `init_process_group` takes it."""
+    if platform.traced:
+        from torch.testing._internal.distributed.fake_pg import FakeStore
+
+        return {"store": FakeStore()}
+    return {"init_method": f"tcp://{address.master_addr}:{address.master_port}"}
 
 
 _leave_callbacks: list[Callable[[], None]] = []

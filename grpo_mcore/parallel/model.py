@@ -24,10 +24,11 @@ from torch import Tensor
 
 from grpo_mcore.batching.packed_batch import PackedBatch
 from grpo_mcore.families import Block, ModelShape
+from grpo_mcore.families.activations import TILES
 from grpo_mcore.parallel.attention import LatentAttention, PackedAttention, describe_row
 from grpo_mcore.parallel.context import join_shares, share_of_row, take_share
 from grpo_mcore.parallel.layout import Layout
-from grpo_mcore.parallel.logprobs import TILES, token_scores
+from grpo_mcore.parallel.logprobs import token_scores
 from grpo_mcore.parallel.mamba import MambaMixer
 from grpo_mcore.parallel.norm import CpuRMSNorm, RMSNorm
 from grpo_mcore.parallel.platform import Platform

@@ -22,18 +22,26 @@ class Platform:
     transformer_engine: bool = False
     """The model is built from TransformerEngine's layers, and its fused kernels can be used."""
 
+    traced: bool = False
+    """Nothing is computed: tensors have shapes only, and collectives return at once (tools/plan/trace.py)."""
+
     @property
     def on_gpu(self) -> bool:
         return self.device == "gpu"
 
     @property
+    def pins_memory(self) -> bool:
+        """Host memory is locked, so that the GPU copies at full speed."""
+        return self.on_gpu and not self.traced
+
+    @property
     def backend(self) -> str:
         """Backend of torch.distributed."""
-        return "nccl" if self.on_gpu else "gloo"
+        return "fake" if self.traced else "nccl" if self.on_gpu else "gloo"
 
     def torch_device(self, local_rank: int) -> torch.device:
         """Return the device of the rank with this index among those that share its visible accelerators."""
-        return torch.device("cuda", local_rank) if self.on_gpu else torch.device("cpu")
+        return torch.device("cuda", local_rank) if self.on_gpu and not self.traced else torch.device("cpu")
 
     def environment(self, tensor: int) -> dict[str, str]:
         """Return variables of a rank's process, to be set before CUDA starts. `tensor`: the tensor-parallel size."""

@@ -83,12 +83,14 @@ class Policy:
         self.dtype = {"bfloat16": torch.bfloat16, "float32": torch.float32}[config.precision]
         replay = config.router_replay.enabled
         networks = build_model(self.shape, self.layout, megatron, self.dtype, self.platform, replay=replay)
-        networks = [network.to(self.device) for network in networks]
         for network in networks:
+            if self.device.type != "cpu":
+                network.to(self.device)
             network.logprob_temperature = config.generation.temperature
             network.logprob_chunk = config.logprob_chunk_size or 1024
         self.weights = ShardedWeights(networks, self.shape, self.layout, self.here)
-        self.weights.load_hf(config.model_name)
+        if not self.platform.traced:
+            self.weights.load_hf(config.model_name)
         self.adapters = adapter_shape(megatron.peft)
         if self.adapters is not None:
             attach_adapters(networks, self.weights, self.adapters, megatron.peft.lora_A_init_method, seed)
@@ -96,7 +98,7 @@ class Policy:
         self._reference: HostCopies | None = None
         self._set_aside: HostCopies | None = None  # the current weights during a pass with the reference's
         if reference:
-            self._reference = HostCopies(_parameters(networks), pinned=self.platform.on_gpu)
+            self._reference = HostCopies(_parameters(networks), pinned=self.platform.pins_memory)
             self._reference.store(_parameters(networks))
         self.chunks = [wrap_model(network, megatron, self.platform) for network in networks]
         self.optimizer = build_optimizer(self.chunks, config)
@@ -114,6 +116,8 @@ class Policy:
         self._offload: OptimizerOffload | None = None
         self._saving: Any = None  # a BackgroundSave, created by the first save
         self._offloaded = False
+        self.before_update: Callable[[], None] = lambda: None
+        """Called in each `train_step` between the last backward pass and the optimizer, for measurements."""
 
     @property
     def row_multiple(self) -> int:
@@ -149,6 +153,7 @@ class Policy:
         loss = _loss_of(loss_fn, global_valid_seqs, global_valid_toks)
         outputs = self._run(batches, loss, forward_only=False, entropy=_needs_entropy(loss_fn))
         metrics = combine_metrics(outputs) if outputs else {}
+        self.before_update()
         self._check_finite(batches, metrics)
         learning_rate = self.optimizer.param_groups[0]["lr"]
         _, grad_norm, _ = self.optimizer.step()
@@ -276,7 +281,7 @@ class Policy:
         if self._reference is None:
             raise RuntimeError("this policy was built without a reference (reference=False)")
         params = _parameters(self.chunks)
-        self._set_aside = self._set_aside or HostCopies(params, pinned=self.platform.on_gpu)
+        self._set_aside = self._set_aside or HostCopies(params, pinned=self.platform.pins_memory)
         self._set_aside.store(params)
         try:
             self._reference.restore(params)

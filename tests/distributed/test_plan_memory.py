@@ -110,7 +110,7 @@ def compare(ranks: RankPool, policy: PolicyConfig, world: int) -> None:
             "weights": weight_bytes(load, stage),
             "gradients": gradient_bytes(load, stage),
             "optimizer": optimizer_bytes(load, stage, here),
-            "activations": activation_bytes(load, stage, TOKENS, padding=padding),
+            "activations": activation_bytes(load, stage, tokens=TOKENS, padding=padding),
         }
         if "refit buffer" in found:
             predicted["refit buffer"] = refit_traffic(load).buffer

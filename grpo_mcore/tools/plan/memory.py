@@ -81,9 +81,17 @@ def optimizer_bytes(load: Workload, stage: int, here: Coordinates | None = None)
     return load.params(stage).owned(load.layout, here) * (state + (4 if load.element < 4 else 0))
 
 
-def activation_bytes(load: Workload, stage: int, tokens: int | None = None, *, padding: float = 1.0) -> int:
-    """Return the peak of what is kept for the backward pass, over all micro-batches in flight on this stage. `tokens`:
-    length of a row, shared by the context-parallel ranks; None: full bins."""
+def _update_bytes(load: Workload, stage: int) -> int:
+    """Return the bytes of the update's temporaries on a GPU without TransformerEngine: torch's Adam takes the roots of
+    all second moments at a time. TransformerEngine's has none, and on CPU torch's goes parameter by parameter."""
+    return 4 * load.params(stage).owned(load.layout, None) if load.optimizer == "adam" else 0
+
+
+def activation_bytes(
+    load: Workload, stage: int, logits: int = 0, tokens: int | None = None, *, padding: float = 1.0
+) -> int:
+    """Return the peak of what is kept for the backward pass, over all micro-batches in flight on this stage, beside
+    `logits` bytes of logits. `tokens`: length of a row, shared by the context-parallel ranks; None: full bins."""
     rank, layout = load.rank, load.layout
     here = (tokens or load.bin_tokens) / layout.context
     chunks = _in_flight(load, stage)
@@ -101,8 +109,8 @@ def activation_bytes(load: Workload, stage: int, tokens: int | None = None, *, p
         largest = max([largest, *each])
     if not load.recompute:
         return int(found + heads * head)
-    # One layer at a time is recomputed, after the head's activations are freed.
-    return int(found + max(head, largest - kept if largest else 0.0))
+    # One layer at a time is recomputed, after the head's activations and the logits are freed.
+    return int(found + max(head, largest - kept - logits if largest else 0.0))
 
 
 def _in_flight(load: Workload, stage: int) -> list[int]:
@@ -184,10 +192,13 @@ def stage_memory(load: Workload, device: Device, stage: int, engine: EngineMemor
             # With adapters the reference is the model without them. On a GPU the current weights wait on the host.
             aside = load.reference and load.adapters is None and device.memory is None
             clone = {"weights set aside for the reference": weights} if aside else {}
-            logits = {"logits": int(logits_bytes(load.shape, load.rank, chunk, backward=False))} if last else {}
-            phases.append(Phase("log-probs", {**state, **clone, "activations": forward, **logits}))
-    logits = {"logits": int(logits_bytes(load.shape, load.rank, chunk, backward=True))} if last else {}
-    phases.append(Phase("training", {**state, "activations": activation_bytes(load, stage), **logits}))
+            logits = int(logits_bytes(load.shape, load.rank, chunk, backward=False)) if last else 0
+            parts = {"activations": max(forward - logits, 0), "logits": logits}  # one after the other
+            phases.append(Phase("log-probs", {**state, **clone, **parts}))
+    logits = int(logits_bytes(load.shape, load.rank, chunk, backward=True)) if last else 0
+    phases.append(Phase("training", {**state, "activations": activation_bytes(load, stage, logits), "logits": logits}))
+    if load.kernels == "torch":
+        phases.append(Phase("optimizer", {**state, "temporaries": _update_bytes(load, stage)}))
     return StageMemory(stage, tuple(phases))
 
 

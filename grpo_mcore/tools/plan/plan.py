@@ -104,20 +104,25 @@ def plan_device(config: MasterConfig, name: str | None, memory_gb: float | None)
 
 def plan_shape(config: MasterConfig, config_json: str | Path | None = None) -> ModelShape:
     """Return the model's shape: from `config_json`, from its folder, or by its name. Raises PlanError, FamilyError."""
+    return shape_of(plan_config(config, config_json))
+
+
+def plan_config(config: MasterConfig, config_json: str | Path | None = None) -> dict[str, Any]:
+    """Return the model's Hugging Face config: from `config_json`, from its folder, or by its name. Raises PlanError."""
     name = config.policy.model_name
     if config_json is not None:
         path = Path(config_json)
         if not path.is_file():
             raise PlanError(f"--config-json {path}: no such file")
-        return shape_of(with_overrides(json.loads(path.read_text()), config.policy.hf_config_overrides))
+        return with_overrides(json.loads(path.read_text()), config.policy.hf_config_overrides)
     if Path(name).is_dir():
-        return shape_of(read_hf_config(name, config.policy.hf_config_overrides))
+        return read_hf_config(name, config.policy.hf_config_overrides)
     if (known := known_config(name)) is None:
         raise PlanError(
             f"policy.model_name {name!r} is neither a folder here nor among the models known by name "
             f"({', '.join(known_configs())}); give its Hugging Face config.json with --config-json PATH"
         )
-    return shape_of(with_overrides(known, config.policy.hf_config_overrides))
+    return with_overrides(known, config.policy.hf_config_overrides)
 
 
 def make_plan(

@@ -3,10 +3,16 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
+from textwrap import wrap
+from typing import TYPE_CHECKING
 
 from grpo_mcore.families import parameter_count
 from grpo_mcore.tools.plan.plan import Plan, ranks_of
 from grpo_mcore.tools.plan.search import Candidate
+from grpo_mcore.tools.plan.workload import Device
+
+if TYPE_CHECKING:  # it imports torch
+    from grpo_mcore.tools.plan.trace import TracedPhase
 
 
 def plan_text(plan: Plan) -> str:
@@ -42,6 +48,32 @@ def plan_text(plan: Plan) -> str:
     compared = "" if device.memory is not None else "; the host's memory is not compared with"
     lines.append(f"verdict     {'it fits' if plan.fits else 'IT DOES NOT FIT'}{compared}")
     lines += [f"warning     {warning}" for warning in plan.warnings]
+    return "\n".join(lines)
+
+
+def trace_text(traced: Sequence[TracedPhase], device: Device) -> str:
+    """Return what the traced ranks did, beside the plan."""
+    lines = [
+        "traced      one rank at full size ran its log-probs and training step on tensors without values, with the",
+        "            kernels that torch has for GPUs; TransformerEngine's are not traced. Launches, syncs and bytes",
+        "            sent are per micro-batch in log-probs and training, per step in the others.",
+    ]
+    for stage in dict.fromkeys(phase.stage for phase in traced):
+        lines += ["", f"  stage {stage:<18}{'peak, GB':>12}{'planned, GB':>14}{'launches':>12}{'syncs':>8}   sent"]
+        for phase in (phase for phase in traced if phase.stage == stage):
+            sent = ", ".join(
+                f"{_size(nbytes)} {name.strip('_')}" for name, nbytes in phase.sent.items() if nbytes > 1e6
+            )
+            lines.append(
+                f"    {phase.name:<20}{_gb(phase.peak_bytes):>12}{_gb(phase.planned_bytes):>14}{phase.launches:>12,}"
+                f"{phase.syncs:>8,}   {sent}"
+            )
+    for phase in traced:
+        if phase.name == "training" and phase.places:
+            places = ", ".join(f"{place} {count:g}" for place, count in phase.places.items())
+            lines += ["", *wrap(f"stage {phase.stage} synchronises in {places}", 116, subsequent_indent="  ")]
+    over = [phase for phase in traced if device.memory is not None and phase.peak_bytes > device.memory]
+    lines += ["", f"verdict     {'IT DOES NOT FIT: ' + ', '.join(phase.name for phase in over) if over else 'it fits'}"]
     return "\n".join(lines)
 
 

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import torch
 
-from grpo_mcore.parallel.checkpoint import _make_moments, _ResultFile
+from grpo_mcore.parallel.checkpoint import _ResultFile, make_moments
 
 
 class FusedAdam(torch.optim.Optimizer):
@@ -31,7 +31,7 @@ class FusedAdam(torch.optim.Optimizer):
 @pytest.mark.parametrize("kind", [torch.optim.Adam, torch.optim.AdamW, FusedAdam])
 def test_an_optimizer_that_has_not_stepped_gets_the_state_that_it_would_create(kind: Any) -> None:
     made, stepped = (kind([torch.ones(3, requires_grad=True)]) for _ in range(2))
-    _make_moments(SimpleNamespace(chained_optimizers=[SimpleNamespace(optimizer=made)]))
+    make_moments(SimpleNamespace(chained_optimizers=[SimpleNamespace(optimizer=made)]))
     if kind is not FusedAdam:  # whose step is a kernel
         stepped.param_groups[0]["params"][0].grad = torch.ones(3)
         stepped.step()

@@ -1,0 +1,170 @@
+"""`plan --trace`: one rank of a recipe at full size runs its own log-probs and training step, without a GPU.
+
+The rank is a real `Policy` with the GPU's branches (`Platform("gpu", traced=True)`). Its tensors have shapes and no
+values (torch's FakeTensorMode), and its process group answers at once, as if all ranks held the same. Experts are given
+equally many tokens. The bytes are those of torch's allocations, without the allocator's fragmentation.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import tempfile
+import warnings
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch._subclasses.fake_tensor import FakeTensorMode, unset_fake_temporarily
+
+from grpo_mcore.batching.packed_batch import PackedBatch, pack_rows
+from grpo_mcore.objective import ClippedPGLossFn, NLLLossFn
+from grpo_mcore.parallel.checkpoint import make_moments
+from grpo_mcore.parallel.memory import optimizer_tensors
+from grpo_mcore.parallel.mesh import Address
+from grpo_mcore.parallel.platform import Platform
+from grpo_mcore.parallel.policy import Policy
+from grpo_mcore.recipe import MasterConfig
+from grpo_mcore.tools.plan.counting import Counter, Phase
+from grpo_mcore.tools.plan.plan import Plan
+from grpo_mcore.tools.plan.workload import Workload
+
+GPU = Platform("gpu", traced=True)
+
+NOT_TRACED = ("reserved", "engine weights", "KV cache", "engine overhead", "refit buffer")
+"""Parts of the plan that are taken over: they belong to the driver, to the engine or to the refit."""
+
+
+@dataclass(frozen=True)
+class TracedPhase:
+    """A phase of a rank of one pipeline stage.
+
+    `peak_bytes`: traced, with the parts of the plan that are NOT_TRACED; `planned_bytes`: of the plan. `launches`,
+    `syncs` (of the host, with the device) and `sent` (bytes by collective): per micro-batch, in the phases optimizer
+    and refit of a step. `places`: synchronisations by place in the code.
+    """
+
+    stage: int
+    name: str
+    peak_bytes: int
+    planned_bytes: int
+    launches: int
+    syncs: int
+    places: dict[str, float]
+    sent: dict[str, float]
+
+
+def trace(config: MasterConfig, plan: Plan, hf_config: dict[str, Any]) -> list[TracedPhase]:
+    """Trace a rank of the first pipeline stage and, if there are several, one of the last. `plan`: of the recipe, with
+    the kernels "torch"; `hf_config`: the model's config.json."""
+    with tempfile.TemporaryDirectory() as folder:
+        Path(folder, "config.json").write_text(json.dumps(hf_config))
+        policy = config.policy.model_copy(update={"model_name": folder})
+        found = []
+        for stage in sorted({0, plan.load.layout.pipeline - 1}):
+            rows = _rows(plan.load)
+            phases = _trace_stage(config.model_copy(update={"policy": policy}), plan.load, stage, rows)
+            found += [_compared(phase, plan, stage, len(rows)) for phase in phases]
+        return found
+
+
+def _trace_stage(config: MasterConfig, load: Workload, stage: int, rows: list[PackedBatch]) -> list[Phase]:
+    """Return what a rank of this stage does: its phases in the order of `plan`."""
+    shared = load.layout.context * (load.layout.tensor if load.layout.sequence_parallel else 1)
+    counter = Counter([rows[0].tokens.size(1) // shared, 1, load.shape.hidden_size])
+    address = Address(stage * load.layout.stage_size, load.world, 0, "", 0)
+    loss_fn: Any = NLLLossFn()
+    if load.grpo:
+        loss_fn = ClippedPGLossFn(
+            config.loss_fn, prev_equals_curr=not load.prev, max_age=config.grpo.async_grpo.max_age
+        )
+    with _quiet(), FakeTensorMode(allow_non_fake_inputs=True), _as_if_all_ranks_were_alike(), counter:
+        policy = Policy(config.policy, address, seed=0, timeout_s=60, reference=load.reference, platform=GPU)
+        try:
+            make_moments(policy.optimizer)  # as from the second step on
+            for group in policy.optimizer.param_groups:
+                group["foreach"] = True  # torch's choice on a GPU
+            if load.prev or load.reference:
+                counter.begin("log-probs")
+                (policy.reference_logprobs if load.reference else policy.logprobs)(rows)
+            policy.before_update = lambda: counter.begin("optimizer")
+            counter.begin("training")
+            policy.train_step(rows, loss_fn, global_valid_seqs=1, global_valid_toks=1)
+            if load.grpo and load.colocated and load.engines_sleep:
+                policy.offload()
+                counter.on_host(optimizer_tensors(policy.optimizer, policy.chunks))
+                counter.begin("refit")
+        finally:
+            policy.shutdown()
+    return counter.phases
+
+
+def _rows(load: Workload) -> list[PackedBatch]:
+    """Return full micro-batches of samples of the mean length, as many as are in flight at a time."""
+    count = max(1, load.bin_tokens // load.mean_length)
+    each = {"token_mask": torch.ones(load.mean_length), "sample_mask": torch.tensor(1.0)} | {
+        name: torch.zeros(load.mean_length)
+        for name in ("advantages", "generation_logprobs", "prev_logprobs", "reference_policy_logprobs", "rewards")
+    }
+    tokens = [torch.zeros(load.mean_length, dtype=torch.int64)] * count
+    layout = load.layout
+    multiple = layout.tensor if layout.sequence_parallel else 1
+    row = pack_rows(tokens, [each] * count, multiple, names=[str(index) for index in range(count)])
+    in_flight = layout.pipeline * (2 if layout.virtual > 1 else 1)
+    return [row] * (min(load.micro_batches, in_flight) if layout.pipeline > 1 else 1)
+
+
+def _compared(phase: Phase, plan: Plan, stage: int, micro_batches: int) -> TracedPhase:
+    """Set a phase beside the plan's, per micro-batch."""
+    planned = next(planned for planned in plan.stages[stage].phases if planned.name == phase.name)
+    times = micro_batches if phase.name in ("log-probs", "training") else 1
+    return TracedPhase(
+        stage=stage,
+        name=phase.name,
+        peak_bytes=phase.peak + sum(planned.parts.get(part, 0) for part in NOT_TRACED),
+        planned_bytes=planned.total,
+        launches=round(phase.launches / times),
+        syncs=round(sum(phase.syncs.values()) / times),
+        places={place: count / times for place, count in phase.syncs.most_common()},
+        sent={name: nbytes / times for name, nbytes in phase.sent.most_common()},
+    )
+
+
+@contextlib.contextmanager
+def _as_if_all_ranks_were_alike() -> Iterator[None]:
+    """Let other ranks give the answers of this one, and routers give every expert equally many tokens."""
+    from grpo_mcore.parallel import cpu_platform
+
+    cpu_platform.install()
+    from megatron.core.transformer.moe import router
+
+    def all_gather_object(gathered: list[Any], own: Any, group: Any = None) -> None:
+        gathered[:] = [own] * len(gathered)
+
+    def route(logits: Tensor, topk: int, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor]:
+        probs, _ = original_route(logits, topk, *args, **kwargs)
+        tokens, experts = logits.shape
+        with unset_fake_temporarily():
+            chosen = (torch.arange(tokens)[:, None] * topk + torch.arange(topk)) % experts
+            return probs, torch.zeros(tokens, experts, dtype=torch.bool).scatter_(1, chosen, True)
+
+    original_gather = torch.distributed.all_gather_object
+    original_route = router.topk_routing_with_score_function
+    torch.distributed.all_gather_object = all_gather_object
+    router.topk_routing_with_score_function = route
+    try:
+        yield
+    finally:
+        torch.distributed.all_gather_object = original_gather
+        router.topk_routing_with_score_function = original_route
+
+
+@contextlib.contextmanager
+def _quiet() -> Iterator[None]:
+    """Silence what Megatron-Core says about its fallbacks."""
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        yield
