@@ -170,6 +170,7 @@ class Endpoint:
         self._warned: set[str] = set()
         self._silent: set[asyncio.BaseProtocol] = set()  # connections that have not sent a request yet
         self._pool = ThreadPoolExecutor(max_requests, thread_name_prefix="endpoint")
+        self._closed = threading.Event()
         self._loop = asyncio.new_event_loop()
         self._thread = threading.Thread(target=self._loop.run_forever, name="endpoint", daemon=True)
         self._thread.start()
@@ -233,6 +234,7 @@ class Endpoint:
             self._end()
 
     def _end(self) -> None:
+        self._closed.set()  # before the pool: Python waits for its threads when it exits
         self._pool.shutdown(wait=False, cancel_futures=True)
         self._loop.call_soon_threadsafe(self._loop.stop)
         self._thread.join(START_TIMEOUT_S)
@@ -314,7 +316,8 @@ class Endpoint:
         while not (open_now := self._engines.reachable()):
             if not self._engines.returning or time.monotonic() > deadline:
                 return None
-            time.sleep(POLL_S)
+            if self._closed.wait(POLL_S):
+                return None
         with self._lock:
             index = min(open_now, key=self._pending.__getitem__)
             if known in open_now and self._pending[known] <= self._pending[index] + MAX_EXTRA_PENDING:

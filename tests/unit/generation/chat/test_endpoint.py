@@ -6,6 +6,7 @@ import socket
 import threading
 import time
 from collections.abc import Callable, Iterator
+from contextlib import suppress
 from typing import Any
 
 import httpx
@@ -257,6 +258,31 @@ def test_nobody_listens_after_close(engines: Engines) -> None:
     endpoint.close()
     endpoint.close()
     with pytest.raises(httpx.ConnectError):
+        post(endpoint)
+
+
+def test_a_request_that_waits_for_an_engine_does_not_outlive_the_endpoint(engines: Engines) -> None:
+    """Python joins the threads of requests when it exits, so a run would hang for as long as an engine may return."""
+    endpoint = Endpoint(engines, model="policy", token="secret", host="127.0.0.1", timeout_s=30)
+    engines.gone, engines.returning = {0, 1}, True
+    before = workers()
+    client = threading.Thread(target=suppress_errors, args=(endpoint,))
+    client.start()
+    until(lambda: workers() - before)
+    endpoint.close()
+    began = time.monotonic()
+    client.join()
+    for thread in workers() - before:
+        thread.join(10)
+    assert not workers() - before and time.monotonic() - began < 10
+
+
+def workers() -> set[threading.Thread]:
+    return {thread for thread in threading.enumerate() if thread.name.startswith("endpoint_")}
+
+
+def suppress_errors(endpoint: Endpoint) -> None:
+    with suppress(httpx.HTTPError):
         post(endpoint)
 
 
