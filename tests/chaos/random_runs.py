@@ -41,10 +41,11 @@ DISK_MB = 24
 
 @dataclass(frozen=True)
 class Disturbance:
-    """`kind`: what happens, `at_s`: seconds after the run's start, `for_s`: for how long, `codes`: how it may end then.
-    0 is always possible: the run may be over before."""
+    """`kind`: what happens, `at_s`: seconds after the run's start, or after its first ledger entry (`in_loop`),
+    `for_s`: for how long, `codes`: how it may end then. 0 is always possible: the run may be over before."""
 
     kind: str
+    in_loop: bool
     at_s: float
     for_s: float
     codes: tuple[int, ...]
@@ -56,12 +57,15 @@ KINDS = {
 }  # fmt: skip
 
 
-def disturbance(seed: int, seconds: float, disk: bool) -> Disturbance:
-    """Draw one. `seconds`: duration of an undisturbed run; `disk`: whether a disk can be made to fill."""
+def disturbance(seed: int, start_s: float, loop_s: float, disk: bool) -> Disturbance:
+    """Draw one: a quarter of them during the start. `start_s`, `loop_s`: durations of an undisturbed run; `disk`:
+    whether a disk can be made to fill."""
     draw = random.Random(seed)
     kinds = [kind for kind in KINDS if disk or kind != "disk"]
     kind = kinds[seed % len(kinds)]
-    return Disturbance(kind, draw.uniform(0.0, seconds), draw.uniform(0.2, seconds / 2), KINDS[kind])
+    in_loop = draw.random() < 0.75
+    at_s = draw.uniform(0.0, loop_s if in_loop else start_s)
+    return Disturbance(kind, in_loop, at_s, draw.uniform(0.2, loop_s), KINDS[kind])
 
 
 def run(folder: Path, recipe: dict[str, Any], disturbed: Disturbance | None, name: str, *words: str) -> int:
@@ -76,7 +80,7 @@ def run(folder: Path, recipe: dict[str, Any], disturbed: Disturbance | None, nam
         os.setsid()
         code = 99
         try:
-            patch(disturbed)
+            patch(disturbed, folder)
             code = main(["train", str(path), *words])
         except BaseException:
             sys.excepthook(*sys.exc_info())  # type: ignore[arg-type]
@@ -86,11 +90,12 @@ def run(folder: Path, recipe: dict[str, Any], disturbed: Disturbance | None, nam
             os._exit(code)
     signal.pthread_sigmask(signal.SIG_SETMASK, before)
     began, acted = time.monotonic(), disturbed is None
+    since = _since(disturbed, folder)
     while True:
         ended, status = os.waitpid(pid, os.WNOHANG)
         if ended:
             return os.waitstatus_to_exitcode(status)
-        if not acted and disturbed is not None and time.monotonic() - began >= disturbed.at_s:
+        if not acted and disturbed is not None and since() >= disturbed.at_s:
             acted = True
             act(disturbed, pid, folder)
         if time.monotonic() - began > DEADLINE_S:
@@ -125,14 +130,26 @@ def act(disturbed: Disturbance, pid: int, folder: Path) -> None:
             os.kill(pid, signal.Signals[f"SIG{name}"])
 
 
-def patch(disturbed: Disturbance | None) -> None:
+def _since(disturbed: Disturbance | None, folder: Path) -> Callable[[], float]:
+    """Return a function for the seconds since the start of the run or of its loop, below 0 before that."""
+    begun = [] if disturbed is not None and disturbed.in_loop else [time.monotonic()]
+
+    def since() -> float:
+        if not begun and (folder / "checkpoints" / "ledger.jsonl").exists():
+            begun.append(time.monotonic())
+        return time.monotonic() - begun[0] if begun else -1.0
+
+    return since
+
+
+def patch(disturbed: Disturbance | None, folder: Path) -> None:
     """Install in the run's own process what cannot come from outside."""
     if disturbed is None:
         return
-    begin, clock, fetch = time.monotonic(), time.time, LocalStore.fetch_many
+    since, clock, fetch = _since(disturbed, folder), time.time, LocalStore.fetch_many
 
     def due() -> bool:
-        return begin + disturbed.at_s <= time.monotonic() <= begin + disturbed.at_s + disturbed.for_s
+        return disturbed.at_s <= since() <= disturbed.at_s + disturbed.for_s
 
     def fetch_many(self: LocalStore, refs: Any) -> Any:
         if due() and disturbed.kind == "lost object":
@@ -204,13 +221,16 @@ def campaign(task: Task, model: Path, out: Path, seeds: Sequence[int], say: Call
     disk, counts = can_mount(out / "disk"), dict[str, int]()
     began = time.monotonic()
     assert run(out / "calm", recipe, None, "calm") == 0
-    seconds, expected = time.monotonic() - began, outcome(out / "calm")
+    ledger, expected = out / "calm" / "checkpoints" / "ledger.jsonl", outcome(out / "calm")
+    loop_s = max(ledger.stat().st_mtime - read_ledger(ledger)[0]["time"], 1.0)
+    start_s = time.monotonic() - began - loop_s
     for seed in seeds:
-        disturbed, folder = disturbance(seed, seconds, disk), out / f"seed_{seed}"
+        disturbed, folder = disturbance(seed, start_s, loop_s, disk), out / f"seed_{seed}"
         recipe["checkpointing"]["is_async"] = seed % 3 == 0
         with small_disk(folder, wanted=disturbed.kind == "disk"):
             code = run(folder, recipe, disturbed, "disturbed")
-            say(f"seed {seed}: {disturbed.kind} after {disturbed.at_s:.2f} s: {code}")
+            where = "loop" if disturbed.in_loop else "start"
+            say(f"seed {seed}: {disturbed.kind} after {disturbed.at_s:.2f} s of the {where}: {code}")
             check(folder, disturbed, code)
             if code:
                 resumed = run(folder, recipe, None, "resumed", "--resume=auto")

@@ -21,7 +21,15 @@ from grpo_mcore.data.arithmetic import make_base_config, make_tokenizer
 from tests.functional.preload import preload
 
 # Prefixes of metrics in which two equal runs may differ.
-TIME_DEPENDENT = ("unix_time", "timing/", "tokens_per_second", "seconds", "refit/")
+TIME_DEPENDENT = (
+    "unix_time",
+    "timing/",
+    "tokens_per_sec",
+    "policy_training_tokens_per_sec",
+    "train_tflops",
+    "seconds",
+    "refit/",
+)
 
 
 @dataclass(frozen=True)
