@@ -58,7 +58,7 @@ class Setting:
     @property
     def platform(self) -> Platform:
         """The platform without TransformerEngine, which a bare machine lacks."""
-        return Platform(self.device)
+        return Platform(self.device, grouped_products=self.device == "gpu")
 
     @property
     def torch_device(self) -> torch.device:

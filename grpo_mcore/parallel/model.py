@@ -27,6 +27,7 @@ from grpo_mcore.families import Block, ModelShape
 from grpo_mcore.families.activations import TILES
 from grpo_mcore.parallel.attention import LatentAttention, PackedAttention, describe_row
 from grpo_mcore.parallel.context import join_shares, share_of_row, take_share
+from grpo_mcore.parallel.experts import GroupedExperts
 from grpo_mcore.parallel.layout import Layout
 from grpo_mcore.parallel.logprobs import token_scores
 from grpo_mcore.parallel.mamba import MambaMixer
@@ -195,7 +196,7 @@ def block_spec(
         )
     mlp = MLPSubmodules(linear_fc1=column, linear_fc2=row)
     experts = MoESubmodules(
-        experts=ModuleSpec(module=SequentialMLP, submodules=mlp),
+        experts=ModuleSpec(module=GroupedExperts if config.moe_grouped_gemm else SequentialMLP, submodules=mlp),
         shared_experts=ModuleSpec(module=SharedExpertMLP, submodules=mlp),
     )
 

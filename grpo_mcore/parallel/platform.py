@@ -21,6 +21,8 @@ class Platform:
     device: Literal["cpu", "gpu"]
     transformer_engine: bool = False
     """The model is built from TransformerEngine's layers, and its fused kernels can be used."""
+    grouped_products: bool = False
+    """`torch._grouped_mm` computes a rank's experts. The CPU has it too, without a gain over one expert at a time."""
 
     traced: bool = False
     """Nothing is computed: tensors have shapes only, and collectives return at once (tools/plan/trace.py)."""
@@ -60,7 +62,7 @@ class Platform:
                     "cluster.platform is gpu, but torch sees no GPU here; set it to cpu or auto, or check the driver"
                 )
             return cls("cpu")
-        return cls("gpu", transformer_engine=find_spec("transformer_engine") is not None)
+        return cls("gpu", find_spec("transformer_engine") is not None, grouped_products=hasattr(torch, "_grouped_mm"))
 
 
 def cpu_threads(processes: int) -> int:

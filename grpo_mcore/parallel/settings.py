@@ -10,6 +10,7 @@ from megatron.core.transformer import TransformerConfig
 from megatron.core.transformer.transformer_config import MLATransformerConfig
 
 from grpo_mcore.families import ModelShape
+from grpo_mcore.parallel.experts import computes_in_groups
 from grpo_mcore.parallel.layout import Layout
 from grpo_mcore.parallel.platform import Platform
 from grpo_mcore.recipe import MegatronConfig
@@ -70,6 +71,7 @@ def transformer_config(
         recompute_granularity="full" if recompute else None,
         recompute_method="uniform" if recompute else None,
         recompute_num_layers=1 if recompute else None,
+        moe_grouped_gemm=computes_in_groups(shape, layout, settings, dtype, platform),
         **_expert_settings(shape, layout, settings, platform),
         **_latent_settings(shape),
     )

@@ -51,6 +51,28 @@ def step(policy: Policy) -> tuple[float, float]:
     return report.grad_norm, report.metrics["loss"] if reports else 0.0
 
 
+def train_with_experts(
+    address: Address, model: str, case: LayoutCase, folder: str, grouped: bool, load: bool
+) -> list[tuple[float, float]]:
+    """Train in bfloat16, or continue from `folder`, with experts as grouped products or one at a time."""
+    config = policy_config(model, case, precision="bfloat16")
+    platform = Platform("cpu", grouped_products=grouped)
+    policy = Policy(config, address, seed=1, timeout_s=60, reference=False, platform=platform)
+    # Imported after join_mesh has installed the CPU layer.
+    from megatron.core.transformer.moe.experts import SequentialMLP
+
+    from grpo_mcore.parallel.experts import GroupedExperts
+
+    experts = [module for chunk in policy.chunks for module in chunk.modules() if isinstance(module, SequentialMLP)]
+    assert experts and all(isinstance(module, GroupedExperts) == grouped for module in experts)
+    if load:
+        policy.load(folder)
+        return [step(policy) for _ in range(2)]
+    first = [step(policy) for _ in range(2)]
+    policy.save(folder)
+    return [*first, *(step(policy) for _ in range(2))]
+
+
 def train_save_train(address: Address, model: str, case: LayoutCase, folder: str) -> list[tuple[float, float]]:
     policy = adam_policy(address, model, case)
     for _ in range(3):

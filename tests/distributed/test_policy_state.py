@@ -111,6 +111,24 @@ def test_a_checkpoint_loads_on_another_layout(
         assert after == (before if exact else pytest.approx(before, rel=1e-3)), (through, resumed)
 
 
+@pytest.mark.parametrize(
+    ("family", "case"), [("qwen3_moe", EP2), ("nemotron_h_moe", ETP2)], ids=["qwen3_moe", "nemotron_h_moe"]
+)
+def test_grouped_experts_train_as_experts_one_at_a_time(
+    ranks: RankPool, models: dict[str, str], tmp_path: Path, family: str, case: LayoutCase
+) -> None:
+    """Both with the same steps, and each loads the other's checkpoint."""
+    through, resumed = [], []
+    for grouped in (False, True):
+        arguments = (models[family], case, str(tmp_path / str(grouped)))
+        through.append(steps_of(ranks.run(2, f"{CASES}:train_with_experts", *arguments, grouped, False)))
+        resumed.append(steps_of(ranks.run(2, f"{CASES}:train_with_experts", *arguments, not grouped, True)))
+    for one, other in zip(*through, strict=True):
+        assert one == pytest.approx(other, rel=5e-3)
+    for before, after in zip(through, resumed, strict=True):
+        assert [pytest.approx(value, rel=5e-3) for value in before[2:]] == after
+
+
 def test_a_failed_background_save_is_reported_on_all_ranks(ranks: RankPool, model: str, tmp_path: Path) -> None:
     messages = ranks.run(2, f"{CASES}:save_failing_on_rank_1", model, TP2, str(tmp_path))
     for message in messages:

@@ -172,7 +172,8 @@ class MegatronConfig(Section):
     moe_permute_fusion: bool = False
     """Fuse the reordering of tokens by expert where the device has the kernel. No effect on a dense model."""
     moe_grouped_gemm: bool = True
-    """Compute all experts of a rank in one matrix product where the device has it. No effect on a dense model."""
+    """Compute all experts of a rank in one grouped matrix product: on GPUs, in bfloat16, without adapters on experts.
+    Otherwise one expert at a time. No effect on a dense model."""
     moe_shared_expert_overlap: bool = False
     """Compute the shared expert while tokens are being sent. No effect on a dense model."""
     env_vars: Annotated[dict[str, str], OffWhenNull] = Field(default_factory=dict)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import fields, is_dataclass
+from dataclasses import fields, is_dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -30,8 +30,8 @@ from grpo_mcore.recipe import MegatronConfig, load_recipe, world_size  # noqa: E
 RECIPES = sorted((Path(__file__).parents[3] / "recipes").rglob("*.yaml"))
 PLATFORMS = {
     "cpu": Platform("cpu"),
-    "gpu": Platform("gpu"),
-    "gpu with TransformerEngine": Platform("gpu", transformer_engine=True),
+    "gpu": Platform("gpu", grouped_products=True),
+    "gpu with TransformerEngine": Platform("gpu", transformer_engine=True, grouped_products=True),
 }
 
 
@@ -89,6 +89,31 @@ def test_layers_are_those_of_the_platform(name: str, platform: Platform, monkeyp
     assert ours <= found and not others & found
     assert platform.on_gpu or norm.RMSNorm not in found
     assert (model.MambaMixer in found) == bool(shape.mamba)
+    assert (model.GroupedExperts in found) == (shape.experts is not None and platform.on_gpu)
+    assert (model.SequentialMLP in found) == (shape.experts is not None and not platform.on_gpu)
+
+
+@pytest.mark.usefixtures("transformer_engine_kernels")
+@pytest.mark.parametrize(
+    ("changed", "dtype", "grouped"),
+    [
+        ({}, torch.bfloat16, True),
+        ({"moe_grouped_gemm": False}, torch.bfloat16, False),
+        ({}, torch.float32, False),
+        ({"peft": {"enabled": True}}, torch.bfloat16, False),
+        ({"peft": {"enabled": True, "exclude_modules": ["*.local_experts.*"]}}, torch.bfloat16, True),
+    ],
+)
+def test_experts_are_grouped_where_the_kernel_takes_them(
+    changed: dict[str, Any], dtype: torch.dtype, grouped: bool
+) -> None:
+    shape, settings = shape_of(known_configs()["Qwen3-30B-A3B"]), MegatronConfig.model_validate(changed)
+    for platform in PLATFORMS.values():
+        config = transformer_config(shape, Layout(1, 1, 1), settings, dtype, platform)
+        assert config.moe_grouped_gemm == (grouped and platform.on_gpu)
+    assert shape.experts is not None
+    narrow = replace(shape, experts=replace(shape.experts, ffn_hidden_size=772))
+    assert not transformer_config(narrow, Layout(1, 1, 1), settings, dtype, PLATFORMS["gpu"]).moe_grouped_gemm
 
 
 def test_detection(monkeypatch: pytest.MonkeyPatch) -> None:
