@@ -149,6 +149,26 @@ def pack_rows(
     return _assemble(torch.cat(list(token_ids)).to(torch.int64), joined, lengths, multiple, tuple(names), row)
 
 
+def join_rows(rows: Sequence[PackedBatch], multiple: int = 1) -> PackedBatch:
+    """Put the samples of several rows into one, without the padding between them."""
+    used = [sum(row.lengths) for row in rows]
+    ids = torch.cat([row.tokens[0, :size] for row, size in zip(rows, used, strict=True)])
+    columns = {
+        name: torch.cat([row.columns[name][0, :size] for row, size in zip(rows, used, strict=True)])
+        for name in rows[0].columns
+    }
+    routes = [row.routes[:size] for row, size in zip(rows, used, strict=True) if row.routes is not None]
+    lengths = tuple(length for row in rows for length in row.lengths)
+    names = tuple(name for row in rows for name in row.names)
+    return _assemble(ids, columns, lengths, multiple, names, torch.cat(routes) if routes else None)
+
+
+def cut_row(values: Tensor, rows: Sequence[PackedBatch]) -> list[Tensor]:
+    """Undo `join_rows` for per-token values [1, T] of the joined row: one [1, T] per row, 0 in its padding."""
+    parts = values[0, : sum(sum(row.lengths) for row in rows)].split([sum(row.lengths) for row in rows])
+    return [torch.cat([part, part.new_zeros(row.padding)])[None] for part, row in zip(parts, rows, strict=True)]
+
+
 def _with_last(routes: Tensor) -> Tensor:
     """Append a row for the last token, which predicts nothing."""
     return torch.cat([routes, routes.new_full((1, *routes.shape[1:]), -1)])

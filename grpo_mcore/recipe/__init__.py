@@ -14,6 +14,7 @@ from grpo_mcore.recipe.derived import (
     DevicePool,
     batch_equation,
     bin_tokens,
+    bins_per_logprob_row,
     data_parallel_size,
     divides_nodes,
     engine_nodes,

@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from fractions import Fraction
 
 from grpo_mcore.recipe.schema.master import Algorithm, RecipeSections, algorithm_of
+from grpo_mcore.recipe.schema.policy import PolicyConfig
 
 
 @dataclass(frozen=True)
@@ -85,6 +86,15 @@ def model_parallel_size(config: RecipeSections) -> int:
 def data_parallel_size(config: RecipeSections) -> int:
     """Return the number of copies of the policy (DP)."""
     return world_size(config) // model_parallel_size(config)
+
+
+def bins_per_logprob_row(config: PolicyConfig) -> int:
+    """Return how many training bins are joined into one row of the log-prob passes: as many as its capacity holds when
+    they are full, the same on every rank."""
+    packing = config.sequence_packing
+    if packing.enabled:
+        return max(1, packing.logprob_mb_tokens // packing.train_mb_tokens)
+    return max(1, config.logprob_batch_size // config.train_micro_batch_size)
 
 
 def samples_per_step(config: RecipeSections) -> int:

@@ -11,12 +11,12 @@ import torch
 from torch import Tensor
 
 from grpo_mcore.algorithms.training_step.step_batch import RankStep, TrainTargets
-from grpo_mcore.batching.packed_batch import PackedBatch, pack_rows
+from grpo_mcore.batching.packed_batch import PackedBatch, cut_row, join_rows, pack_rows
 from grpo_mcore.objective import kl_to_go, sample_stats, token_advantages
 from grpo_mcore.parallel.mesh import Address
 from grpo_mcore.parallel.platform import Platform
 from grpo_mcore.parallel.policy import LossFn, Policy, TrainReport
-from grpo_mcore.recipe import KLType, PolicyConfig
+from grpo_mcore.recipe import KLType, PolicyConfig, bins_per_logprob_row
 from grpo_mcore.refit.sender import RefitSender
 from grpo_mcore.rollout.trajectory import Trajectory
 from grpo_mcore.rollout.workers import ObjectStore
@@ -106,13 +106,17 @@ class PolicyWorker(Policy):
         self._kl_kind = kl_kind
         bins = [bin for bins in self._bins for bin in bins]
         batches = [bin.batch for bin in bins]
+        count, multiple = bins_per_logprob_row(self.config), self.row_multiple
+        joined = [batches[i : i + count] for i in range(0, len(batches), count)]
+        rows = [join_rows(few, multiple) if len(few) > 1 else few[0] for few in joined]
         for wanted, column, compute in (
             (prev, "prev_logprobs", self.logprobs),
             (reference, "reference_policy_logprobs", self.reference_logprobs),
         ):
-            values = compute(batches) if wanted else None
-            for batch, logprobs in zip(batches, values or (), strict=values is not None):
-                batch.columns[column] = logprobs.to("cpu")
+            values = compute(rows) if wanted else None
+            for few, logprobs in zip(joined, values or (), strict=values is not None):
+                for batch, own in zip(few, cut_row(logprobs.to("cpu"), few), strict=True):
+                    batch.columns[column] = own
         if not self.is_reporting_rank:
             return None
         stats = [sample_stats(batch.loss_inputs(), kl_kind) for batch in batches]

@@ -48,8 +48,8 @@ class SequencePackingConfig(Section):
     """Capacity of a training bin, in tokens. null: max_total_sequence_length x train_micro_batch_size.
     Read by batching/."""
     logprob_mb_tokens: Derived[Positive] = NULL
-    """Capacity of a bin of the log-prob passes, in tokens. No effect yet: they use the bins of training. null:
-    max_total_sequence_length x logprob_batch_size."""
+    """Capacity of a row of the log-prob passes, in tokens. A row joins as many training bins as fit, at least one.
+    null: max_total_sequence_length x logprob_batch_size. Read by algorithms/."""
     algorithm: PackingAlgorithm = "modified_first_fit_decreasing"
     """Packing algorithm. Read by batching/."""
 
@@ -90,8 +90,8 @@ class PolicyConfig(Section):
     train_micro_batch_size: Positive = 4
     """Samples of one micro-batch. With packing it only sets the default bin capacity. Read by batching/."""
     logprob_batch_size: Derived[Positive] = NULL
-    """Samples of one forward pass for log-probs. No effect yet: the log-prob passes use the bins of training. null:
-    train_micro_batch_size."""
+    """Samples of one forward pass for log-probs. With packing it only sets the default row capacity. Without, a pass
+    joins whole micro-batches of training, at least one. null: train_micro_batch_size. Read by algorithms/."""
     max_total_sequence_length: Positive = 512
     """Maximum length of prompt plus answer, in tokens. Read by data/, generation/ and batching/."""
     precision: Fixed[Literal["bfloat16", "float32"]] = "bfloat16"

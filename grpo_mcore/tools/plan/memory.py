@@ -174,7 +174,8 @@ def stage_memory(load: Workload, device: Device, stage: int, engine: EngineMemor
         state |= cached
     last = stage == load.layout.pipeline - 1
     here = load.bin_tokens / load.layout.context
-    each = (layer_bytes(load.shape, load.rank, here, layer, length=load.mean_length) for layer in load.layers[stage])
+    row = here * load.logprob_bins
+    each = (layer_bytes(load.shape, load.rank, row, layer, length=load.mean_length) for layer in load.layers[stage])
     forward = int(max(each))  # of one layer; an upper bound
     chunk = min(load.logprob_chunk, math.ceil(here))
     phases = []

@@ -15,6 +15,7 @@ from grpo_mcore.recipe import (
     MasterConfig,
     algorithm_of,
     bin_tokens,
+    bins_per_logprob_row,
     engine_nodes,
     engine_pool,
     needs_prev,
@@ -92,6 +93,7 @@ class Workload:
     mean_length: int
     max_new_tokens: int
     bin_tokens: int
+    logprob_bins: int  # joined into one row of a log-prob pass
     logprob_chunk: int
     grpo: bool
     reference: bool
@@ -203,6 +205,7 @@ def workload_of(
         mean_length=min(longest, mean_length or max(1, longest // 2)),
         max_new_tokens=generation.max_new_tokens or longest,
         bin_tokens=bin_tokens(config, algorithm) or together * longest * policy.train_micro_batch_size,
+        logprob_bins=bins_per_logprob_row(policy),
         logprob_chunk=policy.logprob_chunk_size or 1024,
         grpo=grpo,
         reference=grpo and needs_reference(config),

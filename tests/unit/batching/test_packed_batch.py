@@ -7,7 +7,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from grpo_mcore.batching.packed_batch import PackedBatch, pack_rows
+from grpo_mcore.batching.packed_batch import PackedBatch, cut_row, join_rows, pack_rows
 
 QUICK = settings(deadline=None, max_examples=30)
 ROWS = st.tuples(st.lists(st.integers(1, 9), min_size=1, max_size=6), st.sampled_from([1, 2, 8, 16]))
@@ -137,6 +137,25 @@ def test_errors_name_the_sample_and_the_column() -> None:
             method(torch.zeros(5))
 
 
+@QUICK
+@given(lengths=st.lists(st.lists(st.integers(1, 9), min_size=1, max_size=4), min_size=1, max_size=4))
+def test_joined_rows_equal_one_row_and_are_cut_again(lengths: list[list[int]]) -> None:
+    made = [make(few, 4) for few in lengths]
+    rows = [row for _, _, row in made]
+    rows.append(rows[0].empty_like(4))  # a rank without samples for its last bin
+    joined = join_rows(rows, 8)
+    whole = pack_rows([i for ids, _, _ in made for i in ids], [c for _, columns, _ in made for c in columns], 8)
+    for name in ("tokens", "positions", "cu_seqlens", "segments"):
+        assert getattr(joined, name).equal(getattr(whole, name)), name
+    assert all(joined.columns[name].equal(column) for name, column in whole.columns.items())
+    assert joined.lengths == whole.lengths
+    for row, part in zip(rows, cut_row(joined.tokens, rows), strict=True):
+        assert part.equal(row.tokens)
+    empty = join_rows([rows[-1], rows[-1]], 8)
+    assert empty.num_segments == 0 and empty.tokens.shape == (1, 8)
+    assert not any(part.any() for part in cut_row(torch.ones(1, 8), [rows[-1], rows[-1]]))
+
+
 def test_routes_stay_with_their_tokens() -> None:
     lengths = (3, 1, 4)
     ids, columns, _ = make(list(lengths), 8)
@@ -149,3 +168,5 @@ def test_routes_stay_with_their_tokens() -> None:
     empty = packed.empty_like(8).routes
     assert empty is not None and empty.shape == (8, 2, 3) and (empty == -1).all()
     assert pack_rows(ids, columns).empty_like(8).routes is None
+    both = join_rows([packed, packed], 16).routes
+    assert both is not None and both[:8].equal(packed.routes[:8]) and both[8:].equal(packed.routes[:8])

@@ -47,6 +47,16 @@ def plan(recipe: str, *overrides: str, device: str | None = None, memory_gb: flo
     return make_plan(config, plan_shape(config), plan_device(config, device, memory_gb))
 
 
+def test_longer_rows_of_the_logprob_passes_need_memory() -> None:
+    rows = {}
+    for capacity in (4096, 8192):
+        packing = "policy.sequence_packing."
+        found = plan(LLAMA, f"{packing}train_mb_tokens=4096", f"{packing}logprob_mb_tokens={capacity}")
+        rows[capacity] = {phase.name: phase.parts["activations"] for phase in found.stages[0].phases[-2:]}
+    assert rows[8192]["log-probs"] == pytest.approx(2 * rows[4096]["log-probs"], rel=1e-3)
+    assert rows[8192]["training"] == rows[4096]["training"]
+
+
 @pytest.mark.parametrize("recipe", RECIPES)
 def test_every_recipe_has_a_plan_in_time(recipe: str) -> None:
     began = time.process_time()

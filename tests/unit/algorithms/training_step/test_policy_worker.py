@@ -1,0 +1,51 @@
+"""The log-prob passes of a policy rank join training bins into longer rows and hand each bin its own values."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+
+from grpo_mcore.algorithms.training_step.policy_worker import Bin, PolicyWorker
+from grpo_mcore.batching.packed_batch import PackedBatch, pack_rows
+from grpo_mcore.recipe import PolicyConfig, bins_per_logprob_row
+
+LENGTHS = ((3, 4), (5,), (2, 2, 1), (6,), ())  # of the samples in a rank's training bins; the last bin is padding
+
+
+@pytest.mark.parametrize(
+    ("changed", "count"),
+    [
+        ({"sequence_packing": {"train_mb_tokens": 8, "logprob_mb_tokens": 8}}, 1),
+        ({"sequence_packing": {"train_mb_tokens": 8, "logprob_mb_tokens": 23}}, 2),
+        ({"sequence_packing": {"train_mb_tokens": 8, "logprob_mb_tokens": 24}}, 3),
+        ({"sequence_packing": {"train_mb_tokens": 8, "logprob_mb_tokens": 4}}, 1),
+        ({"sequence_packing": {"enabled": False}, "train_micro_batch_size": 2, "logprob_batch_size": 4}, 2),
+    ],
+)
+def test_logprob_rows_join_training_bins(changed: dict[str, Any], count: int) -> None:
+    config = PolicyConfig.model_validate({"model_name": "tiny"} | changed)
+    assert bins_per_logprob_row(config) == count
+    worker, rows = object.__new__(PolicyWorker), []
+    worker.config, worker.is_reporting_rank, worker._bins = config, False, [list(map(make_bin, LENGTHS))]
+    worker.layout = SimpleNamespace(tensor=1, sequence_parallel=False)  # type: ignore[assignment]
+
+    def token_ids(batches: Sequence[PackedBatch]) -> list[torch.Tensor]:
+        rows.append([sum(batch.lengths) for batch in batches])
+        return [batch.tokens.float() for batch in batches]
+
+    worker.logprobs = token_ids  # type: ignore[method-assign, assignment]
+    worker.infer_logprobs(prev=True, reference=False, kl_kind=None)
+    sizes = [sum(lengths) for lengths in LENGTHS]
+    assert rows == [[sum(sizes[i : i + count]) for i in range(0, len(sizes), count)]]
+    for bin in worker._bins[0]:
+        assert bin.batch.columns["prev_logprobs"].equal(bin.batch.tokens.float())
+
+
+def make_bin(lengths: tuple[int, ...]) -> Bin:
+    ids = [torch.arange(1, length + 1) * (length + 10) for length in lengths or (1,)]
+    batch = pack_rows(ids, [{"token_mask": torch.ones(len(row))} for row in ids], 2)
+    return Bin(batch if lengths else batch.empty_like(2), torch.arange(len(lengths)))
