@@ -16,9 +16,8 @@ QUICK = (0, 3, 6)
 
 
 @pytest.mark.timeout(7300)
-@pytest.mark.parametrize(
-    "seeds", [QUICK, pytest.param(range(100), marks=pytest.mark.every_state)], ids=["three", "hundred"]
-)
+@pytest.mark.every_state
+@pytest.mark.parametrize("seeds", [QUICK, range(100)], ids=["three", "hundred"])
 def test_disturbed_runs_lose_nothing(tmp_path: Path, task: Task, model: Path, seeds: range | tuple[int, ...]) -> None:
     words = [str(path) for path in (task.folder, model, tmp_path / "out")]
     program = [sys.executable, "-m", "tests.chaos.random_runs", *words, *map(str, seeds)]
