@@ -180,7 +180,9 @@ def train_on_groups(
     if batch.ranks and (prev or reference):
         with clock.phase("logprobs"):
             kl_kind = config.loss_fn.reference_policy_kl_type if config.loss_fn.use_kl_in_reward else None
-            stats = policy.infer_logprobs(len(batch.samples), prev=prev, reference=reference, kl_kind=kl_kind)
+            stats = policy.infer_logprobs(
+                len(batch.samples), prev=prev, reference=reference, kl_kind=kl_kind, dropout=True
+            )
     with clock.phase("train"):
         targets, metrics = compute_targets(batch, stats, config)
         if not any(targets.valid_toks):  # all samples failed or were filtered

@@ -71,9 +71,11 @@ def is_adapted(param: Param, shape: AdapterShape) -> bool:
     return wanted and not any(_matches(name, pattern) for pattern in shape.excluded)
 
 
-def check_adapters(params: Iterable[Param], model: ModelShape, shape: AdapterShape, expert_tensor: int) -> None:
+def check_adapters(
+    params: Iterable[Param], model: ModelShape, shape: AdapterShape, tensor: int, expert_tensor: int
+) -> None:
     """Raise FamilyError if a name matches no linear layer of this model, if no layer gets an adapter, or if an expert
-    that would get one is split over ranks."""
+    that would get one is split over other ranks than the layers beside it."""
     linear = [param for param in params if _is_linear(param)]
     kinds = ", ".join(sorted({_kind(layer_name(param)) for param in linear}))
     for key, patterns in (("target_modules", shape.targets), ("exclude_modules", shape.excluded)):
@@ -85,10 +87,10 @@ def check_adapters(params: Iterable[Param], model: ModelShape, shape: AdapterSha
     adapted = [param for param in linear if is_adapted(param, shape)]
     if not adapted:
         raise FamilyError(f"{AT}exclude_modules leaves no layer with an adapter; this {model.family} model has {kinds}")
-    if expert_tensor > 1 and any(param.expert for param in adapted):
+    if expert_tensor not in (1, tensor) and any(param.expert for param in adapted):
         raise FamilyError(
-            f"{AT}target_modules: experts that expert_tensor_parallel_size {expert_tensor} splits cannot have "
-            "adapters; set it to 1, or exclude_modules to ['*.local_experts.*']"
+            f"{AT}target_modules: experts with adapters need an expert_tensor_parallel_size of 1 or of "
+            f"tensor_model_parallel_size {tensor}, not {expert_tensor}; or exclude_modules: ['*.local_experts.*']"
         )
 
 

@@ -34,7 +34,8 @@ def check_fit(shape: ModelShape, megatron: LayoutSettings) -> None:
     check_tensor_parallel(shape, megatron.tensor_model_parallel_size)
     _check_stages(shape, megatron)
     if (adapters := adapter_shape(megatron.peft)) is not None:
-        check_adapters(params_of(shape), shape, adapters, megatron.expert_tensor_parallel_size)
+        sizes = megatron.tensor_model_parallel_size, megatron.expert_tensor_parallel_size
+        check_adapters(params_of(shape), shape, adapters, *sizes)
     if shape.experts is None:
         _check_no_experts(shape, megatron)
     else:

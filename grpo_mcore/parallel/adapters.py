@@ -13,6 +13,7 @@ from typing import Any
 
 import torch
 from megatron.core.dist_checkpointing import ShardedTensor
+from megatron.core.parallel_state import get_expert_tensor_parallel_group
 from megatron.core.tensor_parallel import (
     copy_to_tensor_model_parallel_region,
     gather_from_sequence_parallel_region,
@@ -63,6 +64,12 @@ def _start_gradient(_module: Any, _arguments: Any, embeddings: Tensor) -> Tensor
     return embeddings.requires_grad_() if torch.is_grad_enabled() else embeddings
 
 
+def kept_features(rate: float, inputs: int, seed: int) -> Tensor:
+    """Draw which input features an adapter keeps, float32 [inputs]: 0, or 1 / (1 - rate)."""
+    kept = torch.rand(inputs, generator=torch.Generator().manual_seed(seed)) >= rate
+    return kept / (1 - rate)
+
+
 def initial_down(init: str, rank: int, inputs: int, seed: int) -> Tensor:
     """Draw an adapter's `down` [rank, inputs], float32. xavier: normal, variance 2 / (rank + inputs); kaiming: uniform,
     variance 1 / (3 inputs); normal: normal, standard deviation 0.2."""
@@ -91,29 +98,60 @@ class LowRank(torch.nn.Module):
     ) -> None:
         super().__init__()
         self.adapter, self.scale, self.sequence_parallel = adapter, shape.scale, sequence_parallel
+        self._seed = f"{seed} {layer_name(adapter.weight)}"
+        self._kept: Tensor | None = None  # [inputs on this rank], see `drop`
         rank, inputs = adapter.down.hf[0].shape
-        whole = initial_down(init, rank, inputs, zlib.crc32(f"{seed} {layer_name(adapter.weight)}".encode()))
+        whole = initial_down(init, rank, inputs, zlib.crc32(self._seed.encode()))
         (mine,) = pieces(adapter.down, weights.shape, *weights.split(adapter.down))
-        down = whole[tuple(slice(*span) for span in mine.hf_box)]
+        self._box = tuple(slice(*span) for span in mine.hf_box)
+        down = whole[self._box]
         self.down = Parameter(down.to(weight.device, weight.dtype))
         self.up = Parameter(weight.new_zeros(weight.size(0), shape.rank))
-        self._mark(self.down, adapter.down)
-        self._mark(self.up, adapter.up)
+        self._mark(self.down, adapter.down, weights.here)
+        self._mark(self.up, adapter.up, weights.here)
+        self._expert_group = None
+        if adapter.weight.expert is not None and weights.layout.expert_tensor > 1:
+            self._expert_group = get_expert_tensor_parallel_group()
 
-    def _mark(self, part: Parameter, param: Param) -> None:
+    def _mark(self, part: Parameter, param: Param, here: Coordinates) -> None:
         """Set the attributes by which Megatron-Core reduces the gradient and counts it in the norm."""
         part.tensor_model_parallel = param.split is not Split.REPLICATED
         if param.expert is not None:
-            part.allreduce, part.tensor_model_parallel = False, True
+            part.allreduce = False
+            part.tensor_model_parallel = part.tensor_model_parallel or here.expert_tensor == 0
         elif param.split is Split.REPLICATED:
             # Under sequence parallelism each rank has the gradient of its own tokens only.
             part.sequence_parallel = self.sequence_parallel
 
+    def drop(self, rate: float, step: int) -> None:
+        """Leave out the input features that dropout of this rate draws for the step; rate 0: keep all.
+
+        A feature is left out for all tokens of the step, as a column of `down`. So the draw needs no token positions:
+        it is the same in every pass of the step (log-probs, training, recomputation) and on every layout.
+        """
+        self._kept = None
+        if rate > 0:
+            inputs = self.adapter.down.hf[0].shape[1]
+            kept = kept_features(rate, inputs, zlib.crc32(f"{self._seed} {step}".encode()))
+            self._kept = kept[self._box[1]].to(self.down.device, self.down.dtype)
+
+    def acting_down(self) -> Tensor:
+        """Return `down` without the features that are left out now."""
+        return self.down if self._kept is None else self.down * self._kept
+
     def forward(self, x: Tensor) -> Tensor:
-        low = linear(x, self.down)
+        down, up = self.acting_down(), self.up
+        if self._expert_group is not None:
+            # The ranks of a split expert have the same tokens, and the dispatcher sums their outputs. So nothing is
+            # communicated here but the gradient of the part that is whole on each of them.
+            if self.adapter.weight.split is Split.COLUMNS:
+                up = copy_to_tensor_model_parallel_region(up, self._expert_group)
+            else:
+                down = copy_to_tensor_model_parallel_region(down, self._expert_group)
+        low = linear(x, down)
         if self.adapter.weight.expert is None:
             low = self._communicate(low)
-        return linear(low, self.up) * self.scale
+        return linear(low, up) * self.scale
 
     def _communicate(self, low: Tensor) -> Tensor:
         """Communicate over tensor-parallel ranks between `down` and `up`, as Megatron-Core does around its own weights.
@@ -133,7 +171,7 @@ class LowRank(torch.nn.Module):
     @torch.no_grad()
     def product(self) -> Tensor:
         """Return scale * up @ down for this rank's slice of the weight, float32."""
-        return self.scale * (self.up.float() @ self.down.float())
+        return self.scale * (self.up.float() @ self.acting_down().float())
 
 
 class Adapters(torch.nn.Module):
@@ -165,6 +203,17 @@ class Adapters(torch.nn.Module):
         finally:
             self._enabled = True
 
+    @contextlib.contextmanager
+    def dropping(self, rate: float, step: int) -> Iterator[None]:
+        """Apply dropout of this rate, with the draw of this step."""
+        for addition in self.all:
+            addition.drop(rate, step)
+        try:
+            yield
+        finally:
+            for addition in self.all:
+                addition.drop(0.0, step)
+
     def sharded_state_dict(
         self, prefix: str = "", sharded_offsets: Any = (), metadata: Mapping[str, Any] | None = None
     ) -> dict[str, Any]:
@@ -179,12 +228,14 @@ class Adapters(torch.nn.Module):
         here, layout = self.here, self.layout
         replica = (0, 0, here.data * layout.context + here.context)
         offsets = []
-        if param.expert is not None:  # adapters of experts are not split over ranks
-            replica = (0, 0, here.expert_copy)
+        rank, size = here.tensor, layout.tensor
+        if param.expert is not None:
+            rank, size = here.expert_tensor, layout.expert_tensor
+            replica = (0, rank if param.split is Split.REPLICATED else 0, here.expert_copy)
         elif param.split is Split.REPLICATED:
             replica = (0, here.tensor, replica[2])
-        else:
-            offsets = [(int(param.split is Split.COLUMNS), here.tensor, layout.tensor)]
+        if param.split is not Split.REPLICATED:
+            offsets = [(int(param.split is Split.COLUMNS), rank, size)]
         found = ShardedTensor.from_rank_offsets(f"adapters.{layer_name(param)}", part, *offsets, replica_id=replica)
         if param.split is Split.PARTS:
             return sharded_in_parts(found, [part // layout.tensor for part in param.parts])

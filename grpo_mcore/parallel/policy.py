@@ -125,13 +125,14 @@ class Policy:
         needed = self.layout.tensor if self.layout.sequence_parallel else 1
         return math.lcm(needed, self.config.make_sequence_length_divisible_by or 1)
 
-    def logprobs(self, batches: Sequence[PackedBatch]) -> list[Tensor] | None:
+    def logprobs(self, batches: Sequence[PackedBatch], *, dropout: bool = False) -> list[Tensor] | None:
         """Return each trained token's log-prob under the current weights: one float32 [1, T] per micro-batch.
+        `dropout`: with the adapters' dropout of this step, as in `train_step`.
 
         The tensors are on this device. Element t belongs to token t; tokens that are not trained on have 0.
         Returns None except on the last stage.
         """
-        with self._evaluating():
+        with self._evaluating(), self._dropout(dropout):
             outputs = self._run(batches, lambda batch, scored: (scored.sum(), {"logprobs": scored}), forward_only=True)
         return [output["logprobs"] for output in outputs] if self.is_last_stage else None
 
@@ -151,7 +152,8 @@ class Policy:
             chunk.zero_grad_buffer()
         self.optimizer.zero_grad()
         loss = _loss_of(loss_fn, global_valid_seqs, global_valid_toks)
-        outputs = self._run(batches, loss, forward_only=False, entropy=_needs_entropy(loss_fn))
+        with self._dropout(True):
+            outputs = self._run(batches, loss, forward_only=False, entropy=_needs_entropy(loss_fn))
         metrics = combine_metrics(outputs) if outputs else {}
         self.before_update()
         self._check_finite(batches, metrics)
@@ -177,6 +179,16 @@ class Policy:
             yield
         for chunk in self.chunks:
             chunk.train()
+
+    @contextlib.contextmanager
+    def _dropout(self, active: bool) -> Iterator[None]:
+        """Apply the adapters' dropout. The schedule counts the steps of the RL loop, also over a resume."""
+        with contextlib.ExitStack() as stack:
+            if active and self.adapters is not None:
+                rate = self.config.megatron_cfg.peft.dropout
+                for chunk in self.chunks:
+                    stack.enter_context(chunk.module.adapters.dropping(rate, self.scheduler.num_steps))
+            yield
 
     def advance_schedule(self) -> None:
         """Advance the learning-rate schedule by one step of the RL loop, however many optimizer steps it had."""

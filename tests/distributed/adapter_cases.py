@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from grpo_mcore.families import pieces
+from grpo_mcore.objective import ClippedPGLossFn
 from grpo_mcore.parallel.adapters import LowRank
 from grpo_mcore.parallel.mesh import Address
 from grpo_mcore.parallel.policy import Policy
@@ -109,6 +110,40 @@ def learn(address: Address, model: str, case: LayoutCase, peft: dict[str, Any], 
         "trained": (trained, sum(p.numel() for a in additions(policy) for p in a.parameters())),
         "gradients": sum(buffer.grad_data.numel() for buffer in buffers),
         "copies": policy._reference is not None,
+    }
+
+
+def drop(address: Address, model: str, case: LayoutCase, peft: dict[str, Any], folder: str) -> dict[str, Any]:
+    """Return what `learn` returns for the second step, with dropout: `logprobs` as in training,
+    `first` as in training of the first step. The merged model that acts in training is written to `folder`, unless that
+    is empty. The loss gets the log-probs as those of the previous policy."""
+    policy = adapted_policy(address, model, case, peft)
+    batches = micro_batches(policy)
+
+    def found(rows: list[Tensor] | None) -> dict[int, Tensor]:
+        by_name: dict[int, Tensor] = {}
+        for batch, row in zip(batches, rows or (), strict=False):
+            by_name |= {int(name): part for name, part in zip(batch.names, batch.split(row), strict=True)}
+        return by_name
+
+    first = found(policy.logprobs(batches, dropout=True))
+    policy.advance_schedule()
+    if folder:
+        with policy._dropout(True):
+            policy.export_hf(folder)
+    rows, before = policy.logprobs(batches, dropout=True), parts(policy)
+    for batch, row in zip(batches, rows or (), strict=False):
+        batch.columns["prev_logprobs"] = row
+    loss = ClippedPGLossFn({"reference_policy_kl_penalty": 0.0})
+    toks = sum(LENGTHS) - len(LENGTHS)
+    report = policy.train_step(batches, loss, global_valid_seqs=len(LENGTHS), global_valid_toks=toks)
+    ratios = {name: value for name, value in report.metrics.items() if name in ("probs_ratio_min", "probs_ratio_max")}
+    return {
+        "first": first,
+        "logprobs": found(rows),
+        "ratios": ratios,
+        "before": before,
+        "after": parts(policy),
     }
 
 

@@ -19,6 +19,10 @@ from tests.distributed.adapter_cases import PEFT, Parts
 CASES = "tests.distributed.adapter_cases"
 TP1, TP2, PP2 = LayoutCase("TP1"), LayoutCase("TP2", tensor=2), LayoutCase("PP2", pipeline=2)
 EP2_TP2 = LayoutCase("EP2xTP2-SP", tensor=2, data=2, sequence_parallel=True, expert=2)
+ETP2 = LayoutCase("ETP2-SP", tensor=2, sequence_parallel=True, expert_tensor=2)
+EP2_ETP2 = LayoutCase(
+    "EP2xETP2-allgather", tensor=2, data=2, sequence_parallel=True, expert=2, expert_tensor=2, dispatcher="allgather"
+)
 EP2_PP2 = LayoutCase("EP2xPP2", pipeline=2, data=2, expert=2)
 PARITY = [
     ("qwen3", TP1, {}),
@@ -27,6 +31,8 @@ PARITY = [
     ("qwen3", LayoutCase("PP2-recompute", pipeline=2, recompute=True), {"exclude_modules": ["linear_proj"]}),
     ("qwen3", LayoutCase("VPP2", pipeline=2, virtual=2), {}),
     ("qwen3_moe", EP2_TP2, {}),
+    ("qwen3_moe", ETP2, {}),
+    ("qwen3_moe", EP2_ETP2, {}),
     ("deepseek_v3", EP2_TP2, {"target_modules": ["*_proj", "*.shared_experts.*"]}),
     ("nemotron_h_moe", LayoutCase("CP2", context=2, recompute=True), {}),
     ("nemotron_h_moe", EP2_PP2, {}),
@@ -85,6 +91,45 @@ def test_logprobs_and_gradients_follow_from_the_merged_model(
         assert trained <= result["gradients"] < trained + 4096  # with padding
 
 
+DROPOUT = {"dropout": 0.4}
+
+
+@pytest.mark.parametrize(
+    ("family", "cases"),
+    [
+        ("qwen3", (TP1, LayoutCase("TP2-SP-recompute", tensor=2, sequence_parallel=True, recompute=True),
+                   LayoutCase("VPP2", pipeline=2, virtual=2), LayoutCase("CP2", context=2))),
+        ("qwen3_moe", (EP2_PP2, EP2_TP2)),
+    ],
+    ids=["qwen3", "qwen3_moe"],
+)  # fmt: skip
+def test_dropout_is_the_same_in_every_pass_and_on_every_layout(
+    ranks: RankPool, references: dict[str, Reference], tmp_path: Path, family: str, cases: tuple[LayoutCase, ...]
+) -> None:
+    model, gradients = str(references[family].folder), []
+    merged: Reference | None = None
+    for number, case in enumerate(cases):
+        folder = "" if number else str(tmp_path / "merged")
+        results = ranks.run(case.world_size, f"{CASES}:drop", model, case, DROPOUT, folder)
+        merged = merged or reference_of(tmp_path / "merged")
+        found = {i: values for result in results for i, values in result["logprobs"].items()}
+        first = {i: values for result in results for i, values in result["first"].items()}
+        assert max((found[i] - merged.logprobs[i]).abs().max().item() for i in found) < LOGPROB_LIMIT, case.name
+        assert max((found[i] - first[i]).abs().max().item() for i in found) > 1e-2, "each step has its own draw"
+        for result in results:
+            for ratio in result["ratios"].values():
+                assert ratio == pytest.approx(1, abs=1e-5), "log-probs and training have the same draw"
+        before, after = assembled([r["before"] for r in results]), assembled([r["after"] for r in results])
+        gradients.append({(key, name): before[key][name] - after[key][name] for key in before for name in before[key]})
+    downs = [gradient for (key, _), gradient in gradients[0].items() if key[1] == "down"]
+    left_out = sum((gradient == 0).all(0).sum().item() for gradient in downs) / sum(g.shape[1] for g in downs)
+    assert left_out == pytest.approx(DROPOUT["dropout"], abs=0.1), "what is left out gets no gradient"
+    for other, case in zip(gradients[1:], cases[1:], strict=True):
+        for key, expected in gradients[0].items():
+            error = (other[key] - expected).norm() / expected.norm().clamp(min=1e-12)
+            assert error < GRADIENT_LIMIT, f"{case.name}, {key}: {error:.1e}"
+
+
 def assembled(of_ranks: list[Parts]) -> dict[tuple[str, str], dict[str, Tensor]]:
     """Assemble whole tensors from the slices of all ranks; ranks that hold the same slice must agree."""
     sizes: dict[tuple[str, str], dict[str, list[int]]] = {}
@@ -106,7 +151,7 @@ def assembled(of_ranks: list[Parts]) -> dict[tuple[str, str], dict[str, Tensor]]
 
 @pytest.mark.parametrize(
     ("family", "saved", "loaded"),
-    [("qwen3", TP2, TP2), ("qwen3", TP2, PP2), ("qwen3_moe", EP2_PP2, EP2_TP2), ("nemotron_h_moe", EP2_TP2, EP2_PP2)],
+    [("qwen3", TP2, TP2), ("qwen3", TP2, PP2), ("qwen3_moe", EP2_PP2, EP2_ETP2), ("nemotron_h_moe", EP2_TP2, EP2_PP2)],
     ids=lambda value: value if isinstance(value, str) else value.name,
 )
 def test_adapters_are_saved_and_go_on(
@@ -134,9 +179,3 @@ def test_a_checkpoint_of_other_adapters_is_refused(
         ranks.run(1, f"{CASES}:load_train", model, TP1, folder, {"dim": 8})
     with pytest.raises(RankFailed, match=r"CheckpointError.*holds another model.*adapters"):
         ranks.run(1, f"{CASES}:load_train", model, TP1, folder, {"enabled": False})
-
-
-def test_experts_that_are_split_are_refused(ranks: RankPool, references: dict[str, Reference]) -> None:
-    case = LayoutCase("ETP2", tensor=2, sequence_parallel=True, expert_tensor=2)
-    with pytest.raises(RankFailed, match="experts that expert_tensor_parallel_size 2 splits cannot have adapters"):
-        ranks.run(2, f"{CASES}:learn", str(references["qwen3_moe"].folder), case, {}, "")

@@ -79,10 +79,13 @@ class PolicyGroup:
             background=self.background,
         )
 
-    def infer_logprobs(self, samples: int, *, prev: bool, reference: bool, kl_kind: KLType | None) -> dict[str, Tensor]:
-        """Compute log-probs of the step received; the ranks keep them. Return the objective.sample_stats of the step's
-        `samples`: float64 [samples] each, 0 for samples that no rank has."""
-        parts = self._all("infer_logprobs", prev, reference, kl_kind, what="log-probs")
+    def infer_logprobs(
+        self, samples: int, *, prev: bool, reference: bool, kl_kind: KLType | None, dropout: bool = False
+    ) -> dict[str, Tensor]:
+        """Compute log-probs of the step received; the ranks keep them. `dropout`: the current weights act as they do in
+        training. Return the objective.sample_stats of the step's `samples`: float64 [samples] each, 0 for samples that
+        no rank has."""
+        parts = self._all("infer_logprobs", prev, reference, kl_kind, dropout, what="log-probs")
         stats: dict[str, Tensor] = {}
         for index, found in filter(None, parts):
             for name, values in found.items():

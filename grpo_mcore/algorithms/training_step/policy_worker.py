@@ -96,12 +96,13 @@ class PolicyWorker(Policy):
         return pack_rows(tokens, columns, multiple, names=names, routes=routes)
 
     def infer_logprobs(
-        self, prev: bool, reference: bool, kl_kind: KLType | None
+        self, prev: bool, reference: bool, kl_kind: KLType | None, dropout: bool = False
     ) -> tuple[Tensor, dict[str, Tensor]] | None:
         """Add log-probs under the current weights, and under the reference, to the micro-batches.
 
-        `kl_kind`: estimator of the KL in the reward, None without it. One rank of those with the same samples returns
-        (sample indices [n], their objective.sample_stats, [n] each); the others return None.
+        `dropout`: the current weights act as they do in training. `kl_kind`: estimator of the KL in the reward, None
+        without it. One rank of those with the same samples returns (sample indices [n], their objective.sample_stats,
+        [n] each); the others return None.
         """
         self._kl_kind = kl_kind
         bins = [bin for bins in self._bins for bin in bins]
@@ -110,7 +111,7 @@ class PolicyWorker(Policy):
         joined = [batches[i : i + count] for i in range(0, len(batches), count)]
         rows = [join_rows(few, multiple) if len(few) > 1 else few[0] for few in joined]
         for wanted, column, compute in (
-            (prev, "prev_logprobs", self.logprobs),
+            (prev, "prev_logprobs", partial(self.logprobs, dropout=dropout)),
             (reference, "reference_policy_logprobs", self.reference_logprobs),
         ):
             values = compute(rows) if wanted else None

@@ -105,8 +105,10 @@ class PeftConfig(Section):
     """Rank of the update. Read by families/."""
     alpha: Fixed[PositiveFloat] = 32.0
     """The update is scaled by alpha / dim. Read by families/."""
-    dropout: NonNegativeFloat = 0.0
-    """Must be 0: with dropout, log-probs before and during training would differ."""
+    dropout: Annotated[float, Field(ge=0, lt=1)] = 0.0
+    """Probability with which an input feature of A is left out in a step: for all tokens alike, so that log-probs
+    before and during training, and recomputed layers, see the same policy on every layout. Engines, validation and
+    export use all features. Read by parallel/."""
     lora_A_init_method: Literal["xavier", "kaiming", "normal"] = "xavier"
     """Initialisation of A. Read by parallel/."""
     lora_B_init_method: Literal["zero"] = "zero"

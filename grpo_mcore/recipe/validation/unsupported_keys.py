@@ -15,7 +15,6 @@ UNSUPPORTED: dict[str, tuple[Any, str]] = {
     "policy.megatron_cfg.recompute_granularity": ("full", "selective recomputation"),
     "policy.megatron_cfg.recompute_modules": (None, "selective recomputation"),
     "policy.megatron_cfg.model_overrides": ({}, "overriding the family's Megatron-Core settings"),
-    "policy.megatron_cfg.peft.dropout": (0.0, "dropout in adapters"),
     "policy.megatron_cfg.optimizer.use_distributed_optimizer": (True, "an optimizer that is not distributed"),
     "policy.megatron_cfg.optimizer.optimizer_cpu_offload": (False, "the optimizer on the host"),
     "policy.megatron_cfg.optimizer.optimizer_offload_fraction": (0.0, "the optimizer on the host"),

@@ -48,10 +48,11 @@ def test_the_part_on_the_split_side_of_the_weight_is_split() -> None:
          "has in_proj, linear_fc1, linear_fc2, linear_proj, linear_qkv, out_proj"),
         ({"excluded": ("linear",)}, 1, "exclude_modules: 'linear' is no linear layer"),
         ({"targets": ("in_proj",), "excluded": ("in_proj",)}, 1, "leaves no layer with an adapter"),
-        ({}, 2, "experts that expert_tensor_parallel_size 2 splits cannot have adapters; set it to 1, or exclude"),
+        ({}, 2, "experts with adapters need an expert_tensor_parallel_size of 1 or of tensor_model_parallel_size 4"),
     ],
 )  # fmt: skip
 def test_impossible_choices_are_rejected(patterns: dict[str, tuple[str, ...]], split: int, message: str) -> None:
     with pytest.raises(FamilyError, match=message):
-        check_adapters(params_of(NANO), NANO, AdapterShape(16, 32.0, **patterns), split)
-    check_adapters(params_of(NANO), NANO, AdapterShape(16, 32.0, excluded=("*.local_experts.*",)), 2)
+        check_adapters(params_of(NANO), NANO, AdapterShape(16, 32.0, **patterns), 4, split)
+    check_adapters(params_of(NANO), NANO, AdapterShape(16, 32.0, excluded=("*.local_experts.*",)), 4, 2)
+    check_adapters(params_of(NANO), NANO, AdapterShape(16, 32.0), 2, 2)
