@@ -49,12 +49,14 @@ def make_arithmetic_task(
     *,
     num_val: int = 500,
     demonstrations_per_problem: int = 4,
-    wrong_share: float = 0.55,
+    wrong_share: float = 0.28,
+    off_by_one_share: float = 0.7,
 ) -> ArithmeticTask:
     """Write `train.jsonl`, `val.jsonl`, `sft.jsonl` and `tokenizer/` into `folder`; `seed` determines their contents.
 
-    The problems are all sums 0..99 + 0..99, `num_val` of them held out. A share `wrong_share` of the demonstrations has
-    wrong digits: the most likely answer is still right, but a sampled one often is not.
+    The problems are all sums 0..99 + 0..99, `num_val` of them held out. Demonstrations are wrong in two ways. Where the
+    second number is odd, a share `off_by_one_share` is one too many: above a half, the most likely answer to these
+    problems is wrong, and no lower temperature makes it right. Besides, a share `wrong_share` of all has wrong digits.
     """
     folder = Path(folder)
     folder.mkdir(parents=True, exist_ok=True)
@@ -70,18 +72,23 @@ def make_arithmetic_task(
     _write(task.val, ({"input": f"{a:02d}+{b:02d}=", "output": str(a + b)} for a, b in held_out))
     _write(
         task.sft,
-        ({"input": f"{a:02d}+{b:02d}=", "output": demonstration(a + b, draw, wrong_share)} for a, b in shown),
+        (
+            {"input": f"{a:02d}+{b:02d}=", "output": demonstration(a, b, draw, wrong_share, off_by_one_share)}
+            for a, b in shown
+        ),
     )
     make_tokenizer(task.tokenizer)
     return task
 
 
-def demonstration(total: int, draw: random.Random, wrong_share: float) -> str:
-    """Return the answer in fixed width, with wrong digits with probability `wrong_share`.
+def demonstration(a: int, b: int, draw: random.Random, wrong_share: float, off_by_one_share: float = 0.0) -> str:
+    """Return the answer to a + b in fixed width: if b is odd, one too many with probability `off_by_one_share`; and
+    then with wrong digits with probability `wrong_share`.
 
-    Each digit is wrong independently, so a model that fits these answers perfectly is right with probability
-    1 - `wrong_share` when it samples, and always when it takes the most likely digit.
+    Each digit is wrong independently, so a model that fits these answers perfectly samples them with probability
+    1 - `wrong_share`, and always finds them when it takes the most likely digit.
     """
+    total = a + b + (b % 2 and draw.random() < off_by_one_share)
     keep = (1.0 - wrong_share) ** (1.0 / _WIDTH)
     return "".join(
         digit if draw.random() < keep else draw.choice([other for other in "0123456789" if other != digit])

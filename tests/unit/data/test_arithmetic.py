@@ -34,7 +34,8 @@ def test_problems_are_complete_and_held_out_ones_are_not_trained_on(task):
     assert all(int(row["output"]) == total(row) for path in (task.train, task.val) for row in rows(path))
 
 
-def test_wrong_share_of_the_demonstrations_have_independent_wrong_digits(task):
+def test_wrong_share_of_the_demonstrations_have_independent_wrong_digits(tmp_path):
+    task = make_arithmetic_task(tmp_path, seed=1, demonstrations_per_problem=2, wrong_share=0.55, off_by_one_share=0.0)
     shown = rows(task.sft)
     assert len(shown) == 2 * 9500
     misses = [[a != b for a, b in zip(row["output"], f"{total(row):03d}", strict=True)] for row in shown]
@@ -53,9 +54,20 @@ def test_the_seed_determines_the_files(task, tmp_path):
         assert getattr(other, name).read_bytes() != getattr(task, name).read_bytes()
 
 
+def test_most_demonstrations_with_an_odd_second_number_are_one_too_many(task):
+    shown = [(int(row["input"][-2]) % 2, int(row["output"]), total(row)) for row in rows(task.sft)]
+    odd = [answer - truth for is_odd, answer, truth in shown if is_odd]
+    assert abs(odd.count(1) / len(odd) - 0.7 * 0.72) < 0.03
+    assert odd.count(1) > 2 * odd.count(0), "the most likely answer is wrong"
+    even = [answer - truth for is_odd, answer, truth in shown if not is_odd]
+    assert abs(even.count(0) / len(even) - 0.72) < 0.02
+
+
 def test_no_noise_means_right_answers():
-    assert demonstration(82, random.Random(0), 0.0) == "082"
-    assert demonstration(82, random.Random(0), 1.0) != "082"
+    assert demonstration(47, 35, random.Random(0), 0.0) == "082"
+    assert demonstration(47, 35, random.Random(0), 0.0, 1.0) == "083"
+    assert demonstration(47, 36, random.Random(0), 0.0, 1.0) == "083"
+    assert demonstration(47, 35, random.Random(0), 1.0) != "082"
 
 
 def test_text_has_one_token_per_character(task):
