@@ -26,7 +26,7 @@ class OptimizerConfig(Section):
 
     optimizer: Fixed[Literal["adam", "sgd"]] = "adam"
     """Optimizer. adam with weight_decay above 0 is AdamW."""
-    lr: Annotated[float, Field(gt=0, le=10)] = 5.0e-6
+    lr: Annotated[float, Field(gt=0, le=1e5)] = 5.0e-6
     """Maximum learning rate, reached at the end of the warm-up."""
     min_lr: NonNegativeFloat = 5.0e-7
     """Learning rate at the end of the decay."""

@@ -75,7 +75,10 @@ def refuse(
             "policy.megatron_cfg.optimizer.adam_beta1=1.0",
             "policy.megatron_cfg.optimizer.adam_beta1: must be below 1, got 1.0",
         ),
-        ("policy.megatron_cfg.optimizer.lr=1e30", "policy.megatron_cfg.optimizer.lr: must be at most 10, got 1e+30"),
+        (
+            "policy.megatron_cfg.optimizer.lr=1e30",
+            "policy.megatron_cfg.optimizer.lr: must be at most 100000, got 1e+30",
+        ),
         ("grpo.seed=one", "grpo.seed: expected a whole number, got 'one'"),
         (
             "policy.train_global_batch_size=6",
