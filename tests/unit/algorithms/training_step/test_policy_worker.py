@@ -33,7 +33,7 @@ def test_logprob_rows_join_training_bins(changed: dict[str, Any], count: int) ->
     worker.config, worker.is_reporting_rank, worker._bins = config, False, [list(map(make_bin, LENGTHS))]
     worker.layout = SimpleNamespace(tensor=1, sequence_parallel=False)  # type: ignore[assignment]
 
-    def token_ids(batches: Sequence[PackedBatch]) -> list[torch.Tensor]:
+    def token_ids(batches: Sequence[PackedBatch], **_: object) -> list[torch.Tensor]:
         rows.append([sum(batch.lengths) for batch in batches])
         return [batch.tokens.float() for batch in batches]
 
