@@ -171,8 +171,8 @@ class MegatronConfig(Section):
     moe_token_dispatcher_type: Literal["alltoall", "allgather"] = "alltoall"
     """How tokens are sent to their experts. allgather pads rows to the longest of all ranks and does not go with PP. No
     effect on a dense model."""
-    moe_permute_fusion: bool = False
-    """Fuse the reordering of tokens by expert where the device has the kernel. No effect on a dense model."""
+    moe_permute_fusion: bool = True
+    """Fuse the reordering of tokens by expert, with TransformerEngine on GPUs. No effect on a dense model."""
     moe_grouped_gemm: bool = True
     """Compute all experts of a rank in one grouped matrix product: on GPUs, in bfloat16, without adapters on experts.
     Otherwise one expert at a time. No effect on a dense model."""

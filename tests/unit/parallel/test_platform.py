@@ -41,6 +41,10 @@ def transformer_engine_kernels(monkeypatch: pytest.MonkeyPatch) -> None:
     for module in (rope_utils, moe_utils):
         for name in [name for name in vars(module) if name.startswith("fused_")]:
             monkeypatch.setattr(module, name, object())
+    kernels = ("permute", "permute_with_probs", "sort_chunks_by_index", "sort_chunks_by_index_with_probs", "unpermute")
+    for name in kernels:
+        # Without TransformerEngine, Megatron-Core 0.16 does not even define these.
+        monkeypatch.setattr(moe_utils, f"fused_{name}", object(), raising=False)
 
 
 @pytest.mark.usefixtures("transformer_engine_kernels")
@@ -111,6 +115,7 @@ def test_experts_are_grouped_where_the_kernel_takes_them(
     for platform in PLATFORMS.values():
         config = transformer_config(shape, Layout(1, 1, 1), settings, dtype, platform)
         assert config.moe_grouped_gemm == (grouped and platform.on_gpu)
+        assert config.moe_permute_fusion == platform.transformer_engine, "on by default, where the kernel is"
     assert shape.experts is not None
     narrow = replace(shape, experts=replace(shape.experts, ffn_hidden_size=772))
     assert not transformer_config(narrow, Layout(1, 1, 1), settings, dtype, PLATFORMS["gpu"]).moe_grouped_gemm
