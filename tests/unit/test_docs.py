@@ -12,7 +12,7 @@ PAGES = [*sorted(ROOT.glob("*.md")), *sorted((ROOT / "docs").glob("*.md"))]
 CODE = re.compile(r"`([\w./-]+\.(?:py|yaml|md|sh|svg|lock))`")
 LINK = re.compile(r"\]\((?!https?:|#)([^)#\s]+)")
 PLACEHOLDER = re.compile(r"[A-Z]{3,}|\bfile\.py")
-SHORT = ("docs", "recipes", "grpo_mcore", "grpo_mcore/algorithms", "tests/unit/objective")
+SHORT = ("docs", "recipes", "grpo_mcore", "grpo_mcore/algorithms", "tests", "tests/unit/objective")
 """Folders that a page may leave out of a path."""
 OF_OTHERS = ("vllm_model_for_training.yaml",)  # NeMo Gym's
 
