@@ -106,7 +106,7 @@ def compared_loss() -> ClippedPGLossFn:
 def policy_config(model: Path | str, case: LayoutCase, **overrides: Any) -> PolicyConfig:
     """Return a policy section whose first step changes a weight by g / (1 + |g| / 1e4): Adam with lr = eps, far above
     every gradient."""
-    return PolicyConfig.model_validate(
+    config = PolicyConfig.model_validate(
         {
             "model_name": str(model),
             "precision": "float32",
@@ -124,12 +124,15 @@ def policy_config(model: Path | str, case: LayoutCase, **overrides: Any) -> Poli
                 "freeze_moe_router": False,
                 "sequence_parallel": case.sequence_parallel,
                 "activation_checkpointing": case.recompute,
-                "optimizer": {"lr": 1.0e4, "min_lr": 1.0e4, "adam_eps": 1.0e4, "weight_decay": 0.0},
-                "scheduler": {"lr_warmup_iters": 0, "lr_warmup_init": 1.0e4},
             },
         }
         | overrides
     )
+    # No recipe may set such values, so they are set after the validation.
+    megatron, steep = config.megatron_cfg, {"lr": 1.0e4, "min_lr": 1.0e4, "adam_eps": 1.0e4, "weight_decay": 0.0}
+    megatron.optimizer = megatron.optimizer.model_copy(update=steep)
+    megatron.scheduler = megatron.scheduler.model_copy(update={"lr_warmup_iters": 0, "lr_warmup_init": 1.0e4})
+    return config
 
 
 def micro_batches(policy: Policy, packed: bool = True) -> list[PackedBatch]:
