@@ -40,6 +40,7 @@ def reference(sample: Sample, kind: str) -> tuple[dict[str, float], list[float]]
     stats = {
         "tokens": len(trained),
         "mult_error": math.fsum(math.exp(abs(gen[t] - prev[t])) for t in trained) / max(len(trained), 1),
+        "reference_sum": math.fsum(ref[t] for t in trained),
         "kl_sum": math.fsum(kl),
         "kl_to_go_sum": math.fsum(of_trained),
         "kl_to_go_square": math.fsum((g - mean) ** 2 for g in of_trained),
@@ -115,9 +116,9 @@ def test_masked_samples_have_statistics_too() -> None:
 
 def test_only_present_entries_are_reported() -> None:
     batch = padded(draw(seed=3, count=2))[1]
-    assert set(sample_stats(batch)) == {"tokens", "mult_error"}
+    assert set(sample_stats(batch)) == {"tokens", "mult_error", "reference_sum"}
     del batch["generation_logprobs"]
-    assert set(sample_stats(batch)) == {"tokens"}
+    assert set(sample_stats(batch)) == {"tokens", "reference_sum"}
     for name in ("reference_policy_logprobs", "prev_logprobs"):
         del batch[name]
         with pytest.raises(ValueError, match=name):
