@@ -105,7 +105,11 @@ def soak(count: int, share: float, workers: int, timeout_s: float, memory_gb: fl
         faulty_s=round(faulty_s, 2),
         limit_s=round(timeout_s + 2 * clean_s, 2),
         wrong=[f"{answer}: {verdict}" for answer, verdict in verdicts if not is_due(answer, *verdict)],
-        reasons=dict(Counter(reason for reward, reason in faulty_verdicts if reward is None)),
+        reasons=dict(
+            Counter(
+                reason for answer, (_, reason) in zip(faulty, faulty_verdicts, strict=True) if answer.reward is None
+            )
+        ),
     )
 
 
@@ -125,10 +129,12 @@ def verify(environment: MathEnvironment, answers: list[Answer]) -> tuple[float, 
 
 
 def is_due(answer: Answer, reward: float | None, reason: str) -> bool:
-    """Return whether a verdict is right: a faulty answer has no reward and the reason of its fault."""
+    """Return whether a verdict is right: a faulty answer has the reason of its fault, and no reward, or 0 if its time
+    ran out (env.math.verify_timeout_reward)."""
     if answer.reward is not None:
         return reward == answer.reward
-    return reward is None and reason.startswith(FAULTS[answer.response.removeprefix(MARK)])
+    due = FAULTS[answer.response.removeprefix(MARK)]
+    return reward == (0.0 if str(due).startswith("timed out") else None) and reason.startswith(due)
 
 
 def main() -> int:

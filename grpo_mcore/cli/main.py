@@ -7,6 +7,7 @@ Each verb is a file of this folder with `run(args) -> int`, imported only when i
 from __future__ import annotations
 
 import argparse
+import errno
 import logging
 import os
 import select
@@ -113,7 +114,11 @@ class _Console(logging.Handler):
     """Prints messages as plain lines: information to standard output, warnings and errors to standard error."""
 
     def emit(self, record: logging.LogRecord) -> None:
-        print(self.format(record), file=sys.stderr if record.levelno >= logging.WARNING else sys.stdout, flush=True)
+        try:
+            print(self.format(record), file=sys.stderr if record.levelno >= logging.WARNING else sys.stdout, flush=True)
+        except OSError as error:  # a run goes on when the disk is full to which its output is redirected
+            if error.errno not in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG):
+                raise
 
 
 def _log_to_console() -> None:

@@ -149,11 +149,13 @@ def scan(x: Tensor, dt: Tensor, decay: Tensor, b: Tensor, c: Tensor, sequence: T
     # Axes of einsum: k, m chunks; i, j tokens of a chunk; g groups; h heads of a group; p, n sizes of x and b.
     grouped = (b.size(1), heads // b.size(1))
     b, c = (t.unflatten(0, (-1, chunk)) for t in (b, c))
-    log_decay = (dt * decay).unflatten(0, (-1, chunk)).cumsum(1).movedim(1, 2).unflatten(1, grouped)  # kghi
     x = (x * dt[..., None]).unflatten(0, (-1, chunk)).unflatten(2, grouped)
 
-    seen = ((seq[:, :, None] == seq[:, None]).tril())[:, None, None]
-    between = (log_decay[..., :, None] - log_decay[..., None, :]).masked_fill(~seen, -torch.inf).exp()
+    seen = (seq[:, :, None] == seq[:, None]).tril()
+    # Sums since the start of the chunk or sequence, so that not even their rounding depends on other sequences.
+    log_decay = torch.einsum("kij,kjh->khi", seen.float(), (dt * decay).unflatten(0, (-1, chunk))).unflatten(1, grouped)
+    between = log_decay[..., :, None] - log_decay[..., None, :]
+    between = between.masked_fill(~seen[:, None, None], -torch.inf).exp()
     weights = torch.einsum("kign,kjgn->kgij", c, b)[:, :, None] * between
     y = torch.einsum("kghij,kjghp->kighp", weights, x)
 

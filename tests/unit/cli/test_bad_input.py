@@ -43,7 +43,7 @@ def refuse(
     def never(*_: Any, **__: Any) -> None:
         raise AssertionError("a cluster was started")
 
-    monkeypatch.setattr(setup, "start_cluster", never)
+    monkeypatch.setattr(setup, "open_cluster", never)
     monkeypatch.chdir(tmp_path)
     Path("model").mkdir()
     Path("model/config.json").write_text(json.dumps(CONFIG))
@@ -264,7 +264,7 @@ def test_wrong_environment(refuse: Refuse, monkeypatch: pytest.MonkeyPatch, word
     """In process it shows before policy and engines are started."""
     from grpo_mcore.cluster.local_cluster import LocalCluster
 
-    monkeypatch.setattr(setup, "start_cluster", lambda *_: LocalCluster())
+    monkeypatch.setattr(setup, "open_cluster", lambda *_: LocalCluster())
     assert refuse(*words, code=1).startswith(message)
 
 
