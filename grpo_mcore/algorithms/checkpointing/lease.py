@@ -30,6 +30,11 @@ STALE_S = 30.0
 """Seconds without a beat after which a holder on another machine is dead."""
 
 
+SETTLE_S = 0.1
+"""Seconds after which a start looks whether it still holds the folder: another one that saw a dead run may have removed
+its file too."""
+
+
 class FolderInUse(RuntimeError):
     """Another run holds the checkpoint folder."""
 
@@ -108,8 +113,12 @@ class Lease:
                 json.dump(asdict(self._me), file)
                 file.flush()
                 os.fsync(file.fileno())
-            while not _link(mine, self.file):
-                self._take_over()
+            while True:
+                while not _link(mine, self.file):
+                    self._take_over()
+                time.sleep(SETTLE_S)
+                if (found := _read(self.file)) is not None and found.token == self._me.token:
+                    return
         finally:
             mine.unlink(missing_ok=True)
 

@@ -66,8 +66,12 @@ def test_signals_are_passed_on_once(
     """Also while the process of the run still imports its modules. One that is over but does not end is killed."""
     monkeypatch.setattr(module, "EXIT_S", 0.5)
 
+    others = set(processes.descendants())  # of earlier tests
+
     def ask() -> None:
-        while not any(path.name.isdigit() for path in tmp_path.iterdir()) and not (early and processes.descendants()):
+        while not any(path.name.isdigit() for path in tmp_path.iterdir()) and not (
+            early and set(processes.descendants()) - others
+        ):
             time.sleep(0.02)
         os.kill(os.getpid(), number)
 
