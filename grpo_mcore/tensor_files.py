@@ -26,7 +26,7 @@ PLAIN_TYPES: tuple[Any, ...] = (
     *(np.ndarray, np.dtype, np._core.multiarray.scalar, np._core.multiarray._reconstruct),  # type: ignore[attr-defined]
     *{type(np.dtype(kind)) for kind in (*np.typecodes["All"], "S1", "U1")},
 )
-"""What rows of a dataset, states of data loaders and numpy's generators consist of, besides numbers and texts."""
+"""Types in rows of a dataset, states of data loaders and of numpy's generators, besides numbers and texts."""
 
 
 class UnsafeFile(ValueError):

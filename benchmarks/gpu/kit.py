@@ -1,4 +1,4 @@
-"""What the measurements of this folder share: the device, models with random weights, rows of tokens, clocks, and the
+"""Shared by the measurements of this folder: the device, models with random weights, rows of tokens, clocks, and the
 table's rows.
 
 Imports nothing that a bare GPU machine lacks: no vLLM, Ray or TransformerEngine.

@@ -6,9 +6,7 @@ import argparse
 import logging
 import signal
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, closing, contextmanager, nullcontext
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -53,12 +51,16 @@ def run(args: argparse.Namespace) -> int:
     config = load_recipe(args.recipe, args.overrides).config
     began = time.time()
     if args.check:
+        from grpo_mcore.algorithms.lifecycle.grpo_run import prepare
+
         prepared = prepare(config, args.resume)
         if (folder := prepared.checkpointer.resumed_from) is not None:
             print(resumed(folder, prepared.changes))
         print(f"all checks passed; {prepared.steps_left()} steps are left, nothing was started")
         return 0
     if args.validate_only:
+        from grpo_mcore.algorithms.lifecycle.grpo_run import validate_only
+
         validate_only(config, args.resume)
         return 0
     if config.cluster.max_restarts == 0:
@@ -101,65 +103,7 @@ def resumed(folder: Path, changes: Sequence[Change]) -> str:
     rows = [("key", "checkpoint", "now, takes effect"), *((change.key, change.saved, change.new) for change in changes)]
     widths = [max(len(row[column]) for row in rows) for column in (0, 1)]
     table = (f"  {key:<{widths[0]}}  {saved:<{widths[1]}}  {new}" for key, saved, new in rows)
-    return "\n".join([f"resuming from {folder}, with {len(changes)} values of the recipe changed:", *table])
-
-
-@dataclass
-class Prepared:
-    """A run whose recipe, model, data and folders are checked. Nothing is started yet."""
-
-    config: MasterConfig
-    model: Any
-    checkpointer: Any
-    tokenizer: Any
-    data: Any
-    changes: Sequence[Change]
-
-    @property
-    def env_names(self) -> dict[str, str | None]:
-        """Environment of each task."""
-        return self.data.env_names | self.data.val_env_names
-
-    def steps_left(self) -> int:
-        """Return the number of steps that are left to do."""
-        folder = self.checkpointer.resumed_from
-        done = self.checkpointer.read(folder)[0]["current_step"] if folder else 0
-        return max(self.config.grpo.max_num_steps - done, 0)
-
-
-def prepare(config: MasterConfig, resume: str | bool | None = None) -> Prepared:
-    """Check all that can be checked in seconds: what is wrong with the model, the data, the checkpoint, the rewards or
-    the folders shows before anything starts."""
-    from grpo_mcore.algorithms.checkpointing.checkpoints import CheckpointManager
-    from grpo_mcore.algorithms.lifecycle.checks import (
-        check_checkpointing,
-        check_environments,
-        check_run,
-        check_writable,
-    )
-    from grpo_mcore.algorithms.rollouts.prompt_stream import check_same_data
-    from grpo_mcore.algorithms.setup import build_loaders
-    from grpo_mcore.data import TurnTemplate, build_task_data, load_tokenizer
-    from grpo_mcore.data.processors import longest_prompt
-
-    check_checkpointing(config)
-    model = check_run(config)
-    checkpointer = CheckpointManager(config.checkpointing)
-    checkpointer.open(resume)
-    changes = checkpointer.changes(config)
-    check_writable(config)
-    names = config.policy.tokenizer
-    tokenizer = load_tokenizer(names.name, names.chat_template, names.chat_template_kwargs)
-    separate, limit = config.data.use_multiple_dataloader, longest_prompt(config)
-    data = build_task_data(config.data.train, config.data.validation, tokenizer, limit, separate=separate)
-    prepared = Prepared(config, model, checkpointer, tokenizer, data, changes)
-    check_environments(config, prepared.env_names)
-    loader, _ = build_loaders(config, data.train, data.validation)  # raises where the data has too few rows
-    if (position := checkpointer.position()) is not None:
-        check_same_data(position.stream, loader)
-    if config.grpo.max_rollout_turns > 1:
-        TurnTemplate(tokenizer)  # raises where the chat template cannot hold several turns
-    return prepared
+    return "\n".join([f"resuming from {folder}, with {len(changes)} changed value{'s' * (len(changes) > 1)}:", *table])
 
 
 def train(config: MasterConfig, resume: str | bool | None = None, began: float | None = None) -> dict[str, object]:
@@ -183,6 +127,7 @@ def train(config: MasterConfig, resume: str | bool | None = None, began: float |
 def _train(config: MasterConfig, resume: str | bool | None, stop: Any) -> dict[str, object]:
     """Run a recipe to its end and return the summary. `stop`: the run's StopRequest."""
     from grpo_mcore.algorithms.grpo import grpo_train
+    from grpo_mcore.algorithms.lifecycle.grpo_run import prepare, started
     from grpo_mcore.algorithms.lifecycle.stopping import Terminated, on_sigterm
     from grpo_mcore.tools.plan.measured import compare
 
@@ -206,51 +151,3 @@ def _train(config: MasterConfig, resume: str | bool | None, stop: Any) -> dict[s
         if stop.stage == "start" and (by_ray or (stop.at_once and isinstance(error, KeyboardInterrupt))):
             raise Terminated from error
         raise
-
-
-def validate_only(config: MasterConfig, resume: str | bool | None = None) -> dict[str, float | None]:
-    """Validate the model, or a checkpoint, as a run would, and return the metrics. No step is trained or saved."""
-    from grpo_mcore.algorithms.rollouts.validation import run_validation
-    from grpo_mcore.algorithms.weight_sync.refit_step import refit_engines
-    from grpo_mcore.observe import RunConsole
-
-    prepared, console = prepare(config, resume), RunConsole()
-    with started(prepared, None) as run:
-        step = run.grpo_save_state["current_step"]
-        refit_engines(run.policy, run.policy_generation, config)
-        found = run_validation(
-            run.policy_generation, run.val_dataloader, run.val_task_to_env, config, tokenizer=run.tokenizer
-        )
-        run.logger.log_hyperparams(config)
-        run.logger.log_metrics(found.metrics | {"seconds": found.seconds}, step, "validation")
-        console.samples(step, found.samples)
-        console.validation(step, found.metrics, found.seconds)
-    return found.metrics
-
-
-@contextmanager
-def started(
-    prepared: Prepared, log_run: str | None, around: Callable[[], AbstractContextManager[Any]] = nullcontext
-) -> Iterator[Any]:
-    """Start a run, a `setup.Run`, and end all of its processes with the context. `log_run`: folder of the logs to go on
-    in; None: a new one. `around`: entered once the cluster is started."""
-    from grpo_mcore.algorithms.setup import start_cluster, start_run
-    from grpo_mcore.observe import Logger
-
-    config, data = prepared.config, prepared.data
-    with closing(Logger(config.logger, run=log_run)) as logger:
-        print(f"starting policy and engines (logs: {logger.log_dir}) ...", flush=True)
-        with start_cluster(config, logger.log_dir) as cluster, around():
-            run = start_run(
-                config,
-                prepared.model,
-                cluster,
-                prepared.tokenizer,
-                data.train,
-                data.validation,
-                logger,
-                prepared.checkpointer,
-                prepared.env_names,
-            )
-            with closing(run.policy_generation):
-                yield run

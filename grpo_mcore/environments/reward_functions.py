@@ -21,7 +21,7 @@ class Sample:
     """One sample, as rules and reward functions see it."""
 
     response: str
-    """What the policy wrote, over all turns."""
+    """Text that the policy wrote, over all turns."""
     info: Info
     """The prompt's fields: the columns of its row, `ground_truth`, and what its environment keeps."""
     prompt: str = ""

@@ -1,4 +1,4 @@
-"""What the machines of a run do: utilisation, memory and power of each GPU by NVML, processors and memory by psutil."""
+"""Measures the machines of a run: each GPU's utilisation, memory and power by NVML, processors and memory by psutil."""
 
 from __future__ import annotations
 

@@ -46,8 +46,8 @@ from grpo_mcore.recipe.schema.data import (
     extract_necessary_env_names,
     unknown_dataset,
 )
-from grpo_mcore.recipe.schema.dpo import DPOConfig
 from grpo_mcore.recipe.schema.evaluation import EvalConfig
+from grpo_mcore.recipe.schema.fine_tuning import DPOConfig, FineTuningConfig, SFTConfig
 from grpo_mcore.recipe.schema.generation import GenerationConfig, VllmConfig
 from grpo_mcore.recipe.schema.grpo import (
     AdvEstimatorConfig,
@@ -63,6 +63,5 @@ from grpo_mcore.recipe.schema.megatron import MegatronConfig, OptimizerConfig, P
 from grpo_mcore.recipe.schema.outputs import CheckpointingConfig, GRPOLoggerConfig, OwnLoggerConfig
 from grpo_mcore.recipe.schema.policy import PolicyConfig, SequencePackingConfig, TokenizerConfig
 from grpo_mcore.recipe.schema.section import Section, is_path
-from grpo_mcore.recipe.schema.sft import SFTConfig
 from grpo_mcore.recipe.validation.run import VALIDATION_METRICS
 from grpo_mcore.recipe.validation.validate import checked_loss

@@ -1,4 +1,4 @@
-"""What a resumed run changes: the values of its recipe beside those in the checkpoint."""
+"""Compares the recipe of a resumed run with the one in its checkpoint."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What `grpo-mcore demo` shows at its end: a model's most likely answers to the held-out sums, from its folder."""
+"""Asks an exported model for its answers to the demo's held-out sums, with transformers."""
 
 from __future__ import annotations
 

@@ -28,8 +28,8 @@ def test_the_reward_of_your_own(response: str, share: float) -> None:
     assert share_of_digits(response, {"ground_truth": "82"}) == pytest.approx(share)
 
 
-def test_a_run_with_the_reward_of_your_own(task: Task, model: Path, tmp_path: Path) -> None:
-    """With another model and task than the demo's, in process; the reward and its parts come from the recipe."""
+def in_process(task: Task, model: Path) -> list[str]:
+    """Return overrides for a recipe of the demo: this model and task, a small step, one process."""
     words = [
         f"policy.model_name={model}",
         f"data.train.data_path={task.train}",
@@ -37,7 +37,13 @@ def test_a_run_with_the_reward_of_your_own(task: Task, model: Path, tmp_path: Pa
     ]
     words += ["policy.megatron_cfg.tensor_model_parallel_size=1", "cluster.gpus_per_node=1", "cluster.backend=local"]
     words += ["grpo.num_prompts_per_step=8", "grpo.num_generations_per_prompt=4", "policy.train_global_batch_size=32"]
-    words += ["grpo.max_num_steps=1", "grpo.max_val_samples=8", "policy.generation.vllm_cfg.kv_cache_memory_gb=0.1"]
+    return [*words, "policy.generation.vllm_cfg.kv_cache_memory_gb=0.1"]
+
+
+def test_a_run_with_the_reward_of_your_own(task: Task, model: Path, tmp_path: Path) -> None:
+    """With another model and task than the demo's, in process; the reward and its parts come from the recipe."""
+    words = in_process(task, model)
+    words += ["grpo.max_num_steps=1", "grpo.max_val_samples=8"]
     recipe = {"defaults": str(EXAMPLES / "own_reward" / "recipe.yaml")}
     run = run_here("train", tmp_path, recipe, *words, "checkpointing.enabled=false", "grpo.val_period=0")
     assert run.code == 0, run.err
@@ -49,14 +55,8 @@ def test_a_run_with_the_reward_of_your_own(task: Task, model: Path, tmp_path: Pa
 
 def test_a_run_with_the_objective_of_your_own(task: Task, model: Path, tmp_path: Path) -> None:
     """All six parts of the example; where one does not fit, nothing starts."""
-    words = [
-        f"policy.model_name={model}",
-        f"data.train.data_path={task.train}",
-        f"data.validation.data_path={task.val}",
-    ]
-    words += ["policy.megatron_cfg.tensor_model_parallel_size=1", "cluster.gpus_per_node=1", "cluster.backend=local"]
-    words += ["grpo.num_prompts_per_step=8", "grpo.num_generations_per_prompt=4", "policy.train_global_batch_size=32"]
-    words += ["grpo.max_num_steps=2", "grpo.val_period=0", "policy.generation.vllm_cfg.kv_cache_memory_gb=0.1"]
+    words = in_process(task, model)
+    words += ["grpo.max_num_steps=2", "grpo.val_period=0"]
     words += ["checkpointing.enabled=false", "grpo.val_at_end=false"]
     recipe = {"defaults": str(EXAMPLES / "own_objective" / "recipe.yaml")}
     refused = run_here("train", tmp_path, recipe, *words, "grpo.reward_shaping.options={fine: 2}")

@@ -264,7 +264,7 @@ def test_resuming_a_finished_run_changes_nothing(recipe: dict[str, Any], resumed
 
 def test_changed_values_are_shown_or_refused(recipe: dict[str, Any], resumed: tuple[Run, Inside]) -> None:
     run, _ = resumed
-    assert "resuming from" in run.out and "with 3 values of the recipe changed" in run.out
+    assert "resuming from" in run.out and "with 3 changed values" in run.out
     assert re.search(r"^  grpo.max_num_steps +2 +4$", run.out, re.MULTILINE)
     refused = run_here("train", run.folder, recipe, "--resume", "grpo.seed=5", "data.shuffle=false")
     assert_one_message(refused, 1, "data.shuffle: true -> false; grpo.seed: 1 -> 5", "which a resumed run keeps")

@@ -38,7 +38,7 @@ class _Unfinished:
 
 @dataclass(frozen=True)
 class _Contents:
-    """What `start` was given, to try again."""
+    """Arguments of the last `start`, to try again."""
 
     step: int
     snapshot: Callable[[], RunSnapshot]

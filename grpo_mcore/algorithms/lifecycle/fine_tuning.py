@@ -31,7 +31,7 @@ from grpo_mcore.algorithms.setup import start_cluster, start_policy, wait_until_
 from grpo_mcore.algorithms.training_step.policy_group import PolicyGroup
 from grpo_mcore.data import TaskData, build_dataloader, build_task_data, build_train_dataloader, load_tokenizer
 from grpo_mcore.observe import Logger, RunConsole, Timeline
-from grpo_mcore.recipe import Algorithm, Change, DPOConfig, MasterConfig, SFTConfig, batch_equation
+from grpo_mcore.recipe import Algorithm, Change, FineTuningConfig, MasterConfig, batch_equation
 from grpo_mcore.rollout.datum import DatumSpec
 
 SHOW_EVERY = 50  # steps
@@ -41,7 +41,7 @@ logger = logging.getLogger(__name__)
 
 
 class FineTuning(ABC):
-    """What an algorithm does with the batches of the loop below."""
+    """The part of the loop below that differs between algorithms: training and evaluating on a batch."""
 
     algorithm: ClassVar[Algorithm]
     """Also the name of its section in the recipe."""
@@ -49,7 +49,7 @@ class FineTuning(ABC):
     def __init__(self, policy: PolicyGroup, config: MasterConfig) -> None:
         self.policy, self.config = policy, config
         self.state: dict[str, Any] = {}
-        """What a checkpoint holds beside the policy and the position in the data."""
+        """Content of a checkpoint besides the policy and the position in the data."""
 
     @staticmethod
     @abstractmethod
@@ -78,7 +78,7 @@ class Prepared:
     val_dataloader: Any
 
     @property
-    def settings(self) -> SFTConfig | DPOConfig:
+    def settings(self) -> FineTuningConfig:
         return self.config[self.method.algorithm]
 
 

@@ -127,10 +127,11 @@ def _same_words(name: str, known: str) -> bool:
 
 @cache
 def docstrings(section: type[Section]) -> dict[str, str]:
-    """Return the docstring of each field of a section, on one line."""
+    """Return the docstring of each field of a section, its inherited ones included, on one line."""
+    base = section.__base__
+    found = dict(docstrings(base)) if base is not None and issubclass(base, Section) else {}
     (tree,) = ast.parse(inspect.getsource(section)).body
     assert isinstance(tree, ast.ClassDef)
-    found = {}
     for field, after in zip(tree.body, tree.body[1:], strict=False):
         if isinstance(field, ast.AnnAssign) and isinstance(field.target, ast.Name) and isinstance(after, ast.Expr):
             if isinstance(after.value, ast.Constant) and isinstance(after.value.value, str):

@@ -9,15 +9,14 @@ from pydantic import Field, model_validator
 
 from grpo_mcore.recipe.schema.cluster import ClusterConfig
 from grpo_mcore.recipe.schema.data import DataConfig
-from grpo_mcore.recipe.schema.dpo import DPOConfig
 from grpo_mcore.recipe.schema.evaluation import EvalConfig
+from grpo_mcore.recipe.schema.fine_tuning import DPOConfig, SFTConfig
 from grpo_mcore.recipe.schema.grpo import GRPOConfig
 from grpo_mcore.recipe.schema.launch import LaunchConfig
 from grpo_mcore.recipe.schema.loss import ClippedPGLossConfig
 from grpo_mcore.recipe.schema.outputs import CheckpointingConfig, GRPOLoggerConfig
 from grpo_mcore.recipe.schema.policy import PolicyConfig
 from grpo_mcore.recipe.schema.section import Section
-from grpo_mcore.recipe.schema.sft import SFTConfig
 
 
 class RecipeSections(Section):

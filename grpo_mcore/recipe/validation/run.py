@@ -89,7 +89,7 @@ def check_restarts(config: RecipeSections) -> Iterator[Finding]:
 
 
 def check_exports(config: RecipeSections) -> Iterator[Finding]:
-    """What is exported at the end of a run is one of its checkpoints."""
+    """Exporting at the end of a run needs a checkpoint to export."""
     saving = config.checkpointing
     if saving.save_hf == "none":
         return

@@ -32,15 +32,14 @@ _NO_KERNEL = {
 
 
 @dataclass
-class Phase:
-    """What happened in one phase. `peak`: bytes of all live tensors, with those that were live when it began."""
+class PhaseCounts:
+    """The counts of one phase. `peak`: bytes of all live tensors, with those that were live when it began."""
 
     name: str
     peak: int = 0
     launches: int = 0
     syncs: collections.Counter[str] = field(default_factory=collections.Counter)  # by place in the code
     sent: collections.Counter[str] = field(default_factory=collections.Counter)  # bytes by collective
-    operators: collections.Counter[str] = field(default_factory=collections.Counter)
 
 
 class Counter(TorchDispatchMode):
@@ -51,7 +50,7 @@ class Counter(TorchDispatchMode):
         super().__init__()
         self.message = list(message)
         self.live = 0
-        self.phases: list[Phase] = []
+        self.phases: list[PhaseCounts] = []
         self._storages: dict[int, Any] = {}
         self._functions = _Functions(self)
 
@@ -68,7 +67,7 @@ class Counter(TorchDispatchMode):
         """Begin a phase; what follows is counted for it."""
         sizes = {key: (ref, ref().nbytes()) for key, (ref, _) in self._storages.items()}
         self._storages, self.live = sizes, sum(nbytes for _, nbytes in sizes.values())  # some were resized
-        self.phases.append(Phase(name, peak=self.live))
+        self.phases.append(PhaseCounts(name, peak=self.live))
 
     def on_host(self, tensors: Sequence[Tensor]) -> None:
         """Take these tensors out of the count: on a GPU they are in host memory."""
@@ -119,7 +118,6 @@ class Counter(TorchDispatchMode):
             phase.sent[name] += sum(tensor.numel() * tensor.element_size() for tensor in tensors)
         if not func.is_view and name not in _NO_KERNEL:
             phase.launches += 1
-            phase.operators[name] += 1
 
     def _collective(self, func: Any, args: Any, kwargs: Any, fake: bool) -> Any:
         """Run a collective of the fake process group, as if every rank held what this one holds."""
@@ -185,7 +183,7 @@ class _Functions(TorchFunctionMode):
 
 
 class _FusedRMSNorm(torch.autograd.Function):
-    """What torch's fused RMS norm launches and keeps on a GPU; the values are meaningless."""
+    """Launches and keeps as much as torch's fused RMS norm on a GPU; the values are meaningless."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, weight: Tensor) -> Tensor:

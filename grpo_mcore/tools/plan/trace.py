@@ -28,7 +28,7 @@ from grpo_mcore.parallel.mesh import Address
 from grpo_mcore.parallel.platform import Platform
 from grpo_mcore.parallel.policy import Policy
 from grpo_mcore.recipe import MasterConfig
-from grpo_mcore.tools.plan.counting import Counter, Phase
+from grpo_mcore.tools.plan.counting import Counter, PhaseCounts
 from grpo_mcore.tools.plan.plan import Plan
 from grpo_mcore.tools.plan.workload import Workload
 
@@ -71,7 +71,7 @@ def trace(config: MasterConfig, plan: Plan, hf_config: dict[str, Any]) -> list[T
         return found
 
 
-def _trace_stage(config: MasterConfig, load: Workload, stage: int, rows: list[PackedBatch]) -> list[Phase]:
+def _trace_stage(config: MasterConfig, load: Workload, stage: int, rows: list[PackedBatch]) -> list[PhaseCounts]:
     """Return what a rank of this stage does: its phases in the order of `plan`."""
     shared = load.layout.context * (load.layout.tensor if load.layout.sequence_parallel else 1)
     counter = Counter([rows[0].tokens.size(1) // shared, 1, load.shape.hidden_size])
@@ -117,7 +117,7 @@ def _rows(load: Workload) -> list[PackedBatch]:
     return [row] * (min(load.micro_batches, in_flight) if layout.pipeline > 1 else 1)
 
 
-def _compared(phase: Phase, plan: Plan, stage: int, micro_batches: int) -> TracedPhase:
+def _compared(phase: PhaseCounts, plan: Plan, stage: int, micro_batches: int) -> TracedPhase:
     """Set a phase beside the plan's, per micro-batch."""
     planned = next(planned for planned in plan.stages[stage].phases if planned.name == phase.name)
     times = micro_batches if phase.name in ("log-probs", "training") else 1

@@ -42,12 +42,14 @@ def test_the_scan_equals_the_recurrence(lengths: tuple[int, ...], chunk: int, gr
 
 
 def test_the_scan_keeps_its_precision_over_a_long_row() -> None:
-    """The decay summed over the row is far above what float32 resolves beside a decay of one chunk."""
+    """The decay is summed in float32 within a chunk of 128 tokens (to about 128, error 1e-5), but not over the row (to
+    about 8,000, error 5e-4)."""
+    torch.manual_seed(3)
     x, b, c = torch.randn(8192, 1, 2), torch.randn(8192, 1, 3), torch.randn(8192, 1, 3)
     dt, decay = torch.rand(8192, 1) + 0.5, torch.tensor([-1.0])
     dt[4090:4102] = 1e-3  # little decay across the border of two chunks, deep in the row
     found = scan(x, dt, decay, b, c, torch.zeros(8192, dtype=torch.int64), 128)
-    torch.testing.assert_close(found.double(), recurrence(x, dt, decay, b, c), atol=2e-5, rtol=2e-5)
+    torch.testing.assert_close(found.double(), recurrence(x, dt, decay, b, c), atol=5e-5, rtol=5e-5)
 
 
 @pytest.mark.parametrize("length", [200, 4096])

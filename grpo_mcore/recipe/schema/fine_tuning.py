@@ -1,4 +1,5 @@
-"""`dpo`: preference training on pairs of answers. Its batch sizes are those of `policy`, counted in pairs."""
+"""`sft` and `dpo`: fine-tuning on examples. Batch sizes are those of `policy` (policy.train_global_batch_size, ...),
+counted in samples by `sft` and in pairs by `dpo`."""
 
 from __future__ import annotations
 
@@ -18,27 +19,40 @@ from grpo_mcore.recipe.schema.section import (
 PreferenceLoss = Literal["dpo", "ipo", "simpo"]
 
 
-class DPOConfig(Section):
-    """`dpo`. A step is one optimizer step on policy.train_global_batch_size pairs. Read by algorithms/dpo.py, the loss
-    by objective/preference.py. The loss of a pair is preference_loss_weight x preference loss + sft_loss_weight x the
-    negative log-prob of the chosen answer."""
+class FineTuningConfig(Section):
+    """Keys that `sft` and `dpo` share."""
 
     max_num_epochs: Positive = 1
     """Maximum number of passes over the training data."""
-    max_num_steps: Positive = 150
+    max_num_steps: Positive = 60
     """Maximum number of steps."""
-    val_period: NonNegative = 25
+    val_period: NonNegative = 10
     """Steps between two validations. 0: never."""
     val_batches: Positive | None = 8
     """Batches of one validation. null: the whole validation data."""
     val_global_batch_size: Derived[Positive] = NULL
-    """Pairs of one validation batch. null: policy.train_global_batch_size."""
+    """Samples, or pairs, of one validation batch. null: policy.train_global_batch_size."""
     val_at_start: bool = True
     """Validate before the first step."""
     val_at_end: bool = False
     """Validate after the last step."""
-    seed: Fixed[int] = 42
+    seed: Fixed[NonNegative] = 42
     """Seed of the data order."""
+
+
+class SFTConfig(FineTuningConfig):
+    """`sft`. A step is one optimizer step. Read by algorithms/sft.py."""
+
+
+class DPOConfig(FineTuningConfig):
+    """`dpo`. A step is one optimizer step on policy.train_global_batch_size pairs. Read by algorithms/dpo.py, the loss
+    by objective/preference.py. The loss of a pair is preference_loss_weight x preference loss + sft_loss_weight x the
+    negative log-prob of the chosen answer."""
+
+    max_num_steps: Positive = 150
+    """Maximum number of steps."""
+    val_period: NonNegative = 25
+    """Steps between two validations. 0: never."""
     preference_loss: PreferenceLoss = "dpo"
     """dpo: -log sigmoid(beta m), where m is the difference of the log-ratios to the reference (arXiv 2305.18290). ipo:
     (m - 1 / (2 beta))^2 (arXiv 2310.12036). simpo: as dpo, with mean log-probs, a target margin and no reference (arXiv
