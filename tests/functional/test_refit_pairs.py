@@ -34,12 +34,9 @@ class Pair:
 
 
 PAIRS = {
-    "TP2 to TP1": Pair("qwen2", 2, tensor=2),
-    "EP2 to TP1, pools": Pair("qwen3_moe", 2, expert=2, colocated=False),
     "TP2 to TP2, Mamba2": Pair("nemotron_h", 2, engine_tensor=2, tensor=2),
     "TP2 x PP2 to TP2, pools": Pair("qwen3", 4, engine_tensor=2, tensor=2, pipeline=2, colocated=False),
     "EP2 x TP2 to TP2": Pair("qwen3_moe", 4, engine_tensor=2, tensor=2, expert=2),
-    "PP2 to TP1": Pair("llama", 2, pipeline=2),
     "DP2 to 2 engines, pools": Pair("qwen2", 2, engines=2, colocated=False),
 }
 

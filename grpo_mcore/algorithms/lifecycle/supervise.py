@@ -44,10 +44,19 @@ signals by `stopping.on_signal` and `on_sigterm`."""
 
 @dataclass
 class _Child:
-    """The process of the run, if there is one. `asked`: the last signal that was forwarded to it."""
+    """The process of the run, if there is one. `asked`: the last signal that this process got. `waiting`: one that the
+    run has not got yet, because its process was just being started."""
 
     process: Any = None
     asked: int | None = None
+    waiting: int | None = None
+
+    def forward(self) -> None:
+        """Pass a signal that waits on to the process of the run, if it is there."""
+        if self.process is not None and self.process.is_alive():
+            number, self.waiting = self.waiting, None
+            if number is not None:
+                os.kill(self.process.pid, number)
 
 
 def supervise(attempt: Attempt, config: MasterConfig, resume: str | bool | None, began: float) -> int:
@@ -93,6 +102,7 @@ def _run(
         child.process.start()
     finally:
         signal.pthread_sigmask(signal.SIG_SETMASK, before)
+    child.forward()  # another thread of this process may have taken a signal meanwhile
     own = [process for process in processes.descendants() if process.pid != child.process.pid]
     there.close()
     try:
@@ -155,9 +165,8 @@ def _serve(
 @contextmanager
 def _forward_signals(child: _Child) -> Iterator[None]:
     def forward(number: int, _frame: FrameType | None) -> None:
-        child.asked = number
-        if child.process is not None and child.process.is_alive():
-            os.kill(child.process.pid, number)
+        child.asked = child.waiting = number
+        child.forward()
 
     heard = [number for number in FORWARDED if signal.getsignal(number) is not signal.SIG_IGN]  # nohup: no SIGINT
     before = {number: signal.signal(number, forward) for number in heard}

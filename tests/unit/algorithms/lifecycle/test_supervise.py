@@ -8,12 +8,13 @@ import subprocess
 import sys
 import threading
 import time
+from collections.abc import Callable
+from multiprocessing.context import SpawnProcess
 from pathlib import Path
 
 import psutil
 import pytest
 
-from grpo_mcore import processes
 from grpo_mcore.algorithms.lifecycle import supervise as module
 from grpo_mcore.algorithms.lifecycle.supervise import supervise
 from grpo_mcore.recipe import MasterConfig
@@ -57,29 +58,46 @@ def test_a_mistake_is_not_tried_again(config: MasterConfig, capfd: pytest.Captur
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    ("number", "expected", "early"),
-    [(signal.SIGINT, 1, False), (signal.SIGTERM, 1, True), (signal.SIGUSR1, 75, False), (signal.SIGUSR1, 75, True)],
+    ("number", "expected", "when"),
+    [
+        (signal.SIGINT, 1, "runs"),
+        (signal.SIGTERM, 1, "imports"),
+        (signal.SIGUSR1, 75, "runs"),
+        (signal.SIGUSR1, 75, "starts"),
+    ],
 )
 def test_signals_are_passed_on_once(
-    config: MasterConfig, tmp_path: Path, number: int, expected: int, early: bool, monkeypatch: pytest.MonkeyPatch
+    config: MasterConfig, tmp_path: Path, number: int, expected: int, when: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Also while the process of the run still imports its modules. One that is over but does not end is killed."""
+    """Also while the process of the run is being started and imports its modules. One that is over but does not end is
+    killed."""
     monkeypatch.setattr(module, "EXIT_S", 0.5)
+    start = SpawnProcess.start
+    threads: list[threading.Thread] = []
 
-    others = set(processes.descendants())  # of earlier tests
+    def in_a_thread(function: Callable[[], None]) -> None:
+        threads.append(threading.Thread(target=function))
+        threads[-1].start()
 
     def ask() -> None:
-        while not any(path.name.isdigit() for path in tmp_path.iterdir()) and not (
-            early and set(processes.descendants()) - others
-        ):
+        signal.pthread_sigmask(signal.SIG_UNBLOCK, {number})  # as in a thread from before the start
+        while when == "runs" and not any(path.name.isdigit() for path in tmp_path.iterdir()):
             time.sleep(0.02)
         os.kill(os.getpid(), number)
 
-    thread = threading.Thread(target=ask)
-    thread.start()
+    def asked_around_the_start(process: SpawnProcess) -> None:
+        if when == "starts":
+            in_a_thread(ask)
+            threads[-1].join()
+        start(process)
+        if when != "starts":
+            in_a_thread(ask)
+
+    monkeypatch.setattr(SpawnProcess, "start", asked_around_the_start)
     began = time.monotonic()
     code = supervise(attempts.waiting, config, None, 0.0)
-    thread.join()
+    for thread in threads:
+        thread.join()
     assert code == expected and time.monotonic() - began < 60
 
 
