@@ -25,7 +25,7 @@ from grpo_mcore.algorithms.setup import start_cluster, start_engines, start_envi
 from grpo_mcore.cluster import Cluster
 from grpo_mcore.data import AllTaskProcessedDataset, DataError, DatumSpec, build_task_data, load_tokenizer
 from grpo_mcore.data.processors import longest_prompt
-from grpo_mcore.objective import CORRECT, majority_at_k, mean_interval, pass_at_k, pass_numbers
+from grpo_mcore.objective import majority_at_k, mean_interval, pass_at_k, pass_numbers
 from grpo_mcore.recipe import MasterConfig
 from grpo_mcore.rollout.group import Group
 
@@ -154,6 +154,7 @@ def _samples(group: Group, name: str, seed: int, cluster: Cluster) -> list[Sampl
                 "answer": score.answer,
                 "truth": None if truth is None else str(truth),
                 "reward": score.reward,
+                "solved": score.solved,
                 "reason": score.reason,
                 "tokens": sample.generated_length,
                 "truncated": sample.truncated,
@@ -165,7 +166,7 @@ def _samples(group: Group, name: str, seed: int, cluster: Cluster) -> list[Sampl
 @dataclass(frozen=True)
 class TaskScore:
     """The scores of one model on one task. `accuracy`: (mean, lower, upper end of the 95 % interval); `metrics`:
-    pass@k and cons@k by name; None where too few samples were scored."""
+    pass@k and cons@k by name; None where too few samples were scored, or where rewards are graded."""
 
     model: str
     task: str
@@ -208,10 +209,11 @@ def task_scores(samples: Iterable[Sample], samples_per_prompt: int, k: int) -> l
 def _score(model: str, task: str, groups: Mapping[str, list[Sample]], number: int, k: int) -> TaskScore:
     ordered = [sorted(groups[uid], key=lambda sample: (sample["seed"], sample["index"])) for uid in sorted(groups)]
     scored = [[sample for sample in group if sample["reward"] is not None] for group in ordered]
-    right = [[sample["reward"] >= CORRECT for sample in group] for group in scored]
+    graded = any(sample["solved"] is None for group in scored for sample in group)
+    right = [] if graded else [[sample["solved"] for sample in group] for group in scored]
     votes = [
         [(sample["answer"], correct) for sample, correct in zip(group, marks, strict=True)]
-        for group, marks in zip(scored, right, strict=True)
+        for group, marks in zip(scored, right, strict=False)  # `right` is empty for graded rewards
     ]
     everything = [sample for group in ordered for sample in group]
     rewards = [sample["reward"] for group in scored for sample in group]

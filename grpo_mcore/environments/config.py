@@ -22,6 +22,10 @@ class EnvConfig(BaseModel):
     section: ClassVar[str]
     """The section's place in a recipe, such as `env.math`."""
 
+    solved_at: float | None = None
+    """Reward from which on a sample counts as solved, for `accuracy` and `pass@k`. null: 1, if all rewards are 0 or 1;
+    graded rewards have no accuracy then."""
+
     @classmethod
     def read(cls, section: Mapping[str, Any]) -> Self:
         """Return the validated section. Raises EnvironmentConfigError that names the wrong key and, for an unknown one,

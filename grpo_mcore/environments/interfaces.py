@@ -100,6 +100,12 @@ class EnvironmentBase:
         """Return this environment as an actor of the run's cluster, for `task_to_env`."""
         return RemoteEnvironment(cls, config or {})
 
+    @property
+    def solved_at(self) -> float | None:
+        """Reward from which on a sample counts as solved: the key `solved_at` of the section. None: not set."""
+        config = getattr(self, "config", None)  # a class that does not call our constructor has none
+        return config.solved_at if isinstance(config, EnvConfig) else (config or {}).get("solved_at")
+
     def shutdown(self) -> None:
         """Free what the environment holds. It is not used afterwards."""
 
@@ -150,6 +156,7 @@ class EnvironmentInterface(EnvironmentBase, ABC):
                 seconds=taken,
                 rewards_by_name=parts,
                 terminated=bool(terminated),
+                solved_at=self.solved_at,
                 observation=_text_or_none(message.get("content"), "an observation's content"),
                 role=message.get("role", "user"),
                 stop_strings=None if stops is None else tuple(stops),

@@ -39,6 +39,8 @@ class MathEnvConfig(EnvConfig):
 
     section: ClassVar[str] = "env.math"
 
+    solved_at: float | None = 1.0
+    """Reward from which on a sample counts as solved, for `accuracy` and `pass@k`: a right answer has 1 or more."""
     num_workers: int = Field(8, ge=1)
     """Number of worker processes."""
     verifier_type: Literal["math", "english_multichoice", "multilingual_multichoice"] = "math"

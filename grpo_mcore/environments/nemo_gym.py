@@ -13,7 +13,7 @@ import queue
 import threading
 import time
 from collections.abc import Coroutine, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, ClassVar
 
 from pydantic import Field
@@ -174,7 +174,8 @@ class NemoGymEnvironment(EnvironmentBase):
                 failure = GymFailure(f"the Gym's result cannot be read: {type(error).__name__}: {error}")
                 break
             kept = result | _indices(sample, row) if keep else None
-            return GymOutcome(sample.uid, sample.generation_index, trajectory, rollout.score, rollout.cut_calls, kept)
+            score = replace(rollout.score, solved_at=self.solved_at)
+            return GymOutcome(sample.uid, sample.generation_index, trajectory, score, rollout.cut_calls, kept)
         score = Score(None, None, f"{failure}", time.perf_counter() - began, terminated=False)
         return GymOutcome(sample.uid, sample.generation_index, None, score)
 

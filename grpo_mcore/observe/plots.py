@@ -12,12 +12,13 @@ SMOOTH = 0.8
 def reward_curve_png(
     path: Path,
     rewards: Mapping[int, float],
-    accuracy: Mapping[int, float] | None = None,
+    validations: Mapping[str, Mapping[int, float]] | None = None,
     title: str = "Reward by step",
 ) -> None:
-    """Draws the mean training reward by step, with a smoothed line, and the validation accuracy by step.
+    """Draw the mean training reward by step, with a smoothed line, and the metrics of the validations by step.
 
-    Steps without a value are left out of the mappings. Needs no display.
+    `validations`: accuracy, reward and its parts, by name; a reward that equals the accuracy is not drawn twice. Steps
+    without a value are left out of the mappings. Needs no display.
     """
     from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure
@@ -31,9 +32,12 @@ def reward_curve_png(
     if steps:
         axes.plot(steps, values, ".", color="tab:blue", alpha=0.35, label="training reward, mean of a step")
         axes.plot(steps, smoothed(values), "-", color="tab:blue", label="training reward, smoothed")
-    if accuracy:
-        points = sorted(accuracy.items())
-        axes.plot(*zip(*points, strict=True), "o-", color="tab:orange", label="validation accuracy")
+    curves = {name: sorted(course.items()) for name, course in (validations or {}).items() if course}
+    if curves.get("reward") == curves.get("accuracy"):
+        curves.pop("reward", None)
+    for number, (name, points) in enumerate(curves.items(), start=1):
+        color = f"C{number % 10}"
+        axes.plot(*zip(*points, strict=True), "o-", color=color, label=f"validation {name}")
         for step, value in (points[0], points[-1]) if len(points) > 1 else points:
             axes.annotate(
                 f"{value:.3f}",
@@ -41,12 +45,12 @@ def reward_curve_png(
                 textcoords="offset points",
                 xytext=(0, -16),
                 ha="center",
-                color="tab:orange",
+                color=color,
             )
-    drawn = [*values, *(accuracy or {}).values()]
+    drawn = [*values, *(value for points in curves.values() for _, value in points)]
     if drawn and 0 <= min(drawn) and max(drawn) <= 1:
         axes.set_ylim(-0.03, 1.08)
-    axes.set(title=title, xlabel="step", ylabel="reward, accuracy" if accuracy else "reward")
+    axes.set(title=title, xlabel="step", ylabel="reward, accuracy" if "accuracy" in curves else "reward")
     axes.xaxis.set_major_locator(MaxNLocator(integer=True))
     axes.grid(alpha=0.3)
     if drawn:

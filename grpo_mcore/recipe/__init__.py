@@ -63,5 +63,5 @@ from grpo_mcore.recipe.schema.megatron import MegatronConfig, OptimizerConfig, P
 from grpo_mcore.recipe.schema.outputs import CheckpointingConfig, GRPOLoggerConfig, OwnLoggerConfig
 from grpo_mcore.recipe.schema.policy import PolicyConfig, SequencePackingConfig, TokenizerConfig
 from grpo_mcore.recipe.schema.section import Section, is_path
-from grpo_mcore.recipe.validation.run import VALIDATION_METRICS
+from grpo_mcore.recipe.validation.run import VALIDATION_METRICS, unknown_validation_metric
 from grpo_mcore.recipe.validation.validate import checked_loss

@@ -89,4 +89,4 @@ def _added(before: Score | None, verdict: Outcome) -> Score:
             by_name[name] = by_name.get(name, 0.0) + value
         if reward is not None and before.reward is not None:
             reward += before.reward
-    return Score(reward, verdict.answer, verdict.reason, seconds, by_name, verdict.terminated)
+    return Score(reward, verdict.answer, verdict.reason, seconds, by_name, verdict.terminated, verdict.solved_at)

@@ -6,7 +6,7 @@ Tokens stay tokens: a turn carries the ids that were prompted or sampled; nothin
 from __future__ import annotations
 
 from array import array
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from hashlib import blake2b
 from typing import Any, Literal
@@ -254,7 +254,8 @@ class Score:
 
     `reward` None: the environment failed; the sample is excluded and counted, never scored 0. `answer`: what
     was taken for the answer, None where there was none. `reason`: why, in words. `seconds`: what it took.
-    `terminated`: the environment ended the conversation; False where a limit did.
+    `terminated`: the environment ended the conversation; False where a limit did. `solved_at`: reward from which on the
+    sample is solved; None: the environment names none.
     """
 
     reward: float | None
@@ -263,6 +264,32 @@ class Score:
     seconds: float
     rewards_by_name: dict[str, float] = field(default_factory=dict)
     terminated: bool = True
+    solved_at: float | None = None
+
+    @property
+    def solved(self) -> bool | None:
+        """Whether the reward reaches `solved_at`; without one, whether it is 1 and not 0. None for a reward that is
+        neither (a graded one), and without a reward."""
+        if self.reward is None or (self.solved_at is None and self.reward not in (0, 1)):
+            return None
+        return self.reward >= (1 if self.solved_at is None else self.solved_at)
+
+
+def accuracy(scores: Iterable[Score]) -> float | None:
+    """Return the share of samples that are solved, among those with a reward. None where a reward is graded, or where
+    there is none."""
+    solved = [score.solved for score in scores if score.reward is not None]
+    return sum(map(bool, solved)) / len(solved) if solved and None not in solved else None
+
+
+def mean_parts(scores: Iterable[Score]) -> dict[str, float]:
+    """Return the mean of each named reward as `reward/NAME`, over the samples that have it."""
+    values: dict[str, list[float]] = {}
+    for score in scores:
+        if score.reward is not None:
+            for name, value in score.rewards_by_name.items():
+                values.setdefault(f"reward/{name}", []).append(value)
+    return {name: sum(values[name]) / len(values[name]) for name in sorted(values)}
 
 
 @dataclass(frozen=True)

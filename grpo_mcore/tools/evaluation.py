@@ -70,13 +70,33 @@ def report_table(scores: Sequence[TaskScore], metric: str, k: int) -> list[str]:
     chosen = metric.replace("@k", f"@{k}")
     names = [*dict.fromkeys(name for score in scores for name in score.metrics if score.metrics[name] is not None)]
     names = [name for name in names if name not in (chosen, "pass@1", "cons@1")] + [chosen]
-    head = ["model", "task", "prompts", "samples", "accuracy", "95 % interval", *names, "failed", "truncated", "tokens"]
+    head = [
+        "model",
+        "task",
+        "prompts",
+        "samples",
+        "accuracy",
+        "95 % interval",
+        "reward",
+        *names,
+        "failed",
+        "truncated",
+        "tokens",
+    ]
     rows = [head]
     for score in scores:
         mean, low, high = score.accuracy or (None, None, None)
         interval = "-" if low is None else f"{low:.3f} .. {high:.3f}"
         rows.append(
-            [score.model, score.task, f"{score.prompts}", f"{score.samples}", _number(mean), interval]
+            [
+                score.model,
+                score.task,
+                f"{score.prompts}",
+                f"{score.samples}",
+                _number(mean),
+                interval,
+                _number(score.reward),
+            ]
             + [_number(score.metrics.get(name)) for name in names]
             + [f"{score.failed}", f"{score.truncated:.3f}", f"{score.tokens:.1f}"]
         )

@@ -97,6 +97,7 @@ class CheckpointManager:
         self.resumed_from: Path | None = None
         """The checkpoint that this run resumes; None for a new run."""
         self._lease: Lease | None = None
+        self._warned = False
 
     def open(self, resume: str | bool | None) -> None:
         """Choose the checkpoint to resume from, see `find`. Raises ResumeError; also if there is none and the folder
@@ -278,6 +279,17 @@ class CheckpointManager:
         keep, steps = self.config.keep_top_k, self._steps()
         recovery = [step for step in steps if self._is_for_recovery(step)]
         ranked = sorted(set(steps) - set(recovery), key=lambda step: (self._metric(step), step), reverse=True)
+        if (
+            not (self._warned or self.config.metric_name is None or keep is None)
+            and len(ranked) > keep
+            and len({self._metric(step) for step in ranked}) == 1
+        ):
+            self._warned = True
+            logger.warning(
+                "checkpointing.metric_name: %s is the same, or missing, in steps %s, so the newest are kept; name a "
+                "metric that moves, such as val:reward (said only once)",
+                self.config.metric_name, ", ".join(map(str, sorted(ranked))),
+            )  # fmt: skip
         kept = {*ranked[:keep], *recovery[-(self.config.ft_keep_latest_k or 1) :], max(steps), just_saved}
         for step in set(steps) - kept:
             self._delete(step)
@@ -288,10 +300,15 @@ class CheckpointManager:
         return period is not None and step % period == 0 and step % self.config.save_period != 0
 
     def _metric(self, step: int) -> float:
-        """Return the metric for the ranking: higher is better; without the metric, or with NaN, it ranks last."""
-        if self.config.metric_name is None:
+        """Return the metric for the ranking: higher is better; without the metric, or with NaN, it ranks last. In place
+        of an accuracy that graded rewards do not have comes their mean, which equals it for rewards of 0 and 1."""
+        name = self.config.metric_name
+        if name is None:
             return 0.0
-        value = _read_info(self.folder / f"step_{step}")["metrics"].get(self.config.metric_name)
+        metrics = _read_info(self.folder / f"step_{step}")["metrics"]
+        value = metrics.get(name)
+        if value is None and name.endswith("accuracy"):
+            value = metrics.get(f"{name.removesuffix('accuracy')}reward")
         if value is None or math.isnan(value):
             return float("-inf")
         return value if self.config.higher_is_better else -value

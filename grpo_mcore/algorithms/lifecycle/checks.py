@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import re
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -23,7 +22,14 @@ from grpo_mcore.objective import LOSS_INPUTS, OwnPart, check_own_objective
 from grpo_mcore.observe import check_own_logger
 from grpo_mcore.parallel.layout import Layout, layout_of
 from grpo_mcore.parallel.platform import Platform
-from grpo_mcore.recipe import VALIDATION_METRICS, MasterConfig, engine_nodes, is_path, num_engines, world_size
+from grpo_mcore.recipe import (
+    MasterConfig,
+    engine_nodes,
+    is_path,
+    num_engines,
+    unknown_validation_metric,
+    world_size,
+)
 
 VERDICT_TIMEOUT_S = 600.0
 """Seconds that an environment has to score a group, where its section does not set verdict_timeout_s."""
@@ -140,12 +146,8 @@ def check_checkpointing(config: MasterConfig) -> None:
     if Path(saving.checkpoint_dir).resolve() == Path("/"):
         raise SetupError("checkpointing.checkpoint_dir: / is no folder for checkpoints; name one of their own")
     kind, _, name = (saving.metric_name or "").partition(":")
-    known = VALIDATION_METRICS + (("pass@k",) if config.grpo.val_num_generations_per_prompt > 1 else ())
-    short = re.sub(r"^pass@\d+$", "pass@k", name.rpartition("/")[2])
-    if kind == "val" and short not in known:
-        raise SetupError(
-            f"checkpointing.metric_name: there is no validation metric {name!r}; known: {', '.join(known)}; or null"
-        )
+    if kind == "val" and (why := unknown_validation_metric(name, config.grpo.val_num_generations_per_prompt)):
+        raise SetupError(f"checkpointing.metric_name: {why}; or null")
 
 
 def check_writable(config: MasterConfig) -> None:

@@ -65,13 +65,13 @@ class RunReport:
         self._first_step = self.state["current_step"] + 1
         self._rewards: dict[int, float] = {}
         self._shape = policy.shape
-        self._accuracies: dict[int, float] = {}
+        self._validations: dict[int, dict[str, float]] = {}  # accuracy, reward and its parts, by step
         self._mult_errors: dict[int, float] = {}
         self._failed_prompts = 0
         self._tokens = 0
         self._samples_asked = 0
         self._samples_done = 0
-        self._noted_equal_rewards = self._noted_in_place = False
+        self._noted_equal_rewards = self._noted_in_place = self._noted_graded = False
         self._refit: RefitReport | None = None
         self._checkpoint: Path | None = None
         logger.log_hyperparams(config)
@@ -82,14 +82,14 @@ class RunReport:
         """Read the metrics of earlier steps, so that curve and summary of a resumed run cover the whole run."""
         if self._first_step == 1:
             return
-        for prefix, target, name in (
-            ("train", self._rewards, "reward"),
-            ("train", self._mult_errors, "token_mult_prob_error"),
-            ("validation", self._accuracies, "accuracy"),
-        ):
-            for row in read_metrics(self.logger.log_dir / "metrics.jsonl", prefix):
+        file = self.logger.log_dir / "metrics.jsonl"
+        for target, name in ((self._rewards, "reward"), (self._mult_errors, "token_mult_prob_error")):
+            for row in read_metrics(file, "train"):
                 if row["step"] < self._first_step and row.get(name) is not None:
                     target[row["step"]] = row[name]
+        for row in read_metrics(file, "validation"):
+            if row["step"] < self._first_step:
+                self._validations[row["step"]] = _results(row)
 
     def _banner(self, policy: PolicyGroup, engines: EngineGroup) -> None:
         config, vllm = self.config, self.config.policy.generation.vllm_cfg
@@ -174,7 +174,7 @@ class RunReport:
                 step=step,
                 max_steps=self.config.grpo.max_num_steps,
                 reward=metrics["reward"],
-                accuracy=metrics["accuracy"],
+                accuracy=metrics.get("accuracy"),
                 kl=metrics.get("kl_penalty", metrics.get("kl_in_reward")),
                 token_mult_prob_error=metrics.get("token_mult_prob_error"),
                 length=metrics["generated_length"],
@@ -232,14 +232,24 @@ class RunReport:
     def validation(self, step: int, found: Validation) -> None:
         """Log the metrics of a validation, and show some of its samples."""
         metrics = self.state["val_metrics"] = found.metrics
-        if metrics["accuracy"] is not None:
-            self._accuracies[step] = metrics["accuracy"]
+        self._validations[step] = _results(metrics)
         if metrics["reward"] is not None:
             self.state["val_reward"] = metrics["reward"]
         self.last_metrics |= {f"val:{name}": value for name, value in metrics.items() if value is not None}
         self.logger.log_metrics(metrics | {"seconds": found.seconds}, step, "validation")
-        shown = {name: value for name, value in metrics.items() if value or name != "num_failed_samples"}
+        graded = metrics["accuracy"] is None and metrics["reward"] is not None
+        shown = {
+            name: value
+            for name, value in metrics.items()
+            if (value or name != "num_failed_samples") and not (graded and value is None)
+        }
         self.console.validation(step, shown, found.seconds)
+        if graded and not self._noted_graded:
+            self._noted_graded = True
+            self.console.note(
+                "the rewards are graded, not 0 or 1, so there is no accuracy: follow the mean reward, or set\n"
+                "env.NAME.solved_at to the reward from which on a sample is solved (said only once)"
+            )
         self.console.samples(step, found.samples)
 
     def checkpoint(self, folder: Path) -> None:
@@ -260,11 +270,17 @@ class RunReport:
         seconds = time.perf_counter() - self._began
         folder = self.logger.log_dir
         curve, summary = folder / "reward_curve.png", folder / "summary.json"
-        accuracies = [self._accuracies[step] for step in sorted(self._accuracies)]
+        courses = self._validation_courses()
         worst = max(self._mult_errors.values(), key=lambda error: (math.isnan(error), error), default=None)
         values: dict[str, Any] = {
-            "val_accuracy_before": self._accuracies.get(0),
-            "val_accuracy_after": accuracies[-1] if accuracies else None,
+            **_before_and_after("val_accuracy", courses.get("accuracy", {})),
+            **_before_and_after("val_reward", courses.get("reward", {})),
+            **{
+                key: value
+                for name, course in courses.items()
+                if name.startswith("reward/")
+                for key, value in _before_and_after(f"val_{name}", course).items()
+            },
             "steps": self.state["current_step"],
             "seconds": round(seconds, 2),
             "tokens_per_second": round(self._tokens / seconds, 1),
@@ -278,15 +294,17 @@ class RunReport:
             self.console.note("\n".join(["", *compared.text()]))
         if worked:
             title = f"GRPO of {self.config.policy.model_name}"
-            reward_curve_png(curve, self._rewards, self._accuracies, title=title)
+            reward_curve_png(curve, self._rewards, courses, title=title)
             write_summary(summary, values)
         facts = {"end": reason, "time": f"{seconds:.0f} s"}
         if worked:
             facts["time"] += f", {values['tokens_per_second']:.0f} tokens/s over all of it"
         if worst is not None:
             facts["prob err"] = f"at most {worst:.5f} (engine against policy, 1 is equal)"
-        if accuracies:
-            facts["accuracy"] = f"{accuracies[0]:.3f} at the first validation, {accuracies[-1]:.3f} at the last"
+        for name, course in courses.items():
+            if name != "reward" or course != courses.get("accuracy"):
+                first, last = course[min(course)], course[max(course)]
+                facts[name] = f"{first:.3f} at the first validation, {last:.3f} at the last"
         paths = {
             "summary": summary,
             "reward curve": curve,
@@ -297,6 +315,19 @@ class RunReport:
         }
         self.console.summary("the run is over", facts, paths)
         return values
+
+    def _validation_courses(self) -> dict[str, dict[int, float]]:
+        """Return accuracy, reward and its parts by step, those that there are. Graded rewards, which in some validation
+        may all happen to be 0 or 1, have no accuracy."""
+        steps = sorted(step for step, results in self._validations.items() if results)
+        names = dict.fromkeys(name for step in steps for name in self._validations[step])
+        courses = {
+            name: {step: self._validations[step][name] for step in steps if name in self._validations[step]}
+            for name in names
+        }
+        if len(courses.get("accuracy", {})) < len(steps):
+            courses.pop("accuracy", None)
+        return courses
 
     def _compared(self) -> Comparison | None:
         if self._compare is None:
@@ -320,6 +351,20 @@ def _ahead(config: MasterConfig) -> str:
     if ahead.pauses:
         refit = "while samples stand still, as they do in training"
     return f"trajectories at most {versions} old, groups {ahead.group_order.replace('_', ' ')}, refit {refit}"
+
+
+def _results(metrics: Mapping[str, Any]) -> dict[str, float]:
+    """Return accuracy, reward and its named parts of a validation, those that have a value."""
+    return {
+        name: value
+        for name, value in metrics.items()
+        if value is not None and (name in ("accuracy", "reward") or name.startswith("reward/"))
+    }
+
+
+def _before_and_after(name: str, course: Mapping[int, float]) -> dict[str, float | None]:
+    """Return a summary's two entries of a validation metric: before the first step, and at the last validation."""
+    return {f"{name}_before": course.get(0), f"{name}_after": course[max(course)] if course else None}
 
 
 def _left_out(metrics: dict[str, float]) -> str:

@@ -13,17 +13,19 @@ from grpo_mcore.algorithms.engines.sampling_config import sampling_of, turn_limi
 from grpo_mcore.algorithms.rollouts.rollouts import Rollouts
 from grpo_mcore.cluster import Worker
 from grpo_mcore.data import DataError
-from grpo_mcore.objective import CORRECT, pass_at_k, pass_numbers
+from grpo_mcore.objective import pass_at_k, pass_numbers
 from grpo_mcore.observe import ShownSample
 from grpo_mcore.recipe import GRPOConfig, MasterConfig, Problem, RecipeError
 from grpo_mcore.rollout.group import Group
+from grpo_mcore.rollout.trajectory import accuracy, mean_parts
 
 
 @dataclass(frozen=True)
 class Validation:
-    """`metrics`: accuracy (share of scored samples that are correct), reward, lengths; with several samples a prompt
-    also `pass@k`; with several validation sets also all of these for each, as `TASK/accuracy`. A metric is None if too
-    few samples were scored. `seconds`: duration of the validation."""
+    """`metrics`: accuracy (share of scored samples that are solved), reward and its named parts, lengths; with several
+    samples a prompt also `pass@k`; with several validation sets also all of these for each, as `TASK/accuracy`. A
+    metric is None if too few samples were scored; accuracy and pass@k also where rewards are graded. `seconds`:
+    duration of the validation."""
 
     metrics: dict[str, float | None]
     samples: list[ShownSample]
@@ -94,21 +96,23 @@ def validation_metrics(groups: list[Group]) -> dict[str, float | None]:
 
 
 def _scores(groups: list[Group]) -> dict[str, float | None]:
-    rewards = [score.reward for group in groups for score in group.scores]
-    scored = [reward for reward in rewards if reward is not None]
+    scores = [score for group in groups for score in group.scores]
+    scored = [score.reward for score in scores if score.reward is not None]
     samples = [sample for group in groups for sample in group.samples]
     metrics: dict[str, float | None] = {
-        "accuracy": sum(reward >= CORRECT for reward in scored) / len(scored) if scored else None,
+        "accuracy": accuracy(scores),
         "reward": sum(scored) / len(scored) if scored else None,
+        **mean_parts(scores),
         "num_samples": float(len(samples)),
-        "num_failed_samples": float(len(rewards) - len(scored)),
+        "num_failed_samples": float(len(scores) - len(scored)),
         "generated_length": sum(sample.generated_length for sample in samples) / len(samples),
         "truncation_rate": sum(sample.truncated for sample in samples) / len(samples),
     }
     generations = len(groups[0].samples)
     if generations > 1:
-        correct = [[score.reward >= CORRECT for score in group.scores if score.reward is not None] for group in groups]
-        metrics |= {f"pass@{k}": pass_at_k(correct, k) for k in pass_numbers(generations)}
+        solved = [[bool(score.solved) for score in group.scores if score.reward is not None] for group in groups]
+        graded = metrics["accuracy"] is None
+        metrics |= {f"pass@{k}": None if graded else pass_at_k(solved, k) for k in pass_numbers(generations)}
     return metrics
 
 

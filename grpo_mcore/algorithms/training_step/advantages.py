@@ -10,7 +10,6 @@ from torch import Tensor
 
 from grpo_mcore.algorithms.training_step.step_batch import StepBatch, TrainTargets
 from grpo_mcore.objective import (
-    CORRECT,
     SampleKL,
     StepSamples,
     clip_advantages,
@@ -22,6 +21,7 @@ from grpo_mcore.objective import (
     shape_rewards,
 )
 from grpo_mcore.recipe import MasterConfig, RewardScalingConfig, is_path
+from grpo_mcore.rollout.trajectory import accuracy, mean_parts
 
 Stats = Mapping[str, Tensor]
 T = TypeVar("T")
@@ -157,7 +157,7 @@ def _scaled(rewards: Tensor, scaling: RewardScalingConfig) -> Tensor:
 def _named_rewards(batch: StepBatch, config: MasterConfig, *, complete: bool = True) -> dict[str, Tensor]:
     """Return each named reward of all samples, NaN for failed ones. `complete`: raise TargetsError where a sample does
     not have all of them; else it is NaN there."""
-    scores = [score for group in batch.groups for score in group.scores]
+    scores = batch.scores
     names = sorted({name for score in scores for name in score.rewards_by_name})
     for sample, score in zip(batch.samples, scores, strict=True):
         if complete and score.reward is not None and sorted(score.rewards_by_name) != names:
@@ -199,8 +199,10 @@ def _mask_mismatched(batch: StepBatch, stats: Stats, threshold: float | None) ->
         "seq_logprob_error_above_threshold": above.sum().item() / max(1.0, counted.sum().item()),
         "num_nonfinite_seq_logprob_error": float((counted & ~error.isfinite()).sum()),
         "num_masked_by_seq_logprob_error": float(above.sum()),
-        "masked_correct_pct": 100 * _mean((batch.rewards[above] >= CORRECT).double()),
     }
+    masked = [score for score, is_above in zip(batch.scores, above.tolist(), strict=True) if is_above]
+    if (correct := accuracy(masked)) is not None or not masked:
+        metrics["masked_correct_pct"] = 100 * (correct or 0.0)
     return torch.where(above, 0.0, batch.weights), metrics
 
 
@@ -210,7 +212,6 @@ def _rollout_metrics(batch: StepBatch, weights: Tensor, advantages: Tensor) -> d
     generated = batch.trained_tokens.to(torch.float64)
     metrics = {
         "reward": _mean(scored),
-        "accuracy": _mean((scored >= CORRECT).double()),
         "reward_std": scored.std(correction=0).item() if len(scored) else 0.0,
         "num_samples": float(len(samples)),
         "num_failed_samples": float(len(samples) - len(scored)),
@@ -224,7 +225,10 @@ def _rollout_metrics(batch: StepBatch, weights: Tensor, advantages: Tensor) -> d
         "advantage_min": used.min().item() if len(used) else 0.0,
         "zero_advantage_rate": _mean((used == 0).double()) if len(used) else 1.0,
     }
-    scores = [score for group in batch.groups for score in group.scores if score.reward is not None]
+    scores = [score for score in batch.scores if score.reward is not None]
+    if (correct := accuracy(scores)) is not None:
+        metrics["accuracy"] = correct
+    metrics |= mean_parts(scores)
     if max(sample.turns for sample in samples) > 1:
         metrics |= {
             "turns_mean": sum(sample.turns for sample in samples) / len(samples),
@@ -234,9 +238,6 @@ def _rollout_metrics(batch: StepBatch, weights: Tensor, advantages: Tensor) -> d
         }
     if cut := sum(sample.cut_turns for sample in samples):
         metrics["num_cut_turns"] = float(cut)
-    for name in sorted({name for score in scores for name in score.rewards_by_name}):
-        values = [score.rewards_by_name[name] for score in scores if name in score.rewards_by_name]
-        metrics[f"reward/{name}"] = sum(values) / len(values)
     return metrics
 
 

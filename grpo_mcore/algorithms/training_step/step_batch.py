@@ -17,7 +17,7 @@ from grpo_mcore.objective import overlong_filter
 from grpo_mcore.parallel.layout import Layout
 from grpo_mcore.recipe import Algorithm, MasterConfig, bin_tokens, samples_together
 from grpo_mcore.rollout.group import Group
-from grpo_mcore.rollout.trajectory import TrajectoryRef
+from grpo_mcore.rollout.trajectory import Score, TrajectoryRef
 from grpo_mcore.rollout.workers import Ref
 
 
@@ -70,6 +70,10 @@ class StepBatch:
     @property
     def samples(self) -> list[TrajectoryRef]:
         return [sample for group in self.groups for sample in group.samples]
+
+    @property
+    def scores(self) -> list[Score]:
+        return [score for group in self.groups for score in group.scores]
 
     @property
     def trained_tokens(self) -> Tensor:

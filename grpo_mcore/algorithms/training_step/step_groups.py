@@ -7,10 +7,11 @@ from typing import Any
 
 import torch
 
-from grpo_mcore.objective import CORRECT, RewardWeights, group_stats, weights_by_name
+from grpo_mcore.objective import RewardWeights, group_stats, weights_by_name
 from grpo_mcore.recipe import MasterConfig, prompts_per_generation_batch
 from grpo_mcore.rollout.group import Group
 from grpo_mcore.rollout.schedule import Train
+from grpo_mcore.rollout.trajectory import Score, accuracy
 
 
 class StepGroups:
@@ -23,13 +24,13 @@ class StepGroups:
         self._by_name, self._weights = estimator.name == "gdpo", estimator.reward_weights
         self._batch = prompts_per_generation_batch(config)
         self._groups: dict[str, Group] = {}
-        self._rewards: list[float | None] = []  # of all samples generated since the last step
+        self._scores: list[Score] = []  # of all samples generated since the last step
         self._dropped: Counter[str] = Counter()  # groups since the last step, by reason
 
     def add(self, group: Group) -> bool:
         """Take in a group that is scored or has failed. Return whether a step may train on it."""
         if self._filters:
-            self._rewards += [score.reward for score in group.scores]
+            self._scores += group.scores
         if group.failure is not None:  # no sample has a reward
             self._dropped["failed"] += 1
         elif self._filters and not is_informative(group, by_name=self._by_name, weights=self._weights):
@@ -53,22 +54,23 @@ class StepGroups:
         metrics = self._sampling_metrics(trained, command) if self._filters else {}
         if self._ahead:
             metrics |= self._buffer_metrics(version)
-        self._rewards.clear()
+        self._scores.clear()
         self._dropped.clear()
         return trained, metrics
 
     def _sampling_metrics(self, trained: list[Group], command: Train) -> dict[str, float]:
-        rewards = [reward for reward in self._rewards if reward is not None]
+        rewards = [score.reward for score in self._scores if score.reward is not None]
         kept = [score.reward for group in trained for score in group.scores if score.reward is not None]
         of_all: dict[str, float] = {}
         if rewards:  # with generation ahead, all groups may have finished before the last step
-            correct = sum(reward >= CORRECT for reward in rewards)
-            of_all = {"reward": sum(rewards) / len(rewards), "accuracy": correct / len(rewards)}
+            of_all["reward"] = sum(rewards) / len(rewards)
+        if (correct := accuracy(self._scores)) is not None:
+            of_all["accuracy"] = correct
         generated = len(trained) + len(command.surplus) + command.filtered
         return of_all | {
             "filtered_reward": sum(kept) / len(kept),
-            "num_failed_samples": float(len(self._rewards) - len(rewards)),
-            "num_generated_samples": float(len(self._rewards)),
+            "num_failed_samples": float(len(self._scores) - len(rewards)),
+            "num_generated_samples": float(len(self._scores)),
             "num_filtered_prompts": float(command.filtered),
             "num_surplus_prompts": float(len(command.surplus)),
             "num_gen_batches": float(-(-generated // self._batch)),

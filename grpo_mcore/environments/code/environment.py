@@ -55,6 +55,8 @@ class CodeEnvConfig(EnvConfig):
 
     section: ClassVar[str] = "env.code"
 
+    solved_at: float | None = 1.0
+    """Reward from which on a sample counts as solved, for `accuracy` and `pass@k`: with 1, all tests passed."""
     num_workers: int = Field(8, ge=1)
     """Maximum programs that run at the same time."""
     sandbox: SandboxKind = BUBBLEWRAP

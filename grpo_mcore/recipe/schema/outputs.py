@@ -114,7 +114,8 @@ class CheckpointingConfig(Section):
     checkpoint_dir: str = "results/grpo"
     """Folder of the checkpoints, relative to the working directory. It must be the same on all nodes."""
     metric_name: Annotated[str, Field(pattern=r"^(val|train):.+")] | None = "val:accuracy"
-    """Metric that ranks checkpoints: "val:" or "train:" and its name. null: the newest are kept."""
+    """Metric that ranks checkpoints: "val:" or "train:" and its name. Graded rewards have no accuracy: their mean is
+    taken in its place. null: the newest are kept."""
     higher_is_better: bool = True
     """A higher metric ranks higher."""
     keep_top_k: Positive | None = 3

@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterator
 
 from grpo_mcore.recipe.errors import Finding, in_yaml, nearest_hint
 from grpo_mcore.recipe.schema.master import RecipeSections
 
 VALIDATION_METRICS = ("accuracy", "reward", "num_samples", "num_failed_samples", "generated_length", "truncation_rate")
-"""Metrics of every validation, over all its data and per task (`TASK/accuracy`). pass@k comes with several samples."""
+"""Metrics of every validation, over all its data and per task (`TASK/accuracy`). pass@k comes with several
+samples a prompt, reward/NAME with rewards that have parts."""
 
 
 def check_ages(config: RecipeSections) -> Iterator[Finding]:
@@ -57,6 +59,15 @@ def check_ages(config: RecipeSections) -> Iterator[Finding]:
         )
 
 
+def unknown_validation_metric(name: str, samples_per_prompt: int) -> str | None:
+    """Return the message for a metric, without `val:`, that no validation has; None for one that it may have."""
+    short, several = name.rpartition("/")[2], samples_per_prompt > 1
+    if short in VALIDATION_METRICS or (several and re.fullmatch(r"pass@\d+", short)) or "reward/" in name:
+        return None
+    known = ", ".join((*VALIDATION_METRICS, "reward/NAME", *(["pass@k"] if several else [])))
+    return f"there is no validation metric {in_yaml(name)}; known: {known}{nearest_hint(short, VALIDATION_METRICS)}"
+
+
 def check_early_stop(config: RecipeSections) -> Iterator[Finding]:
     """Early stop needs a metric, a threshold and validations."""
     grpo, metric_key = config.grpo, "grpo.stop_at_validation_metric"
@@ -65,12 +76,9 @@ def check_early_stop(config: RecipeSections) -> Iterator[Finding]:
         if grpo.stop_at_validation_threshold is not None:
             yield Finding((threshold_key, metric_key), "needs stop_at_validation_metric (such as accuracy)")
         return
-    name = grpo.stop_at_validation_metric.removeprefix("val:").rpartition("/")[2]
-    several = grpo.val_num_generations_per_prompt > 1
-    if name not in VALIDATION_METRICS and not (several and name.startswith("pass@")):
-        known = ", ".join((*VALIDATION_METRICS, *(["pass@k"] if several else [])))
-        hint = nearest_hint(name, VALIDATION_METRICS)
-        yield Finding((metric_key,), f"{in_yaml(name)} is not a validation metric; known: {known}{hint}")
+    name = grpo.stop_at_validation_metric.removeprefix("val:")
+    if why := unknown_validation_metric(name, grpo.val_num_generations_per_prompt):
+        yield Finding((metric_key,), why)
     if grpo.stop_at_validation_threshold is None:
         yield Finding((metric_key, threshold_key), "needs stop_at_validation_threshold (such as 0.9)")
     if not grpo.val_period and not grpo.val_at_start:

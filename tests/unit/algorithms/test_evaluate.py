@@ -13,7 +13,7 @@ from grpo_mcore.tools.evaluation import report_table
 
 def sample(uid: str, index: int, reward: float | None = 1.0, **more: Any) -> Sample:
     line = {"model": "m", "task": "t", "uid": uid, "seed": 1, "index": index, "answer": "a", "reward": reward}
-    return line | {"tokens": 4, "truncated": False} | more
+    return line | {"solved": reward if reward is None else reward >= 1, "tokens": 4, "truncated": False} | more
 
 
 def test_a_log_keeps_whole_groups_only(tmp_path: Path) -> None:
@@ -53,10 +53,16 @@ def test_scores_of_each_model_and_task_do_not_depend_on_the_order_of_the_lines()
     assert [score.plain() for score in again] == [score.plain() for score in (first, other)]
 
 
+def test_graded_rewards_have_a_mean_and_no_accuracy() -> None:
+    (score,) = task_scores([sample("t:0", 0, 0.5, solved=None), sample("t:0", 1, 1.0, solved=True)], 2, 2)
+    assert score.reward == 0.75 and score.accuracy is None and set(score.metrics.values()) == {None}
+    assert "| -        | -             | 0.7500 |" in report_table([score], "pass@k", 2)[2]
+
+
 def test_the_table_ends_with_the_metric_that_was_asked_for() -> None:
     scores = task_scores([sample("t:0", 0), sample("t:0", 1, 0.0, answer=None)], 2, 2)
     head, rule, row = report_table(scores, "cons@k", 2)
     assert len(head) == len(rule) == len(row)
     names = [cell.strip() for cell in head.split("|")[1:-1]]
-    assert names[4:8] == ["accuracy", "95 % interval", "pass@2", "cons@2"]
+    assert names[4:9] == ["accuracy", "95 % interval", "reward", "pass@2", "cons@2"]
     assert [cell.strip() for cell in row.split("|")[1:-1]][:5] == ["m", "t", "1", "2", "0.5000"]

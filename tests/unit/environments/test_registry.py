@@ -10,7 +10,7 @@ import pytest
 from grpo_mcore.environments import create_env, create_env_class, register_env
 from grpo_mcore.environments.config import EnvironmentConfigError
 from grpo_mcore.environments.interfaces import EnvironmentInterface, EnvironmentReturn
-from grpo_mcore.environments.math_environment import MathEnvironment
+from grpo_mcore.environments.math_environment import MathEnvConfig, MathEnvironment
 from grpo_mcore.rollout.trajectory import Trajectory
 
 
@@ -46,6 +46,16 @@ def test_a_reward_that_is_no_finite_number_costs_its_own_sample():
     assert outcomes[0].reason == "the environment's reward is not a finite number: '1.0'"
     assert outcomes[5].reason == "right" and outcomes[6].rewards_by_name == {}
     assert outcomes[9].rewards_by_name == {"a": 1.0}
+
+
+@pytest.mark.parametrize(
+    ("section", "reward", "solved"),
+    [({}, 0.5, None), ({}, 1.0, True), ({"solved_at": 0.4}, 0.5, True), ({"solved_at": 0.6}, 0.5, False)],
+)
+def test_the_section_says_from_which_reward_on_a_sample_is_solved(section, reward, solved):
+    (outcome,) = GivenEnvironment(section).advance([{"reward": reward}], Trajectory("a", 0, (), (), "stop", False))
+    assert outcome.solved is solved
+    assert MathEnvConfig.read(section).solved_at == section.get("solved_at", 1.0)
 
 
 @pytest.mark.parametrize("path", [f"{__name__}:EchoEnvironment", f"{__name__}.EchoEnvironment"])

@@ -31,14 +31,19 @@ def test_a_summary_is_whole_or_not_there(tmp_path, monkeypatch):
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    ("rewards", "accuracy"),
-    [({1: 0.2, 2: 0.4}, {0: 0.1, 2: 0.5}), ({1: -3.0}, {1: 0.5}), ({}, None), ({}, {0: 0.5})],
+    ("rewards", "validations"),
+    [
+        ({1: 0.2, 2: 0.4}, {"accuracy": {0: 0.1, 2: 0.5}, "reward": {0: 0.1, 2: 0.5}}),
+        ({1: -3.0}, {"reward": {1: 0.5}, "reward/format": {1: 7.5}}),
+        ({}, None),
+        ({}, {"accuracy": {0: 0.5}}),
+    ],
 )
-def test_a_curve_is_drawn_from_whatever_there_is(tmp_path, rewards, accuracy):
+def test_a_curve_is_drawn_from_whatever_there_is(tmp_path, rewards, validations):
     from matplotlib.image import imread
 
     path: Path = tmp_path / "plots" / "reward.png"
-    reward_curve_png(path, rewards, accuracy)
+    reward_curve_png(path, rewards, validations)
     height, width = imread(path).shape[:2]
     assert width > height > 400
 

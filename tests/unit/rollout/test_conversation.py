@@ -80,10 +80,11 @@ def test_rewards_add_up_over_turns() -> None:
     one.sample = replace(FIRST, turns=2)
     assert one.judged(replace(GOES_ON, reward=-1.0, rewards_by_name={"b": 0.5, "c": 4.0}), LIMITS)
     one.sample = replace(FIRST, turns=3)
-    last = Outcome(1.0, "the answer", "the end", 0.25, {}, terminated=True)
+    last = Outcome(1.0, "the answer", "the end", 0.25, {}, terminated=True, solved_at=0.2)
     assert not one.judged(last, LIMITS)
     by_name = {"a": 1.0, "b": 2.5, "c": 4.0}
-    assert one.score == Score(0.25, "the answer", "the end", 1.25, by_name, terminated=True)
+    assert one.score == Score(0.25, "the answer", "the end", 1.25, by_name, terminated=True, solved_at=0.2)
+    assert one.score.solved
 
 
 @pytest.mark.parametrize(

@@ -11,6 +11,7 @@ import pytest
 
 from grpo_mcore.algorithms.checkpointing.checkpoints import first_save_state
 from grpo_mcore.algorithms.lifecycle.run_report import RunReport
+from grpo_mcore.algorithms.rollouts.validation import Validation
 from grpo_mcore.families import forward_flops, shape_of
 from grpo_mcore.families.known import known_configs
 from grpo_mcore.observe import Logger
@@ -31,19 +32,17 @@ STEP = {
 }
 
 
-@pytest.mark.parametrize("trained", [True, False])
-def test_throughput_and_machines_of_a_step(tmp_path: Path, trained: bool) -> None:
+def new_report(folder: Path) -> RunReport:
     config = MasterConfig.model_validate(
         {
             "policy": {"model_name": "m", "train_global_batch_size": 8},
             "data": {"train": {"data_path": "x.jsonl"}},
             "grpo": {"num_prompts_per_step": 2, "num_generations_per_prompt": 4},
-            "logger": {"log_dir": str(tmp_path)},
+            "logger": {"log_dir": str(folder)},
             "cluster": {"gpus_per_node": 2},
         }
     )
     logger = Logger(config.logger)
-    logger.machines, logger.peak_flops = lambda: {"node.0.cpu.util": 7.0}, 1e12
     policy: Any = SimpleNamespace(
         shape=SHAPE, precision="bfloat16", layout=layout_of(config.policy, 2), cluster=None, workers=[]
     )
@@ -51,6 +50,14 @@ def test_throughput_and_machines_of_a_step(tmp_path: Path, trained: bool) -> Non
     report = RunReport.__new__(RunReport)
     report._banner = lambda *_: None  # type: ignore[method-assign]  # what it prints asks the workers where they are
     report.__init__(logger, config, first_save_state(), policy, engines, None)  # type: ignore[misc]
+    return report
+
+
+@pytest.mark.parametrize("trained", [True, False])
+def test_throughput_and_machines_of_a_step(tmp_path: Path, trained: bool) -> None:
+    report = new_report(tmp_path)
+    logger = report.logger
+    logger.machines, logger.peak_flops = lambda: {"node.0.cpu.util": 7.0}, 1e12
     samples = [SimpleNamespace(length=length, cut_turns=0) for length in (10, 30)]
     groups: Any = [SimpleNamespace(samples=samples, scores=[SimpleNamespace(reward=1.0)] * 2)]
     clock: Any = SimpleNamespace(take=lambda: {"total": 8.0, "train": 2.0})
@@ -62,3 +69,17 @@ def test_throughput_and_machines_of_a_step(tmp_path: Path, trained: bool) -> Non
     tflops = 3 * forward_flops(SHAPE, [10, 30]) / 2 / 2 / 1e12
     assert train.get("train_tflops_per_gpu") == (pytest.approx(tflops) if trained else None)
     assert train.get("train_fp_utilization") == (pytest.approx(tflops) if trained else None)
+
+
+def test_graded_rewards_end_with_their_mean_and_parts(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    report = new_report(tmp_path)
+    for step, accuracy, reward in ((0, 0.0, 0.0), (2, None, 0.5), (4, None, 0.75)):  # at first all rewards are 0
+        metrics = {"accuracy": accuracy, "pass@2": accuracy, "reward": reward, "reward/form": reward / 2}
+        report.validation(step, Validation(metrics, [], 1.0))
+    said = capsys.readouterr().out
+    assert said.count("set\nenv.NAME.solved_at") == 1 and "after step 4: reward 0.75  reward/form 0.375" in said
+    summary = report.finish("done")
+    assert "reward/form  0.000 at the first validation, 0.375 at the last" in capsys.readouterr().out
+    assert summary["val_accuracy_after"] is None and summary["val_reward_after"] == 0.75
+    assert (summary["val_reward/form_before"], summary["val_reward/form_after"]) == (0.0, 0.375)
+    report.logger.close()

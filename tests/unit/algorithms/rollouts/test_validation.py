@@ -22,10 +22,10 @@ def of_task(task: str, uid: str, rewards: list[float | None], **more: Any) -> Gr
 
 
 def test_failed_samples_are_excluded_and_counted() -> None:
-    metrics = validation_metrics([of_task("t", "a", [1, None]), of_task("t", "b", [0.5, 0], truncated=True)])
+    metrics = validation_metrics([of_task("t", "a", [1, None]), of_task("t", "b", [0, 0], truncated=True)])
     assert metrics == {
         "accuracy": pytest.approx(1 / 3),
-        "reward": pytest.approx(0.5),
+        "reward": pytest.approx(1 / 3),
         "num_samples": 4.0,
         "num_failed_samples": 1.0,
         "generated_length": 6.5,
@@ -37,7 +37,7 @@ def test_failed_samples_are_excluded_and_counted() -> None:
 
 def test_pass_at_k_is_the_share_of_k_subsets_with_a_correct_sample() -> None:
     rewards: list[list[float | None]] = [[1, 0, 0, 0, 1.25, 0.5], [0] * 6, [1, 0, None, None, None, None]]
-    metrics = validation_metrics([of_task("t", str(i), row) for i, row in enumerate(rewards)])
+    metrics = validation_metrics([of_task("t", str(i), row, solved_at=1.0) for i, row in enumerate(rewards)])
     scored = [[reward >= 1 for reward in row if reward is not None] for row in rewards]
     for k in (1, 2, 4, 6):
         shares = []
@@ -46,6 +46,15 @@ def test_pass_at_k_is_the_share_of_k_subsets_with_a_correct_sample() -> None:
             shares += [sum(map(any, subsets)) / len(subsets)] if subsets else []
         assert metrics[f"pass@{k}"] == pytest.approx(sum(shares) / len(shares), rel=1e-12)
     assert [name for name in metrics if name.startswith("pass@")] == ["pass@1", "pass@2", "pass@4", "pass@6"]
+
+
+def test_graded_rewards_have_a_mean_with_parts_and_an_accuracy_only_by_solved_at() -> None:
+    rewards, parts = [0.5, 1.0, None], [{"right": 0.0, "form": 1.0}, {"right": 0.5, "form": 1.0}, {"right": 9.0}]
+    graded = validation_metrics([of_task("t", "a", rewards, parts=parts)])
+    assert graded["accuracy"] is None and graded["pass@1"] is None
+    assert (graded["reward"], graded["reward/right"], graded["reward/form"]) == (0.75, 0.25, 1.0)
+    assert validation_metrics([of_task("t", "a", rewards, parts=parts, solved_at=0.5)])["accuracy"] == 1.0
+    assert validation_metrics([of_task("t", "a", rewards, parts=parts, solved_at=0.6)])["pass@1"] == 0.5
 
 
 def test_one_sample_a_prompt_has_no_pass_at_k() -> None:

@@ -27,6 +27,7 @@ def group(
     truncated: bool = False,
     parts: list[dict[str, float]] | None = None,
     lengths: list[int] | None = None,
+    solved_at: float | None = None,
 ) -> Group:
     """Return a group whose sample i has 4 prompt tokens and `lengths[i]` generated ones (default: 6 + i)."""
     lengths = lengths or [6 + i for i in range(len(rewards))]
@@ -45,5 +46,7 @@ def group(
         for i, length in enumerate(lengths)
     )
     named = parts or [{} for _ in rewards]
-    scores = tuple(Score(reward, None, "", 0.0, part) for reward, part in zip(rewards, named, strict=True))
+    scores = tuple(
+        Score(reward, None, "", 0.0, part, solved_at=solved_at) for reward, part in zip(rewards, named, strict=True)
+    )
     return Group({"uid": uid}, samples, scores)

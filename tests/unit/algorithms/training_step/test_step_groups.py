@@ -50,7 +50,7 @@ def test_the_metrics_cover_all_generated_samples() -> None:
     step = StepGroups(config(use_dynamic_sampling=True, batch_multiplier=1.5))
     groups = [
         group("a", [0, 0, 0, None]), group("b", [1, 0, 0, 0]), group("c", [1, 1, 1, 1]),
-        group("d", [2, 0, None, 0]), group("e", [1, 1, 1, 0]),
+        group("d", [2, 0, None, 0], solved_at=1.0), group("e", [1, 1, 1, 0]),
     ]  # fmt: skip
     assert [step.add(g) for g in groups] == [False, True, False, True, True]
     trained, metrics = step.take(Train(1, ("b", "d"), ("e",), filtered=2), version=1)
