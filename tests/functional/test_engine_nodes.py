@@ -218,6 +218,7 @@ def test_on_nodes_of_its_own_each_node_receives_over_the_wire(
     end(cluster, apart)
 
 
+@pytest.mark.every_state
 def test_a_whole_run(
     cluster: RayCluster, task: Task, model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
