@@ -29,6 +29,7 @@ from grpo_mcore.algorithms.engines.retries import Retries
 from grpo_mcore.algorithms.engines.sampling_config import sampling_of, turn_limits
 from grpo_mcore.algorithms.lifecycle.run_record import RunRecord, start_record
 from grpo_mcore.algorithms.lifecycle.run_report import Compare, RunReport
+from grpo_mcore.algorithms.lifecycle.sample_record import SampleRecord
 from grpo_mcore.algorithms.lifecycle.stopping import StopRequest
 from grpo_mcore.algorithms.nemo_rl_api import (
     TokenizerType,
@@ -92,14 +93,16 @@ def grpo_train(
     """Train until all steps are done, the data has ended, a validation metric is reached, or `stop` asks for the end.
     Return the summary. The arguments are those of NeMo RL, and the fields of `setup.Run`."""
     refuse_processor(processor)
-    config, engines, clock, stop = master_config, policy_generation, Timeline(), stop or StopRequest()
+    config, engines, stop = master_config, policy_generation, stop or StopRequest()
     position = checkpointer.position()
-    report = RunReport(logger, config, grpo_save_state, policy, engines, compare)
+    report = RunReport(logger, config, grpo_save_state, policy, engines, tokenizer, compare)
+    clock = Timeline(on_span=report.spans.phase)
     ledger_folder = checkpointer.folder if config.checkpointing.enabled else logger.log_dir
     record = start_record(config, dataloader, ledger_folder, report, position, validates=val_dataloader is not None)
     refit = partial(refit_engines, policy, engines, config, record.restarted)
     faults = {
         "restore_engines": partial(refit, lost_only=True), "on_restart": record.restarted, "watch": stop.check,
+        "on_span": report.spans.span,
     }  # fmt: skip
     rollouts = make_rollouts(config, engines, task_to_env, tokenizer, record, faults)
     sampling = sampling_of(config.policy.generation, tokenizer.eos_token_id)
@@ -137,11 +140,11 @@ def grpo_train(
                 case s.Train() as command:
                     rollouts.give_up(record.unfinished(command.surplus))
                     trained, sampled = groups.take(command, record.policy_version)
-                    metrics = train_on_groups(policy, engines, trained, loss_fn, config, clock)
+                    metrics = train_on_groups(policy, engines, trained, loss_fn, config, clock, report.samples)
                     record.trained(command, trained, metrics | sampled, clock)
 
                 case s.Validate(step):
-                    with clock.pause():
+                    with clock.pause("validation"):
                         found = stop.interruptible(partial(
                             run_validation, engines, val_dataloader, as_workers(val_task_to_env or {}, engines.cluster),
                             config, tokenizer=tokenizer, faults=faults,
@@ -150,7 +153,7 @@ def grpo_train(
                         record.validated(step, found)
 
                 case s.Checkpoint(step):
-                    with clock.pause():
+                    with clock.pause("checkpoint"):
                         finished = partial(write_groups, groups=groups.waiting(), cluster=policy.cluster)
                         checkpoints.start(step, record.snapshot, finished)
                     record.checkpoint_begun(step)
@@ -166,9 +169,10 @@ def train_on_groups(
     loss_fn: LossFn,
     config: MasterConfig,
     clock: Timeline,
+    record: SampleRecord | None = None,
 ) -> dict[str, float]:
     """Train one step on scored groups and return its metrics. The driver plans bins and advantages; the policy's ranks
-    compute log-probs, loss and update."""
+    compute log-probs, loss and update. `record`: gets the samples with what was computed of them."""
     with clock.phase("prepare"):
         engines.release()
         policy.onload()
@@ -187,8 +191,12 @@ def train_on_groups(
         targets, metrics = compute_targets(batch, stats, config)
         if not any(targets.valid_toks):  # all samples failed or were filtered
             policy.skip()
+            if record is not None:
+                record.trained(policy.updates, batch, targets, [])
             return metrics | {"tokens": 0.0}
         metrics |= batch.plan_metrics | policy.train(loss_fn, targets)
+    if record is not None and record.wants_logprobs:
+        record.trained(policy.updates, batch, targets, policy.token_logprobs())
     return metrics | {"tokens": float(batch.tokens)}
 
 

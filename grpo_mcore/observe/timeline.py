@@ -14,8 +14,13 @@ class Timeline:
     """Seconds by phase since the last reset. Phases nest: "commit" inside "refit" is "refit/commit", and its
     seconds are part of refit's. One thread."""
 
-    def __init__(self, clock: Callable[[], float] = time.perf_counter) -> None:
-        self._clock = clock
+    def __init__(
+        self,
+        clock: Callable[[], float] = time.perf_counter,
+        on_span: Callable[[str, float, float], None] = lambda name, start, end: None,
+    ) -> None:
+        """`on_span`: gets each phase and each named pause when it ends, as (path, start, end) of the clock."""
+        self._clock, self._on_span = clock, on_span
         self._open: list[str] = []
         self.reset()
 
@@ -37,19 +42,22 @@ class Timeline:
             yield
         finally:
             self._open.pop()
-            spent = self._clock() - start - (self._paused - paused)
-            self._seconds[path] = self._seconds.get(path, 0.0) + spent
+            end = self._clock()
+            self._seconds[path] = self._seconds.get(path, 0.0) + end - start - (self._paused - paused)
+            self._on_span(path, start, end)
 
     time = phase  # under the name that NeMo RL's Timer has, which the refit and scripts use
 
     @contextmanager
-    def pause(self) -> Iterator[None]:
-        """Exclude the seconds inside from the step (validation, a checkpoint)."""
+    def pause(self, name: str) -> Iterator[None]:
+        """Exclude the seconds inside from the step. `name`: what is done in them, such as a checkpoint."""
         start, paused = self._clock(), self._paused
         try:
             yield
         finally:
-            self._paused = paused + self._clock() - start
+            end = self._clock()
+            self._paused = paused + end - start
+            self._on_span(name, start, end)
 
     def seconds(self) -> dict[str, float]:
         """Return the seconds by phase, of everything else, and in total."""

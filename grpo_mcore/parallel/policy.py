@@ -118,6 +118,8 @@ class Policy:
         self._offloaded = False
         self.before_update: Callable[[], None] = lambda: None
         """Called in each `train_step` between the last backward pass and the optimizer, for measurements."""
+        self.step_logprobs: list[Tensor] = []
+        """Log-probs before the update of the last `train_step`'s micro-batches, [1, T] each; only on the last stage."""
 
     @property
     def row_multiple(self) -> int:
@@ -152,8 +154,14 @@ class Policy:
             chunk.zero_grad_buffer()
         self.optimizer.zero_grad()
         loss = _loss_of(loss_fn, global_valid_seqs, global_valid_toks)
+        self.step_logprobs = []
+
+        def kept(batch: PackedBatch, logprobs: Tensor) -> tuple[Tensor, Mapping[str, Tensor]]:
+            self.step_logprobs.append(logprobs.detach())
+            return loss(batch, logprobs)
+
         with self._dropout(True):
-            outputs = self._run(batches, loss, forward_only=False, entropy=_needs_entropy(loss_fn))
+            outputs = self._run(batches, kept, forward_only=False, entropy=_needs_entropy(loss_fn))
         metrics = combine_metrics(outputs) if outputs else {}
         self.before_update()
         self._check_finite(batches, metrics)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import os
 import re
 import resource
@@ -18,6 +19,8 @@ import pytest
 from grpo_mcore.algorithms.engines.engine_group import EngineWorker
 from grpo_mcore.algorithms.training_step.policy_worker import PolicyWorker
 from grpo_mcore.observe import audit, read_ledger
+from grpo_mcore.observe.samples import read_samples, sample_steps
+from grpo_mcore.observe.spans import read_events
 from grpo_mcore.recipe import load_recipe
 from tests.functional.runs import (
     Run,
@@ -109,6 +112,24 @@ def penalised(recipe: dict[str, Any], tmp_path_factory: pytest.TempPathFactory) 
 
 
 # The same seed, the same run.
+
+
+def test_every_sample_is_on_disk_with_its_log_probs(whole: tuple[Run, Inside]) -> None:
+    run, inside = whole
+    assert list(sample_steps(run.logs, "validation")) == [0, 4]
+    for step, line in zip(range(1, 5), run.metrics(), strict=True):
+        samples = read_samples(sample_steps(run.logs, "train")[step])
+        assert len(samples) == 16
+        assert sum(sample["reward"] for sample in samples) / 16 == line["reward"]
+        errors = []
+        for sample in samples:
+            tokens, logprobs = inside.samples[step, sample["uid"], sample["generation"]]
+            assert sample["token_ids"][-len(tokens) :] == tokens
+            assert sample["engine_logprobs"][-len(tokens) :] == pytest.approx(logprobs)
+            pairs = zip(logprobs, sample["policy_logprobs"][-len(tokens) :], strict=True)
+            errors += [math.exp(abs(engine - policy)) for engine, policy in pairs]
+        assert sum(errors) / len(errors) == pytest.approx(line["token_mult_prob_error"], abs=1e-6)
+    assert {event["what"] for event in read_events(run.logs)} >= {"begin", "generate", "reward", "train", "validation"}
 
 
 def test_one_seed_gives_the_same_run_in_another_process(whole: tuple[Run, Inside], half: Run) -> None:

@@ -147,7 +147,7 @@ def train_loop(
     size, saving = config.policy.train_global_batch_size, config.checkpointing
 
     def validate() -> None:
-        with clock.pause():
+        with clock.pause("validation"):
             found = tuning.evaluate(islice(iter(val_dataloader), settings.val_batches))
         log.log_metrics(found, step, "validation")
         console.note(f"step {step}: {_listed(found)}")

@@ -46,6 +46,7 @@ class RunRecord:
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         self.ledger.close()
+        self.report.close()
 
     @property
     def step(self) -> int:
@@ -103,15 +104,15 @@ class RunRecord:
         uid = group.uid
         if group.failure is not None:
             self.prompts.mark_done([uid])
-            self.report.group_failed(uid, group.failure)
+            self.report.group_failed(group, group.failure)
             self.ledger.write("failed", uid=uid, why=group.failure)
             self.schedule.record(s.GroupFailed(uid, group.failure))
             return
         self.ledger.write("finished", uid=uid, version=group.weight_version, scored=group.scored)
         if not informative:
             self.prompts.mark_done([uid])
-            self.report.group_filtered()
-            self.ledger.write("filtered", uid=uid, why="its rewards are equal")
+            self.report.group_filtered(group, why := "its rewards are equal")
+            self.ledger.write("filtered", uid=uid, why=why)
         self.schedule.record(s.GroupFinished(uid, informative, group.nbytes))
 
     def retried(self, uid: str, why: str) -> None:

@@ -10,11 +10,13 @@ from typing import Any, Protocol
 
 from grpo_mcore.algorithms.checkpointing.checkpoints import GRPOSaveState
 from grpo_mcore.algorithms.engines.engine_group import EngineGroup
+from grpo_mcore.algorithms.lifecycle.sample_record import SampleRecord
 from grpo_mcore.algorithms.rollouts.validation import Validation
 from grpo_mcore.algorithms.training_step.policy_group import PolicyGroup
 from grpo_mcore.families import ModelShape, forward_flops, parameter_count
 from grpo_mcore.observe import Logger, RunConsole, StepRow, Timeline, read_metrics, reward_curve_png, write_summary
 from grpo_mcore.observe.machine import throughput
+from grpo_mcore.observe.spans import SpanFile
 from grpo_mcore.recipe import (
     MasterConfig,
     batch_equation,
@@ -52,17 +54,21 @@ class RunReport:
         state: GRPOSaveState,
         policy: PolicyGroup,
         engines: EngineGroup,
+        tokenizer: Any,
         compare: Compare | None = None,
     ) -> None:
         """`compare`: sets what `plan` predicted against what the run measured, for its summary."""
         self.logger, self.config, self.state = logger, config, state.copy()
         self._compare = compare
         self.console = RunConsole()
+        self.samples = SampleRecord(config.logger, logger.log_dir, policy.cluster, tokenizer)
+        self.spans = SpanFile(logger.log_dir)
+        self.spans.begin(_devices(policy, engines), engines.colocated)
         self.last_metrics: dict[str, float] = {}
         self._policy = policy
         self._timers: list[dict[str, float]] = []
         self._began = time.perf_counter()
-        self._first_step = self.state["current_step"] + 1
+        self._first_step = self.spans.step = self.state["current_step"] + 1
         self._rewards: dict[int, float] = {}
         self._shape = policy.shape
         self._validations: dict[int, dict[str, float]] = {}  # accuracy, reward and its parts, by step
@@ -145,6 +151,7 @@ class RunReport:
         self._samples_asked = max(0, self._samples_asked - self._samples_done)  # what is left is of later steps
         self._samples_done = 0
         self._timers.append(seconds)
+        self.spans.step = step + 1
         self._tokens += int(metrics["tokens"])
         self.state["consumed_samples"] += len(groups)
         self.state["current_step"] = self.state["total_steps"] = step
@@ -217,16 +224,19 @@ class RunReport:
             peak=self.logger.peak_flops,
         )
 
-    def group_failed(self, uid: str, reason: str) -> None:
+    def group_failed(self, group: Group, reason: str) -> None:
         self._failed_prompts += 1
         self.state["consumed_samples"] += 1
-        self.console.note(f"prompt {uid} failed and is replaced: {reason}")
+        self.samples.left_out(self.spans.step, group, reason)
+        self.console.note(f"prompt {group.uid} failed and is replaced: {reason}")
 
-    def group_filtered(self) -> None:
+    def group_filtered(self, group: Group, why: str) -> None:
         """Count a prompt whose rewards were all equal: dynamic sampling consumed it without training on it."""
         self.state["consumed_samples"] += 1
+        self.samples.left_out(self.spans.step, group, why)
 
     def restarted(self, worker: str, why: str) -> None:
+        self.spans.restarted(worker, why)
         self.console.note(f"{worker} is restarted: {why}")
 
     def validation(self, step: int, found: Validation) -> None:
@@ -251,6 +261,7 @@ class RunReport:
                 "env.NAME.solved_at to the reward from which on a sample is solved (said only once)"
             )
         self.console.samples(step, found.samples)
+        self.samples.validated(step, found.groups)
 
     def checkpoint(self, folder: Path) -> None:
         self._checkpoint = folder
@@ -329,11 +340,30 @@ class RunReport:
             courses.pop("accuracy", None)
         return courses
 
+    def close(self) -> None:
+        """Write the samples that are left, and close the files of samples and events."""
+        self.samples.close()
+        self.spans.close()
+
     def _compared(self) -> Comparison | None:
         if self._compare is None:
             return None
         mean_length = self._tokens // (len(self._timers) * samples_per_step(self.config))
         return self._compare(self.config, self._policy.shape, self._timers, self._policy.memory(), mean_length)
+
+
+def _devices(policy: PolicyGroup, engines: EngineGroup) -> dict[str, list[str]]:
+    """Return the processes on each device of the run: engines share those of the policy's ranks, or have their own."""
+    devices = {worker.name: [worker.name] for worker in policy.workers}
+    for number, engine in enumerate(engines.workers):
+        if engines.colocated:  # consecutive ranks, as engines are placed
+            share = len(policy.workers) / len(engines.workers)
+            for worker in policy.workers[int(number * share) : max(int((number + 1) * share), int(number * share) + 1)]:
+                devices[worker.name].append(engine.name)
+        else:
+            parts = engines.layout.tensor
+            devices |= {f"{engine.name}.{part}" if parts > 1 else engine.name: [engine.name] for part in range(parts)}
+    return devices
 
 
 def _spread(policy: PolicyGroup, engines: EngineGroup) -> str:

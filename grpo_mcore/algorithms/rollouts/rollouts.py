@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import copy
+import time
 from collections import Counter, defaultdict, deque
 from collections.abc import Callable, Collection, Mapping, Sequence
 from contextlib import suppress
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from grpo_mcore.algorithms.engines.engine_faults import EngineFaults, cause
@@ -52,6 +53,7 @@ class _EngineCall:
     sampling: Sampling
     stream: Stream
     expected: Counter[str]
+    since: float = field(default_factory=time.perf_counter)
 
 
 class Rollouts:
@@ -91,6 +93,7 @@ class Rollouts:
         on_outcome: Callable[[GymOutcome], None] | None = None,
         enough_samples: int | None = None,
         watch: Callable[[], None] = lambda: None,
+        on_span: Callable[[str, str, float, float], None] = lambda worker, what, start, end: None,
     ) -> None:
         """`environments`: by task name. `on_sample`: called for each sample when its last turn is generated.
         `retries`: limit for calls that fail while their engine is alive; `on_retry` gets the uid of each prompt that is
@@ -98,7 +101,8 @@ class Rollouts:
         `next_group`, when the policy is idle. `on_restart`: gets the name of each worker that is restarted, and the
         reason. `on_outcome`: gets every outcome of environments that run agents. `enough_samples`: a group is complete
         with this many samples and its other samples are aborted; None: with all of them. Only for samples of one turn.
-        `watch`: called again and again while `next_group` only waits; nothing is lost if it raises.
+        `watch`: called again and again while `next_group` only waits; nothing is lost if it raises. `on_span`: gets
+        (worker, what it did, start, end) of each call that has ended, by time.perf_counter.
 
         Raises DataError if samples may have several turns and the tokenizer's chat template cannot hold them.
         """
@@ -106,7 +110,7 @@ class Rollouts:
         self.cluster: Cluster = engines.cluster
         self._on_sample, self._on_retry = on_sample, on_retry
         self._faults = EngineFaults(engines, retries or Retries(0, 0.0), restore_engines, on_restart)
-        self._enough_samples, self._watch = enough_samples, watch
+        self._enough_samples, self._watch, self._on_span = enough_samples, watch, on_span
         self._template = TurnTemplate(tokenizer) if limits.max_turns > 1 else None
         agents = {
             task: worker
@@ -118,7 +122,7 @@ class Rollouts:
             agents, engines, seed, lambda group: self._finished.append(group), on_sample, on_outcome
         )
         scored = {task: worker for task, worker in environments.items() if task not in agents}
-        self._scorer = RewardScorer(scored, self.cluster, on_restart)
+        self._scorer = RewardScorer(scored, self.cluster, on_restart, on_span)
         self._groups: dict[str, _OpenGroup] = {}  # by uid
         self._calls: dict[int, _EngineCall] = {}  # by id of the stream
         self._aborts: list[tuple[Future, int]] = []  # not answered yet, with the number of the engine
@@ -265,7 +269,7 @@ class Rollouts:
         if parcel is None:
             missing = call.expected.total()
             if not missing:  # its last samples were aborted
-                del self._calls[id(stream)]
+                self._end_call(call)
                 return
             name, why = self.engines.workers[call.engine].name, f"its stream ended without {missing} samples"
             self._handle_failure(call.engine, WorkerFailed(name, stream.what, why), call)
@@ -287,9 +291,13 @@ class Rollouts:
         engine may die before the end: its samples stay."""
         try:
             if next(call.stream, None) is None:
-                del self._calls[id(call.stream)]
+                self._end_call(call)
         except (WorkerFailed, DeadlineExceeded) as error:
             self._handle_failure(call.engine, error, call)
+
+    def _end_call(self, call: _EngineCall) -> None:
+        del self._calls[id(call.stream)]
+        self._on_span(self.engines.workers[call.engine].name, "generate", call.since, time.perf_counter())
 
     def _completes_group(self, uid: str) -> bool:
         """Whether one more sample is enough for this group, although others are missing."""
@@ -374,7 +382,7 @@ class Rollouts:
         name, lost = self.engines.workers[engine].name, self._faults.handle(error, engine)
         target = self._faults.next_engine(engine)
         for call in [call for call in self._calls.values() if call.engine == engine and (lost or call is failed_call)]:
-            del self._calls[id(call.stream)]
+            self._end_call(call)
             self._regenerate(call, target, f"{name}: {cause(error)}")
         if lost:
             self._aborts = [entry for entry in self._aborts if entry[1] != engine]

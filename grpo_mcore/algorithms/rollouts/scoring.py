@@ -92,6 +92,7 @@ class _Call:
     alone: bool = False
     pending: Future = field(init=False)
     deadline: float = field(init=False)
+    since: float = field(init=False)
 
 
 @dataclass(eq=False)
@@ -110,7 +111,8 @@ class RewardScorer:
     """Collects the rewards of groups from several environments.
 
     `environments`: by task name. An EnvironmentWorker is restarted when it hangs or dies; other workers cannot be, and
-    the error is raised. `on_restart`: gets the name of each worker that is restarted, and the reason.
+    the error is raised. `on_restart`: gets the name of each worker that is restarted, and the reason. `on_span`: as in
+    `Rollouts`.
     """
 
     def __init__(
@@ -118,8 +120,9 @@ class RewardScorer:
         environments: Mapping[str, Worker],
         cluster: Cluster,
         on_restart: Callable[[str, str], None] = lambda worker, why: None,
+        on_span: Callable[[str, str, float, float], None] = lambda worker, what, start, end: None,
     ) -> None:
-        self._on_restart = on_restart
+        self._on_restart, self._on_span = on_restart, on_span
         queues: dict[int, EnvQueue] = {}
         for worker in environments.values():
             limits = (float("inf"), cluster.call_timeout_s)
@@ -182,6 +185,7 @@ class RewardScorer:
         return False
 
     def _take(self, queue: EnvQueue, call: _Call) -> None:
+        self._on_span(queue.worker.name, "reward", call.since, time.perf_counter())
         try:
             outcomes = call.pending.result()
         except WorkerDied as error:
@@ -213,6 +217,7 @@ class RewardScorer:
             metadata = [call.request.metadata[position] for position in call.positions]
             references = [call.request.references[position] for position in call.positions]
             what = f"the verdict on {call.request.uid}"
+            call.since = time.perf_counter()
             call.deadline = time.monotonic() + queue.timeout_s
             call.pending = queue.worker.call("advance", metadata, *references, timeout_s=queue.timeout_s, what=what)
             queue.running.append(call)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 from collections import defaultdict
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -24,12 +24,13 @@ from grpo_mcore.rollout.trajectory import accuracy, mean_parts
 class Validation:
     """`metrics`: accuracy (share of scored samples that are solved), reward and its named parts, lengths; with several
     samples a prompt also `pass@k`; with several validation sets also all of these for each, as `TASK/accuracy`. A
-    metric is None if too few samples were scored; accuracy and pass@k also where rewards are graded. `seconds`:
-    duration of the validation."""
+    metric is None if too few samples were scored; accuracy and pass@k also where rewards are graded. `samples`:
+    those to show. `seconds`: duration of the validation."""
 
     metrics: dict[str, float | None]
     samples: list[ShownSample]
     seconds: float
+    groups: Sequence[Group] = ()
 
 
 def run_validation(
@@ -67,7 +68,7 @@ def run_validation(
     if not groups:
         raise DataError("there is no validation prompt: check data.validation, or set grpo.val_period to 0")
     samples = [_shown(engines, group) for group in shown]
-    return Validation(validation_metrics(groups), samples, time.perf_counter() - began)
+    return Validation(validation_metrics(groups), samples, time.perf_counter() - began, groups)
 
 
 def stop_reason(metrics: Mapping[str, float | None], grpo: GRPOConfig) -> str | None:

@@ -10,7 +10,7 @@ from typing import Any
 from torch import Tensor
 
 from grpo_mcore.algorithms.training_step.step_batch import RankStep, TrainTargets
-from grpo_mcore.cluster import BackgroundWork, Cluster, Worker, call_all
+from grpo_mcore.cluster import BackgroundWork, Cluster, Future, Worker, call_all
 from grpo_mcore.families import ModelShape
 from grpo_mcore.objective import combine_metrics, step_metrics
 from grpo_mcore.parallel.layout import Layout
@@ -100,6 +100,11 @@ class PolicyGroup:
             "grad_norm": sum(report.grad_norm for report in reports[0]) / len(reports[0]),
             "lr": reports[0][-1].learning_rate,
         }
+
+    def token_logprobs(self) -> list[Future]:
+        """Ask the ranks for `PolicyWorker.token_logprobs` of the last `train`. Does not wait for the answers."""
+        ranks = [rank for rank in range(self.layout.world_size) if self.layout.is_reporting_rank(rank)]
+        return [self.workers[rank].call("token_logprobs", what="log-probs of the samples") for rank in ranks]
 
     def skip(self) -> None:
         """Count a step that trains nothing: the weights stay."""

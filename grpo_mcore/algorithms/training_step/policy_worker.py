@@ -48,6 +48,7 @@ class PolicyWorker(Policy):
         `platform`: the recipe's cluster.platform. `build_later`: take no memory before `build` is called."""
         self._store = store
         self._bins: list[list[Bin]] = []  # by optimizer step
+        self._trained: list[tuple[Bin, Tensor]] = []  # micro-batches of the last `train`, with their log-probs [1, T]
         self._kl_kind: KLType | None = None
         self._address = address
         self._build_policy = partial(
@@ -69,7 +70,7 @@ class PolicyWorker(Policy):
             zip(step.trajectories, self._store.fetch_many(list(step.trajectories.values())), strict=True)
         )
         multiple = self.row_multiple
-        self._bins = []
+        self._bins, self._trained = [], []
         for bins in step.batches:
             rows = [
                 Bin(self._pack([trajectories[i] for i in bin], multiple, weight_version), torch.tensor(bin))
@@ -127,14 +128,30 @@ class PolicyWorker(Policy):
 
     def train(self, loss_fn: LossFn, targets: TrainTargets) -> list[TrainReport]:
         """Run an optimizer step for every batch in which a token counts, then drop the step's data."""
-        reports = [
-            self.train_step(self._with_targets(bins, targets), loss_fn, global_valid_seqs=seqs, global_valid_toks=toks)
-            for bins, seqs, toks in zip(self._bins, targets.valid_seqs, targets.valid_toks, strict=True)
-            if toks
-        ]
+        reports = []
+        self._trained = []
+        for bins, seqs, toks in zip(self._bins, targets.valid_seqs, targets.valid_toks, strict=True):
+            if toks:
+                batches = self._with_targets(bins, targets)
+                reports.append(self.train_step(batches, loss_fn, global_valid_seqs=seqs, global_valid_toks=toks))
+                self._trained += zip(bins, self.step_logprobs, strict=False)  # without rows that fill the schedule
         self.advance_schedule()
         self._bins = []
         return reports
+
+    def token_logprobs(self) -> dict[int, dict[str, Tensor]]:
+        """Return the log-probs of each sample of the last `train`, by index in the step: float32 [length], "policy"
+        before the update and, if it was computed, "reference". Only a reporting rank has any."""
+        found: dict[int, dict[str, Tensor]] = {}
+        for bin, logprobs in self._trained if self.is_reporting_rank else ():
+            columns = bin.batch.columns
+            rows = {"policy": columns.get("prev_logprobs", logprobs)}
+            if "reference_policy_logprobs" in columns:
+                rows["reference"] = columns["reference_policy_logprobs"]
+            parts = {name: bin.batch.split(row.to("cpu", torch.float32)) for name, row in rows.items()}
+            for position, index in enumerate(bin.samples.tolist()):
+                found[index] = {name: values[position].clone() for name, values in parts.items()}
+        return found
 
     def skip(self) -> None:
         """Advance the learning rate schedule without training, and drop the step's data."""

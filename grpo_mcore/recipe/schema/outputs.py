@@ -92,6 +92,12 @@ class GRPOLoggerConfig(Section):
     algorithms/."""
     num_val_samples_to_print: NonNegative = 0
     """Number of samples printed at each validation. Also read by algorithms/."""
+    samples: Literal["all", "sampled", "none"] = "all"
+    """Samples of training and validation that are written to the run's folder, with their tokens and log-probs, for
+    `report`, `watch` and `replay`: all, those of four prompts of each step, or none. Also read by algorithms/."""
+    max_samples_gb: PositiveFloat = 20.0
+    """Size in 10^9 bytes of the training samples, above which every second of the older steps' files is deleted. Also
+    read by algorithms/."""
     wandb: WandbConfig = Field(default_factory=WandbConfig)
     """Destination of wandb_enabled."""
     tensorboard: TensorBoardConfig = Field(default_factory=TensorBoardConfig)

@@ -48,9 +48,9 @@ def test_a_pause_belongs_to_no_step_nor_phase(clock):
     timeline = Timeline(clock)
     with timeline.phase("train"):
         clock.now += 1.0
-        with timeline.pause():
+        with timeline.pause("validation"):
             clock.now += 50.0
-            with timeline.pause():
+            with timeline.pause("checkpoint"):
                 clock.now += 5.0
         clock.now += 2.0
     assert timeline.seconds() == {"train": 3.0, "everything_else": 0.0, "total": 3.0}

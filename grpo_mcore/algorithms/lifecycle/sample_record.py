@@ -1,0 +1,132 @@
+"""Hands the samples of a run to their files (observe/samples.py): what was generated, rewarded and trained on."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Mapping, Sequence
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+from torch import Tensor
+
+from grpo_mcore.algorithms.training_step.step_batch import StepBatch, TrainTargets
+from grpo_mcore.cluster import Cluster, Future
+from grpo_mcore.objective import clip_advantages
+from grpo_mcore.observe.samples import SAMPLES_FOLDER, SampleFiles
+from grpo_mcore.recipe import GRPOLoggerConfig
+from grpo_mcore.rollout.group import Group
+from grpo_mcore.rollout.trajectory import Score, Trajectory, TrajectoryRef
+
+SAMPLED_PROMPTS = 4
+"""Prompts of each step whose samples are written with logger.samples = sampled."""
+GB = 1e9
+
+
+class SampleRecord:
+    """Records the samples of every step and validation, as logger.samples asks for.
+
+    The tokens are fetched by the writer's thread, so the loop does not wait for them.
+    """
+
+    def __init__(self, config: GRPOLoggerConfig, log_dir: Path, cluster: Cluster, tokenizer: Any) -> None:
+        self._cluster = cluster
+        self._most = {"all": None, "sampled": SAMPLED_PROMPTS, "none": 0}[config.samples]
+        self._files = None
+        if config.samples != "none":
+            decode: Callable[[int], str] = lambda token: tokenizer.decode([token])  # noqa: E731
+            self._files = SampleFiles(log_dir / SAMPLES_FOLDER, decode, config.max_samples_gb * GB)
+
+    @property
+    def wants_logprobs(self) -> bool:
+        """Whether `trained` writes anything."""
+        return self._files is not None
+
+    def left_out(self, step: int, group: Group, why: str) -> None:
+        """Record a group that is generated for `step`, on which no step trains."""
+        if self._files is not None and self._most is None:
+            self._files.add("train", step, partial(self._rows, [group], left_out=why), last=False)
+
+    def trained(self, step: int, batch: StepBatch, targets: TrainTargets, logprobs: Sequence[Future]) -> None:
+        """Record the samples of a step. `logprobs`: from `PolicyGroup.token_logprobs`."""
+        if self._files is None:
+            return
+        advantages = None if targets.advantages is None else clip_advantages(targets.advantages, *targets.clip)
+        columns = {"weight": targets.weights.tolist()}
+        if advantages is not None:
+            columns["advantage"] = advantages.tolist()
+        self._files.add("train", step, partial(self._trained_rows, batch.groups, step, columns, logprobs))
+
+    def validated(self, step: int, groups: Sequence[Group]) -> None:
+        """Record the samples of a validation after `step`."""
+        if self._files is not None:
+            self._files.add("validation", step, partial(self._rows, groups))
+
+    def close(self) -> None:
+        """Write what is left."""
+        if self._files is not None:
+            self._files.close()
+
+    def _trained_rows(
+        self, groups: Sequence[Group], step: int, columns: Mapping[str, list[float]], logprobs: Sequence[Future]
+    ) -> list[dict[str, Any]]:
+        by_index: dict[int, dict[str, Tensor]] = {}
+        for future in logprobs:
+            by_index |= future.result()
+        rows, first = [], 0
+        for position, group in enumerate(groups):
+            if self._chosen(position, len(groups)):
+                for row, index in zip(self._rows([group]), range(first, first + len(group.samples)), strict=True):
+                    row |= {"trained_version": step} | {name: values[index] for name, values in columns.items()}
+                    row |= {f"{name}_logprobs": row_of.numpy() for name, row_of in by_index.get(index, {}).items()}
+                    rows.append(row)
+            first += len(group.samples)
+        return rows
+
+    def _rows(self, groups: Sequence[Group], left_out: str | None = None) -> list[dict[str, Any]]:
+        rows = []
+        for position, group in enumerate(groups):
+            if self._chosen(position, len(groups)):
+                for sample, score in zip(group.samples, group.scores, strict=True):
+                    trajectory = None if sample.ref is None else self._cluster.store.fetch(sample.ref)
+                    rows.append(sample_row(group, sample, score, trajectory) | {"left_out": left_out})
+        return rows
+
+    def _chosen(self, position: int, count: int) -> bool:
+        """Return whether the group at this position is one of SAMPLED_PROMPTS, evenly spaced."""
+        return self._most is None or position * self._most // count != (position - 1) * self._most // count
+
+
+def sample_row(group: Group, sample: TrajectoryRef, score: Score, trajectory: Trajectory | None) -> dict[str, Any]:
+    """Return a sample as a row of `SCHEMA`. `trajectory` None: its rollout failed and left no tokens."""
+    truth = group.prompt["extra_env_info"].get("ground_truth")
+    row = {
+        "uid": sample.uid,
+        "generation": sample.generation_index,
+        "task": group.prompt["task_name"],
+        "truth": None if truth is None else str(truth),
+        "reward": score.reward,
+        "rewards": json.dumps(score.rewards_by_name),
+        "answer": score.answer,
+        "reason": score.reason,
+        "score_seconds": score.seconds,
+        "terminated": score.terminated,
+        "finish_reason": sample.finish_reason,
+        "truncated": sample.truncated,
+        "stop_token": sample.stop_token,
+        "cut_turns": sample.cut_turns,
+        "token_ids": [],
+    }
+    if trajectory is not None:
+        row |= {
+            "versions": [
+                {"version": version, "first": first, "end": end} for version, first, end in trajectory.weight_versions
+            ],
+            "turns": [
+                {"role": turn.role, "text": turn.text, "tokens": len(turn), "generated": turn.loss_mask}
+                for turn in trajectory.turns
+            ],
+            "token_ids": trajectory.token_ids().numpy(),
+            "engine_logprobs": trajectory.logprobs().numpy(),
+        }
+    return row

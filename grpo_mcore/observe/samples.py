@@ -1,0 +1,203 @@
+"""The samples of a run as files: one Parquet file a step, written by a thread, readable while the run goes on.
+
+A file appears under its name when it is complete, so a run that is killed leaves only whole files behind. Writing never
+stops training: the queue is bounded, what does not fit into it is dropped and counted, and an error is logged once.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import logging
+import queue
+import re
+import threading
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import Any, Literal
+
+import numpy as np
+import pyarrow as pa
+import pyarrow.parquet as pq
+
+from grpo_mcore.observe.append_file import AppendFile
+
+logger = logging.getLogger(__name__)
+
+Kind = Literal["train", "validation"]
+Row = Mapping[str, Any]
+
+SAMPLES_FOLDER = "samples"
+TOKENS_FILE = "tokens.jsonl"
+QUEUED = 256
+"""Maximum number of groups and steps that wait for the writer."""
+NEWEST = 10
+"""Newest files of training samples that are never deleted to make room."""
+CLOSE_S = 60.0
+"""Seconds that the end of a run waits for samples that are not written yet."""
+
+_TURN = pa.struct([("role", pa.string()), ("text", pa.string()), ("tokens", pa.int32()), ("generated", pa.bool_())])
+_SPAN = pa.struct([("version", pa.int32()), ("first", pa.int32()), ("end", pa.int32())])
+
+SCHEMA = pa.schema(
+    [
+        ("uid", pa.string()),
+        ("generation", pa.int32()),
+        ("task", pa.string()),
+        ("truth", pa.string()),
+        ("reward", pa.float64()),  # null: scoring failed
+        ("rewards", pa.string()),  # JSON: rewards by name
+        ("answer", pa.string()),
+        ("reason", pa.string()),
+        ("score_seconds", pa.float64()),
+        ("terminated", pa.bool_()),
+        ("finish_reason", pa.string()),
+        ("truncated", pa.bool_()),
+        ("stop_token", pa.int64()),
+        ("cut_turns", pa.int32()),
+        ("left_out", pa.string()),  # why no step trained on its group; null: one did
+        ("weight", pa.float64()),  # 1: counts in the loss, 0: masked; null: not trained on
+        ("advantage", pa.float64()),
+        ("trained_version", pa.int32()),  # weight version that trained on it
+        ("versions", pa.list_(_SPAN)),  # weight versions that generated its tokens
+        ("turns", pa.list_(_TURN)),
+        ("token_ids", pa.list_(pa.int32())),
+        ("engine_logprobs", pa.list_(pa.float32())),  # 0 where not generated
+        ("policy_logprobs", pa.list_(pa.float32())),  # before the update; 0 where not trained on
+        ("reference_logprobs", pa.list_(pa.float32())),
+    ]
+)
+"""Columns of a file. A row is a sample; lists are by token, prompt included."""
+
+TOKEN_COLUMNS = ("token_ids", "engine_logprobs", "policy_logprobs", "reference_logprobs")
+
+
+class SampleFiles:
+    """Writes samples to `folder`/KIND/step_NNNNNN.parquet, and the text of each token to `folder`/tokens.jsonl.
+
+    `decode`: returns the text of a token id. `max_bytes`: above it every second of the older files is deleted, so that
+    those left are spread over the run.
+    """
+
+    def __init__(self, folder: Path, decode: Callable[[int], str], max_bytes: float) -> None:
+        self._folder, self._decode, self._max_bytes = folder, decode, max_bytes
+        self._jobs: queue.Queue[tuple[Kind, int, Callable[[], Sequence[Row]], bool] | None] = queue.Queue(QUEUED)
+        self._rows: dict[tuple[Kind, int], list[Row]] = {}
+        self._tokens: AppendFile | None = None
+        self._known: set[int] = set()
+        self._complained = False
+        self.dropped = 0
+        """Number of groups and steps whose samples were not written."""
+        self._thread = threading.Thread(target=self._run, name="samples", daemon=True)
+        self._thread.start()
+
+    def add(self, kind: Kind, step: int, rows: Callable[[], Sequence[Row]], *, last: bool = True) -> None:
+        """Write what `rows` returns, which the writer's thread calls. `last`: the step's file is complete with them.
+        Never waits, never raises."""
+        try:
+            self._jobs.put_nowait((kind, step, rows, last))
+        except queue.Full:
+            self._drop("the writer is slower than the run")
+
+    def close(self) -> None:
+        """Write what is queued, and end the thread. May be called again. Waits up to CLOSE_S."""
+        with contextlib.suppress(queue.Full):
+            self._jobs.put(None, timeout=CLOSE_S)
+            self._thread.join(CLOSE_S)
+
+    def _run(self) -> None:
+        while (job := self._jobs.get()) is not None:
+            try:
+                self._do(*job)
+            except Exception as error:  # observation must not stop training, whatever goes wrong here
+                self._drop(f"{type(error).__name__}: {error}")
+        if self._tokens is not None:
+            self._tokens.close()
+
+    def _drop(self, why: str) -> None:
+        self.dropped += 1
+        if not self._complained:
+            self._complained = True
+            logger.warning("samples are not written to %s: %s; the run goes on (said only once)", self._folder, why)
+
+    def _do(self, kind: Kind, step: int, rows: Callable[[], Sequence[Row]], last: bool) -> None:
+        held = self._rows.setdefault((kind, step), [])
+        try:
+            held += rows()
+        finally:
+            if last:
+                del self._rows[kind, step]
+        if last and held:
+            path = self._folder / kind / f"step_{step:06d}.parquet"
+            path.parent.mkdir(parents=True, exist_ok=True)
+            self._write_tokens(held)
+            partial = path.with_suffix(".tmp")
+            pq.write_table(_table(held), partial, compression="zstd")
+            partial.replace(path)
+            self._make_room()
+
+    def _write_tokens(self, rows: Sequence[Row]) -> None:
+        """Append the text of each token that was not seen before."""
+        if self._tokens is None:
+            path = self._folder / TOKENS_FILE
+            self._tokens = AppendFile(path)
+            self._known = set(read_token_texts(self._folder))
+        seen = np.unique(np.concatenate([row["token_ids"] for row in rows])).tolist()
+        for token in sorted(set(seen) - self._known):
+            self._tokens.write(json.dumps([token, self._decode(token)]))
+        self._known.update(seen)
+
+    def _make_room(self) -> None:
+        """Delete every second file, but the newest, while all together are above `max_bytes`."""
+        paths = sorted(self._folder.glob("train/step_*.parquet"))
+        size = sum(path.stat().st_size for path in paths)
+        while size > self._max_bytes and (doomed := paths[:-NEWEST][::2]):
+            for path in doomed:
+                size -= path.stat().st_size
+                path.unlink()
+            paths = [path for path in paths if path not in doomed]
+
+
+def _table(rows: Sequence[Row]) -> pa.Table:
+    columns = []
+    for field in SCHEMA:
+        values = [row.get(field.name) for row in rows]
+        if field.name in TOKEN_COLUMNS:
+            columns.append(_list_column(values, field.type))
+        else:
+            columns.append(pa.array(values, field.type))
+    return pa.table(columns, schema=SCHEMA)
+
+
+def _list_column(values: Sequence[np.ndarray | None], kind: pa.DataType) -> pa.Array:
+    """Return arrays [length] of samples as a column, without a Python object a token."""
+    parts = [np.empty(0) if value is None else value for value in values]
+    ends = np.concatenate([[0], np.cumsum([len(part) for part in parts])]).astype(np.int32)
+    missing = pa.array([value is None for value in values])
+    flat = pa.array(np.concatenate(parts).astype(kind.value_type.to_pandas_dtype()))
+    return pa.ListArray.from_arrays(pa.array(ends), flat, type=kind, mask=missing)
+
+
+def sample_steps(run: Path, kind: Kind) -> dict[int, Path]:
+    """Return the files of samples of a run's log folder, by step."""
+    found = {}
+    for path in sorted((run / SAMPLES_FOLDER / kind).glob("step_*.parquet")):
+        if number := re.fullmatch(r"step_(\d+)", path.stem):
+            found[int(number[1])] = path
+    return found
+
+
+def read_samples(path: Path, columns: Sequence[str] | None = None) -> list[dict[str, Any]]:
+    """Return the samples of a file as plain values, all columns or some."""
+    return pq.read_table(path, columns=None if columns is None else list(columns)).to_pylist()
+
+
+def read_token_texts(folder: Path) -> dict[int, str]:
+    """Return the text of each token id that a run has seen. `folder`: of its samples."""
+    texts: dict[int, str] = {}
+    path = folder / TOKENS_FILE
+    for line in path.read_text().splitlines() if path.exists() else ():
+        with contextlib.suppress(json.JSONDecodeError):  # a last line that a kill has cut off
+            token, text = json.loads(line)
+            texts[token] = text
+    return texts

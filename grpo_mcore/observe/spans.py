@@ -1,0 +1,62 @@
+"""The events of a run by process: what each did, from when, for how long. A file that only grows.
+
+`report` makes the timeline and the ledger of device-seconds of it, `watch` the line of what goes on.
+"""
+
+from __future__ import annotations
+
+import json
+import time
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from grpo_mcore.observe.append_file import AppendFile
+
+EVENTS_FILE = "events.jsonl"
+DRIVER = "driver"
+
+
+class SpanFile:
+    """Writes events.jsonl. Each line is an object with `what`, and:
+
+    begin      time, devices (name -> processes on it), colocated: written when a run starts, and when it resumes
+    restart    time, process, why
+    all others process, start (unix seconds), seconds, step (the one that is being trained; 0 in the start)
+    """
+
+    def __init__(self, folder: Path, clock: Callable[[], float] = time.perf_counter) -> None:
+        self._file = AppendFile(folder / EVENTS_FILE)
+        self._to_unix = time.time() - clock()
+        self.step = 0
+
+    def begin(self, devices: Mapping[str, Sequence[str]], colocated: bool) -> None:
+        """Record which processes run on which device."""
+        self._write(what="begin", time=round(time.time(), 3), devices=dict(devices), colocated=colocated)
+
+    def span(self, process: str, what: str, start: float, end: float) -> None:
+        """Record that `process` did `what` from `start` to `end`, of the clock."""
+        start_unix, seconds = round(start + self._to_unix, 4), round(end - start, 4)
+        self._write(what=what, process=process, start=start_unix, seconds=seconds, step=self.step)
+
+    def phase(self, name: str, start: float, end: float) -> None:
+        """Record a phase of the driver."""
+        self.span(DRIVER, name, start, end)
+
+    def restarted(self, process: str, why: str) -> None:
+        self._write(what="restart", process=process, why=why, time=round(time.time(), 3))
+
+    def close(self) -> None:
+        """May be called again."""
+        self._file.close()
+
+    def _write(self, **fields: Any) -> None:
+        self._file.write(json.dumps(fields))
+
+
+def read_events(run: Path) -> list[dict[str, Any]]:
+    """Return the events of a run's log folder, without a last line that a kill has cut off."""
+    path = run / EVENTS_FILE
+    if not path.exists():
+        return []
+    return [json.loads(line) for line in path.read_text().splitlines(keepends=True) if line.endswith("\n")]

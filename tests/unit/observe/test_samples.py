@@ -1,0 +1,111 @@
+"""The samples of a run as files: whole or not there, never in the way of the run."""
+
+from __future__ import annotations
+
+import logging
+import threading
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pyarrow.parquet as pq
+import pytest
+
+from grpo_mcore.observe.samples import NEWEST, QUEUED, SampleFiles, read_samples, read_token_texts, sample_steps
+
+SPAN = {"version": 3, "first": 0, "end": 3}
+TURN = {"role": "assistant", "text": "a", "tokens": 3, "generated": True}
+
+
+def row(uid: str, reward: float | None = 1.0, **more: Any) -> dict[str, Any]:
+    tokens = {"token_ids": np.array([5, 7, 5]), "engine_logprobs": np.array([0, -0.5, -1.25], dtype=np.float32)}
+    return {"uid": uid, "reward": reward, "versions": [SPAN], "turns": [TURN], **tokens, **more}
+
+
+def files(run: Path, max_bytes: float = 1e9) -> SampleFiles:
+    return SampleFiles(run / "samples", lambda token: f"<{token}>", max_bytes)
+
+
+def test_a_step_is_read_as_it_was_written(tmp_path: Path) -> None:
+    writer = files(tmp_path)
+    writer.add("train", 4, lambda: [row("left", None, left_out="equal")], last=False)
+    policy = np.array([0, -0.5, -1.0], dtype=np.float32)
+    writer.add("train", 4, lambda: [row("a", policy_logprobs=policy)])
+    writer.add("validation", 4, lambda: [row("v")])
+    writer.close()
+    assert list(sample_steps(tmp_path, "train")) == list(sample_steps(tmp_path, "validation")) == [4]
+    left, trained = read_samples(sample_steps(tmp_path, "train")[4])
+    assert (left["uid"], left["reward"], left["left_out"], left["policy_logprobs"]) == ("left", None, "equal", None)
+    assert (trained["reward"], trained["policy_logprobs"]) == (1.0, [0, -0.5, -1.0])
+    assert (trained["token_ids"], trained["engine_logprobs"]) == ([5, 7, 5], [0, -0.5, -1.25])
+    assert (trained["versions"], trained["turns"]) == ([SPAN], [TURN])
+    assert read_token_texts(tmp_path / "samples") == {5: "<5>", 7: "<7>"}
+    assert writer.dropped == 0
+
+
+def test_a_resumed_run_replaces_its_steps(tmp_path: Path) -> None:
+    for uid in ("first", "again"):
+        writer = files(tmp_path)
+        writer.add("train", 1, lambda uid=uid: [row(uid)])  # type: ignore[misc]
+        writer.close()
+    assert [sample["uid"] for sample in read_samples(sample_steps(tmp_path, "train")[1], ["uid"])] == ["again"]
+    assert len((tmp_path / "samples" / "tokens.jsonl").read_text().splitlines()) == 2
+
+
+def test_an_error_is_said_once_and_the_next_step_is_written(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    def lost() -> list[dict[str, Any]]:
+        raise OSError("the disk is gone")
+
+    with caplog.at_level(logging.WARNING):
+        writer = files(tmp_path)
+        writer.add("train", 1, lost)
+        writer.add("train", 2, lost)
+        writer.add("train", 3, lambda: [row("a")])
+        writer.close()
+    assert [record.message.count("the disk is gone") for record in caplog.records] == [1]
+    assert list(sample_steps(tmp_path, "train")) == [3] and writer.dropped == 2
+
+
+def test_a_writer_that_hangs_holds_nobody_up(tmp_path: Path) -> None:
+    free, begun = threading.Event(), threading.Event()
+
+    def slow() -> list[dict[str, Any]]:
+        begun.set()
+        free.wait(30)
+        return [row("a")]
+
+    writer = files(tmp_path)
+    writer.add("train", 1, slow)
+    assert begun.wait(30)
+    for step in range(QUEUED + 3):
+        writer.add("train", 2 + step, lambda: [])
+    assert writer.dropped == 3
+    free.set()
+    writer.close()
+    assert list(sample_steps(tmp_path, "train")) == [1]
+
+
+def test_older_files_make_room(tmp_path: Path) -> None:
+    writer = files(tmp_path)
+    writer.add("train", 1, lambda: [row("a")])
+    writer.close()
+    size = sample_steps(tmp_path, "train")[1].stat().st_size
+    writer = files(tmp_path, max_bytes=(NEWEST + 4.5) * size)
+    for step in range(2, NEWEST + 6):
+        writer.add("train", step, lambda: [row("a")])
+    writer.close()
+    kept = list(sample_steps(tmp_path, "train"))
+    assert kept == [2, 4, *range(6, NEWEST + 6)]  # 1, 3 and 5 made room
+
+
+def test_a_kill_leaves_whole_files(tmp_path: Path) -> None:
+    """What a kill interrupts has another name, and a line of tokens that it cut off is left out."""
+    writer = files(tmp_path)
+    writer.add("train", 1, lambda: [row("a")])
+    writer.close()
+    folder = tmp_path / "samples"
+    (folder / "train" / "step_000002.tmp").write_bytes(b"PAR1")
+    with (folder / "tokens.jsonl").open("a") as file:
+        file.write('[9, "ni')
+    assert pq.read_metadata(sample_steps(tmp_path, "train")[1]).num_rows == 1
+    assert list(sample_steps(tmp_path, "train")) == [1] and sorted(read_token_texts(folder)) == [5, 7]

@@ -1,0 +1,40 @@
+"""The events of a run by process."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from grpo_mcore.observe import Timeline
+from grpo_mcore.observe.spans import SpanFile, read_events
+from tests.unit.observe.test_timeline import Clock
+
+
+def test_phases_and_calls_are_events(tmp_path: Path) -> None:
+    clock = Clock()
+    spans = SpanFile(tmp_path, clock)
+    spans.begin({"policy-0": ["policy-0", "engine-0"]}, colocated=True)
+    timeline, spans.step = Timeline(clock, spans.phase), 3
+    with timeline.phase("refit"):
+        clock.now += 1
+        with timeline.phase("commit"):
+            clock.now += 2
+    with timeline.pause("validation"):
+        clock.now += 4
+    spans.span("engine-0", "generate", 5.0, 7.0)
+    spans.restarted("engine-0", "died")
+    spans.close()
+    with (tmp_path / "events.jsonl").open("a") as file:
+        file.write('{"what": "tr')  # a kill
+    begin, *found, restart = read_events(tmp_path)
+    assert begin["devices"] == {"policy-0": ["policy-0", "engine-0"]} and restart["why"] == "died"
+    assert [(event["process"], event["what"], event["seconds"]) for event in found] == [
+        ("driver", "refit/commit", 2.0),
+        ("driver", "refit", 3.0),
+        ("driver", "validation", 4.0),
+        ("engine-0", "generate", 2.0),
+    ]
+    assert {event["step"] for event in found} == {3}
+    commit, refit, validation, _ = (event["start"] for event in found)
+    assert (commit - refit, validation - commit) == (pytest.approx(1, abs=1e-3), pytest.approx(2, abs=1e-3))
