@@ -27,6 +27,7 @@ from grpo_mcore.algorithms.weight_sync.refit_parity import LIMITS, ParityCheck
 from grpo_mcore.cluster import Cluster, Worker, gather, is_fault, open_cluster
 from grpo_mcore.data import AllTaskProcessedDataset, build_dataloader, build_train_dataloader
 from grpo_mcore.environments.interfaces import EnvironmentBase
+from grpo_mcore.families import cpu_engine_options
 from grpo_mcore.generation import EngineConfig, engine_environment
 from grpo_mcore.objective import ClippedPGLossFn, OwnLoss, build_loss
 from grpo_mcore.observe import Logger
@@ -208,7 +209,6 @@ def start_engines(config: MasterConfig, cluster: Cluster, model: Model, policy: 
             expert_parallel=vllm.expert_parallel_size > 1,
             max_model_len=vllm.max_model_len,
             load_format=vllm.load_format if policy is not None else "auto",
-            prefix_caching=gpu or model.shape.mamba is None,
             record_routes=vllm.enable_return_routed_experts or config.policy.router_replay.enabled,
             enforce_eager=vllm.enforce_eager,
             gpu_memory_utilization=vllm.gpu_memory_utilization,
@@ -219,6 +219,7 @@ def start_engines(config: MasterConfig, cluster: Cluster, model: Model, policy: 
             if config.policy.hf_config_overrides
             else generation.vllm_kwargs,
             chat=chat,
+            **({} if gpu else cpu_engine_options(model.shape)),
         )
         places = (
             [policy.workers[ranks] for ranks in engine_ranks(index, config, gpu=gpu)]

@@ -15,7 +15,13 @@ code in `parallel/`.
 from __future__ import annotations
 
 from grpo_mcore.families.adapters import AdapterShape, adapter_shape, adapters_of, is_adapted
-from grpo_mcore.families.engine import check_engine_parallel, engine_pieces, engine_shape, missing_on_cpu
+from grpo_mcore.families.engine import (
+    check_engine_parallel,
+    cpu_engine_options,
+    engine_pieces,
+    engine_shape,
+    missing_on_cpu,
+)
 from grpo_mcore.families.fits import check_fit
 from grpo_mcore.families.registry import (
     FAMILIES,

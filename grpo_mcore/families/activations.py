@@ -84,11 +84,13 @@ def _experts(shape: ModelShape, rank: Rank) -> float:
     """
     experts, b = shape.experts, rank.element
     assert experts is not None
-    copy = b * (shape.hidden_size + _network(shape, rank, weighted=True) * experts.ffn_hidden_size / rank.expert_tensor)
+    width = experts.latent_size or shape.hidden_size
+    copy = b * (width + _network(shape, rank, weighted=True) * experts.ffn_hidden_size / rank.expert_tensor)
     copies = rank.share * experts.active * rank.expert_tensor * (copy + 8 + 4)  # with its origin and weight
     scores = rank.share * (experts.count * (4 + 4 + 1) + experts.active * (8 + 8 + 4))
     shared = b * _network(shape, rank) * experts.shared_ffn_hidden_size / rank.tensor
-    return scores + copies + shared
+    projected = rank.share * b * experts.latent_size  # what the experts return, before it is projected back
+    return scores + copies + shared + projected
 
 
 def _attention(shape: ModelShape, rank: Rank, padding: float) -> float:

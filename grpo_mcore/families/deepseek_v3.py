@@ -1,5 +1,7 @@
-"""DeepSeek-V3: latent attention, a shared expert, experts chosen within groups by sigmoid scores and a correction bias.
+"""DeepSeek-V3, Kimi-K2, Moonlight, GLM-4.7-Flash: latent attention, a shared expert, experts chosen within groups by
+sigmoid scores and a correction bias.
 
+The norms of both latents add `rms_norm_eps`, as vLLM's and Megatron-Core's do; transformers always adds 1e-6 there.
 Layers for multi-token prediction, which a checkpoint may have after the last layer, are neither loaded nor exported.
 """
 
@@ -8,10 +10,9 @@ from __future__ import annotations
 from typing import Any
 
 from grpo_mcore.families.dense import Layer, decoder_params, dense_shape, rope_settings
-from grpo_mcore.families.experts import expert_count, expert_params
+from grpo_mcore.families.experts import expert_params, sigmoid_experts
 from grpo_mcore.families.spec import (
     EngineForm,
-    ExpertShape,
     FamilyError,
     LatentShape,
     ModelShape,
@@ -24,29 +25,12 @@ from grpo_mcore.families.spec import (
 
 def shape(config: dict[str, Any]) -> ModelShape:
     """Read a ModelShape from `config.json`."""
-    require(config, attention_bias=False, rope_interleave=True, norm_topk_prob=True, rms_norm_eps=1e-6)
+    require(config, attention_bias=False, rope_interleave=True)
     if config.get("quantization_config"):
         raise FamilyError(
-            "config.json: quantization_config of a deepseek_v3 model; convert the checkpoint to bfloat16 first"
+            f"config.json: quantization_config of a {config['model_type']} model; convert the checkpoint to bfloat16 "
+            "first"
         )
-    groups, active = config.get("n_group") or 1, config["num_experts_per_tok"]
-    active_groups = config.get("topk_group") or 1
-    if groups > 1 and active != 2 * active_groups:
-        raise FamilyError(
-            f"config.json: num_experts_per_tok {active} must be twice topk_group {active_groups}: groups are chosen by "
-            "their best two experts"
-        )
-    experts = ExpertShape(
-        count=expert_count(config),
-        active=active,
-        ffn_hidden_size=config["moe_intermediate_size"],
-        dense_layers=tuple(range(config.get("first_k_dense_replace") or 0)),
-        shared_ffn_hidden_size=config["moe_intermediate_size"] * (config.get("n_shared_experts") or 0),
-        sigmoid=True,
-        groups=groups,
-        active_groups=active_groups,
-        scaling=config.get("routed_scaling_factor", 1.0),
-    )
     latent = LatentShape(
         query_rank=config.get("q_lora_rank"),
         key_value_rank=config["kv_lora_rank"],
@@ -55,7 +39,9 @@ def shape(config: dict[str, Any]) -> ModelShape:
         value_dim=config["v_head_dim"],
         yarn=_yarn(config),
     )
-    return dense_shape(config, family="deepseek_v3", qkv_bias=False, qk_norm=False, experts=experts, latent=latent)
+    return dense_shape(
+        config, family="deepseek_v3", qkv_bias=False, qk_norm=False, experts=sigmoid_experts(config), latent=latent
+    )
 
 
 def _yarn(config: dict[str, Any]) -> YarnShape | None:
@@ -64,7 +50,9 @@ def _yarn(config: dict[str, Any]) -> YarnShape | None:
     if kind == "default":
         return None
     if kind != "yarn" or bool(rope.get("mscale")) != bool(rope.get("mscale_all_dim")):
-        raise FamilyError(f"config.json: RoPE scaling {rope} is not supported for deepseek_v3 models; YaRN is")
+        raise FamilyError(
+            f"config.json: RoPE scaling {rope} is not supported for {config['model_type']} models; YaRN is"
+        )
     return YarnShape(
         factor=float(rope["factor"]),
         original_positions=rope["original_max_position_embeddings"],

@@ -27,11 +27,23 @@ def dense_shape(
     family: str,
     qkv_bias: bool,
     qk_norm: bool,
+    partial_rotary: bool = False,
     experts: ExpertShape | None = None,
     latent: LatentShape | None = None,
 ) -> ModelShape:
-    """Read a ModelShape from a Hugging Face `config.json`. Raises FamilyError for unsupported values."""
+    """Read a ModelShape from a Hugging Face `config.json`. `partial_rotary`: the family can rotate a part of each head.
+    Raises FamilyError for unsupported values."""
     require(config, hidden_act="silu", use_sliding_window=False)
+    if others := sorted(set(config.get("layer_types") or ()) - {"full_attention"}):
+        raise FamilyError(
+            f"config.json: layer_types {', '.join(others)} are not supported for {config['model_type']} models; only "
+            "full_attention"
+        )
+    fraction = float(rope_settings(config).get("partial_rotary_factor") or 1.0)
+    if fraction != 1.0 and not partial_rotary:
+        raise FamilyError(
+            f"config.json: partial_rotary_factor {fraction} is not supported for {config['model_type']} models; only 1"
+        )
     heads = config["num_attention_heads"]
     # Latent attention has its own scaling (YaRN), and one head size for queries and keys.
     theta, scaling = _rope(config) if latent is None else (float(rope_settings(config)["rope_theta"]), None)
@@ -52,6 +64,7 @@ def dense_shape(
         tied_embeddings=config.get("tie_word_embeddings", False),
         qkv_bias=qkv_bias,
         qk_norm=qk_norm,
+        rotary_fraction=fraction,
         experts=experts,
         latent=latent,
     )
@@ -59,7 +72,10 @@ def dense_shape(
 
 def rope_settings(config: dict[str, Any]) -> dict[str, Any]:
     """Return the rotary settings from either form (`rope_parameters` since transformers 5.0)."""
-    rope = {"rope_theta": config.get("rope_theta", 10000.0)}
+    rope = {
+        "rope_theta": config.get("rope_theta", 10000.0),
+        "partial_rotary_factor": config.get("partial_rotary_factor"),
+    }
     return rope | (config.get("rope_scaling") or {}) | (config.get("rope_parameters") or {})
 
 

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import replace
+from typing import Any
 
 from grpo_mcore.families.spec import (
     Block,
@@ -131,13 +132,16 @@ CPU_LATENT_HEAD = 576
 """The only size of key-value latent plus rotary part for which vLLM's CPU build compiles latent attention."""
 
 
+def cpu_engine_options(shape: ModelShape) -> dict[str, Any]:
+    """Return the settings (generation.EngineConfig) that an engine on CPU needs for this model."""
+    return {"prefix_caching": shape.mamba is None, "torch_rotary": shape.latent is not None}
+
+
 def missing_on_cpu(shape: ModelShape, expert_parallel: bool = False) -> str | None:
     """Describe the kernel of this model that vLLM's CPU build lacks; None if it can run the model."""
-    latent, experts = shape.latent, shape.experts
+    latent = shape.latent
     if expert_parallel:
         return "its experts cannot be distributed over an engine's ranks; set vllm_cfg.expert_parallel_size to 1"
     if latent is not None and (size := latent.key_value_rank + latent.rotary_dim) != CPU_LATENT_HEAD:
         return f"its latent attention needs kv_lora_rank + qk_rope_head_dim = {CPU_LATENT_HEAD}; here it is {size}"
-    if shape.blocks and experts is not None:
-        return "its kernel for experts requires a gate, which this model's experts (squared ReLU) do not have"
     return None

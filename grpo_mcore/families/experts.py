@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from grpo_mcore.families.dense import Layer, LayerPart, mlp_params
-from grpo_mcore.families.spec import FamilyError, Param, Split
+from grpo_mcore.families.spec import ExpertShape, FamilyError, Param, Split, require
 
 
 def expert_count(config: dict[str, Any]) -> int:
@@ -14,6 +14,31 @@ def expert_count(config: dict[str, Any]) -> int:
         if name in config:
             return config[name]
     raise FamilyError(f"config.json of a {config['model_type']} model lacks num_experts")
+
+
+def sigmoid_experts(config: dict[str, Any]) -> ExpertShape:
+    """Read the experts of DeepSeek-V3 and its successors: sigmoid scores with a correction bias, groups of experts, a
+    shared expert, dense first layers."""
+    require(config, norm_topk_prob=True)
+    groups, active = config.get("n_group") or 1, config["num_experts_per_tok"]
+    active_groups = config.get("topk_group") or 1
+    if groups > 1 and active != 2 * active_groups:
+        raise FamilyError(
+            f"config.json: num_experts_per_tok {active} must be twice topk_group {active_groups}: groups are chosen by "
+            "their best two experts"
+        )
+    kinds = config.get("mlp_layer_types") or ["dense"] * (config.get("first_k_dense_replace") or 0)
+    return ExpertShape(
+        count=expert_count(config),
+        active=active,
+        ffn_hidden_size=config["moe_intermediate_size"],
+        dense_layers=tuple(layer for layer, kind in enumerate(kinds) if kind == "dense"),
+        shared_ffn_hidden_size=config["moe_intermediate_size"] * (config.get("n_shared_experts") or 0),
+        sigmoid=True,
+        groups=groups,
+        active_groups=active_groups,
+        scaling=config.get("routed_scaling_factor", 1.0),
+    )
 
 
 def expert_params(

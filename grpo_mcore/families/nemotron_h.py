@@ -1,5 +1,5 @@
 """Nemotron-H and Nemotron 3: each layer is a Mamba2 mixer, attention without positions, an MLP or experts; networks
-have squared ReLU and no gate."""
+have squared ReLU and no gate. Experts of Nemotron 3 Super and Ultra compute on a projection of the hidden states."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ def shape(config: dict[str, Any]) -> ModelShape:
     """Read a ModelShape from `config.json`."""
     require(
         config, attention_bias=False, mlp_bias=False, use_bias=False, mamba_proj_bias=False, use_conv_bias=True,
-        mlp_hidden_act="relu2", mamba_hidden_act="silu", sliding_window=None, moe_latent_size=None,
+        mlp_hidden_act="relu2", mamba_hidden_act="silu", sliding_window=None,
         residual_in_fp32=False, norm_topk_prob=True, tie_word_embeddings=False,
     )  # fmt: skip
     kinds = config.get("layers_block_type") or config["hybrid_override_pattern"]
@@ -81,6 +81,7 @@ def _experts(config: dict[str, Any], blocks: tuple[Block, ...]) -> ExpertShape:
         shared_ffn_hidden_size=config.get("moe_shared_expert_intermediate_size") or 0,
         sigmoid=True,
         scaling=config.get("routed_scaling_factor", 1.0),
+        latent_size=config.get("moe_latent_size") or 0,
     )
 
 
@@ -105,8 +106,10 @@ def _block_params(layer: Layer, block: Block) -> list[Param]:
     shape, hf, param = layer.shape, layer.hf, layer.param
     h = shape.hidden_size
 
-    def network(megatron: str, name: str, size: int, expert: tuple[int, int] | None = None) -> list[Param]:
-        up, down = hf(f"{name}up_proj.weight", size, h), hf(f"{name}down_proj.weight", h, size)
+    def network(
+        megatron: str, name: str, size: int, expert: tuple[int, int] | None = None, width: int = h
+    ) -> list[Param]:
+        up, down = hf(f"{name}up_proj.weight", size, width), hf(f"{name}down_proj.weight", width, size)
         # vLLM fuses all experts.
         fused = [f"mixer.experts.routed_experts.{part}_weight" if expert else None for part in ("w13", "w2")]
         return [
@@ -156,9 +159,13 @@ def _block_params(layer: Layer, block: Block) -> list[Param]:
                 param("mlp.router.weight", Split.REPLICATED, hf("mixer.gate.weight", experts.count, h)),
                 param("mlp.router.expert_bias", Split.REPLICATED, bias, buffer=True),
             ]
+            latent = experts.latent_size
+            for name, *size in (("fc1_latent_proj.weight", latent, h), ("fc2_latent_proj.weight", h, latent)):
+                if latent:
+                    mixer.append(param(f"mlp.{name}", Split.REPLICATED, hf(f"mixer.{name}", *size)))
             for i in range(experts.count):
-                at = "mlp.experts.local_experts.{expert}"
-                mixer += network(at, f"mixer.experts.{i}.", experts.ffn_hidden_size, expert=(i, experts.count))
+                at, expert = "mlp.experts.local_experts.{expert}", (i, experts.count)
+                mixer += network(at, f"mixer.experts.{i}.", experts.ffn_hidden_size, expert, latent or h)
             if experts.shared_ffn_hidden_size:
                 mixer += network("mlp.shared_experts", "mixer.shared_experts.", experts.shared_ffn_hidden_size)
     return [norm, *mixer]
@@ -176,8 +183,9 @@ def flops(shape: ModelShape, tokens: int, sum_of_squared_lengths: int) -> float:
         Block.EXPERTS: 0,
     }
     if experts is not None:
-        width = experts.active * experts.ffn_hidden_size + experts.shared_ffn_hidden_size
-        weights[Block.EXPERTS] = h * (2 * width + experts.count)
+        latent, routed = experts.latent_size, 2 * experts.active * experts.ffn_hidden_size
+        weights[Block.EXPERTS] = h * (2 * experts.shared_ffn_hidden_size + experts.count)
+        weights[Block.EXPERTS] += latent * (routed + 2 * h) if latent else h * routed
     per_token = sum(weights[block] for block in shape.blocks) + shape.vocab_size * h
     attention = shape.blocks.count(Block.ATTENTION) * query
     return 2.0 * per_token * tokens + 2.0 * attention * sum_of_squared_lengths

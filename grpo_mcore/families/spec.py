@@ -42,6 +42,7 @@ class ExpertShape:
     groups: int = 1  # groups of experts; a token's experts come from `active_groups` of them
     active_groups: int = 1
     scaling: float = 1.0  # factor on the experts' weights
+    latent_size: int = 0  # width of a projection of the hidden states that experts compute on; 0: no projection
 
 
 @dataclass(frozen=True)
@@ -132,6 +133,7 @@ class ModelShape:
     tied_embeddings: bool
     qkv_bias: bool
     qk_norm: bool
+    rotary_fraction: float = 1.0  # part of each head that rotates with the position; the rest has no position
     experts: ExpertShape | None = None  # None: no layer has experts
     latent: LatentShape | None = None  # None: grouped-query attention
     blocks: tuple[Block, ...] = ()  # hybrid models: kind of each layer; networks have squared ReLU and no gate

@@ -61,6 +61,7 @@ class EngineConfig:
     max_model_len: int = 512
     load_format: Literal["auto", "dummy"] = "auto"
     prefix_caching: bool = True  # on CPU not possible with Mamba2 mixers
+    torch_rotary: bool = False  # CPU: rotate in PyTorch; vLLM 0.32's kernel is wrong for latent attention
     record_routes: bool = False  # which experts each token went to; on CPU without prefix caching
     enforce_eager: bool = False  # on CPU always eager
     gpu_memory_utilization: float = 0.6  # read on GPU only
@@ -145,6 +146,8 @@ def engine_arguments(config: EngineConfig, meeting_port: int = 0) -> dict[str, A
         # After a chunk of a prompt vLLM rewinds the request's seeded generator, which torch cannot do on CPU.
         arguments["enable_chunked_prefill"] = False
         arguments["ir_op_priority"] = dict(PRIORITY)
+        if config.torch_rotary:
+            arguments["compilation_config"] = {"custom_ops": ["-rotary_embedding"]}
         if config.dtype == "float32":
             # For latent attention: with AMX, vLLM would take its bfloat16 kernel for any dtype. Other models have only
             # one backend.

@@ -1,18 +1,23 @@
-"""A rank's experts as grouped matrix products: one kernel for all of them, however the tokens are distributed.
+"""A rank's experts: one after the other, as grouped matrix products (one kernel for all of them, however the tokens are
+distributed), or on a projection of the hidden states.
 
-The parameters are those of Megatron-Core's SequentialMLP, one matrix per expert, so that checkpoints, refit and
-Hugging Face's names do not depend on which of the two computes.
+With grouped products the parameters are those of Megatron-Core's SequentialMLP, one matrix per expert, so that
+checkpoints, refit and Hugging Face's names do not depend on which of the two computes.
 """
 
 from __future__ import annotations
 
+import copy
 from typing import Any
 
 import torch
+from megatron.core.transformer import TransformerConfig
 from megatron.core.transformer.moe.experts import SequentialMLP
+from megatron.core.transformer.moe.moe_layer import MoELayer
 from torch import Tensor
 
 from grpo_mcore.families import ModelShape, adapter_shape, adapters_of, params_of
+from grpo_mcore.parallel.attention import WholeLinear
 from grpo_mcore.parallel.layout import Layout
 from grpo_mcore.parallel.platform import Platform
 from grpo_mcore.recipe import MegatronConfig
@@ -20,8 +25,34 @@ from grpo_mcore.recipe import MegatronConfig
 ALIGNED = 16  # bytes: the kernel reads rows of matrices through descriptors that need it
 
 
-class GroupedExperts(SequentialMLP):
-    """SequentialMLP whose experts are computed together, without a host synchronisation."""
+class Experts(SequentialMLP):
+    """SequentialMLP whose experts compute on tokens of `width`."""
+
+    def __init__(self, num_local_experts: int, config: TransformerConfig, submodules: Any, *, width: int, **how: Any):
+        narrow = copy.copy(config)
+        narrow.hidden_size = width
+        super().__init__(num_local_experts, narrow, submodules, **how)
+
+
+class LatentMoELayer(MoELayer):
+    """MoELayer whose experts compute on a projection of the hidden states of `width`; router and shared expert take the
+    hidden states themselves. (Megatron-Core's own `moe_latent_size` needs TransformerEngine's grouped experts.)"""
+
+    def __init__(self, config: TransformerConfig, *args: Any, width: int, **how: Any) -> None:
+        super().__init__(config, *args, **how)
+        self.fc1_latent_proj = WholeLinear(config, config.hidden_size, width)
+        self.fc2_latent_proj = WholeLinear(config, width, config.hidden_size)
+
+    def preprocess(self, hidden_states: Tensor, probs: Tensor, routing_map: Tensor) -> tuple[Tensor, Tensor]:
+        return super().preprocess(self.fc1_latent_proj(hidden_states)[0], probs, routing_map)
+
+    def postprocess(self, output: Tensor, shared_expert_output: Tensor | None) -> Tensor:
+        routed = self.fc2_latent_proj(super().postprocess(output, None))[0]
+        return routed if shared_expert_output is None else routed + shared_expert_output
+
+
+class GroupedExperts(Experts):
+    """Experts that are computed together, without a host synchronisation."""
 
     def forward(
         self, permuted_local_hidden_states: Tensor, tokens_per_expert: Tensor, permuted_probs: Tensor
@@ -79,7 +110,7 @@ def computes_in_groups(
     """
     if shape.experts is None or not (platform.grouped_products and settings.moe_grouped_gemm):
         return False
-    widths = (shape.hidden_size, shape.experts.ffn_hidden_size // layout.expert_tensor)
+    widths = (shape.experts.latent_size or shape.hidden_size, shape.experts.ffn_hidden_size // layout.expert_tensor)
     aligned = all(width * dtype.itemsize % ALIGNED == 0 for width in widths)
     adapters = adapter_shape(settings.peft)
     adapted = adapters_of(params_of(shape), adapters) if adapters else {}

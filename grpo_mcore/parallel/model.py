@@ -14,7 +14,6 @@ from megatron.core.transformer.attention import SelfAttention, SelfAttentionSubm
 from megatron.core.transformer.enums import AttnMaskType
 from megatron.core.transformer.identity_op import IdentityOp
 from megatron.core.transformer.mlp import MLP, MLPSubmodules
-from megatron.core.transformer.moe.experts import SequentialMLP
 from megatron.core.transformer.moe.moe_layer import MoELayer, MoESubmodules
 from megatron.core.transformer.moe.shared_experts import SharedExpertMLP
 from megatron.core.transformer.multi_latent_attention import MLASelfAttention, MLASelfAttentionSubmodules
@@ -27,7 +26,7 @@ from grpo_mcore.families import Block, ModelShape
 from grpo_mcore.families.activations import TILES
 from grpo_mcore.parallel.attention import LatentAttention, PackedAttention, describe_row
 from grpo_mcore.parallel.context import join_shares, share_of_row, take_share
-from grpo_mcore.parallel.experts import GroupedExperts
+from grpo_mcore.parallel.experts import Experts, GroupedExperts, LatentMoELayer
 from grpo_mcore.parallel.layout import Layout
 from grpo_mcore.parallel.logprobs import token_scores
 from grpo_mcore.parallel.mamba import MambaMixer
@@ -150,6 +149,7 @@ def _build_chunk(
         share_embeddings_and_output_weights=shape.tied_embeddings,
         position_embedding_type="none" if shape.rope_theta is None else "rope",
         rotary_base=shape.rope_theta or 10000,
+        rotary_percent=shape.rotary_fraction,
         rope_scaling=shape.rope_scaling_factor is not None,
         rope_scaling_factor=shape.rope_scaling_factor or 1.0,
     )
@@ -195,8 +195,12 @@ def block_spec(
             kv_layernorm=norm,
         )
     mlp = MLPSubmodules(linear_fc1=column, linear_fc2=row)
+    latent = shape.experts.latent_size if shape.experts else 0
+    width = latent or shape.hidden_size
     experts = MoESubmodules(
-        experts=ModuleSpec(module=GroupedExperts if config.moe_grouped_gemm else SequentialMLP, submodules=mlp),
+        experts=ModuleSpec(
+            module=GroupedExperts if config.moe_grouped_gemm else Experts, params={"width": width}, submodules=mlp
+        ),
         shared_experts=ModuleSpec(module=SharedExpertMLP, submodules=mlp),
     )
 
@@ -208,6 +212,8 @@ def block_spec(
         network = ModuleSpec(module=MLP, submodules=mlp)
         if shape.is_expert_layer(index):
             network = ModuleSpec(module=MoELayer, submodules=experts)
+            if latent:
+                network = ModuleSpec(module=LatentMoELayer, params={"width": width}, submodules=experts)
         mixer = core_part
         block = shape.blocks[index] if shape.blocks else None
         if block is Block.MAMBA:

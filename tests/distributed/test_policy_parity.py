@@ -24,13 +24,19 @@ MOE: dict[str, dict[str, Any]] = {
     "deepseek_v3": {"tie_word_embeddings": False},
 }
 HYBRID: dict[str, dict[str, Any]] = {"nemotron_h": {}, "nemotron_h_moe": {}}
-FAMILIES = DENSE | MOE | HYBRID
+LATER: dict[str, dict[str, Any]] = {
+    name: {} for name in ("moonlight", "glm4_moe_lite", "glm4_moe", "nemotron_h_latent")
+}
+"""Families made of parts that those above compare on every layout; `grpo-mcore parity` compares them on all."""
+FAMILIES = DENSE | MOE | HYBRID | LATER
 LIKE_ANOTHER = ("qwen2", "llama", "mixtral", "nemotron_h")
 FEW = ("TP1", "TP2", "TP2-SP", "PP2", "CP2", "TP2xPP2", "PP2xCP2", "ETP2", "EP2xPP2")
 
 
 def layouts_of(family: str) -> tuple[LayoutCase, ...]:
-    """Return all layouts, or for a family that differs little from another one only FEW."""
+    """Return all layouts, for a family that differs little from another one only FEW, for LATER a combined one."""
+    if family in LATER:
+        return (MOE_LAYOUTS[-1],)
     layouts = MOE_LAYOUTS if family in MOE or family == "nemotron_h_moe" else LAYOUTS
     return tuple(case for case in layouts if case.name in FEW) if family in LIKE_ANOTHER else layouts
 

@@ -18,7 +18,7 @@ from tests.functional.runs import Task, grpo_recipe, run_here
         ("mixtral", "float32", False, 1.0001),
         ("qwen3_moe", "bfloat16", True, 1.02),
         ("deepseek_v3", "float32", False, 1.0001),
-        ("nemotron_h", "bfloat16", False, 1.02),
+        ("nemotron_h_moe", "bfloat16", True, 1.02),
     ],
 )
 def test_the_engines_experts_follow_the_policys(
@@ -26,7 +26,7 @@ def test_the_engines_experts_follow_the_policys(
 ) -> None:
     """In bfloat16 vLLM uses another kernel, which packs experts in another order, and it packs convolutions too."""
     folder, sizes = tmp_path / "model", {"vocab_size": 32, "num_attention_heads": 2, "eos_token_id": 2}
-    if family != "nemotron_h":
+    if family != "nemotron_h_moe":
         sizes["num_hidden_layers"] = 2
     make_tiny_model(family, folder, **ENGINE_SIZES.get(family, {}) | sizes)
     make_tokenizer(folder)

@@ -96,10 +96,15 @@ CHECKPOINTS = {
             "num_hidden_layers": None, "layers_block_type": ["linear_attention", "moe", "full_attention", "mlp"],
             "head_dim": 8, "ssm_state_size": 4, "mamba_num_heads": 4, "mamba_head_dim": 4, "n_groups": 2,
             "n_routed_experts": 4, "moe_intermediate_size": 8, "moe_shared_expert_intermediate_size": 12,
+            "moe_latent_size": 6,
         },
     ),
     "qwen3_moe": ("Qwen3Moe", {"num_experts": 4, "moe_intermediate_size": 8, "head_dim": 8, "mlp_only_layers": [0]}),
     "mixtral": ("Mixtral", {"num_local_experts": 4, "sliding_window": None}),
+    "glm4_moe": (
+        "Glm4Moe",
+        {"n_routed_experts": 4, "moe_intermediate_size": 8, "head_dim": 8, "attention_bias": True, "use_qk_norm": True},
+    ),
     "deepseek_v3": (
         "DeepseekV3",
         {
@@ -141,6 +146,8 @@ def test_the_27m_model_has_its_parameters() -> None:
         ({"use_sliding_window": True}, "use_sliding_window True .*; only False"),
         ({"rope_parameters": {"rope_type": "yarn", "factor": 4.0}}, "RoPE scaling"),
         ({"attention_bias": True}, "attention_bias"),
+        ({"partial_rotary_factor": 0.5}, "partial_rotary_factor 0.5 is not supported for qwen3 models; only 1"),
+        ({"layer_types": ["sliding_attention"] * 8}, "layer_types sliding_attention are not supported"),
     ],
 )
 def test_unsupported_config_values_are_rejected(change: dict, message: str) -> None:
