@@ -10,7 +10,7 @@ unexport PYTHONDONTWRITEBYTECODE
 PARALLEL := $(if $(ARGS),,-n 2)
 
 .DEFAULT_GOAL := help
-.PHONY: help setup launch-env demo test test-fast lint lock clean
+.PHONY: help setup launch-env demo test test-fast lint lock docs clean
 
 help: ## print this list
 	@sed -n 's/^\([a-z-]*\):.*## /\1\t/p' $(MAKEFILE_LIST) | expand -t 12
@@ -37,6 +37,15 @@ launch-env: ## make .venv-launch with NeMo-Run, for launchers/nemo_run
 lock: ## resolve pyproject.toml into requirements/*.lock (ARGS=--upgrade for newer versions)
 	@$${PYTHON:-python3} scripts/lock.py $(ARGS)
 
-clean: ## remove .venv, .venv-launch and caches; results, logs and checkpoints stay
-	@rm -rf .venv .venv-launch .hypothesis .mypy_cache .pytest_cache .ruff_cache build dist
+docs: .venv-docs/.ready ## build guides, recipe keys and API pages as a site in site/ (makes .venv-docs)
+	@NO_MKDOCS_2_WARNING=1 .venv-docs/bin/mkdocs build --strict $(ARGS)
+
+.venv-docs/.ready: requirements/docs.lock
+	@rm -rf .venv-docs
+	@$${PYTHON:-python3} -m venv .venv-docs
+	@.venv-docs/bin/python -m pip install --quiet --disable-pip-version-check --no-deps -r requirements/docs.lock
+	@touch $@
+
+clean: ## remove .venv, .venv-launch, .venv-docs and caches; results, logs and checkpoints stay
+	@rm -rf .venv .venv-launch .venv-docs site .hypothesis .mypy_cache .pytest_cache .ruff_cache build dist
 	@find . -name __pycache__ -type d -prune -exec rm -rf {} +

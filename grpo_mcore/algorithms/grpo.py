@@ -91,7 +91,12 @@ def grpo_train(
     compare: Compare | None = None,
 ) -> dict[str, Any]:
     """Train until all steps are done, the data has ended, a validation metric is reached, or `stop` asks for the end.
-    Return the summary. The arguments are those of NeMo RL, and the fields of `setup.Run`."""
+    Return the summary. The arguments are those of NeMo RL, and the fields of `setup.Run`.
+
+    `task_to_env`: environments by task name, which is a dataset's `task_name`, or its own name or its file's. A value
+    is an object of this process (`create_env`), which scores between two waits of this loop, or an actor beside it
+    (`MathEnvironment.remote(...)`).
+    """
     refuse_processor(processor)
     config, engines, stop = master_config, policy_generation, stop or StopRequest()
     position = checkpointer.position()

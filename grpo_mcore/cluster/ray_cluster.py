@@ -18,6 +18,7 @@ from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy, Place
 
 from grpo_mcore.cluster.diagnostics import wait_graph
 from grpo_mcore.cluster.environment import chosen
+from grpo_mcore.cluster.local_cluster import LocalFuture
 from grpo_mcore.cluster.ray_actor import WorkerActor
 from grpo_mcore.cluster.ray_placement import check_room, nodes_of, rank_order, request_text, reserve, resources_text
 from grpo_mcore.cluster.ray_session import RaySession
@@ -132,6 +133,9 @@ class RayCluster(Cluster):
     ) -> T:
         if not things:
             raise ValueError(f"{what}: nothing to wait for")
+        for thing in things:
+            if isinstance(thing, LocalFuture):  # a call of an object of this process: it has run already
+                return thing
         mine = cast("Sequence[RayFuture | RayStream]", things)
         handles = [thing.handle for thing in mine]
         ready: list[ray.ObjectRef] = []

@@ -17,7 +17,7 @@ from examples.sliding_puzzle.make_model import CHARACTERS, WORDS, make_tokenizer
 from grpo_mcore.algorithms.engines.engine_group import EngineGroup
 from grpo_mcore.algorithms.rollouts.agent_rollouts import AgentWorker
 from grpo_mcore.algorithms.rollouts.rollouts import Rollouts
-from grpo_mcore.algorithms.rollouts.scoring import EnvironmentWorker
+from grpo_mcore.algorithms.rollouts.scoring import EnvironmentWorker, as_workers
 from grpo_mcore.cluster import Parcel
 from grpo_mcore.cluster.ray_cluster import RayCluster
 from grpo_mcore.data import load_tokenizer
@@ -104,19 +104,20 @@ def test_turns_over_ray(cluster: RayCluster) -> None:
         limits = TurnLimits(4, 100_000)
         return Rollouts(engines, {"game": environment}, CharacterTokenizer(), limits, seed=1)
 
-    play = rollouts(game)
-    play.dispatch([prompt(number) for number in range(5)], Sampling(20_000), generations=3, step=1)
-    groups = [play.next_group() for _ in range(5)]
-    assert not play.generating
-    for group in groups:
-        number = group.prompt["extra_env_info"]["number"]
-        for index, (sample, score) in enumerate(zip(group.samples, group.scores, strict=True)):
-            turns = 1 + (index + number) % 3
-            assert isinstance(sample.ref, ray.ObjectRef)
-            trajectory = cluster.store.fetch(sample.ref)
-            assert (sample.turns, score.reward, sample.length) == (turns, turns, trajectory.length)
-            generated = [turn for turn in trajectory.turns if turn.loss_mask]
-            assert [len(turn) for turn in generated] == [20_000 if index == 0 else 5] * turns
+    for environment in (game, as_workers({"game": FakeEnvironment(decide)}, cluster)["game"]):  # a worker; our own
+        play = rollouts(environment)
+        play.dispatch([prompt(number) for number in range(5)], Sampling(20_000), generations=3, step=1)
+        groups = [play.next_group() for _ in range(5)]
+        assert not play.generating
+        for group in groups:
+            number = group.prompt["extra_env_info"]["number"]
+            for index, (sample, score) in enumerate(zip(group.samples, group.scores, strict=True)):
+                turns = 1 + (index + number) % 3
+                assert isinstance(sample.ref, ray.ObjectRef)
+                trajectory = cluster.store.fetch(sample.ref)
+                assert (sample.turns, score.reward, sample.length) == (turns, turns, trajectory.length)
+                generated = [turn for turn in trajectory.turns if turn.loss_mask]
+                assert [len(turn) for turn in generated] == [20_000 if index == 0 else 5] * turns
 
     wrong = rollouts(broken)
     wrong.dispatch([prompt(7)], Sampling(8), generations=2, step=1)

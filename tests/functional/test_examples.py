@@ -6,6 +6,7 @@ from pathlib import Path
 
 import pytest
 
+from examples.from_python import from_python
 from examples.own_environment.calculator import Calculator, calculate
 from examples.own_environment.make_task import make_task
 from examples.own_loop import own_loop
@@ -40,17 +41,22 @@ def in_process(task: Task, model: Path) -> list[str]:
     return [*words, "policy.generation.vllm_cfg.kv_cache_memory_gb=0.1"]
 
 
-def test_a_run_with_the_reward_of_your_own(task: Task, model: Path, tmp_path: Path) -> None:
+def test_a_run_from_python_with_the_reward_of_your_own(
+    task: Task, model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
     """With another model and task than the demo's, in process; the reward and its parts come from the recipe."""
-    words = in_process(task, model)
-    words += ["grpo.max_num_steps=1", "grpo.max_val_samples=8"]
-    recipe = {"defaults": str(EXAMPLES / "own_reward" / "recipe.yaml")}
-    run = run_here("train", tmp_path, recipe, *words, "checkpointing.enabled=false", "grpo.val_period=0")
-    assert run.code == 0, run.err
-    [line] = run.metrics()
+    preload()
+    monkeypatch.chdir(tmp_path)
+    words = [*in_process(task, model), "grpo.max_num_steps=1", "grpo.max_val_samples=8", "grpo.val_at_start=false"]
+    metrics, answer = from_python.main(words, tmp_path / "exported")
+    assert list(metrics.index) == [1] and isinstance(answer, str)
+    line = metrics.loc[1]
     assert (line["num_samples"], line["num_failed_samples"]) == (32, 0)
-    assert 0.0 < line["reward"] < 1.1
-    assert "share " in run.out and "length 1" in run.out  # the reasons of the validation samples that are shown
+    assert 0.0 < line["reward"] == pytest.approx(line["reward/share"] + 0.1 * line["reward/length"])
+    assert "accuracy" not in line and (tmp_path / "exported" / "model.safetensors").is_file()
+    out = capsys.readouterr().out
+    assert "the rewards are graded" in out and "reward/share  " in out
+    assert "share " in out and "length 1" in out  # the reasons of the validation samples that are shown
 
 
 def test_a_run_with_the_objective_of_your_own(task: Task, model: Path, tmp_path: Path) -> None:

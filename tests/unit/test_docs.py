@@ -47,7 +47,7 @@ def test_a_picture_is_legible_on_any_background(picture: Path) -> None:
 
 def test_every_page_and_room_is_on_the_map() -> None:
     index = (ROOT / "docs" / "index.md").read_text()
-    rooms = {path.parent.name for path in (ROOT / "grpo_mcore").glob("*/__init__.py")} | {"parallel"}
+    rooms = {path.parent.name for path in (ROOT / "grpo_mcore").glob("*/__init__.py")}
     assert not [room for room in rooms if f"`{room}/`" not in index]
     assert not [
         page.name for page in (ROOT / "docs").glob("*.md") if page.name != "index.md" and page.name not in index

@@ -77,7 +77,7 @@ def prepare(config: MasterConfig, resume: str | bool | None = None) -> Prepared:
 def validate_only(config: MasterConfig, resume: str | bool | None = None) -> dict[str, float | None]:
     """Validate the model, or a checkpoint, as a run would, and return the metrics. No step is trained or saved."""
     prepared, console = prepare(config, resume), RunConsole()
-    with started(prepared, None) as run:
+    with started(prepared) as run:
         step = run.grpo_save_state["current_step"]
         refit_engines(run.policy, run.policy_generation, config)
         found = run_validation(
@@ -92,7 +92,7 @@ def validate_only(config: MasterConfig, resume: str | bool | None = None) -> dic
 
 @contextmanager
 def started(
-    prepared: Prepared, log_run: str | None, around: Callable[[], AbstractContextManager[Any]] = nullcontext
+    prepared: Prepared, log_run: str | None = None, around: Callable[[], AbstractContextManager[Any]] = nullcontext
 ) -> Iterator[Run]:
     """Start a run, and end all of its processes with the context. `log_run`: folder of the logs to go on
     in; None: a new one. `around`: entered once the cluster is started."""

@@ -150,7 +150,10 @@ class Rollouts:
         for_agents: list[DatumSpec] = []
         for prompt in prompts:
             if prompt["task_name"] not in self.environments:
-                raise ValueError(f"{prompt['uid']}: no environment for task {prompt['task_name']!r}")
+                raise ValueError(
+                    f"{prompt['uid']}: no environment for task {prompt['task_name']!r}. Environments are given by the "
+                    f"datasets' task names; known are {', '.join(map(repr, self.environments)) or 'none'}"
+                )
             if self._agents.handles(prompt):
                 for_agents.append(prompt)
                 continue

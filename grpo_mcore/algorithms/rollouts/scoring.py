@@ -267,8 +267,8 @@ class _LocalEnvironment:
 
 
 def as_workers(environments: Mapping[str, Any], cluster: Cluster) -> dict[str, Worker]:
-    """Return a worker for each task. Environments that are objects of this process are wrapped, and those of
-    `Environment.remote` are started on the cluster, once."""
+    """Return a worker for each task. Environments that are objects of this process are wrapped, whatever the cluster,
+    and those of `Environment.remote` are started on it, once."""
     return {task: _as_worker(task, env, cluster) for task, env in environments.items()}
 
 

@@ -217,7 +217,7 @@ def test_what_an_environment_raises_costs_its_sample() -> None:
 
 
 def test_a_prompt_without_an_environment_is_named() -> None:
-    with pytest.raises(ValueError, match="p0: no environment for task 'other'"):
+    with pytest.raises(ValueError, match="p0: no environment for task 'other'. .* known are 'game'"):
         World().run(range(1), task_name="other")
 
 
