@@ -90,8 +90,8 @@ def train(model: str, steps: int) -> list[float]:
         f"policy.model_name={model}",
         "policy.megatron_cfg.tensor_model_parallel_size=1",
         "cluster.gpus_per_node=1",
+        "policy.megatron_cfg.optimizer.lr=2e-3",
     ]
-    overrides += ["policy.megatron_cfg.optimizer.lr=2e-3", "policy.megatron_cfg.scheduler.lr_warmup_init=2e-3"]
     config = load_recipe("grpo-arithmetic-cpu", overrides).config
     address = Address(rank=0, world_size=1, local_rank=0, master_addr="127.0.0.1", master_port=free_port())
     policy = Policy(config.policy, address, seed=0, timeout_s=60, reference=False)

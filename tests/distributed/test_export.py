@@ -14,7 +14,7 @@ from torch import Tensor
 
 from grpo_mcore.data.tiny_models import make_tiny_model
 from grpo_mcore.parallel.rank_pool import RankFailed, RankPool
-from grpo_mcore.recipe import MasterConfig, OptimizerConfig, SchedulerConfig
+from grpo_mcore.recipe import MasterConfig, MegatronConfig
 from grpo_mcore.tools.parity.rank import LayoutCase, policy_config, sequences
 from tests.distributed.adapter_cases import PEFT
 
@@ -43,7 +43,10 @@ def checkpoint(
 def driver_files(folder: Path, model: Path, case: LayoutCase, peft: dict[str, Any] | None = None) -> Path:
     """Write the files of a checkpoint that the driver writes."""
     policy = policy_config(model, case)
-    policy.megatron_cfg.optimizer, policy.megatron_cfg.scheduler = OptimizerConfig(), SchedulerConfig()
+    policy.megatron_cfg.optimizer, policy.megatron_cfg.scheduler = (
+        MegatronConfig().optimizer,
+        MegatronConfig().scheduler,
+    )
     policy.megatron_cfg.peft = policy.megatron_cfg.peft.model_copy(update=(PEFT | peft) if peft is not None else {})
     world = {"num_nodes": 1, "gpus_per_node": case.world_size}
     recipe = MasterConfig.model_validate(

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, Literal, Self
 
-from pydantic import Field
+from pydantic import Field, model_validator
 
 from grpo_mcore.recipe.schema.section import (
     NULL,
@@ -28,8 +28,8 @@ class OptimizerConfig(Section):
     """Optimizer. adam with weight_decay above 0 is AdamW."""
     lr: Annotated[float, Field(gt=0, le=1e5)] = 5.0e-6
     """Maximum learning rate, reached at the end of the warm-up."""
-    min_lr: NonNegativeFloat = 5.0e-7
-    """Learning rate at the end of the decay."""
+    min_lr: Derived[NonNegativeFloat] = NULL
+    """Learning rate at the end of the decay. null: a tenth of lr."""
     weight_decay: NonNegativeFloat = 0.01
     """Decoupled weight decay, per optimizer step and unit of learning rate."""
     bf16: Derived[bool] = NULL
@@ -67,8 +67,8 @@ class SchedulerConfig(Section):
     steps of the run, max_num_steps of grpo or sft, and more than lr_warmup_iters."""
     lr_warmup_iters: NonNegative = 13
     """Steps of linear warm-up from lr_warmup_init to lr."""
-    lr_warmup_init: NonNegativeFloat = 5.0e-7
-    """Learning rate of the first step of the warm-up."""
+    lr_warmup_init: Derived[NonNegativeFloat] = NULL
+    """Learning rate of the first step of the warm-up. null: a tenth of optimizer.lr."""
     start_weight_decay: Derived[NonNegativeFloat] = NULL
     """Weight decay at the first step. null: optimizer.weight_decay."""
     end_weight_decay: Derived[NonNegativeFloat] = NULL
@@ -191,3 +191,11 @@ class MegatronConfig(Section):
         default_factory=DistributedDataParallelConfig
     )
     """Gradient reduction over the data-parallel ranks."""
+
+    @model_validator(mode="after")
+    def _let_rates_follow(self) -> Self:
+        if self.optimizer.min_lr is None:
+            self.optimizer.min_lr = self.optimizer.lr / 10
+        if self.scheduler.lr_warmup_init is None:
+            self.scheduler.lr_warmup_init = self.optimizer.lr / 10
+        return self

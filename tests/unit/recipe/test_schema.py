@@ -10,6 +10,7 @@ from pathlib import Path
 import pytest
 
 import grpo_mcore.recipe
+from grpo_mcore.recipe import load_recipe
 from grpo_mcore.recipe.schema.keys import docstrings, known_keys, nearest_key
 from grpo_mcore.recipe.schema.section import Section
 
@@ -85,3 +86,15 @@ def test_there_are_sections() -> None:
 )
 def test_the_nearest_known_key(wrong: str, right: str | None) -> None:
     assert nearest_key(wrong) == right
+
+
+def test_one_key_lowers_the_learning_rate_and_the_other_rates_follow_unless_they_are_set() -> None:
+    at = "policy.megatron_cfg"
+    for words, rates in (
+        ([f"{at}.optimizer.lr=1e-8"], (1e-9, 1e-9)),
+        ([f"{at}.optimizer.lr=1e-8", f"{at}.optimizer.min_lr=0"], (0.0, 1e-9)),
+        ([f"{at}.optimizer.lr=1e-8", f"{at}.scheduler.lr_warmup_init=1e-8"], (1e-9, 1e-8)),
+        ([], (5e-7, 5e-7)),
+    ):
+        megatron = load_recipe("grpo_math_1B", words).config.policy.megatron_cfg
+        assert (megatron.optimizer.min_lr, megatron.scheduler.lr_warmup_init) == pytest.approx(rates)
