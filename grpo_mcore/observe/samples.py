@@ -187,9 +187,12 @@ def sample_steps(run: Path, kind: Kind) -> dict[int, Path]:
     return found
 
 
-def read_samples(path: Path, columns: Sequence[str] | None = None) -> list[dict[str, Any]]:
-    """Return the samples of a file as plain values, all columns or some."""
-    return pq.read_table(path, columns=None if columns is None else list(columns)).to_pylist()
+def read_samples(
+    path: Path, columns: Sequence[str] | None = None, uids: Sequence[str] | None = None
+) -> list[dict[str, Any]]:
+    """Return the samples of a file as plain values, all columns or some, of all prompts or some."""
+    filters = None if uids is None else [("uid", "in", list(uids))]
+    return pq.read_table(path, columns=None if columns is None else list(columns), filters=filters).to_pylist()
 
 
 def read_token_texts(folder: Path) -> dict[int, str]:

@@ -15,6 +15,8 @@ from grpo_mcore.observe.append_file import AppendFile
 
 EVENTS_FILE = "events.jsonl"
 DRIVER = "driver"
+MERGE_S = 0.05
+"""Longest gap between two equal phases of the driver that are written as one: it takes a group at a time."""
 
 
 class SpanFile:
@@ -29,6 +31,7 @@ class SpanFile:
         self._file = AppendFile(folder / EVENTS_FILE)
         self._to_unix = time.time() - clock()
         self.step = 0
+        self._open: tuple[str, float, float] | None = None  # the driver's last phase: name, start, end
 
     def begin(self, devices: Mapping[str, Sequence[str]], colocated: bool) -> None:
         """Record which processes run on which device."""
@@ -40,14 +43,25 @@ class SpanFile:
         self._write(what=what, process=process, start=start_unix, seconds=seconds, step=self.step)
 
     def phase(self, name: str, start: float, end: float) -> None:
-        """Record a phase of the driver."""
-        self.span(DRIVER, name, start, end)
+        """Record a phase of the driver. Equal ones that follow each other become one."""
+        if self._open is not None and self._open[0] == name and start - self._open[2] < MERGE_S:
+            self._open = (name, self._open[1], end)
+            return
+        self.flush()
+        self._open = (name, start, end)
+
+    def flush(self) -> None:
+        """Write the driver's last phase, at the end of a step."""
+        if self._open is not None:
+            self.span(DRIVER, *self._open)
+            self._open = None
 
     def restarted(self, process: str, why: str) -> None:
         self._write(what="restart", process=process, why=why, time=round(time.time(), 3))
 
     def close(self) -> None:
         """May be called again."""
+        self.flush()
         self._file.close()
 
     def _write(self, **fields: Any) -> None:

@@ -151,6 +151,7 @@ class RunReport:
         self._samples_asked = max(0, self._samples_asked - self._samples_done)  # what is left is of later steps
         self._samples_done = 0
         self._timers.append(seconds)
+        self.spans.flush()
         self.spans.step = step + 1
         self._tokens += int(metrics["tokens"])
         self.state["consumed_samples"] += len(groups)

@@ -1,0 +1,148 @@
+"""What each device of a run did in each second: every second of every device has exactly one entry.
+
+The driver's phases say what the policy's ranks do, the engines' calls what the engines do. Where several go on at a
+time on one device, the first in ORDER counts.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from grpo_mcore.observe.spans import DRIVER
+
+ORDER = (
+    "validation", "checkpoint", "refit", "train", "log-probs", "prepare", "generate",
+    "wait for rewards", "wait for samples", "wait for training", "other",
+)  # fmt: skip
+"""What a device can do, most telling first."""
+
+WAITS = ("wait for rewards", "wait for samples", "wait for training", "other")
+
+OF_ALL = {"validation": "validation", "refit": "refit"}
+OF_POLICY = {"checkpoint": "checkpoint", "train": "train", "logprobs": "log-probs", "prepare": "prepare"}
+WAIT_OF_POLICY = {"generate": "wait for samples", "reward": "wait for rewards"}
+WAIT_OF_ENGINE = {
+    "generate": "wait for samples", "reward": "wait for rewards", "train": "wait for training",
+    "logprobs": "wait for training", "prepare": "wait for training", "checkpoint": "checkpoint",
+}  # fmt: skip
+"""The driver's phase -> what a device does meanwhile."""
+
+Span = tuple[float, float, str, int]
+"""(start, end, what, step)."""
+
+
+@dataclass(frozen=True)
+class DeviceSeconds:
+    """Seconds by device and by what it did, and by step; of each device they add up to `wall`."""
+
+    wall: float
+    by_device: dict[str, dict[str, float]]
+    by_step: dict[int, dict[str, float]]
+
+    def total(self) -> dict[str, float]:
+        """Return the seconds of all devices by what they did, in ORDER."""
+        sums = {what: sum(seconds.get(what, 0.0) for seconds in self.by_device.values()) for what in ORDER}
+        return {what: seconds for what, seconds in sums.items() if seconds}
+
+
+def device_seconds(events: Sequence[Mapping[str, Any]]) -> DeviceSeconds:
+    """Account for the time from each start of the run to its last event."""
+    wall, by_device, by_step = 0.0, defaultdict(lambda: defaultdict(float)), defaultdict(lambda: defaultdict(float))  # type: ignore[var-annotated]
+    for begin, spans in _starts(events):
+        if not spans:
+            continue
+        start, end = begin["time"], max(span["start"] + span["seconds"] for span in spans)
+        wall += end - start
+        for device, processes in begin["devices"].items():
+            for first, last, what, step in covered(start, end, _of_device(processes, spans)):
+                by_device[device][what] += last - first
+                by_step[step][what] += last - first
+    return DeviceSeconds(wall, {name: dict(value) for name, value in by_device.items()}, _plain(by_step))
+
+
+def _plain(by_step: Mapping[int, Mapping[str, float]]) -> dict[int, dict[str, float]]:
+    return {step: dict(by_step[step]) for step in sorted(by_step)}
+
+
+def _starts(events: Sequence[Mapping[str, Any]]) -> Iterator[tuple[Mapping[str, Any], list[Mapping[str, Any]]]]:
+    """Yield each start of the run with its spans."""
+    begins = [index for index, event in enumerate(events) if event["what"] == "begin"]
+    for index, following in zip(begins, [*begins[1:], len(events)], strict=True):
+        yield events[index], [event for event in events[index + 1 : following] if "seconds" in event]
+
+
+def _of_device(processes: Sequence[str], spans: Iterable[Mapping[str, Any]]) -> Iterator[Span]:
+    """Yield what the spans say about a device with these processes."""
+    trains = any(name.startswith("policy") for name in processes)
+    generates = any(not name.startswith("policy") for name in processes)
+    for span in spans:
+        what, first = span["what"], span["start"]
+        last, step = first + span["seconds"], span["step"]
+        if span["process"] in processes:
+            yield first, last, what, step
+        elif span["process"] == DRIVER:
+            if what in OF_ALL:
+                yield first, last, OF_ALL[what], step
+            elif trains and what in OF_POLICY:
+                yield first, last, OF_POLICY[what], step
+            elif trains and what in WAIT_OF_POLICY:
+                yield first, last, WAIT_OF_POLICY[what], step
+            elif generates and what in WAIT_OF_ENGINE:
+                yield first, last, WAIT_OF_ENGINE[what], step
+
+
+def covered(start: float, end: float, spans: Iterable[Span]) -> Iterator[Span]:
+    """Cover [start, end] without gap or overlap: at each moment the open span that is first in ORDER, else "other" of
+    the step that comes next."""
+    edges = sorted(
+        (moment, opens, ORDER.index(what), what, step)
+        for first, last, what, step in spans
+        if last > first
+        for moment, opens in ((max(first, start), 1), (min(last, end), -1))
+    )
+    steps = [(moment, step) for moment, opens, _, _, step in edges if opens == 1]
+    open_now: dict[tuple[int, str, int], int] = defaultdict(int)
+    at, upcoming = start, 0
+    for moment, opens, rank, what, step in [*edges, (end, -1, 0, "", 0)]:
+        if moment > at:
+            while upcoming < len(steps) - 1 and steps[upcoming][0] < moment:
+                upcoming += 1
+            current = min(open_now, default=None)
+            if current is not None:
+                yield at, moment, current[1], current[2]
+            else:
+                yield at, moment, "other", steps[upcoming][1] if steps else 0
+            at = moment
+        if what:
+            key = (rank, what, step)
+            open_now[key] += opens
+            if not open_now[key]:
+                del open_now[key]
+
+
+def step_spans(events: Sequence[Mapping[str, Any]], most: int = 60) -> dict[int, list[list[Any]]]:
+    """Return the spans of each step as [process, what, start, seconds], relative to the step's first one. Spans of a
+    process that are equal and near each other are joined, until at most about `most` of a process are left."""
+    by_step: dict[int, list[Mapping[str, Any]]] = defaultdict(list)
+    for event in events:
+        if "seconds" in event:
+            by_step[event["step"]].append(event)
+    return {step: _joined(by_step[step], most) for step in sorted(by_step)}
+
+
+def _joined(spans: Sequence[Mapping[str, Any]], most: int) -> list[list[Any]]:
+    start = min(span["start"] for span in spans)
+    gap = (max(span["start"] + span["seconds"] for span in spans) - start) / most
+    by_process: dict[tuple[str, str], list[list[Any]]] = defaultdict(list)
+    for span in sorted(spans, key=lambda span: span["start"]):
+        first, last = span["start"] - start, span["start"] + span["seconds"] - start
+        same = by_process[span["process"], span["what"]]
+        if same and first - same[-1][3] < gap and len(spans) > most:
+            same[-1][3] = max(same[-1][3], last)
+        else:
+            same.append([span["process"], span["what"], first, last])
+    rows = [row for same in by_process.values() for row in same]
+    return [[process, what, round(first, 4), round(last - first, 4)] for process, what, first, last in rows]

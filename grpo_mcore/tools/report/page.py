@@ -1,0 +1,233 @@
+"""A run as one page that needs no network: a template, a plotting library (uPlot) and the run's data as JSON."""
+
+from __future__ import annotations
+
+import base64
+import gzip
+import json
+import math
+import time
+from collections.abc import Collection, Iterator, Mapping, Sequence
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+from grpo_mcore.observe.samples import Kind, read_samples
+from grpo_mcore.tools.report.alarms import alarms
+from grpo_mcore.tools.report.device_seconds import ORDER, device_seconds, step_spans
+from grpo_mcore.tools.report.run_files import RunFiles
+
+STATIC = Path(__file__).parent / "static"
+PAGE_BYTES = 4_000_000
+"""Size of the page up to which samples are put into it."""
+POINTS = 2000
+"""Maximum number of points of a curve; of more, every nth is kept."""
+SPAN_STEPS = 400
+"""Maximum number of steps with a timeline in the page, evenly spaced."""
+PACKED_RATIO = 1.5
+"""Bytes of a step's samples in the page for each byte of its file, about."""
+KINDS: tuple[Kind, ...] = ("train", "validation")
+
+Shard = tuple[Kind, int]
+
+
+def build_page(
+    run: RunFiles, compare: RunFiles | None = None, *, wanted: Collection[int] = (), beside: str | None = None
+) -> str:
+    """Return the page. `compare`: a run whose curves are drawn too. `wanted`: steps whose samples are in the page in
+    any case. `beside`: folder, relative to the page, that has the samples of all steps (`write_shards`)."""
+    seconds = device_seconds(run.events)
+    timelines = step_spans(run.events)
+    data = {
+        "runs": [_curves(run), *([_curves(compare)] if compare else [])],
+        "state": _state(run),
+        "alarms": [asdict(alarm) for alarm in alarms(run, seconds)],
+        "ledger": {
+            "order": ORDER,
+            "wall": seconds.wall,
+            "devices": seconds.by_device,
+            "steps": {step: seconds.by_step[step] for step in _spread(list(seconds.by_step), SPAN_STEPS)},
+        },
+        "floor": (run.summary or {}).get("predicted_against_measured"),
+        "timelines": {step: timelines[step] for step in _spread(list(timelines), SPAN_STEPS)},
+        "tokens": run.token_texts,
+        "shards": {kind: list(run.samples[kind]) for kind in KINDS},
+        "beside": beside,
+        "samples": {},
+    }
+    room = PAGE_BYTES - len(_packed(data))
+    data["samples"] = _chosen_samples(run, room, wanted)
+    parts = {
+        "TITLE": f"{run.folder.parent.parent.name}/{run.folder.name}",
+        "UPLOT_CSS": _static("uPlot.min.css"),
+        "CSS": _static("page.css"),
+        "UPLOT_JS": _static("uPlot.iife.min.js"),
+        "JS": _static("page.js"),
+        "DATA": _packed(data),
+    }
+    page = _static("page.html")
+    for name, text in parts.items():
+        page = page.replace(f"{{{{{name}}}}}", text)
+    return page
+
+
+def write_shards(run: RunFiles, folder: Path) -> int:
+    """Write the samples of each step as a script that the page loads when the step is chosen: a page opened from a disk
+    may load scripts beside it, but read no other files. Return the number of files."""
+    folder.mkdir(parents=True, exist_ok=True)
+    count = 0
+    for kind in KINDS:
+        for step, path in run.samples[kind].items():
+            text = f"addSamples({json.dumps(kind)}, {step}, {json.dumps(_packed(_page_samples(path)))});\n"
+            (folder / f"{kind}_{step:06d}.js").write_text(text)
+            count += 1
+    return count
+
+
+def _static(name: str) -> str:
+    return (STATIC / name).read_text()
+
+
+def _packed(data: Any) -> str:
+    """Return data as base64 of compressed JSON; the page unpacks it."""
+    return base64.b64encode(gzip.compress(json.dumps(_finite(data), separators=(",", ":")).encode(), 6)).decode()
+
+
+def _finite(data: Any) -> Any:
+    """Replace NaN and infinities, which JSON does not have, by null."""
+    if isinstance(data, float):
+        return data if math.isfinite(data) else None
+    if isinstance(data, Mapping):
+        return {str(key): _finite(value) for key, value in data.items()}
+    if isinstance(data, list | tuple):
+        return [_finite(value) for value in data]
+    return data
+
+
+def _spread(steps: Sequence[int], most: int) -> list[int]:
+    """Return at most `most` of the steps, evenly spaced, with the last one."""
+    stride = -(-len(steps) // most) if steps else 1
+    return sorted({*steps[::stride], *steps[-1:]})
+
+
+def _curves(run: RunFiles) -> dict[str, Any]:
+    """Return every metric of a run by its full name as [steps, values]."""
+    found: dict[str, list[list[Any]]] = {}
+    for prefix, lines in run.metrics.items():
+        kept = set(_spread([line["step"] for line in lines], POINTS))
+        for line in lines:
+            if line["step"] in kept:
+                for name, value in line.items():
+                    if name not in ("step", "prefix", "unix_time") and value is not None:
+                        steps, values = found.setdefault(f"{prefix}/{name}", [[], []])
+                        steps.append(line["step"])
+                        values.append(_short(value))
+    return {"name": f"{run.folder.parent.parent.name}/{run.folder.name}", "curves": found}
+
+
+def _state(run: RunFiles) -> dict[str, Any]:
+    """Return what the head of the page says."""
+    policy, grpo = run.recipe.get("policy", {}), run.recipe.get("grpo", {})
+    silent = time.time() - run.last_sign
+    if run.summary is not None:
+        end = str(run.summary.get("end"))
+    else:
+        end = f"not over: its last sign of life was {_duration(silent)} before this page was made"
+    return {
+        "folder": str(run.folder),
+        "model": policy.get("model_name"),
+        "steps": run.steps[-1] if run.steps else 0,
+        "max_steps": run.max_steps,
+        "prompts": grpo.get("num_prompts_per_step"),
+        "generations": grpo.get("num_generations_per_prompt"),
+        "end": end,
+        "made": time.strftime("%Y-%m-%d %H:%M"),
+    }
+
+
+def _duration(seconds: float) -> str:
+    if seconds < 120:
+        return f"{seconds:.0f} s"
+    return f"{seconds / 60:.0f} min" if seconds < 7200 else f"{seconds / 3600:.1f} h"
+
+
+def _short(value: float) -> float:
+    return float(f"{value:.6g}")
+
+
+def _chosen_samples(run: RunFiles, room: float, wanted: Collection[int]) -> dict[str, dict[int, str]]:
+    """Return samples by kind and step, packed: first of the wanted steps, then of the last one, the first, and ever
+    more between them, as long as there is room. Of a step that is too big some whole groups are kept."""
+    chosen: dict[str, dict[int, str]] = {kind: {} for kind in KINDS}
+    for kind, step in _by_interest(run, wanted):
+        path = run.samples[kind][step]
+        uids = list(dict.fromkeys(row["uid"] for row in read_samples(path, ["uid"])))
+        size, share = PACKED_RATIO * path.stat().st_size, min(room, max(room / 4, PAGE_BYTES / 20))
+        kept = len(uids) if step in wanted or size <= share else int(len(uids) * share / size)
+        packed = _packed(_page_samples(path, uids[:kept])) if kept else ""
+        if not kept or (len(packed) > room and step not in wanted):
+            break
+        chosen[kind][step] = packed
+        room -= len(packed)
+    return chosen
+
+
+def _by_interest(run: RunFiles, wanted: Collection[int]) -> Iterator[Shard]:
+    """Yield all steps: the wanted, the last and the first ones, then halves, quarters and so on between them."""
+    shards = [(kind, step) for kind in KINDS for step in run.samples[kind] if step in wanted]
+    orders = []
+    for kind in KINDS:
+        steps = list(run.samples[kind])
+        places = [len(steps) - 1, 0]
+        stride = 1 << max(len(steps) - 1, 1).bit_length()
+        while stride > 1:
+            places += range(stride // 2, len(steps), stride)
+            stride //= 2
+        orders.append([(kind, steps[place]) for place in dict.fromkeys(places) if 0 <= place < len(steps)])
+    train, validation = orders
+    for index, shard in enumerate(train):  # a validation for each two steps, as long as there are any
+        shards.append(shard)
+        shards += validation[index // 2 : index // 2 + 1] if index % 2 == 0 else []
+    yield from dict.fromkeys([*shards, *validation])
+
+
+def _page_samples(path: Path, uids: Sequence[str] | None = None) -> list[dict[str, Any]]:
+    """Return the samples of a file, or those of some prompts, with short names, and numbers of generated tokens."""
+    return [_page_sample(row) for row in read_samples(path, uids=uids)]
+
+
+def _page_sample(row: Mapping[str, Any]) -> dict[str, Any]:
+    mask = [turn["generated"] for turn in row["turns"] or () for _ in range(turn["tokens"])]
+    length = len(row["token_ids"])
+    trained = row["trained_version"]
+    versions: list[int | None] = [None] * length
+    for span in row["versions"] or ():
+        versions[span["first"] : span["end"]] = [span["version"]] * (span["end"] - span["first"])
+
+    def generated(values: Sequence[float] | None) -> list[float] | None:
+        if not values:
+            return None
+        return [round(value, 4) for value, of_policy in zip(values, mask, strict=True) if of_policy]
+
+    generators = [version for version, of_policy in zip(versions, mask, strict=True) if of_policy]
+    ages = [trained - version for version in generators if trained and version is not None]
+    return {
+        "u": row["uid"],
+        "g": row["generation"],
+        "r": row["reward"],
+        "R": json.loads(row["rewards"] or "{}"),
+        "a": None if row["advantage"] is None else _short(row["advantage"]),
+        "w": row["weight"],
+        "ans": row["answer"],
+        "truth": row["truth"],
+        "why": row["reason"],
+        "cut": row["truncated"],
+        "left": row["left_out"],
+        "s": _short(row["score_seconds"] or 0.0),
+        "t": [[turn["role"], turn["tokens"], int(turn["generated"])] for turn in row["turns"] or ()],
+        "text": None if row["token_ids"] else "".join(turn["text"] for turn in row["turns"] or ()),
+        "ids": row["token_ids"],
+        "e": generated(row["engine_logprobs"]),
+        "p": generated(row["policy_logprobs"]),
+        "age": ages if any(ages) else None,
+    }

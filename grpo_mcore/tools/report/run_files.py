@@ -1,0 +1,84 @@
+"""What a run has written, read back: also of one that is still going on, or that was killed."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from grpo_mcore.observe import read_metrics
+from grpo_mcore.observe.samples import SAMPLES_FOLDER, Kind, read_token_texts, sample_steps
+from grpo_mcore.observe.spans import read_events
+
+METRICS_FILE = "metrics.jsonl"
+PLACES = ("", "exp_*/", "logs/exp_*/", "*/exp_*/", "*/logs/exp_*/")
+"""Where the log folder of a run may be, below the folder that a user names."""
+
+
+class NoRun(FileNotFoundError):
+    """There is no run in a folder; the message says what was looked for."""
+
+
+@dataclass(frozen=True)
+class RunFiles:
+    """The files of a run. `metrics`: lines by prefix ("train", "validation", "machine"); `samples`: files by kind and
+    step; `summary`: None until the run is over."""
+
+    folder: Path
+    metrics: dict[str, list[dict[str, Any]]]
+    events: list[dict[str, Any]]
+    recipe: dict[str, Any]
+    summary: dict[str, Any] | None
+    samples: dict[Kind, dict[int, Path]] = field(default_factory=dict)
+    token_texts: dict[int, str] = field(default_factory=dict)
+
+    @property
+    def steps(self) -> list[int]:
+        """Steps that are trained."""
+        return [line["step"] for line in self.metrics["train"]]
+
+    @property
+    def max_steps(self) -> int | None:
+        """Steps that the recipe asks for."""
+        return self.recipe.get("grpo", {}).get("max_num_steps")
+
+    @property
+    def last_sign(self) -> float:
+        """Unix time of the last line that the run wrote."""
+        times = [line["unix_time"] for lines in self.metrics.values() for line in lines]
+        times += [event["start"] + event["seconds"] for event in self.events if "seconds" in event]
+        times += [event["time"] for event in self.events if "time" in event]
+        return max(times, default=0.0)
+
+
+def find_run(folder: Path) -> Path:
+    """Return the log folder (exp_NNN) that `folder` is or holds; of several the one that was written to last. Raises
+    NoRun."""
+    found = {path.parent for place in PLACES for path in folder.glob(f"{place}{METRICS_FILE}")}
+    found |= {path.parent for place in PLACES for path in folder.glob(f"{place}hyperparams.json")}  # before step 1
+    if not found:
+        raise NoRun(f"{folder} holds no run: there is no {METRICS_FILE} in it, nor in logs/exp_NNN below it")
+    return max(found, key=lambda run: max(path.stat().st_mtime for path in run.iterdir()))
+
+
+def read_run(folder: Path) -> RunFiles:
+    """Read the run that `folder` is or holds. Samples are not read, only found. Raises NoRun."""
+    run = find_run(folder)
+    path = run / METRICS_FILE
+    prefixes = ("train", "validation", "machine")
+    metrics = {prefix: read_metrics(path, prefix) if path.exists() else [] for prefix in prefixes}
+    samples: dict[Kind, dict[int, Path]] = {kind: sample_steps(run, kind) for kind in ("train", "validation")}
+    return RunFiles(
+        run,
+        metrics,
+        read_events(run),
+        _json(run / "hyperparams.json") or {},
+        _json(run / "summary.json"),
+        samples,
+        read_token_texts(run / SAMPLES_FOLDER),
+    )
+
+
+def _json(path: Path) -> dict[str, Any] | None:
+    return json.loads(path.read_text()) if path.exists() else None

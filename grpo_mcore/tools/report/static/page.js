@@ -1,0 +1,339 @@
+"use strict";
+// The page of a run. The data is compressed JSON; samples of a step are unpacked when the step is chosen.
+
+const el = (id) => document.getElementById(id);
+const escaped = (text) => String(text).replace(/[&<>"]/g, (c) => ({ "&": "&amp;", "<": "&lt;", ">": "&gt;", '"': "&quot;" })[c]);
+const short = (x) => (x === null || x === undefined ? "–" : Number.isInteger(x) ? String(x) : Math.abs(x) < 1e-4 ? x.toExponential(1) : String(+x.toPrecision(4)));
+const percent = (x) => (100 * x).toFixed(1) + " %";
+const css = (name) => getComputedStyle(document.documentElement).getPropertyValue(name).trim();
+
+const COLOURS = {
+  generate: "#3b82c4", train: "#d9772b", "log-probs": "#e8b04a", refit: "#7d5bbf", prepare: "#b98d6e", validation: "#4aa3a0",
+  checkpoint: "#8a6d9e", "wait for rewards": "#c9606b", "wait for samples": "#b9bfca", "wait for training": "#9aa2b1",
+  other: "#6b7280", reward: "#c9606b", logprobs: "#e8b04a",
+};
+const colourOf = (what) => COLOURS[what] || COLOURS[what.split("/")[0]] || "#6b7280";
+const LINES = ["#2f7fd6", "#e07b2c"];
+const MAIN = [
+  ["train/reward", "validation/reward"], ["validation/accuracy", "train/accuracy"], ["train/generated_length"],
+  ["train/entropy", "train/approx_entropy"], ["train/kl_penalty", "train/kl_in_reward", "train/gen_kl_error"],
+  ["train/token_mult_prob_error"], ["train/grad_norm"], ["train/loss"], ["train/trajectory_age_mean"],
+  ["train/truncation_rate"], ["train/zero_advantage_rate"], ["train/tokens_per_second"],
+];
+
+let data = null;
+const loaded = {}; // kind/step -> samples
+let charts = [];
+
+async function unpack(text) {
+  const bytes = Uint8Array.from(atob(text), (c) => c.charCodeAt(0));
+  const stream = new Blob([bytes]).stream().pipeThrough(new DecompressionStream("gzip"));
+  return JSON.parse(await new Response(stream).text());
+}
+
+// A tip under the pointer, for elements with data-tip.
+const tip = document.body.appendChild(Object.assign(document.createElement("div"), { id: "tip" }));
+document.addEventListener("pointermove", (event) => {
+  const over = event.target.closest && event.target.closest("[data-tip]");
+  tip.style.display = over ? "block" : "none";
+  if (!over) return;
+  tip.textContent = over.dataset.tip;
+  tip.style.left = Math.min(event.clientX + 12, innerWidth - tip.offsetWidth - 8) + "px";
+  tip.style.top = Math.min(event.clientY + 14, innerHeight - tip.offsetHeight - 8) + "px";
+});
+
+// Head and alarms.
+function showHead() {
+  const s = data.state;
+  const steps = s.max_steps ? `${s.steps} of ${s.max_steps} steps` : `${s.steps} steps`;
+  el("state").innerHTML = `<b>${escaped(s.model || "")}</b> · ${steps} of ${s.prompts} prompts × ${s.generations} generations · ${escaped(s.end)} · page made ${s.made} from <code>${escaped(s.folder)}</code>`;
+  el("alarm-list").innerHTML = data.alarms.length
+    ? data.alarms.map((a) => `<li class="${a.grave ? "grave" : ""}">${escaped(a.what)}<small>${escaped(a.help)}</small></li>`).join("")
+    : `<li class="none">None: rewards, entropy, mismatch, gradients and devices look as they should.</li>`;
+}
+
+// Curves.
+function smoothed(values, weight) {
+  let total = 0, sum = 0;
+  return values.map((value) => {
+    if (value === null || value === undefined) return null;
+    total = weight * total + (1 - weight) * value;
+    sum = weight * sum + (1 - weight);
+    return total / sum;
+  });
+}
+
+function faded(colour) { return colour + "66"; }
+
+function around(_, low, high) { // a flat curve is in the middle, not at the edge of 0 .. 100
+  if (low === null) return [0, 1];
+  const room = high > low ? 0.08 * (high - low) : Math.max(0.1, 0.05 * Math.abs(high));
+  return [low - room, high + room];
+}
+
+function drawChart(name) {
+  const sets = data.runs.map((run) => run.curves[name]).filter(Boolean);
+  if (!sets.length) return;
+  const box = el("charts").appendChild(document.createElement("div"));
+  box.className = "chart";
+  const last = data.runs[0].curves[name];
+  box.innerHTML = `<h4>${escaped(name.replace("train/", ""))} <span>${last ? "last " + short(last[1].at(-1)) : ""}</span></h4>`;
+  const steps = [...new Set(sets.flatMap((set) => set[0]))].sort((a, b) => a - b);
+  const rows = data.runs.map((run) => {
+    const set = run.curves[name];
+    const at = new Map(set ? set[0].map((step, i) => [step, set[1][i]]) : []);
+    return steps.map((step) => (at.has(step) ? at.get(step) : null));
+  });
+  const sparse = steps.length < 30; // a few points are not smoothed
+  const weight = sparse ? 0 : +el("smooth").value;
+  const columns = [steps], series = [{ label: "step" }];
+  rows.forEach((row, i) => {
+    const label = data.runs.length > 1 ? data.runs[i].name : "value";
+    columns.push(row, smoothed(row, weight));
+    series.push({ label, stroke: faded(LINES[i]), width: 1, points: { show: sparse, size: 4, stroke: LINES[i] }, spanGaps: true });
+    series.push({ label: "smoothed", stroke: LINES[i], width: 2, points: { show: false }, spanGaps: true });
+  });
+  const axis = { stroke: css("--soft"), grid: { stroke: css("--line"), width: 1 }, ticks: { stroke: css("--line") }, font: "11px system-ui" };
+  const values = (_, ticks) => ticks.map((tick) => short(tick));
+  charts.push({ sparse, rows, plot: new uPlot({
+    width: box.clientWidth - 12, height: 190, series, scales: { x: { time: false }, y: { range: around } }, cursor: { sync: { key: "steps" } },
+    axes: [{ ...axis, size: 30 }, { ...axis, size: 52, values }], legend: { live: true },
+  }, columns, box) });
+}
+
+function drawCharts() {
+  charts.forEach((chart) => chart.plot.destroy());
+  charts = [];
+  el("charts").innerHTML = "";
+  const has = (name) => data.runs.some((run) => run.curves[name]);
+  const wanted = el("metric-search").value.trim();
+  const names = wanted
+    ? [...new Set(data.runs.flatMap((run) => Object.keys(run.curves)))].filter((name) => name.includes(wanted)).slice(0, 24)
+    : MAIN.flatMap((options) => (options[0].startsWith("validation") || options[1]?.startsWith("validation") ? options.filter(has) : [options.find(has)])).filter(Boolean);
+  [...new Set(names)].forEach(drawChart);
+}
+
+// Ledger of device-seconds.
+function bar(seconds, total) {
+  return `<div class="bar">${data.ledger.order.filter((what) => seconds[what]).map((what) =>
+    `<i style="width:${(100 * seconds[what]) / total}%;background:${colourOf(what)}" data-tip="${what}: ${short(seconds[what])} s, ${percent(seconds[what] / total)}"></i>`).join("")}</div>`;
+}
+
+function showLedger() {
+  const { devices, wall, order, steps } = data.ledger;
+  const names = Object.keys(devices);
+  if (!names.length) { el("ledger-text").textContent = "The run wrote no events."; return; }
+  const sums = {};
+  names.forEach((name) => order.forEach((what) => { sums[what] = (sums[what] || 0) + (devices[name][what] || 0); }));
+  const all = Object.values(sums).reduce((a, b) => a + b, 0);
+  const present = order.filter((what) => sums[what]);
+  el("ledger-text").innerHTML = `${short(wall)} s × ${names.length} device${names.length > 1 ? "s" : ""} = ${short(wall * names.length)} device-seconds, of which ${percent(all / (wall * names.length))} are accounted for. The start of the processes comes before.`;
+  el("ledger").innerHTML =
+    `<div class="legend">${present.map((what) => `<span><b style="background:${colourOf(what)}"></b>${what} ${percent(sums[what] / all)}</span>`).join("")}</div>` +
+    names.slice(0, 64).map((name) => `<div class="device"><span>${escaped(name)}</span>${bar(devices[name], wall)}</div>`).join("") +
+    `<h3>By step</h3><div id="step-bars" style="display:flex;align-items:flex-end;height:110px;gap:1px;overflow:hidden">` +
+    stepBars(steps, order) + `</div>`;
+  if (data.floor) {
+    el("floor").innerHTML = "<h3>Distance to what <code>plan</code> predicts</h3><table><tr><th></th><th>predicted</th><th>measured</th><th>ratio</th></tr>" +
+      data.floor.map((row) => {
+        const size = (x) => (row.unit === "s" ? short(x) + " s" : short(x / 1e6) + " MB");
+        return `<tr><td>${escaped(row.what)}</td><td>${size(row.predicted)}</td><td>${size(row.measured)}</td><td>${row.predicted ? short(row.measured / row.predicted) : "–"}</td></tr>`;
+      }).join("") + "</table>";
+  }
+}
+
+function stepBars(steps, order) {
+  const totals = Object.values(steps).map((s) => Object.values(s).reduce((a, b) => a + b, 0));
+  const highest = [...totals].sort((a, b) => a - b)[Math.floor(0.98 * (totals.length - 1))] || 1;
+  return Object.entries(steps).map(([step, seconds], i) => {
+    const what = order.filter((name) => seconds[name]);
+    const words = what.map((name) => `${name}: ${short(seconds[name])} s`).join("\n");
+    return `<div data-step="${step}" data-tip="step ${step}\n${words}" style="flex:1;cursor:pointer;display:flex;flex-direction:column-reverse;height:${Math.min(100, (100 * totals[i]) / highest)}%">` +
+      what.map((name) => `<i style="flex:${seconds[name]};background:${colourOf(name)}"></i>`).join("") + "</div>";
+  }).join("");
+}
+
+// Timeline of a step.
+function showTimeline() {
+  const step = el("timeline-step").value, spans = data.timelines[step];
+  if (!spans) return;
+  const end = Math.max(...spans.map((s) => s[2] + s[3]));
+  const rank = (p) => (p === "driver" ? 0 : p.startsWith("policy") ? 1 : p.startsWith("engine") ? 2 : 3);
+  const processes = [...new Set(spans.map((s) => s[0]))].sort((a, b) => rank(a) - rank(b) || a.localeCompare(b, "en", { numeric: true }));
+  const wide = el("timeline").clientWidth, left = Math.min(150, wide * 0.3), row = 26, high = processes.length * row + 30;
+  const x = (t) => left + ((wide - left - 12) * t) / end;
+  const parts = [];
+  for (let i = 0; i <= 4; i++) {
+    const t = (end * i) / 4;
+    parts.push(`<line x1="${x(t)}" x2="${x(t)}" y1="0" y2="${high - 24}"/><text x="${x(t)}" y="${high - 8}" text-anchor="${i === 4 ? "end" : i ? "middle" : "start"}">${short(t)} s</text>`);
+  }
+  processes.forEach((process, i) => {
+    parts.push(`<text x="8" y="${i * row + 18}">${escaped(process)}</text>`);
+    spans.filter((s) => s[0] === process).sort((a, b) => a[1].split("/").length - b[1].split("/").length).forEach(([, what, start, seconds]) => {
+      const depth = 4 * (what.split("/").length - 1);
+      parts.push(`<rect x="${x(start)}" y="${i * row + 5 + depth}" width="${Math.max(1, x(start + seconds) - x(start))}" height="${row - 8 - depth}" rx="2" fill="${colourOf(what)}" data-tip="${escaped(process)}: ${escaped(what)}\n${short(seconds)} s, from ${short(start)} s"/>`);
+    });
+  });
+  el("timeline").innerHTML = `<svg height="${high}" viewBox="0 0 ${wide} ${high}">${parts.join("")}</svg>`;
+  el("timeline-text").textContent = `${short(end)} s; the policy's ranks do what the driver waits for in train, logprobs, prepare and refit`;
+}
+
+function moveStep(by) {
+  const select = el("timeline-step");
+  select.selectedIndex = Math.max(0, Math.min(select.options.length - 1, select.selectedIndex + by));
+  showTimeline();
+}
+
+// Samples.
+window.addSamples = async (kind, step, packed) => { loaded[kind + step] = await unpack(packed); showSamples(); };
+
+function tokenValues(sample) {
+  const n = (sample.e || []).length, errors = [], weights = [];
+  for (let i = 0; i < n; i++) {
+    const gap = sample.p ? sample.p[i] - sample.e[i] : null;
+    errors.push(gap === null ? null : Math.exp(Math.abs(gap)) - 1);
+    weights.push(gap === null ? null : Math.exp(gap));
+  }
+  return { errors, weights };
+}
+
+function mismatch(sample) {
+  const { errors } = tokenValues(sample);
+  return errors.length && errors[0] !== null ? errors.reduce((a, b) => a + b, 0) / errors.length : null;
+}
+
+function fillSteps() {
+  const kind = el("kind").value, here = data.samples[kind] || {};
+  const steps = data.shards[kind].filter((step) => here[step] || data.beside);
+  el("sample-step").innerHTML = steps.slice().reverse().map((step) => `<option value="${step}">step ${step}</option>`).join("");
+  const missing = data.shards[kind].length - steps.length;
+  el("sample-text").textContent = missing > 0 ? `${missing} more steps are on disk: grpo-mcore report RUN --samples 12,13 puts chosen ones into the page, --all-samples writes all beside it.` : "";
+  chooseStep();
+}
+
+async function chooseStep() {
+  const kind = el("kind").value, step = el("sample-step").value;
+  if (!step) { el("sample-list").innerHTML = "<p class='hint' style='padding:.6rem'>No samples were recorded (logger.samples).</p>"; el("sample").innerHTML = ""; return; }
+  el("sample").innerHTML = "";
+  if (loaded[kind + step]) return showSamples();
+  const packed = data.samples[kind][step];
+  if (packed) { await window.addSamples(kind, step, packed); return; }
+  const script = document.createElement("script");
+  script.src = `${data.beside}/${kind}_${String(step).padStart(6, "0")}.js`;
+  document.body.appendChild(script);
+}
+
+function textOf(sample, from, to) { return sample.ids.slice(from, to).map((id) => data.tokens[id] ?? `[${id}]`).join(""); }
+
+function answerOf(sample) {
+  let at = 0;
+  const parts = [];
+  for (const [, count, generated] of sample.t) { if (generated) parts.push(textOf(sample, at, at + count)); at += count; }
+  return parts.join(" … ") || sample.text || "";
+}
+
+const FILTERS = {
+  all: (list) => list,
+  worst: (list) => [...list].sort((a, b) => (a.r ?? -1e9) - (b.r ?? -1e9)),
+  best: (list) => [...list].sort((a, b) => (b.r ?? -1e9) - (a.r ?? -1e9)),
+  mismatch: (list) => [...list].sort((a, b) => (mismatch(b) ?? -1) - (mismatch(a) ?? -1)),
+  truncated: (list) => list.filter((s) => s.cut),
+  failed: (list) => list.filter((s) => s.r === null || s.left || s.w === 0),
+};
+
+function showSamples() {
+  const samples = loaded[el("kind").value + el("sample-step").value];
+  if (!samples) return;
+  const wanted = el("search").value.toLowerCase();
+  const found = FILTERS[el("filter").value](samples).filter((s) =>
+    !wanted || [textOf(s, 0, s.ids.length), s.u, s.ans, s.why, s.truth].join("\n").toLowerCase().includes(wanted));
+  const head = "<tr><th>prompt</th><th>reward</th><th>advantage</th><th class='wide'>tokens</th><th class='wide'>mismatch</th><th class='wide'></th><th style='text-align:left'>answer</th></tr>";
+  el("sample-list").innerHTML = `<table><thead>${head}</thead><tbody>` + found.slice(0, 500).map((s) => {
+    const flags = [s.cut && "cut", s.left && "left out", s.w === 0 && "masked"].filter(Boolean).join(", ");
+    return `<tr data-index="${samples.indexOf(s)}"><td>${escaped(s.u)}#${s.g}</td><td>${s.r === null ? "<span class='bad'>failed</span>" : short(s.r)}</td><td>${short(s.a)}</td><td class="wide">${(s.e || []).length}</td><td class="wide">${short(mismatch(s))}</td><td class="wide hint">${flags}</td><td class="text">${escaped(answerOf(s).slice(0, 200))}</td></tr>`;
+  }).join("") + `</tbody></table>${found.length ? "" : "<p class='hint' style='padding:.6rem'>No sample fits.</p>"}`;
+  const opened = found[0];
+  if (opened && !el("sample").innerHTML) openSample(samples.indexOf(opened));
+}
+
+function shade(value, scale, two) {
+  if (value === null || value === undefined || !Number.isFinite(value)) return "";
+  const strength = Math.min(1, Math.abs(value) / (scale || 1)) * 0.75;
+  return `background:rgba(var(${two && value < 0 ? "--cool" : "--heat"}),${strength.toFixed(3)})`;
+}
+
+function tokensOf(sample, by) {
+  const { errors, weights } = tokenValues(sample);
+  const value = {
+    mismatch: (i) => errors[i], weight: (i) => (weights[i] === null ? null : weights[i] - 1),
+    surprise: (i) => (sample.p || sample.e)[i], advantage: () => sample.a, age: (i) => (sample.age ? sample.age[i] : 0), none: () => null,
+  }[by];
+  const all = (sample.e || []).map((_, i) => Math.abs(value(i) ?? 0));
+  const least = { mismatch: 0.02, weight: 0.02, surprise: 2, advantage: 1, age: 1, none: 1 }[by];
+  const scale = Math.max(least, ...all.slice(0, 5000));
+  let at = 0, i = 0, html = "";
+  for (const [role, count, generated] of sample.t) {
+    if (!generated) { html += `<span class="said" title="${escaped(role)}">${escaped(textOf(sample, at, at + count))}</span>`; at += count; continue; }
+    for (let k = 0; k < count; k++, i++, at++) {
+      const policy = sample.p ? `policy ${sample.p[i]}\nweight ${short(weights[i])}` : "not trained on";
+      const words = `${JSON.stringify(data.tokens[sample.ids[at]] ?? sample.ids[at])}  id ${sample.ids[at]}\nengine ${sample.e[i]}\n${policy}\nage ${sample.age ? sample.age[i] : 0}`;
+      html += `<s style="${shade(value(i), scale, by === "weight" || by === "advantage")}" data-tip="${escaped(words)}">${escaped(data.tokens[sample.ids[at]] ?? `[${sample.ids[at]}]`)}</s>`;
+    }
+  }
+  return html || escaped(sample.text || "(no tokens)");
+}
+
+let openIndex = 0;
+function openSample(index) {
+  openIndex = index;
+  const samples = loaded[el("kind").value + el("sample-step").value], chosen = samples[index], by = el("colour").value;
+  document.querySelectorAll("#sample-list tr").forEach((row) => row.classList.toggle("open", +row.dataset.index === index));
+  const group = samples.filter((s) => s.u === chosen.u).sort((a, b) => (a === chosen ? -1 : b === chosen ? 1 : a.g - b.g));
+  el("sample").innerHTML = `<h3>Prompt ${escaped(chosen.u)}: its ${group.length} sample${group.length > 1 ? "s" : ""}${chosen.truth === null ? "" : `, expected ${escaped(chosen.truth)}`}</h3><div class="group">` +
+    group.map((s) => {
+      const named = Object.entries(s.R).map(([name, value]) => `${escaped(name)} ${short(value)}`).join(", ");
+      return `<div class="card ${s === chosen ? "open" : ""}"><div class="facts">#${s.g} · reward <b class="${s.r > 0 ? "good" : "bad"}">${s.r === null ? "none" : short(s.r)}</b>${named ? ` (${named})` : ""} · advantage <b>${short(s.a)}</b> · ${(s.e || []).length} tokens${s.cut ? " · cut off" : ""}${s.left ? ` · left out: ${escaped(s.left)}` : ""}${s.w === 0 ? " · masked" : ""}<br>answer ${s.ans === null ? "none found" : `<b>${escaped(s.ans)}</b>`} · ${escaped(s.why || "")} · scored in ${short(s.s)} s</div><div class="tokens">${tokensOf(s, by)}</div></div>`;
+    }).join("") + "</div>";
+}
+
+function theme(name) {
+  document.documentElement.dataset.theme = name;
+  if (data) drawCharts();
+}
+
+async function start() {
+  theme(matchMedia("(prefers-color-scheme: dark)").matches ? "dark" : "light");
+  data = await unpack(el("data").textContent);
+  showHead();
+  el("metric-names").innerHTML = Object.keys(data.runs[0].curves).map((name) => `<option value="${escaped(name)}">`).join("");
+  drawCharts();
+  showLedger();
+  const steps = Object.keys(data.timelines).map(Number);
+  el("timeline-step").innerHTML = steps.map((step) => `<option value="${step}">step ${step}</option>`).join("");
+  el("timeline-step").value = steps.includes(data.state.steps) ? data.state.steps : steps.at(-1);
+  showTimeline();
+  fillSteps();
+  el("theme").onclick = () => theme(document.documentElement.dataset.theme === "dark" ? "light" : "dark");
+  el("smooth").oninput = () => charts.filter((chart) => !chart.sparse).forEach(({ plot, rows }) => plot.setData([plot.data[0], ...rows.flatMap((row) => [row, smoothed(row, +el("smooth").value)])]));
+  el("metric-search").oninput = drawCharts;
+  el("timeline-step").onchange = showTimeline;
+  el("step-back").onclick = () => moveStep(-1);
+  el("step-on").onclick = () => moveStep(1);
+  el("ledger").onclick = (event) => {
+    const chosen = event.target.closest("[data-step]");
+    if (chosen) { el("timeline-step").value = chosen.dataset.step; showTimeline(); }
+  };
+  el("kind").onchange = fillSteps;
+  el("sample-step").onchange = chooseStep;
+  el("search").oninput = showSamples;
+  el("filter").onchange = () => { el("sample").innerHTML = ""; showSamples(); };
+  el("colour").onchange = () => openSample(openIndex);
+  el("sample-list").onclick = (event) => {
+    const row = event.target.closest("tr[data-index]");
+    if (row) openSample(+row.dataset.index);
+  };
+  let width = innerWidth;
+  addEventListener("resize", () => { if (innerWidth !== width) { width = innerWidth; drawCharts(); showTimeline(); } });
+  document.body.dataset.ready = "yes";
+}
+start();

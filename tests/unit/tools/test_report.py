@@ -1,0 +1,197 @@
+"""The page of a run: what it says is what the run wrote, also of a run that was killed."""
+
+from __future__ import annotations
+
+import base64
+import gzip
+import json
+import re
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from grpo_mcore.cli.main import main
+from grpo_mcore.observe.samples import SampleFiles
+from grpo_mcore.tools.report import page
+from grpo_mcore.tools.report.alarms import alarms
+from grpo_mcore.tools.report.device_seconds import DeviceSeconds, covered, device_seconds, step_spans
+from grpo_mcore.tools.report.run_files import read_run
+
+DEVICES = {"policy-0": ["policy-0", "engine-0"]}
+STEP_S = 10.0
+
+
+def step_events(step: int, start: float) -> Iterator[dict[str, Any]]:
+    """1 s refit, 5 s generation of which the engine works 4, 0.5 s between, 3 s training, 0.5 s between."""
+    for process, what, first, seconds in (
+        ("driver", "refit", 0.0, 1.0),
+        ("engine-0", "generate", 1.0, 4.0),
+        ("driver", "generate", 1.0, 5.0),
+        ("environment-math", "reward", 5.0, 0.9),
+        ("driver", "train", 6.5, 3.0),
+    ):
+        yield {"process": process, "what": what, "start": start + first, "seconds": seconds, "step": step}
+
+
+def write_run(folder: Path, steps: int = 3, groups: int = 2, length: int = 8) -> Path:
+    """Write the files of a run of `steps` steps, with 2 samples a group, that was killed in the step after them."""
+    run = folder / "logs" / "exp_001"
+    run.mkdir(parents=True)
+    recipe = {"policy": {"model_name": "tiny"}, "grpo": {"max_num_steps": 9, "num_prompts_per_step": groups}}
+    (run / "hyperparams.json").write_text(json.dumps(recipe))
+    writer = SampleFiles(run / "samples", lambda token: f" t{token}", 1e9)
+    events = [{"what": "begin", "time": 100.0, "devices": DEVICES, "colocated": True}]
+    with (run / "metrics.jsonl").open("w") as metrics:
+        for step in range(1, steps + 1):
+            events += step_events(step, 100.0 + STEP_S * (step - 1))
+            line = {"step": step, "prefix": "train", "unix_time": 100.0 + STEP_S * step, "reward": step / steps}
+            metrics.write(json.dumps(line | {"token_mult_prob_error": 1.5 if step == 2 else 1.0}) + "\n")
+            writer.add("train", step, lambda step=step: rows(step, groups, length))  # type: ignore[misc]
+        metrics.write('{"step": 4, "pre')
+    writer.close()
+    (run / "events.jsonl").write_text("".join(json.dumps(event) + "\n" for event in events) + '{"what": "ref')
+    return run
+
+
+def rows(step: int, groups: int, length: int) -> list[dict[str, Any]]:
+    draw = np.random.default_rng(step)
+    found = []
+    for group in range(groups):
+        for generation in range(2):
+            logprobs = -draw.random(length).astype(np.float32)
+            turns = [
+                {"role": "user", "text": "?", "tokens": 2, "generated": False},
+                {"role": "assistant", "text": "</script>", "tokens": length - 2, "generated": True},
+            ]
+            sample = {"uid": f"p{group}", "generation": generation, "reward": float(generation), "turns": turns}
+            sample |= {"token_ids": draw.integers(0, 5000, length), "engine_logprobs": logprobs, "advantage": 0.5}
+            sample |= {"policy_logprobs": logprobs + 0.25, "weight": 1.0, "trained_version": step}
+            found.append(sample | {"versions": [{"version": step - 1, "first": 0, "end": length}]})
+    return found
+
+
+def unpack(text: str) -> Any:
+    return json.loads(gzip.decompress(base64.b64decode(text)))
+
+
+def data_of(text: str) -> dict[str, Any]:
+    found = re.search(r'id="data">([^<]*)<', text)
+    assert found
+    return unpack(found[1])
+
+
+def test_every_second_of_a_device_is_accounted_for_once() -> None:
+    spans = [(0.0, 4.0, "generate", 1), (3.0, 6.0, "train", 1), (3.5, 5.0, "train", 1), (8.0, 9.0, "refit", 2)]
+    found = list(covered(0.0, 10.0, spans))
+    assert [(first, last, what) for first, last, what, _ in found] == [
+        (0.0, 3.0, "generate"),
+        (3.0, 3.5, "train"), (3.5, 4.0, "train"), (4.0, 5.0, "train"), (5.0, 6.0, "train"),
+        (6.0, 8.0, "other"),
+        (8.0, 9.0, "refit"), (9.0, 10.0, "other"),
+    ]  # fmt: skip
+
+
+def test_the_ledger_of_devices_adds_up_to_the_wall_time(tmp_path: Path) -> None:
+    found = device_seconds(read_run(write_run(tmp_path)).events)
+    assert found.wall == pytest.approx(29.5) and sum(found.total().values()) == pytest.approx(29.5)
+    assert found.by_device["policy-0"] == pytest.approx(
+        {"refit": 3.0, "generate": 12.0, "wait for samples": 3.0, "train": 9.0, "other": 2.5}
+    )
+    assert sum(found.by_step[2].values()) == pytest.approx(10.0)
+
+
+def test_engines_with_devices_of_their_own_wait_for_training() -> None:
+    begin = {"what": "begin", "time": 0.0, "devices": {"policy-0": ["policy-0"], "engine-0": ["engine-0"]}}
+    found = device_seconds([begin, *step_events(1, 0.0)]).by_device
+    assert found["engine-0"]["wait for training"] == 3.0 and found["engine-0"]["generate"] == 4.0
+    assert found["policy-0"]["wait for samples"] == 5.0 and found["policy-0"]["train"] == 3.0
+
+
+def test_many_spans_of_a_step_are_joined() -> None:
+    calls = [{"process": "env", "what": "reward", "start": 0.01 * i, "seconds": 0.005, "step": 1} for i in range(1000)]
+    (joined,) = step_spans([*calls])[1]
+    assert joined[:3] == ["env", "reward", 0.0] and joined[3] == pytest.approx(9.995)
+
+
+def test_the_page_of_a_killed_run_holds_what_it_wrote(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    run = write_run(tmp_path)
+    assert main(["report", str(tmp_path), "--output", str(tmp_path / "page.html")]) == 0
+    text = (tmp_path / "page.html").read_text()
+    assert "http://" not in re.sub(r"http://www.w3.org|https?://github.com/leeoniya/\S*", "", text)  # no network
+    data = data_of(text)
+    assert data["runs"][0]["curves"]["train/reward"] == [
+        [1, 2, 3],
+        [pytest.approx(step / 3, rel=1e-5) for step in (1, 2, 3)],
+    ]
+    assert data["state"]["end"].startswith("not over") and data["state"]["max_steps"] == 9
+    assert any("disagree" in alarm["what"] for alarm in data["alarms"])
+    samples = unpack(data["samples"]["train"]["3"])
+    assert [(sample["u"], sample["g"], sample["r"]) for sample in samples] == [
+        ("p0", 0, 0.0), ("p0", 1, 1.0), ("p1", 0, 0.0), ("p1", 1, 1.0),
+    ]  # fmt: skip
+    assert samples[0]["age"] == [1] * 6 and len(samples[0]["ids"]) == 8
+    assert samples[0]["p"][0] - samples[0]["e"][0] == pytest.approx(0.25, abs=1e-3)
+    assert data["tokens"][str(samples[0]["ids"][0])] == f" t{samples[0]['ids'][0]}"
+    assert sorted(data["timelines"]) == ["1", "2", "3"]
+    assert (run / "report.html").exists() is False
+
+
+def test_a_big_run_makes_a_small_page(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Steps that do not fit stay on disk: chosen ones can be put in, all can be written beside the page."""
+    run = read_run(write_run(tmp_path, steps=9, groups=6, length=200))
+    whole = len(page.build_page(run))
+    monkeypatch.setattr(page, "PAGE_BYTES", 60_000)
+    text = page.build_page(run, wanted=[5])
+    data = data_of(text)
+    assert len(text) < whole and "5" in data["samples"]["train"] and len(data["samples"]["train"]) < 9
+    assert len(unpack(data["samples"]["train"]["5"])) == 12  # whole, because it was asked for
+    assert data["shards"]["train"] == list(range(1, 10))
+    assert page.write_shards(run, tmp_path / "shards") == 9
+    script = (tmp_path / "shards" / "train_000007.js").read_text()
+    packed = re.fullmatch(r'addSamples\("train", 7, "([^"]*)"\);\n', script)
+    assert packed and len(unpack(packed[1])) == 12
+
+
+def test_alarms_name_what_went_wrong(tmp_path: Path) -> None:
+    run = read_run(write_run(tmp_path))
+    lines = [
+        {"step": step, "unix_time": 0.0, "entropy": 2.0 / step**2, "zero_advantage_rate": 0.9} for step in range(1, 41)
+    ]
+    for line in lines[-5:]:
+        line |= {"num_failed_samples": 3.0, "num_samples": 4.0, "truncation_rate": 0.5, "grad_norm": None}
+    run.metrics["train"][:] = lines
+    run.events.append({"what": "restart", "process": "engine-0", "why": "it died", "time": 120.0})
+    found = alarms(run, DeviceSeconds(10.0, {"gpu": {"wait for samples": 6.0, "train": 4.0}}, {}))
+    words = "\n".join(alarm.what for alarm in found)
+    for expected in (
+        "not finite", "stopped exploring", "90% of the samples", "15 of 20 samples", "engine-0, it died",
+        "gpu did nothing for 60%", "wait for samples", "37 of 40 steps",
+    ):  # fmt: skip
+        assert expected in words, words
+    assert found[0].grave and not found[-1].grave
+    assert not alarms(read_run(write_run(tmp_path / "calm", steps=1)), DeviceSeconds(1.0, {"gpu": {"train": 1.0}}, {}))
+
+
+def test_a_trace_has_a_row_a_process(tmp_path: Path) -> None:
+    write_run(tmp_path)
+    assert main(["report", str(tmp_path), "--trace", str(tmp_path / "trace.json")]) == 0
+    trace = json.loads((tmp_path / "trace.json").read_text())["traceEvents"]
+    names = {event["args"]["name"]: event["tid"] for event in trace if event["ph"] == "M"}
+    assert sorted(names) == ["driver", "engine-0", "environment-math"]
+    train = [event for event in trace if event["name"] == "train"]
+    assert [(event["tid"], event["dur"], event["args"]["step"]) for event in train] == [
+        (names["driver"], 3_000_000, step) for step in (1, 2, 3)
+    ]
+
+
+@pytest.mark.parametrize(
+    ("words", "said"), [((), "holds no run"), (("--samples", "3-x"), "neither a step nor a range")]
+)
+def test_what_is_wrong_is_said(tmp_path: Path, words: tuple[str, ...], said: str, capsys: Any) -> None:
+    if words:
+        write_run(tmp_path)
+    assert main(["report", str(tmp_path), *words]) == 1
+    assert said in capsys.readouterr().err
