@@ -4,13 +4,15 @@ from __future__ import annotations
 
 import argparse
 import json
+import sys
 from dataclasses import asdict
 from typing import TYPE_CHECKING
 
+from grpo_mcore.observe.colors import painted
 from grpo_mcore.recipe import MasterConfig, load_recipe
 
 if TYPE_CHECKING:
-    from grpo_mcore.tools.doctor import Needs
+    from grpo_mcore.tools.doctor import Finding, Needs
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -36,9 +38,15 @@ def run(args: argparse.Namespace) -> int:
         print(json.dumps({"faults": faults, "nodes": nodes}, indent=2))
         return int(faults > 0)
     for node, findings in found.items():
-        print("\n".join([*([node] if node else []), *map(str, findings)]))
+        print("\n".join([*([node] if node else []), *map(_line, findings)]))
     print(f"\n{faults} fault{'' if faults == 1 else 's'}" if faults else "\nall is well")
     return int(faults > 0)
+
+
+def _line(finding: Finding) -> str:
+    """Return a finding as text, its state coloured in a terminal."""
+    style = {"ok": "green", "fault": "red"}.get(finding.state, "yellow")
+    return str(finding).replace(finding.state, painted(finding.state, style, sys.stdout), 1)
 
 
 def needs_of(config: MasterConfig | None, ports: tuple[int, ...] = ()) -> Needs:

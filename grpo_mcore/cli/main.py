@@ -16,8 +16,11 @@ import warnings
 from collections.abc import Callable, Sequence
 from importlib import import_module
 from pathlib import Path
+from typing import Any
 
 import grpo_mcore
+from grpo_mcore.cli.completion import Install, complete, recipes_and_keys, words_so_far
+from grpo_mcore.observe.colors import painted
 from grpo_mcore.recipe import RecipeError, is_override
 
 # Verb: (what it does, does it take a recipe).
@@ -44,9 +47,10 @@ def main(argv: Sequence[str] | None = None) -> int:
     """Run a verb. Return its exit code, 2 if the command line or the recipe is wrong, or 141 if the reader of standard
     output has gone away (`grpo-mcore config X | head -1`)."""
     try:
-        code = _run(argv)
-        sys.stdout.flush()
-        return code
+        try:
+            return _run(argv)
+        finally:
+            sys.stdout.flush()
     except BrokenPipeError:
         if not _reader_is_gone():
             raise
@@ -71,15 +75,18 @@ def _reader_is_gone() -> bool:
 
 
 def _run(argv: Sequence[str] | None) -> int:
-    words = list(sys.argv[1:] if argv is None else argv)
+    to_complete = words_so_far()
+    words = to_complete or list(sys.argv[1:] if argv is None else argv)
     verb = words[0] if words and words[0] in VERBS else None
     module = import_module(f"grpo_mcore.cli.{verb}") if verb else None
     parser, verb_parser = _parsers(verb)
+    if module is not None and hasattr(module, "add_arguments"):
+        module.add_arguments(verb_parser)
+    if to_complete is not None:
+        complete(parser)
     if module is not None and hasattr(module, "parse"):
         args = module.parse(words[1:])
     else:
-        if module is not None and hasattr(module, "add_arguments"):
-            module.add_arguments(verb_parser)
         args, rest = parser.parse_known_args(words)  # overrides may stand between options
         if unknown := [word for word in rest if word.startswith("-")]:
             verb_parser.error(f"unknown option: {' '.join(unknown)}")
@@ -98,7 +105,7 @@ def guarded(verb: str, work: Callable[[], int]) -> int:
     try:
         return work()
     except RecipeError as error:
-        print(f"grpo-mcore {verb}: {error}", file=sys.stderr)
+        _print_error(verb, str(error))
         return 2
     except KeyboardInterrupt as interrupt:
         ended = f"\ngrpo-mcore {verb}: interrupted; every process that it started has ended"
@@ -107,8 +114,12 @@ def guarded(verb: str, work: Callable[[], int]) -> int:
     except Exception as error:
         if not _is_ours(error):
             raise
-        print(f"grpo-mcore {verb}: {_message(error)}", file=sys.stderr)
+        _print_error(verb, _message(error))
         return 1
+
+
+def _print_error(verb: str, message: str) -> None:
+    print(f"{painted(f'grpo-mcore {verb}:', 'red', sys.stderr)} {message}", file=sys.stderr)
 
 
 class _Console(logging.Handler):
@@ -116,7 +127,11 @@ class _Console(logging.Handler):
 
     def emit(self, record: logging.LogRecord) -> None:
         try:
-            print(self.format(record), file=sys.stderr if record.levelno >= logging.WARNING else sys.stdout, flush=True)
+            stream, text = sys.stdout, self.format(record)
+            if record.levelno >= logging.WARNING:
+                stream = sys.stderr
+                text = painted(text, "red" if record.levelno >= logging.ERROR else "yellow", stream)
+            print(text, file=stream, flush=True)
         except OSError as error:  # a run goes on when the disk is full to which its output is redirected
             if error.errno not in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG):
                 raise
@@ -160,6 +175,7 @@ def _notes(error: BaseException) -> list[str]:
 def _parsers(verb: str | None) -> tuple[argparse.ArgumentParser, argparse.ArgumentParser]:
     """Return the parser of the command, and that of the verb."""
     parser = argparse.ArgumentParser(prog="grpo-mcore", description=grpo_mcore.__doc__)
+    parser.add_argument("--install-completion", action=Install, nargs=0, help="let bash or zsh complete commands")
     parser.add_argument("--version", action="version", version=f"grpo-mcore {grpo_mcore.__version__}")
     verbs = parser.add_subparsers(dest="verb", metavar="VERB", required=True)
     chosen = parser
@@ -168,7 +184,8 @@ def _parsers(verb: str | None) -> tuple[argparse.ArgumentParser, argparse.Argume
         sub = verbs.add_parser(name, help=purpose, description=f"{purpose}.", usage=usage)
         overrides = "a value that replaces the recipe's; +key=value adds a key, ~key removes one"
         metavar = "RECIPE | key=value" if takes_recipe else "key=value"
-        sub.add_argument("words", nargs="*", metavar=metavar, help=overrides)
+        word: Any = sub.add_argument("words", nargs="*", metavar=metavar, help=overrides)
+        word.completer = recipes_and_keys  # an attribute that argcomplete reads
         if takes_recipe:
             recipe_help = "the recipe: a YAML file, or the name of one in recipes/"
             sub.add_argument("--config", metavar="RECIPE", help=recipe_help)

@@ -10,6 +10,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TextIO
 
+from grpo_mcore.observe.colors import painted
 from grpo_mcore.observe.step_table import HEADER_EVERY, StepRow, header_lines, row_line
 
 WIDTH = 120
@@ -44,7 +45,7 @@ class RunConsole:
 
     def banner(self, title: str, facts: Mapping[str, object]) -> None:
         """Print what runs: `facts` by name, such as the batch equation, the layout, the engines, the model size."""
-        self._print("", f"== {title} ".ljust(WIDTH, "="), *_listed(facts), "=" * WIDTH, "")
+        self._print("", self._title(title), *_listed(facts), "=" * WIDTH, "")
 
     def note(self, text: str) -> None:
         """Print a line, or a few."""
@@ -92,10 +93,13 @@ class RunConsole:
     def summary(self, title: str, facts: Mapping[str, object], paths: Mapping[str, Path | str | None]) -> None:
         """Print the results and the paths of a run. A path of None does not exist in this run."""
         where = {name: path for name, path in paths.items() if path is not None}
-        self._print("", f"== {title} ".ljust(WIDTH, "="), *_listed(facts))
+        self._print("", self._title(title), *_listed(facts))
         if where:
             self._print("", "where everything lies", *_listed(where))
         self._print("=" * WIDTH)
+
+    def _title(self, title: str) -> str:
+        return painted(f"== {title} ".ljust(WIDTH, "="), "bold", self._stream)
 
     def _print(self, *lines: str) -> None:
         if self._moving:

@@ -1,0 +1,83 @@
+"""Completion and colours: what the command does for a person at a terminal."""
+
+from __future__ import annotations
+
+import io
+import subprocess
+from pathlib import Path
+
+import pytest
+
+from grpo_mcore.cli.completion import recipes_and_keys, words_so_far
+from grpo_mcore.cli.main import main
+from grpo_mcore.observe.colors import painted
+
+
+@pytest.mark.parametrize(
+    ("prefix", "words"),
+    [
+        ("grpo_ma", ["grpo_math_1B", "grpo_math_1B_megatron"]),
+        ("policy.megatron_cfg.opt", ["policy.megatron_cfg.optimizer."]),
+        ("policy.megatron_cfg.optimizer.l", ["policy.megatron_cfg.optimizer.lr="]),
+        ("policy.megatron_cfg.optimizer.lr=", []),
+    ],
+)
+def test_recipes_and_keys_are_completed_up_to_the_next_dot(prefix: str, words: list[str]) -> None:
+    assert recipes_and_keys(prefix) == words
+
+
+def test_the_shell_gets_the_options_of_the_verb(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As bash calls it, by argcomplete's protocol."""
+    line = "grpo-mcore train --val ignored"
+    asked = {"_ARGCOMPLETE": "1", "COMP_LINE": line, "COMP_POINT": str(len("grpo-mcore train --val"))}
+    asked |= {"_ARGCOMPLETE_STDOUT_FILENAME": str(tmp_path / "words"), "_ARGCOMPLETE_COMP_WORDBREAKS": " =:"}
+    for name, value in asked.items():
+        monkeypatch.setenv(name, value)
+    assert words_so_far() == ["train", "--val"]
+    ended: list[int] = []
+
+    def end(code: int) -> None:
+        ended.append(code)
+        raise SystemExit(code)
+
+    monkeypatch.setattr("os._exit", end)  # argcomplete's, which the tests' process must outlive
+    with pytest.raises(SystemExit):
+        main()
+    assert ended == [0] and (tmp_path / "words").read_text().strip() == "--validate-only"
+
+
+def test_install_completion_is_read_by_the_shell_and_written_once(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setenv("HOME", str(tmp_path))
+    monkeypatch.setenv("SHELL", "/bin/bash")
+    (tmp_path / ".bashrc").write_text("alias l=ls")
+    for _ in range(2):
+        with pytest.raises(SystemExit) as end:
+            main(["--install-completion"])
+        assert end.value.code == 0
+    assert (tmp_path / ".bashrc").read_text().count("completion.bash") == 1
+    told = subprocess.run(
+        ["bash", "-c", ". ~/.bashrc && complete -p grpo-mcore"], capture_output=True, text=True, check=False
+    )
+    assert told.returncode == 0 and told.stdout.strip().endswith("grpo-mcore"), told.stderr
+    monkeypatch.setenv("SHELL", "/bin/fish")
+    with pytest.raises(SystemExit):
+        main(["--install-completion"])
+    assert "knows bash and zsh, and SHELL is fish" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("terminal", "variables", "coloured"),
+    [(True, {}, True), (False, {}, False), (True, {"NO_COLOR": "1"}, False), (True, {"TERM": "dumb"}, False)],
+)
+def test_colours_are_for_terminals(
+    monkeypatch: pytest.MonkeyPatch, terminal: bool, variables: dict[str, str], coloured: bool
+) -> None:
+    stream = io.StringIO()
+    stream.isatty = lambda: terminal  # type: ignore[method-assign]
+    monkeypatch.delenv("NO_COLOR", raising=False)
+    monkeypatch.setenv("TERM", "xterm")
+    for name, value in variables.items():
+        monkeypatch.setenv(name, value)
+    assert painted("fault", "red", stream) == ("\x1b[31mfault\x1b[0m" if coloured else "fault")
