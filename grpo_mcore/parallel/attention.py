@@ -46,8 +46,14 @@ class Bucket:
 
 @dataclass
 class PackedRow(PackedSeqParams):
-    """Megatron-Core's description of a packed row, plus the indices that attention gathers by, made once per row."""
+    """Megatron-Core's description of a packed row, plus the indices that attention gathers by, made once per row.
 
+    The inherited `cu_seqlens_*` are for TransformerEngine's kernels. Without it they are None: Megatron-Core's rotary
+    embedding would read them back from the device in every layer.
+    """
+
+    ends: Tensor | None = None  # int32 [n + 1]: cumulative lengths of the sequences
+    positions: Tensor | None = None  # int64 [t]: place of each token in its sequence, for the rotary embedding
     buckets: list[Bucket] = field(default_factory=list)  # on CPU
     row_order: Tensor | None = None  # int64 [T]: index of each token of the row in the concatenated buckets
     context_group: ProcessGroup | None = None
@@ -60,26 +66,28 @@ def describe_row(
     platform: Platform,
     share: ContextShare | None = None,
     context_group: ProcessGroup | None = None,
+    *,
+    positions: Tensor | None = None,
 ) -> PackedRow:
-    """Describe a row with these cumulative lengths (int32 [n + 1]), or this rank's share of it."""
+    """Describe a row with these cumulative lengths (int32 [n + 1]), or this rank's share of it.
+
+    `positions`: see PackedRow; a network with a rotary embedding needs them.
+    """
     if share is not None:
         cu_seqlens = share.cu_seqlens
     starts = cu_seqlens.tolist()
     lengths = [stop - start for start, stop in zip(starts, starts[1:], strict=False)]
     longest = max(lengths)
-    row = PackedRow(
-        qkv_format="thd",
-        cu_seqlens_q=cu_seqlens,
-        cu_seqlens_kv=cu_seqlens,
-        max_seqlen_q=longest,
-        max_seqlen_kv=longest,
-    )
+    row = PackedRow(qkv_format="thd", max_seqlen_q=longest, max_seqlen_kv=longest, ends=cu_seqlens, positions=positions)
+    if platform.transformer_engine:
+        row.cu_seqlens_q = row.cu_seqlens_kv = cu_seqlens
+        if share is not None:
+            row.cu_seqlens_q_padded = row.cu_seqlens_kv_padded = cu_seqlens
     if share is None:
         if not platform.on_gpu:
             _fill_buckets(row, [Span(start, n, start, n) for start, n in zip(starts, lengths, strict=False)], False)
         return row
     row.context_group, row.key_order = context_group, share.key_order
-    row.cu_seqlens_q_padded = row.cu_seqlens_kv_padded = cu_seqlens  # TransformerEngine reads these names
     spans = [Span(*span) for span in share.spans]
     if platform.on_gpu:
         row.spans = _kernel_spans(spans, share.key_order)
@@ -170,7 +178,7 @@ class PackedAttention(torch.nn.Module):
         repeat, grouped = query.size(1) // key.size(1), {}
         if repeat > 1 and "enable_gqa" in inspect.signature(varlen_attn).parameters:
             grouped, repeat = {"enable_gqa": True}, 1
-        query_ends, key_ends = row.cu_seqlens_q, row.cu_seqlens_kv
+        query_ends, key_ends = row.ends, row.ends
         longest_query, longest_key = row.max_seqlen_q, row.max_seqlen_kv
         if row.spans is not None:
             query_ends, key_ends, places, longest_query, longest_key = row.spans
@@ -217,6 +225,30 @@ def _gather_context(key: Tensor, value: Tensor, group: ProcessGroup) -> tuple[Te
     return key, value
 
 
+class RotaryByPosition(torch.nn.Module):
+    """One of Megatron-Core's rotary embeddings, evaluated at the position of each token of a packed row.
+
+    Megatron-Core's own way for packed rows cuts the row into its sequences, whose lengths it reads back from the device
+    in every layer.
+    """
+
+    def __init__(self, embedding: torch.nn.Module) -> None:
+        super().__init__()
+        self.embedding = embedding
+
+    def get_rotary_seq_len(self, *arguments: Any) -> PackedRow:
+        """Return the row, which comes last of Megatron-Core's arguments; the result is what `forward` gets."""
+        row: PackedRow = arguments[-1]
+        return row
+
+    def forward(self, row: PackedRow, **_: Any) -> Any:
+        """Return the angles, float32 [t, 1, dim]; of YaRN also its factor for sine and cosine."""
+        found = self.embedding(row.max_seqlen_q, packed_seq=True)
+        angles, *factor = found if isinstance(found, tuple) else (found,)
+        at = angles[:, 0].index_select(0, row.positions)
+        return (at, *factor) if factor else at
+
+
 class WholeLinear(torch.nn.Module):
     """A linear layer with its whole weight on every tensor-parallel rank, as TransformerEngine's "duplicated" mode."""
 
@@ -236,8 +268,11 @@ class LatentAttention(MLASelfAttention):
     keys is shared by all heads, and its gradient would then come from the rank's own heads only.
     """
 
+    rotary_pos_emb: torch.nn.Module
+
     def __init__(self, config: Any, *args: Any, **kwargs: Any) -> None:
         super().__init__(config, *args, **kwargs)
+        self.rotary_pos_emb = RotaryByPosition(self.rotary_pos_emb)
         if config.q_lora_rank is not None:
             self.linear_q_down_proj = WholeLinear(config, config.hidden_size, config.q_lora_rank)
         width = config.kv_lora_rank + config.qk_pos_emb_head_dim

@@ -51,7 +51,7 @@ class MambaMixer(torch.nn.Module):
     ) -> tuple[Tensor, None]:
         """hidden_states [t, 1, hidden] -> the same shape, and no bias; t / TP under sequence parallelism."""
         row = packed_seq_params
-        assert row is not None, "the policy feeds packed rows only"
+        assert row is not None and row.ends is not None, "the policy feeds packed rows only"
         projected = self.in_proj(hidden_states)[0][:, 0]
         here = slice(None)
         if row.context_group is not None and row.key_order is not None:
@@ -60,7 +60,7 @@ class MambaMixer(torch.nn.Module):
                 projected, tensor_parallel_output_grad=True, group=row.context_group
             ).index_select(0, row.key_order)
             here = row.key_order.argsort()[rank * part : (rank + 1) * part]
-        mixed = self._mix(projected, row.cu_seqlens_q)[here]
+        mixed = self._mix(projected, row.ends)[here]
         return self.out_proj(mixed.to(hidden_states.dtype)[:, None])[0], None
 
     def sharded_state_dict(

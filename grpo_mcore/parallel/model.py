@@ -24,7 +24,7 @@ from torch import Tensor
 from grpo_mcore.batching.packed_batch import PackedBatch
 from grpo_mcore.families import Block, ModelShape
 from grpo_mcore.families.activations import TILES
-from grpo_mcore.parallel.attention import LatentAttention, PackedAttention, describe_row
+from grpo_mcore.parallel.attention import LatentAttention, PackedAttention, RotaryByPosition, describe_row
 from grpo_mcore.parallel.context import join_shares, share_of_row, take_share
 from grpo_mcore.parallel.experts import Experts, GroupedExperts, LatentMoELayer
 from grpo_mcore.parallel.layout import Layout
@@ -78,7 +78,7 @@ class PolicyModel(GPTModel):
             attention_mask=None,
             labels=targets,
             loss_mask=wanted,
-            packed_seq_params=describe_row(batch.cu_seqlens, self.platform, share, group),
+            packed_seq_params=describe_row(batch.cu_seqlens, self.platform, share, group, positions=positions[0]),
         )
         return join_shares(output, share, batch.tokens.size(1), group) if share and self.post_process else output
 
@@ -154,6 +154,12 @@ def _build_chunk(
         rope_scaling_factor=shape.rope_scaling_factor or 1.0,
     )
     model.unpadded_vocab_size, model.platform = shape.vocab_size, platform
+    if (
+        model.position_embedding_type == "rope"
+        and not config.multi_latent_attention
+        and not platform.transformer_engine
+    ):
+        model.rotary_pos_emb = RotaryByPosition(model.rotary_pos_emb)
     if config.moe_enable_routing_replay:
         model.routers = RoutersOfChunk(model.decoder.layers)
     for name, parameter in model.named_parameters():
