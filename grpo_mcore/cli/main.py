@@ -48,9 +48,12 @@ def main(argv: Sequence[str] | None = None) -> int:
     output has gone away (`grpo-mcore config X | head -1`)."""
     try:
         try:
-            return _run(argv)
-        finally:
+            code = _run(argv)
+        except SystemExit:  # after --help and the like
             sys.stdout.flush()
+            raise
+        sys.stdout.flush()
+        return code
     except BrokenPipeError:
         if not _reader_is_gone():
             raise

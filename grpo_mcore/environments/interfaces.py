@@ -20,7 +20,8 @@ class EnvironmentReturn(NamedTuple):
     `next_stop_strings`: of the next turn; None: unchanged. `terminateds`: whether the conversation is over.
     `rewards`: of this turn alone, a conversation's turns are added up; None where the environment failed (excluded
     and counted, never 0). `answers`: the extracted answer. `reasons`: why it got that reward. `seconds`: that scoring
-    took. `rewards_by_name`: the parts of a reward that has several.
+    took. `rewards_by_name`: the parts of a reward that has several. `tracebacks`: text for the run's console, such as
+    the first traceback of a function that raises.
     """
 
     observations: list[dict[str, str]]
@@ -32,6 +33,7 @@ class EnvironmentReturn(NamedTuple):
     reasons: list[str]
     seconds: list[float] | None = None
     rewards_by_name: list[dict[str, float]] | None = None
+    tracebacks: Sequence[str | None] | None = None
 
 
 def single_turn_return(
@@ -43,6 +45,7 @@ def single_turn_return(
     answers: Sequence[str | None] | None = None,
     stop_strings: list[str] | None = None,
     rewards_by_name: list[dict[str, float]] | None = None,
+    tracebacks: Sequence[str | None] | None = None,
 ) -> EnvironmentReturn:
     """Return the results of a step that ends every conversation. The observation is the reason."""
     return EnvironmentReturn(
@@ -55,6 +58,7 @@ def single_turn_return(
         reasons=list(reasons),
         seconds=list(seconds),
         rewards_by_name=rewards_by_name,
+        tracebacks=tracebacks,
     )
 
 
@@ -161,8 +165,9 @@ class EnvironmentInterface(EnvironmentBase, ABC):
                 role=message.get("role", "user"),
                 stop_strings=None if stops is None else tuple(stops),
                 metadata=state,
+                traceback=traceback,
             )
-            for (reward, parts, reason), answer, taken, terminated, message, stops, state in zip(
+            for (reward, parts, reason), answer, taken, terminated, message, stops, state, traceback in zip(
                 checked,
                 result.answers,
                 seconds,
@@ -170,6 +175,7 @@ class EnvironmentInterface(EnvironmentBase, ABC):
                 result.observations,
                 result.next_stop_strings,
                 result.metadata,
+                result.tracebacks or [None] * len(trajectories),
                 strict=True,
             )
         ]

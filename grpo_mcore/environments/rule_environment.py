@@ -5,7 +5,6 @@ Where a component crashes, hangs or returns no finite number, the sample has no 
 
 from __future__ import annotations
 
-import logging
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from typing import Any, ClassVar
@@ -23,8 +22,6 @@ from grpo_mcore.environments.reward_functions import Sample
 from grpo_mcore.environments.rules import Component
 from grpo_mcore.environments.verifier_pool import Result, VerifierPool, WorkerSpec
 from grpo_mcore.environments.verifiers import shorten
-
-log = logging.getLogger(__name__)
 
 
 class RuleEnvConfig(EnvConfig):
@@ -85,30 +82,30 @@ class RuleEnvironment(EnvironmentInterface):
         verdicts = [self._verdict(result) for result in results]
         return single_turn_return(
             metadata,
-            rewards=[reward for reward, _, _ in verdicts],
-            reasons=[reason for _, _, reason in verdicts],
+            rewards=[reward for reward, *_ in verdicts],
+            reasons=[reason for _, _, reason, _ in verdicts],
             seconds=[result.seconds for result in results],
             stop_strings=self.config.stop_strings,
-            rewards_by_name=[values for _, values, _ in verdicts],
+            rewards_by_name=[values for _, values, *_ in verdicts],
+            tracebacks=[traceback for *_, traceback in verdicts],
         )
 
     def shutdown(self) -> None:
         self._pool.close()
 
-    def _verdict(self, result: Result) -> tuple[float | None, dict[str, float], str]:
-        """Return the reward, its parts and the reason."""
+    def _verdict(self, result: Result) -> tuple[float | None, dict[str, float], str, str | None]:
+        """Return the reward, its parts, the reason, and the traceback where a component raised for the first time."""
         if result.failure is not None:
-            return None, {}, result.failure
+            return None, {}, result.failure, None
         if "failed" in result.value:
-            return None, {}, self._lose(**result.value)
+            return None, {}, *self._lose(**result.value)
         values = result.value["values"]
         reward = sum(self._weights[name] * value for name, value in values.items())
-        return reward, values, ", ".join(f"{name} {value:g}" for name, value in values.items())
+        return reward, values, ", ".join(f"{name} {value:g}" for name, value in values.items()), None
 
-    def _lose(self, failed: str, why: str, where: str = "", traceback: str | None = None) -> str:
-        """Count a sample that a component cost, show the traceback of the first one, and return the reason."""
+    def _lose(self, failed: str, why: str, where: str = "", traceback: str | None = None) -> tuple[str, str | None]:
+        """Count a sample that a component cost. Return the reason, and the traceback of the first one."""
         self._lost[failed] += 1
         count = self._lost[failed]
-        if traceback is not None and count == 1:
-            log.warning("component %r raised, so its sample has no reward:\n%s", failed, traceback.rstrip())
-        return f"component {failed!r} crashed: {shorten(why)}{where}" + (f", {count} answers lost" if count > 1 else "")
+        lost = f", {count} answers lost" if count > 1 else ""
+        return f"component {failed!r} crashed: {shorten(why)}{where}{lost}", traceback if count == 1 else None

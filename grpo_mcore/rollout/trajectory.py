@@ -297,13 +297,15 @@ class Outcome(Score):
     """An environment's verdict on one turn, and its next message.
 
     `observation`: its next message, None where it has nothing to say; `role`: whose words they are. `metadata`:
-    what the next call gets; None: the same again. `stop_strings`: of the next turn; None: the same again.
+    what the next call gets; None: the same again. `stop_strings`: of the next turn; None: the same again. `traceback`:
+    text for the run's console.
     """
 
     observation: str | None = None
     role: str = "user"
     stop_strings: tuple[str, ...] | None = None
     metadata: dict[str, Any] | None = None
+    traceback: str | None = None
 
 
 def sample_seed(seed: int, step: int, uid: str, generation_index: int, turn: int = 0) -> int:

@@ -205,6 +205,9 @@ class RewardScorer:
     def _record(self, call: _Call, outcomes: Sequence[Outcome]) -> None:
         request = call.request
         request.outcomes.update(zip(call.positions, outcomes, strict=True))
+        for outcome in outcomes:
+            if outcome.traceback is not None:
+                logger.warning("%s: no reward for a sample of %s\n%s", outcome.reason, request.uid, outcome.traceback)
         if len(request.outcomes) == len(request.references) and not request.given_up:
             self._scored.append(request)
 

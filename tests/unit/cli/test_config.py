@@ -41,13 +41,16 @@ def test_the_reference_has_every_key() -> None:
     assert found == {key for key in keys if not key.startswith("data.validation.")}, "data.validation.* refers to train"
 
 
-@pytest.mark.parametrize("words", [["config", "grpo_math_1B"], ["config", "--reference"]])
+@pytest.mark.parametrize("words", [["config", "grpo_math_1B"], ["config", "--reference"], ["--version"]])
 def test_a_reader_that_goes_away_ends_the_command_quietly(words: list[str]) -> None:
     reading, writing = os.pipe()
     os.close(reading)  # as `| head -1` has done by the time of the next write
     command = [sys.executable, "-m", "grpo_mcore.cli.main", *words]
+    buffered = {name: value for name, value in os.environ.items() if name != "PYTHONUNBUFFERED"}
     try:
-        done = subprocess.run(command, stdout=writing, stderr=subprocess.PIPE, text=True, cwd=ROOT, check=False)
+        done = subprocess.run(
+            command, stdout=writing, stderr=subprocess.PIPE, text=True, cwd=ROOT, env=buffered, check=False
+        )
     finally:
         os.close(writing)
     assert (done.returncode, done.stderr) == (141, "")

@@ -216,6 +216,17 @@ def test_what_an_environment_raises_costs_its_sample() -> None:
                 assert score == expected
 
 
+def test_the_driver_shows_the_traceback_of_a_reward(caplog: pytest.LogCaptureFixture) -> None:
+    """It was in the log of the environment's worker only."""
+
+    def raising(trajectory: Trajectory, metadata: dict[str, Any]) -> Outcome:
+        first = (trajectory.uid, trajectory.generation_index) == ("p0", 0)
+        return Outcome(None, None, "it crashed", 0.0, traceback="Traceback of the reward" if first else None)
+
+    World(raising).run(range(2))
+    assert caplog.messages == ["it crashed: no reward for a sample of p0\nTraceback of the reward"]
+
+
 def test_a_prompt_without_an_environment_is_named() -> None:
     with pytest.raises(ValueError, match="p0: no environment for task 'other'. .* known are 'game'"):
         World().run(range(1), task_name="other")
