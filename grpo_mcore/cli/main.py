@@ -38,6 +38,7 @@ VERBS = {
     "launch": ("run a recipe on a cluster: launch slurm RECIPE, launch k8s RECIPE", True),
     "demo": ("make a small model and train it with GRPO on this machine", False),
     "report": ("write a page that shows a run: curves, device-seconds, timeline, samples", False),
+    "watch": ("show a run in the terminal, while it goes on or afterwards", False),
     "ledger": ("audit a run: did every prompt have exactly one end", False),
     "data": ("make training data of NeMo Gym rollouts, check training data", False),
 }

@@ -17,6 +17,8 @@ WIDTH = 120
 LONGEST_TEXT = 2000
 """Maximum number of characters shown of a prompt or response."""
 PROGRESS_S = 0.2
+BAR = 20
+"""Characters of a progress bar."""
 
 
 @dataclass(frozen=True)
@@ -42,6 +44,7 @@ class RunConsole:
         self._moving = 0  # characters of the moving line that is on the screen
         self._moved_at = float("-inf")
         self._rows = 0
+        self._progress_from = (sys.maxsize, 0.0)  # (done, time) when the phase began to show
 
     def banner(self, title: str, facts: Mapping[str, object]) -> None:
         """Print what runs: `facts` by name, such as the batch equation, the layout, the engines, the model size."""
@@ -81,11 +84,20 @@ class RunConsole:
             self._rows = 0
 
     def progress(self, what: str, done: int, total: int) -> None:
-        """Show the progress of a long phase, such as generation; nothing if the output is not a terminal."""
-        if not self._moves or (self._clock() - self._moved_at < PROGRESS_S and done < total):
+        """Show the progress of a long phase, such as generation, with the time left; nothing if the output is not a
+        terminal."""
+        now = self._clock()
+        if not self._moves or (now - self._moved_at < PROGRESS_S and done < total):
             return
-        self._moved_at = self._clock()
-        line = f"{what}: {done} / {total}"[: WIDTH - 1]
+        self._moved_at = now
+        if done <= self._progress_from[0]:  # a phase begins
+            self._progress_from = (done, now)
+        before, since = self._progress_from
+        filled = BAR * done // max(total, 1)
+        line = f"{what}: {done} / {total} {'━' * filled}{'─' * (BAR - filled)}"
+        if done > before:
+            line += f" {(now - since) / (done - before) * (total - done):.0f} s left"
+        line = line[: WIDTH - 1]
         self._stream.write("\r" + line.ljust(self._moving))
         self._stream.flush()
         self._moving = len(line)

@@ -131,7 +131,7 @@ class RunReport:
     def sample(self) -> None:
         """Count a generated sample, and show the progress."""
         self._samples_done += 1
-        self.console.progress("samples", self._samples_done, self._samples_asked)
+        self.console.progress(f"step {self.spans.step}, samples", self._samples_done, self._samples_asked)
 
     def refit(self, report: RefitReport) -> None:
         first, self._refit = self._refit is None, report

@@ -70,7 +70,7 @@ def _plain(by_step: Mapping[int, Mapping[str, float]]) -> dict[int, dict[str, fl
 def _starts(events: Sequence[Mapping[str, Any]]) -> Iterator[tuple[Mapping[str, Any], list[Mapping[str, Any]]]]:
     """Yield each start of the run with its spans."""
     begins = [index for index, event in enumerate(events) if event["what"] == "begin"]
-    for index, following in zip(begins, [*begins[1:], len(events)], strict=True):
+    for index, following in zip(begins, [*begins, len(events)][1:], strict=True):
         yield events[index], [event for event in events[index + 1 : following] if "seconds" in event]
 
 

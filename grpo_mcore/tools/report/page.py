@@ -15,7 +15,7 @@ from typing import Any
 from grpo_mcore.observe.samples import Kind, read_samples
 from grpo_mcore.tools.report.alarms import alarms
 from grpo_mcore.tools.report.device_seconds import ORDER, device_seconds, step_spans
-from grpo_mcore.tools.report.run_files import RunFiles
+from grpo_mcore.tools.report.run_files import RunFiles, duration
 
 STATIC = Path(__file__).parent / "static"
 PAGE_BYTES = 4_000_000
@@ -132,7 +132,7 @@ def _state(run: RunFiles) -> dict[str, Any]:
     if run.summary is not None:
         end = str(run.summary.get("end"))
     else:
-        end = f"not over: its last sign of life was {_duration(silent)} before this page was made"
+        end = f"not over: its last sign of life was {duration(silent)} before this page was made"
     return {
         "folder": str(run.folder),
         "model": policy.get("model_name"),
@@ -143,12 +143,6 @@ def _state(run: RunFiles) -> dict[str, Any]:
         "end": end,
         "made": time.strftime("%Y-%m-%d %H:%M"),
     }
-
-
-def _duration(seconds: float) -> str:
-    if seconds < 120:
-        return f"{seconds:.0f} s"
-    return f"{seconds / 60:.0f} min" if seconds < 7200 else f"{seconds / 3600:.1f} h"
 
 
 def _short(value: float) -> float:

@@ -82,3 +82,10 @@ def read_run(folder: Path) -> RunFiles:
 
 def _json(path: Path) -> dict[str, Any] | None:
     return json.loads(path.read_text()) if path.exists() else None
+
+
+def duration(seconds: float) -> str:
+    """Return seconds for a person, such as "45 s", "12 min" or "3.4 h"."""
+    if seconds < 120:
+        return f"{max(seconds, 0):.0f} s"
+    return f"{seconds / 60:.0f} min" if seconds < 7200 else f"{seconds / 3600:.1f} h"

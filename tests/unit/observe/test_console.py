@@ -138,9 +138,14 @@ def test_progress_moves_only_on_a_terminal():
     console.progress("samples", 99, 100)
     console.progress("samples", 99, 100)  # too soon
     console.progress("samples", 100, 100)  # the last always
-    assert terminal.getvalue() == "\rsamples: 99 / 100\rsamples: 100 / 100"
+    full = "━" * 20
+    first = f"\rsamples: 99 / 100 {full[1:]}─"
+    assert terminal.getvalue() == f"{first}\rsamples: 100 / 100 {full} 0 s left"
     now[0] = 1.0
-    console.progress("s", 1, 2)
-    assert terminal.getvalue().endswith("\rs: 1 / 2          ")  # nothing of the longer line stays
+    console.progress("s", 1, 4)
+    assert terminal.getvalue().endswith(f"\rs: 1 / 4 {full[:5]}{'─' * 15}".ljust(len(first) + 10))  # nothing stays
+    now[0] = 3.0
+    console.progress("s", 2, 4)
+    assert terminal.getvalue().endswith(" 4 s left")
     console.note("a line")
-    assert terminal.getvalue().endswith("\r        \ra line\n")
+    assert terminal.getvalue().endswith(f"\r{' ' * len('s: 2 / 4 ' + full + ' 4 s left')}\ra line\n")

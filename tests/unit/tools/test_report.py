@@ -4,14 +4,18 @@ from __future__ import annotations
 
 import base64
 import gzip
+import io
 import json
 import re
+import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
+from rich.cells import cell_len
+from rich.console import Console
 
 from grpo_mcore.cli.main import main
 from grpo_mcore.observe.samples import SampleFiles
@@ -19,6 +23,7 @@ from grpo_mcore.tools.report import page
 from grpo_mcore.tools.report.alarms import alarms
 from grpo_mcore.tools.report.device_seconds import DeviceSeconds, covered, device_seconds, step_spans
 from grpo_mcore.tools.report.run_files import read_run
+from grpo_mcore.tools.report.watch import screen, sparkline
 
 DEVICES = {"policy-0": ["policy-0", "engine-0"]}
 STEP_S = 10.0
@@ -195,3 +200,36 @@ def test_what_is_wrong_is_said(tmp_path: Path, words: tuple[str, ...], said: str
         write_run(tmp_path)
     assert main(["report", str(tmp_path), *words]) == 1
     assert said in capsys.readouterr().err
+
+
+def shown(run: Path, width: int, height: int) -> list[str]:
+    """Return the lines of `watch` in a terminal of this size."""
+    console = Console(width=width, height=height, file=io.StringIO(), force_terminal=True, color_system=None)
+    console.print(screen(read_run(run), width, height, now=time.time()))
+    return console.file.getvalue().splitlines()  # type: ignore[attr-defined]
+
+
+@pytest.mark.parametrize(("width", "height"), [(80, 24), (200, 50), (60, 12)])
+def test_watch_fits_the_terminal(tmp_path: Path, width: int, height: int) -> None:
+    run = write_run(tmp_path, steps=30)
+    lines = shown(run, width, height)
+    assert len(lines) <= height and max(map(cell_len, lines)) <= width
+    text = "\n".join(lines)
+    assert "step 30 of 9" in text and "last sign of life" in text
+    assert re.search(r"reward +0.03333 → 1 +▁\S*█", text)
+    if height >= 24:
+        assert "generate 40%" in text and "! Engine and policy disagree" in text and "samples of step 30" in text
+    (run / "summary.json").write_text('{"end": "all steps are done"}')
+    assert "over: all steps are done" in shown(run, 200, height)[0]
+
+
+def test_watch_shows_a_run_that_has_not_trained_yet(tmp_path: Path) -> None:
+    run = tmp_path / "exp_001"
+    run.mkdir()
+    (run / "hyperparams.json").write_text("{}")
+    assert any("no step is trained yet" in line for line in shown(run, 80, 24))
+
+
+def test_a_course_keeps_its_shape_in_few_blocks() -> None:
+    assert sparkline([0, 1, 2, 3, 4, 5, 6, 7], 8) == "▁▂▃▄▅▆▇█"
+    assert sparkline([0, 0, 1, 1], 2) == "▁█" and sparkline([1.0, 1.0 + 1e-9], 9) == "▁▁"

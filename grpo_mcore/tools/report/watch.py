@@ -1,0 +1,174 @@
+"""A run in a terminal, redrawn from its files: a running one, a finished one or one that was killed.
+
+It only reads, so it may be started, ended and started again beside the run, from any shell that sees the files.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Sequence
+from pathlib import Path
+
+from rich.cells import cell_len
+from rich.console import Console, Group
+from rich.live import Live
+from rich.text import Text
+
+from grpo_mcore.observe.samples import read_samples
+from grpo_mcore.observe.spans import DRIVER
+from grpo_mcore.tools.report.alarms import Alarm, alarms, values
+from grpo_mcore.tools.report.device_seconds import ORDER, DeviceSeconds, device_seconds
+from grpo_mcore.tools.report.run_files import RunFiles, duration, read_run
+
+BLOCKS = "▁▂▃▄▅▆▇█"
+CURVES = (
+    ("reward", ("reward",)),
+    ("length", ("generated_length",)),
+    ("entropy", ("entropy", "approx_entropy")),
+    ("prob err", ("token_mult_prob_error",)),
+    ("grad norm", ("grad_norm",)),
+    ("tokens/s", ("tokens_per_second",)),
+)
+COLOURS = {
+    "generate": "blue", "train": "dark_orange", "log-probs": "yellow", "refit": "purple", "validation": "cyan",
+    "checkpoint": "magenta", "prepare": "tan",
+}  # fmt: skip
+RECENT = 5
+"""Steps whose mean duration gives the time left, and whose devices' seconds are shown."""
+
+
+def watch(folder: Path, console: Console, interval_s: float, *, once: bool = False) -> None:
+    """Show the run that `folder` is or holds until the user leaves, or until it is over; with `once` only once. Raises
+    NoRun."""
+    if once:
+        console.print(screen(read_run(folder), console.width, console.height - 1, time.time()))
+        return
+    with Live(console=console, screen=True, auto_refresh=False) as live:
+        while True:
+            run = read_run(folder)
+            live.update(screen(run, console.width, console.height, time.time()), refresh=True)
+            if run.summary is not None:
+                break
+            time.sleep(interval_s)
+    console.print(screen(run, console.width, console.height - 1, time.time()))
+
+
+def screen(run: RunFiles, width: int, height: int, now: float) -> Group:
+    """Return what is shown in a terminal of this size."""
+    devices = device_seconds(run.events)
+    lines = [*_head(run, width, now), Text(), *_curves(run, width), Text(), *_devices(run, devices, width)]
+    worries = alarms(run, devices)
+    room = height - len(lines) - 2
+    lines += [Text(), *_alarms(worries, width, min(2 + len(worries), max(2, room // 2)))]
+    lines += [Text(), *_samples(run, width, height - len(lines) - 1)]
+    for line in lines:
+        line.no_wrap, line.overflow = True, "crop"
+    return Group(*lines[:height])
+
+
+def _head(run: RunFiles, width: int, now: float) -> list[Text]:
+    grpo = run.recipe.get("grpo", {})
+    done, most = (run.steps[-1] if run.steps else 0), run.max_steps or 0
+    silent = now - run.last_sign
+    state = f"over: {run.summary['end']}" if run.summary else f"last sign of life {duration(silent)} ago"
+    title = Text.assemble(
+        (state, "green" if run.summary or silent < 120 else "bold red"), "  ", (f"{run.folder}", "bold")
+    )
+    title.truncate(width, overflow="ellipsis")
+    durations = values(run.metrics["train"][-RECENT:], "timing/total")
+    left = f", {duration((most - done) * sum(durations) / len(durations))} left" if durations and done < most else ""
+    lines = [title, _bar(f"step {done} of {most}{left}", done, most, width)]
+    if run.summary is None:
+        asked, came, phase = int(grpo.get("num_prompts_per_step") or 0), *_current(run, done + 1)
+        lines.append(
+            _bar(f"step {done + 1}: {came} of {asked} prompts scored; {phase}", min(came, asked), asked, width)
+        )
+    return lines
+
+
+def _current(run: RunFiles, step: int) -> tuple[int, str]:
+    """Return how many prompts of a step are scored, and what the driver did last."""
+    here = [event for event in run.events if event.get("step") == step]
+    phases = [event["what"] for event in here if event["process"] == DRIVER]
+    return sum(event["what"] == "reward" for event in here), f"done last: {phases[-1] if phases else 'the step before'}"
+
+
+def _bar(label: str, done: int, total: int, width: int) -> Text:
+    label = label[: max(20, width * 2 // 3)]
+    room = max(10, width - len(label) - 3)
+    filled = min(room, round(room * done / total)) if total else 0
+    return Text.assemble(("━" * filled, "green"), ("━" * (room - filled), "grey37"), "  ", label)
+
+
+def _curves(run: RunFiles, width: int) -> list[Text]:
+    """Return a line for each curve: name, first and last value, and a sparkline of the whole run."""
+    rows = [(name, values(run.metrics["train"], *metrics)) for name, metrics in CURVES]
+    rows.insert(1, ("val", values(run.metrics["validation"], "accuracy", "reward")))
+    lines = []
+    for name, course in rows:
+        if course:
+            numbers = f"{course[0]:>9.4g} → {course[-1]:<9.4g}"
+            line = Text.assemble((f"{name:<10}", "bold"), numbers, " ")
+            lines.append(line.append(sparkline(course, width - len(line) - 1), style="cyan"))
+    return lines or [Text("no step is trained yet", style="grey50")]
+
+
+def sparkline(numbers: Sequence[float], width: int) -> str:
+    """Return a course as at most `width` blocks, each the mean of its part."""
+    count = max(1, min(width, len(numbers)))
+    bounds = [index * len(numbers) // count for index in range(count + 1)]
+    means = [sum(numbers[a:b]) / (b - a) for a, b in zip(bounds, bounds[1:], strict=False)]
+    low, span = min(means), max(means) - min(means)
+    span = span if span > 1e-5 * max(map(abs, means)) else 0.0  # a course that only rounds differently is flat
+    return "".join(BLOCKS[round((mean - low) / span * (len(BLOCKS) - 1)) if span else 0] for mean in means)
+
+
+def _devices(run: RunFiles, devices: DeviceSeconds, width: int) -> list[Text]:
+    """Return the shares of the devices' seconds in the last steps as a bar and in words."""
+    sums: dict[str, float] = {}
+    for step in list(devices.by_step)[-RECENT:]:
+        for what, seconds in devices.by_step[step].items():
+            sums[what] = sums.get(what, 0.0) + seconds
+    total = sum(sums.values())
+    if not total:
+        return [Text("no events yet", style="grey50")]
+    bar, words, at = Text(), Text(), 0.0
+    for what in (what for what in ORDER if what in sums):
+        before, at = round(at / total * width), at + sums[what]
+        bar.append("█" * (round(at / total * width) - before), style=COLOURS.get(what, "grey50"))
+        words.append(f"{what} {sums[what] / total:.0%}  ", style=COLOURS.get(what, "grey50"))
+    words.truncate(width, overflow="ellipsis")
+    restarts = sum(event["what"] == "restart" for event in run.events)
+    names = ", ".join(list(devices.by_device)[:4]) + (" ..." if len(devices.by_device) > 4 else "")
+    health = Text(f"devices: {names}; restarts of workers: {restarts}", style="bold red" if restarts else "grey50")
+    health.truncate(width, overflow="ellipsis")
+    return [bar, words, health]
+
+
+def _alarms(worries: Sequence[Alarm], width: int, room: int) -> list[Text]:
+    if not worries:
+        return [Text("no alarms", style="green")]
+    lines: list[Text] = []
+    console = Console(width=width)
+    for alarm in worries:
+        text = Text(f"! {alarm.what}", style="bold red" if alarm.grave else "yellow")
+        lines += text.wrap(console, width)
+    return lines[:room]
+
+
+def _samples(run: RunFiles, width: int, room: int) -> list[Text]:
+    """Return the newest samples of training, one a line: reward, answer, end of the text."""
+    steps = run.samples.get("train", {})
+    if not steps or room < 2:
+        return []
+    step = max(steps)
+    lines = [Text(f"samples of step {step}", style="bold")]
+    for sample in read_samples(steps[step], ["uid", "generation", "reward", "turns"])[: room - 1]:
+        said = "".join(turn["text"] for turn in sample["turns"] or ()).replace("\n", "⏎")
+        reward = "failed" if sample["reward"] is None else f"{sample['reward']:.3g}"
+        head = f"{sample['uid']}#{sample['generation']}"[-24:]
+        line = Text.assemble((f"{head:<24} ", "grey50"), (f"{reward:>6}  ", "green" if sample["reward"] else "red"))
+        while cell_len(said) > width - len(line):  # the end of a sample tells more than its start
+            said = said[cell_len(said) - (width - len(line)) :]
+        lines.append(line.append(said))
+    return lines
