@@ -94,7 +94,7 @@ def test_layers_are_those_of_the_platform(name: str, platform: Platform, monkeyp
     assert platform.on_gpu or norm.RMSNorm not in found
     assert (model.MambaMixer in found) == bool(shape.mamba)
     assert (model.GroupedExperts in found) == (shape.experts is not None and platform.on_gpu)
-    assert (model.SequentialMLP in found) == (shape.experts is not None and not platform.on_gpu)
+    assert (model.Experts in found) == (shape.experts is not None and not platform.on_gpu)
 
 
 @pytest.mark.usefixtures("transformer_engine_kernels")
