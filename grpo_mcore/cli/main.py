@@ -39,6 +39,7 @@ VERBS = {
     "demo": ("make a small model and train it with GRPO on this machine", False),
     "report": ("write a page that shows a run: curves, device-seconds, timeline, samples", False),
     "watch": ("show a run in the terminal, while it goes on or afterwards", False),
+    "replay": ("compute a recorded step again, on any layout, and say where it differs", False),
     "ledger": ("audit a run: did every prompt have exactly one end", False),
     "data": ("make training data of NeMo Gym rollouts, check training data", False),
 }

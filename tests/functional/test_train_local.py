@@ -16,8 +16,12 @@ from typing import Any
 
 import pytest
 
+from grpo_mcore.algorithms.checkpointing.checkpoints import policy_folder
 from grpo_mcore.algorithms.engines.engine_group import EngineWorker
+from grpo_mcore.algorithms.lifecycle.checks import check_model
+from grpo_mcore.algorithms.setup import start_cluster, start_policy
 from grpo_mcore.algorithms.training_step.policy_worker import PolicyWorker
+from grpo_mcore.cli.main import main
 from grpo_mcore.observe import audit, read_ledger
 from grpo_mcore.observe.samples import read_samples, sample_steps
 from grpo_mcore.observe.spans import read_events
@@ -130,6 +134,61 @@ def test_every_sample_is_on_disk_with_its_log_probs(whole: tuple[Run, Inside]) -
             errors += [math.exp(abs(engine - policy)) for engine, policy in pairs]
         assert sum(errors) / len(errors) == pytest.approx(line["token_mult_prob_error"], abs=1e-6)
     assert {event["what"] for event in read_events(run.logs)} >= {"begin", "generate", "reward", "train", "validation"}
+
+
+def test_a_recorded_step_is_replayed_to_the_bit(whole: tuple[Run, Inside], capsys: pytest.CaptureFixture[str]) -> None:
+    run, _ = whole
+    capsys.readouterr()
+    assert main(["replay", str(run.logs), "--step", "4"]) == 0
+    assert "loss differs by 0.0e+00, a token's log-prob by at most 0.0e+00; equal" in capsys.readouterr().out
+
+
+def test_a_weight_changed_by_hand_is_found(
+    whole: tuple[Run, Inside], recipe: dict[str, Any], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    run, _ = whole
+    good, changed = run.checkpoints / "step_3", tmp_path / "step_3"
+    config = load_recipe(run.folder / "recipe.yaml").config
+    with start_cluster(config, tmp_path) as cluster:
+        policy = start_policy(config, cluster, check_model(config))
+        policy.load(policy_folder(good))
+        (worker,) = policy.workers
+        second = worker.target.chunks[0].module.decoder.layers[1]  # type: ignore[attr-defined]
+        second.mlp.linear_fc2.weight.data[0] += 0.5
+        policy.save(str(changed / "policy"))
+    words = ["replay", str(run.folder), "--step", "4"]
+    assert main([*words, "--save", str(tmp_path / "good.pt")]) == 0
+    assert main([*words, "--checkpoint", str(changed), "--against", str(tmp_path / "good.pt")]) == 1
+    out = capsys.readouterr().out
+    assert "first in the log-prob of token" in out  # against what the run recorded, which has no layers
+    assert "first in the output of layer 2" in out
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("layout", ["TP2", "PP2"])
+def test_a_recorded_step_is_replayed_on_another_layout(
+    whole: tuple[Run, Inside], layout: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    run, _ = whole
+    assert main(["replay", str(run.logs), "--step", "4", "--layout", f"TP1,{layout}"]) == 0
+    assert capsys.readouterr().out.count("equal within the limits") == 3
+
+
+@pytest.mark.parametrize(
+    ("words", "said"),
+    [
+        (["--step", "9"], "step 9 are not recorded; there are those of 1 to 4"),
+        (["--step", "2"], "step 2 can be replayed only from the checkpoint before it. Steps with one: 1, 4, 5"),
+        (["--step", "4", "--samples", "nobody"], "step 4 has no prompt nobody"),
+        (["--step", "4", "--layout", "XP2"], "XP2"),
+    ],
+)
+def test_a_step_that_cannot_be_replayed_is_refused(
+    whole: tuple[Run, Inside], words: list[str], said: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    run, _ = whole
+    assert main(["replay", str(run.logs), *words]) == 1
+    assert said in capsys.readouterr().err
 
 
 def test_one_seed_gives_the_same_run_in_another_process(whole: tuple[Run, Inside], half: Run) -> None:

@@ -106,6 +106,15 @@ class PolicyGroup:
         ranks = [rank for rank in range(self.layout.world_size) if self.layout.is_reporting_rank(rank)]
         return [self.workers[rank].call("token_logprobs", what="log-probs of the samples") for rank in ranks]
 
+    def trace_layers(self) -> dict[int, dict[int, Tensor]]:
+        """Return what comes out of each layer, as parallel/layer_traces.py describes it, for the samples received:
+        sample index -> layer -> float64 [2, length]."""
+        found: dict[int, dict[int, Tensor]] = {}
+        for part in self._all("trace_layers", what="the layers' outputs"):
+            for index, layers in part.items():
+                found.setdefault(index, {}).update(layers)
+        return found
+
     def skip(self) -> None:
         """Count a step that trains nothing: the weights stay."""
         self._all("skip", what="leaving out a step")

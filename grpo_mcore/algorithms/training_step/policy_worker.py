@@ -13,6 +13,7 @@ from torch import Tensor
 from grpo_mcore.algorithms.training_step.step_batch import RankStep, TrainTargets
 from grpo_mcore.batching.packed_batch import PackedBatch, cut_row, join_rows, pack_rows
 from grpo_mcore.objective import kl_to_go, sample_stats, token_advantages
+from grpo_mcore.parallel.layer_traces import trace_layers
 from grpo_mcore.parallel.mesh import Address
 from grpo_mcore.parallel.platform import Platform
 from grpo_mcore.parallel.policy import LossFn, Policy, TrainReport
@@ -151,6 +152,17 @@ class PolicyWorker(Policy):
             parts = {name: bin.batch.split(row.to("cpu", torch.float32)) for name, row in rows.items()}
             for position, index in enumerate(bin.samples.tolist()):
                 found[index] = {name: values[position].clone() for name, values in parts.items()}
+        return found
+
+    def trace_layers(self) -> dict[int, dict[int, Tensor]]:
+        """Return what comes out of this rank's layers for the samples received: sample index -> layer -> float64
+        [2, length]. One rank of those with the same layers and samples has any."""
+        bins = [bin for bins in self._bins for bin in bins]
+        found: dict[int, dict[int, Tensor]] = {}
+        for bin, layers in zip(bins, trace_layers(self, [bin.batch for bin in bins]), strict=True):
+            for number, rows in layers.items() if self.here.tensor == 0 else ():
+                for index, row in zip(bin.samples.tolist(), rows.split(list(bin.batch.lengths), dim=1), strict=True):
+                    found.setdefault(index, {})[number] = row.clone()
         return found
 
     def skip(self) -> None:

@@ -1,0 +1,71 @@
+"""`grpo-mcore replay RUN --step N`: compute a recorded step again on any layout, and say where it differs."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import tempfile
+from collections.abc import Sequence
+from pathlib import Path
+
+
+def parse(words: Sequence[str]) -> argparse.Namespace:
+    """Parse the command line after `grpo-mcore replay`."""
+    parser = argparse.ArgumentParser(
+        prog="grpo-mcore replay",
+        description="Compute log-probs, loss and gradient of a recorded step again, from the checkpoint before it, and "
+        "name the first layer, sample or token that differs. Exit code 1 if anything does.",
+    )
+    parser.add_argument("run", type=Path, metavar="RUN", help="a run's log folder (exp_NNN), or a folder that holds it")
+    parser.add_argument("--step", type=int, required=True, metavar="N")
+    parser.add_argument("--layout", metavar="A,B", help="such as TP1,TP2xPP2; default: the run's own")
+    parser.add_argument("--samples", metavar="UID,UID", help="only the samples of these prompts")
+    parser.add_argument("--precision", choices=("float32", "bfloat16"), help="in place of policy.precision")
+    parser.add_argument("--checkpoint", type=Path, metavar="FOLDER", help="start from this checkpoint (step_N)")
+    parser.add_argument("--save", type=Path, metavar="FILE", help="save what is computed, for --against")
+    parser.add_argument("--against", type=Path, metavar="FILE", help="compare with it, layer by layer")
+    return parser.parse_args(list(words))
+
+
+def run(args: argparse.Namespace) -> int:
+    """Print each comparison. Return 1 if anything differs."""
+    from grpo_mcore import tensor_files
+    from grpo_mcore.recipe import MasterConfig
+    from grpo_mcore.tools.replay.replay import (
+        Replay,
+        checkpoint_before,
+        compare,
+        recorded_step,
+        replay,
+        replay_config,
+    )
+    from grpo_mcore.tools.report.run_files import find_run
+
+    folder = find_run(args.run)
+    recipe = MasterConfig.model_validate(json.loads((folder / "hyperparams.json").read_text()))
+    uids = args.samples.split(",") if args.samples else ()
+    rows, recorded = recorded_step(folder, args.step, uids)
+    start = args.checkpoint or checkpoint_before(recipe, args.step)
+    print(f"step {args.step} of {folder}: {len(rows)} samples, from {start or recipe.policy.model_name}")
+    others, differs = [recorded], False
+    if args.against:
+        others.append(Replay(**tensor_files.load(args.against)))
+    for layout in args.layout.split(",") if args.layout else [None]:
+        config = replay_config(recipe, layout, args.precision)
+        with tempfile.TemporaryDirectory(prefix="grpo-mcore-replay-") as scratch:
+            found = replay(config, rows, args.step, start, Path(scratch), layout or "replay")
+        loss, norm = (found.metrics.get(name, float("nan")) for name in ("loss", "grad_norm"))
+        print(f"{found.name}: loss {loss:.8g}, norm of the gradient {norm:.6g}")
+        for other in others:
+            difference = compare(found, other, config.policy.precision)
+            differs = differs or not difference.ok
+            print(
+                f"  against {other.name}: loss differs by {difference.loss:.1e}, a token's log-prob by at most "
+                f"{difference.logprob:.1e}; " + ("equal within the limits" if difference.ok else "DIFFERS")
+            )
+            if difference.first:
+                print(f"    first in {difference.first}")
+        others.append(found)
+    if args.save:
+        tensor_files.save(vars(others[-1]), args.save)
+    return 1 if differs else 0

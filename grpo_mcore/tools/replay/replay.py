@@ -1,0 +1,252 @@
+"""Compute a recorded step again, from the checkpoint before it and its recorded samples, on any layout.
+
+The step is the training loop's own (`train_on_groups`); only the samples come from files, and no engine runs.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, cast
+
+import torch
+from torch import Tensor
+
+from grpo_mcore.algorithms.checkpointing.checkpoints import policy_folder
+from grpo_mcore.algorithms.engines.engine_group import EngineGroup
+from grpo_mcore.algorithms.grpo import train_on_groups
+from grpo_mcore.algorithms.lifecycle.checks import check_model
+from grpo_mcore.algorithms.setup import make_loss, start_cluster, start_policy, wait_until_ready
+from grpo_mcore.algorithms.training_step.step_batch import StepBatch, TrainTargets, build_step_batch
+from grpo_mcore.cluster import Future, ObjectStore
+from grpo_mcore.data import DatumSpec
+from grpo_mcore.families import read_hf_config, shape_of
+from grpo_mcore.observe import Timeline, read_metrics
+from grpo_mcore.observe.samples import read_samples, sample_steps
+from grpo_mcore.recipe import MasterConfig
+from grpo_mcore.rollout.group import Group
+from grpo_mcore.rollout.trajectory import Score, Trajectory, TrajectoryRef, Turn
+from grpo_mcore.tools.parity.rank import layout_named
+
+LOSS_LIMIT = {"float32": 1e-5, "bfloat16": 2e-2}
+"""Largest difference of the losses of two computations of a step, by precision."""
+TOKEN_LIMIT = {"float32": 1e-3, "bfloat16": 0.3}
+"""Largest difference of a token's log-prob, and of a layer's output relative to its norm."""
+
+
+class ReplayError(ValueError):
+    """A step cannot be replayed; the message says what is missing."""
+
+
+@dataclass
+class Replay:
+    """A computation of a step. `metrics`: loss, grad_norm and so on; `logprobs`: float32 [length] by sample, 0 for
+    tokens that are not trained on; `layers`: float64 [2, length] by sample and layer, see parallel/layer_traces.py."""
+
+    name: str
+    metrics: dict[str, float]
+    logprobs: dict[str, Tensor]
+    layers: dict[str, dict[int, Tensor]] = field(default_factory=dict)
+
+
+@dataclass(frozen=True)
+class Difference:
+    """Where two computations of a step differ. `first`: the first place in words, None if they are equal within the
+    limits."""
+
+    names: tuple[str, str]
+    loss: float
+    logprob: float
+    first: str | None
+
+    @property
+    def ok(self) -> bool:
+        return self.first is None
+
+
+class _Taken:
+    """Takes the log-probs that `train_on_groups` records."""
+
+    wants_logprobs = True
+
+    def __init__(self) -> None:
+        self.logprobs: dict[int, Tensor] = {}
+
+    def trained(self, step: int, batch: StepBatch, targets: TrainTargets, logprobs: Sequence[Future]) -> None:
+        for future in logprobs:
+            self.logprobs |= {index: found["policy"] for index, found in future.result().items()}
+
+
+def recorded_step(run: Path, step: int, uids: Collection[str] = ()) -> tuple[list[dict[str, Any]], Replay]:
+    """Return the samples of a step that it trained on, or those of the prompts `uids`, and what the run computed of
+    them. Raises ReplayError."""
+    files = sample_steps(run, "train")
+    if step not in files:
+        there = f"there are those of {min(files)} to {max(files)}" if files else "logger.samples was none"
+        raise ReplayError(f"{run}: the samples of step {step} are not recorded; {there}")
+    rows = [row for row in read_samples(files[step]) if row["left_out"] is None]
+    if uids:
+        if unknown := set(uids) - {row["uid"] for row in rows}:
+            raise ReplayError(f"step {step} has no prompt {', '.join(sorted(unknown))}")
+        rows = [row for row in rows if row["uid"] in uids]
+    lines = {line["step"]: line for line in read_metrics(run / "metrics.jsonl", "train")}
+    metrics = {name: value for name, value in lines.get(step, {}).items() if isinstance(value, float | int)}
+    if uids:  # the loss is of all samples
+        metrics = {}
+    logprobs = {_name(row): torch.tensor(row["policy_logprobs"]) for row in rows if row["policy_logprobs"]}
+    return rows, Replay("recorded", metrics, logprobs)
+
+
+def checkpoint_before(config: MasterConfig, step: int) -> Path | None:
+    """Return the checkpoint that step started from; None for the first step, which started from the model. Raises
+    ReplayError."""
+    if step == 1:
+        return None
+    folder = Path(config.checkpointing.checkpoint_dir)
+    if (found := folder / f"step_{step - 1}").is_dir():
+        return found
+    saved = sorted(int(path.name[5:]) + 1 for path in folder.glob("step_*") if path.name[5:].isdigit())
+    raise ReplayError(
+        f"{found} is not there: step {step} can be replayed only from the checkpoint before it. Steps with one: "
+        f"{', '.join(map(str, [1, *saved]))}; name another folder with --checkpoint"
+    )
+
+
+def replay_config(config: MasterConfig, layout: str | None, precision: str | None = None) -> MasterConfig:
+    """Return the recipe with another layout ("TP2xPP2"; None: its own) or precision, on one node. Raises
+    LayoutNameError, RecipeError."""
+    plain = config.model_dump(mode="json")
+    megatron = plain["policy"]["megatron_cfg"]
+    ranks = config.cluster.num_nodes * config.cluster.gpus_per_node
+    if layout is not None:
+        shape = shape_of(read_hf_config(config.policy.model_name, config.policy.hf_config_overrides))
+        case = layout_named(layout, shape)
+        ranks = case.world_size
+        megatron |= {
+            "tensor_model_parallel_size": case.tensor,
+            "pipeline_model_parallel_size": case.pipeline,
+            "virtual_pipeline_model_parallel_size": case.virtual,
+            "num_layers_in_first_pipeline_stage": None,
+            "num_layers_in_last_pipeline_stage": None,
+            "context_parallel_size": case.context,
+            "expert_model_parallel_size": case.expert,
+            "expert_tensor_parallel_size": case.expert_tensor,
+            "sequence_parallel": case.sequence_parallel,
+        }
+    plain["policy"]["precision"] = precision or config.policy.precision
+    plain["policy"]["generation"]["colocated"] = {"enabled": True}
+    plain["cluster"] |= {"num_nodes": 1, "gpus_per_node": ranks, "backend": "local" if ranks == 1 else "ray"}
+    plain["checkpointing"]["enabled"] = False
+    return MasterConfig.model_validate(plain)
+
+
+def replay(
+    config: MasterConfig,
+    rows: Sequence[Mapping[str, Any]],
+    step: int,
+    checkpoint: Path | None,
+    scratch: Path,
+    name: str = "replay",
+) -> Replay:
+    """Compute the step on the recipe's layout. `rows`: from `recorded_step`; `scratch`: folder of the workers' logs."""
+    model = check_model(config)
+    with start_cluster(config, scratch) as cluster:
+        policy = start_policy(config, cluster, model)
+        wait_until_ready(config, cluster, policy.workers, "start of the policy")
+        if checkpoint is not None:
+            policy.load(policy_folder(checkpoint))
+        policy.updates = step - 1
+        groups = recorded_groups(rows, cluster.store)
+        names = [_name(row) for row in rows]
+        layers: dict[int, dict[int, Tensor]] = {}
+        batch = build_step_batch(groups, config, model.layout)
+        if batch.ranks and model.layout.context == 1:
+            policy.receive(batch.ranks)
+            layers = policy.trace_layers()
+        taken = _Taken()
+        no_engines = EngineGroup(cluster, [], sleeps=False)
+        metrics = train_on_groups(policy, no_engines, groups, make_loss(config), config, Timeline(), cast(Any, taken))
+    return Replay(
+        name,
+        metrics,
+        {names[index]: logprobs for index, logprobs in taken.logprobs.items()},
+        {names[index]: found for index, found in layers.items()},
+    )
+
+
+def recorded_groups(rows: Sequence[Mapping[str, Any]], store: ObjectStore) -> list[Group]:
+    """Return the groups of a step, whose trajectories are put into the store."""
+    by_uid: dict[str, list[Mapping[str, Any]]] = {}
+    for row in rows:
+        by_uid.setdefault(row["uid"], []).append(row)
+    groups = []
+    for uid, members in by_uid.items():
+        prompt = cast(DatumSpec, {"uid": uid, "task_name": members[0]["task"], "extra_env_info": {}})
+        trajectories = [_trajectory(row) for row in members]
+        samples = tuple(TrajectoryRef.of(trajectory, store.put(trajectory)) for trajectory in trajectories)
+        groups.append(Group(prompt, samples, tuple(_score(row) for row in members)))
+    return groups
+
+
+def _name(row: Mapping[str, Any]) -> str:
+    return f"{row['uid']}#{row['generation']}"
+
+
+def _trajectory(row: Mapping[str, Any]) -> Trajectory:
+    tokens = torch.tensor(row["token_ids"], dtype=torch.int64)
+    logprobs = torch.tensor(row["engine_logprobs"], dtype=torch.float32)
+    turns, at = [], 0
+    for turn in row["turns"]:
+        span = slice(at, at + turn["tokens"])
+        own = logprobs[span] if turn["generated"] else None
+        turns.append(Turn(turn["role"], tokens[span], own, turn["generated"], turn["text"]))
+        at += turn["tokens"]
+    versions = tuple((span["version"], span["first"], span["end"]) for span in row["versions"])
+    return Trajectory(
+        row["uid"], row["generation"], tuple(turns), versions, row["finish_reason"], row["truncated"], row["stop_token"]
+    )
+
+
+def _score(row: Mapping[str, Any]) -> Score:
+    by_name = json.loads(row["rewards"])
+    return Score(row["reward"], row["answer"], row["reason"], row["score_seconds"], by_name, row["terminated"])
+
+
+def compare(one: Replay, other: Replay, precision: str) -> Difference:
+    """Compare two computations of a step. The first place where they differ is looked for from the bottom up: in the
+    layers, then in the log-probs of the tokens, then in the loss."""
+    loss = abs(one.metrics.get("loss", math.nan) - other.metrics.get("loss", math.nan))
+    gaps = {name: (one.logprobs[name] - other.logprobs[name]).abs() for name in one.logprobs if name in other.logprobs}
+    logprob = max((gap.max().item() for gap in gaps.values()), default=0.0)
+    first = _first_layer(one, other, TOKEN_LIMIT[precision])
+    if first is None:
+        for name, gap in gaps.items():
+            if (beyond := (~(gap <= TOKEN_LIMIT[precision])).nonzero().flatten()).numel():
+                token = int(beyond[0])
+                first = (
+                    f"the log-prob of token {token} of sample {name}: {one.logprobs[name][token]:.6f} against "
+                    f"{other.logprobs[name][token]:.6f}"
+                )
+                break
+    if first is None and loss > LOSS_LIMIT[precision]:
+        first = f"the loss, though all log-probs agree: {one.metrics['loss']:.8g} against {other.metrics['loss']:.8g}"
+    return Difference((one.name, other.name), loss, logprob, first)
+
+
+def _first_layer(one: Replay, other: Replay, limit: float) -> str | None:
+    """Return the first layer whose output differs, with the sample and token where it does so most."""
+    shared = [name for name in one.layers if name in other.layers]
+    for number in sorted({number for name in shared for number in one.layers[name]}):
+        worst, where = 0.0, ""
+        for name in shared:
+            mine, theirs = one.layers[name][number], other.layers[name][number]
+            relative = (mine - theirs).abs().amax(0) / mine[0].clamp(min=1e-12)
+            token = int(relative.argmax())
+            if not relative[token] <= worst:  # also NaN
+                worst, where = relative[token].item(), f"token {token} of sample {name}"
+        if not worst <= limit:
+            return f"the output of layer {number}: at {where} by {worst:.2g} of its norm; the layers before it agree"
+    return None
