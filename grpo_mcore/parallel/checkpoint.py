@@ -55,7 +55,9 @@ class BackgroundSave:
             folder.mkdir(parents=True, exist_ok=True)
         torch.distributed.barrier()
         make_moments(policy.optimizer)  # there are none before the first optimizer step
-        writing = dist_checkpointing.save(_state(policy, loading=False), str(folder), async_sharded_save=True)
+        in_parts = not policy.config.megatron_cfg.dist_ckpt_optim_fully_reshardable
+        state = _state(policy, loading=False, in_parts=in_parts)
+        writing = dist_checkpointing.save(state, str(folder), async_sharded_save=True)
         with _raise_on_all_ranks("RNG state"):
             tensor_files.save(policy.rng_state(), folder / _rng_file())
         # Without this, an error in these functions would be raised on one rank only.
@@ -139,7 +141,8 @@ def load_checkpoint(policy: Any, folder: Path) -> None:
 
     if not (folder / "metadata.json").is_file():
         raise CheckpointError(f"{folder} is not a policy checkpoint: metadata.json is missing")
-    saved, here = dist_checkpointing.load_common_state_dict(str(folder))["shape"], _plain_shape(policy)
+    common = dist_checkpointing.load_common_state_dict(str(folder))
+    saved, here = common["shape"], _plain_shape(policy)
     # A key that an older checkpoint lacks names a feature that its model did not have: missing equals empty.
     if different := {
         key: (saved.get(key), here.get(key))
@@ -147,12 +150,19 @@ def load_checkpoint(policy: Any, folder: Path) -> None:
         if (saved.get(key) or None) != (here.get(key) or None)
     }:
         raise CheckpointError(f"{folder} holds another model; (saved, present) values: {different}")
+    parts = common.get("optimizer_parts")
+    if parts is not None and parts != (present := _optimizer_parts(policy)):
+        raise CheckpointError(
+            f"{folder} holds the optimizer in the parts of another layout: {parts}, here {present}. Resume it on its "
+            "own layout; only the data- and context-parallel sizes may differ. Checkpoints that are written with "
+            "policy.megatron_cfg.dist_ckpt_optim_fully_reshardable: true load on every layout"
+        )
     make_moments(policy.optimizer)
-    state = dist_checkpointing.load(_state(policy, loading=True), str(folder))
+    state = dist_checkpointing.load(_state(policy, loading=True, in_parts=parts is not None), str(folder))
     for name, chunk in _chunks(policy):
         chunk.module.load_state_dict(state[name], strict=False)
     settings = [_settings(group) for group in policy.optimizer.param_groups]
-    _load_optimizer(policy.optimizer, state["optimizer"])
+    _load_optimizer(policy.optimizer, state["optimizer"], in_parts=parts is not None)
     for group, own in zip(policy.optimizer.param_groups, settings, strict=True):
         group.update(own)  # the recipe's learning rates, betas and so on, which may have changed since
     policy.scheduler.load_state_dict(state["scheduler"])
@@ -189,7 +199,7 @@ def make_moments(optimizer: Any) -> None:
                     adam.state[param]["step"] = torch.zeros((), dtype=torch.float32)
 
 
-def _load_optimizer(optimizer: Any, state: dict[Any, Any]) -> None:
+def _load_optimizer(optimizer: Any, state: dict[Any, Any], *, in_parts: bool) -> None:
     """Load the optimizer in two parts, for torch's Adam, which Megatron-Core uses without TransformerEngine.
 
     Megatron-Core 0.16 gives all parameters one shared `step` tensor, which Adam would then increment once per
@@ -201,25 +211,51 @@ def _load_optimizer(optimizer: Any, state: dict[Any, Any]) -> None:
         distributed.load_state_dict(part)
         by_param = distributed.optimizer.state.values()
         steps = [values.pop("step", None) for values in by_param]
-        distributed.load_parameter_state_from_fully_reshardable(moments)
+        with torch.no_grad():
+            if in_parts:
+                distributed.load_parameter_state_from_dp_reshardable(moments)
+            else:
+                distributed.load_parameter_state_from_fully_reshardable(moments)
         for values, step in zip(by_param, steps, strict=True):
             if step is not None:
                 values["step"] = step.clone()
 
 
-def _state(policy: Any, *, loading: bool) -> dict[str, Any]:
+def _state(policy: Any, *, loading: bool, in_parts: bool) -> dict[str, Any]:
+    """Return what a checkpoint holds. `in_parts`: each rank's own part of the optimizer as it is, or whole parameters,
+    which every rank gathers and which load on any layout."""
+    from megatron.core.dist_checkpointing.utils import add_prefix_for_sharding
+
     models = {name: chunk.module.sharded_state_dict() for name, chunk in _chunks(policy)}
-    metadata = {"distrib_optim_sharding_type": "fully_reshardable"}  # can be loaded on another layout
+    metadata = {"distrib_optim_sharding_type": "dp_reshardable" if in_parts else "fully_reshardable"}
     sharded = models["model"] if len(models) == 1 else models
-    # One optimizer, or two if this stage has experts, whose state is split over other ranks.
-    parts = enumerate(policy.optimizer.chained_optimizers)
+    optimizer = {}
     with _buckets_in_place(policy.optimizer):
-        optimizer = {i: part.sharded_state_dict(sharded, is_loading=loading, metadata=metadata) for i, part in parts}
+        # One optimizer, or two if this stage has experts, whose state is split over other ranks.
+        for index, part in enumerate(policy.optimizer.chained_optimizers):
+            optimizer[index] = part.sharded_state_dict(sharded, is_loading=loading, metadata=metadata)
+            if in_parts:  # the names of parts do not tell the two apart
+                add_prefix_for_sharding(optimizer[index], f"chained_{index}.")
     return {
         **models,
         "optimizer": optimizer,
+        "optimizer_parts": _optimizer_parts(policy) if in_parts else None,
         "scheduler": policy.scheduler.state_dict(),
         "shape": _plain_shape(policy),
+    }
+
+
+def _optimizer_parts(policy: Any) -> dict[str, Any]:
+    """Return what decides which values a model-parallel rank's optimizer holds, and in which order."""
+    layout, megatron = policy.layout, policy.config.megatron_cfg
+    return {
+        "tensor": layout.tensor,
+        "pipeline": layout.pipeline,
+        "virtual": layout.virtual,
+        "expert": layout.expert,
+        "expert_tensor": layout.expert_tensor,
+        "first_stage": megatron.num_layers_in_first_pipeline_stage,
+        "last_stage": megatron.num_layers_in_last_pipeline_stage,
     }
 
 

@@ -30,12 +30,19 @@ SCHEDULE = {"lr_decay_style": "cosine", "lr_decay_iters": 10, "lr_warmup_iters":
 
 
 def adam_policy(
-    address: Address, model: str, case: LayoutCase, *, reference: bool = False, precision: str = "float32"
+    address: Address,
+    model: str,
+    case: LayoutCase,
+    *,
+    reference: bool = False,
+    precision: str = "float32",
+    in_parts: bool = False,
 ) -> Policy:
     """Build a policy whose learning rate changes every step, so that a lost schedule is noticed."""
     config = policy_config(model, case, precision=precision)
     megatron = config.megatron_cfg
     megatron.optimizer = megatron.optimizer.model_copy(update=ADAM)
+    megatron.dist_ckpt_optim_fully_reshardable = not in_parts
     megatron.scheduler = megatron.scheduler.model_copy(update=SCHEDULE)
     return Policy(config, address, seed=1, timeout_s=60, reference=reference)
 
@@ -73,8 +80,10 @@ def train_with_experts(
     return [*first, *(step(policy) for _ in range(2))]
 
 
-def train_save_train(address: Address, model: str, case: LayoutCase, folder: str) -> list[tuple[float, float]]:
-    policy = adam_policy(address, model, case)
+def train_save_train(
+    address: Address, model: str, case: LayoutCase, folder: str, in_parts: bool = False
+) -> list[tuple[float, float]]:
+    policy = adam_policy(address, model, case, in_parts=in_parts)
     for _ in range(3):
         step(policy)
     policy.start_save(folder)

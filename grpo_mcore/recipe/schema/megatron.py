@@ -178,6 +178,10 @@ class MegatronConfig(Section):
     Otherwise one expert at a time. No effect on a dense model."""
     moe_shared_expert_overlap: bool = False
     """Compute the shared expert while tokens are being sent. No effect on a dense model."""
+    dist_ckpt_optim_fully_reshardable: bool = True
+    """Write the optimizer state as whole parameters, so that a run resumes on any layout: for this every rank gathers
+    the state of its copy of the model in host memory. false: each rank writes and reads its own part, for large models;
+    such a checkpoint resumes only with the same TP, PP, EP and ETP. Weights load on any layout."""
     env_vars: Annotated[dict[str, str], OffWhenNull] = Field(default_factory=dict)
     """Environment variables of the policy's ranks, such as {NCCL_NVLS_ENABLE: "0"}. With TP above 1 on GPUs the ranks
     have CUDA_DEVICE_MAX_CONNECTIONS: "1" too, unless it is set here. Not for secrets. Read by algorithms/."""
