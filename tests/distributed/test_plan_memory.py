@@ -40,7 +40,8 @@ CASES = [
     ("deepseek_v3", LayoutCase("EP2xTP2-SP", tensor=2, data=2, sequence_parallel=True, expert=2), {}),
     ("nemotron_h", LayoutCase("TP1-bf16"), BF16),
     ("nemotron_h", LayoutCase("TP2-SP", tensor=2, sequence_parallel=True), {}),
-    ("nemotron_h_moe", LayoutCase("EP2", data=2, expert=2), {}),
+    ("nemotron_h_latent", LayoutCase("EP2", data=2, expert=2), {}),
+    ("glm4_moe", LayoutCase("TP1"), {}),
 ]
 
 
