@@ -31,13 +31,13 @@ def make_tiny_model(family: str, folder: Path, *, seed: int = 0, words: bool = F
         overrides = {"eos_token_id": EOS, "bos_token_id": None} | overrides
         _write_words(folder, (SIZES | overrides)["vocab_size"])
     name, sizes = FAMILIES[family]["class"], FAMILIES[family].get("config", {})
-    config = getattr(transformers, f"{name}Config")(**SIZES | sizes | overrides)
+    network = getattr(transformers, f"{name}ForCausalLM")
     torch.manual_seed(seed)
-    model = getattr(transformers, f"{name}ForCausalLM")(config).float()
+    model = network(network.config_class(**SIZES | sizes | overrides)).float()
     with torch.no_grad():
         for name, parameter in model.named_parameters():
             if "norm" in name:
-                parameter.uniform_(0.5, 1.5)
+                parameter.add_(torch.empty_like(parameter).uniform_(-0.5, 0.5))  # those of centred norms start at 0
             elif name.endswith("gate.weight"):
                 parameter.normal_(0, 0.5)  # so that the router's choice is clear
             elif "conv1d" in name:

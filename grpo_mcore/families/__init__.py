@@ -35,6 +35,7 @@ from grpo_mcore.families.registry import (
 from grpo_mcore.families.spec import (
     Block,
     Box,
+    DeltaShape,
     ExpertShape,
     FamilyError,
     HfTensor,

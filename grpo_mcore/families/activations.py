@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Literal
 
-from grpo_mcore.families.spec import Block, LatentShape, MambaShape, ModelShape
+from grpo_mcore.families.spec import Block, DeltaShape, LatentShape, MambaShape, ModelShape
 
 Kernels = Literal["cpu", "torch", "transformer_engine"]
 """cpu: attention in float32 on gathered rows. torch: the same layers on a GPU, with fused norm and variable-length
@@ -56,6 +56,9 @@ def layer_bytes(
     if block is Block.MAMBA:
         assert shape.mamba is not None
         found += entry + _mamba(shape.mamba.local(rank.tensor), rank)
+    elif shape.is_delta_layer(layer):
+        assert shape.delta is not None
+        found += entry + _delta(shape.delta.local(rank.tensor), rank, length)
     elif block in (None, Block.ATTENTION):
         latent = shape.latent is not None
         found += entry + (_latent(shape, rank, padding, length) if latent else _attention(shape, rank, padding))
@@ -137,6 +140,20 @@ def _mamba(mamba: MambaShape, rank: Rank) -> float:
     within = 2 * f * mamba.heads * mamba.chunk + 8 * f * mamba.heads
     # Every context-parallel rank scans whole sequences and projects its own tokens.
     return rank.context * (projected + convolution + inner + states + keys + within) + b * mamba.inner
+
+
+def _delta(delta: DeltaShape, rank: Rank, length: float) -> float:
+    """The chunked delta rule in plain PyTorch, in float32: the convolution's inputs and outputs, keys and queries
+    repeated for every value head, the weights of a chunk's tokens for one another, the triangular system's sides, and
+    the states between chunks. A sequence of `length` leaves on average half of its last chunk empty."""
+    b, f, heads, key = rank.element, 4, delta.value_heads, delta.value_heads * delta.key_dim
+    padded = 1 + delta.chunk / (2 * length) if length else 1.0
+    convolved = sum(delta.convolved_parts)
+    projected = b * (convolved + delta.values + 2 * heads) + 3.1 * f * convolved + f * (2 * key + 6 * heads)
+    within = padded * f * (6 * heads * delta.chunk + 11 * key + 3 * delta.values)
+    states = padded * f * heads * delta.key_dim * delta.value_dim / delta.chunk
+    output = f * delta.values * (5 if b < f else 4)
+    return rank.context * (projected + within + states + output) + b * delta.values
 
 
 def _head_norms(query: float, key_value: float, shape: ModelShape, rank: Rank) -> float:

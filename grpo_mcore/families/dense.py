@@ -153,18 +153,19 @@ def attention_params(layer: Layer) -> list[Param]:
     shape = layer.shape
     h, d = shape.hidden_size, shape.head_dim
     query, key_value = shape.num_heads * d, shape.num_kv_heads * d
+    split, form = (Split.GATED_QKV, EngineForm(Split.QKV)) if shape.output_gate else (Split.QKV, SAME_FORM)
 
     def qkv(kind: str, *tail: int) -> tuple[HfTensor, HfTensor, HfTensor]:
         return (
-            layer.hf(f"self_attn.q_proj.{kind}", query, *tail),
+            layer.hf(f"self_attn.q_proj.{kind}", 2 * query if shape.output_gate else query, *tail),
             layer.hf(f"self_attn.k_proj.{kind}", key_value, *tail),
             layer.hf(f"self_attn.v_proj.{kind}", key_value, *tail),
         )
 
-    fused = "self_attn.qkv_proj"
-    found = [layer.param("self_attention.linear_qkv.weight", Split.QKV, *qkv("weight", h), fused=f"{fused}.weight")]
-    if shape.qkv_bias:
-        found.append(layer.param("self_attention.linear_qkv.bias", Split.QKV, *qkv("bias"), fused=f"{fused}.bias"))
+    found = []
+    for kind, *tail in (("weight", h), ("bias",)) if shape.qkv_bias else (("weight", h),):
+        name, fused = f"self_attention.linear_qkv.{kind}", f"self_attn.qkv_proj.{kind}"
+        found.append(layer.param(name, split, *qkv(kind, *tail), fused=fused, form=form))
     if shape.qk_norm:
         for part in ("q", "k"):
             norm = layer.hf(f"self_attn.{part}_norm.weight", d)
@@ -189,12 +190,17 @@ def dense_flops(shape: ModelShape, tokens: int, sum_of_squared_lengths: int) -> 
     attention's 2 x 2 x L²/2 x width."""
     attention, width_of_heads = _attention_weights(shape)
     expert_layers = sum(shape.is_expert_layer(layer) for layer in range(shape.num_layers))
-    weights = shape.num_layers * attention + shape.vocab_size * shape.hidden_size
+    linear_layers = len(shape.delta.layers) if shape.delta else 0
+    attention_layers = shape.num_layers - linear_layers
+    weights = attention_layers * attention + shape.vocab_size * shape.hidden_size
+    if (delta := shape.delta) is not None:  # projections, and a state's update and readout
+        projected = 2 * delta.keys + 3 * delta.values + 2 * delta.value_heads
+        weights += linear_layers * (shape.hidden_size * projected + 2 * delta.values * delta.key_dim)
     weights += (shape.num_layers - expert_layers) * 3 * shape.hidden_size * shape.ffn_hidden_size
     if shape.experts is not None:
         width = shape.experts.active * shape.experts.ffn_hidden_size + shape.experts.shared_ffn_hidden_size
         weights += expert_layers * shape.hidden_size * (3 * width + shape.experts.count)
-    return 2.0 * weights * tokens + 2.0 * shape.num_layers * width_of_heads * sum_of_squared_lengths
+    return 2.0 * weights * tokens + 2.0 * attention_layers * width_of_heads * sum_of_squared_lengths
 
 
 def _attention_weights(shape: ModelShape) -> tuple[int, float]:
@@ -202,7 +208,7 @@ def _attention_weights(shape: ModelShape) -> tuple[int, float]:
     heads, h, latent = shape.num_heads, shape.hidden_size, shape.latent
     if latent is None:
         query, key_value = heads * shape.head_dim, shape.num_kv_heads * shape.head_dim
-        return h * (2 * query + 2 * key_value), query
+        return h * ((3 if shape.output_gate else 2) * query + 2 * key_value), query
     query = heads * shape.head_dim
     weights = h * query if latent.query_rank is None else latent.query_rank * (h + query)
     weights += h * (latent.key_value_rank + latent.rotary_dim)

@@ -77,7 +77,7 @@ def _qkv_rows(param: Param, shape: ModelShape, tp_rank: int, tp_size: int) -> li
     With more ranks than key-value heads, neighbouring ranks hold the same head.
     """
     q, k, v = param.hf
-    queries = shape.num_heads // tp_size * shape.head_dim
+    queries = q.shape[0] // tp_size
     copies = max(1, tp_size // shape.num_kv_heads)
     key_values = max(1, shape.num_kv_heads // tp_size) * shape.head_dim
     first = tp_rank // copies * key_values
@@ -93,6 +93,8 @@ def check_engine_parallel(shape: ModelShape, tp_size: int, expert_parallel: bool
     if kv_heads % tp_size and tp_size % kv_heads:
         wrong.append(f"num_key_value_heads {kv_heads}")
     experts = shape.experts
+    if (delta := shape.delta) is not None and delta.key_heads % tp_size:
+        wrong.append(f"linear_num_key_heads {delta.key_heads}")
     if shape.blocks:
         wrong += _wrong_blocks(shape, tp_size)
     elif experts is None or experts.dense_layers:
@@ -134,7 +136,7 @@ CPU_LATENT_HEAD = 576
 
 def cpu_engine_options(shape: ModelShape) -> dict[str, Any]:
     """Return the settings (generation.EngineConfig) that an engine on CPU needs for this model."""
-    return {"prefix_caching": shape.mamba is None, "torch_rotary": shape.latent is not None}
+    return {"prefix_caching": shape.mamba is None and shape.delta is None, "torch_rotary": shape.latent is not None}
 
 
 def missing_on_cpu(shape: ModelShape, expert_parallel: bool = False) -> str | None:

@@ -42,7 +42,12 @@ def sigmoid_experts(config: dict[str, Any]) -> ExpertShape:
 
 
 def expert_params(
-    *, block: str = "mlp", gate: str = "gate_proj", up: str = "up_proj", down: str = "down_proj"
+    *,
+    block: str = "mlp",
+    gate: str = "gate_proj",
+    up: str = "up_proj",
+    down: str = "down_proj",
+    shared: str = "shared_experts",
 ) -> LayerPart:
     """Return a function that declares a layer's experts, or its MLP if it has none, by these checkpoint names."""
 
@@ -72,7 +77,10 @@ def expert_params(
                 found.append(layer.param(name, split, *tensors, fused=f"{fused}.{theirs}", expert=expert))
         if experts.shared_ffn_hidden_size:
             size = experts.shared_ffn_hidden_size
-            found += mlp_params(layer, f"{block}.shared_experts", "mlp.shared_experts", size)
+            found += mlp_params(layer, f"{block}.{shared}", "mlp.shared_experts", size)
+        if experts.shared_gate:
+            scale = layer.hf(f"{block}.{shared}_gate.weight", 1, h)
+            found.append(layer.param("mlp.shared_experts.gate_weight", Split.REPLICATED, scale))
         return found
 
     return declare

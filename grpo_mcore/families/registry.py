@@ -10,14 +10,16 @@ from pathlib import Path
 from types import MappingProxyType, ModuleType
 from typing import Any
 
-from grpo_mcore.families import deepseek_v3, glm4_moe, llama, mixtral, nemotron_h, qwen2, qwen3, qwen3_moe
+from grpo_mcore.families import deepseek_v3, glm4_moe, llama, mixtral, nemotron_h, qwen2, qwen3, qwen3_5, qwen3_moe
 from grpo_mcore.families.dense import dense_flops
 from grpo_mcore.families.spec import FamilyError, ModelShape, Param
 
 MODULES = (qwen2, qwen3, llama, qwen3_moe, mixtral, deepseek_v3, glm4_moe, nemotron_h)
 FAMILIES: dict[str, ModuleType] = {module.__name__.rpartition(".")[2]: module for module in MODULES}
 """Modules by name, which is the `model_type` of `config.json`."""
-FAMILIES |= dict.fromkeys(("kimi_k2", "glm4_moe_lite"), deepseek_v3)  # other names of the same architecture
+# Architectures with other names, or several.
+FAMILIES |= dict.fromkeys(("kimi_k2", "glm4_moe_lite"), deepseek_v3)
+FAMILIES |= dict.fromkeys(("qwen3_5_text", "qwen3_5_moe_text"), qwen3_5)
 
 OPTIONAL = ("rope_parameters", "rope_scaling", "rope_theta", "max_position_embeddings", "sliding_window")
 """Keys of a Hugging Face config that many models leave at their default."""

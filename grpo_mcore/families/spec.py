@@ -42,6 +42,7 @@ class ExpertShape:
     groups: int = 1  # groups of experts; a token's experts come from `active_groups` of them
     active_groups: int = 1
     scaling: float = 1.0  # factor on the experts' weights
+    shared_gate: bool = False  # a sigmoid of the hidden states scales the shared expert's output
     latent_size: int = 0  # width of a projection of the hidden states that experts compute on; 0: no projection
 
 
@@ -115,6 +116,39 @@ class MambaShape:
 
 
 @dataclass(frozen=True)
+class DeltaShape:
+    """Gated DeltaNet mixers (arXiv 2412.06464), which take the place of attention in `layers`. Each key head serves
+    several value heads."""
+
+    layers: tuple[int, ...]
+    key_heads: int
+    value_heads: int
+    key_dim: int  # of a head
+    value_dim: int
+    kernel: int  # width of the convolution, in tokens
+    chunk: int = 64  # tokens that are computed at a time
+
+    @property
+    def keys(self) -> int:
+        """Width of all key heads."""
+        return self.key_heads * self.key_dim
+
+    @property
+    def values(self) -> int:
+        """Width of all value heads."""
+        return self.value_heads * self.value_dim
+
+    @property
+    def convolved_parts(self) -> tuple[int, ...]:
+        """Channels of queries, keys and values."""
+        return (self.keys, self.keys, self.values)
+
+    def local(self, tp_size: int) -> DeltaShape:
+        """Return the part of one tensor-parallel rank: its heads."""
+        return replace(self, key_heads=self.key_heads // tp_size, value_heads=self.value_heads // tp_size)
+
+
+@dataclass(frozen=True)
 class ModelShape:
     """The sizes of a decoder, as plain values, of the whole model and not of one rank."""
 
@@ -138,10 +172,17 @@ class ModelShape:
     latent: LatentShape | None = None  # None: grouped-query attention
     blocks: tuple[Block, ...] = ()  # hybrid models: kind of each layer; networks have squared ReLU and no gate
     mamba: MambaShape | None = None  # None: no layer is a Mamba2 mixer
+    delta: DeltaShape | None = None  # None: no layer is a Gated DeltaNet mixer
+    output_gate: bool = False  # attention's output is scaled by a sigmoid, whose rows q_proj has after each head's own
+    centered_norms: bool = False  # norms scale by 1 + weight
 
     def is_expert_layer(self, layer: int) -> bool:
         """Whether the layer has experts instead of one feed-forward network."""
         return self.experts is not None and layer not in self.experts.dense_layers
+
+    def is_delta_layer(self, layer: int) -> bool:
+        """Whether the layer's mixer is a Gated DeltaNet instead of attention."""
+        return self.delta is not None and layer in self.delta.layers
 
     def padded_vocab_size(self, tensor_parallel: int) -> int:
         """Return Megatron-Core's number of vocabulary rows: the next multiple of the tensor-parallel size."""
@@ -156,8 +197,9 @@ class Split(Enum):
     COLUMNS = "columns"  # RowParallelLinear: input columns of the weight
     VOCAB = "vocab"  # rows, the last rank padded with zeros
     QKV = "qkv"  # q, k, v interleaved by key-value group: [q of group | k | v] per group
+    GATED_QKV = "gated_qkv"  # as QKV, with the rows of the output gate: [q of group | gates of group | k | v] per group
     GATE_UP = "gate_up"  # [gate rows of this rank | up rows of this rank]
-    PARTS = "parts"  # the tensor consists of blocks of rows (`Param.parts`), each split by itself
+    PARTS = "parts"  # the tensors consist of blocks of rows (`Param.parts`), each split by itself
 
 
 class Stage(Enum):
@@ -282,17 +324,20 @@ def pieces(param: Param, shape: ModelShape, tp_rank: int, tp_size: int) -> list[
             return [rows(gate, tp_rank * count, count, 0), rows(up, tp_rank * count, count, count)]
         case Split.PARTS:
             return _part_pieces(param, tp_rank, tp_size, rows)
-        case Split.QKV:
+        case Split.QKV | Split.GATED_QKV:
             return _qkv_pieces(param, shape, tp_rank, tp_size, rows)
 
 
 def _part_pieces(
     param: Param, tp_rank: int, tp_size: int, rows: Callable[[HfTensor, int, int, int], Piece]
 ) -> list[Piece]:
-    found, whole, at = [], 0, 0
+    tensors = iter(param.hf)
+    tensor, found, whole, at = next(tensors), [], 0, 0
     for part in param.parts:
+        if whole == tensor.shape[0]:
+            tensor, whole = next(tensors), 0
         count = part // tp_size
-        found.append(rows(param.hf[0], whole + tp_rank * count, count, at))
+        found.append(rows(tensor, whole + tp_rank * count, count, at))
         whole, at = whole + part, at + count
     return found
 
@@ -301,13 +346,19 @@ def _qkv_pieces(
     param: Param, shape: ModelShape, tp_rank: int, tp_size: int, rows: Callable[[HfTensor, int, int, int], Piece]
 ) -> list[Piece]:
     q, k, v = param.hf
-    width, query_rows = shape.head_dim, shape.num_heads // shape.num_kv_heads * shape.head_dim
+    width, query_rows = shape.head_dim, q.shape[0] // shape.num_kv_heads
     groups = shape.num_kv_heads // tp_size
     found = []
     for local_group in range(groups):
         group, at = tp_rank * groups + local_group, local_group * (query_rows + 2 * width)
+        first = group * query_rows
+        if param.split is Split.GATED_QKV:  # [q | gate] per head becomes [q of all heads | gates of all heads]
+            for row in range(0, query_rows, 2 * width):
+                found.append(rows(q, first + row, width, at + row // 2))
+                found.append(rows(q, first + row + width, width, at + (query_rows + row) // 2))
+        else:
+            found.append(rows(q, first, query_rows, at))
         found += [
-            rows(q, group * query_rows, query_rows, at),
             rows(k, group * width, width, at + query_rows),
             rows(v, group * width, width, at + query_rows + width),
         ]
@@ -315,11 +366,13 @@ def _qkv_pieces(
 
 
 def check_tensor_parallel(shape: ModelShape, tp_size: int) -> None:
-    """Raise FamilyError if `tp_size` does not divide the heads, the key-value heads, the heads and groups of a Mamba2
-    mixer or the feed-forward size."""
+    """Raise FamilyError if `tp_size` does not divide the heads, the key-value heads, the heads and groups of other
+    mixers or the feed-forward size."""
     sizes = {"num_attention_heads": shape.num_heads, "num_key_value_heads": shape.num_kv_heads}
     if shape.mamba is not None:
         sizes |= {"mamba_num_heads": shape.mamba.heads, "n_groups": shape.mamba.groups}
+    if shape.delta is not None:
+        sizes |= {"linear_num_key_heads": shape.delta.key_heads, "linear_num_value_heads": shape.delta.value_heads}
     if not shape.experts or shape.experts.dense_layers:
         sizes["intermediate_size"] = shape.ffn_hidden_size
     if shape.experts and shape.experts.shared_ffn_hidden_size:

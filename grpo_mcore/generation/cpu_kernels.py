@@ -6,10 +6,17 @@
   supports the activation RELU2_NO_MUL.
 - Sigmoid routing without groups of experts (MiniMax-M2): vLLM 0.32's `CPURouter` has it only with groups; one group is
   the same. Superfluous once the router does that itself.
+- Gated DeltaNet mixers (Qwen3.5): vLLM 0.32's CPU kernels take bfloat16 and heads of 64 and 128 only. Superfluous once
+  they take float32 and all sizes.
+- Qwen3.5's file imports an image processor that needs torchvision, which text models do without; transformers has the
+  same in PIL. Superfluous once vLLM imports it only for images.
 """
 
 from __future__ import annotations
 
+import importlib
+import sys
+from importlib.util import find_spec
 from typing import Any
 
 import torch
@@ -30,6 +37,8 @@ def register_cpu_kernels() -> None:
     _register_norms()
     _allow_experts_without_gate()
     _route_by_sigmoid()
+    _replace_gated_delta_net()
+    _do_without_torchvision()
 
 
 def _register_norms() -> None:
@@ -116,3 +125,81 @@ def _route_by_sigmoid() -> None:
             self.use_grouped_topk, self.num_expert_group, self.topk_group = True, 1, 1
 
     CPURouter.__init__ = one_group
+
+
+def _do_without_torchvision() -> None:
+    package = "transformers.models.qwen2_vl"
+    if find_spec("torchvision") is None:
+        processors = importlib.import_module(f"{package}.image_processing_pil_qwen2_vl")
+        sys.modules.setdefault(f"{package}.image_processing_qwen2_vl", processors)
+
+
+def _replace_gated_delta_net() -> None:
+    from vllm.forward_context import get_forward_context
+    from vllm.model_executor.layers.mamba.mamba_utils import is_conv_state_dim_first
+    from vllm.model_executor.layers.mamba.ops.cpu import gdn_attention
+    from vllm.utils.torch_utils import LayerNameType, _resolve_layer_name
+
+    def cpu_gdn_attention_core(
+        mixed_qkv: torch.Tensor,
+        b: torch.Tensor,
+        a: torch.Tensor,
+        core_attn_out: torch.Tensor,
+        layer_name: LayerNameType,
+    ) -> None:
+        context, name = get_forward_context(), _resolve_layer_name(layer_name)
+        layer = context.no_compile_layers[name]
+        if context.attn_metadata is None:  # vLLM measures memory
+            return
+        found = context.attn_metadata[layer.prefix]
+        count = found.num_decodes + found.num_prefills
+        slots, starts = found.non_spec_state_indices_tensor[:count], found.non_spec_query_start_loc[: count + 1]
+        known = (
+            torch.ones(count, dtype=torch.bool) if found.has_initial_state is None else found.has_initial_state[:count]
+        )
+        windows, states = layer.kv_cache[0], layer.kv_cache[1]
+        if not is_conv_state_dim_first():
+            windows = windows.transpose(-1, -2)
+        window = windows[slots].float().where(known[:, None, None], 0.0)
+        state = states[slots].float().where(known[:, None, None, None], 0.0)
+        weight = gdn_attention._unpacked_conv_weight(layer).float()
+        decay = -layer.A_log.float().exp() * torch.nn.functional.softplus(a.float() + layer.dt_bias.float())
+        out = gated_delta_net(mixed_qkv.float(), decay.exp(), b.float().sigmoid(), weight, window, state, starts)
+        core_attn_out[: len(out)] = out
+        windows[slots], states[slots] = window.to(windows.dtype), state.to(states.dtype)
+
+    # vLLM derives the operator's schema from the annotations, which have to be types.
+    cpu_gdn_attention_core.__annotations__ |= dict.fromkeys(("mixed_qkv", "b", "a", "core_attn_out"), torch.Tensor)
+    cpu_gdn_attention_core.__annotations__ |= {"layer_name": LayerNameType, "return": None}
+    gdn_attention.cpu_gdn_attention_core = cpu_gdn_attention_core
+
+
+def gated_delta_net(
+    x: Tensor, decay: Tensor, strength: Tensor, weight: Tensor, window: Tensor, state: Tensor, starts: Tensor
+) -> Tensor:
+    """Return outputs [T, heads, e] of a Gated DeltaNet mixer (arXiv 2412.06464, eq. 10) for the tokens of several
+    sequences, one token of each at a time; change `window` and `state` to those after their last tokens.
+
+    x [T, channels]: queries, keys and values before the convolution with `weight` [channels, kernel]. decay and
+    strength [T, heads]. window [n, channels, kernel - 1]: inputs before each sequence. state [n, heads, e, d]. starts
+    [n + 1].
+    """
+    heads, e, d = state.shape[1:]
+    keys = (x.size(1) - heads * e) // 2
+    out = x.new_zeros(int(starts[-1]), heads, e)
+    lengths = starts.diff()
+    for step in range(int(lengths.max())):
+        here = (lengths > step).nonzero()[:, 0]
+        rows = starts[here] + step
+        inputs = torch.cat([window[here], x[rows, :, None]], -1)
+        window[here] = inputs[..., 1:]
+        convolved = torch.nn.functional.silu((inputs * weight).sum(-1))
+        *pair, v = convolved.split([keys, keys, heads * e], -1)
+        pair = [part.unflatten(-1, (-1, d)) for part in pair]
+        pair = [part * torch.rsqrt(part.square().sum(-1, keepdim=True) + 1e-6) for part in pair]
+        q, k = (part.repeat_interleave(heads // part.size(1), 1)[..., None] for part in pair)  # [n, heads, d, 1]
+        old = state[here] * decay[rows][..., None, None]
+        change = (v.unflatten(-1, (heads, e))[..., None] - old @ k) * strength[rows][..., None, None]
+        state[here] = new = old + change @ k.transpose(-1, -2)
+        out[rows] = (new @ q)[..., 0] * d**-0.5
+    return out

@@ -42,9 +42,9 @@ class MambaMixer(torch.nn.Module):
         self.out_proj = row(
             mamba.inner, config.hidden_size, init_method=config.output_layer_init_method, input_is_parallel=True, **both
         )
-        self.conv1d = _Weights(weight=(mine.convolved, 1, mine.kernel), bias=(mine.convolved,), dtype=dtype)
-        self.norm = _Weights(weight=(mine.inner,), dtype=dtype)
-        self.dt_bias, self.A_log, self.D = (_split(torch.empty(mine.heads, dtype=dtype)) for _ in range(3))
+        self.conv1d = Weights(weight=(mine.convolved, 1, mine.kernel), bias=(mine.convolved,), dtype=dtype)
+        self.norm = Weights(weight=(mine.inner,), dtype=dtype)
+        self.dt_bias, self.A_log, self.D = (split_over_heads(torch.empty(mine.heads, dtype=dtype)) for _ in range(3))
 
     def forward(
         self, hidden_states: Tensor, attention_mask: None = None, packed_seq_params: PackedRow | None = None, **_: Any
@@ -53,13 +53,7 @@ class MambaMixer(torch.nn.Module):
         row = packed_seq_params
         assert row is not None and row.ends is not None, "the policy feeds packed rows only"
         projected = self.in_proj(hidden_states)[0][:, 0]
-        here = slice(None)
-        if row.context_group is not None and row.key_order is not None:
-            part, rank = projected.size(0), row.context_group.rank()
-            projected = gather_from_sequence_parallel_region(
-                projected, tensor_parallel_output_grad=True, group=row.context_group
-            ).index_select(0, row.key_order)
-            here = row.key_order.argsort()[rank * part : (rank + 1) * part]
+        projected, here = whole_sequences(projected, row)
         mixed = self._mix(projected, row.ends)[here]
         return self.out_proj(mixed.to(hidden_states.dtype)[:, None])[0], None
 
@@ -88,9 +82,9 @@ class MambaMixer(torch.nn.Module):
     def _mix(self, projected: Tensor, cu_seqlens: Tensor) -> Tensor:
         mamba = self.mamba
         gate, convolved, dt = projected.split([mamba.inner, mamba.convolved, mamba.heads], -1)
-        tokens = torch.arange(projected.size(0), device=projected.device)
-        sequence = torch.searchsorted(cu_seqlens[1:].contiguous(), tokens, right=True)
-        x, b, c = self._convolve(convolved, sequence, cu_seqlens.numel() - 1).float().split(mamba.convolved_parts, -1)
+        sequence = sequence_of_token(cu_seqlens, projected.size(0))
+        x = convolve(convolved, self.conv1d.weight, self.conv1d.bias, sequence, cu_seqlens.numel() - 1)
+        x, b, c = x.float().split(mamba.convolved_parts, -1)
         x = x.unflatten(-1, (mamba.heads, mamba.head_dim))
         b, c = (t.unflatten(-1, (mamba.groups, -1)) for t in (b, c))
         y = scan(x, self.time_steps(dt), -self.A_log.float().exp(), b, c, sequence, mamba.chunk)
@@ -106,29 +100,47 @@ class MambaMixer(torch.nn.Module):
         """
         return torch.nn.functional.softplus(dt.float() + self.dt_bias.float())
 
-    def _convolve(self, x: Tensor, sequence: Tensor, count: int) -> Tensor:
-        """Apply the depthwise causal convolution within each of `count` sequences, and SiLU; x [T, channels].
 
-        In float32, as vLLM's and causal-conv1d's kernels; zeros between the sequences keep them apart.
-        """
-        kernel = self.mamba.kernel
-        places = torch.arange(len(x), device=x.device) + (kernel - 1) * (sequence + 1)
-        apart = x.new_zeros(len(x) + (kernel - 1) * count, x.size(1)).index_copy(0, places, x)
-        weight, bias = self.conv1d.weight.float(), self.conv1d.bias.float()
-        out = torch.nn.functional.conv1d(apart.float().T[None], weight, bias, groups=x.size(1))[0].T
-        return torch.nn.functional.silu(out.index_select(0, places - (kernel - 1))).to(x.dtype)
+def whole_sequences(projected: Tensor, row: PackedRow) -> tuple[Tensor, Tensor | slice]:
+    """Return the tokens of all context-parallel ranks in the order of the row, and where those of this rank are."""
+    if row.context_group is None or row.key_order is None:
+        return projected, slice(None)
+    part, rank = projected.size(0), row.context_group.rank()
+    gathered = gather_from_sequence_parallel_region(
+        projected, tensor_parallel_output_grad=True, group=row.context_group
+    ).index_select(0, row.key_order)
+    return gathered, row.key_order.argsort()[rank * part : (rank + 1) * part]
 
 
-class _Weights(torch.nn.Module):
+def sequence_of_token(cu_seqlens: Tensor, tokens: int) -> Tensor:
+    """Return the index of each token's sequence, int64 [tokens]."""
+    return torch.searchsorted(cu_seqlens[1:].contiguous(), torch.arange(tokens, device=cu_seqlens.device), right=True)
+
+
+def convolve(x: Tensor, weight: Tensor, bias: Tensor | None, sequence: Tensor, count: int) -> Tensor:
+    """Apply a depthwise causal convolution within each of `count` sequences, and SiLU: x [T, channels], weight
+    [channels, 1, kernel].
+
+    In float32, as vLLM's and causal-conv1d's kernels; zeros between the sequences keep them apart.
+    """
+    kernel = weight.size(-1)
+    places = torch.arange(len(x), device=x.device) + (kernel - 1) * (sequence + 1)
+    apart = x.new_zeros(len(x) + (kernel - 1) * count, x.size(1)).index_copy(0, places, x)
+    factors = weight.float(), None if bias is None else bias.float()
+    out = torch.nn.functional.conv1d(apart.float().T[None], *factors, groups=x.size(1))[0].T
+    return torch.nn.functional.silu(out.index_select(0, places - (kernel - 1))).to(x.dtype)
+
+
+class Weights(torch.nn.Module):
     """A module that only holds parameters."""
 
     def __init__(self, dtype: torch.dtype, **shapes: tuple[int, ...]) -> None:
         super().__init__()
         for name, shape in shapes.items():
-            self.register_parameter(name, _split(torch.empty(shape, dtype=dtype)))
+            self.register_parameter(name, split_over_heads(torch.empty(shape, dtype=dtype)))
 
 
-def _split(values: Tensor) -> Parameter:
+def split_over_heads(values: Tensor) -> Parameter:
     """Mark a parameter as split by rows over tensor-parallel ranks, for Megatron-Core's gradient norm."""
     parameter = Parameter(values)
     set_tensor_model_parallel_attributes(parameter, is_parallel=True, dim=0, stride=1)

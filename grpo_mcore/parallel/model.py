@@ -26,6 +26,7 @@ from grpo_mcore.families import Block, ModelShape
 from grpo_mcore.families.activations import TILES
 from grpo_mcore.parallel.attention import LatentAttention, PackedAttention, RotaryByPosition, describe_row
 from grpo_mcore.parallel.context import join_shares, share_of_row, take_share
+from grpo_mcore.parallel.delta import DeltaMixer
 from grpo_mcore.parallel.experts import Experts, GroupedExperts, LatentMoELayer
 from grpo_mcore.parallel.layout import Layout
 from grpo_mcore.parallel.logprobs import token_scores
@@ -222,8 +223,11 @@ def block_spec(
                 network = ModuleSpec(module=LatentMoELayer, params={"width": width}, submodules=experts)
         mixer = core_part
         block = shape.blocks[index] if shape.blocks else None
+        linear = {"column": column, "row": row}
         if block is Block.MAMBA:
-            mixer = ModuleSpec(module=MambaMixer, params={"mamba": shape.mamba, "column": column, "row": row})
+            mixer = ModuleSpec(module=MambaMixer, params={"mamba": shape.mamba, **linear})
+        elif shape.is_delta_layer(index):
+            mixer = ModuleSpec(module=DeltaMixer, params={"delta": shape.delta, **linear})
         first = {"input_layernorm": norm, "self_attention": mixer, "self_attn_bda": get_bias_dropout_add}
         second = {"pre_mlp_layernorm": norm, "mlp": network, "mlp_bda": get_bias_dropout_add}
         if block is not None:  # a hybrid model's layer is a mixer or a network, not both

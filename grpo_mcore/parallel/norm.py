@@ -22,19 +22,25 @@ class RMSNorm(torch.nn.Module):
 
     def __init__(self, config: Any, hidden_size: int, eps: float = 1e-5, **_: Any) -> None:
         super().__init__()
-        self.eps = eps
+        self.eps, self.centered = eps, config.layernorm_zero_centered_gamma
         self.weight = torch.nn.Parameter(torch.ones(hidden_size, dtype=config.params_dtype))
         self.weight.sequence_parallel = config.sequence_parallel  # read by finalize_model_grads
 
+    def scale(self) -> Tensor:
+        """Return the factors of the normed values; those of centered norms are 1 + weight, in float32."""
+        return self.weight.float() + 1.0 if self.centered else self.weight
+
     def forward(self, x: Tensor) -> Tensor:
-        return torch.nn.functional.rms_norm(x, self.weight.shape, self.weight, self.eps)
+        scale = self.scale()
+        values = x.float() if self.centered else x
+        return torch.nn.functional.rms_norm(values, scale.shape, scale, self.eps).to(x.dtype)
 
 
 class CpuRMSNorm(RMSNorm):
     """RMS norm in slices that stay in the cache."""
 
     def forward(self, x: Tensor) -> Tensor:
-        return rms_norm(x, self.weight, self.eps)
+        return rms_norm(x, self.scale(), self.eps)
 
 
 def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:

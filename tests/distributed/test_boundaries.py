@@ -12,7 +12,7 @@ from grpo_mcore.parallel.rank_pool import RankPool
 from grpo_mcore.tools.parity.rank import LayoutCase
 from tests.distributed.boundary_cases import CHANGED
 
-FAMILIES = ("qwen3", "qwen3_moe", "nemotron_h")
+FAMILIES = ("qwen3", "qwen3_moe", "nemotron_h", "qwen3_5_text")
 
 
 @pytest.fixture(scope="module")

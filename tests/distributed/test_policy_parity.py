@@ -24,19 +24,24 @@ MOE: dict[str, dict[str, Any]] = {
     "deepseek_v3": {"tie_word_embeddings": False},
 }
 HYBRID: dict[str, dict[str, Any]] = {"nemotron_h": {}, "nemotron_h_moe": {}}
-LATER: dict[str, dict[str, Any]] = {
-    name: {} for name in ("moonlight", "glm4_moe_lite", "glm4_moe", "nemotron_h_latent")
+# Made of parts that the families above compare on every layout; `grpo-mcore parity` compares them on all.
+LATER = {
+    "moonlight": "TP2-SPxPP2-EP2",
+    "glm4_moe_lite": "TP2-SPxPP2-EP2",
+    "glm4_moe": "TP2-SPxPP2-EP2",
+    "nemotron_h_latent": "TP2-SPxPP2-EP2",
+    "qwen3_5_text": "TP2-SPxCP2",
+    "qwen3_5_moe_text": "TP2-SPxPP2-EP2",
 }
-"""Families made of parts that those above compare on every layout; `grpo-mcore parity` compares them on all."""
-FAMILIES = DENSE | MOE | HYBRID | LATER
+FAMILIES = DENSE | MOE | HYBRID | {family: {} for family in LATER}
 LIKE_ANOTHER = ("qwen2", "llama", "mixtral", "nemotron_h")
 FEW = ("TP1", "TP2", "TP2-SP", "PP2", "CP2", "TP2xPP2", "PP2xCP2", "ETP2", "EP2xPP2")
 
 
 def layouts_of(family: str) -> tuple[LayoutCase, ...]:
-    """Return all layouts, for a family that differs little from another one only FEW, for LATER a combined one."""
+    """Return all layouts, for a family that differs little from another one only FEW, for one of LATER that one."""
     if family in LATER:
-        return (MOE_LAYOUTS[-1],)
+        return tuple(case for case in (*LAYOUTS, *MOE_LAYOUTS) if case.name == LATER[family])
     layouts = MOE_LAYOUTS if family in MOE or family == "nemotron_h_moe" else LAYOUTS
     return tuple(case for case in layouts if case.name in FEW) if family in LIKE_ANOTHER else layouts
 

@@ -33,7 +33,7 @@ class Source:
         return ShardedModel(whole, shape_of(read_hf_config(self.folder)), 0, 1).parameters()
 
 
-@pytest.mark.parametrize("family", ["nemotron_h_latent", "glm4_moe_lite"])
+@pytest.mark.parametrize("family", ["nemotron_h_latent", "glm4_moe_lite", "qwen3_5_moe_text"])
 def test_a_refit_brings_every_weight(tmp_path: Path, family: str) -> None:
     folders = [
         make_tiny_model(family, tmp_path / str(seed), seed=seed, words=True, **ENGINE_SIZES[family]) for seed in (0, 1)

@@ -136,6 +136,7 @@ def engine_memory(load: Workload, device: Device) -> EngineMemory:
     shape, tensor = load.shape, load.engine_tensor
     weights = _engine_numel(shape, tensor)
     attention = shape.blocks.count(Block.ATTENTION) if shape.blocks else shape.num_layers
+    attention -= len(shape.delta.layers) if shape.delta else 0
     width = 2 * max(1, shape.num_kv_heads // tensor) * shape.head_dim
     if shape.latent is not None:
         width = shape.latent.key_value_rank + shape.latent.rotary_dim
@@ -143,6 +144,9 @@ def engine_memory(load: Workload, device: Device) -> EngineMemory:
     if (mamba := shape.mamba) is not None:
         numel = mamba.inner * mamba.state_size + mamba.convolved * (mamba.kernel - 1)
         state = shape.blocks.count(Block.MAMBA) * numel // tensor * load.engine_element
+    if (delta := shape.delta) is not None:
+        numel = delta.values * delta.key_dim + sum(delta.convolved_parts) * (delta.kernel - 1)
+        state = len(delta.layers) * numel // tensor * load.engine_element
     if load.kv_cache is not None:
         cache = load.kv_cache
     elif device.memory is None:

@@ -110,7 +110,10 @@ def _of_chunk(shape: ModelShape, layers: Sequence[int], *, first: bool, last: bo
 @cache
 def _first_alike(shape: ModelShape) -> tuple[int, ...]:
     """Return, for each layer, the first one with parameters of the same sizes."""
-    kinds = [shape.blocks[i] if shape.blocks else shape.is_expert_layer(i) for i in range(shape.num_layers)]
+    kinds = [
+        (shape.blocks[i] if shape.blocks else None, shape.is_expert_layer(i), shape.is_delta_layer(i))
+        for i in range(shape.num_layers)
+    ]
     return tuple(kinds.index(kind) for kind in kinds)
 
 

@@ -103,7 +103,7 @@ def _tensor_parallel_seconds(load: Workload, device: Device) -> float:
 
 
 def _context_seconds(load: Workload, device: Device) -> float:
-    """Return the seconds per sweep. Every attention layer gathers the keys and values of the other ranks, every Mamba
+    """Return the seconds per sweep. Every attention layer gathers the keys and values of the other ranks, every other
     mixer all of its inputs."""
     layout, shape = load.layout, load.shape
     if layout.context == 1:
@@ -114,7 +114,11 @@ def _context_seconds(load: Workload, device: Device) -> float:
     scanned = sum(shape.mamba.projected_parts) / layout.tensor if shape.mamba else 0
     widths = {None: width, Block.ATTENTION: width, Block.MAMBA: scanned}
     blocks = shape.blocks or (None,) * shape.num_layers
-    each = max(sum(widths.get(blocks[layer], 0.0) for layer in layers) for layers in load.layers)
+    gathered = [widths.get(block, 0.0) for block in blocks]
+    if (delta := shape.delta) is not None:
+        scanned = (sum(delta.convolved_parts) + delta.values + 2 * delta.value_heads) / layout.tensor
+        gathered = [scanned if shape.is_delta_layer(layer) else width for layer in range(shape.num_layers)]
+    each = max(sum(gathered[layer] for layer in layers) for layers in load.layers)
     nbytes = each * _tokens_per_rank(load) * (layout.context - 1) * load.element
     return nbytes / _link(load, device, layout.tensor * layout.context)
 

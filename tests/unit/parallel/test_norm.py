@@ -58,7 +58,7 @@ def test_against_float64(dtype: torch.dtype, tolerance: float) -> None:
 
 
 def test_the_gpu_module_equals_the_cpu_module() -> None:
-    config = SimpleNamespace(params_dtype=torch.float32, sequence_parallel=False)
+    config = SimpleNamespace(params_dtype=torch.float32, sequence_parallel=False, layernorm_zero_centered_gamma=False)
     x, weight = inputs((7, 12), torch.float32)
     outputs = []
     for module in (RMSNorm(config, 12, EPS), CpuRMSNorm(config, 12, EPS)):
