@@ -50,6 +50,7 @@ HERE = Path(__file__).parent
 def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption("--slurm", action="store_true", help="run the tests on a real Slurm too (minutes)")
     parser.addoption("--chaos", action="store_true", help="kill processes of runs at every state of a step (minutes)")
+    parser.addoption("--browser", action="store_true", help="walk through the page of a run in headless Chromium too")
     parser.addoption("--registry", action="store_true", help="resolve every extra against the package index too")
     parser.addoption("--nemo-run", action="store_true", help="run the tests with NeMo-Run too (0.5 GB, minutes)")
 
@@ -63,12 +64,18 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
         for item in items:
             if _folder(item) == "gpu":
                 item.add_marker(pytest.mark.skip(reason=no_gpu))
-    options = {"slurm": "--slurm", "every_state": "--chaos", "nemo_run": "--nemo-run", "registry": "--registry"}
+    options = {
+        "slurm": "--slurm",
+        "every_state": "--chaos",
+        "nemo_run": "--nemo-run",
+        "registry": "--registry",
+        "browser": "--browser",
+    }
     for marker, option in options.items():
         if not config.getoption(option):
             for item in items:
                 if item.get_closest_marker(marker):
-                    item.add_marker(pytest.mark.skip(reason=f"takes minutes: pytest {option}"))
+                    item.add_marker(pytest.mark.skip(reason=f"takes minutes, or other programs: pytest {option}"))
     items.sort(key=lambda item: FOLDERS.index(_folder(item)))
 
 

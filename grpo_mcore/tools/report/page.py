@@ -158,7 +158,7 @@ def _chosen_samples(run: RunFiles, room: float, wanted: Collection[int]) -> dict
         uids = list(dict.fromkeys(row["uid"] for row in read_samples(path, ["uid"])))
         size, share = PACKED_RATIO * path.stat().st_size, min(room, max(room / 4, PAGE_BYTES / 20))
         kept = len(uids) if step in wanted or size <= share else int(len(uids) * share / size)
-        packed = _packed(_page_samples(path, uids[:kept])) if kept else ""
+        packed = _packed(_page_samples(path, uids[:kept], len(uids))) if kept else ""
         if not kept or (len(packed) > room and step not in wanted):
             break
         chosen[kind][step] = packed
@@ -185,12 +185,13 @@ def _by_interest(run: RunFiles, wanted: Collection[int]) -> Iterator[Shard]:
     yield from dict.fromkeys([*shards, *validation])
 
 
-def _page_samples(path: Path, uids: Sequence[str] | None = None) -> list[dict[str, Any]]:
-    """Return the samples of a file, or those of some prompts, with short names, and numbers of generated tokens."""
-    return [_page_sample(row) for row in read_samples(path, uids=uids)]
+def _page_samples(path: Path, uids: Sequence[str] | None = None, prompts: int | None = None) -> dict[str, Any]:
+    """Return the samples of a file, or those of some of its `prompts`, as the page reads them."""
+    return {"prompts": prompts, "samples": [_page_sample(row) for row in read_samples(path, uids=uids)]}
 
 
 def _page_sample(row: Mapping[str, Any]) -> dict[str, Any]:
+    """Return a sample with short names; numbers by token are of its generated tokens only."""
     mask = [turn["generated"] for turn in row["turns"] or () for _ in range(turn["tokens"])]
     length = len(row["token_ids"])
     trained = row["trained_version"]

@@ -133,7 +133,7 @@ def test_the_page_of_a_killed_run_holds_what_it_wrote(tmp_path: Path, capsys: py
     ]
     assert data["state"]["end"].startswith("not over") and data["state"]["max_steps"] == 9
     assert any("disagree" in alarm["what"] for alarm in data["alarms"])
-    samples = unpack(data["samples"]["train"]["3"])
+    samples = unpack(data["samples"]["train"]["3"])["samples"]
     assert [(sample["u"], sample["g"], sample["r"]) for sample in samples] == [
         ("p0", 0, 0.0), ("p0", 1, 1.0), ("p1", 0, 0.0), ("p1", 1, 1.0),
     ]  # fmt: skip
@@ -152,12 +152,12 @@ def test_a_big_run_makes_a_small_page(tmp_path: Path, monkeypatch: pytest.Monkey
     text = page.build_page(run, wanted=[5])
     data = data_of(text)
     assert len(text) < whole and "5" in data["samples"]["train"] and len(data["samples"]["train"]) < 9
-    assert len(unpack(data["samples"]["train"]["5"])) == 12  # whole, because it was asked for
+    assert len(unpack(data["samples"]["train"]["5"])["samples"]) == 12  # whole, because it was asked for
     assert data["shards"]["train"] == list(range(1, 10))
     assert page.write_shards(run, tmp_path / "shards") == 9
     script = (tmp_path / "shards" / "train_000007.js").read_text()
     packed = re.fullmatch(r'addSamples\("train", 7, "([^"]*)"\);\n', script)
-    assert packed and len(unpack(packed[1])) == 12
+    assert packed and len(unpack(packed[1])["samples"]) == 12
 
 
 def test_alarms_name_what_went_wrong(tmp_path: Path) -> None:

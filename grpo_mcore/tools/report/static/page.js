@@ -22,7 +22,8 @@ const MAIN = [
 ];
 
 let data = null;
-const loaded = {}; // kind/step -> samples
+const loaded = {}, parts = {}; // by kind and step: the samples, and a sentence if some are missing
+let missing = 0; // steps whose samples are not in the page
 let charts = [];
 
 async function unpack(text) {
@@ -185,7 +186,12 @@ function moveStep(by) {
 }
 
 // Samples.
-window.addSamples = async (kind, step, packed) => { loaded[kind + step] = await unpack(packed); showSamples(); };
+window.addSamples = async (kind, step, packed) => { 
+  const found = await unpack(packed), kept = new Set(found.samples.map((sample) => sample.u)).size;
+  loaded[kind + step] = found.samples;
+  parts[kind + step] = found.prompts > kept ? `${kept} of the ${found.prompts} prompts of this step are in the page. ` : "";
+  showSamples();
+};
 
 function tokenValues(sample) {
   const n = (sample.e || []).length, errors = [], weights = [];
@@ -206,8 +212,7 @@ function fillSteps() {
   const kind = el("kind").value, here = data.samples[kind] || {};
   const steps = data.shards[kind].filter((step) => here[step] || data.beside);
   el("sample-step").innerHTML = steps.slice().reverse().map((step) => `<option value="${step}">step ${step}</option>`).join("");
-  const missing = data.shards[kind].length - steps.length;
-  el("sample-text").textContent = missing > 0 ? `${missing} more steps are on disk: grpo-mcore report RUN --samples 12,13 puts chosen ones into the page, --all-samples writes all beside it.` : "";
+  missing = data.shards[kind].length - steps.length;
   chooseStep();
 }
 
@@ -244,6 +249,9 @@ const FILTERS = {
 function showSamples() {
   const samples = loaded[el("kind").value + el("sample-step").value];
   if (!samples) return;
+  const rest = missing ? `${missing} more steps are on disk.` : "", part = parts[el("kind").value + el("sample-step").value];
+  const how = " grpo-mcore report RUN --samples 12,13 puts chosen steps into the page, --all-samples writes all beside it.";
+  el("sample-text").textContent = part || rest ? part + rest + how : "";
   const wanted = el("search").value.toLowerCase();
   const found = FILTERS[el("filter").value](samples).filter((s) =>
     !wanted || [textOf(s, 0, s.ids.length), s.u, s.ans, s.why, s.truth].join("\n").toLowerCase().includes(wanted));
