@@ -101,7 +101,7 @@ def grpo_train(
     config, engines, stop = master_config, policy_generation, stop or StopRequest()
     position = checkpointer.position()
     report = RunReport(logger, config, grpo_save_state, policy, engines, tokenizer, compare)
-    clock = Timeline(on_span=report.spans.phase)
+    clock = Timeline(on_span=report.span)
     ledger_folder = checkpointer.folder if config.checkpointing.enabled else logger.log_dir
     record = start_record(config, dataloader, ledger_folder, report, position, validates=val_dataloader is not None)
     refit = partial(refit_engines, policy, engines, config, record.restarted)

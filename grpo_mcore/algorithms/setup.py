@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import logging
+import re
 import secrets
+import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -24,7 +26,7 @@ from grpo_mcore.algorithms.rollouts.scoring import EnvironmentWorker
 from grpo_mcore.algorithms.training_step.policy_group import PolicyGroup
 from grpo_mcore.algorithms.training_step.policy_worker import PolicyWorker
 from grpo_mcore.algorithms.weight_sync.refit_parity import LIMITS, ParityCheck
-from grpo_mcore.cluster import Cluster, Worker, gather, is_fault, open_cluster
+from grpo_mcore.cluster import Cluster, Future, Worker, gather, is_fault, open_cluster
 from grpo_mcore.data import AllTaskProcessedDataset, build_dataloader, build_train_dataloader
 from grpo_mcore.environments.interfaces import EnvironmentBase
 from grpo_mcore.families import cpu_engine_options
@@ -48,6 +50,8 @@ from grpo_mcore.refit.layout import EngineLayout, TrainerLayout
 
 log = logging.getLogger(__name__)
 
+START_NOTE_S = 20.0
+"""Seconds between two messages about workers that are still starting."""
 MONITOR_S = 30.0
 """Deadline of asking the monitors for their metrics, in seconds."""
 ENGINE_CALLS, ENGINE_STREAMS = 4, 64
@@ -321,14 +325,33 @@ def _start_environment(
 def wait_until_ready(
     config: MasterConfig, cluster: Cluster, workers: Sequence[Worker], what: str = "start of policy and engines"
 ) -> None:
-    """Wait until all workers are constructed. Raises what a constructor raised, or DeadlineExceeded after
-    cluster.start_timeout_s."""
+    """Wait until all workers are constructed, and log how long each kind took and what late ones are doing. Raises what
+    a constructor raised, or DeadlineExceeded after cluster.start_timeout_s."""
+    began = said = time.monotonic()
+    starting = [worker.name for worker in workers]
+
+    def ready(future: Future) -> None:
+        starting.remove(future.whom)
+        kind = _kind(future.whom)
+        if kind not in map(_kind, starting):
+            log.info("  %s: ready after %.0f s", kind, time.monotonic() - began)
+
+    def watch() -> None:
+        nonlocal said
+        if time.monotonic() - said >= START_NOTE_S:
+            said, late = time.monotonic(), starting[0]
+            others = f" and {len(starting) - 1} more" if starting[1:] else ""
+            log.info("  still starting after %.0f s: %s%s: %s", said - began, late, others, cluster.last_words(late))
+
     gather(
-        cluster,
-        [worker.ready() for worker in workers],
-        timeout_s=config.cluster.start_timeout_s,
-        what=what,
-    )
+        cluster, [worker.ready() for worker in workers], timeout_s=config.cluster.start_timeout_s, what=what,
+        on_result=ready, watch=watch,
+    )  # fmt: skip
+
+
+def _kind(worker: str) -> str:
+    """Return what a worker is, such as "policy" for policy-3."""
+    return re.sub(r"(-\d+)+$", "", worker)
 
 
 def make_loss(config: MasterConfig) -> ClippedPGLossFn | OwnLoss:

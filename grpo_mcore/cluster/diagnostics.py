@@ -33,6 +33,16 @@ def log_tail(log: str, lines: int = TAIL_LINES) -> str:
     return "\n".join([f"end of its log, {log}:", *(f"    {line}" for line in last)])
 
 
+def last_line(log: Path) -> str:
+    """Return the last line of a worker's log: of a progress bar, its newest state. Empty where there is none."""
+    try:
+        text = _read_from(log, max(0, log.stat().st_size - 4096))
+    except OSError:
+        return ""
+    lines = [line.strip() for line in text.replace("\r", "\n").splitlines() if line.strip()]
+    return lines[-1][:200] if lines else ""
+
+
 def stacks(name: str, place: Place) -> str:
     """Return what the threads of a worker are doing, or where it is if that is not on this machine."""
     found = frames(place)

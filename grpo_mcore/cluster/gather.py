@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, Protocol
 
 from grpo_mcore.rollout.workers import Cluster, DeadlineExceeded, Future, Stream, Worker, WorkerDied, WorkerFailed
@@ -58,8 +58,11 @@ def gather(
     what: str,
     grace_s: float = GRACE_S,
     background: BackgroundWork | None = None,
+    on_result: Callable[[Future], None] = lambda future: None,
+    watch: Callable[[], None] = lambda: None,
 ) -> list[Any]:
     """Wait for all futures, with one deadline, and return their results in order. `background` goes on meanwhile.
+    `on_result`: gets each future when it has its result; `watch`: called again and again while nothing comes.
 
     Raises DeadlineExceeded that names the workers without an answer; or the WorkerFailed of a worker that died, else of
     the first that failed, with a note on each other that failed or was still at work `grace_s` later.
@@ -73,7 +76,7 @@ def gather(
         left = max(deadline - time.monotonic(), 0.0)
         others = background.awaited() if background and left and failure is None else ()
         try:
-            ready: Any = cluster.next_ready([*waiting, *others], left, what)
+            ready: Any = cluster.next_ready([*waiting, *others], left, what, watch)
         except DeadlineExceeded as error:
             if failure is not None:
                 break
@@ -87,6 +90,7 @@ def gather(
         waiting.remove(future)
         try:
             results[id(future)] = future.result()
+            on_result(future)
         except WorkerFailed as error:
             if failure is None:
                 deadline = min(deadline, time.monotonic() + grace_s)

@@ -16,7 +16,7 @@ from ray.exceptions import RayActorError, RayError
 from ray.util.placement_group import PlacementGroup, remove_placement_group
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy, PlacementGroupSchedulingStrategy
 
-from grpo_mcore.cluster.diagnostics import wait_graph
+from grpo_mcore.cluster.diagnostics import last_line, wait_graph
 from grpo_mcore.cluster.environment import chosen
 from grpo_mcore.cluster.local_cluster import LocalFuture
 from grpo_mcore.cluster.ray_actor import WorkerActor
@@ -152,6 +152,10 @@ class RayCluster(Cluster):
             states = "\n".join(worker.state() for worker in workers[:4])
             raise DeadlineExceeded(what, names, timeout_s, states)
         return things[handles.index(ready[0])]
+
+    def last_words(self, worker: str) -> str:
+        log = self.log_dir / f"{worker}.log"
+        return last_line(log) or f"its log is {log}"
 
     def stop(self, workers: Sequence[Worker]) -> None:
         self._print_wait_graph(workers)

@@ -10,6 +10,7 @@ from grpo_mcore.observe.logger import (
     Logger,
     OwnLoggerError,
     check_own_logger,
+    messages_kept,
     read_metrics,
     run_folder,
     write_summary,

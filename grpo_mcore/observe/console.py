@@ -10,10 +10,11 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TextIO
 
+from grpo_mcore.observe.append_file import AppendFile
 from grpo_mcore.observe.colors import painted
 from grpo_mcore.observe.step_table import HEADER_EVERY, StepRow, header_lines, row_line
 
-WIDTH = 120
+WIDTH = 100
 LONGEST_TEXT = 2000
 """Maximum number of characters shown of a prompt or response."""
 PROGRESS_S = 0.2
@@ -35,9 +36,16 @@ class ShownSample:
 
 
 class RunConsole:
-    """Prints plain lines to `stream` (standard output), and a progress line if that is a terminal."""
+    """Prints plain lines to `stream` (standard output), and a progress line if that is a terminal. `kept`: a file that
+    gets the lines too."""
 
-    def __init__(self, stream: TextIO | None = None, clock: Callable[[], float] = time.monotonic) -> None:
+    def __init__(
+        self,
+        stream: TextIO | None = None,
+        clock: Callable[[], float] = time.monotonic,
+        kept: AppendFile | None = None,
+    ) -> None:
+        self._kept = kept
         self._stream = sys.stdout if stream is None else stream
         self._clock = clock
         self._moves = self._stream.isatty()
@@ -48,7 +56,7 @@ class RunConsole:
 
     def banner(self, title: str, facts: Mapping[str, object]) -> None:
         """Print what runs: `facts` by name, such as the batch equation, the layout, the engines, the model size."""
-        self._print("", self._title(title), *_listed(facts), "=" * WIDTH, "")
+        self._print("", f"== {title} ".ljust(WIDTH, "="), *_listed(facts), "=" * WIDTH, "")
 
     def note(self, text: str) -> None:
         """Print a line, or a few."""
@@ -105,20 +113,20 @@ class RunConsole:
     def summary(self, title: str, facts: Mapping[str, object], paths: Mapping[str, Path | str | None]) -> None:
         """Print the results and the paths of a run. A path of None does not exist in this run."""
         where = {name: path for name, path in paths.items() if path is not None}
-        self._print("", self._title(title), *_listed(facts))
+        self._print("", f"== {title} ".ljust(WIDTH, "="), *_listed(facts))
         if where:
             self._print("", "where everything lies", *_listed(where))
         self._print("=" * WIDTH)
-
-    def _title(self, title: str) -> str:
-        return painted(f"== {title} ".ljust(WIDTH, "="), "bold", self._stream)
 
     def _print(self, *lines: str) -> None:
         if self._moving:
             self._stream.write("\r" + " " * self._moving + "\r")
             self._moving = 0
-        self._stream.write("\n".join(lines) + "\n")
+        shown = [painted(line, "bold", self._stream) if line.startswith("== ") else line for line in lines]
+        self._stream.write("\n".join(shown) + "\n")
         self._stream.flush()
+        if self._kept is not None:
+            self._kept.write("\n".join(lines))
 
 
 def _listed(facts: Mapping[str, object]) -> list[str]:

@@ -9,6 +9,7 @@ import math
 import os
 import time
 from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -21,6 +22,7 @@ log = logging.getLogger(__name__)
 
 METRICS_FILE = "metrics.jsonl"
 HYPERPARAMS_FILE = "hyperparams.json"
+CONSOLE_FILE = "console.txt"
 RESERVED = ("step", "prefix", "unix_time")
 
 
@@ -57,6 +59,10 @@ class Logger:
         chosen = chosen_backends(config)
         self.log_dir = run_folder(Path(config.log_dir), run)
         self._file = AppendFile(self.log_dir / METRICS_FILE)
+        self.console = AppendFile(self.log_dir / CONSOLE_FILE)
+        """The text of the run's console."""
+        self.opened = time.perf_counter()
+        """When the run began, before its cluster was started."""
         tensorboard = self.log_dir / (config.tensorboard.log_dir or "tensorboard")
         self.tensorboard_dir = tensorboard if config.tensorboard_enabled else None
         self._backends: list[Backend] = [cls(package, config, self.log_dir) for package, cls in chosen]
@@ -98,10 +104,31 @@ class Logger:
     def close(self) -> None:
         """Write what is left and close all loggers. Idempotent."""
         self._file.close()
+        self.console.close()
         while self._backends:
             self._backends.pop().close()
         while self._own:
             self._own.pop().close()
+
+
+class _Kept(logging.Handler):
+    def __init__(self, file: AppendFile) -> None:
+        super().__init__(logging.INFO)
+        self._file = file
+
+    def emit(self, record: logging.LogRecord) -> None:
+        self._file.write(self.format(record))
+
+
+@contextmanager
+def messages_kept(file: AppendFile) -> Iterator[None]:
+    """Write the package's messages to `file` too, in the context."""
+    package, handler = logging.getLogger("grpo_mcore"), _Kept(file)
+    package.addHandler(handler)
+    try:
+        yield
+    finally:
+        package.removeHandler(handler)
 
 
 def run_folder(parent: Path, run: str | None = None) -> Path:

@@ -12,24 +12,22 @@ HEADER_EVERY = 20
 
 PHASES = (
     ("generate", "gen"),
-    ("reward", "rew"),
-    ("logprobs", "logp"),
     ("train", "train"),
     ("refit", "refit"),
 )
-"""Phases of a step with a column of their own; the others are under "other"."""
+"""Phases of a step with a column of their own; the others, such as log-probs, are under "other". The metrics have all
+of them, as timing/PHASE."""
 
 COLUMNS = (
-    ("reward", "reward", 7),
-    ("accuracy", "acc", 6),
-    ("kl", "KL", 7),
+    ("reward", "reward", 6),
+    ("accuracy", "acc", 5),
+    ("kl", "KL", 6),
     ("token_mult_prob_error", "prob err", 8),
     ("length", "length", 6),
     ("entropy", "entropy", 7),
-    ("loss", "loss", 8),
-    ("grad_norm", "grad", 7),
+    ("grad_norm", "grad", 6),
 )
-STEP_WIDTH = 8
+STEP_WIDTH = 7
 PHASE_WIDTH = 5
 RATE_WIDTH = 6
 
@@ -47,7 +45,6 @@ class StepRow:
     token_mult_prob_error: float | None = None
     length: float | None = None
     entropy: float | None = None
-    loss: float | None = None
     grad_norm: float | None = None
     tokens_per_second: float | None = None
     seconds: Mapping[str, float] = field(default_factory=dict)

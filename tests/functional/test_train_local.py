@@ -323,6 +323,9 @@ def test_files_and_summary(resumed: tuple[Run, Inside]) -> None:
     summary = json.loads((run.logs / "summary.json").read_text())
     assert summary["steps"] == 4 and summary["seconds"] > 0 and summary["tokens_per_second"] > 0
     assert 1 <= summary["max_token_mult_prob_error"] <= 1.02
+    assert {"start", "generate", "train", "refit", "checkpoint", "other"} <= summary["seconds_by_phase"].keys()
+    kept = (run.logs / "console.txt").read_text()
+    assert "everything is ready after" in kept and "the run is over" in kept and max(map(len, kept.splitlines())) < 140
     compared = {line["what"]: line for line in summary["predicted_against_measured"]}
     for part in ("weights", "gradients", "optimizer", "refit buffer"):
         assert compared[part]["measured"] == pytest.approx(compared[part]["predicted"], rel=0.02), part

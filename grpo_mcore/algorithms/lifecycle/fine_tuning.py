@@ -30,7 +30,7 @@ from grpo_mcore.algorithms.rollouts.prompt_stream import PromptStream
 from grpo_mcore.algorithms.setup import start_cluster, start_policy, wait_until_ready
 from grpo_mcore.algorithms.training_step.policy_group import PolicyGroup
 from grpo_mcore.data import TaskData, build_dataloader, build_task_data, build_train_dataloader, load_tokenizer
-from grpo_mcore.observe import Logger, RunConsole, Timeline
+from grpo_mcore.observe import Logger, RunConsole, Timeline, messages_kept
 from grpo_mcore.recipe import Algorithm, Change, FineTuningConfig, MasterConfig, batch_equation
 from grpo_mcore.rollout.datum import DatumSpec
 
@@ -107,14 +107,16 @@ def fine_tune(prepared: Prepared) -> dict[str, Any]:
     checkpointing.checkpoint_dir."""
     config, checkpointer, began = prepared.config, prepared.checkpointer, time.time()
     save_by = config.checkpointing.seconds_to_save_by
-    name, console = prepared.method.algorithm.upper(), RunConsole()
+    name = prepared.method.algorithm.upper()
     with (
         checkpointer.held(),
         closing(Logger(config.logger, run=checkpointer.log_run())) as log,
+        messages_kept(log.console),
         on_signal(None if save_by is None else began + save_by) as stop,
         start_cluster(config, log.log_dir) as cluster,
         on_sigterm(stop),
     ):
+        console = RunConsole(kept=log.console)
         policy = start_policy(config, cluster, prepared.model)
         wait_until_ready(config, cluster, policy.workers, "start of the policy")
         equation = batch_equation(config, prepared.method.algorithm)
@@ -127,7 +129,7 @@ def fine_tune(prepared: Prepared) -> dict[str, Any]:
             return summary
         target = Path(config.checkpointing.checkpoint_dir, "hf").resolve()
         policy.export_hf(str(target))
-    console.summary(f"{name} is over", {"model": target}, {"metrics": log.log_dir / "metrics.jsonl"})
+        console.summary(f"{name} is over", {"model": target}, {"metrics": log.log_dir / "metrics.jsonl"})
     return summary | {"exported": target}
 
 

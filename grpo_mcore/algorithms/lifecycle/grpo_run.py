@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, closing, contextmanager, nullcontext
 from dataclasses import dataclass
@@ -22,7 +23,7 @@ from grpo_mcore.algorithms.setup import Run, build_loaders, start_cluster, start
 from grpo_mcore.algorithms.weight_sync.refit_step import refit_engines
 from grpo_mcore.data import TaskData, TurnTemplate, build_task_data, load_tokenizer
 from grpo_mcore.data.processors import longest_prompt
-from grpo_mcore.observe import Logger, RunConsole
+from grpo_mcore.observe import Logger, RunConsole, messages_kept
 from grpo_mcore.recipe import Change, MasterConfig
 
 logger = logging.getLogger(__name__)
@@ -76,9 +77,8 @@ def prepare(config: MasterConfig, resume: str | bool | None = None) -> Prepared:
 
 def validate_only(config: MasterConfig, resume: str | bool | None = None) -> dict[str, float | None]:
     """Validate the model, or a checkpoint, as a run would, and return the metrics. No step is trained or saved."""
-    prepared, console = prepare(config, resume), RunConsole()
-    with started(prepared) as run:
-        step = run.grpo_save_state["current_step"]
+    with started(prepare(config, resume)) as run:
+        console, step = RunConsole(kept=run.logger.console), run.grpo_save_state["current_step"]
         refit_engines(run.policy, run.policy_generation, config)
         found = run_validation(
             run.policy_generation, run.val_dataloader, run.val_task_to_env, config, tokenizer=run.tokenizer
@@ -97,9 +97,11 @@ def started(
     """Start a run, and end all of its processes with the context. `log_run`: folder of the logs to go on
     in; None: a new one. `around`: entered once the cluster is started."""
     config, data = prepared.config, prepared.data
-    with closing(Logger(config.logger, run=log_run)) as run_log:
+    with closing(Logger(config.logger, run=log_run)) as run_log, messages_kept(run_log.console):
         logger.info("starting policy and engines (logs: %s) ...", run_log.log_dir)
+        began = time.monotonic()
         with start_cluster(config, run_log.log_dir) as cluster, around():
+            logger.info("  cluster: %s, ready after %.0f s", config.cluster.backend, time.monotonic() - began)
             run = start_run(
                 config,
                 prepared.model,
@@ -111,5 +113,6 @@ def started(
                 prepared.checkpointer,
                 prepared.env_names,
             )
+            logger.info("  everything is ready after %.0f s", time.monotonic() - began)
             with closing(run.policy_generation):
                 yield run

@@ -60,7 +60,7 @@ class RunReport:
         """`compare`: sets what `plan` predicted against what the run measured, for its summary."""
         self.logger, self.config, self.state = logger, config, state.copy()
         self._compare = compare
-        self.console = RunConsole()
+        self.console = RunConsole(kept=logger.console)
         self.samples = SampleRecord(config.logger, logger.log_dir, policy.cluster, tokenizer)
         self.spans = SpanFile(logger.log_dir)
         self.spans.begin(_devices(policy, engines), engines.colocated)
@@ -68,6 +68,7 @@ class RunReport:
         self._policy = policy
         self._timers: list[dict[str, float]] = []
         self._began = time.perf_counter()
+        self._phases = {"start": self._began - logger.opened}  # seconds
         self._first_step = self.spans.step = self.state["current_step"] + 1
         self._rewards: dict[int, float] = {}
         self._shape = policy.shape
@@ -133,6 +134,12 @@ class RunReport:
         self._samples_done += 1
         self.console.progress(f"step {self.spans.step}, samples", self._samples_done, self._samples_asked)
 
+    def span(self, name: str, start: float, end: float) -> None:
+        """Record a phase of the loop, or what it paused for."""
+        self.spans.phase(name, start, end)
+        if "/" not in name:
+            self._phases[name] = self._phases.get(name, 0.0) + end - start
+
     def refit(self, report: RefitReport) -> None:
         first, self._refit = self._refit is None, report
         if report.in_place and not self._noted_in_place:
@@ -187,7 +194,6 @@ class RunReport:
                 token_mult_prob_error=metrics.get("token_mult_prob_error"),
                 length=metrics["generated_length"],
                 entropy=metrics.get("entropy", metrics.get("approx_entropy")),
-                loss=metrics.get("loss"),
                 grad_norm=metrics.get("grad_norm"),
                 tokens_per_second=metrics["tokens_per_second"],
                 seconds=seconds,
@@ -280,6 +286,8 @@ class RunReport:
         A resumed run that had no step left to do keeps the files of the run before it.
         """
         seconds = time.perf_counter() - self._began
+        phases = dict(self._phases)
+        phases["other"] = max(seconds + phases["start"] - sum(phases.values()), 0.0)
         folder = self.logger.log_dir
         curve, summary = folder / "reward_curve.png", folder / "summary.json"
         courses = self._validation_courses()
@@ -295,6 +303,7 @@ class RunReport:
             },
             "steps": self.state["current_step"],
             "seconds": round(seconds, 2),
+            "seconds_by_phase": {name: round(spent, 2) for name, spent in phases.items()},
             "tokens_per_second": round(self._tokens / seconds, 1),
             "max_token_mult_prob_error": worst if worst is not None and math.isfinite(worst) else None,
             "end": reason,
@@ -308,9 +317,10 @@ class RunReport:
             title = f"GRPO of {self.config.policy.model_name}"
             reward_curve_png(curve, self._rewards, courses, title=title)
             write_summary(summary, values)
-        facts = {"end": reason, "time": f"{seconds:.0f} s"}
+        spent = ", ".join(f"{name} {value:.0f}" for name, value in phases.items() if value >= 0.5)
+        facts = {"end": reason, "time": f"{sum(phases.values()):.0f} s: {spent}"}
         if worked:
-            facts["time"] += f", {values['tokens_per_second']:.0f} tokens/s over all of it"
+            facts["tokens"] = f"{values['tokens_per_second']:.0f} a second, without the start"
         if worst is not None:
             facts["prob err"] = f"at most {worst:.5f} (engine against policy, 1 is equal)"
         for name, course in courses.items():

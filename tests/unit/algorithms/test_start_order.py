@@ -11,7 +11,7 @@ import pytest
 from grpo_mcore.algorithms.engines.engine_group import EngineGroup
 from grpo_mcore.algorithms.engines.retries import Retries
 from grpo_mcore.algorithms.lifecycle.checks import Model
-from grpo_mcore.algorithms.setup import start_policy_and_engines
+from grpo_mcore.algorithms.setup import start_policy_and_engines, wait_until_ready
 from grpo_mcore.algorithms.weight_sync import refit_step
 from grpo_mcore.cluster import WorkerDied
 from grpo_mcore.families import shape_of
@@ -88,6 +88,32 @@ def test_on_cpu_both_start_at_once() -> None:
     assert started(config(), gpu=False) == [
         "spawn policy", "spawn engine-0", "policy-0 is ready", "engine-0 is ready",
     ]  # fmt: skip
+
+
+def test_the_start_tells_who_is_ready_and_what_the_late_ones_do(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    node, now = Node(), [0.0]
+    node.last_words = lambda worker: f"{worker} loads shard 3 of 8"  # type: ignore[attr-defined]
+    monkeypatch.setattr("grpo_mcore.algorithms.setup.time.monotonic", lambda: now[0])
+
+    def next_ready(things: list[Any], timeout_s: float, what: str, watch: Any = None) -> Any:
+        for _ in range(25):
+            now[0] += 1
+            watch()
+        return things[0]
+
+    monkeypatch.setattr(node, "next_ready", next_ready)
+    workers = [node.worker(name) for name in ("policy-0", "policy-1", "engine-0")]
+    with caplog.at_level("INFO", "grpo_mcore"):
+        wait_until_ready(config(), node, workers)  # type: ignore[arg-type]
+    assert [line.strip() for line in caplog.messages] == [
+        "still starting after 20 s: policy-0 and 2 more: policy-0 loads shard 3 of 8",
+        "still starting after 40 s: policy-1 and 1 more: policy-1 loads shard 3 of 8",
+        "policy: ready after 50 s",
+        "still starting after 60 s: engine-0: engine-0 loads shard 3 of 8",
+        "engine: ready after 75 s",
+    ]
 
 
 def test_policy_and_engines_have_the_environment_variables_of_the_recipe() -> None:

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import os
+from pathlib import Path
 
-from grpo_mcore.cluster.diagnostics import Wait, log_tail, own_frames, stacks, wait_graph
+from grpo_mcore.cluster.diagnostics import Wait, last_line, log_tail, own_frames, stacks, wait_graph
 from grpo_mcore.rollout.workers import Place
 
 DUMP = """\
@@ -88,3 +89,10 @@ def test_where_all_are_in_a_collective_none_is_accused() -> None:
 def test_a_process_that_is_gone_is_the_culprit() -> None:
     told = wait_graph([Wait("engine-0", "health", 60, late=True)], {"engine-0": None})
     assert "engine-0 cannot be asked what it is doing: its process has ended" in told and told.endswith("engine-0")
+
+
+def test_the_last_line_of_a_log_is_the_newest_state_of_a_progress_bar(tmp_path: Path) -> None:
+    log = tmp_path / "engine-0.log"
+    assert last_line(log) == ""
+    log.write_text("INFO loading\nshards:  33%\rshards:  67%\n\n")
+    assert last_line(log) == "shards:  67%"

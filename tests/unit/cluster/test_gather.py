@@ -29,7 +29,7 @@ class Script:
         self.now = 0.0
         monkeypatch.setattr(time, "monotonic", lambda: self.now)
 
-    def next_ready(self, things: Sequence[Answer], timeout_s: float, what: str) -> Answer:
+    def next_ready(self, things: Sequence[Answer], timeout_s: float, what: str, watch: Any = None) -> Answer:
         first = min(things, key=lambda thing: thing.at)
         if first.at > self.now + timeout_s:
             self.now += timeout_s

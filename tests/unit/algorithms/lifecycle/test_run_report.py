@@ -78,7 +78,14 @@ def test_graded_rewards_end_with_their_mean_and_parts(tmp_path: Path, capsys: py
         report.validation(step, Validation(metrics, [], 1.0))
     said = capsys.readouterr().out
     assert said.count("set\nenv.NAME.solved_at") == 1 and "after step 4: reward 0.75  reward/form 0.375" in said
+    for name, start, end in (("refit", 1.0, 3.0), ("refit/commit", 1.0, 2.0), ("validation", 3.0, 3.5)):
+        report.span(name, start, end)
+    report._began -= 4.0
     summary = report.finish("done")
+    phases = summary["seconds_by_phase"]
+    assert (phases["refit"], phases["validation"]) == (2.0, 0.5) and "refit/commit" not in phases
+    assert phases["start"] + 4 <= sum(phases.values()) < phases["start"] + 5, "no second is untold"
+    assert "after step 4" in (tmp_path / "exp_001" / "console.txt").read_text()
     assert "reward/form  0.000 at the first validation, 0.375 at the last" in capsys.readouterr().out
     assert summary["val_accuracy_after"] is None and summary["val_reward_after"] == 0.75
     assert (summary["val_reward/form_before"], summary["val_reward/form_after"]) == (0.0, 0.375)
