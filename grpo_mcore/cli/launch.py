@@ -15,11 +15,18 @@ TARGETS = ("slurm", "k8s")
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Add the options of the verb."""
     parser.set_defaults(targets=TARGETS)
+    parser.usage = "grpo-mcore launch slurm|k8s RECIPE [options] [key=value ...]"
+    parser.description = (
+        "Run a recipe as a job: `launch slurm` submits an sbatch script, `launch k8s` a RayJob of KubeRay."
+    )
     parser.add_argument("--dry-run", action="store_true", help="print the job instead of submitting it")
     parser.add_argument("--output", metavar="FILE", help="write the job to FILE instead of submitting it")
     parser.add_argument("--check", metavar="FILE", action="append", help="k8s: check manifests instead; no recipe")
     parser.add_argument(
-        "--crd", metavar="FILE", help="k8s --check: what `kubectl get crd rayjobs.ray.io -o yaml` prints"
+        "--crd",
+        metavar="FILE",
+        help="k8s --check: the cluster's own schema, as `kubectl get crd rayjobs.ray.io -o yaml` prints it; default: "
+        "a schema of KubeRay that comes with this package",
     )
 
 
@@ -53,15 +60,9 @@ def run(args: argparse.Namespace) -> int:
 
 
 def _check(files: list[str], crd: str | None) -> int:
-    from grpo_mcore.tools.launch.kubernetes_check import check_file, read_crd
+    from grpo_mcore.tools.launch.kubernetes_check import bundled_schema, check_file, read_crd
 
-    if crd is None:
-        print(
-            "grpo-mcore launch: --check needs --crd FILE; save it by `kubectl get crd rayjobs.ray.io -o yaml > FILE`",
-            file=sys.stderr,
-        )
-        return 2
-    schema = read_crd(Path(crd))
+    schema = bundled_schema() if crd is None else read_crd(Path(crd))
     wrong = 0
     for file in files:
         findings = check_file(Path(file), schema)

@@ -80,6 +80,9 @@ class LaunchConfig(Section):
     """CPU cores of each node."""
     memory_gb_per_node: Positive = 512
     """Memory of each node in GiB, /dev/shm included."""
+    code: list[str] = Field(default_factory=list)
+    """Files and folders of your own below the working directory that the run imports, such as my_rewards.py. On
+    Kubernetes they travel with the recipe, at most 1 MB of text; on Slurm the nodes must see the working directory."""
     env: dict[str, str] = Field(default_factory=dict)
     """Environment variables of the job. Not for secrets: use launch.k8s.secrets; Slurm takes them by name from the
     environment of the submitter."""

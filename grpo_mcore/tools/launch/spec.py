@@ -16,7 +16,7 @@ from grpo_mcore.recipe import (
     runs_grpo,
     shown,
 )
-from grpo_mcore.tools.launch.validation import Target, validate
+from grpo_mcore.tools.launch.validation import Target, code_files, validate
 
 FROM_SUBMITTER = ("HF_HOME", "HF_DATASETS_CACHE", "HF_HUB_OFFLINE", "HF_TOKEN", "WANDB_API_KEY")
 """Variables of the submitting shell that a job inherits if they are set, in addition to those of cluster.env_vars."""
@@ -37,8 +37,9 @@ class Pool:
 class LaunchSpec:
     """A job. `launch`: that section of the recipe. `restarts` is 0 if the run writes no checkpoint to resume from.
 
-    `recipe_yaml` is the resolved recipe and `texts` the files it names, as (name relative to it, content), for nodes
-    that do not see the checkout. `sandboxes`: programs run in sandboxes, which need namespaces of their own.
+    `recipe_yaml` is the resolved recipe and `texts` the files that it names and those of launch.code, as (name relative
+    to it, content), for nodes that do not see the checkout. `sandboxes`: programs run in sandboxes, which need
+    namespaces of their own.
     """
 
     name: str
@@ -107,8 +108,8 @@ def job_name(stem: str) -> str:
 
 
 def _texts(config: MasterConfig) -> tuple[tuple[str, str], ...]:
-    """Return (path, content) of the prompt files that the recipe names by a relative path."""
-    found: dict[str, str] = {}
+    """Return (path, content) of the prompt files that the recipe names by a relative path, and of launch.code."""
+    found = {name: Path(name).read_text() for name in code_files(config.launch.code)}
     for entry in [config.data.default, *config.data.train, *config.data.validation]:
         for key in _TEXT_FILES:
             name = getattr(entry, key, None) if entry is not None else None

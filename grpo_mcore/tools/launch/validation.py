@@ -4,12 +4,14 @@ line."""
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Iterator
-from pathlib import PurePosixPath
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path, PurePosixPath
 from typing import Literal
 
 from grpo_mcore.cluster.environment import is_allowed
 from grpo_mcore.recipe import DEFAULT, Finding, MasterConfig, Problem, Recipe, RecipeError, runs_grpo, shown
+from grpo_mcore.recipe.loading.load import leaves
+from grpo_mcore.recipe.schema.master import value_at
 
 Target = Literal["slurm", "k8s", "local"]
 
@@ -32,6 +34,9 @@ K8S_VALUES = {
 Check = Callable[[MasterConfig], Iterator[Finding]]
 
 
+IMPORT = re.compile(r"([A-Za-z_]\w*(?:\.[A-Za-z_]\w*)*)[:.][A-Za-z_]\w*")
+CONFIG_MAP_BYTES = 900_000
+"""Kubernetes takes 1 MiB with the recipe and all names."""
 MOUNT = re.compile(r"[^:]+:(/[^:]*)(:ro|:rw)?")
 
 
@@ -122,6 +127,69 @@ def _mounts(config: MasterConfig) -> Iterator[Finding]:
         targets.add(mount[1])
     if launch.mounts and not launch.container:
         yield Finding(("launch.mounts", "launch.container"), "mounts need launch.container: bare metal has none")
+
+
+def code_files(paths: Sequence[str]) -> list[str]:
+    """Return the files of launch.code: of a folder all below it that are not hidden or compiled."""
+    found: list[str] = []
+    for path in map(Path, paths):
+        below = sorted(path.rglob("*")) if path.is_dir() else [path]
+        hidden = (".", "__pycache__")
+        found += [
+            file.as_posix() for file in below if file.is_file() and not any(p.startswith(hidden) for p in file.parts)
+        ]
+    return found
+
+
+def own_modules(config: MasterConfig) -> dict[str, str]:
+    """Return the modules in the working directory that the recipe names by import path: key -> file."""
+    found = {}
+    for key in leaves(config.model_dump(exclude={"launch"})):
+        value = value_at(config, key)
+        path = IMPORT.fullmatch(value) if isinstance(value, str) else None
+        if path is None or path[1].startswith("grpo_mcore."):
+            continue
+        if (file := Path(*path[1].split(".")).with_suffix(".py")).is_file():
+            found[key] = file.as_posix()
+    return found
+
+
+def _code(config: MasterConfig) -> Iterator[Finding]:
+    """launch.code must exist below the working directory, so that its names are those by which it is imported."""
+    for name in config.launch.code:
+        if Path(name).is_absolute() or ".." in Path(name).parts:
+            yield Finding(("launch.code",), f"{name} is not below the working directory; start the launch where it is")
+        elif not Path(name).exists():
+            yield Finding(("launch.code",), f"there is no {name} in {Path.cwd()}")
+
+
+def _code_on_slurm(config: MasterConfig) -> Iterator[Finding]:
+    launch, here = config.launch, Path.cwd()
+    sources = [Path(text.split(":")[0]).absolute() for text in launch.mounts]
+    if launch.code and launch.container and not any(here.is_relative_to(source) for source in sources):
+        yield Finding(
+            ("launch.code", "launch.mounts"), f"the container does not see {here}: add {here}:{here} to launch.mounts"
+        )
+
+
+def _code_on_kubernetes(config: MasterConfig) -> Iterator[Finding]:
+    """Pods have the image and the ConfigMap: code of the working directory must be in one of them."""
+    code, modules = config.launch.code, own_modules(config)
+    for key, file in modules.items():
+        if not any(Path(file).is_relative_to(name) for name in code):
+            yield Finding((key,), f"{file} is on this machine only: let it travel with launch.code=[{file}]")
+    sizes = {}
+    for file in code_files(code):
+        try:
+            sizes[file] = len(Path(file).read_text(encoding="utf-8"))
+        except UnicodeDecodeError:
+            yield Finding(("launch.code",), f"{file} is no text; put it into the image or on the volume")
+    if sum(sizes.values()) > CONFIG_MAP_BYTES:
+        yield Finding(
+            ("launch.code",),
+            f"{sum(sizes.values()) / 1e6:.1f} MB do not fit into a ConfigMap (1 MB); the largest is "
+            f"{max(sizes, key=lambda file: sizes[file])}: put data into the image or on the volume",
+        )
 
 
 def _slurm(config: MasterConfig) -> Iterator[Finding]:
@@ -219,9 +287,9 @@ def _memory(config: MasterConfig) -> Iterator[Finding]:
         )
 
 
-_COMMON: tuple[Check, ...] = (_backend, _nodes, _time, _environment, _mounts)
+_COMMON: tuple[Check, ...] = (_backend, _nodes, _time, _environment, _mounts, _code)
 CHECKS: dict[Target, tuple[Check, ...]] = {
-    "slurm": (*_COMMON, _slurm, _shared_on_slurm),
-    "k8s": (*_COMMON, _image, _kubernetes, _gang, _claim, _memory),
+    "slurm": (*_COMMON, _slurm, _shared_on_slurm, _code_on_slurm),
+    "k8s": (*_COMMON, _image, _kubernetes, _gang, _claim, _memory, _code_on_kubernetes),
     "local": (_this_machine, _environment),
 }

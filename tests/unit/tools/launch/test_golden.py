@@ -1,4 +1,4 @@
-"""Every recipe, rendered as a job of each kind, equals its golden file. After an intended change:
+"""Recipes that differ in kind, rendered as a job of each kind, equal their golden files. After an intended change:
 
 python -m tests.unit.tools.launch.test_golden    # rewrites them and launchers/; then read the diff
 """
@@ -11,16 +11,19 @@ from pathlib import Path
 import pytest
 import yaml
 
-from grpo_mcore.recipe import MasterConfig, load_recipe
+from grpo_mcore.recipe import MasterConfig, RecipeError, load_recipe
 from grpo_mcore.tools.launch import LaunchSpec, launch_spec, nemo_run
 from grpo_mcore.tools.launch.kubernetes import documents, manifest
-from grpo_mcore.tools.launch.kubernetes_check import check, check_file
+from grpo_mcore.tools.launch.kubernetes_check import bundled_schema, check, check_file
 from grpo_mcore.tools.launch.slurm import BODY, any_command_script, sbatch_script
-from tests.unit.tools.launch.kuberay import crd
 
 ROOT = Path(__file__).resolve().parents[4]
 GOLDEN = Path(__file__).parent / "golden"
-RECIPES = sorted(str(file.relative_to(ROOT)) for file in (ROOT / "recipes").rglob("*.yaml"))
+ALL = sorted(str(file.relative_to(ROOT)) for file in (ROOT / "recipes").rglob("*.yaml"))
+RECIPES = [
+    f"recipes/{name}.yaml"
+    for name in ("eval", "grpo-arithmetic-cpu", "grpo-code-cpu", "grpo-llama3.1-8B-2n8g", "sft", "variants/async")
+]
 IMAGE = "launch.container=ghcr.io/your-org/grpo-mcore:0.1.0"
 CLAIM = "launch.k8s.volume_claim=grpo-runs"
 # The manifests in launchers/k8s are for a cluster of H100 nodes with RDMA and gang scheduling.
@@ -103,12 +106,22 @@ def test_slurm(recipe: str) -> None:
 def test_kubernetes(recipe: str) -> None:
     text = manifest(k8s(recipe))
     assert without_recipe(text) == golden(recipe, ".k8s.yaml").read_text()
-    assert check(list(yaml.safe_load_all(text))[1], crd()) == []
+    assert check(list(yaml.safe_load_all(text))[1], bundled_schema()) == []
 
 
 @pytest.mark.parametrize("recipe", RECIPES)
 def test_nemo_run(recipe: str) -> None:
     assert through_nemo_run(recipe) == golden(recipe, ".nemo_run.yaml").read_text()
+
+
+@pytest.mark.parametrize("recipe", ALL)
+def test_every_recipe_can_be_launched(recipe: str) -> None:
+    """The example's classes are not in the image, so its recipes are refused without launch.code."""
+    code = ("launch.code=[examples/sliding_puzzle]",) if "sliding-puzzle" in recipe else ()
+    assert k8s(recipe, IMAGE, CLAIM, *code, *of_processes(recipe)).recipe_yaml
+    if code:
+        with pytest.raises(RecipeError, match=r"launch.code=\[examples/sliding_puzzle/dataset.py\]"):
+            k8s(recipe)
 
 
 def shipped() -> dict[str, str]:
@@ -131,7 +144,7 @@ def test_shipped_launchers_are_up_to_date(name: str) -> None:
     else:
         assert without_recipe(file.read_text()) == without_recipe(text)
     if name.startswith("k8s"):
-        assert check_file(file, crd()) == []
+        assert check_file(file, bundled_schema()) == []
 
 
 def test_a_disaggregated_job_has_a_group_for_each_pool() -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import json
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -14,8 +15,7 @@ from grpo_mcore.cli.main import main
 from grpo_mcore.recipe import load_recipe
 from grpo_mcore.tools.launch import launch_spec
 from grpo_mcore.tools.launch.kubernetes import documents
-from grpo_mcore.tools.launch.kubernetes_check import check
-from tests.unit.tools.launch.kuberay import FILE, crd
+from grpo_mcore.tools.launch.kubernetes_check import bundled_schema, check
 from tests.unit.tools.launch.test_golden import DISAGGREGATED, H100, ROOT, TWO_NODES
 
 Job = dict[str, Any]
@@ -73,9 +73,9 @@ REFUSED: dict[str, Callable[[Job], Any]] = {
 @pytest.mark.parametrize("case", REFUSED)
 def test_what_the_schema_forbids_is_found(job: Job, case: str) -> None:
     wrong = copy.deepcopy(job)
-    assert check(wrong, crd()) == []
+    assert check(wrong, bundled_schema()) == []
     REFUSED[case](wrong)
-    assert len(check(wrong, crd())) >= 1
+    assert len(check(wrong, bundled_schema())) >= 1
 
 
 @pytest.mark.parametrize(
@@ -84,7 +84,7 @@ def test_what_the_schema_forbids_is_found(job: Job, case: str) -> None:
 def test_what_the_server_fills_in_is_accepted(job: Job, change: Callable[[Job], Any]) -> None:
     accepted = copy.deepcopy(job)
     change(accepted)
-    assert check(accepted, crd()) == []
+    assert check(accepted, bundled_schema()) == []
 
 
 @pytest.mark.parametrize("overrides", [(), DISAGGREGATED])
@@ -127,7 +127,7 @@ def test_ray_may_outlive_its_head() -> None:
     assert options["redisAddress"] == "redis:6379"
     assert options["redisPassword"]["valueFrom"]["secretKeyRef"] == {"name": "redis", "key": "password"}
     assert head(job)["template"]["spec"]["restartPolicy"] == "Always"
-    assert check(job, crd()) == []
+    assert check(job, bundled_schema()) == []
 
 
 @pytest.mark.slow
@@ -136,11 +136,11 @@ def test_the_command(job: Job, tmp_path: Path, capsys: pytest.CaptureFixture[str
     good.write_text(yaml.safe_dump(job))
     bad.write_text(yaml.safe_dump(job).replace("backoffLimit: 3", "backoffLimit: three"))
     none.write_text("kind: Pod\n")
-    crd()
-    schema = ["--crd", str(FILE)]
+    own = tmp_path / "crd.yaml"
+    own.write_text(json.dumps(bundled_schema()))
+    schema = ["--crd", str(own)]
     assert main(["launch", "k8s", "--check", str(good), *schema]) == 0
-    assert main(["launch", "k8s", "--check", str(good)]) == 2
-    assert main(["launch", "k8s", "--check", str(good), "--check", str(bad), "--check", str(none), *schema]) == 1
+    assert main(["launch", "k8s", "--check", str(good), "--check", str(bad), "--check", str(none)]) == 1
     out = capsys.readouterr().out
     assert "good.yaml: ok" in out and "spec.backoffLimit: 'three' is not of type" in out
     assert "--dry-run=server" in out and "there is no RayJob" in out

@@ -5,12 +5,15 @@ from __future__ import annotations
 import subprocess
 import sys
 from dataclasses import fields
+from pathlib import Path
 
 import pytest
 import yaml
 
 from grpo_mcore.recipe import MasterConfig, RecipeError, load_recipe
 from grpo_mcore.tools.launch import LaunchSpec, Pool, launch_spec
+from grpo_mcore.tools.launch.kubernetes import documents
+from grpo_mcore.tools.launch.kubernetes_check import bundled_schema, check
 from grpo_mcore.tools.launch.spec import job_name
 from grpo_mcore.tools.launch.validation import seconds
 
@@ -161,3 +164,30 @@ def test_rendering_needs_no_torch() -> None:
     code = "import sys, grpo_mcore.tools.launch; print(sorted({'torch', 'ray'} & set(sys.modules)))"
     out = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout
     assert out == "[]\n"
+
+
+def test_own_code_travels_to_kubernetes_or_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "mine").mkdir()
+    (tmp_path / "mine" / "rewards.py").write_text("def score(response): return 1.0\n")
+    (tmp_path / "mine" / "table.bin").write_bytes(b"\xff\xfe")
+    reward = "env={own: {environment: rules, components: {a: {type: function, path: 'mine.rewards:score'}}}}"
+    words = ("~env.math", reward, "data.default.env_name=own", "data.train.system_prompt_file=null")
+
+    def problems(*more: str, target: str = "k8s") -> str:
+        with pytest.raises(RecipeError) as error:
+            spec(*words, *more, *(ON_K8S if target == "k8s" else ()), target=target)
+        return str(error.value)
+
+    assert "mine/rewards.py is on this machine only: let it travel with launch.code=[mine/rewards.py]" in problems()
+    assert "mine/table.bin is no text" in problems("launch.code=[mine]")
+    assert "there is no your.py" in problems("launch.code=[mine/rewards.py, your.py]")
+    assert "/etc/x.py is not below the working directory" in problems("launch.code=[/etc/x.py, mine/rewards.py]")
+    assert "the container does not see" in problems(
+        "launch.code=[mine]", "launch.container=a:1", "checkpointing.enabled=false", target="slurm"
+    )
+    found = spec(*words, "launch.code=[mine/rewards.py]", *ON_K8S, target="k8s")
+    assert ("mine/rewards.py", "def score(response): return 1.0\n") in found.texts
+    config_map, job = documents(found)
+    assert "def score(response): return 1.0\n" in config_map["data"].values()
+    assert "{'name': 'PYTHONPATH', 'value': '/etc/grpo-mcore'}" in str(job) and check(job, bundled_schema()) == []
