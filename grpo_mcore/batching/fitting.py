@@ -73,6 +73,19 @@ def modified_first_fit_decreasing(sizes: Sequence[int], room: int, seed: int) ->
     return bins + first_fit(rest, sizes, room)
 
 
+def padded(sizes: Sequence[int], room: int, multiple: int) -> Bins:
+    """Fill bins from the longest sample down, as if they were padded: a bin takes its number of samples times the
+    longest, rounded up to `multiple`."""
+    bins: Bins = []
+    each = 0
+    for sample in decreasing(sizes):
+        if not bins or (len(bins[-1]) + 1) * each > room:
+            bins.append([])
+            each = -(-sizes[sample] // multiple) * multiple
+        bins[-1].append(sample)
+    return bins
+
+
 def decreasing(sizes: Sequence[int]) -> list[int]:
     """Return indices from the longest to the shortest sample, equal ones in order."""
     return sorted(range(len(sizes)), key=lambda i: -sizes[i])

@@ -5,9 +5,11 @@ from __future__ import annotations
 import heapq
 from collections.abc import Iterable, Sequence
 
-from grpo_mcore.batching.fitting import FITTERS, Bins, decreasing, first_fit
+from grpo_mcore.batching.fitting import FITTERS, Bins, decreasing, first_fit, padded
 
 PACKING_ALGORITHMS: tuple[str, ...] = (*FITTERS, "balanced")
+PADDED = "padded"
+"""How `pack` batches without packing: by length, each sample counting as the longest of its bin."""
 
 
 class PackingError(ValueError):
@@ -27,10 +29,11 @@ def pack(
 
     lengths: tokens of each sample. capacity: tokens of a bin. multiple: rows are padded to a multiple of it, so a bin
     may hold the capacity rounded up to it. min_bins: minimum number of bins. seed: for first_fit_shuffle. "balanced"
-    takes as many bins as first-fit decreasing and fills them as evenly as the samples allow. Raises PackingError for an
+    takes as many bins as first-fit decreasing and fills them as evenly as the samples allow. PADDED batches by length:
+    each sample counts as the longest of its bin, padded to a multiple of `multiple`. Raises PackingError for an
     unknown algorithm, a sample longer than a bin, a length below 1, or fewer samples than min_bins.
     """
-    if algorithm not in PACKING_ALGORITHMS:
+    if algorithm not in (*PACKING_ALGORITHMS, PADDED):
         raise PackingError(f"unknown packing algorithm {algorithm!r}; choose one of: {', '.join(PACKING_ALGORITHMS)}")
     sizes = [int(length) for length in lengths]
     room = bin_room(capacity, multiple)
@@ -41,7 +44,8 @@ def pack(
         raise PackingError(f"{len(sizes)} samples cannot fill {min_bins} bins")
     if algorithm == "balanced":
         return _balanced(sizes, room, min_bins)
-    return _split(FITTERS[algorithm](sizes, room, seed), sizes, min_bins)
+    bins = padded(sizes, room, multiple) if algorithm == PADDED else FITTERS[algorithm](sizes, room, seed)
+    return _split(bins, sizes, min_bins)
 
 
 def round_up(value: int, multiple: int) -> int:

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from fractions import Fraction
 
 from grpo_mcore.recipe.schema.master import Algorithm, RecipeSections, algorithm_of
-from grpo_mcore.recipe.schema.policy import PolicyConfig
+from grpo_mcore.recipe.schema.policy import DynamicBatchingConfig, PolicyConfig, SequencePackingConfig
 
 
 @dataclass(frozen=True)
@@ -88,12 +88,16 @@ def data_parallel_size(config: RecipeSections) -> int:
     return world_size(config) // model_parallel_size(config)
 
 
+def token_budget(config: PolicyConfig) -> SequencePackingConfig | DynamicBatchingConfig | None:
+    """Return the section that bounds micro-batches by tokens. None: they have train_micro_batch_size samples."""
+    return next((section for section in (config.sequence_packing, config.dynamic_batching) if section.enabled), None)
+
+
 def bins_per_logprob_row(config: PolicyConfig) -> int:
     """Return how many training bins are joined into one row of the log-prob passes: as many as its capacity holds when
     they are full, the same on every rank."""
-    packing = config.sequence_packing
-    if packing.enabled:
-        return max(1, packing.logprob_mb_tokens // packing.train_mb_tokens)
+    if bounded := token_budget(config):
+        return max(1, bounded.logprob_mb_tokens // bounded.train_mb_tokens)
     return max(1, config.logprob_batch_size // config.train_micro_batch_size)
 
 
@@ -130,10 +134,10 @@ def samples_together(algorithm: Algorithm) -> int:
 
 
 def bin_tokens(config: RecipeSections, algorithm: Algorithm) -> int | None:
-    """Return the tokens of a packed row in training: train_mb_tokens, and twice as many for pairs of answers, since
-    policy.train_micro_batch_size counts pairs. None without sequence packing."""
-    packing = config.policy.sequence_packing
-    return samples_together(algorithm) * packing.train_mb_tokens if packing.enabled else None
+    """Return the tokens of a micro-batch in training: train_mb_tokens, and twice as many for pairs of answers, since
+    policy.train_micro_batch_size counts pairs. None if micro-batches are not bounded by tokens."""
+    bounded = token_budget(config.policy)
+    return samples_together(algorithm) * bounded.train_mb_tokens if bounded else None
 
 
 def batch_equation(config: RecipeSections, algorithm: Algorithm | None = None) -> str:
@@ -154,10 +158,9 @@ def batch_equation(config: RecipeSections, algorithm: Algorithm | None = None) -
         )
         factor = f"{steps} x " if steps > 1 else ""
     equation = f"{head} = {factor}DP {dp} x "
-    if policy.sequence_packing.enabled:
-        capacity = bin_tokens(config, algorithm)
-        assert capacity is not None
-        return f"{equation}{_count(per_rank, noun)}, packed into bins of at most {capacity:,} tokens"
+    if capacity := bin_tokens(config, algorithm):
+        how = "packed into bins" if policy.sequence_packing.enabled else "in micro-batches"
+        return f"{equation}{_count(per_rank, noun)}, {how} of at most {capacity:,} tokens"
     micro = policy.train_micro_batch_size
     return f"{equation}{_count(per_rank // micro, 'micro-batch', 'es')} x {_count(micro, noun)}"
 

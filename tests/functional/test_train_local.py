@@ -118,6 +118,20 @@ def penalised(recipe: dict[str, Any], tmp_path_factory: pytest.TempPathFactory) 
 # The same seed, the same run.
 
 
+def test_batched_by_length_a_step_is_the_same(
+    recipe: dict[str, Any], whole: tuple[Run, Inside], tmp_path: Path
+) -> None:
+    words = ["grpo.max_num_steps=1", "checkpointing.enabled=false", "policy.sequence_packing.enabled=false"]
+    dynamic = "policy.dynamic_batching"
+    words += [f"{dynamic}.enabled=true", f"{dynamic}.sequence_length_round=4", f"{dynamic}.train_mb_tokens=32"]
+    run = run_here("train", tmp_path, recipe, *words)
+    assert run.code == 0, run.err
+    packed, batched = whole[0].metrics()[0], run.metrics()[0]
+    assert batched["plan/bins_per_rank"] > packed["plan/bins_per_rank"]
+    for name in ("loss", "grad_norm", "approx_entropy", "token_mult_prob_error"):
+        assert batched[name] == pytest.approx(packed[name], rel=1e-5, abs=1e-7), name
+
+
 def test_every_sample_is_on_disk_with_its_log_probs(whole: tuple[Run, Inside]) -> None:
     run, inside = whole
     assert list(sample_steps(run.logs, "validation")) == [0, 4]

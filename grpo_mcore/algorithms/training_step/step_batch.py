@@ -12,6 +12,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from grpo_mcore.batching.packing import PADDED
 from grpo_mcore.batching.plan import StepPlan, plan_step
 from grpo_mcore.objective import overlong_filter
 from grpo_mcore.parallel.layout import Layout
@@ -139,7 +140,9 @@ def rank_steps(
     `algorithm`: DPO's pairs, two samples in a row, are planned as one of their joint length. The plan refers to samples
     (or pairs) by their position in that order, the rank steps by sample index.
     """
-    packing, index, together = config.policy.sequence_packing, list(trajectories), samples_together(algorithm)
+    packing, dynamic = config.policy.sequence_packing, config.policy.dynamic_batching
+    index, together = list(trajectories), samples_together(algorithm)
+    capacity = bin_tokens(config, algorithm)
 
     def samples(positions: Iterable[int]) -> tuple[int, ...]:
         return tuple(index[i] for first in positions for i in range(together * first, together * (first + 1)))
@@ -148,9 +151,10 @@ def rank_steps(
         [sum(lengths[i : i + together]) for i in range(0, len(lengths), together)],
         dp=layout.data,
         optimizer_steps=optimizer_steps,
-        capacity=bin_tokens(config, algorithm),
-        algorithm=packing.algorithm,
-        micro_batch_size=None if packing.enabled else config.policy.train_micro_batch_size,
+        capacity=capacity,
+        algorithm=PADDED if dynamic.enabled else packing.algorithm,
+        multiple=dynamic.sequence_length_round if dynamic.enabled else 1,
+        micro_batch_size=None if capacity else config.policy.train_micro_batch_size,
         seed=config.grpo.seed,
     )
     steps = tuple(

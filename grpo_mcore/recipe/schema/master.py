@@ -92,6 +92,8 @@ NULL_MEANS: dict[str, tuple[str, ...] | int] = {
         "policy.train_micro_batch_size",
     ),
     "policy.sequence_packing.logprob_mb_tokens": ("policy.max_total_sequence_length", "policy.logprob_batch_size"),
+    "policy.dynamic_batching.train_mb_tokens": ("policy.max_total_sequence_length", "policy.train_micro_batch_size"),
+    "policy.dynamic_batching.logprob_mb_tokens": ("policy.max_total_sequence_length", "policy.logprob_batch_size"),
     "policy.megatron_cfg.pipeline_dtype": ("policy.precision",),
     "policy.megatron_cfg.optimizer.clip_grad": ("policy.max_grad_norm",),
     "policy.megatron_cfg.scheduler.start_weight_decay": ("policy.megatron_cfg.optimizer.weight_decay",),

@@ -55,16 +55,19 @@ class SequencePackingConfig(Section):
 
 
 class DynamicBatchingConfig(Section):
-    """`policy.dynamic_batching`: micro-batches of equal token count without packing. Not supported yet."""
+    """`policy.dynamic_batching`: micro-batches of samples of similar length, bounded by their padded tokens. Instead of
+    sequence_packing, whose bins are fuller."""
 
     enabled: bool = False
-    """Sort by length and fill micro-batches up to a token budget. Not supported yet."""
-    train_mb_tokens: Positive | None = None
-    """Token budget of a training micro-batch. No effect while enabled is false."""
-    logprob_mb_tokens: Positive | None = None
-    """Token budget of a log-prob micro-batch. No effect while enabled is false."""
+    """Sort samples by length and fill micro-batches up to a token budget. Read by batching/."""
+    train_mb_tokens: Derived[Positive] = NULL
+    """Budget of a training micro-batch: its number of samples times the longest, rounded up. null:
+    max_total_sequence_length x train_micro_batch_size. Read by batching/."""
+    logprob_mb_tokens: Derived[Positive] = NULL
+    """Budget of a row of the log-prob passes. A row joins as many training micro-batches as fit, at least one. null:
+    max_total_sequence_length x logprob_batch_size. Read by algorithms/."""
     sequence_length_round: Positive = 64
-    """Padded lengths are multiples of this many tokens. No effect while enabled is false."""
+    """Lengths count as the next multiple of this many tokens. Rows are computed without padding. Read by batching/."""
 
 
 class RouterReplayConfig(Section):

@@ -5,7 +5,13 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator
 
-from grpo_mcore.recipe.derived import data_parallel_size, model_parallel_size, samples_per_step, world_size
+from grpo_mcore.recipe.derived import (
+    data_parallel_size,
+    model_parallel_size,
+    samples_per_step,
+    token_budget,
+    world_size,
+)
 from grpo_mcore.recipe.errors import Finding
 from grpo_mcore.recipe.schema.master import RecipeSections, runs_grpo
 
@@ -29,7 +35,7 @@ def check_batches(config: RecipeSections) -> Iterator[Finding]:
             (gbs_key, *cluster_keys),
             f"{equation} do not divide over DP {dp} = {ranks}; {_advice(config, dp)}",
         )
-    elif not policy.sequence_packing.enabled and (gbs // dp) % policy.train_micro_batch_size:
+    elif not token_budget(policy) and (gbs // dp) % policy.train_micro_batch_size:
         sizes = _around(policy.train_micro_batch_size, _divisors(gbs // dp))
         yield Finding(
             ("policy.train_micro_batch_size", gbs_key),
@@ -68,13 +74,19 @@ def check_lengths(config: RecipeSections) -> Iterator[Finding]:
     ):
         if value is not None and value > longest:
             yield Finding((key, limit_key), f"{value} tokens are more than {limit_key} = {longest}")
-    packing = policy.sequence_packing
-    for name in ("train_mb_tokens", "logprob_mb_tokens"):
-        if packing.enabled and packing[name] is not None and packing[name] < longest:
-            yield Finding(
-                (f"policy.sequence_packing.{name}", limit_key),
-                f"a bin of {packing[name]} tokens cannot hold a sequence of {limit_key} = {longest}",
-            )
+    packing, dynamic = policy.sequence_packing, policy.dynamic_batching
+    if packing.enabled and dynamic.enabled:
+        yield Finding(
+            ("policy.dynamic_batching.enabled", "policy.sequence_packing.enabled"),
+            "samples are either packed or batched by length: set one of the two to false; packed rows are fuller",
+        )
+    for section, bounded in (("sequence_packing", packing), ("dynamic_batching", dynamic)):
+        for name in ("train_mb_tokens", "logprob_mb_tokens"):
+            if bounded.enabled and bounded[name] is not None and bounded[name] < longest:
+                yield Finding(
+                    (f"policy.{section}.{name}", limit_key),
+                    f"a bin of {bounded[name]} tokens cannot hold a sequence of {limit_key} = {longest}",
+                )
 
 
 def _divisors(number: int) -> list[int]:

@@ -11,7 +11,6 @@ from grpo_mcore.recipe.schema.master import RecipeSections, value_at
 # Key: (neutral value, missing feature).
 UNSUPPORTED: dict[str, tuple[Any, str]] = {
     "policy.offload_optimizer_for_logprob": (False, "offloading the optimizer for the log-prob passes"),
-    "policy.dynamic_batching.enabled": (False, "dynamic batching"),
     "policy.megatron_cfg.recompute_granularity": ("full", "selective recomputation"),
     "policy.megatron_cfg.recompute_modules": (None, "selective recomputation"),
     "policy.megatron_cfg.model_overrides": ({}, "overriding the family's Megatron-Core settings"),

@@ -12,7 +12,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from grpo_mcore.batching import PACKING_ALGORITHMS, PackingError, pack
-from grpo_mcore.batching.packing import spread
+from grpo_mcore.batching.packing import PADDED, spread
 
 QUICK = settings(deadline=None, max_examples=60)
 LENGTHS = st.lists(st.integers(1, 60), min_size=1, max_size=40)
@@ -106,6 +106,20 @@ def test_modified_first_fit_decreasing_beats_first_fit_decreasing() -> None:
     assert sum(lengths) <= 9 * room
     assert len(pack(lengths, room, "first_fit_decreasing")) == 11
     assert len(pack(lengths, room, "modified_first_fit_decreasing")) < 11
+
+
+@QUICK
+@given(lengths=LENGTHS, slack=st.integers(0, 200), multiple=st.sampled_from([1, 8, 64]), min_bins=st.integers(1, 6))
+def test_batched_by_length_bins_hold_their_padded_samples(
+    lengths: list[int], slack: int, multiple: int, min_bins: int
+) -> None:
+    room = -(-(max(lengths) + slack) // multiple) * multiple
+    bins = pack(lengths, max(lengths) + slack, PADDED, multiple, min_bins=min(min_bins, len(lengths)))
+    assert sorted(i for samples in bins for i in samples) == list(range(len(lengths)))
+    padded = [-(-max(lengths[i] for i in samples) // multiple) * multiple for samples in bins]
+    assert all(len(samples) * each <= room for samples, each in zip(bins, padded, strict=True))
+    if min_bins == 1:  # from the longest down, each bin as full as it can be
+        assert all((len(samples) + 1) * each > room for samples, each in zip(bins[:-1], padded, strict=False))
 
 
 def test_concatenative_keeps_the_order() -> None:

@@ -20,6 +20,11 @@ from tests.unit.recipe.conftest import MINIMAL
             "32 micro-batches x 4 samples",
         ),
         (
+            ["policy.sequence_packing.enabled=false", "policy.dynamic_batching.enabled=true"],
+            "32 prompts x 16 generations = 512 samples = 1 optimizer step x 512 = DP 1 x 512 samples, "
+            "in micro-batches of at most 2,048 tokens",
+        ),
+        (
             [
                 "grpo.num_prompts_per_step=1",
                 "grpo.num_generations_per_prompt=2",

@@ -70,6 +70,20 @@ def test_micro_batches_matter_only_without_packing(load, problems) -> None:
     ]
 
 
+def test_dynamic_batching_is_bounded_by_tokens(load, problems) -> None:
+    words = ["policy.dynamic_batching.enabled=true", "policy.sequence_packing.enabled=false"]
+    policy = load(batch(), "policy.train_micro_batch_size=3", *words).config.policy
+    assert policy.dynamic_batching.train_mb_tokens == 3 * policy.max_total_sequence_length
+    assert problems(batch(), *words, "policy.dynamic_batching.logprob_mb_tokens=100") == [
+        "command line: policy.dynamic_batching.logprob_mb_tokens: a bin of 100 tokens cannot hold a sequence of "
+        "policy.max_total_sequence_length = 512"
+    ]
+    assert problems(batch(), words[0]) == [
+        "command line: policy.dynamic_batching.enabled: samples are either packed or batched by length: set one of the "
+        "two to false; packed rows are fuller"
+    ]
+
+
 def test_sft_has_no_rollout_batch(load, problems) -> None:
     sft = "policy: {model_name: m, train_global_batch_size: 48}\ndata: {train: {data_path: x}}\nsft: {}\n"
     load(sft)

@@ -23,6 +23,13 @@ LENGTHS = ((3, 4), (5,), (2, 2, 1), (6,), ())  # of the samples in a rank's trai
         ({"sequence_packing": {"train_mb_tokens": 8, "logprob_mb_tokens": 23}}, 2),
         ({"sequence_packing": {"train_mb_tokens": 8, "logprob_mb_tokens": 24}}, 3),
         ({"sequence_packing": {"train_mb_tokens": 8, "logprob_mb_tokens": 4}}, 1),
+        (
+            {
+                "sequence_packing": {"enabled": False},
+                "dynamic_batching": {"enabled": True, "train_mb_tokens": 8, "logprob_mb_tokens": 16},
+            },
+            2,
+        ),
         ({"sequence_packing": {"enabled": False}, "train_micro_batch_size": 2, "logprob_batch_size": 4}, 2),
     ],
 )
