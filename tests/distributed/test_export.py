@@ -66,11 +66,16 @@ def driver_files(folder: Path, model: Path, case: LayoutCase, peft: dict[str, An
     return target
 
 
-def logprobs_of_transformers(folder: Path) -> dict[int, Tensor]:
+def logprobs_of_transformers(folder: Path, adapter: Path | None = None) -> dict[int, Tensor]:
+    """With `adapter`: PEFT applies the adapters of that folder."""
     from transformers import AutoModelForCausalLM
 
     network = AutoModelForCausalLM.from_pretrained(folder)
     assert network.dtype == torch.float32
+    if adapter is not None:
+        from peft import PeftModel
+
+        network = PeftModel.from_pretrained(network, adapter).eval()
     found = {}
     for i, tokens in enumerate(sequences(network.config.vocab_size)):
         with torch.no_grad():
@@ -131,11 +136,13 @@ def test_a_new_run_starts_from_an_export(ranks: RankPool, tmp_path: Path) -> Non
     assert furthest(again[0]["logprobs"], expected) < LIMIT
 
 
-def test_adapters_in_the_format_of_peft_add_up_to_the_merged_export(ranks: RankPool, tmp_path: Path) -> None:
+def test_peft_on_the_exported_adapters_equals_the_policy_and_the_merged_export(ranks: RankPool, tmp_path: Path) -> None:
     model = make_tiny_model("qwen3", tmp_path / "model", tie_word_embeddings=False)
-    folder, _ = checkpoint(ranks, tmp_path, model, TP2_PP2, {"exclude_modules": ["*.layers.0.*linear_proj"]})
+    folder, expected = checkpoint(ranks, tmp_path, model, TP2_PP2, {"exclude_modules": ["*.layers.0.*linear_proj"]})
     for name, options in (("merged", {}), ("adapter", {"adapter": True})):
         ranks.run(1, f"{CASES}:export_here", str(folder), str(tmp_path / name), options)
+    with_peft = logprobs_of_transformers(model, tmp_path / "adapter")
+    assert furthest(with_peft, expected) < LIMIT < furthest(logprobs_of_transformers(model), expected)
     base, merged, parts = (tensors_in(tmp_path / name) for name in ("model", "merged", "adapter"))
     settings = json.loads((tmp_path / "adapter" / "adapter_config.json").read_text())
     scale = settings["lora_alpha"] / settings["r"]
