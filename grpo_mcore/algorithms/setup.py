@@ -29,7 +29,7 @@ from grpo_mcore.algorithms.weight_sync.refit_parity import LIMITS, ParityCheck
 from grpo_mcore.cluster import Cluster, Future, Worker, gather, is_fault, open_cluster
 from grpo_mcore.data import AllTaskProcessedDataset, build_dataloader, build_train_dataloader
 from grpo_mcore.environments.interfaces import EnvironmentBase
-from grpo_mcore.families import cpu_engine_options
+from grpo_mcore.families import adapter_shape, cpu_engine_options
 from grpo_mcore.generation import EngineConfig, engine_environment
 from grpo_mcore.objective import ClippedPGLossFn, OwnLoss, build_loss
 from grpo_mcore.observe import Logger
@@ -131,6 +131,9 @@ def start_policy(config: MasterConfig, cluster: Cluster, model: Model, *, build_
         trainer_layout(layout, policy.megatron_cfg),
         policy.refit_verify,
         parity_check(config) if policy.refit_parity is not None else None,
+        refit_adapters=adapter_shape(policy.megatron_cfg.peft)
+        if policy.megatron_cfg.peft.refit == "adapters"
+        else None,
         colocated=colocated,
     )
 
@@ -213,6 +216,7 @@ def start_engines(config: MasterConfig, cluster: Cluster, model: Model, policy: 
             expert_parallel=vllm.expert_parallel_size > 1,
             max_model_len=vllm.max_model_len,
             load_format=vllm.load_format if policy is not None else "auto",
+            adapter_rank=config.policy.megatron_cfg.peft.dim if policy and policy.refit_adapters else None,
             record_routes=vllm.enable_return_routed_experts or config.policy.router_replay.enabled,
             enforce_eager=vllm.enforce_eager,
             gpu_memory_utilization=vllm.gpu_memory_utilization,

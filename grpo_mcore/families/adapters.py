@@ -9,11 +9,14 @@ from __future__ import annotations
 from collections.abc import Iterable
 from dataclasses import dataclass, replace
 from fnmatch import fnmatchcase
-from typing import Protocol
+from typing import Literal, Protocol
 
 from grpo_mcore.families.spec import FamilyError, HfTensor, ModelShape, Param, Split, Stage
 
 AT = "policy.megatron_cfg.peft."
+
+DOWN, UP = ".weight.down", ".weight.up"
+"""Ends of the names of an adapter's tensors, after the layer's name in Hugging Face's format."""
 
 
 @dataclass(frozen=True)
@@ -48,6 +51,7 @@ class PeftSettings(Protocol):
     alpha: float
     target_modules: list[str]
     exclude_modules: list[str]
+    refit: Literal["merged", "adapters"]
 
 
 def adapter_shape(peft: PeftSettings) -> AdapterShape | None:
@@ -62,6 +66,11 @@ def adapters_of(params: Iterable[Param], shape: AdapterShape) -> dict[Param, Ada
     return {param: _adapter(param, shape.rank) for param in params if is_adapted(param, shape)}
 
 
+def adapter_params(params: Iterable[Param], shape: AdapterShape) -> list[Param]:
+    """Return the parts of the adapters of `params`, as a refit sends them when it sends nothing else."""
+    return [part for adapter in adapters_of(params, shape).values() for part in (adapter.down, adapter.up)]
+
+
 def is_adapted(param: Param, shape: AdapterShape) -> bool:
     """Whether the parameter is the weight of a linear layer that gets an adapter."""
     if not _is_linear(param):
@@ -72,10 +81,16 @@ def is_adapted(param: Param, shape: AdapterShape) -> bool:
 
 
 def check_adapters(
-    params: Iterable[Param], model: ModelShape, shape: AdapterShape, tensor: int, expert_tensor: int
+    params: Iterable[Param],
+    model: ModelShape,
+    shape: AdapterShape,
+    tensor: int,
+    expert_tensor: int,
+    *,
+    refitted: bool = False,
 ) -> None:
     """Raise FamilyError if a name matches no linear layer of this model, if no layer gets an adapter, or if an expert
-    that would get one is split over other ranks than the layers beside it."""
+    would get one that is split over other ranks than the layers beside it, or that is `refitted` by itself."""
     linear = [param for param in params if _is_linear(param)]
     kinds = ", ".join(sorted({_kind(layer_name(param)) for param in linear}))
     for key, patterns in (("target_modules", shape.targets), ("exclude_modules", shape.excluded)):
@@ -87,6 +102,10 @@ def check_adapters(
     adapted = [param for param in linear if is_adapted(param, shape)]
     if not adapted:
         raise FamilyError(f"{AT}exclude_modules leaves no layer with an adapter; this {model.family} model has {kinds}")
+    if refitted and any(param.expert for param in adapted):
+        raise FamilyError(
+            f"{AT}refit: engines take no adapters of experts; use merged, or exclude_modules: ['*.local_experts.*']"
+        )
     if expert_tensor not in (1, tensor) and any(param.expert for param in adapted):
         raise FamilyError(
             f"{AT}target_modules: experts with adapters need an expert_tensor_parallel_size of 1 or of "
@@ -123,14 +142,14 @@ def _adapter(weight: Param, rank: int) -> Adapter:
     down = replace(
         weight,
         megatron=f"{name}.down",
-        hf=(HfTensor(f"{first.name}.down", (rank, inputs)),),
+        hf=(HfTensor(first.name.removesuffix(".weight") + DOWN, (rank, inputs)),),
         split=Split.COLUMNS if columns else Split.REPLICATED,
         engine=None,
     )
     up = replace(
         weight,
         megatron=f"{name}.up",
-        hf=tuple(HfTensor(f"{tensor.name}.up", (tensor.shape[0], rank)) for tensor in weight.hf),
+        hf=tuple(HfTensor(tensor.name.removesuffix(".weight") + UP, (tensor.shape[0], rank)) for tensor in weight.hf),
         split=Split.REPLICATED if columns else weight.split,
         engine=None,
     )

@@ -35,7 +35,8 @@ def check_fit(shape: ModelShape, megatron: LayoutSettings) -> None:
     _check_stages(shape, megatron)
     if (adapters := adapter_shape(megatron.peft)) is not None:
         sizes = megatron.tensor_model_parallel_size, megatron.expert_tensor_parallel_size
-        check_adapters(params_of(shape), shape, adapters, *sizes)
+        refitted = megatron.peft.refit == "adapters"
+        check_adapters(params_of(shape), shape, adapters, *sizes, refitted=refitted)
     if shape.experts is None:
         _check_no_experts(shape, megatron)
     else:

@@ -11,6 +11,9 @@ from grpo_mcore.rollout.trajectory import Sampling
 
 GIB = 2**30
 
+ADAPTER_RANKS = (1, 8, 16, 32, 64, 128, 256, 320, 512)
+"""Ranks of adapters for which vLLM reserves memory (`max_lora_rank`)."""
+
 
 @dataclass(frozen=True)
 class ChatConfig:
@@ -71,6 +74,7 @@ class EngineConfig:
     threads: int = 1
     log_level: str = "ERROR"
     vllm_kwargs: Mapping[str, Any] = field(default_factory=dict)
+    adapter_rank: int | None = None  # of the LoRA adapters that a refit brings; None: it brings merged weights
     chat: ChatConfig | None = None  # None: the engine serves no endpoint
     node: EngineNode = EngineNode()
 
@@ -81,6 +85,11 @@ class EngineConfig:
             raise ValueError(
                 f"{self.name}: tensor_parallel_size {self.tensor_parallel_size}, max_model_len "
                 f"{self.max_model_len} and threads {self.threads} must be at least 1"
+            )
+        if self.adapter_rank is not None and (self.adapter_rank > ADAPTER_RANKS[-1] or self.load_format != "auto"):
+            raise ValueError(
+                f"{self.name}: adapters need load_format auto and a rank of at most {ADAPTER_RANKS[-1]}, not "
+                f"{self.load_format} and {self.adapter_rank}"
             )
         if self.tensor_parallel_size % self.node.count:
             raise ValueError(
@@ -156,6 +165,9 @@ def engine_arguments(config: EngineConfig, meeting_port: int = 0) -> dict[str, A
         arguments["gpu_memory_utilization"] = config.gpu_memory_utilization
     if kv_cache_gb is not None:
         arguments["kv_cache_memory_bytes"] = int(kv_cache_gb * GIB)
+    if config.adapter_rank is not None:
+        room = next(rank for rank in ADAPTER_RANKS if rank >= config.adapter_rank)
+        arguments |= {"enable_lora": True, "max_loras": 1, "max_lora_rank": room}
     if config.max_num_seqs is not None:
         arguments["max_num_seqs"] = config.max_num_seqs
     if config.tensor_parallel_size > 1:

@@ -111,14 +111,19 @@ class Engine:
         Raises EngineError if there are no valid weights, ValueError if a prompt exceeds the context.
         """
         from vllm.inputs.engine import tokens_input
+        from vllm.lora.request import LoRARequest
 
         from grpo_mcore.generation.samples import sampling_params, to_trajectory
+        from grpo_mcore.refit.engine_adapters import ADAPTER
 
         number = next(self._callers)
         asked = {f"{number}-{index}": request for index, request in enumerate(requests)}
         room = self._max_model_len
         params = {key: sampling_params(request, sampling, room) for key, request in asked.items()}
         engine, tokenizer = self._llm_engine, self._llm_engine.get_tokenizer()
+        # Before the first refit there are no adapters. The path is not read: the refit has registered them.
+        adapted = self.config.adapter_rank is not None and bool(self.weight_version)
+        adapter = LoRARequest("policy", ADAPTER, "from a refit") if adapted else None
         caller, engine_ids = Caller(), {}
         self._requests |= asked
         try:
@@ -126,7 +131,7 @@ class Engine:
                 prompt = tokens_input(request.token_ids().tolist())
                 with self._lock.call():
                     self._refuse_to_generate()
-                    engine_ids[key] = engine.add_request(key, prompt, params[key])
+                    engine_ids[key] = engine.add_request(key, prompt, params[key], lora_request=adapter)
                     self._steps.add(caller, key, engine_ids[key])
             while (output := self._steps.next(caller)) is not None:
                 if self._records_routes:

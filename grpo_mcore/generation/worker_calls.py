@@ -37,6 +37,7 @@ def refit_step(worker: Any, step: str, argument: Any = None) -> dict[str, Any]:
                 pass  # the report tells whether the bucket is still being taken
             case "finish":
                 worker.finish_weight_update()
+                backend.put_adapters_to_use()
             case "release":
                 backend.release()
             case "abort":
@@ -44,6 +45,7 @@ def refit_step(worker: Any, step: str, argument: Any = None) -> dict[str, Any]:
                 backend.abort()
                 if in_session:
                     worker.finish_weight_update()  # ends vLLM's session; nothing is left to apply
+                backend.put_adapters_to_use()
             case _:
                 raise ValueError(f"no refit step {step!r}")
         return backend.report()

@@ -1,6 +1,6 @@
 """Low-rank adapters (LoRA) on the policy's linear layers: each frozen weight acts as W + scale * up @ down.
 
-Only the adapters are trained. A refit or an export sends the merged weights.
+Only the adapters are trained. An export writes the merged weights or the adapters, and a refit sends either.
 """
 
 from __future__ import annotations
@@ -8,7 +8,7 @@ from __future__ import annotations
 import contextlib
 import math
 import zlib
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -52,6 +52,7 @@ def attach_adapters(chunks: Sequence[Any], weights: ShardedWeights, shape: Adapt
         addition = LowRank(found[param], tensor, weights, shape, init, seed, chunk.config.sequence_parallel)
         chunk.adapters.add(addition, chunk.get_submodule(inner.removesuffix(".weight")))
         weights.additions[name] = addition.product
+        weights.adapters |= {name.removesuffix(".weight") + end: part for end, part in addition.parts().items()}
     if not all(len(chunk.adapters.all) for chunk in chunks):
         raise FamilyError(
             "policy.megatron_cfg.peft: no layer of a pipeline stage has an adapter, which leaves it nothing to train; "
@@ -167,6 +168,10 @@ class LowRank(torch.nn.Module):
             case _:
                 copy = copy_to_tensor_model_parallel_region
                 return gather_from_sequence_parallel_region(low) if self.sequence_parallel else copy(low)
+
+    def parts(self) -> dict[str, Callable[[], Tensor]]:
+        """Return what looks up each part as a refit sends it: the scale is in `up`."""
+        return {".down": lambda: self.down.detach(), ".up": lambda: self.up.detach() * self.scale}
 
     @torch.no_grad()
     def product(self) -> Tensor:

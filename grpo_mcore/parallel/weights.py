@@ -29,6 +29,7 @@ class ShardedWeights:
         self.local: list[tuple[Param, Tensor]] = []
         self.names: list[str] = []  # names of the parameters in `local`, as the refit plan uses them
         self.additions: dict[str, Callable[[], Tensor]] = {}  # by parameter name: what its adapter adds to its values
+        self.adapters: dict[str, Callable[[], Tensor]] = {}  # by name: the parts of adapters, the scale in `up`
         for index, chunk in enumerate(chunks):
             named, buffers = dict(chunk.named_parameters()), dict(chunk.named_buffers())
             for param in params_of(shape):
@@ -100,7 +101,7 @@ class ShardedWeights:
         A refit reads from these. A parameter is merged with its adapter when it is looked up.
         """
         tensors = {name: tensor.detach() for name, (_, tensor) in zip(self.names, self.local, strict=True)}
-        return Merged(tensors, self.additions) if self.additions else tensors
+        return Merged(tensors, self.additions, self.adapters) if self.additions else tensors
 
     @torch.no_grad()
     def load_hf(self, folder: str | Path) -> None:
@@ -140,17 +141,25 @@ class ShardedWeights:
 
 
 class Merged(Mapping[str, Tensor]):
-    """Tensors by name, some with an addition. Each look-up computes the sum anew; nothing is kept."""
+    """Tensors by name, some with an addition, and the `parts` that additions are made of, which can be looked up too.
+    Each look-up computes anew; nothing is kept."""
 
-    def __init__(self, tensors: Mapping[str, Tensor], additions: Mapping[str, Callable[[], Tensor]]) -> None:
-        self._tensors, self._additions = tensors, additions
+    def __init__(
+        self,
+        tensors: Mapping[str, Tensor],
+        additions: Mapping[str, Callable[[], Tensor]],
+        parts: Mapping[str, Callable[[], Tensor]] = MappingProxyType({}),
+    ) -> None:
+        self._tensors, self._additions, self._parts = tensors, additions, parts
 
     def __getitem__(self, name: str) -> Tensor:
+        if name in self._parts:
+            return self._parts[name]()
         tensor, addition = self._tensors[name], self._additions.get(name)
         return tensor if addition is None else (tensor.float() + addition()).to(tensor.dtype)
 
     def __contains__(self, name: object) -> bool:  # Mapping's default would compute the sum
-        return name in self._tensors
+        return name in self._tensors or name in self._parts
 
     def __iter__(self) -> Iterator[str]:
         return iter(self._tensors)

@@ -28,7 +28,7 @@ from grpo_mcore.families import Box
 from grpo_mcore.refit.derived_weights import DerivedWeights
 from grpo_mcore.refit.exchange import Exchange, exchange_attributes, exchange_parameters, shadow_of
 from grpo_mcore.refit.layout import WHOLE
-from grpo_mcore.refit.plan import RefitError, RefitPlan
+from grpo_mcore.refit.plan import RefitError, RefitPlan, whole_shapes
 from grpo_mcore.refit.proof import Sums, checksum
 
 
@@ -71,7 +71,8 @@ class EngineWeights:
         """`dtype`: the engine's. Raises RefitError if a parameter stays unfilled or cannot take slices."""
         self._model, self._device, self.in_place = model, device, in_place
         self.wholes: dict[str, Tensor] = {}  # tensors for vLLM's own loading
-        self._whole_shapes: dict[str, list[int]] = {}
+        self._whole_shapes = whole_shapes(plan, rank)
+        self.fallbacks = tuple(self._whole_shapes)
         self.unplanned: list[str] = []  # parameters that only vLLM's own loading can fill
         self.sums: Sums = {}
         self._exchanges: list[Exchange] = []
@@ -90,9 +91,6 @@ class EngineWeights:
             for read in block.reads:
                 if read.rank == rank and not read.param.startswith(WHOLE):
                     filled[read.param] = filled.get(read.param, 0) + _volume(read.box)
-                elif read.rank == rank:
-                    name, ends = read.param.removeprefix(WHOLE), [stop for _, stop in read.box]
-                    self._whole_shapes[name] = list(map(max, ends, self._whole_shapes.get(name, ends)))
         used_by: dict[int, list[tuple[nn.Module, str]]] = {}
         by_name: dict[str, nn.Parameter] = {}
         for path, module in self._model.named_modules():

@@ -15,7 +15,7 @@ from dataclasses import dataclass
 from functools import cached_property, lru_cache
 from typing import Any, NamedTuple
 
-from grpo_mcore.families import Box, ModelShape, Param, params_of
+from grpo_mcore.families import AdapterShape, Box, ModelShape, Param, adapter_params, params_of
 from grpo_mcore.refit.layout import WHOLE, EngineLayout, TrainerLayout, trainer_pieces
 
 DTYPE_BYTES = {"float64": 8, "float32": 4, "int32": 4, "bfloat16": 2, "float16": 2}
@@ -145,10 +145,28 @@ class RefitPlan:
 
 @lru_cache(maxsize=8)
 def plan_model_refit(
-    shape: ModelShape, trainer: TrainerLayout, engine: EngineLayout, *, dtype: str, buffer_bytes: int
+    shape: ModelShape,
+    trainer: TrainerLayout,
+    engine: EngineLayout,
+    *,
+    dtype: str,
+    buffer_bytes: int,
+    adapters: AdapterShape | None = None,
 ) -> RefitPlan:
-    """Return `plan_refit` of all parameters of a model, cached by arguments."""
-    return plan_refit(params_of(shape), shape, trainer, engine, dtype=dtype, buffer_bytes=buffer_bytes)
+    """Return `plan_refit` of all parameters of a model, or of its `adapters` alone; cached by arguments."""
+    params = params_of(shape) if adapters is None else adapter_params(params_of(shape), adapters)
+    return plan_refit(params, shape, trainer, engine, dtype=dtype, buffer_bytes=buffer_bytes)
+
+
+def whole_shapes(plan: RefitPlan, rank: int) -> dict[str, list[int]]:
+    """Return the shapes of the Hugging Face tensors that an engine rank gets whole, by name."""
+    found: dict[str, list[int]] = {}
+    for block in plan.blocks():
+        for read in block.reads:
+            if read.rank == rank and read.param.startswith(WHOLE):
+                name, ends = read.param.removeprefix(WHOLE), [stop for _, stop in read.box]
+                found[name] = list(map(max, ends, found.get(name, ends)))
+    return found
 
 
 def plan_refit(

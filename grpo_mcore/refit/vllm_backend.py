@@ -24,6 +24,7 @@ from vllm.model_executor.model_loader.mtp_validation import disable_mtp_complete
 from vllm.model_executor.model_loader.reload import finalize_layerwise_reload, initialize_layerwise_reload
 
 from grpo_mcore.refit.buffer import RefitBuffer, attach_buffer, block_view, read_slice
+from grpo_mcore.refit.engine_adapters import EngineAdapters
 from grpo_mcore.refit.engine_weights import EngineWeights
 from grpo_mcore.refit.plan import RefitError, RefitPlan
 from grpo_mcore.refit.proof import Sums, Verify, checked_parameters, sum_dtype
@@ -81,7 +82,8 @@ class RefitWeightEngine(WeightTransferEngine[RefitInit, RefitUpdate]):
         self._plan: RefitPlan | None = None
         self._init: RefitInit | None = None
         self._buffer: RefitBuffer | None = None
-        self._weights: EngineWeights | None = None
+        self._adapters: EngineAdapters | None = None  # of an engine that serves adapters, from its first refit on
+        self._weights: EngineWeights | EngineAdapters | None = None
         self._committed = False  # and not yet released: the old weights are still here
         self.in_session = False  # vLLM's worker waits for a finish
         self._next_bucket = 0
@@ -111,9 +113,14 @@ class RefitWeightEngine(WeightTransferEngine[RefitInit, RefitUpdate]):
         # Check everything in an engine's first refit.
         self._verify: Verify = "full" if self._init.verify == "sample" and not self.refits else self._init.verify
         self._checked = checked_parameters(self._plan, self._verify, self._init.version)
-        self._weights = EngineWeights(
-            self.model, self._plan, rank, self.device, self.model_config.dtype, in_place=in_place
-        )
+        if (manager := getattr(self.model, "lora_manager", None)) is not None:
+            self._adapters = self._adapters or EngineAdapters(manager, self.device, self.model_config.dtype)
+            self._adapters.expect(self._plan, rank)
+            self._weights = self._adapters
+        else:
+            self._weights = EngineWeights(
+                self.model, self._plan, rank, self.device, self.model_config.dtype, in_place=in_place
+            )
         self._rank = rank
         self.in_session = True
 
@@ -182,27 +189,31 @@ class RefitWeightEngine(WeightTransferEngine[RefitInit, RefitUpdate]):
             raise RefitError(f"parts of {', '.join(missing)} have not arrived")
         if not self._weights.in_place:
             self._weights.exchange()
-        if self._plan.fallbacks:
-            self._load_wholes()
+        if isinstance(self._weights, EngineWeights) and self._weights.fallbacks:
+            self._load_wholes(self._weights)
         self._committed, self.in_session = True, False
         self.refits += 1
         self._seconds += time.perf_counter() - began
 
-    def _load_wholes(self) -> None:
+    def _load_wholes(self, weights: EngineWeights) -> None:
         """Load the tensors that slices cannot express with vLLM's own loading."""
-        assert self._weights is not None
-        tied = self._weights.tied()  # before the reload, which gives each module its own tensor
+        tied = weights.tied()  # before the reload, which gives each module its own tensor
         initialize_layerwise_reload(self.model)
         try:
             with disable_mtp_completeness_check():
-                loaded = self.model.load_weights(self._weights.wholes.items())
+                loaded = self.model.load_weights(weights.wholes.items())
         finally:
             finalize_layerwise_reload(self.model, self.model_config)
         for name, others in tied.items():
             for module in others if name in (loaded or ()) and self.device.type == "cpu" else ():
                 module.quant_method.process_weights_after_loading(module)  # the reload packs only what it loaded
-        if missing := sorted(set(self._weights.unplanned) - set(loaded or ())):
+        if missing := sorted(set(weights.unplanned) - set(loaded or ())):
             raise RefitError(f"the refit plan leaves parameters of the engine unfilled: {', '.join(missing)}")
+
+    def put_adapters_to_use(self) -> None:
+        """Call this when vLLM's session of a refit has ended: its end makes vLLM forget all adapters."""
+        if self._adapters is not None:
+            self._adapters.put_to_use()
 
     def release(self) -> None:
         """Free the old weights: the commit is final."""
@@ -223,7 +234,7 @@ class RefitWeightEngine(WeightTransferEngine[RefitInit, RefitUpdate]):
     @property
     def can_go_back(self) -> bool:
         """Whether a commit can be undone: not if layers were replaced one by one or loaded by vLLM."""
-        return self._weights is not None and not self._weights.in_place and not self._weights.wholes
+        return self._weights is not None and not self._weights.in_place and not self._weights.fallbacks
 
     def report(self) -> dict[str, Any]:
         """Report on the current or last update."""
@@ -245,7 +256,7 @@ class RefitWeightEngine(WeightTransferEngine[RefitInit, RefitUpdate]):
                 "in_place": self._weights.in_place,
                 "verify": self._verify,
                 "parameters": self._weights.parameters,
-                "fallbacks": len(self._plan.fallbacks),
+                "fallbacks": len(self._weights.fallbacks),
             }
             if not busy:
                 found["sums"], self._weights.sums = self._weights.sums, Sums()

@@ -1,5 +1,5 @@
-"""GRPO with LoRA: the engine generates from merged weights, the reference is the model without adapters, and a run
-resumes from its checkpoint."""
+"""GRPO with LoRA: the engine generates from merged weights, or applies the adapters itself; the reference is the model
+without adapters; a run resumes from its checkpoint."""
 
 from __future__ import annotations
 
@@ -23,6 +23,7 @@ def test_adapters_are_trained_refitted_and_resumed(tmp_path: Path, task: Task) -
     # The adapters add nothing before the first update. After it engine and policy agree, and differ from the reference.
     assert first["grad_norm"] > 0 and abs(first["kl_penalty"]) < 1e-6 < second["kl_penalty"]
     assert max(line["token_mult_prob_error"] for line in (first, second)) < 1.0001
+    megatron["peft"]["refit"] = "adapters"
     longer = run_here("train", tmp_path / "a", recipe, "grpo.max_num_steps=3", "--resume")
     assert longer.code == 0, longer.err
     last = longer.metrics()[-1]

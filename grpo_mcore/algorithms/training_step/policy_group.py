@@ -11,7 +11,7 @@ from torch import Tensor
 
 from grpo_mcore.algorithms.training_step.step_batch import RankStep, TrainTargets
 from grpo_mcore.cluster import BackgroundWork, Cluster, Future, Worker, call_all
-from grpo_mcore.families import ModelShape
+from grpo_mcore.families import AdapterShape, ModelShape
 from grpo_mcore.objective import combine_metrics, step_metrics
 from grpo_mcore.parallel.layout import Layout
 from grpo_mcore.parallel.policy import LossFn, TrainReport
@@ -35,7 +35,8 @@ class PolicyGroup:
     """All ranks of the policy.
 
     `updates`: steps trained since the run began; the next weight version is `updates` + 1. `background`: work that goes
-    on while the driver waits for the ranks. `colocated`: engines share the ranks' devices.
+    on while the driver waits for the ranks. `refit_adapters`: what a refit sends alone; None: it sends the weights,
+    merged with any adapters. `colocated`: engines share the ranks' devices.
     """
 
     cluster: Cluster
@@ -48,6 +49,7 @@ class PolicyGroup:
     refit_layout: TrainerLayout
     refit_verify: Verify = "sample"
     refit_parity: ParityCheck | None = None
+    refit_adapters: AdapterShape | None = None
     colocated: bool = True
     updates: int = 0
     background: BackgroundWork | None = None

@@ -91,6 +91,7 @@ def refit_once(
         engines.layout,
         dtype=policy.precision,
         buffer_bytes=int(size * GIB),
+        adapters=policy.refit_adapters,
     )
     version = policy.updates + 1
     nodes = engines.nodes()

@@ -92,7 +92,7 @@ class DistributedDataParallelConfig(Section):
 
 class PeftConfig(Section):
     """`policy.megatron_cfg.peft`: LoRA. The model is frozen, and each linear layer W learns a low-rank update:
-    W + alpha / dim x B A. Engines get the merged weights. The reference policy is the model without the updates."""
+    W + alpha / dim x B A. The reference policy is the model without the updates."""
 
     enabled: Fixed[bool] = False
     """Train adapters instead of the model. Read by parallel/."""
@@ -113,6 +113,10 @@ class PeftConfig(Section):
     """Initialisation of A. Read by parallel/."""
     lora_B_init_method: Literal["zero"] = "zero"
     """Initialisation of B. Zero means that training starts at the model itself."""
+    refit: Literal["merged", "adapters"] = "merged"
+    """What a refit sends to the engines. merged: all weights, merged. adapters: the adapters alone, which vLLM then
+    applies beside the weights that it has loaded from policy.model_name. It has none for experts, and not for every
+    kind of layer. Read by algorithms/."""
 
 
 class MegatronConfig(Section):

@@ -56,3 +56,11 @@ def test_impossible_choices_are_rejected(patterns: dict[str, tuple[str, ...]], s
         check_adapters(params_of(NANO), NANO, AdapterShape(16, 32.0, **patterns), 4, split)
     check_adapters(params_of(NANO), NANO, AdapterShape(16, 32.0, excluded=("*.local_experts.*",)), 4, 2)
     check_adapters(params_of(NANO), NANO, AdapterShape(16, 32.0), 2, 2)
+
+
+def test_adapters_of_experts_are_not_sent_to_engines() -> None:
+    with pytest.raises(FamilyError, match="peft.refit: engines take no adapters of experts; use merged, or"):
+        check_adapters(params_of(NANO), NANO, AdapterShape(16, 32.0), 2, 2, refitted=True)
+    without = AdapterShape(16, 32.0, excluded=("*.local_experts.*",))
+    check_adapters(params_of(NANO), NANO, without, 2, 2, refitted=True)
+    check_adapters(params_of(DENSE), DENSE, AdapterShape(16, 32.0), 2, 2, refitted=True)

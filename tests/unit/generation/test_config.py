@@ -30,6 +30,9 @@ def test_arguments_on_cpu_and_gpu() -> None:
     assert "gpu_memory_utilization" not in cpu and "distributed_executor_backend" not in cpu
     assert cpu["logprobs_mode"] == "processed_logprobs"
     assert cpu["enable_chunked_prefill"] is False
+    assert "enable_lora" not in cpu and engine_arguments(EngineConfig("model", adapter_rank=9))["max_lora_rank"] == 16
+    with pytest.raises(ValueError, match="adapters need load_format auto and a rank of at most 512, not dummy and 4"):
+        EngineConfig("model", adapter_rank=4, load_format="dummy")
     assert cpu["weight_transfer_config"] == {"backend": "grpo_mcore"}
     gpu = engine_arguments(EngineConfig("model", platform="gpu", tensor_parallel_size=2, sleep_between_phases=True))
     assert not gpu["enforce_eager"] and gpu["gpu_memory_utilization"] == 0.6 and gpu["enable_sleep_mode"]

@@ -3,22 +3,29 @@ declaration."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from grpo_mcore.families import Box, ModelShape, local_shape, params_of, pieces
+from grpo_mcore.families import Box, ModelShape, Param, local_shape, params_of, pieces
 
 
 class ShardedModel:
     """One policy rank's weight source, tensor-parallel only: every rank has all experts. `whole`: Hugging Face tensors
     by name."""
 
-    def __init__(self, whole: Mapping[str, Tensor], shape: ModelShape, rank: int, size: int) -> None:
+    def __init__(
+        self,
+        whole: Mapping[str, Tensor],
+        shape: ModelShape,
+        rank: int,
+        size: int,
+        params: Sequence[Param] | None = None,
+    ) -> None:
         self.held: dict[str, Tensor] = {}
-        for param in params_of(shape):
+        for param in params or params_of(shape):
             if param.copy:
                 continue
             local = torch.zeros(local_shape(param, shape, size), dtype=whole[param.hf[0].name].dtype)
