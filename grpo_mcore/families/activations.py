@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Collection
 from dataclasses import dataclass
 from typing import Literal
 
@@ -43,12 +44,20 @@ class Rank:
 
 
 def layer_bytes(
-    shape: ModelShape, rank: Rank, tokens: float, layer: int = 0, *, length: float = 0.0, padding: float = 1.0
+    shape: ModelShape,
+    rank: Rank,
+    tokens: float,
+    layer: int = 0,
+    *,
+    length: float = 0.0,
+    padding: float = 1.0,
+    recomputed: Collection[str] = (),
 ) -> float:
     """Return the bytes kept for the backward pass of one layer over `tokens` tokens of this rank.
 
     `length`: tokens per sequence. `padding`: on CPU, gathered positions per real token (sequences of similar length
-    share a batch).
+    share a batch). `recomputed`: parts of the layer that are not kept; only mlp and moe count here, so that with others
+    the result is too high.
     """
     block = shape.blocks[layer] if shape.blocks else None
     entry = rank.share * (_norm(shape.hidden_size, 1, rank) + rank.element * shape.hidden_size)
@@ -63,9 +72,10 @@ def layer_bytes(
         latent = shape.latent is not None
         found += entry + (_latent(shape, rank, padding, length) if latent else _attention(shape, rank, padding))
     if block is Block.EXPERTS or (block is None and shape.is_expert_layer(layer)):
-        found += entry + _experts(shape, rank)
+        found += entry + (0.0 if "moe" in recomputed else _experts(shape, rank))
     elif block in (None, Block.MLP):
-        found += entry + rank.element * _network(shape, rank) * shape.ffn_hidden_size / rank.tensor
+        network = rank.element * _network(shape, rank) * shape.ffn_hidden_size / rank.tensor
+        found += entry + (0.0 if "mlp" in recomputed else network)
     return tokens * found
 
 

@@ -9,7 +9,7 @@ from megatron.core.activations import squared_relu
 from megatron.core.transformer import TransformerConfig
 from megatron.core.transformer.transformer_config import MLATransformerConfig
 
-from grpo_mcore.families import ModelShape
+from grpo_mcore.families import FamilyError, ModelShape
 from grpo_mcore.parallel.experts import computes_in_groups
 from grpo_mcore.parallel.layout import Layout
 from grpo_mcore.parallel.platform import Platform
@@ -19,10 +19,11 @@ from grpo_mcore.recipe import MegatronConfig
 def transformer_config(
     shape: ModelShape, layout: Layout, settings: MegatronConfig, dtype: torch.dtype, platform: Platform
 ) -> TransformerConfig:
-    """Return Megatron-Core's settings for the whole model; all chunks of this rank share the object."""
-    fused, recompute = platform.transformer_engine, settings.activation_checkpointing
+    """Return Megatron-Core's settings for the whole model; all chunks of this rank share the object. Raises
+    FamilyError if `model_overrides` has a field that is unknown or decided here."""
+    fused = platform.transformer_engine
     by_all_gather = shape.experts is not None and settings.moe_token_dispatcher_type == "allgather"
-    return (MLATransformerConfig if shape.latent else TransformerConfig)(
+    values: dict[str, Any] = dict(
         num_layers=shape.num_layers,
         hidden_size=shape.hidden_size,
         num_attention_heads=shape.num_heads,
@@ -70,13 +71,31 @@ def transformer_config(
         # both directions in one batch they would confuse activations with gradients.
         batch_p2p_comm=layout.virtual == 1,
         overlap_p2p_comm=layout.virtual > 1,
-        recompute_granularity="full" if recompute else None,
-        recompute_method="uniform" if recompute else None,
-        recompute_num_layers=1 if recompute else None,
         moe_grouped_gemm=computes_in_groups(shape, layout, settings, dtype, platform),
         **_expert_settings(shape, layout, settings, platform),
         **_latent_settings(shape),
+        **_recompute_settings(settings),
     )
+    kind = MLATransformerConfig if shape.latent else TransformerConfig
+    for name in settings.model_overrides:
+        at = f"policy.megatron_cfg.model_overrides.{name}"
+        if name in values:
+            raise FamilyError(f"{at}: decided by the model or by another key of the recipe; remove it")
+        if name not in kind.__dataclass_fields__:
+            raise FamilyError(f"{at}: Megatron-Core's {kind.__name__} has no such field")
+    return kind(**values, **settings.model_overrides)
+
+
+def _recompute_settings(settings: MegatronConfig) -> dict[str, Any]:
+    """Return Megatron-Core's settings for what the backward pass recomputes."""
+    selective = settings.activation_checkpointing and settings.recompute_granularity == "selective"
+    whole = settings.activation_checkpointing and not selective
+    return {
+        "recompute_granularity": "selective" if selective else "full" if whole else None,
+        "recompute_method": "uniform" if whole else None,
+        "recompute_num_layers": 1 if whole else None,
+        "recompute_modules": settings.recompute_modules if selective else None,
+    }
 
 
 def _latent_settings(shape: ModelShape) -> dict[str, Any]:

@@ -7,6 +7,7 @@ from grpo_mcore.tools.parity.rank import LayoutCase
 LAYOUTS = (
     LayoutCase("TP1"),
     LayoutCase("TP1-recompute", recompute=True),
+    LayoutCase("TP1-parts", recompute=True, recompute_modules=("mlp", "core_attn")),
     LayoutCase("TP2", tensor=2),
     LayoutCase("TP2-SP", tensor=2, sequence_parallel=True),
     LayoutCase("PP2", pipeline=2),
@@ -25,6 +26,7 @@ LAYOUTS = (
 
 MOE_LAYOUTS = (
     LayoutCase("TP1"),
+    LayoutCase("EP2-parts", data=2, expert=2, recompute=True, recompute_modules=("moe", "mlp", "core_attn")),
     LayoutCase("TP2-SP", tensor=2, sequence_parallel=True),
     LayoutCase("PP2", pipeline=2),
     LayoutCase("VPP2", pipeline=2, virtual=2),

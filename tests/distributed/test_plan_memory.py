@@ -25,6 +25,7 @@ BF16 = {"precision": "bfloat16"}
 CASES = [
     ("llama", LayoutCase("TP1"), {}),
     ("qwen3", LayoutCase("TP1-recompute", recompute=True), {}),
+    ("llama", LayoutCase("TP1-parts", recompute=True, recompute_modules=("mlp",)), {}),
     ("qwen3", LayoutCase("TP2-SP-bf16", tensor=2, sequence_parallel=True), BF16),
     ("llama", LayoutCase("PP4", pipeline=4), {}),
     ("qwen3", LayoutCase("DP2-bf16", data=2), BF16),
@@ -34,6 +35,7 @@ CASES = [
     ("qwen3_moe", LayoutCase("TP1"), {}),
     ("qwen3_moe", LayoutCase("EP2xTP2-SP-bf16", tensor=2, data=2, sequence_parallel=True, expert=2), BF16),
     ("qwen3_moe", LayoutCase("EP2xCP2", context=2, expert=2), {}),
+    ("qwen3_moe", LayoutCase("TP1-parts", recompute=True, recompute_modules=("moe",)), {}),
     ("mixtral", LayoutCase("ETP2", tensor=2, sequence_parallel=True, expert_tensor=2), {}),
     ("mixtral", LayoutCase("EP2xPP2", pipeline=2, data=2, expert=2), {}),
     ("deepseek_v3", LayoutCase("TP1"), {}),

@@ -20,6 +20,8 @@ from grpo_mcore.recipe.schema.section import (
     Section,
 )
 
+RecomputedPart = Literal["core_attn", "mlp", "moe", "shared_experts"]
+
 
 class OptimizerConfig(Section):
     """`policy.megatron_cfg.optimizer`. Read by parallel/."""
@@ -150,13 +152,17 @@ class MegatronConfig(Section):
     activation_checkpointing: bool = False
     """Recompute activations in the backward pass instead of keeping them."""
     recompute_granularity: Literal["full", "selective"] = "full"
-    """Scope of activation_checkpointing. selective: not supported yet."""
-    recompute_modules: list[str] | None = None
-    """Modules of selective recomputation. Not supported yet."""
+    """What activation_checkpointing recomputes. full: whole layers, of which only the inputs are kept. selective: the
+    parts of a layer in recompute_modules."""
+    recompute_modules: list[RecomputedPart] | None = None
+    """Parts that are recomputed with recompute_granularity: selective. mlp: dense networks. moe: router, routed and
+    shared experts; tokens are sent to their experts once more. shared_experts: only these. core_attn: attention without
+    its projections, which saves little with the fused kernels of GPUs. null: [core_attn]."""
     empty_unused_memory_level: Literal[0, 1, 2] = 1
     """Free cached device memory when the engines take over: 0 never, 1 and 2 always. No effect on CPU."""
     model_overrides: dict[str, Any] = Field(default_factory=dict)
-    """Values that replace those of the family's Megatron-Core settings. Not supported yet."""
+    """Fields of Megatron-Core's TransformerConfig that nothing else here sets, such as {moe_router_padding_for_fp8:
+    true}. `plan` does not know them. An unknown field, or one that other keys or the model decide, is an error."""
     apply_rope_fusion: bool = True
     """Fuse the rotary embedding. Only with TransformerEngine on a GPU; elsewhere no effect."""
     bias_activation_fusion: bool = True

@@ -11,9 +11,6 @@ from grpo_mcore.recipe.schema.master import RecipeSections, value_at
 # Key: (neutral value, missing feature).
 UNSUPPORTED: dict[str, tuple[Any, str]] = {
     "policy.offload_optimizer_for_logprob": (False, "offloading the optimizer for the log-prob passes"),
-    "policy.megatron_cfg.recompute_granularity": ("full", "selective recomputation"),
-    "policy.megatron_cfg.recompute_modules": (None, "selective recomputation"),
-    "policy.megatron_cfg.model_overrides": ({}, "overriding the family's Megatron-Core settings"),
     "policy.megatron_cfg.optimizer.use_distributed_optimizer": (True, "an optimizer that is not distributed"),
     "policy.megatron_cfg.optimizer.optimizer_cpu_offload": (False, "the optimizer on the host"),
     "policy.megatron_cfg.optimizer.optimizer_offload_fraction": (0.0, "the optimizer on the host"),

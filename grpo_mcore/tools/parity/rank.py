@@ -38,6 +38,7 @@ class LayoutCase:
     data: int = 1
     sequence_parallel: bool = False
     recompute: bool = False
+    recompute_modules: tuple[str, ...] = ()  # only these parts of a layer; (): the whole layer
     context: int = 1
     virtual: int | None = None
     first_stage: int | None = None  # layers of the first pipeline stage
@@ -106,6 +107,7 @@ def compared_loss() -> ClippedPGLossFn:
 def policy_config(model: Path | str, case: LayoutCase, **overrides: Any) -> PolicyConfig:
     """Return a policy section whose first step changes a weight by g / (1 + |g| / 1e4): Adam with lr = eps, far above
     every gradient."""
+    parts = list(case.recompute_modules)
     config = PolicyConfig.model_validate(
         {
             "model_name": str(model),
@@ -124,6 +126,7 @@ def policy_config(model: Path | str, case: LayoutCase, **overrides: Any) -> Poli
                 "freeze_moe_router": False,
                 "sequence_parallel": case.sequence_parallel,
                 "activation_checkpointing": case.recompute,
+                **({"recompute_granularity": "selective", "recompute_modules": parts} if parts else {}),
             },
         }
         | overrides

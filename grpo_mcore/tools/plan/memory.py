@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
-from functools import cache
+from functools import cache, partial
 
 from grpo_mcore.families import Block, ModelShape, local_shape, params_of
 from grpo_mcore.families.activations import (
@@ -101,16 +101,17 @@ def activation_bytes(
     heads = chunks[-1] if layout.virtual == 1 else 1  # interleaved: the last stage starts the backward pass at once
     kept = layer_input_bytes(load.shape, rank, here)
     found, largest = chunks[0] * ends, 0.0
+    of_layer = partial(layer_bytes, load.shape, rank, here, length=load.mean_length, padding=padding)
     for flying, layers in zip(chunks, load.chunks[stage], strict=True):
-        each = [
-            layer_bytes(load.shape, rank, here, layer, length=load.mean_length, padding=padding) for layer in layers
-        ]
-        found += flying * (kept * len(each) if load.recompute else sum(each))
-        largest = max([largest, *each])
-    if not load.recompute:
+        for layer in layers:
+            whole = of_layer(layer)
+            rest = kept if load.recompute else of_layer(layer, recomputed=load.recomputed)
+            found += flying * rest
+            largest = max(largest, whole - rest)
+    if not (load.recompute or load.recomputed):
         return int(found + heads * head)
     # One layer at a time is recomputed, after the head's activations and the logits are freed.
-    return int(found + max(head, largest - kept - logits if largest else 0.0))
+    return int(found + max(head, largest - logits))
 
 
 def _in_flight(load: Workload, stage: int) -> list[int]:

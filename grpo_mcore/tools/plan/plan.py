@@ -171,7 +171,7 @@ def _memory(load: Workload, device: Device, stages: Sequence[StageMemory]) -> It
 def _remedy(phase: str, part: str, load: Workload) -> str:
     if phase == "generation" or part in ("KV cache", "engine overhead"):
         return f"lower {VLLM}gpu_memory_utilization (now {load.engine_share:g})"
-    if part == "activations" and not load.recompute:
+    if part == "activations" and not (load.recompute or load.recomputed):
         return f"set {MEGATRON}activation_checkpointing: true, or lower policy.sequence_packing.train_mb_tokens"
     if part == "activations":
         return "lower policy.sequence_packing.train_mb_tokens"

@@ -55,8 +55,8 @@ def _options(load: Workload, nodes: int) -> Iterator[Workload]:
                 engines = max(1, world // engine_tensor) if load.colocated else load.engines
                 span = max(1, engine_tensor // load.gpus_per_node) if load.colocated else load.engine_span
                 yield replace(
-                    load, layout=layout, nodes=nodes, recompute=recompute, engine_tensor=engine_tensor,
-                    engines=engines, engine_span=span, first_layers=None, last_layers=None,
+                    load, layout=layout, nodes=nodes, recompute=recompute, recomputed=frozenset(),
+                    engine_tensor=engine_tensor, engines=engines, engine_span=span, first_layers=None, last_layers=None,
                 )  # fmt: skip
 
 

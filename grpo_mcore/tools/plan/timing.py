@@ -67,7 +67,7 @@ def step_time(load: Workload, device: Device, engine: EngineMemory, traffic: Ref
         if passes:
             phases.append(_pass("log-probs", passes * forward, load, device, bubble, passes, gradients=False))
     # Forward, gradients of the activations, gradients of the weights (negligible for adapters), recomputed forward.
-    sweeps = 2 + (load.adapters is None) + load.recompute
+    sweeps = 2 + (load.adapters is None) + (load.recompute or bool(load.recomputed & {"mlp", "moe"}))
     phases.append(_pass("training", sweeps * forward, load, device, bubble, sweeps, gradients=True))
     return StepTime(tuple(phases), bubble)
 

@@ -79,7 +79,8 @@ class Workload:
     gpus_per_node: int
     first_layers: int | None
     last_layers: int | None
-    recompute: bool
+    recompute: bool  # whole layers
+    recomputed: frozenset[str]  # or these parts of them
     frozen_router: bool
     adapters: AdapterShape | None  # None: all weights are trained
     element: int  # bytes of a weight or activation
@@ -183,6 +184,7 @@ def workload_of(
     longest, algorithm = policy.max_total_sequence_length, algorithm_of(config)
     grpo, together = algorithm == "grpo", samples_together(algorithm)
     element = BYTES[policy.precision]
+    selective = megatron.activation_checkpointing and megatron.recompute_granularity == "selective"
     kv_cache_gb = vllm.kv_cache_memory_gb or (1.0 if cpu else None)
     return Workload(
         shape=shape,
@@ -191,7 +193,8 @@ def workload_of(
         gpus_per_node=pool.per_node,
         first_layers=megatron.num_layers_in_first_pipeline_stage,
         last_layers=megatron.num_layers_in_last_pipeline_stage,
-        recompute=megatron.activation_checkpointing,
+        recompute=megatron.activation_checkpointing and not selective,
+        recomputed=frozenset((selective and megatron.recompute_modules) or ()),
         frozen_router=megatron.freeze_moe_router,
         adapters=adapter_shape(megatron.peft),
         element=element,

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 
-from grpo_mcore.families import shape_of
+from grpo_mcore.families import FamilyError, shape_of
 from grpo_mcore.families.known import known_config, known_configs
 from grpo_mcore.parallel import cpu_platform
 
@@ -65,6 +65,25 @@ def test_the_settings_of_every_recipe_are_accepted(recipe: Path, platform: Platf
     ddp = ddp_config(policy.megatron_cfg, platform)
     assert platform.on_gpu or not ddp.overlap_grad_reduce, "Gloo has no streams"
     assert optimizer_config(policy).params_dtype == dtype
+
+
+@pytest.mark.parametrize(
+    ("overrides", "problem"),
+    [
+        ({"moe_input_jitter_eps": 0.5}, None),
+        ({"hidden_size": 7}, "model_overrides.hidden_size: decided by the model or by another key"),
+        ({"hiden_size": 7}, "model_overrides.hiden_size: Megatron-Core's TransformerConfig has no such field"),
+        ({"rotary_base": 7}, "TransformerConfig has no such field"),  # latent attention's
+    ],
+)
+def test_overrides_of_megatrons_settings(overrides: dict[str, Any], problem: str | None) -> None:
+    shape, settings = shape_of(known_configs()["Qwen3-8B"]), MegatronConfig(model_overrides=overrides)
+    arguments = (shape, Layout(1, 1, 1), settings, torch.bfloat16, PLATFORMS["cpu"])
+    if problem is None:
+        assert transformer_config(*arguments).moe_input_jitter_eps == 0.5
+    else:
+        with pytest.raises(FamilyError, match=problem):
+            transformer_config(*arguments)
 
 
 def classes_of(spec: Any) -> set[Any]:

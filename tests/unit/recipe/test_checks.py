@@ -351,9 +351,6 @@ def test_allowed_combinations(load, override: list[str]) -> None:
 
 ASKING = {  # a value of each key that asks for the feature
     "policy.hf_config_overrides": "{a: 1}",
-    "policy.megatron_cfg.recompute_granularity": "selective",
-    "policy.megatron_cfg.recompute_modules": "[mlp]",
-    "policy.megatron_cfg.model_overrides": "{a: 1}",
     "policy.megatron_cfg.optimizer.optimizer_offload_fraction": "0.5",
     "policy.generation.top_p": "0.9",
     "policy.generation.top_k": "20",
