@@ -343,7 +343,7 @@ def test_files_and_summary(resumed: tuple[Run, Inside]) -> None:
     compared = {line["what"]: line for line in summary["predicted_against_measured"]}
     for part in ("weights", "gradients", "optimizer", "refit buffer"):
         assert compared[part]["measured"] == pytest.approx(compared[part]["predicted"], rel=0.02), part
-    assert {"refit", "generation", "training"} < compared.keys()
+    assert {"generation", "training"} < compared.keys() and "refit" not in compared, "no bandwidth predicts it on CPU"
     assert list((run.logs / "tensorboard").glob("events.*"))
     assert (run.logs / "reward_curve.png").read_bytes().startswith(b"\x89PNG")
 

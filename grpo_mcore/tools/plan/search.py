@@ -9,35 +9,54 @@ from typing import Any
 from grpo_mcore.families import FamilyError, check_engine_parallel, check_tensor_parallel
 from grpo_mcore.parallel.layout import Layout
 from grpo_mcore.tools.plan.memory import CLOSE, fits, memory
-from grpo_mcore.tools.plan.timing import step_time
+from grpo_mcore.tools.plan.timing import pipeline_bubble, step_time
 from grpo_mcore.tools.plan.workload import Device, Workload
 
 SHARES = (0.85, 0.7, 0.6, 0.5, 0.4)
 """Values of gpu_memory_utilization to try, in this order: more KV cache allows more samples at a time."""
+LAYERS_PER_STAGE = 4
+"""Fewest layers of a pipeline stage that is tried."""
+WORST_BUBBLE = 0.25
+"""Largest share of the training time that a layout may wait for other stages."""
+EQUAL = 1.1
+"""Layouts whose times differ by less than this factor count as equally fast: the estimate is no better."""
 
 
 @dataclass(frozen=True)
 class Candidate:
-    """A layout that fits, as overrides for the command line."""
+    """A layout that fits, as overrides for the command line. `own`: it is the recipe's."""
 
     overrides: tuple[str, ...]
     layout: str
     seconds: float
     peak: int
     reason: str
+    own: bool = False
 
 
 def search(load: Workload, device: Device, nodes: int, best: int = 5) -> list[Candidate]:
-    """Return the `best` fastest layouts of the policy on `nodes` nodes, each with the engines that are fastest with it.
+    """Return layouts of the policy on `nodes` nodes that differ in kind, fastest first, each with the engines that are
+    fastest with it: at most `best`, and the recipe's own. That one comes first where it is about as fast as any.
 
-    Empty if none fits.
+    Two layouts are of one kind if they use the same dimensions and both or none recompute. Empty if none fits.
     """
-    fastest: dict[Layout, Candidate] = {}
+    fastest: dict[tuple[bool, ...], Candidate] = {}
+    own: Candidate | None = None
     for option in _options(load, nodes):
-        found = _candidate(option, device)
-        if found is not None and (option.layout not in fastest or found.seconds < fastest[option.layout].seconds):
-            fastest[option.layout] = found
-    return sorted(fastest.values(), key=lambda candidate: candidate.seconds)[:best]
+        found = _candidate(option, device, own=option is load)
+        if found is None:
+            continue
+        own = found if found.own else own
+        layout = option.layout
+        kind = (layout.tensor > 1, layout.pipeline > 1, layout.expert > 1, option.recompute)
+        if kind not in fastest or found.seconds < fastest[kind].seconds:
+            fastest[kind] = found
+    ranked = sorted(fastest.values(), key=lambda candidate: candidate.seconds)[:best]
+    if own is not None:
+        ranked = [candidate for candidate in ranked if candidate.layout != own.layout]
+        first = not ranked or own.seconds <= EQUAL * ranked[0].seconds
+        ranked = [own, *ranked[: best - 1]] if first else [*ranked[: best - 1], own]
+    return ranked
 
 
 def _options(load: Workload, nodes: int) -> Iterator[Workload]:
@@ -66,7 +85,8 @@ def _layouts(load: Workload, world: int) -> Iterator[Layout]:
     for tensor in _powers(load.gpus_per_node):
         if not _allows(check_tensor_parallel, shape, tensor):
             continue
-        for pipeline in (size for size in range(1, shape.num_layers + 1) if shape.num_layers % size == 0):
+        stages = max(1, shape.num_layers // LAYERS_PER_STAGE)
+        for pipeline in (size for size in range(1, stages + 1) if shape.num_layers % size == 0):
             data = world // (tensor * pipeline * context)
             if data * tensor * pipeline * context != world or load.batch % data:
                 continue
@@ -92,7 +112,10 @@ def _allows(check: Callable[..., None], *sizes: Any) -> bool:
     return True
 
 
-def _candidate(load: Workload, device: Device) -> Candidate | None:
+def _candidate(load: Workload, device: Device, *, own: bool) -> Candidate | None:
+    bubble = pipeline_bubble(load.layout.pipeline, load.micro_batches, load.layout.virtual)
+    if bubble > WORST_BUBBLE and not own:
+        return None
     shares = SHARES if load.grpo and load.kv_cache is None and device.memory is not None else (load.engine_share,)
     for share in shares:
         option = replace(load, engine_share=share)
@@ -125,4 +148,4 @@ def _candidate(load: Workload, device: Device) -> Candidate | None:
         overrides += (f"policy.generation.vllm_cfg.expert_parallel_size={option.engine_tensor}",)
     recompute = ", recomputed activations" if option.recompute else ""
     name = f"{layout.describe()}{recompute}, {option.engines} engines x TP {option.engine_tensor}"
-    return Candidate(overrides, name, times.likely, peak, reason)
+    return Candidate(overrides, name, times.likely, peak, reason, own)

@@ -59,7 +59,8 @@ def step_time(load: Workload, device: Device, engine: EngineMemory, traffic: Ref
     bubble = pipeline_bubble(load.layout.pipeline, load.micro_batches, load.layout.virtual)
     phases = []
     if load.grpo:
-        if traffic is not None:
+        # On CPU a refit of a small model is mostly waiting and waking, which no bandwidth predicts.
+        if traffic is not None and device.name != "cpu":
             seconds = traffic.seconds(load, device)
             phases.append(PhaseTime("refit", 0.0, seconds, seconds / LINK_EFFICIENCY, traffic.link))
         phases.append(_generation(load, device, engine))

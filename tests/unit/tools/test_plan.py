@@ -67,6 +67,7 @@ def test_every_recipe_has_a_plan_in_time(recipe: str) -> None:
     for word in ("batch", "layout", "memory of a rank", "training", "bottleneck", "verdict"):
         assert word in text
     assert found.fits, found.warnings
+    assert found.times.bubble < 0.15
 
 
 @pytest.mark.parametrize(
@@ -184,6 +185,7 @@ def test_each_node_of_an_engine_gets_the_bytes_that_it_reads() -> None:
 def test_the_search_includes_the_recipes_own_layout() -> None:
     found = plan(DEEPSEEK)
     (option, *_) = search(found.load, found.device, nodes=32)
+    assert option.own
     again = plan(DEEPSEEK, *option.overrides)
     assert again.load.layout == found.load.layout and again.load.engine_span == 4 and again.fits
 
@@ -227,11 +229,16 @@ def test_recomputation_trades_memory_for_time() -> None:
 def test_the_search_returns_layouts_that_fit_fastest_first() -> None:
     found = plan(LLAMA)
     options = search(found.load, found.device, nodes=4)
-    assert options and [option.seconds for option in options] == sorted(option.seconds for option in options)
+    assert 3 <= len(options) <= 5 and [o.seconds for o in options] == sorted(o.seconds for o in options)
+    assert not any(option.own for option in options), "the recipe has two nodes"
+    kinds = set()
     for option in options:
         tried = plan(LLAMA, *option.overrides)
         assert tried.fits and tried.load.world == 32
         assert option.reason and option.overrides[-1] == "cluster.num_nodes=4"
+        layout = tried.load.layout
+        kinds.add((layout.tensor > 1, layout.pipeline > 1, tried.load.recompute))
+    assert len(kinds) == len(options)
     assert "cluster.num_nodes=4" in search_text(options, 4)
     assert search(found.load, replace(found.device, memory=8 * 10**9), nodes=1) == []
     assert "no layout fits" in search_text([], 1)
@@ -363,3 +370,10 @@ def test_nothing_is_compared_if_memory_or_device_is_unknown() -> None:
     assert compare(config, shape, [step], [unknown], 20) is None
     known = compare(config, shape, [step], [unknown | {"device": "NVIDIA H100 80GB HBM3"}], 20)
     assert known is not None and known.device.name == "H100" and known.lines[-1].what == "peak"
+
+
+def test_no_absurd_layout_is_found() -> None:
+    found = plan(LLAMA, "cluster.num_nodes=32", "policy.train_global_batch_size=2048")
+    for option in search(found.load, found.device, nodes=32):
+        tried = plan(LLAMA, *option.overrides)
+        assert tried.load.layout.pipeline <= 8 and tried.times.bubble <= 0.25
