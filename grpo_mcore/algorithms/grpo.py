@@ -145,7 +145,8 @@ def grpo_train(
                 case s.Train() as command:
                     rollouts.give_up(record.unfinished(command.surplus))
                     trained, sampled = groups.take(command, record.policy_version)
-                    metrics = train_on_groups(policy, engines, trained, loss_fn, config, clock, report.samples)
+                    with policy.profiled(report.profile_folder(command.step)):
+                        metrics = train_on_groups(policy, engines, trained, loss_fn, config, clock, report.samples)
                     record.trained(command, trained, metrics | sampled, clock)
 
                 case s.Validate(step):

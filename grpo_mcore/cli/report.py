@@ -43,7 +43,7 @@ def run(args: argparse.Namespace) -> int:
         print(f"grpo-mcore report: {error}", file=sys.stderr)
         return 1
     if args.trace:
-        args.trace.write_text(chrome_trace(found.events))
+        args.trace.write_text(chrome_trace(found.events, sorted(found.folder.glob("profile/*/*.json"))))
         print(f"{args.trace}: open it in Perfetto or chrome://tracing")
         return 0
     output = args.output or found.folder / "report.html"

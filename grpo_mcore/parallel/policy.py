@@ -313,6 +313,17 @@ class Policy:
         """Write the weights as a Hugging Face folder that transformers and vLLM can load."""
         self.weights.export_hf(folder, self.config.model_name, overrides=self.config.hf_config_overrides)
 
+    def start_profile(self) -> None:
+        """Start torch's profiler on this rank."""
+        self._profiler = torch.profiler.profile()
+        self._profiler.start()
+
+    def stop_profile(self, folder: str) -> None:
+        """End the profiler, and write its trace to `folder`/policy-RANK.json."""
+        self._profiler.stop()
+        Path(folder).mkdir(parents=True, exist_ok=True)
+        self._profiler.export_chrome_trace(f"{folder}/policy-{torch.distributed.get_rank()}.json")
+
     def save(self, folder: str | Path) -> None:
         """Save weights, optimizer, schedule and RNG to `folder` with Megatron-Core's distributed checkpointing."""
         self.start_save(folder)

@@ -108,7 +108,7 @@ def resumed(recipe: dict[str, Any], half: Run) -> tuple[Run, Inside]:
 def penalised(recipe: dict[str, Any], tmp_path_factory: pytest.TempPathFactory) -> tuple[Run, Inside]:
     """Run with another seed, 2 optimizer steps per RL step, and a KL penalty."""
     words = ["grpo.seed=2", "grpo.max_num_steps=2", "policy.train_global_batch_size=8"]
-    words += ["loss_fn.reference_policy_kl_penalty=0.05", "checkpointing.enabled=false"]
+    words += ["loss_fn.reference_policy_kl_penalty=0.05", "checkpointing.enabled=false", "logger.profile_steps=[2]"]
     with looking_inside() as inside:
         run = run_here("train", tmp_path_factory.mktemp("penalised"), recipe, *words)
     assert run.code == 0, run.err
@@ -148,6 +148,18 @@ def test_every_sample_is_on_disk_with_its_log_probs(whole: tuple[Run, Inside]) -
             errors += [math.exp(abs(engine - policy)) for engine, policy in pairs]
         assert sum(errors) / len(errors) == pytest.approx(line["token_mult_prob_error"], abs=1e-6)
     assert {event["what"] for event in read_events(run.logs)} >= {"begin", "generate", "reward", "train", "validation"}
+
+
+def test_a_profiled_step_is_in_the_trace(penalised: tuple[Run, Inside], tmp_path: Path) -> None:
+    run, _ = penalised
+    assert [path.name for path in (run.logs / "profile").iterdir()] == ["step_000002"]
+    assert main(["report", str(run.logs), "--trace", str(tmp_path / "trace.json")]) == 0
+    events = json.loads((tmp_path / "trace.json").read_text())["traceEvents"]
+    (train,) = (event for event in events if event["name"] == "train" and event["args"]["step"] == 2)
+    multiplied = [event for event in events if event["name"] == "aten::mm"]
+    inside = [event for event in multiplied if train["ts"] <= event["ts"] <= train["ts"] + train["dur"]]
+    assert len(inside) > 0.5 * len(multiplied) > 0  # the others are of the log-prob passes before it
+    assert {event["pid"].partition(",")[0] for event in multiplied} == {"policy-0"}
 
 
 def test_a_recorded_step_is_replayed_to_the_bit(whole: tuple[Run, Inside], capsys: pytest.CaptureFixture[str]) -> None:

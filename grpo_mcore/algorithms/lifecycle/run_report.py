@@ -125,6 +125,12 @@ class RunReport:
             },
         )
 
+    def profile_folder(self, step: int) -> Path | None:
+        """Return where the profile of a step goes; None for one that is not profiled."""
+        return (
+            self.logger.log_dir / "profile" / f"step_{step:06d}" if step in self.config.logger.profile_steps else None
+        )
+
     def dispatched(self, prompts: int) -> None:
         """Count the prompts that were sent to the engines."""
         self._samples_asked += prompts * self.config.grpo.num_generations_per_prompt

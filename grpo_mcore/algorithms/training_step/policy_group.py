@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 from torch import Tensor
@@ -162,6 +163,15 @@ class PolicyGroup:
         """Undo `offload`."""
         if self.colocated:
             self._all("onload", what="moving the policy back to the accelerator")
+
+    @contextmanager
+    def profiled(self, folder: Path | None) -> Iterator[None]:
+        """Trace what the ranks do inside the context to `folder`/policy-RANK.json; None: do not."""
+        if folder is not None:
+            self._all("start_profile", what="start of the profiler")
+        yield
+        if folder is not None:
+            self._all("stop_profile", str(folder.resolve()), what=f"writing the profile to {folder}")
 
     def save(self, folder: str) -> None:
         self._all("save", folder, what=f"saving the policy to {folder}")

@@ -45,11 +45,11 @@ class RunFiles:
 
     @property
     def last_sign(self) -> float:
-        """Unix time of the last line that the run wrote."""
+        """Unix time of the last line that the run wrote, or of its start."""
         times = [line["unix_time"] for lines in self.metrics.values() for line in lines]
         times += [event["start"] + event["seconds"] for event in self.events if "seconds" in event]
         times += [event["time"] for event in self.events if "time" in event]
-        return max(times, default=0.0)
+        return max(times, default=self.folder.stat().st_mtime)
 
 
 def find_run(folder: Path) -> Path:
@@ -59,7 +59,7 @@ def find_run(folder: Path) -> Path:
     found |= {path.parent for place in PLACES for path in folder.glob(f"{place}hyperparams.json")}  # before step 1
     if not found:
         raise NoRun(f"{folder} holds no run: there is no {METRICS_FILE} in it, nor in logs/exp_NNN below it")
-    return max(found, key=lambda run: max(path.stat().st_mtime for path in run.iterdir()))
+    return max(found, key=lambda run: max(path.stat().st_mtime for path in run.glob("*.json*")))
 
 
 def read_run(folder: Path) -> RunFiles:

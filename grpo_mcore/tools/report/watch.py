@@ -90,7 +90,9 @@ def _current(run: RunFiles, step: int) -> tuple[int, str]:
     """Return how many prompts of a step are scored, and what the driver did last."""
     here = [event for event in run.events if event.get("step") == step]
     phases = [event["what"] for event in here if event["process"] == DRIVER]
-    return sum(event["what"] == "reward" for event in here), f"done last: {phases[-1] if phases else 'the step before'}"
+    validated = max((index for index, event in enumerate(here) if event["what"] == "validation"), default=-1)
+    scored = sum(event["what"] == "reward" for event in here[validated + 1 :])
+    return scored, f"done last: {phases[-1] if phases else 'the step before'}"
 
 
 def _bar(label: str, done: int, total: int, width: int) -> Text:

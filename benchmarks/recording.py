@@ -1,0 +1,67 @@
+"""What it costs to record every sample: pairs of steps in one run, one of each recorded and one not.
+
+    python benchmarks/recording.py RECIPE [key=value ...]
+
+Prints the median difference of the pairs' step times, the driver's seconds in the calls that record, and the seconds of
+processor time of the thread that writes. The demo's recipe needs `grpo-mcore demo` first; use one with many steps.
+"""
+
+from __future__ import annotations
+
+import statistics
+import sys
+import time
+from typing import Any
+
+from grpo_mcore.algorithms import grpo
+from grpo_mcore.algorithms.lifecycle.run_report import RunReport
+from grpo_mcore.algorithms.lifecycle.sample_record import SampleRecord
+from grpo_mcore.cli.train import train
+from grpo_mcore.observe.samples import SampleFiles
+from grpo_mcore.recipe import load_recipe
+
+WARM = 4
+"""Steps at the start that are left out."""
+
+
+def main(words: list[str]) -> None:
+    config = load_recipe(words[0], [*words[1:], "checkpointing.enabled=false"]).config
+    totals: dict[int, float] = {}
+    calls: dict[int, float] = {}
+    writer: dict[int, float] = {}
+    train_on_groups, step, write, trained = grpo.train_on_groups, RunReport.step, SampleFiles._do, SampleRecord.trained
+
+    def every_second(policy: Any, *args: Any) -> Any:
+        record = args[-1] if (policy.updates + 1) % 2 else None
+        return train_on_groups(policy, *args[:-1], record)
+
+    def timed_step(self: RunReport, number: int, groups: Any, metrics: Any, clock: Any) -> None:
+        totals[number] = clock.seconds()["total"]
+        step(self, number, groups, metrics, clock)
+
+    def timed_write(self: SampleFiles, kind: str, number: int, *args: Any) -> None:
+        began = time.thread_time()
+        write(self, kind, number, *args)  # type: ignore[arg-type]
+        writer[number] = time.thread_time() - began
+
+    def timed_trained(self: SampleRecord, number: int, *args: Any) -> None:
+        began = time.perf_counter()
+        trained(self, number, *args)
+        calls[number] = time.perf_counter() - began
+
+    grpo.train_on_groups, RunReport.step = every_second, timed_step  # type: ignore[assignment, method-assign]
+    SampleFiles._do, SampleRecord.trained = timed_write, timed_trained  # type: ignore[method-assign]
+    train(config)
+    pairs = [(totals[n], totals[n + 1]) for n in range(WARM + 1, max(totals), 2) if n in calls and n + 1 in totals]
+    middle = statistics.median(without for _, without in pairs)
+    difference = statistics.median(recorded - without for recorded, without in pairs)
+    spent, written = (statistics.median(times[n] for n in calls if n > WARM) for times in (calls, writer))
+    print(f"{len(pairs)} pairs, median step {middle:.3f} s")
+    print(f"recorded - not recorded: {1000 * difference:+.1f} ms, {difference / middle:+.2%} of a step")
+    print(
+        f"driver's calls: {1000 * spent:.2f} ms, {spent / middle:.3%}; writer's processor time: {1000 * written:.1f} ms"
+    )
+
+
+if __name__ == "__main__":
+    main(sys.argv[1:])
