@@ -13,10 +13,11 @@ FOLDER = Path("results/demo")
 
 
 def run(args: argparse.Namespace) -> int:
-    """Everything lies in results/demo afterwards. Overrides go to recipes/grpo-arithmetic-cpu.yaml."""
+    """Everything lies in results/demo afterwards. Overrides go to recipes/grpo-arithmetic-cpu.yaml; grpo.seed also
+    determines the task, the untrained model and the warm-up."""
     began = time.perf_counter()
     grpo = load_recipe("grpo-arithmetic-cpu", args.overrides)  # a wrong override shows before anything runs
-    sft = load_recipe("sft-arithmetic-cpu")
+    sft = load_recipe("sft-arithmetic-cpu", [f"sft.seed={grpo.config.grpo.seed}"])
 
     from grpo_mcore.algorithms.sft import SFT
     from grpo_mcore.cli.sft import fine_tune
@@ -30,7 +31,7 @@ def run(args: argparse.Namespace) -> int:
     task = make_arithmetic_task(FOLDER / "task", seed=sft.config.sft.seed)
     parameters = make_base_config(sft.config.policy.model_name, task.tokenizer, seed=sft.config.sft.seed)
     print(f"1/4  task and untrained Qwen3 with {parameters / 1e6:.1f} M parameters in {FOLDER}", flush=True)
-    print("2/4  supervised warm-up, most demonstrations are wrong (recipes/sft-arithmetic-cpu.yaml)", flush=True)
+    print("2/4  supervised warm-up, half of the demonstrations are wrong (recipes/sft-arithmetic-cpu.yaml)", flush=True)
     fine_tune(SFT, sft.config)
     print("3/4  GRPO (recipes/grpo-arithmetic-cpu.yaml)", flush=True)
     summary = train(grpo.config)
