@@ -109,9 +109,8 @@ def test_a_recipe_for_sft_is_refused(task: Task, tmp_path: Path) -> None:
     assert_one_message(found, 2, "the recipe needs a section dpo")
 
 
-@pytest.mark.parametrize("loss", ["ipo", "simpo"])
-def test_other_losses_train(loss: str, task: Task, pairs: dict[str, Path], tmp_path: Path) -> None:
-    changes = {"preference_loss": loss, "max_num_steps": 3, "val_at_start": False}
+def test_a_loss_without_a_reference_trains(task: Task, pairs: dict[str, Path], tmp_path: Path) -> None:
+    changes = {"preference_loss": "simpo", "max_num_steps": 3, "val_at_start": False}
     run = run_here("dpo", tmp_path, dpo_recipe(task, pairs, **changes))
     assert run.code == 0, run.err
     first, *_, last = run.metrics()
