@@ -7,11 +7,22 @@ again.
 from __future__ import annotations
 
 from collections.abc import Iterator
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
-from torch.distributed import ProcessGroup, ReduceOp, all_reduce
+from torch.distributed import ProcessGroup, ReduceOp, all_gather, all_reduce
+
+LOWEST = -1e30
+"""The logit of a token that cannot be drawn. Its exponential is 0; sums of it are finite, so 0 times them is 0."""
+
+
+class Cut(NamedTuple):
+    """What samples are drawn from: of the `top_k` most likely tokens (None: all), the fewest that have `top_p` of their
+    probability together. Both are applied after the temperature, in this order, as vLLM does."""
+
+    top_k: int | None = None
+    top_p: float = 1.0
 
 
 def token_scores(
@@ -26,19 +37,54 @@ def token_scores(
     chunk: int,
     tile: int,
     entropy: bool = False,
+    cut: Cut | None = None,
 ) -> Tensor:
     """Return log softmax(hidden @ weight.T / temperature)[target], float32 [1, N].
 
     `entropy`: return [2, N], the second row being the entropy of the distribution, -sum p log p, in nats.
+    `cut`: of the distribution over the tokens that it leaves, and the target, which an engine with other weights or
+    another rounding may have drawn. What is left counts as constant: gradients flow through the kept logits.
 
     hidden [N, H], the same on every rank of `group`; weight [rows, H], this rank's rows of the output layer, the first
     of which is token `vocab_start`; rows at or past `vocab_size` are padding and get no probability; targets int64 [N].
-    `chunk` tokens and `tile` rows of the output layer (families.activations.TILES) have logits at a time.
+    `chunk` tokens and `tile` rows of the output layer (families.activations.TILES) have logits at a time; a cut needs
+    the logits of `chunk` tokens over the whole vocabulary.
     The gradient of `hidden` is this rank's part: the caller's region function sums it over the group.
     """
+    rows = max(0, min(weight.size(0), vocab_size - vocab_start))
+    floor = None
+    if cut is not None:
+        floor = _lowest_kept(hidden.detach(), weight.detach(), rows, group, temperature, chunk, tile, cut)
     return _TokenScores.apply(
-        hidden, weight, targets, group, vocab_start, vocab_size, temperature, chunk, tile, entropy
+        hidden, weight, targets, floor, group, vocab_start, rows, temperature, chunk, tile, entropy
     )
+
+
+def _lowest_kept(
+    hidden: Tensor,
+    weight: Tensor,
+    rows: int,
+    group: ProcessGroup | None,
+    temperature: float,
+    chunk: int,
+    tile: int,
+    cut: Cut,
+) -> Tensor:
+    """Return the lowest logit that each token's cut keeps, float32 [N]."""
+    floor = torch.empty(hidden.size(0), dtype=torch.float32, device=hidden.device)
+    for part in _slices(hidden.size(0), chunk):
+        logits = torch.full((len(floor[part]), weight.size(0)), LOWEST, dtype=torch.float32, device=hidden.device)
+        for span in _slices(rows, tile):
+            logits[:, span] = _logits(hidden[part], weight[span], temperature)
+        if group is not None and group.size() > 1:
+            shares = [torch.empty_like(logits) for _ in range(group.size())]
+            all_gather(shares, logits, group=group)
+            logits = torch.cat(shares, -1)
+        likeliest = logits.topk(min(cut.top_k or logits.size(-1), logits.size(-1))).values
+        probabilities = likeliest.softmax(-1)
+        kept = probabilities.cumsum(-1) - probabilities < cut.top_p
+        floor[part] = likeliest.masked_fill(~kept, torch.inf).amin(-1)
+    return floor
 
 
 class _TokenScores(torch.autograd.Function):
@@ -48,18 +94,17 @@ class _TokenScores(torch.autograd.Function):
         hidden: Tensor,
         weight: Tensor,
         targets: Tensor,
+        floor: Tensor | None,
         group: ProcessGroup | None,
         vocab_start: int,
-        vocab_size: int,
+        rows: int,
         temperature: float,
         chunk: int,
         tile: int,
         entropy: bool,
     ) -> Tensor:
-        rows = max(0, min(weight.size(0), vocab_size - vocab_start))
         ctx.rows, ctx.start, ctx.temperature, ctx.chunk, ctx.tile = rows, vocab_start, temperature, chunk, tile
-        lowest = torch.finfo(torch.float32).min  # times 0 it is 0
-        largest = torch.full((hidden.size(0),), lowest, dtype=torch.float32, device=hidden.device)
+        largest = torch.full((hidden.size(0),), LOWEST, dtype=torch.float32, device=hidden.device)
         # Of this rank's rows, e being exp(logit - largest): sum of e, the target's logit where it is one of them, and
         # for the entropy sum of e * (logit - largest).
         sums, chosen, energy = torch.zeros_like(largest), torch.zeros_like(largest), torch.zeros_like(largest)
@@ -68,6 +113,8 @@ class _TokenScores(torch.autograd.Function):
                 logits = _logits(hidden[part], weight[span], temperature)
                 local, mine = _in_tile(targets[part], vocab_start, span)
                 chosen[part] += torch.where(mine, logits.gather(1, local[:, None]).squeeze(1), 0.0)
+                if floor is not None:
+                    _drop_below(logits, floor[part], local, mine)
                 before, most = largest[part], torch.maximum(largest[part], logits.amax(-1))
                 logits.sub_(most[:, None])
                 exps = logits.exp() if entropy else logits.exp_()
@@ -82,13 +129,13 @@ class _TokenScores(torch.autograd.Function):
         _reduce(totals, ReduceOp.SUM, group)
         log_normalizers = most + totals[0].log()
         entropies = totals[0].log() - totals[2] / totals[0]
-        ctx.save_for_backward(hidden, weight, targets, log_normalizers, entropies if entropy else None)
+        ctx.save_for_backward(hidden, weight, targets, floor, log_normalizers, entropies if entropy else None)
         logprobs = totals[1] - log_normalizers
         return torch.stack([logprobs, entropies] if entropy else [logprobs])
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
-        hidden, weight, targets, log_normalizers, entropies = ctx.saved_tensors
+        hidden, weight, targets, floor, log_normalizers, entropies = ctx.saved_tensors
         grad_hidden = torch.zeros(hidden.shape, dtype=torch.float32, device=hidden.device)
         grad_weight = torch.zeros_like(weight) if ctx.needs_input_grad[1] else None
         scale = grad / ctx.temperature
@@ -98,6 +145,8 @@ class _TokenScores(torch.autograd.Function):
             for part in _slices(hidden.size(0), ctx.chunk):
                 logits = _logits(hidden[part], used, ctx.temperature)
                 local, mine = _in_tile(targets[part], ctx.start, tile)
+                if floor is not None:
+                    _drop_below(logits, floor[part], local, mine)
                 # With p = softmax(logits): d logprob / d logits = (onehot - p) / temperature,
                 # d entropy / d logits = -p (log p + entropy) / temperature.
                 factor = scale[0, part][:, None]
@@ -113,7 +162,7 @@ class _TokenScores(torch.autograd.Function):
                     of_tile += grad_logits.t() @ hidden[part]
             if grad_weight is not None:
                 grad_weight[tile] = of_tile
-        return grad_hidden.to(hidden.dtype), grad_weight, *[None] * 8
+        return grad_hidden.to(hidden.dtype), grad_weight, *[None] * 9
 
 
 def _shifted(energy: Tensor, sums: Tensor, by: Tensor) -> Tensor:
@@ -128,6 +177,14 @@ def _slices(total: int, size: int) -> Iterator[slice]:
 def _logits(hidden: Tensor, weight: Tensor, temperature: float) -> Tensor:
     logits = (hidden @ weight.t()).float()
     return logits if temperature == 1.0 else logits.div_(temperature)
+
+
+def _drop_below(logits: Tensor, floor: Tensor, local: Tensor, mine: Tensor) -> None:
+    """Set logits [n, rows] below `floor` [n] to LOWEST, but not those of the targets."""
+    kept = logits >= floor[:, None]
+    target = local[:, None]
+    kept.scatter_(1, target, kept.gather(1, target) | mine[:, None])
+    logits.masked_fill_(~kept, LOWEST)
 
 
 def _in_tile(targets: Tensor, start: int, tile: slice) -> tuple[Tensor, Tensor]:

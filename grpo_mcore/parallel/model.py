@@ -29,7 +29,7 @@ from grpo_mcore.parallel.context import join_shares, share_of_row, take_share
 from grpo_mcore.parallel.delta import DeltaMixer
 from grpo_mcore.parallel.experts import Experts, GroupedExperts, LatentMoELayer
 from grpo_mcore.parallel.layout import Layout
-from grpo_mcore.parallel.logprobs import token_scores
+from grpo_mcore.parallel.logprobs import Cut, token_scores
 from grpo_mcore.parallel.mamba import MambaMixer
 from grpo_mcore.parallel.norm import CpuRMSNorm, RMSNorm
 from grpo_mcore.parallel.platform import Platform
@@ -42,6 +42,7 @@ class PolicyModel(GPTModel):
     """GPTModel whose last stage returns token log-probs, computed in chunks, instead of logits."""
 
     logprob_temperature: float = 1.0
+    logprob_cut: Cut | None = None
     logprob_chunk: int = 1024
     unpadded_vocab_size: int
     platform: Platform
@@ -107,6 +108,7 @@ class PolicyModel(GPTModel):
             chunk=self.logprob_chunk,
             tile=TILES[self.platform.device],
             entropy=self._entropy,
+            cut=self.logprob_cut,
         )
         return scores.new_zeros(len(scores), labels.size(1)).index_copy(1, wanted, scores)
 

@@ -75,6 +75,7 @@ class Policy:
         from megatron.core.pipeline_parallel import get_forward_backward_func
 
         from grpo_mcore.parallel.adapters import attach_adapters
+        from grpo_mcore.parallel.logprobs import Cut
         from grpo_mcore.parallel.model import build_model
         from grpo_mcore.parallel.optimizer import build_optimizer, build_scheduler, wrap_model
         from grpo_mcore.parallel.weights import ShardedWeights
@@ -87,6 +88,8 @@ class Policy:
             if self.device.type != "cpu":
                 network.to(self.device)
             network.logprob_temperature = config.generation.temperature
+            if config.generation.top_k is not None or config.generation.top_p < 1:
+                network.logprob_cut = Cut(config.generation.top_k, config.generation.top_p)
             network.logprob_chunk = config.logprob_chunk_size or 1024
         self.weights = ShardedWeights(networks, self.shape, self.layout, self.here)
         if not self.platform.traced:

@@ -118,6 +118,18 @@ def penalised(recipe: dict[str, Any], tmp_path_factory: pytest.TempPathFactory) 
 # The same seed, the same run.
 
 
+def test_engine_and_policy_agree_on_a_cut_distribution(recipe: dict[str, Any], tmp_path: Path) -> None:
+    words = ["grpo.max_num_steps=1", "checkpointing.enabled=false"]
+    words += ["policy.generation.top_k=6", "policy.generation.top_p=0.9", "loss_fn.reference_policy_kl_penalty=0.01"]
+    with looking_inside() as inside:
+        run = run_here("train", tmp_path, recipe, *words)
+    assert run.code == 0, run.err
+    assert any(logprob == 0.0 for _, logprobs in inside.samples.values() for logprob in logprobs), "nothing was cut"
+    (step,) = run.metrics()
+    assert step["token_mult_prob_error"] == pytest.approx(1.0, abs=1e-5)
+    assert step["kl_penalty"] == pytest.approx(0.0, abs=1e-6), "the reference has the same cut"
+
+
 def test_batched_by_length_a_step_is_the_same(
     recipe: dict[str, Any], whole: tuple[Run, Inside], tmp_path: Path
 ) -> None:

@@ -108,9 +108,11 @@ class GenerationConfig(Section):
     temperature: PositiveFloat = 1.0
     """Sampling temperature in training. The policy's logits are divided by it too. Also read by parallel/."""
     top_p: PositiveShare = 1.0
-    """Sample from the smallest set of tokens with this total probability. Below 1: not supported yet in training."""
+    """Sample from the smallest set of tokens with this total probability. Below 1, log-probs of the policy and of its
+    reference are of that part of their distributions too. Also read by parallel/."""
     top_k: Positive | None = None
-    """Sample from this many most likely tokens. null: from all; a number is not supported yet in training."""
+    """Sample from this many most likely tokens, and take log-probs of these only. null: from all. Also read by
+    parallel/."""
     val_temperature: Derived[NonNegativeFloat] = NULL
     """Sampling temperature in validation. 0 takes the most likely token. null: temperature."""
     val_top_p: Derived[PositiveShare] = NULL

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from grpo_mcore.parallel.logprobs import token_scores
+from grpo_mcore.parallel.logprobs import Cut, token_scores
 
 WHOLE = {"group": None, "vocab_start": 0, "vocab_size": 40, "temperature": 1.0, "chunk": 8, "tile": 2048}
 
@@ -51,6 +51,37 @@ def test_values_and_gradients_equal_log_softmax(tile: int, chunk: int, temperatu
     torch.testing.assert_close(hidden.grad, exact_hidden.grad.float(), atol=1e-5, rtol=0)
     torch.testing.assert_close(weight.grad, exact_weight.grad.float(), atol=1e-5, rtol=0)
     assert (weight.grad[37:] == 0).all()
+
+
+@pytest.mark.parametrize("cut", [Cut(5), Cut(1), Cut(None, 0.6), Cut(9, 0.8), Cut(None, 1e-6), Cut(100, 0.99)], ids=str)
+@pytest.mark.parametrize("tile", [16, 2048])
+@pytest.mark.parametrize("entropy", [False, True])
+def test_a_cut_distribution_equals_its_formula(cut: Cut, tile: int, entropy: bool) -> None:
+    hidden, weight, targets = case(torch.float32)
+    words = WHOLE | {"vocab_size": 37, "temperature": 0.7, "tile": tile}
+    found = token_scores(hidden, weight, targets, **words, entropy=entropy, cut=cut)
+    upstream = torch.linspace(-1, 2, found.numel()).view_as(found)
+    (found * upstream).sum().backward()
+
+    exact_hidden = hidden.detach().double().requires_grad_()
+    exact_weight = weight.detach().double().requires_grad_()
+    logits = (exact_hidden @ exact_weight.t() / 0.7)[:, :37]
+    order = logits.detach().argsort(-1, descending=True)
+    kept = torch.zeros_like(logits, dtype=torch.bool)
+    for row, ranked in enumerate(order.tolist()):  # one token after the other, as the definition says
+        ranked = ranked[: cut.top_k]
+        mass = logits.detach()[row, ranked].softmax(0)
+        enough = next(n for n in range(1, len(ranked) + 1) if n == len(ranked) or mass[:n].sum() >= cut.top_p)
+        kept[row, ranked[:enough]] = True
+        kept[row, targets[row]] = True
+    every = torch.log_softmax(logits.masked_fill(~kept, -1e300), -1)
+    rows = [every.gather(1, targets[:, None]).squeeze(1), -(every.exp() * every * kept).sum(-1)]
+    expected = torch.stack(rows[: 1 + entropy])
+    (expected * upstream).sum().backward()
+
+    torch.testing.assert_close(found, expected.float(), atol=4e-6, rtol=1e-6)
+    torch.testing.assert_close(hidden.grad, exact_hidden.grad.float(), atol=2e-5, rtol=0)
+    torch.testing.assert_close(weight.grad, exact_weight.grad.float(), atol=2e-5, rtol=0)
 
 
 def test_bfloat16_keeps_its_dtype_and_float32_results() -> None:

@@ -352,8 +352,6 @@ def test_allowed_combinations(load, override: list[str]) -> None:
 ASKING = {  # a value of each key that asks for the feature
     "policy.hf_config_overrides": "{a: 1}",
     "policy.megatron_cfg.optimizer.optimizer_offload_fraction": "0.5",
-    "policy.generation.top_p": "0.9",
-    "policy.generation.top_k": "20",
     "policy.generation.vllm_cfg.kv_cache_dtype": "fp8",
     "data.custom_dataloader": "a.b",
 }
