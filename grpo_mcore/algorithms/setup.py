@@ -29,7 +29,7 @@ from grpo_mcore.algorithms.weight_sync.refit_parity import LIMITS, ParityCheck
 from grpo_mcore.cluster import Cluster, Future, Worker, gather, is_fault, open_cluster
 from grpo_mcore.data import AllTaskProcessedDataset, build_dataloader, build_train_dataloader
 from grpo_mcore.environments.interfaces import EnvironmentBase
-from grpo_mcore.families import adapter_shape, cpu_engine_options
+from grpo_mcore.families import adapter_shape, engine_options
 from grpo_mcore.generation import EngineConfig, engine_environment
 from grpo_mcore.objective import ClippedPGLossFn, OwnLoss, build_loss
 from grpo_mcore.observe import Logger
@@ -227,7 +227,7 @@ def start_engines(config: MasterConfig, cluster: Cluster, model: Model, policy: 
             if config.policy.hf_config_overrides
             else generation.vllm_kwargs,
             chat=chat,
-            **({} if gpu else cpu_engine_options(model.shape)),
+            **engine_options(model.shape, gpu=gpu),
         )
         places = (
             [policy.workers[ranks] for ranks in engine_ranks(index, config, gpu=gpu)]

@@ -17,7 +17,7 @@ from __future__ import annotations
 from grpo_mcore.families.adapters import DOWN, UP, AdapterShape, adapter_params, adapter_shape, adapters_of, is_adapted
 from grpo_mcore.families.engine import (
     check_engine_parallel,
-    cpu_engine_options,
+    engine_options,
     engine_pieces,
     engine_shape,
     missing_on_cpu,

@@ -92,13 +92,13 @@ def _rope(config: dict[str, Any]) -> tuple[float, float | None]:
 
 
 class Layer:
-    """Declares the parameters of one layer. `root`: first part of the tensors' names in the checkpoint."""
+    """Declares the parameters of one layer."""
 
-    def __init__(self, shape: ModelShape, index: int, root: str = "model") -> None:
-        self.shape, self.index, self.root = shape, index, root
+    def __init__(self, shape: ModelShape, index: int) -> None:
+        self.shape, self.index = shape, index
 
     def hf(self, name: str, *size: int, float32: bool = False) -> HfTensor:
-        return HfTensor(f"{self.root}.layers.{self.index}.{name}", size, float32)
+        return HfTensor(f"{self.shape.root}.layers.{self.index}.{name}", size, float32)
 
     def param(
         self,
@@ -112,7 +112,8 @@ class Layer:
         parts: tuple[int, ...] = (),
     ) -> Param:
         """`fused`: vLLM's name within the layer if it fuses tensors or experts, or differs; else the tensor's name."""
-        engine = f"model.layers.{self.index}.{fused}" if fused else tensors[0].name.replace(self.root, "model", 1)
+        root = self.shape.engine_root
+        engine = f"{root}.layers.{self.index}.{fused}" if fused else tensors[0].name.replace(self.shape.root, root, 1)
         name = "decoder.layers.{layer}." + name
         return Param(
             name, tensors, split, Stage.LAYER, self.index,
@@ -126,8 +127,10 @@ LayerPart = Callable[[Layer], list[Param]]
 def decoder_params(shape: ModelShape, attention: LayerPart, mlp: LayerPart) -> tuple[Param, ...]:
     """Declare every parameter of the model, in the order of the forward pass."""
     h, v = shape.hidden_size, shape.vocab_size
-    embedding = HfTensor("model.embed_tokens.weight", (v, h))
-    found = [Param("embedding.word_embeddings.weight", (embedding,), Split.VOCAB, Stage.FIRST, engine=embedding.name)]
+    root, engine = shape.root, shape.engine_root
+    embedding = HfTensor(f"{root}.embed_tokens.weight", (v, h))
+    words = f"{engine}.embed_tokens.weight"
+    found = [Param("embedding.word_embeddings.weight", (embedding,), Split.VOCAB, Stage.FIRST, engine=words)]
     for index in range(shape.num_layers):
         layer = Layer(shape, index)
         found.append(layer.param("input_layernorm.weight", Split.REPLICATED, layer.hf("input_layernorm.weight", h)))
@@ -135,11 +138,12 @@ def decoder_params(shape: ModelShape, attention: LayerPart, mlp: LayerPart) -> t
         norm = layer.hf("post_attention_layernorm.weight", h)
         found.append(layer.param("pre_mlp_layernorm.weight", Split.REPLICATED, norm))
         found += mlp(layer)
-    norm = HfTensor("model.norm.weight", (h,))
-    found.append(Param("decoder.final_layernorm.weight", (norm,), Split.REPLICATED, Stage.LAST, engine=norm.name))
-    head = embedding if shape.tied_embeddings else HfTensor("lm_head.weight", (v, h))
+    norm, final = HfTensor(f"{root}.norm.weight", (h,)), f"{engine}.norm.weight"
+    found.append(Param("decoder.final_layernorm.weight", (norm,), Split.REPLICATED, Stage.LAST, engine=final))
     tied = shape.tied_embeddings
-    found.append(Param("output_layer.weight", (head,), Split.VOCAB, Stage.LAST, copy=tied, engine=head.name))
+    head = embedding if tied else HfTensor("lm_head.weight", (v, h))
+    logits = words if tied else f"{engine.removesuffix('model')}lm_head.weight"
+    found.append(Param("output_layer.weight", (head,), Split.VOCAB, Stage.LAST, copy=tied, engine=logits))
     return tuple(found)
 
 

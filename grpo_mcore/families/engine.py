@@ -134,9 +134,15 @@ CPU_LATENT_HEAD = 576
 """The only size of key-value latent plus rotary part for which vLLM's CPU build compiles latent attention."""
 
 
-def cpu_engine_options(shape: ModelShape) -> dict[str, Any]:
-    """Return the settings (generation.EngineConfig) that an engine on CPU needs for this model."""
-    return {"prefix_caching": shape.mamba is None and shape.delta is None, "torch_rotary": shape.latent is not None}
+def engine_options(shape: ModelShape, *, gpu: bool = False) -> dict[str, Any]:
+    """Return the settings (generation.EngineConfig) that an engine needs for this model."""
+    if gpu:
+        return {"text_only": bool(shape.carried)}
+    return {
+        "text_only": bool(shape.carried),
+        "prefix_caching": shape.mamba is None and shape.delta is None,
+        "torch_rotary": shape.latent is not None,
+    }
 
 
 def missing_on_cpu(shape: ModelShape, expert_parallel: bool = False) -> str | None:

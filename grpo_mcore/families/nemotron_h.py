@@ -53,6 +53,7 @@ def shape(config: dict[str, Any]) -> ModelShape:
         max_positions=config.get("max_position_embeddings", 4096),
         norm_eps=config.get("layer_norm_epsilon", 1e-5),
         rope_theta=None,
+        root="backbone",
         rope_scaling_factor=None,
         tied_embeddings=False,
         qkv_bias=False,
@@ -92,7 +93,7 @@ def params(shape: ModelShape) -> tuple[Param, ...]:
     word_embeddings, engine = "embedding.word_embeddings.weight", "model.embed_tokens.weight"
     found = [Param(word_embeddings, (embedding,), Split.VOCAB, Stage.FIRST, engine=engine)]
     for index, block in enumerate(shape.blocks):
-        found += _block_params(Layer(shape, index, root="backbone"), block)
+        found += _block_params(Layer(shape, index), block)
     norm = HfTensor("backbone.norm_f.weight", (h,))
     head = HfTensor("lm_head.weight", (v, h))
     return (

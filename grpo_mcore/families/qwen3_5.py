@@ -1,5 +1,6 @@
-"""Qwen3.5, 3.6 and 3.8, text models: three of four layers are Gated DeltaNet mixers, the fourth has attention with an
-output gate and partial rotary embeddings; norms scale by 1 + weight; with or without experts."""
+"""Qwen3.5, 3.6 and 3.8: three of four layers are Gated DeltaNet mixers, the fourth has attention with an output gate
+and partial rotary embeddings; norms scale by 1 + weight; with or without experts. Of vision models the text part is
+trained, for which their three-dimensional positions are plain ones; exports copy the rest."""
 
 from __future__ import annotations
 
@@ -12,7 +13,15 @@ from grpo_mcore.families.spec import DeltaShape, ExpertShape, ModelShape, Param,
 
 
 def shape(config: dict[str, Any]) -> ModelShape:
-    """Read a ModelShape from `config.json`."""
+    """Read a ModelShape from `config.json`, of a vision model that of its text part."""
+    if "text_config" in config:
+        tied = {"tie_word_embeddings": config.get("tie_word_embeddings", False)}
+        return replace(
+            shape(config["text_config"] | tied),
+            root="model.language_model",
+            engine_root="language_model.model",
+            carried=("model.visual.", "mtp."),
+        )
     require(config, attention_bias=False)
     layers, every = range(config["num_hidden_layers"]), config.get("full_attention_interval", 4)
     kinds = config.get("layer_types") or [

@@ -175,6 +175,9 @@ class ModelShape:
     delta: DeltaShape | None = None  # None: no layer is a Gated DeltaNet mixer
     output_gate: bool = False  # attention's output is scaled by a sigmoid, whose rows q_proj has after each head's own
     centered_norms: bool = False  # norms scale by 1 + weight
+    root: str = "model"  # first part of the tensors' names in the checkpoint
+    engine_root: str = "model"  # and of the parameters' names in vLLM
+    carried: tuple[str, ...] = ()  # first parts of the names of tensors that are not trained; an export copies them
 
     def is_expert_layer(self, layer: int) -> bool:
         """Whether the layer has experts instead of one feed-forward network."""

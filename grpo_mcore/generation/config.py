@@ -64,6 +64,7 @@ class EngineConfig:
     max_model_len: int = 512
     load_format: Literal["auto", "dummy"] = "auto"
     prefix_caching: bool = True  # on CPU not possible with Mamba2 mixers
+    text_only: bool = False  # leave out the parts of a vision model that read images
     torch_rotary: bool = False  # CPU: rotate in PyTorch; vLLM 0.32's kernel is wrong for latent attention
     record_routes: bool = False  # which experts each token went to; on CPU without prefix caching
     enforce_eager: bool = False  # on CPU always eager
@@ -151,6 +152,8 @@ def engine_arguments(config: EngineConfig, meeting_port: int = 0) -> dict[str, A
         "seed": 0,  # not used for sampling: every request brings its own
         "weight_transfer_config": {"backend": "grpo_mcore"},
     }
+    if config.text_only:
+        arguments["language_model_only"] = True
     if cpu:
         # After a chunk of a prompt vLLM rewinds the request's seeded generator, which torch cannot do on CPU.
         arguments["enable_chunked_prefill"] = False

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import shutil
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
@@ -13,12 +14,15 @@ from typing import Any
 
 import torch
 from safetensors import safe_open
+from safetensors.torch import save_file
 from torch import Tensor
 
 from grpo_mcore.families import Box, HfTensor, ModelShape, Param, params_of, with_overrides
 
 SAFETENSORS_NAMES = {torch.float32: "F32", torch.bfloat16: "BF16", torch.float16: "F16"}
 SHARD_BYTES = 2 << 30
+CARRIED = "model-carried.safetensors"
+"""File of an export with the tensors that the policy does not train."""
 NOT_COPIED = (".safetensors", ".bin", ".pt", ".pth", ".gguf", ".index.json", ".md")
 """Endings of files that do not go from the source's folder into an export: other weights, and their description."""
 
@@ -39,6 +43,8 @@ class SafetensorsFolder:
         self.where = {name: file for file in self.files for name in file.keys()}  # noqa: SIM118
 
     def read(self, name: str, box: Box) -> Tensor:
+        if name not in self.where and (stacked := _in_stack(name)) is not None and stacked[0] in self.where:
+            return self._read_stacked(*stacked, box)
         if name not in self.where:
             raise WeightsError(f"{self.folder} lacks the tensor {name}; it has {len(self.where)} others")
         tensor = self.where[name].get_slice(name)
@@ -46,6 +52,22 @@ class SafetensorsFolder:
         if len(shape) != len(box) or any(stop > size for (_, stop), size in zip(box, shape, strict=True)):
             raise WeightsError(f"{self.folder}: {name} has shape {shape}, which contradicts config.json")
         return tensor[index_of(box)]
+
+    def _read_stacked(self, name: str, expert: int, part: int, box: Box) -> Tensor:
+        """Read a box of one expert from a tensor that holds all; `part`: 1 is the second half of its rows."""
+        tensor = self.where[name].get_slice(name)
+        offset = part * tensor.get_shape()[1] // 2
+        rows, columns = index_of(box)
+        return tensor[expert : expert + 1, rows.start + offset : rows.stop + offset, columns][0]
+
+
+def _in_stack(name: str) -> tuple[str, int, int] | None:
+    """Return where a checkpoint that stacks its experts has this tensor: (name, expert, half of the rows)."""
+    found = re.fullmatch(r"(.*\.experts)\.(\d+)\.(gate|up|down)_proj\.weight", name)
+    if found is None:
+        return None
+    stack = "down_proj" if found[3] == "down" else "gate_up_proj"
+    return f"{found[1]}.{stack}", int(found[2]), int(found[3] == "up")
 
 
 class HfFolderWriter:
@@ -57,7 +79,7 @@ class HfFolderWriter:
 
     def __init__(self, folder: Path, shape: ModelShape, dtype: torch.dtype, shard_bytes: int = SHARD_BYTES) -> None:
         self.folder, self.dtype = folder, dtype
-        self.files = plan_files(shape, dtype, shard_bytes)
+        self.files, self._carried = plan_files(shape, dtype, shard_bytes), shape.carried
 
     def create(
         self, source: Path, tokenizer: Path | None = None, overrides: Mapping[str, Any] = MappingProxyType({})
@@ -76,12 +98,24 @@ class HfFolderWriter:
         _write_config(self.folder / "config.json", self.dtype, overrides)
         for name, params in self.files.items():
             _create_file(self.folder / name, tensors_of(params), self.dtype)
-        if len(self.files) > 1:
+        carried = self._carry(source)
+        if len(self.files) > 1 or carried:
             tensors = {name: tensors_of(params) for name, params in self.files.items()}
             where = {tensor.name: name for name, found in tensors.items() for tensor in found}
             size = sum(_nbytes(tensor, self.dtype) for found in tensors.values() for tensor in found)
+            size += sum(tensor.nbytes for tensor in carried.values())
+            where |= dict.fromkeys(carried, CARRIED)
             index = {"metadata": {"total_size": size}, "weight_map": where}
             (self.folder / "model.safetensors.index.json").write_text(json.dumps(index))
+
+    def _carry(self, source: Path) -> dict[str, Tensor]:
+        """Copy the tensors of `source` that the policy does not train, as they are, and return them by name."""
+        if not self._carried:
+            return {}
+        reader = SafetensorsFolder(source)
+        found = {name: file.get_tensor(name) for name, file in reader.where.items() if name.startswith(self._carried)}
+        save_file(found, self.folder / CARRIED, metadata={"format": "pt"})
+        return found
 
     def write(self, name: str, slices: Iterable[tuple[str, Box, Tensor]]) -> None:
         """Write slices of tensors of file `name` in place."""
@@ -114,7 +148,7 @@ def plan_files(shape: ModelShape, dtype: torch.dtype, shard_bytes: int) -> dict[
             size = 0
         groups[-1].append(param)
         size += more
-    if len(groups) == 1:
+    if len(groups) == 1 and not shape.carried:  # transformers looks for no other file if there is one of this name
         return {"model.safetensors": groups[0]}
     return {f"model-{i + 1:05d}-of-{len(groups):05d}.safetensors": group for i, group in enumerate(groups)}
 

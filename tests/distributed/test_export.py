@@ -9,10 +9,11 @@ from typing import Any
 import pytest
 import torch
 import yaml
-from safetensors.torch import load_file
+from safetensors.torch import load_file, save_file
 from torch import Tensor
 
-from grpo_mcore.data.tiny_models import make_tiny_model
+from grpo_mcore.data.tiny_models import FAMILIES as TINY
+from grpo_mcore.data.tiny_models import SIZES, make_tiny_model
 from grpo_mcore.parallel.rank_pool import RankFailed, RankPool
 from grpo_mcore.recipe import MasterConfig, MegatronConfig
 from grpo_mcore.tools.parity.rank import LayoutCase, policy_config, sequences
@@ -125,6 +126,45 @@ def test_transformers_on_the_export_equals_the_policy(
     card = (out / "README.md").read_text()
     assert "step 1" in card and "| val:accuracy | 0.25 |" in card and str(model) in card
     assert not list(tmp_path.glob("tmp_*"))
+
+
+def test_a_vision_models_text_part_is_trained_and_the_rest_is_exported_as_it_was(
+    ranks: RankPool, tmp_path: Path
+) -> None:
+    import transformers
+
+    text = {**SIZES, **TINY["qwen3_5_moe_text"]["config"]}
+    vision = {"depth": 1, "hidden_size": 32, "intermediate_size": 32, "num_heads": 2, "out_hidden_size": 64}
+    config = transformers.Qwen3_5MoeConfig(text_config=text, vision_config=vision)
+    whole = transformers.Qwen3_5MoeForConditionalGeneration(config).float()
+    whole.save_pretrained(tmp_path / "model")
+    stack_experts(tmp_path / "model" / "model.safetensors")
+    folder, expected = checkpoint(ranks, tmp_path, tmp_path / "model", EP2)
+    out = tmp_path / "out"
+    ranks.run(1, f"{CASES}:export_here", str(folder), str(out), {})
+    trained = transformers.Qwen3_5MoeForConditionalGeneration.from_pretrained(out)
+    for i, tokens in enumerate(sequences(text["vocab_size"])):
+        with torch.no_grad():
+            scores = torch.log_softmax(trained(tokens[None]).logits[0, :-1], -1)
+        found = scores.gather(1, tokens[1:, None]).squeeze(1)
+        torch.testing.assert_close(found, expected[i][1:], atol=LIMIT, rtol=0)
+    before, after = dict(whole.named_parameters()), dict(trained.named_parameters())
+    assert before.keys() == after.keys()
+    unchanged = {name for name in before if torch.equal(before[name], after[name])}
+    assert unchanged == {name for name in before if name.startswith("model.visual.")} and unchanged
+
+
+def stack_experts(file: Path) -> None:
+    """Write the experts of each layer as two tensors, as published checkpoints have them."""
+    tensors = load_file(file)
+    for name in [name for name in tensors if name.endswith(".experts.0.up_proj.weight")]:
+        at, parts = name.removesuffix(".0.up_proj.weight"), {}
+        for part in ("gate", "up", "down"):
+            names = [f"{at}.{expert}.{part}_proj.weight" for expert in range(4)]
+            parts[part] = torch.stack([tensors.pop(each) for each in names])
+        tensors[f"{at}.gate_up_proj"] = torch.cat([parts["gate"], parts["up"]], 1)
+        tensors[f"{at}.down_proj"] = parts["down"]
+    save_file(tensors, file, metadata={"format": "pt"})
 
 
 def test_a_new_run_starts_from_an_export(ranks: RankPool, tmp_path: Path) -> None:

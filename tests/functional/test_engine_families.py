@@ -11,7 +11,7 @@ from safetensors.torch import load_file
 
 from grpo_mcore.algorithms.engines.engine_group import EngineWorker
 from grpo_mcore.data.tiny_models import ENGINE_SIZES, make_tiny_model
-from grpo_mcore.families import cpu_engine_options, params_of, read_hf_config, shape_of
+from grpo_mcore.families import engine_options, params_of, read_hf_config, shape_of
 from grpo_mcore.refit.layout import EngineLayout, TrainerLayout
 from grpo_mcore.refit.plan import plan_refit
 from grpo_mcore.refit.refit import refit
@@ -45,7 +45,7 @@ def test_a_refit_brings_every_weight(tmp_path: Path, family: str) -> None:
     assert not plan.fallbacks and len(plan.buckets) > 1
     source = Source(folders[1])
     sender = Handle("policy-0", RefitSender(source, 0, run_id=family.replace("_", "-")))
-    engine = EngineWorker(config(folders[0], **cpu_engine_options(shape)), None)
+    engine = EngineWorker(config(folders[0], **engine_options(shape)), None)
     handle = Handle(engine.name, engine)
     try:
         before = generate(engine, REQUESTS)

@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from grpo_mcore.families import FamilyError, check_fit, cpu_engine_options, missing_on_cpu, read_hf_config, shape_of
+from grpo_mcore.families import FamilyError, check_fit, engine_options, missing_on_cpu, read_hf_config, shape_of
 from grpo_mcore.parallel.rank_pool import RankPool
 from grpo_mcore.rollout.trajectory import GenerationRequest, Sampling, Turn
 from grpo_mcore.tools.parity.rank import (
@@ -167,7 +167,7 @@ def compare_engine(reference: Reference) -> tuple[ParityCase | None, str | None]
             dtype="float32",
             max_model_len=longest,
             kv_cache_memory_gb=0.1,
-            **cpu_engine_options(shape),
+            **engine_options(shape),
         )
     )
     requests = [
