@@ -22,6 +22,8 @@ def import_by_path(path: str, what: str, error: type[Exception]) -> Any:
         return getattr(importlib.import_module(module_name), attribute)
     except (ImportError, AttributeError, ValueError) as cause:
         hint = "write it as 'package.module:name'"
+        if ":" in path and isinstance(cause, ModuleNotFoundError):
+            hint = f"modules are looked for among the installed packages, then in {os.getcwd()}"
         if path.startswith("examples.") and isinstance(cause, ModuleNotFoundError):
             hint = "examples/ is not part of the installed package; run this in the root of a checkout of the project"
         raise error(f"cannot import the {what} {path!r}: {cause}; {hint}") from cause

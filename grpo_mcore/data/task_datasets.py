@@ -164,7 +164,11 @@ class AllTaskProcessedDataset(Dataset[DatumSpec]):
         for idx in range(len(self)):
             self.usable(idx)
         if self.usable_at_most() == 0:
-            raise DataError(f"no usable prompt is left: {self.excluded}; the limit is {self.max_seq_length} tokens")
+            shortest = min((self[idx]["length"] for idx in range(len(self))), default=0)
+            raise DataError(
+                f"no usable prompt is left: {self.excluded}; the limit is {self.max_seq_length} tokens, and the "
+                f"shortest prompt has {shortest}, with prompt_file and chat template"
+            )
         if self.excluded.count:
             log.warning("%s; the limit is %s tokens", self.excluded, self.max_seq_length)
 

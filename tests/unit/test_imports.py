@@ -26,7 +26,7 @@ def test_a_module_of_the_working_directory(tmp_path: Path, monkeypatch: pytest.M
 @pytest.mark.parametrize(
     ("path", "message"),
     [
-        ("no_such_module:f", "cannot import the reward 'no_such_module:f': No module .* as 'package.module:name'"),
+        ("no_such_module:f", "cannot import the reward 'no_such_module:f': No module .* installed packages, then in /"),
         ("os.path:no_such", "has no attribute 'no_such'; write it as"),
         ("no_path", "write it as 'package.module:name'"),
         ("examples.no_such:f", "examples/ is not part of the installed package; run this in the root of a checkout"),

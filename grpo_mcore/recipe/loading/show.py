@@ -35,7 +35,7 @@ def resolved_yaml(recipe: Recipe, *, sources: bool = True, without: frozenset[st
     lines = list(_lines(recipe.config.model_dump(exclude=unused), "", 0, recipe.provenance))
     column = max((len(text) for text, source in lines if source and len(text) <= _WIDEST), default=0) + 2
     head = f"# {shown(recipe.path)}" + "".join(f" {override}" for override in recipe.overrides)
-    body = (f"{text.ljust(column)}# {source}" if source and sources else text for text, source in lines)
+    body = (f"{text.ljust(column - 1)} # {source}" if source and sources else text for text, source in lines)
     return "\n".join([" ".join(head.splitlines()), *body]) + "\n"
 
 

@@ -208,8 +208,9 @@ class MegatronConfig(Section):
 
     @model_validator(mode="after")
     def _let_rates_follow(self) -> Self:
+        tenth = float(f"{self.optimizer.lr / 10:.12g}")  # 5e-07, not 5.000000000000001e-07
         if self.optimizer.min_lr is None:
-            self.optimizer.min_lr = self.optimizer.lr / 10
+            self.optimizer.min_lr = tenth
         if self.scheduler.lr_warmup_init is None:
-            self.scheduler.lr_warmup_init = self.optimizer.lr / 10
+            self.scheduler.lr_warmup_init = tenth
         return self

@@ -148,7 +148,10 @@ def test_fewer_prompts_than_a_batch_is_an_error(monkeypatch):
 
 
 def test_no_usable_row_and_no_row_are_errors():
-    with pytest.raises(DataError, match="no usable prompt is left: 2 of 2 prompts excluded.*limit is 10 tokens"):
+    with pytest.raises(
+        DataError,
+        match="no usable prompt is left: 2 of 2 prompts excluded.*limit is 10 tokens, and the shortest prompt has",
+    ):
         dataset(2, too_long=(0, 1))
     with pytest.raises(DataError, match="the dataset is empty"):
         dataset(0)

@@ -12,6 +12,7 @@ from tests.unit.recipe.conftest import MINIMAL
 GRPO = MINIMAL + (
     "env: {math: {num_workers: 2, stop_strings: ['a: b', '#c']}}\n"
     "checkpointing: {checkpoint_dir: '1e5', metric_name: null}\nloss_fn: {ratio_clip_c: 3}\n"
+    f"logger: {{log_dir: {'a-long-folder/' * 8}}}\n"  # wider than the column of the comments
 )
 SFT = "policy: {model_name: m, train_global_batch_size: 48}\ndata: {train: {data_path: x}}\nsft: {seed: 3}\n"
 
