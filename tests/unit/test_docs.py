@@ -49,6 +49,8 @@ def test_every_page_and_room_is_on_the_map() -> None:
     index = (ROOT / "docs" / "index.md").read_text()
     rooms = {path.parent.name for path in (ROOT / "grpo_mcore").glob("*/__init__.py")}
     assert not [room for room in rooms if f"`{room}/`" not in index]
+    site = (ROOT / "mkdocs.yml").read_text()
+    assert not [page.name for page in (ROOT / "docs").glob("*.md") if f"- {page.name}\n" not in site]
     assert not [
         page.name for page in (ROOT / "docs").glob("*.md") if page.name != "index.md" and page.name not in index
     ]
