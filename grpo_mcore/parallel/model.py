@@ -84,6 +84,13 @@ class PolicyModel(GPTModel):
         )
         return join_shares(output, share, batch.tokens.size(1), group) if share and self.post_process else output
 
+    def forget_pass(self) -> None:
+        """Drop what expert layers keep of their last pass: the router's weights. The graph behind them would hold each
+        layer's input and its gradient until the next pass."""
+        for layer in self.decoder.layers:
+            if isinstance(layer.mlp, MoELayer):
+                layer.mlp.token_dispatcher.probs = layer.mlp.token_dispatcher.local_probs = None
+
     def _postprocess(self, hidden_states: Tensor, labels: Tensor, loss_mask: Tensor, **_: Any) -> Tensor:
         if not self.post_process:
             return hidden_states

@@ -239,6 +239,8 @@ class Policy:
             micro_batch_size=1,
             forward_only=forward_only,
         )
+        for chunk in self.chunks:
+            _unwrap(chunk).forget_pass()
         return results[: len(batches)]
 
     def _fill_schedule(self, batches: Sequence[PackedBatch]) -> list[PackedBatch]:
