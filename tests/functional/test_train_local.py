@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+import operator
 import os
 import re
 import resource
@@ -218,7 +219,7 @@ def test_a_recorded_step_is_replayed_on_another_layout(
         (["--step", "9"], "step 9 are not recorded; there are those of 1 to 4"),
         (["--step", "2"], "step 2 can be replayed only from the checkpoint before it. Steps with one: 1, 4, 5"),
         (["--step", "4", "--samples", "nobody"], "step 4 has no prompt nobody"),
-        (["--step", "4", "--layout", "XP2"], "XP2"),
+        (["--step", "4", "--layout", "QP2"], "QP2"),
     ],
 )
 def test_a_step_that_cannot_be_replayed_is_refused(
@@ -392,13 +393,17 @@ def test_changed_values_are_shown_or_refused(recipe: dict[str, Any], resumed: tu
 
 
 def test_validating_a_checkpoint_alone(whole: tuple[Run, Inside], recipe: dict[str, Any], tmp_path: Path) -> None:
-    """The numbers equal those of the run, and nothing but them is written."""
+    """The numbers equal those of the run, and nothing is written but them and the samples."""
     checkpoint = whole[0].checkpoints / "step_4"
     run = run_here("train", tmp_path, recipe, "--validate-only", "--resume", str(checkpoint))
     assert run.code == 0, run.err
     assert run.outcome("validation") == [line for line in whole[0].outcome("validation") if line["step"] == 4]
     assert "validation after step 4: accuracy" in run.out
     assert not run.metrics() and not list(run.checkpoints.iterdir())
+    columns = ["uid", "reward", "token_ids"]
+    mine, theirs = (read_samples(sample_steps(logs, "validation")[4], columns) for logs in (run.logs, whole[0].logs))
+    key = operator.itemgetter("uid")
+    assert sorted(mine, key=key) == sorted(theirs, key=key)
 
 
 def test_what_the_user_sees(half: Run) -> None:

@@ -17,6 +17,7 @@ from grpo_mcore.algorithms.lifecycle.checks import (
     check_run,
     check_writable,
 )
+from grpo_mcore.algorithms.lifecycle.sample_record import SampleRecord
 from grpo_mcore.algorithms.rollouts.prompt_stream import check_same_data
 from grpo_mcore.algorithms.rollouts.validation import run_validation
 from grpo_mcore.algorithms.setup import Run, build_loaders, start_cluster, start_run
@@ -83,6 +84,9 @@ def validate_only(config: MasterConfig, resume: str | bool | None = None) -> dic
         found = run_validation(
             run.policy_generation, run.val_dataloader, run.val_task_to_env, config, tokenizer=run.tokenizer
         )
+        record = SampleRecord(config.logger, run.logger.log_dir, run.policy.cluster, run.tokenizer)
+        record.validated(step, found.groups)
+        record.close()
         run.logger.log_hyperparams(config)
         run.logger.log_metrics(found.metrics | {"seconds": found.seconds}, step, "validation")
         console.samples(step, found.samples)

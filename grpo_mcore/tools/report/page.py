@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import base64
 import gzip
+import html
 import json
 import math
 import time
@@ -58,7 +59,7 @@ def build_page(
     room = PAGE_BYTES - len(_packed(data))
     data["samples"] = _chosen_samples(run, room, wanted)
     parts = {
-        "TITLE": f"{run.folder.parent.parent.name}/{run.folder.name}",
+        "TITLE": html.escape(run.name),
         "UPLOT_CSS": _static("uPlot.min.css"),
         "CSS": _static("page.css"),
         "UPLOT_JS": _static("uPlot.iife.min.js"),
@@ -122,7 +123,7 @@ def _curves(run: RunFiles) -> dict[str, Any]:
                         steps, values = found.setdefault(f"{prefix}/{name}", [[], []])
                         steps.append(line["step"])
                         values.append(_short(value))
-    return {"name": f"{run.folder.parent.parent.name}/{run.folder.name}", "curves": found}
+    return {"name": run.name, "curves": found}
 
 
 def _state(run: RunFiles) -> dict[str, Any]:

@@ -34,6 +34,12 @@ class RunFiles:
     token_texts: dict[int, str] = field(default_factory=dict)
 
     @property
+    def name(self) -> str:
+        """Name of the run: the folder that holds its logs, and its log folder."""
+        folder = self.folder.resolve()
+        return f"{folder.parent.parent.name}/{folder.name}"
+
+    @property
     def steps(self) -> list[int]:
         """Steps that are trained."""
         return [line["step"] for line in self.metrics["train"]]
