@@ -14,7 +14,16 @@ code in `parallel/`.
 
 from __future__ import annotations
 
-from grpo_mcore.families.adapters import DOWN, UP, AdapterShape, adapter_params, adapter_shape, adapters_of, is_adapted
+from grpo_mcore.families.adapters import (
+    DOWN,
+    ENGINE_ADAPTER,
+    UP,
+    AdapterShape,
+    adapter_params,
+    adapter_shape,
+    adapters_of,
+    is_adapted,
+)
 from grpo_mcore.families.engine import (
     check_engine_parallel,
     engine_options,

@@ -18,6 +18,9 @@ AT = "policy.megatron_cfg.peft."
 DOWN, UP = ".weight.down", ".weight.up"
 """Ends of the names of an adapter's tensors, after the layer's name in Hugging Face's format."""
 
+ENGINE_ADAPTER = 1
+"""Number by which an engine's requests name the policy's adapters."""
+
 
 @dataclass(frozen=True)
 class AdapterShape:

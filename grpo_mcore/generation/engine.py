@@ -14,6 +14,7 @@ from typing import Any
 
 import torch
 
+from grpo_mcore.families import ENGINE_ADAPTER
 from grpo_mcore.generation.chat.engine_chat import EngineChat, Reply
 from grpo_mcore.generation.config import EngineConfig, engine_arguments, engine_environment
 from grpo_mcore.generation.engine_lock import EngineLock
@@ -114,7 +115,6 @@ class Engine:
         from vllm.lora.request import LoRARequest
 
         from grpo_mcore.generation.samples import sampling_params, to_trajectory
-        from grpo_mcore.refit.engine_adapters import ADAPTER
 
         number = next(self._callers)
         asked = {f"{number}-{index}": request for index, request in enumerate(requests)}
@@ -123,7 +123,7 @@ class Engine:
         engine, tokenizer = self._llm_engine, self._llm_engine.get_tokenizer()
         # Before the first refit there are no adapters. The path is not read: the refit has registered them.
         adapted = self.config.adapter_rank is not None and bool(self.weight_version)
-        adapter = LoRARequest("policy", ADAPTER, "from a refit") if adapted else None
+        adapter = LoRARequest("policy", ENGINE_ADAPTER, "from a refit") if adapted else None
         caller, engine_ids = Caller(), {}
         self._requests |= asked
         try:

@@ -11,7 +11,7 @@ import queue
 import signal
 import warnings
 from collections.abc import Callable, Iterator
-from dataclasses import asdict
+from dataclasses import MISSING, asdict, fields
 from pathlib import Path
 from typing import Any
 
@@ -142,8 +142,9 @@ def load_checkpoint(policy: Any, folder: Path) -> None:
     if not (folder / "metadata.json").is_file():
         raise CheckpointError(f"{folder} is not a policy checkpoint: metadata.json is missing")
     common = dist_checkpointing.load_common_state_dict(str(folder))
-    saved, here = common["shape"], _plain_shape(policy)
-    # A key that an older checkpoint lacks names a feature that its model did not have: missing equals empty.
+    # A key that an older checkpoint lacks names a feature that its model did not have: it has the default, or is empty.
+    saved = {field.name: field.default for field in fields(policy.shape) if field.default is not MISSING}
+    saved, here = saved | common["shape"], _plain_shape(policy)
     if different := {
         key: (saved.get(key), here.get(key))
         for key in saved | here

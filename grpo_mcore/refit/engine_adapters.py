@@ -14,13 +14,10 @@ from torch import Tensor
 from vllm.lora.lora_model import LoRAModel
 from vllm.lora.lora_weights import LoRALayerWeights
 
-from grpo_mcore.families import DOWN, UP, Box
+from grpo_mcore.families import DOWN, ENGINE_ADAPTER, UP, Box
 from grpo_mcore.refit.layout import WHOLE
 from grpo_mcore.refit.plan import RefitError, RefitPlan, whole_shapes
 from grpo_mcore.refit.proof import Sums, checksum
-
-ADAPTER = 1
-"""vLLM's number of the adapter."""
 
 
 class EngineAdapters:
@@ -85,7 +82,7 @@ class EngineAdapters:
 
     def put_to_use(self) -> None:
         """Register the adapters with vLLM, which forgets them whenever a weight update ends."""
-        self._manager.remove_adapter(ADAPTER)
+        self._manager.remove_adapter(ENGINE_ADAPTER)
         if not self._in_use:
             return
         layers: dict[str, LoRALayerWeights] = {}
@@ -94,5 +91,5 @@ class EngineAdapters:
             if (down := self._in_use.get(parts[0] + DOWN)) is not None:  # all parts share it
                 rank = len(down)
                 layers |= {part: LoRALayerWeights(part, rank, rank, down, self._in_use[part + UP]) for part in parts}
-        self._manager.add_adapter(LoRAModel(ADAPTER, rank, layers))
-        self._manager.activate_adapter(ADAPTER)
+        self._manager.add_adapter(LoRAModel(ENGINE_ADAPTER, rank, layers))
+        self._manager.activate_adapter(ENGINE_ADAPTER)

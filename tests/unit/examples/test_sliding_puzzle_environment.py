@@ -80,7 +80,7 @@ def test_games_are_independent() -> None:
     ("section", "message"),
     [
         ({"max_move": 5}, "env.sliding_puzzle.max_move: unknown key; did you mean 'max_moves'"),
-        ({"size": 3}, "env.sliding_puzzle.size: unknown key; known: max_moves"),
+        ({"size": 3}, "env.sliding_puzzle.size: unknown key; known: solved_at, max_moves"),
         ({"max_moves": 0}, "env.sliding_puzzle.max_moves: .*greater than or equal to 1, got 0"),
     ],
 )

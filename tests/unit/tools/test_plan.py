@@ -165,7 +165,7 @@ def test_each_node_of_an_engine_gets_the_bytes_that_it_reads() -> None:
     found = plan(DEEPSEEK)
     load, refit = found.load, found.refit
     assert refit is not None and (load.engine_span, load.engines) == (4, 8)
-    trainer = TrainerLayout(1, 16, 16, 1, 16, 1, first_layers=4, last_layers=1)
+    trainer = TrainerLayout(8, 16, 2, 1, 16, 1, first_layers=4, last_layers=1)
     engine = EngineLayout(32, expert_parallel=True)
     moved = plan_model_refit(load.shape, trainer, engine, dtype="bfloat16", buffer_bytes=load.refit_buffer)
     node_of_rank = [rank // 8 for rank in range(256)]

@@ -310,7 +310,7 @@ LARGE = {
 @pytest.mark.parametrize("case", [*CASES, *(pytest.param(case, marks=pytest.mark.every_state) for case in LARGE)])
 def test_every_interleaving_keeps_the_laws(case: str, monkeypatch: pytest.MonkeyPatch) -> None:
     prompts, surprises, sizes, at_least = (CASES | LARGE)[case]
-    clock = SimpleNamespace(monotonic=lambda: 0.0)
+    clock = SimpleNamespace(monotonic=lambda: 0.0, perf_counter=lambda: 0.0)
     monkeypatch.setattr(scoring, "time", clock)
     monkeypatch.setattr(scoring.logger, "disabled", True)
 

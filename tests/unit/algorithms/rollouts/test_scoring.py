@@ -25,6 +25,8 @@ class Clock:
     def monotonic(self) -> float:
         return self.now
 
+    perf_counter = monotonic
+
 
 class Answer:
     """The answer of a call. A sample "hangs" never lets its call return; a sample "dies" ends its worker."""
