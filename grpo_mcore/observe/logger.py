@@ -95,7 +95,11 @@ class Logger:
         """The resolved recipe: a mapping or a pydantic model, to `hyperparams.json` and the other loggers."""
         plain = params.model_dump(mode="json") if hasattr(params, "model_dump") else dict(params)
         text = json.dumps(plain, indent=2, default=str)
-        (self.log_dir / HYPERPARAMS_FILE).write_text(text + "\n")
+        path = self.log_dir / HYPERPARAMS_FILE
+        try:
+            path.write_text(text + "\n")
+        except OSError as error:  # observation must not stop training
+            log.warning("%s cannot be written: %s; the run goes on without it", path, error.strerror or error)
         for backend in self._backends:
             backend.params(json.loads(text))
         for own in self._own:

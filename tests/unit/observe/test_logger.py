@@ -124,6 +124,13 @@ def test_a_resumed_run_begins_a_new_line_after_one_that_was_cut_off(tmp_path):
     assert [row["step"] for row in read_metrics(folder / "metrics.jsonl", "train")] == [1, 2]
 
 
+def test_hyperparams_on_a_full_disk_do_not_end_the_run(tmp_path, monkeypatch, package_log):
+    logger = Logger(config(tmp_path))
+    monkeypatch.setattr(Path, "write_text", lambda *_: (_ for _ in ()).throw(OSError(28, "No space left on device")))
+    logger.log_hyperparams({"grpo": {"seed": 1}})
+    assert "hyperparams.json cannot be written: No space left on device; the run goes on" in package_log.text
+
+
 def test_hyperparams_of_a_model_or_a_mapping(tmp_path):
     logger = Logger(config(tmp_path))
     logger.log_hyperparams({"grpo": {"seed": 1}, "path": tmp_path})
