@@ -75,8 +75,7 @@ PP2 = [
     "policy.megatron_cfg.num_layers_in_first_pipeline_stage=3",
 ]
 ENGINE2 = [f"policy.generation.vllm_cfg.{key}_parallel_size=2" for key in ("tensor", "expert")]
-# Recipe, family of the tiny model, ranks, further reductions. Only the policy: vLLM's CPU build has no kernel for the
-# experts of Nemotron-H.
+# Recipe, family of the tiny model, ranks, further reductions. Only the policy, without engines.
 TWINS = [
     ("grpo-math-8B", "qwen3", 2, []),
     ("grpo-qwen3-30BA3B-4n8g", "qwen3_moe", 4, [EP2]),

@@ -134,6 +134,21 @@ def test_names_and_shapes_are_those_of_a_saved_checkpoint(family: str, tmp_path:
     assert {t.name: t.shape for p in params_of(shape) if not p.copy for t in p.hf} == expected
 
 
+def test_a_dense_vision_checkpoint_is_declared_but_for_what_an_export_carries() -> None:
+    import transformers
+
+    text = {"vocab_size": 50, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 4, "head_dim": 8}
+    heads = {"num_attention_heads": 4, "num_key_value_heads": 2, "linear_num_key_heads": 2, "linear_num_value_heads": 4}
+    config = transformers.Qwen3_5Config(
+        text_config=text | heads, vision_config={"depth": 1, "hidden_size": 32, "num_heads": 2, "out_hidden_size": 32}
+    )
+    with torch.device("meta"):
+        model = transformers.Qwen3_5ForConditionalGeneration(config)
+    shape = shape_of(config.to_dict())
+    expected = {n: tuple(p.shape) for n, p in model.named_parameters() if not n.startswith(shape.carried)}
+    assert {t.name: t.shape for p in params_of(shape) if not p.copy for t in p.hf} == expected
+
+
 def test_the_27m_model_has_its_parameters() -> None:
     assert parameter_count(shape_of(QWEN3)) == 27_272_704
 
