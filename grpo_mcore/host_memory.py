@@ -8,6 +8,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
+_NO_RESERVE = 0x4000  # MAP_NORESERVE of Linux, which Python's mmap names since 3.13
 _ALIGNMENT = 64  # bytes; a multiple of every element size
 
 
@@ -36,15 +37,17 @@ class HostCopies:
     from where the GPU writes.
     """
 
-    def __init__(self, tensors: Sequence[Tensor], *, pinned: bool) -> None:
-        """Reserve room for tensors of these shapes and dtypes. `pinned`: they are on a GPU."""
+    def __init__(self, tensors: Sequence[Tensor], *, pinned: bool, traced: bool = False) -> None:
+        """Reserve room for tensors of these shapes and dtypes. `pinned`: they are on a GPU. `traced`: nothing will be
+        written, so the machine need not have so much."""
         self._signature = _signature(tensors)
         starts, end = [], 0
         for tensor in tensors:
             starts.append(end)
             end += -(-tensor.numel() * tensor.element_size() // _ALIGNMENT) * _ALIGNMENT
         self.nbytes, self._pinned = end, pinned and end > 0
-        pages = mmap.mmap(-1, max(1, end), flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+        flags = mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS | (_NO_RESERVE if traced else 0)
+        pages = mmap.mmap(-1, max(1, end), flags=flags)
         self._flat = torch.frombuffer(pages, dtype=torch.uint8)
         if self._pinned:
             pages.madvise(mmap.MADV_DONTFORK)

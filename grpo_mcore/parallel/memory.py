@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from typing import Any
 
 import torch
@@ -10,6 +10,11 @@ from torch import Tensor
 
 from grpo_mcore.host_memory import HostCopies
 from grpo_mcore.parallel.platform import Platform
+
+
+def host_copies(platform: Platform, tensors: Sequence[Tensor]) -> HostCopies:
+    """Reserve room on the host for copies of tensors on the platform's device."""
+    return HostCopies(tensors, pinned=platform.pins_memory, traced=platform.traced)
 
 
 def storage_key(tensor: Tensor) -> int:
@@ -45,7 +50,7 @@ class OptimizerOffload:
     """
 
     def __init__(self, optimizer: Any, weights: Iterable[Tensor], platform: Platform) -> None:
-        self._optimizer, self._weights, self._pinned = optimizer, list(weights), platform.pins_memory
+        self._optimizer, self._weights, self._platform = optimizer, list(weights), platform
         self._room: HostCopies | None = None
 
     def offload(self) -> None:
@@ -54,7 +59,7 @@ class OptimizerOffload:
         if self._room is None or not self._room.fit(moved):  # the first time, and after the first optimizer step
             if self._room is not None:
                 self._room.close()
-            self._room = HostCopies(moved, pinned=self._pinned)
+            self._room = host_copies(self._platform, moved)
         self._room.store(moved)
         for tensor, copy in zip(moved, self._room.tensors, strict=True):
             tensor.data = copy

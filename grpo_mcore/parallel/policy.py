@@ -20,7 +20,7 @@ from grpo_mcore.host_memory import HostCopies
 from grpo_mcore.objective import CombinedMetrics, combine_metrics, nonfinite_samples
 from grpo_mcore.parallel.context import padded_length
 from grpo_mcore.parallel.layout import layout_of
-from grpo_mcore.parallel.memory import OptimizerOffload, accelerator, resident_bytes
+from grpo_mcore.parallel.memory import OptimizerOffload, accelerator, host_copies, resident_bytes
 from grpo_mcore.parallel.mesh import Address, join_mesh, leave_mesh
 from grpo_mcore.parallel.platform import Platform
 from grpo_mcore.recipe import PolicyConfig
@@ -101,7 +101,7 @@ class Policy:
         self._reference: HostCopies | None = None
         self._set_aside: HostCopies | None = None  # the current weights during a pass with the reference's
         if reference:
-            self._reference = HostCopies(_parameters(networks), pinned=self.platform.pins_memory)
+            self._reference = host_copies(self.platform, _parameters(networks))
             self._reference.store(_parameters(networks))
         self.chunks = [wrap_model(network, megatron, self.platform) for network in networks]
         self.optimizer = build_optimizer(self.chunks, config)
@@ -306,7 +306,7 @@ class Policy:
         if self._reference is None:
             raise RuntimeError("this policy was built without a reference (reference=False)")
         params = _parameters(self.chunks)
-        self._set_aside = self._set_aside or HostCopies(params, pinned=self.platform.pins_memory)
+        self._set_aside = self._set_aside or host_copies(self.platform, params)
         self._set_aside.store(params)
         try:
             self._reference.restore(params)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import faulthandler
 import os
 
+import psutil
 import pytest
 import torch
 from torch import Tensor
@@ -48,6 +49,12 @@ def test_copies_come_back_bit_for_bit_through_the_same_memory(on_gpu: bool, pinn
     room.close()
     room.close()
     assert not pinned
+
+
+def test_a_traced_room_may_be_larger_than_the_machine() -> None:
+    size = 4 * psutil.virtual_memory().total
+    room = HostCopies([torch.empty(size, dtype=torch.uint8, device="meta")], pinned=False, traced=True)
+    assert room.nbytes >= size
 
 
 def test_the_room_fits_tensors_of_the_same_shapes_and_dtypes_only(pinned: list[Tensor]) -> None:
