@@ -322,7 +322,8 @@ def _start_environment(
             streams=REQUESTS if runs_agents else 0,
         )
 
-    timeout_s = min(timeout_s, cluster.call_timeout_s) if play_timeout_s is None else play_timeout_s
+    if play_timeout_s is not None:
+        timeout_s = play_timeout_s
     return EnvironmentWorker(cluster, start, calls=cls.concurrent_calls, timeout_s=timeout_s, runs_agents=runs_agents)
 
 

@@ -68,14 +68,12 @@ class Ledger:
 def read_ledger(path: Path) -> list[dict[str, Any]]:
     """The entries, the void ones included; a last line that was cut off is left out. Raises LedgerError, OSError."""
     entries = []
-    lines = path.read_text().splitlines(keepends=True)
-    for number, line in enumerate(lines, start=1):
-        if not line.endswith("\n"):
-            break
+    # By bytes: str.splitlines ends a line also at a form feed, which a damaged file may hold.
+    for number, line in enumerate(path.read_bytes().split(b"\n")[:-1], start=1):
         try:
             entries.append(json.loads(line))
-        except json.JSONDecodeError as error:
+        except ValueError as error:
             raise LedgerError(f"{path}:{number}: not JSON: {error}") from error
         if not isinstance(entries[-1], dict) or "event" not in entries[-1]:
-            raise LedgerError(f"{path}:{number}: no entry of a ledger: {line.strip()[:80]}")
+            raise LedgerError(f"{path}:{number}: no entry of a ledger: {line[:80]!r}")
     return entries

@@ -115,6 +115,10 @@ class _Books:
                 self._move(entry["uids"], (UNDER_WAY, FINISHED), RETURNED)
             case "ended":
                 self.data_ended = entry["data_ended"]
+            case "restarted" | "saved" | "not_saved":
+                pass
+            case other:
+                raise KeyError(other)
 
     def close(self) -> None:
         """Check what is still open when the ledger ends."""

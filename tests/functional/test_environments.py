@@ -94,6 +94,7 @@ def test_each_prompt_is_scored_by_its_environment(
         (["env.math.num_worker=1"], "env.math.num_worker: unknown key; did you mean 'num_workers'?"),
         (["env.programs.environment=cod"], "unknown environment 'cod': did you mean 'code'?"),
         (["env.own.verdict_timeout_s=0"], "env.own.verdict_timeout_s must be a number of seconds above 0, got 0"),
+        (["cluster.step_timeout_s=60"], "env.own.verdict_timeout_s is 60 s, which is not below cluster.step_timeout_s"),
     ],
 )
 def test_a_wrong_section_ends_the_run_before_it_starts(

@@ -9,6 +9,7 @@ import json
 import logging
 import math
 import os
+import re
 import shutil
 from collections.abc import Callable, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
@@ -161,7 +162,7 @@ class CheckpointManager:
             raise ResumeError(f"--resume: there is no step_N folder in {self.folder}; start without --resume")
         if not (found / "training_info.json").is_file():
             raise ResumeError(f"--resume: {found} is no checkpoint: training_info.json is missing")
-        while (problem := damage(found)) is not None:
+        while (problem := damage(found) or _other_step(found)) is not None:
             if named:
                 raise ResumeError(
                     f"--resume: {found} is damaged: {problem}; choose another checkpoint, or --resume alone"
@@ -264,7 +265,7 @@ class CheckpointManager:
 
     def _steps(self) -> list[int]:
         names = (path.parent.name.removeprefix("step_") for path in self.folder.glob("step_*/training_info.json"))
-        return sorted(int(name) for name in names if name.isdigit())
+        return sorted(int(name) for name in names if re.fullmatch("0|[1-9][0-9]*", name))
 
     def _delete(self, step: int) -> None:
         """Rename the folder, then delete it: one that is only half deleted must not pass for a checkpoint."""
@@ -305,7 +306,10 @@ class CheckpointManager:
         name = self.config.metric_name
         if name is None:
             return 0.0
-        metrics = _read_info(self.folder / f"step_{step}")["metrics"]
+        try:
+            metrics = _read_info(self.folder / f"step_{step}")["metrics"]
+        except (OSError, ValueError, KeyError, TypeError):  # damaged: only a resume needs it whole
+            return float("-inf")
         value = metrics.get(name)
         if value is None and name.endswith("accuracy"):
             value = metrics.get(f"{name.removesuffix('accuracy')}reward")
@@ -364,6 +368,13 @@ def damage(folder: Path) -> str | None:
     return _damage(folder.resolve(), tuple(stamps))
 
 
+def _other_step(folder: Path) -> str | None:
+    """Return what is wrong with a step_N that is a copy of another step."""
+    held = _read_info(folder)["save_state"].get("current_step")
+    copied = folder.name.startswith("step_") and held is not None and folder.name != f"step_{held}"
+    return f"it holds step {held}" if copied else None
+
+
 @cache
 def _damage(folder: Path, _stamps: tuple[tuple[str, int, int], ...]) -> str | None:
     """Read all files and compare their digests. Cached, as long as sizes and times of the files stay the same."""
@@ -372,7 +383,7 @@ def _damage(folder: Path, _stamps: tuple[tuple[str, int, int], ...]) -> str | No
     try:
         found = json.loads((folder / DIGESTS).read_text())["files"]
         files = {name: (int(saved["bytes"]), str(saved["sha256"])) for name, saved in found.items()}
-    except (ValueError, KeyError, TypeError, AttributeError) as error:
+    except (ValueError, KeyError, TypeError, AttributeError, OverflowError) as error:
         return f"{DIGESTS} cannot be read: {type(error).__name__}: {error}"
     for name, (saved_size, _) in files.items():
         if not (folder / name).is_file():

@@ -32,7 +32,8 @@ from grpo_mcore.recipe import (
 )
 
 VERDICT_TIMEOUT_S = 600.0
-"""Seconds that an environment has to score a group, where its section does not set verdict_timeout_s."""
+"""Seconds that an environment has to score a group, where its section does not set verdict_timeout_s; at most half of
+cluster.step_timeout_s."""
 
 
 class SetupError(ValueError):
@@ -184,7 +185,14 @@ def environment_of(
             "name one under data.train / data.validation / data.default"
         )
     section = dict(config.env.get(name, {}))
-    timeout_s = section.pop("verdict_timeout_s", VERDICT_TIMEOUT_S)
+    step_timeout_s = config.cluster.step_timeout_s
+    timeout_s = section.pop("verdict_timeout_s", min(VERDICT_TIMEOUT_S, step_timeout_s / 2))
     if not isinstance(timeout_s, int | float) or isinstance(timeout_s, bool) or timeout_s <= 0:
         raise SetupError(f"env.{name}.verdict_timeout_s must be a number of seconds above 0, got {timeout_s!r}")
+    if timeout_s >= step_timeout_s:
+        raise SetupError(
+            f"env.{name}.verdict_timeout_s is {timeout_s} s, which is not below cluster.step_timeout_s of "
+            f"{step_timeout_s:g} s: the step would end before the environment is restarted; lower it, or raise "
+            "cluster.step_timeout_s"
+        )
     return create_env_class(str(section.pop("environment", name)))[0], section, float(timeout_s)

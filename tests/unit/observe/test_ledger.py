@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 from typing import Any
 
@@ -130,6 +131,33 @@ def test_what_is_no_ledger_says_where(tmp_path: Path) -> None:
             read_ledger(path)
 
 
+def test_a_damaged_ledger_is_named_or_tells_the_same_fates(tmp_path: Path) -> None:
+    """Flip a bit of every fifth byte and of each comma (it becomes a form feed); take lines away, and double them."""
+    path = tmp_path / "ledger.jsonl"
+    lines = [json.dumps(entry).encode() + b"\n" for entry in WHOLE]
+    whole = b"".join(lines)
+    path.write_bytes(whole)
+    right = audit(read_ledger(path)).fates
+    bits = [(place, 1 << place % 8) for place in range(0, len(whole), 5)]
+    bits += [(place, 0x20) for place in range(len(whole)) if whole[place] == ord(",")]
+    flipped = [whole[:place] + bytes([whole[place] ^ bit]) + whole[place + 1 :] for place, bit in bits]
+    shorter = [b"".join(lines[:line] + lines[line + 1 :]) for line in range(len(lines))]
+    longer = [b"".join(lines[: line + 1] + lines[line:]) for line in range(len(lines))]
+    named = 0
+    for damaged in (*flipped, *shorter, *longer):
+        path.write_bytes(damaged)
+        try:
+            found = audit(read_ledger(path))
+        except LedgerError:
+            named += 1
+        else:
+            assert found.flaws or found.fates == right, damaged
+    assert named > len(flipped) / 2
+    for end in range(0, len(whole), 20):  # cut off by a kill: what is left is read
+        path.write_bytes(whole[:end])
+        assert len(read_ledger(path)) == whole[:end].count(b"\n")
+
+
 def test_the_command(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     ledger = Ledger(tmp_path / "ledger.jsonl", step=0, kept=0, max_age=0)
     for entry in WHOLE[1:9]:
@@ -155,7 +183,7 @@ def test_what_was_started_anew_counts_though_a_resume_takes_back_what_came_of_it
 @pytest.mark.parametrize(
     "entry",
     [{"event": "dispatched"}, {"event": "dispatched", "uids": 7}, {"event": "trained", "uids": ["a"]},
-     {"event": "started", "step": 0, "kept": "x"}, {"event": "dispatched", "uids": [["a"]]}],
+     {"event": "started", "step": 0, "kept": "x"}, {"event": "dispatched", "uids": [["a"]]}, {"event": "trainee"}],
 )  # fmt: skip
 def test_an_entry_that_no_run_has_written_is_named(entry: dict[str, Any]) -> None:
     with pytest.raises(LedgerError, match="no entry of a ledger"):

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import errno
+import json
 import os
+import random
 import re
 import shutil
 from pathlib import Path
@@ -175,6 +177,43 @@ def test_if_a_checkpoint_is_damaged_the_one_before_is_used(
     DAMAGES[message](tmp_path / "step_1")
     with pytest.raises(ResumeError, match="there is no older one: start without"):
         checkpoints.find(True)
+
+
+def test_no_random_damage_of_a_checkpoint_passes(tmp_path: Path) -> None:
+    """Flip a bit, cut a file, or delete it. A bit of the white space in the digests changes nothing."""
+    folder = save(manager(tmp_path), 1)
+    draw = random.Random(0)
+    files = [path for path in sorted(folder.rglob("*")) if path.is_file()]
+    for _ in range(100):
+        path = draw.choice(files)
+        whole, place, bit = path.read_bytes(), draw.randrange(path.stat().st_size), draw.randrange(8)
+        flipped = whole[:place] + bytes([whole[place] ^ 1 << bit]) + whole[place + 1 :]
+        damaged = draw.choice([flipped, flipped, whole[:place], None])
+        path.unlink() if damaged is None else path.write_bytes(damaged)
+        if module.damage(folder) is None:
+            assert path.name == "digests.json" and json.loads(path.read_bytes()) == json.loads(whole)
+        path.write_bytes(whole)
+    assert module.damage(folder) is None
+
+
+def test_a_copy_of_another_step_is_not_resumed(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    for step in (1, 2):
+        save(manager(tmp_path), step)
+    shutil.copytree(tmp_path / "step_1", tmp_path / "step_7")
+    shutil.copytree(tmp_path / "step_1", tmp_path / "step_\N{SUPERSCRIPT TWO}")  # a digit, but no number
+    with pytest.raises(ResumeError, match="step_7 is damaged: it holds step 1"):
+        manager(tmp_path).find(str(tmp_path / "step_7"))
+    assert manager(tmp_path).find(True) == tmp_path / "step_2"
+    assert "it holds step 1; it is now damaged_step_7, and step_2 is used" in caplog.text
+
+
+def test_a_damaged_older_checkpoint_does_not_end_the_run(tmp_path: Path) -> None:
+    checkpoints = manager(tmp_path, keep_top_k=2)
+    for step in (1, 2):
+        save(checkpoints, step, val_accuracy=0.5)
+    (tmp_path / "step_1" / "training_info.json").write_text("{")
+    save(checkpoints, 3, val_accuracy=0.5)
+    assert kept(tmp_path) == ["step_2", "step_3"]
 
 
 def test_the_digests_of_a_checkpoint_are_computed_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
