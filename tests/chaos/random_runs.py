@@ -78,6 +78,7 @@ def run(folder: Path, recipe: dict[str, Any], disturbed: Disturbance | None, nam
         os.dup2(log, 1)
         os.dup2(log, 2)
         os.setsid()
+        signal.signal(signal.SIGINT, signal.default_int_handler)  # a shell's background jobs ignore it
         code = 99
         try:
             patch(disturbed, folder)
