@@ -68,6 +68,7 @@ def test_predicted_bytes_are_those_of_every_rank(
     compare(ranks, policy_config(models(family), case, **changes), case.world_size)
 
 
+TP2 = "policy.megatron_cfg.tensor_model_parallel_size=2"
 EP2 = "policy.megatron_cfg.expert_model_parallel_size=2"
 # Four layers, split as unevenly as the recipe's 61: three with the one without experts, then one.
 PP2 = [
@@ -80,7 +81,7 @@ TWINS = [
     ("grpo-math-8B", "qwen3", 2, []),
     ("grpo-qwen3-30BA3B-4n8g", "qwen3_moe", 4, [EP2]),
     ("grpo-nanov3-30BA3B-2n8g", "nemotron_h_moe", 2, [EP2]),
-    ("grpo-deepseekv3-32n8g", "deepseek_v3", 4, [EP2, *PP2, *ENGINE2]),
+    ("grpo-deepseekv3-32n8g", "deepseek_v3", 4, [TP2, EP2, *PP2, *ENGINE2]),
     ("grpo-nanov3-30BA3B-2n8g-megatron-pack-cp", "nemotron_h_moe", 4, [EP2]),
     ("grpo-nanov3-30BA3B-2n8g-lora", "nemotron_h_moe", 2, [EP2]),
 ]

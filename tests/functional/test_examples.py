@@ -122,7 +122,7 @@ def test_a_run_with_the_environment_of_your_own(tmp_path: Path) -> None:
 def test_every_example_has_a_test() -> None:
     """The others: test_data_loaders (custom_dataloader), test_environments (code_problems), test_multi_turn,
     test_spec_commands (configs)."""
-    here = {"own_environment", "own_loop", "own_objective", "own_reward"}
+    here = {"from_python", "own_environment", "own_loop", "own_objective", "own_reward"}
     elsewhere = {"code_problems", "configs", "custom_dataloader", "sliding_puzzle"}
     assert {
         path.name for path in EXAMPLES.iterdir() if path.is_dir() and path.name != "__pycache__"
