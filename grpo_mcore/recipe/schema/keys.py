@@ -71,10 +71,16 @@ def nullable(key: str) -> bool:
 
 
 def choices(key: str) -> tuple[Any, ...]:
-    """Return the allowed values of a key that has a fixed set of them, otherwise ()."""
-    field = field_at(key)
-    parts = [field.annotation, *get_args(field.annotation)] if field is not None else []
-    return next((get_args(part) for part in parts if get_origin(part) is Literal), ())
+    """Return the allowed values of a key, or of an entry of its list, if it has a fixed set of them; otherwise ()."""
+    of_list, _, last = key.rpartition(".")
+    field = field_at(of_list if last.isdecimal() else key)
+    return _literal(field.annotation) if field is not None else ()
+
+
+def _literal(annotation: Any) -> tuple[Any, ...]:
+    """Return the values of the first Literal inside an annotation, () if there is none."""
+    inner = get_args(annotation)
+    return inner if get_origin(annotation) is Literal else next(filter(None, map(_literal, inner)), ())
 
 
 def nearest_key(key: str) -> str | None:
