@@ -1,4 +1,4 @@
-"""What it costs to record every sample: pairs of steps in one run, one of each recorded and one not.
+"""Measures what it costs to record every sample: pairs of steps in one run, one of each recorded and one not.
 
     python benchmarks/recording.py RECIPE [key=value ...]
 

@@ -346,7 +346,7 @@ def wait_until_ready(
         if time.monotonic() - said >= START_NOTE_S:
             said, late = time.monotonic(), starting[0]
             others = f" and {len(starting) - 1} more" if starting[1:] else ""
-            log.info("  still starting after %.0f s: %s%s: %s", said - began, late, others, cluster.last_words(late))
+            log.info("  still starting after %.0f s: %s%s: %s", said - began, late, others, cluster.last_log_line(late))
 
     gather(
         cluster, [worker.ready() for worker in workers], timeout_s=config.cluster.start_timeout_s, what=what,

@@ -30,6 +30,7 @@ def parse(words: Sequence[str]) -> argparse.Namespace:
 def run(args: argparse.Namespace) -> int:
     """Print each comparison. Return 1 if anything differs."""
     from grpo_mcore import tensor_files
+    from grpo_mcore.observe.logger import HYPERPARAMS_FILE
     from grpo_mcore.recipe import MasterConfig
     from grpo_mcore.tools.replay.replay import (
         Replay,
@@ -42,7 +43,7 @@ def run(args: argparse.Namespace) -> int:
     from grpo_mcore.tools.report.run_files import find_run
 
     folder = find_run(args.run)
-    recipe = MasterConfig.model_validate(json.loads((folder / "hyperparams.json").read_text()))
+    recipe = MasterConfig.model_validate(json.loads((folder / HYPERPARAMS_FILE).read_text()))
     uids = args.samples.split(",") if args.samples else ()
     rows, recorded = recorded_step(folder, args.step, uids)
     start = args.checkpoint or checkpoint_before(recipe, args.step)

@@ -153,7 +153,7 @@ class RayCluster(Cluster):
             raise DeadlineExceeded(what, names, timeout_s, states)
         return things[handles.index(ready[0])]
 
-    def last_words(self, worker: str) -> str:
+    def last_log_line(self, worker: str) -> str:
         log = self.log_dir / f"{worker}.log"
         return last_line(log) or f"its log is {log}"
 

@@ -4,8 +4,6 @@
   it. Per norm that is six passes over float32 copies: 190 to 330 us against 50 for 128 rows of 512 in bfloat16.
 - Experts without a gate (Nemotron 3): vLLM 0.32 refuses them on CPU. Superfluous once its `CPUUnquantizedExperts`
   supports the activation RELU2_NO_MUL.
-- Sigmoid routing without groups of experts (MiniMax-M2): vLLM 0.32's `CPURouter` has it only with groups; one group is
-  the same. Superfluous once the router does that itself.
 - Gated DeltaNet mixers (Qwen3.5): vLLM 0.32's CPU kernels take bfloat16 and heads of 64 and 128 only. Superfluous once
   they take float32 and all sizes.
 - Qwen3.5's file imports an image processor that needs torchvision, which text models do without; transformers has the
@@ -36,7 +34,6 @@ def register_cpu_kernels() -> None:
     current_platform.import_kernels()
     _register_norms()
     _allow_experts_without_gate()
-    _route_by_sigmoid()
     _replace_gated_delta_net()
     _do_without_torchvision()
 
@@ -79,8 +76,8 @@ def _allow_experts_without_gate() -> None:
 
     def allow_on_cpu(self: Any) -> None:
         try:
-            post_init(self)  # its last check refuses every activation without a gate
-        except NotImplementedError:
+            post_init(self)
+        except NotImplementedError:  # its last check, which refuses every activation without a gate on CPU
             if self.activation is not ungated:
                 raise
 
@@ -112,19 +109,6 @@ def squared_relu_experts(output: Tensor, x: Tensor, up: Tensor, down: Tensor, we
         hidden = (x[rows] @ up[expert].T).relu().square()
         total.index_add_(0, rows, (hidden @ down[expert].T).float() * weights[rows, slots, None])
     output.copy_(total)
-
-
-def _route_by_sigmoid() -> None:
-    from vllm.model_executor.layers.fused_moe.router.cpu_router import CPURouter
-
-    init = CPURouter.__init__
-
-    def one_group(self: Any, *args: Any, **how: Any) -> None:
-        init(self, *args, **how)
-        if self.scoring_func == "sigmoid" and not self.use_grouped_topk and self.custom_routing_function is None:
-            self.use_grouped_topk, self.num_expert_group, self.topk_group = True, 1, 1
-
-    CPURouter.__init__ = one_group
 
 
 def _do_without_torchvision() -> None:

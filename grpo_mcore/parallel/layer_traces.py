@@ -1,5 +1,5 @@
-"""What comes out of each layer for each token, as two numbers: enough to find the first layer in which two runs of a
-step differ."""
+"""Traces each layer's output by two numbers a token: enough to find the first layer in which two computations of a step
+differ."""
 
 from __future__ import annotations
 

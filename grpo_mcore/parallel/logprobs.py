@@ -18,8 +18,8 @@ LOWEST = -1e30
 
 
 class Cut(NamedTuple):
-    """What samples are drawn from: of the `top_k` most likely tokens (None: all), the fewest that have `top_p` of their
-    probability together. Both are applied after the temperature, in this order, as vLLM does."""
+    """Top-k and top-p sampling: tokens are drawn from the `top_k` most likely ones (None: all), and of these from the
+    fewest that have `top_p` of their probability together. After the temperature and in this order, as in vLLM."""
 
     top_k: int | None = None
     top_p: float = 1.0

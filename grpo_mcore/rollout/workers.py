@@ -211,7 +211,7 @@ class Cluster(Protocol):
         """Wait for the first of `things` that has an answer, an item, an end or an error, and return it. `watch` is
         called several times a second meanwhile; what it raises ends the wait."""
 
-    def last_words(self, worker: str) -> str:
+    def last_log_line(self, worker: str) -> str:
         """Return the last line that a worker has printed; a text that says so where it cannot be read here."""
         return "its log is not here"
 

@@ -193,7 +193,7 @@ class Sandbox:
             try:
                 return self._once(program, stdin, check)
             except (OSError, EOFError) as error:
-                problem = self._last_words() or f"{type(error).__name__}: {error}"
+                problem = self._last_log_line() or f"{type(error).__name__}: {error}"
                 self.close()
         raise SandboxError(f"the sandbox broke {_ATTEMPTS} times in a row: {problem}")
 
@@ -234,7 +234,7 @@ class Sandbox:
         report["result"] = _result(report["result"], secret)
         return Ended(**report)
 
-    def _last_words(self) -> str:
+    def _last_log_line(self) -> str:
         """Return the last output of a worker that has ended, or of bubblewrap."""
         if self._process is None or self._process.stderr is None:
             return ""

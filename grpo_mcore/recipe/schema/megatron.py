@@ -116,7 +116,7 @@ class PeftConfig(Section):
     lora_B_init_method: Literal["zero"] = "zero"
     """Initialisation of B. Zero means that training starts at the model itself."""
     refit: Literal["merged", "adapters"] = "merged"
-    """What a refit sends to the engines. merged: all weights, merged. adapters: the adapters alone, which vLLM then
+    """Content of a refit. merged: all weights, with the adapters added. adapters: the adapters alone, which vLLM then
     applies beside the weights that it has loaded from policy.model_name. It has none for experts, and not for every
     kind of layer. Read by algorithms/."""
 
@@ -152,7 +152,7 @@ class MegatronConfig(Section):
     activation_checkpointing: bool = False
     """Recompute activations in the backward pass instead of keeping them."""
     recompute_granularity: Literal["full", "selective"] = "full"
-    """What activation_checkpointing recomputes. full: whole layers, of which only the inputs are kept. selective: the
+    """Scope of activation_checkpointing. full: whole layers, of which only the inputs are kept. selective: the
     parts of a layer in recompute_modules."""
     recompute_modules: list[RecomputedPart] | None = None
     """Parts that are recomputed with recompute_granularity: selective. mlp: dense networks. moe: router, routed and

@@ -25,6 +25,7 @@ from grpo_mcore.cluster import Future, ObjectStore
 from grpo_mcore.data import DatumSpec
 from grpo_mcore.families import read_hf_config, shape_of
 from grpo_mcore.observe import Timeline, read_metrics
+from grpo_mcore.observe.logger import METRICS_FILE
 from grpo_mcore.observe.samples import read_samples, sample_steps
 from grpo_mcore.recipe import MasterConfig
 from grpo_mcore.rollout.group import Group
@@ -92,7 +93,7 @@ def recorded_step(run: Path, step: int, uids: Collection[str] = ()) -> tuple[lis
         if unknown := set(uids) - {row["uid"] for row in rows}:
             raise ReplayError(f"step {step} has no prompt {', '.join(sorted(unknown))}")
         rows = [row for row in rows if row["uid"] in uids]
-    lines = {line["step"]: line for line in read_metrics(run / "metrics.jsonl", "train")}
+    lines = {line["step"]: line for line in read_metrics(run / METRICS_FILE, "train")}
     metrics = {name: value for name, value in lines.get(step, {}).items() if isinstance(value, float | int)}
     if uids:  # the loss is of all samples
         metrics = {}

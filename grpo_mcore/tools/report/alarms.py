@@ -1,4 +1,4 @@
-"""What should worry the owner of a run, in plain words, each with the page or key that helps."""
+"""Warns of what may spoil a run, in plain words, each with the page or key that helps."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What each device of a run did in each second: every second of every device has exactly one entry.
+"""Accounts for the time of each device of a run: every second of it counts for exactly one activity.
 
 The driver's phases say what the policy's ranks do, the engines' calls what the engines do. Where several go on at a
 time on one device, the first in ORDER counts.
@@ -17,9 +17,10 @@ ORDER = (
     "validation", "checkpoint", "refit", "train", "log-probs", "prepare", "generate",
     "wait for rewards", "wait for samples", "wait for training", "other",
 )  # fmt: skip
-"""What a device can do, most telling first."""
+"""Activities of a device. Of several at a time the first one counts."""
 
 WAITS = ("wait for rewards", "wait for samples", "wait for training", "other")
+"""Those in which it computes nothing."""
 
 OF_ALL = {"validation": "validation", "refit": "refit"}
 OF_POLICY = {"checkpoint": "checkpoint", "train": "train", "logprobs": "log-probs", "prepare": "prepare"}

@@ -129,7 +129,7 @@ def _curves(run: RunFiles) -> dict[str, Any]:
 def _state(run: RunFiles) -> dict[str, Any]:
     """Return what the head of the page says."""
     policy, grpo = run.recipe.get("policy", {}), run.recipe.get("grpo", {})
-    silent = time.time() - run.last_sign
+    silent = time.time() - run.last_written
     if run.summary is not None:
         end = str(run.summary.get("end"))
     else:

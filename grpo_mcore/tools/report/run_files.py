@@ -1,4 +1,4 @@
-"""What a run has written, read back: also of one that is still going on, or that was killed."""
+"""Reads what a run has written, also while it goes on and after it was killed."""
 
 from __future__ import annotations
 
@@ -8,10 +8,10 @@ from pathlib import Path
 from typing import Any
 
 from grpo_mcore.observe import read_metrics
+from grpo_mcore.observe.logger import HYPERPARAMS_FILE, METRICS_FILE
 from grpo_mcore.observe.samples import SAMPLES_FOLDER, Kind, read_token_texts, sample_steps
 from grpo_mcore.observe.spans import read_events
 
-METRICS_FILE = "metrics.jsonl"
 PLACES = ("", "exp_*/", "logs/exp_*/", "*/exp_*/", "*/logs/exp_*/")
 """Where the log folder of a run may be, below the folder that a user names."""
 
@@ -50,7 +50,7 @@ class RunFiles:
         return self.recipe.get("grpo", {}).get("max_num_steps")
 
     @property
-    def last_sign(self) -> float:
+    def last_written(self) -> float:
         """Unix time of the last line that the run wrote, or of its start."""
         times = [line["unix_time"] for lines in self.metrics.values() for line in lines]
         times += [event["start"] + event["seconds"] for event in self.events if "seconds" in event]
@@ -62,7 +62,7 @@ def find_run(folder: Path) -> Path:
     """Return the log folder (exp_NNN) that `folder` is or holds; of several the one that was written to last. Raises
     NoRun."""
     found = {path.parent for place in PLACES for path in folder.glob(f"{place}{METRICS_FILE}")}
-    found |= {path.parent for place in PLACES for path in folder.glob(f"{place}hyperparams.json")}  # before step 1
+    found |= {path.parent for place in PLACES for path in folder.glob(f"{place}{HYPERPARAMS_FILE}")}  # before step 1
     if not found:
         raise NoRun(f"{folder} holds no run: there is no {METRICS_FILE} in it, nor in logs/exp_NNN below it")
     return max(found, key=lambda run: max(path.stat().st_mtime for path in run.glob("*.json*")))
@@ -79,7 +79,7 @@ def read_run(folder: Path) -> RunFiles:
         run,
         metrics,
         read_events(run),
-        _json(run / "hyperparams.json") or {},
+        _json(run / HYPERPARAMS_FILE) or {},
         _json(run / "summary.json"),
         samples,
         read_token_texts(run / SAMPLES_FOLDER),

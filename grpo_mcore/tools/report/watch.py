@@ -69,7 +69,7 @@ def screen(run: RunFiles, width: int, height: int, now: float) -> Group:
 def _head(run: RunFiles, width: int, now: float) -> list[Text]:
     grpo = run.recipe.get("grpo", {})
     done, most = (run.steps[-1] if run.steps else 0), run.max_steps or 0
-    silent = now - run.last_sign
+    silent = now - run.last_written
     state = f"over: {run.summary['end']}" if run.summary else f"last sign of life {duration(silent)} ago"
     title = Text.assemble(
         (state, "green" if run.summary or silent < 120 else "bold red"), "  ", (f"{run.folder}", "bold")

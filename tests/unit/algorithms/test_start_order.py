@@ -94,7 +94,7 @@ def test_the_start_tells_who_is_ready_and_what_the_late_ones_do(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     node, now = Node(), [0.0]
-    node.last_words = lambda worker: f"{worker} loads shard 3 of 8"  # type: ignore[attr-defined]
+    node.last_log_line = lambda worker: f"{worker} loads shard 3 of 8"  # type: ignore[attr-defined]
     monkeypatch.setattr("grpo_mcore.algorithms.setup.time.monotonic", lambda: now[0])
 
     def next_ready(things: list[Any], timeout_s: float, what: str, watch: Any = None) -> Any:

@@ -99,7 +99,7 @@ def test_older_files_make_room(tmp_path: Path) -> None:
 
 
 def test_a_kill_leaves_whole_files(tmp_path: Path) -> None:
-    """What a kill interrupts has another name, and a line of tokens that it cut off is left out."""
+    """A file that was not finished has another name, and a line of tokens that was cut off is left out."""
     writer = files(tmp_path)
     writer.add("train", 1, lambda: [row("a")])
     writer.close()

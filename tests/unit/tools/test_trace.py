@@ -14,6 +14,7 @@ from grpo_mcore.recipe import load_recipe
 from grpo_mcore.tools.plan.plan import make_plan, plan_config, plan_device, plan_shape
 from grpo_mcore.tools.plan.trace import TracedPhase, trace
 
+LIMITS = {"log-probs": 0.1, "optimizer": 0.01, "refit": 0.008}  # in a refit nothing of a pass may be left
 DISPATCHER = {"moe_utils:permute", "moe_utils:sort_chunks_by_idxs", "experts:forward"}
 
 
@@ -26,7 +27,8 @@ def traced(folder: Path, recipe: str, cut: dict[str, Any]) -> dict[str, TracedPh
     found = trace(config, plan, json.loads(path.read_text()))
     assert not torch.distributed.is_initialized()
     for phase in found:  # with few layers, what a forward pass needs at a time is a large part
-        assert phase.planned_bytes == pytest.approx(phase.peak_bytes, rel=0.1 if phase.name == "log-probs" else 0.05)
+        limit = LIMITS.get(phase.name, 0.05)
+        assert phase.planned_bytes == pytest.approx(phase.peak_bytes, rel=limit), phase.name
     return {phase.name: phase for phase in found if phase.stage == found[-1].stage}
 
 
