@@ -26,11 +26,6 @@ from grpo_mcore.families.spec import (
 def shape(config: dict[str, Any]) -> ModelShape:
     """Read a ModelShape from `config.json`."""
     require(config, attention_bias=False, rope_interleave=True)
-    if config.get("quantization_config"):
-        raise FamilyError(
-            f"config.json: quantization_config of a {config['model_type']} model; convert the checkpoint to bfloat16 "
-            "first"
-        )
     latent = LatentShape(
         query_rank=config.get("q_lora_rank"),
         key_value_rank=config["kv_lora_rank"],

@@ -34,6 +34,11 @@ def dense_shape(
     """Read a ModelShape from a Hugging Face `config.json`. `partial_rotary`: the family can rotate a part of each head.
     Raises FamilyError for unsupported values."""
     require(config, hidden_act="silu", use_sliding_window=False)
+    if config.get("quantization_config"):
+        raise FamilyError(
+            f"config.json: quantization_config of a {config['model_type']} model; convert the checkpoint to bfloat16 "
+            "first"
+        )
     if others := sorted(set(config.get("layer_types") or ()) - {"full_attention"}):
         raise FamilyError(
             f"config.json: layer_types {', '.join(others)} are not supported for {config['model_type']} models; only "
@@ -110,6 +115,7 @@ class Layer:
         expert: tuple[int, int] | None = None,
         buffer: bool = False,
         parts: tuple[int, ...] = (),
+        groups: int = 1,
     ) -> Param:
         """`fused`: vLLM's name within the layer if it fuses tensors or experts, or differs; else the tensor's name."""
         root = self.shape.engine_root
@@ -117,7 +123,7 @@ class Layer:
         name = "decoder.layers.{layer}." + name
         return Param(
             name, tensors, split, Stage.LAYER, self.index,
-            expert=expert, engine=engine, engine_form=form, buffer=buffer, parts=parts,
+            expert=expert, engine=engine, engine_form=form, buffer=buffer, parts=parts, groups=groups,
         )  # fmt: skip
 
 
@@ -174,6 +180,9 @@ def attention_params(layer: Layer) -> list[Param]:
         for part in ("q", "k"):
             norm = layer.hf(f"self_attn.{part}_norm.weight", d)
             found.append(layer.param(f"self_attention.{part}_layernorm.weight", Split.REPLICATED, norm))
+    for part, width in (("q", query), ("k", key_value)) if shape.wide_qk_norm else ():
+        norm = layer.hf(f"self_attn.{part}_norm.weight", width)
+        found.append(layer.param(f"self_attention.{part}_layernorm.weight", Split.ROWS, norm))
     output = layer.hf("self_attn.o_proj.weight", h, query)
     return [*found, layer.param("self_attention.linear_proj.weight", Split.COLUMNS, output)]
 

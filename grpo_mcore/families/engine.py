@@ -92,6 +92,8 @@ def check_engine_parallel(shape: ModelShape, tp_size: int, expert_parallel: bool
     wrong = [f"num_attention_heads {heads}"] if heads % tp_size else []
     if kv_heads % tp_size and tp_size % kv_heads:
         wrong.append(f"num_key_value_heads {kv_heads}")
+    if shape.wide_qk_norm and tp_size > kv_heads:
+        wrong.append(f"num_key_value_heads {kv_heads}, over which their norm is split")
     experts = shape.experts
     if (delta := shape.delta) is not None and delta.key_heads % tp_size:
         wrong.append(f"linear_num_key_heads {delta.key_heads}")
@@ -137,9 +139,9 @@ CPU_LATENT_HEAD = 576
 def engine_options(shape: ModelShape, *, gpu: bool = False) -> dict[str, Any]:
     """Return the settings (generation.EngineConfig) that an engine needs for this model."""
     if gpu:
-        return {"text_only": bool(shape.carried)}
+        return {"text_only": shape.engine_root != "model"}
     return {
-        "text_only": bool(shape.carried),
+        "text_only": shape.engine_root != "model",
         "prefix_caching": shape.mamba is None and shape.delta is None,
         "torch_rotary": shape.latent is not None,
     }

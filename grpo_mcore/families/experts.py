@@ -16,6 +16,14 @@ def expert_count(config: dict[str, Any]) -> int:
     raise FamilyError(f"config.json of a {config['model_type']} model lacks num_experts")
 
 
+def dense_layers(config: dict[str, Any]) -> tuple[int, ...]:
+    """Return the layers without experts of a Qwen config."""
+    every = config.get("decoder_sparse_step") or 1
+    layers = range(config["num_hidden_layers"])
+    listed = config.get("mlp_only_layers") or ()
+    return tuple(layer for layer in layers if (layer + 1) % every or layer in listed)
+
+
 def sigmoid_experts(config: dict[str, Any]) -> ExpertShape:
     """Read the experts of DeepSeek-V3 and its successors: sigmoid scores with a correction bias, groups of experts, a
     shared expert, dense first layers."""
@@ -48,6 +56,7 @@ def expert_params(
     up: str = "up_proj",
     down: str = "down_proj",
     shared: str = "shared_experts",
+    bias: str = "gate.e_score_correction_bias",
 ) -> LayerPart:
     """Return a function that declares a layer's experts, or its MLP if it has none, by these checkpoint names."""
 
@@ -61,8 +70,8 @@ def expert_params(
         router = layer.hf(f"{block}.gate.weight", experts.count, h)
         found = [layer.param("mlp.router.weight", Split.REPLICATED, router)]
         if experts.sigmoid:
-            bias = layer.hf(f"{block}.gate.e_score_correction_bias", experts.count, float32=True)
-            found.append(layer.param("mlp.router.expert_bias", Split.REPLICATED, bias, buffer=True))
+            correction = layer.hf(f"{block}.{bias}", experts.count, float32=True)
+            found.append(layer.param("mlp.router.expert_bias", Split.REPLICATED, correction, buffer=True))
         fused = f"{block}.experts.routed_experts"  # vLLM fuses all experts
         for index in range(experts.count):
             expert = (index, experts.count)

@@ -1,6 +1,6 @@
-"""Qwen3.5, 3.6 and 3.8: three of four layers are Gated DeltaNet mixers, the fourth has attention with an output gate
-and partial rotary embeddings; norms scale by 1 + weight; with or without experts. Of vision models the text part is
-trained, for which their three-dimensional positions are plain ones; exports copy the rest."""
+"""Qwen3-Next, Qwen3.5, 3.6 and 3.8: three of four layers are Gated DeltaNet mixers, the fourth has attention with an
+output gate and partial rotary embeddings; norms scale by 1 + weight; with or without experts. Of vision models the text
+part is trained, for which their three-dimensional positions are plain ones; exports copy the rest."""
 
 from __future__ import annotations
 
@@ -8,8 +8,8 @@ from dataclasses import replace
 from typing import Any
 
 from grpo_mcore.families.dense import Layer, attention_params, decoder_params, dense_shape, mlp_params
-from grpo_mcore.families.experts import expert_count, expert_params
-from grpo_mcore.families.spec import DeltaShape, ExpertShape, ModelShape, Param, Split, require
+from grpo_mcore.families.experts import dense_layers, expert_params
+from grpo_mcore.families.spec import DeltaShape, EngineForm, ExpertShape, ModelShape, Param, Split, require
 
 
 def shape(config: dict[str, Any]) -> ModelShape:
@@ -22,17 +22,18 @@ def shape(config: dict[str, Any]) -> ModelShape:
             engine_root="language_model.model",
             carried=("model.visual.", "mtp."),
         )
-    require(config, attention_bias=False)
+    require(config, attention_bias=False, norm_topk_prob=True)
     layers, every = range(config["num_hidden_layers"]), config.get("full_attention_interval", 4)
     kinds = config.get("layer_types") or [
         "full_attention" if (i + 1) % every == 0 else "linear_attention" for i in layers
     ]
     experts = None
-    if "moe" in config["model_type"]:
+    if "num_experts" in config:
         experts = ExpertShape(
-            count=expert_count(config),
+            count=config["num_experts"],
             active=config["num_experts_per_tok"],
             ffn_hidden_size=config["moe_intermediate_size"],
+            dense_layers=dense_layers(config),
             shared_ffn_hidden_size=config["shared_expert_intermediate_size"],
             shared_gate=True,
         )
@@ -49,8 +50,9 @@ def shape(config: dict[str, Any]) -> ModelShape:
         key_dim=config["linear_key_head_dim"],
         value_dim=config["linear_value_head_dim"],
         kernel=config["linear_conv_kernel_dim"],
+        inputs_by_head=config["model_type"] == "qwen3_next",
     )
-    return replace(found, delta=delta, output_gate=True, centered_norms=True)
+    return replace(found, delta=delta, output_gate=True, centered_norms=True, carried=("mtp.",))
 
 
 def params(shape: ModelShape) -> tuple[Param, ...]:
@@ -70,6 +72,9 @@ def _mixer(layer: Layer) -> list[Param]:
         return layer.param(f"self_attention.{name}", split, layer.hf(f"linear_attn.{name}", *size), **how)
 
     def fused(name: str, rows: dict[str, int], parts: tuple[int, ...]) -> Param:
+        if delta.inputs_by_head:  # vLLM reorders what they return
+            form = EngineForm(Split.ROWS)
+            return part(f"{name}.weight", Split.PARTS, sum(parts), h, parts=parts, groups=delta.key_heads, form=form)
         tensors = [layer.hf(f"linear_attn.in_proj_{kind}.weight", count, h) for kind, count in rows.items()]
         own = f"self_attention.{name}.weight"
         return layer.param(own, Split.PARTS, *tensors, fused=f"linear_attn.{name}.weight", parts=parts)

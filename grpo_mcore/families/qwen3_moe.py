@@ -5,20 +5,18 @@ from __future__ import annotations
 from typing import Any
 
 from grpo_mcore.families.dense import attention_params, decoder_params, dense_shape
-from grpo_mcore.families.experts import expert_count, expert_params
+from grpo_mcore.families.experts import dense_layers, expert_count, expert_params
 from grpo_mcore.families.spec import ExpertShape, ModelShape, Param, require
 
 
 def shape(config: dict[str, Any]) -> ModelShape:
     """Read a ModelShape from `config.json`."""
     require(config, attention_bias=False)
-    layers, every = range(config["num_hidden_layers"]), config.get("decoder_sparse_step", 1)
-    dense = set(config.get("mlp_only_layers") or ()) | {i for i in layers if (i + 1) % every}
     experts = ExpertShape(
         count=expert_count(config),
         active=config["num_experts_per_tok"],
         ffn_hidden_size=config["moe_intermediate_size"],
-        dense_layers=tuple(sorted(dense)),
+        dense_layers=dense_layers(config),
         normalized=config.get("norm_topk_prob", False),
     )
     return dense_shape(config, family="qwen3_moe", qkv_bias=False, qk_norm=True, experts=experts)

@@ -10,16 +10,27 @@ from pathlib import Path
 from types import MappingProxyType, ModuleType
 from typing import Any
 
-from grpo_mcore.families import deepseek_v3, glm4_moe, llama, mixtral, nemotron_h, qwen2, qwen3, qwen3_5, qwen3_moe
+from grpo_mcore.families import (
+    deepseek_v3,
+    glm4_moe,
+    llama,
+    minimax_m2,
+    mixtral,
+    nemotron_h,
+    qwen2,
+    qwen3,
+    qwen3_5,
+    qwen3_moe,
+)
 from grpo_mcore.families.dense import dense_flops
 from grpo_mcore.families.spec import FamilyError, ModelShape, Param
 
-MODULES = (qwen2, qwen3, llama, qwen3_moe, mixtral, deepseek_v3, glm4_moe, nemotron_h)
+MODULES = (qwen2, qwen3, llama, qwen3_moe, mixtral, deepseek_v3, glm4_moe, minimax_m2, nemotron_h)
 FAMILIES: dict[str, ModuleType] = {module.__name__.rpartition(".")[2]: module for module in MODULES}
 """Modules by name, which is the `model_type` of `config.json`."""
 # Architectures with other names, or several.
 FAMILIES |= dict.fromkeys(("kimi_k2", "glm4_moe_lite"), deepseek_v3)
-FAMILIES |= dict.fromkeys(("qwen3_5", "qwen3_5_text", "qwen3_5_moe", "qwen3_5_moe_text"), qwen3_5)
+FAMILIES |= dict.fromkeys(("qwen3_next", "qwen3_5", "qwen3_5_text", "qwen3_5_moe", "qwen3_5_moe_text"), qwen3_5)
 
 OPTIONAL = ("rope_parameters", "rope_scaling", "rope_theta", "max_position_embeddings", "sliding_window")
 """Keys of a Hugging Face config that many models leave at their default."""

@@ -126,6 +126,7 @@ class DeltaShape:
     key_dim: int  # of a head
     value_dim: int
     kernel: int  # width of the convolution, in tokens
+    inputs_by_head: bool = False  # one tensor has the input projections of key head after key head
     chunk: int = 64  # tokens that are computed at a time
 
     @property
@@ -167,6 +168,7 @@ class ModelShape:
     tied_embeddings: bool
     qkv_bias: bool
     qk_norm: bool
+    wide_qk_norm: bool = False  # norms of queries and keys take all heads together; qk_norm is then False
     rotary_fraction: float = 1.0  # part of each head that rotates with the position; the rest has no position
     experts: ExpertShape | None = None  # None: no layer has experts
     latent: LatentShape | None = None  # None: grouped-query attention
@@ -251,7 +253,8 @@ class Param:
     last stage), so it is loaded but never exported. `expert`: (index, number of experts) of an expert's weight, which
     belongs to one expert-parallel rank and is split over expert-tensor-parallel ranks. `engine`: vLLM's parameter that
     these tensors fill, alone or fused (see `families.engine`), in the form `engine_form`; None if only vLLM's own
-    loading can place them. `buffer`: not trained. `parts`: rows of the blocks of Split.PARTS.
+    loading can place them. `buffer`: not trained. `parts`: rows of the blocks of Split.PARTS. `groups`: how many groups of
+    rows the tensor has, each with an equal share of every block; in the parameter the blocks are whole.
     """
 
     megatron: str
@@ -265,6 +268,7 @@ class Param:
     engine_form: EngineForm = SAME_FORM
     buffer: bool = False
     parts: tuple[int, ...] = ()
+    groups: int = 1
 
     @property
     def engine_split(self) -> Split:
@@ -326,6 +330,8 @@ def pieces(param: Param, shape: ModelShape, tp_rank: int, tp_size: int) -> list[
             count = gate.shape[0] // tp_size
             return [rows(gate, tp_rank * count, count, 0), rows(up, tp_rank * count, count, count)]
         case Split.PARTS:
+            if param.groups > 1:
+                return _grouped_pieces(param, tp_rank, tp_size, rows)
             return _part_pieces(param, tp_rank, tp_size, rows)
         case Split.QKV | Split.GATED_QKV:
             return _qkv_pieces(param, shape, tp_rank, tp_size, rows)
@@ -342,6 +348,19 @@ def _part_pieces(
         count = part // tp_size
         found.append(rows(tensor, whole + tp_rank * count, count, at))
         whole, at = whole + part, at + count
+    return found
+
+
+def _grouped_pieces(
+    param: Param, tp_rank: int, tp_size: int, rows: Callable[[HfTensor, int, int, int], Piece]
+) -> list[Piece]:
+    local, shares = param.groups // tp_size, [part // param.groups for part in param.parts]
+    found = []
+    for group in range(local):
+        whole, at = (tp_rank * local + group) * sum(shares), 0
+        for share in shares:
+            found.append(rows(param.hf[0], whole, share, at + group * share))
+            whole, at = whole + share, at + local * share
     return found
 
 

@@ -4,6 +4,9 @@
   it. Per norm that is six passes over float32 copies: 190 to 330 us against 50 for 128 rows of 512 in bfloat16.
 - Experts without a gate (Nemotron 3): vLLM 0.32 refuses them on CPU. Superfluous once its `CPUUnquantizedExperts`
   supports the activation RELU2_NO_MUL.
+- Sigmoid scores with a correction bias and without groups (MiniMax-M2): vLLM 0.32's router for CPU has them in groups
+  only.
+  Superfluous once it takes them without.
 - Gated DeltaNet mixers (Qwen3.5): vLLM 0.32's CPU kernels take bfloat16 and heads of 64 and 128 only. Superfluous once
   they take float32 and all sizes.
 - Qwen3.5's file imports an image processor that needs torchvision, which text models do without; transformers has the
@@ -34,6 +37,7 @@ def register_cpu_kernels() -> None:
     current_platform.import_kernels()
     _register_norms()
     _allow_experts_without_gate()
+    _route_sigmoid_scores_without_groups()
     _replace_gated_delta_net()
     _do_without_torchvision()
 
@@ -96,6 +100,21 @@ def _allow_experts_without_gate() -> None:
     theirs._supports_no_act_and_mul = staticmethod(lambda: True)
     theirs._supports_activation = staticmethod(lambda activation: activation is ungated or supports(activation))
     theirs.process_weights_after_loading, theirs.apply = keep_unpacked, compute
+
+
+def _route_sigmoid_scores_without_groups() -> None:
+    from vllm.model_executor.layers.fused_moe.router.cpu_router import CPURouter
+
+    theirs: Any = CPURouter
+    route = theirs._compute_routing
+
+    def compute_routing(self: Any, *arguments: Any, **named: Any) -> tuple[Tensor, Tensor]:
+        if self.scoring_func == "sigmoid" and not self.use_grouped_topk:  # one group of all experts
+            self.use_grouped_topk, self.num_expert_group, self.topk_group = True, 1, 1
+        routing: tuple[Tensor, Tensor] = route(self, *arguments, **named)
+        return routing
+
+    theirs._compute_routing = compute_routing
 
 
 def squared_relu_experts(output: Tensor, x: Tensor, up: Tensor, down: Tensor, weights: Tensor, chosen: Tensor) -> None:

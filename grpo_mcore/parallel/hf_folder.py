@@ -99,7 +99,7 @@ class HfFolderWriter:
         for name, params in self.files.items():
             _create_file(self.folder / name, tensors_of(params), self.dtype)
         carried = self._carry(source)
-        if len(self.files) > 1 or carried:
+        if len(self.files) > 1 or self._carried:
             tensors = {name: tensors_of(params) for name, params in self.files.items()}
             where = {tensor.name: name for name, found in tensors.items() for tensor in found}
             size = sum(_nbytes(tensor, self.dtype) for found in tensors.values() for tensor in found)
@@ -114,7 +114,8 @@ class HfFolderWriter:
             return {}
         reader = SafetensorsFolder(source)
         found = {name: file.get_tensor(name) for name, file in reader.where.items() if name.startswith(self._carried)}
-        save_file(found, self.folder / CARRIED, metadata={"format": "pt"})
+        if found:
+            save_file(found, self.folder / CARRIED, metadata={"format": "pt"})
         return found
 
     def write(self, name: str, slices: Iterable[tuple[str, Box, Tensor]]) -> None:

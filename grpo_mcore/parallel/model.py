@@ -31,7 +31,7 @@ from grpo_mcore.parallel.experts import Experts, GroupedExperts, LatentMoELayer
 from grpo_mcore.parallel.layout import Layout
 from grpo_mcore.parallel.logprobs import Cut, token_scores
 from grpo_mcore.parallel.mamba import MambaMixer
-from grpo_mcore.parallel.norm import CpuRMSNorm, RMSNorm
+from grpo_mcore.parallel.norm import CpuRMSNorm, RMSNorm, WideHeadNorm
 from grpo_mcore.parallel.platform import Platform
 from grpo_mcore.parallel.router_replay import RoutersOfChunk
 from grpo_mcore.parallel.settings import transformer_config
@@ -192,10 +192,13 @@ def block_spec(
         core = ModuleSpec(module=PackedAttention, params={"platform": platform})
         down = ColumnParallelLinear
     if shape.latent is None:
-        head_norm = norm if shape.qk_norm else IdentityOp
+        of_query = of_key = norm if shape.qk_norm else IdentityOp
+        if shape.wide_qk_norm:
+            heads = (shape.num_heads, shape.num_kv_heads)
+            of_query, of_key = (ModuleSpec(module=WideHeadNorm, params={"heads": count}) for count in heads)
         attention_class: type = SelfAttention
         attention: Any = SelfAttentionSubmodules(
-            linear_qkv=column, core_attention=core, linear_proj=row, q_layernorm=head_norm, k_layernorm=head_norm
+            linear_qkv=column, core_attention=core, linear_proj=row, q_layernorm=of_query, k_layernorm=of_key
         )
     else:
         attention_class = MLASelfAttention if platform.transformer_engine else LatentAttention

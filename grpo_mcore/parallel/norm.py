@@ -6,9 +6,16 @@ pass.
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Any
 
 import torch
+from megatron.core import parallel_state
+from megatron.core.tensor_parallel import (
+    copy_to_tensor_model_parallel_region,
+    reduce_from_tensor_model_parallel_region,
+)
+from megatron.core.transformer.utils import make_sharded_tensors_for_checkpoint
 from torch import Tensor
 
 SLICE_BYTES = 1 << 19
@@ -41,6 +48,37 @@ class CpuRMSNorm(RMSNorm):
 
     def forward(self, x: Tensor) -> Tensor:
         return rms_norm(x, self.scale(), self.eps)
+
+
+class WideHeadNorm(torch.nn.Module):
+    """RMS norm over the heads of all tensor-parallel ranks together: x [t, 1, heads / TP, d] -> the same shape.
+
+    Has the constructor that Megatron-Core's attention calls for norms of single heads. `heads`: of the whole model.
+    """
+
+    def __init__(self, config: Any, hidden_size: int, eps: float = 1e-5, *, heads: int, **_: Any) -> None:
+        super().__init__()
+        self.eps, self.width = eps, heads * hidden_size
+        local = self.width // config.tensor_model_parallel_size
+        self.weight = torch.nn.Parameter(torch.ones(local, dtype=config.params_dtype))
+
+    def forward(self, x: Tensor) -> Tensor:
+        values = x.flatten(-2).float()
+        squares = reduce_from_tensor_model_parallel_region(values.square().sum(-1, keepdim=True))
+        # Every rank's heads depend on the sum: its gradient is the sum over the ranks.
+        squares = copy_to_tensor_model_parallel_region(squares)
+        normed = values * torch.rsqrt(squares / self.width + self.eps) * self.weight.float()
+        return normed.to(x.dtype).view(x.shape)
+
+    def sharded_state_dict(
+        self, prefix: str = "", sharded_offsets: Any = (), metadata: Mapping[str, Any] | None = None
+    ) -> dict[str, Any]:
+        """Return Megatron-Core's sharded tensors, by position in the whole model."""
+        assert metadata is not None
+        return make_sharded_tensors_for_checkpoint(
+            self.state_dict(keep_vars=True), prefix, {"weight": 0}, sharded_offsets,
+            tp_group=parallel_state.get_tensor_model_parallel_group(), dp_cp_group=metadata["dp_cp_group"],
+        )  # fmt: skip
 
 
 def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:

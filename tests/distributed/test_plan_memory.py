@@ -44,7 +44,8 @@ CASES = [
     ("nemotron_h", LayoutCase("TP2-SP", tensor=2, sequence_parallel=True), {}),
     ("nemotron_h_latent", LayoutCase("EP2", data=2, expert=2), {}),
     ("glm4_moe", LayoutCase("TP1"), {}),
-    ("qwen3_5_text", LayoutCase("TP1-bf16"), BF16),
+    ("minimax_m2", LayoutCase("TP2-SP", tensor=2, sequence_parallel=True), {}),
+    ("qwen3_next", LayoutCase("TP1-bf16"), BF16),
     ("qwen3_5_text", LayoutCase("TP2-SP", tensor=2, sequence_parallel=True), {}),
 ]
 

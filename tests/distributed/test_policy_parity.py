@@ -31,7 +31,8 @@ LATER = {
     "glm4_moe": "TP2-SPxPP2-EP2",
     "nemotron_h_latent": "TP2-SPxPP2-EP2",
     "qwen3_5_text": "TP2-SPxCP2",
-    "qwen3_5_moe_text": "TP2-SPxPP2-EP2",
+    "qwen3_next": "TP2-SPxPP2-EP2",
+    "minimax_m2": "TP2-SPxPP2-EP2",
 }
 FAMILIES = DENSE | MOE | HYBRID | {family: {} for family in LATER}
 LIKE_ANOTHER = ("qwen2", "llama", "mixtral", "nemotron_h")

@@ -105,6 +105,15 @@ CHECKPOINTS = {
         "Glm4Moe",
         {"n_routed_experts": 4, "moe_intermediate_size": 8, "head_dim": 8, "attention_bias": True, "use_qk_norm": True},
     ),
+    "minimax_m2": ("MiniMaxM2", {"num_local_experts": 4, "head_dim": 8, "rotary_dim": 4}),
+    "qwen3_next": (
+        "Qwen3Next",
+        {
+            "head_dim": 8, "num_experts": 4, "moe_intermediate_size": 8, "shared_expert_intermediate_size": 12,
+            "layer_types": ["linear_attention", "full_attention"], "linear_num_key_heads": 2, "mlp_only_layers": [0],
+            "linear_num_value_heads": 4, "linear_key_head_dim": 6, "linear_value_head_dim": 10,
+        },
+    ),
     "deepseek_v3": (
         "DeepseekV3",
         {
