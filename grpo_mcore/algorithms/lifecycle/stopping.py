@@ -39,9 +39,11 @@ class StopRequest:
         self._reason: str | None = None
         self._save_by = save_by
         self._interruptible = False
+        self._interrupted = False
 
     @property
     def reason(self) -> str | None:
+        self._raise_if_interrupted()
         if self._save_by is not None and time.time() >= self._save_by:
             self.ask("checkpointing.checkpoint_must_save_by has come")
         return self._reason
@@ -74,14 +76,25 @@ class StopRequest:
 
     def check(self) -> None:
         """Raise StopNow if an urgent request interrupts this wait. To be called only where nothing is half done."""
+        self._raise_if_interrupted()
         if self._interruptible and self.at_once:
             raise StopNow
+
+    def interrupt(self) -> None:
+        """Raise KeyboardInterrupt. Where Python drops it, as in a finalizer or a hook of a fork, the loop raises it
+        again at its next look at this request."""
+        self._interrupted = True
+        raise KeyboardInterrupt
+
+    def _raise_if_interrupted(self) -> None:
+        if self._interrupted and self.stage == "loop":
+            raise KeyboardInterrupt
 
 
 @contextmanager
 def on_signal(save_by: float | None = None) -> Iterator[StopRequest]:
-    """Let SIGUSR1 ask the run to stop after its step. Batch systems send it before the time limit, also to a run that
-    only starts: one that came while the signal was blocked (`supervise`) is heard too.
+    """Let SIGUSR1 ask the run to stop after its step, and Ctrl-C interrupt it. Batch systems send SIGUSR1 before the
+    time limit, also to a run that only starts: one that came while the signal was blocked (`supervise`) is heard too.
 
     Threads other than the main one get no signals; there, only `ask` makes the request.
     """
@@ -93,12 +106,16 @@ def on_signal(save_by: float | None = None) -> Iterator[StopRequest]:
     def note(number: int, _frame: FrameType | None) -> None:
         request.ask("SIGUSR1 asked the run to stop")
 
-    before = signal.signal(signal.SIGUSR1, note)
+    handlers = {signal.SIGUSR1: note}
+    if signal.getsignal(signal.SIGINT) is not signal.SIG_IGN:  # nohup
+        handlers[signal.SIGINT] = lambda number, _frame: request.interrupt()
+    before = {number: signal.signal(number, handler) for number, handler in handlers.items()}
     signal.pthread_sigmask(signal.SIG_UNBLOCK, [signal.SIGUSR1, signal.SIGINT])
     try:
         yield request
     finally:
-        signal.signal(signal.SIGUSR1, before)
+        for number, handler in before.items():
+            signal.signal(number, handler)
 
 
 @contextmanager
@@ -112,7 +129,7 @@ def on_sigterm(request: StopRequest) -> Iterator[None]:
     def note(number: int, frame: FrameType | None) -> None:
         if request.at_once:
             signal.signal(signal.SIGTERM, signal.SIG_IGN)
-            raise KeyboardInterrupt
+            request.interrupt()
         request.ask("SIGTERM asked the run to stop", at_once=True)
         if request.stage == "start":
             raise Terminated

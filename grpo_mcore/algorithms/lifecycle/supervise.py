@@ -170,6 +170,7 @@ def _forward_signals(child: _Child) -> Iterator[None]:
 
     heard = [number for number in FORWARDED if signal.getsignal(number) is not signal.SIG_IGN]  # nohup: no SIGINT
     before = {number: signal.signal(number, forward) for number in heard}
+    signal.pthread_sigmask(signal.SIG_UNBLOCK, heard)  # whoever started this process may have blocked them
     try:
         yield
     finally:

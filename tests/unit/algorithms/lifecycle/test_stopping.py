@@ -82,6 +82,27 @@ def test_sigterm_at_any_instruction_interrupts_no_work_between_two_waits() -> No
         assert stop.at_once and read == recorded
 
 
+@pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")
+def test_ctrl_c_that_python_drops_is_raised_at_the_next_look() -> None:
+    """Exceptions in finalizers and in the hooks of a fork are ignored, Ctrl-C among them."""
+
+    class Finalized:
+        def __del__(self) -> None:
+            os.kill(os.getpid(), signal.SIGINT)
+            time.sleep(0.1)
+            reached.append("the end")
+
+    reached: list[str] = []
+    before = signal.getsignal(signal.SIGINT)
+    with on_signal() as stop:
+        Finalized()  # deleted at once
+        stop.check()  # the start has no looks of its own
+        with pytest.raises(KeyboardInterrupt), stop.heeded():
+            stop.check()
+        assert stop.reason is None  # the run is ending already
+    assert signal.getsignal(signal.SIGINT) == before and not reached
+
+
 def test_sigterm_outside_of_a_wait_only_asks() -> None:
     stop = StopRequest()
     with on_sigterm(stop), stop.heeded():

@@ -101,6 +101,17 @@ def test_signals_are_passed_on_once(
     assert code == expected and time.monotonic() - began < 60
 
 
+def test_signals_that_the_starting_program_had_blocked_are_heard() -> None:
+    child = module._Child()
+    before = signal.pthread_sigmask(signal.SIG_BLOCK, module.FORWARDED)
+    try:
+        with module._forward_signals(child):
+            signal.pthread_kill(threading.get_ident(), signal.SIGUSR1)
+            assert child.asked == signal.SIGUSR1
+    finally:
+        signal.pthread_sigmask(signal.SIG_SETMASK, before)
+
+
 @pytest.mark.slow
 def test_the_run_ends_with_its_supervisor(tmp_path: Path) -> None:
     program = (
