@@ -120,11 +120,14 @@ class RaySession:
             with open(target, "wb", opener=lambda path, flags: os.open(path, flags, 0o600)) as file:
                 file.write(content)
 
-        if self.started_here:
-            shutil.copytree(
-                self.reaper.folder / RAYS_OWN / "session_latest" / "logs", to, dirs_exist_ok=True, copy_function=copy
-            )
+        if not self.started_here:
+            return
+        logs = self.reaper.folder / RAYS_OWN / "session_latest" / "logs"
+        try:
+            shutil.copytree(logs, to, dirs_exist_ok=True, copy_function=copy)
             to.chmod(0o700)
+        except OSError as error:  # such as a full disk: the death is the news
+            logger.warning("Ray's logs cannot be copied to %s: %s", to, error)
 
 
 def _attach(address: str) -> None:

@@ -109,11 +109,13 @@ def test_no_file_has_a_secret_and_only_their_owner_can_read_rays(cluster, abacus
     assert (cluster.log_dir / "abacus.log").stat().st_mode & 0o777 == 0o644 & ~umask
 
 
-def test_copied_logs_are_redacted(cluster, tmp_path):
+def test_copied_logs_are_redacted(cluster, tmp_path, package_log):
     log = folder(cluster) / "r" / "session_latest" / "logs" / "chatty.log"
     log.write_text(f"token={WANTED}; on=1")
     cluster._session.copy_logs(tmp_path / "ray", [WANTED, "1"])
     assert (tmp_path / "ray" / "chatty.log").read_text() == "token=(hidden); on=1"
+    cluster._session.copy_logs(log / "ray", [])  # such a folder cannot be made; the run goes on
+    assert "Ray's logs cannot be copied" in package_log.text
     log.unlink()
 
 

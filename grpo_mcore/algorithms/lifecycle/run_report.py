@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import math
 import time
 from collections.abc import Callable, Mapping, Sequence
@@ -26,6 +27,8 @@ from grpo_mcore.recipe import (
 )
 from grpo_mcore.refit.refit import RefitReport
 from grpo_mcore.rollout.group import Group
+
+logger = logging.getLogger(__name__)
 
 
 class Comparison(Protocol):
@@ -321,8 +324,11 @@ class RunReport:
             self.console.note("\n".join(["", *compared.text()]))
         if worked:
             title = f"GRPO of {self.config.policy.model_name}"
-            reward_curve_png(curve, self._rewards, courses, title=title)
-            write_summary(summary, values)
+            try:
+                write_summary(summary, values)
+                reward_curve_png(curve, self._rewards, courses, title=title)
+            except OSError as error:  # a full disk must not change the end of a run
+                logger.warning("the summary or the reward curve cannot be written to %s: %s", folder, error.strerror)
         spent = ", ".join(f"{name} {value:.0f}" for name, value in phases.items() if value >= 0.5)
         facts = {"end": reason, "time": f"{sum(phases.values()):.0f} s: {spent}"}
         if worked:

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import errno
 import json
+import os
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
+from matplotlib.figure import Figure
 
 from grpo_mcore.algorithms.checkpointing.checkpoints import first_save_state
 from grpo_mcore.algorithms.lifecycle.run_report import RunReport
@@ -89,4 +92,22 @@ def test_graded_rewards_end_with_their_mean_and_parts(tmp_path: Path, capsys: py
     assert "reward/form  0.000 at the first validation, 0.375 at the last" in capsys.readouterr().out
     assert summary["val_accuracy_after"] is None and summary["val_reward_after"] == 0.75
     assert (summary["val_reward/form_before"], summary["val_reward/form_after"]) == (0.0, 0.375)
+    report.logger.close()
+
+
+def test_files_that_cannot_be_written_do_not_change_the_end(
+    tmp_path: Path, package_log: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The disk is full when the run is over."""
+
+    def full(*_args: Any, **_named: Any) -> None:
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    monkeypatch.setattr(Figure, "savefig", full)
+    report = new_report(tmp_path)
+    report.validation(1, Validation({"accuracy": 0.5, "reward": 0.5}, [], 1.0))
+    report.state["current_step"] = 1
+    assert report.finish("done")["end"] == "done"
+    assert "cannot be written" in package_log.text and "No space left" in package_log.text
+    assert (report.logger.log_dir / "summary.json").exists()
     report.logger.close()
