@@ -53,7 +53,7 @@ class Disturbance:
 
 KINDS = {
     "TERM": (143,), "USR1": (75,), "INT": (130,), "KILL": (-9,), "STOP": (), "TERM TERM": (143, 130),
-    "disk": (73,), "clock": (), "slow store": (), "lost object": (1,),
+    "disk": (73, 1), "clock": (), "slow store": (), "lost object": (1,),
 }  # fmt: skip
 
 
@@ -134,9 +134,15 @@ def act(disturbed: Disturbance, pid: int, folder: Path) -> None:
 def _since(disturbed: Disturbance | None, folder: Path) -> Callable[[], float]:
     """Return a function for the seconds since the start of the run or of its loop, below 0 before that."""
     begun = [] if disturbed is not None and disturbed.in_loop else [time.monotonic()]
+    ledger = folder / "checkpoints" / "ledger.jsonl"
+
+    def size() -> int:
+        return ledger.stat().st_size if ledger.exists() else 0
+
+    at_first = size()
 
     def since() -> float:
-        if not begun and (folder / "checkpoints" / "ledger.jsonl").exists():
+        if not begun and size() > at_first:
             begun.append(time.monotonic())
         return time.monotonic() - begun[0] if begun else -1.0
 
@@ -164,8 +170,9 @@ def patch(disturbed: Disturbance | None, folder: Path) -> None:
         LocalStore.fetch_many = fetch_many  # type: ignore[method-assign]
 
 
-def check(folder: Path, disturbed: Disturbance, code: int) -> None:
-    """Assert that the exit code tells the truth, and that the ledger has no flaw."""
+def check(folder: Path, disturbed: Disturbance, code: int, steps: int = STEPS) -> int:
+    """Assert that the exit code tells the truth, and that the ledger has no flaw. Return the step of the newest
+    checkpoint. `steps`: the planned end."""
     assert code in (0, *disturbed.codes), f"exit code {code} after {disturbed}"
     checkpoints = folder / "checkpoints"
     newest = CheckpointManager(CheckpointingConfig(checkpoint_dir=str(checkpoints))).latest()
@@ -175,12 +182,15 @@ def check(folder: Path, disturbed: Disturbance, code: int) -> None:
     trained = found.steps if found else 0
     assert not found or not found.flaws, found
     if code == 0:
-        assert saved == STEPS == trained
+        assert saved == steps == trained
     elif code in (75, 143):
         assert saved == trained, f"{code}: step {trained} is trained, step {saved} is saved"
     elif code == 73:
         assert saved < trained
+    elif code == 1 and disturbed.kind == "disk":
+        assert not found, "only a run that has not begun may end for want of space"
     assert code in (-9, 130) or not list(checkpoints.glob("tmp_*"))
+    return saved
 
 
 def outcome(folder: Path) -> list[dict[str, Any]]:
