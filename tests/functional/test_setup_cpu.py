@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import ensurepip
+import hashlib
 import os
 import re
 import shutil
 import subprocess
 import sys
+import zipfile
 from pathlib import Path
 
 import pytest
@@ -60,10 +62,27 @@ def test_no_cpu_build_of_torch(checkout: Path) -> None:
     assert "http://127.0.0.1:9/nothing" in done.stderr
 
 
+def test_a_package_with_another_hash_is_refused(tmp_path: Path) -> None:
+    """The lock holds for Python 3.11; other versions have other files."""
+    wheel = tmp_path / "harmless-1.0-py3-none-any.whl"
+    with zipfile.ZipFile(wheel, "w") as file:
+        file.writestr("harmless-1.0.dist-info/METADATA", "Metadata-Version: 2.1\nName: harmless\nVersion: 1.0\n")
+        file.writestr("harmless-1.0.dist-info/WHEEL", "Wheel-Version: 1.0\nRoot-Is-Purelib: true\nTag: py3-none-any\n")
+        file.writestr("harmless-1.0.dist-info/RECORD", "")
+    lock = tmp_path / "some.lock"
+    found = hashlib.sha256(wheel.read_bytes()).hexdigest()
+    for digest, code in ((found, 0), ("0" * 64, int(sys.version_info[:2] == (3, 11)))):
+        lock.write_text(f"# a comment\nharmless==1.0 --hash=sha256:{digest}\n")
+        words = [sys.executable, lock, "all", "--dry-run", "--no-index", "--find-links", tmp_path]
+        done = subprocess.run([ROOT / "scripts" / "install_locked.sh", *words], capture_output=True, text=True)
+        assert done.returncode == code, done.stderr
+        assert ("DO NOT MATCH THE HASHES" in done.stderr) == bool(code)
+
+
 def test_a_finished_one_is_left_alone(checkout: Path) -> None:
     (checkout / ".venv" / "bin").mkdir(parents=True)
     (checkout / ".venv" / "bin" / "python").symlink_to(sys.executable)
-    files = ("pyproject.toml", "requirements/cpu.lock", "scripts/setup_cpu.sh")
+    files = ("pyproject.toml", "requirements/cpu.lock", "scripts/setup_cpu.sh", "scripts/install_locked.sh")
     made_from = f"{checkout}\n".encode() + b"".join((checkout / name).read_bytes() for name in files)
     digest = subprocess.run(["sha256sum"], input=made_from, capture_output=True, check=True).stdout
     (checkout / ".venv" / ".ready").write_bytes(digest)
