@@ -60,7 +60,8 @@ def layer_bytes(
     the result is too high.
     """
     block = shape.blocks[layer] if shape.blocks else None
-    entry = rank.share * (_norm(shape.hidden_size, 1, rank) + rank.element * shape.hidden_size)
+    norms = 2 if shape.sandwich_norms else 1
+    entry = rank.share * (norms * _norm(shape.hidden_size, 1, rank) + rank.element * shape.hidden_size)
     found = 0.0
     if block is Block.MAMBA:
         assert shape.mamba is not None
@@ -85,7 +86,7 @@ def _network(shape: ModelShape, rank: Rank, *, weighted: bool = False) -> int:
     These are SwiGLU's two inputs, its parts and its output, or squared ReLU's output before and after the square.
     `weighted`: the output is scaled by the router's weight.
     """
-    fused = rank.kernels == "transformer_engine" and not shape.blocks
+    fused = rank.kernels == "transformer_engine" and not shape.blocks and shape.activation == "silu"
     return 3 if fused else (2 if shape.blocks else 5) + weighted
 
 

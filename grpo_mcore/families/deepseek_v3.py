@@ -1,12 +1,15 @@
-"""DeepSeek-V3, Kimi-K2, Moonlight, GLM-4.7-Flash: latent attention, a shared expert, experts chosen within groups by
-sigmoid scores and a correction bias.
+"""DeepSeek-V3, Kimi-K2, Moonlight, GLM-4.7-Flash, GLM-5: latent attention, a shared expert, experts chosen within
+groups by sigmoid scores and a correction bias.
 
 The norms of both latents add `rms_norm_eps`, as vLLM's and Megatron-Core's do; transformers always adds 1e-6 there.
+GLM-5's queries see all keys of a sequence of up to `index_topk` tokens. Longer ones, for which its indexer would choose
+keys, are refused; the indexer is not trained, and exports copy it.
 Layers for multi-token prediction, which a checkpoint may have after the last layer, are neither loaded nor exported.
 """
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 from grpo_mcore.families.dense import Layer, decoder_params, dense_shape, rope_settings
@@ -34,9 +37,14 @@ def shape(config: dict[str, Any]) -> ModelShape:
         value_dim=config["v_head_dim"],
         yarn=_yarn(config),
     )
-    return dense_shape(
-        config, family="deepseek_v3", qkv_bias=False, qk_norm=False, experts=sigmoid_experts(config), latent=latent
-    )
+    indexed = "index_topk" in config
+    found = dense_shape(
+        config | {"layer_types": None} if indexed else config,
+        family="deepseek_v3", qkv_bias=False, qk_norm=False, experts=sigmoid_experts(config), latent=latent,
+    )  # fmt: skip
+    if not indexed:
+        return found
+    return replace(found, longest_sequence=config["index_topk"], carried=(".self_attn.indexer.",))
 
 
 def _yarn(config: dict[str, Any]) -> YarnShape | None:

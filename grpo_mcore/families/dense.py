@@ -141,9 +141,15 @@ def decoder_params(shape: ModelShape, attention: LayerPart, mlp: LayerPart) -> t
         layer = Layer(shape, index)
         found.append(layer.param("input_layernorm.weight", Split.REPLICATED, layer.hf("input_layernorm.weight", h)))
         found += attention(layer)
-        norm = layer.hf("post_attention_layernorm.weight", h)
-        found.append(layer.param("pre_mlp_layernorm.weight", Split.REPLICATED, norm))
+        before = "post_attention_layernorm"
+        if shape.sandwich_norms:
+            after, before = layer.hf("post_attention_layernorm.weight", h), "pre_feedforward_layernorm"
+            found.append(layer.param("self_attn_bda.norm.weight", Split.REPLICATED, after))
+        found.append(layer.param("pre_mlp_layernorm.weight", Split.REPLICATED, layer.hf(f"{before}.weight", h)))
         found += mlp(layer)
+        if shape.sandwich_norms:
+            after = layer.hf("post_feedforward_layernorm.weight", h)
+            found.append(layer.param("mlp_bda.norm.weight", Split.REPLICATED, after))
     norm, final = HfTensor(f"{root}.norm.weight", (h,)), f"{engine}.norm.weight"
     found.append(Param("decoder.final_layernorm.weight", (norm,), Split.REPLICATED, Stage.LAST, engine=final))
     tied = shape.tied_embeddings

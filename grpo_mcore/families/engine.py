@@ -150,6 +150,8 @@ def engine_options(shape: ModelShape, *, gpu: bool = False) -> dict[str, Any]:
 def missing_on_cpu(shape: ModelShape, expert_parallel: bool = False) -> str | None:
     """Describe the kernel of this model that vLLM's CPU build lacks; None if it can run the model."""
     latent = shape.latent
+    if shape.longest_sequence is not None:
+        return "vLLM always gives it sparse attention, which has no CPU kernel"
     if expert_parallel:
         return "its experts cannot be distributed over an engine's ranks; set vllm_cfg.expert_parallel_size to 1"
     if latent is not None and (size := latent.key_value_rank + latent.rotary_dim) != CPU_LATENT_HEAD:

@@ -43,6 +43,15 @@ def check_fit(shape: ModelShape, megatron: LayoutSettings) -> None:
         _check_experts(shape, megatron)
 
 
+def check_length(shape: ModelShape, tokens: int) -> None:
+    """Raise FamilyError if sequences of so many tokens (policy.max_total_sequence_length) need sparse attention."""
+    if shape.longest_sequence is not None and tokens > shape.longest_sequence:
+        raise FamilyError(
+            f"policy.max_total_sequence_length {tokens}: beyond index_topk {shape.longest_sequence} tokens the model's "
+            f"indexer chooses keys, which is not supported; set it to at most {shape.longest_sequence}"
+        )
+
+
 def _check_stages(shape: ModelShape, megatron: LayoutSettings) -> None:
     stages, chunks = megatron.pipeline_model_parallel_size, megatron.virtual_pipeline_model_parallel_size or 1
     first, last = megatron.num_layers_in_first_pipeline_stage, megatron.num_layers_in_last_pipeline_stage

@@ -12,6 +12,7 @@ from typing import Any
 
 from grpo_mcore.families import (
     deepseek_v3,
+    gemma3_text,
     glm4_moe,
     llama,
     minimax_m2,
@@ -25,11 +26,11 @@ from grpo_mcore.families import (
 from grpo_mcore.families.dense import dense_flops
 from grpo_mcore.families.spec import FamilyError, ModelShape, Param
 
-MODULES = (qwen2, qwen3, llama, qwen3_moe, mixtral, deepseek_v3, glm4_moe, minimax_m2, nemotron_h)
+MODULES = (qwen2, qwen3, llama, qwen3_moe, mixtral, deepseek_v3, glm4_moe, minimax_m2, nemotron_h, gemma3_text)
 FAMILIES: dict[str, ModuleType] = {module.__name__.rpartition(".")[2]: module for module in MODULES}
 """Modules by name, which is the `model_type` of `config.json`."""
 # Architectures with other names, or several.
-FAMILIES |= dict.fromkeys(("kimi_k2", "glm4_moe_lite"), deepseek_v3)
+FAMILIES |= dict.fromkeys(("kimi_k2", "glm4_moe_lite", "glm_moe_dsa"), deepseek_v3)
 FAMILIES |= dict.fromkeys(("qwen3_next", "qwen3_5", "qwen3_5_text", "qwen3_5_moe", "qwen3_5_moe_text"), qwen3_5)
 
 OPTIONAL = ("rope_parameters", "rope_scaling", "rope_theta", "max_position_embeddings", "sliding_window")
@@ -84,7 +85,9 @@ def params_of(shape: ModelShape) -> tuple[Param, ...]:
 def forward_flops(shape: ModelShape, lengths: list[int]) -> float:
     """Return the FLOPs of one forward pass over sequences of these lengths."""
     flops: Callable[[ModelShape, int, int], float] = getattr(FAMILIES[shape.family], "flops", dense_flops)
-    return flops(shape, sum(lengths), sum(length * length for length in lengths))
+    total = flops(shape, sum(lengths), sum(length * length for length in lengths))
+    unseen = sum(max(0, length - window) ** 2 for window in shape.windows if window for length in lengths)
+    return total - 2.0 * shape.num_heads * shape.head_dim * unseen
 
 
 def parameter_count(shape: ModelShape) -> int:

@@ -7,7 +7,7 @@ import math
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from enum import Enum
-from typing import Any
+from typing import Any, Literal
 
 Box = tuple[tuple[int, int], ...]  # (start, stop) of every dimension
 
@@ -177,9 +177,17 @@ class ModelShape:
     delta: DeltaShape | None = None  # None: no layer is a Gated DeltaNet mixer
     output_gate: bool = False  # attention's output is scaled by a sigmoid, whose rows q_proj has after each head's own
     centered_norms: bool = False  # norms scale by 1 + weight
+    attention_scale: float | None = None  # of queries times keys; None: head_dim^-0.5
+    windows: tuple[int, ...] = ()  # by layer: how many keys a query sees, its own included, or 0 for all; (): all
+    window_rope_theta: float | None = None  # of layers with a window; None: as the others
+    rope_interpolation: float | None = None  # divides the positions, in layers without a window
+    activation: Literal["silu", "gelu_tanh"] = "silu"  # of gated networks
+    sandwich_norms: bool = False  # the outputs of attention and network are normed too, before they are added
+    embedding_scale: float = 1.0  # factor on the embeddings
     root: str = "model"  # first part of the tensors' names in the checkpoint
     engine_root: str = "model"  # and of the parameters' names in vLLM
-    carried: tuple[str, ...] = ()  # first parts of the names of tensors that are not trained; an export copies them
+    carried: tuple[str, ...] = ()  # parts of the names of tensors that are not trained; an export copies them
+    longest_sequence: int | None = None  # tokens up to which attention is dense; beyond, an indexer would choose keys
 
     def is_expert_layer(self, layer: int) -> bool:
         """Whether the layer has experts instead of one feed-forward network."""
@@ -188,6 +196,10 @@ class ModelShape:
     def is_delta_layer(self, layer: int) -> bool:
         """Whether the layer's mixer is a Gated DeltaNet instead of attention."""
         return self.delta is not None and layer in self.delta.layers
+
+    def window(self, layer: int) -> int:
+        """Return how many keys a query of the layer sees, its own included; 0 for all."""
+        return self.windows[layer] if self.windows else 0
 
     def padded_vocab_size(self, tensor_parallel: int) -> int:
         """Return Megatron-Core's number of vocabulary rows: the next multiple of the tensor-parallel size."""
@@ -253,8 +265,8 @@ class Param:
     last stage), so it is loaded but never exported. `expert`: (index, number of experts) of an expert's weight, which
     belongs to one expert-parallel rank and is split over expert-tensor-parallel ranks. `engine`: vLLM's parameter that
     these tensors fill, alone or fused (see `families.engine`), in the form `engine_form`; None if only vLLM's own
-    loading can place them. `buffer`: not trained. `parts`: rows of the blocks of Split.PARTS. `groups`: how many groups of
-    rows the tensor has, each with an equal share of every block; in the parameter the blocks are whole.
+    loading can place them. `buffer`: not trained. `parts`: rows of the blocks of Split.PARTS. `groups`: groups of rows
+    that the tensor has, each with an equal share of every block; in the parameter the blocks are whole.
     """
 
     megatron: str

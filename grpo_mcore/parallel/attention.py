@@ -13,10 +13,13 @@ from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
 import torch
+from megatron.core.models.common.embeddings.rotary_pos_embedding import RotaryEmbedding
 from megatron.core.packed_seq_params import PackedSeqParams
 from megatron.core.tensor_parallel import gather_from_sequence_parallel_region
 from megatron.core.transformer import TransformerConfig
+from megatron.core.transformer.attention import SelfAttention
 from megatron.core.transformer.multi_latent_attention import MLASelfAttention
+from megatron.core.transformer.utils import is_layer_window_attention
 from torch import Tensor
 from torch.distributed import ProcessGroup
 from torch.nn.functional import scaled_dot_product_attention
@@ -42,6 +45,12 @@ class Bucket:
     keys: Tensor  # int64 [n, k]
     mask: Tensor | None  # bool [n, 1, q, k]: keys that a query sees; None: plain causal, queries and keys are the same
     real: Tensor  # int64: which of the n * q queries are not padding
+    last_seen: Tensor  # int64 [n, q]: last key that each query sees
+
+    def window(self, size: int) -> Tensor:
+        """Return which keys each query sees, as `mask`, if it sees the last `size` only."""
+        key, last = torch.arange(self.keys.size(1)), self.last_seen[:, :, None]
+        return ((key <= last) & (key > last - size))[:, None]
 
 
 @dataclass
@@ -118,7 +127,7 @@ def _fill_buckets(row: PackedRow, spans: list[Span], masked: bool) -> None:
         last_seen = query + key_length - query_length  # last key that each query sees
         mask = (key <= last_seen[:, :, None])[:, None] if masked else None
         real = (query < query_length).flatten().nonzero().squeeze(1)
-        row.buckets.append(Bucket(queries, keys, mask, real))
+        row.buckets.append(Bucket(queries, keys, mask, real, last_seen.clamp(max=len(key) - 1)))
         order.append(queries.flatten()[real])
     row.row_order = torch.argsort(torch.cat(order))
 
@@ -154,6 +163,8 @@ class PackedAttention(torch.nn.Module):
         super().__init__()
         self.platform = platform
         self.scale = softmax_scale or config.kv_channels**-0.5
+        windowed = is_layer_window_attention(config.window_size, config.window_attn_skip_freq, layer_number)
+        self.window = config.window_size[0] + 1 if windowed else 0
 
     def forward(
         self,
@@ -190,7 +201,7 @@ class PackedAttention(torch.nn.Module):
             key, value = key.repeat_interleave(repeat, 1), value.repeat_interleave(repeat, 1)
         out = varlen_attn(
             query, key, value, query_ends, key_ends, longest_query, longest_key,
-            scale=self.scale, window_size=(-1, 0), **grouped,
+            scale=self.scale, window_size=(self.window - 1, 0), **grouped,
         )  # fmt: skip
         return out[..., :width].flatten(1)
 
@@ -205,9 +216,8 @@ class PackedAttention(torch.nn.Module):
             q, k, v = _take(query, bucket.queries), _take(key, bucket.keys), _take(value, bucket.keys)
             if repeat > 1:
                 k, v = k.repeat_interleave(repeat, 1), v.repeat_interleave(repeat, 1)
-            out = scaled_dot_product_attention(
-                q, k, v, attn_mask=bucket.mask, is_causal=bucket.mask is None, scale=self.scale
-            )
+            mask = bucket.window(self.window) if self.window else bucket.mask
+            out = scaled_dot_product_attention(q, k, v, attn_mask=mask, is_causal=mask is None, scale=self.scale)
             outputs.append(out.transpose(1, 2).flatten(0, 1).index_select(0, bucket.real))
         return torch.cat(outputs).index_select(0, row.row_order).flatten(1).to(dtype)
 
@@ -248,6 +258,23 @@ class RotaryByPosition(torch.nn.Module):
         angles, *factor = found if isinstance(found, tuple) else (found,)
         at = angles[:, 0].index_select(0, row.positions)
         return (at, *factor) if factor else at
+
+
+class WindowAttention(SelfAttention):
+    """Self-attention of layers whose rotary embedding has a base of their own."""
+
+    def __init__(self, config: TransformerConfig, *args: Any, rotary_base: float, platform: Platform, **kwargs: Any):
+        super().__init__(config, *args, **kwargs)
+        rotary: torch.nn.Module = RotaryEmbedding(
+            config.kv_channels, 1.0, rotary_base=rotary_base, use_cpu_initialization=config.use_cpu_initialization
+        )
+        self.rotary_pos_emb = rotary if platform.transformer_engine else RotaryByPosition(rotary)
+
+    def forward(self, hidden_states: Tensor, attention_mask: None, **how: Any) -> Any:
+        row = how["packed_seq_params"]
+        length = self.rotary_pos_emb.get_rotary_seq_len(None, None, hidden_states, self.config, row)
+        how["rotary_pos_emb"] = self.rotary_pos_emb(length, packed_seq=True)
+        return super().forward(hidden_states, attention_mask, **how)
 
 
 class WholeLinear(torch.nn.Module):

@@ -113,7 +113,11 @@ class HfFolderWriter:
         if not self._carried:
             return {}
         reader = SafetensorsFolder(source)
-        found = {name: file.get_tensor(name) for name, file in reader.where.items() if name.startswith(self._carried)}
+        found = {
+            name: file.get_tensor(name)
+            for name, file in reader.where.items()
+            if any(part in name for part in self._carried)
+        }
         if found:
             save_file(found, self.folder / CARRIED, metadata={"format": "pt"})
         return found

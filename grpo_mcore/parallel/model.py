@@ -24,14 +24,20 @@ from torch import Tensor
 from grpo_mcore.batching.packed_batch import PackedBatch
 from grpo_mcore.families import Block, ModelShape
 from grpo_mcore.families.activations import TILES
-from grpo_mcore.parallel.attention import LatentAttention, PackedAttention, RotaryByPosition, describe_row
+from grpo_mcore.parallel.attention import (
+    LatentAttention,
+    PackedAttention,
+    RotaryByPosition,
+    WindowAttention,
+    describe_row,
+)
 from grpo_mcore.parallel.context import join_shares, share_of_row, take_share
 from grpo_mcore.parallel.delta import DeltaMixer
 from grpo_mcore.parallel.experts import Experts, GroupedExperts, LatentMoELayer
 from grpo_mcore.parallel.layout import Layout
 from grpo_mcore.parallel.logprobs import Cut, token_scores
 from grpo_mcore.parallel.mamba import MambaMixer
-from grpo_mcore.parallel.norm import CpuRMSNorm, RMSNorm, WideHeadNorm
+from grpo_mcore.parallel.norm import CpuRMSNorm, NormedAdd, RMSNorm, WideHeadNorm
 from grpo_mcore.parallel.platform import Platform
 from grpo_mcore.parallel.router_replay import RoutersOfChunk
 from grpo_mcore.parallel.settings import transformer_config
@@ -160,6 +166,7 @@ def _build_chunk(
         position_embedding_type="none" if shape.rope_theta is None else "rope",
         rotary_base=shape.rope_theta or 10000,
         rotary_percent=shape.rotary_fraction,
+        seq_len_interpolation_factor=shape.rope_interpolation,
         rope_scaling=shape.rope_scaling_factor is not None,
         rope_scaling_factor=shape.rope_scaling_factor or 1.0,
     )
@@ -170,6 +177,9 @@ def _build_chunk(
         and not platform.transformer_engine
     ):
         model.rotary_pos_emb = RotaryByPosition(model.rotary_pos_emb)
+    if model.pre_process and shape.embedding_scale != 1.0:
+        scale = torch.tensor(shape.embedding_scale, dtype=config.params_dtype).item()
+        model.embedding.register_forward_hook(lambda _, __, embedded: embedded * scale)
     if config.moe_enable_routing_replay:
         model.routers = RoutersOfChunk(model.decoder.layers)
     for name, parameter in model.named_parameters():
@@ -227,21 +237,29 @@ def block_spec(
         module=attention_class, params={"attn_mask_type": AttnMaskType.padding_causal}, submodules=attention
     )
 
+    window_part = core_part
+    if shape.window_rope_theta is not None:
+        own = {"rotary_base": shape.window_rope_theta, "platform": platform}
+        window_part = ModuleSpec(module=WindowAttention, params=core_part.params | own, submodules=attention)
+    add: Any = get_bias_dropout_add
+    if shape.sandwich_norms:
+        add = ModuleSpec(module=NormedAdd, params={"norm": norm, "config": config})
+
     def layer(index: int) -> ModuleSpec:
         network = ModuleSpec(module=MLP, submodules=mlp)
         if shape.is_expert_layer(index):
             network = ModuleSpec(module=MoELayer, submodules=experts)
             if latent:
                 network = ModuleSpec(module=LatentMoELayer, params={"width": width}, submodules=experts)
-        mixer = core_part
+        mixer = window_part if shape.window(index) else core_part
         block = shape.blocks[index] if shape.blocks else None
         linear = {"column": column, "row": row}
         if block is Block.MAMBA:
             mixer = ModuleSpec(module=MambaMixer, params={"mamba": shape.mamba, **linear})
         elif shape.is_delta_layer(index):
             mixer = ModuleSpec(module=DeltaMixer, params={"delta": shape.delta, **linear})
-        first = {"input_layernorm": norm, "self_attention": mixer, "self_attn_bda": get_bias_dropout_add}
-        second = {"pre_mlp_layernorm": norm, "mlp": network, "mlp_bda": get_bias_dropout_add}
+        first = {"input_layernorm": norm, "self_attention": mixer, "self_attn_bda": add}
+        second = {"pre_mlp_layernorm": norm, "mlp": network, "mlp_bda": add}
         if block is not None:  # a hybrid model's layer is a mixer or a network, not both
             first, second = (first, {}) if block in (Block.MAMBA, Block.ATTENTION) else ({}, second)
         return ModuleSpec(module=TransformerLayer, submodules=TransformerLayerSubmodules(**first, **second))

@@ -6,7 +6,7 @@ pass.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
@@ -79,6 +79,22 @@ class WideHeadNorm(torch.nn.Module):
             self.state_dict(keep_vars=True), prefix, {"weight": 0}, sharded_offsets,
             tp_group=parallel_state.get_tensor_model_parallel_group(), dp_cp_group=metadata["dp_cp_group"],
         )  # fmt: skip
+
+
+class NormedAdd(torch.nn.Module):
+    """Norms a part's output before it is added to the residual, in the place of Megatron-Core's `get_bias_dropout_add`.
+    `norm`: class of the norm."""
+
+    def __init__(self, norm: Callable[..., torch.nn.Module], config: Any) -> None:
+        super().__init__()
+        self.norm = norm(config=config, hidden_size=config.hidden_size, eps=config.layernorm_epsilon)
+
+    def forward(self, training: bool, fused: bool) -> Callable[..., Tensor]:
+        return self._add
+
+    def _add(self, output_with_bias: tuple[Tensor, None], residual: Tensor, dropout: float) -> Tensor:
+        normed: Tensor = self.norm(output_with_bias[0])
+        return residual + normed
 
 
 def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import partial
 from typing import Any
 
 import torch
@@ -14,6 +15,8 @@ from grpo_mcore.parallel.experts import computes_in_groups
 from grpo_mcore.parallel.layout import Layout
 from grpo_mcore.parallel.platform import Platform
 from grpo_mcore.recipe import MegatronConfig
+
+ACTIVATIONS = {"silu": torch.nn.functional.silu, "gelu_tanh": partial(torch.nn.functional.gelu, approximate="tanh")}
 
 
 def transformer_config(
@@ -38,7 +41,9 @@ def transformer_config(
         add_bias_linear=False,
         add_qkv_bias=shape.qkv_bias,
         gated_linear_unit=not shape.blocks,
-        activation_func=squared_relu if shape.blocks else torch.nn.functional.silu,
+        activation_func=squared_relu if shape.blocks else ACTIVATIONS[shape.activation],
+        softmax_scale=shape.attention_scale,
+        **_window_settings(shape),
         hetereogenous_dist_checkpoint=bool(shape.blocks or shape.delta),
         hidden_dropout=0.0,
         attention_dropout=0.0,
@@ -53,8 +58,11 @@ def transformer_config(
         pipeline_dtype=dtype,
         bf16=dtype == torch.bfloat16,
         attention_softmax_in_fp32=True,
-        # Megatron-Core has no fused kernel for squared ReLU and refuses the setting.
-        bias_activation_fusion=fused and settings.bias_activation_fusion and not shape.blocks,
+        # Megatron-Core has no fused kernels for the others and refuses the setting.
+        bias_activation_fusion=fused
+        and settings.bias_activation_fusion
+        and not shape.blocks
+        and shape.activation == "silu",
         bias_dropout_fusion=False,
         masked_softmax_fusion=False,
         gradient_accumulation_fusion=fused and settings.gradient_accumulation_fusion,
@@ -96,6 +104,15 @@ def _recompute_settings(settings: MegatronConfig) -> dict[str, Any]:
         "recompute_num_layers": 1 if whole else None,
         "recompute_modules": settings.recompute_modules if selective else None,
     }
+
+
+def _window_settings(shape: ModelShape) -> dict[str, Any]:
+    """Return Megatron-Core's settings for layers whose queries see a window of keys, of one size."""
+    sizes = {window for window in shape.windows if window}
+    if not sizes:
+        return {}
+    (size,) = sizes
+    return {"window_size": (size - 1, 0), "window_attn_skip_freq": [int(bool(window)) for window in shape.windows]}
 
 
 def _latent_settings(shape: ModelShape) -> dict[str, Any]:

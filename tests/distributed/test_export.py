@@ -105,7 +105,7 @@ def tensors_in(folder: Path) -> dict[str, Tensor]:
         ("deepseek_v3", EP2_TP2, None),
         ("nemotron_h", TP2_PP2, {}),
         ("nemotron_h_latent", EP2_TP2, None),
-        ("glm4_moe", EP2_PP2, None),
+        ("glm_moe_dsa", EP2_PP2, None),
         ("qwen3_next", EP2_TP2, None),
     ],
     ids=lambda value: value if isinstance(value, str) else getattr(value, "name", "lora" if value == {} else "full"),

@@ -46,6 +46,7 @@ CASES = [
     ("glm4_moe", LayoutCase("TP1"), {}),
     ("minimax_m2", LayoutCase("TP2-SP", tensor=2, sequence_parallel=True), {}),
     ("qwen3_next", LayoutCase("TP1-bf16"), BF16),
+    ("gemma3_text", LayoutCase("TP2-SP", tensor=2, sequence_parallel=True), {}),
     ("qwen3_5_text", LayoutCase("TP2-SP", tensor=2, sequence_parallel=True), {}),
 ]
 

@@ -29,10 +29,12 @@ LATER = {
     "moonlight": "TP2-SPxPP2-EP2",
     "glm4_moe_lite": "TP2-SPxPP2-EP2",
     "glm4_moe": "TP2-SPxPP2-EP2",
+    "glm_moe_dsa": "TP2-SPxPP2-EP2",
     "nemotron_h_latent": "TP2-SPxPP2-EP2",
     "qwen3_5_text": "TP2-SPxCP2",
     "qwen3_next": "TP2-SPxPP2-EP2",
     "minimax_m2": "TP2-SPxPP2-EP2",
+    "gemma3_text": "TP2-SPxCP2",
 }
 FAMILIES = DENSE | MOE | HYBRID | {family: {} for family in LATER}
 LIKE_ANOTHER = ("qwen2", "llama", "mixtral", "nemotron_h")

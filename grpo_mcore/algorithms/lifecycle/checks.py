@@ -14,6 +14,7 @@ from grpo_mcore.families import (
     ModelShape,
     check_engine_parallel,
     check_fit,
+    check_length,
     missing_on_cpu,
     read_hf_config,
     shape_of,
@@ -79,6 +80,7 @@ def check_model(config: MasterConfig) -> Model:
     shape = shape_of(read_hf_config(folder, config.policy.hf_config_overrides))
     layout = layout_of(config.policy, world_size(config))
     check_fit(shape, config.policy.megatron_cfg)
+    check_length(shape, config.policy.max_total_sequence_length)
     return Model(folder, shape, layout, Platform.detect(config.cluster.platform).on_gpu)
 
 

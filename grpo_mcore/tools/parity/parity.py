@@ -101,7 +101,8 @@ def reference_of(folder: Path) -> Reference:
         entropies = -(scores.exp() * scores).sum(-1)
         loss = loss - (advantage * chosen + ENTROPY_COEFF * entropies).sum() / (sum(LENGTHS) - len(LENGTHS))
     loss.backward()
-    gradients = {name: parameter.grad for name, parameter in network.named_parameters()}
+    # Without a gradient are parameters that the loss does not depend on, such as the indexer of sparse attention.
+    gradients = {name: parameter.grad for name, parameter in network.named_parameters() if parameter.grad is not None}
     return Reference(folder, shape.family, network, logprobs, revert_weight_conversion(network, gradients))
 
 

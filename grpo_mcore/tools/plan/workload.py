@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from functools import cached_property
 from typing import Literal
 
-from grpo_mcore.families import AdapterShape, ModelShape, adapter_shape, check_fit
+from grpo_mcore.families import AdapterShape, ModelShape, adapter_shape, check_fit, check_length
 from grpo_mcore.families.activations import Kernels, Rank
 from grpo_mcore.families.shards import chunk_layers
 from grpo_mcore.parallel.layout import Layout, layout_of
@@ -179,6 +179,7 @@ def workload_of(
     policy, generation = config.policy, config.policy.generation
     megatron, vllm = policy.megatron_cfg, generation.vllm_cfg
     check_fit(shape, megatron)
+    check_length(shape, policy.max_total_sequence_length)
     pool, cpu = policy_pool(config), kernels == "cpu"
     layout = layout_of(policy, pool.ranks)
     longest, algorithm = policy.max_total_sequence_length, algorithm_of(config)

@@ -211,6 +211,14 @@ def test_models_that_vllm_cannot_run_on_cpu_are_for_sft(refuse: Refuse) -> None:
         refuse("policy.train_global_batch_size=8", code=1, verb="sft")
 
 
+def test_sparse_attention_is_refused(refuse: Refuse) -> None:
+    indexed = CONFIG | LATENT | {"model_type": "glm_moe_dsa", "index_topk": 4096}
+    Path("model/config.json").write_text(json.dumps(indexed))
+    assert "vLLM always gives it sparse attention, which has no CPU kernel" in refuse(code=1)
+    Path("model/config.json").write_text(json.dumps(indexed | {"index_topk": 8}))
+    assert "beyond index_topk 8 tokens the model's indexer chooses keys" in refuse(code=1)
+
+
 PUBLISHED_LATENTS = LATENT | {"kv_lora_rank": 512, "qk_rope_head_dim": 64}
 
 

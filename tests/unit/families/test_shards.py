@@ -23,6 +23,8 @@ PUBLISHED = {
     "meta-llama/Llama-3.2-1B": 1_235_814_400,
     "Qwen/Qwen3-30B-A3B": 30_532_122_624,
     "mistralai/Mixtral-8x7B-v0.1": 46_702_792_704,
+    "google/gemma-3-270m": 268_098_176,
+    "google/gemma-3-1b-it": 999_885_952,
     "deepseek-ai/DeepSeek-V3": 671_026_419_200,  # without the layer for multi-token prediction
 }
 

@@ -105,6 +105,7 @@ CHECKPOINTS = {
         "Glm4Moe",
         {"n_routed_experts": 4, "moe_intermediate_size": 8, "head_dim": 8, "attention_bias": True, "use_qk_norm": True},
     ),
+    "gemma3_text": ("Gemma3", {"head_dim": 8, "sliding_window": 8, "query_pre_attn_scalar": 8}),
     "minimax_m2": ("MiniMaxM2", {"num_local_experts": 4, "head_dim": 8, "rotary_dim": 4}),
     "qwen3_next": (
         "Qwen3Next",
@@ -131,13 +132,14 @@ def test_names_and_shapes_are_those_of_a_saved_checkpoint(family: str, tmp_path:
     from safetensors.torch import load_file
 
     name, sizes = CHECKPOINTS[family]
-    config = getattr(transformers, f"{name}Config")(
+    network = getattr(transformers, f"{name}ForCausalLM")
+    config = network.config_class(
         **{
             "vocab_size": 50, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2,
             "num_attention_heads": 4, "num_key_value_heads": 2, "tie_word_embeddings": False,
         } | sizes
     )  # fmt: skip
-    getattr(transformers, f"{name}ForCausalLM")(config).save_pretrained(tmp_path)
+    network(config).save_pretrained(tmp_path)
     expected = {name: tuple(tensor.shape) for name, tensor in load_file(tmp_path / "model.safetensors").items()}
     shape = shape_of(read_hf_config(tmp_path))
     assert {t.name: t.shape for p in params_of(shape) if not p.copy for t in p.hf} == expected

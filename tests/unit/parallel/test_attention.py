@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -20,8 +21,10 @@ from grpo_mcore.parallel.platform import Platform  # noqa: E402
 CPU = Platform("cpu")
 
 
-class Config:
-    kv_channels = 8
+def config(window: int = 0) -> SimpleNamespace:
+    """Megatron-Core's settings; `window`: how many keys a query sees."""
+    size = (window - 1, 0) if window else None
+    return SimpleNamespace(kv_channels=8, window_size=size, window_attn_skip_freq=None)
 
 
 def row(lengths: list[int]) -> torch.Tensor:
@@ -34,16 +37,23 @@ def inputs(tokens: int, heads: int = 4, groups: int = 2) -> list[torch.Tensor]:
 
 
 def attend(
-    query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, lengths: list[int], platform: Platform = CPU
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    lengths: list[int],
+    platform: Platform = CPU,
+    window: int = 0,
 ) -> torch.Tensor:
-    attention = PackedAttention(Config, 1, None, "self", platform=platform)
+    attention = PackedAttention(config(window), 1, None, "self", platform=platform)
     return attention(query, key, value, None, packed_seq_params=describe_row(row(lengths), platform))
 
 
-@pytest.mark.parametrize("lengths", [[1], [7], [3, 9, 1, 30, 30, 2], [5, 5, 5]])
-def test_equals_a_masked_softmax_per_sequence(lengths: list[int]) -> None:
+@pytest.mark.parametrize(
+    ("lengths", "window"), [([1], 0), ([7], 0), ([3, 9, 1, 30, 30, 2], 0), ([5, 5, 5], 0), ([3, 9, 1, 30, 30, 2], 4)]
+)
+def test_equals_a_masked_softmax_per_sequence(lengths: list[int], window: int) -> None:
     query, key, value = inputs(sum(lengths))
-    found = attend(query, key, value, lengths)
+    found = attend(query, key, value, lengths, window=window)
     found.square().sum().backward()
     gradients = [t.grad.clone() for t in (query, key, value)]
 
@@ -53,7 +63,8 @@ def test_equals_a_masked_softmax_per_sequence(lengths: list[int]) -> None:
         q, k, v = (t[at : at + length] for t in exact)
         k, v = k.repeat_interleave(2, 1), v.repeat_interleave(2, 1)
         scores = torch.einsum("qhd,khd->hqk", q, k) * 8**-0.5
-        scores = scores.masked_fill(torch.ones(length, length).triu(1).bool(), -torch.inf)
+        seen = torch.ones(length, length).tril().triu(1 - (window or length)).bool()
+        scores = scores.masked_fill(~seen, -torch.inf)
         parts.append(torch.einsum("hqk,khd->qhd", scores.softmax(-1), v).flatten(1))
         at += length
     expected = torch.cat(parts)
@@ -65,12 +76,14 @@ def test_equals_a_masked_softmax_per_sequence(lengths: list[int]) -> None:
 
 def kernel(query, key, value, query_ends, key_ends, longest_query, longest_key, *, scale, window_size) -> torch.Tensor:
     """Stand-in for `varlen_attn` of torch 2.11: a masked softmax per sequence, the last query sees the last key."""
-    assert query.size(1) == key.size(1) and query.shape[-1] == value.shape[-1] and window_size == (-1, 0)
+    assert query.size(1) == key.size(1) and query.shape[-1] == value.shape[-1] and window_size[1] == 0
     assert longest_query == query_ends.diff().max() and longest_key == key_ends.diff().max()
     outputs = []
     sizes = query_ends.diff().tolist(), key_ends.diff().tolist(), key_ends.diff().tolist()
     for q, k, v in zip(*(t.split(size) for t, size in zip((query, key, value), sizes, strict=True)), strict=True):
         hidden = torch.ones(len(q), len(k)).triu(1 + len(k) - len(q)).bool()
+        if window_size[0] >= 0:
+            hidden |= torch.ones(len(q), len(k)).tril(len(k) - len(q) - window_size[0] - 1).bool()
         scores = (torch.einsum("qhd,khd->hqk", q, k) * scale).masked_fill(hidden, -torch.inf)
         outputs.append(torch.einsum("hqk,khd->qhd", scores.softmax(-1), v))
     return torch.cat(outputs)
@@ -92,14 +105,17 @@ def test_the_gpu_branch_equals_the_cpu_branch(
     monkeypatch.setattr("torch.nn.attention.varlen.varlen_attn", varlen_attn)
     lengths = [3, 9, 1, 30]
     query, key, value = (t.detach() for t in inputs(sum(lengths), groups=groups))
-    found = attend(query, key, value[..., :width], lengths, Platform("gpu"))
-    torch.testing.assert_close(found, attend(query, key, value[..., :width], lengths), atol=1e-5, rtol=0)
+    for window in (0, 4):
+        found = attend(query, key, value[..., :width], lengths, Platform("gpu"), window)
+        expected = attend(query, key, value[..., :width], lengths, window=window)
+        torch.testing.assert_close(found, expected, atol=1e-5, rtol=0)
 
 
 @pytest.mark.parametrize("rank", [0, 1])
+@pytest.mark.parametrize("window", [0, 4])
 @pytest.mark.parametrize("platform", [CPU, Platform("gpu")], ids=["cpu", "gpu"])
 def test_a_context_parallel_rank_computes_its_share(
-    rank: int, platform: Platform, monkeypatch: pytest.MonkeyPatch
+    rank: int, window: int, platform: Platform, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     lengths = [3, 9, 1, 30]
     total, row_of_all = sum(lengths), [t.detach() for t in inputs(sum(lengths))]
@@ -112,13 +128,13 @@ def test_a_context_parallel_rank_computes_its_share(
     monkeypatch.setattr("grpo_mcore.parallel.attention._gather_context", lambda *_: gathered)
     monkeypatch.setattr("torch.nn.attention.varlen.varlen_attn", kernel)
     share = shares[rank]
-    found = PackedAttention(Config, 1, None, "self", platform=platform)(
+    found = PackedAttention(config(window), 1, None, "self", platform=platform)(
         *(part(values, share) for values in row_of_all),
         None,
         packed_seq_params=describe_row(row(lengths), platform, share, object()),
     )
     real = share.index < total
-    expected = attend(*row_of_all, lengths)[share.index[real]]
+    expected = attend(*row_of_all, lengths, window=window)[share.index[real]]
     torch.testing.assert_close(found[real], expected, atol=1e-5, rtol=0)
 
 

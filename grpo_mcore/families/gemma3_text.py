@@ -1,0 +1,46 @@
+"""Gemma 3, the text model: most layers see a window of keys and have a rotary base of their own; attention and network
+are normed before and after; norms scale by 1 + weight, embeddings by the root of the hidden size."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+from grpo_mcore.families.dense import dense_params, dense_shape
+from grpo_mcore.families.spec import FamilyError, ModelShape, require
+
+params = dense_params
+
+
+def shape(config: dict[str, Any]) -> ModelShape:
+    """Read a ModelShape from `config.json`."""
+    require(config, attention_bias=False, hidden_activation="gelu_pytorch_tanh", use_bidirectional_attention=False)
+    require(config, final_logit_softcapping=None, attn_logit_softcapping=None)
+    rope = config.get("rope_parameters") or {}
+    everywhere = {"rope_theta": config.get("rope_theta", 1e6)} | (config.get("rope_scaling") or {})
+    everywhere |= rope.get("full_attention") or {}
+    inside = {"rope_theta": config.get("rope_local_base_freq", 1e4)} | (rope.get("sliding_attention") or {})
+    kinds = everywhere.get("rope_type", "default"), inside.get("rope_type", "default")
+    if kinds not in (("default", "default"), ("linear", "default")):
+        raise FamilyError(
+            f"config.json: RoPE {everywhere}, {inside} in windows is not supported for gemma3_text models"
+        )
+    plain = {"rope_parameters": None, "rope_scaling": None, "layer_types": None, "rope_theta": everywhere["rope_theta"]}
+    found = dense_shape(
+        {"tie_word_embeddings": True} | config | plain, family="gemma3_text", qkv_bias=False, qk_norm=True
+    )
+    every = config.get("sliding_window_pattern") or 6
+    layers = config.get("layer_types") or [
+        "full_attention" if (layer + 1) % every == 0 else "sliding_attention" for layer in range(found.num_layers)
+    ]
+    return replace(
+        found,
+        attention_scale=config["query_pre_attn_scalar"] ** -0.5,
+        windows=tuple(config["sliding_window"] if kind == "sliding_attention" else 0 for kind in layers),
+        window_rope_theta=float(inside["rope_theta"]),
+        rope_interpolation=float(everywhere["factor"]) if kinds[0] == "linear" else None,
+        activation="gelu_tanh",
+        centered_norms=True,
+        sandwich_norms=True,
+        embedding_scale=found.hidden_size**0.5,
+    )
