@@ -10,7 +10,7 @@ from grpo_mcore.families import FamilyError, check_engine_parallel, check_tensor
 from grpo_mcore.parallel.layout import Layout
 from grpo_mcore.tools.plan.memory import CLOSE, fits, memory
 from grpo_mcore.tools.plan.timing import pipeline_bubble, step_time
-from grpo_mcore.tools.plan.workload import Device, Workload
+from grpo_mcore.tools.plan.workload import Device, PlanError, Workload
 
 SHARES = (0.85, 0.7, 0.6, 0.5, 0.4)
 """Values of gpu_memory_utilization to try, in this order: more KV cache allows more samples at a time."""
@@ -38,8 +38,11 @@ def search(load: Workload, device: Device, nodes: int, best: int = 5) -> list[Ca
     """Return layouts of the policy on `nodes` nodes that differ in kind, fastest first, each with the engines that are
     fastest with it: at most `best`, and the recipe's own. That one comes first where it is about as fast as any.
 
-    Two layouts are of one kind if they use the same dimensions and both or none recompute. Empty if none fits.
+    Two layouts are of one kind if they use the same dimensions and both or none recompute. Empty if none fits. Raises
+    PlanError for less than one node.
     """
+    if nodes < 1:
+        raise PlanError(f"--search {nodes}: give a number of nodes, at least 1")
     fastest: dict[tuple[bool, ...], Candidate] = {}
     own: Candidate | None = None
     for option in _options(load, nodes):
@@ -116,11 +119,12 @@ def _candidate(load: Workload, device: Device, *, own: bool) -> Candidate | None
     bubble = pipeline_bubble(load.layout.pipeline, load.micro_batches, load.layout.virtual)
     if bubble > WORST_BUBBLE and not own:
         return None
-    shares = SHARES if load.grpo and load.kv_cache is None and device.memory is not None else (load.engine_share,)
+    free = load.grpo and load.kv_cache is None and device.memory is not None and not own
+    shares = SHARES if free else (load.engine_share,)
     for share in shares:
         option = replace(load, engine_share=share)
         engine, stages = memory(option, device)
-        if fits(stages, engine, option, device, margin=CLOSE):
+        if fits(stages, engine, option, device, margin=1.0 if own else CLOSE):
             break
     else:
         return None

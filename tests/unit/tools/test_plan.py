@@ -28,7 +28,8 @@ from grpo_mcore.tools.plan.plan import Plan, make_plan, plan_device, plan_shape,
 from grpo_mcore.tools.plan.rank_params import rank_params
 from grpo_mcore.tools.plan.report import plan_text, search_text
 from grpo_mcore.tools.plan.search import search
-from grpo_mcore.tools.plan.timing import pipeline_bubble
+from grpo_mcore.tools.plan.timing import all_reduce_seconds, pipeline_bubble
+from grpo_mcore.tools.plan.workload import DEVICES
 
 ROOT = Path(__file__).resolve().parents[3]
 RECIPES = sorted(str(path.relative_to(ROOT)) for path in (ROOT / "recipes").rglob("*.yaml"))
@@ -190,6 +191,32 @@ def test_the_search_includes_the_recipes_own_layout() -> None:
     assert again.load.layout == found.load.layout and again.load.engine_span == 4 and again.fits
 
 
+NOT_FIRST = {  # docs/plan_and_doctor.md has the reasons
+    "grpo-nanov3-30BA3B-2n8g-lora": "recomputes",
+    "grpo-qwen3-30BA3B-4n8g": "experts over EP 8",
+    "grpo-qwen3.5-35BA3B-4n8g": "experts over EP 8",
+    "grpo-qwen3-30BA3B-4n8g-async-1off": "generates and trains at the same time",
+}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("recipe", [recipe for recipe in RECIPES if re.search(r"-[1-8]n\d+g", recipe)])
+def test_a_shipped_recipe_is_the_searchs_first_or_the_reason_is_said(recipe: str) -> None:
+    found = plan(recipe, device="RTX4090" if "-3B-" in recipe else "H100")
+    options = search(found.load, found.device, found.load.nodes)
+    assert any(option.own for option in options)
+    assert options[0].own == (Path(recipe).stem not in NOT_FIRST), options[0]
+
+
+@pytest.mark.parametrize(
+    ("ranks", "nbytes", "measured"),
+    [(2, 4096, 8.8e-6), (8, 4096, 9.3e-6), (2, 2**20, 26.6e-6), (4, 2**20, 40.2e-6), (8, 2**20, 45.0e-6)],
+)
+def test_all_reduces_of_engines_take_what_was_measured(ranks: int, nbytes: int, measured: float) -> None:
+    """vLLM's kernel on H100, as published in sgl-project/sglang#2904."""
+    assert all_reduce_seconds(ranks, nbytes, DEVICES["H100"].peer_bandwidth) == pytest.approx(measured, rel=0.3)
+
+
 def test_engines_that_generate_ahead_keep_their_memory_while_the_policy_trains() -> None:
     phases = {name: plan(LLAMA, *words).stages[0].phases[-1] for name, words in (("sync", ()), ("ahead", AHEAD))}
     engine = plan(LLAMA).engine
@@ -254,6 +281,7 @@ def test_the_search_returns_layouts_that_fit_fastest_first() -> None:
             "does not divide num_key_value_heads 8",
         ),
         ((LLAMA, "--device", "H900"), 1, "known are A100-40GB"),
+        ((LLAMA, "--search", "0"), 1, "--search 0: give a number of nodes"),
         ((LLAMA, "policy.dtensor_cfg.enabled=true", "policy.fsdp1_enabled=true"), 2, "2 problems"),
     ],
 )
