@@ -109,7 +109,7 @@ def _dpo_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def _check_arguments(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("file", type=Path, metavar="FILE", help="training or validation data, JSONL, may be gzip")
+    parser.add_argument("file", type=Path, metavar="FILE", help="data, JSONL, may be gzip; or a recipe: all its files")
     parser.add_argument(
         "--recipe",
         metavar="RECIPE",
@@ -153,13 +153,17 @@ def _transform(args: argparse.Namespace) -> int:
 
 
 def _check(args: argparse.Namespace) -> int:
-    from grpo_mcore.data.check import check_file
+    from grpo_mcore.data.check import check_file, recipe_files
     from grpo_mcore.recipe import load_recipe
 
-    recipe = load_recipe(args.recipe, args.overrides).config if args.recipe else None
-    report = check_file(args.file, recipe, samples=args.samples)
-    _print(report)
-    return 0 if report.usable else 1
+    files = [args.file]
+    config = load_recipe(args.recipe, args.overrides).config if args.recipe else None
+    if config is None and args.file.suffix in (".yaml", ".yml"):  # all data of a recipe
+        config = load_recipe(args.file, args.overrides).config
+        files = recipe_files(config)
+    reports = [check_file(file, config, samples=args.samples) for file in files]
+    _print("\n\n".join(map(str, reports)))
+    return 0 if all(report.usable for report in reports) else 1
 
 
 def _collect(args: argparse.Namespace) -> int:
@@ -208,5 +212,5 @@ COMMANDS: dict[str, Command] = {
     "gym-to-sft": ("NeMo Gym rollouts to demonstrations for SFT", _sft_arguments, _transform),
     "gym-to-dpo": ("NeMo Gym rollouts to pairs of answers for DPO", _dpo_arguments, _transform),
     "collect": ("sample a recipe's prompts, score the samples, write rollouts", _collect_arguments, _collect),
-    "check": ("check a data file against a recipe", _check_arguments, _check),
+    "check": ("check a data file, or all data of a recipe", _check_arguments, _check),
 }

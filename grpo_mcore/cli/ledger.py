@@ -25,6 +25,9 @@ def run(args: argparse.Namespace) -> int:
     from grpo_mcore.observe import LEDGER_FILE, LedgerError, audit, read_ledger
 
     path = args.run / LEDGER_FILE if args.run.is_dir() else args.run
+    if not path.is_file():
+        print(f"grpo-mcore ledger: there is no {path}; give the folder of a run's checkpoints", file=sys.stderr)
+        return 1
     try:
         found = audit(read_ledger(path))
     except (LedgerError, OSError) as error:

@@ -146,6 +146,16 @@ def check_file(path: Path, config: MasterConfig | None = None, samples: int = 2)
     return report
 
 
+def recipe_files(config: MasterConfig) -> list[Path]:
+    """Return the files of a recipe's datasets. Raises DataError if it reads none."""
+    entries = [*config.data.train, *config.data.validation]
+    named = [entry.data_path for entry in entries if dataset_by_name(entry.dataset_name) in FILE_DATASETS]
+    files = [Path(name) for name in dict.fromkeys(named) if name]
+    if not files:
+        raise DataError("data: no dataset of the recipe is read from a file of its own (data_path)")
+    return files
+
+
 class _RowCheck:
     """Checks one row after the other and records lengths in the report."""
 

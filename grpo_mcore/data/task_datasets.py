@@ -167,7 +167,7 @@ class AllTaskProcessedDataset(Dataset[DatumSpec]):
             shortest = min((self[idx]["length"] for idx in range(len(self))), default=0)
             raise DataError(
                 f"no usable prompt is left: {self.excluded}; the limit is {self.max_seq_length} tokens, and the "
-                f"shortest prompt has {shortest}, with prompt_file and chat template"
+                f"shortest prompt has {shortest}, with chat template and prompt_file (null: none)"
             )
         if self.excluded.count:
             log.warning("%s; the limit is %s tokens", self.excluded, self.max_seq_length)

@@ -164,8 +164,8 @@ def _check_settings(folder: Path, config: MasterConfig, sources: Mapping[str, st
     models = {
         name: str(Path(source).resolve()) if Path(source).is_dir() else source for name, source in sources.items()
     }
-    path = folder / SETTINGS
-    if path.is_file():
+    path, samples = folder / SETTINGS, folder / SAMPLES
+    if path.is_file() and samples.is_file() and samples.stat().st_size:
         found = json.loads(path.read_text())
         different = [
             key for key, value in json.loads(json.dumps(settings)).items() if found["settings"].get(key) != value

@@ -75,3 +75,5 @@ def test_mistakes_are_one_message(
     recipe = write_recipe(tmp_path, grpo_recipe(task, model))
     found, _, err = evaluate(recipe, *words)
     assert found == code and message in err and "Traceback" not in err, err
+    again = evaluate(recipe, *words, "policy.generation.val_temperature=0.5")
+    assert again[2] == err, "what failed before its first sample leaves no settings to keep to"

@@ -286,11 +286,14 @@ class CheckpointManager:
             and len({self._metric(step) for step in ranked}) == 1
         ):
             self._warned = True
+            missing = self._metric(just_saved) == float("-inf")
             logger.warning(
-                "checkpointing.metric_name: %s is the same, or missing, in steps %s, so the newest are kept; name a "
-                "metric that moves, such as val:reward (said only once)",
-                self.config.metric_name, ", ".join(map(str, sorted(ranked))),
-            )  # fmt: skip
+                "checkpointing.metric_name: %s is %s in steps %s, so the newest are kept; %s (said only once)",
+                self.config.metric_name,
+                "missing" if missing else "the same",
+                ", ".join(map(str, sorted(ranked))),
+                "validate more often, or set it to null" if missing else "name a metric that moves, such as val:reward",
+            )
         kept = {*ranked[:keep], *recovery[-(self.config.ft_keep_latest_k or 1) :], max(steps), just_saved}
         for step in set(steps) - kept:
             self._delete(step)

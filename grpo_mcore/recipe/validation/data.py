@@ -30,7 +30,8 @@ def check_data(config: RecipeSections) -> Iterator[Finding]:
             yield from _check_dataset(entry, at, algorithm_of(config))
             if entry.env_name is None and (runs_grpo(config) or only_evaluates(config)) and len(config.env) > 1:
                 yield Finding(
-                    (at + "env_name", f"data.{part}"), f"name the environment that scores it: {', '.join(config.env)}"
+                    (at + "env_name", f"data.{part}"),
+                    f"{entry.dataset_name}: name the environment that scores it with env_name: {', '.join(config.env)}",
                 )
             if entry.env_name is not None and entry.env_name not in config.env:
                 hint = nearest_hint(entry.env_name, config.env)

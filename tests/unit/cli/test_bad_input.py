@@ -277,3 +277,46 @@ def test_a_chat_template_that_cannot_hold_several_turns(refuse: Refuse) -> None:
 
 def test_resume_without_a_checkpoint(refuse: Refuse) -> None:
     assert refuse("--resume", code=1) == ("--resume: there is no step_N folder in results/grpo; start without --resume")
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        ("config nope.yaml", "no recipe 'nope.yaml' in ., "),
+        ("config r.yaml grpo.sed=1", "nearest known key: grpo.seed"),
+        ("config --explain optimizer.learning_rate", "nearest known key: policy.megatron_cfg.optimizer.lr"),
+        ("plan r.yaml --device H300", "--device H300: known are A100-40GB"),
+        ("plan r.yaml --search 0", "--search 0: give a number of nodes, at least 1"),
+        ("plan r.yaml --search two", "invalid int value: 'two'"),
+        ("export nope --output out", "nope does not exist; give a folder step_N"),
+        ("export model --output out", "model holds no checkpoint (step_N with training_info.json)"),
+        ("export model", "the following arguments are required: --output"),
+        ("data check nope.jsonl", "nope.jsonl: cannot be read: No such file"),
+        ("data check nope.yaml", "no recipe 'nope.yaml' in ., "),
+        ("data chek data.jsonl", "invalid choice: 'chek'"),
+        ("launch k9s r.yaml", "where to: slurm or k8s; then the recipe"),
+        (
+            "launch slurm r.yaml cluster.backend=local cluster.gpus_per_node=1",
+            "there is nothing to launch; set it to ray",
+        ),
+        ("launch k8s r.yaml --dry-run", "launch.container: Kubernetes needs an image"),
+        ("report nope", "nope holds no run: there is no metrics.jsonl in it"),
+        ("watch r.yaml", "r.yaml holds no run: there is no metrics.jsonl in it"),
+        ("replay nope --step 1", "nope holds no run"),
+        ("replay nope", "the following arguments are required: --step"),
+        ("ledger .", "there is no ledger.jsonl; give the folder of a run's checkpoints"),
+        ("parity nope", "nope holds no config.json"),
+        ("parity model --layouts XY3", "is not one of TP, PP, VPP, CP, DP, EP, ETP with a number"),
+        ("trian r.yaml", "invalid choice: 'trian'"),
+    ],
+)
+def test_typical_mistakes_of_every_verb(
+    refuse: Refuse, capsys: pytest.CaptureFixture[str], words: str, message: str
+) -> None:
+    try:
+        code = main(words.split())
+    except SystemExit as ended:  # argparse
+        code = int(ended.code or 0)
+    out, err = capsys.readouterr()
+    assert code and message in err and "Traceback" not in out + err, err
+    assert sum(line.startswith("grpo-mcore") for line in err.splitlines()) == 1

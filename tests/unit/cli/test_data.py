@@ -10,6 +10,7 @@ from pathlib import Path
 import pytest
 
 from grpo_mcore.cli.main import main
+from grpo_mcore.data.arithmetic import make_tokenizer
 
 ROOT = Path(__file__).resolve().parents[3]
 
@@ -115,3 +116,20 @@ def test_a_reader_that_stops_reading(rollouts: Path) -> None:
     result = subprocess.run(command, stdout=writer, stderr=subprocess.PIPE, text=True)
     os.close(writer)
     assert result.returncode == 0 and "Traceback" not in result.stderr
+
+
+def test_a_recipe_stands_for_all_its_data(rollouts: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    rows = [json.dumps({"input": f"{n}+1=", "output": str(n + 1)}) for n in range(3)]
+    for name in ("train", "val"):
+        Path(f"{name}.jsonl").write_text("\n".join(rows))
+    data = {"train": {"data_path": "train.jsonl"}, "validation": {"data_path": "val.jsonl"}}
+    (rollouts / "my.yaml").write_text(json.dumps({"defaults": "grpo-arithmetic-cpu", "data": data}))
+    make_tokenizer(rollouts / "tokenizer")
+    words = ["data", "check", "my.yaml", "policy.tokenizer.name=tokenizer", "--samples", "0"]
+    assert main(words) == 0
+    said = capsys.readouterr().out
+    assert "train.jsonl: 3 rows, 3 usable" in said and "val.jsonl: 3 rows, 3 usable" in said
+    Path("val.jsonl").write_text("{}\n")
+    assert main(words) == 1 and "val.jsonl: 1 rows, 0 usable" in capsys.readouterr().out
+    assert main(["data", "check", "eval.yaml"]) == 1
+    assert "no dataset of the recipe is read from a file" in capsys.readouterr().err

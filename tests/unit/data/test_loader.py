@@ -63,7 +63,7 @@ def test_batches_skip_excluded_prompts_and_leftover_prompts_are_counted(monkeypa
     assert data.excluded.count == 4 and set(data.excluded.uids) == {"t:0", "t:3", "t:4", "t:9"}
     assert (data.excluded.checked, data.excluded.total) == (23, 23)
     assert "4 of 23 prompts excluded as too long or invalid: t:" in caplog.text
-    assert "3 prompts did not fill a batch and were dropped" in caplog.text
+    assert "3 rows did not fill a batch and were dropped" in caplog.text
 
 
 def test_validation_keeps_the_order_and_the_last_smaller_batch():

@@ -176,7 +176,9 @@ def test_environments_of_datasets(load, problems) -> None:
     assert problems(text, "data.train.env_name=mth") == [
         "command line: data.train.env_name: 'mth' is not in env, which has math; nearest: math"
     ]
-    assert problems(text + "  code: {}\n") == ["r.yaml:2: data.train: name the environment that scores it: math, code"]
+    assert problems(text + "  code: {}\n") == [
+        "r.yaml:2: data.train: ResponseDataset: name the environment that scores it with env_name: math, code"
+    ]
 
 
 def test_a_file_replaces_a_known_dataset(write) -> None:

@@ -298,13 +298,18 @@ def test_graded_rewards_rank_by_their_mean(tmp_path: Path) -> None:
     assert kept(tmp_path) == ["step_2", "step_3"]
 
 
-def test_a_metric_that_stands_still_is_said_once(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+@pytest.mark.parametrize(
+    ("metrics", "why"), [({"val_accuracy": 0.0}, "the same"), ({}, "missing")], ids=["constant", "without validation"]
+)
+def test_a_metric_that_stands_still_is_said_once(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture, metrics: dict[str, float], why: str
+) -> None:
     checkpoints = manager(tmp_path, keep_top_k=2)
     for step in (1, 2, 3, 4):
-        save(checkpoints, step, val_accuracy=0.0)
+        save(checkpoints, step, **metrics)
     assert kept(tmp_path) == ["step_3", "step_4"]
     (said,) = [line for line in caplog.messages if "metric_name" in line]
-    assert "val:accuracy is the same, or missing, in steps 1, 2, 3" in said
+    assert f"val:accuracy is {why} in steps 1, 2, 3" in said
 
 
 def test_a_rename_is_on_the_disk_before_an_old_checkpoint_is_deleted(
