@@ -21,7 +21,7 @@ def load_tokenizer(
     from transformers import AutoTokenizer
 
     try:
-        tokenizer = AutoTokenizer.from_pretrained(name)
+        tokenizer = AutoTokenizer.from_pretrained(name, trust_remote_code=False)  # else it would ask in a terminal
     except (OSError, ValueError) as error:
         raise DataError(f"cannot load the tokenizer {name!r}: {error}") from error
     if tokenizer.eos_token_id is None:

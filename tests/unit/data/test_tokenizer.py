@@ -1,0 +1,31 @@
+"""A model folder is trusted with its tokenizer and chat template, and with no code."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+from jinja2.exceptions import SecurityError
+
+from grpo_mcore.data import DataError, load_tokenizer
+from grpo_mcore.data.arithmetic import make_tokenizer
+
+
+def test_code_in_the_folder_is_not_run(tmp_path: Path) -> None:
+    folder = tmp_path / "model"
+    make_tokenizer(folder)
+    (folder / "own.py").write_text(f"open({str(tmp_path / 'ran')!r}, 'w')\nclass Own: ...\n")
+    settings = folder / "tokenizer_config.json"
+    own = {"auto_map": {"AutoTokenizer": [None, "own.Own"]}, "tokenizer_class": "Own"}
+    settings.write_text(json.dumps(json.loads(settings.read_text()) | own))
+    with pytest.raises(DataError, match="custom code"):
+        load_tokenizer(str(folder))
+    assert not (tmp_path / "ran").exists()
+
+
+def test_a_chat_template_reaches_nothing_outside_of_it(tmp_path: Path) -> None:
+    make_tokenizer(tmp_path)
+    tokenizer = load_tokenizer(str(tmp_path), "{{ messages.__class__.__mro__[1].__subclasses__() }}")
+    with pytest.raises(SecurityError):
+        tokenizer.apply_chat_template([{"role": "user", "content": "1+1="}])
