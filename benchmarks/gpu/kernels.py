@@ -112,8 +112,12 @@ def attention(setting: Setting) -> Iterator[Row]:
     heads, groups, size = (4, 2, 16) if setting.tiny else (32, 2, 128)
     kind = torch.bfloat16 if setting.platform.on_gpu else torch.float32
     packed = PackedAttention(
-        SimpleNamespace(kv_channels=size, window_size=None, window_attn_skip_freq=None), 1, None, "self", platform=setting.platform
-    )  # fmt: skip
+        SimpleNamespace(kv_channels=size, window_size=None, window_attn_skip_freq=None),
+        1,
+        None,
+        "self",
+        platform=setting.platform,
+    )
     for lengths, exact in (((7, 40, 1, 29), True), ((16,) * 4 if setting.tiny else (1024,) * 4, False)):
         generator = torch.Generator(setting.torch_device).manual_seed(3)
         query, key, value = (
