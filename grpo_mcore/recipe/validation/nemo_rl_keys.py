@@ -103,12 +103,12 @@ def is_off(value: Any) -> bool:
     return value in (None, False, 0, 1, "", []) and value is not True
 
 
-def _places(node: Node, parts: list[str]) -> Iterator[tuple[Node, str]]:
-    """Yield each mapping that has the key at the end of a path, and the key's name."""
+def _places(node: Node, parts: list[str]) -> Iterator[tuple[Node, Any]]:
+    """Yield each mapping or list that has the key at the end of a path, and the key's name or its position."""
     head, *rest = parts
     if head == "*":
-        for _, child in node.children() if node.is_list else ():
-            yield from _places(child, rest)
+        for i, child in enumerate(node.value) if node.is_list else ():
+            yield from _places(child, rest) if rest else [(node, i)]
     elif node.is_mapping and head in node.value:
         if not rest:
             yield node, head
