@@ -2,6 +2,12 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from typing import Any
+from unittest.mock import patch
+
+from grpo_mcore.parallel.mesh import Address
+from grpo_mcore.tools.parity import rank
 from grpo_mcore.tools.parity.rank import LayoutCase
 
 LAYOUTS = (
@@ -41,3 +47,9 @@ MOE_LAYOUTS = (
     LayoutCase("EP2xPP2", pipeline=2, data=2, expert=2),
     LayoutCase("TP2-SPxPP2-EP2", tensor=2, pipeline=2, sequence_parallel=True, expert=2),
 )  # fmt: skip
+
+
+def in_bins(address: Address, model: str, case: LayoutCase, bins: Sequence[Sequence[int]]) -> dict[str, Any]:
+    """Compute log-probs and gradients of these bins; bin i belongs to data-parallel rank i modulo their number."""
+    with patch.object(rank, "BINS", bins):
+        return rank.logprobs_and_gradients(address, model, case)

@@ -1,4 +1,4 @@
-"""The policy against transformers in float32: every family on every layout, with packed rows of uneven lengths."""
+"""The policy against transformers: every family on every layout, with packed rows of uneven lengths."""
 
 from __future__ import annotations
 
@@ -7,11 +7,14 @@ from typing import Any
 import pytest
 import torch
 
+from grpo_mcore.algorithms.training_step.step_batch import rank_steps
 from grpo_mcore.data.tiny_models import make_tiny_model
+from grpo_mcore.parallel.layout import Layout
 from grpo_mcore.parallel.rank_pool import RankPool
 from grpo_mcore.tools.parity.parity import GRADIENT_LIMIT, LOGPROB_LIMIT, compare, reference_of
-from grpo_mcore.tools.parity.rank import LayoutCase
+from grpo_mcore.tools.parity.rank import LENGTHS, LayoutCase
 from tests.distributed.policy_cases import LAYOUTS, MOE_LAYOUTS
+from tests.unit.algorithms.training_step.step_cases import config
 
 DENSE = {
     "qwen2": {"tie_word_embeddings": False},
@@ -76,3 +79,23 @@ def test_logprobs_and_gradients_equal_transformers(
     assert [result["grad_norm"] for result in results] == pytest.approx([norm] * len(results), rel=1e-4), (
         "clipping uses this norm"
     )
+
+
+def test_batched_by_length_logprobs_and_gradients_equal_float64(
+    ranks: RankPool, tmp_path_factory: pytest.TempPathFactory
+) -> None:
+    """The bins are those of a recipe with policy.dynamic_batching, on two data-parallel ranks."""
+    recipe = config()
+    recipe.policy.sequence_packing.enabled, recipe.policy.dynamic_batching.enabled = False, True
+    recipe.policy.dynamic_batching.train_mb_tokens, recipe.policy.dynamic_batching.sequence_length_round = 48, 8
+    case, samples = LayoutCase("DP2", data=2), {i: None for i in range(len(LENGTHS))}
+    layout = Layout(tensor=1, pipeline=1, context=1, data=2)
+    _, steps = rank_steps(samples, LENGTHS, recipe, layout, optimizer_steps=1)  # type: ignore[arg-type]
+    bins = [bin for pair in zip(*(step.batches[0] for step in steps), strict=True) for bin in pair]
+    assert sorted(i for bin in bins for i in bin) == sorted(samples) and max(map(len, bins)) > 1
+    folder = make_tiny_model("qwen3", tmp_path_factory.mktemp("float64"))
+    reference = reference_of(folder, torch.float64)
+    results = ranks.run(2, "tests.distributed.policy_cases:in_bins", str(folder), case, bins)
+    found = compare(reference, results, case.name, packed=True)
+    assert max(found.logprobs.values()) < 1e-5
+    assert max(found.gradients.values()) < 2e-5

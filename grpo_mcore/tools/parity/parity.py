@@ -83,13 +83,13 @@ class ParityCase:
         }
 
 
-def reference_of(folder: Path) -> Reference:
-    """Run transformers forward and backward. Raises FamilyError for a model without a family."""
+def reference_of(folder: Path, dtype: torch.dtype = torch.float32) -> Reference:
+    """Run transformers forward and backward in `dtype`. Raises FamilyError for a model without a family."""
     from transformers import AutoModelForCausalLM
     from transformers.core_model_loading import revert_weight_conversion
 
     shape = shape_of(read_hf_config(folder))
-    network = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
+    network = AutoModelForCausalLM.from_pretrained(folder, dtype=dtype)
     for module in network.modules():
         if hasattr(module, "time_step_limit"):  # of Mamba2; the engine and the policy have none
             module.time_step_limit = (0.0, float("inf"))
