@@ -47,16 +47,19 @@ class BackgroundSave:
         self._calls = AsyncCallsQueue()
         filesystem_async._results_queue = _ResultFile()
 
-    def start(self, policy: Any, folder: Path) -> None:
-        """Start writing; training may continue on return. Raises SaveError on all ranks if one cannot write."""
+    def start(self, policy: Any, folder: Path, optimizer: bool) -> None:
+        """Start writing; training may continue on return. `optimizer`: write its state too. Raises SaveError on all
+        ranks if one cannot write."""
         from megatron.core import dist_checkpointing
 
         if torch.distributed.get_rank() == 0:
             folder.mkdir(parents=True, exist_ok=True)
         torch.distributed.barrier()
-        make_moments(policy.optimizer)  # there are none before the first optimizer step
-        in_parts = not policy.config.megatron_cfg.dist_ckpt_optim_fully_reshardable
-        state = _state(policy, loading=False, in_parts=in_parts)
+        state = _state(policy)
+        if optimizer:
+            make_moments(policy.optimizer)  # there are none before the first optimizer step
+            in_parts = not policy.config.megatron_cfg.dist_ckpt_optim_fully_reshardable
+            state |= _optimizer_state(policy, state, loading=False, in_parts=in_parts)
         writing = dist_checkpointing.save(state, str(folder), async_sharded_save=True)
         with _raise_on_all_ranks("RNG state"):
             tensor_files.save(policy.rng_state(), folder / _rng_file())
@@ -135,8 +138,9 @@ def _reasons(error: BaseException | None) -> dict[int, str]:
     return {} if error is None else {torch.distributed.get_rank(): f"{type(error).__name__}: {error}"}
 
 
-def load_checkpoint(policy: Any, folder: Path) -> None:
-    """Load what BackgroundSave wrote. Raises CheckpointError if the model differs or a file is missing."""
+def load_checkpoint(policy: Any, folder: Path) -> bool:
+    """Load what BackgroundSave wrote. Return whether it holds the optimizer; without it, Adam starts from the weights
+    that the model computes with. Raises CheckpointError if the model differs or a file is missing."""
     from megatron.core import dist_checkpointing
 
     if not (folder / "metadata.json").is_file():
@@ -158,20 +162,27 @@ def load_checkpoint(policy: Any, folder: Path) -> None:
             "own layout; only the data- and context-parallel sizes may differ. Checkpoints that are written with "
             "policy.megatron_cfg.dist_ckpt_optim_fully_reshardable: true load on every layout"
         )
-    make_moments(policy.optimizer)
-    state = dist_checkpointing.load(_state(policy, loading=True, in_parts=parts is not None), str(folder))
+    wanted = _state(policy)
+    if with_optimizer := "optimizer" in common:
+        make_moments(policy.optimizer)
+        wanted |= _optimizer_state(policy, wanted, loading=True, in_parts=parts is not None)
+    state = dist_checkpointing.load(wanted, str(folder))
     for name, chunk in _chunks(policy):
         chunk.module.load_state_dict(state[name], strict=False)
-    settings = [_settings(group) for group in policy.optimizer.param_groups]
-    _load_optimizer(policy.optimizer, state["optimizer"], in_parts=parts is not None)
-    for group, own in zip(policy.optimizer.param_groups, settings, strict=True):
-        group.update(own)  # the recipe's learning rates, betas and so on, which may have changed since
+    if with_optimizer:
+        settings = [_settings(group) for group in policy.optimizer.param_groups]
+        _load_optimizer(policy.optimizer, state["optimizer"], in_parts=parts is not None)
+        for group, own in zip(policy.optimizer.param_groups, settings, strict=True):
+            group.update(own)  # the recipe's learning rates, betas and so on, which may have changed since
+    else:
+        policy.optimizer.reload_model_params()
     policy.scheduler.load_state_dict(state["scheduler"])
     rng = folder / _rng_file()
     if rng.is_file():
         policy.set_rng_state(tensor_files.load(rng))
     else:  # saved by another number of ranks; training draws nothing from these generators
         warnings.warn(f"{rng} is missing; this rank keeps its initial RNG state", stacklevel=2)
+    return with_optimizer
 
 
 def _chunks(policy: Any) -> list[tuple[str, Any]]:
@@ -222,12 +233,21 @@ def _load_optimizer(optimizer: Any, state: dict[Any, Any], *, in_parts: bool) ->
                 values["step"] = step.clone()
 
 
-def _state(policy: Any, *, loading: bool, in_parts: bool) -> dict[str, Any]:
-    """Return what a checkpoint holds. `in_parts`: each rank's own part of the optimizer as it is, or whole parameters,
-    which every rank gathers and which load on any layout."""
+def _state(policy: Any) -> dict[str, Any]:
+    """Return what a checkpoint holds besides the optimizer."""
+    return {
+        **{name: chunk.module.sharded_state_dict() for name, chunk in _chunks(policy)},
+        "scheduler": policy.scheduler.state_dict(),
+        "shape": _plain_shape(policy),
+    }
+
+
+def _optimizer_state(policy: Any, state: dict[str, Any], *, loading: bool, in_parts: bool) -> dict[str, Any]:
+    """Return the optimizer's part of a checkpoint. `state`: from `_state`. `in_parts`: each rank's own part of the
+    optimizer as it is, or whole parameters, which every rank gathers and which load on any layout."""
     from megatron.core.dist_checkpointing.utils import add_prefix_for_sharding
 
-    models = {name: chunk.module.sharded_state_dict() for name, chunk in _chunks(policy)}
+    models = {name: state[name] for name, _ in _chunks(policy)}
     metadata = {"distrib_optim_sharding_type": "dp_reshardable" if in_parts else "fully_reshardable"}
     sharded = models["model"] if len(models) == 1 else models
     optimizer = {}
@@ -237,13 +257,7 @@ def _state(policy: Any, *, loading: bool, in_parts: bool) -> dict[str, Any]:
             optimizer[index] = part.sharded_state_dict(sharded, is_loading=loading, metadata=metadata)
             if in_parts:  # the names of parts do not tell the two apart
                 add_prefix_for_sharding(optimizer[index], f"chained_{index}.")
-    return {
-        **models,
-        "optimizer": optimizer,
-        "optimizer_parts": _optimizer_parts(policy) if in_parts else None,
-        "scheduler": policy.scheduler.state_dict(),
-        "shape": _plain_shape(policy),
-    }
+    return {"optimizer": optimizer, "optimizer_parts": _optimizer_parts(policy) if in_parts else None}
 
 
 def _optimizer_parts(policy: Any) -> dict[str, Any]:

@@ -334,25 +334,27 @@ class Policy:
         self.start_save(folder)
         self.is_saved(wait=True)
 
-    def start_save(self, folder: str | Path) -> None:
-        """Start a `save` in the background and return; training may continue. Only one may run: see `is_saved`."""
+    def start_save(self, folder: str | Path, optimizer: bool = True) -> None:
+        """Start a `save` in the background and return; training may continue. Only one may run: see `is_saved`.
+        `optimizer`: write its state too."""
         from grpo_mcore.parallel.checkpoint import BackgroundSave
 
         if self._offloaded and self._offload is not None:
             self._offload.leave_room()
         self._saving = self._saving or BackgroundSave()
-        self._saving.start(self, Path(folder))
+        self._saving.start(self, Path(folder), optimizer)
 
     def is_saved(self, wait: bool) -> bool:
         """Whether every rank has finished writing. Raises SaveError on all ranks if one of them failed."""
         assert self._saving is not None
         return self._saving.done(wait)
 
-    def load(self, folder: str | Path) -> None:
-        """Load what `save` wrote. Raises CheckpointError if it belongs to another model or is incomplete."""
+    def load(self, folder: str | Path) -> bool:
+        """Load what `save` wrote. Return whether the optimizer was in it. Raises CheckpointError if it belongs to
+        another model or is incomplete."""
         from grpo_mcore.parallel.checkpoint import load_checkpoint
 
-        load_checkpoint(self, Path(folder))
+        return load_checkpoint(self, Path(folder))
 
     def offload(self) -> None:
         """Free device memory for a colocated engine: drop gradients, move the optimizer to the host. Idempotent."""

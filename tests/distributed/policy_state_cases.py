@@ -227,37 +227,76 @@ def train_with_a_frozen_router(address: Address, model: str, case: LayoutCase) -
 
 
 def step_with_other_settings(address: Address, model: str, folder: str, changed: dict[str, float]) -> float:
-    """Load a checkpoint with other settings of the optimizer, train one step and return the largest difference between
-    the weights and AdamW's formula (Loshchilov & Hutter 2019, Algorithm 2) with these settings, in float64."""
-    config = policy_config(model, LayoutCase("TP1"), precision="float32")
+    """Load a checkpoint with other settings of the optimizer, and see `step_against_adamw`."""
+    policy = policy_with_settings(address, model, LayoutCase("TP1"), "float32", changed)
+    assert policy.load(folder)
+    return step_against_adamw(policy, changed)
+
+
+def save_without_the_optimizer(
+    address: Address, model: str, case: LayoutCase, folder: str, settings: dict[str, float]
+) -> list[tuple[str, Any, torch.Tensor]]:
+    """Train two steps in bfloat16, save, and return the weights."""
+    policy = policy_with_settings(address, model, case, "bfloat16", settings)
+    step(policy), step(policy)
+    policy.start_save(folder, optimizer=False)
+    policy.is_saved(wait=True)
+    return owned_slices(policy)
+
+
+def resume_without_the_optimizer(
+    address: Address, model: str, case: LayoutCase, folder: str, settings: dict[str, float]
+) -> tuple[list[tuple[str, Any, torch.Tensor]], bool, float]:
+    """Load what was saved: (the weights, whether Adam's float32 weights equal them, see `step_against_adamw`)."""
+    policy = policy_with_settings(address, model, case, "bfloat16", settings)
+    assert not policy.load(folder)
+    assert policy.scheduler.num_steps == 2
+    weights = owned_slices(policy)
+    (part,) = policy.optimizer.chained_optimizers
+    updated = [param for group in part.optimizer.param_groups for param in group["params"]]
+    equal = all(param.dtype == torch.float32 and torch.equal(param, param.bfloat16().float()) for param in updated)
+    return weights, equal, step_against_adamw(policy, settings)
+
+
+def policy_with_settings(
+    address: Address, model: str, case: LayoutCase, precision: str, settings: dict[str, float]
+) -> Policy:
+    """Build a policy with these settings of the optimizer, which stay the same in every step."""
+    config = policy_config(model, case, precision=precision)
     megatron = config.megatron_cfg
-    megatron.optimizer = megatron.optimizer.model_copy(update=ADAM | changed)
-    rate = changed["lr"]
+    megatron.optimizer = megatron.optimizer.model_copy(update=ADAM | settings)
     megatron.scheduler = megatron.scheduler.model_copy(
         update={
             "lr_warmup_iters": 0,
-            "lr_warmup_init": rate,
-            "start_weight_decay": changed["weight_decay"],
-            "end_weight_decay": changed["weight_decay"],
+            "lr_warmup_init": settings["lr"],
+            "start_weight_decay": settings["weight_decay"],
+            "end_weight_decay": settings["weight_decay"],
         }
     )
-    policy = Policy(config, address, seed=1, timeout_s=60, reference=False)
-    policy.load(folder)
+    return Policy(config, address, seed=1, timeout_s=60, reference=False)
+
+
+def step_against_adamw(policy: Policy, settings: dict[str, float]) -> float:
+    """Train one step and return the largest difference between the weights and AdamW's formula (Loshchilov & Hutter
+    2019, Algorithm 2) with these settings, in float64. Without a state, the moments before the step are 0."""
     (part,) = policy.optimizer.chained_optimizers
     adam = part.optimizer
-    beta1, beta2, eps = changed["adam_beta1"], changed["adam_beta2"], changed["adam_eps"]
-    decays = {id(param): group["weight_decay"] for group in adam.param_groups for param in group["params"]}
-    before = {param: (param.double(), *(adam.state[param][name].double() for name in MOMENTS)) for param in adam.state}
+    rate, beta1, beta2, eps = (settings[key] for key in ("lr", "adam_beta1", "adam_beta2", "adam_eps"))
+    decays = {param: group["weight_decay"] for group in adam.param_groups for param in group["params"]}
+    before = {}
+    for param in decays:
+        state = adam.state.get(param, {})
+        moments = (state.get(name, torch.zeros_like(param)).double() for name in MOMENTS)
+        before[param] = (param.double(), *moments, float(state.get("step", 0)) + 1)
     step(policy)
-    assert set(decays.values()) <= {0.0, changed["weight_decay"]}
+    assert set(decays.values()) <= {0.0, settings["weight_decay"]}
     difference = 0.0
-    for param, (weight, mean, square) in before.items():
-        mean_now, square_now = (adam.state[param][name].double() for name in MOMENTS)
+    for param, (weight, mean, square, count) in before.items():
+        mean_now = adam.state[param]["exp_avg"].double()
         gradient = (mean_now - beta1 * mean) / (1 - beta1)
         expected_square = beta2 * square + (1 - beta2) * gradient**2
-        count = float(adam.state[param]["step"])
         unbiased = mean_now / (1 - beta1**count), expected_square / (1 - beta2**count)
-        decay = rate * decays[id(param)] * weight
+        decay = rate * decays[param] * weight
         expected = weight - decay - rate * unbiased[0] / (unbiased[1].sqrt() + eps)
         difference = max(difference, float((param.double() - expected).abs().max()))
     return difference

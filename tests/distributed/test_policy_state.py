@@ -25,6 +25,8 @@ EP2_PP2 = LayoutCase("EP2xPP2", pipeline=2, data=2, expert=2)
 EP2_ETP2 = LayoutCase("EP2xETP2", tensor=2, data=2, sequence_parallel=True, expert=2, expert_tensor=2)
 CP2_DP2_EP2 = LayoutCase("CP2xDP2-EP2", context=2, data=2, expert=2)
 
+ADAM = {"lr": 0.01, "weight_decay": 0.01, "adam_beta1": 0.9, "adam_beta2": 0.999, "adam_eps": 1e-3}
+
 
 @pytest.fixture(scope="module")
 def models(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
@@ -81,10 +83,20 @@ def test_training_continues_from_a_checkpoint_as_without_interruption(
 def test_settings_that_changed_since_the_checkpoint_take_effect(
     ranks: RankPool, model: str, checkpoint: str, changed: dict[str, float]
 ) -> None:
-    settings = {"lr": 0.01, "weight_decay": 0.01, "adam_beta1": 0.9, "adam_beta2": 0.999, "adam_eps": 1e-3} | changed
-    assert ranks.run(1, f"{CASES}:step_with_other_settings", model, checkpoint, settings) == [
-        pytest.approx(0.0, abs=1e-6)
-    ]
+    found = ranks.run(1, f"{CASES}:step_with_other_settings", model, checkpoint, ADAM | changed)
+    assert found == [pytest.approx(0.0, abs=1e-6)]
+
+
+def test_without_the_optimizer_the_weights_are_the_same_and_the_moments_start_at_0(
+    ranks: RankPool, model: str, tmp_path: Path
+) -> None:
+    arguments = (model, DP2, str(tmp_path / "ckpt"), ADAM)
+    saved = ranks.run(2, f"{CASES}:save_without_the_optimizer", *arguments)
+    resumed = ranks.run(2, f"{CASES}:resume_without_the_optimizer", *arguments)
+    for before, (after, equal, difference) in zip(saved, resumed, strict=True):
+        assert [name for name, *_ in before] == [name for name, *_ in after]
+        assert all(torch.equal(was, now) for (*_, was), (*_, now) in zip(before, after, strict=True))
+        assert equal and difference < 1e-6
 
 
 @pytest.mark.parametrize(

@@ -304,11 +304,11 @@ def test_a_run_survives_a_full_disk_and_sigterm(
     """Limit the size of files while step 2 is saved, and send SIGTERM in the middle of step 4."""
     save, generate, versions = PolicyWorker.start_save, EngineWorker.generate, []
 
-    def save_on_a_full_disk(self: PolicyWorker, folder: str) -> None:
+    def save_on_a_full_disk(self: PolicyWorker, folder: str, optimizer: bool) -> None:
         soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
         resource.setrlimit(resource.RLIMIT_FSIZE, (20_000 if folder.endswith("tmp_step_2/policy") else soft, hard))
         try:
-            save(self, folder)
+            save(self, folder, optimizer)
         finally:
             resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
 

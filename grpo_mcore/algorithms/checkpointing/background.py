@@ -79,7 +79,7 @@ class BackgroundCheckpoints:
                 self._manager.make_room(tmp)
                 write_more(tmp)
                 write_driver_files(tmp, snapshot(), self._recipe)
-                self._policy.start_save(policy_folder(tmp))
+                self._policy.start_save(policy_folder(tmp), self._recipe.checkpointing.save_optimizer)
         except NotWritten as error:
             self._on_failure(step, error)
             return

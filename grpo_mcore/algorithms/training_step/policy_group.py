@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -19,6 +20,8 @@ from grpo_mcore.parallel.policy import LossFn, TrainReport
 from grpo_mcore.recipe import KLType
 from grpo_mcore.refit.layout import TrainerLayout
 from grpo_mcore.refit.proof import Verify
+
+logger = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True)
@@ -176,16 +179,18 @@ class PolicyGroup:
     def save(self, folder: str) -> None:
         self._all("save", folder, what=f"saving the policy to {folder}")
 
-    def start_save(self, folder: str) -> None:
-        """Start to save in the background. It must be finished, see `is_saved`, before the next one."""
-        self._all("start_save", folder, what=f"copying the policy for {folder}")
+    def start_save(self, folder: str, optimizer: bool) -> None:
+        """Start to save in the background. It must be finished, see `is_saved`, before the next one. `optimizer`: save
+        its state too."""
+        self._all("start_save", folder, optimizer, what=f"copying the policy for {folder}")
 
     def is_saved(self, wait: bool) -> bool:
         """Return whether every rank has finished what `start_save` began. `wait`: wait until it has."""
         return all(self._all("is_saved", wait, what="writing the policy's checkpoint"))
 
     def load(self, folder: str) -> None:
-        self._all("load", folder, what=f"loading the policy from {folder}")
+        if not all(self._all("load", folder, what=f"loading the policy from {folder}")):
+            logger.warning("%s holds no optimizer (checkpointing.save_optimizer): its moments start at 0", folder)
 
     def export_hf(self, folder: str) -> None:
         """Write the weights as a Hugging Face folder."""

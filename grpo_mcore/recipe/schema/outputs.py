@@ -132,7 +132,8 @@ class CheckpointingConfig(Section):
     save_period: Positive = 10
     """Steps between two checkpoints."""
     save_optimizer: bool = True
-    """Write the optimizer state too. A run cannot be resumed exactly without it. false: not supported yet."""
+    """Write the optimizer's state too, which is most of a checkpoint. false: a run that resumes has the weights as the
+    model computes with them, in policy.precision, and moments of 0."""
     save_hf: Literal["last", "best", "all", "none"] = "none"
     """Kept checkpoints that `train` also writes in Hugging Face's format when it ends, as `hf_step_N` beside them: the
     newest, the best by metric_name, all or none. Read by cli/. `sft` always writes its last weights, as `hf`."""

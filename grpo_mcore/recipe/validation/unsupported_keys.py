@@ -16,7 +16,6 @@ UNSUPPORTED: dict[str, tuple[Any, str]] = {
     "policy.megatron_cfg.optimizer.optimizer_offload_fraction": (0.0, "the optimizer on the host"),
     "policy.generation.vllm_cfg.pipeline_parallel_size": (1, "pipeline parallelism in the engine"),
     "policy.generation.vllm_cfg.kv_cache_dtype": ("auto", "other number formats of the KV cache"),
-    "checkpointing.save_optimizer": (True, "checkpoints without the optimizer"),
 }
 
 

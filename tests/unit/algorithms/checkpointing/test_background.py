@@ -25,8 +25,9 @@ class Ranks:
         self.written = False
         self.error: Exception | None = None
 
-    def start_save(self, folder: str) -> None:
+    def start_save(self, folder: str, optimizer: bool) -> None:
         assert "start" not in self.calls[-1:], "one at a time"
+        self.optimizer = optimizer
         self.calls.append("start")
         self.folder, self.written = Path(folder), False
 
@@ -43,8 +44,9 @@ class Ranks:
 
 
 class World:
-    def __init__(self, folder: Path, *, is_async: bool = True) -> None:
+    def __init__(self, folder: Path, *, is_async: bool = True, save_optimizer: bool = True) -> None:
         recipe = config()
+        recipe.checkpointing.save_optimizer = save_optimizer
         recipe.checkpointing.checkpoint_dir, recipe.checkpointing.is_async = str(folder), is_async
         self.folder, self.ranks, self.events = folder, Ranks(), list[str]()
         manager = CheckpointManager(recipe.checkpointing)
@@ -61,6 +63,14 @@ class World:
 
     def files(self) -> list[str]:
         return sorted(path.name for path in self.folder.iterdir())
+
+
+@pytest.mark.parametrize("save_optimizer", [True, False])
+def test_the_recipe_says_whether_the_optimizer_is_saved(tmp_path: Path, save_optimizer: bool) -> None:
+    world = World(tmp_path, save_optimizer=save_optimizer)
+    world.start(1)
+    world.saves.wait()
+    assert world.ranks.optimizer == save_optimizer
 
 
 def test_it_appears_when_everything_is_written(tmp_path: Path) -> None:
