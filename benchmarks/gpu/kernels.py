@@ -112,7 +112,7 @@ def attention(setting: Setting) -> Iterator[Row]:
     heads, groups, size = (4, 2, 16) if setting.tiny else (32, 2, 128)
     kind = torch.bfloat16 if setting.platform.on_gpu else torch.float32
     packed = PackedAttention(
-        SimpleNamespace(kv_channels=size, window_size=None, window_attn_skip_freq=None),
+        SimpleNamespace(kv_channels=size, window_size=None, window_attn_skip_freq=None, softmax_type="vanilla"),
         1,
         None,
         "self",

@@ -38,7 +38,7 @@ def make_tiny_model(family: str, folder: Path, *, seed: int = 0, words: bool = F
         for name, parameter in model.named_parameters():
             if "norm" in name:
                 parameter.add_(torch.empty_like(parameter).uniform_(-0.5, 0.5))  # those of centred norms start at 0
-            elif name.endswith("gate.weight"):
+            elif name.endswith(("gate.weight", "router.weight", "sinks")):
                 parameter.normal_(0, 0.5)  # so that the router's choice is clear
             elif "conv1d" in name:
                 parameter.normal_(0, 0.4)

@@ -112,6 +112,8 @@ def check_engine_parallel(shape: ModelShape, tp_size: int, expert_parallel: bool
         wrong.append(f"the experts' intermediate size {experts.ffn_hidden_size}")
     if experts is not None and experts.shared_ffn_hidden_size % tp_size:
         wrong.append(f"the shared expert's size {experts.shared_ffn_hidden_size}")
+    if shape.biases and tp_size > 1:
+        wrong.append("the experts' biases")
     if rows % tp_size:
         wrong.append(f"the padded vocabulary {rows}")
     if wrong:

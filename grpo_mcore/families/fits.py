@@ -85,6 +85,8 @@ def _check_experts(shape: ModelShape, megatron: LayoutSettings) -> None:
             f"{at}expert_tensor_parallel_size {tensor} does not divide the experts' intermediate size "
             f"{experts.ffn_hidden_size}"
         )
+    if shape.biases and tensor > 1:
+        raise FamilyError(f"{at}expert_tensor_parallel_size {tensor}: the experts of a {shape.family} model stay whole")
     if experts.active == 1 and experts.normalized and not experts.sigmoid:
         raise FamilyError(
             f"a {shape.family} model with one expert per token, whose weight is then always 1, is not supported"

@@ -14,6 +14,7 @@ from grpo_mcore.families import (
     deepseek_v3,
     gemma3_text,
     glm4_moe,
+    gpt_oss,
     llama,
     minimax_m2,
     mixtral,
@@ -26,7 +27,7 @@ from grpo_mcore.families import (
 from grpo_mcore.families.dense import dense_flops
 from grpo_mcore.families.spec import FamilyError, ModelShape, Param
 
-MODULES = (qwen2, qwen3, llama, qwen3_moe, mixtral, deepseek_v3, glm4_moe, minimax_m2, nemotron_h, gemma3_text)
+MODULES = (qwen2, qwen3, llama, qwen3_moe, mixtral, deepseek_v3, glm4_moe, minimax_m2, nemotron_h, gemma3_text, gpt_oss)
 FAMILIES: dict[str, ModuleType] = {module.__name__.rpartition(".")[2]: module for module in MODULES}
 """Modules by name, which is the `model_type` of `config.json`."""
 # Architectures with other names, or several.

@@ -43,6 +43,7 @@ class ExpertShape:
     active_groups: int = 1
     scaling: float = 1.0  # factor on the experts' weights
     shared_gate: bool = False  # a sigmoid of the hidden states scales the shared expert's output
+    clamp: float | None = None  # limit of gate and up, whose rows alternate, in experts with biases; None: plain SwiGLU
     latent_size: int = 0  # width of a projection of the hidden states that experts compute on; 0: no projection
 
 
@@ -182,6 +183,9 @@ class ModelShape:
     window_rope_theta: float | None = None  # of layers with a window; None: as the others
     rope_interpolation: float | None = None  # divides the positions, in layers without a window
     activation: Literal["silu", "gelu_tanh"] = "silu"  # of gated networks
+    biases: bool = False  # output projections, routers and experts have biases
+    sinks: bool = False  # each head has a logit more, of a key without a value
+    yarn: YarnShape | None = None  # scaling of rotary frequencies outside of latent attention
     sandwich_norms: bool = False  # the outputs of attention and network are normed too, before they are added
     embedding_scale: float = 1.0  # factor on the embeddings
     root: str = "model"  # first part of the tensors' names in the checkpoint
@@ -234,6 +238,16 @@ class HfTensor:
     name: str
     shape: tuple[int, ...]
     float32: bool = False  # regardless of the precision of the others
+    stack: tuple[int, int] | None = None  # (expert, number of experts) of a part of `stored`
+
+    @property
+    def stored(self) -> HfTensor:
+        """Return the tensor in the file: itself, or the stack of all experts' transposed tensors."""
+        if self.stack is None:
+            return self
+        expert, count = self.stack
+        name = self.name.replace(f".experts.{expert}.", ".experts.")
+        return HfTensor(name, (count, *reversed(self.shape)), self.float32)
 
     @property
     def numel(self) -> int:

@@ -8,22 +8,24 @@ from __future__ import annotations
 
 import inspect
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
 import torch
+from megatron.core import parallel_state
 from megatron.core.models.common.embeddings.rotary_pos_embedding import RotaryEmbedding
 from megatron.core.packed_seq_params import PackedSeqParams
 from megatron.core.tensor_parallel import gather_from_sequence_parallel_region
 from megatron.core.transformer import TransformerConfig
 from megatron.core.transformer.attention import SelfAttention
 from megatron.core.transformer.multi_latent_attention import MLASelfAttention
-from megatron.core.transformer.utils import is_layer_window_attention
+from megatron.core.transformer.utils import is_layer_window_attention, make_sharded_tensors_for_checkpoint
 from torch import Tensor
 from torch.distributed import ProcessGroup
 from torch.nn.functional import scaled_dot_product_attention
 
+from grpo_mcore.families import FamilyError
 from grpo_mcore.parallel.context import ContextShare
 from grpo_mcore.parallel.platform import Platform
 
@@ -165,6 +167,22 @@ class PackedAttention(torch.nn.Module):
         self.scale = softmax_scale or config.kv_channels**-0.5
         windowed = is_layer_window_attention(config.window_size, config.window_attn_skip_freq, layer_number)
         self.window = config.window_size[0] + 1 if windowed else 0
+        self.softmax_offset: torch.nn.Parameter | None = None  # the sinks, named as in TransformerEngine
+        if config.softmax_type == "learnable":
+            if platform.on_gpu:
+                raise FamilyError("attention sinks on GPUs need TransformerEngine 2.8 or later, which is not installed")
+            heads = config.num_attention_heads // config.tensor_model_parallel_size
+            self.softmax_offset = torch.nn.Parameter(torch.empty(heads, dtype=config.params_dtype))
+
+    def sharded_state_dict(
+        self, prefix: str = "", sharded_offsets: Any = (), metadata: Mapping[str, Any] | None = None
+    ) -> dict[str, Any]:
+        """Return Megatron-Core's sharded tensors: the sinks by head, if there are any."""
+        assert metadata is not None
+        return make_sharded_tensors_for_checkpoint(
+            self.state_dict(keep_vars=True), prefix, {"softmax_offset": 0}, sharded_offsets,
+            tp_group=parallel_state.get_tensor_model_parallel_group(), dp_cp_group=metadata["dp_cp_group"],
+        )  # fmt: skip
 
     def forward(
         self,
@@ -217,9 +235,27 @@ class PackedAttention(torch.nn.Module):
             if repeat > 1:
                 k, v = k.repeat_interleave(repeat, 1), v.repeat_interleave(repeat, 1)
             mask = bucket.window(self.window) if self.window else bucket.mask
+            if self.softmax_offset is not None:
+                mask = bucket.window(self.window or k.size(2)) if mask is None else mask
+                q, k, v, mask = _with_sink(q, k, v, mask, self.softmax_offset.float() / self.scale)
             out = scaled_dot_product_attention(q, k, v, attn_mask=mask, is_causal=mask is None, scale=self.scale)
-            outputs.append(out.transpose(1, 2).flatten(0, 1).index_select(0, bucket.real))
+            outputs.append(out[..., : value.size(-1)].transpose(1, 2).flatten(0, 1).index_select(0, bucket.real))
         return torch.cat(outputs).index_select(0, row.row_order).flatten(1).to(dtype)
+
+
+def _with_sink(
+    query: Tensor, key: Tensor, value: Tensor, mask: Tensor, logits: Tensor
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """Put a key before the others that every query sees, with this logit [heads] before scaling and a value of 0.
+
+    query [n, heads, q, d], key and value [n, heads, k, d] and [n, heads, k, e]: a dimension of each head multiplies the
+    query's 1 with the new key's logit and the other keys' 0.
+    """
+    n, heads, _, d = key.shape
+    sink = torch.cat([logits.new_zeros(heads, d), logits[:, None]], -1)[None, :, None].expand(n, -1, -1, -1)
+    pad = torch.nn.functional.pad
+    key = torch.cat([sink, pad(key, (0, 1))], 2)
+    return pad(query, (0, 1), value=1.0), key, pad(value, (0, 1, 1, 0)), pad(mask, (1, 0), value=True)
 
 
 def _take(row: Tensor, index: Tensor) -> Tensor:

@@ -51,6 +51,34 @@ class LatentMoELayer(MoELayer):
         return routed if shared_expert_output is None else routed + shared_expert_output
 
 
+class ClampedExperts(Experts):
+    """gpt-oss's experts, one after the other: with the rows of gate g and up u alternating, their output is
+    W (u' + 1) g' sigmoid(1.702 g') + b, where g' = min(g, clamp) and u' = max(min(u, clamp), -clamp)."""
+
+    def __init__(self, *args: Any, clamp: float, **how: Any) -> None:
+        super().__init__(*args, **how)
+        self.clamp = clamp
+        for expert in self.local_experts:
+            # Megatron-Core would also sum its gradient over tensor-parallel ranks; that of an expert is already reduced
+            # over the ranks that hold it.
+            expert.linear_fc2.bias.sequence_parallel = False
+
+    def forward(
+        self, permuted_local_hidden_states: Tensor, tokens_per_expert: Tensor, permuted_probs: Tensor
+    ) -> tuple[Tensor, None]:
+        """Return the experts' outputs [T, H] for tokens [T, H] sorted by expert, each scaled by its probability."""
+        outputs = []
+        rows = permuted_local_hidden_states.split(tokens_per_expert.tolist())
+        for expert, tokens in zip(self.local_experts, rows, strict=True):
+            hidden, bias = expert.linear_fc1(tokens)
+            gate, up = (hidden + bias).unflatten(-1, (-1, 2)).unbind(-1)
+            gate, up = gate.clamp(max=self.clamp), up.clamp(-self.clamp, self.clamp)
+            out, bias = expert.linear_fc2((up + 1) * gate * torch.sigmoid(1.702 * gate))
+            outputs.append(out + bias)
+        weighted = torch.cat(outputs) * permuted_probs.unsqueeze(-1)
+        return weighted.to(permuted_local_hidden_states.dtype), None
+
+
 class GroupedExperts(Experts):
     """Experts that are computed together, without a host synchronisation."""
 
@@ -108,7 +136,7 @@ def computes_in_groups(
 
     It takes bfloat16 with rows of a multiple of 16 bytes. Adapters on experts need their linear layers one by one.
     """
-    if shape.experts is None or not (platform.grouped_products and settings.moe_grouped_gemm):
+    if shape.experts is None or shape.biases or not (platform.grouped_products and settings.moe_grouped_gemm):
         return False
     widths = (shape.experts.latent_size or shape.hidden_size, shape.experts.ffn_hidden_size // layout.expert_tensor)
     aligned = all(width * dtype.itemsize % ALIGNED == 0 for width in widths)

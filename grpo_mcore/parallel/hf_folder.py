@@ -27,6 +27,10 @@ NOT_COPIED = (".safetensors", ".bin", ".pt", ".pth", ".gguf", ".index.json", ".m
 """Endings of files that do not go from the source's folder into an export: other weights, and their description."""
 
 
+EXPERT = re.compile(r"(.*\.experts)\.(\d+)\.((?:gate_up|down)_proj(?:_bias)?)")
+"""Names of `HfTensor`s with a stack."""
+
+
 class WeightsError(ValueError):
     """A Hugging Face checkpoint lacks what the model needs."""
 
@@ -45,6 +49,9 @@ class SafetensorsFolder:
     def read(self, name: str, box: Box) -> Tensor:
         if name not in self.where and (stacked := _in_stack(name)) is not None and stacked[0] in self.where:
             return self._read_stacked(*stacked, box)
+        if name not in self.where and (each := EXPERT.fullmatch(name)) and f"{each[1]}.{each[3]}" in self.where:
+            expert, stack = int(each[2]), self.where[f"{each[1]}.{each[3]}"].get_slice(f"{each[1]}.{each[3]}")
+            return _transposed(stack[(slice(expert, expert + 1), *reversed(index_of(box)))][0])
         if name not in self.where:
             raise WeightsError(f"{self.folder} lacks the tensor {name}; it has {len(self.where)} others")
         tensor = self.where[name].get_slice(name)
@@ -125,6 +132,9 @@ class HfFolderWriter:
     def write(self, name: str, slices: Iterable[tuple[str, Box, Tensor]]) -> None:
         """Write slices of tensors of file `name` in place."""
         targets = _map_file(self.folder / name, tensors_of(self.files[name]), self.dtype)
+        for tensor in (tensor for param in self.files[name] for tensor in param.hf):
+            if tensor.stack is not None:
+                targets[tensor.name] = _transposed(targets[tensor.stored.name][tensor.stack[0]])
         for hf_name, box, values in slices:
             targets[hf_name][index_of(box)].copy_(values)
 
@@ -140,15 +150,16 @@ def put_in_place(partial: Path, folder: Path) -> None:
 
 
 def plan_files(shape: ModelShape, dtype: torch.dtype, shard_bytes: int) -> dict[str, list[Param]]:
-    """Assign the model's parameters, in order, to files of at most `shard_bytes`, unless one parameter is larger. The
-    tensors of one parameter are in one file."""
+    """Assign the model's parameters, in order, to files of at most `shard_bytes`, unless one parameter, or a layer's
+    stacks of experts, are larger. The tensors of one parameter are in one file."""
     groups: list[list[Param]] = [[]]
     size = 0
     for param in params_of(shape):
         if param.copy:
             continue
         more = sum(_nbytes(tensor, dtype) for tensor in param.hf)
-        if size and size + more > shard_bytes:
+        within = bool(groups[-1] and groups[-1][-1].hf[0].stack and param.hf[0].stack)  # one file has a layer's stacks
+        if size and size + more > shard_bytes and not within:
             groups.append([])
             size = 0
         groups[-1].append(param)
@@ -159,8 +170,13 @@ def plan_files(shape: ModelShape, dtype: torch.dtype, shard_bytes: int) -> dict[
 
 
 def tensors_of(params: Sequence[Param]) -> list[HfTensor]:
-    """Return the Hugging Face tensors of these parameters, in order."""
-    return [tensor for param in params for tensor in param.hf]
+    """Return the tensors of the file that these parameters make up, in order."""
+    return list(dict.fromkeys(tensor.stored for param in params for tensor in param.hf))
+
+
+def _transposed(tensor: Tensor) -> Tensor:
+    """Return a view with the dimensions in reverse order."""
+    return tensor.permute(*reversed(range(tensor.dim())))
 
 
 def index_of(box: Box) -> tuple[slice, ...]:

@@ -33,7 +33,7 @@ from grpo_mcore.parallel.attention import (
 )
 from grpo_mcore.parallel.context import join_shares, share_of_row, take_share
 from grpo_mcore.parallel.delta import DeltaMixer
-from grpo_mcore.parallel.experts import Experts, GroupedExperts, LatentMoELayer
+from grpo_mcore.parallel.experts import ClampedExperts, Experts, GroupedExperts, LatentMoELayer
 from grpo_mcore.parallel.layout import Layout
 from grpo_mcore.parallel.logprobs import Cut, token_scores
 from grpo_mcore.parallel.mamba import MambaMixer
@@ -163,7 +163,7 @@ def _build_chunk(
         vp_stage=chunk,
         parallel_output=True,
         share_embeddings_and_output_weights=shape.tied_embeddings,
-        position_embedding_type="none" if shape.rope_theta is None else "rope",
+        position_embedding_type="none" if shape.rope_theta is None else "yarn" if shape.yarn else "rope",
         rotary_base=shape.rope_theta or 10000,
         rotary_percent=shape.rotary_fraction,
         seq_len_interpolation_factor=shape.rope_interpolation,
@@ -172,18 +172,18 @@ def _build_chunk(
     )
     model.unpadded_vocab_size, model.platform = shape.vocab_size, platform
     if (
-        model.position_embedding_type == "rope"
+        model.position_embedding_type != "none"
         and not config.multi_latent_attention
         and not platform.transformer_engine
     ):
         model.rotary_pos_emb = RotaryByPosition(model.rotary_pos_emb)
     if model.pre_process and shape.embedding_scale != 1.0:
-        scale = torch.tensor(shape.embedding_scale, dtype=config.params_dtype).item()
+        scale = torch.tensor(shape.embedding_scale, dtype=config.params_dtype, device="cpu").item()
         model.embedding.register_forward_hook(lambda _, __, embedded: embedded * scale)
     if config.moe_enable_routing_replay:
         model.routers = RoutersOfChunk(model.decoder.layers)
     for name, parameter in model.named_parameters():
-        if freeze_router and name.endswith("mlp.router.weight"):
+        if freeze_router and name.endswith(("mlp.router.weight", "mlp.router.bias")):
             parameter.requires_grad_(False)
     return model
 
@@ -226,10 +226,12 @@ def block_spec(
     mlp = MLPSubmodules(linear_fc1=column, linear_fc2=row)
     latent = shape.experts.latent_size if shape.experts else 0
     width = latent or shape.hidden_size
+    kind: type[Experts] = GroupedExperts if config.moe_grouped_gemm else Experts
+    how: dict[str, Any] = {"width": width}
+    if shape.experts and shape.experts.clamp:
+        kind, how["clamp"] = ClampedExperts, shape.experts.clamp
     experts = MoESubmodules(
-        experts=ModuleSpec(
-            module=GroupedExperts if config.moe_grouped_gemm else Experts, params={"width": width}, submodules=mlp
-        ),
+        experts=ModuleSpec(module=kind, params=how, submodules=mlp),
         shared_experts=ModuleSpec(module=SharedExpertMLP, submodules=mlp),
     )
 

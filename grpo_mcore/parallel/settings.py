@@ -38,7 +38,8 @@ def transformer_config(
         qk_layernorm=shape.qk_norm,
         layernorm_zero_centered_gamma=shape.centered_norms,
         attention_output_gate=shape.output_gate,
-        add_bias_linear=False,
+        add_bias_linear=shape.biases,
+        softmax_type="learnable" if shape.sinks else "vanilla",
         add_qkv_bias=shape.qkv_bias,
         gated_linear_unit=not shape.blocks,
         activation_func=squared_relu if shape.blocks else ACTIVATIONS[shape.activation],
@@ -62,7 +63,8 @@ def transformer_config(
         bias_activation_fusion=fused
         and settings.bias_activation_fusion
         and not shape.blocks
-        and shape.activation == "silu",
+        and shape.activation == "silu"
+        and not shape.biases,
         bias_dropout_fusion=False,
         masked_softmax_fusion=False,
         gradient_accumulation_fusion=fused and settings.gradient_accumulation_fusion,
@@ -91,7 +93,14 @@ def transformer_config(
             raise FamilyError(f"{at}: decided by the model or by another key of the recipe; remove it")
         if name not in kind.__dataclass_fields__:
             raise FamilyError(f"{at}: Megatron-Core's {kind.__name__} has no such field")
-    return kind(**values, **settings.model_overrides)
+    found = kind(**values, **settings.model_overrides)
+    if (yarn := shape.yarn) is not None:  # Megatron-Core reads these, but its class has no such fields
+        found.yarn_rotary_scaling_factor = yarn.factor
+        found.yarn_original_max_position_embeddings = yarn.original_positions
+        found.yarn_beta_fast, found.yarn_beta_slow = yarn.beta_fast, yarn.beta_slow
+        found.yarn_mscale, found.yarn_mscale_all_dim = yarn.mscale, yarn.mscale_all_dim
+        found.yarn_correction_range_round_to_int = False
+    return found
 
 
 def _recompute_settings(settings: MegatronConfig) -> dict[str, Any]:

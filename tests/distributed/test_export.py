@@ -101,7 +101,7 @@ def tensors_in(folder: Path) -> dict[str, Tensor]:
         ("qwen2", TP2_PP2, None),
         ("llama", TP2_PP2, {}),
         ("qwen3_moe", EP2_PP2, {}),
-        ("mixtral", EP2, None),
+        ("gpt_oss", EP2, None),
         ("deepseek_v3", EP2_TP2, None),
         ("nemotron_h", TP2_PP2, {}),
         ("nemotron_h_latent", EP2_TP2, None),

@@ -46,6 +46,7 @@ CASES = [
     ("glm4_moe", LayoutCase("TP1"), {}),
     ("minimax_m2", LayoutCase("TP2-SP", tensor=2, sequence_parallel=True), {}),
     ("qwen3_next", LayoutCase("TP1-bf16"), BF16),
+    ("gpt_oss", LayoutCase("EP2", data=2, expert=2), {}),
     ("gemma3_text", LayoutCase("TP2-SP", tensor=2, sequence_parallel=True), {}),
     ("qwen3_5_text", LayoutCase("TP2-SP", tensor=2, sequence_parallel=True), {}),
 ]

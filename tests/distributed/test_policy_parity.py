@@ -38,10 +38,11 @@ LATER = {
     "qwen3_next": "TP2-SPxPP2-EP2",
     "minimax_m2": "TP2-SPxPP2-EP2",
     "gemma3_text": "TP2-SPxCP2",
+    "gpt_oss": "TP2-SPxPP2-EP2",
 }
 FAMILIES = DENSE | MOE | HYBRID | {family: {} for family in LATER}
 LIKE_ANOTHER = ("qwen2", "llama", "mixtral", "nemotron_h")
-FEW = ("TP1", "TP2", "TP2-SP", "PP2", "CP2", "TP2xPP2", "PP2xCP2", "ETP2", "EP2xPP2")
+FEW = ("TP1", "TP2-SP", "PP2", "CP2", "ETP2", "EP2xPP2")
 
 
 def layouts_of(family: str) -> tuple[LayoutCase, ...]:

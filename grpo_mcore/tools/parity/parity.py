@@ -14,7 +14,16 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from grpo_mcore.families import FamilyError, check_fit, engine_options, missing_on_cpu, read_hf_config, shape_of
+from grpo_mcore.families import (
+    FamilyError,
+    ModelShape,
+    check_fit,
+    engine_options,
+    missing_on_cpu,
+    params_of,
+    read_hf_config,
+    shape_of,
+)
 from grpo_mcore.parallel.rank_pool import RankPool
 from grpo_mcore.rollout.trajectory import GenerationRequest, Sampling, Turn
 from grpo_mcore.tools.parity.rank import (
@@ -103,7 +112,19 @@ def reference_of(folder: Path, dtype: torch.dtype = torch.float32) -> Reference:
     loss.backward()
     # Without a gradient are parameters that the loss does not depend on, such as the indexer of sparse attention.
     gradients = {name: parameter.grad for name, parameter in network.named_parameters() if parameter.grad is not None}
-    return Reference(folder, shape.family, network, logprobs, revert_weight_conversion(network, gradients))
+    gradients = unstacked(revert_weight_conversion(network, gradients), shape)
+    return Reference(folder, shape.family, network, logprobs, gradients)
+
+
+def unstacked(tensors: dict[str, Tensor], shape: ModelShape) -> dict[str, Tensor]:
+    """Return tensors of a checkpoint by the names that the family declares, experts apart."""
+    found = dict(tensors)
+    for tensor in (tensor for param in params_of(shape) for tensor in param.hf):
+        if tensor.stack is not None:
+            stack = tensors[tensor.stored.name]
+            found[tensor.name] = stack[tensor.stack[0]].permute(*reversed(range(stack.dim() - 1)))
+            found.pop(tensor.stored.name, None)
+    return found
 
 
 def fitting(folder: Path, layouts: Iterable[LayoutCase]) -> tuple[list[LayoutCase], dict[str, str]]:

@@ -106,6 +106,7 @@ CHECKPOINTS = {
         {"n_routed_experts": 4, "moe_intermediate_size": 8, "head_dim": 8, "attention_bias": True, "use_qk_norm": True},
     ),
     "gemma3_text": ("Gemma3", {"head_dim": 8, "sliding_window": 8, "query_pre_attn_scalar": 8}),
+    "gpt_oss": ("GptOss", {"head_dim": 8, "num_local_experts": 4, "sliding_window": 8}),
     "minimax_m2": ("MiniMaxM2", {"num_local_experts": 4, "head_dim": 8, "rotary_dim": 4}),
     "qwen3_next": (
         "Qwen3Next",
@@ -142,7 +143,7 @@ def test_names_and_shapes_are_those_of_a_saved_checkpoint(family: str, tmp_path:
     network(config).save_pretrained(tmp_path)
     expected = {name: tuple(tensor.shape) for name, tensor in load_file(tmp_path / "model.safetensors").items()}
     shape = shape_of(read_hf_config(tmp_path))
-    assert {t.name: t.shape for p in params_of(shape) if not p.copy for t in p.hf} == expected
+    assert {t.stored.name: t.stored.shape for p in params_of(shape) if not p.copy for t in p.hf} == expected
 
 
 def test_a_dense_vision_checkpoint_is_declared_but_for_what_an_export_carries() -> None:

@@ -14,6 +14,7 @@ from grpo_mcore.parallel import cpu_platform
 
 cpu_platform.install()
 
+from grpo_mcore.families import FamilyError  # noqa: E402
 from grpo_mcore.parallel.attention import PackedAttention, bucket_by_length, describe_row  # noqa: E402
 from grpo_mcore.parallel.context import ContextShare, share_of_row  # noqa: E402
 from grpo_mcore.parallel.platform import Platform  # noqa: E402
@@ -24,7 +25,7 @@ CPU = Platform("cpu")
 def config(window: int = 0) -> SimpleNamespace:
     """Megatron-Core's settings; `window`: how many keys a query sees."""
     size = (window - 1, 0) if window else None
-    return SimpleNamespace(kv_channels=8, window_size=size, window_attn_skip_freq=None)
+    return SimpleNamespace(kv_channels=8, window_size=size, window_attn_skip_freq=None, softmax_type="vanilla")
 
 
 def row(lengths: list[int]) -> torch.Tensor:
@@ -72,6 +73,28 @@ def test_equals_a_masked_softmax_per_sequence(lengths: list[int], window: int) -
     torch.testing.assert_close(found.double(), expected, atol=1e-5, rtol=0)
     for gradient, other in zip(gradients, exact, strict=True):
         torch.testing.assert_close(gradient.double(), other.grad, atol=1e-4, rtol=0)
+
+
+def test_sinks_take_a_part_of_the_attention() -> None:
+    lengths, settings = [3, 30, 9], config()
+    settings.softmax_type, settings.num_attention_heads = "learnable", 4
+    settings.tensor_model_parallel_size, settings.params_dtype = 1, torch.float32
+    with pytest.raises(FamilyError, match="attention sinks on GPUs need TransformerEngine"):
+        PackedAttention(settings, 1, None, "self", platform=Platform("gpu"))
+    attention = PackedAttention(settings, 1, None, "self", platform=CPU)
+    assert attention.softmax_offset is not None
+    sinks = attention.softmax_offset.data.copy_(torch.tensor([-1.0, 0.0, 2.0, 5.0])).double()
+    query, key, value = inputs(sum(lengths))
+    found = attention(query, key, value, None, packed_seq_params=describe_row(row(lengths), CPU))
+    whole = [t.detach().double().split(lengths) for t in (query, key, value)]
+    parts = []
+    for q, k, v in zip(*whole, strict=True):
+        k, v = k.repeat_interleave(2, 1), v.repeat_interleave(2, 1)
+        scores = torch.einsum("qhd,khd->hqk", q, k) * 8**-0.5
+        weights = scores.masked_fill(torch.ones(len(q), len(q)).triu(1).bool(), -torch.inf).exp()
+        total = weights.sum(-1, keepdim=True) + sinks.exp()[:, None, None]
+        parts.append(torch.einsum("hqk,khd->qhd", weights / total, v).flatten(1))
+    torch.testing.assert_close(found.double(), torch.cat(parts), atol=1e-5, rtol=0)
 
 
 def kernel(query, key, value, query_ends, key_ends, longest_query, longest_key, *, scale, window_size) -> torch.Tensor:
