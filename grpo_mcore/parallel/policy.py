@@ -155,7 +155,6 @@ class Policy:
         """
         for chunk in self.chunks:
             chunk.zero_grad_buffer()
-        self.optimizer.zero_grad()
         loss = _loss_of(loss_fn, global_valid_seqs, global_valid_toks)
         self.step_logprobs = []
 
@@ -170,6 +169,7 @@ class Policy:
         self._check_finite(batches, metrics)
         learning_rate = self.optimizer.param_groups[0]["lr"]
         _, grad_norm, _ = self.optimizer.step()
+        self.optimizer.zero_grad()  # the float32 copies that it made of bfloat16 gradients
         self._resident = self._resident or resident_bytes(self.chunks, self.optimizer)
         return TrainReport(metrics, float(grad_norm), learning_rate)
 

@@ -82,9 +82,12 @@ def optimizer_bytes(load: Workload, stage: int, here: Coordinates | None = None)
 
 
 def _update_bytes(load: Workload, stage: int) -> int:
-    """Return the bytes of the update's temporaries on a GPU without TransformerEngine: torch's Adam takes the roots of
-    all second moments at a time. TransformerEngine's has none, and on CPU torch's goes parameter by parameter."""
-    return 4 * load.params(stage).owned(load.layout, None) if load.optimizer == "adam" else 0
+    """Return the bytes of the update's temporaries: Megatron-Core copies bfloat16 gradients to float32, and on a GPU
+    torch's Adam takes the roots of all second moments at a time. On CPU it goes parameter by parameter, and
+    TransformerEngine's has none."""
+    copies = load.gradient < 4
+    roots = load.kernels == "torch" and load.optimizer == "adam"
+    return 4 * load.params(stage).owned(load.layout, None) * (copies + roots)
 
 
 def activation_bytes(
@@ -203,8 +206,7 @@ def stage_memory(load: Workload, device: Device, stage: int, engine: EngineMemor
             phases.append(Phase("log-probs", {**state, **clone, **parts}))
     logits = int(logits_bytes(load.shape, load.rank, chunk, backward=True)) if last else 0
     phases.append(Phase("training", {**state, "activations": activation_bytes(load, stage, logits), "logits": logits}))
-    if load.kernels == "torch":
-        phases.append(Phase("optimizer", {**state, "temporaries": _update_bytes(load, stage)}))
+    phases.append(Phase("optimizer", {**state, "temporaries": _update_bytes(load, stage)}))
     return StageMemory(stage, tuple(phases))
 
 

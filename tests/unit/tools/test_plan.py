@@ -53,7 +53,7 @@ def test_longer_rows_of_the_logprob_passes_need_memory() -> None:
     for capacity in (4096, 8192):
         packing = "policy.sequence_packing."
         found = plan(LLAMA, f"{packing}train_mb_tokens=4096", f"{packing}logprob_mb_tokens={capacity}")
-        rows[capacity] = {phase.name: phase.parts["activations"] for phase in found.stages[0].phases[-2:]}
+        rows[capacity] = {phase.name: phase.parts["activations"] for phase in found.stages[0].phases[-3:-1]}
     assert rows[8192]["log-probs"] == pytest.approx(2 * rows[4096]["log-probs"], rel=1e-3)
     assert rows[8192]["training"] == rows[4096]["training"]
 
@@ -77,15 +77,15 @@ def test_every_recipe_has_a_plan_in_time(recipe: str) -> None:
         ("grpo-qwen2.5-3B-1n1g-lora", None, "RTX4090", 1, True),
         ("grpo-qwen2.5-3B-1n1g-lora", "Qwen/Qwen2.5-1.5B", "RTX4090", 1, True),
         ("grpo-qwen3-8B-1n1g-lora", None, "A100", 1, True),
-        ("grpo-qwen3-8B-1n2g", None, "A100", 2, False),
+        ("grpo-qwen3-8B-1n4g", None, "A100", 4, False),
         ("grpo-qwen3-32B-1n4g-lora", None, "A100", 4, True),
-        ("grpo-qwen3-32B-1n8g", None, "H100", 8, False),
+        ("grpo-qwen3-32B-2n8g", None, "H100", 16, False),
     ],
 )
 def test_there_is_a_recipe_for_every_row_of_the_memory_table(
     recipe: str, model: str | None, device: str, count: int, adapters: bool
 ) -> None:
-    """Models of 1 to 3 B on 24 GB, of 7 to 8 B on one or two cards of 80 GB, of 32 B on four to eight."""
+    """Models of 1 to 3 B on 24 GB, of 7 to 8 B on one card of 80 GB, of 32 B on four; all weights of them on more."""
     found = plan(recipe, *([f"policy.model_name={model}"] if model else []), device=device)
     assert found.fits and found.load.world == count and (found.load.adapters is not None) == adapters
     assert not any("close to the limit" in warning for warning in found.warnings), found.warnings
