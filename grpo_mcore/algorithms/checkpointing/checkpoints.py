@@ -19,7 +19,7 @@ from functools import cache
 from pathlib import Path
 from typing import Any, TypedDict
 
-from grpo_mcore.algorithms.checkpointing.lease import Lease
+from grpo_mcore.algorithms.checkpointing.lease import Lease, dead_holder
 from grpo_mcore.recipe import Change, CheckpointingConfig, MasterConfig, changes
 
 logger = logging.getLogger(__name__)
@@ -98,12 +98,16 @@ class CheckpointManager:
         self.resumed_from: Path | None = None
         """The checkpoint that this run resumes; None for a new run."""
         self._lease: Lease | None = None
+        self._newest = self.latest()
         self._warned = False
 
-    def open(self, resume: str | bool | None) -> None:
+    def open(self, resume: str | bool | None, *, trains: bool = True) -> None:
         """Choose the checkpoint to resume from, see `find`. Raises ResumeError; also if there is none and the folder
-        holds another run's checkpoints."""
+        holds another run's checkpoints. With `trains`, raises FolderInUse if another run is writing there."""
+        if trains and self.config.enabled:
+            dead_holder(self.folder)
         self.resumed_from = self.find(resume)
+        self._newest = self.latest()
         if self.resumed_from is None and self.config.enabled and (found := self.latest()):
             raise ResumeError(
                 f"checkpointing.checkpoint_dir {self.folder} holds {found.name} of another run: go on from it with "
@@ -113,11 +117,13 @@ class CheckpointManager:
     @contextmanager
     def held(self) -> Iterator[None]:
         """Hold the folder for a run that trains, until the end of the context, and set aside what it does not go on
-        from. Raises FolderInUse if another run holds it."""
+        from. Raises FolderInUse if another run holds it, ResumeError if one has held it since `open`."""
         if not self.config.enabled:
             yield
             return
         with Lease(self.folder) as self._lease:
+            if (newest := self.latest()) != self._newest:
+                raise ResumeError(f"another run has written {newest} while this one started; start it again")
             self._set_newer_aside()
             yield
         self._lease = None

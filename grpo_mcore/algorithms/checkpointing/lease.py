@@ -124,12 +124,7 @@ class Lease:
 
     def _take_over(self) -> None:
         """Remove the file of a run that is dead. Raises FolderInUse if it lives."""
-        seen, beat = _read(self.file), _beat_of(self.file)
-        if seen is not None and self._lives(seen, beat):
-            raise FolderInUse(
-                f"checkpointing.checkpoint_dir {self.file.parent} is in use by {seen}; wait for its end, end it, or "
-                "choose another folder"
-            )
+        seen = dead_holder(self.file.parent, beat_s=self._beat_s, stale_s=self._stale_s)
         aside = self.file.with_name(f".{LEASE_FILE}.{self._me.token}.dead")
         with contextlib.suppress(FileNotFoundError):  # its holder has just released it
             os.rename(self.file, aside)
@@ -140,18 +135,6 @@ class Lease:
             logger.info("%s was held by %s, which is dead; this run takes it over", self.file.parent, seen)
         aside.unlink(missing_ok=True)
 
-    def _lives(self, holder: Holder, beat: int | None) -> bool:
-        """Whether this holder lives: a process of this machine can be asked, one of another is watched."""
-        if holder.machine == self._me.machine:
-            return _start_tick(holder.pid) == holder.start_tick
-        logger.info("%s is held by %s; watching it for %g s", self.file.parent, holder, self._stale_s)
-        deadline = time.monotonic() + self._stale_s
-        while time.monotonic() < deadline:
-            time.sleep(min(self._beat_s / 5, self._stale_s / 10))
-            if _beat_of(self.file) not in (beat, None):
-                return True
-        return False
-
     def _beat(self) -> None:
         """Change the file's time until the end. A disk that is full or away for a moment costs only that beat."""
         while not self._ended.wait(self._beat_s):
@@ -159,6 +142,29 @@ class Lease:
                 found = _read(self.file)
                 if found is not None and found.token == self._me.token:
                     os.utime(self.file)
+
+
+def dead_holder(folder: Path, *, beat_s: float = BEAT_S, stale_s: float = STALE_S) -> Holder | None:
+    """Return the run that holds the folder and is dead, None if no run holds it. Raises FolderInUse if it lives: a
+    process of this machine can be asked, one of another is watched."""
+    file = folder / LEASE_FILE
+    holder, beat = _read(file), _beat_of(file)
+    if holder is None:
+        return None
+    if holder.machine == _machine():
+        lives = _start_tick(holder.pid) == holder.start_tick
+    else:
+        logger.info("%s is held by %s; watching it for %g s", folder, holder, stale_s)
+        lives, deadline = False, time.monotonic() + stale_s
+        while not lives and time.monotonic() < deadline:
+            time.sleep(min(beat_s / 5, stale_s / 10))
+            lives = _beat_of(file) not in (beat, None)
+    if lives:
+        raise FolderInUse(
+            f"checkpointing.checkpoint_dir {folder} is in use by {holder}; wait for its end, end it, or choose another "
+            "folder"
+        )
+    return holder
 
 
 def _machine() -> str:

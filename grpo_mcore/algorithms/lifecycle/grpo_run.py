@@ -53,13 +53,13 @@ class Prepared:
         return max(self.config.grpo.max_num_steps - done, 0)
 
 
-def prepare(config: MasterConfig, resume: str | bool | None = None) -> Prepared:
+def prepare(config: MasterConfig, resume: str | bool | None = None, *, trains: bool = True) -> Prepared:
     """Check all that can be checked in seconds: what is wrong with the model, the data, the checkpoint, the rewards or
-    the folders shows before anything starts."""
+    the folders shows before anything starts. `trains`: no other run may train in the checkpoints' folder."""
     check_checkpointing(config)
     model = check_run(config)
     checkpointer = CheckpointManager(config.checkpointing)
-    checkpointer.open(resume)
+    checkpointer.open(resume, trains=trains)
     changes = checkpointer.changes(config)
     check_writable(config)
     names = config.policy.tokenizer
@@ -78,7 +78,7 @@ def prepare(config: MasterConfig, resume: str | bool | None = None) -> Prepared:
 
 def validate_only(config: MasterConfig, resume: str | bool | None = None) -> dict[str, float | None]:
     """Validate the model, or a checkpoint, as a run would, and return the metrics. No step is trained or saved."""
-    with started(prepare(config, resume)) as run:
+    with started(prepare(config, resume, trains=False)) as run:
         console, step = RunConsole(kept=run.logger.console), run.grpo_save_state["current_step"]
         refit_engines(run.policy, run.policy_generation, config)
         found = run_validation(

@@ -13,7 +13,7 @@ from pathlib import Path
 
 import pytest
 
-from grpo_mcore.algorithms.checkpointing.checkpoints import CheckpointManager, RunSnapshot
+from grpo_mcore.algorithms.checkpointing.checkpoints import CheckpointManager, ResumeError, RunSnapshot
 from grpo_mcore.algorithms.checkpointing.lease import LEASE_FILE, FolderInUse, Holder, Lease, LeaseLost
 from tests.unit.algorithms.checkpointing.test_checkpoints import RECIPE, manager, write_policy
 
@@ -116,3 +116,26 @@ def test_a_run_that_stood_still_and_lost_the_folder_publishes_nothing(tmp_path: 
         with pytest.raises(LeaseLost, match="held by another run by now .*on node-8"):
             checkpoints.save(1, write_policy, RunSnapshot({}, {}, {}), RECIPE)
     assert not list(tmp_path.glob("step_*")) and (tmp_path / LEASE_FILE).is_file()
+
+
+def test_a_start_touches_no_checkpoint_of_a_run_that_trains(tmp_path: Path) -> None:
+    """One that is being deleted looks damaged."""
+    running = manager(tmp_path)
+    with running.held():
+        running.save(1, write_policy, RunSnapshot({}, {}, {}), RECIPE)
+        (tmp_path / "step_1" / "training_info.json").unlink()
+        for resume in ("auto", None):
+            with pytest.raises(FolderInUse):
+                manager(tmp_path).open(resume)
+    assert os.listdir(tmp_path) == ["step_1"]
+
+
+def test_a_start_does_not_go_back_behind_what_another_has_just_saved(tmp_path: Path) -> None:
+    save = (write_policy, RunSnapshot({"current_step": 1}, {}, {}), RECIPE)
+    manager(tmp_path).save(1, *save)
+    late, quick = manager(tmp_path), manager(tmp_path)
+    late.open("auto")
+    with quick.held():
+        quick.save(2, *save)
+    with pytest.raises(ResumeError, match="another run has written .*step_2 while"), late.held():
+        pass
