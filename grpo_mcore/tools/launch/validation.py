@@ -35,6 +35,8 @@ Check = Callable[[MasterConfig], Iterator[Finding]]
 
 
 IMPORT = re.compile(r"([A-Za-z_]\w*(?:\.[A-Za-z_]\w*)*)[:.][A-Za-z_]\w*")
+READ_BY_NODES = re.compile(r"(^|\.)(model_name|data_path|tokenizer\.name)$")
+"""Keys of models and data, which may be names on the hub or paths."""
 CONFIG_MAP_BYTES = 900_000
 """Kubernetes takes 1 MiB with the recipe and all names."""
 MOUNT = re.compile(r"[^:]+:(/[^:]*)(:ro|:rw)?")
@@ -152,6 +154,38 @@ def own_modules(config: MasterConfig) -> dict[str, str]:
         if (file := Path(*path[1].split(".")).with_suffix(".py")).is_file():
             found[key] = file.as_posix()
     return found
+
+
+def models_and_data(config: MasterConfig) -> dict[str, Path]:
+    """Return the models and data that the recipe names by a path of this machine, each once: key -> absolute path."""
+    found: dict[str, Path] = {}
+    for key in filter(READ_BY_NODES.search, leaves(config.model_dump(exclude={"launch"}))):
+        value = value_at(config, key)
+        if isinstance(value, str) and Path(value).exists() and Path(value).absolute() not in found.values():
+            found[key] = Path(value).absolute()
+    return found
+
+
+def _data_on_slurm(config: MasterConfig) -> Iterator[Finding]:
+    targets = [mount[1] for text in config.launch.mounts if (mount := MOUNT.fullmatch(text))]
+    for key, path in models_and_data(config).items():
+        if any(path.is_relative_to(local) for local in NODE_LOCAL):
+            yield Finding((key,), f"{path} is on this node only; put it on the shared file system")
+        elif config.launch.container and not any(path.is_relative_to(target) for target in targets):
+            folder = path if path.is_dir() else path.parent
+            yield Finding(
+                (key, "launch.mounts"), f"the container does not see {path}: add {folder}:{folder} to launch.mounts"
+            )
+
+
+def _data_on_kubernetes(config: MasterConfig) -> Iterator[Finding]:
+    """Pods have the image and the volume; a relative path starts at the volume's folder there."""
+    volume = config.launch.k8s.volume_path
+    for key, path in models_and_data(config).items():
+        if not path.is_relative_to(volume):
+            yield Finding(
+                (key,), f"{path} is on this machine only: copy it to the volume and name it there, {volume}/{path.name}"
+            )
 
 
 def _code(config: MasterConfig) -> Iterator[Finding]:
@@ -289,7 +323,7 @@ def _memory(config: MasterConfig) -> Iterator[Finding]:
 
 _COMMON: tuple[Check, ...] = (_backend, _nodes, _time, _environment, _mounts, _code)
 CHECKS: dict[Target, tuple[Check, ...]] = {
-    "slurm": (*_COMMON, _slurm, _shared_on_slurm, _code_on_slurm),
-    "k8s": (*_COMMON, _image, _kubernetes, _gang, _claim, _memory, _code_on_kubernetes),
+    "slurm": (*_COMMON, _slurm, _shared_on_slurm, _code_on_slurm, _data_on_slurm),
+    "k8s": (*_COMMON, _image, _kubernetes, _gang, _claim, _memory, _code_on_kubernetes, _data_on_kubernetes),
     "local": (_this_machine, _environment),
 }

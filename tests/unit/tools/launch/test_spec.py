@@ -11,7 +11,7 @@ import pytest
 import yaml
 
 from grpo_mcore.recipe import MasterConfig, RecipeError, load_recipe
-from grpo_mcore.tools.launch import LaunchSpec, Pool, launch_spec
+from grpo_mcore.tools.launch import LaunchSpec, Pool, launch_spec, validation
 from grpo_mcore.tools.launch.kubernetes import documents
 from grpo_mcore.tools.launch.kubernetes_check import bundled_schema, check
 from grpo_mcore.tools.launch.spec import job_name
@@ -191,3 +191,27 @@ def test_own_code_travels_to_kubernetes_or_is_refused(tmp_path: Path, monkeypatc
     config_map, job = documents(found)
     assert "def score(response): return 1.0\n" in config_map["data"].values()
     assert "{'name': 'PYTHONPATH', 'value': '/etc/grpo-mcore'}" in str(job) and check(job, bundled_schema()) == []
+
+
+def test_data_and_models_of_this_machine_are_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "model").mkdir()
+    (tmp_path / "train.jsonl").write_text("{}\n")
+    words = ("data.train={dataset_name: ResponseDataset, data_path: train.jsonl}", "policy.model_name=model")
+
+    def problems(*more: str, target: str) -> str:
+        with pytest.raises(RecipeError) as error:
+            spec(*words, *more, target=target)
+        assert str(error.value).startswith("2 problems"), "the tokenizer is in the model's folder"
+        return str(error.value)
+
+    said = problems(*ON_K8S, target="k8s")
+    assert f"policy.model_name: {tmp_path}/model is on this machine only: copy it to the volume" in said
+    assert "train.jsonl" in said and "name it there, /" in said
+    monkeypatch.setattr(validation, "NODE_LOCAL", ("/scratch",))
+    container = ("launch.container=a:1", "checkpointing.enabled=false")
+    said = problems(*container, target="slurm")
+    assert f"the container does not see {tmp_path}/train.jsonl: add {tmp_path}:{tmp_path} to launch.mounts" in said
+    assert spec(*words, *container, f"launch.mounts=['{tmp_path}:{tmp_path}']", target="slurm").nodes
+    monkeypatch.setattr(validation, "NODE_LOCAL", (str(tmp_path),))
+    assert "/model is on this node only; put it on the shared file system" in problems(target="slurm")
