@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import faulthandler
 import gc
+import logging
 import os
 import pickle
 import signal
@@ -77,6 +78,10 @@ class WorkerActor:
         self._built = threading.Event()
         _set_environment(extra_allowed, env, gpus)
         _print_to(log)
+        package = logging.getLogger("grpo_mcore")  # information too: the driver shows the last line of a late worker
+        package.addHandler(logging.StreamHandler())
+        package.setLevel(logging.INFO)
+        package.propagate = False
         faulthandler.enable()
         faulthandler.register(signal.SIGUSR1, all_threads=True)  # the driver asks what a late worker is doing
         gc.disable()  # until the object is built: garbage collection takes a fifth of the time of imports

@@ -6,7 +6,9 @@ them in place into files that all ranks share.
 
 from __future__ import annotations
 
+import logging
 import shutil
+import time
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from pathlib import Path
 from types import MappingProxyType
@@ -18,6 +20,11 @@ from torch import Tensor
 from grpo_mcore.families import Box, ModelShape, Param, Split, Stage, params_of, pieces
 from grpo_mcore.parallel.hf_folder import SHARD_BYTES, HfFolderWriter, SafetensorsFolder, index_of, put_in_place
 from grpo_mcore.parallel.layout import Coordinates, Layout
+
+log = logging.getLogger(__name__)
+
+NOTE_S = 5.0
+"""Seconds between two messages about weights that are still being read."""
 
 
 class ShardedWeights:
@@ -109,8 +116,13 @@ class ShardedWeights:
         reader = SafetensorsFolder(Path(folder))
         for _, tensor in self.local:
             tensor.zero_()  # vocabulary padding stays zero
+        done, whole, said = 0, sum(tensor.nbytes for _, tensor in self.local), time.monotonic()
         for name, box, view in self.slices(owned_only=False):
             view.copy_(reader.read(name, box))
+            done += view.nbytes
+            if time.monotonic() - said >= NOTE_S:
+                said = time.monotonic()
+                log.info("weights: %.1f of %.1f GB", done / 1e9, whole / 1e9)
 
     def export_hf(
         self,

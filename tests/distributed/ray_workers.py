@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import os
 import signal
 import time
@@ -96,7 +97,7 @@ class Abacus:
         return Path("/proc/self/environ").read_bytes().replace(b"\0", b"\n").decode()
 
     def fail(self, text: str) -> None:
-        print("about to fail", flush=True)
+        logging.getLogger("grpo_mcore.abacus").info("about to fail")
         raise ValueError(text)
 
     def fail_unpicklably(self) -> None:
