@@ -98,8 +98,8 @@ def measure(name: str, rank: Policy, config: MasterConfig, setting: Setting, len
         ok = abs(held[part] - expected) <= 0.05 * max(expected, 1)
         yield Row(name, f"bytes of {part}", number(held[part] / GIB, "GiB"), f"plan: {expected / GIB:.4g} GiB", ok)
     if "peak" in held:
-        training = stage_memory(plan.load, sheet, 0, plan.engine).phases[-1]
-        expected = training.total - sheet.reserved
+        phases = stage_memory(plan.load, sheet, 0, plan.engine).phases
+        expected = max(phase.total for phase in phases if phase.name in ("training", "optimizer")) - sheet.reserved
         ok = None if setting.tiny else abs(held["peak"] - expected) <= 0.05 * expected
         yield Row(name, "peak in training", number(held["peak"] / GIB, "GiB"), f"plan: {expected / GIB:.4g} GiB", ok)
     logprobs = setting.seconds(lambda: rank.logprobs(rows), 1)
