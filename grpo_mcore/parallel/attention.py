@@ -10,7 +10,7 @@ import inspect
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 from megatron.core import parallel_state
@@ -28,6 +28,9 @@ from torch.nn.functional import scaled_dot_product_attention
 from grpo_mcore.families import FamilyError
 from grpo_mcore.parallel.context import ContextShare
 from grpo_mcore.parallel.platform import Platform
+
+if TYPE_CHECKING:
+    from grpo_mcore.parallel.delta import Chunks
 
 
 class Span(NamedTuple):
@@ -64,12 +67,14 @@ class PackedRow(PackedSeqParams):
     """
 
     ends: Tensor | None = None  # int32 [n + 1]: cumulative lengths of the sequences
+    lengths: list[int] = field(default_factory=list)  # of the sequences, on the host
     positions: Tensor | None = None  # int64 [t]: place of each token in its sequence, for the rotary embedding
     buckets: list[Bucket] = field(default_factory=list)  # on CPU
     row_order: Tensor | None = None  # int64 [T]: index of each token of the row in the concatenated buckets
     context_group: ProcessGroup | None = None
     key_order: Tensor | None = None  # int64: index of each token of the whole row among the gathered keys
     spans: tuple[Tensor, Tensor, Tensor, int, int] | None = None  # on GPU, see _kernel_spans
+    chunks: Chunks | None = None  # made by the first layer that needs them
 
 
 def describe_row(
@@ -89,7 +94,14 @@ def describe_row(
     starts = cu_seqlens.tolist()
     lengths = [stop - start for start, stop in zip(starts, starts[1:], strict=False)]
     longest = max(lengths)
-    row = PackedRow(qkv_format="thd", max_seqlen_q=longest, max_seqlen_kv=longest, ends=cu_seqlens, positions=positions)
+    row = PackedRow(
+        qkv_format="thd",
+        max_seqlen_q=longest,
+        max_seqlen_kv=longest,
+        ends=cu_seqlens,
+        lengths=lengths,
+        positions=positions,
+    )
     if platform.transformer_engine:
         row.cu_seqlens_q = row.cu_seqlens_kv = cu_seqlens
         if share is not None:

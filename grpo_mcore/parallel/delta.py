@@ -6,7 +6,8 @@ Under context parallelism every rank scans whole sequences and keeps its own tok
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -62,10 +63,12 @@ class DeltaMixer(torch.nn.Module):
         assert row is not None and row.ends is not None, "the policy feeds packed rows only"
         projected = [layer(hidden_states)[0][:, 0] for layer in (self.in_proj_qkvz, self.in_proj_ba)]
         joined, here = whole_sequences(torch.cat(projected, -1), row)
-        mixed = self._mix(joined, row.ends)[here]
+        if row.chunks is None:
+            row.chunks = chunks_of(row.lengths, self.delta.chunk, joined.device)
+        mixed = self._mix(joined, row.ends, row.chunks)[here]
         return self.out_proj(mixed.to(hidden_states.dtype)[:, None])[0], None
 
-    def _mix(self, projected: Tensor, cu_seqlens: Tensor) -> Tensor:
+    def _mix(self, projected: Tensor, cu_seqlens: Tensor, chunks: Chunks) -> Tensor:
         delta, heads = self.delta, self.delta.value_heads
         qkv, gate, b, a = projected.split([sum(delta.convolved_parts), delta.values, heads, heads], -1)
         sequence = sequence_of_token(cu_seqlens, projected.size(0))
@@ -79,7 +82,7 @@ class DeltaMixer(torch.nn.Module):
             v.unflatten(-1, (heads, -1)),
             log_decay,
             b.float().sigmoid(),
-            cu_seqlens,
+            chunks,
             delta.chunk,
         )
         # Each rank has the norm's weight for its own heads, so that the gradient is the sum over the ranks.
@@ -114,32 +117,53 @@ def unit(x: Tensor) -> Tensor:
     return x * torch.rsqrt(x.square().sum(-1, keepdim=True) + 1e-6)
 
 
-def delta_rule(
-    q: Tensor, k: Tensor, v: Tensor, log_decay: Tensor, strength: Tensor, cu_seqlens: Tensor, chunk: int
-) -> Tensor:
+@dataclass(frozen=True)
+class Chunks:
+    """The chunks of a row: every sequence starts one of its own, so that nothing of another one enters its sums.
+
+    `count`: their number. `places` int64 [T]: index of each token of the row among the tokens of all chunks. `nth`: of
+    each n the chunks that are the n-th of their sequence, int64; the sequences keep their order, those with more chunks
+    first. `order` int64 [count]: index of each chunk in the concatenation of `nth`.
+    """
+
+    count: int
+    places: Tensor
+    nth: tuple[Tensor, ...]
+    order: Tensor
+
+
+def chunks_of(lengths: Sequence[int], size: int, device: torch.device) -> Chunks:
+    """Cut sequences of these lengths into chunks of `size` tokens, without reading anything from the device."""
+    counts = [-(-length // size) for length in lengths]
+    firsts, first = dict[int, int](), 0
+    for index in sorted(range(len(counts)), key=lambda index: -counts[index]):
+        firsts[index] = first
+        first += counts[index]
+    places = [torch.arange(length) + firsts[index] * size for index, length in enumerate(lengths)]
+    nth = [
+        torch.tensor([start + number for index, start in firsts.items() if counts[index] > number])
+        for number in range(max(counts))
+    ]
+    order = torch.cat(nth).argsort()
+    return Chunks(first, torch.cat(places).to(device), tuple(chunks.to(device) for chunks in nth), order.to(device))
+
+
+def delta_rule(q: Tensor, k: Tensor, v: Tensor, log_decay: Tensor, strength: Tensor, row: Chunks, size: int) -> Tensor:
     """Apply the gated delta rule to each sequence of a row: q and k [T, key heads, d], v [T, heads, e], log_decay (log
-    a) and strength (b) [T, heads] -> [T, heads, e], in float32.
+    a) and strength (b) [T, heads] -> [T, heads, e], in float32. `row`: its chunks of `size` tokens.
 
     Within a chunk, what a token writes into the state depends on what those before it wrote: one triangular system
-    (section 3.3 of the paper). Every sequence starts a chunk of its own, so that nothing of another one enters its
-    sums; the n-th chunks of all sequences are computed together.
+    (section 3.3 of the paper). The n-th chunks of all sequences are computed together.
     """
-    lengths = cu_seqlens.diff().tolist()
-    counts = [-(-length // chunk) for length in lengths]
-    order = sorted(range(len(counts)), key=lambda i: -counts[i])  # those that are left after n chunks come first
-    places = torch.arange(q.size(0), device=q.device)
-    starts = dict(zip(order, [sum(counts[i] for i in order[:n]) for n in range(len(order))], strict=True))
-    shifts = [starts[i] * chunk - begin for i, begin in enumerate(cu_seqlens.tolist()[:-1])]
-    places = places + torch.tensor(shifts, device=q.device).repeat_interleave(cu_seqlens.diff())
 
     def chunked(x: Tensor) -> Tensor:  # [T, heads, ...] -> [chunks, heads, chunk, ...]; tokens that fill up are zero
         heads = x.repeat_interleave(v.size(1) // x.size(1), 1)
-        apart = heads.new_zeros(sum(counts) * chunk, *heads.shape[1:]).index_copy(0, places, heads)
-        return apart.unflatten(0, (-1, chunk)).transpose(1, 2)
+        apart = heads.new_zeros(row.count * size, *heads.shape[1:]).index_copy(0, row.places, heads)
+        return apart.unflatten(0, (-1, size)).transpose(1, 2)
 
     q, k, v, g, b = (chunked(x) for x in (q, k, v, log_decay, strength))
     g = g.cumsum(-1)
-    seen = torch.ones(chunk, chunk, dtype=torch.bool, device=q.device).tril()
+    seen = torch.ones(size, size, dtype=torch.bool, device=q.device).tril()
     decay = (g[..., :, None] - g[..., None, :]).masked_fill(~seen, -torch.inf).exp()
     system = (b[..., None] * (k @ k.transpose(-1, -2)) * decay).tril(-1)
     sides = torch.cat([v, k * g.exp()[..., None]], -1) * b[..., None]
@@ -148,15 +172,12 @@ def delta_rule(
     scores, read = (q @ k.transpose(-1, -2)) * decay, q * g.exp()[..., None]
     kept, left = k * (g[..., -1:] - g).exp()[..., None], g[..., -1].exp()[..., None, None]
 
-    first = torch.tensor([starts[i] for i in order], device=q.device)
-    state = q.new_zeros(len(order), q.size(1), q.size(-1), v.size(-1))
-    outputs, chunks = [], []
-    for number in range(max(counts)):
-        active = sum(count > number for count in counts)
-        at, state = first[:active] + number, state[:active]
+    state = q.new_zeros(len(row.nth[0]), q.size(1), q.size(-1), v.size(-1))
+    outputs = []
+    for at in row.nth:
+        state = state[: len(at)]
         new = written[at] - erased[at] @ state
         outputs.append(read[at] @ state + scores[at] @ new)
-        chunks.append(at)
         state = left[at] * state + kept[at].transpose(-1, -2) @ new
-    whole = torch.cat(outputs).index_select(0, torch.cat(chunks).argsort())
-    return whole.transpose(1, 2).flatten(0, 1).index_select(0, places)
+    whole = torch.cat(outputs).index_select(0, row.order)
+    return whole.transpose(1, 2).flatten(0, 1).index_select(0, row.places)

@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 
 from grpo_mcore.generation.cpu_kernels import gated_delta_net
-from grpo_mcore.parallel.delta import delta_rule, unit
+from grpo_mcore.parallel.delta import chunks_of, delta_rule, unit
 
 LENGTHS = (5, 16, 1, 11)
 KEYS, HEADS, D, E = 2, 4, 6, 3
@@ -41,7 +41,7 @@ def test_chunks_of_a_packed_row_equal_the_recurrence_forward_and_backward() -> N
     ours = [x.requires_grad_() for x in inputs()]
     theirs = [x.detach().clone().requires_grad_() for x in ours]
     ends = torch.tensor([0, *LENGTHS]).cumsum(0)
-    out = delta_rule(*ours, ends.int(), chunk=4)
+    out = delta_rule(*ours, chunks_of(LENGTHS, 4, ours[0].device), 4)
     expected = torch.cat([recurrence(*(x[a:b] for x in theirs)) for a, b in zip(ends, ends[1:], strict=False)])
     torch.testing.assert_close(out.double(), expected, atol=1e-6, rtol=1e-5)
     weights = torch.randn(out.shape)
