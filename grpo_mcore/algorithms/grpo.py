@@ -126,7 +126,7 @@ def grpo_train(
             match record.next():
                 case s.Refit():
                     with clock.phase("refit"):
-                        record.refitted(refit())
+                        record.refitted(refit(timeline=clock))
 
                 case s.Dispatch(count):
                     batch = record.prompts.take(count)

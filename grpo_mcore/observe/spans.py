@@ -7,7 +7,8 @@ from __future__ import annotations
 
 import json
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -25,6 +26,8 @@ class SpanFile:
     begin      time, devices (name -> processes on it), colocated: written when a run starts, and when it resumes
     restart    time, process, why
     all others process, start (unix seconds), seconds, step (the one that is being trained; 0 in the start)
+
+    "train" of a policy rank also has `parts`: the seconds of each micro-batch and, last, of the update.
     """
 
     def __init__(self, folder: Path, clock: Callable[[], float] = time.perf_counter) -> None:
@@ -41,6 +44,12 @@ class SpanFile:
         """Record that `process` did `what` from `start` to `end`, of the clock."""
         start_unix, seconds = round(start + self._to_unix, 4), round(end - start, 4)
         self._write(what=what, process=process, start=start_unix, seconds=seconds, step=self.step)
+
+    def optimizer_step(self, process: str, times: Sequence[float]) -> None:
+        """Record an optimizer step of a policy rank. `times`: see `TrainReport`."""
+        parts = [round(end - start, 4) for start, end in pairwise(times)]
+        start, seconds = round(times[0], 4), round(times[-1] - times[0], 4)
+        self._write(what="train", process=process, start=start, seconds=seconds, step=self.step, parts=parts)
 
     def phase(self, name: str, start: float, end: float) -> None:
         """Record a phase of the driver. Equal ones that follow each other become one."""
@@ -66,6 +75,15 @@ class SpanFile:
 
     def _write(self, **fields: Any) -> None:
         self._file.write(json.dumps(fields))
+
+
+def parts_of(event: Mapping[str, Any]) -> Iterator[dict[str, Any]]:
+    """Yield the spans of the parts of an event, none if it has none."""
+    start = event["start"]
+    for number, seconds in enumerate(parts := event.get("parts", ()), start=1):
+        what = "train/update" if number == len(parts) else "train/micro-batch"
+        yield {name: event[name] for name in ("process", "step")} | {"what": what, "start": start, "seconds": seconds}
+        start += seconds
 
 
 def read_events(run: Path) -> list[dict[str, Any]]:

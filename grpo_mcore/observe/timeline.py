@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 
 TOTAL = "total"
 EVERYTHING_ELSE = "everything_else"
@@ -46,7 +46,10 @@ class Timeline:
             self._seconds[path] = self._seconds.get(path, 0.0) + end - start - (self._paused - paused)
             self._on_span(path, start, end)
 
-    time = phase  # under the name that NeMo RL's Timer has, which the refit and scripts use
+    def time(self, label: str) -> AbstractContextManager[None]:
+        """Do the same for a label that names the phases around it too, such as "refit/commit" inside "refit". NeMo RL's
+        Timer has this method, which the refit and scripts call."""
+        return self.phase(label.removeprefix("/".join([*self._open, ""])))
 
     @contextmanager
     def pause(self, name: str) -> Iterator[None]:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import math
 import random
+import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -34,11 +35,16 @@ class NonFiniteLoss(FloatingPointError):
 
 @dataclass(frozen=True)
 class TrainReport:
-    """Result of one `train_step`. `metrics` are this data-parallel rank's share; only the last stage has any."""
+    """Result of one `train_step`. `metrics` are this data-parallel rank's share; only the last stage has any.
+
+    `times`: unix times at which the forward pass of each micro-batch began, the update began, and the step ended. On a
+    GPU they are of the host, which runs ahead of the device.
+    """
 
     metrics: CombinedMetrics
     grad_norm: float
     learning_rate: float
+    times: tuple[float, ...] = ()
 
 
 class Policy:
@@ -157,13 +163,15 @@ class Policy:
             chunk.zero_grad_buffer()
         loss = _loss_of(loss_fn, global_valid_seqs, global_valid_toks)
         self.step_logprobs = []
+        times: list[float] = []
 
         def kept(batch: PackedBatch, logprobs: Tensor) -> tuple[Tensor, Mapping[str, Tensor]]:
             self.step_logprobs.append(logprobs.detach())
             return loss(batch, logprobs)
 
         with self._dropout(True):
-            outputs = self._run(batches, kept, forward_only=False, entropy=_needs_entropy(loss_fn))
+            outputs = self._run(batches, kept, forward_only=False, entropy=_needs_entropy(loss_fn), times=times)
+        times.append(time.time())
         metrics = combine_metrics(outputs) if outputs else {}
         self.before_update()
         self._check_finite(batches, metrics)
@@ -171,7 +179,7 @@ class Policy:
         _, grad_norm, _ = self.optimizer.step()
         self.optimizer.zero_grad()  # the float32 copies that it made of bfloat16 gradients
         self._resident = self._resident or resident_bytes(self.chunks, self.optimizer)
-        return TrainReport(metrics, float(grad_norm), learning_rate)
+        return TrainReport(metrics, float(grad_norm), learning_rate, (*times, time.time()))
 
     def eval_step(
         self, batches: Sequence[PackedBatch], loss_fn: LossFn, *, global_valid_seqs: int, global_valid_toks: int
@@ -206,17 +214,25 @@ class Policy:
         self.scheduler.step(increment=1)
 
     def _run(
-        self, batches: Sequence[PackedBatch], compute: Callable[..., Any], *, forward_only: bool, entropy: bool = False
+        self,
+        batches: Sequence[PackedBatch],
+        compute: Callable[..., Any],
+        *,
+        forward_only: bool,
+        entropy: bool = False,
+        times: list[float] | None = None,
     ) -> list[Any]:
         """Run Megatron-Core's schedule (1F1B if there are stages) over the micro-batches.
 
         Return the last stage's results in order. `entropy`: give `compute` each token's entropy, with its gradient, in
-        column `entropies`.
+        column `entropies`. `times`: gets the unix time at which each forward pass begins.
         """
         padded = self._fill_schedule(batches)
         lengths = self._common_lengths(padded)
 
         def forward_step(iterator: Iterator[Any], model: Any) -> tuple[Tensor, Callable[..., Any]]:
+            if times is not None:
+                times.append(time.time())
             batch, length = next(iterator)
             batch = batch.to(self.device)
             output = _unwrap(model).score(batch, length, entropy=entropy)

@@ -10,9 +10,11 @@ from typing import Any
 
 import pytest
 
+from grpo_mcore.cli.main import main
 from grpo_mcore.cluster.orphan_reaper import marked
 from grpo_mcore.observe import audit, read_ledger
 from tests.functional.runs import Task, grpo_recipe, run_command, start_command
+from tests.unit.tools.test_report import data_of
 
 PROMPTS = 24
 VARIABLE = "GRPO_TEST_RUN_AHEAD"
@@ -34,6 +36,12 @@ def recipe(task: Task, model: Path) -> dict[str, Any]:
     return recipe
 
 
+def page_of(folder: Path) -> dict[str, Any]:
+    """Make the report of the run in `folder`, and return what its page holds."""
+    assert main(["report", str(folder), "--output", str(folder / "page.html")]) == 0
+    return data_of((folder / "page.html").read_text())
+
+
 def test_killed_and_resumed_it_trains_on_every_prompt_once(
     tmp_path: Path, recipe: dict[str, Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -47,6 +55,7 @@ def test_killed_and_resumed_it_trains_on_every_prompt_once(
             if line.lstrip().startswith("3/"):
                 break
         assert process.poll() is None, "".join(seen) + process.communicate()[1]
+        live = page_of(tmp_path)
     finally:
         process.kill()
         process.communicate()
@@ -56,6 +65,15 @@ def test_killed_and_resumed_it_trains_on_every_prompt_once(
     ledger = tmp_path / "checkpoints" / "ledger.jsonl"
     killed = audit(read_ledger(ledger))
     assert not killed.flaws and killed.steps >= 3
+    last = page_of(tmp_path)
+    for page in (live, last):
+        assert page["state"]["end"].startswith("not over") and page["state"]["steps"] >= 3
+        assert page["runs"][0]["curves"]["train/reward"][0][:3] == [1, 2, 3]
+        devices = page["ledger"]["devices"]
+        assert sorted(devices) == ["engine-0", "policy-0"]
+        assert all(sum(seconds.values()) == pytest.approx(page["ledger"]["wall"]) for seconds in devices.values())
+        assert {"1", "2"} <= page["samples"]["train"].keys()  # the third one may still be in the writer's hands
+    assert last["state"]["steps"] >= live["state"]["steps"]
 
     words = ("grpo.async_grpo.in_flight_weight_updates=true", "grpo.use_dynamic_sampling=true")
     run = run_command("train", tmp_path, recipe, "--resume", *words, "grpo.batch_multiplier=2")

@@ -36,6 +36,7 @@ from tests.functional.runs import (
     run_command,
     run_here,
 )
+from tests.unit.tools.test_report import assert_trace_format
 
 
 @dataclass
@@ -160,19 +161,29 @@ def test_every_sample_is_on_disk_with_its_log_probs(whole: tuple[Run, Inside]) -
             pairs = zip(logprobs, sample["policy_logprobs"][-len(tokens) :], strict=True)
             errors += [math.exp(abs(engine - policy)) for engine, policy in pairs]
         assert sum(errors) / len(errors) == pytest.approx(line["token_mult_prob_error"], abs=1e-6)
-    assert {event["what"] for event in read_events(run.logs)} >= {"begin", "generate", "reward", "train", "validation"}
+    events = read_events(run.logs)
+    stages = {"refit/open", "refit/stage", "refit/commit"}
+    assert {event["what"] for event in events} >= {"begin", "generate", "reward", "train", "validation", *stages}
+    micro_batches = [len(event["parts"]) - 1 for event in events if "parts" in event]
+    assert micro_batches == [line["plan/bins_per_rank"] for line in run.metrics()]
 
 
 def test_a_profiled_step_is_in_the_trace(penalised: tuple[Run, Inside], tmp_path: Path) -> None:
     run, _ = penalised
     assert [path.name for path in (run.logs / "profile").iterdir()] == ["step_000002"]
     assert main(["report", str(run.logs), "--trace", str(tmp_path / "trace.json")]) == 0
-    events = json.loads((tmp_path / "trace.json").read_text())["traceEvents"]
-    (train,) = (event for event in events if event["name"] == "train" and event["args"]["step"] == 2)
+    trace = json.loads((tmp_path / "trace.json").read_text())
+    assert_trace_format(trace)
+    events = trace["traceEvents"]
+    train, *of_rank = (event for event in events if event["name"] == "train" and event["args"]["step"] == 2)
+    assert of_rank, "one for each optimizer step"
+    for step in of_rank:
+        assert train["ts"] <= step["ts"] and step["ts"] + step["dur"] <= train["ts"] + train["dur"]
     multiplied = [event for event in events if event["name"] == "aten::mm"]
     inside = [event for event in multiplied if train["ts"] <= event["ts"] <= train["ts"] + train["dur"]]
     assert len(inside) > 0.5 * len(multiplied) > 0  # the others are of the log-prob passes before it
-    assert {event["pid"].partition(",")[0] for event in multiplied} == {"policy-0"}
+    names = {event["pid"]: event["args"]["name"] for event in events if event["name"] == "process_name"}
+    assert {names[event["pid"]].partition(",")[0] for event in multiplied} == {"policy-0"}
 
 
 def test_a_recorded_step_is_replayed_to_the_bit(whole: tuple[Run, Inside], capsys: pytest.CaptureFixture[str]) -> None:

@@ -167,6 +167,9 @@ class RunReport:
         self._samples_asked = max(0, self._samples_asked - self._samples_done)  # what is left is of later steps
         self._samples_done = 0
         self._timers.append(seconds)
+        for worker, optimizer_steps in zip(self._policy.workers, self._policy.train_times, strict=False):
+            for times in optimizer_steps:
+                self.spans.optimizer_step(worker.name, times)
         self.spans.flush()
         self.spans.step = step + 1
         self._tokens += int(metrics["tokens"])

@@ -8,6 +8,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 from torch import Tensor
 
 from grpo_mcore.algorithms.training_step.step_batch import StepBatch, TrainTargets
@@ -73,24 +74,25 @@ class SampleRecord:
         by_index: dict[int, dict[str, Tensor]] = {}
         for future in logprobs:
             by_index |= future.result()
-        rows, first = [], 0
+        rows, first, indices = self._rows(groups), 0, list[int]()
         for position, group in enumerate(groups):
             if self._chosen(position, len(groups)):
-                for row, index in zip(self._rows([group]), range(first, first + len(group.samples)), strict=True):
-                    row |= {"trained_version": step} | {name: values[index] for name, values in columns.items()}
-                    row |= {f"{name}_logprobs": row_of.numpy() for name, row_of in by_index.get(index, {}).items()}
-                    rows.append(row)
+                indices += range(first, first + len(group.samples))
             first += len(group.samples)
+        for row, index in zip(rows, indices, strict=True):
+            row |= {"trained_version": step} | {name: values[index] for name, values in columns.items()}
+            row |= {f"{name}_logprobs": row_of.numpy() for name, row_of in by_index.get(index, {}).items()}
         return rows
 
     def _rows(self, groups: Sequence[Group], left_out: str | None = None) -> list[dict[str, Any]]:
-        rows = []
-        for position, group in enumerate(groups):
-            if self._chosen(position, len(groups)):
-                for sample, score in zip(group.samples, group.scores, strict=True):
-                    trajectory = None if sample.ref is None else self._cluster.store.fetch(sample.ref)
-                    rows.append(sample_row(group, sample, score, trajectory) | {"left_out": left_out})
-        return rows
+        chosen = [group for position, group in enumerate(groups) if self._chosen(position, len(groups))]
+        refs = [sample.ref for group in chosen for sample in group.samples if sample.ref is not None]
+        fetched = iter(self._cluster.store.fetch_many(refs))
+        return [
+            sample_row(group, sample, score, None if sample.ref is None else next(fetched)) | {"left_out": left_out}
+            for group in chosen
+            for sample, score in zip(group.samples, group.scores, strict=True)
+        ]
 
     def _chosen(self, position: int, count: int) -> bool:
         """Return whether the group at this position is one of SAMPLED_PROMPTS, evenly spaced."""
@@ -118,15 +120,20 @@ def sample_row(group: Group, sample: TrajectoryRef, score: Score, trajectory: Tr
         "token_ids": [],
     }
     if trajectory is not None:
+        tokens = [turn.token_ids.numpy() for turn in trajectory.turns]  # in numpy, which is faster on short rows
+        logprobs = [
+            np.zeros(ids.size, np.float32) if turn.logprobs is None else turn.logprobs.numpy()
+            for turn, ids in zip(trajectory.turns, tokens, strict=True)
+        ]
         row |= {
             "versions": [
                 {"version": version, "first": first, "end": end} for version, first, end in trajectory.weight_versions
             ],
             "turns": [
-                {"role": turn.role, "text": turn.text, "tokens": len(turn), "generated": turn.loss_mask}
-                for turn in trajectory.turns
+                {"role": turn.role, "text": turn.text, "tokens": ids.size, "generated": turn.loss_mask}
+                for turn, ids in zip(trajectory.turns, tokens, strict=True)
             ],
-            "token_ids": trajectory.token_ids().numpy(),
-            "engine_logprobs": trajectory.logprobs().numpy(),
+            "token_ids": np.concatenate(tokens),
+            "engine_logprobs": np.concatenate(logprobs),
         }
     return row

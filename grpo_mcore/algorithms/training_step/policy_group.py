@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -40,7 +40,8 @@ class PolicyGroup:
 
     `updates`: steps trained since the run began; the next weight version is `updates` + 1. `background`: work that goes
     on while the driver waits for the ranks. `refit_adapters`: what a refit sends alone; None: it sends the weights,
-    merged with any adapters. `colocated`: engines share the ranks' devices.
+    merged with any adapters. `colocated`: engines share the ranks' devices. `train_times`: `TrainReport.times` of each
+    optimizer step of the last step, by rank.
     """
 
     cluster: Cluster
@@ -56,6 +57,7 @@ class PolicyGroup:
     refit_adapters: AdapterShape | None = None
     colocated: bool = True
     updates: int = 0
+    train_times: list[list[tuple[float, ...]]] = field(default_factory=list)
     background: BackgroundWork | None = None
     connected: tuple[tuple[str, int], ...] = ()  # (node, pid) of the workers to which the ranks have a network group
 
@@ -102,6 +104,7 @@ class PolicyGroup:
         """Run every optimizer step of the step received. Return metrics over all ranks and optimizer steps."""
         reports = self._all("train", loss_fn, targets, what="training")
         self.updates += 1
+        self.train_times = [[report.times for report in of_rank] for of_rank in reports]
         return self._combined(reports) | {
             "grad_norm": sum(report.grad_norm for report in reports[0]) / len(reports[0]),
             "lr": reports[0][-1].learning_rate,
@@ -124,6 +127,7 @@ class PolicyGroup:
     def skip(self) -> None:
         """Count a step that trains nothing: the weights stay."""
         self._all("skip", what="leaving out a step")
+        self.train_times = []
         self.updates += 1
 
     def evaluate(self, loss_fn: LossFn, targets: TrainTargets) -> dict[str, float]:

@@ -27,11 +27,12 @@ def refit_engines(
     on_restart: OnRestart = lambda worker, why: None,
     *,
     lost_only: bool = False,
+    timeline: Timer | None = None,
 ) -> RefitReport:
     """Refit all engines, as the training loop does; with `lost_only` those that are lost. Engines that die in it are
     restarted. Engines may be generating if grpo.async_grpo.in_flight_weight_updates allows it."""
     recompute_kv = config.grpo.async_grpo.recompute_kv_cache_after_weight_updates
-    once = partial(refit_once, policy, recompute_kv=recompute_kv)
+    once = partial(refit_once, policy, timeline=timeline, recompute_kv=recompute_kv)
     if engines.to_start:
         policy.offload()  # the successors of lost engines take its memory
     return refit_until_done(engines, once, on_restart, lost_only=lost_only)

@@ -6,12 +6,12 @@ time on one device, the first in ORDER counts.
 
 from __future__ import annotations
 
-from collections import defaultdict
+from collections import Counter, defaultdict
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from grpo_mcore.observe.spans import DRIVER
+from grpo_mcore.observe.spans import DRIVER, parts_of
 
 ORDER = (
     "validation", "checkpoint", "refit", "train", "log-probs", "prepare", "generate",
@@ -126,22 +126,23 @@ def covered(start: float, end: float, spans: Iterable[Span]) -> Iterator[Span]:
 
 def step_spans(events: Sequence[Mapping[str, Any]], most: int = 60) -> dict[int, list[list[Any]]]:
     """Return the spans of each step as [process, what, start, seconds], relative to the step's first one. Spans of a
-    process that are equal and near each other are joined, until at most about `most` of a process are left."""
+    process that are equal and near each other are joined where there are more than `most` of them."""
     by_step: dict[int, list[Mapping[str, Any]]] = defaultdict(list)
     for event in events:
         if "seconds" in event:
-            by_step[event["step"]].append(event)
+            by_step[event["step"]] += [event, *parts_of(event)]
     return {step: _joined(by_step[step], most) for step in sorted(by_step)}
 
 
 def _joined(spans: Sequence[Mapping[str, Any]], most: int) -> list[list[Any]]:
     start = min(span["start"] for span in spans)
     gap = (max(span["start"] + span["seconds"] for span in spans) - start) / most
+    equal = Counter((span["process"], span["what"]) for span in spans)
     by_process: dict[tuple[str, str], list[list[Any]]] = defaultdict(list)
     for span in sorted(spans, key=lambda span: span["start"]):
         first, last = span["start"] - start, span["start"] + span["seconds"] - start
         same = by_process[span["process"], span["what"]]
-        if same and first - same[-1][3] < gap and len(spans) > most:
+        if same and first - same[-1][3] < gap and equal[span["process"], span["what"]] > most:
             same[-1][3] = max(same[-1][3], last)
         else:
             same.append([span["process"], span["what"], first, last])

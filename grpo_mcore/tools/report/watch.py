@@ -91,7 +91,7 @@ def _current(run: RunFiles, step: int) -> tuple[int, str]:
     here = [event for event in run.events if event.get("step") == step]
     phases = [event["what"] for event in here if event["process"] == DRIVER]
     validated = max((index for index, event in enumerate(here) if event["what"] == "validation"), default=-1)
-    scored = sum(event["what"] == "reward" for event in here[validated + 1 :])
+    scored = sum(event["what"] == "reward" and event["process"] != DRIVER for event in here[validated + 1 :])
     return scored, f"done last: {phases[-1] if phases else 'the step before'}"
 
 
@@ -128,7 +128,9 @@ def sparkline(numbers: Sequence[float], width: int) -> str:
 def _devices(run: RunFiles, devices: DeviceSeconds, width: int) -> list[Text]:
     """Return the shares of the devices' seconds in the last steps as a bar and in words."""
     sums: dict[str, float] = {}
-    for step in list(devices.by_step)[-RECENT:]:
+    trained = set(run.steps)
+    finished = [step for step in devices.by_step if step in trained]
+    for step in finished[-RECENT:]:
         for what, seconds in devices.by_step[step].items():
             sums[what] = sums.get(what, 0.0) + seconds
     total = sum(sums.values())

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from grpo_mcore.observe import Timeline
-from grpo_mcore.observe.spans import SpanFile, read_events
+from grpo_mcore.observe.spans import SpanFile, parts_of, read_events
 from tests.unit.observe.test_timeline import Clock
 
 
@@ -23,6 +23,7 @@ def test_phases_and_calls_are_events(tmp_path: Path) -> None:
     with timeline.pause("validation"):
         clock.now += 4
     spans.span("engine-0", "generate", 5.0, 7.0)
+    spans.optimizer_step("policy-0", (1000.0, 1000.5, 1002.0, 1002.25))
     spans.restarted("engine-0", "died")
     spans.close()
     with (tmp_path / "events.jsonl").open("a") as file:
@@ -36,7 +37,11 @@ def test_phases_and_calls_are_events(tmp_path: Path) -> None:
         ("driver", "refit", 3.0),
         ("driver", "validation", 4.0),
         ("engine-0", "generate", 2.0),
+        ("policy-0", "train", 2.25),
     ]
+    parts = [("train/micro-batch", 1000.0, 0.5), ("train/micro-batch", 1000.5, 1.5), ("train/update", 1002.0, 0.25)]
+    assert [(part["what"], part["start"], part["seconds"]) for part in parts_of(found[-1])] == parts
+    assert not list(parts_of(found[0]))
     assert {event["step"] for event in found} == {3}
-    commit, refit, validation, _ = (event["start"] for event in found)
+    commit, refit, validation, *_ = (event["start"] for event in found)
     assert (commit - refit, validation - commit) == (pytest.approx(1, abs=1e-3), pytest.approx(2, abs=1e-3))

@@ -82,4 +82,6 @@ def test_a_phase_under_the_name_of_nemo_rl(clock):
     timeline = Timeline(clock)
     with timeline.time("refit"):
         clock.now += 2.0
-    assert timeline.seconds()["refit"] == 2.0
+        with timeline.time("refit/commit"):
+            clock.now += 1.0
+    assert timeline.seconds() == {"refit/commit": 1.0, "refit": 3.0, "everything_else": 0.0, "total": 3.0}

@@ -180,16 +180,64 @@ def test_alarms_name_what_went_wrong(tmp_path: Path) -> None:
     assert not alarms(read_run(write_run(tmp_path / "calm", steps=1)), DeviceSeconds(1.0, {"gpu": {"train": 1.0}}, {}))
 
 
+def assert_trace_format(trace: dict[str, Any]) -> None:
+    """Check the fields that the Trace Event Format asks for, and that the spans of a thread nest, as Perfetto wants."""
+    assert trace["displayTimeUnit"] in ("ms", "ns")
+    fields = {"X": {"ts", "dur"}, "M": {"args"}, "i": {"ts", "s"}, "s": {"ts", "id"}, "f": {"ts", "id"}}
+    threads: dict[tuple[int, int], list[tuple[float, float]]] = {}
+    for event in trace["traceEvents"]:
+        assert isinstance(event["name"], str) and event.keys() >= fields[event["ph"]], event
+        assert type(event["pid"]) is int and type(event.get("tid", 0)) is int, event
+        assert all(isinstance(event.get(name, 0), int | float) for name in ("ts", "dur")), event
+        if event["ph"] == "X":
+            assert event["dur"] >= 0, event
+            threads.setdefault((event["pid"], event["tid"]), []).append((event["ts"], event["ts"] + event["dur"]))
+        elif event["ph"] == "i":
+            assert event["s"] in ("g", "p", "t"), event
+        elif event["ph"] == "M":
+            shown = {"process_name": "name", "thread_name": "name", "process_sort_index": "sort_index"}
+            shown |= {"thread_sort_index": "sort_index"}
+            assert shown[event["name"]] in event["args"], event
+    for spans in threads.values():
+        around: list[float] = []
+        for begin, end in sorted(spans, key=lambda span: (span[0], -span[1])):
+            while around and around[-1] <= begin:
+                around.pop()
+            assert not around or end <= around[-1] + 0.01, (begin, end, around[-1])  # torch rounds to 0.001 us
+            around.append(end)
+
+
 def test_a_trace_has_a_row_a_process(tmp_path: Path) -> None:
-    write_run(tmp_path)
-    assert main(["report", str(tmp_path), "--trace", str(tmp_path / "trace.json")]) == 0
-    trace = json.loads((tmp_path / "trace.json").read_text())["traceEvents"]
-    names = {event["args"]["name"]: event["tid"] for event in trace if event["ph"] == "M"}
-    assert sorted(names) == ["driver", "engine-0", "environment-math"]
-    train = [event for event in trace if event["name"] == "train"]
-    assert [(event["tid"], event["dur"], event["args"]["step"]) for event in train] == [
-        (names["driver"], 3_000_000, step) for step in (1, 2, 3)
+    run = write_run(tmp_path)
+    more = [
+        {"process": "engine-0", "what": "generate", "start": 122.0, "seconds": 5.0, "step": 3},  # while another goes on
+        {
+            "process": "policy-0",
+            "what": "train",
+            "start": 126.5,
+            "seconds": 3.0,
+            "step": 3,
+            "parts": [1.0, 1.5, 0.5003],
+        },
+        {"what": "restart", "process": "engine-0", "why": "it died", "time": 128.0},
     ]
+    whole = (run / "events.jsonl").read_text().rpartition("\n")[0]
+    (run / "events.jsonl").write_text("\n".join([whole, *map(json.dumps, more), ""]))
+    assert main(["report", str(tmp_path), "--trace", str(tmp_path / "trace.json")]) == 0
+    trace = json.loads((tmp_path / "trace.json").read_text())
+    assert_trace_format(trace)
+    events = trace["traceEvents"]
+    names = {event["args"]["name"]: event["tid"] for event in events if event["name"] == "thread_name"}
+    assert sorted(names) == ["driver", "engine-0", "engine-0 (2)", "environment-math", "policy-0"]
+    train = [event for event in events if event["name"] == "train"]
+    assert [(event["tid"], event["dur"], event["args"]["step"]) for event in train] == [
+        *((names["driver"], 3_000_000, step) for step in (1, 2, 3)), (names["policy-0"], 3_000_000, 3),
+    ]  # fmt: skip
+    parts = [(event["name"], event["ts"], event["dur"]) for event in events if event["name"].startswith("train/")]
+    assert parts == [
+        ("train/micro-batch", 26_500_000, 1_000_000), ("train/micro-batch", 27_500_000, 1_500_000),
+        ("train/update", 29_000_000, 500_000),
+    ]  # fmt: skip
 
 
 @pytest.mark.parametrize(

@@ -47,7 +47,7 @@ def new_report(folder: Path) -> RunReport:
     )
     logger = Logger(config.logger)
     policy: Any = SimpleNamespace(
-        shape=SHAPE, precision="bfloat16", layout=layout_of(config.policy, 2), cluster=None, workers=[]
+        shape=SHAPE, precision="bfloat16", layout=layout_of(config.policy, 2), cluster=None, workers=[], train_times=[]
     )
     engines: Any = SimpleNamespace(colocated=True, workers=[], nodes=lambda: [], places=lambda: [])
     report = RunReport.__new__(RunReport)
