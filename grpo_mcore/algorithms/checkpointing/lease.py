@@ -192,10 +192,10 @@ def _link(source: Path, target: Path) -> bool:
 
 
 def _read(file: Path) -> Holder | None:
-    """Return the holder that a lease file names; None for no file, or one that was damaged."""
+    """Return the holder that a lease file names; None for no file or folder, or a file that was damaged."""
     try:
         return Holder(**json.loads(file.read_text()))
-    except (FileNotFoundError, ValueError, TypeError):
+    except (FileNotFoundError, NotADirectoryError, ValueError, TypeError):
         return None
 
 
@@ -204,5 +204,5 @@ def _beat_of(file: Path) -> int | None:
     try:
         with file.open() as opened:
             return os.fstat(opened.fileno()).st_mtime_ns
-    except FileNotFoundError:
+    except (FileNotFoundError, NotADirectoryError):
         return None
