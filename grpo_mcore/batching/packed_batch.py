@@ -10,6 +10,8 @@ import torch
 from torch import Tensor
 
 from grpo_mcore.batching.packing import round_up
+from grpo_mcore.batching.prefix_trees import BLOCK_TOKENS
+from grpo_mcore.batching.shared_prefixes import SharedPrefixes, find_shared_prefixes
 
 
 @dataclass(frozen=True)
@@ -33,6 +35,8 @@ class PackedBatch:
     routes: Tensor | None = None
     """int16 [T, layers, experts per token]: the experts that each token goes to; -1 where the choice does not matter or
     the layer has no experts. None: the routers choose."""
+    shared: SharedPrefixes | None = None
+    """The tokens that are computed, if samples share prefixes. None: all. Everything else here stays by sample."""
 
     @property
     def num_segments(self) -> int:
@@ -97,6 +101,7 @@ class PackedBatch:
             segments=move(self.segments),
             columns={name: move(column) for name, column in self.columns.items()},
             routes=None if self.routes is None else move(self.routes),
+            shared=None if self.shared is None else self.shared.to(device, non_blocking=non_blocking),
         )
 
     def _has_next(self) -> Tensor:
@@ -149,8 +154,14 @@ def pack_rows(
     return _assemble(torch.cat(list(token_ids)).to(torch.int64), joined, lengths, multiple, tuple(names), row)
 
 
+def share_prefixes(row: PackedBatch, multiple: int = 1, block: int = BLOCK_TOKENS) -> PackedBatch:
+    """Let samples of the row that begin alike share what is computed of their prefixes, in whole blocks of tokens."""
+    return replace(row, shared=find_shared_prefixes(row.tokens[0], row.lengths, multiple, block))
+
+
 def join_rows(rows: Sequence[PackedBatch], multiple: int = 1) -> PackedBatch:
-    """Put the samples of several rows into one, without the padding between them."""
+    """Put the samples of several rows into one, without the padding between them. If one of the rows shares prefixes,
+    all samples do."""
     used = [sum(row.lengths) for row in rows]
     ids = torch.cat([row.tokens[0, :size] for row, size in zip(rows, used, strict=True)])
     columns = {
@@ -160,7 +171,8 @@ def join_rows(rows: Sequence[PackedBatch], multiple: int = 1) -> PackedBatch:
     routes = [row.routes[:size] for row, size in zip(rows, used, strict=True) if row.routes is not None]
     lengths = tuple(length for row in rows for length in row.lengths)
     names = tuple(name for row in rows for name in row.names)
-    return _assemble(ids, columns, lengths, multiple, names, torch.cat(routes) if routes else None)
+    joined = _assemble(ids, columns, lengths, multiple, names, torch.cat(routes) if routes else None)
+    return share_prefixes(joined, multiple) if any(row.shared for row in rows) else joined
 
 
 def cut_row(values: Tensor, rows: Sequence[PackedBatch]) -> list[Tensor]:

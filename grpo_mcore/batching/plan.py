@@ -1,4 +1,4 @@
-"""The plan of a step, from lengths alone: samples -> optimizer steps -> data-parallel ranks -> bins."""
+"""The plan of a step, from lengths and shared prefixes: samples -> optimizer steps -> data-parallel ranks -> bins."""
 
 from __future__ import annotations
 
@@ -7,6 +7,7 @@ from dataclasses import dataclass
 
 from grpo_mcore.batching.fitting import decreasing
 from grpo_mcore.batching.packing import PackingError, bin_room, check_sizes, pack, spread
+from grpo_mcore.batching.prefix_trees import Prefixes, Tree, make_trees
 
 Bin = tuple[int, ...]
 
@@ -31,6 +32,10 @@ class BatchPlan:
     """The global batch of one optimizer step: `ranks[rank][bin]` holds sample indices; bins per rank are equal."""
 
     ranks: tuple[tuple[Bin, ...], ...]
+    tokens: tuple[tuple[int, ...], ...]
+    """Tokens to compute in each bin of each rank: less than those of its samples where these share prefixes."""
+    costs: tuple[float, ...]
+    """Predicted time of each rank."""
 
     @property
     def num_bins(self) -> int:
@@ -50,7 +55,6 @@ class StepPlan:
     lengths: tuple[int, ...]
     batches: tuple[BatchPlan, ...]
     """One per optimizer step."""
-    cost: CostModel
 
     @property
     def dp(self) -> int:
@@ -67,18 +71,17 @@ class StepPlan:
     def report(self) -> dict[str, float]:
         """Return figures for the log: bins per rank over the step, and tokens of the longest and the mean bin.
 
+        computed_tokens: share of the samples' tokens that is computed; below 1 where samples share prefixes.
         rank_imbalance: time added by waiting for the slowest rank, as a share of the work; 0 is perfect.
         """
-        tokens = [sum(self.lengths[i] for i in bin) for batch in self.batches for r in batch.ranks for bin in r]
-        slowest = work = 0.0
-        for batch in self.batches:
-            costs = [sum(self.cost(self.lengths[i]) for bin in bins for i in bin) for bins in batch.ranks]
-            slowest += max(costs)
-            work += sum(costs) / len(costs)
+        tokens = [count for batch in self.batches for bins in batch.tokens for count in bins]
+        slowest = sum(max(batch.costs) for batch in self.batches)
+        work = sum(sum(batch.costs) / len(batch.costs) for batch in self.batches)
         return {
             "bins_per_rank": float(sum(batch.num_bins for batch in self.batches)),
             "bin_tokens_max": float(max(tokens)),
             "bin_tokens_mean": sum(tokens) / len(tokens),
+            "computed_tokens": sum(tokens) / sum(self.lengths),
             "rank_imbalance": slowest / work - 1.0,
         }
 
@@ -92,6 +95,7 @@ def plan_step(
     algorithm: str = "balanced",
     multiple: int = 1,
     micro_batch_size: int | None = None,
+    prefixes: Sequence[Prefixes] | None = None,
     cost: CostModel | None = None,
     seed: int = 0,
 ) -> StepPlan:
@@ -104,6 +108,9 @@ def plan_step(
     length. Bins are in order of decreasing size, so that a row that does not fit in memory fails at once. Samples in a
     bin are in order. A bin is empty only if a batch has fewer samples than bins; it is last, and runs as padding.
 
+    prefixes: `prefix_hashes` of each sample. Samples that begin alike then stay in one bin, where what they share
+    counts once; they are separated where they do not fit, or where that makes the slowest rank faster. Needs capacity.
+
     Raises PackingError as `pack` does, if an optimizer step has fewer samples than there are ranks, and unless exactly
     one of capacity and micro_batch_size is given.
     """
@@ -111,9 +118,18 @@ def plan_step(
     sizes = tuple(int(length) for length in lengths)
     _check(sizes, dp, optimizer_steps, None if capacity is None else bin_room(capacity, multiple))
     cost = cost or CostModel()
-    costs = [cost(size) for size in sizes]
-    batches = tuple(_plan_batch(samples, sizes, costs, dp, fill) for samples in _cut(len(sizes), optimizer_steps))
-    return StepPlan(sizes, batches, cost)
+    room = bin_room(capacity, multiple) if capacity is not None else 0
+    batches = []
+    for samples in _cut(len(sizes), optimizer_steps):
+        alone = [Tree((i,), sizes[i], cost(sizes[i])) for i in samples]
+        plan = _plan_batch(alone, dp, fill)
+        if prefixes is not None:
+            share = -(-len(samples) // dp)
+            trees = [make_trees(samples, sizes, prefixes, cost, room=room, most=-(-share // k)) for k in (1, 2, 4)]
+            plans = [_plan_batch(found, dp, fill) for found in trees if len(found) >= dp]
+            plan = min([*plans, plan], key=lambda plan: max(plan.costs))
+        batches.append(plan)
+    return StepPlan(sizes, tuple(batches))
 
 
 BinMaker = Callable[[Sequence[int], int], list[list[int]]]
@@ -149,15 +165,14 @@ def _check(sizes: Sequence[int], dp: int, optimizer_steps: int, room: int | None
         )
 
 
-def _plan_batch(
-    samples: Sequence[int], sizes: Sequence[int], costs: Sequence[float], dp: int, fill: BinMaker
-) -> BatchPlan:
-    order = sorted(samples, key=lambda sample: (-costs[sample], sample))
-    plan = _bins_of_ranks(spread(order, costs, dp), sizes, fill)
+def _plan_batch(trees: Sequence[Tree], dp: int, fill: BinMaker) -> BatchPlan:
+    costs = [tree.cost for tree in trees]
+    order = sorted(range(len(trees)), key=lambda tree: (-costs[tree], tree))
+    plan = _bins_of_ranks(spread(order, costs, dp), trees, fill)
     if all(bin for bins in plan.ranks for bin in bins):
         return plan
     # A rank has fewer samples than another one needs bins. With equal shares that happens only if it is unavoidable.
-    return _bins_of_ranks(_equal_shares(order, costs, dp), sizes, fill)
+    return _bins_of_ranks(_equal_shares(order, costs, dp), trees, fill)
 
 
 def _equal_shares(order: list[int], costs: Sequence[float], dp: int) -> list[list[int]]:
@@ -172,19 +187,24 @@ def _equal_shares(order: list[int], costs: Sequence[float], dp: int) -> list[lis
     return shares
 
 
-def _bins_of_ranks(shares: list[list[int]], sizes: Sequence[int], fill: BinMaker) -> BatchPlan:
-    shares = [sorted(samples) for samples in shares]
-    lengths = [[sizes[i] for i in samples] for samples in shares]
+def _bins_of_ranks(shares: list[list[int]], trees: Sequence[Tree], fill: BinMaker) -> BatchPlan:
+    shares = [sorted(members) for members in shares]
+    lengths = [[trees[i].tokens for i in members] for members in shares]
     packed = [fill(rank_lengths, 1) for rank_lengths in lengths]
     count = max(len(bins) for bins in packed)
-    ranks = []
-    for samples, rank_lengths, bins in zip(shares, lengths, packed, strict=True):
+    ranks, tokens = [], []
+    for members, rank_lengths, bins in zip(shares, lengths, packed, strict=True):
         if len(bins) < count:
-            bins = fill(rank_lengths, min(count, len(samples)))
-        named = [tuple(sorted(samples[position] for position in bin)) for bin in bins]
-        named.sort(key=lambda bin: (-sum(sizes[i] for i in bin), bin))
-        ranks.append(tuple(named) + ((),) * (count - len(named)))
-    return BatchPlan(tuple(ranks))
+            bins = fill(rank_lengths, min(count, len(members)))
+        named = [
+            (sum(rank_lengths[i] for i in bin), tuple(sorted(s for i in bin for s in trees[members[i]].samples)))
+            for bin in bins
+        ]
+        named.sort(key=lambda bin: (-bin[0], bin[1]))
+        ranks.append(tuple(bin for _, bin in named) + ((),) * (count - len(named)))
+        tokens.append(tuple(size for size, _ in named) + (0,) * (count - len(named)))
+    costs = tuple(sum(trees[i].cost for i in members) for members in shares)
+    return BatchPlan(tuple(ranks), tuple(tokens), costs)
 
 
 def _cut(total: int, parts: int) -> list[range]:

@@ -59,25 +59,44 @@ def layer_bytes(
     share a batch). `recomputed`: parts of the layer that are not kept; only mlp and moe count here, so that with others
     the result is too high.
     """
-    block = shape.blocks[layer] if shape.blocks else None
     norms = 2 if shape.sandwich_norms else 1
     entry = rank.share * (norms * _norm(shape.hidden_size, 1, rank) + rank.element * shape.hidden_size)
-    found = 0.0
+    parts = _parts(shape, rank, layer, length, padding)
+    return tokens * sum(entry + (0.0 if name in recomputed else part) for name, part in parts.items())
+
+
+def forward_bytes(shape: ModelShape, rank: Rank, tokens: float, layer: int = 0, *, length: float = 0.0) -> float:
+    """Return the bytes of one layer's forward pass over `tokens` tokens of this rank if nothing is kept: the larger of
+    its mixer and its network, beside the hidden state that the model, the layer, its norm and its residual hold.
+
+    An upper bound: a kernel's inputs are gone before the last of its outputs is there.
+    """
+    parts = _parts(shape, rank, layer, length, 1.0)
+    if (experts := shape.experts) is not None and "moe" in parts:
+        # The dispatcher holds its tokens as permuted, as sent, and sorted by expert.
+        width = experts.latent_size or shape.hidden_size
+        parts["moe"] += 3 * rank.share * rank.element * width * experts.active * rank.expert_tensor
+    return tokens * (4 * rank.share * rank.element * shape.hidden_size + max(parts.values()))
+
+
+def _parts(shape: ModelShape, rank: Rank, layer: int, length: float, padding: float) -> dict[str, float]:
+    """Return the bytes per token that the parts of a layer keep, without their norms and residuals."""
+    block = shape.blocks[layer] if shape.blocks else None
+    found = {}
     if block is Block.MAMBA:
         assert shape.mamba is not None
-        found += entry + _mamba(shape.mamba.local(rank.tensor), rank)
+        found["mamba"] = _mamba(shape.mamba.local(rank.tensor), rank)
     elif shape.is_delta_layer(layer):
         assert shape.delta is not None
-        found += entry + _delta(shape.delta.local(rank.tensor), rank, length)
+        found["delta"] = _delta(shape.delta.local(rank.tensor), rank, length)
     elif block in (None, Block.ATTENTION):
         latent = shape.latent is not None
-        found += entry + (_latent(shape, rank, padding, length) if latent else _attention(shape, rank, padding))
+        found["attention"] = _latent(shape, rank, padding, length) if latent else _attention(shape, rank, padding)
     if block is Block.EXPERTS or (block is None and shape.is_expert_layer(layer)):
-        found += entry + (0.0 if "moe" in recomputed else _experts(shape, rank))
+        found["moe"] = _experts(shape, rank)
     elif block in (None, Block.MLP):
-        network = rank.element * _network(shape, rank) * shape.ffn_hidden_size / rank.tensor
-        found += entry + (0.0 if "mlp" in recomputed else network)
-    return tokens * found
+        found["mlp"] = rank.element * _network(shape, rank) * shape.ffn_hidden_size / rank.tensor
+    return found
 
 
 def _network(shape: ModelShape, rank: Rank, *, weighted: bool = False) -> int:
@@ -156,13 +175,14 @@ def _mamba(mamba: MambaShape, rank: Rank) -> float:
 def _delta(delta: DeltaShape, rank: Rank, length: float) -> float:
     """The chunked delta rule in plain PyTorch, in float32: the convolution's inputs and outputs, keys and queries
     repeated for every value head, the weights of a chunk's tokens for one another, the triangular system's sides, and
-    the states between chunks. A sequence of `length` leaves on average half of its last chunk empty."""
+    of each chunk the matrix that takes one state to the next, and the state, twice. A sequence of `length` leaves on
+    average half of its last chunk empty."""
     b, f, heads, key = rank.element, 4, delta.value_heads, delta.value_heads * delta.key_dim
     padded = 1 + delta.chunk / (2 * length) if length else 1.0
     convolved = sum(delta.convolved_parts)
     projected = b * (convolved + delta.values + 2 * heads) + 3.1 * f * convolved + f * (2 * key + 6 * heads)
     within = padded * f * (6 * heads * delta.chunk + 11 * key + 3 * delta.values)
-    states = padded * f * heads * delta.key_dim * delta.value_dim / delta.chunk
+    states = padded * f * key * (delta.key_dim + 2 * delta.value_dim) / delta.chunk
     output = f * delta.values * (5 if b < f else 4)
     return rank.context * (projected + within + states + output) + b * delta.values
 

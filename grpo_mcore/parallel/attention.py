@@ -7,15 +7,12 @@ values are gathered from the context-parallel ranks, and each chunk attends to i
 from __future__ import annotations
 
 import inspect
-import math
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any, NamedTuple
+from collections.abc import Mapping
+from typing import Any
 
 import torch
 from megatron.core import parallel_state
 from megatron.core.models.common.embeddings.rotary_pos_embedding import RotaryEmbedding
-from megatron.core.packed_seq_params import PackedSeqParams
 from megatron.core.tensor_parallel import gather_from_sequence_parallel_region
 from megatron.core.transformer import TransformerConfig
 from megatron.core.transformer.attention import SelfAttention
@@ -26,133 +23,8 @@ from torch.distributed import ProcessGroup
 from torch.nn.functional import scaled_dot_product_attention
 
 from grpo_mcore.families import FamilyError
-from grpo_mcore.parallel.context import ContextShare
+from grpo_mcore.parallel.packed_row import PackedRow
 from grpo_mcore.parallel.platform import Platform
-
-if TYPE_CHECKING:
-    from grpo_mcore.parallel.delta import Chunks
-
-
-class Span(NamedTuple):
-    """Adjacent queries of one sequence, and the keys up to the last of them. Token offsets and counts in their rows."""
-
-    query_start: int
-    query_length: int
-    key_start: int
-    key_length: int
-
-
-@dataclass
-class Bucket:
-    """Spans of similar length, right-padded to a batch for torch's fused kernel."""
-
-    queries: Tensor  # int64 [n, q]: position of each query in the row
-    keys: Tensor  # int64 [n, k]
-    mask: Tensor | None  # bool [n, 1, q, k]: keys that a query sees; None: plain causal, queries and keys are the same
-    real: Tensor  # int64: which of the n * q queries are not padding
-    last_seen: Tensor  # int64 [n, q]: last key that each query sees
-
-    def window(self, size: int) -> Tensor:
-        """Return which keys each query sees, as `mask`, if it sees the last `size` only."""
-        key, last = torch.arange(self.keys.size(1)), self.last_seen[:, :, None]
-        return ((key <= last) & (key > last - size))[:, None]
-
-
-@dataclass
-class PackedRow(PackedSeqParams):
-    """Megatron-Core's description of a packed row, plus the indices that attention gathers by, made once per row.
-
-    The inherited `cu_seqlens_*` are for TransformerEngine's kernels. Without it they are None: Megatron-Core's rotary
-    embedding would read them back from the device in every layer.
-    """
-
-    ends: Tensor | None = None  # int32 [n + 1]: cumulative lengths of the sequences
-    lengths: list[int] = field(default_factory=list)  # of the sequences, on the host
-    positions: Tensor | None = None  # int64 [t]: place of each token in its sequence, for the rotary embedding
-    buckets: list[Bucket] = field(default_factory=list)  # on CPU
-    row_order: Tensor | None = None  # int64 [T]: index of each token of the row in the concatenated buckets
-    context_group: ProcessGroup | None = None
-    key_order: Tensor | None = None  # int64: index of each token of the whole row among the gathered keys
-    spans: tuple[Tensor, Tensor, Tensor, int, int] | None = None  # on GPU, see _kernel_spans
-    chunks: Chunks | None = None  # made by the first layer that needs them
-
-
-def describe_row(
-    cu_seqlens: Tensor,
-    platform: Platform,
-    share: ContextShare | None = None,
-    context_group: ProcessGroup | None = None,
-    *,
-    positions: Tensor | None = None,
-) -> PackedRow:
-    """Describe a row with these cumulative lengths (int32 [n + 1]), or this rank's share of it.
-
-    `positions`: see PackedRow; a network with a rotary embedding needs them.
-    """
-    if share is not None:
-        cu_seqlens = share.cu_seqlens
-    starts = cu_seqlens.tolist()
-    lengths = [stop - start for start, stop in zip(starts, starts[1:], strict=False)]
-    longest = max(lengths)
-    row = PackedRow(
-        qkv_format="thd",
-        max_seqlen_q=longest,
-        max_seqlen_kv=longest,
-        ends=cu_seqlens,
-        lengths=lengths,
-        positions=positions,
-    )
-    if platform.transformer_engine:
-        row.cu_seqlens_q = row.cu_seqlens_kv = cu_seqlens
-        if share is not None:
-            row.cu_seqlens_q_padded = row.cu_seqlens_kv_padded = cu_seqlens
-    if share is None:
-        if not platform.on_gpu:
-            _fill_buckets(row, [Span(start, n, start, n) for start, n in zip(starts, lengths, strict=False)], False)
-        return row
-    row.context_group, row.key_order = context_group, share.key_order
-    spans = [Span(*span) for span in share.spans]
-    if platform.on_gpu:
-        row.spans = _kernel_spans(spans, share.key_order)
-    else:
-        _fill_buckets(row, spans, True)
-    return row
-
-
-def bucket_by_length(lengths: Sequence[int], growth: float = 1.25) -> list[list[int]]:
-    """Group sequences of similar length: inside a bucket the longest is at most about `growth` times the shortest."""
-    buckets: dict[int, list[int]] = {}
-    for index, length in enumerate(lengths):
-        if length:
-            buckets.setdefault(math.floor(math.log(length, growth)), []).append(index)
-    return [buckets[key] for key in sorted(buckets)]
-
-
-def _fill_buckets(row: PackedRow, spans: list[Span], masked: bool) -> None:
-    order = []
-    for members in bucket_by_length([span.key_length for span in spans]):
-        query_start, query_length, key_start, key_length = (
-            torch.tensor([spans[i] for i in members]).unsqueeze(-1).unbind(1)
-        )
-        query, key = torch.arange(int(query_length.max())), torch.arange(int(key_length.max()))
-        # Padded positions repeat the last token: causal attention never lets a real token see them.
-        queries = query_start + torch.minimum(query, query_length - 1)
-        keys = key_start + torch.minimum(key, key_length - 1)
-        last_seen = query + key_length - query_length  # last key that each query sees
-        mask = (key <= last_seen[:, :, None])[:, None] if masked else None
-        real = (query < query_length).flatten().nonzero().squeeze(1)
-        row.buckets.append(Bucket(queries, keys, mask, real, last_seen.clamp(max=len(key) - 1)))
-        order.append(queries.flatten()[real])
-    row.row_order = torch.argsort(torch.cat(order))
-
-
-def _kernel_spans(spans: list[Span], key_order: Tensor) -> tuple[Tensor, Tensor, Tensor, int, int]:
-    """Return the variable-length kernel's cumulative query and key lengths, the keys' indices, both longest lengths."""
-    sizes = torch.tensor([(span.query_length, span.key_length) for span in spans])
-    ends = torch.cat([sizes.new_zeros(1, 2), sizes.cumsum(0)]).to(key_order.device, torch.int32)
-    places = torch.cat([key_order[span.key_start : span.key_start + span.key_length] for span in spans])
-    longest = sizes.amax(0).tolist()
-    return ends[:, 0].contiguous(), ends[:, 1].contiguous(), places, longest[0], longest[1]
 
 
 class PackedAttention(torch.nn.Module):
@@ -181,7 +53,7 @@ class PackedAttention(torch.nn.Module):
         self.window = config.window_size[0] + 1 if windowed else 0
         self.softmax_offset: torch.nn.Parameter | None = None  # the sinks, named as in TransformerEngine
         if config.softmax_type == "learnable":
-            if platform.on_gpu:
+            if platform.on_gpu and not platform.traced:
                 raise FamilyError("attention sinks on GPUs need TransformerEngine 2.8 or later, which is not installed")
             heads = config.num_attention_heads // config.tensor_model_parallel_size
             self.softmax_offset = torch.nn.Parameter(torch.empty(heads, dtype=config.params_dtype))
@@ -216,6 +88,9 @@ class PackedAttention(torch.nn.Module):
     def _on_gpu(self, query: Tensor, key: Tensor, value: Tensor, row: PackedRow) -> Tensor:
         from torch.nn.attention.varlen import varlen_attn
 
+        if self.softmax_offset is not None:
+            # Only traced: TransformerEngine's kernel adds the sinks inside. Here they must get a gradient at least.
+            query = query + 0 * self.softmax_offset.sum()
         repeat, grouped = query.size(1) // key.size(1), {}
         if repeat > 1 and "enable_gqa" in inspect.signature(varlen_attn).parameters:
             grouped, repeat = {"enable_gqa": True}, 1
@@ -240,8 +115,6 @@ class PackedAttention(torch.nn.Module):
         dtype, outputs = query.dtype, []
         # float32: the backward pass of torch's fused CPU kernel is up to six times slower in bfloat16.
         query, key, value = query.float(), key.float(), value.float()
-        if row.key_order is not None:
-            key, value = key.index_select(0, row.key_order), value.index_select(0, row.key_order)
         for bucket in row.buckets:
             q, k, v = _take(query, bucket.queries), _take(key, bucket.keys), _take(value, bucket.keys)
             if repeat > 1:

@@ -6,8 +6,7 @@ Under context parallelism every rank scans whole sequences and keeps its own tok
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Mapping
 from typing import Any
 
 import torch
@@ -19,8 +18,8 @@ from torch import Tensor
 from torch.nn.functional import rms_norm, silu, softplus
 
 from grpo_mcore.families import DeltaShape
-from grpo_mcore.parallel.attention import PackedRow
 from grpo_mcore.parallel.mamba import Weights, convolve, sequence_of_token, split_over_heads, whole_sequences
+from grpo_mcore.parallel.packed_row import Chunks, PackedRow, chunks_of
 from grpo_mcore.parallel.sharded_parts import sharded_in_parts
 
 
@@ -117,49 +116,19 @@ def unit(x: Tensor) -> Tensor:
     return x * torch.rsqrt(x.square().sum(-1, keepdim=True) + 1e-6)
 
 
-@dataclass(frozen=True)
-class Chunks:
-    """The chunks of a row: every sequence starts one of its own, so that nothing of another one enters its sums.
-
-    `count`: their number. `places` int64 [T]: index of each token of the row among the tokens of all chunks. `nth`: of
-    each n the chunks that are the n-th of their sequence, int64; the sequences keep their order, those with more chunks
-    first. `order` int64 [count]: index of each chunk in the concatenation of `nth`.
-    """
-
-    count: int
-    places: Tensor
-    nth: tuple[Tensor, ...]
-    order: Tensor
-
-
-def chunks_of(lengths: Sequence[int], size: int, device: torch.device) -> Chunks:
-    """Cut sequences of these lengths into chunks of `size` tokens, without reading anything from the device."""
-    counts = [-(-length // size) for length in lengths]
-    firsts, first = dict[int, int](), 0
-    for index in sorted(range(len(counts)), key=lambda index: -counts[index]):
-        firsts[index] = first
-        first += counts[index]
-    places = [torch.arange(length) + firsts[index] * size for index, length in enumerate(lengths)]
-    nth = [
-        torch.tensor([start + number for index, start in firsts.items() if counts[index] > number])
-        for number in range(max(counts))
-    ]
-    order = torch.cat(nth).argsort()
-    return Chunks(first, torch.cat(places).to(device), tuple(chunks.to(device) for chunks in nth), order.to(device))
-
-
 def delta_rule(q: Tensor, k: Tensor, v: Tensor, log_decay: Tensor, strength: Tensor, row: Chunks, size: int) -> Tensor:
     """Apply the gated delta rule to each sequence of a row: q and k [T, key heads, d], v [T, heads, e], log_decay (log
     a) and strength (b) [T, heads] -> [T, heads, e], in float32. `row`: its chunks of `size` tokens.
 
     Within a chunk, what a token writes into the state depends on what those before it wrote: one triangular system
-    (section 3.3 of the paper). The n-th chunks of all sequences are computed together.
+    (section 3.3 of the paper). A chunk turns the state S into M S + N. M and N of all chunks are computed together, so
+    that one matrix product per chunk is left to be done in turn, for the n-th chunks of all sequences at a time.
     """
 
     def chunked(x: Tensor) -> Tensor:  # [T, heads, ...] -> [chunks, heads, chunk, ...]; tokens that fill up are zero
         heads = x.repeat_interleave(v.size(1) // x.size(1), 1)
-        apart = heads.new_zeros(row.count * size, *heads.shape[1:]).index_copy(0, row.places, heads)
-        return apart.unflatten(0, (-1, size)).transpose(1, 2)
+        apart = heads.new_zeros(sum(row.sizes) * size, *heads.shape[1:]).index_copy(0, row.places, heads)
+        return apart.unflatten(0, (-1, size)).transpose(1, 2).contiguous()  # each product would copy it
 
     q, k, v, g, b = (chunked(x) for x in (q, k, v, log_decay, strength))
     g = g.cumsum(-1)
@@ -169,15 +138,18 @@ def delta_rule(q: Tensor, k: Tensor, v: Tensor, log_decay: Tensor, strength: Ten
     sides = torch.cat([v, k * g.exp()[..., None]], -1) * b[..., None]
     solved = torch.linalg.solve_triangular(system, sides, upper=False, unitriangular=True)
     written, erased = solved.split([v.size(-1), k.size(-1)], -1)
-    scores, read = (q @ k.transpose(-1, -2)) * decay, q * g.exp()[..., None]
-    kept, left = k * (g[..., -1:] - g).exp()[..., None], g[..., -1].exp()[..., None, None]
+    kept = (k * (g[..., -1:] - g).exp()[..., None]).transpose(-1, -2)
+    eye = torch.eye(k.size(-1), device=q.device)
+    factors, terms = eye * g[..., -1].exp()[..., None, None] - kept @ erased, kept @ written
 
-    state = q.new_zeros(len(row.nth[0]), q.size(1), q.size(-1), v.size(-1))
-    outputs = []
-    for at in row.nth:
-        state = state[: len(at)]
-        new = written[at] - erased[at] @ state
-        outputs.append(read[at] @ state + scores[at] @ new)
-        state = left[at] * state + kept[at].transpose(-1, -2) @ new
-    whole = torch.cat(outputs).index_select(0, row.order)
+    heads = q.size(1)
+    spans = [count * heads for count in row.sizes]
+    state, states = q.new_zeros(spans[0], q.size(-1), v.size(-1)), []
+    for factor, term in zip(factors.flatten(0, 1).split(spans), terms.flatten(0, 1).split(spans), strict=True):
+        state = state if len(state) == len(factor) else state[: len(factor)]
+        states.append(state)
+        state = torch.baddbmm(term, factor, state)
+    before = torch.cat(states).unflatten(0, (-1, heads))
+    scores, read = (q @ k.transpose(-1, -2)) * decay, q * g.exp()[..., None]
+    whole = (read - scores @ erased) @ before + scores @ written
     return whole.transpose(1, 2).flatten(0, 1).index_select(0, row.places)

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -39,7 +40,7 @@ def trace_layers(policy: Policy, batches: Sequence[PackedBatch]) -> list[dict[in
 
     hooks = [layer.register_forward_hook(keep) for chunk in policy.chunks for layer in chunk.module.decoder.layers]
     try:
-        policy.logprobs(batches)
+        policy.logprobs([replace(batch, shared=None) for batch in batches])
     finally:
         for hook in hooks:
             hook.remove()

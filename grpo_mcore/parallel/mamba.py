@@ -17,7 +17,7 @@ from torch import Tensor
 from torch.nn import Parameter
 
 from grpo_mcore.families import MambaShape
-from grpo_mcore.parallel.attention import PackedRow
+from grpo_mcore.parallel.packed_row import PackedRow
 from grpo_mcore.parallel.sharded_parts import sharded_in_parts
 
 

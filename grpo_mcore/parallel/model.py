@@ -24,13 +24,7 @@ from torch import Tensor
 from grpo_mcore.batching.packed_batch import PackedBatch
 from grpo_mcore.families import Block, ModelShape
 from grpo_mcore.families.activations import TILES
-from grpo_mcore.parallel.attention import (
-    LatentAttention,
-    PackedAttention,
-    RotaryByPosition,
-    WindowAttention,
-    describe_row,
-)
+from grpo_mcore.parallel.attention import LatentAttention, PackedAttention, RotaryByPosition, WindowAttention
 from grpo_mcore.parallel.context import join_shares, share_of_row, take_share
 from grpo_mcore.parallel.delta import DeltaMixer
 from grpo_mcore.parallel.experts import ClampedExperts, Experts, GroupedExperts, LatentMoELayer
@@ -38,6 +32,7 @@ from grpo_mcore.parallel.layout import Layout
 from grpo_mcore.parallel.logprobs import Cut, token_scores
 from grpo_mcore.parallel.mamba import MambaMixer
 from grpo_mcore.parallel.norm import CpuRMSNorm, NormedAdd, RMSNorm, WideHeadNorm
+from grpo_mcore.parallel.packed_row import describe_row
 from grpo_mcore.parallel.platform import Platform
 from grpo_mcore.parallel.router_replay import RoutersOfChunk
 from grpo_mcore.parallel.settings import transformer_config
@@ -54,6 +49,7 @@ class PolicyModel(GPTModel):
     platform: Platform
     routers: RoutersOfChunk | None = None  # with routing replay
     _entropy = False
+    _places: Tensor | None = None
 
     def score(self, batch: PackedBatch, length: int | None = None, *, entropy: bool = False) -> Tensor:
         """Run the stage. The last one returns the log-prob of every next token, float32 [1, T]; other stages return
@@ -65,6 +61,10 @@ class PolicyModel(GPTModel):
         """
         tokens, positions, routes = batch.tokens, batch.positions[None], batch.routes
         targets, wanted = batch.targets(), batch.next_token_counts()
+        shared = batch.shared
+        if shared is not None:  # computed once; targets and masks stay by sample
+            tokens, positions = tokens.index_select(1, shared.source), positions.index_select(1, shared.source)
+        self._places = None if shared is None else shared.places
         share, group = None, parallel_state.get_context_parallel_group()
         if group.size() > 1 or length is not None:
             multiple = self.config.tensor_model_parallel_size if self.config.sequence_parallel else 1
@@ -86,7 +86,9 @@ class PolicyModel(GPTModel):
             attention_mask=None,
             labels=targets,
             loss_mask=wanted,
-            packed_seq_params=describe_row(batch.cu_seqlens, self.platform, share, group, positions=positions[0]),
+            packed_seq_params=describe_row(
+                batch.cu_seqlens, self.platform, share, group, positions=positions[0], shared=shared
+            ),
         )
         return join_shares(output, share, batch.tokens.size(1), group) if share and self.post_process else output
 
@@ -110,8 +112,9 @@ class PolicyModel(GPTModel):
             else self.output_layer.weight
         )
         wanted = loss_mask[0].nonzero().squeeze(1)  # prompts and padding need no log-prob
+        places = wanted if self._places is None else self._places.index_select(0, wanted)
         scores = token_scores(
-            hidden[:, 0].index_select(0, wanted),
+            hidden[:, 0].index_select(0, places),
             weight,
             labels[0].index_select(0, wanted),
             group=parallel_state.get_tensor_model_parallel_group(),

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from grpo_mcore.batching.packed_batch import PackedBatch
-from grpo_mcore.families import adapter_shape, check_fit, read_hf_config, shape_of
+from grpo_mcore.families import FamilyError, adapter_shape, check_fit, check_shared_prefixes, read_hf_config, shape_of
 from grpo_mcore.host_memory import HostCopies
 from grpo_mcore.objective import CombinedMetrics, combine_metrics, nonfinite_samples
 from grpo_mcore.parallel.context import padded_length
@@ -25,6 +25,7 @@ from grpo_mcore.parallel.memory import OptimizerOffload, accelerator, host_copie
 from grpo_mcore.parallel.mesh import Address, join_mesh, leave_mesh
 from grpo_mcore.parallel.platform import Platform
 from grpo_mcore.recipe import PolicyConfig
+from grpo_mcore.torch_profile import ProcessProfile
 
 LossFn = Callable[..., tuple[Tensor, Mapping[str, Tensor]]]
 
@@ -73,6 +74,13 @@ class Policy:
         self.layout = layout_of(config, address.world_size)
         self.shape = shape_of(read_hf_config(config.model_name, config.hf_config_overrides))
         check_fit(self.shape, config.megatron_cfg)
+        if config.sequence_packing.shared_prefix.enabled:
+            check_shared_prefixes(self.shape)
+            if self.platform.transformer_engine:
+                raise FamilyError(
+                    "policy.sequence_packing.shared_prefix.enabled: not supported by the installed TransformerEngine's "
+                    "attention; set it to false"
+                )
         self.device = join_mesh(self.layout, address, seed, timeout_s, self.platform)
         self.here = self.layout.coordinates(address.rank)
         self.is_last_stage = self.here.pipeline == self.layout.pipeline - 1
@@ -123,6 +131,7 @@ class Policy:
         self._forward_backward = get_forward_backward_func()
         self._resident: dict[str, int] = {}
         self._offload: OptimizerOffload | None = None
+        self._profile = ProcessProfile()
         self._saving: Any = None  # a BackgroundSave, created by the first save
         self._offloaded = False
         self.before_update: Callable[[], None] = lambda: None
@@ -336,14 +345,11 @@ class Policy:
 
     def start_profile(self) -> None:
         """Start torch's profiler on this rank."""
-        self._profiler = torch.profiler.profile()
-        self._profiler.start()
+        self._profile.start()
 
-    def stop_profile(self, folder: str) -> None:
+    def stop_profile(self, folder: Path) -> None:
         """End the profiler, and write its trace to `folder`/policy-RANK.json."""
-        self._profiler.stop()
-        Path(folder).mkdir(parents=True, exist_ok=True)
-        self._profiler.export_chrome_trace(f"{folder}/policy-{torch.distributed.get_rank()}.json")
+        self._profile.stop(folder / f"policy-{torch.distributed.get_rank()}.json")
 
     def save(self, folder: str | Path) -> None:
         """Save weights, optimizer, schedule and RNG to `folder` with Megatron-Core's distributed checkpointing."""

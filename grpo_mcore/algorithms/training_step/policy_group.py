@@ -171,14 +171,13 @@ class PolicyGroup:
         if self.colocated:
             self._all("onload", what="moving the policy back to the accelerator")
 
-    @contextmanager
-    def profiled(self, folder: Path | None) -> Iterator[None]:
-        """Trace what the ranks do inside the context to `folder`/policy-RANK.json; None: do not."""
-        if folder is not None:
-            self._all("start_profile", what="start of the profiler")
-        yield
-        if folder is not None:
-            self._all("stop_profile", str(folder.resolve()), what=f"writing the profile to {folder}")
+    def start_profile(self) -> None:
+        """Have every rank trace what it does with torch's profiler."""
+        self._all("start_profile", what="start of the profiler")
+
+    def stop_profile(self, folder: Path) -> None:
+        """End the traces, and write them to `folder`."""
+        self._all("stop_profile", folder, what=f"writing the profile to {folder}")
 
     def save(self, folder: str) -> None:
         self._all("save", folder, what=f"saving the policy to {folder}")

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from grpo_mcore.algorithms.training_step.step_batch import RankStep, TrainTargets
-from grpo_mcore.batching.packed_batch import PackedBatch, cut_row, join_rows, pack_rows
+from grpo_mcore.batching.packed_batch import PackedBatch, cut_row, join_rows, pack_rows, share_prefixes
 from grpo_mcore.objective import kl_to_go, sample_stats, token_advantages
 from grpo_mcore.parallel.layer_traces import trace_layers
 from grpo_mcore.parallel.mesh import Address
@@ -95,7 +95,8 @@ class PolicyWorker(Policy):
         names = [trajectory.name for trajectory in trajectories]
         routes = list(map(_routes, trajectories)) if self.config.router_replay.enabled else None
         tokens = [trajectory.token_ids() for trajectory in trajectories]
-        return pack_rows(tokens, columns, multiple, names=names, routes=routes)
+        row = pack_rows(tokens, columns, multiple, names=names, routes=routes)
+        return share_prefixes(row, multiple) if self.config.sequence_packing.shared_prefix.enabled else row
 
     def infer_logprobs(
         self, prev: bool, reference: bool, kl_kind: KLType | None, dropout: bool = False

@@ -14,6 +14,7 @@ from torch import Tensor
 
 from grpo_mcore.batching.packing import PADDED
 from grpo_mcore.batching.plan import StepPlan, plan_step
+from grpo_mcore.batching.prefix_trees import Prefixes
 from grpo_mcore.objective import overlong_filter
 from grpo_mcore.parallel.layout import Layout
 from grpo_mcore.recipe import Algorithm, MasterConfig, bin_tokens, samples_together
@@ -113,6 +114,7 @@ def build_step_batch(groups: Sequence[Group], config: MasterConfig, layout: Layo
         config,
         layout,
         optimizer_steps=possible,
+        prefixes=[samples[i].prefixes for i in used],
     )
     batches = tuple(tuple(used[i] for i in batch.samples) for batch in plan.batches)
     plan_metrics = {f"plan/{name}": value for name, value in plan.report().items()}
@@ -133,12 +135,14 @@ def rank_steps(
     *,
     optimizer_steps: int,
     algorithm: Algorithm = "grpo",
+    prefixes: Sequence[Prefixes] | None = None,
 ) -> tuple[StepPlan, tuple[RankStep, ...]]:
     """Distribute samples over optimizer steps, data-parallel ranks and bins, as the recipe packs them.
 
     `trajectories`: sample index -> reference in the object store; `lengths`: tokens of each, in the same order.
     `algorithm`: DPO's pairs, two samples in a row, are planned as one of their joint length. The plan refers to samples
-    (or pairs) by their position in that order, the rank steps by sample index.
+    (or pairs) by their position in that order, the rank steps by sample index. `prefixes`: those of each sample, for
+    recipes in which samples share them.
     """
     packing, dynamic = config.policy.sequence_packing, config.policy.dynamic_batching
     index, together = list(trajectories), samples_together(algorithm)
@@ -155,6 +159,7 @@ def rank_steps(
         algorithm=PADDED if dynamic.enabled else packing.algorithm,
         multiple=dynamic.sequence_length_round if dynamic.enabled else 1,
         micro_batch_size=None if capacity else config.policy.train_micro_batch_size,
+        prefixes=prefixes if packing.shared_prefix.enabled else None,
         seed=config.grpo.seed,
     )
     steps = tuple(

@@ -39,6 +39,15 @@ class TokenizerConfig(Section):
     """Extra variables for the chat template, such as {enable_thinking: true}. Read by data/."""
 
 
+class SharedPrefixConfig(Section):
+    """`policy.sequence_packing.shared_prefix`: samples that begin with the same tokens, such as those of a prompt's
+    group and the branches of a conversation."""
+
+    enabled: bool = False
+    """Compute what samples of a bin have in common at their start once, in training and in the log-prob passes. Such
+    samples are packed together, and whole blocks of 32 tokens are shared. Read by batching/ and parallel/."""
+
+
 class SequencePackingConfig(Section):
     """`policy.sequence_packing`: several sequences in one bin of tokens, instead of padding."""
 
@@ -52,6 +61,8 @@ class SequencePackingConfig(Section):
     null: max_total_sequence_length x logprob_batch_size. Read by algorithms/."""
     algorithm: PackingAlgorithm = "modified_first_fit_decreasing"
     """Packing algorithm. Read by batching/."""
+    shared_prefix: SharedPrefixConfig = Field(default_factory=SharedPrefixConfig)
+    """Common starts of samples, computed once."""
 
 
 class DynamicBatchingConfig(Section):

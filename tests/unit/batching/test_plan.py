@@ -100,6 +100,7 @@ def test_report() -> None:
         "bins_per_rank": 1.0,
         "bin_tokens_max": 50.0,
         "bin_tokens_mean": 50.0,
+        "computed_tokens": 1.0,
         "rank_imbalance": 0.0,
     }
 

@@ -14,9 +14,11 @@ from grpo_mcore.parallel import cpu_platform
 
 cpu_platform.install()
 
+from grpo_mcore.batching.shared_prefixes import find_shared_prefixes  # noqa: E402
 from grpo_mcore.families import FamilyError  # noqa: E402
-from grpo_mcore.parallel.attention import PackedAttention, bucket_by_length, describe_row  # noqa: E402
+from grpo_mcore.parallel.attention import PackedAttention  # noqa: E402
 from grpo_mcore.parallel.context import ContextShare, share_of_row  # noqa: E402
+from grpo_mcore.parallel.packed_row import bucket_by_length, describe_row  # noqa: E402
 from grpo_mcore.parallel.platform import Platform  # noqa: E402
 
 CPU = Platform("cpu")
@@ -159,6 +161,27 @@ def test_a_context_parallel_rank_computes_its_share(
     real = share.index < total
     expected = attend(*row_of_all, lengths, window=window)[share.index[real]]
     torch.testing.assert_close(found[real], expected, atol=1e-5, rtol=0)
+
+
+@pytest.mark.parametrize("window", [0, 4])
+@pytest.mark.parametrize("platform", [CPU, Platform("gpu")], ids=["cpu", "gpu"])
+def test_samples_with_shared_prefixes_attend_as_whole_ones(
+    platform: Platform, window: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("torch.nn.attention.varlen.varlen_attn", kernel)
+    lengths = [9, 7, 4, 12, 9]  # the last sample is the first one, the third the start of the second
+    tokens = torch.tensor([*range(9), *range(6), 20, *range(4), *range(8), *range(30, 34), *range(9)])
+    shared = find_shared_prefixes(tokens, lengths, 8, block=1)
+    assert shared is not None and shared.new_tokens == (9, 1, 0, 4, 0) and shared.padding == 2
+    whole = [values.detach()[shared.places] for values in inputs(len(shared.source))]
+    expected = attend(*whole, lengths, window=window)
+    found = PackedAttention(config(window), 1, None, "self", platform=platform)(
+        *(values.detach() for values in inputs(len(shared.source))),
+        None,
+        packed_seq_params=describe_row(row(lengths), platform, shared=shared),
+    )
+    assert len(found) == len(shared.source)
+    torch.testing.assert_close(found[shared.places], expected, atol=1e-5, rtol=0)
 
 
 def test_a_sequence_does_not_influence_its_neighbours() -> None:

@@ -6,7 +6,8 @@ import torch
 from torch import Tensor
 
 from grpo_mcore.generation.cpu_kernels import gated_delta_net
-from grpo_mcore.parallel.delta import chunks_of, delta_rule, unit
+from grpo_mcore.parallel.delta import delta_rule, unit
+from grpo_mcore.parallel.packed_row import chunks_of
 
 LENGTHS = (5, 16, 1, 11)
 KEYS, HEADS, D, E = 2, 4, 6, 3

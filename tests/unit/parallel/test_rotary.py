@@ -16,8 +16,9 @@ from megatron.core.models.common.embeddings import RotaryEmbedding, YarnRotaryEm
 from megatron.core.models.common.embeddings.rope_utils import apply_rotary_pos_emb  # noqa: E402
 
 from grpo_mcore.batching.packed_batch import pack_rows  # noqa: E402
-from grpo_mcore.parallel.attention import RotaryByPosition, describe_row  # noqa: E402
+from grpo_mcore.parallel.attention import RotaryByPosition  # noqa: E402
 from grpo_mcore.parallel.context import share_of_row, take_share  # noqa: E402
+from grpo_mcore.parallel.packed_row import describe_row  # noqa: E402
 from grpo_mcore.parallel.platform import Platform  # noqa: E402
 
 LENGTHS = [3, 9, 1, 30]

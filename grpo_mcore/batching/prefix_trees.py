@@ -1,0 +1,76 @@
+"""Planning with shared prefixes: samples that begin alike stay together, and count only what is new of each.
+
+The planner knows a sample's tokens by hashes of its first block, its first two, and so on. Rows are built from the
+tokens themselves (shared_prefixes.py): two prefixes with one hash would make a bin larger than planned, not wrong.
+"""
+
+from __future__ import annotations
+
+from array import array
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from hashlib import blake2b
+
+BLOCK_TOKENS = 32
+"""Samples share prefixes in whole blocks of this many tokens."""
+
+Prefixes = tuple[int, ...]
+"""`prefix_hashes` of a sample."""
+
+
+@dataclass(frozen=True)
+class Tree:
+    """Samples that are planned as one: they stay in one bin, in this order."""
+
+    samples: tuple[int, ...]
+    tokens: int
+    """Tokens to compute: each shared prefix once."""
+    cost: float
+
+
+def prefix_hashes(token_ids: Sequence[int], block: int = BLOCK_TOKENS) -> Prefixes:
+    """Return a hash of the first block of tokens, of the first two, and so on, as far as whole blocks go."""
+    running, found = blake2b(digest_size=8), []
+    for start in range(0, len(token_ids) - block + 1, block):
+        running.update(array("q", token_ids[start : start + block]).tobytes())
+        found.append(int.from_bytes(running.digest(), "little"))
+    return tuple(found)
+
+
+def make_trees(
+    samples: Sequence[int],
+    lengths: Sequence[int],
+    prefixes: Sequence[Prefixes],
+    cost: Callable[[int], float],
+    *,
+    room: int,
+    most: int,
+    block: int = BLOCK_TOKENS,
+) -> list[Tree]:
+    """Gather the samples that share a first block into trees of at most `room` tokens and `most` samples.
+
+    lengths and prefixes: of all samples of the step, by index. cost: predicted time of a sequence by its length.
+    """
+    by_first_block: dict[object, list[int]] = {}
+    for sample in samples:
+        by_first_block.setdefault(prefixes[sample][:1] or ("alone", sample), []).append(sample)
+    trees = []
+    for members in by_first_block.values():
+        members.sort(key=lambda sample: prefixes[sample])  # neighbours share the longest prefixes
+        tree = Tree((), 0, 0.0)
+        for sample in members:
+            length = lengths[sample]
+            shared = block * _common(prefixes[tree.samples[-1]], prefixes[sample]) if tree.samples else 0
+            if tree.samples and (len(tree.samples) == most or tree.tokens + length - shared > room):
+                trees.append(tree)
+                tree, shared = Tree((), 0, 0.0), 0
+            new_cost = cost(length) - cost(shared)
+            tree = Tree((*tree.samples, sample), tree.tokens + length - shared, tree.cost + new_cost)
+        trees.append(tree)
+    return trees
+
+
+def _common(first: Prefixes, second: Prefixes) -> int:
+    """Return how many hashes at the start are equal."""
+    pairs = zip(first, second, strict=False)
+    return next((at for at, (a, b) in enumerate(pairs) if a != b), min(len(first), len(second)))

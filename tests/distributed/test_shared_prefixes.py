@@ -1,0 +1,62 @@
+"""Rows whose samples share prefixes against the same rows computed whole: log-probs and gradients."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from grpo_mcore.data.tiny_models import make_tiny_model
+from grpo_mcore.parallel.rank_pool import RankPool
+from tests.distributed.policy_cases import LAYOUTS, MOE_LAYOUTS
+
+CASES = {case.name: case for case in (*LAYOUTS, *MOE_LAYOUTS)}
+QUICK = (
+    [("qwen3", layout) for layout in ("TP1-recompute", "TP2-SP", "PP2", "DP2", "TP2xPP2")]
+    + [(family, "TP2-SP") for family in ("qwen2", "llama")]
+    + [("qwen3_moe", "EP2"), ("mixtral", "EP2"), ("deepseek_v3", "TP2-SPxPP2-EP2")]
+)
+SLOW = [("qwen3", "TP1-parts"), ("qwen3", "VPP2")] + [
+    (family, layout)
+    for family in ("qwen3_moe", "mixtral", "deepseek_v3")
+    for layout in ("TP1", "EP2", "TP2-SPxPP2-EP2")
+    if (family, layout) not in QUICK
+]
+
+
+@pytest.mark.parametrize(
+    ("family", "layout", "lora"),
+    [(*each, False) for each in QUICK]
+    + [("qwen3", "TP2-SP", True)]
+    + [pytest.param(*each, False, marks=pytest.mark.slow) for each in SLOW],
+)
+def test_logprobs_and_gradients_equal_the_unshared_run(
+    ranks: RankPool,
+    tmp_path_factory: pytest.TempPathFactory,
+    models: dict[str, str],
+    family: str,
+    layout: str,
+    lora: bool,
+) -> None:
+    if family not in models:
+        models[family] = str(make_tiny_model(family, tmp_path_factory.mktemp(family)))
+    case, target = CASES[layout], "tests.distributed.prefix_cases:compare_with_unshared"
+    results = ranks.run(case.world_size, target, models[family], case, lora)
+    for result in results:
+        assert result["computed"] < 0.6 or case.data > 1
+        assert result["logprobs"] < 1e-5
+        error, name = result["gradients"]
+        assert error < 1e-4 and result["norm"] > 1e-4, f"{name}: relative error {error:.2e}"
+
+
+def test_a_branch_is_not_seen_by_another(ranks: RankPool, tmp_path_factory: pytest.TempPathFactory) -> None:
+    folder = make_tiny_model("qwen3", tmp_path_factory.mktemp("qwen3"))
+    target = "tests.distributed.prefix_cases:change_one_branch"
+    for result in ranks.run(2, target, str(folder), CASES["TP2-SP"]):
+        assert result == [True, False, True, True, True, True]
+
+
+@pytest.fixture(scope="module")
+def models() -> dict[str, Any]:
+    """Folders of the models made so far, by family."""
+    return {}

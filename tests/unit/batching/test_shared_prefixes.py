@@ -1,0 +1,100 @@
+"""Shared prefixes: plans by hashes of blocks, and rows by tokens, against a set of all prefixes."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from grpo_mcore.batching import CostModel, plan_step
+from grpo_mcore.batching.packed_batch import PackedBatch, cut_row, join_rows, pack_rows, share_prefixes
+from grpo_mcore.batching.prefix_trees import make_trees, prefix_hashes
+
+QUICK = settings(deadline=None, max_examples=60)
+SAMPLES = st.lists(st.lists(st.integers(0, 1), min_size=1, max_size=14), min_size=1, max_size=9)
+COST = CostModel(1.0, 0.01)
+
+
+def row_of(samples: list[list[int]], multiple: int = 1) -> PackedBatch:
+    return pack_rows([torch.tensor(ids) for ids in samples], [{"x": torch.ones(len(ids))} for ids in samples], multiple)
+
+
+def unique_tokens(samples: list[list[int]], block: int) -> int:
+    """Count the different prefixes of whole blocks, and what is left of each sample behind the blocks of others."""
+    blocks = {tuple(ids[:end]) for ids in samples for end in range(block, len(ids) + 1, block)}
+    return block * len(blocks) + sum(len(ids) % block for ids in samples)
+
+
+@QUICK
+@given(samples=SAMPLES, block=st.integers(1, 4), multiple=st.sampled_from([1, 4]))
+def test_every_token_is_computed_after_its_own_prefix(samples, block, multiple) -> None:
+    row = share_prefixes(row_of(samples, multiple), multiple, block)
+    expected = unique_tokens(samples, block)
+    if row.shared is None:
+        assert expected == sum(map(len, samples))
+        return
+    assert sum(row.shared.new_tokens) == expected < sum(map(len, samples))
+    assert len(row.shared.source) % multiple == 0 and 0 <= row.shared.padding < multiple
+    computed, positions = row.tokens[0, row.shared.source], row.positions[row.shared.source]
+    for ids, places in zip(samples, row.split(row.shared.places[None]), strict=True):
+        assert computed[places].tolist() == ids and positions[places].tolist() == list(range(len(ids)))
+        assert len(set(places.tolist())) == len(ids)
+    used = row.shared.source[:expected].tolist()
+    assert len(set(used)) == expected, "no token of the row is computed twice"
+
+
+@QUICK
+@given(samples=SAMPLES, block=st.integers(1, 4), most=st.integers(1, 9), room=st.integers(14, 40))
+def test_trees_count_each_shared_prefix_once(samples, block, most, room) -> None:
+    lengths = [len(ids) for ids in samples]
+    prefixes = [prefix_hashes(ids, block) for ids in samples]
+    trees = make_trees(range(len(samples)), lengths, prefixes, COST, room=room, most=most, block=block)
+    assert sorted(i for tree in trees for i in tree.samples) == list(range(len(samples)))
+    for tree in trees:
+        assert len(tree.samples) <= most and tree.tokens <= room
+        assert tree.tokens == unique_tokens([samples[i] for i in tree.samples], block)
+        assert tree.cost <= sum(COST(lengths[i]) for i in tree.samples) + 1e-9
+    if most >= len(samples) and room >= sum(lengths):
+        assert sum(tree.tokens for tree in trees) == unique_tokens(samples, block)
+
+
+def groups(count: int, size: int, prompt: int, answer: int) -> tuple[list[int], list[tuple[int, ...]]]:
+    """Return lengths and prefixes of groups whose samples have a prompt in common."""
+    draw = torch.Generator().manual_seed(0)
+    samples = []
+    for _ in range(count):
+        start = torch.randint(0, 99, (prompt,), generator=draw)
+        samples += [torch.cat([start, torch.randint(0, 99, (answer,), generator=draw)]).tolist() for _ in range(size)]
+    return [len(ids) for ids in samples], [prefix_hashes(ids) for ids in samples]
+
+
+@pytest.mark.parametrize(("count", "dp", "imbalance"), [(4, 2, 0.01), (1, 2, 0.01), (5, 4, 0.2), (3, 2, 0.34)])
+def test_a_step_computes_prompts_once_and_stays_balanced(count: int, dp: int, imbalance: float) -> None:
+    """Three prompts on two ranks: cutting a group would cost more than it balances."""
+    lengths, prefixes = groups(count, 8, 64, 16)
+    plan = plan_step(lengths, dp=dp, capacity=256, algorithm="balanced", prefixes=prefixes)
+    assert sorted(i for batch in plan.batches for i in batch.samples) == list(range(8 * count))
+    report = plan.report()
+    assert report["bin_tokens_max"] <= 256 and report["rank_imbalance"] < imbalance
+    assert report["computed_tokens"] < 0.5
+    alone = plan_step(lengths, dp=dp, capacity=256, algorithm="balanced")
+    assert max(plan.batches[0].costs) < 0.6 * max(alone.batches[0].costs)
+
+
+def test_samples_without_a_common_block_are_planned_as_before() -> None:
+    lengths, _ = groups(6, 2, 40, 8)
+    alone = plan_step(lengths, dp=2, optimizer_steps=2, capacity=100)
+    assert plan_step(lengths, dp=2, optimizer_steps=2, capacity=100, prefixes=[()] * 12) == alone
+
+
+def test_joined_rows_share_prefixes_over_both() -> None:
+    rows = [share_prefixes(row_of(samples), 1, 32) for samples in ([[1] * 40, [1] * 33], [[1] * 35])]
+    joined = join_rows(rows)
+    assert rows[1].shared is None and joined.shared is not None
+    assert joined.shared.new_tokens == (40, 1, 3)
+    for part, row in zip(cut_row(joined.tokens, rows), rows, strict=True):
+        assert part.equal(row.tokens)
+    moved = joined.to("cpu").shared
+    assert moved is not None and moved.places.equal(joined.shared.places)
+    assert joined.empty_like(8).shared is None
