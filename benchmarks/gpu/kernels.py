@@ -107,7 +107,8 @@ def experts(setting: Setting) -> Iterator[Row]:
 
 def attention(setting: Setting) -> Iterator[Row]:
     """Compare attention over packed rows: 32 heads of 128, 2 groups."""
-    from grpo_mcore.parallel.attention import PackedAttention, describe_row
+    from grpo_mcore.parallel.attention import PackedAttention
+    from grpo_mcore.parallel.packed_row import describe_row
 
     heads, groups, size = (4, 2, 16) if setting.tiny else (32, 2, 128)
     kind = torch.bfloat16 if setting.platform.on_gpu else torch.float32

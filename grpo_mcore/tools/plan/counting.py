@@ -43,12 +43,12 @@ class PhaseCounts:
 
 
 class Counter(TorchDispatchMode):
-    """Enter it inside a FakeTensorMode with `allow_non_fake_inputs`. `message`: shape of the tensors that pipeline
-    stages send each other; a receiving rank is told it first."""
+    """Enter it inside a FakeTensorMode with `allow_non_fake_inputs`."""
 
-    def __init__(self, message: Sequence[int]) -> None:
+    def __init__(self) -> None:
         super().__init__()
-        self.message = list(message)
+        self.message: list[int] = []
+        """Shape of the tensors that pipeline stages send each other; a receiving rank is told it first."""
         self.live = 0
         self.phases: list[PhaseCounts] = []
         self._storages: dict[int, Any] = {}

@@ -3,18 +3,21 @@
 from __future__ import annotations
 
 import math
+from collections import Counter
 from dataclasses import dataclass
 from functools import cache, partial
 
 from grpo_mcore.families import Block, ModelShape, local_shape, params_of
 from grpo_mcore.families.activations import (
     first_stage_bytes,
+    forward_bytes,
     last_stage_bytes,
     layer_bytes,
     layer_input_bytes,
     logits_bytes,
 )
 from grpo_mcore.parallel.layout import Coordinates
+from grpo_mcore.refit.layout import EngineLayout
 from grpo_mcore.tools.plan.workload import Device, Workload
 
 ENGINE_OVERHEAD = 3 * 2**30
@@ -138,19 +141,19 @@ def engine_memory(load: Workload, device: Device) -> EngineMemory:
     """Return the memory of one rank of an engine. vLLM splits parameters as Megatron-Core does, also experts and Mamba
     mixers; each rank has at least one key-value head, and the whole of a latent."""
     shape, tensor = load.shape, load.engine_tensor
-    weights = _engine_numel(shape, tensor)
+    weights = _engine_numel(shape, EngineLayout(tensor, load.engine_pipeline))
     attention = shape.blocks.count(Block.ATTENTION) if shape.blocks else shape.num_layers
-    attention -= len(shape.delta.layers) if shape.delta else 0
+    attention = math.ceil((attention - (len(shape.delta.layers) if shape.delta else 0)) / load.engine_pipeline)
     width = 2 * max(1, shape.num_kv_heads // tensor) * shape.head_dim
     if shape.latent is not None:
         width = shape.latent.key_value_rank + shape.latent.rotary_dim
     state = 0
     if (mamba := shape.mamba) is not None:
         numel = mamba.inner * mamba.state_size + mamba.convolved * (mamba.kernel - 1)
-        state = shape.blocks.count(Block.MAMBA) * numel // tensor * load.engine_element
+        state = shape.blocks.count(Block.MAMBA) * numel // load.engine_layout.ranks * load.engine_element
     if (delta := shape.delta) is not None:
         numel = delta.values * delta.key_dim + sum(delta.convolved_parts) * (delta.kernel - 1)
-        state = len(delta.layers) * numel // tensor * load.engine_element
+        state = len(delta.layers) * numel // load.engine_layout.ranks * load.engine_element
     if load.kv_cache is not None:
         cache = load.kv_cache
     elif device.memory is None:
@@ -161,8 +164,14 @@ def engine_memory(load: Workload, device: Device) -> EngineMemory:
 
 
 @cache
-def _engine_numel(shape: ModelShape, tensor: int) -> int:
-    return sum(math.prod(local_shape(param, shape, tensor)) for param in params_of(shape) if not param.copy)
+def _engine_numel(shape: ModelShape, layout: EngineLayout) -> int:
+    """Return the elements that a rank of the largest stage has."""
+    stages: Counter[int] = Counter()
+    for param in params_of(shape):
+        if not param.copy:
+            numel = math.prod(local_shape(param, shape, layout.tensor))
+            stages.update(dict.fromkeys(layout.stages(param, shape.num_layers), numel))
+    return max(stages.values())
 
 
 def stage_memory(load: Workload, device: Device, stage: int, engine: EngineMemory) -> StageMemory:
@@ -173,7 +182,13 @@ def stage_memory(load: Workload, device: Device, stage: int, engine: EngineMemor
     """
     weights, gradients = weight_bytes(load, stage), gradient_bytes(load, stage)
     optimizer = optimizer_bytes(load, stage)
+    passes = load.grpo and (load.prev or load.reference)  # of log-probs, before the training pass
+    here = load.bin_tokens / load.layout.context
+    row = here * (load.logprob_bins if passes else 1)
     base = {"weights": weights, "reserved": device.reserved}
+    if load.layout.sequence_parallel and load.kernels != "transformer_engine" and load.adapters is None:
+        # Megatron-Core gathers the input of a layer that is trained into one buffer, which it keeps.
+        base["gathered row"] = int(load.element * row * load.shape.hidden_size)
     state = {**base, "gradients": gradients, "optimizer": optimizer}
     cached = {"engine weights": engine.weights, "KV cache": max(0, engine.kv_cache)}
     if device.memory is not None:
@@ -181,10 +196,8 @@ def stage_memory(load: Workload, device: Device, stage: int, engine: EngineMemor
     if load.engines_stay:
         state |= cached
     last = stage == load.layout.pipeline - 1
-    here = load.bin_tokens / load.layout.context
-    row = here * load.logprob_bins
-    each = (layer_bytes(load.shape, load.rank, row, layer, length=load.mean_length) for layer in load.layers[stage])
-    forward = int(max(each))  # of one layer; an upper bound
+    each = (forward_bytes(load.shape, load.rank, row, layer, length=load.mean_length) for layer in load.layers[stage])
+    forward = int(max(each))
     chunk = min(load.logprob_chunk, math.ceil(here))
     phases = []
     if load.grpo:
@@ -197,7 +210,7 @@ def stage_memory(load: Workload, device: Device, stage: int, engine: EngineMemor
         phases.append(Phase("refit", {**kept, **buffer, **engines}))
         if load.colocated:
             phases.append(Phase("generation", {**base, **buffer, **cached}))
-        if load.prev or load.reference:
+        if passes:
             # With adapters the reference is the model without them. On a GPU the current weights wait on the host.
             aside = load.reference and load.adapters is None and device.memory is None
             clone = {"weights set aside for the reference": weights} if aside else {}

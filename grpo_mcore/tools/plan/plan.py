@@ -202,11 +202,11 @@ def _engines(load: Workload, device: Device, engine: EngineMemory) -> Iterator[s
         )
     elif together < min(each, MAX_SEQUENCES) // 4:
         yield f"an engine's KV cache holds {together} longest samples of the {each} it gets: raise {key}"
-    used = load.engines * load.engine_tensor
+    used = load.engines * load.engine_layout.ranks
     if load.colocated and load.kernels != "cpu" and used < load.world:
         yield (
             f"the engines use {used} of {load.world} accelerators: policy.generation.num_engines {load.engines} x "
-            f"{VLLM}tensor_parallel_size {load.engine_tensor}"
+            f"{load.engine_layout.describe()}"
         )
 
 

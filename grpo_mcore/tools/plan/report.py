@@ -28,9 +28,8 @@ def plan_text(plan: Plan) -> str:
         f"{load.mean_length:,} tokens; pipeline bubble {plan.times.bubble:.0%}",
     ]
     if load.grpo:
-        over = f" over {load.engine_span} nodes each" if load.engine_span > 1 else ""
         lines.append(
-            f"engines     {load.engines} x TP {load.engine_tensor}{over}; {_size(plan.engine.kv_cache)} of KV cache "
+            f"engines     {load.engines} x {load.engine_layout.describe()}; {_size(plan.engine.kv_cache)} of KV cache "
             f"a rank hold {plan.engine.sequences(load.max_length):,} samples of {load.max_length:,} tokens"
         )
     lines += ["", *_memory(plan), "", *_time(plan)]
@@ -44,6 +43,12 @@ def plan_text(plan: Plan) -> str:
             f"rank: {_size(plan.refit.read)}"
             + (f"; to each other node: {_size(plan.refit.to_other_nodes)}" if plan.refit.to_other_nodes else ""),
         ]
+        if plan.refit.adapters is not None:
+            kind = "adapters" if load.refit_adapters else "merged"
+            lines.append(
+                f"            merged weights: {_size(plan.refit.merged)}; adapters alone: {_size(plan.refit.adapters)} "
+                f"(policy.megatron_cfg.peft.refit: {kind})"
+            )
     lines += ["", f"bottleneck  {plan.bottleneck}"]
     compared = "" if device.memory is not None else "; the host's memory is not compared with"
     lines.append(f"verdict     {'it fits' if plan.fits else 'IT DOES NOT FIT'}{compared}")

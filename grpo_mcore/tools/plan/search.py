@@ -74,8 +74,9 @@ def _options(load: Workload, nodes: int) -> Iterator[Workload]:
                 split = (load.shape, engine_tensor, load.engine_whole_experts)
                 if not (_allows(check_engine_parallel, *split) if load.grpo else engine_tensor == 1):
                     continue
-                engines = max(1, world // engine_tensor) if load.colocated else load.engines
-                span = max(1, engine_tensor // load.gpus_per_node) if load.colocated else load.engine_span
+                ranks = engine_tensor * load.engine_pipeline
+                engines = max(1, world // ranks) if load.colocated else load.engines
+                span = max(1, ranks // load.gpus_per_node) if load.colocated else load.engine_span
                 yield replace(
                     load, layout=layout, nodes=nodes, recompute=recompute, recomputed=frozenset(),
                     engine_tensor=engine_tensor, engines=engines, engine_span=span, first_layers=None, last_layers=None,
@@ -151,5 +152,5 @@ def _candidate(load: Workload, device: Device, *, own: bool) -> Candidate | None
     if option.engine_whole_experts:
         overrides += (f"policy.generation.vllm_cfg.expert_parallel_size={option.engine_tensor}",)
     recompute = ", recomputed activations" if option.recompute else ""
-    name = f"{layout.describe()}{recompute}, {option.engines} engines x TP {option.engine_tensor}"
+    name = f"{layout.describe()}{recompute}, {option.engines} engines x {option.engine_layout.describe()}"
     return Candidate(overrides, name, times.likely, peak, reason, own)

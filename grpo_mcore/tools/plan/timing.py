@@ -6,7 +6,7 @@ import math
 from collections import Counter
 from dataclasses import dataclass
 
-from grpo_mcore.families import Block, forward_flops, params_of
+from grpo_mcore.families import Block, Param, adapter_params, forward_flops, params_of
 from grpo_mcore.refit.plan import DTYPE_BYTES, plan_refit, wire_dtype
 from grpo_mcore.tools.plan.memory import EngineMemory, gradient_bytes, weight_bytes
 from grpo_mcore.tools.plan.workload import Device, Workload
@@ -171,7 +171,7 @@ def _generation(load: Workload, device: Device, engine: EngineMemory) -> PhaseTi
     passes = each / together * new_tokens
     context = prompt + new_tokens / 2
     read = engine.weights + together * context * engine.kv_bytes_per_token
-    per_token = forward_flops(load.shape, [1]) / load.engine_tensor
+    per_token = forward_flops(load.shape, [1]) / load.engine_layout.ranks
     memory_s, compute_s = read / device.memory_bandwidth, together * per_token / device.flops
     prefill = each * prompt * per_token / device.flops
     floor = passes * max(memory_s, compute_s) + prefill
@@ -206,7 +206,8 @@ DTYPE = {2: "bfloat16", 4: "float32"}
 @dataclass(frozen=True)
 class RefitTraffic:
     """Bytes of a refit. `written`: by each policy rank into the buffer; `read`: by the engine rank that reads most;
-    `to_other_nodes`: over the busiest node's network link. `link`: the kind of link that it depends on."""
+    `to_other_nodes`: over the busiest node's network link. `link`: the kind of link that it depends on. `merged` and
+    `adapters`: what a refit of either kind moves; `adapters` is None without LoRA."""
 
     buckets: int
     buffer: int
@@ -215,6 +216,8 @@ class RefitTraffic:
     read: int
     to_other_nodes: int
     link: str
+    merged: int
+    adapters: int | None
 
     def seconds(self, load: Workload, device: Device) -> float:
         """Return the seconds of the slowest link."""
@@ -228,7 +231,13 @@ def refit_traffic(load: Workload) -> RefitTraffic:
     if the layouts do not fit the model."""
     trainer, engine, span = load.trainer_layout, load.engine_layout, load.engine_span
     dtype = DTYPE[load.element]
-    params = [param for param in params_of(load.shape) if not param.copy]
+    weights = [param for param in params_of(load.shape) if not param.copy]
+    adapters = adapter_params(weights, load.adapters) if load.adapters is not None else []
+    params = adapters if load.refit_adapters else weights
+
+    def width(param: Param) -> int:
+        return DTYPE_BYTES[wire_dtype(param, dtype)]
+
     plan = plan_refit(params, load.shape, trainer, engine, dtype=dtype, buffer_bytes=load.refit_buffer, copies=span > 1)
     written: Counter[int] = Counter()
     held: Counter[tuple[int, frozenset[int]]] = Counter()  # by who holds it, and which nodes of an engine read it
@@ -236,7 +245,7 @@ def refit_traffic(load: Workload) -> RefitTraffic:
         written[block.source] += block.nbytes
         parts = frozenset(read.rank * span // engine.ranks for read in block.reads) or frozenset((0,))
         held[block.holders, parts] += block.nbytes
-    read = engine.bytes_by_rank(params, load.shape, lambda param: DTYPE_BYTES[wire_dtype(param, dtype)])
+    read = engine.bytes_by_rank(params, load.shape, width)
     holder_nodes = [
         {rank * load.nodes // load.world for rank in ranks} if load.colocated else () for ranks in plan.holders
     ]
@@ -259,4 +268,6 @@ def refit_traffic(load: Workload) -> RefitTraffic:
         max(read),
         other_nodes,
         link,
+        sum(tensor.numel * width(param) for param in weights for tensor in param.hf),
+        sum(tensor.numel * width(param) for param in adapters for tensor in param.hf) or None,
     )

@@ -20,7 +20,7 @@ import torch
 from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensorMode, unset_fake_temporarily
 
-from grpo_mcore.batching.packed_batch import PackedBatch, pack_rows
+from grpo_mcore.batching.packed_batch import PackedBatch, join_rows, pack_rows
 from grpo_mcore.objective import ClippedPGLossFn, NLLLossFn
 from grpo_mcore.parallel.checkpoint import make_moments
 from grpo_mcore.parallel.memory import optimizer_tensors
@@ -32,7 +32,7 @@ from grpo_mcore.tools.plan.counting import Counter, PhaseCounts
 from grpo_mcore.tools.plan.plan import Plan
 from grpo_mcore.tools.plan.workload import Workload
 
-GPU = Platform("gpu", traced=True)
+GPU = Platform("gpu", grouped_products=True, traced=True)
 
 NOT_TRACED = ("reserved", "engine weights", "KV cache", "engine overhead", "refit buffer")
 """Parts of the plan that are taken over: they belong to the driver, to the engine or to the refit."""
@@ -43,8 +43,8 @@ class TracedPhase:
     """A phase of a rank of one pipeline stage.
 
     `peak_bytes`: traced, with the parts of the plan that are NOT_TRACED; `planned_bytes`: of the plan. `launches`,
-    `syncs` (of the host, with the device) and `sent` (bytes by collective): per micro-batch, in the phases optimizer
-    and refit of a step. `places`: synchronisations by place in the code.
+    `syncs` (of the host, with the device) and `sent` (bytes by collective): per micro-batch (in log-probs several of
+    these are one), in the phases optimizer and refit of a step. `places`: synchronisations by place in the code.
     """
 
     stage: int
@@ -73,8 +73,7 @@ def trace(config: MasterConfig, plan: Plan, hf_config: dict[str, Any]) -> list[T
 
 def _trace_stage(config: MasterConfig, load: Workload, stage: int, rows: list[PackedBatch]) -> list[PhaseCounts]:
     """Return what a rank of this stage does: its phases in the order of `plan`."""
-    shared = load.layout.context * (load.layout.tensor if load.layout.sequence_parallel else 1)
-    counter = Counter([rows[0].tokens.size(1) // shared, 1, load.shape.hidden_size])
+    counter = Counter()
     address = Address(stage * load.layout.stage_size, load.world, 0, "", 0)
     loss_fn: Any = NLLLossFn()
     if load.grpo:
@@ -89,9 +88,12 @@ def _trace_stage(config: MasterConfig, load: Workload, stage: int, rows: list[Pa
                 group["foreach"] = True  # torch's choice on a GPU
             if load.prev or load.reference:
                 counter.begin("log-probs")
-                (policy.reference_logprobs if load.reference else policy.logprobs)(rows)
+                joined = [join_rows(rows[:1] * load.logprob_bins, policy.row_multiple)] * len(rows)
+                counter.message = _message(load, joined[0])
+                (policy.reference_logprobs if load.reference else policy.logprobs)(joined)
             policy.before_update = lambda: counter.begin("optimizer")
             counter.begin("training")
+            counter.message = _message(load, rows[0])
             policy.train_step(rows, loss_fn, global_valid_seqs=1, global_valid_toks=1)
             if load.grpo and load.colocated and load.engines_sleep:
                 policy.offload()
@@ -115,6 +117,12 @@ def _rows(load: Workload) -> list[PackedBatch]:
     row = pack_rows(tokens, [each] * count, multiple, names=[str(index) for index in range(count)])
     in_flight = layout.pipeline * (2 if layout.virtual > 1 else 1)
     return [row] * (min(load.micro_batches, in_flight) if layout.pipeline > 1 else 1)
+
+
+def _message(load: Workload, row: PackedBatch) -> list[int]:
+    """Return the shape of the hidden states that pipeline stages send each other."""
+    shared = load.layout.context * (load.layout.tensor if load.layout.sequence_parallel else 1)
+    return [row.tokens.size(1) // shared, 1, load.shape.hidden_size]
 
 
 def _compared(phase: PhaseCounts, plan: Plan, stage: int, micro_batches: int) -> TracedPhase:

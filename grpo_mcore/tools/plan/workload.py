@@ -83,6 +83,7 @@ class Workload:
     recomputed: frozenset[str]  # or these parts of them
     frozen_router: bool
     adapters: AdapterShape | None  # None: all weights are trained
+    refit_adapters: bool  # a refit brings the adapters alone
     element: int  # bytes of a weight or activation
     gradient: int  # bytes of a gradient
     optimizer: Literal["adam", "sgd"]
@@ -100,6 +101,7 @@ class Workload:
     reference: bool
     prev: bool
     engine_tensor: int
+    engine_pipeline: int
     engine_whole_experts: bool  # experts are not split over the ranks of an engine
     engine_span: int  # nodes per engine
     engines: int
@@ -150,7 +152,9 @@ class Workload:
     def engine_layout(self) -> EngineLayout:
         """The layout of the engines on one node, or on the nodes that one engine spans."""
         replicas = max(1, self.engines * self.engine_span // self.engine_nodes)
-        return EngineLayout(self.engine_tensor, 1, self.engine_whole_experts, replicas, self.engine_span)
+        return EngineLayout(
+            self.engine_tensor, self.engine_pipeline, self.engine_whole_experts, replicas, self.engine_span
+        )
 
     @cached_property
     def chunks(self) -> tuple[tuple[range, ...], ...]:
@@ -198,6 +202,7 @@ def workload_of(
         recomputed=frozenset((selective and megatron.recompute_modules) or ()),
         frozen_router=megatron.freeze_moe_router,
         adapters=adapter_shape(megatron.peft),
+        refit_adapters=megatron.peft.enabled and megatron.peft.refit == "adapters",
         element=element,
         gradient=4 if megatron.distributed_data_parallel_config.grad_reduce_in_fp32 else element,
         optimizer=megatron.optimizer.optimizer,
@@ -215,6 +220,7 @@ def workload_of(
         reference=grpo and needs_reference(config),
         prev=grpo and needs_prev(config),
         engine_tensor=vllm.tensor_parallel_size,
+        engine_pipeline=vllm.pipeline_parallel_size,
         engine_whole_experts=vllm.expert_parallel_size > 1,
         engine_span=engine_nodes(config),
         engines=max(1, num_engines(config, gpu=not cpu)),

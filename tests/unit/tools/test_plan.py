@@ -183,6 +183,21 @@ def test_each_node_of_an_engine_gets_the_bytes_that_it_reads() -> None:
     assert whole is not None and whole.tensor_bytes == refit.tensor_bytes and whole.read == refit.read
 
 
+def test_a_refit_of_adapters_moves_their_bytes_alone() -> None:
+    """Every linear layer of Qwen2.5-3B: rank x (inputs + outputs), where query, key and value share one input side."""
+    recipe, key = "grpo-qwen2.5-3B-1n1g-lora", "policy.megatron_cfg.peft.refit"
+    merged, alone = (plan(recipe, f"{key}={kind}", device="RTX4090") for kind in ("merged", "adapters"))
+    assert merged.refit is not None and alone.refit is not None and alone.load.adapters is not None
+    assert merged.refit.tensor_bytes == merged.refit.merged == alone.refit.merged == 2 * 3_085_938_688
+    hidden, kv, wide = 2048, 2 * 128, 11_008
+    sides = [hidden, hidden + 2 * kv, hidden, hidden, hidden, 2 * wide, wide, hidden]
+    assert alone.refit.tensor_bytes == alone.refit.read == 2 * 36 * alone.load.adapters.rank * sum(sides)
+    assert merged.refit.adapters == alone.refit.adapters == alone.refit.tensor_bytes
+    assert "peft.refit: adapters" in plan_text(alone) and "peft.refit: merged" in plan_text(merged)
+    full = plan("grpo_math_1B").refit
+    assert full is not None and full.adapters is None
+
+
 def test_the_search_includes_the_recipes_own_layout() -> None:
     found = plan(DEEPSEEK)
     (option, *_) = search(found.load, found.device, nodes=32)

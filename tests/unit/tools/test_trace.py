@@ -14,7 +14,7 @@ from grpo_mcore.recipe import load_recipe
 from grpo_mcore.tools.plan.plan import make_plan, plan_config, plan_device, plan_shape
 from grpo_mcore.tools.plan.trace import TracedPhase, trace
 
-LIMITS = {"log-probs": 0.1, "refit": 0.008}  # in a refit nothing of a pass may be left
+LIMITS = {"log-probs": 0.07, "refit": 0.008}  # in a refit nothing of a pass may be left
 DISPATCHER = {"moe_utils:permute", "moe_utils:sort_chunks_by_idxs", "experts:forward"}
 
 
@@ -24,7 +24,7 @@ def traced(folder: Path, recipe: str, cut: dict[str, Any]) -> dict[str, TracedPh
     path = folder / "config.json"
     model = plan_config(config) | cut
     if "text_config" in model:
-        model["text_config"] |= cut
+        model["text_config"] = model["text_config"] | cut
     path.write_text(json.dumps(model))
     plan = make_plan(config, plan_shape(config, path), plan_device(config, None, None), kernels="torch")
     found = trace(config, plan, json.loads(path.read_text()))
@@ -42,19 +42,25 @@ def traced(folder: Path, recipe: str, cut: dict[str, Any]) -> dict[str, TracedPh
         ("grpo-llama3.1-8B-2n8g", {"num_hidden_layers": 4}, 2100),
         # Its gradients are bfloat16: the update's float32 copies are gone in the refit. Measured: 1,638.
         ("grpo-qwen3-8B-1n4g", {"num_hidden_layers": 4}, 1800),
-        # Measured: 2,785.
-        ("grpo-qwen3-30BA3B-4n8g", {"num_hidden_layers": 2}, 3100),
-        # A Gated DeltaNet layer, which goes through 64 chunks in turn, and an attention layer. Measured: 6,699.
+        # Measured: 1,633.
+        ("grpo-qwen3-30BA3B-4n8g", {"num_hidden_layers": 2}, 1800),
+        # Attention with sinks, in a window and without. Measured: 3,541.
+        (
+            "grpo-gpt-oss-20B-1n8g",
+            {"num_hidden_layers": 2, "layer_types": ["sliding_attention", "full_attention"]},
+            3900,
+        ),
+        # A Gated DeltaNet layer, which goes through its chunks in turn, and an attention layer. Measured: 3,148.
         (
             "grpo-qwen3.5-35BA3B-4n8g",
             {"num_hidden_layers": 2, "layer_types": ["linear_attention", "full_attention"]},
-            7000,
+            3450,
         ),
-        # A Mamba2, an expert and an attention layer. Measured: 2,689.
+        # A Mamba2, an expert and an attention layer. Measured: 2,318.
         (
             "grpo-nanov3-30BA3B-2n8g",
             {"num_hidden_layers": 3, "hybrid_override_pattern": "ME*"},
-            3000,
+            2550,
         ),
     ],
     ids=lambda value: value if isinstance(value, str) else "",
@@ -69,7 +75,7 @@ def test_a_rank_does_what_is_planned(tmp_path: Path, recipe: str, cut: dict[str,
     assert in_layers <= DISPATCHER, training.places
 
 
-OUTSIDE_LAYERS = {"combine", "attention", "p2p_communication", "model", "random"}
+OUTSIDE_LAYERS = {"combine", "packed_row", "p2p_communication", "model", "random"}
 
 
 @pytest.mark.slow
