@@ -50,7 +50,7 @@ class EngineConfig:
     """One engine. Paths are local folders or names on the Hugging Face hub.
 
     `load_format`: "auto" reads the model's weights; "dummy" leaves them random, and the engine generates
-    nothing before the first refit. `threads`: CPU threads of each tensor-parallel rank. `vllm_kwargs`:
+    nothing before the first refit. `threads`: CPU threads of each rank. `vllm_kwargs`:
     more arguments of `vllm.EngineArgs`, which win over the ones set here.
     """
 
@@ -60,6 +60,7 @@ class EngineConfig:
     platform: Literal["cpu", "gpu"] = "cpu"
     dtype: str = "bfloat16"
     tensor_parallel_size: int = 1
+    pipeline_parallel_size: int = 1
     expert_parallel: bool = False  # each rank has whole experts instead of a slice of every one
     max_model_len: int = 512
     load_format: Literal["auto", "dummy"] = "auto"
@@ -82,27 +83,29 @@ class EngineConfig:
     def __post_init__(self) -> None:
         if self.sleep_between_phases and self.platform == "cpu":
             raise ValueError(f"{self.name}: an engine on CPU cannot sleep")
-        if min(self.tensor_parallel_size, self.max_model_len, self.threads) < 1:
+        if min(self.tensor_parallel_size, self.pipeline_parallel_size, self.max_model_len, self.threads) < 1:
             raise ValueError(
-                f"{self.name}: tensor_parallel_size {self.tensor_parallel_size}, max_model_len "
-                f"{self.max_model_len} and threads {self.threads} must be at least 1"
+                f"{self.name}: tensor_parallel_size {self.tensor_parallel_size}, pipeline_parallel_size "
+                f"{self.pipeline_parallel_size}, max_model_len {self.max_model_len} and threads {self.threads} must be "
+                "at least 1"
             )
         if self.adapter_rank is not None and (self.adapter_rank > ADAPTER_RANKS[-1] or self.load_format != "auto"):
             raise ValueError(
                 f"{self.name}: adapters need load_format auto and a rank of at most {ADAPTER_RANKS[-1]}, not "
                 f"{self.load_format} and {self.adapter_rank}"
             )
-        if self.tensor_parallel_size % self.node.count:
-            raise ValueError(
-                f"{self.name}: tensor_parallel_size {self.tensor_parallel_size} does not divide over "
-                f"{self.node.count} nodes"
-            )
+        if self.ranks % self.node.count:
+            raise ValueError(f"{self.name}: its {self.ranks} ranks do not divide over {self.node.count} nodes")
+
+    @property
+    def ranks(self) -> int:
+        return self.tensor_parallel_size * self.pipeline_parallel_size
 
 
 def engine_environment(config: EngineConfig) -> dict[str, str]:
     """Return environment variables for the engine's process, to be set before it starts Python."""
     environment = {
-        # The engine steps in the caller's process; only tensor-parallel ranks are processes of their own.
+        # The engine steps in the caller's process; only several ranks are processes of their own.
         "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
         "VLLM_WORKER_MULTIPROC_METHOD": "spawn",
         "VLLM_LOGGING_LEVEL": config.log_level,
@@ -137,6 +140,7 @@ def engine_arguments(config: EngineConfig, meeting_port: int = 0) -> dict[str, A
         "tokenizer": config.tokenizer or config.model,
         "dtype": config.dtype,
         "tensor_parallel_size": config.tensor_parallel_size,
+        "pipeline_parallel_size": config.pipeline_parallel_size,
         "enable_expert_parallel": config.expert_parallel,
         "max_model_len": config.max_model_len,
         "load_format": config.load_format,
@@ -173,7 +177,7 @@ def engine_arguments(config: EngineConfig, meeting_port: int = 0) -> dict[str, A
         arguments |= {"enable_lora": True, "max_loras": 1, "max_lora_rank": room}
     if config.max_num_seqs is not None:
         arguments["max_num_seqs"] = config.max_num_seqs
-    if config.tensor_parallel_size > 1:
+    if config.ranks > 1:
         arguments["distributed_executor_backend"] = "mp"
     if config.node.count > 1:
         arguments |= {

@@ -10,6 +10,7 @@ import time
 import warnings
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from contextlib import contextmanager
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -20,7 +21,15 @@ from grpo_mcore.generation.config import EngineConfig, engine_arguments, engine_
 from grpo_mcore.generation.engine_lock import EngineLock
 from grpo_mcore.generation.engine_nodes import Lifeline, await_followers, bind_vllm_to, deaths
 from grpo_mcore.generation.shared_steps import Caller, SharedSteps
-from grpo_mcore.generation.worker_calls import record_routes, refit_step, take_routes, unlink_shared_segments
+from grpo_mcore.generation.worker_calls import (
+    make_stage_inputs,
+    record_routes,
+    refit_step,
+    start_profile,
+    stop_profile,
+    take_routes,
+    unlink_shared_segments,
+)
 from grpo_mcore.rollout.trajectory import GenerationRequest, Sampling, Trajectory
 
 REFIT_TIMEOUT_S = 600.0
@@ -79,7 +88,7 @@ class Engine:
                 max_model_len=self._max_model_len,
                 vocab_size=self._llm_engine.model_config.get_vocab_size(),
             )
-        # Of tensor-parallel ranks; a single rank lives in this process.
+        # Of several ranks; a single one lives in this process.
         self._ranks = [rank.proc for rank in getattr(self._llm_engine.model_executor, "workers", ())]
         self.start_seconds = time.perf_counter() - began
 
@@ -100,8 +109,9 @@ class Engine:
         arguments = EngineArgs(**engine_arguments(self.config, port))
         with self._rank_deaths():
             engine = LLMEngine.from_engine_args(arguments, usage_context=UsageContext.LLM_CLASS)
-        if self.config.platform == "cpu" and self.config.tensor_parallel_size > 1:
+        if self.config.platform == "cpu" and self.config.ranks > 1:
             engine.collective_rpc(unlink_shared_segments)
+            engine.collective_rpc(make_stage_inputs)
         if self._records_routes:
             engine.collective_rpc(record_routes)
         return engine
@@ -350,6 +360,16 @@ class Engine:
             "pid": os.getpid(),
         }
 
+    def start_profile(self) -> None:
+        """Start torch's profiler on every rank."""
+        with self._lock.call(), self._rank_deaths():
+            self._llm_engine.collective_rpc(start_profile)
+
+    def stop_profile(self, folder: Path) -> None:
+        """End the profiler, and write the traces to `folder`/NAME-RANK.json. No-op on a rank that has none."""
+        with self._lock.call(), self._rank_deaths():
+            self._llm_engine.collective_rpc(stop_profile, args=(str(folder / self.name),))
+
     def shutdown(self) -> None:
         """End the ranks' processes and free the memory. Idempotent.
 
@@ -377,7 +397,7 @@ class Engine:
                 raise EngineError(f"{self.name}: {self._lost}") from error
             if getattr(executor, "is_failed", False):
                 gone = {rank: process.exitcode for rank, process in enumerate(self._ranks)}
-                raise EngineError(f"{self.name}: {deaths(gone, self.config.tensor_parallel_size)}") from error
+                raise EngineError(f"{self.name}: {deaths(gone, self.config.ranks)}") from error
             raise
 
     def _node_lost(self, what: str) -> None:

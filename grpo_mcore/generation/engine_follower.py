@@ -40,7 +40,7 @@ class EngineFollower:
             self._executor = self._start(port)
         if self._ended:  # meanwhile
             self._executor.shutdown()
-        each = config.tensor_parallel_size // config.node.count
+        each = config.ranks // config.node.count
         self._ranks = {config.node.rank * each + i: rank.proc for i, rank in enumerate(self._executor.workers)}
         threading.Thread(target=self._watch, daemon=True, name="engine ranks").start()
         self.start_seconds = time.perf_counter() - began
@@ -63,7 +63,7 @@ class EngineFollower:
             process.join(REAP_S)  # its exit code comes just after its end
         if not self._ended:
             codes = {rank: process.exitcode for rank, process in gone.items()}
-            self._lose(f"{deaths(codes, self.config.tensor_parallel_size)} on {socket.gethostname()}")
+            self._lose(f"{deaths(codes, self.config.ranks)} on {socket.gethostname()}")
 
     def _lose(self, what: str) -> None:
         """Shut down, because a rank here has died or the first node is gone."""

@@ -128,7 +128,7 @@ def join_first(
 
 def node_name(config: EngineConfig, rank: int, address: str) -> str:
     """Return the name of a node of an engine, for errors."""
-    each = config.tensor_parallel_size // config.node.count
+    each = config.ranks // config.node.count
     return f"its node {rank} of {config.node.count} (ranks {rank * each} to {(rank + 1) * each - 1}, at {address})"
 
 

@@ -1,5 +1,5 @@
-"""Functions that an engine runs on each of its tensor-parallel ranks, with vLLM's worker as first argument: steps of a
-refit, and recording of the experts to which each token was routed.
+"""Functions that an engine runs on each of its ranks, with vLLM's worker as first argument: steps of a
+refit, traces of torch's profiler, and recording of the experts to which each token was routed.
 
 On GPU vLLM records experts itself; its recorder needs a model runner that its CPU build lacks. Ours uses the routers'
 hook.
@@ -17,6 +17,8 @@ from typing import Any
 import numpy as np
 import torch
 from torch import Tensor
+
+from grpo_mcore.torch_profile import ProcessProfile
 
 
 def refit_step(worker: Any, step: str, argument: Any = None) -> dict[str, Any]:
@@ -61,6 +63,30 @@ def unlink_shared_segments(worker: Any) -> None:
     if worker.rank == 0:
         for segment in Path("/dev/shm").glob(f"{os.environ['VLLM_DIST_IDENT']}-*-cpushm_*"):
             segment.unlink()
+
+
+def make_stage_inputs(worker: Any) -> None:
+    """Make the tensors into which a later pipeline stage receives. vLLM makes them in its warm-up, which its CPU build
+    skips in eager mode with a cache of a given size."""
+    from vllm.distributed import get_pp_group
+
+    runner = worker.model_runner
+    if not get_pp_group().is_first_rank and runner.intermediate_tensors is None:
+        runner.intermediate_tensors = runner.model.make_empty_intermediate_tensors(
+            batch_size=runner.max_num_tokens, dtype=runner.model_config.dtype, device=runner.device
+        )
+
+
+def start_profile(worker: Any) -> None:
+    """Start torch's profiler on this rank."""
+    worker.process_profile = ProcessProfile()
+    worker.process_profile.start()
+
+
+def stop_profile(worker: Any, start_of_path: str) -> None:
+    """End the profiler, and write its trace to a file of this rank. No-op on a rank that started after it."""
+    if hasattr(worker, "process_profile"):
+        worker.process_profile.stop(Path(f"{start_of_path}-{worker.rank}.json"))
 
 
 class RouteRecorder:

@@ -62,13 +62,13 @@ def num_engines(config: RecipeSections, *, gpu: bool) -> int:
         return generation.num_engines
     if pool is None and not gpu:
         return 1
-    return (pool or policy_pool(config)).ranks // generation.vllm_cfg.tensor_parallel_size
+    return (pool or policy_pool(config)).ranks // generation.vllm_cfg.ranks
 
 
 def engine_nodes(config: RecipeSections) -> int:
     """Return the number of nodes over which one engine extends: more than 1 if a node has fewer devices than ranks."""
     pool = engine_pool(config) or policy_pool(config)
-    needed = -(-config.policy.generation.vllm_cfg.tensor_parallel_size // max(1, pool.per_node))
+    needed = -(-config.policy.generation.vllm_cfg.ranks // max(1, pool.per_node))
     return max(1, min(pool.nodes, needed))
 
 

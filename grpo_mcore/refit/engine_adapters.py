@@ -24,6 +24,7 @@ class EngineAdapters:
     """For each refit: `expect`, `receive` for each copy, `exchange`, `put_to_use`. A second `exchange` undoes it."""
 
     in_place = False
+    absent: frozenset[str] = frozenset()  # an engine of several pipeline stages serves no adapters
     fallbacks: tuple[str, ...] = ()  # nothing is left to vLLM's own loading
 
     def __init__(self, manager: Any, device: torch.device, dtype: torch.dtype) -> None:

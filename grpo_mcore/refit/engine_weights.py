@@ -22,6 +22,7 @@ from vllm.model_executor.layers.vocab_parallel_embedding import (
     VocabParallelEmbedding,
 )
 from vllm.model_executor.model_loader.reload.layerwise import get_layerwise_info
+from vllm.model_executor.models.utils import is_pp_missing_parameter
 from vllm.platforms import current_platform
 
 from grpo_mcore.families import Box
@@ -74,6 +75,7 @@ class EngineWeights:
         self._whole_shapes = whole_shapes(plan, rank)
         self.fallbacks = tuple(self._whole_shapes)
         self.unplanned: list[str] = []  # parameters that only vLLM's own loading can fill
+        self.absent: set[str] = set()  # what other pipeline stages have
         self.sums: Sums = {}
         self._exchanges: list[Exchange] = []
         self._derived = DerivedWeights(model, dtype)
@@ -97,6 +99,9 @@ class EngineWeights:
             for name, parameter in module.named_parameters(recurse=False):
                 by_name[f"{path}.{name}" if path else name] = parameter
                 used_by.setdefault(id(parameter), []).append((module, name))
+        self.absent = {name for name in filled if name not in by_name and is_pp_missing_parameter(name, self._model)}
+        for name in self.absent:
+            del filled[name]
         if unknown := sorted(set(filled) - set(by_name)):
             raise RefitError(f"the engine has no parameters {', '.join(unknown)}, which the refit plan fills")
         planned = {id(by_name[name]) for name in filled}

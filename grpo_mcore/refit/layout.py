@@ -125,12 +125,12 @@ class TrainerLayout:
 
 @dataclass(frozen=True)
 class EngineLayout:
-    """The ranks of one engine: tensor first, then data. With `expert_parallel` each rank has whole experts, else
+    """The ranks of one engine: tensor first, then pipeline. With `expert_parallel` each rank has whole experts, else
     a slice of every one. `nodes`: number of nodes of one engine, over which its ranks are spread evenly and in order.
     `replicas`: engines on the same node or nodes; they read the same bytes."""
 
     tensor: int = 1
-    data: int = 1
+    pipeline: int = 1
     expert_parallel: bool = False
     replicas: int = 1
     nodes: int = 1
@@ -138,27 +138,33 @@ class EngineLayout:
     @property
     def ranks(self) -> int:
         """Number of ranks of one engine."""
-        return self.tensor * self.data
+        return self.tensor * self.pipeline
 
     def split(self, param: Param) -> int:
         """Return the number of slices that the parameter is cut into."""
-        if param.engine_split is Split.REPLICATED or param.engine is None:
-            return 1
-        if param.expert:
-            return 1 if self.expert_parallel else self.ranks
-        return self.tensor
+        whole = param.engine_split is Split.REPLICATED or param.engine is None
+        return 1 if whole or (param.expert and self.expert_parallel) else self.tensor
 
-    def readers(self, param: Param) -> list[tuple[int, ...]]:
+    def stages(self, param: Param, num_layers: int) -> range:
+        """Return the pipeline stages that read the parameter.
+
+        What is outside the layers goes to all: in some of vLLM's models the first and the last stage alone have it, in
+        others every one. `engine_weights.py` leaves out what the model lacks.
+        """
+        if self.pipeline == 1 or param.layer is None or param.engine is None:
+            return range(self.pipeline)
+        stage = bisect_right(_engine_stages(self.pipeline, num_layers), param.layer) - 1
+        return range(stage, stage + 1)
+
+    def readers(self, param: Param, num_layers: int) -> tuple[tuple[int, ...], ...]:
         """Return the engine ranks that read each slice of the parameter, by slice."""
-        if param.expert and param.engine is not None:
+        owner = None
+        if param.expert and param.engine is not None and self.expert_parallel:
             index, count = param.expert
-            if self.expert_parallel:
-                if count % self.ranks:
-                    raise LayoutError(f"{count} experts do not divide over the {self.ranks} ranks of an engine")
-                return [(index // (count // self.ranks),)]
-            return [tuple(range(self.ranks))] if self.split(param) == 1 else [(rank,) for rank in range(self.ranks)]
-        width = self.split(param)
-        return [tuple(range(part, self.ranks, width)) for part in range(width)]
+            if count % self.tensor:
+                raise LayoutError(f"{count} experts do not divide over the {self.tensor} ranks of an engine")
+            owner = index // (count // self.tensor)
+        return _readers(self.tensor, self.split(param), self.stages(param, num_layers), owner)
 
     def places(self, param: Param, shape: ModelShape, part: int) -> list[tuple[str, Piece]]:
         """Return (destination, slice) for a reader of slice `part`. A destination is an engine parameter, or `WHOLE` +
@@ -170,7 +176,7 @@ class EngineLayout:
         found = engine_pieces(param, shape, part, self.split(param))
         if param.expert:
             index, count = param.expert
-            local = index % (count // self.ranks) if self.expert_parallel else index
+            local = index % (count // self.tensor) if self.expert_parallel else index
             found = [Piece(p.hf, p.hf_box, ((local, local + 1), *p.local_box)) for p in found]
         return [(param.engine, piece) for piece in found]
 
@@ -180,12 +186,12 @@ class EngineLayout:
         for param in params:
             shapes, expert = tuple(tensor.shape for tensor in param.hf), param.expert is not None
             kind = (param.split.value, param.engine_form, shapes, expert, param.engine is None)
-            place = param.expert if self.expert_parallel else None
+            place = (param.layer if self.pipeline > 1 else None, param.expert if self.expert_parallel else None)
             first, sum_of_widths = alike.get((kind, place), (param, 0))
             alike[kind, place] = first, sum_of_widths + width(param)
         found = [0] * self.ranks
         for param, sum_of_widths in alike.values():
-            for part, ranks in enumerate(self.readers(param)):
+            for part, ranks in enumerate(self.readers(param, shape.num_layers)):
                 boxes = [piece.hf_box for _, piece in self.places(param, shape, part)]
                 numel = sum(math.prod(stop - start for start, stop in box) for box in boxes)
                 for rank in ranks:
@@ -193,7 +199,7 @@ class EngineLayout:
         return found
 
     def describe(self) -> str:
-        sizes = {"TP": self.tensor, "DP": self.data}
+        sizes = {"TP": self.tensor, "PP": self.pipeline}
         text = " x ".join(f"{name} {size}" for name, size in sizes.items() if size > 1 or name == "TP")
         text += " with expert parallelism" if self.expert_parallel else ""
         return text + (f" over {self.nodes} nodes" if self.nodes > 1 else "")
@@ -208,6 +214,22 @@ def _first_layers(layout: TrainerLayout, num_layers: int) -> list[int]:
         raise LayoutError(f"VPP {layout.virtual} does not divide the layers of every stage ({counts})")
     chunks = [count // layout.virtual for count in counts] * layout.virtual
     return list(accumulate(chunks, initial=0))[:-1]
+
+
+@lru_cache(maxsize=4096)  # asked for each of a model's parameters
+def _readers(tensor: int, width: int, stages: range, owner: int | None) -> tuple[tuple[int, ...], ...]:
+    """Return the ranks that read each of `width` slices. `owner`: the only reader on its stage."""
+    parts = [range(part, tensor, width) for part in range(width)] if owner is None else [range(owner, owner + 1)]
+    return tuple(tuple(stage * tensor + rank for stage in stages for rank in part) for part in parts)
+
+
+@lru_cache(maxsize=8)  # asked for each of a model's parameters
+def _engine_stages(stages: int, num_layers: int) -> list[int]:
+    """Return the first layer of every stage of an engine, as vLLM's get_pp_indices divides them: of the layers that
+    remain, one goes to each stage from the last but one down."""
+    each, more = divmod(num_layers, stages)
+    counts = [each + (stages - 1 - more <= stage < stages - 1) for stage in range(stages)]
+    return list(accumulate(counts, initial=0))[:-1]
 
 
 def trainer_pieces(layout: TrainerLayout, param: Param, shape: ModelShape, part: int) -> list[Piece]:

@@ -197,7 +197,7 @@ def plan_refit(
     holders: dict[tuple[int, ...], int] = {}
     templates: dict[Any, list[_Template]] = {}
     for param in moved:
-        readers, blocks = engine.readers(param), []
+        readers, blocks = engine.readers(param, shape.num_layers), []
         structure = (
             param.split, param.engine_form, tuple(tensor.shape for tensor in param.hf), bool(param.expert),
             param.engine is None,
@@ -282,7 +282,7 @@ def _destinations(param: Param, engine: EngineLayout) -> tuple[list[str], Box]:
     if param.expert is None:
         return [param.engine], ()
     index, count = param.expert
-    local = index % (count // engine.ranks) if engine.expert_parallel else index
+    local = index % (count // engine.tensor) if engine.expert_parallel else index
     return [param.engine], ((local, local + 1),)
 
 

@@ -13,7 +13,7 @@ from typing import Any
 
 import psutil
 import torch
-from vllm.distributed import get_tensor_model_parallel_rank
+from vllm.distributed import get_pp_group, get_tensor_model_parallel_rank
 from vllm.distributed.weight_transfer.base import (
     WeightTransferEngine,
     WeightTransferInitInfo,
@@ -95,8 +95,7 @@ class RefitWeightEngine(WeightTransferEngine[RefitInit, RefitUpdate]):
 
     def init_transfer_engine(self, init_info: RefitInit) -> None:
         plan = _parsed(init_info.plan)
-        rank, ranks = get_tensor_model_parallel_rank(), self.parallel_config.tensor_parallel_size
-        transport = init_info.transports[rank * len(init_info.transports) // ranks]
+        transport = init_info.transports[self._engine_rank * len(init_info.transports) // self._engine_ranks]
         if self._buffer is None or self._buffer.description != transport:
             self.shutdown()
             self._buffer = attach_buffer(transport, self.device)
@@ -109,7 +108,7 @@ class RefitWeightEngine(WeightTransferEngine[RefitInit, RefitUpdate]):
         in_place = self._init.in_place
         if in_place is None:
             in_place = not self._has_room(self._plan)
-        rank = get_tensor_model_parallel_rank()
+        rank = self._engine_rank
         # Check everything in an engine's first refit.
         self._verify: Verify = "full" if self._init.verify == "sample" and not self.refits else self._init.verify
         self._checked = checked_parameters(self._plan, self._verify, self._init.version)
@@ -126,10 +125,9 @@ class RefitWeightEngine(WeightTransferEngine[RefitInit, RefitUpdate]):
 
     def _has_room(self, plan: RefitPlan) -> bool:
         """Return whether a second copy of the weights fits. On CPU all ranks of the engine share the memory."""
-        ranks = self.parallel_config.tensor_parallel_size
         if self.device.type == "cpu":
             return psutil.virtual_memory().available > 1.5 * plan.block_bytes
-        return torch.cuda.mem_get_info(self.device)[0] > 1.1 * plan.block_bytes / ranks
+        return torch.cuda.mem_get_info(self.device)[0] > 1.1 * plan.block_bytes / self._engine_ranks
 
     def update_weights(self, update_info: dict[str, Any]) -> None:
         """Override the base class, which also waits for an accelerator's stream: `receive_weights` does that itself."""
@@ -161,7 +159,7 @@ class RefitWeightEngine(WeightTransferEngine[RefitInit, RefitUpdate]):
         for number, block in enumerate(self._plan.buckets[index].blocks):
             view = None
             for copy, read in enumerate(block.reads):
-                if read.rank != self._rank:
+                if read.rank != self._rank or read.param in self._weights.absent:
                     continue
                 if view is None:
                     view = block_view(self._buffer, self._plan, index, block)
@@ -261,6 +259,16 @@ class RefitWeightEngine(WeightTransferEngine[RefitInit, RefitUpdate]):
             if not busy:
                 found["sums"], self._weights.sums = self._weights.sums, Sums()
         return found
+
+    @property
+    def _engine_rank(self) -> int:
+        """This rank's number in its engine: tensor first, then pipeline."""
+        stage = get_pp_group().rank_in_group
+        return int(stage * self.parallel_config.tensor_parallel_size + get_tensor_model_parallel_rank())
+
+    @property
+    def _engine_ranks(self) -> int:
+        return int(self.parallel_config.tensor_parallel_size * self.parallel_config.pipeline_parallel_size)
 
     @property
     def _dtype(self) -> str:

@@ -63,7 +63,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def engine(folder: Path) -> Iterator[Engine]:
-    engine = Engine(config(folder, adapter_rank=SHAPE.rank))
+    engine = Engine(config(folder, adapter_rank=SHAPE.rank, tensor_parallel_size=2))
     yield engine
     engine.shutdown()
 

@@ -21,11 +21,12 @@ from tests.functional.runs import Task, grpo_recipe, write_recipe
 
 @dataclass(frozen=True)
 class Pair:
-    """A policy of `ranks` processes and `engines` of `engine_tensor` each."""
+    """A policy of `ranks` processes and `engines` of `engine_tensor` x `engine_pipeline` each."""
 
     family: str
     ranks: int
     engine_tensor: int = 1
+    engine_pipeline: int = 1
     engines: int = 1
     tensor: int = 1
     pipeline: int = 1
@@ -35,7 +36,7 @@ class Pair:
 
 PAIRS = {
     "TP2 to TP2, Mamba2": Pair("nemotron_h", 2, engine_tensor=2, tensor=2),
-    "TP2 x PP2 to TP2, pools": Pair("qwen3", 4, engine_tensor=2, tensor=2, pipeline=2, colocated=False),
+    "TP2 x PP2 to PP2, pools": Pair("qwen3", 4, engine_pipeline=2, tensor=2, pipeline=2, colocated=False),
     "EP2 x TP2 to TP2": Pair("qwen3_moe", 4, engine_tensor=2, tensor=2, expert=2),
     "DP2 to 2 engines, pools": Pair("qwen2", 2, engines=2, colocated=False),
 }
@@ -60,12 +61,15 @@ def recipe_of(pair: Pair, task: Task, folder: Path) -> dict[str, Any]:
         "sequence_parallel": pair.tensor > 1 and pair.expert > 1,
     }
     generation = recipe["policy"]["generation"]
-    generation["vllm_cfg"] |= {"tensor_parallel_size": pair.engine_tensor}
+    generation["vllm_cfg"] |= {
+        "tensor_parallel_size": pair.engine_tensor,
+        "pipeline_parallel_size": pair.engine_pipeline,
+    }
     processes = pair.ranks
     if pair.colocated:
         generation["num_engines"] = pair.engines
     else:
-        of_engines = pair.engines * pair.engine_tensor
+        of_engines = pair.engines * pair.engine_tensor * pair.engine_pipeline
         generation["colocated"] = {"enabled": False, "resources": {"gpus_per_node": of_engines}}
         processes += of_engines
     recipe["cluster"] = {"platform": "cpu", "gpus_per_node": processes}

@@ -6,6 +6,7 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
+from pathlib import Path
 from typing import Any
 
 from grpo_mcore.algorithms.engines.retries import Retries
@@ -151,6 +152,16 @@ class EngineGroup:
             with suppress(WorkerDied):  # a dead engine holds nothing; the next refit will find it dead
                 self._all("release", [(self.pauses,)] * len(self.serving()))
             self.paused = self.pauses
+
+    def start_profile(self) -> None:
+        """Have every rank trace what it does with torch's profiler."""
+        with suppress(WorkerDied):  # whoever waits for its samples will find it dead
+            self._all("start_profile", [()] * len(self.serving()))
+
+    def stop_profile(self, folder: Path) -> None:
+        """End the traces, and write them to `folder`."""
+        with suppress(WorkerDied):
+            self._all("stop_profile", [(folder,)] * len(self.serving()))
 
     def close(self) -> None:
         """Close the endpoint, if there is one; the engines end with their cluster."""

@@ -53,11 +53,12 @@ class VllmConfig(Section):
     """`policy.generation.vllm_cfg`: one vLLM engine. Read by generation/."""
 
     tensor_parallel_size: Positive = 1
-    """Ranks of one engine (TP). On GPUs they are part of one node, or all GPUs of several nodes."""
+    """Ranks among which each layer of an engine is split (TP)."""
     pipeline_parallel_size: Positive = 1
-    """Pipeline stages of one engine. Above 1: not supported yet."""
+    """Stages into which the layers of an engine are divided (PP). On GPUs the TP x PP ranks of one engine are part of
+    one node, or all GPUs of several nodes."""
     expert_parallel_size: Positive = 1
-    """Ranks among which the whole experts of one engine are divided: 1 or tensor_parallel_size. 1: each rank holds a
+    """Ranks among which the whole experts of a layer are divided: 1 or tensor_parallel_size. 1: each rank holds a
     slice of every expert."""
     gpu_memory_utilization: PositiveShare = 0.6
     """Share of a GPU's memory that an engine may take. No effect on CPU."""
@@ -94,6 +95,11 @@ class VllmConfig(Section):
     """Environment variables of the engines, with their values. Read by algorithms/."""
     enable_return_routed_experts: bool = False
     """Record the experts chosen for each token. policy.router_replay.enabled implies it."""
+
+    @property
+    def ranks(self) -> int:
+        """Number of ranks of one engine."""
+        return self.tensor_parallel_size * self.pipeline_parallel_size
 
 
 class GenerationConfig(Section):

@@ -22,7 +22,7 @@ def check_pools(config: RecipeSections) -> Iterator[Finding]:
     if pool is None:
         return
     generation, resources = config.policy.generation, config.policy.generation.colocated.resources
-    tensor, key = generation.vllm_cfg.tensor_parallel_size, _VLLM + "tensor_parallel_size"
+    each, key = generation.vllm_cfg.ranks, _VLLM + "tensor_parallel_size"
     if cluster.backend == "local":
         yield Finding(
             (_COLOCATED + "enabled", "cluster.backend"),
@@ -38,17 +38,17 @@ def check_pools(config: RecipeSections) -> Iterator[Finding]:
     elif not policy_pool(config).ranks:
         have, of = ("num_nodes", _NODES) if resources.num_nodes is not None else ("gpus_per_node", _GPUS)
         yield Finding((of, f"cluster.{have}"), f"takes all of cluster.{have} {cluster[have]}: none is left to train")
-    elif pool.per_node % tensor and tensor % pool.per_node:
+    elif pool.per_node % each and each % pool.per_node:
         yield Finding(
             (key, _GPUS, _NODES),
-            f"the engines' {pool.per_node} ranks per node are neither a multiple nor a divisor of the {tensor} ranks "
+            f"the engines' {pool.per_node} ranks per node are neither a multiple nor a divisor of the {each} ranks "
             "of one engine",
         )
-    elif (generation.num_engines or 1) * tensor > pool.ranks:
+    elif (generation.num_engines or 1) * each > pool.ranks:
         yield Finding(
             ("policy.generation.num_engines", key, _GPUS, _NODES),
-            f"{generation.num_engines or 1} engines x TP {tensor} do not fit the {pool.nodes} x {pool.per_node} ranks "
-            "of their pool",
+            f"{generation.num_engines or 1} engines of {each} ranks do not fit the {pool.nodes} x {pool.per_node} "
+            "ranks of their pool",
         )
 
 
@@ -61,6 +61,24 @@ def check_engine_experts(config: RecipeSections) -> Iterator[Finding]:
             f"{vllm.expert_parallel_size} is neither 1 nor tensor_parallel_size = {vllm.tensor_parallel_size}; experts "
             "are divided among all ranks of an engine or none",
         )
+
+
+def check_engine_stages(config: RecipeSections) -> Iterator[Finding]:
+    """Adapters and recorded routes come from one stage of an engine, so it may have only one."""
+    vllm, key = config.policy.generation.vllm_cfg, _VLLM + "pipeline_parallel_size"
+    if vllm.pipeline_parallel_size == 1:
+        return
+    if config.policy.megatron_cfg.peft.refit == "adapters":
+        yield Finding(
+            (key, "policy.megatron_cfg.peft.refit"),
+            "an engine of several stages takes merged weights: set peft.refit: merged",
+        )
+    for name, wanted in (
+        (_VLLM + "enable_return_routed_experts", vllm.enable_return_routed_experts),
+        ("policy.router_replay.enabled", config.policy.router_replay.enabled),
+    ):
+        if wanted:
+            yield Finding((key, name), "the experts chosen for a token are recorded on one stage alone; use 1")
 
 
 def check_endpoint(config: RecipeSections) -> Iterator[Finding]:

@@ -12,9 +12,6 @@ from grpo_mcore.recipe.schema.master import RecipeSections, value_at
 UNSUPPORTED: dict[str, tuple[Any, str]] = {
     "policy.offload_optimizer_for_logprob": (False, "offloading the optimizer for the log-prob passes"),
     "policy.megatron_cfg.optimizer.use_distributed_optimizer": (True, "an optimizer that is not distributed"),
-    "policy.megatron_cfg.optimizer.optimizer_cpu_offload": (False, "the optimizer on the host"),
-    "policy.megatron_cfg.optimizer.optimizer_offload_fraction": (0.0, "the optimizer on the host"),
-    "policy.generation.vllm_cfg.pipeline_parallel_size": (1, "pipeline parallelism in the engine"),
     "policy.generation.vllm_cfg.kv_cache_dtype": ("auto", "other number formats of the KV cache"),
 }
 

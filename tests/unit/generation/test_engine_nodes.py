@@ -97,5 +97,5 @@ def test_vllm_arguments_of_several_nodes() -> None:
     }  # fmt: skip
     assert found["distributed_executor_backend"] == "mp"
     assert "nnodes" not in engine_arguments(replace(second, node=EngineNode()))
-    with pytest.raises(ValueError, match="tensor_parallel_size 4 does not divide over 3 nodes"):
+    with pytest.raises(ValueError, match="its 4 ranks do not divide over 3 nodes"):
         EngineConfig("model", tensor_parallel_size=4, node=EngineNode(0, 3))

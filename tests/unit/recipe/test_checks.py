@@ -2,8 +2,12 @@
 
 from __future__ import annotations
 
+import re
+from pathlib import Path
+
 import pytest
 
+import grpo_mcore
 from grpo_mcore.recipe.schema.keys import known_keys
 from grpo_mcore.recipe.validation.unsupported_keys import UNSUPPORTED
 from tests.unit.recipe.conftest import MINIMAL
@@ -157,6 +161,18 @@ def test_sft_has_no_rollout_batch(load, problems) -> None:
             ["policy.megatron_cfg.tensor_model_parallel_size: experts under tensor parallelism need"],
         ),
         (
+            [
+                "policy.generation.vllm_cfg.pipeline_parallel_size=2",
+                "policy.megatron_cfg.peft.enabled=true",
+                "policy.megatron_cfg.peft.refit=adapters",
+                "policy.router_replay.enabled=true",
+            ],
+            [
+                "policy.generation.vllm_cfg.pipeline_parallel_size: an engine of several stages takes merged weights",
+                "policy.generation.vllm_cfg.pipeline_parallel_size: the experts chosen for a token are recorded on one",
+            ],
+        ),
+        (
             ["policy.generation.vllm_cfg.expert_parallel_size=4", "policy.generation.vllm_cfg.tensor_parallel_size=2"],
             [
                 "policy.generation.vllm_cfg.expert_parallel_size: 4 is neither 1 nor tensor_parallel_size = 2; experts "
@@ -171,6 +187,25 @@ def test_sft_has_no_rollout_batch(load, problems) -> None:
                 "cluster.gpus_per_node=2",
             ],
             ["policy.router_replay.enabled: cannot be combined with both activation_checkpointing and pipeline stages"],
+        ),
+        (
+            [
+                "policy.sequence_packing.shared_prefix.enabled=true",
+                "policy.sequence_packing.enabled=false",
+                "policy.megatron_cfg.context_parallel_size=2",
+                "policy.megatron_cfg.moe_token_dispatcher_type=allgather",
+                "policy.router_replay.enabled=true",
+                "cluster.gpus_per_node=2",
+            ],
+            [
+                f"policy.sequence_packing.shared_prefix.enabled: cannot be combined with {key}"
+                for key in (
+                    "policy.sequence_packing.enabled false",
+                    "policy.megatron_cfg.context_parallel_size above 1",
+                    "policy.megatron_cfg.moe_token_dispatcher_type allgather",
+                    "policy.router_replay.enabled true",
+                )
+            ],
         ),
         (
             ["cluster.backend=local", "cluster.gpus_per_node=2"],
@@ -356,7 +391,6 @@ def test_allowed_combinations(load, override: list[str]) -> None:
 
 ASKING = {  # a value of each key that asks for the feature
     "policy.hf_config_overrides": "{a: 1}",
-    "policy.megatron_cfg.optimizer.optimizer_offload_fraction": "0.5",
     "policy.generation.vllm_cfg.kv_cache_dtype": "fp8",
     "data.custom_dataloader": "a.b",
 }
@@ -365,11 +399,20 @@ ASKING = {  # a value of each key that asks for the feature
 @pytest.mark.parametrize("key", UNSUPPORTED)
 def test_unsupported_keys_are_reported(problems, key: str) -> None:
     neutral, feature = UNSUPPORTED[key]
-    value = ASKING.get(key) or {"True": "false", "False": "true", "1": "2", "None": "3", "0.0": "0.5"}[str(neutral)]
+    value = ASKING.get(key) or {"True": "false", "False": "true", "1": "2", "None": "3"}[str(neutral)]
     found = [line for line in problems(MINIMAL, f"{key}={value}") if "not supported yet" in line]
     assert len(found) == 1
     assert found[0].startswith(f"command line: {key}: not supported yet ({feature}); got ")
     assert key in known_keys()
+
+
+def test_every_key_of_the_policy_is_read_or_refused() -> None:
+    """The code beside the schema names it as an attribute or in a table of keys."""
+    sources = [path for path in Path(grpo_mcore.__file__).parent.rglob("*.py") if path.parent.name != "schema"]
+    code = "\n".join(path.read_text() for path in sources)
+    constant = "policy.megatron_cfg.peft.lora_B_init_method"  # has one value
+    keys = [key for key in known_keys() if key.startswith("policy.") and key != constant]
+    assert not [key for key in keys if not re.search(rf"""[."]{key.rpartition(".")[2]}\b""", code)]
 
 
 AHEAD = "loss_fn: {use_importance_sampling_correction: true}\ngrpo:\n  num_prompts_per_step: 32\n  async_grpo: "

@@ -81,7 +81,7 @@ def random_case(seed: int) -> Case:
     pick = random.Random(seed)
     tp, engine_tp = pick.choice([1, 2, 4]), pick.choice([1, 2, 4])
     pipeline, virtual = pick.choice([1, 1, 2, 3]), pick.choice([1, 1, 1, 2])
-    context, data, engine_data = pick.choice([1, 1, 2]), pick.choice([1, 2, 4]), pick.choice([1, 1, 2])
+    context, data, engine_pp = pick.choice([1, 1, 2]), pick.choice([1, 2, 4]), pick.choice([1, 1, 2, 3])
     experts = pick.choice([0, 0, 4, 8])
     expert_tensor = pick.choice([1, tp]) if experts else 0
     room = tp * context * data // (expert_tensor or 1)
@@ -97,10 +97,10 @@ def random_case(seed: int) -> Case:
     )  # fmt: skip
     params = params_of(shape)
     if experts:
-        params = with_experts(shape, experts, (expert_tensor or 1) * engine_tp * engine_data * pick.randint(1, 2))
+        params = with_experts(shape, experts, (expert_tensor or 1) * engine_tp * pick.randint(1, 2))
     trainer = TrainerLayout(tp, pipeline, data, context, expert, expert_tensor, virtual)
-    whole_experts = experts > 0 and experts % (engine_tp * engine_data) == 0 and pick.random() < 0.5
-    engine = EngineLayout(engine_tp, engine_data, whole_experts)
+    whole_experts = experts > 0 and experts % engine_tp == 0 and pick.random() < 0.5
+    engine = EngineLayout(engine_tp, engine_pp, whole_experts)
     return Case(shape, params, trainer, engine, experts)
 
 
@@ -159,26 +159,38 @@ def _megatron(param: Param, shape: ModelShape, tensors: list[np.ndarray], rank: 
 
 
 def in_the_engine(case: Case, rank: int) -> Weights:
-    """The parameters of one engine rank, by vLLM's name; rows of padding are PADDING."""
+    """The parameters of one engine rank, by vLLM's name; rows of padding are PADDING. Stages: those of a model that has
+    embedding, last norm and head on all of them."""
     layout, shape, whole = case.engine, case.shape, case.whole
-    tp, size = rank % layout.tensor, layout.tensor
+    stage, tp = divmod(rank, layout.tensor)
+    size = layout.tensor
+    layers = vllm_stages(shape.num_layers, layout.pipeline)[stage]
     found: Weights = {}
     experts: dict[str, list[np.ndarray]] = {}
     for param in case.params:
-        if param.copy:
+        if param.copy or (param.layer is not None and param.layer not in layers):
             continue
         tensors = [whole[tensor.name] for tensor in param.hf]
         assert param.engine is not None
         if param.expert is None:
             found[param.engine] = _vllm(param, shape, tensors, tp, size)
         elif layout.expert_parallel:
-            bounds = np.linspace(0, case.experts, layout.ranks + 1).astype(int).tolist()
-            start, stop = list(pairwise(bounds))[rank]
+            bounds = np.linspace(0, case.experts, size + 1).astype(int).tolist()
+            start, stop = list(pairwise(bounds))[tp]
             if start <= param.expert[0] < stop:
                 experts.setdefault(param.engine, []).append(_vllm(param, shape, tensors, 0, 1))
         else:
-            experts.setdefault(param.engine, []).append(_vllm(param, shape, tensors, rank, layout.ranks))
+            experts.setdefault(param.engine, []).append(_vllm(param, shape, tensors, tp, size))
     return found | {name: np.stack(slices) for name, slices in experts.items()}
+
+
+def vllm_stages(num_layers: int, stages: int) -> list[range]:
+    """The layers of each stage, as vLLM divides them: it adds what remains to the stages before the last, backwards."""
+    counts = [num_layers // stages] * stages
+    for number in range(2, num_layers % stages + 2):
+        counts[-number] += 1
+    ends = np.cumsum([0, *counts]).tolist()
+    return [range(start, stop) for start, stop in pairwise(ends)]
 
 
 def _vllm(param: Param, shape: ModelShape, tensors: list[np.ndarray], rank: int, size: int) -> np.ndarray:

@@ -57,9 +57,9 @@ def test_engines_on_cpu_take_the_nodes_in_turns() -> None:
     [
         (
             config(3, 8, 12, platform="gpu"),
-            "tensor_parallel_size 12 neither divides cluster.gpus_per_node 8 nor",
+            "tensor_parallel_size 12 x pipeline_parallel_size 1 neither divides cluster.gpus_per_node 8 nor",
         ),
-        (config(1, 8, 16, platform="gpu"), "1 engines x TP 16 do not fit the 8 GPUs"),
+        (config(1, 8, 16, platform="gpu"), "1 engines of 16 ranks do not fit the 8 GPUs"),
     ],
 )
 def test_engines_that_do_not_fit_the_devices_are_refused(engines: MasterConfig, message: str) -> None:
