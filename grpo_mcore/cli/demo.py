@@ -29,10 +29,13 @@ def run(args: argparse.Namespace) -> int:
 
     shutil.rmtree(FOLDER, ignore_errors=True)
     task = make_arithmetic_task(FOLDER / "task", seed=sft.config.sft.seed)
-    parameters = make_base_config(sft.config.policy.model_name, task.tokenizer, seed=sft.config.sft.seed)
+    parameters = make_base_config(
+        sft.config.policy.model_name, task.tokenizer, seed=sft.config.sft.seed, initializer_range=0.06
+    )
     print(f"1/4  task and untrained Qwen3 with {parameters / 1e6:.1f} M parameters in {FOLDER}", flush=True)
-    print("2/4  supervised warm-up, half of the demonstrations are wrong (recipes/sft-arithmetic-cpu.yaml)", flush=True)
-    fine_tune(SFT, sft.config)
+    print("2/4  supervised warm-up, most demonstrations are one too many (recipes/sft-arithmetic-cpu.yaml)", flush=True)
+    if (warm_up := fine_tune(SFT, sft.config))["stopped_early"]:
+        return exit_code(warm_up)
     print("3/4  GRPO (recipes/grpo-arithmetic-cpu.yaml)", flush=True)
     summary = train(grpo.config)
     if summary["stopped_early"] or not grpo.config.checkpointing.enabled:  # there is no result to show

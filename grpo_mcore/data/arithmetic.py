@@ -49,14 +49,14 @@ def make_arithmetic_task(
     *,
     num_val: int = 500,
     demonstrations_per_problem: int = 4,
-    wrong_share: float = 0.28,
-    off_by_one_share: float = 0.7,
+    wrong_share: float = 0.0,
+    off_by_one_share: float = 0.6,
 ) -> ArithmeticTask:
     """Write `train.jsonl`, `val.jsonl`, `sft.jsonl` and `tokenizer/` into `folder`; `seed` determines their contents.
 
-    The problems are all sums 0..99 + 0..99, `num_val` of them held out. Demonstrations are wrong in two ways. Where the
-    second number is odd, a share `off_by_one_share` is one too many: above a half, the most likely answer to these
-    problems is wrong, and no lower temperature makes it right. Besides, a share `wrong_share` of all has wrong digits.
+    The problems are all sums 0..99 + 0..99, `num_val` of them held out. Demonstrations are wrong in two ways. A share
+    `off_by_one_share` is one too many: above a half, the most likely answer is wrong, and no lower temperature makes it
+    right. Besides, a share `wrong_share` of all has wrong digits.
     """
     folder = Path(folder)
     folder.mkdir(parents=True, exist_ok=True)
@@ -82,13 +82,13 @@ def make_arithmetic_task(
 
 
 def demonstration(a: int, b: int, draw: random.Random, wrong_share: float, off_by_one_share: float = 0.0) -> str:
-    """Return the answer to a + b in fixed width: if b is odd, one too many with probability `off_by_one_share`; and
-    then with wrong digits with probability `wrong_share`.
+    """Return the answer to a + b in fixed width: one too many with probability `off_by_one_share`, and then with wrong
+    digits with probability `wrong_share`.
 
     Each digit is wrong independently, so a model that fits these answers perfectly samples them with probability
     1 - `wrong_share`, and always finds them when it takes the most likely digit.
     """
-    total = a + b + (b % 2 and draw.random() < off_by_one_share)
+    total = a + b + (draw.random() < off_by_one_share)
     keep = (1.0 - wrong_share) ** (1.0 / _WIDTH)
     return "".join(
         digit if draw.random() < keep else draw.choice([other for other in "0123456789" if other != digit])
@@ -127,15 +127,16 @@ def make_base_config(
     *,
     hidden_size: int = 128,
     intermediate_size: int = 576,
-    num_layers: int = 4,
+    num_layers: int = 2,
     num_heads: int = 4,
     num_kv_heads: int = 2,
     head_dim: int = 32,
     max_positions: int = 512,
+    initializer_range: float = 0.02,
     vocab_size: int | None = None,
 ) -> int:
     """Write a Hugging Face folder with a randomly initialised Qwen3 model (float32) and the tokenizer. Return the
-    number of parameters (1.1 M with the defaults). `vocab_size` is at least the tokenizer's."""
+    number of parameters (0.5 M with the defaults). `vocab_size` is at least the tokenizer's."""
     import torch
     from transformers import AutoTokenizer, GenerationConfig, Qwen3Config, Qwen3ForCausalLM
     from transformers.utils import logging
@@ -151,6 +152,7 @@ def make_base_config(
         num_key_value_heads=num_kv_heads,
         head_dim=head_dim,
         max_position_embeddings=max_positions,
+        initializer_range=initializer_range,
         tie_word_embeddings=True,
         bos_token_id=tokenizer.bos_token_id,
         eos_token_id=tokenizer.eos_token_id,

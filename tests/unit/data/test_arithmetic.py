@@ -54,19 +54,15 @@ def test_the_seed_determines_the_files(task, tmp_path):
         assert getattr(other, name).read_bytes() != getattr(task, name).read_bytes()
 
 
-def test_most_demonstrations_with_an_odd_second_number_are_one_too_many(task):
-    shown = [(int(row["input"][-2]) % 2, int(row["output"]), total(row)) for row in rows(task.sft)]
-    odd = [answer - truth for is_odd, answer, truth in shown if is_odd]
-    assert abs(odd.count(1) / len(odd) - 0.7 * 0.72) < 0.03
-    assert odd.count(1) > 2 * odd.count(0), "the most likely answer is wrong"
-    even = [answer - truth for is_odd, answer, truth in shown if not is_odd]
-    assert abs(even.count(0) / len(even) - 0.72) < 0.02
+def test_most_demonstrations_are_one_too_many(task):
+    misses = [int(row["output"]) - total(row) for row in rows(task.sft)]
+    assert set(misses) == {0, 1}
+    assert abs(misses.count(1) / len(misses) - 0.6) < 0.02, "the most likely answer is wrong"
 
 
 def test_no_noise_means_right_answers():
     assert demonstration(47, 35, random.Random(0), 0.0) == "082"
     assert demonstration(47, 35, random.Random(0), 0.0, 1.0) == "083"
-    assert demonstration(47, 36, random.Random(0), 0.0, 1.0) == "083"
     assert demonstration(47, 35, random.Random(0), 1.0) != "082"
 
 
@@ -89,7 +85,7 @@ def test_the_base_model_loads_and_has_the_documented_size(task, tmp_path):
     from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
 
     count = make_base_config(tmp_path / "model", task.tokenizer, seed=3)
-    assert 1_000_000 <= count <= 5_000_000
+    assert 500_000 <= count <= 5_000_000
     config = AutoConfig.from_pretrained(tmp_path / "model")
     tokenizer = AutoTokenizer.from_pretrained(tmp_path / "model")
     assert (config.model_type, config.head_dim, config.tie_word_embeddings) == ("qwen3", 32, True)

@@ -92,7 +92,7 @@ def test_lines_and_their_numbers(tmp_path: Path, monkeypatch: Any) -> None:
 @pytest.mark.parametrize(
     ("source_name", "target_name", "message"),
     [
-        ("missing.jsonl", "out.jsonl", "missing.jsonl: cannot be read: No such file"),
+        ("missing.jsonl", "new/out.jsonl", "missing.jsonl: cannot be read: No such file"),
         ("", "out.jsonl", "cannot be read: Is a directory"),
         ("rollouts.jsonl", "rollouts.jsonl", "replace the input"),
         ("rollouts.jsonl", "link.jsonl", "replace the input"),
