@@ -134,7 +134,7 @@ def is_due(answer: Answer, reward: float | None, reason: str) -> bool:
     if answer.reward is not None:
         return reward == answer.reward
     due = FAULTS[answer.response.removeprefix(MARK)]
-    return reward == (0.0 if str(due).startswith("timed out") else None) and reason.startswith(due)
+    return reward == (0.0 if reason.startswith("timed out") else None) and reason.startswith(due)
 
 
 def main() -> int:

@@ -17,6 +17,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 from torch import Tensor
@@ -30,12 +31,12 @@ from grpo_mcore.algorithms.engines.sampling_config import sampling_of, turn_limi
 from grpo_mcore.algorithms.lifecycle.run_record import RunRecord, start_record
 from grpo_mcore.algorithms.lifecycle.run_report import Compare, RunReport
 from grpo_mcore.algorithms.lifecycle.sample_record import SampleRecord
+from grpo_mcore.algorithms.lifecycle.step_profile import StepProfile
 from grpo_mcore.algorithms.lifecycle.stopping import StopRequest
 from grpo_mcore.algorithms.nemo_rl_api import (
     TokenizerType,
     _default_grpo_save_state,
     _should_use_async_rollouts,
-    async_grpo_train,
     dynamic_sampling,
     refit_policy_generation,
     refuse_processor,
@@ -113,6 +114,7 @@ def grpo_train(
     sampling = sampling_of(config.policy.generation, tokenizer.eos_token_id)
     generate = partial(rollouts.dispatch, sampling=sampling, generations=config.grpo.num_generations_per_prompt)
     groups = StepGroups(config)
+    profile = StepProfile(policy, engines, Path(logger.log_dir, "profile"), config.logger.profile_steps)
     checkpoints = BackgroundCheckpoints(
         checkpointer, policy, config, on_saved=record.saved, on_failure=record.not_saved
     )
@@ -123,6 +125,7 @@ def grpo_train(
         while True:
             record.stop_asked(stop)
             checkpoints.poll()
+            profile.follow(record.step + 1)
             match record.next():
                 case s.Refit():
                     with clock.phase("refit"):
@@ -145,8 +148,7 @@ def grpo_train(
                 case s.Train() as command:
                     rollouts.give_up(record.unfinished(command.surplus))
                     trained, sampled = groups.take(command, record.policy_version)
-                    with policy.profiled(report.profile_folder(command.step)):
-                        metrics = train_on_groups(policy, engines, trained, loss_fn, config, clock, report.samples)
+                    metrics = train_on_groups(policy, engines, trained, loss_fn, config, clock, report.samples)
                     record.trained(command, trained, metrics | sampled, clock)
 
                 case s.Validate(step):
@@ -228,3 +230,36 @@ def make_rollouts(
         enough_samples=ahead.min_samples_per_group if ahead.max_age else None,
         **faults,
     )
+
+
+def async_grpo_train(
+    policy: PolicyGroup,
+    policy_generation: EngineGroup,
+    dataloader: Any,
+    val_dataloader: Any,
+    tokenizer: Any,
+    loss_fn: LossFn,
+    task_to_env: Mapping[str, Any],
+    val_task_to_env: Mapping[str, Any] | None,
+    logger: Logger,
+    checkpointer: CheckpointManager,
+    grpo_save_state: GRPOSaveState,
+    master_config: MasterConfig,
+    max_trajectory_age_steps: int = 1,
+) -> dict[str, Any]:
+    """Run `grpo_train` with grpo.async_grpo enabled at this age limit, whatever the recipe says.
+
+    Raises RecipeError where the recipe does not allow it, ValueError where `setup` has started engines that sleep while
+    the policy trains.
+    """
+    if policy_generation.sleeps and not policy_generation.pauses and max_trajectory_age_steps:
+        raise ValueError(
+            "these engines sleep while the policy trains, so they cannot generate ahead: set grpo.async_grpo.enabled "
+            "before setup"
+        )
+    plain = master_config.model_dump()
+    plain["grpo"]["async_grpo"] |= {"enabled": True, "max_trajectory_age_steps": max_trajectory_age_steps}
+    return grpo_train(
+        policy, policy_generation, dataloader, val_dataloader, tokenizer, loss_fn, task_to_env, val_task_to_env,
+        logger, checkpointer, grpo_save_state, MasterConfig.model_validate(plain),
+    )  # fmt: skip

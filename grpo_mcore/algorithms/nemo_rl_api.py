@@ -1,4 +1,4 @@
-"""NeMo RL's entry points with their documented arguments, on top of the algorithm in grpo.py.
+"""NeMo RL's other entry points with their documented arguments; the loop is in grpo.py.
 
 A script that was written against `nemo_rl.algorithms.grpo` runs with the package name changed: all of this is
 importable from `grpo_mcore.algorithms.grpo`. Our own command line uses `algorithms/setup.py` instead.
@@ -78,41 +78,6 @@ def setup(
     return (
         run.policy, run.policy_generation, (cluster, cluster), run.dataloader, run.val_dataloader, run.loss_fn, logger,
         checkpointer, run.grpo_save_state, config,
-    )  # fmt: skip
-
-
-def async_grpo_train(
-    policy: PolicyGroup,
-    policy_generation: EngineGroup,
-    dataloader: Any,
-    val_dataloader: Any,
-    tokenizer: Any,
-    loss_fn: LossFn,
-    task_to_env: Mapping[str, Any],
-    val_task_to_env: Mapping[str, Any] | None,
-    logger: Logger,
-    checkpointer: CheckpointManager,
-    grpo_save_state: GRPOSaveState,
-    master_config: MasterConfig,
-    max_trajectory_age_steps: int = 1,
-) -> dict[str, Any]:
-    """Run `grpo_train` with grpo.async_grpo enabled at this age limit, whatever the recipe says.
-
-    Raises RecipeError where the recipe does not allow it, ValueError where `setup` has started engines that sleep while
-    the policy trains.
-    """
-    from grpo_mcore.algorithms.grpo import grpo_train  # that module offers this function, so it is imported first
-
-    if policy_generation.sleeps and not policy_generation.pauses and max_trajectory_age_steps:
-        raise ValueError(
-            "these engines sleep while the policy trains, so they cannot generate ahead: set grpo.async_grpo.enabled "
-            "before setup"
-        )
-    plain = master_config.model_dump()
-    plain["grpo"]["async_grpo"] |= {"enabled": True, "max_trajectory_age_steps": max_trajectory_age_steps}
-    return grpo_train(
-        policy, policy_generation, dataloader, val_dataloader, tokenizer, loss_fn, task_to_env, val_task_to_env,
-        logger, checkpointer, grpo_save_state, MasterConfig.model_validate(plain),
     )  # fmt: skip
 
 

@@ -144,7 +144,7 @@ def engine_ranks(index: int, config: MasterConfig, *, gpu: bool) -> list[slice]:
     pool, nodes = policy_pool(config), engine_nodes(config)
     parts = range(index * nodes, (index + 1) * nodes)
     if gpu:
-        each = config.policy.generation.vllm_cfg.tensor_parallel_size // nodes
+        each = config.policy.generation.vllm_cfg.ranks // nodes
         return [slice(part * each, (part + 1) * each) for part in parts]
     if pool.nodes == 1:
         return [slice(0)]
@@ -196,7 +196,7 @@ def start_engines(config: MasterConfig, cluster: Cluster, model: Model, policy: 
     """
     generation, gpu = config.policy.generation, model.gpu
     vllm, nodes = generation.vllm_cfg, engine_nodes(config)
-    count, tensor, colocated = num_engines(config, gpu=gpu), vllm.tensor_parallel_size, generation.colocated.enabled
+    count, colocated = num_engines(config, gpu=gpu), generation.colocated.enabled
     pauses = config.grpo.async_grpo.pauses
     # An engine that generates while the policy trains cannot give its memory away.
     shares_devices = policy is not None and colocated
@@ -213,6 +213,7 @@ def start_engines(config: MasterConfig, cluster: Cluster, model: Model, policy: 
             platform="gpu" if gpu else "cpu",
             dtype=vllm.precision,
             tensor_parallel_size=vllm.tensor_parallel_size,
+            pipeline_parallel_size=vllm.pipeline_parallel_size,
             expert_parallel=vllm.expert_parallel_size > 1,
             max_model_len=vllm.max_model_len,
             load_format=vllm.load_format if policy is not None else "auto",
@@ -222,7 +223,7 @@ def start_engines(config: MasterConfig, cluster: Cluster, model: Model, policy: 
             gpu_memory_utilization=vllm.gpu_memory_utilization,
             kv_cache_memory_gb=vllm.kv_cache_memory_gb,
             sleep_between_phases=sleeps,
-            threads=rank_threads(config, count * vllm.tensor_parallel_size),
+            threads=rank_threads(config, count * vllm.ranks),
             vllm_kwargs={"hf_overrides": config.policy.hf_config_overrides, **generation.vllm_kwargs}
             if config.policy.hf_config_overrides
             else generation.vllm_kwargs,
@@ -236,7 +237,7 @@ def start_engines(config: MasterConfig, cluster: Cluster, model: Model, policy: 
         )
         how: dict[str, Any] = {
             "cpus": 1.0 if gpu else 0.1,
-            "gpus": tensor / nodes if gpu and not shares_devices else 0.0,
+            "gpus": vllm.ranks / nodes if gpu and not shares_devices else 0.0,
             "env": {**engine_environment(engine), **vllm.env_vars},
             "concurrency": ENGINE_CALLS,
             "streams": ENGINE_STREAMS + (REQUESTS if chat else 0),
@@ -249,7 +250,13 @@ def start_engines(config: MasterConfig, cluster: Cluster, model: Model, policy: 
             engine.name, node_of_engine, [arguments] * nodes, nodes=nodes, colocate_with=places, **how
         )
 
-    layout = EngineLayout(tensor, expert_parallel=vllm.expert_parallel_size > 1, replicas=count, nodes=nodes)
+    layout = EngineLayout(
+        vllm.tensor_parallel_size,
+        vllm.pipeline_parallel_size,
+        expert_parallel=vllm.expert_parallel_size > 1,
+        replicas=count,
+        nodes=nodes,
+    )
     started = [start(index) for index in range(count)]
     return EngineGroup(
         cluster,

@@ -61,8 +61,9 @@ def run(args: argparse.Namespace) -> int:
             difference = compare(found, other, config.policy.precision)
             differs = differs or not difference.ok
             print(
-                f"  against {other.name}: loss differs by {difference.loss:.1e}, a token's log-prob by at most "
-                f"{difference.logprob:.1e}; " + ("equal within the limits" if difference.ok else "DIFFERS")
+                f"  against {other.name}: loss differs by {difference.loss:.1e}, the gradient's norm by "
+                f"{difference.gradient:.1e} of it, a token's log-prob by at most {difference.logprob:.1e}; "
+                + ("equal within the limits" if difference.ok else "DIFFERS")
             )
             if difference.first:
                 print(f"    first in {difference.first}")

@@ -20,6 +20,10 @@ IN_COLLECTIVE = re.compile(r'File "[^"]*/torch/distributed/[^"]*", line \d+ in (
 FRAME = re.compile(r'File "([^"]*)", line (\d+) in (\S+)')
 
 
+RAY_MARKS = (":job_id:", ":actor_name:", ":task_name:")
+"""Beginnings of lines that Ray writes into a worker's log for itself."""
+
+
 def log_tail(log: str, lines: int = TAIL_LINES) -> str:
     """Return the end of a worker's log, with its path."""
     path = Path(log)
@@ -27,7 +31,7 @@ def log_tail(log: str, lines: int = TAIL_LINES) -> str:
         text = _read_from(path, max(0, path.stat().st_size - 16384))
     except OSError:
         return f"its log is on its node: {log}"
-    last = [line for line in text.splitlines() if not line.startswith((":job_id:", ":actor_name:"))][-lines:]
+    last = [line for line in text.splitlines() if not line.startswith(RAY_MARKS)][-lines:]
     if not last:
         return f"its log is empty: {log}"
     return "\n".join([f"end of its log, {log}:", *(f"    {line}" for line in last)])
@@ -40,6 +44,7 @@ def last_line(log: Path) -> str:
     except OSError:
         return ""
     lines = [line.strip() for line in text.replace("\r", "\n").splitlines() if line.strip()]
+    lines = [line for line in lines if not line.startswith(RAY_MARKS)]
     return lines[-1][:200] if lines else ""
 
 

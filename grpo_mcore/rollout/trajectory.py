@@ -14,6 +14,8 @@ from typing import Any, Literal
 import torch
 from torch import Tensor
 
+from grpo_mcore.batching.prefix_trees import Prefixes, prefix_hashes
+
 FinishReason = Literal["stop", "length", "abort"]
 FINISH_REASONS: tuple[str, ...] = ("stop", "length", "abort")
 
@@ -168,7 +170,8 @@ class TrajectoryRef:
     """A trajectory as the driver holds it: plain numbers, and `ref`, its place in the object store.
 
     `turns`: those that the policy generated. `truncated`: also where the context had no room for a next turn.
-    `cut_turns`: turns after the last one here, which did not continue it and are not trained on.
+    `cut_turns`: turns after the last one here, which did not continue it and are not trained on. `prefixes`: hashes of
+    its first blocks of tokens, by which samples that begin alike are found.
     """
 
     uid: str
@@ -183,6 +186,7 @@ class TrajectoryRef:
     turns: int = 1
     stop_token: int | None = None
     cut_turns: int = 0
+    prefixes: Prefixes = field(default=(), compare=False, repr=False)
 
     @property
     def nbytes(self) -> int:
@@ -208,6 +212,7 @@ class TrajectoryRef:
             ref=ref,
             turns=sum(turn.loss_mask for turn in trajectory.turns),
             stop_token=trajectory.stop_token,
+            prefixes=prefix_hashes(trajectory.token_ids().tolist()),
         )
 
 

@@ -62,7 +62,7 @@ class Reaper:
         replace = os.replace
 
         def renaming(source: Any, target: Any) -> None:
-            if Path(target).name.startswith("step_"):
+            if Path(target).name.startswith("step_") and Path(target).parent.name == "checkpoints":
                 self._reach("rename")
             replace(source, target)
 

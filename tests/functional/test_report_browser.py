@@ -69,4 +69,9 @@ def test_a_walk_through_the_page(
     page.select_option("#sample-step", "13")  # from the script beside the page
     page.wait_for_function("loaded['train13']")
     assert page.locator("#sample-list tbody tr").count() == 12
+    page.click("#show-over-time")
+    steps = page.locator("#over-time tbody tr td:first-child")
+    assert steps.all_inner_texts() == ["13", "30"]
+    steps.last.click()
+    assert page.locator("#sample-step").input_value() == "30"
     assert not errors

@@ -82,7 +82,6 @@ class Job:
 
     def nothing_is_left(self, within: float = 60.0) -> None:
         wait_for(lambda: not marked(f"HF_HOME={self.mark}"), within, "the end of every process")
-        assert not list(Path("/tmp").glob(f"grpo-{self.number}-*"))
         assert not list(self.folder.glob("logs/slurm/*/token"))
 
     def was_restarted(self) -> bool:
@@ -179,12 +178,16 @@ def test_a_ray_node_that_dies_ends_the_job(slurm: Slurm, task: Task, tmp_path: P
     job = Job(slurm, task, tmp_path, 100_000, SECRET_OF_THE_SUBMITTER=tmp_path.name)
     job.until("Ray is ready")
     assert not marked(f"SECRET_OF_THE_SUBMITTER={tmp_path.name}")  # a job gets what the script names, and no more
-    raylets = [pid for pid in marked(f"HF_HOME={job.mark}") if _is_raylet(pid, "-1")]
-    assert raylets
-    os.kill(raylets[0], 9)
+    commands = {pid: _command(pid) for pid in marked(f"HF_HOME={job.mark}")}
+    raylets = {pid: words for pid, words in commands.items() if words[0].endswith("/raylet")}
+    folders = {Path(*Path(word.partition("=")[2]).parts[:3]) for words in raylets.values() for word in words[1:2]}
+    assert len(folders) == 2 and all(folder.is_dir() for folder in folders), raylets
+    (other,) = (pid for pid, words in raylets.items() if "--head" not in words)
+    os.kill(other, signal.SIGKILL)
     slurm.wait(job.number, "FAILED", seconds=150)
     assert "a Ray node ended before the run" in job.out
     job.nothing_is_left()
+    assert not any(folder.exists() for folder in folders)
 
 
 @pytest.mark.slurm
@@ -201,9 +204,8 @@ def test_two_jobs_on_one_node_do_not_meet(slurm: Slurm, task: Task, tmp_path: Pa
         job.nothing_is_left()
 
 
-def _is_raylet(pid: int, folder_end: str) -> bool:
-    words = Path(f"/proc/{pid}/cmdline").read_bytes().split(b"\0")
-    return words[0].endswith(b"/raylet") and any(f"{folder_end}/session".encode() in word for word in words)
+def _command(pid: int) -> list[str]:
+    return Path(f"/proc/{pid}/cmdline").read_text().split("\0")
 
 
 @pytest.mark.slurm

@@ -57,7 +57,7 @@ def shared_files(pids: list[int]) -> set[Path]:
 
 
 def test_a_run_from_the_command_line(tmp_path: Path, recipe: dict[str, Any], mark: str) -> None:
-    run = run_command("train", tmp_path, recipe)
+    run = run_command("train", tmp_path, recipe, "logger.profile_steps=[2]")
     print(run.out, run.err)
     assert run.code == 0, run.err
     assert living(mark) == []
@@ -81,6 +81,10 @@ def _check_files(run: Run) -> None:
     assert (run.logs / "reward_curve.png").read_bytes().startswith(b"\x89PNG")
     workers = {path.name for path in (run.logs / "workers").glob("*.log")}
     assert workers >= {"policy-0.log", "policy-1.log", "engine-0.log", "environment-math.log"}
+    profiles = {path.name: path.read_text() for path in (run.logs / "profile" / "step_000002").iterdir()}
+    assert sorted(profiles) == ["engine-0-0.json", "policy-0.json", "policy-1.json"]
+    assert all("aten::" in profile for profile in profiles.values())
+    assert "vllm" in profiles["engine-0-0.json"] and "Backward" in profiles["policy-0.json"]
     (checkpoint,) = run.checkpoints.glob("step_*")
     assert checkpoint.name == "step_3"
     assert len(list((checkpoint / "policy").glob("rng-*.pt"))) == 2

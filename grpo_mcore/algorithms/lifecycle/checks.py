@@ -15,6 +15,7 @@ from grpo_mcore.families import (
     check_engine_parallel,
     check_fit,
     check_length,
+    check_shared_prefixes,
     missing_on_cpu,
     read_hf_config,
     shape_of,
@@ -80,6 +81,8 @@ def check_model(config: MasterConfig) -> Model:
     shape = shape_of(read_hf_config(folder, config.policy.hf_config_overrides))
     layout = layout_of(config.policy, world_size(config))
     check_fit(shape, config.policy.megatron_cfg)
+    if config.policy.sequence_packing.shared_prefix.enabled:
+        check_shared_prefixes(shape)
     check_length(shape, config.policy.max_total_sequence_length)
     return Model(folder, shape, layout, Platform.detect(config.cluster.platform).on_gpu)
 
@@ -128,16 +131,17 @@ def check_engine_places(config: MasterConfig, *, gpu: bool) -> None:
     """Raise SetupError where colocated engines do not fit the devices of the policy."""
     vllm, gpus = config.policy.generation.vllm_cfg, world_size(config)
     count, colocated = num_engines(config, gpu=gpu), config.policy.generation.colocated.enabled
-    if colocated and (count < 1 or (gpu and count * vllm.tensor_parallel_size > gpus)):
+    if colocated and (count < 1 or (gpu and count * vllm.ranks > gpus)):
         raise SetupError(
-            f"{count or 1} engines x TP {vllm.tensor_parallel_size} do not fit the {gpus} GPUs of "
-            "cluster.num_nodes x gpus_per_node; lower policy.generation.num_engines or vllm_cfg.tensor_parallel_size"
+            f"{count or 1} engines of {vllm.ranks} ranks do not fit the {gpus} GPUs of cluster.num_nodes x "
+            "gpus_per_node; lower policy.generation.num_engines or vllm_cfg.tensor_parallel_size"
         )
-    per_node, tensor = config.cluster.gpus_per_node, vllm.tensor_parallel_size
-    if tensor % engine_nodes(config) or (colocated and gpu and per_node % tensor and tensor % per_node):
+    per_node, ranks = config.cluster.gpus_per_node, vllm.ranks
+    if ranks % engine_nodes(config) or (colocated and gpu and per_node % ranks and ranks % per_node):
         raise SetupError(
-            f"policy.generation.vllm_cfg.tensor_parallel_size {tensor} neither divides cluster.gpus_per_node "
-            f"{per_node} nor is a multiple of it: an engine uses a part of one node, or whole nodes"
+            f"policy.generation.vllm_cfg.tensor_parallel_size {vllm.tensor_parallel_size} x pipeline_parallel_size "
+            f"{vllm.pipeline_parallel_size} neither divides cluster.gpus_per_node {per_node} nor is a multiple of it: "
+            "an engine uses a part of one node, or whole nodes"
         )
 
 

@@ -125,7 +125,8 @@ def fine_tune(prepared: Prepared) -> dict[str, Any]:
         log.log_hyperparams(config)
         summary = train_loop(prepared, policy, log, console, stop)
         if summary["stopped_early"]:
-            console.note(f"{stop.reason}: stopped after step {summary['steps']}; --resume goes on from there")
+            resumable = "; --resume goes on from there" if config.checkpointing.enabled else ""
+            console.note(f"{stop.reason}: stopped after step {summary['steps']}{resumable}")
             return summary
         target = Path(config.checkpointing.checkpoint_dir, "hf").resolve()
         policy.export_hf(str(target))

@@ -118,7 +118,7 @@ class RunReport:
                 **({"ahead": _ahead(config)} if config.grpo.async_grpo.max_age else {}),
                 "policy": f"{policy.shape.family}, {parameter_count(policy.shape) / 1e6:.1f} M parameters, "
                 f"{policy.precision}, {policy.layout.describe()}",
-                "engines": f"{len(engines.workers)} x vLLM TP {vllm.tensor_parallel_size} {vllm.precision}, {where}, "
+                "engines": f"{len(engines.workers)} x vLLM {engines.layout.describe()} {vllm.precision}, {where}, "
                 f"refit buffer {config.policy.refit_buffer_size_gb:g} GiB",
                 "cluster": f"{config.cluster.backend}, {policy.layout.world_size} policy "
                 f"{'rank' if policy.layout.world_size == 1 else 'ranks'}{_spread(policy, engines)}",
@@ -126,12 +126,6 @@ class RunReport:
                 + (f", resumed after step {start}" if start else ""),
                 "logs": self.logger.log_dir,
             },
-        )
-
-    def profile_folder(self, step: int) -> Path | None:
-        """Return where the profile of a step goes; None for one that is not profiled."""
-        return (
-            self.logger.log_dir / "profile" / f"step_{step:06d}" if step in self.config.logger.profile_steps else None
         )
 
     def dispatched(self, prompts: int) -> None:

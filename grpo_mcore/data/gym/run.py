@@ -80,6 +80,8 @@ def transformation(source: Path, target: Path, *, what: str = "rows", strict: bo
     The output appears when the block ends, if a line was written and nothing was raised. Malformed lines are listed in
     `<output>.rejected.txt`; with `strict` the first one ends the run with a DataError.
     """
+    if not source.exists():
+        raise DataError(f"{source}: cannot be read: No such file or directory")
     if target.suffix == ".gz":
         raise DataError(f"{target}: the output is not compressed; name it .jsonl")
     if target.exists() and source.exists() and target.samefile(source):

@@ -16,7 +16,6 @@ from grpo_mcore.recipe.schema.section import (
     OffWhenNull,
     Positive,
     PositiveFloat,
-    Probability,
     Section,
 )
 
@@ -48,14 +47,8 @@ class OptimizerConfig(Section):
     """Momentum. Only with optimizer: sgd."""
     use_distributed_optimizer: bool = True
     """Shard the optimizer state over the data-parallel ranks. false: not supported yet."""
-    use_precision_aware_optimizer: bool = False
-    """Keep the optimizer state in lower precision. No effect yet."""
     clip_grad: Derived[NonNegativeFloat] = NULL
     """Same as policy.max_grad_norm. null: its value. Two different values are an error."""
-    optimizer_cpu_offload: bool = False
-    """Keep the optimizer state on the host and step there. Not supported yet."""
-    optimizer_offload_fraction: Probability = 0.0
-    """Share of the optimizer state that is kept on the host. Not supported yet."""
 
 
 class SchedulerConfig(Section):
@@ -87,9 +80,6 @@ class DistributedDataParallelConfig(Section):
     the gradient then depends on the number of micro-batches by about half a percent."""
     overlap_grad_reduce: bool = True
     """Reduce gradients while the backward pass runs."""
-    overlap_param_gather: bool = True
-    """Gather updated weights while the next forward pass runs. No effect yet: a refit reads all weights right after the
-    step."""
 
 
 class PeftConfig(Section):

@@ -99,8 +99,8 @@ class GRPOLoggerConfig(Section):
     """Size in 10^9 bytes of the training samples, above which every second of the older steps' files is deleted. Also
     read by algorithms/."""
     profile_steps: list[Positive] = Field(default_factory=list)
-    """Steps whose training the policy's ranks trace with torch's profiler, such as [3, 4]. The traces go to `profile`
-    in the run's folder, and into `report --trace`. Read by algorithms/."""
+    """Steps that the ranks of policy and engines trace with torch's profiler, from refit to update, such as [3, 4]. The
+    traces go to `profile` in the run's folder, and into `report --trace`. Read by algorithms/."""
     wandb: WandbConfig = Field(default_factory=WandbConfig)
     """Destination of wandb_enabled."""
     tensorboard: TensorBoardConfig = Field(default_factory=TensorBoardConfig)

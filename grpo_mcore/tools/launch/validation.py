@@ -82,7 +82,7 @@ def _nodes(config: MasterConfig) -> Iterator[Finding]:
     if gpus % size:
         keys = ("policy.megatron_cfg.tensor_model_parallel_size", "cluster.gpus_per_node")
         yield Finding(keys, message.format(gpus, size, "the policy's tensor-parallel groups"))
-    size = config.policy.generation.vllm_cfg.tensor_parallel_size
+    size = config.policy.generation.vllm_cfg.ranks
     if runs_grpo(config) and gpus % size and size % gpus:
         keys = ("policy.generation.vllm_cfg.tensor_parallel_size", "cluster.gpus_per_node")
         yield Finding(keys, message.format(gpus, size, "the engines"))

@@ -34,6 +34,8 @@ from grpo_mcore.tools.parity.rank import layout_named
 
 LOSS_LIMIT = {"float32": 1e-5, "bfloat16": 2e-2}
 """Largest difference of the losses of two computations of a step, by precision."""
+GRADIENT_LIMIT = {"float32": 1e-3, "bfloat16": 5e-2}
+"""Largest difference of the gradients' norms, relative to the norm."""
 TOKEN_LIMIT = {"float32": 1e-3, "bfloat16": 0.3}
 """Largest difference of a token's log-prob, and of a layer's output relative to its norm."""
 
@@ -60,6 +62,7 @@ class Difference:
 
     names: tuple[str, str]
     loss: float
+    gradient: float  # of the norms, relative
     logprob: float
     first: str | None
 
@@ -218,8 +221,10 @@ def _score(row: Mapping[str, Any]) -> Score:
 
 def compare(one: Replay, other: Replay, precision: str) -> Difference:
     """Compare two computations of a step. The first place where they differ is looked for from the bottom up: in the
-    layers, then in the log-probs of the tokens, then in the loss."""
+    layers, then in the log-probs of the tokens, in the loss, and in the norm of the gradient."""
     loss = abs(one.metrics.get("loss", math.nan) - other.metrics.get("loss", math.nan))
+    norms = [found.metrics.get("grad_norm", math.nan) for found in (one, other)]
+    gradient = abs(norms[0] - norms[1]) / max(norms[1], 1e-12)
     gaps = {name: (one.logprobs[name] - other.logprobs[name]).abs() for name in one.logprobs if name in other.logprobs}
     logprob = max((gap.max().item() for gap in gaps.values()), default=0.0)
     first = _first_layer(one, other, TOKEN_LIMIT[precision])
@@ -234,7 +239,9 @@ def compare(one: Replay, other: Replay, precision: str) -> Difference:
                 break
     if first is None and loss > LOSS_LIMIT[precision]:
         first = f"the loss, though all log-probs agree: {one.metrics['loss']:.8g} against {other.metrics['loss']:.8g}"
-    return Difference((one.name, other.name), loss, logprob, first)
+    if first is None and gradient > GRADIENT_LIMIT[precision]:
+        first = f"the norm of the gradient, though loss and log-probs agree: {norms[0]:.6g} against {norms[1]:.6g}"
+    return Difference((one.name, other.name), loss, gradient, logprob, first)
 
 
 def _first_layer(one: Replay, other: Replay, limit: float) -> str | None:

@@ -96,3 +96,5 @@ def test_the_last_line_of_a_log_is_the_newest_state_of_a_progress_bar(tmp_path: 
     assert last_line(log) == ""
     log.write_text("INFO loading\nshards:  33%\rshards:  67%\n\n")
     assert last_line(log) == "shards:  67%"
+    log.write_text(":job_id:01000000\n:actor_name:engine-0\n")
+    assert last_line(log) == ""

@@ -72,7 +72,8 @@ def rows(step: int, groups: int, length: int) -> list[dict[str, Any]]:
                 {"role": "assistant", "text": "</script>", "tokens": length - 2, "generated": True},
             ]
             sample = {"uid": f"p{group}", "generation": generation, "reward": float(generation), "turns": turns}
-            sample |= {"token_ids": draw.integers(0, 5000, length), "engine_logprobs": logprobs, "advantage": 0.5}
+            tokens = [7, group, *draw.integers(0, 5000, length - 2)]  # each step has the same prompts
+            sample |= {"token_ids": np.array(tokens), "engine_logprobs": logprobs, "advantage": 0.5}
             sample |= {"policy_logprobs": logprobs + 0.25, "weight": 1.0, "trained_version": step}
             found.append(sample | {"versions": [{"version": step - 1, "first": 0, "end": length}]})
     return found

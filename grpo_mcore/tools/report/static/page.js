@@ -186,10 +186,14 @@ function moveStep(by) {
 }
 
 // Samples.
-window.addSamples = async (kind, step, packed) => { 
+async function keep(kind, step, packed) {
   const found = await unpack(packed), kept = new Set(found.samples.map((sample) => sample.u)).size;
   loaded[kind + step] = found.samples;
   parts[kind + step] = found.prompts > kept ? `${kept} of the ${found.prompts} prompts of this step are in the page. ` : "";
+}
+
+window.addSamples = async (kind, step, packed) => {
+  await keep(kind, step, packed);
   showSamples();
 };
 
@@ -291,13 +295,34 @@ function tokensOf(sample, by) {
   return html || escaped(sample.text || "(no tokens)");
 }
 
+function promptOf(sample) {
+  let end = 0;
+  for (const [, count, generated] of sample.t) { if (generated) break; end += count; }
+  return sample.ids.slice(0, end).join(" ");
+}
+
+async function showOverTime() {
+  const kind = el("kind").value, chosen = loaded[kind + el("sample-step").value][openIndex], rows = [];
+  const packed = data.samples[kind] || {};
+  for (const step of data.shards[kind]) {
+    if (!loaded[kind + step] && packed[step]) await keep(kind, step, packed[step]);
+    const group = (loaded[kind + step] || []).filter((s) => promptOf(s) === promptOf(chosen));
+    if (group.length) rows.push([step, group]);
+  }
+  const head = "<tr><th>step</th><th>mean reward</th><th style='text-align:left'>rewards</th><th style='text-align:left'>an answer</th></tr>";
+  el("over-time").innerHTML = `<table><thead>${head}</thead><tbody>` + rows.map(([step, group]) => {
+    const rewards = group.map((s) => s.r).filter((r) => r !== null);
+    return `<tr data-step="${step}"><td>${step}</td><td>${rewards.length ? short(rewards.reduce((a, b) => a + b, 0) / rewards.length) : "none"}</td><td class="text">${group.map((s) => (s.r === null ? "failed" : short(s.r))).join(", ")}</td><td class="text">${escaped(answerOf(group[0]).slice(0, 100))}</td></tr>`;
+  }).join("") + "</tbody></table><p class='hint'>Of the steps that are in this page, or were opened in it, those that have this prompt.</p>";
+}
+
 let openIndex = 0;
 function openSample(index) {
   openIndex = index;
   const samples = loaded[el("kind").value + el("sample-step").value], chosen = samples[index], by = el("colour").value;
   document.querySelectorAll("#sample-list tr").forEach((row) => row.classList.toggle("open", +row.dataset.index === index));
   const group = samples.filter((s) => s.u === chosen.u).sort((a, b) => (a === chosen ? -1 : b === chosen ? 1 : a.g - b.g));
-  el("sample").innerHTML = `<h3>Prompt ${escaped(chosen.u)}: its ${group.length} sample${group.length > 1 ? "s" : ""}${chosen.truth === null ? "" : `, expected ${escaped(chosen.truth)}`}</h3><div class="group">` +
+  el("sample").innerHTML = `<h3>Prompt ${escaped(chosen.u)}: its ${group.length} sample${group.length > 1 ? "s" : ""}${chosen.truth === null ? "" : `, expected ${escaped(chosen.truth)}`} <button id="show-over-time">over time</button></h3><div id="over-time"></div><div class="group">` +
     group.map((s) => {
       const named = Object.entries(s.R).map(([name, value]) => `${escaped(name)} ${short(value)}`).join(", ");
       return `<div class="card ${s === chosen ? "open" : ""}"><div class="facts">#${s.g} · reward <b class="${s.r > 0 ? "good" : "bad"}">${s.r === null ? "none" : short(s.r)}</b>${named ? ` (${named})` : ""} · advantage <b>${short(s.a)}</b> · ${(s.e || []).length} tokens${s.cut ? " · cut off" : ""}${s.left ? ` · left out: ${escaped(s.left)}` : ""}${s.w === 0 ? " · masked" : ""}<br>answer ${s.ans === null ? "none found" : `<b>${escaped(s.ans)}</b>`} · ${escaped(s.why || "")} · scored in ${short(s.s)} s</div><div class="tokens">${tokensOf(s, by)}</div></div>`;
@@ -339,6 +364,11 @@ async function start() {
   el("sample-list").onclick = (event) => {
     const row = event.target.closest("tr[data-index]");
     if (row) openSample(+row.dataset.index);
+  };
+  el("sample").onclick = async (event) => {
+    if (event.target.id === "show-over-time") return showOverTime();
+    const row = event.target.closest("tr[data-step]");
+    if (row) { el("sample-step").value = row.dataset.step; await chooseStep(); el("sample").scrollIntoView(); }
   };
   let width = innerWidth;
   addEventListener("resize", () => { if (innerWidth !== width) { width = innerWidth; drawCharts(); showTimeline(); } });

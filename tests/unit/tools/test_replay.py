@@ -1,0 +1,39 @@
+"""Where two computations of a step differ first."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from grpo_mcore.tools.replay.replay import Replay, compare
+
+
+def computed(loss: float = 0.5, norm: float = 2.0, logprob: float = -1.0, layer: float = 3.0) -> Replay:
+    layers = {"p#0": {4: torch.full((2, 3), layer, dtype=torch.float64)}}
+    metrics = {"loss": loss, "grad_norm": norm}
+    return Replay("one", metrics, {"p#0": torch.tensor([0.0, -2.0, logprob])}, layers)
+
+
+@pytest.mark.parametrize(
+    ("other", "first"),
+    [
+        ({}, None),
+        ({"norm": 2.001}, None),
+        ({"norm": 2.01}, "the norm of the gradient, though loss and log-probs agree: 2 against 2.01"),
+        ({"norm": 9.0, "loss": 0.6}, "the loss, though all log-probs agree: 0.5 against 0.6"),
+        ({"loss": 0.6, "logprob": -1.1}, "the log-prob of token 2 of sample p#0: -1.000000 against -1.100000"),
+        ({"logprob": -1.1, "layer": 4.0}, "the output of layer 4: at token 0 of sample p#0"),
+    ],
+)
+def test_the_first_difference_is_named_from_the_bottom_up(other: dict[str, float], first: str | None) -> None:
+    found = compare(computed(), computed(**other), "float32")
+    assert found.ok == (first is None)
+    assert first is None or first in str(found.first)
+
+
+def test_a_missing_metric_is_no_difference() -> None:
+    one = Replay("one", {}, {"p#0": torch.zeros(3)})
+    assert compare(one, computed(), "float32").first == (
+        "the log-prob of token 1 of sample p#0: 0.000000 against -2.000000"
+    )
+    assert compare(one, one, "float32").ok
