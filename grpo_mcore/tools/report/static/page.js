@@ -98,7 +98,7 @@ function drawChart(name) {
   const values = (_, ticks) => ticks.map((tick) => short(tick));
   charts.push({ sparse, rows, plot: new uPlot({
     width: box.clientWidth - 12, height: 190, series, scales: { x: { time: false }, y: { range: around } }, cursor: { sync: { key: "steps" } },
-    axes: [{ ...axis, size: 30 }, { ...axis, size: 52, values }], legend: { live: true },
+    axes: [{ ...axis, size: 30 }, { ...axis, size: 60, values }], legend: { live: true },
   }, columns, box) });
 }
 
