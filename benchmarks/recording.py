@@ -1,4 +1,5 @@
-"""Measures what it costs to record every sample: pairs of steps in one run, one of each recorded and one not.
+"""Measures what it costs to record every sample: of each four steps in one run, two are recorded and two are not. What
+is compared is the second of each two, because a step's samples are written during the next one.
 
     python benchmarks/recording.py RECIPE [key=value ...]
 
@@ -31,8 +32,8 @@ def main(words: list[str]) -> None:
     writer: dict[int, float] = {}
     train_on_groups, step, write, trained = grpo.train_on_groups, RunReport.step, SampleFiles._do, SampleRecord.trained
 
-    def every_second(policy: Any, *args: Any) -> Any:
-        record = args[-1] if (policy.updates + 1) % 2 else None
+    def two_of_four(policy: Any, *args: Any) -> Any:
+        record = args[-1] if (policy.updates + 1) % 4 in (1, 2) else None
         return train_on_groups(policy, *args[:-1], record)
 
     def timed_step(self: RunReport, number: int, groups: Any, metrics: Any, clock: Any) -> None:
@@ -49,10 +50,10 @@ def main(words: list[str]) -> None:
         trained(self, number, *args)
         calls[number] = time.perf_counter() - began
 
-    grpo.train_on_groups, RunReport.step = every_second, timed_step  # type: ignore[assignment, method-assign]
+    grpo.train_on_groups, RunReport.step = two_of_four, timed_step  # type: ignore[assignment, method-assign]
     SampleFiles._do, SampleRecord.trained = timed_write, timed_trained  # type: ignore[method-assign]
     train(config)
-    pairs = [(totals[n], totals[n + 1]) for n in range(WARM + 1, max(totals), 2) if n in calls and n + 1 in totals]
+    pairs = [(totals[n], totals[n + 2]) for n in range(WARM + 2, max(totals) - 1, 4)]
     middle = statistics.median(without for _, without in pairs)
     difference = statistics.median(recorded - without for recorded, without in pairs)
     spent, written = (statistics.median(times[n] for n in calls if n > WARM) for times in (calls, writer))

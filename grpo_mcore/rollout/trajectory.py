@@ -11,6 +11,7 @@ from dataclasses import dataclass, field
 from hashlib import blake2b
 from typing import Any, Literal
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -65,6 +66,18 @@ class Turn:
 
     def __hash__(self) -> int:
         return hash((self.role, self.loss_mask, self.text, len(self)))
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        # As bytes: torch takes 20 times as long to pickle a short tensor, and a step has thousands.
+        logprobs = None if self.logprobs is None else self.logprobs.numpy().tobytes()
+        return turn_of_bytes, (self.role, self.token_ids.numpy().tobytes(), logprobs, self.loss_mask, self.text)
+
+
+def turn_of_bytes(role: str, token_ids: bytes, logprobs: bytes | None, loss_mask: bool, text: str) -> Turn:
+    """Return a turn from its tensors' bytes: int64 and float32."""
+    ids = torch.from_numpy(np.frombuffer(token_ids, np.int64).copy())
+    scores = None if logprobs is None else torch.from_numpy(np.frombuffer(logprobs, np.float32).copy())
+    return Turn(role, ids, scores, loss_mask, text)
 
 
 @dataclass(frozen=True)

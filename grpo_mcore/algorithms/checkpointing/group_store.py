@@ -20,12 +20,12 @@ from grpo_mcore.data import DatumSpec
 from grpo_mcore.refit.refit import RefitReport
 from grpo_mcore.rollout import schedule as s
 from grpo_mcore.rollout.group import Group
-from grpo_mcore.rollout.trajectory import Score, Trajectory, TrajectoryRef, Turn
+from grpo_mcore.rollout.trajectory import Score, Trajectory, TrajectoryRef, Turn, turn_of_bytes
 
 FOLDER = "groups"
 
-TYPES = (TrajectoryRef, Trajectory, Turn, Score)
-"""Classes in the files of groups."""
+TYPES = (TrajectoryRef, Trajectory, Turn, turn_of_bytes, Score)
+"""What the files of groups may name."""
 
 
 def write_groups(folder: Path, groups: Iterable[Group], cluster: Cluster) -> None:

@@ -9,7 +9,6 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-from torch import Tensor
 
 from grpo_mcore.algorithms.training_step.step_batch import StepBatch, TrainTargets
 from grpo_mcore.cluster import Cluster, Future
@@ -71,9 +70,10 @@ class SampleRecord:
     def _trained_rows(
         self, groups: Sequence[Group], step: int, columns: Mapping[str, list[float]], logprobs: Sequence[Future]
     ) -> list[dict[str, Any]]:
-        by_index: dict[int, dict[str, Tensor]] = {}
+        by_index: dict[int, dict[str, np.ndarray]] = {}
         for future in logprobs:
-            by_index |= future.result()
+            for bin in future.result():
+                by_index |= bin.by_sample()
         rows, first, indices = self._rows(groups), 0, list[int]()
         for position, group in enumerate(groups):
             if self._chosen(position, len(groups)):
@@ -81,7 +81,7 @@ class SampleRecord:
             first += len(group.samples)
         for row, index in zip(rows, indices, strict=True):
             row |= {"trained_version": step} | {name: values[index] for name, values in columns.items()}
-            row |= {f"{name}_logprobs": row_of.numpy() for name, row_of in by_index.get(index, {}).items()}
+            row |= {f"{name}_logprobs": values for name, values in by_index.get(index, {}).items()}
         return rows
 
     def _rows(self, groups: Sequence[Group], left_out: str | None = None) -> list[dict[str, Any]]:

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from functools import partial
 from typing import Any, Literal
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -29,6 +30,24 @@ class Bin:
 
     batch: PackedBatch
     samples: Tensor  # int64 [samples of the bin]
+
+
+@dataclass(frozen=True)
+class BinLogprobs:
+    """Log-probs of a micro-batch's samples: rows, because a step has too many samples to send an array for each."""
+
+    samples: list[int]
+    """Indices in the step."""
+    lengths: tuple[int, ...]
+    """Tokens of each."""
+    rows: dict[str, np.ndarray]
+    """float32 [T], the samples side by side: "policy" before the update and, if it was computed, "reference"."""
+
+    def by_sample(self) -> dict[int, dict[str, np.ndarray]]:
+        """Return the log-probs by index in the step, float32 [length]."""
+        ends = np.cumsum(self.lengths)
+        parts = {name: np.split(row, ends) for name, row in self.rows.items()}
+        return {index: {name: parts[name][i] for name in parts} for i, index in enumerate(self.samples)}
 
 
 class PolicyWorker(Policy):
@@ -141,18 +160,16 @@ class PolicyWorker(Policy):
         self._bins = []
         return reports
 
-    def token_logprobs(self) -> dict[int, dict[str, Tensor]]:
-        """Return the log-probs of each sample of the last `train`, by index in the step: float32 [length], "policy"
-        before the update and, if it was computed, "reference". Only a reporting rank has any."""
-        found: dict[int, dict[str, Tensor]] = {}
+    def token_logprobs(self) -> list[BinLogprobs]:
+        """Return the log-probs of the samples of the last `train`. Only a reporting rank has any."""
+        found = []
         for bin, logprobs in self._trained if self.is_reporting_rank else ():
             columns = bin.batch.columns
             rows = {"policy": columns.get("prev_logprobs", logprobs)}
             if "reference_policy_logprobs" in columns:
                 rows["reference"] = columns["reference_policy_logprobs"]
-            parts = {name: bin.batch.split(row.to("cpu", torch.float32)) for name, row in rows.items()}
-            for position, index in enumerate(bin.samples.tolist()):
-                found[index] = {name: values[position].clone() for name, values in parts.items()}
+            values = {name: row[0].to("cpu", torch.float32).numpy() for name, row in rows.items()}
+            found.append(BinLogprobs(bin.samples.tolist(), bin.batch.lengths, values))
         return found
 
     def trace_layers(self) -> dict[int, dict[int, Tensor]]:

@@ -46,6 +46,15 @@ def test_lengths_and_columns_follow_the_turns():
     assert trajectory.weight_version == 4
 
 
+@pytest.mark.parametrize("tokens", [0, 3])
+@pytest.mark.parametrize("generated", [False, True])
+def test_a_turn_comes_back_from_a_pickle_as_it_was(tokens: int, generated: bool):
+    turn = Turn("user", torch.arange(tokens), torch.rand(tokens) if generated else None, generated, "ä")
+    found = pickle.loads(pickle.dumps(turn))
+    assert found == turn
+    found.token_ids.add_(1)  # its own memory, and writable
+
+
 def test_a_prompt_of_several_turns_counts_up_to_the_first_generated_one():
     turns = (
         Turn("system", ids(1)),
