@@ -44,6 +44,11 @@ class PackedBatch:
         return len(self.lengths)
 
     @property
+    def computed(self) -> Tensor:
+        """int32, like `cu_seqlens`: of the tokens that are computed, if samples share prefixes."""
+        return self.cu_seqlens if self.shared is None else self.shared.cu_seqlens
+
+    @property
     def padding(self) -> int:
         """Tokens of padding at the end of the row."""
         return self.tokens.shape[1] - sum(self.lengths)

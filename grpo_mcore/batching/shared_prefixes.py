@@ -22,11 +22,14 @@ class SharedPrefixes:
     """The U computed tokens of a row of T tokens: what is new of each sample, side by side, and padding at the end."""
 
     source: Tensor
-    """int64 [U]: place in the row of each computed token; 0 for padding."""
+    """int64 [U]: place in the row of each computed token, not the last of a sample if another sample goes on there; 0
+    for padding."""
     places: Tensor
     """int64 [T]: place of each token of the row among the computed ones; 0 for the row's padding."""
     new_tokens: tuple[int, ...]
     """Tokens of each sample after the prefix that it shares with an earlier one, on the host."""
+    cu_seqlens: Tensor
+    """int32 [n + 1], or [n + 2] with padding: start of each sample's new tokens among the computed ones, and U."""
 
     @property
     def padding(self) -> int:
@@ -35,8 +38,10 @@ class SharedPrefixes:
 
     def to(self, device: torch.device | str, *, non_blocking: bool = False) -> SharedPrefixes:
         """Return the same on a device."""
-        source, places = (part.to(device, non_blocking=non_blocking) for part in (self.source, self.places))
-        return SharedPrefixes(source, places, self.new_tokens)
+        source, places, ends = (
+            part.to(device, non_blocking=non_blocking) for part in (self.source, self.places, self.cu_seqlens)
+        )
+        return SharedPrefixes(source, places, self.new_tokens, ends)
 
 
 def find_shared_prefixes(
@@ -71,8 +76,16 @@ def find_shared_prefixes(
         computed, start = computed + new, start + length
     if computed == start:
         return None
+    place, computed_from = torch.cat(places), torch.cat(source)
+    goes_on = torch.ones(start, dtype=torch.bool)
+    goes_on[torch.tensor(lengths).cumsum(0) - 1] = False  # a sample's last token has no routes to replay
+    computed_from.scatter_reduce_(0, place[goes_on], torch.arange(start)[goes_on], "amax")
     padding = torch.zeros(round_up(computed, multiple) - computed, dtype=torch.int64)
     rest = torch.zeros(len(tokens) - start, dtype=torch.int64)
+    sizes = torch.tensor([0, *new_tokens, *([len(padding)] if len(padding) else [])])
     return SharedPrefixes(
-        torch.cat([*source, padding]).to(tokens.device), torch.cat([*places, rest]).to(tokens.device), tuple(new_tokens)
+        torch.cat([computed_from, padding]).to(tokens.device),
+        torch.cat([place, rest]).to(tokens.device),
+        tuple(new_tokens),
+        sizes.cumsum(0).to(tokens.device, torch.int32),
     )

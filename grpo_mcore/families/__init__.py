@@ -31,7 +31,7 @@ from grpo_mcore.families.engine import (
     engine_shape,
     missing_on_cpu,
 )
-from grpo_mcore.families.fits import check_fit, check_length, check_shared_prefixes
+from grpo_mcore.families.fits import check_fit, check_length
 from grpo_mcore.families.registry import (
     FAMILIES,
     forward_flops,

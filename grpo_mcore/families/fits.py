@@ -10,9 +10,6 @@ from grpo_mcore.families.registry import params_of
 from grpo_mcore.families.shards import chunk_layers, stage_layers
 from grpo_mcore.families.spec import FamilyError, ModelShape, check_tensor_parallel
 
-WITH_SHARED_PREFIXES = ("qwen2", "qwen3", "llama", "qwen3_moe", "mixtral", "deepseek_v3")
-"""Families that tests/distributed/test_shared_prefixes.py compares."""
-
 
 class LayoutSettings(Protocol):
     """The keys of policy.megatron_cfg that are read here."""
@@ -44,15 +41,6 @@ def check_fit(shape: ModelShape, megatron: LayoutSettings) -> None:
         _check_no_experts(shape, megatron)
     else:
         _check_experts(shape, megatron)
-
-
-def check_shared_prefixes(shape: ModelShape) -> None:
-    """Raise FamilyError unless shared prefixes are compared with whole samples for the model's family."""
-    if shape.family not in WITH_SHARED_PREFIXES:
-        raise FamilyError(
-            f"policy.sequence_packing.shared_prefix.enabled: not supported for {shape.family} models, only for "
-            f"{', '.join(WITH_SHARED_PREFIXES)}; set it to false"
-        )
 
 
 def check_length(shape: ModelShape, tokens: int) -> None:

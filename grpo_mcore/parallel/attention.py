@@ -54,7 +54,10 @@ class PackedAttention(torch.nn.Module):
         self.softmax_offset: torch.nn.Parameter | None = None  # the sinks, named as in TransformerEngine
         if config.softmax_type == "learnable":
             if platform.on_gpu and not platform.traced:
-                raise FamilyError("attention sinks on GPUs need TransformerEngine 2.8 or later, which is not installed")
+                raise FamilyError(
+                    "attention sinks on GPUs need the attention of TransformerEngine 2.8 or later; install it, and set "
+                    "policy.sequence_packing.shared_prefix.enabled to false"
+                )
             heads = config.num_attention_heads // config.tensor_model_parallel_size
             self.softmax_offset = torch.nn.Parameter(torch.empty(heads, dtype=config.params_dtype))
 
@@ -189,7 +192,7 @@ class WindowAttention(SelfAttention):
         rotary: torch.nn.Module = RotaryEmbedding(
             config.kv_channels, 1.0, rotary_base=rotary_base, use_cpu_initialization=config.use_cpu_initialization
         )
-        self.rotary_pos_emb = rotary if platform.transformer_engine else RotaryByPosition(rotary)
+        self.rotary_pos_emb = rotary if platform.fused_attention else RotaryByPosition(rotary)
 
     def forward(self, hidden_states: Tensor, attention_mask: None, **how: Any) -> Any:
         row = how["packed_seq_params"]

@@ -17,6 +17,7 @@ from torch import Tensor
 from torch.distributed import ProcessGroup
 
 from grpo_mcore.batching.packing import round_up
+from grpo_mcore.batching.shared_prefixes import SharedPrefixes
 
 
 def padded_length(lengths: Sequence[int], size: int, multiple: int) -> int:
@@ -77,29 +78,46 @@ def share_of_row(cu_seqlens: Tensor, rank: int, size: int, multiple: int = 1, le
     return ContextShare(index.to(device), ends.to(device, torch.int32), key_order.to(device), tuple(spans))
 
 
-def take_share(row: Tensor, share: ContextShare) -> Tensor:
-    """Select this rank's tokens of a per-token row: [1, T] -> [1, t]; padding is 0."""
-    return torch.cat([row[0], row.new_zeros(1)]).index_select(0, share.index)[None]
+def computed_here(
+    shared: SharedPrefixes | None, share: ContextShare | None, tokens: int
+) -> tuple[Tensor | None, Tensor | None]:
+    """Return which tokens of a row of `tokens` this rank computes, and where each token of the row is among these.
+
+    int64 [t], `tokens` for padding; int64 [tokens], -1 for those of other ranks. (None, None): all, in order. `share`:
+    of the computed tokens, if samples share prefixes.
+    """
+    if share is None:
+        return (None, None) if shared is None else (shared.source, shared.places)
+    count = tokens if shared is None else len(shared.source)
+    places = share.index.new_full((count + 1,), -1)
+    places[share.index] = torch.arange(len(share.index), device=places.device)
+    if shared is None:
+        return share.index, places[:-1]
+    source = torch.cat([shared.source, shared.source.new_full((1,), tokens)])
+    return source.index_select(0, share.index), places.index_select(0, shared.places)
 
 
-def join_shares(part: Tensor, share: ContextShare, tokens: int, group: ProcessGroup) -> Tensor:
-    """Join every rank's part [k, t] into whole rows [k, tokens].
+def take(row: Tensor, index: Tensor) -> Tensor:
+    """Select tokens of a per-token row: [1, T] -> [1, t]; 0 where the index is T."""
+    return torch.cat([row[0], row.new_zeros(1)]).index_select(0, index)[None]
+
+
+def add_shares(rows: Tensor, group: ProcessGroup) -> Tensor:
+    """Add up the context-parallel ranks' rows [k, T], each with 0 for the others' tokens.
 
     Every rank then computes the same loss from the whole row, and receives the gradient of its own tokens only: summed
     over the context-parallel ranks, the weights' gradients count each token once.
     """
-    return _Join.apply(part, share.index, tokens, group)
+    return _AddShares.apply(rows, group)
 
 
-class _Join(torch.autograd.Function):
+class _AddShares(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, part: Tensor, index: Tensor, tokens: int, group: ProcessGroup) -> Tensor:
-        ctx.save_for_backward(index)
-        rows = part.new_zeros(len(part), tokens + 1).index_copy(1, index, part)[:, :tokens].contiguous()  # no padding
+    def forward(ctx: Any, rows: Tensor, group: ProcessGroup) -> Tensor:
+        rows = rows.clone()
         torch.distributed.all_reduce(rows, group=group)
         return rows
 
     @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
-        (index,) = ctx.saved_tensors
-        return torch.cat([grad, grad.new_zeros(len(grad), 1)], 1).index_select(1, index), None, None, None
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
+        return grad, None

@@ -102,14 +102,18 @@ class MambaMixer(torch.nn.Module):
 
 
 def whole_sequences(projected: Tensor, row: PackedRow) -> tuple[Tensor, Tensor | slice]:
-    """Return the tokens of all context-parallel ranks in the order of the row, and where those of this rank are."""
-    if row.context_group is None or row.key_order is None:
+    """Return the tokens of all context-parallel ranks in the order of the row, and where those of this rank are. Each
+    sample gets its prefix, also a shared one."""
+    part, group = projected.size(0), row.context_group
+    if group is not None:
+        projected = gather_from_sequence_parallel_region(projected, tensor_parallel_output_grad=True, group=group)
+    if row.whole is not None:
+        order, here = row.whole
+        return projected.index_select(0, order), here
+    if group is None or row.key_order is None:
         return projected, slice(None)
-    part, rank = projected.size(0), row.context_group.rank()
-    gathered = gather_from_sequence_parallel_region(
-        projected, tensor_parallel_output_grad=True, group=row.context_group
-    ).index_select(0, row.key_order)
-    return gathered, row.key_order.argsort()[rank * part : (rank + 1) * part]
+    here = row.key_order.argsort()[group.rank() * part : (group.rank() + 1) * part]
+    return projected.index_select(0, row.key_order), here
 
 
 def sequence_of_token(cu_seqlens: Tensor, tokens: int) -> Tensor:

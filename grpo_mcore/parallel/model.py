@@ -25,7 +25,7 @@ from grpo_mcore.batching.packed_batch import PackedBatch
 from grpo_mcore.families import Block, ModelShape
 from grpo_mcore.families.activations import TILES
 from grpo_mcore.parallel.attention import LatentAttention, PackedAttention, RotaryByPosition, WindowAttention
-from grpo_mcore.parallel.context import join_shares, share_of_row, take_share
+from grpo_mcore.parallel.context import add_shares, computed_here, share_of_row, take
 from grpo_mcore.parallel.delta import DeltaMixer
 from grpo_mcore.parallel.experts import ClampedExperts, Experts, GroupedExperts, LatentMoELayer
 from grpo_mcore.parallel.layout import Layout
@@ -49,7 +49,7 @@ class PolicyModel(GPTModel):
     platform: Platform
     routers: RoutersOfChunk | None = None  # with routing replay
     _entropy = False
-    _places: Tensor | None = None
+    _places: Tensor | None = None  # int64 [T], see `computed_here`
 
     def score(self, batch: PackedBatch, length: int | None = None, *, entropy: bool = False) -> Tensor:
         """Run the stage. The last one returns the log-prob of every next token, float32 [1, T]; other stages return
@@ -60,20 +60,16 @@ class PolicyModel(GPTModel):
         tokens (a multiple of what the layout needs).
         """
         tokens, positions, routes = batch.tokens, batch.positions[None], batch.routes
-        targets, wanted = batch.targets(), batch.next_token_counts()
-        shared = batch.shared
-        if shared is not None:  # computed once; targets and masks stay by sample
-            tokens, positions = tokens.index_select(1, shared.source), positions.index_select(1, shared.source)
-        self._places = None if shared is None else shared.places
         share, group = None, parallel_state.get_context_parallel_group()
         if group.size() > 1 or length is not None:
             multiple = self.config.tensor_model_parallel_size if self.config.sequence_parallel else 1
-            share = share_of_row(batch.cu_seqlens, group.rank(), group.size(), multiple, length or 0)
-            tokens, positions, targets, wanted = (
-                take_share(row, share) for row in (tokens, positions, targets, wanted)
-            )
+            share = share_of_row(batch.computed, group.rank(), group.size(), multiple, length or 0)
+        # Targets and masks stay by token of the row, whatever this rank computes of it.
+        index, self._places = computed_here(batch.shared, share, tokens.size(1))
+        if index is not None:
+            tokens, positions = take(tokens, index), take(positions, index)
             if routes is not None:
-                routes = torch.cat([routes, routes.new_full((1, *routes.shape[1:]), -1)]).index_select(0, share.index)
+                routes = torch.cat([routes, routes.new_full((1, *routes.shape[1:]), -1)]).index_select(0, index)
         if routes is not None and self.config.sequence_parallel:
             rank = parallel_state.get_tensor_model_parallel_rank()
             routes = routes.chunk(self.config.tensor_model_parallel_size)[rank]
@@ -84,13 +80,13 @@ class PolicyModel(GPTModel):
             input_ids=tokens,
             position_ids=positions,
             attention_mask=None,
-            labels=targets,
-            loss_mask=wanted,
+            labels=batch.targets(),
+            loss_mask=batch.next_token_counts(),
             packed_seq_params=describe_row(
-                batch.cu_seqlens, self.platform, share, group, positions=positions[0], shared=shared
+                batch.cu_seqlens, self.platform, share, group, positions=positions[0], shared=batch.shared
             ),
         )
-        return join_shares(output, share, batch.tokens.size(1), group) if share and self.post_process else output
+        return add_shares(output, group) if group.size() > 1 and self.post_process else output
 
     def forget_pass(self) -> None:
         """Drop what expert layers keep of their last pass: the router's weights. The graph behind them would hold each
@@ -111,7 +107,10 @@ class PolicyModel(GPTModel):
             if self.share_embeddings_and_output_weights
             else self.output_layer.weight
         )
-        wanted = loss_mask[0].nonzero().squeeze(1)  # prompts and padding need no log-prob
+        wanted = loss_mask[0]  # prompts and padding need no log-prob
+        if self._places is not None:
+            wanted = wanted & (self._places >= 0)
+        wanted = wanted.nonzero().squeeze(1)
         places = wanted if self._places is None else self._places.index_select(0, wanted)
         scores = token_scores(
             hidden[:, 0].index_select(0, places),
@@ -174,11 +173,7 @@ def _build_chunk(
         rope_scaling_factor=shape.rope_scaling_factor or 1.0,
     )
     model.unpadded_vocab_size, model.platform = shape.vocab_size, platform
-    if (
-        model.position_embedding_type != "none"
-        and not config.multi_latent_attention
-        and not platform.transformer_engine
-    ):
+    if model.position_embedding_type != "none" and not config.multi_latent_attention and not platform.fused_attention:
         model.rotary_pos_emb = RotaryByPosition(model.rotary_pos_emb)
     if model.pre_process and shape.embedding_scale != 1.0:
         scale = torch.tensor(shape.embedding_scale, dtype=config.params_dtype, device="cpu").item()
@@ -198,12 +193,13 @@ def block_spec(
     if platform.transformer_engine:
         from megatron.core.extensions import transformer_engine as te
 
-        norm, column, row, core = te.TENorm, te.TEColumnParallelLinear, te.TERowParallelLinear, te.TEDotProductAttention
-        down = te.TELinear
+        norm, column, row, down = te.TENorm, te.TEColumnParallelLinear, te.TERowParallelLinear, te.TELinear
+        core: Any = te.TEDotProductAttention
     else:
         norm, column, row = RMSNorm if platform.on_gpu else CpuRMSNorm, ColumnParallelLinear, RowParallelLinear
-        core = ModuleSpec(module=PackedAttention, params={"platform": platform})
         down = ColumnParallelLinear
+    if not platform.fused_attention:
+        core = ModuleSpec(module=PackedAttention, params={"platform": platform})
     if shape.latent is None:
         of_query = of_key = norm if shape.qk_norm else IdentityOp
         if shape.wide_qk_norm:
@@ -214,7 +210,7 @@ def block_spec(
             linear_qkv=column, core_attention=core, linear_proj=row, q_layernorm=of_query, k_layernorm=of_key
         )
     else:
-        attention_class = MLASelfAttention if platform.transformer_engine else LatentAttention
+        attention_class = MLASelfAttention if platform.fused_attention else LatentAttention
         attention = MLASelfAttentionSubmodules(
             linear_q_proj=column,
             linear_q_down_proj=down,

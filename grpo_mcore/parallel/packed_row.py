@@ -14,7 +14,7 @@ from torch import Tensor
 from torch.distributed import ProcessGroup
 
 from grpo_mcore.batching.shared_prefixes import SharedPrefixes
-from grpo_mcore.parallel.context import ContextShare
+from grpo_mcore.parallel.context import ContextShare, computed_here
 from grpo_mcore.parallel.platform import Platform
 
 
@@ -71,6 +71,9 @@ class PackedRow(PackedSeqParams):
     row_order: Tensor | None = None  # int64 [T]: index of each token of the row in the concatenated buckets
     context_group: ProcessGroup | None = None
     key_order: Tensor | None = None  # int64: index of each token of the whole row among the gathered keys
+    whole: tuple[Tensor, Tensor] | None = None
+    """With shared prefixes: index of each token of the row among those that all ranks computed, int64 [T], and index in
+    the row of each token of this rank, int64 [t]."""
     spans: tuple[Tensor, Tensor, Tensor, int, int] | None = None  # on GPU, see _kernel_spans
     chunks: Chunks | None = None  # made by the first layer that needs them
 
@@ -87,9 +90,10 @@ def describe_row(
     """Describe a row with these cumulative lengths (int32 [n + 1]), or this rank's share of it.
 
     `positions`: see PackedRow; a network with a rotary embedding needs them. `shared`: the tokens that are computed, if
-    not all are; a sample's queries are then its new tokens, its keys all of its tokens.
+    not all are; a sample's queries are then its new tokens, its keys all of its tokens, and `share` is one of the
+    computed tokens.
     """
-    if share is not None:
+    if share is not None and shared is None:
         cu_seqlens = share.cu_seqlens
     starts = cu_seqlens.tolist()
     lengths = [stop - start for start, stop in zip(starts, starts[1:], strict=False)]
@@ -102,15 +106,20 @@ def describe_row(
         lengths=lengths,
         positions=positions,
     )
-    if platform.transformer_engine:
+    if platform.fused_attention:
         row.cu_seqlens_q = row.cu_seqlens_kv = cu_seqlens
         if share is not None:
             row.cu_seqlens_q_padded = row.cu_seqlens_kv_padded = cu_seqlens
     if share is not None:
+        row.context_group, row.key_order = context_group, share.key_order
+    if shared is not None:
+        spans, key_order, places = _spans_of_samples(shared, lengths, share)
+        tokens = len(shared.places)
+        index, _ = computed_here(shared, share, tokens)
+        assert index is not None
+        row.whole = places.index_select(0, shared.places), index.clamp(max=tokens - 1)
+    elif share is not None:
         spans, key_order = [Span(*span) for span in share.spans], share.key_order
-        row.context_group, row.key_order = context_group, key_order
-    elif shared is not None:
-        spans, key_order = _spans_of_samples(shared, lengths)
     else:
         spans, key_order = [Span(start, n, start, n) for start, n in zip(starts, lengths, strict=False)], None
     if not platform.on_gpu:
@@ -120,15 +129,30 @@ def describe_row(
     return row
 
 
-def _spans_of_samples(shared: SharedPrefixes, lengths: Sequence[int]) -> tuple[list[Span], Tensor]:
-    """Return the spans of samples with shared prefixes and of the padding, and the place of each key."""
-    spans, query, key = [], 0, 0
-    for new, length in [*zip(shared.new_tokens, lengths, strict=False), (shared.padding, shared.padding)]:
-        if new:
-            spans.append(Span(query, new, key, length))
-        query, key = query + new, key + length
-    padding = torch.arange(query - shared.padding, query, device=shared.places.device)
-    return spans, torch.cat([shared.places[: key - shared.padding], padding])
+def _spans_of_samples(
+    shared: SharedPrefixes, lengths: Sequence[int], share: ContextShare | None
+) -> tuple[list[Span], Tensor, Tensor]:
+    """Return the spans of samples with shared prefixes and of the padding, the index of each of their keys among those
+    of all ranks, and the same of each computed token."""
+    new = torch.tensor([*shared.new_tokens, *([shared.padding] if shared.padding else [])])
+    starts = torch.cat([new.new_zeros(1), new.cumsum(0)])
+    if share is None:
+        ends, order = starts.tolist(), torch.arange(len(shared.source))
+        parts = [[(start, n, n)] for start, n in zip(ends, new.tolist(), strict=False)]
+    else:  # a rank has two chunks of each, and each is padded
+        ends, order = share.cu_seqlens.tolist(), share.key_order
+        seen = [(start, length, keys) for start, length, _, keys in share.spans]
+        parts = [seen[2 * i : 2 * i + 2] for i in range(len(new))]
+    shifts = (torch.tensor(ends) - starts)[:-1].repeat_interleave(new)
+    places = order[(torch.arange(len(shared.source)) + shifts).to(order.device)].to(shared.places.device)
+    by_sample = [*shared.places.split(list(lengths)), shared.places[:0]]
+    prefixes = [*(whole - n for whole, n in zip(lengths, shared.new_tokens, strict=False)), 0]
+    spans, keys, key_start = [], [], 0
+    for i, own in enumerate(parts):
+        spans += [Span(query, n, key_start, prefixes[i] + seen) for query, n, seen in own if n]
+        keys += [places[by_sample[i][: prefixes[i]]], order[ends[i] : ends[i + 1]].to(places.device)]
+        key_start += prefixes[i] + ends[i + 1] - ends[i]
+    return spans, torch.cat(keys), places
 
 
 def bucket_by_length(lengths: Sequence[int], growth: float = 1.25) -> list[list[int]]:

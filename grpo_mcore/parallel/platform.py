@@ -21,6 +21,8 @@ class Platform:
     device: Literal["cpu", "gpu"]
     transformer_engine: bool = False
     """The model is built from TransformerEngine's layers, and its fused kernels can be used."""
+    own_attention: bool = False
+    """Attention is `PackedAttention` also where TransformerEngine's could be used: shared prefixes need it."""
     grouped_products: bool = False
     """`torch._grouped_mm` computes a rank's experts. The CPU has it too, without a gain over one expert at a time."""
 
@@ -30,6 +32,11 @@ class Platform:
     @property
     def on_gpu(self) -> bool:
         return self.device == "gpu"
+
+    @property
+    def fused_attention(self) -> bool:
+        """Attention and rotary embedding are TransformerEngine's."""
+        return self.transformer_engine and not self.own_attention
 
     @property
     def pins_memory(self) -> bool:

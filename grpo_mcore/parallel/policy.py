@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from grpo_mcore.batching.packed_batch import PackedBatch
-from grpo_mcore.families import FamilyError, adapter_shape, check_fit, check_shared_prefixes, read_hf_config, shape_of
+from grpo_mcore.families import adapter_shape, check_fit, read_hf_config, shape_of
 from grpo_mcore.host_memory import HostCopies
 from grpo_mcore.objective import CombinedMetrics, combine_metrics, nonfinite_samples
 from grpo_mcore.parallel.context import padded_length
@@ -75,12 +75,7 @@ class Policy:
         self.shape = shape_of(read_hf_config(config.model_name, config.hf_config_overrides))
         check_fit(self.shape, config.megatron_cfg)
         if config.sequence_packing.shared_prefix.enabled:
-            check_shared_prefixes(self.shape)
-            if self.platform.transformer_engine:
-                raise FamilyError(
-                    "policy.sequence_packing.shared_prefix.enabled: not supported by the installed TransformerEngine's "
-                    "attention; set it to false"
-                )
+            self.platform = replace(self.platform, own_attention=True)
         self.device = join_mesh(self.layout, address, seed, timeout_s, self.platform)
         self.here = self.layout.coordinates(address.rank)
         self.is_last_stage = self.here.pipeline == self.layout.pipeline - 1
@@ -282,7 +277,7 @@ class Policy:
             return [None] * len(batches)
         multiple = self.layout.tensor if self.layout.sequence_parallel else 1
         lengths = torch.tensor(
-            [padded_length(batch.cu_seqlens.diff().tolist(), self.layout.context, multiple) for batch in batches],
+            [padded_length(batch.computed.diff().tolist(), self.layout.context, multiple) for batch in batches],
             device=self.device,
         )
         torch.distributed.all_reduce(lengths, op=torch.distributed.ReduceOp.MAX)

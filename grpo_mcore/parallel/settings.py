@@ -68,7 +68,7 @@ def transformer_config(
         bias_dropout_fusion=False,
         masked_softmax_fusion=False,
         gradient_accumulation_fusion=fused and settings.gradient_accumulation_fusion,
-        apply_rope_fusion=fused and settings.apply_rope_fusion and shape.latent is None,
+        apply_rope_fusion=platform.fused_attention and settings.apply_rope_fusion and shape.latent is None,
         perform_initialization=False,
         use_cpu_initialization=not platform.on_gpu,
         calculate_per_token_loss=True,  # the loss is already normalised by global counts: Megatron-Core must not divide

@@ -61,13 +61,24 @@ def make_rows(policy: Policy, rows: Sequence[tuple[list[Tensor], int]]) -> tuple
             }
             for i, ids in enumerate(samples)
         ]
-        plain.append(pack_rows(samples, columns, policy.row_multiple, names=[str(i) for i in range(len(samples))]))
+        names = [str(i) for i in range(len(samples))]
+        routes = [routes_of(policy, ids) for ids in samples] if policy.config.router_replay.enabled else None
+        plain.append(pack_rows(samples, columns, policy.row_multiple, names=names, routes=routes))
         shared.append(share_prefixes(plain[-1], policy.row_multiple, block))
     return plain, shared
 
 
+def routes_of(policy: Policy, ids: Tensor) -> Tensor:
+    """Return experts for each token but the last, the same for equal tokens at equal places."""
+    experts = policy.shape.experts
+    assert experts is not None
+    layers, each = torch.arange(policy.shape.num_layers), torch.arange(experts.active)
+    first = (3 * ids[:-1] + torch.arange(len(ids) - 1))[:, None] + layers
+    return ((first[..., None] + each) % experts.count).to(torch.int16)
+
+
 def gradients(policy: Policy, batches: Sequence[PackedBatch]) -> dict[str, Tensor]:
-    """Return the gradient of the loss by parameter of this rank, and change no weight."""
+    """Return the gradient of the loss, over all rows, by parameter of this rank; change no weight."""
 
     def stop() -> None:
         raise _GradientsTaken
@@ -77,6 +88,12 @@ def gradients(policy: Policy, batches: Sequence[PackedBatch]) -> dict[str, Tenso
         policy.train_step(batches, compared_loss(), global_valid_seqs=20, global_valid_toks=300)
     except _GradientsTaken:
         pass
+    for chunk in policy.chunks:  # each rank has the sum over the ranks of its own part only
+        for group in (*chunk.bucket_groups, *chunk.expert_parallel_bucket_groups):
+            ranks = group.intra_distributed_optimizer_instance_group
+            for bucket in group.buckets:
+                parts = list(bucket.grad_data.chunk(ranks.size()))
+                torch.distributed.all_gather(parts, parts[ranks.rank()].clone(), group=ranks)
     return {
         f"{i}.{name}": parameter.main_grad.clone()
         for i, chunk in enumerate(policy.chunks)
@@ -85,10 +102,13 @@ def gradients(policy: Policy, batches: Sequence[PackedBatch]) -> dict[str, Tenso
     }
 
 
-def compare_with_unshared(address: Address, model: str, case: LayoutCase, lora: bool) -> dict[str, Any]:
+def compare_with_unshared(address: Address, model: str, case: LayoutCase, how: str) -> dict[str, Any]:
     """Return the largest differences of log-probs (last stage) and of gradients, relative to each parameter's norm,
-    and the share of tokens that is computed."""
-    policy = adapted_policy(address, model, case, {}) if lora else make_policy(address, model, case)
+    and the share of tokens that is computed. `how`: "lora" with adapters, "replay" with given experts."""
+    if how == "lora":
+        policy = adapted_policy(address, model, case, {})
+    else:
+        policy = make_policy(address, model, case, router_replay={"enabled": how == "replay"})
     rows = sample_rows()
     plain, shared = make_rows(policy, rows)
     pairs = zip(policy.logprobs(plain) or (), policy.logprobs(shared) or (), strict=True)

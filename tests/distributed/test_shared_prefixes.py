@@ -6,29 +6,31 @@ from typing import Any
 
 import pytest
 
-from grpo_mcore.data.tiny_models import make_tiny_model
+from grpo_mcore.data.tiny_models import FAMILIES, make_tiny_model
 from grpo_mcore.parallel.rank_pool import RankPool
 from tests.distributed.policy_cases import LAYOUTS, MOE_LAYOUTS
 
 CASES = {case.name: case for case in (*LAYOUTS, *MOE_LAYOUTS)}
 QUICK = (
-    [("qwen3", layout) for layout in ("TP1-recompute", "TP2-SP", "PP2", "DP2", "TP2xPP2")]
+    [("qwen3", layout) for layout in ("TP1-recompute", "TP2-SP", "PP2", "CP2", "DP2", "TP2xPP2", "TP2-SPxCP2")]
     + [(family, "TP2-SP") for family in ("qwen2", "llama")]
     + [("qwen3_moe", "EP2"), ("mixtral", "EP2"), ("deepseek_v3", "TP2-SPxPP2-EP2")]
+    + [("deepseek_v3", "CP2"), ("qwen3_moe", "EP2-allgather"), ("nemotron_h_moe", "CP2")]
+    + [("qwen3_5_text", "CP2"), ("gemma3_text", "TP1"), ("gpt_oss", "TP1")]
 )
 SLOW = [("qwen3", "TP1-parts"), ("qwen3", "VPP2")] + [
     (family, layout)
-    for family in ("qwen3_moe", "mixtral", "deepseek_v3")
-    for layout in ("TP1", "EP2", "TP2-SPxPP2-EP2")
+    for family in FAMILIES
+    for layout in ("TP1", "TP2-SPxPP2-EP2" if family in ("qwen3_moe", "mixtral") else "CP2")
     if (family, layout) not in QUICK
 ]
 
 
 @pytest.mark.parametrize(
-    ("family", "layout", "lora"),
-    [(*each, False) for each in QUICK]
-    + [("qwen3", "TP2-SP", True)]
-    + [pytest.param(*each, False, marks=pytest.mark.slow) for each in SLOW],
+    ("family", "layout", "how"),
+    [(*each, "") for each in QUICK]
+    + [("qwen3", "TP2-SP", "lora"), ("qwen3_moe", "EP2", "replay"), ("qwen3_moe", "EP2xCP2xDP2", "replay")]
+    + [pytest.param(*each, "", marks=pytest.mark.slow) for each in SLOW],
 )
 def test_logprobs_and_gradients_equal_the_unshared_run(
     ranks: RankPool,
@@ -36,12 +38,12 @@ def test_logprobs_and_gradients_equal_the_unshared_run(
     models: dict[str, str],
     family: str,
     layout: str,
-    lora: bool,
+    how: str,
 ) -> None:
     if family not in models:
         models[family] = str(make_tiny_model(family, tmp_path_factory.mktemp(family)))
     case, target = CASES[layout], "tests.distributed.prefix_cases:compare_with_unshared"
-    results = ranks.run(case.world_size, target, models[family], case, lora)
+    results = ranks.run(case.world_size, target, models[family], case, how)
     for result in results:
         assert result["computed"] < 0.6 or case.data > 1
         assert result["logprobs"] < 1e-5

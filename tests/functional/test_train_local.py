@@ -146,6 +146,24 @@ def test_batched_by_length_a_step_is_the_same(
         assert batched[name] == pytest.approx(packed[name], rel=1e-5, abs=1e-7), name
 
 
+def test_a_step_computes_the_prompt_of_a_group_once(recipe: dict[str, Any], tmp_path: Path) -> None:
+    (tmp_path / "prompt.txt").write_text("01+02=" * 7 + "{}")
+    words = ["grpo.max_num_steps=2", "checkpointing.enabled=false", "policy.max_total_sequence_length=64"]
+    words += [f"data.default.prompt_file={tmp_path / 'prompt.txt'}", "loss_fn.reference_policy_kl_penalty=0.05"]
+    steps = []
+    for shared in ("false", "true"):
+        folder = tmp_path / shared
+        folder.mkdir()
+        run = run_here("train", folder, recipe, *words, f"policy.sequence_packing.shared_prefix.enabled={shared}")
+        assert run.code == 0, run.err
+        steps.append(run.metrics())
+    for whole, once in zip(*steps, strict=True):
+        assert whole["plan/computed_tokens"] == 1.0 and once["plan/computed_tokens"] < 0.6
+        assert once["token_mult_prob_error"] <= 1.0001
+        for name in ("reward", "loss", "grad_norm", "kl_penalty", "approx_entropy", "token_mult_prob_error"):
+            assert once[name] == pytest.approx(whole[name], rel=1e-4, abs=1e-6), name
+
+
 def test_every_sample_is_on_disk_with_its_log_probs(whole: tuple[Run, Inside]) -> None:
     run, inside = whole
     assert list(sample_steps(run.logs, "validation")) == [0, 4]

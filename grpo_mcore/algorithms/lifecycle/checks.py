@@ -15,7 +15,6 @@ from grpo_mcore.families import (
     check_engine_parallel,
     check_fit,
     check_length,
-    check_shared_prefixes,
     missing_on_cpu,
     read_hf_config,
     shape_of,
@@ -81,8 +80,6 @@ def check_model(config: MasterConfig) -> Model:
     shape = shape_of(read_hf_config(folder, config.policy.hf_config_overrides))
     layout = layout_of(config.policy, world_size(config))
     check_fit(shape, config.policy.megatron_cfg)
-    if config.policy.sequence_packing.shared_prefix.enabled:
-        check_shared_prefixes(shape)
     check_length(shape, config.policy.max_total_sequence_length)
     return Model(folder, shape, layout, Platform.detect(config.cluster.platform).on_gpu)
 

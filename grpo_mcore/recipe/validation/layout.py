@@ -96,18 +96,10 @@ def check_router_replay(config: RecipeSections) -> Iterator[Finding]:
 
 
 def check_shared_prefix(config: RecipeSections) -> Iterator[Finding]:
-    """Shared prefixes need packed rows that one rank holds whole, and no routes of the samples that share."""
-    packing, megatron = config.policy.sequence_packing, config.policy.megatron_cfg
-    if not packing.shared_prefix.enabled:
-        return
-    excluded = {
-        "policy.sequence_packing.enabled": "false" if not packing.enabled else "",
-        _AT + "context_parallel_size": "above 1" if megatron.context_parallel_size > 1 else "",
-        _AT + "moe_token_dispatcher_type": "allgather" if megatron.moe_token_dispatcher_type == "allgather" else "",
-        "policy.router_replay.enabled": "true" if config.policy.router_replay.enabled else "",
-    }
-    for key, value in excluded.items():
-        if value:
-            yield Finding(
-                ("policy.sequence_packing.shared_prefix.enabled", key), f"cannot be combined with {key} {value}"
-            )
+    """Samples share prefixes in packed rows only."""
+    packing = config.policy.sequence_packing
+    if packing.shared_prefix.enabled and not packing.enabled:
+        yield Finding(
+            ("policy.sequence_packing.shared_prefix.enabled", "policy.sequence_packing.enabled"),
+            "needs policy.sequence_packing.enabled true",
+        )

@@ -42,6 +42,11 @@ def test_every_token_is_computed_after_its_own_prefix(samples, block, multiple) 
         assert len(set(places.tolist())) == len(ids)
     used = row.shared.source[:expected].tolist()
     assert len(set(used)) == expected, "no token of the row is computed twice"
+    ends = set(torch.tensor([len(ids) for ids in samples]).cumsum(0).sub(1).tolist())
+    going_on = {
+        place for at, place in enumerate(row.shared.places[: sum(map(len, samples))].tolist()) if at not in ends
+    }
+    assert all(used[place] not in ends for place in going_on), "tokens are taken from where they have routes"
 
 
 @QUICK

@@ -17,7 +17,7 @@ cpu_platform.install()
 from grpo_mcore.batching.shared_prefixes import find_shared_prefixes  # noqa: E402
 from grpo_mcore.families import FamilyError  # noqa: E402
 from grpo_mcore.parallel.attention import PackedAttention  # noqa: E402
-from grpo_mcore.parallel.context import ContextShare, share_of_row  # noqa: E402
+from grpo_mcore.parallel.context import computed_here, share_of_row  # noqa: E402
 from grpo_mcore.parallel.packed_row import bucket_by_length, describe_row  # noqa: E402
 from grpo_mcore.parallel.platform import Platform  # noqa: E402
 
@@ -81,7 +81,7 @@ def test_sinks_take_a_part_of_the_attention() -> None:
     lengths, settings = [3, 30, 9], config()
     settings.softmax_type, settings.num_attention_heads = "learnable", 4
     settings.tensor_model_parallel_size, settings.params_dtype = 1, torch.float32
-    with pytest.raises(FamilyError, match="attention sinks on GPUs need TransformerEngine"):
+    with pytest.raises(FamilyError, match="attention sinks on GPUs need the attention of"):
         PackedAttention(settings, 1, None, "self", platform=Platform("gpu"))
     attention = PackedAttention(settings, 1, None, "self", platform=CPU)
     assert attention.softmax_offset is not None
@@ -146,15 +146,12 @@ def test_a_context_parallel_rank_computes_its_share(
     total, row_of_all = sum(lengths), [t.detach() for t in inputs(sum(lengths))]
     shares = [share_of_row(row(lengths), each, 2) for each in (0, 1)]
 
-    def part(values: torch.Tensor, share: ContextShare) -> torch.Tensor:
-        return torch.cat([values, torch.zeros_like(values[:1])]).index_select(0, share.index)
-
-    gathered = [torch.cat([part(values, share) for share in shares]) for values in row_of_all[1:]]
+    gathered = [torch.cat([take_rows(values, share.index) for share in shares]) for values in row_of_all[1:]]
     monkeypatch.setattr("grpo_mcore.parallel.attention._gather_context", lambda *_: gathered)
     monkeypatch.setattr("torch.nn.attention.varlen.varlen_attn", kernel)
     share = shares[rank]
     found = PackedAttention(config(window), 1, None, "self", platform=platform)(
-        *(part(values, share) for values in row_of_all),
+        *(take_rows(values, share.index) for values in row_of_all),
         None,
         packed_seq_params=describe_row(row(lengths), platform, share, object()),
     )
@@ -182,6 +179,26 @@ def test_samples_with_shared_prefixes_attend_as_whole_ones(
     )
     assert len(found) == len(shared.source)
     torch.testing.assert_close(found[shared.places], expected, atol=1e-5, rtol=0)
+
+    shares = [share_of_row(shared.cu_seqlens, rank, 2) for rank in (0, 1)]
+    parts = [[take_rows(t.detach(), share.index) for t in inputs(len(shared.source))] for share in shares]
+    gathered = [torch.cat([part[i] for part in parts]) for i in (1, 2)]
+    monkeypatch.setattr("grpo_mcore.parallel.attention._gather_context", lambda *_: gathered)
+    for part, share in zip(parts, shares, strict=True):
+        described = describe_row(row(lengths), platform, share, object(), shared=shared)
+        found = PackedAttention(config(window), 1, None, "self", platform=platform)(
+            *part, None, packed_seq_params=described
+        )
+        _, places = computed_here(shared, share, sum(lengths))
+        mine = places >= 0
+        torch.testing.assert_close(found[places[mine]], expected[mine], atol=1e-5, rtol=0)
+        order, here = described.whole
+        assert torch.cat([t.index for t in shares])[order].equal(shared.places), "every sample whole, in order"
+        assert here[places[mine]].equal(shared.source[shared.places[mine]])
+
+
+def take_rows(values: torch.Tensor, index: torch.Tensor) -> torch.Tensor:
+    return torch.cat([values, torch.zeros_like(values[:1])]).index_select(0, index)
 
 
 def test_a_sequence_does_not_influence_its_neighbours() -> None:

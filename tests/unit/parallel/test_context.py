@@ -7,7 +7,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from grpo_mcore.parallel.context import padded_length, share_of_row, take_share
+from grpo_mcore.parallel.context import padded_length, share_of_row, take
 
 
 def cumulative(lengths: list[int]) -> torch.Tensor:
@@ -46,6 +46,6 @@ def test_a_rank_takes_a_chunk_from_the_front_and_one_from_the_back(rank: int) ->
     share = share_of_row(cumulative([8, 3]), rank, 2)
     expected = [[0, 1, 6, 7, 8, 11], [2, 3, 4, 5, 9, 10]][rank]
     assert share.index.tolist() == expected
-    assert take_share(torch.arange(11)[None] + 100, share).tolist() == [[0 if i == 11 else i + 100 for i in expected]]
+    assert take(torch.arange(11)[None] + 100, share.index).tolist() == [[0 if i == 11 else i + 100 for i in expected]]
     # Its chunks of the first sequence see the keys up to their own end.
     assert share.spans[:2] == [((0, 2, 0, 2), (2, 2, 0, 8)), ((0, 2, 0, 4), (2, 2, 0, 6))][rank]

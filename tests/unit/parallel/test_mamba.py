@@ -151,7 +151,7 @@ def small_mixer(monkeypatch: pytest.MonkeyPatch, dtype: torch.dtype) -> MambaMix
 
 @torch.no_grad()
 def run(mixer: MambaMixer, row: torch.Tensor) -> torch.Tensor:
-    packed: Any = SimpleNamespace(ends=offsets(), context_group=None, key_order=None)
+    packed: Any = SimpleNamespace(ends=offsets(), context_group=None, whole=None, key_order=None)
     return mixer(row[:, None], packed_seq_params=packed)[0][:, 0]
 
 

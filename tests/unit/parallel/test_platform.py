@@ -32,6 +32,7 @@ PLATFORMS = {
     "cpu": Platform("cpu"),
     "gpu": Platform("gpu", grouped_products=True),
     "gpu with TransformerEngine": Platform("gpu", transformer_engine=True, grouped_products=True),
+    "gpu with shared prefixes": Platform("gpu", transformer_engine=True, own_attention=True, grouped_products=True),
 }
 
 
@@ -105,11 +106,14 @@ def test_layers_are_those_of_the_platform(name: str, platform: Platform, monkeyp
     monkeypatch.setattr(model, "get_transformer_layer_offset", lambda config, vp_stage: 0)  # these ask process groups
     monkeypatch.setattr(model, "get_num_layers_to_build", lambda config, vp_stage: config.num_layers)
     config = transformer_config(shape, Layout(1, 1, 1), MegatronConfig(), torch.bfloat16, platform)
-    found = classes_of(model.block_spec(shape, config, None, platform))
-    theirs = {te.TENorm, te.TEColumnParallelLinear, te.TERowParallelLinear, te.TEDotProductAttention}
-    local = {norm.RMSNorm if platform.on_gpu else norm.CpuRMSNorm, model.PackedAttention, model.RowParallelLinear}
+    found, fused = classes_of(model.block_spec(shape, config, None, platform)), platform.fused_attention
+    theirs = {te.TENorm, te.TEColumnParallelLinear, te.TERowParallelLinear}
+    local = {norm.RMSNorm if platform.on_gpu else norm.CpuRMSNorm, model.RowParallelLinear}
     ours, others = (theirs, local) if platform.transformer_engine else (local, theirs)
     assert ours <= found and not others & found
+    assert (te.TEDotProductAttention in found, model.PackedAttention in found) == (fused, not fused)
+    assert config.apply_rope_fusion == (fused and shape.latent is None)
+    assert (model.LatentAttention in found) == (shape.latent is not None and not fused)
     assert platform.on_gpu or norm.RMSNorm not in found
     assert (model.MambaMixer in found) == bool(shape.mamba)
     assert (model.GroupedExperts in found) == (shape.experts is not None and platform.on_gpu)

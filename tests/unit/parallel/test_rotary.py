@@ -17,7 +17,7 @@ from megatron.core.models.common.embeddings.rope_utils import apply_rotary_pos_e
 
 from grpo_mcore.batching.packed_batch import pack_rows  # noqa: E402
 from grpo_mcore.parallel.attention import RotaryByPosition  # noqa: E402
-from grpo_mcore.parallel.context import share_of_row, take_share  # noqa: E402
+from grpo_mcore.parallel.context import share_of_row, take  # noqa: E402
 from grpo_mcore.parallel.packed_row import describe_row  # noqa: E402
 from grpo_mcore.parallel.platform import Platform  # noqa: E402
 
@@ -51,7 +51,7 @@ def test_equals_megatrons_rotation_of_every_sequence(kind: str, size: int, dtype
     for rank in range(size):
         ranks = group(rank, size)
         share = share_of_row(packed.cu_seqlens, rank, size)
-        positions = take_share(packed.positions[None], share)[0]
+        positions = take(packed.positions[None], share.index)[0]
         row = describe_row(packed.cu_seqlens, Platform("gpu"), share, ranks, positions=positions)
         assert row.cu_seqlens_q is None and row.cu_seqlens_q_padded is None, "Megatron-Core would wait for the host"
         by_position = RotaryByPosition(table)
