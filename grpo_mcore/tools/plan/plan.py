@@ -61,6 +61,7 @@ class Plan:
             "device": asdict(self.device),
             "layout": asdict(layout) | {"world_size": layout.world_size, "describe": layout.describe()},
             "mean_length": load.mean_length,
+            "computed_tokens": load.computed,
             "micro_batches": load.micro_batches,
             "stages": [
                 {

@@ -27,6 +27,11 @@ def plan_text(plan: Plan) -> str:
         f"            {load.micro_batches} micro-batches a rank and optimizer step, if samples have "
         f"{load.mean_length:,} tokens; pipeline bubble {plan.times.bubble:.0%}",
     ]
+    if load.sharing > 1:
+        lines.append(
+            f"            {load.computed:.0%} of their tokens are computed, if prompts have {load.prompt:,}: once for "
+            f"{load.sharing} samples"
+        )
     if load.grpo:
         lines.append(
             f"engines     {load.engines} x {load.engine_layout.describe()}; {_size(plan.engine.kv_cache)} of KV cache "

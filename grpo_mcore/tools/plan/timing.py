@@ -59,8 +59,8 @@ def pipeline_bubble(stages: int, micro_batches: int, chunks: int = 1) -> float:
 
 def step_time(load: Workload, device: Device, engine: EngineMemory, traffic: RefitTraffic | None) -> StepTime:
     """Return the time of all phases of one step."""
-    lengths = [load.mean_length]
-    forward = forward_flops(load.shape, lengths) * load.samples
+    shared = (1 - 1 / load.sharing) * forward_flops(load.shape, [load.prompt])
+    forward = (forward_flops(load.shape, [load.mean_length]) - shared) * load.samples
     bubble = pipeline_bubble(load.layout.pipeline, load.micro_batches, load.layout.virtual)
     phases = []
     if load.grpo:
@@ -142,8 +142,8 @@ def _expert_seconds(load: Workload, device: Device) -> float:
 
 
 def _tokens_per_rank(load: Workload) -> float:
-    """Return the tokens of a step that one rank processes."""
-    return load.samples * load.mean_length / load.layout.data / load.layout.context
+    """Return the tokens of a step that one rank computes."""
+    return load.samples * load.mean_length * load.computed / load.layout.data / load.layout.context
 
 
 def _link(load: Workload, device: Device, ranks: int) -> float:
@@ -164,8 +164,7 @@ def _generation(load: Workload, device: Device, engine: EngineMemory) -> PhaseTi
     """Return the time of prefill and decoding. A decoding pass generates one token a sample; it reads the weights once
     and every sample's keys and values. A sample that ends makes room for the next one."""
     flops = forward_flops(load.shape, [load.mean_length]) * load.samples
-    prompt = max(load.mean_length // 4, load.mean_length - load.max_new_tokens)  # at least a quarter
-    new_tokens = load.mean_length - prompt
+    prompt, new_tokens = load.prompt, load.mean_length - load.prompt
     each = math.ceil(load.samples / load.engines)
     together = max(1, min(each, MAX_SEQUENCES, engine.sequences(load.mean_length) or 1))
     passes = each / together * new_tokens

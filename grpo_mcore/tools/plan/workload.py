@@ -93,6 +93,7 @@ class Workload:
     batch: int  # samples per optimizer step
     max_length: int
     mean_length: int
+    group: int  # samples of a prompt that may share its computation
     max_new_tokens: int
     bin_tokens: int
     logprob_bins: int  # joined into one row of a log-prob pass
@@ -136,8 +137,24 @@ class Workload:
     @property
     def micro_batches(self) -> int:
         """Micro-batches of one rank in an optimizer step, if each bin is filled with samples of the mean length."""
-        per_bin = max(1, self.bin_tokens // max(1, self.mean_length))
+        per_bin = max(1, int(self.bin_tokens / max(1, self.mean_length * self.computed)))
         return max(1, math.ceil(self.batch / self.layout.data / per_bin))
+
+    @property
+    def prompt(self) -> int:
+        """Expected tokens of a prompt: what a sample's longest answer leaves, at least a quarter."""
+        return max(self.mean_length // 4, self.mean_length - self.max_new_tokens)
+
+    @property
+    def sharing(self) -> int:
+        """Samples of a prompt that share its computation: as many of a group as a bin has room for."""
+        answer = max(1, self.mean_length - self.prompt)
+        return max(1, min(self.group, (self.bin_tokens - self.prompt) // answer))
+
+    @property
+    def computed(self) -> float:
+        """Share of the samples' tokens that log-prob passes and training compute."""
+        return 1 - (1 - 1 / self.sharing) * self.prompt / self.mean_length
 
     @property
     def trainer_layout(self) -> TrainerLayout:
@@ -188,7 +205,7 @@ def workload_of(
     layout = layout_of(policy, pool.ranks)
     longest, algorithm = policy.max_total_sequence_length, algorithm_of(config)
     grpo, together = algorithm == "grpo", samples_together(algorithm)
-    element = BYTES[policy.precision]
+    element, shared = BYTES[policy.precision], policy.sequence_packing.shared_prefix.enabled
     selective = megatron.activation_checkpointing and megatron.recompute_granularity == "selective"
     kv_cache_gb = vllm.kv_cache_memory_gb or (1.0 if cpu else None)
     return Workload(
@@ -212,6 +229,7 @@ def workload_of(
         batch=together * policy.train_global_batch_size,
         max_length=longest,
         mean_length=min(longest, mean_length or max(1, longest // 2)),
+        group=config.grpo.num_generations_per_prompt if grpo and shared else 1,
         max_new_tokens=generation.max_new_tokens or longest,
         bin_tokens=bin_tokens(config, algorithm) or together * longest * policy.train_micro_batch_size,
         logprob_bins=bins_per_logprob_row(policy),

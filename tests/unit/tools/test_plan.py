@@ -43,9 +43,15 @@ def in_root(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(ROOT)
 
 
-def plan(recipe: str, *overrides: str, device: str | None = None, memory_gb: float | None = None) -> Plan:
+def plan(
+    recipe: str,
+    *overrides: str,
+    device: str | None = None,
+    memory_gb: float | None = None,
+    mean_length: int | None = None,
+) -> Plan:
     config = load_recipe(recipe, overrides).config
-    return make_plan(config, plan_shape(config), plan_device(config, device, memory_gb))
+    return make_plan(config, plan_shape(config), plan_device(config, device, memory_gb), mean_length=mean_length)
 
 
 def test_longer_rows_of_the_logprob_passes_need_memory() -> None:
@@ -265,6 +271,20 @@ def test_recomputation_trades_memory_for_time() -> None:
     kept, again = plan(LLAMA), plan(LLAMA, f"{AT}activation_checkpointing=true")
     assert again.stages[0].phases[-2].parts["activations"] < kept.stages[0].phases[-2].parts["activations"] / 5
     assert again.times.phases[-1].flops == pytest.approx(kept.times.phases[-1].flops * 4 / 3)
+
+
+def test_shared_prompts_are_computed_once() -> None:
+    lengths = ["policy.max_total_sequence_length=8832", "policy.generation.max_new_tokens=640"]
+    lengths += ["policy.sequence_packing.train_mb_tokens=16384"]
+    whole = plan(LLAMA, *lengths, mean_length=8832)
+    once = plan(LLAMA, *lengths, "policy.sequence_packing.shared_prefix.enabled=true", mean_length=8832)
+    assert whole.load.computed == 1.0 and (once.load.sharing, once.load.group) == (12, 32), "a bin has room for 12"
+    assert once.load.computed == pytest.approx((640 + 8192 / 12) / 8832)
+    training, generation = once.times.phases[-1], once.times.phases[1]
+    assert once.load.computed < training.flops / whole.times.phases[-1].flops < 1.3 * once.load.computed  # attention
+    assert generation == whole.times.phases[1], "an engine has its own prefix cache"
+    assert once.load.micro_batches < whole.load.micro_batches
+    assert "of their tokens are computed, if prompts have 8,192: once for" in plan_text(once)
 
 
 @pytest.mark.slow
