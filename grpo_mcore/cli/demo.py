@@ -1,4 +1,5 @@
-"""`grpo-mcore demo [key=value ...]`: makes a small model and its task, warms it up, and trains it with GRPO."""
+"""`grpo-mcore demo [--recipe NAME] [key=value ...]`: makes a small model and its task, warms it up, and trains it with
+GRPO."""
 
 from __future__ import annotations
 
@@ -9,39 +10,45 @@ from pathlib import Path
 
 from grpo_mcore.recipe import load_recipe
 
-FOLDER = Path("results/demo")
+FOLDERS = {"grpo-arithmetic-cpu": Path("results/demo"), "grpo-nano-v3-cpu": Path("results/demo-nano-v3")}
+"""Where the demo of each recipe puts everything."""
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    names = list(FOLDERS)
+    parser.add_argument("--recipe", choices=names, default=names[0], help=f"{' or '.join(names)}; default: {names[0]}")
 
 
 def run(args: argparse.Namespace) -> int:
-    """Everything lies in results/demo afterwards. Overrides go to recipes/grpo-arithmetic-cpu.yaml; grpo.seed also
-    determines the task, the untrained model and the warm-up."""
-    began = time.perf_counter()
-    grpo = load_recipe("grpo-arithmetic-cpu", args.overrides)  # a wrong override shows before anything runs
-    sft = load_recipe("sft-arithmetic-cpu", [f"sft.seed={grpo.config.grpo.seed}"])
+    """Overrides go to the recipe; grpo.seed also determines the task, the untrained model and the warm-up."""
+    began, folder = time.perf_counter(), FOLDERS[args.recipe]
+    grpo = load_recipe(args.recipe, args.overrides)  # a wrong override shows before anything runs
+    untrained = folder / "untrained"
+    own = [f"policy.model_name={untrained}", f"data.train.data_path={folder / 'task' / 'sft.jsonl'}"]
+    own += [f"checkpointing.checkpoint_dir={folder / 'base'}", f"logger.log_dir={folder / 'logs-sft'}"]
+    sft = load_recipe("sft-arithmetic-cpu", [f"sft.seed={grpo.config.grpo.seed}", *own])
 
     from grpo_mcore.algorithms.sft import SFT
     from grpo_mcore.cli.sft import fine_tune
     from grpo_mcore.cli.train import exit_code, train
-    from grpo_mcore.data.arithmetic import make_arithmetic_task, make_base_config
+    from grpo_mcore.data.arithmetic import make_arithmetic_task
     from grpo_mcore.observe import write_summary
     from grpo_mcore.tools.demo import ask, learned
     from grpo_mcore.tools.export import export
 
-    shutil.rmtree(FOLDER, ignore_errors=True)
-    task = make_arithmetic_task(FOLDER / "task", seed=sft.config.sft.seed)
-    parameters = make_base_config(
-        sft.config.policy.model_name, task.tokenizer, seed=sft.config.sft.seed, initializer_range=0.06
-    )
-    print(f"1/4  task and untrained Qwen3 with {parameters / 1e6:.1f} M parameters in {FOLDER}", flush=True)
+    shutil.rmtree(folder, ignore_errors=True)
+    task = make_arithmetic_task(folder / "task", seed=sft.config.sft.seed)
+    model_kind, parameters = make_untrained(args.recipe, untrained, task.tokenizer, sft.config.sft.seed)
+    print(f"1/4  task and untrained {model_kind} with {parameters / 1e6:.1f} M parameters in {folder}", flush=True)
     print("2/4  supervised warm-up, most demonstrations are one too many (recipes/sft-arithmetic-cpu.yaml)", flush=True)
     if (warm_up := fine_tune(SFT, sft.config))["stopped_early"]:
         return exit_code(warm_up)
-    print("3/4  GRPO (recipes/grpo-arithmetic-cpu.yaml)", flush=True)
+    print(f"3/4  GRPO (recipes/{args.recipe}.yaml)", flush=True)
     summary = train(grpo.config)
     if summary["stopped_early"] or not grpo.config.checkpointing.enabled:  # there is no result to show
         return exit_code(summary)
     print("4/4  export of the last checkpoint, and the held-out problems once more, with transformers", flush=True)
-    model = FOLDER / "model"
+    model = folder / "model"
     export(Path(grpo.config.checkpointing.checkpoint_dir), model)
     base = Path(grpo.config.policy.model_name)
     before, after = ask(base, task.val), ask(model, task.val)
@@ -52,9 +59,9 @@ def run(args: argparse.Namespace) -> int:
         "grpo_seconds": summary["seconds"],
         "model": str(model),
     }
-    write_summary(FOLDER / "summary.json", summary)
+    write_summary(folder / "summary.json", summary)
     for curve in Path(grpo.config.logger.log_dir).glob("exp_*/reward_curve.png"):
-        shutil.copy(curve, FOLDER / "reward_curve.png")
+        shutil.copy(curve, folder / "reward_curve.png")
     sampled = [_share(summary[f"val_accuracy_{when}"]) for when in ("before", "after")]
     print(
         f"\nheld-out problems solved     before  after {summary['steps']} steps\n"
@@ -65,10 +72,24 @@ def run(args: argparse.Namespace) -> int:
         problem, was, now = example
         print(f"one of them: {problem} {was} before, {now} after")
     print(
-        f"{summary['seconds']:.0f} s in all; summary and curve: {FOLDER}/summary.json, {FOLDER}/reward_curve.png\n"
+        f"{summary['seconds']:.0f} s in all; summary and curve: {folder}/summary.json, {folder}/reward_curve.png\n"
         f"the model, for transformers, vLLM or a new run: {model}"
     )
     return 0
+
+
+def make_untrained(recipe: str, folder: Path, tokenizer: Path, seed: int) -> tuple[str, int]:
+    """Write the demo's untrained model with its tokenizer. Return its kind and its number of parameters."""
+    from grpo_mcore.data.arithmetic import make_base_config, make_tokenizer
+    from grpo_mcore.data.tiny_models import ENGINE_SIZES, make_tiny_model
+    from grpo_mcore.families import parameter_count, read_hf_config, shape_of
+
+    if recipe == "grpo-arithmetic-cpu":
+        return "Qwen3", make_base_config(folder, tokenizer, seed=seed, initializer_range=0.06)
+    sizes = ENGINE_SIZES["nemotron_h_moe"] | {"vocab_size": 32, "eos_token_id": 2}
+    make_tiny_model("nemotron_h_moe", folder, seed=seed, **sizes)
+    make_tokenizer(folder)
+    return "Nemotron-3 Nano", parameter_count(shape_of(read_hf_config(folder)))
 
 
 def _share(value: object) -> str:

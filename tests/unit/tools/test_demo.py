@@ -1,12 +1,17 @@
-"""The end of the demo: the most likely answers of a model, asked from its folder."""
+"""The demo's untrained models, and its end: the most likely answers of a model, asked from its folder."""
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
+from grpo_mcore.cli.demo import FOLDERS, make_untrained
 from grpo_mcore.data.arithmetic import make_arithmetic_task, make_base_config
+from grpo_mcore.families import check_fit, read_hf_config, shape_of
+from grpo_mcore.families.known import known_config
+from grpo_mcore.recipe import load_recipe
 from grpo_mcore.tools.demo import Answers, ask, learned
 
 
@@ -25,3 +30,23 @@ def test_an_untrained_model_answers_every_problem(tmp_path: Path) -> None:
     found = ask(tmp_path / "model", task.val)
     assert len(found.problems) == len(found.answers) == len(found.right) == 20
     assert found.accuracy < 0.3
+
+
+@pytest.mark.parametrize("recipe", FOLDERS)
+def test_the_untrained_model_fits_its_recipe(tmp_path: Path, recipe: str) -> None:
+    """The recipe trains what the demo makes, and counts its parameters as transformers does."""
+    from transformers import AutoModelForCausalLM, AutoTokenizer
+
+    config = load_recipe(recipe).config
+    assert Path(config.policy.model_name).is_relative_to(FOLDERS[recipe])
+    task = make_arithmetic_task(tmp_path / "task", num_val=1)
+    _, parameters = make_untrained(recipe, tmp_path / "untrained", task.tokenizer, seed=1)
+    model = AutoModelForCausalLM.from_pretrained(tmp_path / "untrained")
+    trained = sum(value.numel() for value in model.parameters())
+    assert parameters == pytest.approx(trained, rel=1e-3), "a router's bias is no parameter there"
+    assert AutoTokenizer.from_pretrained(tmp_path / "untrained").vocab_size <= model.config.vocab_size
+    shape = shape_of(read_hf_config(tmp_path / "untrained"))
+    known = known_config(config.policy.model_name)
+    assert known is not None and replace(shape_of(known), max_positions=shape.max_positions) == shape
+    check_fit(shape, config.policy.megatron_cfg)
+    assert (shape.mamba is not None) == (shape.experts is not None) == (recipe == "grpo-nano-v3-cpu")
