@@ -6,6 +6,7 @@ from __future__ import annotations
 from collections import defaultdict
 from collections.abc import Sequence
 from dataclasses import replace
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -14,31 +15,31 @@ from torch import Tensor
 from grpo_mcore.batching.packed_batch import PackedBatch
 
 if TYPE_CHECKING:
+    from grpo_mcore.parallel.model import PolicyModel
     from grpo_mcore.parallel.policy import Policy
 
 
 def trace_layers(policy: Policy, batches: Sequence[PackedBatch]) -> list[dict[int, Tensor]]:
     """Return, for each micro-batch, layer number (from 1) -> float64 [2, tokens of its samples]: the norm of the hidden
     state after the layer, and its product with a fixed random direction. Only of this rank's layers. Collective.
-
-    Raises ValueError with context parallelism, where a rank sees only parts of the samples.
     """
-    if policy.layout.context > 1:
-        raise ValueError("layers are not traced with context parallelism")
     found: dict[int, list[Tensor]] = defaultdict(list)
     direction = torch.randn(policy.shape.hidden_size, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
     direction = (direction / direction.norm()).to(policy.device)
 
-    def keep(layer: Any, _inputs: Any, output: Any) -> None:
+    def keep(network: PolicyModel, layer: Any, _inputs: Any, output: Any) -> None:
         hidden = output[0] if isinstance(output, tuple) else output
         if policy.layout.sequence_parallel:
             from megatron.core.tensor_parallel import gather_from_sequence_parallel_region
 
             hidden = gather_from_sequence_parallel_region(hidden)
         hidden = hidden[:, 0].to(torch.float64)
-        found[layer.layer_number].append(torch.stack([hidden.norm(dim=1), hidden @ direction]).cpu())
+        found[layer.layer_number].append(network.by_token(torch.stack([hidden.norm(dim=1), hidden @ direction])).cpu())
 
-    hooks = [layer.register_forward_hook(keep) for chunk in policy.chunks for layer in chunk.module.decoder.layers]
+    networks = [chunk.module for chunk in policy.chunks]
+    hooks = [
+        layer.register_forward_hook(partial(keep, network)) for network in networks for layer in network.decoder.layers
+    ]
     try:
         policy.logprobs([replace(batch, shared=None) for batch in batches])
     finally:

@@ -88,6 +88,15 @@ class PolicyModel(GPTModel):
         )
         return add_shares(output, group) if group.size() > 1 and self.post_process else output
 
+    def by_token(self, values: Tensor) -> Tensor:
+        """Return values [k, t] of the tokens that this rank computes in this pass, with those of the other
+        context-parallel ranks, by token of the row: [k, T]. Collective among these ranks."""
+        if self._places is None:
+            return values
+        rows = values.index_select(1, self._places.clamp(min=0)) * (self._places >= 0)
+        torch.distributed.all_reduce(rows, group=parallel_state.get_context_parallel_group())
+        return rows
+
     def forget_pass(self) -> None:
         """Drop what expert layers keep of their last pass: the router's weights. The graph behind them would hold each
         layer's input and its gradient until the next pass."""

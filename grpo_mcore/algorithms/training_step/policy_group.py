@@ -9,6 +9,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 from torch import Tensor
 
 from grpo_mcore.algorithms.training_step.step_batch import RankStep, TrainTargets
@@ -201,6 +202,15 @@ class PolicyGroup:
 
     def _all(self, method: str, *args: Any, what: str) -> list[Any]:
         return call_all(self.cluster, self.workers, method, *args, what=what, background=self.background)
+
+
+def by_sample(logprobs: Sequence[Future]) -> dict[int, dict[str, np.ndarray]]:
+    """Wait for what `token_logprobs` asked for. Return it by index in the step: name -> float32 [length]."""
+    found: dict[int, dict[str, np.ndarray]] = {}
+    for future in logprobs:
+        for bin in future.result():
+            found |= bin.by_sample()
+    return found
 
 
 def _processes(workers: Sequence[Worker]) -> tuple[tuple[str, int], ...]:

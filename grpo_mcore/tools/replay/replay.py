@@ -20,6 +20,7 @@ from grpo_mcore.algorithms.engines.engine_group import EngineGroup
 from grpo_mcore.algorithms.grpo import train_on_groups
 from grpo_mcore.algorithms.lifecycle.checks import check_model
 from grpo_mcore.algorithms.setup import make_loss, start_cluster, start_policy, wait_until_ready
+from grpo_mcore.algorithms.training_step.policy_group import by_sample
 from grpo_mcore.algorithms.training_step.step_batch import StepBatch, TrainTargets, build_step_batch
 from grpo_mcore.cluster import Future, ObjectStore
 from grpo_mcore.data import DatumSpec
@@ -80,8 +81,7 @@ class _Taken:
         self.logprobs: dict[int, Tensor] = {}
 
     def trained(self, step: int, batch: StepBatch, targets: TrainTargets, logprobs: Sequence[Future]) -> None:
-        for future in logprobs:
-            self.logprobs |= {index: found["policy"] for index, found in future.result().items()}
+        self.logprobs |= {index: torch.tensor(found["policy"]) for index, found in by_sample(logprobs).items()}
 
 
 def recorded_step(run: Path, step: int, uids: Collection[str] = ()) -> tuple[list[dict[str, Any]], Replay]:
@@ -167,7 +167,7 @@ def replay(
         names = [_name(row) for row in rows]
         layers: dict[int, dict[int, Tensor]] = {}
         batch = build_step_batch(groups, config, model.layout)
-        if batch.ranks and model.layout.context == 1:
+        if batch.ranks:
             policy.receive(batch.ranks)
             layers = policy.trace_layers()
         taken = _Taken()
