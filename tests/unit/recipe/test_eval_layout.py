@@ -48,7 +48,7 @@ def test_the_resolved_recipe_is_the_same_again() -> None:
         (["~data.dataset_name"], "no data to evaluate on; give data.dataset_name"),
         (["eval.sets.AIME2024=5"], "expected a mapping of keys"),
         (["data.dataset_name=Squad"], "name the environment that scores it"),
-        (["data.dataset_name=val.jsonl"], "val.jsonl is a file: give it as data_path, with dataset_name ResponseDataset"),
+        (["data.dataset_name=val.jsonl"], "val.jsonl is a file: give it as data_path"),
         (["eval.metrics=cons@k"], "nearest known key: eval.metric"),
     ],
 )
