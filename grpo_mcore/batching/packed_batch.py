@@ -44,8 +44,8 @@ class PackedBatch:
         return len(self.lengths)
 
     @property
-    def computed(self) -> Tensor:
-        """int32, like `cu_seqlens`: of the tokens that are computed, if samples share prefixes."""
+    def computed_cu_seqlens(self) -> Tensor:
+        """int32: `cu_seqlens` of the tokens that are computed, which are fewer where samples share prefixes."""
         return self.cu_seqlens if self.shared is None else self.shared.cu_seqlens
 
     @property

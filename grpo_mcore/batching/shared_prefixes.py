@@ -28,20 +28,26 @@ class SharedPrefixes:
     """int64 [T]: place of each token of the row among the computed ones; 0 for the row's padding."""
     new_tokens: tuple[int, ...]
     """Tokens of each sample after the prefix that it shares with an earlier one, on the host."""
-    cu_seqlens: Tensor
-    """int32 [n + 1], or [n + 2] with padding: start of each sample's new tokens among the computed ones, and U."""
 
     @property
     def padding(self) -> int:
         """Tokens of padding at the end of the computed tokens."""
         return len(self.source) - sum(self.new_tokens)
 
+    @property
+    def lengths(self) -> tuple[int, ...]:
+        """Computed tokens of each sample, and of the padding if there is any."""
+        return (*self.new_tokens, self.padding) if self.padding else self.new_tokens
+
+    @property
+    def cu_seqlens(self) -> Tensor:
+        """int32 [n + 1], or [n + 2] with padding: start of each sample's new tokens among the computed ones, and U."""
+        return torch.tensor([0, *self.lengths]).cumsum(0).to(self.places.device, torch.int32)
+
     def to(self, device: torch.device | str, *, non_blocking: bool = False) -> SharedPrefixes:
         """Return the same on a device."""
-        source, places, ends = (
-            part.to(device, non_blocking=non_blocking) for part in (self.source, self.places, self.cu_seqlens)
-        )
-        return SharedPrefixes(source, places, self.new_tokens, ends)
+        source, places = (part.to(device, non_blocking=non_blocking) for part in (self.source, self.places))
+        return SharedPrefixes(source, places, self.new_tokens)
 
 
 def find_shared_prefixes(
@@ -82,10 +88,8 @@ def find_shared_prefixes(
     computed_from.scatter_reduce_(0, place[goes_on], torch.arange(start)[goes_on], "amax")
     padding = torch.zeros(round_up(computed, multiple) - computed, dtype=torch.int64)
     rest = torch.zeros(len(tokens) - start, dtype=torch.int64)
-    sizes = torch.tensor([0, *new_tokens, *([len(padding)] if len(padding) else [])])
     return SharedPrefixes(
         torch.cat([computed_from, padding]).to(tokens.device),
         torch.cat([place, rest]).to(tokens.device),
         tuple(new_tokens),
-        sizes.cumsum(0).to(tokens.device, torch.int32),
     )

@@ -10,11 +10,9 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
 
 import torch
 from torch import Tensor
-from torch.distributed import ProcessGroup
 
 from grpo_mcore.batching.packing import round_up
 from grpo_mcore.batching.shared_prefixes import SharedPrefixes
@@ -100,24 +98,3 @@ def computed_here(
 def take(row: Tensor, index: Tensor) -> Tensor:
     """Select tokens of a per-token row: [1, T] -> [1, t]; 0 where the index is T."""
     return torch.cat([row[0], row.new_zeros(1)]).index_select(0, index)[None]
-
-
-def add_shares(rows: Tensor, group: ProcessGroup) -> Tensor:
-    """Add up the context-parallel ranks' rows [k, T], each with 0 for the others' tokens.
-
-    Every rank then computes the same loss from the whole row, and receives the gradient of its own tokens only: summed
-    over the context-parallel ranks, the weights' gradients count each token once.
-    """
-    return _AddShares.apply(rows, group)
-
-
-class _AddShares(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, rows: Tensor, group: ProcessGroup) -> Tensor:
-        rows = rows.clone()
-        torch.distributed.all_reduce(rows, group=group)
-        return rows
-
-    @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
-        return grad, None

@@ -25,7 +25,7 @@ from grpo_mcore.batching.packed_batch import PackedBatch
 from grpo_mcore.families import Block, ModelShape
 from grpo_mcore.families.activations import TILES
 from grpo_mcore.parallel.attention import LatentAttention, PackedAttention, RotaryByPosition, WindowAttention
-from grpo_mcore.parallel.context import add_shares, computed_here, share_of_row, take
+from grpo_mcore.parallel.context import computed_here, share_of_row, take
 from grpo_mcore.parallel.delta import DeltaMixer
 from grpo_mcore.parallel.experts import ClampedExperts, Experts, GroupedExperts, LatentMoELayer
 from grpo_mcore.parallel.layout import Layout
@@ -63,8 +63,10 @@ class PolicyModel(GPTModel):
         share, group = None, parallel_state.get_context_parallel_group()
         if group.size() > 1 or length is not None:
             multiple = self.config.tensor_model_parallel_size if self.config.sequence_parallel else 1
-            share = share_of_row(batch.computed, group.rank(), group.size(), multiple, length or 0)
-        # Targets and masks stay by token of the row, whatever this rank computes of it.
+            share = share_of_row(batch.computed_cu_seqlens, group.rank(), group.size(), multiple, length or 0)
+        # Targets and masks stay by token of the row, whatever this rank computes of it. The last stage's rows hold 0
+        # for tokens of other context-parallel ranks and are added up: every rank then computes the same loss, and gets
+        # the gradient of its own tokens only. Summed over the ranks, the weights' gradients count each token once.
         index, self._places = computed_here(batch.shared, share, tokens.size(1))
         if index is not None:
             tokens, positions = take(tokens, index), take(positions, index)
@@ -83,10 +85,10 @@ class PolicyModel(GPTModel):
             labels=batch.targets(),
             loss_mask=batch.next_token_counts(),
             packed_seq_params=describe_row(
-                batch.cu_seqlens, self.platform, share, group, positions=positions[0], shared=batch.shared
+                batch.cu_seqlens, self.platform, share, group, positions=positions[0], shared=batch.shared, index=index
             ),
         )
-        return add_shares(output, group) if group.size() > 1 and self.post_process else output
+        return tensor_parallel.reduce_from_tensor_model_parallel_region(output, group) if self.post_process else output
 
     def by_token(self, values: Tensor) -> Tensor:
         """Return values [k, t] of the tokens that this rank computes in this pass, with those of the other
@@ -116,10 +118,8 @@ class PolicyModel(GPTModel):
             if self.share_embeddings_and_output_weights
             else self.output_layer.weight
         )
-        wanted = loss_mask[0]  # prompts and padding need no log-prob
-        if self._places is not None:
-            wanted = wanted & (self._places >= 0)
-        wanted = wanted.nonzero().squeeze(1)
+        here = loss_mask[0] if self._places is None else loss_mask[0] & (self._places >= 0)
+        wanted = here.nonzero().squeeze(1)  # prompts and padding need no log-prob
         places = wanted if self._places is None else self._places.index_select(0, wanted)
         scores = token_scores(
             hidden[:, 0].index_select(0, places),

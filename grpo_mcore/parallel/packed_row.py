@@ -14,7 +14,7 @@ from torch import Tensor
 from torch.distributed import ProcessGroup
 
 from grpo_mcore.batching.shared_prefixes import SharedPrefixes
-from grpo_mcore.parallel.context import ContextShare, computed_here
+from grpo_mcore.parallel.context import ContextShare
 from grpo_mcore.parallel.platform import Platform
 
 
@@ -86,12 +86,13 @@ def describe_row(
     *,
     positions: Tensor | None = None,
     shared: SharedPrefixes | None = None,
+    index: Tensor | None = None,
 ) -> PackedRow:
     """Describe a row with these cumulative lengths (int32 [n + 1]), or this rank's share of it.
 
     `positions`: see PackedRow; a network with a rotary embedding needs them. `shared`: the tokens that are computed, if
-    not all are; a sample's queries are then its new tokens, its keys all of its tokens, and `share` is one of the
-    computed tokens.
+    not all are; a sample's queries are then its new tokens, its keys all of its tokens, `share` is one of the
+    computed tokens, and `index` is needed: `computed_here` returns it.
     """
     if share is not None and shared is None:
         cu_seqlens = share.cu_seqlens
@@ -114,10 +115,8 @@ def describe_row(
         row.context_group, row.key_order = context_group, share.key_order
     if shared is not None:
         spans, key_order, places = _spans_of_samples(shared, lengths, share)
-        tokens = len(shared.places)
-        index, _ = computed_here(shared, share, tokens)
         assert index is not None
-        row.whole = places.index_select(0, shared.places), index.clamp(max=tokens - 1)
+        row.whole = places.index_select(0, shared.places), index.clamp(max=len(shared.places) - 1)
     elif share is not None:
         spans, key_order = [Span(*span) for span in share.spans], share.key_order
     else:
@@ -134,23 +133,23 @@ def _spans_of_samples(
 ) -> tuple[list[Span], Tensor, Tensor]:
     """Return the spans of samples with shared prefixes and of the padding, the index of each of their keys among those
     of all ranks, and the same of each computed token."""
-    new = torch.tensor([*shared.new_tokens, *([shared.padding] if shared.padding else [])])
+    device, new = shared.places.device, torch.tensor(shared.lengths)
     starts = torch.cat([new.new_zeros(1), new.cumsum(0)])
     if share is None:
-        ends, order = starts.tolist(), torch.arange(len(shared.source))
+        ends, order = starts.tolist(), torch.arange(len(shared.source), device=device)
         parts = [[(start, n, n)] for start, n in zip(ends, new.tolist(), strict=False)]
     else:  # a rank has two chunks of each, and each is padded
         ends, order = share.cu_seqlens.tolist(), share.key_order
         seen = [(start, length, keys) for start, length, _, keys in share.spans]
         parts = [seen[2 * i : 2 * i + 2] for i in range(len(new))]
     shifts = (torch.tensor(ends) - starts)[:-1].repeat_interleave(new)
-    places = order[(torch.arange(len(shared.source)) + shifts).to(order.device)].to(shared.places.device)
+    places = order[(torch.arange(len(shared.source)) + shifts).to(device)]
     by_sample = [*shared.places.split(list(lengths)), shared.places[:0]]
     prefixes = [*(whole - n for whole, n in zip(lengths, shared.new_tokens, strict=False)), 0]
     spans, keys, key_start = [], [], 0
     for i, own in enumerate(parts):
         spans += [Span(query, n, key_start, prefixes[i] + seen) for query, n, seen in own if n]
-        keys += [places[by_sample[i][: prefixes[i]]], order[ends[i] : ends[i + 1]].to(places.device)]
+        keys += [places[by_sample[i][: prefixes[i]]], order[ends[i] : ends[i + 1]]]
         key_start += prefixes[i] + ends[i + 1] - ends[i]
     return spans, torch.cat(keys), places
 

@@ -277,7 +277,10 @@ class Policy:
             return [None] * len(batches)
         multiple = self.layout.tensor if self.layout.sequence_parallel else 1
         lengths = torch.tensor(
-            [padded_length(batch.computed.diff().tolist(), self.layout.context, multiple) for batch in batches],
+            [
+                padded_length(batch.computed_cu_seqlens.diff().tolist(), self.layout.context, multiple)
+                for batch in batches
+            ],
             device=self.device,
         )
         torch.distributed.all_reduce(lengths, op=torch.distributed.ReduceOp.MAX)

@@ -25,7 +25,7 @@ from grpo_mcore.rollout.trajectory import Score, Trajectory, TrajectoryRef, Turn
 FOLDER = "groups"
 
 TYPES = (TrajectoryRef, Trajectory, Turn, turn_of_bytes, Score)
-"""What the files of groups may name."""
+"""Classes, and the function that makes turns, in the files of groups."""
 
 
 def write_groups(folder: Path, groups: Iterable[Group], cluster: Cluster) -> None:

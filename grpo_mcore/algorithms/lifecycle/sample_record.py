@@ -10,7 +10,7 @@ from typing import Any
 
 import numpy as np
 
-from grpo_mcore.algorithms.training_step.policy_group import by_sample
+from grpo_mcore.algorithms.training_step.policy_group import logprobs_by_sample
 from grpo_mcore.algorithms.training_step.step_batch import StepBatch, TrainTargets
 from grpo_mcore.cluster import Cluster, Future
 from grpo_mcore.objective import clip_advantages
@@ -71,7 +71,7 @@ class SampleRecord:
     def _trained_rows(
         self, groups: Sequence[Group], step: int, columns: Mapping[str, list[float]], logprobs: Sequence[Future]
     ) -> list[dict[str, Any]]:
-        by_index = by_sample(logprobs)
+        by_index = logprobs_by_sample(logprobs)
         rows, first, indices = self._rows(groups), 0, list[int]()
         for position, group in enumerate(groups):
             if self._chosen(position, len(groups)):

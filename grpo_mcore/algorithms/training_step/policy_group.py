@@ -204,12 +204,13 @@ class PolicyGroup:
         return call_all(self.cluster, self.workers, method, *args, what=what, background=self.background)
 
 
-def by_sample(logprobs: Sequence[Future]) -> dict[int, dict[str, np.ndarray]]:
+def logprobs_by_sample(answers: Sequence[Future]) -> dict[int, dict[str, np.ndarray]]:
     """Wait for what `token_logprobs` asked for. Return it by index in the step: name -> float32 [length]."""
     found: dict[int, dict[str, np.ndarray]] = {}
-    for future in logprobs:
-        for bin in future.result():
-            found |= bin.by_sample()
+    for answer in answers:
+        for bin in answer.result():
+            parts = {name: np.split(row, np.cumsum(bin.lengths)) for name, row in bin.rows.items()}
+            found |= {index: {name: parts[name][i] for name in parts} for i, index in enumerate(bin.samples)}
     return found
 
 

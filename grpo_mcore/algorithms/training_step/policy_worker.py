@@ -43,12 +43,6 @@ class BinLogprobs:
     rows: dict[str, np.ndarray]
     """float32 [T], the samples side by side: "policy" before the update and, if it was computed, "reference"."""
 
-    def by_sample(self) -> dict[int, dict[str, np.ndarray]]:
-        """Return the log-probs by index in the step, float32 [length]."""
-        ends = np.cumsum(self.lengths)
-        parts = {name: np.split(row, ends) for name, row in self.rows.items()}
-        return {index: {name: parts[name][i] for name in parts} for i, index in enumerate(self.samples)}
-
 
 class PolicyWorker(Policy):
     """A policy rank that holds the data of its step. Runs in a Ray actor or in the driver's process."""

@@ -14,8 +14,6 @@ from grpo_mcore.recipe.schema.data import (
 )
 from grpo_mcore.recipe.schema.master import Algorithm, RecipeSections, algorithm_of, only_evaluates, runs_grpo
 
-FILE_ENDINGS = (".jsonl", ".json", ".parquet")
-
 
 def check_data(config: RecipeSections) -> Iterator[Finding]:
     """There must be training data, and each dataset must have what it needs and an environment."""
@@ -29,13 +27,15 @@ def check_data(config: RecipeSections) -> Iterator[Finding]:
     for part, entries in (("train", config.data.train), ("validation", config.data.validation)):
         for position, entry in enumerate(entries):
             at = f"data.{part}.{position}."
+            if entry.dataset_name.endswith((".jsonl", ".json", ".parquet")):
+                yield Finding(
+                    (at + "dataset_name",),
+                    f"{entry.dataset_name} is a file: give it as data_path, with dataset_name ResponseDataset if its "
+                    "rows have input and output",
+                )
+                continue
             yield from _check_dataset(entry, at, algorithm_of(config))
-            if (
-                entry.env_name is None
-                and not entry.dataset_name.endswith(FILE_ENDINGS)
-                and (runs_grpo(config) or only_evaluates(config))
-                and len(config.env) > 1
-            ):
+            if entry.env_name is None and (runs_grpo(config) or only_evaluates(config)) and len(config.env) > 1:
                 yield Finding(
                     (at + "env_name", f"data.{part}"),
                     f"{entry.dataset_name}: name the environment that scores it with env_name: {', '.join(config.env)}",
@@ -48,13 +48,7 @@ def check_data(config: RecipeSections) -> Iterator[Finding]:
 
 def _check_dataset(entry: DatasetEntry, at: str, algorithm: Algorithm) -> Iterator[Finding]:
     name = dataset_by_name(entry.dataset_name)
-    if entry.dataset_name.endswith(FILE_ENDINGS):
-        yield Finding(
-            (at + "dataset_name",),
-            f"{entry.dataset_name} is a file: give it as data_path, with dataset_name ResponseDataset if its rows have "
-            "input and output",
-        )
-    elif name is None and not {".", ":"} & set(entry.dataset_name):
+    if name is None and not {".", ":"} & set(entry.dataset_name):
         yield Finding((at + "dataset_name",), unknown_dataset(entry.dataset_name))
     elif name in PREFERENCE_DATASETS and algorithm != "dpo":
         yield Finding(

@@ -20,7 +20,7 @@ from grpo_mcore.algorithms.engines.engine_group import EngineGroup
 from grpo_mcore.algorithms.grpo import train_on_groups
 from grpo_mcore.algorithms.lifecycle.checks import check_model
 from grpo_mcore.algorithms.setup import make_loss, start_cluster, start_policy, wait_until_ready
-from grpo_mcore.algorithms.training_step.policy_group import by_sample
+from grpo_mcore.algorithms.training_step.policy_group import logprobs_by_sample
 from grpo_mcore.algorithms.training_step.step_batch import StepBatch, TrainTargets, build_step_batch
 from grpo_mcore.cluster import Future, ObjectStore
 from grpo_mcore.data import DatumSpec
@@ -81,7 +81,8 @@ class _Taken:
         self.logprobs: dict[int, Tensor] = {}
 
     def trained(self, step: int, batch: StepBatch, targets: TrainTargets, logprobs: Sequence[Future]) -> None:
-        self.logprobs |= {index: torch.tensor(found["policy"]) for index, found in by_sample(logprobs).items()}
+        by_index = logprobs_by_sample(logprobs)
+        self.logprobs |= {index: torch.tensor(found["policy"]) for index, found in by_index.items()}
 
 
 def recorded_step(run: Path, step: int, uids: Collection[str] = ()) -> tuple[list[dict[str, Any]], Replay]:

@@ -175,7 +175,7 @@ def test_samples_with_shared_prefixes_attend_as_whole_ones(
     found = PackedAttention(config(window), 1, None, "self", platform=platform)(
         *(values.detach() for values in inputs(len(shared.source))),
         None,
-        packed_seq_params=describe_row(row(lengths), platform, shared=shared),
+        packed_seq_params=describe_row(row(lengths), platform, shared=shared, index=shared.source),
     )
     assert len(found) == len(shared.source)
     torch.testing.assert_close(found[shared.places], expected, atol=1e-5, rtol=0)
@@ -185,11 +185,11 @@ def test_samples_with_shared_prefixes_attend_as_whole_ones(
     gathered = [torch.cat([part[i] for part in parts]) for i in (1, 2)]
     monkeypatch.setattr("grpo_mcore.parallel.attention._gather_context", lambda *_: gathered)
     for part, share in zip(parts, shares, strict=True):
-        described = describe_row(row(lengths), platform, share, object(), shared=shared)
+        index, places = computed_here(shared, share, sum(lengths))
+        described = describe_row(row(lengths), platform, share, object(), shared=shared, index=index)
         found = PackedAttention(config(window), 1, None, "self", platform=platform)(
             *part, None, packed_seq_params=described
         )
-        _, places = computed_here(shared, share, sum(lengths))
         mine = places >= 0
         torch.testing.assert_close(found[places[mine]], expected[mine], atol=1e-5, rtol=0)
         order, here = described.whole
