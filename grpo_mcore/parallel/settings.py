@@ -76,7 +76,8 @@ def transformer_config(
         # `Policy` pads them, and there are no pipeline stages.
         variable_seq_lengths=not by_all_gather,
         moe_token_dispatcher_type="allgather" if by_all_gather else "alltoall",
-        deallocate_pipeline_outputs=layout.pipeline > 1,
+        # Interleaved stages go on while they send: memory given back then may hold other values before it is sent.
+        deallocate_pipeline_outputs=layout.pipeline > 1 and layout.virtual == 1,
         # With two interleaved stages, each is both the next and the previous one of the other: with the messages of
         # both directions in one batch they would confuse activations with gradients.
         batch_p2p_comm=layout.virtual == 1,

@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 import resource
+import time
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from typing import Any
+from unittest import mock
 
 import torch
 
@@ -300,3 +303,30 @@ def step_against_adamw(policy: Policy, settings: dict[str, float]) -> float:
         expected = weight - decay - rate * unbiased[0] / (unbiased[1].sqrt() + eps)
         difference = max(difference, float((param.double() - expected).abs().max()))
     return difference
+
+
+def steps_with_late_sends(address: Address, model: str, case: LayoutCase, delay: float) -> list[tuple[float, float]]:
+    """Train two steps. What the second stage sends is read from its tensor `delay` seconds later, as Gloo may do."""
+    policy = adam_policy(address, model, case)
+    from megatron.core.pipeline_parallel import p2p_communication
+
+    post_messages = p2p_communication._p2p_ops
+    send, world = torch.distributed.isend, torch.distributed.group.WORLD
+    with ThreadPoolExecutor(1) as sender:
+
+        class Late:
+            def __init__(self, tensor: torch.Tensor, dst: int) -> None:
+                self.sent = sender.submit(lambda: (time.sleep(delay), send(tensor, dst, group=world))[1])
+
+            def wait(self) -> None:
+                self.sent.result().wait()
+
+        def late_send(tensor: torch.Tensor, dst: int, group: Any) -> Any:
+            return Late(tensor, dst) if group is world and delay else send(tensor, dst, group=group)
+
+        def post(**messages: Any) -> Any:
+            with mock.patch.object(torch.distributed, "isend", late_send):
+                return post_messages(**messages)
+
+        with mock.patch.object(p2p_communication, "_p2p_ops", post):
+            return [step(policy) for _ in range(2)]

@@ -259,3 +259,8 @@ def test_a_loss_that_is_not_finite_names_the_sample_on_every_rank(
     for message, weights_unchanged in results:
         assert "not finite; the cause: samples 4." in message
         assert weights_unchanged
+
+
+def test_interleaved_stages_keep_what_they_send_until_it_is_sent(ranks: RankPool, model: str) -> None:
+    at_once, late = (steps_of(ranks.run(2, f"{CASES}:steps_with_late_sends", model, VPP2, wait)) for wait in (0, 0.02))
+    assert late == at_once
