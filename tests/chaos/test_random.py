@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
+from collections.abc import Sequence
 from pathlib import Path
 
 import pytest
@@ -13,13 +14,22 @@ from tests.functional.runs import Task
 
 
 @pytest.mark.timeout(3700)
-@pytest.mark.every_state
-@pytest.mark.parametrize(("program", "seeds"), [("random_runs", 20), ("ray_sigterms", 4)])
-def test_disturbed_runs_lose_nothing(tmp_path: Path, task: Task, model: Path, program: str, seeds: int) -> None:
+@pytest.mark.parametrize(
+    ("program", "seeds"),
+    [
+        ("random_runs", (0, 3, 6)),  # SIGTERM, SIGKILL, a full disk
+        pytest.param("random_runs", range(20), marks=pytest.mark.every_state),
+        pytest.param("ray_sigterms", range(4), marks=pytest.mark.every_state),
+    ],
+    ids=["three seeds", "twenty seeds", "SIGTERM under Ray"],
+)
+def test_disturbed_runs_lose_nothing(
+    tmp_path: Path, task: Task, model: Path, program: str, seeds: Sequence[int]
+) -> None:
     """Two seeds of each kind of disturbance, and signals to a run under Ray; further seeds by hand."""
-    words = [str(task.folder), str(model), str(tmp_path / "out"), *map(str, range(seeds))]
+    words = [str(task.folder), str(model), str(tmp_path / "out"), *map(str, seeds)]
     command = [sys.executable, "-m", f"tests.chaos.{program}", *words]
     done = subprocess.run(command, capture_output=True, text=True, env=os.environ, timeout=3600)
     print(done.stdout)
     assert done.returncode == 0, done.stderr
-    assert sum(line.startswith(("seed ", "signal ")) for line in done.stdout.splitlines()) == seeds
+    assert sum(line.startswith(("seed ", "signal ")) for line in done.stdout.splitlines()) == len(seeds)
