@@ -7,7 +7,7 @@ import math
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from enum import Enum
-from typing import Any, Literal
+from typing import Any, ClassVar, Literal
 
 Box = tuple[tuple[int, int], ...]  # (start, stop) of every dimension
 
@@ -84,6 +84,8 @@ class Block(Enum):
 class MambaShape:
     """A Mamba2 mixer (arXiv 2405.21060)."""
 
+    gpu_packages: ClassVar[tuple[str, ...]] = ("mamba_ssm", "causal_conv1d")  # optional, with its fused kernels
+
     heads: int
     head_dim: int
     groups: int  # groups of heads that share B and C
@@ -120,6 +122,8 @@ class MambaShape:
 class DeltaShape:
     """Gated DeltaNet mixers (arXiv 2412.06464), which take the place of attention in `layers`. Each key head serves
     several value heads."""
+
+    gpu_packages: ClassVar[tuple[str, ...]] = ("fla", "causal_conv1d")  # optional, with its fused kernels
 
     layers: tuple[int, ...]
     key_heads: int

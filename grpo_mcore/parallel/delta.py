@@ -1,12 +1,13 @@
-"""The Gated DeltaNet mixer in plain PyTorch, over packed rows: neither state nor convolution crosses a boundary between
-sequences.
+"""The Gated DeltaNet mixer over packed rows: neither state nor convolution crosses a boundary between sequences.
 
-Under context parallelism every rank scans whole sequences and keeps its own tokens.
+In plain PyTorch, or with the kernels of `fla` and `causal_conv1d`; the parameters are the same. Under context
+parallelism every rank scans whole sequences and keeps its own tokens.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
+from itertools import accumulate
 from typing import Any
 
 import torch
@@ -27,14 +28,24 @@ class DeltaMixer(torch.nn.Module):
     """Takes the place of a layer's attention. Heads are split over tensor-parallel ranks.
 
     Parameters have the names of the Hugging Face checkpoint, its four input projections in two. `column`, `row`:
-    classes of Megatron-Core's linear layers. Yang, Kautz, Hatamizadeh, arXiv 2412.06464, eq. 10: with the state S of a
-    head, S_t = a_t S_{t-1} + b_t (v_t - a_t S_{t-1} k_t) k_t', output S_t q_t.
+    classes of Megatron-Core's linear layers. `fused`: use `fla` and `causal_conv1d`.
+
+    Yang, Kautz, Hatamizadeh, arXiv 2412.06464, eq. 10: with the state S of a head, S_t = a_t S_{t-1} + b_t (v_t - a_t
+    S_{t-1} k_t) k_t', output S_t q_t.
     """
 
     def __init__(
-        self, config: TransformerConfig, layer_number: int, delta: DeltaShape, column: type, row: type, **_: Any
+        self,
+        config: TransformerConfig,
+        layer_number: int,
+        delta: DeltaShape,
+        column: type,
+        row: type,
+        fused: bool = False,
+        **_: Any,
     ) -> None:
         super().__init__()
+        self.fused = fused
         self.eps, dtype = config.layernorm_epsilon, config.params_dtype
         self.group = parallel_state.get_tensor_model_parallel_group()
         self.delta = mine = delta.local(self.group.size())
@@ -62,31 +73,29 @@ class DeltaMixer(torch.nn.Module):
         assert row is not None and row.ends is not None, "the policy feeds packed rows only"
         projected = [layer(hidden_states)[0][:, 0] for layer in (self.in_proj_qkvz, self.in_proj_ba)]
         joined, here = whole_sequences(torch.cat(projected, -1), row)
-        if row.chunks is None:
-            row.chunks = chunks_of(row.lengths, self.delta.chunk, joined.device)
-        mixed = self._mix(joined, row.ends, row.chunks)[here]
+        mixed = self._mix(joined, row)[here]
         return self.out_proj(mixed.to(hidden_states.dtype)[:, None])[0], None
 
-    def _mix(self, projected: Tensor, cu_seqlens: Tensor, chunks: Chunks) -> Tensor:
+    def _mix(self, projected: Tensor, row: PackedRow) -> Tensor:
+        assert row.ends is not None
         delta, heads = self.delta, self.delta.value_heads
         qkv, gate, b, a = projected.split([sum(delta.convolved_parts), delta.values, heads, heads], -1)
-        sequence = sequence_of_token(cu_seqlens, projected.size(0))
-        qkv = convolve(qkv, self.conv1d.weight, None, sequence, cu_seqlens.numel() - 1)
-        q, k, v = qkv.float().split(delta.convolved_parts, -1)
-        q, k = (unit(x.unflatten(-1, (-1, delta.key_dim))) for x in (q, k))
+        sequence = sequence_of_token(row.ends, projected.size(0))
+        qkv = convolve(qkv, self.conv1d.weight, None, sequence, row.ends.numel() - 1, fused=self.fused)
+        q, k, v = (qkv if self.fused else qkv.float()).split(delta.convolved_parts, -1)
+        q, k = (x.unflatten(-1, (-1, delta.key_dim)) for x in (q, k))
+        v, strength = v.unflatten(-1, (heads, -1)), b.float().sigmoid()
         log_decay = -self.A_log.float().exp() * softplus(a.float() + self.dt_bias.float())
-        out = delta_rule(
-            q * delta.key_dim**-0.5,
-            k,
-            v.unflatten(-1, (heads, -1)),
-            log_decay,
-            b.float().sigmoid(),
-            chunks,
-            delta.chunk,
-        )
+        if self.fused:
+            out = fused_delta_rule(q, k, v, log_decay, strength, row.ends, row.lengths)
+        else:
+            if row.chunks is None:
+                row.chunks = chunks_of(row.lengths, delta.chunk, projected.device)
+            scale = delta.key_dim**-0.5
+            out = delta_rule(unit(q) * scale, unit(k), v, log_decay, strength, row.chunks, delta.chunk)
         # Each rank has the norm's weight for its own heads, so that the gradient is the sum over the ranks.
         weight = copy_to_tensor_model_parallel_region(self.norm.weight).float()
-        normed = rms_norm(out, (delta.value_dim,), weight, self.eps)
+        normed = rms_norm(out.float(), (delta.value_dim,), weight, self.eps)
         return (normed * silu(gate.float().unflatten(-1, (heads, -1)))).flatten(1)
 
     def sharded_state_dict(
@@ -114,6 +123,21 @@ class DeltaMixer(torch.nn.Module):
 def unit(x: Tensor) -> Tensor:
     """Return x / sqrt(sum(x^2) + 1e-6) over the last dimension."""
     return x * torch.rsqrt(x.square().sum(-1, keepdim=True) + 1e-6)
+
+
+def fused_delta_rule(
+    q: Tensor, k: Tensor, v: Tensor, log_decay: Tensor, strength: Tensor, ends: Tensor, lengths: Sequence[int]
+) -> Tensor:
+    """Apply `delta_rule` to `unit` queries, scaled by 1 / sqrt(d), and `unit` keys, with the kernel of `fla`. `ends`:
+    cumulative lengths of the sequences. The output has the dtype of q."""
+    from fla.ops.gated_delta_rule import chunk_gated_delta_rule
+
+    on_host = torch.tensor([0, *accumulate(lengths)])  # without them the kernel would read `ends` from the device
+    out: Tensor = chunk_gated_delta_rule(
+        q[None], k[None], v[None], log_decay[None], strength[None],
+        scale=q.size(-1) ** -0.5, use_qk_l2norm_in_kernel=True, cu_seqlens=ends.long(), cu_seqlens_cpu=on_host,
+    )[0]  # fmt: skip
+    return out[0]
 
 
 def delta_rule(q: Tensor, k: Tensor, v: Tensor, log_decay: Tensor, strength: Tensor, row: Chunks, size: int) -> Tensor:

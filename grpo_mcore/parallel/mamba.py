@@ -1,6 +1,7 @@
-"""The Mamba2 mixer in plain PyTorch, over packed rows: neither state nor convolution crosses a sequence boundary.
+"""The Mamba2 mixer over packed rows: neither state nor convolution crosses a sequence boundary.
 
-Under context parallelism every rank scans whole sequences and keeps its own tokens.
+In plain PyTorch, or with the kernels of `mamba_ssm` and `causal_conv1d`; the parameters are the same. Under context
+parallelism every rank scans whole sequences and keeps its own tokens.
 """
 
 from __future__ import annotations
@@ -25,13 +26,23 @@ class MambaMixer(torch.nn.Module):
     """Takes the place of a layer's attention. Heads and their groups are split over tensor-parallel ranks.
 
     Parameters have the names of the Hugging Face checkpoint. `column`, `row`: classes of Megatron-Core's linear layers.
+    `fused`: use `mamba_ssm` and `causal_conv1d`.
+
     Dao and Gu, arXiv 2405.21060: state h_t = exp(dt_t A) h_{t-1} + dt_t B_t x_t, output y_t = C_t h_t + D x_t.
     """
 
     def __init__(
-        self, config: TransformerConfig, layer_number: int, mamba: MambaShape, column: type, row: type, **_: Any
+        self,
+        config: TransformerConfig,
+        layer_number: int,
+        mamba: MambaShape,
+        column: type,
+        row: type,
+        fused: bool = False,
+        **_: Any,
     ) -> None:
         super().__init__()
+        self.fused = fused
         self.eps, dtype = config.layernorm_epsilon, config.params_dtype
         self.group = parallel_state.get_tensor_model_parallel_group()
         self.mamba = mine = mamba.local(self.group.size())
@@ -83,15 +94,29 @@ class MambaMixer(torch.nn.Module):
         mamba = self.mamba
         gate, convolved, dt = projected.split([mamba.inner, mamba.convolved, mamba.heads], -1)
         sequence = sequence_of_token(cu_seqlens, projected.size(0))
-        x = convolve(convolved, self.conv1d.weight, self.conv1d.bias, sequence, cu_seqlens.numel() - 1)
-        x, b, c = x.float().split(mamba.convolved_parts, -1)
+        x = convolve(
+            convolved, self.conv1d.weight, self.conv1d.bias, sequence, cu_seqlens.numel() - 1, fused=self.fused
+        )
+        x, b, c = (x if self.fused else x.float()).split(mamba.convolved_parts, -1)
         x = x.unflatten(-1, (mamba.heads, mamba.head_dim))
         b, c = (t.unflatten(-1, (mamba.groups, -1)) for t in (b, c))
-        y = scan(x, self.time_steps(dt), -self.A_log.float().exp(), b, c, sequence, mamba.chunk)
-        y = (y + self.D[:, None].float() * x).flatten(1)
-        y = (y * torch.nn.functional.silu(gate.float())).unflatten(-1, (mamba.groups, -1))
+        y = (self._fused_scan if self.fused else self._plain_scan)(x, dt, -self.A_log.float().exp(), b, c, sequence)
+        y = (y.flatten(1) * torch.nn.functional.silu(gate.float())).unflatten(-1, (mamba.groups, -1))
         y = y * torch.rsqrt(y.square().mean(-1, keepdim=True) + self.eps)
         return self.norm.weight * y.flatten(1).to(projected.dtype)
+
+    def _plain_scan(self, x: Tensor, dt: Tensor, decay: Tensor, b: Tensor, c: Tensor, sequence: Tensor) -> Tensor:
+        y = scan(x, self.time_steps(dt), decay, b, c, sequence, self.mamba.chunk)
+        return y + self.D[:, None].float() * x
+
+    def _fused_scan(self, x: Tensor, dt: Tensor, decay: Tensor, b: Tensor, c: Tensor, sequence: Tensor) -> Tensor:
+        from mamba_ssm.ops.triton.ssd_combined import mamba_chunk_scan_combined
+
+        y: Tensor = mamba_chunk_scan_combined(  # it computes what `time_steps` does, in float32
+            x[None], dt[None], decay, b[None], c[None], self.mamba.chunk,
+            D=self.D.float(), dt_bias=self.dt_bias.float(), seq_idx=sequence[None], dt_softplus=True,
+        )  # fmt: skip
+        return y[0]
 
     def time_steps(self, dt: Tensor) -> Tensor:
         """Return softplus(dt + bias) in float32, as vLLM's and mamba_ssm's kernels compute it.
@@ -117,16 +142,26 @@ def whole_sequences(projected: Tensor, row: PackedRow) -> tuple[Tensor, Tensor |
 
 
 def sequence_of_token(cu_seqlens: Tensor, tokens: int) -> Tensor:
-    """Return the index of each token's sequence, int64 [tokens]."""
-    return torch.searchsorted(cu_seqlens[1:].contiguous(), torch.arange(tokens, device=cu_seqlens.device), right=True)
+    """Return the index of each token's sequence, int32 [tokens]."""
+    places = torch.arange(tokens, device=cu_seqlens.device)
+    return torch.searchsorted(cu_seqlens[1:].contiguous(), places, right=True, out_int32=True)
 
 
-def convolve(x: Tensor, weight: Tensor, bias: Tensor | None, sequence: Tensor, count: int) -> Tensor:
+def convolve(
+    x: Tensor, weight: Tensor, bias: Tensor | None, sequence: Tensor, count: int, *, fused: bool = False
+) -> Tensor:
     """Apply a depthwise causal convolution within each of `count` sequences, and SiLU: x [T, channels], weight
-    [channels, 1, kernel].
+    [channels, 1, kernel], `sequence` int32 [T]. `fused`: use `causal_conv1d`.
 
     In float32, as vLLM's and causal-conv1d's kernels; zeros between the sequences keep them apart.
     """
+    if fused:
+        from causal_conv1d import causal_conv1d_fn
+
+        # With `seq_idx` the kernel wants the channels of a token side by side, and as the second dimension.
+        row = x.contiguous().T[None]
+        out: Tensor = causal_conv1d_fn(row, weight.squeeze(1), bias, seq_idx=sequence[None], activation="silu")
+        return out[0].T
     kernel = weight.size(-1)
     places = torch.arange(len(x), device=x.device) + (kernel - 1) * (sequence + 1)
     apart = x.new_zeros(len(x) + (kernel - 1) * count, x.size(1)).index_copy(0, places, x)
@@ -153,7 +188,7 @@ def split_over_heads(values: Tensor) -> Parameter:
 
 def scan(x: Tensor, dt: Tensor, decay: Tensor, b: Tensor, c: Tensor, sequence: Tensor, chunk: int) -> Tensor:
     """Scan the sequences of a row: x [T, heads, d], dt [T, heads], decay [heads], b and c [T, groups, n] -> [T, heads,
-    d]. `sequence` int64 [T]: the sequence of each token; those of one sequence are adjacent. In float32.
+    d]. `sequence` [T]: the sequence of each token; those of one sequence are adjacent. In float32.
 
     Quadratic within a chunk of tokens and between chunks, for all chunks at once (Dao and Gu, section 6), so that the
     number of kernels depends neither on the row's length nor on its sequences. Masks keep the sequences apart.

@@ -263,11 +263,13 @@ def block_spec(
                 network = ModuleSpec(module=LatentMoELayer, params={"width": width}, submodules=experts)
         mixer = window_part if shape.window(index) else core_part
         block = shape.blocks[index] if shape.blocks else None
-        linear = {"column": column, "row": row}
+        linear, half = {"column": column, "row": row}, config.params_dtype is not torch.float32
         if block is Block.MAMBA:
-            mixer = ModuleSpec(module=MambaMixer, params={"mamba": shape.mamba, **linear})
+            fused = half and platform.mamba_kernels
+            mixer = ModuleSpec(module=MambaMixer, params={"mamba": shape.mamba, "fused": fused, **linear})
         elif shape.is_delta_layer(index):
-            mixer = ModuleSpec(module=DeltaMixer, params={"delta": shape.delta, **linear})
+            fused = half and platform.delta_kernels
+            mixer = ModuleSpec(module=DeltaMixer, params={"delta": shape.delta, "fused": fused, **linear})
         first = {"input_layernorm": norm, "self_attention": mixer, "self_attn_bda": add}
         second = {"pre_mlp_layernorm": norm, "mlp": network, "mlp_bda": add}
         if block is not None:  # a hybrid model's layer is a mixer or a network, not both

@@ -9,6 +9,8 @@ from typing import Literal
 
 import torch
 
+from grpo_mcore.families import DeltaShape, MambaShape
+
 
 class PlatformError(RuntimeError):
     """The recipe asks for GPUs and there are none."""
@@ -25,7 +27,10 @@ class Platform:
     """Attention is `PackedAttention` also where TransformerEngine's could be used: shared prefixes need it."""
     grouped_products: bool = False
     """`torch._grouped_mm` computes a rank's experts. The CPU has it too, without a gain over one expert at a time."""
-
+    mamba_kernels: bool = False
+    """`mamba_ssm` and `causal_conv1d` compute Mamba2 mixers, in half precision."""
+    delta_kernels: bool = False
+    """`fla` (flash-linear-attention) and `causal_conv1d` compute Gated DeltaNet mixers, in half precision."""
     traced: bool = False
     """Nothing is computed: tensors have shapes only, and collectives return at once (tools/plan/trace.py)."""
 
@@ -69,7 +74,17 @@ class Platform:
                     "cluster.platform is gpu, but torch sees no GPU here; set it to cpu or auto, or check the driver"
                 )
             return cls("cpu")
-        return cls("gpu", find_spec("transformer_engine") is not None, grouped_products=hasattr(torch, "_grouped_mm"))
+        return cls(
+            "gpu",
+            transformer_engine=_installed("transformer_engine"),
+            grouped_products=hasattr(torch, "_grouped_mm"),
+            mamba_kernels=_installed(*MambaShape.gpu_packages),
+            delta_kernels=_installed(*DeltaShape.gpu_packages),
+        )
+
+
+def _installed(*packages: str) -> bool:
+    return all(find_spec(package) is not None for package in packages)
 
 
 def cpu_threads(processes: int) -> int:

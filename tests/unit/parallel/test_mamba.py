@@ -129,7 +129,9 @@ def test_the_mixer_equals_vllms_operators(monkeypatch: pytest.MonkeyPatch, dtype
     assert relative_error(run(mixer, row), gated_norm(mixer, y.flatten(1), gate)) < limit
 
 
-def small_mixer(monkeypatch: pytest.MonkeyPatch, dtype: torch.dtype) -> MambaMixer:
+def small_mixer(
+    monkeypatch: pytest.MonkeyPatch, dtype: torch.dtype, shape: MambaShape = SHAPE, *, fused: bool = False
+) -> MambaMixer:
     """Build a mixer without projections, whose time steps lie on both sides of 0.001."""
 
     class Nothing(torch.nn.Identity):
@@ -141,7 +143,7 @@ def small_mixer(monkeypatch: pytest.MonkeyPatch, dtype: torch.dtype) -> MambaMix
     config: Any = SimpleNamespace(
         layernorm_epsilon=1e-5, params_dtype=dtype, hidden_size=8, init_method=None, output_layer_init_method=None
     )
-    mixer = MambaMixer(config, 1, SHAPE, column=Nothing, row=Nothing)
+    mixer = MambaMixer(config, 1, shape, column=Nothing, row=Nothing, fused=fused)
     torch.manual_seed(7)
     for parameter in mixer.parameters():
         torch.nn.init.normal_(parameter, std=0.5)
@@ -149,9 +151,8 @@ def small_mixer(monkeypatch: pytest.MonkeyPatch, dtype: torch.dtype) -> MambaMix
     return mixer
 
 
-@torch.no_grad()
 def run(mixer: MambaMixer, row: torch.Tensor) -> torch.Tensor:
-    packed: Any = SimpleNamespace(ends=offsets(), context_group=None, whole=None, key_order=None)
+    packed: Any = SimpleNamespace(ends=offsets().to(row.device), context_group=None, whole=None, key_order=None)
     return mixer(row[:, None], packed_seq_params=packed)[0][:, 0]
 
 

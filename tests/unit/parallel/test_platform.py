@@ -32,6 +32,9 @@ PLATFORMS = {
     "cpu": Platform("cpu"),
     "gpu": Platform("gpu", grouped_products=True),
     "gpu with TransformerEngine": Platform("gpu", transformer_engine=True, grouped_products=True),
+    "gpu with every kernel": Platform(
+        "gpu", transformer_engine=True, grouped_products=True, mamba_kernels=True, delta_kernels=True
+    ),
     "gpu with shared prefixes": Platform("gpu", transformer_engine=True, own_attention=True, grouped_products=True),
 }
 
@@ -120,6 +123,28 @@ def test_layers_are_those_of_the_platform(name: str, platform: Platform, monkeyp
     assert (model.Experts in found) == (shape.experts is not None and not platform.on_gpu)
 
 
+@pytest.mark.parametrize(
+    ("name", "kernels"),
+    [("NVIDIA-Nemotron-3-Nano-30B-A3B-BF16", "mamba_kernels"), ("Qwen3.5-35B-A3B", "delta_kernels")],
+)
+def test_mixers_use_their_kernels_in_half_precision(monkeypatch: pytest.MonkeyPatch, name: str, kernels: str) -> None:
+    shape = shape_of(known_configs()[name])
+    monkeypatch.setattr(model, "get_transformer_layer_offset", lambda config, vp_stage: 0)  # these ask process groups
+    monkeypatch.setattr(model, "get_num_layers_to_build", lambda config, vp_stage: config.num_layers)
+    for platform, dtype, fused in (
+        (replace(PLATFORMS["gpu"], **{kernels: True}), torch.bfloat16, True),
+        (replace(PLATFORMS["gpu"], **{kernels: True}), torch.float32, False),
+        (PLATFORMS["gpu"], torch.bfloat16, False),
+        (PLATFORMS["cpu"], torch.bfloat16, False),
+    ):
+        config = transformer_config(shape, Layout(1, 1, 1), MegatronConfig(), dtype, platform)
+        mixers = [
+            layer.submodules.self_attention for layer in model.block_spec(shape, config, None, platform).layer_specs
+        ]
+        found = [mixer.params["fused"] for mixer in mixers if "fused" in getattr(mixer, "params", {})]
+        assert found == [fused] * len(found) and len(found) > shape.num_layers // 3
+
+
 @pytest.mark.usefixtures("transformer_engine_kernels")
 @pytest.mark.parametrize(
     ("changed", "dtype", "grouped"),
@@ -154,4 +179,21 @@ def test_detection(monkeypatch: pytest.MonkeyPatch) -> None:
     assert Platform.detect() == Platform.detect("gpu") == PLATFORMS["gpu"]
     assert Platform.detect("cpu") == PLATFORMS["cpu"]
     monkeypatch.setattr("grpo_mcore.parallel.platform.find_spec", lambda name: object())
-    assert Platform.detect() == PLATFORMS["gpu with TransformerEngine"]
+    assert Platform.detect() == PLATFORMS["gpu with every kernel"]
+
+
+@pytest.mark.parametrize(
+    ("installed", "expected"),
+    [
+        ({"causal_conv1d", "mamba_ssm"}, {"mamba_kernels"}),
+        ({"causal_conv1d", "fla"}, {"delta_kernels"}),
+        ({"mamba_ssm", "fla"}, set()),
+        ({"transformer_engine"}, {"transformer_engine"}),
+    ],
+)
+def test_detection_of_kernels(monkeypatch: pytest.MonkeyPatch, installed: set[str], expected: set[str]) -> None:
+    """A mixer's kernels are used only together with the one of its convolution."""
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr("grpo_mcore.parallel.platform.find_spec", lambda name: object() if name in installed else None)
+    assert Platform.detect() == replace(PLATFORMS["gpu"], **dict.fromkeys(expected, True))
+    assert Platform.detect("cpu") == PLATFORMS["cpu"]

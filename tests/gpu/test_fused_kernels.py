@@ -1,0 +1,50 @@
+"""The kernels of mamba_ssm, causal_conv1d and fla against our own mixers, in bfloat16 over a packed row."""
+
+from __future__ import annotations
+
+import importlib
+import inspect
+from importlib.util import find_spec
+
+import pytest
+import torch
+
+from grpo_mcore.families import MambaShape
+from grpo_mcore.parallel.platform import Platform
+from tests.unit.parallel import test_delta, test_mamba
+from tests.unit.parallel.kernel_stand_ins import KERNELS
+from tests.unit.parallel.test_fused_kernels import largest_error, values_and_gradients
+
+MAMBA = MambaShape(heads=8, head_dim=64, groups=2, state_size=64, kernel=4, chunk=16)
+LIMIT = 3e-2
+
+
+@pytest.mark.parametrize("name", KERNELS)
+def test_stand_ins_have_the_kernels_signatures(name: str) -> None:
+    """So that the tests on CPU call the kernels as they are."""
+    if find_spec(name.partition(".")[0]) is None:
+        pytest.skip(f"{name.partition('.')[0]} is not installed (docs/gpu.md, fused kernels)")
+    kernel = getattr(importlib.import_module(name), KERNELS[name].__name__)
+    ours, theirs = (
+        [(parameter.name, parameter.default) for parameter in inspect.signature(function).parameters.values()]
+        for function in (KERNELS[name], kernel)
+    )
+    assert ours == theirs
+
+
+@pytest.mark.skipif(not Platform.detect().mamba_kernels, reason="mamba_ssm or causal_conv1d is not installed")
+def test_a_mamba_mixer(monkeypatch: pytest.MonkeyPatch) -> None:
+    plain, fused = (
+        test_mamba.small_mixer(monkeypatch, torch.bfloat16, MAMBA, fused=fused).cuda() for fused in (False, True)
+    )
+    row = torch.randn(sum(test_mamba.LENGTHS), sum(MAMBA.projected_parts)).bfloat16().cuda()
+    expected = values_and_gradients(test_mamba.run, plain, row)
+    assert largest_error(values_and_gradients(test_mamba.run, fused, row), expected) < LIMIT
+
+
+@pytest.mark.skipif(not Platform.detect().delta_kernels, reason="fla or causal_conv1d is not installed")
+def test_a_delta_mixer(monkeypatch: pytest.MonkeyPatch) -> None:
+    plain, fused = (test_delta.small_mixer(monkeypatch, torch.bfloat16, fused=fused).cuda() for fused in (False, True))
+    row = test_delta.projected_row().bfloat16().cuda()
+    expected = values_and_gradients(test_delta.run, plain, row)
+    assert largest_error(values_and_gradients(test_delta.run, fused, row), expected) < LIMIT
