@@ -3,7 +3,8 @@
 #   docker build --target cpu -t grpo-mcore:0.1.0-cpu .     the same code with CPU engines, for tests and plans
 # One environment for policy, engines and driver: vLLM's binary determines torch, and torch the rest. Secrets do not belong
 # here: tokens come at run time, from the shell (Slurm) or from secrets by reference (Kubernetes).
-# Packages come from requirements/*.lock, with their hashes; TransformerEngine, which is compiled here, by its version.
+# Packages come from requirements/*.lock, with their hashes; TransformerEngine and the kernels of Mamba2 and Gated DeltaNet,
+# which are compiled here, by their versions.
 
 ARG BASE_IMAGE=nvcr.io/nvidia/cuda-dl-base:26.05-cuda13.2-devel-ubuntu24.04
 ARG CPU_BASE_IMAGE=python:3.11-slim-bookworm@sha256:a36c24f9cbdf4fd0f52d67f0823eeac19c2028c637cecc392d97f980d4fec56b
@@ -34,6 +35,13 @@ RUN if [ -n "${TRANSFORMER_ENGINE_VERSION}" ]; then \
         NVTE_FRAMEWORK=pytorch NVTE_CUDA_ARCHS="${NVTE_CUDA_ARCHS}" MAX_JOBS="${MAX_JOBS}" \
         CPLUS_INCLUDE_PATH=/usr/local/cuda/include/cccl \
         pip install --no-build-isolation "transformer-engine[pytorch,core_cu13]==${TRANSFORMER_ENGINE_VERSION}"; \
+    fi
+
+# pyproject.toml's extra `kernels`. All that it needs is in the lock. Empty: torch's own kernels are used.
+ARG KERNELS="causal-conv1d==1.7.0 mamba-ssm==2.3.0 fla-core==0.6.0"
+RUN if [ -n "${KERNELS}" ]; then \
+        CAUSAL_CONV1D_FORCE_BUILD=TRUE MAMBA_FORCE_BUILD=TRUE MAX_JOBS="${MAX_JOBS}" \
+        pip install --no-deps --no-build-isolation ${KERNELS}; \
     fi
 
 COPY pyproject.toml README.md LICENSE /opt/grpo-mcore/

@@ -36,17 +36,25 @@ def test_both_images_have_one_version(name: str) -> None:
 
 
 def test_hashes_are_checked() -> None:
-    """Of all but TransformerEngine, which is compiled in the image, and of the project itself."""
+    """Of all but TransformerEngine and the extra `kernels`, which are compiled in the image, and the project itself."""
     installs = re.findall(r"pip install (.+?)(?: \\| &&|;|$)", TEXT, flags=re.M)
     free = [words for words in installs if "--require-hashes" not in words]
-    assert len(installs) == 6
-    assert all("transformer-engine[" in words or "--no-deps --no-build-isolation /opt" in words for words in free)
+    assert len(installs) == 7
+    here = ("transformer-engine[", "--no-deps --no-build-isolation ${KERNELS}", "--no-deps --no-build-isolation /opt")
+    assert all(any(part in words for part in here) for words in free)
     assert PINS.keys() == {"TRANSFORMER_ENGINE"}
 
 
 def test_transformer_engine_is_the_one_that_pyproject_names() -> None:
     (version,) = re.findall(r"transformer-engine\[pytorch,core_cu13\]==([\d.]+)", PROJECT_TEXT)
     assert PINS["TRANSFORMER_ENGINE"] == version
+
+
+def test_kernels_are_those_that_pyproject_names() -> None:
+    (found,) = re.findall(r'^ARG KERNELS="(.+)"$', TEXT, flags=re.M)
+    assert found.split() == PROJECT["optional-dependencies"]["kernels"]
+    needed = {"torch", "transformers", "triton", "einops", "ninja", "packaging", "setuptools"}  # by all three together
+    assert needed <= GPU.keys()
 
 
 def test_the_python_is_one_that_the_project_runs_on() -> None:
