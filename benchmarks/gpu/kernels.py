@@ -1,7 +1,9 @@
-"""The policy's own kernels beside references (values) and beside fused ones (seconds), at the sizes of Nemotron 3 Nano.
+"""The policy's own kernels beside references (values) and beside fused ones (seconds), at the sizes of Nemotron 3 Nano
+and, for the delta rule, of Qwen3.5-35B-A3B.
 
-The scan against Mamba2's recurrence in float64 and, where it is installed, `mamba_ssm`. Experts one by one against one
-grouped product. Attention over packed rows against softmax in float64 and, without packing, torch's fused kernel.
+The scan against Mamba2's recurrence in float64 and, where it is installed, `mamba_ssm`. The gated delta rule against
+its recurrence in float64 and, where it is installed, `fla`. Experts one by one against one grouped product. Attention
+over packed rows against softmax in float64 and, without packing, torch's fused kernel.
 """
 
 from __future__ import annotations
@@ -24,6 +26,7 @@ def run(setting: Setting) -> Iterator[Row]:
     if not setting.platform.on_gpu:
         cpu_platform.install()  # before Megatron-Core is imported
     yield from scans(setting)
+    yield from delta_rules(setting)
     yield from experts(setting)
     yield from attention(setting)
 
@@ -73,6 +76,59 @@ def recurrence(x: Tensor, dt: Tensor, decay: Tensor, b: Tensor, c: Tensor, seque
             state = torch.zeros_like(state)
         state = state * (dt[t] * decay).exp()[:, None, None] + dt[t][:, None, None] * x[t][..., None] * b[t][:, None]
         rows.append((state * c[t][:, None]).sum(-1))
+    return torch.stack(rows)
+
+
+def delta_rules(setting: Setting) -> Iterator[Row]:
+    """Compare gated delta rules: 16 heads of queries and keys, 32 of values, all of 128, chunks of 64."""
+    from grpo_mcore.parallel.delta import delta_rule, fused_delta_rule, unit
+    from grpo_mcore.parallel.packed_row import chunks_of
+
+    keys, heads, size, chunk = (2, 4, 8, 4) if setting.tiny else (16, 32, 128, 64)
+    generator = torch.Generator(setting.torch_device).manual_seed(4)
+
+    def inputs(lengths: Sequence[int]) -> list[Tensor]:
+        shapes = [(keys, size), (keys, size), (heads, size), (heads,), (heads,)]
+        *qkv, decay, strength = (
+            torch.randn(sum(lengths), *shape, device=setting.torch_device, generator=generator) for shape in shapes
+        )
+        return [*qkv, -torch.nn.functional.softplus(decay - 3), strength.sigmoid()]
+
+    def ours(q: Tensor, k: Tensor, v: Tensor, log_decay: Tensor, strength: Tensor) -> Tensor:
+        return delta_rule(unit(q) * size**-0.5, unit(k), v, log_decay, strength, row, chunk)
+
+    def fused(q: Tensor, k: Tensor, v: Tensor, log_decay: Tensor, strength: Tensor) -> Tensor:
+        ends = torch.tensor([0, *lengths], device=setting.torch_device).cumsum(0)
+        return fused_delta_rule(q.bfloat16(), k.bfloat16(), v.bfloat16(), log_decay, strength, ends, lengths)
+
+    lengths = (13, 1, 36) if setting.tiny else (130, 1, 169)
+    row, few = chunks_of(lengths, chunk, setting.torch_device), inputs(lengths)
+    exact = torch.cat([delta_recurrence(*part) for part in zip(*(t.split(lengths) for t in few), strict=True)])
+    yield error("delta rule", ours(*few), exact, 1e-4, "its recurrence in float64")
+    if installed := find_spec("fla") is not None:
+        yield error("delta rule", fused(*few), exact, 2e-2, "its recurrence in float64", "fla")
+    lengths = (16,) * 4 if setting.tiny else (1024,) * 4
+    row, many = chunks_of(lengths, chunk, setting.torch_device), inputs(lengths)
+    seconds = forward_backward(setting, ours, many)
+    yield Row("delta rule", "ours: forward + backward", f"{1e3 * seconds:.3g} ms", f"sequences of {lengths}, one layer")
+    if installed:
+        yield Row("delta rule", "fla: forward + backward", f"{1e3 * forward_backward(setting, fused, many):.3g} ms")
+    else:
+        yield Row("delta rule", "fla", "not installed")
+
+
+def delta_recurrence(q: Tensor, k: Tensor, v: Tensor, log_decay: Tensor, strength: Tensor) -> Tensor:
+    """Return S_t = a_t S_{t-1} + b_t (v_t - a_t S_{t-1} k_t) k_t', y_t = S_t q_t of one sequence, in float64. The
+    lengths of q and k are set to 1, and q is divided by the root of its size."""
+    q, k, v, log_decay, strength = (t.double() for t in (q, k, v, log_decay, strength))
+    repeat = v.size(1) // k.size(1)
+    q, k = (torch.nn.functional.normalize(t, dim=-1).repeat_interleave(repeat, 1) for t in (q, k))
+    state, rows = v.new_zeros(v.size(1), v.size(2), k.size(2)), []
+    for t in range(len(v)):
+        state = state * log_decay[t].exp()[:, None, None]
+        missing = strength[t][:, None] * (v[t] - (state * k[t][:, None]).sum(-1))
+        state = state + missing[..., None] * k[t][:, None]
+        rows.append((state * q[t][:, None]).sum(-1) * q.size(-1) ** -0.5)
     return torch.stack(rows)
 
 
