@@ -30,10 +30,12 @@ def make_tiny_model(family: str, folder: Path, *, seed: int = 0, words: bool = F
     if words:
         overrides = {"eos_token_id": EOS, "bos_token_id": None} | overrides
         _write_words(folder, (SIZES | overrides)["vocab_size"])
-    name, sizes = FAMILIES[family]["class"], FAMILIES[family].get("config", {})
-    network = getattr(transformers, f"{name}ForCausalLM")
+    tiny = FAMILIES[family]
+    sizes, vision = SIZES | tiny.get("config", {}) | overrides, tiny.get("vision")
+    network = getattr(transformers, f"{tiny['class']}For{'ConditionalGeneration' if vision else 'CausalLM'}")
+    parts = {"text_config": sizes, "vision_config": vision} if vision else sizes
     torch.manual_seed(seed)
-    model = network(network.config_class(**SIZES | sizes | overrides)).float()
+    model = network(network.config_class(**parts)).float()
     with torch.no_grad():
         for name, parameter in model.named_parameters():
             if "norm" in name:

@@ -1,5 +1,6 @@
 """Gemma 3, the text model: most layers see a window of keys and have a rotary base of their own; attention and network
-are normed before and after; norms scale by 1 + weight, embeddings by the root of the hidden size."""
+are normed before and after; norms scale by 1 + weight, embeddings by the root of the hidden size. Of vision models the
+text part is trained; exports copy the rest."""
 
 from __future__ import annotations
 
@@ -11,9 +12,29 @@ from grpo_mcore.families.spec import FamilyError, ModelShape, require
 
 params = dense_params
 
+_DEFAULTS = {
+    "vocab_size": 262208,
+    "num_attention_heads": 8,
+    "num_key_value_heads": 4,
+    "head_dim": 256,
+    "query_pre_attn_scalar": 256,
+    "max_position_embeddings": 131072,
+}
+"""Values of transformers that the configs of vision models leave out."""
+
 
 def shape(config: dict[str, Any]) -> ModelShape:
-    """Read a ModelShape from `config.json`."""
+    """Read a ModelShape from `config.json`, of a vision model that of its text part."""
+    if "text_config" in config:
+        text = _DEFAULTS | config["text_config"]
+        for part in (config, text):
+            require(part, tie_word_embeddings=True)
+        return replace(
+            shape(text),
+            root="language_model.model",
+            engine_root="language_model.model",
+            carried=("vision_tower.", "multi_modal_projector."),
+        )
     require(config, attention_bias=False, hidden_activation="gelu_pytorch_tanh", use_bidirectional_attention=False)
     require(config, final_logit_softcapping=None, attn_logit_softcapping=None)
     rope = config.get("rope_parameters") or {}

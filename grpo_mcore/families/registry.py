@@ -32,6 +32,7 @@ FAMILIES: dict[str, ModuleType] = {module.__name__.rpartition(".")[2]: module fo
 """Modules by name, which is the `model_type` of `config.json`."""
 # Architectures with other names, or several.
 FAMILIES |= dict.fromkeys(("kimi_k2", "glm4_moe_lite", "glm_moe_dsa"), deepseek_v3)
+FAMILIES["gemma3"] = gemma3_text
 FAMILIES |= dict.fromkeys(("qwen3_next", "qwen3_5", "qwen3_5_text", "qwen3_5_moe", "qwen3_5_moe_text"), qwen3_5)
 
 OPTIONAL = ("rope_parameters", "rope_scaling", "rope_theta", "max_position_embeddings", "sliding_window")

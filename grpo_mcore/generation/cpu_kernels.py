@@ -9,8 +9,8 @@
   Superfluous once it takes them without.
 - Gated DeltaNet mixers (Qwen3.5): vLLM 0.32's CPU kernels take bfloat16 and heads of 64 and 128 only. Superfluous once
   they take float32 and all sizes.
-- Qwen3.5's file imports an image processor that needs torchvision, which text models do without; transformers has the
-  same in PIL. Superfluous once vLLM imports it only for images.
+- The files of Qwen3.5 and of Gemma 3's vision models import image processors that need torchvision, which text does
+  without; transformers has the same in PIL. Superfluous once vLLM imports them only for images.
 """
 
 from __future__ import annotations
@@ -131,10 +131,13 @@ def squared_relu_experts(output: Tensor, x: Tensor, up: Tensor, down: Tensor, we
 
 
 def _do_without_torchvision() -> None:
-    package = "transformers.models.qwen2_vl"
-    if find_spec("torchvision") is None:
-        processors = importlib.import_module(f"{package}.image_processing_pil_qwen2_vl")
-        sys.modules.setdefault(f"{package}.image_processing_qwen2_vl", processors)
+    if find_spec("torchvision") is not None:
+        return
+    for model, processor in (("qwen2_vl", "Qwen2VLImageProcessor"), ("gemma3", "Gemma3ImageProcessor")):
+        package = f"transformers.models.{model}"
+        found: Any = importlib.import_module(f"{package}.image_processing_pil_{model}")
+        setattr(found, processor, getattr(found, f"{processor}Pil"))
+        sys.modules.setdefault(f"{package}.image_processing_{model}", found)
 
 
 def _replace_gated_delta_net() -> None:

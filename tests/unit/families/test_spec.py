@@ -146,19 +146,46 @@ def test_names_and_shapes_are_those_of_a_saved_checkpoint(family: str, tmp_path:
     assert {t.stored.name: t.stored.shape for p in params_of(shape) if not p.copy for t in p.hf} == expected
 
 
-def test_a_dense_vision_checkpoint_is_declared_but_for_what_an_export_carries() -> None:
+TEXT = {"vocab_size": 50, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 4, "head_dim": 8}
+VISION = {  # its text part, its vision part
+    "Qwen3_5": (
+        {
+            **TEXT,
+            **{"num_attention_heads": 4, "num_key_value_heads": 2, "linear_num_key_heads": 2},
+            "linear_num_value_heads": 4,
+        },
+        {"depth": 1, "hidden_size": 32, "num_heads": 2, "out_hidden_size": 32},
+    ),
+    "Gemma3": (
+        {**TEXT, "num_attention_heads": 4, "num_key_value_heads": 2, "sliding_window": 8},
+        {"num_hidden_layers": 1, "hidden_size": 32, "intermediate_size": 32, "num_attention_heads": 2},
+    ),
+}
+
+
+@pytest.mark.parametrize("name", VISION)
+def test_a_dense_vision_checkpoint_is_declared_but_for_what_an_export_carries(name: str, tmp_path: Path) -> None:
+    import transformers
+    from safetensors.torch import load_file
+
+    text, vision = VISION[name]
+    config = getattr(transformers, f"{name}Config")(text_config=text, vision_config=vision)
+    getattr(transformers, f"{name}ForConditionalGeneration")(config).save_pretrained(tmp_path)
+    shape = shape_of(read_hf_config(tmp_path))
+    saved = load_file(tmp_path / "model.safetensors")
+    expected = {n: tuple(tensor.shape) for n, tensor in saved.items() if not n.startswith(shape.carried)}
+    assert {t.name: t.shape for p in params_of(shape) if not p.copy for t in p.hf} == expected
+    assert len(expected) < len(saved)
+
+
+def test_a_sparse_config_of_a_vision_model_has_the_values_of_transformers() -> None:
     import transformers
 
-    text = {"vocab_size": 50, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 4, "head_dim": 8}
-    heads = {"num_attention_heads": 4, "num_key_value_heads": 2, "linear_num_key_heads": 2, "linear_num_value_heads": 4}
-    config = transformers.Qwen3_5Config(
-        text_config=text | heads, vision_config={"depth": 1, "hidden_size": 32, "num_heads": 2, "out_hidden_size": 32}
-    )
-    with torch.device("meta"):
-        model = transformers.Qwen3_5ForConditionalGeneration(config)
-    shape = shape_of(config.to_dict())
-    expected = {n: tuple(p.shape) for n, p in model.named_parameters() if not n.startswith(shape.carried)}
-    assert {t.name: t.shape for p in params_of(shape) if not p.copy for t in p.hf} == expected
+    sparse = {"model_type": "gemma3", "text_config": {**TEXT, "model_type": "gemma3_text", "sliding_window": 8}}
+    del sparse["text_config"]["vocab_size"], sparse["text_config"]["head_dim"]
+    assert shape_of(sparse) == shape_of(transformers.Gemma3Config(text_config=sparse["text_config"]).to_dict())
+    with pytest.raises(FamilyError, match="tie_word_embeddings False is not supported for gemma3 models"):
+        shape_of(sparse | {"tie_word_embeddings": False})
 
 
 def test_the_27m_model_has_its_parameters() -> None:
