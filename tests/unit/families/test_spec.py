@@ -209,6 +209,15 @@ def test_unsupported_config_values_are_rejected(change: dict, message: str) -> N
         shape_of(QWEN3 | change)
 
 
+@pytest.mark.parametrize("change", [{"attn_output_gate": False}, {"output_gate_type": "sigmoid"}])
+def test_another_gate_of_qwen3_5_is_rejected(change: dict) -> None:
+    config = QWEN3 | {"model_type": "qwen3_5_text", "linear_num_key_heads": 2, "linear_num_value_heads": 4}
+    config |= {"linear_key_head_dim": 8, "linear_value_head_dim": 8, "linear_conv_kernel_dim": 4}
+    assert shape_of(config | {"attn_output_gate": True, "output_gate_type": "swish"}).output_gate
+    with pytest.raises(FamilyError, match=f"{next(iter(change))} .* is not supported for qwen3_5_text models"):
+        shape_of(config | change)
+
+
 def test_tensor_parallel_must_divide_the_heads() -> None:
     with pytest.raises(FamilyError, match=r"size 3 does not divide num_attention_heads 8.*can be one of \[1, 2, 4\]"):
         check_tensor_parallel(shape_of(QWEN3), 3)
