@@ -25,7 +25,9 @@ def known_configs(table: Literal["models", "folders"] = "models") -> dict[str, d
     configs = {}
     for name, config in yaml.safe_load(Path(__file__).with_suffix(".yaml").read_text(encoding="utf-8"))[table].items():
         more = {key: value for key, value in config.items() if key != "sizes"}
-        configs[name] = dict(zip(_SIZES, config["sizes"], strict=True)) | more
+        sizes = dict(zip(_SIZES, config["sizes"], strict=True))
+        text = {"text_config": sizes | config["text_config"]} if "text_config" in config else sizes
+        configs[name] = more | text
     return configs
 
 

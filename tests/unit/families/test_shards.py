@@ -11,7 +11,7 @@ from grpo_mcore.families import FamilyError, parameter_count, read_hf_config, sh
 from grpo_mcore.families.known import known_config, known_configs
 from grpo_mcore.families.shards import chunk_layers, stage_layers
 
-# From the model cards and the checkpoints' index files.
+# From the model cards and the checkpoints' index files, without layers for multi-token prediction.
 PUBLISHED = {
     "Qwen/Qwen2.5-0.5B-Instruct": 494_032_768,
     "Qwen/Qwen2.5-1.5B": 1_543_714_304,
@@ -25,7 +25,23 @@ PUBLISHED = {
     "mistralai/Mixtral-8x7B-v0.1": 46_702_792_704,
     "google/gemma-3-270m": 268_098_176,
     "google/gemma-3-1b-it": 999_885_952,
-    "deepseek-ai/DeepSeek-V3": 671_026_419_200,  # without the layer for multi-token prediction
+    "google/gemma-3-4b-it": 3_880_263_168,  # of vision models the text part
+    "google/gemma-3-12b-it": 11_766_034_176,
+    "google/gemma-3-27b-it": 27_009_346_304,
+    "openai/gpt-oss-20b": 20_914_757_184,
+    "openai/gpt-oss-120b": 116_829_156_672,
+    "Qwen/Qwen3-Next-80B-A3B-Instruct": 79_674_391_296,
+    "Qwen/Qwen3.5-27B": 26_895_998_464,
+    "Qwen/Qwen3.5-35B-A3B": 34_660_610_688,
+    "zai-org/GLM-4.5-Air": 106_852_251_264,
+    "zai-org/GLM-4.5": 352_797_829_024,
+    "zai-org/GLM-4.7-Flash": 29_943_393_920,
+    "moonshotai/Kimi-K2-Instruct-0905": 1_026_408_232_448,
+    "moonshotai/Moonlight-16B-A3B": 15_960_111_936 - 27 * 64,  # without the rotary frequencies of each layer
+    "MiniMaxAI/MiniMax-M2": 228_689_764_864,
+    "nvidia/NVIDIA-Nemotron-3-Nano-30B-A3B-BF16": 31_577_940_288,
+    "nvidia/NVIDIA-Nemotron-3-Super-120B-A12B-BF16": 120_668_707_840,
+    "deepseek-ai/DeepSeek-V3": 671_026_419_200,
 }
 
 
