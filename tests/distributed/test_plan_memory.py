@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 
+from grpo_mcore.data.tiny_models import FAMILIES as TINY
 from grpo_mcore.data.tiny_models import make_tiny_model
 from grpo_mcore.families import read_hf_config, shape_of
 from grpo_mcore.parallel.layout import layout_of
@@ -49,7 +50,9 @@ CASES = [
     ("gpt_oss", LayoutCase("EP2", data=2, expert=2), {}),
     ("gemma3_text", LayoutCase("TP2-SP", tensor=2, sequence_parallel=True), {}),
     ("qwen3_5_text", LayoutCase("TP2-SP", tensor=2, sequence_parallel=True), {}),
+    ("glm_moe_dsa", LayoutCase("EP2", data=2, expert=2), {"max_total_sequence_length": 128}),
 ]
+CASES += [(family, LayoutCase("TP1"), {}) for family in TINY if family not in {case[0] for case in CASES}]
 
 
 @pytest.fixture(scope="module")
