@@ -16,6 +16,7 @@ from grpo_mcore.refit.layout import EngineLayout, TrainerLayout
 from grpo_mcore.refit.plan import plan_refit
 from grpo_mcore.refit.refit import refit
 from grpo_mcore.refit.sender import RefitSender
+from grpo_mcore.tools.parity.parity import unstacked
 from tests.functional.engine_cases import config, generate, load_reference, request, worst_difference
 from tests.unit.refit.shards import Handle, ShardedModel
 
@@ -29,14 +30,20 @@ class Source:
         self.folder = folder
 
     def parameters(self) -> dict[str, torch.Tensor]:
-        whole = load_file(self.folder / "model.safetensors")
-        return ShardedModel(whole, shape_of(read_hf_config(self.folder)), 0, 1).parameters()
+        shape = shape_of(read_hf_config(self.folder))
+        whole = unstacked(load_file(self.folder / "model.safetensors"), shape)
+        return ShardedModel(whole, shape, 0, 1).parameters()
 
 
-@pytest.mark.parametrize("family", ["nemotron_h_latent", "glm4_moe_lite", "qwen3_5_moe_text"])
+FORMS = ("nemotron_h_latent", "glm4_moe_lite", "qwen3_5_moe_text", "gpt_oss")  # every form; the others under --chaos
+ALIKE = ("glm4_moe", "moonlight", "qwen3_5_text", "qwen3_next", "minimax_m2", "gemma3_text", "gemma3", "nemotron_h_moe")
+
+
+@pytest.mark.parametrize("family", [*FORMS, *(pytest.param(each, marks=pytest.mark.every_state) for each in ALIKE)])
 def test_a_refit_brings_every_weight(tmp_path: Path, family: str) -> None:
     folders = [
-        make_tiny_model(family, tmp_path / str(seed), seed=seed, words=True, **ENGINE_SIZES[family]) for seed in (0, 1)
+        make_tiny_model(family, tmp_path / str(seed), seed=seed, words=True, **ENGINE_SIZES.get(family, {}))
+        for seed in (0, 1)
     ]
     shape = shape_of(read_hf_config(folders[0]))
     plan = plan_refit(
