@@ -22,6 +22,7 @@ FAMILIES = (
     "qwen3_next",
     "minimax_m2",
     "gemma3_text",
+    "gemma3",
     "gpt_oss",
 )
 
