@@ -20,8 +20,11 @@ import torch
 from torch.distributed.checkpoint.api import CheckpointException
 
 from grpo_mcore import tensor_files
+from grpo_mcore.parallel.memory import on_device, on_host
 
 WEIGHTS = "weights and optimizer"
+MASTER = "master_param"
+"""Name of a float32 weight in an optimizer's state, where the optimizer keeps it."""
 
 
 class CheckpointError(ValueError):
@@ -170,12 +173,9 @@ def load_checkpoint(policy: Any, folder: Path) -> bool:
     for name, chunk in _chunks(policy):
         chunk.module.load_state_dict(state[name], strict=False)
     if with_optimizer:
-        settings = [_settings(group) for group in policy.optimizer.param_groups]
         _load_optimizer(policy.optimizer, state["optimizer"], in_parts=parts is not None)
-        for group, own in zip(policy.optimizer.param_groups, settings, strict=True):
-            group.update(own)  # the recipe's learning rates, betas and so on, which may have changed since
     else:
-        policy.optimizer.reload_model_params()
+        _reload_weights(policy.optimizer)
     policy.scheduler.load_state_dict(state["scheduler"])
     rng = folder / _rng_file()
     if rng.is_file():
@@ -191,46 +191,72 @@ def _chunks(policy: Any) -> list[tuple[str, Any]]:
     return [("model", chunks[0])] if len(chunks) == 1 else [(f"model{i}", chunk) for i, chunk in enumerate(chunks)]
 
 
-def _settings(group: dict[str, Any]) -> dict[str, Any]:
-    """Return the part of a parameter group that the recipe decides."""
-    return {key: value for key, value in group.items() if key not in ("params", "step")}
-
-
 def make_moments(optimizer: Any) -> None:
     """Create the state tensors to load into, which Adam would create in its first step.
 
     torch's Adam counts steps per parameter. TransformerEngine's counts them per group, and its `state_dict` fails on
-    names other than the moments.
+    names other than the moments and, if it keeps them, the float32 weights.
     """
-    for distributed in optimizer.chained_optimizers:
-        adam = distributed.optimizer
-        for param in (param for group in adam.param_groups for param in group["params"]):
-            if not adam.state[param]:
-                adam.state[param] = {"exp_avg": torch.zeros_like(param), "exp_avg_sq": torch.zeros_like(param)}
-                if isinstance(adam, torch.optim.Adam | torch.optim.AdamW):
-                    adam.state[param]["step"] = torch.zeros((), dtype=torch.float32)
+    for adam in (*on_device(optimizer), *on_host(optimizer)):
+        for group in adam.param_groups:
+            for param in group["params"]:
+                if not adam.state[param]:
+                    moments = (torch.zeros_like(param, dtype=torch.float32) for _ in range(2))
+                    adam.state[param] = dict(zip(("exp_avg", "exp_avg_sq"), moments, strict=True))
+                    if getattr(adam, "master_weights", False):
+                        adam.state[param][MASTER] = param.detach().float()
+                    if isinstance(adam, torch.optim.Adam | torch.optim.AdamW):
+                        there = param.device if group["fused"] else "cpu"
+                        adam.state[param]["step"] = torch.zeros((), dtype=torch.float32, device=there)
+    for part in optimizer.chained_optimizers:
+        if on_host(part):
+            part.optimizer._sync_sub_optimizers_state_to_hdo()
 
 
 def _load_optimizer(optimizer: Any, state: dict[Any, Any], *, in_parts: bool) -> None:
-    """Load the optimizer in two parts, for torch's Adam, which Megatron-Core uses without TransformerEngine.
+    """Copy what was saved into the tensors of `make_moments`. The settings stay: the recipe's learning rates, betas and
+    so on may have changed since.
 
-    Megatron-Core 0.16 gives all parameters one shared `step` tensor, which Adam would then increment once per
-    parameter, and fails on `step` when it copies the moments. So `step` is taken out and put back per parameter.
+    Megatron-Core 0.16's own `load_state_dict` gives all parameters one shared `step` tensor, which torch's Adam would
+    increment once per parameter, and builds all copies of an optimizer on the host anew.
     """
-    for index, distributed in enumerate(optimizer.chained_optimizers):
-        part = state[index]
-        moments = part.pop("param_state")
-        distributed.load_state_dict(part)
-        by_param = distributed.optimizer.state.values()
-        steps = [values.pop("step", None) for values in by_param]
-        with torch.no_grad():
-            if in_parts:
-                distributed.load_parameter_state_from_dp_reshardable(moments)
+    for index, part in enumerate(optimizer.chained_optimizers):
+        saved = state[index]
+        step = max((group.get("step") or 0 for group in saved["optimizer"]["param_groups"]), default=0)
+        for adam in (*on_device(part), *on_host(part)):
+            if isinstance(adam, torch.optim.Adam | torch.optim.AdamW):
+                for values in adam.state.values():
+                    values["step"].fill_(step)
             else:
-                distributed.load_parameter_state_from_fully_reshardable(moments)
-        for values, step in zip(by_param, steps, strict=True):
-            if step is not None:
-                values["step"] = step.clone()
+                for group in adam.param_groups:
+                    group["step"] = int(step)
+        name = "dp_reshardable" if in_parts else "fully_reshardable"
+        with (
+            torch.no_grad(),
+            _replaced(part, _set_main_param_and_optimizer_states=functools.partial(_copy_state, part)),
+            # Nothing to do after the copying, and it would leave the device's state on the host.
+            _replaced(part.optimizer, _sync_hdo_state_to_sub_optimizers=lambda: None),
+        ):
+            getattr(part, f"load_parameter_state_from_{name}")(saved["param_state"])
+
+
+def _copy_state(part: Any, weight: Any, saved: dict[str, Any]) -> None:
+    """Copy the saved state of this rank's part of a weight."""
+    group, index = part.model_param_group_index_map[weight]
+    param = part.optimizer.param_groups[group]["params"][index]
+    here = part.optimizer.state[param]
+    here.get(MASTER, param).copy_(saved["param"])
+    for name in ("exp_avg", "exp_avg_sq"):
+        here[name].copy_(saved[name])
+
+
+def _reload_weights(optimizer: Any) -> None:
+    """Let the optimizer's float32 weights be those that the model computes with."""
+    optimizer.reload_model_params()
+    for part in optimizer.chained_optimizers:
+        for param, values in part.optimizer.state.items():
+            if MASTER in values:
+                values[MASTER].copy_(param)
 
 
 def _state(policy: Any) -> dict[str, Any]:
@@ -251,9 +277,14 @@ def _optimizer_state(policy: Any, state: dict[str, Any], *, loading: bool, in_pa
     metadata = {"distrib_optim_sharding_type": "dp_reshardable" if in_parts else "fully_reshardable"}
     sharded = models["model"] if len(models) == 1 else models
     optimizer = {}
-    with _buckets_in_place(policy.optimizer):
-        # One optimizer, or two if this stage has experts, whose state is split over other ranks.
-        for index, part in enumerate(policy.optimizer.chained_optimizers):
+    # One optimizer, or two if this stage has experts, whose state is split over other ranks.
+    for index, part in enumerate(policy.optimizer.chained_optimizers):
+        with _replaced(
+            part,
+            get_parameter_state_dp_zero=functools.partial(_padded_state, part, part.get_parameter_state_dp_zero),
+            state_dict=functools.partial(_plain_state, part.state_dict),
+            load_state_dict=lambda state: None,  # it would create what `make_moments` has
+        ):
             optimizer[index] = part.sharded_state_dict(sharded, is_loading=loading, metadata=metadata)
             if in_parts:  # the names of parts do not tell the two apart
                 add_prefix_for_sharding(optimizer[index], f"chained_{index}.")
@@ -281,23 +312,31 @@ def _plain_shape(policy: Any) -> dict[str, Any]:
 
 
 @contextlib.contextmanager
-def _buckets_in_place(optimizer: Any) -> Iterator[None]:
+def _replaced(instance: Any, **methods: Callable[..., Any]) -> Iterator[None]:
+    """Replace methods of one object."""
+    vars(instance).update(methods)
+    try:
+        yield
+    finally:
+        for name in methods:
+            del vars(instance)[name]  # restores the class's method
+
+
+def _plain_state(state_dict: Callable[[], dict[str, Any]]) -> dict[str, Any]:
+    """Return an optimizer's settings without classes, which those of an optimizer on the host have: a checkpoint holds
+    plain values."""
+    state = state_dict()
+    groups = state["optimizer"]["param_groups"]
+    plain = [{key: value for key, value in group.items() if not isinstance(value, type)} for group in groups]
+    return state | {"optimizer": state["optimizer"] | {"param_groups": plain}}
+
+
+def _padded_state(part: Any, gather: Any, **kwargs: Any) -> Any:
     """Correct where Megatron-Core 0.16 looks for a parameter's state.
 
     It gathers a buffer's buckets without the padding at their ends, but then cuts parameters out by their positions in
     the padded buffer. With several buckets, as tied embeddings on two stages make them, it would save shifted values.
     """
-    parts = optimizer.chained_optimizers
-    for part in parts:
-        part.get_parameter_state_dp_zero = functools.partial(_padded_state, part, part.get_parameter_state_dp_zero)
-    try:
-        yield
-    finally:
-        for part in parts:
-            del part.get_parameter_state_dp_zero  # restores the class's method
-
-
-def _padded_state(part: Any, gather: Any, **kwargs: Any) -> Any:
     state = gather(**kwargs)
     for index, buffer in enumerate(part.buffers) if state is not None else ():
         (tensors,) = state[index].values()

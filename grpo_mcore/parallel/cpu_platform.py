@@ -20,14 +20,26 @@ _installed = False
 
 def fill_in_transformer_engine() -> None:
     """Correct what Megatron-Core assumes of TransformerEngine when it is missing, on CPU and on GPU."""
+    import megatron.core.optimizer.clip_grads as clip_grads
     import megatron.core.transformer.moe.moe_utils as moe_utils
     import megatron.core.transformer.multi_latent_attention as latent_attention
+    import megatron.core.utils as utils
 
     if not isinstance(latent_attention.TELinear, type):
         latent_attention.HAVE_TE = False  # Megatron-Core's stand-in for the class sets it to True
+    if utils.get_te_version() is None:  # compared with the version that a setting of the optimizer needs
+        utils._te_version = utils.PkgVersion("0")
+    if clip_grads.l2_norm_impl is utils.local_multi_tensor_l2_norm:  # it rounds the norms of bfloat16 gradients
+        clip_grads.l2_norm_impl = _l2_norm
     # The router looks up this name, which is undefined without TransformerEngine.
     if not hasattr(moe_utils, "te_general_gemm"):
         moe_utils.te_general_gemm = None
+
+
+def _l2_norm(chunk: int, noop: Any, lists: Any, *_: Any) -> tuple[torch.Tensor, None]:
+    """Return the norm of all gradients together, in float32, as TransformerEngine's kernel does."""
+    norms = [torch.linalg.vector_norm(tensor, dtype=torch.float32) for tensors in lists for tensor in tensors]
+    return torch.stack(norms).norm()[None], None
 
 
 def install() -> None:
@@ -58,11 +70,17 @@ def install() -> None:
     with _compile_disabled():
         import megatron.core.tensor_parallel.random as megatron_random
         import megatron.core.transformer.moe.token_dispatcher as token_dispatcher
+        from megatron.core.optimizer.cpu_offloading import HybridDeviceOptimizer
 
     # Megatron-Core converts the sizes of an all-to-all to numpy only if they come from a GPU.
     token_dispatcher.maybe_move_tensor_to_cpu = _as_numpy
     # Set here, because vLLM in the same process replaces torch's stream by one without events.
     token_dispatcher.MoEAlltoAllTokenDispatcher.cuda_dtoh_stream = _NoStream()
+
+    # An optimizer on the host asks each tensor whether it is on a GPU.
+    HybridDeviceOptimizer._get_sub_optimizer_param_groups = _split_as_on_cuda(
+        HybridDeviceOptimizer._get_sub_optimizer_param_groups
+    )
 
     # These two bypass torch.cuda and call the C functions.
     megatron_random._get_cuda_rng_state = lambda device="cuda", clone=False, graph_safe=False: torch.get_rng_state()
@@ -95,6 +113,35 @@ class _NoStream:
 
 def _as_numpy(tensor: Any, as_numpy: bool = False, record_stream: bool = False) -> Any:
     return tensor.numpy() if as_numpy and torch.is_tensor(tensor) else tensor
+
+
+def _split_as_on_cuda(split: Any) -> Any:
+    """Let the division of weights between device and host take those for on the device that it has not moved.
+
+    Of each weight it asks `is_cuda`, moves it if it belongs to the host, and asks again.
+    """
+    moved: list[torch.Tensor] = []
+
+    def move(tensor: torch.Tensor) -> torch.Tensor:
+        moved.append(tensor)
+        return tensor
+
+    def is_cuda(tensor: torch.Tensor) -> bool:
+        on_host = bool(moved)
+        moved.clear()
+        return not on_host
+
+    def split_as_on_cuda(self: Any, fraction: float) -> Any:
+        pretence = {"is_cuda": property(is_cuda), "cpu": move, "pin_memory": lambda tensor: tensor}
+        for name, value in pretence.items():
+            setattr(torch.Tensor, name, value)
+        try:
+            return split(self, fraction)
+        finally:
+            for name in pretence:
+                delattr(torch.Tensor, name)
+
+    return split_as_on_cuda
 
 
 def _on_cpu(factory: Any) -> Any:

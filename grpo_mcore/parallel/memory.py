@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 import torch
@@ -39,6 +39,7 @@ def resident_bytes(chunks: Iterable[Any], optimizer: Any) -> dict[str, int]:
         "weights": storage_bytes(weights),
         "gradients": storage_bytes(buffer.grad_data for buffer in buffers),
         "optimizer": storage_bytes(optimizer_tensors(optimizer, chunks)),
+        "optimizer on the host": storage_bytes(host_tensors(optimizer)),
     }
 
 
@@ -49,13 +50,13 @@ class OptimizerOffload:
     stay: torch's Adam counts its steps on the host. (Megatron-Core's `offload_to_cpu` moves both, to pageable memory.)
     """
 
-    def __init__(self, optimizer: Any, weights: Iterable[Tensor], platform: Platform) -> None:
-        self._optimizer, self._weights, self._platform = optimizer, list(weights), platform
+    def __init__(self, optimizer: Any, chunks: Iterable[Any], platform: Platform) -> None:
+        self._optimizer, self._chunks, self._platform = optimizer, list(chunks), platform
         self._room: HostCopies | None = None
 
     def offload(self) -> None:
         """Move them to the host, into pinned memory if they are on a GPU."""
-        moved = list(self._tensors())
+        moved = self._tensors()
         if self._room is None or not self._room.fit(moved):  # the first time, and after the first optimizer step
             if self._room is not None:
                 self._room.close()
@@ -75,16 +76,16 @@ class OptimizerOffload:
         for tensor in self._tensors():
             tensor.data = tensor.data.to(device, copy=True)
 
-    def _tensors(self) -> Iterator[Tensor]:
-        own = {storage_key(weight) for weight in self._weights}
-        for part in self._optimizer.chained_optimizers:
-            if part.optimizer is None:
-                continue
-            for parameter in (p for group in part.optimizer.param_groups for p in group["params"]):
-                if storage_key(parameter) not in own:
-                    yield parameter
-            for state in part.optimizer.state.values():
-                yield from (value for value in state.values() if torch.is_tensor(value) and value.dim())
+    def _tensors(self) -> list[Tensor]:
+        return [tensor for tensor in optimizer_tensors(self._optimizer, self._chunks) if tensor.dim()]
+
+
+def free_gradients(optimizer: Any) -> None:
+    """Free the float32 copies that an update made of bfloat16 gradients on the device. Those on the host are used
+    again."""
+    optimizer.zero_grad()
+    for inner in on_device(optimizer):
+        inner.zero_grad()
 
 
 def accelerator(platform: Platform) -> dict[str, Any]:
@@ -95,12 +96,34 @@ def accelerator(platform: Platform) -> dict[str, Any]:
     return {"device": found.name, "device bytes": found.total_memory, "peak": torch.cuda.max_memory_allocated()}
 
 
+def on_device(optimizer: Any) -> list[Any]:
+    """Return torch's optimizers of the weights that are updated on this rank's device. Megatron-Core's
+    HybridDeviceOptimizer has one of them, or none, and others on the host."""
+    inner = [part.optimizer for part in getattr(optimizer, "chained_optimizers", [optimizer])]
+    found = [getattr(each, "gpu_optimizer", each) for each in inner]
+    return [each for each in found if each is not None]
+
+
+def on_host(optimizer: Any) -> list[Any]:
+    """Return torch's optimizers of the weights that are updated on the host (optimizer_cpu_offload)."""
+    inner = [part.optimizer for part in getattr(optimizer, "chained_optimizers", [optimizer])]
+    return [each for hybrid in inner for each in getattr(hybrid, "cpu_optimizers", [])]
+
+
 def optimizer_tensors(optimizer: Any, chunks: Iterable[Any]) -> list[Tensor]:
-    """Return the moments, and the float32 copies of the weights of `chunks` if there are any."""
+    """Return the moments on the device, and the float32 copies of the weights of `chunks` if there are any."""
     own = {storage_key(weight) for chunk in chunks for weight in chunk.parameters()}
-    found: list[Tensor] = []
-    for part in getattr(optimizer, "chained_optimizers", [optimizer]):
-        inner = part.optimizer
-        found += [parameter for group in inner.param_groups for parameter in group["params"]]
-        found += [value for state in inner.state.values() for value in state.values() if torch.is_tensor(value)]
-    return [tensor for tensor in found if storage_key(tensor) not in own]
+    return [tensor for each in on_device(optimizer) for tensor in _tensors_of(each) if storage_key(tensor) not in own]
+
+
+def host_tensors(optimizer: Any) -> list[Tensor]:
+    """Return the weights' float32 copies that are updated on the host, with moments and gradients."""
+    tensors = [tensor for each in on_host(optimizer) for tensor in _tensors_of(each)]
+    return tensors + [tensor.grad for tensor in tensors if tensor.grad is not None]
+
+
+def _tensors_of(inner: Any) -> list[Tensor]:
+    """Return what an optimizer updates, and its state, in which its float32 weights may be once more."""
+    found = [parameter for group in inner.param_groups for parameter in group["params"]]
+    found += [value for state in inner.state.values() for value in state.values() if torch.is_tensor(value)]
+    return list({id(tensor): tensor for tensor in found}.values())

@@ -2,6 +2,11 @@
 
 from __future__ import annotations
 
+import gc
+from collections.abc import Sequence
+from functools import partial
+from typing import Any
+
 import torch
 from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig
 from megatron.core.optimizer import MegatronOptimizer, OptimizerConfig, get_megatron_optimizer
@@ -9,7 +14,7 @@ from megatron.core.optimizer_param_scheduler import OptimizerParamScheduler
 from torch.nn import Module
 
 from grpo_mcore.parallel.mesh import on_leave
-from grpo_mcore.parallel.platform import Platform
+from grpo_mcore.parallel.platform import Platform, PlatformError
 from grpo_mcore.recipe import MegatronConfig, PolicyConfig
 
 
@@ -19,7 +24,7 @@ def ddp_config(settings: MegatronConfig, platform: Platform) -> DistributedDataP
     return DistributedDataParallelConfig(
         grad_reduce_in_fp32=ddp.grad_reduce_in_fp32,
         overlap_grad_reduce=ddp.overlap_grad_reduce and platform.on_gpu,
-        overlap_param_gather=False,  # refit and export read the weights right after the step
+        overlap_param_gather=ddp.overlap_param_gather,
         use_distributed_optimizer=True,
         average_in_collective=False,  # the loss is already normalised by global counts
         check_for_nan_in_grad=False,  # train_step checks the gradients itself and names the samples
@@ -29,15 +34,58 @@ def ddp_config(settings: MegatronConfig, platform: Platform) -> DistributedDataP
 def wrap_model(model: Module, settings: MegatronConfig, platform: Platform) -> DistributedDataParallel:
     """Give the model contiguous gradient buffers that are reduced over data-parallel ranks."""
     wrapped = DistributedDataParallel(model.config, ddp_config(settings, platform), model)
+    if wrapped.use_forward_hook:
+        _wait_by_layer(wrapped)
     # Its gradient hooks keep it alive through C++, which Python's garbage collector cannot follow. Without this, the
     # process groups that it refers to would stay alive, each with its polling threads.
     on_leave(vars(wrapped).clear)
     return wrapped
 
 
-def optimizer_config(policy: PolicyConfig) -> OptimizerConfig:
+def _wait_by_layer(wrapped: DistributedDataParallel) -> None:
+    """Let each layer wait for the gathering of all its weights before it runs, and the rest of the network before it
+    starts.
+
+    In Megatron-Core each module waits for its own weights. But some weights are read without their module being called,
+    as the output layer's by the log-probs, and an expert without tokens may not be called: the ranks that gather
+    together must do so in the same order.
+    """
+    wrapped.disable_forward_pre_hook(param_sync=False)
+    network = wrapped.module
+    weights = {layer: set(layer.parameters()) for layer in network.decoder.layers}
+    if network.post_process:
+        head = (network.decoder.final_layernorm, network.output_layer)
+        weights[head[0]] = {weight for module in head for weight in module.parameters()}
+    weights[network] = set(network.parameters()).difference(*weights.values())
+    buckets = (*reversed(wrapped.bucket_groups), *reversed(wrapped.expert_parallel_bucket_groups))
+    for module, needed in weights.items():
+        module.register_forward_pre_hook(
+            partial(_finish_gathering, [bucket for bucket in buckets if not bucket.params.isdisjoint(needed)])
+        )
+
+
+def _finish_gathering(buckets: Sequence[Any], *_: Any) -> None:
+    for bucket in buckets:
+        bucket.finish_param_sync()
+
+
+def check_optimizer(policy: PolicyConfig, platform: Platform) -> None:
+    """Raise PlatformError if the recipe's optimizer needs TransformerEngine and this rank has none."""
+    config = policy.megatron_cfg.optimizer
+    if config.use_precision_aware_optimizer and not config.optimizer_cpu_offload and not platform.transformer_engine:
+        why = "it is not installed here; install it" if platform.on_gpu else "there is no GPU here; run this on one"
+        raise PlatformError(
+            "policy.megatron_cfg.optimizer.use_precision_aware_optimizer: true needs TransformerEngine's FusedAdam, "
+            f"but {why}, or set the key to false, with which the update makes float32 copies of bfloat16 gradients"
+        )
+
+
+def optimizer_config(policy: PolicyConfig, platform: Platform) -> OptimizerConfig:
     """Return Megatron-Core's settings for the optimizer."""
     config, bf16 = policy.megatron_cfg.optimizer, policy.precision == "bfloat16"
+    in_fp32 = policy.megatron_cfg.distributed_data_parallel_config.grad_reduce_in_fp32
+    # Megatron-Core takes weights on the host for a case of this: neither makes float32 copies on the device.
+    precision_aware = config.use_precision_aware_optimizer or config.optimizer_cpu_offload
     return OptimizerConfig(
         optimizer=config.optimizer,
         lr=config.lr,
@@ -51,12 +99,25 @@ def optimizer_config(policy: PolicyConfig) -> OptimizerConfig:
         params_dtype=torch.bfloat16 if bf16 else torch.float32,
         use_distributed_optimizer=True,
         clip_grad=policy.max_grad_norm or 0.0,
+        use_precision_aware_optimizer=precision_aware,
+        main_grads_dtype=torch.float32 if in_fp32 or not precision_aware else torch.bfloat16,
+        # Megatron-Core cannot load them from whole parameters (dist_ckpt_optim_fully_reshardable).
+        store_param_remainders=False,
+        optimizer_cpu_offload=config.optimizer_cpu_offload,
+        optimizer_offload_fraction=config.optimizer_offload_fraction if config.optimizer_cpu_offload else 0.0,
+        overlap_cpu_optimizer_d2h_h2d=config.optimizer_cpu_offload and config.overlap_cpu_optimizer_d2h_h2d,
+        pin_cpu_grads=platform.pins_memory,
     )
 
 
-def build_optimizer(chunks: list[DistributedDataParallel], policy: PolicyConfig) -> MegatronOptimizer:
+def build_optimizer(
+    chunks: list[DistributedDataParallel], policy: PolicyConfig, platform: Platform
+) -> MegatronOptimizer:
     """Build the distributed optimizer over the model chunks."""
-    return get_megatron_optimizer(optimizer_config(policy), chunks, use_gloo_process_groups=False)
+    optimizer = get_megatron_optimizer(optimizer_config(policy, platform), chunks, use_gloo_process_groups=False)
+    if policy.megatron_cfg.optimizer.optimizer_cpu_offload:
+        gc.collect()  # a first one over whole weights, in place of this rank's share, is a cycle with copies of them
+    return optimizer
 
 
 def build_scheduler(optimizer: MegatronOptimizer, settings: MegatronConfig) -> OptimizerParamScheduler:

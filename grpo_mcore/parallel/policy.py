@@ -21,7 +21,7 @@ from grpo_mcore.host_memory import HostCopies
 from grpo_mcore.objective import CombinedMetrics, combine_metrics, nonfinite_samples
 from grpo_mcore.parallel.context import padded_length
 from grpo_mcore.parallel.layout import layout_of
-from grpo_mcore.parallel.memory import OptimizerOffload, accelerator, host_copies, resident_bytes
+from grpo_mcore.parallel.memory import OptimizerOffload, accelerator, free_gradients, host_copies, resident_bytes
 from grpo_mcore.parallel.mesh import Address, join_mesh, leave_mesh
 from grpo_mcore.parallel.platform import Platform
 from grpo_mcore.recipe import PolicyConfig
@@ -86,10 +86,11 @@ class Policy:
         from grpo_mcore.parallel.adapters import attach_adapters
         from grpo_mcore.parallel.logprobs import Cut
         from grpo_mcore.parallel.model import build_model
-        from grpo_mcore.parallel.optimizer import build_optimizer, build_scheduler, wrap_model
+        from grpo_mcore.parallel.optimizer import build_optimizer, build_scheduler, check_optimizer, wrap_model
         from grpo_mcore.parallel.weights import ShardedWeights
 
         megatron = config.megatron_cfg
+        check_optimizer(config, self.platform)
         self.dtype = {"bfloat16": torch.bfloat16, "float32": torch.float32}[config.precision]
         replay = config.router_replay.enabled
         networks = build_model(self.shape, self.layout, megatron, self.dtype, self.platform, replay=replay)
@@ -113,7 +114,7 @@ class Policy:
             self._reference = host_copies(self.platform, _parameters(networks))
             self._reference.store(_parameters(networks))
         self.chunks = [wrap_model(network, megatron, self.platform) for network in networks]
-        self.optimizer = build_optimizer(self.chunks, config)
+        self.optimizer = build_optimizer(self.chunks, config, self.platform)
         self.scheduler = build_scheduler(self.optimizer, megatron)
         schedule = networks[0].config  # one object for all chunks
         schedule.grad_scale_func = self.optimizer.scale_loss
@@ -157,10 +158,18 @@ class Policy:
             return self.logprobs(batches)
 
     def train_step(
-        self, batches: Sequence[PackedBatch], loss_fn: LossFn, *, global_valid_seqs: int, global_valid_toks: int
+        self,
+        batches: Sequence[PackedBatch],
+        loss_fn: LossFn,
+        *,
+        global_valid_seqs: int,
+        global_valid_toks: int,
+        last: bool = True,
     ) -> TrainReport:
         """Run one optimizer step over `batches`, whose `columns` hold what `loss_fn` reads.
 
+        `last`: false promises that another `train_step` follows before anything reads the weights, so that they may be
+        gathered during its forward pass (overlap_param_gather).
         Raises NonFiniteLoss, before any weight changes, if the loss or a gradient is not finite.
         """
         for chunk in self.chunks:
@@ -181,7 +190,10 @@ class Policy:
         self._check_finite(batches, metrics)
         learning_rate = self.optimizer.param_groups[0]["lr"]
         _, grad_norm, _ = self.optimizer.step()
-        self.optimizer.zero_grad()  # the float32 copies that it made of bfloat16 gradients
+        free_gradients(self.optimizer)
+        if last and self.config.megatron_cfg.distributed_data_parallel_config.overlap_param_gather:
+            for chunk in self.chunks:
+                chunk.start_param_sync(force_sync=True)
         self._resident = self._resident or resident_bytes(self.chunks, self.optimizer)
         return TrainReport(metrics, float(grad_norm), learning_rate, (*times, time.time()))
 
@@ -382,7 +394,7 @@ class Policy:
             self._offloaded = True
             for chunk in self.chunks:
                 chunk.offload_grad_buffers(empty_cache=False)
-            self._offload = self._offload or OptimizerOffload(self.optimizer, _parameters(self.chunks), self.platform)
+            self._offload = self._offload or OptimizerOffload(self.optimizer, self.chunks, self.platform)
             self._offload.offload()
             if self.config.megatron_cfg.empty_unused_memory_level > 0:
                 torch.cuda.empty_cache()

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import resource
 import time
+from collections.abc import Iterable, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from typing import Any
@@ -13,12 +14,14 @@ import torch
 
 from grpo_mcore import host_memory
 from grpo_mcore.objective import ClippedPGLossConfig, ClippedPGLossFn
-from grpo_mcore.parallel.checkpoint import SaveError
-from grpo_mcore.parallel.memory import storage_key
+from grpo_mcore.parallel import cpu_platform
+from grpo_mcore.parallel.checkpoint import MASTER, SaveError
+from grpo_mcore.parallel.memory import on_device, on_host, storage_key
 from grpo_mcore.parallel.mesh import Address
 from grpo_mcore.parallel.platform import Platform
 from grpo_mcore.parallel.policy import NonFiniteLoss, Policy
 from grpo_mcore.processes import free_port
+from grpo_mcore.recipe import PolicyConfig
 from grpo_mcore.tools.parity.rank import (
     LENGTHS,
     LayoutCase,
@@ -26,7 +29,10 @@ from grpo_mcore.tools.parity.rank import (
     owned_slices,
     policy_config,
 )
+from tests.fused_adam import install_fused_adam
 
+Settings = Mapping[str, Any]
+PLAIN: Settings = {}
 ADAM = {"lr": 1e-2, "min_lr": 1e-3, "adam_eps": 1e-3, "weight_decay": 0.01}
 MOMENTS = ("exp_avg", "exp_avg_sq")
 SCHEDULE = {"lr_decay_style": "cosine", "lr_decay_iters": 10, "lr_warmup_iters": 2, "lr_warmup_init": 1e-3}
@@ -40,14 +46,33 @@ def adam_policy(
     reference: bool = False,
     precision: str = "float32",
     in_parts: bool = False,
+    variant: Settings = PLAIN,
 ) -> Policy:
-    """Build a policy whose learning rate changes every step, so that a lost schedule is noticed."""
+    """Build a policy with `adam_config`."""
+    config = adam_config(model, case, precision, in_parts, variant)
+    return build(config, address, reference=reference)
+
+
+def build(config: PolicyConfig, address: Address, *, reference: bool = False) -> Policy:
+    """Build a policy, with a stand-in for TransformerEngine's Adam if the optimizer needs it."""
+    if config.megatron_cfg.optimizer.use_precision_aware_optimizer:
+        cpu_platform.install()
+        install_fused_adam()
+    return Policy(config, address, seed=1, timeout_s=60, reference=reference)
+
+
+def adam_config(
+    model: str, case: LayoutCase, precision: str = "float32", in_parts: bool = False, variant: Settings = PLAIN
+) -> PolicyConfig:
+    """Return a policy section whose learning rate changes every step, so that a lost schedule is noticed. `variant`:
+    more settings of the optimizer, with which gradients are bfloat16 too."""
     config = policy_config(model, case, precision=precision)
     megatron = config.megatron_cfg
-    megatron.optimizer = megatron.optimizer.model_copy(update=ADAM)
+    megatron.distributed_data_parallel_config.grad_reduce_in_fp32 = not variant
+    megatron.optimizer = megatron.optimizer.model_copy(update=ADAM | dict(variant))
     megatron.dist_ckpt_optim_fully_reshardable = not in_parts
     megatron.scheduler = megatron.scheduler.model_copy(update=SCHEDULE)
-    return Policy(config, address, seed=1, timeout_s=60, reference=reference)
+    return config
 
 
 def step(policy: Policy) -> tuple[float, float]:
@@ -84,9 +109,15 @@ def train_with_experts(
 
 
 def train_save_train(
-    address: Address, model: str, case: LayoutCase, folder: str, in_parts: bool = False
+    address: Address,
+    model: str,
+    case: LayoutCase,
+    folder: str,
+    in_parts: bool = False,
+    precision: str = "float32",
+    variant: Settings = PLAIN,
 ) -> list[tuple[float, float]]:
-    policy = adam_policy(address, model, case, in_parts=in_parts)
+    policy = adam_policy(address, model, case, in_parts=in_parts, precision=precision, variant=variant)
     for _ in range(3):
         step(policy)
     policy.start_save(folder)
@@ -112,8 +143,15 @@ def save_failing_on_rank_1(address: Address, model: str, case: LayoutCase, folde
     return "no error"
 
 
-def load_train(address: Address, model: str, case: LayoutCase, folder: str) -> list[tuple[float, float]]:
-    policy = adam_policy(address, model, case)
+def load_train(
+    address: Address,
+    model: str,
+    case: LayoutCase,
+    folder: str,
+    precision: str = "float32",
+    variant: Settings = PLAIN,
+) -> list[tuple[float, float]]:
+    policy = adam_policy(address, model, case, precision=precision, variant=variant)
     policy.load(folder)
     return [step(policy) for _ in range(3)]
 
@@ -143,11 +181,11 @@ def bfloat16_logprobs(address: Address, model: str, case: LayoutCase) -> dict[in
 
 
 def train_offload_train(
-    address: Address, model: str, case: LayoutCase, precision: str, offload: bool
+    address: Address, model: str, case: LayoutCase, precision: str, offload: bool, variant: Settings = PLAIN
 ) -> tuple[list[tuple[float, float]], bool, bool]:
     """Train, offload and onload twice, as on a GPU but with CPU tensors: (steps, optimizer moved to pinned memory that
     is used again, views kept)."""
-    policy = adam_policy(address, model, case, precision=precision)
+    policy = adam_policy(address, model, case, precision=precision, variant=variant)
     steps, moved, views = [step(policy)], True, _views_of_weights(policy)
     pinned: list[torch.Tensor] = []
     host_memory.pin, host_memory.unpin = pinned.append, pinned.remove  # torch for CPUs cannot lock pages
@@ -155,9 +193,10 @@ def train_offload_train(
         before = _moments(policy)
         policy.platform = Platform("gpu")
         policy.offload()
-        moved &= not before & _moments(policy) and len(pinned) == 1 and _moments(policy) == {storage_key(pinned[0])}
+        room = set(map(storage_key, pinned))
+        moved &= not before & _moments(policy) and len(room) == 1 and _moments(policy) == room
         policy.onload()
-        moved &= _moments(policy).isdisjoint({storage_key(pinned[0])})
+        moved &= _moments(policy).isdisjoint(room)
         steps.append(step(policy))
     steps += [step(policy) for _ in range(3 - len(steps))]
     return steps, moved, views == _views_of_weights(policy)
@@ -187,7 +226,7 @@ def save_offloaded_load_train(
 
 
 def _moments(policy: Policy) -> set[int]:
-    states = [state for part in policy.optimizer.chained_optimizers for state in part.optimizer.state.values()]
+    states = [state for adam in on_device(policy.optimizer) for state in adam.state.values()]
     return {storage_key(state[name]) for state in states for name in ("exp_avg", "exp_avg_sq")}
 
 
@@ -255,9 +294,8 @@ def resume_without_the_optimizer(
     assert not policy.load(folder)
     assert policy.scheduler.num_steps == 2
     weights = owned_slices(policy)
-    (part,) = policy.optimizer.chained_optimizers
-    updated = [param for group in part.optimizer.param_groups for param in group["params"]]
-    equal = all(param.dtype == torch.float32 and torch.equal(param, param.bfloat16().float()) for param in updated)
+    updated = [weight for weight, _ in _float32_weights(policy).values()]
+    equal = all(weight.dtype == torch.float32 and torch.equal(weight, weight.bfloat16().float()) for weight in updated)
     return weights, equal, step_against_adamw(policy, settings)
 
 
@@ -276,33 +314,48 @@ def policy_with_settings(
             "end_weight_decay": settings["weight_decay"],
         }
     )
-    return Policy(config, address, seed=1, timeout_s=60, reference=False)
+    return build(config, address)
 
 
 def step_against_adamw(policy: Policy, settings: dict[str, float]) -> float:
     """Train one step and return the largest difference between the weights and AdamW's formula (Loshchilov & Hutter
     2019, Algorithm 2) with these settings, in float64. Without a state, the moments before the step are 0."""
-    (part,) = policy.optimizer.chained_optimizers
-    adam = part.optimizer
     rate, beta1, beta2, eps = (settings[key] for key in ("lr", "adam_beta1", "adam_beta2", "adam_eps"))
-    decays = {param: group["weight_decay"] for group in adam.param_groups for param in group["params"]}
+    adams = (*on_device(policy.optimizer), *on_host(policy.optimizer))
+    counts = _by_param(adams, "step")
     before = {}
-    for param in decays:
-        state = adam.state.get(param, {})
-        moments = (state.get(name, torch.zeros_like(param)).double() for name in MOMENTS)
-        before[param] = (param.double(), *moments, float(state.get("step", 0)) + 1)
+    for param, (weight, state) in _float32_weights(policy).items():
+        moments = (state.get(name, torch.zeros_like(weight)).double() for name in MOMENTS)
+        before[param] = (weight.double(), *moments, float(state.get("step", counts[param])) + 1)
     step(policy)
+    decays = _by_param(adams, "weight_decay")
     assert set(decays.values()) <= {0.0, settings["weight_decay"]}
-    difference = 0.0
+    after, difference = _float32_weights(policy), 0.0
     for param, (weight, mean, square, count) in before.items():
-        mean_now = adam.state[param]["exp_avg"].double()
+        weight_now, state = after[param]
+        mean_now = state["exp_avg"].double()
         gradient = (mean_now - beta1 * mean) / (1 - beta1)
         expected_square = beta2 * square + (1 - beta2) * gradient**2
         unbiased = mean_now / (1 - beta1**count), expected_square / (1 - beta2**count)
         decay = rate * decays[param] * weight
         expected = weight - decay - rate * unbiased[0] / (unbiased[1].sqrt() + eps)
-        difference = max(difference, float((param.double() - expected).abs().max()))
+        difference = max(difference, float((weight_now.double() - expected).abs().max()))
     return difference
+
+
+def _by_param(adams: Iterable[Any], setting: str) -> dict[torch.Tensor, Any]:
+    groups = [group for adam in adams for group in adam.param_groups]
+    return {param: group.get(setting, 0) for group in groups for param in group["params"]}
+
+
+def _float32_weights(policy: Policy) -> dict[torch.Tensor, tuple[torch.Tensor, Mapping[str, torch.Tensor]]]:
+    """Return, for each tensor that Adam updates, on the device or on the host, the float32 weight and its state."""
+    found = {}
+    for adam in (*on_device(policy.optimizer), *on_host(policy.optimizer)):
+        for param in (param for group in adam.param_groups for param in group["params"]):
+            state = adam.state.get(param, {})
+            found[param] = state.get(MASTER, param.float()), state
+    return found
 
 
 def steps_with_late_sends(address: Address, model: str, case: LayoutCase, delay: float) -> list[tuple[float, float]]:

@@ -17,7 +17,13 @@ from grpo_mcore.parallel.layout import layout_of
 from grpo_mcore.parallel.rank_pool import RankPool
 from grpo_mcore.recipe import MasterConfig, PolicyConfig, load_recipe
 from grpo_mcore.tools.parity.rank import LayoutCase, policy_config
-from grpo_mcore.tools.plan.memory import activation_bytes, gradient_bytes, optimizer_bytes, weight_bytes
+from grpo_mcore.tools.plan.memory import (
+    activation_bytes,
+    gradient_bytes,
+    host_optimizer_bytes,
+    optimizer_bytes,
+    weight_bytes,
+)
 from grpo_mcore.tools.plan.timing import refit_traffic
 from grpo_mcore.tools.plan.workload import workload_of
 from tests.distributed.plan_cases import LENGTHS, MICRO_BATCHES, TOKENS
@@ -74,6 +80,17 @@ def test_predicted_bytes_are_those_of_every_rank(
     compare(ranks, policy_config(models(family), case, **changes), case.world_size)
 
 
+@pytest.mark.parametrize(
+    "case", [LayoutCase("TP1"), LayoutCase("PP2xDP2", pipeline=2, data=2)], ids=lambda case: case.name
+)
+def test_predicted_bytes_of_an_optimizer_on_the_host(
+    ranks: RankPool, models: Callable[[str], str], case: LayoutCase
+) -> None:
+    policy = policy_config(models("qwen3"), case, **BF16)
+    policy.megatron_cfg.optimizer.optimizer_cpu_offload = True
+    compare(ranks, policy, case.world_size)
+
+
 TP2 = "policy.megatron_cfg.tensor_model_parallel_size=2"
 EP2 = "policy.megatron_cfg.expert_model_parallel_size=2"
 # Four layers, split as unevenly as the recipe's 61: three with the one without experts, then one.
@@ -121,6 +138,7 @@ def compare(ranks: RankPool, policy: PolicyConfig, world: int) -> None:
             "weights": weight_bytes(load, stage),
             "gradients": gradient_bytes(load, stage),
             "optimizer": optimizer_bytes(load, stage, here),
+            "optimizer on the host": host_optimizer_bytes(load, stage, here),
             "activations": activation_bytes(load, stage, tokens=TOKENS, padding=padding),
         }
         if "refit buffer" in found:

@@ -145,11 +145,12 @@ class PolicyWorker(Policy):
         """Run an optimizer step for every batch in which a token counts, then drop the step's data."""
         reports = []
         self._trained = []
-        for bins, seqs, toks in zip(self._bins, targets.valid_seqs, targets.valid_toks, strict=True):
-            if toks:
-                batches = self._with_targets(bins, targets)
-                reports.append(self.train_step(batches, loss_fn, global_valid_seqs=seqs, global_valid_toks=toks))
-                self._trained += zip(bins, self.step_logprobs, strict=False)  # without rows that fill the schedule
+        steps = zip(self._bins, targets.valid_seqs, targets.valid_toks, strict=True)
+        counted = [step for step in steps if step[2]]
+        for number, (bins, seqs, toks) in enumerate(counted, start=1):
+            batches, last = self._with_targets(bins, targets), number == len(counted)
+            reports.append(self.train_step(batches, loss_fn, global_valid_seqs=seqs, global_valid_toks=toks, last=last))
+            self._trained += zip(bins, self.step_logprobs, strict=False)  # without rows that fill the schedule
         self.advance_schedule()
         self._bins = []
         return reports

@@ -47,6 +47,18 @@ class OptimizerConfig(Section):
     """Momentum. Only with optimizer: sgd."""
     use_distributed_optimizer: bool = True
     """Shard the optimizer state over the data-parallel ranks. false: not supported yet."""
+    use_precision_aware_optimizer: bool = False
+    """Update the weights from bfloat16 gradients as they are, without float32 copies of them. Needs TransformerEngine,
+    on a GPU, and policy.precision: bfloat16. With optimizer_cpu_offload it changes nothing more: that needs no copies
+    for the weights on the host either."""
+    optimizer_cpu_offload: bool = False
+    """Update optimizer_offload_fraction of the weights on the host, which keeps their float32 copies, moments and
+    gradients: 16 bytes a weight. The GPU keeps none of these, and every update waits for the host. Needs
+    policy.precision: bfloat16."""
+    optimizer_offload_fraction: Annotated[float, Field(ge=0, le=1)] = 1.0
+    """Share of the weights that optimizer_cpu_offload updates on the host. No effect without it."""
+    overlap_cpu_optimizer_d2h_h2d: bool = False
+    """Copy gradients to the host and weights back while the host updates others. Only with optimizer_cpu_offload."""
     clip_grad: Derived[NonNegativeFloat] = NULL
     """Same as policy.max_grad_norm. null: its value. Two different values are an error."""
 
@@ -80,6 +92,9 @@ class DistributedDataParallelConfig(Section):
     the gradient then depends on the number of micro-batches by about half a percent."""
     overlap_grad_reduce: bool = True
     """Reduce gradients while the backward pass runs."""
+    overlap_param_gather: bool = False
+    """Gather the weights that an update changed while the next forward pass runs, layer by layer: between the optimizer
+    steps of one step. After the last of them all weights are gathered, for the refit."""
 
 
 class PeftConfig(Section):

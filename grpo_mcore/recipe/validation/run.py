@@ -147,6 +147,18 @@ def check_optimizer(config: RecipeSections) -> Iterator[Finding]:
     schedule = "policy.megatron_cfg.scheduler."
     if optimizer.min_lr > optimizer.lr:
         yield Finding((at + "min_lr", at + "lr"), f"{optimizer.min_lr:g} is above lr = {optimizer.lr:g}")
+    for name in ("use_precision_aware_optimizer", "optimizer_cpu_offload"):
+        if optimizer[name] and (policy.precision != "bfloat16" or optimizer.optimizer != "adam"):
+            yield Finding(
+                (at + name, "policy.precision", at + "optimizer"),
+                f"needs policy.precision bfloat16 and {at}optimizer adam; got {policy.precision} and "
+                f"{optimizer.optimizer}",
+            )
+    if optimizer.optimizer_cpu_offload and not optimizer.optimizer_offload_fraction:
+        yield Finding(
+            (at + "optimizer_offload_fraction", at + "optimizer_cpu_offload"),
+            "0 moves nothing to the host; set it above 0, or optimizer_cpu_offload: false",
+        )
     if scheduler.lr_warmup_init > optimizer.lr:
         yield Finding(
             (schedule + "lr_warmup_init", at + "lr"),

@@ -11,6 +11,7 @@ import sys
 import weakref
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 
 import torch
@@ -52,6 +53,7 @@ class Counter(TorchDispatchMode):
         self.live = 0
         self.phases: list[PhaseCounts] = []
         self._storages: dict[int, Any] = {}
+        self._on_host: dict[int, Any] = {}
         self._functions = _Functions(self)
 
     def __enter__(self) -> Counter:
@@ -72,7 +74,12 @@ class Counter(TorchDispatchMode):
     def on_host(self, tensors: Sequence[Tensor]) -> None:
         """Take these tensors out of the count: on a GPU they are in host memory."""
         for tensor in tensors:
-            self._free(tensor.untyped_storage()._cdata)
+            storage = tensor.untyped_storage()
+            self._free(storage._cdata)
+            self._on_host[storage._cdata] = weakref.ref(storage, partial(self._forget, storage._cdata))
+
+    def _forget(self, key: int, _: Any) -> None:
+        del self._on_host[key]
 
     def synchronised(self) -> None:
         """Count a wait of the host, under the place in the code that caused it."""
@@ -146,9 +153,8 @@ class Counter(TorchDispatchMode):
     def _track(self, tensor: FakeTensor) -> None:
         storage = tensor.untyped_storage()
         key, nbytes = storage._cdata, storage.nbytes()
-        if key in self._storages:
+        if key in self._storages or key in self._on_host:
             return
-
         self._storages[key] = weakref.ref(storage, lambda _: self._free(key)), nbytes
         self.live += nbytes
         if self.phases:

@@ -9,7 +9,7 @@ from typing import Any
 
 from grpo_mcore.families import ModelShape
 from grpo_mcore.recipe import MasterConfig
-from grpo_mcore.tools.plan.memory import gradient_bytes, optimizer_bytes, weight_bytes
+from grpo_mcore.tools.plan.memory import gradient_bytes, host_optimizer_bytes, optimizer_bytes, weight_bytes
 from grpo_mcore.tools.plan.plan import Plan, make_plan
 from grpo_mcore.tools.plan.workload import DEVICES, Device
 
@@ -99,6 +99,7 @@ def _bytes(plan: Plan, memory: Sequence[Mapping[str, Any]]) -> list[Compared]:
             optimizer_bytes(load, load.layout.coordinates(rank).pipeline, load.layout.coordinates(rank))
             for rank in range(load.world)
         ),
+        "optimizer on the host": max(host_optimizer_bytes(load, stage) for stage in stages),
     }
     if plan.refit is not None:
         predicted["refit buffer"] = plan.refit.buffer

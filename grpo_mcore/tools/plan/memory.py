@@ -41,10 +41,12 @@ class Phase:
 
 @dataclass(frozen=True)
 class StageMemory:
-    """Memory of a rank of a pipeline stage; of the optimizer the largest share is counted."""
+    """Memory of a rank of a pipeline stage; of the optimizer the largest share is counted. `host`: bytes by part on the
+    host at most, besides what each process and the engines need there; none if the host is the device."""
 
     stage: int
     phases: tuple[Phase, ...]
+    host: Phase
 
     @property
     def peak(self) -> Phase:
@@ -78,19 +80,39 @@ def gradient_bytes(load: Workload, stage: int) -> int:
 
 
 def optimizer_bytes(load: Workload, stage: int, here: Coordinates | None = None) -> int:
-    """Return the bytes of the distributed optimizer on a rank (None: the one with most): two float32 moments (SGD with
-    momentum: one), and a float32 copy of bfloat16 weights."""
+    """Return the bytes of the distributed optimizer on a rank's device (None: the one with most): two float32 moments
+    (SGD with momentum: one), and a float32 copy of bfloat16 weights."""
     state = 8 if load.optimizer == "adam" else 4 * load.momentum
-    return load.params(stage).owned(load.layout, here) * (state + (4 if load.element < 4 else 0))
+    owned = load.params(stage).owned(load.layout, here) * (1 - load.host_share)
+    return int(owned * (state + (4 if load.element < 4 else 0)))
+
+
+def host_optimizer_bytes(load: Workload, stage: int, here: Coordinates | None = None) -> int:
+    """Return the bytes on the host for the weights that are updated there: float32 copies, gradients, two moments."""
+    return int(load.params(stage).owned(load.layout, here) * load.host_share * 16)
 
 
 def _update_bytes(load: Workload, stage: int) -> int:
-    """Return the bytes of the update's temporaries: Megatron-Core copies bfloat16 gradients to float32, and on a GPU
-    torch's Adam takes the roots of all second moments at a time. On CPU it goes parameter by parameter, and
-    TransformerEngine's has none."""
-    copies = load.gradient < 4
-    roots = load.kernels == "torch" and load.optimizer == "adam"
-    return 4 * load.params(stage).owned(load.layout, None) * (copies + roots)
+    """Return the bytes of the update's temporaries on the device: Megatron-Core copies bfloat16 gradients to float32
+    unless the optimizer is precision-aware, and on a GPU torch's Adam takes the roots of all second moments at a time.
+    On CPU it goes parameter by parameter, and TransformerEngine's has none, nor has torch's beside one on the host."""
+    copies = load.gradient < 4 and (load.host_share > 0 or not load.precision_aware)
+    roots = load.kernels == "torch" and load.optimizer == "adam" and not load.host_share
+    return int(4 * load.params(stage).owned(load.layout, None) * (1 - load.host_share)) * (copies + roots)
+
+
+def _host_memory(load: Workload, device: Device, stage: int) -> Phase:
+    """Return what a rank keeps on the host: what is updated there; while engines generate, the rest of the optimizer;
+    the reference's weights, and the current ones in their place."""
+    parts = {}
+    if device.memory is not None:
+        if load.host_share:
+            parts["updated there"] = host_optimizer_bytes(load, stage)
+        if load.grpo and load.colocated and load.engines_sleep and load.host_share < 1:
+            parts["optimizer, while engines generate"] = optimizer_bytes(load, stage)
+        if load.reference and load.adapters is None:
+            parts["reference, and weights in its place"] = 2 * weight_bytes(load, stage)
+    return Phase("host", parts)
 
 
 def activation_bytes(
@@ -220,7 +242,7 @@ def stage_memory(load: Workload, device: Device, stage: int, engine: EngineMemor
     logits = int(logits_bytes(load.shape, load.rank, chunk, backward=True)) if last else 0
     phases.append(Phase("training", {**state, "activations": activation_bytes(load, stage, logits), "logits": logits}))
     phases.append(Phase("optimizer", {**state, "temporaries": _update_bytes(load, stage)}))
-    return StageMemory(stage, tuple(phases))
+    return StageMemory(stage, tuple(phases), _host_memory(load, device, stage))
 
 
 def memory(load: Workload, device: Device) -> tuple[EngineMemory, tuple[StageMemory, ...]]:

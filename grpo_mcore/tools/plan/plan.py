@@ -72,6 +72,7 @@ class Plan:
                     "expert_parameters": load.params(stage.stage).expert_numel,
                     "memory": {phase.name: phase.parts | {"total": phase.total} for phase in stage.phases},
                     "peak": stage.peak.name,
+                    "host": stage.host.parts | {"total": stage.host.total},
                 }
                 for stage in self.stages
             ],
@@ -184,7 +185,10 @@ def _remedy(phase: str, part: str, load: Workload) -> str:
             f"{MEGATRON}distributed_data_parallel_config.grad_reduce_in_fp32: false"
         )
     if part == "optimizer":
-        return "add data-parallel ranks (cluster.num_nodes), over which the optimizer is split"
+        return (
+            "add data-parallel ranks (cluster.num_nodes), over which the optimizer is split, or set "
+            f"{MEGATRON}optimizer.optimizer_cpu_offload: true"
+        )
     if part == "engine weights":
         return f"raise {VLLM}tensor_parallel_size"
     return f"raise {MEGATRON}tensor_model_parallel_size or pipeline_model_parallel_size"

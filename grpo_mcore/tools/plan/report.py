@@ -121,6 +121,9 @@ def _memory(plan: Plan) -> list[str]:
             rows.append((part, *(_gb(phase.parts.get(part)) for phase in stage.phases)))
         rows.append(("total", *(_gb(phase.total) for phase in stage.phases)))
         lines += [f"    {row[0]:36}" + "".join(f"{cell:>12}" for cell in row[1:]) for row in rows]
+        if stage.host.parts:
+            parts = "; ".join(f"{part} {_gb(size)}" for part, size in stage.host.parts.items())
+            lines.append(f"    on the host: {parts}; {plan.load.ranks_per_node * stage.host.total / 1e9:.0f} a node")
     return lines
 
 

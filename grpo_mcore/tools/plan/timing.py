@@ -17,6 +17,9 @@ MEMORY_EFFICIENCY = 0.60
 """Share of the memory bandwidth that decoding reaches."""
 LINK_EFFICIENCY = 0.80
 """Share of a link's bandwidth that is reached."""
+HOST_BANDWIDTH = 200e9
+"""Bytes per second that all ranks of a node read and write in host memory: an assumption, half of two sockets' data
+sheets."""
 MAX_SEQUENCES = 256
 """Maximum number of samples that an engine generates at a time."""
 ALL_REDUCE_S = 9e-6
@@ -88,10 +91,14 @@ def _pass(
         "context-parallel traffic": _context_seconds(load, device) * sweeps,
         "tokens to experts and back": _expert_seconds(load, device) * sweeps,
     }
-    data, busy = _data_parallel_seconds(load, device) if gradients else 0.0, sum(links.values())
-    floor = max(compute, busy + data)
-    likely = (compute / COMPUTE_EFFICIENCY + busy / LINK_EFFICIENCY) / (1 - bubble) + data / LINK_EFFICIENCY
-    links["gradient and weight traffic"] = data
+    busy, updates = sum(links.values()), {}
+    if gradients:
+        updates["gradient and weight traffic"] = _data_parallel_seconds(load, device)
+        updates["updates on the host"] = _host_update_seconds(load, device)
+    after = sum(updates.values())
+    floor = max(compute, busy + after)
+    likely = (compute / COMPUTE_EFFICIENCY + busy / LINK_EFFICIENCY) / (1 - bubble) + after / LINK_EFFICIENCY
+    links |= updates
     shares = {"compute": compute / COMPUTE_EFFICIENCY, "pipeline bubble": likely * bubble}
     shares |= {name: seconds / LINK_EFFICIENCY for name, seconds in links.items()}
     return PhaseTime(name, flops, floor, likely, max(shares, key=lambda name: shares[name]))
@@ -158,6 +165,16 @@ def _data_parallel_seconds(load: Workload, device: Device) -> float:
         return 0.0
     nbytes = max(gradient_bytes(load, stage) + weight_bytes(load, stage) for stage in range(load.layout.pipeline))
     return load.optimizer_steps * nbytes * (dp - 1) / dp / _link(load, device, load.layout.tensor * dp)
+
+
+def _host_update_seconds(load: Workload, device: Device) -> float:
+    """Return the seconds per step. Float32 gradients go to the host and weights come back; there Adam reads 16 bytes a
+    weight and writes 12, of all ranks of the node."""
+    if device.memory is None:
+        return 0.0
+    owned = max(load.params(stage).owned(load.layout, None) for stage in range(load.layout.pipeline)) * load.host_share
+    copies, adam = owned * (4 + load.element) / device.host_bandwidth, owned * 28 * load.ranks_per_node / HOST_BANDWIDTH
+    return load.optimizer_steps * (copies + adam)
 
 
 def _generation(load: Workload, device: Device, engine: EngineMemory) -> PhaseTime:

@@ -22,8 +22,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode, unset_fake_temporarily
 
 from grpo_mcore.batching.packed_batch import PackedBatch, join_rows, pack_rows
 from grpo_mcore.objective import ClippedPGLossFn, NLLLossFn
-from grpo_mcore.parallel.checkpoint import make_moments
-from grpo_mcore.parallel.memory import optimizer_tensors
+from grpo_mcore.parallel.memory import free_gradients, host_tensors, optimizer_tensors
 from grpo_mcore.parallel.mesh import Address
 from grpo_mcore.parallel.platform import Platform
 from grpo_mcore.parallel.policy import Policy
@@ -62,7 +61,8 @@ def trace(config: MasterConfig, plan: Plan, hf_config: dict[str, Any]) -> list[T
     the kernels "torch"; `hf_config`: the model's config.json."""
     with tempfile.TemporaryDirectory() as folder:
         Path(folder, "config.json").write_text(json.dumps(hf_config))
-        policy = config.policy.model_copy(update={"model_name": folder})
+        policy = config.policy.model_copy(update={"model_name": folder}, deep=True)
+        policy.megatron_cfg.optimizer.use_precision_aware_optimizer = False  # TransformerEngine's, which is not traced
         found = []
         for stage in sorted({0, plan.load.layout.pipeline - 1}):
             rows = _rows(plan.load)
@@ -83,9 +83,11 @@ def _trace_stage(config: MasterConfig, load: Workload, stage: int, rows: list[Pa
     with _quiet(), FakeTensorMode(allow_non_fake_inputs=True), _as_if_all_ranks_were_alike(), counter:
         policy = Policy(config.policy, address, seed=0, timeout_s=60, reference=load.reference, platform=GPU)
         try:
-            make_moments(policy.optimizer)  # as from the second step on
             for group in policy.optimizer.param_groups:
-                group["foreach"] = True  # torch's choice on a GPU
+                group["foreach"] = not group.get("fused")  # torch's choice on a GPU
+            policy.optimizer.step()  # what it creates is there from the second step on
+            free_gradients(policy.optimizer)
+            counter.on_host(host_tensors(policy.optimizer))
             if load.prev or load.reference:
                 counter.begin("log-probs")
                 joined = [join_rows(rows[:1] * load.logprob_bins, policy.row_multiple)] * len(rows)

@@ -88,6 +88,8 @@ class Workload:
     gradient: int  # bytes of a gradient
     optimizer: Literal["adam", "sgd"]
     momentum: bool
+    precision_aware: bool  # updates take bfloat16 gradients as they are
+    host_share: float  # share of the weights that are updated on the host
     kernels: Kernels
     samples: int  # per step
     batch: int  # samples per optimizer step
@@ -122,6 +124,10 @@ class Workload:
     @property
     def world(self) -> int:
         return self.layout.world_size
+
+    @property
+    def ranks_per_node(self) -> int:
+        return min(self.world, self.gpus_per_node)
 
     @property
     def rank(self) -> Rank:
@@ -199,6 +205,7 @@ def workload_of(
     """
     policy, generation = config.policy, config.policy.generation
     megatron, vllm = policy.megatron_cfg, generation.vllm_cfg
+    optimizer = megatron.optimizer
     check_fit(shape, megatron)
     check_length(shape, policy.max_total_sequence_length)
     pool, cpu = policy_pool(config), kernels == "cpu"
@@ -222,8 +229,10 @@ def workload_of(
         refit_adapters=megatron.peft.enabled and megatron.peft.refit == "adapters",
         element=element,
         gradient=4 if megatron.distributed_data_parallel_config.grad_reduce_in_fp32 else element,
-        optimizer=megatron.optimizer.optimizer,
-        momentum=megatron.optimizer.sgd_momentum > 0,
+        optimizer=optimizer.optimizer,
+        momentum=optimizer.sgd_momentum > 0,
+        precision_aware=optimizer.use_precision_aware_optimizer and kernels == "transformer_engine",
+        host_share=optimizer.optimizer_offload_fraction if optimizer.optimizer_cpu_offload else 0.0,
         kernels=kernels,
         samples=samples_per_step(config) if grpo else together * policy.train_global_batch_size,
         batch=together * policy.train_global_batch_size,

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import sys
 from dataclasses import fields, is_dataclass, replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -14,6 +16,7 @@ from grpo_mcore.families.known import known_config, known_configs
 from grpo_mcore.parallel import cpu_platform
 
 cpu_platform.install()
+cpu_platform.fill_in_transformer_engine()
 
 from megatron.core.extensions import transformer_engine as te  # noqa: E402
 from megatron.core.models.common.embeddings import rope_utils  # noqa: E402
@@ -22,10 +25,11 @@ from megatron.core.transformer.moe import moe_utils  # noqa: E402
 
 from grpo_mcore.parallel import model, norm  # noqa: E402
 from grpo_mcore.parallel.layout import Layout, layout_of  # noqa: E402
-from grpo_mcore.parallel.optimizer import ddp_config, optimizer_config  # noqa: E402
-from grpo_mcore.parallel.platform import Platform  # noqa: E402
+from grpo_mcore.parallel.optimizer import check_optimizer, ddp_config, optimizer_config  # noqa: E402
+from grpo_mcore.parallel.platform import Platform, PlatformError  # noqa: E402
 from grpo_mcore.parallel.settings import transformer_config  # noqa: E402
-from grpo_mcore.recipe import MegatronConfig, load_recipe, world_size  # noqa: E402
+from grpo_mcore.recipe import MegatronConfig, PolicyConfig, load_recipe, world_size  # noqa: E402
+from tests.fused_adam import FusedAdam  # noqa: E402
 
 RECIPES = sorted((Path(__file__).parents[3] / "recipes").rglob("*.yaml"))
 PLATFORMS = {
@@ -68,7 +72,53 @@ def test_the_settings_of_every_recipe_are_accepted(recipe: Path, platform: Platf
         assert not any(fusions), "only TransformerEngine has these kernels"
     ddp = ddp_config(policy.megatron_cfg, platform)
     assert platform.on_gpu or not ddp.overlap_grad_reduce, "Gloo has no streams"
-    assert optimizer_config(policy).params_dtype == dtype
+    check_optimizer(policy, platform)
+    assert optimizer_config(policy, platform).params_dtype == dtype
+
+
+@pytest.mark.parametrize("platform", PLATFORMS.values(), ids=PLATFORMS)
+@pytest.mark.parametrize("in_fp32", [True, False])
+def test_the_optimizer_takes_gradients_as_they_are_where_the_kernel_is(
+    monkeypatch: pytest.MonkeyPatch, platform: Platform, in_fp32: bool
+) -> None:
+    optimizer = {"use_precision_aware_optimizer": True}
+    ddp = {"grad_reduce_in_fp32": in_fp32, "overlap_param_gather": True}
+    policy = PolicyConfig.model_validate(
+        {"model_name": "x", "megatron_cfg": {"optimizer": optimizer, "distributed_data_parallel_config": ddp}}
+    )
+    assert ddp_config(policy.megatron_cfg, platform).overlap_param_gather
+    if not platform.transformer_engine:
+        why = "it is not installed here; install it" if platform.on_gpu else "there is no GPU here; run this on one"
+        with pytest.raises(PlatformError, match=f"use_precision_aware_optimizer: true needs .*, but {why}, or set"):
+            check_optimizer(policy, platform)
+        return
+    check_optimizer(policy, platform)
+    package = SimpleNamespace(FusedAdam=FusedAdam)
+    for name in ("transformer_engine", "transformer_engine.pytorch", "transformer_engine.pytorch.optimizers"):
+        monkeypatch.setitem(sys.modules, name, package)
+    settings = optimizer_config(policy, platform)  # which looks for the kernel's arguments
+    assert settings.use_precision_aware_optimizer and not settings.optimizer_cpu_offload
+    assert settings.main_grads_dtype == (torch.float32 if in_fp32 else torch.bfloat16)
+    assert settings.main_params_dtype == settings.exp_avg_dtype == settings.exp_avg_sq_dtype == torch.float32
+    assert not settings.store_param_remainders
+
+
+@pytest.mark.parametrize("platform", PLATFORMS.values(), ids=PLATFORMS)
+@pytest.mark.parametrize("aware", [True, False])
+def test_an_optimizer_on_the_host_needs_no_kernel(platform: Platform, aware: bool) -> None:
+    optimizer = {
+        "optimizer_cpu_offload": True,
+        "optimizer_offload_fraction": 0.5,
+        "overlap_cpu_optimizer_d2h_h2d": True,
+    }
+    policy = PolicyConfig.model_validate(
+        {"model_name": "x", "megatron_cfg": {"optimizer": optimizer | {"use_precision_aware_optimizer": aware}}}
+    )
+    check_optimizer(policy, platform)
+    settings = optimizer_config(policy, platform)
+    assert settings.optimizer_cpu_offload and settings.optimizer_offload_fraction == 0.5
+    assert settings.overlap_cpu_optimizer_d2h_h2d and settings.pin_cpu_grads == platform.on_gpu
+    assert settings.use_precision_aware_optimizer, "else Megatron-Core keeps float32 copies on the device too"
 
 
 @pytest.mark.parametrize(

@@ -331,6 +331,21 @@ def test_sft_has_no_rollout_batch(load, problems) -> None:
             ["policy.megatron_cfg.scheduler.lr_warmup_iters=1000"],
             ["1000 steps of warm-up must be fewer than"],
         ),
+        (
+            ["policy.precision=float32", "policy.megatron_cfg.optimizer.use_precision_aware_optimizer=true"],
+            ["optimizer.use_precision_aware_optimizer: needs policy.precision bfloat16 and"],
+        ),
+        (
+            ["policy.megatron_cfg.optimizer.optimizer=sgd", "policy.megatron_cfg.optimizer.optimizer_cpu_offload=true"],
+            ["optimizer.optimizer_cpu_offload: needs policy.precision bfloat16 and"],
+        ),
+        (
+            [
+                "policy.megatron_cfg.optimizer.optimizer_cpu_offload=true",
+                "policy.megatron_cfg.optimizer.optimizer_offload_fraction=0",
+            ],
+            ["optimizer.optimizer_offload_fraction: 0 moves nothing to the host"],
+        ),
         (["policy.megatron_cfg.optimizer.clip_grad=2"], ["2.0 contradicts policy.max_grad_norm = 1.0"]),
         (["policy.megatron_cfg.optimizer.bf16=false"], ["false contradicts policy.precision = bfloat16"]),
         (["policy.megatron_cfg.pipeline_dtype=float32"], ["float32 contradicts policy.precision = bfloat16"]),

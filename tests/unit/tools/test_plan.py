@@ -83,7 +83,12 @@ def test_every_recipe_has_a_plan_in_time(recipe: str) -> None:
         ("grpo-qwen2.5-3B-1n1g-lora", None, "RTX4090", 1, True),
         ("grpo-qwen2.5-3B-1n1g-lora", "Qwen/Qwen2.5-1.5B", "RTX4090", 1, True),
         ("grpo-qwen3-8B-1n1g-lora", None, "A100", 1, True),
+        ("grpo-qwen2.5-3B-1n1g", None, "RTX4090", 1, False),
+        ("grpo-qwen2.5-3B-1n1g", "Qwen/Qwen2.5-1.5B", "RTX4090", 1, False),
+        ("grpo-qwen3-8B-1n1g", None, "A100", 1, False),
+        ("grpo-qwen3-8B-1n2g", None, "A100", 2, False),
         ("grpo-qwen3-8B-1n4g", None, "A100", 4, False),
+        ("grpo-qwen3-32B-1n8g", None, "A100", 8, False),
         ("grpo-qwen3-32B-1n4g-lora", None, "A100", 4, True),
         ("grpo-qwen3-32B-2n8g", None, "H100", 16, False),
     ],
@@ -91,11 +96,57 @@ def test_every_recipe_has_a_plan_in_time(recipe: str) -> None:
 def test_there_is_a_recipe_for_every_row_of_the_memory_table(
     recipe: str, model: str | None, device: str, count: int, adapters: bool
 ) -> None:
-    """Models of 1 to 3 B on 24 GB, of 7 to 8 B on one card of 80 GB, of 32 B on four; all weights of them on more."""
+    """Models of 1 to 3 B on 24 GB, of 7 to 8 B on one card of 80 GB, of 32 B on four, with adapters or all weights."""
     found = plan(recipe, *([f"policy.model_name={model}"] if model else []), device=device)
     assert found.fits and found.load.world == count and (found.load.adapters is not None) == adapters
     assert not any("close to the limit" in warning for warning in found.warnings), found.warnings
     assert not plan(recipe, "policy.megatron_cfg.peft.enabled=false", device=device).fits or not adapters
+
+
+@pytest.mark.parametrize(
+    ("recipe", "device"),
+    [
+        ("grpo-qwen2.5-3B-1n1g", "RTX4090"),
+        ("grpo-qwen3-8B-1n1g", "A100"),
+        ("grpo-qwen3-8B-1n2g", "A100"),
+        ("grpo-qwen3-32B-1n8g", "A100"),
+    ],
+)
+def test_a_recipe_for_all_weights_on_few_cards_needs_its_optimizer(recipe: str, device: str) -> None:
+    keys = ("use_precision_aware_optimizer", "optimizer_cpu_offload")
+    assert not plan(recipe, *(f"{AT}optimizer.{key}=false" for key in keys), device=device).fits
+    if recipe == "grpo-qwen3-32B-1n8g":
+        assert plan(recipe, "cluster.gpus_per_node=4", device=device).fits
+
+
+@pytest.mark.parametrize("share", [0.0, 0.25, 1.0])
+@pytest.mark.parametrize("aware", [False, True])
+def test_an_optimizers_bytes_are_on_the_device_or_on_the_host(share: float, aware: bool) -> None:
+    """A weight has 12 bytes of float32 values, on the host 4 more for its gradient; a copy of a bfloat16 gradient takes
+    4 on the device. Qwen3-8B over two ranks, in one copy."""
+    found = plan(
+        "grpo-qwen3-8B-1n2g", f"{AT}optimizer.use_precision_aware_optimizer={aware}",
+        f"{AT}optimizer.optimizer_cpu_offload={share > 0}", f"{AT}optimizer.optimizer_offload_fraction={share}",
+    )  # fmt: skip
+    each = found.load.params(0).owned(found.load.layout, None)
+    assert each == pytest.approx(8_190_735_360 / 2, rel=1e-3)
+    (stage,), kept = found.stages, {phase.name: phase for phase in found.stages[0].phases}
+    assert kept["training"].parts["optimizer"] == int(12 * each * (1 - share))
+    copies = 0 if aware and not share else int(4 * each * (1 - share))
+    assert kept["optimizer"].parts["temporaries"] == copies
+    assert stage.host.parts.get("updated there", 0) == int(16 * each * share)
+    assert stage.host.parts.get("optimizer, while engines generate", 0) == int(12 * each * (1 - share))
+    traced = make_plan(load_recipe("grpo-qwen3-8B-1n2g").config, found.load.shape, found.device, kernels="torch")
+    assert not traced.load.precision_aware, "torch has no such kernel"
+
+
+def test_an_update_on_the_host_takes_time() -> None:
+    """A gradient of 4 bytes to the host and a weight of 2 back, at 55 GB/s; 28 bytes in the host's memory, at 200."""
+    key, each = f"{AT}optimizer.optimizer_cpu_offload", 8_190_735_360
+    here, there = (plan("grpo-qwen3-8B-1n1g", f"{key}={on}").times.phases[-1] for on in ("false", "true"))
+    expected = (6 / 55e9 + 28 / 200e9) * each / 0.8
+    assert there.likely - here.likely == pytest.approx(expected, rel=1e-3)
+    assert plan("grpo-qwen3-8B-1n1g", device="cpu").fits
 
 
 @pytest.mark.parametrize("recipe", RECIPES)
