@@ -53,12 +53,14 @@ class Shard:
     """Sizes of one rank's parameters as Megatron-Core's distributed optimizer lays them out.
 
     `numel`: elements without padding. `buffer`: elements of the weight and gradient buffers, with padding. `owned`:
-    elements whose optimizer state each data-parallel rank of the stage keeps.
+    elements whose optimizer state each data-parallel rank of the stage keeps. `largest`: of them, the elements of one
+    parameter at most.
     """
 
     numel: int
     buffer: int
     owned: tuple[int, ...]
+    largest: int
 
     @property
     def most_owned(self) -> int:
@@ -101,7 +103,8 @@ def shard_of(params: Sequence[Param], shape: ModelShape, tensor: int, data: int,
                 continue
             for rank in range((begin - low) // share, min(data, (end - 1 - low) // share + 1)):
                 owned[rank] += min(end, low + (rank + 1) * share) - max(begin, low + rank * share)
-    return Shard(sum(end - begin for begin, end in spans), bucket_start, tuple(owned))
+    sizes = [end - begin for begin, end in spans]
+    return Shard(sum(sizes), bucket_start, tuple(owned), min(max(sizes, default=0), max(owned)))
 
 
 def _up(number: int, multiple: int) -> int:

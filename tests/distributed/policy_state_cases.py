@@ -7,6 +7,7 @@ import time
 from collections.abc import Iterable, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
+from importlib.util import find_spec
 from typing import Any
 from unittest import mock
 
@@ -54,8 +55,8 @@ def adam_policy(
 
 
 def build(config: PolicyConfig, address: Address, *, reference: bool = False) -> Policy:
-    """Build a policy, with a stand-in for TransformerEngine's Adam if the optimizer needs it."""
-    if config.megatron_cfg.optimizer.use_precision_aware_optimizer:
+    """Build a policy, with a stand-in for TransformerEngine's Adam if the optimizer needs it and there is none."""
+    if config.megatron_cfg.optimizer.use_precision_aware_optimizer and find_spec("transformer_engine") is None:
         cpu_platform.install()
         install_fused_adam()
     return Policy(config, address, seed=1, timeout_s=60, reference=reference)

@@ -49,8 +49,7 @@ class OptimizerConfig(Section):
     """Shard the optimizer state over the data-parallel ranks. false: not supported yet."""
     use_precision_aware_optimizer: bool = False
     """Update the weights from bfloat16 gradients as they are, without float32 copies of them. Needs TransformerEngine,
-    on a GPU, and policy.precision: bfloat16. With optimizer_cpu_offload it changes nothing more: that needs no copies
-    for the weights on the host either."""
+    on a GPU, and policy.precision: bfloat16. No effect with optimizer_cpu_offload."""
     optimizer_cpu_offload: bool = False
     """Update optimizer_offload_fraction of the weights on the host, which keeps their float32 copies, moments and
     gradients: 16 bytes a weight. The GPU keeps none of these, and every update waits for the host. Needs

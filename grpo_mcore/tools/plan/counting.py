@@ -78,6 +78,9 @@ class Counter(TorchDispatchMode):
             self._free(storage._cdata)
             self._on_host[storage._cdata] = weakref.ref(storage, partial(self._forget, storage._cdata))
 
+    def _is_on_host(self, tensor: Tensor) -> bool:
+        return tensor.untyped_storage()._cdata in self._on_host
+
     def _forget(self, key: int, _: Any) -> None:
         del self._on_host[key]
 
@@ -101,6 +104,9 @@ class Counter(TorchDispatchMode):
                 return func(*args, **kwargs)
         if func is aten.copy_.default and not isinstance(args[0], FakeTensor):
             return args[0]  # to host memory, which keeps its values
+        if func is aten.copy_.default and self.phases and self._is_on_host(args[0]) and args[0].dtype != args[1].dtype:
+            # It takes the other dtype on the device first.
+            self.phases[-1].peak = max(self.phases[-1].peak, self.live + args[0].nbytes)
         if func is aten._local_scalar_dense.default:
             return 1.0 if tensors[0].is_floating_point() else 1
         if func is aten.masked_select.default and not isinstance(args[1], FakeTensor):

@@ -99,8 +99,9 @@ def _bytes(plan: Plan, memory: Sequence[Mapping[str, Any]]) -> list[Compared]:
             optimizer_bytes(load, load.layout.coordinates(rank).pipeline, load.layout.coordinates(rank))
             for rank in range(load.world)
         ),
-        "optimizer on the host": max(host_optimizer_bytes(load, stage) for stage in stages),
     }
+    if load.host_share:
+        predicted["optimizer on the host"] = max(host_optimizer_bytes(load, stage) for stage in stages)
     if plan.refit is not None:
         predicted["refit buffer"] = plan.refit.buffer
     if "peak" in memory[0]:

@@ -95,10 +95,14 @@ def host_optimizer_bytes(load: Workload, stage: int, here: Coordinates | None = 
 def _update_bytes(load: Workload, stage: int) -> int:
     """Return the bytes of the update's temporaries on the device: Megatron-Core copies bfloat16 gradients to float32
     unless the optimizer is precision-aware, and on a GPU torch's Adam takes the roots of all second moments at a time.
-    On CPU it goes parameter by parameter, and TransformerEngine's has none, nor has torch's beside one on the host."""
-    copies = load.gradient < 4 and (load.host_share > 0 or not load.precision_aware)
-    roots = load.kernels == "torch" and load.optimizer == "adam" and not load.host_share
-    return int(4 * load.params(stage).owned(load.layout, None) * (1 - load.host_share)) * (copies + roots)
+    On CPU it goes parameter by parameter, and TransformerEngine's has none. Beside an optimizer on the host torch's is
+    fused, and a bfloat16 gradient is copied to float32 on its way there."""
+    params, copies = load.params(stage), load.gradient < 4 and (load.host_share > 0 or not load.precision_aware)
+    if load.host_share:
+        on_device = int(4 * params.owned(load.layout, None) * (1 - load.host_share))
+        return copies * (on_device + 4 * params.largest)
+    roots = load.kernels == "torch" and load.optimizer == "adam"
+    return 4 * params.owned(load.layout, None) * (copies + roots)
 
 
 def _host_memory(load: Workload, device: Device, stage: int) -> Phase:

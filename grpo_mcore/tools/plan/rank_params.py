@@ -35,6 +35,11 @@ class RankParams:
         """Number of elements of the weight buffers, or of the gradient buffers, with padding."""
         return sum(shard.buffer for shard in (*self.common, *self.experts))
 
+    @property
+    def largest(self) -> int:
+        """Number of elements, of one parameter at most, whose optimizer state a rank keeps."""
+        return max((shard.largest for shard in (*self.common, *self.experts)), default=0)
+
     def owned(self, layout: Layout, here: Coordinates | None) -> int:
         """Return the number of elements whose optimizer state a rank keeps; None: the largest of any rank."""
         if here is None:

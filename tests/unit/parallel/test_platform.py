@@ -55,7 +55,15 @@ def transformer_engine_kernels(monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.setattr(moe_utils, f"fused_{name}", object(), raising=False)
 
 
-@pytest.mark.usefixtures("transformer_engine_kernels")
+@pytest.fixture
+def transformer_engine_adam(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A stand-in for TransformerEngine's Adam, whose arguments Megatron-Core's settings look for."""
+    package = SimpleNamespace(FusedAdam=FusedAdam)
+    for name in ("transformer_engine", "transformer_engine.pytorch", "transformer_engine.pytorch.optimizers"):
+        monkeypatch.setitem(sys.modules, name, package)
+
+
+@pytest.mark.usefixtures("transformer_engine_kernels", "transformer_engine_adam")
 @pytest.mark.parametrize("platform", PLATFORMS.values(), ids=PLATFORMS)
 @pytest.mark.parametrize("recipe", RECIPES, ids=lambda path: path.stem)
 def test_the_settings_of_every_recipe_are_accepted(recipe: Path, platform: Platform) -> None:
@@ -72,15 +80,18 @@ def test_the_settings_of_every_recipe_are_accepted(recipe: Path, platform: Platf
         assert not any(fusions), "only TransformerEngine has these kernels"
     ddp = ddp_config(policy.megatron_cfg, platform)
     assert platform.on_gpu or not ddp.overlap_grad_reduce, "Gloo has no streams"
+    if policy.megatron_cfg.optimizer.use_precision_aware_optimizer and not platform.transformer_engine:
+        with pytest.raises(PlatformError, match="needs TransformerEngine's FusedAdam"):
+            check_optimizer(policy, platform)
+        return
     check_optimizer(policy, platform)
     assert optimizer_config(policy, platform).params_dtype == dtype
 
 
+@pytest.mark.usefixtures("transformer_engine_adam")
 @pytest.mark.parametrize("platform", PLATFORMS.values(), ids=PLATFORMS)
 @pytest.mark.parametrize("in_fp32", [True, False])
-def test_the_optimizer_takes_gradients_as_they_are_where_the_kernel_is(
-    monkeypatch: pytest.MonkeyPatch, platform: Platform, in_fp32: bool
-) -> None:
+def test_the_optimizer_takes_gradients_as_they_are_where_the_kernel_is(platform: Platform, in_fp32: bool) -> None:
     optimizer = {"use_precision_aware_optimizer": True}
     ddp = {"grad_reduce_in_fp32": in_fp32, "overlap_param_gather": True}
     policy = PolicyConfig.model_validate(
@@ -93,10 +104,7 @@ def test_the_optimizer_takes_gradients_as_they_are_where_the_kernel_is(
             check_optimizer(policy, platform)
         return
     check_optimizer(policy, platform)
-    package = SimpleNamespace(FusedAdam=FusedAdam)
-    for name in ("transformer_engine", "transformer_engine.pytorch", "transformer_engine.pytorch.optimizers"):
-        monkeypatch.setitem(sys.modules, name, package)
-    settings = optimizer_config(policy, platform)  # which looks for the kernel's arguments
+    settings = optimizer_config(policy, platform)
     assert settings.use_precision_aware_optimizer and not settings.optimizer_cpu_offload
     assert settings.main_grads_dtype == (torch.float32 if in_fp32 else torch.bfloat16)
     assert settings.main_params_dtype == settings.exp_avg_dtype == settings.exp_avg_sq_dtype == torch.float32

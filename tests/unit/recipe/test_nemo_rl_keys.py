@@ -72,10 +72,14 @@ policy:
       fp16: false
       bf16: true
       use_precision_aware_optimizer: true
+      optimizer_cpu_offload: true
+      optimizer_offload_fraction: 0.5
+      overlap_cpu_optimizer_d2h_h2d: true
       clip_grad: ${policy.max_grad_norm}
     distributed_data_parallel_config:
       use_custom_fsdp: false
       average_in_collective: true
+      overlap_param_gather: true
       data_parallel_sharding_strategy: optim_grads_params
   dynamic_batching:
     enabled: False
@@ -119,6 +123,10 @@ def test_a_whole_file_loads(load) -> None:
     config = load(WHOLE).config
     assert config.policy.logprob_chunk_size == 1024
     assert config.policy.make_sequence_length_divisible_by == 1
+    megatron = config.policy.megatron_cfg
+    assert megatron.optimizer.use_precision_aware_optimizer and megatron.optimizer.optimizer_cpu_offload
+    assert megatron.optimizer.optimizer_offload_fraction == 0.5 and megatron.optimizer.overlap_cpu_optimizer_d2h_h2d
+    assert megatron.distributed_data_parallel_config.overlap_param_gather
     assert not hasattr(config.policy, "dtensor_cfg")
 
 

@@ -1,4 +1,5 @@
-"""The log-prob passes of a policy rank join training bins into longer rows and hand each bin its own values."""
+"""The log-prob passes of a policy rank join training bins into longer rows and hand each bin its own values; the last
+update of a step leaves all weights gathered."""
 
 from __future__ import annotations
 
@@ -50,6 +51,19 @@ def test_logprob_rows_join_training_bins(changed: dict[str, Any], count: int) ->
     assert rows == [[sum(sizes[i : i + count]) for i in range(0, len(sizes), count)]]
     for bin in worker._bins[0]:
         assert bin.batch.columns["prev_logprobs"].equal(bin.batch.tokens.float())
+
+
+@pytest.mark.parametrize(("tokens", "last"), [((7, 0, 9, 0), [False, True]), ((5,), [True]), ((0, 0), [])])
+def test_the_last_update_of_a_step_is_marked(tokens: tuple[int, ...], last: list[bool]) -> None:
+    worker, marked = object.__new__(PolicyWorker), []
+    worker._bins, worker.step_logprobs = [[make_bin((3, 4))] for _ in tokens], []
+    worker.is_last_stage, worker.advance_schedule = False, lambda: None  # type: ignore[method-assign]
+    worker.train_step = lambda *_, last, **__: marked.append(last)  # type: ignore[method-assign, assignment, return-value]
+    targets = SimpleNamespace(
+        valid_seqs=tokens, valid_toks=tokens, weights=torch.ones(2), rewards=None, reference_sums=None, advantages=None
+    )
+    worker.train(lambda: None, targets)  # type: ignore[arg-type]
+    assert marked == last
 
 
 def make_bin(lengths: tuple[int, ...]) -> Bin:
