@@ -250,6 +250,7 @@ def _copy_state(part: Any, weight: Any, saved: dict[str, Any]) -> None:
         here[name].copy_(saved[name])
 
 
+@torch.no_grad()
 def _reload_weights(optimizer: Any) -> None:
     """Let the optimizer's float32 weights be those that the model computes with."""
     optimizer.reload_model_params()
