@@ -101,7 +101,7 @@ def _update_bytes(load: Workload, stage: int) -> int:
     if load.host_share:
         on_device = int(4 * params.owned(load.layout, None) * (1 - load.host_share))
         return copies * (on_device + 4 * params.largest)
-    roots = load.kernels == "torch" and load.optimizer == "adam"
+    roots = load.kernels == "torch" and load.optimizer == "adam" and not load.precision_aware
     return 4 * params.owned(load.layout, None) * (copies + roots)
 
 

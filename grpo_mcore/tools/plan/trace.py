@@ -62,7 +62,7 @@ def trace(config: MasterConfig, plan: Plan, hf_config: dict[str, Any]) -> list[T
     with tempfile.TemporaryDirectory() as folder:
         Path(folder, "config.json").write_text(json.dumps(hf_config))
         policy = config.policy.model_copy(update={"model_name": folder}, deep=True)
-        policy.megatron_cfg.optimizer.use_precision_aware_optimizer = False  # TransformerEngine's, which is not traced
+        policy.megatron_cfg.optimizer.use_precision_aware_optimizer = False  # see `_trace_stage`
         found = []
         for stage in sorted({0, plan.load.layout.pipeline - 1}):
             rows = _rows(plan.load)
@@ -94,6 +94,9 @@ def _trace_stage(config: MasterConfig, load: Workload, stage: int, rows: list[Pa
                 counter.message = _message(load, joined[0])
                 (policy.reference_logprobs if load.reference else policy.logprobs)(joined)
             policy.before_update = lambda: counter.begin("optimizer")
+            if load.precision_aware and not load.host_share:
+                # TransformerEngine's kernel, which is not here, updates in place and from the gradients as they are.
+                policy.optimizer.step = lambda: (True, 0.0, None)
             counter.begin("training")
             counter.message = _message(load, rows[0])
             policy.train_step(rows, loss_fn, global_valid_seqs=1, global_valid_toks=1)

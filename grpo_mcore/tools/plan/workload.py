@@ -231,7 +231,7 @@ def workload_of(
         gradient=4 if megatron.distributed_data_parallel_config.grad_reduce_in_fp32 else element,
         optimizer=optimizer.optimizer,
         momentum=optimizer.sgd_momentum > 0,
-        precision_aware=optimizer.use_precision_aware_optimizer and kernels == "transformer_engine",
+        precision_aware=optimizer.use_precision_aware_optimizer,
         host_share=optimizer.optimizer_offload_fraction if optimizer.optimizer_cpu_offload else 0.0,
         kernels=kernels,
         samples=samples_per_step(config) if grpo else together * policy.train_global_batch_size,
