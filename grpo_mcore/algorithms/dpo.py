@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from grpo_mcore.algorithms.lifecycle.fine_tuning import FineTuning, Metrics, filled_up
-from grpo_mcore.algorithms.sft import as_trajectory
+from grpo_mcore.algorithms.sft import as_trajectory, prefixes_of
 from grpo_mcore.algorithms.training_step.policy_group import PolicyGroup
 from grpo_mcore.algorithms.training_step.step_batch import TrainTargets, rank_steps
 from grpo_mcore.data import TaskData, load_preference_dataset
@@ -75,6 +75,7 @@ class DPO(FineTuning):
             policy.layout,
             optimizer_steps=1,
             algorithm="dpo",
+            prefixes=prefixes_of(answers) if policy.shares_prefixes else None,
         )
         policy.receive(ranks)
         return TrainTargets(

@@ -184,7 +184,7 @@ def train_on_groups(
     with clock.phase("prepare"):
         engines.release()
         policy.onload()
-        batch = build_step_batch(groups, config, policy.layout)
+        batch = build_step_batch(groups, config, policy.layout, shares_prefixes=policy.shares_prefixes)
         if batch.ranks:
             policy.receive(batch.ranks)
     stats: dict[str, Tensor] = {}

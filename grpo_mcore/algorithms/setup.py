@@ -35,7 +35,7 @@ from grpo_mcore.objective import ClippedPGLossFn, OwnLoss, build_loss
 from grpo_mcore.observe import Logger
 from grpo_mcore.observe.machine import MachineMonitor, peak_flops
 from grpo_mcore.parallel.layout import Layout
-from grpo_mcore.parallel.platform import Platform, cpu_threads
+from grpo_mcore.parallel.platform import Platform, cpu_threads, shares_prefixes
 from grpo_mcore.recipe import (
     MasterConfig,
     MegatronConfig,
@@ -135,6 +135,7 @@ def start_policy(config: MasterConfig, cluster: Cluster, model: Model, *, build_
         if policy.megatron_cfg.peft.refit == "adapters"
         else None,
         colocated=colocated,
+        shares_prefixes=shares_prefixes(policy.sequence_packing, model.platform),
     )
 
 

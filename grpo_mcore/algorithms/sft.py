@@ -13,6 +13,7 @@ import torch
 from grpo_mcore.algorithms.lifecycle.fine_tuning import FineTuning, Metrics, filled_up
 from grpo_mcore.algorithms.training_step.policy_group import PolicyGroup
 from grpo_mcore.algorithms.training_step.step_batch import RankStep, TrainTargets, rank_steps
+from grpo_mcore.batching.prefix_trees import Prefixes, prefix_hashes
 from grpo_mcore.data import TaskData
 from grpo_mcore.objective import NLLLossFn
 from grpo_mcore.recipe import MasterConfig
@@ -57,6 +58,7 @@ def _rank_steps(
         config,
         policy.layout,
         optimizer_steps=1,
+        prefixes=prefixes_of(trajectories) if policy.shares_prefixes else None,
     )
     trained = sum(trajectory.generated_length for trajectory in trajectories[: len(batch)])
     targets = torch.tensor(weights, dtype=torch.float64)
@@ -67,6 +69,11 @@ def as_trajectory(uid: str, log: Sequence[Message]) -> Trajectory:
     """Return an example as a trajectory whose trained tokens count as generated."""
     turns = tuple(turn for message in log for turn in _turns(message))
     return Trajectory(uid, 0, turns, (), "stop", truncated=False)
+
+
+def prefixes_of(trajectories: Sequence[Trajectory]) -> list[Prefixes]:
+    """Return the hashes by which examples that begin alike are found."""
+    return [prefix_hashes(trajectory.token_ids().tolist()) for trajectory in trajectories]
 
 
 def _turns(message: Message) -> Iterator[Turn]:

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 from grpo_mcore.batching.fitting import decreasing
 from grpo_mcore.batching.packing import PackingError, bin_room, check_sizes, pack, spread
-from grpo_mcore.batching.prefix_trees import Prefixes, Tree, make_trees
+from grpo_mcore.batching.prefix_trees import Prefixes, Tree, make_trees, saves_enough
 
 Bin = tuple[int, ...]
 
@@ -38,6 +38,11 @@ class BatchPlan:
     """Predicted time of each rank."""
 
     @property
+    def computed(self) -> int:
+        """Tokens to compute."""
+        return sum(map(sum, self.tokens))
+
+    @property
     def num_bins(self) -> int:
         """Number of bins (micro-batches) per rank."""
         return len(self.ranks[0])
@@ -59,6 +64,11 @@ class StepPlan:
     @property
     def dp(self) -> int:
         return len(self.batches[0].ranks)
+
+    @property
+    def shares_prefixes(self) -> bool:
+        """Whether samples of a bin share prefixes."""
+        return sum(batch.computed for batch in self.batches) < sum(self.lengths)
 
     def for_rank(self, rank: int) -> tuple[tuple[Bin, ...], ...]:
         """Return the rank's bins for each optimizer step."""
@@ -109,7 +119,8 @@ def plan_step(
     bin are in order. A bin is empty only if a batch has fewer samples than bins; it is last, and runs as padding.
 
     prefixes: `prefix_hashes` of each sample. Samples that begin alike then stay in one bin, where what they share
-    counts once; they are separated where they do not fit, or where that makes the slowest rank faster. Needs capacity.
+    counts once; they are separated where they do not fit, or where that makes the slowest rank faster. A batch of which
+    this would save less than a tenth (MIN_SAVED) is planned without. Needs capacity.
 
     Raises PackingError as `pack` does, if an optimizer step has fewer samples than there are ranks, and unless exactly
     one of capacity and micro_batch_size is given.
@@ -127,7 +138,8 @@ def plan_step(
             share = -(-len(samples) // dp)
             trees = [make_trees(samples, sizes, prefixes, cost, room=room, most=-(-share // k)) for k in (1, 2, 4)]
             plans = [_plan_batch(found, dp, fill) for found in trees if len(found) >= dp]
-            plan = min([*plans, plan], key=lambda plan: max(plan.costs))
+            enough = [found for found in plans if saves_enough(found.computed, plan.computed)]
+            plan = min([*enough, plan], key=lambda plan: max(plan.costs))
         batches.append(plan)
     return StepPlan(sizes, tuple(batches))
 

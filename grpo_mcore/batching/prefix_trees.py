@@ -14,6 +14,9 @@ from hashlib import blake2b
 BLOCK_TOKENS = 32
 """Samples share prefixes in whole blocks of this many tokens."""
 
+MIN_SAVED = 0.1
+"""Samples share prefixes where that saves at least this share of their tokens: less is not worth its extra work."""
+
 Prefixes = tuple[int, ...]
 """`prefix_hashes` of a sample."""
 
@@ -35,6 +38,17 @@ def prefix_hashes(token_ids: Sequence[int], block: int = BLOCK_TOKENS) -> Prefix
         running.update(array("q", token_ids[start : start + block]).tobytes())
         found.append(int.from_bytes(running.digest(), "little"))
     return tuple(found)
+
+
+def computed_tokens(lengths: Sequence[int], prefixes: Sequence[Prefixes], block: int = BLOCK_TOKENS) -> int:
+    """Return the tokens to compute of samples of one bin, of which the arguments give lengths and prefixes."""
+    hashes = [each for of_sample in prefixes for each in of_sample]
+    return sum(lengths) - block * (len(hashes) - len(set(hashes)))
+
+
+def saves_enough(computed: int, tokens: int) -> bool:
+    """Return whether samples of `tokens` tokens share prefixes if `computed` of them are left to compute."""
+    return computed <= (1 - MIN_SAVED) * tokens
 
 
 def make_trees(

@@ -66,7 +66,7 @@ class RunConsole:
     def step(self, row: StepRow) -> None:
         """Print a line of the table; the header is repeated every 20 lines and after anything else."""
         if self._rows % HEADER_EVERY == 0:
-            self._print(*header_lines())
+            self._print(*header_lines(row.computed_tokens))
         self._rows += 1
         self._print(row_line(row))
 

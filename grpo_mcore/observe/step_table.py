@@ -35,7 +35,8 @@ RATE_WIDTH = 6
 @dataclass(frozen=True)
 class StepRow:
     """One step as a person sees it; None is shown as "-". `length`: mean tokens generated a sample.
-    `seconds`: by phase, with "total", as Timeline gives them."""
+    `computed_tokens`: share of the samples' tokens that is computed; below 1 where they share prefixes. `seconds`: by
+    phase, with "total", as Timeline gives them."""
 
     step: int
     max_steps: int | None = None
@@ -47,16 +48,20 @@ class StepRow:
     entropy: float | None = None
     grad_norm: float | None = None
     tokens_per_second: float | None = None
+    computed_tokens: float | None = None
     seconds: Mapping[str, float] = field(default_factory=dict)
 
 
-def header_lines() -> list[str]:
-    """Two lines: what the last columns are seconds of, and the names of the columns."""
+def header_lines(computed_tokens: float | None = None) -> list[str]:
+    """Two lines: what the last columns are seconds of, and the names of the columns. Above the first columns it says
+    where only a share of the tokens is computed."""
     names = [f"{'step':>{STEP_WIDTH}}", *(f"{name:>{width}}" for _, name, width in COLUMNS)]
     phases = [f"{name:>{PHASE_WIDTH}}" for name in (*(short for _, short in PHASES), "other", "total")]
     left, middle = " ".join(names), " ".join(phases)
     line = f"{left} | {middle} | {'tok/s':>{RATE_WIDTH}}"
-    return [f"{'':{len(left)}} | {' seconds ':-^{len(middle)}} |", line, "-" * len(line)]
+    shared = computed_tokens is not None and computed_tokens < 1
+    said = f"{computed_tokens:.0%} of the tokens computed: samples share prefixes" if shared else ""
+    return [f"{said:{len(left)}} | {' seconds ':-^{len(middle)}} |", line, "-" * len(line)]
 
 
 def row_line(row: StepRow) -> str:

@@ -55,8 +55,8 @@ class PackedAttention(torch.nn.Module):
         if config.softmax_type == "learnable":
             if platform.on_gpu and not platform.traced:
                 raise FamilyError(
-                    "attention sinks on GPUs need the attention of TransformerEngine 2.8 or later; install it, and set "
-                    "policy.sequence_packing.shared_prefix.enabled to false"
+                    "attention sinks on GPUs need the attention of TransformerEngine 2.8 or later; install it, and "
+                    "leave policy.sequence_packing.shared_prefix.enabled null"
                 )
             heads = config.num_attention_heads // config.tensor_model_parallel_size
             self.softmax_offset = torch.nn.Parameter(torch.empty(heads, dtype=config.params_dtype))

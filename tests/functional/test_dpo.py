@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 
+from grpo_mcore.batching.packed_batch import share_prefixes
 from tests.functional.runs import Run, Task, assert_one_message, run_here, sft_recipe
 
 GYM_ROWS = 24
@@ -115,6 +116,38 @@ def test_a_loss_without_a_reference_trains(task: Task, pairs: dict[str, Path], t
     assert run.code == 0, run.err
     first, *_, last = run.metrics()
     assert last["rewards_margin_mean"] > first["rewards_margin_mean"]
+
+
+@pytest.mark.parametrize("command", ["dpo", "sft"])
+def test_long_prompts_are_computed_once(
+    task: Task, pairs: dict[str, Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, command: str
+) -> None:
+    """The answers of a pair have their prompt in common, examples what the prompt file puts before the question."""
+    (tmp_path / "prompt.txt").write_text("01+02=" * 7 + "{}")
+    recipe = dpo_recipe(task, pairs) if command == "dpo" else sft_recipe(task)
+    words = [f"{command}.max_num_steps=2", f"data.default.prompt_file={tmp_path / 'prompt.txt'}"]
+    words += [
+        "policy.max_total_sequence_length=64",
+        f"{command}.val_at_start=false",
+        f"{command}.val_at_end=false",
+        "checkpointing.enabled=false",
+    ]
+    shared, steps = [], []
+    monkeypatch.setattr(
+        "grpo_mcore.algorithms.training_step.policy_worker.share_prefixes",
+        lambda row, multiple: shared.append(share_prefixes(row, multiple)) or shared[-1],
+    )
+    for name, choice in (("whole", ["policy.sequence_packing.shared_prefix.enabled=false"]), ("shared", [])):
+        folder = tmp_path / name
+        folder.mkdir()
+        assert not shared
+        run = run_here(command, folder, recipe, *words, *choice)
+        assert run.code == 0, run.err
+        steps.append(run.metrics())
+    assert all(row.shared is not None for row in shared) and shared
+    for whole, once in zip(*steps, strict=True):
+        for key in ("loss", "grad_norm"):
+            assert once[key] == pytest.approx(whole[key], rel=1e-4, abs=1e-6), key
 
 
 def test_a_stopped_run_saves_and_goes_on(task: Task, pairs: dict[str, Path], tmp_path: Path) -> None:

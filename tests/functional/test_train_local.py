@@ -151,12 +151,14 @@ def test_a_step_computes_the_prompt_of_a_group_once(recipe: dict[str, Any], tmp_
     words = ["grpo.max_num_steps=2", "checkpointing.enabled=false", "policy.max_total_sequence_length=64"]
     words += [f"data.default.prompt_file={tmp_path / 'prompt.txt'}", "loss_fn.reference_policy_kl_penalty=0.05"]
     steps = []
-    for shared in ("false", "true"):
-        folder = tmp_path / shared
+    for name, choice in (("whole", ["policy.sequence_packing.shared_prefix.enabled=false"]), ("shared", [])):
+        folder = tmp_path / name
         folder.mkdir()
-        run = run_here("train", folder, recipe, *words, f"policy.sequence_packing.shared_prefix.enabled={shared}")
+        run = run_here("train", folder, recipe, *words, *choice)
         assert run.code == 0, run.err
         steps.append(run.metrics())
+        said = "of the tokens computed: samples share prefixes" in run.out
+        assert said == (name == "shared")
     for whole, once in zip(*steps, strict=True):
         assert whole["plan/computed_tokens"] == 1.0 and once["plan/computed_tokens"] < 0.6
         assert once["token_mult_prob_error"] <= 1.0001

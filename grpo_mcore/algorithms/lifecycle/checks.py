@@ -63,12 +63,17 @@ def model_folder(name: str) -> str:
 
 @dataclass(frozen=True)
 class Model:
-    """The policy's model: its local folder, its shape and its layout. `gpu`: its ranks run on GPUs."""
+    """The policy's model: its local folder, its shape and its layout, and the platform of its ranks."""
 
     folder: str
     shape: ModelShape
     layout: Layout
-    gpu: bool
+    platform: Platform
+
+    @property
+    def gpu(self) -> bool:
+        """Whether the ranks run on GPUs."""
+        return self.platform.on_gpu
 
 
 def check_model(config: MasterConfig) -> Model:
@@ -81,7 +86,7 @@ def check_model(config: MasterConfig) -> Model:
     layout = layout_of(config.policy, world_size(config))
     check_fit(shape, config.policy.megatron_cfg)
     check_length(shape, config.policy.max_total_sequence_length)
-    return Model(folder, shape, layout, Platform.detect(config.cluster.platform).on_gpu)
+    return Model(folder, shape, layout, Platform.detect(config.cluster.platform))
 
 
 def check_run(config: MasterConfig) -> Model:

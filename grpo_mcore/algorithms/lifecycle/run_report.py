@@ -202,6 +202,7 @@ class RunReport:
                 entropy=metrics.get("entropy", metrics.get("approx_entropy")),
                 grad_norm=metrics.get("grad_norm"),
                 tokens_per_second=metrics["tokens_per_second"],
+                computed_tokens=metrics.get("plan/computed_tokens"),
                 seconds=seconds,
             )
         )

@@ -40,9 +40,9 @@ class PolicyGroup:
     """All ranks of the policy.
 
     `updates`: steps trained since the run began; the next weight version is `updates` + 1. `background`: work that goes
-    on while the driver waits for the ranks. `refit_adapters`: what a refit sends alone; None: it sends the weights,
-    merged with any adapters. `colocated`: engines share the ranks' devices. `train_times`: `TrainReport.times` of each
-    optimizer step of the last step, by rank.
+    on while the driver waits for the ranks. `shares_prefixes`: its samples may share prefixes. `refit_adapters`: what a
+    refit sends alone; None: it sends the weights, merged with any adapters. `colocated`: engines share the ranks'
+    devices. `train_times`: `TrainReport.times` of each optimizer step of the last step, by rank.
     """
 
     cluster: Cluster
@@ -57,6 +57,7 @@ class PolicyGroup:
     refit_parity: ParityCheck | None = None
     refit_adapters: AdapterShape | None = None
     colocated: bool = True
+    shares_prefixes: bool = False
     updates: int = 0
     train_times: list[list[tuple[float, ...]]] = field(default_factory=list)
     background: BackgroundWork | None = None

@@ -87,7 +87,10 @@ class PolicyWorker(Policy):
         self._bins, self._trained = [], []
         for bins in step.batches:
             rows = [
-                Bin(self._pack([trajectories[i] for i in bin], multiple, weight_version), torch.tensor(bin))
+                Bin(
+                    self._pack([trajectories[i] for i in bin], multiple, weight_version, step.shares_prefixes),
+                    torch.tensor(bin),
+                )
                 for bin in bins
                 if bin
             ]
@@ -95,7 +98,9 @@ class PolicyWorker(Policy):
             padding = Bin(rows[0].batch.empty_like(multiple), torch.empty(0, dtype=torch.int64))
             self._bins.append(rows + [padding] * (len(bins) - len(rows)))
 
-    def _pack(self, trajectories: Sequence[Trajectory], multiple: int, weight_version: int) -> PackedBatch:
+    def _pack(
+        self, trajectories: Sequence[Trajectory], multiple: int, weight_version: int, shares_prefixes: bool
+    ) -> PackedBatch:
         columns = [
             {
                 "token_mask": trajectory.loss_mask().float(),
@@ -109,7 +114,7 @@ class PolicyWorker(Policy):
         routes = list(map(_routes, trajectories)) if self.config.router_replay.enabled else None
         tokens = [trajectory.token_ids() for trajectory in trajectories]
         row = pack_rows(tokens, columns, multiple, names=names, routes=routes)
-        return share_prefixes(row, multiple) if self.config.sequence_packing.shared_prefix.enabled else row
+        return share_prefixes(row, multiple) if shares_prefixes else row
 
     def infer_logprobs(
         self, prev: bool, reference: bool, kl_kind: KLType | None, dropout: bool = False

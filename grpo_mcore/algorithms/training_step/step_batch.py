@@ -14,7 +14,7 @@ from torch import Tensor
 
 from grpo_mcore.batching.packing import PADDED
 from grpo_mcore.batching.plan import StepPlan, plan_step
-from grpo_mcore.batching.prefix_trees import Prefixes
+from grpo_mcore.batching.prefix_trees import Prefixes, computed_tokens, saves_enough
 from grpo_mcore.objective import overlong_filter
 from grpo_mcore.parallel.layout import Layout
 from grpo_mcore.recipe import Algorithm, MasterConfig, bin_tokens, samples_together
@@ -31,6 +31,8 @@ class RankStep:
     """Sample indices by optimizer step and bin."""
     trajectories: Mapping[int, Ref]
     """Sample index -> reference to its trajectory in the object store."""
+    shares_prefixes: bool = False
+    """Samples of a bin that begin alike share what is computed of their prefixes: the bins are planned for it."""
 
 
 @dataclass(frozen=True)
@@ -89,11 +91,13 @@ class StepBatch:
         return sum(samples[i].length for indices in self.batches for i in indices)
 
 
-def build_step_batch(groups: Sequence[Group], config: MasterConfig, layout: Layout) -> StepBatch:
+def build_step_batch(
+    groups: Sequence[Group], config: MasterConfig, layout: Layout, *, shares_prefixes: bool = False
+) -> StepBatch:
     """Build a step from scored groups, without failed and filtered samples.
 
-    If fewer samples are left than the recipe's batches need, there are fewer optimizer steps. Raises PackingError for a
-    sample that is longer than a bin.
+    If fewer samples are left than the recipe's batches need, there are fewer optimizer steps. `shares_prefixes`: those
+    of `PolicyGroup`. Raises PackingError for a sample that is longer than a bin.
     """
     samples = [sample for group in groups for sample in group.samples]
     scores = [score for group in groups for score in group.scores]
@@ -114,7 +118,7 @@ def build_step_batch(groups: Sequence[Group], config: MasterConfig, layout: Layo
         config,
         layout,
         optimizer_steps=possible,
-        prefixes=[samples[i].prefixes for i in used],
+        prefixes=[samples[i].prefixes for i in used] if shares_prefixes else None,
     )
     batches = tuple(tuple(used[i] for i in batch.samples) for batch in plan.batches)
     plan_metrics = {f"plan/{name}": value for name, value in plan.report().items()}
@@ -141,8 +145,8 @@ def rank_steps(
 
     `trajectories`: sample index -> reference in the object store; `lengths`: tokens of each, in the same order.
     `algorithm`: DPO's pairs, two samples in a row, are planned as one of their joint length. The plan refers to samples
-    (or pairs) by their position in that order, the rank steps by sample index. `prefixes`: those of each sample, for
-    recipes in which samples share them.
+    (or pairs) by their position in that order, the rank steps by sample index. `prefixes`: those of each sample, if
+    samples may share them; the answers of a pair then count their prompt once.
     """
     packing, dynamic = config.policy.sequence_packing, config.policy.dynamic_batching
     index, together = list(trajectories), samples_together(algorithm)
@@ -151,21 +155,29 @@ def rank_steps(
     def samples(positions: Iterable[int]) -> tuple[int, ...]:
         return tuple(index[i] for first in positions for i in range(together * first, together * (first + 1)))
 
+    together_at = [slice(i, i + together) for i in range(0, len(lengths), together)]
+    sizes = [sum(lengths[at]) for at in together_at]
+    pairs_share = False
+    if together > 1 and prefixes is not None:
+        computed = [computed_tokens(lengths[at], prefixes[at]) for at in together_at]
+        pairs_share = saves_enough(sum(computed), sum(sizes))
+        sizes, prefixes = computed if pairs_share else sizes, None
     plan = plan_step(
-        [sum(lengths[i : i + together]) for i in range(0, len(lengths), together)],
+        sizes,
         dp=layout.data,
         optimizer_steps=optimizer_steps,
         capacity=capacity,
         algorithm=PADDED if dynamic.enabled else packing.algorithm,
         multiple=dynamic.sequence_length_round if dynamic.enabled else 1,
         micro_batch_size=None if capacity else config.policy.train_micro_batch_size,
-        prefixes=prefixes if packing.shared_prefix.enabled else None,
+        prefixes=prefixes,
         seed=config.grpo.seed,
     )
     steps = tuple(
         RankStep(
             batches=tuple(tuple(samples(bin) for bin in bins) for bins in plan.for_rank(rank)),
             trajectories={i: trajectories[i] for i in samples(plan.samples_of(rank))},
+            shares_prefixes=pairs_share or plan.shares_prefixes,
         )
         for rank in range(plan.dp)
     )

@@ -43,9 +43,11 @@ class SharedPrefixConfig(Section):
     """`policy.sequence_packing.shared_prefix`: samples that begin with the same tokens, such as those of a prompt's
     group and the branches of a conversation."""
 
-    enabled: bool = False
-    """Compute what samples of a bin have in common at their start once, in training and in the log-prob passes. Such
-    samples are packed together, and whole blocks of 32 tokens are shared. Read by batching/ and parallel/."""
+    enabled: bool | None = None
+    """Compute what samples of a bin have in common at their start once, in training and in the log-prob passes, in the
+    steps where this saves at least a tenth of the tokens. Such samples are packed together. null: true on CPU and on
+    GPUs without TransformerEngine, whose attention this replaces; needs sequence_packing. Read by algorithms/ and
+    parallel/."""
 
 
 class SequencePackingConfig(Section):

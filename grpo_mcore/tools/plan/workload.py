@@ -212,7 +212,7 @@ def workload_of(
     layout = layout_of(policy, pool.ranks)
     longest, algorithm = policy.max_total_sequence_length, algorithm_of(config)
     grpo, together = algorithm == "grpo", samples_together(algorithm)
-    element, shared = BYTES[policy.precision], policy.sequence_packing.shared_prefix.enabled
+    element, shared = BYTES[policy.precision], bool(policy.sequence_packing.shared_prefix.enabled)
     selective = megatron.activation_checkpointing and megatron.recompute_granularity == "selective"
     kv_cache_gb = vllm.kv_cache_memory_gb or (1.0 if cpu else None)
     return Workload(

@@ -167,7 +167,7 @@ def replay(
         groups = recorded_groups(rows, cluster.store)
         names = [_name(row) for row in rows]
         layers: dict[int, dict[int, Tensor]] = {}
-        batch = build_step_batch(groups, config, model.layout)
+        batch = build_step_batch(groups, config, model.layout, shares_prefixes=policy.shares_prefixes)
         if batch.ranks:
             policy.receive(batch.ranks)
             layers = policy.trace_layers()

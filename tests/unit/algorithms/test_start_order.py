@@ -17,6 +17,7 @@ from grpo_mcore.cluster import WorkerDied
 from grpo_mcore.families import shape_of
 from grpo_mcore.families.known import known_configs
 from grpo_mcore.parallel.layout import layout_of
+from grpo_mcore.parallel.platform import Platform
 from grpo_mcore.recipe import MasterConfig
 
 
@@ -73,7 +74,8 @@ def config(**grpo: Any) -> MasterConfig:
 
 def started(recipe: MasterConfig, *, gpu: bool) -> list[str]:
     node, shape = Node(), shape_of(next(iter(known_configs().values())))
-    start_policy_and_engines(recipe, node, Model("m", shape, layout_of(recipe.policy, 1), gpu))  # type: ignore[arg-type]
+    model = Model("m", shape, layout_of(recipe.policy, 1), Platform("gpu" if gpu else "cpu"))
+    start_policy_and_engines(recipe, node, model)  # type: ignore[arg-type]
     return node.events
 
 
@@ -121,7 +123,8 @@ def test_policy_and_engines_have_the_environment_variables_of_the_recipe() -> No
     recipe.policy.megatron_cfg.env_vars = {"OMP_WAIT_POLICY": "ACTIVE", "A": "1"}
     recipe.policy.generation.vllm_cfg.env_vars = {"B": "2"}
     node, shape = Node(), shape_of(next(iter(known_configs().values())))
-    start_policy_and_engines(recipe, node, Model("m", shape, layout_of(recipe.policy, 1), False))  # type: ignore[arg-type]
+    model = Model("m", shape, layout_of(recipe.policy, 1), Platform("cpu"))
+    start_policy_and_engines(recipe, node, model)  # type: ignore[arg-type]
     assert node.variables["policy"].items() >= {"OMP_WAIT_POLICY": "ACTIVE", "A": "1"}.items()
     assert node.variables["engine-0"]["B"] == "2" and "A" not in node.variables["engine-0"]
 

@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 
 from grpo_mcore.batching import CostModel, plan_step
 from grpo_mcore.batching.packed_batch import PackedBatch, cut_row, join_rows, pack_rows, share_prefixes
-from grpo_mcore.batching.prefix_trees import make_trees, prefix_hashes
+from grpo_mcore.batching.prefix_trees import computed_tokens, make_trees, prefix_hashes
 
 QUICK = settings(deadline=None, max_examples=60)
 SAMPLES = st.lists(st.lists(st.integers(0, 1), min_size=1, max_size=14), min_size=1, max_size=9)
@@ -60,6 +60,7 @@ def test_trees_count_each_shared_prefix_once(samples, block, most, room) -> None
         assert len(tree.samples) <= most and tree.tokens <= room
         assert tree.tokens == unique_tokens([samples[i] for i in tree.samples], block)
         assert tree.cost <= sum(COST(lengths[i]) for i in tree.samples) + 1e-9
+    assert computed_tokens(lengths, prefixes, block) == unique_tokens(samples, block)
     if most >= len(samples) and room >= sum(lengths):
         assert sum(tree.tokens for tree in trees) == unique_tokens(samples, block)
 
@@ -85,6 +86,17 @@ def test_a_step_computes_prompts_once_and_stays_balanced(count: int, dp: int, im
     assert report["computed_tokens"] < 0.5
     alone = plan_step(lengths, dp=dp, capacity=256, algorithm="balanced")
     assert max(plan.batches[0].costs) < 0.6 * max(alone.batches[0].costs)
+
+
+@pytest.mark.parametrize(("answer", "shares"), [(31, True), (256, True), (257, False)])
+def test_a_step_shares_prefixes_if_that_saves_a_tenth_of_its_tokens(answer: int, shares: bool) -> None:
+    """Of 10 x (32 + answer) tokens 9 x 32 are saved."""
+    lengths, prefixes = groups(1, 10, 32, answer)
+    plan = plan_step(lengths, dp=1, capacity=10**5, prefixes=prefixes)
+    assert plan.shares_prefixes == shares
+    assert plan.report()["computed_tokens"] == pytest.approx(1 - 9 * 32 / sum(lengths) if shares else 1.0)
+    if not shares:
+        assert plan == plan_step(lengths, dp=1, capacity=10**5)
 
 
 def test_samples_without_a_common_block_are_planned_as_before() -> None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import io
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import pytest
@@ -81,6 +81,15 @@ def test_a_row_has_its_values_under_their_names():
     ):
         end = names.index(name) + len(name)
         assert line[:end].endswith(text), (name, line)
+
+
+def test_the_header_says_which_share_of_the_tokens_is_computed():
+    assert header_lines(0.224)[0].startswith("22% of the tokens computed: samples share prefixes  ")
+    assert header_lines(1.0) == header_lines() and header_lines(0.224)[1:] == header_lines()[1:]
+    assert len(header_lines(0.224)[0]) == len(header_lines()[0])
+    out = io.StringIO()
+    RunConsole(out).step(replace(ROW, computed_tokens=0.224))
+    assert "22% of the tokens" in out.getvalue()
 
 
 def test_the_header_comes_every_20_lines_and_after_samples():

@@ -26,9 +26,9 @@ from megatron.core.transformer.moe import moe_utils  # noqa: E402
 from grpo_mcore.parallel import model, norm  # noqa: E402
 from grpo_mcore.parallel.layout import Layout, layout_of  # noqa: E402
 from grpo_mcore.parallel.optimizer import check_optimizer, ddp_config, optimizer_config  # noqa: E402
-from grpo_mcore.parallel.platform import Platform, PlatformError  # noqa: E402
+from grpo_mcore.parallel.platform import Platform, PlatformError, shares_prefixes  # noqa: E402
 from grpo_mcore.parallel.settings import transformer_config  # noqa: E402
-from grpo_mcore.recipe import MegatronConfig, PolicyConfig, load_recipe, world_size  # noqa: E402
+from grpo_mcore.recipe import MegatronConfig, PolicyConfig, SequencePackingConfig, load_recipe, world_size  # noqa: E402
 from tests.fused_adam import FusedAdam  # noqa: E402
 
 RECIPES = sorted((Path(__file__).parents[3] / "recipes").rglob("*.yaml"))
@@ -255,3 +255,19 @@ def test_detection_of_kernels(monkeypatch: pytest.MonkeyPatch, installed: set[st
     monkeypatch.setattr("grpo_mcore.parallel.platform.find_spec", lambda name: object() if name in installed else None)
     assert Platform.detect() == replace(PLATFORMS["gpu"], **dict.fromkeys(expected, True))
     assert Platform.detect("cpu") == PLATFORMS["cpu"]
+
+
+@pytest.mark.parametrize(
+    ("packing", "where"),
+    [
+        ({}, {"cpu", "gpu"}),
+        ({"shared_prefix": {"enabled": None}}, {"cpu", "gpu"}),
+        ({"shared_prefix": {"enabled": True}}, {"cpu", "gpu", "gpu with TransformerEngine"}),
+        ({"shared_prefix": {"enabled": False}}, set()),
+        ({"enabled": False}, set()),
+    ],
+)
+def test_samples_share_prefixes_where_no_kernel_is_lost(packing: dict[str, Any], where: set[str]) -> None:
+    config = SequencePackingConfig.model_validate(packing)
+    names = ("cpu", "gpu", "gpu with TransformerEngine")
+    assert {name for name in names if shares_prefixes(config, PLATFORMS[name])} == where

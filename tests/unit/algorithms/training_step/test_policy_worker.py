@@ -1,5 +1,5 @@
-"""The log-prob passes of a policy rank join training bins into longer rows and hand each bin its own values; the last
-update of a step leaves all weights gathered."""
+"""A policy rank's bins: the log-prob passes join them into longer rows and hand each its own values; samples of a bin
+share prefixes where the plan says so. The last update of a step leaves all weights gathered."""
 
 from __future__ import annotations
 
@@ -11,8 +11,10 @@ import pytest
 import torch
 
 from grpo_mcore.algorithms.training_step.policy_worker import Bin, PolicyWorker
+from grpo_mcore.algorithms.training_step.step_batch import RankStep
 from grpo_mcore.batching.packed_batch import PackedBatch, pack_rows
 from grpo_mcore.recipe import PolicyConfig, bins_per_logprob_row
+from grpo_mcore.rollout.trajectory import Trajectory, Turn
 
 LENGTHS = ((3, 4), (5,), (2, 2, 1), (6,), ())  # of the samples in a rank's training bins; the last bin is padding
 
@@ -64,6 +66,20 @@ def test_the_last_update_of_a_step_is_marked(tokens: tuple[int, ...], last: list
     )
     worker.train(lambda: None, targets)  # type: ignore[arg-type]
     assert marked == last
+
+
+@pytest.mark.parametrize("shares", [True, False])
+def test_samples_share_prefixes_if_their_step_was_planned_for_it(shares: bool) -> None:
+    start = torch.arange(40)
+    turns = [Turn("user", torch.cat([start, start[: i + 1]])) for i in (0, 1)]
+    kept = [Trajectory("a", i, (turn,), (), "stop", truncated=False) for i, turn in enumerate(turns)]
+    worker = object.__new__(PolicyWorker)
+    worker.config = PolicyConfig.model_validate({"model_name": "tiny"})
+    worker.layout = SimpleNamespace(tensor=1, sequence_parallel=False)  # type: ignore[assignment]
+    worker._store = SimpleNamespace(fetch_many=lambda refs: [kept[ref] for ref in refs])  # type: ignore[assignment]
+    worker.receive(RankStep((((0, 1),),), {0: 0, 1: 1}, shares), weight_version=1)
+    shared = worker._bins[0][0].batch.shared
+    assert (shared is not None and shared.new_tokens == (41, 10)) if shares else shared is None
 
 
 def make_bin(lengths: tuple[int, ...]) -> Bin:

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+from typing import Any
+
 import pytest
 import torch
 
 from grpo_mcore.algorithms.training_step.advantages import counts
-from grpo_mcore.algorithms.training_step.step_batch import build_step_batch
+from grpo_mcore.algorithms.training_step.step_batch import build_step_batch, rank_steps
 from grpo_mcore.parallel.layout import Layout
 from tests.unit.algorithms.training_step.step_cases import config, group
 
@@ -55,6 +58,38 @@ def test_few_samples_make_fewer_optimizer_steps() -> None:
     groups = [group("a", [1, None, None, None]), group("b", [None, None, 0, None])]
     batch = build_step_batch(groups, config(), Layout(1, 1, 2))
     assert [len(rank.batches) for rank in batch.ranks] == [1, 1]
+
+
+def test_a_step_shares_prefixes_where_they_are_asked_for_and_pay() -> None:
+    """Two groups of four samples that have one block of tokens in common."""
+    groups = [group(uid, [1, 0, 0, 1], lengths=[44, 50, 56, 60]) for uid in "ab"]
+    alike = [
+        replace(each, samples=tuple(replace(sample, prefixes=(number,)) for sample in each.samples))
+        for number, each in enumerate(groups)
+    ]
+    for given, asked, shares in ((groups, True, False), (alike, False, False), (alike, True, True)):
+        batch = build_step_batch(given, config(), Layout(1, 1, 1), shares_prefixes=asked)
+        assert [rank.shares_prefixes for rank in batch.ranks] == [shares]
+        assert batch.plan_metrics["plan/computed_tokens"] == pytest.approx(1 - 6 * 32 / batch.tokens if shares else 1)
+
+
+@pytest.mark.parametrize(("answers", "shares"), [([8, 16], True), ([120, 140], False)])
+def test_the_answers_of_a_pair_share_their_prompt(answers: list[int], shares: bool) -> None:
+    """Four pairs with prompts of 32 tokens; a bin has room for 2 x 170."""
+    lengths = [32 + answer for _ in range(4) for answer in answers]
+    prefixes = [(index // 2,) for index in range(8)]
+    trajectories: dict[int, Any] = {index: str(index) for index in range(8)}
+    recipe = config()
+    recipe.policy.sequence_packing.train_mb_tokens = 170
+    for given in (prefixes, None):
+        plan, (rank,) = rank_steps(
+            trajectories, lengths, recipe, Layout(1, 1, 1), optimizer_steps=1, algorithm="dpo", prefixes=given
+        )
+        assert rank.shares_prefixes == (shares and given is not None)
+        pairs = [sum(lengths[:2]) - 32 * rank.shares_prefixes] * 4
+        assert plan.lengths == tuple(pairs)
+        assert sorted(i for bin in rank.batches[0] for i in bin) == list(range(8))
+        assert all(bin[i] + 1 == bin[i + 1] for bin in rank.batches[0] for i in range(0, len(bin), 2))
 
 
 def test_counts_exclude_masked_samples_and_are_exact() -> None:
