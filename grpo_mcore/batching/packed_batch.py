@@ -16,20 +16,23 @@ from grpo_mcore.batching.shared_prefixes import SharedPrefixes, find_shared_pref
 
 @dataclass(frozen=True)
 class PackedBatch:
-    """n samples in a row of T tokens. Padding at its end is a sequence of its own: segment n, all masks 0."""
+    """n samples in a row of T tokens. A sample is a sequence, or several where it has branches. Padding at the end of
+    the row is a sequence of its own: segment n, all masks 0."""
 
     tokens: Tensor
     """int64 [1, T]."""
     positions: Tensor
-    """int64 [T]: position in the sample, from 0."""
+    """int64 [T]: position in the sequence, from 0."""
     cu_seqlens: Tensor
-    """int32 [n + 1], or [n + 2] with padding: start of each sequence, and T."""
+    """int32 [sequences + 1], padding among them: start of each sequence, and T."""
     segments: Tensor
     """int64 [T]: the sample (0 .. n - 1) of each token; n for padding."""
     columns: dict[str, Tensor]
     """Per-token values, each [1, T], 0 in the padding."""
     lengths: tuple[int, ...]
     """Tokens of each sample, on the host."""
+    sequences: tuple[int, ...]
+    """Tokens of each sequence of the samples, on the host."""
     names: tuple[str, ...] = ()
     """Names of the samples in messages; may be empty."""
     routes: Tensor | None = None
@@ -90,7 +93,7 @@ class PackedBatch:
         """Return a row of `multiple` padding tokens with the same columns, to run when a rank's bin is empty."""
         values = {name: column.new_zeros(0) for name, column in self.columns.items()}
         routes = None if self.routes is None else self.routes[:0]
-        return _assemble(self.tokens.new_zeros(0), values, (), multiple, routes=routes)
+        return _assemble(self.tokens.new_zeros(0), values, (), (), multiple, routes=routes)
 
     def to(self, device: torch.device | str, *, non_blocking: bool = False) -> PackedBatch:
         """Return the same row on a device."""
@@ -110,8 +113,8 @@ class PackedBatch:
         )
 
     def _has_next(self) -> Tensor:
-        last = torch.zeros(1, dtype=torch.bool, device=self.segments.device)
-        return torch.cat([self.segments[1:] == self.segments[:-1], last])[None]
+        last = torch.zeros(1, dtype=torch.bool, device=self.positions.device)
+        return torch.cat([self.positions[1:] > 0, last])[None]
 
     def _check(self, row: Tensor, name: str) -> None:
         if row.shape != self.tokens.shape:
@@ -125,12 +128,14 @@ def pack_rows(
     *,
     names: Sequence[str] = (),
     routes: Sequence[Tensor] | None = None,
+    branches: Sequence[Sequence[int]] | None = None,
 ) -> PackedBatch:
     """Put samples side by side and pad the row to a multiple of `multiple`.
 
     token_ids: int64 [length] of each sample. columns: the same keys for each sample, each value [length] or a scalar
     tensor, such as sample_mask, that every token of the sample gets. names: of the samples, for messages; one each, or
-    none. routes: int16 [length - 1, layers, experts per token] of each sample.
+    none. routes: int16 [length - 1, layers, experts per token] of each sample. branches: tokens of each sequence of
+    each sample; None: every sample is one.
     Raises ValueError, naming the sample and the column, if keys or shapes do not fit, and if there is no sample
     (`empty_like` makes a row without samples).
     """
@@ -156,12 +161,15 @@ def pack_rows(
     lengths = tuple(ids.shape[0] for ids in token_ids)
     joined = {key: torch.cat(values) for key, values in expanded.items()}
     row = None if routes is None else torch.cat([_with_last(sample) for sample in routes])
-    return _assemble(torch.cat(list(token_ids)).to(torch.int64), joined, lengths, multiple, tuple(names), row)
+    sequences = lengths if branches is None else tuple(length for of_sample in branches for length in of_sample)
+    return _assemble(
+        torch.cat(list(token_ids)).to(torch.int64), joined, lengths, sequences, multiple, tuple(names), row
+    )
 
 
 def share_prefixes(row: PackedBatch, multiple: int = 1, block: int = BLOCK_TOKENS) -> PackedBatch:
-    """Let samples of the row that begin alike share what is computed of their prefixes, in whole blocks of tokens."""
-    return replace(row, shared=find_shared_prefixes(row.tokens[0], row.lengths, multiple, block))
+    """Let sequences of the row that begin alike share what is computed of their prefixes, in whole blocks of tokens."""
+    return replace(row, shared=find_shared_prefixes(row.tokens[0], row.sequences, multiple, block))
 
 
 def join_rows(rows: Sequence[PackedBatch], multiple: int = 1) -> PackedBatch:
@@ -175,8 +183,9 @@ def join_rows(rows: Sequence[PackedBatch], multiple: int = 1) -> PackedBatch:
     }
     routes = [row.routes[:size] for row, size in zip(rows, used, strict=True) if row.routes is not None]
     lengths = tuple(length for row in rows for length in row.lengths)
+    sequences = tuple(length for row in rows for length in row.sequences)
     names = tuple(name for row in rows for name in row.names)
-    joined = _assemble(ids, columns, lengths, multiple, names, torch.cat(routes) if routes else None)
+    joined = _assemble(ids, columns, lengths, sequences, multiple, names, torch.cat(routes) if routes else None)
     return share_prefixes(joined, multiple) if any(row.shared for row in rows) else joined
 
 
@@ -195,18 +204,17 @@ def _assemble(
     ids: Tensor,
     columns: Mapping[str, Tensor],
     lengths: tuple[int, ...],
+    sequences: tuple[int, ...],
     multiple: int,
     names: tuple[str, ...] = (),
     routes: Tensor | None = None,
 ) -> PackedBatch:
     used = sum(lengths)
     total = max(round_up(used, multiple), multiple)
-    sequences = lengths if total == used else (*lengths, total - used)
-    device = ids.device
-    sizes = torch.tensor(sequences, dtype=torch.int64)
-    starts = torch.cat([sizes.new_zeros(1), sizes.cumsum(0)])
-    segments = torch.repeat_interleave(torch.arange(len(sequences)), sizes)
-    positions = torch.arange(total) - starts[segments]
+    device, padding = ids.device, [total - used] if total > used else []
+    segments, _ = _numbered([*lengths, *padding])
+    sequence, starts = _numbered([*sequences, *padding])
+    positions = torch.arange(total) - starts[sequence]
 
     def padded(row: Tensor) -> Tensor:
         return torch.cat([row, row.new_zeros(total - used)])[None]
@@ -218,6 +226,13 @@ def _assemble(
         segments=segments.to(device),
         columns={name: padded(column) for name, column in columns.items()},
         lengths=lengths,
+        sequences=sequences,
         names=names,
         routes=None if routes is None else torch.cat([routes, routes.new_full((total - used, *routes.shape[1:]), -1)]),
     )
+
+
+def _numbered(sizes: Sequence[int]) -> tuple[Tensor, Tensor]:
+    """Return which of the parts of these sizes each of T tokens is in, int64 [T], and where each part starts, and T."""
+    tokens = torch.tensor(sizes, dtype=torch.int64)
+    return torch.repeat_interleave(torch.arange(len(sizes)), tokens), torch.cat([tokens.new_zeros(1), tokens.cumsum(0)])

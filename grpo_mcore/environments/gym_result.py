@@ -38,13 +38,17 @@ class ModelCall:
     def tokens(self) -> list[int]:
         return self.prompt + self.generated
 
+    def continues(self, other: ModelCall) -> bool:
+        """Return whether its prompt begins with all tokens of the other call."""
+        return self.prompt[: len(other.tokens)] == other.tokens
+
 
 @dataclass(frozen=True)
 class GymRollout:
-    """`calls`: from the first on, as long as each continues the one before. `cut_calls`: the number of calls after
-    these, which are left out."""
+    """`branches`: calls, each of whose prompts begins with all tokens of the call before it. `cut_calls`: the number of
+    calls after these, which are left out."""
 
-    calls: tuple[ModelCall, ...]
+    branches: tuple[tuple[ModelCall, ...], ...]
     cut_calls: int
     truncated: bool
     score: Score
@@ -52,7 +56,7 @@ class GymRollout:
 
     def fingerprints(self) -> list[str]:
         """Return the fingerprint of each call's tokens, by which the endpoint that generated them knows them."""
-        return [fingerprint(call.tokens) for call in self.calls]
+        return [fingerprint(call.tokens) for branch in self.branches for call in branch]
 
     def trajectory(
         self, uid: str, generation_index: int, weight_versions: Sequence[Sequence[Sequence[int]]]
@@ -60,11 +64,14 @@ class GymRollout:
         """Build the trajectory. `weight_versions`: spans of (version, first, last) for each call, from the endpoint."""
         turns: list[Turn] = []
         spans: list[tuple[int, int, int]] = []
-        length = 0
-        for call, versions in zip(self.calls, weight_versions, strict=True):
-            added = call.prompt[length:]
-            role = "user" if not turns else "environment"
-            turns.append(Turn(role, torch.tensor(added, dtype=torch.int64), text="" if turns else self.prompt_text))
+        branches: list[int] = []  # tokens of each so far
+        calls = [(call, not number) for branch in self.branches for number, call in enumerate(branch)]
+        for (call, opens), versions in zip(calls, weight_versions, strict=True):
+            if opens:
+                branches.append(0)
+            start, length = sum(branches[:-1]), branches[-1]
+            added = torch.tensor(call.prompt[length:], dtype=torch.int64)
+            turns.append(Turn("environment" if length else "user", added, text="" if turns else self.prompt_text))
             turns.append(
                 Turn(
                     "assistant",
@@ -77,9 +84,9 @@ class GymRollout:
             for version, first, last in versions:
                 if max(first, length) >= last:
                     continue
-                start = spans.pop()[1] if spans and spans[-1][0] == version else max(first, length)
-                spans.append((version, start, last))
-            length = len(call.tokens)
+                begin = spans.pop()[1] if spans and spans[-1][0] == version else start + max(first, length)
+                spans.append((version, begin, start + last))
+            branches[-1] = len(call.tokens)
         return Trajectory(
             uid=uid,
             generation_index=generation_index,
@@ -87,11 +94,12 @@ class GymRollout:
             weight_versions=tuple(spans),
             finish_reason="length" if self.truncated else "stop",
             truncated=self.truncated,
+            branches=tuple(branches) if len(branches) > 1 else (),
         )
 
 
-def read_result(result: Any, seconds: float) -> GymRollout:
-    """Read the reply of the agent's /run. Raises GymFailure."""
+def read_result(result: Any, seconds: float, max_tokens: int | None = None) -> GymRollout:
+    """Read the reply of the agent's /run, up to `max_tokens` tokens of all branches. Raises GymFailure."""
     if not isinstance(result, dict):
         raise GymFailure(f"the Gym's result is not an object, but {type(result).__name__}")
     if FAILURE in result:
@@ -113,13 +121,16 @@ def read_result(result: Any, seconds: float) -> GymRollout:
         raise GymFailure(
             "no item of the output has generation_token_ids: set return_token_id_information for the Gym's model server"
         )
-    kept = _continued(calls)
+    branches, kept = _branches(calls, max_tokens)
     details = response.get("incomplete_details")
     reason = details.get("reason") if isinstance(details, dict) else None
-    cut = len(calls) - len(kept)
-    why = f"{len(kept)} turns" + (f", {cut} more that do not continue them are cut off" if cut else "")
-    score = Score(reward, kept[-1].text, why, seconds, _parts(result))
-    return GymRollout(tuple(kept), cut, reason == "max_output_tokens" and not cut, score, _prompt_text(result))
+    cut = len(calls) - kept
+    why = f"{kept} turns" + (f" in {len(branches)} branches" if len(branches) > 1 else "")
+    why += f", {cut} more for which there is no room are cut off" if cut else ""
+    score = Score(reward, calls[kept - 1].text, why, seconds, _parts(result))
+    return GymRollout(
+        tuple(map(tuple, branches)), cut, reason == "max_output_tokens" and not cut, score, _prompt_text(result)
+    )
 
 
 def _calls(output: Sequence[Any]) -> list[ModelCall]:
@@ -145,15 +156,20 @@ def _calls(output: Sequence[Any]) -> list[ModelCall]:
     return calls
 
 
-def _continued(calls: Sequence[ModelCall]) -> list[ModelCall]:
-    """Return the calls from the first on, as long as each prompt begins with all tokens of the call before."""
-    kept = [calls[0]]
-    for call in calls[1:]:
-        before = kept[-1].tokens
-        if call.prompt[: len(before)] != before:
-            break
-        kept.append(call)
-    return kept
+def _branches(calls: Sequence[ModelCall], max_tokens: int | None) -> tuple[list[list[ModelCall]], int]:
+    """Return the branches, and the number of calls in them: from the first on, as long as there is room for all tokens.
+    A call continues the newest branch with all of whose tokens its prompt begins, or opens one of its own."""
+    branches: list[list[ModelCall]] = []
+    tokens = 0
+    for number, call in enumerate(calls):
+        own = next((branch for branch in reversed(branches) if call.continues(branch[-1])), [])
+        tokens += len(call.tokens) - (len(own[-1].tokens) if own else 0)
+        if number and max_tokens is not None and tokens > max_tokens:
+            return branches, number
+        if not own:
+            branches.append(own)
+        own.append(call)
+    return branches, len(calls)
 
 
 def _ids(item: Mapping[str, Any], name: str) -> list[int]:

@@ -71,13 +71,15 @@ class NemoGymConfig(EnvConfig):
 
 @dataclass(frozen=True)
 class GymSample:
-    """A rollout to request: `task` as its file has it; `task_index` and `generation_index` identify it."""
+    """A rollout to request: `task` as its file has it; `task_index` and `generation_index` identify it. `max_tokens`:
+    maximum of all its branches together; None: no limit."""
 
     uid: str
     generation_index: int
     task: Mapping[str, Any]
     task_index: int
     seed: int
+    max_tokens: int | None = None
 
 
 @dataclass(frozen=True)
@@ -160,7 +162,7 @@ class NemoGymEnvironment(EnvironmentBase):
             try:
                 async with self._room:
                     result = await self._client.run(agent, row)
-                rollout = read_result(result, time.perf_counter() - began)
+                rollout = read_result(result, time.perf_counter() - began, sample.max_tokens)
                 versions = await self._client.weight_versions(endpoint, rollout.fingerprints())
                 trajectory = rollout.trajectory(sample.uid, sample.generation_index, versions)
             except GymError:

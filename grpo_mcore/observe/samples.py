@@ -61,6 +61,7 @@ SCHEMA = pa.schema(
         ("trained_version", pa.int32()),  # weight version that trained on it
         ("versions", pa.list_(_SPAN)),  # weight versions that generated its tokens
         ("turns", pa.list_(_TURN)),
+        ("branches", pa.list_(pa.int32())),  # tokens of each branch, which stand side by side; empty: one
         ("token_ids", pa.list_(pa.int32())),
         ("engine_logprobs", pa.list_(pa.float32())),  # 0 where not generated
         ("policy_logprobs", pa.list_(pa.float32())),  # before the update; 0 where not trained on

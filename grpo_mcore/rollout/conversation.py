@@ -16,10 +16,12 @@ _SAID_NOTHING = (
 
 @dataclass(frozen=True)
 class TurnLimits:
-    """`max_turns`: generated turns of a sample. `max_model_len`: tokens of the context, all turns together."""
+    """`max_turns`: generated turns of a sample. `max_model_len`: tokens of the context, all turns together.
+    `max_tokens`: of the branches of a sample together, so that a training bin has room for it; None: no limit."""
 
     max_turns: int
     max_model_len: int
+    max_tokens: int | None = None
 
 
 @dataclass

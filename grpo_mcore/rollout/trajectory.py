@@ -86,7 +86,9 @@ class Trajectory:
 
     `weight_versions`: spans (weight version, first token, last token + 1), in order, counted over all tokens.
     `truncated`: the length limit ended it before the policy did. `stop_token`: the token that ended the last
-    turn, as its last one; None where a stop string or a limit did. `routed_experts`: int16 [length - 1, layers, experts
+    turn, as its last one; None where a stop string or a limit did. `branches`: tokens of each branch, where an agent
+    rewrote its history: its turns then stand side by side, each branch with all its tokens, and what one branch has
+    generated is not marked as generated in the others. Empty: one. `routed_experts`: int16 [length - 1, layers, experts
     of a token], the experts to which the engine sent each token but the last, -1 in layers without; None where they
     were not recorded.
     """
@@ -98,11 +100,14 @@ class Trajectory:
     finish_reason: FinishReason
     truncated: bool
     stop_token: int | None = None
+    branches: tuple[int, ...] = ()
     routed_experts: Tensor | None = field(default=None, compare=False, repr=False)
 
     def __post_init__(self) -> None:
         if self.routed_experts is not None and len(self.routed_experts) != self.length - 1:
             raise ValueError(f"{self.name}: experts of {len(self.routed_experts)} of the {self.length} tokens")
+        if self.branches and (min(self.branches) < 1 or sum(self.branches) != self.length):
+            raise ValueError(f"{self.name}: branches of {self.branches} tokens, {self.length} in all")
         if self.finish_reason not in FINISH_REASONS:
             raise ValueError(f"{self.name}: finish_reason {self.finish_reason!r} not in {FINISH_REASONS}")
         end = 0
@@ -123,6 +128,11 @@ class Trajectory:
     def length(self) -> int:
         """Number of tokens of all turns."""
         return sum(len(turn) for turn in self.turns)
+
+    @property
+    def sequences(self) -> tuple[int, ...]:
+        """Tokens of each sequence that the policy reads by itself: of the branches, or of the only one."""
+        return self.branches or (self.length,)
 
     @property
     def prompt_length(self) -> int:
@@ -183,8 +193,8 @@ class TrajectoryRef:
     """A trajectory as the driver holds it: plain numbers, and `ref`, its place in the object store.
 
     `turns`: those that the policy generated. `truncated`: also where the context had no room for a next turn.
-    `cut_turns`: turns after the last one here, which did not continue it and are not trained on. `prefixes`: hashes of
-    its first blocks of tokens, by which samples that begin alike are found.
+    `cut_turns`: turns after the last one here, for whose branches there was no room; they are not trained on.
+    `prefixes`: hashes of the first blocks of its (first branch's) tokens, by which samples that begin alike are found.
     """
 
     uid: str
@@ -208,7 +218,8 @@ class TrajectoryRef:
 
     @property
     def environment_tokens(self) -> int:
-        """Number of tokens between the generated turns: the environment's messages in the chat template."""
+        """Number of tokens between the generated turns: the environment's messages in the chat template, and what
+        branches repeat."""
         return self.length - self.prompt_length - self.generated_length
 
     @classmethod
@@ -225,7 +236,7 @@ class TrajectoryRef:
             ref=ref,
             turns=sum(turn.loss_mask for turn in trajectory.turns),
             stop_token=trajectory.stop_token,
-            prefixes=prefix_hashes(trajectory.token_ids().tolist()),
+            prefixes=prefix_hashes(trajectory.token_ids()[: trajectory.sequences[0]].tolist()),
         )
 
 

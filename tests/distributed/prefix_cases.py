@@ -6,6 +6,8 @@ from collections.abc import Sequence
 from typing import Any
 
 import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
 from torch import Tensor
 
 from grpo_mcore.batching.packed_batch import PackedBatch, pack_rows, share_prefixes
@@ -124,6 +126,68 @@ def compare_with_unshared(address: Address, model: str, case: LayoutCase, how: s
         "norm": max(value.norm().item() for value in expected.values()),
         "computed": computed / sum(sum(row.lengths) for row in plain),
     }
+
+
+def compare_branches(address: Address, model: str, case: LayoutCase) -> dict[str, float]:
+    """Return the largest differences of log-probs (last stage) and, relative to the norm, of a gradient, between two
+    samples with branches and the same branches as samples of their own: "apart", and "shared" with shared prefixes."""
+    policy, draw = make_policy(address, model, case), torch.Generator().manual_seed(6)
+    branches = group(draw, 17, (3, 40)) + group(draw, 9, (2, 2, 5))
+    masks = [(torch.arange(len(ids)) >= 8).float() for ids in branches]
+    counts, sizes = (2, 3), [len(ids) for ids in branches]
+    owners = [i for i, count in enumerate(counts) for _ in range(count)]
+
+    def columns(masks: Sequence[Tensor], owners: Sequence[int]) -> list[dict[str, Tensor]]:
+        return [
+            {"token_mask": mask, "sample_mask": torch.tensor(1.0), "advantages": torch.tensor(1.0 - 1.5 * owner)}
+            for mask, owner in zip(masks, owners, strict=True)
+        ]
+
+    def whole(parts: Sequence[Tensor]) -> list[Tensor]:
+        return [torch.cat([part for part, of in zip(parts, owners, strict=True) if of == i]) for i in range(2)]
+
+    names = [str(i) for i in range(len(branches))]
+    apart = pack_rows(branches, columns(masks, owners), policy.row_multiple, names=names)
+    row = pack_rows(
+        whole(branches), columns(whole(masks), range(2)), policy.row_multiple, names=names[:2],
+        branches=[sizes[:2], sizes[2:]],
+    )  # fmt: skip
+    expected, logprobs = gradients(policy, [apart]), policy.logprobs([apart])
+    found = {}
+    for name, other in (("apart", row), ("shared", share_prefixes(row, policy.row_multiple, 4))):
+        assert (other.shared is not None) == (name == "shared")
+        for one, two in zip(logprobs or (), policy.logprobs([other]) or (), strict=True):
+            found[f"{name} log-probs"] = (one - two).abs().max().item()
+        theirs = gradients(policy, [other])
+        found[f"{name} gradients"] = max(
+            ((theirs[key] - value).norm() / value.norm().clamp(min=1e-8)).item() for key, value in expected.items()
+        )
+    return found
+
+
+def try_random_trees(address: Address, model: str, case: LayoutCase) -> int:
+    """Compare samples of two kinds of tokens, which share many prefixes, with the same ones computed whole. Return how
+    many rows shared some."""
+    policy, shares = make_policy(address, model, case), 0
+
+    @settings(max_examples=20, deadline=None, derandomize=True, database=None)
+    @given(
+        samples=st.lists(st.lists(st.integers(0, 1), min_size=1, max_size=14), min_size=1, max_size=9),
+        block=st.integers(1, 4),
+    )
+    def compare(samples: list[list[int]], block: int) -> None:
+        nonlocal shares
+        plain, shared = make_rows(policy, [([torch.tensor(ids) for ids in samples], block)])
+        shares += shared[0].shared is not None
+        before, after = policy.logprobs(plain), policy.logprobs(shared)
+        assert before is not None and after is not None
+        assert (before[0] - after[0]).abs().max() < 1e-5
+        expected, found = gradients(policy, plain), gradients(policy, shared)
+        for name, value in expected.items():
+            assert (found[name] - value).norm() <= 1e-4 * value.norm(), name
+
+    compare()
+    return shares
 
 
 def change_one_branch(address: Address, model: str, case: LayoutCase) -> list[bool] | None:

@@ -51,6 +51,24 @@ def test_logprobs_and_gradients_equal_the_unshared_run(
         assert error < 1e-4 and result["norm"] > 1e-4, f"{name}: relative error {error:.2e}"
 
 
+def test_random_trees_equal_the_unshared_run(ranks: RankPool, tmp_path_factory: pytest.TempPathFactory) -> None:
+    folder = make_tiny_model("qwen3", tmp_path_factory.mktemp("qwen3"))
+    (shares,) = ranks.run(1, "tests.distributed.prefix_cases:try_random_trees", str(folder), CASES["TP1"])
+    assert shares > 10
+
+
+@pytest.mark.parametrize(("family", "layout"), [("qwen3", "TP2-SPxCP2"), ("nemotron_h_moe", "TP1")])
+def test_branches_of_a_sample_are_computed_like_samples(
+    ranks: RankPool, tmp_path_factory: pytest.TempPathFactory, models: dict[str, str], family: str, layout: str
+) -> None:
+    if family not in models:
+        models[family] = str(make_tiny_model(family, tmp_path_factory.mktemp(family)))
+    target = "tests.distributed.prefix_cases:compare_branches"
+    for result in ranks.run(CASES[layout].world_size, target, models[family], CASES[layout]):
+        assert result["apart log-probs"] == 0 and result["shared log-probs"] < 1e-5
+        assert result["apart gradients"] < 1e-6 and result["shared gradients"] < 1e-4
+
+
 def test_a_branch_is_not_seen_by_another(ranks: RankPool, tmp_path_factory: pytest.TempPathFactory) -> None:
     folder = make_tiny_model("qwen3", tmp_path_factory.mktemp("qwen3"))
     target = "tests.distributed.prefix_cases:change_one_branch"

@@ -206,15 +206,15 @@ def test_a_conversation_ends_with_the_context(played: Played) -> None:
         assert sample.truncated and 2 < sample.turns < 40 and sample.length > 160 - 40
 
 
-def test_a_turn_that_does_not_continue_is_cut_off_and_counted(played: Played) -> None:
-    for name, kept, cut in (("forgets", 2, 2), ("rewrites", 1, 2)):
+def test_a_rewritten_history_is_a_branch_of_its_sample(played: Played) -> None:
+    for name, turns in (("forgets", 4), ("rewrites", 3)):
         for sample, score in zip(played.groups[name].samples, played.groups[name].scores, strict=True):
-            assert (sample.turns, sample.cut_turns) == (kept, cut) and score.reward is not None
-            assert score.reason == f"{kept} turns, {cut} more that do not continue them are cut off"
-    [line] = played.run.metrics()
-    samples = [sample for group in played.groups.values() for sample in group.samples]
-    assert line["num_cut_turns"] == sum(sample.cut_turns for sample in samples) == 8
-    assert "were cut off: 4; the first, " in played.run.out
+            assert (sample.turns, sample.cut_turns) == (turns, 0) and score.reward is not None
+            assert score.reason == f"{turns} turns in 2 branches"
+            first, second = sample.ref.token_ids().split(sample.ref.branches)
+            question = sample.ref.prompt_length
+            assert first[:question].equal(second[:question]) and not first[: len(second)].equal(second[: len(first)])
+    assert "num_cut_turns" not in played.run.metrics()[0]
 
 
 def test_the_policy_learns_from_the_engines_own_log_probs(played: Played) -> None:

@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
-from grpo_mcore.recipe import GenerationConfig, MasterConfig
+from grpo_mcore.recipe import GenerationConfig, MasterConfig, bin_tokens
 from grpo_mcore.rollout.conversation import TurnLimits
 from grpo_mcore.rollout.trajectory import Sampling
 
 
 def turn_limits(config: MasterConfig) -> TurnLimits:
     """Return the limits of a sample's turns."""
-    return TurnLimits(config.grpo.max_rollout_turns, config.policy.generation.vllm_cfg.max_model_len)
+    room = bin_tokens(config, "grpo")
+    return TurnLimits(config.grpo.max_rollout_turns, config.policy.generation.vllm_cfg.max_model_len, room)
 
 
 def sampling_of(generation: GenerationConfig, eos_token_id: int, *, validation: bool = False) -> Sampling:

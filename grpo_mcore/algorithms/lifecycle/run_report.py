@@ -217,8 +217,8 @@ class RunReport:
         if cut := [sample for group in groups for sample in group.samples if sample.cut_turns]:
             first = f"{cut[0].uid}#{cut[0].generation_index} after turn {cut[0].turns}"
             self.console.note(
-                f"samples whose later turns do not continue the ones before and were cut off: {len(cut)}; the first, "
-                f"{first}"
+                f"samples whose later turns were cut off, since a bin has no room for more branches: {len(cut)}; the "
+                f"first, {first}"
             )
         if failed := _failed(groups):
             self.console.note(f"samples without a reward, left out: {len(failed)}; the first, {failed[0]}")

@@ -131,6 +131,7 @@ def sample_row(group: Group, sample: TrajectoryRef, score: Score, trajectory: Tr
                 {"role": turn.role, "text": turn.text, "tokens": ids.size, "generated": turn.loss_mask}
                 for turn, ids in zip(trajectory.turns, tokens, strict=True)
             ],
+            "branches": trajectory.branches,
             "token_ids": np.concatenate(tokens),
             "engine_logprobs": np.concatenate(logprobs),
         }

@@ -72,9 +72,11 @@ class AgentRollouts:
         on_group: Callable[[Group], None],
         on_sample: Callable[[], None],
         on_outcome: Callable[[GymOutcome], None] | None = None,
+        max_tokens: int | None = None,
     ) -> None:
         """`environments`: by task name, those that run agents. `on_group`: gets every complete group.
         `on_outcome`: gets every outcome; if given, the environments are asked to send the agents' results with it.
+        `max_tokens`: of each sample, see `TurnLimits`.
         Raises ValueError without an endpoint."""
         if environments and engines.endpoint is None:
             raise ValueError(
@@ -83,6 +85,7 @@ class AgentRollouts:
             )
         self._environments, self._engines, self._seed = environments, engines, seed
         self._on_group, self._on_sample, self._on_outcome = on_group, on_sample, on_outcome
+        self._max_tokens = max_tokens
         self._open: dict[str, _OpenGroup] = {}
         self._batches: dict[int, AgentBatch] = {}  # by id of the stream
         self._failures = 0
@@ -109,7 +112,7 @@ class AgentRollouts:
             self._open[uid] = _OpenGroup(prompt, generations)
             worker = self._environments[prompt["task_name"]]
             by_worker.setdefault(id(worker), (worker, []))[1].extend(
-                GymSample(uid, index, task, prompt["idx"], sample_seed(self._seed, step, uid, index))
+                GymSample(uid, index, task, prompt["idx"], sample_seed(self._seed, step, uid, index), self._max_tokens)
                 for index in range(generations)
             )
         for worker, samples in by_worker.values():

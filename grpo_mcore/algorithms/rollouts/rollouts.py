@@ -119,7 +119,7 @@ class Rollouts:
         }
         self._finished: deque[Group] = deque()
         self._agents = AgentRollouts(
-            agents, engines, seed, lambda group: self._finished.append(group), on_sample, on_outcome
+            agents, engines, seed, lambda group: self._finished.append(group), on_sample, on_outcome, limits.max_tokens
         )
         scored = {task: worker for task, worker in environments.items() if task not in agents}
         self._scorer = RewardScorer(scored, self.cluster, on_restart, on_span)

@@ -113,7 +113,8 @@ class PolicyWorker(Policy):
         names = [trajectory.name for trajectory in trajectories]
         routes = list(map(_routes, trajectories)) if self.config.router_replay.enabled else None
         tokens = [trajectory.token_ids() for trajectory in trajectories]
-        row = pack_rows(tokens, columns, multiple, names=names, routes=routes)
+        branches = [trajectory.sequences for trajectory in trajectories]
+        row = pack_rows(tokens, columns, multiple, names=names, routes=routes, branches=branches)
         return share_prefixes(row, multiple) if shares_prefixes else row
 
     def infer_logprobs(

@@ -210,9 +210,8 @@ def _trajectory(row: Mapping[str, Any]) -> Trajectory:
         turns.append(Turn(turn["role"], tokens[span], own, turn["generated"], turn["text"]))
         at += turn["tokens"]
     versions = tuple((span["version"], span["first"], span["end"]) for span in row["versions"])
-    return Trajectory(
-        row["uid"], row["generation"], tuple(turns), versions, row["finish_reason"], row["truncated"], row["stop_token"]
-    )
+    end, branches = (row["finish_reason"], row["truncated"], row["stop_token"]), tuple(row.get("branches") or ())
+    return Trajectory(row["uid"], row["generation"], tuple(turns), versions, *end, branches)
 
 
 def _score(row: Mapping[str, Any]) -> Score:

@@ -52,6 +52,37 @@ def test_round_trip(row) -> None:
 
 
 @QUICK
+@given(
+    branches=st.lists(st.lists(st.integers(1, 9), min_size=1, max_size=4), min_size=1, max_size=4),
+    multiple=st.sampled_from([1, 8]),
+)
+def test_branches_are_sequences_of_their_sample(branches: list[list[int]], multiple: int) -> None:
+    """All but what is by sample is as if every branch were a sample."""
+    sequences = [length for of_sample in branches for length in of_sample]
+    ids, columns, apart = make(sequences, multiple)
+    mask = [values["token_mask"] for values in columns]
+    apart = pack_rows(ids, [{"token_mask": each, "sample_mask": torch.tensor(1.0)} for each in mask], multiple)
+    lengths = [sum(of_sample) for of_sample in branches]
+    row = pack_rows(
+        torch.cat(ids).split(lengths),
+        [{"token_mask": each, "sample_mask": torch.tensor(1.0)} for each in torch.cat(mask).split(lengths)],
+        multiple,
+        branches=branches,
+    )
+    joined = join_rows([row, row], multiple)
+    for name in ("tokens", "positions", "cu_seqlens"):
+        assert getattr(row, name).equal(getattr(apart, name))
+        assert getattr(joined, name).equal(getattr(join_rows([apart, apart], multiple), name))
+    assert row.targets().equal(apart.targets()) and row.next_token_counts().equal(apart.next_token_counts())
+    scores = torch.arange(1.0, 1 + row.tokens.shape[1])[None]
+    assert row.to_token_aligned(scores).equal(apart.to_token_aligned(scores))
+    owner = [i for i, length in enumerate(lengths) for _ in range(length)]
+    assert row.segments.tolist() == owner + [len(branches)] * row.padding
+    assert row.num_segments == len(branches) and joined.num_segments == 2 * len(branches)
+    assert [len(part) for part in row.split(row.tokens)] == lengths
+
+
+@QUICK
 @given(row=ROWS)
 def test_alignment_against_a_loop(row) -> None:
     lengths, multiple = row

@@ -105,6 +105,14 @@ def test_samples_without_a_common_block_are_planned_as_before() -> None:
     assert plan_step(lengths, dp=2, optimizer_steps=2, capacity=100, prefixes=[()] * 12) == alone
 
 
+def test_branches_of_a_sample_share_what_came_before_they_parted() -> None:
+    branches = [[1] * 32 + [2] * 8, [1] * 32 + [3] * 5]
+    row = pack_rows([torch.tensor(sum(branches, []))], [{"x": torch.ones(77)}], branches=[[40, 37]])
+    shared = share_prefixes(row).shared
+    assert shared is not None and shared.new_tokens == (40, 5)
+    assert row.tokens[0, shared.source][shared.places].equal(row.tokens[0])
+
+
 def test_joined_rows_share_prefixes_over_both() -> None:
     rows = [share_prefixes(row_of(samples), 1, 32) for samples in ([[1] * 40, [1] * 33], [[1] * 35])]
     joined = join_rows(rows)

@@ -70,5 +70,5 @@ def test_any_gym_result_is_read_or_refused(place: tuple[Any, ...], value: Any) -
         assert str(failure)
         return
     assert math.isfinite(rollout.score.reward or 0.0)
-    spans = [[(1, 0, len(call.tokens))] for call in rollout.calls]
+    spans = [[(1, 0, len(call.tokens))] for branch in rollout.branches for call in branch]
     assert rollout.trajectory("p0", 0, spans).uid == "p0"

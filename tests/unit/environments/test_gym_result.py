@@ -59,25 +59,47 @@ def test_an_empty_word_between_two_turns_is_no_turn() -> None:
 
 
 @pytest.mark.parametrize(
-    ("later", "kept", "cut"),
+    ("later", "branches"),
     [
-        ([item([1, 2, 3, 9, 5], [6])], 1, 1),  # another token
-        ([item([1, 2, 3], [6])], 1, 1),  # shorter
-        ([item([8], [6]), item([1, 2, 3, 4, 5], [6])], 1, 2),  # what comes after a break is not looked at
-        ([TWO[2], item([1], [2])], 2, 1),
+        ([item([1, 2, 3, 9, 5], [6])], [[4], [6]]),  # another token
+        ([item([1, 2, 3], [6])], [[4], [4]]),  # shorter
+        ([item([8], [6]), item([1, 2, 3, 4, 5], [6]), item([8, 6, 7], [9])], [[4, 6], [2, 4]]),  # each goes on
+        ([TWO[2], item([1], [2])], [[4, 6], [2]]),
     ],
 )
-def test_what_does_not_continue_is_cut_off(later: list[Any], kept: int, cut: int) -> None:
+def test_what_does_not_continue_is_another_branch(later: list[Any], branches: list[list[int]]) -> None:
     rollout = read_result(result(TWO[0], *later), 1.0)
-    assert (len(rollout.calls), rollout.cut_calls) == (kept, cut)
-    assert f"{cut} more that do not continue them are cut off" in rollout.score.reason
+    assert [[len(call.tokens) for call in branch] for branch in rollout.branches] == branches
+    assert rollout.cut_calls == 0 and rollout.score.reason == f"{1 + len(later)} turns in 2 branches"
+
+
+def test_branches_are_a_trajectory_side_by_side() -> None:
+    """The agent drops a token of the first answer, goes on with that, and comes back to the first history."""
+    rewritten = item([1, 2, 4, 8], [9, 10], "three")
+    rollout = read_result(result(*TWO, rewritten, item([1, 2, 3, 4, 5, 6, 7], [11], "four")), 1.0)
+    versions = [[[7, 0, 4]], [[7, 0, 6]], [[8, 0, 8]], [[8, 0, 6]]]
+    trajectory = rollout.trajectory("p", 0, versions)
+    assert trajectory.branches == trajectory.sequences == (8, 6)
+    assert trajectory.token_ids().tolist() == [1, 2, 3, 4, 5, 6, 7, 11, 1, 2, 4, 8, 9, 10]
+    assert trajectory.loss_mask().int().tolist() == [0, 0, 1, 1, 0, 1, 0, 1, 0, 0, 0, 0, 1, 1]
+    assert trajectory.weight_versions == ((7, 0, 6), (8, 6, 14))
+    assert [turn.role for turn in trajectory.turns][-2:] == ["user", "assistant"]
+    assert rollout.score.answer == "four"
+
+
+@pytest.mark.parametrize(("room", "kept"), [(None, 4), (13, 4), (11, 3), (10, 2), (6, 2), (5, 1), (1, 1)])
+def test_branches_without_room_are_cut_off(room: int | None, kept: int) -> None:
+    """The calls need 4, 6, 11 and 13 tokens; what the first one says is always kept."""
+    rollout = read_result(result(*TWO, item([1, 2, 4], [9, 10]), item([1, 2, 4, 9, 10, 3], [4])), 1.0, room)
+    assert (sum(map(len, rollout.branches)), rollout.cut_calls) == (kept, 4 - kept)
+    assert ("there is no room are cut off" in rollout.score.reason) == (kept < 4)
 
 
 def test_calls_and_nested_items() -> None:
     call = {"type": "function_call", "name": "f", "arguments": "{}", "call_id": "c"}
     tokens = {k: v for k, v in item([1], [2]).items() if k.endswith(("ids", "probs"))}
     rollout = read_result(result([item([], [], "thinks ") | {"prompt_token_ids": []}, call | tokens]), 1.0)
-    assert rollout.calls[0].text == "thinks f({})"
+    assert rollout.branches[0][0].text == "thinks f({})"
 
 
 def test_a_limit_of_the_last_turn() -> None:
@@ -150,6 +172,8 @@ def test_whatever_comes_is_a_rollout_or_a_failure(fields: dict[str, Any], output
         rollout = read_result({"response": {"output": output}, "reward": 1.0} | fields, 1.0)
     except GymFailure:
         return
-    trajectory = rollout.trajectory("p", 0, [[] for _ in rollout.calls])
-    assert trajectory.generated_length == sum(len(call.generated) for call in rollout.calls) > 0
-    assert trajectory.token_ids().tolist() == rollout.calls[-1].tokens and torch.isfinite(trajectory.logprobs()).all()
+    trajectory = rollout.trajectory("p", 0, [[] for _ in rollout.fingerprints()])
+    calls = [call for branch in rollout.branches for call in branch]
+    assert trajectory.generated_length == sum(len(call.generated) for call in calls) > 0
+    assert trajectory.token_ids().tolist() == [token for branch in rollout.branches for token in branch[-1].tokens]
+    assert torch.isfinite(trajectory.logprobs()).all()

@@ -4,10 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from types import SimpleNamespace
+from unittest import mock
 
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 
 from grpo_mcore.parallel import cpu_platform
@@ -195,6 +196,34 @@ def test_samples_with_shared_prefixes_attend_as_whole_ones(
         order, here = described.whole
         assert torch.cat([t.index for t in shares])[order].equal(shared.places), "every sample whole, in order"
         assert here[places[mine]].equal(shared.source[shared.places[mine]])
+
+
+@settings(max_examples=30, deadline=None)
+@given(
+    samples=st.lists(st.lists(st.integers(0, 1), min_size=1, max_size=14), min_size=1, max_size=9),
+    block=st.integers(1, 4),
+    window=st.sampled_from([0, 4]),
+    platform=st.sampled_from([CPU, Platform("gpu")]),
+)
+def test_random_trees_attend_as_whole_samples(
+    samples: list[list[int]], block: int, window: int, platform: Platform
+) -> None:
+    """A key that several samples share gets the sum of the gradients that it has in each of them."""
+    lengths, tokens = [len(ids) for ids in samples], torch.tensor([token for ids in samples for token in ids])
+    shared = find_shared_prefixes(tokens, lengths, 4, block)
+    assume(shared is not None)
+    alone, together = inputs(len(shared.source)), inputs(len(shared.source))
+    expected = attend(*(values[shared.places] for values in alone), lengths, window=window)
+    described = describe_row(row(lengths), platform, shared=shared, index=shared.source)
+    with mock.patch("torch.nn.attention.varlen.varlen_attn", kernel):
+        found = PackedAttention(config(window), 1, None, "self", platform=platform)(
+            *together, None, packed_seq_params=described
+        )[shared.places]
+    torch.testing.assert_close(found, expected, atol=1e-5, rtol=0)
+    for result in (expected, found):
+        result.square().sum().backward()
+    for ours, theirs in zip(together, alone, strict=True):
+        torch.testing.assert_close(ours.grad, theirs.grad, atol=1e-4, rtol=0)
 
 
 def take_rows(values: torch.Tensor, index: torch.Tensor) -> torch.Tensor:

@@ -55,6 +55,17 @@ def test_a_turn_comes_back_from_a_pickle_as_it_was(tokens: int, generated: bool)
     found.token_ids.add_(1)  # its own memory, and writable
 
 
+def test_branches_stand_side_by_side():
+    assert two_turns().sequences == (8,)
+    branched = two_turns(branches=(5, 3))
+    assert branched.sequences == (5, 3) and branched.length == 8
+    for wrong in ((5, 4), (8, 0)):
+        with pytest.raises(ValueError, match="t:1#3: branches of"):
+            two_turns(branches=wrong)
+    long = two_turns(turns=(Turn("user", torch.arange(80)),), weight_versions=((1, 0, 80),), branches=(40, 40))
+    assert len(TrajectoryRef.of(long, None).prefixes) == 1, "the second branch is another sequence"
+
+
 def test_a_prompt_of_several_turns_counts_up_to_the_first_generated_one():
     turns = (
         Turn("system", ids(1)),

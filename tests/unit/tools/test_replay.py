@@ -2,10 +2,16 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 import torch
 
-from grpo_mcore.tools.replay.replay import Replay, compare
+from grpo_mcore.algorithms.lifecycle.sample_record import sample_row
+from grpo_mcore.cluster import LocalCluster
+from grpo_mcore.rollout.group import Group
+from grpo_mcore.rollout.trajectory import Score, Trajectory, TrajectoryRef, Turn
+from grpo_mcore.tools.replay.replay import Replay, compare, recorded_groups
 
 
 def computed(loss: float = 0.5, norm: float = 2.0, logprob: float = -1.0, layer: float = 3.0) -> Replay:
@@ -29,6 +35,23 @@ def test_the_first_difference_is_named_from_the_bottom_up(other: dict[str, float
     found = compare(computed(), computed(**other), "float32")
     assert found.ok == (first is None)
     assert first is None or first in str(found.first)
+
+
+def test_a_recorded_sample_comes_back_with_its_branches() -> None:
+    turns = (
+        Turn("user", torch.tensor([1, 2])),
+        Turn("assistant", torch.tensor([3]), torch.tensor([-0.5]), loss_mask=True, text="a"),
+        Turn("user", torch.tensor([1, 4])),
+        Turn("assistant", torch.tensor([5, 6]), torch.tensor([-1.0, -2.0]), loss_mask=True, text="b"),
+    )
+    trajectory = Trajectory("p", 0, turns, ((1, 0, 7),), "stop", False, 6, (3, 4))
+    sample = TrajectoryRef.of(trajectory, None)
+    prompt: Any = {"uid": "p", "task_name": "t", "extra_env_info": {}}
+    score = Score(1.0, None, "", 0.0)
+    row = sample_row(Group(prompt, (sample,), (score,)), sample, score, trajectory)
+    store = LocalCluster().store
+    (group,) = recorded_groups([row], store)
+    assert store.fetch_many([group.samples[0].ref]) == [trajectory]
 
 
 def test_a_missing_metric_is_no_difference() -> None:
