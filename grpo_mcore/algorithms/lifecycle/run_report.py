@@ -226,11 +226,13 @@ class RunReport:
     def _throughput(
         self, groups: Sequence[Group], metrics: dict[str, float], seconds: dict[str, float]
     ) -> dict[str, float]:
-        """Return throughput and FLOPs of a step: three forward passes' worth for forward and backward."""
+        """Return throughput and FLOPs of a step: three forward passes' worth for forward and backward, of the tokens
+        that are computed."""
+        computed = metrics.get("plan/computed_tokens", 1.0)
         lengths = [sample.length for group in groups for sample in group.samples] if "loss" in metrics else []
         return throughput(
             tokens=metrics["tokens"],
-            flops=3 * forward_flops(self._shape, lengths) if lengths else 0.0,
+            flops=3 * computed * forward_flops(self._shape, lengths) if lengths else 0.0,
             total_s=seconds["total"],
             train_s=seconds.get("train", 0.0),
             devices=self.config.cluster.num_nodes * self.config.cluster.gpus_per_node,

@@ -56,20 +56,20 @@ def new_report(folder: Path) -> RunReport:
     return report
 
 
-@pytest.mark.parametrize("trained", [True, False])
-def test_throughput_and_machines_of_a_step(tmp_path: Path, trained: bool) -> None:
+@pytest.mark.parametrize(("trained", "computed"), [(True, 1.0), (True, 0.25), (False, 1.0)])
+def test_throughput_and_machines_of_a_step(tmp_path: Path, trained: bool, computed: float) -> None:
     report = new_report(tmp_path)
     logger = report.logger
     logger.machines, logger.peak_flops = lambda: {"node.0.cpu.util": 7.0}, 1e12
     samples = [SimpleNamespace(length=length, cut_turns=0) for length in (10, 30)]
     groups: Any = [SimpleNamespace(samples=samples, scores=[SimpleNamespace(reward=1.0)] * 2)]
     clock: Any = SimpleNamespace(take=lambda: {"total": 8.0, "train": 2.0})
-    metrics = STEP | {"tokens": 40.0} | ({"loss": 0.1} if trained else {})
+    metrics = STEP | {"tokens": 40.0} | ({"loss": 0.1, "plan/computed_tokens": computed} if trained else {})
     report.step(1, groups, metrics, clock)
     logger.close()
     machine, train = sorted(map(json.loads, (logger.log_dir / "metrics.jsonl").read_text().splitlines()), key=str)
     assert train["tokens_per_sec_per_gpu"] == 40 / 8 / 2 and machine["node.0.cpu.util"] == 7.0
-    tflops = 3 * forward_flops(SHAPE, [10, 30]) / 2 / 2 / 1e12
+    tflops = 3 * computed * forward_flops(SHAPE, [10, 30]) / 2 / 2 / 1e12
     assert train.get("train_tflops_per_gpu") == (pytest.approx(tflops) if trained else None)
     assert train.get("train_fp_utilization") == (pytest.approx(tflops) if trained else None)
 
