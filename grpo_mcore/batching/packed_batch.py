@@ -172,9 +172,9 @@ def share_prefixes(row: PackedBatch, multiple: int = 1, block: int = BLOCK_TOKEN
     return replace(row, shared=find_shared_prefixes(row.tokens[0], row.sequences, multiple, block))
 
 
-def join_rows(rows: Sequence[PackedBatch], multiple: int = 1) -> PackedBatch:
+def join_rows(rows: Sequence[PackedBatch], multiple: int = 1, block: int = BLOCK_TOKENS) -> PackedBatch:
     """Put the samples of several rows into one, without the padding between them. If one of the rows shares prefixes,
-    all samples do."""
+    all samples do, in blocks of `block` tokens."""
     used = [sum(row.lengths) for row in rows]
     ids = torch.cat([row.tokens[0, :size] for row, size in zip(rows, used, strict=True)])
     columns = {
@@ -186,7 +186,7 @@ def join_rows(rows: Sequence[PackedBatch], multiple: int = 1) -> PackedBatch:
     sequences = tuple(length for row in rows for length in row.sequences)
     names = tuple(name for row in rows for name in row.names)
     joined = _assemble(ids, columns, lengths, sequences, multiple, names, torch.cat(routes) if routes else None)
-    return share_prefixes(joined, multiple) if any(row.shared for row in rows) else joined
+    return share_prefixes(joined, multiple, block) if any(row.shared for row in rows) else joined
 
 
 def cut_row(values: Tensor, rows: Sequence[PackedBatch]) -> list[Tensor]:

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 from grpo_mcore.batching.fitting import decreasing
 from grpo_mcore.batching.packing import PackingError, bin_room, check_sizes, pack, spread
-from grpo_mcore.batching.prefix_trees import Prefixes, Tree, make_trees, saves_enough
+from grpo_mcore.batching.prefix_trees import BLOCK_TOKENS, Prefixes, Tree, make_trees, saves_enough
 
 Bin = tuple[int, ...]
 
@@ -106,6 +106,7 @@ def plan_step(
     multiple: int = 1,
     micro_batch_size: int | None = None,
     prefixes: Sequence[Prefixes] | None = None,
+    block: int = BLOCK_TOKENS,
     cost: CostModel | None = None,
     seed: int = 0,
 ) -> StepPlan:
@@ -118,9 +119,9 @@ def plan_step(
     length. Bins are in order of decreasing size, so that a row that does not fit in memory fails at once. Samples in a
     bin are in order. A bin is empty only if a batch has fewer samples than bins; it is last, and runs as padding.
 
-    prefixes: `prefix_hashes` of each sample. Samples that begin alike then stay in one bin, where what they share
-    counts once; they are separated where they do not fit, or where that makes the slowest rank faster. A batch of which
-    this would save less than a tenth (MIN_SAVED) is planned without. Needs capacity.
+    prefixes: `prefix_hashes` of each sample, by blocks of `block` tokens. Samples that begin alike then stay in one
+    bin, where what they share counts once; they are separated where they do not fit, or where that makes the slowest
+    rank faster. A batch of which this would save less than a tenth (MIN_SAVED) is planned without. Needs capacity.
 
     Raises PackingError as `pack` does, if an optimizer step has fewer samples than there are ranks, and unless exactly
     one of capacity and micro_batch_size is given.
@@ -136,7 +137,10 @@ def plan_step(
         plan = _plan_batch(alone, dp, fill)
         if prefixes is not None:
             share = -(-len(samples) // dp)
-            trees = [make_trees(samples, sizes, prefixes, cost, room=room, most=-(-share // k)) for k in (1, 2, 4)]
+            trees = [
+                make_trees(samples, sizes, prefixes, cost, room=room, most=-(-share // k), block=block)
+                for k in (1, 2, 4)
+            ]
             plans = [_plan_batch(found, dp, fill) for found in trees if len(found) >= dp]
             enough = [found for found in plans if saves_enough(found.computed, plan.computed)]
             plan = min([*enough, plan], key=lambda plan: max(plan.costs))

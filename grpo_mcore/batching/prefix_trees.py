@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from hashlib import blake2b
 
 BLOCK_TOKENS = 32
-"""Samples share prefixes in whole blocks of this many tokens."""
+"""Samples share prefixes in whole blocks of this many tokens, or of a multiple of it."""
 
 MIN_SAVED = 0.1
 """Samples share prefixes where that saves at least this share of their tokens: less is not worth its extra work."""
@@ -38,6 +38,11 @@ def prefix_hashes(token_ids: Sequence[int], block: int = BLOCK_TOKENS) -> Prefix
         running.update(array("q", token_ids[start : start + block]).tobytes())
         found.append(int.from_bytes(running.digest(), "little"))
     return tuple(found)
+
+
+def in_blocks(prefixes: Prefixes, block: int) -> Prefixes:
+    """Return the hashes of blocks of `block` tokens, a multiple of BLOCK_TOKENS, of a sample with these."""
+    return prefixes[block // BLOCK_TOKENS - 1 :: block // BLOCK_TOKENS]
 
 
 def computed_tokens(lengths: Sequence[int], prefixes: Sequence[Prefixes], block: int = BLOCK_TOKENS) -> int:

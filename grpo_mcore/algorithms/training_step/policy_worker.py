@@ -115,7 +115,8 @@ class PolicyWorker(Policy):
         tokens = [trajectory.token_ids() for trajectory in trajectories]
         branches = [trajectory.sequences for trajectory in trajectories]
         row = pack_rows(tokens, columns, multiple, names=names, routes=routes, branches=branches)
-        return share_prefixes(row, multiple) if shares_prefixes else row
+        block = self.config.sequence_packing.shared_prefix.min_tokens
+        return share_prefixes(row, multiple, block) if shares_prefixes else row
 
     def infer_logprobs(
         self, prev: bool, reference: bool, kl_kind: KLType | None, dropout: bool = False
@@ -130,8 +131,9 @@ class PolicyWorker(Policy):
         bins = [bin for bins in self._bins for bin in bins]
         batches = [bin.batch for bin in bins]
         count, multiple = bins_per_logprob_row(self.config), self.row_multiple
+        block = self.config.sequence_packing.shared_prefix.min_tokens
         joined = [batches[i : i + count] for i in range(0, len(batches), count)]
-        rows = [join_rows(few, multiple) if len(few) > 1 else few[0] for few in joined]
+        rows = [join_rows(few, multiple, block) if len(few) > 1 else few[0] for few in joined]
         for wanted, column, compute in (
             (prev, "prev_logprobs", partial(self.logprobs, dropout=dropout)),
             (reference, "reference_policy_logprobs", self.reference_logprobs),

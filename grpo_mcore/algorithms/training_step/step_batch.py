@@ -14,7 +14,7 @@ from torch import Tensor
 
 from grpo_mcore.batching.packing import PADDED
 from grpo_mcore.batching.plan import StepPlan, plan_step
-from grpo_mcore.batching.prefix_trees import Prefixes, computed_tokens, saves_enough
+from grpo_mcore.batching.prefix_trees import Prefixes, computed_tokens, in_blocks, saves_enough
 from grpo_mcore.objective import overlong_filter
 from grpo_mcore.parallel.layout import Layout
 from grpo_mcore.recipe import Algorithm, MasterConfig, bin_tokens, samples_together
@@ -150,7 +150,9 @@ def rank_steps(
     """
     packing, dynamic = config.policy.sequence_packing, config.policy.dynamic_batching
     index, together = list(trajectories), samples_together(algorithm)
-    capacity = bin_tokens(config, algorithm)
+    capacity, block = bin_tokens(config, algorithm), packing.shared_prefix.min_tokens
+    if prefixes is not None:
+        prefixes = [in_blocks(of_sample, block) for of_sample in prefixes]
 
     def samples(positions: Iterable[int]) -> tuple[int, ...]:
         return tuple(index[i] for first in positions for i in range(together * first, together * (first + 1)))
@@ -159,7 +161,7 @@ def rank_steps(
     sizes = [sum(lengths[at]) for at in together_at]
     pairs_share = False
     if together > 1 and prefixes is not None:
-        computed = [computed_tokens(lengths[at], prefixes[at]) for at in together_at]
+        computed = [computed_tokens(lengths[at], prefixes[at], block) for at in together_at]
         pairs_share = saves_enough(sum(computed), sum(sizes))
         sizes, prefixes = computed if pairs_share else sizes, None
     plan = plan_step(
@@ -171,6 +173,7 @@ def rank_steps(
         multiple=dynamic.sequence_length_round if dynamic.enabled else 1,
         micro_batch_size=None if capacity else config.policy.train_micro_batch_size,
         prefixes=prefixes,
+        block=block,
         seed=config.grpo.seed,
     )
     steps = tuple(

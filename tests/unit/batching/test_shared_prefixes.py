@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 
 from grpo_mcore.batching import CostModel, plan_step
 from grpo_mcore.batching.packed_batch import PackedBatch, cut_row, join_rows, pack_rows, share_prefixes
-from grpo_mcore.batching.prefix_trees import computed_tokens, make_trees, prefix_hashes
+from grpo_mcore.batching.prefix_trees import computed_tokens, in_blocks, make_trees, prefix_hashes
 
 QUICK = settings(deadline=None, max_examples=60)
 SAMPLES = st.lists(st.lists(st.integers(0, 1), min_size=1, max_size=14), min_size=1, max_size=9)
@@ -86,6 +86,12 @@ def test_a_step_computes_prompts_once_and_stays_balanced(count: int, dp: int, im
     assert report["computed_tokens"] < 0.5
     alone = plan_step(lengths, dp=dp, capacity=256, algorithm="balanced")
     assert max(plan.batches[0].costs) < 0.6 * max(alone.batches[0].costs)
+
+
+@pytest.mark.parametrize("block", [32, 64, 96])
+def test_larger_blocks_have_some_of_the_hashes(block: int) -> None:
+    ids = list(range(200))
+    assert in_blocks(prefix_hashes(ids), block) == prefix_hashes(ids, block)
 
 
 @pytest.mark.parametrize(("answer", "shares"), [(31, True), (256, True), (257, False)])

@@ -68,18 +68,21 @@ def test_the_last_update_of_a_step_is_marked(tokens: tuple[int, ...], last: list
     assert marked == last
 
 
-@pytest.mark.parametrize("shares", [True, False])
-def test_samples_share_prefixes_if_their_step_was_planned_for_it(shares: bool) -> None:
-    start = torch.arange(40)
+@pytest.mark.parametrize(("shares", "block", "new_tokens"), [(True, 32, 6), (True, 64, 38), (False, 32, None)])
+def test_samples_share_prefixes_if_their_step_was_planned_for_it(
+    shares: bool, block: int, new_tokens: int | None
+) -> None:
+    start = torch.arange(100)
     turns = [Turn("user", torch.cat([start, start[: i + 1]])) for i in (0, 1)]
     kept = [Trajectory("a", i, (turn,), (), "stop", truncated=False) for i, turn in enumerate(turns)]
     worker = object.__new__(PolicyWorker)
-    worker.config = PolicyConfig.model_validate({"model_name": "tiny"})
+    packing = {"shared_prefix": {"min_tokens": block}}
+    worker.config = PolicyConfig.model_validate({"model_name": "tiny", "sequence_packing": packing})
     worker.layout = SimpleNamespace(tensor=1, sequence_parallel=False)  # type: ignore[assignment]
     worker._store = SimpleNamespace(fetch_many=lambda refs: [kept[ref] for ref in refs])  # type: ignore[assignment]
     worker.receive(RankStep((((0, 1),),), {0: 0, 1: 1}, shares), weight_version=1)
     shared = worker._bins[0][0].batch.shared
-    assert (shared is not None and shared.new_tokens == (41, 10)) if shares else shared is None
+    assert (None if shared is None else shared.new_tokens) == (None if new_tokens is None else (101, new_tokens))
 
 
 def make_bin(lengths: tuple[int, ...]) -> Bin:

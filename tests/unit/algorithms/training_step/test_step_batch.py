@@ -10,6 +10,7 @@ import torch
 
 from grpo_mcore.algorithms.training_step.advantages import counts
 from grpo_mcore.algorithms.training_step.step_batch import build_step_batch, rank_steps
+from grpo_mcore.batching.prefix_trees import prefix_hashes
 from grpo_mcore.parallel.layout import Layout
 from tests.unit.algorithms.training_step.step_cases import config, group
 
@@ -71,6 +72,25 @@ def test_a_step_shares_prefixes_where_they_are_asked_for_and_pay() -> None:
         batch = build_step_batch(given, config(), Layout(1, 1, 1), shares_prefixes=asked)
         assert [rank.shares_prefixes for rank in batch.ranks] == [shares]
         assert batch.plan_metrics["plan/computed_tokens"] == pytest.approx(1 - 6 * 32 / batch.tokens if shares else 1)
+
+
+def test_only_prefixes_of_min_tokens_are_shared() -> None:
+    """One group has 64 tokens in common, the other 63."""
+    given = [group(uid, [1, 0, 0, 1], lengths=[80] * 4) for uid in "ab"]
+    common = {"a": 64, "b": 63}
+    given = [
+        replace(each, samples=tuple(
+            replace(sample, prefixes=prefix_hashes([1] * common[each.uid] + [i] * (84 - common[each.uid])))
+            for i, sample in enumerate(each.samples, start=2)
+        ))
+        for each in given
+    ]  # fmt: skip
+    recipe = config()
+    recipe.policy.sequence_packing.train_mb_tokens, recipe.policy.train_global_batch_size = 1000, 8
+    for block, saved in ((32, 7 * 32 + 3 * 32), (64, 3 * 64), (96, 0)):
+        recipe.policy.sequence_packing.shared_prefix.min_tokens = block
+        batch = build_step_batch(given, recipe, Layout(1, 1, 1), shares_prefixes=True)
+        assert batch.plan_metrics["plan/computed_tokens"] == pytest.approx(1 - saved / (8 * 84))
 
 
 @pytest.mark.parametrize(("answers", "shares"), [([8, 16], True), ([120, 140], False)])
