@@ -3,6 +3,7 @@ library only."""
 
 from __future__ import annotations
 
+import difflib
 import importlib
 import os
 import sys
@@ -18,17 +19,28 @@ def import_by_path(path: str, what: str, error: type[Exception]) -> Any:
     module_name, _, attribute = path.partition(":") if ":" in path else path.rpartition(".")
     if not {"", os.getcwd()} & set(sys.path):  # `python -m` searches it, an installed command does not
         sys.path.append(os.getcwd())
+    failed = f"cannot import the {what} {path!r}"
+    if not module_name or not attribute:
+        raise error(f"{failed}: write it as 'package.module:name'")
     try:
-        return getattr(importlib.import_module(module_name), attribute)
-    except (ImportError, AttributeError, ValueError) as cause:
-        hint = "write it as 'package.module:name'"
-        if ":" in path and isinstance(cause, ModuleNotFoundError):
+        module = importlib.import_module(module_name)
+    except Exception as cause:
+        if isinstance(cause, ModuleNotFoundError) and f"{module_name}.".startswith(f"{cause.name}."):
             hint = f"modules are looked for among the installed packages, then in {os.getcwd()}"
-        if path.startswith("examples.") and isinstance(cause, ModuleNotFoundError):
-            hint = "examples/ is not part of the installed package; run this in the root of a checkout of the project"
-        raise error(f"cannot import the {what} {path!r}: {cause}; {hint}") from cause
-    except Exception as cause:  # the module's own code failed
-        where = traceback.extract_tb(cause.__traceback__)[-1]
-        raise error(
-            f"cannot import the {what} {path!r}: {type(cause).__name__}: {cause} ({where.filename}:{where.lineno})"
-        ) from cause
+            if path.startswith("examples."):
+                hint = "examples/ is not part of the installed package; run this in the root of a checkout"
+            raise error(f"{failed}: {cause}; {hint}") from cause
+        raise error(f"{failed}: {type(cause).__name__}: {cause}{_place(cause)}") from cause
+    try:
+        return getattr(module, attribute)
+    except AttributeError as cause:
+        near = difflib.get_close_matches(attribute, vars(module), n=1)
+        hint = f"; did you mean {near[0]!r}?" if near else f" ({getattr(module, '__file__', 'built in')})"
+        raise error(f"{failed}: module {module_name!r} has no attribute {attribute!r}{hint}") from cause
+
+
+def _place(cause: Exception) -> str:
+    """Return where a module's own code failed, which is not where Python imports a module. A SyntaxError has it in its
+    message."""
+    frames = [at for at in traceback.extract_tb(cause.__traceback__)[1:] if "importlib" not in at.filename]
+    return f" ({frames[-1].filename}:{frames[-1].lineno})" if frames and not isinstance(cause, SyntaxError) else ""

@@ -27,7 +27,8 @@ def test_a_module_of_the_working_directory(tmp_path: Path, monkeypatch: pytest.M
     ("path", "message"),
     [
         ("no_such_module:f", "cannot import the reward 'no_such_module:f': No module .* installed packages, then in /"),
-        ("os.path:no_such", "has no attribute 'no_such'; write it as"),
+        ("os.path:no_such", r"module 'os.path' has no attribute 'no_such' \(/.*posixpath.py\)"),
+        ("os.path:joinn", r"module 'os.path' has no attribute 'joinn'; did you mean 'join'\?"),
         ("no_path", "write it as 'package.module:name'"),
         ("examples.no_such:f", "examples/ is not part of the installed package; run this in the root of a checkout"),
     ],
@@ -35,3 +36,21 @@ def test_a_module_of_the_working_directory(tmp_path: Path, monkeypatch: pytest.M
 def test_an_error_names_the_path_and_the_remedy(path: str, message: str) -> None:
     with pytest.raises(KeyError, match=message):
         import_by_path(path, "reward", KeyError)
+
+
+@pytest.mark.parametrize(
+    ("code", "message"),
+    [
+        ("import no_such_thing", r"ModuleNotFoundError: No module named 'no_such_thing' \(.*/own_code.py:2\)"),
+        ("[].sort_by", r"AttributeError: 'list' object has no attribute 'sort_by' \(.*/own_code.py:2\)"),
+        ("int('x')", r"ValueError: invalid literal .* \(.*/own_code.py:2\)"),
+        ("def f(:", r"SyntaxError: invalid syntax \(own_code.py, line 2\)['\"]$"),
+    ],
+)
+def test_an_error_of_the_module_itself_names_its_line(
+    code: str, message: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "own_code.py").write_text(f"# a comment\n{code}\n")
+    monkeypatch.syspath_prepend(tmp_path)
+    with pytest.raises(KeyError, match=message):
+        import_by_path("own_code:f", "reward", KeyError)
