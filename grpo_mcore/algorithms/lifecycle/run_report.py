@@ -82,6 +82,7 @@ class RunReport:
         self._samples_asked = 0
         self._samples_done = 0
         self._noted_equal_rewards = self._noted_in_place = self._noted_graded = False
+        self._graded = False  # a reward was neither 0 nor 1
         self._refit: RefitReport | None = None
         self._checkpoint: Path | None = None
         logger.log_hyperparams(config)
@@ -97,9 +98,11 @@ class RunReport:
             for row in read_metrics(file, "train"):
                 if row["step"] < self._first_step and row.get(name) is not None:
                     target[row["step"]] = row[name]
+                    self._graded |= _has_graded(row)
         for row in read_metrics(file, "validation"):
             if row["step"] < self._first_step:
                 self._validations[row["step"]] = _results(row)
+                self._graded |= _has_graded(row)
 
     def _banner(self, policy: PolicyGroup, engines: EngineGroup) -> None:
         config, vllm = self.config, self.config.policy.generation.vllm_cfg
@@ -186,6 +189,9 @@ class RunReport:
         if "token_mult_prob_error" in metrics:
             self._mult_errors[step] = metrics["token_mult_prob_error"]
         self._rewards[step] = metrics["reward"]
+        self._graded |= _has_graded(metrics)
+        if self._graded:  # all may happen to be 0 in one step: that is no accuracy
+            metrics.pop("accuracy", None)
         self.last_metrics = {f"train:{name}": value for name, value in metrics.items()}
         self.logger.log_metrics(metrics, step, "train")
         if machines := self.logger.machines():
@@ -263,7 +269,8 @@ class RunReport:
             self.state["val_reward"] = metrics["reward"]
         self.last_metrics |= {f"val:{name}": value for name, value in metrics.items() if value is not None}
         self.logger.log_metrics(metrics | {"seconds": found.seconds}, step, "validation")
-        graded = metrics["accuracy"] is None and metrics["reward"] is not None
+        graded = _has_graded(metrics)
+        self._graded |= graded
         shown = {
             name: value
             for name, value in metrics.items()
@@ -351,15 +358,15 @@ class RunReport:
         return values
 
     def _validation_courses(self) -> dict[str, dict[int, float]]:
-        """Return accuracy, reward and its parts by step, those that there are. Graded rewards, which in some validation
-        may all happen to be 0 or 1, have no accuracy."""
+        """Return accuracy, reward and its parts by step, those that there are. Graded rewards, which in some or all
+        validations may happen to be 0 or 1, have no accuracy."""
         steps = sorted(step for step, results in self._validations.items() if results)
         names = dict.fromkeys(name for step in steps for name in self._validations[step])
         courses = {
             name: {step: self._validations[step][name] for step in steps if name in self._validations[step]}
             for name in names
         }
-        if len(courses.get("accuracy", {})) < len(steps):
+        if self._graded or len(courses.get("accuracy", {})) < len(steps):
             courses.pop("accuracy", None)
         return courses
 
@@ -404,6 +411,11 @@ def _ahead(config: MasterConfig) -> str:
     if ahead.pauses:
         refit = "while samples stand still, as they do in training"
     return f"trajectories at most {versions} old, groups {ahead.group_order.replace('_', ' ')}, refit {refit}"
+
+
+def _has_graded(metrics: Mapping[str, Any]) -> bool:
+    """Return whether rewards of a step or a validation were graded: there are some, and they have no accuracy."""
+    return metrics.get("accuracy") is None and metrics["num_samples"] > metrics["num_failed_samples"]
 
 
 def _results(metrics: Mapping[str, Any]) -> dict[str, float]:

@@ -74,13 +74,27 @@ def test_throughput_and_machines_of_a_step(tmp_path: Path, trained: bool, comput
     assert train.get("train_fp_utilization") == (pytest.approx(tflops) if trained else None)
 
 
+def test_a_step_whose_graded_rewards_are_all_0_has_no_accuracy(tmp_path: Path) -> None:
+    report = new_report(tmp_path)
+    clock: Any = SimpleNamespace(take=lambda: {"total": 1.0})
+    failed = {"num_samples": 2.0, "num_failed_samples": 2.0, "accuracy": None}  # says nothing about the rewards
+    graded, all_0 = {"reward": 0.25, "accuracy": None}, {"reward": 0.0, "accuracy": 0.0}
+    for step, change in enumerate(({}, failed, graded, all_0), 1):
+        metrics = {name: value for name, value in ({"tokens": 4.0} | STEP | change).items() if value is not None}
+        report.step(step, [], metrics, clock)
+    report.logger.close()
+    lines = map(json.loads, (report.logger.log_dir / "metrics.jsonl").read_text().splitlines())
+    assert [line.get("accuracy") for line in lines] == [0.5, None, None, None]
+
+
 def test_graded_rewards_end_with_their_mean_and_parts(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     report = new_report(tmp_path)
     for step, accuracy, reward in ((0, 0.0, 0.0), (2, None, 0.5), (4, None, 0.75)):  # at first all rewards are 0
         metrics = {"accuracy": accuracy, "pass@2": accuracy, "reward": reward, "reward/form": reward / 2}
+        metrics |= {"num_samples": 8.0, "num_failed_samples": 0.0}
         report.validation(step, Validation(metrics, [], 1.0))
     said = capsys.readouterr().out
-    assert said.count("set\nenv.NAME.solved_at") == 1 and "after step 4: reward 0.75  reward/form 0.375" in said
+    assert said.count("set\nenv.NAME.solved_at") == 1 and "after step 4: reward 0.75  reward/form 0.375  num" in said
     for name, start, end in (("refit", 1.0, 3.0), ("refit/commit", 1.0, 2.0), ("validation", 3.0, 3.5)):
         report.span(name, start, end)
     report._began -= 4.0
