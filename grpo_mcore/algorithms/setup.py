@@ -347,7 +347,8 @@ def wait_until_ready(
         starting.remove(future.whom)
         kind = _kind(future.whom)
         if kind not in map(_kind, starting):
-            log.info("  %s: ready after %.0f s", kind, time.monotonic() - began)
+            spawning = max(worker.spawn_seconds for worker in workers if _kind(worker.name) == kind)
+            log.info("  %s: ready after %.0f s", kind, time.monotonic() - began + spawning)
 
     def watch() -> None:
         nonlocal said

@@ -6,6 +6,7 @@ No threads and no deadlines: a call runs when it is made, a stream when its item
 from __future__ import annotations
 
 import os
+import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
@@ -56,9 +57,10 @@ class LocalStream:
 class LocalWorker:
     """An object of this process behind the Worker interface."""
 
-    def __init__(self, name: str, target: Any) -> None:
+    def __init__(self, name: str, target: Any, spawn_seconds: float = 0.0) -> None:
         self.name = name
         self.target = target
+        self.spawn_seconds = spawn_seconds
 
     def ready(self) -> LocalFuture:
         return LocalFuture(self.name, "its constructor", lambda: None)
@@ -112,8 +114,9 @@ class LocalCluster(Cluster):
         for key, value in (env or {}).items():
             self._environment_before.setdefault(key, os.environ.get(key))
             os.environ[key] = value
+        began = time.monotonic()
         built = LocalFuture(name, "its constructor", lambda: cls(*args)).result()
-        worker = LocalWorker(name, built)
+        worker = LocalWorker(name, built, time.monotonic() - began)
         self._workers.append(worker)
         return worker
 

@@ -84,6 +84,8 @@ class RayWorker:
     """A handle on one `WorkerActor`. `waiting_for`: returns why its process may not be up yet; `on_death`: called when
     it turns out to be dead; `stream_options`: Ray's options of calls that stream."""
 
+    spawn_seconds = 0.0
+
     def __init__(
         self,
         name: str,

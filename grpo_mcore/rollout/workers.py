@@ -126,6 +126,10 @@ class Worker(Protocol):
 
     name: str
 
+    @property
+    def spawn_seconds(self) -> float:
+        """How long `spawn` waited for the constructor: 0 where that runs in another process."""
+
     def ready(self) -> Future:
         """Return a future that is None once the constructor has returned. Calls made before that wait for it."""
 

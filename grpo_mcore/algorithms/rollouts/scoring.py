@@ -50,6 +50,10 @@ class EnvironmentWorker:
         self._worker = start()
         self.name = self._worker.name
 
+    @property
+    def spawn_seconds(self) -> float:
+        return self._worker.spawn_seconds
+
     def ready(self) -> Future:
         return self._worker.ready()
 

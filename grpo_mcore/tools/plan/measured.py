@@ -50,7 +50,8 @@ class Comparison:
             by = 1.0 if line.unit == "s" else 1e6
             ratio = f"{line.measured / line.predicted:>9.2f}" if line.predicted else f"{'-':>9}"
             rows.append(f"  {name:30}{line.predicted / by:>12.4g}{line.measured / by:>12.4g}{ratio}")
-        return [*rows, f"  seconds: a roofline of {roofline}; samples of {self.mean_length:,} tokens, as they were"]
+        samples = f"samples of {self.mean_length:,} tokens, as they were"
+        return [*rows, f"  seconds: a roofline of {roofline};", f"           {samples}"]
 
 
 def compare(

@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+import logging
 import os
 import threading
+import time
 from collections.abc import Iterator
 from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
 
+from grpo_mcore.algorithms.setup import wait_until_ready
 from grpo_mcore.cluster import (
     LocalCluster,
     Parcel,
@@ -19,6 +22,7 @@ from grpo_mcore.cluster import (
     gather,
     open_cluster,
 )
+from grpo_mcore.recipe import load_recipe
 
 
 class Abacus:
@@ -51,6 +55,11 @@ class Abacus:
 
     def shutdown(self) -> None:
         self.closed = True
+
+
+class Slow:
+    def __init__(self) -> None:
+        time.sleep(0.6)
 
 
 class Rank:
@@ -168,3 +177,11 @@ def test_call_all(cluster):
 def test_the_recipe_chooses(tmp_path: Path):
     cluster = open_cluster(SimpleNamespace(backend="local", step_timeout_s=7.0), tmp_path)
     assert isinstance(cluster, LocalCluster) and cluster.call_timeout_s == 7.0
+
+
+def test_the_start_up_tells_the_seconds_of_a_constructor(caplog: pytest.LogCaptureFixture) -> None:
+    config = load_recipe("grpo-arithmetic-cpu").config
+    with LocalCluster() as cluster, caplog.at_level(logging.INFO):
+        workers = [cluster.spawn("policy-0", Slow), cluster.spawn("engine-0", Abacus, 1)]
+        wait_until_ready(config, cluster, workers)
+    assert [line.strip() for line in caplog.messages] == ["policy: ready after 1 s", "engine: ready after 0 s"]
