@@ -33,8 +33,8 @@ def run(args: argparse.Namespace) -> int:
     except (LedgerError, OSError) as error:
         print(f"grpo-mcore ledger: {error}", file=sys.stderr)
         return 1
-    resumes = found.starts - 1
-    print(f"{path}: {found.steps} steps, {resumes} resumes, {found.void} entries void")
+    void = f"; void entries, later than the checkpoint resumed from: {found.void}" if found.void else ""
+    print(f"{path}: {found.steps} steps; resumes: {found.starts - 1}{void}")
     for fate, count in found.fates.items():
         if count:
             print(f"{count:9,} prompts {fate}")

@@ -46,7 +46,7 @@ def run(args: argparse.Namespace) -> int:
     recipe = MasterConfig.model_validate(json.loads((folder / HYPERPARAMS_FILE).read_text()))
     uids = args.samples.split(",") if args.samples else ()
     rows, recorded = recorded_step(folder, args.step, uids)
-    start = args.checkpoint or checkpoint_before(recipe, args.step)
+    start = args.checkpoint or checkpoint_before(folder, recipe, args.step)
     print(f"step {args.step} of {folder}: {len(rows)} samples, from {start or recipe.policy.model_name}")
     others, differs = [recorded], False
     if args.against:

@@ -38,6 +38,8 @@ def run(args: argparse.Namespace) -> int:
     try:
         found = read_run(args.run)
         other = read_run(args.compare) if args.compare else None
+        if other and other.folder.resolve() == found.folder.resolve():
+            raise NoRun(f"RUN and --compare are both {found.folder}; name the log folder (exp_NNN) of another run")
         wanted = _steps(args.samples or "")
     except (NoRun, ValueError) as error:
         print(f"grpo-mcore report: {error}", file=sys.stderr)

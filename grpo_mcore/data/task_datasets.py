@@ -167,7 +167,8 @@ class AllTaskProcessedDataset(Dataset[DatumSpec]):
             shortest = min((self[idx]["length"] for idx in range(len(self))), default=0)
             raise DataError(
                 f"no usable prompt is left: {self.excluded}; the limit is {self.max_seq_length} tokens, and the "
-                f"shortest prompt has {shortest}, with chat template and prompt_file (null: none)"
+                f"shortest prompt has {shortest}, with chat template and prompt_file (null: none); raise "
+                "policy.max_total_sequence_length (data.max_input_seq_length, where it is set)"
             )
         if self.excluded.count:
             log.warning("%s; the limit is %s tokens", self.excluded, self.max_seq_length)

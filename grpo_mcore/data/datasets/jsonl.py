@@ -35,7 +35,7 @@ def read_json(path: Path, check: Check) -> tuple[Sequence[dict[str, Any]], Seque
     empty file, and for the first row that is not a JSON object or that `check` rejects.
     """
     if not path.is_file():
-        raise DataError(f"data file not found: {path}")
+        raise DataError(f"data file not found: {path}" + ("" if path.is_absolute() else f" in {Path.cwd()}"))
     with _open(path) as file:
         rows, numbers = _read_list(file, path, check) if _is_list(file) else _index(file, path, check)
     if not rows:

@@ -105,18 +105,19 @@ def recorded_step(run: Path, step: int, uids: Collection[str] = ()) -> tuple[lis
     return rows, Replay("recorded", metrics, logprobs)
 
 
-def checkpoint_before(config: MasterConfig, step: int) -> Path | None:
-    """Return the checkpoint that step started from; None for the first step, which started from the model. Raises
-    ReplayError."""
+def checkpoint_before(run: Path, config: MasterConfig, step: int) -> Path | None:
+    """Return the checkpoint that step of `run` started from; None for the first step, which started from the model.
+    Raises ReplayError."""
     if step == 1:
         return None
     folder = Path(config.checkpointing.checkpoint_dir)
     if (found := folder / f"step_{step - 1}").is_dir():
         return found
-    saved = sorted(int(path.name[5:]) + 1 for path in folder.glob("step_*") if path.name[5:].isdigit())
+    after = {int(path.name[5:]) + 1 for path in folder.glob("step_*") if path.name[5:].isdigit()}
+    steps = sorted((after | {1}) & sample_steps(run, "train").keys())
     raise ReplayError(
         f"{found} is not there: step {step} can be replayed only from the checkpoint before it. Steps with one: "
-        f"{', '.join(map(str, [1, *saved]))}; name another folder with --checkpoint"
+        f"{', '.join(map(str, steps)) or 'none'}; name another folder with --checkpoint"
     )
 
 

@@ -165,7 +165,7 @@ def test_the_command(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None
     ledger.close()
     assert main(["ledger", str(tmp_path)]) == 0
     out = capsys.readouterr().out
-    assert "1 prompts trained on" in out and "nothing is lost" in out and "1 at age 0" in out
+    assert "resumes: 0\n" in out and "1 prompts trained on" in out and "nothing is lost" in out and "1 at age 0" in out
     with ledger.path.open("a") as file:
         file.write('{"event": "ended", "why": "", "data_ended": true}\n')
     assert main(["ledger", str(ledger.path)]) == 1

@@ -251,6 +251,13 @@ def test_what_is_wrong_is_said(tmp_path: Path, words: tuple[str, ...], said: str
     assert said in capsys.readouterr().err
 
 
+def test_a_run_is_not_compared_with_itself(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    run = write_run(tmp_path)
+    assert main(["report", str(tmp_path), "--compare", str(run)]) == 1
+    assert f"grpo-mcore report: RUN and --compare are both {run}; name the log folder" in capsys.readouterr().err
+    assert not (run / "report.html").exists()
+
+
 def shown(run: Path, width: int, height: int) -> list[str]:
     """Return the lines of `watch` in a terminal of this size."""
     console = Console(width=width, height=height, file=io.StringIO(), force_terminal=True, color_system=None)
