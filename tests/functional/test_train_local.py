@@ -424,7 +424,9 @@ def test_changed_values_are_shown_or_refused(recipe: dict[str, Any], resumed: tu
     assert_one_message(refused, 1, "data.shuffle: true -> false; grpo.seed: 1 -> 5", "which a resumed run keeps")
 
 
-def test_validating_a_checkpoint_alone(whole: tuple[Run, Inside], recipe: dict[str, Any], tmp_path: Path) -> None:
+def test_validating_a_checkpoint_alone(
+    whole: tuple[Run, Inside], recipe: dict[str, Any], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     """The numbers equal those of the run, and nothing is written but them and the samples."""
     checkpoint = whole[0].checkpoints / "step_4"
     run = run_here("train", tmp_path, recipe, "--validate-only", "--resume", str(checkpoint))
@@ -432,6 +434,8 @@ def test_validating_a_checkpoint_alone(whole: tuple[Run, Inside], recipe: dict[s
     assert run.outcome("validation") == [line for line in whole[0].outcome("validation") if line["step"] == 4]
     assert "validation after step 4: accuracy" in run.out
     assert not run.metrics() and not list(run.checkpoints.iterdir())
+    assert main(["watch", str(run.logs), "--once"]) == 0
+    assert "over: validated after step 4, nothing was trained" in capsys.readouterr().out
     columns = ["uid", "reward", "token_ids"]
     mine, theirs = (read_samples(sample_steps(logs, "validation")[4], columns) for logs in (run.logs, whole[0].logs))
     key = operator.itemgetter("uid")

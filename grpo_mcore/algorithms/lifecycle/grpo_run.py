@@ -24,7 +24,7 @@ from grpo_mcore.algorithms.setup import Run, build_loaders, start_cluster, start
 from grpo_mcore.algorithms.weight_sync.refit_step import refit_engines
 from grpo_mcore.data import TaskData, TurnTemplate, build_task_data, load_tokenizer
 from grpo_mcore.data.processors import longest_prompt
-from grpo_mcore.observe import Logger, RunConsole, messages_kept
+from grpo_mcore.observe import Logger, RunConsole, messages_kept, write_summary
 from grpo_mcore.recipe import Change, MasterConfig
 
 logger = logging.getLogger(__name__)
@@ -91,6 +91,8 @@ def validate_only(config: MasterConfig, resume: str | bool | None = None) -> dic
         run.logger.log_metrics(found.metrics | {"seconds": found.seconds}, step, "validation")
         console.samples(step, found.samples)
         console.validation(step, found.metrics, found.seconds)
+        end = f"validated after step {step}, nothing was trained"
+        write_summary(run.logger.log_dir / "summary.json", {"steps": step, "end": end, "validation": found.metrics})
     return found.metrics
 
 

@@ -271,12 +271,7 @@ class RunReport:
         self.logger.log_metrics(metrics | {"seconds": found.seconds}, step, "validation")
         graded = _has_graded(metrics)
         self._graded |= graded
-        shown = {
-            name: value
-            for name, value in metrics.items()
-            if (value or name != "num_failed_samples") and not (graded and value is None)
-        }
-        self.console.validation(step, shown, found.seconds)
+        self.console.validation(step, metrics, found.seconds)
         if graded and not self._noted_graded:
             self._noted_graded = True
             self.console.note(

@@ -77,6 +77,8 @@ def _full_key(key: str) -> str:
         return found[0]
     if found:
         raise KeyError(f"{key}: which one? {', '.join(found)}")
+    if wanted.startswith(".env."):
+        raise KeyError(f"{key}: an environment's keys are those of its class; docs/environments.md has them")
     near = nearest_key(key)
     raise KeyError(f"{key}: unknown key" + (f"; nearest known key: {near}" if near else ""))
 

@@ -96,7 +96,7 @@ def _current(run: RunFiles, step: int) -> tuple[int, str]:
 
 
 def _bar(label: str, done: int, total: int, width: int) -> Text:
-    label = label[: max(20, width * 2 // 3)]
+    label = label[: max(20, width - 13)]
     room = max(10, width - len(label) - 3)
     filled = min(room, round(room * done / total)) if total else 0
     return Text.assemble(("━" * filled, "green"), ("━" * (room - filled), "grey37"), "  ", label)

@@ -83,7 +83,11 @@ def test_a_key_is_explained(capsys: pytest.CaptureFixture[str], key: str, lines:
 
 @pytest.mark.parametrize(
     ("key", "message"),
-    [("optimizer.learning_rate", "nearest known key: policy.megatron_cfg.optimizer.lr"), ("seed", "which one? ")],
+    [
+        ("optimizer.learning_rate", "nearest known key: policy.megatron_cfg.optimizer.lr"),
+        ("seed", "which one? "),
+        ("env.rules.num_workers", "an environment's keys are those of its class; docs/environments.md has them"),
+    ],
 )
 def test_an_unknown_key_is_not_explained(capsys: pytest.CaptureFixture[str], key: str, message: str) -> None:
     code, text = explained(capsys, key)

@@ -106,6 +106,17 @@ def test_the_header_comes_every_20_lines_and_after_samples():
     assert out.getvalue().count("prob err") == 3
 
 
+def test_a_validation_shows_what_its_rewards_have():
+    out = io.StringIO()
+    console = RunConsole(out)
+    console.validation(2, {"accuracy": None, "reward": 0.5, "num_failed_samples": 0.0}, 1.0)
+    console.validation(4, {"accuracy": None, "reward": None, "num_failed_samples": 8.0}, 1.0)
+    assert out.getvalue().splitlines() == [
+        "validation after step 2: reward 0.5  (1.0 s)",
+        "validation after step 4: accuracy -  reward -  num_failed_samples 8  (1.0 s)",
+    ]
+
+
 def test_banner_and_summary_show_their_facts_and_existing_paths():
     out = io.StringIO()
     console = RunConsole(out)
