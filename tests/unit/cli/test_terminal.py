@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import io
+import logging
+import os
 import subprocess
 from pathlib import Path
 
 import pytest
 
 from grpo_mcore.cli.completion import recipes_and_keys, words_so_far
-from grpo_mcore.cli.main import main
+from grpo_mcore.cli.main import guarded, main
 from grpo_mcore.observe.colors import painted
 
 
@@ -81,3 +83,19 @@ def test_colours_are_for_terminals(
     for name, value in variables.items():
         monkeypatch.setenv(name, value)
     assert painted("fault", "red", stream) == ("\x1b[31mfault\x1b[0m" if coloured else "fault")
+
+
+def test_what_no_user_can_act_on_is_not_shown(
+    capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    triton = logging.getLogger("torch._library.triton")
+    monkeypatch.setattr(triton, "handlers", [logging.StreamHandler()])
+    monkeypatch.setenv("TORCH_CPP_LOG_LEVEL", "INFO")  # a user's own word stays
+
+    def work() -> int:
+        triton.warning("Triton not available, find_triton_kernels = []")
+        triton.error("something else")
+        return 0
+
+    assert guarded("train", work) == 0
+    assert capfd.readouterr().err == "something else\n" and os.environ["TORCH_CPP_LOG_LEVEL"] == "INFO"
