@@ -101,7 +101,7 @@ def evaluate_model(config: MasterConfig, name: str, log: SampleLog, logs: Path) 
     logger.info("%s: %d prompts x %d seeds, %d to do", name, len(prompts), len(seeds), count)
     if not count:
         return
-    check_environments(config, data.env_names)
+    check_environments(config, data.env_names, data.first_rows())
     with ExitStack() as stack:
         cluster = stack.enter_context(start_cluster(config, logs))
         environments = start_environments(config, cluster, data.env_names)

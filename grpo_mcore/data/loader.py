@@ -150,8 +150,8 @@ class _Pass(Iterator[list[int]]):
             raise DataError(
                 f"a whole epoch gave no batch of {self.sampler.batch_size}: {self.sampler.dataset.excluded}"
             )
-        if left_over:
-            log.info("epoch %d: %d rows did not fill a batch and were dropped", self.epoch, left_over)
+        if left_over and self.sampler.dropped == left_over:  # every epoch has as many
+            log.info("epoch %d: %d rows did not fill a batch and were dropped (said only once)", self.epoch, left_over)
         if len(self._order) != self.sampler.dataset.usable_at_most():
             log.info("epoch %d: %s", self.epoch, self.sampler.dataset.excluded)
 

@@ -191,6 +191,13 @@ class TaskData:
     env_names: dict[str, str | None]
     val_env_names: dict[str, str | None]
 
+    def first_rows(self) -> list[DatumSpec]:
+        """Return the first usable row of each dataset."""
+        train = list(self.train.values()) if isinstance(self.train, dict) else [self.train]
+        datasets = train if self.validation is None else [*train, self.validation]
+        usable = [next(filter(one.usable, range(len(one))), None) for one in datasets]
+        return [one[index] for one, index in zip(datasets, usable, strict=True) if index is not None]
+
 
 def build_task_data(
     train: Sequence[Entry],

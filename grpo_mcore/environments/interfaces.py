@@ -100,6 +100,11 @@ class EnvironmentBase:
         cls.read_config(config)
 
     @classmethod
+    def check_row(cls, config: Mapping[str, Any], info: Mapping[str, Any]) -> None:
+        """Raise EnvironmentConfigError where answers to a prompt with the fields `info`, its `extra_env_info`, could
+        not be scored. Called as `check` is, with the first row of a dataset."""
+
+    @classmethod
     def remote(cls, config: Mapping[str, Any] | None = None) -> RemoteEnvironment:
         """Return this environment as an actor of the run's cluster, for `task_to_env`."""
         return RemoteEnvironment(cls, config or {})

@@ -84,6 +84,21 @@ def reward_call(function: Callable[..., Any], *, as_messages: bool = False) -> C
 
     The call raises TypeError for a name that a sample does not have, and whatever the function raises.
     """
+    arguments, is_trl = reward_arguments(function, as_messages=as_messages)
+
+    def call(sample: Sample) -> float:
+        positional, named = arguments(sample)
+        value = _finished(function(*positional, **named))
+        return _first(value) if is_trl else float(value)
+
+    return call
+
+
+def reward_arguments(
+    function: Callable[..., Any], *, as_messages: bool = False
+) -> tuple[Callable[[Sample], tuple[tuple[Any, ...], dict[str, Any]]], bool]:
+    """Return what `reward_call` calls the function with, positional and by name, as a function of a sample that raises
+    TypeError; and whether its signature is TRL's."""
     parameters = inspect.signature(function).parameters.values()
     named = [p for p in parameters if p.kind in (p.POSITIONAL_OR_KEYWORD, p.KEYWORD_ONLY)]
     by_position = [p for p in parameters if p.kind in (p.POSITIONAL_ONLY, p.POSITIONAL_OR_KEYWORD)]
@@ -91,20 +106,19 @@ def reward_call(function: Callable[..., Any], *, as_messages: bool = False) -> C
     is_trl = any(p.name == "completions" for p in named)
     two = len(by_position) == 2 and not takes_all and all(p.default is p.empty for p in by_position)
 
-    def call(sample: Sample) -> float:
+    def arguments(sample: Sample) -> tuple[tuple[Any, ...], dict[str, Any]]:
         if is_trl:
-            return _first(_finished(function(**_of_trl(sample, named, takes_all, as_messages))))
+            return (), _of_trl(sample, named, takes_all, as_messages)
         offered = sample.named()
         missing = [p.name for p in named if p.default is p.empty and p.name not in offered]
         missing += [p.name for p in by_position if p.kind is p.POSITIONAL_ONLY]
         if missing and two:
-            return float(_finished(function(sample.response, sample.info)))
+            return (sample.response, sample.info), {}
         if missing:
             raise TypeError(f"it asks for {', '.join(missing)}, but a sample has {', '.join(sorted(offered))}")
-        chosen = offered if takes_all else {p.name: offered[p.name] for p in named if p.name in offered}
-        return float(_finished(function(**chosen)))
+        return (), offered if takes_all else {p.name: offered[p.name] for p in named if p.name in offered}
 
-    return call
+    return arguments, is_trl
 
 
 def _of_trl(

@@ -73,6 +73,11 @@ class RuleEnvironment(EnvironmentInterface):
         for part in RuleEnvConfig.read(config).components.values():
             part.rule()  # imports what it names
 
+    @classmethod
+    def check_row(cls, config: Mapping[str, Any], info: Mapping[str, Any]) -> None:
+        for part in RuleEnvConfig.read(config).components.values():
+            part.check_row(info)
+
     def step(
         self, message_log_batch: Sequence[Sequence[Mapping[str, Any]]], metadata: Sequence[dict[str, Any]]
     ) -> EnvironmentReturn:

@@ -16,7 +16,7 @@ from pydantic import BaseModel, ConfigDict, Field, TypeAdapter, field_validator,
 
 from grpo_mcore.environments.config import EnvironmentConfigError
 from grpo_mcore.environments.registry import import_by_path
-from grpo_mcore.environments.reward_functions import Sample, reward_call, where_raised
+from grpo_mcore.environments.reward_functions import Sample, reward_arguments, reward_call, where_raised
 from grpo_mcore.environments.verifiers import make_verifier, verifier_module
 
 Rule = Callable[[Sample], float]
@@ -31,6 +31,9 @@ class _Component(BaseModel):
     def module(self) -> str | None:
         """Return the module that the rule imports, if it imports one."""
         return None
+
+    def check_row(self, info: Mapping[str, Any]) -> None:
+        """Raise EnvironmentConfigError where the rule cannot score an answer to a prompt with these fields."""
 
 
 class RegexComponent(_Component):
@@ -154,6 +157,13 @@ class FunctionComponent(_Component):
         if not callable(function):
             raise EnvironmentConfigError(f"the reward function {self.path!r} is {type(function).__name__}, no function")
         return reward_call(function, as_messages=self.trl_messages)
+
+    def check_row(self, info: Mapping[str, Any]) -> None:
+        function = import_by_path(self.path, what="reward function")
+        try:
+            reward_arguments(function, as_messages=self.trl_messages)[0](Sample("", info))
+        except TypeError as error:
+            raise EnvironmentConfigError(f"the reward function {self.path!r} does not fit the data: {error}") from error
 
 
 Component = Annotated[

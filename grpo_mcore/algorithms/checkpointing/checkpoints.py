@@ -167,7 +167,9 @@ class CheckpointManager:
                 return None
             raise ResumeError(f"--resume: there is no step_N folder in {self.folder}; start without --resume")
         if not (found / "training_info.json").is_file():
-            raise ResumeError(f"--resume: {found} is no checkpoint: training_info.json is missing")
+            inside = max(found.glob("step_*/training_info.json"), key=lambda one: one.stat().st_mtime, default=None)
+            hint = f"; name one of the checkpoints in it, such as {inside.parent}" if inside else ""
+            raise ResumeError(f"--resume: {found} is no checkpoint: training_info.json is missing{hint}")
         while (problem := damage(found) or _other_step(found)) is not None:
             if named:
                 raise ResumeError(

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from tempfile import TemporaryFile
@@ -31,6 +31,7 @@ from grpo_mcore.recipe import (
     unknown_validation_metric,
     world_size,
 )
+from grpo_mcore.rollout.datum import DatumSpec
 
 VERDICT_TIMEOUT_S = 600.0
 """Seconds that an environment has to score a group, where its section does not set verdict_timeout_s; at most half of
@@ -173,14 +174,18 @@ def check_writable(config: MasterConfig) -> None:
             raise SetupError(f"{key}: {folder} cannot be written: {error.strerror or error}") from error
 
 
-def check_environments(config: MasterConfig, env_names: Mapping[str, str | None]) -> None:
-    """Check the sections of the environments that tasks use, and import the rewards that they name. Nothing is started.
+def check_environments(config: MasterConfig, env_names: Mapping[str, str | None], rows: Sequence[DatumSpec]) -> None:
+    """Check the sections of the environments that tasks use, and import the rewards that they name. `rows`: some
+    prompts, whose fields must be what their environment asks for. Nothing is started.
 
     Raises SetupError or EnvironmentConfigError.
     """
     for task, name in env_names.items():
         cls, section, _ = environment_of(task, name, config)
         cls.check(section)
+        for row in rows:
+            if row["task_name"] == task:
+                cls.check_row(section, row["extra_env_info"])
 
 
 def environment_of(

@@ -67,7 +67,7 @@ def prepare(config: MasterConfig, resume: str | bool | None = None, *, trains: b
     separate, limit = config.data.use_multiple_dataloader, longest_prompt(config)
     data = build_task_data(config.data.train, config.data.validation, tokenizer, limit, separate=separate)
     prepared = Prepared(config, model, checkpointer, tokenizer, data, changes)
-    check_environments(config, prepared.env_names)
+    check_environments(config, prepared.env_names, data.first_rows())
     loader, _ = build_loaders(config, data.train, data.validation)  # raises where the data has too few rows
     if (position := checkpointer.position()) is not None:
         check_same_data(position.stream, loader)

@@ -174,6 +174,10 @@ def test_a_model_that_is_right_passes_the_check(refuse: Refuse, capsys: pytest.C
             ["~env.math", "+env.rules={components: {own: {type: function, path: 'reward:sum_of'}}}"],
             "cannot import the reward function 'reward:sum_of': module 'reward' has no attribute 'sum_of'",
         ),
+        (
+            ["~env.math", "+env.rules={components: {own: {type: function, path: 'reward:of_level'}}}"],
+            "the reward function 'reward:of_level' does not fit the data: it asks for level, but a sample has finish_",
+        ),
         (["~env.math", "+env.maths={}"], "unknown environment 'maths': did you mean 'math'?"),
         (
             ["grpo.num_prompts_per_step=16", "policy.train_global_batch_size=64"],
@@ -188,7 +192,7 @@ def test_a_model_that_is_right_passes_the_check(refuse: Refuse, capsys: pytest.C
     ],
 )
 def test_the_check_finds(refuse: Refuse, words: list[str], message: str) -> None:
-    Path("reward.py").write_text("def sum_of_digits(response, info):\n    return 1.0\n")
+    Path("reward.py").write_text("def sum_of_digits(response, info): ...\ndef of_level(prompt, response, level): ...\n")
     Path("broken.py").write_text("def reward(response, truth): ...\nONE = 1 / 0\n")
     assert refuse("--check", *words, code=1).startswith(message)
     assert refuse(*words, code=1).startswith(message)

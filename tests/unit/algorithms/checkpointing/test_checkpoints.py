@@ -99,6 +99,8 @@ def test_what_a_killed_run_left_is_no_checkpoint(tmp_path: Path) -> None:
     assert checkpoints.latest() == tmp_path / "step_9"
     with pytest.raises(ResumeError, match="is no checkpoint: training_info.json is missing"):
         checkpoints.find(tmp_path / "step_7")
+    with pytest.raises(ResumeError, match=f"is missing; name one of the checkpoints in it, such as {tmp_path}/step_9"):
+        checkpoints.find(tmp_path)
 
 
 def full_disk(folder: str) -> None:
