@@ -187,7 +187,9 @@ def check_call(function: Callable[..., Any], takes: tuple[str, ...], options: Ma
         signature.bind(*takes, **options)
     except TypeError as error:
         given = ", ".join([*takes, *(f"{name}=" for name in options)])
-        raise OwnCodeError(f"{what} is called with ({given}), but it takes {signature}: {error}") from error
+        named = next((name for name in options if repr(name) in str(error)), None)
+        hint = f"; the recipe's options have {named!r}: `grpo-mcore config RECIPE` shows where" if named else ""
+        raise OwnCodeError(f"{what} is called with ({given}), but it takes {signature}: {error}{hint}") from error
 
 
 def check_own_kl(path: str) -> None:

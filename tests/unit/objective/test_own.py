@@ -147,7 +147,13 @@ def test_previous_logprobs_are_there_when_the_step_has_none() -> None:
         ("grpo.reward_shaping.path", EXAMPLE + "brevity", ("samples",), {"fine": 1}, "called with .samples, fine=."),
         ("loss_fn.path", HERE + "mean_only", LOSS_INPUTS, {}, "but it takes"),
         ("loss_fn.path", HERE + "StepSamples", LOSS_INPUTS, {}, "a class derived from"),
-        ("loss_fn.path", EXAMPLE + "SoftGateLoss", LOSS_INPUTS, {"upp": 1}, "unexpected keyword argument 'upp'"),
+        (
+            "loss_fn.path",
+            EXAMPLE + "SoftGateLoss",
+            LOSS_INPUTS,
+            {"upp": 1},
+            "argument 'upp'; the recipe's options have 'upp': `grpo-mcore",
+        ),
     ],
 )
 def test_what_cannot_be_called_is_refused(
