@@ -58,6 +58,7 @@ class Logger:
     def __init__(self, config: GRPOLoggerConfig, *, run: str | None = None) -> None:
         chosen = chosen_backends(config)
         self.log_dir = run_folder(Path(config.log_dir), run)
+        (self.log_dir / "summary.json").unlink(missing_ok=True)  # a run that goes on is not over
         self._file = AppendFile(self.log_dir / METRICS_FILE)
         self.console = AppendFile(self.log_dir / CONSOLE_FILE)
         """The text of the run's console."""

@@ -75,6 +75,8 @@ def _head(run: RunFiles, width: int, now: float) -> list[Text]:
         (state, "green" if run.summary or silent < 120 else "bold red"), "  ", (f"{run.folder}", "bold")
     )
     title.truncate(width, overflow="ellipsis")
+    if not run.recipe and run.summary is None:  # it is written when all has started
+        return [title, Text("policy, engines and environments are starting")]
     durations = values(run.metrics["train"][-RECENT:], "timing/total")
     left = f", {duration((most - done) * sum(durations) / len(durations))} left" if durations and done < most else ""
     lines = [title, _bar(f"step {done} of {most}{left}", done, most, width)]

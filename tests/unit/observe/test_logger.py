@@ -19,6 +19,7 @@ from grpo_mcore.observe.logger import (
     check_own_logger,
     read_metrics,
     run_folder,
+    write_summary,
 )
 from grpo_mcore.recipe import OwnLoggerConfig
 
@@ -93,7 +94,9 @@ def test_a_resumed_run_appends_and_its_repeated_steps_count(tmp_path):
         first.log_metrics({"reward": step}, step, "train")
     first.log_metrics({"accuracy": 0.5}, 2, "validation")
     first.close()
+    write_summary(first.log_dir / "summary.json", {"end": "all 3 steps are done"})
     second = Logger(config(tmp_path), run=first.log_dir.name)
+    assert not (second.log_dir / "summary.json").exists()  # it is not over any more
     second.log_metrics({"reward": 30}, 3, "train")
     second.log_metrics({"extra": 1}, 3, "train")
     second.close()

@@ -282,8 +282,13 @@ def test_watch_fits_the_terminal(tmp_path: Path, width: int, height: int) -> Non
 def test_watch_shows_a_run_that_has_not_trained_yet(tmp_path: Path) -> None:
     run = tmp_path / "exp_001"
     run.mkdir()
-    (run / "hyperparams.json").write_text("{}")
-    assert any("no step is trained yet" in line for line in shown(run, 80, 24))
+    (run / "metrics.jsonl").touch()  # all that there is before everything has started
+    assert shown(run, 80, 24)[1].strip() == "policy, engines and environments are starting"
+    (run / "hyperparams.json").write_text('{"grpo": {"max_num_steps": 9, "num_prompts_per_step": 4}}')
+    lines = shown(run, 80, 24)
+    assert lines[1].rstrip().endswith("step 0 of 9")
+    assert lines[2].rstrip().endswith("step 1: 0 of 4 prompts scored; done last: the step before")
+    assert any("no step is trained yet" in line for line in lines)
 
 
 def test_a_course_keeps_its_shape_in_few_blocks() -> None:
