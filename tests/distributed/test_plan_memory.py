@@ -68,7 +68,7 @@ def models(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], str]:
 
     @cache
     def make(family: str) -> str:
-        return str(make_tiny_model(family, folder / family, tie_word_embeddings=family == "qwen3"))
+        return str(make_tiny_model(family, folder / family, tie_word_embeddings=family in ("qwen3", "gemma3")))
 
     return make
 
