@@ -436,9 +436,8 @@ def test_validating_a_checkpoint_alone(
     assert not run.metrics() and not list(run.checkpoints.iterdir())
     assert main(["watch", str(run.logs), "--once"]) == 0
     assert "over: validated after step 4, nothing was trained" in capsys.readouterr().out
-    columns = ["uid", "reward", "token_ids"]
+    columns, key = ["uid", "reward", "token_ids"], operator.itemgetter("uid")
     mine, theirs = (read_samples(sample_steps(logs, "validation")[4], columns) for logs in (run.logs, whole[0].logs))
-    key = operator.itemgetter("uid")
     assert sorted(mine, key=key) == sorted(theirs, key=key)
 
 

@@ -134,6 +134,7 @@ class RunReport:
     def dispatched(self, prompts: int) -> None:
         """Count the prompts that were sent to the engines."""
         self._samples_asked += prompts * self.config.grpo.num_generations_per_prompt
+        self.samples.generating()
 
     def sample(self) -> None:
         """Count a generated sample, and show the progress."""

@@ -37,6 +37,7 @@ class SampleRecord:
         if config.samples != "none":
             decode: Callable[[int], str] = lambda token: tokenizer.decode([token])  # noqa: E731
             self._files = SampleFiles(log_dir / SAMPLES_FOLDER, decode, config.max_samples_gb * GB)
+        self._write_step: Callable[[], None] | None = None
 
     @property
     def wants_logprobs(self) -> bool:
@@ -49,14 +50,23 @@ class SampleRecord:
             self._files.add("train", step, partial(self._rows, [group], left_out=why), last=False)
 
     def trained(self, step: int, batch: StepBatch, targets: TrainTargets, logprobs: Sequence[Future]) -> None:
-        """Record the samples of a step. `logprobs`: from `PolicyGroup.token_logprobs`."""
+        """Record the samples of a step, which are written from `generating` on. `logprobs`: from
+        `PolicyGroup.token_logprobs`."""
         if self._files is None:
             return
+        self.generating()
         advantages = None if targets.advantages is None else clip_advantages(targets.advantages, *targets.clip)
         columns = {"weight": targets.weights.tolist()}
         if advantages is not None:
             columns["advantage"] = advantages.tolist()
-        self._files.add("train", step, partial(self._trained_rows, batch.groups, step, columns, logprobs))
+        rows = partial(self._trained_rows, batch.groups, step, columns, logprobs)
+        self._write_step = partial(self._files.add, "train", step, rows)
+
+    def generating(self) -> None:
+        """Write the samples of the last step, while the engines generate: the policy's ranks need no processor then."""
+        if self._write_step is not None:
+            self._write_step()
+            self._write_step = None
 
     def validated(self, step: int, groups: Sequence[Group]) -> None:
         """Record the samples of a validation after `step`."""
@@ -65,6 +75,7 @@ class SampleRecord:
 
     def close(self) -> None:
         """Write what is left."""
+        self.generating()
         if self._files is not None:
             self._files.close()
 

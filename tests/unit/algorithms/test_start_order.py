@@ -40,6 +40,7 @@ class Node:
     def worker(self, name: str) -> Any:
         return SimpleNamespace(
             name=name,
+            spawn_seconds=0.0,
             ready=lambda: Answer(self.events, f"{name} is ready", name),
             call=lambda method, *_, **__: Answer(self.events, f"{name} {method}", name),
         )

@@ -81,7 +81,7 @@ def test_every_variant_is_in_the_doc_with_the_keys_that_make_it() -> None:
 
 def test_pictures_are_there_and_small() -> None:
     images = re.findall(r"\]\((images/[\w-]+\.png)\)", TEXT)
-    assert [Path(image).stem for image in images] == list(PLOT.figures())
+    assert [Path(image).stem for image in images] == [*PLOT.figures(), "learning"]  # the last by benchmarks/learning.py
     for image in images:
         assert 1000 < (ROOT / "docs" / image).stat().st_size < 60_000
 
