@@ -90,6 +90,7 @@ def test_what_no_user_can_act_on_is_not_shown(
 ) -> None:
     triton = logging.getLogger("torch._library.triton")
     monkeypatch.setattr(triton, "handlers", [logging.StreamHandler()])
+    monkeypatch.setattr(triton, "propagate", False)  # torch, where it is imported, has a handler too
     monkeypatch.setenv("TORCH_CPP_LOG_LEVEL", "INFO")  # a user's own word stays
 
     def work() -> int:
