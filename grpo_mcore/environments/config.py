@@ -41,4 +41,7 @@ class EnvConfig(BaseModel):
         except ValidationError as error:
             first = error.errors()[0]
             key = ".".join(str(part) for part in first["loc"])
-            raise EnvironmentConfigError(f"{cls.section}.{key}: {first['msg']}, got {first['input']!r}") from error
+            said = first["msg"]
+            if first["type"] == "union_tag_not_found":
+                said = f"the key {first['ctx']['discriminator']} is missing"
+            raise EnvironmentConfigError(f"{cls.section}.{key}: {said}, got {first['input']!r}") from error

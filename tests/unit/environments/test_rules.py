@@ -152,6 +152,7 @@ def test_a_function_sees_the_finish_reason_and_the_columns() -> None:
     ("components", "message"),
     [
         ({}, "env.rules.components: Dictionary should have at least 1 item"),
+        ({"a": {"kind": "regex"}}, "env.rules.components.a: the key 'type' is missing, got"),
         ({"a": {"type": "regexp", "pattern": ""}}, "env.rules.components.a: Input tag 'regexp' found"),
         ({"a": {"type": "regex"}}, "env.rules.components.a.regex.pattern: Field required"),
         (
