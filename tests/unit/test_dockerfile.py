@@ -36,7 +36,7 @@ def test_both_images_have_one_version(name: str) -> None:
 
 
 def test_hashes_are_checked() -> None:
-    """Of all but TransformerEngine and the extra `kernels`, which are compiled in the image, and the project itself."""
+    """TransformerEngine and the extra `kernels`, which the image compiles, and the project itself have none."""
     installs = re.findall(r"pip install (.+?)(?: \\| &&|;|$)", TEXT, flags=re.M)
     free = [words for words in installs if "--require-hashes" not in words]
     assert len(installs) == 7

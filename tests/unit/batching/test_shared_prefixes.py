@@ -96,7 +96,7 @@ def test_larger_blocks_have_some_of_the_hashes(block: int) -> None:
 
 @pytest.mark.parametrize(("answer", "shares"), [(31, True), (256, True), (257, False)])
 def test_a_step_shares_prefixes_if_that_saves_a_tenth_of_its_tokens(answer: int, shares: bool) -> None:
-    """Of 10 x (32 + answer) tokens 9 x 32 are saved."""
+    """Ten samples of 32 + answer tokens save 9 x 32 of them."""
     lengths, prefixes = groups(1, 10, 32, answer)
     plan = plan_step(lengths, dp=1, capacity=10**5, prefixes=prefixes)
     assert plan.shares_prefixes == shares
