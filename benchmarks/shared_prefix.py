@@ -4,7 +4,8 @@
 
 A Qwen3 of 27 M parameters in float32 on one rank. A row has the samples of one prompt (group), or of one conversation
 that forks into two at each of three turns (agent). Whole and shared rows take turns in one process; a ratio is shared /
-whole, of the median seconds or of the peaks of resident memory (every 10 ms) above what the process has before.
+whole, of the median seconds, or, in steps of their own, of the peaks of resident memory (every 10 ms) above what the
+process has before.
 """
 
 from __future__ import annotations
@@ -89,8 +90,14 @@ def train(policy: Policy, row: PackedBatch) -> dict[str, Tensor]:
     return {name: parameter.main_grad for parameters in chunks for name, parameter in parameters}
 
 
-def timed(work: Callable[[], Any]) -> tuple[float, int, Any]:
-    """Return seconds, peak bytes of resident memory above those before, and the result."""
+def seconds(work: Callable[[], Any]) -> float:
+    began = time.perf_counter()
+    work()
+    return time.perf_counter() - began
+
+
+def peak(work: Callable[[], Any]) -> int:
+    """Return the peak bytes of resident memory above those before."""
     gc.collect()
     ctypes.CDLL(None).malloc_trim(0)  # what is free goes back to the system, so that it is seen when it is used again
     done, seen = threading.Event(), [_resident()]
@@ -101,12 +108,10 @@ def timed(work: Callable[[], Any]) -> tuple[float, int, Any]:
 
     watcher = threading.Thread(target=watch)
     watcher.start()
-    began = time.perf_counter()
-    result = work()
-    seconds = time.perf_counter() - began
+    work()
     done.set()
     watcher.join()
-    return seconds, max(seen) - seen[0], result
+    return max(seen) - seen[0]
 
 
 def _resident() -> int:
@@ -125,12 +130,11 @@ def measure(policy: Policy, kind: str, prompt: int, answer: int, repeats: int) -
     errors = [((found[name] - value).norm() / value.norm()).item() for name, value in expected.items()]
     ratios = {}
     for name, work in (("train", train), ("logprob", lambda policy, row: policy.logprobs([row]))):
-        turns = [[timed(lambda row=row, work=work: work(policy, row)) for row in rows] for _ in range(repeats)]
-        seconds, peaks = ([[turn[i][what] for turn in turns] for i in (0, 1)] for what in (0, 1))
-        ratios[f"{name}_seconds"] = round(median(seconds[0]), 3)
-        ratios[f"{name}_ratio"] = round(median(seconds[1]) / median(seconds[0]), 3)
-        if name == "train":
-            ratios["peak_ratio"] = round(max(peaks[1]) / max(peaks[0]), 3)
+        turns = [[seconds(lambda row=row, work=work: work(policy, row)) for row in rows] for _ in range(repeats)]
+        apart, together = (median(turn[i] for turn in turns) for i in (0, 1))
+        ratios |= {f"{name}_seconds": round(apart, 3), f"{name}_ratio": round(together / apart, 3)}
+    peaks = [max(peak(lambda row=row: train(policy, row)) for _ in range(2)) for row in rows]
+    ratios["peak_ratio"] = round(peaks[1] / peaks[0], 3)
     return {
         "kind": kind,
         "prompt": prompt,

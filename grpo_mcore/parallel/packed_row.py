@@ -33,9 +33,9 @@ class Bucket:
 
     queries: Tensor  # int64 [n, q]: position of each query in the row
     keys: Tensor  # int64 [n, k]
-    mask: Tensor | None  # bool [n, 1, q, k]: keys that a query sees; None: plain causal, queries and keys are the same
+    mask: Tensor | None  # bool [n or 1, 1, q, k]: keys a query sees; None: plain causal, queries and keys are the same
     real: Tensor  # int64: which of the n * q queries are not padding
-    last_seen: Tensor  # int64 [n, q]: last key that each query sees
+    last_seen: Tensor  # int64 [n or 1, q]: last key that each query sees
 
     def window(self, size: int) -> Tensor:
         """Return which keys each query sees, as `mask`, if it sees the last `size` only."""
@@ -188,7 +188,10 @@ def _fill_buckets(row: PackedRow, spans: list[Span], key_order: Tensor | None) -
         # Padded positions repeat the last token: causal attention never lets a real token see them.
         queries = query_start + torch.minimum(query, query_length - 1)
         keys = key_start + torch.minimum(key, key_length - 1)
-        last_seen = query + key_length - query_length  # last key that each query sees
+        before = key_length - query_length
+        if len(before.unique()) == 1:  # as for the samples of a group: one mask serves them all
+            before = before[:1]
+        last_seen = query + before  # last key that each query sees
         mask = None if query_length.equal(key_length) else (key <= last_seen[:, :, None])[:, None]
         real = (query < query_length).flatten().nonzero().squeeze(1)
         keys = keys if key_order is None else key_order[keys]
