@@ -175,8 +175,25 @@ def chunks_of(lengths: Sequence[int], size: int, device: torch.device) -> Chunks
     return Chunks(tuple(sizes), torch.cat(places).to(device))
 
 
+MASKED_QUERIES = 256
+"""How many queries are worth a batch of their own on CPU, if they need a mask."""
+
+
+def _blocks(span: Span) -> list[Span]:
+    """Cut queries that also see keys before their own into at most four blocks. Their attention needs a mask, and under
+    one torch's kernel computes all keys of a batch, also those after the last that a query sees."""
+    query_start, length, key_start, key_length = span
+    before = key_length - length
+    size = max(MASKED_QUERIES, -(-length // 4)) if before else max(length, 1)
+    stops = [min(start + size, length) for start in range(0, length, size)]
+    return [
+        Span(query_start + start, stop - start, key_start, before + stop)
+        for start, stop in zip([0, *stops], stops, strict=False)
+    ]
+
+
 def _fill_buckets(row: PackedRow, spans: list[Span], key_order: Tensor | None) -> None:
-    order = []
+    order, spans = [], [block for span in spans for block in _blocks(span)]
     # A batch is as large as its longest queries times its longest keys: both are to be of similar length.
     by_queries = bucket_by_length([span.query_length for span in spans])
     by_keys = [(some, bucket_by_length([spans[i].key_length for i in some])) for some in by_queries]

@@ -11,7 +11,7 @@ import torch
 from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 
-from grpo_mcore.parallel import cpu_platform
+from grpo_mcore.parallel import cpu_platform, packed_row
 
 cpu_platform.install()
 
@@ -198,15 +198,16 @@ def test_samples_with_shared_prefixes_attend_as_whole_ones(
         assert here[places[mine]].equal(shared.source[shared.places[mine]])
 
 
-@settings(max_examples=30, deadline=None)
+@settings(max_examples=40, deadline=None)
 @given(
     samples=st.lists(st.lists(st.integers(0, 1), min_size=1, max_size=14), min_size=1, max_size=9),
     block=st.integers(1, 4),
     window=st.sampled_from([0, 4]),
     platform=st.sampled_from([CPU, Platform("gpu")]),
+    masked=st.sampled_from([1, 3, 256]),
 )
 def test_random_trees_attend_as_whole_samples(
-    samples: list[list[int]], block: int, window: int, platform: Platform
+    samples: list[list[int]], block: int, window: int, platform: Platform, masked: int
 ) -> None:
     """A key that several samples share gets the sum of the gradients that it has in each of them."""
     lengths, tokens = [len(ids) for ids in samples], torch.tensor([token for ids in samples for token in ids])
@@ -214,7 +215,8 @@ def test_random_trees_attend_as_whole_samples(
     assume(shared is not None)
     alone, together = inputs(len(shared.source)), inputs(len(shared.source))
     expected = attend(*(values[shared.places] for values in alone), lengths, window=window)
-    described = describe_row(row(lengths), platform, shared=shared, index=shared.source)
+    with mock.patch.object(packed_row, "MASKED_QUERIES", masked):
+        described = describe_row(row(lengths), platform, shared=shared, index=shared.source)
     with mock.patch("torch.nn.attention.varlen.varlen_attn", kernel):
         found = PackedAttention(config(window), 1, None, "self", platform=platform)(
             *together, None, packed_seq_params=described
