@@ -92,6 +92,10 @@ def test_each_prompt_is_scored_by_its_environment(
     ("words", "message"),
     [
         (["env.math.num_worker=1"], "env.math.num_worker: unknown key; did you mean 'num_workers'?"),
+        (
+            ["env.ones.num_worker=1"],
+            "in the recipe's section env.ones: env.rules.num_worker: unknown key; did you mean",
+        ),
         (["env.programs.environment=cod"], "unknown environment 'cod': did you mean 'code'?"),
         (["env.own.verdict_timeout_s=0"], "env.own.verdict_timeout_s must be a number of seconds above 0, got 0"),
         (["cluster.step_timeout_s=60"], "env.own.verdict_timeout_s is 60 s, which is not below cluster.step_timeout_s"),

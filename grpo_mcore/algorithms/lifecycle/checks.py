@@ -9,6 +9,7 @@ from tempfile import TemporaryFile
 from typing import Any
 
 from grpo_mcore.environments import create_env_class
+from grpo_mcore.environments.config import EnvironmentConfigError
 from grpo_mcore.environments.interfaces import EnvironmentBase
 from grpo_mcore.families import (
     ModelShape,
@@ -182,10 +183,16 @@ def check_environments(config: MasterConfig, env_names: Mapping[str, str | None]
     """
     for task, name in env_names.items():
         cls, section, _ = environment_of(task, name, config)
-        cls.check(section)
-        for row in rows:
-            if row["task_name"] == task:
-                cls.check_row(section, row["extra_env_info"])
+        try:
+            cls.check(section)
+            for row in rows:
+                if row["task_name"] == task:
+                    cls.check_row(section, row["extra_env_info"])
+        except EnvironmentConfigError as error:
+            if "environment" not in config.env.get(name or "", {}):
+                raise
+            # The class names its own section, such as env.rules; the recipe has it under another name.
+            raise EnvironmentConfigError(f"in the recipe's section env.{name}: {error}") from error
 
 
 def environment_of(
