@@ -94,7 +94,6 @@ def optimizer_config(policy: PolicyConfig, platform: Platform) -> OptimizerConfi
         adam_beta1=config.adam_beta1,
         adam_beta2=config.adam_beta2,
         adam_eps=config.adam_eps,
-        sgd_momentum=config.sgd_momentum,
         bf16=bf16,
         params_dtype=torch.bfloat16 if bf16 else torch.float32,
         use_distributed_optimizer=True,

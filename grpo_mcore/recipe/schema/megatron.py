@@ -26,7 +26,7 @@ class OptimizerConfig(Section):
     """`policy.megatron_cfg.optimizer`. Read by parallel/."""
 
     optimizer: Fixed[Literal["adam", "sgd"]] = "adam"
-    """Optimizer. adam with weight_decay above 0 is AdamW."""
+    """Optimizer. adam with weight_decay above 0 is AdamW. sgd: not supported yet."""
     lr: Annotated[float, Field(gt=0, le=1e5)] = 5.0e-6
     """Maximum learning rate, reached at the end of the warm-up."""
     min_lr: Derived[NonNegativeFloat] = NULL
@@ -43,8 +43,6 @@ class OptimizerConfig(Section):
     """Decay of Adam's mean of the squared gradients."""
     adam_eps: PositiveFloat = 1.0e-8
     """Added to the root of Adam's second moment."""
-    sgd_momentum: Decay = 0.9
-    """Momentum. Only with optimizer: sgd."""
     use_distributed_optimizer: bool = True
     """Shard the optimizer state over the data-parallel ranks. false: not supported yet."""
     use_precision_aware_optimizer: bool = False

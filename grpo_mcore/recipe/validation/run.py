@@ -148,12 +148,8 @@ def check_optimizer(config: RecipeSections) -> Iterator[Finding]:
     if optimizer.min_lr > optimizer.lr:
         yield Finding((at + "min_lr", at + "lr"), f"{optimizer.min_lr:g} is above lr = {optimizer.lr:g}")
     for name in ("use_precision_aware_optimizer", "optimizer_cpu_offload"):
-        if optimizer[name] and (policy.precision != "bfloat16" or optimizer.optimizer != "adam"):
-            yield Finding(
-                (at + name, "policy.precision", at + "optimizer"),
-                f"needs policy.precision bfloat16 and {at}optimizer adam; got {policy.precision} and "
-                f"{optimizer.optimizer}",
-            )
+        if optimizer[name] and policy.precision != "bfloat16":
+            yield Finding((at + name, "policy.precision"), f"needs policy.precision bfloat16, got {policy.precision}")
     if optimizer.optimizer_cpu_offload and not optimizer.optimizer_offload_fraction:
         yield Finding(
             (at + "optimizer_offload_fraction", at + "optimizer_cpu_offload"),

@@ -11,6 +11,8 @@ from grpo_mcore.recipe.schema.master import RecipeSections, value_at
 # Key: (neutral value, missing feature).
 UNSUPPORTED: dict[str, tuple[Any, str]] = {
     "policy.offload_optimizer_for_logprob": (False, "offloading the optimizer for the log-prob passes"),
+    # Megatron-Core's distributed optimizer saves Adam's state only.
+    "policy.megatron_cfg.optimizer.optimizer": ("adam", "SGD"),
     "policy.megatron_cfg.optimizer.use_distributed_optimizer": (True, "an optimizer that is not distributed"),
     "policy.generation.vllm_cfg.kv_cache_dtype": ("auto", "other number formats of the KV cache"),
 }

@@ -80,11 +80,10 @@ def gradient_bytes(load: Workload, stage: int) -> int:
 
 
 def optimizer_bytes(load: Workload, stage: int, here: Coordinates | None = None) -> int:
-    """Return the bytes of the distributed optimizer on a rank's device (None: the one with most): two float32 moments
-    (SGD with momentum: one), and a float32 copy of bfloat16 weights."""
-    state = 8 if load.optimizer == "adam" else 4 * load.momentum
+    """Return the bytes of the distributed optimizer on a rank's device (None: the one with most): two float32 moments,
+    and a float32 copy of bfloat16 weights."""
     owned = load.params(stage).owned(load.layout, here) * (1 - load.host_share)
-    return int(owned * (state + (4 if load.element < 4 else 0)))
+    return int(owned * (8 + (4 if load.element < 4 else 0)))
 
 
 def host_optimizer_bytes(load: Workload, stage: int, here: Coordinates | None = None) -> int:
@@ -101,7 +100,7 @@ def _update_bytes(load: Workload, stage: int) -> int:
     if load.host_share:
         on_device = int(4 * params.owned(load.layout, None) * (1 - load.host_share))
         return copies * (on_device + 4 * params.largest)
-    roots = load.kernels == "torch" and load.optimizer == "adam" and not load.precision_aware
+    roots = load.kernels == "torch" and not load.precision_aware
     return 4 * params.owned(load.layout, None) * (copies + roots)
 
 

@@ -5,7 +5,6 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass
 from functools import cached_property
-from typing import Literal
 
 from grpo_mcore.families import AdapterShape, ModelShape, adapter_shape, check_fit, check_length
 from grpo_mcore.families.activations import Kernels, Rank
@@ -86,8 +85,6 @@ class Workload:
     refit_adapters: bool  # a refit brings the adapters alone
     element: int  # bytes of a weight or activation
     gradient: int  # bytes of a gradient
-    optimizer: Literal["adam", "sgd"]
-    momentum: bool
     precision_aware: bool  # updates take bfloat16 gradients as they are
     host_share: float  # share of the weights that are updated on the host
     kernels: Kernels
@@ -229,8 +226,6 @@ def workload_of(
         refit_adapters=megatron.peft.enabled and megatron.peft.refit == "adapters",
         element=element,
         gradient=4 if megatron.distributed_data_parallel_config.grad_reduce_in_fp32 else element,
-        optimizer=optimizer.optimizer,
-        momentum=optimizer.sgd_momentum > 0,
         precision_aware=optimizer.use_precision_aware_optimizer,
         host_share=optimizer.optimizer_offload_fraction if optimizer.optimizer_cpu_offload else 0.0,
         kernels=kernels,

@@ -333,11 +333,11 @@ def test_sft_has_no_rollout_batch(load, problems) -> None:
         ),
         (
             ["policy.precision=float32", "policy.megatron_cfg.optimizer.use_precision_aware_optimizer=true"],
-            ["optimizer.use_precision_aware_optimizer: needs policy.precision bfloat16 and"],
+            ["optimizer.use_precision_aware_optimizer: needs policy.precision bfloat16, got float32"],
         ),
         (
-            ["policy.megatron_cfg.optimizer.optimizer=sgd", "policy.megatron_cfg.optimizer.optimizer_cpu_offload=true"],
-            ["optimizer.optimizer_cpu_offload: needs policy.precision bfloat16 and"],
+            ["policy.precision=float32", "policy.megatron_cfg.optimizer.optimizer_cpu_offload=true"],
+            ["optimizer.optimizer_cpu_offload: needs policy.precision bfloat16, got float32"],
         ),
         (
             [
@@ -394,6 +394,7 @@ def test_allowed_combinations(load, override: list[str]) -> None:
 
 ASKING = {  # a value of each key that asks for the feature
     "policy.hf_config_overrides": "{a: 1}",
+    "policy.megatron_cfg.optimizer.optimizer": "sgd",
     "policy.generation.vllm_cfg.kv_cache_dtype": "fp8",
     "data.custom_dataloader": "a.b",
 }
