@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from tempfile import TemporaryFile
 from typing import Any
+
+import torch
 
 from grpo_mcore.environments import create_env_class
 from grpo_mcore.environments.config import EnvironmentConfigError
@@ -37,6 +40,12 @@ from grpo_mcore.rollout.datum import DatumSpec
 VERDICT_TIMEOUT_S = 600.0
 """Seconds that an environment has to score a group, where its section does not set verdict_timeout_s; at most half of
 cluster.step_timeout_s."""
+
+
+NVIDIA_DRIVER = Path("/proc/driver/nvidia/version")
+"""Is there where the driver of NVIDIA's GPUs is loaded."""
+
+logger = logging.getLogger(__name__)
 
 
 class SetupError(ValueError):
@@ -88,7 +97,14 @@ def check_model(config: MasterConfig) -> Model:
     layout = layout_of(config.policy, world_size(config))
     check_fit(shape, config.policy.megatron_cfg)
     check_length(shape, config.policy.max_total_sequence_length)
-    return Model(folder, shape, layout, Platform.detect(config.cluster.platform))
+    platform = Platform.detect(config.cluster.platform)
+    if config.cluster.platform == "auto" and torch.version.cuda is None and NVIDIA_DRIVER.exists():
+        logger.warning(
+            "this machine has NVIDIA GPUs, but torch %s is a build without CUDA: the run uses the CPU. Install .[gpu] "
+            "in another environment (docs/gpu.md), or set cluster.platform: cpu",
+            torch.__version__,
+        )
+    return Model(folder, shape, layout, platform)
 
 
 def check_run(config: MasterConfig) -> Model:

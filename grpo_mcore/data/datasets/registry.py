@@ -1,6 +1,7 @@
 """Datasets as a recipe names them: a file, a published dataset, or a class by import path.
 
-To add a dataset by name, add the name to recipe/data.py and a class that takes (entry, processor) to DATASET_CLASSES.
+To add a dataset by name, add the name to recipe/schema/data.py and a class that takes (entry, processor) to
+DATASET_CLASSES.
 """
 
 from __future__ import annotations

@@ -63,8 +63,8 @@ class DatasetEntry(Section):
     dataset_name: str = "ResponseDataset"
     """Name of a known dataset, ResponseDataset for a file of your own, or the import path of a dataset class."""
     data_path: str | None = None
-    """A JSON, JSONL or Parquet file, or organisation/name of a Hugging Face dataset. For a known dataset: a copy of
-    it."""
+    """A JSON, JSONL, CSV or Parquet file, or organisation/name of a Hugging Face dataset. For a known dataset: a copy
+    of it."""
     task_name: str | None = None
     """Name of the dataset in metrics and logs. null: the name of the dataset or of its file."""
     subset: str | None = None

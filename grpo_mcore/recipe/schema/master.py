@@ -135,7 +135,8 @@ def fill_nulls(config: RecipeSections) -> None:
     policy = config.policy
     scheduler = policy.megatron_cfg.scheduler
     if scheduler.lr_decay_iters is None:
-        steps = config.grpo.max_num_steps if runs_grpo(config) else config.sft.max_num_steps
+        training = {"grpo": config.grpo, "dpo": config.dpo}.get(algorithm_of(config), config.sft)
+        steps = training.max_num_steps
         scheduler.lr_decay_iters = max(steps, scheduler.lr_warmup_iters + 1)
     if policy.megatron_cfg.optimizer.bf16 is None:
         policy.megatron_cfg.optimizer.bf16 = policy.precision == "bfloat16"

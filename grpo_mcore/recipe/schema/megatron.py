@@ -68,7 +68,7 @@ class SchedulerConfig(Section):
     """Shape of the decay from lr to min_lr, after the warm-up."""
     lr_decay_iters: Derived[Positive] = 1000
     """Steps until the learning rate is at min_lr. With lr_decay_style: constant it only limits the warm-up. null: the
-    steps of the run, max_num_steps of grpo or sft, and more than lr_warmup_iters."""
+    steps of the run, max_num_steps of grpo, dpo or sft, and more than lr_warmup_iters."""
     lr_warmup_iters: NonNegative = 13
     """Steps of linear warm-up from lr_warmup_init to lr."""
     lr_warmup_init: Derived[NonNegativeFloat] = NULL

@@ -309,7 +309,12 @@ def test_a_wrong_value_is_reported_under_the_name_that_was_written(problems) -> 
 
 @pytest.mark.parametrize(
     ("overrides", "steps"),
-    [(["grpo.max_num_steps=500"], 500), (["grpo.max_num_steps=5"], 14), (["sft.max_num_steps=60", "~grpo"], 60)],
+    [
+        (["grpo.max_num_steps=500"], 500),
+        (["grpo.max_num_steps=5"], 14),
+        (["sft.max_num_steps=60", "~grpo"], 60),
+        (["dpo.max_num_steps=70", "~grpo"], 70),
+    ],
 )
 def test_a_decay_of_null_lasts_as_long_as_the_run(load, overrides: list[str], steps: int) -> None:
     text = MINIMAL + ("grpo: {max_num_steps: 9}\n" if "~grpo" in overrides else "")

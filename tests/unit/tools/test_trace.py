@@ -86,7 +86,7 @@ OUTSIDE_LAYERS = {"combine", "packed_row", "p2p_communication", "model", "random
 def test_the_command(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["plan", "grpo-nanov3-30BA3B-2n8g", "--trace", "--json"]) == 0
     phases = {phase["name"]: phase for phase in json.loads(capsys.readouterr().out)["phases"]}
-    assert phases["training"]["launches"] <= 25_000
+    assert phases["training"]["launches"] <= 16_500
     for phase in phases.values():
         assert phase["peak_bytes"] < 80e9
         assert phase["planned_bytes"] == pytest.approx(phase["peak_bytes"], rel=0.05), phase["name"]

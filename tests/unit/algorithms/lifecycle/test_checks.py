@@ -1,0 +1,46 @@
+"""What is checked of a recipe before anything is started, on machines that differ."""
+
+from __future__ import annotations
+
+import logging
+from pathlib import Path
+
+import pytest
+import torch
+
+from grpo_mcore.algorithms.lifecycle import checks
+from grpo_mcore.data.tiny_models import make_tiny_model
+from grpo_mcore.recipe import MasterConfig
+
+
+@pytest.mark.parametrize(
+    ("platform", "driver", "cuda", "said"),
+    [
+        ("auto", True, None, True),
+        ("cpu", True, None, False),
+        ("auto", False, None, False),
+        ("auto", True, "13.0", False),
+    ],
+)
+def test_a_cpu_build_of_torch_beside_gpus_is_reported(
+    platform: str, driver: bool, cuda: str | None, said: bool, tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture,
+) -> None:  # fmt: skip
+    make_tiny_model("qwen3", tmp_path / "model")
+    file = tmp_path / "version"
+    if driver:
+        file.touch()
+    monkeypatch.setattr(checks, "NVIDIA_DRIVER", file)
+    monkeypatch.setattr(torch.version, "cuda", cuda)
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    config = MasterConfig.model_validate(
+        {
+            "policy": {"model_name": str(tmp_path / "model"), "train_global_batch_size": 4},
+            "data": {"train": {"data_path": "x.jsonl"}},
+            "grpo": {"num_prompts_per_step": 1, "num_generations_per_prompt": 4},
+            "cluster": {"platform": platform},
+        }
+    )
+    with caplog.at_level(logging.WARNING, "grpo_mcore"):
+        assert not checks.check_model(config).gpu
+    assert ("is a build without CUDA: the run uses the CPU" in caplog.text) == said
