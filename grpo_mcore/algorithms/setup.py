@@ -176,7 +176,7 @@ def parity_check(config: MasterConfig) -> ParityCheck:
     policy, generation = config.policy, config.policy.generation
     limit = LIMITS[policy.precision] if policy.refit_parity is None else policy.refit_parity
     length = min(policy.max_total_sequence_length, generation.vllm_cfg.max_model_len)
-    return ParityCheck(limit, generation.temperature, length)
+    return ParityCheck(limit, generation.temperature, length, generation.top_p, generation.top_k)
 
 
 def trainer_layout(layout: Layout, megatron: MegatronConfig) -> TrainerLayout:

@@ -22,12 +22,15 @@ class AppendFile:
         path.parent.mkdir(parents=True, exist_ok=True)
         self.lines = _cut_torn_end(path) if path.exists() else 0
         self._file = path.open("ab", buffering=0)
-        self._unwritten = b""
+        # Where in the file the text begins that may not be in it yet, and the text. One value: Ctrl-C may come between
+        # any two instructions.
+        self._pending = (self._file.tell(), b"")
         self._complained = False
 
     def write(self, line: str) -> None:
         """Append a line, given without its end."""
-        self._unwritten += line.encode() + b"\n"
+        start, text = self._pending
+        self._pending = (start, text + line.encode() + b"\n")
         self.lines += 1
         try:
             self._flush()
@@ -52,13 +55,18 @@ class AppendFile:
         try:
             self._flush()
         except OSError as error:
-            lost = self._unwritten.count(b"\n")
+            lost = self._pending[1].count(b"\n")
             logger.error("the last %d lines of %s could not be written: %s", lost, self.path, error.strerror or error)
         self._file.close()
 
     def _flush(self) -> None:
-        while self._unwritten:
-            self._unwritten = self._unwritten[self._file.write(self._unwritten) :]
+        while True:
+            start, text = self._pending
+            end = os.fstat(self._file.fileno()).st_size  # a write that was interrupted right after it counts too
+            self._pending = (end, text[max(0, end - start) :])
+            if not self._pending[1]:
+                break
+            self._file.write(self._pending[1])
         if self._complained:
             self._complained = False
             logger.warning("%s can be written again; no line is missing", self.path)

@@ -32,6 +32,8 @@ class Platform:
     """`mamba_ssm` and `causal_conv1d` compute Mamba2 mixers, in half precision."""
     delta_kernels: bool = False
     """`fla` (flash-linear-attention) and `causal_conv1d` compute Gated DeltaNet mixers, in half precision."""
+    gradient_kernel: bool = False
+    """APEX's kernel can add a product's weight gradient to the buffer."""
     traced: bool = False
     """Nothing is computed: tensors have shapes only, and collectives return at once (tools/plan/trace.py)."""
 
@@ -81,6 +83,7 @@ class Platform:
             grouped_products=hasattr(torch, "_grouped_mm"),
             mamba_kernels=_installed(*MambaShape.gpu_packages),
             delta_kernels=_installed(*DeltaShape.gpu_packages),
+            gradient_kernel=_installed("fused_weight_gradient_mlp_cuda"),
         )
 
 

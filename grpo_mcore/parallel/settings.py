@@ -67,7 +67,8 @@ def transformer_config(
         and not shape.biases,
         bias_dropout_fusion=False,
         masked_softmax_fusion=False,
-        gradient_accumulation_fusion=fused and settings.gradient_accumulation_fusion,
+        # Megatron-Core's output layer wants APEX, also beside TransformerEngine's layers.
+        gradient_accumulation_fusion=fused and settings.gradient_accumulation_fusion and platform.gradient_kernel,
         apply_rope_fusion=platform.fused_attention and settings.apply_rope_fusion and shape.latent is None,
         perform_initialization=False,
         use_cpu_initialization=not platform.on_gpu,

@@ -34,7 +34,10 @@ class RefitReceiver:
         if self._network is None or self._network.description != network:
             self._network = Network(network, network["receivers"][node])
         if self._buffer is None:
-            self._buffer = create_buffer(new.buffer_bytes, self._network.device, uuid.uuid4().hex[:12])
+            # Each engine of the node may see GPUs of its own only, and none of them this one's memory.
+            self._buffer = create_buffer(
+                new.buffer_bytes, self._network.device, uuid.uuid4().hex[:12], through_host=True
+            )
         self._node = node
         self._deliveries = Deliveries(new, network["node_of_rank"], network["readers"])
         return {"digest": new.digest, "transport": self._buffer.description}

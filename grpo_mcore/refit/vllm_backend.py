@@ -148,6 +148,8 @@ class RefitWeightEngine(WeightTransferEngine[RefitInit, RefitUpdate]):
 
     def _receive_quietly(self, bucket: int) -> None:
         try:
+            if self.device.type == "cuda":
+                torch.cuda.set_device(self.device)  # a new thread begins with the first one
             self._receive(bucket)
         except Exception as error:
             self._error = f"{type(error).__name__}: {error}"

@@ -242,6 +242,19 @@ def test_without_room_for_a_second_copy_layers_are_replaced_one_by_one(
     assert worst_difference(policy.reference, generate(engine, [request(1)])) < 1e-4
 
 
+def test_the_thread_of_a_rank_on_a_gpu_works_on_that_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A new thread begins with the first GPU, of whatever rank it is."""
+    from grpo_mcore.refit.vllm_backend import RefitWeightEngine
+
+    done: list[Any] = []
+    monkeypatch.setattr(torch.cuda, "set_device", done.append)
+    for device in (torch.device("cpu"), torch.device("cuda", 3)):
+        rank = RefitWeightEngine.__new__(RefitWeightEngine)
+        rank.device, rank._receive = device, done.append
+        rank._receive_quietly(7)
+    assert done == [7, torch.device("cuda", 3), 7]
+
+
 def test_a_refit_in_bfloat16_rounds_and_nothing_more(engine: Engine, policy: Policy) -> None:
     plan = policy.plan(engine, dtype="bfloat16", buffer_bytes=1 << 20)
     policy.change(seed=10)

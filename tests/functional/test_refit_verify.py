@@ -36,7 +36,8 @@ def wrong_weights(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_engine_and_policy_agree(tmp_path: Path, task: Task) -> None:
-    code, out = verify(tmp_path, grpo_recipe(task, task.untrained), "policy.generation.temperature=0.7")
+    sampler = [f"policy.generation.{key}" for key in ("temperature=0.7", "top_p=0.9", "top_k=20")]
+    code, out = verify(tmp_path, grpo_recipe(task, task.untrained), *sampler)
     assert code == 0 and "engines and policy agree" in out
     found = re.search(r"engine-0 +8 +(\d+) +(\S+) +(\S+) +ok", out)
     assert found, out

@@ -33,6 +33,8 @@ THREADS = 8
 """Files that are read at a time for their digests."""
 
 FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
+TORCH_WRITER = ("inline_container.cc", "iostream error")
+"""Words of torch.save where a write failed. It does not say why."""
 GB = 1e9
 
 
@@ -424,7 +426,7 @@ def is_write_failure(error: BaseException | None) -> bool:
     while error is not None:
         if isinstance(error, OSError) and not isinstance(error, ConnectionError | TimeoutError):
             return True
-        if any(os.strerror(number) in str(error) for number in FULL):
+        if any(words in str(error) for words in (*map(os.strerror, FULL), *TORCH_WRITER)):
             return True
         error = error.__cause__
     return False

@@ -32,7 +32,10 @@ def write_groups(folder: Path, groups: Iterable[Group], cluster: Cluster) -> Non
     """Write groups with their trajectories to `folder`/groups."""
     for number, group in enumerate(groups):
         (folder / FOLDER).mkdir(exist_ok=True)
-        samples = [(replace(sample, ref=None), cluster.store.fetch(sample.ref)) for sample in group.samples]
+        samples = [
+            (replace(sample, ref=None), None if sample.ref is None else cluster.store.fetch(sample.ref))
+            for sample in group.samples
+        ]  # an agent that failed has left no trajectory
         contents = {"uid": group.uid, "samples": samples, "scores": group.scores}
         tensor_files.save(contents, folder / FOLDER / f"{number:05d}.pt", TYPES)
 
@@ -48,7 +51,8 @@ def read_groups(
         saved = tensor_files.load(path, TYPES)
         if saved["uid"] in wanted:
             samples = tuple(
-                replace(sample, ref=cluster.store.put(trajectory)) for sample, trajectory in saved["samples"]
+                sample if trajectory is None else replace(sample, ref=cluster.store.put(trajectory))
+                for sample, trajectory in saved["samples"]
             )
             groups[saved["uid"]] = Group(by_uid[saved["uid"]], samples, saved["scores"])
     return groups

@@ -85,7 +85,8 @@ class Prepared:
 def prepare(method: type[FineTuning], config: MasterConfig, resume: str | bool | None = None) -> Prepared:
     """Check all that can be checked before anything starts. Raises the errors of model, data, checkpoint or folders."""
     model = check_model(config)
-    config.policy.generation.temperature = 1.0  # the log-probs of the data, not those of a sampler
+    generation = config.policy.generation  # the log-probs of the data, not those of a sampler
+    generation.temperature, generation.top_p, generation.top_k = 1.0, 1.0, None
     checkpointer = CheckpointManager(config.checkpointing)
     checkpointer.open(resume)
     changes = checkpointer.changes(config)

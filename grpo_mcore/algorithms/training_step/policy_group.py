@@ -28,11 +28,14 @@ logger = logging.getLogger(__name__)
 @dataclass(frozen=True)
 class ParityCheck:
     """How policy and engines are compared after a refit. `limit`: the largest allowed mean of exp|engine's log-prob -
-    policy's|. `temperature`: the policy's logits are divided by it. `max_length`: tokens of prompt and answer."""
+    policy's|. `temperature`, `top_p`, `top_k`: those of the policy's log-probs. `max_length`: tokens of prompt and
+    answer."""
 
     limit: float
     temperature: float
     max_length: int
+    top_p: float = 1.0
+    top_k: int | None = None
 
 
 @dataclass

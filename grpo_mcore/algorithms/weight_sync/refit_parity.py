@@ -79,7 +79,8 @@ def measure_parity(policy: PolicyGroup, engines: EngineGroup, check: ParityCheck
     between two steps. Raises WorkerFailed and DeadlineExceeded."""
     data = policy.layout.data
     requests = probes(-(-SAMPLES // data) * data, policy.shape.vocab_size, check.max_length)
-    sampling = Sampling(min(NEW_TOKENS, check.max_length - _prompt_tokens(check.max_length)), check.temperature)
+    new_tokens = min(NEW_TOKENS, check.max_length - _prompt_tokens(check.max_length))
+    sampling = Sampling(new_tokens, check.temperature, check.top_p, check.top_k)
     streams = [
         worker.stream("generate_refs", requests, sampling, what="samples to compare engine and policy by")
         for worker in engines.workers

@@ -170,7 +170,7 @@ class MegatronConfig(Section):
     bias_activation_fusion: bool = True
     """Fuse bias and activation. Only with TransformerEngine on a GPU; elsewhere no effect."""
     gradient_accumulation_fusion: bool = False
-    """Fuse the accumulation of weight gradients. Only with TransformerEngine on a GPU; elsewhere no effect."""
+    """Fuse the accumulation of weight gradients. Only with TransformerEngine and APEX on a GPU; elsewhere no effect."""
     freeze_moe_router: bool = True
     """Do not train the expert router. No effect on a dense model."""
     moe_router_dtype: Literal["fp32", "fp64"] | None = "fp64"

@@ -44,6 +44,26 @@ def test_what_has_no_room_is_written_later(tmp_path: Path, package_log: pytest.L
     file.close()
 
 
+def test_ctrl_c_right_after_a_write_does_not_write_it_twice(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    path = tmp_path / "lines"
+    file = AppendFile(path)
+    file.write("one")
+    size, calls = os.fstat, []
+
+    def interrupted(fd: int) -> os.stat_result:
+        """The second call of a flush comes right after its write."""
+        calls.append(fd)
+        if len(calls) == 2:
+            raise KeyboardInterrupt
+        return size(fd)
+
+    monkeypatch.setattr(os, "fstat", interrupted)
+    with pytest.raises(KeyboardInterrupt):
+        file.write("two")
+    file.close()
+    assert path.read_text() == "one\ntwo\n"
+
+
 def test_a_line_that_was_cut_off_is_removed(tmp_path: Path) -> None:
     path = tmp_path / "lines"
     path.write_text("one\ntw")

@@ -37,7 +37,12 @@ PLATFORMS = {
     "gpu": Platform("gpu", grouped_products=True),
     "gpu with TransformerEngine": Platform("gpu", transformer_engine=True, grouped_products=True),
     "gpu with every kernel": Platform(
-        "gpu", transformer_engine=True, grouped_products=True, mamba_kernels=True, delta_kernels=True
+        "gpu",
+        transformer_engine=True,
+        grouped_products=True,
+        mamba_kernels=True,
+        delta_kernels=True,
+        gradient_kernel=True,
     ),
     "gpu with shared prefixes": Platform("gpu", transformer_engine=True, own_attention=True, grouped_products=True),
 }
@@ -86,6 +91,19 @@ def test_the_settings_of_every_recipe_are_accepted(recipe: Path, platform: Platf
         return
     check_optimizer(policy, platform)
     assert optimizer_config(policy, platform).params_dtype == dtype
+
+
+@pytest.mark.usefixtures("transformer_engine_kernels")
+def test_gradients_are_accumulated_in_a_kernel_where_it_is() -> None:
+    """Without APEX the output layer of Megatron-Core could not be built."""
+    shape = shape_of(known_configs()["Qwen3-8B"])
+    settings = MegatronConfig.model_validate({"gradient_accumulation_fusion": True})
+    fused = {
+        name
+        for name, platform in PLATFORMS.items()
+        if transformer_config(shape, Layout(1, 1, 1), settings, torch.bfloat16, platform).gradient_accumulation_fusion
+    }
+    assert fused == {"gpu with every kernel"}
 
 
 @pytest.mark.usefixtures("transformer_engine_adam")
@@ -247,6 +265,7 @@ def test_detection(monkeypatch: pytest.MonkeyPatch) -> None:
         ({"causal_conv1d", "fla"}, {"delta_kernels"}),
         ({"mamba_ssm", "fla"}, set()),
         ({"transformer_engine"}, {"transformer_engine"}),
+        ({"fused_weight_gradient_mlp_cuda"}, {"gradient_kernel"}),
     ],
 )
 def test_detection_of_kernels(monkeypatch: pytest.MonkeyPatch, installed: set[str], expected: set[str]) -> None:

@@ -5,12 +5,14 @@ from __future__ import annotations
 import threading
 from collections.abc import Sequence
 from concurrent.futures import Future
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
 
 from grpo_mcore.families import params_of
+from grpo_mcore.refit import receiver, shared_memory
 from grpo_mcore.refit.buffer import attach_buffer, block_view
 from grpo_mcore.refit.delivery import Deliveries
 from grpo_mcore.refit.layout import EngineLayout, TrainerLayout
@@ -123,6 +125,23 @@ class Setting:
             sender.close_refit()
         for node in self.nodes:
             node.close_receiver()
+
+
+def test_engines_with_gpus_of_their_own_read_what_arrives_from_host_memory(monkeypatch: pytest.MonkeyPatch) -> None:
+    """One engine's GPU receives for all of the node, and the others do not see it: no CUDA IPC."""
+    network = {"receivers": [4], "node_of_rank": [], "readers": [[0, 1]]}
+    monkeypatch.setattr(
+        receiver, "Network", lambda *_: SimpleNamespace(device=torch.device("cuda"), description=network)
+    )
+    monkeypatch.setattr(shared_memory, "pin", lambda flat: None)
+    monkeypatch.setattr(shared_memory, "unpin", lambda flat: None)
+    node = Node()
+    monkeypatch.setattr(node, "close_receiver", lambda: None)
+    plan = plan_refit(
+        params_of(SHAPE), SHAPE, TrainerLayout(2, 1, 2), EngineLayout(RANKS), dtype="float32", buffer_bytes=8192
+    )
+    opened = node.open_receiver(network, plan.to_json(), 0)
+    assert opened["transport"]["kind"] == "shared_memory"
 
 
 @pytest.mark.slow

@@ -9,8 +9,10 @@ import random
 import re
 import shutil
 from pathlib import Path
+from typing import Any
 
 import pytest
+import torch
 
 from grpo_mcore.algorithms.checkpointing import checkpoints as module
 from grpo_mcore.algorithms.checkpointing.checkpoints import (
@@ -122,6 +124,18 @@ def test_a_save_on_a_full_disk_leaves_the_others_and_says_what_to_free(tmp_path:
 def test_a_full_disk_of_a_rank_is_recognised_by_its_text(tmp_path: Path) -> None:
     def rank(folder: str) -> None:
         raise WorkerFailed("policy-1", "save", "SaveError: rank 1: OSError: [Errno 28] No space left on device")
+
+    with pytest.raises(NotWritten):
+        manager(tmp_path).save(2, rank, NOTHING, RECIPE)
+
+
+@pytest.mark.parametrize("contents", [{}, {"a": torch.zeros(100_000)}], ids=["at its end", "in the middle"])
+def test_a_full_disk_of_a_rank_is_recognised_where_torch_names_no_reason(tmp_path: Path, contents: Any) -> None:
+    def rank(folder: str) -> None:
+        try:
+            torch.save(contents, "/dev/full")
+        except RuntimeError as error:
+            raise WorkerFailed("policy-0", "copying the policy", f"RuntimeError: {error}") from None
 
     with pytest.raises(NotWritten):
         manager(tmp_path).save(2, rank, NOTHING, RECIPE)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -33,6 +34,16 @@ def test_groups_come_back_with_their_trajectories(tmp_path: Path) -> None:
     back = found["p2"]
     assert back.prompt["uid"] == "p2" and back.weight_version == 3 and back.scores == group(first, 2).scores
     assert [then.store.fetch(sample.ref).token_ids().tolist() for sample in back.samples] == [[2, 0], [2, 1]]
+
+
+def test_a_sample_without_a_trajectory_comes_back_without_one(tmp_path: Path) -> None:
+    """No store can fetch None."""
+    first, then = Shuffling(0), Shuffling(0)
+    whole = group(first, 2)
+    failed = replace(whole.samples[0], ref=None)
+    write_groups(tmp_path, [Group(whole.prompt, (failed, whole.samples[1]), whole.scores)], first)
+    back = read_groups(tmp_path, [prompt(2)], then, {"p2": 3})["p2"]
+    assert back.samples[0].ref is None and then.store.fetch(back.samples[1].ref).token_ids().tolist() == [2, 1]
 
 
 def test_none_were_written(tmp_path: Path) -> None:
