@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -134,8 +134,7 @@ def read_result(result: Any, seconds: float, max_tokens: int | None = None) -> G
 
 
 def _calls(output: Sequence[Any]) -> list[ModelCall]:
-    """Return the calls in order. A call counts once, also where several items, such as tool calls, have its tokens."""
-    calls: list[ModelCall] = []
+    calls = []
     flat = (one for item in output for one in (item if isinstance(item, list) else [item]))
     text = ""
     for item in flat:
@@ -152,12 +151,7 @@ def _calls(output: Sequence[Any]) -> list[ModelCall]:
         numbers = [_number(value) for value in logprobs]
         if None in numbers:
             raise GymFailure(f"a log-prob is {logprobs[numbers.index(None)]!r}")
-        call = ModelCall(prompt, generated, [value for value in numbers if value is not None], text)
-        same = next((i for i, other in enumerate(calls) if replace(other, text=text) == call), None)
-        if same is None:
-            calls.append(call)
-        else:
-            calls[same] = replace(call, text=calls[same].text + text)
+        calls.append(ModelCall(prompt, generated, [value for value in numbers if value is not None], text))
         text = ""
     return calls
 

@@ -102,16 +102,6 @@ def test_calls_and_nested_items() -> None:
     assert rollout.branches[0][0].text == "thinks f({})"
 
 
-def test_two_items_of_one_call_are_trained_on_once() -> None:
-    """As two tool calls of one answer, each with all of its tokens. Other log-probs are another answer."""
-    once, other = read_result(result(*TWO), 1.0), item([1, 2], [3, 4], generation_log_probs=[-0.5, -0.6])
-    again = read_result(result(TWO[0], TWO[0] | {"content": []}, *TWO[1:]), 1.0)
-    assert again.branches == once.branches and again.fingerprints() == once.fingerprints()
-    twice = read_result(result(TWO[0], item([1, 2], [3, 4], ", too"), *TWO[1:]), 1.0)
-    assert [call.text for call in twice.branches[0]] == ["one, too", "two"]
-    assert len(read_result(result(*TWO, other), 1.0).branches) == 2
-
-
 def test_a_limit_of_the_last_turn() -> None:
     response = {"output": list(TWO), "incomplete_details": {"reason": "max_output_tokens"}}
     rollout = read_result(result(response=response), 1.0)
