@@ -130,17 +130,16 @@ class Setting:
 def test_engines_with_gpus_of_their_own_read_what_arrives_from_host_memory(monkeypatch: pytest.MonkeyPatch) -> None:
     """One engine's GPU receives for all of the node, and the others do not see it: no CUDA IPC."""
     network = {"receivers": [4], "node_of_rank": [], "readers": [[0, 1]]}
-    monkeypatch.setattr(
-        receiver, "Network", lambda *_: SimpleNamespace(device=torch.device("cuda"), description=network)
-    )
+    on_gpu = SimpleNamespace(device=torch.device("cuda"), description=network, close=lambda: None)
+    monkeypatch.setattr(receiver, "Network", lambda *_: on_gpu)
     monkeypatch.setattr(shared_memory, "pin", lambda flat: None)
     monkeypatch.setattr(shared_memory, "unpin", lambda flat: None)
     node = Node()
-    monkeypatch.setattr(node, "close_receiver", lambda: None)
     plan = plan_refit(
         params_of(SHAPE), SHAPE, TrainerLayout(2, 1, 2), EngineLayout(RANKS), dtype="float32", buffer_bytes=8192
     )
     opened = node.open_receiver(network, plan.to_json(), 0)
+    node.close_receiver()
     assert opened["transport"]["kind"] == "shared_memory"
 
 

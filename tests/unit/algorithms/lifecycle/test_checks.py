@@ -1,4 +1,4 @@
-"""What is checked of a recipe before anything is started, on machines that differ."""
+"""Warnings about a machine before a run starts."""
 
 from __future__ import annotations
 
