@@ -15,8 +15,8 @@ import time
 from typing import Any
 
 from grpo_mcore.algorithms import grpo
-from grpo_mcore.algorithms.lifecycle.run_report import RunReport
-from grpo_mcore.algorithms.lifecycle.sample_record import SampleRecord
+from grpo_mcore.algorithms.record.run_report import RunReport
+from grpo_mcore.algorithms.record.sample_record import SampleRecord
 from grpo_mcore.cli.train import train
 from grpo_mcore.observe.samples import SampleFiles
 from grpo_mcore.recipe import load_recipe

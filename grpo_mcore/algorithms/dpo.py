@@ -3,7 +3,7 @@ model that training starts from. The same policy, batches and packing as GRPO; n
 
 One step: reference log-probs of pairs that are new -> one pass over both answers of each pair -> update. The two
 answers of a pair lie in one packed row (a micro-batch counts pairs), so that the loss compares them without a second
-pass. The losses are those of objective/preference.py; the loop is that of lifecycle/fine_tuning.py.
+pass. The losses are those of objective/preference.py; the loop is that of training_step/fine_tuning.py.
 """
 
 from __future__ import annotations
@@ -16,8 +16,8 @@ from functools import partial
 import torch
 from torch import Tensor
 
-from grpo_mcore.algorithms.lifecycle.fine_tuning import FineTuning, Metrics, filled_up
 from grpo_mcore.algorithms.sft import as_trajectory, prefixes_of
+from grpo_mcore.algorithms.training_step.fine_tuning import FineTuning, Metrics, filled_up
 from grpo_mcore.algorithms.training_step.policy_group import PolicyGroup
 from grpo_mcore.algorithms.training_step.step_batch import TrainTargets, rank_steps
 from grpo_mcore.data import TaskData, load_preference_dataset

@@ -19,8 +19,8 @@ from pathlib import Path
 from typing import Any
 
 from grpo_mcore.algorithms.engines.sampling_config import sampling_of, turn_limits
-from grpo_mcore.algorithms.lifecycle.checks import check_environments, check_run
 from grpo_mcore.algorithms.rollouts.rollouts import Rollouts
+from grpo_mcore.algorithms.run_control.checks import check_environments, check_run
 from grpo_mcore.algorithms.setup import start_cluster, start_engines, start_environments, wait_until_ready
 from grpo_mcore.cluster import Cluster
 from grpo_mcore.data import AllTaskProcessedDataset, DataError, DatumSpec, build_task_data, load_tokenizer

@@ -28,11 +28,6 @@ from grpo_mcore.algorithms.checkpointing.group_store import resume_in_flight, wr
 from grpo_mcore.algorithms.engines.engine_group import EngineGroup
 from grpo_mcore.algorithms.engines.retries import Retries
 from grpo_mcore.algorithms.engines.sampling_config import sampling_of, turn_limits
-from grpo_mcore.algorithms.lifecycle.run_record import RunRecord, start_record
-from grpo_mcore.algorithms.lifecycle.run_report import Compare, RunReport
-from grpo_mcore.algorithms.lifecycle.sample_record import SampleRecord
-from grpo_mcore.algorithms.lifecycle.step_profile import StepProfile
-from grpo_mcore.algorithms.lifecycle.stopping import StopRequest
 from grpo_mcore.algorithms.nemo_rl_api import (
     TokenizerType,
     _default_grpo_save_state,
@@ -44,9 +39,14 @@ from grpo_mcore.algorithms.nemo_rl_api import (
     setup,
     validate,
 )
+from grpo_mcore.algorithms.record.run_record import RunRecord, start_record
+from grpo_mcore.algorithms.record.run_report import Compare, RunReport
+from grpo_mcore.algorithms.record.sample_record import SampleRecord
+from grpo_mcore.algorithms.record.step_profile import StepProfile
 from grpo_mcore.algorithms.rollouts.rollouts import Rollouts
 from grpo_mcore.algorithms.rollouts.scoring import as_workers
 from grpo_mcore.algorithms.rollouts.validation import run_validation
+from grpo_mcore.algorithms.run_control.stopping import StopRequest
 from grpo_mcore.algorithms.training_step.advantages import compute_targets
 from grpo_mcore.algorithms.training_step.policy_group import PolicyGroup
 from grpo_mcore.algorithms.training_step.step_batch import build_step_batch

@@ -15,9 +15,9 @@ from torch import Tensor
 
 from grpo_mcore.algorithms.checkpointing.checkpoints import CheckpointManager, GRPOSaveState, first_save_state
 from grpo_mcore.algorithms.engines.engine_group import EngineGroup
-from grpo_mcore.algorithms.lifecycle.checks import check_run
 from grpo_mcore.algorithms.rollouts.scoring import as_workers
 from grpo_mcore.algorithms.rollouts.validation import run_validation
+from grpo_mcore.algorithms.run_control.checks import check_run
 from grpo_mcore.algorithms.setup import start_cluster, start_run
 from grpo_mcore.algorithms.training_step.policy_group import PolicyGroup
 from grpo_mcore.algorithms.weight_sync.refit_step import refit_once

@@ -20,9 +20,9 @@ from grpo_mcore.algorithms.checkpointing.checkpoints import (
 from grpo_mcore.algorithms.engines.engine_group import EngineGroup, EngineWorker, node_of_engine
 from grpo_mcore.algorithms.engines.policy_endpoint import REQUESTS, chat_config, open_endpoint
 from grpo_mcore.algorithms.engines.retries import Retries
-from grpo_mcore.algorithms.lifecycle.checks import Model, environment_of
 from grpo_mcore.algorithms.rollouts.agent_rollouts import AgentWorker
 from grpo_mcore.algorithms.rollouts.scoring import EnvironmentWorker
+from grpo_mcore.algorithms.run_control.checks import Model, environment_of
 from grpo_mcore.algorithms.training_step.policy_group import PolicyGroup
 from grpo_mcore.algorithms.training_step.policy_worker import PolicyWorker
 from grpo_mcore.algorithms.weight_sync.refit_parity import LIMITS, ParityCheck

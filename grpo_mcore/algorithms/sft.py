@@ -1,6 +1,6 @@
 """Supervised fine-tuning: make the answers of the data likelier. The same policy, batches and packing as GRPO.
 
-The loop, checkpoints and export are those of lifecycle/fine_tuning.py; here are the data, the step and the metrics.
+The loop, checkpoints and export are those of training_step/fine_tuning.py; here are the data, the step and the metrics.
 There is no padding; examples that are too long are left out and counted.
 """
 
@@ -10,7 +10,7 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 
 import torch
 
-from grpo_mcore.algorithms.lifecycle.fine_tuning import FineTuning, Metrics, filled_up
+from grpo_mcore.algorithms.training_step.fine_tuning import FineTuning, Metrics, filled_up
 from grpo_mcore.algorithms.training_step.policy_group import PolicyGroup
 from grpo_mcore.algorithms.training_step.step_batch import RankStep, TrainTargets, rank_steps
 from grpo_mcore.batching.prefix_trees import Prefixes, prefix_hashes

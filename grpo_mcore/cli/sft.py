@@ -10,7 +10,7 @@ from grpo_mcore.cli.train import add_resume, exit_code, resumed
 from grpo_mcore.recipe import MasterConfig, load_recipe
 
 if TYPE_CHECKING:
-    from grpo_mcore.algorithms.lifecycle.fine_tuning import FineTuning
+    from grpo_mcore.algorithms.training_step.fine_tuning import FineTuning
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -28,7 +28,7 @@ def run(args: argparse.Namespace) -> int:
 
 def fine_tune(method: type[FineTuning], config: MasterConfig, resume: str | bool | None = None) -> dict[str, Any]:
     """Run SFT or DPO and return the summary. Everything that was started ends with it, also on errors."""
-    from grpo_mcore.algorithms.lifecycle.fine_tuning import fine_tune, prepare
+    from grpo_mcore.algorithms.training_step.fine_tuning import fine_tune, prepare
 
     prepared = prepare(method, config, resume)
     if (folder := prepared.checkpointer.resumed_from) is not None:

@@ -51,7 +51,7 @@ def run(args: argparse.Namespace) -> int:
     config = load_recipe(args.recipe, args.overrides).config
     began = time.time()
     if args.check:
-        from grpo_mcore.algorithms.lifecycle.grpo_run import prepare
+        from grpo_mcore.algorithms.run import prepare
 
         prepared = prepare(config, args.resume)
         if (folder := prepared.checkpointer.resumed_from) is not None:
@@ -59,13 +59,13 @@ def run(args: argparse.Namespace) -> int:
         print(f"all checks passed; {prepared.steps_left()} steps are left, nothing was started")
         return 0
     if args.validate_only:
-        from grpo_mcore.algorithms.lifecycle.grpo_run import validate_only
+        from grpo_mcore.algorithms.run import validate_only
 
         validate_only(config, args.resume)
         return 0
     if config.cluster.max_restarts == 0:
         return exit_code(train(config, args.resume, began))
-    from grpo_mcore.algorithms.lifecycle.supervise import supervise
+    from grpo_mcore.algorithms.run_control.supervise import supervise
 
     return supervise(attempt, config, args.resume, began)
 
@@ -111,7 +111,7 @@ def train(config: MasterConfig, resume: str | bool | None = None, began: float |
     started ends with it, also on errors. A run that stops early exports nothing: it is not over."""
     save_by = config.checkpointing.seconds_to_save_by
     deadline = None if save_by is None else (began or time.time()) + save_by
-    from grpo_mcore.algorithms.lifecycle.stopping import on_signal, on_sigterm
+    from grpo_mcore.algorithms.run_control.stopping import on_signal, on_sigterm
 
     with on_signal(deadline) as stop, on_sigterm(stop):
         summary = _train(config, resume, stop)
@@ -127,8 +127,8 @@ def train(config: MasterConfig, resume: str | bool | None = None, began: float |
 def _train(config: MasterConfig, resume: str | bool | None, stop: Any) -> dict[str, object]:
     """Run a recipe to its end and return the summary. `stop`: the run's StopRequest."""
     from grpo_mcore.algorithms.grpo import grpo_train
-    from grpo_mcore.algorithms.lifecycle.grpo_run import prepare, started
-    from grpo_mcore.algorithms.lifecycle.stopping import Terminated, on_sigterm
+    from grpo_mcore.algorithms.run import prepare, started
+    from grpo_mcore.algorithms.run_control.stopping import Terminated, on_sigterm
     from grpo_mcore.tools.plan.measured import compare
 
     prepared = prepare(config, resume)

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from grpo_mcore.algorithms.checkpointing.checkpoints import CheckpointManager, policy_folder
-from grpo_mcore.algorithms.lifecycle.checks import SetupError, model_folder
+from grpo_mcore.algorithms.run_control.checks import SetupError, model_folder
 from grpo_mcore.data.tokenizer import template_text
 from grpo_mcore.parallel.export import ExportError, export_adapter, export_merged
 from grpo_mcore.parallel.hf_folder import SHARD_BYTES, put_in_place

@@ -17,8 +17,8 @@ from typing import Any, BinaryIO
 
 from grpo_mcore.algorithms.engines.policy_endpoint import open_endpoint
 from grpo_mcore.algorithms.engines.sampling_config import sampling_of, turn_limits
-from grpo_mcore.algorithms.lifecycle.checks import check_run
 from grpo_mcore.algorithms.rollouts.rollouts import Rollouts
+from grpo_mcore.algorithms.run_control.checks import check_run
 from grpo_mcore.algorithms.setup import start_cluster, start_engines, start_environments, wait_until_ready
 from grpo_mcore.data import AllTaskProcessedDataset, DataError, build_task_data, load_tokenizer
 from grpo_mcore.data.gym.files import whole_file

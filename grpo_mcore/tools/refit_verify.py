@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from grpo_mcore.algorithms.lifecycle.checks import Model, check_run
-from grpo_mcore.algorithms.lifecycle.stopping import StopRequest, on_sigterm
+from grpo_mcore.algorithms.run_control.checks import Model, check_run
+from grpo_mcore.algorithms.run_control.stopping import StopRequest, on_sigterm
 from grpo_mcore.algorithms.setup import parity_check, start_cluster, start_policy_and_engines
 from grpo_mcore.algorithms.weight_sync.refit_parity import Parity, measure_parity
 from grpo_mcore.algorithms.weight_sync.refit_step import refit_once

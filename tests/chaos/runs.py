@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from grpo_mcore.algorithms.lifecycle.supervise import supervise
+from grpo_mcore.algorithms.run_control.supervise import supervise
 from grpo_mcore.cli import train
 from grpo_mcore.recipe import MasterConfig, load_recipe
 from tests.chaos.kills import Kill, Reaper

@@ -16,7 +16,7 @@ from ray.cluster_utils import Cluster as RayNodes
 
 from grpo_mcore.algorithms.engines.engine_group import EngineGroup
 from grpo_mcore.algorithms.grpo import refit_policy_generation
-from grpo_mcore.algorithms.lifecycle.checks import check_run
+from grpo_mcore.algorithms.run_control.checks import check_run
 from grpo_mcore.algorithms.setup import start_engines, wait_until_ready
 from grpo_mcore.algorithms.training_step.policy_group import PolicyGroup
 from grpo_mcore.cluster import WorkerFailed

@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from grpo_mcore.algorithms.lifecycle.checks import check_run
+from grpo_mcore.algorithms.run_control.checks import check_run
 from grpo_mcore.cluster.ray_cluster import RayCluster
 from grpo_mcore.data.arithmetic import make_tokenizer
 from grpo_mcore.data.tiny_models import ENGINE_SIZES, make_tiny_model

@@ -15,7 +15,7 @@ from torch import Tensor
 
 from grpo_mcore.algorithms.engines.engine_group import EngineGroup
 from grpo_mcore.algorithms.grpo import refit_policy_generation
-from grpo_mcore.algorithms.lifecycle.checks import check_run
+from grpo_mcore.algorithms.run_control.checks import check_run
 from grpo_mcore.algorithms.setup import start_engines, wait_until_ready
 from grpo_mcore.algorithms.training_step.policy_group import PolicyGroup
 from grpo_mcore.algorithms.weight_sync.refit_step import refit_once

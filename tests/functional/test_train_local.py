@@ -19,7 +19,7 @@ import pytest
 
 from grpo_mcore.algorithms.checkpointing.checkpoints import policy_folder
 from grpo_mcore.algorithms.engines.engine_group import EngineWorker
-from grpo_mcore.algorithms.lifecycle.checks import check_model
+from grpo_mcore.algorithms.run_control.checks import check_model
 from grpo_mcore.algorithms.setup import start_cluster, start_policy
 from grpo_mcore.algorithms.training_step.policy_worker import PolicyWorker
 from grpo_mcore.cli.main import main

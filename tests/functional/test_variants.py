@@ -15,7 +15,7 @@ from torch import Tensor
 
 from grpo_mcore.algorithms import grpo, setup
 from grpo_mcore.algorithms.checkpointing.checkpoints import CheckpointManager
-from grpo_mcore.algorithms.lifecycle.checks import check_run
+from grpo_mcore.algorithms.run_control.checks import check_run
 from grpo_mcore.algorithms.training_step.policy_worker import PolicyWorker
 from grpo_mcore.algorithms.training_step.step_batch import StepBatch, TrainTargets
 from grpo_mcore.data import build_dataloader, build_task_data, load_tokenizer

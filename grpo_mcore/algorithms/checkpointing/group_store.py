@@ -13,7 +13,7 @@ from pathlib import Path
 
 from grpo_mcore import tensor_files
 from grpo_mcore.algorithms.checkpointing.checkpoints import SavedPosition
-from grpo_mcore.algorithms.lifecycle.run_record import RunRecord
+from grpo_mcore.algorithms.record.run_record import RunRecord
 from grpo_mcore.algorithms.training_step.step_groups import StepGroups
 from grpo_mcore.cluster import Cluster
 from grpo_mcore.data import DatumSpec

@@ -18,7 +18,7 @@ from torch import Tensor
 from grpo_mcore.algorithms.checkpointing.checkpoints import policy_folder
 from grpo_mcore.algorithms.engines.engine_group import EngineGroup
 from grpo_mcore.algorithms.grpo import train_on_groups
-from grpo_mcore.algorithms.lifecycle.checks import check_model
+from grpo_mcore.algorithms.run_control.checks import check_model
 from grpo_mcore.algorithms.setup import make_loss, start_cluster, start_policy, wait_until_ready
 from grpo_mcore.algorithms.training_step.policy_group import logprobs_by_sample
 from grpo_mcore.algorithms.training_step.step_batch import StepBatch, TrainTargets, build_step_batch

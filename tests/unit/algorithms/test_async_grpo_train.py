@@ -8,7 +8,7 @@ import pytest
 
 from grpo_mcore.algorithms import grpo
 from grpo_mcore.algorithms.engines.engine_group import EngineGroup
-from grpo_mcore.algorithms.lifecycle.run_record import schedule_config
+from grpo_mcore.algorithms.record.run_record import schedule_config
 from grpo_mcore.cluster import LocalCluster
 from grpo_mcore.recipe import RecipeError
 from tests.unit.algorithms.training_step.step_cases import config

@@ -10,7 +10,7 @@ import pytest
 
 from grpo_mcore.algorithms.engines.engine_group import EngineGroup
 from grpo_mcore.algorithms.engines.retries import Retries
-from grpo_mcore.algorithms.lifecycle.checks import Model
+from grpo_mcore.algorithms.run_control.checks import Model
 from grpo_mcore.algorithms.setup import start_policy_and_engines, wait_until_ready
 from grpo_mcore.algorithms.weight_sync import refit_step
 from grpo_mcore.cluster import WorkerDied

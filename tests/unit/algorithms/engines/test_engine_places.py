@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from grpo_mcore.algorithms.lifecycle.checks import SetupError, check_engine_places
+from grpo_mcore.algorithms.run_control.checks import SetupError, check_engine_places
 from grpo_mcore.algorithms.setup import engine_ranks
 from grpo_mcore.recipe import MasterConfig, num_engines
 

@@ -8,7 +8,7 @@ from dataclasses import replace
 
 import pytest
 
-from grpo_mcore.algorithms.lifecycle.run_record import schedule_config
+from grpo_mcore.algorithms.record.run_record import schedule_config
 from grpo_mcore.algorithms.training_step.step_groups import StepGroups, is_informative
 from grpo_mcore.rollout.schedule import Train
 from tests.unit.algorithms.training_step.step_cases import config, group

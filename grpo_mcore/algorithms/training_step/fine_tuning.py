@@ -24,9 +24,9 @@ from grpo_mcore.algorithms.checkpointing.checkpoints import (
     RunSnapshot,
     policy_folder,
 )
-from grpo_mcore.algorithms.lifecycle.checks import Model, check_model, check_writable
-from grpo_mcore.algorithms.lifecycle.stopping import StopRequest, on_signal, on_sigterm
 from grpo_mcore.algorithms.rollouts.prompt_stream import PromptStream
+from grpo_mcore.algorithms.run_control.checks import Model, check_model, check_writable
+from grpo_mcore.algorithms.run_control.stopping import StopRequest, on_signal, on_sigterm
 from grpo_mcore.algorithms.setup import start_cluster, start_policy, wait_until_ready
 from grpo_mcore.algorithms.training_step.policy_group import PolicyGroup
 from grpo_mcore.data import TaskData, build_dataloader, build_task_data, build_train_dataloader, load_tokenizer

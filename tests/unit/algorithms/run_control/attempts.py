@@ -10,7 +10,7 @@ import time
 from pathlib import Path
 from typing import Any
 
-from grpo_mcore.algorithms.lifecycle.stopping import on_signal, on_sigterm
+from grpo_mcore.algorithms.run_control.stopping import on_signal, on_sigterm
 from grpo_mcore.recipe import MasterConfig
 
 DIED = "policy-1: train failed: its process ended"

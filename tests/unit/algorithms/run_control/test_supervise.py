@@ -15,10 +15,10 @@ from pathlib import Path
 import psutil
 import pytest
 
-from grpo_mcore.algorithms.lifecycle import supervise as module
-from grpo_mcore.algorithms.lifecycle.supervise import supervise
+from grpo_mcore.algorithms.run_control import supervise as module
+from grpo_mcore.algorithms.run_control.supervise import supervise
 from grpo_mcore.recipe import MasterConfig
-from tests.unit.algorithms.lifecycle import attempts
+from tests.unit.algorithms.run_control import attempts
 
 
 @pytest.fixture
@@ -115,8 +115,8 @@ def test_signals_that_the_starting_program_had_blocked_are_heard() -> None:
 @pytest.mark.slow
 def test_the_run_ends_with_its_supervisor(tmp_path: Path) -> None:
     program = (
-        "import pathlib, sys; from tests.unit.algorithms.lifecycle import attempts;"
-        "from grpo_mcore.algorithms.lifecycle.supervise import supervise;"
+        "import pathlib, sys; from tests.unit.algorithms.run_control import attempts;"
+        "from grpo_mcore.algorithms.run_control.supervise import supervise;"
         "supervise(attempts.waiting, attempts.config_for(pathlib.Path(sys.argv[1])), None, 0.0)"
     )
     parent = subprocess.Popen([sys.executable, "-c", program, str(tmp_path)])

@@ -13,7 +13,7 @@ import pytest
 from matplotlib.figure import Figure
 
 from grpo_mcore.algorithms.checkpointing.checkpoints import first_save_state
-from grpo_mcore.algorithms.lifecycle.run_report import RunReport
+from grpo_mcore.algorithms.record.run_report import RunReport
 from grpo_mcore.algorithms.rollouts.validation import Validation
 from grpo_mcore.families import forward_flops, shape_of
 from grpo_mcore.families.known import known_configs

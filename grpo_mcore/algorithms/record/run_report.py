@@ -11,7 +11,7 @@ from typing import Any, Protocol
 
 from grpo_mcore.algorithms.checkpointing.checkpoints import GRPOSaveState
 from grpo_mcore.algorithms.engines.engine_group import EngineGroup
-from grpo_mcore.algorithms.lifecycle.sample_record import SampleRecord
+from grpo_mcore.algorithms.record.sample_record import SampleRecord
 from grpo_mcore.algorithms.rollouts.validation import Validation
 from grpo_mcore.algorithms.training_step.policy_group import PolicyGroup
 from grpo_mcore.families import ModelShape, forward_flops, parameter_count

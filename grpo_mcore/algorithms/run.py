@@ -10,16 +10,16 @@ from dataclasses import dataclass
 from typing import Any
 
 from grpo_mcore.algorithms.checkpointing.checkpoints import CheckpointManager
-from grpo_mcore.algorithms.lifecycle.checks import (
+from grpo_mcore.algorithms.record.sample_record import SampleRecord
+from grpo_mcore.algorithms.rollouts.prompt_stream import check_same_data
+from grpo_mcore.algorithms.rollouts.validation import run_validation
+from grpo_mcore.algorithms.run_control.checks import (
     Model,
     check_checkpointing,
     check_environments,
     check_run,
     check_writable,
 )
-from grpo_mcore.algorithms.lifecycle.sample_record import SampleRecord
-from grpo_mcore.algorithms.rollouts.prompt_stream import check_same_data
-from grpo_mcore.algorithms.rollouts.validation import run_validation
 from grpo_mcore.algorithms.setup import Run, build_loaders, start_cluster, start_run
 from grpo_mcore.algorithms.weight_sync.refit_step import refit_engines
 from grpo_mcore.data import TaskData, TurnTemplate, build_task_data, load_tokenizer

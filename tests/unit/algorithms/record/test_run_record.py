@@ -8,9 +8,9 @@ from typing import Any
 import pytest
 
 from grpo_mcore.algorithms.checkpointing.checkpoints import SavedPosition
-from grpo_mcore.algorithms.lifecycle.run_record import RunRecord, start_record
-from grpo_mcore.algorithms.lifecycle.stopping import StopRequest
+from grpo_mcore.algorithms.record.run_record import RunRecord, start_record
 from grpo_mcore.algorithms.rollouts.validation import Validation
+from grpo_mcore.algorithms.run_control.stopping import StopRequest
 from grpo_mcore.observe import LEDGER_FILE, Timeline, audit, read_ledger
 from grpo_mcore.rollout import schedule as s
 from tests.unit.algorithms.training_step.step_cases import config, group

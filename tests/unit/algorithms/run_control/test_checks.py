@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from grpo_mcore.algorithms.lifecycle import checks
+from grpo_mcore.algorithms.run_control import checks
 from grpo_mcore.data.tiny_models import make_tiny_model
 from grpo_mcore.recipe import MasterConfig
 

@@ -10,7 +10,7 @@ import time
 
 import pytest
 
-from grpo_mcore.algorithms.lifecycle.stopping import StopRequest, Terminated, on_signal, on_sigterm
+from grpo_mcore.algorithms.run_control.stopping import StopRequest, Terminated, on_signal, on_sigterm
 
 
 def test_a_signal_asks_once() -> None:

@@ -9,10 +9,10 @@ from types import TracebackType
 from typing import Any, Self
 
 from grpo_mcore.algorithms.checkpointing.checkpoints import RunSnapshot, SavedPosition
-from grpo_mcore.algorithms.lifecycle.run_report import RunReport
-from grpo_mcore.algorithms.lifecycle.stopping import StopRequest
+from grpo_mcore.algorithms.record.run_report import RunReport
 from grpo_mcore.algorithms.rollouts.prompt_stream import PromptStream
 from grpo_mcore.algorithms.rollouts.validation import Validation, stop_reason
+from grpo_mcore.algorithms.run_control.stopping import StopRequest
 from grpo_mcore.data import DatumSpec
 from grpo_mcore.observe import LEDGER_FILE, Ledger, Timeline
 from grpo_mcore.recipe import MasterConfig, prompts_per_generation_batch
