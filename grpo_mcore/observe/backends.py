@@ -4,7 +4,6 @@ only where the recipe asks for it."""
 from __future__ import annotations
 
 import json
-import logging
 import re
 import time
 from collections.abc import Callable, Mapping
@@ -14,9 +13,6 @@ from pathlib import Path
 from typing import Any, Protocol
 
 from grpo_mcore.recipe import GRPOLoggerConfig
-
-log = logging.getLogger(__name__)
-
 
 class MissingPackage(RuntimeError):
     """The recipe asks for a logger whose package is not installed."""
@@ -36,8 +32,7 @@ class Backend(Protocol):
 
 
 class TensorBoard:
-    """Event files in the run's folder. On a full disk the writer gives up for good: these values are left out, and the
-    next ones get a new writer."""
+    """Event files in the run's folder. On a full disk a writer gives up for good; the next attempt gets a new one."""
 
     def __init__(self, package: Any, config: GRPOLoggerConfig, folder: Path) -> None:
         self._package, self._folder = package, str(folder / (config.tensorboard.log_dir or "tensorboard"))
@@ -49,9 +44,9 @@ class TensorBoard:
                 self._writer = self._package.SummaryWriter(self._folder)
             for name, value in values.items():
                 self._writer.add_scalar(name, value, step)
-        except OSError as error:
+        except OSError:
             self._writer = None
-            log.warning("TensorBoard lacks step %d: %s; metrics.jsonl has it", step, error.strerror or error)
+            raise
 
     def params(self, plain: dict[str, Any]) -> None:
         if self._writer is not None:
@@ -89,8 +84,8 @@ class MLflow:
         self._metric, self._run_id = package.entities.Metric, where.run_id
         if self._run_id is None:
             name = where.experiment_name or "grpo"
-            found = self._client.get_experiment_by_name(name)
-            number = found.experiment_id if found else self._client.create_experiment(name, where.artifact_location)
+            experiment = self._client.get_experiment_by_name(name)
+            number = experiment.experiment_id if experiment else self._client.create_experiment(name, where.artifact_location)
             self._run_id = self._client.create_run(number, run_name=where.run_name or folder.name).info.run_id
 
     def log(self, values: Mapping[str, float], step: int) -> None:
@@ -135,15 +130,17 @@ BACKENDS: dict[str, tuple[str, str, Callable[[Any, GRPOLoggerConfig, Path], Back
 """Key of `logger`: (module, package to install, class)."""
 
 
-def chosen_backends(config: GRPOLoggerConfig) -> list[tuple[Any, Callable[[Any, GRPOLoggerConfig, Path], Backend]]]:
-    """Return (module, class) of each destination that the recipe asks for. Raises MissingPackage."""
-    found = []
+def chosen_backends(
+    config: GRPOLoggerConfig,
+) -> list[tuple[str, Any, Callable[[Any, GRPOLoggerConfig, Path], Backend]]]:
+    """Return (key of the recipe, module, class) of each destination that it asks for. Raises MissingPackage."""
+    chosen = []
     for key, (module, package, cls) in BACKENDS.items():
         if getattr(config, key):
             try:
-                found.append((import_module(module), cls))
+                chosen.append((f"logger.{key}", import_module(module), cls))
             except ImportError as error:
                 raise MissingPackage(
                     f"logger.{key} needs {package}: pip install {package}, or set it to false"
                 ) from error
-    return found
+    return chosen

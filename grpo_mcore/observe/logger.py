@@ -10,12 +10,14 @@ import os
 import time
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 from grpo_mcore.imports import import_by_path
 from grpo_mcore.observe.append_file import AppendFile
-from grpo_mcore.observe.backends import Backend, chosen_backends
+from grpo_mcore.observe.backends import chosen_backends
+from grpo_mcore.observe.tracker import Tracker
 from grpo_mcore.recipe import GRPOLoggerConfig, OwnLoggerConfig
 
 log = logging.getLogger(__name__)
@@ -49,7 +51,8 @@ def check_own_logger(own: OwnLoggerConfig) -> Any:
 
 
 class Logger:
-    """Writes to a run's own folder, `log_dir`: the next free exp_001, exp_002, ... in `config.log_dir`.
+    """Writes to a run's own folder, `log_dir`: the next free exp_001, exp_002, ... in `config.log_dir`. Trackers get the
+    same values in threads of their own (tracker.py): none of them can slow or end a run.
 
     `config`: the recipe's `logger` section. `run`: the folder of an earlier run (exp_NNN) to go on in, if it is there.
     Raises MissingPackage.
@@ -66,8 +69,11 @@ class Logger:
         """When the run began, before its cluster was started."""
         tensorboard = self.log_dir / (config.tensorboard.log_dir or "tensorboard")
         self.tensorboard_dir = tensorboard if config.tensorboard_enabled else None
-        self._backends: list[Backend] = [cls(package, config, self.log_dir) for package, cls in chosen]
-        self._own = [check_own_logger(own)(self.log_dir, **own.options) for own in config.own]
+        self._backends = [Tracker(name, partial(cls, package, config, self.log_dir)) for name, package, cls in chosen]
+        custom = [(own, check_own_logger(own)) for own in config.own]
+        self._custom = [
+            Tracker[Any](f"logger.own {own.path}", partial(cls, self.log_dir, **own.options)) for own, cls in custom
+        ]
         self.machines: Callable[[], Mapping[str, float]] = dict
         """Returns the metrics of the run's machines since the last call; none unless logger.monitor_gpus is set."""
         self.peak_flops: float | None = None
@@ -87,10 +93,10 @@ class Logger:
         finite = {name: value if value is None or math.isfinite(value) else None for name, value in values.items()}
         self._file.write(json.dumps(head | finite))
         named = {f"{prefix}/{name}" if prefix else name: v for name, v in values.items() if v is not None}
-        for backend in self._backends:
-            backend.log(named, step)
-        for own in self._own:
-            own.log_metrics(dict(values), step, prefix)
+        for tracker in self._backends:
+            tracker.call(f"step {step}", lambda backend: backend.log(named, step))
+        for tracker in self._custom:
+            tracker.call(f"step {step}", lambda custom: custom.log_metrics(dict(values), step, prefix))
 
     def log_hyperparams(self, params: Any) -> None:
         """The resolved recipe: a mapping or a pydantic model, to `hyperparams.json` and the other loggers."""
@@ -101,19 +107,26 @@ class Logger:
             path.write_text(text + "\n")
         except OSError as error:  # observation must not stop training
             log.warning("%s cannot be written: %s; the run goes on without it", path, error.strerror or error)
-        for backend in self._backends:
-            backend.params(json.loads(text))
-        for own in self._own:
-            own.log_hyperparams(json.loads(text))
+        for tracker in self._backends:
+            tracker.call("the recipe", lambda backend: backend.params(json.loads(text)))
+        for tracker in self._custom:
+            tracker.call("the recipe", lambda custom: custom.log_hyperparams(json.loads(text)))
+
+    def outages(self) -> dict[str, str]:
+        """Return, by tracker that lacks something at the moment, how much and why."""
+        trackers = (*self._backends, *self._custom)
+        return {
+            tracker.name: f"lacks {tracker.missing} calls: {tracker.outage}"
+            for tracker in trackers
+            if tracker.outage is not None
+        }
 
     def close(self) -> None:
-        """Write what is left and close all loggers. Idempotent."""
+        """Write what is left and close all loggers; each tracker gets a few seconds. May be called again."""
         self._file.close()
+        for tracker in (*self._backends, *self._custom):
+            tracker.close(lambda backend: backend.close())
         self.console.close()
-        while self._backends:
-            self._backends.pop().close()
-        while self._own:
-            self._own.pop().close()
 
 
 class _Kept(logging.Handler):
