@@ -7,7 +7,6 @@ Each verb is a file of this folder with `run(args) -> int`, imported only when i
 from __future__ import annotations
 
 import argparse
-import errno
 import logging
 import os
 import select
@@ -21,6 +20,7 @@ from typing import Any
 import grpo_mcore
 from grpo_mcore.cli.completion import Install, complete, recipes_and_keys, words_so_far
 from grpo_mcore.observe.colors import painted
+from grpo_mcore.observe.console import UnfailingStream, unfailing_console
 from grpo_mcore.recipe import RecipeError, is_override
 
 # Verb: (what it does, does it take a recipe).
@@ -43,6 +43,10 @@ VERBS = {
     "ledger": ("audit a run: did every prompt have exactly one end", False),
     "data": ("make training data of NeMo Gym rollouts, check training data", False),
 }
+
+
+RUNS = {"train", "sft", "dpo", "eval", "demo"}
+"""Verbs whose work goes on where nobody can read what they print."""
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -105,6 +109,13 @@ def _run(argv: Sequence[str] | None) -> int:
 def guarded(verb: str, work: Callable[[], int]) -> int:
     """Return the exit code of `work`. An exception becomes one message on standard error, and the exit code that goes
     with it."""
+    if verb in RUNS:
+        with unfailing_console():
+            return _guarded(verb, work)
+    return _guarded(verb, work)
+
+
+def _guarded(verb: str, work: Callable[[], int]) -> int:
     _ignore_warnings()
     _log_to_console()
     try:
@@ -131,15 +142,11 @@ class _Console(logging.Handler):
     """Prints messages as plain lines: information to standard output, warnings and errors to standard error."""
 
     def emit(self, record: logging.LogRecord) -> None:
-        try:
-            stream, text = sys.stdout, self.format(record)
-            if record.levelno >= logging.WARNING:
-                stream = sys.stderr
-                text = painted(text, "red" if record.levelno >= logging.ERROR else "yellow", stream)
-            print(text, file=stream, flush=True)
-        except OSError as error:  # a run goes on when the disk is full to which its output is redirected
-            if error.errno not in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG):
-                raise
+        stream, text = sys.stdout, self.format(record)
+        if record.levelno >= logging.WARNING:
+            stream = sys.stderr
+            text = painted(text, "red" if record.levelno >= logging.ERROR else "yellow", stream)
+        print(text, file=UnfailingStream(stream), flush=True)
 
 
 def _log_to_console() -> None:
