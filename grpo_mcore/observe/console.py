@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import errno
+import io
 import os
 import sys
 import textwrap
@@ -46,7 +47,11 @@ class UnfailingStream:
     """
 
     def __init__(self, stream: Any) -> None:
-        self._stream = stream
+        """`stream`: None where the process was started without one."""
+        self._stream = io.StringIO() if stream is None else stream
+
+    def isatty(self) -> bool:
+        return not self._stream.closed and self._stream.isatty()
 
     def write(self, text: str) -> int:
         self._attempt(lambda: self._stream.write(text))

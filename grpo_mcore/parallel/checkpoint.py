@@ -114,7 +114,7 @@ class _ResultFile:
 
 def _write_ignoring_signals(write: Callable[..., None], *args: Any) -> None:
     """Run `write` in the writing process: an orderly end of the run waits for it, and Ctrl-C must not stop it."""
-    for number in (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1):
+    for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1):
         signal.signal(number, signal.SIG_IGN)
     write(*args)
 

@@ -1,5 +1,5 @@
-"""Stop a run on request. SIGUSR1: finish the step, save, and exit. SIGTERM: save what is trained so far and exit. A
-second SIGTERM, or Ctrl-C: exit in order without saving."""
+"""Stop a run on request. SIGUSR1: finish the step, save, and exit. SIGTERM, or SIGHUP when its terminal closes: save
+what is trained so far and exit. A second of these, or Ctrl-C: exit in order without saving."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ class StopNow(Exception):
 
 
 class Terminated(KeyboardInterrupt):
-    """SIGTERM came before the run had anything to save that is not saved."""
+    """SIGTERM or SIGHUP came before the run had anything to save that is not saved."""
 
     exit_code = 128 + signal.SIGTERM
 
@@ -107,7 +107,7 @@ def on_signal(save_by: float | None = None) -> Iterator[StopRequest]:
         request.ask("SIGUSR1 asked the run to stop")
 
     handlers = {signal.SIGUSR1: note}
-    if signal.getsignal(signal.SIGINT) is not signal.SIG_IGN:  # nohup
+    if not is_ignored(signal.SIGINT):
         handlers[signal.SIGINT] = lambda number, _frame: request.interrupt()
     before = {number: signal.signal(number, handler) for number, handler in handlers.items()}
     signal.pthread_sigmask(signal.SIG_UNBLOCK, [signal.SIGUSR1, signal.SIGINT])
@@ -120,23 +120,31 @@ def on_signal(save_by: float | None = None) -> Iterator[StopRequest]:
 
 @contextmanager
 def on_sigterm(request: StopRequest) -> Iterator[None]:
-    """Let SIGTERM ask the run to save and stop at once. Before the loop it raises Terminated, and the second time
-    KeyboardInterrupt. Ray installs a handler of its own when it starts, so enter this block again afterwards."""
+    """Let SIGTERM and SIGHUP ask the run to save and stop at once. Before the loop they raise Terminated, and the
+    second time KeyboardInterrupt. SIGHUP stays ignored where it is (nohup). Ray installs a handler of its own for
+    SIGTERM when it starts, so enter this block again afterwards."""
     if threading.current_thread() is not threading.main_thread():
         yield
         return
 
     def note(number: int, frame: FrameType | None) -> None:
         if request.at_once:
-            signal.signal(signal.SIGTERM, signal.SIG_IGN)
+            signal.signal(number, signal.SIG_IGN)
             request.interrupt()
-        request.ask("SIGTERM asked the run to stop", at_once=True)
+        request.ask(f"{signal.Signals(number).name} asked the run to stop", at_once=True)
         if request.stage == "start":
             raise Terminated
 
-    before = signal.signal(signal.SIGTERM, note)
-    signal.pthread_sigmask(signal.SIG_UNBLOCK, [signal.SIGTERM])
+    numbers = [n for n in (signal.SIGTERM, signal.SIGHUP) if n == signal.SIGTERM or not is_ignored(n)]
+    before = {number: signal.signal(number, note) for number in numbers}
+    signal.pthread_sigmask(signal.SIG_UNBLOCK, numbers)
     try:
         yield
     finally:
-        signal.signal(signal.SIGTERM, before)
+        for number, handler in before.items():
+            signal.signal(number, handler)
+
+
+def is_ignored(number: int) -> bool:
+    """Return whether this process was started to ignore the signal, as nohup does."""
+    return signal.getsignal(number) is signal.SIG_IGN

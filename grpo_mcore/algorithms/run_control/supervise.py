@@ -23,12 +23,13 @@ import psutil
 from grpo_mcore import processes
 from grpo_mcore.algorithms.checkpointing.checkpoints import CheckpointManager
 from grpo_mcore.algorithms.engines.retries import Retries
+from grpo_mcore.algorithms.run_control.stopping import is_ignored
 from grpo_mcore.cluster import orphan_reaper
 from grpo_mcore.recipe import MasterConfig
 
 logger = logging.getLogger(__name__)
 
-FORWARDED = (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1)
+FORWARDED = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1)
 
 EXIT_S = 60.0
 """Seconds that the process of a run gets to end once the run is over."""
@@ -61,7 +62,7 @@ class _Child:
 
 def supervise(attempt: Attempt, config: MasterConfig, resume: str | bool | None, began: float) -> int:
     """Run `attempt` in a process of its own, and again after each loss, until cluster.max_restarts restarts in a row
-    have brought no new checkpoint. Return the exit code of the last attempt. SIGINT, SIGTERM and SIGUSR1 are
+    have brought no new checkpoint. Return the exit code of the last attempt. SIGINT, SIGTERM, SIGHUP and SIGUSR1 are
     forwarded to it."""
     checkpoints = CheckpointManager(config.checkpointing)
     retries = Retries(config.cluster.max_restarts, config.cluster.retry_wait_s)
@@ -168,7 +169,7 @@ def _forward_signals(child: _Child) -> Iterator[None]:
         child.asked = child.waiting = number
         child.forward()
 
-    heard = [number for number in FORWARDED if signal.getsignal(number) is not signal.SIG_IGN]  # nohup: no SIGINT
+    heard = [number for number in FORWARDED if not is_ignored(number)]
     before = {number: signal.signal(number, forward) for number in heard}
     signal.pthread_sigmask(signal.SIG_UNBLOCK, heard)  # whoever started this process may have blocked them
     try:

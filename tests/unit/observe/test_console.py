@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import io
+import os
+import subprocess
+import sys
 from dataclasses import dataclass, replace
 from pathlib import Path
 
@@ -168,3 +171,45 @@ def test_progress_moves_only_on_a_terminal():
     assert terminal.getvalue().endswith(" 4 s left")
     console.note("a line")
     assert terminal.getvalue().endswith(f"\r{' ' * len('s: 2 / 4 ' + full + ' 4 s left')}\ra line\n")
+
+
+PRINTS = """
+import sys, logging
+from grpo_mcore.cli.main import guarded
+from grpo_mcore.observe.console import RunConsole
+from grpo_mcore.observe.append_file import AppendFile
+from pathlib import Path
+
+def work():
+    console = RunConsole(kept=AppendFile(Path(sys.argv[1])))
+    for step in range(200):
+        console.note(f"step {step} " + "x" * 200)
+        print("something else prints too")
+        logging.getLogger("grpo_mcore").info("a message")
+        logging.getLogger("grpo_mcore").warning("a warning")
+    return 7
+
+sys.exit(guarded("train", work))
+"""
+
+
+@pytest.mark.parametrize("console", ["/dev/full", "dead pipe", "closed terminal", "closed", "none"])
+def test_a_run_outlives_its_console(tmp_path: Path, console: str) -> None:
+    """Its own exit code, and every line in the file that keeps them."""
+    if console == "/dev/full":
+        there = os.open("/dev/full", os.O_WRONLY)
+    elif console == "closed terminal":
+        here, there = os.openpty()
+        os.close(here)
+    else:
+        here, there = os.pipe()
+        os.close(here)
+    kept = tmp_path / "console.txt"
+    without = {"closed": "sys.stdout.close()", "none": "sys.stdout = sys.stderr = None"}
+    code = PRINTS.replace("def work():", f"{without.get(console, '')}\n\ndef work():")
+    try:
+        ended = subprocess.run([sys.executable, "-c", code, str(kept)], stdout=there, stderr=there, check=False)
+    finally:
+        os.close(there)
+    assert ended.returncode == 7
+    assert len(kept.read_text().splitlines()) == 200

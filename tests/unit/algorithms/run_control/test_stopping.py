@@ -103,20 +103,36 @@ def test_ctrl_c_that_python_drops_is_raised_at_the_next_look() -> None:
     assert signal.getsignal(signal.SIGINT) == before and not reached
 
 
-def test_sigterm_outside_of_a_wait_only_asks() -> None:
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGHUP])
+def test_sigterm_or_a_closed_terminal_outside_of_a_wait_only_asks(number: signal.Signals) -> None:
     stop = StopRequest()
     with on_sigterm(stop), stop.heeded():
-        os.kill(os.getpid(), signal.SIGTERM)
+        os.kill(os.getpid(), number)
         stop.check()
+        assert stop.at_once and stop.reason == f"{number.name} asked the run to stop"
+        with pytest.raises(KeyboardInterrupt):
+            os.kill(os.getpid(), number)
+            time.sleep(60)
     assert stop.at_once
 
 
-def test_sigterm_before_the_loop_ends_the_start() -> None:
-    before = signal.getsignal(signal.SIGTERM)
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGHUP])
+def test_sigterm_or_a_closed_terminal_before_the_loop_ends_the_start(number: signal.Signals) -> None:
+    before = signal.getsignal(number)
     with pytest.raises(Terminated), on_sigterm(StopRequest()):
-        os.kill(os.getpid(), signal.SIGTERM)
+        os.kill(os.getpid(), number)
         time.sleep(60)
-    assert signal.getsignal(signal.SIGTERM) == before and Terminated.exit_code == 143
+    assert signal.getsignal(number) == before and Terminated.exit_code == 143
+
+
+def test_under_nohup_a_closed_terminal_changes_nothing() -> None:
+    stop, before = StopRequest(), signal.signal(signal.SIGHUP, signal.SIG_IGN)
+    try:
+        with on_sigterm(stop), stop.heeded():
+            os.kill(os.getpid(), signal.SIGHUP)
+            assert stop.reason is None
+    finally:
+        signal.signal(signal.SIGHUP, before)
 
 
 def test_sigterm_after_the_loop_changes_nothing() -> None:

@@ -62,6 +62,7 @@ def test_a_mistake_is_not_tried_again(config: MasterConfig, capfd: pytest.Captur
     [
         (signal.SIGINT, 1, "runs"),
         (signal.SIGTERM, 1, "imports"),
+        (signal.SIGHUP, 1, "runs"),
         (signal.SIGUSR1, 75, "runs"),
         (signal.SIGUSR1, 75, "starts"),
     ],
