@@ -14,6 +14,7 @@ from typing import Any, Protocol
 
 from grpo_mcore.recipe import GRPOLoggerConfig
 
+
 class MissingPackage(RuntimeError):
     """The recipe asks for a logger whose package is not installed."""
 
@@ -85,7 +86,10 @@ class MLflow:
         if self._run_id is None:
             name = where.experiment_name or "grpo"
             experiment = self._client.get_experiment_by_name(name)
-            number = experiment.experiment_id if experiment else self._client.create_experiment(name, where.artifact_location)
+            if experiment is None:
+                number = self._client.create_experiment(name, where.artifact_location)
+            else:
+                number = experiment.experiment_id
             self._run_id = self._client.create_run(number, run_name=where.run_name or folder.name).info.run_id
 
     def log(self, values: Mapping[str, float], step: int) -> None:

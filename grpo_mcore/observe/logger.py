@@ -51,8 +51,9 @@ def check_own_logger(own: OwnLoggerConfig) -> Any:
 
 
 class Logger:
-    """Writes to a run's own folder, `log_dir`: the next free exp_001, exp_002, ... in `config.log_dir`. Trackers get the
-    same values in threads of their own (tracker.py): none of them can slow or end a run.
+    """Writes to a run's own folder, `log_dir`: the next free exp_001, exp_002, ... in `config.log_dir`.
+
+    Trackers get the same values in threads of their own (tracker.py): none of them can slow or end a run.
 
     `config`: the recipe's `logger` section. `run`: the folder of an earlier run (exp_NNN) to go on in, if it is there.
     Raises MissingPackage.

@@ -11,7 +11,7 @@ import math
 import os
 import re
 import shutil
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -25,6 +25,9 @@ from grpo_mcore.recipe import Change, CheckpointingConfig, MasterConfig, changes
 logger = logging.getLogger(__name__)
 
 AUTO = "auto"
+
+INFO = "training_info.json"
+"""Save state and metrics of a checkpoint."""
 
 DIGESTS = "digests.json"
 """{"files": {path inside the checkpoint: {"bytes": size, "sha256": hex}}}. Written last."""
@@ -102,6 +105,7 @@ class CheckpointManager:
         self._lease: Lease | None = None
         self._newest = self.latest()
         self._warned = False
+        self._undeletable: set[int] = set()  # steps whose deletion has failed, and that was said
 
     def open(self, resume: str | bool | None, *, trains: bool = True) -> None:
         """Choose the checkpoint to resume from, see `find`. Raises ResumeError; also if there is none and the folder
@@ -162,30 +166,20 @@ class CheckpointManager:
         A newest checkpoint that is damaged is renamed, and the one before it is returned. Raises ResumeError."""
         if not resume:
             return None
-        named = None if resume is True or resume == AUTO else Path(resume)
-        found = named or self.latest()
-        if found is None:
-            if resume == AUTO:
-                return None
-            raise ResumeError(f"--resume: there is no step_N folder in {self.folder}; start without --resume")
-        if not (found / "training_info.json").is_file():
-            inside = max(found.glob("step_*/training_info.json"), key=lambda one: one.stat().st_mtime, default=None)
-            hint = f"; name one of the checkpoints in it, such as {inside.parent}" if inside else ""
-            raise ResumeError(f"--resume: {found} is no checkpoint: training_info.json is missing{hint}")
-        while (problem := damage(found) or _other_step(found)) is not None:
-            if named:
-                raise ResumeError(
-                    f"--resume: {found} is damaged: {problem}; choose another checkpoint, or --resume alone"
-                )
-            aside = found.with_name(f"damaged_{found.name}")
-            shutil.rmtree(aside, ignore_errors=True)
-            os.replace(found, aside)
-            message = f"checkpoint {found} is damaged: {problem}; it is now {aside.name}"
-            found = self.latest()
-            if found is None:
+        if resume is not True and resume != AUTO:
+            return _named_checkpoint(Path(resume))
+        steps = self._steps()
+        while steps:
+            candidate = self.folder / f"step_{steps.pop()}"
+            if (problem := damage(candidate)) is None:
+                return candidate
+            message = f"checkpoint {candidate} is damaged: {problem}; {_rename_damaged(candidate)}"
+            if not steps:
                 raise ResumeError(f"{message}, and there is no older one: start without --resume")
-            logger.warning("%s, and %s is used", message, found.name)
-        return found
+            logger.warning("%s, and step_%d is used", message, steps[-1])
+        if resume == AUTO:
+            return None
+        raise ResumeError(f"--resume: there is no step_N folder in {self.folder}; start without --resume")
 
     def log_run(self) -> str | None:
         """Return the log folder (exp_NNN) of the run that this one resumes, or None."""
@@ -245,7 +239,8 @@ class CheckpointManager:
 
     def publish(self, step: int) -> Path:
         """Write the digests, rename the folder to `step_N`, and delete the checkpoints that keep_top_k leaves out.
-        Return the folder."""
+        Return the folder. What cannot be deleted is said, and tried again after the next checkpoint: this one is
+        saved."""
         tmp, final = self.folder / f"tmp_step_{step}", self.folder / f"step_{step}"
         write_digests(tmp)
         if self._lease is not None:
@@ -274,15 +269,38 @@ class CheckpointManager:
         return _read_info(folder)["save_state"], tensor_files.load(folder / "data.pt")
 
     def _steps(self) -> list[int]:
-        names = (path.parent.name.removeprefix("step_") for path in self.folder.glob("step_*/training_info.json"))
+        """Return the steps of all folders step_N that hold something, damaged ones too."""
+        names = (path.name.removeprefix("step_") for path in self.folder.glob("step_*") if _holds_something(path))
         return sorted(int(name) for name in names if re.fullmatch("0|[1-9][0-9]*", name))
 
     def _delete(self, step: int) -> None:
-        """Rename the folder, then delete it: one that is only half deleted must not pass for a checkpoint."""
+        """Rename the folder, then delete it: one that is only half deleted must not pass for a checkpoint. Raises
+        OSError."""
         doomed = self.folder / f"tmp_old_step_{step}"
         shutil.rmtree(doomed, ignore_errors=True)
         os.replace(self.folder / f"step_{step}", doomed)
         shutil.rmtree(doomed)
+
+    def _delete_all(self, steps: Iterable[int]) -> None:
+        """Delete these checkpoints, and what earlier deletions have left. Say which cannot be deleted, each once."""
+        left = [int(path.name.removeprefix("tmp_old_step_")) for path in self.folder.glob("tmp_old_step_*")]
+        for step in sorted(steps):
+            self._attempt(step, lambda step=step: self._delete(step))
+        for step in sorted(left):
+            self._attempt(step, lambda step=step: shutil.rmtree(self.folder / f"tmp_old_step_{step}"))
+
+    def _attempt(self, step: int, delete: Callable[[], None]) -> None:
+        try:
+            delete()
+        except FileNotFoundError:  # somebody else has deleted it
+            return
+        except OSError as error:
+            if step not in self._undeletable:
+                self._undeletable.add(step)
+                logger.warning(
+                    "the old checkpoint step_%d cannot be deleted from %s: %s; it is tried again after each save",
+                    *(step, self.folder, error),
+                )
 
     def _prune(self, just_saved: int) -> None:
         """Keep the best keep_top_k by the metric, the newest ft_keep_latest_k of those for recovery, and always the one
@@ -305,8 +323,7 @@ class CheckpointManager:
                 "validate more often, or set it to null" if missing else "name a metric that moves, such as val:reward",
             )
         kept = {*ranked[:keep], *recovery[-(self.config.ft_keep_latest_k or 1) :], max(steps), just_saved}
-        for step in set(steps) - kept:
-            self._delete(step)
+        self._delete_all(set(steps) - kept)
 
     def _is_for_recovery(self, step: int) -> bool:
         """Return whether only ft_save_period asked for this checkpoint."""
@@ -331,6 +348,13 @@ class CheckpointManager:
         return value if self.config.higher_is_better else -value
 
 
+def _holds_something(path: Path) -> bool:
+    try:
+        return path.is_dir() and any(path.iterdir())
+    except OSError:  # a disk that cannot be read: `damage` says so
+        return True
+
+
 def policy_folder(folder: Path) -> str:
     """Return the absolute path of the ranks' part of a checkpoint, for processes in another working directory."""
     return str((folder / "policy").resolve())
@@ -344,12 +368,12 @@ def write_driver_files(folder: Path, snapshot: RunSnapshot, recipe: MasterConfig
 
     tensor_files.save(snapshot.data_state, folder / "data.pt")
     info = {"save_state": snapshot.save_state, "metrics": snapshot.metrics}
-    (folder / "training_info.json").write_text(json.dumps(info, indent=1))
+    (folder / INFO).write_text(json.dumps(info, indent=1))
     (folder / "config.yaml").write_text(yaml.safe_dump(recipe.model_dump(mode="json"), sort_keys=False))
 
 
 def _read_info(folder: Path) -> dict[str, Any]:
-    return json.loads((folder / "training_info.json").read_text())
+    return json.loads((folder / INFO).read_text())
 
 
 def write_digests(folder: Path) -> None:
@@ -376,9 +400,38 @@ def sync_folder(folder: Path) -> None:
 
 
 def damage(folder: Path) -> str | None:
-    """Return what is wrong with a checkpoint: a file is missing, truncated or was changed. None if it is intact."""
-    stamps = [(str(path), path.stat().st_size, path.stat().st_mtime_ns) for path in sorted(_files(folder.resolve()))]
-    return _damage(folder.resolve(), tuple(stamps))
+    """Return what is wrong with a checkpoint: a file is missing, truncated, unreadable or was changed, or it is a copy
+    of another step. None if it is intact."""
+    try:
+        files = [(path, path.stat()) for path in sorted(_files(folder.resolve()))]
+        stamps = tuple((str(path), stat.st_size, stat.st_mtime_ns) for path, stat in files)
+        if not (folder / INFO).is_file():
+            return f"{INFO} is missing"
+        return _damage(folder.resolve(), stamps) or _other_step(folder)
+    except OSError as error:  # EIO of a disk, ESTALE of a network file system, no permission
+        return f"it cannot be read: {error}"
+
+
+def _named_checkpoint(folder: Path) -> Path:
+    """Return the checkpoint that `--resume` names. Raises ResumeError if it is none, or damaged."""
+    if not (folder / INFO).is_file() and not (folder / DIGESTS).is_file():
+        inside = max(folder.glob(f"step_*/{INFO}"), key=lambda one: one.stat().st_mtime, default=None)
+        hint = f"; name one of the checkpoints in it, such as {inside.parent}" if inside else ""
+        raise ResumeError(f"--resume: {folder} is no checkpoint: {INFO} is missing{hint}")
+    if (problem := damage(folder)) is not None:
+        raise ResumeError(f"--resume: {folder} is damaged: {problem}; choose another checkpoint, or --resume alone")
+    return folder
+
+
+def _rename_damaged(folder: Path) -> str:
+    """Rename a damaged checkpoint, so that no later run takes it. Return what has become of it."""
+    aside = folder.with_name(f"damaged_{folder.name}")
+    try:
+        shutil.rmtree(aside, ignore_errors=True)
+        os.replace(folder, aside)
+    except OSError as error:
+        return f"it stays where it is, since it cannot be renamed: {error.strerror or error}"
+    return f"it is now {aside.name}"
 
 
 def _other_step(folder: Path) -> str | None:

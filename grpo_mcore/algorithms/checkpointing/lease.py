@@ -8,6 +8,7 @@ holder on another machine is watched for STALE_S seconds, and is dead if its bea
 from __future__ import annotations
 
 import contextlib
+import errno
 import json
 import logging
 import os
@@ -33,6 +34,10 @@ STALE_S = 30.0
 SETTLE_S = 0.1
 """Seconds after which a start looks whether it still holds the folder: another one that saw a dead run may have removed
 its file too."""
+
+
+WITHOUT_LINKS = (errno.EPERM, errno.EOPNOTSUPP, errno.ENOTSUP, errno.ENOSYS, errno.EXDEV, errno.EMLINK)
+"""Errors of os.link on file systems that have no hard links."""
 
 
 class FolderInUse(RuntimeError):
@@ -183,11 +188,24 @@ def _start_tick(pid: int) -> int | None:
 
 
 def _link(source: Path, target: Path) -> bool:
-    """Give a file a second name. Return False if the name is taken."""
+    """Give a file a second name. Return False if the name is taken.
+
+    A file system without hard links (object stores as folders, FAT, some FUSE mounts) gets a copy instead, whose
+    exclusive creation fails alike if the name is taken. It may be seen half written for a moment, which reads as no
+    holder; whoever takes the folder then looks again after SETTLE_S."""
     try:
         os.link(source, target)
     except FileExistsError:
         return False
+    except OSError as error:
+        if error.errno not in WITHOUT_LINKS:
+            raise
+        try:
+            file = os.open(target, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o644)
+        except FileExistsError:
+            return False
+        with os.fdopen(file, "wb") as copy:
+            copy.write(source.read_bytes())
     return True
 
 

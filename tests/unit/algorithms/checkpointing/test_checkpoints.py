@@ -163,6 +163,7 @@ def spoil(path: Path) -> None:
 
 
 DAMAGES = {
+    "training_info.json is missing": lambda folder: (folder / "training_info.json").unlink(),
     "is not what was saved": lambda folder: spoil(folder / "data.pt"),
     r"data.pt has \d+ bytes, [\d,]+ were saved": lambda folder: os.truncate(folder / "data.pt", 10),
     "policy/weights is missing": lambda folder: (folder / "policy" / "weights").unlink(),
@@ -230,6 +231,68 @@ def test_a_damaged_older_checkpoint_does_not_end_the_run(tmp_path: Path) -> None
     (tmp_path / "step_1" / "training_info.json").write_text("{")
     save(checkpoints, 3, val_accuracy=0.5)
     assert kept(tmp_path) == ["step_2", "step_3"]
+
+
+@pytest.mark.parametrize("number", [errno.EIO, errno.ESTALE, errno.EACCES])
+def test_a_checkpoint_that_cannot_be_read_is_passed_over(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, number: int
+) -> None:
+    for step in (1, 2):
+        save(manager(tmp_path), step)
+    digest = module._digest
+
+    def failing(path: Path, sync: bool = False) -> tuple[int, str]:
+        if "step_2" in str(path):
+            raise OSError(number, os.strerror(number), str(path))
+        return digest(path, sync)
+
+    monkeypatch.setattr(module, "_digest", failing)
+    with pytest.raises(ResumeError, match=f"step_2 is damaged: it cannot be read: .*{os.strerror(number)}"):
+        manager(tmp_path).find(str(tmp_path / "step_2"))
+    assert manager(tmp_path).find(True) == tmp_path / "step_1"
+    assert "step_2 is damaged: it cannot be read" in caplog.text and "step_1 is used" in caplog.text
+
+
+def test_a_damaged_checkpoint_that_cannot_be_renamed_is_passed_over(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    for step in (1, 2):
+        save(manager(tmp_path), step)
+    spoil(tmp_path / "step_2" / "data.pt")
+
+    def read_only(source: Path, target: Path) -> None:
+        raise OSError(errno.EROFS, os.strerror(errno.EROFS))
+
+    monkeypatch.setattr(module.os, "replace", read_only)
+    assert manager(tmp_path).find("auto") == tmp_path / "step_1"
+    assert "it stays where it is, since it cannot be renamed: Read-only file system" in caplog.text
+
+
+@pytest.mark.parametrize("step_of_deletion", ["replace", "rmtree"])
+def test_an_old_checkpoint_that_cannot_be_deleted_costs_nothing(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, step_of_deletion: str
+) -> None:
+    """The new one is saved. The old one is named once, and deleted as soon as that is possible."""
+    checkpoints = manager(tmp_path, keep_top_k=1, metric_name=None)
+    save(checkpoints, 1)
+    replace, rmtree = os.replace, shutil.rmtree
+
+    def busy(path: Path, *args: Any, **options: Any) -> None:
+        if path.name in ("step_1", "tmp_old_step_1"):
+            if options.get("ignore_errors"):
+                return
+            raise OSError(errno.EBUSY, os.strerror(errno.EBUSY), str(path))
+        (replace if args else rmtree)(path, *args, **options)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(module.os if step_of_deletion == "replace" else module.shutil, step_of_deletion, busy)
+        for step in (2, 3):
+            assert save(checkpoints, step) == tmp_path / f"step_{step}"
+    left = "step_1" if step_of_deletion == "replace" else "tmp_old_step_1"
+    assert sorted(path.name for path in tmp_path.iterdir() if path.is_dir()) == sorted([left, "step_3"])
+    assert caplog.text.count("step_1 cannot be deleted") == 1 and "it is tried again" in caplog.text
+    assert save(checkpoints, 4) == tmp_path / "step_4"
+    assert [path.name for path in tmp_path.iterdir() if path.is_dir()] == ["step_4"]
 
 
 def test_the_digests_of_a_checkpoint_are_computed_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

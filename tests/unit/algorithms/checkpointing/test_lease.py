@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import json
 import os
 import subprocess
@@ -86,9 +87,25 @@ def test_it_beats(tmp_path: Path) -> None:
             time.sleep(0.01)
 
 
-def test_of_many_starts_at_a_time_one_gets_a_dead_runs_folder(tmp_path: Path) -> None:
+@pytest.fixture
+def no_links(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A file system without hard links, as object stores and some FUSE mounts are."""
+
+    def link(source: Path, target: Path) -> None:
+        raise OSError(errno.EPERM, os.strerror(errno.EPERM), str(target))
+
+    monkeypatch.setattr(os, "link", link)
+
+
+@pytest.mark.usefixtures("no_links")
+def test_without_hard_links_one_run_holds_the_folder_too(tmp_path: Path) -> None:
+    test_the_second_run_is_told_who_holds_the_folder(tmp_path)
+    test_of_many_starts_at_a_time_one_gets_a_dead_runs_folder(tmp_path, rounds=10)
+
+
+def test_of_many_starts_at_a_time_one_gets_a_dead_runs_folder(tmp_path: Path, rounds: int = 20) -> None:
     """Whether the thread that looked first or last takes it over, no two hold it."""
-    for _ in range(20):
+    for _ in range(rounds):
         write(tmp_path, replace(Holder.this_process(), start_tick=1))
         leases, refused = list[Lease](), list[Exception]()
 
