@@ -1,4 +1,5 @@
-"""The rules of the house that a reader relies on: imports go down only, rooms know only their own libraries. Read from the source, so that a broken rule is found without running anything."""
+"""The rules of the house that a reader relies on: imports go down only, rooms know only their own libraries. Read from
+the source, so that a broken rule is found without running anything."""
 
 from __future__ import annotations
 
