@@ -20,6 +20,15 @@ from grpo_mcore.families import adapter_shape, check_fit, read_hf_config, shape_
 from grpo_mcore.host_memory import HostCopies
 from grpo_mcore.objective import CombinedMetrics, combine_metrics, nonfinite_samples
 from grpo_mcore.parallel.context import padded_length
+from grpo_mcore.parallel.finite import (
+    LARGE,
+    NonFiniteState,
+    all_finite,
+    first_nonfinite,
+    is_finite,
+    largest_weight,
+    state_tensors,
+)
 from grpo_mcore.parallel.layout import layout_of
 from grpo_mcore.parallel.memory import OptimizerOffload, accelerator, free_gradients, host_copies, resident_bytes
 from grpo_mcore.parallel.mesh import Address, join_mesh, leave_mesh
@@ -170,7 +179,8 @@ class Policy:
 
         `last`: false promises that another `train_step` follows before anything reads the weights, so that they may be
         gathered during its forward pass (overlap_param_gather).
-        Raises NonFiniteLoss, before any weight changes, if the loss or a gradient is not finite.
+        Raises NonFiniteLoss, before any weight changes, if the loss or a gradient is not finite; NonFiniteState if the
+        update leaves a weight or a moment that is not.
         """
         for chunk in self.chunks:
             chunk.zero_grad_buffer()
@@ -191,6 +201,10 @@ class Policy:
         learning_rate = self.optimizer.param_groups[0]["lr"]
         _, grad_norm, _ = self.optimizer.step()
         free_gradients(self.optimizer)
+        self.check_state(
+            f"after an update with learning rate {learning_rate:.3g} and a gradient of norm {float(grad_norm):.3g}. "
+            "Nothing of it is saved: go on from the newest checkpoint, with a lower learning rate or max_grad_norm"
+        )
         if last and self.config.megatron_cfg.distributed_data_parallel_config.overlap_param_gather:
             for chunk in self.chunks:
                 chunk.start_param_sync(force_sync=True)
@@ -304,21 +318,47 @@ class Policy:
         loss, engine_error = (cast(float, metrics.get(name, 0.0)) for name in ("loss", "token_mult_prob_error"))
         finite = math.isfinite(loss) and not math.isnan(engine_error)
         buffers = [buffer for chunk in self.chunks for buffer in (*chunk.buffers, *chunk.expert_parallel_buffers)]
-        finite = finite and all(_is_finite(buffer.grad_data) for buffer in buffers)
+        finite = finite and all(is_finite(buffer.grad_data) for buffer in buffers)
         worst = torch.tensor(float(finite), device=self.device)
         torch.distributed.all_reduce(worst, op=torch.distributed.ReduceOp.MIN)
         if worst.item():
             return
+        self.check_state("before this optimizer step: an earlier update, or what was loaded, was broken", moments=False)
         suspects: list[list[str] | None] = [None] * self.layout.world_size
         torch.distributed.all_gather_object(suspects, self._non_finite_samples(batches))
         names = sorted({name for names in suspects for name in names or ()})
-        if names:
+        large: list[tuple[float, str]] = [(0.0, "")] * self.layout.world_size
+        torch.distributed.all_gather_object(large, largest_weight(self.chunks))
+        largest, parameter = max(large)
+        if largest > LARGE:
+            cause = (
+                f"weight {parameter} has grown to {largest:.3g}. Lower the learning rate, and go on from a checkpoint"
+            )
+        elif names:
             cause = f"samples {', '.join(names[:8])}. Inspect them and the log-probs that the engine gave them"
         else:
             cause = "no single sample, but the sum of their gradients. Lower the learning rate or max_grad_norm"
         raise NonFiniteLoss(
             f"loss, gradient or the engine's log-probs are not finite; the cause: {cause}. "
             "This optimizer step changed no weight"
+        )
+
+    def check_state(self, when: str, *, moments: bool = True) -> None:
+        """Raise NonFiniteState on all ranks if a weight, or with `moments` a part of the optimizer's state, is NaN or
+        infinite on any of them. `when`: ends the sentence of the message. Collective."""
+        if self.platform.traced:
+            return
+        tensors = state_tensors(self.chunks, self.optimizer) if moments else _parameters(self.chunks)
+        worst = torch.tensor(float(all_finite(tensors)), device=self.device)
+        torch.distributed.all_reduce(worst, op=torch.distributed.ReduceOp.MIN)
+        if worst.item():
+            return
+        by_rank: list[str | None] = [None] * self.layout.world_size
+        torch.distributed.all_gather_object(by_rank, first_nonfinite(self.chunks, self.optimizer))
+        broken = {rank: text for rank, text in enumerate(by_rank) if text is not None}
+        rank, first = next(iter(broken.items()))
+        raise NonFiniteState(
+            f"not finite: {first} (rank {rank}; {len(broken)} of {len(by_rank)} ranks have such values) {when}"
         )
 
     def _non_finite_samples(self, batches: Sequence[PackedBatch]) -> list[str]:
@@ -368,9 +408,11 @@ class Policy:
 
     def start_save(self, folder: str | Path, optimizer: bool = True) -> None:
         """Start a `save` in the background and return; training may continue. Only one may run: see `is_saved`.
-        `optimizer`: write its state too."""
+        `optimizer`: write its state too. Raises NonFiniteState on all ranks, and writes nothing, if a weight or
+        a moment is not finite on any."""
         from grpo_mcore.parallel.checkpoint import BackgroundSave
 
+        self.check_state("when it was to be saved; nothing was written. Go on from the newest checkpoint")
         if self._offloaded and self._offload is not None:
             self._offload.leave_room()
         self._saving = self._saving or BackgroundSave()
@@ -386,7 +428,9 @@ class Policy:
         another model or is incomplete."""
         from grpo_mcore.parallel.checkpoint import load_checkpoint
 
-        return load_checkpoint(self, Path(folder))
+        with_optimizer = load_checkpoint(self, Path(folder))
+        self.check_state(f"in {folder}, which was loaded. Resume from an older checkpoint")
+        return with_optimizer
 
     def offload(self) -> None:
         """Free device memory for a colocated engine: drop gradients, move the optimizer to the host. Idempotent."""
@@ -451,13 +495,3 @@ def _parameters(chunks: Sequence[Any]) -> list[Tensor]:
 
 def _unwrap(model: Any) -> Any:
     return model.module if hasattr(model, "module") else model
-
-
-def _is_finite(values: Tensor) -> bool:
-    """Whether no element of `values` [n] is NaN or infinite.
-
-    Extremes are NaN or infinite if any element is. Unlike torch.isfinite, finding them needs no temporaries, which
-    would take seven bytes per element. The slices keep indices within 32 bits.
-    """
-    extremes = [extreme for part in values.split(1 << 30) if len(part) for extreme in torch.aminmax(part)]
-    return all(math.isfinite(extreme.item()) for extreme in extremes)

@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import resource
 import time
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from importlib.util import find_spec
+from pathlib import Path
 from typing import Any
 from unittest import mock
 
@@ -17,6 +18,7 @@ from grpo_mcore import host_memory
 from grpo_mcore.objective import ClippedPGLossConfig, ClippedPGLossFn
 from grpo_mcore.parallel import cpu_platform
 from grpo_mcore.parallel.checkpoint import MASTER, SaveError
+from grpo_mcore.parallel.finite import NonFiniteState
 from grpo_mcore.parallel.memory import on_device, on_host, storage_key
 from grpo_mcore.parallel.mesh import Address
 from grpo_mcore.parallel.platform import Platform
@@ -254,6 +256,46 @@ def train_on_a_broken_sample(address: Address, model: str, case: LayoutCase) -> 
         same = all(torch.equal(a, b) for (*_, a), (*_, b) in zip(before, after, strict=True))
         return str(error), same
     return "no error", False
+
+
+def break_the_state(address: Address, model: str, case: LayoutCase, folder: str) -> dict[str, str]:
+    """Break a weight and a moment on rank 1 alone, and the learning rate, and return what this rank says of each."""
+    policy = adam_policy(address, model, case)
+    step(policy)
+    policy.save(folder)
+    said = {}
+
+    def attempt(name: str, act: Callable[[], object]) -> None:
+        try:
+            act()
+            said[name] = "no error"
+        except (NonFiniteState, NonFiniteLoss) as error:
+            said[name] = f"{type(error).__name__}: {error}"
+
+    mine = address.rank == 1
+    weights = {name: weight for chunk in policy.chunks for name, weight in chunk.module.named_parameters()}
+    weight = weights["decoder.layers.0.mlp.linear_fc2.weight"]
+    with torch.no_grad():
+        before = weight.clone()
+        if mine:
+            weight[0, 0] = torch.nan
+        attempt("save a weight", lambda: policy.start_save(f"{folder}-weight"))
+        attempt("train a weight", lambda: step(policy))
+        weight.copy_(before)
+    attempt("mended", lambda: policy.save(f"{folder}-mended"))
+    moments = [state["exp_avg_sq"] for adam in on_device(policy.optimizer) for state in adam.state.values()]
+    if mine:
+        moments[0].view(-1)[0] = torch.inf
+    attempt("save a moment", lambda: policy.start_save(f"{folder}-moment"))
+    attempt("train a moment", lambda: step(policy))
+    policy.load(folder)
+    for group in policy.optimizer.param_groups:
+        group["lr"] = 1e30
+    attempt("a learning rate", lambda: (step(policy), step(policy)))
+    policy.load(folder)
+    attempt("loaded again", lambda: step(policy))
+    said["written"] = ", ".join(sorted(path.name for path in Path(folder).parent.iterdir()))
+    return said
 
 
 def train_with_a_frozen_router(address: Address, model: str, case: LayoutCase) -> tuple[bool, bool]:

@@ -261,6 +261,24 @@ def test_a_loss_that_is_not_finite_names_the_sample_on_every_rank(
         assert weights_unchanged
 
 
+@pytest.mark.parametrize("case", [TP2, DP2], ids=lambda case: case.name)
+def test_a_state_that_is_not_finite_is_named_on_every_rank_and_never_saved(
+    ranks: RankPool, model: str, case: LayoutCase, tmp_path: Path
+) -> None:
+    for said in ranks.run(2, f"{CASES}:break_the_state", model, case, str(tmp_path / "good")):
+        weight = "not finite: weight decoder.layers.0.mlp.linear_fc2.weight (rank 1; "
+        assert said["save a weight"].startswith(f"NonFiniteState: {weight}")
+        assert "when it was to be saved; nothing was written" in said["save a weight"]
+        assert said["train a weight"].startswith(f"NonFiniteState: {weight}")
+        assert "before this optimizer step" in said["train a weight"]
+        assert said["mended"] == said["loaded again"] == "no error"
+        for act in ("save a moment", "train a moment"):
+            assert said[act].startswith("NonFiniteState: not finite: moment exp_avg_sq of "), said[act]
+        assert "after an update with learning rate" in said["train a moment"]
+        assert "earning rate" in said["a learning rate"] and "samples" not in said["a learning rate"]
+        assert said["written"] == "good, good-mended"
+
+
 def test_interleaved_stages_keep_what_they_send_until_it_is_sent(ranks: RankPool, model: str) -> None:
     at_once, late = (steps_of(ranks.run(2, f"{CASES}:steps_with_late_sends", model, VPP2, wait)) for wait in (0, 0.02))
     assert late == at_once

@@ -1,4 +1,4 @@
-"""Parts of the policy that need no process group."""
+"""Values that are not finite are found, without temporaries."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from grpo_mcore.parallel.policy import _is_finite
+from grpo_mcore.parallel.finite import all_finite, is_finite
 
 
 class Allocations(TorchDispatchMode):
@@ -29,7 +29,7 @@ class Allocations(TorchDispatchMode):
 def test_finite_gradients_are_found_without_temporaries(dtype: torch.dtype) -> None:
     values = (torch.linspace(-1, 1, 1 << 16) * 3e38).to(dtype)  # the sum of their squares would overflow
     with Allocations() as allocations:
-        assert _is_finite(values)
+        assert is_finite(values)
     assert allocations.largest <= 8
     with Allocations() as allocations:
         assert torch.isfinite(values).all()
@@ -38,5 +38,18 @@ def test_finite_gradients_are_found_without_temporaries(dtype: torch.dtype) -> N
         for place in (0, 12345, -1):
             broken = values.clone()
             broken[place] = wrong
-            assert not _is_finite(broken)
-    assert _is_finite(values[:0])
+            assert not is_finite(broken)
+    assert is_finite(values[:0])
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_one_value_among_many_tensors_is_found(dtype: torch.dtype) -> None:
+    tensors = [torch.linspace(-1, 1, size).to(dtype) * 3e38 for size in (0, 1, 7, 4096)]
+    tensors += [torch.zeros((), dtype=torch.float64), torch.tensor([1, 2])]
+    assert all_finite(tensors)
+    assert all_finite([])
+    for wrong in (torch.nan, torch.inf, -torch.inf):
+        for number, tensor in enumerate(tensors[1:4], start=1):
+            broken = tensor.clone()
+            broken[-1] = wrong
+            assert not all_finite([*tensors[:number], broken, *tensors[number + 1 :]])
