@@ -18,6 +18,8 @@ from typing import Any
 
 import psutil
 
+from grpo_mcore.addresses import family_of
+
 PORTS = range(20000, 30000)
 """Below the ports that Linux gives to outgoing connections, so that nobody takes one between its choice and its use."""
 
@@ -35,8 +37,9 @@ multiprocessing.Process stands for, since only one of the two would learn its ex
 
 def free_port(address: str = "127.0.0.1") -> int:
     """Return a port on which nobody listens at `address` ("": all addresses). Raises OSError if none is free."""
+    family = family_of(address)
     for port in random.SystemRandom().sample(PORTS, len(PORTS)):
-        with socket.socket() as probe:
+        with socket.socket(family) as probe:
             try:
                 probe.bind((address, port))
             except OSError:

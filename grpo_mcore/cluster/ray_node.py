@@ -23,6 +23,7 @@ from pathlib import Path
 from typing import Any
 
 from grpo_mcore import processes
+from grpo_mcore.addresses import family_of, split_port
 from grpo_mcore.cluster.environment import RAYS_OWN, only_allowed, private_files
 from grpo_mcore.cluster.orphan_reaper import OrphanReaper
 from grpo_mcore.rollout.workers import DeadlineExceeded, NotEnoughResources
@@ -34,7 +35,7 @@ END_S = 8.0
 def main(words: Sequence[str] | None = None) -> int:
     """Run one role. Return the exit code: 0 when asked to end, else Ray's own or 1."""
     args = _parser().parse_args(words)
-    host, port = args.address.rsplit(":", 1)
+    host, port = split_port(args.address)
     try:
         if args.role == "wait":
             print(wait_for_nodes(args.address, args.nodes, args.gpus, args.within), flush=True)
@@ -53,7 +54,7 @@ def main(words: Sequence[str] | None = None) -> int:
 def start_command(args: argparse.Namespace, folder: Path) -> list[str]:
     """Return `ray start` in the foreground. Workers listen on ports that the kernel chooses, so that nodes and jobs on
     one machine do not collide."""
-    host, port = args.address.rsplit(":", 1)
+    host, port = split_port(args.address)
     where = ["--head", f"--node-ip-address={host}", f"--port={port}", "--include-dashboard=false"]
     if args.role == "worker":
         where = [f"--address={args.address}"]
@@ -110,7 +111,7 @@ def wait_for_head(host: str, port: int, seconds: float) -> None:
 def check_ports(host: str, port: int) -> None:
     """Raise OSError, with the remedy, if a port that the head needs is taken."""
     for wanted in (port, port + 9):
-        with socket.socket() as probe:
+        with socket.socket(family_of(host)) as probe:
             probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)  # an ended job's port may linger
             try:
                 probe.bind((host, wanted))
@@ -125,7 +126,7 @@ def wait_for_nodes(address: str, nodes: int, gpus: float, seconds: float) -> str
     Raises DeadlineExceeded with what has joined and what is missing.
     """
     deadline = time.monotonic() + seconds
-    host, port = address.rsplit(":", 1)
+    host, port = split_port(address)
     wait_for_head(host, int(port), seconds)
     import ray
 

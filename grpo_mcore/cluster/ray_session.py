@@ -15,6 +15,7 @@ from pathlib import Path
 import ray
 from ray._raylet import AuthenticationTokenLoader  # type: ignore[attr-defined]
 
+from grpo_mcore.addresses import split_port
 from grpo_mcore.cluster.environment import RAYS_OWN, only_allowed, private_files
 from grpo_mcore.cluster.orphan_reaper import OrphanReaper, end_marked
 from grpo_mcore.rollout.workers import DeadlineExceeded
@@ -132,7 +133,7 @@ class RaySession:
 
 def _attach(address: str) -> None:
     advice = "start it, or unset RAY_ADDRESS to have one started; if it asks for a token, set RAY_AUTH_MODE=token"
-    host, _, port = address.rpartition(":")
+    host, port = split_port(address)
     if port.isdigit() and "/" not in host:  # else a name or a scheme that Ray resolves
         try:
             socket.create_connection((host, int(port)), KNOCK_S).close()  # Ray itself would retry for many minutes

@@ -14,6 +14,7 @@ import threading
 import time
 from collections.abc import Callable, Mapping
 
+from grpo_mcore.addresses import address_towards, family_of, gloo_towards, with_port
 from grpo_mcore.generation.config import EngineConfig
 from grpo_mcore.processes import free_port
 
@@ -78,7 +79,7 @@ def await_followers(
     node, deadline = config.node, time.monotonic() + timeout_s
     found: dict[int, socket.socket] = {}
     port = free_port(node.address)
-    with socket.create_server((node.address, node.port)) as server:
+    with socket.create_server((node.address, node.port), family=family_of(node.address)) as server:
         while len(found) < node.count - 1:
             try:
                 server.settimeout(max(0.001, deadline - time.monotonic()))
@@ -89,7 +90,7 @@ def await_followers(
                 missing = sorted(set(range(1, node.count)) - set(found))
                 raise NodeLost(
                     f"{config.name}: of its {node.count} nodes number {', '.join(map(str, missing))} did not come to "
-                    f"{node.address}:{node.port} within {timeout_s:g} s"
+                    f"{with_port(node.address, node.port)} within {timeout_s:g} s"
                 ) from None
             if hmac.compare_digest(token, node.token) and rank.isdecimal() and 0 < int(rank) < node.count:
                 found[int(rank)] = wire
@@ -120,8 +121,8 @@ def join_first(
                 wire.close()
             if time.monotonic() + RETRY_S > deadline:
                 raise NodeLost(
-                    f"{config.name}: its node {node.rank} of {node.count} did not reach the first at {node.address}:"
-                    f"{node.port} within {timeout_s:g} s: {error}"
+                    f"{config.name}: its node {node.rank} of {node.count} did not reach the first at "
+                    f"{with_port(node.address, node.port)} within {timeout_s:g} s: {error}"
                 ) from error
             time.sleep(RETRY_S)
 
@@ -141,9 +142,8 @@ def deaths(exit_codes: Mapping[int, int | None], of: int) -> str:
 
 def bind_vllm_to(address: str) -> None:
     """Make vLLM use the network interface through which this machine reaches `address`, the engine's first node."""
-    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:  # sends nothing
-        probe.connect((address, 1))
-        os.environ["VLLM_HOST_IP"] = probe.getsockname()[0]
+    os.environ["VLLM_HOST_IP"] = address_towards(address)
+    gloo_towards(address)
 
 
 def _line(wire: socket.socket) -> str:

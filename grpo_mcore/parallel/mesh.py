@@ -12,6 +12,7 @@ from typing import Any
 
 import torch
 
+from grpo_mcore.addresses import gloo_towards, with_port
 from grpo_mcore.parallel import cpu_platform
 from grpo_mcore.parallel.layout import Coordinates, Layout
 from grpo_mcore.parallel.platform import Platform
@@ -57,6 +58,8 @@ def join_mesh(layout: Layout, address: Address, seed: int, timeout_s: float, pla
     cpu_platform.fill_in_transformer_engine()
     if device.type == "cuda":
         torch.cuda.set_device(device)
+    if platform.backend == "gloo" and address.world_size > 1:
+        gloo_towards(address.master_addr)
     try:
         torch.distributed.init_process_group(
             platform.backend,
@@ -67,8 +70,9 @@ def join_mesh(layout: Layout, address: Address, seed: int, timeout_s: float, pla
         )
     except torch.distributed.DistError as error:
         raise RendezvousError(
-            f"policy rank {address.rank} waited {timeout_s:.0f} s at {address.master_addr}:{address.master_port} "
-            f"for the other {address.world_size - 1} ranks: {error}"
+            f"policy rank {address.rank} waited {timeout_s:.0f} s at "
+            f"{with_port(address.master_addr, address.master_port)} for the other {address.world_size - 1} ranks: "
+            f"{error}"
         ) from error
     parallel_state.initialize_model_parallel(
         tensor_model_parallel_size=layout.tensor,
@@ -99,7 +103,7 @@ def _meeting_point(address: Address, platform: Platform) -> dict[str, Any]:
         from torch.testing._internal.distributed.fake_pg import FakeStore
 
         return {"store": FakeStore()}
-    return {"init_method": f"tcp://{address.master_addr}:{address.master_port}"}
+    return {"init_method": f"tcp://{with_port(address.master_addr, address.master_port)}"}
 
 
 _leave_callbacks: list[Callable[[], None]] = []

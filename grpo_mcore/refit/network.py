@@ -8,7 +8,6 @@ wait for each other in a circle.
 
 from __future__ import annotations
 
-import socket
 from collections.abc import Sequence
 from datetime import timedelta
 from typing import Any
@@ -17,6 +16,7 @@ import torch
 from torch import Tensor
 from torch.distributed import PrefixStore, ProcessGroupGloo, TCPStore
 
+from grpo_mcore.addresses import address_towards, with_port
 from grpo_mcore.refit.plan import RefitError
 
 DEVICES = {"gloo": "cpu", "nccl": "cuda"}
@@ -45,13 +45,13 @@ class Network:
         readers: Sequence[Sequence[int]],
         timeout_s: float,
         device: torch.device,
+        address: str,
     ) -> Network:
-        """Create the network as member 0, at whose address the others meet.
+        """Create the network as member 0, at whose `address` the others meet.
 
         `receivers`: the member that receives for each node with engines. `node_of_rank`: the node of each policy rank
         among these, or -1. `readers`: the engine ranks on each. `device`: where the weights are. `timeout_s`: longest
         wait for another member."""
-        address = _address()
         store = TCPStore(address, 0, members, True, timedelta(seconds=timeout_s), wait_for_workers=False)
         (kind,) = (kind for kind, type_ in DEVICES.items() if type_ == device.type)
         description = {
@@ -86,7 +86,10 @@ class Network:
         return values.to(dtype).contiguous().to(self.device).view(-1).view(torch.uint8)
 
     def close(self) -> None:
-        self._group = self._store = None
+        """Leave the group, which frees what it holds on the device and disconnects the other members. Idempotent."""
+        group, self._group, self._store = self._group, None, None
+        if group is not None:
+            group.shutdown()
 
     def _joined(self) -> Any:
         if self._group is None:
@@ -98,15 +101,18 @@ class Network:
                 self._group = self._make_group(store)
             except Exception as error:
                 raise RefitError(
-                    f"member {self._member} of the refit network waited {found['timeout_s']:g} s at {found['host']}:"
-                    f"{found['port']} for the other {found['members'] - 1}: {error}"
+                    f"member {self._member} of the refit network waited {found['timeout_s']:g} s at "
+                    f"{with_port(found['host'], found['port'])} for the other {found['members'] - 1}: {error}"
                 ) from error
         return self._group
 
     def _make_group(self, store: PrefixStore) -> Any:
         members = self.description["members"]
         if self.description["kind"] == "gloo":
-            return ProcessGroupGloo(store, self._member, members, self._timeout)
+            options = ProcessGroupGloo._Options()
+            here = address_towards(self.description["host"])  # by default Gloo listens at the machine's own name
+            options._devices, options._timeout = [ProcessGroupGloo.create_device(hostname=here)], self._timeout
+            return ProcessGroupGloo(store, self._member, members, options)
         from torch.distributed import ProcessGroupNCCL  # only in torch for CUDA
 
         options = ProcessGroupNCCL.Options()
@@ -127,11 +133,3 @@ def call_order(member: int, receivers: Sequence[int], senders: Sequence[int]) ->
         for index, sender in enumerate(senders)
     ]
     return [call for _, call in sorted(calls, key=lambda entry: entry[0])]
-
-
-def _address() -> str:
-    """Return the address at which other machines reach this one; Gloo itself listens at the host's name."""
-    try:
-        return socket.gethostbyname(socket.gethostname())
-    except OSError:
-        return "127.0.0.1"

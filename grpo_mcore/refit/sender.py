@@ -11,6 +11,7 @@ from typing import Any, NamedTuple, Protocol
 import torch
 from torch import Tensor
 
+from grpo_mcore.addresses import LOOPBACK
 from grpo_mcore.families import Box
 from grpo_mcore.refit.buffer import RefitBuffer, attach_buffer, block_view, create_buffer
 from grpo_mcore.refit.delivery import Deliveries
@@ -42,10 +43,17 @@ class RefitSender:
     comes at the end of the run. The buffer stays mapped over all refits."""
 
     def __init__(
-        self, source: WeightSource, rank: int, run_id: str | None = None, *, through_host: bool = False
+        self,
+        source: WeightSource,
+        rank: int,
+        run_id: str | None = None,
+        *,
+        through_host: bool = False,
+        address: str = LOOPBACK,
     ) -> None:
         """`rank`: number of this policy rank in the plan. `through_host`: put the buffer into host memory, pinned on
-        GPUs, because not all processes see one common accelerator."""
+        GPUs, because not all processes see one common accelerator. `address`: where other machines reach rank 0."""
+        self._address = address
         self._source = source
         self._rank = rank
         self._through_host = through_host
@@ -74,7 +82,7 @@ class RefitSender:
         """Create the network once and return its description for all members; see `Network.host`."""
         if self._network is None:
             device = next(iter(self._source.parameters().values())).device
-            self._network = Network.host(members, receivers, node_of_rank, readers, timeout_s, device)
+            self._network = Network.host(members, receivers, node_of_rank, readers, timeout_s, device, self._address)
         return self._network.description
 
     def open_refit(

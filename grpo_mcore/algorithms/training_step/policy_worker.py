@@ -76,7 +76,12 @@ class PolicyWorker(Policy):
         """Build the model and load its weights."""
         self._build_policy()
         self.is_reporting_rank = self.layout.is_reporting_rank(self._address.rank)
-        self._sender = RefitSender(self.weights, self._address.rank, through_host=self.layout.world_size > 1)
+        self._sender = RefitSender(
+            self.weights,
+            self._address.rank,
+            through_host=self.layout.world_size > 1,
+            address=self._address.master_addr,
+        )
 
     def receive(self, step: RankStep, weight_version: int) -> None:
         """Fetch the step's trajectories and pack them. `weight_version`: of the weights that will train on them."""

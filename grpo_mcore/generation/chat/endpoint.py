@@ -27,6 +27,7 @@ from typing import Any, Protocol
 
 from aiohttp import web
 
+from grpo_mcore.addresses import with_port
 from grpo_mcore.generation.chat.engine_chat import Reply
 from grpo_mcore.generation.chat.prompt import TOKEN_FIELDS
 from grpo_mcore.rollout.trajectory import fingerprint, sample_seed
@@ -178,12 +179,12 @@ class Endpoint:
             self._runner, bound = self._wait(self._start(host, port))
         except OSError as error:
             self._end()
+            where = with_port(host, port) if port else f"{host} (any port)"
             raise EndpointError(
-                f"the endpoint cannot listen at {host}:{port or '(any port)'}: {error.strerror or error}; set "
+                f"the endpoint cannot listen at {where}: {error.strerror or error}; set "
                 "policy.generation.vllm_cfg.http_server_host or http_server_port"
             ) from error
-        where = f"[{host}]" if ":" in host else host
-        self.address = EndpointAddress(f"http://{where}:{bound}", token, model)
+        self.address = EndpointAddress(f"http://{with_port(host, bound)}", token, model)
 
     async def _start(self, host: str, port: int) -> tuple[web.AppRunner, int]:
         app = web.Application(client_max_size=MAX_BODY_BYTES, middlewares=[self._guard])

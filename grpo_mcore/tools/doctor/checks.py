@@ -25,6 +25,7 @@ from packaging.requirements import Requirement
 from packaging.version import Version
 
 from grpo_mcore import processes
+from grpo_mcore.addresses import split_port
 
 GB = 10**9
 DEADLINE_S = 50.0
@@ -420,7 +421,7 @@ def ray(nodes: int) -> Iterator[Finding]:
 
 def ray_answers(address: str, timeout_s: float = 5.0) -> Finding:
     """Check that something listens at host:port. An address that is a name is left to Ray to resolve."""
-    host, _, port = address.removeprefix("ray://").rpartition(":")
+    host, port = split_port(address.removeprefix("ray://"))
     try:
         if port.isdigit():
             socket.create_connection((host, int(port)), timeout_s).close()

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import socket
 import threading
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from concurrent.futures import Future
 from types import SimpleNamespace
 from typing import Any
@@ -17,7 +18,7 @@ from grpo_mcore.refit.buffer import attach_buffer, block_view
 from grpo_mcore.refit.delivery import Deliveries
 from grpo_mcore.refit.layout import EngineLayout, TrainerLayout
 from grpo_mcore.refit.network import Network
-from grpo_mcore.refit.plan import RefitError, RefitPlan, plan_refit
+from grpo_mcore.refit.plan import Block, RefitError, RefitPlan, plan_refit
 from grpo_mcore.refit.receiver import RefitReceiver
 from grpo_mcore.refit.refit import EngineNodes, refit
 from grpo_mcore.refit.sender import RefitSender
@@ -72,6 +73,11 @@ class Node(RefitReceiver):
                 self.seen[node, number, at] = block_view(self.mapped[node], self.plan, number, block).clone()
         return {"seconds": 0.0, "sums": {}}
 
+    def arrived(self) -> Iterator[tuple[Block, torch.Tensor]]:
+        """Yield each block with its values."""
+        for (_, number, at), values in self.seen.items():
+            yield self.plan.buckets[number].blocks[at], values
+
     def commit_refit(self, version: int, recompute_kv: bool) -> dict[str, Any]:
         self.version = version
         return {"version": version, "fallbacks": 0}
@@ -115,8 +121,7 @@ class Setting:
 
     def check(self) -> None:
         for node in self.nodes:
-            for (_, bucket, number), found in node.seen.items():
-                block = self.plan.buckets[bucket].blocks[number]
+            for block, found in node.arrived():
                 expected = self.sources[block.source].parameters()[block.param][index(block.box)]
                 assert torch.equal(found, expected), block.param
 
@@ -247,3 +252,25 @@ def test_a_rank_that_fails_ends_it_for_all_and_the_next_refit_works(node_of_rank
     assert setting.refit(3).version == 3
     setting.check()
     setting.close()
+
+
+@pytest.mark.parametrize("wrong", ["127.0.1.1", "192.0.2.1"])
+def test_the_machines_own_name_is_not_asked(wrong: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Debian's /etc/hosts gives a machine's name 127.0.1.1; elsewhere it belongs to a network that others lack."""
+    monkeypatch.setattr(socket, "gethostbyname", lambda name: wrong)
+    sender = RefitSender(Source(0, 1), 0, run_id="test", address="127.0.0.2")
+    description = sender.host_network(2, [1], [-1], [[0]], 30.0)
+    assert description["host"] == "127.0.0.2"
+    sender.close_refit()
+
+
+def test_a_network_that_is_left_is_shut_down(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A NCCL group that is only forgotten keeps its device memory."""
+    setting, shut = Setting(1), []
+    setting.refit(1)
+    members = [setting.senders[0], setting.nodes[0]]
+    for member in members:
+        group = member._network._group
+        member._network._group = SimpleNamespace(shutdown=lambda group=group: shut.append(group) or group.shutdown())
+    setting.close()
+    assert len(shut) == len(members)
