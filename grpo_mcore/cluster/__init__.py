@@ -15,6 +15,7 @@ from grpo_mcore.rollout.workers import (
     Cluster,
     DeadlineExceeded,
     Future,
+    NodeLost,
     NotEnoughResources,
     ObjectLost,
     ObjectStore,

@@ -73,6 +73,8 @@ class RayCluster(Cluster):
             address or os.environ.get("RAY_ADDRESS"), num_cpus, num_gpus, start_timeout_s
         )
         self.address = self._session.address
+        # Nobody starts a new node for a Ray that was started here: it has this machine alone.
+        self._wait_for_nodes_s = 0.0 if self._session.started_here else start_timeout_s
         atexit.register(self.shutdown)
 
     def spawn(
@@ -87,7 +89,7 @@ class RayCluster(Cluster):
         streams: int = 0,
         colocate_with: Sequence[Worker] = (),
     ) -> RayWorker:
-        check_room(name, 1, cpus, gpus)
+        check_room(name, 1, cpus, gpus, self._wait_for_nodes_s)
         strategy, env = _colocated(name, colocate_with, env)
         worker = self._start_actor(name, cpus, gpus, env, strategy, concurrency, streams)
         worker.build(cls, *args)
@@ -110,11 +112,12 @@ class RayCluster(Cluster):
         size = len(args_per_rank)
         names = [f"{name}-{rank}" for rank in range(size)]
         if colocate_with:
-            check_room(name, size, cpus, gpus)
+            check_room(name, size, cpus, gpus, self._wait_for_nodes_s)
             local_ranks = [0] * size
             spots = [_colocated(*where, env) for where in zip(names, colocate_with, strict=True)]
         else:
-            group = reserve(name, size, cpus, gpus, self._start_timeout_s, nodes)
+            rejoins = self._wait_for_nodes_s > 0
+            group = reserve(name, size, cpus, gpus, self._start_timeout_s, nodes, rejoins=rejoins)
             self._groups.append((group, set(names)))
             places = rank_order(nodes_of(group), size)
             local_ranks = [local for _, local in places]

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import logging
+import time
+from collections.abc import Callable, Sequence
 
 import ray
 from ray.util.placement_group import (
@@ -12,31 +14,70 @@ from ray.util.placement_group import (
     remove_placement_group,
 )
 
-from grpo_mcore.rollout.workers import DeadlineExceeded, NotEnoughResources
+from grpo_mcore.rollout.workers import DeadlineExceeded, NodeLost, NotEnoughResources
+
+POLL_S = 1.0
+"""Seconds between two looks at whether a node has come."""
+
+logger = logging.getLogger(__name__)
 
 
-def check_room(name: str, count: int, cpus: float, gpus: float) -> None:
-    """Raise NotEnoughResources if `count` workers do not fit into the whole cluster even when it is empty."""
-    there = ray.cluster_resources()
-    short = [unit for unit, each in (("CPU", cpus), ("GPU", gpus)) if count * each > there.get(unit, 0.0) + 1e-9]
-    if short:
-        raise NotEnoughResources(
+def check_room(name: str, count: int, cpus: float, gpus: float, wait_s: float = 0.0) -> None:
+    """Raise NotEnoughResources if `count` workers do not fit into the whole cluster even when it is empty. If a node
+    has been lost, wait up to `wait_s` seconds for one in its place, then raise NodeLost."""
+
+    def shortage() -> str | None:
+        there = ray.cluster_resources()
+        short = [unit for unit, each in (("CPU", cpus), ("GPU", gpus)) if count * each > there.get(unit, 0.0) + 1e-9]
+        if not short:
+            return None
+        return (
             f"{name}: too few {' and '.join(short)}s: {request_text(count, cpus, gpus)} asked for, the cluster has "
-            f"{resources_text(there)}; ask for less or add nodes"
+            f"{resources_text(there)}"
         )
 
+    _refuse_or_wait(shortage, "ask for less or add nodes", wait_s)
 
-def reserve(name: str, count: int, cpus: float, gpus: float, timeout_s: float, nodes: int = 1) -> PlacementGroup:
+
+def check_nodes(name: str, nodes: int, wait_s: float = 0.0) -> None:
+    """Raise NotEnoughResources if the cluster has fewer than `nodes` nodes; NodeLost as `check_room` does."""
+
+    def shortage() -> str | None:
+        alive = sum(node["Alive"] for node in ray.nodes())
+        return f"{name}: {nodes} nodes asked for, the cluster has {alive}" if nodes > alive else None
+
+    _refuse_or_wait(shortage, "add nodes", wait_s)
+
+
+def _refuse_or_wait(shortage: Callable[[], str | None], advice: str, wait_s: float) -> None:
+    """Return once `shortage` returns None. Otherwise raise NotEnoughResources with what it says and `advice`; if a node
+    is lost, NodeLost after `wait_s` seconds."""
+    deadline, told = time.monotonic() + wait_s, False
+    while (missing := shortage()) is not None:
+        if not (lost := sum(not node["Alive"] for node in ray.nodes())):
+            raise NotEnoughResources(f"{missing}; {advice}")
+        if time.monotonic() >= deadline:
+            raise NodeLost(f"{missing}; {lost} of its nodes are lost, and none came in their place in {wait_s:g} s")
+        if not told:
+            told = True
+            logger.warning("%s; %d of its nodes are lost; waiting up to %g s for others", missing, lost, wait_s)
+        time.sleep(POLL_S)
+
+
+def reserve(
+    name: str, count: int, cpus: float, gpus: float, timeout_s: float, nodes: int = 1, *, rejoins: bool = True
+) -> PlacementGroup:
     """Reserve places for `count` workers: on as few nodes as possible, or equally many on each of `nodes` nodes.
+    `rejoins`: another node may come in place of one that is lost.
 
-    Raises NotEnoughResources, or DeadlineExceeded if the resources stay in use.
+    Raises NotEnoughResources, NodeLost, or DeadlineExceeded if the resources stay in use.
     """
-    check_room(name, count, cpus, gpus)
+    wait_s = timeout_s if rejoins else 0.0
+    check_room(name, count, cpus, gpus, wait_s)
     each, rest = divmod(count, nodes)
     if rest:
         raise ValueError(f"{name}: {count} workers cannot be spread evenly over {nodes} nodes")
-    if nodes > len(alive := [node for node in ray.nodes() if node["Alive"]]):
-        raise NotEnoughResources(f"{name}: {nodes} nodes asked for, the cluster has {len(alive)}; add nodes")
+    check_nodes(name, nodes, wait_s)
     share = 1 if nodes == 1 else each
     bundle = {unit: share * amount for unit, amount in (("CPU", cpus), ("GPU", gpus)) if amount > 0}
     group = placement_group([bundle] * (count // share), strategy="PACK" if nodes == 1 else "STRICT_SPREAD")

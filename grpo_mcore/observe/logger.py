@@ -96,8 +96,8 @@ class Logger:
         named = {f"{prefix}/{name}" if prefix else name: v for name, v in values.items() if v is not None}
         for tracker in self._backends:
             tracker.call(f"step {step}", lambda backend: backend.log(named, step))
-        for tracker in self._custom:
-            tracker.call(f"step {step}", lambda custom: custom.log_metrics(dict(values), step, prefix))
+        for custom in self._custom:
+            custom.call(f"step {step}", lambda logger: logger.log_metrics(dict(values), step, prefix))
 
     def log_hyperparams(self, params: Any) -> None:
         """The resolved recipe: a mapping or a pydantic model, to `hyperparams.json` and the other loggers."""
@@ -110,8 +110,8 @@ class Logger:
             log.warning("%s cannot be written: %s; the run goes on without it", path, error.strerror or error)
         for tracker in self._backends:
             tracker.call("the recipe", lambda backend: backend.params(json.loads(text)))
-        for tracker in self._custom:
-            tracker.call("the recipe", lambda custom: custom.log_hyperparams(json.loads(text)))
+        for custom in self._custom:
+            custom.call("the recipe", lambda logger: logger.log_hyperparams(json.loads(text)))
 
     def outages(self) -> dict[str, str]:
         """Return, by tracker that lacks something at the moment, how much and why."""

@@ -49,12 +49,16 @@ class NotEnoughResources(RuntimeError):
     """More processors or accelerators are requested than the cluster has."""
 
 
+class NodeLost(RuntimeError):
+    """The cluster has too few resources since a node of it is gone."""
+
+
 def is_fault(error: BaseException) -> bool:
     """Return whether a loss is behind `error`, which another attempt may not meet: of a process, a machine or Ray, or a
     wait that was too long. False for a mistake in the recipe, the data, the model or a program."""
     cause: BaseException | None = error
     while cause is not None:
-        if isinstance(cause, WorkerDied | ObjectLost | DeadlineExceeded | ConnectionError):
+        if isinstance(cause, WorkerDied | ObjectLost | NodeLost | DeadlineExceeded | ConnectionError):
             return True
         if type(cause).__module__.partition(".")[0] == "ray":
             return True
@@ -187,7 +191,8 @@ class Cluster(Protocol):
         `env`: variables of its process, set before anything is imported there. `concurrency`: maximum number of calls
         that run at the same time, in threads. `streams`: maximum number of streams that run in addition to the calls,
         in threads of their own; further streams queue. 0: streams count as calls. `colocate_with`: workers on whose
-        node it runs, with their accelerators visible. Raises NotEnoughResources if the whole cluster is too small.
+        node it runs, with their accelerators visible. Raises NotEnoughResources if the whole cluster is too small,
+        NodeLost if it is since a node of it is gone.
         """
 
     def spawn_group(

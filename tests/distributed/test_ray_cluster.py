@@ -414,6 +414,62 @@ def test_a_second_driver_attaches_and_leaves_the_rest_alone(cluster, abacus, tmp
     assert abacus.call("add", 0).result() == 13
 
 
+NODES = """
+    import pathlib, sys, threading, time
+    import ray
+    from ray.cluster_utils import Cluster
+    from grpo_mcore.cluster import NodeLost, NotEnoughResources, is_fault
+    from grpo_mcore.cluster.ray_cluster import RayCluster
+    from tests.distributed.ray_workers import Abacus
+
+    nodes = Cluster(initialize_head=True, head_node_args={"num_cpus": 1})
+    second = nodes.add_node(num_cpus=4)
+    with RayCluster(pathlib.Path(sys.argv[1]), address=nodes.address, start_timeout_s=1.5) as cluster:
+        first = cluster.spawn("first", Abacus, cpus=3)
+        first.place()
+        try:
+            cluster.spawn("huge", Abacus, cpus=64)
+        except NotEnoughResources as error:
+            print("> a mistake:", is_fault(error), error)
+        nodes.remove_node(second, allow_graceful=False)
+        while all(node["Alive"] for node in ray.nodes()):
+            time.sleep(0.1)
+        for start in (
+            lambda: cluster.spawn("successor", Abacus, cpus=3),
+            lambda: cluster.spawn_group("group", Abacus, [()] * 2, cpus=0.1, nodes=2),
+        ):
+            try:
+                start()
+            except NodeLost as error:
+                print("> a loss:", is_fault(error), error)
+        cluster._wait_for_nodes_s = cluster._start_timeout_s = 60.0
+        spawned = []
+        waiting = threading.Thread(target=lambda: spawned.append(cluster.spawn("again", Abacus, cpus=3)))
+        waiting.start()
+        nodes.add_node(num_cpus=4)
+        waiting.join(60)
+        print("> the successor runs on another node:", bool(spawned[0].place().node))
+"""
+
+
+@pytest.mark.every_state  # Ray takes half a minute to start and end three nodes
+def test_a_lost_node_is_waited_for_and_is_no_mistake_of_the_recipe(tmp_path):
+    run = subprocess.run(
+        [sys.executable, "-c", textwrap.dedent(NODES), str(tmp_path)],
+        capture_output=True,
+        text=True,
+        env={**os.environ, "PYTHONPATH": os.getcwd()},
+        timeout=150,
+    )
+    assert run.returncode == 0, run.stderr
+    mistake, first, group, again = [line[2:] for line in run.stdout.split("\n") if line.startswith("> ")]
+    assert mistake.startswith("a mistake: False huge: too few CPUs: 1 x (64 CPU, 0 GPU) asked for")
+    assert first.startswith("a loss: True successor: too few CPUs: 1 x (3 CPU, 0 GPU) asked for, the cluster has 1 CPU")
+    assert first.endswith("1 of its nodes are lost, and none came in their place in 1.5 s")
+    assert group.startswith("a loss: True group: 2 nodes asked for, the cluster has 1; 1 of its nodes are lost")
+    assert again == "the successor runs on another node: True"
+
+
 DRIVER = """
     import pathlib, subprocess, sys, threading, time
     from grpo_mcore.cluster.ray_cluster import RayCluster

@@ -15,7 +15,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import dataclass
-from functools import cache
+from functools import cache, partial
 from pathlib import Path
 from typing import Any, TypedDict
 
@@ -285,9 +285,9 @@ class CheckpointManager:
         """Delete these checkpoints, and what earlier deletions have left. Say which cannot be deleted, each once."""
         left = [int(path.name.removeprefix("tmp_old_step_")) for path in self.folder.glob("tmp_old_step_*")]
         for step in sorted(steps):
-            self._attempt(step, lambda step=step: self._delete(step))
+            self._attempt(step, partial(self._delete, step))
         for step in sorted(left):
-            self._attempt(step, lambda step=step: shutil.rmtree(self.folder / f"tmp_old_step_{step}"))
+            self._attempt(step, partial(shutil.rmtree, self.folder / f"tmp_old_step_{step}"))
 
     def _attempt(self, step: int, delete: Callable[[], None]) -> None:
         try:

@@ -7,7 +7,15 @@ import pickle
 import pytest
 from ray.exceptions import ObjectLostError
 
-from grpo_mcore.cluster import DeadlineExceeded, ObjectLost, WorkerDied, WorkerFailed, is_fault
+from grpo_mcore.cluster import (
+    DeadlineExceeded,
+    NodeLost,
+    NotEnoughResources,
+    ObjectLost,
+    WorkerDied,
+    WorkerFailed,
+    is_fault,
+)
 from grpo_mcore.cluster.ray_actor import RemoteFailure
 from grpo_mcore.refit.plan import RefitError
 
@@ -57,6 +65,7 @@ LOSSES = [
     DeadlineExceeded("training", "policy-0", 60.0),
     caused(WorkerFailed("policy-0", "receive", "..."), ObjectLost("the object store", "fetch", "ObjectLostError")),
     ConnectionError("no Ray answers"),
+    NodeLost("engine-0: too few CPUs"),
     ObjectLostError("0" * 56, None, ""),
 ]
 MISTAKES = [
@@ -64,6 +73,7 @@ MISTAKES = [
     WorkerFailed("policy-0", "train", "NonFiniteLoss: sample 4"),
     caused(RefitError("the checksums differ"), ValueError()),
     KeyError("uid"),
+    NotEnoughResources("engine-0: too few CPUs"),
 ]
 
 
