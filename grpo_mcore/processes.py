@@ -1,5 +1,5 @@
 """Child processes and ports: start a child that dies with its parent, end processes with a grace period, say how one
-ended, find a free port. For every room; standard library and psutil only."""
+ended, find a free port, count the cores. For every room; standard library and psutil only."""
 
 from __future__ import annotations
 
@@ -14,6 +14,7 @@ import sys
 import time
 from collections.abc import Iterable, Sequence
 from contextlib import suppress
+from pathlib import Path
 from typing import Any
 
 import psutil
@@ -109,6 +110,39 @@ def describe_exit(code: int | None) -> str:
         return f"exit code {code}"
     known = {number.value for number in signal.Signals}
     return f"killed by {signal.Signals(-code).name if -code in known else f'signal {-code}'}"
+
+
+def available_cores(root: Path = Path("/")) -> float:
+    """Return the number of cores that this process may use: those of its affinity, or fewer if its control group or one
+    above has a quota of processor time (cpu.max), as those of containers and batch jobs do. `root`: of the file system.
+    """
+    limits = [float(len(os.sched_getaffinity(0)))]
+    try:
+        groups = (root / "proc/self/cgroup").read_text().split("\n")
+    except OSError:
+        groups = []
+    for line in groups:
+        _, controllers, name = [*line.split(":", 2), "", ""][:3]
+        if controllers == "":  # version 2
+            top, files = root / "sys/fs/cgroup", ["cpu.max"]
+        elif "cpu" in controllers.split(","):
+            top, files = root / "sys/fs/cgroup/cpu", ["cpu.cfs_quota_us", "cpu.cfs_period_us"]
+        else:
+            continue
+        folder = top / name.lstrip("/")
+        for group in (folder, *folder.parents):
+            if top in (group, *group.parents):
+                limits += _quota([group / file for file in files])
+    return min(limits)
+
+
+def _quota(files: Sequence[Path]) -> list[float]:
+    """Return the cores of one control group's quota; nothing without one. `files`: with quota and period."""
+    try:
+        quota, period = " ".join(file.read_text() for file in files).split()
+        return [int(quota) / int(period)] if int(quota) > 0 else []
+    except (OSError, ValueError, ZeroDivisionError):  # no such file; "max 100000"
+        return []
 
 
 def _is_running(process: Process) -> bool:

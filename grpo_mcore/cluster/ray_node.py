@@ -11,7 +11,6 @@ every Ray of the machine and cannot be used.
 from __future__ import annotations
 
 import argparse
-import os
 import signal
 import socket
 import subprocess
@@ -153,7 +152,7 @@ def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(prog="ray_node", description=__doc__.splitlines()[0] if __doc__ else None)
     parser.add_argument("role", choices=("head", "worker", "wait"))
     parser.add_argument("--address", required=True, help="IP:PORT of the head")
-    parser.add_argument("--cpus", type=int, default=os.cpu_count() or 1)
+    parser.add_argument("--cpus", type=int, default=max(1, int(processes.available_cores())))
     parser.add_argument("--gpus", type=int, default=0, help="of this node; with wait, of all")
     parser.add_argument("--nodes", type=int, default=1, help="to wait for")
     parser.add_argument("--index", type=int, default=0, help="of this node in the job")

@@ -33,6 +33,9 @@ TOO_SLOW = "timed out during startup"
 TOKEN_PATH, TOKEN = "RAY_AUTH_TOKEN_PATH", "RAY_AUTH_TOKEN"
 """Variables in which Ray looks for the token that its processes ask for."""
 
+MEMORY_MONITOR = "RAY_memory_monitor_refresh_ms"
+"""Variable in which Ray looks for how often its memory monitor looks at the machine; 0: never."""
+
 SHORTEST_SECRET = 6
 """Characters. A shorter value is not looked for in logs: it would be found everywhere."""
 
@@ -67,7 +70,7 @@ class RaySession:
         self.started_here = True
         self.reaper = OrphanReaper(_short_folder())
         try:
-            with only_allowed(added={**self.reaper.variables, **_token(self.reaper.folder)}):
+            with only_allowed(added={**self.reaper.variables, **_token(self.reaper.folder), **_memory_monitor()}):
                 AuthenticationTokenLoader.instance().reset_cache()  # of an earlier Ray of this process
                 self._start(start_timeout_s, num_cpus, num_gpus)
         except BaseException:
@@ -152,6 +155,12 @@ def _token(folder: Path) -> dict[str, str]:
     path = folder / "token"
     path.write_text(secrets.token_hex(32))
     return {TOKEN_PATH: str(path)}
+
+
+def _memory_monitor() -> dict[str, str]:
+    """Return the variable that switches Ray's memory monitor off, as the job scripts of Slurm and Kubernetes do. At
+    95 % of the machine's memory it would kill a worker, mostly one that holds a model. The environment's value wins."""
+    return {} if MEMORY_MONITOR in os.environ else {MEMORY_MONITOR: "0"}
 
 
 def _short_folder() -> Path:

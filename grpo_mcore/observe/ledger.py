@@ -5,12 +5,16 @@
 
 from __future__ import annotations
 
+import hashlib
 import json
+import logging
 import time
 from pathlib import Path
 from typing import Any
 
 from grpo_mcore.observe.append_file import AppendFile
+
+logger = logging.getLogger(__name__)
 
 LEDGER_FILE = "ledger.jsonl"
 
@@ -35,12 +39,25 @@ class Ledger:
     ended       why, data_ended
     """
 
-    def __init__(self, path: Path, *, step: int, kept: int, max_age: int) -> None:
-        """`kept`: what `sync` gave when the checkpoint that this run goes on from was saved, 0 for a new run."""
+    def __init__(self, path: Path, *, step: int, kept: int, max_age: int, last: str | None = None) -> None:
+        """`kept`, `last`: what `sync` and `last_digest` gave when the checkpoint that this run goes on from was saved;
+        0 and None for a new run. A file that is another run's is set aside."""
         self.path = path
         self._retries: dict[str, int] = {}
         self._file = AppendFile(path)
+        if last is not None and self.entries >= kept and self.last_digest(kept) != last:
+            self._file.close()
+            aside = path.with_name(f"{path.name}.of-another-run-{time.time_ns()}")
+            path.rename(aside)
+            logger.warning("%s is the ledger of another run: it is now %s, and a new one begins", path, aside.name)
+            self._file = AppendFile(path)
         missing = max(0, kept - self.entries)
+        if missing:
+            logger.warning(
+                "%s lacks %d of the %d entries from before the checkpoint: whether every prompt was trained on exactly "
+                "once can be told only from here on",
+                *(path, missing, kept),
+            )
         self.write("started", step=step, kept=kept - missing, missing=missing, max_age=max_age, time=round(time.time()))
 
     def write(self, event: str, **fields: Any) -> None:
@@ -59,6 +76,10 @@ class Ledger:
     def sync(self) -> int:
         """Flush all entries to the disk. Returns their number. Raises OSError on a full disk."""
         return self._file.sync()
+
+    def last_digest(self, entries: int) -> str:
+        """Return a digest of entry `entries`, the last one that a checkpoint counts. It tells whose ledger it is."""
+        return hashlib.sha256(self._file.line(entries)).hexdigest()[:16]
 
     def close(self) -> None:
         """May be called again."""

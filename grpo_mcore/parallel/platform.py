@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 from dataclasses import dataclass
 from importlib.util import find_spec
 from typing import Literal
@@ -10,6 +9,7 @@ from typing import Literal
 import torch
 
 from grpo_mcore.families import DeltaShape, MambaShape
+from grpo_mcore.processes import available_cores
 from grpo_mcore.recipe import SequencePackingConfig
 
 
@@ -100,4 +100,4 @@ def shares_prefixes(packing: SequencePackingConfig, platform: Platform) -> bool:
 
 def cpu_threads(processes: int) -> int:
     """Return the number of threads for each of `processes` processes that share this machine's cores."""
-    return max(1, len(os.sched_getaffinity(0)) // max(1, processes))
+    return max(1, int(available_cores()) // max(1, processes))

@@ -13,6 +13,7 @@ import time
 from collections.abc import Iterator
 from pathlib import Path
 
+import psutil
 import pytest
 import ray
 
@@ -360,6 +361,13 @@ def test_a_request_that_cannot_be_met_fails_at_once(cluster):
         cluster.spawn_group("big", Rank, [()] * 3, cpus=0.1, gpus=1)
     with pytest.raises(NotEnoughResources, match="huge: too few CPUs: 1 x"):
         cluster.spawn("huge", Abacus, cpus=64)
+
+
+def test_rays_memory_monitor_is_off(cluster):
+    """As in the job scripts: it would kill workers that hold a model."""
+    (raylet,) = [child for child in psutil.Process().children(recursive=True) if child.name() == "raylet"]
+    assert raylet.environ()["RAY_memory_monitor_refresh_ms"] == "0"
+    assert "RAY_memory_monitor_refresh_ms" not in os.environ
 
 
 def test_waiting_for_occupied_resources_has_a_deadline(cluster, monkeypatch):

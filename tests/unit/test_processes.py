@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import multiprocessing
+import os
 import signal
 import socket
 import subprocess
 import sys
 import time
 from collections.abc import Iterator
+from pathlib import Path
 
 import psutil
 import pytest
@@ -114,3 +116,43 @@ def test_a_child_dies_with_its_parent(before: bool) -> None:
 )
 def test_how_a_process_ended(code: int | None, text: str) -> None:
     assert describe_exit(code) == text
+
+
+CORES = float(len(os.sched_getaffinity(0)))
+
+
+@pytest.mark.parametrize(
+    ("files", "cores"),
+    [
+        ({}, CORES),
+        ({"proc/self/cgroup": "0::/", "sys/fs/cgroup/cpu.max": "50000 100000\n"}, 0.5),
+        ({"proc/self/cgroup": "0::/", "sys/fs/cgroup/cpu.max": "max 100000\n"}, CORES),
+        # the tightest of a job's group and those above it counts
+        (
+            {
+                "proc/self/cgroup": "0::/job/step\n",
+                "sys/fs/cgroup/job/cpu.max": "25000 100000",
+                "sys/fs/cgroup/job/step/cpu.max": "75000 100000",
+                "sys/fs/cgroup/cpu.max": "max 100000",
+            },
+            0.25,
+        ),
+        (
+            {
+                "proc/self/cgroup": "9:name=systemd:/\n4:cpu,cpuacct:/job\n0::/\n",
+                "sys/fs/cgroup/cpu/job/cpu.cfs_quota_us": "50000",
+                "sys/fs/cgroup/cpu/job/cpu.cfs_period_us": "100000",
+                "sys/fs/cgroup/cpu/cpu.cfs_quota_us": "-1",
+                "sys/fs/cgroup/cpu/cpu.cfs_period_us": "100000",
+            },
+            0.5,
+        ),
+        ({"proc/self/cgroup": "nonsense", "sys/fs/cgroup/cpu.max": "?"}, CORES),
+    ],
+    ids=["no control groups", "quota", "no quota", "nested", "version 1", "unreadable"],
+)
+def test_a_quota_of_processor_time_bounds_the_cores(tmp_path: Path, files: dict[str, str], cores: float) -> None:
+    for name, text in files.items():
+        (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
+        (tmp_path / name).write_text(text)
+    assert processes.available_cores(tmp_path) == cores

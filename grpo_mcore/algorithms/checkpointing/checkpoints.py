@@ -80,12 +80,14 @@ class RunSnapshot:
 @dataclass(frozen=True)
 class SavedPosition:
     """Where a run stood when a checkpoint was saved. `stream`: state of the prompt stream; `in_flight`: prompt uid ->
-    weight version that generated it, in the order of dispatch; `ledger_entries`: length of the ledger."""
+    weight version that generated it, in the order of dispatch; `ledger_entries`: length of the ledger, and
+    `ledger_digest`: of its last entry (None in older checkpoints)."""
 
     folder: Path
     stream: Mapping[str, Any]
     in_flight: Mapping[str, int]
     ledger_entries: int
+    ledger_digest: str | None = None
 
 
 class CheckpointManager:
@@ -206,7 +208,7 @@ class CheckpointManager:
             return None
         _, data_state = self.read(self.resumed_from)
         in_flight, entries = data_state.get("in_flight", {}), data_state.get("ledger", 0)
-        return SavedPosition(self.resumed_from, data_state, in_flight, entries)
+        return SavedPosition(self.resumed_from, data_state, in_flight, entries, data_state.get("ledger_digest"))
 
     def save(self, step: int, save_policy: Callable[[str], None], snapshot: RunSnapshot, recipe: MasterConfig) -> Path:
         """Write `step_N`, and delete the checkpoints that keep_top_k leaves out. Return the folder. Raises NotWritten;

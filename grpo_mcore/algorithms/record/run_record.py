@@ -149,8 +149,10 @@ class RunRecord:
 
     def snapshot(self) -> RunSnapshot:
         """Return what a checkpoint must hold for a resumed run to go on from here."""
+        entries = self.ledger.sync()
         data_state = self.prompts.state_dict() | {
-            "ledger": self.ledger.sync(),
+            "ledger": entries,
+            "ledger_digest": self.ledger.last_digest(entries),
             "in_flight": dict(self.schedule.in_flight),
         }
         return RunSnapshot(self.report.save_state(self.prompts.epoch), data_state, self.report.last_metrics)
@@ -199,6 +201,7 @@ def start_record(
         folder / LEDGER_FILE,
         step=schedule.step,
         kept=position.ledger_entries if position else 0,
+        last=position.ledger_digest if position else None,
         max_age=limits.max_trajectory_age,
     )
     prompts = PromptStream(dataloader, config.grpo.max_num_epochs, position.stream if position else None)

@@ -366,10 +366,10 @@ def sandbox(needed: bool, timeout_s: float = 20.0) -> Iterator[Finding]:
 
 def load() -> Iterator[Finding]:
     """Compare the processes that want to run, averaged over the last minute, with the cores."""
-    average, cores = os.getloadavg()[0], len(os.sched_getaffinity(0))
+    average, cores = os.getloadavg()[0], processes.available_cores()
     busy = average > 4 * cores
     advice = "others are busy here: starts may run into their time limits" if busy else ""
-    yield Finding("load", "note" if busy else "ok", f"{average:.0f} processes for {cores} cores", advice)
+    yield Finding("load", "note" if busy else "ok", f"{average:.0f} processes for {cores:g} cores", advice)
 
 
 def hub_cache() -> Iterator[Finding]:

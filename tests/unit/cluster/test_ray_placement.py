@@ -34,9 +34,7 @@ class Nodes:
 def test_a_request_that_no_node_could_ever_meet_is_refused_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
     nodes = Nodes(monkeypatch, [HEAD, WORKER])
     check_room("engine", 1, 3, 0, 60)
-    with pytest.raises(
-        NotEnoughResources, match=r"too few CPUs: 2 x \(3 CPU, 0 GPU\) .* 5 CPU.*; ask for less"
-    ):
+    with pytest.raises(NotEnoughResources, match=r"too few CPUs: 2 x \(3 CPU, 0 GPU\) .* 5 CPU.*; ask for less"):
         check_room("engine", 2, 3, 0, 60)
     with pytest.raises(NotEnoughResources, match="engine: 3 nodes asked for, the cluster has 2; add nodes"):
         check_nodes("engine", 3, 60)
@@ -46,9 +44,7 @@ def test_a_request_that_no_node_could_ever_meet_is_refused_at_once(monkeypatch: 
 @pytest.mark.parametrize("wait_s", [0.0, 5.0])
 def test_without_a_lost_node_it_is_a_loss_after_a_wait(monkeypatch: pytest.MonkeyPatch, wait_s: float) -> None:
     nodes = Nodes(monkeypatch, [HEAD, LOST])
-    with pytest.raises(
-        NodeLost, match="has 1 CPU.*; 1 of its nodes are lost, and none came in their place"
-    ):
+    with pytest.raises(NodeLost, match="has 1 CPU.*; 1 of its nodes are lost, and none came in their place"):
         check_room("engine", 1, 3, 0, wait_s)
     assert nodes.slept == wait_s
     with pytest.raises(NodeLost, match="engine: 2 nodes asked for, the cluster has 1; 1 of its nodes are lost"):

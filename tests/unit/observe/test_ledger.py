@@ -123,6 +123,32 @@ def test_the_file_goes_on_where_the_checkpoint_was(tmp_path: Path) -> None:
     assert flaws(read_ledger(elsewhere.path)) == ["the 4 entries before the resume are not in this ledger"]
 
 
+def test_a_resume_says_whose_ledger_it_finds(tmp_path: Path, package_log: pytest.LogCaptureFixture) -> None:
+    path = tmp_path / "ledger.jsonl"
+    first = Ledger(path, step=0, kept=0, max_age=1)
+    first.write("dispatched", uids=["a"], version=0)
+    kept = first.sync()
+    last = first.last_digest(kept)
+    first.close()
+    again = Ledger(path, step=1, kept=kept, max_age=1, last=last)
+    again.close()
+    assert package_log.text == "" and again.entries == kept + 1
+    path.unlink()
+    Ledger(path, step=1, kept=kept, max_age=1, last=last).close()
+    assert f"{path} lacks 2 of the 2 entries from before the checkpoint" in package_log.text
+    package_log.clear()
+    path.write_text('{"event": "started"}\n' * 5)
+    other = Ledger(path, step=1, kept=kept, max_age=1, last=last)
+    other.close()
+    assert f"{path} is the ledger of another run: it is now ledger.jsonl.of-another-run-" in package_log.text
+    assert "lacks 2 of the 2" in package_log.text and other.entries == 1
+    (aside,) = tmp_path.glob("*.of-another-run-*")
+    assert aside.read_text().count("started") == 5
+    path.write_text('{"event": "started"}\n' * 5)
+    Ledger(path, step=1, kept=kept, max_age=1).close()  # of a checkpoint that an earlier version wrote
+    assert path.read_text().count("\n") == 6
+
+
 def test_what_is_no_ledger_says_where(tmp_path: Path) -> None:
     path = tmp_path / "ledger.jsonl"
     for line in ("{\n", "[]\n", '{"step": 1}\n'):
