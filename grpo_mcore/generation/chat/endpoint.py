@@ -37,8 +37,11 @@ Spans = tuple[tuple[int, int, int], ...]
 MAX_REMEMBERED = 200_000
 """Maximum number of remembered completions (about 50 MB): more than are ever in flight."""
 
-MAX_BODY_BYTES = 512 * 2**20
-"""Maximum size of a request: a long conversation carries all its tokens as JSON."""
+MAX_BODY_BYTES = 64 * 2**20
+"""Maximum size of a request: a long conversation carries all its tokens as JSON, about 7 bytes each, twice."""
+
+LONGEST_WARNING, MAX_WARNINGS = 500, 1000
+"""Characters of a warning, and number of different ones that are logged: agents ask often."""
 
 MAX_EXTRA_PENDING = 4
 """How many extra pending requests an engine may have and still be preferred because it has the conversation cached."""
@@ -168,7 +171,7 @@ class Endpoint:
         self._record = ChatRecord(seed)
         self._pending = [0] * len(engines.workers)
         self._lock = threading.Lock()
-        self._warned: set[str] = set()
+        self._warned: set[str] = set()  # at most MAX_WARNINGS
         self._silent: set[asyncio.BaseProtocol] = set()  # connections that have not sent a request yet
         self._pool = ThreadPoolExecutor(max_requests, thread_name_prefix="endpoint")
         self._closed = threading.Event()
@@ -281,11 +284,11 @@ class Endpoint:
         body = await _json(request)
         if not isinstance(body, dict):
             return _error(400, "the body must be an object")
-        seed = self._record.seed(body, self._engines.weight_version) if kind == "complete" else 0
-        reply = await self._loop.run_in_executor(self._pool, self._reply, kind, body, seed)
+        reply = await self._loop.run_in_executor(self._pool, self._reply, kind, body)
         return web.json_response(reply.body, status=reply.status)
 
-    def _reply(self, kind: str, body: dict[str, Any], seed: int) -> Reply:
+    def _reply(self, kind: str, body: dict[str, Any]) -> Reply:
+        seed = self._record.seed(body, self._engines.weight_version) if kind == "complete" else 0
         while (index := self._choose(recorded_tokens(body))) is not None:
             engine = self._engines.workers[index]
             try:
@@ -327,12 +330,15 @@ class Endpoint:
         return index
 
     def _warn(self, text: str) -> None:
-        """Log each text once: agents ask often."""
+        """Log each text once, up to LONGEST_WARNING characters, and at most MAX_WARNINGS of them."""
+        text = text if len(text) <= LONGEST_WARNING else f"{text[:LONGEST_WARNING]} ..."
         with self._lock:
-            new = text not in self._warned and len(self._warned) < 1000
-            self._warned.add(text)
+            new = text not in self._warned and len(self._warned) < MAX_WARNINGS
+            if new:
+                self._warned.add(text)
+            last = new and len(self._warned) == MAX_WARNINGS
         if new:
-            log.warning("endpoint: %s", text)
+            log.warning("endpoint: %s%s", text, "; further warnings are left out" if last else "")
 
 
 def _no_reply(status: int, kind: str, why: str) -> Reply:
@@ -357,13 +363,20 @@ class _Refused(asyncio.Protocol):
 
 
 async def _json(request: web.Request) -> Any:
+    """Return the body of a request, parsed in a thread: a large one would hold up all other requests."""
     try:
         async with asyncio.timeout(BODY_S):
-            body = json.loads(await request.read())
+            text = await request.read()
+        return await asyncio.to_thread(_parsed, text)
     except TimeoutError as error:
         raise web.HTTPRequestTimeout(reason=f"the body did not come within {BODY_S:g} s") from error
     except (ValueError, RecursionError) as error:
         raise web.HTTPBadRequest(reason=f"the body is not JSON: {str(error).splitlines()[0]}") from error
+
+
+def _parsed(text: bytes) -> Any:
+    """Return what JSON describes. Raises ValueError, RecursionError; HTTPBadRequest if it is nested too deeply."""
+    body = json.loads(text)
     level = [body]
     for _ in range(MAX_NESTING):
         inner = (child for each in level for child in (each.values() if isinstance(each, dict) else each))

@@ -221,6 +221,17 @@ def test_errors_are_returned_and_logged_once(endpoint: Endpoint, caplog: pytest.
     assert post(endpoint).status_code == 200
 
 
+def test_the_log_of_warnings_is_bounded(
+    endpoint: Endpoint, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Every answer of a client may have another text of many characters."""
+    monkeypatch.setattr("grpo_mcore.generation.chat.endpoint.MAX_WARNINGS", 5)
+    for number in range(20):
+        endpoint._warn(f"{number} " + "x" * 100_000)
+    assert len(caplog.messages) == 5 and caplog.messages[-1].endswith("; further warnings are left out")
+    assert sum(map(len, endpoint._warned)) < 5 * 600
+
+
 def test_another_engine_takes_the_requests_of_a_dead_one(endpoint: Endpoint, engines: Engines) -> None:
     engines[0].dead = True
     assert [post(endpoint).json()["by"] for _ in range(3)] == ["engine-1"] * 3
