@@ -16,7 +16,7 @@ from typing import Any
 
 from grpo_mcore.algorithms import grpo
 from grpo_mcore.algorithms.record.run_report import RunReport
-from grpo_mcore.algorithms.record.sample_record import SampleRecord
+from grpo_mcore.algorithms.record.sample_writer import SampleWriter
 from grpo_mcore.cli.train import train
 from grpo_mcore.observe.samples import SampleFiles
 from grpo_mcore.recipe import load_recipe
@@ -30,7 +30,7 @@ def main(words: list[str]) -> None:
     totals: dict[int, float] = {}
     calls: dict[int, float] = {}
     writer: dict[int, float] = {}
-    train_on_groups, step, write, trained = grpo.train_on_groups, RunReport.step, SampleFiles._do, SampleRecord.trained
+    train_on_groups, step, write, trained = grpo.train_on_groups, RunReport.step, SampleFiles._do, SampleWriter.trained
 
     def two_of_four(policy: Any, *args: Any) -> Any:
         record = args[-1] if (policy.updates + 1) % 4 in (1, 2) else None
@@ -45,13 +45,13 @@ def main(words: list[str]) -> None:
         write(self, kind, number, *args)  # type: ignore[arg-type]
         writer[number] = time.thread_time() - began
 
-    def timed_trained(self: SampleRecord, number: int, *args: Any) -> None:
+    def timed_trained(self: SampleWriter, number: int, *args: Any) -> None:
         began = time.perf_counter()
         trained(self, number, *args)
         calls[number] = time.perf_counter() - began
 
     grpo.train_on_groups, RunReport.step = two_of_four, timed_step  # type: ignore[assignment, method-assign]
-    SampleFiles._do, SampleRecord.trained = timed_write, timed_trained  # type: ignore[method-assign]
+    SampleFiles._do, SampleWriter.trained = timed_write, timed_trained  # type: ignore[method-assign]
     train(config)
     pairs = [(totals[n], totals[n + 2]) for n in range(WARM + 2, max(totals) - 1, 4)]
     middle = statistics.median(without for _, without in pairs)

@@ -19,7 +19,7 @@ import pandas as pd
 from transformers import pipeline
 
 from grpo_mcore.algorithms.grpo import grpo_train
-from grpo_mcore.algorithms.run import prepare, started
+from grpo_mcore.algorithms.run import open_run, prepare
 from grpo_mcore.observe import read_metrics
 from grpo_mcore.recipe import load_recipe
 from grpo_mcore.tools.export import export
@@ -31,7 +31,7 @@ def main(overrides: Sequence[str] = (), model: Path = Path("results/from_python"
     """Train, export the last checkpoint to `model`. Return the metrics by step, and the answer to a sum."""
     config = load_recipe(str(RECIPE), ["grpo.max_num_steps=20", *overrides]).config
     prepared = prepare(config)  # raises what is wrong with recipe, data, reward or folders; nothing is started yet
-    with prepared.checkpointer.held(), started(prepared) as run:
+    with open_run(prepared) as run:
         grpo_train(**vars(run))
     metrics = pd.DataFrame(read_metrics(run.logger.log_dir / "metrics.jsonl", "train")).set_index("step")
     export(Path(config.checkpointing.checkpoint_dir), model)

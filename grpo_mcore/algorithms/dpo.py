@@ -1,101 +1,157 @@
 """Direct preference optimization: make the chosen answer of a pair likelier than the rejected one, measured against the
 model that training starts from. The same policy, batches and packing as GRPO; no engine generates.
 
-One step: reference log-probs of pairs that are new -> one pass over both answers of each pair -> update. The two
-answers of a pair lie in one packed row (a micro-batch counts pairs), so that the loss compares them without a second
-pass. The losses are those of objective/preference.py; the loop is that of training_step/fine_tuning.py.
+One step: the next pairs of the data -> reference log-probs of pairs that are new -> one pass over both answers of each
+pair -> update. The two answers of a pair lie in one packed row (a micro-batch counts pairs), so that the loss compares
+them without a second pass.
+
+Consumes: batches of the data loader. Waits for: the policy's ranks. Nothing goes on beside it but the files that are
+being written.
+
+Not here: what is logged and when a validation or a checkpoint is due (record/tuning_record.py), the losses
+(objective/preference.py), the network (parallel/).
 """
 
 from __future__ import annotations
 
 import re
 from collections import defaultdict
-from collections.abc import Callable, Iterable, Sequence
-from functools import partial
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
 
 import torch
 from torch import Tensor
 
-from grpo_mcore.algorithms.sft import as_trajectory, prefixes_of
-from grpo_mcore.algorithms.training_step.fine_tuning import FineTuning, Metrics, filled_up
+from grpo_mcore.algorithms.record.tuning_record import Metrics, TuningRecord, start_tuning_record
+from grpo_mcore.algorithms.run import Run
+from grpo_mcore.algorithms.run_control.stopping import StopRequest
+from grpo_mcore.algorithms.training_step.examples import as_group, as_trajectory, filled_up, prefixes_of
 from grpo_mcore.algorithms.training_step.policy_group import PolicyGroup
-from grpo_mcore.algorithms.training_step.step_batch import TrainTargets, rank_steps
-from grpo_mcore.data import TaskData, load_preference_dataset
-from grpo_mcore.objective import PreferenceLossFn
+from grpo_mcore.algorithms.training_step.step_batch import RankStep, TrainTargets, rank_steps
+from grpo_mcore.parallel.policy import LossFn
 from grpo_mcore.recipe import MasterConfig, needs_reference
 from grpo_mcore.rollout.datum import DatumSpec
+from grpo_mcore.rollout.group import Group
 
 NEMO_RL_LOSS = "validation-default_loss"
 """NeMo RL's name of the validation loss, for recipes that choose checkpoints by it."""
 
+References = dict[str, tuple[float, float]]
+"""Row of the data -> log-probs of its chosen and its rejected answer under the reference. Computed when the row first
+occurs, and held by every checkpoint: a resumed run has the same values."""
 
-class DPO(FineTuning):
-    """Minimises the preference loss of the recipe's section `dpo`.
 
-    A row's reference log-probs, (chosen, rejected), are computed when the row first occurs, and kept by its uid in
-    `state`: a resumed run has the same values.
-    """
+def dpo_train(run: Run, stop: StopRequest | None = None) -> dict[str, Any]:
+    """Train until dpo.max_num_steps or the end of the data, or until `stop` asks for the end: the step under way is
+    then finished and saved. Go on from the checkpoint, if the run resumes one. Return the summary."""
+    policy, config, loss = run.policy, run.master_config, run.loss_fn
+    record, checkpoints = start_tuning_record("dpo", run, stop)
+    references: References = record.extra_state
+    with record, checkpoints:
+        if record.validates_first:
+            _validate(record, policy, loss, references, config)
+        while batch := record.next_batch():
+            checkpoints.poll()
+            with record.clock.phase("prepare"):
+                step = build_step(batch, policy, config)
+                policy.receive(step.ranks)
+            with record.clock.phase("logprobs"):
+                targets = replace(step.targets, reference_sums=reference_sums(step.pairs, references, policy, config))
+            with record.clock.phase("train"):
+                metrics = policy.train(loss, targets)
+            record.trained(batch, step.groups, targets, metrics)
+            if record.validation_is_due:
+                _validate(record, policy, loss, references, config)
+            if record.checkpoint_is_due:
+                with record.clock.pause("checkpoint"):
+                    checkpoints.start(record.step, record.snapshot)
+        return record.ended(unsaved=checkpoints.finish())
 
-    algorithm = "dpo"
 
-    def __init__(self, policy: PolicyGroup, config: MasterConfig) -> None:
-        super().__init__(policy, config)
-        self._loss = PreferenceLossFn(config.dpo)
+def _validate(
+    record: TuningRecord, policy: PolicyGroup, loss: LossFn, references: References, config: MasterConfig
+) -> None:
+    with record.clock.pause("validation"):
+        metrics = validate(record.validation_batches(), policy, loss, references, config)
+    record.validated(metrics)
 
-    @staticmethod
-    def load_data(config: MasterConfig, load: Callable[..., TaskData]) -> TaskData:
-        return partial(load, load=load_preference_dataset)("preference_processor")
 
-    def train(self, batch: Sequence[DatumSpec]) -> Metrics:
-        return self.policy.train(self._loss, self._send(batch))
+def validate(
+    batches: Iterable[Sequence[DatumSpec]],
+    policy: PolicyGroup,
+    loss: LossFn,
+    references: References,
+    config: MasterConfig,
+) -> Metrics:
+    """Return the means over all pairs."""
+    totals: dict[str, float] = defaultdict(float)
+    for batch in batches:
+        step = build_step(batch, policy, config)
+        policy.receive(step.ranks)
+        targets = replace(step.targets, reference_sums=reference_sums(step.pairs, references, policy, config))
+        for name, value in policy.evaluate(loss, targets).items():
+            totals[name] += value if name.startswith("num_") else value * len(batch)
+    pairs = totals["num_valid_samples"]
+    means = {name: total if name.startswith("num_") else total / pairs for name, total in totals.items()}
+    return means | {NEMO_RL_LOSS: means["loss"]}
 
-    def evaluate(self, batches: Iterable[Sequence[DatumSpec]]) -> Metrics:
-        """Return the means over the validation pairs."""
-        totals: dict[str, float] = defaultdict(float)
-        for batch in batches:
-            for name, value in self.policy.evaluate(self._loss, self._send(batch)).items():
-                totals[name] += value if name.startswith("num_") else value * len(batch)
-        pairs = totals["num_valid_samples"]
-        means = {name: total if name.startswith("num_") else total / pairs for name, total in totals.items()}
-        return means | {NEMO_RL_LOSS: means["loss"]}
 
-    def _send(self, batch: Sequence[DatumSpec]) -> TrainTargets:
-        """Send the pairs to the policy's ranks. Return their targets, with the log-probs under the reference."""
-        policy = self.policy
-        pairs, weights = filled_up(batch, policy.layout.data)
-        answers = [
-            as_trajectory(f"{pair['uid']}/{name}", log)
-            for pair in pairs
-            for name, log in (("chosen", pair["message_log"]), ("rejected", pair["rejected_log"]))
-        ]
-        _, ranks = rank_steps(
-            {i: policy.cluster.store.put(answer) for i, answer in enumerate(answers)},
-            [answer.length for answer in answers],
-            self.config,
-            policy.layout,
-            optimizer_steps=1,
-            algorithm="dpo",
-            prefixes=prefixes_of(answers) if policy.shares_prefixes else None,
-        )
-        policy.receive(ranks)
-        return TrainTargets(
-            weights=torch.tensor(weights, dtype=torch.float64).repeat_interleave(2),
-            valid_seqs=(len(batch),),
-            valid_toks=(sum(answer.generated_length for answer in answers[: 2 * len(batch)]),),
-            reference_sums=self._reference_sums([_row(pair) for pair in pairs]),
-        )
+@dataclass(frozen=True)
+class DPOStep:
+    """A batch of pairs as the ranks get it. `pairs`: with copies, if they are fewer than the ranks; `groups`: the two
+    answers of each pair of the batch."""
 
-    def _reference_sums(self, rows: Sequence[str]) -> Tensor | None:
-        """Return the log-prob of each answer of the pairs just sent under the reference, float64 [2 x pairs]. The
-        passes over all of them run only if a row is new."""
-        if not needs_reference(self.config):
-            return None
-        if any(row not in self.state for row in rows):
-            stats = self.policy.infer_logprobs(2 * len(rows), prev=False, reference=True, kl_kind=None)
-            found = stats["reference_sum"].reshape(-1, 2).tolist()
-            for row, (chosen, rejected) in zip(rows, found, strict=True):
-                self.state.setdefault(row, (chosen, rejected))
-        return torch.tensor([self.state[row] for row in rows], dtype=torch.float64).reshape(-1)
+    pairs: list[DatumSpec]
+    ranks: tuple[RankStep, ...]
+    targets: TrainTargets
+    groups: list[Group]
+
+
+def build_step(batch: Sequence[DatumSpec], policy: PolicyGroup, config: MasterConfig) -> DPOStep:
+    """Distribute pairs over data-parallel ranks and bins, as the recipe packs them. The targets lack the references."""
+    pairs, weights = filled_up(batch, policy.layout.data)
+    answers = [
+        as_trajectory(f"{pair['uid']}/{name}", log, index)
+        for pair in pairs
+        for index, (name, log) in enumerate((("chosen", pair["message_log"]), ("rejected", pair["rejected_log"])))
+    ]
+    refs = [policy.cluster.store.put(answer) for answer in answers]
+    _, ranks = rank_steps(
+        dict(enumerate(refs)),
+        [answer.length for answer in answers],
+        config,
+        policy.layout,
+        optimizer_steps=1,
+        algorithm="dpo",
+        prefixes=prefixes_of(answers) if policy.shares_prefixes else None,
+    )
+    targets = TrainTargets(
+        weights=torch.tensor(weights, dtype=torch.float64).repeat_interleave(2),
+        valid_seqs=(len(batch),),
+        valid_toks=(sum(answer.generated_length for answer in answers[: 2 * len(batch)]),),
+    )
+    version = policy.updates + 1
+    groups = [
+        as_group(pair, answers[2 * i : 2 * i + 2], refs[2 * i : 2 * i + 2], version) for i, pair in enumerate(batch)
+    ]
+    return DPOStep(pairs, ranks, targets, groups)
+
+
+def reference_sums(
+    pairs: Sequence[DatumSpec], references: References, policy: PolicyGroup, config: MasterConfig
+) -> Tensor | None:
+    """Return the log-prob of each answer of the pairs just sent under the reference, float64 [2 x pairs]; None for a
+    loss without a reference. The passes over all of them run only if a row is new, which `references` then gets."""
+    if not needs_reference(config):
+        return None
+    rows = [_row(pair) for pair in pairs]
+    if any(row not in references for row in rows):
+        stats = policy.infer_logprobs(2 * len(rows), prev=False, reference=True, kl_kind=None)
+        sums = stats["reference_sum"].reshape(-1, 2).tolist()
+        for row, (chosen, rejected) in zip(rows, sums, strict=True):
+            references.setdefault(row, (chosen, rejected))
+    return torch.tensor([references[row] for row in rows], dtype=torch.float64).reshape(-1)
 
 
 def _row(pair: DatumSpec) -> str:

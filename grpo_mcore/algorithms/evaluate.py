@@ -13,18 +13,15 @@ import json
 import logging
 from collections import defaultdict
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from contextlib import ExitStack, closing
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from grpo_mcore.algorithms.engines.sampling_config import sampling_of, turn_limits
 from grpo_mcore.algorithms.rollouts.rollouts import Rollouts
-from grpo_mcore.algorithms.run_control.checks import check_environments, check_run
-from grpo_mcore.algorithms.setup import start_cluster, start_engines, start_environments, wait_until_ready
+from grpo_mcore.algorithms.run import open_sampler, prepare
 from grpo_mcore.cluster import Cluster
-from grpo_mcore.data import AllTaskProcessedDataset, DataError, DatumSpec, build_task_data, load_tokenizer
-from grpo_mcore.data.processors import longest_prompt
+from grpo_mcore.data import AllTaskProcessedDataset, DataError, DatumSpec
 from grpo_mcore.objective import majority_at_k, mean_interval, pass_at_k, pass_numbers
 from grpo_mcore.recipe import MasterConfig
 from grpo_mcore.rollout.group import Group
@@ -88,33 +85,25 @@ def evaluate_model(config: MasterConfig, name: str, log: SampleLog, logs: Path) 
     """Sample and score what `log` lacks of the model policy.model_name. `name`: of the model in `log`; `logs`: folder
     of the workers' logs.
 
-    Raises what `check_run` raises, DataError, SetupError, EnvironmentConfigError.
+    Raises what `prepare` raises.
     """
-    names, evaluation, model = config.policy.tokenizer, config.eval, check_run(config)
-    tokenizer = load_tokenizer(names.name, names.chat_template, names.chat_template_kwargs)
-    data = build_task_data(config.data.validation, [], tokenizer, longest_prompt(config))
-    assert isinstance(data.train, AllTaskProcessedDataset)
-    prompts = _prompts(data.train, evaluation.num_prompts)
+    evaluation = config.eval
+    only = config.data.model_copy(update={"train": config.data.validation, "validation": []})
+    prepared = prepare(config.model_copy(update={"data": only}), algorithm="eval")
+    tokenizer = prepared.tokenizer
+    assert isinstance(prepared.data.train, AllTaskProcessedDataset)
+    prompts = _prompts(prepared.data.train, evaluation.num_prompts)
     seeds = range(evaluation.seed, evaluation.seed + evaluation.num_seeds)
     missing = {seed: [p for p in prompts if (name, seed, p["uid"]) not in log.groups] for seed in seeds}
     count = sum(map(len, missing.values()))
     logger.info("%s: %d prompts x %d seeds, %d to do", name, len(prompts), len(seeds), count)
     if not count:
         return
-    check_environments(config, data.env_names, data.first_rows())
-    with ExitStack() as stack:
-        cluster = stack.enter_context(start_cluster(config, logs))
-        environments = start_environments(config, cluster, data.env_names)
-        engines = start_engines(config, cluster, model, None)
-        stack.enter_context(closing(engines))
-        workers = {worker.name: worker for worker in environments.values()}
-        wait_until_ready(
-            config, cluster, [*engines.all_hosts(), *workers.values()], "start of engines and environments"
-        )
+    with open_sampler(prepared, logs, prepared.env_names) as sampler:
         sampling = sampling_of(config.policy.generation, tokenizer.eos_token_id, validation=True)
         done = 0
         for seed, wanted in missing.items():
-            rollouts = Rollouts(engines, environments, tokenizer, turn_limits(config), seed=seed)
+            rollouts = Rollouts(sampler.engines, sampler.task_to_env, tokenizer, turn_limits(config), seed=seed)
             waiting, in_flight = iter(wanted), 0
             while True:
                 while in_flight < IN_FLIGHT and (prompt := next(waiting, None)) is not None:
@@ -122,7 +111,7 @@ def evaluate_model(config: MasterConfig, name: str, log: SampleLog, logs: Path) 
                     in_flight += 1
                 if not in_flight:
                     break
-                log.add(_samples(rollouts.next_group(), name, seed, cluster))
+                log.add(_samples(rollouts.next_group(), name, seed, sampler.cluster))
                 in_flight, done = in_flight - 1, done + 1
                 if done % PROGRESS_EVERY == 0 or done == count:
                     logger.info("%s: %d of %d prompts", name, done, count)

@@ -41,7 +41,7 @@ from grpo_mcore.algorithms.nemo_rl_api import (
 )
 from grpo_mcore.algorithms.record.run_record import RunRecord, start_record
 from grpo_mcore.algorithms.record.run_report import Compare, RunReport
-from grpo_mcore.algorithms.record.sample_record import SampleRecord
+from grpo_mcore.algorithms.record.sample_writer import SampleWriter
 from grpo_mcore.algorithms.record.step_profile import StepProfile
 from grpo_mcore.algorithms.rollouts.rollouts import Rollouts
 from grpo_mcore.algorithms.rollouts.scoring import as_workers
@@ -119,7 +119,7 @@ def grpo_train(
         checkpointer, policy, config, on_saved=record.saved, on_failure=record.not_saved
     )
 
-    with record, checkpoints, policy.run_alongside(rollouts), stop.heeded():
+    with record, checkpoints, policy.run_alongside(rollouts), stop.listening():
         if position is not None:
             resume_in_flight(position, record, groups, policy.cluster, refit, partial(generate, step=record.step + 1))
         while True:
@@ -177,10 +177,10 @@ def train_on_groups(
     loss_fn: LossFn,
     config: MasterConfig,
     clock: Timeline,
-    record: SampleRecord | None = None,
+    samples: SampleWriter | None = None,
 ) -> dict[str, float]:
     """Train one step on scored groups and return its metrics. The driver plans bins and advantages; the policy's ranks
-    compute log-probs, loss and update. `record`: gets the samples with what was computed of them."""
+    compute log-probs, loss and update. `samples`: gets the samples with what was computed of them."""
     with clock.phase("prepare"):
         engines.release()
         policy.onload()
@@ -199,12 +199,12 @@ def train_on_groups(
         targets, metrics = compute_targets(batch, stats, config)
         if not any(targets.valid_toks):  # all samples failed or were filtered
             policy.skip()
-            if record is not None:
-                record.trained(policy.updates, batch, targets, [])
+            if samples is not None:
+                samples.trained(policy.updates, batch.groups, targets, [])
             return metrics | {"tokens": 0.0}
         metrics |= batch.plan_metrics | policy.train(loss_fn, targets)
-    if record is not None and record.wants_logprobs:
-        record.trained(policy.updates, batch, targets, policy.token_logprobs())
+    if samples is not None and samples.wants_logprobs:
+        samples.trained(policy.updates, batch.groups, targets, policy.token_logprobs())
     return metrics | {"tokens": float(batch.tokens)}
 
 

@@ -1,7 +1,7 @@
 """NeMo RL's other entry points with their documented arguments; the loop is in grpo.py.
 
 A script that was written against `nemo_rl.algorithms.grpo` runs with the package name changed: all of this is
-importable from `grpo_mcore.algorithms.grpo`. Our own command line uses `algorithms/setup.py` instead.
+importable from `grpo_mcore.algorithms.grpo`. Our own command line uses `algorithms/run.py` instead.
 """
 
 from __future__ import annotations
@@ -17,12 +17,12 @@ from grpo_mcore.algorithms.checkpointing.checkpoints import CheckpointManager, G
 from grpo_mcore.algorithms.engines.engine_group import EngineGroup
 from grpo_mcore.algorithms.rollouts.scoring import as_workers
 from grpo_mcore.algorithms.rollouts.validation import run_validation
-from grpo_mcore.algorithms.run_control.checks import check_run
-from grpo_mcore.algorithms.setup import start_cluster, start_run
+from grpo_mcore.algorithms.run import prepare, start_run
+from grpo_mcore.algorithms.setup import start_cluster
 from grpo_mcore.algorithms.training_step.policy_group import PolicyGroup
 from grpo_mcore.algorithms.weight_sync.refit_step import refit_once
 from grpo_mcore.cluster import Cluster
-from grpo_mcore.data import AllTaskProcessedDataset, BatchedDataDict
+from grpo_mcore.data import AllTaskProcessedDataset, BatchedDataDict, TaskData
 from grpo_mcore.objective import scale_reward_values
 from grpo_mcore.observe import Logger
 from grpo_mcore.parallel.policy import LossFn
@@ -64,15 +64,15 @@ def setup(
     """
     refuse_processor(processor)
     config = MasterConfig.model_validate(master_config)
-    model = check_run(config)
-    checkpointer = CheckpointManager(config.checkpointing)
-    checkpointer.open(resume)
+    data = TaskData(dataset, val_dataset, env_names={}, val_env_names={})  # the caller starts the environments
+    prepared = prepare(config, resume, tokenizer=tokenizer, data=data)
+    checkpointer = prepared.checkpointer
     logger = logger or Logger(config.logger, run=checkpointer.log_run())
-    own_cluster, cluster = cluster is None, cluster or start_cluster(config, Path(logger.log_dir))
+    started_here, cluster = cluster is None, cluster or start_cluster(config, Path(logger.log_dir))
     try:
-        run = start_run(config, model, cluster, tokenizer, dataset, val_dataset, logger, checkpointer)
+        run = start_run(prepared, cluster, logger)
     except BaseException:
-        if own_cluster:  # the caller has no handle to end it by
+        if started_here:  # the caller has no handle to end it by
             cluster.shutdown()
         raise
     return (

@@ -1,45 +1,90 @@
-"""A GRPO run from its recipe: check all that can be checked in seconds, start it, validate it alone."""
+"""A run from its recipe: `prepare` checks all that can be checked in seconds, `open_run` starts it and ends it again.
+
+Every command that trains, validates, evaluates or collects goes through `prepare`. Training runs then hold their
+checkpoint folder, their log, their cluster and their workers in one block, `with open_run(prepared) as run`; what only
+samples a model has engines and environments, `with open_sampler(prepared, logs) as sampler`.
+"""
 
 from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import AbstractContextManager, closing, contextmanager, nullcontext
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import ExitStack, closing, contextmanager
 from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
 from typing import Any
 
-from grpo_mcore.algorithms.checkpointing.checkpoints import CheckpointManager
-from grpo_mcore.algorithms.record.sample_record import SampleRecord
+from grpo_mcore.algorithms.checkpointing.checkpoints import (
+    CheckpointManager,
+    GRPOSaveState,
+    first_save_state,
+    policy_folder,
+)
+from grpo_mcore.algorithms.engines.engine_group import EngineGroup
+from grpo_mcore.algorithms.engines.policy_endpoint import open_endpoint
+from grpo_mcore.algorithms.record.sample_writer import SampleWriter
 from grpo_mcore.algorithms.rollouts.prompt_stream import check_same_data
+from grpo_mcore.algorithms.rollouts.scoring import EnvironmentWorker
 from grpo_mcore.algorithms.rollouts.validation import run_validation
 from grpo_mcore.algorithms.run_control.checks import (
     Model,
     check_checkpointing,
     check_environments,
+    check_model,
     check_run,
     check_writable,
 )
-from grpo_mcore.algorithms.setup import Run, build_loaders, start_cluster, start_run
+from grpo_mcore.algorithms.run_control.stopping import StopRequest, on_sigterm
+from grpo_mcore.algorithms.setup import (
+    make_loss,
+    start_cluster,
+    start_engines,
+    start_environments,
+    start_policy,
+    start_policy_and_engines,
+    wait_until_ready,
+    watch_machines,
+)
+from grpo_mcore.algorithms.training_step.policy_group import PolicyGroup
 from grpo_mcore.algorithms.weight_sync.refit_step import refit_engines
-from grpo_mcore.data import TaskData, TurnTemplate, build_task_data, load_tokenizer
+from grpo_mcore.cluster import Cluster
+from grpo_mcore.data import (
+    TaskData,
+    TurnTemplate,
+    build_dataloader,
+    build_task_data,
+    build_train_dataloader,
+    load_preference_dataset,
+    load_tokenizer,
+)
 from grpo_mcore.data.processors import longest_prompt
 from grpo_mcore.observe import Logger, RunConsole, messages_kept, write_summary
-from grpo_mcore.recipe import Change, MasterConfig
+from grpo_mcore.parallel.policy import LossFn
+from grpo_mcore.recipe import Algorithm, Change, FineTuningConfig, MasterConfig, exports_model
 
 logger = logging.getLogger(__name__)
 
 
 @dataclass
 class Prepared:
-    """A run whose recipe, model, data and folders are checked. Nothing is started yet."""
+    """A run whose recipe, model, data and folders are checked. Nothing is started yet.
+
+    `changes`: values of the recipe that differ from those of the checkpoint that it resumes. `trains`: it holds its
+    checkpoint folder, as no other run may train there. An evaluation has no data loaders.
+    """
 
     config: MasterConfig
+    algorithm: Algorithm
     model: Model
     checkpointer: CheckpointManager
     tokenizer: Any
     data: TaskData
     changes: Sequence[Change]
+    dataloader: Any = None
+    val_dataloader: Any = None
+    trains: bool = True
 
     @property
     def env_names(self) -> dict[str, str | None]:
@@ -50,75 +95,215 @@ class Prepared:
         """Return the number of steps that are left to do."""
         folder = self.checkpointer.resumed_from
         done = self.checkpointer.read(folder)[0]["current_step"] if folder else 0
-        return max(self.config.grpo.max_num_steps - done, 0)
+        return max(self.config[self.algorithm].max_num_steps - done, 0)
 
 
-def prepare(config: MasterConfig, resume: str | bool | None = None, *, trains: bool = True) -> Prepared:
+def prepare(
+    config: MasterConfig,
+    resume: str | bool | None = None,
+    *,
+    algorithm: Algorithm = "grpo",
+    trains: bool = True,
+    tokenizer: Any = None,
+    data: TaskData | None = None,
+) -> Prepared:
     """Check all that can be checked in seconds: what is wrong with the model, the data, the checkpoint, the rewards or
-    the folders shows before anything starts. `trains`: no other run may train in the checkpoints' folder."""
-    check_checkpointing(config)
-    model = check_run(config)
-    checkpointer = CheckpointManager(config.checkpointing)
-    checkpointer.open(resume, trains=trains)
-    changes = checkpointer.changes(config)
-    check_writable(config)
-    names = config.policy.tokenizer
-    tokenizer = load_tokenizer(names.name, names.chat_template, names.chat_template_kwargs)
-    separate, limit = config.data.use_multiple_dataloader, longest_prompt(config)
-    data = build_task_data(config.data.train, config.data.validation, tokenizer, limit, separate=separate)
-    prepared = Prepared(config, model, checkpointer, tokenizer, data, changes)
-    check_environments(config, prepared.env_names, data.first_rows())
-    loader, _ = build_loaders(config, data.train, data.validation)  # raises where the data has too few rows
-    if (position := checkpointer.position()) is not None:
-        check_same_data(position.stream, loader)
-    if config.grpo.max_rollout_turns > 1:
+    the folders shows before anything starts.
+
+    `algorithm`: what runs; "eval" is whatever samples a model and trains nothing. `trains`: no other run may train in
+    the checkpoints' folder. `tokenizer`, `data`: those of the caller, in place of the recipe's.
+    """
+    fine_tunes = algorithm in ("sft", "dpo")
+    checkpointer, changes = CheckpointManager(config.checkpointing), list[Change]()
+    if algorithm != "eval":
+        check_checkpointing(config, algorithm)
+    model = check_model(config) if fine_tunes else check_run(config)
+    if algorithm != "eval":
+        checkpointer.open(resume, trains=trains, models=_models_written(config, algorithm) if trains else ())
+        changes = checkpointer.changes(config)
+        check_writable(config)
+    if tokenizer is None:
+        names = config.policy.tokenizer
+        tokenizer = load_tokenizer(names.name, names.chat_template, names.chat_template_kwargs)
+    data = data or _load_data(config, algorithm, tokenizer)
+    prepared = Prepared(config, algorithm, model, checkpointer, tokenizer, data, changes, trains=trains)
+    if not fine_tunes and prepared.env_names:
+        check_environments(config, prepared.env_names, data.first_rows())
+    if algorithm != "eval":  # raises where the data has too few rows, or others than the run that is resumed
+        prepared.dataloader, prepared.val_dataloader = _build_loaders(config, algorithm, data)
+        if (position := checkpointer.position()) is not None:
+            check_same_data(position.stream, prepared.dataloader)
+    if algorithm == "grpo" and config.grpo.max_rollout_turns > 1:
         TurnTemplate(tokenizer)  # raises where the chat template cannot hold several turns
     return prepared
 
 
-def validate_only(config: MasterConfig, resume: str | bool | None = None) -> dict[str, float | None]:
-    """Validate the model, or a checkpoint, as a run would, and return the metrics. No step is trained or saved."""
-    with started(prepare(config, resume, trains=False)) as run:
-        console, step = RunConsole(kept=run.logger.console), run.grpo_save_state["current_step"]
-        refit_engines(run.policy, run.policy_generation, config)
-        found = run_validation(
-            run.policy_generation, run.val_dataloader, run.val_task_to_env, config, tokenizer=run.tokenizer
-        )
-        record = SampleRecord(config.logger, run.logger.log_dir, run.policy.cluster, run.tokenizer)
-        record.validated(step, found.groups)
-        record.close()
-        run.logger.log_hyperparams(config)
-        run.logger.log_metrics(found.metrics | {"seconds": found.seconds}, step, "validation")
-        console.samples(step, found.samples)
-        console.validation(step, found.metrics, found.seconds)
-        end = f"validated after step {step}, nothing was trained"
-        write_summary(run.logger.log_dir / "summary.json", {"steps": step, "end": end, "validation": found.metrics})
-    return found.metrics
+def _models_written(config: MasterConfig, algorithm: Algorithm) -> Sequence[str]:
+    """Return the names (patterns) of the models that the run writes beside its checkpoints when it ends."""
+    if algorithm in ("sft", "dpo"):
+        return ("hf",) if exports_model(config) else ()
+    return () if config.checkpointing.save_hf == "none" else ("hf_step_*",)
+
+
+def _load_data(config: MasterConfig, algorithm: Algorithm, tokenizer: Any) -> TaskData:
+    """Return the recipe's data, read as the algorithm needs it."""
+    train, validation = config.data.train, config.data.validation
+    if algorithm == "grpo":
+        separate = config.data.use_multiple_dataloader
+        return build_task_data(train, validation, tokenizer, longest_prompt(config), separate=separate)
+    if algorithm == "eval":
+        return build_task_data(train, validation, tokenizer, longest_prompt(config))
+    build = partial(build_task_data, train, validation, tokenizer, config.policy.max_total_sequence_length)
+    if algorithm == "dpo":
+        return build("preference_processor", load=load_preference_dataset)
+    return build("sft_processor")
+
+
+def _build_loaders(config: MasterConfig, algorithm: Algorithm, data: TaskData) -> tuple[Any, Any]:
+    """Return the loaders of training and validation data, the latter None without validation data. Raises DataError
+    for too few rows."""
+    if algorithm == "grpo":
+        size, seed = config.grpo.num_prompts_per_step, config.grpo.seed
+        val_size = config.grpo.val_batch_size or (len(data.validation) if data.validation else 0)
+    else:
+        settings: FineTuningConfig = config[algorithm]
+        size, seed, val_size = config.policy.train_global_batch_size, settings.seed, settings.val_global_batch_size
+    loader = build_train_dataloader(data.train, config.data, size, seed)
+    if data.validation is None:
+        return loader, None
+    return loader, build_dataloader(data.validation, val_size, False, seed, drop_last=False)
+
+
+@dataclass
+class Run:
+    """A run that is started: the arguments of `grpo_train`, under their names. SFT and DPO have no engine, and no
+    environments."""
+
+    policy: PolicyGroup
+    policy_generation: EngineGroup
+    dataloader: Any
+    val_dataloader: Any
+    tokenizer: Any
+    loss_fn: LossFn
+    task_to_env: Mapping[str, EnvironmentWorker]
+    val_task_to_env: Mapping[str, EnvironmentWorker]
+    logger: Logger
+    checkpointer: CheckpointManager
+    grpo_save_state: GRPOSaveState
+    master_config: MasterConfig
 
 
 @contextmanager
-def started(
-    prepared: Prepared, log_run: str | None = None, around: Callable[[], AbstractContextManager[Any]] = nullcontext
-) -> Iterator[Run]:
-    """Start a run, and end all of its processes with the context. `log_run`: folder of the logs to go on
-    in; None: a new one. `around`: entered once the cluster is started."""
-    config, data = prepared.config, prepared.data
-    with closing(Logger(config.logger, run=log_run)) as run_log, messages_kept(run_log.console):
-        logger.info("starting policy and engines (logs: %s) ...", run_log.log_dir)
+def open_run(prepared: Prepared, stop: StopRequest | None = None) -> Iterator[Run]:
+    """Start a run, and end all that was started with the context: hold the checkpoint folder, open the log (that of
+    the run that this one resumes, or a new one), start cluster and workers.
+
+    `stop`: SIGTERM asks it to stop, also after Ray has installed a handler of its own. Raises what the workers'
+    constructors raise.
+    """
+    config, checkpointer = prepared.config, prepared.checkpointer
+    with ExitStack() as stack:
+        if prepared.trains:
+            stack.enter_context(checkpointer.held())
+        log_run = checkpointer.log_run() if prepared.trains else None
+        log = stack.enter_context(closing(Logger(config.logger, run=log_run)))
+        stack.enter_context(messages_kept(log.console))
+        what = "policy and engines" if prepared.algorithm == "grpo" else "the policy"
+        logger.info("starting %s (logs: %s) ...", what, log.log_dir)
         began = time.monotonic()
-        with start_cluster(config, run_log.log_dir) as cluster, around():
-            logger.info("  cluster: %s, ready after %.0f s", config.cluster.backend, time.monotonic() - began)
-            run = start_run(
-                config,
-                prepared.model,
-                cluster,
-                prepared.tokenizer,
-                data.train,
-                data.validation,
-                run_log,
-                prepared.checkpointer,
-                prepared.env_names,
+        cluster = stack.enter_context(start_cluster(config, log.log_dir))
+        if stop is not None:
+            stack.enter_context(on_sigterm(stop))
+        logger.info("  cluster: %s, ready after %.0f s", config.cluster.backend, time.monotonic() - began)
+        run = start_run(prepared, cluster, log)
+        stack.enter_context(closing(run.policy_generation))
+        logger.info("  everything is ready after %.0f s", time.monotonic() - began)
+        yield run
+
+
+def start_run(prepared: Prepared, cluster: Cluster, log: Logger) -> Run:
+    """Start the workers of a run, and bring the policy to where the checkpoint left off, if the run resumes. Raises
+    what the workers' constructors raise."""
+    config, model, checkpointer = prepared.config, prepared.model, prepared.checkpointer
+    if prepared.algorithm == "grpo":
+        environments = start_environments(config, cluster, prepared.env_names)
+        policy, engines = start_policy_and_engines(config, cluster, model)
+        loss: LossFn = make_loss(config)
+    else:
+        environments, engines = {}, EngineGroup(cluster, [], sleeps=False)
+        policy = start_policy(config, cluster, model, prepared.algorithm)
+        wait_until_ready(config, cluster, policy.workers, "start of the policy")
+        loss = make_loss(config, prepared.algorithm)
+    save_state = first_save_state()
+    if (folder := checkpointer.resumed_from) is not None:
+        save_state = checkpointer.read(folder)[0]
+        policy.load(policy_folder(folder))
+        policy.updates = save_state["current_step"]
+    if config.logger.monitor_gpus:
+        watch_machines(config, cluster, log)
+    if prepared.algorithm == "grpo":
+        engines.endpoint = open_endpoint(config, engines, Path(log.log_dir))
+        workers = {worker.name: worker for worker in environments.values()}  # tasks may share one
+        wait_until_ready(config, cluster, list(workers.values()), "start of the environments")
+    return Run(
+        policy=policy,
+        policy_generation=engines,
+        dataloader=prepared.dataloader,
+        val_dataloader=prepared.val_dataloader,
+        tokenizer=prepared.tokenizer,
+        loss_fn=loss,
+        task_to_env=environments,
+        val_task_to_env=environments,
+        logger=log,
+        checkpointer=checkpointer,
+        grpo_save_state=save_state,
+        master_config=config,
+    )
+
+
+def validate_only(config: MasterConfig, resume: str | bool | None = None) -> dict[str, float | None]:
+    """Validate the model, or a checkpoint, as a run would, and return the metrics. No step is trained or saved."""
+    with open_run(prepare(config, resume, trains=False)) as run:
+        console, step = RunConsole(kept=run.logger.console), run.grpo_save_state["current_step"]
+        refit_engines(run.policy, run.policy_generation, config)
+        validation = run_validation(
+            run.policy_generation, run.val_dataloader, run.val_task_to_env, config, tokenizer=run.tokenizer
+        )
+        samples = SampleWriter(config.logger, run.logger.log_dir, run.policy.cluster, run.tokenizer)
+        samples.validated(step, validation.groups)
+        samples.close()
+        run.logger.log_hyperparams(config)
+        run.logger.log_metrics(validation.metrics | {"seconds": validation.seconds}, step, "validation")
+        console.samples(step, validation.samples)
+        console.validation(step, validation.metrics, validation.seconds)
+        end = f"validated after step {step}, nothing was trained"
+        write_summary(
+            run.logger.log_dir / "summary.json", {"steps": step, "end": end, "validation": validation.metrics}
+        )
+    return validation.metrics
+
+
+@dataclass
+class Sampler:
+    """Engines with the weights of a model, and the environments that score its samples. There is no policy."""
+
+    cluster: Cluster
+    engines: EngineGroup
+    task_to_env: Mapping[str, EnvironmentWorker]
+
+
+@contextmanager
+def open_sampler(prepared: Prepared, log_dir: Path, env_names: Mapping[str, str | None]) -> Iterator[Sampler]:
+    """Start engines and the environments of these tasks, and end them with the context. `log_dir`: of the workers'
+    logs. Raises what the workers' constructors raise."""
+    config = prepared.config
+    with start_cluster(config, log_dir) as cluster:
+        environments = start_environments(config, cluster, env_names)
+        engines = start_engines(config, cluster, prepared.model, None)
+        with closing(engines):
+            workers = {worker.name: worker for worker in environments.values()}
+            wait_until_ready(
+                config, cluster, [*engines.all_hosts(), *workers.values()], "start of engines and environments"
             )
-            logger.info("  everything is ready after %.0f s", time.monotonic() - began)
-            with closing(run.policy_generation):
-                yield run
+            engines.endpoint = open_endpoint(config, engines, log_dir)
+            yield Sampler(cluster, engines, environments)

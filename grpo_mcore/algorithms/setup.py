@@ -1,4 +1,4 @@
-"""Start a run: the only place where engines, environments, policy, data and refit meet."""
+"""Start the workers of a run: the only place where engines, environments, policy and refit meet."""
 
 from __future__ import annotations
 
@@ -7,18 +7,11 @@ import re
 import secrets
 import time
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from grpo_mcore.algorithms.checkpointing.checkpoints import (
-    CheckpointManager,
-    GRPOSaveState,
-    first_save_state,
-    policy_folder,
-)
 from grpo_mcore.algorithms.engines.engine_group import EngineGroup, EngineWorker, node_of_engine
-from grpo_mcore.algorithms.engines.policy_endpoint import REQUESTS, chat_config, open_endpoint
+from grpo_mcore.algorithms.engines.policy_endpoint import REQUESTS, chat_config
 from grpo_mcore.algorithms.engines.retries import Retries
 from grpo_mcore.algorithms.rollouts.agent_rollouts import AgentWorker
 from grpo_mcore.algorithms.rollouts.scoring import EnvironmentWorker
@@ -27,16 +20,17 @@ from grpo_mcore.algorithms.training_step.policy_group import PolicyGroup
 from grpo_mcore.algorithms.training_step.policy_worker import PolicyWorker
 from grpo_mcore.algorithms.weight_sync.refit_parity import LIMITS, ParityCheck
 from grpo_mcore.cluster import Cluster, Future, Worker, gather, is_fault, open_cluster
-from grpo_mcore.data import AllTaskProcessedDataset, build_dataloader, build_train_dataloader
 from grpo_mcore.environments.interfaces import EnvironmentBase
 from grpo_mcore.families import adapter_shape, engine_options
 from grpo_mcore.generation import EngineConfig, engine_environment
-from grpo_mcore.objective import ClippedPGLossFn, OwnLoss, build_loss
+from grpo_mcore.objective import NLLLossFn, PreferenceLossFn, build_loss
 from grpo_mcore.observe import Logger
 from grpo_mcore.observe.machine import MachineMonitor, peak_flops
 from grpo_mcore.parallel.layout import Layout
 from grpo_mcore.parallel.platform import Platform, cpu_threads, shares_prefixes
+from grpo_mcore.parallel.policy import LossFn
 from grpo_mcore.recipe import (
+    Algorithm,
     MasterConfig,
     MegatronConfig,
     engine_nodes,
@@ -57,24 +51,6 @@ MONITOR_S = 30.0
 ENGINE_CALLS, ENGINE_STREAMS = 4, 64
 """Threads of an engine's process. Calls: reading a bucket, receiving the next one, health checks, and aborting a refit
 that hangs. Streams: one for each dispatch whose samples are under way."""
-
-
-@dataclass
-class Run:
-    """A run that is started: the arguments of `grpo_train`, under their names."""
-
-    policy: PolicyGroup
-    policy_generation: EngineGroup
-    dataloader: Any
-    val_dataloader: Any
-    tokenizer: Any
-    loss_fn: ClippedPGLossFn | OwnLoss
-    task_to_env: Mapping[str, EnvironmentWorker]
-    val_task_to_env: Mapping[str, EnvironmentWorker]
-    logger: Logger
-    checkpointer: CheckpointManager
-    grpo_save_state: GRPOSaveState
-    master_config: MasterConfig
 
 
 def start_cluster(config: MasterConfig, log_dir: Path) -> Cluster:
@@ -99,14 +75,22 @@ def start_policy_and_engines(config: MasterConfig, cluster: Cluster, model: Mode
     return policy, engines
 
 
-def start_policy(config: MasterConfig, cluster: Cluster, model: Model, *, build_later: bool = False) -> PolicyGroup:
+def start_policy(
+    config: MasterConfig, cluster: Cluster, model: Model, algorithm: Algorithm = "grpo", *, build_later: bool = False
+) -> PolicyGroup:
     """Spawn the policy's ranks. Calls to them wait until they hold their weights; `wait_until_ready` raises their
-    errors. `build_later`: they take no memory before `PolicyGroup.build`."""
+    errors. `algorithm`: what it is trained with; only GRPO's log-probs are those of a sampler. `build_later`: they take
+    no memory before `PolicyGroup.build`."""
     layout = model.layout
-    policy = config.policy.model_copy(update={"model_name": model.folder})
+    changes: dict[str, Any] = {"model_name": model.folder}
+    if algorithm in ("sft", "dpo"):  # the data's log-probs: of the whole distribution, at temperature 1
+        changes["generation"] = config.policy.generation.model_copy(
+            update={"temperature": 1.0, "top_p": 1.0, "top_k": None}
+        )
+    policy = config.policy.model_copy(update=changes)
     gpu, pool = model.gpu, policy_pool(config)
     colocated = policy.generation.colocated.enabled
-    reference = needs_reference(config)
+    reference = algorithm != "sft" and needs_reference(config)
     arguments = (
         policy, cluster.store, config.grpo.seed, config.cluster.step_timeout_s, reference, config.cluster.platform,
         build_later,
@@ -273,21 +257,6 @@ def start_engines(config: MasterConfig, cluster: Cluster, model: Model, policy: 
     )
 
 
-def build_loaders(
-    config: MasterConfig,
-    dataset: AllTaskProcessedDataset | Mapping[str, AllTaskProcessedDataset],
-    val_dataset: AllTaskProcessedDataset | None,
-) -> tuple[Any, Any]:
-    """Return the loaders of training and validation data, the latter None without validation data. Raises DataError
-    for too few rows."""
-    grpo = config.grpo
-    loader = build_train_dataloader(dataset, config.data, grpo.num_prompts_per_step, grpo.seed)
-    if val_dataset is None:
-        return loader, None
-    size = grpo.val_batch_size or len(val_dataset)
-    return loader, build_dataloader(val_dataset, size, False, grpo.seed, drop_last=False)
-
-
 def start_environments(
     config: MasterConfig, cluster: Cluster, env_names: Mapping[str, str | None]
 ) -> dict[str, EnvironmentWorker]:
@@ -368,9 +337,13 @@ def _kind(worker: str) -> str:
     return re.sub(r"(-\d+)+$", "", worker)
 
 
-def make_loss(config: MasterConfig) -> ClippedPGLossFn | OwnLoss:
-    """Build the recipe's loss. With one optimizer step per RL step, the log-probs before the update are those of the
+def make_loss(config: MasterConfig, algorithm: Algorithm = "grpo") -> LossFn:
+    """Build the recipe's loss. With one optimizer step per RL step, GRPO's log-probs before the update are those of the
     training pass itself."""
+    if algorithm == "sft":
+        return NLLLossFn()
+    if algorithm == "dpo":
+        return PreferenceLossFn(config.dpo)
     return build_loss(
         config.loss_fn,
         prev_equals_curr=not needs_prev(config),
@@ -404,48 +377,3 @@ def watch_machines(config: MasterConfig, cluster: Cluster, logger: Logger) -> No
         return {f"node.{node}.{name}": value for node, values in enumerate(taken) for name, value in values.items()}
 
     logger.machines = take
-
-
-def start_run(
-    config: MasterConfig,
-    model: Model,
-    cluster: Cluster,
-    tokenizer: Any,
-    dataset: AllTaskProcessedDataset | Mapping[str, AllTaskProcessedDataset],
-    val_dataset: AllTaskProcessedDataset | None,
-    logger: Logger,
-    checkpointer: CheckpointManager,
-    env_names: Mapping[str, str | None] | None = None,
-) -> Run:
-    """Start environments, policy and engines, and bring them to where the checkpoint left off, if the run resumes.
-
-    `model`: from `check_run`. `dataset`: several by task name for data.use_multiple_dataloader. `env_names`: task name
-    -> environment; None where the caller has environments of its own. Raises what the workers' constructors raise.
-    """
-    dataloader, val_dataloader = build_loaders(config, dataset, val_dataset)
-    environments = start_environments(config, cluster, env_names or {})
-    policy, engines = start_policy_and_engines(config, cluster, model)
-    save_state = first_save_state()
-    if (folder := checkpointer.resumed_from) is not None:
-        save_state = checkpointer.read(folder)[0]
-        policy.load(policy_folder(folder))
-        policy.updates = save_state["current_step"]
-    if config.logger.monitor_gpus:
-        watch_machines(config, cluster, logger)
-    engines.endpoint = open_endpoint(config, engines, Path(logger.log_dir))
-    distinct: dict[str, Worker] = {worker.name: worker for worker in environments.values()}  # tasks may share one
-    wait_until_ready(config, cluster, list(distinct.values()), "start of the environments")
-    return Run(
-        policy=policy,
-        policy_generation=engines,
-        dataloader=dataloader,
-        val_dataloader=val_dataloader,
-        tokenizer=tokenizer,
-        loss_fn=make_loss(config),
-        task_to_env=environments,
-        val_task_to_env=environments,
-        logger=logger,
-        checkpointer=checkpointer,
-        grpo_save_state=save_state,
-        master_config=config,
-    )

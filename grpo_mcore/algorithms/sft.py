@@ -1,59 +1,95 @@
 """Supervised fine-tuning: make the answers of the data likelier. The same policy, batches and packing as GRPO.
 
-The loop, checkpoints and export are those of training_step/fine_tuning.py; here are the data, the step and the metrics.
-There is no padding; examples that are too long are left out and counted.
+One step: the next examples of the data -> packed rows on the ranks -> negative log-prob of the assistant's tokens,
+averaged over them -> update.
+
+Consumes: batches of the data loader. Waits for: the policy's ranks. Nothing goes on beside it but the files that are
+being written. There is no padding; examples that are too long are left out and counted.
+
+Not here: what is logged and when a validation or a checkpoint is due (record/tuning_record.py), the loss
+(objective/loss.py), the network (parallel/).
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from typing import Any
 
 import torch
 
-from grpo_mcore.algorithms.training_step.fine_tuning import FineTuning, Metrics, filled_up
+from grpo_mcore.algorithms.record.tuning_record import Metrics, TuningRecord, start_tuning_record
+from grpo_mcore.algorithms.run import Run
+from grpo_mcore.algorithms.run_control.stopping import StopRequest
+from grpo_mcore.algorithms.training_step.examples import as_group, as_trajectory, filled_up, prefixes_of
 from grpo_mcore.algorithms.training_step.policy_group import PolicyGroup
 from grpo_mcore.algorithms.training_step.step_batch import RankStep, TrainTargets, rank_steps
-from grpo_mcore.batching.prefix_trees import Prefixes, prefix_hashes
-from grpo_mcore.data import TaskData
-from grpo_mcore.objective import NLLLossFn
+from grpo_mcore.parallel.policy import LossFn
 from grpo_mcore.recipe import MasterConfig
-from grpo_mcore.rollout.datum import DatumSpec, Message
-from grpo_mcore.rollout.trajectory import Trajectory, Turn
+from grpo_mcore.rollout.datum import DatumSpec
+from grpo_mcore.rollout.group import Group
 
 
-class SFT(FineTuning):
-    """Minimises the negative log-prob of the assistant's messages, averaged over their tokens."""
-
-    algorithm = "sft"
-
-    @staticmethod
-    def load_data(config: MasterConfig, load: Callable[..., TaskData]) -> TaskData:
-        return load("sft_processor")
-
-    def train(self, batch: Sequence[DatumSpec]) -> Metrics:
-        ranks, targets = _rank_steps(self.policy, batch, self.config)
-        self.policy.receive(ranks)
-        return self.policy.train(NLLLossFn(), targets)
-
-    def evaluate(self, batches: Iterable[Sequence[DatumSpec]]) -> Metrics:
-        """Return val_loss: negative log-likelihood of an answer token, averaged over the validation tokens."""
-        total, tokens = 0.0, 0
-        for batch in batches:
-            ranks, targets = _rank_steps(self.policy, batch, self.config)
-            self.policy.receive(ranks)
-            count = sum(targets.valid_toks)
-            total += self.policy.evaluate(NLLLossFn(), targets)["loss"] * count
-            tokens += count
-        return {"val_loss": total / max(1, tokens), "num_tokens": float(tokens)}
+def sft_train(run: Run, stop: StopRequest | None = None) -> dict[str, Any]:
+    """Train until sft.max_num_steps or the end of the data, or until `stop` asks for the end: the step under way is
+    then finished and saved. Go on from the checkpoint, if the run resumes one. Return the summary."""
+    policy, config, loss = run.policy, run.master_config, run.loss_fn
+    record, checkpoints = start_tuning_record("sft", run, stop)
+    with record, checkpoints:
+        if record.validates_first:
+            _validate(record, policy, loss, config)
+        while batch := record.next_batch():
+            checkpoints.poll()
+            with record.clock.phase("prepare"):
+                step = build_step(batch, policy, config)
+                policy.receive(step.ranks)
+            with record.clock.phase("train"):
+                metrics = policy.train(loss, step.targets)
+            record.trained(batch, step.groups, step.targets, metrics)
+            if record.validation_is_due:
+                _validate(record, policy, loss, config)
+            if record.checkpoint_is_due:
+                with record.clock.pause("checkpoint"):
+                    checkpoints.start(record.step, record.snapshot)
+        return record.ended(unsaved=checkpoints.finish())
 
 
-def _rank_steps(
-    policy: PolicyGroup, batch: Sequence[DatumSpec], config: MasterConfig
-) -> tuple[tuple[RankStep, ...], TrainTargets]:
+def _validate(record: TuningRecord, policy: PolicyGroup, loss: LossFn, config: MasterConfig) -> None:
+    with record.clock.pause("validation"):
+        metrics = validate(record.validation_batches(), policy, loss, config)
+    record.validated(metrics)
+
+
+def validate(
+    batches: Iterable[Sequence[DatumSpec]], policy: PolicyGroup, loss: LossFn, config: MasterConfig
+) -> Metrics:
+    """Return val_loss: negative log-likelihood of an answer token, averaged over the tokens of all batches."""
+    total, tokens = 0.0, 0
+    for batch in batches:
+        step = build_step(batch, policy, config)
+        policy.receive(step.ranks)
+        count = sum(step.targets.valid_toks)
+        total += policy.evaluate(loss, step.targets)["loss"] * count
+        tokens += count
+    return {"val_loss": total / max(1, tokens), "num_tokens": float(tokens)}
+
+
+@dataclass(frozen=True)
+class SFTStep:
+    """A batch of examples as the ranks get it. `groups`: one example each."""
+
+    ranks: tuple[RankStep, ...]
+    targets: TrainTargets
+    groups: list[Group]
+
+
+def build_step(batch: Sequence[DatumSpec], policy: PolicyGroup, config: MasterConfig) -> SFTStep:
+    """Distribute examples over data-parallel ranks and bins, as the recipe packs them."""
     examples, weights = filled_up(batch, policy.layout.data)
     trajectories = [as_trajectory(datum["uid"], datum["message_log"]) for datum in examples]
+    refs = [policy.cluster.store.put(trajectory) for trajectory in trajectories]
     _, ranks = rank_steps(
-        {i: policy.cluster.store.put(trajectory) for i, trajectory in enumerate(trajectories)},
+        dict(enumerate(refs)),
         [trajectory.length for trajectory in trajectories],
         config,
         policy.layout,
@@ -61,25 +97,10 @@ def _rank_steps(
         prefixes=prefixes_of(trajectories) if policy.shares_prefixes else None,
     )
     trained = sum(trajectory.generated_length for trajectory in trajectories[: len(batch)])
-    targets = torch.tensor(weights, dtype=torch.float64)
-    return ranks, TrainTargets(targets, valid_seqs=(len(batch),), valid_toks=(trained,))
-
-
-def as_trajectory(uid: str, log: Sequence[Message]) -> Trajectory:
-    """Return an example as a trajectory whose trained tokens count as generated."""
-    turns = tuple(turn for message in log for turn in _turns(message))
-    return Trajectory(uid, 0, turns, (), "stop", truncated=False)
-
-
-def prefixes_of(trajectories: Sequence[Trajectory]) -> list[Prefixes]:
-    """Return the hashes by which examples that begin alike are found."""
-    return [prefix_hashes(trajectory.token_ids().tolist()) for trajectory in trajectories]
-
-
-def _turns(message: Message) -> Iterator[Turn]:
-    """Yield the message in runs of tokens that are trained on, and tokens that are not."""
-    tokens, mask = message["token_ids"], message["token_loss_mask"].bool()
-    edges = [0, *((mask[1:] != mask[:-1]).nonzero().squeeze(1) + 1).tolist(), len(tokens)]
-    for start, stop in zip(edges, edges[1:], strict=False):
-        if stop > start:
-            yield Turn(message["role"], tokens[start:stop], loss_mask=bool(mask[start]))
+    targets = TrainTargets(torch.tensor(weights, dtype=torch.float64), valid_seqs=(len(batch),), valid_toks=(trained,))
+    version = policy.updates + 1
+    groups = [
+        as_group(datum, [trajectory], [ref], version)
+        for datum, trajectory, ref in zip(batch, trajectories, refs, strict=False)  # without the copies
+    ]
+    return SFTStep(ranks, targets, groups)

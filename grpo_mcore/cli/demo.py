@@ -28,9 +28,8 @@ def run(args: argparse.Namespace) -> int:
     own += [f"checkpointing.checkpoint_dir={folder / 'base'}", f"logger.log_dir={folder / 'logs-sft'}"]
     sft = load_recipe("sft-arithmetic-cpu", [f"sft.seed={grpo.config.grpo.seed}", *own])
 
-    from grpo_mcore.algorithms.sft import SFT
-    from grpo_mcore.cli.sft import fine_tune
-    from grpo_mcore.cli.train import exit_code, train
+    from grpo_mcore.algorithms.sft import sft_train
+    from grpo_mcore.cli.train import exit_code, run_recipe, train
     from grpo_mcore.data.arithmetic import make_arithmetic_task
     from grpo_mcore.observe import write_summary
     from grpo_mcore.tools.demo import ask, learned
@@ -41,7 +40,7 @@ def run(args: argparse.Namespace) -> int:
     model_kind, parameters = make_untrained(args.recipe, untrained, task.tokenizer, sft.config.sft.seed)
     print(f"1/4  task and untrained {model_kind} with {parameters / 1e6:.1f} M parameters in {folder}", flush=True)
     print("2/4  supervised warm-up, most demonstrations are one too many (recipes/sft-arithmetic-cpu.yaml)", flush=True)
-    if (warm_up := fine_tune(SFT, sft.config))["stopped_early"]:
+    if (warm_up := run_recipe("sft", sft_train, sft.config, None))["stopped_early"]:
         return exit_code(warm_up)
     print(f"3/4  GRPO (recipes/{args.recipe}.yaml)", flush=True)
     summary = train(grpo.config)

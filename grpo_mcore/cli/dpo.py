@@ -5,8 +5,7 @@ from __future__ import annotations
 
 import argparse
 
-from grpo_mcore.cli.sft import fine_tune
-from grpo_mcore.cli.train import add_resume, exit_code
+from grpo_mcore.cli.train import add_resume, exit_code, run_recipe
 from grpo_mcore.recipe import DEFAULT, Problem, RecipeError, algorithm_of, load_recipe, shown
 
 
@@ -21,6 +20,6 @@ def run(args: argparse.Namespace) -> int:
         problem = Problem(DEFAULT, "dpo", "the recipe needs a section dpo, and none for grpo; inherit recipes/dpo.yaml")
         raise RecipeError([problem], shown(recipe.path))
 
-    from grpo_mcore.algorithms.dpo import DPO
+    from grpo_mcore.algorithms.dpo import dpo_train
 
-    return exit_code(fine_tune(DPO, recipe.config, args.resume))
+    return exit_code(run_recipe("dpo", dpo_train, recipe.config, args.resume))

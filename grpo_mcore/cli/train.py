@@ -6,12 +6,15 @@ import argparse
 import logging
 import signal
 import time
-from collections.abc import Mapping, Sequence
-from functools import partial
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-from grpo_mcore.recipe import Change, MasterConfig, load_recipe
+from grpo_mcore.recipe import Algorithm, Change, MasterConfig, load_recipe
+
+if TYPE_CHECKING:
+    from grpo_mcore.algorithms.run import Run
+    from grpo_mcore.algorithms.run_control.stopping import StopRequest
 
 logger = logging.getLogger(__name__)
 
@@ -106,16 +109,16 @@ def resumed(folder: Path, changes: Sequence[Change]) -> str:
     return "\n".join([f"resuming from {folder}, with {len(changes)} changed value{'s' * (len(changes) > 1)}:", *table])
 
 
-def train(config: MasterConfig, resume: str | bool | None = None, began: float | None = None) -> dict[str, object]:
-    """Run a recipe to its end, export what checkpointing.save_hf asks for, and return the summary. Everything that was
-    started ends with it, also on errors. A run that stops early exports nothing: it is not over."""
-    save_by = config.checkpointing.seconds_to_save_by
-    deadline = None if save_by is None else (began or time.time()) + save_by
-    from grpo_mcore.algorithms.run_control.stopping import on_signal, on_sigterm
+def train(config: MasterConfig, resume: str | bool | None = None, began: float | None = None) -> dict[str, Any]:
+    """Run a GRPO recipe to its end, export what checkpointing.save_hf asks for, and return the summary. Everything that
+    was started ends with it, also on errors. A run that stops early exports nothing: it is not over."""
+    from grpo_mcore.algorithms.grpo import grpo_train
+    from grpo_mcore.tools.plan.measured import compare
 
-    with on_signal(deadline) as stop, on_sigterm(stop):
-        summary = _train(config, resume, stop)
-    if config.checkpointing.save_hf == "none" or summary["stopped_early"]:
+    summary = run_recipe(
+        "grpo", lambda run, stop: grpo_train(**vars(run), stop=stop, compare=compare), config, resume, began
+    )
+    if not config.checkpointing.enabled or config.checkpointing.save_hf == "none" or summary["stopped_early"]:
         return summary
     from grpo_mcore.tools.export import export_run
 
@@ -124,30 +127,36 @@ def train(config: MasterConfig, resume: str | bool | None = None, began: float |
     return summary | {"exported": folders}
 
 
-def _train(config: MasterConfig, resume: str | bool | None, stop: Any) -> dict[str, object]:
-    """Run a recipe to its end and return the summary. `stop`: the run's StopRequest."""
-    from grpo_mcore.algorithms.grpo import grpo_train
-    from grpo_mcore.algorithms.run import prepare, started
-    from grpo_mcore.algorithms.run_control.stopping import Terminated, on_sigterm
-    from grpo_mcore.tools.plan.measured import compare
+Loop = Callable[["Run", "StopRequest"], dict[str, Any]]
+"""Trains a run until it is over or is asked to stop, and returns its summary."""
 
-    prepared = prepare(config, resume)
-    checkpointer = prepared.checkpointer
-    if checkpointer.resumed_from is not None:
-        print(resumed(checkpointer.resumed_from, prepared.changes))
-        if not prepared.steps_left():
-            print(f"nothing is left to do: grpo.max_num_steps is {config.grpo.max_num_steps}; raise it to go on")
-            return {"stopped_early": False, "terminated": False}
-    try:
-        with (
-            checkpointer.held(),
-            started(prepared, checkpointer.log_run(), around=partial(on_sigterm, stop)) as run,
-        ):
-            return grpo_train(**vars(run), stop=stop, compare=compare)
-    except BaseException as error:
-        if (newest := checkpointer.latest()) is not None:
-            error.add_note(f"the last checkpoint is {newest}; `--resume` goes on from there")
-        by_ray = isinstance(error, SystemExit) and error.code == signal.SIGTERM  # its handler, while it starts
-        if stop.stage == "start" and (by_ray or (stop.at_once and isinstance(error, KeyboardInterrupt))):
-            raise Terminated from error
-        raise
+
+def run_recipe(
+    algorithm: Algorithm, loop: Loop, config: MasterConfig, resume: str | bool | None, began: float | None = None
+) -> dict[str, Any]:
+    """Prepare a run, open it, and run its loop under the signals that ask it to stop. Return the summary.
+
+    `began`: unix time of the first attempt, from which checkpointing.checkpoint_must_save_by counts."""
+    from grpo_mcore.algorithms.run import open_run, prepare
+    from grpo_mcore.algorithms.run_control.stopping import Terminated, on_signal, on_sigterm
+
+    save_by = config.checkpointing.seconds_to_save_by
+    deadline = None if save_by is None else (began or time.time()) + save_by
+    with on_signal(deadline) as stop, on_sigterm(stop):
+        prepared = prepare(config, resume, algorithm=algorithm)
+        checkpointer = prepared.checkpointer
+        if checkpointer.resumed_from is not None:
+            print(resumed(checkpointer.resumed_from, prepared.changes))
+            if algorithm == "grpo" and not prepared.steps_left():
+                print(f"nothing is left to do: grpo.max_num_steps is {config.grpo.max_num_steps}; raise it to go on")
+                return {"stopped_early": False, "terminated": False}
+        try:
+            with open_run(prepared, stop) as run:
+                return loop(run, stop)
+        except BaseException as error:
+            if config.checkpointing.enabled and (newest := checkpointer.latest()) is not None:
+                error.add_note(f"the last checkpoint is {newest}; `--resume` goes on from there")
+            by_ray = isinstance(error, SystemExit) and error.code == signal.SIGTERM  # its handler, while it starts
+            if stop.stage == "start" and (by_ray or (stop.at_once and isinstance(error, KeyboardInterrupt))):
+                raise Terminated from error
+            raise

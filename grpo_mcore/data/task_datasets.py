@@ -186,14 +186,14 @@ class TaskData:
     """The data of a run. `train` is one dataset, or one per task name. `env_names` and `val_env_names` map task names
     to the entry's env_name; None stands for the recipe's only environment."""
 
-    train: AllTaskProcessedDataset | dict[str, AllTaskProcessedDataset]
+    train: AllTaskProcessedDataset | Mapping[str, AllTaskProcessedDataset]
     validation: AllTaskProcessedDataset | None
     env_names: dict[str, str | None]
     val_env_names: dict[str, str | None]
 
     def first_rows(self) -> list[DatumSpec]:
         """Return the first usable row of each dataset."""
-        train = list(self.train.values()) if isinstance(self.train, dict) else [self.train]
+        train = list(self.train.values()) if isinstance(self.train, Mapping) else [self.train]
         datasets = train if self.validation is None else [*train, self.validation]
         usable = [next(filter(one.usable, range(len(one))), None) for one in datasets]
         return [one[index] for one, index in zip(datasets, usable, strict=True) if index is not None]

@@ -23,33 +23,38 @@ MERGE_S = 0.05
 class SpanFile:
     """Writes events.jsonl. Each line is an object with `what`, and:
 
-    begin      time, devices (name -> processes on it), colocated: written when a run starts, and when it resumes
+    begin      time, devices (name -> processes on it), colocated, algorithm ("grpo", "sft", "dpo"): written when a run
+               starts, and when it resumes
     restart    time, process, why
     all others process, start (unix seconds), seconds, step (the one that is being trained; 0 in the start)
 
     "train" of a policy rank also has `parts`: the seconds of each micro-batch and, last, of the update.
     """
 
-    def __init__(self, folder: Path, clock: Callable[[], float] = time.perf_counter) -> None:
+    def __init__(
+        self, folder: Path, *, step: Callable[[], int], clock: Callable[[], float] = time.perf_counter
+    ) -> None:
+        """`step`: returns the number of the step that is being trained."""
         self._file = AppendFile(folder / EVENTS_FILE)
         self._to_unix = time.time() - clock()
-        self.step = 0
+        self._step = step
         self._open: tuple[str, float, float] | None = None  # the driver's last phase: name, start, end
 
-    def begin(self, devices: Mapping[str, Sequence[str]], colocated: bool) -> None:
+    def begin(self, devices: Mapping[str, Sequence[str]], colocated: bool, algorithm: str) -> None:
         """Record which processes run on which device."""
-        self._write(what="begin", time=round(time.time(), 3), devices=dict(devices), colocated=colocated)
+        now = round(time.time(), 3)
+        self._write(what="begin", time=now, devices=dict(devices), colocated=colocated, algorithm=algorithm)
 
     def span(self, process: str, what: str, start: float, end: float) -> None:
         """Record that `process` did `what` from `start` to `end`, of the clock."""
         start_unix, seconds = round(start + self._to_unix, 4), round(end - start, 4)
-        self._write(what=what, process=process, start=start_unix, seconds=seconds, step=self.step)
+        self._write(what=what, process=process, start=start_unix, seconds=seconds, step=self._step())
 
     def optimizer_step(self, process: str, times: Sequence[float]) -> None:
         """Record an optimizer step of a policy rank. `times`: see `TrainReport`."""
         parts = [round(end - start, 4) for start, end in pairwise(times)]
         start, seconds = round(times[0], 4), round(times[-1] - times[0], 4)
-        self._write(what="train", process=process, start=start, seconds=seconds, step=self.step, parts=parts)
+        self._write(what="train", process=process, start=start, seconds=seconds, step=self._step(), parts=parts)
 
     def phase(self, name: str, start: float, end: float) -> None:
         """Record a phase of the driver. Equal ones that follow each other become one."""

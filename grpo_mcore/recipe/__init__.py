@@ -19,6 +19,7 @@ from grpo_mcore.recipe.derived import (
     divides_nodes,
     engine_nodes,
     engine_pool,
+    exports_model,
     model_parallel_size,
     needs_prev,
     needs_reference,

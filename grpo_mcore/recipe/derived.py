@@ -113,6 +113,11 @@ def prompts_per_generation_batch(config: RecipeSections) -> int:
     return math.ceil(config.grpo.num_prompts_per_step * multiplier)
 
 
+def exports_model(config: RecipeSections) -> bool:
+    """Return whether SFT or DPO writes its model, as `hf` in checkpointing.checkpoint_dir, when it ends."""
+    return config.checkpointing.enabled or config.checkpointing.save_hf != "none"
+
+
 def needs_reference(config: RecipeSections) -> bool:
     """Return whether reference log-probs are computed at all."""
     if (algorithm := algorithm_of(config)) != "grpo":

@@ -10,19 +10,15 @@ import contextlib
 import json
 import tempfile
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import closing
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, BinaryIO
 
-from grpo_mcore.algorithms.engines.policy_endpoint import open_endpoint
 from grpo_mcore.algorithms.engines.sampling_config import sampling_of, turn_limits
 from grpo_mcore.algorithms.rollouts.rollouts import Rollouts
-from grpo_mcore.algorithms.run_control.checks import check_run
-from grpo_mcore.algorithms.setup import start_cluster, start_engines, start_environments, wait_until_ready
-from grpo_mcore.data import AllTaskProcessedDataset, DataError, build_task_data, load_tokenizer
+from grpo_mcore.algorithms.run import open_sampler, prepare
+from grpo_mcore.data import AllTaskProcessedDataset, DataError
 from grpo_mcore.data.gym.files import whole_file
-from grpo_mcore.data.processors import longest_prompt
 from grpo_mcore.environments.nemo_gym import GymOutcome
 from grpo_mcore.recipe import MasterConfig
 from grpo_mcore.rollout.datum import DatumSpec
@@ -71,33 +67,23 @@ def collect(
 
     The file appears whole or not at all. Raises what the start of a run raises, and DataError where there is no prompt.
     """
-    model = check_run(config)
-    names = config.policy.tokenizer
-    tokenizer = load_tokenizer(names.name or config.policy.model_name, names.chat_template, names.chat_template_kwargs)
-    data = build_task_data(config.data.train, config.data.validation, tokenizer, longest_prompt(config))
+    prepared = prepare(config, algorithm="eval")
+    tokenizer, data = prepared.tokenizer, prepared.data
     dataset, env_names = (data.validation, data.val_env_names) if validation else (data.train, data.env_names)
     if dataset is None:
         raise DataError("there is no validation data: set data.validation, or leave --validation out")
-    assert not isinstance(dataset, dict), "the training datasets are joined"
+    assert not isinstance(dataset, Mapping), "the training datasets are joined"
     grpo = config.grpo
     count = generations or (grpo.val_num_generations_per_prompt if validation else grpo.num_generations_per_prompt)
     failures = output.with_name(output.stem + "_failures.jsonl")
-    found = Collected(output, failures)
+    collected = Collected(output, failures)
     with contextlib.ExitStack() as stack:
         logs = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="collect-")))
-        cluster = stack.enter_context(start_cluster(config, logs))
-        environments = start_environments(config, cluster, env_names)
-        engines = start_engines(config, cluster, model, None)
-        workers = {worker.name: worker for worker in environments.values()}
-        wait_until_ready(
-            config, cluster, [*engines.all_hosts(), *workers.values()], "start of engines and environments"
-        )
-        engines.endpoint = open_endpoint(config, engines, logs)
-        stack.enter_context(closing(engines))
+        sampler = stack.enter_context(open_sampler(prepared, logs, env_names))
         results: dict[tuple[str, int], GymOutcome] = {}
         rollouts = Rollouts(
-            engines,
-            environments,
+            sampler.engines,
+            sampler.task_to_env,
             tokenizer,
             turn_limits(config),
             seed=grpo.seed,
@@ -116,23 +102,23 @@ def collect(
                 break
             group = rollouts.next_group()
             in_flight -= 1
-            found.prompts += 1
+            collected.prompts += 1
             row = dataset.dataset[group.prompt["idx"]]
             for line in _lines(
                 group,
                 row,
                 results,
-                cluster.store.fetch,
+                sampler.cluster.store.fetch,
                 agent=env_names[group.prompt["task_name"]] or "",
                 sampling={"temperature": sampling.temperature, "top_p": sampling.top_p},
                 model=config.policy.model_name,
                 token_ids=token_ids,
             ):
-                _write(found, line, kept, failed)
+                _write(collected, line, kept, failed)
             on_group(group)
-        if not found.prompts:
+        if not collected.prompts:
             raise DataError("there is no usable prompt to collect rollouts of")
-    return found
+    return collected
 
 
 def _usable(dataset: AllTaskProcessedDataset, limit: int | None) -> Iterator[DatumSpec]:
@@ -171,16 +157,16 @@ def _lines(
         yield rollout_line(messages, trajectory, score, task=task, task_index=group.prompt["idx"], **shown)
 
 
-def _write(found: Collected, line: dict[str, Any], kept: BinaryIO, failed: BinaryIO) -> None:
+def _write(collected: Collected, line: dict[str, Any], kept: BinaryIO, failed: BinaryIO) -> None:
     text = json.dumps(line, ensure_ascii=False).encode() + b"\n"
     if line.get(FAILURE) is None:
         kept.write(text)
-        found.rows += 1
-        found.rewards += line["reward"]
+        collected.rows += 1
+        collected.rewards += line["reward"]
         return
     failed.write(text)
-    found.failed += 1
-    found.first_failure = found.first_failure or str(line.get("_ng_failure_message"))
+    collected.failed += 1
+    collected.first_failure = collected.first_failure or str(line.get("_ng_failure_message"))
 
 
 def rollout_line(

@@ -5,10 +5,11 @@ from __future__ import annotations
 import os
 import signal
 from pathlib import Path
+from typing import Any
 
 import pytest
 
-from grpo_mcore.algorithms.sft import SFT
+from grpo_mcore.algorithms import sft
 from grpo_mcore.cli.main import main
 from tests.functional.preload import preload
 
@@ -16,14 +17,14 @@ from tests.functional.preload import preload
 def test_a_sigterm_in_the_warm_up_ends_the_demo(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    train = SFT.train
+    build_step = sft.build_step
 
-    def interrupted(*arguments: object) -> dict[str, float]:
+    def interrupted(*arguments: Any) -> sft.SFTStep:
         os.kill(os.getpid(), signal.SIGTERM)
-        return train(*arguments)
+        return build_step(*arguments)
 
     monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr(SFT, "train", interrupted)
+    monkeypatch.setattr(sft, "build_step", interrupted)
     preload()
     assert main(["demo"]) == 128 + signal.SIGTERM
     out = capsys.readouterr().out

@@ -11,7 +11,10 @@ from typing import Any
 import pytest
 
 from grpo_mcore.batching.packed_batch import share_prefixes
+from grpo_mcore.cli.main import main
+from grpo_mcore.observe.samples import read_samples, sample_steps
 from tests.functional.runs import Run, Task, assert_one_message, run_here, sft_recipe
+from tests.unit.tools.report_pages import data_of
 
 GYM_ROWS = 24
 
@@ -74,6 +77,24 @@ def test_what_the_user_sees(dpo_run: Run) -> None:
     assert dpo_run.err == ""
     assert (dpo_run.checkpoints / "hf" / "config.json").is_file()
     assert sorted(path.name for path in dpo_run.checkpoints.glob("step_*")) == ["step_3", "step_6", "step_7"]
+
+
+def test_report_and_watch_show_the_run(dpo_run: Run, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["watch", str(dpo_run.folder), "--once"]) == 0
+    screen = capsys.readouterr().out
+    for text in ("over: all steps are done", "step 7 of 7", "loss", "margin", "log-probs ", "samples of step 7"):
+        assert text in screen
+    assert "failed" not in screen and "nan" not in screen
+    assert main(["report", str(dpo_run.folder), "--output", str(dpo_run.folder / "page.html")]) == 0
+    data = data_of((dpo_run.folder / "page.html").read_text())
+    assert data["state"]["step_size"] == "48 pairs" and data["state"]["algorithm"] == "dpo"
+    steps, margins = data["runs"][0]["curves"]["train/rewards_margin_mean"]
+    assert steps == list(range(1, 8)) and margins[-1] > 0.2
+    rows = read_samples(sample_steps(dpo_run.logs, "train")[7])
+    answers = {(row["uid"], row["generation"]): row["turns"][-1]["text"] for row in rows}
+    assert len(answers) == 2 * 48, "both answers of each pair"
+    for (uid, _), text in answers.items():
+        assert {answers[uid, 0], answers[uid, 1]} == {"0<eos>", "1<eos>"} and text in ("0<eos>", "1<eos>")
 
 
 def test_resumes_bit_for_bit(dpo_run: Run, task: Task, pairs: dict[str, Path], tmp_path: Path) -> None:

@@ -4,11 +4,17 @@ from __future__ import annotations
 
 import json
 import math
+import re
+from pathlib import Path
 
 import pytest
 import torch
+import yaml
 
-from tests.functional.runs import Run, Task
+from grpo_mcore.cli.main import main
+from grpo_mcore.observe.samples import read_samples, sample_steps
+from tests.functional.runs import Run, Task, assert_one_message, run_here, sft_recipe
+from tests.unit.tools.report_pages import data_of
 
 
 def test_the_loss_falls(sft_run: Run) -> None:
@@ -38,6 +44,86 @@ def test_the_exported_model_has_the_loss_of_the_policy(sft_run: Run, task: Task)
             losses += (-logprobs.gather(-1, tokens[0, -2:, None])).flatten().tolist()
         assert len(losses) == line["num_tokens"]
         assert sum(losses) / len(losses) == pytest.approx(line["val_loss"], abs=1e-4)
+
+
+def test_report_and_watch_show_the_run(sft_run: Run, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["watch", str(sft_run.folder), "--once"]) == 0
+    screen = capsys.readouterr().out
+    for text in (
+        "over: all steps are done",
+        "step 20 of 20",
+        "loss",
+        "val ",
+        "train ",
+        "samples of step 20",
+        "grad norm",
+    ):
+        assert text in screen
+    assert "<user>" in screen and "failed" not in screen and "nan" not in screen
+    assert main(["report", str(sft_run.folder), "--output", str(sft_run.folder / "page.html")]) == 0
+    data = data_of((sft_run.folder / "page.html").read_text())
+    assert data["state"]["algorithm"] == "sft" and data["state"]["step_size"] == "64 examples"
+    assert data["state"]["max_steps"] == 20 and data["state"]["end"] == "all steps are done"
+    steps, losses = data["runs"][0]["curves"]["train/loss"]
+    assert steps == list(range(1, 21)) and losses[-1] < 0.6
+    assert set(data["ledger"]["devices"]) == {"policy-0"} and data["ledger"]["devices"]["policy-0"]["train"] > 0
+    assert [what for _, what, *_ in data["timelines"]["20"] if "/" not in what].count("train") >= 2  # driver and rank
+    assert not [alarm for alarm in data["alarms"] if alarm["grave"]]
+
+
+def test_each_example_is_recorded_with_what_was_computed_of_it(sft_run: Run) -> None:
+    losses = {line["step"]: line["loss"] for line in sft_run.metrics()}
+    steps = sample_steps(sft_run.logs, "train")
+    assert sorted(steps) == list(range(1, 21))
+    for step in (1, 20):
+        rows = read_samples(steps[step])
+        assert len(rows) == len({row["uid"] for row in rows}) == 64 and {row["weight"] for row in rows} == {1.0}
+        trained = []
+        for row in rows:
+            mask = [turn["generated"] for turn in row["turns"] for _ in range(turn["tokens"])]
+            trained += [logprob for logprob, counts in zip(row["policy_logprobs"], mask, strict=True) if counts]
+            assert row["reward"] is None and row["trained_version"] == step and row["engine_logprobs"] is None
+            assert re.fullmatch(
+                r"<bos><user>\d+%2=<assistant>[01]<eos>", "".join(turn["text"] for turn in row["turns"])
+            )
+        assert -sum(trained) / len(trained) == pytest.approx(losses[step], abs=1e-4)
+
+
+def test_the_recipe_is_saved_as_the_user_wrote_it(sft_run: Run) -> None:
+    recipe = yaml.safe_load((sft_run.checkpoints / "step_20" / "config.yaml").read_text())
+    assert [recipe["policy"]["generation"][key] for key in ("temperature", "top_p", "top_k")] == [0.5, 0.5, 2]
+
+
+@pytest.mark.parametrize(
+    ("saving", "writes"), [("enabled=true", True), ("enabled=false", False), ("enabled=false,save_hf=last", True)]
+)
+def test_a_model_of_another_run_is_never_replaced(task: Task, tmp_path: Path, saving: str, writes: bool) -> None:
+    """By a run that would write a model it is refused before the start; one that saves nothing writes none."""
+    model = tmp_path / "checkpoints" / "hf" / "model.safetensors"
+    model.parent.mkdir(parents=True)
+    model.write_bytes(b"of another run")
+    words = ["sft.max_num_steps=1", "sft.val_at_start=false", *(f"checkpointing.{word}" for word in saving.split(","))]
+    run = run_here("sft", tmp_path, sft_recipe(task), *words)
+    if writes:
+        assert_one_message(run, 1, "holds hf, a model of another run", "choose another folder, or move it away")
+        assert not (tmp_path / "logs").exists()
+    else:
+        assert run.code == 0 and "not written: checkpointing.enabled is false, and save_hf is none" in run.out
+    assert model.read_bytes() == b"of another run" and [path.name for path in model.parent.parent.iterdir()] == ["hf"]
+
+
+def test_a_model_alone_is_written_where_it_is_asked_for(task: Task, tmp_path: Path) -> None:
+    words = (
+        "sft.max_num_steps=1",
+        "sft.val_at_start=false",
+        "checkpointing.enabled=false",
+        "checkpointing.save_hf=last",
+    )
+    run = run_here("sft", tmp_path, sft_recipe(task), *words)
+    assert run.code == 0, run.err
+    assert [path.name for path in run.checkpoints.iterdir()] == ["hf"] and (
+        run.checkpoints / "hf/config.json"
+    ).is_file()
 
 
 def test_what_the_user_sees(sft_run: Run) -> None:

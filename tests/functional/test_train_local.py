@@ -226,7 +226,8 @@ def test_a_weight_changed_by_hand_is_found(
         (worker,) = policy.workers
         second = worker.target.chunks[0].module.decoder.layers[1]  # type: ignore[attr-defined]
         second.mlp.linear_fc2.weight.data[0] += 0.5
-        policy.save(str(changed / "policy"))
+        policy.start_save(str(changed / "policy"), optimizer=True)
+        assert policy.is_saved(wait=True)
     words = ["replay", str(run.folder), "--step", "4"]
     assert main([*words, "--save", str(tmp_path / "good.pt")]) == 0
     assert main([*words, "--checkpoint", str(changed), "--against", str(tmp_path / "good.pt")]) == 1

@@ -70,7 +70,9 @@ class BackgroundCheckpoints:
         self._last: _Contents | None = None  # None once it is saved
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="checkpoint")
 
-    def start(self, step: int, snapshot: Callable[[], RunSnapshot], write_more: Callable[[Path], None]) -> None:
+    def start(
+        self, step: int, snapshot: Callable[[], RunSnapshot], write_more: Callable[[Path], None] = lambda folder: None
+    ) -> None:
         """Begin to write `step_N`, after the checkpoint before it is complete. `write_more` adds to its folder."""
         self.wait()
         self._last = _Contents(step, snapshot, write_more)

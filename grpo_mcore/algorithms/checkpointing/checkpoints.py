@@ -11,7 +11,7 @@ import math
 import os
 import re
 import shutil
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -31,6 +31,9 @@ INFO = "training_info.json"
 
 DIGESTS = "digests.json"
 """{"files": {path inside the checkpoint: {"bytes": size, "sha256": hex}}}. Written last."""
+
+MODEL_FOLDERS = ("hf", "hf_step_*")
+"""Models in Hugging Face's format beside the checkpoints: of SFT and DPO, and of checkpointing.save_hf."""
 
 THREADS = 8
 """Files that are read at a time for their digests."""
@@ -95,8 +98,8 @@ class CheckpointManager:
 
     A folder holds policy/ (weights, optimizer, RNG by rank), groups/ (finished groups that wait for their step),
     data.pt (position in the data), training_info.json (save state and metrics), config.yaml (the resolved recipe) and
-    digests.json (of all these files). It is written as `tmp_step_N` and renamed at the end. `save` does all of this at
-    once; `background.py` does it in parts, while training goes on.
+    digests.json (of all these files). It is written as `tmp_step_N` and renamed at the end: `background.py` does it in
+    parts, while training goes on.
     """
 
     def __init__(self, config: CheckpointingConfig) -> None:
@@ -109,17 +112,26 @@ class CheckpointManager:
         self._warned = False
         self._undeletable: set[int] = set()  # steps whose deletion has failed, and that was said
 
-    def open(self, resume: str | bool | None, *, trains: bool = True) -> None:
+    def open(self, resume: str | bool | None, *, trains: bool = True, models: Sequence[str] = ()) -> None:
         """Choose the checkpoint to resume from, see `find`. Raises ResumeError; also if there is none and the folder
-        holds another run's checkpoints. With `trains`, raises FolderInUse if another run is writing there."""
+        holds another run's checkpoints. With `trains`, raises FolderInUse if another run is writing there.
+
+        `models`: names (patterns) of the models that this run will write into the folder when it ends. Raises
+        ResumeError for one that another run has left there: it would be replaced."""
         if trains and self.config.enabled:
             dead_holder(self.folder)
         self.resumed_from = self.find(resume)
         self._newest = self.latest()
-        if self.resumed_from is None and self.config.enabled and (found := self.latest()):
+        if self.config.enabled and self.resumed_from is None and (newest := self.latest()):
             raise ResumeError(
-                f"checkpointing.checkpoint_dir {self.folder} holds {found.name} of another run: go on from it with "
+                f"checkpointing.checkpoint_dir {self.folder} holds {newest.name} of another run: go on from it with "
                 "--resume, or choose another folder"
+            )
+        goes_on_here = self.resumed_from is not None and self.resumed_from.resolve().parent == self.folder.resolve()
+        if not goes_on_here and (left := self._models(models)):
+            raise ResumeError(
+                f"checkpointing.checkpoint_dir {self.folder} holds {left[0].name}, a model of another run, which this "
+                "run would replace: choose another folder, or move it away"
             )
 
     @contextmanager
@@ -137,23 +149,30 @@ class CheckpointManager:
         self._lease = None
 
     def _set_newer_aside(self) -> None:
-        """Rename the checkpoints that are newer than the one that this run resumes: after a rollback, a later
-        `--resume` must not go on from them."""
+        """Rename the checkpoints that are newer than the one that this run resumes, and the models made of them: after
+        a rollback, a later `--resume` must not go on from them, and this run's model must not replace theirs."""
         if self.resumed_from is None:
             return
         resumed = int(_read_info(self.resumed_from)["save_state"]["current_step"])
         if newer := [step for step in self._steps() if step > resumed]:
-            names = [self._set_aside(step).name for step in newer]
+            names = [self._set_aside(f"step_{step}").name for step in newer]
+            models = [
+                path for path in self._models(MODEL_FOLDERS) if path.name == "hf" or _step_of(path.name) > resumed
+            ]
+            names += [self._set_aside(path.name).name for path in models]
             logger.warning(
                 "the run goes back to %s: what was saved after step %d is set aside as %s",
                 *(self.resumed_from, resumed, ", ".join(names)),
             )
 
-    def _set_aside(self, step: int) -> Path:
-        """Rename a checkpoint to the first free abandoned_step_N, abandoned_step_N.2, ... and return that."""
-        names = (f"abandoned_step_{step}" + (f".{number}" if number > 1 else "") for number in itertools.count(1))
+    def _models(self, patterns: Sequence[str]) -> list[Path]:
+        return sorted(path for pattern in patterns for path in self.folder.glob(pattern))
+
+    def _set_aside(self, name: str) -> Path:
+        """Rename a checkpoint or model to the first free abandoned_NAME, abandoned_NAME.2, ... and return that."""
+        names = (f"abandoned_{name}" + (f".{number}" if number > 1 else "") for number in itertools.count(1))
         aside = next(path for path in map(self.folder.joinpath, names) if not path.exists())
-        os.replace(self.folder / f"step_{step}", aside)
+        os.replace(self.folder / name, aside)
         return aside
 
     def latest(self) -> Path | None:
@@ -210,15 +229,6 @@ class CheckpointManager:
         in_flight, entries = data_state.get("in_flight", {}), data_state.get("ledger", 0)
         return SavedPosition(self.resumed_from, data_state, in_flight, entries, data_state.get("ledger_digest"))
 
-    def save(self, step: int, save_policy: Callable[[str], None], snapshot: RunSnapshot, recipe: MasterConfig) -> Path:
-        """Write `step_N`, and delete the checkpoints that keep_top_k leaves out. Return the folder. Raises NotWritten;
-        nothing is then left of it."""
-        with self.writing(step) as tmp:
-            self.make_room(tmp)
-            write_driver_files(tmp, snapshot, recipe)
-            save_policy(policy_folder(tmp))
-            return self.publish(step)
-
     @contextmanager
     def writing(self, step: int) -> Iterator[Path]:
         """Yield the folder that becomes `step_N`. If it cannot be written inside the context, delete what was written
@@ -248,7 +258,7 @@ class CheckpointManager:
         if self._lease is not None:
             self._lease.check()
         if final.exists():
-            self._set_aside(step)  # not deleted: until the new one has its name, it is the only one
+            self._set_aside(final.name)  # not deleted: until the new one has its name, it is the only one
         os.replace(tmp, final)
         sync_folder(self.folder)
         self._prune(just_saved=step)
@@ -355,6 +365,12 @@ def _holds_something(path: Path) -> bool:
         return path.is_dir() and any(path.iterdir())
     except OSError:  # a disk that cannot be read: `damage` says so
         return True
+
+
+def _step_of(name: str) -> int:
+    """Return the step in the name of a checkpoint or model, such as hf_step_64; 0 for another name."""
+    number = re.fullmatch(r".*step_(\d+)", name)
+    return int(number[1]) if number else 0
 
 
 def policy_folder(folder: Path) -> str:

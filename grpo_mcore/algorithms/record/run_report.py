@@ -11,7 +11,7 @@ from typing import Any, Protocol
 
 from grpo_mcore.algorithms.checkpointing.checkpoints import GRPOSaveState
 from grpo_mcore.algorithms.engines.engine_group import EngineGroup
-from grpo_mcore.algorithms.record.sample_record import SampleRecord
+from grpo_mcore.algorithms.record.sample_writer import SampleWriter
 from grpo_mcore.algorithms.rollouts.validation import Validation
 from grpo_mcore.algorithms.training_step.policy_group import PolicyGroup
 from grpo_mcore.families import ModelShape, forward_flops, parameter_count
@@ -64,15 +64,15 @@ class RunReport:
         self.logger, self.config, self.state = logger, config, state.copy()
         self._compare = compare
         self.console = RunConsole(kept=logger.console)
-        self.samples = SampleRecord(config.logger, logger.log_dir, policy.cluster, tokenizer)
-        self.spans = SpanFile(logger.log_dir)
-        self.spans.begin(_devices(policy, engines), engines.colocated)
+        self.samples = SampleWriter(config.logger, logger.log_dir, policy.cluster, tokenizer)
+        self.spans = SpanFile(logger.log_dir, step=lambda: self.state["current_step"] + 1)
+        self.spans.begin(devices_of(policy, engines), engines.colocated, "grpo")
         self.last_metrics: dict[str, float] = {}
         self._policy = policy
         self._timers: list[dict[str, float]] = []
         self._began = time.perf_counter()
         self._phases = {"start": self._began - logger.opened}  # seconds
-        self._first_step = self.spans.step = self.state["current_step"] + 1
+        self._first_step = self.state["current_step"] + 1
         self._rewards: dict[int, float] = {}
         self._shape = policy.shape
         self._validations: dict[int, dict[str, float]] = {}  # accuracy, reward and its parts, by step
@@ -139,7 +139,8 @@ class RunReport:
     def sample(self) -> None:
         """Count a generated sample, and show the progress."""
         self._samples_done += 1
-        self.console.progress(f"step {self.spans.step}, samples", self._samples_done, self._samples_asked)
+        step = self.state["current_step"] + 1
+        self.console.progress(f"step {step}, samples", self._samples_done, self._samples_asked)
 
     def span(self, name: str, start: float, end: float) -> None:
         """Record a phase of the loop, or what it paused for."""
@@ -169,7 +170,6 @@ class RunReport:
             for times in optimizer_steps:
                 self.spans.optimizer_step(worker.name, times)
         self.spans.flush()
-        self.spans.step = step + 1
         self._tokens += int(metrics["tokens"])
         self.state["consumed_samples"] += len(groups)
         self.state["current_step"] = self.state["total_steps"] = step
@@ -250,13 +250,13 @@ class RunReport:
     def group_failed(self, group: Group, reason: str) -> None:
         self._failed_prompts += 1
         self.state["consumed_samples"] += 1
-        self.samples.left_out(self.spans.step, group, reason)
+        self.samples.left_out(self.state["current_step"] + 1, group, reason)
         self.console.note(f"prompt {group.uid} failed and is replaced: {reason}")
 
     def group_filtered(self, group: Group, why: str) -> None:
         """Count a prompt whose rewards were all equal: dynamic sampling consumed it without training on it."""
         self.state["consumed_samples"] += 1
-        self.samples.left_out(self.spans.step, group, why)
+        self.samples.left_out(self.state["current_step"] + 1, group, why)
 
     def restarted(self, worker: str, why: str) -> None:
         self.spans.restarted(worker, why)
@@ -378,7 +378,7 @@ class RunReport:
         return self._compare(self.config, self._policy.shape, self._timers, self._policy.memory(), mean_length)
 
 
-def _devices(policy: PolicyGroup, engines: EngineGroup) -> dict[str, list[str]]:
+def devices_of(policy: PolicyGroup, engines: EngineGroup) -> dict[str, list[str]]:
     """Return the processes on each device of the run: engines share those of the policy's ranks, or have their own."""
     devices = {worker.name: [worker.name] for worker in policy.workers}
     for number, engine in enumerate(engines.workers):

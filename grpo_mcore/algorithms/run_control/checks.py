@@ -28,6 +28,7 @@ from grpo_mcore.observe import check_own_logger
 from grpo_mcore.parallel.layout import Layout, layout_of
 from grpo_mcore.parallel.platform import Platform
 from grpo_mcore.recipe import (
+    Algorithm,
     MasterConfig,
     engine_nodes,
     is_path,
@@ -165,15 +166,19 @@ def check_engine_places(config: MasterConfig, *, gpu: bool) -> None:
         )
 
 
-def check_checkpointing(config: MasterConfig) -> None:
-    """Raise SetupError for a folder that no run should fill, and for a metric that no validation has."""
+def check_checkpointing(config: MasterConfig, algorithm: Algorithm = "grpo") -> None:
+    """Raise SetupError for a folder that no run should fill, and for a metric that no validation of GRPO has."""
     saving = config.checkpointing
     if not saving.enabled:
         return
     if Path(saving.checkpoint_dir).resolve() == Path("/"):
         raise SetupError("checkpointing.checkpoint_dir: / is no folder for checkpoints; name one of their own")
     kind, _, name = (saving.metric_name or "").partition(":")
-    if kind == "val" and (why := unknown_validation_metric(name, config.grpo.val_num_generations_per_prompt)):
+    if (
+        algorithm == "grpo"
+        and kind == "val"
+        and (why := unknown_validation_metric(name, config.grpo.val_num_generations_per_prompt))
+    ):
         raise SetupError(f"checkpointing.metric_name: {why}; or null")
 
 

@@ -53,7 +53,7 @@ class StopRequest:
         self.at_once = self.at_once or at_once
 
     @contextmanager
-    def heeded(self) -> Iterator[None]:
+    def listening(self) -> Iterator[None]:
         """Mark the block in which a loop reacts to requests. After it the run only ends its processes."""
         self.stage = "loop"
         try:

@@ -184,9 +184,6 @@ class PolicyGroup:
         """End the traces, and write them to `folder`."""
         self._all("stop_profile", folder, what=f"writing the profile to {folder}")
 
-    def save(self, folder: str) -> None:
-        self._all("save", folder, what=f"saving the policy to {folder}")
-
     def start_save(self, folder: str, optimizer: bool) -> None:
         """Start to save in the background. It must be finished, see `is_saved`, before the next one. `optimizer`: save
         its state too."""

@@ -136,7 +136,8 @@ class CheckpointingConfig(Section):
     model computes with them, in policy.precision, and moments of 0."""
     save_hf: Literal["last", "best", "all", "none"] = "none"
     """Kept checkpoints that `train` also writes in Hugging Face's format when it ends, as `hf_step_N` beside them: the
-    newest, the best by metric_name, all or none. Read by cli/. `sft` always writes its last weights, as `hf`."""
+    newest, the best by metric_name, all or none. Read by cli/. `sft` and `dpo` write their
+    last weights as `hf`, unless checkpointing.enabled is false and this is none."""
     is_async: bool = False
     """Write a checkpoint during the steps that follow it: training waits only until the values are copied. A run that
     dies may lose the checkpoint that was being written. false: training waits until it is written."""

@@ -6,7 +6,7 @@ import re
 from collections.abc import Iterator
 
 from grpo_mcore.recipe.errors import Finding, in_yaml, nearest_hint
-from grpo_mcore.recipe.schema.master import RecipeSections
+from grpo_mcore.recipe.schema.master import RecipeSections, algorithm_of
 
 VALIDATION_METRICS = ("accuracy", "reward", "num_samples", "num_failed_samples", "generated_length", "truncation_rate")
 """Metrics of every validation, over all its data and per task (`TASK/accuracy`). pass@k comes with several
@@ -97,11 +97,11 @@ def check_restarts(config: RecipeSections) -> Iterator[Finding]:
 
 
 def check_exports(config: RecipeSections) -> Iterator[Finding]:
-    """Exporting at the end of a run needs a checkpoint to export."""
+    """Exporting at the end of a GRPO run needs a checkpoint to export; SFT and DPO export the weights themselves."""
     saving = config.checkpointing
     if saving.save_hf == "none":
         return
-    if not saving.enabled:
+    if not saving.enabled and algorithm_of(config) not in ("sft", "dpo"):
         yield Finding(
             ("checkpointing.save_hf", "checkpointing.enabled"),
             "exports a checkpoint: set checkpointing.enabled: true, or save_hf: none",

@@ -21,7 +21,7 @@ from grpo_mcore.algorithms.grpo import train_on_groups
 from grpo_mcore.algorithms.run_control.checks import check_model
 from grpo_mcore.algorithms.setup import make_loss, start_cluster, start_policy, wait_until_ready
 from grpo_mcore.algorithms.training_step.policy_group import logprobs_by_sample
-from grpo_mcore.algorithms.training_step.step_batch import StepBatch, TrainTargets, build_step_batch
+from grpo_mcore.algorithms.training_step.step_batch import TrainTargets, build_step_batch
 from grpo_mcore.cluster import Future, ObjectStore
 from grpo_mcore.data import DatumSpec
 from grpo_mcore.families import read_hf_config, shape_of
@@ -80,7 +80,7 @@ class _Taken:
     def __init__(self) -> None:
         self.logprobs: dict[int, Tensor] = {}
 
-    def trained(self, step: int, batch: StepBatch, targets: TrainTargets, logprobs: Sequence[Future]) -> None:
+    def trained(self, step: int, groups: Sequence[Group], targets: TrainTargets, logprobs: Sequence[Future]) -> None:
         by_index = logprobs_by_sample(logprobs)
         self.logprobs |= {index: torch.tensor(found["policy"]) for index, found in by_index.items()}
 

@@ -27,9 +27,9 @@ class Alarm:
 
 def alarms(run: RunFiles, devices: DeviceSeconds) -> list[Alarm]:
     """Return the alarms of a run, the grave ones first."""
-    found = [*_of_metrics(run.metrics["train"]), *_of_validation(run.metrics["validation"]), *_of_run(run)]
-    found += _of_devices(devices)
-    return sorted(found, key=lambda alarm: not alarm.grave)
+    raised = [*_of_metrics(run.metrics["train"]), *_of_validation(run.metrics["validation"]), *_of_run(run)]
+    raised += _of_devices(devices, overlaps=run.rewarded)
+    return sorted(raised, key=lambda alarm: not alarm.grave)
 
 
 def values(lines: Sequence[Mapping[str, float | None]], *names: str) -> list[float]:
@@ -96,6 +96,12 @@ def _of_metrics(lines: Sequence[Mapping[str, float | None]]) -> Iterator[Alarm]:
 
 
 def _of_validation(lines: Sequence[Mapping[str, float | None]]) -> Iterator[Alarm]:
+    losses = values(lines, "val_loss")
+    if len(losses) >= 3 and losses[-1] > 1.1 * min(losses):
+        yield Alarm(
+            f"The validation loss rises again: its lowest was {min(losses):.3f}, the last is {losses[-1]:.3f}.",
+            "fewer steps or epochs, a lower learning rate; checkpointing.metric_name keeps the best checkpoint",
+        )
     accuracy = values(lines, "accuracy", "reward")
     if len(accuracy) >= 3 and accuracy[-1] < max(accuracy) - 0.1 * max(1.0, abs(max(accuracy))):
         yield Alarm(
@@ -123,7 +129,7 @@ def _of_run(run: RunFiles) -> Iterator[Alarm]:
             )
 
 
-def _of_devices(devices: DeviceSeconds) -> Iterator[Alarm]:
+def _of_devices(devices: DeviceSeconds, *, overlaps: bool = True) -> Iterator[Alarm]:
     for device, seconds in devices.by_device.items():
         waited = {what: seconds.get(what, 0.0) for what in WAITS}
         idle = sum(waited.values()) / max(devices.wall, 1e-9)
@@ -131,5 +137,7 @@ def _of_devices(devices: DeviceSeconds) -> Iterator[Alarm]:
             most = max(waited, key=waited.__getitem__)
             yield Alarm(
                 f"Device {device} did nothing for {idle:.0%} of the time; most of it: {most}.",
-                "docs/async.md lets generation and training overlap; `grpo-mcore plan` predicts the balance",
+                "docs/async.md lets generation and training overlap; `grpo-mcore plan` predicts the balance"
+                if overlaps
+                else "a larger policy.train_global_batch_size; checkpointing.is_async; fewer validations",
             )

@@ -128,7 +128,7 @@ def _curves(run: RunFiles) -> dict[str, Any]:
 
 def _state(run: RunFiles) -> dict[str, Any]:
     """Return what the head of the page says."""
-    policy, grpo = run.recipe.get("policy", {}), run.recipe.get("grpo", {})
+    policy = run.recipe.get("policy", {})
     silent = time.time() - run.last_written
     if run.summary is not None:
         end = str(run.summary.get("end"))
@@ -139,8 +139,9 @@ def _state(run: RunFiles) -> dict[str, Any]:
         "model": policy.get("model_name"),
         "steps": run.steps[-1] if run.steps else 0,
         "max_steps": run.max_steps,
-        "prompts": grpo.get("num_prompts_per_step"),
-        "generations": grpo.get("num_generations_per_prompt"),
+        "algorithm": run.algorithm,
+        "rewarded": run.rewarded,
+        "step_size": run.step_size,
         "end": end,
         "made": time.strftime("%Y-%m-%d %H:%M"),
     }

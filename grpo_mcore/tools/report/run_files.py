@@ -45,9 +45,34 @@ class RunFiles:
         return [line["step"] for line in self.metrics["train"]]
 
     @property
+    def algorithm(self) -> str:
+        """What trains: "grpo", "sft" or "dpo"."""
+        begun = [event for event in self.events if event["what"] == "begin"]
+        return begun[-1].get("algorithm", "grpo") if begun else "grpo"
+
+    @property
+    def settings(self) -> dict[str, Any]:
+        """The recipe's section of the algorithm."""
+        return self.recipe.get(self.algorithm) or {}
+
+    @property
+    def rewarded(self) -> bool:
+        """Whether its samples have rewards; examples of the data have none."""
+        return self.algorithm == "grpo"
+
+    @property
     def max_steps(self) -> int | None:
         """Steps that the recipe asks for."""
-        return self.recipe.get("grpo", {}).get("max_num_steps")
+        return self.settings.get("max_num_steps")
+
+    @property
+    def step_size(self) -> str:
+        """What a step trains on, in words."""
+        if self.rewarded:
+            grpo = self.settings
+            return f"{grpo.get('num_prompts_per_step')} prompts × {grpo.get('num_generations_per_prompt')} generations"
+        what = "pairs" if self.algorithm == "dpo" else "examples"
+        return f"{self.recipe.get('policy', {}).get('train_global_batch_size')} {what}"
 
     @property
     def last_written(self) -> float:

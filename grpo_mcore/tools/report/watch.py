@@ -5,9 +5,11 @@ It only reads, so it may be started, ended and started again beside the run, fro
 
 from __future__ import annotations
 
+import math
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
+from typing import Any
 
 from rich.cells import cell_len
 from rich.console import Console, Group
@@ -23,6 +25,8 @@ from grpo_mcore.tools.report.run_files import RunFiles, duration, read_run
 BLOCKS = "▁▂▃▄▅▆▇█"
 CURVES = (
     ("reward", ("reward",)),
+    ("loss", ("loss",)),
+    ("margin", ("rewards_margin_mean",)),
     ("length", ("generated_length",)),
     ("entropy", ("entropy", "approx_entropy")),
     ("prob err", ("token_mult_prob_error",)),
@@ -67,7 +71,6 @@ def screen(run: RunFiles, width: int, height: int, now: float) -> Group:
 
 
 def _head(run: RunFiles, width: int, now: float) -> list[Text]:
-    grpo = run.recipe.get("grpo", {})
     done, most = (run.steps[-1] if run.steps else 0), run.max_steps or 0
     silent = now - run.last_written
     state = f"over: {run.summary['end']}" if run.summary else f"last sign of life {duration(silent)} ago"
@@ -80,8 +83,8 @@ def _head(run: RunFiles, width: int, now: float) -> list[Text]:
     durations = values(run.metrics["train"][-RECENT:], "timing/total")
     left = f", {duration((most - done) * sum(durations) / len(durations))} left" if durations and done < most else ""
     lines = [title, _bar(f"step {done} of {most}{left}", done, most, width)]
-    if run.summary is None:
-        asked, came, phase = int(grpo.get("num_prompts_per_step") or 0), *_current(run, done + 1)
+    if run.summary is None and run.rewarded:
+        asked, came, phase = int(run.settings.get("num_prompts_per_step") or 0), *_current(run, done + 1)
         lines.append(
             _bar(f"step {done + 1}: {came} of {asked} prompts scored; {phase}", min(came, asked), asked, width)
         )
@@ -107,7 +110,7 @@ def _bar(label: str, done: int, total: int, width: int) -> Text:
 def _curves(run: RunFiles, width: int) -> list[Text]:
     """Return a line for each curve: name, first and last value, and a sparkline of the whole run."""
     rows = [(name, values(run.metrics["train"], *metrics)) for name, metrics in CURVES]
-    rows.insert(1, ("val", values(run.metrics["validation"], "accuracy", "reward")))
+    rows.insert(1, ("val", values(run.metrics["validation"], "accuracy", "reward", "val_loss")))
     lines = []
     for name, course in rows:
         if course:
@@ -163,18 +166,33 @@ def _alarms(worries: Sequence[Alarm], width: int, room: int) -> list[Text]:
 
 
 def _samples(run: RunFiles, width: int, room: int) -> list[Text]:
-    """Return the newest samples of training, one a line: reward, answer, end of the text."""
+    """Return the newest samples of training, one a line: the reward (or the mean log-prob of an example's trained
+    tokens), and the end of the text."""
     steps = run.samples.get("train", {})
     if not steps or room < 2:
         return []
     step = max(steps)
-    lines = [Text(f"samples of step {step}", style="bold")]
-    for sample in read_samples(steps[step], ["uid", "generation", "reward", "turns"])[: room - 1]:
+    what = "" if run.rewarded else ", with the mean log-prob of the tokens trained on"
+    lines = [Text(f"samples of step {step}{what}", style="bold")]
+    columns = ["uid", "generation", "reward", "turns", *([] if run.rewarded else ["policy_logprobs"])]
+    for sample in read_samples(steps[step], columns)[: room - 1]:
         said = "".join(turn["text"] for turn in sample["turns"] or ()).replace("\n", "⏎")
-        reward = "failed" if sample["reward"] is None else f"{sample['reward']:.3g}"
+        if run.rewarded:
+            value = "failed" if sample["reward"] is None else f"{sample['reward']:.3g}"
+            colour = "green" if sample["reward"] else "red"
+        else:
+            value, colour = f"{_mean_logprob(sample):.3g}", "cyan"
         head = f"{sample['uid']}#{sample['generation']}"[-24:]
-        line = Text.assemble((f"{head:<24} ", "grey50"), (f"{reward:>6}  ", "green" if sample["reward"] else "red"))
+        line = Text.assemble((f"{head:<24} ", "grey50"), (f"{value:>6}  ", colour))
         while cell_len(said) > width - len(line):  # the end of a sample tells more than its start
             said = said[cell_len(said) - (width - len(line)) :]
         lines.append(line.append(said))
     return lines
+
+
+def _mean_logprob(example: Mapping[str, Any]) -> float:
+    """Return the mean log-prob of an example's trained tokens; NaN where it has none."""
+    trained = [turn["generated"] for turn in example["turns"] or () for _ in range(turn["tokens"])]
+    logprobs = example["policy_logprobs"] or [math.nan] * len(trained)
+    chosen = [logprob for logprob, counts in zip(logprobs, trained, strict=True) if counts]
+    return sum(chosen) / len(chosen) if chosen else math.nan

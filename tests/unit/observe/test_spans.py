@@ -13,9 +13,9 @@ from tests.unit.observe.test_timeline import Clock
 
 def test_phases_and_calls_are_events(tmp_path: Path) -> None:
     clock = Clock()
-    spans = SpanFile(tmp_path, clock)
-    spans.begin({"policy-0": ["policy-0", "engine-0"]}, colocated=True)
-    timeline, spans.step = Timeline(clock, spans.phase), 3
+    spans = SpanFile(tmp_path, step=lambda: 3, clock=clock)
+    spans.begin({"policy-0": ["policy-0", "engine-0"]}, colocated=True, algorithm="grpo")
+    timeline = Timeline(clock, spans.phase)
     with timeline.phase("refit"):
         clock.now += 1
         with timeline.phase("commit"):

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 import torch
 
-from grpo_mcore.algorithms.record.sample_record import sample_row
+from grpo_mcore.algorithms.record.sample_writer import sample_row
 from grpo_mcore.cluster import LocalCluster
 from grpo_mcore.rollout.group import Group
 from grpo_mcore.rollout.trajectory import Score, Trajectory, TrajectoryRef, Turn

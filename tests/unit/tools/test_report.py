@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import base64
-import gzip
 import io
 import json
 import re
@@ -24,6 +22,7 @@ from grpo_mcore.tools.report.alarms import alarms
 from grpo_mcore.tools.report.device_seconds import DeviceSeconds, covered, device_seconds, step_spans
 from grpo_mcore.tools.report.run_files import read_run
 from grpo_mcore.tools.report.watch import screen, sparkline
+from tests.unit.tools.report_pages import data_of, unpack
 
 DEVICES = {"policy-0": ["policy-0", "engine-0"]}
 STEP_S = 10.0
@@ -77,16 +76,6 @@ def rows(step: int, groups: int, length: int) -> list[dict[str, Any]]:
             sample |= {"policy_logprobs": logprobs + 0.25, "weight": 1.0, "trained_version": step}
             found.append(sample | {"versions": [{"version": step - 1, "first": 0, "end": length}]})
     return found
-
-
-def unpack(text: str) -> Any:
-    return json.loads(gzip.decompress(base64.b64decode(text)))
-
-
-def data_of(text: str) -> dict[str, Any]:
-    found = re.search(r'id="data">([^<]*)<', text)
-    assert found
-    return unpack(found[1])
 
 
 def test_every_second_of_a_device_is_accounted_for_once() -> None:

@@ -17,7 +17,8 @@ const LINES = ["#2f7fd6", "#e07b2c"];
 const MAIN = [
   ["train/reward", "validation/reward"], ["validation/accuracy", "train/accuracy"], ["train/generated_length"],
   ["train/entropy", "train/approx_entropy"], ["train/kl_penalty", "train/kl_in_reward", "train/gen_kl_error"],
-  ["train/token_mult_prob_error"], ["train/grad_norm"], ["train/loss"], ["train/trajectory_age_mean"],
+  ["train/token_mult_prob_error"], ["train/grad_norm"], ["train/loss"], ["validation/val_loss"], ["validation/loss"],
+  ["train/rewards_margin_mean"], ["validation/rewards_margin_mean"], ["train/lr"], ["train/trajectory_age_mean"],
   ["train/truncation_rate"], ["train/zero_advantage_rate"], ["train/tokens_per_second"],
 ];
 
@@ -47,10 +48,10 @@ document.addEventListener("pointermove", (event) => {
 function showHead() {
   const s = data.state;
   const steps = s.max_steps ? `${s.steps} of ${s.max_steps} steps` : `${s.steps} steps`;
-  el("state").innerHTML = `<b>${escaped(s.model || "")}</b> · ${steps} of ${s.prompts} prompts × ${s.generations} generations · ${escaped(s.end)} · page made ${s.made} from <code>${escaped(s.folder)}</code>`;
+  el("state").innerHTML = `<b>${escaped(s.model || "")}</b> · ${s.algorithm.toUpperCase()}, ${steps} of ${escaped(s.step_size)} · ${escaped(s.end)} · page made ${s.made} from <code>${escaped(s.folder)}</code>`;
   el("alarm-list").innerHTML = data.alarms.length
     ? data.alarms.map((a) => `<li class="${a.grave ? "grave" : ""}">${escaped(a.what)}<small>${escaped(a.help)}</small></li>`).join("")
-    : `<li class="none">None: rewards, entropy, mismatch, gradients and devices look as they should.</li>`;
+    : `<li class="none">None: ${s.rewarded ? "rewards, entropy, mismatch, gradients" : "loss, gradients"} and devices look as they should.</li>`;
 }
 
 // Curves.
@@ -234,6 +235,9 @@ async function chooseStep() {
 
 function textOf(sample, from, to) { return sample.ids.slice(from, to).map((id) => data.tokens[id] ?? `[${id}]`).join(""); }
 
+// An example of the data has no reward; a sample without one failed.
+function rewardOf(sample) { return sample.r !== null ? short(sample.r) : data.state.rewarded ? "<span class='bad'>failed</span>" : "–"; }
+
 function answerOf(sample) {
   let at = 0;
   const parts = [];
@@ -247,7 +251,7 @@ const FILTERS = {
   best: (list) => [...list].sort((a, b) => (b.r ?? -1e9) - (a.r ?? -1e9)),
   mismatch: (list) => [...list].sort((a, b) => (mismatch(b) ?? -1) - (mismatch(a) ?? -1)),
   truncated: (list) => list.filter((s) => s.cut),
-  failed: (list) => list.filter((s) => s.r === null || s.left || s.w === 0),
+  failed: (list) => list.filter((s) => (s.r === null && data.state.rewarded) || s.left || s.w === 0),
 };
 
 function showSamples() {
@@ -262,7 +266,7 @@ function showSamples() {
   const head = "<tr><th>prompt</th><th>reward</th><th>advantage</th><th class='wide'>tokens</th><th class='wide'>mismatch</th><th class='wide'></th><th style='text-align:left'>answer</th></tr>";
   el("sample-list").innerHTML = `<table><thead>${head}</thead><tbody>` + found.slice(0, 500).map((s) => {
     const flags = [s.cut && "cut", s.left && "left out", s.w === 0 && "masked"].filter(Boolean).join(", ");
-    return `<tr data-index="${samples.indexOf(s)}"><td>${escaped(s.u)}#${s.g}</td><td>${s.r === null ? "<span class='bad'>failed</span>" : short(s.r)}</td><td>${short(s.a)}</td><td class="wide">${(s.e || []).length}</td><td class="wide">${short(mismatch(s))}</td><td class="wide hint">${flags}</td><td class="text">${escaped(answerOf(s).slice(0, 200))}</td></tr>`;
+    return `<tr data-index="${samples.indexOf(s)}"><td>${escaped(s.u)}#${s.g}</td><td>${rewardOf(s)}</td><td>${short(s.a)}</td><td class="wide">${(s.e || s.p || []).length}</td><td class="wide">${short(mismatch(s))}</td><td class="wide hint">${flags}</td><td class="text">${escaped(answerOf(s).slice(0, 200))}</td></tr>`;
   }).join("") + `</tbody></table>${found.length ? "" : "<p class='hint' style='padding:.6rem'>No sample fits.</p>"}`;
   const opened = found[0];
   if (opened && !el("sample").innerHTML) openSample(samples.indexOf(opened));
@@ -280,7 +284,7 @@ function tokensOf(sample, by) {
     mismatch: (i) => errors[i], weight: (i) => (weights[i] === null ? null : weights[i] - 1),
     surprise: (i) => (sample.p || sample.e)[i], advantage: () => sample.a, age: (i) => (sample.age ? sample.age[i] : 0), none: () => null,
   }[by];
-  const all = (sample.e || []).map((_, i) => Math.abs(value(i) ?? 0));
+  const all = (sample.e || sample.p || []).map((_, i) => Math.abs(value(i) ?? 0));
   const least = { mismatch: 0.02, weight: 0.02, surprise: 2, advantage: 1, age: 1, none: 1 }[by];
   const scale = Math.max(least, ...all.slice(0, 5000));
   let at = 0, i = 0, html = "";
@@ -288,7 +292,7 @@ function tokensOf(sample, by) {
     if (!generated) { html += `<span class="said" title="${escaped(role)}">${escaped(textOf(sample, at, at + count))}</span>`; at += count; continue; }
     for (let k = 0; k < count; k++, i++, at++) {
       const policy = sample.p ? `policy ${sample.p[i]}\nweight ${short(weights[i])}` : "not trained on";
-      const words = `${JSON.stringify(data.tokens[sample.ids[at]] ?? sample.ids[at])}  id ${sample.ids[at]}\nengine ${sample.e[i]}\n${policy}\nage ${sample.age ? sample.age[i] : 0}`;
+      const words = `${JSON.stringify(data.tokens[sample.ids[at]] ?? sample.ids[at])}  id ${sample.ids[at]}\n${sample.e ? `engine ${sample.e[i]}\n` : ""}${policy}\nage ${sample.age ? sample.age[i] : 0}`;
       html += `<s style="${shade(value(i), scale, by === "weight" || by === "advantage")}" data-tip="${escaped(words)}">${escaped(data.tokens[sample.ids[at]] ?? `[${sample.ids[at]}]`)}</s>`;
     }
   }
@@ -312,7 +316,7 @@ async function showOverTime() {
   const head = "<tr><th>step</th><th>mean reward</th><th style='text-align:left'>rewards</th><th style='text-align:left'>an answer</th></tr>";
   el("over-time").innerHTML = `<table><thead>${head}</thead><tbody>` + rows.map(([step, group]) => {
     const rewards = group.map((s) => s.r).filter((r) => r !== null);
-    return `<tr data-step="${step}"><td>${step}</td><td>${rewards.length ? short(rewards.reduce((a, b) => a + b, 0) / rewards.length) : "none"}</td><td class="text">${group.map((s) => (s.r === null ? "failed" : short(s.r))).join(", ")}</td><td class="text">${escaped(answerOf(group[0]).slice(0, 100))}</td></tr>`;
+    return `<tr data-step="${step}"><td>${step}</td><td>${rewards.length ? short(rewards.reduce((a, b) => a + b, 0) / rewards.length) : "none"}</td><td class="text">${group.map((s) => rewardOf(s)).join(", ")}</td><td class="text">${escaped(answerOf(group[0]).slice(0, 100))}</td></tr>`;
   }).join("") + "</tbody></table><p class='hint'>Of the steps that are in this page, or were opened in it, those that have this prompt.</p>";
 }
 
@@ -325,7 +329,7 @@ function openSample(index) {
   el("sample").innerHTML = `<h3>Prompt ${escaped(chosen.u)}: its ${group.length} sample${group.length > 1 ? "s" : ""}${chosen.truth === null ? "" : `, expected ${escaped(chosen.truth)}`} <button id="show-over-time">over time</button></h3><div id="over-time"></div><div class="group">` +
     group.map((s) => {
       const named = Object.entries(s.R).map(([name, value]) => `${escaped(name)} ${short(value)}`).join(", ");
-      return `<div class="card ${s === chosen ? "open" : ""}"><div class="facts">#${s.g} · reward <b class="${s.r > 0 ? "good" : "bad"}">${s.r === null ? "none" : short(s.r)}</b>${named ? ` (${named})` : ""} · advantage <b>${short(s.a)}</b> · ${(s.e || []).length} tokens${s.cut ? " · cut off" : ""}${s.left ? ` · left out: ${escaped(s.left)}` : ""}${s.w === 0 ? " · masked" : ""}<br>answer ${s.ans === null ? "none found" : `<b>${escaped(s.ans)}</b>`} · ${escaped(s.why || "")} · scored in ${short(s.s)} s</div><div class="tokens">${tokensOf(s, by)}</div></div>`;
+      return `<div class="card ${s === chosen ? "open" : ""}"><div class="facts">#${s.g} · reward <b class="${s.r > 0 ? "good" : "bad"}">${s.r === null ? "none" : short(s.r)}</b>${named ? ` (${named})` : ""} · advantage <b>${short(s.a)}</b> · ${(s.e || s.p || []).length} tokens${s.cut ? " · cut off" : ""}${s.left ? ` · left out: ${escaped(s.left)}` : ""}${s.w === 0 ? " · masked" : ""}<br>answer ${s.ans === null ? "none found" : `<b>${escaped(s.ans)}</b>`} · ${escaped(s.why || "")} · scored in ${short(s.s)} s</div><div class="tokens">${tokensOf(s, by)}</div></div>`;
     }).join("") + "</div>";
 }
 

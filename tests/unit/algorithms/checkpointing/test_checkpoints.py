@@ -23,6 +23,7 @@ from grpo_mcore.algorithms.checkpointing.checkpoints import (
 )
 from grpo_mcore.cluster import WorkerFailed
 from grpo_mcore.recipe import CheckpointingConfig, MasterConfig
+from tests.unit.algorithms.checkpointing.saving import save_now
 
 RECIPE = MasterConfig.model_validate({"policy": {"model_name": "m"}, "data": {"train": {"data_path": "x.jsonl"}}})
 NOTHING = RunSnapshot({}, {}, {})
@@ -39,7 +40,9 @@ def write_policy(folder: str) -> None:
 
 def save(checkpoints: CheckpointManager, step: int, **metrics: float) -> Path:
     named = {name.replace("_", ":", 1): value for name, value in metrics.items()}
-    return checkpoints.save(step, write_policy, RunSnapshot({"current_step": step}, {"place": step}, named), RECIPE)
+    return save_now(
+        checkpoints, step, write_policy, RunSnapshot({"current_step": step}, {"place": step}, named), RECIPE
+    )
 
 
 def kept(folder: Path) -> list[str]:
@@ -116,7 +119,7 @@ def test_a_save_on_a_full_disk_leaves_the_others_and_says_what_to_free(tmp_path:
     with pytest.raises(
         NotWritten, match=r"step 2 was not written .*No space.*\n.*GB are free.* step_1 \(0.00 GB\), or"
     ):
-        checkpoints.save(2, full_disk, NOTHING, RECIPE)
+        save_now(checkpoints, 2, full_disk, NOTHING, RECIPE)
     assert kept(tmp_path) == ["step_1"]
     save(checkpoints, 2)
 
@@ -126,7 +129,7 @@ def test_a_full_disk_of_a_rank_is_recognised_by_its_text(tmp_path: Path) -> None
         raise WorkerFailed("policy-1", "save", "SaveError: rank 1: OSError: [Errno 28] No space left on device")
 
     with pytest.raises(NotWritten):
-        manager(tmp_path).save(2, rank, NOTHING, RECIPE)
+        save_now(manager(tmp_path), 2, rank, NOTHING, RECIPE)
 
 
 @pytest.mark.parametrize("contents", [{}, {"a": torch.zeros(100_000)}], ids=["at its end", "in the middle"])
@@ -138,7 +141,7 @@ def test_a_full_disk_of_a_rank_is_recognised_where_torch_names_no_reason(tmp_pat
             raise WorkerFailed("policy-0", "copying the policy", f"RuntimeError: {error}") from None
 
     with pytest.raises(NotWritten):
-        manager(tmp_path).save(2, rank, NOTHING, RECIPE)
+        save_now(manager(tmp_path), 2, rank, NOTHING, RECIPE)
 
 
 def test_free_space_is_checked_before_anything_is_written(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -147,12 +150,12 @@ def test_free_space_is_checked_before_anything_is_written(tmp_path: Path, monkey
     with (folder / "big").open("wb") as file:
         file.truncate(shutil.disk_usage(tmp_path).free + 2**30)  # a hole: it takes no room
     with pytest.raises(NotWritten, match="No space left on device"):
-        checkpoints.save(2, lambda folder: pytest.fail("it wrote"), NOTHING, RECIPE)
+        save_now(checkpoints, 2, lambda folder: pytest.fail("it wrote"), NOTHING, RECIPE)
 
 
 def test_any_other_error_is_raised_as_it_is(tmp_path: Path) -> None:
     with pytest.raises(ZeroDivisionError):
-        manager(tmp_path).save(2, lambda folder: 1 / 0, NOTHING, RECIPE)
+        save_now(manager(tmp_path), 2, lambda folder: 1 / 0, NOTHING, RECIPE)
 
 
 def spoil(path: Path) -> None:
@@ -401,3 +404,47 @@ def test_a_rename_is_on_the_disk_before_an_old_checkpoint_is_deleted(
     save(checkpoints, 2)
     assert events.index("tmp_step_2") < events.index(tmp_path.name) < events.index("delete tmp_old_step_1")
     assert "policy" in events
+
+
+def left_by_another_run(folder: Path, name: str) -> Path:
+    model = folder / name
+    model.mkdir(parents=True)
+    (model / "model.safetensors").write_bytes(b"of another run")
+    return model
+
+
+@pytest.mark.parametrize(
+    ("left", "written"),
+    [("hf", ("hf",)), ("hf_step_4", ("hf_step_*",)), ("hf", ()), ("hf_step_4", ("hf",))],
+)
+def test_a_model_of_another_run_is_refused_before_the_start(
+    tmp_path: Path, left: str, written: tuple[str, ...]
+) -> None:
+    model = left_by_another_run(tmp_path / "a", left)
+    elsewhere = save(manager(tmp_path / "b"), 3)
+    replaced = any(model.match(pattern) for pattern in written)
+    for resume in (None, "auto", str(elsewhere)):
+        checkpoints = manager(tmp_path / "a")
+        if replaced:
+            with pytest.raises(ResumeError, match=rf"{tmp_path}/a holds {left}, a model of another run.*move it away"):
+                checkpoints.open(resume, models=written)
+        else:
+            checkpoints.open(resume, models=written)
+    assert (model / "model.safetensors").read_bytes() == b"of another run"
+
+
+def test_a_run_that_goes_on_replaces_its_own_model_and_a_rollback_sets_the_newer_one_aside(tmp_path: Path) -> None:
+    checkpoints = manager(tmp_path)
+    for step in (1, 2):
+        save(checkpoints, step)
+    for name in ("hf", "hf_step_1", "hf_step_2"):
+        left_by_another_run(tmp_path, name)
+    goes_on = manager(tmp_path)
+    goes_on.open(True, models=("hf",))
+    with goes_on.held():
+        assert {"hf", "hf_step_1", "hf_step_2"} <= set(kept(tmp_path))
+    goes_back = manager(tmp_path)
+    goes_back.open(str(tmp_path / "step_1"), models=("hf",))
+    with goes_back.held():
+        there = set(kept(tmp_path))
+    assert there == {"step_1", "hf_step_1", "abandoned_step_2", "abandoned_hf", "abandoned_hf_step_2", "in_use.json"}

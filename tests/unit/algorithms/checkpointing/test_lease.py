@@ -16,6 +16,7 @@ import pytest
 
 from grpo_mcore.algorithms.checkpointing.checkpoints import CheckpointManager, ResumeError, RunSnapshot
 from grpo_mcore.algorithms.checkpointing.lease import LEASE_FILE, FolderInUse, Holder, Lease, LeaseLost
+from tests.unit.algorithms.checkpointing.saving import save_now
 from tests.unit.algorithms.checkpointing.test_checkpoints import RECIPE, manager, write_policy
 
 HOLD = "import sys, pathlib, time; from grpo_mcore.algorithms.checkpointing.lease import Lease; "
@@ -131,7 +132,7 @@ def test_a_run_that_stood_still_and_lost_the_folder_publishes_nothing(tmp_path: 
     with checkpoints.held():
         write(tmp_path, replace(Holder.this_process(), token="another", host="node-8"))
         with pytest.raises(LeaseLost, match="held by another run by now .*on node-8"):
-            checkpoints.save(1, write_policy, RunSnapshot({}, {}, {}), RECIPE)
+            save_now(checkpoints, 1, write_policy, RunSnapshot({}, {}, {}), RECIPE)
     assert not list(tmp_path.glob("step_*")) and (tmp_path / LEASE_FILE).is_file()
 
 
@@ -139,7 +140,7 @@ def test_a_start_touches_no_checkpoint_of_a_run_that_trains(tmp_path: Path) -> N
     """One that is being deleted looks damaged."""
     running = manager(tmp_path)
     with running.held():
-        running.save(1, write_policy, RunSnapshot({}, {}, {}), RECIPE)
+        save_now(running, 1, write_policy, RunSnapshot({}, {}, {}), RECIPE)
         (tmp_path / "step_1" / "training_info.json").unlink()
         for resume in ("auto", None):
             with pytest.raises(FolderInUse):
@@ -149,10 +150,10 @@ def test_a_start_touches_no_checkpoint_of_a_run_that_trains(tmp_path: Path) -> N
 
 def test_a_start_does_not_go_back_behind_what_another_has_just_saved(tmp_path: Path) -> None:
     save = (write_policy, RunSnapshot({"current_step": 1}, {}, {}), RECIPE)
-    manager(tmp_path).save(1, *save)
+    save_now(manager(tmp_path), 1, *save)
     late, quick = manager(tmp_path), manager(tmp_path)
     late.open("auto")
     with quick.held():
-        quick.save(2, *save)
+        save_now(quick, 2, *save)
     with pytest.raises(ResumeError, match="another run has written .*step_2 while"), late.held():
         pass

@@ -48,7 +48,7 @@ def test_sigterm_interrupts_a_wait_of_a_running_loop() -> None:
             time.sleep(0.01)
         return "over"
 
-    with on_sigterm(stop), stop.heeded():
+    with on_sigterm(stop), stop.listening():
         assert stop.interruptible(lambda: "in time") == "in time"
         assert stop.interruptible(wait) is None
         assert stop.at_once and stop.reason == "SIGTERM asked the run to stop"
@@ -74,7 +74,7 @@ def test_sigterm_at_any_instruction_interrupts_no_work_between_two_waits() -> No
                 sum(range(200))
                 recorded.append(number)
 
-        with on_sigterm(stop), stop.heeded():
+        with on_sigterm(stop), stop.listening():
             timer = threading.Timer(draw.uniform(0, 0.01), os.kill, (os.getpid(), signal.SIGTERM))
             timer.start()
             stop.interruptible(read_samples)
@@ -97,7 +97,7 @@ def test_ctrl_c_that_python_drops_is_raised_at_the_next_look() -> None:
     with on_signal() as stop:
         Finalized()  # deleted at once
         stop.check()  # the start has no looks of its own
-        with pytest.raises(KeyboardInterrupt), stop.heeded():
+        with pytest.raises(KeyboardInterrupt), stop.listening():
             stop.check()
         assert stop.reason is None  # the run is ending already
     assert signal.getsignal(signal.SIGINT) == before and not reached
@@ -106,7 +106,7 @@ def test_ctrl_c_that_python_drops_is_raised_at_the_next_look() -> None:
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGHUP])
 def test_sigterm_or_a_closed_terminal_outside_of_a_wait_only_asks(number: signal.Signals) -> None:
     stop = StopRequest()
-    with on_sigterm(stop), stop.heeded():
+    with on_sigterm(stop), stop.listening():
         os.kill(os.getpid(), number)
         stop.check()
         assert stop.at_once and stop.reason == f"{number.name} asked the run to stop"
@@ -128,7 +128,7 @@ def test_sigterm_or_a_closed_terminal_before_the_loop_ends_the_start(number: sig
 def test_under_nohup_a_closed_terminal_changes_nothing() -> None:
     stop, before = StopRequest(), signal.signal(signal.SIGHUP, signal.SIG_IGN)
     try:
-        with on_sigterm(stop), stop.heeded():
+        with on_sigterm(stop), stop.listening():
             os.kill(os.getpid(), signal.SIGHUP)
             assert stop.reason is None
     finally:
@@ -139,7 +139,7 @@ def test_sigterm_after_the_loop_changes_nothing() -> None:
     """Everything is saved, and the run is ending already."""
     stop = StopRequest()
     with on_sigterm(stop):
-        with stop.heeded():
+        with stop.listening():
             pass
         os.kill(os.getpid(), signal.SIGTERM)
 

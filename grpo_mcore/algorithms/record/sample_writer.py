@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 
 from grpo_mcore.algorithms.training_step.policy_group import logprobs_by_sample
-from grpo_mcore.algorithms.training_step.step_batch import StepBatch, TrainTargets
+from grpo_mcore.algorithms.training_step.step_batch import TrainTargets
 from grpo_mcore.cluster import Cluster, Future
 from grpo_mcore.objective import clip_advantages
 from grpo_mcore.observe.samples import SAMPLES_FOLDER, SampleFiles
@@ -24,14 +24,18 @@ SAMPLED_PROMPTS = 4
 GB = 1e9
 
 
-class SampleRecord:
+class SampleWriter:
     """Records the samples of every step and validation, as logger.samples asks for.
 
     The tokens are fetched by the writer's thread, so the loop does not wait for them.
     """
 
-    def __init__(self, config: GRPOLoggerConfig, log_dir: Path, cluster: Cluster, tokenizer: Any) -> None:
+    def __init__(
+        self, config: GRPOLoggerConfig, log_dir: Path, cluster: Cluster, tokenizer: Any, *, decodes: bool = False
+    ) -> None:
+        """`decodes`: the turns have no texts, as those of examples; they are decoded from the tokens."""
         self._cluster = cluster
+        self._decode_turn = tokenizer.decode if decodes else None
         self._most = {"all": None, "sampled": SAMPLED_PROMPTS, "none": 0}[config.samples]
         self._files = None
         if config.samples != "none":
@@ -49,9 +53,9 @@ class SampleRecord:
         if self._files is not None and self._most is None:
             self._files.add("train", step, partial(self._rows, [group], left_out=why), last=False)
 
-    def trained(self, step: int, batch: StepBatch, targets: TrainTargets, logprobs: Sequence[Future]) -> None:
-        """Record the samples of a step, which are written from `generating` on. `logprobs`: from
-        `PolicyGroup.token_logprobs`."""
+    def trained(self, step: int, groups: Sequence[Group], targets: TrainTargets, logprobs: Sequence[Future]) -> None:
+        """Record the samples of a step, which are written from `generating` on. `targets`: by sample index, in the
+        order of the groups; `logprobs`: from `PolicyGroup.token_logprobs`."""
         if self._files is None:
             return
         self.generating()
@@ -59,7 +63,7 @@ class SampleRecord:
         columns = {"weight": targets.weights.tolist()}
         if advantages is not None:
             columns["advantage"] = advantages.tolist()
-        rows = partial(self._trained_rows, batch.groups, step, columns, logprobs)
+        rows = partial(self._trained_rows, groups, step, columns, logprobs)
         self._write_step = partial(self._files.add, "train", step, rows)
 
     def generating(self) -> None:
@@ -98,7 +102,8 @@ class SampleRecord:
         refs = [sample.ref for group in chosen for sample in group.samples if sample.ref is not None]
         fetched = iter(self._cluster.store.fetch_many(refs))
         return [
-            sample_row(group, sample, score, None if sample.ref is None else next(fetched)) | {"left_out": left_out}
+            sample_row(group, sample, score, None if sample.ref is None else next(fetched), self._decode_turn)
+            | {"left_out": left_out}
             for group in chosen
             for sample, score in zip(group.samples, group.scores, strict=True)
         ]
@@ -108,8 +113,15 @@ class SampleRecord:
         return self._most is None or position * self._most // count != (position - 1) * self._most // count
 
 
-def sample_row(group: Group, sample: TrajectoryRef, score: Score, trajectory: Trajectory | None) -> dict[str, Any]:
-    """Return a sample as a row of `SCHEMA`. `trajectory` None: its rollout failed and left no tokens."""
+def sample_row(
+    group: Group,
+    sample: TrajectoryRef,
+    score: Score,
+    trajectory: Trajectory | None,
+    decode: Callable[[list[int]], str] | None = None,
+) -> dict[str, Any]:
+    """Return a sample as a row of `SCHEMA`. `trajectory` None: its rollout failed and left no tokens. `decode`: returns
+    the text of a turn's tokens, for turns that do not have it."""
     truth = group.prompt["extra_env_info"].get("ground_truth")
     row = {
         "uid": sample.uid,
@@ -139,11 +151,17 @@ def sample_row(group: Group, sample: TrajectoryRef, score: Score, trajectory: Tr
                 {"version": version, "first": first, "end": end} for version, first, end in trajectory.weight_versions
             ],
             "turns": [
-                {"role": turn.role, "text": turn.text, "tokens": ids.size, "generated": turn.loss_mask}
+                {
+                    "role": turn.role,
+                    "text": turn.text if decode is None else decode(ids.tolist()),
+                    "tokens": ids.size,
+                    "generated": turn.loss_mask,
+                }
                 for turn, ids in zip(trajectory.turns, tokens, strict=True)
             ],
             "branches": trajectory.branches,
             "token_ids": np.concatenate(tokens),
-            "engine_logprobs": np.concatenate(logprobs),
         }
+        if any(turn.logprobs is not None for turn in trajectory.turns):
+            row["engine_logprobs"] = np.concatenate(logprobs)
     return row

@@ -1,0 +1,255 @@
+"""Keeps account of a run on examples (SFT, DPO): what comes next, its files, its console, what its checkpoints hold."""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections.abc import Iterator, Sequence
+from contextlib import ExitStack
+from itertools import islice
+from pathlib import Path
+from types import TracebackType
+from typing import Any, Self
+
+from grpo_mcore.algorithms.checkpointing.background import BackgroundCheckpoints
+from grpo_mcore.algorithms.checkpointing.checkpoints import GRPOSaveState, NotWritten, RunSnapshot
+from grpo_mcore.algorithms.record.run_report import devices_of
+from grpo_mcore.algorithms.record.sample_writer import SampleWriter
+from grpo_mcore.algorithms.rollouts.prompt_stream import PromptStream
+from grpo_mcore.algorithms.run import Run
+from grpo_mcore.algorithms.run_control.stopping import StopRequest
+from grpo_mcore.algorithms.training_step.step_batch import TrainTargets
+from grpo_mcore.families import forward_flops, parameter_count
+from grpo_mcore.observe import RunConsole, Timeline, write_summary
+from grpo_mcore.observe.machine import throughput
+from grpo_mcore.observe.spans import SpanFile
+from grpo_mcore.recipe import Algorithm, FineTuningConfig, batch_equation, exports_model, world_size
+from grpo_mcore.rollout.datum import DatumSpec
+from grpo_mcore.rollout.group import Group
+
+logger = logging.getLogger(__name__)
+
+SHOW_EVERY = 50  # steps
+SHOWN = ("loss", "accuracy", "rewards_margin_mean", "grad_norm", "lr")
+Metrics = dict[str, float]
+
+
+def start_tuning_record(
+    algorithm: Algorithm, run: Run, stop: StopRequest | None
+) -> tuple[TuningRecord, BackgroundCheckpoints]:
+    """Begin the record of a run, or go on with that of a resumed one, and the writer of its checkpoints."""
+    record = TuningRecord(algorithm, run, stop or StopRequest())
+    checkpoints = BackgroundCheckpoints(
+        run.checkpointer,
+        run.policy,
+        run.master_config,
+        on_saved=lambda step, folder: None,
+        on_failure=record.not_saved,
+    )
+    return record, checkpoints
+
+
+class TuningRecord:
+    """The loop asks it for the next batch, tells it what was done, and asks what is due after a step.
+
+    `step`: steps that are done. `extra_state`: content of a checkpoint besides the policy and the position in the data.
+    `clock`: times the phases of a step.
+    """
+
+    def __init__(self, algorithm: Algorithm, run: Run, stop: StopRequest) -> None:
+        self._run, self._algorithm, self._stop = run, algorithm, stop
+        config, log, policy = run.master_config, run.logger, run.policy
+        self._settings: FineTuningConfig = config[algorithm]
+        self._size = config.policy.train_global_batch_size
+        self.step = run.grpo_save_state["current_step"]
+        self._first_step = self.step + 1
+        position = run.checkpointer.position()
+        self.extra_state: dict[str, Any] = position.stream["tuning"] if position else {}
+        self._examples = PromptStream(
+            run.dataloader, self._settings.max_num_epochs, position.stream if position else None
+        )
+        self._waiting = self._take()  # the next step's batch; a short one ends the run
+        self._asked: str | None = None  # why the run stops early
+        self._metrics: Metrics = {}
+        self.console = RunConsole(kept=log.console)
+        self.spans = SpanFile(log.log_dir, step=lambda: self.step + 1)
+        self.spans.begin(devices_of(policy, run.policy_generation), colocated=True, algorithm=algorithm)
+        self.clock = Timeline(on_span=self._span)
+        self.samples = SampleWriter(config.logger, log.log_dir, policy.cluster, run.tokenizer, decodes=True)
+        self._began, self._tokens = time.perf_counter(), 0
+        self._phases = {"start": self._began - log.opened}  # seconds
+        self._open = ExitStack()
+        log.log_hyperparams(config)
+        self.console.banner(
+            f"{algorithm.upper()} of {config.policy.model_name}",
+            {
+                "batch": batch_equation(config, algorithm),
+                "policy": f"{policy.shape.family}, {parameter_count(policy.shape) / 1e6:.1f} M parameters, "
+                f"{policy.precision}, {policy.layout.describe()}",
+                "logs": log.log_dir,
+            },
+        )
+
+    def __enter__(self) -> Self:
+        self._open.enter_context(self._stop.listening())
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.samples.close()
+        self.spans.close()
+        self._open.__exit__(kind, error, trace)
+
+    def _take(self) -> list[DatumSpec]:
+        return self._examples.take(self._size) if self.step < self._settings.max_num_steps else []
+
+    @property
+    def _is_over(self) -> bool:
+        """Whether all steps are done, or the data holds no further batch."""
+        return len(self._waiting) < self._size
+
+    def next_batch(self) -> list[DatumSpec]:
+        """Return the examples of the next step; none if the run is over."""
+        return [] if self._is_over or self._asked else self._waiting
+
+    def trained(
+        self, batch: Sequence[DatumSpec], groups: Sequence[Group], targets: TrainTargets, metrics: Metrics
+    ) -> None:
+        """Record a step: `groups` are the examples of `batch`, `targets` and `metrics` what was computed of them."""
+        policy, log = self._run.policy, self._run.logger
+        if self.samples.wants_logprobs:
+            self.samples.trained(self.step + 1, groups, targets, policy.token_logprobs())
+        for worker, optimizer_steps in zip(policy.workers, policy.train_times, strict=False):
+            for times in optimizer_steps:
+                self.spans.optimizer_step(worker.name, times)
+        self.spans.flush()
+        self._examples.mark_done([datum["uid"] for datum in batch])
+        self.step += 1
+        self._metrics |= {f"train:{name}": value for name, value in metrics.items()}
+        seconds = self.clock.take()
+        lengths = [sample.length for group in groups for sample in group.samples]
+        self._tokens += sum(lengths)
+        metrics = metrics | self._speed(lengths, seconds) | {f"timing/{name}": spent for name, spent in seconds.items()}
+        log.log_metrics(metrics, self.step, "train")
+        if machines := log.machines():
+            log.log_metrics(machines, self.step, "machine")
+        self._waiting = self._take()
+        self._asked = None if self._is_over else self._stop.reason
+        if self._is_last or self.step % SHOW_EVERY == 0:
+            shown = {name: metrics[name] for name in SHOWN if name in metrics}
+            self.console.note(
+                f"step {self.step:>5} of {self._settings.max_num_steps}  {_listed(shown)}  {seconds['total']:.3f} s"
+            )
+
+    def _speed(self, lengths: list[int], seconds: dict[str, float]) -> Metrics:
+        config, policy = self._run.master_config, self._run.policy
+        tokens = float(sum(lengths))
+        return {"tokens": tokens, "tokens_per_second": tokens / seconds["total"]} | throughput(
+            tokens=tokens,
+            flops=3 * forward_flops(policy.shape, lengths),
+            total_s=seconds["total"],
+            train_s=seconds["train"],
+            devices=config.cluster.num_nodes * config.cluster.gpus_per_node,
+            ranks=world_size(config),
+            peak=self._run.logger.peak_flops,
+        )
+
+    @property
+    def _is_last(self) -> bool:
+        """Whether no step comes after those that are done."""
+        return self._is_over or self._asked is not None
+
+    @property
+    def validates_first(self) -> bool:
+        """Whether a validation comes before the first step."""
+        return self._run.val_dataloader is not None and self._settings.val_at_start and self.step == 0
+
+    @property
+    def validation_is_due(self) -> bool:
+        """Whether a validation comes after the step that was just recorded."""
+        if self._run.val_dataloader is None:
+            return False
+        return _every(self._settings.val_period, self.step) or (self._is_over and self._settings.val_at_end)
+
+    @property
+    def checkpoint_is_due(self) -> bool:
+        """Whether a checkpoint comes after the step that was just recorded."""
+        saving = self._run.master_config.checkpointing
+        periods = (saving.ft_save_period or 0, saving.save_period)
+        return saving.enabled and (self._is_last or any(_every(period, self.step) for period in periods))
+
+    def validation_batches(self) -> Iterator[Sequence[DatumSpec]]:
+        """Return the batches of one validation."""
+        return islice(iter(self._run.val_dataloader), self._settings.val_batches)
+
+    def validated(self, metrics: Metrics) -> None:
+        """Record a validation."""
+        self._run.logger.log_metrics(metrics, self.step, "validation")
+        self.console.note(f"step {self.step}: {_listed(metrics)}")
+        self._metrics |= {f"val:{name}": value for name, value in metrics.items()}
+
+    def snapshot(self) -> RunSnapshot:
+        """Return what a checkpoint must hold for a resumed run to go on from here."""
+        state = GRPOSaveState(current_step=self.step, total_steps=self.step, log_run=self._run.logger.log_dir.name)
+        data_state = self._examples.state_dict() | {"tuning": self.extra_state}
+        return RunSnapshot(state, data_state, dict(self._metrics))
+
+    def not_saved(self, step: int, error: NotWritten) -> None:
+        """Record that the checkpoint of a step could not be written. The run goes on without it."""
+        logger.warning("step %d: %s", step, error)
+
+    def ended(self, unsaved: int | None) -> dict[str, Any]:
+        """Write summary.json and, if the run came to its end, the model in Hugging Face's format. Return the summary:
+        steps, why it ended, whether it stopped early or was terminated, the last step if it could not be saved (as
+        `unsaved`), and the folder of the model."""
+        config, log, name = self._run.master_config, self._run.logger, self._algorithm.upper()
+        early = self._asked is not None
+        target = self._export() if exports_model(config) and not early else None
+        seconds = time.perf_counter() - self._began
+        phases = {**self._phases, "other": max(seconds - sum(self._phases.values()) + self._phases["start"], 0.0)}
+        summary: dict[str, Any] = {
+            "steps": self.step,
+            "end": self._asked
+            or ("all steps are done" if self.step >= self._settings.max_num_steps else "the data has ended"),
+            "seconds": round(seconds, 2),
+            "seconds_by_phase": {phase: round(spent, 2) for phase, spent in phases.items()},
+            "tokens_per_second": round(self._tokens / seconds, 1),
+            "stopped_early": early,
+            "terminated": early and self._stop.at_once,
+            "unsaved": unsaved,
+        } | ({} if target is None else {"exported": str(target)})
+        if self.step >= self._first_step:
+            try:
+                write_summary(log.log_dir / "summary.json", summary)
+            except OSError as error:  # a full disk must not change the end of a run
+                logger.warning("the summary cannot be written to %s: %s", log.log_dir, error.strerror)
+        if early:
+            resumable = "; --resume goes on from there" if config.checkpointing.enabled else ""
+            self.console.note(f"{self._asked}: stopped after step {self.step}{resumable}")
+            return summary
+        paths: dict[str, Path | str | None] = {"metrics": log.log_dir / "metrics.jsonl", "samples": None}
+        if self.samples.wants_logprobs:
+            paths["samples"] = log.log_dir / "samples"
+        model = target or "not written: checkpointing.enabled is false, and save_hf is none"
+        self.console.summary(f"{name} is over", {"model": model}, paths)
+        return summary if target is None else summary | {"exported": target}
+
+    def _export(self) -> Path:
+        target = (self._run.checkpointer.folder / "hf").resolve()
+        with self.clock.pause("export"):
+            self._run.policy.export_hf(str(target))
+        return target
+
+    def _span(self, name: str, start: float, end: float) -> None:
+        self.spans.phase(name, start, end)
+        if "/" not in name:
+            self._phases[name] = self._phases.get(name, 0.0) + end - start
+
+
+def _listed(metrics: Metrics) -> str:
+    return "  ".join(f"{name} {value:.4g}" for name, value in metrics.items())
+
+
+def _every(period: int, step: int) -> bool:
+    return period > 0 and step % period == 0

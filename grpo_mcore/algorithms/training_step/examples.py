@@ -1,0 +1,62 @@
+"""Examples of the data as the policy's ranks and the files of samples take them: as trajectories and groups."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+
+from grpo_mcore.batching.prefix_trees import Prefixes, prefix_hashes
+from grpo_mcore.rollout.datum import DatumSpec, Message
+from grpo_mcore.rollout.group import Group
+from grpo_mcore.rollout.trajectory import Score, Trajectory, TrajectoryRef, Turn
+from grpo_mcore.rollout.workers import Ref
+
+NO_SCORE = Score(None, None, "", 0.0)
+"""Of an example: nothing rewards it."""
+
+
+def filled_up(batch: Sequence[DatumSpec], ranks: int) -> tuple[list[DatumSpec], list[float]]:
+    """Return the examples and their weights, with copies of weight 0 if they are fewer than the data-parallel ranks, as
+    the last batch of a validation may be."""
+    copies = max(0, ranks - len(batch))
+    return [*batch, *[batch[0]] * copies], [1.0] * len(batch) + [0.0] * copies
+
+
+def as_trajectory(uid: str, log: Sequence[Message], index: int = 0) -> Trajectory:
+    """Return an example as a trajectory whose trained tokens count as generated. `index`: of a pair, 0 is the chosen
+    answer and 1 the rejected one."""
+    turns = tuple(turn for message in log for turn in _turns(message))
+    return Trajectory(uid, index, turns, (), "stop", truncated=False)
+
+
+def _turns(message: Message) -> Iterator[Turn]:
+    """Yield the message in runs of tokens that are trained on, and tokens that are not."""
+    tokens, mask = message["token_ids"], message["token_loss_mask"].bool()
+    edges = [0, *((mask[1:] != mask[:-1]).nonzero().squeeze(1) + 1).tolist(), len(tokens)]
+    for start, stop in zip(edges, edges[1:], strict=False):
+        if stop > start:
+            yield Turn(message["role"], tokens[start:stop], loss_mask=bool(mask[start]))
+
+
+def prefixes_of(trajectories: Sequence[Trajectory]) -> list[Prefixes]:
+    """Return the hashes by which examples that begin alike are found."""
+    return [prefix_hashes(trajectory.token_ids().tolist()) for trajectory in trajectories]
+
+
+def as_group(datum: DatumSpec, trajectories: Sequence[Trajectory], refs: Sequence[Ref], version: int) -> Group:
+    """Return an example, or both answers of a pair, as a group without rewards. `version`: of the weights that train on
+    it."""
+    samples = tuple(
+        TrajectoryRef(
+            uid=datum["uid"],
+            generation_index=trajectory.generation_index,
+            length=trajectory.length,
+            prompt_length=trajectory.prompt_length,
+            generated_length=trajectory.generated_length,
+            weight_version=version,
+            truncated=False,
+            finish_reason="stop",
+            ref=ref,
+        )
+        for trajectory, ref in zip(trajectories, refs, strict=True)
+    )
+    return Group(datum, samples, (NO_SCORE,) * len(samples))
