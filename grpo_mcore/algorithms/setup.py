@@ -18,21 +18,19 @@ from grpo_mcore.algorithms.rollouts.scoring import EnvironmentWorker
 from grpo_mcore.algorithms.run_control.checks import Model, environment_of
 from grpo_mcore.algorithms.training_step.policy_group import PolicyGroup
 from grpo_mcore.algorithms.training_step.policy_worker import PolicyWorker
-from grpo_mcore.algorithms.weight_sync.refit_parity import LIMITS, ParityCheck
+from grpo_mcore.algorithms.weight_sync.refit_settings import refit_settings
 from grpo_mcore.cluster import Cluster, Future, Worker, gather, is_fault, open_cluster
 from grpo_mcore.environments.interfaces import EnvironmentBase
-from grpo_mcore.families import adapter_shape, engine_options
+from grpo_mcore.families import engine_options
 from grpo_mcore.generation import EngineConfig, engine_environment
 from grpo_mcore.objective import NLLLossFn, PreferenceLossFn, build_loss
 from grpo_mcore.observe import Logger
 from grpo_mcore.observe.machine import MachineMonitor, peak_flops
-from grpo_mcore.parallel.layout import Layout
 from grpo_mcore.parallel.platform import Platform, cpu_threads, shares_prefixes
 from grpo_mcore.parallel.policy import LossFn
 from grpo_mcore.recipe import (
     Algorithm,
     MasterConfig,
-    MegatronConfig,
     engine_nodes,
     engine_pool,
     needs_prev,
@@ -40,7 +38,7 @@ from grpo_mcore.recipe import (
     num_engines,
     policy_pool,
 )
-from grpo_mcore.refit.layout import EngineLayout, TrainerLayout
+from grpo_mcore.refit.layout import EngineLayout
 
 log = logging.getLogger(__name__)
 
@@ -111,13 +109,7 @@ def start_policy(
         model.shape,
         policy.model_name,
         policy.precision,
-        policy.refit_buffer_size_gb,
-        trainer_layout(layout, policy.megatron_cfg),
-        policy.refit_verify,
-        parity_check(config) if policy.refit_parity is not None else None,
-        refit_adapters=adapter_shape(policy.megatron_cfg.peft)
-        if policy.megatron_cfg.peft.refit == "adapters"
-        else None,
+        refit_settings(config, layout),
         colocated=colocated,
         shares_prefixes=shares_prefixes(policy.sequence_packing, model.platform),
     )
@@ -154,25 +146,6 @@ def rank_threads(config: MasterConfig, ranks: int) -> int:
     return cpu_threads(ranks if pool is None else policy_pool(config).ranks + pool.ranks)
 
 
-def parity_check(config: MasterConfig) -> ParityCheck:
-    """Return how policy and engines are compared after a refit: within policy.refit_parity, or within the limit of the
-    policy's precision."""
-    policy, generation = config.policy, config.policy.generation
-    limit = LIMITS[policy.precision] if policy.refit_parity is None else policy.refit_parity
-    length = min(policy.max_total_sequence_length, generation.vllm_cfg.max_model_len)
-    return ParityCheck(limit, generation.temperature, length, generation.top_p, generation.top_k)
-
-
-def trainer_layout(layout: Layout, megatron: MegatronConfig) -> TrainerLayout:
-    """Return the policy's layout as the refit plan describes it."""
-    of = layout
-    return TrainerLayout(
-        of.tensor, of.pipeline, of.data, of.context, of.expert, of.expert_tensor, of.virtual,
-        first_layers=megatron.num_layers_in_first_pipeline_stage or 0,
-        last_layers=megatron.num_layers_in_last_pipeline_stage or 0,
-    )  # fmt: skip
-
-
 def start_engines(config: MasterConfig, cluster: Cluster, model: Model, policy: PolicyGroup | None) -> EngineGroup:
     """Spawn the engines on the devices of the policy's ranks, or on devices of their own; they start while the policy
     does. Without a policy they keep the weights of the model.
@@ -202,7 +175,7 @@ def start_engines(config: MasterConfig, cluster: Cluster, model: Model, policy: 
             expert_parallel=vllm.expert_parallel_size > 1,
             max_model_len=vllm.max_model_len,
             load_format=vllm.load_format if policy is not None else "auto",
-            adapter_rank=config.policy.megatron_cfg.peft.dim if policy and policy.refit_adapters else None,
+            adapter_rank=config.policy.megatron_cfg.peft.dim if policy and policy.refit.adapters else None,
             record_routes=vllm.enable_return_routed_experts or config.policy.router_replay.enabled,
             enforce_eager=vllm.enforce_eager,
             gpu_memory_utilization=vllm.gpu_memory_utilization,

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from grpo_mcore.algorithms.setup import trainer_layout
+from grpo_mcore.algorithms.weight_sync.refit_settings import trainer_layout
 from grpo_mcore.batching.packed_batch import PackedBatch, pack_rows
 from grpo_mcore.objective import ClippedPGLossConfig, ClippedPGLossFn
 from grpo_mcore.parallel.memory import storage_key

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 from safetensors.numpy import load_file
 
-from grpo_mcore.algorithms.setup import trainer_layout
+from grpo_mcore.algorithms.weight_sync.refit_settings import trainer_layout
 from grpo_mcore.data.tiny_models import make_tiny_model
 from grpo_mcore.families import params_of, read_hf_config, shape_of
 from grpo_mcore.parallel.layout import layout_of

@@ -18,6 +18,7 @@ from grpo_mcore.algorithms.grpo import refit_policy_generation
 from grpo_mcore.algorithms.run_control.checks import check_run
 from grpo_mcore.algorithms.setup import start_engines, wait_until_ready
 from grpo_mcore.algorithms.training_step.policy_group import PolicyGroup
+from grpo_mcore.algorithms.weight_sync.refit_settings import RefitSettings
 from grpo_mcore.algorithms.weight_sync.refit_step import refit_once
 from grpo_mcore.cluster import Rendezvous, WorkerFailed
 from grpo_mcore.cluster.ray_cluster import RayCluster
@@ -163,7 +164,7 @@ def policy(cluster: RayCluster, folder: Path) -> PolicyGroup:
     workers = cluster.spawn_group("policy", PolicyRank, [(str(folder),)] * 2, cpus=0.1, env={"OMP_NUM_THREADS": "1"})
     return PolicyGroup(
         cluster, workers, Layout(2, 1, 1), shape_of(read_hf_config(folder)), str(folder), "float32",
-        2 * 34_304 / GIB, TrainerLayout(2), "full",
+        RefitSettings(2 * 34_304 / GIB, TrainerLayout(2), "full"),
     )  # fmt: skip
 
 

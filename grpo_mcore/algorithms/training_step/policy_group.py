@@ -13,29 +13,15 @@ import numpy as np
 from torch import Tensor
 
 from grpo_mcore.algorithms.training_step.step_batch import RankStep, TrainTargets
+from grpo_mcore.algorithms.weight_sync.refit_settings import RefitSettings
 from grpo_mcore.cluster import BackgroundWork, Cluster, Future, Worker, call_all
-from grpo_mcore.families import AdapterShape, ModelShape
+from grpo_mcore.families import ModelShape
 from grpo_mcore.objective import combine_metrics, step_metrics
 from grpo_mcore.parallel.layout import Layout
 from grpo_mcore.parallel.policy import LossFn, TrainReport
 from grpo_mcore.recipe import KLType
-from grpo_mcore.refit.layout import TrainerLayout
-from grpo_mcore.refit.proof import Verify
 
 logger = logging.getLogger(__name__)
-
-
-@dataclass(frozen=True)
-class ParityCheck:
-    """How policy and engines are compared after a refit. `limit`: the largest allowed mean of exp|engine's log-prob -
-    policy's|. `temperature`, `top_p`, `top_k`: those of the policy's log-probs. `max_length`: tokens of prompt and
-    answer."""
-
-    limit: float
-    temperature: float
-    max_length: int
-    top_p: float = 1.0
-    top_k: int | None = None
 
 
 @dataclass
@@ -43,9 +29,9 @@ class PolicyGroup:
     """All ranks of the policy.
 
     `updates`: steps trained since the run began; the next weight version is `updates` + 1. `background`: work that goes
-    on while the driver waits for the ranks. `shares_prefixes`: its samples may share prefixes. `refit_adapters`: what a
-    refit sends alone; None: it sends the weights, merged with any adapters. `colocated`: engines share the ranks'
-    devices. `train_times`: `TrainReport.times` of each optimizer step of the last step, by rank.
+    on while the driver waits for the ranks. `refit`: how its weights reach the engines. `shares_prefixes`: its samples
+    may share prefixes. `colocated`: engines share the ranks' devices. `train_times`: `TrainReport.times` of each
+    optimizer step of the last step, by rank.
     """
 
     cluster: Cluster
@@ -54,11 +40,7 @@ class PolicyGroup:
     shape: ModelShape
     model_folder: str
     precision: str
-    refit_buffer_gb: float
-    refit_layout: TrainerLayout
-    refit_verify: Verify = "sample"
-    refit_parity: ParityCheck | None = None
-    refit_adapters: AdapterShape | None = None
+    refit: RefitSettings
     colocated: bool = True
     shares_prefixes: bool = False
     updates: int = 0

@@ -9,16 +9,14 @@ from dataclasses import dataclass
 import torch
 
 from grpo_mcore.algorithms.engines.engine_group import EngineGroup
-from grpo_mcore.algorithms.training_step.policy_group import ParityCheck, PolicyGroup
+from grpo_mcore.algorithms.training_step.policy_group import PolicyGroup
 from grpo_mcore.algorithms.training_step.step_batch import RankStep
+from grpo_mcore.algorithms.weight_sync.refit_settings import ParityCheck
 from grpo_mcore.rollout.trajectory import GenerationRequest, Sampling, Turn
 from grpo_mcore.rollout.workers import Ref
 
 SAMPLES, PROMPT_TOKENS, NEW_TOKENS = 8, 16, 32
 """For each engine. Fewer tokens if the context is shorter, more samples if there are more data-parallel ranks."""
-
-LIMITS = {"bfloat16": 1.05, "float32": 1.001}
-"""Limit of `refit verify` by the policy's precision, if the recipe sets none."""
 
 
 @dataclass(frozen=True)

@@ -85,14 +85,14 @@ def refit_once(
     requests under way again. Raises RefitError; the engines then have their old weights, or refuse to generate from
     mixed ones. With policy.refit_parity it also raises if the log-probs of the committed weights differ.
     """
-    size = policy.refit_buffer_gb if buffer_gb is None else buffer_gb
+    size = policy.refit.buffer_gb if buffer_gb is None else buffer_gb
     plan = plan_model_refit(
         policy.shape,
-        policy.refit_layout,
+        policy.refit.layout,
         engines.layout,
         dtype=policy.precision,
         buffer_bytes=int(size * GIB),
-        adapters=policy.refit_adapters,
+        adapters=policy.refit.adapters,
     )
     version = policy.updates + 1
     nodes = engines.nodes()
@@ -111,7 +111,7 @@ def refit_once(
         engines.workers,
         plan,
         version,
-        verify=policy.refit_verify,
+        verify=policy.refit.verify,
         recompute_kv=recompute_kv,
         nodes=None if on_one_node else nodes,
         node_of_rank=[] if on_one_node else rank_nodes,
@@ -120,8 +120,8 @@ def refit_once(
     )
     engines.weight_version = version
     engines.prepare()
-    if policy.refit_parity is not None:
-        parity = measure_parity(policy, engines, policy.refit_parity)
+    if policy.refit.parity is not None:
+        parity = measure_parity(policy, engines, policy.refit.parity)
         if not parity.ok:
             raise RefitError(f"policy.refit_parity: {parity.difference()}")
         report = replace(report, mult_prob_error=parity.mult_error)

@@ -35,7 +35,7 @@ def policy(colocated: bool) -> tuple[PolicyGroup, Called]:
     rank = Called()
     nothing: Any = None
     group = PolicyGroup(
-        LocalCluster(), [LocalWorker("policy-0", rank)], nothing, nothing, "", "float32", 1.0, nothing,
+        LocalCluster(), [LocalWorker("policy-0", rank)], nothing, nothing, "", "float32", nothing,
         colocated=colocated,
     )  # fmt: skip
     return group, rank

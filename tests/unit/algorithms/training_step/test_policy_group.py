@@ -25,7 +25,7 @@ class Rank:
 def test_a_checkpoint_without_the_optimizer_is_told(caplog: pytest.LogCaptureFixture, optimizer: bool) -> None:
     nothing: Any = None
     ranks = [LocalWorker(f"policy-{i}", Rank(optimizer)) for i in range(2)]
-    group = PolicyGroup(LocalCluster(), ranks, nothing, nothing, "", "float32", 1.0, nothing)
+    group = PolicyGroup(LocalCluster(), ranks, nothing, nothing, "", "float32", nothing)
     with caplog.at_level("INFO", "grpo_mcore"):
         group.load("step_2/policy")
     told = "step_2/policy holds no optimizer (checkpointing.save_optimizer): its moments start at 0"

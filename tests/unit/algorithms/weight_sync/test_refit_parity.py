@@ -6,7 +6,8 @@ from typing import Any
 import pytest
 import torch
 
-from grpo_mcore.algorithms.weight_sync.refit_parity import EngineParity, Parity, ParityCheck, measure_parity, probes
+from grpo_mcore.algorithms.weight_sync.refit_parity import EngineParity, Parity, measure_parity, probes
+from grpo_mcore.algorithms.weight_sync.refit_settings import ParityCheck
 from grpo_mcore.cluster import Parcel
 
 

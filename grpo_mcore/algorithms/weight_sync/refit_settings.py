@@ -1,0 +1,71 @@
+"""How the policy's weights reach the engines: the recipe's settings of a refit."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from grpo_mcore.families import AdapterShape, adapter_shape
+from grpo_mcore.parallel.layout import Layout
+from grpo_mcore.recipe import MasterConfig, MegatronConfig
+from grpo_mcore.refit.layout import TrainerLayout
+from grpo_mcore.refit.proof import Verify
+
+PARITY_LIMITS = {"bfloat16": 1.05, "float32": 1.001}
+"""Limit of `refit verify` by the policy's precision, if the recipe sets none."""
+
+
+@dataclass(frozen=True)
+class ParityCheck:
+    """How policy and engines are compared after a refit. `limit`: the largest allowed mean of exp|engine's log-prob -
+    policy's|. `temperature`, `top_p`, `top_k`: those of the policy's log-probs. `max_length`: tokens of prompt and
+    answer."""
+
+    limit: float
+    temperature: float
+    max_length: int
+    top_p: float = 1.0
+    top_k: int | None = None
+
+
+@dataclass(frozen=True)
+class RefitSettings:
+    """`buffer_gb`: size of the refit buffer in GiB. `layout`: the policy's, as the refit plan describes it. `parity`:
+    compare log-probs after each refit. `adapters`: what a refit sends alone; None: it sends the weights, merged with
+    any adapters."""
+
+    buffer_gb: float
+    layout: TrainerLayout
+    verify: Verify = "sample"
+    parity: ParityCheck | None = None
+    adapters: AdapterShape | None = None
+
+
+def refit_settings(config: MasterConfig, layout: Layout) -> RefitSettings:
+    """Return the recipe's settings. `layout`: of the policy."""
+    policy, peft = config.policy, config.policy.megatron_cfg.peft
+    return RefitSettings(
+        policy.refit_buffer_size_gb,
+        trainer_layout(layout, policy.megatron_cfg),
+        policy.refit_verify,
+        parity_check(config) if policy.refit_parity is not None else None,
+        adapter_shape(peft) if peft.refit == "adapters" else None,
+    )
+
+
+def parity_check(config: MasterConfig) -> ParityCheck:
+    """Return how policy and engines are compared after a refit: within policy.refit_parity, or within the limit of the
+    policy's precision."""
+    policy, generation = config.policy, config.policy.generation
+    limit = PARITY_LIMITS[policy.precision] if policy.refit_parity is None else policy.refit_parity
+    length = min(policy.max_total_sequence_length, generation.vllm_cfg.max_model_len)
+    return ParityCheck(limit, generation.temperature, length, generation.top_p, generation.top_k)
+
+
+def trainer_layout(layout: Layout, megatron: MegatronConfig) -> TrainerLayout:
+    """Return the policy's layout as the refit plan describes it."""
+    of = layout
+    return TrainerLayout(
+        of.tensor, of.pipeline, of.data, of.context, of.expert, of.expert_tensor, of.virtual,
+        first_layers=megatron.num_layers_in_first_pipeline_stage or 0,
+        last_layers=megatron.num_layers_in_last_pipeline_stage or 0,
+    )  # fmt: skip
