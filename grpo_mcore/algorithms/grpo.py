@@ -92,7 +92,7 @@ def grpo_train(
     compare: Compare | None = None,
 ) -> dict[str, Any]:
     """Train until all steps are done, the data has ended, a validation metric is reached, or `stop` asks for the end.
-    Return the summary. The arguments are those of NeMo RL, and the fields of `setup.Run`.
+    Return the summary. The arguments are those of NeMo RL, and the fields of `run.Run`.
 
     `task_to_env`: environments by task name, which is a dataset's `task_name`, or its own name or its file's. A value
     is an object of this process (`create_env`), which scores between two waits of this loop, or an actor beside it
@@ -153,12 +153,13 @@ def grpo_train(
 
                 case s.Validate(step):
                     with clock.pause("validation"):
-                        found = stop.interruptible(partial(
-                            run_validation, engines, val_dataloader, as_workers(val_task_to_env or {}, engines.cluster),
-                            config, tokenizer=tokenizer, faults=faults,
+                        val_workers = as_workers(val_task_to_env or {}, engines.cluster, config.cluster.platform)
+                        validation = stop.interruptible(partial(
+                            run_validation, engines, val_dataloader, val_workers, config, tokenizer=tokenizer,
+                            faults=faults,
                         ))  # fmt: skip
-                    if found is not None:
-                        record.validated(step, found)
+                    if validation is not None:
+                        record.validated(step, validation)
 
                 case s.Checkpoint(step):
                     with clock.pause("checkpoint"):
@@ -220,7 +221,7 @@ def make_rollouts(
     ahead = config.grpo.async_grpo
     return Rollouts(
         engines,
-        as_workers(task_to_env, engines.cluster),
+        as_workers(task_to_env, engines.cluster, config.cluster.platform),
         tokenizer,
         turn_limits(config),
         seed=config.grpo.seed,

@@ -93,7 +93,7 @@ def validate(
 
     The samples do not depend on `step`. Raises ValueError where there is nothing to validate on.
     """
-    environments = as_workers(val_task_to_env or {}, policy_generation.cluster)
+    environments = as_workers(val_task_to_env or {}, policy_generation.cluster, master_config.cluster.platform)
     found = run_validation(policy_generation, val_dataloader, environments, master_config, tokenizer=tokenizer)
     return found.metrics, {"validate": found.seconds, "total": found.seconds}
 

@@ -12,6 +12,9 @@ from grpo_mcore.families import DeltaShape, MambaShape
 from grpo_mcore.processes import available_cores
 from grpo_mcore.recipe import SequencePackingConfig
 
+PlatformChoice = Literal["auto", "cpu", "gpu"]
+"""Values of cluster.platform."""
+
 
 class PlatformError(RuntimeError):
     """The recipe asks for GPUs and there are none."""
@@ -69,7 +72,7 @@ class Platform:
         return {"CUDA_DEVICE_MAX_CONNECTIONS": "1"}
 
     @classmethod
-    def detect(cls, wanted: Literal["auto", "cpu", "gpu"] = "auto") -> Platform:
+    def detect(cls, wanted: PlatformChoice = "auto") -> Platform:
         """Return this process's platform. `wanted`: cluster.platform; gpu without one is a PlatformError."""
         if wanted == "cpu" or not torch.cuda.is_available():
             if wanted == "gpu":

@@ -28,7 +28,7 @@ from grpo_mcore.cluster import (
 )
 from grpo_mcore.cluster.local_cluster import LocalWorker
 from grpo_mcore.environments.interfaces import RemoteEnvironment
-from grpo_mcore.parallel.platform import Platform
+from grpo_mcore.parallel.platform import Platform, PlatformChoice
 from grpo_mcore.rollout.trajectory import Outcome
 
 _MAX_FAILURES = 20
@@ -273,22 +273,24 @@ class _LocalEnvironment:
         return self.environment.advance(metadata, *self.store.fetch_many(references))
 
 
-def as_workers(environments: Mapping[str, Any], cluster: Cluster) -> dict[str, Worker]:
+def as_workers(
+    environments: Mapping[str, Any], cluster: Cluster, platform: PlatformChoice = "auto"
+) -> dict[str, Worker]:
     """Return a worker for each task. Environments that are objects of this process are wrapped, whatever the cluster,
-    and those of `Environment.remote` are started on it, once."""
-    return {task: _as_worker(task, env, cluster) for task, env in environments.items()}
+    and those of `Environment.remote` are started on it, once. `platform`: cluster.platform of the recipe."""
+    return {task: _as_worker(task, env, cluster, platform) for task, env in environments.items()}
 
 
-def _as_worker(task: str, env: Any, cluster: Cluster) -> Worker:
+def _as_worker(task: str, env: Any, cluster: Cluster, platform: PlatformChoice) -> Worker:
     if isinstance(env, RemoteEnvironment):
         if id(cluster) not in env.workers:
-            env.workers[id(cluster)] = _start_remote(f"environment-{task}", env, cluster)
+            env.workers[id(cluster)] = _start_remote(f"environment-{task}", env, cluster, platform)
         return env.workers[id(cluster)]
     return env if hasattr(env, "call") else LocalWorker(task, _LocalEnvironment(env, cluster.store))
 
 
-def _start_remote(name: str, env: RemoteEnvironment, cluster: Cluster) -> EnvironmentWorker:
-    needs, gpu = env.cls.resources(env.config), Platform.detect("auto").on_gpu
+def _start_remote(name: str, env: RemoteEnvironment, cluster: Cluster, platform: PlatformChoice) -> EnvironmentWorker:
+    needs, gpu = env.cls.resources(env.config), Platform.detect(platform).on_gpu
 
     def start() -> Worker:
         return cluster.spawn(

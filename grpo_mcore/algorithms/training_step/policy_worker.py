@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import partial
-from typing import Any, Literal
+from typing import Any
 
 import numpy as np
 import torch
@@ -16,7 +16,7 @@ from grpo_mcore.batching.packed_batch import PackedBatch, cut_row, join_rows, pa
 from grpo_mcore.objective import kl_to_go, sample_stats, token_advantages
 from grpo_mcore.parallel.layer_traces import trace_layers
 from grpo_mcore.parallel.mesh import Address
-from grpo_mcore.parallel.platform import Platform
+from grpo_mcore.parallel.platform import Platform, PlatformChoice
 from grpo_mcore.parallel.policy import LossFn, Policy, TrainReport
 from grpo_mcore.recipe import KLType, PolicyConfig, bins_per_logprob_row
 from grpo_mcore.refit.sender import RefitSender
@@ -55,7 +55,7 @@ class PolicyWorker(Policy):
         seed: int,
         timeout_s: float,
         reference: bool,
-        platform: Literal["auto", "cpu", "gpu"],
+        platform: PlatformChoice,
         build_later: bool = False,
     ) -> None:
         """`store`: to fetch trajectories by reference. `reference`: keep the reference policy's weights too.

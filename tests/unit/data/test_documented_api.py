@@ -196,6 +196,30 @@ def test_an_environment_started_by_remote() -> None:
         assert outcome.reward == 6.0
 
 
+class OnGPU(Length):
+    @classmethod
+    def resources(cls, config: Any) -> dict[str, float]:
+        return {"cpus": 2.0, "gpus": 1.0}
+
+
+@pytest.mark.parametrize(("platform", "gpus"), [("cpu", 0.0), ("gpu", 1.0), ("auto", 1.0)])
+def test_it_gets_the_devices_of_the_recipes_platform(
+    monkeypatch: pytest.MonkeyPatch, platform: Any, gpus: float
+) -> None:
+    """On a machine with a GPU."""
+    monkeypatch.setattr("torch.cuda.is_available", lambda: True)
+    asked: dict[str, float] = {}
+
+    class Devices(LocalCluster):
+        def spawn(self, name: str, cls: Any, *args: Any, cpus: float, gpus: float, **how: Any) -> Any:
+            asked.update(cpus=cpus, gpus=gpus)
+            return super().spawn(name, cls, *args, cpus=cpus, gpus=0.0, **how)
+
+    with Devices() as cluster:
+        as_workers({"length": OnGPU.remote({"factor": 2})}, cluster, platform)
+    assert asked == {"cpus": 2.0 if gpus else 0.1, "gpus": gpus}
+
+
 @pytest.mark.parametrize(("cls", "section"), [(MathEnvironment, {"workers": 1}), (NemoGymEnvironment, {})])
 def test_remote_refuses_a_wrong_section_at_once(cls: Any, section: dict[str, Any]) -> None:
     with pytest.raises(EnvironmentConfigError):
