@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from grpo_mcore.imports import import_by_path
+from grpo_mcore.observe.alarms import Alarm, post_alarm
 from grpo_mcore.observe.append_file import AppendFile
 from grpo_mcore.observe.backends import chosen_backends
 from grpo_mcore.observe.tracker import Tracker
@@ -75,6 +76,8 @@ class Logger:
         self._custom = [
             Tracker[Any](f"logger.own {own.path}", partial(cls, self.log_dir, **own.options)) for own, cls in custom
         ]
+        webhook = config.alarms.webhook
+        self._webhook = None if webhook is None else Tracker("logger.alarms.webhook", lambda: webhook)
         self.machines: Callable[[], Mapping[str, float]] = dict
         """Returns the metrics of the run's machines since the last call; none unless logger.monitor_gpus is set."""
         self.peak_flops: float | None = None
@@ -113,20 +116,30 @@ class Logger:
         for custom in self._custom:
             custom.call("the recipe", lambda logger: logger.log_hyperparams(json.loads(text)))
 
+    def alarm(self, alarm: Alarm) -> None:
+        """Send an alarm to the recipe's webhook, if there is one."""
+        if self._webhook is not None:
+            run = str(self.log_dir)
+            self._webhook.call(f"the alarm of step {alarm.step}", lambda url: post_alarm(url, run, alarm))
+
     def outages(self) -> dict[str, str]:
         """Return, by tracker that lacks something at the moment, how much and why."""
-        trackers = (*self._backends, *self._custom)
         return {
             tracker.name: f"lacks {tracker.missing} calls: {tracker.outage}"
-            for tracker in trackers
+            for tracker in self._trackers()
             if tracker.outage is not None
         }
+
+    def _trackers(self) -> list[Tracker[Any]]:
+        return [*self._backends, *self._custom, *([] if self._webhook is None else [self._webhook])]
 
     def close(self) -> None:
         """Write what is left and close all loggers; each tracker gets a few seconds. May be called again."""
         self._file.close()
         for tracker in (*self._backends, *self._custom):
             tracker.close(lambda backend: backend.close())
+        if self._webhook is not None:
+            self._webhook.close(lambda url: None)
         self.console.close()
 
 

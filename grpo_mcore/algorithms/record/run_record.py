@@ -64,6 +64,8 @@ class RunRecord:
 
     def stop_asked(self, stop: StopRequest) -> None:
         """Record the request to stop, if there is one, and again when it becomes urgent."""
+        if (alarm := self.report.alarms.stop_reason) is not None:
+            stop.ask(alarm)
         urgent = stop.at_once and not self._stops_at_once
         if stop.reason and (self.schedule.asked is None or urgent):
             self._stops_at_once = stop.at_once

@@ -4,8 +4,11 @@ from __future__ import annotations
 
 import logging
 import math
+import textwrap
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -16,6 +19,8 @@ from grpo_mcore.algorithms.rollouts.validation import Validation
 from grpo_mcore.algorithms.training_step.policy_group import PolicyGroup
 from grpo_mcore.families import ModelShape, forward_flops, parameter_count
 from grpo_mcore.observe import Logger, RunConsole, StepRow, Timeline, read_metrics, reward_curve_png, write_summary
+from grpo_mcore.observe.alarms import StepAlarms
+from grpo_mcore.observe.console import WIDTH
 from grpo_mcore.observe.machine import throughput
 from grpo_mcore.observe.spans import SpanFile
 from grpo_mcore.recipe import (
@@ -67,6 +72,7 @@ class RunReport:
         self.samples = SampleWriter(config.logger, logger.log_dir, policy.cluster, tokenizer)
         self.spans = SpanFile(logger.log_dir, step=lambda: self.state["current_step"] + 1)
         self.spans.begin(devices_of(policy, engines), engines.colocated, "grpo")
+        self.alarms = StepAlarms(config.logger.alarms.stop_after)
         self.last_metrics: dict[str, float] = {}
         self._policy = policy
         self._timers: list[dict[str, float]] = []
@@ -213,6 +219,9 @@ class RunReport:
                 seconds=seconds,
             )
         )
+        for alarm in self.alarms.of_step(step, metrics):
+            self.console.note("\n".join(textwrap.wrap(f"ALARM in step {step}, said once: {alarm.text}", WIDTH)))
+            self.logger.alarm(alarm)
         if "loss" not in metrics:
             self.console.note(f"step {step} changed nothing: {_left_out(metrics)}")
         elif metrics["zero_advantage_rate"] == 1 and not self._noted_equal_rewards:
@@ -320,20 +329,28 @@ class RunReport:
             "max_token_mult_prob_error": worst if worst is not None and math.isfinite(worst) else None,
             "end": reason,
         }
+        if self.alarms.raised:
+            values["alarms"] = [asdict(alarm) for alarm in self.alarms.raised]
+        if outages := self.logger.outages():
+            values["outages"] = outages
         worked = self.state["current_step"] >= self._first_step
-        compared = self._compared() if worked else None
-        if compared is not None:
-            values["predicted_against_measured"] = compared.plain()
-            self.console.note("\n".join(["", *compared.text()]))
         if worked:
             title = f"GRPO of {self.config.policy.model_name}"
-            try:
+            with _left_out_if_it_fails("the comparison with the plan"):
+                if (compared := self._compared()) is not None:
+                    values["predicted_against_measured"] = compared.plain()
+                    self.console.note("\n".join(["", *compared.text()]))
+            with _left_out_if_it_fails(f"the summary {summary}"):
                 write_summary(summary, values)
+            with _left_out_if_it_fails(f"the reward curve {curve}"):
                 reward_curve_png(curve, self._rewards, courses, title=title)
-            except OSError as error:  # a full disk must not change the end of a run
-                logger.warning("the summary or the reward curve cannot be written to %s: %s", folder, error.strerror)
         spent = ", ".join(f"{name} {value:.0f}" for name, value in phases.items() if value >= 0.5)
-        facts = {"end": reason, "time": f"{sum(phases.values()):.0f} s: {spent}"}
+        facts = (
+            {"end": reason}
+            | {f"ALARM, step {alarm.step}": alarm.text for alarm in self.alarms.raised}
+            | outages
+            | {"time": f"{sum(phases.values()):.0f} s: {spent}"}
+        )
         if worked:
             facts["tokens"] = f"{values['tokens_per_second']:.0f} a second, without the start"
         if worst is not None:
@@ -407,6 +424,16 @@ def _ahead(config: MasterConfig) -> str:
     if ahead.pauses:
         refit = "while samples stand still, as they do in training"
     return f"trajectories at most {versions} old, groups {ahead.group_order.replace('_', ' ')}, refit {refit}"
+
+
+@contextmanager
+def _left_out_if_it_fails(what: str) -> Iterator[None]:
+    """Log an error of the block: what only describes a run must not change how it ends."""
+    try:
+        yield
+    except Exception as error:  # of the disk, of matplotlib, of a model that the plan does not know
+        why = error.strerror if isinstance(error, OSError) and error.strerror else f"{type(error).__name__}: {error}"
+        logger.warning("%s is left out, since it failed: %s", what, why)
 
 
 def _has_graded(metrics: Mapping[str, Any]) -> bool:

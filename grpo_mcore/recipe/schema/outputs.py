@@ -73,6 +73,16 @@ class OwnLoggerConfig(Section):
     """Keyword arguments of the class."""
 
 
+class AlarmsConfig(Section):
+    """`logger.alarms`: what is done when a step's metrics look as if the run is spoilt. Read by observe/."""
+
+    webhook: str | None = None
+    """Address that gets each alarm as a POST of JSON, with `text`, `run`, `step` and `kind`, such as a Slack webhook.
+    null: the console and the summary alone."""
+    stop_after: Positive | None = None
+    """Number of steps in a row with the same alarm after which the run saves and stops (exit code 75). null: never."""
+
+
 class GRPOLoggerConfig(Section):
     """`logger`. A JSONL file with all metrics is always written. Read by observe/."""
 
@@ -101,6 +111,8 @@ class GRPOLoggerConfig(Section):
     profile_steps: list[Positive] = Field(default_factory=list)
     """Steps that the ranks of policy and engines trace with torch's profiler, from refit to update, such as [3, 4]. The
     traces go to `profile` in the run's folder, and into `report --trace`. Read by algorithms/."""
+    alarms: Annotated[AlarmsConfig, OffWhenNull] = Field(default_factory=AlarmsConfig)
+    """What is done when engine and policy disagree, rewards are all equal, samples fail, or the policy stands still."""
     wandb: WandbConfig = Field(default_factory=WandbConfig)
     """Destination of wandb_enabled."""
     tensorboard: TensorBoardConfig = Field(default_factory=TensorBoardConfig)

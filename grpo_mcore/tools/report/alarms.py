@@ -7,13 +7,12 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from statistics import median
 
+from grpo_mcore.observe.alarms import MISMATCH
 from grpo_mcore.tools.report.device_seconds import WAITS, DeviceSeconds
 from grpo_mcore.tools.report.run_files import RunFiles
 
 RECENT = 10
 """Number of last steps that are looked at."""
-MISMATCH = 1.05
-"""Largest mean of exp|engine's log-prob - policy's| of a step that raises no alarm."""
 
 
 @dataclass(frozen=True)

@@ -26,6 +26,7 @@ from grpo_mcore.recipe import OwnLoggerConfig
 
 def config(folder: Path, **values: Any) -> SimpleNamespace:
     defaults = {
+        "alarms": SimpleNamespace(webhook=None, stop_after=None),
         "log_dir": str(folder),
         "wandb_enabled": False,
         "tensorboard_enabled": False,

@@ -12,6 +12,7 @@ from grpo_mcore.algorithms.record.run_record import RunRecord, start_record
 from grpo_mcore.algorithms.rollouts.validation import Validation
 from grpo_mcore.algorithms.run_control.stopping import StopRequest
 from grpo_mcore.observe import LEDGER_FILE, Timeline, audit, read_ledger
+from grpo_mcore.observe.alarms import StepAlarms
 from grpo_mcore.rollout import schedule as s
 from tests.unit.algorithms.training_step.step_cases import config, group
 
@@ -40,6 +41,7 @@ class Report:
     def __init__(self, step: int = 0) -> None:
         self.state = {"current_step": step}
         self.last_metrics = {"train:loss": 0.5}
+        self.alarms = StepAlarms(stop_after=1)
         self.told: list[Any] = []
 
     def __getattr__(self, name: str) -> Any:
@@ -138,6 +140,17 @@ def test_a_request_to_stop_is_recorded_again_when_it_becomes_urgent(tmp_path: Pa
         assert record.ended("the time is up", stop) == {
             "end": "the time is up", "stopped_early": True, "terminated": True, "unsaved": None,
         }  # fmt: skip
+
+
+def test_an_alarm_may_stop_the_run(tmp_path: Path) -> None:
+    stop, report = StopRequest(), Report()
+    with record_in(tmp_path, report=report) as record:
+        record.stop_asked(stop)
+        assert stop.reason is None
+        report.alarms.of_step(1, {"token_mult_prob_error": 3.0})
+        record.stop_asked(stop)
+        assert record.schedule.asked == "the alarm engine_mismatch for 1 steps (logger.alarms.stop_after)"
+        assert not stop.at_once
 
 
 def test_a_validation_may_end_the_run(tmp_path: Path) -> None:

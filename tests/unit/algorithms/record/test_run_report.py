@@ -109,6 +109,25 @@ def test_graded_rewards_end_with_their_mean_and_parts(tmp_path: Path, capsys: py
     report.logger.close()
 
 
+def test_alarms_and_outages_are_in_the_console_and_in_the_summary(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A run whose engines had stale weights, and whose tracker is down."""
+    report = new_report(tmp_path)
+    clock: Any = SimpleNamespace(take=lambda: {"total": 1.0})
+    for step in (1, 2):
+        report.step(step, [], STEP | {"tokens": 4.0, "loss": 0.1, "token_mult_prob_error": 1.17}, clock)
+    monkeypatch.setattr(report.logger, "outages", lambda: {"logger.mlflow_enabled": "lacks 3 calls: 503"})
+    summary = report.finish("done")
+    report.logger.close()
+    said = " ".join(capsys.readouterr().out.split())
+    assert said.count("said once: engine and policy disagree: under the same weights") == 1
+    assert "ALARM, step 1 engine and policy disagree" in said and "logger.mlflow_enabled lacks 3 calls: 503" in said
+    written = json.loads((report.logger.log_dir / "summary.json").read_text())
+    assert [(alarm["kind"], alarm["step"]) for alarm in written["alarms"]] == [("engine_mismatch", 1)]
+    assert written["outages"] == summary["outages"] == {"logger.mlflow_enabled": "lacks 3 calls: 503"}
+
+
 def test_files_that_cannot_be_written_do_not_change_the_end(
     tmp_path: Path, package_log: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -122,6 +141,6 @@ def test_files_that_cannot_be_written_do_not_change_the_end(
     report.validation(1, Validation({"accuracy": 0.5, "reward": 0.5}, [], 1.0))
     report.state["current_step"] = 1
     assert report.finish("done")["end"] == "done"
-    assert "cannot be written" in package_log.text and "No space left" in package_log.text
+    assert "reward_curve.png is left out, since it failed: No space left" in package_log.text
     assert (report.logger.log_dir / "summary.json").exists()
     report.logger.close()

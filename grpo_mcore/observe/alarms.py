@@ -1,0 +1,125 @@
+"""Alarms of a running training: what may spoil it, said while it goes on. The page of `report` has more, afterwards."""
+
+from __future__ import annotations
+
+import json
+import urllib.request
+from collections import Counter
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+
+MISMATCH = 1.05
+"""Largest mean of exp|engine's log-prob - policy's| of a step that raises no alarm. Numerics alone stay below 1.01."""
+
+STALE = 1.5
+"""Largest such mean over tokens of older weights that raises no alarm: training moves the policy away from them."""
+
+AGAIN = 5
+"""Steps in a row after which what may happen once raises an alarm."""
+
+FAILED = 0.1
+"""Largest share of a step's samples without a reward that raises no alarm."""
+
+WEBHOOK_S = 10.0
+"""Seconds that a webhook gets to answer."""
+
+
+@dataclass(frozen=True)
+class Alarm:
+    """`kind`: its name; `step`: when it was raised; `text`: what happened, with numbers, and what to do."""
+
+    kind: str
+    step: int
+    text: str
+
+
+class StepAlarms:
+    """Looks at the metrics of each step, and raises each kind of alarm once.
+
+    `stop_after`: number of steps in a row with an alarm of one kind after which the run is to stop; None: never.
+    """
+
+    def __init__(self, stop_after: int | None = None) -> None:
+        self._stop_after = stop_after
+        self._in_a_row: Counter[str] = Counter()
+        self.raised: list[Alarm] = []
+
+    def of_step(self, step: int, metrics: Mapping[str, float]) -> list[Alarm]:
+        """Return the alarms that this step raises and no step before it has."""
+        conditions = dict(_conditions(metrics))
+        for kind in self._in_a_row.keys() | conditions.keys():
+            self._in_a_row[kind] = self._in_a_row[kind] + 1 if kind in conditions else 0
+        known = {alarm.kind for alarm in self.raised}
+        new = [
+            Alarm(kind, step, text if self._patience(kind) == 1 else f"{text} That is so for {AGAIN} steps in a row.")
+            for kind, text in conditions.items()
+            if kind not in known and self._in_a_row[kind] >= self._patience(kind)
+        ]
+        self.raised += new
+        return new
+
+    @property
+    def stop_reason(self) -> str | None:
+        """Why the run is to stop; None if it is not."""
+        if self._stop_after is None:
+            return None
+        for alarm in self.raised:
+            if (steps := self._in_a_row[alarm.kind]) >= max(self._stop_after, self._patience(alarm.kind)):
+                return f"the alarm {alarm.kind} for {steps} steps (logger.alarms.stop_after)"
+        return None
+
+    @staticmethod
+    def _patience(kind: str) -> int:
+        return AGAIN if kind in ("equal_rewards", "policy_stands_still") else 1
+
+
+def _conditions(metrics: Mapping[str, float]) -> Iterator[tuple[str, str]]:
+    """Yield (kind, text) of what may spoil a run in the metrics of one step."""
+    mismatch = metrics.get("token_mult_prob_error")
+    current = metrics.get("token_mult_prob_error/age_0", mismatch)
+    if metrics.get("token_share/age_0") == 0:  # every token is of older weights: numerics cannot be told from age
+        current = None
+    if current is not None and not current <= MISMATCH:  # NaN raises it too
+        yield (
+            "engine_mismatch",
+            f"engine and policy disagree: under the same weights their probabilities of a token differ by a factor of "
+            f"{current:.4g} on average (1 is equal, up to {MISMATCH} is usual). The policy trains on another model's "
+            "samples. `grpo-mcore refit verify` and policy.refit_parity look for the cause: docs/refit.md.",
+        )
+    elif mismatch is not None and not mismatch <= STALE:
+        yield (
+            "stale_samples",
+            f"samples of older weights are far from the policy: their probabilities of a token differ by a factor of "
+            f"{mismatch:.4g} on average, at an age of {metrics.get('trajectory_age_mean', 0.0):.3g}. Lower "
+            "grpo.async_grpo.max_trajectory_age_steps or the learning rate: docs/async.md.",
+        )
+    if metrics.get("zero_advantage_rate") == 1:
+        yield (
+            "equal_rewards",
+            "all advantages are 0, since the rewards compared are equal: the task is too hard or too easy for the "
+            "model, or the environment finds no answers.",
+        )
+    elif metrics.get("grad_norm") == 0 or ("loss" in metrics and metrics.get("lr") == 0):
+        yield (
+            "policy_stands_still",
+            f"the policy does not move: gradient norm {metrics.get('grad_norm', 0.0):.3g}, learning rate "
+            f"{metrics.get('lr', 0.0):.3g}.",
+        )
+    failed, count = metrics.get("num_failed_samples", 0.0), metrics.get("num_samples", 0.0)
+    if count and failed > FAILED * count:
+        yield (
+            "failed_samples",
+            f"{failed:.0f} of {count:.0f} samples have no reward, because their environment failed on them: "
+            "docs/environments.md.",
+        )
+
+
+def post_alarm(url: str, run: str, alarm: Alarm) -> None:
+    """Send an alarm to a webhook as JSON: run, step, kind, and `text`, which Slack and others show. Raises OSError."""
+    text = f"{run}, step {alarm.step}: {alarm.text}"
+    content = {"text": text, "run": run, "step": alarm.step, "kind": alarm.kind}
+    request = urllib.request.Request(
+        url, data=json.dumps(content).encode(), headers={"Content-Type": "application/json"}, method="POST"
+    )
+    with urllib.request.urlopen(request, timeout=WEBHOOK_S):
+        pass
