@@ -58,19 +58,30 @@ def stacks(name: str, place: Place) -> str:
 
 
 def frames(place: Place) -> str | None:
-    """Return the stacks of a worker, which it writes to its log on SIGUSR1. None: its process is on another machine."""
-    path = Path(place.log)
-    if not _is_worker(place):
-        return None
-    before = path.stat().st_size
-    os.kill(place.pid, signal.SIGUSR1)
-    deadline = time.monotonic() + DUMP_S
-    size = before
-    while time.monotonic() < deadline:
+    """Return the stacks of a worker of this machine, as `frames_here` does; None if it has ended or is on another."""
+    return frames_here({"": place})[""]
+
+
+def frames_here(places: Mapping[str, Place]) -> dict[str, str | None]:
+    """Return the stacks of workers of this machine, which they write to their logs on SIGUSR1, all at a time. None: its
+    process has ended."""
+    sizes: dict[str, int] = {}
+    for name, place in places.items():
+        if _is_worker(place):
+            sizes[name] = Path(place.log).stat().st_size
+            os.kill(place.pid, signal.SIGUSR1)
+    seen, deadline = dict(sizes), time.monotonic() + DUMP_S
+    unfinished = set(sizes)
+    while unfinished and time.monotonic() < deadline:
         time.sleep(0.1)
-        if size == (size := path.stat().st_size) and size > before:
-            break
-    return own_frames(_read_from(path, before))
+        for name in list(unfinished):
+            before, seen[name] = seen[name], Path(places[name].log).stat().st_size
+            if sizes[name] < before == seen[name]:
+                unfinished.remove(name)
+    return {
+        name: own_frames(_read_from(Path(place.log), sizes[name])) if name in sizes else None
+        for name, place in places.items()
+    }
 
 
 def own_frames(dump: str) -> str:
@@ -97,25 +108,53 @@ class Wait:
 
 
 def wait_graph(waits: Sequence[Wait], frames: Mapping[str, str | None]) -> str:
-    """Return a line for each worker that is waited for, and the culprits: late workers that wait for no other.
+    """Return who waits for whom, what the workers that are waited for are doing, and the culprits: late workers that
+    wait for no other. Workers that are doing the same are one line; the fewer they are, the earlier it comes.
 
-    `frames`: what each worker is doing, as `own_frames` returns it; None if its process could not be asked.
+    `frames`: what each worker is doing, as `own_frames` returns it; None if its process has ended. A worker that could
+    not be asked is left out, and accused of nothing.
     """
     lines = ["who waits for whom:"]
+    calls: dict[tuple[str, bool], list[Wait]] = {}
     for wait in sorted(waits, key=lambda wait: (not wait.late, -wait.seconds)):
-        overdue = ", past its deadline" if wait.late else ""
-        lines.append(f"  the driver waits for {wait.whom}: {wait.what}, for {wait.seconds:.0f} s{overdue}")
+        calls.setdefault((wait.what, wait.late), []).append(wait)
+    for (what, late), alike in calls.items():
+        overdue = ", past its deadline" if late else ""
+        whom, longest = listed([wait.whom for wait in alike]), alike[0].seconds
+        lines.append(f"  the driver waits for {whom}: {what}, for {longest:.0f} s{overdue}")
     names = list(dict.fromkeys(wait.whom for wait in waits))
     collectives = {name: _collective(frames.get(name)) for name in names}
+    activities: dict[str, list[str]] = {}
     for name in names:
-        lines.append(f"  {name} {_activity(frames.get(name), collectives[name])}")
-    late = [name for name in names if any(wait.late for wait in waits if wait.whom == name)]
-    alone = [name for name in late if collectives[name] is None]
+        activity = _activity(frames[name], collectives[name]) if name in frames else "could not be asked: unknown"
+        activities.setdefault(activity, []).append(name)
+    for activity, alike_names in sorted(activities.items(), key=lambda item: len(item[1])):
+        lines.append(f"  {listed(alike_names)} {activity}")
+    late_names = [name for name in names if any(wait.late for wait in waits if wait.whom == name)]
+    alone = [name for name in late_names if name in frames and collectives[name] is None]
+    unknown = [name for name in late_names if name not in frames]
     if alone:
-        lines.append(f"culprit: {', '.join(alone)}")
-    elif late:
-        lines.append(f"culprit: none of {', '.join(late)} alone: each waits for another in a collective")
+        lines.append(f"culprit: {listed(alone)}")
+    elif unknown:
+        lines.append(f"culprit: unknown; {listed(unknown)} could not be asked")
+    elif late_names:
+        lines.append(f"culprit: none of {listed(late_names)} alone: each waits for another in a collective")
     return "\n".join(lines)
+
+
+def listed(names: Sequence[str]) -> str:
+    """Return names as text, with numbers in a row as a range: "policy-0 to policy-6, policy-8 (8)"."""
+    runs: list[list[str]] = []
+    for name in names:
+        stem, _, number = name.rpartition("-")
+        last = runs[-1][-1] if runs else ""
+        follows = number.isdigit() and last == f"{stem}-{int(number) - 1}"
+        if follows:
+            runs[-1].append(name)
+        else:
+            runs.append([name])
+    parts = [f"{run[0]} to {run[-1]}" if len(run) > 2 else ", ".join(run) for run in runs]
+    return ", ".join(parts) + (f" ({len(names)})" if len(names) > 2 else "")
 
 
 def _collective(frames: str | None) -> str | None:
@@ -126,7 +165,7 @@ def _collective(frames: str | None) -> str | None:
 
 def _activity(frames: str | None, collective: str | None) -> str:
     if frames is None:
-        return "cannot be asked what it is doing: its process has ended, or is on another machine"
+        return "has ended: there is no such process any more"
     if collective is not None:
         return f"waits for its group in {collective}"
     where = FRAME.search(frames)

@@ -6,7 +6,7 @@ import atexit
 import logging
 import os
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, cast
@@ -16,14 +16,14 @@ from ray.exceptions import RayActorError, RayError
 from ray.util.placement_group import PlacementGroup, remove_placement_group
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy, PlacementGroupSchedulingStrategy
 
-from grpo_mcore.cluster.diagnostics import last_line, wait_graph
+from grpo_mcore.cluster.diagnostics import frames_here, last_line, wait_graph
 from grpo_mcore.cluster.environment import chosen
 from grpo_mcore.cluster.local_cluster import LocalFuture
 from grpo_mcore.cluster.ray_actor import WorkerActor
 from grpo_mcore.cluster.ray_placement import check_room, nodes_of, rank_order, request_text, reserve, resources_text
 from grpo_mcore.cluster.ray_session import RaySession
 from grpo_mcore.cluster.ray_worker import RayFuture, RayStore, RayStream, RayWorker
-from grpo_mcore.rollout.workers import Cluster, DeadlineExceeded, ObjectStore, T, Worker
+from grpo_mcore.rollout.workers import Cluster, DeadlineExceeded, ObjectStore, Place, T, Worker
 
 CLOSE_S = 3.0
 """Seconds that workers get for their `shutdown` before they are killed. One that is in a call does not answer."""
@@ -31,6 +31,9 @@ CLOSE_S = 3.0
 WATCH_S = 0.2
 """Seconds between two calls of `watch` in a wait. An exception that a signal's handler raises inside of Ray's own wait
 would become a SystemError at its end."""
+
+ASK_S = 30.0
+"""Seconds that the other nodes get to say what their workers are doing: each starts a process for it."""
 
 STREAMS = "streams"
 """Name of the concurrency group of an actor's streams."""
@@ -230,8 +233,31 @@ class RayCluster(Cluster):
         waits = [wait for worker in self._workers.values() for wait in worker.waits()]
         ending = {worker.name for worker in workers}
         if any(wait.late and wait.whom in ending for wait in waits):
-            graph = wait_graph(waits, {wait.whom: self._workers[wait.whom].frames() for wait in waits})
-            logger.error("%s", graph)
+            logger.error("%s", wait_graph(waits, self._frames({wait.whom for wait in waits})))
+
+    def _frames(self, names: Collection[str]) -> dict[str, str | None]:
+        """Return what these workers are doing, each asked on its own node; see `wait_graph`. Those whose node does not
+        answer in time are left out."""
+        by_node: dict[str, dict[str, Place]] = {}
+        for name in names:
+            if (place := self._workers[name].known_place()) is not None:
+                by_node.setdefault(place.node, {})[name] = place
+        here = by_node.pop(ray.get_runtime_context().get_node_id(), {})
+        ask = ray.remote(num_cpus=0, max_retries=0)(frames_here)
+        asked = [
+            ask.options(scheduling_strategy=NodeAffinitySchedulingStrategy(node, soft=False)).remote(places)
+            for node, places in by_node.items()
+        ]
+        frames = frames_here(here)
+        ready, _ = ray.wait(asked, num_returns=len(asked), timeout=ASK_S) if asked else ([], [])
+        for answer in ready:
+            try:
+                frames |= ray.get(answer)
+            except RayError as error:  # the node is gone: what its workers do is not known
+                logger.warning(
+                    "a node could not be asked what its workers are doing: %s", str(error).partition("\n")[0]
+                )
+        return frames
 
     def _save_ray_logs(self) -> None:
         if self._session is not None:

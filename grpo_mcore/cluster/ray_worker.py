@@ -10,7 +10,7 @@ from typing import Any, NoReturn
 import ray
 from ray.exceptions import GetTimeoutError, RayActorError, RayError, RayTaskError
 
-from grpo_mcore.cluster.diagnostics import Wait, frames, log_tail, stacks
+from grpo_mcore.cluster.diagnostics import Wait, log_tail, stacks
 from grpo_mcore.cluster.ray_actor import ParcelLabel, RemoteFailure, in_stream
 from grpo_mcore.rollout.workers import DeadlineExceeded, ObjectLost, Parcel, Place, Ref, WorkerDied, WorkerFailed
 
@@ -136,11 +136,6 @@ class RayWorker:
     def waits(self) -> list[Wait]:
         """Return the calls without an answer."""
         return [wait for call in self._calls if (wait := call.wait()) is not None]
-
-    def frames(self) -> str | None:
-        """Return what its threads are doing, or None if that cannot be found out from here."""
-        place = self.known_place()
-        return None if place is None else frames(place)
 
     def known_place(self) -> Place | None:
         """Return its place if the process is up, without waiting."""

@@ -435,6 +435,12 @@ NODES = """
     with RayCluster(pathlib.Path(sys.argv[1]), address=nodes.address, start_timeout_s=1.5) as cluster:
         first = cluster.spawn("first", Abacus, cpus=3)
         first.place()
+        beside = cluster.spawn("beside", Abacus, cpus=0.5)
+        assert beside.place().node != first.place().node, "one on each node"
+        waiting = [worker.call("nap_in_the_middle", "/nowhere") for worker in (first, beside)]
+        time.sleep(1.0)
+        asked = cluster._frames(["first", "beside"])
+        print("> asked on its node:", sorted(name for name, frames in asked.items() if "in wait_at" in frames))
         try:
             cluster.spawn("huge", Abacus, cpus=64)
         except NotEnoughResources as error:
@@ -470,7 +476,8 @@ def test_a_lost_node_is_waited_for_and_is_no_mistake_of_the_recipe(tmp_path):
         timeout=150,
     )
     assert run.returncode == 0, run.stderr
-    mistake, first, group, again = [line[2:] for line in run.stdout.split("\n") if line.startswith("> ")]
+    asked, mistake, first, group, again = [line[2:] for line in run.stdout.split("\n") if line.startswith("> ")]
+    assert asked == "asked on its node: ['beside', 'first']"
     assert mistake.startswith("a mistake: False huge: too few CPUs: 1 x (64 CPU, 0 GPU) asked for")
     assert first.startswith("a loss: True successor: too few CPUs: 1 x (3 CPU, 0 GPU) asked for, the cluster has 1 CPU")
     assert first.endswith("1 of its nodes are lost, and none came in their place in 1.5 s")

@@ -5,7 +5,9 @@ from __future__ import annotations
 import os
 from pathlib import Path
 
-from grpo_mcore.cluster.diagnostics import Wait, last_line, log_tail, own_frames, stacks, wait_graph
+import pytest
+
+from grpo_mcore.cluster.diagnostics import Wait, last_line, listed, log_tail, own_frames, stacks, wait_graph
 from grpo_mcore.rollout.workers import Place
 
 DUMP = """\
@@ -70,8 +72,7 @@ def test_the_rank_that_is_not_in_the_collective_is_the_culprit() -> None:
     told = wait_graph(waits, {"policy-0": IN_REDUCE, "policy-1": AT_WORK, "engine-0": ""})
     assert told.splitlines() == [
         "who waits for whom:",
-        "  the driver waits for policy-0: training, for 61 s, past its deadline",
-        "  the driver waits for policy-1: training, for 61 s, past its deadline",
+        "  the driver waits for policy-0, policy-1: training, for 61 s, past its deadline",
         "  the driver waits for engine-0: samples of step 3, for 4 s",
         "  engine-0 runs no Python of its own",
         "  policy-0 waits for its group in wrapper",
@@ -88,7 +89,38 @@ def test_where_all_are_in_a_collective_none_is_accused() -> None:
 
 def test_a_process_that_is_gone_is_the_culprit() -> None:
     told = wait_graph([Wait("engine-0", "health", 60, late=True)], {"engine-0": None})
-    assert "engine-0 cannot be asked what it is doing: its process has ended" in told and told.endswith("engine-0")
+    assert "engine-0 has ended: there is no such process any more" in told and told.endswith("culprit: engine-0")
+
+
+def test_a_worker_that_could_not_be_asked_is_accused_of_nothing() -> None:
+    """248 ranks of other nodes were, once."""
+    waits = [Wait(f"policy-{rank}", "training", 61, late=True) for rank in range(256)]
+    unknown = wait_graph(waits, {f"policy-{rank}": IN_REDUCE for rank in range(8)})
+    assert unknown.splitlines() == [
+        "who waits for whom:",
+        "  the driver waits for policy-0 to policy-255 (256): training, for 61 s, past its deadline",
+        "  policy-0 to policy-7 (8) waits for its group in wrapper",
+        "  policy-8 to policy-255 (248) could not be asked: unknown",
+        "culprit: unknown; policy-8 to policy-255 (248) could not be asked",
+    ]
+    found = wait_graph(waits, {f"policy-{rank}": AT_WORK if rank == 77 else IN_REDUCE for rank in range(256)})
+    assert found.splitlines()[2] == "  policy-77 is at /app/data.py:7 in read"
+    assert found.splitlines()[3].startswith("  policy-0 to policy-76, policy-78 to policy-255 (255) waits")
+    assert found.endswith("culprit: policy-77")
+
+
+@pytest.mark.parametrize(
+    ("names", "text"),
+    [
+        ([], ""),
+        (["engine-0"], "engine-0"),
+        (["policy-0", "policy-1"], "policy-0, policy-1"),
+        (["policy-9", "policy-10", "policy-11", "engine-0"], "policy-9 to policy-11, engine-0 (4)"),
+        (["environment-math", "policy-3", "engine-4"], "environment-math, policy-3, engine-4 (3)"),
+    ],
+)
+def test_names_in_a_row_are_a_range(names: list[str], text: str) -> None:
+    assert listed(names) == text
 
 
 def test_the_last_line_of_a_log_is_the_newest_state_of_a_progress_bar(tmp_path: Path) -> None:
