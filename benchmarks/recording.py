@@ -36,9 +36,9 @@ def main(words: list[str]) -> None:
         record = args[-1] if (policy.updates + 1) % 4 in (1, 2) else None
         return train_on_groups(policy, *args[:-1], record)
 
-    def timed_step(self: RunReport, number: int, groups: Any, metrics: Any, clock: Any) -> None:
+    def timed_step(self: RunReport, number: int, groups: Any, metrics: Any, clock: Any) -> dict[str, float]:
         totals[number] = clock.seconds()["total"]
-        step(self, number, groups, metrics, clock)
+        return step(self, number, groups, metrics, clock)
 
     def timed_write(self: SampleFiles, kind: str, number: int, *args: Any) -> None:
         began = time.thread_time()

@@ -39,7 +39,7 @@ from grpo_mcore.algorithms.nemo_rl_api import (
     setup,
     validate,
 )
-from grpo_mcore.algorithms.record.run_record import RunRecord, start_record
+from grpo_mcore.algorithms.record.run_record import RunRecord, start_record, start_schedule
 from grpo_mcore.algorithms.record.run_report import Compare, RunReport
 from grpo_mcore.algorithms.record.sample_writer import SampleWriter
 from grpo_mcore.algorithms.record.step_profile import StepProfile
@@ -101,10 +101,11 @@ def grpo_train(
     refuse_processor(processor)
     config, engines, stop = master_config, policy_generation, stop or StopRequest()
     position = checkpointer.position()
-    report = RunReport(logger, config, grpo_save_state, policy, engines, tokenizer, compare)
+    schedule = start_schedule(config, grpo_save_state, validates=val_dataloader is not None)
+    report = RunReport(logger, config, schedule, policy, engines, tokenizer, compare)
     clock = Timeline(on_span=report.span)
     ledger_folder = checkpointer.folder if config.checkpointing.enabled else logger.log_dir
-    record = start_record(config, dataloader, ledger_folder, report, position, validates=val_dataloader is not None)
+    record = start_record(config, schedule, grpo_save_state, dataloader, ledger_folder, report, position)
     refit = partial(refit_engines, policy, engines, config, record.restarted)
     faults = {
         "restore_engines": partial(refit, lost_only=True), "on_restart": record.restarted, "watch": stop.check,

@@ -8,7 +8,7 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any, Self
 
-from grpo_mcore.algorithms.checkpointing.checkpoints import RunSnapshot, SavedPosition
+from grpo_mcore.algorithms.checkpointing.checkpoints import GRPOSaveState, RunSnapshot, SavedPosition
 from grpo_mcore.algorithms.record.run_report import RunReport
 from grpo_mcore.algorithms.rollouts.prompt_stream import PromptStream
 from grpo_mcore.algorithms.rollouts.validation import Validation, stop_reason
@@ -28,15 +28,27 @@ GIB = 2**30
 class RunRecord:
     """Tells the schedule, the ledger, the report and the prompt stream of every event.
 
-    The schedule decides by the events what comes next, the ledger makes the fate of every prompt auditable, the report
-    shows the run to its user, and the prompt stream keeps the position in the data.
+    The schedule decides by the events what comes next and knows the step, the ledger makes the fate of every prompt
+    auditable, the report shows the run to its user, and the prompt stream keeps the position in the data. The record
+    itself counts what a checkpoint holds besides.
     """
 
     def __init__(
-        self, config: MasterConfig, schedule: s.Schedule, prompts: PromptStream, ledger: Ledger, report: RunReport
+        self,
+        config: MasterConfig,
+        schedule: s.Schedule,
+        prompts: PromptStream,
+        ledger: Ledger,
+        report: RunReport,
+        state: GRPOSaveState,
     ) -> None:
+        """`state`: of the checkpoint that the run goes on from, or of a run that has not begun."""
         self._config = config
         self.schedule, self.prompts, self.ledger, self.report = schedule, prompts, ledger, report
+        self._consumed, self._valid_tokens = state["consumed_samples"], state["total_valid_tokens"]
+        self._val_reward = state.get("val_reward")
+        self._val_metrics = state.get("val_metrics")  # of the validation after this step, if there was one
+        self._metrics: dict[str, float] = {}  # of the last step, by which checkpoints are ranked
         self._stops_at_once = False
 
     def __enter__(self) -> Self:
@@ -105,6 +117,7 @@ class RunRecord:
         """Record a group that is generated and scored, or that failed. `informative`: a step may train on it."""
         uid = group.uid
         if group.failure is not None:
+            self._consumed += 1
             self.prompts.mark_done([uid])
             self.report.group_failed(group, group.failure)
             self.ledger.write("failed", uid=uid, why=group.failure)
@@ -112,6 +125,7 @@ class RunRecord:
             return
         self.ledger.write("finished", uid=uid, version=group.weight_version, scored=group.scored)
         if not informative:
+            self._consumed += 1
             self.prompts.mark_done([uid])
             self.report.group_filtered(group, why := "its rewards are equal")
             self.ledger.write("filtered", uid=uid, why=why)
@@ -140,14 +154,22 @@ class RunRecord:
         self.ledger.write("trained", uids=command.groups, step=command.step, version=self.schedule.policy_version)
         if command.surplus:
             self.ledger.write("returned", uids=command.surplus)
+        self._consumed += len(groups)
+        self._valid_tokens += int(metrics["num_valid_tokens"])
+        self._val_metrics = None
+        logged = self.report.step(command.step, groups, metrics, clock)
+        self._metrics = {f"train:{name}": value for name, value in logged.items()}
         self.schedule.record(s.Trained(command.step))
-        self.report.step(command.step, groups, metrics, clock)
         self.prompts.record_step(command.step, metrics)
 
-    def validated(self, step: int, found: Validation) -> None:
+    def validated(self, step: int, validation: Validation) -> None:
         """Record a validation. The run ends where it reached grpo.stop_at_validation_threshold."""
-        self.report.validation(step, found)
-        self.schedule.record(s.Validated(step, stop_reason(found.metrics, self._config.grpo)))
+        metrics = self._val_metrics = validation.metrics
+        if metrics["reward"] is not None:
+            self._val_reward = metrics["reward"]
+        self._metrics |= {f"val:{name}": value for name, value in metrics.items() if value is not None}
+        self.report.validation(step, validation)
+        self.schedule.record(s.Validated(step, stop_reason(metrics, self._config.grpo)))
 
     def snapshot(self) -> RunSnapshot:
         """Return what a checkpoint must hold for a resumed run to go on from here."""
@@ -157,7 +179,19 @@ class RunRecord:
             "ledger_digest": self.ledger.last_digest(entries),
             "in_flight": dict(self.schedule.in_flight),
         }
-        return RunSnapshot(self.report.save_state(self.prompts.epoch), data_state, self.report.last_metrics)
+        state = GRPOSaveState(
+            consumed_samples=self._consumed,
+            current_step=self.step,
+            total_steps=self.step,
+            current_epoch=self.prompts.epoch,
+            total_valid_tokens=self._valid_tokens,
+            log_run=self.report.run_name,
+        )
+        if self._val_reward is not None:
+            state["val_reward"] = self._val_reward
+        if self._val_metrics is not None:
+            state["val_metrics"] = self._val_metrics
+        return RunSnapshot(state, data_state, self._metrics)
 
     def checkpoint_begun(self, step: int) -> None:
         """Record that the checkpoint of a step is being written: training goes on."""
@@ -185,29 +219,33 @@ class RunRecord:
         }
 
 
+def start_schedule(config: MasterConfig, state: GRPOSaveState, *, validates: bool) -> s.Schedule:
+    """Return the schedule of a run that begins, or goes on from the checkpoint with this state. `validates`: there is
+    validation data."""
+    metrics = state.get("val_metrics")
+    reached = None if metrics is None else stop_reason(metrics, config.grpo)
+    return s.Schedule(schedule_config(config, validates=validates), step=state["current_step"], stop=reached)
+
+
 def start_record(
     config: MasterConfig,
+    schedule: s.Schedule,
+    state: GRPOSaveState,
     dataloader: Any,
     folder: Path,
     report: RunReport,
     position: SavedPosition | None,
-    *,
-    validates: bool,
 ) -> RunRecord:
     """Begin the record of a run, or go on with that of a resumed one. `folder`: of the ledger; `position`: of the
-    checkpoint that the run goes on from; `validates`: there is validation data."""
-    limits, state = schedule_config(config, validates=validates), report.state
-    reached = stop_reason(state["val_metrics"], config.grpo) if "val_metrics" in state else None
-    schedule = s.Schedule(limits, step=state["current_step"], stop=reached)
+    checkpoint that the run goes on from."""
     ledger = Ledger(
         folder / LEDGER_FILE,
         step=schedule.step,
         kept=position.ledger_entries if position else 0,
-        last=position.ledger_digest if position else None,
-        max_age=limits.max_trajectory_age,
+        max_age=schedule.config.max_trajectory_age,
     )
     prompts = PromptStream(dataloader, config.grpo.max_num_epochs, position.stream if position else None)
-    return RunRecord(config, schedule, prompts, ledger, report)
+    return RunRecord(config, schedule, prompts, ledger, report, state)
 
 
 def schedule_config(config: MasterConfig, *, validates: bool) -> s.ScheduleConfig:

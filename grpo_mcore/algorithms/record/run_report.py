@@ -12,7 +12,6 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any, Protocol
 
-from grpo_mcore.algorithms.checkpointing.checkpoints import GRPOSaveState
 from grpo_mcore.algorithms.engines.engine_group import EngineGroup
 from grpo_mcore.algorithms.record.sample_writer import SampleWriter
 from grpo_mcore.algorithms.rollouts.validation import Validation
@@ -32,6 +31,7 @@ from grpo_mcore.recipe import (
 )
 from grpo_mcore.refit.refit import RefitReport
 from grpo_mcore.rollout.group import Group
+from grpo_mcore.rollout.schedule import Schedule
 
 logger = logging.getLogger(__name__)
 
@@ -53,32 +53,32 @@ Compare = Callable[
 
 
 class RunReport:
-    """Shows the run on the console and writes its files. `state`: the counters that a checkpoint holds."""
+    """Shows the run on the console and writes its files. It decides nothing, and a checkpoint holds nothing of it."""
 
     def __init__(
         self,
         logger: Logger,
         config: MasterConfig,
-        state: GRPOSaveState,
+        schedule: Schedule,
         policy: PolicyGroup,
         engines: EngineGroup,
         tokenizer: Any,
         compare: Compare | None = None,
     ) -> None:
-        """`compare`: sets what `plan` predicted against what the run measured, for its summary."""
-        self.logger, self.config, self.state = logger, config, state.copy()
+        """`schedule`: knows the step. `compare`: sets what `plan` predicted against what the run measured, for its
+        summary."""
+        self.logger, self.config, self._schedule = logger, config, schedule
         self._compare = compare
         self.console = RunConsole(kept=logger.console)
         self.samples = SampleWriter(config.logger, logger.log_dir, policy.cluster, tokenizer)
-        self.spans = SpanFile(logger.log_dir, step=lambda: self.state["current_step"] + 1)
+        self.spans = SpanFile(logger.log_dir, step=lambda: schedule.step + 1)
         self.spans.begin(devices_of(policy, engines), engines.colocated, "grpo")
         self.alarms = StepAlarms(config.logger.alarms.stop_after)
-        self.last_metrics: dict[str, float] = {}
         self._policy = policy
         self._timers: list[dict[str, float]] = []
         self._began = time.perf_counter()
         self._phases = {"start": self._began - logger.opened}  # seconds
-        self._first_step = self.state["current_step"] + 1
+        self._first_step = schedule.step + 1
         self._rewards: dict[int, float] = {}
         self._shape = policy.shape
         self._validations: dict[int, dict[str, float]] = {}  # accuracy, reward and its parts, by step
@@ -94,6 +94,11 @@ class RunReport:
         logger.log_hyperparams(config)
         self._recall()
         self._banner(policy, engines)
+
+    @property
+    def run_name(self) -> str:
+        """Name of the run's folder in logger.log_dir, which a resumed run continues."""
+        return self.logger.log_dir.name
 
     def _recall(self) -> None:
         """Read the metrics of earlier steps, so that curve and summary of a resumed run cover the whole run."""
@@ -113,7 +118,7 @@ class RunReport:
     def _banner(self, policy: PolicyGroup, engines: EngineGroup) -> None:
         config, vllm = self.config, self.config.policy.generation.vllm_cfg
         where = "colocated" if engines.colocated else "with devices of their own"
-        start = self.state["current_step"]
+        start = self._schedule.step
         last = config.grpo.max_num_steps
         sampling = (
             f"dynamic, in batches of {prompts_per_generation_batch(config)} prompts, at most "
@@ -145,8 +150,7 @@ class RunReport:
     def sample(self) -> None:
         """Count a generated sample, and show the progress."""
         self._samples_done += 1
-        step = self.state["current_step"] + 1
-        self.console.progress(f"step {step}, samples", self._samples_done, self._samples_asked)
+        self.console.progress(f"step {self._schedule.step + 1}, samples", self._samples_done, self._samples_asked)
 
     def span(self, name: str, start: float, end: float) -> None:
         """Record a phase of the loop, or what it paused for."""
@@ -166,8 +170,8 @@ class RunReport:
             names = ", ".join(report.fallbacks[:4])
             self.console.note(f"{len(report.fallbacks)} tensors reach the engines whole, not in slices: {names}")
 
-    def step(self, step: int, groups: Sequence[Group], metrics: dict[str, float], clock: Timeline) -> None:
-        """Print the line of a step, and write its metrics to the files."""
+    def step(self, step: int, groups: Sequence[Group], metrics: dict[str, float], clock: Timeline) -> dict[str, float]:
+        """Print the line of a step, and write its metrics to the files. Return the metrics as they are written."""
         seconds = clock.take()
         self._samples_asked = max(0, self._samples_asked - self._samples_done)  # what is left is of later steps
         self._samples_done = 0
@@ -177,10 +181,6 @@ class RunReport:
                 self.spans.optimizer_step(worker.name, times)
         self.spans.flush()
         self._tokens += int(metrics["tokens"])
-        self.state["consumed_samples"] += len(groups)
-        self.state["current_step"] = self.state["total_steps"] = step
-        self.state.pop("val_metrics", None)
-        self.state["total_valid_tokens"] += int(metrics["num_valid_tokens"])
         metrics = metrics | {f"timing/{name}": spent for name, spent in seconds.items()}
         metrics["tokens_per_second"] = metrics["tokens"] / seconds["total"]
         metrics |= self._throughput(groups, metrics, seconds)
@@ -199,7 +199,6 @@ class RunReport:
         self._graded |= _has_graded(metrics)
         if self._graded:  # all may happen to be 0 in one step: that is no accuracy
             metrics.pop("accuracy", None)
-        self.last_metrics = {f"train:{name}": value for name, value in metrics.items()}
         self.logger.log_metrics(metrics, step, "train")
         if machines := self.logger.machines():
             self.logger.log_metrics(machines, step, "machine")
@@ -238,6 +237,7 @@ class RunReport:
             )
         if failed := _failed(groups):
             self.console.note(f"samples without a reward, left out: {len(failed)}; the first, {failed[0]}")
+        return metrics
 
     def _throughput(
         self, groups: Sequence[Group], metrics: dict[str, float], seconds: dict[str, float]
@@ -258,48 +258,39 @@ class RunReport:
 
     def group_failed(self, group: Group, reason: str) -> None:
         self._failed_prompts += 1
-        self.state["consumed_samples"] += 1
-        self.samples.left_out(self.state["current_step"] + 1, group, reason)
+        self.samples.left_out(self._schedule.step + 1, group, reason)
         self.console.note(f"prompt {group.uid} failed and is replaced: {reason}")
 
     def group_filtered(self, group: Group, why: str) -> None:
-        """Count a prompt whose rewards were all equal: dynamic sampling consumed it without training on it."""
-        self.state["consumed_samples"] += 1
-        self.samples.left_out(self.state["current_step"] + 1, group, why)
+        """Record a prompt whose rewards were all equal: dynamic sampling consumed it without training on it."""
+        self.samples.left_out(self._schedule.step + 1, group, why)
 
     def restarted(self, worker: str, why: str) -> None:
         self.spans.restarted(worker, why)
         self.console.note(f"{worker} is restarted: {why}")
 
-    def validation(self, step: int, found: Validation) -> None:
+    def validation(self, step: int, validation: Validation) -> None:
         """Log the metrics of a validation, and show some of its samples."""
-        metrics = self.state["val_metrics"] = found.metrics
+        metrics = validation.metrics
         self._validations[step] = _results(metrics)
-        if metrics["reward"] is not None:
-            self.state["val_reward"] = metrics["reward"]
-        self.last_metrics |= {f"val:{name}": value for name, value in metrics.items() if value is not None}
-        self.logger.log_metrics(metrics | {"seconds": found.seconds}, step, "validation")
+        self.logger.log_metrics(metrics | {"seconds": validation.seconds}, step, "validation")
         graded = _has_graded(metrics)
         self._graded |= graded
-        self.console.validation(step, metrics, found.seconds)
+        self.console.validation(step, metrics, validation.seconds)
         if graded and not self._noted_graded:
             self._noted_graded = True
             self.console.note(
                 "the rewards are graded, not 0 or 1, so there is no accuracy: follow the mean reward, or set\n"
                 "env.NAME.solved_at to the reward from which on a sample is solved (said only once)"
             )
-        self.console.samples(step, found.samples)
-        self.samples.validated(step, found.groups)
+        self.console.samples(step, validation.samples)
+        self.samples.validated(step, validation.groups)
 
     def checkpoint(self, folder: Path) -> None:
         self._checkpoint = folder
 
     def not_saved(self, error: Exception) -> None:
         self.console.note(str(error))
-
-    def save_state(self, epoch: int) -> GRPOSaveState:
-        """Return the counters that a checkpoint holds."""
-        return {**self.state, "current_epoch": epoch, "log_run": self.logger.log_dir.name}
 
     def finish(self, reason: str) -> dict[str, Any]:
         """Write summary.json and the reward curve, print where everything lies, and return the summary.
@@ -322,7 +313,7 @@ class RunReport:
                 if name.startswith("reward/")
                 for key, value in _before_and_after(f"val_{name}", course).items()
             },
-            "steps": self.state["current_step"],
+            "steps": self._schedule.step,
             "seconds": round(seconds, 2),
             "seconds_by_phase": {name: round(spent, 2) for name, spent in phases.items()},
             "tokens_per_second": round(self._tokens / seconds, 1),
@@ -333,7 +324,7 @@ class RunReport:
             values["alarms"] = [asdict(alarm) for alarm in self.alarms.raised]
         if outages := self.logger.outages():
             values["outages"] = outages
-        worked = self.state["current_step"] >= self._first_step
+        worked = self._schedule.step >= self._first_step
         if worked:
             title = f"GRPO of {self.config.policy.model_name}"
             with _left_out_if_it_fails("the comparison with the plan"):

@@ -7,12 +7,13 @@ from typing import Any
 
 import pytest
 
-from grpo_mcore.algorithms.checkpointing.checkpoints import SavedPosition
-from grpo_mcore.algorithms.record.run_record import RunRecord, start_record
+from grpo_mcore.algorithms.checkpointing.checkpoints import GRPOSaveState, SavedPosition, first_save_state
+from grpo_mcore.algorithms.record.run_record import RunRecord, start_record, start_schedule
 from grpo_mcore.algorithms.rollouts.validation import Validation
 from grpo_mcore.algorithms.run_control.stopping import StopRequest
 from grpo_mcore.observe import LEDGER_FILE, Timeline, audit, read_ledger
 from grpo_mcore.observe.alarms import StepAlarms
+from grpo_mcore.recipe import MasterConfig
 from grpo_mcore.rollout import schedule as s
 from tests.unit.algorithms.training_step.step_cases import config, group
 
@@ -38,25 +39,39 @@ class Loader:
 class Report:
     """Writes down what it is told, in order."""
 
-    def __init__(self, step: int = 0) -> None:
-        self.state = {"current_step": step}
-        self.last_metrics = {"train:loss": 0.5}
+    run_name = "exp_001"
+
+    def __init__(self) -> None:
         self.alarms = StepAlarms(stop_after=1)
         self.told: list[Any] = []
 
     def __getattr__(self, name: str) -> Any:
         return lambda *args: self.told.append(name)
 
-    def save_state(self, epoch: int) -> dict[str, Any]:
-        return self.state | {"current_epoch": epoch}
+    def step(self, step: int, groups: Any, metrics: dict[str, float], clock: Timeline) -> dict[str, float]:
+        self.told.append("step")
+        return metrics | {"tokens_per_second": 7.0}
 
     def finish(self, reason: str) -> dict[str, Any]:
         return {"end": reason}
 
 
 def record_in(folder: Path, *, report: Report | None = None, position: SavedPosition | None = None) -> RunRecord:
-    recipe = config(max_num_steps=2, val_at_end=False)
-    return start_record(recipe, Loader(), folder, report or Report(), position, validates=False)  # type: ignore[arg-type]
+    return new_record(config(max_num_steps=2, val_at_end=False), folder, report=report, position=position)
+
+
+def new_record(
+    recipe: MasterConfig,
+    folder: Path,
+    *,
+    report: Report | None = None,
+    position: SavedPosition | None = None,
+    validates: bool = False,
+    state: GRPOSaveState | None = None,
+) -> RunRecord:
+    state = state or first_save_state()
+    schedule = start_schedule(recipe, state, validates=validates)
+    return start_record(recipe, schedule, state, Loader(), folder, report or Report(), position)  # type: ignore[arg-type]
 
 
 def events(folder: Path) -> list[str]:
@@ -77,7 +92,8 @@ def train_a_step(record: RunRecord, *, failing: bool = False) -> None:
                 rewards: list[float | None] = [None] * 4 if failing and uid == "p0" else [1.0, 0.0, 1.0, 0.0]
                 record.group_finished(group(uid, rewards), informative=True)
             case s.Train() as command:
-                record.trained(command, [], {"loss": 0.1}, Timeline())
+                groups = [group(uid, [1.0, 0.0, 1.0, 0.0]) for uid in command.groups]
+                record.trained(command, groups, {"loss": 0.1, "num_valid_tokens": 12.0}, Timeline())
                 return
             case command:
                 pytest.fail(f"unexpected: {command}")
@@ -110,7 +126,7 @@ def test_a_checkpoint_and_a_run_that_resumes_from_it(tmp_path: Path) -> None:
         record.group_finished(group("p1", [1.0, 0.0, 1.0, 0.0]), informative=True)
         snapshot = record.snapshot()
     assert snapshot.data_state["in_flight"] == {"p0": 1, "p1": 1} and snapshot.data_state["ledger"] == 3
-    assert snapshot.save_state == {"current_step": 0, "current_epoch": 0} and snapshot.metrics == {"train:loss": 0.5}
+    assert snapshot.save_state == first_save_state() | {"log_run": "exp_001"} and not snapshot.metrics
 
     data = snapshot.data_state
     with record_in(tmp_path, position=SavedPosition(tmp_path, data, data["in_flight"], data["ledger"])) as record:
@@ -156,10 +172,31 @@ def test_an_alarm_may_stop_the_run(tmp_path: Path) -> None:
 def test_a_validation_may_end_the_run(tmp_path: Path) -> None:
     recipe = config(max_num_steps=2, val_at_start=True)
     recipe.grpo.stop_at_validation_metric, recipe.grpo.stop_at_validation_threshold = "val:accuracy", 0.9
-    record = start_record(recipe, Loader(), tmp_path, Report(), None, validates=True)  # type: ignore[arg-type]
-    with record:
+    with new_record(recipe, tmp_path, validates=True) as record:
         assert record.next() == s.Refit(1)
         record.refitted(None)  # type: ignore[arg-type]
         assert record.next() == s.Validate(0)
-        record.validated(0, Validation({"accuracy": 0.95}, [], 1.0))
+        record.validated(0, Validation({"accuracy": 0.95, "reward": 0.9}, [], 1.0))
         assert isinstance(record.next(), s.Finish)
+
+
+def test_the_counters_of_a_checkpoint_follow_the_events_and_go_on_in_a_resumed_run(tmp_path: Path) -> None:
+    with record_in(tmp_path) as record:
+        train_a_step(record, failing=True)
+        record.validated(1, Validation({"accuracy": 0.5, "reward": 0.25}, [], 1.0))
+        first = record.snapshot()
+    assert first.save_state == {
+        "consumed_samples": 3, "current_step": 1, "total_steps": 1, "current_epoch": 0, "total_valid_tokens": 12,
+        "log_run": "exp_001", "val_reward": 0.25, "val_metrics": {"accuracy": 0.5, "reward": 0.25},
+    }  # fmt: skip
+    assert first.metrics == {
+        "train:loss": 0.1, "train:num_valid_tokens": 12.0, "train:tokens_per_second": 7.0, "val:accuracy": 0.5,
+        "val:reward": 0.25,
+    }  # fmt: skip
+    recipe = config(max_num_steps=2, val_at_end=False)
+    with new_record(recipe, tmp_path, state=first.save_state) as record:
+        assert record.step == 1 and record.snapshot().save_state == first.save_state
+        train_a_step(record)
+        state = record.snapshot().save_state
+    assert (state["current_step"], state["consumed_samples"], state["total_valid_tokens"]) == (2, 5, 24)
+    assert state["val_reward"] == 0.25 and "val_metrics" not in state, "no validation came after step 2"

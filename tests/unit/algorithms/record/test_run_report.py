@@ -12,7 +12,6 @@ from typing import Any
 import pytest
 from matplotlib.figure import Figure
 
-from grpo_mcore.algorithms.checkpointing.checkpoints import first_save_state
 from grpo_mcore.algorithms.record.run_report import RunReport
 from grpo_mcore.algorithms.rollouts.validation import Validation
 from grpo_mcore.families import forward_flops, shape_of
@@ -52,7 +51,7 @@ def new_report(folder: Path) -> RunReport:
     engines: Any = SimpleNamespace(colocated=True, workers=[], nodes=lambda: [], places=lambda: [])
     report = RunReport.__new__(RunReport)
     report._banner = lambda *_: None  # type: ignore[method-assign]  # what it prints asks the workers where they are
-    report.__init__(logger, config, first_save_state(), policy, engines, None)  # type: ignore[misc]
+    report.__init__(logger, config, SimpleNamespace(step=0), policy, engines, None)  # type: ignore[misc]
     return report
 
 
@@ -139,7 +138,7 @@ def test_files_that_cannot_be_written_do_not_change_the_end(
     monkeypatch.setattr(Figure, "savefig", full)
     report = new_report(tmp_path)
     report.validation(1, Validation({"accuracy": 0.5, "reward": 0.5}, [], 1.0))
-    report.state["current_step"] = 1
+    report._schedule.step = 1
     assert report.finish("done")["end"] == "done"
     assert "reward_curve.png is left out, since it failed: No space left" in package_log.text
     assert (report.logger.log_dir / "summary.json").exists()
