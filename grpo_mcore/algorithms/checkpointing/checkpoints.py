@@ -137,16 +137,19 @@ class CheckpointManager:
     @contextmanager
     def held(self) -> Iterator[None]:
         """Hold the folder for a run that trains, until the end of the context, and set aside what it does not go on
-        from. Raises FolderInUse if another run holds it, ResumeError if one has held it since `open`."""
-        if not self.config.enabled:
+        from. Raises FolderInUse if another run holds it, ResumeError if one has held it since `open`. Inside another
+        context of this object it does nothing."""
+        if not self.config.enabled or self._lease is not None:
             yield
             return
         with Lease(self.folder) as self._lease:
-            if (newest := self.latest()) != self._newest:
-                raise ResumeError(f"another run has written {newest} while this one started; start it again")
-            self._set_newer_aside()
-            yield
-        self._lease = None
+            try:
+                if (newest := self.latest()) != self._newest:
+                    raise ResumeError(f"another run has written {newest} while this one started; start it again")
+                self._set_newer_aside()
+                yield
+            finally:
+                self._lease = None
 
     def _set_newer_aside(self) -> None:
         """Rename the checkpoints that are newer than the one that this run resumes, and the models made of them: after

@@ -31,6 +31,9 @@ WAIT_OF_ENGINE = {
 }  # fmt: skip
 """The driver's phase -> what a device does meanwhile."""
 
+JOINED_ABOVE = 60
+"""Number of equal spans of a process in a step up to which each is shown by itself."""
+
 Span = tuple[float, float, str, int]
 """(start, end, what, step)."""
 
@@ -124,25 +127,25 @@ def covered(start: float, end: float, spans: Iterable[Span]) -> Iterator[Span]:
                 del open_now[key]
 
 
-def step_spans(events: Sequence[Mapping[str, Any]], most: int = 60) -> dict[int, list[list[Any]]]:
+def step_spans(events: Sequence[Mapping[str, Any]]) -> dict[int, list[list[Any]]]:
     """Return the spans of each step as [process, what, start, seconds], relative to the step's first one. Spans of a
-    process that are equal and near each other are joined where there are more than `most` of them."""
+    process that are equal and near each other are joined where there are more than JOINED_ABOVE of them."""
     by_step: dict[int, list[Mapping[str, Any]]] = defaultdict(list)
     for event in events:
         if "seconds" in event:
             by_step[event["step"]] += [event, *parts_of(event)]
-    return {step: _joined(by_step[step], most) for step in sorted(by_step)}
+    return {step: _joined(by_step[step]) for step in sorted(by_step)}
 
 
-def _joined(spans: Sequence[Mapping[str, Any]], most: int) -> list[list[Any]]:
+def _joined(spans: Sequence[Mapping[str, Any]]) -> list[list[Any]]:
     start = min(span["start"] for span in spans)
-    gap = (max(span["start"] + span["seconds"] for span in spans) - start) / most
+    gap = (max(span["start"] + span["seconds"] for span in spans) - start) / JOINED_ABOVE
     equal = Counter((span["process"], span["what"]) for span in spans)
     by_process: dict[tuple[str, str], list[list[Any]]] = defaultdict(list)
     for span in sorted(spans, key=lambda span: span["start"]):
         first, last = span["start"] - start, span["start"] + span["seconds"] - start
         same = by_process[span["process"], span["what"]]
-        if same and first - same[-1][3] < gap and equal[span["process"], span["what"]] > most:
+        if same and first - same[-1][3] < gap and equal[span["process"], span["what"]] > JOINED_ABOVE:
             same[-1][3] = max(same[-1][3], last)
         else:
             same.append([span["process"], span["what"], first, last])
