@@ -48,10 +48,10 @@ class SampleLog:
         """Read what the file holds, and drop groups that an interruption left incomplete."""
         self.path = path
         self.groups: dict[tuple[str, int, str], list[Sample]] = {}  # by (model, seed, uid)
-        found: dict[tuple[str, int, str], list[Sample]] = defaultdict(list)
+        by_prompt: dict[tuple[str, int, str], list[Sample]] = defaultdict(list)
         for sample in _lines(path):
-            found[sample["model"], sample["seed"], sample["uid"]].append(sample)
-        self.groups = {key: samples for key, samples in found.items() if len(samples) == samples_per_seed}
+            by_prompt[sample["model"], sample["seed"], sample["uid"]].append(sample)
+        self.groups = {key: samples for key, samples in by_prompt.items() if len(samples) == samples_per_seed}
         partial = path.with_name(f"tmp_{path.name}")
         partial.write_text("".join(_line(sample) for samples in self.groups.values() for sample in samples))
         partial.replace(path)
@@ -119,10 +119,10 @@ def evaluate_model(config: MasterConfig, name: str, log: SampleLog, logs: Path) 
 
 def _prompts(dataset: AllTaskProcessedDataset, limit: int | None) -> list[DatumSpec]:
     usable = (dataset[index] for index in range(len(dataset)) if dataset.usable(index))
-    found = [prompt for prompt, _ in zip(usable, range(len(dataset) if limit is None else limit), strict=False)]
-    if not found:
+    prompts = [prompt for prompt, _ in zip(usable, range(len(dataset) if limit is None else limit), strict=False)]
+    if not prompts:
         raise DataError("there is no usable prompt to evaluate on: check data.validation")
-    return found
+    return prompts
 
 
 def _samples(group: Group, name: str, seed: int, cluster: Cluster) -> list[Sample]:

@@ -94,8 +94,8 @@ def validate(
     The samples do not depend on `step`. Raises ValueError where there is nothing to validate on.
     """
     environments = as_workers(val_task_to_env or {}, policy_generation.cluster, master_config.cluster.platform)
-    found = run_validation(policy_generation, val_dataloader, environments, master_config, tokenizer=tokenizer)
-    return found.metrics, {"validate": found.seconds, "total": found.seconds}
+    validation = run_validation(policy_generation, val_dataloader, environments, master_config, tokenizer=tokenizer)
+    return validation.metrics, {"validate": validation.seconds, "total": validation.seconds}
 
 
 def refit_policy_generation(
@@ -165,8 +165,8 @@ def dynamic_sampling(
     with timer.time("dynamic_sampling") if timer else nullcontext():
         kept = repeated_batch.select_indices(_kept_samples(repeated_batch, generations))
         kept["filtered_reward"] = kept["total_reward"]
-        found = [batch for batch in (batch_cache, kept) if batch is not None and batch.size]
-        kept = BatchedDataDict.from_batches(found) if found else kept
+        parts = [batch for batch in (batch_cache, kept) if batch is not None and batch.size]
+        kept = BatchedDataDict.from_batches(parts) if parts else kept
     batches, needed = dynamic_sampling_num_gen_batches, grpo["num_prompts_per_step"]
     default = GRPOConfig.model_fields["dynamic_sampling_max_gen_batches"].default
     if kept.size >= needed * generations:

@@ -333,8 +333,8 @@ def watch_machines(config: MasterConfig, cluster: Cluster, logger: Logger) -> No
         cluster, [monitor.call("gpu_names") for monitor in monitors], timeout_s=config.cluster.start_timeout_s,
         what="start of the monitors",
     )  # fmt: skip
-    found = [peak_flops(name) for node in names for name in node]
-    logger.peak_flops = found[0] if found else None
+    peaks = [peak_flops(name) for node in names for name in node]
+    logger.peak_flops = peaks[0] if peaks else None
 
     def take() -> dict[str, float]:
         try:

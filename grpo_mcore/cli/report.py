@@ -36,24 +36,24 @@ def run(args: argparse.Namespace) -> int:
     from grpo_mcore.tools.report.trace import chrome_trace
 
     try:
-        found = read_run(args.run)
+        shown = read_run(args.run)
         other = read_run(args.compare) if args.compare else None
-        if other and other.folder.resolve() == found.folder.resolve():
-            raise NoRun(f"RUN and --compare are both {found.folder}; name the log folder (exp_NNN) of another run")
+        if other and other.folder.resolve() == shown.folder.resolve():
+            raise NoRun(f"RUN and --compare are both {shown.folder}; name the log folder (exp_NNN) of another run")
         wanted = _steps(args.samples or "")
     except (NoRun, ValueError) as error:
         print(f"grpo-mcore report: {error}", file=sys.stderr)
         return 1
     if args.trace:
-        args.trace.write_text(chrome_trace(found.events, sorted(found.folder.glob("profile/*/*.json"))))
+        args.trace.write_text(chrome_trace(shown.events, sorted(shown.folder.glob("profile/*/*.json"))))
         print(f"{args.trace}: open it in Perfetto or chrome://tracing")
         return 0
-    output = args.output or found.folder / "report.html"
+    output = args.output or shown.folder / "report.html"
     beside = None
     if args.all_samples:
         beside = f"{output.stem}_samples"
-        print(f"{write_shards(found, output.parent / beside)} files of samples in {output.parent / beside}")
-    output.write_text(build_page(found, other, wanted=wanted, beside=beside))
+        print(f"{write_shards(shown, output.parent / beside)} files of samples in {output.parent / beside}")
+    output.write_text(build_page(shown, other, wanted=wanted, beside=beside))
     print(f"{output}: {output.stat().st_size / 1e6:.1f} MB; open it in a browser")
     return 0
 

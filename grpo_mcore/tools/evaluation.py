@@ -166,17 +166,17 @@ def _check_settings(folder: Path, config: MasterConfig, sources: Mapping[str, st
     }
     path, samples = folder / SETTINGS, folder / SAMPLES
     if path.is_file() and samples.is_file() and samples.stat().st_size:
-        found = json.loads(path.read_text())
+        recorded = json.loads(path.read_text())
         different = [
-            key for key, value in json.loads(json.dumps(settings)).items() if found["settings"].get(key) != value
+            key for key, value in json.loads(json.dumps(settings)).items() if recorded["settings"].get(key) != value
         ]
-        different += [name for name, source in models.items() if found["models"].get(name, source) != source]
+        different += [name for name, source in models.items() if recorded["models"].get(name, source) != source]
         if different:
             raise EvalError(
                 f"eval.save_path {folder} holds samples that differ in {', '.join(different)}; choose another folder, "
                 "or delete it"
             )
-        models = found["models"] | models
+        models = recorded["models"] | models
     write_summary(path, {"settings": settings, "models": models})
 
 

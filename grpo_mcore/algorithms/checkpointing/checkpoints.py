@@ -216,13 +216,13 @@ class CheckpointManager:
             return []
         import yaml
 
-        found = changes(yaml.safe_load((self.resumed_from / "config.yaml").read_text()), recipe)
-        if refused := [f"{change.key}: {change.saved} -> {change.new}" for change in found if change.fixed]:
+        changed = changes(yaml.safe_load((self.resumed_from / "config.yaml").read_text()), recipe)
+        if refused := [f"{change.key}: {change.saved} -> {change.new}" for change in changed if change.fixed]:
             raise ResumeError(
                 f"--resume: {self.resumed_from} was written with other values, which a resumed run keeps; restore "
                 f"them, or start a new run from its exported model (grpo-mcore export): {'; '.join(refused)}"
             )
-        return found
+        return changed
 
     def position(self) -> SavedPosition | None:
         """Return where the run stood in the checkpoint that this one resumes, None for a new run."""
@@ -468,8 +468,8 @@ def _damage(folder: Path, _stamps: tuple[tuple[str, int, int], ...]) -> str | No
     if not (folder / DIGESTS).is_file():
         return f"{DIGESTS} is missing"
     try:
-        found = json.loads((folder / DIGESTS).read_text())["files"]
-        files = {name: (int(saved["bytes"]), str(saved["sha256"])) for name, saved in found.items()}
+        digests = json.loads((folder / DIGESTS).read_text())["files"]
+        files = {name: (int(saved["bytes"]), str(saved["sha256"])) for name, saved in digests.items()}
     except (ValueError, KeyError, TypeError, AttributeError, OverflowError) as error:
         return f"{DIGESTS} cannot be read: {type(error).__name__}: {error}"
     for name, (saved_size, _) in files.items():

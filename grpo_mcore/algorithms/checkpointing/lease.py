@@ -90,10 +90,10 @@ class Lease:
 
     def check(self) -> None:
         """Raise LeaseLost if another run holds the folder by now."""
-        found = _read(self.file)
-        if found is not None and found.token != self._me.token:
+        holder = _read(self.file)
+        if holder is not None and holder.token != self._me.token:
             raise LeaseLost(
-                f"{self.file.parent} is held by another run by now ({found}): this one stood still for more than "
+                f"{self.file.parent} is held by another run by now ({holder}): this one stood still for more than "
                 f"{self._stale_s:g} s and was taken for dead; nothing more is saved"
             )
 
@@ -101,8 +101,8 @@ class Lease:
         """May be called again."""
         self._ended.set()
         self._thread.join(self._beat_s)
-        found = _read(self.file)
-        if found is not None and found.token == self._me.token:
+        holder = _read(self.file)
+        if holder is not None and holder.token == self._me.token:
             self.file.unlink(missing_ok=True)
 
     def __enter__(self) -> Self:
@@ -122,7 +122,7 @@ class Lease:
                 while not _link(mine, self.file):
                     self._take_over()
                 time.sleep(SETTLE_S)
-                if (found := _read(self.file)) is not None and found.token == self._me.token:
+                if (holder := _read(self.file)) is not None and holder.token == self._me.token:
                     return
         finally:
             mine.unlink(missing_ok=True)
@@ -144,8 +144,8 @@ class Lease:
         """Change the file's time until the end. A disk that is full or away for a moment costs only that beat."""
         while not self._ended.wait(self._beat_s):
             with contextlib.suppress(OSError):
-                found = _read(self.file)
-                if found is not None and found.token == self._me.token:
+                holder = _read(self.file)
+                if holder is not None and holder.token == self._me.token:
                     os.utime(self.file)
 
 

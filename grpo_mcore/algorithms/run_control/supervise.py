@@ -74,8 +74,8 @@ def supervise(attempt: Attempt, config: MasterConfig, resume: str | bool | None,
             code, loss = _run(child, attempt, config, resume, began)
             if loss is None or child.asked is not None:
                 return code
-            if (found := checkpoints.latest()) != newest:
-                newest, resume = found, True  # the newest: if it is damaged, the one before it
+            if (latest := checkpoints.latest()) != newest:
+                newest, resume = latest, True  # the newest: if it is damaged, the one before it
                 retries.reset()
             if retries.exhausted:
                 times = f"{config.cluster.max_restarts + 1} times in a row (cluster.max_restarts)"

@@ -82,8 +82,8 @@ class PolicyGroup:
         no rank has."""
         parts = self._all("infer_logprobs", prev, reference, kl_kind, dropout, what="log-probs")
         stats: dict[str, Tensor] = {}
-        for index, found in filter(None, parts):
-            for name, values in found.items():
+        for index, stats_of_rank in filter(None, parts):
+            for name, values in stats_of_rank.items():
                 stats.setdefault(name, values.new_zeros(samples))[index] = values
         return stats
 
@@ -105,11 +105,11 @@ class PolicyGroup:
     def trace_layers(self) -> dict[int, dict[int, Tensor]]:
         """Return what comes out of each layer, as parallel/layer_traces.py describes it, for the samples received:
         sample index -> layer -> float64 [2, length]."""
-        found: dict[int, dict[int, Tensor]] = {}
+        traces: dict[int, dict[int, Tensor]] = {}
         for part in self._all("trace_layers", what="the layers' outputs"):
             for index, layers in part.items():
-                found.setdefault(index, {}).update(layers)
-        return found
+                traces.setdefault(index, {}).update(layers)
+        return traces
 
     def skip(self) -> None:
         """Count a step that trains nothing: the weights stay."""
@@ -189,12 +189,12 @@ class PolicyGroup:
 
 def logprobs_by_sample(answers: Sequence[Future]) -> dict[int, dict[str, np.ndarray]]:
     """Wait for what `token_logprobs` asked for. Return it by index in the step: name -> float32 [length]."""
-    found: dict[int, dict[str, np.ndarray]] = {}
+    by_sample: dict[int, dict[str, np.ndarray]] = {}
     for answer in answers:
         for bin in answer.result():
             parts = {name: np.split(row, np.cumsum(bin.lengths)) for name, row in bin.rows.items()}
-            found |= {index: {name: parts[name][i] for name in parts} for i, index in enumerate(bin.samples)}
-    return found
+            by_sample |= {index: {name: parts[name][i] for name in parts} for i, index in enumerate(bin.samples)}
+    return by_sample
 
 
 def _processes(workers: Sequence[Worker]) -> tuple[tuple[str, int], ...]:

@@ -151,7 +151,7 @@ class PolicyWorker(Policy):
             return None
         stats = [sample_stats(batch.loss_inputs(), kl_kind) for batch in batches]
         return torch.cat([bin.samples for bin in bins]), {
-            name: torch.cat([found[name] for found in stats]) for name in stats[0]
+            name: torch.cat([part[name] for part in stats]) for name in stats[0]
         }
 
     def train(self, loss_fn: LossFn, targets: TrainTargets) -> list[TrainReport]:
@@ -170,26 +170,26 @@ class PolicyWorker(Policy):
 
     def token_logprobs(self) -> list[BinLogprobs]:
         """Return the log-probs of the samples of the last `train`. Only a reporting rank has any."""
-        found = []
+        bins = []
         for bin, logprobs in self._trained if self.is_reporting_rank else ():
             columns = bin.batch.columns
             rows = {"policy": columns.get("prev_logprobs", logprobs)}
             if "reference_policy_logprobs" in columns:
                 rows["reference"] = columns["reference_policy_logprobs"]
             values = {name: row[0].to("cpu", torch.float32).numpy() for name, row in rows.items()}
-            found.append(BinLogprobs(bin.samples.tolist(), bin.batch.lengths, values))
-        return found
+            bins.append(BinLogprobs(bin.samples.tolist(), bin.batch.lengths, values))
+        return bins
 
     def trace_layers(self) -> dict[int, dict[int, Tensor]]:
         """Return what comes out of this rank's layers for the samples received: sample index -> layer -> float64
         [2, length]. One rank of those with the same layers and samples has any."""
         bins = [bin for bins in self._bins for bin in bins]
-        found: dict[int, dict[int, Tensor]] = {}
+        traces: dict[int, dict[int, Tensor]] = {}
         for bin, layers in zip(bins, trace_layers(self, [bin.batch for bin in bins]), strict=True):
             for number, rows in layers.items() if self.here.tensor == 0 else ():
                 for index, row in zip(bin.samples.tolist(), rows.split(list(bin.batch.lengths), dim=1), strict=True):
-                    found.setdefault(index, {})[number] = row.clone()
-        return found
+                    traces.setdefault(index, {})[number] = row.clone()
+        return traces
 
     def skip(self) -> None:
         """Advance the learning rate schedule without training, and drop the step's data."""
@@ -223,8 +223,8 @@ class PolicyWorker(Policy):
         return self._sender.host_network(*arguments)
 
     def memory(self) -> dict[str, Any]:
-        found = super().memory()
-        return found | {"refit buffer": self._sender.buffer_bytes} if found else {}
+        held = super().memory()
+        return held | {"refit buffer": self._sender.buffer_bytes} if held else {}
 
     def close_refit(self) -> None:
         self._sender.close_refit()

@@ -63,10 +63,10 @@ class Parity:
 
     def difference(self) -> str:
         """Describe the engines that differ, for an error message."""
-        found = ", ".join(f"{one.name} {one.mult_error:.6g}" for one in self.engines if not self.agrees(one))
+        apart = ", ".join(f"{one.name} {one.mult_error:.6g}" for one in self.engines if not self.agrees(one))
         return (
             f"at weight version {self.version} the log-probs of engine and policy differ: mean exp|difference| is "
-            f"{found}, the limit {self.limit:g}"
+            f"{apart}, the limit {self.limit:g}"
         )
 
 
@@ -86,10 +86,12 @@ def measure_parity(policy: PolicyGroup, engines: EngineGroup, check: ParityCheck
     by_engine = [[parcel.content for parcel in stream] for stream in streams]
     engines.release()
     policy.onload()
-    found = [_compare(policy, worker.name, samples) for worker, samples in zip(engines.workers, by_engine, strict=True)]
+    results = [
+        _compare(policy, worker.name, samples) for worker, samples in zip(engines.workers, by_engine, strict=True)
+    ]
     policy.offload()
     engines.prepare()
-    return Parity(engines.weight_version, check.limit, tuple(found))
+    return Parity(engines.weight_version, check.limit, tuple(results))
 
 
 def probes(count: int, vocabulary: int, max_length: int) -> list[GenerationRequest]:

@@ -82,7 +82,7 @@ class _Taken:
 
     def trained(self, step: int, groups: Sequence[Group], targets: TrainTargets, logprobs: Sequence[Future]) -> None:
         by_index = logprobs_by_sample(logprobs)
-        self.logprobs |= {index: torch.tensor(found["policy"]) for index, found in by_index.items()}
+        self.logprobs |= {index: torch.tensor(columns["policy"]) for index, columns in by_index.items()}
 
 
 def recorded_step(run: Path, step: int, uids: Collection[str] = ()) -> tuple[list[dict[str, Any]], Replay]:
@@ -111,12 +111,12 @@ def checkpoint_before(run: Path, config: MasterConfig, step: int) -> Path | None
     if step == 1:
         return None
     folder = Path(config.checkpointing.checkpoint_dir)
-    if (found := folder / f"step_{step - 1}").is_dir():
-        return found
+    if (checkpoint := folder / f"step_{step - 1}").is_dir():
+        return checkpoint
     after = {int(path.name[5:]) + 1 for path in folder.glob("step_*") if path.name[5:].isdigit()}
     steps = sorted((after | {1}) & sample_steps(run, "train").keys())
     raise ReplayError(
-        f"{found} is not there: step {step} can be replayed only from the checkpoint before it. Steps with one: "
+        f"{checkpoint} is not there: step {step} can be replayed only from the checkpoint before it. Steps with one: "
         f"{', '.join(map(str, steps)) or 'none'}; name another folder with --checkpoint"
     )
 
@@ -179,7 +179,7 @@ def replay(
         name,
         metrics,
         {names[index]: logprobs for index, logprobs in taken.logprobs.items()},
-        {names[index]: found for index, found in layers.items()},
+        {names[index]: traces for index, traces in layers.items()},
     )
 
 
@@ -224,7 +224,7 @@ def compare(one: Replay, other: Replay, precision: str) -> Difference:
     """Compare two computations of a step. The first place where they differ is looked for from the bottom up: in the
     layers, then in the log-probs of the tokens, in the loss, and in the norm of the gradient."""
     loss = abs(one.metrics.get("loss", math.nan) - other.metrics.get("loss", math.nan))
-    norms = [found.metrics.get("grad_norm", math.nan) for found in (one, other)]
+    norms = [replay.metrics.get("grad_norm", math.nan) for replay in (one, other)]
     gradient = abs(norms[0] - norms[1]) / max(norms[1], 1e-12)
     gaps = {name: (one.logprobs[name] - other.logprobs[name]).abs() for name in one.logprobs if name in other.logprobs}
     logprob = max((gap.max().item() for gap in gaps.values()), default=0.0)

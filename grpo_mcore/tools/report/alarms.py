@@ -34,8 +34,8 @@ def alarms(run: RunFiles, devices: DeviceSeconds) -> list[Alarm]:
 def values(lines: Sequence[Mapping[str, float | None]], *names: str) -> list[float]:
     """Return the first of the metrics `names` that any line has, without the steps that lack it."""
     for name in names:
-        if found := [value for line in lines if (value := line.get(name)) is not None]:
-            return found
+        if numbers := [value for line in lines if (value := line.get(name)) is not None]:
+            return numbers
     return []
 
 

@@ -113,17 +113,17 @@ def _spread(steps: Sequence[int], most: int) -> list[int]:
 
 def _curves(run: RunFiles) -> dict[str, Any]:
     """Return every metric of a run by its full name as [steps, values]."""
-    found: dict[str, list[list[Any]]] = {}
+    curves: dict[str, list[list[Any]]] = {}
     for prefix, lines in run.metrics.items():
         kept = set(_spread([line["step"] for line in lines], POINTS))
         for line in lines:
             if line["step"] in kept:
                 for name, value in line.items():
                     if name not in ("step", "prefix", "unix_time") and value is not None:
-                        steps, values = found.setdefault(f"{prefix}/{name}", [[], []])
+                        steps, values = curves.setdefault(f"{prefix}/{name}", [[], []])
                         steps.append(line["step"])
                         values.append(_short(value))
-    return {"name": run.name, "curves": found}
+    return {"name": run.name, "curves": curves}
 
 
 def _state(run: RunFiles) -> dict[str, Any]:

@@ -86,11 +86,11 @@ class RunFiles:
 def find_run(folder: Path) -> Path:
     """Return the log folder (exp_NNN) that `folder` is or holds; of several the one that was written to last. Raises
     NoRun."""
-    found = {path.parent for place in PLACES for path in folder.glob(f"{place}{METRICS_FILE}")}
-    found |= {path.parent for place in PLACES for path in folder.glob(f"{place}{HYPERPARAMS_FILE}")}  # before step 1
-    if not found:
+    runs = {path.parent for place in PLACES for path in folder.glob(f"{place}{METRICS_FILE}")}
+    runs |= {path.parent for place in PLACES for path in folder.glob(f"{place}{HYPERPARAMS_FILE}")}  # before step 1
+    if not runs:
         raise NoRun(f"{folder} holds no run: there is no {METRICS_FILE} in it, nor in logs/exp_NNN below it")
-    return max(found, key=lambda run: max(path.stat().st_mtime for path in run.glob("*.json*")))
+    return max(runs, key=lambda run: max(path.stat().st_mtime for path in run.glob("*.json*")))
 
 
 def read_run(folder: Path) -> RunFiles:
