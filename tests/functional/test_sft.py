@@ -112,6 +112,20 @@ def test_a_model_of_another_run_is_never_replaced(task: Task, tmp_path: Path, sa
     assert model.read_bytes() == b"of another run" and [path.name for path in model.parent.parent.iterdir()] == ["hf"]
 
 
+def test_an_alarm_is_said_and_ends_the_run_where_it_is_asked_to(task: Task, tmp_path: Path) -> None:
+    recipe = sft_recipe(task)
+    recipe["policy"]["megatron_cfg"] = {
+        "optimizer": {"lr": 1e-3, "min_lr": 0.0},
+        "scheduler": {"lr_decay_style": "linear", "lr_decay_iters": 1, "lr_warmup_iters": 0},
+    }
+    run = run_here("sft", tmp_path, recipe, "logger.alarms.stop_after=3", "sft.val_at_start=false")
+    assert run.code == 75, run.err
+    assert "ALARM in step 6, said once: the policy does not move" in run.out
+    summary = json.loads((run.logs / "summary.json").read_text())
+    assert summary["steps"] == 6 and [alarm["kind"] for alarm in summary["alarms"]] == ["policy_stands_still"]
+    assert summary["end"] == "the alarm policy_stands_still for 5 steps (logger.alarms.stop_after)"
+
+
 def test_a_model_alone_is_written_where_it_is_asked_for(task: Task, tmp_path: Path) -> None:
     words = (
         "sft.max_num_steps=1",

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import logging
+import textwrap
 import time
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack
+from dataclasses import asdict
 from itertools import islice
 from pathlib import Path
 from types import TracebackType
@@ -21,6 +23,8 @@ from grpo_mcore.algorithms.run_control.stopping import StopRequest
 from grpo_mcore.algorithms.training_step.step_batch import TrainTargets
 from grpo_mcore.families import forward_flops, parameter_count
 from grpo_mcore.observe import RunConsole, Timeline, write_summary
+from grpo_mcore.observe.alarms import StepAlarms
+from grpo_mcore.observe.console import WIDTH
 from grpo_mcore.observe.machine import throughput
 from grpo_mcore.observe.spans import SpanFile
 from grpo_mcore.recipe import Algorithm, FineTuningConfig, batch_equation, exports_model, world_size
@@ -76,6 +80,7 @@ class TuningRecord:
         self.spans.begin(devices_of(policy, run.policy_generation), colocated=True, algorithm=algorithm)
         self.clock = Timeline(on_span=self._span)
         self.samples = SampleWriter(config.logger, log.log_dir, policy.cluster, run.tokenizer, decodes=True)
+        self._alarms = StepAlarms(config.logger.alarms.stop_after)
         self._began, self._tokens = time.perf_counter(), 0
         self._phases = {"start": self._began - log.opened}  # seconds
         self._open = ExitStack()
@@ -134,6 +139,11 @@ class TuningRecord:
         log.log_metrics(metrics, self.step, "train")
         if machines := log.machines():
             log.log_metrics(machines, self.step, "machine")
+        for alarm in self._alarms.of_step(self.step, metrics):
+            self.console.note("\n".join(textwrap.wrap(f"ALARM in step {self.step}, said once: {alarm.text}", WIDTH)))
+            log.alarm(alarm)
+        if (alarm_reason := self._alarms.stop_reason) is not None:
+            self._stop.ask(alarm_reason)
         self._waiting = self._take()
         self._asked = None if self._is_over else self._stop.reason
         if self._is_last or self.step % SHOW_EVERY == 0:
@@ -219,6 +229,10 @@ class TuningRecord:
             "terminated": early and self._stop.at_once,
             "unsaved": unsaved,
         } | ({} if target is None else {"exported": str(target)})
+        if self._alarms.raised:
+            summary["alarms"] = [asdict(alarm) for alarm in self._alarms.raised]
+        if outages := log.outages():
+            summary["outages"] = outages
         if self.step >= self._first_step:
             try:
                 write_summary(log.log_dir / "summary.json", summary)
@@ -232,7 +246,8 @@ class TuningRecord:
         if self.samples.wants_logprobs:
             paths["samples"] = log.log_dir / "samples"
         model = target or "not written: checkpointing.enabled is false, and save_hf is none"
-        self.console.summary(f"{name} is over", {"model": model}, paths)
+        facts = {f"ALARM, step {alarm.step}": alarm.text for alarm in self._alarms.raised} | outages
+        self.console.summary(f"{name} is over", {"model": model, **facts}, paths)
         return summary if target is None else summary | {"exported": target}
 
     def _export(self) -> Path:

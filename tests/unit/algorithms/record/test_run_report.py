@@ -116,6 +116,7 @@ def test_alarms_and_outages_are_in_the_console_and_in_the_summary(
     clock: Any = SimpleNamespace(take=lambda: {"total": 1.0})
     for step in (1, 2):
         report.step(step, [], STEP | {"tokens": 4.0, "loss": 0.1, "token_mult_prob_error": 1.17}, clock)
+        report._schedule.step = step
     monkeypatch.setattr(report.logger, "outages", lambda: {"logger.mlflow_enabled": "lacks 3 calls: 503"})
     summary = report.finish("done")
     report.logger.close()
