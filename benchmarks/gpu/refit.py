@@ -18,7 +18,7 @@ from torch import Tensor
 from benchmarks.gpu.kit import Row, Setting, number
 from grpo_mcore.families import params_of, shape_of
 from grpo_mcore.families.known import known_config
-from grpo_mcore.refit.buffer import attach_buffer, block_view, read_slice
+from grpo_mcore.refit.buffer import attach_buffer, block_view
 from grpo_mcore.refit.layout import EngineLayout, TrainerLayout
 from grpo_mcore.refit.plan import RefitPlan, plan_refit
 from grpo_mcore.refit.proof import checksum, first_difference
@@ -131,9 +131,8 @@ def transfer(
         for at, block in enumerate(bucket.blocks):
             view = block_view(buffer, plan, index, block)
             for copy, read in enumerate(block.reads):
-                values = read_slice(view, read.at, setting.torch_device)
                 place = targets[read.rank, read.param][tuple(slice(*span) for span in read.box)]
-                place.copy_(values.view(place.shape))
+                place.copy_(view.view(place.shape))
                 if verify:
                     found[index, at, copy] = checksum(place, kind)
         buffer.synchronize()

@@ -7,7 +7,6 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor
 
-from grpo_mcore.families import Box
 from grpo_mcore.refit.plan import Block, RefitError, RefitPlan
 
 CPU = torch.device("cpu")
@@ -60,17 +59,6 @@ def attach_buffer(description: dict[str, Any], device: torch.device = CPU) -> Re
             return CudaIpcBuffer.attach(description)
         case kind:
             raise RefitError(f"unknown refit transport {kind!r}")
-
-
-def read_slice(view: Tensor, at: Box, device: torch.device) -> Tensor:
-    """Return the part `at` of a block in the buffer, for copying to `device`.
-
-    A part with gaps comes back on `device`: from host memory to a GPU, the whole block crosses the link first, because
-    closing the gaps on the CPU is slower."""
-    values = view[tuple(slice(*span) for span in at)]
-    if view.device.type != "cpu" or device.type == "cpu" or values.is_contiguous():
-        return values
-    return view.to(device)[tuple(slice(*span) for span in at)]
 
 
 def block_view(buffer: RefitBuffer, plan: RefitPlan, bucket: int, block: Block) -> Tensor:

@@ -13,7 +13,7 @@ import numpy as np
 from grpo_mcore.families import ModelShape, Param, params_of
 from grpo_mcore.refit.delivery import Deliveries, bytes_to, readers_by_node
 from grpo_mcore.refit.layout import EngineLayout, TrainerLayout
-from grpo_mcore.refit.plan import DTYPE_BYTES, GIB, RefitPlan, plan_refit, read_bytes, wire_dtype
+from grpo_mcore.refit.plan import DTYPE_BYTES, GIB, RefitPlan, plan_refit, wire_dtype
 
 LINKS = {"a 400 Gb/s network card": 50e9, "NVLink of an H100": 450e9}
 """Bytes/s in one direction, for the fastest possible time."""
@@ -75,7 +75,7 @@ class Overview:
             routes = deliveries.of(block)
             _, row = together.setdefault(id(routes), (routes, np.zeros(self.engine.ranks, dtype=np.int64)))
             for read in block.reads:
-                row[read.rank] += read_bytes(block, read)
+                row[read.rank] += block.nbytes
         for routes, row in together.values():
             for node, sender in routes:
                 here = self.readers[node]

@@ -1,15 +1,20 @@
 """Plan which bytes move from which policy rank to which engine rank. Pure, torch-free, the same in every process.
 
-A policy rank copies blocks of its own parameters into a buffer; every engine rank copies what it needs of each block to
-its place in its own parameters. The buffer has two halves used in turn, so that one bucket of blocks is filled while
-the engines read the one before it.
+A policy rank copies blocks of its own parameters into a buffer; every engine rank copies the blocks that it needs to
+their places in its own parameters. A block is cut so that whoever reads it reads all of it, and it lies contiguously:
+nobody moves a byte that it does not need. The buffer has two halves used in turn, so that one bucket of blocks is
+filled while the engines read the one before it. Each bucket takes an equal share of every policy rank's blocks, so that
+all ranks, of all pipeline stages, are at work in all of them.
 """
 
 from __future__ import annotations
 
+import gc
 import hashlib
+import itertools
 import json
 import math
+from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import cached_property, lru_cache
@@ -21,6 +26,7 @@ from grpo_mcore.refit.layout import WHOLE, EngineLayout, TrainerLayout, trainer_
 DTYPE_BYTES = {"float64": 8, "float32": 4, "int32": 4, "bfloat16": 2, "float16": 2}
 GIB = 2**30
 ALIGNMENT = 64
+GOLDEN = 0.6180339887
 
 
 class RefitError(RuntimeError):
@@ -28,12 +34,11 @@ class RefitError(RuntimeError):
 
 
 class Read(NamedTuple):
-    """One copy: box `at` of a block becomes `box` of an engine parameter, on one rank of every engine."""
+    """One copy: a block becomes `box` of an engine parameter, on one rank of every engine."""
 
     rank: int
     param: str  # or `WHOLE` and the name of a Hugging Face tensor
     box: Box  # may have one more dimension in front, of width 1
-    at: Box
 
 
 class Block(NamedTuple):
@@ -50,11 +55,6 @@ class Block(NamedTuple):
     dtype: str
     negative_exp: bool
     reads: tuple[Read, ...]
-
-
-def read_bytes(block: Block, read: Read) -> int:
-    """Return the bytes of one copy."""
-    return _volume(read.at) * DTYPE_BYTES[block.dtype]
 
 
 class Bucket(NamedTuple):
@@ -121,21 +121,21 @@ class RefitPlan:
 
     @classmethod
     def from_json(cls, text: str) -> RefitPlan:
-        found: dict[str, Any] = json.loads(text)
+        plain: dict[str, Any] = json.loads(text)
         buckets = tuple(
             Bucket(
                 tuple(
                     Block(
                         *(source, param, _box(box), offset, nbytes, holders, dtype, negative_exp),
-                        tuple(Read(rank, name, _box(place), _box(at)) for rank, name, place, at in reads),
+                        tuple(Read(rank, name, _box(place)) for rank, name, place in reads),
                     )
                     for source, param, box, offset, nbytes, holders, dtype, negative_exp, reads in blocks
                 ),
                 size,
             )
-            for blocks, size in found["buckets"]
+            for blocks, size in plain["buckets"]
         )
-        return cls(buckets, found["half_bytes"], found["dtype"], tuple(map(tuple, found["holders"])))
+        return cls(buckets, plain["half_bytes"], plain["dtype"], tuple(map(tuple, plain["holders"])))
 
     @cached_property
     def digest(self) -> str:
@@ -160,13 +160,13 @@ def plan_model_refit(
 
 def whole_shapes(plan: RefitPlan, rank: int) -> dict[str, list[int]]:
     """Return the shapes of the Hugging Face tensors that an engine rank gets whole, by name."""
-    found: dict[str, list[int]] = {}
+    shapes: dict[str, list[int]] = {}
     for block in plan.blocks():
         for read in block.reads:
             if read.rank == rank and read.param.startswith(WHOLE):
                 name, ends = read.param.removeprefix(WHOLE), [stop for _, stop in read.box]
-                found[name] = list(map(max, ends, found.get(name, ends)))
-    return found
+                shapes[name] = list(map(max, ends, shapes.get(name, ends)))
+    return shapes
 
 
 def plan_refit(
@@ -179,14 +179,36 @@ def plan_refit(
     buffer_bytes: int,
     alignment: int = ALIGNMENT,
     copies: bool = True,
+    packed: bool = True,
 ) -> RefitPlan:
     """Plan each slice of `params` from the least loaded policy rank that holds it to the engine ranks that need it.
 
     `dtype`: "bfloat16" or "float32", of the bytes that move; parameters that always are float32 stay so.
-    Blocks start at multiples of `alignment` bytes. Those of one parameter share a bucket if they fit, and a block
-    larger than half the buffer is cut by rows. `copies` False: omit the reads, to count blocks only.
+    Blocks start at multiples of `alignment` bytes. A block at the end of a rank's share of a bucket, or larger than
+    half the buffer, is cut by rows. To count bytes only: `copies` False omits the reads, `packed` False leaves all
+    blocks in one bucket of any size.
     Raises RefitError for a row larger than that, a slice that nobody holds or reads, or no parameters; LayoutError.
     """
+    collects = gc.isenabled()
+    gc.disable()  # it would look through a million tuples again and again, and find nothing
+    try:
+        return _plan(params, shape, trainer, engine, dtype, buffer_bytes, alignment, copies, packed)
+    finally:
+        if collects:
+            gc.enable()
+
+
+def _plan(
+    params: Sequence[Param],
+    shape: ModelShape,
+    trainer: TrainerLayout,
+    engine: EngineLayout,
+    dtype: str,
+    buffer_bytes: int,
+    alignment: int,
+    copies: bool,
+    packed: bool,
+) -> RefitPlan:
     moved = [param for param in params if not param.copy]
     if not moved:
         raise RefitError("nothing to refit: the plan was asked for no parameters")
@@ -195,9 +217,12 @@ def plan_refit(
     packer = _Packer(buffer_bytes, alignment)
     loads = [0] * trainer.world_size
     holders: dict[tuple[int, ...], int] = {}
-    templates: dict[Any, list[_Template]] = {}
+    templates: dict[Any, list[list[_Template]]] = {}
+    queues: list[list[Block]] = [[] for _ in loads]  # by policy rank, what it sends
+    total = sum(tensor.numel * DTYPE_BYTES[wire_dtype(param, dtype)] for param in moved for tensor in param.hf)
+    large = max(total // (8 * trainer.world_size), buffer_bytes // 16)
     for param in moved:
-        readers, blocks = engine.readers(param, shape.num_layers), []
+        readers = engine.readers(param, shape.num_layers)
         structure = (
             param.split, param.engine_form, tuple(tensor.shape for tensor in param.hf), bool(param.expert),
             param.engine is None,
@@ -206,22 +231,27 @@ def plan_refit(
             templates[structure] = _templates(param, shape, trainer, engine)
         names, expert = _destinations(param, engine)
         wire = wire_dtype(param, dtype)
-        for part, template in zip(trainer.parts(param, shape), templates[structure], strict=True):
-            nbytes = _volume(template.box) * DTYPE_BYTES[wire]
-            if not nbytes:  # nothing but padding of the vocabulary
-                continue
-            source = min(part.ranks, key=loads.__getitem__)
-            loads[source] += nbytes
-            reads = tuple(
-                Read(rank, names[tensor], (*expert, *box), at)
-                for reader, tensor, box, at in (template.reads if copies else ())
-                for rank in readers[reader]
-            )
+        for part, cells in zip(trainer.parts(param, shape), templates[structure], strict=True):
             index = holders.setdefault(part.ranks, len(holders))
-            form = param.engine_form.negative_exp
-            blocks.append(Block(source, part.name, template.box, 0, nbytes, index, wire, form, reads))
-        packer.add(blocks)
-    buckets = packer.close()
+            for cell in cells:
+                nbytes = _volume(cell.box) * DTYPE_BYTES[wire]
+                reads = tuple(
+                    Read(rank, names[tensor], (*expert, *box))
+                    for reader, tensor, box in (cell.reads if copies else ())
+                    for rank in readers[reader]
+                )
+                nodes = len({read.rank * engine.nodes // engine.ranks for read in reads}) or 1
+                form = param.engine_form.negative_exp
+                block = Block(-1, part.name, cell.box, 0, nbytes, index, wire, form, reads)
+                packer.check_row(block)
+                for piece in _pieces(block, large) if len(part.ranks) > 1 else (block,):
+                    source = min(part.ranks, key=loads.__getitem__)
+                    loads[source] += piece.nbytes * nodes
+                    queues[source].append(piece._replace(source=source))
+    if not packed:
+        blocks = tuple(itertools.chain.from_iterable(queues))
+        return RefitPlan((Bucket(blocks, sum(loads)),), sum(loads), dtype, tuple(holders))
+    buckets = packer.pack([_Queue(queue, engine) for queue in queues if queue])
     return RefitPlan(buckets, max(bucket.nbytes for bucket in buckets), dtype, tuple(holders))
 
 
@@ -231,21 +261,22 @@ def wire_dtype(param: Param, dtype: str) -> str:
 
 
 class _Template(NamedTuple):
-    """The copies of one slice of a parameter, equal in all layers: (reader's slice, number of the destination, box in
-    it, box in the block)."""
+    """A block of a parameter without its names, equal in all layers: its box, and its copies as (reader's slice, number
+    of the destination, box in it)."""
 
     box: Box
-    reads: list[tuple[int, int, Box, Box]]
+    reads: list[tuple[int, int, Box]]
 
 
-def _templates(param: Param, shape: ModelShape, trainer: TrainerLayout, engine: EngineLayout) -> list[_Template]:
-    """Return a template for each slice of the policy's parameter. Each overlap of held and needed slices is a copy."""
+def _templates(param: Param, shape: ModelShape, trainer: TrainerLayout, engine: EngineLayout) -> list[list[_Template]]:
+    """Return templates of the blocks of each slice of the policy's parameter; none if it is all padding. Each overlap
+    of held and needed slices is a copy."""
     names, expert = _destinations(param, engine)
     needed = [engine.places(param, shape, reader) for reader in range(engine.split(param))]
     got = [0] * len(needed)
-    found = []
+    parts = []
     for part in range(trainer.split(param)):
-        reads: list[tuple[int, int, Box, Box]] = []
+        slices: list[tuple[int, int, Box, Box]] = []
         held: set[Box] = set()
         for reader, wanted in enumerate(needed):
             copies: dict[int, list[tuple[Box, Box]]] = {}
@@ -262,17 +293,33 @@ def _templates(param: Param, shape: ModelShape, trainer: TrainerLayout, engine: 
                     held.add(source)
                     got[reader] += _volume(source)
             for tensor, pairs in copies.items():
-                reads += [(reader, tensor, target, source) for source, target in _merged(pairs)]
-        box = _around(held)
-        if sum(map(_volume, held)) != _volume(box):
+                slices += [(reader, tensor, target, source) for source, target in _merged(pairs)]
+        if sum(map(_volume, held)) != _volume(_around(held)):
             raise RefitError(f"the engines do not read all that policy slice {part} of {param.megatron!r} holds")
-        corner = [start for start, _ in box]
-        found.append(_Template(box, [(r, t, place, _shifted(at, corner)) for r, t, place, at in reads]))
+        parts.append(_cells(slices))
     for reader, wanted in enumerate(needed):
         if got[reader] != sum(_volume(piece.hf_box) for _, piece in wanted):
             tensors = ", ".join(tensor.name for tensor in param.hf)
             raise RefitError(f"the policy ranks do not hold each element of {tensors} exactly once")
-    return found
+    return parts
+
+
+def _cells(slices: Sequence[tuple[int, int, Box, Box]]) -> list[_Template]:
+    """Cut what is read wherever a slice begins or ends, so that each cell is read as a whole or not at all.
+
+    `slices`: (reader's slice, number of the destination, box in it, box in the policy's parameter)."""
+    sources = [source for *_, source in slices]
+    edges = [sorted({edge for spans in sides for edge in spans}) for sides in zip(*sources, strict=True)]
+    cells = []
+    for cell in itertools.product(*map(itertools.pairwise, edges)) if edges else ():
+        reads = [
+            (reader, tensor, _moved(cell, source, target))
+            for reader, tensor, target, source in slices
+            if _overlap(cell, source) == cell
+        ]
+        if reads:
+            cells.append(_Template(cell, reads))
+    return cells
 
 
 def _destinations(param: Param, engine: EngineLayout) -> tuple[list[str], Box]:
@@ -287,7 +334,7 @@ def _destinations(param: Param, engine: EngineLayout) -> tuple[list[str], Box]:
 
 
 class _Packer:
-    """Packs blocks in order into buckets of at most half the buffer."""
+    """Packs the blocks that each policy rank sends into buckets of at most half the buffer."""
 
     def __init__(self, buffer_bytes: int, alignment: int) -> None:
         self.buffer_bytes, self.alignment = buffer_bytes, alignment
@@ -296,23 +343,33 @@ class _Packer:
         self.open: list[Block] = []
         self.end = 0
 
-    def add(self, blocks: list[Block]) -> None:
-        """Add the blocks of one parameter, in one bucket if they fit."""
-        room = sum(self._room(block.nbytes) for block in blocks)
-        if room <= self.half and self.end + room > self.half:
-            self._next()
-        for block in blocks:
-            for part in self._by_rows(block):
-                room = self._room(part.nbytes)
-                if self.end + room > self.half:
-                    self._next()
-                self.open.append(part._replace(offset=self.end))
-                self.end += room
-
-    def close(self) -> tuple[Bucket, ...]:
-        if self.open:
-            self._next()
+    def pack(self, queues: Sequence[_Queue]) -> tuple[Bucket, ...]:
+        """Give every bucket an equal share of each queue."""
+        room = sum(self._room(block.nbytes) for queue in queues for block, _ in queue.blocks)
+        fewest = max(1, -(-room // max(1, self.half)))
+        for count in range(fewest, fewest + 5 + fewest // 10, 1 + fewest // 50):
+            shares = [queue.shares(count) for queue in queues]
+            if self._largest(shares, count) <= self.half:  # rounded to rows, shares are not quite equal
+                break
+        for index in range(count):
+            for share in shares:
+                for block in share[index]:
+                    self._add(block)
+            if self.open:
+                self._next()
         return tuple(self.buckets)
+
+    def _largest(self, shares: Sequence[Sequence[Sequence[Block]]], count: int) -> int:
+        sizes = [sum(self._room(block.nbytes) for share in shares for block in share[index]) for index in range(count)]
+        return max(sizes)
+
+    def _add(self, block: Block) -> None:
+        for part in self._by_rows(block):
+            room = self._room(part.nbytes)
+            if self.end + room > self.half:
+                self._next()
+            self.open.append(part._replace(offset=self.end))
+            self.end += room
 
     def _next(self) -> None:
         self.buckets.append(Bucket(tuple(self.open), self.end))
@@ -324,34 +381,94 @@ class _Packer:
     def _by_rows(self, block: Block) -> Iterator[Block]:
         if self._room(block.nbytes) <= self.half:
             yield block
-            return
-        (first, last), *tail = block.box
-        row = math.prod(stop - start for start, stop in tail) * DTYPE_BYTES[block.dtype]
-        count = self.half // row
-        if not count:
+        else:
+            yield from _pieces(block, self.half)
+
+    def check_row(self, block: Block) -> None:
+        """Raise RefitError if no row of the block fits a bucket."""
+        if (row := _row_bytes(block)) > self.half:
             room = 2 * self._room(row)
             raise RefitError(
                 f"one row of {block.param!r} has {row:,} bytes and does not fit half of the refit buffer of "
                 f"{self.buffer_bytes:,} bytes; the smallest policy.refit_buffer_size_gb that holds it is "
                 f"{_gib_up(room)} ({room:,} bytes)"
             )
-        for start in range(first, last, count):
-            stop = min(start + count, last)
-            reads = tuple(_rows_of(block.reads, start - first, stop - first))
-            yield block._replace(box=((start, stop), *tail), nbytes=(stop - start) * row, reads=reads)
 
 
-def _rows_of(reads: Iterable[Read], start: int, stop: int) -> Iterator[Read]:
-    """Restrict the copies to rows start..stop of their block, with boxes relative to these rows."""
-    for read in reads:
-        low, high = max(read.at[0][0], start), min(read.at[0][1], stop)
-        if low < high:
-            front = len(read.box) - len(read.at)  # the expert's dimension
-            (first, _), *tail = read.box[front:]
-            first += low - read.at[0][0]
-            rows = (first, first + high - low)
-            at = ((low - start, high - start), *read.at[1:])
-            yield Read(read.rank, read.param, (*read.box[:front], rows, *tail), at)
+class _Queue:
+    """The blocks that one policy rank sends, in the order in which it sends them."""
+
+    def __init__(self, blocks: Sequence[Block], engine: EngineLayout) -> None:
+        """Order the blocks so that all readers are served at the rate of their bytes, each in the model's order."""
+        readers = [tuple(read.rank for read in block.reads) for block in blocks]
+        totals: Counter[tuple[int, ...]] = Counter()
+        for ranks, block in zip(readers, blocks, strict=True):
+            totals[ranks] += block.nbytes
+        # Policy ranks whose queues are alike begin with different readers.
+        phases = {ranks: GOLDEN * (1 + blocks[0].source) * (1 + turn) % 1 for turn, ranks in enumerate(totals)}
+        done: Counter[tuple[int, ...]] = Counter()
+        order = []
+        for number, (ranks, block) in enumerate(zip(readers, blocks, strict=True)):
+            order.append(((done[ranks] + block.nbytes * phases[ranks]) / totals[ranks], number))
+            done[ranks] += block.nbytes
+        nodes = {ranks: len({rank * engine.nodes // engine.ranks for rank in ranks}) or 1 for ranks in totals}
+        self.blocks = [(blocks[number], nodes[readers[number]]) for _, number in sorted(order)]
+        """With the number of nodes of an engine to which each goes."""
+        self.sent = sum(block.nbytes * times for block, times in self.blocks)
+
+    def shares(self, count: int) -> list[list[Block]]:
+        """Divide the queue into `count` parts with which the rank is busy equally long. A block across a border is cut,
+        unless it is small."""
+        shares: list[list[Block]] = [[] for _ in range(count)]
+        done = index = 0
+        for block, times in self.blocks:
+            rest: Block | None = block
+            while rest is not None:
+                room = -(-self.sent * (index + 1) // count) - done  # until the end of this share
+                size = rest.nbytes * times
+                rows = round(room / size * _rows(rest))
+                small = size * 16 * count <= self.sent
+                part, after = rest, None
+                if index < count - 1 and rows < _rows(rest) and not (small and 2 * room >= size):
+                    if small or rows < 1:
+                        index += 1
+                        continue
+                    part, after = _rows_of(rest, 0, rows), _rows_of(rest, rows, _rows(rest))
+                shares[index].append(part)
+                done += part.nbytes * times
+                rest = after
+        return shares
+
+
+def _rows(block: Block) -> int:
+    (first, last), *_ = block.box
+    return last - first
+
+
+def _row_bytes(block: Block) -> int:
+    return block.nbytes // _rows(block)
+
+
+def _pieces(block: Block, nbytes: int) -> Iterator[Block]:
+    """Cut a block by rows into pieces of at most `nbytes`, or of one row."""
+    count, rows = max(1, nbytes // _row_bytes(block)), _rows(block)
+    if count >= rows:
+        yield block
+        return
+    for start in range(0, rows, count):
+        yield _rows_of(block, start, min(start + count, rows))
+
+
+def _rows_of(block: Block, start: int, stop: int) -> Block:
+    """Return rows start..stop of a block."""
+    (first, _), *tail = block.box
+    reads = []
+    for read in block.reads:
+        front = len(read.box) - len(block.box)  # the expert's dimension
+        low = read.box[front][0] + start
+        reads.append(read._replace(box=(*read.box[:front], (low, low + stop - start), *read.box[front + 1 :])))
+    box = ((first + start, first + stop), *tail)
+    return block._replace(box=box, nbytes=(stop - start) * _row_bytes(block), reads=tuple(reads))
 
 
 def _merged(copies: list[tuple[Box, Box]]) -> list[tuple[Box, Box]]:
@@ -382,17 +499,14 @@ def _joined(one: tuple[Box, Box], other: tuple[Box, Box]) -> tuple[Box, Box] | N
 
 
 def _overlap(one: Box, other: Box) -> Box | None:
-    found = tuple((max(a, c), min(b, d)) for (a, b), (c, d) in zip(one, other, strict=True))
-    return found if all(start < stop for start, stop in found) else None
+    overlap = tuple((max(a, c), min(b, d)) for (a, b), (c, d) in zip(one, other, strict=True))
+    return overlap if all(start < stop for start, stop in overlap) else None
 
 
 def _moved(box: Box, origin: Box, target: Box) -> Box:
     """Return `box`, which lies in `origin`, shifted as `origin` is shifted onto `target`."""
-    return _shifted(box, [start - to for (start, _), (to, _) in zip(origin, target, strict=True)])
-
-
-def _shifted(box: Box, by: Sequence[int]) -> Box:
-    return tuple((start - offset, stop - offset) for (start, stop), offset in zip(box, by, strict=True))
+    by = [to - start for (start, _), (to, _) in zip(origin, target, strict=True)]
+    return tuple((start + offset, stop + offset) for (start, stop), offset in zip(box, by, strict=True))
 
 
 def _around(boxes: set[Box]) -> Box:
@@ -406,8 +520,8 @@ def _volume(box: Box) -> int:
     return volume
 
 
-def _box(found: Iterable[Sequence[int]]) -> Box:
-    return tuple((start, stop) for start, stop in found)
+def _box(spans: Iterable[Sequence[int]]) -> Box:
+    return tuple((start, stop) for start, stop in spans)
 
 
 def _gib_up(nbytes: int) -> float:

@@ -12,7 +12,6 @@ import torch
 from torch import Tensor
 
 from grpo_mcore.addresses import LOOPBACK
-from grpo_mcore.families import Box
 from grpo_mcore.refit.buffer import RefitBuffer, attach_buffer, block_view, create_buffer
 from grpo_mcore.refit.delivery import Deliveries
 from grpo_mcore.refit.network import Network
@@ -195,15 +194,12 @@ class RefitSender:
     def _sums(self, key: tuple[int, int], block: Block, values: Tensor, checked: set[str], engine_dtype: str) -> Sums:
         assert self._plan is not None
         moved, dtype = getattr(torch, block.dtype), sum_dtype(self._plan, block, engine_dtype)
-        by_box: dict[Box, int] = {}  # several engine ranks may read the same
-        found: Sums = {}
-        for copy, read in enumerate(block.reads):
-            if read.param in checked:
-                if read.at not in by_box:
-                    part = as_engine_holds(values[tuple(slice(*span) for span in read.at)], block)
-                    by_box[read.at] = checksum(part.to(moved), dtype)
-                found[(*key, copy)] = by_box[read.at]
-        return found
+        copies = [copy for copy, read in enumerate(block.reads) if read.param in checked]
+        if not copies:
+            return {}
+        return dict.fromkeys(
+            [(*key, copy) for copy in copies], checksum(as_engine_holds(values, block).to(moved), dtype)
+        )
 
     def close_refit(self) -> None:
         """Unmap the buffer and leave the network; the rank that created the buffer frees it. Idempotent."""

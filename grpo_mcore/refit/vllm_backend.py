@@ -23,7 +23,7 @@ from vllm.distributed.weight_transfer.factory import WeightTransferEngineFactory
 from vllm.model_executor.model_loader.mtp_validation import disable_mtp_completeness_check
 from vllm.model_executor.model_loader.reload import finalize_layerwise_reload, initialize_layerwise_reload
 
-from grpo_mcore.refit.buffer import RefitBuffer, attach_buffer, block_view, read_slice
+from grpo_mcore.refit.buffer import RefitBuffer, attach_buffer, block_view
 from grpo_mcore.refit.engine_adapters import EngineAdapters
 from grpo_mcore.refit.engine_weights import EngineWeights
 from grpo_mcore.refit.plan import RefitError, RefitPlan
@@ -159,13 +159,10 @@ class RefitWeightEngine(WeightTransferEngine[RefitInit, RefitUpdate]):
         assert self._plan is not None and self._buffer is not None and self._weights is not None
         self._buffer.synchronize()
         for number, block in enumerate(self._plan.buckets[index].blocks):
-            view = None
             for copy, read in enumerate(block.reads):
                 if read.rank != self._rank or read.param in self._weights.absent:
                     continue
-                if view is None:
-                    view = block_view(self._buffer, self._plan, index, block)
-                values = read_slice(view, read.at, self.device)
+                values = block_view(self._buffer, self._plan, index, block)
                 summed = sum_dtype(self._plan, block, self._dtype) if read.param in self._checked else None
                 try:
                     self._weights.receive((index, number, copy), read.param, read.box, values, summed)

@@ -254,7 +254,17 @@ def refit_traffic(load: Workload) -> RefitTraffic:
     def width(param: Param) -> int:
         return DTYPE_BYTES[wire_dtype(param, dtype)]
 
-    plan = plan_refit(params, load.shape, trainer, engine, dtype=dtype, buffer_bytes=load.refit_buffer, copies=span > 1)
+    plan = plan_refit(
+        params,
+        load.shape,
+        trainer,
+        engine,
+        dtype=dtype,
+        buffer_bytes=load.refit_buffer,
+        copies=span > 1,
+        packed=False,
+    )
+    buckets = max(1, math.ceil(plan.block_bytes / (load.refit_buffer // 2)))
     written: Counter[int] = Counter()
     held: Counter[tuple[int, frozenset[int]]] = Counter()  # by who holds it, and which nodes of an engine read it
     for block in plan.blocks():
@@ -277,8 +287,8 @@ def refit_traffic(load: Workload) -> RefitTraffic:
         "network between nodes" if other_nodes else "host memory (PCIe)" if load.world > 1 else "memory of the device"
     )
     return RefitTraffic(
-        len(plan.buckets),
-        plan.buffer_bytes,
+        buckets,
+        load.refit_buffer if buckets > 1 else plan.block_bytes,
         plan.block_bytes,
         tuple(written[rank] for rank in range(load.world)),
         max(read),

@@ -76,17 +76,6 @@ def test_shared_memory_is_pinned_for_weights_on_a_gpu(kind: str, monkeypatch: py
     assert not pinned
 
 
-def test_a_slice_with_gaps_crosses_to_the_gpu_with_its_block() -> None:
-    block, device = torch.arange(24.0).view(4, 6), torch.device("meta")  # stands for a GPU
-    rows, columns = ((1, 3), (0, 6)), ((0, 4), (2, 5))
-    for at, moved in ((rows, False), (columns, True)):
-        here = buffers.read_slice(block, at, torch.device("cpu"))
-        there = buffers.read_slice(block, at, device)
-        assert torch.equal(here, block[slice(*at[0]), slice(*at[1])]) and here.data_ptr() >= block.data_ptr()
-        assert there.shape == here.shape and (there.device == device) == moved
-    assert buffers.read_slice(block.to(device), columns, device).device == device
-
-
 class Process:
     """The CUDA calls of `cuda_ipc`, with CPU tensors. `opened`: the arguments with which handles were opened."""
 

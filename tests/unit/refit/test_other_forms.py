@@ -125,7 +125,7 @@ def test_the_plan_gives_what_splitting_by_hand_gives(
             values = held[block.source][block.param][index(block.box)]
             for read in block.reads:
                 if read.rank == rank and read.param in found:
-                    found[read.param][index(read.box)] = values[index(read.at)]
+                    found[read.param][index(read.box)] = values
         for name, values in expected.items():
             assert np.array_equal(found[name], values), f"{name} on engine rank {rank}"
 

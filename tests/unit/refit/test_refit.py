@@ -22,7 +22,7 @@ PARAMS = [
 
 def make_plan(buckets: int) -> Any:
     plan = plan_refit(
-        PARAMS, SHAPE, TrainerLayout(2), EngineLayout(), dtype="float32", buffer_bytes={2: 384, 3: 192}[buckets],
+        PARAMS, SHAPE, TrainerLayout(2), EngineLayout(), dtype="float32", buffer_bytes={2: 384, 3: 224}[buckets],
         alignment=16,
     )  # fmt: skip
     assert len(plan.buckets) == buckets
