@@ -127,7 +127,7 @@ def prepare(
         tokenizer = load_tokenizer(names.name, names.chat_template, names.chat_template_kwargs)
     data = data or _load_data(config, algorithm, tokenizer)
     prepared = Prepared(config, algorithm, model, checkpointer, tokenizer, data, changes, trains=trains)
-    if not fine_tunes and prepared.env_names:
+    if algorithm == "grpo" and prepared.env_names:
         check_environments(config, prepared.env_names, data.first_rows())
     if algorithm != "eval":  # raises where the data has too few rows, or others than the run that is resumed
         prepared.dataloader, prepared.val_dataloader = _build_loaders(config, algorithm, data)
@@ -295,8 +295,10 @@ class Sampler:
 @contextmanager
 def open_sampler(prepared: Prepared, log_dir: Path, env_names: Mapping[str, str | None]) -> Iterator[Sampler]:
     """Start engines and the environments of these tasks, and end them with the context. `log_dir`: of the workers'
-    logs. Raises what the workers' constructors raise."""
+    logs. Raises what `check_environments` raises, before anything is started, and what the workers' constructors
+    raise."""
     config = prepared.config
+    check_environments(config, env_names, prepared.data.first_rows())
     with start_cluster(config, log_dir) as cluster:
         environments = start_environments(config, cluster, env_names)
         engines = start_engines(config, cluster, prepared.model, None)

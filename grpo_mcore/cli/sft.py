@@ -1,21 +1,25 @@
-"""`grpo-mcore sft RECIPE [key=value ...] [--resume [PATH]]`: fine-tune a model on examples, and export it to a Hugging
-Face folder."""
+"""`grpo-mcore sft RECIPE [key=value ...] [--resume [PATH]] [--check]`: fine-tune a model on examples, and export it to
+a Hugging Face folder."""
 
 from __future__ import annotations
 
 import argparse
 
-from grpo_mcore.cli.train import add_resume, exit_code, run_recipe
+from grpo_mcore.cli.train import CHECK_HELP, add_resume, check, exit_code, run_recipe
 from grpo_mcore.recipe import load_recipe
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     add_resume(parser)
+    parser.add_argument("--check", action="store_true", help=CHECK_HELP)
 
 
 def run(args: argparse.Namespace) -> int:
     """Fine-tune as the recipe says."""
     config = load_recipe(args.recipe, args.overrides).config  # a wrong recipe shows before torch is imported
+
+    if args.check:
+        return check("sft", config, args.resume)
 
     from grpo_mcore.algorithms.sft import sft_train
 

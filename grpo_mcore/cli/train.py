@@ -18,6 +18,8 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 
+CHECK_HELP = "check all that can be checked in seconds, and end"
+
 STOPPED_EARLY = 75
 """Exit code of a run that saved and stopped on request; the same command with --resume goes on (EX_TEMPFAIL)."""
 
@@ -32,7 +34,7 @@ UNSAVED = 73
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     add_resume(parser)
     only = parser.add_mutually_exclusive_group()
-    only.add_argument("--check", action="store_true", help="check all that can be checked in seconds, and end")
+    only.add_argument("--check", action="store_true", help=CHECK_HELP)
     only.add_argument("--validate-only", action="store_true", help="validate the model or the checkpoint, and end")
 
 
@@ -54,13 +56,7 @@ def run(args: argparse.Namespace) -> int:
     config = load_recipe(args.recipe, args.overrides).config
     began = time.time()
     if args.check:
-        from grpo_mcore.algorithms.run import prepare
-
-        prepared = prepare(config, args.resume)
-        if (folder := prepared.checkpointer.resumed_from) is not None:
-            print(resumed(folder, prepared.changes))
-        print(f"all checks passed; {prepared.steps_left()} steps are left, nothing was started")
-        return 0
+        return check("grpo", config, args.resume)
     if args.validate_only:
         from grpo_mcore.algorithms.run import validate_only
 
@@ -71,6 +67,17 @@ def run(args: argparse.Namespace) -> int:
     from grpo_mcore.algorithms.run_control.supervise import supervise
 
     return supervise(attempt, config, args.resume, began)
+
+
+def check(algorithm: Algorithm, config: MasterConfig, resume: str | bool | None) -> int:
+    """Check all that can be checked before anything starts, and say how many steps are left. Raises what is wrong."""
+    from grpo_mcore.algorithms.run import prepare
+
+    prepared = prepare(config, resume, algorithm=algorithm)
+    if (folder := prepared.checkpointer.resumed_from) is not None:
+        print(resumed(folder, prepared.changes))
+    print(f"all checks passed; {prepared.steps_left()} steps are left, nothing was started")
+    return 0
 
 
 def attempt(config: MasterConfig, resume: str | bool | None, began: float) -> tuple[int, str | None]:

@@ -112,6 +112,14 @@ def test_a_model_of_another_run_is_never_replaced(task: Task, tmp_path: Path, sa
     assert model.read_bytes() == b"of another run" and [path.name for path in model.parent.parent.iterdir()] == ["hf"]
 
 
+def test_checks_alone_start_nothing(task: Task, sft_run: Run, tmp_path: Path) -> None:
+    run = run_here("sft", tmp_path, sft_recipe(task), "--check")
+    assert run.code == 0 and run.out == "all checks passed; 20 steps are left, nothing was started\n"
+    assert not list((tmp_path / "logs").iterdir())
+    again = run_here("sft", tmp_path, sft_recipe(task), "--check", f"--resume={sft_run.checkpoints / 'step_20'}")
+    assert again.code == 0 and "all checks passed; 0 steps are left" in again.out
+
+
 def test_an_alarm_is_said_and_ends_the_run_where_it_is_asked_to(task: Task, tmp_path: Path) -> None:
     recipe = sft_recipe(task)
     recipe["policy"]["megatron_cfg"] = {

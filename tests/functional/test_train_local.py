@@ -499,3 +499,14 @@ def test_a_step_without_a_sample_in_the_loss_changes_nothing_and_can_be_saved(
 
 def test_log_probs_are_not_computed_if_nothing_needs_them(whole: tuple[Run, Inside]) -> None:
     assert not any("timing/logprobs" in line for line in whole[0].metrics())
+
+
+def test_an_export_of_another_run_is_refused_before_the_start(task: Task, tmp_path: Path) -> None:
+    model = tmp_path / "checkpoints" / "hf_step_4" / "model.safetensors"
+    model.parent.mkdir(parents=True)
+    model.write_bytes(b"of another run")
+    recipe = grpo_recipe(task, task.untrained)
+    assert run_here("train", tmp_path, recipe, "--check").code == 0, "it writes no such model"
+    refused = run_here("train", tmp_path, recipe, "--check", "checkpointing.save_hf=last")
+    assert_one_message(refused, 1, "holds hf_step_4, a model of another run", "choose another folder, or move it away")
+    assert model.read_bytes() == b"of another run"
