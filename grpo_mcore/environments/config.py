@@ -5,8 +5,9 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any, ClassVar, Self
 
-from pydantic import BaseModel, ConfigDict, ValidationError
+from pydantic import BaseModel, ConfigDict, ValidationError, field_validator
 
+from grpo_mcore.environments.answers import Thoughts
 from grpo_mcore.recipe import nearest
 
 
@@ -45,3 +46,19 @@ class EnvConfig(BaseModel):
             if first["type"] == "union_tag_not_found":
                 said = f"the key {first['ctx']['discriminator']} is missing"
             raise EnvironmentConfigError(f"{cls.section}.{key}: {said}, got {first['input']!r}") from error
+
+
+class AnswerConfig(EnvConfig):
+    """The section of an environment that scores the answer of a response, without its thought."""
+
+    thoughts: Thoughts = "auto"
+    """Marks around the thought, behind which the answer stands. `auto`: `<think>` and its like, and Harmony's
+    channels, wherever the response or the end of its prompt has them; then `<answer>` where there is one. `none`: the
+    whole response is the answer. Or two marks of your own: [OPENING, CLOSING]."""
+
+    @field_validator("thoughts")
+    @classmethod
+    def _marks_have_text(cls, thoughts: Thoughts) -> Thoughts:
+        if isinstance(thoughts, tuple) and not all(mark.strip() for mark in thoughts):
+            raise ValueError("both marks need text")
+        return thoughts

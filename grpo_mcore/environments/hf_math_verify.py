@@ -1,11 +1,30 @@
-"""math-verify as a verifier. Importing this module takes seconds, because it also loads what sympy would load with the
-first polynomial, the first matrix and so on: the workers' fork server does that once, ahead of all time limits."""
+r"""math-verify as a verifier, behind a reader of the final statement (`math_text.py`) and with a stricter look at what
+it calls equal. Importing this module takes seconds, because it also loads what sympy would load with the first
+polynomial, the first matrix and so on: the workers' fork server does that once, ahead of all time limits."""
 
 from __future__ import annotations
 
 import logging
+import math
+import re
+from collections.abc import Iterator, Sequence
+from typing import Any
 
+import sympy
 from math_verify import ExprExtractionConfig, LatexExtractionConfig, parse, verify
+
+from grpo_mcore.environments.math_text import (
+    Statement,
+    alternatives,
+    in_base,
+    is_negated,
+    is_pure,
+    last_statement,
+    normalized,
+    split_unit,
+    without_boxes,
+    without_correction,
+)
 
 _EXAMPLES = (
     ("x^2 + 3x + 2", "(x+1)(x+2)"),
@@ -22,21 +41,172 @@ _EXAMPLES = (
     (r"\log_2 8", r"\binom{5}{2}"),
     (r"\int_0^1 x dx", r"\sum_{k=1}^{3} k"),
 )
+_BOXED = [LatexExtractionConfig(boxed_match_priority=0)]
+_ANYWHERE = [ExprExtractionConfig(), LatexExtractionConfig()]
+_DECIMALS, _DIGITS = 6, 15  # places to which math-verify rounds a float, and digits of its precision
+_SMALL, _VERY_SMALL = -3, -5  # decimal exponents below which more places are compared
+_MOST_PLACES = 10_000
+_EQUALS = re.compile(r"(?<![\\<>!:])=(?![=>])")
+_LABEL = re.compile(
+    r"^(?:\\text\s*\{[^{}]*:\s*\}|\\approx(?![a-zA-Z])|\\sim(?:eq)?(?![a-zA-Z])|approximately|about)\s*"
+)
+_NUMBERS = re.compile(r"[-+]?[\d.]+(?:(?:\s*[,;]\s+|\s*;\s*|\s*,?\s+and\s+|\s+)[-+]?[\d.]+)+\.?")
+_NAME = re.compile(r"\s*\\?[a-zA-Z]\w*'*\s*(?:_\s*\{?\w+\}?)?\s*(?:\([^()]*\))?\s*")
 
 
 def hf_math_verify(response: str, truth: str) -> tuple[bool, str | None]:
     """Return (correct, extracted answer). math-verify's own time limits are off: the pool has a harder one."""
-    boxed = truth if "\\boxed" in truth else f"\\boxed{{{truth}}}"
-    gold = parse(boxed, [LatexExtractionConfig()], parsing_timeout=None, raise_on_error=True)
+    gold_text = _bare(truth)
+    gold = _parse_formula(gold_text)
     if not gold:
         raise ValueError(f"the ground truth {truth!r} is not a mathematical expression")
-    targets = [ExprExtractionConfig(), LatexExtractionConfig()]
-    found = parse(response, targets, parsing_timeout=None, raise_on_error=True)
-    if not found:
+    text = normalized(response)
+    statement = last_statement(text)
+    if statement is None:
+        statement = _last_line(text)
+        if _NUMBERS.fullmatch(statement.text) and not _has_several(gold_text):
+            return False, statement.text
+        answers = _parsed(text, _ANYWHERE)
+    elif not statement.text:
+        return False, None
+    elif statement.is_boxed or is_pure(statement.text):
+        answers = _parse_formula(_bare(statement.text))
+    else:
+        answers = _parsed(f"Answer: {without_correction(statement.text)}", _ANYWHERE)
+    if not answers:
         return False, None
     # The last entry is the answer as written; an expression could take for ever to print.
-    answer = found[-1] if isinstance(found[-1], str) else None
-    return bool(verify(gold, found, timeout_seconds=None, raise_on_error=True)), answer
+    answer = answers[-1] if isinstance(answers[-1], str) else None
+    if statement.is_boxed:
+        answer = statement.text
+    return _is_right(gold, gold_text, answers, statement), answer
+
+
+def _is_right(gold: list[Any], gold_text: str, answers: list[Any], statement: Statement) -> bool:
+    said = without_correction(_bare(statement.text))
+    if _contradicts(said, gold_text, statement.after):
+        return False
+    offered = alternatives(said)
+    if len(offered) > 1 and not _has_several(gold_text):
+        return all(_equal(gold, _parse_formula(one)) and not _contradicts(one, gold_text) for one in offered)
+    gold_base, said_base = in_base(gold_text), in_base(said)
+    if gold_base and said_base:
+        return gold_base == said_base
+    if said_base:
+        digits, base = said_base
+        return base == 10 and _equal(gold, [sympy.Integer(int(digits))])
+    if gold_base and statement.is_boxed:
+        return said.lstrip("0") == gold_base[0]
+    if re.sub(r"\s", "", said) == re.sub(r"\s", "", gold_text):
+        return _sides_agree(said)
+    if _equal(gold, answers):
+        return _sides_agree(said)
+    sides = _EQUALS.split(said)
+    if len(sides) > 1 and len(_EQUALS.split(gold_text)) == 1 and "," not in said and _sides_agree(said):
+        if all(_NAME.fullmatch(side) or _value(side) is not None for side in sides[:-1]):
+            return _equal(gold, _parse_formula(sides[-1]))
+    return False
+
+
+def _bare(text: str) -> str:
+    """Return a normalised formula without its box, its dollar signs and the full stop behind it."""
+    text = _LABEL.sub("", without_boxes(normalized(text)).strip())
+    text = re.sub(r"^(?:\*\*|__)(.*)(?:\*\*|__)$", r"\1", text, flags=re.DOTALL).strip()
+    for opening, closing in (("$$", "$$"), ("$", "$"), (r"\(", r"\)"), (r"\[", r"\]")):
+        inner = text.rstrip(".").rstrip()
+        if inner.startswith(opening) and inner.endswith(closing) and len(inner) > len(opening) + len(closing):
+            inside = inner[len(opening) : -len(closing)]
+            if opening not in inside:
+                text = inside.strip()
+    return text if text.endswith("..") else text.rstrip(".").strip()
+
+
+def _parse_formula(text: str) -> list[Any]:
+    number, unit = split_unit(text)
+    if unit is not None and unit != "%":
+        text = number
+    return _parsed(f"\\boxed{{{text}}}", _BOXED) if text else []
+
+
+def _parsed(text: str, targets: Sequence[Any]) -> list[Any]:
+    """Return what math-verify reads, nothing where it fails: then the text is no formula."""
+    try:
+        return list(parse(text, targets, parsing_timeout=None, raise_on_error=True))
+    except (MemoryError, RecursionError):
+        raise
+    except Exception:
+        return []
+
+
+def _last_line(text: str) -> Statement:
+    lines = [line for line in text.splitlines() if line.strip()]
+    return Statement(lines[-1].strip() if lines else "", is_boxed=False)
+
+
+def _equal(gold: list[Any], answers: list[Any]) -> bool:
+    """Compare as math-verify does, but small numbers by their digits instead of by their size. What cannot be compared
+    with the truth is not the truth."""
+    places = _DECIMALS
+    smallest = min((exponent for one in (*gold, *answers) for exponent in _exponents(one)), default=0)
+    if smallest < _SMALL:  # as many digits as 0.001 is compared to, and one more for the very small ones
+        places += _SMALL - smallest + (smallest < _VERY_SMALL)
+    places = min(places, _MOST_PLACES)
+    precision = _DIGITS + places - _DECIMALS
+    try:
+        return bool(verify(gold, answers, places, precision, timeout_seconds=None, raise_on_error=True))
+    except (MemoryError, RecursionError):
+        raise
+    except Exception:
+        return False
+
+
+def _exponents(expression: Any) -> Iterator[int]:
+    """Return the decimal exponents of the numbers that an expression is, or has as its elements."""
+    if isinstance(expression, sympy.MatrixBase):
+        parts = list(expression)
+    elif isinstance(expression, sympy.Expr):
+        parts = [expression]
+    else:
+        parts = list(expression.args) if isinstance(expression, sympy.Basic) else []
+    for part in parts:
+        if isinstance(part, sympy.Expr) and part.is_number:
+            size = sympy.Abs(part).evalf(6)
+            if isinstance(size, sympy.Float) and size.is_finite and size > 0:
+                yield math.floor(float(sympy.log(size, 10).evalf(6)))
+        elif part is not expression:
+            yield from _exponents(part)
+
+
+def _contradicts(said: str, gold: str, after: str = "") -> bool:
+    """Return whether a statement is negated where the truth is not, or has another unit."""
+    if is_negated(said) and not is_negated(gold):
+        return True
+    said_unit, gold_unit = split_unit(said)[1], split_unit(gold)[1]
+    if said_unit is None and after and gold_unit is not None:
+        said_unit = split_unit("1 " + after.strip(" $\\)]").lstrip())[1]
+    return said_unit is not None and gold_unit is not None and said_unit != gold_unit
+
+
+def _has_several(gold: str) -> bool:
+    return len(alternatives(gold)) > 1 or re.search(r",|;|\\pm|\\cup|\\\{", gold) is not None
+
+
+def _value(text: str) -> Any:
+    """Return the value of a side of an equation that is a number, else None."""
+    if not text.strip() or len(text) > 200:
+        return None
+    parsed = _parse_formula(text.strip())
+    number = parsed[0] if parsed else None
+    return number if isinstance(number, sympy.Expr) and number.is_number else None
+
+
+def _sides_agree(said: str) -> bool:
+    """Return whether all sides of an "=" chain that are numbers are the same number."""
+    sides = _EQUALS.split(said)
+    if len(sides) < 2 or "," in said or ";" in said:
+        return True
+    values = [value for side in sides if (value := _value(side)) is not None]
+    return all(_equal([values[0]], [value]) for value in values[1:])
 
 
 logging.getLogger("math_verify").setLevel(logging.CRITICAL)  # it logs each answer that it cannot read

@@ -12,6 +12,8 @@ from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
+from grpo_mcore.environments.answers import split_response
+
 _BULLETS = re.compile(r"^\s*(?:\*[^*].*|-.*)$", re.MULTILINE)
 _STARS = re.compile(r"\*[^\n*]+\*")
 _PLACEHOLDER = re.compile(r"\[.*?\]")
@@ -20,8 +22,9 @@ _WORD = re.compile(r"\w+")
 _SENTENCE_END = re.compile(r"[.!?]+(?=\s|$)")
 
 
-def followed(response: str, info: Mapping[str, Any]) -> float:
-    """Return 1.0 where the response follows every one of the prompt's `instructions`, else 0.0."""
+def followed(reply: str, info: Mapping[str, Any]) -> float:
+    """Return 1.0 where the answer, without a thought, follows every one of the prompt's `instructions`, else 0.0."""
+    response = split_response(reply).answer or ""
     if not response.strip():
         return 0.0
     checks = info["instructions"]

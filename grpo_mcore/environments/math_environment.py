@@ -15,7 +15,8 @@ from typing import Any, ClassVar, Literal, NamedTuple
 
 from pydantic import Field
 
-from grpo_mcore.environments.config import EnvConfig, EnvironmentConfigError
+from grpo_mcore.environments.answers import UNFINISHED, split_messages
+from grpo_mcore.environments.config import AnswerConfig, EnvironmentConfigError
 from grpo_mcore.environments.interfaces import (
     EnvironmentInterface,
     EnvironmentReturn,
@@ -26,7 +27,7 @@ from grpo_mcore.environments.verifier_pool import Result, VerifierPool, WorkerSp
 from grpo_mcore.environments.verifiers import (
     HF_MATH_VERIFY,
     compare_plain_numbers,
-    ground_truth,
+    ground_truths,
     make_verifier,
     reason_for,
     verifier_module,
@@ -34,7 +35,7 @@ from grpo_mcore.environments.verifiers import (
 from grpo_mcore.objective import CORRECT, pass_at_k
 
 
-class MathEnvConfig(EnvConfig):
+class MathEnvConfig(AnswerConfig):
     """The recipe's section `env.math`."""
 
     section: ClassVar[str] = "env.math"
@@ -93,8 +94,9 @@ class Verdict(NamedTuple):
 
 
 class MathEnvironment(EnvironmentInterface):
-    """Single-turn. Each conversation's metadata holds `ground_truth`; the answer is taken from all of the policy's
-    text. With `format_pattern`, `rewards_by_name` is {"correct": 0 or 1, "format": 0 or 1}."""
+    """Single-turn. Each conversation's metadata holds `ground_truth`. The verifier sees the answer, behind the thought;
+    `format_pattern` sees all of the policy's text, and makes `rewards_by_name` {"correct": 0 or 1, "format": 0 or 1}.
+    """
 
     concurrent_calls = 32
     config_class = MathEnvConfig
@@ -126,8 +128,9 @@ class MathEnvironment(EnvironmentInterface):
         self, message_log_batch: Sequence[Sequence[Mapping[str, Any]]], metadata: Sequence[dict[str, Any]]
     ) -> EnvironmentReturn:
         responses = [response_text(messages) for messages in message_log_batch]
-        truths = [ground_truth(entry, "math") for entry in metadata]
-        verdicts = self._verify(responses, truths)
+        answers = [split_messages(messages, self.config.thoughts).answer for messages in message_log_batch]
+        truths = [ground_truths(entry, "math") for entry in metadata]
+        verdicts = self._verify(answers, truths)
         parts = [self._parts(verdict, response) for verdict, response in zip(verdicts, responses, strict=True)]
         return single_turn_return(
             metadata,
@@ -139,26 +142,34 @@ class MathEnvironment(EnvironmentInterface):
             rewards_by_name=parts,
         )
 
-    def _verify(self, responses: Sequence[str], truths: Sequence[str]) -> list[Verdict]:
-        pairs = list(zip(responses, truths, strict=True))
-        plain = [self._verify_plain_number(response, truth) for response, truth in pairs]
+    def _verify(self, answers: Sequence[str | None], truths: Sequence[str | Sequence[str]]) -> list[Verdict]:
+        """Verify answers; None is one that a response does not have, because its thought is not closed."""
+        several = [[truth] if isinstance(truth, str) else truth for truth in truths]
+        pairs = [(answer or "", truth) for answer, truth in zip(answers, several, strict=True)]
+        plain = [self._verify_plain_number(answer, truth) for answer, truth in pairs]
         results = iter(self._pool.run([pair for pair, done in zip(pairs, plain, strict=True) if done is None]))
-        return [done or self._verdict(next(results), truth) for (_, truth), done in zip(pairs, plain, strict=True)]
+        scores = [done or self._verdict(next(results), truth) for (_, truth), done in zip(pairs, plain, strict=True)]
+        return [
+            score._replace(reason=UNFINISHED) if answer is None and score.answer is None else score
+            for score, answer in zip(scores, answers, strict=True)
+        ]
 
-    def _verdict(self, result: Result, truth: str) -> Verdict:
+    def _verdict(self, result: Result, truths: Sequence[str]) -> Verdict:
         if result.failure is not None:
             reward = self.config.verify_timeout_reward if result.timed_out else None
             return Verdict(reward, None, result.failure, result.seconds)
         reward, answer = result.value
-        return Verdict(reward, answer, reason_for(reward, answer, truth), result.seconds)
+        return Verdict(reward, answer, reason_for(reward, answer, " or ".join(truths)), result.seconds)
 
-    def _verify_plain_number(self, response: str, truth: str) -> Verdict | None:
+    def _verify_plain_number(self, answer: str, truths: Sequence[str]) -> Verdict | None:
         start = time.perf_counter()
-        plain = compare_plain_numbers(response, truth) if self._verifier == HF_MATH_VERIFY else None
+        if self._verifier != HF_MATH_VERIFY or len(truths) > 1:
+            return None
+        plain = compare_plain_numbers(answer, truths[0])
         if plain is None:
             return None
-        reward, answer = float(plain[0]), plain[1]
-        return Verdict(reward, answer, reason_for(reward, answer, truth), time.perf_counter() - start)
+        reward, number = float(plain[0]), plain[1]
+        return Verdict(reward, number, reason_for(reward, number, truths[0]), time.perf_counter() - start)
 
     def _parts(self, verdict: Verdict, response: str) -> dict[str, float]:
         if self.config.format_pattern is None or verdict.reward is None:

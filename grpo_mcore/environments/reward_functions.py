@@ -13,6 +13,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from grpo_mcore.environments.answers import Parts, Thoughts, split_messages, split_response
+
 Info = Mapping[str, Any]
 
 
@@ -33,9 +35,13 @@ class Sample:
     prompt_tokens: int = 0
     response_tokens: int = 0
     """Tokens that the policy generated, over all turns."""
+    parts: Parts | None = None
+    """Thought and answer of the response. None: split by the default marks."""
 
     @classmethod
-    def of(cls, messages: Sequence[Mapping[str, Any]], info: Info, response: str) -> Sample:
+    def of(
+        cls, messages: Sequence[Mapping[str, Any]], info: Info, response: str, thoughts: Thoughts = "auto"
+    ) -> Sample:
         """Build it of a conversation, as `interfaces.conversation` gives it."""
         start = next((i for i, message in enumerate(messages) if _is_answer(message)), len(messages))
         return cls(
@@ -46,7 +52,17 @@ class Sample:
             finish_reason=messages[-1].get("finish_reason") if messages else None,
             prompt_tokens=sum(message.get("tokens", 0) for message in messages[:start]),
             response_tokens=sum(message.get("tokens", 0) for message in messages if message.get("generated")),
+            parts=split_messages(messages, thoughts),
         )
+
+    @property
+    def thought_and_answer(self) -> Parts:
+        return split_response(self.response, prompt=self.prompt) if self.parts is None else self.parts
+
+    @property
+    def answer(self) -> str | None:
+        """The answer without the thought; None where the thought is not closed."""
+        return self.thought_and_answer.answer
 
     @property
     def messages(self) -> list[Mapping[str, Any]]:
@@ -54,8 +70,10 @@ class Sample:
         return list(self.info.get("messages") or [{"role": "user", "content": self.prompt}])
 
     def named(self) -> dict[str, Any]:
-        """Return all that a function may ask for by name: these names first, then the columns of the row."""
-        own = {
+        """Return all that a function may ask for by name: these names first, then the columns of the row, then
+        `reply` and `thought`."""
+        thought, answer = self.thought_and_answer
+        known = {
             "response": self.response,
             "info": self.info,
             "prompt": self.prompt,
@@ -66,7 +84,7 @@ class Sample:
             "prompt_tokens": self.prompt_tokens,
             "response_tokens": self.response_tokens,
         }
-        return {**self.info, **own}
+        return {"reply": answer or "", "thought": thought, **self.info, **known}
 
 
 def _is_answer(message: Mapping[str, Any]) -> bool:

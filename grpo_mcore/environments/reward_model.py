@@ -11,11 +11,11 @@ from typing import Any, ClassVar, Literal
 
 from pydantic import Field
 
-from grpo_mcore.environments.config import EnvConfig
+from grpo_mcore.environments.answers import Thoughts, split_messages
+from grpo_mcore.environments.config import AnswerConfig
 from grpo_mcore.environments.interfaces import (
     EnvironmentInterface,
     EnvironmentReturn,
-    response_text,
     single_turn_return,
 )
 from grpo_mcore.environments.verifier_pool import Result, VerifierPool, WorkerSpec
@@ -25,7 +25,7 @@ Messages = list[dict[str, str]]
 _MODEL_KEYS = ("model_name", "label", "sigmoid", "text_template", "max_length", "device", "dtype")
 
 
-class RewardModelConfig(EnvConfig):
+class RewardModelConfig(AnswerConfig):
     """The recipe's section `env.reward_model`."""
 
     section: ClassVar[str] = "env.reward_model"
@@ -57,7 +57,8 @@ class RewardModelConfig(EnvConfig):
 
 
 class RewardModelEnvironment(EnvironmentInterface):
-    """Single-turn. A conversation is the prompt's `messages` in the metadata, then the policy's text."""
+    """Single-turn. A conversation is the prompt's `messages` in the metadata, then the policy's answer without its
+    thought."""
 
     concurrent_calls = 32
     config_class = RewardModelConfig
@@ -88,7 +89,7 @@ class RewardModelEnvironment(EnvironmentInterface):
         self, message_log_batch: Sequence[Sequence[Mapping[str, Any]]], metadata: Sequence[dict[str, Any]]
     ) -> EnvironmentReturn:
         pairs = zip(message_log_batch, metadata, strict=True)
-        results = self._score([_conversation(messages, entry) for messages, entry in pairs])
+        results = self._score([_conversation(messages, entry, self.config.thoughts) for messages, entry in pairs])
         return single_turn_return(
             metadata,
             rewards=[None if result.failure else result.value for result in results],
@@ -126,7 +127,7 @@ def _score_of_one(result: Result) -> Result:
     return Result(None, value, result.seconds) if isinstance(value, str) else Result(value, None, result.seconds)
 
 
-def _conversation(messages: Sequence[Mapping[str, Any]], metadata: Mapping[str, Any]) -> Messages:
+def _conversation(messages: Sequence[Mapping[str, Any]], metadata: Mapping[str, Any], thoughts: Thoughts) -> Messages:
     prompt = metadata.get("messages")
     if not prompt:
         raise ValueError(
@@ -134,4 +135,4 @@ def _conversation(messages: Sequence[Mapping[str, Any]], metadata: Mapping[str, 
             "processor: chat_data_processor for the dataset under data"
         )
     asked = [{"role": message["role"], "content": message["content"]} for message in prompt]
-    return [*asked, {"role": "assistant", "content": response_text(messages)}]
+    return [*asked, {"role": "assistant", "content": split_messages(messages, thoughts).answer or ""}]

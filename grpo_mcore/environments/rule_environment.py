@@ -11,7 +11,7 @@ from typing import Any, ClassVar
 
 from pydantic import Field
 
-from grpo_mcore.environments.config import EnvConfig
+from grpo_mcore.environments.config import AnswerConfig
 from grpo_mcore.environments.interfaces import (
     EnvironmentInterface,
     EnvironmentReturn,
@@ -24,7 +24,7 @@ from grpo_mcore.environments.verifier_pool import Result, VerifierPool, WorkerSp
 from grpo_mcore.environments.verifiers import shorten
 
 
-class RuleEnvConfig(EnvConfig):
+class RuleEnvConfig(AnswerConfig):
     """The recipe's section `env.rules`."""
 
     section: ClassVar[str] = "env.rules"
@@ -42,7 +42,7 @@ class RuleEnvConfig(EnvConfig):
 
 
 class RuleEnvironment(EnvironmentInterface):
-    """Single-turn. The rules see all of the policy's text, and the conversation's metadata."""
+    """Single-turn. The rules see the policy's answer, all of its text, and the conversation's metadata."""
 
     concurrent_calls = 32
     config_class = RuleEnvConfig
@@ -83,7 +83,10 @@ class RuleEnvironment(EnvironmentInterface):
     ) -> EnvironmentReturn:
         responses = [response_text(messages) for messages in message_log_batch]
         turns = zip(message_log_batch, metadata, responses, strict=True)
-        results = self._pool.run([(Sample.of(messages, info, response),) for messages, info, response in turns])
+        thoughts = self.config.thoughts
+        results = self._pool.run(
+            [(Sample.of(messages, info, response, thoughts),) for messages, info, response in turns]
+        )
         verdicts = [self._verdict(result) for result in results]
         return single_turn_return(
             metadata,

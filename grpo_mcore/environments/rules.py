@@ -17,9 +17,11 @@ from pydantic import BaseModel, ConfigDict, Field, TypeAdapter, field_validator,
 from grpo_mcore.environments.config import EnvironmentConfigError
 from grpo_mcore.environments.registry import import_by_path
 from grpo_mcore.environments.reward_functions import Sample, reward_arguments, reward_call, where_raised
-from grpo_mcore.environments.verifiers import make_verifier, verifier_module
+from grpo_mcore.environments.verifiers import ground_truths, make_verifier, verifier_module
 
 Rule = Callable[[Sample], float]
+
+_MARK = re.compile(r"think|thought|reason|answer>|channel|scratchpad", re.IGNORECASE)
 
 
 class _Component(BaseModel):
@@ -36,14 +38,27 @@ class _Component(BaseModel):
         """Raise EnvironmentConfigError where the rule cannot score an answer to a prompt with these fields."""
 
 
-class RegexComponent(_Component):
-    """1 where the response matches, else 0."""
+class _TextComponent(_Component):
+    """A component that looks at a text, and gives 0 where there is none because a thought is not closed."""
+
+    of: Literal["answer", "response"] | None = None
+    """The text that is looked at: the answer, or the whole response with its thought. null: the answer."""
+
+    def text(self, sample: Sample) -> str | None:
+        return sample.response if self.of == "response" else sample.answer
+
+
+class RegexComponent(_TextComponent):
+    """1 where the text matches, else 0."""
 
     type: Literal["regex"]
     pattern: str
     """Python regular expression."""
     match: Literal["full", "search"] = "full"
-    """Whether the whole response has to match, or some part of it."""
+    """Whether the whole text has to match, or some part of it."""
+    of: Literal["answer", "response"] | None = None
+    """The text that is looked at. null: the answer; the whole response where the pattern names a mark that an answer
+    does not have: of a thought, of `<answer>`, or of a channel."""
 
     @field_validator("pattern")
     @classmethod
@@ -57,11 +72,17 @@ class RegexComponent(_Component):
     def rule(self) -> Rule:
         expression = re.compile(self.pattern)
         match = expression.fullmatch if self.match == "full" else expression.search
-        return lambda sample: float(match(sample.response) is not None)
+        seen = self if self.of or not _MARK.search(self.pattern) else self.model_copy(update={"of": "response"})
+
+        def matches(sample: Sample) -> float:
+            text = seen.text(sample)
+            return float(text is not None and match(text) is not None)
+
+        return matches
 
 
-class LengthComponent(_Component):
-    """1 where the response is from `min` to `max` long, both included, else 0."""
+class LengthComponent(_TextComponent):
+    """1 where the text is from `min` to `max` long, both included, else 0."""
 
     type: Literal["length"]
     unit: Literal["characters", "words", "lines"] = "characters"
@@ -84,11 +105,16 @@ class LengthComponent(_Component):
             "lines": lambda text: len(text.splitlines()),
         }[self.unit]
         most = math.inf if self.max is None else self.max
-        return lambda sample: float(self.min <= count(sample.response) <= most)
+
+        def fits(sample: Sample) -> float:
+            text = self.text(sample)
+            return float(text is not None and self.min <= count(text) <= most)
+
+        return fits
 
 
-class ContainsComponent(_Component):
-    """1 where the response contains all of `all`, at least one of `any` and none of `none`, else 0."""
+class ContainsComponent(_TextComponent):
+    """1 where the text contains all of `all`, at least one of `any` and none of `none`, else 0."""
 
     type: Literal["contains"]
     all: list[str] = Field(default_factory=list)
@@ -111,15 +137,18 @@ class ContainsComponent(_Component):
         all_, any_, none = ([fold(text) for text in texts] for texts in (self.all, self.any, self.none))
 
         def contains(sample: Sample) -> float:
-            content = fold(sample.response)
-            found = all(text in content for text in all_) and not any(text in content for text in none)
-            return float(found and (not any_ or any(text in content for text in any_)))
+            seen = self.text(sample)
+            if seen is None:
+                return 0.0
+            content = fold(seen)
+            allowed = all(text in content for text in all_) and not any(text in content for text in none)
+            return float(allowed and (not any_ or any(text in content for text in any_)))
 
         return contains
 
 
 class VerifierComponent(_Component):
-    """The reward of a verifier for the response and the prompt's `ground_truth`."""
+    """The reward of a verifier for the answer and the prompt's `ground_truth`."""
 
     type: Literal["verifier"]
     verifier: str
@@ -135,7 +164,7 @@ class VerifierComponent(_Component):
             info = sample.info
             if info.get("ground_truth") is None:
                 raise ValueError(f"the prompt has no 'ground_truth', only {sorted(info)}")
-            return verify(sample.response, str(info["ground_truth"]))[0]
+            return verify(sample.answer or "", ground_truths(info, "rules"))[0]
 
         return verified
 

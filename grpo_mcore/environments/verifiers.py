@@ -8,7 +8,7 @@ compare the two): a response that is nothing but a number, or that ends with its
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from decimal import Decimal
 from typing import Any
 
@@ -38,14 +38,19 @@ _BOX_AT_THE_END = [
 _TAIL = 100  # characters: more than the longest box with its delimiters
 
 
-def make_verifier(name: str) -> Callable[[str, str], tuple[float, str | None]]:
-    """Return (response, truth) -> (reward, answer) for the verifier of this name or import path."""
+def make_verifier(name: str) -> Callable[[str, str | Sequence[str]], tuple[float, str | None]]:
+    """Return (response, truth) -> (reward, answer) for the verifier of this name or import path. Of several truths the
+    one with the highest reward counts."""
     verifier: Verifier = import_by_path(_BY_NAME.get(name, name), what="verifier")
 
-    def verify(response: str, truth: str) -> tuple[float, str | None]:
+    def verify_one(response: str, truth: str) -> tuple[float, str | None]:
         outcome = verifier(response, truth)
         reward, answer = outcome if isinstance(outcome, tuple) else (outcome, None)
         return float(reward), None if answer is None else str(answer)
+
+    def verify(response: str, truth: str | Sequence[str]) -> tuple[float, str | None]:
+        truths = [truth] if isinstance(truth, str) else truth
+        return max((verify_one(response, one) for one in truths), key=lambda outcome: outcome[0])
 
     return verify
 
@@ -73,14 +78,31 @@ def shorten(text: str) -> str:
     return text if len(text) <= _SHOWN else text[:_SHOWN] + " ..."
 
 
-def ground_truth(metadata: Mapping[str, Any], environment: str) -> str:
-    """Raises ValueError where a prompt has none."""
-    if metadata.get("ground_truth") is None:
+def ground_truths(metadata: Mapping[str, Any], environment: str) -> list[str]:
+    """Return a prompt's truths: several where it has a list, of which an answer must be one. Of GSM8K's solutions the
+    part behind "####" is the truth. Raises ValueError where a prompt has none, or one that no answer can be."""
+    truth = metadata.get("ground_truth")
+    if truth is None:
         raise ValueError(
             f"the {environment} environment needs 'ground_truth' in extra_env_info, got {sorted(metadata)}; "
             f"check the dataset's output_key and its processor"
         )
-    return str(metadata["ground_truth"])
+    if hasattr(truth, "tolist"):  # numpy's, as tables have it
+        truth = truth.tolist()
+    several = list(truth) if isinstance(truth, list | tuple) else [truth]
+    for one in several:
+        if isinstance(one, Mapping | list | tuple | set) or one is None or not str(one).strip():
+            raise ValueError(
+                f"the ground truth {shorten(repr(truth))} is {_kind(one)}, which no answer can match; name the field "
+                "that holds the answer in the dataset's output_key, such as reward_model.ground_truth"
+            )
+    if not several:
+        raise ValueError("the ground truth is an empty list, which no answer can match")
+    return [str(one).rpartition("####")[2].strip() for one in several]
+
+
+def _kind(value: Any) -> str:
+    return "blank" if value is None or isinstance(value, str) else f"a {type(value).__name__}"
 
 
 def compare_plain_numbers(response: str, truth: str) -> tuple[bool, str] | None:

@@ -14,6 +14,7 @@ from typing import Any, ClassVar, NamedTuple
 
 from pydantic import Field
 
+from grpo_mcore.environments.answers import UNFINISHED, split_messages
 from grpo_mcore.environments.code.asserts import SplitTest, split_test
 from grpo_mcore.environments.code.tests import (
     AssertTest,
@@ -25,11 +26,10 @@ from grpo_mcore.environments.code.tests import (
     same_text,
     same_value,
 )
-from grpo_mcore.environments.config import EnvConfig
+from grpo_mcore.environments.config import AnswerConfig
 from grpo_mcore.environments.interfaces import (
     EnvironmentInterface,
     EnvironmentReturn,
-    response_text,
     single_turn_return,
 )
 from grpo_mcore.environments.sandbox.sandboxes import (
@@ -50,7 +50,7 @@ _FENCE = re.compile(r"\s*+(?P<fence>`{3,}+|~{3,}+)\s*+(?P<language>[^`\s]*+)[^`]
 _PYTHON = {"", "python", "python3", "py", "py3"}
 
 
-class CodeEnvConfig(EnvConfig):
+class CodeEnvConfig(AnswerConfig):
     """The recipe's section `env.code`."""
 
     section: ClassVar[str] = "env.code"
@@ -142,12 +142,16 @@ class CodeEnvironment(EnvironmentInterface):
     def step(
         self, message_log_batch: Sequence[Sequence[Mapping[str, Any]]], metadata: Sequence[dict[str, Any]]
     ) -> EnvironmentReturn:
-        programs = [last_program(response_text(messages)) for messages in message_log_batch]
+        answers = [split_messages(messages, self.config.thoughts).answer for messages in message_log_batch]
+        programs = [None if answer is None else last_program(answer) for answer in answers]
         reports = list(self._threads.map(self._report, programs, metadata))
         return single_turn_return(
             metadata,
             rewards=[report.reward(self.config.partial_credit) for report in reports],
-            reasons=[report.reason for report in reports],
+            reasons=[
+                UNFINISHED if answer is None and report.broken is None else report.reason
+                for report, answer in zip(reports, answers, strict=True)
+            ],
             seconds=[report.seconds for report in reports],
             answers=programs,
             stop_strings=self.config.stop_strings,

@@ -33,3 +33,7 @@ async def by_name(finish_reason: str, level: int, response_tokens: int, prompt_t
     """Asynchronous, and with what it needs by name."""
     assert finish_reason == "length"
     return level + response_tokens / 10 + prompt_tokens / 100
+
+
+def thought_and_reply(response: str, thought: str, reply: str) -> float:
+    return float(thought == "<think>maybe 6, damn</think>" and reply == "5" and thought in response)

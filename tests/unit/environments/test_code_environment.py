@@ -246,3 +246,11 @@ def test_the_last_closed_block_of_python(response: str, program: str | None) -> 
 def test_no_line_takes_for_ever(line: str) -> None:
     """With backtracking the first line would take an hour."""
     assert last_program(line) is None
+
+
+def test_a_program_in_the_thought_does_not_count(env: CodeEnvironment) -> None:
+    block = f"```python\n{CORRECT}\n```"
+    texts = (f"<think>{block}</think> I cannot.", f"<think>no</think>{block}", f"<think>{block}")
+    result = env.step([[{"role": "assistant", "content": text}] for text in texts], [{"tests": SUM}] * 3)
+    assert result.rewards == [0.0, 1.0, 0.0]
+    assert result.reasons[2] == "no answer: the thought is not closed"

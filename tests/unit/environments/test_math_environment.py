@@ -6,6 +6,7 @@ import copy
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 
+import numpy as np
 import pytest
 import torch
 
@@ -60,6 +61,47 @@ def test_step_answers_every_conversation(env):
 def test_answer_reward_and_reason(env, response, truth, reward, answer, reason):
     [verdict] = env._verify([response], [truth])
     assert verdict[:3] == (reward, answer, reason)
+
+
+def test_the_thought_is_not_judged(env):
+    logs = [
+        [{"role": "user", "content": prompt}, {"role": "assistant", "content": text}]
+        for prompt, text in (
+            ("?", "<think>so 5</think> <answer>6</answer>"),
+            ("?", "<think>maybe 6 </think>\n<answer>5</answer>"),
+            ("?", r"<think>\boxed{5}</think> It is $\frac{12}{2}$"),
+            ("?<think>", "so 5"),
+            ("?<think>", r"so 6</think> \boxed{5}"),
+        )
+    ]
+    result = env.step(logs, [{"ground_truth": "5"}] * 5)
+    assert result.rewards == [0.0, 1.0, 0.0, 0.0, 1.0]
+    assert result.reasons[3] == "no answer: the thought is not closed"
+    whole = copy.copy(env)
+    whole.config = MathEnvConfig.read({"thoughts": "none"})
+    assert whole.step(logs, [{"ground_truth": "5"}] * 5).rewards[3] == 1.0
+
+
+def test_a_list_of_truths_means_any_of_them(env):
+    logs = [[{"role": "assistant", "content": text}] for text in ("5", r"\boxed{\frac{1}{2}}", "7")]
+    assert env.step(logs, [{"ground_truth": ["5", 0.5]}] * 3).rewards == [1.0, 1.0, 0.0]
+    assert env.step(logs, [{"ground_truth": np.array([5, 7])}] * 3).rewards == [1.0, 0.0, 1.0]
+    assert env.step(logs[:1], [{"ground_truth": "2 + 3 = 5\n#### 5"}]).rewards == [1.0]
+
+
+@pytest.mark.parametrize(
+    ("truth", "kind"),
+    [
+        ({"ground_truth": "5"}, "a dict"),
+        ([], "an empty list"),
+        ("", "blank"),
+        ([["5"]], "a list"),
+        (["5", None], "blank"),
+    ],
+)
+def test_a_truth_that_no_answer_can_match_is_an_error(env, truth, kind):
+    with pytest.raises(ValueError, match=f"is {kind}, which no answer can match"):
+        env.step([[{"role": "assistant", "content": "5"}]], [{"ground_truth": truth}])
 
 
 def test_plain_numbers_do_not_go_to_the_workers(env, monkeypatch):

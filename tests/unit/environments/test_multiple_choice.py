@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
 import pytest
+import yaml
 
 from grpo_mcore.environments.multiple_choice import english_choice, multilingual_choice
 
@@ -48,6 +51,22 @@ def test_other_languages(response: str, letter: str) -> None:
     assert multilingual_choice(response, letter) == (True, letter)
     assert multilingual_choice(response, "J") == (False, letter)
     assert english_choice(response, letter) == (False, None)
+
+
+CASES = yaml.safe_load((Path(__file__).parent / "choice_cases.yaml").read_text())
+
+
+@pytest.mark.parametrize("verifier", [english_choice, multilingual_choice])
+def test_a_letter_that_stands_alone(verifier) -> None:
+    read = [(response, verifier(response, "A")) for response, _ in CASES]
+    assert read == [(response, (letter == "A", letter)) for response, letter in CASES]
+
+
+@pytest.mark.parametrize(
+    "response", ["Antwort: A oder B", "答案：A或B", "Respuesta: A o B", "정답: A 또는 B", "Ответ: A или B"]
+)
+def test_several_letters_in_other_languages_are_none(response: str) -> None:
+    assert multilingual_choice(response, "A") == (False, None)
 
 
 @pytest.mark.parametrize("truth", ["c", " C ", "(C)", "C.", "**C**", "Ｃ"])

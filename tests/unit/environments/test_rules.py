@@ -59,6 +59,47 @@ def test_a_component(rule: dict[str, Any], response: str, expected: Any) -> None
     assert value(rule, response, ground_truth=5, words=["a", "b", "c"]) == expected
 
 
+THINKS = "<think>maybe 6, damn</think>so <answer>5</answer>"
+
+
+@pytest.mark.parametrize(
+    ("rule", "response", "expected"),
+    [
+        ({"type": "regex", "pattern": r"5"}, THINKS, 1.0),
+        ({"type": "regex", "pattern": r"6", "match": "search"}, THINKS, 0.0),
+        ({"type": "regex", "pattern": r"6", "match": "search", "of": "response"}, THINKS, 1.0),
+        ({"type": "regex", "pattern": r"(?s)<think>.*</think>.*"}, THINKS, 1.0),  # it names a mark: all of the text
+        ({"type": "regex", "pattern": r"(?s)<think>.*</think>.*", "of": "answer"}, THINKS, 0.0),
+        ({"type": "regex", "pattern": r".*"}, "<think>5", 0.0),
+        ({"type": "length", "max": 1}, THINKS, 1.0),
+        ({"type": "length", "max": 1, "of": "response"}, THINKS, 0.0),
+        ({"type": "length", "max": 100}, "<think>5", 0.0),
+        ({"type": "contains", "none": ["damn"]}, THINKS, 1.0),
+        ({"type": "contains", "none": ["damn"], "of": "response"}, THINKS, 0.0),
+        ({"type": "contains", "none": ["damn"]}, "<think>5", 0.0),
+        ({"type": "verifier", "verifier": "hf_math_verify"}, THINKS, 1.0),
+        ({"type": "verifier", "verifier": "hf_math_verify"}, "<think>5</think><answer>6</answer>", 0.0),
+        ({"type": "verifier", "verifier": "hf_math_verify"}, "<think>5", 0.0),
+        ({"type": "function", "path": f"{FUNCTIONS}:thought_and_reply"}, THINKS, 1.0),
+        ({"type": "function", "path": "grpo_mcore.environments.instructions:followed"}, THINKS, 1.0),
+    ],
+)
+def test_a_component_sees_the_answer_without_the_thought(rule: dict[str, Any], response: str, expected: float) -> None:
+    short = [{"name": "length_constraints:number_words", "num_words": 2, "relation": "less than"}]
+    assert value(rule, response, ground_truth=["4", 5], instructions=short) == expected
+
+
+def test_the_prompt_may_open_the_thought_and_marks_may_be_ones_own() -> None:
+    rule = {"it": {"type": "contains", "any": ["5"]}}
+    prompt = {"role": "user", "content": "5?<bot><think>", "generated": False}
+    answer = {"role": "assistant", "content": "5 ## 6", "generated": True}
+    values = [
+        make_rules(rule)(Sample.of([prompt, answer], {}, "5 ## 6", thoughts))["values"]["it"]
+        for thoughts in ("auto", "none", ("<think>", "##"))
+    ]
+    assert values == [0.0, 1.0, 0.0]
+
+
 def test_a_verifier_needs_a_truth() -> None:
     found = value({"type": "verifier", "verifier": "dapo_math_verify"}, "Answer: 5", level=1)
     assert found == {"failed": "it", "why": "ValueError: the prompt has no 'ground_truth', only ['level']"}

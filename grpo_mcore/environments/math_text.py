@@ -1,0 +1,425 @@
+r"""Reads the final statement of a mathematical answer, and writes numbers, boxes and units in one way.
+
+Pure functions on text, without sympy. They say what was written, not whether it is right.
+"""
+
+from __future__ import annotations
+
+import re
+import unicodedata
+from dataclasses import dataclass
+from fractions import Fraction
+
+INVISIBLE = dict.fromkeys(
+    [*range(0x200B, 0x2010), *range(0x202A, 0x202F), *range(0x2060, 0x2070), 0x00AD, 0x061C, 0xFEFF, 0x180E], ""
+)
+_SPACES = dict.fromkeys([0x00A0, *range(0x2000, 0x200B), 0x202F, 0x205F, 0x3000], " ")
+_FULL_WIDTH = {code: chr(code - 0xFEE0) for code in range(0xFF01, 0xFF5F)}
+_SYMBOLS = {
+    **dict.fromkeys("\u2212\ufe63\u2011\u2010", "-"),
+    "×": r"\times ",
+    "÷": "/",
+    "·": r"\cdot ",
+    "⋅": r"\cdot ",
+    "∕": "/",
+    "⁄": "/",
+    "π": r"\pi ",
+    "∞": r"\infty ",
+    "≤": r"\le ",
+    "≥": r"\ge ",
+    "≠": r"\ne ",
+    "≈": r"\approx ",
+    "∅": r"\emptyset ",
+    "±": r"\pm ",
+    "∪": r"\cup ",
+    "∩": r"\cap ",
+    "∈": r"\in ",
+    "°": r"^\circ ",
+    "º": r"^\circ ",
+    "′": "'",
+    "’": "'",
+    "﹪": "%",
+    "，": ",",
+    "。": ".",
+    "：": ":",
+}
+_CHARACTERS = {**INVISIBLE, **_SPACES, **_FULL_WIDTH, **{ord(key): value for key, value in _SYMBOLS.items()}}
+_RAISED = dict(zip("⁰¹²³⁴⁵⁶⁷⁸⁹⁻⁺", "0123456789-+", strict=True))
+_LOWERED = dict(zip("₀₁₂₃₄₅₆₇₈₉", "0123456789", strict=True))
+_RAISED_RUN = re.compile(f"[{''.join(_RAISED)}]+")
+_LOWERED_RUN = re.compile(f"[{''.join(_LOWERED)}]+")
+_ROOT = re.compile(r"([√∛])\s*(?:\(([^()]*)\)|\{([^{}]*)\}|(\d+(?:\.\d+)?|[a-zA-Z]))")
+_DASH = re.compile(r"(?<![\w)}\]])[–—](?=\s?[\d.\\])")
+_VULGAR = re.compile(r"(\d*)\s?([¼½¾⅐-⅞])")
+
+_SPACING = r"(?:\\[,;:! ]|\\thinspace(?![a-zA-Z])|~|\s|\{\s*\}|\\text\{\s*,?\s*\})"
+_GROUPS = re.compile(
+    rf"(?<![\d.,])(\d{{1,3}})((?:(?:{_SPACING}+|,\\!|\{{,\}}(?:\\!)?|\\text\{{,\}}|'(?=\d{{3}}(?!\d)))\d{{3}})+)(?![\d])"
+)
+_NOT_DIGITS = re.compile(r"\\thinspace|[^\d]")
+_DECIMAL_COMMA = re.compile(r"(?<=\d)\{,\}(?=\d)")
+_OVERLINE = re.compile(
+    r"(?<![\d.])(-?)(\d*)\.(\d*)\s*(?:\\(?:overline|bar|overset\{[^{}]*\})\s*(?:\{(\d+)\}|(\d))|\((\d+)\)(?![\d(^])|"
+    r"((?:\\dot\s*(?:\{\d\}|\d))\d*(?:\\dot\s*(?:\{\d\}|\d))?)|(\d)[\u0305\u0304])"
+)
+_DOTS = re.compile(r"(?<![\d.])(-?)(\d+)\.(\d*?)(\d+?)\4{2,}\d?\s*(?:\\[lc]?dots|\.\.\.|…)")
+_NARROW_FRACTION = re.compile(r"\\[dtc]frac(?![a-zA-Z])|\\nicefrac|\\sfrac|\\tfrac")
+_SHORT_FRACTION = re.compile(r"\\frac\s*(\d)\s*(\d)(?!\d)")
+_MIXED = re.compile(
+    rf"(?<![\d.^_}}a-zA-Z/)])(-?)(\d+)(?:{_SPACING}|\\text\{{\s*and\s*\}})*\\frac\s*\{{(\d+)\}}\s*\{{(\d+)\}}(?!\s*[\d^a-zA-Z(\\])"
+)
+_MIXED_PLAIN = re.compile(r"(?<![\d.^_}a-zA-Z/)*+-])(-?)(\d+)(?:\s+and)?\s+(\d+)\s*/\s*(\d+)(?![\d.^a-zA-Z(/])")
+_STYLE = re.compile(
+    r"\\(?:displaystyle|textstyle|scriptstyle|left(?=[(\[|.{\\])|right(?=[)\]|.}\\])|big[lr]?|Big[lr]?|large|Large|"
+    r"boldsymbol(?=\s)|bf|rm|limits)(?![a-zA-Z])\s*"
+)
+_WRAPPERS = re.compile(
+    r"\\(?:mathbf|boldsymbol|bm|mathit|mathsf|mathnormal|mbox|textbf|textit|emph|underline|uline)\s*\{"
+)
+_TEXT_NUMBER = re.compile(
+    r"\\(?:text|mathrm|textrm|textnormal|textsf|texttt|operatorname)\s*\{\s*([-+]?[\d.,]+%?)\s*\}"
+)
+_SCIENTIFIC = re.compile(r"(?<![\w.])(-?\d+(?:\.\d+)?)[eE]([-+]?\d+)(?![\w.])")
+
+_BOX_NAMES = (
+    r"\\(?:boxed|fbox|framebox|Boxed|ovalbox|shadowbox|doublebox|tcboxmath|bbox|mathbox|colorbox\s*\{[^{}]*\}|"
+    r"fcolorbox\s*\{[^{}]*\}\s*\{[^{}]*\})|(?<![a-zA-Z\\])boxed(?=\{)|\x08oxed(?=\s*\{)"
+)
+_BOX = re.compile(rf"\\?(?:{_BOX_NAMES})\s*(?:\[[^\]]*\]\s*){{0,2}}(?:(\{{)|([^\s{{}}\\a-zA-Z]))")
+_BETWEEN_BOXES = re.compile(
+    r"(?:\s|[,;&$]|\\[,;:!()\[\] ]|\\q?quad(?![a-zA-Z])|\\\\|\band\b|\bor\b|\\text\{\s*,?\s*(?:and|or)?\s*\}|"
+    r"(?<![a-zA-Z])[a-zA-Z](?:_\{?\w\}?)?\s*=)*"
+)
+_OR = re.compile(
+    r"\\(?:text|mathrm|textrm|mbox|quad\\text)\s*\{\s*,?\s*(?:or|oder|ou)\s*\}|(?<![a-zA-Z\\])or(?![a-zA-Z])|\\lor(?![a-zA-Z])|\\vee(?![a-zA-Z])|或"
+)
+_NOT = re.compile(
+    r"(?<![a-zA-Z\\])(?:not|isn't|n't|cannot|neither|nor)(?![a-zA-Z])|\\ne(?:q|g)?(?![a-zA-Z])|\\not(?![a-zA-Z])|(?<![!<>=])!="
+)
+
+_ANSWER_WORD = re.compile(
+    r"(?:\banswer\b[^\n.:=\\$]{0,60}?(?:\bis\b|\bequals\b|\bbe\b|[:=])|"
+    r"^[^\w\n]*final answer[^\w\n]*$|####)[\s:*_=]*",
+    re.IGNORECASE | re.MULTILINE,
+)
+_CORRECTION = re.compile(r"(?<=[\d})$])\s*,?\s+(?:and |but )?(?:not|rather than|instead of)\s.*$", re.DOTALL)
+_NEGATED = re.compile(
+    r"(?:certainly |definitely |obviously |clearly )?(?:not|never|neither|wrong|incorrect)\b", re.IGNORECASE
+)
+_PERCENT_BEHIND = re.compile(r"[\s$]*(?:\\\)|\\\])?\s*(?:\\?%|percent\b)")
+_SENTENCE_END = re.compile(r"(?:[.;!?](?=\s|$)|\n)")
+
+
+@dataclass(frozen=True)
+class Statement:
+    """What a response says last. `is_boxed`: it stands in a box or a tag, so that all of it is the answer; else its
+    answer begins it."""
+
+    text: str
+    is_boxed: bool
+    after: str = ""
+    """The text behind a box, to the end of its line: where a unit may stand."""
+
+
+def plain_characters(text: str) -> str:
+    """Return the text without invisible characters, and with ASCII digits, signs and spaces, and LaTeX for the rest."""
+    text = text.replace("\\\\boxed", "\\boxed").replace("<|begin_of_box|>", r"\boxed{").replace("<|end_of_box|>", "}")
+    text = _ROOT.sub(_root, text)
+    text = _VULGAR.sub(_vulgar, text)
+    text = text.translate(_CHARACTERS)
+    text = _RAISED_RUN.sub(lambda run: "^{" + "".join(_RAISED[one] for one in run[0]) + "}", text)
+    text = _LOWERED_RUN.sub(lambda run: "_{" + "".join(_LOWERED[one] for one in run[0]) + "}", text)
+    text = _DASH.sub("-", text)
+    return text if text.isascii() else "".join(_ascii_digit(one) for one in text)
+
+
+def normalized(text: str) -> str:
+    """Return the text with numbers, signs and fractions written in the way that math-verify reads."""
+    text = plain_characters(text)
+    if "\\" in text or "{" in text:
+        text = _NARROW_FRACTION.sub(r"\\frac", text)
+        text = _SHORT_FRACTION.sub(r"\\frac{\1}{\2}", text)
+        text = _without_wrappers(_STYLE.sub("", text))
+        text = _TEXT_NUMBER.sub(r"\1", text).replace(r"\text{\$}", r"\$").replace(r"\varnothing", r"\emptyset")
+    text = _GROUPS.sub(lambda match: match[1] + _NOT_DIGITS.sub("", match[2]), text)
+    text = _DECIMAL_COMMA.sub(".", text)
+    text = _OVERLINE.sub(_repeating, text)
+    text = _DOTS.sub(lambda match: _as_fraction(match[1], match[2], match[3], match[4]), text)
+    text = _MIXED.sub(_mixed, text)
+    text = _MIXED_PLAIN.sub(_mixed, text)
+    return _SCIENTIFIC.sub(r"\1 \\times 10^{\2}", text)
+
+
+def _ascii_digit(one: str) -> str:
+    return str(unicodedata.digit(one)) if not one.isascii() and unicodedata.category(one) == "Nd" else one
+
+
+def _root(match: re.Match[str]) -> str:
+    inside = next(part for part in match.groups()[1:] if part is not None)
+    return (r"\sqrt" if match[1] == "√" else r"\sqrt[3]") + "{" + inside + "}"
+
+
+def _vulgar(match: re.Match[str]) -> str:
+    above, _, below = unicodedata.normalize("NFKC", match[2]).partition("\u2044")
+    return rf"{match[1]}\frac{{{above}}}{{{below}}}"
+
+
+def _mixed(match: re.Match[str]) -> str:
+    sign, whole, above, below = match[1], int(match[2]), int(match[3]), int(match[4])
+    if not 0 < above < below:
+        return match[0]
+    return rf"{sign}\frac{{{whole * below + above}}}{{{below}}}"
+
+
+def _repeating(match: re.Match[str]) -> str:
+    sign, whole, digits = match[1], match[2] or "0", match[3]
+    if match[7] is not None:
+        block = re.sub(r"\D", "", match[7])
+    elif match[8] is not None:
+        block = match[8]
+    else:
+        block = match[4] or match[5] or match[6]
+    return _as_fraction(sign, whole, digits, block)
+
+
+def _as_fraction(sign: str, whole: str, digits: str, block: str) -> str:
+    value = Fraction(int(whole + digits or "0"), 10 ** len(digits))
+    value += Fraction(int(block), (10 ** len(block) - 1) * 10 ** len(digits))
+    return rf"{sign}\frac{{{value.numerator}}}{{{value.denominator}}}"
+
+
+def _without_wrappers(text: str) -> str:
+    """Return the text without \\mathbf{...} and its like, but with what is in them."""
+    while (match := _WRAPPERS.search(text)) is not None:
+        end = closing_brace(text, match.end())
+        if end is None:
+            return text[: match.start()] + text[match.end() :]
+        text = text[: match.start()] + text[match.end() : end] + text[end + 1 :]
+    return text
+
+
+def closing_brace(text: str, start: int) -> int | None:
+    """Return the position of the brace that closes one before `start`; None where there is none."""
+    depth = 1
+    for match in re.compile(r"\\.|[{}]", re.DOTALL).finditer(text, start):
+        if match[0] in "{}":
+            depth += 1 if match[0] == "{" else -1
+            if depth == 0:
+                return match.start()
+    return None
+
+
+@dataclass(frozen=True)
+class _Box:
+    start: int
+    end: int
+    content: str | None
+    """None: the box is not closed."""
+
+
+def boxes(text: str) -> list[_Box]:
+    """Return the outermost boxes of a text, in order."""
+    result: list[_Box] = []
+    position = 0
+    while (match := _BOX.search(text, position)) is not None:
+        if match[1] is None:
+            result.append(_Box(match.start(), match.end(), match[2]))
+            position = match.end()
+            continue
+        end = closing_brace(text, match.end())
+        if end is None:
+            result.append(_Box(match.start(), len(text), None))
+            break
+        result.append(_Box(match.start(), end + 1, text[match.end() : end]))
+        position = end + 1
+    return result
+
+
+def without_boxes(text: str) -> str:
+    """Return the text with each box replaced by its content."""
+    parts, position = [], 0
+    for box in boxes(text):
+        parts += [text[position : box.start], " " if box.content is None else without_boxes(box.content)]
+        position = box.end
+    return "".join(parts) + text[position:]
+
+
+def last_statement(text: str) -> Statement | None:
+    """Return what a normalised response says last: its last box, with the boxes right before it, or what follows
+    "answer is", "Answer:" or "####" where that comes later. None where it says nothing of the kind: then any text may
+    be the answer. A box that is empty or not closed is an empty statement."""
+    boxed = boxes(text)
+    end = boxed[-1].end if boxed else 0
+    for match in reversed(list(_ANSWER_WORD.finditer(text))):
+        if match.end() < end or boxed and text[match.end() :].lstrip("$\\([ ").startswith(("boxed", "fbox")):
+            break
+        content = _SENTENCE_END.split(text[match.end() :], maxsplit=1)[0].strip()
+        content = content.replace("**", "").replace("__", "").strip()
+        if _NEGATED.match(content) or not re.search(r"[\d$\\]", content):
+            continue
+        if boxed and not is_pure(content):  # "the answer is 100% correct" is no other answer than the box
+            continue
+        return Statement(content, is_boxed=False)
+    if not boxed:
+        return None
+    first = len(boxed) - 1
+    while first and _BETWEEN_BOXES.fullmatch(text, boxed[first - 1].end, boxed[first].start):
+        first -= 1
+    chosen = boxed[first:]
+    after = text[end:].partition("\n")[0]
+    percent = _PERCENT_BEHIND.match(after) is not None
+    if any(box.content is None or not box.content.strip() for box in chosen):
+        return Statement("", is_boxed=True)
+    parts = [without_boxes(str(chosen[0].content)).strip()]
+    for before, box in zip(chosen, chosen[1:], strict=False):
+        content = without_boxes(str(box.content)).strip()
+        between = text[before.end : box.start]
+        if content != parts[-1] or _OR.search(between):
+            parts.append((r" \text{ or } " if _OR.search(between) else ", ") + content)
+    return Statement("".join(parts) + (r"\%" if percent else ""), is_boxed=True, after=after)
+
+
+def alternatives(text: str) -> list[str]:
+    """Return the answers of which a statement offers one: "1 or 2" is two."""
+    return [part.strip(" ,$") for part in _OR.split(text) if part.strip(" ,$")]
+
+
+def without_correction(text: str) -> str:
+    """Return "5" of "5, not 6"."""
+    return _CORRECTION.sub("", text)
+
+
+def is_negated(text: str) -> bool:
+    return _NOT.search(text) is not None
+
+
+_LATEX = re.compile(r"\\[a-zA-Z]+|\\.")
+_TEXT_COMMAND = re.compile(r"\\(?:text|mathrm|textrm|textnormal|mbox|operatorname|rm)\s*\{([^{}]*)\}")
+_FUNCTIONS = "sin cos tan cot sec csc log ln exp sqrt pi max min gcd lcm mod inf infinity and or"
+_WORD = re.compile(r"[a-zA-Z]{2,}")
+
+
+def is_pure(text: str) -> bool:
+    """Return whether a text is a formula alone, with a unit at most, without words of a sentence."""
+    number, unit = split_unit(text.strip().strip("$"))
+    plain = _LATEX.sub(" ", _TEXT_COMMAND.sub(" ", number if unit else text))
+    return all(word.lower() in _FUNCTIONS.split() for word in _WORD.findall(plain))
+
+
+# Units by dimension and size: spellings of one unit are equal, two units never are.
+_UNIT_NAMES = {
+    "mm": "mm millimeter millimetre millimeters millimetres",
+    "cm": "cm cms centimeter centimetre centimeters centimetres",
+    "dm": "dm decimeter decimetre decimeters decimetres",
+    "m": "m meter metre meters metres",
+    "km": "km kms kilometer kilometre kilometers kilometres",
+    "in": "in inch inches",
+    "ft": "ft foot feet",
+    "yd": "yd yds yard yards",
+    "mi": "mi mile miles",
+    "mg": "mg milligram milligrams",
+    "g": "g gm gram grams gramme grammes",
+    "kg": "kg kgs kilogram kilograms kilo kilos",
+    "t": "tonne tonnes ton tons",
+    "lb": "lb lbs pound pounds",
+    "oz": "oz ounce ounces",
+    "ml": "ml mL milliliter millilitre milliliters millilitres",
+    "L": "l L liter litre liters litres",
+    "gal": "gal gallon gallons",
+    "ms": "ms millisecond milliseconds",
+    "s": "s sec secs second seconds",
+    "min": "min mins minute minutes",
+    "h": "h hr hrs hour hours",
+    "day": "day days",
+    "week": "week weeks",
+    "month": "month months",
+    "year": "yr yrs year years",
+    "degree": "degree degrees deg °",
+    "rad": "rad radian radians",
+    "°C": "°C Celsius celsius",
+    "°F": "°F Fahrenheit fahrenheit",
+    "K": "K Kelvin kelvin kelvins",
+    "$": "$ dollar dollars USD usd",
+    "cent": "cent cents ¢",
+    "€": "€ euro euros EUR",
+    "£": "£ GBP",
+    "¥": "¥ yen JPY yuan RMB",
+    "₹": "₹ rupee rupees INR Rs",
+    "%": "% percent percentage pct",
+    "mph": "mph",
+    "N": "N newton newtons",
+    "J": "J joule joules",
+    "kJ": "kJ kilojoule kilojoules",
+    "W": "W watt watts",
+    "kW": "kW kilowatt kilowatts",
+    "V": "V volt volts",
+    "A": "A amp amps ampere amperes",
+    "Hz": "Hz hertz",
+    "Pa": "Pa pascal pascals",
+    "mol": "mol mole moles",
+    "acre": "acre acres",
+    "ha": "ha hectare hectares",
+}
+_UNIT_OF = {name: unit for unit, names in _UNIT_NAMES.items() for name in names.split()}
+# One letter alone may be a variable: it is a unit only in \text{...}, or behind a number and a space.
+_UNIT_WORD = "|".join(sorted((re.escape(name) for name in _UNIT_OF), key=len, reverse=True))
+_POWER = r"(?:\s*\^\s*\{?\s*(-?\d)\s*\}?)?"
+_PLAIN_UNIT = re.compile(
+    rf"(?P<shape>(?:sq\.?|square|cubic|cu\.?)\s+)?(?P<unit>{_UNIT_WORD})(?![a-zA-Z]){_POWER}"
+    rf"(?:\s*(?:/|per|\\cdot|\*|\s)\s*(?P<second>{_UNIT_WORD})(?![a-zA-Z])(?:\s*\^\s*\{{?\s*(-?\d)\s*\}}?)?)?"
+)
+_CIRCLE = re.compile(r"\s*\^\s*\{?\s*\\circ\s*\}?\s*(?:\\?(?:text|mathrm)\s*\{\s*)?([CF])?\}?|\s*\\degree(?![a-zA-Z])")
+_PREFIXED = re.compile(r"^\s*(-?)\s*(?:\\\$|\$(?=\s*[\d.])|([€£¥₹]|Rs\.?|USD|EUR|GBP)\s*)(?=\s*[\d.])")
+
+
+def split_unit(text: str) -> tuple[str, str | None]:
+    """Return the text without the unit that ends it (or, of money, begins it), and the unit; None where it has none."""
+    text = text.strip().rstrip(".").strip()
+    before = _PREFIXED.match(text)
+    if before is not None:
+        unit = _UNIT_OF.get((before[2] or "$").rstrip("."), "$")
+        inner = split_unit(text[before.end() :])
+        return before[1] + inner[0], unit
+    plain = re.sub(r"\\(?:text|mathrm|textrm|textnormal|mbox|operatorname|rm)\s*\{([^{}]*)\}", r" \1 ", text)
+    plain = _CIRCLE.sub(lambda match: f" °{match[1] or ''} ", plain).replace(r"\%", "%").replace("$", "").strip()
+    for match in _PLAIN_UNIT.finditer(plain):
+        number = plain[: match.start()]
+        if plain[match.end() :].strip() or not re.search(r"[\d}).]\s*(?:\\[,;:! ]|~|-)?\s*$", number):
+            continue
+        alone = len(match["unit"]) == 1 and match["unit"].isalpha() and match["second"] is None
+        if alone and not number.endswith(" ") or number.rstrip().endswith(("^", "_", "*", "/")):
+            continue
+        unit = _UNIT_OF[match["unit"]]
+        power = match[3]
+        if match["shape"]:
+            power = "2" if match["shape"].startswith("sq") else "3"
+        unit += f"^{power}" if power not in (None, "1") else ""
+        if match["second"]:
+            unit += "/" + _UNIT_OF[match["second"]] + (f"^{match[5]}" if match[5] else "")
+        return re.sub(r"(?:\\[,;:! ]|~|-|\s)+$", "", number), _SPEEDS.get(unit, unit)
+    return text, None
+
+
+_SPEEDS = {"mi/h": "mph"}
+
+_BASE = re.compile(
+    r"^\(?\s*(?P<digits>[0-9A-Fa-f]+)\s*\)?\s*(?:_\s*\{?\s*(?:\\text\s*\{)?\s*(?P<base>\d{1,2}|two|three|four|five|six|seven|"
+    r"eight|nine|ten|twelve|sixteen)\s*\}?\s*\}?|(?:\\text\s*\{)?\s*\(?\s*(?:in\s+)?base[\s-]*\}?\s*(?P<named>\d{1,2}|two|three|"
+    r"four|five|six|seven|eight|nine|ten|twelve|sixteen)\s*\)?\s*\}?)$"
+)
+_BASES = dict(
+    zip(
+        "two three four five six seven eight nine ten twelve sixteen".split(),
+        (2, 3, 4, 5, 6, 7, 8, 9, 10, 12, 16),
+        strict=True,
+    )
+)
+
+
+def in_base(text: str) -> tuple[str, int] | None:
+    """Return the digits and the base of a number such as 101_2; None for any other text."""
+    match = _BASE.match(text.strip().strip("$").strip())
+    if match is None:
+        return None
+    base = str(match["base"] or match["named"])
+    return match["digits"].lstrip("0").upper() or "0", _BASES.get(base) or int(base)
