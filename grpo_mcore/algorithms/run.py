@@ -56,6 +56,7 @@ from grpo_mcore.data import (
     build_dataloader,
     build_task_data,
     build_train_dataloader,
+    check_token_ids,
     load_preference_dataset,
     load_tokenizer,
 )
@@ -125,6 +126,7 @@ def prepare(
     if tokenizer is None:
         names = config.policy.tokenizer
         tokenizer = load_tokenizer(names.name, names.chat_template, names.chat_template_kwargs)
+    check_token_ids(tokenizer, config.policy.tokenizer.name, model.shape.vocab_size, config.policy.model_name)
     data = data or _load_data(config, algorithm, tokenizer)
     prepared = Prepared(config, algorithm, model, checkpointer, tokenizer, data, changes, trains=trains)
     if algorithm == "grpo" and prepared.env_names:

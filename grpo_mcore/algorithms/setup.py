@@ -21,7 +21,7 @@ from grpo_mcore.algorithms.training_step.policy_worker import PolicyWorker
 from grpo_mcore.algorithms.weight_sync.refit_settings import refit_settings
 from grpo_mcore.cluster import Cluster, Future, Worker, gather, is_fault, open_cluster
 from grpo_mcore.environments.interfaces import EnvironmentBase
-from grpo_mcore.families import engine_options
+from grpo_mcore.families import engine_options, engine_overrides, read_hf_config
 from grpo_mcore.generation import EngineConfig, engine_environment
 from grpo_mcore.objective import NLLLossFn, PreferenceLossFn, build_loss
 from grpo_mcore.observe import Logger
@@ -162,6 +162,9 @@ def start_engines(config: MasterConfig, cluster: Cluster, model: Model, policy: 
     chat = chat_config(config)
     own_tokenizer = config.policy.tokenizer.name == config.policy.model_name
 
+    overrides = config.policy.hf_config_overrides
+    overrides = engine_overrides(read_hf_config(model.folder), overrides) if overrides else {}
+
     def start(index: int) -> Sequence[Worker]:
         """Spawn an engine, and its followers on further nodes if it has several."""
         engine = EngineConfig(
@@ -182,9 +185,7 @@ def start_engines(config: MasterConfig, cluster: Cluster, model: Model, policy: 
             kv_cache_memory_gb=vllm.kv_cache_memory_gb,
             sleep_between_phases=sleeps,
             threads=rank_threads(config, count * vllm.ranks),
-            vllm_kwargs={"hf_overrides": config.policy.hf_config_overrides, **generation.vllm_kwargs}
-            if config.policy.hf_config_overrides
-            else generation.vllm_kwargs,
+            vllm_kwargs={"hf_overrides": overrides, **generation.vllm_kwargs} if overrides else generation.vllm_kwargs,
             chat=chat,
             **engine_options(model.shape, gpu=gpu),
         )

@@ -3,11 +3,15 @@
 from __future__ import annotations
 
 import functools
+import re
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 from grpo_mcore.data.interfaces import DataError
+
+MULTIMODAL = re.compile("image|img|vision|audio|video|sound|speech", re.IGNORECASE)
+"""Parts of tokens that stand for something other than text."""
 
 
 def load_tokenizer(
@@ -35,6 +39,25 @@ def load_tokenizer(
     if chat_template_kwargs:
         tokenizer.apply_chat_template = functools.partial(tokenizer.apply_chat_template, **chat_template_kwargs)
     return tokenizer
+
+
+def check_token_ids(tokenizer: Any, name: str, vocab_size: int, model: str) -> None:
+    """Raise DataError if the tokenizer has tokens that the model has no embedding for: they would be trained on as
+    zeros where the vocabulary is split and padded, and end the run where it is not. `vocab_size`: of config.json.
+
+    Placeholders of images, sound and video may be missing in a text-only model, whose data has none.
+    """
+    beyond = {token: number for token, number in tokenizer.get_vocab().items() if number >= vocab_size}
+    wrong = {token: number for token, number in beyond.items() if not MULTIMODAL.search(token)}
+    special = {tokenizer.eos_token_id: "eos", tokenizer.pad_token_id: "pad", tokenizer.bos_token_id: "bos"}
+    wrong |= {token: number for token, number in beyond.items() if number in special}
+    if wrong:
+        token = max(wrong, key=wrong.__getitem__)
+        raise DataError(
+            f"policy.tokenizer.name: the largest token of {name!r} is {token!r} with number {wrong[token]}, but the "
+            f"model {model!r} has {vocab_size} tokens (vocab_size of its config.json), numbers 0 to {vocab_size - 1}; "
+            f"{len(wrong)} tokens have no embedding: use the model's own tokenizer, or resize its embeddings"
+        )
 
 
 def template_text(chat_template: str) -> str:

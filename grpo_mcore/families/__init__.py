@@ -34,6 +34,7 @@ from grpo_mcore.families.engine import (
 from grpo_mcore.families.fits import check_fit, check_length
 from grpo_mcore.families.registry import (
     FAMILIES,
+    engine_overrides,
     forward_flops,
     parameter_count,
     params_of,

@@ -38,6 +38,14 @@ FAMILIES |= dict.fromkeys(("qwen3_next", "qwen3_5", "qwen3_5_text", "qwen3_5_moe
 OPTIONAL = ("rope_parameters", "rope_scaling", "rope_theta", "max_position_embeddings", "sliding_window")
 """Keys of a Hugging Face config that many models leave at their default."""
 
+ROPE_KEYS = ("rope_theta", "rope_scaling", "rope_parameters")
+ROPE_SETTINGS = (
+    *("rope_theta", "rope_type", "type", "factor", "original_max_position_embeddings", "attention_factor"),
+    *("beta_fast", "beta_slow", "short_factor", "long_factor", "low_freq_factor", "high_freq_factor", "truncate"),
+    *("partial_rotary_factor", "mscale", "mscale_all_dim", "mrope_section", "mrope_interleaved"),
+)
+"""Rotary settings that transformers knows."""
+
 
 def read_hf_config(folder: str | Path, overrides: Mapping[str, Any] = MappingProxyType({})) -> dict[str, Any]:
     """Read `config.json` of a local Hugging Face folder, with `overrides` (policy.hf_config_overrides). Raises
@@ -56,14 +64,104 @@ def with_overrides(
     """Return a Hugging Face config with values replaced; mappings are merged. Raises FamilyError for a key that it does
     not have, except one of OPTIONAL."""
     replaced = dict(config)
-    for key, value in overrides.items():
+    for key, value in _in_the_form_of(config, overrides, at).items():
         if key not in config and key not in OPTIONAL:
             near = get_close_matches(key, config, n=1)
             hint = f"; nearest: {near[0]}" if near else ""
             raise FamilyError(f"{at}.{key}: the model's config.json has no such key{hint}")
         both = isinstance(value, Mapping) and isinstance(config.get(key), Mapping)
-        replaced[key] = {**config[key], **value} if both else value
+        replaced[key] = _merged(config[key], value) if both else value
     return replaced
+
+
+def _merged(before: Mapping[str, Any], changes: Mapping[str, Any]) -> dict[str, Any]:
+    """Return a mapping with values replaced, and mappings in it merged, as rotary settings by kind of layer are."""
+    return {
+        **before,
+        **{
+            key: _merged(before[key], value)
+            if isinstance(value, Mapping) and isinstance(before.get(key), Mapping)
+            else value
+            for key, value in changes.items()
+        },
+    }
+
+
+def _in_the_form_of(config: Mapping[str, Any], overrides: Mapping[str, Any], at: str) -> dict[str, Any]:
+    """Return the overrides with rotary settings in the form that the config has them in.
+
+    A config has `rope_parameters` (transformers 5), or `rope_theta` and `rope_scaling` (before). Whoever reads one form
+    does not see an override in the other, so policy and engine would be two models. Raises FamilyError for settings
+    that are not known, and where a config has them by kind of layer and the override does not.
+    """
+    rope = {key: overrides[key] for key in ROPE_KEYS if key in overrides}
+    others = {key: value for key, value in overrides.items() if key not in ROPE_KEYS}
+    if not rope:
+        return others
+    parts = {key: value for key, value in rope.items() if isinstance(value, Mapping)}
+    for key, value in parts.items():
+        inner = [each for each in value.values() if isinstance(each, Mapping)]
+        for name in (name for part in inner or [value] for name in part):
+            if name not in ROPE_SETTINGS:
+                near = get_close_matches(name, ROPE_SETTINGS, n=1)
+                hint = f"; nearest: {near[0]}" if near else f"; known are {', '.join(ROPE_SETTINGS)}"
+                raise FamilyError(f"{at}.{key}: there is no rotary setting {name!r}{hint}")
+    new = config.get("rope_parameters")
+    if isinstance(new, Mapping):
+        by_kind = [kind for kind, value in new.items() if isinstance(value, Mapping)]
+        flat = {key: value for key, value in rope.items() if key != "rope_parameters"}
+        if by_kind and (flat or any(name not in by_kind for name in parts.get("rope_parameters", {}))):
+            raise FamilyError(
+                f"{at}: the model's config.json has rope_parameters by kind of layer ({', '.join(by_kind)}); override "
+                f"rope_parameters.{by_kind[0]}, and so on"
+            )
+        settings = dict(rope.get("rope_parameters") or {})
+        if "rope_theta" in rope:
+            settings["rope_theta"] = rope["rope_theta"]
+        if "rope_scaling" in rope:
+            scaling = rope["rope_scaling"]
+            settings |= {"rope_type": "default"} if scaling is None else _with_type(scaling)
+        return others | {"rope_parameters": settings}
+    if "rope_parameters" not in rope:
+        return others | rope
+    settings = _with_type(rope["rope_parameters"] or {})
+    if any(isinstance(value, Mapping) for value in settings.values()):
+        raise FamilyError(
+            f"{at}.rope_parameters: the model's config.json has rope_theta and rope_scaling; override these"
+        )
+    old = {key: settings.pop(key) for key in ("rope_theta", "partial_rotary_factor") if key in settings}
+    if settings.get("rope_type") == "default":
+        return others | _old_form(rope) | old | {"rope_scaling": None}
+    return others | _old_form(rope) | old | ({"rope_scaling": settings} if settings else {})
+
+
+def _old_form(rope: Mapping[str, Any]) -> dict[str, Any]:
+    """Return rotary settings of the old form alone."""
+    return {key: value for key, value in rope.items() if key != "rope_parameters"}
+
+
+def _with_type(settings: Mapping[str, Any]) -> dict[str, Any]:
+    """Return rotary settings whose type has its new name."""
+    return {"rope_type" if key == "type" else key: value for key, value in settings.items()}
+
+
+def engine_overrides(config: Mapping[str, Any], overrides: Mapping[str, Any]) -> dict[str, Any]:
+    """Return what vLLM must be told so that it sees the config that `with_overrides` returns.
+
+    `config`: of config.json. vLLM replaces attributes of transformers' config object, which has rotary settings as
+    `rope_parameters` whatever form the file has: they are given whole.
+    """
+    result = with_overrides(config, overrides)
+    changed = {key: value for key, value in result.items() if key not in config or value != config[key]}
+    if not any(key in changed for key in ROPE_KEYS):
+        return changed
+    settings = result.get("rope_parameters") or {
+        "rope_theta": result.get("rope_theta", 10000.0),
+        "rope_type": "default",
+        **({} if (factor := result.get("partial_rotary_factor")) is None else {"partial_rotary_factor": factor}),
+        **_with_type(result.get("rope_scaling") or {}),
+    }
+    return {key: value for key, value in changed.items() if key not in ROPE_KEYS} | {"rope_parameters": settings}
 
 
 def shape_of(config: dict[str, Any]) -> ModelShape:

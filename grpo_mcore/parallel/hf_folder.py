@@ -4,10 +4,12 @@ ranks of a mesh together."""
 from __future__ import annotations
 
 import json
+import logging
 import os
 import re
 import shutil
 from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from types import MappingProxyType
 from typing import Any
@@ -27,24 +29,184 @@ NOT_COPIED = (".safetensors", ".bin", ".pt", ".pth", ".gguf", ".index.json", ".m
 """Endings of files that do not go from the source's folder into an export: other weights, and their description."""
 
 
+INDEX, SINGLE = "model.safetensors.index.json", "model.safetensors"
+NO_WEIGHTS = ("consolidated", "adapter_model", "training_args", "optimizer")
+"""Beginnings of safetensors files that hold no weights in transformers' form, in a folder without an index."""
+
+READABLE = ("BF16", "F16", "F32", "F64")
+"""Number formats that are read as they are. Others, such as F8_E4M3, have scales in further tensors."""
+
+NEVER_READ = ("rotary_emb.inv_freq", "masked_bias", "attn.bias")
+"""Parts of names of buffers that old checkpoints hold, and that every implementation computes anew."""
+
 EXPERT = re.compile(r"(.*\.experts)\.(\d+)\.((?:gate_up|down)_proj(?:_bias)?)")
 """Names of `HfTensor`s with a stack."""
+
+
+log = logging.getLogger(__name__)
 
 
 class WeightsError(ValueError):
     """A Hugging Face checkpoint lacks what the model needs."""
 
 
+@dataclass(frozen=True)
+class StoredTensor:
+    """A tensor in a safetensors file. `dtype`: safetensors' name of it, such as BF16."""
+
+    file: Path
+    shape: tuple[int, ...]
+    dtype: str
+
+
+def weight_files(folder: Path) -> list[Path]:
+    """Return the safetensors files that hold a model's weights, as transformers and vLLM choose them: those that the
+    index names, or model.safetensors, or all of them in a folder with neither. Others are left over from something
+    else (an older export, Mistral's consolidated.safetensors), and a note says so.
+
+    Raises WeightsError if there is none, if a file that the index names is missing, and if a model.safetensors lies
+    beside an index that does not name it: transformers would read the one, and vLLM the other.
+    """
+    there = {path.name: path for path in sorted(folder.glob("*.safetensors"))}
+    index, single = folder / INDEX, there.get(SINGLE)
+    if index.is_file():
+        named = sorted(set(_read_index(index).values()))
+        if missing := [name for name in named if name not in there]:
+            raise WeightsError(
+                f"policy.model_name: {index} names {len(named)} files, and {len(missing)} of them are missing, such as "
+                f"{missing[0]}; copy or download the model again"
+            )
+        if single is not None and SINGLE not in named:
+            raise WeightsError(
+                f"policy.model_name: {folder} holds {SINGLE} and an index of {len(named)} other files; transformers "
+                "reads the former, vLLM the latter: delete what does not belong to the model"
+            )
+        chosen = [there[name] for name in named]
+    elif single is not None:
+        chosen = [single]
+    else:
+        chosen = [path for name, path in there.items() if not name.startswith(NO_WEIGHTS)]
+    if not chosen:
+        others = sorted(path.name for path in folder.iterdir() if path.name.endswith((".bin", ".pt", ".pth", ".gguf")))
+        hint = f"; it has {others[0]}, which is not read: save the model with transformers' save_pretrained first"
+        raise WeightsError(f"policy.model_name: {folder} contains no .safetensors file{hint if others else ''}")
+    if ignored := [name for name, path in there.items() if path not in chosen]:
+        by = "the index does not name them" if index.is_file() else "they are not the model's"
+        log.warning("policy.model_name: %s: not read, since %s: %s", folder, by, ", ".join(ignored))
+    return chosen
+
+
+def _read_index(path: Path) -> dict[str, str]:
+    """Return tensor name -> file name. Raises WeightsError."""
+    try:
+        names = json.loads(path.read_text())["weight_map"]
+        return {str(name): str(file) for name, file in names.items()}
+    except (ValueError, KeyError, TypeError, AttributeError) as error:
+        raise WeightsError(f"policy.model_name: {path} is no index: {type(error).__name__}: {error}") from error
+
+
+def stored_tensors(folder: Path) -> dict[str, StoredTensor]:
+    """Return the tensors of a model's folder by name, from the headers of its files. Raises WeightsError for a file
+    that is cut off or no safetensors file, for a tensor in two files, and for one that is not where the index says."""
+    tensors: dict[str, StoredTensor] = {}
+    for path in weight_files(folder):
+        for name, tensor in _read_header(path).items():
+            if name in tensors:
+                raise WeightsError(
+                    f"policy.model_name: {folder}: {name} is in {tensors[name].file.name} and in {path.name}; delete "
+                    "the file that does not belong to the model"
+                )
+            tensors[name] = tensor
+    if (index := folder / INDEX).is_file():
+        for name, file in _read_index(index).items():
+            if name not in tensors or tensors[name].file.name != file:
+                raise WeightsError(f"policy.model_name: {index} says that {name} is in {file}, but it is not there")
+    return tensors
+
+
+def _read_header(path: Path) -> dict[str, StoredTensor]:
+    """Return the tensors of a safetensors file. Raises WeightsError."""
+    size = path.stat().st_size
+    try:
+        with path.open("rb") as file:
+            length = int.from_bytes(file.read(8), "little")
+            if not 0 < length <= size - 8:
+                raise ValueError(f"its header has {length:,} bytes, the file {size:,}")
+            header = json.loads(file.read(length))
+        header.pop("__metadata__", None)
+        end = 8 + length + max((entry["data_offsets"][1] for entry in header.values()), default=0)
+        if size < end:
+            raise ValueError(f"it has {size:,} bytes, its header says {end:,}: it is cut off")
+        return {name: StoredTensor(path, tuple(entry["shape"]), str(entry["dtype"])) for name, entry in header.items()}
+    except (ValueError, KeyError, TypeError, AttributeError, OSError) as error:
+        raise WeightsError(
+            f"policy.model_name: {path} is no whole safetensors file: {error}; copy or download it again"
+        ) from error
+
+
+def check_weights(folder: Path, shape: ModelShape) -> None:
+    """Check the weights of a model's folder as a whole against what its family declares, without reading a value.
+
+    Raises WeightsError for a tensor that is missing, has another shape than config.json gives it, or a number format
+    that needs a conversion. A warning names tensors that nobody reads.
+    """
+    tensors = stored_tensors(folder)
+    read, missing = set[str](), list[str]()
+    for param in params_of(shape):
+        for tensor in param.hf:
+            name, expected = _place_of(tensor, param, tensors)
+            if name not in tensors:
+                missing.append(tensor.name)
+                continue
+            read.add(name)
+            stored = tensors[name]
+            if stored.shape != expected:
+                raise WeightsError(
+                    f"policy.model_name: {stored.file}: {name} has shape {list(stored.shape)}, config.json "
+                    f"(with policy.hf_config_overrides) says {list(expected)}"
+                )
+            if stored.dtype not in READABLE:
+                raise WeightsError(
+                    f"policy.model_name: {stored.file}: {name} is of type {stored.dtype}; only {', '.join(READABLE)} "
+                    "can be read: convert the model to bfloat16 first"
+                )
+    if missing:
+        raise WeightsError(
+            f"policy.model_name: {folder} lacks {len(missing)} tensors, such as {missing[0]}; it has {len(tensors)} "
+            "others. Is config.json that of another model?"
+        )
+    unread = [
+        name for name in tensors if name not in read and not any(part in name for part in (*shape.carried, *NEVER_READ))
+    ]
+    if unread:
+        more = f", ... ({len(unread)} in all)" if len(unread) > 3 else ""
+        log.warning("policy.model_name: %s: nobody reads %s%s", folder, ", ".join(unread[:3]), more)
+
+
+def _place_of(tensor: HfTensor, param: Param, tensors: Mapping[str, StoredTensor]) -> tuple[str, tuple[int, ...]]:
+    """Return the name and the whole shape that a tensor has in the folder, which may stack all experts'."""
+    if tensor.name in tensors:
+        return tensor.name, tensor.shape
+    if tensor.stack is not None:
+        return tensor.stored.name, tensor.stored.shape
+    if (stacked := _in_stack(tensor.name)) is not None and param.expert is not None:
+        rows = tensor.shape[0] * (1 if stacked[0].endswith("down_proj") else 2)
+        return stacked[0], (param.expert[1], rows, *tensor.shape[1:])
+    return tensor.name, tensor.shape
+
+
 class SafetensorsFolder:
     """Reads boxes of tensors from whichever file of the folder holds them."""
 
     def __init__(self, folder: Path) -> None:
+        """Raises WeightsError, as `stored_tensors` does."""
         self.folder = folder
-        paths = sorted(folder.glob("*.safetensors"))
-        if not paths:
-            raise WeightsError(f"policy.model_name: {folder} contains no .safetensors file")
-        self.files = [safe_open(path, framework="pt") for path in paths]
-        self.where = {name: file for file in self.files for name in file.keys()}  # noqa: SIM118
+        files: dict[Path, Any] = {}
+        self.where: dict[str, Any] = {}
+        for name, tensor in stored_tensors(folder).items():
+            if tensor.file not in files:
+                files[tensor.file] = safe_open(tensor.file, framework="pt")
+            self.where[name] = files[tensor.file]
 
     def read(self, name: str, box: Box) -> Tensor:
         if name not in self.where and (stacked := _in_stack(name)) is not None and stacked[0] in self.where:

@@ -18,7 +18,15 @@ import torch
 from torch import Tensor
 
 from grpo_mcore.families import Box, ModelShape, Param, Split, Stage, params_of, pieces
-from grpo_mcore.parallel.hf_folder import SHARD_BYTES, HfFolderWriter, SafetensorsFolder, index_of, put_in_place
+from grpo_mcore.parallel.finite import all_finite
+from grpo_mcore.parallel.hf_folder import (
+    SHARD_BYTES,
+    HfFolderWriter,
+    SafetensorsFolder,
+    WeightsError,
+    index_of,
+    put_in_place,
+)
 from grpo_mcore.parallel.layout import Coordinates, Layout
 
 log = logging.getLogger(__name__)
@@ -112,13 +120,16 @@ class ShardedWeights:
 
     @torch.no_grad()
     def load_hf(self, folder: str | Path) -> None:
-        """Read this rank's slices of the safetensors files in `folder`. Raises WeightsError if one is missing."""
+        """Read this rank's slices of the safetensors files in `folder`. Raises WeightsError if one is missing or
+        holds values that are not finite."""
         reader = SafetensorsFolder(Path(folder))
         for _, tensor in self.local:
             tensor.zero_()  # vocabulary padding stays zero
         done, whole, said = 0, sum(tensor.nbytes for _, tensor in self.local), time.monotonic()
         for name, box, view in self.slices(owned_only=False):
             view.copy_(reader.read(name, box))
+            if not all_finite([view]):
+                raise WeightsError(f"policy.model_name: {folder}: {name} holds NaN or infinite values")
             done += view.nbytes
             if time.monotonic() - said >= NOTE_S:
                 said = time.monotonic()

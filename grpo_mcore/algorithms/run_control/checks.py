@@ -25,6 +25,7 @@ from grpo_mcore.families import (
 )
 from grpo_mcore.objective import LOSS_INPUTS, OwnPart, check_own_objective
 from grpo_mcore.observe import check_own_logger
+from grpo_mcore.parallel.hf_folder import check_weights
 from grpo_mcore.parallel.layout import Layout, layout_of
 from grpo_mcore.parallel.platform import Platform
 from grpo_mcore.recipe import (
@@ -42,6 +43,10 @@ VERDICT_TIMEOUT_S = 600.0
 """Seconds that an environment has to score a group, where its section does not set verdict_timeout_s; at most half of
 cluster.step_timeout_s."""
 
+
+ALLOWED_FILES = ["*.json", "*.safetensors", "*.txt", "*.model", "*.jinja"]
+OTHER_FORMS = ["consolidated*", "original/*", "metal/*", "onnx/*", "*/*.safetensors"]
+"""Files of a model on the hub that are fetched, and of these the ones that hold the same weights in other forms."""
 
 NVIDIA_DRIVER = Path("/proc/driver/nvidia/version")
 """Is there where the driver of NVIDIA's GPUs is loaded."""
@@ -65,7 +70,7 @@ def model_folder(name: str) -> str:
     from huggingface_hub import snapshot_download
 
     try:
-        return snapshot_download(name, allow_patterns=["*.json", "*.safetensors", "*.txt", "*.model", "*.jinja"])
+        return snapshot_download(name, allow_patterns=ALLOWED_FILES, ignore_patterns=OTHER_FORMS)
     except Exception as error:
         raise SetupError(
             f"policy.model_name {name!r} is not a folder here, and could not be fetched from the Hugging Face hub: "
@@ -95,6 +100,7 @@ def check_model(config: MasterConfig) -> Model:
     """
     folder = model_folder(config.policy.model_name)
     shape = shape_of(read_hf_config(folder, config.policy.hf_config_overrides))
+    check_weights(Path(folder), shape)
     layout = layout_of(config.policy, world_size(config))
     check_fit(shape, config.policy.megatron_cfg)
     check_length(shape, config.policy.max_total_sequence_length)

@@ -24,6 +24,7 @@ from grpo_mcore.families import (
     read_hf_config,
     shape_of,
 )
+from grpo_mcore.parallel.hf_folder import check_weights
 from grpo_mcore.parallel.rank_pool import RankPool
 from grpo_mcore.rollout.trajectory import GenerationRequest, Sampling, Turn
 from grpo_mcore.tools.parity.rank import (
@@ -98,6 +99,7 @@ def reference_of(folder: Path, dtype: torch.dtype = torch.float32) -> Reference:
     from transformers.core_model_loading import revert_weight_conversion
 
     shape = shape_of(read_hf_config(folder))
+    check_weights(Path(folder), shape)
     network = AutoModelForCausalLM.from_pretrained(folder, dtype=dtype)
     for module in network.modules():
         if hasattr(module, "time_step_limit"):  # of Mamba2; the engine and the policy have none

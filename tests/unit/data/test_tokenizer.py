@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 from jinja2.exceptions import SecurityError
 
-from grpo_mcore.data import DataError, load_tokenizer
+from grpo_mcore.data import DataError, check_token_ids, load_tokenizer
 from grpo_mcore.data.arithmetic import make_tokenizer
 
 
@@ -22,6 +22,22 @@ def test_code_in_the_folder_is_not_run(tmp_path: Path) -> None:
     with pytest.raises(DataError, match="custom code"):
         load_tokenizer(str(folder))
     assert not (tmp_path / "ran").exists()
+
+
+def test_a_token_without_an_embedding_is_refused_with_both_numbers(tmp_path: Path) -> None:
+    """It had been trained on as zeros where the vocabulary is split, and ended the run with IndexError elsewhere."""
+    make_tokenizer(tmp_path)
+    tokenizer = load_tokenizer(str(tmp_path))
+    size = max(tokenizer.get_vocab().values()) + 1
+    check_token_ids(tokenizer, "mine", size, "m")
+    with pytest.raises(DataError, match=rf"largest token of 'mine' is .* with number {size - 1}, but the model 'm' has "
+                       rf"{size - 4} tokens .* 0 to {size - 5}; 4 tokens have no embedding"):  # fmt: skip
+        check_token_ids(tokenizer, "mine", size - 4, "m")
+    tokenizer.add_tokens(["<image_soft_token>"])  # as Gemma 3's tokenizer has, beyond its text model's vocabulary
+    check_token_ids(tokenizer, "mine", size, "m")
+    tokenizer.add_tokens(["<thought>"])
+    with pytest.raises(DataError, match=rf"'<thought>' with number {size + 1}, .* 1 tokens have no embedding"):
+        check_token_ids(tokenizer, "mine", size, "m")
 
 
 def test_a_chat_template_reaches_nothing_outside_of_it(tmp_path: Path) -> None:

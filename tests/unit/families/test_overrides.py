@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from grpo_mcore.families import FamilyError, read_hf_config, shape_of
+from grpo_mcore.families import FamilyError, engine_overrides, read_hf_config, shape_of, with_overrides
 from grpo_mcore.families.known import known_configs
 from grpo_mcore.parallel.hf_folder import HfFolderWriter
 from grpo_mcore.recipe import MasterConfig
@@ -51,3 +51,86 @@ def test_an_exported_model_has_them(folder: Path, tmp_path: Path) -> None:
     writer.files = {}
     writer.create(folder, overrides={"max_position_embeddings": 77})
     assert json.loads((tmp_path / "out" / "config.json").read_text())["max_position_embeddings"] == 77
+
+
+OLD = {"rope_theta": 1e4, "rope_scaling": None}
+NEW = {"rope_parameters": {"rope_type": "default", "rope_theta": 1e4}}
+LLAMA3 = {
+    **{"rope_type": "llama3", "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0},
+    "original_max_position_embeddings": 8192,
+}
+
+
+def rope_config(form: dict[str, Any]) -> dict[str, Any]:
+    return {key: value for key, value in QWEN.items() if not key.startswith("rope")} | {"model_type": "llama"} | form
+
+
+@pytest.mark.parametrize("form", [OLD, NEW], ids=["old", "new"])
+@pytest.mark.parametrize(
+    ("overrides", "theta", "factor"),
+    [
+        ({"rope_theta": 5e5}, 5e5, None),
+        ({"rope_parameters": {"rope_theta": 5e5}}, 5e5, None),
+        ({"rope_scaling": LLAMA3}, 1e4, 8.0),
+        ({"rope_scaling": {"type" if key == "rope_type" else key: v for key, v in LLAMA3.items()}}, 1e4, 8.0),
+        ({"rope_parameters": LLAMA3 | {"rope_theta": 5e5}}, 5e5, 8.0),
+        ({"rope_theta": 5e5, "rope_scaling": LLAMA3}, 5e5, 8.0),
+        ({"rope_scaling": None}, 1e4, None),
+        ({"rope_parameters": {"rope_type": "default", "rope_theta": 7.0}}, 7.0, None),
+    ],
+)
+def test_policy_and_engine_see_the_same_rotary_settings_in_either_form(
+    form: dict[str, Any], overrides: dict[str, Any], theta: float, factor: float | None
+) -> None:
+    """One of them had ignored an override in the other's form: 1.9 nat apart."""
+    from transformers import AutoConfig
+
+    config = rope_config(form)
+    shape = shape_of(with_overrides(config, overrides))
+    assert (shape.rope_theta, shape.rope_scaling_factor) == (theta, factor)
+    engine = AutoConfig.for_model(**config)
+    engine.update(engine_overrides(config, overrides))  # as vLLM does
+    assert engine.rope_parameters["rope_theta"] == theta
+    assert engine.rope_parameters.get("factor") == factor
+    assert engine.rope_parameters["rope_type"] == ("default" if factor is None else "llama3")
+
+
+def test_scaling_can_be_taken_back() -> None:
+    for form in ({"rope_theta": 1e4, "rope_scaling": LLAMA3}, {"rope_parameters": LLAMA3 | {"rope_theta": 1e4}}):
+        config = rope_config(form)
+        assert shape_of(config).rope_scaling_factor == 8.0
+        assert shape_of(with_overrides(config, {"rope_scaling": None})).rope_scaling_factor is None
+
+
+@pytest.mark.parametrize(
+    ("form", "overrides", "message"),
+    [
+        (NEW, {"rope_parameters": {"rope_thetta": 1.0}}, "no rotary setting 'rope_thetta'; nearest: rope_theta"),
+        (OLD, {"rope_scaling": {"scale": 2}}, "no rotary setting 'scale'; nearest: mscale"),
+        (
+            {"rope_parameters": {"full_attention": {"rope_theta": 1e6}, "sliding_attention": {"rope_theta": 1e4}}},
+            {"rope_theta": 5e5},
+            r"by kind of layer \(full_attention, sliding_attention\); override rope_parameters.full_attention",
+        ),
+        (OLD, {"rope_parameters": {"full_attention": {"rope_theta": 1.0}}}, "has rope_theta and rope_scaling"),
+    ],
+)
+def test_rotary_settings_that_one_side_would_ignore_are_refused(
+    form: dict[str, Any], overrides: dict[str, Any], message: str
+) -> None:
+    with pytest.raises(FamilyError, match=message):
+        with_overrides(rope_config(form), overrides)
+
+
+def test_settings_by_kind_of_layer_are_merged() -> None:
+    form = {"rope_parameters": {"full_attention": {"rope_theta": 1e6, "factor": 8.0}, "sliding_attention": {"a": 1}}}
+    changed = with_overrides(rope_config(form), {"rope_parameters": {"full_attention": {"rope_theta": 5.0}}})
+    assert changed["rope_parameters"] == {
+        "full_attention": {"rope_theta": 5.0, "factor": 8.0}, "sliding_attention": {"a": 1},
+    }  # fmt: skip
+
+
+def test_the_engine_is_told_of_other_keys_as_they_are() -> None:
+    assert engine_overrides(QWEN, {}) == {}
+    assert engine_overrides(QWEN, {"max_position_embeddings": 7}) == {"max_position_embeddings": 7}
+    assert engine_overrides(QWEN, {"hidden_size": QWEN["hidden_size"]}) == {}

@@ -1,0 +1,233 @@
+"""A model's folder as a whole: which files are read, and what is refused before anything starts."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+
+from grpo_mcore.data.tiny_models import make_tiny_model
+from grpo_mcore.families import params_of, read_hf_config, shape_of
+from grpo_mcore.parallel.hf_folder import (
+    INDEX,
+    SINGLE,
+    SafetensorsFolder,
+    WeightsError,
+    check_weights,
+    stored_tensors,
+    weight_files,
+)
+
+EMBEDDING, NORM, LAYER = "model.embed_tokens.weight", "model.norm.weight", "model.layers.0.mlp.down_proj.weight"
+STALE = "model-00001-of-00003.safetensors"
+
+
+@pytest.fixture(scope="module")
+def models(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
+    families = ("qwen3", "qwen3_moe", "deepseek_v3", "nemotron_h_moe", "gpt_oss", "gemma3_text", "qwen3_5_moe_text")
+    return {family: Path(make_tiny_model(family, tmp_path_factory.mktemp(family))) for family in families}
+
+
+@pytest.fixture
+def single(models: dict[str, Path], tmp_path: Path) -> Path:
+    return Path(shutil.copytree(models["qwen3"], tmp_path / "single"))
+
+
+@pytest.fixture
+def sharded(single: Path, tmp_path: Path) -> Path:
+    """The same model in two files with an index."""
+    folder = tmp_path / "sharded"
+    shutil.copytree(single, folder, ignore=shutil.ignore_patterns("*.safetensors"))
+    tensors = load_file(single / SINGLE)
+    names = sorted(tensors)
+    where = {}
+    for number, part in enumerate((names[::2], names[1::2]), start=1):
+        file = f"model-{number:05d}-of-00002.safetensors"
+        save_file({name: tensors[name] for name in part}, folder / file)
+        where |= dict.fromkeys(part, file)
+    (folder / INDEX).write_text(json.dumps({"metadata": {}, "weight_map": where}))
+    return folder
+
+
+def change(folder: Path, **changed: torch.Tensor | None) -> None:
+    """Replace tensors of a folder with one file; None removes one."""
+    tensors = load_file(folder / SINGLE) | changed
+    save_file({name: tensor for name, tensor in tensors.items() if tensor is not None}, folder / SINGLE)
+
+
+def shape(folder: Path, **overrides: Any) -> Any:
+    return shape_of(read_hf_config(folder, overrides))
+
+
+@pytest.mark.parametrize("family", ["qwen3", "qwen3_moe", "deepseek_v3", "nemotron_h_moe", "gpt_oss", "gemma3_text",
+                                    "qwen3_5_moe_text"])  # fmt: skip
+def test_a_saved_model_passes(models: dict[str, Path], family: str, package_log: pytest.LogCaptureFixture) -> None:
+    check_weights(models[family], shape(models[family]))
+    assert "nobody reads" not in package_log.text.replace("mtp.", "")
+
+
+def test_a_stale_shard_beside_the_index_is_not_read(
+    sharded: Path, single: Path, package_log: pytest.LogCaptureFixture
+) -> None:
+    """Its tensors had been trained on: in alphabetical order it came last."""
+    truth = load_file(single / SINGLE)
+    save_file({name: tensor + 1 for name, tensor in truth.items()}, sharded / STALE)
+    check_weights(sharded, shape(sharded))
+    reader = SafetensorsFolder(sharded)
+    for name, tensor in truth.items():
+        assert torch.equal(reader.read(name, tuple((0, size) for size in tensor.shape)), tensor)
+    assert f"not read, since the index does not name them: {STALE}" in package_log.text
+
+
+@pytest.mark.parametrize("other", ["consolidated.safetensors", "adapter_model.safetensors", "x.safetensors"])
+def test_model_safetensors_is_the_model(single: Path, other: str, package_log: pytest.LogCaptureFixture) -> None:
+    save_file({EMBEDDING: torch.zeros(3)}, single / other)
+    assert weight_files(single) == [single / SINGLE]
+    assert f"not read, since they are not the model's: {other}" in package_log.text
+
+
+def test_shards_without_an_index_are_read_but_not_mistrals_own_form(sharded: Path) -> None:
+    (sharded / INDEX).unlink()
+    save_file({"norm.weight": torch.zeros(3)}, sharded / "consolidated.safetensors")
+    assert [path.name for path in weight_files(sharded)] == [f"model-0000{n}-of-00002.safetensors" for n in (1, 2)]
+    check_weights(sharded, shape(sharded))
+
+
+def cut(path: Path) -> None:
+    path.write_bytes(path.read_bytes()[:-100])
+
+
+def index_of(folder: Path, change: Callable[[dict[str, str]], object]) -> None:
+    index = json.loads((folder / INDEX).read_text())
+    change(index["weight_map"])
+    (folder / INDEX).write_text(json.dumps(index))
+
+
+REFUSED: dict[str, Callable[[Path], object]] = {
+    r"names 2 files, and 1 of them are missing, such as model-00002-of": lambda folder: (
+        folder / "model-00002-of-00002.safetensors"
+    ).unlink(),
+    r"holds model.safetensors and an index of 2 other files; transformers reads the former, vLLM the latter": (
+        lambda folder: save_file({"a": torch.zeros(1)}, folder / SINGLE)
+    ),
+    r"lm_head.weight|is in model-00001-of-00002.safetensors and in model-00002": lambda folder: save_file(
+        load_file(folder / "model-00001-of-00002.safetensors"), folder / "model-00002-of-00002.safetensors"
+    ),
+    r"00002.safetensors is no whole safetensors file: it has [\d,]+ bytes, its header says .*: it is cut off": (
+        lambda folder: cut(folder / "model-00002-of-00002.safetensors")
+    ),
+    r"is no whole safetensors file: its header has .* bytes": lambda folder: (
+        folder / "model-00001-of-00002.safetensors"
+    ).write_bytes(b"version https://git-lfs.github.com/spec/v1"),
+    r"no whole safetensors file: its header has 0 bytes, the file 0": lambda folder: (
+        folder / "model-00001-of-00002.safetensors"
+    ).write_bytes(b""),
+    "index.json is no index: KeyError": lambda folder: (folder / INDEX).write_text("{}"),
+    "says that a.weight is in model-00001-of-00002.safetensors, but it is not there": lambda folder: index_of(
+        folder, lambda names: names.update({"a.weight": "model-00001-of-00002.safetensors"})
+    ),
+}
+
+
+@pytest.mark.parametrize("message", REFUSED)
+def test_a_folder_that_is_not_whole_is_refused(sharded: Path, message: str) -> None:
+    REFUSED[message](sharded)
+    with pytest.raises(WeightsError, match=message):
+        stored_tensors(sharded)
+
+
+def test_a_folder_without_safetensors_says_what_it_has(single: Path) -> None:
+    (single / SINGLE).rename(single / "pytorch_model.bin")
+    with pytest.raises(WeightsError, match="no .safetensors file; it has pytorch_model.bin, which is not read"):
+        weight_files(single)
+
+
+def test_a_tensor_larger_or_smaller_than_the_config_says_is_refused(single: Path) -> None:
+    """Larger ones had been cut without a word."""
+    whole = load_file(single / SINGLE)
+    for name in (EMBEDDING, LAYER, NORM):
+        tensor = whole[name]
+        for dim in range(tensor.dim()):
+            grown = torch.cat([tensor, tensor.narrow(dim, 0, 1)], dim)
+            change(single, **{name: grown})
+            message = rf"{name} has shape \[.*{grown.shape[dim]}.*\], config.json .* says \[.*{tensor.shape[dim]}.*\]"
+            with pytest.raises(WeightsError, match=message):
+                check_weights(single, shape(single))
+            change(single, **{name: tensor})
+    check_weights(single, shape(single))
+
+
+@pytest.mark.parametrize(
+    "overrides",
+    [{"vocab_size": 64}, {"intermediate_size": 32}, {"num_key_value_heads": 1}],
+    ids=lambda one: next(iter(one)),
+)
+def test_a_size_in_the_overrides_must_fit_the_weights_too(single: Path, overrides: dict[str, int]) -> None:
+    with pytest.raises(WeightsError, match="has shape .* policy.hf_config_overrides"):
+        check_weights(single, shape(single, **overrides))
+
+
+def stack_experts(folder: Path) -> None:
+    """Store all experts of a layer in one tensor, as newer checkpoints do."""
+    tensors, stacked = load_file(folder / SINGLE), {}
+    experts = sorted({name.partition(".experts.")[0] for name in tensors if ".experts." in name})
+    for layer in experts:
+        count = len([name for name in tensors if name.startswith(f"{layer}.experts.") and "gate_proj" in name])
+        rows = [[tensors[f"{layer}.experts.{i}.{part}_proj.weight"] for part in ("gate", "up")] for i in range(count)]
+        stacked[f"{layer}.experts.gate_up_proj"] = torch.stack([torch.cat(both) for both in rows])
+        down = [tensors[f"{layer}.experts.{i}.down_proj.weight"] for i in range(count)]
+        stacked[f"{layer}.experts.down_proj"] = torch.stack(down)
+    others = {name: tensor for name, tensor in tensors.items() if ".experts." not in name}
+    save_file(others | stacked, folder / SINGLE)
+
+
+@pytest.mark.parametrize("family", ["gpt_oss", "qwen3_moe"])
+@pytest.mark.parametrize("part", ["gate_up_proj", "down_proj"])
+def test_stacked_experts_are_compared_whole(models: dict[str, Path], family: str, part: str, tmp_path: Path) -> None:
+    folder = Path(shutil.copytree(models[family], tmp_path / family))
+    if family == "qwen3_moe":
+        stack_experts(folder)
+    check_weights(folder, shape(folder))
+    name = next(name for name in load_file(folder / SINGLE) if name.endswith(f".mlp.experts.{part}"))
+    stacked = load_file(folder / SINGLE)[name]
+    for dim in range(3):
+        change(folder, **{name: torch.cat([stacked, stacked.narrow(dim, 0, 1)], dim)})
+        with pytest.raises(WeightsError, match=f"{name} has shape"):
+            check_weights(folder, shape(folder))
+
+
+def test_missing_unread_and_unreadable_tensors_are_named(single: Path, package_log: pytest.LogCaptureFixture) -> None:
+    tensor = load_file(single / SINGLE)[NORM]
+    change(single, **{"model.layers.9.extra.weight": torch.zeros(2), "model.rotary_emb.inv_freq": torch.zeros(2)})
+    check_weights(single, shape(single))
+    assert "nobody reads model.layers.9.extra.weight" in package_log.text and "inv_freq" not in package_log.text
+    change(single, **{NORM: None})
+    with pytest.raises(WeightsError, match=f"lacks 1 tensors, such as {NORM}; it has"):
+        check_weights(single, shape(single))
+    change(single, **{NORM: tensor.to(torch.float8_e4m3fn)})
+    with pytest.raises(WeightsError, match=f"{NORM} is of type F8_E4M3; only BF16, F16, F32, F64"):
+        check_weights(single, shape(single))
+
+
+def test_tied_and_untied_heads(models: dict[str, Path], tmp_path: Path) -> None:
+    for tied in (True, False):
+        folder = Path(make_tiny_model("qwen3", tmp_path / str(tied), tie_word_embeddings=tied))
+        check_weights(folder, shape(folder))
+        if not tied:
+            change(folder, **{"lm_head.weight": None})
+            with pytest.raises(WeightsError, match="lacks 1 tensors, such as lm_head.weight"):
+                check_weights(folder, shape(folder))
+
+
+def test_every_parameter_of_a_large_model_is_looked_at(models: dict[str, Path]) -> None:
+    folder = models["deepseek_v3"]
+    tensors = stored_tensors(folder)
+    for param in params_of(shape(folder)):
+        for tensor in param.hf:
+            assert tensor.name in tensors or param.expert is not None
