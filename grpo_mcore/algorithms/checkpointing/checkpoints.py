@@ -127,8 +127,7 @@ class CheckpointManager:
                 f"checkpointing.checkpoint_dir {self.folder} holds {newest.name} of another run: go on from it with "
                 "--resume, or choose another folder"
             )
-        goes_on_here = self.resumed_from is not None and self.resumed_from.resolve().parent == self.folder.resolve()
-        if not goes_on_here and (left := self._models(models)):
+        if not self._goes_on_here and (left := self._models(models)):
             raise ResumeError(
                 f"checkpointing.checkpoint_dir {self.folder} holds {left[0].name}, a model of another run, which this "
                 "run would replace: choose another folder, or move it away"
@@ -167,6 +166,21 @@ class CheckpointManager:
                 "the run goes back to %s: what was saved after step %d is set aside as %s",
                 *(self.resumed_from, resumed, ", ".join(names)),
             )
+
+    @property
+    def _goes_on_here(self) -> bool:
+        """Whether this run resumes a checkpoint of this folder: what lies beside it is then its own."""
+        return self.resumed_from is not None and self.resumed_from.resolve().parent == self.folder.resolve()
+
+    def make_way(self, name: str) -> Path:
+        """Return the path of a model that this run is about to write. One that another run has written since `open` is
+        set aside, and that is said."""
+        path = self.folder / name
+        if path.exists() and not self._goes_on_here:
+            logger.warning(
+                "another run has written %s meanwhile: it is set aside as %s", path, self._set_aside(name).name
+            )
+        return path
 
     def _models(self, patterns: Sequence[str]) -> list[Path]:
         return sorted(path for pattern in patterns for path in self.folder.glob(pattern))

@@ -251,7 +251,7 @@ class TuningRecord:
         return summary if target is None else summary | {"exported": target}
 
     def _export(self) -> Path:
-        target = (self._run.checkpointer.folder / "hf").resolve()
+        target = self._run.checkpointer.make_way("hf").resolve()
         with self.clock.pause("export"):
             self._run.policy.export_hf(str(target))
         return target

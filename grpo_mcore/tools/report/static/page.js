@@ -329,7 +329,7 @@ function openSample(index) {
   el("sample").innerHTML = `<h3>Prompt ${escaped(chosen.u)}: its ${group.length} sample${group.length > 1 ? "s" : ""}${chosen.truth === null ? "" : `, expected ${escaped(chosen.truth)}`} <button id="show-over-time">over time</button></h3><div id="over-time"></div><div class="group">` +
     group.map((s) => {
       const named = Object.entries(s.R).map(([name, value]) => `${escaped(name)} ${short(value)}`).join(", ");
-      return `<div class="card ${s === chosen ? "open" : ""}"><div class="facts">#${s.g} · reward <b class="${s.r > 0 ? "good" : "bad"}">${s.r === null ? "none" : short(s.r)}</b>${named ? ` (${named})` : ""} · advantage <b>${short(s.a)}</b> · ${(s.e || s.p || []).length} tokens${s.cut ? " · cut off" : ""}${s.left ? ` · left out: ${escaped(s.left)}` : ""}${s.w === 0 ? " · masked" : ""}<br>answer ${s.ans === null ? "none found" : `<b>${escaped(s.ans)}</b>`} · ${escaped(s.why || "")} · scored in ${short(s.s)} s</div><div class="tokens">${tokensOf(s, by)}</div></div>`;
+      return `<div class="card ${s === chosen ? "open" : ""}"><div class="facts">#${s.g} · ${data.state.rewarded ? `reward <b class="${s.r > 0 ? "good" : "bad"}">${s.r === null ? "none" : short(s.r)}</b>${named ? ` (${named})` : ""} · advantage <b>${short(s.a)}</b> · ` : ""}${(s.e || s.p || []).length} tokens${s.cut ? " · cut off" : ""}${s.left ? ` · left out: ${escaped(s.left)}` : ""}${s.w === 0 ? " · masked" : ""}${data.state.rewarded ? `<br>answer ${s.ans === null ? "none found" : `<b>${escaped(s.ans)}</b>`} · ${escaped(s.why || "")} · scored in ${short(s.s)} s` : ""}</div><div class="tokens">${tokensOf(s, by)}</div></div>`;
     }).join("") + "</div>";
 }
 
@@ -349,6 +349,7 @@ async function start() {
   el("timeline-step").innerHTML = steps.map((step) => `<option value="${step}">step ${step}</option>`).join("");
   el("timeline-step").value = steps.includes(data.state.steps) ? data.state.steps : steps.at(-1);
   showTimeline();
+  if (!data.state.rewarded) el("colour").value = "surprise"; // examples have one log-prob a token, the policy's
   fillSteps();
   el("theme").onclick = () => theme(document.documentElement.dataset.theme === "dark" ? "light" : "dark");
   el("smooth").oninput = () => charts.filter((chart) => !chart.sparse).forEach(({ plot, rows }) => plot.setData([plot.data[0], ...rows.flatMap((row) => [row, smoothed(row, +el("smooth").value)])]));

@@ -433,6 +433,22 @@ def test_a_model_of_another_run_is_refused_before_the_start(
     assert (model / "model.safetensors").read_bytes() == b"of another run"
 
 
+def test_a_model_that_another_run_has_written_meanwhile_is_set_aside(
+    tmp_path: Path, package_log: pytest.LogCaptureFixture
+) -> None:
+    late = manager(tmp_path, enabled=False)
+    late.open(None, models=("hf",))
+    left_by_another_run(tmp_path, "hf")
+    assert late.make_way("hf") == tmp_path / "hf"
+    assert kept(tmp_path) == ["abandoned_hf"] and "it is set aside as abandoned_hf" in package_log.text
+    save(manager(tmp_path), 1)
+    left_by_another_run(tmp_path, "hf")
+    goes_on = manager(tmp_path)
+    goes_on.open(True, models=("hf",))
+    goes_on.make_way("hf")
+    assert "hf" in kept(tmp_path), "its own, which it replaces"
+
+
 def test_a_run_that_goes_on_replaces_its_own_model_and_a_rollback_sets_the_newer_one_aside(tmp_path: Path) -> None:
     checkpoints = manager(tmp_path)
     for step in (1, 2):
