@@ -81,6 +81,8 @@ def start_policy(
     no memory before `PolicyGroup.build`."""
     layout = model.layout
     changes: dict[str, Any] = {"model_name": model.folder}
+    if config.policy.tokenizer.name == config.policy.model_name:  # the model's own, also where that is on the hub
+        changes["tokenizer"] = config.policy.tokenizer.model_copy(update={"name": model.folder})
     if algorithm in ("sft", "dpo"):  # the data's log-probs: of the whole distribution, at temperature 1
         changes["generation"] = config.policy.generation.model_copy(
             update={"temperature": 1.0, "top_p": 1.0, "top_k": None}

@@ -19,7 +19,7 @@ from grpo_mcore.observe.alarms import Alarm, post_alarm
 from grpo_mcore.observe.append_file import AppendFile
 from grpo_mcore.observe.backends import chosen_backends
 from grpo_mcore.observe.tracker import Tracker
-from grpo_mcore.recipe import GRPOLoggerConfig, OwnLoggerConfig
+from grpo_mcore.recipe import GRPOLoggerConfig, OwnLoggerConfig, without_secrets
 
 log = logging.getLogger(__name__)
 
@@ -103,7 +103,8 @@ class Logger:
             custom.call(f"step {step}", lambda logger: logger.log_metrics(dict(values), step, prefix))
 
     def log_hyperparams(self, params: Any) -> None:
-        """The resolved recipe: a mapping or a pydantic model, to `hyperparams.json` and the other loggers."""
+        """The resolved recipe: a mapping or a pydantic model, to `hyperparams.json` and, without secrets,
+        to the other loggers."""
         plain = params.model_dump(mode="json") if hasattr(params, "model_dump") else dict(params)
         text = json.dumps(plain, indent=2, default=str)
         path = self.log_dir / HYPERPARAMS_FILE
@@ -111,10 +112,11 @@ class Logger:
             path.write_text(text + "\n")
         except OSError as error:  # observation must not stop training
             log.warning("%s cannot be written: %s; the run goes on without it", path, error.strerror or error)
+        shown = without_secrets(json.loads(text))
         for tracker in self._backends:
-            tracker.call("the recipe", lambda backend: backend.params(json.loads(text)))
+            tracker.call("the recipe", lambda backend: backend.params(shown))
         for custom in self._custom:
-            custom.call("the recipe", lambda logger: logger.log_hyperparams(json.loads(text)))
+            custom.call("the recipe", lambda logger: logger.log_hyperparams(shown))
 
     def alarm(self, alarm: Alarm) -> None:
         """Send an alarm to the recipe's webhook, if there is one."""

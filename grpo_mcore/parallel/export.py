@@ -45,19 +45,19 @@ def export_merged(
     source: Path,
     target: Path,
     *,
-    tokenizer: Path | None = None,
+    tokenizer: str | None = None,
     shard_bytes: int = SHARD_BYTES,
 ) -> None:
     """Write the weights of `checkpoint`, merged with their adapters, as a folder that transformers and vLLM load.
 
     `checkpoint`: the policy's part of a checkpoint. `config`: the policy section of its recipe. `source`: the folder of
-    the model that the run started from, for the config and the tokenizer; `tokenizer`: that of the tokenizer, if it is
-    another one. Raises ExportError if a tensor is missing or unreadable.
+    the model that the run started from, for the config and the tokenizer; `tokenizer`: name or folder of the tokenizer,
+    if it is another one; its template is that of `config`. Raises ExportError if a tensor is missing or unreadable.
     """
     with one_rank():
         reader = CheckpointReader(checkpoint, config, shape_of(read_hf_config(source, config.hf_config_overrides)))
         writer = HfFolderWriter(target, reader.shape, reader.dtype, shard_bytes)
-        writer.create(source, tokenizer, config.hf_config_overrides)
+        writer.create(source, tokenizer, config.hf_config_overrides, config.tokenizer.chat_template)
         for name, params in writer.files.items():
             writer.write(name, reader.slices(set(params)))
 

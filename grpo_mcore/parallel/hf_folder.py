@@ -20,6 +20,7 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 from grpo_mcore.families import Box, HfTensor, ModelShape, Param, params_of, with_overrides
+from grpo_mcore.parallel.finite import all_finite
 
 SAFETENSORS_NAMES = {torch.float32: "F32", torch.bfloat16: "BF16", torch.float16: "F16"}
 SHARD_BYTES = 2 << 30
@@ -38,6 +39,12 @@ READABLE = ("BF16", "F16", "F32", "F64")
 
 NEVER_READ = ("rotary_emb.inv_freq", "masked_bias", "attn.bias")
 """Parts of names of buffers that old checkpoints hold, and that every implementation computes anew."""
+
+TOKENIZER_FILES = (
+    *("tokenizer.json", "tokenizer_config.json", "tokenizer.model", "special_tokens_map.json", "added_tokens.json"),
+    *("vocab.json", "vocab.txt", "merges.txt", "tiktoken.model", "chat_template.jinja", "chat_template.json"),
+)
+"""Files that are the tokenizer's: an export has those of the tokenizer that trained, and no others."""
 
 EXPERT = re.compile(r"(.*\.experts)\.(\d+)\.((?:gate_up|down)_proj(?:_bias)?)")
 """Names of `HfTensor`s with a stack."""
@@ -251,20 +258,24 @@ class HfFolderWriter:
         self.files, self._carried = plan_files(shape, dtype, shard_bytes), shape.carried
 
     def create(
-        self, source: Path, tokenizer: Path | None = None, overrides: Mapping[str, Any] = MappingProxyType({})
+        self,
+        source: Path,
+        tokenizer: str | Path | None = None,
+        overrides: Mapping[str, Any] = MappingProxyType({}),
+        chat_template: str | None = None,
     ) -> None:
         """Write everything but the weights: config, generation settings and tokenizer, and files of the right size.
 
-        `tokenizer`: the folder of the tokenizer's files, if not `source`. `overrides`:
-        policy.hf_config_overrides, which become part of the config. Raises OSError if the disk is full.
+        `tokenizer`: name or folder of the tokenizer that trained, if not that of `source`; `chat_template`: its
+        template, as text or a file, if not its own. `overrides`: policy.hf_config_overrides, which become part of the
+        config. Raises OSError if the disk is full.
         """
         self.folder.mkdir(parents=True, exist_ok=True)
-        for folder in (source, *([tokenizer] if tokenizer is not None else [])):
-            for path in folder.iterdir():
-                config = path.name in ("config.json", "generation_config.json") and folder != source
-                if path.is_file() and not path.name.endswith(NOT_COPIED) and not config:
-                    shutil.copy(path, self.folder / path.name)
+        for path in source.iterdir():
+            if path.is_file() and not path.name.endswith(NOT_COPIED) and path.name not in TOKENIZER_FILES:
+                shutil.copy(path, self.folder / path.name)
         _write_config(self.folder / "config.json", self.dtype, overrides)
+        _write_tokenizer(self.folder, source, tokenizer, chat_template)
         for name, params in self.files.items():
             _create_file(self.folder / name, tensors_of(params), self.dtype)
         carried = self._carry(source)
@@ -298,6 +309,8 @@ class HfFolderWriter:
             if tensor.stack is not None:
                 targets[tensor.name] = _transposed(targets[tensor.stored.name][tensor.stack[0]])
         for hf_name, box, values in slices:
+            if not all_finite([values]):
+                raise WeightsError(f"{hf_name} holds NaN or infinite values: such a model is not exported")
             targets[hf_name][index_of(box)].copy_(values)
 
 
@@ -354,6 +367,38 @@ def _write_config(path: Path, dtype: torch.dtype, overrides: Mapping[str, Any]) 
     for key in [key for key in ("dtype", "torch_dtype") if key in config] or ["dtype"]:
         config[key] = name
     path.write_text(json.dumps(config, indent=2) + "\n")
+
+
+def _write_tokenizer(folder: Path, source: Path, name: str | Path | None, chat_template: str | None) -> None:
+    """Save the tokenizer that trained, by its own `save_pretrained`, with the template that trained; and let config and
+    generation settings name its end-of-sequence and padding tokens."""
+    own = name is None or Path(name) == source
+    if own and not any((source / file).is_file() for file in TOKENIZER_FILES):
+        return  # a model without a tokenizer, as tests have
+    from transformers import AutoTokenizer
+
+    tokenizer = AutoTokenizer.from_pretrained(source if name is None else name, trust_remote_code=False)
+    if chat_template is not None:
+        is_text = "{" in chat_template
+        tokenizer.chat_template = chat_template if is_text else Path(chat_template).read_text(encoding="utf-8")
+    tokenizer.save_pretrained(folder)
+    settings_path = folder / "generation_config.json"
+    config = json.loads((folder / "config.json").read_text())
+    settings = json.loads(settings_path.read_text()) if settings_path.is_file() else {"_from_model_config": True}
+    inner = config.get("text_config", {}) if "eos_token_id" not in config else config
+    known = [*_as_list(settings.get("eos_token_id")), *_as_list(inner.get("eos_token_id"))] if own else []
+    ends = list(dict.fromkeys([*_as_list(tokenizer.eos_token_id), *known]))
+    changed = {"eos_token_id": ends[0] if len(ends) == 1 else ends} if ends else {}
+    if tokenizer.pad_token_id is not None:
+        changed["pad_token_id"] = tokenizer.pad_token_id
+    for target in (settings, *([config["text_config"]] if "text_config" in config else []), config):
+        target.update(changed)
+    (folder / "config.json").write_text(json.dumps(config, indent=2) + "\n")
+    settings_path.write_text(json.dumps(settings, indent=2) + "\n")
+
+
+def _as_list(ids: int | list[int] | None) -> list[int]:
+    return [] if ids is None else list(ids) if isinstance(ids, list) else [ids]
 
 
 def _dtype_of(tensor: HfTensor, dtype: torch.dtype) -> torch.dtype:

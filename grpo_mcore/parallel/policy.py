@@ -390,8 +390,17 @@ class Policy:
             self._set_aside.restore(params)
 
     def export_hf(self, folder: str | Path) -> None:
-        """Write the weights as a Hugging Face folder that transformers and vLLM can load."""
-        self.weights.export_hf(folder, self.config.model_name, overrides=self.config.hf_config_overrides)
+        """Write the weights, and the tokenizer and template that trained, as a folder that transformers and vLLM load.
+        Raises NonFiniteState on all ranks if a weight is not finite."""
+        self.check_state("when they were to be exported; nothing was written", moments=False)
+        names = self.config.tokenizer
+        self.weights.export_hf(
+            folder,
+            self.config.model_name,
+            overrides=self.config.hf_config_overrides,
+            tokenizer=names.name or None,
+            chat_template=names.chat_template,
+        )
 
     def start_profile(self) -> None:
         """Start torch's profiler on this rank."""

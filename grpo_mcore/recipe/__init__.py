@@ -33,7 +33,7 @@ from grpo_mcore.recipe.derived import (
 from grpo_mcore.recipe.errors import DEFAULT, Finding, Problem, RecipeError, nearest, nearest_hint
 from grpo_mcore.recipe.loading.load import Recipe, find_recipe, load_recipe, shown
 from grpo_mcore.recipe.loading.merge import is_override
-from grpo_mcore.recipe.loading.show import resolved_yaml
+from grpo_mcore.recipe.loading.show import resolved_yaml, without_secrets
 from grpo_mcore.recipe.master import MasterConfig
 from grpo_mcore.recipe.schema.cluster import ClusterConfig
 from grpo_mcore.recipe.schema.data import (

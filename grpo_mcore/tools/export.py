@@ -9,12 +9,13 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from grpo_mcore.algorithms.checkpointing.checkpoints import CheckpointManager, policy_folder
+import yaml
+
+from grpo_mcore.algorithms.checkpointing.checkpoints import policy_folder, rank_of
 from grpo_mcore.algorithms.run_control.checks import SetupError, model_folder
-from grpo_mcore.data.tokenizer import template_text
 from grpo_mcore.parallel.export import ExportError, export_adapter, export_merged
 from grpo_mcore.parallel.hf_folder import SHARD_BYTES, put_in_place
-from grpo_mcore.recipe import CheckpointingConfig, MasterConfig, load_recipe
+from grpo_mcore.recipe import CheckpointingConfig, MasterConfig, load_recipe, without_secrets
 
 INFO, RECIPE, CARD = "training_info.json", "config.yaml", "README.md"
 
@@ -33,7 +34,7 @@ def find_checkpoint(path: Path) -> Checkpoint:
     """Return the checkpoint at `path`: a folder step_N, or the newest of a checkpoint_dir. Raises ExportError."""
     folder = path
     if not (folder / INFO).is_file():
-        newest = CheckpointManager(CheckpointingConfig(checkpoint_dir=str(path))).latest()
+        newest = next(reversed(kept_checkpoints(path)), None)
         if newest is None:
             what = "holds no checkpoint (step_N with training_info.json)" if path.is_dir() else "does not exist"
             raise ExportError(f"{path} {what}; give a folder step_N, or the folder of a run's checkpoints")
@@ -76,7 +77,7 @@ def export(
         hint = "give the folder that the run started from with --model" if model is None else "see --model"
         raise ExportError(f"{error}; its config and tokenizer are needed: {hint}") from error
     own = policy.tokenizer.name
-    tokenizer = None if own == policy.model_name else Path(model_folder(own))
+    tokenizer = None if own == policy.model_name else own
     partial = output.with_name(f"tmp_{output.name}")
     try:
         shutil.rmtree(partial, ignore_errors=True)  # left by an export that was killed
@@ -85,9 +86,6 @@ def export(
             export_adapter(part, policy, source, name, partial)
         else:
             export_merged(part, policy, source, partial, tokenizer=tokenizer, shard_bytes=shard_bytes)
-            if policy.tokenizer.chat_template is not None:
-                text = template_text(policy.tokenizer.chat_template)
-                (partial / "chat_template.jinja").write_text(text, encoding="utf-8")
         (partial / CARD).write_text(model_card(found, "peft" if adapter else "transformers"), encoding="utf-8")
         put_in_place(partial, output)
     except OSError as error:
@@ -98,23 +96,15 @@ def export(
 
 
 def best_checkpoint(config: CheckpointingConfig) -> Path | None:
-    """Return the kept checkpoint with the best checkpointing.metric_name; without that metric the newest."""
-    folders = kept_checkpoints(config)
-    if not folders:
-        return None
-    sign = 1.0 if config.higher_is_better else -1.0
-
-    def rank(folder: Path) -> tuple[float, int]:
-        value = json.loads((folder / INFO).read_text())["metrics"].get(config.metric_name)
-        return (float("-inf") if value is None else sign * value, step_of(folder))
-
-    return max(folders, key=rank)
+    """Return the kept checkpoint that ranks best, as pruning ranks them; without checkpointing.metric_name the
+    newest."""
+    return max(kept_checkpoints(Path(config.checkpoint_dir)), key=lambda folder: rank_of(folder, config), default=None)
 
 
-def kept_checkpoints(config: CheckpointingConfig) -> list[Path]:
-    """Return the complete checkpoints of a run, oldest first."""
-    found = [path.parent for path in Path(config.checkpoint_dir).glob(f"step_*/{INFO}")]
-    return sorted((path for path in found if path.name.removeprefix("step_").isdigit()), key=step_of)
+def kept_checkpoints(folder: Path) -> list[Path]:
+    """Return the complete checkpoints in a checkpoint_dir, oldest first."""
+    there = [path.parent for path in folder.glob(f"step_*/{INFO}")]
+    return sorted((path for path in there if path.name.removeprefix("step_").isdigit()), key=step_of)
 
 
 def step_of(folder: Path) -> int:
@@ -123,7 +113,7 @@ def step_of(folder: Path) -> int:
 
 def export_run(config: CheckpointingConfig) -> list[Path]:
     """Export what checkpointing.save_hf asks for, as `hf_step_N` beside the checkpoints. Return the folders."""
-    kept = kept_checkpoints(config)
+    kept = kept_checkpoints(Path(config.checkpoint_dir))
     best = best_checkpoint(config)
     wanted = {"none": [], "all": kept, "last": kept[-1:], "best": [best] if best else []}[config.save_hf]
     targets = []
@@ -145,6 +135,8 @@ def model_card(checkpoint: Checkpoint, library: str) -> str:
         [
             "---",
             *base,
+            *_license_of(policy.model_name),
+            *([f"datasets: [{', '.join(datasets)}]"] if (datasets := _datasets_of(checkpoint.recipe)) else []),
             f"library_name: {library}",
             "tags: [grpo-mcore, reinforcement-learning]",
             "---",
@@ -158,11 +150,25 @@ def model_card(checkpoint: Checkpoint, library: str) -> str:
             "|---|---|",
             *[f"| {name} | {value:.6g} |" for name, value in shown],
             "",
-            "The recipe, with every value:",
+            "The recipe, with every value but credentials:",
             "",
             "```yaml",
-            (checkpoint.folder / RECIPE).read_text(encoding="utf-8").rstrip(),
+            yaml.safe_dump(without_secrets(checkpoint.recipe.model_dump(mode="json")), sort_keys=False).rstrip(),
             "```",
             "",
         ]
     )
+
+
+def _license_of(model: str) -> list[str]:
+    """Return the lines of the licence in the card of the model that the run started from, if that has one here."""
+    card = Path(model) / CARD
+    if not card.is_file():
+        return []
+    header = card.read_text(encoding="utf-8", errors="replace").split("---")
+    return [line.rstrip() for line in header[1].split("\n") if line.startswith("license")] if len(header) > 2 else []
+
+
+def _datasets_of(recipe: MasterConfig) -> list[str]:
+    """Return the names of the training data that a hub could know."""
+    return [entry.dataset_name for entry in recipe.data.train if "/" in entry.dataset_name]

@@ -360,21 +360,30 @@ class CheckpointManager:
         return period is not None and step % period == 0 and step % self.config.save_period != 0
 
     def _metric(self, step: int) -> float:
-        """Return the metric for the ranking: higher is better; without the metric, or with NaN, it ranks last. In place
-        of an accuracy that graded rewards do not have comes their mean, which equals it for rewards of 0 and 1."""
-        name = self.config.metric_name
-        if name is None:
-            return 0.0
-        try:
-            metrics = _read_info(self.folder / f"step_{step}")["metrics"]
-        except (OSError, ValueError, KeyError, TypeError):  # damaged: only a resume needs it whole
-            return float("-inf")
-        value = metrics.get(name)
-        if value is None and name.endswith("accuracy"):
-            value = metrics.get(f"{name.removesuffix('accuracy')}reward")
-        if value is None or math.isnan(value):
-            return float("-inf")
-        return value if self.config.higher_is_better else -value
+        return metric_of(self.folder / f"step_{step}", self.config)
+
+
+def rank_of(folder: Path, config: CheckpointingConfig) -> tuple[float, int]:
+    """Return what checkpoints are ranked by, to keep the best and to export it: the metric, then the step."""
+    return metric_of(folder, config), int(folder.name.removeprefix("step_"))
+
+
+def metric_of(folder: Path, config: CheckpointingConfig) -> float:
+    """Return the metric for the ranking: higher is better; without the metric, or with NaN, it ranks last. In place of
+    an accuracy that graded rewards do not have comes their mean, which equals it for rewards of 0 and 1."""
+    name = config.metric_name
+    if name is None:
+        return 0.0
+    try:
+        metrics = _read_info(folder)["metrics"]
+    except (OSError, ValueError, KeyError, TypeError):  # damaged: only a resume needs it whole
+        return float("-inf")
+    value = metrics.get(name)
+    if value is None and name.endswith("accuracy"):
+        value = metrics.get(f"{name.removesuffix('accuracy')}reward")
+    if value is None or math.isnan(value):
+        return float("-inf")
+    return value if config.higher_is_better else -value
 
 
 def _holds_something(path: Path) -> bool:

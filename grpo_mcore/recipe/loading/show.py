@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import re
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 import yaml
@@ -67,3 +68,22 @@ def _scalar(value: Any) -> str:
     """Return a scalar or a list of scalars on one line, which YAML 1.1 and YAML 1.2 read alike."""
     text = yaml.dump(value, Dumper=_Dumper, default_flow_style=True, width=10**9, allow_unicode=True).rstrip()
     return text.removesuffix("\n...").rstrip()
+
+
+SECRET_NAMES = re.compile("token$|secret|password|passwd|api_?key$|access_?key|credential|webhook", re.IGNORECASE)
+SECRET_IN_URL = re.compile(r"(?<=://)[^\s/@]+(?=@)|(?<=[?&])((?:token|key|secret|password|sig|signature)=)[^\s&]+")
+HIDDEN = "(hidden)"
+
+
+def without_secrets(values: Any, name: str = "") -> Any:
+    """Return a recipe's plain values, to show to others: without the texts under names such as TOKEN, PASSWORD or
+    webhook, and without user names, passwords and keys in addresses. Keys that name an environment variable stay."""
+    if isinstance(values, Mapping):
+        return {key: without_secrets(value, str(key)) for key, value in values.items()}
+    if isinstance(values, list | tuple):
+        return [without_secrets(value, name) for value in values]
+    if not isinstance(values, str):
+        return values
+    if SECRET_NAMES.search(name) and values:
+        return HIDDEN
+    return SECRET_IN_URL.sub(lambda match: f"{match[1] or ''}{HIDDEN}", values)

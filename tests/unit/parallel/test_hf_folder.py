@@ -17,6 +17,7 @@ from grpo_mcore.families import params_of, read_hf_config, shape_of
 from grpo_mcore.parallel.hf_folder import (
     INDEX,
     SINGLE,
+    HfFolderWriter,
     SafetensorsFolder,
     WeightsError,
     check_weights,
@@ -231,3 +232,44 @@ def test_every_parameter_of_a_large_model_is_looked_at(models: dict[str, Path]) 
     for param in params_of(shape(folder)):
         for tensor in param.hf:
             assert tensor.name in tensors or param.expert is not None
+
+
+def test_an_export_has_the_tokenizer_and_the_template_that_trained(single: Path, tmp_path: Path) -> None:
+    """Files of the model's tokenizer and of the one that trained had been mixed."""
+    from transformers import AutoTokenizer
+
+    from grpo_mcore.data.arithmetic import make_tokenizer
+
+    make_tokenizer(single)
+    other, out = tmp_path / "other", tmp_path / "out"
+    make_tokenizer(other)
+    tokenizer = AutoTokenizer.from_pretrained(other)
+    tokenizer.add_tokens(["<only-here>"])
+    tokenizer.chat_template = "{{ 'of the other' }}"
+    tokenizer.save_pretrained(other)
+    (single / "added_tokens.json").write_text('{"<stale>": 5}')
+    settings = {"eos_token_id": [3, 4], "temperature": 0.6}
+    (single / "generation_config.json").write_text(json.dumps(settings))
+    writer = HfFolderWriter(out, shape(single), torch.float32)
+    writer.create(single, str(other), {}, "{{ 'that trained' }}")
+    exported = AutoTokenizer.from_pretrained(out)
+    assert exported.get_vocab() == tokenizer.get_vocab() and "<stale>" not in exported.get_vocab()
+    message = {"role": "user", "content": "1+1="}
+    assert exported.apply_chat_template([message], tokenize=False) == "that trained"
+    config, generation = (json.loads((out / name).read_text()) for name in ("config.json", "generation_config.json"))
+    assert config["eos_token_id"] == generation["eos_token_id"] == tokenizer.eos_token_id
+    assert generation["temperature"] == 0.6
+    own = tmp_path / "own"
+    HfFolderWriter(own, shape(single), torch.float32).create(single)
+    ends = json.loads((own / "generation_config.json").read_text())["eos_token_id"]
+    assert set(ends) >= {3, 4, tokenizer.eos_token_id} and ends[0] == tokenizer.eos_token_id
+    assert json.loads((own / "config.json").read_text())["eos_token_id"] == ends
+
+
+def test_values_that_are_not_finite_are_not_exported(single: Path, tmp_path: Path) -> None:
+    writer = HfFolderWriter(tmp_path / "out", shape(single), torch.float32)
+    writer.create(single)
+    values = torch.zeros(4)
+    values[1] = torch.nan
+    with pytest.raises(WeightsError, match=f"{NORM} holds NaN or infinite values: such a model is not exported"):
+        writer.write(SINGLE, [(NORM, ((0, 4),), values)])

@@ -4,7 +4,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from grpo_mcore.recipe import load_recipe, resolved_yaml
+from grpo_mcore.recipe import load_recipe, resolved_yaml, without_secrets
 from grpo_mcore.recipe.loading.show import _scalar
 from grpo_mcore.recipe.loading.yaml_tree import parse_text
 from tests.unit.recipe.conftest import MINIMAL
@@ -59,3 +59,25 @@ def test_any_value_is_read_back_unchanged(value: object) -> None:
     text = _scalar(value)
     assert "\n" not in text
     assert parse_text(f"k: {text}  # here", "", "").plain() == {"k": value}
+
+
+def test_what_is_shown_to_others_has_no_secrets() -> None:
+    plain = {
+        "logger": {
+            "mlflow": {"tracking_uri": "https://me:hunter2@mlflow.example.com/?token=abc&x=1"},
+            "alarms": {"webhook": "https://hooks.example.com/T0/B0/xyz", "stop_after": 3},
+        },
+        "launch": {"env": {"HF_TOKEN": "hf_abc", "HF_HOME": "/cache", "DB_PASSWORD": "x", "WANDB_API_KEY": "k"}},
+        "policy": {"http_server_api_key_env_var": "MY_KEY", "stop_token_ids": [1, 2], "tokenizer": {"name": "a/b"}},
+        "urls": ["s3://bucket/a@b", "git://user@host/x"],
+        "nothing": None,
+    }
+    shown = without_secrets(plain)
+    assert shown["logger"] == {
+        "mlflow": {"tracking_uri": "https://(hidden)@mlflow.example.com/?token=(hidden)&x=1"},
+        "alarms": {"webhook": "(hidden)", "stop_after": 3},
+    }
+    hidden = {"HF_TOKEN": "(hidden)", "HF_HOME": "/cache", "DB_PASSWORD": "(hidden)", "WANDB_API_KEY": "(hidden)"}
+    assert shown["launch"]["env"] == hidden
+    assert shown["policy"] == plain["policy"] and shown["nothing"] is None
+    assert shown["urls"] == ["s3://bucket/a@b", "git://(hidden)@host/x"]
