@@ -212,12 +212,15 @@ def _text_or_none(value: Any, what: str) -> str | None:
 
 
 def conversation(trajectory: Trajectory) -> list[dict[str, Any]]:
-    """Return a trajectory as messages. `generated` marks those that the policy wrote; `tokens` is the number of tokens
-    of each; the last one has the sample's `finish_reason`."""
+    """Return a trajectory as messages. `generated` marks those that the policy wrote, which have their `token_ids`;
+    `tokens` is the number of tokens of each; the last one has the sample's `finish_reason`."""
     messages: list[dict[str, Any]] = [
         {"role": turn.role, "content": turn.text, "generated": turn.loss_mask, "tokens": len(turn)}
         for turn in trajectory.turns
     ]
+    for message, turn in zip(messages, trajectory.turns, strict=True):
+        if turn.loss_mask:
+            message["token_ids"] = turn.token_ids.tolist()
     if messages:
         messages[-1]["finish_reason"] = trajectory.finish_reason
     return messages

@@ -9,7 +9,7 @@ import asyncio
 import inspect
 import traceback
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -35,6 +35,10 @@ class Sample:
     prompt_tokens: int = 0
     response_tokens: int = 0
     """Tokens that the policy generated, over all turns."""
+    completion_ids: Sequence[int] = ()
+    """Ids of the tokens that the policy generated, over all turns."""
+    notes: list[str] = field(default_factory=list)
+    """What functions recorded by TRL's `log_extra` and `log_metric`; the sample's reason has it."""
     parts: Parts | None = None
     """Thought and answer of the response. None: split by the default marks."""
 
@@ -52,6 +56,7 @@ class Sample:
             finish_reason=messages[-1].get("finish_reason") if messages else None,
             prompt_tokens=sum(message.get("tokens", 0) for message in messages[:start]),
             response_tokens=sum(message.get("tokens", 0) for message in messages if message.get("generated")),
+            completion_ids=[one for message in messages for one in message.get("token_ids", ())],
             parts=split_messages(messages, thoughts),
         )
 
@@ -83,6 +88,7 @@ class Sample:
             "truncated": self.finish_reason == "length",
             "prompt_tokens": self.prompt_tokens,
             "response_tokens": self.response_tokens,
+            "response_token_ids": list(self.completion_ids),
         }
         return {"reply": answer or "", "thought": thought, **self.info, **known}
 
@@ -91,7 +97,7 @@ def _is_answer(message: Mapping[str, Any]) -> bool:
     return bool(message.get("generated", message["role"] == "assistant"))
 
 
-def reward_call(function: Callable[..., Any], *, as_messages: bool = False) -> Callable[[Sample], float]:
+def reward_call(function: Callable[..., Any], *, as_messages: bool = False) -> Callable[[Sample], float | None]:
     """Return `function` as a function of a sample. It may be synchronous or asynchronous, with one of these signatures:
 
     - fn(response, ground_truth, finish_reason, ...): any names of `Sample.named`, columns of the row among them; with
@@ -100,14 +106,16 @@ def reward_call(function: Callable[..., Any], *, as_messages: bool = False) -> C
     - fn(prompts, completions, **columns): TRL's, called with lists of one entry. `as_messages`: prompts and completions
       are lists of messages, as in TRL's conversational datasets, instead of texts.
 
+    The value may be a number of any library, in a list for TRL's; None: the function does not apply to this sample.
+
     The call raises TypeError for a name that a sample does not have, and whatever the function raises.
     """
     arguments, is_trl = reward_arguments(function, as_messages=as_messages)
 
-    def call(sample: Sample) -> float:
+    def call(sample: Sample) -> float | None:
         positional, named = arguments(sample)
         value = _finished(function(*positional, **named))
-        return _first(value) if is_trl else float(value)
+        return _number(_only_one(value) if is_trl else value)
 
     return call
 
@@ -121,7 +129,7 @@ def reward_arguments(
     named = [p for p in parameters if p.kind in (p.POSITIONAL_OR_KEYWORD, p.KEYWORD_ONLY)]
     by_position = [p for p in parameters if p.kind in (p.POSITIONAL_ONLY, p.POSITIONAL_OR_KEYWORD)]
     takes_all = any(p.kind is p.VAR_KEYWORD for p in parameters)
-    is_trl = any(p.name == "completions" for p in named)
+    is_trl = any(p.name in ("completions", "completion_ids") for p in named)
     two = len(by_position) == 2 and not takes_all and all(p.default is p.empty for p in by_position)
 
     def arguments(sample: Sample) -> tuple[tuple[Any, ...], dict[str, Any]]:
@@ -139,28 +147,44 @@ def reward_arguments(
     return arguments, is_trl
 
 
-def _of_trl(
-    sample: Sample, named: Sequence[inspect.Parameter], takes_all: bool, as_messages: bool
-) -> dict[str, list[Any]]:
+def _of_trl(sample: Sample, named: Sequence[inspect.Parameter], takes_all: bool, as_messages: bool) -> dict[str, Any]:
     """Return the arguments of a reward function of TRL, for one sample."""
     prompt: Any = sample.messages if as_messages else sample.prompt
     completion: Any = [{"role": "assistant", "content": sample.response}] if as_messages else sample.response
     if as_messages and len(sample.turns) > 1:
         completion = list(sample.turns)
-    offered = {name: [value] for name, value in sample.info.items() if name != "messages"}
-    offered |= {"prompts": [prompt], "completions": [completion]}
+    offered: dict[str, Any] = {name: [value] for name, value in sample.info.items() if name != "messages"}
+    offered |= {"prompts": [prompt], "completions": [completion], "completion_ids": [list(sample.completion_ids)]}
+    offered |= {
+        "log_extra": lambda column, values: sample.notes.append(f"{column}: {_shown(values)}"),
+        "log_metric": lambda name, value: sample.notes.append(f"{name} {value}"),
+    }
     missing = [p.name for p in named if p.default is p.empty and p.name not in offered]
+    if "trainer_state" in missing:
+        raise TypeError(
+            "it asks for trainer_state, which an environment does not have: it scores samples of several steps at a "
+            "time; give the parameter a default"
+        )
     if missing:
         raise TypeError(f"it asks for {', '.join(missing)}, but the columns are {', '.join(sorted(offered))}")
     return offered if takes_all else {p.name: offered[p.name] for p in named if p.name in offered}
 
 
-def _first(found: Any) -> float:
-    if not isinstance(found, Sequence) or isinstance(found, str) or len(found) != 1:
-        raise TypeError(f"it must return a list with one number for each completion, here one; got {found!r:.80}")
-    if found[0] is None:
-        raise ValueError("it returned None: it does not apply to this sample")
-    return float(found[0])
+def _only_one(values: Any) -> Any:
+    """Return the value for the only completion of a call: of a list, an array or a tensor."""
+    several = values.tolist() if hasattr(values, "tolist") else values
+    if not isinstance(several, Sequence) or isinstance(several, str) or len(several) != 1:
+        raise TypeError(f"it must return a list with one number for each completion, here one; got {values!r:.80}")
+    return several[0]
+
+
+def _number(value: Any) -> float | None:
+    return None if value is None else float(value)
+
+
+def _shown(values: Any) -> str:
+    one = values[0] if isinstance(values, Sequence) and not isinstance(values, str) and len(values) == 1 else values
+    return f"{one!s:.200}"
 
 
 def _finished(value: Any) -> Any:

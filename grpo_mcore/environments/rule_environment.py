@@ -1,6 +1,7 @@
 """Rewards by rules, without any model: several named components, each in `rewards_by_name`, summed by their weights.
 
-Where a component crashes, hangs or returns no finite number, the sample has no reward: it is excluded and counted.
+A component that does not apply to a sample is left out of its reward. Where one crashes or returns no finite number,
+the sample has no reward: it is excluded and counted. An answer on which a component hangs gets `timeout_reward`.
 """
 
 from __future__ import annotations
@@ -35,6 +36,9 @@ class RuleEnvConfig(AnswerConfig):
     """Number of worker processes."""
     timeout_s: float = Field(5.0, gt=0)
     """Seconds of wall-clock time for all components of one sample together."""
+    timeout_reward: float | None = 0.0
+    """Reward, and value of each part, of an answer that takes longer: hanging a rule is no way out. null: it has none,
+    and is left out."""
     memory_gb: float = Field(2.0, gt=0)
     """GiB that one process may use."""
     stop_strings: list[str] | None = None
@@ -103,13 +107,18 @@ class RuleEnvironment(EnvironmentInterface):
 
     def _verdict(self, result: Result) -> tuple[float | None, dict[str, float], str, str | None]:
         """Return the reward, its parts, the reason, and the traceback where a component raised for the first time."""
+        if result.timed_out and (reward := self.config.timeout_reward) is not None:
+            return reward, dict.fromkeys(self._weights, reward), result.failure or "", None
         if result.failure is not None:
             return None, {}, result.failure, None
         if "failed" in result.value:
             return None, {}, *self._lose(**result.value)
         values = result.value["values"]
+        if not values:
+            return None, {}, f"no component applies to this sample: {', '.join(self._weights)}", None
         reward = sum(self._weights[name] * value for name, value in values.items())
-        return reward, values, ", ".join(f"{name} {value:g}" for name, value in values.items()), None
+        said = [f"{name} {value:g}" for name, value in values.items()] + result.value["notes"]
+        return reward, values, ", ".join(said), None
 
     def _lose(self, failed: str, why: str, where: str = "", traceback: str | None = None) -> tuple[str, str | None]:
         """Count a sample that a component cost. Return the reason, and the traceback of the first one."""

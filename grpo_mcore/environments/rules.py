@@ -19,7 +19,7 @@ from grpo_mcore.environments.registry import import_by_path
 from grpo_mcore.environments.reward_functions import Sample, reward_arguments, reward_call, where_raised
 from grpo_mcore.environments.verifiers import ground_truths, make_verifier, verifier_module
 
-Rule = Callable[[Sample], float]
+Rule = Callable[[Sample], float | None]
 
 _MARK = re.compile(r"think|thought|reason|answer>|channel|scratchpad", re.IGNORECASE)
 
@@ -202,8 +202,9 @@ Component = Annotated[
 
 
 def make_rules(components: Mapping[str, Mapping[str, Any]]) -> Callable[[Sample], dict[str, Any]]:
-    """Return sample -> {"values": by name}, for components as a recipe has them. The result is {"failed": name, "why",
-    "where", "traceback"} for the first component that raises or returns no finite number."""
+    """Return sample -> {"values": by name, "notes"}, for components as a recipe has them, without those that do not
+    apply. The result is {"failed": name, "why", "where", "traceback"} for the first component that raises or returns no
+    finite number."""
     parts = TypeAdapter(dict[str, Component]).validate_python(components)
     rules = {name: part.rule() for name, part in parts.items()}
 
@@ -211,14 +212,17 @@ def make_rules(components: Mapping[str, Mapping[str, Any]]) -> Callable[[Sample]
         values = {}
         for name, rule in rules.items():
             try:
-                values[name] = rule(sample)
+                value = rule(sample)
             except MemoryError:
                 raise
             except Exception as error:
                 why, where = f"{type(error).__name__}: {error}", where_raised(error)
                 return {"failed": name, "why": why, "where": where, "traceback": traceback.format_exc()}
-            if not math.isfinite(values[name]):
-                return {"failed": name, "why": f"its value is {values[name]}"}
-        return {"values": values}
+            if value is None:
+                continue
+            if not math.isfinite(value):
+                return {"failed": name, "why": f"its value is {value}"}
+            values[name] = value
+        return {"values": values, "notes": sample.notes}
 
     return apply

@@ -22,9 +22,11 @@ from grpo_mcore.environments.code.tests import (
     CodeTest,
     CodeTestError,
     StdinTest,
+    defines,
     read_tests,
     same_text,
     same_value,
+    with_imports,
 )
 from grpo_mcore.environments.config import AnswerConfig
 from grpo_mcore.environments.interfaces import (
@@ -143,8 +145,7 @@ class CodeEnvironment(EnvironmentInterface):
         self, message_log_batch: Sequence[Sequence[Mapping[str, Any]]], metadata: Sequence[dict[str, Any]]
     ) -> EnvironmentReturn:
         answers = [split_messages(messages, self.config.thoughts).answer for messages in message_log_batch]
-        programs = [None if answer is None else last_program(answer) for answer in answers]
-        reports = list(self._threads.map(self._report, programs, metadata))
+        reports = list(self._threads.map(self._report, answers, metadata))
         return single_turn_return(
             metadata,
             rewards=[report.reward(self.config.partial_credit) for report in reports],
@@ -153,7 +154,7 @@ class CodeEnvironment(EnvironmentInterface):
                 for report, answer in zip(reports, answers, strict=True)
             ],
             seconds=[report.seconds for report in reports],
-            answers=programs,
+            answers=[report.program for report in reports],
             stop_strings=self.config.stop_strings,
         )
 
@@ -161,12 +162,13 @@ class CodeEnvironment(EnvironmentInterface):
         self._sandboxes.close()
         self._threads.shutdown(cancel_futures=True)
 
-    def _report(self, program: str | None, metadata: Mapping[str, Any]) -> Report:
+    def _report(self, answer: str | None, metadata: Mapping[str, Any]) -> Report:
         """Run all tests of an answer in one sandbox, which no other answer uses."""
         try:
             tests = read_tests(metadata)[: self.config.max_tests]
         except CodeTestError as error:
-            return Report(program, 0, 0, [], str(error), 0.0)
+            return Report(last_program(answer or ""), 0, 0, [], str(error), 0.0)
+        program = last_program(answer or "", _function_of(tests[0]))
         if program is None:
             return Report(None, 0, len(tests), [], None, 0.0)
         start, passed, failed = time.perf_counter(), 0, []
@@ -196,13 +198,13 @@ class CodeEnvironment(EnvironmentInterface):
         limits, tolerance = self._sandboxes.limits, self.config.float_tolerance
         match test:
             case StdinTest(given, expected):
-                ended = sandbox.run(program, given)
+                ended = sandbox.run(with_imports(program), given)
                 trouble = ended.trouble(limits)
                 if trouble is None and not same_text(ended.stdout, expected, tolerance):
                     trouble = f"printed {_shown(ended.stdout)}, expected {_shown(expected)}"
                 return trouble
             case CallTest(function, args, outputs):
-                ended = sandbox.run(program, check={"call": function, "args": args})
+                ended = sandbox.run(with_imports(program), check={"call": function, "args": args})
                 trouble = ended.trouble(limits)
                 if trouble is None and (ended.result is None or "value" not in ended.result):
                     trouble = _NO_TEST
@@ -214,7 +216,7 @@ class CodeEnvironment(EnvironmentInterface):
             case AssertTest(code):
                 split = split_test(code)
                 check = {"assert": code} if split is None else {"steps": split.steps}
-                ended = sandbox.run(test.program(program), check=check)
+                ended = sandbox.run(with_imports(test.whole_program(program)), check=check)
                 trouble = ended.trouble(limits)
                 if trouble is None:
                     trouble = _failure(split, ended.result)
@@ -232,14 +234,27 @@ def _shown(value: Any) -> str:
     return repr(shorten(value)) if isinstance(value, str) else shorten(repr(value))
 
 
-def last_program(response: str) -> str | None:
-    """Return the last closed block that is marked as Python or not marked; None where there is none.
+def _function_of(test: CodeTest) -> str:
+    """Return the name of the function that a test calls; "" where it calls none, or says not which."""
+    match test:
+        case CallTest(function):
+            return function
+        case AssertTest(defines=name):
+            return name
+    return ""
+
+
+def last_program(response: str, function: str = "") -> str | None:
+    """Return the last closed block that is marked as Python, else the last that is not marked; None where there is
+    none. Of several, the last that defines `function`: a later one may show how to call it, or what it prints.
 
     A fence is a line of three or more backticks or tildes; a block ends at a line with as many or more of the same and
     nothing else. The indentation of the opening fence is removed from every line.
     """
     inside: list[str] = []
-    program, fence, language, indent = None, "", "", 0
+    marked: list[str] = []
+    unmarked: list[str] = []
+    fence, language, indent = "", "", 0
     for line in response.replace("\r\n", "\n").split("\n"):
         match = _FENCE.match(line)
         if not fence:
@@ -248,8 +263,11 @@ def last_program(response: str) -> str | None:
                 indent = len(line) - len(line.lstrip())
         elif match and not match["language"] and match["fence"].startswith(fence):
             if language in _PYTHON:
-                program = "\n".join(inside) + "\n"
+                (marked if language else unmarked).append("\n".join(inside) + "\n")
             fence = ""
         else:
             inside.append(line[min(indent, len(line) - len(line.lstrip())) :])
-    return program
+    blocks = marked or unmarked
+    defining = [block for block in blocks if function and defines(block, function)]
+    chosen = defining or blocks
+    return chosen[-1] if chosen else None

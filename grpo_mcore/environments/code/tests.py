@@ -7,19 +7,22 @@ input_output             {"inputs": [...], "outputs": [...], "fn_name"?}, or tha
 public_test_cases,       [{"input", "output", "testtype": "stdin" | "functional"}], as JSON strings, with the
 private_test_cases       function's name in `metadata` {"func_name"} (LiveCodeBench)
 test_list                ["assert ...", ...], with test_setup_code, test_imports, challenge_test_list (MBPP)
-test, entry_point        code that defines check(candidate) (HumanEval); the `prompt` comes before an answer that does
-                         not define the function itself
+test, entry_point        code that defines check(candidate) (HumanEval); the head of `prompt` comes before an answer,
+                         and all of it before one that does not define the function itself
 """
 
 from __future__ import annotations
 
+import ast
 import json
 import math
 import re
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
+from decimal import Decimal, InvalidOperation
 from typing import Any
 
+_WORDS = re.compile(r"\s+|\S+")
 _FRACTION = re.compile(r"[+-]?(?:\d+\.\d*|\.\d+|\d+)(?:[eE][+-]?\d+)?")
 
 
@@ -47,17 +50,74 @@ class CallTest:
 @dataclass(frozen=True)
 class AssertTest:
     """`code` runs after the program, in its namespace, and must not raise; asserts.py says which values are compared
-    outside the sandbox. `before`: code that runs before a program that does not define `defines`."""
+    outside the sandbox. `before`: the prompt. Its head (imports and helpers) comes before a program that defines
+    `defines`, and all of it before one that does not: that is the function's body, or goes on from the prompt."""
 
     code: str
     before: str = ""
     defines: str = ""
 
     def program(self, answer: str) -> str:
-        own = rf"^[ \t]*+(?:async[ \t]++)?def[ \t]++{re.escape(self.defines)}\b"
-        if self.before and not re.search(own, answer, re.MULTILINE):
+        """Return the answer as a program that defines the function."""
+        if self.before and not defines(answer, self.defines):
             return self.before + answer
         return answer
+
+    def head(self) -> str:
+        """Return what comes before a program that defines the function itself."""
+        head = _definition(self.defines).split(self.before, maxsplit=1)[0] if self.before else ""
+        try:
+            ast.parse(head)
+        except (SyntaxError, ValueError, RecursionError, MemoryError):
+            return ""  # the definition is not at the top level
+        return head
+
+    def whole_program(self, answer: str) -> str:
+        """Return the program that runs: with the prompt or its head, and a body that was written without indentation
+        under its function."""
+        if not self.before:
+            return answer
+        if defines(answer, self.defines):
+            return f"{self.head()}\n{answer}"
+        first = next((line for line in answer.split("\n") if line.strip()), "")
+        if first and not first[0].isspace() and not re.match(r"(?:def|class|import|from|@|#)\b", first):
+            answer = "\n".join(f"    {line}" if line.strip() else line for line in answer.split("\n"))
+        return self.before + answer
+
+
+def _definition(name: str) -> re.Pattern[str]:
+    return re.compile(rf"^[ \t]*+(?:async[ \t]++)?def[ \t]++{re.escape(name)}\b", re.MULTILINE)
+
+
+def defines(program: str, name: str) -> bool:
+    """Return whether a program defines this function, at any level."""
+    return _definition(name).search(program) is not None
+
+
+_FUTURE = re.compile(r"^from __future__ import .*$", re.MULTILINE)
+
+
+def with_imports(program: str) -> str:
+    """Return a program with the imports in front that the public benchmarks' harnesses give it, on one line, so that
+    line numbers in its errors move by one. `from __future__` stays first."""
+    future = _FUTURE.findall(program)
+    return "".join(f"{line}\n" for line in future) + _IMPORTS + "\n" + _FUTURE.sub("", program)
+
+
+# Of the standard library, as LiveCodeBench's harness has them: answers to starter code name List, inf or deque without
+# an import. The built-in functions come back after the stars; a name that the program defines itself replaces any.
+_STARS = "string collections heapq bisect copy math random itertools functools operator typing builtins"
+_MODULES = (
+    "bisect, collections, copy, datetime, functools, heapq, io, itertools, json, math, operator, random, re, string"
+)
+_IMPORTS = "; ".join(
+    [
+        *(f"from {name} import *" for name in _STARS.split()),
+        "from collections import Counter, OrderedDict, ChainMap",
+        f"import {_MODULES}, sys, typing",
+        "sys.setrecursionlimit(50_000)",
+    ]
+)
 
 
 CodeTest = StdinTest | CallTest | AssertTest
@@ -157,15 +217,14 @@ def _lines(value: Any) -> str:
 
 
 def same_text(printed: str, expected: str, tolerance: float = 0.0) -> bool:
-    """Return whether texts are equal but for spaces at the ends of lines and empty lines at the end. Numbers may differ
-    by `tolerance`, relative or absolute, where the expected one is written with a point or an exponent."""
+    """Return whether texts are equal but for spaces at the ends of lines and empty lines at the end, and for the way in
+    which numbers are written: 3.0 is 3. Numbers may differ by `tolerance`, relative or absolute, where the expected one
+    is written with a point or an exponent."""
     lines, expected_lines = _trimmed_lines(printed), _trimmed_lines(expected)
-    if lines == expected_lines or not tolerance:
-        return lines == expected_lines
-    if len(lines) != len(expected_lines):
-        return False
-    pairs = zip(lines, expected_lines, strict=True)
-    return all(_same_words(line.split(), other.split(), tolerance) for line, other in pairs)
+    return len(lines) == len(expected_lines) and all(
+        line == other or _same_words(_WORDS.findall(line), _WORDS.findall(other), tolerance)
+        for line, other in zip(lines, expected_lines, strict=True)
+    )
 
 
 def same_value(value: Any, expected: Any, tolerance: float = 0.0) -> bool:
@@ -193,9 +252,19 @@ def _trimmed_lines(text: str) -> list[str]:
 
 def _same_words(words: list[str], expected: list[str], tolerance: float) -> bool:
     return len(words) == len(expected) and all(
-        word == other or _is_fraction(other) and _is_number(word) and _near(float(word), float(other), tolerance)
+        word == other or _is_number(word) and _is_number(other) and _same_number(word, other, tolerance)
         for word, other in zip(words, expected, strict=True)
     )
+
+
+def _same_number(word: str, expected: str, tolerance: float) -> bool:
+    """Compare decimals, of any number of digits. Raises nothing: both are numbers."""
+    try:
+        if Decimal(word) == Decimal(expected):
+            return True
+    except InvalidOperation:  # an exponent beyond all limits
+        return False
+    return bool(tolerance) and _is_fraction(expected) and _near(float(word), float(expected), tolerance)
 
 
 def _is_number(word: str) -> bool:

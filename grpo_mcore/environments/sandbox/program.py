@@ -23,6 +23,7 @@ from typing import Any, NoReturn
 PR_SET_PDEATHSIG, PR_SET_DUMPABLE = 1, 4
 RESULT, CHECK = 3, 4  # file descriptors of a program's process, beside the standard ones
 ALL_DESCRIPTORS = 2**20
+MAX_DIGITS = 50_000  # of an integer that is printed or read: as LiveCodeBench has it; Python's own limit is 4,300
 prctl = ctypes.CDLL(None).prctl
 
 
@@ -81,6 +82,7 @@ def set_limits(limits: Mapping[str, Any]) -> None:
 
 def execute(job: dict[str, Any]) -> None:
     """Run the program as a script; where a test follows, as a module."""
+    sys.set_int_max_str_digits(MAX_DIGITS)
     module = types.ModuleType("solution" if job["checked"] else "__main__")
     module.__file__ = "solution.py"
     sys.modules[module.__name__] = module

@@ -10,6 +10,7 @@ import secrets
 import shutil
 import signal
 import subprocess
+import sys
 import tempfile
 from collections.abc import Mapping
 from contextlib import suppress
@@ -19,7 +20,7 @@ from typing import Any, Final, Literal, Self
 
 from grpo_mcore.environments.sandbox.command import Start, sandboxed, unprotected
 from grpo_mcore.environments.sandbox.seccomp import filter_program
-from grpo_mcore.environments.sandbox.worker import STRETCH
+from grpo_mcore.environments.sandbox.worker import STRETCH, program
 
 SandboxKind = Literal["bubblewrap", "none_i_trust_the_code"]
 BUBBLEWRAP: Final = "bubblewrap"
@@ -240,6 +241,10 @@ class Sandbox:
             return ""
         os.set_blocking(self._process.stderr.fileno(), False)
         return (self._process.stderr.read() or b"").decode(errors="replace").strip()[-1000:]
+
+
+if 0 < sys.get_int_max_str_digits() < program.MAX_DIGITS:  # results have integers as large as a program may print
+    sys.set_int_max_str_digits(program.MAX_DIGITS)
 
 
 def _result(text: str, secret: str) -> dict[str, Any] | None:

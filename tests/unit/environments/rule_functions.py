@@ -37,3 +37,15 @@ async def by_name(finish_reason: str, level: int, response_tokens: int, prompt_t
 
 def thought_and_reply(response: str, thought: str, reply: str) -> float:
     return float(thought == "<think>maybe 6, damn</think>" and reply == "5" and thought in response)
+
+
+def math_reward(completions: list[str], task: list[str], log_extra: Any, log_metric: Any, **kwargs: Any) -> list[Any]:
+    if task != ["math"]:
+        return [None] * len(completions)
+    log_extra("length", [len(text) for text in completions])
+    log_metric("accuracy", 1.0)
+    return [1.0] * len(completions)
+
+
+async def coding_reward(prompts: list[str], completions: list[str], task: list[str], **kwargs: Any) -> list[Any]:
+    return [0.5 if one == "code" else None for one in task]

@@ -242,6 +242,16 @@ def test_the_last_closed_block_of_python(response: str, program: str | None) -> 
     assert last_program(response) == program
 
 
+def test_later_blocks_that_only_use_the_program_do_not_replace_it() -> None:
+    answer = f"```python\n{ADD}\n```\nUse it:\n```python\nprint(add(1, 2))\n```\nIt prints\n```\n3\n```"
+    assert last_program(answer, "add") == ADD + "\n"
+    assert last_program(answer) == "print(add(1, 2))\n", "no function is known: the last marked block"
+    assert last_program("```python\n1\n```\nIt prints\n```\n3\n```") == "1\n"
+    assert last_program(f"```\n{ADD}\n```\n```\nadd(1)\n```", "add") == ADD + "\n"
+    better = ADD.replace("a + b", "b + a")
+    assert last_program(f"```python\n{ADD}\n```\nbetter\n```python\n{better}\n```", "add") == better + "\n"
+
+
 @pytest.mark.parametrize("line", ["``` " + " " * 10**6 + "`", "`" * 10**6 + "a`", " " * 10**6, "~~~" + "`" * 10**6])
 def test_no_line_takes_for_ever(line: str) -> None:
     """With backtracking the first line would take an hour."""
@@ -254,3 +264,26 @@ def test_a_program_in_the_thought_does_not_count(env: CodeEnvironment) -> None:
     result = env.step([[{"role": "assistant", "content": text}] for text in texts], [{"tests": SUM}] * 3)
     assert result.rewards == [0.0, 1.0, 0.0]
     assert result.reasons[2] == "no answer: the thought is not closed"
+
+
+def test_answers_in_the_forms_of_the_public_benchmarks(env: CodeEnvironment) -> None:
+    """Canonical solutions, as HumanEval, MBPP, LiveCodeBench and APPS have them, pass; wrong ones do not."""
+    cases = json.loads((Path(__file__).parent / "code_cases.json").read_text())
+    answers, rows, expected = [], [], []
+    for case in cases:
+        for kind, reward in (("right", 1.0), ("wrong", 0.0)):
+            for program in case[kind]:
+                answers.append([{"role": "assistant", "content": f"```python\n{program}\n```"}])
+                rows.append(case["row"])
+                expected.append(reward)
+    result = env.step(answers, rows)
+    assert [(reward > 0.99) * 1.0 for reward in result.rewards] == expected, result.reasons
+
+
+def test_large_integers_are_printed_returned_and_read(env: CodeEnvironment) -> None:
+    big = 7**6000  # 5,071 digits
+    assert judge(env, "print(7**6000)", tests=[{"input": "", "output": f"{big}\n"}])[0] == 1.0
+    assert judge(env, "print(7**6000 + 1)", tests=[{"input": "", "output": f"{big}\n"}])[0] == 0.0
+    assert judge(env, "def f(n): return n + 1", tests=[{"call": "f", "args": [big - 1], "output": big}])[0] == 1.0
+    assert judge(env, "def f(n): return n + 2", tests=[{"call": "f", "args": [big - 1], "output": big}])[0] == 0.0
+    assert judge(env, "def f(): return 7**6000", test_list=[f"assert f() == {big}"])[0] == 1.0

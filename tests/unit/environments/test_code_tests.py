@@ -15,6 +15,7 @@ from grpo_mcore.environments.code.tests import (
     read_tests,
     same_text,
     same_value,
+    with_imports,
 )
 
 ADD = "def add(a, b):\n    return a + b\n"
@@ -113,7 +114,26 @@ def test_rows_without_tests_say_so(row: dict[str, Any], message: str) -> None:
         (" 1", "1", False),  # the beginning of a line counts
         ("1\n\n2", "1\n2", False),
         ("1 2", "1  2", False),
-        ("1", "1.0", False),
+        ("1", "1.0", True),  # numbers are compared as such, other texts by their characters
+        ("3.0", "3", True),
+        ("3.00 x", "3 x", True),
+        ("0.5000", ".5", True),
+        ("1e3", "1000", True),
+        ("+3", "3", True),
+        ("007", "7", True),
+        ("-0", "0", True),
+        ("3.1", "3", False),
+        ("0.333333", "0.333333333333", False),
+        ("3.0.0", "3", False),
+        ("v3.0", "v3", False),
+        ("3,0", "3", False),
+        ("1_0", "10", False),
+        ("nan", "nan", True),
+        ("1" * 5000, "1" * 5000, True),
+        ("1" * 5000, "1" * 4999 + "2", False),
+        ("1" * 5000 + ".0", "1" * 5000, True),
+        ("9007199254740993", "9007199254740992", False),
+        ("1e999999999999999999999", "1", False),
         ("YES", "yes", False),
     ],
 )
@@ -129,7 +149,8 @@ def test_text(said: str, expected: str, same: bool) -> None:
         ("1e-9", "0.0", True),
         ("1000000.5", "1000000.0", True),  # relative
         ("1", "1.0", True),
-        ("1.0", "1", False),  # an integer is expected to the digit
+        ("0.333333", "0.333333333333", True),
+        ("1.000001", "1", False),  # an integer is expected to the digit
         ("1 2.0", "1 2.0 3.0", False),
         ("2.0\n2.0", "2.0", False),
         ("nan", "1.0", False),
@@ -171,3 +192,25 @@ def test_values_with_a_tolerance() -> None:
     assert same_value([{"x": 0.1 + 0.2}], [{"x": 0.3}], 1e-9)
     assert not same_value(4, 3, 0.5), "whole numbers are expected to the digit"
     assert same_value(3, 3.00001, 1e-4)
+
+
+def test_the_head_of_the_prompt_comes_before_an_answer_that_defines_the_function() -> None:
+    prompt = "import math\n\ndef half(n):\n    return n / 2\n\ndef add(a, b):\n    '''Sum.'''\n"
+    [test] = read_tests({"entry_point": "add", "prompt": prompt, "test": "def check(c): pass"})
+    assert isinstance(test, AssertTest)
+    assert test.whole_program(ADD) == f"import math\n\ndef half(n):\n    return n / 2\n\n\n{ADD}"
+    assert test.whole_program("    return a + b\n") == prompt + "    return a + b\n"
+    assert test.whole_program("return a + b\n") == prompt + "    return a + b\n"
+    assert test.whole_program("c = a\nreturn c + b\n") == prompt + "    c = a\n    return c + b\n"
+    [nested] = read_tests({"entry_point": "add", "prompt": "class A:\n    def add(self): ...", "test": "pass"})
+    assert isinstance(nested, AssertTest) and nested.head() == ""
+
+
+def test_the_benchmarks_imports_do_not_replace_what_a_program_needs() -> None:
+    names: dict[str, Any] = {}
+    program = (
+        "from __future__ import annotations\nclass A:\n    x: Undefined\ndef f(a: List[int]) -> Optional[int]: pass\n"
+    )
+    exec(with_imports(program + "counts = Counter('aab')\nleast = inf\npower = pow(2, 5, 7)\n"), names)
+    assert names["counts"] == {"a": 2, "b": 1} and names["least"] == float("inf") and names["power"] == 4
+    assert names["sum"] is sum and names["random"].random and names["bisect"].bisect and names["open"] is open

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 
@@ -95,8 +96,34 @@ def test_trl_with_messages() -> None:
     assert reward_call(lambda completions: [float(completions[0][0]["content"])], as_messages=True)(one) == 42
 
 
-def none_of_it(completions: list[str]) -> list[Any]:
-    return [None]
+def stateful(completions: list[str], trainer_state: Any) -> list[Any]:
+    return [trainer_state.global_step]
+
+
+@pytest.mark.parametrize(
+    "value",
+    [[0.5], (0.5,), [np.float32(0.5)], np.array([0.5]), [np.array(0.5)], torch.tensor([0.5]), [torch.tensor(0.5)]],
+)
+def test_a_reward_may_be_a_number_of_any_library(value: Any) -> None:
+    assert reward_call(lambda completions: value)(SAMPLE) == 0.5
+    assert reward_call(lambda response: value[0])(SAMPLE) == 0.5
+
+
+def test_a_function_that_does_not_apply_gives_none() -> None:
+    assert reward_call(lambda completions: [None])(SAMPLE) is None
+    assert reward_call(lambda response: None)(SAMPLE) is None
+
+
+def test_trl_gives_token_ids_and_records_what_it_is_told() -> None:
+    def function(completions: Any, completion_ids: Any, trainer_state: Any = None, **kwargs: Any) -> list[float]:
+        assert completion_ids == [[0, 1, 0, 1, 2, 3, 4]] and trainer_state is None
+        kwargs["log_extra"]("words", [3])
+        kwargs["log_metric"]("hits", 0.5)
+        return [2.0]
+
+    sample = Sample.of(MESSAGES, INFO, response_text(MESSAGES))
+    assert reward_call(function)(sample) == 2.0
+    assert sample.notes == ["words: 3", "hits 0.5"]
 
 
 def no_list(completions: list[str]) -> Any:
@@ -110,7 +137,7 @@ def unknown(response: str, answer: str, other: str) -> float:
 @pytest.mark.parametrize(
     ("function", "error", "message"),
     [
-        (none_of_it, ValueError, "returned None"),
+        (stateful, TypeError, "it asks for trainer_state, which an environment does not have"),
         (no_list, TypeError, "must return a list with one number"),
         (unknown, TypeError, "it asks for answer, other, but a sample has finish_reason, ground_truth, info, level"),
     ],

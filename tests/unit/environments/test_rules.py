@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import re
 from collections.abc import Iterator
 from pathlib import Path
@@ -143,11 +144,9 @@ def test_a_reward_and_its_parts(env: EnvironmentInterface) -> None:
 @pytest.mark.parametrize(
     ("response", "reason"),
     [
-        ("sleep", "timed out after 1 s"),
         ("allocate", "out of memory: more than 1 GiB"),
         ("raise", "component 'own' crashed: RuntimeError: not today"),
         ("inf", "component 'own' crashed: its value is inf"),
-        ("a" * 60, "timed out after 1 s"),  # the pattern backtracks without end
     ],
 )
 def test_a_sample_that_cannot_be_scored_has_no_reward(env: EnvironmentInterface, response: str, reason: str) -> None:
@@ -155,6 +154,38 @@ def test_a_sample_that_cannot_be_scored_has_no_reward(env: EnvironmentInterface,
     assert result.rewards == [1.5, None, 1.5]
     assert re.sub(r" \(.*\)|, \d+ answers lost", "", result.reasons[1]) == reason
     assert result.rewards_by_name is not None and result.rewards_by_name[1] == {}
+
+
+@pytest.mark.parametrize("response", ["sleep", "a" * 60])  # the pattern backtracks without end
+def test_an_answer_that_hangs_a_rule_gets_0(env: EnvironmentInterface, response: str) -> None:
+    result = env.step(said("<a>", response, "<b>"), [{}] * 3)
+    assert result.rewards == [1.5, 0.0, 1.5]
+    assert result.reasons[1] == "timed out after 1 s"
+    assert result.rewards_by_name is not None
+    assert result.rewards_by_name[1] == {"format": 0.0, "short": 0.0, "own": 0.0}
+    left_out = copy.copy(env)
+    left_out.config = RuleEnvConfig.read(SECTION | {"timeout_reward": None})
+    assert left_out.step(said(response), [{}]).rewards == [None]
+
+
+def test_a_component_that_does_not_apply_is_left_out() -> None:
+    """TRL's example of several tasks: each function returns None for the rows of the others."""
+    parts = {name: {"type": "function", "path": f"{FUNCTIONS}:{name}"} for name in ("math_reward", "coding_reward")}
+    env = create_env("rules", {"num_workers": 1, "components": parts | {"coding_reward": {
+        "type": "function", "path": f"{FUNCTIONS}:coding_reward", "weight": 2.0}}})  # fmt: skip
+    assert isinstance(env, EnvironmentInterface)
+    try:
+        rows = [{"task": "math"}, {"task": "code"}, {"task": "poetry"}]
+        result = env.step(said("42", "42", "42"), rows)
+    finally:
+        env.shutdown()
+    assert result.rewards == [1.0, 1.0, None]
+    assert result.rewards_by_name == [{"math_reward": 1.0}, {"coding_reward": 0.5}, {}]
+    assert result.reasons == [
+        "math_reward 1, length: 2, accuracy 1.0",
+        "coding_reward 0.5",
+        "no component applies to this sample: math_reward, coding_reward",
+    ]
 
 
 def test_what_a_function_raised_says_where_and_how_many_answers_it_cost() -> None:
