@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import argparse
 
-from grpo_mcore.cli.train import CHECK_HELP, add_resume, check, exit_code, run_recipe
+from grpo_mcore.cli.train import CHECK_HELP, add_resume, check, run_to_end
 from grpo_mcore.recipe import DEFAULT, Problem, RecipeError, algorithm_of, load_recipe, shown
 
 
@@ -24,6 +24,4 @@ def run(args: argparse.Namespace) -> int:
     if args.check:
         return check("dpo", recipe.config, args.resume)
 
-    from grpo_mcore.algorithms.dpo import dpo_train
-
-    return exit_code(run_recipe("dpo", dpo_train, recipe.config, args.resume))
+    return run_to_end("dpo", recipe.config, args.resume)

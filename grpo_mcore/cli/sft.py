@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import argparse
 
-from grpo_mcore.cli.train import CHECK_HELP, add_resume, check, exit_code, run_recipe
+from grpo_mcore.cli.train import CHECK_HELP, add_resume, check, run_to_end
 from grpo_mcore.recipe import load_recipe
 
 
@@ -21,6 +21,4 @@ def run(args: argparse.Namespace) -> int:
     if args.check:
         return check("sft", config, args.resume)
 
-    from grpo_mcore.algorithms.sft import sft_train
-
-    return exit_code(run_recipe("sft", sft_train, config, args.resume))
+    return run_to_end("sft", config, args.resume)

@@ -7,6 +7,7 @@ import logging
 import signal
 import time
 from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -17,6 +18,9 @@ if TYPE_CHECKING:
     from grpo_mcore.algorithms.run_control.stopping import StopRequest
 
 logger = logging.getLogger(__name__)
+
+VERBS: dict[Algorithm, str] = {"grpo": "train", "sft": "sft", "dpo": "dpo"}
+"""The command of each algorithm that trains."""
 
 CHECK_HELP = "check all that can be checked in seconds, and end"
 
@@ -52,9 +56,8 @@ def add_resume(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    """Train as the recipe says; with cluster.max_restarts, in a process of its own that can be restarted."""
+    """Train as the recipe says."""
     config = load_recipe(args.recipe, args.overrides).config
-    began = time.time()
     if args.check:
         return check("grpo", config, args.resume)
     if args.validate_only:
@@ -62,11 +65,28 @@ def run(args: argparse.Namespace) -> int:
 
         validate_only(config, args.resume)
         return 0
+    return run_to_end("grpo", config, args.resume)
+
+
+def run_to_end(algorithm: Algorithm, config: MasterConfig, resume: str | bool | None) -> int:
+    """Train until the run is over, and return its exit code; with cluster.max_restarts, in a process of its own that
+    can be restarted."""
+    began = time.time()
     if config.cluster.max_restarts == 0:
-        return exit_code(train(config, args.resume, began))
+        return exit_code(_train(algorithm, config, resume, began))
     from grpo_mcore.algorithms.run_control.supervise import supervise
 
-    return supervise(attempt, config, args.resume, began)
+    return supervise(partial(attempt, algorithm=algorithm), config, resume, began, verb=VERBS[algorithm])
+
+
+def _train(algorithm: Algorithm, config: MasterConfig, resume: str | bool | None, began: float) -> dict[str, Any]:
+    """Run a recipe once with the loop of its algorithm, and return the summary."""
+    if algorithm == "grpo":
+        return train(config, resume, began)
+    from grpo_mcore.algorithms.dpo import dpo_train
+    from grpo_mcore.algorithms.sft import sft_train
+
+    return run_recipe(algorithm, dpo_train if algorithm == "dpo" else sft_train, config, resume, began)
 
 
 def check(algorithm: Algorithm, config: MasterConfig, resume: str | bool | None) -> int:
@@ -80,7 +100,9 @@ def check(algorithm: Algorithm, config: MasterConfig, resume: str | bool | None)
     return 0
 
 
-def attempt(config: MasterConfig, resume: str | bool | None, began: float) -> tuple[int, str | None]:
+def attempt(
+    config: MasterConfig, resume: str | bool | None, began: float, algorithm: Algorithm = "grpo"
+) -> tuple[int, str | None]:
     """Run once, in a process of its own. Return the exit code, and the loss of a process or node that ended the run or
     None. `began`: unix time of the first attempt, from which checkpointing.checkpoint_must_save_by counts."""
     from grpo_mcore.cli.main import guarded
@@ -90,12 +112,12 @@ def attempt(config: MasterConfig, resume: str | bool | None, began: float) -> tu
 
     def work() -> int:
         try:
-            return exit_code(train(config, resume, began))
+            return exit_code(_train(algorithm, config, resume, began))
         except Exception as error:
             losses.extend([str(error).partition("\n")[0]] if is_fault(error) else [])
             raise
 
-    return guarded("train", work), losses[0] if losses else None
+    return guarded(VERBS[algorithm], work), losses[0] if losses else None
 
 
 def exit_code(summary: Mapping[str, object]) -> int:

@@ -5,15 +5,17 @@ from __future__ import annotations
 import json
 import math
 import re
+import time
 from pathlib import Path
 
+import psutil
 import pytest
 import torch
 import yaml
 
 from grpo_mcore.cli.main import main
 from grpo_mcore.observe.samples import read_samples, sample_steps
-from tests.functional.runs import Run, Task, assert_one_message, run_here, sft_recipe
+from tests.functional.runs import Run, Task, assert_one_message, run_here, sft_recipe, start_command
 from tests.unit.tools.report_pages import data_of
 
 
@@ -152,3 +154,25 @@ def test_what_the_user_sees(sft_run: Run) -> None:
     for text in ("64 samples = DP 1 x 64 samples", "of 20  loss", "step 20: val_loss", str(sft_run.checkpoints / "hf")):
         assert text in sft_run.out
     assert sft_run.err == ""
+
+
+def test_a_lost_run_goes_on_from_its_newest_checkpoint(task: Task, tmp_path: Path) -> None:
+    """With cluster.max_restarts its driver may be killed."""
+    recipe = sft_recipe(task) | {"checkpointing": {"save_period": 5}}
+    recipe["cluster"] = recipe["cluster"] | {"max_restarts": 1, "retry_wait_s": 0.1}
+    process = start_command("sft", tmp_path, recipe, "sft.max_num_steps=30", "sft.val_at_start=false")
+    saved = tmp_path / "checkpoints" / "step_5"
+    deadline = time.monotonic() + 120
+    while not saved.exists():
+        assert process.poll() is None and time.monotonic() < deadline, process.communicate()
+        time.sleep(0.01)
+    (driver,) = [child for child in psutil.Process(process.pid).children() if "spawn_main" in " ".join(child.cmdline())]
+    driver.kill()
+    out, err = process.communicate(timeout=120)
+    assert process.returncode == 0, err
+    assert (
+        f"grpo-mcore sft: the run was lost: its driver was killed by SIGKILL; it goes on from {saved.parent}"
+        in out + err
+    )
+    steps = [line["step"] for line in Run(tmp_path, 0, out, err).metrics()]
+    assert sorted(set(steps)) == list(range(1, 31)) and (tmp_path / "checkpoints" / "hf" / "config.json").is_file()

@@ -39,8 +39,8 @@ REAPER_S = 10.0
 
 Attempt = Callable[[MasterConfig, "str | bool | None", float], "tuple[int, str | None]"]
 """(recipe, checkpoint to resume from, unix time at which the first attempt began) -> (exit code, the loss that ended
-the run or None). Must be a function of a module, so that another process can call it, and unblock
-signals by `stopping.on_signal` and `on_sigterm`."""
+the run or None). Must be a function of a module, or a partial of one, so that another process can call
+it, and unblock signals by `stopping.on_signal` and `on_sigterm`."""
 
 
 @dataclass
@@ -60,10 +60,12 @@ class _Child:
                 os.kill(self.process.pid, number)
 
 
-def supervise(attempt: Attempt, config: MasterConfig, resume: str | bool | None, began: float) -> int:
+def supervise(
+    attempt: Attempt, config: MasterConfig, resume: str | bool | None, began: float, *, verb: str = "train"
+) -> int:
     """Run `attempt` in a process of its own, and again after each loss, until cluster.max_restarts restarts in a row
     have brought no new checkpoint. Return the exit code of the last attempt. SIGINT, SIGTERM, SIGHUP and SIGUSR1 are
-    forwarded to it."""
+    forwarded to it. `verb`: the command, for the messages."""
     checkpoints = CheckpointManager(config.checkpointing)
     retries = Retries(config.cluster.max_restarts, config.cluster.retry_wait_s)
     newest = checkpoints.latest()
@@ -80,12 +82,13 @@ def supervise(attempt: Attempt, config: MasterConfig, resume: str | bool | None,
             if retries.exhausted:
                 times = f"{config.cluster.max_restarts + 1} times in a row (cluster.max_restarts)"
                 logger.warning(
-                    "grpo-mcore train: the run was lost: %s; that was %s without a new checkpoint, so it ends",
+                    "grpo-mcore %s: the run was lost: %s; that was %s without a new checkpoint, so it ends",
+                    verb,
                     loss,
                     times,
                 )
                 return code
-            logger.warning("grpo-mcore train: the run was lost: %s; it goes on %s", loss, _from(newest, resume))
+            logger.warning("grpo-mcore %s: the run was lost: %s; it goes on %s", verb, loss, _from(newest, resume))
             retries.failed(RuntimeError(loss))
             if child.asked is not None:
                 return 128 + child.asked
@@ -113,9 +116,7 @@ def _run(
     here.close()
     child.process.join(None if ended is None else EXIT_S)
     if child.process.is_alive():
-        logger.warning(
-            "grpo-mcore train: the run is over, but its process did not end within %g s; it is killed", EXIT_S
-        )
+        logger.warning("the run is over, but its process did not end within %g s; it is killed", EXIT_S)
         child.process.kill()
         child.process.join()
     _end_orphans(own)
