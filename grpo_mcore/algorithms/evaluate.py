@@ -25,6 +25,7 @@ from grpo_mcore.data import AllTaskProcessedDataset, DataError, DatumSpec
 from grpo_mcore.objective import majority_at_k, mean_interval, pass_at_k, pass_numbers
 from grpo_mcore.recipe import MasterConfig
 from grpo_mcore.rollout.group import Group
+from grpo_mcore.text import replaced
 
 logger = logging.getLogger(__name__)
 
@@ -70,7 +71,7 @@ class SampleLog:
 
 def _lines(path: Path) -> Iterator[Sample]:
     """Yield the lines of a file, if there is one. A last line that was not written whole is left out."""
-    for line in path.read_text(encoding="utf-8").splitlines() if path.is_file() else ():
+    for line in path.read_text(encoding="utf-8").split("\n") if path.is_file() else ():
         try:
             yield json.loads(line)
         except ValueError:
@@ -78,7 +79,7 @@ def _lines(path: Path) -> Iterator[Sample]:
 
 
 def _line(sample: Sample) -> str:
-    return json.dumps(sample, ensure_ascii=False) + "\n"
+    return replaced(json.dumps(sample, ensure_ascii=False)) + "\n"
 
 
 def evaluate_model(config: MasterConfig, name: str, log: SampleLog, logs: Path) -> None:

@@ -22,6 +22,7 @@ from grpo_mcore.cli.completion import Install, complete, recipes_and_keys, words
 from grpo_mcore.observe.colors import painted
 from grpo_mcore.observe.console import UnfailingStream, unfailing_console
 from grpo_mcore.recipe import RecipeError, is_override
+from grpo_mcore.text import escaped
 
 # Verb: (what it does, does it take a recipe).
 VERBS = {
@@ -142,7 +143,7 @@ class _Console(logging.Handler):
     """Prints messages as plain lines: information to standard output, warnings and errors to standard error."""
 
     def emit(self, record: logging.LogRecord) -> None:
-        stream, text = sys.stdout, self.format(record)
+        stream, text = sys.stdout, escaped(self.format(record))
         if record.levelno >= logging.WARNING:
             stream = sys.stderr
             text = painted(text, "red" if record.levelno >= logging.ERROR else "yellow", stream)

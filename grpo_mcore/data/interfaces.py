@@ -3,6 +3,7 @@ A processor returns a `DatumSpec` (grpo_mcore/rollout/datum.py)."""
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -11,6 +12,9 @@ from typing import Any
 from grpo_mcore.rollout.datum import DatumSpec, LLMMessageLogType, Message
 
 __all__ = ["DataError", "DatumSpec", "LLMMessageLogType", "Message", "TaskDataProcessFnCallable", "TaskDataSpec"]
+
+LATER_EPOCH = re.compile(r"@[0-9]+$")
+"""Ending of the uid that a prompt has from its second epoch on."""
 
 RESERVED_KEYS = ("messages", "task_name", "uid")  # of a row in chat format; its other fields are the user's
 
@@ -64,3 +68,20 @@ def _read(path: str | None, key: str) -> str | None:
         return Path(path).read_text(encoding="utf-8")
     except OSError as error:
         raise DataError(f"{key} {path}: {error.strerror or error}") from error
+
+
+def uid_text(uid: Any, default: str) -> str:
+    """Return a row's uid as text: `default` where the row has none, and a whole number as its digits. Raises DataError
+    for anything else, and for an ending that marks a prompt's later epochs (x@2), which would make two prompts one."""
+    if uid is None or uid == "" or (isinstance(uid, float) and uid != uid):
+        return default
+    if hasattr(uid, "item"):  # of numpy, as tables give them
+        uid = uid.item()
+    if isinstance(uid, bool) or not isinstance(uid, str | int):
+        raise DataError(f"{default}: its uid must be text or a whole number, got {type(uid).__name__}: {uid!r:.80}")
+    text = str(uid)
+    if LATER_EPOCH.search(text):
+        raise DataError(
+            f"{default}: its uid {text!r} ends as a prompt's does in a later epoch (x@2); name it otherwise"
+        )
+    return text

@@ -9,7 +9,7 @@ from __future__ import annotations
 import inspect
 from typing import Any
 
-from grpo_mcore.data.interfaces import RESERVED_KEYS, DataError, TaskDataProcessFnCallable, TaskDataSpec
+from grpo_mcore.data.interfaces import RESERVED_KEYS, DataError, TaskDataProcessFnCallable, TaskDataSpec, uid_text
 from grpo_mcore.imports import import_by_path
 from grpo_mcore.recipe import MasterConfig
 from grpo_mcore.rollout.datum import DatumSpec, Message
@@ -233,7 +233,7 @@ def _datum(
 
 
 def _uid(row: dict[str, Any], spec: TaskDataSpec, idx: int) -> str:
-    return row.get("uid") or f"{row.get('task_name', spec.task_name)}:{idx}"
+    return uid_text(row.get("uid"), f"{row.get('task_name', spec.task_name)}:{idx}")
 
 
 def _split_answer(messages: list[dict[str, Any]]) -> tuple[list[dict[str, Any]], str | None]:

@@ -18,7 +18,7 @@ from torch.utils.data import Dataset
 
 from grpo_mcore.data.datasets import DEFAULT_PROCESSOR, Entry, ResponseData, load_response_dataset, setting
 from grpo_mcore.data.datasets.rows import Joined
-from grpo_mcore.data.interfaces import DataError, TaskDataProcessFnCallable, TaskDataSpec
+from grpo_mcore.data.interfaces import DataError, TaskDataProcessFnCallable, TaskDataSpec, uid_text
 from grpo_mcore.rollout.datum import DatumSpec
 
 CHECK_AT_ONCE = 20_000
@@ -79,6 +79,7 @@ class AllTaskProcessedDataset(Dataset[DatumSpec]):
         self._kept: dict[int, DatumSpec] = {}
         self._kept_tokens = 0
         self._fingerprint: str | None = None
+        self._uids: dict[str, int] = {}  # of the rows that are checked -> the first of them
         if len(dataset) <= CHECK_AT_ONCE:
             self._check_all()
 
@@ -107,7 +108,7 @@ class AllTaskProcessedDataset(Dataset[DatumSpec]):
                 loss_multiplier=0.0,
                 idx=idx,
                 task_name=row["task_name"],
-                uid=row["uid"],
+                uid=uid_text(row.get("uid"), f"{row['task_name']}:{idx}"),
             )
         processors = self.task_data_processors
         name: Any = row.get("task_name")
@@ -122,7 +123,8 @@ class AllTaskProcessedDataset(Dataset[DatumSpec]):
         spec = spec or self.default_task_data_spec
         datum = processor(row, spec, self.tokenizer, self.max_seq_length, idx)
         task = datum.get("task_name") or name or spec.task_name
-        uid = datum.get("uid") or row.get("uid") or f"{task}:{idx}"
+        given = datum.get("uid")
+        uid = uid_text(row.get("uid") if given is None or given == "" else given, f"{task}:{idx}")
         return cast(DatumSpec, {**datum, "task_name": task, "uid": uid})
 
     def usable(self, idx: int) -> bool:
@@ -130,6 +132,10 @@ class AllTaskProcessedDataset(Dataset[DatumSpec]):
         if self._state[idx] == _UNCHECKED:
             datum = self[idx]
             excluded = datum["loss_multiplier"] == 0
+            if not excluded and (first := self._uids.setdefault(datum["uid"], idx)) != idx:
+                repeated = {"unusable": f"its uid {datum['uid']!r} is that of row {first}"}
+                self._kept[idx] = datum = {**datum, "loss_multiplier": 0.0, "extra_env_info": repeated}
+                excluded = True
             self._state[idx] = _EXCLUDED if excluded else _USABLE
             if excluded:
                 self._reasons[datum["extra_env_info"].get("unusable", "too long or invalid")] += 1
@@ -163,6 +169,7 @@ class AllTaskProcessedDataset(Dataset[DatumSpec]):
     def _check_all(self) -> None:
         for idx in range(len(self)):
             self.usable(idx)
+        self._refuse_repeated_uids()
         if self.usable_at_most() == 0:
             shortest = min((self[idx]["length"] for idx in range(len(self))), default=0)
             raise DataError(
@@ -172,6 +179,21 @@ class AllTaskProcessedDataset(Dataset[DatumSpec]):
             )
         if self.excluded.count:
             log.warning("%s; the limit is %s tokens", self.excluded, self.max_seq_length)
+
+    def _refuse_repeated_uids(self) -> None:
+        """Raise DataError for rows with the same uid. In data that is too large to be checked at once, a row whose uid
+        was seen before is excluded."""
+        repeated = [
+            f"row {idx}: {datum['extra_env_info']['unusable']}"
+            for idx, datum in self._kept.items()
+            if "its uid" in str(datum["extra_env_info"].get("unusable", ""))
+        ]
+        if repeated:
+            raise DataError(
+                f"uids must be unique, since a prompt's fate is recorded under its uid; {'; '.join(repeated[:3])}"
+                + (f", and {len(repeated) - 3} more" if len(repeated) > 3 else "")
+                + ". Leave `uid` out to have the rows numbered"
+            )
 
     def _report_excluded(self, datum: DatumSpec) -> None:
         if len(self._first_excluded) < _UIDS_SHOWN:

@@ -5,11 +5,12 @@ from __future__ import annotations
 import math
 import time
 from abc import ABC, abstractmethod
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, ClassVar, NamedTuple
 
 from grpo_mcore.environments.config import EnvConfig, EnvironmentConfigError
 from grpo_mcore.rollout.trajectory import Outcome, Trajectory
+from grpo_mcore.text import not_unicode, replaced
 
 
 class EnvironmentReturn(NamedTuple):
@@ -151,64 +152,117 @@ class EnvironmentInterface(EnvironmentBase, ABC):
             raise ValueError(f"advance: {len(metadata)} metadata for {len(trajectories)} trajectories")
         start = time.perf_counter()
         result = self.step([conversation(trajectory) for trajectory in trajectories], metadata)
-        if len(result.rewards) != len(trajectories):
-            raise ValueError(f"step returned {len(result.rewards)} rewards for {len(trajectories)} conversations")
-        mean_seconds = (time.perf_counter() - start) / max(len(trajectories), 1)
-        seconds = result.seconds or [mean_seconds] * len(trajectories)
-        by_name = result.rewards_by_name or [{} for _ in trajectories]
-        checked = [_checked(*one) for one in zip(result.rewards, by_name, result.reasons, strict=True)]
-        return [
-            Outcome(
-                reward=reward,
-                answer=answer,
-                reason=reason,
-                seconds=taken,
-                rewards_by_name=parts,
-                terminated=bool(terminated),
+        seconds = (time.perf_counter() - start) / max(len(trajectories), 1)
+        return [self._outcome(row, seconds) for row in _rows(result, len(trajectories))]
+
+    def _outcome(self, row: Mapping[str, Any], seconds: float) -> Outcome:
+        """Return the outcome of one conversation. `row`: its entry of each field of an EnvironmentReturn; a field of
+        another type costs the sample its reward. `seconds`: the call's, for a return that has none."""
+        try:
+            content, role = _observation(row["observations"])
+            return Outcome(
+                reward=None if row["rewards"] is None else _finite("rewards", row["rewards"]),
+                answer=_answer(row["answers"]),
+                reason=replaced(_text("reasons", row["reasons"]) or ""),
+                seconds=seconds if row["seconds"] is None else _finite("seconds", row["seconds"]),
+                rewards_by_name=_parts(row["rewards_by_name"]),
+                terminated=_flag("terminateds", row["terminateds"]),
                 solved_at=self.solved_at,
-                observation=_text_or_none(message.get("content"), "an observation's content"),
-                role=message.get("role", "user"),
-                stop_strings=None if stops is None else tuple(stops),
-                metadata=state,
-                traceback=traceback,
+                observation=content,
+                role=role,
+                stop_strings=_stop_strings(row["next_stop_strings"]),
+                metadata=_mapping("metadata", row["metadata"]),
+                traceback=_text("tracebacks", row["tracebacks"]),
             )
-            for (reward, parts, reason), answer, taken, terminated, message, stops, state, traceback in zip(
-                checked,
-                result.answers,
-                seconds,
-                result.terminateds,
-                result.observations,
-                result.next_stop_strings,
-                result.metadata,
-                result.tracebacks or [None] * len(trajectories),
-                strict=True,
-            )
-        ]
+        except (TypeError, ValueError, ArithmeticError) as error:
+            return Outcome(None, None, f"{type(self).__name__} returned {error}", seconds, terminated=True)
 
     def global_post_process_and_metrics(self, batch: Mapping[str, Sequence[Any]]) -> dict[str, float]:
         """Return metrics over a whole batch of samples. `batch` has the columns `rewards` and `uid`."""
         return {}
 
 
-def _checked(reward: Any, parts: Mapping[str, Any], reason: str) -> tuple[float | None, dict[str, float], str]:
-    """Return a reward, its parts and its reason; no reward where one of the numbers is not finite, or not a number."""
-    try:
-        total = None if reward is None else _finite(reward)
-        return total, {name: _finite(value) for name, value in parts.items()}, reason
-    except (TypeError, ValueError, ArithmeticError) as error:
-        return None, {}, f"the environment's reward is not a finite number: {error}"
+OPTIONAL_FIELDS = ("seconds", "rewards_by_name", "tracebacks")
 
 
-def _finite(value: Any) -> float:
+def _rows(result: EnvironmentReturn, count: int) -> list[dict[str, Any]]:
+    """Return, for each of `count` conversations, its entry of every field. Raises ValueError for a field that is no
+    list of as many: which entry is whose is then unknown."""
+    columns: dict[str, list[Any]] = {}
+    for field in EnvironmentReturn._fields:
+        values: Any = getattr(result, field, None)
+        if values is None and field in OPTIONAL_FIELDS:
+            values = [None] * count
+        if hasattr(values, "tolist"):  # an array or a tensor
+            values = values.tolist()
+        if isinstance(values, str | bytes | Mapping) or not isinstance(values, Iterable):
+            raise ValueError(f"step returned {field} of type {type(values).__name__}; a list is needed")
+        columns[field] = list(values)
+        if len(columns[field]) != count:
+            raise ValueError(f"step returned {len(columns[field])} {field} for {count} conversations")
+    return [{field: values[index] for field, values in columns.items()} for index in range(count)]
+
+
+def _finite(field: str, value: Any) -> float:
+    """Return a number; also of numpy or a tensor of one element."""
     if isinstance(value, str | bytes) or not math.isfinite(value):
-        raise ValueError(f"{value!r:.80}")
+        raise ValueError(f"{field} with {value!r:.80}, which is not a finite number")
     return float(value)
 
 
-def _text_or_none(value: Any, what: str) -> str | None:
+def _text(field: str, value: Any) -> str | None:
     if value is None or isinstance(value, str):
         return value
-    raise TypeError(f"{what} must be text or None, and is {type(value).__name__}")
+    raise TypeError(f"{field} with {value!r:.80}, which is not text but {type(value).__name__}")
+
+
+def _answer(value: Any) -> str | None:
+    """Return an answer as text; a number is one."""
+    if hasattr(value, "item"):
+        value = value.item()
+    if isinstance(value, int | float) and not isinstance(value, bool):
+        return str(value)
+    text = _text("answers", value)
+    return None if text is None else replaced(text)
+
+
+def _flag(field: str, value: Any) -> bool:
+    if hasattr(value, "item"):
+        value = value.item()
+    if not isinstance(value, bool | int):
+        raise TypeError(f"{field} with {value!r:.80}, which is neither true nor false")
+    return bool(value)
+
+
+def _mapping(field: str, value: Any) -> dict[str, Any] | None:
+    if value is None or isinstance(value, dict):
+        return value
+    raise TypeError(f"{field} with {value!r:.80}, which is not a mapping but {type(value).__name__}")
+
+
+def _parts(value: Any) -> dict[str, float]:
+    """Return the parts of a reward; those of None, which did not apply, are left out."""
+    parts = _mapping("rewards_by_name", value) or {}
+    return {str(name): _finite(f"rewards_by_name[{name!r}]", part) for name, part in parts.items()}
+
+
+def _stop_strings(value: Any) -> tuple[str, ...] | None:
+    if value is None:
+        return None
+    if isinstance(value, str) or not all(isinstance(one, str) and one for one in value):
+        raise TypeError(f"next_stop_strings with {value!r:.80}; a list of texts is needed, each of a character or more")
+    return tuple(value)
+
+
+def _observation(value: Any) -> tuple[str | None, str]:
+    """Return the text and the role of an observation."""
+    message = _mapping("observations", value) or {}
+    content, role = _text("observations[].content", message.get("content")), message.get("role", "user")
+    if not isinstance(role, str) or not role:
+        raise TypeError(f"observations[].role with {role!r:.80}, which is no role")
+    if content is not None and (why := not_unicode(content)):
+        raise ValueError(f"an observation that is no Unicode: {why}")
+    return content, role
 
 
 def conversation(trajectory: Trajectory) -> list[dict[str, Any]]:

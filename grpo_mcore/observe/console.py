@@ -17,6 +17,7 @@ from typing import Any, TextIO, cast
 from grpo_mcore.observe.append_file import AppendFile
 from grpo_mcore.observe.colors import painted
 from grpo_mcore.observe.step_table import HEADER_EVERY, StepRow, header_lines, row_line
+from grpo_mcore.text import escaped
 
 WIDTH = 100
 LONGEST_TEXT = 2000
@@ -198,6 +199,7 @@ class RunConsole:
         if self._moving:
             self._stream.write("\r" + " " * self._moving + "\r")
             self._moving = 0
+        lines = tuple(map(escaped, lines))
         shown = [painted(line, "bold", self._stream) if line.startswith("== ") else line for line in lines]
         self._stream.write("\n".join(shown) + "\n")
         self._stream.flush()
@@ -219,6 +221,6 @@ def _text(name: str, text: str) -> list[str]:
     if len(text) > LONGEST_TEXT:
         text = f"{text[:LONGEST_TEXT]} ... ({len(text) - LONGEST_TEXT:,} characters more)"
     lines = []
-    for line in text.splitlines() or [""]:
+    for line in text.split("\n") or [""]:
         lines += textwrap.wrap(line, WIDTH - 12, replace_whitespace=False, drop_whitespace=False) or [""]
     return [f"{name if index == 0 else '':>10}  {line}".rstrip() for index, line in enumerate(lines)]

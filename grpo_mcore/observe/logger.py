@@ -188,7 +188,9 @@ def read_metrics(path: Path, prefix: str) -> list[dict[str, Any]]:
     A line that a crash has cut off is left out with a warning.
     """
     by_step: dict[int, dict[str, Any]] = {}
-    for number, line in enumerate(path.read_text(errors="replace").splitlines(), start=1):
+    for number, line in enumerate(path.read_text(encoding="utf-8", errors="replace").split("\n"), start=1):
+        if not line:
+            continue
         try:
             row = json.loads(line)
         except json.JSONDecodeError as error:

@@ -210,7 +210,7 @@ def read_token_texts(folder: Path) -> dict[int, str]:
     """Return the text of each token id that a run has seen. `folder`: of its samples."""
     texts: dict[int, str] = {}
     path = folder / TOKENS_FILE
-    for line in path.read_text().splitlines() if path.exists() else ():
+    for line in path.read_text(encoding="utf-8").split("\n") if path.exists() else ():
         with contextlib.suppress(json.JSONDecodeError):  # a last line that a kill has cut off
             token, text = json.loads(line)
             texts[token] = text

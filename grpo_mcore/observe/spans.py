@@ -96,4 +96,4 @@ def read_events(run: Path) -> list[dict[str, Any]]:
     path = run / EVENTS_FILE
     if not path.exists():
         return []
-    return [json.loads(line) for line in path.read_text().splitlines(keepends=True) if line.endswith("\n")]
+    return [json.loads(line) for line in path.read_text(encoding="utf-8").split("\n")[:-1]]

@@ -33,7 +33,7 @@ def ask(model: Path, problems: Path) -> Answers:
     logging.disable_progress_bar()
     tokenizer = AutoTokenizer.from_pretrained(str(model))
     network = AutoModelForCausalLM.from_pretrained(str(model))
-    rows = [json.loads(line) for line in problems.read_text(encoding="utf-8").splitlines()]
+    rows = [json.loads(line) for line in problems.read_text(encoding="utf-8").split("\n") if line]
     chats = [[{"role": "user", "content": row["input"]}] for row in rows]
     texts = tokenizer.apply_chat_template(chats, add_generation_prompt=True, tokenize=False)
     tokens = tokenizer(texts, add_special_tokens=False, return_tensors="pt")["input_ids"]  # all of one length

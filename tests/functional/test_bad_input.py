@@ -31,8 +31,8 @@ def test_samples_and_prompts_without_a_reward(tmp_path: Path, task: Task, recipe
     assert run.code == 0, run.err
     uid = f"{tmp_path.name}-train"
     assert (
-        f"samples without a reward, left out: 1; the first, {uid}:6#0: the environment's reward is "
-        "not a finite number: inf" in run.out
+        f"samples without a reward, left out: 1; the first, {uid}:6#0: Faulty returned "
+        "rewards with inf, which is not a finite number" in run.out
     )
     assert f"prompt {uid}:7 failed and is replaced: the server is down" in run.out
     second = run.metrics()[1]
@@ -41,7 +41,7 @@ def test_samples_and_prompts_without_a_reward(tmp_path: Path, task: Task, recipe
 
 
 def test_a_model_with_broken_weights(tmp_path: Path, model: Path, recipe: dict[str, Any]) -> None:
-    """The embedding of one token is NaN: the error names the samples with it, and nothing is trained."""
+    """The embedding of one token is NaN: the error names the tensor, and nothing is trained."""
     import torch
     from transformers import AutoModelForCausalLM, AutoTokenizer
 
@@ -57,7 +57,7 @@ def test_a_model_with_broken_weights(tmp_path: Path, model: Path, recipe: dict[s
     recipe["policy"] |= {"model_name": str(folder)}
     run = run_here("train", tmp_path, recipe)
     print(run.out, run.err)
-    assert_one_message(run, 1, "not finite; the cause: samples", "This optimizer step changed no weight")
+    assert_one_message(run, 1, "model.embed_tokens.weight holds NaN or infinite values")
     assert not list(run.checkpoints.glob("step_*")) and not run.metrics()
 
 

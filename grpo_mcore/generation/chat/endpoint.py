@@ -31,6 +31,7 @@ from grpo_mcore.addresses import with_port
 from grpo_mcore.generation.chat.engine_chat import Reply
 from grpo_mcore.generation.chat.prompt import TOKEN_FIELDS
 from grpo_mcore.rollout.trajectory import fingerprint, sample_seed
+from grpo_mcore.text import has_surrogates
 
 Spans = tuple[tuple[int, int, int], ...]
 
@@ -382,6 +383,8 @@ def _parsed(text: bytes) -> Any:
         inner = (child for each in level for child in (each.values() if isinstance(each, dict) else each))
         level = [child for child in inner if isinstance(child, dict | list)] if isinstance(body, dict | list) else []
         if not level:
+            if b"\\u" in text and has_surrogates(body):
+                raise web.HTTPBadRequest(reason="a text in the body is no Unicode: it has half a surrogate pair")
             return body
     raise web.HTTPBadRequest(reason=f"the body is nested deeper than {MAX_NESTING} levels")
 

@@ -18,6 +18,7 @@ from rich.text import Text
 
 from grpo_mcore.observe.samples import read_samples
 from grpo_mcore.observe.spans import DRIVER
+from grpo_mcore.text import escaped
 from grpo_mcore.tools.report.alarms import Alarm, alarms, values
 from grpo_mcore.tools.report.device_seconds import ORDER, DeviceSeconds, device_seconds
 from grpo_mcore.tools.report.run_files import RunFiles, duration, read_run
@@ -160,7 +161,7 @@ def _alarms(worries: Sequence[Alarm], width: int, room: int) -> list[Text]:
     lines: list[Text] = []
     console = Console(width=width)
     for alarm in worries:
-        text = Text(f"! {alarm.what}", style="bold red" if alarm.grave else "yellow")
+        text = Text(f"! {escaped(alarm.what)}", style="bold red" if alarm.grave else "yellow")
         lines += text.wrap(console, width)
     return lines[:room]
 
@@ -177,12 +178,13 @@ def _samples(run: RunFiles, width: int, room: int) -> list[Text]:
     columns = ["uid", "generation", "reward", "turns", *([] if run.rewarded else ["policy_logprobs"])]
     for sample in read_samples(steps[step], columns)[: room - 1]:
         said = "".join(turn["text"] for turn in sample["turns"] or ()).replace("\n", "⏎")
+        said = escaped(said)
         if run.rewarded:
             value = "failed" if sample["reward"] is None else f"{sample['reward']:.3g}"
             colour = "green" if sample["reward"] else "red"
         else:
             value, colour = f"{_mean_logprob(sample):.3g}", "cyan"
-        head = f"{sample['uid']}#{sample['generation']}"[-24:]
+        head = escaped(f"{sample['uid']}#{sample['generation']}")[-24:]
         line = Text.assemble((f"{head:<24} ", "grey50"), (f"{value:>6}  ", colour))
         while cell_len(said) > width - len(line):  # the end of a sample tells more than its start
             said = said[cell_len(said) - (width - len(line)) :]

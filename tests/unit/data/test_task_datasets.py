@@ -2,10 +2,19 @@
 
 from __future__ import annotations
 
+import numpy as np
 import pytest
 
-from grpo_mcore.data import DataError, build_dataloader, build_task_data, load_tokenizer
+from grpo_mcore.data import (
+    AllTaskProcessedDataset,
+    DataError,
+    TaskDataSpec,
+    build_dataloader,
+    build_task_data,
+    load_tokenizer,
+)
 from grpo_mcore.data.arithmetic import make_tokenizer
+from grpo_mcore.data.processors import math_hf_data_processor
 from tests.unit.data.conftest import sums
 
 
@@ -73,3 +82,49 @@ def test_a_tokenizer_that_cannot_be_used_is_an_error(tmp_path):
     (tmp_path / "tokenizer" / "chat_template.jinja").unlink()
     with pytest.raises(DataError, match="has no chat template; set policy.tokenizer.chat_template"):
         load_tokenizer(str(tmp_path / "tokenizer"))
+
+
+def rows_with(*uids: object) -> list[dict]:
+    return [
+        {"messages": [{"role": "user", "content": f"{n}+1="}], "task_name": "t", "ground_truth": "2", "uid": uid}
+        for n, uid in enumerate(uids)
+    ]
+
+
+def processed(tokenizer, rows):
+    return AllTaskProcessedDataset(rows, tokenizer, TaskDataSpec("t"), math_hf_data_processor, max_seq_length=64)
+
+
+def test_uids_are_text(tokenizer):
+    uids = (0, 7, np.int64(8), "text", "~1", None, "", float("nan"))
+    data = processed(tokenizer, rows_with(*uids))
+    assert [datum["uid"] for datum in data] == ["0", "7", "8", "text", "~1", "t:5", "t:6", "t:7"]
+
+
+@pytest.mark.parametrize(
+    ("uid", "message"),
+    [
+        (1.5, "t:1: its uid must be text or a whole number, got float: 1.5"),
+        (True, "must be text or a whole number, got bool"),
+        ([1], "got list"),
+        ({"a": 1}, "got dict"),
+        ("x@2", "its uid 'x@2' ends as a prompt's does in a later epoch"),
+    ],
+)
+def test_what_is_no_uid_is_refused_when_the_data_is_opened(tokenizer, uid, message):
+    with pytest.raises(DataError, match=message):
+        processed(tokenizer, rows_with("a", uid))
+
+
+def test_repeated_uids_are_refused_with_their_rows(tokenizer):
+    """They had ended the run with KeyError after its first step."""
+    with pytest.raises(DataError, match="row 2: its uid 'a' is that of row 0; row 3: its uid '1' is that of row 1"):
+        processed(tokenizer, rows_with("a", 1, "a", "1", "b"))
+
+
+def test_a_repeated_uid_in_large_data_costs_its_row(tokenizer, monkeypatch, package_log):
+    monkeypatch.setattr("grpo_mcore.data.task_datasets.CHECK_AT_ONCE", 2)
+    data = processed(tokenizer, rows_with("a", "b", "a"))
+    assert [data.usable(index) for index in range(3)] == [True, True, False]
+    assert data.excluded.reasons == {"its uid 'a' is that of row 0": 1}
+    assert "prompt a is excluded: its uid 'a' is that of row 0" in package_log.text

@@ -43,7 +43,7 @@ def test_a_reward_that_is_no_finite_number_costs_its_own_sample():
     rows.append({"reward": True, "parts": {"a": 1}})
     outcomes = GivenEnvironment().advance(rows, *[Trajectory("a", 0, (), (), "stop", False)] * len(rows))
     assert [outcome.reward for outcome in outcomes] == [None] * 9 + [1.0]
-    assert outcomes[0].reason == "the environment's reward is not a finite number: '1.0'"
+    assert outcomes[0].reason == "GivenEnvironment returned rewards with '1.0', which is not a finite number"
     assert outcomes[5].reason == "right" and outcomes[6].rewards_by_name == {}
     assert outcomes[9].rewards_by_name == {"a": 1.0}
 

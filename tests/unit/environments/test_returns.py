@@ -1,0 +1,111 @@
+"""Every field of an environment's return is checked where it arrives, at the cost of that sample alone."""
+
+from __future__ import annotations
+
+import re
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from grpo_mcore.environments.interfaces import EnvironmentInterface, EnvironmentReturn
+from grpo_mcore.rollout.trajectory import Trajectory
+
+GOOD: dict[str, Any] = {
+    "observations": {"role": "tool", "content": "ok"},
+    "metadata": {"turn": 1},
+    "next_stop_strings": ["</x>"],
+    "rewards": 0.5,
+    "terminateds": False,
+    "answers": "5",
+    "reasons": "right",
+    "seconds": 0.25,
+    "rewards_by_name": {"form": 1.0},
+    "tracebacks": None,
+}
+
+
+class Careless(EnvironmentInterface):
+    """Returns what it is told to."""
+
+    def __init__(self, rows: list[dict[str, Any]], **columns: Any) -> None:
+        super().__init__({})
+        self.columns = {field: [row[field] for row in rows] for field in EnvironmentReturn._fields} | columns
+
+    def step(self, message_log_batch: Any, metadata: Any) -> EnvironmentReturn:
+        return EnvironmentReturn(**self.columns)
+
+
+def advance(environment: Careless, count: int = 3) -> Any:
+    trajectory = Trajectory("u", 0, (), (), "stop", truncated=False)
+    return environment.advance([{}] * count, *[trajectory] * count)
+
+
+WRONG: list[tuple[str, Any, str]] = [
+    ("answers", {"a": 1}, "returned answers with {'a': 1}, which is not text but dict"),
+    ("answers", ["5"], "answers with .*, which is not text but list"),
+    ("answers", True, "answers with True"),
+    ("reasons", 7, "reasons with 7, which is not text but int"),
+    ("rewards", "1.0", "rewards with '1.0', which is not a finite number"),
+    ("rewards", float("nan"), "rewards with nan, which is not a finite number"),
+    ("rewards", [1.0], r"rewards|must be real number"),
+    ("rewards_by_name", {"form": float("inf")}, r"rewards_by_name\['form'\] with inf"),
+    ("rewards_by_name", [1.0], "rewards_by_name with .*, which is not a mapping but list"),
+    ("terminateds", None, "terminateds with None, which is neither true nor false"),
+    ("terminateds", "no", "terminateds with 'no', which is neither true nor false"),
+    ("observations", "text", "observations with 'text', which is not a mapping but str"),
+    ("observations", {"role": "tool", "content": 5}, r"observations\[\].content with 5, which is not text but int"),
+    ("observations", {"role": None, "content": "x"}, r"observations\[\].role with None, which is no role"),
+    ("observations", {"content": "\ud83d"}, r"an observation that is no Unicode: half a surrogate pair, \\ud83d"),
+    ("next_stop_strings", "</x>", "next_stop_strings with '</x>'; a list of texts is needed"),
+    ("next_stop_strings", [""], "each of a character or more"),
+    ("next_stop_strings", [3], "a list of texts is needed"),
+    ("next_stop_strings", 3, "not iterable"),
+    ("metadata", [1], "metadata with .*, which is not a mapping but list"),
+    ("seconds", "fast", "seconds with 'fast', which is not a finite number"),
+    ("tracebacks", 3, "tracebacks with 3, which is not text but int"),
+]
+
+
+@pytest.mark.parametrize(("field", "value", "message"), WRONG, ids=lambda value: str(value)[:20])
+def test_a_wrong_field_costs_its_own_sample(field: str, value: Any, message: str) -> None:
+    before, wrong, after = advance(Careless([GOOD, GOOD | {field: value}, GOOD]))
+    assert wrong.reward is None and wrong.terminated
+    assert wrong.reason.startswith("Careless returned ")
+    assert re.search(message, wrong.reason), wrong.reason
+    for fine in (before, after):
+        assert (fine.reward, fine.answer, fine.reason, fine.terminated) == (0.5, "5", "right", False)
+        assert (fine.observation, fine.role, fine.stop_strings) == ("ok", "tool", ("</x>",))
+        assert (fine.metadata, fine.rewards_by_name, fine.seconds) == ({"turn": 1}, {"form": 1.0}, 0.25)
+
+
+def test_numbers_of_numpy_and_torch_are_numbers() -> None:
+    row = GOOD | {
+        "answers": np.int64(5), "rewards": torch.tensor(0.5), "terminateds": np.bool_(True),
+        "rewards_by_name": {"form": np.float32(1.0)}, "seconds": np.float64(2.0),
+    }  # fmt: skip
+    (outcome, other) = advance(Careless([row, GOOD | {"answers": 5}]), 2)
+    assert (outcome.answer, outcome.reward, outcome.terminated, outcome.seconds) == ("5", 0.5, True, 2.0)
+    assert type(outcome.reward) is float and other.answer == "5"
+    whole = Careless([GOOD] * 2, rewards=torch.tensor([1.0, 0.0]), terminateds=np.array([True, False]))
+    assert [(one.reward, one.terminated) for one in advance(whole, 2)] == [(1.0, True), (0.0, False)]
+
+
+def test_text_that_is_only_shown_is_made_printable() -> None:
+    (outcome,) = advance(Careless([GOOD | {"answers": "\ud83d", "reasons": "x\udc00"}]), 1)
+    assert (outcome.answer, outcome.reason, outcome.reward) == ("\ufffd", "x\ufffd", 0.5)
+
+
+@pytest.mark.parametrize("field", EnvironmentReturn._fields)
+def test_a_field_of_another_length_is_refused_with_its_name(field: str) -> None:
+    """Whose entry is whose is unknown then: the samples are asked about one by one."""
+    with pytest.raises(ValueError, match=f"step returned 2 {field} for 3 conversations"):
+        advance(Careless([GOOD] * 3, **{field: [GOOD[field]] * 2}))
+    with pytest.raises(ValueError, match=f"step returned {field} of type"):
+        advance(Careless([GOOD] * 3, **{field: 5}))
+
+
+def test_what_a_return_leaves_out_has_a_default() -> None:
+    (outcome,) = advance(Careless([GOOD], seconds=None, rewards_by_name=None, tracebacks=None), 1)
+    assert outcome.rewards_by_name == {} and outcome.seconds >= 0 and outcome.traceback is None
