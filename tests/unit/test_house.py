@@ -123,7 +123,7 @@ def test_a_room_knows_only_its_own_libraries(room: str) -> None:
 
 def test_commands_import_inside_the_verb() -> None:
     """`grpo-mcore --help` must not wait for torch. The recipe room does without."""
-    quick = ("grpo_mcore.cli", "grpo_mcore.observe", "grpo_mcore.recipe")
+    quick = ("grpo_mcore.cli", "grpo_mcore.observe", "grpo_mcore.recipe", "grpo_mcore.text")
     findings = [
         f"{file.relative_to(ROOT)}:{node.lineno}"
         for file in python_files("grpo_mcore/cli")
