@@ -7,7 +7,7 @@ import re
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 from grpo_mcore.rollout.datum import DatumSpec, LLMMessageLogType, Message
 
@@ -17,6 +17,9 @@ LATER_EPOCH = re.compile(r"@[0-9]+$")
 """Ending of the uid that a prompt has from its second epoch on."""
 
 RESERVED_KEYS = ("messages", "task_name", "uid")  # of a row in chat format; its other fields are the user's
+
+
+TrainOn = Literal["all", "last"]
 
 
 class DataError(ValueError):
@@ -34,6 +37,8 @@ class TaskDataSpec:
     input_key: str = "input"
     output_key: str = "output"
     env_name: str | None = None
+    train_on: TrainOn = "all"
+    """Answers of a conversation that SFT trains on."""
     prompt: str | None = field(init=False, default=None)
     system_prompt: str | None = field(init=False, default=None)
 

@@ -7,9 +7,18 @@ path. None of them truncates: a prompt that does not fit gets loss_multiplier 0,
 from __future__ import annotations
 
 import inspect
+from os.path import commonprefix
 from typing import Any
 
-from grpo_mcore.data.interfaces import RESERVED_KEYS, DataError, TaskDataProcessFnCallable, TaskDataSpec, uid_text
+from grpo_mcore.data.interfaces import (
+    RESERVED_KEYS,
+    DataError,
+    TaskDataProcessFnCallable,
+    TaskDataSpec,
+    TrainOn,
+    uid_text,
+)
+from grpo_mcore.data.turn_tokens import answer_end, first_mark
 from grpo_mcore.imports import import_by_path
 from grpo_mcore.recipe import MasterConfig
 from grpo_mcore.rollout.datum import DatumSpec, Message
@@ -85,13 +94,15 @@ def sft_processor(
     max_seq_length: int | None,
     idx: int,
 ) -> DatumSpec:
-    """Process a whole conversation for SFT: the assistant's messages are trained on, including their end tokens.
+    """Process a whole conversation for SFT: the assistant's messages are trained on (`train_on`: all or the
+    last), including their end tokens.
 
     An answer begins where a generation would begin, after the template's generation prompt, and is tokenised
     separately, so that the prompt has exactly the tokens that it has in a rollout.
     """
     messages = _with_task_prompts(datum_dict["messages"], task_data_spec)
-    log = _answered_log(messages, 0, _uid(datum_dict, task_data_spec, idx), datum_dict, tokenizer)
+    uid = _uid(datum_dict, task_data_spec, idx)
+    log = _answered_log(messages, 0, uid, datum_dict, tokenizer, task_data_spec.train_on)
     length = sum(len(turn["token_ids"]) for turn in log)
     fits = max_seq_length is None or length <= max_seq_length
     return _datum(log, length, fits, {}, datum_dict, task_data_spec, idx)
@@ -120,32 +131,91 @@ def preference_processor(
 
 
 def _answered_log(
-    messages: list[dict[str, Any]], first: int, uid: str, row: dict[str, Any], tokenizer: Any
+    messages: list[dict[str, Any]],
+    first: int,
+    uid: str,
+    row: dict[str, Any],
+    tokenizer: Any,
+    train_on: TrainOn = "all",
 ) -> list[Message]:
     """Return the conversation up to its last answer, as tokens with their loss masks. The assistant's messages from
-    index `first` on are answers, each tokenised separately; all else is context."""
-    turns: list[tuple[str, str]] = []
-    done = ""
-    for index, message in enumerate(messages):
-        if message["role"] != "assistant" or index < first:
-            continue
-        before = _render(tokenizer, messages[:index], uid, row, add_generation_prompt=True)
-        after = _render(tokenizer, messages[: index + 1], uid, row, add_generation_prompt=False)
-        if not (before.startswith(done) and after.startswith(before)):
-            raise DataError(
-                f"{uid}: the chat template renders earlier turns differently once later ones follow; "
-                f"give each answer its own row, or use another chat template"
-            )
-        turns += [("user", before[len(done) :]), ("assistant", after[len(before) :])]
-        done = after
-    if not turns:
+    index `first` on are answers, each tokenised separately; all else is context. `train_on`: all of them, or the last.
+
+    An answer begins where a generation would begin. With `all`, earlier answers are trained on as the template shows
+    them once later turns follow: Qwen3 and DeepSeek leave out their thoughts then.
+    """
+    answers = [i for i, message in enumerate(messages) if message["role"] == "assistant" and i >= first]
+    if not answers:
         raise DataError(f"{uid}: it has no assistant message, so there is nothing to train on")
+    whole = _render(tokenizer, messages[: answers[-1] + 1], uid, row, add_generation_prompt=False)
+    end = answer_end(tokenizer)
+    if not whole.endswith(end):  # the template has no end of its own
+        whole += end
+    spans = [_answer_span(messages, i, whole, end, uid, row, tokenizer) for i in answers[-1:] * (train_on == "last")]
+    spans = spans or [_answer_span(messages, i, whole, end, uid, row, tokenizer) for i in answers]
+    turns: list[tuple[str, str]] = []
+    done = 0
+    for start, stop in spans:
+        if not done <= start < stop:
+            raise DataError(f"{uid}: the chat template shows an answer before one that it follows, or not at all")
+        turns += [("user", whole[done:start]), ("assistant", whole[start:stop])]
+        done = stop
     import torch  # heavy, and not needed where rows are only checked
 
     log = _tokenise(turns, tokenizer)
     for turn in log:
         turn["token_loss_mask"] = torch.full_like(turn["token_ids"], turn["role"] == "assistant")
     return log
+
+
+def _answer_span(
+    messages: list[dict[str, Any]], index: int, whole: str, end: str, uid: str, row: dict[str, Any], tokenizer: Any
+) -> tuple[int, int]:
+    """Return where an answer begins and ends in `whole`, the text of a conversation. It begins after as much of the
+    generation prompt as `whole` has, and its `end` belongs to it."""
+    prompt = _render(tokenizer, messages[:index], uid, row, add_generation_prompt=True)
+    if whole.startswith(prompt):
+        start = len(prompt)
+    else:  # the template shows earlier turns otherwise by now, or an answer without the thought that its prompt begins
+        start = _start_of_changed(messages, index, prompt, whole, uid, row, tokenizer)
+    if index == max(i for i, message in enumerate(messages) if message["role"] == "assistant"):
+        return start, len(whole)
+    marked = [*messages[:index], {"role": "assistant", "content": _MARK}, *messages[index + 1 :]]
+    last = max(i for i, message in enumerate(messages) if message["role"] == "assistant")
+    other = _render(tokenizer, marked[: last + 1], uid, row, add_generation_prompt=False)
+    behind = other.rpartition(_MARK)[2]  # what follows the answer, with the end that the template puts there
+    behind += end if not behind.endswith(end) else ""
+    if not whole.endswith(behind):
+        raise DataError(f"{uid}: the chat template shows what follows an answer differently for another answer")
+    stop = len(whole) - len(behind)
+    if not behind.startswith(end):  # an answer in the middle ends otherwise, as in gpt-oss
+        mark = first_mark(behind, tokenizer) or ""
+        end = behind[: behind.index(mark) + len(mark)]
+    return start, stop + len(end)
+
+
+def _start_of_changed(
+    messages: list[dict[str, Any]], index: int, prompt: str, whole: str, uid: str, row: dict[str, Any], tokenizer: Any
+) -> int:
+    """Return where an answer begins in a text that does not go on from its generation prompt."""
+    before = _render(tokenizer, messages[:index], uid, row, add_generation_prompt=False)
+    header = prompt[len(before) :] if prompt.startswith(before) else ""
+    marked = [*messages[:index], {"role": "assistant", "content": _MARK}, *messages[index + 1 :]]
+    last = max(i for i, message in enumerate(messages) if message["role"] == "assistant")
+    shown = _render(tokenizer, marked[: last + 1], uid, row, add_generation_prompt=False)
+    at = shown.find(_MARK)
+    differs = len(commonprefix([shown[:at], whole])) if at >= 0 else -1
+    if not header or differs < 0:
+        raise DataError(f"{uid}: the chat template does not show where the answer of message {index} begins")
+    # The header as it is shown here: whole, or without the beginning of a thought that this answer lacks.
+    for length in range(len(header), 0, -1):
+        if (found := whole.rfind(header[:length], 0, differs)) >= 0 and header[:length].strip():
+            return found + length
+    raise DataError(f"{uid}: the chat template does not show where the answer of message {index} begins")
+
+
+_MARK = "@@answer@@"
+"""Stands for an answer where a conversation is rendered to see what surrounds it."""
 
 
 PROCESSORS: dict[str, TaskDataProcessFnCallable] = {

@@ -9,12 +9,37 @@ from __future__ import annotations
 from os.path import commonprefix
 from typing import Any
 
-import torch
-
 from grpo_mcore.data.interfaces import DataError
 from grpo_mcore.rollout.trajectory import Turn, said_already
 
 _QUESTION, _ANSWER, _REPLY = "question", "@@answer@@", "@@reply@@"
+
+
+def answer_end(tokenizer: Any) -> str:
+    """Return the text that ends an answer, to be trained on: what the template puts after it whatever follows; where
+    that has no special token (GLM), the special token that begins the next turn, which is what ends a turn there; else
+    the tokenizer's end-of-sequence token."""
+
+    def after(*more: dict[str, str]) -> str:
+        shown = [_message("user", _QUESTION), _message("assistant", _ANSWER), *more]
+        rendered = tokenizer.apply_chat_template(shown, tokenize=False, add_generation_prompt=False)
+        return rendered.partition(_ANSWER)[2]
+
+    alone = after()
+    if first_mark(alone, tokenizer) is not None:
+        return alone
+    try:
+        mark = first_mark(after(_message("user", _REPLY)).partition(_REPLY)[0], tokenizer)
+    except Exception:  # a template of one turn alone refuses a second one, by any error of its own
+        mark = None
+    return alone + (mark or tokenizer.eos_token)
+
+
+def first_mark(text: str, tokenizer: Any) -> str | None:
+    """Return the first special token in a text, None if there is none."""
+    marks = {*tokenizer.all_special_tokens, *(token.content for token in tokenizer.added_tokens_decoder.values())}
+    places = [(text.index(mark), -len(mark), mark) for mark in marks if mark and mark in text]
+    return min(places)[2] if places else None
 
 
 class TurnTemplate:
@@ -39,6 +64,8 @@ class TurnTemplate:
         role = "tool" if role == "tool" and self._has_tool_role else "user"
         between = self._after_answer(self._render(_message(role, text)))
         ids = self._ids(between)
+        import torch  # heavy, and not needed where rows are only checked
+
         said = said_already(ids, self._end, stop_token, self._tokenizer.eos_token_id)
         return Turn(role, torch.tensor(ids[said:], dtype=torch.int64), text=between)
 

@@ -354,8 +354,11 @@ def said_already(ids: Sequence[int], end: Sequence[int], stop_token: int | None,
 
     `end`: tokens that end every answer. `stop_token`: the token that ended the turn, None if none did.
     """
-    if stop_token is None or stop_token not in end:
+    if stop_token is None:
         return 0
-    count = list(end).index(stop_token) + 1
-    is_marker = count == 1 or stop_token == eos_token_id
-    return count if is_marker and list(ids[:count]) == list(end[:count]) else 0
+    if stop_token in end:
+        count = list(end).index(stop_token) + 1
+        is_marker = count == 1 or stop_token == eos_token_id
+        if is_marker and list(ids[:count]) == list(end[:count]):
+            return count
+    return int(bool(ids) and ids[0] == stop_token)  # the mark of the next turn ended this one, as in GLM

@@ -47,6 +47,7 @@ class MappedDataset:
             input_key=setting(entry, "input_key", "input"),
             output_key=setting(entry, "output_key", "output"),
             env_name=self.env_name,
+            train_on=setting(entry, "train_on", "all"),
         )
         self.processor = find_processor(setting(entry, "processor") or default_processor)
         self._source, self._to_chat = source, to_chat

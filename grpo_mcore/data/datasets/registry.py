@@ -105,7 +105,9 @@ def completed(data: Any, entry: Entry, default_processor: str) -> ResponseData:
         data.env_name = setting(entry, "env_name")
     if not hasattr(data, "task_spec"):
         files = {key: setting(entry, key) for key in ("prompt_file", "system_prompt_file")}
-        data.task_spec = TaskDataSpec(task_name=data.task_name, env_name=data.env_name, **files)
+        data.task_spec = TaskDataSpec(
+            task_name=data.task_name, env_name=data.env_name, train_on=setting(entry, "train_on", "all"), **files
+        )
     if not hasattr(data, "processor"):
         data.processor = find_processor(setting(entry, "processor") or default_processor)
 

@@ -33,6 +33,7 @@ class ChatPrompts:
             self._options["chat_template"] = config.chat_template
         self._variables = _template_variables(tokenizer, self._options.get("chat_template"))
         self._stop_token_ids = config.samplings[0].stop_token_ids
+        self._marks = set(tokenizer.all_special_ids) | set(tokenizer.added_tokens_decoder)
 
     def tokens(self, request: ChatRequest) -> list[int]:
         """Return the prompt's tokens. Raises RequestError if messages or token ids cannot be used."""
@@ -78,7 +79,10 @@ class ChatPrompts:
             return None
         rest, end = whole.partition(_ANSWER)[2], alone.partition(_ANSWER)[2]
         ids, end_ids = self._ids(rest), self._ids(commonprefix([rest, end]))
-        stop_token = last_token if last_token in self._stop_token_ids else None
+        # The token that ended the turn decides: vLLM also stops at those of the model's generation_config, such as
+        # Gemma's <end_of_turn>, which is not the tokenizer's eos.
+        ended = last_token in self._stop_token_ids or last_token in self._marks
+        stop_token = last_token if ended else None
         return ids[said_already(ids, end_ids, stop_token, self._tokenizer.eos_token_id) :]
 
     def _render(self, messages: list[dict[str, Any]], request: ChatRequest) -> str:

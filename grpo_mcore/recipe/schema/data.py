@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Mapping
-from typing import Any
+from typing import Any, Literal
 
 from pydantic import Field
 
@@ -99,6 +99,9 @@ class DatasetEntry(Section):
     """File with the system prompt. null: none."""
     processor: str | None = None
     """Data processor by name or import path. null: the default of the algorithm."""
+    train_on: Literal["all", "last"] = "all"
+    """Answers of a conversation that SFT trains on: all, as the chat template shows them once later turns follow (Qwen3
+    and DeepSeek leave out earlier thoughts then), or the last, as it would be generated."""
     env_name: str | None = None
     """Entry of `env` that scores this dataset. null: the only entry. Also read by algorithms/."""
     split_validation_size: NonNegativeFloat = 0.0

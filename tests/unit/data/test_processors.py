@@ -145,14 +145,14 @@ def test_sft_uses_the_whole_length(tokenizer, limit, multiplier):
     assert (datum["length"], datum["loss_multiplier"]) == (13, multiplier)
 
 
-def test_a_template_that_rewrites_earlier_turns_is_rejected(tokenizer, monkeypatch):
+def test_a_template_that_leaves_earlier_answers_out_is_rejected(tokenizer, monkeypatch):
     forgetful = (
         "{% for m in messages %}{% if loop.last or m.role != 'assistant' %}<{{ m.role }}>{{ m.content }}"
         "{% endif %}{% endfor %}{% if add_generation_prompt %}<assistant>{% endif %}"
     )
     monkeypatch.setattr(tokenizer, "chat_template", forgetful)
     sft_processor(ROW, TaskDataSpec(), tokenizer, 64, 0)
-    with pytest.raises(DataError, match="sums:7: the chat template renders earlier turns differently"):
+    with pytest.raises(DataError, match="sums:7: the chat template does not show where the answer of message 1 begins"):
         sft_processor({**ROW, "messages": ROW["messages"] * 2}, TaskDataSpec(), tokenizer, 64, 0)
 
 
