@@ -196,9 +196,11 @@ class EngineGroup:
         return replace(self, workers=workers, followers=followers, layout=layout, lost={}, to_start=set(), restored={})
 
     def mark_refitted(self, numbers: Sequence[int], version: int) -> None:
-        """Record that these engines have the weights of `version` and can take requests."""
+        """Record that these engines have the weights of `version`, generate again and can take requests. A refit works
+        on a `subset`, whose state is its own."""
         if len(numbers) == len(self.workers):
             self.weight_version, self.restored = version, {}
+            self.paused, self.prepared_at = False, time.monotonic()
         else:
             self.restored |= dict.fromkeys(numbers, version)
         for number in numbers:

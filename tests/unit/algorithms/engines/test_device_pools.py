@@ -94,3 +94,8 @@ def test_engines_release_their_memory_only_if_they_share_devices() -> None:
     assert worker.target.calls == {("release", True): 1} and group.paused
     group.prepare()
     assert worker.target.calls[("prepare", 4)] == 1 and not group.paused
+    group.release()
+    assert group.paused
+    group.subset([0]).prepare()  # as a refit does
+    group.mark_refitted([0], 5)
+    assert not group.paused and group.prepared_at > 0, "the loop must not offload the policy a second time"
