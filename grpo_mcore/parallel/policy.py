@@ -73,13 +73,23 @@ class Policy:
         timeout_s: float,
         reference: bool,
         platform: Platform | None = None,
+        build_later: bool = False,
     ) -> None:
         """`config.model_name` must be a local Hugging Face folder.
 
         `reference`: keep a copy of the initial weights for `reference_logprobs`. `platform`: detected if not given.
-        Raises FamilyError, WeightsError, LayoutError, RendezvousError.
+        `build_later`: take no memory, and join no mesh, before `build` is called. Raises what `build` raises.
         """
         self.config, self.seed, self.platform = config, seed, platform or Platform.detect()
+        self._address, self._timeout_s, self._keeps_reference = address, timeout_s, reference
+        if not build_later:
+            self.build()
+
+    def build(self) -> None:
+        """Join the mesh, build the model and load its weights. Raises FamilyError, WeightsError, LayoutError,
+        RendezvousError."""
+        config, seed, reference = self.config, self.seed, self._keeps_reference
+        address, timeout_s = self._address, self._timeout_s
         self.layout = layout_of(config, address.world_size)
         self.shape = shape_of(read_hf_config(config.model_name, config.hf_config_overrides))
         check_fit(self.shape, config.megatron_cfg)

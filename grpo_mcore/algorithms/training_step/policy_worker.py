@@ -64,17 +64,14 @@ class PolicyWorker(Policy):
         self._bins: list[list[Bin]] = []  # by optimizer step
         self._trained: list[tuple[Bin, Tensor]] = []  # micro-batches of the last `train`, with their log-probs [1, T]
         self._kl_kind: KLType | None = None
-        self._address = address
-        self._build_policy = partial(
-            super().__init__, config, address, seed=seed, timeout_s=timeout_s, reference=reference,
-            platform=Platform.detect(platform),
+        super().__init__(
+            config, address, seed=seed, timeout_s=timeout_s, reference=reference, platform=Platform.detect(platform),
+            build_later=build_later,
         )  # fmt: skip
-        if not build_later:
-            self.build()
 
     def build(self) -> None:
-        """Build the model and load its weights."""
-        self._build_policy()
+        """Join the mesh, build the model and load its weights, and prepare to send them to the engines."""
+        super().build()
         self.is_reporting_rank = self.layout.is_reporting_rank(self._address.rank)
         self._sender = RefitSender(
             self.weights,

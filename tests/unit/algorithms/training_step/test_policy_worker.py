@@ -4,6 +4,7 @@ share prefixes where the plan says so. The last update of a step leaves all weig
 from __future__ import annotations
 
 from collections.abc import Sequence
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -13,6 +14,8 @@ import torch
 from grpo_mcore.algorithms.training_step.policy_worker import Bin, PolicyWorker
 from grpo_mcore.algorithms.training_step.step_batch import RankStep
 from grpo_mcore.batching.packed_batch import PackedBatch, pack_rows
+from grpo_mcore.families import FamilyError
+from grpo_mcore.parallel.mesh import Address
 from grpo_mcore.recipe import PolicyConfig, bins_per_logprob_row
 from grpo_mcore.rollout.trajectory import Trajectory, Turn
 
@@ -89,3 +92,16 @@ def make_bin(lengths: tuple[int, ...]) -> Bin:
     ids = [torch.arange(1, length + 1) * (length + 10) for length in lengths or (1,)]
     batch = pack_rows(ids, [{"token_mask": torch.ones(len(row))} for row in ids], 2)
     return Bin(batch if lengths else batch.empty_like(2), torch.arange(len(lengths)))
+
+
+def test_a_rank_that_is_built_later_reads_nothing_before(tmp_path: Path) -> None:
+    """On GPUs that it shares, the engines take their memory first."""
+    config = PolicyConfig.model_validate({"model_name": str(tmp_path / "not_there_yet")})
+    store: Any = None
+    worker = PolicyWorker(
+        Address(0, 1, 0, "127.0.0.1", 0), config, store, seed=0, timeout_s=1.0, reference=False, platform="cpu",
+        build_later=True,
+    )  # fmt: skip
+    assert not hasattr(worker, "weights") and not torch.distributed.is_initialized()
+    with pytest.raises(FamilyError, match="not_there_yet"):
+        worker.build()
