@@ -101,7 +101,7 @@ def evaluate_model(config: MasterConfig, name: str, log: SampleLog, logs: Path) 
     if not count:
         return
     with open_sampler(prepared, logs, prepared.env_names) as sampler:
-        sampling = sampling_of(config.policy.generation, tokenizer.eos_token_id, validation=True)
+        sampling = sampling_of(config.policy.generation, tokenizer, validation=True)
         done = 0
         for seed, wanted in missing.items():
             rollouts = Rollouts(sampler.engines, sampler.task_to_env, tokenizer, turn_limits(config), seed=seed)

@@ -112,7 +112,7 @@ def grpo_train(
         "on_span": report.spans.span,
     }  # fmt: skip
     rollouts = make_rollouts(config, engines, task_to_env, tokenizer, record, faults)
-    sampling = sampling_of(config.policy.generation, tokenizer.eos_token_id)
+    sampling = sampling_of(config.policy.generation, tokenizer)
     generate = partial(rollouts.dispatch, sampling=sampling, generations=config.grpo.num_generations_per_prompt)
     groups = StepGroups(config)
     profile = StepProfile(policy, engines, Path(logger.log_dir, "profile"), config.logger.profile_steps)

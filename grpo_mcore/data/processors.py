@@ -148,7 +148,7 @@ def _answered_log(
     if not answers:
         raise DataError(f"{uid}: it has no assistant message, so there is nothing to train on")
     whole = _render(tokenizer, messages[: answers[-1] + 1], uid, row, add_generation_prompt=False)
-    end = answer_end(tokenizer)
+    end = answer_end(tokenizer, "tool" if messages[answers[-1]].get("tool_calls") else "user")
     if not whole.endswith(end):  # the template has no end of its own
         whole += end
     spans = [_answer_span(messages, i, whole, end, uid, row, tokenizer) for i in answers[-1:] * (train_on == "last")]

@@ -1,4 +1,5 @@
-"""Tokenisation of an environment's message between two generated turns, according to the chat template.
+"""Tokenisation of an environment's message between two generated turns, according to the chat template, and
+the ends of answers that are trained on.
 
 Generated text is never rendered or tokenised again. The template is rendered with placeholders to find the text between
 an answer and the next generation: the answer's end, the environment's message, the generation prompt.
@@ -6,33 +7,23 @@ an answer and the next generation: the answer's end, the environment's message, 
 
 from __future__ import annotations
 
-from os.path import commonprefix
 from typing import Any
 
 from grpo_mcore.data.interfaces import DataError
-from grpo_mcore.rollout.trajectory import Turn, said_already
+from grpo_mcore.rollout.trajectory import Turn
+from grpo_mcore.rollout.turn_end import marks_of, said_already, turn_ends
 
 _QUESTION, _ANSWER, _REPLY = "question", "@@answer@@", "@@reply@@"
 
 
-def answer_end(tokenizer: Any) -> str:
-    """Return the text that ends an answer, to be trained on: what the template puts after it whatever follows; where
-    that has no special token (GLM), the special token that begins the next turn, which is what ends a turn there; else
-    the tokenizer's end-of-sequence token."""
-
-    def after(*more: dict[str, str]) -> str:
-        shown = [_message("user", _QUESTION), _message("assistant", _ANSWER), *more]
-        rendered = tokenizer.apply_chat_template(shown, tokenize=False, add_generation_prompt=False)
-        return rendered.partition(_ANSWER)[2]
-
-    alone = after()
-    if first_mark(alone, tokenizer) is not None:
-        return alone
-    try:
-        mark = first_mark(after(_message("user", _REPLY)).partition(_REPLY)[0], tokenizer)
-    except Exception:  # a template of one turn alone refuses a second one, by any error of its own
-        mark = None
-    return alone + (mark or tokenizer.eos_token)
+def answer_end(tokenizer: Any, next_role: str = "user") -> str:
+    """Return the text that ends an answer, to be trained on: what the template puts behind it; where that has no
+    special token (GLM), also the one that begins the next turn, of `next_role` (user or tool), which ends a turn there;
+    else the tokenizer's end-of-sequence token."""
+    ends = turn_ends(tokenizer)
+    if ends.token is not None:
+        return ends.behind
+    return ends.behind + tokenizer.convert_ids_to_tokens(ends.token_before(next_role))
 
 
 def first_mark(text: str, tokenizer: Any) -> str | None:
@@ -50,13 +41,14 @@ class TurnTemplate:
 
     def __init__(self, tokenizer: Any) -> None:
         self._tokenizer = tokenizer
-        between = self._after_answer(_check(self._render(_message("user", _REPLY))))
+        _check(self._render(_message("user", _REPLY)))
         self._has_tool_role = self._supports_tool_role()
-        # The end of an answer, whatever follows. It is not repeated where the policy has generated the end token.
-        self._end = self._ids(commonprefix([between, self._after_answer(self._render())]))
+        self._marks = marks_of(tokenizer)
+        self._last = self._ids(self._after_answer(self._render()))
 
     def turn(self, text: str, role: str = "user", stop_token: int | None = None) -> Turn:
-        """Return the environment's message `text` as a turn, with everything that the template puts around it.
+        """Return the environment's message `text` as a turn, with everything that the template puts around it. The
+        end of the answer before is not repeated where the policy has generated it.
 
         The role `tool` becomes `user` where the template lacks it. `stop_token` is the token that ended the generated
         turn before, if any. `Turn.text` has the answer's end marker even where that turn's tokens hold it.
@@ -64,9 +56,9 @@ class TurnTemplate:
         role = "tool" if role == "tool" and self._has_tool_role else "user"
         between = self._after_answer(self._render(_message(role, text)))
         ids = self._ids(between)
+        said = said_already(ids, self._last, stop_token, self._marks, self._tokenizer.eos_token_id)
         import torch  # heavy, and not needed where rows are only checked
 
-        said = said_already(ids, self._end, stop_token, self._tokenizer.eos_token_id)
         return Turn(role, torch.tensor(ids[said:], dtype=torch.int64), text=between)
 
     def _render(self, *after: dict[str, str]) -> str:

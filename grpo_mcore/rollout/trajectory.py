@@ -347,18 +347,3 @@ def sample_seed(seed: int, step: int, uid: str, generation_index: int, turn: int
 def fingerprint(token_ids: Sequence[int]) -> str:
     """Return a hash of a sequence of tokens."""
     return blake2b(array("q", token_ids).tobytes(), digest_size=16).hexdigest()
-
-
-def said_already(ids: Sequence[int], end: Sequence[int], stop_token: int | None, eos_token_id: int | None) -> int:
-    """Return how many of `ids`, the tokens that the chat template puts after an answer, the generated turn has already.
-
-    `end`: tokens that end every answer. `stop_token`: the token that ended the turn, None if none did.
-    """
-    if stop_token is None:
-        return 0
-    if stop_token in end:
-        count = list(end).index(stop_token) + 1
-        is_marker = count == 1 or stop_token == eos_token_id
-        if is_marker and list(ids[:count]) == list(end[:count]):
-            return count
-    return int(bool(ids) and ids[0] == stop_token)  # the mark of the next turn ended this one, as in GLM

@@ -89,7 +89,7 @@ def collect(
             seed=grpo.seed,
             on_outcome=lambda outcome: results.update({(outcome.uid, outcome.generation_index): outcome}),
         )
-        sampling = sampling_of(config.policy.generation, tokenizer.eos_token_id, validation=validation)
+        sampling = sampling_of(config.policy.generation, tokenizer, validation=validation)
         kept, failed = stack.enter_context(whole_file(output)), stack.enter_context(whole_file(failures))
         prompts = _usable(dataset, num_prompts)
         most_in_flight = STEPS_IN_FLIGHT * grpo.num_prompts_per_step

@@ -27,9 +27,10 @@ def chat_config(config: MasterConfig) -> ChatConfig | None:
     vllm = generation.vllm_cfg
     if not vllm.expose_http_server:
         return None
-    eos_token_id = load_tokenizer(names.name or config.policy.model_name, names.chat_template).eos_token_id
-    training = sampling_of(generation, eos_token_id)
-    validation = sampling_of(generation, eos_token_id, validation=True)
+    name = names.name or config.policy.model_name
+    tokenizer = load_tokenizer(name, names.chat_template, names.chat_template_kwargs)
+    training = sampling_of(generation, tokenizer)
+    validation = sampling_of(generation, tokenizer, validation=True)
     kwargs = vllm.http_server_serving_chat_kwargs
     return ChatConfig(
         model=config.policy.model_name,

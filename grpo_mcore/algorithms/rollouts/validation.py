@@ -52,7 +52,7 @@ def run_validation(
     if dataloader is None or not environments:
         raise ValueError("there is nothing to validate on: set data.validation, or grpo.val_period to 0")
     began, grpo = time.perf_counter(), config.grpo
-    sampling = sampling_of(config.policy.generation, tokenizer.eos_token_id, validation=True)
+    sampling = sampling_of(config.policy.generation, tokenizer, validation=True)
     rollouts = Rollouts(engines, environments, tokenizer, turn_limits(config), seed=grpo.seed + 1, **(faults or {}))
     groups: list[Group] = []
     left = grpo.max_val_samples

@@ -11,12 +11,11 @@ import inspect
 import json
 import re
 from collections.abc import Mapping
-from os.path import commonprefix
 from typing import Any
 
 from grpo_mcore.generation.chat.request import ChatRequest, RequestError
 from grpo_mcore.generation.config import ChatConfig
-from grpo_mcore.rollout.trajectory import said_already
+from grpo_mcore.rollout.turn_end import marks_of, said_already
 
 TOKEN_FIELDS = ("prompt_token_ids", "generation_token_ids", "generation_log_probs", "routed_experts")
 _ANSWER = "@@answer@@"
@@ -32,8 +31,8 @@ class ChatPrompts:
         if config.chat_template:
             self._options["chat_template"] = config.chat_template
         self._variables = _template_variables(tokenizer, self._options.get("chat_template"))
-        self._stop_token_ids = config.samplings[0].stop_token_ids
-        self._marks = set(tokenizer.all_special_ids) | set(tokenizer.added_tokens_decoder)
+        self._marks = marks_of(tokenizer)
+        self._stop_token_ids = {*self._marks, *config.samplings[0].stop_token_ids}
 
     def tokens(self, request: ChatRequest) -> list[int]:
         """Return the prompt's tokens. Raises RequestError if messages or token ids cannot be used."""
@@ -77,13 +76,9 @@ class ChatPrompts:
             return None
         if whole.count(_ANSWER) != 1 or alone.count(_ANSWER) != 1:
             return None
-        rest, end = whole.partition(_ANSWER)[2], alone.partition(_ANSWER)[2]
-        ids, end_ids = self._ids(rest), self._ids(commonprefix([rest, end]))
-        # The token that ended the turn decides: vLLM also stops at those of the model's generation_config, such as
-        # Gemma's <end_of_turn>, which is not the tokenizer's eos.
-        ended = last_token in self._stop_token_ids or last_token in self._marks
-        stop_token = last_token if ended else None
-        return ids[said_already(ids, end_ids, stop_token, self._tokenizer.eos_token_id) :]
+        ids, last = self._ids(whole.partition(_ANSWER)[2]), self._ids(alone.partition(_ANSWER)[2])
+        stop_token = last_token if last_token in self._stop_token_ids else None
+        return ids[said_already(ids, last, stop_token, self._marks, self._tokenizer.eos_token_id) :]
 
     def _render(self, messages: list[dict[str, Any]], request: ChatRequest) -> str:
         options = self._options | self._chosen_variables(request.chat_template_kwargs or {})

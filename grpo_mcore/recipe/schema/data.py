@@ -127,7 +127,7 @@ class DataConfig(Section):
     add_bos: bool = True
     """No effect, accepted for recipes of NeMo RL: only the chat template adds special tokens."""
     add_eos: bool = True
-    """No effect, accepted for recipes of NeMo RL: see add_bos."""
+    """No effect, accepted for recipes of NeMo RL: an answer ends with the token that ends it in a rollout."""
     add_generation_prompt: bool = False
     """No effect, accepted for recipes of NeMo RL: SFT trains on what follows the generation prompt."""
     use_multiple_dataloader: Fixed[bool] = False

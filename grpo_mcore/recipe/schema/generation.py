@@ -126,7 +126,8 @@ class GenerationConfig(Section):
     val_top_k: Positive | None = None
     """top_k in validation. null: top_k."""
     stop_token_ids: list[int] | None = None
-    """Tokens that end an answer. null: the tokenizer's end-of-sequence token."""
+    """Tokens that end an answer. null: the tokenizer's end-of-sequence token, and what ends an answer in its chat
+    template."""
     stop_strings: list[str] | None = None
     """Strings that end an answer. null: none."""
     colocated: ColocatedConfig = Field(default_factory=ColocatedConfig)

@@ -13,6 +13,7 @@ from grpo_mcore.data.processors import (
     math_hf_data_processor,
     sft_processor,
 )
+from tests.unit.rollout.test_turn_end import GLM, GPT_OSS, tokenizer_of
 
 ROW = {
     "messages": [{"role": "user", "content": "37+45="}, {"role": "assistant", "content": "082"}],
@@ -196,3 +197,34 @@ def test_the_chat_template_gets_the_tools_of_a_row(tokenizer, monkeypatch, proce
     datum = processor(row, TaskDataSpec("sums"), tokenizer, 64, 0)
     assert datum["message_log"][0]["content"] == "<system>+<user>37+45=<assistant>"
     assert processor(ROW, TaskDataSpec(), tokenizer, 64, 0)["message_log"][0]["content"] == "<user>37+45=<assistant>"
+
+
+def trained_texts(log, tokenizer) -> list[str]:
+    """Return what is trained on of each answer, as text."""
+    texts = []
+    for message in log:
+        ids = message["token_ids"][message["token_loss_mask"].bool()].tolist()
+        texts += ["".join(tokenizer.convert_ids_to_tokens(ids))] if ids else []
+    return texts
+
+
+def test_a_call_ends_with_the_token_that_begins_its_result():
+    tokenizer = tokenizer_of(GLM)
+    asked, called = {"role": "user", "content": "1"}, {"role": "assistant", "content": "f", "tool_calls": [{}]}
+    answer = {"role": "assistant", "content": "2"}
+    for messages, ends in (
+        ([asked, called], ["<|observation|>"]),
+        ([asked, called, {"role": "tool", "content": "7"}, answer], ["<|observation|>", "<|user|>"]),
+    ):
+        log = sft_processor({"messages": messages}, TaskDataSpec("t"), tokenizer, None, 0)["message_log"]
+        trained = trained_texts(log, tokenizer)
+        assert [text[text.index("<|", 1) :] for text in trained] == ends
+        shown = "".join(tokenizer.convert_ids_to_tokens([i for turn in log for i in turn["token_ids"].tolist()]))
+        assert shown.count("<|observation|>") == 1
+
+
+def test_gpt_oss_trains_the_end_of_a_last_answer():
+    tokenizer = tokenizer_of(GPT_OSS, "<|return|>")
+    messages = [{"role": "user", "content": "1"}, {"role": "assistant", "content": "2"}]
+    log = sft_processor({"messages": messages}, TaskDataSpec("t"), tokenizer, None, 0)["message_log"]
+    assert trained_texts(log, tokenizer) == ["2<|return|>"]

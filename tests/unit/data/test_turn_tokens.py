@@ -10,6 +10,8 @@ import pytest
 from grpo_mcore.data import DataError
 from grpo_mcore.data.arithmetic import CHAT_TEMPLATE
 from grpo_mcore.data.turn_tokens import TurnTemplate
+from tests.unit.rollout.test_turn_end import GEMMA, GLM, GPT_OSS
+from tests.unit.rollout.test_turn_end import tokenizer_of as published
 
 CHATML = """\
 {%- if messages[0].role != 'system' %}<|im_start|>system\nBe brief.<|im_end|>\n{% endif %}
@@ -190,3 +192,20 @@ def test_a_template_without_special_tokens(bpe: Any) -> None:
 def test_a_template_that_cannot_hold_several_turns(bpe: Any, template: str, message: str) -> None:
     with pytest.raises(DataError, match=f"grpo.max_rollout_turns above 1: the chat template {message}"):
         TurnTemplate(tokenizer_of(bpe, template))
+
+
+@pytest.mark.parametrize(
+    ("template", "role", "stop", "rest"),
+    [
+        (GEMMA, "user", "<end_of_turn>", "\n<|user|>2<end_of_turn>\n<|assistant|>"),
+        (GEMMA, "user", "<eos>", "<end_of_turn>\n<|user|>2<end_of_turn>\n<|assistant|>"),
+        (GLM, "user", "<|user|>", "\n2<|assistant|>"),
+        (GLM, "tool", "<|observation|>", "\n2<|assistant|>"),
+        (GLM, "user", "<eos>", "<|user|>\n2<|assistant|>"),
+        (GPT_OSS, "user", "<|return|>", "<|start|>user 2<|end|><|start|>assistant "),
+    ],
+)
+def test_the_token_that_ended_a_turn_is_not_doubled(template: str, role: str, stop: str, rest: str) -> None:
+    tokenizer = published(template, "<|return|>" if template is GPT_OSS else "<eos>")
+    turn = TurnTemplate(tokenizer).turn("2", role, stop_token=tokenizer.convert_tokens_to_ids(stop))
+    assert "".join(tokenizer.convert_ids_to_tokens(turn.token_ids.tolist())) == rest

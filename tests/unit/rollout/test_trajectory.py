@@ -7,7 +7,7 @@ import pickle
 import pytest
 import torch
 
-from grpo_mcore.rollout.trajectory import GenerationRequest, Trajectory, TrajectoryRef, Turn
+from grpo_mcore.rollout.trajectory import GenerationRequest, Trajectory, TrajectoryRef, Turn, fingerprint
 
 
 def ids(*values: int) -> torch.Tensor:
@@ -145,3 +145,8 @@ def test_recorded_experts_are_of_all_tokens_but_the_last():
     assert two_turns(routed_experts=torch.zeros(length - 1, 2, 4, dtype=torch.int16)).routed_experts is not None
     with pytest.raises(ValueError, match=rf"t:1#3: experts of {length} of the {length} tokens"):
         two_turns(routed_experts=torch.zeros(length, 2, 4, dtype=torch.int16))
+
+
+def test_fingerprints_tell_sequences_apart() -> None:
+    names = {fingerprint(ids) for ids in ([], [0], [0, 0], [1, 2], [2, 1], [1, 2, 3], [2**40])}
+    assert len(names) == 7 and fingerprint([1, 2]) == fingerprint((1, 2))

@@ -14,6 +14,7 @@ from grpo_mcore.generation.chat.prompt import ChatPrompts
 from grpo_mcore.generation.chat.request import ChatRequest, RequestError
 from grpo_mcore.generation.config import ChatConfig
 from grpo_mcore.rollout.trajectory import Sampling
+from tests.unit.rollout.test_turn_end import GEMMA, GLM, tokenizer_of
 
 CONFIG = ChatConfig("policy", (Sampling(8),))
 # Strips the reasoning of earlier answers, as templates of reasoning models do.
@@ -32,9 +33,9 @@ def tokenizer(tmp_path_factory: pytest.TempPathFactory) -> Any:
     return load_tokenizer(str(folder))
 
 
-def prompts(tokenizer: Any, template: str | None = None) -> ChatPrompts:
+def prompts(tokenizer: Any, template: str | None = None, vocab_size: int = 64) -> ChatPrompts:
     sampling = Sampling(8, stop_token_ids=(tokenizer.eos_token_id,))
-    return ChatPrompts(tokenizer, ChatConfig("policy", (sampling,), template), vocab_size=64)
+    return ChatPrompts(tokenizer, ChatConfig("policy", (sampling,), template), vocab_size)
 
 
 def request(*messages: dict[str, Any], **more: Any) -> ChatRequest:
@@ -145,3 +146,27 @@ def test_a_request_sets_variables_of_the_template_and_nothing_else(tokenizer: An
     for value in (["x"], {"a": 1}, "x" * 10_001):
         with pytest.raises(RequestError, match="chat_template_kwargs.brief: must be a boolean, a number or a text"):
             prompts(tokenizer, template).tokens(request(USER, chat_template_kwargs={"brief": value}))
+
+
+@pytest.mark.parametrize(
+    ("template", "stop", "role", "rest"),
+    [
+        (GEMMA, "<end_of_turn>", "user", "\n<|user|>cd<end_of_turn>\n<|assistant|>"),
+        (GLM, "<|user|>", "user", "\ncd<|assistant|>"),
+        (GLM, "<|observation|>", "tool", "\ncd<|assistant|>"),
+    ],
+)
+def test_the_end_of_a_turn_is_not_doubled(template: str, stop: str, role: str, rest: str) -> None:
+    """The token that ended the turn need not be the tokenizer's end of sequence."""
+    tokenizer = tokenizer_of(template)
+    said = [*ids(tokenizer, "yes"), tokenizer.convert_tokens_to_ids(stop)]
+    answer = {
+        "role": "assistant",
+        "content": "yes",
+        "prompt_token_ids": ids(tokenizer, "ab"),
+        "generation_token_ids": said,
+    }
+    later = prompts(tokenizer, vocab_size=len(tokenizer)).tokens(
+        request(USER, answer, {"role": role, "content": "cd", "tool_call_id": "1"})
+    )
+    assert later == [*ids(tokenizer, "ab"), *said, *ids(tokenizer, rest)]
