@@ -95,8 +95,9 @@ def weight_files(folder: Path) -> list[Path]:
         chosen = [path for name, path in there.items() if not name.startswith(NO_WEIGHTS)]
     if not chosen:
         others = sorted(path.name for path in folder.iterdir() if path.name.endswith((".bin", ".pt", ".pth", ".gguf")))
-        hint = f"; it has {others[0]}, which is not read: save the model with transformers' save_pretrained first"
-        raise WeightsError(f"policy.model_name: {folder} contains no .safetensors file{hint if others else ''}")
+        read_first = "which is not read: save the model with transformers' save_pretrained first"
+        hint = f"; it has {others[0]}, {read_first}" if others else ""
+        raise WeightsError(f"policy.model_name: {folder} contains no .safetensors file{hint}")
     if ignored := [name for name, path in there.items() if path not in chosen]:
         by = "the index does not name them" if index.is_file() else "they are not the model's"
         log.warning("policy.model_name: %s: not read, since %s: %s", folder, by, ", ".join(ignored))
