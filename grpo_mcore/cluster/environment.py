@@ -9,6 +9,7 @@ from fnmatch import fnmatchcase
 from types import MappingProxyType
 
 from grpo_mcore.cluster.orphan_reaper import MARKER, SOCKETS
+from grpo_mcore.hub_variables import HUB_VARIABLES
 
 ALLOWED = (
     # what any program needs
@@ -17,16 +18,21 @@ ALLOWED = (
     *("LD_LIBRARY_PATH", "LD_PRELOAD", "PYTHONPATH", "VIRTUAL_ENV", "CUDA_HOME", "CUDA_PATH"),
     *("PYTHONDONTWRITEBYTECODE", "PYTHONPYCACHEPREFIX", "PYTHONUNBUFFERED", "PYTHONHASHSEED"),
     # models and data on disk; HF_TOKEN is a secret
-    *("HF_HOME", "HF_HUB_CACHE", "HF_DATASETS_CACHE", "HF_HUB_OFFLINE", "HF_DATASETS_OFFLINE", "TRANSFORMERS_OFFLINE"),
+    *HUB_VARIABLES,
     # the machine: threads, accelerators, network
     *("OMP_*", "MKL_*", "KMP_*", "OPENBLAS_NUM_THREADS", "CUDA_VISIBLE_DEVICES", "CUDA_DEVICE_*"),
     *("NVIDIA_VISIBLE_DEVICES", "NVIDIA_DRIVER_CAPABILITIES", "NCCL_*", "GLOO_*", "UCX_*"),
     # settings of libraries on GPUs: kernels, allocator, logs
-    *("NVTE_*", "TORCH_*", "PYTORCH_*"),
+    *("NVTE_*", "TORCH_*", "PYTORCH_*", "VLLM_*", "FLASHINFER_*", "TRITON_*", "TORCHINDUCTOR_*"),
+    *("FI_*", "OFI_*", "EFA_*", "MELLANOX_*", "CUDNN_*", "CUBLAS_*"),
     # Ray's own, and those that an OrphanReaper sets
     *("RAY_*", MARKER, SOCKETS),
 )
 """Names and patterns. Others are named in the recipe (`cluster.env_vars`) or given with the worker."""
+
+SECRETS = ("*TOKEN", "*_API_KEY", "*_KEY_ID", "*SECRET*", "*PASSWORD*", "*CREDENTIAL*")
+"""Patterns of secrets, which no pattern of ALLOWED lets through, such as VLLM_API_KEY. Only a name given by the recipe
+does, and Ray's own token, without which its processes could not talk."""
 
 
 RAYS_OWN = "r"
@@ -35,7 +41,10 @@ RAYS_OWN = "r"
 
 def is_allowed(name: str, extra: Sequence[str] = ()) -> bool:
     """Return whether a worker may see the variable `name`. `extra`: more names and patterns."""
-    return any(fnmatchcase(name, pattern) for pattern in (*ALLOWED, *extra))
+    if any(fnmatchcase(name, pattern) for pattern in extra):
+        return True
+    secret = any(fnmatchcase(name, pattern) for pattern in SECRETS) and not name.startswith("RAY_")
+    return not secret and any(fnmatchcase(name, pattern) for pattern in ALLOWED)
 
 
 def chosen(environ: Mapping[str, str], names: Sequence[str]) -> dict[str, str]:

@@ -42,11 +42,13 @@ from grpo_mcore import processes
 from grpo_mcore.environments.config import EnvironmentConfigError
 from grpo_mcore.environments.registry import import_by_path
 from grpo_mcore.environments.verifiers import shorten
+from grpo_mcore.hub_variables import HUB_VARIABLES
 
 # The environment variables that workers see. The rest stays out, secrets (HF_TOKEN, WANDB_API_KEY) above all.
 _INHERITED = (
     *("PATH", "LD_LIBRARY_PATH", "HOME", "LANG", "LC_ALL", "TMPDIR"),
-    *("CUDA_VISIBLE_DEVICES", "HF_HOME", "HF_HUB_OFFLINE"),
+    "CUDA_VISIBLE_DEVICES",
+    *HUB_VARIABLES,
 )
 _THREAD_VARIABLES = ("OMP_NUM_THREADS", "MKL_NUM_THREADS", "OPENBLAS_NUM_THREADS")
 _STOP_S = 10.0  # seconds that a host has to stop its workers

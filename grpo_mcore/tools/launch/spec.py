@@ -18,7 +18,11 @@ from grpo_mcore.recipe import (
 )
 from grpo_mcore.tools.launch.validation import Target, code_files, validate
 
-FROM_SUBMITTER = ("HF_HOME", "HF_DATASETS_CACHE", "HF_HUB_OFFLINE", "HF_TOKEN", "WANDB_API_KEY")
+FROM_SUBMITTER = (
+    *("HF_HOME", "HF_HUB_CACHE", "HF_DATASETS_CACHE", "HF_ENDPOINT", "HF_HUB_OFFLINE"),
+    *("HTTP_PROXY", "HTTPS_PROXY", "NO_PROXY", "http_proxy", "https_proxy", "no_proxy"),
+    *("LD_LIBRARY_PATH", "CUDA_HOME", "HF_TOKEN", "WANDB_API_KEY"),
+)
 """Variables of the submitting shell that a job inherits if they are set, in addition to those of cluster.env_vars."""
 
 _TEXT_FILES = ("prompt_file", "system_prompt_file")

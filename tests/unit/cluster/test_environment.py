@@ -15,6 +15,8 @@ from grpo_mcore.cluster.environment import chosen, is_allowed, only_allowed
     "name",
     [
         *("PATH", "HF_HOME", "LC_ALL", "OMP_NUM_THREADS", "NCCL_SOCKET_IFNAME", "CUDA_DEVICE_MAX_CONNECTIONS"),
+        *("HF_HUB_CACHE", "HF_ENDPOINT", "HTTPS_PROXY", "no_proxy", "SSL_CERT_FILE", "VLLM_CACHE_ROOT", "FI_PROVIDER"),
+        *("FLASHINFER_WORKSPACE_BASE", "TRITON_CACHE_DIR", "TORCHINDUCTOR_CACHE_DIR", "RAY_AUTH_TOKEN"),
         *("NVTE_FUSED_ATTN", "TORCH_NCCL_AVOID_RECORD_STREAMS", "PYTORCH_CUDA_ALLOC_CONF"),
     ],
 )
@@ -23,7 +25,19 @@ def test_what_workers_need_is_allowed(name):
 
 
 @pytest.mark.parametrize(
-    "name", ["HF_TOKEN", "WANDB_API_KEY", "AWS_SECRET_ACCESS_KEY", "MY_PATH", "PATHX", "SSH_AUTH_SOCK", "MY_TORCH_HOME"]
+    "name",
+    [
+        "VLLM_API_KEY",
+        "TORCH_HUB_TOKEN",
+        "TRITON_SECRET",
+        "HF_TOKEN",
+        "WANDB_API_KEY",
+        "AWS_SECRET_ACCESS_KEY",
+        "MY_PATH",
+        "PATHX",
+        "SSH_AUTH_SOCK",
+        "MY_TORCH_HOME",
+    ],
 )
 def test_secrets_and_strangers_are_not(name):
     assert not is_allowed(name)
