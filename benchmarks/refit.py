@@ -135,8 +135,8 @@ class PolicyRank:
     def close_refit(self) -> None:
         self.sender.close_refit()
 
-    def fill_bucket(self, *args: Any) -> Any:
-        return self.sender.fill_bucket(*args)
+    def send_refit(self, *args: Any) -> Any:
+        return self.sender.send_refit(*args)
 
     def join(self, address: tuple[str, int], rank: int, size: int) -> None:
         self.group, self.store = join_wire(address, rank, size)

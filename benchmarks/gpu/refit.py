@@ -18,8 +18,10 @@ from torch import Tensor
 from benchmarks.gpu.kit import Row, Setting, number
 from grpo_mcore.families import params_of, shape_of
 from grpo_mcore.families.known import known_config
+from grpo_mcore.refit.board import Seat
 from grpo_mcore.refit.buffer import attach_buffer, block_view
 from grpo_mcore.refit.layout import EngineLayout, TrainerLayout
+from grpo_mcore.refit.parts import parts_of
 from grpo_mcore.refit.plan import RefitPlan, plan_refit
 from grpo_mcore.refit.proof import checksum, first_difference
 from grpo_mcore.refit.sender import RefitSender
@@ -49,7 +51,8 @@ def send(pipe: Any, text: str, device: torch.device, through_host: bool, pinned:
         SharedMemoryBuffer.pin = lambda self: None  # type: ignore[method-assign]
     plan = RefitPlan.from_json(text)
     sender = RefitSender(Weights(plan, device), 0, uuid.uuid4().hex[:8], through_host=through_host)
-    pipe.send(sender.open_refit(None, text)["transport"])
+    part = parts_of(plan, 1, (), (), ()).senders[0]
+    pipe.send(sender.open_refit(part, Seat(1, 0, 1, 1, 600.0))["transport"]["buffer"])
     while (asked := pipe.recv()) is not None:
         pipe.send(sender.fill_bucket(*asked))
     sender.close_refit()

@@ -1,9 +1,10 @@
-"""`grpo-mcore refit plan RECIPE`: show which bytes a refit of this recipe moves between which ranks.
+"""`grpo-mcore refit plan RECIPE`: show the bytes that a refit of this recipe moves, by ranks; as JSON, its costs.
 `grpo-mcore refit verify RECIPE`: refit once, then compare the log-probs of engines and policy."""
 
 from __future__ import annotations
 
 import argparse
+import json
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -17,8 +18,9 @@ def parse(words: Sequence[str]) -> argparse.Namespace:
     plan = commands.add_parser(
         "plan",
         help="print and draw the plan of a recipe; needs no GPU",
-        usage="grpo-mcore refit plan RECIPE [--picture FILE] [key=value ...]",
+        usage="grpo-mcore refit plan RECIPE [--json] [--picture FILE] [key=value ...]",
     )
+    plan.add_argument("--json", action="store_true", help="print the costs of the refit as JSON instead")
     plan.add_argument("--picture", type=Path, metavar="FILE", help="draw bytes by link into this PNG")
     verify = commands.add_parser(
         "verify",
@@ -80,8 +82,9 @@ def _plan(args: argparse.Namespace) -> int:
         dtype=config.policy.precision,
         buffer_gb=config.policy.refit_buffer_size_gb,
         nodes=load.engine_nodes,
+        node_of_rank=tuple(rank * load.nodes // load.world for rank in range(load.world)) if load.colocated else (),
     )
-    print(overview.text())
+    print(json.dumps(overview.numbers(), indent=1) if args.json else overview.text())
     if args.picture:
         draw(args.picture, overview)
         print(f"picture {args.picture}")

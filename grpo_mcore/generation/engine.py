@@ -33,7 +33,7 @@ from grpo_mcore.generation.worker_calls import (
 from grpo_mcore.rollout.trajectory import GenerationRequest, Sampling, Trajectory
 
 REFIT_TIMEOUT_S = 600.0
-POLL_S = 0.002
+POLL_S = 0.004
 LOSS_REPORT_S = 3.0
 """Seconds to wait for another node's report of a dead rank, after its absence has already caused an error here."""
 
@@ -203,8 +203,9 @@ class Engine:
             deliver(output for output in outputs if output.finished)
 
     def start_refit(self, manifest: Mapping[str, Any]) -> dict[str, Any]:
-        """Open a refit; abort an open one first. `manifest`: plan (JSON), digest, transports (one for each node of the
-        engine), version, verify.
+        """Open a refit; abort an open one first. The ranks then take the buckets by themselves, as they are filled,
+        while other threads generate. `manifest`: digest of the plan, version, verify, `parts` and `seats` of each rank,
+        `transports` (one for each node of the engine).
 
         Returns {digest of the plan as every rank read it, version: the current one, dtype, in_place, verify: "full" in
         the first refit that samples}. Raises EngineError if the engine generates and has no memory to stage in.
@@ -215,8 +216,9 @@ class Engine:
                 self._llm_engine.wake_up(["weights"])
                 self._asleep.remove("weights")
             self._refit_open = True
-            names = ("plan", "transports", "version", "verify", "in_place")
-            reports = self._refit_step("start", {name: manifest[name] for name in names if name in manifest})
+            names = ("parts", "seats", "transports", "version", "verify", "in_place")
+            given = {name: manifest[name] for name in names if name in manifest}
+            reports = self._refit_step("start", given | {"engine": self.name})
             if (digests := {report["digest"] for report in reports}) != {manifest["digest"]}:
                 self.abort_refit()
                 raise EngineError(f"{self.name}: ranks read plan {manifest['digest'][:12]} as {sorted(digests)}")
@@ -228,24 +230,17 @@ class Engine:
         found = {name: reports[0][name] for name in ("dtype", "verify")}
         return found | {"digest": manifest["digest"], "version": self.weight_version, "in_place": self._in_place}
 
-    def stage_bucket(self, index: int) -> dict[str, Any]:
-        """Read bucket `index` from the refit buffer. Returns {seconds, sums: by rank, of the checked copies}.
-
-        The ranks do this in the background while other threads generate.
-        """
-        began = time.perf_counter()
+    def stage_refit(self) -> dict[str, Any]:
+        """Wait until the ranks have taken all buckets. Returns {seconds (of the slowest, without waiting), sums: by
+        rank, of the checked copies}. Their own waiting has the refit's deadline."""
         if not self._refit_open:
-            raise EngineError(f"{self.name}: bucket {index} cannot be taken, no refit is open")
-        self._half_replaced = self._in_place
-        reports = self._refit_step("load", {"bucket": index, "background": self._steps.generating})
-        deadline = began + REFIT_TIMEOUT_S
+            raise EngineError(f"{self.name}: nothing to stage, no refit is open")
+        reports = self._refit_step("wait")
         while any(report["busy"] for report in reports):
-            if time.perf_counter() > deadline:
-                raise EngineError(f"{self.name}: bucket {index} was not taken within {REFIT_TIMEOUT_S:g} s")
             time.sleep(POLL_S)
             reports = self._refit_step("wait")
         sums = {f"{self.name} rank {rank}": report["sums"] for rank, report in enumerate(reports)}
-        return {"seconds": time.perf_counter() - began, "sums": sums}
+        return {"seconds": max(report["seconds"] for report in reports), "sums": sums}
 
     def commit_refit(self, version: int, recompute_kv: bool = False) -> dict[str, Any]:
         """Switch to the staged weights as weight version `version`. Generation then pauses until `finish_refit`, or
@@ -294,12 +289,12 @@ class Engine:
             return
         if self._unreleased:
             self.weight_version = self._version_before
-        if self._half_replaced:
-            self.weight_version = None
-        was_committed = self._unreleased
+        was_committed, half_replaced = self._unreleased, self._half_replaced
         self._refit_open = self._half_replaced = self._unreleased = False
         try:
-            self._refit_step("abort")
+            reports = self._refit_step("abort")
+            if half_replaced or (self._in_place and any(report["buckets"] for report in reports)):
+                self.weight_version = None
             if was_committed:
                 self._forget_cache(recompute_kv=True)
                 self._llm_engine.set_weight_version(str(self.weight_version or 0))

@@ -33,10 +33,9 @@ def refit_step(worker: Any, step: str, argument: Any = None) -> dict[str, Any]:
             case "start":
                 worker.init_weight_transfer_engine(argument)
                 worker.start_weight_update()
-            case "load":
-                worker.update_weights(argument)
+                worker.update_weights({})
             case "wait":
-                pass  # the report tells whether the bucket is still being taken
+                pass  # the report tells whether buckets are still being taken
             case "finish":
                 worker.finish_weight_update()
                 backend.put_adapters_to_use()

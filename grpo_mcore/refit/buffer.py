@@ -7,6 +7,7 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor
 
+from grpo_mcore.refit.parts import Fill, Load, Part
 from grpo_mcore.refit.plan import Block, RefitError, RefitPlan
 
 CPU = torch.device("cpu")
@@ -61,8 +62,8 @@ def attach_buffer(description: dict[str, Any], device: torch.device = CPU) -> Re
             raise RefitError(f"unknown refit transport {kind!r}")
 
 
-def block_view(buffer: RefitBuffer, plan: RefitPlan, bucket: int, block: Block) -> Tensor:
-    """Return the part of the buffer that holds `block`, as a view in the block's dtype and shape."""
+def block_view(buffer: RefitBuffer, plan: RefitPlan | Part, bucket: int, block: Block | Fill | Load) -> Tensor:
+    """Return the part of the buffer that holds `block`, as a view in the block's dtype and in the shape of its box."""
     start = plan.start(bucket) + block.offset
     if start + block.nbytes > buffer.flat.numel():
         raise RefitError(

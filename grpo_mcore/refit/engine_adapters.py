@@ -16,7 +16,8 @@ from vllm.lora.lora_weights import LoRALayerWeights
 
 from grpo_mcore.families import DOWN, ENGINE_ADAPTER, UP, Box
 from grpo_mcore.refit.layout import WHOLE
-from grpo_mcore.refit.plan import RefitError, RefitPlan, whole_shapes
+from grpo_mcore.refit.parts import Part
+from grpo_mcore.refit.plan import RefitError
 from grpo_mcore.refit.proof import Sums, checksum
 
 
@@ -39,10 +40,10 @@ class EngineAdapters:
     def parameters(self) -> int:
         return len(self._staged)
 
-    def expect(self, plan: RefitPlan, rank: int) -> None:
+    def expect(self, part: Part) -> None:
         """Start to collect what the plan brings. Raises RefitError if vLLM has no adapters for all of it."""
-        shapes = whole_shapes(plan, rank)
-        if weights := sorted(name for name in plan.destinations if not name.startswith(WHOLE)):
+        shapes = part.whole_shapes()
+        if weights := sorted({load.param for load in part.all_loads() if not load.param.startswith(WHOLE)}):
             raise RefitError(f"the engine serves adapters, and the refit plan brings the weights {', '.join(weights)}")
         layers = {part for module in self._manager.modules for part in self._parts(module)}
         if unknown := sorted(name for name in shapes if name.removesuffix(UP).removesuffix(DOWN) not in layers):

@@ -29,7 +29,8 @@ from grpo_mcore.families import Box
 from grpo_mcore.refit.derived_weights import DerivedWeights
 from grpo_mcore.refit.exchange import Exchange, exchange_attributes, exchange_parameters, shadow_of
 from grpo_mcore.refit.layout import WHOLE
-from grpo_mcore.refit.plan import RefitError, RefitPlan, whole_shapes
+from grpo_mcore.refit.parts import Part
+from grpo_mcore.refit.plan import RefitError
 from grpo_mcore.refit.proof import Sums, checksum
 
 
@@ -62,8 +63,7 @@ class EngineWeights:
     def __init__(
         self,
         model: nn.Module,
-        plan: RefitPlan,
-        rank: int,
+        part: Part,
         device: torch.device,
         dtype: torch.dtype,
         *,
@@ -72,7 +72,7 @@ class EngineWeights:
         """`dtype`: the engine's. Raises RefitError if a parameter stays unfilled or cannot take slices."""
         self._model, self._device, self.in_place = model, device, in_place
         self.wholes: dict[str, Tensor] = {}  # tensors for vLLM's own loading
-        self._whole_shapes = whole_shapes(plan, rank)
+        self._whole_shapes = part.whole_shapes()
         self.fallbacks = tuple(self._whole_shapes)
         self.unplanned: list[str] = []  # parameters that only vLLM's own loading can fill
         self.absent: set[str] = set()  # what other pipeline stages have
@@ -80,19 +80,18 @@ class EngineWeights:
         self._exchanges: list[Exchange] = []
         self._derived = DerivedWeights(model, dtype)
         self._has_head = any(type(module) is ParallelLMHead for module in model.modules())
-        self._targets = self._find_targets(plan, rank)
+        self._targets = self._find_targets(part)
         self._layers = self._find_layers()
 
     @property
     def parameters(self) -> int:
         return len(self._targets)
 
-    def _find_targets(self, plan: RefitPlan, rank: int) -> dict[str, Target]:
+    def _find_targets(self, part: Part) -> dict[str, Target]:
         filled: dict[str, int] = {}
-        for block in plan.blocks():
-            for read in block.reads:
-                if read.rank == rank and not read.param.startswith(WHOLE):
-                    filled[read.param] = filled.get(read.param, 0) + _volume(read.box)
+        for load in part.all_loads():
+            if not load.param.startswith(WHOLE):
+                filled[load.param] = filled.get(load.param, 0) + _volume(load.box)
         used_by: dict[int, list[tuple[nn.Module, str]]] = {}
         by_name: dict[str, nn.Parameter] = {}
         for path, module in self._model.named_modules():
@@ -113,7 +112,7 @@ class EngineWeights:
             and first_names[id(found)] == name
             and _elements(used_by, found)
         ]
-        if self.unplanned and not plan.fallbacks:
+        if self.unplanned and not self.fallbacks:
             raise RefitError(f"the refit plan leaves parameters of the engine unfilled: {', '.join(self.unplanned)}")
         targets = {}
         for name, count in filled.items():

@@ -26,7 +26,7 @@ DEVICES = {"gloo": "cpu", "nccl": "cuda"}
 class Network:
     """A process group of its own, next to torch's default one.
 
-    All members meet at the first bucket. After that a member waits only for members with which it exchanges data."""
+    All members meet in `join`. After that a member waits only for members with which it exchanges data."""
 
     def __init__(self, description: dict[str, Any], member: int, store: TCPStore | None = None) -> None:
         self.description = description
@@ -42,7 +42,6 @@ class Network:
         members: int,
         receivers: Sequence[int],
         node_of_rank: Sequence[int],
-        readers: Sequence[Sequence[int]],
         timeout_s: float,
         device: torch.device,
         address: str,
@@ -50,13 +49,12 @@ class Network:
         """Create the network as member 0, at whose `address` the others meet.
 
         `receivers`: the member that receives for each node with engines. `node_of_rank`: the node of each policy rank
-        among these, or -1. `readers`: the engine ranks on each. `device`: where the weights are. `timeout_s`: longest
-        wait for another member."""
+        among these, or -1. `device`: where the weights are. `timeout_s`: longest wait for another member."""
         store = TCPStore(address, 0, members, True, timedelta(seconds=timeout_s), wait_for_workers=False)
         (kind,) = (kind for kind, type_ in DEVICES.items() if type_ == device.type)
         description = {
             "kind": kind, "host": address, "port": store.port, "members": members, "receivers": list(receivers),
-            "node_of_rank": list(node_of_rank), "readers": [list(ranks) for ranks in readers], "timeout_s": timeout_s,
+            "node_of_rank": list(node_of_rank), "timeout_s": timeout_s,
         }  # fmt: skip
         return cls(description, 0, store)
 
@@ -64,18 +62,21 @@ class Network:
         """Send each (contiguous tensor, to member) and fill each (contiguous tensor, from member); return when all is
         done. Two members must list the tensors between them in the same order. Places may be in host memory even if
         messages are on a GPU."""
-        group = self._joined()
+        group = self.join()
         landed = [
             (place if place.device.type == self.device.type else torch.empty_like(place, device=self.device), member)
             for place, member in received
         ]
-        work = []
-        for is_send, index in call_order(self._member, [to for _, to in sent], [sender for _, sender in received]):
-            tensor, other = sent[index] if is_send else landed[index]
-            work.append((group.send if is_send else group.recv)([tensor], other, 0))
-        for one in work:
-            # With a timeout, NCCL's wait blocks the host and not only the stream.
-            one.wait() if self.device.type == "cpu" else one.wait(self._timeout)
+        work: list[Any] = []
+        try:
+            for is_send, index in call_order(self._member, [to for _, to in sent], [one for _, one in received]):
+                tensor, other = sent[index] if is_send else landed[index]
+                work.append((group.send if is_send else group.recv)([tensor], other, 0))
+            for number in range(len(work)):
+                # With a timeout, NCCL's wait blocks the host and not only the stream.
+                work[number].wait() if self.device.type == "cpu" else work[number].wait(self._timeout)
+        finally:  # an error's traceback must not keep the group alive: only its end disconnects the others
+            del group, work
         for (place, _), (tensor, _) in zip(received, landed, strict=True):
             if place is not tensor:
                 place.copy_(tensor)
@@ -85,13 +86,15 @@ class Network:
         `dtype` and on the device."""
         return values.to(dtype).contiguous().to(self.device).view(-1).view(torch.uint8)
 
-    def close(self) -> None:
-        """Leave the group, which frees what it holds on the device and disconnects the other members. Idempotent."""
+    def close(self, *, failed: bool = False) -> None:
+        """Leave the group, which frees what it holds on the device and disconnects the other members. Idempotent.
+        `failed`: do not wait for messages under way."""
         group, self._group, self._store = self._group, None, None
         if group is not None:
-            group.shutdown()
+            group.abort() if failed else group.shutdown()
 
-    def _joined(self) -> Any:
+    def join(self) -> Any:
+        """Meet the other members, all of them; later calls return the group."""
         if self._group is None:
             found = self.description
             try:

@@ -7,13 +7,16 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 
 from grpo_mcore.families import ModelShape, Param, params_of
 from grpo_mcore.refit.delivery import Deliveries, bytes_to, readers_by_node
 from grpo_mcore.refit.layout import EngineLayout, TrainerLayout
+from grpo_mcore.refit.parts import parts_of
 from grpo_mcore.refit.plan import DTYPE_BYTES, GIB, RefitPlan, plan_refit, wire_dtype
+from grpo_mcore.refit.refit import CALLS_PER_PROCESS
 
 LINKS = {"a 400 Gb/s network card": 50e9, "NVLink of an H100": 450e9}
 """Bytes/s in one direction, for the fastest possible time."""
@@ -31,7 +34,11 @@ class Overview:
     plan: RefitPlan
     nodes: int
     needed_bytes: int
+    engine_bytes: int
+    """Bytes of the weights of one engine's ranks, counted from their layout."""
     plan_seconds: float
+    node_of_rank: tuple[int, ...] = ()
+    """The node of each policy rank, as in `Deliveries`."""
 
     @classmethod
     def of(
@@ -44,8 +51,10 @@ class Overview:
         buffer_gb: float,
         nodes: int = 1,
         params: Sequence[Param] | None = None,
+        node_of_rank: tuple[int, ...] = (),
     ) -> Overview:
-        """Plan a refit. `params`: instead of the family's own. Raises RefitError, LayoutError."""
+        """Plan a refit. `params`: instead of the family's own. `node_of_rank`: if policy and engines share nodes.
+        Raises RefitError, LayoutError."""
         began = time.perf_counter()
         params = params_of(shape) if params is None else params
         plan = plan_refit(params, shape, trainer, engine, dtype=dtype, buffer_bytes=int(buffer_gb * GIB))
@@ -56,7 +65,10 @@ class Overview:
             if not param.copy
             for tensor in param.hf
         }
-        return cls(trainer, engine, plan, nodes, sum(tensors.values()), seconds)
+        by_rank = engine.bytes_by_rank(
+            [param for param in params if not param.copy], shape, lambda param: DTYPE_BYTES[wire_dtype(param, dtype)]
+        )
+        return cls(trainer, engine, plan, nodes, sum(tensors.values()), sum(by_rank), seconds, node_of_rank)
 
     @cached_property
     def readers(self) -> list[list[int]]:
@@ -90,6 +102,43 @@ class Overview:
             for _, sender in deliveries.of(block):
                 found[sender] += block.nbytes
         return found
+
+    def numbers(self) -> dict[str, Any]:
+        """Return what a refit costs beyond the bytes that it needs.
+
+        `bytes_needed`, `bytes_read`: by all ranks of all engines. `serial_path_ratio`: what the busiest policy rank
+        sends, summed over the buckets, over an even share of all that is sent. `reader_path_ratio`: the same of what an
+        engine's ranks read. `calls_per_process`: the driver's. `plan_bytes`: the plan as text. `plan_bytes_sent`: what
+        all processes together get of it, compressed."""
+        plan, engines = self.plan, self.nodes // self.engine.nodes * self.engine.replicas
+        deliveries = Deliveries(plan, self.node_of_rank, self.readers)
+        sent = np.zeros(self.trainer.world_size, dtype=np.int64)
+        read = np.zeros(self.engine.ranks, dtype=np.int64)
+        serial_sent = serial_read = 0
+        for bucket in plan.buckets:
+            sent_now, read_now = np.zeros_like(sent), np.zeros_like(read)
+            for block in bucket.blocks:
+                for _, sender in deliveries.of(block):
+                    sent_now[sender] += block.nbytes
+                for copy in block.reads:
+                    read_now[copy.rank] += block.nbytes
+            sent, serial_sent = sent + sent_now, serial_sent + int(sent_now.max())
+            read, serial_read = read + read_now, serial_read + int(read_now.max())
+        first = [nodes.index(node) for nodes in [self.node_of_rank] for node in range(self.nodes) if node in nodes]
+        ranks = self.trainer.world_size
+        receivers = first if self.node_of_rank else range(ranks, ranks + self.nodes)
+        parts = parts_of(plan, ranks, self.node_of_rank, tuple(map(tuple, self.readers)), tuple(receivers))
+        of_engines = engines * sum(map(len, parts.readers))
+        return {
+            "bytes_needed": engines * self.engine_bytes,
+            "bytes_read": engines * int(read.sum()),
+            "serial_path_ratio": serial_sent / float(sent.mean()),
+            "reader_path_ratio": serial_read / float(read.mean()),
+            "calls_per_process": CALLS_PER_PROCESS,
+            "buckets": len(plan.buckets),
+            "plan_bytes": len(plan.to_json()),
+            "plan_bytes_sent": sum(map(len, parts.senders)) + sum(map(len, parts.receivers)) + of_engines,
+        }
 
     def text(self) -> str:
         """Return the overview as several lines of text."""

@@ -139,8 +139,11 @@ class RefitPlan:
 
     @cached_property
     def digest(self) -> str:
-        """SHA-256 of the plan: both sides compare it before the first byte moves."""
+        """SHA-256 of the plan. Each process's part of it bears this digest."""
         return hashlib.sha256(self.to_json().encode()).hexdigest()
+
+    def __hash__(self) -> int:
+        return hash(self.digest)
 
 
 @lru_cache(maxsize=8)
@@ -156,17 +159,6 @@ def plan_model_refit(
     """Return `plan_refit` of all parameters of a model, or of its `adapters` alone; cached by arguments."""
     params = params_of(shape) if adapters is None else adapter_params(params_of(shape), adapters)
     return plan_refit(params, shape, trainer, engine, dtype=dtype, buffer_bytes=buffer_bytes)
-
-
-def whole_shapes(plan: RefitPlan, rank: int) -> dict[str, list[int]]:
-    """Return the shapes of the Hugging Face tensors that an engine rank gets whole, by name."""
-    shapes: dict[str, list[int]] = {}
-    for block in plan.blocks():
-        for read in block.reads:
-            if read.rank == rank and read.param.startswith(WHOLE):
-                name, ends = read.param.removeprefix(WHOLE), [stop for _, stop in read.box]
-                shapes[name] = list(map(max, ends, shapes.get(name, ends)))
-    return shapes
 
 
 def plan_refit(

@@ -11,11 +11,12 @@ from typing import Literal
 import torch
 from torch import Tensor
 
-from grpo_mcore.refit.plan import Block, RefitPlan
+from grpo_mcore.refit.parts import Fill, Load, Part
+from grpo_mcore.refit.plan import RefitPlan
 
 Verify = Literal["off", "sample", "full"]
 SAMPLE_PERIOD = 16
-"""Sampling checks one in this many parameters; after as many refits each was checked once."""
+"""Sampling checks one in this many blocks; after as many refits each was checked once."""
 
 SUMMED_WORDS = 1 << 22
 """Words that `word_sum` works on at a time; they bound its memory."""
@@ -23,21 +24,20 @@ SUMMED_WORDS = 1 << 22
 _FACTORS = (-0x61C8864680B583EB, -0x40A7B892E31B1A47, -0x6B2FB644ECCEEE15)
 """Odd numbers with about as many ones as zeros, as signed 64-bit integers."""
 
+BlockSums = dict[tuple[int, int], int]
+"""(bucket, block of the bucket) -> checksum, at the source."""
 Sums = dict[tuple[int, int, int], int]
-"""(bucket, block of the bucket, copy of the block) -> checksum."""
+"""(bucket, block of the bucket, copy of the block) -> checksum, at the destination."""
 
 
-def checked_parameters(plan: RefitPlan, verify: Verify, version: int) -> set[str]:
-    """Return the engine parameters whose copies are checked in the refit to `version`."""
-    if verify == "off":
-        return set()
-    names = plan.destinations
-    return set(names if verify == "full" else names[version % SAMPLE_PERIOD :: SAMPLE_PERIOD])
+def is_checked(verify: Verify, version: int, bucket: int, block: int) -> bool:
+    """Return whether the copies of a block are checked in the refit to `version`."""
+    return verify == "full" or (verify == "sample" and (bucket + block - version) % SAMPLE_PERIOD == 0)
 
 
-def sum_dtype(plan: RefitPlan, block: Block, engine_dtype: str) -> torch.dtype:
+def sum_dtype(part: Part, block: Fill | Load, engine_dtype: str) -> torch.dtype:
     """Return the dtype of the checksums of a block: the engine's, or float32 for a block that always is float32."""
-    return getattr(torch, engine_dtype if block.dtype == plan.dtype else block.dtype)
+    return getattr(torch, engine_dtype if block.dtype == part.dtype else block.dtype)
 
 
 def checksum(values: Tensor, dtype: torch.dtype) -> int:
@@ -67,16 +67,16 @@ def word_sum(flat: Tensor) -> int:
     return int(total.item()) % 2**64
 
 
-def first_difference(plan: RefitPlan, sent: Sums, found: dict[str, Sums]) -> str | None:
-    """Describe the first copy that did not arrive as sent. `found`: checksums by the engine rank's name."""
-    for rank, sums in found.items():
-        for key, value in sums.items():
-            bucket, block, copy = key
-            if sent.get(key) != value:
-                source, read = plan.buckets[bucket].blocks[block], plan.buckets[bucket].blocks[block].reads[copy]
+def first_difference(plan: RefitPlan, sent: BlockSums, arrived: dict[str, Sums]) -> str | None:
+    """Describe the first copy that did not arrive as sent. `arrived`: checksums by the engine rank's name."""
+    for rank, sums in arrived.items():
+        for (bucket, number, copy), value in sums.items():
+            if sent.get((bucket, number)) != value:
+                block = plan.buckets[bucket].blocks[number]
+                read = block.reads[copy]
                 return (
-                    f"{read.param} {_text(read.box)} on {rank} is not what policy rank {source.source} holds in "
-                    f"{source.param}: checksum {value:08x}, expected {sent.get(key, 0):08x}"
+                    f"{read.param} {_text(read.box)} on {rank} is not what policy rank {block.source} holds in "
+                    f"{block.param}: checksum {value:08x}, expected {sent.get((bucket, number), 0):08x}"
                 )
     return None
 

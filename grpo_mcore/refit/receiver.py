@@ -6,65 +6,74 @@ import time
 import uuid
 from typing import Any
 
-import torch
-
-from grpo_mcore.refit.buffer import RefitBuffer, block_view, create_buffer
-from grpo_mcore.refit.delivery import Deliveries
+from grpo_mcore.refit.board import Mapped, Seat, next_bucket
 from grpo_mcore.refit.network import Network
-from grpo_mcore.refit.plan import RefitError, RefitPlan
+from grpo_mcore.refit.parts import Part
+from grpo_mcore.refit.plan import RefitError
+from grpo_mcore.refit.sender import places_of
 
 
 class RefitReceiver:
     """Receives the weights for one node whose engines share no memory with the policy.
 
-    Each refit calls `open_receiver`, then `receive_bucket` for each bucket. Network and buffer are kept over refits."""
+    Each refit calls `open_receiver`, then `receive_refit`. Network and buffer are kept over refits."""
 
     def __init__(self) -> None:
-        self._plan: RefitPlan | None = None
-        self._buffer: RefitBuffer | None = None
+        self._part: Part | None = None
+        self._mapped: Mapped | None = None
         self._network: Network | None = None
         self._node = 0
 
-    def open_receiver(self, network: dict[str, Any], plan: str, node: int) -> dict[str, Any]:
+    def open_receiver(self, network: dict[str, Any], part: bytes, node: int, seat: Seat) -> dict[str, Any]:
         """`node`: index of this node among those with engines. Returns {digest, transport for the node's engines}."""
-        new = RefitPlan.from_json(plan)
-        if self._plan is None or self._plan.digest != new.digest:
+        new = Part.unpacked(part)
+        if self._part is None or self._part.digest != new.digest:
             self.close_receiver()
-            self._plan = new
+        self._part = new
         if self._network is None or self._network.description != network:
             self._network = Network(network, network["receivers"][node])
-        if self._buffer is None:
+        if self._mapped is None:
             # Each engine of the node may see GPUs of its own only, and none of them this one's memory.
-            self._buffer = create_buffer(
+            self._mapped = Mapped.create(
                 new.buffer_bytes, self._network.device, uuid.uuid4().hex[:12], through_host=True
             )
         self._node = node
-        self._deliveries = Deliveries(new, network["node_of_rank"], network["readers"])
-        return {"digest": new.digest, "transport": self._buffer.description}
+        self._mapped.board.sit(seat, f"the receiver of node {node}")
+        return {"digest": new.digest, "transport": self._mapped.transport}
 
-    def receive_bucket(self, index: int) -> dict[str, Any]:
-        """Receive every block of one bucket that this node needs. Returns {bytes, seconds}."""
-        if self._plan is None or self._buffer is None or self._network is None:
-            raise RefitError(f"cannot receive bucket {index}: no refit is open on node {self._node}")
-        began = time.perf_counter()
-        places, nbytes = [], 0
-        for block in self._plan.buckets[index].blocks:
-            for node, sender in self._deliveries.of(block):
-                if node == self._node:
-                    place = block_view(self._buffer, self._plan, index, block)
-                    places.append((place.view(-1).view(torch.uint8), sender))
-                    nbytes += block.nbytes
+    def receive_refit(self) -> dict[str, Any]:
+        """Receive every block that this node needs, a bucket as soon as the engine ranks have taken the one before the
+        last. Returns {bytes, seconds (without waiting for them)}. If it fails, all others leave the refit too."""
+        if self._part is None or self._mapped is None or self._network is None:
+            raise RefitError(f"no refit is open on node {self._node}")
+        part, board, seconds = self._part, self._mapped.board, 0.0
+        following = next_bucket(map(bool, part.arrivals))
+        index = following[0]
         try:
-            self._network.exchange((), places)
-            self._buffer.synchronize()
-        except RuntimeError as error:
-            raise RefitError(f"node {self._node}: receiving bucket {index} failed: {error}") from error
-        return {"bytes": nbytes, "seconds": time.perf_counter() - began}
+            self._network.join()
+            board.finished(index)
+            while index < part.buckets:
+                board.wait(board.readers, index - 1, f"take bucket {index - 2}")
+                began = time.perf_counter()
+                try:
+                    self._network.exchange((), places_of(part.arrivals[index], part, index, self._mapped))
+                except RuntimeError as error:
+                    raise RefitError(f"node {self._node}: receiving bucket {index} failed: {error}") from error
+                self._mapped.buffer.synchronize()
+                seconds += time.perf_counter() - began
+                index = following[index + 1]
+                board.finished(index)
+        except Exception as error:
+            board.fail(str(error))
+            self._network.close(failed=True)
+            self._network = None
+            raise
+        return {"bytes": sum(one.nbytes for arrivals in part.arrivals for one in arrivals), "seconds": seconds}
 
     def close_receiver(self) -> None:
         """Leave the network and free the buffer. Idempotent."""
         if self._network is not None:
             self._network.close()
-        if self._buffer is not None:
-            self._buffer.close()
-        self._plan = self._buffer = self._network = None
+        if self._mapped is not None:
+            self._mapped.close()
+        self._part = self._mapped = self._network = None

@@ -6,6 +6,7 @@ If a refit fails, all workers leave it together, on the old weights.
 from __future__ import annotations
 
 import time
+import uuid
 from collections import Counter, defaultdict
 from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
@@ -13,12 +14,17 @@ from dataclasses import dataclass
 from enum import Enum
 from typing import Any, Protocol
 
-from grpo_mcore.refit.delivery import bytes_to, engine_ranks, readers_by_node
+from grpo_mcore.refit.board import Seat
+from grpo_mcore.refit.delivery import engine_ranks, readers_by_node
+from grpo_mcore.refit.parts import parts_of
 from grpo_mcore.refit.plan import RefitError, RefitPlan
-from grpo_mcore.refit.proof import Sums, Verify, first_difference
+from grpo_mcore.refit.proof import BlockSums, Sums, Verify, first_difference
 from grpo_mcore.rollout.workers import Future, Worker
 
 ABORT_TIMEOUT_S = 60.0
+CALLS_PER_PROCESS = 4
+"""Most calls that a process gets in a refit, whatever the number of buckets: an engine's start, stage, commit and
+finish."""
 
 
 class Timer(Protocol):
@@ -89,12 +95,12 @@ class EngineNodes:
 class RefitReport:
     """The result of a committed refit.
 
-    `bytes`: weights that moved, without gaps. `seconds`: whole refit. `pause_seconds`: time in which the engines could
-    not generate. `stage_seconds`: open, stage, commit on the driver's clock; fill, load: the slowest rank's, summed
-    over the buckets (they overlap). `checked`: number of copies whose checksums were compared. `in_place`: engines that
-    had no memory to stage in; their whole refit was a pause. `fallbacks`: tensors that were sent whole, for vLLM's own
-    loading. `mult_prob_error`: the largest mean over an engine's tokens of exp|its log-prob - the policy's|; None if
-    they were not compared."""
+    `bytes`: weights that moved, without gaps. `seconds`: whole refit. `pause_seconds`: time in which the engines
+    could not generate. `stage_seconds`: open, stage, commit on the driver's clock; fill, load: the slowest rank's,
+    without its waiting (they overlap). `checked`: number of copies whose checksums were compared. `in_place`: engines
+    that had no memory to stage in; their whole refit was a pause. `fallbacks`: tensors that were sent whole, for vLLM's
+    own loading. `mult_prob_error`: the largest mean over an engine's tokens of exp|its log-prob - the policy's|; None
+    if they were not compared."""
 
     version: int
     bytes: int
@@ -141,6 +147,34 @@ def refit(
     return run.commit(recompute_kv=recompute_kv)
 
 
+class _Seats:
+    """Who sits where on the board of each node: first its policy ranks, or its receiver, then the engine ranks."""
+
+    def __init__(
+        self, rank_nodes: Sequence[int], engine_nodes: Sequence[Sequence[int]], ranks: int, timeout_s: float
+    ) -> None:
+        """`ranks`: of one engine."""
+        self._engine_nodes = [
+            [nodes[rank * len(nodes) // ranks] for rank in range(ranks)] for nodes in engine_nodes
+        ]  # by engine and rank
+        self._writers = Counter(rank_nodes)
+        self._readers = Counter(node for nodes in self._engine_nodes for node in nodes)
+        self._session, self._timeout_s = uuid.uuid4().int >> 65, timeout_s
+
+    def of_writer(self, node: int, place: int) -> Seat:
+        writers = self._writers[node] or 1
+        return Seat(self._session, place, writers, self._readers[node], self._timeout_s)
+
+    def of_engine(self, engine: int) -> list[Seat]:
+        """Return the seat of each rank."""
+        seats, taken = [], Counter(node for nodes in self._engine_nodes[:engine] for node in nodes)
+        for node in self._engine_nodes[engine]:
+            writers = self._writers[node] or 1
+            seats.append(Seat(self._session, writers + taken[node], writers, self._readers[node], self._timeout_s))
+            taken[node] += 1
+        return seats
+
+
 class Refit:
     """One refit in two steps: `stage` while the engines generate, `commit` in a short pause.
 
@@ -185,9 +219,25 @@ class Refit:
         self._seconds: dict[str, float] = defaultdict(float)
         self._outstanding: list[Call] = []
         self._in_place: tuple[str, ...] = ()
-        self._fill_arguments: tuple[Any, ...] = ()
-        self._sent: Sums = {}
-        self._found: dict[str, Sums] = defaultdict(dict)
+        self._send_arguments: tuple[Any, ...] = ()
+        self._sent: BlockSums = {}
+        self._arrived: dict[str, Sums] = defaultdict(dict)
+        ranks = len(policy_workers)
+        self._rank_nodes = self._node_of_rank or [-1 if self._nodes else 0] * ranks
+        """The node of each policy rank among those with engines, or -1."""
+        self._receiving = [
+            ranks + node if self._receivers else self._rank_nodes.index(node)
+            for node in range(max(1, len(self._nodes)))
+        ]
+        """By node: the member of the network that receives there, a policy rank or one of the receivers after them."""
+        self._parts = parts_of(
+            plan,
+            ranks,
+            tuple(self._rank_nodes) if self._nodes else (),
+            tuple(map(tuple, self._nodes)),
+            tuple(self._receiving) if self._nodes else (),
+        )
+        self._seats = _Seats(self._rank_nodes, self._engine_nodes, len(self._parts.readers), timeout_s)
 
     @property
     def state(self) -> RefitState:
@@ -217,116 +267,131 @@ class Refit:
             seconds=sum(self._seconds[name] for name in ("open", "stage", "commit")),
             pause_seconds=pause,
             buckets=len(self._plan.buckets),
-            checked=sum(map(len, self._found.values())),
+            checked=sum(map(len, self._arrived.values())),
             in_place=self._in_place,
             fallbacks=fallbacks,
             stage_seconds=dict(self._seconds),
         )
 
     def _open(self) -> None:
-        """Give every worker the plan and the buffer, and compare their digests of the plan."""
-        text, version = self._plan.to_json(), self._protocol.version
-        manifest = {"plan": text, "digest": self._plan.digest, "version": version, "verify": self._verify}
-        made, opening, transports = self._open_policy(text)
-        starting = [
-            call
-            for engine, nodes in zip(self._engines, self._engine_nodes, strict=True)
-            for call in self._start(
-                [engine], "start_refit", manifest | {"transports": [transports[node] for node in nodes]}
-            )
-        ]
-        others = iter(self._wait(opening))
-        opened = [made[rank] if rank in made else next(others) for rank in range(len(self._policy))]
-        started = self._wait(starting)
-        for worker, answer in zip([*self._policy, *self._engines], opened + started, strict=True):
+        """Give every process its part of the plan, its seat, and the buffer of its node."""
+        version = self._protocol.version
+        network, opened, transports = self._open_policy()
+        waves = [[e for e in self._numbers if self._engines[e] in self._receivers], []]
+        waves[1] = [e for e in self._numbers if e not in waves[0]]
+        started: dict[int, Any] = {}
+        calls = {e: self._start_engine(e, transports, network) for e in waves[0]}
+        started |= self._answers(calls)
+        for e in waves[0]:
+            transports[self._receivers.index(self._engines[e])] = started[e]["transport"]
+        calls = {e: self._start_engine(e, transports, network) for e in waves[1]}
+        for rank, call in opened.items():
+            if isinstance(call, Call):
+                (opened[rank],) = self._wait([call])
+        started |= self._answers(calls)
+        answers = [opened[rank] for rank in range(len(self._policy))] + [started[e] for e in self._numbers]
+        for worker, answer in zip([*self._policy, *self._engines], answers, strict=True):
             if answer["digest"] != self._plan.digest:
                 raise RefitError(
                     f"refit to weight version {version}: {worker.name} has the plan {answer['digest'][:12]}, "
                     f"the driver {self._plan.digest[:12]}"
                 )
-        if (sent := sum(answer["bytes"] for answer in opened)) != (planned := self._planned_bytes()):
-            raise RefitError(
-                f"refit to weight version {version}: the {len(self._policy)} policy ranks would send {sent:,} bytes, "
-                f"the plan has {planned:,} for {max(1, len(self._nodes))} node(s)"
-            )
-        self._in_place = tuple(
-            worker.name for worker, answer in zip(self._engines, started, strict=True) if answer["in_place"]
-        )
-        dtypes = {answer["dtype"] for answer in started}
+        for rank, (planned, worker) in enumerate(zip(self._parts.sent, self._policy, strict=True)):
+            if (sent := opened[rank]["bytes"]) != planned:
+                raise RefitError(
+                    f"refit to weight version {version}: {worker.name} would send {sent:,} bytes, the plan has "
+                    f"{planned:,}"
+                )
+        self._in_place = tuple(self._engines[e].name for e in self._numbers if started[e]["in_place"])
+        dtypes = {started[e]["dtype"] for e in self._numbers}
         if len(dtypes) > 1:
             raise RefitError(f"the engines hold their weights in different formats: {sorted(dtypes)}")
-        strongest = max((answer["verify"] for answer in started), key=("off", "sample", "full").index)
-        self._fill_arguments = (strongest, version, dtypes.pop())
+        strongest = max((started[e]["verify"] for e in self._numbers), key=("off", "sample", "full").index)
+        self._send_arguments = (strongest, version, dtypes.pop())
         self._protocol.advance(RefitState.PLANNED)
 
-    def _planned_bytes(self) -> int:
-        """Return the bytes that the plan brings to all nodes together."""
-        if not self._nodes:
-            return self._plan.block_bytes
-        alike = Counter(tuple(ranks) for ranks in self._nodes)
-        return sum(count * bytes_to(self._plan, ranks) for ranks, count in alike.items())
+    @property
+    def _numbers(self) -> range:
+        return range(len(self._engines))
 
-    def _open_policy(self, text: str) -> tuple[dict[int, Any], list[Call], list[Any]]:
-        """Return (answers of the ranks that made a buffer, calls of the others, the buffer of each engine node)."""
-        ranks, network = range(len(self._policy)), None
-        if self._receivers:
-            node_of_rank = [-1] * len(ranks)
-            receivers = [len(ranks) + node for node in range(len(self._nodes))]
-        else:
-            node_of_rank = self._node_of_rank or [0] * len(ranks)
-            receivers = [node_of_rank.index(node) for node in range(max(1, len(self._nodes)))]
+    def _answers(self, calls: dict[int, Call]) -> dict[int, Any]:
+        return dict(zip(calls, self._wait(list(calls.values())), strict=True))
+
+    def _start_engine(self, engine: int, transports: list[Any], network: Any) -> Call:
+        manifest = {
+            "digest": self._plan.digest,
+            "version": self._protocol.version,
+            "verify": self._verify,
+            "parts": list(self._parts.readers),
+            "seats": self._seats.of_engine(engine),
+            "transports": [transports[node] for node in self._engine_nodes[engine]],
+        }
+        worker = self._engines[engine]
+        if worker in self._receivers:
+            manifest["receiver"] = self._receiver_arguments(self._receivers.index(worker), network)
+        (call,) = self._start([worker], "start_refit", manifest)
+        return call
+
+    def _receiver_arguments(self, node: int, network: Any) -> tuple[Any, ...]:
+        return network, self._parts.receivers[node], node, self._seats.of_writer(node, 0)
+
+    def _open_policy(self) -> tuple[Any, dict[int, Any], list[Any]]:
+        """Return (description of the network, the ranks' answers or calls, the buffer of each engine node if it is made
+        already)."""
+        ranks, network = len(self._policy), None
         if self._nodes:
-            members = len(ranks) + len(self._receivers)
             (network,) = self._all(
-                self._policy[:1], "host_network", members, receivers, node_of_rank, self._nodes, self._timeout_s
+                self._policy[:1],
+                "host_network",
+                ranks + len(self._receivers),
+                self._receiving,
+                self._rank_nodes,
+                self._timeout_s,
             )
+        others = [node for node, worker in enumerate(self._receivers) if worker not in self._engines]
         receiving = [
-            call
-            for node, receiver in enumerate(self._receivers)
-            for call in self._start([receiver], "open_receiver", network, text, node)
+            self._start([self._receivers[node]], "open_receiver", *self._receiver_arguments(node, network))[0]
+            for node in others
         ]
-        makers = [rank for rank in receivers if rank in ranks]
-        made = self._all([self._policy[rank] for rank in makers], "open_refit", None, text, network)
-        transports = [answer["transport"] for answer in (self._wait(receiving) or made)]
-        opening = [
-            call
-            for rank in ranks
-            if rank not in makers
-            for call in self._start(
-                [self._policy[rank]],
-                "open_refit",
-                transports[node_of_rank[rank]] if node_of_rank[rank] >= 0 else None,
-                text,
-                network,
-            )
-        ]
-        return dict(zip(makers, made, strict=True)), opening, transports
+        transports: list[Any] = [None] * max(1, len(self._nodes))
+        makers = {rank: node for node, rank in enumerate(self._receiving) if rank < ranks}
+        opened: dict[int, Any] = self._answers({rank: self._open_rank(rank, None, network) for rank in makers})
+        for rank, node in makers.items():
+            transports[node] = opened[rank]["transport"]
+        for node, answer in zip(others, self._wait(receiving), strict=True):
+            transports[node] = answer["transport"]
+        for rank in range(ranks):
+            if rank not in makers:
+                node = self._rank_nodes[rank]
+                opened[rank] = self._open_rank(rank, transports[node] if node >= 0 else None, network)
+        return network, opened, transports
+
+    def _open_rank(self, rank: int, transport: Any, network: Any) -> Call:
+        node = self._rank_nodes[rank]
+        seat = self._seats.of_writer(node, self._rank_nodes[:rank].count(node)) if node >= 0 else None
+        (call,) = self._start([self._policy[rank]], "open_refit", self._parts.senders[rank], seat, transport, network)
+        return call
 
     def _move(self) -> None:
-        """Move all buckets: bucket i + 1 is filled in one half of the buffer while the engines read bucket i."""
-        filling, receiving = self._fill(0)
-        for index in range(len(self._plan.buckets)):
-            self._wait(receiving)
-            filled = self._wait(filling)
-            self._seconds["fill"] += max(answer["seconds"] for answer in filled)
-            for answer in filled:
-                self._sent |= answer["sums"]
-            loading = self._start(self._engines, "stage_bucket", index)
-            if index + 1 < len(self._plan.buckets):
-                filling, receiving = self._fill(index + 1)
-            loaded = self._wait(loading)
-            self._seconds["load"] += max(answer["seconds"] for answer in loaded)
-            for answer in loaded:
-                for rank, sums in answer["sums"].items():
-                    self._found[rank] |= sums
-
-    def _fill(self, index: int) -> tuple[list[Call], list[Call]]:
-        filling = self._start(self._policy, "fill_bucket", index, *self._fill_arguments)
-        return filling, self._start(self._receivers, "receive_bucket", index)
+        """Have the policy ranks send, the receivers receive and the engines stage; they go through the buckets by
+        themselves. An error of any ends it for all."""
+        receiving = self._start([one for one in self._receivers if one not in self._engines], "receive_refit")
+        # First whoever only waits for its own threads: in one process a call returns when it is done.
+        sending = self._start(self._policy, "send_refit", *self._send_arguments)
+        staging = self._start(self._engines, "stage_refit")
+        sent, staged = self._wait(sending), self._wait(staging)
+        self._wait(receiving)
+        self._seconds["fill"] += max(answer["seconds"] for answer in sent)
+        self._seconds["load"] += max(answer["seconds"] for answer in staged)
+        for answer in sent:
+            self._sent |= answer["sums"]
+        for answer in staged:
+            for rank, sums in answer["sums"].items():
+                self._arrived[rank] |= sums
 
     def _check(self) -> None:
         """Compare the checksums: the engines must hold what the policy ranks hold."""
-        if difference := first_difference(self._plan, self._sent, self._found):
+        if difference := first_difference(self._plan, self._sent, self._arrived):
             raise RefitError(f"refit to weight version {self._protocol.version}: {difference}")
 
     def _commit(self, recompute_kv: bool) -> tuple[str, ...]:
@@ -356,15 +421,19 @@ class Refit:
 
     def _abort(self, error: Exception) -> None:
         """Close what is open on every worker. Failures here become notes of `error`."""
+        staging = self._protocol.state is RefitState.STAGING
         self._protocol.advance(RefitState.ABORTED)
-        # Wait for open calls first: nobody may fill or read a bucket when an engine closes its update.
-        self._drain(error)
+        if not staging:  # open calls end by themselves; those that stage may wait for somebody who was never called
+            self._drain(error)
         self._timeout_s = min(self._timeout_s, ABORT_TIMEOUT_S)
-        leaving = [(engine, "abort_refit") for engine in self._engines]
+        self._leave([(engine, "abort_refit") for engine in self._engines], error)
         if self._nodes:  # the next refit cannot use a network that lost a message
-            leaving += [(worker, "close_refit") for worker in self._policy]
-            leaving += [(receiver, "close_receiver") for receiver in self._receivers]
-        for worker, method in leaving:
+            closing = [(worker, "close_refit") for worker in self._policy]
+            self._leave(closing + [(receiver, "close_receiver") for receiver in self._receivers], error)
+
+    def _leave(self, calls: Sequence[tuple[Worker, str]], error: Exception) -> None:
+        """Make the calls, then wait for all that are open. Failures become notes of `error`."""
+        for worker, method in calls:
             try:
                 self._start([worker], method)
             except Exception as failure:
@@ -372,18 +441,12 @@ class Refit:
         self._drain(error)
 
     def _start(self, workers: Sequence[Worker], method: str, *args: Any) -> list[Call]:
-        bucket = f" {args[0]} ({self._tensors(args[0])})" if method.endswith("_bucket") else ""
-        what = f"{method}{bucket} of the refit to weight version {self._protocol.version}"
+        what = f"{method} of the refit to weight version {self._protocol.version}"
         calls = []
         for worker in workers:
             calls.append(Call(worker, what, worker.call(method, *args, timeout_s=self._timeout_s, what=what)))
             self._outstanding.append(calls[-1])
         return calls
-
-    def _tensors(self, bucket: int) -> str:
-        """Name the first and last policy parameter of a bucket, for an error."""
-        names = list(dict.fromkeys(block.param for block in self._plan.buckets[bucket].blocks))
-        return names[0] if len(names) == 1 else f"{names[0]} to {names[-1]}"
 
     def _wait(self, calls: list[Call]) -> list[Any]:
         """Return all answers in order. Raises RefitError for the first that fails, naming the worker and the call."""

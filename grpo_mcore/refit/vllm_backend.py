@@ -7,8 +7,9 @@ from __future__ import annotations
 
 import threading
 import time
+from collections.abc import Sequence
 from dataclasses import dataclass
-from functools import cache, lru_cache
+from functools import cache
 from typing import Any
 
 import psutil
@@ -23,11 +24,13 @@ from vllm.distributed.weight_transfer.factory import WeightTransferEngineFactory
 from vllm.model_executor.model_loader.mtp_validation import disable_mtp_completeness_check
 from vllm.model_executor.model_loader.reload import finalize_layerwise_reload, initialize_layerwise_reload
 
-from grpo_mcore.refit.buffer import RefitBuffer, attach_buffer, block_view
+from grpo_mcore.refit.board import Board, Mapped, Seat, next_bucket
+from grpo_mcore.refit.buffer import block_view
 from grpo_mcore.refit.engine_adapters import EngineAdapters
 from grpo_mcore.refit.engine_weights import EngineWeights
-from grpo_mcore.refit.plan import RefitError, RefitPlan
-from grpo_mcore.refit.proof import Sums, Verify, checked_parameters, sum_dtype
+from grpo_mcore.refit.parts import Part
+from grpo_mcore.refit.plan import RefitError
+from grpo_mcore.refit.proof import Sums, Verify, is_checked, sum_dtype
 
 BACKEND = "grpo_mcore"
 
@@ -38,19 +41,17 @@ def register() -> None:
     WeightTransferEngineFactory.register_engine(BACKEND, RefitWeightEngine)
 
 
-@lru_cache(maxsize=2)
-def _parsed(text: str) -> RefitPlan:
-    return RefitPlan.from_json(text)
-
-
 @dataclass
 class RefitInit(WeightTransferInitInfo):
-    """`plan`: JSON of the RefitPlan. `transports`: the buffer to attach on each of the engine's nodes, over which its
-    ranks are spread evenly and in order. `verify`, `version`: which copies are checked. `in_place` None: only without
-    memory for a second copy of the weights."""
+    """`engine`: its name. `parts`: each rank's part of the plan. `transports`: the buffer and board to attach on each
+    of the engine's nodes, over which its ranks are spread evenly and in order. `seats`: each rank's seat there.
+    `verify`, `version`: which copies are checked. `in_place` None: only without memory for a second copy of the
+    weights."""
 
-    plan: str
+    engine: str
+    parts: list[bytes]
     transports: list[dict[str, Any]]
+    seats: list[Sequence[Any]]
     verify: Verify = "off"
     version: int = 0
     in_place: bool | None = None
@@ -58,16 +59,12 @@ class RefitInit(WeightTransferInitInfo):
 
 @dataclass
 class RefitUpdate(WeightTransferUpdateInfo):
-    """`bucket`: index of the bucket that the buffer now holds. `background`: return at once; `report` shows
-    when it is done."""
-
-    bucket: int
-    background: bool = False
+    """Begin to take all buckets, in a thread of its own; `report` shows when it is done."""
 
 
 class RefitWeightEngine(WeightTransferEngine[RefitInit, RefitUpdate]):
-    """Called in this order: init (plan and buffer, kept), start, one update for each bucket in order, finish (the
-    commit), release.
+    """Called in this order: init (part of the plan, buffer and board, kept), start, update (takes all buckets), finish
+    (the commit), release.
 
     Before finish the model is unchanged, unless the update is in place. `abort` closes whatever is open; after a finish
     it restores the old weights.
@@ -79,98 +76,102 @@ class RefitWeightEngine(WeightTransferEngine[RefitInit, RefitUpdate]):
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
-        self._plan: RefitPlan | None = None
+        self._part: Part | None = None
         self._init: RefitInit | None = None
-        self._buffer: RefitBuffer | None = None
+        self._mapped: Mapped | None = None
         self._adapters: EngineAdapters | None = None  # of an engine that serves adapters, from its first refit on
         self._weights: EngineWeights | EngineAdapters | None = None
         self._committed = False  # and not yet released: the old weights are still here
         self.in_session = False  # vLLM's worker waits for a finish
-        self._next_bucket = 0
-        self._checked: set[str] = set()
+        self._taken = 0  # buckets
         self._work: threading.Thread | None = None
         self._error: str | None = None
         self._seconds = 0.0
         self.refits = 0
 
     def init_transfer_engine(self, init_info: RefitInit) -> None:
-        plan = _parsed(init_info.plan)
-        transport = init_info.transports[self._engine_rank * len(init_info.transports) // self._engine_ranks]
-        if self._buffer is None or self._buffer.description != transport:
+        rank = self._engine_rank
+        part = Part.unpacked(init_info.parts[rank])
+        transport = init_info.transports[rank * len(init_info.transports) // self._engine_ranks]
+        if self._mapped is None or self._mapped.transport != transport:
             self.shutdown()
-            self._buffer = attach_buffer(transport, self.device)
-        self._plan, self._init = plan, init_info
+            self._mapped = Mapped.attach(transport, self.device)
+        self._part, self._init = part, init_info
+        self._mapped.board.sit(Seat(*init_info.seats[rank]), f"{init_info.engine} rank {rank}")
 
     def start_weight_update(self) -> None:
-        if self._plan is None or self._init is None:
+        if self._part is None or self._init is None:
             raise RefitError("cannot start a refit: this engine rank has no plan")
-        self._next_bucket, self._seconds, self._error, self._committed = 0, 0.0, None, False
+        self._taken, self._seconds, self._error, self._committed = 0, 0.0, None, False
         in_place = self._init.in_place
         if in_place is None:
-            in_place = not self._has_room(self._plan)
-        rank = self._engine_rank
+            in_place = not self._has_room(self._part)
         # Check everything in an engine's first refit.
         self._verify: Verify = "full" if self._init.verify == "sample" and not self.refits else self._init.verify
-        self._checked = checked_parameters(self._plan, self._verify, self._init.version)
         if (manager := getattr(self.model, "lora_manager", None)) is not None:
             self._adapters = self._adapters or EngineAdapters(manager, self.device, self.model_config.dtype)
-            self._adapters.expect(self._plan, rank)
+            self._adapters.expect(self._part)
             self._weights = self._adapters
         else:
             self._weights = EngineWeights(
-                self.model, self._plan, rank, self.device, self.model_config.dtype, in_place=in_place
+                self.model, self._part, self.device, self.model_config.dtype, in_place=in_place
             )
-        self._rank = rank
         self.in_session = True
 
-    def _has_room(self, plan: RefitPlan) -> bool:
+    def _has_room(self, part: Part) -> bool:
         """Return whether a second copy of the weights fits. On CPU all ranks of the engine share the memory."""
         if self.device.type == "cpu":
-            return psutil.virtual_memory().available > 1.5 * plan.block_bytes
-        return torch.cuda.mem_get_info(self.device)[0] > 1.1 * plan.block_bytes / self._engine_ranks
+            return psutil.virtual_memory().available > 1.5 * part.block_bytes
+        return torch.cuda.mem_get_info(self.device)[0] > 1.1 * sum(load.nbytes for load in part.all_loads())
 
     def update_weights(self, update_info: dict[str, Any]) -> None:
         """Override the base class, which also waits for an accelerator's stream: `receive_weights` does that itself."""
         self.receive_weights(self.parse_update_info(update_info))
 
     def receive_weights(self, update_info: RefitUpdate) -> None:
-        assert self._plan is not None
-        if update_info.bucket != self._next_bucket:
-            self.in_session = False  # the worker ends it on an error
-            raise RefitError(f"got bucket {update_info.bucket}, expected bucket {self._next_bucket}")
-        if update_info.background:
-            self._work = threading.Thread(target=self._receive_quietly, args=(update_info.bucket,), daemon=True)
-            self._work.start()
-            return
-        self.in_session = False
-        self._receive(update_info.bucket)
-        self.in_session = True
+        self._work = threading.Thread(target=self._take_quietly, daemon=True, name="refit")
+        self._work.start()
 
-    def _receive_quietly(self, bucket: int) -> None:
+    def _take_quietly(self) -> None:
+        assert self._mapped is not None
         try:
             if self.device.type == "cuda":
                 torch.cuda.set_device(self.device)  # a new thread begins with the first one
-            self._receive(bucket)
+            self._take(self._mapped.board)
         except Exception as error:
             self._error = f"{type(error).__name__}: {error}"
+            self._mapped.board.fail(str(error))
+
+    def _take(self, board: Board) -> None:
+        """Take every bucket with something for this rank as soon as it is full."""
+        assert self._part is not None
+        following = next_bucket(map(bool, self._part.loads))
+        index = following[0]
+        board.finished(index)
+        while index < len(self._part.loads):
+            board.wait(board.writers, index + 1, f"fill bucket {index}")
+            self._receive(index)
+            self._taken = index = following[index + 1]
+            board.finished(index)
+        self._taken = index
 
     def _receive(self, index: int) -> None:
         began = time.perf_counter()
-        assert self._plan is not None and self._buffer is not None and self._weights is not None
-        self._buffer.synchronize()
-        for number, block in enumerate(self._plan.buckets[index].blocks):
-            for copy, read in enumerate(block.reads):
-                if read.rank != self._rank or read.param in self._weights.absent:
-                    continue
-                values = block_view(self._buffer, self._plan, index, block)
-                summed = sum_dtype(self._plan, block, self._dtype) if read.param in self._checked else None
-                try:
-                    self._weights.receive((index, number, copy), read.param, read.box, values, summed)
-                except Exception as error:
-                    raise RefitError(f"putting a slice of bucket {index} into {read.param} failed: {error}") from error
+        assert self._part is not None and self._mapped is not None and self._weights is not None
+        assert self._init is not None
+        self._mapped.buffer.synchronize()
+        for load in self._part.loads[index]:
+            if load.param in self._weights.absent:
+                continue
+            values = block_view(self._mapped.buffer, self._part, index, load)
+            checked = is_checked(self._verify, self._init.version, index, load.number)
+            summed = sum_dtype(self._part, load, self._dtype) if checked else None
+            try:
+                self._weights.receive((index, load.number, load.copy), load.param, load.box, values, summed)
+            except Exception as error:
+                raise RefitError(f"putting a slice of bucket {index} into {load.param} failed: {error}") from error
         self._weights.mark_done()
-        self._buffer.synchronize()
-        self._next_bucket += 1
+        self._mapped.buffer.synchronize()
         self._seconds += time.perf_counter() - began
 
     def finish_weight_update(self) -> None:
@@ -179,9 +180,9 @@ class RefitWeightEngine(WeightTransferEngine[RefitInit, RefitUpdate]):
             self.in_session = False
             return
         began = time.perf_counter()
-        assert self._plan is not None
-        if self._next_bucket != len(self._plan.buckets):
-            raise RefitError(f"only {self._next_bucket} of {len(self._plan.buckets)} buckets have arrived")
+        assert self._part is not None
+        if self._taken < (buckets := len(self._part.loads)):
+            raise RefitError(f"only {self._taken} of {buckets} buckets have arrived")
         if missing := self._weights.missing():
             raise RefitError(f"parts of {', '.join(missing)} have not arrived")
         if not self._weights.in_place:
@@ -221,12 +222,14 @@ class RefitWeightEngine(WeightTransferEngine[RefitInit, RefitUpdate]):
     def abort(self) -> None:
         """Close an open update, or undo a commit that was not released. No-op if nothing is open."""
         if self._work is not None:
+            if self._mapped is not None and self._work.is_alive():
+                self._mapped.board.fail("it was aborted")  # ends the waiting of this rank and of all others
             self._work.join()
             self._work = None
         if self._committed and self.can_go_back:
             assert self._weights is not None
             self._weights.exchange()
-        self._weights, self._committed = None, False
+        self._weights, self._committed, self._error = None, False, None
 
     @property
     def can_go_back(self) -> bool:
@@ -235,29 +238,29 @@ class RefitWeightEngine(WeightTransferEngine[RefitInit, RefitUpdate]):
 
     def report(self) -> dict[str, Any]:
         """Report on the current or last update."""
-        if self._plan is None:
+        if self._part is None:
             return {}
         busy = self._work is not None and self._work.is_alive()
-        found: dict[str, Any] = {
-            "digest": self._plan.digest,
+        state: dict[str, Any] = {
+            "digest": self._part.digest,
             "busy": busy,
-            "buckets": self._next_bucket,
+            "buckets": self._taken,
             "seconds": self._seconds,
             "dtype": self._dtype,
             "refits": self.refits,
         }
         if self._error:
-            found["error"], found["traceback"] = self._error, ""
+            state["error"], state["traceback"] = self._error, ""
         if self._weights is not None:
-            found |= {
+            state |= {
                 "in_place": self._weights.in_place,
                 "verify": self._verify,
                 "parameters": self._weights.parameters,
                 "fallbacks": len(self._weights.fallbacks),
             }
             if not busy:
-                found["sums"], self._weights.sums = self._weights.sums, Sums()
-        return found
+                state["sums"], self._weights.sums = self._weights.sums, Sums()
+        return state
 
     @property
     def _engine_rank(self) -> int:
@@ -275,6 +278,6 @@ class RefitWeightEngine(WeightTransferEngine[RefitInit, RefitUpdate]):
         return str(self.model_config.dtype).removeprefix("torch.")
 
     def shutdown(self) -> None:
-        if self._buffer is not None:
-            self._buffer.close()
-            self._buffer = None
+        if self._mapped is not None:
+            self._mapped.close()
+            self._mapped = None

@@ -28,7 +28,7 @@ have ended before."""
 @dataclass(frozen=True)
 class Kill:
     """One kill. `victim`: the name of a worker, DRIVER, or a process of Ray's head. `at`: the method that is called on
-    any worker, with its first argument if that is a bucket ("stage_bucket 1"); "rename" is the moment before a
+    any worker; "rename" is the moment before a
     checkpoint gets its name. `nth`: which such call since the last kill. `steps`: how many steps must have begun to
     train since the last kill, so that the run makes progress; 2, so that one of them has a whole checkpoint. `hangs`:
     the victim is stopped instead of killed."""
@@ -74,20 +74,19 @@ class Reaper:
             if method == "train" and worker.name == "policy-0":
                 self._steps += 1
             if isinstance(worker, LocalWorker):  # its call has ended when it returns
-                self._reach(method, *args[:1])
+                self._reach(method)
                 return original(worker, method, *args, **options)
             answer = original(worker, method, *args, **options)
-            self._reach(method, *args[:1])
+            self._reach(method)
             return answer
 
         return call
 
-    def _reach(self, method: str, *first: Any) -> None:
+    def _reach(self, method: str) -> None:
         if not self._left:
             return
         kill = self._left[0]
-        here = f"{method} {first[0]}" if method.endswith("_bucket") else method
-        if here != kill.at or self._steps < kill.steps:
+        if method != kill.at or self._steps < kill.steps:
             return
         self._seen += 1
         if self._seen < kill.nth:

@@ -24,8 +24,8 @@ DEADLINE_S = 2400.0
 
 ENGINE, ENVIRONMENT, POLICY = "engine-0", "environment-math", "policy-0"
 
-# The calls of a refit in order: open the plan, stage buckets, commit, release the old weights, prepare the engines.
-REFIT = ("start_refit", "stage_bucket 0", "stage_bucket 1", "commit_refit", "finish_refit", "prepare")
+# The calls of a refit in order: open the plan, send and stage, commit, release the old weights, prepare the engines.
+REFIT = ("start_refit", "send_refit", "stage_refit", "commit_refit", "finish_refit", "prepare")
 
 CAMPAIGNS = {
     "one-of-each": [Kill(ENGINE, "generate_refs"), Kill(ENVIRONMENT, "advance"), Kill(POLICY, "train", steps=2)],
@@ -36,11 +36,11 @@ CAMPAIGNS = {
     ],
     "engine-hangs": [Kill(ENGINE, at, hangs=True) for at in ("generate_refs", "commit_refit")],
     "environment": [Kill(ENVIRONMENT, at) for at in ("generate_refs", "advance", "train", "commit_refit")],
-    "policy-in-a-refit": [Kill(POLICY, at, steps=2) for at in ("open_refit", "fill_bucket 1", "generate_refs")],
+    "policy-in-a-refit": [Kill(POLICY, at, steps=2) for at in ("open_refit", "send_refit", "generate_refs")],
     "policy-in-a-step": [Kill(POLICY, at, steps=2) for at in ("receive", "train", "start_save", "is_saved")],
-    "head": [Kill(GCS, "generate_refs", steps=2), Kill(RAYLET, "train", steps=2), Kill(GCS, "stage_bucket 0", steps=2)],
+    "head": [Kill(GCS, "generate_refs", steps=2), Kill(RAYLET, "train", steps=2), Kill(GCS, "stage_refit", steps=2)],
 }
-DRIVER_STATES = [("stage_bucket 1", "commit_refit", "generate_refs", "advance"), ("train", "start_save", "is_saved")]
+DRIVER_STATES = [("stage_refit", "commit_refit", "generate_refs", "advance"), ("train", "start_save", "is_saved")]
 CASES = sum(map(len, [*CAMPAIGNS.values(), *DRIVER_STATES])) + 1
 PATIENCE_S = 40.0
 """Deadline in seconds of a call to an engine that hangs."""

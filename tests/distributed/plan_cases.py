@@ -16,7 +16,9 @@ from grpo_mcore.parallel.memory import storage_key
 from grpo_mcore.parallel.mesh import Address
 from grpo_mcore.parallel.policy import Policy
 from grpo_mcore.recipe import PolicyConfig
+from grpo_mcore.refit.board import Seat
 from grpo_mcore.refit.layout import EngineLayout
+from grpo_mcore.refit.parts import parts_of
 from grpo_mcore.refit.plan import plan_model_refit
 from grpo_mcore.refit.sender import RefitSender
 
@@ -103,7 +105,7 @@ def refit_buffer(policy: Policy) -> dict[str, int]:
     trainer = trainer_layout(policy.layout, config.megatron_cfg)
     plan = plan_model_refit(policy.shape, trainer, EngineLayout(), dtype=config.precision, buffer_bytes=size)
     sender = RefitSender(policy.weights, 0, through_host=True)
-    sender.open_refit(None, plan.to_json())
+    sender.open_refit(parts_of(plan, policy.layout.world_size, (), (), ()).senders[0], Seat(1, 0, 1, 1, 60.0))
     nbytes = sender.buffer_bytes
     sender.close_refit()
     return {"refit buffer": nbytes}

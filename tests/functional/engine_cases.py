@@ -16,7 +16,9 @@ from torch import Tensor
 from grpo_mcore.data.tiny_models import SIZES, make_tiny_model
 from grpo_mcore.families import params_of, read_hf_config, shape_of
 from grpo_mcore.generation import Engine, EngineConfig, EngineError
+from grpo_mcore.refit.board import Seat
 from grpo_mcore.refit.layout import EngineLayout, TrainerLayout
+from grpo_mcore.refit.parts import parts_of
 from grpo_mcore.refit.plan import RefitPlan, plan_refit
 from grpo_mcore.refit.refit import Refit, RefitReport, refit
 from grpo_mcore.refit.sender import RefitSender
@@ -116,15 +118,21 @@ class Policy:
         return refit(self.handles, [Handle(engine.name, engine)], plan or self.plan(engine), version, **options)
 
     def manifest(self, engine: Engine) -> dict[str, Any]:
-        plan = self.plan(engine)
-        transport = self.handles[0].target.open_refit(None, plan.to_json())["transport"]
-        return {"plan": plan.to_json(), "digest": plan.digest, "transports": [transport], "version": 1, "verify": "off"}
+        """What an engine gets to open a refit, in which nobody sends."""
+        plan, ranks = self.plan(engine), engine.config.ranks
+        parts = parts_of(plan, self.size, (), (), ())
+        seats = [Seat(next(_NUMBER), seat, self.size, ranks, 60.0) for seat in range(self.size + ranks)]
+        transport = self.handles[0].target.open_refit(parts.senders[0], seats[0])["transport"]
+        return {
+            "parts": list(parts.readers), "seats": seats[self.size :], "digest": plan.digest,
+            "transports": [transport], "version": 1, "verify": "off",
+        }  # fmt: skip
 
     def refit_wrongly(self, engine: Engine) -> None:
-        """A bucket out of order: every rank of the engine refuses it."""
+        """A commit before anything has come: every rank of the engine refuses it."""
         engine.start_refit(self.manifest(engine))
-        with pytest.raises(EngineError, match="got bucket 1, expected bucket 0"):
-            engine.stage_bucket(1)
+        with pytest.raises(EngineError, match="only 0 of"):
+            engine.commit_refit(1)
         engine.abort_refit()
 
     def close(self) -> None:

@@ -14,7 +14,7 @@ from grpo_mcore.data.tiny_models import ENGINE_SIZES, make_tiny_model
 from grpo_mcore.families import engine_options, params_of, read_hf_config, shape_of
 from grpo_mcore.refit.layout import EngineLayout, TrainerLayout
 from grpo_mcore.refit.plan import plan_refit
-from grpo_mcore.refit.refit import refit
+from grpo_mcore.refit.refit import Refit, refit
 from grpo_mcore.refit.sender import RefitSender
 from grpo_mcore.tools.parity.parity import unstacked
 from tests.functional.engine_cases import config, generate, load_reference, request, worst_difference
@@ -63,12 +63,7 @@ def test_a_refit_brings_every_weight(tmp_path: Path, family: str) -> None:
         after = generate(engine, REQUESTS)
         assert worst_difference(reference, after) < 1e-4 < 0.1 < worst_difference(reference, before)
         source.folder = folders[0]
-        manifest = {"plan": plan.to_json(), "digest": plan.digest, "version": 2, "verify": "off"}
-        transport = sender.target.open_refit(None, plan.to_json())["transport"]
-        engine.start_refit(manifest | {"transports": [transport]})
-        for number in range(len(plan.buckets)):
-            sender.target.fill_bucket(number)
-            engine.stage_bucket(number)
+        Refit([sender], [handle], plan, 2).stage()
         engine.commit_refit(2)
         engine.abort_refit()  # takes it back: what was derived from a weight goes back with it
         assert worst_difference(reference, generate(engine, REQUESTS)) < 1e-4

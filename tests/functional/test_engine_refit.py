@@ -6,6 +6,7 @@ import threading
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -14,6 +15,7 @@ import torch
 from grpo_mcore.data.tiny_models import EOS
 from grpo_mcore.families import params_of
 from grpo_mcore.generation import Engine, EngineError
+from grpo_mcore.refit.board import Mapped, Seat
 from grpo_mcore.refit.buffer import block_view
 from grpo_mcore.refit.plan import RefitError
 from grpo_mcore.refit.refit import refit
@@ -250,9 +252,10 @@ def test_the_thread_of_a_rank_on_a_gpu_works_on_that_gpu(monkeypatch: pytest.Mon
     monkeypatch.setattr(torch.cuda, "set_device", done.append)
     for device in (torch.device("cpu"), torch.device("cuda", 3)):
         rank = RefitWeightEngine.__new__(RefitWeightEngine)
-        rank.device, rank._receive = device, done.append
-        rank._receive_quietly(7)
-    assert done == [7, torch.device("cuda", 3), 7]
+        rank.device, rank._take = device, done.append
+        rank._mapped = SimpleNamespace(board="board")
+        rank._take_quietly()
+    assert done == ["board", torch.device("cuda", 3), "board"]
 
 
 def test_a_refit_in_bfloat16_rounds_and_nothing_more(engine: Engine, policy: Policy) -> None:
@@ -313,9 +316,9 @@ class Forger(RefitSender):
 
     def fill_bucket(self, index: int, *checked: Any) -> dict[str, Any]:
         answer = super().fill_bucket(index, *checked)
-        for _, block, _ in self._blocks[index]:
-            if block.param == "decoder.layers.1.mlp.linear_fc2.weight":
-                block_view(self._buffer, self._plan, index, block)[3, 5] += 1
+        for fill in self._part.fills[index]:
+            if fill.param == "decoder.layers.1.mlp.linear_fc2.weight" and fill.box[0][0] == 0:
+                block_view(self._mapped.buffer, self._part, index, fill)[3, 5] += 1
         return answer
 
 
@@ -330,7 +333,7 @@ class Sick(RefitSender):
     ("sender", "message"),
     [
         (Forger, r"model.layers.1.mlp.down_proj.weight \[0:64, 0:48\] on engine-0 rank 0 is not what policy rank 0"),
-        (Sick, "fill_bucket 3 .* failed on policy-0: out of luck"),
+        (Sick, "send_refit of .* failed on policy-0: out of luck"),
     ],
 )
 def test_a_refit_that_fails_leaves_the_old_weights(
@@ -355,9 +358,12 @@ def test_a_commit_is_taken_back_when_another_engine_fails(engine: Engine, policy
         """An engine that dies in its commit."""
 
         def __getattr__(self, name: str) -> Any:
-            return {"stage_bucket": lambda *_: {"seconds": 0.0, "sums": {}}}.get(name, lambda *_: None)
+            return {"stage_refit": lambda *_: {"seconds": 0.0, "sums": {}}}.get(name, lambda *_: None)
 
         def start_refit(self, manifest: dict[str, Any]) -> dict[str, Any]:
+            reader = Mapped.attach(manifest["transports"][0], torch.device("cpu"))
+            reader.board.sit(Seat(*manifest["seats"][0]), "engine-1")
+            reader.board.finished(1000)  # it takes nothing
             return {"digest": manifest["digest"], "in_place": False, "dtype": "float32", "verify": "full"}
 
         def commit_refit(self, *_: Any) -> None:
@@ -376,16 +382,14 @@ def test_a_commit_is_taken_back_when_another_engine_fails(engine: Engine, policy
 
 
 def test_calls_out_of_order(engine: Engine, policy: Policy) -> None:
-    with pytest.raises(EngineError, match="bucket 0 cannot be taken, no refit is open"):
-        engine.stage_bucket(0)
+    with pytest.raises(EngineError, match="nothing to stage, no refit is open"):
+        engine.stage_refit()
     with pytest.raises(EngineError, match="cannot be committed, no refit is open"):
         engine.commit_refit(50)
     manifest = policy.manifest(engine)
     with pytest.raises(EngineError, match="read plan wrong as"):
         engine.start_refit(manifest | {"digest": "wrong"})
     engine.start_refit(manifest)
-    with pytest.raises(EngineError, match="got bucket 1, expected bucket 0"):
-        engine.stage_bucket(1)
     engine.start_refit(manifest)  # closes the half-open one
     with pytest.raises(EngineError, match="only 0 of"):
         engine.commit_refit(50)

@@ -23,6 +23,7 @@ from tests.unit.refit.test_wire import Node
 
 REASON = why_not()
 PORT = 29400
+PLAN = plan_refit(params_of(SHAPE), SHAPE, TrainerLayout(), EngineLayout(2), dtype="float32", buffer_bytes=8192)
 
 
 class Rank(RefitSender):
@@ -40,6 +41,9 @@ class Rank(RefitSender):
 
 class Engine(Node):
     """The engine, on the second node."""
+
+    def __init__(self) -> None:
+        super().__init__(PLAN)
 
     def meet(self) -> float:
         return meet(1)
@@ -64,7 +68,6 @@ def meet(rank: int) -> float:
 
 @pytest.mark.skipif(REASON is not None, reason=str(REASON))
 def test_a_refit_between_nodes_whose_names_lead_to_themselves_ends_in_seconds(tmp_path: Path) -> None:
-    plan = plan_refit(params_of(SHAPE), SHAPE, TrainerLayout(), EngineLayout(2), dtype="float32", buffer_bytes=8192)
     with nodes() as names:
         here = f"{__name__}:"
         places = {"policy-0": (names[0], here + "Rank"), "engine-0": (names[1], here + "Engine")}
@@ -73,7 +76,7 @@ def test_a_refit_between_nodes_whose_names_lead_to_themselves_ends_in_seconds(tm
             assert policy.call("name").result() == "127.0.1.1"
             began = time.monotonic()
             for version in (1, 2):
-                report = refit([policy], [engine], plan, version, nodes=EngineNodes([[0]], [engine]), timeout_s=60.0)
+                report = refit([policy], [engine], PLAN, version, nodes=EngineNodes([[0]], [engine]), timeout_s=60.0)
                 assert report.version == version
             assert time.monotonic() - began < 30.0
             engine.call("check").result()

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -42,11 +42,11 @@ class _RefitReceiverMixin:
         self._receiver = RefitReceiver()
         super().__init__(*arguments)
 
-    def open_receiver(self, network: dict[str, Any], plan: str, node: int) -> dict[str, Any]:
-        return self._receiver.open_receiver(network, plan, node)
+    def open_receiver(self, *arguments: Any) -> dict[str, Any]:
+        return self._receiver.open_receiver(*arguments)
 
-    def receive_bucket(self, index: int) -> dict[str, Any]:
-        return self._receiver.receive_bucket(index)
+    def receive_refit(self) -> dict[str, Any]:
+        return self._receiver.receive_refit()
 
     def close_receiver(self) -> None:
         self._receiver.close_receiver()
@@ -67,6 +67,21 @@ class EngineWorker(_RefitReceiverMixin, Engine):
         """`store`: to fetch the trajectories that requests continue."""
         super().__init__(config)
         self._store = store
+
+    def start_refit(self, manifest: Mapping[str, Any]) -> dict[str, Any]:
+        """Open a refit, and on a node without policy ranks its receiver, if `manifest` has arguments for it."""
+        transport = None
+        if "receiver" in manifest:
+            transport = self.open_receiver(*manifest["receiver"])["transport"]
+            manifest = {**manifest, "transports": [one or transport for one in manifest["transports"]]}
+        self._receives = transport is not None
+        return super().start_refit(manifest) | {"transport": transport}
+
+    def stage_refit(self) -> dict[str, Any]:
+        """Receive what comes for this node, while its ranks take it; wait for them."""
+        if self._receives:
+            self.receive_refit()
+        return super().stage_refit()
 
     def generate_refs(self, requests: list[GenerationRequest], sampling: Sampling) -> Iterator[Parcel]:
         """Run `generate`, and yield each trajectory as Parcel(TrajectoryRef without its ref, trajectory)."""

@@ -226,13 +226,11 @@ class PolicyWorker(Policy):
     def close_refit(self) -> None:
         self._sender.close_refit()
 
-    def open_refit(
-        self, transport: dict[str, Any] | None, plan: str, network: dict[str, Any] | None = None
-    ) -> dict[str, Any]:
-        return self._sender.open_refit(transport, plan, network)
+    def open_refit(self, *arguments: Any) -> dict[str, Any]:
+        return self._sender.open_refit(*arguments)
 
-    def fill_bucket(self, index: int, *checked: Any) -> dict[str, Any]:
-        return self._sender.fill_bucket(index, *checked)
+    def send_refit(self, *checked: Any) -> dict[str, Any]:
+        return self._sender.send_refit(*checked)
 
     def shutdown(self) -> None:
         self._sender.close_refit()

@@ -3,7 +3,9 @@ declaration."""
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Mapping, Sequence
+from concurrent.futures import Future
 from typing import Any
 
 import torch
@@ -49,7 +51,23 @@ class Handle:
         self.name, self.target = name, target
 
     def call(self, method: str, *args: Any, timeout_s: float | None = None, what: str | None = None) -> Any:
+        if method == "send_refit":  # it waits for the other ranks
+            return in_a_thread(getattr(self.target, method), *args)
         return Answer(getattr(self.target, method), args)
+
+
+def in_a_thread(function: Any, *args: Any) -> Future[Any]:
+    """Call a function in a thread of its own."""
+    answer: Future[Any] = Future()
+
+    def run() -> None:
+        try:
+            answer.set_result(function(*args))
+        except Exception as error:
+            answer.set_exception(error)
+
+    threading.Thread(target=run, daemon=True).start()
+    return answer
 
 
 class Answer:

@@ -77,6 +77,28 @@ def test_the_command(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None
         main([*words, "--picture"])
 
 
+@pytest.mark.parametrize(
+    "recipe",
+    [
+        "grpo-qwen3-32B-2n8g",
+        *(
+            pytest.param(recipe, marks=pytest.mark.slow)
+            for recipe in (
+                "grpo-deepseekv3-32n8g", "grpo-kimi-k2-64n8g", "grpo-glm4.5-air-106BA12B-8n8g",
+                "grpo-nanov3-30BA3B-2n8g", "grpo-qwen3-30BA3B-4n8g",
+            )
+        ),
+    ],
+)  # fmt: skip
+def test_what_a_refit_costs_beyond_its_bytes(recipe: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["refit", "plan", recipe, "--json"]) == 0
+    costs = json.loads(capsys.readouterr().out)
+    assert costs["bytes_read"] == costs["bytes_needed"] > 0
+    assert costs["serial_path_ratio"] <= 1.3 and costs["reader_path_ratio"] <= 1.5
+    assert costs["calls_per_process"] <= 4 < costs["buckets"]
+    assert costs["plan_bytes_sent"] <= 3 * costs["plan_bytes"]
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("recipe", sorted(path.stem for path in RECIPES.glob("grpo*.yaml")))
 def test_the_buffers_of_the_recipes_hold_their_models(recipe: str, capsys: pytest.CaptureFixture[str]) -> None:

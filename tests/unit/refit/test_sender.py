@@ -5,10 +5,12 @@ import torch
 from torch import Tensor
 
 from grpo_mcore.families import params_of, shape_of
+from grpo_mcore.refit.board import Seat
 from grpo_mcore.refit.buffer import attach_buffer, block_view
 from grpo_mcore.refit.layout import EngineLayout, TrainerLayout
+from grpo_mcore.refit.parts import parts_of
 from grpo_mcore.refit.plan import RefitError, RefitPlan, plan_refit
-from grpo_mcore.refit.proof import checked_parameters, checksum, first_difference
+from grpo_mcore.refit.proof import checksum, first_difference, is_checked
 from grpo_mcore.refit.sender import RefitSender
 from tests.unit.refit.shards import ShardedModel, index
 
@@ -41,6 +43,16 @@ def plan(size: int = 1, dtype: str = "float32", engine: int = 1) -> RefitPlan:
     )
 
 
+def open_all(senders: list[RefitSender], plan: RefitPlan) -> list[dict]:
+    """Open a refit to an engine of one node, as the driver does."""
+    seats = [Seat(1, rank, len(senders), 1, 30.0) for rank in range(len(senders))]
+    parts = parts_of(plan, len(senders), (), (), ()).senders
+    answers = [senders[0].open_refit(parts[0], seats[0])]
+    transport = answers[0]["transport"]
+    others = zip(senders[1:], parts[1:], seats[1:], strict=True)
+    return answers + [sender.open_refit(part, seat, transport) for sender, part, seat in others]
+
+
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 @pytest.mark.parametrize("size", [1, 2, 4])
 def test_blocks_are_the_ranks_parameters_bit_for_bit(size: int, dtype: str) -> None:
@@ -52,63 +64,63 @@ def test_blocks_are_the_ranks_parameters_bit_for_bit(size: int, dtype: str) -> N
     for seed in (1, 2):
         for source in sources:
             source.weights = random_weights(seed)
-        opened = [senders[0].open_refit(None, wanted.to_json())]
+        held = [source.parameters() for source in sources]
+        opened = open_all(senders, wanted)
         assert transport in (None, opened[0]["transport"]), "the buffer stays mapped"
         transport = opened[0]["transport"]
-        opened += [sender.open_refit(transport, wanted.to_json()) for sender in senders[1:]]
         assert {answer["digest"] for answer in opened} == {wanted.digest}
         assert sum(answer["bytes"] for answer in opened) == wanted.block_bytes
-        buffer = attach_buffer(transport)
+        buffer = attach_buffer(transport["buffer"])
         for number, bucket in enumerate(wanted.buckets):
             filled = [sender.fill_bucket(number) for sender in senders]
             assert sum(answer["bytes"] for answer in filled) == sum(block.nbytes for block in bucket.blocks)
             for block in bucket.blocks:
-                expected = sources[block.source].parameters()[block.param][index(block.box)]
+                expected = held[block.source][block.param][index(block.box)]
                 assert torch.equal(block_view(buffer, wanted, number, block), expected.to(getattr(torch, dtype)))
     for sender in senders:
         sender.close_refit()
     with pytest.raises(RefitError, match="owner has exited"):
-        attach_buffer(transport)
+        attach_buffer(transport["buffer"])
 
 
 def test_checksums_are_of_the_source_and_name_what_differs() -> None:
     wanted, source = plan(engine=2), Source(0, 1)
     sender = RefitSender(source, 0, run_id="test")
-    sender.open_refit(None, wanted.to_json())
-    sent = {}
+    open_all([sender], wanted)
+    sent, held = {}, source.parameters()
     for number in range(len(wanted.buckets)):
         sent |= sender.fill_bucket(number, "full", 1, "bfloat16")["sums"]
     sender.close_refit()
-    found: dict[str, dict] = {"rank 0": {}, "rank 1": {}}
-    for (bucket, block, copy), _ in sent.items():
-        one = wanted.buckets[bucket].blocks[block]
-        values = source.parameters()[one.param][index(one.box)]
-        found[f"rank {one.reads[copy].rank}"][bucket, block, copy] = checksum(values, torch.bfloat16)
-    assert len(sent) == sum(len(block.reads) for block in wanted.blocks())
-    assert first_difference(wanted, sent, found) is None
-    key = next(reversed(found["rank 1"]))
-    found["rank 1"][key] += 1
-    message = first_difference(wanted, sent, found)
+    arrived: dict[str, dict] = {"rank 0": {}, "rank 1": {}}
+    for bucket, number in sent:
+        one = wanted.buckets[bucket].blocks[number]
+        values = held[one.param][index(one.box)]
+        for copy, read in enumerate(one.reads):
+            arrived[f"rank {read.rank}"][bucket, number, copy] = checksum(values, torch.bfloat16)
+    assert len(sent) == len(list(wanted.blocks()))
+    assert first_difference(wanted, sent, arrived) is None
+    key = next(reversed(arrived["rank 1"]))
+    arrived["rank 1"][key] += 1
+    message = first_difference(wanted, sent, arrived)
     one = wanted.buckets[key[0]].blocks[key[1]]
     assert message and message.startswith(f"{one.reads[key[2]].param} [")
     assert f"on rank 1 is not what policy rank 0 holds in {one.param}" in message
 
 
-def test_a_rotating_sample_reaches_every_parameter() -> None:
-    wanted = plan()
-    names = {read.param for block in wanted.blocks() for read in block.reads}
-    samples = [checked_parameters(wanted, "sample", version) for version in range(16)]
-    assert set().union(*samples) == names and sum(map(len, samples)) == len(names)
-    assert checked_parameters(wanted, "full", 3) == names and not checked_parameters(wanted, "off", 3)
+def test_a_rotating_sample_reaches_every_block() -> None:
+    blocks = [(bucket, number) for bucket, one in enumerate(plan().buckets) for number in range(len(one.blocks))]
+    times = [sum(is_checked("sample", version, *block) for version in range(5, 21)) for block in blocks]
+    assert times == [1] * len(blocks)
+    assert all(is_checked("full", 3, *block) and not is_checked("off", 3, *block) for block in blocks)
 
 
 def test_another_plan_makes_another_buffer() -> None:
     sender = RefitSender(Source(0, 1), 0, run_id="test")
-    first = sender.open_refit(None, plan().to_json())
-    second = sender.open_refit(None, plan(dtype="bfloat16").to_json())
+    (first,) = open_all([sender], plan())
+    (second,) = open_all([sender], plan(dtype="bfloat16"))
     assert first["transport"] != second["transport"] and first["digest"] != second["digest"]
     with pytest.raises(RefitError, match="owner has exited"):
-        attach_buffer(first["transport"])
+        attach_buffer(first["transport"]["buffer"])
     sender.close_refit()
     sender.close_refit()
 
@@ -133,10 +145,10 @@ class Wrong:
 def test_parameters_that_do_not_fit_the_plan(source: Wrong, message: str) -> None:
     sender = RefitSender(source, 0, run_id="test")
     with pytest.raises(RefitError, match=message):
-        sender.open_refit(None, plan().to_json())
+        open_all([sender], plan())
     sender.close_refit()
     with pytest.raises(RefitError, match="no refit is open on policy rank 0"):
-        sender.fill_bucket(0)
+        sender.send_refit()
 
 
 def test_a_source_may_show_merged_weights() -> None:
@@ -149,9 +161,9 @@ def test_a_source_may_show_merged_weights() -> None:
             return base.parameters() | {adapted: base.parameters()[adapted] + up @ down}
 
     wanted, sender = plan(), RefitSender(Merged(), 0, run_id="merged")
-    opened = sender.open_refit(None, wanted.to_json())
+    (opened,) = open_all([sender], wanted)
     assert opened["digest"] == plan().digest
-    buffer = attach_buffer(opened["transport"])
+    buffer = attach_buffer(opened["transport"]["buffer"])
     for number, bucket in enumerate(wanted.buckets):
         sender.fill_bucket(number)
         for block in bucket.blocks:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import socket
 import threading
+import time
 from collections.abc import Iterator, Sequence
 from concurrent.futures import Future
 from types import SimpleNamespace
@@ -14,15 +15,17 @@ import torch
 
 from grpo_mcore.families import params_of
 from grpo_mcore.refit import receiver, shared_memory
-from grpo_mcore.refit.buffer import attach_buffer, block_view
+from grpo_mcore.refit.board import Mapped, Seat
+from grpo_mcore.refit.buffer import block_view
 from grpo_mcore.refit.delivery import Deliveries
 from grpo_mcore.refit.layout import EngineLayout, TrainerLayout
 from grpo_mcore.refit.network import Network
+from grpo_mcore.refit.parts import Part, parts_of
 from grpo_mcore.refit.plan import Block, RefitError, RefitPlan, plan_refit
 from grpo_mcore.refit.receiver import RefitReceiver
 from grpo_mcore.refit.refit import EngineNodes, refit
 from grpo_mcore.refit.sender import RefitSender
-from tests.unit.refit.shards import index
+from tests.unit.refit.shards import in_a_thread, index
 from tests.unit.refit.test_sender import SHAPE, Source
 
 RANKS = 2
@@ -56,27 +59,54 @@ class ThreadHandle:
 class Node(RefitReceiver):
     """A node of an engine; the engine's first keeps what the ranks of each of its nodes read."""
 
-    def __init__(self) -> None:
+    def __init__(self, plan: RefitPlan) -> None:
         super().__init__()
+        self.plan = plan
         self.seen: dict[tuple[int, int, int], torch.Tensor] = {}  # by node of the engine, bucket and block
         self.aborted = 0
         self.version = 0
 
     def start_refit(self, manifest: dict[str, Any]) -> dict[str, Any]:
-        self.mapped = [attach_buffer(transport) for transport in manifest["transports"]]
-        self.plan = RefitPlan.from_json(manifest["plan"])
-        return {"digest": manifest["digest"], "in_place": False, "dtype": "float32", "verify": "off"}
+        transport = None
+        self.receives = "receiver" in manifest
+        if self.receives:
+            transport = self.open_receiver(*manifest["receiver"])["transport"]
+        places = [one or transport for one in manifest["transports"]]
+        self.taking = []
+        for rank in range(RANKS):
+            place = rank * len(places) // RANKS
+            reader = Mapped.attach(places[place], torch.device("cpu"))
+            reader.board.sit(Seat(*manifest["seats"][rank]), f"engine rank {rank}")
+            self.taking.append(in_a_thread(self.take, rank, place, reader, Part.unpacked(manifest["parts"][rank])))
+        answer = {"digest": manifest["digest"], "in_place": False, "dtype": "float32", "verify": "off"}
+        return answer | {"transport": transport}
 
-    def stage_bucket(self, number: int) -> dict[str, Any]:
-        for at, block in enumerate(self.plan.buckets[number].blocks):
-            for node in {read.rank * len(self.mapped) // RANKS for read in block.reads}:
-                self.seen[node, number, at] = block_view(self.mapped[node], self.plan, number, block).clone()
+    def take(self, rank: int, place: int, reader: Mapped, part: Part) -> None:
+        try:
+            for index, loads in enumerate(part.loads):
+                reader.board.wait(reader.board.writers, index + 1, f"fill bucket {index}")
+                self.take_bucket(index)
+                for load in loads:
+                    self.seen[place, index, load.number] = block_view(reader.buffer, part, index, load).clone()
+                reader.board.finished(index + 1)
+        except Exception as error:
+            reader.board.fail(str(error))
+            raise
+
+    def take_bucket(self, index: int) -> None: ...
+
+    def stage_refit(self) -> dict[str, Any]:
+        if self.receives:
+            self.receive_refit()
+        for taking in self.taking:
+            taking.result()
         return {"seconds": 0.0, "sums": {}}
 
     def arrived(self) -> Iterator[tuple[Block, torch.Tensor]]:
         """Yield each block with its values."""
         for (_, number, at), values in self.seen.items():
-            yield self.plan.buckets[number].blocks[at], values
+            block = self.plan.buckets[number].blocks[at]
+            yield block, values.view([stop - start for start, stop in block.box])
 
     def commit_refit(self, version: int, recompute_kv: bool) -> dict[str, Any]:
         self.version = version
@@ -97,7 +127,7 @@ class Setting:
         self.plan = plan_refit(params_of(SHAPE), SHAPE, layout, EngineLayout(RANKS), dtype="float32", buffer_bytes=8192)
         self.sources = [Source(rank % 2, 2) for rank in range(4)]
         self.senders = [RefitSender(source, rank, run_id="test") for rank, source in enumerate(self.sources)]
-        self.nodes = [Node() for _ in range(nodes)]
+        self.nodes = [Node(self.plan) for _ in range(nodes)]
 
     def refit(self, version: int, timeout_s: float = 30.0) -> Any:
         policy = [ThreadHandle(f"policy-{rank}", sender) for rank, sender in enumerate(self.senders)]
@@ -134,18 +164,18 @@ class Setting:
 
 def test_engines_with_gpus_of_their_own_read_what_arrives_from_host_memory(monkeypatch: pytest.MonkeyPatch) -> None:
     """One engine's GPU receives for all of the node, and the others do not see it: no CUDA IPC."""
-    network = {"receivers": [4], "node_of_rank": [], "readers": [[0, 1]]}
-    on_gpu = SimpleNamespace(device=torch.device("cuda"), description=network, close=lambda: None)
+    network = {"receivers": [4], "node_of_rank": [-1] * 4}
+    on_gpu = SimpleNamespace(device=torch.device("cuda"), description=network, close=lambda **_: None)
     monkeypatch.setattr(receiver, "Network", lambda *_: on_gpu)
     monkeypatch.setattr(shared_memory, "pin", lambda flat: None)
     monkeypatch.setattr(shared_memory, "unpin", lambda flat: None)
-    node = Node()
     plan = plan_refit(
         params_of(SHAPE), SHAPE, TrainerLayout(2, 1, 2), EngineLayout(RANKS), dtype="float32", buffer_bytes=8192
     )
-    opened = node.open_receiver(network, plan.to_json(), 0)
+    node, parts = Node(plan), parts_of(plan, 4, (-1,) * 4, ((0, 1),), (4,))
+    opened = node.open_receiver(network, parts.receivers[0], 0, Seat(1, 0, 1, 2, 5.0))
     node.close_receiver()
-    assert opened["transport"]["kind"] == "shared_memory"
+    assert opened["transport"]["buffer"]["kind"] == "shared_memory"
 
 
 @pytest.mark.slow
@@ -232,23 +262,29 @@ def test_a_node_of_engines_without_a_policy_rank_is_refused() -> None:
 
 
 @pytest.mark.parametrize("node_of_rank", [(), (0, 1, 0, 1)])
-def test_a_rank_that_fails_ends_it_for_all_and_the_next_refit_works(node_of_rank: Sequence[int]) -> None:
+@pytest.mark.parametrize("who", ["sender", "reader"])
+def test_a_rank_that_fails_ends_it_for_all_at_once_and_the_next_refit_works(
+    node_of_rank: Sequence[int], who: str
+) -> None:
+    """Nobody waits for a deadline: who fails leaves board and network, and the others see it."""
     setting = Setting(2, node_of_rank)
     setting.refit(1)
-    honest = setting.senders[3].fill_bucket
 
-    def fill_bucket(number: int, *checked: Any) -> Any:
+    def fail(number: int, *checked: Any) -> Any:
         if number == 1:
             raise RuntimeError("out of luck")
         return honest(number, *checked)
 
-    setting.senders[3].fill_bucket = fill_bucket  # type: ignore[method-assign]
-    with pytest.raises(
-        RefitError, match=r"failed on (policy-3: out of luck|(policy|engine)-\d: .*ing bucket 1 failed)"
-    ):
-        setting.refit(2, timeout_s=3.0)
+    target, method = (setting.senders[3], "fill_bucket") if who == "sender" else (setting.nodes[1], "take_bucket")
+    honest = getattr(target, method)
+    setattr(target, method, fail)
+    began = time.monotonic()
+    with pytest.raises(RefitError) as caught:
+        setting.refit(2, timeout_s=30.0)
+    assert time.monotonic() - began < 15.0
+    assert "out of luck" in " ".join([str(caught.value), *getattr(caught.value, "__notes__", ())])
     assert [node.version for node in setting.nodes] == [1, 1] and all(node.aborted for node in setting.nodes)
-    setting.senders[3].fill_bucket = honest  # type: ignore[method-assign]
+    setattr(target, method, honest)
     assert setting.refit(3).version == 3
     setting.check()
     setting.close()
@@ -259,7 +295,7 @@ def test_the_machines_own_name_is_not_asked(wrong: str, monkeypatch: pytest.Monk
     """Debian's /etc/hosts gives a machine's name 127.0.1.1; elsewhere it belongs to a network that others lack."""
     monkeypatch.setattr(socket, "gethostbyname", lambda name: wrong)
     sender = RefitSender(Source(0, 1), 0, run_id="test", address="127.0.0.2")
-    description = sender.host_network(2, [1], [-1], [[0]], 30.0)
+    description = sender.host_network(2, [1], [-1], 30.0)
     assert description["host"] == "127.0.0.2"
     sender.close_refit()
 
