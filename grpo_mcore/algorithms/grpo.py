@@ -147,7 +147,7 @@ def grpo_train(
                         record.group_finished(group, informative=groups.add(group))
 
                 case s.Train() as command:
-                    rollouts.give_up(record.unfinished(command.surplus))
+                    rollouts.drop(record.unfinished(command.surplus))
                     trained, sampled = groups.take(command, record.policy_version)
                     metrics = train_on_groups(policy, engines, trained, loss_fn, config, clock, report.samples)
                     record.trained(command, trained, metrics | sampled, clock)

@@ -15,7 +15,7 @@ from grpo_mcore.algorithms.engines.policy_endpoint import REQUESTS, chat_config
 from grpo_mcore.algorithms.engines.retries import Retries
 from grpo_mcore.algorithms.rollouts.agent_rollouts import AgentWorker
 from grpo_mcore.algorithms.rollouts.scoring import EnvironmentWorker
-from grpo_mcore.algorithms.run_control.checks import Model, environment_of
+from grpo_mcore.algorithms.run_control.checks import Model, calls_of, environment_of
 from grpo_mcore.algorithms.training_step.policy_group import PolicyGroup
 from grpo_mcore.algorithms.training_step.policy_worker import PolicyWorker
 from grpo_mcore.algorithms.weight_sync.refit_settings import refit_settings
@@ -238,9 +238,10 @@ def start_environments(
 ) -> dict[str, EnvironmentWorker]:
     """Start one worker for each environment. Return task name -> worker.
 
-    Two keys of a section are read here, not by the environment's class: `environment`, the name or import path of the
-    class if it differs from the section's name, and `verdict_timeout_s`, the deadline of one call. Raises SetupError
-    for a wrong value of these, and for a task without an environment unless the recipe has exactly one.
+    Some keys of a section are read here, not by the environment's class: `environment`, the name or import path of the
+    class if it differs from the section's name, `verdict_timeout_s`, the deadline of one call, and `concurrency` and
+    `batch` (see `calls_of`). Raises SetupError for a wrong value of these, and for a task without an environment unless
+    the recipe has exactly one.
     """
     workers: dict[str, EnvironmentWorker] = {}
     by_task = {}
@@ -261,6 +262,7 @@ def _start_environment(
     cluster: Cluster,
 ) -> EnvironmentWorker:
     needs, gpu = cls.resources(section), Platform.detect(config.cluster.platform).on_gpu
+    calls, batch = calls_of(name, cls, config)
     play_timeout_s = cls.play_timeout_s(section)
     runs_agents = play_timeout_s is not None
     built = (AgentWorker, cls, section) if runs_agents else (cls, section)
@@ -271,13 +273,13 @@ def _start_environment(
             *built,
             cpus=needs["cpus"] if gpu else 0.1,
             gpus=needs["gpus"] if gpu else 0.0,
-            concurrency=cls.concurrent_calls,
+            concurrency=calls,
             streams=REQUESTS if runs_agents else 0,
         )
 
     if play_timeout_s is not None:
         timeout_s = play_timeout_s
-    return EnvironmentWorker(cluster, start, calls=cls.concurrent_calls, timeout_s=timeout_s, runs_agents=runs_agents)
+    return EnvironmentWorker(cluster, start, calls=calls, timeout_s=timeout_s, runs_agents=runs_agents, batch=batch)
 
 
 def wait_until_ready(

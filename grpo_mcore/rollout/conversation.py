@@ -17,11 +17,14 @@ _SAID_NOTHING = (
 @dataclass(frozen=True)
 class TurnLimits:
     """`max_turns`: generated turns of a sample. `max_model_len`: tokens of the context, all turns together.
-    `max_tokens`: of the branches of a sample together, so that a training bin has room for it; None: no limit."""
+    `max_tokens`: of the branches of a sample together, so that a training bin has room for it; None: no limit.
+    `together`: the samples of one step on one engine take their turns together, and groups are scored whole; otherwise
+    no sample waits for another one."""
 
     max_turns: int
     max_model_len: int
     max_tokens: int | None = None
+    together: bool = False
 
 
 @dataclass

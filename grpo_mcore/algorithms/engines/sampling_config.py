@@ -13,7 +13,8 @@ from grpo_mcore.rollout.turn_end import turn_ends
 def turn_limits(config: MasterConfig) -> TurnLimits:
     """Return the limits of a sample's turns."""
     room = bin_tokens(config, "grpo")
-    return TurnLimits(config.grpo.max_rollout_turns, config.policy.generation.vllm_cfg.max_model_len, room)
+    together = (config.grpo.turns or ("together" if config.cluster.backend == "local" else "free")) == "together"
+    return TurnLimits(config.grpo.max_rollout_turns, config.policy.generation.vllm_cfg.max_model_len, room, together)
 
 
 def sampling_of(generation: GenerationConfig, tokenizer: Any, *, validation: bool = False) -> Sampling:

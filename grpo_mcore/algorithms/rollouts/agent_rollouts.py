@@ -158,7 +158,7 @@ class AgentRollouts:
                 next(batch.stream, None)  # its end
         return True
 
-    def give_up(self, uids: Collection[str]) -> None:
+    def drop(self, uids: Collection[str]) -> None:
         """Drop the samples of these prompts. The agents finish them all the same, as a Gym cannot be told to stop."""
         for uid in uids:
             self._open.pop(uid, None)

@@ -1,4 +1,18 @@
-"""Send prompts to the engines and the environments; return scored groups."""
+"""Send prompts to the engines and the environments; return scored groups.
+
+The life of a sample, turn by turn:
+
+    queued --> generating --> scoring --> done      the environment ended it, or no turn or room is left
+      ^             |            |
+      |             |            +------> failed    no reward: the environment failed, or the engine aborted it
+      |             |            |
+      +-------------+            +------> queued    the environment has answered: the next turn
+       its engine failed: the same request again
+
+queued: its request waits for its engine. generating: it is in a stream of its engine. scoring: its turn waits for its
+environment, or is with it. A sample of a dropped prompt leaves from any state. With `grpo.turns: free` no sample waits
+for another one; with `together` those of one step on one engine take their turns in step, and groups are scored whole.
+"""
 
 from __future__ import annotations
 
@@ -15,18 +29,23 @@ from grpo_mcore.algorithms.engines.engine_group import EngineGroup
 from grpo_mcore.algorithms.engines.retries import Retries
 from grpo_mcore.algorithms.rollouts.agent_rollouts import AgentRollouts
 from grpo_mcore.algorithms.rollouts.scoring import EnvironmentWorker, RewardScorer
-from grpo_mcore.cluster import Cluster, DeadlineExceeded, Future, Stream, Worker, WorkerDied, WorkerFailed
+from grpo_mcore.cluster import Cluster, DeadlineExceeded, Future, ObjectLost, Stream, Worker, WorkerDied, WorkerFailed
 from grpo_mcore.data import DatumSpec, TurnTemplate
 from grpo_mcore.environments.nemo_gym import GymOutcome
 from grpo_mcore.rollout.conversation import Conversation, TurnLimits
 from grpo_mcore.rollout.group import Group
 from grpo_mcore.rollout.trajectory import GenerationRequest, Outcome, Sampling, TrajectoryRef, Turn, sample_seed
 
+MAX_CALLS = 48
+"""Maximum number of generation calls of one engine under way. Each holds a thread of it; the requests of further turns
+wait until one has ended, and are then sent in one call."""
+
 
 @dataclass
 class _OpenGroup:
     """A group under way. `engine`: number of the engine that generates its samples. `unfinished`: how many of its
-    samples are still to be generated in this turn."""
+    samples are not over; if they take their turns together, how many are still to be generated in this turn. `ended`:
+    generation indexes of samples whose last turn is generated."""
 
     prompt: DatumSpec
     step: int
@@ -34,25 +53,25 @@ class _OpenGroup:
     engine: int
     conversations: list[Conversation]
     unfinished: int
+    ended: set[int] = field(default_factory=set)
 
     @property
     def load(self) -> int:
         """Upper bound of its tokens while its samples have one turn."""
         return len(self.conversations) * (self.prompt["length"] + self.sampling.max_new_tokens)
 
-    def live(self) -> list[Conversation]:
-        return [conversation for conversation in self.conversations if not conversation.over]
-
 
 @dataclass
 class _EngineCall:
-    """A generation call under way. `expected`: prompt uid -> number of samples still to come."""
+    """A generation call under way. `expected`: (prompt uid, generation index) -> request, of samples still to come.
+    `number`: calls are numbered in the order in which they were made."""
 
+    number: int
     engine: int
     step: int
     sampling: Sampling
     stream: Stream
-    expected: Counter[str]
+    expected: dict[tuple[str, int], GenerationRequest]
     since: float = field(default_factory=time.perf_counter)
 
 
@@ -65,13 +84,15 @@ class Rollouts:
     Unblocked by: whichever of these comes first. A deadline also unblocks it: an environment or an engine that exceeds
         it is restarted, and what it was asked is asked again.
 
-    A group is scored as soon as the last sample of its turn is generated, while the engines go on with other groups.
-    The samples of one step on one engine take their turns together: their next turn starts when all of them are
-    generated and scored.
+    A sample is scored as soon as its turn is generated, and its engine takes its next turn into the running batch as
+    soon as its environment has answered. If turns are taken together (`TurnLimits.together`), a group is scored when
+    the last sample of its turn is generated, and the samples of one step on one engine start their next turn when all
+    of them are generated and scored.
 
-    When a generation call fails, its unfinished groups are generated again from the start, all samples of each: keeping
-    those that had finished would favour short ones. A lost engine's groups move to the other engines, or wait for the
-    refit of its successor if there are none (`engine_faults.py`).
+    When a generation call fails, its unfinished samples repeat the turn under way, with its seed: they are the samples
+    that they would have been, so that keeping the finished ones does not favour short ones. Their environment has not
+    seen that turn. A sample whose earlier turns were lost with a node starts from the beginning. A lost engine's groups
+    move to the other engines, or wait for the refit of its successor if there are none (`engine_faults.py`).
 
     All of this goes on while the driver waits for something else, if that wait is given this object as
     `BackgroundWork`.
@@ -100,7 +121,8 @@ class Rollouts:
         generated again, and the reason. `restore_engines`: waits for restarted engines and refits them; called only in
         `next_group`, when the policy is idle. `on_restart`: gets the name of each worker that is restarted, and the
         reason. `on_outcome`: gets every outcome of environments that run agents. `enough_samples`: a group is complete
-        with this many samples and its other samples are aborted; None: with all of them. Only for samples of one turn.
+        with this many samples and its other samples are aborted; None: with all of them. If turns are taken together,
+        only for samples of one turn.
         `watch`: called again and again while `next_group` only waits; nothing is lost if it raises. `on_span`: gets
         (worker, what it did, start, end) of each call that has ended, by time.perf_counter.
 
@@ -122,9 +144,12 @@ class Rollouts:
             agents, engines, seed, lambda group: self._finished.append(group), on_sample, on_outcome, limits.max_tokens
         )
         scored = {task: worker for task, worker in environments.items() if task not in agents}
-        self._scorer = RewardScorer(scored, self.cluster, on_restart, on_span)
+        self._scorer = RewardScorer(scored, self.cluster, on_restart, on_span, joins=not limits.together)
         self._groups: dict[str, _OpenGroup] = {}  # by uid
         self._calls: dict[int, _EngineCall] = {}  # by id of the stream
+        self._calls_made = 0
+        self._calls_of: Counter[int] = Counter()  # engine -> calls under way
+        self._failed_at: dict[int, int] = {}  # engine -> calls that had been made when one of its calls last failed
         self._aborts: list[tuple[Future, int]] = []  # not answered yet, with the number of the engine
         # (engine, step, sampling) -> requests not sent yet: of a next turn, or of a lost engine when there is no other
         self._queued: dict[tuple[int, int, Sampling], list[GenerationRequest]] = defaultdict(list)
@@ -168,37 +193,45 @@ class Rollouts:
     def _open_group(
         self, prompt: DatumSpec, sampling: Sampling, generations: int, step: int, engine: int
     ) -> list[GenerationRequest]:
-        turns = tuple(
-            Turn(role=message["role"], token_ids=message["token_ids"], text=message["content"])
-            for message in prompt["message_log"]
-        )
-        uid, info = prompt["uid"], prompt["extra_env_info"]
-        stop = tuple(prompt.get("stop_strings") or ())
-        # An environment of several turns may keep each sample's state in its metadata: each gets a copy.
-        copied = copy.deepcopy if self.limits.max_turns > 1 else lambda shared: shared
-        conversations = [Conversation(copied(info), stop) for _ in range(generations)]
-        self._groups[uid] = _OpenGroup(prompt, step, sampling, engine, conversations, generations)
-        return [
-            GenerationRequest(uid, index, turns, sample_seed(self.seed, step, uid, index), stop)
-            for index in range(generations)
-        ]
+        turns = _prompt_turns(prompt)
+        conversations = [self._new_conversation(prompt) for _ in range(generations)]
+        self._groups[prompt["uid"]] = _OpenGroup(prompt, step, sampling, engine, conversations, generations)
+        return [self._first_request(prompt, step, index, turns) for index in range(generations)]
 
-    def give_up(self, uids: Collection[str]) -> None:
+    def _new_conversation(self, prompt: DatumSpec) -> Conversation:
+        info = prompt["extra_env_info"]
+        if self.limits.max_turns > 1:  # an environment may keep each sample's state in its metadata
+            info = copy.deepcopy(info)
+        return Conversation(info, tuple(prompt.get("stop_strings") or ()))
+
+    def _first_request(self, prompt: DatumSpec, step: int, index: int, turns: tuple[Turn, ...]) -> GenerationRequest:
+        uid = prompt["uid"]
+        stop = tuple(prompt.get("stop_strings") or ())
+        return GenerationRequest(uid, index, turns, sample_seed(self.seed, step, uid, index), stop)
+
+    def drop(self, uids: Collection[str]) -> None:
         """Drop these prompts and abort their samples. They may be dispatched again."""
-        self._scorer.give_up(uids)
+        self._scorer.drop(uids)
         self._finished = deque(group for group in self._finished if group.uid not in uids)
         for requests in self._queued.values():
             requests[:] = [request for request in requests if request.uid not in uids]
-        self._agents.give_up(uids)
-        engines = set()
-        for call in self._calls.values():
-            if any([call.expected.pop(uid, 0) for uid in uids]):
-                engines.add(call.engine)
+        self._agents.drop(uids)
+        engines = self._forget_expected(uids)
         for uid in uids:
             self._groups.pop(uid, None)
         aborts = [(self._abort_on_engine(engine, uids), engine) for engine in sorted(engines)]
         for answer, engine in aborts:
             self._confirm_abort(answer, engine)
+
+    def _forget_expected(self, uids: Collection[str]) -> set[int]:
+        """Expect no more samples of these prompts. Return the engines that were generating some."""
+        engines = set()
+        for call in self._calls.values():
+            if unwanted := [key for key in call.expected if key[0] in uids]:
+                engines.add(call.engine)
+                for key in unwanted:
+                    del call.expected[key]
+        return engines
 
     def _abort_on_engine(self, engine: int, uids: Collection[str]) -> Future:
         return self.engines.workers[engine].call("give_up", tuple(uids), what="giving samples up")
@@ -235,8 +268,12 @@ class Rollouts:
         busy = {call.engine for call in self._calls.values()}
         timeout_s = self.cluster.call_timeout_s
         left_s = min(self._scorer.seconds_left(), self._faults.seconds_left(busy))
+        things = self.awaited()
+        if not things:
+            self._scorer.flush()
+            things = self.awaited()
         try:
-            return self.cluster.next_ready(self.awaited(), min(left_s, timeout_s), "samples and verdicts", self._watch)
+            return self.cluster.next_ready(things, min(left_s, timeout_s), "samples and verdicts", self._watch)
         except DeadlineExceeded as error:
             if late := [engine for engine in busy if not self._faults.seconds_left([engine])]:
                 name = self.engines.workers[late[0]].name
@@ -270,22 +307,18 @@ class Rollouts:
             return
         self._faults.mark_active(call.engine)
         if parcel is None:
-            missing = call.expected.total()
+            missing = len(call.expected)
             if not missing:  # its last samples were aborted
                 self._end_call(call)
                 return
             name, why = self.engines.workers[call.engine].name, f"its stream ended without {missing} samples"
             self._handle_failure(call.engine, WorkerFailed(name, stream.what, why), call)
             return
-        if not call.expected[parcel.label.uid]:  # the sample finished before its abort arrived
+        key = (parcel.label.uid, parcel.label.generation_index)
+        if call.expected.pop(key, None) is None:  # the sample finished before its abort arrived
             return
-        call.expected[parcel.label.uid] -= 1
-        sample = replace(parcel.label, ref=parcel.content)
-        if self._completes_group(sample.uid):
-            del call.expected[sample.uid]
-            self._abort_missing(sample, call.engine)
-        self._record_sample(sample)
-        if not call.expected.total():
+        self._record_sample(replace(parcel.label, ref=parcel.content))
+        if not call.expected:
             self._faults.reset()
             self._take_end(call)
 
@@ -300,45 +333,66 @@ class Rollouts:
 
     def _end_call(self, call: _EngineCall) -> None:
         del self._calls[id(call.stream)]
+        self._calls_of[call.engine] -= 1
         self._on_span(self.engines.workers[call.engine].name, "generate", call.since, time.perf_counter())
 
-    def _completes_group(self, uid: str) -> bool:
-        """Whether one more sample is enough for this group, although others are missing."""
-        group = self._groups[uid]
-        return group.unfinished > 1 and len(group.conversations) - group.unfinished + 1 == self._enough_samples
-
-    def _abort_missing(self, last: TrajectoryRef, engine: int) -> None:
-        """Complete the group of `last` with that sample, and abort the samples that are missing."""
-        group = self._groups[last.uid]
-        for index, conversation in enumerate(group.conversations):
-            conversation.over = conversation.sample is None and index != last.generation_index
-        group.unfinished = 1
-        self._aborts.append((self._abort_on_engine(engine, [last.uid]), engine))
-
     def _record_sample(self, sample: TrajectoryRef) -> None:
-        """Add a generated turn to its group; request rewards when it is the group's last one."""
-        group = self._groups[sample.uid]
-        group.conversations[sample.generation_index].sample = sample
+        """Add a generated turn to its group, and request its reward: at once, or when it is the group's last one."""
+        group, index = self._groups[sample.uid], sample.generation_index
+        group.conversations[index].sample = sample
         if sample.turns == self.limits.max_turns:
-            self._on_sample()
+            self._record_end(group, index)
+        if not self.limits.together:
+            self._submit(group, [index])
+            return
         group.unfinished -= 1
         if not group.unfinished:
-            live = group.live()
-            metadata = [conversation.metadata for conversation in live]
-            references = [conversation.sample.ref for conversation in live if conversation.sample]
-            self._scorer.submit(sample.uid, group.prompt["task_name"], metadata, references)
+            self._submit(group, [i for i, conversation in enumerate(group.conversations) if not conversation.over])
+
+    def _submit(self, group: _OpenGroup, indices: Sequence[int]) -> None:
+        """Request the rewards of the last turns of these samples."""
+        live = [group.conversations[index] for index in indices]
+        metadata = [conversation.metadata for conversation in live]
+        references = [conversation.sample.ref for conversation in live if conversation.sample]
+        self._scorer.submit(group.prompt["uid"], group.prompt["task_name"], metadata, references, indices)
+
+    def _record_end(self, group: _OpenGroup, index: int) -> None:
+        """Record that a sample's last turn is generated. If its group has enough samples now, drop the others."""
+        group.ended.add(index)
+        self._on_sample()
+        if len(group.ended) == self._enough_samples and len(group.ended) < len(group.conversations):
+            self._drop_unfinished(group, index)
+
+    def _drop_unfinished(self, group: _OpenGroup, last: int) -> None:
+        """Complete a group with the samples that have ended, `last` the last of them; abort the others."""
+        uid = group.prompt["uid"]
+        others = set(range(len(group.conversations))) - group.ended
+        for index in others:
+            conversation = group.conversations[index]
+            conversation.over, conversation.sample, conversation.score = True, None, None
+        if self.limits.together:
+            group.unfinished = 1  # `last`, which is being recorded
+        else:
+            group.unfinished -= len(others)
+            self._scorer.drop([uid], others)
+        for requests in self._queued.values():
+            requests[:] = [request for request in requests if request.uid != uid]
+        self._aborts += [(self._abort_on_engine(engine, [uid]), engine) for engine in self._forget_expected([uid])]
 
     def _advance_scored(self) -> None:
         """Take the rewards that have come: close groups that are done, send the next turns of the others."""
         while (scored := self._scorer.next()) is not None:
-            uid, outcomes = scored
-            self._queue_next_turns(self._groups[uid], outcomes)
-            if not self._groups[uid].unfinished:
-                self._finished.append(self._close_group(uid))
+            group = self._groups[scored.uid]
+            self._queue_next_turns(group, scored.indices, scored.outcomes)
+            if not group.unfinished:
+                self._finished.append(self._close_group(scored.uid))
         self._send_queued()
 
-    def _queue_next_turns(self, group: _OpenGroup, outcomes: Sequence[Outcome]) -> None:
-        for conversation, outcome in zip(group.live(), outcomes, strict=True):
+    def _queue_next_turns(self, group: _OpenGroup, indices: Sequence[int], outcomes: Sequence[Outcome]) -> None:
+        if not self.limits.together:
+            group.unfinished -= len(indices)
+        for index, outcome in zip(indices, outcomes, strict=True):
+            conversation = group.conversations[index]
             sample = conversation.sample
             assert sample is not None
             request = None
@@ -351,16 +405,21 @@ class Rollouts:
                 self._queued[group.engine, group.step, group.sampling].append(request)
                 group.unfinished += 1
             elif sample.turns < self.limits.max_turns:
-                self._on_sample()
+                self._record_end(group, index)
 
     def _send_queued(self) -> None:
-        """Send the queued requests of each engine and step of which nothing is being generated or scored."""
+        """Send the queued requests of each engine that can take them. If turns are taken together: when nothing of
+        that engine and step is being generated or scored."""
         if not self._queued:
             return
-        busy = {(call.engine, call.step) for call in self._calls.values()}
-        busy |= {(group.engine, group.step) for group in map(self._groups.__getitem__, self._scorer.uids())}
-        for key in [key for key in self._queued if key[:2] not in busy and key[0] not in self.engines.lost]:
-            if requests := self._queued.pop(key):
+        if self.limits.together:
+            busy = {(call.engine, call.step) for call in self._calls.values()}
+            busy |= {(group.engine, group.step) for group in map(self._groups.__getitem__, self._scorer.uids())}
+            ready = [key for key in self._queued if key[:2] not in busy]
+        else:
+            ready = [key for key in self._queued if self._calls_of[key[0]] < MAX_CALLS]
+        for key in ready:
+            if key[0] not in self.engines.lost and (requests := self._queued.pop(key)):
                 self._send(*key, requests, f"{len(requests)} samples")
 
     def _close_group(self, uid: str) -> Group:
@@ -373,33 +432,50 @@ class Rollouts:
             self._queued[engine, step, sampling] += requests
             return
         stream = self.engines.workers[engine].stream("generate_refs", requests, sampling, what=what)
-        expected = Counter(request.uid for request in requests)
-        if all(call.engine != engine for call in self._calls.values()):
+        expected = {(request.uid, request.generation_index): request for request in requests}
+        if not self._calls_of[engine]:
             self._faults.mark_active(engine)
-        self._calls[id(stream)] = _EngineCall(engine, step, sampling, stream, expected)
+        self._calls_of[engine] += 1
+        self._calls_made += 1
+        self._calls[id(stream)] = _EngineCall(self._calls_made, engine, step, sampling, stream, expected)
 
     def _handle_failure(
         self, engine: int, error: WorkerFailed | DeadlineExceeded, failed_call: _EngineCall | None = None
     ) -> None:
-        """Regenerate what a failed call, or a lost engine with all its calls, did not finish. May raise `error`."""
-        name, lost = self.engines.workers[engine].name, self._faults.handle(error, engine)
+        """Repeat what a failed call, or a lost engine with all its calls, did not finish. May raise `error`."""
+        name, lost = self.engines.workers[engine].name, False
+        if not self._is_counted(engine, error, failed_call):
+            lost = self._faults.handle(error, engine)
+            self._failed_at[engine] = self._calls_made
         target = self._faults.next_engine(engine)
         for call in [call for call in self._calls.values() if call.engine == engine and (lost or call is failed_call)]:
             self._end_call(call)
-            self._regenerate(call, target, f"{name}: {cause(error)}")
+            self._repeat(call, target, f"{name}: {cause(error)}", error)
         if lost:
             self._aborts = [entry for entry in self._aborts if entry[1] != engine]
             self._move_groups(engine, target)
 
-    def _regenerate(self, failed: _EngineCall, engine: int, why: str) -> None:
-        """Generate the unfinished groups of a failed call again from the start."""
-        requests: list[GenerationRequest] = []
-        for uid in +failed.expected:  # without groups whose samples have all come
-            group = self._groups[uid]
+    def _is_counted(self, engine: int, error: Exception, failed_call: _EngineCall | None) -> bool:
+        """Whether the failure was counted before: a step of an engine that fails ends all its calls, one by one."""
+        if failed_call is None or isinstance(error, WorkerDied | DeadlineExceeded):
+            return False
+        return failed_call.number <= self._failed_at.get(engine, 0) and not isinstance(error.__cause__, ValueError)
+
+    def _repeat(self, failed: _EngineCall, engine: int, why: str, error: Exception) -> None:
+        """Generate the unfinished samples of a failed call again: the turn under way, or, if the turns before are lost,
+        all of them."""
+        requests, from_start = list(failed.expected.values()), _has_lost_objects(error)
+        for uid in dict.fromkeys(request.uid for request in requests):
             self._on_retry(uid, why)
-            requests += self._open_group(group.prompt, failed.sampling, len(group.conversations), group.step, engine)
+        if from_start:
+            requests = [self._start_again(request) for request in requests]
         if requests:
             self._send(engine, failed.step, failed.sampling, requests, f"{len(requests)} samples again")
+
+    def _start_again(self, request: GenerationRequest) -> GenerationRequest:
+        group, index = self._groups[request.uid], request.generation_index
+        group.conversations[index] = self._new_conversation(group.prompt)
+        return self._first_request(group.prompt, group.step, index, _prompt_turns(group.prompt))
 
     def _move_groups(self, lost: int, target: int) -> None:
         """Let engine `target` generate the later turns of a lost engine's groups; it gets their trajectories so far."""
@@ -407,3 +483,19 @@ class Rollouts:
             group.engine = target if group.engine == lost else group.engine
         for key in [key for key in self._queued if key[0] == lost and lost != target]:
             self._queued[target, *key[1:]] += self._queued.pop(key)
+
+
+def _prompt_turns(prompt: DatumSpec) -> tuple[Turn, ...]:
+    return tuple(
+        Turn(role=message["role"], token_ids=message["token_ids"], text=message["content"])
+        for message in prompt["message_log"]
+    )
+
+
+def _has_lost_objects(error: BaseException | None) -> bool:
+    """Return whether the store has lost something that a call needed."""
+    while error is not None:
+        if isinstance(error, ObjectLost):
+            return True
+        error = error.__cause__
+    return False

@@ -37,15 +37,32 @@ _MAX_FAILURES = 20
 logger = logging.getLogger(__name__)
 
 
+@dataclass(frozen=True)
+class BatchLimits:
+    """Samples of several requests that one call of an environment may hold, and for how many seconds a call that is
+    not full waits for more of them."""
+
+    max_size: int = 32
+    max_wait_s: float = 0.0
+
+
 class EnvironmentWorker:
     """An environment in a worker that can be restarted."""
 
     def __init__(
-        self, cluster: Cluster, start: Callable[[], Worker], *, calls: int, timeout_s: float, runs_agents: bool = False
+        self,
+        cluster: Cluster,
+        start: Callable[[], Worker],
+        *,
+        calls: int,
+        timeout_s: float,
+        runs_agents: bool = False,
+        batch: BatchLimits = BatchLimits(),
     ) -> None:
         """`start`: spawns the worker. `calls`: how many calls it takes at a time; `timeout_s`: deadline of each.
-        `runs_agents`: it generates whole samples itself, through the policy's endpoint."""
+        `runs_agents`: it generates whole samples itself, through the policy's endpoint. `batch`: limits of a call."""
         self._cluster, self._start = cluster, start
+        self.batch = batch
         self.calls, self.timeout_s, self.runs_agents = calls, timeout_s, runs_agents
         self._worker = start()
         self.name = self._worker.name
@@ -78,37 +95,66 @@ class EnvironmentWorker:
 
 @dataclass(eq=False)
 class ScoreRequest:
-    """The samples of one group whose last turn is to be scored. `outcomes`: by position in `references`."""
+    """Samples of one group whose last turn is to be scored: all of them, or one as it comes. `indices`: their
+    generation indexes; `by_position`: the outcomes that have come, by position in `references`."""
 
     uid: str
     metadata: Sequence[dict[str, Any]]
     references: Sequence[Any]
-    outcomes: dict[int, Outcome] = field(default_factory=dict)
-    given_up: bool = False
+    indices: Sequence[int]
+    by_position: dict[int, Outcome] = field(default_factory=dict)
+    dropped: bool = False
+
+    @property
+    def outcomes(self) -> list[Outcome]:
+        """The outcomes, by position in `references`, once all have come."""
+        return [self.by_position[position] for position in range(len(self.references))]
 
 
 @dataclass(eq=False)
 class _Call:
-    """A call about some samples of a request. `alone`: the environment gets no other call at the same time."""
+    """A call about some samples: (request, position) of each. `alone`: the environment gets no other call at the same
+    time. `again`: one of its samples has failed before, and no other sample joins it. `queued_at`: monotonic time."""
 
-    request: ScoreRequest
-    positions: list[int]
+    samples: list[tuple[ScoreRequest, int]]
+    queued_at: float
     alone: bool = False
+    again: bool = False
     pending: Future = field(init=False)
     deadline: float = field(init=False)
     since: float = field(init=False)
 
+    @property
+    def label(self) -> str:
+        """The prompts it is about, for errors."""
+        uids = list(dict.fromkeys(request.uid for request, _ in self.samples))
+        return uids[0] if len(uids) == 1 else f"{uids[0]} and {len(uids) - 1} more"
+
 
 @dataclass(eq=False)
 class EnvQueue:
-    """One environment with the calls that wait for it and those under way. `max_calls`: at a time."""
+    """One environment with the calls that wait for it and those under way. `max_calls`: at a time. `batch`: limits of
+    the calls that join samples of several requests."""
 
     worker: Worker
     max_calls: float
     timeout_s: float
+    batch: BatchLimits
     waiting: deque[_Call] = field(default_factory=deque)
-    running: list[_Call] = field(default_factory=list)
+    running: dict[int, _Call] = field(default_factory=dict)  # by id of the future
     failures: int = 0
+
+    def hold_s(self, now: float) -> float:
+        """Return the seconds for which the first call that waits is still held back, to be joined by others."""
+        first, wait_s = self.waiting[0], self.batch.max_wait_s
+        if not wait_s or first.again or first.alone:
+            return 0.0
+        size = 0
+        for call in self.waiting:
+            size += len(call.samples)
+            if size >= self.batch.max_size:
+                return 0.0
+        return max(0.0, first.queued_at + wait_s - now)
 
 
 class RewardScorer:
@@ -116,7 +162,7 @@ class RewardScorer:
 
     `environments`: by task name. An EnvironmentWorker is restarted when it hangs or dies; other workers cannot be, and
     the error is raised. `on_restart`: gets the name of each worker that is restarted, and the reason. `on_span`: as in
-    `Rollouts`.
+    `Rollouts`. `joins`: a call may hold samples of several requests; otherwise each request is a call.
     """
 
     def __init__(
@@ -125,67 +171,92 @@ class RewardScorer:
         cluster: Cluster,
         on_restart: Callable[[str, str], None] = lambda worker, why: None,
         on_span: Callable[[str, str, float, float], None] = lambda worker, what, start, end: None,
+        *,
+        joins: bool = False,
     ) -> None:
-        self._on_restart, self._on_span = on_restart, on_span
+        self._on_restart, self._on_span, self._joins = on_restart, on_span, joins
         queues: dict[int, EnvQueue] = {}
         for worker in environments.values():
-            limits = (float("inf"), cluster.call_timeout_s)
+            limits: tuple[float, float, BatchLimits] = (float("inf"), cluster.call_timeout_s, BatchLimits())
             if isinstance(worker, EnvironmentWorker):
-                limits = (worker.calls, worker.timeout_s)
+                limits = (worker.calls, worker.timeout_s, worker.batch)
             queues.setdefault(id(worker), EnvQueue(worker, *limits))
         self._queues = list(queues.values())
         self._by_task = {task: queues[id(worker)] for task, worker in environments.items()}
         self._scored: deque[ScoreRequest] = deque()
         self._exceptions: set[str] = set()  # that were logged
 
-    def submit(self, uid: str, task: str, metadata: Sequence[dict[str, Any]], references: Sequence[Any]) -> None:
-        """Request the rewards of a group's trajectories, given by reference. Does not wait."""
+    def submit(
+        self,
+        uid: str,
+        task: str,
+        metadata: Sequence[dict[str, Any]],
+        references: Sequence[Any],
+        indices: Sequence[int] = (),
+    ) -> None:
+        """Request the rewards of trajectories of one group, given by reference. Does not wait. `indices`: their
+        generation indexes; none: 0, 1, ..."""
         queue = self._by_task[task]
-        queue.waiting.append(_Call(ScoreRequest(uid, metadata, references), list(range(len(references)))))
+        request = ScoreRequest(uid, metadata, references, indices or range(len(references)))
+        queue.waiting.append(_Call([(request, position) for position in range(len(references))], time.monotonic()))
         self._send(queue)
 
     def uids(self) -> set[str]:
         """Return the prompts whose rewards have not been taken by `next`."""
-        calls = (call for queue in self._queues for call in (*queue.waiting, *queue.running))
-        unscored = {call.request.uid for call in calls if not call.request.given_up}
-        return unscored | {request.uid for request in self._scored}
+        return {request.uid for request in self._requests()}
 
-    def give_up(self, uids: Collection[str]) -> None:
-        """Drop the requests of these prompts."""
+    def samples(self) -> list[tuple[str, int]]:
+        """Return (uid, generation index) of each sample whose reward has not been taken by `next`."""
+        return [(request.uid, index) for request in self._requests() for index in request.indices]
+
+    def _requests(self) -> list[ScoreRequest]:
+        calls = (call for queue in self._queues for call in (*queue.waiting, *queue.running.values()))
+        asked = dict.fromkeys(request for call in calls for request, _ in call.samples)
+        return [request for request in (*asked, *self._scored) if not request.dropped]
+
+    def drop(self, uids: Collection[str], indices: Collection[int] | None = None) -> None:
+        """Drop the requests of these prompts, or of these samples of them."""
+        for request in self._requests():
+            if request.uid in uids and (indices is None or set(request.indices) <= set(indices)):
+                request.dropped = True
         for queue in self._queues:
-            queue.waiting = deque(call for call in queue.waiting if call.request.uid not in uids)
-            for call in queue.running:
-                call.request.given_up = call.request.given_up or call.request.uid in uids
-        self._scored = deque(request for request in self._scored if request.uid not in uids)
+            for call in queue.waiting:
+                call.samples = [sample for sample in call.samples if not sample[0].dropped]
+            queue.waiting = deque(call for call in queue.waiting if call.samples)
+        self._scored = deque(request for request in self._scored if not request.dropped)
 
     def awaited(self) -> list[Future]:
         """Return the calls under way."""
-        return [call.pending for queue in self._queues for call in queue.running]
+        return [call.pending for queue in self._queues for call in queue.running.values()]
 
     def seconds_left(self) -> float:
-        """Return the seconds until the first deadline of a call."""
+        """Return the seconds until the first deadline of a call, or until a call that is held back is sent."""
         now = time.monotonic()
-        deadlines = (call.deadline for queue in self._queues for call in queue.running)
-        return min((max(deadline - now, 0.0) for deadline in deadlines), default=float("inf"))
+        deadlines = [call.deadline - now for queue in self._queues for call in queue.running.values()]
+        held = [queue.hold_s(now) for queue in self._queues if queue.waiting and len(queue.running) < queue.max_calls]
+        return min((max(left, 0.0) for left in (*deadlines, *filter(None, held))), default=float("inf"))
 
-    def next(self) -> tuple[str, list[Outcome]] | None:
-        """Return the uid and the outcomes of a group whose rewards have all come; None if there is no such group."""
+    def flush(self) -> None:
+        """Send what is held back: nothing is under way that could join it."""
+        for queue in self._queues:
+            self._send(queue, hold=False)
+
+    def next(self) -> ScoreRequest | None:
+        """Return a request whose rewards have all come; None if there is no such request."""
         now = time.monotonic()
         for queue in self._queues:
-            while late := next((call for call in queue.running if now >= call.deadline), None):
+            while late := next((call for call in queue.running.values() if now >= call.deadline), None):
                 self._take(queue, late)
-        if not self._scored:
-            return None
-        request = self._scored.popleft()
-        return request.uid, [request.outcomes[position] for position in range(len(request.references))]
+            if queue.waiting and queue.batch.max_wait_s:
+                self._send(queue)
+        return self._scored.popleft() if self._scored else None
 
     def take(self, ready: Future | Stream) -> bool:
         """Process an answer that has come; return False if it is not one of `awaited`."""
         for queue in self._queues:
-            for call in queue.running:
-                if call.pending is ready:
-                    self._take(queue, call)
-                    return True
+            if (call := queue.running.get(id(ready))) is not None:
+                self._take(queue, call)
+                return True
         return False
 
     def _take(self, queue: EnvQueue, call: _Call) -> None:
@@ -202,43 +273,55 @@ class RewardScorer:
             self._record_exception(queue, call, error)
             return
         queue.failures = 0
-        queue.running.remove(call)
+        del queue.running[id(call.pending)]
         self._record(call, outcomes)
         self._send(queue)
 
     def _record(self, call: _Call, outcomes: Sequence[Outcome]) -> None:
-        request = call.request
-        request.outcomes.update(zip(call.positions, outcomes, strict=True))
-        for outcome in outcomes:
+        for (request, position), outcome in zip(call.samples, outcomes, strict=True):
+            request.by_position[position] = outcome
             if outcome.traceback is not None:
                 logger.warning("%s: no reward for a sample of %s\n%s", outcome.reason, request.uid, outcome.traceback)
-        if len(request.outcomes) == len(request.references) and not request.given_up:
-            self._scored.append(request)
+            if len(request.by_position) == len(request.references) and not request.dropped:
+                self._scored.append(request)
 
-    def _send(self, queue: EnvQueue) -> None:
+    def _send(self, queue: EnvQueue, *, hold: bool = True) -> None:
         """Start the calls that wait, as many as the environment takes."""
         while queue.waiting and len(queue.running) < queue.max_calls:
-            if queue.running and (queue.waiting[0].alone or queue.running[0].alone):
+            if queue.running and (queue.waiting[0].alone or next(iter(queue.running.values())).alone):
                 return
-            call = queue.waiting.popleft()
-            metadata = [call.request.metadata[position] for position in call.positions]
-            references = [call.request.references[position] for position in call.positions]
-            what = f"the verdict on {call.request.uid}"
+            if hold and self._joins and queue.hold_s(time.monotonic()):
+                return
+            call = self._next_call(queue)
+            metadata = [request.metadata[position] for request, position in call.samples]
+            references = [request.references[position] for request, position in call.samples]
             call.since = time.perf_counter()
             call.deadline = time.monotonic() + queue.timeout_s
-            call.pending = queue.worker.call("advance", metadata, *references, timeout_s=queue.timeout_s, what=what)
-            queue.running.append(call)
+            what, limit_s = f"the verdict on {call.label}", queue.timeout_s
+            call.pending = queue.worker.call("advance", metadata, *references, timeout_s=limit_s, what=what)
+            queue.running[id(call.pending)] = call
+
+    def _next_call(self, queue: EnvQueue) -> _Call:
+        """Take the first call that waits, joined by as many others as fit its limit."""
+        call, waiting = queue.waiting.popleft(), queue.waiting
+        if self._joins and not (call.alone or call.again):
+            size = queue.batch.max_size
+            while waiting and not (waiting[0].alone or waiting[0].again):
+                if len(call.samples) + len(waiting[0].samples) > size:
+                    break
+                call.samples += waiting.popleft().samples
+        return call
 
     def _record_exception(self, queue: EnvQueue, call: _Call, error: WorkerFailed) -> None:
         """Give the sample on which an environment raised no reward. Ask again about each sample of several."""
-        queue.running.remove(call)
-        if len(call.positions) > 1:
-            queue.waiting.extendleft(_Call(call.request, [position]) for position in reversed(call.positions))
+        del queue.running[id(call.pending)]
+        if len(call.samples) > 1:
+            queue.waiting.extendleft(_Call([one], call.queued_at, again=True) for one in reversed(call.samples))
         else:
             reason = f"the environment raised {error.cause}"
             if reason not in self._exceptions:
                 self._exceptions.add(reason)
-                logger.warning("%s: no reward for a sample of %s: %s", queue.worker.name, call.request.uid, error)
+                logger.warning("%s: no reward for a sample of %s: %s", queue.worker.name, call.label, error)
             self._record(call, [Outcome(None, None, reason, 0.0)])
         self._send(queue)
 
@@ -251,12 +334,12 @@ class RewardScorer:
         worker = queue.worker
         if not isinstance(worker, EnvironmentWorker) or queue.failures > _MAX_FAILURES:
             raise error
-        calls, queue.running = queue.running, []
-        again = [call for call in calls if call is not culprit or len(call.positions) > 1 or len(calls) > 1]
+        calls, queue.running = list(queue.running.values()), {}
+        again = [call for call in calls if call is not culprit or len(call.samples) > 1 or len(calls) > 1]
         for call in reversed(again):
-            for position in reversed(call.positions):
-                queue.waiting.appendleft(_Call(call.request, [position], alone=True))
-        self._on_restart(worker.name, f"{culprit.request.uid}: {reason}")
+            for one in reversed(call.samples):
+                queue.waiting.appendleft(_Call([one], call.queued_at, alone=True))
+        self._on_restart(worker.name, f"{culprit.label}: {reason}")
         worker.restart()
         if culprit not in again:
             self._record(culprit, [Outcome(None, None, reason, queue.timeout_s)])

@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from tempfile import TemporaryFile
 from typing import Any
 
 import torch
 
+from grpo_mcore.algorithms.rollouts.scoring import BatchLimits
 from grpo_mcore.environments import create_env_class
 from grpo_mcore.environments.config import EnvironmentConfigError
 from grpo_mcore.environments.interfaces import EnvironmentBase
@@ -210,6 +211,7 @@ def check_environments(config: MasterConfig, env_names: Mapping[str, str | None]
     """
     for task, name in env_names.items():
         cls, section, _ = environment_of(task, name, config)
+        calls_of(str(name), cls, config)
         try:
             cls.check(section)
             for row in rows:
@@ -242,4 +244,35 @@ def environment_of(
             f"{step_timeout_s:g} s: the step would end before the environment is restarted; lower it, or raise "
             "cluster.step_timeout_s"
         )
-    return create_env_class(str(section.pop("environment", name)))[0], section, float(timeout_s)
+    cls = create_env_class(str(section.pop("environment", name)))[0]
+    if cls.config_class is not None:  # which would not know them
+        for key in _call_keys(cls):
+            section.pop(key, None)
+    return cls, section, float(timeout_s)
+
+
+def _call_keys(cls: type[EnvironmentBase]) -> list[str]:
+    """Return the keys of a section that say how an environment is called, unless its class has such a key itself."""
+    known = cls.config_class.model_fields if cls.config_class is not None else {}
+    return [key for key in ("concurrency", "batch") if key not in known]
+
+
+def calls_of(name: str, cls: type[EnvironmentBase], config: MasterConfig) -> tuple[int, BatchLimits]:
+    """Return how many calls an environment takes at a time and the limits of one call: `env.NAME.concurrency`, or the
+    class's own number, and `env.NAME.batch`. Raises SetupError for a wrong value."""
+    keys = {key: config.env.get(name, {}).get(key) for key in _call_keys(cls)}
+    calls, batch = keys.get("concurrency"), keys.get("batch")
+    calls = cls.concurrent_calls if calls is None else calls
+    batch = {} if batch is None else batch
+    if not isinstance(calls, int) or isinstance(calls, bool) or calls < 1:
+        raise SetupError(f"env.{name}.concurrency must be a number of calls above 0, got {calls!r}")
+    if not isinstance(batch, dict) or (unknown := set(batch) - {"max_size", "max_wait_s"}):
+        wrong = f"unknown key {min(unknown)!r}" if isinstance(batch, dict) else f"got {batch!r}"
+        raise SetupError(f"env.{name}.batch holds max_size and max_wait_s: {wrong}")
+    limits = replace(BatchLimits(), **batch)
+    if not isinstance(limits.max_size, int) or isinstance(limits.max_size, bool) or limits.max_size < 1:
+        raise SetupError(f"env.{name}.batch.max_size must be a number of samples above 0, got {limits.max_size!r}")
+    wait_s = limits.max_wait_s
+    if not isinstance(wait_s, int | float) or isinstance(wait_s, bool) or not 0 <= wait_s < float("inf"):
+        raise SetupError(f"env.{name}.batch.max_wait_s must be a number of seconds from 0 on, got {wait_s!r}")
+    return calls, limits

@@ -150,6 +150,11 @@ class GRPOConfig(Section):
     """Maximum number of steps. 0: only validate, if val_at_start or val_at_end says so."""
     max_rollout_turns: Positive = 1
     """Maximum number of generated turns of a trajectory. An environment may end it earlier."""
+    turns: Literal["free", "together"] | None = None
+    """When a sample goes on. free: its turn is scored as soon as it is generated, and its next turn starts as soon as
+    its environment has answered. together: a group is scored when all its samples are generated, and the samples of one
+    step on one engine start each turn together, so that a rerun gives an engine equal batches. null: free; together
+    where cluster.backend is local."""
     normalize_rewards: bool = True
     """Divide advantages by the standard deviation of their group, for estimators with this option. Read by
     objective/."""

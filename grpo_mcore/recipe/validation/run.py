@@ -42,10 +42,11 @@ def check_ages(config: RecipeSections) -> Iterator[Finding]:
                 (at + "min_samples_per_group", "grpo.num_generations_per_prompt"),
                 f"{ahead.min_samples_per_group} samples are more than the {samples} of a group",
             )
-        if config.grpo.max_rollout_turns > 1:
+        together = config.grpo.turns == "together" or (config.grpo.turns is None and config.cluster.backend == "local")
+        if config.grpo.max_rollout_turns > 1 and together:
             yield Finding(
                 (at + "min_samples_per_group", "grpo.max_rollout_turns"),
-                "works only with samples of one turn: set grpo.max_rollout_turns to 1",
+                "works with samples of several turns only if they do not wait for each other: set grpo.turns to free",
             )
     if ahead.partial_rollouts and not ahead.in_flight_weight_updates:
         yield Finding(

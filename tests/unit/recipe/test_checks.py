@@ -441,11 +441,12 @@ AHEAD = "loss_fn: {use_importance_sampling_correction: true}\ngrpo:\n  num_promp
         (AHEAD + "{enabled: true, partial_rollouts: true, in_flight_weight_updates: true}\n", []),
         (AHEAD + "{enabled: true, min_samples_per_group: 16}\n", []),
         (
-            AHEAD + "{enabled: true, min_samples_per_group: 17}\n  max_rollout_turns: 2\n",
+            AHEAD + "{enabled: true, min_samples_per_group: 17}\n  max_rollout_turns: 2\n  turns: together\n",
             ["grpo.async_grpo.min_samples_per_group: 17 samples are more than the 16 of a group",
-             "grpo.async_grpo.min_samples_per_group: works only with samples of one turn: set grpo.max_rollout_turns "
-             "to 1"],
+             "grpo.async_grpo.min_samples_per_group: works with samples of several turns only if they do not wait "
+             "for each other: set grpo.turns to free"],
         ),
+        (AHEAD + "{enabled: true, min_samples_per_group: 16}\n  max_rollout_turns: 2\n", []),
         (
             AHEAD + "{enabled: true, partial_rollouts: true}\n",
             ["grpo.async_grpo.partial_rollouts: needs in_flight_weight_updates: true: without it a refit waits for "

@@ -36,11 +36,12 @@ def failing(world: World, engine: int, *calls: int) -> None:
 
 
 @pytest.mark.parametrize("engines", [1, 2])
-def test_all_samples_of_a_failed_calls_groups_are_generated_again(engines: int) -> None:
+def test_the_missing_samples_of_a_failed_call_are_generated_again(engines: int) -> None:
     retried: list[tuple[str, str]] = []
     world = World(engines=engines, max_turns=1)
     world.rollouts = Rollouts(
-        world.engines, world.rollouts.environments, None, TurnLimits(1, 99), seed=5, retries=Retries(1, 0.0),
+        world.engines, world.rollouts.environments, None, TurnLimits(1, 99, together=True),
+        seed=5, retries=Retries(1, 0.0),
         on_retry=lambda *what: retried.append(what),
     )  # fmt: skip
     failing(world, 0, 1)
@@ -58,15 +59,19 @@ def test_all_samples_of_a_failed_calls_groups_are_generated_again(engines: int) 
 
 @pytest.mark.parametrize("engines", [1, 2])
 @pytest.mark.parametrize("seed", range(6))
-def test_with_several_turns_only_groups_of_the_failed_call_start_again(engines: int, seed: int) -> None:
-    """Groups that wait for their next turn keep what they have."""
+@pytest.mark.parametrize("together", [True, False])
+def test_with_several_turns_samples_of_the_failed_call_repeat_their_turn(
+    engines: int, seed: int, together: bool
+) -> None:
+    """All others keep what they have."""
     retried: list[str] = []
     world = World(engines=engines, seed=seed)
     world.rollouts = Rollouts(
-        world.engines, world.rollouts.environments, CharacterTokenizer(), TurnLimits(9, 1000), seed=5,
+        world.engines, world.rollouts.environments, CharacterTokenizer(),
+        TurnLimits(9, 1000, together=together), seed=5,
         retries=Retries(1, 0.0), on_retry=lambda uid, why: retried.append(uid),
     )  # fmt: skip
-    failing(world, 0, 2)
+    failing(world, 0, 2 if together else 1)
     groups = world.run(range(5))
     undisturbed = World(engines=engines, seed=seed)
     for uid, group in undisturbed.run(range(5)).items():
@@ -80,7 +85,12 @@ def test_with_several_turns_only_groups_of_the_failed_call_start_again(engines: 
 def test_one_failure_more_than_tolerated_is_raised() -> None:
     world = World(max_turns=1)
     world.rollouts = Rollouts(
-        world.engines, world.rollouts.environments, None, TurnLimits(1, 99), seed=5, retries=Retries(1, 0.0)
+        world.engines,
+        world.rollouts.environments,
+        None,
+        TurnLimits(1, 99, together=True),
+        seed=5,
+        retries=Retries(1, 0.0),
     )
     failing(world, 0, 1, 2)
     with pytest.raises(WorkerFailed, match="Broken: out of memory"):
@@ -122,7 +132,7 @@ def dying(world: World, *, starts: list[int], hangs: bool = False) -> list[str]:
     for other in (*world.engines.workers, successor):
         other.target.health = lambda: None
     world.rollouts = Rollouts(
-        world.engines, world.rollouts.environments, None, TurnLimits(1, 99), seed=5,
+        world.engines, world.rollouts.environments, None, TurnLimits(1, 99, together=True), seed=5,
         on_retry=lambda uid, why: entries.append(f"{uid} anew"),
         on_restart=lambda name, why: entries.append(f"{name}: {why}"),
         restore_engines=lambda: (entries.append("refit"), world.engines.lost.clear()),
@@ -180,7 +190,7 @@ def test_prompts_given_up_while_waiting_for_an_engine_are_not_generated(unwanted
     while awaited := world.rollouts.awaited():  # its first sample, then its death
         world.rollouts.take(world.cluster.next_ready(awaited, 1.0, "samples"))
     assert starts == [0] and world.rollouts.generating
-    world.rollouts.give_up(unwanted)
+    world.rollouts.drop(unwanted)
     wanted = {"p0", "p1", "p2"} - set(unwanted)
     assert {world.rollouts.next_group().uid for _ in wanted} == wanted
     assert not world.rollouts.generating and ("refit" in entries) == bool(wanted)
@@ -208,7 +218,7 @@ def test_prompts_are_given_up_on_an_engine_that_has_just_died(engines: int) -> N
 
     dead.call = call  # type: ignore[method-assign]
     world.rollouts.dispatch([prompt(number) for number in range(4)], SAMPLING, generations=3, step=1)
-    world.rollouts.give_up(["p0"])
+    world.rollouts.drop(["p0"])
     assert aborts == [(("p0",),)]
     world.rollouts.dispatch([prompt(0)], SAMPLING, generations=3, step=2)
     assert {world.rollouts.next_group().uid for _ in range(4)} == {"p0", "p1", "p2", "p3"}
@@ -226,7 +236,12 @@ def test_too_many_deaths_end_the_run() -> None:
 def test_an_invalid_request_is_not_retried() -> None:
     world = World(max_turns=1)
     world.rollouts = Rollouts(
-        world.engines, world.rollouts.environments, None, TurnLimits(1, 99), seed=5, retries=Retries(5, 0.0)
+        world.engines,
+        world.rollouts.environments,
+        None,
+        TurnLimits(1, 99, together=True),
+        seed=5,
+        retries=Retries(5, 0.0),
     )
 
     def too_long(*args: Any) -> Any:

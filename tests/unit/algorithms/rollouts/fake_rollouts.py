@@ -167,7 +167,8 @@ def play(trajectory: Trajectory, metadata: dict[str, Any]) -> Outcome:
 
 class World:
     def __init__(self, decide: Any = play, *, engines: int = 1, seed: int = 0, **how: Any) -> None:
-        limits = TurnLimits(how.pop("max_turns", 9), how.pop("max_model_len", 1000))
+        turns, room, together = how.pop("max_turns", 9), how.pop("max_model_len", 1000), how.pop("together", False)
+        limits = TurnLimits(turns, room, together=together)
         self.cluster = Shuffling(seed)
         self.environment = FakeEnvironment(decide)
         self.engines = engine_group(self.cluster, engines, seed, **how)

@@ -87,7 +87,7 @@ def play(agents: AgentRollouts, gym: Gym, stream: Stream, count: int) -> list[tu
 def test_samples_given_up_still_finish_and_do_not_count(agents: AgentRollouts, gym: Gym) -> None:
     dispatch(agents, 0, 1)
     assert play(agents, gym, gym.streams[0], 1) == []
-    agents.give_up(["p0"])
+    agents.drop(["p0"])
     dispatch(agents, 0, step=2)
     old, new = gym.streams
     anew = [f"seed {sample.seed}" for sample in new.asked]
@@ -104,7 +104,7 @@ def test_an_environment_that_fails_is_asked_again_only_for_samples_not_given_up(
     agents: AgentRollouts, gym: Gym, unwanted: list[str], error: type[WorkerFailed] | None
 ) -> None:
     dispatch(agents, 0, 1)
-    agents.give_up(unwanted)
+    agents.drop(unwanted)
     gym.streams[0].error = error
     assert agents.take(gym.streams[0]) and gym.restarts == 1
     asked = [sample.uid for stream in gym.streams[1:] for sample in stream.asked]

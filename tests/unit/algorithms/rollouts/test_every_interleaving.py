@@ -179,6 +179,7 @@ class World(LocalCluster):
     obeys: bool = True
     generations: int = 2
     enough: int | None = None
+    together: bool = True
     now: float = 0.0
     hung: set[Any] = field(default_factory=set)
     lost_rewards: int = 0
@@ -189,8 +190,9 @@ class World(LocalCluster):
         self.engines = EngineGroup(self, workers, sleeps=self.sleeps, start=self.successor)  # type: ignore[arg-type]
         self.engines.restarts = Retries(5, 0.0)
         environment = EnvironmentWorker(self, lambda: Environment(self), calls=2, timeout_s=VERDICT_S)  # type: ignore[arg-type, return-value]
+        limits = TurnLimits(self.turns, 999, together=self.together)
         self.rollouts = Rollouts(
-            self.engines, {"game": environment}, CharacterTokenizer(), TurnLimits(self.turns, 999), seed=5,
+            self.engines, {"game": environment}, CharacterTokenizer(), limits, seed=5,
             retries=Retries(5, 0.0), restore_engines=self.restore, enough_samples=self.enough,
         )  # fmt: skip
         self.rollouts._faults._clock = lambda: self.now
@@ -238,10 +240,25 @@ class World(LocalCluster):
     def check(self) -> None:
         """Somebody produces what each open group misses, and only once."""
         rollouts = self.rollouts
-        generated = [uid for call in rollouts._calls.values() for uid in +call.expected]
-        queued = {request.uid for requests in rollouts._queued.values() for request in requests}
-        producers = sorted([*generated, *queued, *rollouts._scorer.uids()])
-        assert producers == sorted(rollouts._groups), "a group has no producer, or two"
+        generated = [key for call in rollouts._calls.values() for key in call.expected]
+        queued = [(request.uid, request.generation_index) for keys in rollouts._queued.values() for request in keys]
+        if self.together:
+            calls = [{uid for uid, _ in call.expected} for call in rollouts._calls.values()]
+            producers = [
+                *(uid for uids in calls for uid in uids),
+                *{uid for uid, _ in queued},
+                *rollouts._scorer.uids(),
+            ]
+            assert sorted(producers) == sorted(rollouts._groups), "a group has no producer, or two"
+        else:
+            open_samples = [
+                (uid, index)
+                for uid, group in rollouts._groups.items()
+                for index, conversation in enumerate(group.conversations)
+                if not conversation.over
+            ]
+            producers = sorted([*generated, *queued, *rollouts._scorer.samples()])
+            assert producers == sorted(open_samples), "a sample has no producer, or two"
         assert rollouts.awaited() or not rollouts._groups or rollouts.generating
 
 
@@ -275,7 +292,7 @@ def run(world: World, prompts: int, surprises: int) -> None:
                         break  # the policy's own deadline, which ends the run
             case _, uid:
                 surprises -= 1
-                rollouts.give_up([uid])
+                rollouts.drop([uid])
                 world.check()
                 dispatch([uid], 2)
     else:
@@ -294,22 +311,38 @@ CASES = {
     # prompts, surprises, the world, at least so many runs
     "one-engine": (2, 1, {"accidents": 1}, 200),
     "asleep": (1, 1, {"accidents": 2, "sleeps": True, "obeys": False}, 200),
-    "two-turns": (1, 0, {"accidents": 2, "turns": 2}, 400),
+    "two-turns": (1, 0, {"accidents": 2, "turns": 2}, 300),
     "two-engines": (2, 0, {"accidents": 1, "num_engines": 2}, 500),
     "enough-samples": (1, 1, {"accidents": 1, "generations": 3, "enough": 2, "obeys": False}, 50),
+}
+FREE = {
+    "free-one-engine": (1, 1, {"accidents": 1, "together": False}, 100),
+    "free-asleep": (1, 1, {"accidents": 1, "sleeps": True, "obeys": False, "together": False}, 100),
+    "free-two-turns": (1, 0, {"accidents": 1, "turns": 2, "together": False}, 150),
+    "free-two-engines": (2, 0, {"accidents": 1, "num_engines": 2, "generations": 1, "together": False}, 100),
+    "free-enough": (
+        1,
+        0,
+        {"accidents": 1, "turns": 2, "generations": 3, "enough": 2, "obeys": False, "together": False},
+        100,
+    ),
 }
 LARGE = {
     "two-engines-two-turns": (2, 0, {"accidents": 1, "num_engines": 2, "turns": 2}, 5000),
     "two-accidents-two-engines": (2, 0, {"accidents": 2, "num_engines": 2}, 5000),
     "two-surprises": (1, 2, {"accidents": 1, "turns": 2}, 200),
     "two-accidents-asleep": (1, 1, {"accidents": 2, "sleeps": True, "turns": 2}, 1000),
+    "free-two-accidents": (1, 1, {"accidents": 2, "turns": 2, "together": False}, 1000),
+    "free-two-engines-two-turns": (1, 0, {"accidents": 2, "num_engines": 2, "turns": 2, "together": False}, 1000),
     "two-accidents-enough": (1, 1, {"accidents": 2, "generations": 3, "enough": 2, "num_engines": 2}, 1000),
 }
 
 
-@pytest.mark.parametrize("case", [*CASES, *(pytest.param(case, marks=pytest.mark.every_state) for case in LARGE)])
+@pytest.mark.parametrize(
+    "case", [*CASES, *FREE, *(pytest.param(case, marks=pytest.mark.every_state) for case in LARGE)]
+)
 def test_every_interleaving_keeps_the_laws(case: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    prompts, surprises, sizes, at_least = (CASES | LARGE)[case]
+    prompts, surprises, sizes, at_least = (CASES | FREE | LARGE)[case]
     clock = SimpleNamespace(monotonic=lambda: 0.0, perf_counter=lambda: 0.0)
     monkeypatch.setattr(scoring, "time", clock)
     monkeypatch.setattr(scoring.logger, "disabled", True)

@@ -24,10 +24,11 @@ from tests.unit.algorithms.rollouts.fake_rollouts import (
 )
 
 
+@pytest.mark.parametrize("together", [True, False])
 @pytest.mark.parametrize("engines", [1, 2, 3])
 @pytest.mark.parametrize("seed", range(8))
-def test_every_sample_gets_its_turns_in_any_order_of_events(engines: int, seed: int) -> None:
-    world = World(engines=engines, seed=seed)
+def test_every_sample_gets_its_turns_in_any_order_of_events(engines: int, seed: int, together: bool) -> None:
+    world = World(engines=engines, seed=seed, together=together)
     groups = world.run(range(5))
     assert sorted(groups) == [f"p{number}" for number in range(5)]
     assert len(world.finished) == 15
@@ -46,9 +47,10 @@ def test_every_sample_gets_its_turns_in_any_order_of_events(engines: int, seed: 
 
 @pytest.mark.parametrize("seed", range(4))
 def test_what_each_worker_is_asked_and_when(seed: int) -> None:
-    """Each group is scored once a turn, for its samples that are not over. An engine gets all its next turns in one
-    call, with references to the trajectories so far and the seeds of the turn; a sample stays with its engine."""
-    world = World(engines=2, seed=seed)
+    """Turns are taken together: each group is scored once a turn, for its samples that are not over. An engine gets all
+    its next turns in one call, with references to the trajectories so far and the seeds of the turn; a sample stays
+    with its engine."""
+    world = World(engines=2, seed=seed, together=True)
     world.run(range(5))
     assert sorted(world.environment.calls) == sorted(
         [(uid, index, turn) for index in range(3) if wanted(uid, index) >= turn]
@@ -71,8 +73,8 @@ def test_what_each_worker_is_asked_and_when(seed: int) -> None:
 
 def test_samples_do_not_depend_on_the_order_of_events() -> None:
     found = []
-    for seed, engines in ((0, 1), (1, 1), (2, 2), (3, 4)):
-        world = World(engines=engines, seed=seed)
+    for seed, engines in ((0, 1), (1, 1), (2, 2), (3, 4), (4, 4)):
+        world = World(engines=engines, seed=seed, together=seed == 4)
         groups = world.run(range(4))
         found.append({(uid, i): world.trajectory(group, i) for uid, group in groups.items() for i in range(3)})
     assert all(trajectories == found[0] for trajectories in found[1:])
@@ -93,9 +95,9 @@ def test_each_sample_has_its_own_state() -> None:
     assert all(group.prompt["extra_env_info"]["seen"] == [] for group in prompts.values())
 
 
-def test_with_one_turn_each_group_is_scored_in_one_call() -> None:
+def test_with_one_turn_taken_together_each_group_is_scored_in_one_call() -> None:
     """No chat template that can hold several turns is needed then."""
-    world = World(max_turns=1, engines=2)
+    world = World(max_turns=1, engines=2, together=True)
     groups = world.run(range(4))
     assert len(world.environment.calls) == 4 and all(len(call) == 3 for call in world.environment.calls)
     assert [len(worker.target.calls) for worker in world.engines.workers] == [1, 1]
@@ -146,7 +148,7 @@ def test_a_sample_that_fails_does_not_affect_the_others() -> None:
         return Outcome(None if failed else 1.0, None, "went wrong", 0.0, terminated=turn == 4, observation="on")
 
     ends = {("p0", 0, 2): "abort", ("p0", 1, 1): "length"}
-    world = World(decide, ends=ends)
+    world = World(decide, ends=ends, together=True)
     (group,) = world.run(range(1), generations=4).values()
     assert [sample.turns for sample in group.samples] == [2, 1, 3, 4]
     assert [score.reward for score in group.scores] == [None, 1.0, None, 4.0]
@@ -162,7 +164,7 @@ def test_stop_strings_change_by_turn() -> None:
         stops = {1: None, 2: ("b", "c"), 3: ()}.get(turn)
         return Outcome(0.0, None, "", 0.0, terminated=turn == 4, observation="on", stop_strings=stops)
 
-    world = World(decide)
+    world = World(decide, together=True)
     world.run(range(1), stop_strings=["a"])
     assert [requests[0].stop_strings for requests, _ in world.calls()] == [("a",), ("a",), ("b", "c"), ()]
 
@@ -259,7 +261,7 @@ def test_new_prompts_go_to_the_engine_with_the_lowest_load() -> None:
 
 def test_a_later_step_does_not_hold_up_the_turns_of_an_earlier_one() -> None:
     """Samples of step 2 that are being generated do not delay the next turn of those of step 1."""
-    world = World(seed=2)
+    world = World(seed=2, together=True)
     world.rollouts.dispatch([prompt(1)], SAMPLING, generations=2, step=1)  # 2 and 3 turns
     first = world.rollouts.awaited()[0]
     world.rollouts.dispatch([prompt(2)], SAMPLING, generations=2, step=2)
@@ -279,7 +281,7 @@ def test_given_up_prompts_do_not_come_back_and_may_be_dispatched_again(engines: 
     world.rollouts.dispatch([prompt(number) for number in range(6)], SAMPLING, generations=3, step=1)
     groups = {group.uid: group for group in (world.rollouts.next_group() for _ in range(taken))}
     unwanted = [uid for uid in ("p1", "p2", "p5") if uid not in groups]
-    world.rollouts.give_up(unwanted)
+    world.rollouts.drop(unwanted)
     world.rollouts.dispatch([prompt(int(uid[1:])) for uid in unwanted], SAMPLING, generations=3, step=2)
     groups |= {group.uid: group for group in (world.rollouts.next_group() for _ in range(6 - taken))}
     assert len(groups) == 6
@@ -294,13 +296,13 @@ def test_given_up_prompts_do_not_come_back_and_may_be_dispatched_again(engines: 
         assert group.scores == same.scores
 
 
+@pytest.mark.parametrize("together", [True, False])
 @pytest.mark.parametrize("engines", [1, 2])
 @pytest.mark.parametrize("seed", range(6))
-def test_a_group_may_be_complete_without_its_last_samples(engines: int, seed: int) -> None:
+def test_a_group_may_be_complete_without_its_last_samples(engines: int, seed: int, together: bool) -> None:
     world = World(engines=engines, seed=seed, max_turns=1)
-    world.rollouts = Rollouts(
-        world.engines, world.rollouts.environments, None, TurnLimits(1, 99), seed=5, enough_samples=3
-    )
+    limits = TurnLimits(1, 99, together=together)
+    world.rollouts = Rollouts(world.engines, world.rollouts.environments, None, limits, seed=5, enough_samples=3)
     undisturbed = World(engines=engines, seed=seed, max_turns=1)
     for step in (1, 2):  # the same prompts again: no abort may arrive too late
         world.rollouts.dispatch([prompt(number) for number in range(4)], SAMPLING, generations=5, step=step)
@@ -314,3 +316,40 @@ def test_a_group_may_be_complete_without_its_last_samples(engines: int, seed: in
     while awaited := world.rollouts.awaited():
         world.rollouts.take(world.cluster.next_ready(awaited, 1.0, "ends"))
     assert sum(map(len, world.environment.calls)) == 2 * 4 * 3, "samples given up are not scored"
+
+
+@pytest.mark.parametrize("engines", [1, 2])
+@pytest.mark.parametrize("seed", range(6))
+def test_a_group_of_several_turns_may_be_complete_without_its_last_samples(engines: int, seed: int) -> None:
+    """The samples that are dropped may be generated, scored or queued; those that stay are whole."""
+    world, undisturbed = World(engines=engines, seed=seed), World(engines=engines, seed=seed)
+    limits = TurnLimits(9, 1000)
+    world.rollouts = Rollouts(
+        world.engines, world.rollouts.environments, CharacterTokenizer(), limits, seed=5, enough_samples=3
+    )
+    for step in (1, 2):
+        world.rollouts.dispatch([prompt(number) for number in range(4)], SAMPLING, generations=5, step=step)
+        groups = [world.rollouts.next_group() for _ in range(4)]
+        whole = undisturbed.run(range(4), generations=5, step=step)
+        for group in groups:
+            assert len(group.samples) == len(group.scores) == 3
+            for sample, score in zip(group.samples, group.scores, strict=True):
+                trajectory = world.cluster.store.fetch(sample.ref)
+                assert trajectory == undisturbed.trajectory(whole[group.uid], sample.generation_index)
+                assert score == whole[group.uid].scores[sample.generation_index] and score.terminated
+    while awaited := world.rollouts.awaited():
+        world.rollouts.take(world.cluster.next_ready(awaited, 1.0, "ends"))
+    assert not world.rollouts.generating
+
+
+def test_a_sample_waits_for_no_other_sample() -> None:
+    """The second turn of the first sample starts while the other one of its group is still in its first."""
+    world = World()
+    world.rollouts.dispatch([prompt(1)], SAMPLING, generations=2, step=1)
+    (stream,) = world.rollouts.awaited()
+    world.rollouts.take(stream)
+    (score,) = [thing for thing in world.rollouts.awaited() if thing is not stream]
+    world.rollouts.take(score)  # of the first sample, whichever it is
+    (((_, index, turn),),) = world.environment.calls
+    streams = [thing for thing in world.rollouts.awaited() if isinstance(thing, LocalStream)]
+    assert turn == 1 and wanted("p1", index) > 1 and streams[0] is stream and len(streams) == 2

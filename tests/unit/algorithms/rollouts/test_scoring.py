@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from grpo_mcore.algorithms.rollouts import scoring
-from grpo_mcore.algorithms.rollouts.scoring import EnvironmentWorker, RewardScorer
+from grpo_mcore.algorithms.rollouts.scoring import BatchLimits, EnvironmentWorker, RewardScorer
 from grpo_mcore.cluster import DeadlineExceeded, WorkerDied, WorkerFailed
 from grpo_mcore.rollout.trajectory import Outcome
 
@@ -97,8 +97,8 @@ class World:
         scored: dict[str, list[Outcome]] = {}
         while len(scored) < len(groups):
             assert self.scorer.uids() == {f"p{number}" for number in range(len(groups))} - scored.keys()
-            if (found := self.scorer.next()) is not None:
-                scored |= [found]
+            if (request := self.scorer.next()) is not None:
+                scored[request.uid] = request.outcomes
                 continue
             try:
                 ready = self.next_ready(self.scorer.awaited(), self.scorer.seconds_left(), "verdicts")
@@ -191,3 +191,53 @@ def test_each_exception_is_logged_once(world: World, caplog: pytest.LogCaptureFi
     assert [record.getMessage() for record in caplog.records] == [
         "environment: no reward for a sample of p0: environment: the verdict on p0 failed: ValueError: no tests"
     ]
+
+
+def one_by_one(world: World, samples: Sequence[str], batch: BatchLimits, calls: int = 1) -> dict[str, list[Outcome]]:
+    """Score samples that each come by themselves, in an environment that may get several in a call."""
+    worker = EnvironmentWorker(
+        world,  # type: ignore[arg-type]
+        lambda: FakeWorker(world),  # type: ignore[arg-type, return-value]
+        calls=calls,
+        timeout_s=TIMEOUT_S,
+        batch=batch,
+    )
+    world.scorer = RewardScorer({"task": worker, "other": worker}, world, joins=True)  # type: ignore[arg-type]
+    return world.score(*[[sample] for sample in samples])
+
+
+def test_samples_that_wait_for_a_busy_environment_go_in_one_call(world: World) -> None:
+    scored = one_by_one(world, "12345678", BatchLimits(max_size=3))
+    assert rewards(scored) == [[float(number)] for number in range(1, 9)]
+    assert world.asked == [["1"], ["2", "3", "4"], ["5", "6", "7"], ["8"]]
+
+
+def test_in_a_joined_call_only_the_sample_that_fails_has_no_reward(world: World) -> None:
+    for fault in ("raises", "hangs", "dies"):
+        world.asked.clear()
+        scored = one_by_one(world, ["1", "2", fault, "4"], BatchLimits())
+        assert rewards(scored) == [[1], [2], [None], [4]]
+        assert world.asked[1:] == [["2", fault, "4"], ["2"], [fault], ["4"]]
+
+
+def test_a_call_that_is_not_full_waits_for_more_samples(world: World) -> None:
+    limits = BatchLimits(max_size=3, max_wait_s=2.0)
+    began = world.clock.now
+    scored = one_by_one(world, "12345", limits, calls=4)
+    assert len(scored) == 5 and world.asked == [["1", "2", "3"], ["4", "5"]]
+    assert world.clock.now == began + 2.0
+
+
+def test_what_waits_for_more_samples_is_sent_when_no_more_can_come(world: World) -> None:
+    worker = EnvironmentWorker(
+        world,  # type: ignore[arg-type]
+        lambda: FakeWorker(world),  # type: ignore[arg-type, return-value]
+        calls=4,
+        timeout_s=TIMEOUT_S,
+        batch=BatchLimits(max_wait_s=2.0),
+    )
+    world.scorer = RewardScorer({"task": worker}, world, joins=True)  # type: ignore[arg-type]
+    world.scorer.submit("p0", "task", [{"of": "1"}], ["1"])
+    assert world.scorer.awaited() == [] and 0 < world.scorer.seconds_left() <= 2.0
+    world.scorer.flush()
+    assert world.asked == [["1"]]
