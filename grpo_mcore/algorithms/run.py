@@ -59,6 +59,7 @@ from grpo_mcore.data import (
     check_token_ids,
     load_preference_dataset,
     load_tokenizer,
+    say_other_ends,
 )
 from grpo_mcore.data.processors import longest_prompt
 from grpo_mcore.observe import Logger, RunConsole, messages_kept, write_summary
@@ -127,6 +128,7 @@ def prepare(
         names = config.policy.tokenizer
         tokenizer = load_tokenizer(names.name, names.chat_template, names.chat_template_kwargs)
     check_token_ids(tokenizer, config.policy.tokenizer.name, model.shape.vocab_size, config.policy.model_name)
+    say_other_ends(tokenizer, Path(model.folder))
     data = data or _load_data(config, algorithm, tokenizer)
     prepared = Prepared(config, algorithm, model, checkpointer, tokenizer, data, changes, trains=trains)
     if algorithm == "grpo" and prepared.env_names:

@@ -3,12 +3,16 @@
 from __future__ import annotations
 
 import functools
+import json
+import logging
 import re
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 from grpo_mcore.data.interfaces import DataError
+
+logger = logging.getLogger(__name__)
 
 MULTIMODAL = re.compile("image|img|vision|audio|video|sound|speech", re.IGNORECASE)
 """Parts of tokens that stand for something other than text."""
@@ -58,6 +62,24 @@ def check_token_ids(tokenizer: Any, name: str, vocab_size: int, model: str) -> N
             f"model {model!r} has {vocab_size} tokens (vocab_size of its config.json), numbers 0 to {vocab_size - 1}; "
             f"{len(wrong)} tokens have no embedding: use the model's own tokenizer, or resize its embeddings"
         )
+
+
+def say_other_ends(tokenizer: Any, folder: Path) -> None:
+    """Warn if the model's config or generation settings name other end-of-sequence or padding tokens than the
+    tokenizer: answers end with any of the former; the tokenizer's padding is used."""
+    for file in ("config.json", "generation_config.json"):
+        if not (folder / file).is_file():
+            continue
+        settings = json.loads((folder / file).read_text(encoding="utf-8"))
+        for key in ("eos_token_id", "pad_token_id"):
+            value, mine = settings.get(key, settings.get("text_config", {}).get(key)), getattr(tokenizer, key)
+            numbers = value if isinstance(value, list) else [] if value is None else [value]
+            if numbers and mine not in numbers:
+                logger.warning(
+                    "%s of %s is %s, that of the tokenizer %s (%r): %s",
+                    *(key, folder / file, value, mine, tokenizer.convert_ids_to_tokens(mine)),
+                    "answers end with any of them" if key == "eos_token_id" else "the tokenizer's is used",
+                )
 
 
 def template_text(chat_template: str) -> str:

@@ -24,6 +24,7 @@ from torch.distributed.checkpoint.planner_helpers import create_read_items_for_c
 
 from grpo_mcore import processes
 from grpo_mcore.families import AdapterShape, ModelShape, Param, adapter_shape, pieces, read_hf_config, shape_of
+from grpo_mcore.parallel.finite import all_finite
 from grpo_mcore.parallel.hf_folder import SHARD_BYTES, HfFolderWriter, index_of
 from grpo_mcore.parallel.layout import Coordinates, Layout
 from grpo_mcore.parallel.mesh import Address, join_mesh, leave_mesh
@@ -66,7 +67,7 @@ def export_adapter(checkpoint: Path, config: PolicyConfig, source: Path, base: s
     """Write the adapters of `checkpoint` into the folder `target`, in the format of PEFT.
 
     `base`: the name of the model that the adapters belong to. Raises ExportError if there are none, if one belongs to
-    an expert, or if a tensor is missing.
+    an expert or is not finite, or if a tensor is missing.
     """
     from safetensors.torch import save_file
 
@@ -74,6 +75,8 @@ def export_adapter(checkpoint: Path, config: PolicyConfig, source: Path, base: s
         reader = CheckpointReader(checkpoint, config, shape_of(read_hf_config(source, config.hf_config_overrides)))
         tensors = reader.peft_tensors()
     assert reader.adapters is not None
+    if broken := [name for name, tensor in tensors.items() if not all_finite([tensor])]:
+        raise ExportError(f"{broken[0]} holds NaN or infinite values: such adapters are not exported")
     save_file(tensors, target / "adapter_model.safetensors", metadata={"format": "pt"})
     modules = {name.removeprefix(PEFT_PREFIX).partition(".lora_")[0] for name in tensors}
     settings = {

@@ -21,6 +21,7 @@ from torch import Tensor
 
 from grpo_mcore.families import Box, HfTensor, ModelShape, Param, params_of, with_overrides
 from grpo_mcore.parallel.finite import all_finite
+from grpo_mcore.rollout.turn_end import turn_ends
 
 SAFETENSORS_NAMES = {torch.float32: "F32", torch.bfloat16: "BF16", torch.float16: "F16"}
 SHARD_BYTES = 2 << 30
@@ -372,7 +373,7 @@ def _write_config(path: Path, dtype: torch.dtype, overrides: Mapping[str, Any]) 
 
 def _write_tokenizer(folder: Path, source: Path, name: str | Path | None, chat_template: str | None) -> None:
     """Save the tokenizer that trained, by its own `save_pretrained`, with the template that trained; and let config and
-    generation settings name its end-of-sequence and padding tokens."""
+    generation settings name the tokens that end its answers, and its padding token."""
     own = name is None or Path(name) == source
     if own and not any((source / file).is_file() for file in TOKENIZER_FILES):
         return  # a model without a tokenizer, as tests have
@@ -388,7 +389,7 @@ def _write_tokenizer(folder: Path, source: Path, name: str | Path | None, chat_t
     settings = json.loads(settings_path.read_text()) if settings_path.is_file() else {"_from_model_config": True}
     inner = config.get("text_config", {}) if "eos_token_id" not in config else config
     known = [*_as_list(settings.get("eos_token_id")), *_as_list(inner.get("eos_token_id"))] if own else []
-    ends = list(dict.fromkeys([*_as_list(tokenizer.eos_token_id), *known]))
+    ends = list(dict.fromkeys([end for end in (*turn_ends(tokenizer).stop_ids, *known) if end is not None]))
     changed = {"eos_token_id": ends[0] if len(ends) == 1 else ends} if ends else {}
     if tokenizer.pad_token_id is not None:
         changed["pad_token_id"] = tokenizer.pad_token_id

@@ -110,7 +110,8 @@ def plan_shape(config: MasterConfig, config_json: str | Path | None = None) -> M
 
 
 def plan_config(config: MasterConfig, config_json: str | Path | None = None) -> dict[str, Any]:
-    """Return the model's Hugging Face config: from `config_json`, from its folder, or by its name. Raises PlanError."""
+    """Return the model's Hugging Face config: from `config_json`, from its folder, or by its name. Raises PlanError,
+    and WeightsError if the folder's weights are not those of its config."""
     name = config.policy.model_name
     if config_json is not None:
         path = Path(config_json)
@@ -118,7 +119,12 @@ def plan_config(config: MasterConfig, config_json: str | Path | None = None) -> 
             raise PlanError(f"--config-json {path}: no such file")
         return with_overrides(json.loads(path.read_text()), config.policy.hf_config_overrides)
     if Path(name).is_dir():
-        return read_hf_config(name, config.policy.hf_config_overrides)
+        settings = read_hf_config(name, config.policy.hf_config_overrides)
+        if any(Path(name).glob("*.safetensors")):  # a folder with its config.json alone can be planned too
+            from grpo_mcore.parallel.hf_folder import check_weights  # imports torch
+
+            check_weights(Path(name), shape_of(settings))
+        return settings
     if (known := known_config(name)) is None:
         raise PlanError(
             f"policy.model_name {name!r} is neither a folder here nor among the models known by name "

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 from jinja2.exceptions import SecurityError
 
-from grpo_mcore.data import DataError, check_token_ids, load_tokenizer
+from grpo_mcore.data import DataError, check_token_ids, load_tokenizer, say_other_ends
 from grpo_mcore.data.arithmetic import make_tokenizer
 
 
@@ -45,3 +45,19 @@ def test_a_chat_template_reaches_nothing_outside_of_it(tmp_path: Path) -> None:
     tokenizer = load_tokenizer(str(tmp_path), "{{ messages.__class__.__mro__[1].__subclasses__() }}")
     with pytest.raises(SecurityError):
         tokenizer.apply_chat_template([{"role": "user", "content": "1+1="}])
+
+
+def test_other_ends_of_the_model_are_said(tmp_path: Path, package_log: pytest.LogCaptureFixture) -> None:
+    make_tokenizer(tmp_path)
+    tokenizer = load_tokenizer(str(tmp_path))
+    eos, pad = tokenizer.eos_token_id, tokenizer.pad_token_id
+    config = {"eos_token_id": [eos, 9], "pad_token_id": pad}
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    say_other_ends(tokenizer, tmp_path)
+    assert not package_log.messages
+    (tmp_path / "config.json").write_text(json.dumps({"text_config": {"eos_token_id": 9}}))
+    (tmp_path / "generation_config.json").write_text(json.dumps({"eos_token_id": eos, "pad_token_id": 9}))
+    say_other_ends(tokenizer, tmp_path)
+    ends, padding = package_log.messages
+    assert f"eos_token_id of {tmp_path / 'config.json'} is 9, that of the tokenizer {eos} ('<eos>')" in ends
+    assert f"pad_token_id of {tmp_path / 'generation_config.json'} is 9, that of the tokenizer {pad}" in padding

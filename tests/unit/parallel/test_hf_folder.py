@@ -273,3 +273,24 @@ def test_values_that_are_not_finite_are_not_exported(single: Path, tmp_path: Pat
     values[1] = torch.nan
     with pytest.raises(WeightsError, match=f"{NORM} holds NaN or infinite values: such a model is not exported"):
         writer.write(SINGLE, [(NORM, ((0, 4),), values)])
+
+
+def test_transformers_stops_where_the_answers_that_trained_stop(single: Path, tmp_path: Path) -> None:
+    """Where the chat template ends an answer with another token than the tokenizer's end of sequence."""
+    from transformers import AutoModelForCausalLM, AutoTokenizer
+
+    from tests.unit.rollout.test_turn_end import GEMMA, GLM, tokenizer_of
+
+    for name, template, ends in (("gemma", GEMMA, ["<end_of_turn>"]), ("glm", GLM, ["<|user|>", "<|observation|>"])):
+        tokenizer_of(template).save_pretrained(single)
+        out = tmp_path / name
+        writer = HfFolderWriter(out, shape(single), torch.float32)
+        writer.create(single)
+        reader = SafetensorsFolder(single)
+        tensors = [tensor for params in writer.files.values() for param in params for tensor in param.hf]
+        boxes = {tensor.name: tuple((0, size) for size in tensor.shape) for tensor in tensors}
+        writer.write(SINGLE, [(tensor, box, reader.read(tensor, box)) for tensor, box in boxes.items()])
+        exported, tokenizer = AutoModelForCausalLM.from_pretrained(out), AutoTokenizer.from_pretrained(out)
+        expected = tokenizer.convert_tokens_to_ids(["<eos>", *ends])
+        assert exported.generation_config.eos_token_id == exported.config.eos_token_id == expected
+        assert tokenizer.chat_template == template
