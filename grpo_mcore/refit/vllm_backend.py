@@ -30,7 +30,7 @@ from grpo_mcore.refit.engine_adapters import EngineAdapters
 from grpo_mcore.refit.engine_weights import EngineWeights
 from grpo_mcore.refit.parts import Part
 from grpo_mcore.refit.plan import RefitError
-from grpo_mcore.refit.proof import Sums, Verify, is_checked, sum_dtype
+from grpo_mcore.refit.proof import Verify, is_checked, sum_dtype
 
 BACKEND = "grpo_mcore"
 
@@ -258,8 +258,8 @@ class RefitWeightEngine(WeightTransferEngine[RefitInit, RefitUpdate]):
                 "parameters": self._weights.parameters,
                 "fallbacks": len(self._weights.fallbacks),
             }
-            if not busy:
-                state["sums"], self._weights.sums = self._weights.sums, Sums()
+            if not busy and self.in_session:  # until the commit: another rank may still be busy
+                state["sums"] = self._weights.sums
         return state
 
     @property
