@@ -3,11 +3,15 @@
 from __future__ import annotations
 
 import json
+from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
+import torch
+from safetensors.torch import load_file, save_file
 
 from grpo_mcore.cli.main import main
+from grpo_mcore.data.tiny_models import make_tiny_model
 from grpo_mcore.parallel import rank_pool
 from grpo_mcore.parallel.rank_pool import RankPool
 
@@ -27,3 +31,35 @@ def test_every_layout_packed_and_not(
         assert set(case["grad_rel_diff_by_layer"]) > {"layer 0", "layer 3", "lm_head.weight"}
     assert code == 1, "a requested layout is impossible"
     assert list(found["refused"]) == ["VPP3"] and "does not divide the layers" in found["refused"]["VPP3"]
+
+
+@pytest.mark.parametrize(("family", "tied", "layout"), [("qwen3", True, "TP2"), ("qwen3_moe", False, "EP2xTP2")])
+def test_a_folder_that_is_awkward_on_purpose(
+    ranks: RankPool,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+    tmp_path: Path,
+    family: str,
+    tied: bool,
+    layout: str,
+) -> None:
+    """Two shards of different types, a stale shard beside their index, other forms of weights, and a vocabulary that TP
+    does not divide: the policy sees the model that transformers sees."""
+    folder = make_tiny_model(family, tmp_path, vocab_size=139, tie_word_embeddings=tied)
+    tensors = load_file(folder / "model.safetensors")
+    (folder / "model.safetensors").unlink()
+    where: dict[str, str] = {}
+    for number, dtype in enumerate((torch.bfloat16, torch.float32)):
+        names, file = sorted(tensors)[number::2], f"model-{number + 1:05d}-of-00002.safetensors"
+        save_file({name: tensors[name].to(dtype) for name in names}, folder / file)
+        where |= dict.fromkeys(names, file)
+    (folder / "model.safetensors.index.json").write_text(json.dumps({"metadata": {}, "weight_map": where}))
+    stale = {name: torch.full_like(tensor, 0.3) for name, tensor in tensors.items()}
+    (folder / "original").mkdir()
+    for name in ("model-00003-of-00003", "consolidated", "original/model"):
+        save_file(stale, folder / f"{name}.safetensors")
+    monkeypatch.setattr(rank_pool, "RankPool", lambda _: SimpleNamespace(run=ranks.run, close=lambda: None))
+    code = main(["parity", str(folder), "--layouts", layout, "--json"])
+    cases = json.loads(capsys.readouterr().out)["cases"]
+    assert code == 0 and [case["layout"] for case in cases] == [layout] * 2
+    assert all(0 < case["max_logprob_diff"] < 1e-4 and case["max_grad_rel_diff"] < 1e-3 for case in cases)
