@@ -96,6 +96,14 @@ class Policy:
         if config.sequence_packing.shared_prefix.enabled:
             self.platform = replace(self.platform, own_attention=True)
         self.device = join_mesh(self.layout, address, seed, timeout_s, self.platform)
+        try:
+            self._build_on_mesh(config, seed, reference)
+        except BaseException:
+            leave_mesh()  # the process may build another one, as a run without Ray does
+            raise
+
+    def _build_on_mesh(self, config: PolicyConfig, seed: int, reference: bool) -> None:
+        address = self._address
         self.here = self.layout.coordinates(address.rank)
         self.is_last_stage = self.here.pipeline == self.layout.pipeline - 1
         # Megatron-Core may be imported only after join_mesh has installed the CPU layer.

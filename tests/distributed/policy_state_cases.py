@@ -426,3 +426,14 @@ def steps_with_late_sends(address: Address, model: str, case: LayoutCase, delay:
 
         with mock.patch.object(p2p_communication, "_p2p_ops", post):
             return [step(policy) for _ in range(2)]
+
+
+def build_after_a_failure(address: Address, broken: str, model: str) -> tuple[str, float]:
+    """Fail to build a policy, and build another one in the same process."""
+    said = "no error"
+    try:
+        adam_policy(address, broken, LayoutCase("TP1"))
+    except ValueError as error:
+        said = str(error)
+    policy = adam_policy(replace(address, master_port=free_port()), model, LayoutCase("TP1"))
+    return said, step(policy)[0]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shutil
 from pathlib import Path
 
 import pytest
@@ -277,6 +278,20 @@ def test_a_state_that_is_not_finite_is_named_on_every_rank_and_never_saved(
         assert "after an update with learning rate" in said["train a moment"]
         assert "earning rate" in said["a learning rate"] and "samples" not in said["a learning rate"]
         assert said["written"] == "good, good-mended"
+
+
+def test_a_model_with_broken_values_is_named_and_leaves_no_mesh_behind(
+    ranks: RankPool, model: str, tmp_path: Path
+) -> None:
+    """In a run without Ray the process lives on, and may build another policy."""
+    from safetensors.torch import load_file, save_file
+
+    shutil.copytree(model, broken := tmp_path / "broken")
+    tensors = load_file(broken / "model.safetensors")
+    tensors["model.norm.weight"][3] = torch.inf
+    save_file(tensors, broken / "model.safetensors", metadata={"format": "pt"})
+    ((said, grad_norm),) = ranks.run(1, f"{CASES}:build_after_a_failure", str(broken), model)
+    assert "model.norm.weight holds NaN or infinite values" in said and grad_norm > 0
 
 
 def test_interleaved_stages_keep_what_they_send_until_it_is_sent(ranks: RankPool, model: str) -> None:
