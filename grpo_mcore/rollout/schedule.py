@@ -17,6 +17,7 @@ from __future__ import annotations
 import sys
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass, field
+from itertools import islice
 from typing import Literal
 
 GroupOrder = Literal["in_order", "oldest_first", "freshest_first"]
@@ -235,8 +236,8 @@ class Schedule:
                 self._demand(step == self.step, event)
                 self.validated_step, self.stop = step, stop
             case Dispatched(uids, ended, versions):
-                known = self.in_flight.keys() | self.filtered
-                self._demand(not known & set(uids) and len(set(uids)) == len(uids), event)
+                known = any(uid in self.in_flight or uid in self.filtered for uid in uids)
+                self._demand(not known and len(set(uids)) == len(uids), event)
                 versions = versions or (self.engine_version,) * len(uids)
                 self.in_flight |= dict(zip(uids, versions, strict=True))
                 self.data_ended = self.data_ended or ended
@@ -351,9 +352,10 @@ class Schedule:
 
     def _room_in_bytes(self) -> int:
         """Return the maximum number of groups in flight."""
-        most, held = self.config.max_bytes_in_flight, sum(self.finished.values())
+        most = self.config.max_bytes_in_flight
         if most is None or not self.largest:
             return sys.maxsize
+        held = sum(self.finished.values())
         return max(self.config.num_prompts, len(self.finished) + (most - held) // self.largest)
 
     def _prompts_of_generation_batch(self, size: int) -> int:
@@ -402,10 +404,12 @@ def choose(
     steps. This holds before the call (at most `count` * (max_age + 1) groups are in flight) and after it.
     `may_drop`: what gets too old is dropped, and nobody waits for it.
     """
-    uids = list(in_flight)
+    if len(finished) < count:  # before any look at the groups: this is asked after every event
+        return ()
     if order == "in_order":
-        first = tuple(uids[:count])
-        return first if all(uid in finished for uid in first) else ()
+        first = islice(in_flight, count)
+        return tuple(islice(in_flight, count)) if all(uid in finished for uid in first) else ()
+    uids = list(in_flight)
     ready = [uid for uid in uids if uid in finished]
     ready.sort(key=lambda uid: in_flight[uid] if order == "oldest_first" else -in_flight[uid])  # stable
     chosen: list[str] = []
