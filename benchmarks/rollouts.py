@@ -131,10 +131,8 @@ class Environment:
         self.world = world
 
     def call(self, method: str, metadata: Any, *turns: int, timeout_s: float, what: str) -> Answer:
-        case = self.world.case
-        outcomes = [Outcome(1.0, None, "", 0.0, terminated=turn == case.turns, observation="on") for turn in turns]
-        answer = Answer(self.name, outcomes)
-        self.world.at(case.tool_s, lambda: self.answered(answer))
+        answer = self.world.answer_of(turns)
+        self.world.at(self.world.case.tool_s, lambda: self.answered(answer))
         return answer
 
     def answered(self, answer: Answer) -> None:
@@ -160,17 +158,27 @@ class Tokenizer:
 class World(LocalCluster):
     """The cluster, and the clock: events by time."""
 
-    def __init__(self, case: Case, seed: int, together: bool) -> None:
+    def __init__(self, case: Case, seed: int, together: bool, engines: int = ENGINES) -> None:
         super().__init__(1e9)
         self.case, self.seed, self.now = case, seed, 0.0
         self.events: list[tuple[float, int, Any]] = []
         self.numbers = itertools.count()
         self.ready: list[Any] = []  # streams and answers, some of which may have been taken
-        self.workers = [Engine(self, f"engine-{number}") for number in range(ENGINES)]
-        engines = EngineGroup(self, self.workers, sleeps=False)  # type: ignore[arg-type]
-        tool = EnvironmentWorker(self, lambda: Environment(self), calls=10**6, timeout_s=1e9)  # type: ignore[arg-type, return-value]
+        self.workers = [Engine(self, f"engine-{number}") for number in range(engines)]
+        self.engines = EngineGroup(self, self.workers, sleeps=False)  # type: ignore[arg-type]
+        tool = EnvironmentWorker(self, self.environment, calls=10**6, timeout_s=1e9)  # type: ignore[arg-type, return-value]
         limits = TurnLimits(case.turns, 10**9, together=together)
-        self.rollouts = Rollouts(engines, {"task": tool}, Tokenizer(), limits, seed=seed)
+        self.rollouts = Rollouts(self.engines, {"task": tool}, Tokenizer(), limits, seed=seed)
+
+    def environment(self) -> Any:
+        return Environment(self)
+
+    def answer_of(self, turns: Sequence[int]) -> Answer:
+        """Return an environment's answer to trajectories of so many turns."""
+        return Answer(
+            "tool",
+            [Outcome(1.0, None, "", 0.0, terminated=turn == self.case.turns, observation="on") for turn in turns],
+        )
 
     def tokens(self, uid: str, index: int, turn: int) -> int:
         """Tokens of one turn: log-normal, cut at eight times the mean."""

@@ -328,8 +328,11 @@ class Schedule:
             order=config.group_order,
             may_drop=dynamic,
         )
-        too_old = (uid for uid, began in self.in_flight.items() if began + age <= version and uid not in groups)
-        return groups, tuple(too_old) if groups else ()
+        if not groups:
+            return (), ()
+        taken = set(groups)
+        too_old = (uid for uid, began in self.in_flight.items() if began + age <= version and uid not in taken)
+        return groups, tuple(too_old)
 
     def _prompts_wanted(self) -> int:
         """Return how many groups fit in the steps that the age limit reaches: in the order of dispatch a group trains
@@ -412,13 +415,13 @@ def choose(
     uids = list(in_flight)
     ready = [uid for uid in uids if uid in finished]
     ready.sort(key=lambda uid: in_flight[uid] if order == "oldest_first" else -in_flight[uid])  # stable
-    chosen: list[str] = []
+    chosen: dict[str, None] = {}
     for later in range(0 if may_drop else max_age + 1):
         due = {uid for uid in uids if in_flight[uid] + max_age <= version + later}
-        missing = len(due) - later * count - len(due.intersection(chosen))
+        missing = len(due) - later * count - len(due & chosen.keys())
         candidates = [uid for uid in ready if uid in due and uid not in chosen]
         if missing > len(candidates):
             return ()
-        chosen += candidates[: max(0, missing)]
-    chosen += [uid for uid in ready if uid not in chosen][: count - len(chosen)]
+        chosen |= dict.fromkeys(candidates[: max(0, missing)])
+    chosen |= dict.fromkeys([uid for uid in ready if uid not in chosen][: count - len(chosen)])
     return tuple(uid for uid in uids if uid in chosen) if len(chosen) == count else ()

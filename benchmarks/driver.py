@@ -1,0 +1,142 @@
+"""Microseconds of the driver's processor time, for growing runs: of the schedule an event, of the rollouts a sample.
+
+The schedule and the rollouts are the real classes; engines and environments answer at once. A fitted exponent of 1.0
+in `samples` means that the cost of a sample does not grow with the run. What Ray costs is not in these figures.
+
+    python -m benchmarks.driver --json
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import math
+import time
+from collections import deque
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+
+from benchmarks.rollouts import Answer, Case, Stream, World
+from grpo_mcore.cluster import Parcel
+from grpo_mcore.rollout import schedule as s
+from grpo_mcore.rollout.trajectory import GenerationRequest, Sampling, TrajectoryRef
+
+GENERATIONS = 16
+
+
+def schedule_us(groups: int, age: int, order: s.GroupOrder = "in_order") -> float:
+    """Return microseconds an event, with this many groups in flight."""
+    per_step = max(1, groups // (1 + age))
+    config = s.ScheduleConfig(per_step, max_steps=10**6, max_trajectory_age=age, group_order=order)
+    schedule = s.Schedule(config)
+    open_groups: deque[str] = deque()
+    taken = events = 0
+    began = time.process_time()
+    while events < 3 * groups:
+        event: s.Event
+        match schedule.next():
+            case s.Refit(version):
+                event = s.Refitted(version)
+            case s.Dispatch(prompts):
+                uids = tuple(str(taken + number) for number in range(prompts))
+                taken += prompts
+                open_groups.extend(uids)
+                event = s.Dispatched(uids)
+            case s.Await():
+                event = s.GroupFinished(open_groups.popleft())
+            case s.Train(step):
+                event = s.Trained(step)
+            case other:
+                raise AssertionError(f"{other}: neither validation nor checkpoint is configured")
+        schedule.record(event)
+        events += 1
+    return (time.process_time() - began) / events * 1e6
+
+
+class InstantEngine:
+    """All samples of a call are there when it is made."""
+
+    def __init__(self, name: str) -> None:
+        self.name = name
+
+    def stream(self, method: str, requests: Sequence[GenerationRequest], sampling: Sampling, what: str) -> Stream:
+        stream = Stream(self.name, what, 0)
+        for request in requests:
+            sample = TrajectoryRef(request.uid, request.generation_index, 9, 3, 8, 1, False, "stop", None, 1)
+            stream.parcels.append(Parcel(sample, 1))
+        return stream
+
+
+class InstantEnvironment:
+    name = "tool"
+
+    def __init__(self, world: World) -> None:
+        self.world = world
+
+    def call(self, method: str, metadata: Any, *turns: int, timeout_s: float, what: str) -> Answer:
+        answer = self.world.answer_of(turns)
+        answer.is_ready = True
+        return answer
+
+
+class InstantWorld(World):
+    def __init__(self, engines: int) -> None:
+        super().__init__(Case(1, 0.0), 0, together=False, engines=engines)
+        self.engines.workers = [InstantEngine(f"engine-{number}") for number in range(engines)]  # type: ignore[misc]
+
+    def environment(self) -> Any:
+        return InstantEnvironment(self)
+
+    def next_ready(self, things: Any, timeout_s: float, what: str, watch: Any = None) -> Any:
+        return things[0]
+
+
+def rollouts_us(samples: int, engines: int) -> float:
+    """Return microseconds a sample."""
+    world, message = InstantWorld(engines), {"role": "user", "content": "?", "token_ids": torch.tensor([1, 2, 3])}
+    rows: Any = [
+        {"uid": str(n), "task_name": "task", "length": 3, "extra_env_info": {}, "message_log": [message]}
+        for n in range(samples // GENERATIONS)
+    ]
+    began = time.process_time()
+    world.rollouts.dispatch(rows, Sampling(max_new_tokens=8), generations=GENERATIONS, step=1)
+    for _ in rows:
+        world.rollouts.next_group()
+    return (time.process_time() - began) / samples * 1e6
+
+
+def exponent(sizes: Sequence[int], costs: Sequence[float]) -> float:
+    """Return the exponent of the total cost, size * cost of one, fitted to the logarithms by least squares."""
+    x = [math.log(size) for size in sizes]
+    y = [math.log(size * cost) for size, cost in zip(sizes, costs, strict=True)]
+    mean_x, mean_y = sum(x) / len(x), sum(y) / len(y)
+    return sum((a - mean_x) * (b - mean_y) for a, b in zip(x, y, strict=True)) / sum((a - mean_x) ** 2 for a in x)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
+    parser.add_argument("--json", action="store_true", help="one JSON object a row")
+    parser.add_argument("--samples", nargs="+", type=int, default=[1024, 4096, 16384, 65536])
+    parser.add_argument("--engines", nargs="+", type=int, default=[8, 64, 256])
+    parser.add_argument("--groups", nargs="+", type=int, default=[256, 1024, 4096, 10000])
+    parser.add_argument("--ages", nargs="+", type=int, default=[0, 1, 4])
+    options = parser.parse_args()
+
+    def show(row: dict[str, Any]) -> None:
+        print(json.dumps(row) if options.json else " ".join(f"{key}={value}" for key, value in row.items()), flush=True)
+
+    for age in options.ages:
+        costs = [schedule_us(groups, age) for groups in options.groups]
+        us = dict(zip(options.groups, (round(cost, 1) for cost in costs), strict=True))
+        show({"what": "schedule", "age": age, "us_an_event": us, "exponent": round(exponent(options.groups, costs), 3)})
+    for engines in options.engines:
+        costs = [rollouts_us(samples, engines) for samples in options.samples]
+        us = dict(zip(options.samples, (round(cost, 1) for cost in costs), strict=True))
+        fitted = round(exponent(options.samples, costs), 3)
+        show({"what": "rollouts", "engines": engines, "us_a_sample": us, "exponent": fitted})
+
+
+if __name__ == "__main__":
+    main()
