@@ -1,3 +1,0 @@
-"""grpo_mcore: GRPO with Megatron-Core policies, vLLM engines and Ray."""
-
-__version__ = "0.1.0"
