@@ -35,6 +35,9 @@ INDEX, SINGLE = "model.safetensors.index.json", "model.safetensors"
 NO_WEIGHTS = ("consolidated", "adapter_model", "training_args", "optimizer")
 """Beginnings of safetensors files that hold no weights in transformers' form, in a folder without an index."""
 
+OTHER_WEIGHTS = (".bin", ".pt", ".pth", ".gguf")
+"""Endings of files with weights that are not read."""
+
 READABLE = ("BF16", "F16", "F32", "F64")
 """Number formats that are read as they are. Others, such as F8_E4M3, have scales in further tensors."""
 
@@ -95,7 +98,7 @@ def weight_files(folder: Path) -> list[Path]:
     else:
         chosen = [path for name, path in there.items() if not name.startswith(NO_WEIGHTS)]
     if not chosen:
-        others = sorted(path.name for path in folder.iterdir() if path.name.endswith((".bin", ".pt", ".pth", ".gguf")))
+        others = sorted(path.name for path in folder.iterdir() if path.name.endswith(OTHER_WEIGHTS))
         read_first = "which is not read: save the model with transformers' save_pretrained first"
         hint = f"; it has {others[0]}, {read_first}" if others else ""
         raise WeightsError(f"policy.model_name: {folder} contains no .safetensors file{hint}")
@@ -157,8 +160,11 @@ def check_weights(folder: Path, shape: ModelShape) -> None:
     """Check the weights of a model's folder as a whole against what its family declares, without reading a value.
 
     Raises WeightsError for a tensor that is missing, has another shape than config.json gives it, or a number format
-    that needs a conversion. A warning names tensors that nobody reads.
+    that needs a conversion. A warning names tensors that nobody reads. A folder with a config alone passes: a
+    recipe can be checked before the weights are there. Loading refuses it.
     """
+    if not any(path.name.endswith((".safetensors", INDEX, *OTHER_WEIGHTS)) for path in folder.iterdir()):
+        return
     tensors = stored_tensors(folder)
     read, missing = set[str](), list[str]()
     for param in params_of(shape):
