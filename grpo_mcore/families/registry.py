@@ -66,7 +66,7 @@ def with_overrides(
     replaced = dict(config)
     for key, value in _in_the_form_of(config, overrides, at).items():
         if key not in config and key not in OPTIONAL:
-            near = get_close_matches(key, config, n=1)
+            near = get_close_matches(key, [*config, *OPTIONAL], n=1)
             hint = f"; nearest: {near[0]}" if near else ""
             raise FamilyError(f"{at}.{key}: the model's config.json has no such key{hint}")
         both = isinstance(value, Mapping) and isinstance(config.get(key), Mapping)

@@ -337,3 +337,55 @@ def test_typical_mistakes_of_every_verb(
     out, err = capsys.readouterr()
     assert code and message in err and "Traceback" not in out + err, err
     assert sum(line.startswith("grpo-mcore") for line in err.splitlines()) == 1
+
+
+@pytest.mark.parametrize(
+    ("kind", "words", "message"),
+    [
+        (
+            "pickled",
+            [],
+            "policy.model_name: model contains no .safetensors file; it has pytorch_model.bin, which is not",
+        ),
+        (
+            "missing",
+            [],
+            "policy.model_name: model/model.safetensors.index.json names 2 files, and 1 of them are missing",
+        ),
+        ("cut", [], "policy.model_name: model/model-00001-of-00002.safetensors is no whole safetensors file"),
+        ("whole", ["+policy.hf_config_overrides={intermediate_size: 64}"], "mlp.gate_proj.weight has shape [96, 64], "),
+        ("whole", ["+policy.hf_config_overrides={vocab_size: 16}"], "model.embed_tokens.weight has shape [32, 64], "),
+        (
+            "whole",
+            ["+policy.hf_config_overrides={rope_thet: 1.0}"],
+            "the model's config.json has no such key; nearest: rope_theta",
+        ),
+        ("small", [], "with number 31, but the model 'model' has 8 tokens"),
+    ],
+)
+@pytest.mark.parametrize("verb", ["train", "sft"])
+def test_a_model_folder_that_is_not_whole(refuse: Refuse, kind: str, words: list[str], message: str, verb: str) -> None:
+    """One message, before a cluster is started."""
+    import torch
+    from safetensors.torch import save_file
+
+    from grpo_mcore.families import params_of, shape_of
+
+    config = CONFIG | ({"vocab_size": 8} if kind == "small" else {})
+    Path("model/config.json").write_text(json.dumps(config))
+    shapes = {tensor.name: tensor.shape for param in params_of(shape_of(config)) for tensor in param.hf}
+    if kind == "pickled":
+        Path("model/pytorch_model.bin").write_bytes(b"x")
+        shapes = {}
+    where = {}
+    for number, name in enumerate(("model-00001-of-00002.safetensors", "model-00002-of-00002.safetensors")):
+        part = sorted(shapes)[number::2]
+        where |= dict.fromkeys(part, name)
+        if part and not (kind == "missing" and number):
+            save_file({tensor: torch.zeros(shapes[tensor]) for tensor in part}, Path("model") / name)
+    if where:
+        Path("model/model.safetensors.index.json").write_text(json.dumps({"weight_map": where}))
+    if kind == "cut":
+        (file := Path("model/model-00001-of-00002.safetensors")).write_bytes(file.read_bytes()[:-8])
+    said = refuse("policy.train_global_batch_size=8" if verb == "sft" else "--check", *words, code=1, verb=verb)
+    assert message in said and "\n" not in said
