@@ -16,6 +16,7 @@ NeMo RL's other entry points (algorithms/nemo_rl_api.py; importable from here).
 from __future__ import annotations
 
 from collections.abc import Mapping
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -43,7 +44,7 @@ from grpo_mcore.algorithms.record.run_record import RunRecord, start_record, sta
 from grpo_mcore.algorithms.record.run_report import Compare, RunReport
 from grpo_mcore.algorithms.record.sample_writer import SampleWriter
 from grpo_mcore.algorithms.record.step_profile import StepProfile
-from grpo_mcore.algorithms.rollouts.rollouts import Rollouts
+from grpo_mcore.algorithms.rollouts.rollouts import RolloutHooks, Rollouts
 from grpo_mcore.algorithms.rollouts.scoring import as_workers
 from grpo_mcore.algorithms.rollouts.validation import run_validation
 from grpo_mcore.algorithms.run_control.stopping import StopRequest
@@ -107,11 +108,11 @@ def grpo_train(
     ledger_folder = checkpointer.folder if config.checkpointing.enabled else logger.log_dir
     record = start_record(config, schedule, grpo_save_state, dataloader, ledger_folder, report, position)
     refit = partial(refit_engines, policy, engines, config, record.restarted)
-    faults = {
-        "restore_engines": partial(refit, lost_only=True), "on_restart": record.restarted, "watch": stop.check,
-        "on_span": report.spans.span,
-    }  # fmt: skip
-    rollouts = make_rollouts(config, engines, task_to_env, tokenizer, record, faults)
+    hooks = RolloutHooks(
+        restore_engines=partial(refit, lost_only=True), on_restart=record.restarted, watch=stop.check,
+        on_span=report.spans.span,
+    )  # fmt: skip
+    rollouts = make_rollouts(config, engines, task_to_env, tokenizer, record, hooks)
     sampling = sampling_of(config.policy.generation, tokenizer)
     generate = partial(rollouts.dispatch, sampling=sampling, generations=config.grpo.num_generations_per_prompt)
     groups = StepGroups(config)
@@ -157,7 +158,7 @@ def grpo_train(
                         val_workers = as_workers(val_task_to_env or {}, engines.cluster, config.cluster.platform)
                         validation = stop.interruptible(partial(
                             run_validation, engines, val_dataloader, val_workers, config, tokenizer=tokenizer,
-                            faults=faults,
+                            hooks=hooks,
                         ))  # fmt: skip
                     if validation is not None:
                         record.validated(step, validation)
@@ -216,9 +217,9 @@ def make_rollouts(
     task_to_env: Mapping[str, Any],
     tokenizer: Any,
     record: RunRecord,
-    faults: Mapping[str, Any],
+    hooks: RolloutHooks,
 ) -> Rollouts:
-    """Build the rollouts of a run, which report to its record. `faults`: see `Rollouts`."""
+    """Build the rollouts of a run, which report to its record. `hooks`: those that do not."""
     ahead = config.grpo.async_grpo
     return Rollouts(
         engines,
@@ -226,11 +227,9 @@ def make_rollouts(
         tokenizer,
         turn_limits(config),
         seed=config.grpo.seed,
-        on_sample=record.sample_finished,
         retries=Retries(ahead.max_generation_failures if ahead.enabled else 0, config.cluster.retry_wait_s),
-        on_retry=record.retried,
         enough_samples=ahead.min_samples_per_group if ahead.max_age else None,
-        **faults,
+        hooks=replace(hooks, on_sample=record.sample_finished, on_retry=record.retried),
     )
 
 

@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any, BinaryIO
 
 from grpo_mcore.algorithms.engines.sampling_config import sampling_of, turn_limits
-from grpo_mcore.algorithms.rollouts.rollouts import Rollouts
+from grpo_mcore.algorithms.rollouts.rollouts import RolloutHooks, Rollouts
 from grpo_mcore.algorithms.run import open_sampler, prepare
 from grpo_mcore.data import AllTaskProcessedDataset, DataError
 from grpo_mcore.data.gym.files import whole_file
@@ -87,7 +87,7 @@ def collect(
             tokenizer,
             turn_limits(config),
             seed=grpo.seed,
-            on_outcome=lambda outcome: results.update({(outcome.uid, outcome.generation_index): outcome}),
+            hooks=RolloutHooks(on_outcome=lambda done: results.update({(done.uid, done.generation_index): done})),
         )
         sampling = sampling_of(config.policy.generation, tokenizer, validation=validation)
         kept, failed = stack.enter_context(whole_file(output)), stack.enter_context(whole_file(failures))

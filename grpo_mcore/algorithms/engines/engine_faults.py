@@ -21,7 +21,7 @@ class EngineFaults:
         self,
         engines: EngineGroup,
         retries: Retries,
-        restore: Callable[[], None] | None,
+        restore: Callable[[], object] | None,
         on_restart: Callable[[str, str], None],
         clock: Callable[[], float] = time.monotonic,
     ) -> None:

@@ -75,6 +75,26 @@ class _EngineCall:
     since: float = field(default_factory=time.perf_counter)
 
 
+@dataclass(frozen=True)
+class RolloutHooks:
+    """What `Rollouts` calls as it goes on."""
+
+    on_sample: Callable[[], None] = lambda: None
+    """Called for each sample when its last turn is generated."""
+    on_retry: Callable[[str, str], None] = lambda uid, why: None
+    """Gets the uid of each prompt of which something is generated again, and the reason."""
+    on_restart: Callable[[str, str], None] = lambda worker, why: None
+    """Gets the name of each worker that is restarted, and the reason."""
+    on_outcome: Callable[[GymOutcome], None] | None = None
+    """Gets every outcome of environments that run agents."""
+    on_span: Callable[[str, str, float, float], None] = lambda worker, what, start, end: None
+    """Gets (worker, what it did, start, end) of each call that has ended, by time.perf_counter."""
+    watch: Callable[[], None] = lambda: None
+    """Called again and again while `next_group` only waits; nothing is lost if it raises."""
+    restore_engines: Callable[[], object] | None = None
+    """Waits for restarted engines and refits them; called only in `next_group`, when the policy is idle."""
+
+
 class Rollouts:
     """Generates and scores groups. Several prompts are in flight; groups come back in the order in which they finish.
 
@@ -106,33 +126,20 @@ class Rollouts:
         limits: TurnLimits,
         *,
         seed: int,
-        on_sample: Callable[[], None] = lambda: None,
         retries: Retries | None = None,
-        on_retry: Callable[[str, str], None] = lambda uid, why: None,
-        restore_engines: Callable[[], None] | None = None,
-        on_restart: Callable[[str, str], None] = lambda worker, why: None,
-        on_outcome: Callable[[GymOutcome], None] | None = None,
         enough_samples: int | None = None,
-        watch: Callable[[], None] = lambda: None,
-        on_span: Callable[[str, str, float, float], None] = lambda worker, what, start, end: None,
+        hooks: RolloutHooks = RolloutHooks(),
     ) -> None:
-        """`environments`: by task name. `on_sample`: called for each sample when its last turn is generated.
-        `retries`: limit for calls that fail while their engine is alive; `on_retry` gets the uid of each prompt that is
-        generated again, and the reason. `restore_engines`: waits for restarted engines and refits them; called only in
-        `next_group`, when the policy is idle. `on_restart`: gets the name of each worker that is restarted, and the
-        reason. `on_outcome`: gets every outcome of environments that run agents. `enough_samples`: a group is complete
-        with this many samples and its other samples are aborted; None: with all of them. If turns are taken together,
-        only for samples of one turn.
-        `watch`: called again and again while `next_group` only waits; nothing is lost if it raises. `on_span`: gets
-        (worker, what it did, start, end) of each call that has ended, by time.perf_counter.
+        """`environments`: by task name. `retries`: limit for calls that fail while their engine is alive.
+        `enough_samples`: a group is complete with this many samples and its other samples are aborted; None: with all
+        of them. If turns are taken together, only for samples of one turn.
 
         Raises DataError if samples may have several turns and the tokenizer's chat template cannot hold them.
         """
         self.engines, self.environments, self.limits, self.seed = engines, environments, limits, seed
         self.cluster: Cluster = engines.cluster
-        self._on_sample, self._on_retry = on_sample, on_retry
-        self._faults = EngineFaults(engines, retries or Retries(0, 0.0), restore_engines, on_restart)
-        self._enough_samples, self._watch, self._on_span = enough_samples, watch, on_span
+        self._hooks, self._enough_samples = hooks, enough_samples
+        self._faults = EngineFaults(engines, retries or Retries(0, 0.0), hooks.restore_engines, hooks.on_restart)
         self._template = TurnTemplate(tokenizer) if limits.max_turns > 1 else None
         agents = {
             task: worker
@@ -141,10 +148,16 @@ class Rollouts:
         }
         self._finished: deque[Group] = deque()
         self._agents = AgentRollouts(
-            agents, engines, seed, lambda group: self._finished.append(group), on_sample, on_outcome, limits.max_tokens
+            agents,
+            engines,
+            seed,
+            lambda group: self._finished.append(group),
+            hooks.on_sample,
+            hooks.on_outcome,
+            limits.max_tokens,
         )
         scored = {task: worker for task, worker in environments.items() if task not in agents}
-        self._scorer = RewardScorer(scored, self.cluster, on_restart, on_span, joins=not limits.together)
+        self._scorer = RewardScorer(scored, self.cluster, hooks.on_restart, hooks.on_span, joins=not limits.together)
         self._groups: dict[str, _OpenGroup] = {}  # by uid
         self._calls: dict[int, _EngineCall] = {}  # by id of the stream
         self._calls_made = 0
@@ -273,7 +286,7 @@ class Rollouts:
             self._scorer.flush()
             things = self.awaited()
         try:
-            return self.cluster.next_ready(things, min(left_s, timeout_s), "samples and verdicts", self._watch)
+            return self.cluster.next_ready(things, min(left_s, timeout_s), "samples and verdicts", self._hooks.watch)
         except DeadlineExceeded as error:
             if late := [engine for engine in busy if not self._faults.seconds_left([engine])]:
                 name = self.engines.workers[late[0]].name
@@ -334,7 +347,7 @@ class Rollouts:
     def _end_call(self, call: _EngineCall) -> None:
         del self._calls[id(call.stream)]
         self._calls_of[call.engine] -= 1
-        self._on_span(self.engines.workers[call.engine].name, "generate", call.since, time.perf_counter())
+        self._hooks.on_span(self.engines.workers[call.engine].name, "generate", call.since, time.perf_counter())
 
     def _record_sample(self, sample: TrajectoryRef) -> None:
         """Add a generated turn to its group, and request its reward: at once, or when it is the group's last one."""
@@ -359,7 +372,7 @@ class Rollouts:
     def _record_end(self, group: _OpenGroup, index: int) -> None:
         """Record that a sample's last turn is generated. If its group has enough samples now, drop the others."""
         group.ended.add(index)
-        self._on_sample()
+        self._hooks.on_sample()
         if len(group.ended) == self._enough_samples and len(group.ended) < len(group.conversations):
             self._drop_unfinished(group, index)
 
@@ -466,7 +479,7 @@ class Rollouts:
         all of them."""
         requests, from_start = list(failed.expected.values()), _has_lost_objects(error)
         for uid in dict.fromkeys(request.uid for request in requests):
-            self._on_retry(uid, why)
+            self._hooks.on_retry(uid, why)
         if from_start:
             requests = [self._start_again(request) for request in requests]
         if requests:

@@ -10,7 +10,7 @@ from typing import Any
 
 from grpo_mcore.algorithms.engines.engine_group import EngineGroup
 from grpo_mcore.algorithms.engines.sampling_config import sampling_of, turn_limits
-from grpo_mcore.algorithms.rollouts.rollouts import Rollouts
+from grpo_mcore.algorithms.rollouts.rollouts import RolloutHooks, Rollouts
 from grpo_mcore.cluster import Worker
 from grpo_mcore.data import DataError
 from grpo_mcore.objective import pass_at_k, pass_numbers
@@ -40,12 +40,12 @@ def run_validation(
     config: MasterConfig,
     *,
     tokenizer: Any,
-    faults: Mapping[str, Any] | None = None,
+    hooks: RolloutHooks | None = None,
 ) -> Validation:
     """Validate on up to grpo.max_val_samples prompts, val_num_generations_per_prompt samples each. The engines must be
     ready.
 
-    `faults`: arguments of `Rollouts` for workers that die. The seeds do not depend on the step: two validations of
+    `hooks`: what the rollouts call. The seeds do not depend on the step: two validations of
     equal weights give equal samples. Raises DataError if the data loader yields nothing, ValueError without validation
     data or environments.
     """
@@ -53,7 +53,9 @@ def run_validation(
         raise ValueError("there is nothing to validate on: set data.validation, or grpo.val_period to 0")
     began, grpo = time.perf_counter(), config.grpo
     sampling = sampling_of(config.policy.generation, tokenizer, validation=True)
-    rollouts = Rollouts(engines, environments, tokenizer, turn_limits(config), seed=grpo.seed + 1, **(faults or {}))
+    rollouts = Rollouts(
+        engines, environments, tokenizer, turn_limits(config), seed=grpo.seed + 1, hooks=hooks or RolloutHooks()
+    )
     groups: list[Group] = []
     left = grpo.max_val_samples
     for batch in dataloader:

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from grpo_mcore.algorithms.engines.retries import Retries
-from grpo_mcore.algorithms.rollouts.rollouts import Rollouts
+from grpo_mcore.algorithms.rollouts.rollouts import RolloutHooks, Rollouts
 from grpo_mcore.cluster import DeadlineExceeded, WorkerDied, WorkerFailed
 from grpo_mcore.cluster.local_cluster import LocalWorker
 from grpo_mcore.rollout.conversation import TurnLimits
@@ -42,7 +42,7 @@ def test_the_missing_samples_of_a_failed_call_are_generated_again(engines: int) 
     world.rollouts = Rollouts(
         world.engines, world.rollouts.environments, None, TurnLimits(1, 99, together=True),
         seed=5, retries=Retries(1, 0.0),
-        on_retry=lambda *what: retried.append(what),
+        hooks=RolloutHooks(on_retry=lambda *what: retried.append(what)),
     )  # fmt: skip
     failing(world, 0, 1)
     groups = world.run(range(4))
@@ -69,7 +69,7 @@ def test_with_several_turns_samples_of_the_failed_call_repeat_their_turn(
     world.rollouts = Rollouts(
         world.engines, world.rollouts.environments, CharacterTokenizer(),
         TurnLimits(9, 1000, together=together), seed=5,
-        retries=Retries(1, 0.0), on_retry=lambda uid, why: retried.append(uid),
+        retries=Retries(1, 0.0), hooks=RolloutHooks(on_retry=lambda uid, why: retried.append(uid)),
     )  # fmt: skip
     failing(world, 0, 2 if together else 1)
     groups = world.run(range(5))
@@ -133,9 +133,11 @@ def dying(world: World, *, starts: list[int], hangs: bool = False) -> list[str]:
         other.target.health = lambda: None
     world.rollouts = Rollouts(
         world.engines, world.rollouts.environments, None, TurnLimits(1, 99, together=True), seed=5,
-        on_retry=lambda uid, why: entries.append(f"{uid} anew"),
-        on_restart=lambda name, why: entries.append(f"{name}: {why}"),
-        restore_engines=lambda: (entries.append("refit"), world.engines.lost.clear()),
+        hooks=RolloutHooks(
+            on_retry=lambda uid, why: entries.append(f"{uid} anew"),
+            on_restart=lambda name, why: entries.append(f"{name}: {why}"),
+            restore_engines=lambda: (entries.append("refit"), world.engines.lost.clear()),
+        ),
     )  # fmt: skip
     return entries
 

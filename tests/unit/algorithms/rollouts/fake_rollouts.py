@@ -10,7 +10,7 @@ from typing import Any
 import torch
 
 from grpo_mcore.algorithms.engines.engine_group import EngineGroup, with_trajectories
-from grpo_mcore.algorithms.rollouts.rollouts import Rollouts
+from grpo_mcore.algorithms.rollouts.rollouts import RolloutHooks, Rollouts
 from grpo_mcore.algorithms.rollouts.scoring import as_workers
 from grpo_mcore.cluster import LocalCluster, Parcel
 from grpo_mcore.cluster.local_cluster import LocalStream, LocalWorker
@@ -175,7 +175,12 @@ class World:
         workers = as_workers({"game": self.environment}, self.cluster)
         self.finished: list[str] = []
         self.rollouts = Rollouts(
-            self.engines, workers, CharacterTokenizer(), limits, seed=5, on_sample=lambda: self.finished.append("")
+            self.engines,
+            workers,
+            CharacterTokenizer(),
+            limits,
+            seed=5,
+            hooks=RolloutHooks(on_sample=lambda: self.finished.append("")),
         )
 
     def run(self, numbers: range, generations: int = 3, step: int = 1, **prompt_fields: Any) -> dict[str, Group]:

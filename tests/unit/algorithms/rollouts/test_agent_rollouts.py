@@ -10,7 +10,7 @@ import pytest
 
 from grpo_mcore.algorithms.engines.retries import Retries
 from grpo_mcore.algorithms.rollouts.agent_rollouts import AgentRollouts
-from grpo_mcore.algorithms.rollouts.rollouts import Rollouts
+from grpo_mcore.algorithms.rollouts.rollouts import RolloutHooks, Rollouts
 from grpo_mcore.algorithms.rollouts.scoring import EnvironmentWorker
 from grpo_mcore.cluster import Parcel, WorkerDied, WorkerFailed
 from grpo_mcore.cluster.local_cluster import LocalWorker
@@ -141,8 +141,10 @@ def test_an_engine_whose_death_only_the_endpoint_noticed_is_replaced(gym: Gym, e
     cluster._workers.append(dead)  # type: ignore[arg-type]
     rollouts = Rollouts(
         group, {"game": gym}, None, TurnLimits(1, 99), seed=5,
-        on_restart=lambda name, why: entries.append(name),
-        restore_engines=lambda: (entries.append("refit"), group.lost.clear()),
+        hooks=RolloutHooks(
+            on_restart=lambda name, why: entries.append(name),
+            restore_engines=lambda: (entries.append("refit"), group.lost.clear()),
+        ),
     )  # fmt: skip
     rollouts.dispatch([prompt(0, idx=0, extra_env_info={"gym_task": {}})], Sampling(8), generations=2, step=1)
     assert not group.unanswered(dead, OSError("too long a line"))

@@ -19,7 +19,7 @@ import pytest
 from grpo_mcore.algorithms.engines.engine_group import EngineGroup
 from grpo_mcore.algorithms.engines.retries import Retries
 from grpo_mcore.algorithms.rollouts import scoring
-from grpo_mcore.algorithms.rollouts.rollouts import Rollouts
+from grpo_mcore.algorithms.rollouts.rollouts import RolloutHooks, Rollouts
 from grpo_mcore.algorithms.rollouts.scoring import EnvironmentWorker
 from grpo_mcore.cluster import DeadlineExceeded, LocalCluster, Parcel, WorkerDied, WorkerFailed
 from grpo_mcore.rollout.conversation import TurnLimits
@@ -193,7 +193,7 @@ class World(LocalCluster):
         limits = TurnLimits(self.turns, 999, together=self.together)
         self.rollouts = Rollouts(
             self.engines, {"game": environment}, CharacterTokenizer(), limits, seed=5,
-            retries=Retries(5, 0.0), restore_engines=self.restore, enough_samples=self.enough,
+            retries=Retries(5, 0.0), hooks=RolloutHooks(restore_engines=self.restore), enough_samples=self.enough,
         )  # fmt: skip
         self.rollouts._faults._clock = lambda: self.now
 
