@@ -320,3 +320,24 @@ def test_a_decay_of_null_lasts_as_long_as_the_run(load, overrides: list[str], st
     text = MINIMAL + ("grpo: {max_num_steps: 9}\n" if "~grpo" in overrides else "")
     config = load(text, "policy.megatron_cfg.scheduler.lr_decay_iters=null", *overrides).config
     assert config.policy.megatron_cfg.scheduler.lr_decay_iters == steps
+
+
+@pytest.mark.parametrize(
+    ("override", "outcome"),
+    [
+        ("+sft.only_unmask_final=false", None),
+        ("+sft.only_unmask_final=true", "set data.default.train_on: last"),
+        ("+policy.draft={enabled: true}", None),
+        ("+policy.megatron_cfg.track_moe_metrics=true", None),
+        ("+policy.megatron_cfg.train_iters=500", None),
+        ("+policy.megatron_cfg.scheduler.override_opt_param_scheduler=true", None),
+        ("+policy.sequence_packing.microbatch_order=largest_first", None),
+        ("+grpo.zero_variance_prompt_filtering=false", None),
+        ("+grpo.zero_variance_prompt_filtering=true", "use grpo.use_dynamic_sampling"),
+    ],
+)
+def test_keys_of_peers_without_an_effect_do_not_stop_a_recipe(load, problems, override: str, outcome) -> None:
+    if outcome is None:
+        assert load(MINIMAL, override).config
+    else:
+        assert any(outcome in problem for problem in problems(MINIMAL, override))
