@@ -278,7 +278,7 @@ class Rollouts:
 
     def _wait(self) -> Future | Stream | None:
         """Return the first of `awaited` that is ready; None if an environment or an engine exceeded its deadline."""
-        busy = {call.engine for call in self._calls.values()}
+        busy = [engine for engine, calls in self._calls_of.items() if calls]
         timeout_s = self.cluster.call_timeout_s
         left_s = min(self._scorer.seconds_left(), self._faults.seconds_left(busy))
         things = self.awaited()

@@ -8,7 +8,7 @@ import pytest
 
 from grpo_mcore.algorithms.engines.retries import Retries
 from grpo_mcore.algorithms.rollouts.rollouts import RolloutHooks, Rollouts
-from grpo_mcore.cluster import DeadlineExceeded, WorkerDied, WorkerFailed
+from grpo_mcore.cluster import DeadlineExceeded, ObjectLost, WorkerDied, WorkerFailed
 from grpo_mcore.cluster.local_cluster import LocalWorker
 from grpo_mcore.rollout.conversation import TurnLimits
 from tests.unit.algorithms.rollouts.fake_rollouts import SAMPLING, CharacterTokenizer, FakeEngine, World, prompt
@@ -253,3 +253,39 @@ def test_an_invalid_request_is_not_retried() -> None:
     world.engines.workers[0].target.generate_refs = too_long
     with pytest.raises(WorkerFailed, match="900 tokens"):
         world.run(range(1))
+
+
+def test_a_step_that_fails_for_all_calls_of_an_engine_counts_once() -> None:
+    world = World(max_turns=1)
+    world.rollouts = Rollouts(
+        world.engines, world.rollouts.environments, None, TurnLimits(1, 99), seed=5, retries=Retries(1, 0.0)
+    )
+    failing(world, 0, 1, 2)
+    world.rollouts.dispatch([prompt(0)], SAMPLING, generations=2, step=1)
+    world.rollouts.dispatch([prompt(1)], SAMPLING, generations=2, step=2)  # a call of its own, before the failure
+    assert {world.rollouts.next_group().uid for _ in range(2)} == {"p0", "p1"}
+
+
+def test_a_sample_whose_earlier_turns_are_lost_starts_from_the_beginning() -> None:
+    world, undisturbed = World(), World()
+    retried: list[str] = []
+    world.rollouts = Rollouts(
+        world.engines, world.rollouts.environments, CharacterTokenizer(), TurnLimits(9, 1000), seed=5,
+        retries=Retries(1, 0.0), hooks=RolloutHooks(on_retry=lambda uid, why: retried.append(uid)),
+    )  # fmt: skip
+    target = world.engines.workers[0].target
+    generate, lost = target.generate_refs, [True]
+
+    def generate_refs(requests: Any, sampling: Any) -> Any:
+        if requests[0].continues is not None and lost:
+            lost.clear()
+
+            raise ObjectLost("engine-0", "the turns before", "its node is gone")
+        yield from generate(requests, sampling)
+
+    target.generate_refs = generate_refs
+    (group,), (same,) = world.run(range(1)).values(), undisturbed.run(range(1)).values()
+    assert [world.trajectory(group, i) for i in range(3)] == [undisturbed.trajectory(same, i) for i in range(3)]
+    assert group.scores == same.scores and retried == ["p0"]
+    scored = [entry for call in world.environment.calls for entry in call]
+    assert len(scored) == len(set(scored)) + 1, "the first turn of one sample was scored twice"
