@@ -15,6 +15,7 @@ is filtered is replaced at once, and only what would get too old goes back, fini
 from __future__ import annotations
 
 import sys
+from collections import Counter, deque
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass, field
 from itertools import islice
@@ -183,7 +184,11 @@ class ScheduleError(RuntimeError):
 
 @dataclass
 class Schedule:
-    """The state of a run between commands. `step` counts completed steps; the policy's version is `step` + 1."""
+    """The state of a run between commands. `step` counts completed steps; the policy's version is `step` + 1.
+
+    What an event costs does not grow with the groups in flight: a look at all of them is taken once a step, and between
+    steps they are counted as they come and go.
+    """
 
     config: ScheduleConfig
     step: int = 0
@@ -199,10 +204,26 @@ class Schedule:
     stop: str | None = None  # why a validation ended the run
     asked: str | None = None  # why somebody asked the run to end
     last_step: int | None = None  # where it then ends
+    # Counted from in_flight and finished:
+    _bytes: int = field(init=False, repr=False, compare=False)  # of the finished groups
+    _unfinished: Counter[int] = field(init=False, repr=False, compare=False)  # version -> groups that it generates
+    _leading: int = field(init=False, repr=False, compare=False)  # finished groups before the first unfinished one
+    _behind: deque[str] = field(init=False, repr=False, compare=False)  # the others in order, and some that are gone
 
     def __post_init__(self) -> None:
         if self.step:  # a resumed run has validated and saved where it stopped
             self.validated_step = self.saved_step = self.step
+        self._count_all()
+
+    def _count_all(self) -> None:
+        self._bytes = sum(self.finished.values())
+        self._unfinished = Counter(version for uid, version in self.in_flight.items() if uid not in self.finished)
+        self._leading, self._behind = 0, deque(self.in_flight)
+        self._count_leading()
+
+    def _count_leading(self) -> None:
+        while self._behind and (self._behind[0] in self.finished or self._behind[0] not in self.in_flight):
+            self._leading += self._behind.popleft() in self.finished
 
     @property
     def policy_version(self) -> int:
@@ -241,18 +262,27 @@ class Schedule:
                 versions = versions or (self.engine_version,) * len(uids)
                 self.in_flight |= dict(zip(uids, versions, strict=True))
                 self.data_ended = self.data_ended or ended
+                if self.failed.keys().isdisjoint(uids):
+                    self._unfinished.update(versions)
+                    self._behind.extend(uids)
+                else:  # one of them is still in `_behind`, at its place of before
+                    self._count_all()
             case GroupFinished(uid, informative, nbytes):
                 self._demand(uid in self.in_flight and uid not in self.finished, event)
                 self._demand(informative or self.config.prompts_per_dispatch is not None, event)
                 self.largest = max(self.largest, nbytes)
+                self._unfinished[self.in_flight[uid]] -= 1
                 if informative:
                     self.finished[uid] = nbytes
+                    self._bytes += nbytes
                 else:
                     del self.in_flight[uid]
                     self.filtered.add(uid)
+                self._count_leading()
             case GroupFailed(uid, reason):
                 self._demand(uid in self.in_flight and uid not in self.finished, event)
-                del self.in_flight[uid]
+                self._unfinished[self.in_flight.pop(uid)] -= 1
+                self._count_leading()
                 self.failed[uid] = reason
                 if len(self.failed) > self.config.max_failed_groups:
                     raise ScheduleError(f"{len(self.failed)} prompts failed in one step, the last one, {uid}: {reason}")
@@ -262,6 +292,7 @@ class Schedule:
                 for uid in groups + surplus:
                     del self.in_flight[uid]
                     self.finished.pop(uid, None)
+                self._count_all()
                 self.data_ended = self.data_ended and not surplus  # what goes back can be taken again
                 self.filtered.clear()
                 self.failed.clear()
@@ -319,6 +350,8 @@ class Schedule:
         age, version, dynamic = config.max_trajectory_age, self.policy_version, config.prompts_per_dispatch is not None
         if dynamic and not age and not self._all_finished():
             return (), ()
+        if not self._can_choose(count):
+            return (), ()
         groups = choose(
             self.in_flight,
             self.finished,
@@ -333,6 +366,25 @@ class Schedule:
         taken = set(groups)
         too_old = (uid for uid, began in self.in_flight.items() if began + age <= version and uid not in taken)
         return groups, tuple(too_old)
+
+    def _can_choose(self, count: int) -> bool:
+        """Whether `choose` need not wait, told from the counts: it looks at every group, and this is asked after every
+        event."""
+        config = self.config
+        if config.group_order == "in_order":
+            return self._leading >= count
+        if len(self.finished) < count:
+            return False
+        if config.prompts_per_dispatch is not None:
+            return True
+        slack = config.max_trajectory_age - self.policy_version
+        due = sorted((max(0, began + slack), number) for began, number in self._unfinished.items() if number)
+        waited_for = 0
+        for later, number in due:  # may be due within so many steps: those that these steps train
+            waited_for += number
+            if later <= config.max_trajectory_age and waited_for > later * count:
+                return False
+        return True
 
     def _prompts_wanted(self) -> int:
         """Return how many groups fit in the steps that the age limit reaches: in the order of dispatch a group trains
@@ -358,8 +410,7 @@ class Schedule:
         most = self.config.max_bytes_in_flight
         if most is None or not self.largest:
             return sys.maxsize
-        held = sum(self.finished.values())
-        return max(self.config.num_prompts, len(self.finished) + (most - held) // self.largest)
+        return max(self.config.num_prompts, len(self.finished) + (most - self._bytes) // self.largest)
 
     def _prompts_of_generation_batch(self, size: int) -> int:
         """Return how many prompts replace failed ones of the generation batch, or the size of another batch if a whole
@@ -407,7 +458,7 @@ def choose(
     steps. This holds before the call (at most `count` * (max_age + 1) groups are in flight) and after it.
     `may_drop`: what gets too old is dropped, and nobody waits for it.
     """
-    if len(finished) < count:  # before any look at the groups: this is asked after every event
+    if len(finished) < count:
         return ()
     if order == "in_order":
         first = islice(in_flight, count)
