@@ -12,9 +12,11 @@ import aiohttp
 import yaml
 
 from grpo_mcore.environments.gym_result import GymFailure
+from grpo_mcore.environments.http_retries import backoff_s, failure_of, is_transient, retry_after_s
 
 SHORT_TIMEOUT_S = 60.0
 """Time limit of requests other than rollouts."""
+_ENDPOINT_ATTEMPTS, _ENDPOINT_BACKOFF_S = 3, 0.2
 
 
 class PolicyEndpoint(Protocol):
@@ -85,7 +87,8 @@ class GymClient:
             raise GymError(f"the Gym's head server does not answer at {url}: {_describe(error)}") from error
 
     async def run(self, agent: str, row: Mapping[str, Any]) -> Any:
-        """Return the reply to a rollout. Raises GymFailure: 5xx and a broken connection may be tried again, 4xx not."""
+        """Return the reply to a rollout. Raises GymFailure: a broken connection, 5xx, 408, 425 and 429 may be tried
+        again, other 4xx not."""
         url = await self.agent_url(agent)
         assert self._session is not None
         try:
@@ -97,7 +100,11 @@ class GymClient:
             raise GymFailure(f"the agent {agent} at {url}: {_describe(error)}", again=True) from error
         if reply.status >= 400:
             said = content[:300].decode(errors="replace")
-            raise GymFailure(f"the agent {agent} answers {reply.status}: {said}", again=reply.status >= 500)
+            raise GymFailure(
+                f"the agent {agent} answers {reply.status}: {said}",
+                again=is_transient(reply.status),
+                wait_s=retry_after_s(reply.headers),
+            )
         try:
             return json.loads(content)
         except ValueError as error:
@@ -106,24 +113,33 @@ class GymClient:
     async def weight_versions(self, endpoint: PolicyEndpoint, fingerprints: list[str]) -> list[Any]:
         """Return for each call which weights read and generated its tokens, as the endpoint has recorded them. Raises
         GymFailure for tokens that the endpoint has not generated."""
-        assert self._session is not None
-        try:
-            async with self._session.post(
-                f"{endpoint.url}/weight_versions",
-                json={"fingerprints": fingerprints},
-                headers={"Authorization": f"Bearer {endpoint.token}"},
-                timeout=aiohttp.ClientTimeout(total=SHORT_TIMEOUT_S),
-            ) as reply:
-                reply.raise_for_status()
-                found = (await reply.json())["weight_versions"]
-        except (aiohttp.ClientError, TimeoutError) as error:
-            raise GymFailure(f"the policy's endpoint at {endpoint.url}: {_describe(error)}") from error
+        found = await self._ask_endpoint(endpoint, fingerprints)
         if None in found:
             raise GymFailure(
                 f"the policy's endpoint has not generated these tokens (turn {found.index(None) + 1}): the Gym's model "
                 f"server must ask {endpoint.url}/v1"
             )
         return found
+
+    async def _ask_endpoint(self, endpoint: PolicyEndpoint, fingerprints: list[str]) -> list[Any]:
+        """Ask for weight versions, again where a failure may pass. Raises GymFailure."""
+        assert self._session is not None
+        for attempt in range(1, _ENDPOINT_ATTEMPTS + 1):
+            try:
+                async with self._session.post(
+                    f"{endpoint.url}/weight_versions",
+                    json={"fingerprints": fingerprints},
+                    headers={"Authorization": f"Bearer {endpoint.token}"},
+                    timeout=aiohttp.ClientTimeout(total=SHORT_TIMEOUT_S),
+                ) as reply:
+                    reply.raise_for_status()
+                    return list((await reply.json())["weight_versions"])
+            except (aiohttp.ClientError, TimeoutError) as error:
+                status, wait_s = failure_of(error)
+                if attempt == _ENDPOINT_ATTEMPTS or status is not None and not is_transient(status):
+                    raise GymFailure(f"the policy's endpoint at {endpoint.url}: {_describe(error)}") from error
+                await asyncio.sleep(backoff_s(_ENDPOINT_BACKOFF_S, attempt, wait_s))
+        raise AssertionError("the last attempt returns or raises")
 
 
 def agents_of(config: Any) -> dict[str, str]:

@@ -15,11 +15,12 @@ FAILURE, NOT_KEPT, TERMINAL = "_ng_failure_class", "_ng_no_persist", "_ng_failur
 
 
 class GymFailure(Exception):
-    """A rollout that gives no reward to learn from. The text says why; `again`: another attempt may succeed."""
+    """A rollout that gives no reward to learn from. The text says why; `again`: another attempt may succeed, after
+    `wait_s` at the earliest."""
 
-    def __init__(self, why: str, again: bool = False) -> None:
-        super().__init__(why, again)
-        self.why, self.again = why, again
+    def __init__(self, why: str, again: bool = False, wait_s: float = 0.0) -> None:
+        super().__init__(why, again, wait_s)
+        self.why, self.again, self.wait_s = why, again, wait_s
 
     def __str__(self) -> str:
         return self.why

@@ -21,6 +21,7 @@ from pydantic import Field
 from grpo_mcore.environments.config import EnvConfig, EnvironmentConfigError
 from grpo_mcore.environments.gym_client import GymClient, GymError, PolicyEndpoint
 from grpo_mcore.environments.gym_result import GymFailure, read_result
+from grpo_mcore.environments.http_retries import backoff_s
 from grpo_mcore.environments.interfaces import EnvironmentBase
 from grpo_mcore.rollout.trajectory import Sampling, Score, Trajectory
 
@@ -44,7 +45,8 @@ class NemoGymConfig(EnvConfig):
     rollout_timeout_s: float = Field(600.0, gt=0)
     """Seconds of one rollout, from the request to its result; then the sample has no reward."""
     max_row_attempts: int = Field(3, ge=1)
-    """Attempts of one rollout when the Gym fails (5xx, broken connections, failures that it does not call final)."""
+    """Attempts of one rollout when the Gym fails (5xx, 408, 425, 429 with their Retry-After,
+    broken connections, failures that it does not call final)."""
     num_samples_in_parallel: int | None = Field(None, ge=1)
     """Maximum concurrent rollouts. null: all."""
     responses_create_params: dict[str, Any] = Field(default_factory=dict)
@@ -158,7 +160,7 @@ class NemoGymEnvironment(EnvironmentBase):
         failure: GymFailure | None = None
         for attempt in range(self.config.max_row_attempts):
             if attempt:
-                await asyncio.sleep(min(2.0 ** (attempt - 1), 30.0) * 0.5)
+                await asyncio.sleep(backoff_s(0.5, attempt, 0.0 if failure is None else failure.wait_s))
             try:
                 async with self._room:
                     result = await self._client.run(agent, row)

@@ -1,0 +1,49 @@
+"""Which HTTP failures pass, and how long a server asks to wait."""
+
+from __future__ import annotations
+
+import math
+import time
+from collections.abc import Mapping
+from email.utils import parsedate_to_datetime
+from typing import Any
+
+_MOST_WAIT_S = 60.0
+_TOO_EARLY_OR_BUSY = (408, 425, 429)
+
+
+def is_transient(status: int) -> bool:
+    """Return whether the same request may succeed later: time-outs, rate limits, and failures of the server."""
+    return status in _TOO_EARLY_OR_BUSY or status >= 500
+
+
+def retry_after_s(headers: Mapping[str, str] | None) -> float:
+    """Return the seconds that a reply's Retry-After asks to wait, a minute at most; 0 where it asks for nothing."""
+    value = next((value for name, value in (headers or {}).items() if name.lower() == "retry-after"), "")
+    try:
+        seconds = float(value)
+    except ValueError:
+        try:
+            seconds = parsedate_to_datetime(value).timestamp() - time.time()
+        except (TypeError, ValueError, OverflowError):
+            return 0.0
+    return min(max(seconds, 0.0), _MOST_WAIT_S) if math.isfinite(seconds) else 0.0
+
+
+def backoff_s(first_s: float, attempt: int, asked_s: float = 0.0) -> float:
+    """Return the seconds to wait before an attempt (1: the first repetition): twice as long each time, a minute at
+    most, and no less than a server has asked for."""
+    return max(min(first_s * 2.0 ** (attempt - 1), _MOST_WAIT_S), asked_s)
+
+
+def failure_of(error: BaseException) -> tuple[int | None, float]:
+    """Return the HTTP status of an exception, as aiohttp, httpx, requests, urllib and openai raise it, and the seconds
+    that the server asks to wait. None: it has no status, as a broken connection."""
+    reply: Any = getattr(error, "response", None)
+    for source in (error, reply):
+        for name in ("status", "status_code", "code"):
+            status = getattr(source, name, None)
+            if isinstance(status, int) and 100 <= status < 600:
+                headers = getattr(source, "headers", None) or getattr(reply, "headers", None)
+                return status, retry_after_s(headers)
+    return None, 0.0

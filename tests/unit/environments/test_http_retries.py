@@ -1,0 +1,122 @@
+"""Which failures pass, and how long to wait; exceptions of the usual clients, and a Gym's client against a server."""
+
+from __future__ import annotations
+
+import asyncio
+import email.utils
+import io
+import threading
+import time
+import urllib.error
+from collections.abc import Iterator
+from email.message import Message
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from types import SimpleNamespace
+from typing import Any
+
+import aiohttp
+import httpx
+import pytest
+
+from grpo_mcore.environments.gym_client import GymClient
+from grpo_mcore.environments.gym_result import GymFailure
+from grpo_mcore.environments.http_retries import backoff_s, failure_of, is_transient, retry_after_s
+
+
+def test_which_failures_pass() -> None:
+    passing = [status for status in range(400, 600) if is_transient(status)]
+    assert passing == [408, 425, 429, *range(500, 600)]
+
+
+@pytest.mark.parametrize(
+    ("headers", "seconds"),
+    [({"Retry-After": "3"}, 3.0), ({"retry-after": "0.5"}, 0.5), ({}, 0.0), (None, 0.0), ({"Retry-After": "soon"}, 0.0)]
+    + [({"Retry-After": value}, 0.0) for value in ("-1", "nan", "inf", "Wed, 21 Oct 2015 07:28:00 GMT")]
+    + [({"Retry-After": "9999"}, 60.0), ({"Retry-After": email.utils.formatdate(4e9, usegmt=True)}, 60.0)],
+)
+def test_retry_after(headers: Any, seconds: float) -> None:
+    assert retry_after_s(headers) == seconds
+
+
+def test_the_wait_doubles_and_is_no_shorter_than_asked() -> None:
+    assert [backoff_s(0.5, attempt) for attempt in (1, 2, 3, 20)] == [0.5, 1.0, 2.0, 60.0]
+    assert backoff_s(0.5, 1, 7.0) == 7.0
+
+
+def test_exceptions_of_the_usual_clients() -> None:
+    headers = Message()
+    headers["Retry-After"] = "2"
+    request = httpx.Request("GET", "http://judge")
+    info: Any = SimpleNamespace(real_url="http://judge")
+    replied = httpx.Response(503, headers={"retry-after": "2"}, request=request)
+    requests_error = OSError("429")
+    requests_error.response = SimpleNamespace(status_code=429, headers={"Retry-After": "2"})  # type: ignore[attr-defined]
+    for error, status in (
+        (aiohttp.ClientResponseError(info, (), status=429, headers={"Retry-After": "2"}), 429),  # type: ignore[arg-type]
+        (httpx.HTTPStatusError("", request=request, response=replied), 503),
+        (urllib.error.HTTPError("http://judge", 408, "", headers, io.BytesIO()), 408),
+        (requests_error, 429),
+    ):
+        assert failure_of(error) == (status, 2.0)
+    assert failure_of(ConnectionResetError(104, "reset")) == (None, 0.0)
+
+
+class Agent(BaseHTTPRequestHandler):
+    """Answers with the statuses that are left, then with a result."""
+
+    left: list[int] = []
+
+    def do_POST(self) -> None:
+        self.rfile.read(int(self.headers["Content-Length"]))
+        status = self.left.pop(0) if self.left else 200
+        content = b'{"weight_versions": [[1, 2]]}'
+        self.send_response(status)
+        self.send_header("Content-Length", str(len(content)))
+        self.send_header("Content-Type", "application/json")
+        if status != 200:
+            self.send_header("Retry-After", "0.3")
+        self.end_headers()
+        self.wfile.write(content)
+
+    def log_message(self, *_: Any) -> None:
+        pass
+
+
+@pytest.fixture(scope="module")
+def url() -> Iterator[str]:
+    server = ThreadingHTTPServer(("127.0.0.1", 0), Agent)
+    thread = threading.Thread(target=server.serve_forever, daemon=True)
+    thread.start()
+    yield f"http://127.0.0.1:{server.server_port}"
+    server.shutdown()
+    server.server_close()
+    thread.join()
+
+
+async def with_client(url: str, method: str, *arguments: Any) -> Any:
+    client = GymClient(None, {"agent": url}, start_timeout_s=1, timeout_s=10)
+    await client.open()
+    try:
+        return await getattr(client, method)(*arguments)
+    finally:
+        await client.close()
+
+
+@pytest.mark.parametrize(("status", "again"), [(408, True), (425, True), (429, True), (503, True), (404, False)])
+def test_an_agents_reply_says_whether_to_ask_again_and_when(url: str, status: int, again: bool) -> None:
+    Agent.left = [status]
+    with pytest.raises(GymFailure) as failure:
+        asyncio.run(with_client(url, "run", "agent", {}))
+    assert (failure.value.again, failure.value.wait_s) == (again, 0.3)
+
+
+def test_the_policys_endpoint_is_asked_again(url: str) -> None:
+    endpoint = SimpleNamespace(url=url, token="t")
+    Agent.left = [503, 429]
+    start = time.monotonic()
+    assert asyncio.run(with_client(url, "weight_versions", endpoint, ["f"])) == [[1, 2]]
+    assert time.monotonic() - start > 0.6
+    for left in ([404], [503] * 3):
+        Agent.left = list(left)
+        with pytest.raises(GymFailure, match="the policy's endpoint at"):
+            asyncio.run(with_client(url, "weight_versions", endpoint, ["f"]))
