@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Collection
+from collections import OrderedDict
+from collections.abc import Callable
 
 from grpo_mcore.algorithms.engines.engine_group import EngineGroup
 from grpo_mcore.algorithms.engines.retries import Retries
@@ -29,23 +30,34 @@ class EngineFaults:
         refits them. `on_restart`: gets the name of each engine that is restarted, and the reason."""
         self._engines, self._retries = engines, retries
         self._restore, self._on_restart, self._clock = restore, on_restart, clock
-        self._last_active: dict[int, float] = {}  # by engine: when it last returned something or was given a call
+        # Engines with calls under way, in the order of the time at which each last returned something or got a call:
+        self._last_active: OrderedDict[int, float] = OrderedDict()
 
     def mark_active(self, engine: int) -> None:
         """Record that the engine returned something, or was given its first call."""
         self._last_active[engine] = self._clock()
+        self._last_active.move_to_end(engine)
+
+    def mark_idle(self, engine: int) -> None:
+        """Record that none of the engine's calls is under way any more."""
+        self._last_active.pop(engine, None)
 
     def reset(self) -> None:
         """Record that a call succeeded: failures are counted from 0 again."""
         self._retries.reset()
         self._engines.restarts.reset()
 
-    def seconds_left(self, busy: Collection[int]) -> float:
-        """Return the seconds until the first of these engines times out; 0 if one has."""
-        now, timeout_s = self._clock(), self._engines.cluster.call_timeout_s
-        prepared_at = self._engines.prepared_at
-        active = (max(self._last_active[engine], prepared_at) for engine in busy)
-        return min((max(0.0, timeout_s - now + since) for since in active), default=timeout_s)
+    def seconds_left(self) -> float:
+        """Return the seconds until the first engine times out; 0 if one has."""
+        timeout_s = self._engines.cluster.call_timeout_s
+        if not self._last_active:
+            return timeout_s
+        since = max(next(iter(self._last_active.values())), self._engines.prepared_at)
+        return max(0.0, timeout_s - self._clock() + since)
+
+    def late_engine(self) -> int | None:
+        """Return the engine that timed out first, if one has."""
+        return next(iter(self._last_active)) if self._last_active and not self.seconds_left() else None
 
     def handle(self, error: WorkerFailed | DeadlineExceeded, engine: int) -> bool:
         """Decide about a call of this engine that failed or timed out. Return True if the engine is lost with all its

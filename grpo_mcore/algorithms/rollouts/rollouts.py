@@ -17,6 +17,7 @@ for another one; with `together` those of one step on one engine take their turn
 from __future__ import annotations
 
 import copy
+import heapq
 import time
 from collections import Counter, defaultdict, deque
 from collections.abc import Callable, Collection, Mapping, Sequence
@@ -163,7 +164,8 @@ class Rollouts:
         self._calls_made = 0
         self._calls_of: Counter[int] = Counter()  # engine -> calls under way
         self._failed_at: dict[int, int] = {}  # engine -> calls that had been made when one of its calls last failed
-        self._aborts: list[tuple[Future, int]] = []  # not answered yet, with the number of the engine
+        self._load: Counter[int] = Counter()  # engine -> sum of its groups' loads
+        self._aborts: dict[int, tuple[Future, int]] = {}  # not answered yet, by id, with the number of the engine
         # (engine, step, sampling) -> requests not sent yet: of a next turn, or of a lost engine when there is no other
         self._queued: dict[tuple[int, int, Sampling], list[GenerationRequest]] = defaultdict(list)
 
@@ -174,17 +176,18 @@ class Rollouts:
 
     def _without_engine(self) -> int:
         """Return the number of requests that wait for a lost engine."""
+        if not self.engines.lost:
+            return 0
         return sum(len(requests) for key, requests in self._queued.items() if key[0] in self.engines.lost)
 
     def dispatch(self, prompts: Sequence[DatumSpec], sampling: Sampling, *, generations: int, step: int) -> None:
         """Send `generations` requests for each prompt to the engines. Does not wait for samples."""
         while self._aborts:  # an abort that arrives late could hit a prompt that is dispatched again
-            self._confirm_abort(*self._aborts.pop())
-        requests: list[list[GenerationRequest]] = [[] for _ in self.engines.workers]
-        load = [0] * len(requests)
-        for group in self._groups.values():
-            load[group.engine] += group.load
-        candidates = self.engines.serving() or range(len(load))
+            self._confirm_abort(*self._aborts.popitem()[1])
+        requests: dict[int, list[GenerationRequest]] = defaultdict(list)
+        candidates = self.engines.serving() or range(len(self.engines.workers))
+        by_load = [(self._load[engine], engine) for engine in candidates]  # a heap
+        heapq.heapify(by_load)
         for_agents: list[DatumSpec] = []
         for prompt in prompts:
             if prompt["task_name"] not in self.environments:
@@ -195,12 +198,11 @@ class Rollouts:
             if self._agents.handles(prompt):
                 for_agents.append(prompt)
                 continue
-            engine = min(candidates, key=load.__getitem__)  # a whole group to one engine: its prompt is prefilled once
+            engine = by_load[0][1]  # a whole group to one engine: its prompt is prefilled once
             requests[engine] += self._open_group(prompt, sampling, generations, step, engine)
-            load[engine] += self._groups[prompt["uid"]].load
-        for engine, share in enumerate(requests):
-            if share:
-                self._send(engine, step, sampling, share, f"samples of step {step}")
+            heapq.heapreplace(by_load, (self._load[engine], engine))
+        for engine in sorted(requests):
+            self._send(engine, step, sampling, requests[engine], f"samples of step {step}")
         self._agents.dispatch(for_agents, sampling, generations=generations, step=step)
 
     def _open_group(
@@ -208,7 +210,9 @@ class Rollouts:
     ) -> list[GenerationRequest]:
         turns = _prompt_turns(prompt)
         conversations = [self._new_conversation(prompt) for _ in range(generations)]
-        self._groups[prompt["uid"]] = _OpenGroup(prompt, step, sampling, engine, conversations, generations)
+        group = _OpenGroup(prompt, step, sampling, engine, conversations, generations)
+        self._groups[prompt["uid"]] = group
+        self._load[engine] += group.load
         return [self._first_request(prompt, step, index, turns) for index in range(generations)]
 
     def _new_conversation(self, prompt: DatumSpec) -> Conversation:
@@ -231,10 +235,15 @@ class Rollouts:
         self._agents.drop(uids)
         engines = self._forget_expected(uids)
         for uid in uids:
-            self._groups.pop(uid, None)
+            self._forget_group(uid)
         aborts = [(self._abort_on_engine(engine, uids), engine) for engine in sorted(engines)]
         for answer, engine in aborts:
             self._confirm_abort(answer, engine)
+
+    def _forget_group(self, uid: str) -> _OpenGroup | None:
+        if (group := self._groups.pop(uid, None)) is not None:
+            self._load[group.engine] -= group.load
+        return group
 
     def _forget_expected(self, uids: Collection[str]) -> set[int]:
         """Expect no more samples of these prompts. Return the engines that were generating some."""
@@ -278,9 +287,8 @@ class Rollouts:
 
     def _wait(self) -> Future | Stream | None:
         """Return the first of `awaited` that is ready; None if an environment or an engine exceeded its deadline."""
-        busy = [engine for engine, calls in self._calls_of.items() if calls]
         timeout_s = self.cluster.call_timeout_s
-        left_s = min(self._scorer.seconds_left(), self._faults.seconds_left(busy))
+        left_s = min(self._scorer.seconds_left(), self._faults.seconds_left())
         things = self.awaited()
         if not things:
             self._scorer.flush()
@@ -288,23 +296,22 @@ class Rollouts:
         try:
             return self.cluster.next_ready(things, min(left_s, timeout_s), "samples and verdicts", self._hooks.watch)
         except DeadlineExceeded as error:
-            if late := [engine for engine in busy if not self._faults.seconds_left([engine])]:
-                name = self.engines.workers[late[0]].name
-                self._handle_failure(late[0], DeadlineExceeded("samples", name, timeout_s, error.detail))
+            if (late := self._faults.late_engine()) is not None:
+                name = self.engines.workers[late].name
+                self._handle_failure(late, DeadlineExceeded("samples", name, timeout_s, error.detail))
             elif left_s == timeout_s:
                 raise
             return None
 
     def awaited(self) -> list[Future | Stream]:
         """Return all calls and streams under way."""
-        streams = (call.stream for call in self._calls.values())
-        aborts = (answer for answer, _ in self._aborts)
+        streams = [call.stream for call in self._calls.values()]
+        aborts = [answer for answer, _ in self._aborts.values()]
         return [*self._scorer.awaited(), *streams, *aborts, *self._agents.awaited()]
 
     def take(self, ready: Future | Stream) -> None:
         """Process one of `awaited` that is ready. Raises what it raises."""
-        if abort := next((entry for entry in self._aborts if entry[0] is ready), None):
-            self._aborts.remove(abort)
+        if abort := self._aborts.pop(id(ready), None):
             self._confirm_abort(*abort)
         elif not (self._agents.take(ready) or self._scorer.take(ready)):
             self._take_sample(self._calls[id(ready)])
@@ -347,6 +354,8 @@ class Rollouts:
     def _end_call(self, call: _EngineCall) -> None:
         del self._calls[id(call.stream)]
         self._calls_of[call.engine] -= 1
+        if not self._calls_of[call.engine]:
+            self._faults.mark_idle(call.engine)
         self._hooks.on_span(self.engines.workers[call.engine].name, "generate", call.since, time.perf_counter())
 
     def _record_sample(self, sample: TrajectoryRef) -> None:
@@ -390,7 +399,9 @@ class Rollouts:
             self._scorer.drop([uid], others)
         for requests in self._queued.values():
             requests[:] = [request for request in requests if request.uid != uid]
-        self._aborts += [(self._abort_on_engine(engine, [uid]), engine) for engine in self._forget_expected([uid])]
+        for engine in self._forget_expected([uid]):
+            answer = self._abort_on_engine(engine, [uid])
+            self._aborts[id(answer)] = answer, engine
 
     def _advance_scored(self) -> None:
         """Take the rewards that have come: close groups that are done, send the next turns of the others."""
@@ -436,7 +447,8 @@ class Rollouts:
                 self._send(*key, requests, f"{len(requests)} samples")
 
     def _close_group(self, uid: str) -> Group:
-        group = self._groups.pop(uid)
+        group = self._forget_group(uid)
+        assert group is not None
         finished = [(each.sample, each.score) for each in group.conversations if each.sample and each.score]
         return Group(group.prompt, tuple(sample for sample, _ in finished), tuple(score for _, score in finished))
 
@@ -465,7 +477,7 @@ class Rollouts:
             self._end_call(call)
             self._repeat(call, target, f"{name}: {cause(error)}", error)
         if lost:
-            self._aborts = [entry for entry in self._aborts if entry[1] != engine]
+            self._aborts = {key: abort for key, abort in self._aborts.items() if abort[1] != engine}
             self._move_groups(engine, target)
 
     def _is_counted(self, engine: int, error: Exception, failed_call: _EngineCall | None) -> bool:
@@ -494,6 +506,8 @@ class Rollouts:
         """Let engine `target` generate the later turns of a lost engine's groups; it gets their trajectories so far."""
         for group in self._groups.values():
             group.engine = target if group.engine == lost else group.engine
+        moved = self._load.pop(lost, 0)
+        self._load[target] += moved
         for key in [key for key in self._queued if key[0] == lost and lost != target]:
             self._queued[target, *key[1:]] += self._queued.pop(key)
 

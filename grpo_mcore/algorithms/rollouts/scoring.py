@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import logging
 import time
-from collections import deque
+from collections import OrderedDict, deque
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -141,7 +141,7 @@ class EnvQueue:
     timeout_s: float
     batch: BatchLimits
     waiting: deque[_Call] = field(default_factory=deque)
-    running: dict[int, _Call] = field(default_factory=dict)  # by id of the future
+    running: OrderedDict[int, _Call] = field(default_factory=OrderedDict)  # by id of the future, first deadline first
     failures: int = 0
 
     def hold_s(self, now: float) -> float:
@@ -232,7 +232,7 @@ class RewardScorer:
     def seconds_left(self) -> float:
         """Return the seconds until the first deadline of a call, or until a call that is held back is sent."""
         now = time.monotonic()
-        deadlines = [call.deadline - now for queue in self._queues for call in queue.running.values()]
+        deadlines = [next(iter(queue.running.values())).deadline - now for queue in self._queues if queue.running]
         held = [queue.hold_s(now) for queue in self._queues if queue.waiting and len(queue.running) < queue.max_calls]
         return min((max(left, 0.0) for left in (*deadlines, *filter(None, held))), default=float("inf"))
 
@@ -245,8 +245,8 @@ class RewardScorer:
         """Return a request whose rewards have all come; None if there is no such request."""
         now = time.monotonic()
         for queue in self._queues:
-            while late := next((call for call in queue.running.values() if now >= call.deadline), None):
-                self._take(queue, late)
+            while queue.running and now >= (first := next(iter(queue.running.values()))).deadline:
+                self._take(queue, first)
             if queue.waiting and queue.batch.max_wait_s:
                 self._send(queue)
         return self._scored.popleft() if self._scored else None
@@ -334,7 +334,7 @@ class RewardScorer:
         worker = queue.worker
         if not isinstance(worker, EnvironmentWorker) or queue.failures > _MAX_FAILURES:
             raise error
-        calls, queue.running = list(queue.running.values()), {}
+        calls, queue.running = list(queue.running.values()), OrderedDict()
         again = [call for call in calls if call is not culprit or len(call.samples) > 1 or len(calls) > 1]
         for call in reversed(again):
             for one in reversed(call.samples):

@@ -9,6 +9,7 @@ back once with all its samples, the rollouts never wait for something that nobod
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from types import SimpleNamespace
@@ -260,6 +261,17 @@ class World(LocalCluster):
             producers = sorted([*generated, *queued, *rollouts._scorer.samples()])
             assert producers == sorted(open_samples), "a sample has no producer, or two"
         assert rollouts.awaited() or not rollouts._groups or rollouts.generating
+        self.check_counts()
+
+    def check_counts(self) -> None:
+        """What is counted as it comes and goes is what a look at everything would count."""
+        rollouts, load = self.rollouts, Counter[int]()
+        for group in rollouts._groups.values():
+            load[group.engine] += group.load
+        assert +rollouts._load == load
+        active = rollouts._faults._last_active
+        assert set(active) == {call.engine for call in rollouts._calls.values()}, "busy engines"
+        assert list(active.values()) == sorted(active.values())
 
 
 def run(world: World, prompts: int, surprises: int) -> None:
