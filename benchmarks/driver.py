@@ -1,7 +1,8 @@
 """Microseconds of the driver's processor time, for growing runs: of the schedule an event, of the rollouts a sample.
 
-The schedule and the rollouts are the real classes; engines and environments answer at once. A fitted exponent of 1.0
-in `samples` means that the cost of a sample does not grow with the run. What Ray costs is not in these figures.
+The schedule and the rollouts are the real classes; engines and environments answer at once. Groups finish in an order
+drawn at random. A fitted exponent is that of the total: 1.0 means that the cost of one event or sample does not grow
+with the groups in flight, the samples or the engines. What Ray costs is not in these figures.
 
     python -m benchmarks.driver --json
 """
@@ -9,12 +10,13 @@ in `samples` means that the cost of a sample does not grow with the run. What Ra
 from __future__ import annotations
 
 import argparse
+import itertools
 import json
 import math
+import random
 import time
-from collections import deque
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, get_args
 
 import torch
 
@@ -31,7 +33,8 @@ def schedule_us(groups: int, age: int, order: s.GroupOrder = "in_order") -> floa
     per_step = max(1, groups // (1 + age))
     config = s.ScheduleConfig(per_step, max_steps=10**6, max_trajectory_age=age, group_order=order)
     schedule = s.Schedule(config)
-    open_groups: deque[str] = deque()
+    open_groups: list[str] = []
+    draw = random.Random(groups)
     taken = events = 0
     began = time.process_time()
     while events < 3 * groups:
@@ -45,7 +48,9 @@ def schedule_us(groups: int, age: int, order: s.GroupOrder = "in_order") -> floa
                 open_groups.extend(uids)
                 event = s.Dispatched(uids)
             case s.Await():
-                event = s.GroupFinished(open_groups.popleft())
+                place = draw.randrange(len(open_groups))
+                open_groups[place], open_groups[-1] = open_groups[-1], open_groups[place]
+                event = s.GroupFinished(open_groups.pop())
             case s.Train(step):
                 event = s.Trained(step)
             case other:
@@ -127,15 +132,18 @@ def main() -> None:
     def show(row: dict[str, Any]) -> None:
         print(json.dumps(row) if options.json else " ".join(f"{key}={value}" for key, value in row.items()), flush=True)
 
-    for age in options.ages:
-        costs = [schedule_us(groups, age) for groups in options.groups]
-        us = dict(zip(options.groups, (round(cost, 1) for cost in costs), strict=True))
-        show({"what": "schedule", "age": age, "us_an_event": us, "exponent": round(exponent(options.groups, costs), 3)})
-    for engines in options.engines:
-        costs = [rollouts_us(samples, engines) for samples in options.samples]
-        us = dict(zip(options.samples, (round(cost, 1) for cost in costs), strict=True))
-        fitted = round(exponent(options.samples, costs), 3)
-        show({"what": "rollouts", "engines": engines, "us_a_sample": us, "exponent": fitted})
+    def fitted(sizes: Sequence[int], costs: Sequence[float], unit: str) -> dict[str, Any]:
+        us = dict(zip(sizes, (round(cost, 1) for cost in costs), strict=True))
+        return {unit: us, "exponent": round(exponent(sizes, costs), 3)}
+
+    for order, age in itertools.product(get_args(s.GroupOrder), options.ages):
+        costs = [schedule_us(groups, age, order) for groups in options.groups]
+        show({"what": "schedule", "order": order, "age": age, **fitted(options.groups, costs, "us_an_event")})
+    by_engines = {engines: [rollouts_us(size, engines) for size in options.samples] for engines in options.engines}
+    for engines, costs in by_engines.items():
+        show({"what": "samples", "engines": engines, **fitted(options.samples, costs, "us_a_sample")})
+    for samples, costs in zip(options.samples, zip(*by_engines.values(), strict=True), strict=True):
+        show({"what": "engines", "samples": samples, **fitted(options.engines, costs, "us_a_sample")})
 
 
 if __name__ == "__main__":
