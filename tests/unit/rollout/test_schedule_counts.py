@@ -134,3 +134,11 @@ def test_all_groups_are_looked_at_once_a_step(monkeypatch: Any, order: Any, age:
         schedule.record(event)
     assert choices == [True] * 100  # to say that a step is next, and when it has trained
     assert schedule.looks == 1 + 50
+
+
+def test_a_failed_prompt_that_is_dispatched_again_is_the_last_in_order() -> None:
+    schedule = s.Schedule(s.ScheduleConfig(2, 9, max_trajectory_age=1))
+    events = [s.Refitted(1), s.Dispatched(("a", "b", "c", "d")), s.GroupFailed("b", "why not"), s.Dispatched(("b",))]
+    for event in (*events, s.GroupFinished("a"), s.GroupFinished("c")):
+        schedule.record(event)
+    assert schedule.next() == s.Train(1, ("a", "c"))
