@@ -26,7 +26,7 @@ from grpo_mcore.generation import EngineConfig, engine_environment
 from grpo_mcore.objective import NLLLossFn, PreferenceLossFn, build_loss
 from grpo_mcore.observe import Logger
 from grpo_mcore.observe.machine import MachineMonitor, peak_flops
-from grpo_mcore.parallel.platform import Platform, cpu_threads, shares_prefixes
+from grpo_mcore.parallel.platform import Platform, cpu_threads
 from grpo_mcore.parallel.policy import LossFn
 from grpo_mcore.recipe import (
     Algorithm,
@@ -37,6 +37,7 @@ from grpo_mcore.recipe import (
     needs_reference,
     num_engines,
     policy_pool,
+    shares_prefixes,
 )
 from grpo_mcore.refit.layout import EngineLayout
 
@@ -113,7 +114,7 @@ def start_policy(
         policy.precision,
         refit_settings(config, layout),
         colocated=colocated,
-        shares_prefixes=shares_prefixes(policy.sequence_packing, model.platform),
+        shares_prefixes=shares_prefixes(policy.sequence_packing, transformer_engine=model.platform.transformer_engine),
     )
 
 

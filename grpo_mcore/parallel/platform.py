@@ -10,7 +10,6 @@ import torch
 
 from grpo_mcore.families import DeltaShape, MambaShape
 from grpo_mcore.processes import available_cores
-from grpo_mcore.recipe import SequencePackingConfig
 
 PlatformChoice = Literal["auto", "cpu", "gpu"]
 """Values of cluster.platform."""
@@ -92,13 +91,6 @@ class Platform:
 
 def _installed(*packages: str) -> bool:
     return all(find_spec(package) is not None for package in packages)
-
-
-def shares_prefixes(packing: SequencePackingConfig, platform: Platform) -> bool:
-    """Return whether samples may share what is computed of their prefixes. By default they do where attention is
-    `PackedAttention` anyway; it would replace TransformerEngine's kernels of attention and rotary embedding."""
-    wanted = packing.shared_prefix.enabled
-    return packing.enabled and (not platform.transformer_engine if wanted is None else wanted)
 
 
 def cpu_threads(processes: int) -> int:

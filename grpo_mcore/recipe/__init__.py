@@ -28,6 +28,7 @@ from grpo_mcore.recipe.derived import (
     prompts_per_generation_batch,
     samples_per_step,
     samples_together,
+    shares_prefixes,
     world_size,
 )
 from grpo_mcore.recipe.errors import DEFAULT, Finding, Problem, RecipeError, nearest, nearest_hint

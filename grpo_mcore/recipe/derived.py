@@ -101,6 +101,13 @@ def bins_per_logprob_row(config: PolicyConfig) -> int:
     return max(1, config.logprob_batch_size // config.train_micro_batch_size)
 
 
+def shares_prefixes(packing: SequencePackingConfig, *, transformer_engine: bool) -> bool:
+    """Return whether samples may share what is computed of their prefixes. By default they do where attention is
+    `PackedAttention` anyway; it would replace TransformerEngine's kernels of attention and rotary embedding."""
+    wanted = packing.shared_prefix.enabled
+    return packing.enabled and (not transformer_engine if wanted is None else wanted)
+
+
 def samples_per_step(config: RecipeSections) -> int:
     """Return the number of samples of one step."""
     return config.grpo.num_prompts_per_step * config.grpo.num_generations_per_prompt

@@ -23,6 +23,7 @@ from grpo_mcore.recipe import (
     policy_pool,
     samples_per_step,
     samples_together,
+    shares_prefixes,
 )
 from grpo_mcore.refit.layout import EngineLayout, TrainerLayout
 from grpo_mcore.tools.plan.rank_params import RankParams, rank_params
@@ -209,7 +210,8 @@ def workload_of(
     layout = layout_of(policy, pool.ranks)
     longest, algorithm = policy.max_total_sequence_length, algorithm_of(config)
     grpo, together = algorithm == "grpo", samples_together(algorithm)
-    element, shared = BYTES[policy.precision], bool(policy.sequence_packing.shared_prefix.enabled)
+    element = BYTES[policy.precision]
+    shared = shares_prefixes(policy.sequence_packing, transformer_engine=kernels == "transformer_engine")
     selective = megatron.activation_checkpointing and megatron.recompute_granularity == "selective"
     kv_cache_gb = vllm.kv_cache_memory_gb or (1.0 if cpu else None)
     return Workload(

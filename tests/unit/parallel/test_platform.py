@@ -26,9 +26,16 @@ from megatron.core.transformer.moe import moe_utils  # noqa: E402
 from grpo_mcore.parallel import model, norm  # noqa: E402
 from grpo_mcore.parallel.layout import Layout, layout_of  # noqa: E402
 from grpo_mcore.parallel.optimizer import check_optimizer, ddp_config, optimizer_config  # noqa: E402
-from grpo_mcore.parallel.platform import Platform, PlatformError, shares_prefixes  # noqa: E402
+from grpo_mcore.parallel.platform import Platform, PlatformError  # noqa: E402
 from grpo_mcore.parallel.settings import transformer_config  # noqa: E402
-from grpo_mcore.recipe import MegatronConfig, PolicyConfig, SequencePackingConfig, load_recipe, world_size  # noqa: E402
+from grpo_mcore.recipe import (  # noqa: E402
+    MegatronConfig,
+    PolicyConfig,
+    SequencePackingConfig,
+    load_recipe,
+    shares_prefixes,
+    world_size,
+)
 from tests.fused_adam import FusedAdam  # noqa: E402
 
 RECIPES = sorted((Path(__file__).parents[3] / "recipes").rglob("*.yaml"))
@@ -289,4 +296,6 @@ def test_detection_of_kernels(monkeypatch: pytest.MonkeyPatch, installed: set[st
 def test_samples_share_prefixes_where_no_kernel_is_lost(packing: dict[str, Any], where: set[str]) -> None:
     config = SequencePackingConfig.model_validate(packing)
     names = ("cpu", "gpu", "gpu with TransformerEngine")
-    assert {name for name in names if shares_prefixes(config, PLATFORMS[name])} == where
+    assert {
+        name for name in names if shares_prefixes(config, transformer_engine=PLATFORMS[name].transformer_engine)
+    } == where

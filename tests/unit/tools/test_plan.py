@@ -338,6 +338,11 @@ def test_shared_prompts_are_computed_once() -> None:
     assert "of their tokens are computed, if prompts have 8,192: once for" in plan_text(once)
 
 
+@pytest.mark.parametrize(("device", "shares"), [("cpu", True), ("H100", False)])
+def test_plan_and_run_share_prefixes_on_the_same_platforms(device: str, shares: bool) -> None:
+    assert (plan(LLAMA, device=device).load.group > 1) == shares, "shared_prefix.enabled is null"
+
+
 @pytest.mark.slow
 def test_the_search_returns_layouts_that_fit_fastest_first() -> None:
     found = plan(LLAMA)
