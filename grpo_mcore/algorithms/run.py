@@ -29,6 +29,7 @@ from grpo_mcore.algorithms.rollouts.prompt_stream import check_same_data
 from grpo_mcore.algorithms.rollouts.scoring import EnvironmentWorker
 from grpo_mcore.algorithms.rollouts.validation import run_validation
 from grpo_mcore.algorithms.run_control.checks import (
+    CHECKED_ROWS,
     Model,
     check_checkpointing,
     check_environments,
@@ -133,7 +134,7 @@ def prepare(
     data = data or _load_data(config, algorithm, tokenizer)
     prepared = Prepared(config, algorithm, model, checkpointer, tokenizer, data, changes, trains=trains)
     if algorithm == "grpo" and prepared.env_names:
-        check_environments(config, prepared.env_names, data.first_rows())
+        check_environments(config, prepared.env_names, data.first_rows(CHECKED_ROWS))
     if algorithm != "eval":  # raises where the data has too few rows, or others than the run that is resumed
         prepared.dataloader, prepared.val_dataloader = _build_loaders(config, algorithm, data)
         if (position := checkpointer.position()) is not None:
@@ -304,7 +305,7 @@ def open_sampler(prepared: Prepared, log_dir: Path, env_names: Mapping[str, str 
     logs. Raises what `check_environments` raises, before anything is started, and what the workers' constructors
     raise."""
     config = prepared.config
-    check_environments(config, env_names, prepared.data.first_rows())
+    check_environments(config, env_names, prepared.data.first_rows(CHECKED_ROWS))
     with start_cluster(config, log_dir) as cluster:
         environments = start_environments(config, cluster, env_names)
         engines = start_engines(config, cluster, prepared.model, None)

@@ -4,10 +4,11 @@ check data, collect rollouts."""
 from __future__ import annotations
 
 import argparse
+import functools
 import math
 import os
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -15,6 +16,7 @@ from grpo_mcore.recipe import is_override
 
 if TYPE_CHECKING:
     from grpo_mcore.data.gym import Summary
+    from grpo_mcore.recipe import MasterConfig
     from grpo_mcore.rollout.group import Group
 
 
@@ -161,9 +163,39 @@ def _check(args: argparse.Namespace) -> int:
     if config is None and args.file.suffix in (".yaml", ".yml"):  # all data of a recipe
         config = load_recipe(args.file, args.overrides).config
         files = recipe_files(config)
-    reports = [check_file(file, config, samples=args.samples) for file in files]
+    truths = functools.partial(_truth_problems, config)
+    reports = [check_file(file, config, args.samples, truths) for file in files]
     _print("\n\n".join(map(str, reports)))
     return 0 if all(report.usable for report in reports) else 1
+
+
+def _truth_problems(config: MasterConfig | None, env_name: str | None, rows: list[dict[str, Any]]) -> list[str | None]:
+    """Return for each row why no answer to it could be right, by the recipe's environment. Without a recipe only the
+    kind of the truths is looked at."""
+    from grpo_mcore.environments import create_env_class
+    from grpo_mcore.environments.verifiers import ground_truths
+
+    if config is None:
+        return [_kind_problem(ground_truths, row) for row in rows]
+    sections = {name: dict(section) for name, section in config.env.items() if isinstance(section, Mapping)}
+    name = (
+        env_name
+        or (config.data.default or {}).get("env_name")
+        or (next(iter(sections)) if len(sections) == 1 else None)
+    )
+    if name is None:
+        return [None] * len(rows)
+    section = sections.get(name, {})
+    section.pop("verdict_timeout_s", None)
+    return create_env_class(str(section.pop("environment", name)))[0].check_truths(section, rows)
+
+
+def _kind_problem(read: Callable[..., Any], row: dict[str, Any]) -> str | None:
+    try:
+        read(row, "math")
+    except ValueError as error:
+        return str(error)
+    return None
 
 
 def _collect(args: argparse.Namespace) -> int:

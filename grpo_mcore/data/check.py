@@ -112,8 +112,15 @@ class Unusable(Exception):
     """A row that a run cannot use. Its arguments are the kind of problem, and the details in this row."""
 
 
-def check_file(path: Path, config: MasterConfig | None = None, samples: int = 2) -> CheckReport:
-    """Check every row of a file. The report shows the first `samples` usable rows as the model will see them.
+TruthCheck = Callable[[str | None, list[Row]], list[str | None]]
+"""(environment of the dataset, its prompts' `extra_env_info`) -> for each why no answer could be right, or None."""
+
+
+def check_file(
+    path: Path, config: MasterConfig | None = None, samples: int = 2, truths: TruthCheck | None = None
+) -> CheckReport:
+    """Check every row of a file. The report shows the first `samples` usable rows as the model will see them. `truths`
+    looks at the rows that GRPO would use.
 
     Raises DataError where no row can be checked: no such file, no tokenizer, a recipe whose dataset is not a file.
     """
@@ -121,6 +128,8 @@ def check_file(path: Path, config: MasterConfig | None = None, samples: int = 2)
     check: _RowCheck | None = None
     seen: defaultdict[int, list[tuple[int, int]]] = defaultdict(list)
     """(line, hash of the answer) of every usable row, by the hash of its prompt."""
+    infos: list[tuple[int, Row]] = []
+    """(line, what the environment gets) of every usable row that it would score."""
     for number, line in read_lines(path):
         if line is not None and not line.strip():
             continue
@@ -137,8 +146,16 @@ def check_file(path: Path, config: MasterConfig | None = None, samples: int = 2)
         else:
             report.usable_rows += 1
             seen[prompt].append((number, answer))
+            if check.info is not None:
+                infos.append((number, check.info))
             if len(report.samples) < samples:
                 report.samples.append(f"line {number}\n{shown()}")
+    if truths is not None and check is not None and infos:
+        problems = truths(check.env_name, [info for _, info in infos])
+        for (number, _), why in zip(infos, problems, strict=True):
+            if why is not None:
+                report.usable_rows -= 1
+                report.add_problem("no answer could be right", f"line {number}: {why}")
     repeated = [rows for rows in seen.values() if len(rows) > 1]  # in the order of their first lines
     report.repeated = sum(len(rows) - 1 for rows in repeated)
     report.with_other_answers = sum(len({answer for _, answer in rows}) > 1 for rows in repeated)
@@ -161,7 +178,10 @@ class _RowCheck:
 
     def __init__(self, path: Path, config: MasterConfig | None, first: Row, report: CheckReport) -> None:
         self._report = report
+        self.info: Row | None = None
+        """What the environment of the last row gets; None where none scores it."""
         entry, name, place = _entry(path, config, first)
+        self.env_name: str | None = setting(entry, "env_name")
         self._pairs = name == "BinaryPreferenceDataset"
         self._trains_on_answers = self._pairs or (name == "openai_format" if config is None else not runs_grpo(config))
         self._rows: list[Row] = [{}]
@@ -191,7 +211,7 @@ class _RowCheck:
 
     def __call__(self, row: Row, number: int) -> tuple[int, int, Callable[[], str]]:
         """Return (hash of the prompt, hash of the answer, a function that returns the row as text). Raises Unusable."""
-        self._rows[0], self._numbers[0] = row, number
+        self._rows[0], self._numbers[0], self.info = row, number, None
         try:
             chat = self._data.dataset[0]
         except DataError as error:
@@ -218,6 +238,9 @@ class _RowCheck:
             self._report.lengths.add(length)
             if any(datum["loss_multiplier"] == 0 for datum in data):
                 raise Unusable("too long", f"{length:,} tokens; the limit is {self._report.limit:,}")
+        if not self._pairs and not self._trains_on_answers and not self._is_gym_task:
+            fields = {name: value for name, value in chat.items() if name != "messages"}
+            self.info = data[0]["extra_env_info"] if data else {**fields, "ground_truth": answers[0]}
         asked = chat["gym_task"] if self._is_gym_task else [prompt, chat.get("tools")]
         return _hash(asked), _hash(answers), lambda: _shown(prompt, answers, data)
 

@@ -12,6 +12,7 @@ import logging
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from itertools import islice
 from typing import Any, cast
 
 from torch.utils.data import Dataset
@@ -213,12 +214,12 @@ class TaskData:
     env_names: dict[str, str | None]
     val_env_names: dict[str, str | None]
 
-    def first_rows(self) -> list[DatumSpec]:
-        """Return the first usable row of each dataset."""
+    def first_rows(self, count: int = 1) -> list[DatumSpec]:
+        """Return the first usable rows of each dataset."""
         train = list(self.train.values()) if isinstance(self.train, Mapping) else [self.train]
         datasets = train if self.validation is None else [*train, self.validation]
-        usable = [next(filter(one.usable, range(len(one))), None) for one in datasets]
-        return [one[index] for one, index in zip(datasets, usable, strict=True) if index is not None]
+        usable = [islice(filter(one.usable, range(len(one))), count) for one in datasets]
+        return [one[index] for one, indices in zip(datasets, usable, strict=True) for index in indices]
 
 
 def build_task_data(

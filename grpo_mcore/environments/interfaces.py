@@ -106,6 +106,12 @@ class EnvironmentBase:
         not be scored. Called as `check` is, with the first row of a dataset."""
 
     @classmethod
+    def check_truths(cls, config: Mapping[str, Any], rows: Sequence[Mapping[str, Any]]) -> list[str | None]:
+        """Return for each prompt, given by its `extra_env_info`, why no answer to it could be right, such as a truth
+        that its own verifier does not accept; None where one could."""
+        return [None] * len(rows)
+
+    @classmethod
     def remote(cls, config: Mapping[str, Any] | None = None) -> RemoteEnvironment:
         """Return this environment as an actor of the run's cluster, for `task_to_env`."""
         return RemoteEnvironment(cls, config or {})

@@ -23,6 +23,7 @@ from grpo_mcore.environments.interfaces import (
     response_text,
     single_turn_return,
 )
+from grpo_mcore.environments.truths import truth_problems
 from grpo_mcore.environments.verifier_pool import Result, VerifierPool, WorkerSpec
 from grpo_mcore.environments.verifiers import (
     HF_MATH_VERIFY,
@@ -63,6 +64,11 @@ class MathEnvConfig(AnswerConfig):
     format_reward: float = Field(0.0, ge=0, lt=1)
     """Reward of a response in the right format, added whether the answer is right or wrong. It is below 1, so that
     only right answers reach 1 (with a verifier that says 0 or 1). Needs format_pattern."""
+
+    @property
+    def verifier(self) -> str:
+        """Name or import path of the verifier."""
+        return self.math_verify_impl if self.verifier_type == "math" else self.verifier_type
 
     @classmethod
     def read(cls, section: Mapping[str, Any]) -> MathEnvConfig:
@@ -105,7 +111,7 @@ class MathEnvironment(EnvironmentInterface):
     def __init__(self, config: Mapping[str, Any] | None = None) -> None:
         super().__init__(config)
         section = self.config
-        self._verifier = section.math_verify_impl if section.verifier_type == "math" else section.verifier_type
+        self._verifier = section.verifier
         self._pool = VerifierPool(
             WorkerSpec(
                 what=f"math verifier {self._verifier!r}",
@@ -123,6 +129,11 @@ class MathEnvironment(EnvironmentInterface):
         section = MathEnvConfig.read(config)
         if {".", ":"} & set(section.math_verify_impl):  # an import path
             make_verifier(section.math_verify_impl)
+
+    @classmethod
+    def check_truths(cls, config: Mapping[str, Any], rows: Sequence[Mapping[str, Any]]) -> list[str | None]:
+        section = MathEnvConfig.read(config)
+        return truth_problems(section.verifier, rows, "math", section.verify_timeout_s)
 
     def step(
         self, message_log_batch: Sequence[Sequence[Mapping[str, Any]]], metadata: Sequence[dict[str, Any]]

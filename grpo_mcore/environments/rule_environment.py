@@ -20,7 +20,8 @@ from grpo_mcore.environments.interfaces import (
     single_turn_return,
 )
 from grpo_mcore.environments.reward_functions import Sample
-from grpo_mcore.environments.rules import Component
+from grpo_mcore.environments.rules import Component, VerifierComponent
+from grpo_mcore.environments.truths import truth_problems
 from grpo_mcore.environments.verifier_pool import Result, VerifierPool, WorkerSpec
 from grpo_mcore.environments.verifiers import shorten
 
@@ -81,6 +82,15 @@ class RuleEnvironment(EnvironmentInterface):
     def check_row(cls, config: Mapping[str, Any], info: Mapping[str, Any]) -> None:
         for part in RuleEnvConfig.read(config).components.values():
             part.check_row(info)
+
+    @classmethod
+    def check_truths(cls, config: Mapping[str, Any], rows: Sequence[Mapping[str, Any]]) -> list[str | None]:
+        section = RuleEnvConfig.read(config)
+        problems: list[str | None] = [None] * len(rows)
+        for name in {part.verifier for part in section.components.values() if isinstance(part, VerifierComponent)}:
+            more = truth_problems(name, rows, "rules", section.timeout_s)
+            problems = [one or other for one, other in zip(problems, more, strict=True)]
+        return problems
 
     def step(
         self, message_log_batch: Sequence[Sequence[Mapping[str, Any]]], metadata: Sequence[dict[str, Any]]

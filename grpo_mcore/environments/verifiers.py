@@ -55,6 +55,10 @@ def make_verifier(name: str) -> Callable[[str, str | Sequence[str]], tuple[float
     return verify
 
 
+def is_built_in(name: str) -> bool:
+    return name in _BY_NAME
+
+
 def verifier_module(name: str) -> str:
     """Return the module of the verifier of this name or import path."""
     path = _BY_NAME.get(name, name)

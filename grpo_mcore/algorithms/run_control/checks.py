@@ -40,6 +40,8 @@ from grpo_mcore.recipe import (
 from grpo_mcore.rollout.datum import DatumSpec
 
 VERDICT_TIMEOUT_S = 600.0
+CHECKED_ROWS = 32
+"""Rows of each dataset whose truths are verified against themselves at the start."""
 """Seconds that an environment has to score a group, where its section does not set verdict_timeout_s; at most half of
 cluster.step_timeout_s."""
 
@@ -212,14 +214,28 @@ def check_environments(config: MasterConfig, env_names: Mapping[str, str | None]
         calls_of(str(name), cls, config)
         try:
             cls.check(section)
-            for row in rows:
-                if row["task_name"] == task:
-                    cls.check_row(section, row["extra_env_info"])
+            of_task = [row for row in rows if row["task_name"] == task]
+            for row in of_task:
+                cls.check_row(section, row["extra_env_info"])
+            _check_truths(cls, section, of_task)
         except EnvironmentConfigError as error:
             if "environment" not in config.env.get(name or "", {}):
                 raise
             # The class names its own section, such as env.rules; the recipe has it under another name.
             raise EnvironmentConfigError(f"in the recipe's section env.{name}: {error}") from error
+
+
+def _check_truths(cls: type[EnvironmentBase], section: Mapping[str, Any], rows: Sequence[DatumSpec]) -> None:
+    """Raise EnvironmentConfigError where no answer to any of these prompts could be right; warn about some of them."""
+    problems = cls.check_truths(section, [row["extra_env_info"] for row in rows])
+    named = [f"{row['uid']}: {why}" for row, why in zip(rows, problems, strict=True) if why is not None]
+    if named and len(named) == len(rows):
+        raise EnvironmentConfigError(f"no answer could be right, in each of the first {len(rows)} rows. {named[0]}")
+    if named:
+        logger.warning(
+            "no answer could be right in %d of the first %d rows; `grpo-mcore data check` names all of the file. %s",
+            len(named), len(rows), "; ".join(named[:3]),
+        )  # fmt: skip
 
 
 def environment_of(

@@ -141,6 +141,17 @@ class CodeEnvironment(EnvironmentInterface):
             ) from error
         self._threads = ThreadPoolExecutor(self.config.num_workers, thread_name_prefix="code")
 
+    @classmethod
+    def check_truths(cls, config: Mapping[str, Any], rows: Sequence[Mapping[str, Any]]) -> list[str | None]:
+        problems: list[str | None] = []
+        for row in rows:
+            try:
+                read_tests(row)
+                problems.append(None)
+            except CodeTestError as error:
+                problems.append(str(error))
+        return problems
+
     def step(
         self, message_log_batch: Sequence[Sequence[Mapping[str, Any]]], metadata: Sequence[dict[str, Any]]
     ) -> EnvironmentReturn:

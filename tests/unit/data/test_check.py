@@ -263,3 +263,20 @@ def test_tasks_of_nemo_gym(recipe: Path, tmp_path: Path) -> None:
         text = str(report)
         assert "NemoGymDataset" in text and "no answer" not in text
         assert ("too long" in text) == (config is not None)
+
+
+def test_a_truth_that_its_own_verifier_does_not_accept_is_named(
+    recipe: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    truths = ["2", {"style": "rule", "ground_truth": "2"}, ["2", "two"], "so 1+1=2\n#### 2", "72 km/h", ["2", ""]]
+    Path("rows.jsonl").write_text("".join(json.dumps(row(answer=truth)) + "\n" for truth in truths))
+    assert main(["data", "check", "rows.jsonl", "--recipe", "r.yaml", "env.math.num_workers=1"]) == 1
+    shown = capsys.readouterr().out
+    assert "rows.jsonl: 6 rows, 4 usable" in shown and "cannot be used, 2 rows: no answer could be right" in shown
+    assert "line 2: the ground truth {'style': 'rule', 'ground_truth': '2'} is a dict, which no answer can" in shown
+    assert "line 6: the ground truth ['2', ''] is blank" in shown
+    assert main(["data", "check", "rows.jsonl"]) == 1, "without a recipe the kind of a truth is looked at"
+    choices = ["env.math.verifier_type=english_multichoice"]
+    capsys.readouterr()
+    assert main(["data", "check", "train.jsonl", "--recipe", "r.yaml", *choices]) == 1
+    assert "line 1: english_multichoice fails on the ground truth '2'" in capsys.readouterr().out
