@@ -64,7 +64,6 @@ from grpo_mcore.data import (
 )
 from grpo_mcore.data.processors import longest_prompt
 from grpo_mcore.observe import Logger, RunConsole, messages_kept, write_summary
-from grpo_mcore.parallel.hf_folder import check_weights
 from grpo_mcore.parallel.policy import LossFn
 from grpo_mcore.recipe import Algorithm, Change, FineTuningConfig, MasterConfig, exports_model
 
@@ -141,7 +140,6 @@ def prepare(
             check_same_data(position.stream, prepared.dataloader)
     if algorithm == "grpo" and config.grpo.max_rollout_turns > 1:
         TurnTemplate(tokenizer)  # raises where the chat template cannot hold several turns
-    check_weights(Path(model.folder), model.shape)
     return prepared
 
 

@@ -7,11 +7,13 @@ an answer and the next generation: the answer's end, the environment's message, 
 
 from __future__ import annotations
 
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from grpo_mcore.data.interfaces import DataError
-from grpo_mcore.rollout.trajectory import Turn
 from grpo_mcore.rollout.turn_end import marks_of, said_already, turn_ends
+
+if TYPE_CHECKING:
+    from grpo_mcore.rollout.trajectory import Turn
 
 _QUESTION, _ANSWER, _REPLY = "question", "@@answer@@", "@@reply@@"
 
@@ -58,6 +60,8 @@ class TurnTemplate:
         ids = self._ids(between)
         said = said_already(ids, self._last, stop_token, self._marks, self._tokenizer.eos_token_id)
         import torch  # heavy, and not needed where rows are only checked
+
+        from grpo_mcore.rollout.trajectory import Turn
 
         return Turn(role, torch.tensor(ids[said:], dtype=torch.int64), text=between)
 

@@ -18,6 +18,7 @@ import psutil
 import torch
 
 from grpo_mcore.refit.buffer import RefitBuffer, attach_buffer, create_buffer
+from grpo_mcore.refit.parts import Seat
 from grpo_mcore.refit.plan import RefitError
 from grpo_mcore.refit.shared_memory import SharedMemoryBuffer
 
@@ -30,17 +31,6 @@ FAILED = -1
 ALIVE_S = 0.5
 """Seconds between looks at whether those that are waited for are alive."""
 SHORTEST_S, LONGEST_S = 5e-5, 2e-3
-
-
-class Seat(NamedTuple):
-    """A place on the board of a node: first come the writers, then the readers. `session`: another number in each
-    refit; a seat with an old one has not been taken yet. `timeout_s`: longest wait."""
-
-    session: int
-    seat: int
-    writers: int
-    readers: int
-    timeout_s: float
 
 
 class Board:

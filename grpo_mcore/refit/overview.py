@@ -14,9 +14,8 @@ import numpy as np
 from grpo_mcore.families import ModelShape, Param, params_of
 from grpo_mcore.refit.delivery import Deliveries, bytes_to, readers_by_node
 from grpo_mcore.refit.layout import EngineLayout, TrainerLayout
-from grpo_mcore.refit.parts import parts_of
+from grpo_mcore.refit.parts import CALLS_PER_PROCESS, parts_of
 from grpo_mcore.refit.plan import DTYPE_BYTES, GIB, RefitPlan, plan_refit, wire_dtype
-from grpo_mcore.refit.refit import CALLS_PER_PROCESS
 
 LINKS = {"a 400 Gb/s network card": 50e9, "NVLink of an H100": 450e9}
 """Bytes/s in one direction, for the fastest possible time."""

@@ -16,6 +16,21 @@ from grpo_mcore.refit.delivery import Deliveries
 from grpo_mcore.refit.layout import WHOLE
 from grpo_mcore.refit.plan import DTYPE_BYTES, RefitPlan
 
+CALLS_PER_PROCESS = 4
+"""Most calls that a process gets in a refit, whatever the number of buckets: an engine's start, stage, commit and
+finish."""
+
+
+class Seat(NamedTuple):
+    """A place on the board of a node: first come the writers, then the readers. `session`: another number in each
+    refit; a seat with an old one has not been taken yet. `timeout_s`: longest wait."""
+
+    session: int
+    seat: int
+    writers: int
+    readers: int
+    timeout_s: float
+
 
 class Fill(NamedTuple):
     """A block that a policy rank brings to the nodes `to`. `number`: its index in the bucket."""

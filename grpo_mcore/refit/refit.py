@@ -14,17 +14,13 @@ from dataclasses import dataclass
 from enum import Enum
 from typing import Any, Protocol
 
-from grpo_mcore.refit.board import Seat
 from grpo_mcore.refit.delivery import engine_ranks, readers_by_node
-from grpo_mcore.refit.parts import parts_of
+from grpo_mcore.refit.parts import Seat, parts_of
 from grpo_mcore.refit.plan import RefitError, RefitPlan
 from grpo_mcore.refit.proof import BlockSums, Sums, Verify, first_difference
 from grpo_mcore.rollout.workers import Future, Worker
 
 ABORT_TIMEOUT_S = 60.0
-CALLS_PER_PROCESS = 4
-"""Most calls that a process gets in a refit, whatever the number of buckets: an engine's start, stage, commit and
-finish."""
 
 
 class Timer(Protocol):

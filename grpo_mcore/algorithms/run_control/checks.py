@@ -26,6 +26,7 @@ from grpo_mcore.families import (
 )
 from grpo_mcore.objective import LOSS_INPUTS, OwnPart, check_own_objective
 from grpo_mcore.observe import check_own_logger
+from grpo_mcore.parallel.hf_folder import check_weights
 from grpo_mcore.parallel.layout import Layout, layout_of
 from grpo_mcore.parallel.platform import Platform
 from grpo_mcore.recipe import (
@@ -102,6 +103,7 @@ def check_model(config: MasterConfig) -> Model:
     """
     folder = model_folder(config.policy.model_name)
     shape = shape_of(read_hf_config(folder, config.policy.hf_config_overrides))
+    check_weights(Path(folder), shape)
     layout = layout_of(config.policy, world_size(config))
     check_fit(shape, config.policy.megatron_cfg)
     check_length(shape, config.policy.max_total_sequence_length)

@@ -15,7 +15,7 @@ from safetensors.torch import save_file
 from grpo_mcore.algorithms import setup
 from grpo_mcore.cli.main import main
 from grpo_mcore.data.arithmetic import make_tokenizer
-from grpo_mcore.families import params_of, read_hf_config, shape_of
+from grpo_mcore.families import params_of, shape_of
 
 CONFIG = {
     "model_type": "qwen3",
@@ -30,13 +30,6 @@ CONFIG = {
 Refuse = Callable[..., str]
 
 
-def write_weights(folder: Path) -> None:
-    """Write the weights that the folder's config.json describes, all of them 0."""
-    tensors = [tensor.stored for param in params_of(shape_of(read_hf_config(folder))) for tensor in param.hf]
-    weights = {tensor.name: torch.zeros(tensor.shape, dtype=torch.bfloat16) for tensor in tensors}
-    save_file(weights, folder / "model.safetensors")
-
-
 @pytest.fixture(scope="module")
 def tokenizer(tmp_path_factory: pytest.TempPathFactory) -> Path:
     make_tokenizer(folder := tmp_path_factory.mktemp("tokenizer"))
@@ -47,8 +40,8 @@ def tokenizer(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def refuse(
     tmp_path: Path, tokenizer: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> Refuse:
-    """Runs `grpo-mcore VERB r.yaml` with these overrides, and gives what it says after its name. The recipe is
-    right."""
+    """Runs `grpo-mcore VERB r.yaml` with these overrides, and gives what it says after its name. The recipe is right:
+    its model has config.json but no weights."""
 
     def never(*_: Any, **__: Any) -> None:
         raise AssertionError("a cluster was started")
@@ -57,7 +50,6 @@ def refuse(
     monkeypatch.chdir(tmp_path)
     Path("model").mkdir()
     Path("model/config.json").write_text(json.dumps(CONFIG))
-    write_weights(Path("model"))
     Path("data.jsonl").write_text('{"input": "1+1=", "output": "2"}\n' * 8)
     recipe = {
         "policy": {"model_name": "model", "tokenizer": {"name": str(tokenizer)}, "train_global_batch_size": 16},
@@ -222,7 +214,6 @@ def test_models_that_vllm_cannot_run_on_cpu_are_for_sft(refuse: Refuse) -> None:
     said = refuse(code=1)
     assert said.startswith(f"policy.model_name: vLLM's CPU build cannot run this {LATENT['model_type']} model: its ")
     assert "kv_lora_rank" in said
-    write_weights(Path("model"))
     with pytest.raises(AssertionError, match="a cluster was started"):
         refuse("policy.train_global_batch_size=8", code=1, verb="sft")
 
@@ -241,7 +232,6 @@ PUBLISHED_LATENTS = LATENT | {"kv_lora_rank": 512, "qk_rope_head_dim": 64}
 @pytest.mark.parametrize("family", [{}, EXPERTS, PUBLISHED_LATENTS], ids=["dense", "experts", "latent"])
 def test_what_a_refit_reaches_is_not_refused(refuse: Refuse, family: dict[str, Any]) -> None:
     Path("model/config.json").write_text(json.dumps(CONFIG | {"num_hidden_layers": 6} | family))
-    write_weights(Path("model"))
     at = "policy.megatron_cfg."
     words = ["pipeline_model_parallel_size=2", "virtual_pipeline_model_parallel_size=2"]
     with pytest.raises(AssertionError, match="a cluster was started"):
@@ -366,10 +356,6 @@ def test_typical_mistakes_of_every_verb(
 @pytest.mark.parametrize("verb", ["train", "sft"])
 def test_a_model_folder_that_is_not_whole(refuse: Refuse, kind: str, words: list[str], message: str, verb: str) -> None:
     """One message, before a cluster is started."""
-    import torch
-    from safetensors.torch import save_file
-
-    from grpo_mcore.families import params_of, shape_of
 
     config = CONFIG | ({"vocab_size": 8} if kind == "small" else {})
     Path("model/config.json").write_text(json.dumps(config))

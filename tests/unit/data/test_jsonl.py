@@ -53,7 +53,7 @@ def test_rows_and_their_lines(tmp_path, name, data, numbers) -> None:
         (b'{"a": 1}\n5', r"a\.jsonl:2: expected a JSON object, got int; one JSON object a line"),
         (b'{"a": 1}\n{"a": "\xff"}', r"a\.jsonl:2: not UTF-8 text \(invalid start byte, byte 7\)"),
         (b'{"a": "\\ud800"}', r"a\.jsonl:1: half a surrogate pair"),
-        (b'{"a": ' + b"1" * 5000 + b"}", r"a\.jsonl:1: not usable JSON \(Exceeds the limit"),
+        (b'{"a": ' + b"1" * 100_000 + b"}", r"a\.jsonl:1: not usable JSON \(Exceeds the limit"),
         (b'{"a": ' + b"[" * 100_000, r"a\.jsonl:1: not usable JSON \(.*recursion"),
         (b'[{"a": 1}, 5]', r"a\.jsonl, object 1: expected a JSON object, got int"),
         (b'[{"a": 1},', r"a\.jsonl: not JSON"),

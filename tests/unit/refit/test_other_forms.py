@@ -10,6 +10,7 @@ import torch
 from grpo_mcore.families import FamilyError, check_engine_parallel, missing_on_cpu, params_of, shape_of
 from grpo_mcore.refit.buffer import attach_buffer, block_view
 from grpo_mcore.refit.layout import EngineLayout, TrainerLayout
+from grpo_mcore.refit.parts import Seat, parts_of
 from grpo_mcore.refit.plan import RefitPlan, plan_refit
 from grpo_mcore.refit.sender import RefitSender
 from tests.unit.refit.shards import index
@@ -154,7 +155,8 @@ class Source:
 def test_float32_stays_float32_in_a_refit_in_bfloat16() -> None:
     source = Source(NEMOTRON)
     plan, sender = source.plan(), RefitSender(source, 0, run_id="forms")
-    buffer = attach_buffer(sender.open_refit(None, plan.to_json())["transport"])
+    (part,) = parts_of(plan, 1, (), (), ()).senders
+    buffer = attach_buffer(sender.open_refit(part, Seat(1, 0, 1, 1, 30.0))["transport"]["buffer"])
     bias, rates = "decoder.layers.3.mlp.router.expert_bias", "decoder.layers.0.self_attention.A_log"
     for number, bucket in enumerate(plan.buckets):
         sender.fill_bucket(number)

@@ -12,9 +12,9 @@ import pytest
 
 from grpo_mcore.refit.board import Seat
 from grpo_mcore.refit.layout import EngineLayout, TrainerLayout
-from grpo_mcore.refit.parts import Part
+from grpo_mcore.refit.parts import CALLS_PER_PROCESS, Part
 from grpo_mcore.refit.plan import RefitError, plan_refit
-from grpo_mcore.refit.refit import CALLS_PER_PROCESS, Refit, RefitState, refit
+from grpo_mcore.refit.refit import Refit, RefitState, refit
 from tests.unit.refit.whole_split import make_shape, params_of
 
 SHAPE = make_shape(num_layers=1)
