@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -375,3 +376,14 @@ def test_a_model_folder_that_is_not_whole(refuse: Refuse, kind: str, words: list
         (file := Path("model/model-00001-of-00002.safetensors")).write_bytes(file.read_bytes()[:-8])
     said = refuse("policy.train_global_batch_size=8" if verb == "sft" else "--check", *words, code=1, verb=verb)
     assert message in said and "\n" not in said
+
+
+@pytest.mark.parametrize(
+    ("truth", "message"),
+    [({"style": "rule", "ground_truth": "2"}, "mapping|dict"), ("", "blank|empty|ground")],
+    ids=["mapping", "blank"],
+)
+def test_a_truth_that_no_answer_can_match_is_refused(refuse: Refuse, truth: object, message: str) -> None:
+    """verl's rows had trained on the text of a dict, with reward 0 and exit code 0."""
+    Path("data.jsonl").write_text(f"{json.dumps({'input': '1+1=', 'output': truth})}\n" * 8)
+    assert re.search(message, refuse("--check", code=1))
