@@ -67,6 +67,7 @@ class Engine:
         self._callers = itertools.count()
         self._requests: dict[str, GenerationRequest] = {}  # by request id, of all callers
         self._asleep: list[str] = []  # vLLM's tags of the memory that was given away
+        self._cache_number = 0  # of the prefix cache's contents; a request reuses only what has its own number
         self._others: list[Lifeline] = []  # the engine's other nodes
         self._lost: str | None = None  # what happened on one of them
         self._loss_reported = threading.Event()
@@ -138,9 +139,10 @@ class Engine:
         self._requests |= asked
         try:
             for key, request in asked.items():
-                prompt = tokens_input(request.token_ids().tolist())
+                tokens = request.token_ids().tolist()
                 with self._lock.call():
                     self._refuse_to_generate()
+                    prompt = tokens_input(tokens, cache_salt=str(self._cache_number))
                     engine_ids[key] = engine.add_request(key, prompt, params[key], lora_request=adapter)
                     self._steps.add(caller, key, engine_ids[key])
             while (output := self._steps.next(caller)) is not None:
@@ -202,6 +204,24 @@ class Engine:
                 outputs = self._llm_engine.step()
             deliver(output for output in outputs if output.finished)
 
+    def _drain(self) -> None:
+        """Finish the batches under way, without scheduling another.
+
+        On GPU (and under pipeline parallelism) vLLM keeps a queue of batches, so one may be under way between two
+        steps. Its tokens carry the version that is current when it ends, which must be that of the weights it began
+        with. It also holds cache blocks, even after its requests have ended.
+        """
+        core = self._llm_engine.engine_core.engine_core
+        if not core.batch_queue:
+            return
+        with self._rank_deaths():
+            self._llm_engine.sleep(level=0, mode="keep")  # pauses the scheduler and nothing else
+            try:
+                while core.batch_queue:
+                    self._steps.deliver(output for output in self._llm_engine.step() if output.finished)
+            finally:
+                self._llm_engine.wake_up(["scheduling"])
+
     def start_refit(self, manifest: Mapping[str, Any]) -> dict[str, Any]:
         """Open a refit; abort an open one first. The ranks then take the buckets by themselves, as they are filled,
         while other threads generate. `manifest`: digest of the plan, version, verify, `parts` and `seats` of each rank,
@@ -215,6 +235,7 @@ class Engine:
             if "weights" in self._asleep:
                 self._llm_engine.wake_up(["weights"])
                 self._asleep.remove("weights")
+            self._drain()  # a refit in place writes over the weights that a batch reads
             self._refit_open = True
             names = ("parts", "seats", "transports", "version", "verify", "in_place")
             given = {name: manifest[name] for name in names if name in manifest}
@@ -253,6 +274,7 @@ class Engine:
             raise EngineError(f"{self.name}: weight version {version} cannot be committed, no refit is open")
         began = time.perf_counter()
         with self._lock.call():
+            self._drain()
             self._lock.hold(True)
             self._half_replaced = not self._can_go_back
             report = self._refit_step("finish")[0]
@@ -265,7 +287,11 @@ class Engine:
         return found | {"version": version, "seconds": time.perf_counter() - began}
 
     def _forget_cache(self, recompute_kv: bool) -> None:
-        """Clear the prefix cache: keys and values of the old weights must not serve new prompts."""
+        """Clear the prefix cache: keys and values of the old weights must not serve new prompts.
+
+        vLLM clears nothing while requests hold blocks. The new number keeps later requests off what then stays.
+        """
+        self._cache_number += 1
         in_flight = self._llm_engine.get_num_unfinished_requests()
         cleared = self._llm_engine.reset_prefix_cache(reset_running_requests=recompute_kv and in_flight > 0)
         if not cleared and not in_flight:
@@ -332,6 +358,7 @@ class Engine:
         again. Without `pause`, raises EngineError if the engine is generating.
         """
         with self._lock.call():
+            self._drain()
             self._lock.pause(pause)
             if not self.config.sleep_between_phases or self._asleep:
                 return

@@ -86,7 +86,7 @@ class SharedSteps:
             if self._wait_to_lead(caller):
                 try:
                     while caller.running and not caller.finished:
-                        self._step(self._deliver)
+                        self._step(self.deliver)
                         self._stepped_at = time.monotonic()
                 except Exception as error:
                     with self._changed:
@@ -116,14 +116,15 @@ class SharedSteps:
             self._leading, self._stepped_at = True, time.monotonic()
             return True
 
-    def _deliver(self, outputs: Iterable[Any]) -> None:
+    def deliver(self, outputs: Iterable[Any]) -> None:
+        """Hand finished outputs to their callers. Outputs of dropped requests are discarded."""
         with self._changed:
-            found = False
+            delivered = False
             for output in outputs:
                 caller = self._owners.pop(output.request_id, None)
                 if caller is not None:
                     del caller.running[output.request_id]
                     caller.finished.append(output)
-                    found = True
-            if found:  # hundreds of threads may be waiting
+                    delivered = True
+            if delivered:  # hundreds of threads may be waiting
                 self._changed.notify_all()
